@@ -1,1 +1,71 @@
-//! See Cargo.toml.
+//! uzswap's experiments, with the kernel's own swap as a peer.
+//!
+//! `uzswap lab kernel` does the same work under the kernel's zswap, the kernel's zram and uzswap, in one run, and
+//! says how they compare. The work itself is done by a *worker*: this very binary, executed again, so that the same
+//! code is what runs plain, in a memory cgroup, under `uzswap run`, and in a region of the library.
+//!
+//! Read in this order: [`workload`] (what is done to memory, and how every read is verified), [`worker`] (the process
+//! that does it), [`peers`] (the kernel's side, set up and undone), [`kernel`] (the experiment), [`programs`] (the
+//! real programs), [`table`] and [`json`] (what comes out).
+
+pub mod data;
+pub mod json;
+pub mod kernel;
+pub mod machine;
+pub mod memory;
+pub mod peers;
+pub mod process;
+pub mod programs;
+pub mod size;
+pub mod stats;
+pub mod table;
+pub mod undo;
+pub mod worker;
+pub mod workload;
+
+use clap::{CommandFactory, Parser, Subcommand};
+
+/// `uzswap lab`.
+#[derive(Parser)]
+#[command(
+    name = "uzswap lab",
+    bin_name = "uzswap lab",
+    about = "Measure uzswap on this machine, against its peers"
+)]
+struct Cli {
+    #[command(subcommand)]
+    experiment: Experiment,
+}
+
+#[derive(Subcommand)]
+enum Experiment {
+    /// The same work under the kernel's zswap and zram, and under uzswap, with the same limit
+    Kernel(kernel::Args),
+    /// One process of an experiment (used by the lab itself)
+    #[command(hide = true)]
+    Worker(worker::Args),
+}
+
+/// The clap command of `uzswap lab`, for help, completions and manual pages.
+#[must_use]
+pub fn command() -> clap::Command {
+    Cli::command()
+}
+
+/// Runs `uzswap lab ARGS…` (`args` are what follows `lab`) and returns the exit status.
+///
+/// 0: done, whatever the verdicts; 1: something failed or read wrong; 2: usage; 130: interrupted.
+#[must_use]
+pub fn main(args: Vec<String>) -> i32 {
+    let cli = match Cli::try_parse_from(std::iter::once("uzswap lab".to_owned()).chain(args)) {
+        Ok(cli) => cli,
+        Err(error) => {
+            let _ = error.print();
+            return error.exit_code();
+        }
+    };
+    match cli.experiment {
+        Experiment::Kernel(args) => kernel::main(&args),
+        Experiment::Worker(args) => worker::main(&args),
+    }
+}

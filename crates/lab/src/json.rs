@@ -1,0 +1,160 @@
+//! What an experiment found, in the shape every lab writes with `--json`.
+
+use serde::Serialize;
+use serde_json::{Map, Value};
+use std::io;
+use std::path::Path;
+
+/// An experiment's findings.
+#[derive(Debug, Serialize)]
+pub struct Findings {
+    /// Its name.
+    pub experiment: String,
+    /// What it was measured on.
+    pub machine: Map<String, Value>,
+    /// How it was measured.
+    pub settings: Map<String, Value>,
+    /// The figures.
+    pub rows: Vec<Row>,
+    /// How they compare with the targets. One not measured is absent.
+    pub verdicts: Vec<Verdict>,
+}
+
+/// One line of figures.
+#[derive(Debug, Serialize)]
+pub struct Row {
+    /// What was done.
+    pub name: String,
+    /// The unit of all values.
+    pub unit: &'static str,
+    /// A number by subject; a subject not measured is absent.
+    pub values: Map<String, Value>,
+}
+
+/// One target.
+#[derive(Debug, Serialize)]
+pub struct Verdict {
+    /// What is to hold, with the direction ("at least", "at most").
+    pub what: String,
+    /// The target.
+    pub target: f64,
+    /// What was measured.
+    pub measured: f64,
+    /// Whether it was met.
+    pub met: bool,
+}
+
+impl Row {
+    /// A row without values.
+    #[must_use]
+    pub fn new(name: impl Into<String>, unit: &'static str) -> Self {
+        Self {
+            name: name.into(),
+            unit,
+            values: Map::new(),
+        }
+    }
+
+    /// Adds a value, if there is one.
+    pub fn put(&mut self, subject: &str, value: Option<f64>) {
+        if let Some(number) = value
+            .map(crate::stats::round)
+            .and_then(serde_json::Number::from_f64)
+        {
+            self.values
+                .insert(subject.to_owned(), Value::Number(number));
+        }
+    }
+
+    /// A subject's value.
+    #[must_use]
+    pub fn get(&self, subject: &str) -> Option<f64> {
+        self.values.get(subject)?.as_f64()
+    }
+}
+
+impl Verdict {
+    /// Met when `measured` is at least `target`.
+    #[must_use]
+    pub fn at_least(what: &str, target: f64, measured: f64) -> Self {
+        let what = format!("{what}, at least");
+        Self {
+            what,
+            target,
+            measured: crate::stats::round(measured),
+            met: measured >= target,
+        }
+    }
+
+    /// Met when `measured` is at most `target`.
+    #[must_use]
+    pub fn at_most(what: &str, target: f64, measured: f64) -> Self {
+        let what = format!("{what}, at most");
+        Self {
+            what,
+            target,
+            measured: crate::stats::round(measured),
+            met: measured <= target,
+        }
+    }
+}
+
+impl Findings {
+    /// Writes them to a file.
+    ///
+    /// # Errors
+    /// When the file cannot be written.
+    pub fn write(&self, path: &Path) -> io::Result<()> {
+        let mut text = serde_json::to_string_pretty(self)?;
+        text.push('\n');
+        std::fs::write(path, text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_shape_is_the_one_promised() {
+        let mut row = Row::new("fill", "MB/s");
+        row.put("zswap", Some(106.2));
+        row.put("zram", None);
+        row.put("library", Some(f64::NAN));
+        let findings = Findings {
+            experiment: "kernel".into(),
+            machine: crate::machine::describe(),
+            settings: Map::new(),
+            rows: vec![row],
+            verdicts: vec![
+                Verdict::at_least("fill", 4.0, 3.9),
+                Verdict::at_most("overshoot", 16.0, 3.0),
+            ],
+        };
+        let value: Value =
+            serde_json::from_str(&serde_json::to_string(&findings).unwrap()).unwrap();
+        let keys: Vec<_> = value.as_object().unwrap().keys().cloned().collect();
+        assert_eq!(
+            keys,
+            ["experiment", "machine", "settings", "rows", "verdicts"]
+        );
+        assert!(value["machine"]["cpus"].as_u64().unwrap() > 0);
+        assert_eq!(
+            value["rows"][0]
+                .as_object()
+                .unwrap()
+                .keys()
+                .collect::<Vec<_>>(),
+            ["name", "unit", "values"]
+        );
+        assert_eq!(value["rows"][0]["values"].as_object().unwrap().len(), 1);
+        assert_eq!(value["rows"][0]["values"]["zswap"], 106.2);
+        let verdict = value["verdicts"][0].as_object().unwrap();
+        assert_eq!(
+            verdict.keys().collect::<Vec<_>>(),
+            ["what", "target", "measured", "met"]
+        );
+        assert_eq!(verdict["met"], false);
+        assert_eq!(value["verdicts"][1]["met"], true);
+    }
+}

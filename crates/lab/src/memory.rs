@@ -1,0 +1,94 @@
+//! Where a worker's memory comes from: the one place that knows.
+
+use std::io;
+
+/// Memory a workload runs on. Private to one worker, readable and writable, zero at first.
+pub trait Memory {
+    /// Its first byte, page aligned.
+    fn base(&self) -> *mut u8;
+    /// Its length in bytes, whole pages.
+    fn len(&self) -> usize;
+    /// Whether it holds nothing.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// The sources of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Origin {
+    /// Anonymous memory of the kernel, as any program has it.
+    Anonymous,
+    /// A region of the uzswap library, which keeps the limit itself.
+    Region,
+}
+
+/// Takes `len` bytes from `origin`. `limit` is what a [`Origin::Region`] may use; `uncharged` leaves its compressed
+/// pool out of that, as a cgroup v1 does with the kernel's.
+///
+/// # Errors
+/// When the memory cannot be had, with the reason.
+pub fn take(
+    origin: Origin,
+    len: usize,
+    limit: u64,
+    uncharged: bool,
+) -> Result<Box<dyn Memory>, String> {
+    match origin {
+        Origin::Anonymous => Ok(Box::new(
+            Anonymous::map(len).map_err(|e| format!("cannot map {len} bytes: {e}"))?,
+        )),
+        // The library's region goes here: a `Memory` over `uzswap_pager::region` of `len` bytes under `limit`.
+        Origin::Region => {
+            let _ = (limit, uncharged);
+            Err("the library has no region yet".to_owned())
+        }
+    }
+}
+
+/// A private anonymous mapping.
+struct Anonymous {
+    base: *mut u8,
+    len: usize,
+}
+
+impl Anonymous {
+    fn map(len: usize) -> io::Result<Self> {
+        // SAFETY: a new private mapping at an address of the kernel's choice touches nothing that exists.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(Self {
+                base: base.cast(),
+                len,
+            })
+        }
+    }
+}
+
+impl Memory for Anonymous {
+    fn base(&self) -> *mut u8 {
+        self.base
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+}
+
+impl Drop for Anonymous {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours and nobody else holds a pointer into it.
+        unsafe { libc::munmap(self.base.cast(), self.len) };
+    }
+}

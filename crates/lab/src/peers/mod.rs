@@ -1,0 +1,57 @@
+//! The kernel's side: a memory cgroup with the limit, and one of the kernel's two compressed swaps under it.
+//!
+//! Each peer exists while its value does: made before a run, undone after it (see [`crate::undo`]), so that the two
+//! never meet and a machine interrupted is a machine as it was.
+
+pub mod cgroup;
+pub mod swap;
+pub mod zram;
+pub mod zswap;
+
+use crate::undo::Keeper;
+use std::path::Path;
+
+/// The kernel's compressed swaps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Peer {
+    /// Compressed pool in front of a swap file.
+    Zswap,
+    /// Compressed block device as swap.
+    Zram,
+}
+
+/// A peer that is set up.
+pub struct Ready {
+    // The order of fields is the order of undoing: first the cgroup with what runs in it, then its swap.
+    cgroup: cgroup::Cgroup,
+    _swap: Box<dyn std::any::Any>,
+}
+
+impl Ready {
+    /// The cgroup to start in.
+    #[must_use]
+    pub fn cgroup(&self) -> &Path {
+        self.cgroup.path()
+    }
+}
+
+/// Sets a peer up: a cgroup with `limit`, over `peer` with room for `swap` bytes.
+///
+/// # Errors
+/// When this machine cannot, with the reason; nothing is left then.
+pub fn set_up(
+    keeper: &Keeper,
+    peer: Peer,
+    limit: u64,
+    swap: u64,
+    dir: &Path,
+) -> Result<Ready, String> {
+    let swap: Box<dyn std::any::Any> = match peer {
+        Peer::Zswap => Box::new(zswap::Zswap::set_up(keeper, swap, dir)?),
+        Peer::Zram => Box::new(zram::Zram::set_up(keeper, swap)?),
+    };
+    Ok(Ready {
+        cgroup: cgroup::Cgroup::make(keeper, limit)?,
+        _swap: swap,
+    })
+}

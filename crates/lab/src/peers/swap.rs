@@ -1,0 +1,63 @@
+//! Swap areas: the header the kernel looks for, and the system call.
+
+use crate::undo::{Keeper, Step, Todo};
+use std::ffi::CString;
+use std::fs::OpenOptions;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+const PAGE: usize = crate::size::PAGE;
+/// Use the priority in the low bits.
+const SWAP_FLAG_PREFER: libc::c_int = 0x8000;
+/// The highest there is: before whatever else the machine swaps to.
+const PRIORITY: libc::c_int = 0x7fff;
+
+/// The first page of a swap area of `bytes`, as mkswap writes it.
+fn header(bytes: u64) -> Vec<u8> {
+    let mut page = vec![0; PAGE];
+    let last = u32::try_from(bytes / PAGE as u64 - 1).unwrap_or(u32::MAX);
+    page[1024..1028].copy_from_slice(&1u32.to_ne_bytes());
+    page[1028..1032].copy_from_slice(&last.to_ne_bytes());
+    page[PAGE - 10..].copy_from_slice(b"SWAPSPACE2");
+    page
+}
+
+/// Makes `path`, a file or device of `bytes`, a swap area and swaps to it until the returned value is dropped.
+///
+/// # Errors
+/// When it cannot be written or the kernel refuses it.
+pub fn on(keeper: &Keeper, path: &Path, bytes: u64) -> Result<Todo, String> {
+    let write = || -> io::Result<()> {
+        let file = OpenOptions::new().write(true).open(path)?;
+        file.write_all_at(&header(bytes), 0)?;
+        file.sync_all()
+    };
+    write().map_err(|e| format!("cannot write a swap header to {}: {e}", path.display()))?;
+    let name = CString::new(path.as_os_str().as_bytes()).map_err(|e| e.to_string())?;
+    let off = keeper.will_undo(Step::SwapOff(path.to_owned()))?;
+    // SAFETY: the name is a valid C string.
+    if unsafe { libc::swapon(name.as_ptr(), SWAP_FLAG_PREFER | PRIORITY) } == 0 {
+        Ok(off)
+    } else {
+        Err(format!(
+            "cannot swap to {}: {}",
+            path.display(),
+            io::Error::last_os_error()
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_header_is_mkswaps() {
+        let page = header(1 << 30);
+        assert_eq!(page.len(), PAGE);
+        assert_eq!(&page[PAGE - 10..], b"SWAPSPACE2");
+        assert_eq!(page[1024..1032], [1, 0, 0, 0, 0xff, 0xff, 3, 0]);
+    }
+}

@@ -1,0 +1,270 @@
+//! Starting what is measured, and watching it from outside.
+
+use crate::undo::{Keeper, Step};
+use std::ffi::OsString;
+use std::fs;
+use std::io::Read;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+static CHILD_GROUP: AtomicI32 = AtomicI32::new(0);
+
+extern "C" fn on_signal(_: libc::c_int) {
+    INTERRUPTED.store(true, Ordering::SeqCst);
+    let group = CHILD_GROUP.load(Ordering::SeqCst);
+    if group > 0 {
+        // SAFETY: kill is async-signal-safe; the group is a child's that was not waited for.
+        unsafe { libc::kill(-group, libc::SIGKILL) };
+    }
+}
+
+/// Makes SIGINT, SIGTERM and SIGHUP end the lab in order: the running child is killed, everything else unwinds.
+pub fn unwind_on_signals() {
+    for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+        // SAFETY: the handler does async-signal-safe things only.
+        unsafe {
+            libc::signal(
+                signal,
+                on_signal as extern "C" fn(libc::c_int) as libc::sighandler_t,
+            )
+        };
+    }
+}
+
+/// Whether a signal asked to stop.
+#[must_use]
+pub fn interrupted() -> bool {
+    INTERRUPTED.load(Ordering::SeqCst)
+}
+
+/// What to run.
+#[derive(Clone)]
+pub struct Spec {
+    /// Program and arguments.
+    pub argv: Vec<OsString>,
+    /// Environment on top of the lab's.
+    pub env: Vec<(&'static str, String)>,
+    /// File of its standard input, if any.
+    pub stdin: Option<PathBuf>,
+    /// Memory cgroup to start in.
+    pub cgroup: Option<PathBuf>,
+    /// How often to look at its memory, if at all.
+    pub sample: Option<Duration>,
+    /// When to give up.
+    pub timeout: Duration,
+}
+
+/// What came of it.
+pub struct Outcome {
+    /// How it ended.
+    pub status: ExitStatus,
+    /// All it wrote.
+    pub stdout: Vec<u8>,
+    /// What it said on stderr.
+    pub stderr: String,
+    /// From before it was started to after it ended.
+    pub seconds: f64,
+    /// The most anonymous memory its process tree held at once, as sampled.
+    pub peak_anon: u64,
+    /// Times its memory was looked at.
+    pub samples: u64,
+    /// Whether it was killed for taking too long.
+    pub timed_out: bool,
+}
+
+impl Outcome {
+    /// `Ok` when it ended well, else why not, in one line.
+    ///
+    /// # Errors
+    /// When it did not exit with 0.
+    pub fn ok(&self, timeout: Duration) -> Result<(), String> {
+        if self.status.success() {
+            return Ok(());
+        }
+        let last = self
+            .stderr
+            .lines()
+            .rev()
+            .find(|l| !l.trim().is_empty())
+            .unwrap_or("")
+            .trim();
+        let said = if last.is_empty() {
+            String::new()
+        } else {
+            format!(": {last}")
+        };
+        Err(
+            match (self.timed_out, self.status.code(), self.status.signal()) {
+                (true, ..) => format!("not done after {} s", timeout.as_secs()),
+                (_, Some(code), _) => format!("exit status {code}{said}"),
+                (_, _, signal) => format!("killed by signal {}{said}", signal.unwrap_or(0)),
+            },
+        )
+    }
+}
+
+/// Runs it to its end. `Err` when it cannot be started, or the lab was interrupted.
+///
+/// # Errors
+/// See above; in one sentence.
+pub fn run(keeper: &Keeper, spec: &Spec) -> Result<Outcome, String> {
+    if interrupted() {
+        return Err("interrupted".to_owned());
+    }
+    let name = spec.argv[0].to_string_lossy().into_owned();
+    let mut command = Command::new(&spec.argv[0]);
+    command
+        .args(&spec.argv[1..])
+        .envs(spec.env.iter().map(|(k, v)| (*k, v.as_str())));
+    command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .process_group(0);
+    command.stdin(match &spec.stdin {
+        Some(path) => fs::File::open(path)
+            .map_err(|e| format!("cannot open {}: {e}", path.display()))?
+            .into(),
+        None => Stdio::null(),
+    });
+    if let Some(cgroup) = &spec.cgroup {
+        let procs = fs::OpenOptions::new()
+            .write(true)
+            .open(cgroup.join("cgroup.procs"))
+            .map_err(|e| format!("cannot enter the cgroup: {e}"))?;
+        // SAFETY: one write system call between fork and exec.
+        unsafe {
+            command.pre_exec(move || {
+                use std::io::Write;
+                (&procs).write_all(b"0")
+            });
+        }
+    }
+    let start = Instant::now();
+    let mut child = command
+        .spawn()
+        .map_err(|e| format!("cannot run {name}: {e}"))?;
+    let pid = child.id() as i32;
+    CHILD_GROUP.store(pid, Ordering::SeqCst);
+    // Killing the group when this is dropped also ends what the child left behind.
+    let group = keeper.will_undo(Step::KillGroup(pid));
+    if group.is_err() || interrupted() {
+        // SAFETY: kill has no memory effects; the child was not waited for.
+        unsafe { libc::kill(-pid, libc::SIGKILL) };
+    }
+    let (mut out, mut err) = (child.stdout.take(), child.stderr.take());
+    let (stop, stopped) = mpsc::channel::<()>();
+    let (status, seconds, stdout, stderr, watched) = std::thread::scope(|scope| {
+        let out = scope.spawn(move || {
+            let mut bytes = Vec::new();
+            let _ = out.as_mut().map(|pipe| pipe.read_to_end(&mut bytes));
+            bytes
+        });
+        let err = scope.spawn(move || {
+            let mut bytes = Vec::new();
+            let _ = err.as_mut().map(|pipe| pipe.read_to_end(&mut bytes));
+            bytes
+        });
+        let watch = scope.spawn(move || watch(pid, spec, start, &stopped));
+        let status = child.wait();
+        let seconds = start.elapsed().as_secs_f64();
+        CHILD_GROUP.store(0, Ordering::SeqCst);
+        drop(stop);
+        let watched = watch.join().unwrap_or_default();
+        (
+            status,
+            seconds,
+            out.join().unwrap_or_default(),
+            err.join().unwrap_or_default(),
+            watched,
+        )
+    });
+    drop(group?);
+    if interrupted() {
+        return Err("interrupted".to_owned());
+    }
+    Ok(Outcome {
+        status: status.map_err(|e| format!("cannot wait for {name}: {e}"))?,
+        stdout,
+        stderr: String::from_utf8_lossy(&stderr).into_owned(),
+        seconds,
+        peak_anon: watched.peak,
+        samples: watched.samples,
+        timed_out: watched.timed_out,
+    })
+}
+
+#[derive(Default)]
+struct Watched {
+    peak: u64,
+    samples: u64,
+    timed_out: bool,
+}
+
+fn watch(pid: i32, spec: &Spec, start: Instant, stopped: &mpsc::Receiver<()>) -> Watched {
+    let mut watched = Watched::default();
+    loop {
+        if spec.sample.is_some() {
+            watched.peak = watched.peak.max(tree_anon(pid));
+            watched.samples += 1;
+        }
+        let pause = spec.sample.unwrap_or(Duration::from_millis(200));
+        if stopped.recv_timeout(pause) != Err(mpsc::RecvTimeoutError::Timeout) {
+            return watched;
+        }
+        if !watched.timed_out && start.elapsed() > spec.timeout {
+            watched.timed_out = true;
+            // SAFETY: kill has no memory effects; the main thread is still waiting for the child, or about to say so.
+            unsafe { libc::kill(-pid, libc::SIGKILL) };
+        }
+    }
+}
+
+/// Anonymous memory (`RssAnon`) of a process and all below it, in bytes.
+fn tree_anon(pid: i32) -> u64 {
+    let root = PathBuf::from(format!("/proc/{pid}"));
+    let own = fs::read_to_string(root.join("status")).map_or(0, |status| rss_anon(&status));
+    own + children(&root).into_iter().map(tree_anon).sum::<u64>()
+}
+
+fn children(process: &Path) -> Vec<i32> {
+    let tasks = fs::read_dir(process.join("task"))
+        .into_iter()
+        .flatten()
+        .flatten();
+    tasks
+        .flat_map(|task| {
+            let list = fs::read_to_string(task.path().join("children")).unwrap_or_default();
+            list.split_whitespace()
+                .filter_map(|pid| pid.parse().ok())
+                .collect::<Vec<i32>>()
+        })
+        .collect()
+}
+
+fn rss_anon(status: &str) -> u64 {
+    status
+        .lines()
+        .find_map(|line| line.strip_prefix("RssAnon:"))
+        .and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok())
+        .map_or(0, |kib| kib * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rss_anon_is_read_in_bytes() {
+        assert_eq!(
+            rss_anon("VmRSS:\t  999 kB\nRssAnon:\t     512 kB\nRssFile:\t 1 kB\n"),
+            512 * 1024
+        );
+        assert_eq!(rss_anon("Name:\tkthreadd\n"), 0);
+        assert!(tree_anon(std::process::id() as i32) > 4096);
+    }
+}

@@ -1,0 +1,299 @@
+//! What the lab changes on the machine, and how that is undone whatever happens.
+//!
+//! Every change is written down *before* it is made, as the step that undoes it, and told to a *guard*: a process of
+//! its own (this binary again) that does nothing but wait. A [`Todo`] undoes its step when dropped and tells the guard
+//! so. When the lab dies without (a panic, a `SIGKILL`) its end of the pipe closes, and the guard does what is left,
+//! last change first. Steps are harmless when the change was never made.
+
+use serde::{Deserialize, Serialize};
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::ffi::CString;
+use std::fs;
+use std::io::{self, BufRead, Write};
+use std::os::fd::OwnedFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixListener};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+/// A step that undoes a change.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Step {
+    /// Kill a process group the lab started.
+    KillGroup(i32),
+    /// Kill what is left in a cgroup the lab made, and remove it.
+    RemoveCgroup(PathBuf),
+    /// Stop swapping to a file or device.
+    SwapOff(PathBuf),
+    /// Write a value to a file of sysfs, as it was before.
+    Restore(PathBuf, String),
+    /// Remove a directory of the lab's own, with its files.
+    RemoveDir(PathBuf),
+}
+
+impl Step {
+    /// Does it; what is gone already is no error.
+    ///
+    /// # Errors
+    /// When the machine refuses, in one sentence.
+    pub fn run(&self) -> Result<(), String> {
+        match self {
+            Self::KillGroup(group) => {
+                // SAFETY: kill has no memory effects; the group is one the lab started and has not waited for.
+                unsafe { libc::kill(-*group, libc::SIGKILL) };
+                Ok(())
+            }
+            Self::RemoveCgroup(path) => remove_cgroup(path),
+            Self::SwapOff(path) => swap_off(path),
+            Self::Restore(path, value) => patiently(
+                || fs::write(path, value),
+                |e| e.raw_os_error() == Some(libc::EBUSY),
+            )
+            .map_err(|e| format!("cannot write `{value}` to {}: {e}", path.display())),
+            Self::RemoveDir(path) => match fs::remove_dir_all(path) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                    Err(format!("cannot remove {}: {e}", path.display()))
+                }
+                _ => Ok(()),
+            },
+        }
+    }
+}
+
+/// Tries for up to ten seconds while `again` says so.
+fn patiently(
+    mut act: impl FnMut() -> io::Result<()>,
+    again: impl Fn(&io::Error) -> bool,
+) -> io::Result<()> {
+    let start = Instant::now();
+    loop {
+        match act() {
+            Err(e) if again(&e) && start.elapsed() < Duration::from_secs(10) => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            result => return result,
+        }
+    }
+}
+
+fn remove_cgroup(path: &Path) -> Result<(), String> {
+    if !path.exists() {
+        return Ok(());
+    }
+    let kill_and_remove = || {
+        for line in fs::read_to_string(path.join("cgroup.procs"))
+            .unwrap_or_default()
+            .lines()
+        {
+            if let Ok(pid) = line.parse::<i32>() {
+                // SAFETY: kill has no memory effects; only what the lab started is ever in a cgroup it made.
+                unsafe { libc::kill(pid, libc::SIGKILL) };
+            }
+        }
+        fs::remove_dir(path)
+    };
+    match patiently(kill_and_remove, |e| e.raw_os_error() == Some(libc::EBUSY)) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => {
+            Err(format!("cannot remove the cgroup {}: {e}", path.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn swap_off(path: &Path) -> Result<(), String> {
+    let name = CString::new(path.as_os_str().as_bytes()).map_err(|e| e.to_string())?;
+    let act = || {
+        // SAFETY: the name is a valid C string.
+        if unsafe { libc::swapoff(name.as_ptr()) } == 0 {
+            Ok(())
+        } else {
+            Err(io::Error::last_os_error())
+        }
+    };
+    match patiently(act, |e| e.raw_os_error() == Some(libc::EINTR)) {
+        // EINVAL: no swap area (any more).
+        Err(e) if !matches!(e.raw_os_error(), Some(libc::EINVAL | libc::ENOENT)) => {
+            Err(format!("cannot stop swapping to {}: {e}", path.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+enum Line {
+    Todo(u64, Step),
+    Done(u64),
+}
+
+/// Keeps the guard, and gives out [`Todo`]s. One lab at a time on a machine.
+pub struct Keeper {
+    inner: Rc<Inner>,
+    guard: Option<Child>,
+}
+
+struct Inner {
+    pipe: RefCell<Option<ChildStdin>>,
+    next: Cell<u64>,
+}
+
+impl Inner {
+    fn tell(&self, line: &Line) -> io::Result<()> {
+        match self.pipe.borrow_mut().as_mut() {
+            Some(pipe) => pipe.write_all(format!("{}\n", serde_json::to_string(line)?).as_bytes()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A change to be undone, undone when dropped.
+#[must_use = "dropping it undoes the change at once"]
+pub struct Todo {
+    inner: Rc<Inner>,
+    id: u64,
+    step: Option<Step>,
+}
+
+impl Keeper {
+    /// Starts the guard.
+    ///
+    /// # Errors
+    /// When another lab runs on this machine, or the guard cannot be started.
+    pub fn start() -> Result<Self, String> {
+        let address = SocketAddr::from_abstract_name(b"uzswap-lab").map_err(|e| e.to_string())?;
+        let lock = UnixListener::bind_addr(&address).map_err(|_| {
+            "another uzswap lab is running on this machine; let it finish first".to_owned()
+        })?;
+        let exe = std::env::current_exe().map_err(|e| e.to_string())?;
+        let mut command = Command::new(exe);
+        command
+            .args(["lab", "worker", "--guard"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::from(OwnedFd::from(lock)));
+        // SAFETY: only async-signal-safe calls between fork and exec.
+        unsafe {
+            command.pre_exec(|| {
+                libc::setsid();
+                for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT] {
+                    libc::signal(signal, libc::SIG_IGN);
+                }
+                Ok(())
+            });
+        }
+        let mut guard = command
+            .spawn()
+            .map_err(|e| format!("cannot start the lab's guard: {e}"))?;
+        let inner = Rc::new(Inner {
+            pipe: RefCell::new(guard.stdin.take()),
+            next: Cell::new(0),
+        });
+        Ok(Self {
+            inner,
+            guard: Some(guard),
+        })
+    }
+
+    /// Writes a step down; the change it undoes may be made after this.
+    ///
+    /// # Errors
+    /// When the guard is gone: then nothing is to be changed.
+    pub fn will_undo(&self, step: Step) -> Result<Todo, String> {
+        let id = self.inner.next.get();
+        self.inner.next.set(id + 1);
+        self.inner
+            .tell(&Line::Todo(id, step.clone()))
+            .map_err(|e| format!("the lab's guard is gone ({e}); changing nothing"))?;
+        Ok(Todo {
+            inner: Rc::clone(&self.inner),
+            id,
+            step: Some(step),
+        })
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        self.inner.pipe.borrow_mut().take();
+        if let Some(guard) = &mut self.guard {
+            let _ = guard.wait();
+        }
+    }
+}
+
+impl Drop for Todo {
+    fn drop(&mut self) {
+        if let Some(step) = self.step.take()
+            && let Err(error) = step.run()
+        {
+            eprintln!("uzswap lab: {error}");
+        }
+        let _ = self.inner.tell(&Line::Done(self.id));
+    }
+}
+
+/// The guard's life: listens until the lab ends, then does what was left undone. Its standard output is the lock that
+/// keeps a second lab out until then.
+#[must_use]
+pub fn guard() -> i32 {
+    for step in left_over(io::stdin().lock()).into_iter().rev() {
+        if let Err(error) = step.run() {
+            eprintln!("uzswap lab: {error}");
+        }
+    }
+    0
+}
+
+/// The steps written down and not done, in the order they were written.
+fn left_over(journal: impl BufRead) -> Vec<Step> {
+    let mut todo = BTreeMap::new();
+    for line in journal.lines().map_while(Result::ok) {
+        match serde_json::from_str(&line) {
+            Ok(Line::Todo(id, step)) => {
+                todo.insert(id, step);
+            }
+            Ok(Line::Done(id)) => {
+                todo.remove(&id);
+            }
+            Err(_) => {}
+        }
+    }
+    todo.into_values().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_guard_is_left_with_what_was_not_done() {
+        let steps = [
+            Step::SwapOff("/x".into()),
+            Step::Restore("/y".into(), "1".into()),
+            Step::RemoveDir("/z".into()),
+        ];
+        let mut journal = String::new();
+        for (id, step) in steps.iter().enumerate() {
+            journal += &format!(
+                "{}\n",
+                serde_json::to_string(&Line::Todo(id as u64, step.clone())).unwrap()
+            );
+        }
+        journal += &format!("{}\n", serde_json::to_string(&Line::Done(1)).unwrap());
+        journal += "{\"Todo\":[3,{\"SwapO";
+        assert_eq!(
+            left_over(journal.as_bytes()),
+            [steps[0].clone(), steps[2].clone()]
+        );
+    }
+
+    #[test]
+    fn undoing_what_never_happened_is_harmless() {
+        let dir = std::env::temp_dir().join("uzswap-lab-never-made");
+        Step::RemoveDir(dir.clone()).run().unwrap();
+        Step::RemoveCgroup(dir.clone()).run().unwrap();
+    }
+}
