@@ -1,1 +1,8 @@
-//! See Cargo.toml.
+//! The engine: what uzswap knows and decides, without a single OS call.
+//!
+//! It never calls up: it returns values, and whoever owns threads and memory (`uzswap-pager`) acts on them. `unsafe`
+//! is denied but in the walls around the C codecs, in [`codec`].
+#![deny(unsafe_code)]
+
+pub mod codec;
+pub mod zsmalloc;

@@ -1,0 +1,81 @@
+//! The wall around the C library lz4: block format, our state, nothing allocated by C.
+//!
+//! Lengths fit C's int: sources are at most 1 GiB (asserted by the caller), other lengths are cut to `int`'s range.
+#![allow(unsafe_code)] // FFI.
+
+use super::workspace::Workspace;
+use core::ffi::{c_char, c_int, c_void};
+// Links the library; it declares only some of what follows.
+use lz4_sys as _;
+
+unsafe extern "C" {
+    fn LZ4_sizeofState() -> c_int;
+    fn LZ4_compress_fast_extState(
+        state: *mut c_void,
+        src: *const c_char,
+        dst: *mut c_char,
+        src_len: c_int,
+        dst_len: c_int,
+        acceleration: c_int,
+    ) -> c_int;
+    fn LZ4_decompress_safe(
+        src: *const c_char,
+        dst: *mut c_char,
+        src_len: c_int,
+        dst_len: c_int,
+    ) -> c_int;
+}
+
+/// Trades ratio for speed; see the figures in `codec`.
+const ACCELERATION: c_int = 1;
+
+/// A hash table of 16 KiB.
+pub(super) struct Compressor {
+    state: Workspace,
+}
+
+impl Compressor {
+    pub(super) fn new() -> Self {
+        // SAFETY: takes nothing and only returns a constant.
+        let bytes = unsafe { LZ4_sizeofState() };
+        Self {
+            state: Workspace::new(bytes as usize),
+        }
+    }
+
+    /// The length written, `None` when it does not fit.
+    pub(super) fn compress(&mut self, src: &[u8], dst: &mut [u8]) -> Option<usize> {
+        let src_len = c_int::try_from(src.len()).ok()?;
+        let dst_len = c_int::try_from(dst.len()).unwrap_or(c_int::MAX);
+        // SAFETY: the state has LZ4_sizeofState() bytes, aligned to 64, and the call initialises it; src and dst are
+        // valid for their lengths, do not overlap (& and &mut), and it writes at most dst_len.
+        let written = unsafe {
+            LZ4_compress_fast_extState(
+                self.state.as_mut_ptr(),
+                src.as_ptr().cast(),
+                dst.as_mut_ptr().cast(),
+                src_len,
+                dst_len,
+                ACCELERATION,
+            )
+        };
+        usize::try_from(written).ok().filter(|&len| len > 0)
+    }
+}
+
+/// The length decoded, `None` when `src` is no block or decodes to more than `dst` holds.
+pub(super) fn decompress(src: &[u8], dst: &mut [u8]) -> Option<usize> {
+    let src_len = c_int::try_from(src.len()).ok()?;
+    let dst_len = c_int::try_from(dst.len()).ok()?;
+    // SAFETY: src and dst are valid for their lengths and do not overlap; the safe decoder checks every length it
+    // reads, and stays within both whatever the bytes.
+    let len = unsafe {
+        LZ4_decompress_safe(
+            src.as_ptr().cast(),
+            dst.as_mut_ptr().cast(),
+            src_len,
+            dst_len,
+        )
+    };
+    usize::try_from(len).ok()
+}

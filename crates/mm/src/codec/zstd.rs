@@ -1,0 +1,125 @@
+//! The wall around zstd: contexts laid into memory of ours (`ZSTD_initStatic*`), which C never grows or frees.
+//!
+//! A static context that is too small fails a call instead of allocating. So the workspace is sized for every
+//! parameter set that the level can choose for sources up to the maximum, and an error other than "does not fit" at
+//! compression is a broken invariant.
+#![allow(unsafe_code)] // FFI.
+
+use super::workspace::Workspace;
+use core::ffi::c_int;
+use zstd_sys::{
+    ZSTD_CCtx, ZSTD_DCtx, ZSTD_ErrorCode, ZSTD_compressCCtx, ZSTD_decompressDCtx,
+    ZSTD_estimateCCtxSize_usingCParams, ZSTD_estimateDCtxSize, ZSTD_getCParams, ZSTD_getErrorCode,
+    ZSTD_initStaticCCtx, ZSTD_initStaticDCtx, ZSTD_isError,
+};
+
+pub(super) struct Compressor {
+    /// Holds the context at its start.
+    workspace: Workspace,
+    level: c_int,
+}
+
+/// Bytes a context needs at `level` for any source up to `source_max`.
+fn context_bytes(level: c_int, source_max: usize) -> usize {
+    let mut bytes = 0;
+    let mut source = 1usize;
+    // zstd chooses by ranges of sizes that begin and end at powers of two.
+    while source < 2 * source_max.max(1) {
+        for len in [
+            source.min(source_max.max(1)),
+            (source + 1).min(source_max.max(1)),
+        ] {
+            // SAFETY: plain values in, plain values out.
+            bytes = bytes.max(unsafe {
+                ZSTD_estimateCCtxSize_usingCParams(ZSTD_getCParams(level, len as u64, 0))
+            });
+        }
+        source *= 2;
+    }
+    bytes
+}
+
+impl Compressor {
+    pub(super) fn new(level: c_int, source_max: usize) -> Self {
+        let mut workspace = Workspace::new(context_bytes(level, source_max));
+        // SAFETY: the workspace is valid for its length, aligned to 64 and lives as long as the context in it.
+        let context = unsafe { ZSTD_initStaticCCtx(workspace.as_mut_ptr(), workspace.len()) };
+        // Documented: the context is the workspace's start, or null when that is too small.
+        assert_eq!(
+            context.cast(),
+            workspace.as_mut_ptr(),
+            "zstd's workspace of {} bytes is too small",
+            workspace.len()
+        );
+        Self { workspace, level }
+    }
+
+    /// The length written, `None` when it does not fit.
+    pub(super) fn compress(&mut self, src: &[u8], dst: &mut [u8]) -> Option<usize> {
+        let context: *mut ZSTD_CCtx = self.workspace.as_mut_ptr().cast();
+        // SAFETY: `new` initialised the context, it is ours alone, and src and dst are valid for their lengths.
+        let written = unsafe {
+            ZSTD_compressCCtx(
+                context,
+                dst.as_mut_ptr().cast(),
+                dst.len(),
+                src.as_ptr().cast(),
+                src.len(),
+                self.level,
+            )
+        };
+        // SAFETY: both only look at the number.
+        let error = unsafe { (ZSTD_isError(written) != 0).then(|| ZSTD_getErrorCode(written)) };
+        match error {
+            None => Some(written),
+            Some(code) => {
+                debug_assert_eq!(
+                    code,
+                    ZSTD_ErrorCode::ZSTD_error_dstSize_tooSmall,
+                    "{} bytes",
+                    src.len()
+                );
+                None
+            }
+        }
+    }
+}
+
+pub(super) struct Decompressor {
+    /// Holds the context at its start.
+    workspace: Workspace,
+}
+
+impl Decompressor {
+    pub(super) fn new() -> Self {
+        // SAFETY: takes nothing and only returns a constant.
+        let mut workspace = Workspace::new(unsafe { ZSTD_estimateDCtxSize() });
+        // SAFETY: as in `Compressor::new`.
+        let context = unsafe { ZSTD_initStaticDCtx(workspace.as_mut_ptr(), workspace.len()) };
+        assert_eq!(
+            context.cast(),
+            workspace.as_mut_ptr(),
+            "zstd's workspace of {} bytes is too small",
+            workspace.len()
+        );
+        Self { workspace }
+    }
+
+    /// The length decoded, `None` when `src` is no frame or decodes to more than `dst` holds.
+    pub(super) fn decompress(&mut self, src: &[u8], dst: &mut [u8]) -> Option<usize> {
+        let context: *mut ZSTD_DCtx = self.workspace.as_mut_ptr().cast();
+        // SAFETY: `new` initialised the context, it is ours alone, src and dst are valid for their lengths, and the
+        // decoder stays within both whatever the bytes.
+        let len = unsafe {
+            ZSTD_decompressDCtx(
+                context,
+                dst.as_mut_ptr().cast(),
+                dst.len(),
+                src.as_ptr().cast(),
+                src.len(),
+            )
+        };
+        // SAFETY: only looks at the number.
+        (unsafe { ZSTD_isError(len) } == 0).then_some(len)
+    }
+}

@@ -1,0 +1,481 @@
+//! zsmalloc: where in the pool a compressed object lies.
+//!
+//! A pure offset allocator. It never touches the pool's memory: it hands out byte offsets into one contiguous range
+//! that the caller maps, so it can be tested without any memory behind it and its state survives a pool that is
+//! protected, discarded or elsewhere.
+//!
+//! ```text
+//! pool   | slab (3 pages)     | slab (1) |  free run  | slab (2 pages)   | frontier ... capacity
+//! slab   | object | object | object | tail |          all of one class, at most 128 objects
+//! ```
+//!
+//! As in the kernel's zsmalloc, objects are rounded up to one of about a hundred size classes some 5 % apart, and
+//! objects of a class share *slabs* (the kernel's "zspages") of 1 to 32 contiguous 4 KiB pages. The number of pages is
+//! the smallest whose tail waste is below [`TAIL_WASTE_OK`]; the class is then widened to divide its slab evenly.
+//! Objects may straddle pages inside a slab: the range is contiguous in memory, so nobody notices.
+//!
+//! - An object is one bit in its slab's bitmap: no bytes per object. A slab is 32 bytes, a page of the pool 4 (its
+//!   slab's index).
+//! - Partial slabs sit in four lists per class by fullness, and allocation takes from the fullest, so that nearly
+//!   empty slabs drain and are given back.
+//! - A slab whose last object goes leaves at once, as [`Freed`]. None is kept empty.
+//! - Free page runs are merged with their neighbours and reused best fit, lowest offset first among equals, before
+//!   the frontier moves; a run that reaches the frontier pulls it back.
+//!
+//! Invariants:
+//! - `used` is the sum of class sizes of set bits; `held` is the pages of all slabs; both in bytes.
+//! - A slab has 1..=objects live objects; it is in exactly one list when it is partial and in none when it is full.
+//! - `page_slab[p]` is `p`'s slab or [`NONE`], its length is the frontier, and free runs are maximal, disjoint from
+//!   slabs and end below the frontier.
+//!
+//! Ownership: one owner, `&mut self`; whoever shares a pool among threads puts the lock around it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The allocator's page, whatever the kernel's is.
+const PAGE: usize = 4096;
+/// Granularity of offsets and class sizes. 32 lets a `u32` address 128 GiB; 16 would gain under 1 % of a 1 KiB object.
+const GRAIN: usize = 32;
+/// Largest object: a 64 KiB source stored raw, with a page to spare for a header.
+pub const MAX_OBJECT: usize = 69_632;
+/// Largest pool that a [`Handle`] can address: 128 GiB.
+pub const MAX_CAPACITY: usize = GRAIN << 32;
+/// Pages in the largest slab. More would waste less in the tail and more in slabs that never drain.
+const MAX_SLAB_PAGES: usize = 32;
+/// Objects in a slab at most: the bits of its bitmap.
+const MAX_SLAB_OBJECTS: usize = 128;
+/// A tail waste, in 1/1024 of the slab, that is not worth more pages (1.5 %).
+const TAIL_WASTE_OK: usize = 16;
+/// Sizes that come up as such (sources stored raw), which therefore end a class each.
+const ANCHORS: [usize; 6] = [4096, 8192, 16_384, 32_768, 65_536, MAX_OBJECT];
+/// Fullness lists per class.
+const GROUPS: usize = 4;
+/// No slab, no link.
+const NONE: u32 = u32::MAX;
+
+/// A size class.
+#[derive(Clone, Copy)]
+struct Class {
+    /// Bytes given to each object.
+    size: u32,
+    /// Pages of a slab.
+    pages: u8,
+    /// Objects of a slab.
+    objects: u8,
+}
+
+/// The smallest number of pages with little tail waste for objects of `size`, or that with the least.
+const fn slab_pages(size: usize) -> usize {
+    let mut best = (0, usize::MAX);
+    let mut pages = size.div_ceil(PAGE);
+    while pages <= MAX_SLAB_PAGES {
+        let bytes = pages * PAGE;
+        if bytes / size > MAX_SLAB_OBJECTS {
+            break;
+        }
+        let waste = (bytes % size) * 1024 / bytes;
+        if waste < best.1 {
+            best = (pages, waste);
+        }
+        if waste <= TAIL_WASTE_OK {
+            break;
+        }
+        pages += 1;
+    }
+    assert!(best.0 != 0);
+    best.0
+}
+
+/// The first anchor at or above `size`.
+const fn anchor(size: usize) -> usize {
+    let mut i = 0;
+    while ANCHORS[i] < size {
+        i += 1;
+    }
+    ANCHORS[i]
+}
+
+const CLASS_ROOM: usize = 160;
+
+const fn build_classes() -> ([Class; CLASS_ROOM], usize) {
+    let mut classes = [Class {
+        size: 0,
+        pages: 0,
+        objects: 0,
+    }; CLASS_ROOM];
+    let mut count = 0;
+    let mut wanted = GRAIN;
+    loop {
+        let pages = slab_pages(wanted);
+        let objects = pages * PAGE / wanted;
+        // Widen to what the slab has anyway, but not past a size that must end its own class.
+        let widened = pages * PAGE / objects / GRAIN * GRAIN;
+        let size = if widened > anchor(wanted) {
+            anchor(wanted)
+        } else {
+            widened
+        };
+        classes[count] = Class {
+            size: size as u32,
+            pages: pages as u8,
+            objects: objects as u8,
+        };
+        count += 1;
+        if size == MAX_OBJECT {
+            return (classes, count);
+        }
+        // About 5 % up (1/20), at least one grain.
+        let up = (size + size / 20).div_ceil(GRAIN) * GRAIN;
+        let next = if up > size { up } else { size + GRAIN };
+        wanted = if next > anchor(size + 1) {
+            anchor(size + 1)
+        } else {
+            next
+        };
+    }
+}
+
+const BUILT: ([Class; CLASS_ROOM], usize) = build_classes();
+const CLASS_COUNT: usize = BUILT.1;
+static CLASSES: [Class; CLASS_ROOM] = BUILT.0;
+
+/// Class by length in grains, rounded up.
+static CLASS_OF: [u8; MAX_OBJECT / GRAIN + 1] = {
+    let mut of = [0; MAX_OBJECT / GRAIN + 1];
+    let mut class = 0;
+    let mut grains = 0;
+    while grains < of.len() {
+        if grains * GRAIN > BUILT.0[class].size as usize {
+            class += 1;
+        }
+        of[grains] = class as u8;
+        grains += 1;
+    }
+    of
+};
+
+/// The sizes objects are rounded up to, ascending, in bytes.
+pub fn class_sizes() -> impl Iterator<Item = usize> {
+    CLASSES[..CLASS_COUNT]
+        .iter()
+        .map(|class| class.size as usize)
+}
+
+/// An object in a [`ZsPool`]: its byte offset divided by 32.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Handle(u32);
+
+impl Handle {
+    /// Where the object starts, in bytes from the start of the pool.
+    pub fn offset(self) -> usize {
+        self.0 as usize * GRAIN
+    }
+
+    /// The handle that [`Handle::raw`] returned `raw` for. Nothing is checked: the pool checks at use.
+    pub fn from_raw(raw: u32) -> Self {
+        Self(raw)
+    }
+
+    /// The handle as a number to store.
+    pub fn raw(self) -> u32 {
+        self.0
+    }
+}
+
+/// Bytes of the pool that hold nothing any more, whole pages.
+///
+/// Give them back to the kernel *before the next* [`ZsPool::alloc`], which may hand the same range out again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Freed {
+    /// Start, in bytes from the start of the pool.
+    pub offset: usize,
+    /// Length in bytes.
+    pub len: usize,
+}
+
+/// A slab, 32 bytes.
+struct Slab {
+    /// Which objects are live.
+    live_bits: [u64; 2],
+    /// First page in the pool.
+    first_page: u32,
+    /// Neighbours in the fullness list; `next` also links unused entries of `slabs`.
+    next: u32,
+    prev: u32,
+    class: u8,
+    /// Set bits of `live_bits`; 0 in an unused entry.
+    live: u8,
+}
+
+const _: () = assert!(size_of::<Slab>() == 32);
+
+/// The allocator. See the module's head.
+pub struct ZsPool {
+    slabs: Vec<Slab>,
+    /// First unused entry of `slabs`.
+    unused: u32,
+    /// Slab of each page below the frontier.
+    page_slab: Vec<u32>,
+    /// Free runs below the frontier: start to length, in pages.
+    runs: BTreeMap<u32, u32>,
+    /// The same runs as (length, start), for best fit.
+    runs_by_len: BTreeSet<(u32, u32)>,
+    /// Heads of the fullness lists.
+    partial: Box<[[u32; GROUPS]]>,
+    capacity_pages: usize,
+    /// Bytes, the sum of class sizes of live objects.
+    used: usize,
+    /// Bytes, the pages of all slabs.
+    held: usize,
+}
+
+/// The list for a slab with `live` of `objects` in use; `None` when it is full.
+fn group(live: u8, objects: u8) -> Option<usize> {
+    (live < objects).then(|| live as usize * GROUPS / objects as usize)
+}
+
+impl ZsPool {
+    /// A pool of `capacity_bytes`, rounded down to pages and at most [`MAX_CAPACITY`]. Takes memory as it fills.
+    pub fn new(capacity_bytes: usize) -> Self {
+        Self {
+            slabs: Vec::new(),
+            unused: NONE,
+            page_slab: Vec::new(),
+            runs: BTreeMap::new(),
+            runs_by_len: BTreeSet::new(),
+            partial: vec![[NONE; GROUPS]; CLASS_COUNT].into_boxed_slice(),
+            capacity_pages: capacity_bytes.min(MAX_CAPACITY) / PAGE,
+            used: 0,
+            held: 0,
+        }
+    }
+
+    /// Room for `len` bytes (1 to [`MAX_OBJECT`]), or `None` when the pool has no run of pages left for them.
+    ///
+    /// # Panics
+    /// When `len` is 0 or more than [`MAX_OBJECT`].
+    pub fn alloc(&mut self, len: usize) -> Option<Handle> {
+        assert!(
+            (1..=MAX_OBJECT).contains(&len),
+            "object of {len} bytes: not 1 to {MAX_OBJECT}"
+        );
+        let class_index = CLASS_OF[len.div_ceil(GRAIN)];
+        let class = CLASSES[class_index as usize];
+        let heads = &self.partial[class_index as usize];
+        let fullest = heads.iter().rev().copied().find(|&head| head != NONE);
+        let slab_index = match fullest {
+            Some(index) => index,
+            None => self.add_slab(class_index)?,
+        };
+        let slab = &mut self.slabs[slab_index as usize];
+        // Bits at and above `objects` are never reached: a listed slab has a clear bit below.
+        let word = usize::from(slab.live_bits[0] == u64::MAX);
+        let bit = slab.live_bits[word].trailing_ones() as usize;
+        let object = word * 64 + bit;
+        debug_assert!(object < class.objects as usize);
+        slab.live_bits[word] |= 1 << bit;
+        let before = slab.live;
+        slab.live += 1;
+        let offset = slab.first_page as usize * PAGE + object * class.size as usize;
+        self.move_group(
+            slab_index,
+            class_index,
+            group(before, class.objects),
+            group(before + 1, class.objects),
+        );
+        self.used += class.size as usize;
+        Some(Handle((offset / GRAIN) as u32))
+    }
+
+    /// Gives an object up. Returns the pages that held it when it was the last one there.
+    ///
+    /// # Panics
+    /// When `handle` is not allocated.
+    pub fn free(&mut self, handle: Handle) -> Option<Freed> {
+        let (slab_index, object) = self.locate(handle);
+        let slab = &mut self.slabs[slab_index as usize];
+        slab.live_bits[object / 64] &= !(1 << (object % 64));
+        let before = slab.live;
+        slab.live -= 1;
+        let class_index = slab.class;
+        let class = CLASSES[class_index as usize];
+        self.used -= class.size as usize;
+        let from = group(before, class.objects);
+        if before > 1 {
+            self.move_group(
+                slab_index,
+                class_index,
+                from,
+                group(before - 1, class.objects),
+            );
+            return None;
+        }
+        self.move_group(slab_index, class_index, from, None);
+        Some(self.remove_slab(slab_index))
+    }
+
+    /// Bytes that `handle`'s object may use: its class size.
+    ///
+    /// # Panics
+    /// When `handle` is not allocated.
+    pub fn usable(&self, handle: Handle) -> usize {
+        let (slab_index, _) = self.locate(handle);
+        CLASSES[self.slabs[slab_index as usize].class as usize].size as usize
+    }
+
+    /// Bytes of live objects, each counted with its class size.
+    pub fn used_bytes(&self) -> usize {
+        self.used
+    }
+
+    /// Bytes of slabs not given back: what the pool costs, tails and free objects included.
+    pub fn held_bytes(&self) -> usize {
+        self.held
+    }
+
+    /// Bytes of the allocator's own books, as allocated; the trees of free runs are estimated.
+    pub fn metadata_bytes(&self) -> usize {
+        // A B-tree node is at least half full: up to twice the entries, in both trees.
+        const RUN: usize = 2 * 2 * size_of::<(u32, u32)>();
+        size_of::<Self>()
+            + self.slabs.capacity() * size_of::<Slab>()
+            + self.page_slab.capacity() * size_of::<u32>()
+            + self.runs.len() * RUN
+            + size_of_val(&*self.partial)
+    }
+
+    /// The slab and the index in it of a live object; panics when there is none.
+    fn locate(&self, handle: Handle) -> (u32, usize) {
+        let offset = handle.offset();
+        let slab_index = self.page_slab.get(offset / PAGE).copied().unwrap_or(NONE);
+        assert!(slab_index != NONE, "handle {:#x} is in no slab", handle.0);
+        let slab = &self.slabs[slab_index as usize];
+        let size = CLASSES[slab.class as usize].size;
+        let into = (offset - slab.first_page as usize * PAGE) as u32;
+        let object = (into / size) as usize;
+        // The tail of a slab can hold no object, but a grain of it can be named: its index has no live bit.
+        let live =
+            object < MAX_SLAB_OBJECTS && slab.live_bits[object / 64] >> (object % 64) & 1 == 1;
+        assert!(
+            live && into.is_multiple_of(size),
+            "handle {:#x} is not allocated",
+            handle.0
+        );
+        (slab_index, object)
+    }
+
+    /// Moves a slab between fullness lists (`None`: in none).
+    fn move_group(&mut self, slab: u32, class: u8, from: Option<usize>, to: Option<usize>) {
+        if from == to {
+            return;
+        }
+        let heads = &mut self.partial[class as usize];
+        if let Some(from) = from {
+            let Slab { next, prev, .. } = self.slabs[slab as usize];
+            match prev {
+                NONE => heads[from] = next,
+                prev => self.slabs[prev as usize].next = next,
+            }
+            if next != NONE {
+                self.slabs[next as usize].prev = prev;
+            }
+        }
+        if let Some(to) = to {
+            let head = std::mem::replace(&mut heads[to], slab);
+            if head != NONE {
+                self.slabs[head as usize].prev = slab;
+            }
+            let slab = &mut self.slabs[slab as usize];
+            (slab.next, slab.prev) = (head, NONE);
+        }
+    }
+
+    /// A new slab, empty, already in the list of the emptiest.
+    fn add_slab(&mut self, class: u8) -> Option<u32> {
+        let Class { pages, objects, .. } = CLASSES[class as usize];
+        let first_page = self.take_run(u32::from(pages))?;
+        let slab = Slab {
+            live_bits: [0; 2],
+            first_page,
+            next: NONE,
+            prev: NONE,
+            class,
+            live: 0,
+        };
+        let index = if self.unused == NONE {
+            self.slabs.push(slab);
+            (self.slabs.len() - 1) as u32
+        } else {
+            let index = self.unused;
+            self.unused = std::mem::replace(&mut self.slabs[index as usize], slab).next;
+            index
+        };
+        let first_page = first_page as usize;
+        self.page_slab[first_page..first_page + pages as usize].fill(index);
+        self.held += pages as usize * PAGE;
+        self.move_group(index, class, None, group(0, objects));
+        Some(index)
+    }
+
+    /// Takes an empty slab, in no list, out of the pool.
+    fn remove_slab(&mut self, index: u32) -> Freed {
+        let slab = &mut self.slabs[index as usize];
+        let (first, pages) = (slab.first_page, CLASSES[slab.class as usize].pages);
+        slab.next = std::mem::replace(&mut self.unused, index);
+        let len = pages as usize * PAGE;
+        self.held -= len;
+        self.page_slab[first as usize..first as usize + pages as usize].fill(NONE);
+        self.put_run(first, u32::from(pages));
+        Freed {
+            offset: first as usize * PAGE,
+            len,
+        }
+    }
+
+    /// Takes `pages` contiguous pages: from the shortest run that is long enough, else from the frontier.
+    fn take_run(&mut self, pages: u32) -> Option<u32> {
+        if let Some(&(len, start)) = self.runs_by_len.range((pages, 0)..).next() {
+            self.drop_run(start, len);
+            if len > pages {
+                self.add_run(start + pages, len - pages);
+            }
+            return Some(start);
+        }
+        let start = self.page_slab.len();
+        if start + pages as usize > self.capacity_pages {
+            return None;
+        }
+        self.page_slab.resize(start + pages as usize, NONE);
+        Some(start as u32)
+    }
+
+    /// Returns pages, merging them with free neighbours or into the space past the frontier.
+    fn put_run(&mut self, mut start: u32, mut len: u32) {
+        if let Some((&before, &before_len)) = self.runs.range(..start).next_back()
+            && before + before_len == start
+        {
+            self.drop_run(before, before_len);
+            start = before;
+            len += before_len;
+        }
+        if let Some(&after_len) = self.runs.get(&(start + len)) {
+            self.drop_run(start + len, after_len);
+            len += after_len;
+        }
+        if (start + len) as usize == self.page_slab.len() {
+            self.page_slab.truncate(start as usize);
+        } else {
+            self.add_run(start, len);
+        }
+    }
+
+    fn add_run(&mut self, start: u32, len: u32) {
+        self.runs.insert(start, len);
+        self.runs_by_len.insert((len, start));
+    }
+
+    fn drop_run(&mut self, start: u32, len: u32) {
+        self.runs.remove(&start);
+        self.runs_by_len.remove(&(len, start));
+    }
+}

@@ -1,0 +1,263 @@
+//! Codecs: round trips, destinations that are too short, corrupt objects, names.
+
+use proptest::prelude::*;
+use uzswap_mm::codec::{Algorithm, Compressor, Corrupt, Decompressor, Encoding};
+
+const ALGORITHMS: [Algorithm; 7] = [
+    Algorithm::Lz4,
+    Algorithm::Zstd(-7),
+    Algorithm::Zstd(1),
+    Algorithm::Zstd(3),
+    Algorithm::Zstd(19),
+    Algorithm::Deflate(1),
+    Algorithm::Deflate(12),
+];
+
+fn random(len: usize, mut seed: u64) -> Vec<u8> {
+    let mut next = || {
+        seed = seed
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (seed >> 56) as u8
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+/// What heaps look like, roughly: pointers into one region, small integers, text, and this very program.
+fn samples(len: usize) -> Vec<Vec<u8>> {
+    let words = |word: fn(u64) -> u64| {
+        (0..len as u64 / 8)
+            .flat_map(|i| word(i).to_le_bytes())
+            .collect::<Vec<_>>()
+    };
+    let program = std::fs::read(std::env::current_exe().unwrap()).unwrap();
+    let mut samples = vec![
+        vec![0; len],
+        vec![0xa5; len],
+        words(|i| 0x7f12_3456_0000 + i * i % 4093 * 16),
+        words(|i| i % 100),
+        b"lorem ipsum dolor sit amet "
+            .iter()
+            .copied()
+            .cycle()
+            .take(len)
+            .collect(),
+    ];
+    samples.extend(
+        program
+            .chunks_exact(len)
+            .step_by((program.len() / len / 16).max(1))
+            .map(<[u8]>::to_vec),
+    );
+    samples
+}
+
+#[test]
+fn round_trips() {
+    let mut decompressor = Decompressor::new();
+    for algorithm in ALGORITHMS {
+        // One compressor for all, in this order: what a call leaves behind must not matter to the next.
+        let mut compressor = Compressor::new(algorithm);
+        for len in [4096, 65_536, 16_384, 4096, 32_768] {
+            for sample in samples(len) {
+                let mut object = vec![0; len * 15 / 16];
+                let Some((encoding, written)) = compressor.compress(&sample, &mut object) else {
+                    continue;
+                };
+                let mut back = vec![1; len];
+                assert_eq!(
+                    decompressor.decompress(encoding, &object[..written], &mut back),
+                    Ok(()),
+                    "{algorithm}"
+                );
+                assert!(back == sample, "{algorithm} of {len}");
+            }
+            let zero = compressor.compress(&vec![0; len], &mut vec![0; len / 8]);
+            assert!(zero.is_some(), "{algorithm}");
+            assert_eq!(
+                compressor.compress(&random(len, 7), &mut vec![0; len * 15 / 16]),
+                None,
+                "{algorithm}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_large_source_needs_a_compressor_made_for_it() {
+    let mut decompressor = Decompressor::new();
+    for algorithm in ALGORITHMS {
+        let mut compressor = Compressor::with_source_max(algorithm, 2 << 20);
+        // zstd gives a workspace up that was too large 128 times running; a static one must not be.
+        for _ in 0..300 {
+            assert!(compressor.compress(&[7; 4096], &mut [0; 1024]).is_some());
+        }
+        for len in [2 << 20, 4096, 100_000, 131_073, 262_145, 1 << 20] {
+            let sample = &samples(2 << 20)[2][..len];
+            let mut object = vec![0; len];
+            let (encoding, written) = compressor
+                .compress(sample, &mut object)
+                .expect("pointers compress");
+            let mut back = vec![1; len];
+            assert_eq!(
+                decompressor.decompress(encoding, &object[..written], &mut back),
+                Ok(())
+            );
+            assert!(back == sample, "{algorithm} of {len}");
+        }
+    }
+}
+
+#[test]
+fn compress_stays_within_its_destination() {
+    let sample = samples(4096).pop().unwrap();
+    for algorithm in ALGORITHMS {
+        let mut compressor = Compressor::new(algorithm);
+        let mut whole = vec![0; 8192];
+        let (_, needed) = compressor.compress(&sample, &mut whole).unwrap();
+        for room in [0, 1, 2, 10, needed / 2, needed - 1] {
+            let mut object = vec![0xee; room + 64];
+            // A codec may find a shorter form when pressed, but only within its room.
+            let fits = compressor.compress(&sample, &mut object[..room]);
+            assert!(
+                fits.is_none_or(|(_, len)| len <= room),
+                "{algorithm} in {room}"
+            );
+            assert!(
+                object[room..].iter().all(|&byte| byte == 0xee),
+                "{algorithm} wrote past {room}"
+            );
+        }
+    }
+}
+
+#[test]
+fn the_wrong_length_is_corrupt() {
+    let mut decompressor = Decompressor::new();
+    let sample = samples(4096).swap_remove(4);
+    for algorithm in ALGORITHMS {
+        let mut object = vec![0; 4096];
+        let (encoding, len) = Compressor::new(algorithm)
+            .compress(&sample, &mut object)
+            .unwrap();
+        for (object_len, target) in [
+            (len, 4095),
+            (len, 4097),
+            (len, 0),
+            (len - 1, 4096),
+            (len + 1, 4096),
+            (0, 4096),
+        ] {
+            let mut back = vec![0; target];
+            let result = decompressor.decompress(encoding, &object[..object_len], &mut back);
+            assert_eq!(
+                result,
+                Err(Corrupt),
+                "{algorithm}: {object_len} to {target}"
+            );
+        }
+    }
+    assert_eq!(
+        decompressor.decompress(Encoding::Raw, &[1, 2, 3], &mut [0; 3]),
+        Ok(())
+    );
+    assert_eq!(
+        decompressor.decompress(Encoding::Raw, &[1, 2, 3], &mut [0; 2]),
+        Err(Corrupt)
+    );
+    assert_eq!(
+        decompressor.decompress(Encoding::Raw, &[1, 2, 3], &mut [0; 4]),
+        Err(Corrupt)
+    );
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_bytes_round_trip(sample in proptest::collection::vec(0u8..4, 1..9000), which in 0..ALGORITHMS.len()) {
+        let mut object = vec![0; sample.len() + 1000];
+        let (encoding, len) = Compressor::new(ALGORITHMS[which]).compress(&sample, &mut object).unwrap();
+        let mut back = vec![9; sample.len()];
+        prop_assert_eq!(Decompressor::new().decompress(encoding, &object[..len], &mut back), Ok(()));
+        prop_assert_eq!(back, sample);
+    }
+
+    #[test]
+    fn corruption_harms_nobody(
+        which in 0..ALGORITHMS.len(),
+        seed in any::<u64>(),
+        flips in proptest::collection::vec((any::<prop::sample::Index>(), 1u8..), 1..8),
+        cut in any::<prop::sample::Index>(),
+        truncate in any::<bool>(),
+    ) {
+        let samples = samples(4096);
+        let sample = &samples[seed as usize % samples.len()];
+        let mut object = vec![0; 5000];
+        let (encoding, mut len) = Compressor::new(ALGORITHMS[which]).compress(sample, &mut object).unwrap();
+        for (index, flip) in flips {
+            object[index.index(len)] ^= flip;
+        }
+        if truncate {
+            len = cut.index(len);
+        }
+        let mut decompressor = Decompressor::new();
+        let mut back = vec![0xee; 4096 + 64];
+        // Whether it is noticed is chance; what lies behind dst is not touched.
+        let _ = decompressor.decompress(encoding, &object[..len], &mut back[..4096]);
+        prop_assert!(back[4096..].iter().all(|&byte| byte == 0xee));
+        // And the decompressor still works.
+        let (encoding, len) = Compressor::new(ALGORITHMS[which]).compress(sample, &mut object).unwrap();
+        prop_assert_eq!(decompressor.decompress(encoding, &object[..len], &mut back[..4096]), Ok(()));
+        prop_assert!(&back[..4096] == sample);
+    }
+
+    #[test]
+    fn noise_harms_nobody(noise in proptest::collection::vec(any::<u8>(), 0..3000), encoding in 0u8..4) {
+        let encoding = Encoding::try_from(encoding).unwrap();
+        let _ = Decompressor::new().decompress(encoding, &noise, &mut [0; 4096]);
+    }
+}
+
+#[test]
+fn names() {
+    for (text, algorithm) in [
+        ("lz4", Algorithm::Lz4),
+        ("zstd", Algorithm::Zstd(1)),
+        ("zstd:3", Algorithm::Zstd(3)),
+        ("zstd:-7", Algorithm::Zstd(-7)),
+        ("zstd:19", Algorithm::Zstd(19)),
+        ("deflate", Algorithm::Deflate(1)),
+        ("deflate:12", Algorithm::Deflate(12)),
+    ] {
+        assert_eq!(text.parse(), Ok(algorithm), "{text}");
+        assert_eq!(algorithm.to_string().parse(), Ok(algorithm), "{text}");
+    }
+    for text in [
+        "",
+        "LZ4",
+        "lz4:1",
+        "lzo",
+        "zstd:",
+        "zstd:0",
+        "zstd:20",
+        "zstd:-8",
+        "zstd:x",
+        "deflate:0",
+        "deflate:13",
+    ] {
+        let error = text.parse::<Algorithm>().unwrap_err().to_string();
+        assert!(
+            error.contains(&format!("\"{text}\"")) && error.contains("lz4, zstd"),
+            "{error}"
+        );
+    }
+    for number in 0..=255u8 {
+        assert_eq!(
+            Encoding::try_from(number)
+                .map(|encoding| encoding as u8)
+                .ok(),
+            (number < 4).then_some(number)
+        );
+    }
+}

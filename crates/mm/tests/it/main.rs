@@ -1,0 +1,4 @@
+//! The engine's integration tests, one binary.
+
+mod codec;
+mod zsmalloc;

@@ -1,0 +1,280 @@
+//! The pool's allocator against a model that knows nothing of slabs: a map of ranges.
+
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use uzswap_mm::zsmalloc::{Freed, Handle, MAX_OBJECT, ZsPool, class_sizes};
+
+/// A step: allocate that many bytes, or free the live object at that index (modulo how many there are).
+#[derive(Clone, Debug)]
+enum Step {
+    Alloc(usize),
+    Free(usize),
+}
+
+fn len() -> impl Strategy<Value = usize> {
+    prop_oneof![4 => 1..=4096usize, 2 => 1..=MAX_OBJECT, 2 => 1..=128usize, 1 => Just(4096), 1 => Just(65_536)]
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    // Three kinds of phases: growing, shrinking, even.
+    let phase = (1..=3u32, 1..=3u32).prop_flat_map(|(allocs, frees)| {
+        let step = prop_oneof![
+            allocs => len().prop_map(Step::Alloc),
+            frees => any::<usize>().prop_map(Step::Free),
+        ];
+        proptest::collection::vec(step, 1..200)
+    });
+    proptest::collection::vec(phase, 1..6).prop_map(|phases| phases.concat())
+}
+
+/// The pool and what it should say.
+struct Model {
+    pool: ZsPool,
+    capacity: usize,
+    /// Live objects: start to (usable length, handle).
+    live: BTreeMap<usize, (usize, Handle)>,
+    handles: Vec<Handle>,
+    /// By page: how many live objects touch it.
+    pages: Vec<u32>,
+    used: usize,
+    /// Pages ever handed out and not given back.
+    held: std::collections::BTreeSet<usize>,
+}
+
+impl Model {
+    fn new(capacity: usize) -> Self {
+        let pool = ZsPool::new(capacity);
+        let pages = vec![0; capacity / 4096];
+        Self {
+            pool,
+            capacity,
+            live: BTreeMap::new(),
+            handles: vec![],
+            pages,
+            used: 0,
+            held: Default::default(),
+        }
+    }
+
+    fn alloc(&mut self, len: usize) -> bool {
+        let held_before = self.pool.held_bytes();
+        let Some(handle) = self.pool.alloc(len) else {
+            assert_eq!(self.pool.held_bytes(), held_before);
+            return false;
+        };
+        assert_eq!(Handle::from_raw(handle.raw()), handle);
+        let (start, usable) = (handle.offset(), self.pool.usable(handle));
+        assert!(usable >= len && start.is_multiple_of(32) && start + usable <= self.capacity);
+        assert!(usable == class_sizes().find(|&size| size >= len).unwrap());
+        let before = self.live.range(..start + usable).next_back();
+        assert!(
+            before.is_none_or(|(&other, &(len, _))| other + len <= start),
+            "objects overlap"
+        );
+        self.live.insert(start, (usable, handle));
+        self.handles.push(handle);
+        for page in start / 4096..(start + usable).div_ceil(4096) {
+            self.pages[page] += 1;
+            self.held.insert(page);
+        }
+        self.used += usable;
+        self.check();
+        true
+    }
+
+    fn free(&mut self, index: usize) {
+        let handle = self.handles.swap_remove(index);
+        let (usable, _) = self.live.remove(&handle.offset()).unwrap();
+        let start = handle.offset();
+        for page in start / 4096..(start + usable).div_ceil(4096) {
+            self.pages[page] -= 1;
+        }
+        self.used -= usable;
+        let held = self.pool.held_bytes();
+        match self.pool.free(handle) {
+            Some(Freed { offset, len }) => {
+                assert!(offset.is_multiple_of(4096) && len.is_multiple_of(4096) && len > 0);
+                assert!((offset..offset + len).contains(&start) && start + usable <= offset + len);
+                for page in offset / 4096..(offset + len) / 4096 {
+                    assert_eq!(self.pages[page], 0, "gave back a page in use");
+                    self.held.remove(&page);
+                }
+                assert_eq!(self.pool.held_bytes(), held - len);
+            }
+            None => assert_eq!(self.pool.held_bytes(), held),
+        }
+        self.check();
+    }
+
+    fn check(&self) {
+        assert_eq!(self.pool.used_bytes(), self.used);
+        // A slab may hold pages that no object touched yet, and never the reverse.
+        assert!(self.pool.held_bytes() >= self.held.len() * 4096);
+        assert!(self.pool.held_bytes() <= self.capacity && self.pool.held_bytes() >= self.used);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn agrees_with_a_map_of_ranges(steps in steps(), capacity in prop_oneof![Just(1 << 20), Just(64 << 20)]) {
+        let mut model = Model::new(capacity);
+        for step in steps {
+            match step {
+                Step::Alloc(len) => { model.alloc(len); }
+                Step::Free(_) if model.handles.is_empty() => {}
+                Step::Free(which) => model.free(which % model.handles.len()),
+            }
+        }
+        while !model.handles.is_empty() {
+            model.free(model.handles.len() / 2);
+        }
+        prop_assert_eq!(model.pool.held_bytes(), 0);
+        prop_assert_eq!(model.pool.used_bytes(), 0);
+    }
+}
+
+#[test]
+fn classes_are_close_and_end_at_raw_sizes() {
+    let sizes: Vec<_> = class_sizes().collect();
+    assert!(sizes.len() < 140, "{} classes", sizes.len());
+    assert_eq!((sizes[0], *sizes.last().unwrap()), (32, MAX_OBJECT));
+    for raw in [4096, 8192, 16_384, 32_768, 65_536] {
+        assert!(sizes.contains(&raw), "{raw}");
+    }
+    for pair in sizes.windows(2) {
+        // Widening a class to divide its slab moves it up a little, never far.
+        assert!(
+            pair[1] > pair[0] && (pair[1] <= pair[0] + 32 || pair[1] * 100 <= pair[0] * 110),
+            "{pair:?}"
+        );
+    }
+}
+
+#[test]
+fn little_is_lost_in_tails_and_books() {
+    for len in [
+        40, 100, 700, 1300, 2000, 3000, 4096, 9000, 21_000, 40_000, 65_536, MAX_OBJECT,
+    ] {
+        let mut pool = ZsPool::new(1 << 30);
+        let count = (64 << 20) / len;
+        for _ in 0..count {
+            pool.alloc(len).unwrap();
+        }
+        let (held, used) = (pool.held_bytes(), pool.used_bytes());
+        assert!(held * 100 <= used * 104, "{len}: {held} for {used}");
+        assert!(
+            pool.metadata_bytes() * 100 <= held * 3,
+            "{len}: books of {}",
+            pool.metadata_bytes()
+        );
+    }
+}
+
+#[test]
+fn a_full_pool_refuses_and_goes_on_after_a_free() {
+    let mut model = Model::new(1 << 20);
+    while model.alloc(65_536) {}
+    assert_eq!(model.handles.len(), 16);
+    assert!(!model.alloc(1));
+    let hole = model.handles[7].offset();
+    model.free(7);
+    assert!(model.alloc(1));
+    assert_eq!(
+        model.handles.last().unwrap().offset(),
+        hole,
+        "the lowest free run is used first"
+    );
+}
+
+#[test]
+fn neighbours_merge() {
+    let mut model = Model::new(1 << 20);
+    for _ in 0..256 {
+        assert!(model.alloc(4096));
+    }
+    // In an order that merges to the right, to the left and on both sides.
+    for page in [100, 101, 99, 103, 102] {
+        let index = model
+            .handles
+            .iter()
+            .position(|handle| handle.offset() == page * 4096)
+            .unwrap();
+        model.free(index);
+    }
+    assert!(model.alloc(5 * 4096));
+    assert_eq!(model.handles.last().unwrap().offset(), 99 * 4096);
+}
+
+#[test]
+fn the_fullest_slab_is_filled_first() {
+    let mut pool = ZsPool::new(1 << 20);
+    let handles: Vec<_> = (0..256).map(|_| pool.alloc(32).unwrap()).collect();
+    // Two slabs of 128: leave 100 in the first and 10 in the second.
+    for handle in handles[..28].iter().chain(&handles[128..246]) {
+        assert_eq!(pool.free(*handle), None);
+    }
+    assert!((0..28).all(|_| pool.alloc(32).unwrap().offset() < 4096));
+    assert!(pool.alloc(32).unwrap().offset() >= 4096);
+}
+
+// Panics abort in this workspace's profiles, so a bad handle is tried in a child: the same binary, one test.
+#[test]
+fn a_handle_that_is_not_allocated_panics() {
+    const WHICH: &str = "UZSWAP_TEST_BAD_HANDLE";
+    if let Ok(which) = std::env::var(WHICH) {
+        let mut pool = ZsPool::new(1 << 20);
+        let handle = pool.alloc(64).unwrap();
+        pool.alloc(64).unwrap();
+        match which.as_str() {
+            "none" => return,
+            "twice" => drop((pool.free(handle), pool.free(handle))),
+            "inside" => drop(pool.free(Handle::from_raw(handle.raw() + 1))),
+            "beyond" => drop(pool.free(Handle::from_raw(u32::MAX))),
+            other => unreachable!("{other}"),
+        }
+        return;
+    }
+    for (which, passes) in [
+        ("none", true),
+        ("twice", false),
+        ("inside", false),
+        ("beyond", false),
+    ] {
+        let child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "zsmalloc::a_handle_that_is_not_allocated_panics"])
+            .env(WHICH, which)
+            .output()
+            .unwrap();
+        assert_eq!(child.status.success(), passes, "{which}");
+    }
+}
+
+/// Not a check of speed, which depends on the machine: `cargo test --release -- --ignored --nocapture speed`.
+#[test]
+#[ignore = "prints a figure"]
+fn speed() {
+    let mut pool = ZsPool::new(1 << 30);
+    let mut seed = 1u64;
+    let mut random = || {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (seed >> 33) as usize
+    };
+    let mut live: Vec<_> = (0..200_000)
+        .map(|_| pool.alloc(200 + random() % 3000).unwrap())
+        .collect();
+    let rounds = 5_000_000u32;
+    let start = std::time::Instant::now();
+    for _ in 0..rounds {
+        let slot = random() % live.len();
+        pool.free(live[slot]);
+        live[slot] = pool.alloc(200 + random() % 3000).unwrap();
+    }
+    let took = start.elapsed() / rounds;
+    let (used, held, books) = (pool.used_bytes(), pool.held_bytes(), pool.metadata_bytes());
+    println!(
+        "free + alloc {took:?}, used {used}, held {held}, books {books} for {} objects",
+        live.len()
+    );
+}
