@@ -1,0 +1,566 @@
+//! How a program is run, watched and compared.
+//!
+//! A *subject* is a program that prints the same output each time. It runs plain first, which gives its output and
+//! its peak; then under `uzswap run` at half and at a quarter of that peak. Its output and exit status must not
+//! change, the report must say that uzswap worked, and (where the subject's content compresses and it is one process)
+//! its resident memory must have stayed under the limit.
+//!
+//! Each run is a session of its own, so that every process of it can be found, measured and, when it is late, ended
+//! by its pid. Memory is measured from outside: RssAnon of every process of the session, read each 5 ms.
+
+use std::ffi::OsString;
+use std::fs;
+use std::io::{self, Read, Write};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// Bytes in a MiB.
+pub const MIB: u64 = 1 << 20;
+/// No limit of these tests is below this.
+pub const LIMIT_MIN_BYTES: u64 = 16 * MIB;
+/// A run that takes longer is ended and fails: many times what the slowest one needs.
+pub const RUN_TIMEOUT: Duration = Duration::from_secs(90);
+/// Between two readings of RssAnon.
+const SAMPLE_PERIOD: Duration = Duration::from_millis(5);
+/// The list of the session's processes is read anew each so many samples: it costs more than the samples do.
+const SAMPLES_PER_LISTING: u32 = 4;
+/// What is kept of stdout and stderr to be shown when a run fails.
+const KEPT_OUTPUT_BYTES: usize = 6000;
+
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// Held by each test while it runs: measured programs must not compete for two CPUs.
+pub fn alone() -> MutexGuard<'static, ()> {
+    // A failed test poisons the lock; the next one is none the worse for it.
+    ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// Writes a line that the test runner does not capture.
+pub fn say(line: &str) {
+    let _ = writeln!(io::stderr(), "    {line}");
+}
+
+/// The path of a program these tests need. When it is missing the test is skipped, and says so; under
+/// `UZSWAP_TEST_REQUIRE=1` (as in CI) a missing program is a failure.
+pub fn need(program: &str) -> Option<PathBuf> {
+    let mut dirs: Vec<PathBuf> = ["/usr/bin", "/usr/local/bin", "/bin", "/usr/local/go/bin"]
+        .iter()
+        .map(PathBuf::from)
+        .collect();
+    dirs.extend(std::env::split_paths(
+        &std::env::var_os("PATH").unwrap_or_default(),
+    ));
+    match dirs.iter().map(|d| d.join(program)).find(|p| p.is_file()) {
+        Some(path) => Some(path),
+        None => {
+            skip(&format!(
+                "{program} is not installed (./test installs it when run as root)"
+            ));
+            None
+        }
+    }
+}
+
+/// Reports a test that cannot run here; fails it where everything is required.
+pub fn skip(reason: &str) {
+    let test = thread::current().name().unwrap_or("?").to_owned();
+    assert!(
+        std::env::var_os("UZSWAP_TEST_REQUIRE").is_none(),
+        "{test}: {reason}, and UZSWAP_TEST_REQUIRE is set"
+    );
+    say(&format!("SKIPPED {test}: {reason}"));
+}
+
+/// The command under test. `UZSWAP_TEST_BIN` names another one, for instance an installed one.
+fn uzswap() -> PathBuf {
+    std::env::var_os("UZSWAP_TEST_BIN").map_or_else(
+        || PathBuf::from(env!("CARGO_BIN_EXE_uzswap")),
+        PathBuf::from,
+    )
+}
+
+/// A file of the fixtures.
+pub fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/programs/fixtures")
+        .join(name)
+}
+
+/// A new, empty directory; kept after the run so that a failure can be looked into.
+pub fn scratch(name: &str) -> PathBuf {
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR"))
+        .join("programs")
+        .join(name);
+    let _ = fs::remove_dir_all(&dir);
+    fs::create_dir_all(&dir).expect("a scratch directory");
+    dir
+}
+
+/// Runs a build tool to its end; panics with its output when it fails.
+pub fn build(command: &mut Command) {
+    let out = command.stdin(Stdio::null()).output();
+    let out = out.unwrap_or_else(|e| panic!("cannot start {command:?}: {e}"));
+    assert!(
+        out.status.success(),
+        "{command:?}: {}\n{}{}",
+        out.status,
+        String::from_utf8_lossy(&out.stdout),
+        String::from_utf8_lossy(&out.stderr)
+    );
+}
+
+/// Compiles a C program of the fixtures.
+pub fn compile_c(name: &str) -> Option<PathBuf> {
+    let cc = need("cc")?;
+    let out = scratch(name).join(name);
+    build(
+        Command::new(cc)
+            .args(["-O2", "-g", "-pthread", "-Wall", "-Werror", "-o"])
+            .arg(&out)
+            .arg(fixture(&format!("{name}.c"))),
+    );
+    Some(out)
+}
+
+/// A program to run, with all it depends on.
+#[derive(Clone)]
+pub struct Subject {
+    /// Short name, for messages.
+    pub name: &'static str,
+    /// The program and its arguments.
+    pub argv: Vec<OsString>,
+    /// Where it runs.
+    pub dir: PathBuf,
+    /// One process whose content compresses: its RssAnon must stay under the limit.
+    pub limit_kept: bool,
+    /// It ends with status 0.
+    pub succeeds: bool,
+    /// Its stdout is compared; false for programs that print times and pids.
+    pub stdout_compared: bool,
+}
+
+impl Subject {
+    /// A subject that runs in its scratch directory, compared by stdout, whose limit is not checked.
+    pub fn new(name: &'static str, argv: &[&dyn AsRef<std::ffi::OsStr>]) -> Self {
+        Self {
+            name,
+            argv: argv.iter().map(|a| a.as_ref().to_owned()).collect(),
+            dir: std::env::temp_dir(),
+            limit_kept: false,
+            succeeds: true,
+            stdout_compared: true,
+        }
+    }
+
+    /// The same, and its resident memory must stay under the limit.
+    pub fn keeps_limit(mut self) -> Self {
+        self.limit_kept = true;
+        self
+    }
+
+    /// The same, whose stdout differs from run to run.
+    pub fn prints_anything(mut self) -> Self {
+        self.stdout_compared = false;
+        self
+    }
+
+    /// Starts the program without uzswap.
+    pub fn start_plain(&self) -> Running {
+        Running::start(&self.argv, &self.dir, None)
+    }
+
+    /// Starts the program under `uzswap run`.
+    pub fn start_limited(&self, limit_bytes: u64) -> Running {
+        static REPORTS: AtomicU32 = AtomicU32::new(0);
+        let report = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!(
+            "report-{}-{}.json",
+            std::process::id(),
+            REPORTS.fetch_add(1, Ordering::Relaxed)
+        ));
+        let _ = fs::remove_file(&report);
+        let mut argv: Vec<OsString> = vec![uzswap().into(), "run".into(), "--memory".into()];
+        argv.push(format!("{}M", limit_bytes.div_ceil(MIB)).into());
+        argv.push("--report".into());
+        argv.push(report.clone().into());
+        argv.push("--".into());
+        argv.extend(self.argv.iter().cloned());
+        Running::start(&argv, &self.dir, Some(report))
+    }
+
+    /// The same, which ends with a failure of its own.
+    pub fn fails(mut self) -> Self {
+        self.succeeds = false;
+        self
+    }
+
+    /// The whole test: plain, at half, at a quarter.
+    pub fn check(&self) {
+        let plain = self.start_plain().finish();
+        plain.say(self.name, "plain", None);
+        assert!(
+            !plain.timed_out && plain.status.success() == self.succeeds,
+            "{}: does not work without uzswap\n{}",
+            self.name,
+            plain.describe()
+        );
+        for percent in [50, 25] {
+            let limit = limit_of(plain.peak_anon_bytes, percent);
+            let limited = self.start_limited(limit).finish();
+            limited.say(self.name, &format!("{percent} %"), Some(limit));
+            let at = format!("{} at {percent} % ({} MiB)", self.name, limit.div_ceil(MIB));
+            assert!(
+                !limited.timed_out,
+                "{at}: not done after {RUN_TIMEOUT:?}\n{}",
+                limited.describe()
+            );
+            assert!(
+                same_status(plain.status, limited.status),
+                "{at}: exit status differs: {} without uzswap\n{}",
+                plain.status,
+                limited.describe()
+            );
+            if self.stdout_compared {
+                assert!(
+                    (plain.stdout.bytes, plain.stdout.hash)
+                        == (limited.stdout.bytes, limited.stdout.hash),
+                    "{at}: stdout differs; without uzswap {} bytes, hash {:016x}:\n{}\n{}",
+                    plain.stdout.bytes,
+                    plain.stdout.hash,
+                    plain.stdout.text(),
+                    limited.describe()
+                );
+            }
+            assert_limited(&at, &limited, limit, self.limit_kept);
+        }
+    }
+}
+
+/// The limit for a peak: whole MiB, and not below the least these tests use.
+pub fn limit_of(peak_bytes: u64, percent: u64) -> u64 {
+    (peak_bytes * percent / 100)
+        .max(LIMIT_MIN_BYTES)
+        .div_ceil(MIB)
+        * MIB
+}
+
+/// The one place that knows what shows that a program really ran limited. The report's fields are described in
+/// `crates/uzswap/REPORT.md`.
+pub fn assert_limited(at: &str, run: &Outcome, limit_bytes: u64, limit_kept: bool) {
+    let report = run
+        .report
+        .as_deref()
+        .unwrap_or_else(|| panic!("{at}: no report was written\n{}", run.describe()));
+    let engaged = report_number(report, "engaged");
+    assert!(
+        engaged.is_some_and(|n| n >= 1.0),
+        "{at}: the report says engaged = {engaged:?}: no process was managed\n{}",
+        run.describe()
+    );
+    if limit_kept {
+        let slack = (limit_bytes / 20).max(16 * MIB);
+        assert!(
+            run.peak_anon_bytes <= limit_bytes + slack,
+            "{at}: RssAnon reached {:.1} MiB, limit and tolerance are {:.1} MiB\n{}",
+            mib(run.peak_anon_bytes),
+            mib(limit_bytes + slack),
+            run.describe()
+        );
+    }
+}
+
+/// The number that follows the first `"key":` of a JSON text, at any depth.
+fn report_number(json: &str, key: &str) -> Option<f64> {
+    let (_, after) = json.split_once(&format!("\"{key}\""))?;
+    let value = after.trim_start().strip_prefix(':')?.trim_start();
+    let end = value
+        .find(|c: char| !(c.is_ascii_digit() || ".+-eE".contains(c)))
+        .unwrap_or(value.len());
+    value[..end].parse().ok()
+}
+
+/// Equal, where a shell's `128 + signal` counts as the signal.
+fn same_status(plain: ExitStatus, limited: ExitStatus) -> bool {
+    plain == limited
+        || plain
+            .signal()
+            .is_some_and(|s| limited.code() == Some(128 + s))
+}
+
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / MIB as f64
+}
+
+/// A stream that was read to its end: its length and hash, and as much of it as a message may show.
+#[derive(Default)]
+pub struct Stream {
+    /// Length.
+    pub bytes: u64,
+    /// FNV-1a, 64 bits.
+    pub hash: u64,
+    head: Vec<u8>,
+    tail: Vec<u8>,
+}
+
+impl Stream {
+    fn read(mut from: impl Read) -> Self {
+        let mut stream = Stream {
+            hash: 0xcbf2_9ce4_8422_2325,
+            ..Stream::default()
+        };
+        let mut buffer = vec![0; 1 << 16];
+        while let Ok(n @ 1..) = from.read(&mut buffer) {
+            let new = &buffer[..n];
+            stream.bytes += n as u64;
+            for &b in new {
+                stream.hash = (stream.hash ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3);
+            }
+            let room = KEPT_OUTPUT_BYTES / 2 - stream.head.len();
+            let (head, rest) = new.split_at(room.min(n));
+            stream.head.extend_from_slice(head);
+            stream.tail.extend_from_slice(rest);
+            let excess = stream.tail.len().saturating_sub(KEPT_OUTPUT_BYTES / 2);
+            stream.tail.drain(..excess);
+        }
+        stream
+    }
+
+    /// Its beginning and its end.
+    pub fn text(&self) -> String {
+        let gap = self.bytes as usize > self.head.len() + self.tail.len();
+        format!(
+            "{}{}{}",
+            String::from_utf8_lossy(&self.head),
+            if gap { "\n[…]\n" } else { "" },
+            String::from_utf8_lossy(&self.tail)
+        )
+    }
+}
+
+/// What a run was.
+pub struct Outcome {
+    /// As a shell would type it.
+    pub command: String,
+    /// How the first process ended.
+    pub status: ExitStatus,
+    /// It was ended because it took too long.
+    pub timed_out: bool,
+    /// Its output.
+    pub stdout: Stream,
+    /// Its messages.
+    pub stderr: Stream,
+    /// From start to end.
+    pub wall: Duration,
+    /// `ru_maxrss` of the process and those it waited for: the largest one, file pages included.
+    pub rss_max_bytes: u64,
+    /// Highest sum of the session's RssAnon among the samples.
+    pub peak_anon_bytes: u64,
+    /// What `--report` wrote.
+    pub report: Option<String>,
+}
+
+impl Outcome {
+    /// One line for whoever watches the tests.
+    pub fn say(&self, name: &str, how: &str, limit_bytes: Option<u64>) {
+        let limit = limit_bytes.map_or(String::new(), |l| format!(" of {} MiB", l.div_ceil(MIB)));
+        say(&format!(
+            "{name:<18} {how:<5} {:6.2} s, RssAnon {:.0} MiB{limit}, largest process {:.0} MiB, {}",
+            self.wall.as_secs_f64(),
+            mib(self.peak_anon_bytes),
+            mib(self.rss_max_bytes),
+            self.status
+        ));
+    }
+
+    /// All that helps to understand a failure.
+    pub fn describe(&self) -> String {
+        format!(
+            "command: {}\nended: {}{} after {:.2} s; RssAnon at most {:.1} MiB, largest process {:.1} MiB\n\
+             --- stdout ({} bytes, hash {:016x})\n{}\n--- stderr ({} bytes)\n{}\n--- report\n{}\n---",
+            self.command,
+            self.status,
+            if self.timed_out { " (timed out)" } else { "" },
+            self.wall.as_secs_f64(),
+            mib(self.peak_anon_bytes),
+            mib(self.rss_max_bytes),
+            self.stdout.bytes,
+            self.stdout.hash,
+            self.stdout.text(),
+            self.stderr.bytes,
+            self.stderr.text(),
+            self.report.as_deref().unwrap_or("none")
+        )
+    }
+}
+
+/// A program that runs, watched by a thread of ours.
+pub struct Running {
+    watcher: Option<JoinHandle<Outcome>>,
+    pid: i32,
+}
+
+impl Running {
+    fn start(argv: &[OsString], dir: &Path, report: Option<PathBuf>) -> Self {
+        let mut command = Command::new(&argv[0]);
+        command
+            .args(&argv[1..])
+            .current_dir(dir)
+            .env("LC_ALL", "C")
+            .env("PYTHONHASHSEED", "0")
+            .env_remove("LD_PRELOAD")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        // SAFETY: setsid is async-signal-safe and touches no memory of ours.
+        unsafe {
+            command.pre_exec(|| {
+                if libc::setsid() < 0 {
+                    return Err(io::Error::last_os_error());
+                }
+                Ok(())
+            });
+        }
+        let shown = argv
+            .iter()
+            .map(|a| match a.to_string_lossy() {
+                a if a.contains([' ', '"', '(', ';', '*', '$']) => format!("'{a}'"),
+                a => a.into_owned(),
+            })
+            .collect::<Vec<_>>()
+            .join(" ");
+        let started = Instant::now();
+        let mut child = command
+            .spawn()
+            .unwrap_or_else(|e| panic!("cannot start {shown}: {e}"));
+        let pid = child.id() as i32;
+        let stdout = child.stdout.take().expect("piped");
+        let stderr = child.stderr.take().expect("piped");
+        let stdout = thread::spawn(move || Stream::read(stdout));
+        let stderr = thread::spawn(move || Stream::read(stderr));
+        let watcher = thread::spawn(move || {
+            // wait4 below reaps it; `child` has no destructor that would.
+            let _child = child;
+            let watched = watch(pid, started);
+            Outcome {
+                command: shown,
+                status: watched.status,
+                timed_out: watched.timed_out,
+                stdout: stdout.join().expect("reader"),
+                stderr: stderr.join().expect("reader"),
+                wall: watched.wall,
+                rss_max_bytes: watched.rss_max_bytes,
+                peak_anon_bytes: watched.peak_anon_bytes,
+                report: report.and_then(|r| fs::read_to_string(r).ok()),
+            }
+        });
+        Running {
+            watcher: Some(watcher),
+            pid,
+        }
+    }
+
+    /// Waits for the end of the program.
+    pub fn finish(mut self) -> Outcome {
+        self.watcher
+            .take()
+            .expect("finished once")
+            .join()
+            .expect("watcher")
+    }
+
+    /// Whether it has not ended.
+    pub fn is_running(&self) -> bool {
+        self.watcher.as_ref().is_some_and(|w| !w.is_finished())
+    }
+}
+
+impl Drop for Running {
+    /// A test that panicked leaves no program behind.
+    fn drop(&mut self) {
+        if let Some(watcher) = self.watcher.take() {
+            end_all(self.pid);
+            if let Ok(outcome) = watcher.join() {
+                eprintln!("{}", outcome.describe());
+            }
+        }
+    }
+}
+
+struct Watched {
+    status: ExitStatus,
+    timed_out: bool,
+    wall: Duration,
+    rss_max_bytes: u64,
+    peak_anon_bytes: u64,
+}
+
+/// Samples the session `pid` leads until its leader ends, and reaps it.
+fn watch(pid: i32, started: Instant) -> Watched {
+    let mut members = vec![pid];
+    let mut peak_anon_bytes = 0;
+    let mut timed_out = false;
+    let mut samples = 0u32;
+    loop {
+        let mut status = 0;
+        // SAFETY: rusage is a plain structure of integers, for which zeros are valid.
+        let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+        // SAFETY: both pointers are to live locals; pid is our own child, reaped nowhere else.
+        let reaped = unsafe { libc::wait4(pid, &mut status, libc::WNOHANG, &mut usage) };
+        assert!(reaped >= 0, "wait4: {}", io::Error::last_os_error());
+        if reaped == pid {
+            let wall = started.elapsed();
+            // Processes left behind would hold our pipes open.
+            end_all(pid);
+            return Watched {
+                status: ExitStatus::from_raw(status),
+                timed_out,
+                wall,
+                rss_max_bytes: usage.ru_maxrss as u64 * 1024,
+                peak_anon_bytes,
+            };
+        }
+        if started.elapsed() > RUN_TIMEOUT {
+            timed_out = true;
+            end_all(pid);
+        }
+        if samples.is_multiple_of(SAMPLES_PER_LISTING) {
+            members = session(pid);
+        }
+        samples += 1;
+        peak_anon_bytes = peak_anon_bytes.max(members.iter().map(|&m| rss_anon_bytes(m)).sum());
+        thread::sleep(SAMPLE_PERIOD);
+    }
+}
+
+/// The pids of a session, zombies excluded.
+fn session(leader: i32) -> Vec<i32> {
+    let pids = fs::read_dir("/proc").into_iter().flatten().flatten();
+    pids.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .filter(|pid: &i32| {
+            let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            // After the name, which is in parentheses: state, parent, group, session.
+            let mut fields = stat.rsplit(')').next().unwrap_or("").split_whitespace();
+            fields.next().is_some_and(|state| state != "Z")
+                && fields.nth(2).and_then(|s| s.parse().ok()) == Some(leader)
+        })
+        .collect()
+}
+
+/// Ends each process of a session we started.
+fn end_all(leader: i32) {
+    for pid in session(leader) {
+        // SAFETY: kill has no memory effects; pid was a member of our own session an instant ago.
+        unsafe { libc::kill(pid, libc::SIGKILL) };
+    }
+}
+
+fn rss_anon_bytes(pid: i32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let value = status.lines().find_map(|l| l.strip_prefix("RssAnon:"));
+    let kib: Option<u64> = value.and_then(|v| v.split_whitespace().next()?.parse().ok());
+    kib.unwrap_or(0) * 1024
+}

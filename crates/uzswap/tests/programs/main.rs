@@ -1,0 +1,274 @@
+//! Real programs, unmodified, at half and at a quarter of the memory they use: same output, same exit status.
+//!
+//! `harness.rs` runs and compares, `redis.rs` is the one program that is talked to while it runs, `fixtures/` holds
+//! the programs written for this. `./test` installs what is missing. To see each run's time and memory:
+//! `cargo test --release --test programs`.
+
+mod harness;
+mod redis;
+
+use harness::*;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The system's Python: a version manager's shim is a script, and has no NumPy.
+fn python() -> Option<PathBuf> {
+    need("python3")
+}
+
+fn python_with_numpy() -> Option<PathBuf> {
+    let python = python()?;
+    let found = Command::new(&python).args(["-c", "import numpy"]).output();
+    if !found.is_ok_and(|o| o.status.success()) {
+        skip("NumPy is not installed (./test installs it when run as root)");
+        return None;
+    }
+    Some(python)
+}
+
+/// Text that compresses as logs and prose do: lines of common words and numbers, from a fixed seed.
+fn text(bytes: usize) -> String {
+    const WORDS: [&str; 24] = [
+        "the", "memory", "of", "page", "fault", "kernel", "reads", "request", "served", "in",
+        "from", "user", "error", "while", "writing", "to", "block", "and", "swap", "returned",
+        "status", "time", "a", "session",
+    ];
+    let mut rng = 88_172_645_463_325_252_u64;
+    let mut next = move || {
+        rng ^= rng << 13;
+        rng ^= rng >> 7;
+        rng ^= rng << 17;
+        rng
+    };
+    let mut text = String::with_capacity(bytes + 200);
+    while text.len() < bytes {
+        let _ = write!(text, "{:06} ", next() % 1_000_000);
+        for _ in 0..4 + next() % 8 {
+            // The square favours the first words.
+            let r = (next() % 24) * (next() % 24) / 24;
+            text.push_str(WORDS[r as usize]);
+            text.push(' ');
+        }
+        let _ = writeln!(text, "{}", next() % 500);
+    }
+    text
+}
+
+fn text_file(dir: &Path, bytes: usize) -> PathBuf {
+    let path = dir.join("text");
+    std::fs::write(&path, text(bytes)).expect("the input");
+    path
+}
+
+/// A C source of many functions over a few structures.
+fn c_source(functions: usize) -> String {
+    let mut c = String::from(
+        "struct node { int id, kind; long weight[8]; struct node *left, *right; };\nextern void note(const char *, long);\n",
+    );
+    for f in 0..functions {
+        let _ = write!(
+            c,
+            "long work{f}(struct node *n, long a, long b)\n{{\n  long sum = {f};\n  for (int i = 0; i < 8; i++) {{\n    \
+             sum += n->weight[i] * (a + {k}) - b / (i + {m});\n    if (sum > {f}000) {{ note(\"over {f}\", sum); sum \
+             -= n->id; }}\n    else if (n->kind == {k}) sum ^= n->weight[(i + {m}) & 7] << {k};\n  }}\n  switch \
+             (n->kind) {{\n  case 1: sum += a * b; break;\n  case 2: sum -= n->left ? n->left->id : {m}; break;\n  \
+             case 3: while (n && n->id > {f}) {{ sum += n->weight[{m} & 7]; n = n->right; }} break;\n  default: sum \
+             = sum * 31 + {f};\n  }}\n  return sum{call};\n}}\n",
+            k = f % 13,
+            m = f % 7 + 1,
+            call = if f > 0 {
+                format!(" + work{}(n, b, a)", f - 1)
+            } else {
+                String::new()
+            },
+        );
+    }
+    c
+}
+
+#[test]
+fn python_dicts_and_lists() {
+    let _alone = alone();
+    let Some(python) = python() else { return };
+    Subject::new("python dicts", &[&python, &fixture("dicts.py")])
+        .keeps_limit()
+        .check();
+}
+
+#[test]
+fn numpy_sort() {
+    let _alone = alone();
+    let Some(python) = python_with_numpy() else {
+        return;
+    };
+    Subject::new("numpy sort", &[&python, &fixture("arrays.py"), &"sort"])
+        .keeps_limit()
+        .check();
+}
+
+#[test]
+fn numpy_matmul() {
+    let _alone = alone();
+    let Some(python) = python_with_numpy() else {
+        return;
+    };
+    Subject::new("numpy matmul", &[&python, &fixture("arrays.py"), &"matmul"])
+        .keeps_limit()
+        .check();
+}
+
+#[test]
+fn numpy_random_access() {
+    let _alone = alone();
+    let Some(python) = python_with_numpy() else {
+        return;
+    };
+    Subject::new("numpy random", &[&python, &fixture("arrays.py"), &"random"])
+        .keeps_limit()
+        .check();
+}
+
+#[test]
+fn python_multiprocessing_with_fork() {
+    let _alone = alone();
+    let Some(python) = python() else { return };
+    Subject::new("multiprocessing", &[&python, &fixture("forks.py")]).check();
+}
+
+#[test]
+fn exit_status_and_signal_are_the_programs_own() {
+    let _alone = alone();
+    let Some(python) = python() else { return };
+    for how in ["exit", "signal"] {
+        Subject::new("ends", &[&python, &fixture("ends.py"), &how])
+            .fails()
+            .check();
+    }
+}
+
+#[test]
+fn threads_and_every_memory_call() {
+    let _alone = alone();
+    let Some(mix) = compile_c("mix") else { return };
+    for seed in ["1", "2"] {
+        Subject::new("memory calls", &[&mix, &seed]).check();
+    }
+}
+
+#[test]
+fn fork_storm() {
+    let _alone = alone();
+    let Some(storm) = compile_c("forkstorm") else {
+        return;
+    };
+    Subject::new("fork storm", &[&storm, &"1"]).check();
+}
+
+#[test]
+fn sqlite_in_memory() {
+    let _alone = alone();
+    let Some(sqlite) = need("sqlite3") else {
+        return;
+    };
+    let script = format!(".read {}", fixture("memory.sql").display());
+    Subject::new("sqlite", &[&sqlite, &"-batch", &":memory:", &script]).check();
+}
+
+#[test]
+fn gnu_sort() {
+    let _alone = alone();
+    let Some(sort) = need("sort") else { return };
+    let input = text_file(&scratch("sort"), 60 << 20);
+    Subject::new(
+        "sort",
+        &[&sort, &"--parallel=2", &"-S", &"400M", &"-k2", &input],
+    )
+    .check();
+}
+
+#[test]
+fn xz_9() {
+    let _alone = alone();
+    let Some(xz) = need("xz") else { return };
+    let input = text_file(&scratch("xz"), 5 << 20);
+    Subject::new("xz -9", &[&xz, &"-9", &"-T1", &"-c", &input]).check();
+}
+
+#[test]
+fn gcc_on_a_large_source() {
+    let _alone = alone();
+    let Some(gcc) = need("gcc") else { return };
+    let source = scratch("gcc").join("large.c");
+    std::fs::write(&source, c_source(1500)).expect("the source");
+    Subject::new("gcc -O1", &[&gcc, &"-O1", &"-S", &"-o", &"-", &source]).check();
+}
+
+#[test]
+fn java_heap() {
+    let _alone = alone();
+    let (Some(javac), Some(java)) = (need("javac"), need("java")) else {
+        return;
+    };
+    let dir = scratch("java");
+    build(
+        Command::new(javac)
+            .arg("-d")
+            .arg(&dir)
+            .arg(fixture("Heap.java")),
+    );
+    Subject::new("java", &[&java, &"-Xmx256m", &"-cp", &dir, &"Heap"]).check();
+}
+
+#[test]
+fn node_heap() {
+    let _alone = alone();
+    let Some(node) = need("node") else { return };
+    Subject::new("node", &[&node, &fixture("heap.js")]).check();
+}
+
+#[test]
+fn go_heap() {
+    let _alone = alone();
+    let (Some(go), Some(_)) = (need("go"), need("cc")) else {
+        return;
+    };
+    let program = scratch("go").join("heap");
+    // The build cache stays between runs: the first one compiles Go's own library.
+    let cache = Path::new(env!("CARGO_TARGET_TMPDIR")).join("go-cache");
+    build(
+        Command::new(go)
+            .env("CGO_ENABLED", "1")
+            .env("GOCACHE", cache)
+            .env("GOTOOLCHAIN", "local")
+            .args(["build", "-o"])
+            .arg(&program)
+            .arg(fixture("heap.go")),
+    );
+    Subject::new("go", &[&program]).check();
+}
+
+#[test]
+fn stress_ng_vm_verified() {
+    let _alone = alone();
+    let Some(stress) = need("stress-ng") else {
+        return;
+    };
+    for method in ["incdec", "rand-set", "walk-1d"] {
+        let argv: [&dyn AsRef<std::ffi::OsStr>; 12] = [
+            &stress,
+            &"--vm",
+            &"1",
+            &"--vm-bytes",
+            &"96M",
+            &"--vm-method",
+            &method,
+            &"--verify",
+            &"-t",
+            &"2",
+            &"--temp-path",
+            &env!("CARGO_TARGET_TMPDIR"),
+        ];
+        Subject::new("stress-ng", &argv).prints_anything().check();
+    }
+}
