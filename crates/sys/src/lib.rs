@@ -1,1 +1,2 @@
 //! See Cargo.toml.
+pub mod probe;

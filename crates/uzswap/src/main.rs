@@ -1,2 +1,61 @@
-//! The command `uzswap`.
-fn main() {}
+//! The command `uzswap`: runs a program in less memory than it asks for.
+
+mod check;
+mod cli;
+mod config;
+mod doctor;
+mod elf;
+mod group_file;
+mod machine;
+mod report;
+mod run;
+mod signals;
+mod size;
+mod summary;
+mod totals;
+
+use clap::{CommandFactory, Parser, error::ErrorKind};
+use cli::{Cli, Command};
+use std::process::ExitCode;
+
+/// Exit status of every failure of our own, as `env` and `timeout` have it: the program was not started.
+const EXIT_OWN_FAILURE: u8 = 125;
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            let _ = error.print();
+            let asked_for = matches!(
+                error.kind(),
+                ErrorKind::DisplayHelp | ErrorKind::DisplayVersion
+            );
+            return if asked_for {
+                ExitCode::SUCCESS
+            } else {
+                ExitCode::from(EXIT_OWN_FAILURE)
+            };
+        }
+    };
+    match cli.command {
+        Command::Run(args) => match run::run(&args) {
+            Ok(ended) => ended.leave(),
+            Err(refused) => {
+                eprintln!("uzswap: {}", refused.sentence);
+                ExitCode::from(refused.status)
+            }
+        },
+        Command::Lab { args } => ExitCode::from(uzswap_lab::main(args).clamp(0, 255) as u8),
+        Command::Doctor(args) => doctor::doctor(&args),
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut Cli::command(), "uzswap", &mut std::io::stdout());
+            ExitCode::SUCCESS
+        }
+        Command::Man => {
+            match clap_mangen::Man::new(Cli::command()).render(&mut std::io::stdout()) {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(_) => ExitCode::from(EXIT_OWN_FAILURE),
+            }
+        }
+    }
+}

@@ -1,0 +1,318 @@
+//! Everything that can be wrong before the program is started, each in one sentence: what, why, what to do.
+
+use crate::config::{Compressor, Config, plain};
+use crate::elf::{self, Kind};
+use crate::size::{Size, human};
+use crate::{EXIT_OWN_FAILURE, group_file, machine};
+use std::env;
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use uzswap_pager::group::ENV_GROUP;
+use uzswap_sys::probe;
+
+/// The usable minimum of `--memory`.
+pub const MINIMUM: u64 = 16 << 20;
+/// File name of the agent.
+pub const AGENT: &str = "libuzswap_agent.so";
+/// Environment variable with the agent's path, where it is not found by itself.
+pub const ENV_AGENT: &str = "UZSWAP_AGENT";
+
+/// Why a program was not run.
+#[derive(Debug, PartialEq)]
+pub struct Refused {
+    /// One sentence.
+    pub sentence: String,
+    /// Our exit status.
+    pub status: u8,
+}
+
+impl From<String> for Refused {
+    fn from(sentence: String) -> Refused {
+        Refused {
+            sentence,
+            status: EXIT_OWN_FAILURE,
+        }
+    }
+}
+
+/// Refuses a uzswap inside another.
+pub fn nested() -> Result<(), Refused> {
+    match env::var_os(ENV_GROUP) {
+        Some(path) if group_file::is_group(&path) => {
+            Err("this already runs under uzswap, and two cannot be nested: \
+             run the program directly, it shares the outer limit"
+                .to_owned()
+                .into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The limit in bytes.
+pub fn limit(config: &Config) -> Result<u64, Refused> {
+    let Some(text) = &config.memory else {
+        return Err(
+            "no limit is given: add --memory SIZE, such as --memory 512M or --memory 50%"
+                .to_owned()
+                .into(),
+        );
+    };
+    let bytes = Size::parse(text)?.resolve(machine::available_memory());
+    if bytes < MINIMUM {
+        return Err(format!(
+            "a limit of {} is too small to run a program in: the minimum is {}",
+            human(bytes),
+            human(MINIMUM)
+        )
+        .into());
+    }
+    Ok(bytes)
+}
+
+/// The compressor, lz4 unless another is asked for.
+pub fn compressor(config: &Config) -> Result<Compressor, Refused> {
+    Ok(Compressor::parse(
+        config.compressor.as_deref().unwrap_or("lz4"),
+    )?)
+}
+
+/// The file of a program that can be preloaded, found as execvp finds it.
+pub fn program(name: &OsStr) -> Result<PathBuf, Refused> {
+    let shown = name.to_string_lossy();
+    let path = find(name).map_err(|e| match e.kind() {
+        io::ErrorKind::PermissionDenied => {
+            format!("`{shown}` cannot be run: it is not an executable file; give it the x permission with chmod +x")
+        }
+        io::ErrorKind::NotFound if name.as_bytes().contains(&b'/') => {
+            format!("no such program: there is no file `{shown}`; check the path")
+        }
+        io::ErrorKind::NotFound => {
+            format!("no such program: `{shown}` is in no directory of PATH; check the name or give a path")
+        }
+        _ => format!("`{shown}` cannot be run: {}; check the path", plain(&e)),
+    })?;
+    let (loaded, kind) = match elf::resolve(&path) {
+        Ok(found) => found,
+        // What may be run but not read: the kernel decides.
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => return Ok(path),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            return Err(format!("`{shown}` cannot be run: it is a script whose interpreter is missing; correct its first line")
+                .into());
+        }
+        Err(e) => {
+            return Err(format!("`{shown}` cannot be read: {}; check the file", plain(&e)).into());
+        }
+    };
+    let what = if loaded == path {
+        format!("`{shown}`")
+    } else {
+        format!("`{}`, the interpreter of `{shown}`,", loaded.display())
+    };
+    let elsewhere = "run it without uzswap";
+    match kind {
+        Kind::Static => {
+            return Err(format!("{what} is statically linked, so nothing can be preloaded into it: link it dynamically or {elsewhere}").into());
+        }
+        Kind::Foreign(machine) => {
+            return Err(format!(
+                "{what} is built for {machine}, and uzswap's library for {}: use a build for this machine",
+                env::consts::ARCH
+            )
+            .into());
+        }
+        Kind::Dynamic(loader) if loader.file_name().is_some_and(|n| n.as_bytes().starts_with(b"ld-musl")) => {
+            return Err(format!("{what} is linked with musl, and uzswap's library with glibc: use a glibc build or {elsewhere}").into());
+        }
+        Kind::Script(_) => return Err(format!("`{shown}` is a script of a script more than four levels deep: name the interpreter instead").into()),
+        Kind::Dynamic(_) | Kind::Unknown => {}
+    }
+    let mode = fs::metadata(&loaded).map_or(0, |m| m.permissions().mode());
+    let setgid = mode & libc::S_ISGID != 0 && mode & libc::S_IXGRP != 0;
+    if mode & libc::S_ISUID != 0 || setgid {
+        let which = if setgid { "setgid" } else { "setuid" };
+        return Err(format!("{what} is {which}, and the system preloads nothing into programs with other rights than yours: run a copy without that bit or {elsewhere}").into());
+    }
+    if has_capabilities(&loaded) {
+        return Err(format!("{what} has file capabilities, and the system preloads nothing into programs with other rights than yours: run a copy without them or {elsewhere}").into());
+    }
+    Ok(path)
+}
+
+/// Finds a program as execvp does.
+fn find(name: &OsStr) -> io::Result<PathBuf> {
+    if name.as_bytes().contains(&b'/') {
+        return runnable(Path::new(name).to_path_buf());
+    }
+    if name.is_empty() {
+        return Err(io::ErrorKind::NotFound.into());
+    }
+    let path = env::var_os("PATH").unwrap_or_else(|| "/bin:/usr/bin".into());
+    let mut denied = None;
+    for dir in env::split_paths(&path) {
+        let dir = if dir.as_os_str().is_empty() {
+            PathBuf::from(".")
+        } else {
+            dir
+        };
+        match runnable(dir.join(name)) {
+            Ok(path) => return Ok(path),
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => denied = Some(e),
+            Err(_) => {}
+        }
+    }
+    Err(denied.unwrap_or_else(|| io::ErrorKind::NotFound.into()))
+}
+
+fn runnable(path: PathBuf) -> io::Result<PathBuf> {
+    let is_file = fs::metadata(&path)?.is_file();
+    let c_path = std::ffi::CString::new(path.as_os_str().as_bytes())?;
+    // SAFETY: `c_path` is a C string that outlives the call.
+    let denied = unsafe {
+        libc::faccessat(
+            libc::AT_FDCWD,
+            c_path.as_ptr(),
+            libc::X_OK,
+            libc::AT_EACCESS,
+        )
+    } != 0;
+    if !is_file || denied {
+        Err(io::ErrorKind::PermissionDenied.into())
+    } else {
+        Ok(path)
+    }
+}
+
+fn has_capabilities(path: &Path) -> bool {
+    let Ok(path) = std::ffi::CString::new(path.as_os_str().as_bytes()) else {
+        return false;
+    };
+    // SAFETY: both are C strings; with a size of 0 nothing is written, only the length returned.
+    unsafe {
+        libc::getxattr(
+            path.as_ptr(),
+            c"security.capability".as_ptr(),
+            std::ptr::null_mut(),
+            0,
+        ) > 0
+    }
+}
+
+/// Refuses a machine on which memory cannot be managed.
+pub fn machine() -> Result<(), Refused> {
+    let (opened, user_mode_only) = match probe::by_device() {
+        Ok(uffd) => (Ok(uffd), false),
+        Err(_) => match probe::by_syscall() {
+            Ok(uffd) => (Ok(uffd), false),
+            Err(e) => (Err(e), probe::by_syscall_user_mode_only().is_ok()),
+        },
+    };
+    let features = |uffd: OwnedFd| probe::features(&uffd);
+    verdict(
+        &machine::kernel_release(),
+        opened.and_then(features),
+        user_mode_only,
+    )
+    .map_err(Refused::from)
+}
+
+/// The sentence for what was found, if it does not do.
+fn verdict(release: &str, features: io::Result<u64>, user_mode_only: bool) -> Result<(), String> {
+    let old = machine::version_of(release) < (5, 7);
+    match features {
+        Ok(features) if features & probe::FEATURE_WP != 0 => Ok(()),
+        _ if old => Err(format!(
+            "kernel {release} is too old: uzswap needs Linux 5.7 or newer (6.8 is best); upgrade the kernel"
+        )),
+        Ok(_) => Err(format!(
+            "kernel {release} cannot write-protect through userfaultfd: use one built with CONFIG_USERFAULTFD and HAVE_ARCH_USERFAULTFD_WP"
+        )),
+        Err(e) if e.raw_os_error() == Some(libc::ENOSYS) => Err(format!(
+            "kernel {release} has no userfaultfd: use one built with CONFIG_USERFAULTFD=y (`uzswap doctor` says more)"
+        )),
+        Err(_) => {
+            let only = if user_mode_only {
+                "no userfaultfd access that also covers system calls (user-mode-only is not enough)"
+            } else {
+                "no userfaultfd access"
+            };
+            Err(format!("{only}: {GRANT} (`uzswap doctor` says more)"))
+        }
+    }
+}
+
+/// The three ways to grant access, for a sentence.
+pub const GRANT: &str = "either allow /dev/userfaultfd (chmod or a udev rule; --device /dev/userfaultfd for a container), \
+     or set sysctl vm.unprivileged_userfaultfd=1, or run as root or with CAP_SYS_PTRACE";
+
+/// The agent's path: beside the executable, in `deps/`, in `../lib/`, then where the environment says.
+pub fn agent() -> Result<PathBuf, Refused> {
+    let own = env::current_exe().ok();
+    let beside = own.as_deref().and_then(Path::parent).into_iter();
+    let found = beside
+        .flat_map(|dir| ["", "deps", "../lib"].map(|sub| dir.join(sub).join(AGENT)))
+        .chain(env::var_os(ENV_AGENT).map(PathBuf::from))
+        .find(|path| path.is_file())
+        .ok_or_else(|| {
+            format!("{AGENT} is missing beside the command: build it with `cargo build --release`, or name it in {ENV_AGENT}")
+        })?;
+    let found = found.canonicalize().unwrap_or(found);
+    // The loader splits LD_PRELOAD at these.
+    if found
+        .as_os_str()
+        .as_bytes()
+        .iter()
+        .any(|b| b" :\t\n".contains(b))
+    {
+        return Err(format!(
+            "the loader cannot preload `{}`, a path with a space or colon: move uzswap to another directory",
+            found.display()
+        )
+        .into());
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::verdict;
+    use std::io::Error;
+
+    #[test]
+    fn machines() {
+        let errno = |e| Err(Error::from_raw_os_error(e));
+        assert_eq!(verdict("6.8.0", Ok(1), false), Ok(()));
+        assert!(
+            verdict("5.4.0", Ok(0), false)
+                .unwrap_err()
+                .contains("too old")
+        );
+        assert!(
+            verdict("4.4.0", errno(libc::ENOSYS), false)
+                .unwrap_err()
+                .contains("too old")
+        );
+        assert!(
+            verdict("6.8.0", errno(libc::ENOSYS), false)
+                .unwrap_err()
+                .contains("CONFIG_USERFAULTFD")
+        );
+        let denied = verdict("6.8.0", errno(libc::EPERM), false).unwrap_err();
+        for way in [
+            "/dev/userfaultfd",
+            "vm.unprivileged_userfaultfd=1",
+            "CAP_SYS_PTRACE",
+        ] {
+            assert!(denied.contains(way), "{denied}");
+        }
+        assert!(
+            verdict("6.8.0", errno(libc::EPERM), true)
+                .unwrap_err()
+                .contains("user-mode-only")
+        );
+    }
+}

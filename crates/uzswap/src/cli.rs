@@ -1,0 +1,73 @@
+//! The command line.
+
+use clap::{Args, Parser, Subcommand};
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+/// Runs a program in less memory than it asks for.
+#[derive(Parser)]
+#[command(name = "uzswap", version, about)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The subcommands.
+#[derive(Subcommand)]
+pub enum Command {
+    /// Run a program and its children within a limit of memory
+    Run(RunArgs),
+    /// Say whether this machine can do it, and what to change if not
+    Doctor(DoctorArgs),
+    /// Print a completion script for a shell
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page (roff)
+    Man,
+    /// Measure uzswap and the kernel's own compressed swap side by side
+    #[command(disable_help_flag = true)]
+    Lab {
+        /// The experiment and its arguments; `uzswap lab` alone lists them
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+}
+
+/// Options of `uzswap run`.
+#[derive(Args)]
+pub struct RunArgs {
+    /// Memory for the program and its children: 512M, 1.5GiB, or 50% of what the machine or its cgroup has
+    #[arg(short, long, value_name = "SIZE")]
+    pub memory: Option<String>,
+    /// Compressor of the pool: lz4 (the default), zstd[:LEVEL], deflate[:LEVEL]
+    #[arg(short, long, value_name = "NAME")]
+    pub compressor: Option<String>,
+    /// Take options from a TOML file; the command line wins
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// No summary at the end
+    #[arg(short, long)]
+    pub quiet: bool,
+    /// Write what happened to FILE, as JSON
+    #[arg(long, value_name = "FILE")]
+    pub report: Option<PathBuf>,
+    /// The program and its arguments
+    #[arg(
+        required = true,
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "PROGRAM"
+    )]
+    pub command: Vec<OsString>,
+}
+
+/// Options of `uzswap doctor`.
+#[derive(Args)]
+pub struct DoctorArgs {
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}

@@ -1,0 +1,179 @@
+//! The options of `uzswap run`: command line over configuration file.
+
+use crate::cli::RunArgs;
+use serde::Deserialize;
+use std::path::{Path, PathBuf};
+use uzswap_pager::group::{CODEC_DEFLATE, CODEC_LZ4, CODEC_ZSTD};
+
+/// A configuration file: the same names as the options.
+#[derive(Debug, Default, Deserialize, PartialEq)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// As `--memory`.
+    pub memory: Option<String>,
+    /// As `--compressor`.
+    pub compressor: Option<String>,
+    /// As `--quiet`.
+    pub quiet: Option<bool>,
+    /// As `--report`.
+    pub report: Option<PathBuf>,
+}
+
+impl Config {
+    /// Reads a file. The error is one sentence.
+    pub fn read(path: &Path) -> Result<Config, String> {
+        let text = std::fs::read_to_string(path).map_err(|e| {
+            format!(
+                "the configuration file `{}` cannot be read: {}",
+                path.display(),
+                plain(&e)
+            )
+        })?;
+        Config::parse(&text)
+            .map_err(|e| format!("the configuration file `{}` is wrong: {e}", path.display()))
+    }
+
+    /// Parses the text of a file. The error is a half-sentence with the line.
+    pub fn parse(text: &str) -> Result<Config, String> {
+        toml::from_str(text).map_err(|e| {
+            let at = e.span().map_or(0, |span| span.start.min(text.len()));
+            let line = 1 + text.as_bytes()[..at]
+                .iter()
+                .filter(|&&b| b == b'\n')
+                .count();
+            format!("line {line}: {}", e.message().replace('\n', ", "))
+        })
+    }
+
+    /// The file named on the command line, if any, with the command line's own options over it.
+    pub fn of(args: &RunArgs) -> Result<Config, String> {
+        let file = args
+            .config
+            .as_deref()
+            .map_or(Ok(Config::default()), Config::read)?;
+        Ok(Config {
+            memory: args.memory.clone().or(file.memory),
+            compressor: args.compressor.clone().or(file.compressor),
+            quiet: Some(args.quiet || file.quiet.unwrap_or(false)),
+            report: args.report.clone().or(file.report),
+        })
+    }
+}
+
+/// A codec of the pool and its level.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Compressor {
+    /// As in `GroupPage::codec`.
+    pub codec: u32,
+    /// As in `GroupPage::level`: 0 the default.
+    pub level: u32,
+}
+
+impl Compressor {
+    /// Parses `lz4`, `zstd`, `zstd:3`, `deflate`. The error is one sentence.
+    pub fn parse(text: &str) -> Result<Compressor, String> {
+        let (name, level) = text
+            .split_once(':')
+            .map_or((text, None), |(name, level)| (name, Some(level)));
+        let (codec, highest) = match name {
+            "lz4" => (CODEC_LZ4, 0),
+            "zstd" => (CODEC_ZSTD, 22),
+            "deflate" => (CODEC_DEFLATE, 12),
+            _ => {
+                return Err(format!(
+                    "no compressor is called `{name}`: choose lz4, zstd[:LEVEL] or deflate[:LEVEL]"
+                ));
+            }
+        };
+        match level.map(str::parse::<u32>) {
+            None => Ok(Compressor { codec, level: 0 }),
+            Some(_) if highest == 0 => Err(format!("{name} has no levels: write just `{name}`")),
+            Some(Ok(level)) if (1..=highest).contains(&level) => Ok(Compressor { codec, level }),
+            Some(_) => Err(format!(
+                "`{text}` has no such level: {name} has 1 to {highest}"
+            )),
+        }
+    }
+
+    /// The name without the level.
+    pub fn name(self) -> &'static str {
+        match self.codec {
+            CODEC_LZ4 => "lz4",
+            CODEC_ZSTD => "zstd",
+            _ => "deflate",
+        }
+    }
+}
+
+/// An I/O error in words, without the number.
+pub fn plain(error: &std::io::Error) -> String {
+    let text = error.to_string();
+    let text = text.split(" (os error").next().unwrap_or_default();
+    text.to_lowercase()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Compressor, Config};
+    use proptest::prelude::*;
+
+    #[test]
+    fn all_names() {
+        let config = Config::parse(
+            "memory = '1G'\ncompressor = 'zstd:3'\nquiet = true\nreport = 'r.json'\n",
+        )
+        .unwrap();
+        assert_eq!(config.memory.as_deref(), Some("1G"));
+        assert_eq!(config.compressor.as_deref(), Some("zstd:3"));
+        assert_eq!(config.quiet, Some(true));
+        assert_eq!(config.report.as_deref(), Some("r.json".as_ref()));
+        assert_eq!(Config::parse("").unwrap(), Config::default());
+    }
+
+    #[test]
+    fn wrong_files() {
+        for (text, want) in [
+            (
+                "memory = '1G'\nmemroy = '2G'\n",
+                "line 2: unknown field `memroy`",
+            ),
+            ("quiet = 'yes'\n", "line 1: invalid type"),
+            ("memory = \n", "line 1"),
+        ] {
+            let error = Config::parse(text).unwrap_err();
+            assert!(error.starts_with(want) && !error.contains('\n'), "{error}");
+        }
+    }
+
+    #[test]
+    fn compressors() {
+        let of = |text| Compressor::parse(text).map(|c| (c.name(), c.level));
+        assert_eq!(of("lz4"), Ok(("lz4", 0)));
+        assert_eq!(of("zstd"), Ok(("zstd", 0)));
+        assert_eq!(of("zstd:19"), Ok(("zstd", 19)));
+        assert_eq!(of("deflate"), Ok(("deflate", 0)));
+        assert_eq!(of("deflate:12"), Ok(("deflate", 12)));
+        for bad in [
+            "",
+            "lzo",
+            "LZ4",
+            "lz4:1",
+            "zstd:",
+            "zstd:0",
+            "zstd:23",
+            "zstd:-1",
+            "zstd:x",
+            "deflate:13",
+        ] {
+            assert!(of(bad).is_err(), "{bad}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn never_panics(text in "\\PC{0,40}") {
+            let _ = Config::parse(&text);
+            let _ = Compressor::parse(&text);
+        }
+    }
+}

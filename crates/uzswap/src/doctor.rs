@@ -1,0 +1,312 @@
+//! `uzswap doctor`: whether this machine can do it, and what to change.
+
+use crate::check;
+use crate::cli::DoctorArgs;
+use crate::config::plain;
+use crate::machine;
+use crate::size::human;
+use serde::Serialize;
+use std::fs;
+use std::io;
+use std::process::ExitCode;
+use uzswap_sys::probe;
+
+/// One thing looked at.
+#[derive(Debug, Serialize)]
+struct Check {
+    /// What was looked at.
+    name: &'static str,
+    /// Whether it is as it should be.
+    ok: bool,
+    /// Whether uzswap cannot work without.
+    required: bool,
+    /// What was found.
+    found: String,
+    /// What to change, when it is not ok.
+    change: Option<String>,
+}
+
+impl Check {
+    fn new(
+        name: &'static str,
+        required: bool,
+        ok: bool,
+        found: impl Into<String>,
+        change: &str,
+    ) -> Check {
+        Check {
+            name,
+            ok,
+            required,
+            found: found.into(),
+            change: (!ok).then(|| change.to_owned()),
+        }
+    }
+}
+
+/// All that was found.
+#[derive(Serialize)]
+struct Findings {
+    works: bool,
+    features: Vec<&'static str>,
+    checks: Vec<Check>,
+}
+
+/// Prints the findings; success if uzswap can work here.
+pub fn doctor(args: &DoctorArgs) -> ExitCode {
+    let findings = examine();
+    let text = if args.json {
+        serde_json::to_string_pretty(&findings).unwrap_or_default() + "\n"
+    } else {
+        text(&findings)
+    };
+    let _ = io::Write::write_all(&mut io::stdout(), text.as_bytes());
+    if findings.works {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
+fn examine() -> Findings {
+    let mut checks = vec![kernel(&machine::kernel_release())];
+
+    let device = probe::by_device();
+    let syscall = probe::by_syscall();
+    let user_mode_only = probe::by_syscall_user_mode_only();
+    checks.push(Check::new(
+        "/dev/userfaultfd",
+        false,
+        device.is_ok(),
+        said(&device),
+        "Linux 6.1 or newer has it: chmod 0666 /dev/userfaultfd (lasting: a udev rule), or for a container \
+         --device /dev/userfaultfd",
+    ));
+    checks.push(Check::new(
+        "system call",
+        false,
+        syscall.is_ok(),
+        said(&syscall),
+        "sysctl vm.unprivileged_userfaultfd=1, or run as root or with CAP_SYS_PTRACE",
+    ));
+    checks.push(Check::new(
+        "user mode only",
+        false,
+        user_mode_only.is_ok(),
+        format!(
+            "{} (not enough for `run`: system calls on evicted buffers would fail)",
+            said(&user_mode_only)
+        ),
+        "nothing needs it where one of the two above works",
+    ));
+
+    let full = device.or(syscall);
+    let granted = full.is_ok();
+    let features = full
+        .or(user_mode_only)
+        .and_then(|uffd| probe::features(&uffd));
+    let bits = *features.as_ref().unwrap_or(&0);
+    checks.push(Check::new(
+        "access",
+        true,
+        granted,
+        if granted {
+            "faults of system calls are covered too"
+        } else {
+            "no way to a full userfaultfd"
+        },
+        check::GRANT,
+    ));
+    checks.push(Check::new(
+        "handshake",
+        true,
+        features.is_ok(),
+        features.as_ref().map_or_else(plain, |_| format!("{} features", names(bits).len())),
+        "the kernel refuses its own interface: look at `dmesg` and at the container's seccomp profile",
+    ));
+    checks.push(Check::new(
+        "write-protect",
+        true,
+        bits & probe::FEATURE_WP != 0,
+        if bits & probe::FEATURE_WP != 0 {
+            "there"
+        } else {
+            "not there"
+        },
+        "Linux 5.7 or newer is needed, on x86-64 or 64-bit Arm",
+    ));
+    checks.push(Check::new(
+        "move",
+        false,
+        bits & probe::FEATURE_MOVE != 0,
+        if bits & probe::FEATURE_MOVE != 0 {
+            "there: pages are moved"
+        } else {
+            "not there: pages are copied, slower"
+        },
+        "Linux 6.8 or newer has it",
+    ));
+    let scan = probe::pagemap_scan();
+    checks.push(Check::new(
+        "PAGEMAP_SCAN",
+        false,
+        scan.is_ok(),
+        scan.as_ref().map_or_else(plain, |()| "there".to_owned()),
+        "Linux 6.7 or newer has it",
+    ));
+    checks.push(confinement(granted));
+    let agent = check::agent();
+    checks.push(Check::new(
+        "agent library",
+        true,
+        agent.is_ok(),
+        agent
+            .as_ref()
+            .map_or("not found".to_owned(), |path| path.display().to_string()),
+        agent
+            .as_ref()
+            .map_or_else(|refused| refused.sentence.as_str(), |_| ""),
+    ));
+    checks.push(memory());
+    let works = checks.iter().all(|check| check.ok || !check.required);
+    Findings {
+        works,
+        features: names(bits),
+        checks,
+    }
+}
+
+fn kernel(release: &str) -> Check {
+    let version = machine::version_of(release);
+    let steps = [
+        ((4, 11), "userfaultfd (4.11)"),
+        ((5, 7), "write-protect (5.7)"),
+        ((6, 1), "/dev/userfaultfd (6.1)"),
+        ((6, 7), "PAGEMAP_SCAN (6.7)"),
+        ((6, 8), "move (6.8)"),
+    ];
+    let brings: Vec<_> = steps
+        .iter()
+        .filter(|(since, _)| version >= *since)
+        .map(|(_, what)| *what)
+        .collect();
+    let brings = if brings.is_empty() {
+        "nothing uzswap needs".to_owned()
+    } else {
+        brings.join(", ")
+    };
+    let ok = version >= (5, 7);
+    Check::new(
+        "kernel",
+        true,
+        ok,
+        format!("{release} brings {brings}"),
+        "upgrade to Linux 5.7 or newer; 6.8 is best",
+    )
+}
+
+fn confinement(granted: bool) -> Check {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let filtered = status.lines().any(|line| {
+        line.strip_prefix("Seccomp:")
+            .is_some_and(|mode| mode.trim() == "2")
+    });
+    let container = ["/.dockerenv", "/run/.containerenv"]
+        .iter()
+        .any(|path| fs::exists(path).unwrap_or(false));
+    let found = match (container, filtered) {
+        (true, true) => "in a container, with a seccomp filter",
+        (true, false) => "in a container, without a seccomp filter",
+        (false, true) => "a seccomp filter is on",
+        (false, false) => "no container and no seccomp filter",
+    };
+    Check::new(
+        "confinement",
+        false,
+        granted || !(container || filtered),
+        found,
+        "start the container with --device /dev/userfaultfd (which no seccomp profile forbids), or with \
+         --cap-add SYS_PTRACE and a seccomp profile that allows userfaultfd",
+    )
+}
+
+fn memory() -> Check {
+    let total = machine::total_memory();
+    let found = match machine::cgroup_limit().filter(|&limit| limit < total) {
+        Some(limit) => format!(
+            "{}, of which the cgroup allows {}",
+            human(total),
+            human(limit)
+        ),
+        None => format!("{}, no lower limit by a cgroup", human(total)),
+    };
+    let enough = machine::available_memory() >= check::MINIMUM;
+    Check::new(
+        "memory",
+        true,
+        enough,
+        found,
+        "uzswap needs 16 MiB at the least",
+    )
+}
+
+fn said<T>(result: &io::Result<T>) -> String {
+    result.as_ref().map_or_else(plain, |_| "opened".to_owned())
+}
+
+fn names(bits: u64) -> Vec<&'static str> {
+    probe::FEATURE_NAMES
+        .iter()
+        .enumerate()
+        .filter(|(i, _)| bits & (1 << i) != 0)
+        .map(|(_, name)| *name)
+        .collect()
+}
+
+fn text(findings: &Findings) -> String {
+    let mut out = String::new();
+    for check in &findings.checks {
+        let mark = if check.ok { '✓' } else { '✗' };
+        out += &format!("{mark} {:<17} {}\n", check.name, check.found);
+        if let Some(change) = &check.change {
+            let weight = if check.required {
+                "to change"
+            } else {
+                "not needed, but"
+            };
+            out += &format!("  {:<17} {weight}: {change}\n", "");
+        }
+    }
+    if !findings.features.is_empty() {
+        out += &format!("  {:<17} {}\n", "features", findings.features.join(" "));
+    }
+    out += if findings.works {
+        "uzswap can work here.\n"
+    } else {
+        "uzswap cannot work here until the ✗ above is changed.\n"
+    };
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Findings, kernel, text};
+
+    #[test]
+    fn kernels() {
+        assert!(kernel("6.18.1").ok && kernel("6.18.1").found.ends_with("move (6.8)"));
+        assert!(kernel("5.7.0").ok);
+        let old = kernel("4.19.0");
+        assert!(!old.ok && old.found.ends_with("brings userfaultfd (4.11)"));
+        let text = text(&Findings {
+            works: false,
+            features: vec![],
+            checks: vec![old],
+        });
+        assert!(
+            text.starts_with("✗ kernel")
+                && text.contains("to change: upgrade")
+                && text.contains("cannot work")
+        );
+    }
+}

@@ -1,0 +1,197 @@
+//! `uzswap run`: checks, starts the program, waits for it, sums up.
+
+use crate::check::{self, Refused};
+use crate::cli::RunArgs;
+use crate::config::{Config, plain};
+use crate::group_file::GroupFile;
+use crate::report::{self, Report};
+use crate::signals::{self, Blocked};
+use crate::{summary, totals::Totals};
+use std::env;
+use std::ffi::OsString;
+use std::fs::File;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::time::{Duration, Instant};
+use uzswap_pager::group::ENV_GROUP;
+
+/// How the program ended.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Ended {
+    /// With an exit status.
+    Exited(u8),
+    /// By a signal.
+    Killed(i32),
+}
+
+impl Ended {
+    /// Ends us the same way.
+    pub fn leave(self) -> ExitCode {
+        match self {
+            Ended::Exited(status) => ExitCode::from(status),
+            Ended::Killed(signal) => {
+                signals::die_of(signal);
+                // Not reached, unless we are init: signals of one's own do not kill that.
+                ExitCode::from(128 | signal as u8)
+            }
+        }
+    }
+}
+
+/// What the program used, as the kernel counted it.
+#[derive(Clone, Copy, Debug)]
+pub struct Usage {
+    /// CPU time in the program.
+    pub user: Duration,
+    /// CPU time in the kernel.
+    pub system: Duration,
+    /// Highest resident size of one process, in bytes.
+    pub max_rss: u64,
+}
+
+/// Runs a program under a limit.
+pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
+    check::nested()?;
+    let config = Config::of(args)?;
+    let limit = check::limit(&config)?;
+    let compressor = check::compressor(&config)?;
+    let program = check::program(&args.command[0])?;
+    check::machine()?;
+    let agent = check::agent()?;
+    let group = GroupFile::create(limit, compressor.codec, compressor.level).map_err(|e| {
+        format!(
+            "the memory shared with the program cannot be made: {}",
+            plain(&e)
+        )
+    })?;
+    let report = config.report.as_deref().map(create_report).transpose()?;
+
+    let blocked = Blocked::new();
+    let start = Instant::now();
+    let child =
+        start_program(&program, &args.command, &agent, &group, &blocked).inspect_err(|_| {
+            if let Some((path, _)) = &report {
+                let _ = std::fs::remove_file(path);
+            }
+        })?;
+    let (ended, usage) = supervise(child, &blocked);
+    let wall = start.elapsed();
+
+    let totals = Totals::of(group.page());
+    if config.quiet != Some(true) {
+        summary::print(&totals, wall);
+    }
+    if let Some((path, file)) = report {
+        let report = Report::new(&args.command, ended, wall, usage, compressor, &totals);
+        if let Err(e) = report::write(&report, file) {
+            summary::say(&format!(
+                "uzswap: the report `{}` cannot be written: {}\n",
+                path.display(),
+                plain(&e)
+            ));
+        }
+    }
+    blocked.inherited.restore();
+    Ok(ended)
+}
+
+fn create_report(path: &Path) -> Result<(PathBuf, File), Refused> {
+    let file = File::create(path).map_err(|e| {
+        format!(
+            "the report `{}` cannot be written: {}; choose another file",
+            path.display(),
+            plain(&e)
+        )
+    })?;
+    Ok((path.to_path_buf(), file))
+}
+
+fn start_program(
+    program: &Path,
+    command: &[OsString],
+    agent: &Path,
+    group: &GroupFile,
+    blocked: &Blocked,
+) -> Result<libc::pid_t, Refused> {
+    let mut preload = agent.as_os_str().to_owned();
+    if let Some(others) = env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
+        preload.push(":");
+        preload.push(others);
+    }
+    let inherited = blocked.inherited;
+    let mut start = Command::new(program);
+    start
+        .arg0(&command[0])
+        .args(&command[1..])
+        .env("LD_PRELOAD", preload)
+        .env(ENV_GROUP, group.path());
+    // SAFETY: the closure makes async-signal-safe calls only.
+    unsafe {
+        start.pre_exec(move || {
+            inherited.restore();
+            Ok(())
+        });
+    }
+    match start.spawn() {
+        Ok(child) => Ok(child.id() as libc::pid_t),
+        Err(e) => {
+            blocked.inherited.restore();
+            let status = if e.kind() == io::ErrorKind::NotFound {
+                127
+            } else {
+                126
+            };
+            let sentence = format!(
+                "`{}` could not be started: {}",
+                program.display(),
+                plain(&e)
+            );
+            Err(Refused { sentence, status })
+        }
+    }
+}
+
+/// Forwards signals until the program ends; stops when it stops.
+fn supervise(child: libc::pid_t, blocked: &Blocked) -> (Ended, Usage) {
+    loop {
+        let (signal, sent) = blocked.wait();
+        if signal != libc::SIGCHLD {
+            if sent {
+                // It may have just ended: then SIGCHLD is next.
+                let _ = signals::send(child, signal);
+            }
+            continue;
+        }
+        while let Some((status, usage)) = changed(child) {
+            if libc::WIFSTOPPED(status) {
+                signals::stop_self();
+            } else if libc::WIFEXITED(status) {
+                return (Ended::Exited(libc::WEXITSTATUS(status) as u8), usage);
+            } else if libc::WIFSIGNALED(status) {
+                return (Ended::Killed(libc::WTERMSIG(status)), usage);
+            }
+        }
+    }
+}
+
+/// The next change of the child's state that has happened, if any.
+fn changed(child: libc::pid_t) -> Option<(libc::c_int, Usage)> {
+    let mut status = 0;
+    let mut usage = MaybeUninit::<libc::rusage>::zeroed();
+    let options = libc::WNOHANG | libc::WUNTRACED;
+    // SAFETY: both out-parameters outlive the call; a zeroed rusage is valid.
+    let (pid, usage) = unsafe {
+        let pid = libc::wait4(child, &raw mut status, options, usage.as_mut_ptr());
+        (pid, usage.assume_init())
+    };
+    let time = |t: libc::timeval| Duration::new(t.tv_sec as u64, t.tv_usec as u32 * 1000);
+    let usage = Usage {
+        user: time(usage.ru_utime),
+        system: time(usage.ru_stime),
+        max_rss: (usage.ru_maxrss as u64).saturating_mul(1024),
+    };
+    (pid == child).then_some((status, usage))
+}

@@ -1,0 +1,203 @@
+//! The few lines on stderr at the end of a run.
+
+use crate::size::human;
+use crate::totals::Totals;
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::time::Duration;
+
+/// Prints the summary.
+pub fn print(totals: &Totals, wall: Duration) {
+    say(&text(totals, wall));
+}
+
+/// Writes to stderr in one go; a closed stderr is nobody's problem.
+pub fn say(text: &str) {
+    let _ = std::io::stderr().write_all(text.as_bytes());
+}
+
+/// The lines of the summary.
+pub fn text(totals: &Totals, wall: Duration) -> String {
+    let mut out = String::new();
+    let mut line = |name: &str, value: &str| {
+        let _ = writeln!(out, "uzswap: {name:<12} {value}");
+    };
+    let counters = &totals.counters;
+    let seconds = wall.as_secs_f64();
+    if totals.joined == 0 {
+        line(
+            "not managed",
+            "the program did not take up uzswap's library, so no limit was kept",
+        );
+        return out;
+    }
+    let share = percent(totals.peak as f64, totals.limit as f64);
+    line(
+        "peak",
+        &format!(
+            "{} of {} allowed ({share})",
+            human(totals.peak),
+            human(totals.limit)
+        ),
+    );
+    let times = totals.peak_held as f64 / totals.limit.max(1) as f64;
+    line(
+        "most held",
+        &format!("{} ({times:.2} x the limit)", human(totals.peak_held)),
+    );
+    if totals.engaged == 0 {
+        line("compression", "nothing had to be compressed");
+        line("cost", "nothing");
+    } else {
+        match totals.compression_ratio {
+            Some(ratio) => line("compression", &format!("{ratio:.2} to 1")),
+            None if counters.zswpout == 0 => line("compression", "nothing had to be compressed"),
+            None => line(
+                "compression",
+                &format!(
+                    "{} went through the pool, empty at the end",
+                    human(counters.zswpout * 4096)
+                ),
+            ),
+        }
+        line(
+            "faults",
+            &format!(
+                "{}: {} decompressed, {} taken back in time, {} on new or zero memory",
+                grouped(counters.pgfault),
+                grouped(counters.pgmajfault),
+                grouped(counters.refault_staged),
+                grouped(counters.fault_zero)
+            ),
+        );
+        let stalled = counters.stall_ns as f64 / 1e9;
+        line(
+            "cost",
+            &format!(
+                "threads stalled for {stalled:.2} s, {} of the {seconds:.2} s it ran",
+                percent(stalled, seconds)
+            ),
+        );
+    }
+    if totals.joined > 1 {
+        line(
+            "processes",
+            &format!("{}, {} of them managed", totals.joined, totals.engaged),
+        );
+    }
+    if totals.unmanaged {
+        line(
+            "unmanaged",
+            "a child could not be managed and ran outside the limit",
+        );
+    }
+    if totals.over_limit > 0 {
+        line(
+            "over limit",
+            &format!(
+                "the limit could not be kept {}: nothing more could be taken out of memory; give it more than {}",
+                if totals.over_limit == 1 {
+                    "once".to_owned()
+                } else {
+                    format!("{} times", grouped(totals.over_limit))
+                },
+                human(totals.limit)
+            ),
+        );
+    }
+    if counters.poisoned > 0 {
+        line(
+            "lost",
+            &format!(
+                "{} pages could not be read back, please report this",
+                grouped(counters.poisoned)
+            ),
+        );
+    }
+    out
+}
+
+fn percent(part: f64, whole: f64) -> String {
+    if whole > 0.0 {
+        format!("{:.0} %", part / whole * 100.0)
+    } else {
+        "0 %".to_owned()
+    }
+}
+
+/// `1234567` as `1,234,567`.
+fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut out = String::new();
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{grouped, text};
+    use crate::totals::{Sums, Totals};
+    use std::time::Duration;
+
+    #[test]
+    fn numbers() {
+        assert_eq!(
+            [0, 999, 1000, 1_234_567].map(grouped),
+            ["0", "999", "1,000", "1,234,567"]
+        );
+    }
+
+    #[test]
+    fn under_the_limit() {
+        let totals = Totals {
+            limit: 512 << 20,
+            peak: 128 << 20,
+            peak_held: 128 << 20,
+            joined: 1,
+            ..Totals::default()
+        };
+        assert_eq!(
+            text(&totals, Duration::from_secs(1)),
+            "uzswap: peak         128 MiB of 512 MiB allowed (25 %)\n\
+             uzswap: most held    128 MiB (0.25 x the limit)\n\
+             uzswap: compression  nothing had to be compressed\n\
+             uzswap: cost         nothing\n"
+        );
+    }
+
+    #[test]
+    fn over_the_limit() {
+        let counters = Sums {
+            pgfault: 4000,
+            pgmajfault: 3000,
+            stall_ns: 1_500_000_000,
+            ..Sums::default()
+        };
+        let totals = Totals {
+            limit: 1 << 30,
+            joined: 3,
+            engaged: 2,
+            over_limit: 2,
+            unmanaged: true,
+            compression_ratio: Some(2.5),
+            counters,
+            ..Totals::default()
+        };
+        let text = text(&totals, Duration::from_secs(3));
+        for part in [
+            "2.50 to 1",
+            "4,000: 3,000 decompressed",
+            "1.50 s, 50 % of the 3.00 s",
+            "3, 2 of them",
+            "2 times",
+            "outside",
+        ] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+    }
+}

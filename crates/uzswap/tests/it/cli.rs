@@ -1,0 +1,609 @@
+//! The command line: errors before anything is started, and everything the program's own passed on.
+
+use assert_cmd::Command;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Output, Stdio};
+use std::sync::Once;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+const UZSWAP: &str = env!("CARGO_BIN_EXE_uzswap");
+const AGENT: &str = "libuzswap_agent.so";
+
+/// Builds the agent beside the command, once.
+fn agent_built() {
+    static BUILD: Once = Once::new();
+    BUILD.call_once(|| {
+        let dir = Path::new(UZSWAP).parent().unwrap();
+        let mut build = std::process::Command::new(env!("CARGO"));
+        build
+            .args(["build", "--quiet", "-p", "uzswap-agent"])
+            .current_dir(env!("CARGO_MANIFEST_DIR"));
+        match dir.file_name().and_then(|name| name.to_str()) {
+            Some("debug") | None => {}
+            Some(profile) => drop(build.args(["--profile", profile])),
+        }
+        // `deps/..` is the profile's directory, its parent the target directory.
+        build.env("CARGO_TARGET_DIR", dir.parent().unwrap());
+        assert!(
+            build.status().unwrap().success(),
+            "the agent does not build"
+        );
+        assert!(dir.join(AGENT).is_file());
+    });
+}
+
+fn uzswap() -> Command {
+    agent_built();
+    let mut command = Command::new(UZSWAP);
+    command
+        .env_remove("UZSWAP_GROUP")
+        .env_remove("LD_PRELOAD")
+        .env_remove("UZSWAP_AGENT");
+    command
+}
+
+fn run(args: &[&str]) -> Output {
+    uzswap()
+        .args(["run", "--memory", "256M"])
+        .args(args)
+        .output()
+        .unwrap()
+}
+
+fn sh(script: &str) -> Output {
+    run(&["--quiet", "--", "/bin/sh", "-c", script])
+}
+
+/// The one sentence of a refusal, after checking that it is one.
+fn sentence(output: &Output) -> String {
+    let text = String::from_utf8(output.stderr.clone()).unwrap();
+    assert_eq!(output.status.code(), Some(125), "{text}");
+    assert!(output.stdout.is_empty());
+    assert!(
+        text.starts_with("uzswap: ") && text.ends_with('\n') && text.lines().count() == 1,
+        "{text}"
+    );
+    text
+}
+
+/// Checks the refusal of `args`, to which a program is added that would leave a file behind.
+fn refused(args: &[&str], parts: &[&str]) {
+    let dir = TempDir::new().unwrap();
+    let mark = dir.path().join("started");
+    let output = uzswap()
+        .arg("run")
+        .args(args)
+        .arg("--")
+        .arg("/bin/touch")
+        .arg(&mark)
+        .output()
+        .unwrap();
+    let text = sentence(&output);
+    for part in parts {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    assert!(!mark.exists(), "started in spite of: {text}");
+}
+
+/// A file in `dir` with these permissions.
+fn file(dir: &TempDir, name: &str, bytes: &[u8], mode: u32) -> PathBuf {
+    let path = dir.path().join(name);
+    fs::write(&path, bytes).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+    path
+}
+
+/// A statically linked program: compiled, or where libc.a is missing its ELF header.
+fn static_program(dir: &TempDir) -> PathBuf {
+    let path = dir.path().join("static");
+    let source = file(dir, "static.c", b"int main(void) { return 0; }\n", 0o644);
+    let built = std::process::Command::new("cc")
+        .arg("-static")
+        .arg(source)
+        .arg("-o")
+        .arg(&path)
+        .output();
+    if !built.is_ok_and(|output| output.status.success()) {
+        let mut elf = fs::read("/bin/true").unwrap()[..64].to_vec();
+        elf[56] = 0;
+        file(dir, "static", &elf, 0o755);
+    }
+    path
+}
+
+#[test]
+fn output_and_status_are_the_programs() {
+    for status in [0, 3, 125, 255] {
+        let output = sh(&format!("echo out; echo err >&2; exit {status}"));
+        assert_eq!(output.status.code(), Some(status));
+        assert_eq!(output.stdout, b"out\n");
+        assert_eq!(output.stderr, b"err\n");
+    }
+}
+
+#[test]
+fn death_by_signal_is_the_programs() {
+    for signal in [
+        libc::SIGKILL,
+        libc::SIGSEGV,
+        libc::SIGTERM,
+        libc::SIGINT,
+        libc::SIGABRT,
+        libc::SIGPIPE,
+    ] {
+        let output = sh(&format!("kill -{signal} $$"));
+        assert_eq!(output.status.signal(), Some(signal));
+        assert!(output.stderr.is_empty());
+    }
+}
+
+#[test]
+fn input_environment_and_name_are_passed_on() {
+    let output = uzswap()
+        .args([
+            "run",
+            "-m",
+            "50%",
+            "-q",
+            "--",
+            "sh",
+            "-c",
+            "cat; echo $MARK $0 $*; echo $LD_PRELOAD >&2",
+            "name",
+            "a b",
+            "--quiet",
+        ])
+        .env("MARK", "mark")
+        .env("LD_PRELOAD", "libc.so.6")
+        .write_stdin("in\n")
+        .output()
+        .unwrap();
+    assert_eq!(
+        String::from_utf8(output.stdout).unwrap(),
+        "in\nmark name a b --quiet\n"
+    );
+    let preload = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        preload.ends_with(&format!("{AGENT}:libc.so.6\n")),
+        "{preload}"
+    );
+}
+
+#[test]
+fn the_group_is_found_in_the_environment_and_not_inherited() {
+    let output = sh(
+        "test -r $UZSWAP_GROUP && head -c 2 $UZSWAP_GROUP | od -An -tx1; ls /proc/$$/fd | tr '\\n' ' '",
+    );
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains(" 01 00"), "{text}");
+}
+
+#[test]
+fn ignored_and_blocked_signals_stay_as_they_were() {
+    let status = |command: &mut std::process::Command| {
+        let output = command.output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        text.lines()
+            .filter(|line| line.starts_with("SigIgn") || line.starts_with("SigBlk"))
+            .collect::<Vec<_>>()
+            .join(" ")
+    };
+    let with_signals = |command: &mut std::process::Command| {
+        // SAFETY: async-signal-safe calls only; the set is initialised by sigemptyset.
+        unsafe {
+            command.pre_exec(|| {
+                let mut set = std::mem::zeroed();
+                libc::sigemptyset(&raw mut set);
+                libc::sigaddset(&raw mut set, libc::SIGUSR2);
+                libc::sigprocmask(libc::SIG_SETMASK, &raw const set, std::ptr::null_mut());
+                libc::signal(libc::SIGHUP, libc::SIG_IGN);
+                libc::signal(libc::SIGPIPE, libc::SIG_IGN);
+                Ok(())
+            });
+        }
+    };
+    agent_built();
+    let mut plain = std::process::Command::new("/bin/cat");
+    plain.arg("/proc/self/status");
+    with_signals(&mut plain);
+    let mut limited = std::process::Command::new(UZSWAP);
+    limited.args(["run", "-q", "-m", "256M", "/bin/cat", "/proc/self/status"]);
+    with_signals(&mut limited);
+    assert_eq!(status(&mut limited), status(&mut plain));
+    let mut limited = std::process::Command::new(UZSWAP);
+    limited.args(["run", "-q", "-m", "256M", "/bin/cat", "/proc/self/status"]);
+    assert_eq!(
+        status(&mut limited),
+        status(std::process::Command::new("/bin/cat").arg("/proc/self/status"))
+    );
+}
+
+/// Starts a script under uzswap and waits until it has written its first line.
+fn started(
+    script: &str,
+) -> (
+    std::process::Child,
+    std::io::BufReader<std::process::ChildStdout>,
+) {
+    agent_built();
+    let mut child = std::process::Command::new(UZSWAP)
+        .args(["run", "-q", "-m", "256M", "--", "/bin/sh", "-c", script])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut output = std::io::BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    std::io::BufRead::read_line(&mut output, &mut line).unwrap();
+    (child, output)
+}
+
+fn send(pid: u32, signal: i32) {
+    // SAFETY: no memory is involved.
+    assert_eq!(unsafe { libc::kill(pid as i32, signal) }, 0);
+}
+
+#[test]
+fn signals_sent_to_us_reach_the_program() {
+    for signal in [
+        libc::SIGTERM,
+        libc::SIGHUP,
+        libc::SIGUSR1,
+        libc::SIGUSR2,
+        libc::SIGINT,
+        libc::SIGWINCH,
+    ] {
+        let (mut child, _output) = started(&format!(
+            "trap 'exit 40' {signal}; echo ready; while :; do sleep 0.02; done"
+        ));
+        send(child.id(), signal);
+        assert_eq!(child.wait().unwrap().code(), Some(40), "signal {signal}");
+    }
+}
+
+#[test]
+fn stops_and_continues_with_the_program() {
+    let (mut child, _output) = started("echo ready; kill -STOP $$; exit 7");
+    let state = |pid: u32| {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        stat.rsplit(") ").next().unwrap().chars().next().unwrap()
+    };
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while state(child.id()) != 'T' {
+        assert!(Instant::now() < deadline, "did not stop with its program");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    send(child.id(), libc::SIGCONT);
+    assert_eq!(child.wait().unwrap().code(), Some(7));
+}
+
+#[test]
+fn does_not_wait_for_what_the_program_leaves_behind() {
+    let start = Instant::now();
+    let output = sh("sleep 30 >/dev/null 2>&1 & exit 4");
+    assert_eq!(output.status.code(), Some(4));
+    assert!(start.elapsed() < Duration::from_secs(20));
+}
+
+#[test]
+fn summary_unless_quiet() {
+    let output = run(&["--", "/bin/true"]);
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        !text.is_empty() && text.lines().all(|line| line.starts_with("uzswap: ")),
+        "{text}"
+    );
+    assert!(run(&["-q", "--", "/bin/true"]).stderr.is_empty());
+}
+
+#[test]
+fn report_says_how_it_ended() {
+    let dir = TempDir::new().unwrap();
+    let path = dir.path().join("report.json");
+    let name = path.to_str().unwrap();
+    let read =
+        || -> serde_json::Value { serde_json::from_slice(&fs::read(&path).unwrap()).unwrap() };
+    run(&[
+        "-q", "-c", "zstd:3", "--report", name, "--", "/bin/sh", "-c", "exit 3",
+    ]);
+    let report = read();
+    assert_eq!(report["exit_status"], 3);
+    assert_eq!(report["signal"], serde_json::Value::Null);
+    assert_eq!(report["limit"], 256 << 20);
+    assert_eq!(report["compressor"], "zstd");
+    assert_eq!(report["level"], 3);
+    assert_eq!(report["command"][2], "exit 3");
+    assert!(report["wall_seconds"].as_f64().unwrap() > 0.0);
+    run(&["-q", "--report", name, "--", "/bin/sh", "-c", "kill -9 $$"]);
+    assert_eq!(read()["signal"], 9);
+    assert_eq!(read()["exit_status"], serde_json::Value::Null);
+
+    // Every member is in the schema.
+    let schema =
+        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("REPORT.md")).unwrap();
+    let report = read();
+    for member in report
+        .as_object()
+        .unwrap()
+        .keys()
+        .chain(report["counters"].as_object().unwrap().keys())
+    {
+        assert!(
+            schema.contains(&format!("`{member}`")),
+            "{member} is not in REPORT.md"
+        );
+    }
+}
+
+#[test]
+fn config_file_under_the_command_line() {
+    let dir = TempDir::new().unwrap();
+    let report = dir.path().join("report.json");
+    let text = format!(
+        "memory = '64M'\ncompressor = 'deflate'\nquiet = true\nreport = '{}'\n",
+        report.display()
+    );
+    let config = file(&dir, "config.toml", text.as_bytes(), 0o644);
+    let output = uzswap()
+        .args(["run", "-c", "lz4", "--config"])
+        .arg(config)
+        .args(["--", "/bin/true"])
+        .output()
+        .unwrap();
+    assert!(output.status.success() && output.stderr.is_empty());
+    let report: serde_json::Value = serde_json::from_slice(&fs::read(report).unwrap()).unwrap();
+    assert_eq!(report["limit"], 64 << 20);
+    assert_eq!(report["compressor"], "lz4");
+}
+
+#[test]
+fn bad_options_are_refused() {
+    refused(&[], &["no limit", "--memory"]);
+    refused(&["-m", "lots"], &["`lots` is not a size", "512M"]);
+    refused(&["-m", "101%"], &["out of range"]);
+    refused(&["-m", "1M"], &["too small", "minimum is 16 MiB"]);
+    refused(
+        &["-m", "256M", "-c", "lzo"],
+        &["no compressor is called `lzo`", "zstd"],
+    );
+    refused(&["-m", "256M", "-c", "zstd:99"], &["1 to 22"]);
+    refused(
+        &["-m", "256M", "--config", "/no/such/file"],
+        &["/no/such/file", "cannot be read"],
+    );
+    refused(
+        &["-m", "256M", "--report", "/no/such/dir/r"],
+        &["report", "cannot be written"],
+    );
+    let dir = TempDir::new().unwrap();
+    let config = file(&dir, "c.toml", b"memory = '1G'\nmemroy = '1G'\n", 0o644);
+    refused(
+        &["--config", config.to_str().unwrap()],
+        &["line 2", "memroy"],
+    );
+    assert_eq!(
+        uzswap()
+            .args(["run", "--no-such-option"])
+            .output()
+            .unwrap()
+            .status
+            .code(),
+        Some(125)
+    );
+}
+
+#[test]
+fn missing_programs_are_refused() {
+    for (program, part) in [
+        ("/no/such/program", "no such program"),
+        ("no-such-program-at-all", "PATH"),
+        ("", "no such program"),
+        ("/etc/passwd", "chmod +x"),
+        ("/", "not an executable file"),
+    ] {
+        let text = sentence(&run(&["--", program]));
+        assert!(text.contains(part), "{text}");
+    }
+}
+
+#[test]
+fn programs_that_cannot_be_preloaded_are_refused() {
+    let dir = TempDir::new().unwrap();
+    let said = |path: &Path, part: &str| {
+        let text = sentence(&run(&["--", path.to_str().unwrap()]));
+        assert!(text.contains(part), "{text}");
+    };
+    let program = static_program(&dir);
+    said(&program, "statically linked");
+    let script = file(
+        &dir,
+        "script",
+        format!("#!{}\n", program.display()).as_bytes(),
+        0o755,
+    );
+    said(&script, "the interpreter of");
+    said(
+        &file(&dir, "orphan", b"#!/no/such/interpreter\n", 0o755),
+        "interpreter is missing",
+    );
+
+    let own = fs::read("/bin/true").unwrap();
+    said(&file(&dir, "setuid", &own, 0o4755), "setuid");
+    said(&file(&dir, "setgid", &own, 0o2755), "setgid");
+    let mut foreign = own.clone();
+    foreign[18..20].copy_from_slice(&243u16.to_le_bytes());
+    said(&file(&dir, "foreign", &foreign, 0o755), "built for RISC-V");
+
+    let capable = file(&dir, "capable", &own, 0o755);
+    let set = std::process::Command::new("setcap")
+        .arg("cap_net_raw+ep")
+        .arg(&capable)
+        .output();
+    if set.is_ok_and(|output| output.status.success()) {
+        said(&capable, "capabilities");
+    }
+}
+
+#[test]
+fn what_the_kernel_refuses_is_said_after_a_shells_fashion() {
+    let dir = TempDir::new().unwrap();
+    let nonsense = file(&dir, "nonsense", b"\x01\x02\x00nonsense", 0o755);
+    let output = run(&["--", nonsense.to_str().unwrap()]);
+    let text = String::from_utf8(output.stderr).unwrap();
+    // execvp may hand it to the shell, which refuses it with 126 or 127 too.
+    assert!(
+        matches!(output.status.code(), Some(126 | 127)),
+        "{:?} {text}",
+        output.status
+    );
+}
+
+#[test]
+fn scripts_without_a_first_line_run_in_the_shell() {
+    let dir = TempDir::new().unwrap();
+    let script = file(&dir, "script", b"echo plain; exit 5\n", 0o755);
+    let output = run(&["-q", "--", script.to_str().unwrap()]);
+    assert_eq!(
+        (output.status.code(), output.stdout.as_slice()),
+        (Some(5), &b"plain\n"[..])
+    );
+}
+
+#[test]
+fn nesting_is_refused() {
+    let output = run(&["-q", "--", UZSWAP, "run", "-m", "128M", "--", "/bin/true"]);
+    assert!(sentence(&output).contains("nested"));
+    let stale = uzswap()
+        .args(["run", "-q", "-m", "128M", "/bin/true"])
+        .env("UZSWAP_GROUP", "/proc/1/fd/99999")
+        .output();
+    assert!(
+        stale.unwrap().status.success(),
+        "a group that is gone is no nesting"
+    );
+}
+
+#[test]
+fn a_missing_agent_is_refused_and_found_by_the_environment() {
+    agent_built();
+    let dir = TempDir::new().unwrap();
+    let alone = dir.path().join("uzswap");
+    fs::copy(UZSWAP, &alone).unwrap();
+    let start = || {
+        let mut command = Command::new(&alone);
+        command
+            .env_remove("UZSWAP_AGENT")
+            .args(["run", "-q", "-m", "64M", "/bin/true"]);
+        command
+    };
+    let text = sentence(&start().output().unwrap());
+    assert!(
+        text.contains(AGENT) && text.contains("cargo build --release"),
+        "{text}"
+    );
+    let agent = Path::new(UZSWAP).with_file_name(AGENT);
+    assert!(
+        start()
+            .env("UZSWAP_AGENT", &agent)
+            .output()
+            .unwrap()
+            .status
+            .success()
+    );
+    fs::create_dir(dir.path().join("with space")).unwrap();
+    let spaced = dir.path().join("with space").join(AGENT);
+    fs::copy(&agent, &spaced).unwrap();
+    assert!(
+        sentence(&start().env("UZSWAP_AGENT", &spaced).output().unwrap())
+            .contains("space or colon")
+    );
+}
+
+#[test]
+fn without_access_all_ways_to_grant_it_are_said() {
+    // SAFETY: no memory is involved.
+    let root = unsafe { libc::geteuid() } == 0;
+    let denied_to_others =
+        fs::metadata("/dev/userfaultfd").map_or(true, |m| m.permissions().mode() & 0o006 == 0);
+    let sysctl = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
+    if !root || !denied_to_others || sysctl.trim() != "0" {
+        eprintln!("skipped: this machine grants userfaultfd to everybody, or we are not root");
+        return;
+    }
+    agent_built();
+    let dir = tempfile::Builder::new()
+        .permissions(fs::Permissions::from_mode(0o755))
+        .tempdir()
+        .unwrap();
+    let copy = dir.path().join("uzswap");
+    fs::copy(UZSWAP, &copy).unwrap();
+    fs::copy(
+        Path::new(UZSWAP).with_file_name(AGENT),
+        dir.path().join(AGENT),
+    )
+    .unwrap();
+    let as_nobody = |args: &[&str]| {
+        std::process::Command::new(&copy)
+            .args(args)
+            .current_dir("/")
+            .uid(65534)
+            .gid(65534)
+            .output()
+            .unwrap()
+    };
+    let text = sentence(&as_nobody(&["run", "-m", "64M", "/bin/true"]));
+    for way in [
+        "/dev/userfaultfd",
+        "vm.unprivileged_userfaultfd=1",
+        "CAP_SYS_PTRACE",
+    ] {
+        assert!(text.contains(way), "{text}");
+    }
+    let output = as_nobody(&["doctor"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        String::from_utf8(output.stdout)
+            .unwrap()
+            .contains("✗ access")
+    );
+}
+
+#[test]
+fn doctor_in_words_and_json() {
+    let plain = uzswap().arg("doctor").output().unwrap();
+    let text = String::from_utf8(plain.stdout).unwrap();
+    assert!(
+        text.contains(" kernel ") && text.contains(" agent library "),
+        "{text}"
+    );
+    let json = uzswap().args(["doctor", "--json"]).output().unwrap();
+    let findings: serde_json::Value = serde_json::from_slice(&json.stdout).unwrap();
+    assert_eq!(findings["works"], plain.status.success());
+    assert_eq!(json.status.code(), plain.status.code());
+    assert!(
+        findings["checks"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .all(|check| check["ok"] == true || check["change"].is_string())
+    );
+}
+
+#[test]
+fn help_manual_and_completions() {
+    for args in [
+        &["--help"][..],
+        &["run", "--help"],
+        &["man"],
+        &["completions", "bash"],
+    ] {
+        let output = uzswap().args(args).output().unwrap();
+        assert!(
+            output.status.success() && output.stderr.is_empty() && !output.stdout.is_empty(),
+            "{args:?}"
+        );
+    }
+}
