@@ -10,6 +10,7 @@ use crate::undo::{Keeper, Step};
 use crate::workload::Workload;
 use crate::{data, machine, table, worker};
 use serde_json::{Map, Value, json};
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::hash::{DefaultHasher, Hasher};
@@ -152,6 +153,8 @@ struct Lab<'a> {
     notes: Vec<String>,
     /// Subjects that cannot be measured here, with the reason.
     out: BTreeMap<Subject, String>,
+    /// Runs the kernel's OOM killer ended, by subject.
+    oom: RefCell<BTreeMap<Subject, u32>>,
     /// Whether all that was read was right.
     right: bool,
 }
@@ -191,6 +194,7 @@ fn experiment(args: &Args) -> Result<bool, Stop> {
         verdicts: Vec::new(),
         notes: Vec::new(),
         out: BTreeMap::new(),
+        oom: RefCell::default(),
         right: true,
     };
     let wants = |part: &str| args.only.is_empty() || args.only.iter().any(|p| p == part);
@@ -215,6 +219,12 @@ fn experiment(args: &Args) -> Result<bool, Stop> {
         if let (true, Some(program)) = (wants("overhead"), programs.first()) {
             lab.overhead(program)?;
         }
+    }
+    for (subject, times) in lab.oom.take() {
+        lab.notes.push(format!(
+            "{}: the kernel's OOM killer ended {times} runs although there was swap; they were done again.",
+            subject.title()
+        ));
     }
     for (subject, reason) in &lab.out {
         lab.notes
@@ -264,7 +274,8 @@ impl Lab<'_> {
         eprintln!("uzswap lab: {what}");
     }
 
-    /// Runs `argv` as the subject does, under `limit`.
+    /// Runs `argv` as the subject does, under `limit`. The kernel's OOM killer at times ends a program in a small cgroup
+    /// although there is swap; such a run is done again, four times at most, and told in the notes.
     fn run(
         &self,
         subject: Subject,
@@ -272,6 +283,31 @@ impl Lab<'_> {
         limit: u64,
         with: &With,
     ) -> Result<Outcome, String> {
+        for _ in 0..4 {
+            let (outcome, oom) = self.run_once(subject, argv, limit, with)?;
+            if !oom {
+                return Ok(outcome);
+            }
+            *self.oom.borrow_mut().entry(subject).or_default() += 1;
+        }
+        let (outcome, oom) = self.run_once(subject, argv, limit, with)?;
+        if oom {
+            *self.oom.borrow_mut().entry(subject).or_default() += 1;
+            return Err(
+                "killed five times by the kernel's OOM killer, with swap to spare".to_owned(),
+            );
+        }
+        Ok(outcome)
+    }
+
+    /// One run, and whether the OOM killer ended it.
+    fn run_once(
+        &self,
+        subject: Subject,
+        argv: &[OsString],
+        limit: u64,
+        with: &With,
+    ) -> Result<(Outcome, bool), String> {
         let mut spec = Spec {
             argv: argv.to_vec(),
             env: Vec::new(),
@@ -310,7 +346,9 @@ impl Lab<'_> {
             argv.append(&mut spec.argv);
             spec.argv = argv;
         }
-        process::run(self.keeper, &spec)
+        let outcome = process::run(self.keeper, &spec)?;
+        let oom = !outcome.status.success() && ready.is_some_and(|ready| ready.oom_kills() > 0);
+        Ok((outcome, oom))
     }
 
     /// Tells early whether there is a `run` to measure.

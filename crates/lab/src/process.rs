@@ -86,13 +86,9 @@ impl Outcome {
         if self.status.success() {
             return Ok(());
         }
-        let last = self
-            .stderr
-            .lines()
-            .rev()
-            .find(|l| !l.trim().is_empty())
-            .unwrap_or("")
-            .trim();
+        let lines = || self.stderr.lines().map(str::trim).filter(|l| !l.is_empty());
+        let error = lines().find(|l| l.starts_with("error") || l.starts_with("uzswap"));
+        let last = error.or_else(|| lines().last()).unwrap_or("");
         let said = if last.is_empty() {
             String::new()
         } else {

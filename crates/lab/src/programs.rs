@@ -81,7 +81,7 @@ pub fn all(
     };
     match python {
         Some(python) => {
-            let n = if quick { "300000" } else { "1000000" };
+            let n = if quick { "600000" } else { "1000000" };
             programs.push(Program {
                 name: "python, a big dict",
                 argv: args(python, &["-I", "-c", DICT, n]),
@@ -99,7 +99,7 @@ pub fn all(
     }
     match find("sort") {
         Some(sort) => {
-            let input = write("lines", &lines(if quick { 500_000 } else { 2_500_000 }))?;
+            let input = write("lines", &lines(if quick { 1_000_000 } else { 2_500_000 }))?;
             let input = input.to_string_lossy().into_owned();
             let argv = args(
                 &sort,

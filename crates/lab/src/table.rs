@@ -14,7 +14,7 @@ pub fn render(findings: &Findings, subjects: &[(&str, &str)], notes: &[String]) 
         .collect();
     let mut table = Table::new();
     table
-        .load_preset(presets::UTF8_HORIZONTAL_ONLY)
+        .load_preset(presets::NOTHING)
         .set_content_arrangement(ContentArrangement::Disabled);
     table.set_header(
         ["", "unit"]

@@ -39,4 +39,14 @@ impl Cgroup {
     pub fn path(&self) -> &Path {
         &self.path
     }
+
+    /// Processes in it that the kernel's OOM killer ended.
+    #[must_use]
+    pub fn oom_kills(&self) -> u64 {
+        let control = fs::read_to_string(self.path.join("memory.oom_control")).unwrap_or_default();
+        let count = control
+            .lines()
+            .find_map(|line| line.strip_prefix("oom_kill "));
+        count.and_then(|n| n.trim().parse().ok()).unwrap_or(0)
+    }
 }

@@ -33,6 +33,12 @@ impl Ready {
     pub fn cgroup(&self) -> &Path {
         self.cgroup.path()
     }
+
+    /// How often the kernel's OOM killer struck in it.
+    #[must_use]
+    pub fn oom_kills(&self) -> u64 {
+        self.cgroup.oom_kills()
+    }
 }
 
 /// Sets a peer up: a cgroup with `limit`, over `peer` with room for `swap` bytes.
