@@ -1,1 +1,144 @@
-//! See Cargo.toml.
+//! The preloaded library: entry, hooks, and an allocator of its own.
+//!
+//! Loaded into every process of the tree by LD_PRELOAD. Without a group in the environment it does nothing. What it
+//! runs on the program's threads (the hooks) blocks signals while it holds the pager's lock, since a signal handler
+//! could touch managed memory, whose fault needs that lock.
+
+mod heap;
+mod patch;
+
+use core::sync::atomic::{AtomicPtr, Ordering::*};
+use uzswap_pager::arena::Layout;
+use uzswap_pager::group::{ENV_GROUP, GroupPage, MAGIC};
+use uzswap_pager::pager::Pager;
+use uzswap_pager::ticker;
+use uzswap_sys::{raw, sys};
+
+static PAGER: AtomicPtr<Pager> = AtomicPtr::new(core::ptr::null_mut());
+
+fn pager() -> Option<&'static Pager> {
+    // SAFETY: null, or the leaked pager.
+    unsafe { PAGER.load(Acquire).as_ref() }
+}
+
+#[used]
+#[unsafe(link_section = ".init_array")]
+static INIT: extern "C" fn() = init;
+
+#[used]
+#[unsafe(link_section = ".fini_array")]
+static FINI: extern "C" fn() = fini;
+
+extern "C" fn init() {
+    // SAFETY: getenv in a constructor, before other threads.
+    let path = unsafe { libc::getenv(c"UZSWAP_GROUP".as_ptr()) };
+    debug_assert_eq!(ENV_GROUP, "UZSWAP_GROUP");
+    if path.is_null() || PAGER.load(Relaxed) != core::ptr::null_mut() {
+        return;
+    }
+    if let Err(why) = start(path) {
+        // SAFETY: a constant string.
+        let _ = unsafe { sys!(libc::SYS_write, 2, why.as_ptr(), why.len()) };
+    }
+}
+
+fn start(path: *const libc::c_char) -> Result<(), &'static str> {
+    const GONE: &str = "uzswap: this process runs without a limit: its group is gone (was `uzswap run` killed?)\n";
+    // SAFETY: the environment's string.
+    let path = unsafe { core::ffi::CStr::from_ptr(path) };
+    let fd = raw::open(path.to_bytes_with_nul(), libc::O_RDWR).map_err(|_| GONE)?;
+    let rw = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new mapping of the group's object.
+    let at = unsafe { sys!(libc::SYS_mmap, 0, size_of::<GroupPage>(), rw, libc::MAP_SHARED, fd, 0) };
+    raw::close(fd);
+    let at = at.map_err(|_| GONE)?;
+    // SAFETY: the mapping is as large as the page, all atomics, and stays for good.
+    let group: &'static GroupPage = unsafe { &*(at as *const GroupPage) };
+    if group.magic.load(Acquire) != MAGIC {
+        return Err("uzswap: this process runs without a limit: the command and the library are of different versions; rebuild both\n");
+    }
+    let layout = Layout::reserve(group.limit.load(Relaxed) as usize)
+        .map_err(|_| "uzswap: this process runs without a limit: no address space could be reserved (raise `ulimit -v`)\n")?;
+    heap::init(layout.base);
+    let pager = Pager::new(group, layout).map_err(|_| "uzswap: this process runs without a limit: its group has too many members\n")?;
+    let pager: &'static Pager = Box::leak(Box::new(pager));
+    let tls: usize;
+    // SAFETY: reads the thread pointer.
+    unsafe { core::arch::asm!("mov {}, fs:[0x10]", out(reg) tls, options(nostack, readonly)) };
+    {
+        let mut s = pager.state.lock();
+        let _ = pager.exclude_old(&mut s, tls);
+    }
+    PAGER.store(core::ptr::from_ref(pager).cast_mut(), Release);
+    // SAFETY: a preload constructor: no other thread of libc's runs.
+    if unsafe { patch::install() }.is_err() {
+        PAGER.store(core::ptr::null_mut(), Release);
+        return Err("uzswap: this process runs without a limit: its C library is not one that uzswap knows how to hook (glibc 2.34 or later)\n");
+    }
+    pager.spawn_ticker(ticker::start).map_err(|_| "uzswap: this process runs without a limit: no thread could be started\n")
+}
+
+extern "C" fn fini() {
+    if let Some(p) = pager() {
+        let me = p.me();
+        if me.pid.load(Relaxed) == uzswap_sys::thread::getpid() as u32 {
+            me.rss.store(0, Relaxed);
+            me.swapped.store(0, Relaxed);
+        }
+    }
+}
+
+fn set_mask(new: u64) -> u64 {
+    let mut old = 0u64;
+    // SAFETY: masks of 8 bytes, ours.
+    let _ = unsafe { sys!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const new, &raw mut old, 8) };
+    old
+}
+
+/// Signals as they were before the fork under way (in the thread that holds the pager's lock).
+static MASK: core::sync::atomic::AtomicU64 = core::sync::atomic::AtomicU64::new(0);
+
+extern "C" fn before_fork() {
+    if let Some(p) = pager() {
+        let old = set_mask(!0);
+        p.before_fork();
+        MASK.store(old, Relaxed);
+    }
+}
+
+extern "C" fn after_fork(ret: isize) {
+    let Some(p) = pager() else { return };
+    let old = MASK.load(Relaxed);
+    if ret != 0 {
+        p.after_fork_in_parent();
+    } else if !p.after_fork_in_child() {
+        p.say(b"uzswap: a forked child could not be given its memory; it is ended rather than read wrong data\n");
+        // SAFETY: ends the child.
+        let _ = unsafe { sys!(libc::SYS_exit_group, 125) };
+    }
+    set_mask(old);
+}
+
+extern "C" fn after_mmap(ret: usize, len: usize, prot: i32, flags: i32) {
+    const MUCH: usize = 1 << 20;
+    if flags & libc::MAP_ANONYMOUS == 0 || flags & libc::MAP_PRIVATE == 0 || raw::check(ret as isize).is_err() {
+        return;
+    }
+    let Some(p) = pager() else { return };
+    let stack = flags & (libc::MAP_STACK | libc::MAP_GROWSDOWN) != 0;
+    let end = ret + len.next_multiple_of(4096);
+    if stack || len >= MUCH {
+        let old = set_mask(!0);
+        let mut s = p.state.lock();
+        if stack { p.exclude(&mut s, ret, end) } else { p.include(&mut s, ret, end) }
+        drop(s);
+        set_mask(old);
+    }
+    if !stack && len >= MUCH {
+        if prot & libc::PROT_WRITE != 0 {
+            p.planned.fetch_max(len, Relaxed);
+        }
+        p.scan_wanted.store(true, Release);
+        p.poke_ticker();
+    }
+}

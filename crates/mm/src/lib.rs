@@ -6,3 +6,6 @@
 
 pub mod codec;
 pub mod zsmalloc;
+pub mod lru;
+pub mod pagetable;
+pub mod zone;

@@ -1,2 +1,14 @@
 //! What owns threads: fault, reclaim, events, fork; and the group shared by a process tree.
+//!
+//! Everything here runs in the program it serves, in threads without libc (see [`uzswap_sys::thread`]).
+pub mod arena;
+pub mod discover;
+pub mod events;
+pub mod fault;
+pub mod fork;
 pub mod group;
+pub mod object;
+pub mod pager;
+pub mod reclaim;
+pub mod state;
+pub mod ticker;

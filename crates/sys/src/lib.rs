@@ -1,2 +1,8 @@
-//! See Cargo.toml.
+//! uzswap's kernel interfaces, one module each: preconditions, errors, the version each came with.
+pub mod lock;
+pub mod maps;
+pub mod pagemap;
 pub mod probe;
+pub mod raw;
+pub mod thread;
+pub mod uffd;

@@ -1,0 +1,117 @@
+//! Wrapping system calls that libc makes inside itself.
+//!
+//! malloc grows by calls that never pass the symbol table, and fork's child runs libc code before any handler could
+//! run, so interposing symbols is not enough. Each function concerned makes its call with the seven bytes
+//! `mov eax, NR; syscall`; they become `call thunk; nop`, and the thunk makes the call and tells the agent. Only that
+//! exact pattern is patched; where it is missing the caller is told. The thunks keep every register that a system call
+//! keeps.
+
+use core::arch::global_asm;
+use uzswap_sys::raw::Errno;
+use uzswap_sys::sys;
+
+global_asm!(
+    // Saves what a system call preserves but a Rust function does not. The stack is aligned for the call.
+    ".macro UZ_SAVE",
+    "push rbp", "mov rbp, rsp",
+    "push rdi", "push rsi", "push rdx", "push r10", "push r8", "push r9", "push rax", "push rbx",
+    "sub rsp, 512", "and rsp, -16", "fxsave64 [rsp]",
+    ".endm",
+    ".macro UZ_RESTORE",
+    "fxrstor64 [rsp]", "lea rsp, [rbp - 64]",
+    "pop rbx", "pop rax", "pop r9", "pop r8", "pop r10", "pop rdx", "pop rsi", "pop rdi",
+    "pop rbp",
+    ".endm",
+    // clone, as fork makes it (no new stack).
+    ".globl uz_thunk_clone", "uz_thunk_clone:",
+    "UZ_SAVE", "call {before_fork}", "UZ_RESTORE",
+    "mov eax, 56", "syscall",
+    "UZ_SAVE", "mov rdi, rax", "call {after_fork}", "UZ_RESTORE",
+    "ret",
+    ".globl uz_thunk_mmap", "uz_thunk_mmap:",
+    "mov eax, 9", "syscall",
+    "UZ_SAVE", "mov rdi, rax", "mov rcx, r10", "call {after_mmap}", "UZ_RESTORE",
+    "ret",
+    ".globl uz_thunk_brk", "uz_thunk_brk:",
+    "mov eax, 12", "syscall",
+    "ret",
+    before_fork = sym crate::before_fork,
+    after_fork = sym crate::after_fork,
+    after_mmap = sym crate::after_mmap,
+);
+
+unsafe extern "C" {
+    fn uz_thunk_clone();
+    fn uz_thunk_mmap();
+}
+
+/// Why a function could not be wrapped.
+#[derive(Debug)]
+pub enum PatchError {
+    /// Its code has no `mov eax, NR; syscall`.
+    Pattern,
+    /// No memory near libc, or its code cannot be made writable.
+    Memory(#[allow(dead_code)] Errno),
+}
+
+/// Wraps `_Fork` and `mmap` of libc.
+///
+/// # Errors
+/// [`PatchError`]; then nothing was changed in the function concerned.
+///
+/// # Safety
+/// No other thread may run in libc meanwhile (a preload constructor).
+pub unsafe fn install() -> Result<(), PatchError> {
+    // SAFETY: as the caller says; the names are functions of libc.
+    unsafe {
+        wrap(c"_Fork", 56, uz_thunk_clone as *const () as usize)?;
+        wrap(c"mmap64", 9, uz_thunk_mmap as *const () as usize)
+    }
+}
+
+unsafe fn wrap(name: &core::ffi::CStr, nr: u32, thunk: usize) -> Result<(), PatchError> {
+    // SAFETY: dlsym of a constant name.
+    let f = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) } as usize;
+    if f == 0 {
+        return Err(PatchError::Pattern);
+    }
+    let mut pattern = [0xb8, 0, 0, 0, 0, 0x0f, 0x05];
+    pattern[1..5].copy_from_slice(&nr.to_le_bytes());
+    // SAFETY: libc's text goes on for more than this after any of its functions.
+    let code = unsafe { core::slice::from_raw_parts(f as *const u8, 160) };
+    let site = f + code.windows(7).position(|w| w == pattern).ok_or(PatchError::Pattern)?;
+    let stub = near(site, thunk)?;
+    let mut new = [0xe8, 0, 0, 0, 0, 0x66, 0x90];
+    new[1..5].copy_from_slice(&((stub as isize - (site as isize + 5)) as i32).to_le_bytes());
+    let start = site & !4095;
+    let len = (site + 7).next_multiple_of(4096) - start;
+    let set = |prot: i32| {
+        // SAFETY: the pages are libc's text, which stays executable throughout.
+        unsafe { sys!(libc::SYS_mprotect, start, len, prot) }.map_err(PatchError::Memory)
+    };
+    set(libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC)?;
+    // SAFETY: writable now, and nobody runs it (see install).
+    unsafe { core::ptr::copy_nonoverlapping(new.as_ptr(), site as *mut u8, 7) };
+    set(libc::PROT_READ | libc::PROT_EXEC)?;
+    Ok(())
+}
+
+/// A jump to `target` within reach of `site`.
+fn near(site: usize, target: usize) -> Result<usize, PatchError> {
+    for k in 1..1000 {
+        let hint = (site & !0xffff) - k * (1 << 20);
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: NOREPLACE maps only free addresses.
+        let Ok(at) = (unsafe { sys!(libc::SYS_mmap, hint, 4096, prot, flags, -1isize, 0) }) else { continue };
+        let mut jump = [0xff, 0x25, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+        jump[6..].copy_from_slice(&target.to_le_bytes());
+        // SAFETY: a fresh page of ours, made executable afterwards.
+        unsafe {
+            core::ptr::copy_nonoverlapping(jump.as_ptr(), at as *mut u8, jump.len());
+            sys!(libc::SYS_mprotect, at, 4096, libc::PROT_READ | libc::PROT_EXEC).map_err(PatchError::Memory)?;
+        }
+        return Ok(at);
+    }
+    Err(PatchError::Memory(libc::ENOMEM))
+}

@@ -1,0 +1,112 @@
+//! The lists of the resident set: rings of folios in the order they came.
+//!
+//! User space has no accessed bits, so the second chance is the staged list: a folio leaves the program (its frame is
+//! moved out, uncompressed) and waits; a fault on it meanwhile moves it back cheaply and proves that it is in use. So
+//! a folio comes to the tail of *inactive*; from its head it is staged; refaulted it comes to the tail of *active*,
+//! which is aged only when inactive is the smaller part (the rule of the kernel's inactive_is_low, ratio 1:1 at these
+//! sizes). A folio read back from the pool whose refault distance (evictions since it left) is within the size of
+//! active goes to active at once, as in the kernel's workingset.
+//!
+//! Invariant: entries are hints. An entry whose page-table entry has gone on (another stamp) is stale and skipped, so
+//! nothing has to be unlinked when memory is unmapped. Owner: the pager's lock.
+
+use std::collections::VecDeque;
+
+/// A folio in a list: first page, order, and the stamp its pages carry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry(u64);
+
+impl Entry {
+    /// Packs an entry. `stamp` keeps its low 16 bits.
+    pub fn new(vpn: u64, order: u8, stamp: u32) -> Self {
+        Self((vpn << 24) | ((u64::from(order) & 0xff) << 16) | u64::from(stamp & 0xffff))
+    }
+    /// First page number.
+    pub fn vpn(self) -> u64 {
+        self.0 >> 24
+    }
+    /// Pages as a power of two.
+    pub fn order(self) -> u8 {
+        (self.0 >> 16) as u8
+    }
+    /// The stamp.
+    pub fn stamp(self) -> u32 {
+        (self.0 & 0xffff) as u32
+    }
+}
+
+/// A first-in first-out list of folios.
+#[derive(Default)]
+pub struct Ring {
+    queue: VecDeque<Entry>,
+    /// Pages in it when all entries were fresh; stale ones are subtracted as they are met.
+    pages: usize,
+}
+
+impl Ring {
+    /// Adds at the tail.
+    pub fn push(&mut self, e: Entry) {
+        self.pages += 1 << e.order();
+        self.queue.push_back(e);
+    }
+    /// Takes from the head.
+    pub fn pop(&mut self) -> Option<Entry> {
+        let e = self.queue.pop_front()?;
+        self.pages -= 1 << e.order();
+        Some(e)
+    }
+    /// The head.
+    pub fn peek(&self) -> Option<Entry> {
+        self.queue.front().copied()
+    }
+    /// Pages, stale ones included.
+    pub fn pages(&self) -> usize {
+        self.pages
+    }
+    /// Entries, stale ones included.
+    pub fn len(&self) -> usize {
+        self.queue.len()
+    }
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+    /// Drops the entries `keep` refuses: when stale ones have piled up.
+    pub fn retain(&mut self, mut keep: impl FnMut(Entry) -> bool) {
+        self.queue.retain(|e| keep(*e));
+        self.pages = self.queue.iter().map(|e| 1usize << e.order()).sum();
+        self.queue.shrink_to_fit();
+    }
+    /// Bytes of the list itself.
+    pub fn metadata_bytes(&self) -> usize {
+        self.queue.capacity() * 8
+    }
+}
+
+/// The lists.
+#[derive(Default)]
+pub struct Lru {
+    /// Came in once.
+    pub inactive: Ring,
+    /// Proved to be in use.
+    pub active: Ring,
+    /// Moved out, not yet compressed.
+    pub staged: Ring,
+}
+
+impl Lru {
+    fn oldest(&mut self) -> &mut Ring {
+        let from_active = self.active.pages() > self.inactive.pages();
+        if from_active || self.inactive.is_empty() { &mut self.active } else { &mut self.inactive }
+    }
+
+    /// Takes the next folio to move out: from active only while it is the larger part.
+    pub fn pop_victim(&mut self) -> Option<Entry> {
+        self.oldest().pop()
+    }
+
+    /// What [`Lru::pop_victim`] would take.
+    pub fn peek_victim(&mut self) -> Option<Entry> {
+        self.oldest().peek()
+    }
+}

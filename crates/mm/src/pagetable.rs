@@ -1,0 +1,210 @@
+//! The page table: one word for each 4 KiB page of the program that was ever evicted, staged or brought in.
+//!
+//! A radix tree over the 47-bit address space whose leaves cover 2 MiB (512 words and a byte of access hints for each
+//! 64 KiB), so memory is used only where the program has some: 8.1 bytes a page. Address ranges need not be known
+//! beforehand: a page never seen is [`Tag::None`]. Owner: the pager's lock.
+
+/// What is known of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Tag {
+    /// Never seen, or dropped by the program: reads as zeros when missing.
+    None = 0,
+    /// In the program; aux: stamp.
+    Resident = 1,
+    /// Moved out to a slot of the arena; aux: the slot.
+    Staged = 2,
+    /// In the pool; handle: the object; aux: index of the page in it (low 4 bits) and eviction stamp above.
+    Compressed = 3,
+    /// Evicted, and known to be all zeros.
+    Zero = 4,
+    /// Staged and being compressed now: its frame must not move; aux: the slot.
+    Busy = 5,
+    /// Lost: its data could not be brought back; the process is told by SIGBUS.
+    Poisoned = 6,
+}
+
+/// A page-table entry: tag 3 bits, 3 spare, `copy` 1 bit (the pool still holds what was read), aux 25, handle 32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct Pte(u64);
+
+const AUX_MASK: u64 = (1 << 25) - 1;
+
+impl Pte {
+    /// A page that was never seen.
+    pub const NONE: Self = Self(0);
+    /// Packs an entry without a kept copy.
+    pub fn new(tag: Tag, aux: u32) -> Self {
+        Self(tag as u64 | ((u64::from(aux) & AUX_MASK) << 7))
+    }
+    /// A page in the pool.
+    pub fn compressed(handle: u32, index: usize, evicted_at: u32) -> Self {
+        Self::new(Tag::Compressed, (index as u32 & 15) | (evicted_at << 4)).with_handle(handle)
+    }
+    fn with_handle(self, handle: u32) -> Self {
+        Self((self.0 & 0xffff_ffff) | (u64::from(handle) << 32))
+    }
+    /// The same with a kept copy in the pool.
+    pub fn with_copy(self, handle: u32) -> Self {
+        Self(self.with_handle(handle).0 | 1 << 6)
+    }
+    /// The tag.
+    pub fn tag(self) -> Tag {
+        match self.0 & 7 {
+            0 => Tag::None,
+            1 => Tag::Resident,
+            2 => Tag::Staged,
+            3 => Tag::Compressed,
+            4 => Tag::Zero,
+            5 => Tag::Busy,
+            _ => Tag::Poisoned,
+        }
+    }
+    /// The slot (25 bits) or stamp.
+    pub fn aux(self) -> u32 {
+        ((self.0 >> 7) & AUX_MASK) as u32
+    }
+    /// The kept copy, if there is one.
+    pub fn copy(self) -> Option<u32> {
+        (self.0 & (1 << 6) != 0).then_some((self.0 >> 32) as u32)
+    }
+    /// The object of a compressed page.
+    pub fn handle(self) -> u32 {
+        (self.0 >> 32) as u32
+    }
+    /// The index of a compressed page in its object.
+    pub fn index(self) -> usize {
+        (self.aux() & 15) as usize
+    }
+    /// The eviction stamp of a compressed page (21 bits).
+    pub fn evicted_at(self) -> u32 {
+        self.aux() >> 4
+    }
+}
+
+/// Pages of a leaf.
+pub const LEAF_PAGES: u64 = 512;
+
+/// Access hints of a 64 KiB block.
+pub const HINT_SEQUENTIAL: u8 = 1;
+/// The block's kept copies turned out stale: it is written to.
+pub const HINT_WRITTEN: u8 = 2;
+/// The block was last faulted on at random.
+pub const HINT_RANDOM: u8 = 4;
+
+struct Leaf {
+    ptes: [Pte; LEAF_PAGES as usize],
+    hints: [u8; 32],
+}
+type Dir = Vec<Option<Box<Leaf>>>;
+
+/// The tree.
+pub struct PageTable {
+    top: Vec<Option<Dir>>,
+    leaves: usize,
+    dirs: usize,
+}
+
+impl Default for PageTable {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl PageTable {
+    /// An empty table.
+    pub fn new() -> Self {
+        Self { top: (0..8192).map(|_| None).collect(), leaves: 0, dirs: 0 }
+    }
+
+    fn leaf(&self, vpn: u64) -> Option<&Leaf> {
+        let l = vpn / LEAF_PAGES;
+        self.top.get((l >> 13) as usize)?.as_ref()?[(l & 8191) as usize].as_deref()
+    }
+
+    fn leaf_mut(&mut self, vpn: u64) -> &mut Leaf {
+        let l = vpn / LEAF_PAGES;
+        let (leaves, dirs) = (&mut self.leaves, &mut self.dirs);
+        let dir = self.top[(l >> 13) as usize].get_or_insert_with(|| {
+            *dirs += 1;
+            (0..8192).map(|_| None).collect()
+        });
+        dir[(l & 8191) as usize].get_or_insert_with(|| {
+            *leaves += 1;
+            Box::new(Leaf { ptes: [Pte::NONE; LEAF_PAGES as usize], hints: [0; 32] })
+        })
+    }
+
+    /// The entry of a page.
+    pub fn get(&self, vpn: u64) -> Pte {
+        self.leaf(vpn).map_or(Pte::NONE, |l| l.ptes[(vpn % LEAF_PAGES) as usize])
+    }
+
+    /// Sets the entry of a page.
+    ///
+    /// # Panics
+    /// When the page is beyond the 47-bit address space.
+    pub fn set(&mut self, vpn: u64, pte: Pte) {
+        if pte == Pte::NONE && self.leaf(vpn).is_none() {
+            return;
+        }
+        self.leaf_mut(vpn).ptes[(vpn % LEAF_PAGES) as usize] = pte;
+    }
+
+    /// The hints of the 64 KiB block of a page.
+    pub fn hints(&self, vpn: u64) -> u8 {
+        self.leaf(vpn).map_or(0, |l| l.hints[(vpn % LEAF_PAGES / 16) as usize])
+    }
+
+    /// Sets and clears hints of the 64 KiB block of a page.
+    pub fn hint(&mut self, vpn: u64, set: u8, clear: u8) {
+        let h = &mut self.leaf_mut(vpn).hints[(vpn % LEAF_PAGES / 16) as usize];
+        *h = (*h & !clear) | set;
+    }
+
+    /// Empties the entries of `[from, to)` pages and returns through `gone` those that were not empty. Leaves that lie
+    /// wholly inside are freed.
+    pub fn clear(&mut self, from: u64, to: u64, mut gone: impl FnMut(u64, Pte)) {
+        let mut vpn = from;
+        while vpn < to {
+            let l = vpn / LEAF_PAGES;
+            let Some(Some(dir)) = self.top.get_mut((l >> 13) as usize) else {
+                vpn = ((l >> 13) + 1) << 13 << 9;
+                continue;
+            };
+            let end = to.min((l + 1) * LEAF_PAGES);
+            let slot = &mut dir[(l & 8191) as usize];
+            if let Some(leaf) = slot.as_mut() {
+                for v in vpn..end {
+                    let pte = core::mem::take(&mut leaf.ptes[(v % LEAF_PAGES) as usize]);
+                    if pte != Pte::NONE {
+                        gone(v, pte);
+                    }
+                }
+                if end - vpn == LEAF_PAGES {
+                    *slot = None;
+                    self.leaves -= 1;
+                }
+            }
+            vpn = end;
+        }
+    }
+
+    /// Calls `f` for every page that is not [`Tag::None`].
+    pub fn for_each(&self, mut f: impl FnMut(u64, Pte)) {
+        for (i, dir) in self.top.iter().enumerate() {
+            for (j, leaf) in dir.iter().flatten().enumerate() {
+                let Some(leaf) = leaf else { continue };
+                let base = ((i as u64) << 13 | j as u64) * LEAF_PAGES;
+                for (k, pte) in leaf.ptes.iter().enumerate().filter(|(_, p)| **p != Pte::NONE) {
+                    f(base + k as u64, *pte);
+                }
+            }
+        }
+    }
+
+    /// Bytes of the tree.
+    pub fn metadata_bytes(&self) -> usize {
+        self.leaves * size_of::<Leaf>() + (self.dirs + 1) * 65536
+    }
+}

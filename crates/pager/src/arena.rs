@@ -1,0 +1,122 @@
+//! The address range uzswap keeps for itself, and the only place where its bytes become slices.
+//!
+//! ```text
+//! base ─ heap (the agent's allocator) ─ stacks ─┬ guard ┬─ arena: slots of 4 KiB ─┬ guard ┬─ pool: compressed objects ─
+//! ```
+//! One reservation, so a range check tells uzswap's memory from the program's; guards keep the arena's mapping from
+//! merging (UFFDIO_MOVE refuses to cross mappings). The arena is registered with the pager's userfaultfd, as the target
+//! of a MOVE must be: a missing slot must therefore never be touched. The heap and the pool are plain memory.
+
+use uzswap_sys::raw::Errno;
+use uzswap_sys::sys;
+
+/// Bytes of a page.
+pub const PAGE: usize = 4096;
+/// Bytes kept for the agent's own allocations (address space, not memory).
+pub const HEAP_BYTES: usize = 8 << 30;
+const STACKS_BYTES: usize = 4 << 20;
+const GUARD: usize = 2 << 20;
+/// Bytes of address space for compressed objects (a handle reaches 128 GiB).
+pub const POOL_BYTES: usize = 64 << 30;
+
+/// Where everything is.
+#[derive(Clone, Copy, Debug)]
+pub struct Layout {
+    /// First byte of the reservation.
+    pub base: usize,
+    /// One past its last byte.
+    pub end: usize,
+    /// Stacks of the helper threads.
+    pub stacks: usize,
+    /// First slot.
+    pub arena: usize,
+    /// Slots.
+    pub slots: usize,
+    /// First byte of the pool.
+    pub pool: usize,
+}
+
+fn map(at: usize, len: usize, prot: i32, fixed: bool) -> Result<usize, Errno> {
+    let mut flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    if fixed {
+        flags |= libc::MAP_FIXED;
+    }
+    // SAFETY: a fresh mapping, or (fixed) one over our own reservation.
+    unsafe { sys!(libc::SYS_mmap, at, len, prot, flags, -1isize, 0) }
+}
+
+impl Layout {
+    /// Reserves the range for a limit of `limit` bytes and makes the heap and the stacks usable.
+    ///
+    /// # Errors
+    /// `ENOMEM` when there is no address space (a small `ulimit -v`).
+    pub fn reserve(limit: usize) -> Result<Self, Errno> {
+        let slots = ((limit + (64 << 20)).max(128 << 20) / PAGE).next_multiple_of(512).min((1 << 25) - 512);
+        let len = HEAP_BYTES + STACKS_BYTES + slots * PAGE + POOL_BYTES + 4 * GUARD;
+        let raw = map(0, len, libc::PROT_NONE, false)?;
+        let base = raw.next_multiple_of(GUARD);
+        let stacks = base + HEAP_BYTES;
+        let arena = stacks + STACKS_BYTES + GUARD;
+        let pool = (arena + slots * PAGE).next_multiple_of(GUARD) + GUARD;
+        let rw = libc::PROT_READ | libc::PROT_WRITE;
+        map(base, HEAP_BYTES + STACKS_BYTES, rw, true)?;
+        map(arena, slots * PAGE, rw, true)?;
+        map(pool, POOL_BYTES - GUARD, rw, true)?;
+        for (at, n) in [(base, HEAP_BYTES + STACKS_BYTES), (arena, slots * PAGE), (pool, POOL_BYTES - GUARD)] {
+            // SAFETY: advice on our own mappings.
+            unsafe {
+                let _ = sys!(libc::SYS_madvise, at, n, libc::MADV_NOHUGEPAGE);
+                let _ = sys!(libc::SYS_madvise, at, n, libc::MADV_DONTDUMP);
+            }
+        }
+        Ok(Self { base, end: raw + len, stacks, arena, slots, pool })
+    }
+
+    /// Whether an address is uzswap's own.
+    pub fn owns(&self, at: usize) -> bool {
+        (self.base..self.end).contains(&at)
+    }
+
+    /// The address of a slot.
+    pub fn slot(&self, slot: u32) -> usize {
+        self.arena + slot as usize * PAGE
+    }
+
+    /// The frames of `n` consecutive slots.
+    ///
+    /// # Safety
+    /// They must hold frames, which the caller owns (the pager's lock, or a page being Busy) and nobody moves or writes.
+    pub unsafe fn frames(&self, slot: u32, n: usize) -> &[u8] {
+        // SAFETY: as the caller says.
+        unsafe { core::slice::from_raw_parts(self.slot(slot) as *const u8, n * PAGE) }
+    }
+
+    /// The frames of `n` consecutive slots, to be filled.
+    ///
+    /// # Safety
+    /// As [`Layout::frames`], and nobody else reads them.
+    #[allow(clippy::mut_from_ref)]
+    pub unsafe fn frames_mut(&self, slot: u32, n: usize) -> &mut [u8] {
+        // SAFETY: as the caller says.
+        unsafe { core::slice::from_raw_parts_mut(self.slot(slot) as *mut u8, n * PAGE) }
+    }
+
+    /// `len` bytes of the pool.
+    ///
+    /// # Safety
+    /// The range must belong to one live object, and the pager's lock be held.
+    #[allow(clippy::mut_from_ref)]
+    pub unsafe fn pool(&self, offset: usize, len: usize) -> &mut [u8] {
+        // SAFETY: as the caller says; the pool is plain zero-initialised memory.
+        unsafe { core::slice::from_raw_parts_mut((self.pool + offset) as *mut u8, len) }
+    }
+}
+
+/// Gives plain memory back to the kernel.
+///
+/// # Safety
+/// Nobody may need the contents.
+pub unsafe fn discard(at: usize, len: usize) {
+    // SAFETY: as the caller says.
+    let _ = unsafe { sys!(libc::SYS_madvise, at, len, libc::MADV_DONTNEED) };
+}

@@ -1,0 +1,139 @@
+//! Discovery: which of the program's memory is managed.
+//!
+//! Private anonymous memory that is not executable, less what is excluded: uzswap's own, thread stacks (libc maps them
+//! with MAP_STACK, which the agent sees), the TLS of live threads (the kernel itself writes there and kills the process
+//! when it cannot), and small anonymous mappings older than the agent (the loader's). Reserved ranges (PROT_NONE) are
+//! registered too, so what malloc arenas and runtimes open up later is covered. Ranges are found by reading
+//! /proc/self/maps, never trusted from a hook: a hook only says that it is time to look. Memory found late was the
+//! kernel's meanwhile: nothing is wrong, it merely counted without being evictable.
+
+use crate::arena::PAGE;
+use crate::pager::Pager;
+use crate::state::State;
+use core::sync::atomic::Ordering::*;
+use uzswap_sys::raw::{self, Errno};
+use uzswap_sys::{maps, pagemap};
+
+/// Anonymous mappings older than the agent are managed from this size on.
+pub const OLD_MAPPING_BYTES: usize = 4 << 20;
+
+impl Pager {
+    /// Registers what is not registered yet and lists its pages. Returns the bytes newly found present.
+    ///
+    /// # Errors
+    /// When the maps cannot be read.
+    pub fn scan(&self, s: &mut State) -> Result<usize, Errno> {
+        let mut text = Vec::with_capacity(128 << 10);
+        raw::read_file(b"/proc/self/maps\0", &mut text)?;
+        let mut found = 0;
+        for m in maps::parse(&text).filter(maps::Mapping::is_private_anonymous) {
+            if self.layout.owns(m.start) {
+                continue;
+            }
+            for (start, end) in without(m.start, m.end, &s.excluded) {
+                found += self.take_over(s, start, end);
+            }
+        }
+        Ok(found)
+    }
+
+    /// Registers one range and lists the pages that are there and were not known.
+    fn take_over(&self, s: &mut State, start: usize, end: usize) -> usize {
+        // Registering again what is registered already is a cheap no-op for the kernel.
+        if self.uffd().register(start, end - start).is_err() {
+            return 0;
+        }
+        if s.managed.contains(&(start, end)) {
+            return 0;
+        }
+        s.managed.retain(|(a, b)| *b <= start || *a >= end);
+        s.managed.push((start, end));
+        let mut runs: Vec<(usize, usize)> = Vec::new();
+        if pagemap::present_runs(self.pagemap.load(Relaxed), start, end, |a, b| runs.push((a, b))).is_err() {
+            return 0;
+        }
+        let mut pages = 0;
+        for (a, b) in runs {
+            let mut at = (a / PAGE) as u64;
+            let end = (b / PAGE) as u64;
+            while at < end {
+                if s.pt.get(at) != uzswap_mm::pagetable::Pte::NONE {
+                    at += 1;
+                    continue;
+                }
+                let mut n = 1;
+                while at + n < end && n < 512 && s.pt.get(at + n) == uzswap_mm::pagetable::Pte::NONE {
+                    n += 1;
+                }
+                s.list_resident(at, n as usize, false, |_| None);
+                pages += n as usize;
+                at += n;
+            }
+        }
+        pages * PAGE
+    }
+
+    /// Excludes a range for good: a stack, TLS. Called with pages still in the program only.
+    pub fn exclude(&self, s: &mut State, start: usize, end: usize) {
+        if !s.excluded.contains(&(start, end)) {
+            s.excluded.push((start, end));
+        }
+    }
+
+    /// A mapping that is no stack was made: the range may be managed.
+    pub fn include(&self, s: &mut State, start: usize, end: usize) {
+        s.excluded.retain(|(a, b)| *b <= start || *a >= end);
+    }
+
+    /// Excludes what the loader and libc mapped before the agent came, and the caller's TLS block at `tls`.
+    ///
+    /// # Errors
+    /// When the maps cannot be read.
+    pub fn exclude_old(&self, s: &mut State, tls: usize) -> Result<(), Errno> {
+        let mut text = Vec::with_capacity(128 << 10);
+        raw::read_file(b"/proc/self/maps\0", &mut text)?;
+        for m in maps::parse(&text).filter(maps::Mapping::is_private_anonymous) {
+            if !self.layout.owns(m.start) && m.name != b"[heap]" && m.end - m.start < OLD_MAPPING_BYTES {
+                self.exclude(s, m.start, m.end);
+            }
+        }
+        let page = tls & !(PAGE - 1);
+        self.exclude(s, page - (128 << 10), page + 4 * PAGE);
+        Ok(())
+    }
+}
+
+/// `[start, end)` less the excluded ranges.
+fn without(start: usize, end: usize, excluded: &[(usize, usize)]) -> Vec<(usize, usize)> {
+    let mut parts = vec![(start, end)];
+    for (a, b) in excluded {
+        let mut next = Vec::with_capacity(parts.len() + 1);
+        for (s, e) in parts {
+            if *b <= s || *a >= e {
+                next.push((s, e));
+                continue;
+            }
+            if s < *a {
+                next.push((s, *a));
+            }
+            if *b < e {
+                next.push((*b, e));
+            }
+        }
+        parts = next;
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::without;
+
+    #[test]
+    fn exclusion_cuts() {
+        assert_eq!(without(10, 20, &[]), [(10, 20)]);
+        assert_eq!(without(10, 20, &[(12, 14), (18, 30)]), [(10, 12), (14, 18)]);
+        assert_eq!(without(10, 20, &[(0, 30)]), []);
+        assert_eq!(without(10, 20, &[(0, 10), (20, 30)]), [(10, 20)]);
+    }
+}

@@ -1,0 +1,444 @@
+//! The fault path.
+//!
+//! One thread serves the process's faults and events. It runs at `SCHED_IDLE` *on the CPU where the program faults*:
+//! a CPU that runs only idle-policy threads counts as idle, so the kernel wakes the faulting thread right there, where
+//! it preempts the handler; the handler is still runnable when the next fault blocks the program, and continues
+//! without any wake-up. That costs 10 µs a fault where a handler elsewhere costs 45 to 110 (table in ARCHITECTURE.md).
+//! Where the CPU is contended the ticker lifts the handler to the normal policy.
+//!
+//! ```text
+//! message ─ under the lock ─ page table ─┬ staged: move the frame back (no decompression)
+//!                                        ├ compressed: decompress into free frames ─┬─ one MOVE into the program
+//!                                        └ zero, or never seen: clear free frames ──┘
+//! ```
+//! A message is read only with the lock held: an unmap event must have been processed before anything is evicted (or
+//! brought in) after it was read, else a new mapping at the same address would be taken for the old one. While an
+//! event is unread the kernel answers EAGAIN to MOVE and COPY, which closes the other side.
+//!
+//! How much one fault brings follows the access: a fault at the end of an earlier one is sequential and doubles the
+//! window up to 64 KiB; any other brings one page. What was decompressed beyond it stays in a small cache.
+
+use crate::arena::PAGE;
+use crate::object::{self, Header};
+use crate::pager::Pager;
+use crate::state::{BLOCK_PAGES, State};
+use core::sync::atomic::Ordering::*;
+use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Pte, Tag};
+use uzswap_mm::zone::Kind;
+use uzswap_sys::thread;
+use uzswap_sys::uffd::{Message, Partial};
+
+/// The kernel answered EAGAIN: an event must be read first.
+pub struct EventPending;
+
+/// What one fault asked for.
+#[derive(Clone, Copy)]
+pub struct Request {
+    /// Page touched.
+    pub vpn: u64,
+    /// Whether to write.
+    pub write: bool,
+}
+
+impl Pager {
+    /// The handler thread.
+    pub fn handler_loop(&self) -> ! {
+        let uffd = self.uffd();
+        let (mut cpu, mut served) = (usize::MAX, 0u32);
+        thread::set_idle_policy(0, true);
+        let mut waiting: Vec<(Request, u32)> = Vec::new();
+        loop {
+            let mut s = self.state.lock();
+            if waiting.capacity() == 0 {
+                waiting.reserve(1024);
+            }
+            let message = uffd.read();
+            match message {
+                Ok(Some(Message::Fault { address, write, tid })) => {
+                    waiting.push((Request { vpn: (address / PAGE) as u64, write }, tid));
+                    served = served.wrapping_add(1);
+                    if served.is_multiple_of(32) || cpu == usize::MAX {
+                        if let Some(now) = thread::cpu_of(tid).filter(|c| *c != cpu) {
+                            thread::pin_to_cpu(now);
+                            cpu = now;
+                        }
+                    }
+                }
+                Ok(Some(event)) => self.event(&mut s, event),
+                Ok(None) if waiting.is_empty() => {
+                    drop(s);
+                    self.asleep.store(true, SeqCst);
+                    uffd.wait(-1);
+                    self.asleep.store(false, SeqCst);
+                    if !self.watched.swap(true, SeqCst) {
+                        self.poke_ticker();
+                    }
+                    continue;
+                }
+                Ok(None) => {}
+                Err(_) => thread::sleep_ns(1_000_000),
+            }
+            self.serve_waiting(&mut s, &mut waiting);
+            self.progress.fetch_add(1, Relaxed);
+            if self.needs_reclaim(&s) {
+                drop(s);
+                self.wake_reclaim();
+            } else if !waiting.is_empty() {
+                drop(s);
+                // The thread that waits for its event has been woken by our read and must run before MOVE works.
+                thread::sleep_ns(10_000);
+            }
+        }
+    }
+
+    fn serve_waiting(&self, s: &mut State, waiting: &mut Vec<(Request, u32)>) {
+        while let Some((request, _)) = waiting.last().copied() {
+            if self.serve(s, request).is_err() {
+                return;
+            }
+            waiting.pop();
+        }
+    }
+
+    fn needs_reclaim(&self, s: &State) -> bool {
+        let (low, _) = self.watermarks();
+        let short = s.zone.free_slots(Kind::Frame) < low && self.excess(s) + 2 * self.margin() as isize > 0;
+        short || self.excess(s) + self.margin() as isize > 0
+    }
+
+    /// How many pages to bring for a fault, and whether it was sequential.
+    fn window(&self, s: &mut State, vpn: u64) -> (usize, bool) {
+        let left = BLOCK_PAGES - (vpn as usize % BLOCK_PAGES);
+        let hit = s.streams.iter().position(|(next, _)| *next == vpn);
+        let (i, log) = match hit {
+            Some(i) => (i, (s.streams[i].1 + 2).min(4)),
+            None => {
+                s.stream_next = (s.stream_next + 1) % s.streams.len();
+                (s.stream_next, 0)
+            }
+        };
+        let n = (1 << log).min(left);
+        s.streams[i] = (vpn + n as u64, log);
+        (n, hit.is_some())
+    }
+
+    /// Brings the page of a fault, and what goes with it.
+    ///
+    /// # Errors
+    /// [`EventPending`]: nothing was done; read messages, then call again.
+    pub fn serve(&self, s: &mut State, r: Request) -> Result<(), EventPending> {
+        let c = self.counters();
+        c.pgfault.fetch_add(1, Relaxed);
+        let first = s.pt.get(r.vpn);
+        if matches!(first.tag(), Tag::Poisoned) {
+            return self.poison(s, r.vpn);
+        }
+        let (n, sequential) = self.window(s, r.vpn);
+        let (set, clear) = if sequential { (HINT_SEQUENTIAL, HINT_RANDOM) } else { (HINT_RANDOM, HINT_SEQUENTIAL) };
+        if first.tag() != Tag::None || sequential {
+            s.pt.hint(r.vpn, set, clear);
+        }
+        if r.write && matches!(first.tag(), Tag::Compressed) {
+            s.pt.hint(r.vpn, HINT_WRITTEN, 0);
+        }
+        let mut done = 0;
+        while done < n {
+            let at = r.vpn + done as u64;
+            let got = match s.pt.get(at).tag() {
+                Tag::Staged => self.bring_staged(s, at, n - done)?,
+                Tag::Busy if done == 0 => self.bring_busy(s, at)?,
+                Tag::None | Tag::Zero | Tag::Compressed => match self.bring_out(s, at, n - done, r.write) {
+                    Err(EventPending) if done > 0 => break,
+                    other => other?,
+                },
+                // Another fault on the page was first, or the page vanished (MADV_FREE): zeros if missing.
+                Tag::Resident if done == 0 => self.bring_lost(s, at)?,
+                _ => break,
+            };
+            if got == 0 {
+                break;
+            }
+            done += got;
+        }
+        Ok(())
+    }
+
+    fn bring_staged(&self, s: &mut State, vpn: u64, max: usize) -> Result<usize, EventPending> {
+        let slot = s.pt.get(vpn).aux();
+        let mut n = 1;
+        while n < max && s.pt.get(vpn + n as u64).tag() == Tag::Staged && s.pt.get(vpn + n as u64).aux() == slot + n as u32 {
+            n += 1;
+        }
+        let moved = match self.move_in(s, vpn, slot, n) {
+            Ok(()) => n,
+            Err((done, e)) if done >= PAGE => {
+                let _ = e;
+                done / PAGE
+            }
+            Err((_, libc::EAGAIN)) => return Err(EventPending),
+            Err((_, libc::EEXIST)) => {
+                // The page is there already, so what is staged is older: cannot happen while state is exact.
+                self.uffd().wake(vpn as usize * PAGE, PAGE);
+                return Ok(0);
+            }
+            Err((_, libc::ENOENT | libc::ESRCH)) => return Ok(0),
+            // Read-only now, or shared with a child: a copy always works.
+            Err(_) => {
+                let from = self.layout.slot(slot);
+                if !self.copy_in(s, vpn, from, 1)? {
+                    return Ok(0);
+                }
+                s.zone.free_run(Kind::Frame, slot, 1);
+                self.staged_became_resident(s, vpn, 1);
+                return Ok(1);
+            }
+        };
+        s.zone.free_run(Kind::Hole, slot, moved);
+        self.staged_became_resident(s, vpn, moved);
+        Ok(moved)
+    }
+
+    fn staged_became_resident(&self, s: &mut State, vpn: u64, n: usize) {
+        let mut copies = [None; BLOCK_PAGES];
+        for (i, copy) in copies.iter_mut().enumerate().take(n) {
+            *copy = s.pt.get(vpn + i as u64).copy();
+        }
+        s.staged -= n;
+        s.list_resident(vpn, n, true, |i| copies[i]);
+        self.counters().refault_staged.fetch_add(1, Relaxed);
+    }
+
+    fn bring_busy(&self, s: &mut State, vpn: u64) -> Result<usize, EventPending> {
+        let pte = s.pt.get(vpn);
+        if !self.copy_in(s, vpn, self.layout.slot(pte.aux()), 1)? {
+            return Ok(0);
+        }
+        s.staged -= 1;
+        s.list_resident(vpn, 1, true, |_| pte.copy());
+        self.counters().refault_staged.fetch_add(1, Relaxed);
+        Ok(1)
+    }
+
+    fn bring_lost(&self, s: &mut State, vpn: u64) -> Result<usize, EventPending> {
+        s.scratch[..PAGE].fill(0);
+        let from = s.scratch.as_ptr() as usize;
+        // SAFETY: scratch is a block of ours.
+        match unsafe { self.uffd().copy(vpn as usize * PAGE, from, PAGE) } {
+            Ok(()) => s.rss += PAGE,
+            Err((_, libc::EAGAIN)) => return Err(EventPending),
+            Err(_) => self.uffd().wake(vpn as usize * PAGE, PAGE),
+        }
+        Ok(1)
+    }
+
+    /// Brings pages that are zero, never seen or in the pool: one run, at most `max`.
+    fn bring_out(&self, s: &mut State, vpn: u64, max: usize, write: bool) -> Result<usize, EventPending> {
+        let mut n = 1;
+        while n < max && matches!(s.pt.get(vpn + n as u64).tag(), Tag::None | Tag::Zero | Tag::Compressed) {
+            n += 1;
+        }
+        let order = n.ilog2() as u8;
+        if s.zone.free_slots(Kind::Frame) < n && self.excess(s) + (self.margin() / 2) as isize > 0 {
+            self.direct_reclaim(s, n)?;
+        }
+        let frames = s.zone.alloc_up_to(Kind::Frame, order);
+        let n = frames.map_or(n, |(_, o)| 1 << o);
+        let (to, layout) = (s.scratch.as_mut_ptr(), self.layout);
+        // SAFETY: scratch is a block and n at most one; frames just allocated are ours alone.
+        let buffer = match frames {
+            Some((slot, _)) => unsafe { layout.frames_mut(slot, n) },
+            None => unsafe { core::slice::from_raw_parts_mut(to, n * PAGE) },
+        };
+        let filled = self.fill(s, vpn, buffer);
+        let (src, filled_n) = (buffer.as_ptr() as usize, filled);
+        if filled_n == 0 {
+            if let Some((slot, o)) = frames {
+                s.zone.free(Kind::Frame, slot, o);
+            }
+            return self.poison(s, vpn).map(|()| 0);
+        }
+        let result = match frames {
+            Some((slot, _)) => self.move_in(s, vpn, slot, filled_n),
+            // SAFETY: the buffer is readable.
+            None => unsafe { self.uffd().copy(vpn as usize * PAGE, src, filled_n * PAGE) },
+        };
+        let (mut brought, error) = match result {
+            Ok(()) => (filled_n, 0),
+            Err((done, e)) => (done / PAGE, e),
+        };
+        if let Some((slot, o)) = frames {
+            let moved = brought;
+            s.zone.free_run(Kind::Hole, slot, moved);
+            s.zone.free_run(Kind::Frame, slot + moved as u32, (1 << o) - moved);
+        } else {
+            s.rss += brought * PAGE;
+        }
+        if brought == 0 {
+            match error {
+                libc::EAGAIN => return Err(EventPending),
+                libc::EEXIST if filled_n == 1 => self.uffd().wake(vpn as usize * PAGE, PAGE),
+                // Past the end of its mapping, read-only, or a neighbour is there: the page alone, by copy.
+                libc::EEXIST | libc::EINVAL | libc::ENOENT | libc::EBUSY | libc::EFAULT => {
+                    let mut one = [0u8; PAGE];
+                    if self.fill(s, vpn, &mut one) == 1 && self.copy_in(s, vpn, one.as_ptr() as usize, 1)? {
+                        brought = 1;
+                    }
+                }
+                _ => {}
+            }
+        }
+        self.brought_out(s, vpn, brought, write);
+        Ok(brought)
+    }
+
+    /// Fills a buffer with the pages from `vpn` on; returns how many it could.
+    fn fill(&self, s: &mut State, vpn: u64, buffer: &mut [u8]) -> usize {
+        let n = buffer.len() / PAGE;
+        let mut i = 0;
+        while i < n {
+            let pte = s.pt.get(vpn + i as u64);
+            if pte.tag() != Tag::Compressed {
+                buffer[i * PAGE..(i + 1) * PAGE].fill(0);
+                i += 1;
+                continue;
+            }
+            let (handle, index) = (pte.handle(), pte.index());
+            let pages = 1usize << s.object(handle)[5];
+            let whole = index == 0
+                && i + pages <= n
+                && (1..pages).all(|k| {
+                    let p = s.pt.get(vpn + (i + k) as u64);
+                    p.tag() == Tag::Compressed && p.handle() == handle && p.index() == k
+                });
+            let ok = if whole {
+                decode(s, handle, &mut buffer[i * PAGE..(i + pages) * PAGE])
+            } else {
+                self.fill_part(s, handle, index, &mut buffer[i * PAGE..(i + 1) * PAGE])
+            };
+            if !ok {
+                break;
+            }
+            i += if whole { pages } else { 1 };
+        }
+        i
+    }
+
+    /// Fills one page from a block of several, decompressing the block once for all of them.
+    fn fill_part(&self, s: &mut State, handle: u32, index: usize, page: &mut [u8]) -> bool {
+        let known = s.decoded.iter().position(|d| d.handle == Some(handle));
+        let at = known.unwrap_or_else(|| {
+            s.decoded_next = (s.decoded_next + 1) % s.decoded.len();
+            s.decoded_next
+        });
+        if known.is_none() {
+            let mut bytes = core::mem::take(&mut s.decoded[at].bytes);
+            let len = PAGE << s.object(handle)[5];
+            let ok = decode(s, handle, &mut bytes[..len]);
+            s.decoded[at].bytes = bytes;
+            s.decoded[at].handle = ok.then_some(handle);
+            if !ok {
+                return false;
+            }
+        }
+        page.copy_from_slice(&s.decoded[at].bytes[index * PAGE..(index + 1) * PAGE]);
+        true
+    }
+
+    fn brought_out(&self, s: &mut State, vpn: u64, n: usize, write: bool) {
+        if n == 0 {
+            return;
+        }
+        let c = self.counters();
+        let keep = !write && s.pt.hints(vpn) & HINT_WRITTEN == 0;
+        let mut copies = [None; BLOCK_PAGES];
+        let (mut from_pool, mut close) = (0, false);
+        for (i, copy) in copies.iter_mut().enumerate().take(n) {
+            let at = vpn + i as u64;
+            let pte = s.pt.get(at);
+            match pte.tag() {
+                Tag::Compressed => {
+                    from_pool += 1;
+                    s.swapped -= 1;
+                    let distance = s.evictions.wrapping_sub(pte.evicted_at()) & 0x1f_ffff;
+                    close |= (distance as usize) < s.lru.active.pages();
+                    if keep && s.copy_index(at, pte.handle()) == pte.index() {
+                        *copy = Some(pte.handle());
+                    } else {
+                        s.release(pte.handle(), pte.index());
+                    }
+                }
+                Tag::Zero => s.zeros -= 1,
+                _ => {}
+            }
+        }
+        s.list_resident(vpn, n, close, |i| copies[i]);
+        if from_pool > 0 {
+            c.pgmajfault.fetch_add(1, Relaxed);
+            c.zswpin.fetch_add(from_pool, Relaxed);
+        } else {
+            c.fault_zero.fetch_add(1, Relaxed);
+        }
+    }
+
+    fn move_in(&self, s: &mut State, vpn: u64, slot: u32, n: usize) -> Result<(), Partial> {
+        let (dst, src) = (vpn as usize * PAGE, self.layout.slot(slot));
+        // SAFETY: the slots hold frames nobody refers to any more.
+        let mut result = unsafe { self.uffd().move_pages(dst, src, n * PAGE) };
+        if let Err((0, libc::EBUSY)) = result {
+            // Shared with a forked child: writing makes the frames ours alone.
+            for i in 0..n {
+                // SAFETY: as above; a frame is there.
+                unsafe {
+                    let p = (src + i * PAGE) as *mut u8;
+                    p.write_volatile(p.read_volatile());
+                }
+            }
+            // SAFETY: as above.
+            result = unsafe { self.uffd().move_pages(dst, src, n * PAGE) };
+        }
+        let _ = s;
+        result
+    }
+
+    fn copy_in(&self, s: &mut State, vpn: u64, src: usize, n: usize) -> Result<bool, EventPending> {
+        // SAFETY: callers pass readable memory of ours.
+        match unsafe { self.uffd().copy(vpn as usize * PAGE, src, n * PAGE) } {
+            Ok(()) => {
+                s.rss += n * PAGE;
+                Ok(true)
+            }
+            Err((_, libc::EAGAIN)) => Err(EventPending),
+            Err(_) => {
+                self.uffd().wake(vpn as usize * PAGE, n * PAGE);
+                Ok(false)
+            }
+        }
+    }
+
+    /// Tells the process that a page is lost: SIGBUS on access, and a message.
+    fn poison(&self, s: &mut State, vpn: u64) -> Result<(), EventPending> {
+        match self.uffd().poison(vpn as usize * PAGE, PAGE) {
+            Err((_, libc::EAGAIN)) => return Err(EventPending),
+            Ok(()) | Err(_) => {}
+        }
+        if s.pt.get(vpn).tag() != Tag::Poisoned {
+            let pte = s.pt.get(vpn);
+            s.pt.set(vpn, Pte::new(Tag::Poisoned, 0));
+            s.forget(vpn, pte);
+            self.counters().poisoned.fetch_add(1, Relaxed);
+            self.say(b"uzswap: a compressed page was found damaged in memory and cannot be restored; the program gets SIGBUS when it touches it\n");
+        }
+        Ok(())
+    }
+}
+
+/// Decompresses an object into `out`, checking every page against its hash.
+fn decode(s: &mut State, handle: u32, out: &mut [u8]) -> bool {
+    let object = s.object(handle);
+    let head = Header::read(object);
+    let body = &object[object::head_bytes(head.order)..];
+    if s.decompressor.decompress(head.encoding, &body[..head.len], out).is_err() {
+        return false;
+    }
+    out.chunks(PAGE).enumerate().all(|(i, page)| object::hash(page) == object::stored_hash(object, i))
+}

@@ -1,0 +1,76 @@
+//! fork: the child gets the parent's memory, but not its registrations or its threads.
+//!
+//! The kernel drops the registration in the child, where pages that are out would then read as zeros. So the clone
+//! system call itself is wrapped (the agent patches libc's one call site): the forking thread takes the pager's lock,
+//! which makes the tables and the pool consistent in the child's copy; in the child, before any of libc's or the
+//! program's code runs, a new ticker opens a new userfaultfd, registers everything again, and starts the other helpers.
+//! Frames and compressed objects are inherited copy-on-write. Afterwards MOVE answers EBUSY for frames that are still
+//! shared: see `move_in` and `unshare`.
+
+use crate::pager::Pager;
+use crate::{arena, ticker};
+use core::sync::atomic::Ordering::*;
+use uzswap_mm::lru::Entry;
+use uzswap_mm::pagetable::{Pte, Tag};
+use uzswap_mm::zone::Kind;
+use uzswap_sys::lock;
+
+impl Pager {
+    /// Before clone, in the forking thread, with all signals blocked.
+    pub fn before_fork(&self) {
+        core::mem::forget(self.state.lock());
+    }
+
+    /// After clone, in the parent.
+    pub fn after_fork_in_parent(&self) {
+        // SAFETY: before_fork took the lock in this thread.
+        unsafe { self.state.force_unlock() };
+    }
+
+    /// After clone, in the child: returns when memory is managed again; false when it cannot be.
+    pub fn after_fork_in_child(&'static self) -> bool {
+        let engaged = self.engaged.load(Relaxed);
+        let claimed = self.claim_slot().is_ok();
+        self.watched.store(false, Relaxed);
+        self.asleep.store(false, Relaxed);
+        self.scan_wanted.store(false, Relaxed);
+        let ok = if engaged {
+            self.reset_inherited();
+            self.ready.store(0, Release);
+            let spawned = self.spawn_ticker(ticker::start_in_child).is_ok();
+            while spawned && self.ready.load(Acquire) == 0 {
+                lock::futex_wait(&self.ready, 0, None, false);
+            }
+            spawned && self.ready.load(Acquire) == 1
+        } else {
+            self.spawn_ticker(ticker::start).is_ok()
+        };
+        // SAFETY: before_fork took the lock in this thread, of which the child's copy is held by nobody else.
+        unsafe { self.state.force_unlock() };
+        claimed && ok
+    }
+
+    /// What only the parent's threads were doing does not go on here.
+    fn reset_inherited(&self) {
+        // SAFETY: before_fork took the lock in this thread.
+        let s = unsafe { self.state.assume_locked() };
+        let mut busy = Vec::new();
+        s.pt.for_each(|vpn, pte| {
+            if pte.tag() == Tag::Busy {
+                busy.push((vpn, pte.aux()));
+            }
+        });
+        for (vpn, slot) in busy {
+            s.pt.set(vpn, Pte::new(Tag::Staged, slot));
+            s.lru.staged.push(Entry::new(vpn, 0, 0));
+        }
+        s.unshare.clear();
+        // Free frames are garbage that is shared with the parent: not ours to keep. No descriptor is registered here
+        // yet, so discarding raises no event.
+        while let Some((slot, order)) = s.zone.alloc_up_to(Kind::Frame, 9) {
+            // SAFETY: free frames hold nothing of use.
+            unsafe { arena::discard(self.layout.slot(slot), arena::PAGE << order) };
+            s.zone.free(Kind::Hole, slot, order);
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! Objects in the pool: a header, a 128-bit hash for each page, the compressed bytes.
+//!
+//! ```text
+//! len u32 │ encoding u8 │ order u8 │ live u16 │ hash u128 × 2^order │ bytes
+//! ```
+//! `live` has a bit for each page that still refers to the object; the object goes with the last. The hashes are those
+//! of the pages as stored: an evicted page whose hash is unchanged is clean, and its kept copy serves again without
+//! compression. (A false match has a probability of 2^-128 per eviction, far below that of memory errors; in return no
+//! page need be write-protected: see ARCHITECTURE.md.) The hash also checks every decompression.
+
+use uzswap_mm::codec::Encoding;
+
+/// The decoded header.
+#[derive(Clone, Copy, Debug)]
+pub struct Header {
+    /// Compressed bytes.
+    pub len: usize,
+    /// How they are compressed.
+    pub encoding: Encoding,
+    /// Pages as a power of two.
+    pub order: u8,
+    /// Pages that still refer to it.
+    pub live: u16,
+}
+
+/// Bytes of the header and the hashes.
+pub const fn head_bytes(order: u8) -> usize {
+    8 + (16 << order)
+}
+
+impl Header {
+    /// Reads a header.
+    pub fn read(b: &[u8]) -> Self {
+        let word = |r: core::ops::Range<usize>| u64::from_le_bytes(core::array::from_fn(|i| if i < r.len() { b[r.start + i] } else { 0 }));
+        Self {
+            len: word(0..4) as usize,
+            encoding: Encoding::try_from(b[4]).unwrap_or(Encoding::Raw),
+            order: b[5],
+            live: word(6..8) as u16,
+        }
+    }
+
+    /// Writes a header.
+    pub fn write(&self, b: &mut [u8]) {
+        b[0..4].copy_from_slice(&(self.len as u32).to_le_bytes());
+        b[4] = self.encoding as u8;
+        b[5] = self.order;
+        b[6..8].copy_from_slice(&self.live.to_le_bytes());
+    }
+}
+
+/// The stored hash of page `index`.
+pub fn stored_hash(b: &[u8], index: usize) -> u128 {
+    let at = 8 + 16 * index;
+    u128::from_le_bytes(core::array::from_fn(|i| b[at + i]))
+}
+
+/// Sets the stored hash of page `index`.
+pub fn set_hash(b: &mut [u8], index: usize, hash: u128) {
+    let at = 8 + 16 * index;
+    b[at..at + 16].copy_from_slice(&hash.to_le_bytes());
+}
+
+/// The hash of a page's contents.
+pub fn hash(page: &[u8]) -> u128 {
+    xxhash_rust::xxh3::xxh3_128(page)
+}
+
+/// Whether a page is all zeros.
+pub fn is_zero(page: &[u8]) -> bool {
+    let (head, words, tail) = zerocopy_words(page);
+    head.iter().chain(tail).all(|b| *b == 0) && words.chunks(64).all(|c| c.iter().fold(0, |a, w| a | u64::from_ne_bytes(*w)) == 0)
+}
+
+fn zerocopy_words(b: &[u8]) -> (&[u8], &[[u8; 8]], &[u8]) {
+    let (words, tail) = b.as_chunks::<8>();
+    (&[], words, tail)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn header_round_trips() {
+        let mut b = vec![0; head_bytes(2)];
+        let h = Header { len: 12345, encoding: Encoding::Lz4, order: 2, live: 0b1011 };
+        h.write(&mut b);
+        set_hash(&mut b, 3, 7 << 100);
+        let r = Header::read(&b);
+        assert_eq!((r.len, r.encoding as u8, r.order, r.live), (12345, Encoding::Lz4 as u8, 2, 0b1011));
+        assert_eq!((stored_hash(&b, 3), stored_hash(&b, 0)), (7 << 100, 0));
+    }
+
+    #[test]
+    fn zero_pages_are_seen() {
+        let mut page = [0u8; 4096];
+        assert!(is_zero(&page));
+        page[4095] = 1;
+        assert!(!is_zero(&page));
+    }
+}

@@ -1,0 +1,239 @@
+//! The pager: everything of one process, shared by its helper threads.
+
+use crate::arena::{Layout, PAGE};
+use crate::group::{Counters, GroupPage, SLOTS};
+use crate::state::State;
+use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
+use uzswap_mm::codec::Algorithm;
+use uzswap_sys::lock::{self, Lock};
+use uzswap_sys::raw::{self, Errno};
+use uzswap_sys::thread;
+use uzswap_sys::uffd::{self, Uffd};
+
+/// The features every pager asks for.
+pub const FEATURES: u64 =
+    uffd::FEATURE_THREAD_ID | uffd::FEATURE_EVENT_REMAP | uffd::FEATURE_EVENT_REMOVE | uffd::FEATURE_EVENT_UNMAP;
+
+/// The pager of a process.
+pub struct Pager {
+    /// The engine's tables.
+    pub state: Lock<State>,
+    /// Where uzswap's memory is.
+    pub layout: Layout,
+    /// The group's page.
+    pub group: &'static GroupPage,
+    /// This process's slot in the group.
+    pub slot: AtomicUsize,
+    /// The userfaultfd, in the helpers' own descriptor table; -1 before engaging.
+    pub uffd: AtomicI32,
+    /// /proc/self/pagemap, likewise.
+    pub pagemap: AtomicI32,
+    /// /proc/self/statm, likewise.
+    pub statm: AtomicI32,
+    /// Whether memory is registered and helpers run.
+    pub engaged: AtomicBool,
+    /// The ticker's thread id.
+    pub ticker: AtomicI32,
+    /// The fault thread's id.
+    pub handler: AtomicI32,
+    /// Faults handled: the ticker's evidence that the handler gets to run.
+    pub progress: AtomicU64,
+    /// Whether the handler sleeps in poll.
+    pub asleep: AtomicBool,
+    /// Whether the ticker looks after the handler now.
+    pub watched: AtomicBool,
+    /// Somebody mapped much memory: look for it.
+    pub scan_wanted: AtomicBool,
+    /// Bytes of large mappings made since the ticker last looked, before engaging.
+    pub planned: AtomicUsize,
+    /// Set when a forked child's helpers are ready (a futex word).
+    pub ready: AtomicU32,
+}
+
+impl Pager {
+    /// A pager that does nothing yet.
+    ///
+    /// # Errors
+    /// `ENOMEM` when no address space can be reserved; `EAGAIN` when the group is full.
+    pub fn new(group: &'static GroupPage, layout: Layout) -> Result<Self, Errno> {
+        let level = group.level.load(Relaxed) as i32;
+        let algorithm = match group.codec.load(Relaxed) {
+            crate::group::CODEC_ZSTD => Algorithm::Zstd(if level == 0 { 1 } else { level }),
+            crate::group::CODEC_DEFLATE => Algorithm::Deflate(if level == 0 { 1 } else { level }),
+            _ => Algorithm::Lz4,
+        };
+        let pager = Self {
+            state: Lock::new(State::new(layout, algorithm)),
+            layout,
+            group,
+            slot: AtomicUsize::new(0),
+            uffd: AtomicI32::new(-1),
+            pagemap: AtomicI32::new(-1),
+            statm: AtomicI32::new(-1),
+            engaged: AtomicBool::new(false),
+            ticker: AtomicI32::new(0),
+            handler: AtomicI32::new(0),
+            progress: AtomicU64::new(0),
+            asleep: AtomicBool::new(false),
+            watched: AtomicBool::new(false),
+            scan_wanted: AtomicBool::new(false),
+            planned: AtomicUsize::new(0),
+            ready: AtomicU32::new(0),
+        };
+        pager.claim_slot()?;
+        Ok(pager)
+    }
+
+    /// Takes a slot of the group: this pid's own (after exec), a free one, or a dead member's.
+    ///
+    /// # Errors
+    /// `EAGAIN` when all are taken by live processes.
+    pub fn claim_slot(&self) -> Result<(), Errno> {
+        let pid = thread::getpid() as u32;
+        let slots = &self.group.slots;
+        let own = slots.iter().position(|s| s.pid.load(Relaxed) == pid);
+        let index = own.or_else(|| {
+            (0..SLOTS).find(|i| {
+                let old = slots[*i].pid.load(Relaxed);
+                (old == 0 || !alive(old)) && slots[*i].pid.compare_exchange(old, pid, AcqRel, Relaxed).is_ok()
+            })
+        });
+        let index = index.ok_or(libc::EAGAIN)?;
+        retire(&slots[index].counters, &self.group.dead);
+        slots[index].rss.store(0, Relaxed);
+        slots[index].swapped.store(0, Relaxed);
+        self.slot.store(index, Release);
+        self.group.joined.fetch_add(1, Relaxed);
+        Ok(())
+    }
+
+    /// This process's slot.
+    pub fn me(&self) -> &crate::group::Slot {
+        &self.group.slots[self.slot.load(Relaxed)]
+    }
+
+    /// This process's counters.
+    pub fn counters(&self) -> &Counters {
+        &self.me().counters
+    }
+
+    /// The userfaultfd.
+    pub fn uffd(&self) -> Uffd {
+        Uffd::from_raw(self.uffd.load(Relaxed))
+    }
+
+    /// The limit in bytes.
+    pub fn limit(&self) -> usize {
+        self.group.limit.load(Relaxed) as usize
+    }
+
+    /// Reads RssAnon of this process and publishes it; 0 when it cannot be read.
+    pub fn read_rss(&self) -> usize {
+        let mut text = [0u8; 128];
+        let Ok(n) = raw::pread(self.statm.load(Relaxed), &mut text, 0) else { return 0 };
+        let mut numbers = text[..n].split(|c| *c == b' ').map(|f| {
+            f.iter().take_while(|c| c.is_ascii_digit()).fold(0usize, |v, c| v * 10 + (c - b'0') as usize)
+        });
+        let resident = numbers.nth(1).unwrap_or(0);
+        let shared = numbers.next().unwrap_or(0);
+        let rss = resident.saturating_sub(shared) * PAGE;
+        self.me().rss.store(rss as u64, Relaxed);
+        rss
+    }
+
+    /// RssAnon of the other members together, as they last said it.
+    pub fn others_rss(&self) -> usize {
+        let mine = self.slot.load(Relaxed);
+        let others = self.group.slots.iter().enumerate().take(self.group.joined.load(Relaxed) as usize + 1);
+        others.filter(|(i, s)| *i != mine && s.pid.load(Relaxed) != 0).map(|(_, s)| s.rss.load(Relaxed) as usize).sum()
+    }
+
+    /// Clears the slots of members that died without a word.
+    pub fn bury_the_dead(&self) {
+        for s in self.group.slots.iter().take(self.group.joined.load(Relaxed) as usize + 1) {
+            let pid = s.pid.load(Relaxed);
+            if pid != 0 && s.rss.load(Relaxed) != 0 && !alive(pid) {
+                s.rss.store(0, Relaxed);
+                s.swapped.store(0, Relaxed);
+            }
+        }
+    }
+
+    /// Bytes that count against the limit in this process, when `rss` is resident.
+    pub fn charged(&self, s: &State) -> usize {
+        if self.group.pool_uncharged.load(Relaxed) != 0 { s.rss.saturating_sub(s.pool.held_bytes()) } else { s.rss }
+    }
+
+    /// Bytes the group is over (positive) or under its limit.
+    pub fn excess(&self, s: &State) -> isize {
+        (self.charged(s) + self.others_rss()) as isize - self.limit() as isize
+    }
+
+    /// Frames kept free ahead of demand: (low, high), in pages.
+    pub fn watermarks(&self) -> (usize, usize) {
+        let high = (self.limit() / PAGE / 64).clamp(256, 2048);
+        (high / 2, high)
+    }
+
+    /// Bytes kept below the limit for what is found out late.
+    pub fn margin(&self) -> usize {
+        (self.limit() / 64).clamp(2 << 20, 16 << 20)
+    }
+
+    /// Wakes the reclaim thread.
+    pub fn wake_reclaim(&self) {
+        let word = &self.me().wake;
+        word.fetch_add(1, Release);
+        lock::futex_wake(word, 1, true);
+    }
+
+    /// Publishes what the summary shows.
+    pub fn publish(&self, s: &State) {
+        let c = self.counters();
+        c.stored_pages.store(s.swapped as u64, Relaxed);
+        c.pool_total_size.store(s.pool.held_bytes() as u64, Relaxed);
+        c.pool_used_size.store(s.pool.used_bytes() as u64, Relaxed);
+        c.metadata_size.store(s.metadata_bytes() as u64, Relaxed);
+        self.me().swapped.store(((s.swapped + s.zeros) * PAGE) as u64, Relaxed);
+        let others = self.others_rss();
+        let total = (self.charged(s) + others) as u64;
+        self.group.peak.fetch_max(total, Relaxed);
+        let mine = self.slot.load(Relaxed);
+        let members = self.group.slots.iter().enumerate().take(self.group.joined.load(Relaxed) as usize + 1);
+        let others_out: u64 = members.filter(|(i, _)| *i != mine).map(|(_, m)| m.swapped.load(Relaxed)).sum();
+        let held = (s.rss.saturating_sub(s.pool.held_bytes()) + (s.swapped + s.zeros) * PAGE + others) as u64 + others_out;
+        self.group.peak_held.fetch_max(held, Relaxed);
+    }
+
+    /// Writes a line to the program's standard error, whatever the caller's descriptor table is.
+    pub fn say(&self, text: &[u8]) {
+        let Ok(fd) = raw::open(b"/proc/self/fd/2\0", libc::O_WRONLY) else { return };
+        // SAFETY: the text is readable.
+        let _ = unsafe { uzswap_sys::sys!(libc::SYS_write, fd, text.as_ptr(), text.len()) };
+        raw::close(fd);
+    }
+}
+
+fn alive(pid: u32) -> bool {
+    // SAFETY: signal 0 only asks.
+    let asked = unsafe { uzswap_sys::sys!(libc::SYS_kill, pid, 0) };
+    asked != Err(libc::ESRCH)
+}
+
+/// Adds a dead member's cumulative counters to the group's and clears them.
+fn retire(from: &Counters, to: &Counters) {
+    let all = |c: &Counters| {
+        [
+            core::ptr::from_ref(&c.pgfault), &c.pgmajfault, &c.refault_staged, &c.fault_zero, &c.zswpout, &c.zswpin,
+            &c.swpout_zero, &c.swpout_clean, &c.stall_ns, &c.direct_reclaim, &c.move_refused, &c.reject_alloc_fail,
+            &c.poisoned,
+        ]
+    };
+    for (f, t) in all(from).into_iter().zip(all(to)) {
+        // SAFETY: the pointers were references a moment ago, to memory that lives as long as the group.
+        unsafe { (*t).fetch_add((*f).swap(0, Relaxed), Relaxed) };
+    }
+    for now in [&from.stored_incompressible_pages, &from.stored_pages, &from.pool_total_size, &from.pool_used_size, &from.metadata_size] {
+        now.store(0, Relaxed);
+    }
+}

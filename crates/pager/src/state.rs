@@ -1,0 +1,214 @@
+//! What the pager's lock protects: the engine's tables, and the few operations on them that every path needs.
+//!
+//! Lock order: the pager's lock is the only one; the agent's allocator lock nests inside it. Everything here runs with
+//! it held and allocates only there, so a thread that forks with it held leaves both consistent in the child.
+
+use crate::arena::{self, Layout, PAGE};
+use crate::object::{self, Header};
+use uzswap_mm::codec::{Algorithm, Compressor, Decompressor};
+use uzswap_mm::lru::{Entry, Lru};
+use uzswap_mm::pagetable::{PageTable, Pte, Tag};
+use uzswap_mm::zone::{Kind, Zone};
+use uzswap_mm::zsmalloc::{Handle, ZsPool};
+
+/// Bytes of the largest block.
+pub const BLOCK: usize = 64 << 10;
+/// Pages of the largest block.
+pub const BLOCK_PAGES: usize = BLOCK / PAGE;
+
+/// A decompressed block kept for the neighbours of a page: a block is decompressed once.
+pub struct Decoded {
+    /// The object, None when the buffer holds nothing.
+    pub handle: Option<u32>,
+    /// Its pages.
+    pub bytes: Vec<u8>,
+}
+
+/// The tables.
+pub struct State {
+    /// Where memory is.
+    pub layout: Layout,
+    /// State of every page.
+    pub pt: PageTable,
+    /// Lists of resident and staged folios.
+    pub lru: Lru,
+    /// Slots of the arena.
+    pub zone: Zone,
+    /// Places in the pool.
+    pub pool: ZsPool,
+    /// Decompresses for faults.
+    pub decompressor: Decompressor,
+    /// Blocks decompressed lately, round robin.
+    pub decoded: Vec<Decoded>,
+    /// Next of `decoded` to reuse.
+    pub decoded_next: usize,
+    /// A buffer of a block, for swap-ins that find no free frame.
+    pub scratch: Vec<u8>,
+    /// Birth stamp of folios.
+    pub stamp: u32,
+    /// Evictions so far (pages, wrapping at 21 bits): the clock of refault distance.
+    pub evictions: u32,
+    /// Pages known to be in the program.
+    pub resident: usize,
+    /// Pages staged or being compressed.
+    pub staged: usize,
+    /// Pages in the pool whose page is out.
+    pub swapped: usize,
+    /// Pages evicted as zeros.
+    pub zeros: usize,
+    /// RssAnon of this process when last read, corrected by what was taken and given since (bytes).
+    pub rss: usize,
+    /// Ranges that must stay out (thread stacks, TLS), sorted by nothing in particular.
+    pub excluded: Vec<(usize, usize)>,
+    /// Ranges registered, as they were found.
+    pub managed: Vec<(usize, usize)>,
+    /// Ranges whose frames are shared after fork: to be un-shared outside the lock.
+    pub unshare: Vec<(usize, usize)>,
+    /// Recent ends of faults: a fault at one of them is sequential.
+    pub streams: [(u64, u8); 8],
+    /// Next of `streams` to reuse.
+    pub stream_next: usize,
+    /// The agreed compressor.
+    pub algorithm: Algorithm,
+    /// Buffers of the fault path's own reclaim.
+    pub direct: Option<Box<crate::reclaim::Batch>>,
+}
+
+impl State {
+    /// Empty tables over a layout.
+    pub fn new(layout: Layout, algorithm: Algorithm) -> Self {
+        Self {
+            layout,
+            pt: PageTable::new(),
+            lru: Lru::default(),
+            zone: Zone::new(layout.slots),
+            pool: ZsPool::new(arena::POOL_BYTES - (4 << 20)),
+            decompressor: Decompressor::new(),
+            decoded: (0..4).map(|_| Decoded { handle: None, bytes: vec![0; BLOCK] }).collect(),
+            decoded_next: 0,
+            scratch: vec![0; BLOCK],
+            stamp: 0,
+            evictions: 0,
+            resident: 0,
+            staged: 0,
+            swapped: 0,
+            zeros: 0,
+            rss: 0,
+            excluded: Vec::new(),
+            managed: Vec::new(),
+            unshare: Vec::new(),
+            streams: [(u64::MAX, 0); 8],
+            stream_next: 0,
+            algorithm,
+            direct: None,
+        }
+    }
+
+    /// A compressor as agreed, for one thread.
+    pub fn new_compressor(&self) -> Compressor {
+        Compressor::new(self.algorithm)
+    }
+
+    /// The whole object of a handle, header first.
+    ///
+    /// The slice is not tied to the state, so that tables can change while it is looked at: it must be dropped before
+    /// the object is freed or the lock released.
+    pub fn object<'a>(&self, handle: u32) -> &'a mut [u8] {
+        let (offset, pool) = (Handle::from_raw(handle).offset(), self.layout.pool as *mut u8);
+        // SAFETY: handles in page-table entries are live objects, and the lock is held (self is borrowed). The header
+        // is read first, to learn the length.
+        unsafe {
+            let head = Header::read(core::slice::from_raw_parts(pool.add(offset), 8));
+            core::slice::from_raw_parts_mut(pool.add(offset), object::head_bytes(head.order) + head.len)
+        }
+    }
+
+    /// Ends the reference of page `index` to an object; frees it with the last.
+    ///
+    /// # Panics
+    /// When the page did not refer to it.
+    pub fn release(&mut self, handle: u32, index: usize) {
+        let object = self.object(handle);
+        let mut head = Header::read(object);
+        assert!(head.live & (1 << index) != 0, "a page left an object it was not in");
+        head.live &= !(1 << index);
+        head.write(object);
+        if head.live == 0 {
+            for d in self.decoded.iter_mut().filter(|d| d.handle == Some(handle)) {
+                d.handle = None;
+            }
+            if let Some(freed) = self.pool.free(Handle::from_raw(handle)) {
+                self.rss = self.rss.saturating_sub(freed.len);
+                // SAFETY: the pool says that no object is left in the range.
+                unsafe { arena::discard(self.layout.pool + freed.offset, freed.len) };
+            }
+        }
+    }
+
+    /// Forgets what was known of a page whose entry was `pte` and has been replaced: frees what it held.
+    pub fn forget(&mut self, vpn: u64, pte: Pte) {
+        match pte.tag() {
+            Tag::None | Tag::Poisoned => {}
+            Tag::Zero => self.zeros -= 1,
+            Tag::Compressed => {
+                self.swapped -= 1;
+                self.release(pte.handle(), pte.index());
+            }
+            Tag::Resident => self.resident -= 1,
+            // A Busy page's slot belongs to the thread that compresses it, which gives it back.
+            Tag::Busy => self.staged -= 1,
+            Tag::Staged => {
+                self.staged -= 1;
+                self.zone.free(Kind::Frame, pte.aux(), 0);
+            }
+        }
+        if let Some(handle) = pte.copy() {
+            self.release(handle, self.copy_index(vpn, handle));
+        }
+    }
+
+    /// The index of a page in its kept copy (copies are kept only where the object is aligned to its pages).
+    pub fn copy_index(&self, vpn: u64, handle: u32) -> usize {
+        let order = self.object(handle)[5];
+        (vpn & ((1 << order) - 1)) as usize
+    }
+
+    /// Makes `n` pages resident (their entries become `pte_of(i)` plus a stamp) and lists them as folios.
+    pub fn list_resident(&mut self, vpn: u64, n: usize, active: bool, mut copy_of: impl FnMut(usize) -> Option<u32>) {
+        let (mut at, end) = (0, n as u64);
+        while at < end {
+            let align = (vpn + at).trailing_zeros().min(4) as u8;
+            let fit = (end - at).ilog2().min(4) as u8;
+            let order = align.min(fit);
+            self.stamp = (self.stamp + 1) & 0xffff;
+            for i in at..at + (1 << order) {
+                let mut pte = Pte::new(Tag::Resident, self.stamp);
+                if let Some(handle) = copy_of(i as usize) {
+                    pte = pte.with_copy(handle);
+                }
+                self.pt.set(vpn + i, pte);
+            }
+            let entry = Entry::new(vpn + at, order, self.stamp);
+            if active { self.lru.active.push(entry) } else { self.lru.inactive.push(entry) }
+            at += 1 << order;
+        }
+        self.resident += n;
+    }
+
+    /// Pages after `at`, up to `end`, that are resident too.
+    pub fn lru_run_to(&self, at: u64, end: u64) -> usize {
+        (at + 1..end).take_while(|v| self.pt.get(*v).tag() == Tag::Resident).count()
+    }
+
+    /// Bytes of the pager's own tables.
+    pub fn metadata_bytes(&self) -> usize {
+        self.pt.metadata_bytes()
+            + self.lru.inactive.metadata_bytes()
+            + self.lru.active.metadata_bytes()
+            + self.lru.staged.metadata_bytes()
+            + self.zone.metadata_bytes()
+            + self.pool.metadata_bytes()
+            + self.decoded.len() * BLOCK
+            + BLOCK
+    }
+}

@@ -1,0 +1,252 @@
+//! The ticker: the thread that is there from the start.
+//!
+//! It sleeps until the process has used some CPU time (a POSIX timer on the process's CPU clock: an idle program costs
+//! nothing), then reads RssAnon. Far below the limit that is all that ever happens: nothing is registered, no fault is
+//! slower. Near it the process *engages*: memory is registered, the handler and the reclaim thread start. From then on
+//! the ticker looks for memory that is resident but unknown, and sees to it that the handler, which runs at idle
+//! priority, is not starved.
+//!
+//! It owns a descriptor table of its own (shared with the other helpers), so the program can neither see nor close the
+//! userfaultfd, and the helpers hold none of the program's pipes open.
+
+use crate::arena::PAGE;
+use crate::pager::{FEATURES, Pager};
+use crate::state::State;
+use core::sync::atomic::Ordering::*;
+use uzswap_mm::zone::Kind;
+use uzswap_sys::raw::{self, Errno};
+use uzswap_sys::uffd::Uffd;
+use uzswap_sys::{lock, sys, thread};
+
+/// The signal that ends the ticker's sleep; it is only ever sent to that thread, which blocks it.
+const SIGNAL: i32 = 64;
+/// How fast a program may fill memory: bounds what can happen unseen between two looks (bytes per second of CPU).
+const FASTEST_FILL: usize = 3 << 30;
+
+/// Stack of helper `n`: 0 ticker, 1 handler, 2 reclaim.
+pub fn stack(pager: &Pager, n: usize) -> usize {
+    pager.layout.stacks + n * (thread::STACK_BYTES + PAGE)
+}
+
+impl Pager {
+    /// Starts the ticker; `entry` is [`start`] or [`start_in_child`].
+    ///
+    /// # Errors
+    /// `clone`'s.
+    pub fn spawn_ticker(&'static self, entry: extern "C" fn(usize) -> !) -> Result<(), Errno> {
+        // SAFETY: the stack is ours and unused (in a forked child: its former user does not exist here).
+        let tid = unsafe { thread::spawn(stack(self, 0), true, entry, core::ptr::from_ref(self) as usize) }?;
+        self.ticker.store(tid, Release);
+        Ok(())
+    }
+
+    /// Makes the ticker look now.
+    pub fn poke_ticker(&self) {
+        // SAFETY: a signal to our own thread, which waits for it.
+        let _ = unsafe { sys!(libc::SYS_tgkill, thread::getpid(), self.ticker.load(Acquire), SIGNAL) };
+    }
+
+    fn open_own_files(&self) {
+        // SAFETY: this thread's table is a copy that nobody else uses.
+        let _ = unsafe { sys!(libc::SYS_close_range, 0, u32::MAX, 0) };
+        let _ = raw::open(b"/dev/null\0", libc::O_RDWR);
+        self.statm.store(raw::open(b"/proc/self/statm\0", libc::O_RDONLY).unwrap_or(-1), Release);
+    }
+
+    fn ticker_loop(&'static self) -> ! {
+        let timer = Timer::new();
+        let mut unknown_before = 0;
+        let mut watch = Watch::default();
+        loop {
+            let mut nap = self.look(&mut unknown_before);
+            if self.watched.load(Relaxed) {
+                nap = nap.min(4_000_000);
+            }
+            timer.arm(nap);
+            wait_signal(self.watched.load(Relaxed).then_some(4_000_000));
+            watch.look_after_handler(self);
+        }
+    }
+
+    /// Reads where the process stands, engages or scans when it is time; returns the CPU time until the next look.
+    fn look(&'static self, unknown_before: &mut usize) -> u64 {
+        let rss = self.read_rss();
+        let wanted = self.scan_wanted.swap(false, AcqRel);
+        let total = rss + self.others_rss();
+        if !self.engaged.load(Acquire) {
+            self.group.peak.fetch_max(total as u64, Relaxed);
+            self.group.peak_held.fetch_max(total as u64, Relaxed);
+            let threshold = engage_threshold(self.limit());
+            let planned = self.planned.load(Relaxed);
+            if total >= threshold || (planned > 0 && total + planned >= threshold) {
+                if let Err(e) = self.engage() {
+                    self.say(b"uzswap: memory cannot be managed in this process (userfaultfd refused); it runs without a limit; see `uzswap doctor`\n");
+                    let _ = e;
+                    return u64::MAX >> 1;
+                }
+                return 1_000_000;
+            }
+            return ((threshold - total) as u64 * 1_000_000_000 / FASTEST_FILL as u64).max(1_000_000);
+        }
+        let mut s = self.state.lock();
+        s.rss = rss;
+        let known = (s.resident + s.staged + s.zone.free_slots(Kind::Frame)) * PAGE + s.pool.held_bytes();
+        let unknown = rss.saturating_sub(known);
+        if wanted || unknown > *unknown_before + (1 << 20) {
+            let _ = self.scan(&mut s);
+            let known = (s.resident + s.staged + s.zone.free_slots(Kind::Frame)) * PAGE + s.pool.held_bytes();
+            *unknown_before = rss.saturating_sub(known);
+        } else {
+            *unknown_before = unknown.min(*unknown_before);
+        }
+        self.publish(&s);
+        let over = self.excess(&s) + self.margin() as isize > 0;
+        drop(s);
+        if over {
+            self.wake_reclaim();
+        }
+        8_000_000
+    }
+
+    /// Registers memory and starts the helpers.
+    fn engage(&'static self) -> Result<(), Errno> {
+        let (uffd, _) = Uffd::open(FEATURES)?;
+        self.uffd.store(uffd.fd(), Release);
+        self.pagemap.store(raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY)?, Release);
+        uffd.register(self.layout.arena, self.layout.slots * PAGE)?;
+        self.spawn_helpers()?;
+        let mut s = self.state.lock();
+        self.scan(&mut s)?;
+        self.engaged.store(true, Release);
+        self.group.engaged.fetch_add(1, Relaxed);
+        drop(s);
+        self.wake_reclaim();
+        Ok(())
+    }
+
+    fn spawn_helpers(&'static self) -> Result<(), Errno> {
+        let me = core::ptr::from_ref(self) as usize;
+        // SAFETY: stacks of ours; the entries never return.
+        unsafe {
+            self.handler.store(thread::spawn(stack(self, 1), false, run_handler, me)?, Release);
+            thread::spawn(stack(self, 2), false, run_reclaim, me)?;
+        }
+        Ok(())
+    }
+
+    /// In a forked child, before the program's code runs: a new userfaultfd, everything registered again.
+    fn rearm(&'static self) -> Result<(), Errno> {
+        let (uffd, _) = Uffd::open(FEATURES)?;
+        self.uffd.store(uffd.fd(), Release);
+        self.pagemap.store(raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY)?, Release);
+        uffd.register(self.layout.arena, self.layout.slots * PAGE)?;
+        // SAFETY: the forking thread holds the lock and waits for us.
+        let s: &mut State = unsafe { self.state.assume_locked() };
+        s.managed.clear();
+        self.scan(s)?;
+        s.rss = self.read_rss();
+        self.spawn_helpers()
+    }
+}
+
+/// Where management starts.
+fn engage_threshold(limit: usize) -> usize {
+    (limit / 4 * 3).min(limit.saturating_sub(64 << 20)).max(limit / 2)
+}
+
+fn pager(arg: usize) -> &'static Pager {
+    // SAFETY: the argument is the leaked pager that started the thread.
+    unsafe { &*(arg as *const Pager) }
+}
+
+/// Entry of the ticker.
+pub extern "C" fn start(arg: usize) -> ! {
+    let p = pager(arg);
+    p.open_own_files();
+    p.ticker_loop()
+}
+
+/// Entry of the ticker in a forked child whose parent was engaged.
+pub extern "C" fn start_in_child(arg: usize) -> ! {
+    let p = pager(arg);
+    p.open_own_files();
+    let ok = p.rearm().is_ok();
+    p.ready.store(if ok { 1 } else { 2 }, Release);
+    lock::futex_wake(&p.ready, 1, false);
+    if !ok {
+        thread::exit();
+    }
+    p.ticker_loop()
+}
+
+extern "C" fn run_handler(arg: usize) -> ! {
+    pager(arg).handler_loop()
+}
+
+extern "C" fn run_reclaim(arg: usize) -> ! {
+    pager(arg).reclaim_loop()
+}
+
+/// Sees to it that the handler runs.
+#[derive(Default)]
+struct Watch {
+    seen: u64,
+    quiet: u32,
+    lifted: u32,
+}
+
+impl Watch {
+    fn look_after_handler(&mut self, p: &Pager) {
+        if !p.watched.load(Relaxed) {
+            return;
+        }
+        let handler = p.handler.load(Relaxed);
+        let progress = p.progress.load(Relaxed);
+        let moved = core::mem::replace(&mut self.seen, progress) != progress;
+        let asleep = p.asleep.load(SeqCst);
+        if !moved && !asleep && (p.state.is_locked() || p.uffd().wait(0)) {
+            // Runnable, with work, and not run for a whole look: compete as everybody else does.
+            thread::set_idle_policy(handler, false);
+            self.lifted = 25;
+        } else if self.lifted > 0 {
+            self.lifted -= 1;
+            if self.lifted == 0 {
+                thread::set_idle_policy(handler, true);
+            }
+        }
+        self.quiet = if moved || !asleep { 0 } else { self.quiet + 1 };
+        if self.quiet > 25 {
+            self.quiet = 0;
+            p.watched.store(false, SeqCst);
+        }
+    }
+}
+
+struct Timer(i32);
+
+impl Timer {
+    fn new() -> Self {
+        let mut id = 0i32;
+        // struct sigevent: value, signo, notify = SIGEV_THREAD_ID (4), tid.
+        let mut event = [0i32; 16];
+        (event[2], event[3], event[4]) = (SIGNAL, 4, thread::gettid());
+        // SAFETY: 64 bytes of sigevent and an int, ours.
+        let made = unsafe { sys!(libc::SYS_timer_create, libc::CLOCK_PROCESS_CPUTIME_ID, event.as_ptr(), &raw mut id) };
+        Self(if made.is_ok() { id } else { -1 })
+    }
+
+    fn arm(&self, ns: u64) {
+        let ns = ns.min(3_600_000_000_000);
+        let spec = [0i64, 0, (ns / 1_000_000_000) as i64, (ns % 1_000_000_000) as i64];
+        // SAFETY: an itimerspec of ours.
+        let _ = unsafe { sys!(libc::SYS_timer_settime, self.0, 0, spec.as_ptr(), 0) };
+    }
+}
+
+fn wait_signal(timeout_ns: Option<u64>) {
+    let set = 1u64 << (SIGNAL - 1);
+    let ts = timeout_ns.map(|ns| libc::timespec { tv_sec: 0, tv_nsec: ns as i64 });
+    let ptr = ts.as_ref().map_or(core::ptr::null(), core::ptr::from_ref);
+    // SAFETY: a signal set of 8 bytes and a timespec, ours.
+    let _ = unsafe { sys!(libc::SYS_rt_sigtimedwait, &raw const set, 0, ptr, 8) };
+}

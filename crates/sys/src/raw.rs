@@ -1,0 +1,106 @@
+//! System calls without libc: helper threads have no usable TLS, so nothing here may touch `errno`.
+
+use core::arch::asm;
+
+/// An error number, as the kernel returned it (positive).
+pub type Errno = i32;
+
+/// Makes a system call and returns the kernel's value, negative on error.
+///
+/// # Safety
+/// The arguments must be what the call `nr` expects; pointers must be valid for what it does with them.
+#[inline]
+pub unsafe fn syscall(nr: i64, a: [usize; 6]) -> isize {
+    let ret: isize;
+    // SAFETY: the caller vouches for the arguments; the clobbers are those of the x86-64 system call ABI.
+    unsafe {
+        asm!("syscall", inlateout("rax") nr as isize => ret, in("rdi") a[0], in("rsi") a[1], in("rdx") a[2],
+             in("r10") a[3], in("r8") a[4], in("r9") a[5], lateout("rcx") _, lateout("r11") _, options(nostack));
+    }
+    ret
+}
+
+/// Splits a kernel return value.
+#[inline]
+pub fn check(ret: isize) -> Result<usize, Errno> {
+    if (-4095..0).contains(&ret) { Err(-ret as Errno) } else { Ok(ret as usize) }
+}
+
+/// Makes a system call with up to six arguments: `sys!(nr, a, b…)`, giving `Result<usize, Errno>`.
+#[macro_export]
+macro_rules! sys {
+    ($nr:expr $(, $a:expr)* $(,)?) => {{
+        let given: &[usize] = &[$($a as usize),*];
+        let mut all = [0usize; 6];
+        all[..given.len()].copy_from_slice(given);
+        $crate::raw::check($crate::raw::syscall($nr, all))
+    }};
+}
+
+/// Closes a descriptor, ignoring errors.
+pub fn close(fd: i32) {
+    // SAFETY: closing a descriptor touches no memory.
+    let _ = unsafe { sys!(libc::SYS_close, fd) };
+}
+
+/// Opens a path given with its terminating NUL.
+///
+/// # Errors
+/// The kernel's.
+///
+/// # Panics
+/// When the path has no terminating NUL.
+pub fn open(path: &[u8], flags: i32) -> Result<i32, Errno> {
+    assert_eq!(path.last(), Some(&0));
+    // SAFETY: the path is a readable NUL-terminated string.
+    unsafe { sys!(libc::SYS_openat, libc::AT_FDCWD, path.as_ptr(), flags | libc::O_CLOEXEC, 0) }.map(|fd| fd as i32)
+}
+
+/// Reads at an offset into a buffer.
+///
+/// # Errors
+/// The kernel's.
+pub fn pread(fd: i32, buf: &mut [u8], at: u64) -> Result<usize, Errno> {
+    // SAFETY: the buffer is ours and as long as said.
+    unsafe { sys!(libc::SYS_pread64, fd, buf.as_mut_ptr(), buf.len(), at) }
+}
+
+/// Reads a whole small file (procfs) into `out`.
+///
+/// # Errors
+/// The kernel's.
+pub fn read_file(path: &[u8], out: &mut Vec<u8>) -> Result<(), Errno> {
+    let fd = open(path, libc::O_RDONLY)?;
+    out.clear();
+    loop {
+        let old = out.len();
+        out.resize(old + 65536, 0);
+        // SAFETY: the range just added is ours.
+        match unsafe { sys!(libc::SYS_read, fd, out[old..].as_mut_ptr(), 65536) } {
+            Ok(0) => {
+                out.truncate(old);
+                break;
+            }
+            Ok(n) => out.truncate(old + n),
+            Err(e) => {
+                close(fd);
+                return Err(e);
+            }
+        }
+    }
+    close(fd);
+    Ok(())
+}
+
+/// Writes a decimal number into a buffer and returns what it wrote (no allocation).
+pub fn decimal(mut v: u64, buf: &mut [u8; 20]) -> &[u8] {
+    let mut i = 20;
+    loop {
+        i -= 1;
+        buf[i] = b'0' + (v % 10) as u8;
+        v /= 10;
+        if v == 0 {
+            return &buf[i..];
+        }
+    }
+}

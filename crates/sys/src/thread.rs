@@ -1,0 +1,132 @@
+//! Helper threads made with `clone` directly.
+//!
+//! libc does not know them: they hold none of its locks, own no TLS of its, do not keep the process alive after
+//! `pthread_exit`, and may be started in a forked child before libc has put itself in order. They may therefore use
+//! nothing of libc or std that needs TLS. All signals are blocked in them.
+
+use crate::raw::Errno;
+use crate::sys;
+use core::arch::asm;
+
+/// Bytes mapped for each helper (its stack grows down from the TLS block at the top).
+pub const STACK_BYTES: usize = 512 << 10;
+
+/// Starts `entry(arg)` on the stack `[stack, stack + STACK_BYTES)` and returns its thread id.
+///
+/// With `own_files` the thread gets a descriptor table of its own (a copy), which the program cannot close.
+///
+/// # Errors
+/// `clone`'s.
+///
+/// # Safety
+/// The stack must be zeroed or unused memory that stays mapped; `entry` must never return, and must obey the rules of
+/// this module.
+pub unsafe fn spawn(stack: usize, own_files: bool, entry: extern "C" fn(usize) -> !, arg: usize) -> Result<i32, Errno> {
+    let tls = stack + STACK_BYTES - 4096;
+    // SAFETY: the block lies in the caller's stack memory; the words are the self pointers the ABI wants at %fs.
+    unsafe {
+        (tls as *mut usize).write(tls);
+        ((tls + 16) as *mut usize).write(tls);
+    }
+    // Room below %fs stays unused, so a stray write to a TLS variable of libc's (errno) hits nothing.
+    let top = (tls - 16384) & !15;
+    let mut flags = libc::CLONE_VM | libc::CLONE_FS | libc::CLONE_SIGHAND | libc::CLONE_THREAD | libc::CLONE_SYSVSEM | libc::CLONE_SETTLS;
+    if !own_files {
+        flags |= libc::CLONE_FILES;
+    }
+    let mut old = 0u64;
+    let all = !0u64;
+    // The child inherits the mask: block everything before, restore after.
+    // SAFETY: masks of 8 bytes, ours.
+    unsafe { sys!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const all, &raw mut old, 8) }?;
+    let ret: isize;
+    // SAFETY: the child runs on its own stack and jumps to `entry`, never returning here.
+    unsafe {
+        asm!("syscall",
+             "test rax, rax",
+             "jnz 2f",
+             "xor ebp, ebp",
+             "mov rdi, r13",
+             "call r12",
+             "ud2",
+             "2:",
+             inlateout("rax") libc::SYS_clone as isize => ret, in("rdi") flags, in("rsi") top, in("rdx") 0, in("r10") 0,
+             in("r8") tls, in("r12") entry, in("r13") arg, lateout("rcx") _, lateout("r11") _);
+    }
+    // SAFETY: as above.
+    unsafe { sys!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const old, 0, 8) }?;
+    crate::raw::check(ret).map(|t| t as i32)
+}
+
+/// Ends the calling helper.
+pub fn exit() -> ! {
+    loop {
+        // SAFETY: ends this thread.
+        let _ = unsafe { sys!(libc::SYS_exit, 0) };
+    }
+}
+
+/// The caller's thread id.
+pub fn gettid() -> i32 {
+    // SAFETY: no arguments.
+    unsafe { sys!(libc::SYS_gettid) }.unwrap_or(0) as i32
+}
+
+/// The process id.
+pub fn getpid() -> i32 {
+    // SAFETY: no arguments.
+    unsafe { sys!(libc::SYS_getpid) }.unwrap_or(0) as i32
+}
+
+/// Sleeps.
+pub fn sleep_ns(ns: u64) {
+    let ts = libc::timespec { tv_sec: (ns / 1_000_000_000) as i64, tv_nsec: (ns % 1_000_000_000) as i64 };
+    // SAFETY: our timespec.
+    let _ = unsafe { sys!(libc::SYS_nanosleep, &raw const ts, 0) };
+}
+
+/// Monotonic time in nanoseconds.
+pub fn now_ns() -> u64 {
+    let mut ts = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: our timespec. (The vDSO would do without a system call, but is reached through libc.)
+    let _ = unsafe { sys!(libc::SYS_clock_gettime, libc::CLOCK_MONOTONIC, &raw mut ts) };
+    ts.tv_sec as u64 * 1_000_000_000 + ts.tv_nsec as u64
+}
+
+/// Sets the scheduling policy of a thread: `SCHED_IDLE` or `SCHED_OTHER`.
+pub fn set_idle_policy(tid: i32, idle: bool) {
+    let policy = if idle { libc::SCHED_IDLE } else { libc::SCHED_OTHER };
+    let param = 0i32;
+    // SAFETY: sched_param is one int.
+    let _ = unsafe { sys!(libc::SYS_sched_setscheduler, tid, policy, &raw const param) };
+}
+
+/// Pins the calling thread to one CPU.
+pub fn pin_to_cpu(cpu: usize) {
+    let mut set = [0u64; 16];
+    if cpu < 1024 {
+        set[cpu / 64] |= 1 << (cpu % 64);
+        // SAFETY: the set is 128 bytes.
+        let _ = unsafe { sys!(libc::SYS_sched_setaffinity, 0, 128, set.as_ptr()) };
+    }
+}
+
+/// The CPU on which thread `tid` of this process last ran.
+pub fn cpu_of(tid: u32) -> Option<usize> {
+    let mut path = [0u8; 64];
+    let mut n = 0;
+    let mut buf = [0; 20];
+    for part in [b"/proc/self/task/".as_slice(), crate::raw::decimal(tid as u64, &mut buf), b"/stat\0"] {
+        path[n..n + part.len()].copy_from_slice(part);
+        n += part.len();
+    }
+    let fd = crate::raw::open(&path[..n], libc::O_RDONLY).ok()?;
+    let mut text = [0u8; 512];
+    let got = crate::raw::pread(fd, &mut text, 0);
+    crate::raw::close(fd);
+    let text = &text[..got.ok()?];
+    let after = text.iter().rposition(|c| *c == b')')? + 2;
+    // Field 39 of proc_pid_stat(5) is the processor; the state after the name is field 3.
+    let field = text[after..].split(|c| *c == b' ').nth(36)?;
+    core::str::from_utf8(field).ok()?.parse().ok()
+}

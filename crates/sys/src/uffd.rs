@@ -1,0 +1,237 @@
+//! userfaultfd(2): the descriptor, its ioctls and its messages.
+//!
+//! Since: the call 4.3, `/dev/userfaultfd` 6.1, `POISON` 6.6, `MOVE` 6.8. While an unmap, remap or remove event is
+//! unread every filling ioctl answers `EAGAIN`: read the event, then retry.
+
+use crate::raw::{self, Errno};
+use crate::sys;
+
+/// Threads' ids come with faults.
+pub const FEATURE_THREAD_ID: u64 = 1 << 8;
+/// Moves of registered memory are told.
+pub const FEATURE_EVENT_REMAP: u64 = 1 << 2;
+/// `madvise(DONTNEED, FREE, REMOVE)` is told before it happens.
+pub const FEATURE_EVENT_REMOVE: u64 = 1 << 3;
+/// Unmapping is told after it happened.
+pub const FEATURE_EVENT_UNMAP: u64 = 1 << 6;
+/// Faults are signals to the faulting thread.
+pub const FEATURE_SIGBUS: u64 = 1 << 7;
+/// `UFFDIO_POISON` is there.
+pub const FEATURE_POISON: u64 = 1 << 14;
+/// `UFFDIO_MOVE` is there.
+pub const FEATURE_MOVE: u64 = 1 << 16;
+
+const fn iowr(dir: u64, nr: u64, size: u64) -> u64 {
+    (dir << 30) | (size << 16) | (0xaa << 8) | nr
+}
+const API: u64 = iowr(3, 0x3f, 24);
+const REGISTER: u64 = iowr(3, 0, 32);
+const UNREGISTER: u64 = iowr(2, 1, 16);
+const WAKE: u64 = iowr(2, 2, 16);
+const COPY: u64 = iowr(3, 3, 40);
+const MOVE: u64 = iowr(3, 5, 40);
+const POISON: u64 = iowr(3, 8, 32);
+
+/// How the descriptor was obtained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Via {
+    /// `/dev/userfaultfd`.
+    Device,
+    /// The system call, with the right to serve the kernel's own faults.
+    Syscall,
+}
+
+/// A message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Message {
+    /// A thread touched a missing page.
+    Fault {
+        /// The address touched, rounded down to its page.
+        address: usize,
+        /// Whether it was a write.
+        write: bool,
+        /// The thread.
+        tid: u32,
+    },
+    /// The range was moved by mremap.
+    Remap {
+        /// Where it was.
+        from: usize,
+        /// Where it is.
+        to: usize,
+        /// Its old length in bytes.
+        len: usize,
+    },
+    /// The range's contents are about to be dropped (`madvise`), or its mapping is gone.
+    Gone {
+        /// First byte.
+        start: usize,
+        /// One past the last byte.
+        end: usize,
+    },
+    /// Something this code does not know.
+    Unknown(u8),
+}
+
+/// A userfaultfd descriptor.
+#[derive(Debug)]
+pub struct Uffd {
+    fd: i32,
+}
+
+/// Partial result of a filling ioctl: bytes done before the error, and the error.
+pub type Partial = (usize, Errno);
+
+impl Uffd {
+    /// Opens a non-blocking descriptor that also serves faults of the kernel, and agrees on `features`.
+    ///
+    /// # Errors
+    /// The last error of the two ways tried (`EPERM`: no access; `EINVAL`: a feature is missing).
+    pub fn open(features: u64) -> Result<(Self, Via), Errno> {
+        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+        let (fd, via) = match raw::open(b"/dev/userfaultfd\0", libc::O_RDWR) {
+            Ok(dev) => {
+                // SAFETY: _IO(0xAA, 0) takes flags and touches no memory.
+                let fd = unsafe { sys!(libc::SYS_ioctl, dev, 0xaa00, flags) };
+                raw::close(dev);
+                (fd?, Via::Device)
+            }
+            // SAFETY: the call takes flags only.
+            Err(_) => (unsafe { sys!(libc::SYS_userfaultfd, flags) }?, Via::Syscall),
+        };
+        let uffd = Self { fd: fd as i32 };
+        let mut api = [0xaa_u64, features, 0];
+        uffd.ioctl(API, api.as_mut_ptr())?;
+        Ok((uffd, via))
+    }
+
+    /// Wraps a descriptor that is open.
+    pub fn from_raw(fd: i32) -> Self {
+        Self { fd }
+    }
+
+    /// The number of the descriptor.
+    pub fn fd(&self) -> i32 {
+        self.fd
+    }
+
+    fn ioctl(&self, nr: u64, arg: *mut u64) -> Result<usize, Errno> {
+        // SAFETY: every caller in this file passes an array as large as the ioctl's structure.
+        unsafe { sys!(libc::SYS_ioctl, self.fd, nr, arg) }
+    }
+
+    /// Registers a range for missing-page faults.
+    ///
+    /// # Errors
+    /// `EINVAL`/`ENOMEM`: not (all) anonymous memory; `EBUSY`: another descriptor has it.
+    pub fn register(&self, start: usize, len: usize) -> Result<(), Errno> {
+        let mut a = [start as u64, len as u64, 1, 0];
+        self.ioctl(REGISTER, a.as_mut_ptr()).map(drop)
+    }
+
+    /// Ends the registration of a range; its missing pages then read as zeros.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn unregister(&self, start: usize, len: usize) -> Result<(), Errno> {
+        let mut a = [start as u64, len as u64];
+        self.ioctl(UNREGISTER, a.as_mut_ptr()).map(drop)
+    }
+
+    /// Wakes the threads that wait in a range.
+    pub fn wake(&self, start: usize, len: usize) {
+        let mut a = [start as u64, len as u64];
+        let _ = self.ioctl(WAKE, a.as_mut_ptr());
+    }
+
+    fn fill(&self, nr: u64, a: &mut [u64], len: usize) -> Result<(), Partial> {
+        let last = a.len() - 1;
+        a[last] = 0;
+        match self.ioctl(nr, a.as_mut_ptr()) {
+            Ok(_) => Ok(()),
+            Err(e) => {
+                let done = a[last] as i64;
+                Err((if done > 0 { (done as usize).min(len) } else { 0 }, e))
+            }
+        }
+    }
+
+    /// Fills missing pages with copies.
+    ///
+    /// # Errors
+    /// `EEXIST`: a page is there; `EAGAIN`: partial, or an event is unread; `ENOENT`: not mapped any more.
+    ///
+    /// # Safety
+    /// `src` must be readable for `len` bytes.
+    pub unsafe fn copy(&self, dst: usize, src: usize, len: usize) -> Result<(), Partial> {
+        self.fill(COPY, &mut [dst as u64, src as u64, len as u64, 0, 0], len)
+    }
+
+    /// Moves the frames of `src` to the missing pages of `dst`, which must be registered; `src` is then missing.
+    ///
+    /// # Errors
+    /// `EBUSY`: shared after fork or pinned; `EEXIST`: `dst` is there; `ENOENT`: a hole in `src`; `EINVAL`: the two
+    /// mappings differ in protection or locking; `EAGAIN`: partial, or an event is unread.
+    ///
+    /// # Safety
+    /// No reference into `src` may be alive.
+    pub unsafe fn move_pages(&self, dst: usize, src: usize, len: usize) -> Result<(), Partial> {
+        self.fill(MOVE, &mut [dst as u64, src as u64, len as u64, 0, 0], len)
+    }
+
+    /// Makes every access to missing pages of the range raise SIGBUS.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn poison(&self, start: usize, len: usize) -> Result<(), Partial> {
+        self.fill(POISON, &mut [start as u64, len as u64, 0, 0], len)
+    }
+
+    /// Reads one message, if there is one.
+    ///
+    /// # Errors
+    /// The kernel's, other than `EAGAIN`.
+    pub fn read(&self) -> Result<Option<Message>, Errno> {
+        let mut m = [0u64; 4];
+        // SAFETY: the buffer holds one message (32 bytes).
+        match unsafe { sys!(libc::SYS_read, self.fd, m.as_mut_ptr(), 32) } {
+            Ok(_) => Ok(Some(decode(&m))),
+            Err(libc::EAGAIN) => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Sleeps until there is a message, or for `timeout_ms` (-1: for ever). Tells whether there is one.
+    pub fn wait(&self, timeout_ms: i32) -> bool {
+        let mut p = libc::pollfd { fd: self.fd, events: libc::POLLIN, revents: 0 };
+        // SAFETY: one pollfd of ours.
+        let ready = unsafe { sys!(libc::SYS_poll, &raw mut p, 1, timeout_ms) };
+        ready == Ok(1)
+    }
+}
+
+fn decode(m: &[u64; 4]) -> Message {
+    let event = m[0] as u8;
+    match event {
+        0x12 => Message::Fault { address: (m[2] & !4095) as usize, write: m[1] & 1 != 0, tid: m[3] as u32 },
+        0x14 => Message::Remap { from: m[1] as usize, to: m[2] as usize, len: m[3] as usize },
+        0x15 | 0x16 => Message::Gone { start: m[1] as usize, end: m[2] as usize },
+        other => Message::Unknown(other),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_decode() {
+        assert_eq!(
+            decode(&[0x12, 1, 0x7000_0123, 42]),
+            Message::Fault { address: 0x7000_0000, write: true, tid: 42 }
+        );
+        assert_eq!(decode(&[0x14, 1, 2, 3]), Message::Remap { from: 1, to: 2, len: 3 });
+        assert_eq!(decode(&[0x16, 1, 2, 0]), Message::Gone { start: 1, end: 2 });
+        assert_eq!(decode(&[0x99, 0, 0, 0]), Message::Unknown(0x99));
+    }
+}
