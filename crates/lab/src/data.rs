@@ -31,23 +31,12 @@ impl Source {
             return Err(io::Error::other("no whole page in it"));
         }
         // SAFETY: a new shared read-only mapping of a file nobody changes while the lab runs.
-        let base = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                len,
-                libc::PROT_READ,
-                libc::MAP_SHARED,
-                file.as_raw_fd(),
-                0,
-            )
-        };
+        let base =
+            unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0) };
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        Ok(Self::fold(Bytes::Mapped {
-            base: base.cast(),
-            len,
-        }))
+        Ok(Self::fold(Bytes::Mapped { base: base.cast(), len }))
     }
 
     /// A source from bytes at hand, whole pages of them.
@@ -57,13 +46,9 @@ impl Source {
     }
 
     fn fold(bytes: Bytes) -> Self {
-        let mut source = Self {
-            bytes,
-            folded: Vec::new(),
-        };
-        source.folded = (0..source.pages())
-            .map(|page| (1..PAGE / 8).fold(0, |all, word| all ^ source.word(page, word)))
-            .collect();
+        let mut source = Self { bytes, folded: Vec::new() };
+        source.folded =
+            (0..source.pages()).map(|page| (1..PAGE / 8).fold(0, |all, word| all ^ source.word(page, word))).collect();
         source
     }
 
@@ -120,31 +105,20 @@ pub fn write(path: &Path, len: u64, python: Option<&Path>) -> Result<String, Str
     let fail = |e: io::Error| format!("cannot write {}: {e}", path.display());
     let mut out = Vec::with_capacity(len as usize);
     let mut parts = Vec::new();
-    let mut part =
-        |out: &mut Vec<u8>, name: &str, upto: u64, fill: &mut dyn FnMut(&mut Vec<u8>, usize)| {
-            let before = out.len();
-            fill(out, upto as usize);
-            out.truncate(out.len() / PAGE * PAGE);
-            parts.push(format!(
-                "{} of {name}",
-                crate::size::mib((out.len() - before) as u64)
-            ));
-        };
+    let mut part = |out: &mut Vec<u8>, name: &str, upto: u64, fill: &mut dyn FnMut(&mut Vec<u8>, usize)| {
+        let before = out.len();
+        fill(out, upto as usize);
+        out.truncate(out.len() / PAGE * PAGE);
+        parts.push(format!("{} of {name}", crate::size::mib((out.len() - before) as u64)));
+    };
     if let Some(python) = python {
-        part(&mut out, "a Python heap", len / 4, &mut |out, upto| {
-            python_heap(python, out, upto)
-        });
+        part(&mut out, "a Python heap", len / 4, &mut |out, upto| python_heap(python, out, upto));
     }
-    part(
-        &mut out,
-        "Python sources and bytecode",
-        len / 2,
-        &mut |out, upto| {
-            for file in python_files() {
-                append(&file, out, upto);
-            }
-        },
-    );
+    part(&mut out, "Python sources and bytecode", len / 2, &mut |out, upto| {
+        for file in python_files() {
+            append(&file, out, upto);
+        }
+    });
     part(&mut out, "shared libraries", len, &mut |out, upto| {
         for file in libraries() {
             append(&file, out, upto);
@@ -176,43 +150,24 @@ fn append(path: &Path, out: &mut Vec<u8>, upto: usize) {
 }
 
 fn sorted(dir: &Path) -> Vec<PathBuf> {
-    let mut entries: Vec<_> = fs::read_dir(dir)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|e| e.path())
-        .collect();
+    let mut entries: Vec<_> = fs::read_dir(dir).into_iter().flatten().flatten().map(|e| e.path()).collect();
     entries.sort();
     entries
 }
 
 fn libraries() -> Vec<PathBuf> {
-    let dirs = [
-        "/usr/lib/x86_64-linux-gnu",
-        "/usr/lib/aarch64-linux-gnu",
-        "/usr/lib64",
-        "/usr/lib",
-    ];
+    let dirs = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib"];
     let is_library = |p: &PathBuf| {
-        p.is_file()
-            && !p.is_symlink()
-            && p.file_name()
-                .is_some_and(|n| n.to_string_lossy().contains(".so"))
+        p.is_file() && !p.is_symlink() && p.file_name().is_some_and(|n| n.to_string_lossy().contains(".so"))
     };
-    dirs.iter()
-        .flat_map(|d| sorted(Path::new(d)))
-        .filter(is_library)
-        .collect()
+    dirs.iter().flat_map(|d| sorted(Path::new(d))).filter(is_library).collect()
 }
 
 fn python_files() -> Vec<PathBuf> {
     let mut files = Vec::new();
     let mut dirs: Vec<PathBuf> = sorted(Path::new("/usr/lib"))
         .into_iter()
-        .filter(|p| {
-            p.file_name()
-                .is_some_and(|n| n.to_string_lossy().starts_with("python3"))
-        })
+        .filter(|p| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python3")))
         .collect();
     while let Some(dir) = dirs.pop() {
         for path in sorted(&dir) {
@@ -280,13 +235,7 @@ mod tests {
         let source = Source::open(&path).unwrap();
         fs::remove_file(&path).unwrap();
         assert!(source.pages() >= 2048);
-        let zero = (0..source.pages())
-            .filter(|p| source.page(*p).iter().all(|b| *b == 0))
-            .count();
-        assert!(
-            zero < source.pages() / 4,
-            "{zero} zero pages of {}",
-            source.pages()
-        );
+        let zero = (0..source.pages()).filter(|p| source.page(*p).iter().all(|b| *b == 0)).count();
+        assert!(zero < source.pages() / 4, "{zero} zero pages of {}", source.pages());
     }
 }

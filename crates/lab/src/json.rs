@@ -48,21 +48,13 @@ impl Row {
     /// A row without values.
     #[must_use]
     pub fn new(name: impl Into<String>, unit: &'static str) -> Self {
-        Self {
-            name: name.into(),
-            unit,
-            values: Map::new(),
-        }
+        Self { name: name.into(), unit, values: Map::new() }
     }
 
     /// Adds a value, if there is one.
     pub fn put(&mut self, subject: &str, value: Option<f64>) {
-        if let Some(number) = value
-            .map(crate::stats::round)
-            .and_then(serde_json::Number::from_f64)
-        {
-            self.values
-                .insert(subject.to_owned(), Value::Number(number));
+        if let Some(number) = value.map(crate::stats::round).and_then(serde_json::Number::from_f64) {
+            self.values.insert(subject.to_owned(), Value::Number(number));
         }
     }
 
@@ -78,24 +70,14 @@ impl Verdict {
     #[must_use]
     pub fn at_least(what: &str, target: f64, measured: f64) -> Self {
         let what = format!("{what}, at least");
-        Self {
-            what,
-            target,
-            measured: crate::stats::round(measured),
-            met: measured >= target,
-        }
+        Self { what, target, measured: crate::stats::round(measured), met: measured >= target }
     }
 
     /// Met when `measured` is at most `target`.
     #[must_use]
     pub fn at_most(what: &str, target: f64, measured: f64) -> Self {
         let what = format!("{what}, at most");
-        Self {
-            what,
-            target,
-            measured: crate::stats::round(measured),
-            met: measured <= target,
-        }
+        Self { what, target, measured: crate::stats::round(measured), met: measured <= target }
     }
 }
 
@@ -126,34 +108,17 @@ mod tests {
             machine: crate::machine::describe(),
             settings: Map::new(),
             rows: vec![row],
-            verdicts: vec![
-                Verdict::at_least("fill", 4.0, 3.9),
-                Verdict::at_most("overshoot", 16.0, 3.0),
-            ],
+            verdicts: vec![Verdict::at_least("fill", 4.0, 3.9), Verdict::at_most("overshoot", 16.0, 3.0)],
         };
-        let value: Value =
-            serde_json::from_str(&serde_json::to_string(&findings).unwrap()).unwrap();
+        let value: Value = serde_json::from_str(&serde_json::to_string(&findings).unwrap()).unwrap();
         let keys: Vec<_> = value.as_object().unwrap().keys().cloned().collect();
-        assert_eq!(
-            keys,
-            ["experiment", "machine", "settings", "rows", "verdicts"]
-        );
+        assert_eq!(keys, ["experiment", "machine", "settings", "rows", "verdicts"]);
         assert!(value["machine"]["cpus"].as_u64().unwrap() > 0);
-        assert_eq!(
-            value["rows"][0]
-                .as_object()
-                .unwrap()
-                .keys()
-                .collect::<Vec<_>>(),
-            ["name", "unit", "values"]
-        );
+        assert_eq!(value["rows"][0].as_object().unwrap().keys().collect::<Vec<_>>(), ["name", "unit", "values"]);
         assert_eq!(value["rows"][0]["values"].as_object().unwrap().len(), 1);
         assert_eq!(value["rows"][0]["values"]["zswap"], 106.2);
         let verdict = value["verdicts"][0].as_object().unwrap();
-        assert_eq!(
-            verdict.keys().collect::<Vec<_>>(),
-            ["what", "target", "measured", "met"]
-        );
+        assert_eq!(verdict.keys().collect::<Vec<_>>(), ["what", "target", "measured", "met"]);
         assert_eq!(verdict["met"], false);
         assert_eq!(value["verdicts"][1]["met"], true);
     }

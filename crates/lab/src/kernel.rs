@@ -110,11 +110,7 @@ enum Stop {
 
 impl From<String> for Stop {
     fn from(reason: String) -> Self {
-        if process::interrupted() {
-            Self::Interrupted
-        } else {
-            Self::Failed(reason)
-        }
+        if process::interrupted() { Self::Interrupted } else { Self::Failed(reason) }
     }
 }
 
@@ -162,19 +158,13 @@ struct Lab<'a> {
 /// Whether everything read was right.
 fn experiment(args: &Args) -> Result<bool, Stop> {
     let start = Instant::now();
-    let limit = args
-        .memory
-        .unwrap_or(if args.quick { 64 * MIB } else { 256 * MIB });
+    let limit = args.memory.unwrap_or(if args.quick { 64 * MIB } else { 256 * MIB });
     if limit < 16 * MIB {
         return Err(Stop::Failed("--memory is to be 16M or more".to_owned()));
     }
     let exe = std::env::current_exe().map_err(|e| e.to_string())?;
     let keeper = Keeper::start()?;
-    let dir = args
-        .dir
-        .clone()
-        .unwrap_or_else(std::env::temp_dir)
-        .join(format!("uzswap-lab-{}", std::process::id()));
+    let dir = args.dir.clone().unwrap_or_else(std::env::temp_dir).join(format!("uzswap-lab-{}", std::process::id()));
     let _dir = keeper.will_undo(Step::RemoveDir(dir.clone()))?;
     std::fs::create_dir_all(&dir).map_err(|e| format!("cannot make {}: {e}", dir.display()))?;
     let python = programs::python();
@@ -208,10 +198,7 @@ fn experiment(args: &Args) -> Result<bool, Stop> {
     if wants("programs") || wants("overhead") {
         let (programs, missing) = programs::all(&lab.dir, python.as_deref(), args.quick)?;
         if !missing.is_empty() {
-            lab.notes.push(format!(
-                "Not on this machine, so not measured: {}.",
-                missing.join(", ")
-            ));
+            lab.notes.push(format!("Not on this machine, so not measured: {}.", missing.join(", ")));
         }
         if wants("programs") {
             lab.programs(&programs)?;
@@ -227,8 +214,7 @@ fn experiment(args: &Args) -> Result<bool, Stop> {
         ));
     }
     for (subject, reason) in &lab.out {
-        lab.notes
-            .push(format!("Not measured: {}: {reason}.", subject.title()));
+        lab.notes.push(format!("Not measured: {}: {reason}.", subject.title()));
     }
     let settings = json!({
         "limit_bytes": lab.limit, "data_bytes": lab.size, "runs": lab.runs, "quick": lab.quick, "threads": 1,
@@ -253,18 +239,9 @@ fn experiment(args: &Args) -> Result<bool, Stop> {
         lab.runs,
         if lab.runs == 1 { "run" } else { "runs" },
     );
-    print!(
-        "{}",
-        table::render(
-            &findings,
-            &Subject::ALL.map(|s| (s.key(), s.title())),
-            &lab.notes
-        )
-    );
+    print!("{}", table::render(&findings, &Subject::ALL.map(|s| (s.key(), s.title())), &lab.notes));
     if let Some(path) = &args.json {
-        findings
-            .write(path)
-            .map_err(|e| format!("cannot write {}: {e}", path.display()))?;
+        findings.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
     }
     Ok(lab.right)
 }
@@ -276,13 +253,7 @@ impl Lab<'_> {
 
     /// Runs `argv` as the subject does, under `limit`. The kernel's OOM killer at times ends a program in a small cgroup
     /// although there is swap; such a run is done again, four times at most, and told in the notes.
-    fn run(
-        &self,
-        subject: Subject,
-        argv: &[OsString],
-        limit: u64,
-        with: &With,
-    ) -> Result<Outcome, String> {
+    fn run(&self, subject: Subject, argv: &[OsString], limit: u64, with: &With) -> Result<Outcome, String> {
         for _ in 0..4 {
             let (outcome, oom) = self.run_once(subject, argv, limit, with)?;
             if !oom {
@@ -293,9 +264,7 @@ impl Lab<'_> {
         let (outcome, oom) = self.run_once(subject, argv, limit, with)?;
         if oom {
             *self.oom.borrow_mut().entry(subject).or_default() += 1;
-            return Err(
-                "killed five times by the kernel's OOM killer, with swap to spare".to_owned(),
-            );
+            return Err("killed five times by the kernel's OOM killer, with swap to spare".to_owned());
         }
         Ok(outcome)
     }
@@ -325,13 +294,7 @@ impl Lab<'_> {
             _ => None,
         };
         let ready = match peer {
-            Some(peer) => Some(peers::set_up(
-                self.keeper,
-                peer,
-                limit,
-                self.swap,
-                &self.dir,
-            )?),
+            Some(peer) => Some(peers::set_up(self.keeper, peer, limit, self.swap, &self.dir)?),
             None => None,
         };
         spec.cgroup = ready.as_ref().map(|ready| ready.cgroup().to_owned());
@@ -353,19 +316,10 @@ impl Lab<'_> {
 
     /// Tells early whether there is a `run` to measure.
     fn try_run(&mut self) {
-        let done = self.run(
-            RunCharged,
-            &["/bin/true".into()],
-            self.limit,
-            &With::default(),
-        );
+        let done = self.run(RunCharged, &["/bin/true".into()], self.limit, &With::default());
         if let Err(reason) = done.and_then(|outcome| outcome.ok(With::default().timeout)) {
-            self.out
-                .insert(Run, format!("`uzswap run` does not work here: {reason}"));
-            self.out.insert(
-                RunCharged,
-                format!("`uzswap run` does not work here: {reason}"),
-            );
+            self.out.insert(Run, format!("`uzswap run` does not work here: {reason}"));
+            self.out.insert(RunCharged, format!("`uzswap run` does not work here: {reason}"));
         }
     }
 
@@ -383,21 +337,13 @@ impl Lab<'_> {
     }
 
     /// One worker under one subject: its report and how it was seen from outside.
-    fn work(
-        &mut self,
-        subject: Subject,
-        more: &[&str],
-        with: &With,
-    ) -> Result<(worker::Report, Outcome), String> {
+    fn work(&mut self, subject: Subject, more: &[&str], with: &With) -> Result<(worker::Report, Outcome), String> {
         let outcome = self.run(subject, &self.worker(subject, more), self.limit, with)?;
         let line = String::from_utf8_lossy(&outcome.stdout);
         let report: worker::Report = match serde_json::from_str(line.trim()) {
             Ok(report) => report,
             Err(_) => {
-                return Err(outcome
-                    .ok(with.timeout)
-                    .err()
-                    .unwrap_or_else(|| "said nothing".to_owned()));
+                return Err(outcome.ok(with.timeout).err().unwrap_or_else(|| "said nothing".to_owned()));
             }
         };
         if report.corrupt {
@@ -420,19 +366,12 @@ impl Lab<'_> {
                 if self.out.contains_key(&subject) {
                     continue;
                 }
-                self.say(&format!(
-                    "run {} of {}: memory, {}",
-                    run + 1,
-                    self.runs,
-                    subject.title()
-                ));
+                self.say(&format!("run {} of {}: memory, {}", run + 1, self.runs, subject.title()));
                 match self.work(subject, &[], &With::default()) {
                     Ok((report, outcome)) => {
                         let peak = peaks.entry(subject).or_default();
                         *peak = peak.max(outcome.peak_anon as f64);
-                        for (workload, figure) in
-                            report.done.iter().filter_map(worker::Done::figure)
-                        {
+                        for (workload, figure) in report.done.iter().filter_map(worker::Done::figure) {
                             figures.entry((workload, subject)).or_default().push(figure);
                         }
                     }
@@ -446,15 +385,9 @@ impl Lab<'_> {
             }
         }
         for workload in Workload::ALL {
-            let mut row = Row::new(
-                workload.name(),
-                if workload.per_access() { "ns" } else { "MB/s" },
-            );
+            let mut row = Row::new(workload.name(), if workload.per_access() { "ns" } else { "MB/s" });
             for subject in subjects {
-                row.put(
-                    subject.key(),
-                    figures.get(&(workload, subject)).and_then(|f| median(f)),
-                );
+                row.put(subject.key(), figures.get(&(workload, subject)).and_then(|f| median(f)));
             }
             self.rows.push(row);
         }
@@ -465,10 +398,7 @@ impl Lab<'_> {
         self.rows.push(row);
         // A subject that held nearly all of it in memory was not limited; how fast it was says nothing.
         for subject in [Run, Library] {
-            if peaks
-                .get(&subject)
-                .is_some_and(|peak| *peak > 0.95 * self.size as f64)
-            {
+            if peaks.get(&subject).is_some_and(|peak| *peak > 0.95 * self.size as f64) {
                 self.notes.push(format!(
                     "{} held {} of the {} in memory: it was not limited, and its figures are not compared.",
                     subject.title(),
@@ -503,19 +433,10 @@ impl Lab<'_> {
             let Some(row) = self.rows.iter().find(|row| row.name == workload.name()) else {
                 continue;
             };
-            let name = if subject == Library {
-                "library region"
-            } else {
-                "run"
-            };
-            let what = format!(
-                "{name}: {}, times the better of zswap and zram",
-                workload.name()
-            );
-            if let (true, Some(ratio)) = (
-                comparable.contains_key(&subject),
-                ratio(row, subject, workload.per_access()),
-            ) {
+            let name = if subject == Library { "library region" } else { "run" };
+            let what = format!("{name}: {}, times the better of zswap and zram", workload.name());
+            if let (true, Some(ratio)) = (comparable.contains_key(&subject), ratio(row, subject, workload.per_access()))
+            {
                 self.verdicts.push(Verdict::at_least(&what, target, ratio));
             }
         }
@@ -528,17 +449,12 @@ impl Lab<'_> {
         }
         self.say("the limit, from outside");
         let report = self.dir.join("report.json");
-        let with = With {
-            sample: Duration::from_millis(3),
-            report: Some(report.clone()),
-            ..With::default()
-        };
+        let with = With { sample: Duration::from_millis(3), report: Some(report.clone()), ..With::default() };
         let outcome = match self.work(RunCharged, &["--fill-only"], &with) {
             Ok((_, outcome)) => outcome,
             Err(_) if process::interrupted() => return Err(Stop::Interrupted),
             Err(reason) => {
-                self.notes
-                    .push(format!("The limit could not be watched: {reason}."));
+                self.notes.push(format!("The limit could not be watched: {reason}."));
                 return Ok(());
             }
         };
@@ -552,19 +468,14 @@ impl Lab<'_> {
         ));
         let allowed = (self.limit as f64 * 0.05).max(16.0 * MIB as f64) / MIB as f64;
         let what = "run: anonymous memory over the limit, MiB (5 % or 16 MiB)";
-        self.verdicts
-            .push(Verdict::at_most(what, allowed, over as f64 / MIB as f64));
+        self.verdicts.push(Verdict::at_most(what, allowed, over as f64 / MIB as f64));
         let metadata = std::fs::read_to_string(&report)
             .ok()
             .and_then(|text| serde_json::from_str::<Value>(&text).ok())
             .and_then(|report| metadata(&report));
         if let Some(bytes) = metadata {
             let what = "run: metadata, percent of managed memory";
-            self.verdicts.push(Verdict::at_most(
-                what,
-                0.5,
-                percent(bytes, self.size as f64),
-            ));
+            self.verdicts.push(Verdict::at_most(what, 0.5, percent(bytes, self.size as f64)));
         }
         Ok(())
     }
@@ -591,13 +502,9 @@ impl Lab<'_> {
         let mean = |s| extra.get(&s).and_then(|e| geometric_mean(e));
         if let (Some(zswap), Some(zram), Some(run)) = (mean(Zswap), mean(Zram), mean(Run)) {
             let what = "run: real programs at 50 %, extra time (geometric mean), times the better of zswap and zram";
-            self.verdicts
-                .push(Verdict::at_most(what, 0.5, run / zswap.min(zram)));
+            self.verdicts.push(Verdict::at_most(what, 0.5, run / zswap.min(zram)));
             if !left_out.is_empty() {
-                self.notes.push(format!(
-                    "Not in the mean of extra time: {}.",
-                    left_out.join(", ")
-                ));
+                self.notes.push(format!("Not in the mean of extra time: {}.", left_out.join(", ")));
             }
         }
         Ok(())
@@ -605,11 +512,7 @@ impl Lab<'_> {
 
     /// One program under all subjects.
     fn program(&mut self, program: &Program) -> Result<Option<Row>, Stop> {
-        let mut with = With {
-            stdin: program.stdin.clone(),
-            timeout: Duration::from_secs(120),
-            ..With::default()
-        };
+        let mut with = With { stdin: program.stdin.clone(), timeout: Duration::from_secs(120), ..With::default() };
         let mut seconds: BTreeMap<Subject, Vec<f64>> = BTreeMap::new();
         self.say(&format!("{}, without a limit", program.name));
         let first = match self.run(Plain, &program.argv, 0, &with) {
@@ -626,11 +529,7 @@ impl Lab<'_> {
         }
         let right = checksum(&first.stdout);
         let limit = (first.peak_anon / 2).next_multiple_of(MIB);
-        with.timeout = if self.quick {
-            Duration::from_secs(20)
-        } else {
-            Duration::from_secs(120)
-        };
+        with.timeout = if self.quick { Duration::from_secs(20) } else { Duration::from_secs(120) };
         seconds.entry(Plain).or_default().push(first.seconds);
         let mut failed: BTreeMap<Subject, String> = BTreeMap::new();
         for run in 0..self.runs {
@@ -650,25 +549,17 @@ impl Lab<'_> {
                     mib(limit),
                     subject.title()
                 ));
-                let result = self
-                    .run(subject, &program.argv, limit, &with)
-                    .and_then(|outcome| {
-                        outcome.ok(with.timeout)?;
-                        Ok(outcome)
-                    });
+                let result = self.run(subject, &program.argv, limit, &with).and_then(|outcome| {
+                    outcome.ok(with.timeout)?;
+                    Ok(outcome)
+                });
                 match result {
                     Ok(outcome) if checksum(&outcome.stdout) != right => {
                         self.right = false;
                         failed.insert(subject, "WRONG OUTPUT".to_owned());
                     }
-                    Ok(outcome)
-                        if subject == Run
-                            && outcome.peak_anon as f64 > 0.95 * first.peak_anon as f64 =>
-                    {
-                        failed.insert(
-                            subject,
-                            format!("held {}: not limited", mib(outcome.peak_anon)),
-                        );
+                    Ok(outcome) if subject == Run && outcome.peak_anon as f64 > 0.95 * first.peak_anon as f64 => {
+                        failed.insert(subject, format!("held {}: not limited", mib(outcome.peak_anon)));
                     }
                     Ok(outcome) => seconds.entry(subject).or_default().push(outcome.seconds),
                     Err(_) if process::interrupted() => return Err(Stop::Interrupted),
@@ -680,21 +571,15 @@ impl Lab<'_> {
         }
         for (subject, reason) in &failed {
             seconds.remove(subject);
-            self.notes
-                .push(format!("{}, {}: {reason}.", program.name, subject.title()));
+            self.notes.push(format!("{}, {}: {reason}.", program.name, subject.title()));
         }
-        let mut row = Row::new(
-            format!(
-                "{}, in {} of {}",
-                program.name,
-                mib(limit),
-                mib(first.peak_anon)
-            ),
-            "s",
-        );
+        let mut row = Row::new(format!("{}, in {} of {}", program.name, mib(limit), mib(first.peak_anon)), "s");
         for (subject, seconds) in &seconds {
             row.put(subject.key(), median(seconds));
         }
+        let figures: Vec<String> =
+            row.values.iter().map(|(subject, seconds)| format!("{subject} {seconds} s")).collect();
+        self.say(&format!("{}: {}", program.name, figures.join(", ")));
         Ok(Some(row))
     }
 
@@ -703,27 +588,15 @@ impl Lab<'_> {
         if self.out.contains_key(&RunCharged) {
             return Ok(());
         }
-        let with = With {
-            stdin: program.stdin.clone(),
-            ..With::default()
-        };
+        let with = With { stdin: program.stdin.clone(), ..With::default() };
         let mut ratios = Vec::new();
         let mut times: BTreeMap<Subject, Vec<f64>> = BTreeMap::new();
         let mut limit = self.limit * 64;
         for pair in 0..if self.quick { 5 } else { 4 * self.runs + 3 } {
             let mut took = BTreeMap::new();
             // The first has to be plain: its peak makes the limit.
-            for subject in if pair % 2 == 0 {
-                [Plain, RunCharged]
-            } else {
-                [RunCharged, Plain]
-            } {
-                self.say(&format!(
-                    "pair {}: {} under its limit, {}",
-                    pair + 1,
-                    program.name,
-                    subject.title()
-                ));
+            for subject in if pair % 2 == 0 { [Plain, RunCharged] } else { [RunCharged, Plain] } {
+                self.say(&format!("pair {}: {} under its limit, {}", pair + 1, program.name, subject.title()));
                 let outcome = self.run(subject, &program.argv, limit, &with);
                 if process::interrupted() {
                     return Err(Stop::Interrupted);
@@ -737,8 +610,7 @@ impl Lab<'_> {
                         times.entry(subject).or_default().push(outcome.seconds);
                     }
                     Err(reason) => {
-                        self.notes
-                            .push(format!("{} under its limit: {reason}.", program.name));
+                        self.notes.push(format!("{} under its limit: {reason}.", program.name));
                         return Ok(());
                     }
                 }
@@ -768,23 +640,14 @@ struct With {
 
 impl Default for With {
     fn default() -> Self {
-        Self {
-            stdin: None,
-            sample: Duration::from_millis(20),
-            report: None,
-            timeout: Duration::from_secs(300),
-        }
+        Self { stdin: None, sample: Duration::from_millis(20), report: None, timeout: Duration::from_secs(300) }
     }
 }
 
 /// How many times better a subject is than the better of the kernel's two. `None` unless all three were measured.
 fn ratio(row: &Row, subject: Subject, less_is_better: bool) -> Option<f64> {
     let (own, zswap, zram) = (row.get(subject.key())?, row.get("zswap")?, row.get("zram")?);
-    Some(if less_is_better {
-        zswap.min(zram) / own
-    } else {
-        own / zswap.max(zram)
-    })
+    Some(if less_is_better { zswap.min(zram) / own } else { own / zswap.max(zram) })
 }
 
 fn checksum(bytes: &[u8]) -> (usize, u64) {
@@ -795,21 +658,12 @@ fn checksum(bytes: &[u8]) -> (usize, u64) {
 
 /// The most metadata a `--report` speaks of, in bytes.
 fn metadata(report: &Value) -> Option<f64> {
-    let known = [
-        "peak_metadata_size",
-        "metadata_peak",
-        "metadata_size",
-        "metadata_bytes",
-        "metadata",
-    ];
+    let known = ["peak_metadata_size", "metadata_peak", "metadata_size", "metadata_bytes", "metadata"];
     let nested = |value: &Value| match value {
         Value::Object(map) => map.values().filter_map(metadata).max_by(f64::total_cmp),
         _ => None,
     };
-    let here = known
-        .iter()
-        .filter_map(|key| report.get(key)?.as_f64())
-        .max_by(f64::total_cmp);
+    let here = known.iter().filter_map(|key| report.get(key)?.as_f64()).max_by(f64::total_cmp);
     here.or_else(|| nested(report)).filter(|bytes| *bytes > 0.0)
 }
 
@@ -835,10 +689,7 @@ mod tests {
 
     #[test]
     fn metadata_is_found_where_a_report_has_it() {
-        assert_eq!(
-            metadata(&json!({"peak": 1, "metadata_size": 4096})),
-            Some(4096.0)
-        );
+        assert_eq!(metadata(&json!({"peak": 1, "metadata_size": 4096})), Some(4096.0));
         assert_eq!(metadata(&json!({"pool": {"metadata": 7}})), Some(7.0));
         assert_eq!(metadata(&json!({"metadata_size": 0})), None);
         assert_eq!(metadata(&json!([1])), None);

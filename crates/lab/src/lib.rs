@@ -27,11 +27,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 /// `uzswap lab`.
 #[derive(Parser)]
-#[command(
-    name = "uzswap lab",
-    bin_name = "uzswap lab",
-    about = "Measure uzswap on this machine, against its peers"
-)]
+#[command(name = "uzswap lab", bin_name = "uzswap lab", about = "Measure uzswap on this machine, against its peers")]
 struct Cli {
     #[command(subcommand)]
     experiment: Experiment,

@@ -6,26 +6,14 @@ use std::fs;
 /// The machine: processor, memory, kernel, and the kernel's settings that matter here.
 #[must_use]
 pub fn describe() -> Map<String, Value> {
-    let read = |path: &str| {
-        fs::read_to_string(path)
-            .map(|s| s.trim().to_owned())
-            .unwrap_or_default()
-    };
+    let read = |path: &str| fs::read_to_string(path).map(|s| s.trim().to_owned()).unwrap_or_default();
     let field = |text: &str, name: &str| {
         text.lines()
-            .find_map(|l| {
-                l.split_once(':')
-                    .filter(|(key, _)| key.trim() == name)
-                    .map(|(_, v)| v.trim().to_owned())
-            })
+            .find_map(|l| l.split_once(':').filter(|(key, _)| key.trim() == name).map(|(_, v)| v.trim().to_owned()))
             .unwrap_or_default()
     };
     let memory = field(&read("/proc/meminfo"), "MemTotal");
-    let kib: u64 = memory
-        .split_whitespace()
-        .next()
-        .and_then(|n| n.parse().ok())
-        .unwrap_or(0);
+    let kib: u64 = memory.split_whitespace().next().and_then(|n| n.parse().ok()).unwrap_or(0);
     let value = json!({
         "cpu": field(&read("/proc/cpuinfo"), "model name"),
         "cpus": std::thread::available_parallelism().map_or(0, std::num::NonZero::get),

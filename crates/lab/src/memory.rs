@@ -28,16 +28,9 @@ pub enum Origin {
 ///
 /// # Errors
 /// When the memory cannot be had, with the reason.
-pub fn take(
-    origin: Origin,
-    len: usize,
-    limit: u64,
-    uncharged: bool,
-) -> Result<Box<dyn Memory>, String> {
+pub fn take(origin: Origin, len: usize, limit: u64, uncharged: bool) -> Result<Box<dyn Memory>, String> {
     match origin {
-        Origin::Anonymous => Ok(Box::new(
-            Anonymous::map(len).map_err(|e| format!("cannot map {len} bytes: {e}"))?,
-        )),
+        Origin::Anonymous => Ok(Box::new(Anonymous::map(len).map_err(|e| format!("cannot map {len} bytes: {e}"))?)),
         // The library's region goes here: a `Memory` over `uzswap_pager::region` of `len` bytes under `limit`.
         Origin::Region => {
             let _ = (limit, uncharged);
@@ -65,14 +58,7 @@ impl Anonymous {
                 0,
             )
         };
-        if base == libc::MAP_FAILED {
-            Err(io::Error::last_os_error())
-        } else {
-            Ok(Self {
-                base: base.cast(),
-                len,
-            })
-        }
+        if base == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(Self { base: base.cast(), len }) }
     }
 }
 

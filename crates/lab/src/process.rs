@@ -27,12 +27,7 @@ extern "C" fn on_signal(_: libc::c_int) {
 pub fn unwind_on_signals() {
     for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
         // SAFETY: the handler does async-signal-safe things only.
-        unsafe {
-            libc::signal(
-                signal,
-                on_signal as extern "C" fn(libc::c_int) as libc::sighandler_t,
-            )
-        };
+        unsafe { libc::signal(signal, on_signal as extern "C" fn(libc::c_int) as libc::sighandler_t) };
     }
 }
 
@@ -88,19 +83,13 @@ impl Outcome {
         }
         let lines = || self.stderr.lines().map(str::trim).filter(|l| !l.is_empty());
         let error = lines().find(|l| l.starts_with("error") || l.starts_with("uzswap"));
-        let last = error.or_else(|| lines().last()).unwrap_or("");
-        let said = if last.is_empty() {
-            String::new()
-        } else {
-            format!(": {last}")
-        };
-        Err(
-            match (self.timed_out, self.status.code(), self.status.signal()) {
-                (true, ..) => format!("not done after {} s", timeout.as_secs()),
-                (_, Some(code), _) => format!("exit status {code}{said}"),
-                (_, _, signal) => format!("killed by signal {}{said}", signal.unwrap_or(0)),
-            },
-        )
+        let last = error.or_else(|| lines().next_back()).unwrap_or("");
+        let said = if last.is_empty() { String::new() } else { format!(": {last}") };
+        Err(match (self.timed_out, self.status.code(), self.status.signal()) {
+            (true, ..) => format!("not done after {} s", timeout.as_secs()),
+            (_, Some(code), _) => format!("exit status {code}{said}"),
+            (_, _, signal) => format!("killed by signal {}{said}", signal.unwrap_or(0)),
+        })
     }
 }
 
@@ -114,17 +103,10 @@ pub fn run(keeper: &Keeper, spec: &Spec) -> Result<Outcome, String> {
     }
     let name = spec.argv[0].to_string_lossy().into_owned();
     let mut command = Command::new(&spec.argv[0]);
-    command
-        .args(&spec.argv[1..])
-        .envs(spec.env.iter().map(|(k, v)| (*k, v.as_str())));
-    command
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .process_group(0);
+    command.args(&spec.argv[1..]).envs(spec.env.iter().map(|(k, v)| (*k, v.as_str())));
+    command.stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     command.stdin(match &spec.stdin {
-        Some(path) => fs::File::open(path)
-            .map_err(|e| format!("cannot open {}: {e}", path.display()))?
-            .into(),
+        Some(path) => fs::File::open(path).map_err(|e| format!("cannot open {}: {e}", path.display()))?.into(),
         None => Stdio::null(),
     });
     if let Some(cgroup) = &spec.cgroup {
@@ -141,9 +123,7 @@ pub fn run(keeper: &Keeper, spec: &Spec) -> Result<Outcome, String> {
         }
     }
     let start = Instant::now();
-    let mut child = command
-        .spawn()
-        .map_err(|e| format!("cannot run {name}: {e}"))?;
+    let mut child = command.spawn().map_err(|e| format!("cannot run {name}: {e}"))?;
     let pid = child.id() as i32;
     CHILD_GROUP.store(pid, Ordering::SeqCst);
     // Killing the group when this is dropped also ends what the child left behind.
@@ -171,13 +151,7 @@ pub fn run(keeper: &Keeper, spec: &Spec) -> Result<Outcome, String> {
         CHILD_GROUP.store(0, Ordering::SeqCst);
         drop(stop);
         let watched = watch.join().unwrap_or_default();
-        (
-            status,
-            seconds,
-            out.join().unwrap_or_default(),
-            err.join().unwrap_or_default(),
-            watched,
-        )
+        (status, seconds, out.join().unwrap_or_default(), err.join().unwrap_or_default(), watched)
     });
     drop(group?);
     if interrupted() {
@@ -228,16 +202,11 @@ fn tree_anon(pid: i32) -> u64 {
 }
 
 fn children(process: &Path) -> Vec<i32> {
-    let tasks = fs::read_dir(process.join("task"))
-        .into_iter()
-        .flatten()
-        .flatten();
+    let tasks = fs::read_dir(process.join("task")).into_iter().flatten().flatten();
     tasks
         .flat_map(|task| {
             let list = fs::read_to_string(task.path().join("children")).unwrap_or_default();
-            list.split_whitespace()
-                .filter_map(|pid| pid.parse().ok())
-                .collect::<Vec<i32>>()
+            list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>()
         })
         .collect()
 }
@@ -256,10 +225,7 @@ mod tests {
 
     #[test]
     fn rss_anon_is_read_in_bytes() {
-        assert_eq!(
-            rss_anon("VmRSS:\t  999 kB\nRssAnon:\t     512 kB\nRssFile:\t 1 kB\n"),
-            512 * 1024
-        );
+        assert_eq!(rss_anon("VmRSS:\t  999 kB\nRssAnon:\t     512 kB\nRssFile:\t 1 kB\n"), 512 * 1024);
         assert_eq!(rss_anon("Name:\tkthreadd\n"), 0);
         assert!(tree_anon(std::process::id() as i32) > 4096);
     }

@@ -43,41 +43,28 @@ print(len(rows), h)
 /// The Python interpreter itself, past any wrapper on the path.
 #[must_use]
 pub fn python() -> Option<PathBuf> {
-    let output = Command::new("python3")
-        .args(["-I", "-c", "import sys; print(sys.executable)"])
-        .output()
-        .ok()?;
+    let output = Command::new("python3").args(["-I", "-c", "import sys; print(sys.executable)"]).output().ok()?;
     let path = PathBuf::from(String::from_utf8(output.stdout).ok()?.trim());
     path.is_file().then_some(path)
 }
 
 fn find(name: &str) -> Option<PathBuf> {
-    std::env::split_paths(&std::env::var_os("PATH")?)
-        .map(|dir| dir.join(name))
-        .find(|path| path.is_file())
+    std::env::split_paths(&std::env::var_os("PATH")?).map(|dir| dir.join(name)).find(|path| path.is_file())
 }
 
 /// The programs this machine has, with their inputs written to `dir`; and the names of those it has not.
 ///
 /// # Errors
 /// When an input cannot be written.
-pub fn all(
-    dir: &Path,
-    python: Option<&Path>,
-    quick: bool,
-) -> Result<(Vec<Program>, Vec<&'static str>), String> {
+pub fn all(dir: &Path, python: Option<&Path>, quick: bool) -> Result<(Vec<Program>, Vec<&'static str>), String> {
     let mut programs = Vec::new();
     let mut missing = Vec::new();
     let write = |name: &str, contents: &[u8]| {
         let path = dir.join(name);
-        fs::write(&path, contents)
-            .map(|()| path)
-            .map_err(|e| format!("cannot write {name}: {e}"))
+        fs::write(&path, contents).map(|()| path).map_err(|e| format!("cannot write {name}: {e}"))
     };
     let args = |program: &Path, args: &[&str]| -> Vec<OsString> {
-        std::iter::once(program.as_os_str().to_owned())
-            .chain(args.iter().map(OsString::from))
-            .collect()
+        std::iter::once(program.as_os_str().to_owned()).chain(args.iter().map(OsString::from)).collect()
     };
     match python {
         Some(python) => {
@@ -101,15 +88,8 @@ pub fn all(
         Some(sort) => {
             let input = write("lines", &lines(if quick { 1_000_000 } else { 2_500_000 }))?;
             let input = input.to_string_lossy().into_owned();
-            let argv = args(
-                &sort,
-                &["--parallel=1", "--buffer-size=2G", "--stable", &input],
-            );
-            programs.push(Program {
-                name: "sort",
-                argv,
-                stdin: None,
-            });
+            let argv = args(&sort, &["--parallel=1", "--buffer-size=2G", "--stable", &input]);
+            programs.push(Program { name: "sort", argv, stdin: None });
         }
         None => missing.push("sort"),
     }
@@ -121,11 +101,7 @@ pub fn all(
             let input = dir.join("source");
             let bytes = fs::read(&input).map_err(|e| format!("cannot read the contents: {e}"))?;
             let input = write("to-compress", &bytes[..bytes.len().min(2 << 20)])?;
-            programs.push(Program {
-                name: "xz -9",
-                argv: args(&xz, &["-9", "-T1", "-c"]),
-                stdin: Some(input),
-            });
+            programs.push(Program { name: "xz -9", argv: args(&xz, &["-9", "-T1", "-c"]), stdin: Some(input) });
         }
         None => missing.push("xz"),
     }
@@ -145,11 +121,7 @@ pub fn all(
             let input = write("large.c", c_source(6000).as_bytes())?;
             let input = input.to_string_lossy().into_owned();
             let argv = args(&gcc, &["-O1", "-S", "-o", "-", &input]);
-            programs.push(Program {
-                name: "gcc -O1, one large file",
-                argv,
-                stdin: None,
-            });
+            programs.push(Program { name: "gcc -O1, one large file", argv, stdin: None });
         }
         None => missing.push("gcc"),
     }
@@ -173,13 +145,7 @@ fn lines(count: usize) -> Vec<u8> {
     let mut text = String::with_capacity(count * 48);
     for i in 0..count {
         let key = random.next();
-        let _ = writeln!(
-            text,
-            "{:012x} user-{} did {} at {i}",
-            key >> 16,
-            key % 9973,
-            key % 89
-        );
+        let _ = writeln!(text, "{:012x} user-{} did {} at {i}", key >> 16, key % 9973, key % 89);
     }
     text.into_bytes()
 }

@@ -11,13 +11,9 @@ pub const MIB: u64 = 1 << 20;
 /// When the text is no number, has an unknown unit, or is not above zero.
 pub fn parse(text: &str) -> Result<u64, String> {
     let text = text.trim();
-    let split = text
-        .find(|c: char| !(c.is_ascii_digit() || c == '.'))
-        .unwrap_or(text.len());
+    let split = text.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
-    let number: f64 = number
-        .parse()
-        .map_err(|_| format!("`{text}` is not a size; write one as 512M or 1.5GiB"))?;
+    let number: f64 = number.parse().map_err(|_| format!("`{text}` is not a size; write one as 512M or 1.5GiB"))?;
     let shift = match unit.trim().to_ascii_lowercase().as_str() {
         "" | "b" => 0,
         "k" | "kb" | "kib" => 10,
@@ -27,22 +23,14 @@ pub fn parse(text: &str) -> Result<u64, String> {
         _ => return Err(format!("`{unit}` is not a unit of size; use K, M, G or T")),
     };
     let bytes = number * f64::from(1u32 << (shift / 2)) * f64::from(1u32 << (shift / 2));
-    if bytes >= 1.0 && bytes < 9e18 {
-        Ok(bytes as u64)
-    } else {
-        Err(format!("`{text}` is not a usable size"))
-    }
+    if (1.0..9e18).contains(&bytes) { Ok(bytes as u64) } else { Err(format!("`{text}` is not a usable size")) }
 }
 
 /// Writes a size in whole or tenths of MiB.
 #[must_use]
 pub fn mib(bytes: u64) -> String {
     let value = bytes as f64 / MIB as f64;
-    if (value - value.round()).abs() < 0.05 {
-        format!("{value:.0} MiB")
-    } else {
-        format!("{value:.1} MiB")
-    }
+    if (value - value.round()).abs() < 0.05 { format!("{value:.0} MiB") } else { format!("{value:.1} MiB") }
 }
 
 #[cfg(test)]

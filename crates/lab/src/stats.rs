@@ -25,11 +25,7 @@ pub fn geometric_mean(values: &[f64]) -> Option<f64> {
 /// `part` of `whole` in percent; 0 of nothing.
 #[must_use]
 pub fn percent(part: f64, whole: f64) -> f64 {
-    if whole == 0.0 {
-        0.0
-    } else {
-        100.0 * part / whole
-    }
+    if whole == 0.0 { 0.0 } else { 100.0 * part / whole }
 }
 
 /// Rounds to three significant digits or more: what a noisy machine can mean.

@@ -8,26 +8,14 @@ use std::fmt::Write;
 /// left out), then `notes`, then the verdicts.
 #[must_use]
 pub fn render(findings: &Findings, subjects: &[(&str, &str)], notes: &[String]) -> String {
-    let shown: Vec<_> = subjects
-        .iter()
-        .filter(|(key, _)| findings.rows.iter().any(|row| row.get(key).is_some()))
-        .collect();
+    let shown: Vec<_> =
+        subjects.iter().filter(|(key, _)| findings.rows.iter().any(|row| row.get(key).is_some())).collect();
     let mut table = Table::new();
-    table
-        .load_preset(presets::NOTHING)
-        .set_content_arrangement(ContentArrangement::Disabled);
-    table.set_header(
-        ["", "unit"]
-            .into_iter()
-            .chain(shown.iter().map(|(_, title)| *title)),
-    );
+    table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
+    table.set_header(["", "unit"].into_iter().chain(shown.iter().map(|(_, title)| *title)));
     for row in &findings.rows {
         let figures = shown.iter().map(|(key, _)| figure(row, key));
-        table.add_row(
-            [row.name.clone(), row.unit.to_owned()]
-                .into_iter()
-                .chain(figures),
-        );
+        table.add_row([row.name.clone(), row.unit.to_owned()].into_iter().chain(figures));
     }
     for column in table.column_iter_mut().skip(2) {
         column.set_cell_alignment(CellAlignment::Right);
@@ -41,13 +29,7 @@ pub fn render(findings: &Findings, subjects: &[(&str, &str)], notes: &[String]) 
     }
     for verdict in &findings.verdicts {
         let word = if verdict.met { "met    " } else { "not met" };
-        let _ = writeln!(
-            text,
-            "{word}  {} {}: measured {}",
-            verdict.what,
-            verdict.target,
-            number(verdict.measured)
-        );
+        let _ = writeln!(text, "{word}  {} {}: measured {}", verdict.what, verdict.target, number(verdict.measured));
     }
     text
 }
@@ -69,16 +51,12 @@ pub fn number(value: f64) -> String {
             }
             text.push(digit);
         }
-        return if value < 0.0 {
-            format!("-{text}")
-        } else {
-            text
-        };
+        return if value < 0.0 { format!("-{text}") } else { text };
     }
     match size {
         s if s >= 100.0 => format!("{value:.0}"),
         s if s >= 10.0 => format!("{value:.1}"),
-        s if s == 0.0 => "0".to_owned(),
+        0.0 => "0".to_owned(),
         _ => format!("{value:.3}"),
     }
 }
@@ -91,31 +69,8 @@ mod tests {
 
     #[test]
     fn numbers_are_readable() {
-        let all: Vec<_> = [
-            0.0,
-            0.514,
-            1.00512,
-            15.27,
-            281.4,
-            1583.4,
-            74_500.0,
-            1_234_567.0,
-        ]
-        .map(number)
-        .into();
-        assert_eq!(
-            all,
-            [
-                "0",
-                "0.514",
-                "1.005",
-                "15.3",
-                "281",
-                "1,583",
-                "74,500",
-                "1,234,567"
-            ]
-        );
+        let all: Vec<_> = [0.0, 0.514, 1.00512, 15.27, 281.4, 1583.4, 74_500.0, 1_234_567.0].map(number).into();
+        assert_eq!(all, ["0", "0.514", "1.005", "15.3", "281", "1,583", "74,500", "1,234,567"]);
     }
 
     #[test]
@@ -131,13 +86,7 @@ mod tests {
         };
         let subjects = [("zswap", "zswap lzo"), ("zram", "zram lz4")];
         let text = render(&findings, &subjects, &["a note".to_owned()]);
-        assert!(
-            text.contains("zram lz4") && text.contains("143") && !text.contains("zswap"),
-            "{text}"
-        );
-        assert!(
-            text.ends_with("a note\n\nmet      run: fill, at least 3: measured 3.500\n"),
-            "{text}"
-        );
+        assert!(text.contains("zram lz4") && text.contains("143") && !text.contains("zswap"), "{text}");
+        assert!(text.ends_with("a note\n\nmet      run: fill, at least 3: measured 3.500\n"), "{text}");
     }
 }

@@ -50,15 +50,12 @@ impl Step {
             }
             Self::RemoveCgroup(path) => remove_cgroup(path),
             Self::SwapOff(path) => swap_off(path),
-            Self::Restore(path, value) => patiently(
-                || fs::write(path, value),
-                |e| e.raw_os_error() == Some(libc::EBUSY),
-            )
-            .map_err(|e| format!("cannot write `{value}` to {}: {e}", path.display())),
+            Self::Restore(path, value) => {
+                patiently(|| fs::write(path, value), |e| e.raw_os_error() == Some(libc::EBUSY))
+                    .map_err(|e| format!("cannot write `{value}` to {}: {e}", path.display()))
+            }
             Self::RemoveDir(path) => match fs::remove_dir_all(path) {
-                Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                    Err(format!("cannot remove {}: {e}", path.display()))
-                }
+                Err(e) if e.kind() != io::ErrorKind::NotFound => Err(format!("cannot remove {}: {e}", path.display())),
                 _ => Ok(()),
             },
         }
@@ -66,10 +63,7 @@ impl Step {
 }
 
 /// Tries for up to ten seconds while `again` says so.
-fn patiently(
-    mut act: impl FnMut() -> io::Result<()>,
-    again: impl Fn(&io::Error) -> bool,
-) -> io::Result<()> {
+fn patiently(mut act: impl FnMut() -> io::Result<()>, again: impl Fn(&io::Error) -> bool) -> io::Result<()> {
     let start = Instant::now();
     loop {
         match act() {
@@ -86,10 +80,7 @@ fn remove_cgroup(path: &Path) -> Result<(), String> {
         return Ok(());
     }
     let kill_and_remove = || {
-        for line in fs::read_to_string(path.join("cgroup.procs"))
-            .unwrap_or_default()
-            .lines()
-        {
+        for line in fs::read_to_string(path.join("cgroup.procs")).unwrap_or_default().lines() {
             if let Ok(pid) = line.parse::<i32>() {
                 // SAFETY: kill has no memory effects; only what the lab started is ever in a cgroup it made.
                 unsafe { libc::kill(pid, libc::SIGKILL) };
@@ -109,11 +100,7 @@ fn swap_off(path: &Path) -> Result<(), String> {
     let name = CString::new(path.as_os_str().as_bytes()).map_err(|e| e.to_string())?;
     let act = || {
         // SAFETY: the name is a valid C string.
-        if unsafe { libc::swapoff(name.as_ptr()) } == 0 {
-            Ok(())
-        } else {
-            Err(io::Error::last_os_error())
-        }
+        if unsafe { libc::swapoff(name.as_ptr()) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     };
     match patiently(act, |e| e.raw_os_error() == Some(libc::EINTR)) {
         // EINVAL: no swap area (any more).
@@ -165,15 +152,11 @@ impl Keeper {
     /// When another lab runs on this machine, or the guard cannot be started.
     pub fn start() -> Result<Self, String> {
         let address = SocketAddr::from_abstract_name(b"uzswap-lab").map_err(|e| e.to_string())?;
-        let lock = UnixListener::bind_addr(&address).map_err(|_| {
-            "another uzswap lab is running on this machine; let it finish first".to_owned()
-        })?;
+        let lock = UnixListener::bind_addr(&address)
+            .map_err(|_| "another uzswap lab is running on this machine; let it finish first".to_owned())?;
         let exe = std::env::current_exe().map_err(|e| e.to_string())?;
         let mut command = Command::new(exe);
-        command
-            .args(["lab", "worker", "--guard"])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::from(OwnedFd::from(lock)));
+        command.args(["lab", "worker", "--guard"]).stdin(Stdio::piped()).stdout(Stdio::from(OwnedFd::from(lock)));
         // SAFETY: only async-signal-safe calls between fork and exec.
         unsafe {
             command.pre_exec(|| {
@@ -184,17 +167,9 @@ impl Keeper {
                 Ok(())
             });
         }
-        let mut guard = command
-            .spawn()
-            .map_err(|e| format!("cannot start the lab's guard: {e}"))?;
-        let inner = Rc::new(Inner {
-            pipe: RefCell::new(guard.stdin.take()),
-            next: Cell::new(0),
-        });
-        Ok(Self {
-            inner,
-            guard: Some(guard),
-        })
+        let mut guard = command.spawn().map_err(|e| format!("cannot start the lab's guard: {e}"))?;
+        let inner = Rc::new(Inner { pipe: RefCell::new(guard.stdin.take()), next: Cell::new(0) });
+        Ok(Self { inner, guard: Some(guard) })
     }
 
     /// Writes a step down; the change it undoes may be made after this.
@@ -207,11 +182,7 @@ impl Keeper {
         self.inner
             .tell(&Line::Todo(id, step.clone()))
             .map_err(|e| format!("the lab's guard is gone ({e}); changing nothing"))?;
-        Ok(Todo {
-            inner: Rc::clone(&self.inner),
-            id,
-            step: Some(step),
-        })
+        Ok(Todo { inner: Rc::clone(&self.inner), id, step: Some(step) })
     }
 }
 
@@ -270,24 +241,14 @@ mod tests {
 
     #[test]
     fn the_guard_is_left_with_what_was_not_done() {
-        let steps = [
-            Step::SwapOff("/x".into()),
-            Step::Restore("/y".into(), "1".into()),
-            Step::RemoveDir("/z".into()),
-        ];
+        let steps = [Step::SwapOff("/x".into()), Step::Restore("/y".into(), "1".into()), Step::RemoveDir("/z".into())];
         let mut journal = String::new();
         for (id, step) in steps.iter().enumerate() {
-            journal += &format!(
-                "{}\n",
-                serde_json::to_string(&Line::Todo(id as u64, step.clone())).unwrap()
-            );
+            journal += &format!("{}\n", serde_json::to_string(&Line::Todo(id as u64, step.clone())).unwrap());
         }
         journal += &format!("{}\n", serde_json::to_string(&Line::Done(1)).unwrap());
         journal += "{\"Todo\":[3,{\"SwapO";
-        assert_eq!(
-            left_over(journal.as_bytes()),
-            [steps[0].clone(), steps[2].clone()]
-        );
+        assert_eq!(left_over(journal.as_bytes()), [steps[0].clone(), steps[2].clone()]);
     }
 
     #[test]

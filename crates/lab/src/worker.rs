@@ -57,14 +57,7 @@ impl Done {
     #[must_use]
     pub fn figure(&self) -> Option<(Workload, f64)> {
         let workload = Workload::named(&self.workload)?;
-        Some((
-            workload,
-            Timing {
-                seconds: self.seconds,
-                accesses: self.accesses,
-            }
-            .figure(workload),
-        ))
+        Some((workload, Timing { seconds: self.seconds, accesses: self.accesses }.figure(workload)))
     }
 }
 
@@ -80,11 +73,7 @@ pub fn main(args: &Args) -> i32 {
 }
 
 fn work(args: &Args) -> Report {
-    let mut report = Report {
-        done: Vec::new(),
-        error: None,
-        corrupt: false,
-    };
+    let mut report = Report { done: Vec::new(), error: None, corrupt: false };
     let source = match args.source.as_deref().map(Source::open) {
         Some(Ok(source)) => source,
         Some(Err(error)) => {
@@ -105,11 +94,7 @@ fn work(args: &Args) -> Report {
     // SAFETY: the memory was made for this alone and outlives `pages`.
     let mut pages = unsafe { Pages::new(memory.base(), memory.len(), &source) };
     let fill_only = [Workload::Fill, Workload::Verify];
-    for workload in if args.fill_only {
-        &fill_only[..]
-    } else {
-        &Workload::ALL
-    } {
+    for workload in if args.fill_only { &fill_only[..] } else { &Workload::ALL } {
         match pages.run(*workload) {
             Ok(timing) => report.done.push(Done {
                 workload: workload.name().to_owned(),

@@ -139,14 +139,7 @@ impl<'a> Pages<'a> {
     #[must_use]
     pub unsafe fn new(base: *mut u8, len: usize, source: &'a Source) -> Self {
         let pages = len / PAGE;
-        Self {
-            base,
-            pages,
-            source,
-            generation: 0,
-            rewrites: vec![0; pages],
-            workload: "",
-        }
+        Self { base, pages, source, generation: 0, rewrites: vec![0; pages], workload: "" }
     }
 
     /// Does one workload, timed.
@@ -209,10 +202,7 @@ impl<'a> Pages<'a> {
                 }
             }
         }
-        Ok(Timing {
-            seconds: start.elapsed().as_secs_f64(),
-            accesses: pages,
-        })
+        Ok(Timing { seconds: start.elapsed().as_secs_f64(), accesses: pages })
     }
 
     fn page(&self, page: usize) -> *mut u8 {
@@ -236,13 +226,7 @@ impl<'a> Pages<'a> {
     }
 
     fn corrupt(&self, page: usize, offset: usize, expected: u64, found: u64) -> Corrupt {
-        Corrupt {
-            workload: self.workload,
-            page,
-            offset,
-            expected,
-            found,
-        }
+        Corrupt { workload: self.workload, page, offset, expected, found }
     }
 
     fn write_all(&self) {
@@ -259,11 +243,7 @@ impl<'a> Pages<'a> {
 
     fn check_stamp(&self, page: usize) -> Result<(), Corrupt> {
         let (expected, found) = (self.stamp(page), self.word(page, 0));
-        if expected == found {
-            Ok(())
-        } else {
-            Err(self.corrupt(page, 0, expected, found))
-        }
+        if expected == found { Ok(()) } else { Err(self.corrupt(page, 0, expected, found)) }
     }
 
     /// Compares eight bytes somewhere behind the stamp.
@@ -271,11 +251,7 @@ impl<'a> Pages<'a> {
         let word = 1 + random.below(WORDS as u64 - 1) as usize;
         let expected = self.source.word(self.source_of(page), word);
         let found = self.word(page, word);
-        if expected == found {
-            Ok(())
-        } else {
-            Err(self.corrupt(page, word * 8, expected, found))
-        }
+        if expected == found { Ok(()) } else { Err(self.corrupt(page, word * 8, expected, found)) }
     }
 
     /// Reads every byte of a page, and compares the stamp and the exclusive or of the rest.
@@ -304,12 +280,7 @@ impl<'a> Pages<'a> {
         }
         let differs = |w: &usize| self.source.word(from, *w) != self.word(page, *w);
         let word = (1..WORDS).find(differs).unwrap_or(1);
-        Err(self.corrupt(
-            page,
-            word * 8,
-            self.source.word(from, word),
-            self.word(page, word),
-        ))
+        Err(self.corrupt(page, word * 8, self.source.word(from, word), self.word(page, word)))
     }
 }
 
@@ -364,14 +335,7 @@ impl Zipf {
         while gcd(stride, n) != 1 {
             stride += 2;
         }
-        Self {
-            n,
-            theta,
-            zeta,
-            alpha: 1.0 / (1.0 - theta),
-            eta,
-            stride,
-        }
+        Self { n, theta, zeta, alpha: 1.0 / (1.0 - theta), eta, stride }
     }
 
     /// A rank: 0 the most popular.
@@ -419,9 +383,7 @@ mod tests {
         for _ in 0..200_000 {
             counts[zipf.rank(&mut random) as usize] += 1;
         }
-        let share = |ranks: std::ops::Range<usize>| {
-            f64::from(counts[ranks].iter().sum::<u32>()) / 200_000.0
-        };
+        let share = |ranks: std::ops::Range<usize>| f64::from(counts[ranks].iter().sum::<u32>()) / 200_000.0;
         // zeta(10000, 0.99) = 10.22…: the first rank draws 9.8 %, the first hundred 50 %.
         assert!((share(0..1) - 0.098).abs() < 0.01, "{}", share(0..1));
         assert!((share(0..100) - 0.50).abs() < 0.04, "{}", share(0..100));
@@ -434,10 +396,7 @@ mod tests {
             let zipf = Zipf::new(n, 0.99);
             let mut seen = vec![false; n as usize];
             for rank in 0..n {
-                assert!(!std::mem::replace(
-                    &mut seen[zipf.scatter(rank) as usize],
-                    true
-                ));
+                assert!(!std::mem::replace(&mut seen[zipf.scatter(rank) as usize], true));
             }
         }
     }
@@ -520,16 +479,9 @@ mod tests {
 
     #[test]
     fn figures_are_in_their_units() {
-        let timing = Timing {
-            seconds: 2.0,
-            accesses: 1_000_000,
-        };
+        let timing = Timing { seconds: 2.0, accesses: 1_000_000 };
         assert!((timing.figure(Workload::Fill) - 2048.0).abs() < 1e-9);
         assert!((timing.figure(Workload::RandomRead) - 2000.0).abs() < 1e-9);
-        assert!(
-            Workload::ALL
-                .into_iter()
-                .all(|w| Workload::named(w.name()) == Some(w))
-        );
+        assert!(Workload::ALL.into_iter().all(|w| Workload::named(w.name()) == Some(w)));
     }
 }

@@ -24,14 +24,10 @@ impl Cgroup {
         }
         let path = Path::new(ROOT).join(format!("uzswap-lab-{}", std::process::id()));
         let remove = keeper.will_undo(Step::RemoveCgroup(path.clone()))?;
-        fs::create_dir(&path)
-            .map_err(|e| format!("cannot make the cgroup {}: {e}", path.display()))?;
+        fs::create_dir(&path).map_err(|e| format!("cannot make the cgroup {}: {e}", path.display()))?;
         fs::write(path.join("memory.limit_in_bytes"), limit.to_string())
             .map_err(|e| format!("cannot set the cgroup's limit: {e}"))?;
-        Ok(Self {
-            path,
-            _remove: remove,
-        })
+        Ok(Self { path, _remove: remove })
     }
 
     /// Its directory.
@@ -44,9 +40,7 @@ impl Cgroup {
     #[must_use]
     pub fn oom_kills(&self) -> u64 {
         let control = fs::read_to_string(self.path.join("memory.oom_control")).unwrap_or_default();
-        let count = control
-            .lines()
-            .find_map(|line| line.strip_prefix("oom_kill "));
+        let count = control.lines().find_map(|line| line.strip_prefix("oom_kill "));
         count.and_then(|n| n.trim().parse().ok()).unwrap_or(0)
     }
 }

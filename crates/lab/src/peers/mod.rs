@@ -45,19 +45,10 @@ impl Ready {
 ///
 /// # Errors
 /// When this machine cannot, with the reason; nothing is left then.
-pub fn set_up(
-    keeper: &Keeper,
-    peer: Peer,
-    limit: u64,
-    swap: u64,
-    dir: &Path,
-) -> Result<Ready, String> {
+pub fn set_up(keeper: &Keeper, peer: Peer, limit: u64, swap: u64, dir: &Path) -> Result<Ready, String> {
     let swap: Box<dyn std::any::Any> = match peer {
         Peer::Zswap => Box::new(zswap::Zswap::set_up(keeper, swap, dir)?),
         Peer::Zram => Box::new(zram::Zram::set_up(keeper, swap)?),
     };
-    Ok(Ready {
-        cgroup: cgroup::Cgroup::make(keeper, limit)?,
-        _swap: swap,
-    })
+    Ok(Ready { cgroup: cgroup::Cgroup::make(keeper, limit)?, _swap: swap })
 }

@@ -41,11 +41,7 @@ pub fn on(keeper: &Keeper, path: &Path, bytes: u64) -> Result<Todo, String> {
     if unsafe { libc::swapon(name.as_ptr(), SWAP_FLAG_PREFER | PRIORITY) } == 0 {
         Ok(off)
     } else {
-        Err(format!(
-            "cannot swap to {}: {}",
-            path.display(),
-            io::Error::last_os_error()
-        ))
+        Err(format!("cannot swap to {}: {}", path.display(), io::Error::last_os_error()))
     }
 }
 

@@ -24,13 +24,13 @@ impl Zram {
     /// When there is no zram0, somebody uses it, or something is refused.
     pub fn set_up(keeper: &Keeper, bytes: u64) -> Result<Self, String> {
         let file = |name: &str| Path::new(SYSFS).join(name);
-        let size = fs::read_to_string(file("disksize"))
-            .map_err(|_| format!("no device {DEVICE} (as root: modprobe zram)"))?;
+        let size =
+            fs::read_to_string(file("disksize")).map_err(|_| format!("no device {DEVICE} (as root: modprobe zram)"))?;
         if size.trim() != "0" {
             return Err(format!("{DEVICE} is in use"));
         }
-        let algorithms = fs::read_to_string(file("comp_algorithm"))
-            .map_err(|e| format!("cannot read zram's algorithms: {e}"))?;
+        let algorithms =
+            fs::read_to_string(file("comp_algorithm")).map_err(|e| format!("cannot read zram's algorithms: {e}"))?;
         let before = selected(&algorithms).ok_or("cannot tell zram's algorithm")?;
         let zswap = if Path::new("/sys/module/zswap/parameters/enabled").exists() {
             Some(zswap::set(keeper, "enabled", "N")?)
@@ -38,30 +38,20 @@ impl Zram {
             None
         };
         let set = |name: &str, value: &str| {
-            fs::write(file(name), value)
-                .map_err(|e| format!("cannot set zram's {name} to `{value}`: {e}"))
+            fs::write(file(name), value).map_err(|e| format!("cannot set zram's {name} to `{value}`: {e}"))
         };
-        let algorithm =
-            keeper.will_undo(Step::Restore(file("comp_algorithm"), before.to_owned()))?;
+        let algorithm = keeper.will_undo(Step::Restore(file("comp_algorithm"), before.to_owned()))?;
         set("comp_algorithm", "lz4")?;
         let reset = keeper.will_undo(Step::Restore(file("reset"), "1".to_owned()))?;
         set("disksize", &bytes.to_string())?;
         let swap = swap::on(keeper, Path::new(DEVICE), bytes)?;
-        Ok(Self {
-            _swap: swap,
-            _reset: reset,
-            _algorithm: algorithm,
-            _zswap: zswap,
-        })
+        Ok(Self { _swap: swap, _reset: reset, _algorithm: algorithm, _zswap: zswap })
     }
 }
 
 /// The one in brackets of `[lzo-rle] lzo lz4`.
 fn selected(list: &str) -> Option<&str> {
-    list.split_once('[')?
-        .1
-        .split_once(']')
-        .map(|(name, _)| name)
+    list.split_once('[')?.1.split_once(']').map(|(name, _)| name)
 }
 
 #[cfg(test)]

@@ -25,19 +25,12 @@ impl Zswap {
         if !Path::new(PARAMETERS).exists() {
             return Err("this kernel has no zswap".to_owned());
         }
-        let parameters = [
-            set(keeper, "compressor", "lzo")?,
-            set(keeper, "enabled", "Y")?,
-        ];
+        let parameters = [set(keeper, "compressor", "lzo")?, set(keeper, "enabled", "Y")?];
         let file = dir.join("swapfile");
         if !file.exists() {
-            allocate(&file, bytes)
-                .map_err(|e| format!("cannot make a swap file of {bytes} bytes: {e}"))?;
+            allocate(&file, bytes).map_err(|e| format!("cannot make a swap file of {bytes} bytes: {e}"))?;
         }
-        Ok(Self {
-            _swap: swap::on(keeper, &file, bytes)?,
-            _parameters: parameters,
-        })
+        Ok(Self { _swap: swap::on(keeper, &file, bytes)?, _parameters: parameters })
     }
 }
 
@@ -47,21 +40,15 @@ impl Zswap {
 /// When it cannot be read or written.
 pub fn set(keeper: &Keeper, name: &str, value: &str) -> Result<Todo, String> {
     let path = Path::new(PARAMETERS).join(name);
-    let before =
-        fs::read_to_string(&path).map_err(|e| format!("cannot read zswap's `{name}`: {e}"))?;
+    let before = fs::read_to_string(&path).map_err(|e| format!("cannot read zswap's `{name}`: {e}"))?;
     let restore = keeper.will_undo(Step::Restore(path.clone(), before.trim().to_owned()))?;
-    fs::write(&path, value)
-        .map_err(|e| format!("cannot set zswap's `{name}` to `{value}`: {e}"))?;
+    fs::write(&path, value).map_err(|e| format!("cannot set zswap's `{name}` to `{value}`: {e}"))?;
     Ok(restore)
 }
 
 fn allocate(path: &Path, bytes: u64) -> io::Result<()> {
     use std::os::unix::fs::OpenOptionsExt;
-    let file: File = fs::OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)?;
+    let file: File = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
     // SAFETY: the descriptor is open.
     if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, bytes as libc::off_t) } != 0 {
         return Err(io::Error::last_os_error());
