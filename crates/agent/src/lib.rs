@@ -55,12 +55,23 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     // SAFETY: the mapping is as large as the page, all atomics, and stays for good.
     let group: &'static GroupPage = unsafe { &*(at as *const GroupPage) };
     if group.magic.load(Acquire) != MAGIC {
-        return Err("uzswap: this process runs without a limit: the command and the library are of different versions; rebuild both\n");
+        return Err(
+            "uzswap: this process runs without a limit: the command and the library are of different versions; rebuild both\n",
+        );
     }
-    let layout = Layout::reserve(group.limit.load(Relaxed) as usize)
-        .map_err(|_| "uzswap: this process runs without a limit: no address space could be reserved (raise `ulimit -v`)\n")?;
+    // Before the reservation, which may take all addresses within reach of libc. Without a pager the hooks do nothing.
+    // SAFETY: a preload constructor: no other thread of libc's runs.
+    if unsafe { patch::install() }.is_err() {
+        return Err(
+            "uzswap: this process runs without a limit: its C library is not one that uzswap knows how to hook (glibc 2.34 or later)\n",
+        );
+    }
+    let layout = Layout::reserve(group.limit.load(Relaxed) as usize).map_err(
+        |_| "uzswap: this process runs without a limit: no address space could be reserved (raise `ulimit -v`)\n",
+    )?;
     heap::init(layout.base);
-    let pager = Pager::new(group, layout).map_err(|_| "uzswap: this process runs without a limit: its group has too many members\n")?;
+    let pager = Pager::new(group, layout)
+        .map_err(|_| "uzswap: this process runs without a limit: its group has too many members\n")?;
     let pager: &'static Pager = Box::leak(Box::new(pager));
     let tls: usize;
     // SAFETY: reads the thread pointer.
@@ -70,12 +81,9 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
         let _ = pager.exclude_old(&mut s, tls);
     }
     PAGER.store(core::ptr::from_ref(pager).cast_mut(), Release);
-    // SAFETY: a preload constructor: no other thread of libc's runs.
-    if unsafe { patch::install() }.is_err() {
-        PAGER.store(core::ptr::null_mut(), Release);
-        return Err("uzswap: this process runs without a limit: its C library is not one that uzswap knows how to hook (glibc 2.34 or later)\n");
-    }
-    pager.spawn_ticker(ticker::start).map_err(|_| "uzswap: this process runs without a limit: no thread could be started\n")
+    pager
+        .spawn_ticker(ticker::start)
+        .map_err(|_| "uzswap: this process runs without a limit: no thread could be started\n")
 }
 
 extern "C" fn fini() {
@@ -130,7 +138,11 @@ extern "C" fn after_mmap(ret: usize, len: usize, prot: i32, flags: i32) {
     if stack || len >= MUCH {
         let old = set_mask(!0);
         let mut s = p.state.lock();
-        if stack { p.exclude(&mut s, ret, end) } else { p.include(&mut s, ret, end) }
+        if stack {
+            p.exclude(&mut s, ret, end)
+        } else {
+            p.include(&mut s, ret, end)
+        }
         drop(s);
         set_mask(old);
     }

@@ -98,8 +98,10 @@ unsafe fn wrap(name: &core::ffi::CStr, nr: u32, thunk: usize) -> Result<(), Patc
 
 /// A jump to `target` within reach of `site`.
 fn near(site: usize, target: usize) -> Result<usize, PatchError> {
-    for k in 1..1000 {
-        let hint = (site & !0xffff) - k * (1 << 20);
+    for k in 2..4000 {
+        // Below and above in turn, up to about 1 GiB away.
+        let (step, page) = ((k / 2) * (512 << 10), site & !0xffff);
+        let hint = if k % 2 == 0 { page - step } else { page + step };
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
         let prot = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: NOREPLACE maps only free addresses.

@@ -98,11 +98,7 @@ impl FromStr for Algorithm {
             ("deflate", level) => Self::Deflate(level.unwrap_or(1)),
             _ => return Err(refuse()),
         };
-        if algorithm.level_is_allowed() {
-            Ok(algorithm)
-        } else {
-            Err(refuse())
-        }
+        if algorithm.level_is_allowed() { Ok(algorithm) } else { Err(refuse()) }
     }
 }
 
@@ -147,11 +143,7 @@ pub struct UnknownEncoding(pub u8);
 
 impl fmt::Display for UnknownEncoding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "unknown encoding {}: known are 0 (raw), 1 (lz4), 2 (zstd) and 3 (deflate)",
-            self.0
-        )
+        write!(f, "unknown encoding {}: known are 0 (raw), 1 (lz4), 2 (zstd) and 3 (deflate)", self.0)
     }
 }
 
@@ -177,10 +169,7 @@ pub struct Corrupt;
 
 impl fmt::Display for Corrupt {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "a compressed object is corrupt: it does not decode to its length"
-        )
+        write!(f, "a compressed object is corrupt: it does not decode to its length")
     }
 }
 
@@ -213,24 +202,15 @@ impl Compressor {
     /// # Panics
     /// When the level is not one that [`Algorithm`] allows, or `source_max` is more than 1 GiB.
     pub fn with_source_max(algorithm: Algorithm, source_max: usize) -> Self {
-        assert!(
-            algorithm.level_is_allowed(),
-            "{algorithm} is not an allowed level"
-        );
+        assert!(algorithm.level_is_allowed(), "{algorithm} is not an allowed level");
         // Also keeps every length within C's int.
-        assert!(
-            source_max <= 1 << 30,
-            "sources of {source_max} bytes: more than 1 GiB"
-        );
+        assert!(source_max <= 1 << 30, "sources of {source_max} bytes: more than 1 GiB");
         let encoder = match algorithm {
             Algorithm::Lz4 => Encoder::Lz4(lz4::Compressor::new()),
             Algorithm::Zstd(level) => Encoder::Zstd(zstd::Compressor::new(level, source_max)),
             Algorithm::Deflate(level) => Encoder::Deflate(deflate::Compressor::new(level)),
         };
-        Self {
-            encoder,
-            source_max,
-        }
+        Self { encoder, source_max }
     }
 
     /// Compresses `src` into the start of `dst`; the length is of what it wrote. `None` when that does not fit: pass a
@@ -240,12 +220,7 @@ impl Compressor {
     /// # Panics
     /// When `src` is longer than the compressor was made for.
     pub fn compress(&mut self, src: &[u8], dst: &mut [u8]) -> Option<(Encoding, usize)> {
-        assert!(
-            src.len() <= self.source_max,
-            "source of {} bytes: more than {}",
-            src.len(),
-            self.source_max
-        );
+        assert!(src.len() <= self.source_max, "source of {} bytes: more than {}", src.len(), self.source_max);
         let (encoding, len) = match &mut self.encoder {
             Encoder::Lz4(lz4) => (Encoding::Lz4, lz4.compress(src, dst)?),
             Encoder::Zstd(zstd) => (Encoding::Zstd, zstd.compress(src, dst)?),
@@ -265,19 +240,11 @@ pub struct Decompressor {
 impl Decompressor {
     /// A decompressor.
     pub fn new() -> Self {
-        Self {
-            zstd: zstd::Decompressor::new(),
-            deflate: deflate::Decompressor::new(),
-        }
+        Self { zstd: zstd::Decompressor::new(), deflate: deflate::Decompressor::new() }
     }
 
     /// Decodes `src`, all of it, into `dst`, which it fills. What `dst` holds after [`Corrupt`] is undefined.
-    pub fn decompress(
-        &mut self,
-        encoding: Encoding,
-        src: &[u8],
-        dst: &mut [u8],
-    ) -> Result<(), Corrupt> {
+    pub fn decompress(&mut self, encoding: Encoding, src: &[u8], dst: &mut [u8]) -> Result<(), Corrupt> {
         let len = match encoding {
             Encoding::Raw if src.len() == dst.len() => {
                 dst.copy_from_slice(src);
@@ -288,11 +255,7 @@ impl Decompressor {
             Encoding::Zstd => self.zstd.decompress(src, dst),
             Encoding::Deflate => self.deflate.decompress(src, dst),
         };
-        if len == Some(dst.len()) {
-            Ok(())
-        } else {
-            Err(Corrupt)
-        }
+        if len == Some(dst.len()) { Ok(()) } else { Err(Corrupt) }
     }
 }
 

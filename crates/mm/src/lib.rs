@@ -5,7 +5,7 @@
 #![deny(unsafe_code)]
 
 pub mod codec;
-pub mod zsmalloc;
 pub mod lru;
 pub mod pagetable;
 pub mod zone;
+pub mod zsmalloc;

@@ -103,7 +103,10 @@ impl Zone {
     /// # Panics
     /// When the first slot is free already, or misaligned.
     pub fn free(&mut self, kind: Kind, slot: u32, order: u8) {
-        assert!(self.tag[slot as usize] == 0 && slot.is_multiple_of(1 << order), "slot {slot} freed twice or misaligned");
+        assert!(
+            self.tag[slot as usize] == 0 && slot.is_multiple_of(1 << order),
+            "slot {slot} freed twice or misaligned"
+        );
         let (mut slot, mut order) = (slot, order);
         while order < MAX_ORDER {
             let buddy = slot ^ (1 << order);

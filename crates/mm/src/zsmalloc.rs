@@ -98,11 +98,7 @@ const fn anchor(size: usize) -> usize {
 const CLASS_ROOM: usize = 160;
 
 const fn build_classes() -> ([Class; CLASS_ROOM], usize) {
-    let mut classes = [Class {
-        size: 0,
-        pages: 0,
-        objects: 0,
-    }; CLASS_ROOM];
+    let mut classes = [Class { size: 0, pages: 0, objects: 0 }; CLASS_ROOM];
     let mut count = 0;
     let mut wanted = GRAIN;
     loop {
@@ -110,16 +106,8 @@ const fn build_classes() -> ([Class; CLASS_ROOM], usize) {
         let objects = pages * PAGE / wanted;
         // Widen to what the slab has anyway, but not past a size that must end its own class.
         let widened = pages * PAGE / objects / GRAIN * GRAIN;
-        let size = if widened > anchor(wanted) {
-            anchor(wanted)
-        } else {
-            widened
-        };
-        classes[count] = Class {
-            size: size as u32,
-            pages: pages as u8,
-            objects: objects as u8,
-        };
+        let size = if widened > anchor(wanted) { anchor(wanted) } else { widened };
+        classes[count] = Class { size: size as u32, pages: pages as u8, objects: objects as u8 };
         count += 1;
         if size == MAX_OBJECT {
             return (classes, count);
@@ -127,11 +115,7 @@ const fn build_classes() -> ([Class; CLASS_ROOM], usize) {
         // About 5 % up (1/20), at least one grain.
         let up = (size + size / 20).div_ceil(GRAIN) * GRAIN;
         let next = if up > size { up } else { size + GRAIN };
-        wanted = if next > anchor(size + 1) {
-            anchor(size + 1)
-        } else {
-            next
-        };
+        wanted = if next > anchor(size + 1) { anchor(size + 1) } else { next };
     }
 }
 
@@ -156,9 +140,7 @@ static CLASS_OF: [u8; MAX_OBJECT / GRAIN + 1] = {
 
 /// The sizes objects are rounded up to, ascending, in bytes.
 pub fn class_sizes() -> impl Iterator<Item = usize> {
-    CLASSES[..CLASS_COUNT]
-        .iter()
-        .map(|class| class.size as usize)
+    CLASSES[..CLASS_COUNT].iter().map(|class| class.size as usize)
 }
 
 /// An object in a [`ZsPool`]: its byte offset divided by 32.
@@ -255,10 +237,7 @@ impl ZsPool {
     /// # Panics
     /// When `len` is 0 or more than [`MAX_OBJECT`].
     pub fn alloc(&mut self, len: usize) -> Option<Handle> {
-        assert!(
-            (1..=MAX_OBJECT).contains(&len),
-            "object of {len} bytes: not 1 to {MAX_OBJECT}"
-        );
+        assert!((1..=MAX_OBJECT).contains(&len), "object of {len} bytes: not 1 to {MAX_OBJECT}");
         let class_index = CLASS_OF[len.div_ceil(GRAIN)];
         let class = CLASSES[class_index as usize];
         let heads = &self.partial[class_index as usize];
@@ -277,12 +256,7 @@ impl ZsPool {
         let before = slab.live;
         slab.live += 1;
         let offset = slab.first_page as usize * PAGE + object * class.size as usize;
-        self.move_group(
-            slab_index,
-            class_index,
-            group(before, class.objects),
-            group(before + 1, class.objects),
-        );
+        self.move_group(slab_index, class_index, group(before, class.objects), group(before + 1, class.objects));
         self.used += class.size as usize;
         Some(Handle((offset / GRAIN) as u32))
     }
@@ -302,12 +276,7 @@ impl ZsPool {
         self.used -= class.size as usize;
         let from = group(before, class.objects);
         if before > 1 {
-            self.move_group(
-                slab_index,
-                class_index,
-                from,
-                group(before - 1, class.objects),
-            );
+            self.move_group(slab_index, class_index, from, group(before - 1, class.objects));
             return None;
         }
         self.move_group(slab_index, class_index, from, None);
@@ -354,13 +323,8 @@ impl ZsPool {
         let into = (offset - slab.first_page as usize * PAGE) as u32;
         let object = (into / size) as usize;
         // The tail of a slab can hold no object, but a grain of it can be named: its index has no live bit.
-        let live =
-            object < MAX_SLAB_OBJECTS && slab.live_bits[object / 64] >> (object % 64) & 1 == 1;
-        assert!(
-            live && into.is_multiple_of(size),
-            "handle {:#x} is not allocated",
-            handle.0
-        );
+        let live = object < MAX_SLAB_OBJECTS && slab.live_bits[object / 64] >> (object % 64) & 1 == 1;
+        assert!(live && into.is_multiple_of(size), "handle {:#x} is not allocated", handle.0);
         (slab_index, object)
     }
 
@@ -394,14 +358,7 @@ impl ZsPool {
     fn add_slab(&mut self, class: u8) -> Option<u32> {
         let Class { pages, objects, .. } = CLASSES[class as usize];
         let first_page = self.take_run(u32::from(pages))?;
-        let slab = Slab {
-            live_bits: [0; 2],
-            first_page,
-            next: NONE,
-            prev: NONE,
-            class,
-            live: 0,
-        };
+        let slab = Slab { live_bits: [0; 2], first_page, next: NONE, prev: NONE, class, live: 0 };
         let index = if self.unused == NONE {
             self.slabs.push(slab);
             (self.slabs.len() - 1) as u32
@@ -426,10 +383,7 @@ impl ZsPool {
         self.held -= len;
         self.page_slab[first as usize..first as usize + pages as usize].fill(NONE);
         self.put_run(first, u32::from(pages));
-        Freed {
-            offset: first as usize * PAGE,
-            len,
-        }
+        Freed { offset: first as usize * PAGE, len }
     }
 
     /// Takes `pages` contiguous pages: from the shortest run that is long enough, else from the frontier.

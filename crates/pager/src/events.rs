@@ -16,7 +16,9 @@ impl Pager {
     pub fn event(&self, s: &mut State, message: Message) {
         match message {
             Message::Gone { start, end } => forget_range(s, (start / PAGE) as u64, end.div_ceil(PAGE) as u64),
-            Message::Remap { from, to, len } => remap(s, (from / PAGE) as u64, (to / PAGE) as u64, len.div_ceil(PAGE) as u64),
+            Message::Remap { from, to, len } => {
+                remap(s, (from / PAGE) as u64, (to / PAGE) as u64, len.div_ceil(PAGE) as u64)
+            }
             Message::Fault { .. } | Message::Unknown(_) => {}
         }
     }

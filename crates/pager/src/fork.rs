@@ -23,6 +23,8 @@ impl Pager {
 
     /// After clone, in the parent.
     pub fn after_fork_in_parent(&self) {
+        self.kin.store(true, Relaxed);
+        self.shared_due.store(0, Relaxed);
         // SAFETY: before_fork took the lock in this thread.
         unsafe { self.state.force_unlock() };
     }
@@ -31,6 +33,8 @@ impl Pager {
     pub fn after_fork_in_child(&'static self) -> bool {
         let engaged = self.engaged.load(Relaxed);
         let claimed = self.claim_slot().is_ok();
+        self.kin.store(true, Relaxed);
+        self.shared_due.store(0, Relaxed);
         self.watched.store(false, Relaxed);
         self.asleep.store(false, Relaxed);
         self.scan_wanted.store(false, Relaxed);

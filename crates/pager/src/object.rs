@@ -31,7 +31,9 @@ pub const fn head_bytes(order: u8) -> usize {
 impl Header {
     /// Reads a header.
     pub fn read(b: &[u8]) -> Self {
-        let word = |r: core::ops::Range<usize>| u64::from_le_bytes(core::array::from_fn(|i| if i < r.len() { b[r.start + i] } else { 0 }));
+        let word = |r: core::ops::Range<usize>| {
+            u64::from_le_bytes(core::array::from_fn(|i| if i < r.len() { b[r.start + i] } else { 0 }))
+        };
         Self {
             len: word(0..4) as usize,
             encoding: Encoding::try_from(b[4]).unwrap_or(Encoding::Raw),
@@ -69,7 +71,8 @@ pub fn hash(page: &[u8]) -> u128 {
 /// Whether a page is all zeros.
 pub fn is_zero(page: &[u8]) -> bool {
     let (head, words, tail) = zerocopy_words(page);
-    head.iter().chain(tail).all(|b| *b == 0) && words.chunks(64).all(|c| c.iter().fold(0, |a, w| a | u64::from_ne_bytes(*w)) == 0)
+    head.iter().chain(tail).all(|b| *b == 0)
+        && words.chunks(64).all(|c| c.iter().fold(0, |a, w| a | u64::from_ne_bytes(*w)) == 0)
 }
 
 fn zerocopy_words(b: &[u8]) -> (&[u8], &[[u8; 8]], &[u8]) {

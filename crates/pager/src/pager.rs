@@ -30,6 +30,14 @@ pub struct Pager {
     pub pagemap: AtomicI32,
     /// /proc/self/statm, likewise.
     pub statm: AtomicI32,
+    /// /proc/self/smaps_rollup, likewise.
+    pub rollup: AtomicI32,
+    /// Whether memory may be shared with a parent or child (after fork).
+    pub kin: AtomicBool,
+    /// What RssAnon counts and another process counts too (bytes), as last measured.
+    pub shared: AtomicUsize,
+    /// When `shared` is to be measured again (monotonic nanoseconds).
+    pub shared_due: AtomicU64,
     /// Whether memory is registered and helpers run.
     pub engaged: AtomicBool,
     /// The ticker's thread id.
@@ -70,6 +78,10 @@ impl Pager {
             uffd: AtomicI32::new(-1),
             pagemap: AtomicI32::new(-1),
             statm: AtomicI32::new(-1),
+            rollup: AtomicI32::new(-1),
+            kin: AtomicBool::new(false),
+            shared: AtomicUsize::new(0),
+            shared_due: AtomicU64::new(0),
             engaged: AtomicBool::new(false),
             ticker: AtomicI32::new(0),
             handler: AtomicI32::new(0),
@@ -127,18 +139,44 @@ impl Pager {
         self.group.limit.load(Relaxed) as usize
     }
 
-    /// Reads RssAnon of this process and publishes it; 0 when it cannot be read.
+    /// Reads what this process holds and publishes it; 0 when it cannot be read.
+    ///
+    /// That is RssAnon; after fork less its share of what other processes map too (RssAnon − Pss_Anon), or every page
+    /// shared copy-on-write would count once for each process. Pss is dear (the kernel walks the page tables), so it is
+    /// measured now and then.
     pub fn read_rss(&self) -> usize {
         let mut text = [0u8; 128];
         let Ok(n) = raw::pread(self.statm.load(Relaxed), &mut text, 0) else { return 0 };
-        let mut numbers = text[..n].split(|c| *c == b' ').map(|f| {
-            f.iter().take_while(|c| c.is_ascii_digit()).fold(0usize, |v, c| v * 10 + (c - b'0') as usize)
-        });
+        let mut numbers = text[..n]
+            .split(|c| *c == b' ')
+            .map(|f| f.iter().take_while(|c| c.is_ascii_digit()).fold(0usize, |v, c| v * 10 + (c - b'0') as usize));
         let resident = numbers.nth(1).unwrap_or(0);
         let shared = numbers.next().unwrap_or(0);
-        let rss = resident.saturating_sub(shared) * PAGE;
+        let mut rss = resident.saturating_sub(shared) * PAGE;
+        if self.kin.load(Relaxed) {
+            if thread::now_ns() >= self.shared_due.load(Relaxed) {
+                self.measure_shared(rss);
+            }
+            rss = rss.saturating_sub(self.shared.load(Relaxed));
+        }
         self.me().rss.store(rss as u64, Relaxed);
         rss
+    }
+
+    fn measure_shared(&self, rss: usize) {
+        let mut text = [0u8; 2048];
+        let start = thread::now_ns();
+        let n = raw::pread(self.rollup.load(Relaxed), &mut text, 0).unwrap_or(0);
+        let pss = text[..n].split(|c| *c == b'\n').find_map(|l| {
+            let kib = core::str::from_utf8(l.strip_prefix(b"Pss_Anon:")?.trim_ascii()).ok()?.strip_suffix(" kB")?;
+            kib.parse::<usize>().ok()
+        });
+        let shared = pss.map_or(0, |kib| rss.saturating_sub(kib << 10));
+        self.shared.store(shared, Relaxed);
+        let end = thread::now_ns();
+        // At most a twentieth of the time goes into measuring; where nothing is shared, one look a second.
+        let pause = if shared < 1 << 20 { 1_000_000_000 } else { ((end - start) * 20).max(20_000_000) };
+        self.shared_due.store(end + pause, Relaxed);
     }
 
     /// RssAnon of the other members together, as they last said it.
@@ -201,7 +239,8 @@ impl Pager {
         let mine = self.slot.load(Relaxed);
         let members = self.group.slots.iter().enumerate().take(self.group.joined.load(Relaxed) as usize + 1);
         let others_out: u64 = members.filter(|(i, _)| *i != mine).map(|(_, m)| m.swapped.load(Relaxed)).sum();
-        let held = (s.rss.saturating_sub(s.pool.held_bytes()) + (s.swapped + s.zeros) * PAGE + others) as u64 + others_out;
+        let held =
+            (s.rss.saturating_sub(s.pool.held_bytes()) + (s.swapped + s.zeros) * PAGE + others) as u64 + others_out;
         self.group.peak_held.fetch_max(held, Relaxed);
     }
 
@@ -224,8 +263,18 @@ fn alive(pid: u32) -> bool {
 fn retire(from: &Counters, to: &Counters) {
     let all = |c: &Counters| {
         [
-            core::ptr::from_ref(&c.pgfault), &c.pgmajfault, &c.refault_staged, &c.fault_zero, &c.zswpout, &c.zswpin,
-            &c.swpout_zero, &c.swpout_clean, &c.stall_ns, &c.direct_reclaim, &c.move_refused, &c.reject_alloc_fail,
+            core::ptr::from_ref(&c.pgfault),
+            &c.pgmajfault,
+            &c.refault_staged,
+            &c.fault_zero,
+            &c.zswpout,
+            &c.zswpin,
+            &c.swpout_zero,
+            &c.swpout_clean,
+            &c.stall_ns,
+            &c.direct_reclaim,
+            &c.move_refused,
+            &c.reject_alloc_fail,
             &c.poisoned,
         ]
     };
@@ -233,7 +282,13 @@ fn retire(from: &Counters, to: &Counters) {
         // SAFETY: the pointers were references a moment ago, to memory that lives as long as the group.
         unsafe { (*t).fetch_add((*f).swap(0, Relaxed), Relaxed) };
     }
-    for now in [&from.stored_incompressible_pages, &from.stored_pages, &from.pool_total_size, &from.pool_used_size, &from.metadata_size] {
+    for now in [
+        &from.stored_incompressible_pages,
+        &from.stored_pages,
+        &from.pool_total_size,
+        &from.pool_used_size,
+        &from.metadata_size,
+    ] {
         now.store(0, Relaxed);
     }
 }

@@ -39,7 +39,11 @@ enum Outcome {
     Pending,
     Zero,
     /// Compressed to `at..at + len` of the batch's output.
-    Packed { encoding: Encoding, at: usize, len: usize },
+    Packed {
+        encoding: Encoding,
+        at: usize,
+        len: usize,
+    },
 }
 
 /// A batch on its way through compression; its buffers are allocated once.
@@ -413,7 +417,15 @@ impl Pager {
         left
     }
 
-    fn store(&self, s: &mut State, u: &Unit, live: u16, encoding: Encoding, bytes: &[u8], hashes: &[u128]) -> Option<u32> {
+    fn store(
+        &self,
+        s: &mut State,
+        u: &Unit,
+        live: u16,
+        encoding: Encoding,
+        bytes: &[u8],
+        hashes: &[u128],
+    ) -> Option<u32> {
         let head = object::head_bytes(u.order);
         let held = s.pool.held_bytes();
         let handle = s.pool.alloc(head + bytes.len())?;

@@ -189,7 +189,11 @@ impl State {
                 self.pt.set(vpn + i, pte);
             }
             let entry = Entry::new(vpn + at, order, self.stamp);
-            if active { self.lru.active.push(entry) } else { self.lru.inactive.push(entry) }
+            if active {
+                self.lru.active.push(entry)
+            } else {
+                self.lru.inactive.push(entry)
+            }
             at += 1 << order;
         }
         self.resident += n;

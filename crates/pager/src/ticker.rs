@@ -51,6 +51,7 @@ impl Pager {
         let _ = unsafe { sys!(libc::SYS_close_range, 0, u32::MAX, 0) };
         let _ = raw::open(b"/dev/null\0", libc::O_RDWR);
         self.statm.store(raw::open(b"/proc/self/statm\0", libc::O_RDONLY).unwrap_or(-1), Release);
+        self.rollup.store(raw::open(b"/proc/self/smaps_rollup\0", libc::O_RDONLY).unwrap_or(-1), Release);
     }
 
     fn ticker_loop(&'static self) -> ! {

@@ -10,7 +10,8 @@ use core::sync::atomic::{AtomicU32, Ordering::*};
 /// Waits while `*word == value`, at most `timeout_ns` (None: for ever).
 pub fn futex_wait(word: &AtomicU32, value: u32, timeout_ns: Option<u64>, shared: bool) {
     let op = libc::FUTEX_WAIT | if shared { 0 } else { libc::FUTEX_PRIVATE_FLAG };
-    let ts = timeout_ns.map(|n| libc::timespec { tv_sec: (n / 1_000_000_000) as i64, tv_nsec: (n % 1_000_000_000) as i64 });
+    let ts =
+        timeout_ns.map(|n| libc::timespec { tv_sec: (n / 1_000_000_000) as i64, tv_nsec: (n % 1_000_000_000) as i64 });
     let ptr = ts.as_ref().map_or(core::ptr::null(), core::ptr::from_ref);
     // SAFETY: the word is alive, the time-out is ours or null.
     let _ = unsafe { sys!(libc::SYS_futex, word.as_ptr(), op, value, ptr) };

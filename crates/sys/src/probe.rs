@@ -57,9 +57,7 @@ pub fn by_syscall() -> io::Result<OwnedFd> {
 /// Opens a userfaultfd that sees faults of user mode only (Linux 5.11): system calls on evicted buffers fail.
 pub fn by_syscall_user_mode_only() -> io::Result<OwnedFd> {
     // SAFETY: as in `by_syscall`.
-    owned(
-        unsafe { libc::syscall(libc::SYS_userfaultfd, FLAGS | UFFD_USER_MODE_ONLY) } as libc::c_int,
-    )
+    owned(unsafe { libc::syscall(libc::SYS_userfaultfd, FLAGS | UFFD_USER_MODE_ONLY) } as libc::c_int)
 }
 
 /// Makes the UFFDIO_API handshake and returns the features the kernel has.
@@ -70,54 +68,24 @@ pub fn features(uffd: &OwnedFd) -> io::Result<u64> {
         features: u64,
         ioctls: u64,
     }
-    let mut api = Api {
-        api: UFFD_API,
-        features: 0,
-        ioctls: 0,
-    };
+    let mut api = Api { api: UFFD_API, features: 0, ioctls: 0 };
     // SAFETY: the kernel reads and writes one `struct uffdio_api`, which `api` is.
     let done = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_API, &raw mut api) };
-    if done < 0 {
-        Err(io::Error::last_os_error())
-    } else {
-        Ok(api.features)
-    }
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(api.features) }
 }
 
 /// Tries PAGEMAP_SCAN (Linux 6.7) on one page of our own.
 pub fn pagemap_scan() -> io::Result<()> {
     // SAFETY: a constant path; the descriptor is owned at once.
-    let pagemap = owned(unsafe {
-        libc::open(
-            c"/proc/self/pagemap".as_ptr(),
-            libc::O_RDONLY | libc::O_CLOEXEC,
-        )
-    })?;
+    let pagemap = owned(unsafe { libc::open(c"/proc/self/pagemap".as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC) })?;
     let mut region = [0u64; 3];
     let page = (&raw const region) as u64 & !4095;
     // `struct pm_scan_arg`: size, flags, start, end, walk_end, vec, vec_len, max_pages, inverted, mask, anyof, return.
     let vec = (&raw mut region) as u64;
-    let mut arg: [u64; 12] = [
-        96,
-        0,
-        page,
-        page + 4096,
-        0,
-        vec,
-        1,
-        0,
-        0,
-        0,
-        0,
-        PAGE_IS_PRESENT,
-    ];
+    let mut arg: [u64; 12] = [96, 0, page, page + 4096, 0, vec, 1, 0, 0, 0, 0, PAGE_IS_PRESENT];
     // SAFETY: `arg` is a whole `struct pm_scan_arg`, its `vec` one `struct page_region` that outlives the call.
     let done = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, arg.as_mut_ptr()) };
-    if done < 0 {
-        Err(io::Error::last_os_error())
-    } else {
-        Ok(())
-    }
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 fn owned(fd: libc::c_int) -> io::Result<OwnedFd> {

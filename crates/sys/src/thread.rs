@@ -30,7 +30,12 @@ pub unsafe fn spawn(stack: usize, own_files: bool, entry: extern "C" fn(usize) -
     }
     // Room below %fs stays unused, so a stray write to a TLS variable of libc's (errno) hits nothing.
     let top = (tls - 16384) & !15;
-    let mut flags = libc::CLONE_VM | libc::CLONE_FS | libc::CLONE_SIGHAND | libc::CLONE_THREAD | libc::CLONE_SYSVSEM | libc::CLONE_SETTLS;
+    let mut flags = libc::CLONE_VM
+        | libc::CLONE_FS
+        | libc::CLONE_SIGHAND
+        | libc::CLONE_THREAD
+        | libc::CLONE_SYSVSEM
+        | libc::CLONE_SETTLS;
     if !own_files {
         flags |= libc::CLONE_FILES;
     }

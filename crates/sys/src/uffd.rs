@@ -226,10 +226,7 @@ mod tests {
 
     #[test]
     fn messages_decode() {
-        assert_eq!(
-            decode(&[0x12, 1, 0x7000_0123, 42]),
-            Message::Fault { address: 0x7000_0000, write: true, tid: 42 }
-        );
+        assert_eq!(decode(&[0x12, 1, 0x7000_0123, 42]), Message::Fault { address: 0x7000_0000, write: true, tid: 42 });
         assert_eq!(decode(&[0x14, 1, 2, 3]), Message::Remap { from: 1, to: 2, len: 3 });
         assert_eq!(decode(&[0x16, 1, 2, 0]), Message::Gone { start: 1, end: 2 });
         assert_eq!(decode(&[0x99, 0, 0, 0]), Message::Unknown(0x99));

@@ -33,22 +33,17 @@ pub struct Refused {
 
 impl From<String> for Refused {
     fn from(sentence: String) -> Refused {
-        Refused {
-            sentence,
-            status: EXIT_OWN_FAILURE,
-        }
+        Refused { sentence, status: EXIT_OWN_FAILURE }
     }
 }
 
 /// Refuses a uzswap inside another.
 pub fn nested() -> Result<(), Refused> {
     match env::var_os(ENV_GROUP) {
-        Some(path) if group_file::is_group(&path) => {
-            Err("this already runs under uzswap, and two cannot be nested: \
+        Some(path) if group_file::is_group(&path) => Err("this already runs under uzswap, and two cannot be nested: \
              run the program directly, it shares the outer limit"
-                .to_owned()
-                .into())
-        }
+            .to_owned()
+            .into()),
         _ => Ok(()),
     }
 }
@@ -56,11 +51,7 @@ pub fn nested() -> Result<(), Refused> {
 /// The limit in bytes.
 pub fn limit(config: &Config) -> Result<u64, Refused> {
     let Some(text) = &config.memory else {
-        return Err(
-            "no limit is given: add --memory SIZE, such as --memory 512M or --memory 50%"
-                .to_owned()
-                .into(),
-        );
+        return Err("no limit is given: add --memory SIZE, such as --memory 512M or --memory 50%".to_owned().into());
     };
     let bytes = Size::parse(text)?.resolve(machine::available_memory());
     if bytes < MINIMUM {
@@ -76,9 +67,7 @@ pub fn limit(config: &Config) -> Result<u64, Refused> {
 
 /// The compressor, lz4 unless another is asked for.
 pub fn compressor(config: &Config) -> Result<Compressor, Refused> {
-    Ok(Compressor::parse(
-        config.compressor.as_deref().unwrap_or("lz4"),
-    )?)
+    Ok(Compressor::parse(config.compressor.as_deref().unwrap_or("lz4"))?)
 }
 
 /// The file of a program that can be preloaded, found as execvp finds it.
@@ -101,8 +90,10 @@ pub fn program(name: &OsStr) -> Result<PathBuf, Refused> {
         // What may be run but not read: the kernel decides.
         Err(e) if e.kind() == io::ErrorKind::PermissionDenied => return Ok(path),
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            return Err(format!("`{shown}` cannot be run: it is a script whose interpreter is missing; correct its first line")
-                .into());
+            return Err(format!(
+                "`{shown}` cannot be run: it is a script whose interpreter is missing; correct its first line"
+            )
+            .into());
         }
         Err(e) => {
             return Err(format!("`{shown}` cannot be read: {}; check the file", plain(&e)).into());
@@ -116,7 +107,10 @@ pub fn program(name: &OsStr) -> Result<PathBuf, Refused> {
     let elsewhere = "run it without uzswap";
     match kind {
         Kind::Static => {
-            return Err(format!("{what} is statically linked, so nothing can be preloaded into it: link it dynamically or {elsewhere}").into());
+            return Err(format!(
+                "{what} is statically linked, so nothing can be preloaded into it: link it dynamically or {elsewhere}"
+            )
+            .into());
         }
         Kind::Foreign(machine) => {
             return Err(format!(
@@ -126,9 +120,17 @@ pub fn program(name: &OsStr) -> Result<PathBuf, Refused> {
             .into());
         }
         Kind::Dynamic(loader) if loader.file_name().is_some_and(|n| n.as_bytes().starts_with(b"ld-musl")) => {
-            return Err(format!("{what} is linked with musl, and uzswap's library with glibc: use a glibc build or {elsewhere}").into());
+            return Err(format!(
+                "{what} is linked with musl, and uzswap's library with glibc: use a glibc build or {elsewhere}"
+            )
+            .into());
         }
-        Kind::Script(_) => return Err(format!("`{shown}` is a script of a script more than four levels deep: name the interpreter instead").into()),
+        Kind::Script(_) => {
+            return Err(format!(
+                "`{shown}` is a script of a script more than four levels deep: name the interpreter instead"
+            )
+            .into());
+        }
         Kind::Dynamic(_) | Kind::Unknown => {}
     }
     let mode = fs::metadata(&loaded).map_or(0, |m| m.permissions().mode());
@@ -154,11 +156,7 @@ fn find(name: &OsStr) -> io::Result<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_else(|| "/bin:/usr/bin".into());
     let mut denied = None;
     for dir in env::split_paths(&path) {
-        let dir = if dir.as_os_str().is_empty() {
-            PathBuf::from(".")
-        } else {
-            dir
-        };
+        let dir = if dir.as_os_str().is_empty() { PathBuf::from(".") } else { dir };
         match runnable(dir.join(name)) {
             Ok(path) => return Ok(path),
             Err(e) if e.kind() == io::ErrorKind::PermissionDenied => denied = Some(e),
@@ -172,19 +170,8 @@ fn runnable(path: PathBuf) -> io::Result<PathBuf> {
     let is_file = fs::metadata(&path)?.is_file();
     let c_path = std::ffi::CString::new(path.as_os_str().as_bytes())?;
     // SAFETY: `c_path` is a C string that outlives the call.
-    let denied = unsafe {
-        libc::faccessat(
-            libc::AT_FDCWD,
-            c_path.as_ptr(),
-            libc::X_OK,
-            libc::AT_EACCESS,
-        )
-    } != 0;
-    if !is_file || denied {
-        Err(io::ErrorKind::PermissionDenied.into())
-    } else {
-        Ok(path)
-    }
+    let denied = unsafe { libc::faccessat(libc::AT_FDCWD, c_path.as_ptr(), libc::X_OK, libc::AT_EACCESS) } != 0;
+    if !is_file || denied { Err(io::ErrorKind::PermissionDenied.into()) } else { Ok(path) }
 }
 
 fn has_capabilities(path: &Path) -> bool {
@@ -192,14 +179,7 @@ fn has_capabilities(path: &Path) -> bool {
         return false;
     };
     // SAFETY: both are C strings; with a size of 0 nothing is written, only the length returned.
-    unsafe {
-        libc::getxattr(
-            path.as_ptr(),
-            c"security.capability".as_ptr(),
-            std::ptr::null_mut(),
-            0,
-        ) > 0
-    }
+    unsafe { libc::getxattr(path.as_ptr(), c"security.capability".as_ptr(), std::ptr::null_mut(), 0) > 0 }
 }
 
 /// Refuses a machine on which memory cannot be managed.
@@ -212,12 +192,7 @@ pub fn machine() -> Result<(), Refused> {
         },
     };
     let features = |uffd: OwnedFd| probe::features(&uffd);
-    verdict(
-        &machine::kernel_release(),
-        opened.and_then(features),
-        user_mode_only,
-    )
-    .map_err(Refused::from)
+    verdict(&machine::kernel_release(), opened.and_then(features), user_mode_only).map_err(Refused::from)
 }
 
 /// The sentence for what was found, if it does not do.
@@ -262,12 +237,7 @@ pub fn agent() -> Result<PathBuf, Refused> {
         })?;
     let found = found.canonicalize().unwrap_or(found);
     // The loader splits LD_PRELOAD at these.
-    if found
-        .as_os_str()
-        .as_bytes()
-        .iter()
-        .any(|b| b" :\t\n".contains(b))
-    {
+    if found.as_os_str().as_bytes().iter().any(|b| b" :\t\n".contains(b)) {
         return Err(format!(
             "the loader cannot preload `{}`, a path with a space or colon: move uzswap to another directory",
             found.display()
@@ -286,33 +256,13 @@ mod tests {
     fn machines() {
         let errno = |e| Err(Error::from_raw_os_error(e));
         assert_eq!(verdict("6.8.0", Ok(1), false), Ok(()));
-        assert!(
-            verdict("5.4.0", Ok(0), false)
-                .unwrap_err()
-                .contains("too old")
-        );
-        assert!(
-            verdict("4.4.0", errno(libc::ENOSYS), false)
-                .unwrap_err()
-                .contains("too old")
-        );
-        assert!(
-            verdict("6.8.0", errno(libc::ENOSYS), false)
-                .unwrap_err()
-                .contains("CONFIG_USERFAULTFD")
-        );
+        assert!(verdict("5.4.0", Ok(0), false).unwrap_err().contains("too old"));
+        assert!(verdict("4.4.0", errno(libc::ENOSYS), false).unwrap_err().contains("too old"));
+        assert!(verdict("6.8.0", errno(libc::ENOSYS), false).unwrap_err().contains("CONFIG_USERFAULTFD"));
         let denied = verdict("6.8.0", errno(libc::EPERM), false).unwrap_err();
-        for way in [
-            "/dev/userfaultfd",
-            "vm.unprivileged_userfaultfd=1",
-            "CAP_SYS_PTRACE",
-        ] {
+        for way in ["/dev/userfaultfd", "vm.unprivileged_userfaultfd=1", "CAP_SYS_PTRACE"] {
             assert!(denied.contains(way), "{denied}");
         }
-        assert!(
-            verdict("6.8.0", errno(libc::EPERM), true)
-                .unwrap_err()
-                .contains("user-mode-only")
-        );
+        assert!(verdict("6.8.0", errno(libc::EPERM), true).unwrap_err().contains("user-mode-only"));
     }
 }

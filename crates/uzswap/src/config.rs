@@ -22,35 +22,23 @@ pub struct Config {
 impl Config {
     /// Reads a file. The error is one sentence.
     pub fn read(path: &Path) -> Result<Config, String> {
-        let text = std::fs::read_to_string(path).map_err(|e| {
-            format!(
-                "the configuration file `{}` cannot be read: {}",
-                path.display(),
-                plain(&e)
-            )
-        })?;
-        Config::parse(&text)
-            .map_err(|e| format!("the configuration file `{}` is wrong: {e}", path.display()))
+        let text = std::fs::read_to_string(path)
+            .map_err(|e| format!("the configuration file `{}` cannot be read: {}", path.display(), plain(&e)))?;
+        Config::parse(&text).map_err(|e| format!("the configuration file `{}` is wrong: {e}", path.display()))
     }
 
     /// Parses the text of a file. The error is a half-sentence with the line.
     pub fn parse(text: &str) -> Result<Config, String> {
         toml::from_str(text).map_err(|e| {
             let at = e.span().map_or(0, |span| span.start.min(text.len()));
-            let line = 1 + text.as_bytes()[..at]
-                .iter()
-                .filter(|&&b| b == b'\n')
-                .count();
+            let line = 1 + text.as_bytes()[..at].iter().filter(|&&b| b == b'\n').count();
             format!("line {line}: {}", e.message().replace('\n', ", "))
         })
     }
 
     /// The file named on the command line, if any, with the command line's own options over it.
     pub fn of(args: &RunArgs) -> Result<Config, String> {
-        let file = args
-            .config
-            .as_deref()
-            .map_or(Ok(Config::default()), Config::read)?;
+        let file = args.config.as_deref().map_or(Ok(Config::default()), Config::read)?;
         Ok(Config {
             memory: args.memory.clone().or(file.memory),
             compressor: args.compressor.clone().or(file.compressor),
@@ -72,26 +60,20 @@ pub struct Compressor {
 impl Compressor {
     /// Parses `lz4`, `zstd`, `zstd:3`, `deflate`. The error is one sentence.
     pub fn parse(text: &str) -> Result<Compressor, String> {
-        let (name, level) = text
-            .split_once(':')
-            .map_or((text, None), |(name, level)| (name, Some(level)));
+        let (name, level) = text.split_once(':').map_or((text, None), |(name, level)| (name, Some(level)));
         let (codec, highest) = match name {
             "lz4" => (CODEC_LZ4, 0),
             "zstd" => (CODEC_ZSTD, 22),
             "deflate" => (CODEC_DEFLATE, 12),
             _ => {
-                return Err(format!(
-                    "no compressor is called `{name}`: choose lz4, zstd[:LEVEL] or deflate[:LEVEL]"
-                ));
+                return Err(format!("no compressor is called `{name}`: choose lz4, zstd[:LEVEL] or deflate[:LEVEL]"));
             }
         };
         match level.map(str::parse::<u32>) {
             None => Ok(Compressor { codec, level: 0 }),
             Some(_) if highest == 0 => Err(format!("{name} has no levels: write just `{name}`")),
             Some(Ok(level)) if (1..=highest).contains(&level) => Ok(Compressor { codec, level }),
-            Some(_) => Err(format!(
-                "`{text}` has no such level: {name} has 1 to {highest}"
-            )),
+            Some(_) => Err(format!("`{text}` has no such level: {name} has 1 to {highest}")),
         }
     }
 
@@ -119,10 +101,7 @@ mod tests {
 
     #[test]
     fn all_names() {
-        let config = Config::parse(
-            "memory = '1G'\ncompressor = 'zstd:3'\nquiet = true\nreport = 'r.json'\n",
-        )
-        .unwrap();
+        let config = Config::parse("memory = '1G'\ncompressor = 'zstd:3'\nquiet = true\nreport = 'r.json'\n").unwrap();
         assert_eq!(config.memory.as_deref(), Some("1G"));
         assert_eq!(config.compressor.as_deref(), Some("zstd:3"));
         assert_eq!(config.quiet, Some(true));
@@ -133,10 +112,7 @@ mod tests {
     #[test]
     fn wrong_files() {
         for (text, want) in [
-            (
-                "memory = '1G'\nmemroy = '2G'\n",
-                "line 2: unknown field `memroy`",
-            ),
+            ("memory = '1G'\nmemroy = '2G'\n", "line 2: unknown field `memroy`"),
             ("quiet = 'yes'\n", "line 1: invalid type"),
             ("memory = \n", "line 1"),
         ] {
@@ -153,18 +129,7 @@ mod tests {
         assert_eq!(of("zstd:19"), Ok(("zstd", 19)));
         assert_eq!(of("deflate"), Ok(("deflate", 0)));
         assert_eq!(of("deflate:12"), Ok(("deflate", 12)));
-        for bad in [
-            "",
-            "lzo",
-            "LZ4",
-            "lz4:1",
-            "zstd:",
-            "zstd:0",
-            "zstd:23",
-            "zstd:-1",
-            "zstd:x",
-            "deflate:13",
-        ] {
+        for bad in ["", "lzo", "LZ4", "lz4:1", "zstd:", "zstd:0", "zstd:23", "zstd:-1", "zstd:x", "deflate:13"] {
             assert!(of(bad).is_err(), "{bad}");
         }
     }

@@ -27,20 +27,8 @@ struct Check {
 }
 
 impl Check {
-    fn new(
-        name: &'static str,
-        required: bool,
-        ok: bool,
-        found: impl Into<String>,
-        change: &str,
-    ) -> Check {
-        Check {
-            name,
-            ok,
-            required,
-            found: found.into(),
-            change: (!ok).then(|| change.to_owned()),
-        }
+    fn new(name: &'static str, required: bool, ok: bool, found: impl Into<String>, change: &str) -> Check {
+        Check { name, ok, required, found: found.into(), change: (!ok).then(|| change.to_owned()) }
     }
 }
 
@@ -55,17 +43,10 @@ struct Findings {
 /// Prints the findings; success if uzswap can work here.
 pub fn doctor(args: &DoctorArgs) -> ExitCode {
     let findings = examine();
-    let text = if args.json {
-        serde_json::to_string_pretty(&findings).unwrap_or_default() + "\n"
-    } else {
-        text(&findings)
-    };
+    let text =
+        if args.json { serde_json::to_string_pretty(&findings).unwrap_or_default() + "\n" } else { text(&findings) };
     let _ = io::Write::write_all(&mut io::stdout(), text.as_bytes());
-    if findings.works {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    }
+    if findings.works { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 fn examine() -> Findings {
@@ -93,28 +74,19 @@ fn examine() -> Findings {
         "user mode only",
         false,
         user_mode_only.is_ok(),
-        format!(
-            "{} (not enough for `run`: system calls on evicted buffers would fail)",
-            said(&user_mode_only)
-        ),
+        format!("{} (not enough for `run`: system calls on evicted buffers would fail)", said(&user_mode_only)),
         "nothing needs it where one of the two above works",
     ));
 
     let full = device.or(syscall);
     let granted = full.is_ok();
-    let features = full
-        .or(user_mode_only)
-        .and_then(|uffd| probe::features(&uffd));
+    let features = full.or(user_mode_only).and_then(|uffd| probe::features(&uffd));
     let bits = *features.as_ref().unwrap_or(&0);
     checks.push(Check::new(
         "access",
         true,
         granted,
-        if granted {
-            "faults of system calls are covered too"
-        } else {
-            "no way to a full userfaultfd"
-        },
+        if granted { "faults of system calls are covered too" } else { "no way to a full userfaultfd" },
         check::GRANT,
     ));
     checks.push(Check::new(
@@ -128,22 +100,14 @@ fn examine() -> Findings {
         "write-protect",
         true,
         bits & probe::FEATURE_WP != 0,
-        if bits & probe::FEATURE_WP != 0 {
-            "there"
-        } else {
-            "not there"
-        },
+        if bits & probe::FEATURE_WP != 0 { "there" } else { "not there" },
         "Linux 5.7 or newer is needed, on x86-64 or 64-bit Arm",
     ));
     checks.push(Check::new(
         "move",
         false,
         bits & probe::FEATURE_MOVE != 0,
-        if bits & probe::FEATURE_MOVE != 0 {
-            "there: pages are moved"
-        } else {
-            "not there: pages are copied, slower"
-        },
+        if bits & probe::FEATURE_MOVE != 0 { "there: pages are moved" } else { "not there: pages are copied, slower" },
         "Linux 6.8 or newer has it",
     ));
     let scan = probe::pagemap_scan();
@@ -160,20 +124,12 @@ fn examine() -> Findings {
         "agent library",
         true,
         agent.is_ok(),
-        agent
-            .as_ref()
-            .map_or("not found".to_owned(), |path| path.display().to_string()),
-        agent
-            .as_ref()
-            .map_or_else(|refused| refused.sentence.as_str(), |_| ""),
+        agent.as_ref().map_or("not found".to_owned(), |path| path.display().to_string()),
+        agent.as_ref().map_or_else(|refused| refused.sentence.as_str(), |_| ""),
     ));
     checks.push(memory());
     let works = checks.iter().all(|check| check.ok || !check.required);
-    Findings {
-        works,
-        features: names(bits),
-        checks,
-    }
+    Findings { works, features: names(bits), checks }
 }
 
 fn kernel(release: &str) -> Check {
@@ -185,35 +141,16 @@ fn kernel(release: &str) -> Check {
         ((6, 7), "PAGEMAP_SCAN (6.7)"),
         ((6, 8), "move (6.8)"),
     ];
-    let brings: Vec<_> = steps
-        .iter()
-        .filter(|(since, _)| version >= *since)
-        .map(|(_, what)| *what)
-        .collect();
-    let brings = if brings.is_empty() {
-        "nothing uzswap needs".to_owned()
-    } else {
-        brings.join(", ")
-    };
+    let brings: Vec<_> = steps.iter().filter(|(since, _)| version >= *since).map(|(_, what)| *what).collect();
+    let brings = if brings.is_empty() { "nothing uzswap needs".to_owned() } else { brings.join(", ") };
     let ok = version >= (5, 7);
-    Check::new(
-        "kernel",
-        true,
-        ok,
-        format!("{release} brings {brings}"),
-        "upgrade to Linux 5.7 or newer; 6.8 is best",
-    )
+    Check::new("kernel", true, ok, format!("{release} brings {brings}"), "upgrade to Linux 5.7 or newer; 6.8 is best")
 }
 
 fn confinement(granted: bool) -> Check {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let filtered = status.lines().any(|line| {
-        line.strip_prefix("Seccomp:")
-            .is_some_and(|mode| mode.trim() == "2")
-    });
-    let container = ["/.dockerenv", "/run/.containerenv"]
-        .iter()
-        .any(|path| fs::exists(path).unwrap_or(false));
+    let filtered = status.lines().any(|line| line.strip_prefix("Seccomp:").is_some_and(|mode| mode.trim() == "2"));
+    let container = ["/.dockerenv", "/run/.containerenv"].iter().any(|path| fs::exists(path).unwrap_or(false));
     let found = match (container, filtered) {
         (true, true) => "in a container, with a seccomp filter",
         (true, false) => "in a container, without a seccomp filter",
@@ -233,21 +170,11 @@ fn confinement(granted: bool) -> Check {
 fn memory() -> Check {
     let total = machine::total_memory();
     let found = match machine::cgroup_limit().filter(|&limit| limit < total) {
-        Some(limit) => format!(
-            "{}, of which the cgroup allows {}",
-            human(total),
-            human(limit)
-        ),
+        Some(limit) => format!("{}, of which the cgroup allows {}", human(total), human(limit)),
         None => format!("{}, no lower limit by a cgroup", human(total)),
     };
     let enough = machine::available_memory() >= check::MINIMUM;
-    Check::new(
-        "memory",
-        true,
-        enough,
-        found,
-        "uzswap needs 16 MiB at the least",
-    )
+    Check::new("memory", true, enough, found, "uzswap needs 16 MiB at the least")
 }
 
 fn said<T>(result: &io::Result<T>) -> String {
@@ -255,12 +182,7 @@ fn said<T>(result: &io::Result<T>) -> String {
 }
 
 fn names(bits: u64) -> Vec<&'static str> {
-    probe::FEATURE_NAMES
-        .iter()
-        .enumerate()
-        .filter(|(i, _)| bits & (1 << i) != 0)
-        .map(|(_, name)| *name)
-        .collect()
+    probe::FEATURE_NAMES.iter().enumerate().filter(|(i, _)| bits & (1 << i) != 0).map(|(_, name)| *name).collect()
 }
 
 fn text(findings: &Findings) -> String {
@@ -269,11 +191,7 @@ fn text(findings: &Findings) -> String {
         let mark = if check.ok { '✓' } else { '✗' };
         out += &format!("{mark} {:<17} {}\n", check.name, check.found);
         if let Some(change) = &check.change {
-            let weight = if check.required {
-                "to change"
-            } else {
-                "not needed, but"
-            };
+            let weight = if check.required { "to change" } else { "not needed, but" };
             out += &format!("  {:<17} {weight}: {change}\n", "");
         }
     }
@@ -298,15 +216,7 @@ mod tests {
         assert!(kernel("5.7.0").ok);
         let old = kernel("4.19.0");
         assert!(!old.ok && old.found.ends_with("brings userfaultfd (4.11)"));
-        let text = text(&Findings {
-            works: false,
-            features: vec![],
-            checks: vec![old],
-        });
-        assert!(
-            text.starts_with("✗ kernel")
-                && text.contains("to change: upgrade")
-                && text.contains("cannot work")
-        );
+        let text = text(&Findings { works: false, features: vec![], checks: vec![old] });
+        assert!(text.starts_with("✗ kernel") && text.contains("to change: upgrade") && text.contains("cannot work"));
     }
 }

@@ -37,21 +37,13 @@ pub fn kind(file: &mut (impl Read + Seek)) -> io::Result<Kind> {
     file.by_ref().take(256).read_to_end(&mut head)?;
     if let Some(line) = head.strip_prefix(b"#!") {
         let line = line.split(|&b| b == b'\n').next().unwrap_or_default();
-        let word = line
-            .split(|b| b" \t".contains(b))
-            .find(|word| !word.is_empty());
-        return Ok(word.map_or(Kind::Unknown, |word| {
-            Kind::Script(OsStr::from_bytes(word).into())
-        }));
+        let word = line.split(|b| b" \t".contains(b)).find(|word| !word.is_empty());
+        return Ok(word.map_or(Kind::Unknown, |word| Kind::Script(OsStr::from_bytes(word).into())));
     }
     if !head.starts_with(b"\x7fELF") {
         // What the kernel refuses, execvp hands to the shell.
         let text = !head.is_empty() && !head.contains(&0);
-        return Ok(if text {
-            Kind::Script("/bin/sh".into())
-        } else {
-            Kind::Unknown
-        });
+        return Ok(if text { Kind::Script("/bin/sh".into()) } else { Kind::Unknown });
     }
     if head.len() < 64 {
         return Ok(Kind::Unknown);
@@ -77,9 +69,7 @@ pub fn kind(file: &mut (impl Read + Seek)) -> io::Result<Kind> {
         if u32::from_le_bytes([phdr[0], phdr[1], phdr[2], phdr[3]]) == PT_INTERP {
             let mut name = Vec::new();
             file.seek(SeekFrom::Start(u64_at(&phdr, 8)))?;
-            file.by_ref()
-                .take(u64_at(&phdr, 32).min(4096))
-                .read_to_end(&mut name)?;
+            file.by_ref().take(u64_at(&phdr, 32).min(4096)).read_to_end(&mut name)?;
             let name = name.split(|&b| b == 0).next().unwrap_or_default();
             return Ok(Kind::Dynamic(OsStr::from_bytes(name).into()));
         }
@@ -101,11 +91,7 @@ pub fn resolve(path: &Path) -> io::Result<(PathBuf, Kind)> {
 }
 
 fn machine_name(class: u8, data: u8, machine: u16) -> String {
-    let machine = if data == 2 {
-        machine.swap_bytes()
-    } else {
-        machine
-    };
+    let machine = if data == 2 { machine.swap_bytes() } else { machine };
     let name = match machine {
         3 => "32-bit x86",
         8 => "MIPS",
@@ -118,11 +104,7 @@ fn machine_name(class: u8, data: u8, machine: u16) -> String {
         258 => "LoongArch",
         _ => return format!("another machine (ELF number {machine})"),
     };
-    let x32 = if machine == 62 && class == 1 {
-        " with 32-bit pointers"
-    } else {
-        ""
-    };
+    let x32 = if machine == 62 && class == 1 { " with 32-bit pointers" } else { "" };
     format!("{name}{x32}")
 }
 
@@ -168,29 +150,18 @@ mod tests {
     fn real_programs() {
         let (path, kind) = resolve(Path::new("/bin/true")).unwrap();
         assert_eq!(path, Path::new("/bin/true"));
-        assert!(
-            matches!(kind, Kind::Dynamic(loader) if loader.starts_with("/lib64") || loader.starts_with("/lib"))
-        );
+        assert!(matches!(kind, Kind::Dynamic(loader) if loader.starts_with("/lib64") || loader.starts_with("/lib")));
         assert!(resolve(Path::new("/no/such/program")).is_err());
     }
 
     #[test]
     fn made_by_hand() {
-        assert_eq!(
-            kind_of(&elf(MACHINE, 3, b"/lib/ld.so\0")),
-            Kind::Dynamic("/lib/ld.so".into())
-        );
+        assert_eq!(kind_of(&elf(MACHINE, 3, b"/lib/ld.so\0")), Kind::Dynamic("/lib/ld.so".into()));
         assert_eq!(kind_of(&elf(MACHINE, 1, b"")), Kind::Static);
         assert_eq!(kind_of(&elf(3, 1, b"")), Kind::Foreign("32-bit x86".into()));
-        assert_eq!(
-            kind_of(&elf(7777, 1, b"")),
-            Kind::Foreign("another machine (ELF number 7777)".into())
-        );
+        assert_eq!(kind_of(&elf(7777, 1, b"")), Kind::Foreign("another machine (ELF number 7777)".into()));
         assert_eq!(kind_of(&elf(MACHINE, 1, b"")[..40]), Kind::Unknown);
-        assert_eq!(
-            kind_of(b"#! /usr/bin/python3 -u\nx"),
-            Kind::Script("/usr/bin/python3".into())
-        );
+        assert_eq!(kind_of(b"#! /usr/bin/python3 -u\nx"), Kind::Script("/usr/bin/python3".into()));
         assert_eq!(kind_of(b"#!\n"), Kind::Unknown);
         assert_eq!(kind_of(b"echo hello\n"), Kind::Script("/bin/sh".into()));
         assert_eq!(kind_of(b""), Kind::Unknown);
@@ -208,11 +179,7 @@ mod tests {
             ends.push(resolve(&path).unwrap());
             interpreter = path.display().to_string();
         }
-        assert!(
-            ends[..4]
-                .iter()
-                .all(|(path, _)| path == Path::new("/bin/true"))
-        );
+        assert!(ends[..4].iter().all(|(path, _)| path == Path::new("/bin/true")));
         assert!(matches!(ends[4].1, Kind::Script(_)), "too deep");
     }
 

@@ -31,16 +31,7 @@ impl GroupFile {
         }
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing of ours.
-        let page = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                size,
-                protection,
-                libc::MAP_SHARED,
-                fd.as_raw_fd(),
-                0,
-            )
-        };
+        let page = unsafe { libc::mmap(std::ptr::null_mut(), size, protection, libc::MAP_SHARED, fd.as_raw_fd(), 0) };
         if page == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
@@ -49,10 +40,7 @@ impl GroupFile {
         group.page().limit.store(limit, Relaxed);
         group.page().codec.store(codec, Relaxed);
         group.page().level.store(level, Relaxed);
-        group
-            .page()
-            .magic
-            .store(MAGIC, std::sync::atomic::Ordering::Release);
+        group.page().magic.store(MAGIC, std::sync::atomic::Ordering::Release);
         Ok(group)
     }
 
@@ -79,10 +67,7 @@ impl Drop for GroupFile {
 /// Whether `path` leads to a group that is there.
 pub fn is_group(path: &OsStr) -> bool {
     let mut magic = [0; 8];
-    File::open(path)
-        .and_then(|mut file| file.read_exact(&mut magic))
-        .is_ok()
-        && u64::from_ne_bytes(magic) == MAGIC
+    File::open(path).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && u64::from_ne_bytes(magic) == MAGIC
 }
 
 #[cfg(test)]

@@ -6,24 +6,14 @@ use std::path::{Path, PathBuf};
 /// Memory of the machine, in bytes.
 pub fn total_memory() -> u64 {
     // SAFETY: sysconf has no preconditions.
-    let (pages, size) = unsafe {
-        (
-            libc::sysconf(libc::_SC_PHYS_PAGES),
-            libc::sysconf(libc::_SC_PAGESIZE),
-        )
-    };
-    u64::try_from(pages)
-        .unwrap_or(0)
-        .saturating_mul(u64::try_from(size).unwrap_or(0))
+    let (pages, size) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
+    u64::try_from(pages).unwrap_or(0).saturating_mul(u64::try_from(size).unwrap_or(0))
 }
 
 /// The memory limit of our cgroup or of one above it (v1 or v2), if there is one.
 pub fn cgroup_limit() -> Option<u64> {
     let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
-    groups
-        .lines()
-        .filter_map(|line| lowest_limit(Path::new("/sys/fs/cgroup"), line))
-        .min()
+    groups.lines().filter_map(|line| lowest_limit(Path::new("/sys/fs/cgroup"), line)).min()
 }
 
 /// Memory there is for us: the machine's or our cgroup's, whichever is smaller.
@@ -38,14 +28,7 @@ fn lowest_limit(root: &Path, line: &str) -> Option<u64> {
     let (id, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
     let (top, file): (PathBuf, _) = if id == "0" && controllers.is_empty() {
         let unified = root.join("unified");
-        (
-            if unified.is_dir() {
-                unified
-            } else {
-                root.to_path_buf()
-            },
-            "memory.max",
-        )
+        (if unified.is_dir() { unified } else { root.to_path_buf() }, "memory.max")
     } else if controllers.split(',').any(|c| c == "memory") {
         (root.join("memory"), "memory.limit_in_bytes")
     } else {
@@ -62,17 +45,12 @@ fn lowest_limit(root: &Path, line: &str) -> Option<u64> {
 
 /// Release of the kernel, such as `6.18.44-generic`.
 pub fn kernel_release() -> String {
-    fs::read_to_string("/proc/sys/kernel/osrelease")
-        .unwrap_or_default()
-        .trim()
-        .to_owned()
+    fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_owned()
 }
 
 /// Major and minor number of a release; 0.0 when it has none.
 pub fn version_of(release: &str) -> (u32, u32) {
-    let mut numbers = release
-        .split(|c: char| !c.is_ascii_digit())
-        .map(|n| n.parse().unwrap_or(0));
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|n| n.parse().unwrap_or(0));
     (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
 }
 
@@ -103,10 +81,7 @@ mod tests {
         assert_eq!(lowest_limit(root.path(), "0::/a/b"), Some(1000));
         assert_eq!(lowest_limit(root.path(), "0::/"), None);
         assert_eq!(lowest_limit(root.path(), "7:cpu,memory:/c"), Some(2000));
-        assert_eq!(
-            lowest_limit(root.path(), "7:memory:/gone/in/container"),
-            None
-        );
+        assert_eq!(lowest_limit(root.path(), "7:memory:/gone/in/container"), None);
         assert_eq!(lowest_limit(root.path(), "3:cpu:/c"), None);
         assert_eq!(lowest_limit(root.path(), "nonsense"), None);
     }

@@ -26,15 +26,8 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => {
             let _ = error.print();
-            let asked_for = matches!(
-                error.kind(),
-                ErrorKind::DisplayHelp | ErrorKind::DisplayVersion
-            );
-            return if asked_for {
-                ExitCode::SUCCESS
-            } else {
-                ExitCode::from(EXIT_OWN_FAILURE)
-            };
+            let asked_for = matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
+            return if asked_for { ExitCode::SUCCESS } else { ExitCode::from(EXIT_OWN_FAILURE) };
         }
     };
     match cli.command {
@@ -51,11 +44,9 @@ fn main() -> ExitCode {
             clap_complete::generate(shell, &mut Cli::command(), "uzswap", &mut std::io::stdout());
             ExitCode::SUCCESS
         }
-        Command::Man => {
-            match clap_mangen::Man::new(Cli::command()).render(&mut std::io::stdout()) {
-                Ok(()) => ExitCode::SUCCESS,
-                Err(_) => ExitCode::from(EXIT_OWN_FAILURE),
-            }
-        }
+        Command::Man => match clap_mangen::Man::new(Cli::command()).render(&mut std::io::stdout()) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(_) => ExitCode::from(EXIT_OWN_FAILURE),
+        },
     }
 }

@@ -55,10 +55,7 @@ impl<'a> Report<'a> {
         Report {
             schema: 1,
             uzswap: env!("CARGO_PKG_VERSION"),
-            command: command
-                .iter()
-                .map(|word| word.to_string_lossy().into_owned())
-                .collect(),
+            command: command.iter().map(|word| word.to_string_lossy().into_owned()).collect(),
             exit_status,
             signal,
             wall_seconds: wall.as_secs_f64(),

@@ -61,22 +61,17 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     let program = check::program(&args.command[0])?;
     check::machine()?;
     let agent = check::agent()?;
-    let group = GroupFile::create(limit, compressor.codec, compressor.level).map_err(|e| {
-        format!(
-            "the memory shared with the program cannot be made: {}",
-            plain(&e)
-        )
-    })?;
+    let group = GroupFile::create(limit, compressor.codec, compressor.level)
+        .map_err(|e| format!("the memory shared with the program cannot be made: {}", plain(&e)))?;
     let report = config.report.as_deref().map(create_report).transpose()?;
 
     let blocked = Blocked::new();
     let start = Instant::now();
-    let child =
-        start_program(&program, &args.command, &agent, &group, &blocked).inspect_err(|_| {
-            if let Some((path, _)) = &report {
-                let _ = std::fs::remove_file(path);
-            }
-        })?;
+    let child = start_program(&program, &args.command, &agent, &group, &blocked).inspect_err(|_| {
+        if let Some((path, _)) = &report {
+            let _ = std::fs::remove_file(path);
+        }
+    })?;
     let (ended, usage) = supervise(child, &blocked);
     let wall = start.elapsed();
 
@@ -87,11 +82,7 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     if let Some((path, file)) = report {
         let report = Report::new(&args.command, ended, wall, usage, compressor, &totals);
         if let Err(e) = report::write(&report, file) {
-            summary::say(&format!(
-                "uzswap: the report `{}` cannot be written: {}\n",
-                path.display(),
-                plain(&e)
-            ));
+            summary::say(&format!("uzswap: the report `{}` cannot be written: {}\n", path.display(), plain(&e)));
         }
     }
     blocked.inherited.restore();
@@ -100,11 +91,7 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
 
 fn create_report(path: &Path) -> Result<(PathBuf, File), Refused> {
     let file = File::create(path).map_err(|e| {
-        format!(
-            "the report `{}` cannot be written: {}; choose another file",
-            path.display(),
-            plain(&e)
-        )
+        format!("the report `{}` cannot be written: {}; choose another file", path.display(), plain(&e))
     })?;
     Ok((path.to_path_buf(), file))
 }
@@ -123,11 +110,7 @@ fn start_program(
     }
     let inherited = blocked.inherited;
     let mut start = Command::new(program);
-    start
-        .arg0(&command[0])
-        .args(&command[1..])
-        .env("LD_PRELOAD", preload)
-        .env(ENV_GROUP, group.path());
+    start.arg0(&command[0]).args(&command[1..]).env("LD_PRELOAD", preload).env(ENV_GROUP, group.path());
     // SAFETY: the closure makes async-signal-safe calls only.
     unsafe {
         start.pre_exec(move || {
@@ -139,16 +122,8 @@ fn start_program(
         Ok(child) => Ok(child.id() as libc::pid_t),
         Err(e) => {
             blocked.inherited.restore();
-            let status = if e.kind() == io::ErrorKind::NotFound {
-                127
-            } else {
-                126
-            };
-            let sentence = format!(
-                "`{}` could not be started: {}",
-                program.display(),
-                plain(&e)
-            );
+            let status = if e.kind() == io::ErrorKind::NotFound { 127 } else { 126 };
+            let sentence = format!("`{}` could not be started: {}", program.display(), plain(&e));
             Err(Refused { sentence, status })
         }
     }

@@ -63,14 +63,7 @@ impl Blocked {
             libc::sigprocmask(libc::SIG_BLOCK, set.as_ptr(), mask.as_mut_ptr());
             (set.assume_init(), mask.assume_init())
         };
-        Blocked {
-            set,
-            inherited: Inherited {
-                mask,
-                child_ignored,
-                pipe_ignored: PIPE_IGNORED.load(Relaxed),
-            },
-        }
+        Blocked { set, inherited: Inherited { mask, child_ignored, pipe_ignored: PIPE_IGNORED.load(Relaxed) } }
     }
 
     /// Waits for a signal: its number, and whether somebody sent it to us (rather than the kernel to the group).
@@ -91,31 +84,20 @@ impl Inherited {
     /// Puts signals back as they were. Only async-signal-safe calls: used between fork and exec.
     pub fn restore(&self) {
         let disposition = |ignored| {
-            if ignored {
-                libc::SIG_IGN
-            } else {
-                libc::SIG_DFL
-            }
+            if ignored { libc::SIG_IGN } else { libc::SIG_DFL }
         };
         // SAFETY: dispositions are constants, `mask` is initialised.
         unsafe {
             libc::signal(libc::SIGCHLD, disposition(self.child_ignored));
             libc::signal(libc::SIGPIPE, disposition(self.pipe_ignored));
-            libc::sigprocmask(
-                libc::SIG_SETMASK,
-                &raw const self.mask,
-                std::ptr::null_mut(),
-            );
+            libc::sigprocmask(libc::SIG_SETMASK, &raw const self.mask, std::ptr::null_mut());
         }
     }
 }
 
 /// Ends us by a signal, leaving no core: for our parent it is as if the program had been run directly.
 pub fn die_of(signal: libc::c_int) {
-    let none = libc::rlimit {
-        rlim_cur: 0,
-        rlim_max: 0,
-    };
+    let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     let mut set = MaybeUninit::uninit();
     // SAFETY: `none` and `set` outlive the calls; `set` is initialised by sigemptyset; the signal's default action is
     // what we are after.
@@ -139,11 +121,7 @@ pub fn stop_self() {
 /// Sends a signal to our child, which has not been reaped.
 pub fn send(child: libc::pid_t, signal: libc::c_int) -> io::Result<()> {
     // SAFETY: no memory is involved.
-    if unsafe { libc::kill(child, signal) } < 0 {
-        Err(io::Error::last_os_error())
-    } else {
-        Ok(())
-    }
+    if unsafe { libc::kill(child, signal) } < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 fn is_ignored(signal: libc::c_int) -> bool {

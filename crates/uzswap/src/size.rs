@@ -14,25 +14,19 @@ impl Size {
     /// not matter, a bare number is bytes. The error is a half-sentence.
     pub fn parse(text: &str) -> Result<Size, String> {
         let text = text.trim();
-        let end = text
-            .find(|c: char| !c.is_ascii_digit() && c != '.')
-            .unwrap_or(text.len());
+        let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
         let (number, unit) = text.split_at(end);
         let plain = number.bytes().any(|b| b.is_ascii_digit()) && number.matches('.').count() <= 1;
         let value: f64 = match number.parse() {
             Ok(value) if plain => value,
             _ => {
-                return Err(format!(
-                    "`{text}` is not a size: write it as 512M, 1.5GiB or 50%"
-                ));
+                return Err(format!("`{text}` is not a size: write it as 512M, 1.5GiB or 50%"));
             }
         };
         let factor: u64 = match unit.trim().to_ascii_lowercase().as_str() {
             "%" if value > 0.0 && value <= 100.0 => return Ok(Size::Percent(value)),
             "%" => {
-                return Err(format!(
-                    "`{text}` is out of range: a share is above 0% and at most 100%"
-                ));
+                return Err(format!("`{text}` is out of range: a share is above 0% and at most 100%"));
             }
             "" | "b" => 1,
             "k" | "kib" => 1 << 10,
@@ -44,16 +38,12 @@ impl Size {
             "gb" => 1_000_000_000,
             "tb" => 1_000_000_000_000,
             other => {
-                return Err(format!(
-                    "`{text}` is not a size: no unit is called `{other}`, write 512M, 1.5GiB or 50%"
-                ));
+                return Err(format!("`{text}` is not a size: no unit is called `{other}`, write 512M, 1.5GiB or 50%"));
             }
         };
         let bytes = value * factor as f64;
         if bytes >= (1u64 << 62) as f64 {
-            return Err(format!(
-                "`{text}` is out of range: no machine has that much memory"
-            ));
+            return Err(format!("`{text}` is out of range: no machine has that much memory"));
         }
         Ok(Size::Bytes(bytes as u64))
     }
@@ -77,11 +67,7 @@ pub fn human(bytes: u64) -> String {
         value /= 1024.0;
         unit += 1;
     }
-    let shown = if unit == 0 || value.fract() == 0.0 {
-        format!("{value:.0}")
-    } else {
-        format!("{value:.1}")
-    };
+    let shown = if unit == 0 || value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.1}") };
     format!("{shown} {}", UNITS[unit])
 }
 
@@ -136,10 +122,7 @@ mod tests {
             "99999999T",
         ] {
             let error = Size::parse(bad).unwrap_err();
-            assert!(
-                !error.contains('\n') && error.starts_with('`'),
-                "{bad}: {error}"
-            );
+            assert!(!error.contains('\n') && error.starts_with('`'), "{bad}: {error}");
         }
     }
 
@@ -147,10 +130,7 @@ mod tests {
     fn resolves_to_whole_pages() {
         assert_eq!(Size::Bytes(10_000).resolve(0), 8192);
         assert_eq!(Size::Percent(50.0).resolve(1 << 30), 1 << 29);
-        assert_eq!(
-            Size::Percent(100.0).resolve(u64::from(u32::MAX)),
-            u64::from(u32::MAX) & !4095
-        );
+        assert_eq!(Size::Percent(100.0).resolve(u64::from(u32::MAX)), u64::from(u32::MAX) & !4095);
     }
 
     #[test]

@@ -25,26 +25,13 @@ pub fn text(totals: &Totals, wall: Duration) -> String {
     let counters = &totals.counters;
     let seconds = wall.as_secs_f64();
     if totals.joined == 0 {
-        line(
-            "not managed",
-            "the program did not take up uzswap's library, so no limit was kept",
-        );
+        line("not managed", "the program did not take up uzswap's library, so no limit was kept");
         return out;
     }
     let share = percent(totals.peak as f64, totals.limit as f64);
-    line(
-        "peak",
-        &format!(
-            "{} of {} allowed ({share})",
-            human(totals.peak),
-            human(totals.limit)
-        ),
-    );
+    line("peak", &format!("{} of {} allowed ({share})", human(totals.peak), human(totals.limit)));
     let times = totals.peak_held as f64 / totals.limit.max(1) as f64;
-    line(
-        "most held",
-        &format!("{} ({times:.2} x the limit)", human(totals.peak_held)),
-    );
+    line("most held", &format!("{} ({times:.2} x the limit)", human(totals.peak_held)));
     if totals.engaged == 0 {
         line("compression", "nothing had to be compressed");
         line("cost", "nothing");
@@ -54,10 +41,7 @@ pub fn text(totals: &Totals, wall: Duration) -> String {
             None if counters.zswpout == 0 => line("compression", "nothing had to be compressed"),
             None => line(
                 "compression",
-                &format!(
-                    "{} went through the pool, empty at the end",
-                    human(counters.zswpout * 4096)
-                ),
+                &format!("{} went through the pool, empty at the end", human(counters.zswpout * 4096)),
             ),
         }
         line(
@@ -73,23 +57,14 @@ pub fn text(totals: &Totals, wall: Duration) -> String {
         let stalled = counters.stall_ns as f64 / 1e9;
         line(
             "cost",
-            &format!(
-                "threads stalled for {stalled:.2} s, {} of the {seconds:.2} s it ran",
-                percent(stalled, seconds)
-            ),
+            &format!("threads stalled for {stalled:.2} s, {} of the {seconds:.2} s it ran", percent(stalled, seconds)),
         );
     }
     if totals.joined > 1 {
-        line(
-            "processes",
-            &format!("{}, {} of them managed", totals.joined, totals.engaged),
-        );
+        line("processes", &format!("{}, {} of them managed", totals.joined, totals.engaged));
     }
     if totals.unmanaged {
-        line(
-            "unmanaged",
-            "a child could not be managed and ran outside the limit",
-        );
+        line("unmanaged", "a child could not be managed and ran outside the limit");
     }
     if totals.over_limit > 0 {
         line(
@@ -106,23 +81,13 @@ pub fn text(totals: &Totals, wall: Duration) -> String {
         );
     }
     if counters.poisoned > 0 {
-        line(
-            "lost",
-            &format!(
-                "{} pages could not be read back, please report this",
-                grouped(counters.poisoned)
-            ),
-        );
+        line("lost", &format!("{} pages could not be read back, please report this", grouped(counters.poisoned)));
     }
     out
 }
 
 fn percent(part: f64, whole: f64) -> String {
-    if whole > 0.0 {
-        format!("{:.0} %", part / whole * 100.0)
-    } else {
-        "0 %".to_owned()
-    }
+    if whole > 0.0 { format!("{:.0} %", part / whole * 100.0) } else { "0 %".to_owned() }
 }
 
 /// `1234567` as `1,234,567`.
@@ -146,21 +111,12 @@ mod tests {
 
     #[test]
     fn numbers() {
-        assert_eq!(
-            [0, 999, 1000, 1_234_567].map(grouped),
-            ["0", "999", "1,000", "1,234,567"]
-        );
+        assert_eq!([0, 999, 1000, 1_234_567].map(grouped), ["0", "999", "1,000", "1,234,567"]);
     }
 
     #[test]
     fn under_the_limit() {
-        let totals = Totals {
-            limit: 512 << 20,
-            peak: 128 << 20,
-            peak_held: 128 << 20,
-            joined: 1,
-            ..Totals::default()
-        };
+        let totals = Totals { limit: 512 << 20, peak: 128 << 20, peak_held: 128 << 20, joined: 1, ..Totals::default() };
         assert_eq!(
             text(&totals, Duration::from_secs(1)),
             "uzswap: peak         128 MiB of 512 MiB allowed (25 %)\n\
@@ -172,12 +128,7 @@ mod tests {
 
     #[test]
     fn over_the_limit() {
-        let counters = Sums {
-            pgfault: 4000,
-            pgmajfault: 3000,
-            stall_ns: 1_500_000_000,
-            ..Sums::default()
-        };
+        let counters = Sums { pgfault: 4000, pgmajfault: 3000, stall_ns: 1_500_000_000, ..Sums::default() };
         let totals = Totals {
             limit: 1 << 30,
             joined: 3,

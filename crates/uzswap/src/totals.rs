@@ -70,8 +70,7 @@ impl Totals {
             engaged: page.engaged.load(Relaxed),
             over_limit: page.over_limit.load(Relaxed),
             unmanaged: page.warned_unmanaged.load(Relaxed) != 0,
-            compression_ratio: (held > 0)
-                .then(|| counters.stored_pages as f64 * 4096.0 / held as f64),
+            compression_ratio: (held > 0).then(|| counters.stored_pages as f64 * 4096.0 / held as f64),
             counters,
         }
     }

@@ -7,10 +7,9 @@
 use core::ffi::{c_int, c_void};
 use core::ptr::{NonNull, null_mut};
 use libdeflate_sys::{
-    libdeflate_alloc_compressor_ex, libdeflate_alloc_decompressor_ex, libdeflate_compressor,
-    libdeflate_decompressor, libdeflate_deflate_compress, libdeflate_deflate_decompress_ex,
-    libdeflate_free_compressor, libdeflate_free_decompressor, libdeflate_options,
-    libdeflate_result_LIBDEFLATE_SUCCESS,
+    libdeflate_alloc_compressor_ex, libdeflate_alloc_decompressor_ex, libdeflate_compressor, libdeflate_decompressor,
+    libdeflate_deflate_compress, libdeflate_deflate_decompress_ex, libdeflate_free_compressor,
+    libdeflate_free_decompressor, libdeflate_options, libdeflate_result_LIBDEFLATE_SUCCESS,
 };
 use std::alloc::{Layout, alloc, dealloc};
 
@@ -68,10 +67,7 @@ impl Compressor {
     pub(super) fn new(level: c_int) -> Self {
         // SAFETY: the options are valid during the call, which copies them; the functions keep malloc's contract.
         let object = unsafe { libdeflate_alloc_compressor_ex(level, &options()) };
-        Self(
-            NonNull::new(object)
-                .expect("memory for libdeflate's compressor, at a level of 1 to 12"),
-        )
+        Self(NonNull::new(object).expect("memory for libdeflate's compressor, at a level of 1 to 12"))
     }
 
     /// The length written, `None` when it does not fit.

@@ -18,12 +18,7 @@ unsafe extern "C" {
         dst_len: c_int,
         acceleration: c_int,
     ) -> c_int;
-    fn LZ4_decompress_safe(
-        src: *const c_char,
-        dst: *mut c_char,
-        src_len: c_int,
-        dst_len: c_int,
-    ) -> c_int;
+    fn LZ4_decompress_safe(src: *const c_char, dst: *mut c_char, src_len: c_int, dst_len: c_int) -> c_int;
 }
 
 /// Trades ratio for speed; see the figures in `codec`.
@@ -38,9 +33,7 @@ impl Compressor {
     pub(super) fn new() -> Self {
         // SAFETY: takes nothing and only returns a constant.
         let bytes = unsafe { LZ4_sizeofState() };
-        Self {
-            state: Workspace::new(bytes as usize),
-        }
+        Self { state: Workspace::new(bytes as usize) }
     }
 
     /// The length written, `None` when it does not fit.
@@ -69,13 +62,6 @@ pub(super) fn decompress(src: &[u8], dst: &mut [u8]) -> Option<usize> {
     let dst_len = c_int::try_from(dst.len()).ok()?;
     // SAFETY: src and dst are valid for their lengths and do not overlap; the safe decoder checks every length it
     // reads, and stays within both whatever the bytes.
-    let len = unsafe {
-        LZ4_decompress_safe(
-            src.as_ptr().cast(),
-            dst.as_mut_ptr().cast(),
-            src_len,
-            dst_len,
-        )
-    };
+    let len = unsafe { LZ4_decompress_safe(src.as_ptr().cast(), dst.as_mut_ptr().cast(), src_len, dst_len) };
     usize::try_from(len).ok()
 }

@@ -18,8 +18,7 @@ unsafe impl Send for Workspace {}
 
 impl Workspace {
     pub(super) fn new(bytes: usize) -> Self {
-        let layout = Layout::from_size_align(bytes.max(1), 64)
-            .expect("a workspace is far smaller than isize::MAX");
+        let layout = Layout::from_size_align(bytes.max(1), 64).expect("a workspace is far smaller than isize::MAX");
         // SAFETY: the size is not 0.
         let start = unsafe { alloc_zeroed(layout) };
         let start = NonNull::new(start).unwrap_or_else(|| handle_alloc_error(layout));

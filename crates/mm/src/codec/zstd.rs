@@ -8,9 +8,8 @@
 use super::workspace::Workspace;
 use core::ffi::c_int;
 use zstd_sys::{
-    ZSTD_CCtx, ZSTD_DCtx, ZSTD_ErrorCode, ZSTD_compressCCtx, ZSTD_decompressDCtx,
-    ZSTD_estimateCCtxSize_usingCParams, ZSTD_estimateDCtxSize, ZSTD_getCParams, ZSTD_getErrorCode,
-    ZSTD_initStaticCCtx, ZSTD_initStaticDCtx, ZSTD_isError,
+    ZSTD_CCtx, ZSTD_DCtx, ZSTD_ErrorCode, ZSTD_compressCCtx, ZSTD_decompressDCtx, ZSTD_estimateCCtxSize_usingCParams,
+    ZSTD_estimateDCtxSize, ZSTD_getCParams, ZSTD_getErrorCode, ZSTD_initStaticCCtx, ZSTD_initStaticDCtx, ZSTD_isError,
 };
 
 pub(super) struct Compressor {
@@ -25,14 +24,9 @@ fn context_bytes(level: c_int, source_max: usize) -> usize {
     let mut source = 1usize;
     // zstd chooses by ranges of sizes that begin and end at powers of two.
     while source < 2 * source_max.max(1) {
-        for len in [
-            source.min(source_max.max(1)),
-            (source + 1).min(source_max.max(1)),
-        ] {
+        for len in [source.min(source_max.max(1)), (source + 1).min(source_max.max(1))] {
             // SAFETY: plain values in, plain values out.
-            bytes = bytes.max(unsafe {
-                ZSTD_estimateCCtxSize_usingCParams(ZSTD_getCParams(level, len as u64, 0))
-            });
+            bytes = bytes.max(unsafe { ZSTD_estimateCCtxSize_usingCParams(ZSTD_getCParams(level, len as u64, 0)) });
         }
         source *= 2;
     }
@@ -59,26 +53,14 @@ impl Compressor {
         let context: *mut ZSTD_CCtx = self.workspace.as_mut_ptr().cast();
         // SAFETY: `new` initialised the context, it is ours alone, and src and dst are valid for their lengths.
         let written = unsafe {
-            ZSTD_compressCCtx(
-                context,
-                dst.as_mut_ptr().cast(),
-                dst.len(),
-                src.as_ptr().cast(),
-                src.len(),
-                self.level,
-            )
+            ZSTD_compressCCtx(context, dst.as_mut_ptr().cast(), dst.len(), src.as_ptr().cast(), src.len(), self.level)
         };
         // SAFETY: both only look at the number.
         let error = unsafe { (ZSTD_isError(written) != 0).then(|| ZSTD_getErrorCode(written)) };
         match error {
             None => Some(written),
             Some(code) => {
-                debug_assert_eq!(
-                    code,
-                    ZSTD_ErrorCode::ZSTD_error_dstSize_tooSmall,
-                    "{} bytes",
-                    src.len()
-                );
+                debug_assert_eq!(code, ZSTD_ErrorCode::ZSTD_error_dstSize_tooSmall, "{} bytes", src.len());
                 None
             }
         }
@@ -110,15 +92,8 @@ impl Decompressor {
         let context: *mut ZSTD_DCtx = self.workspace.as_mut_ptr().cast();
         // SAFETY: `new` initialised the context, it is ours alone, src and dst are valid for their lengths, and the
         // decoder stays within both whatever the bytes.
-        let len = unsafe {
-            ZSTD_decompressDCtx(
-                context,
-                dst.as_mut_ptr().cast(),
-                dst.len(),
-                src.as_ptr().cast(),
-                src.len(),
-            )
-        };
+        let len =
+            unsafe { ZSTD_decompressDCtx(context, dst.as_mut_ptr().cast(), dst.len(), src.as_ptr().cast(), src.len()) };
         // SAFETY: only looks at the number.
         (unsafe { ZSTD_isError(len) } == 0).then_some(len)
     }

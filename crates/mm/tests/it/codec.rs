@@ -15,9 +15,7 @@ const ALGORITHMS: [Algorithm; 7] = [
 
 fn random(len: usize, mut seed: u64) -> Vec<u8> {
     let mut next = || {
-        seed = seed
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (seed >> 56) as u8
     };
     (0..len).map(|_| next()).collect()
@@ -25,30 +23,16 @@ fn random(len: usize, mut seed: u64) -> Vec<u8> {
 
 /// What heaps look like, roughly: pointers into one region, small integers, text, and this very program.
 fn samples(len: usize) -> Vec<Vec<u8>> {
-    let words = |word: fn(u64) -> u64| {
-        (0..len as u64 / 8)
-            .flat_map(|i| word(i).to_le_bytes())
-            .collect::<Vec<_>>()
-    };
+    let words = |word: fn(u64) -> u64| (0..len as u64 / 8).flat_map(|i| word(i).to_le_bytes()).collect::<Vec<_>>();
     let program = std::fs::read(std::env::current_exe().unwrap()).unwrap();
     let mut samples = vec![
         vec![0; len],
         vec![0xa5; len],
         words(|i| 0x7f12_3456_0000 + i * i % 4093 * 16),
         words(|i| i % 100),
-        b"lorem ipsum dolor sit amet "
-            .iter()
-            .copied()
-            .cycle()
-            .take(len)
-            .collect(),
+        b"lorem ipsum dolor sit amet ".iter().copied().cycle().take(len).collect(),
     ];
-    samples.extend(
-        program
-            .chunks_exact(len)
-            .step_by((program.len() / len / 16).max(1))
-            .map(<[u8]>::to_vec),
-    );
+    samples.extend(program.chunks_exact(len).step_by((program.len() / len / 16).max(1)).map(<[u8]>::to_vec));
     samples
 }
 
@@ -65,20 +49,12 @@ fn round_trips() {
                     continue;
                 };
                 let mut back = vec![1; len];
-                assert_eq!(
-                    decompressor.decompress(encoding, &object[..written], &mut back),
-                    Ok(()),
-                    "{algorithm}"
-                );
+                assert_eq!(decompressor.decompress(encoding, &object[..written], &mut back), Ok(()), "{algorithm}");
                 assert!(back == sample, "{algorithm} of {len}");
             }
             let zero = compressor.compress(&vec![0; len], &mut vec![0; len / 8]);
             assert!(zero.is_some(), "{algorithm}");
-            assert_eq!(
-                compressor.compress(&random(len, 7), &mut vec![0; len * 15 / 16]),
-                None,
-                "{algorithm}"
-            );
+            assert_eq!(compressor.compress(&random(len, 7), &mut vec![0; len * 15 / 16]), None, "{algorithm}");
         }
     }
 }
@@ -95,14 +71,9 @@ fn a_large_source_needs_a_compressor_made_for_it() {
         for len in [2 << 20, 4096, 100_000, 131_073, 262_145, 1 << 20] {
             let sample = &samples(2 << 20)[2][..len];
             let mut object = vec![0; len];
-            let (encoding, written) = compressor
-                .compress(sample, &mut object)
-                .expect("pointers compress");
+            let (encoding, written) = compressor.compress(sample, &mut object).expect("pointers compress");
             let mut back = vec![1; len];
-            assert_eq!(
-                decompressor.decompress(encoding, &object[..written], &mut back),
-                Ok(())
-            );
+            assert_eq!(decompressor.decompress(encoding, &object[..written], &mut back), Ok(()));
             assert!(back == sample, "{algorithm} of {len}");
         }
     }
@@ -119,14 +90,8 @@ fn compress_stays_within_its_destination() {
             let mut object = vec![0xee; room + 64];
             // A codec may find a shorter form when pressed, but only within its room.
             let fits = compressor.compress(&sample, &mut object[..room]);
-            assert!(
-                fits.is_none_or(|(_, len)| len <= room),
-                "{algorithm} in {room}"
-            );
-            assert!(
-                object[room..].iter().all(|&byte| byte == 0xee),
-                "{algorithm} wrote past {room}"
-            );
+            assert!(fits.is_none_or(|(_, len)| len <= room), "{algorithm} in {room}");
+            assert!(object[room..].iter().all(|&byte| byte == 0xee), "{algorithm} wrote past {room}");
         }
     }
 }
@@ -137,38 +102,16 @@ fn the_wrong_length_is_corrupt() {
     let sample = samples(4096).swap_remove(4);
     for algorithm in ALGORITHMS {
         let mut object = vec![0; 4096];
-        let (encoding, len) = Compressor::new(algorithm)
-            .compress(&sample, &mut object)
-            .unwrap();
-        for (object_len, target) in [
-            (len, 4095),
-            (len, 4097),
-            (len, 0),
-            (len - 1, 4096),
-            (len + 1, 4096),
-            (0, 4096),
-        ] {
+        let (encoding, len) = Compressor::new(algorithm).compress(&sample, &mut object).unwrap();
+        for (object_len, target) in [(len, 4095), (len, 4097), (len, 0), (len - 1, 4096), (len + 1, 4096), (0, 4096)] {
             let mut back = vec![0; target];
             let result = decompressor.decompress(encoding, &object[..object_len], &mut back);
-            assert_eq!(
-                result,
-                Err(Corrupt),
-                "{algorithm}: {object_len} to {target}"
-            );
+            assert_eq!(result, Err(Corrupt), "{algorithm}: {object_len} to {target}");
         }
     }
-    assert_eq!(
-        decompressor.decompress(Encoding::Raw, &[1, 2, 3], &mut [0; 3]),
-        Ok(())
-    );
-    assert_eq!(
-        decompressor.decompress(Encoding::Raw, &[1, 2, 3], &mut [0; 2]),
-        Err(Corrupt)
-    );
-    assert_eq!(
-        decompressor.decompress(Encoding::Raw, &[1, 2, 3], &mut [0; 4]),
-        Err(Corrupt)
-    );
+    assert_eq!(decompressor.decompress(Encoding::Raw, &[1, 2, 3], &mut [0; 3]), Ok(()));
+    assert_eq!(decompressor.decompress(Encoding::Raw, &[1, 2, 3], &mut [0; 2]), Err(Corrupt));
+    assert_eq!(decompressor.decompress(Encoding::Raw, &[1, 2, 3], &mut [0; 4]), Err(Corrupt));
 }
 
 proptest! {
@@ -233,31 +176,13 @@ fn names() {
         assert_eq!(text.parse(), Ok(algorithm), "{text}");
         assert_eq!(algorithm.to_string().parse(), Ok(algorithm), "{text}");
     }
-    for text in [
-        "",
-        "LZ4",
-        "lz4:1",
-        "lzo",
-        "zstd:",
-        "zstd:0",
-        "zstd:20",
-        "zstd:-8",
-        "zstd:x",
-        "deflate:0",
-        "deflate:13",
-    ] {
+    for text in
+        ["", "LZ4", "lz4:1", "lzo", "zstd:", "zstd:0", "zstd:20", "zstd:-8", "zstd:x", "deflate:0", "deflate:13"]
+    {
         let error = text.parse::<Algorithm>().unwrap_err().to_string();
-        assert!(
-            error.contains(&format!("\"{text}\"")) && error.contains("lz4, zstd"),
-            "{error}"
-        );
+        assert!(error.contains(&format!("\"{text}\"")) && error.contains("lz4, zstd"), "{error}");
     }
     for number in 0..=255u8 {
-        assert_eq!(
-            Encoding::try_from(number)
-                .map(|encoding| encoding as u8)
-                .ok(),
-            (number < 4).then_some(number)
-        );
+        assert_eq!(Encoding::try_from(number).map(|encoding| encoding as u8).ok(), (number < 4).then_some(number));
     }
 }

@@ -45,15 +45,7 @@ impl Model {
     fn new(capacity: usize) -> Self {
         let pool = ZsPool::new(capacity);
         let pages = vec![0; capacity / 4096];
-        Self {
-            pool,
-            capacity,
-            live: BTreeMap::new(),
-            handles: vec![],
-            pages,
-            used: 0,
-            held: Default::default(),
-        }
+        Self { pool, capacity, live: BTreeMap::new(), handles: vec![], pages, used: 0, held: Default::default() }
     }
 
     fn alloc(&mut self, len: usize) -> bool {
@@ -67,10 +59,7 @@ impl Model {
         assert!(usable >= len && start.is_multiple_of(32) && start + usable <= self.capacity);
         assert!(usable == class_sizes().find(|&size| size >= len).unwrap());
         let before = self.live.range(..start + usable).next_back();
-        assert!(
-            before.is_none_or(|(&other, &(len, _))| other + len <= start),
-            "objects overlap"
-        );
+        assert!(before.is_none_or(|(&other, &(len, _))| other + len <= start), "objects overlap");
         self.live.insert(start, (usable, handle));
         self.handles.push(handle);
         for page in start / 4096..(start + usable).div_ceil(4096) {
@@ -145,18 +134,13 @@ fn classes_are_close_and_end_at_raw_sizes() {
     }
     for pair in sizes.windows(2) {
         // Widening a class to divide its slab moves it up a little, never far.
-        assert!(
-            pair[1] > pair[0] && (pair[1] <= pair[0] + 32 || pair[1] * 100 <= pair[0] * 110),
-            "{pair:?}"
-        );
+        assert!(pair[1] > pair[0] && (pair[1] <= pair[0] + 32 || pair[1] * 100 <= pair[0] * 110), "{pair:?}");
     }
 }
 
 #[test]
 fn little_is_lost_in_tails_and_books() {
-    for len in [
-        40, 100, 700, 1300, 2000, 3000, 4096, 9000, 21_000, 40_000, 65_536, MAX_OBJECT,
-    ] {
+    for len in [40, 100, 700, 1300, 2000, 3000, 4096, 9000, 21_000, 40_000, 65_536, MAX_OBJECT] {
         let mut pool = ZsPool::new(1 << 30);
         let count = (64 << 20) / len;
         for _ in 0..count {
@@ -164,11 +148,7 @@ fn little_is_lost_in_tails_and_books() {
         }
         let (held, used) = (pool.held_bytes(), pool.used_bytes());
         assert!(held * 100 <= used * 104, "{len}: {held} for {used}");
-        assert!(
-            pool.metadata_bytes() * 100 <= held * 3,
-            "{len}: books of {}",
-            pool.metadata_bytes()
-        );
+        assert!(pool.metadata_bytes() * 100 <= held * 3, "{len}: books of {}", pool.metadata_bytes());
     }
 }
 
@@ -181,11 +161,7 @@ fn a_full_pool_refuses_and_goes_on_after_a_free() {
     let hole = model.handles[7].offset();
     model.free(7);
     assert!(model.alloc(1));
-    assert_eq!(
-        model.handles.last().unwrap().offset(),
-        hole,
-        "the lowest free run is used first"
-    );
+    assert_eq!(model.handles.last().unwrap().offset(), hole, "the lowest free run is used first");
 }
 
 #[test]
@@ -196,11 +172,7 @@ fn neighbours_merge() {
     }
     // In an order that merges to the right, to the left and on both sides.
     for page in [100, 101, 99, 103, 102] {
-        let index = model
-            .handles
-            .iter()
-            .position(|handle| handle.offset() == page * 4096)
-            .unwrap();
+        let index = model.handles.iter().position(|handle| handle.offset() == page * 4096).unwrap();
         model.free(index);
     }
     assert!(model.alloc(5 * 4096));
@@ -236,12 +208,7 @@ fn a_handle_that_is_not_allocated_panics() {
         }
         return;
     }
-    for (which, passes) in [
-        ("none", true),
-        ("twice", false),
-        ("inside", false),
-        ("beyond", false),
-    ] {
+    for (which, passes) in [("none", true), ("twice", false), ("inside", false), ("beyond", false)] {
         let child = std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "zsmalloc::a_handle_that_is_not_allocated_panics"])
             .env(WHICH, which)
@@ -261,9 +228,7 @@ fn speed() {
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         (seed >> 33) as usize
     };
-    let mut live: Vec<_> = (0..200_000)
-        .map(|_| pool.alloc(200 + random() % 3000).unwrap())
-        .collect();
+    let mut live: Vec<_> = (0..200_000).map(|_| pool.alloc(200 + random() % 3000).unwrap()).collect();
     let rounds = 5_000_000u32;
     let start = std::time::Instant::now();
     for _ in 0..rounds {
@@ -273,8 +238,5 @@ fn speed() {
     }
     let took = start.elapsed() / rounds;
     let (used, held, books) = (pool.used_bytes(), pool.held_bytes(), pool.metadata_bytes());
-    println!(
-        "free + alloc {took:?}, used {used}, held {held}, books {books} for {} objects",
-        live.len()
-    );
+    println!("free + alloc {took:?}, used {used}, held {held}, books {books} for {} objects", live.len());
 }

@@ -19,19 +19,14 @@ fn agent_built() {
     BUILD.call_once(|| {
         let dir = Path::new(UZSWAP).parent().unwrap();
         let mut build = std::process::Command::new(env!("CARGO"));
-        build
-            .args(["build", "--quiet", "-p", "uzswap-agent"])
-            .current_dir(env!("CARGO_MANIFEST_DIR"));
+        build.args(["build", "--quiet", "-p", "uzswap-agent"]).current_dir(env!("CARGO_MANIFEST_DIR"));
         match dir.file_name().and_then(|name| name.to_str()) {
             Some("debug") | None => {}
             Some(profile) => drop(build.args(["--profile", profile])),
         }
         // `deps/..` is the profile's directory, its parent the target directory.
         build.env("CARGO_TARGET_DIR", dir.parent().unwrap());
-        assert!(
-            build.status().unwrap().success(),
-            "the agent does not build"
-        );
+        assert!(build.status().unwrap().success(), "the agent does not build");
         assert!(dir.join(AGENT).is_file());
     });
 }
@@ -39,19 +34,12 @@ fn agent_built() {
 fn uzswap() -> Command {
     agent_built();
     let mut command = Command::new(UZSWAP);
-    command
-        .env_remove("UZSWAP_GROUP")
-        .env_remove("LD_PRELOAD")
-        .env_remove("UZSWAP_AGENT");
+    command.env_remove("UZSWAP_GROUP").env_remove("LD_PRELOAD").env_remove("UZSWAP_AGENT");
     command
 }
 
 fn run(args: &[&str]) -> Output {
-    uzswap()
-        .args(["run", "--memory", "256M"])
-        .args(args)
-        .output()
-        .unwrap()
+    uzswap().args(["run", "--memory", "256M"]).args(args).output().unwrap()
 }
 
 fn sh(script: &str) -> Output {
@@ -63,10 +51,7 @@ fn sentence(output: &Output) -> String {
     let text = String::from_utf8(output.stderr.clone()).unwrap();
     assert_eq!(output.status.code(), Some(125), "{text}");
     assert!(output.stdout.is_empty());
-    assert!(
-        text.starts_with("uzswap: ") && text.ends_with('\n') && text.lines().count() == 1,
-        "{text}"
-    );
+    assert!(text.starts_with("uzswap: ") && text.ends_with('\n') && text.lines().count() == 1, "{text}");
     text
 }
 
@@ -74,14 +59,7 @@ fn sentence(output: &Output) -> String {
 fn refused(args: &[&str], parts: &[&str]) {
     let dir = TempDir::new().unwrap();
     let mark = dir.path().join("started");
-    let output = uzswap()
-        .arg("run")
-        .args(args)
-        .arg("--")
-        .arg("/bin/touch")
-        .arg(&mark)
-        .output()
-        .unwrap();
+    let output = uzswap().arg("run").args(args).arg("--").arg("/bin/touch").arg(&mark).output().unwrap();
     let text = sentence(&output);
     for part in parts {
         assert!(text.contains(part), "{part}: {text}");
@@ -101,12 +79,7 @@ fn file(dir: &TempDir, name: &str, bytes: &[u8], mode: u32) -> PathBuf {
 fn static_program(dir: &TempDir) -> PathBuf {
     let path = dir.path().join("static");
     let source = file(dir, "static.c", b"int main(void) { return 0; }\n", 0o644);
-    let built = std::process::Command::new("cc")
-        .arg("-static")
-        .arg(source)
-        .arg("-o")
-        .arg(&path)
-        .output();
+    let built = std::process::Command::new("cc").arg("-static").arg(source).arg("-o").arg(&path).output();
     if !built.is_ok_and(|output| output.status.success()) {
         let mut elf = fs::read("/bin/true").unwrap()[..64].to_vec();
         elf[56] = 0;
@@ -127,14 +100,7 @@ fn output_and_status_are_the_programs() {
 
 #[test]
 fn death_by_signal_is_the_programs() {
-    for signal in [
-        libc::SIGKILL,
-        libc::SIGSEGV,
-        libc::SIGTERM,
-        libc::SIGINT,
-        libc::SIGABRT,
-        libc::SIGPIPE,
-    ] {
+    for signal in [libc::SIGKILL, libc::SIGSEGV, libc::SIGTERM, libc::SIGINT, libc::SIGABRT, libc::SIGPIPE] {
         let output = sh(&format!("kill -{signal} $$"));
         assert_eq!(output.status.signal(), Some(signal));
         assert!(output.stderr.is_empty());
@@ -162,22 +128,14 @@ fn input_environment_and_name_are_passed_on() {
         .write_stdin("in\n")
         .output()
         .unwrap();
-    assert_eq!(
-        String::from_utf8(output.stdout).unwrap(),
-        "in\nmark name a b --quiet\n"
-    );
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), "in\nmark name a b --quiet\n");
     let preload = String::from_utf8(output.stderr).unwrap();
-    assert!(
-        preload.ends_with(&format!("{AGENT}:libc.so.6\n")),
-        "{preload}"
-    );
+    assert!(preload.ends_with(&format!("{AGENT}:libc.so.6\n")), "{preload}");
 }
 
 #[test]
 fn the_group_is_found_in_the_environment_and_not_inherited() {
-    let output = sh(
-        "test -r $UZSWAP_GROUP && head -c 2 $UZSWAP_GROUP | od -An -tx1; ls /proc/$$/fd | tr '\\n' ' '",
-    );
+    let output = sh("test -r $UZSWAP_GROUP && head -c 2 $UZSWAP_GROUP | od -An -tx1; ls /proc/$$/fd | tr '\\n' ' '");
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.contains(" 01 00"), "{text}");
 }
@@ -216,19 +174,11 @@ fn ignored_and_blocked_signals_stay_as_they_were() {
     assert_eq!(status(&mut limited), status(&mut plain));
     let mut limited = std::process::Command::new(UZSWAP);
     limited.args(["run", "-q", "-m", "256M", "/bin/cat", "/proc/self/status"]);
-    assert_eq!(
-        status(&mut limited),
-        status(std::process::Command::new("/bin/cat").arg("/proc/self/status"))
-    );
+    assert_eq!(status(&mut limited), status(std::process::Command::new("/bin/cat").arg("/proc/self/status")));
 }
 
 /// Starts a script under uzswap and waits until it has written its first line.
-fn started(
-    script: &str,
-) -> (
-    std::process::Child,
-    std::io::BufReader<std::process::ChildStdout>,
-) {
+fn started(script: &str) -> (std::process::Child, std::io::BufReader<std::process::ChildStdout>) {
     agent_built();
     let mut child = std::process::Command::new(UZSWAP)
         .args(["run", "-q", "-m", "256M", "--", "/bin/sh", "-c", script])
@@ -248,17 +198,9 @@ fn send(pid: u32, signal: i32) {
 
 #[test]
 fn signals_sent_to_us_reach_the_program() {
-    for signal in [
-        libc::SIGTERM,
-        libc::SIGHUP,
-        libc::SIGUSR1,
-        libc::SIGUSR2,
-        libc::SIGINT,
-        libc::SIGWINCH,
-    ] {
-        let (mut child, _output) = started(&format!(
-            "trap 'exit 40' {signal}; echo ready; while :; do sleep 0.02; done"
-        ));
+    for signal in [libc::SIGTERM, libc::SIGHUP, libc::SIGUSR1, libc::SIGUSR2, libc::SIGINT, libc::SIGWINCH] {
+        let (mut child, _output) =
+            started(&format!("trap 'exit 40' {signal}; echo ready; while :; do sleep 0.02; done"));
         send(child.id(), signal);
         assert_eq!(child.wait().unwrap().code(), Some(40), "signal {signal}");
     }
@@ -292,10 +234,7 @@ fn does_not_wait_for_what_the_program_leaves_behind() {
 fn summary_unless_quiet() {
     let output = run(&["--", "/bin/true"]);
     let text = String::from_utf8(output.stderr).unwrap();
-    assert!(
-        !text.is_empty() && text.lines().all(|line| line.starts_with("uzswap: ")),
-        "{text}"
-    );
+    assert!(!text.is_empty() && text.lines().all(|line| line.starts_with("uzswap: ")), "{text}");
     assert!(run(&["-q", "--", "/bin/true"]).stderr.is_empty());
 }
 
@@ -304,11 +243,8 @@ fn report_says_how_it_ended() {
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("report.json");
     let name = path.to_str().unwrap();
-    let read =
-        || -> serde_json::Value { serde_json::from_slice(&fs::read(&path).unwrap()).unwrap() };
-    run(&[
-        "-q", "-c", "zstd:3", "--report", name, "--", "/bin/sh", "-c", "exit 3",
-    ]);
+    let read = || -> serde_json::Value { serde_json::from_slice(&fs::read(&path).unwrap()).unwrap() };
+    run(&["-q", "-c", "zstd:3", "--report", name, "--", "/bin/sh", "-c", "exit 3"]);
     let report = read();
     assert_eq!(report["exit_status"], 3);
     assert_eq!(report["signal"], serde_json::Value::Null);
@@ -322,19 +258,10 @@ fn report_says_how_it_ended() {
     assert_eq!(read()["exit_status"], serde_json::Value::Null);
 
     // Every member is in the schema.
-    let schema =
-        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("REPORT.md")).unwrap();
+    let schema = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("REPORT.md")).unwrap();
     let report = read();
-    for member in report
-        .as_object()
-        .unwrap()
-        .keys()
-        .chain(report["counters"].as_object().unwrap().keys())
-    {
-        assert!(
-            schema.contains(&format!("`{member}`")),
-            "{member} is not in REPORT.md"
-        );
+    for member in report.as_object().unwrap().keys().chain(report["counters"].as_object().unwrap().keys()) {
+        assert!(schema.contains(&format!("`{member}`")), "{member} is not in REPORT.md");
     }
 }
 
@@ -342,17 +269,10 @@ fn report_says_how_it_ended() {
 fn config_file_under_the_command_line() {
     let dir = TempDir::new().unwrap();
     let report = dir.path().join("report.json");
-    let text = format!(
-        "memory = '64M'\ncompressor = 'deflate'\nquiet = true\nreport = '{}'\n",
-        report.display()
-    );
+    let text = format!("memory = '64M'\ncompressor = 'deflate'\nquiet = true\nreport = '{}'\n", report.display());
     let config = file(&dir, "config.toml", text.as_bytes(), 0o644);
-    let output = uzswap()
-        .args(["run", "-c", "lz4", "--config"])
-        .arg(config)
-        .args(["--", "/bin/true"])
-        .output()
-        .unwrap();
+    let output =
+        uzswap().args(["run", "-c", "lz4", "--config"]).arg(config).args(["--", "/bin/true"]).output().unwrap();
     assert!(output.status.success() && output.stderr.is_empty());
     let report: serde_json::Value = serde_json::from_slice(&fs::read(report).unwrap()).unwrap();
     assert_eq!(report["limit"], 64 << 20);
@@ -365,34 +285,14 @@ fn bad_options_are_refused() {
     refused(&["-m", "lots"], &["`lots` is not a size", "512M"]);
     refused(&["-m", "101%"], &["out of range"]);
     refused(&["-m", "1M"], &["too small", "minimum is 16 MiB"]);
-    refused(
-        &["-m", "256M", "-c", "lzo"],
-        &["no compressor is called `lzo`", "zstd"],
-    );
+    refused(&["-m", "256M", "-c", "lzo"], &["no compressor is called `lzo`", "zstd"]);
     refused(&["-m", "256M", "-c", "zstd:99"], &["1 to 22"]);
-    refused(
-        &["-m", "256M", "--config", "/no/such/file"],
-        &["/no/such/file", "cannot be read"],
-    );
-    refused(
-        &["-m", "256M", "--report", "/no/such/dir/r"],
-        &["report", "cannot be written"],
-    );
+    refused(&["-m", "256M", "--config", "/no/such/file"], &["/no/such/file", "cannot be read"]);
+    refused(&["-m", "256M", "--report", "/no/such/dir/r"], &["report", "cannot be written"]);
     let dir = TempDir::new().unwrap();
     let config = file(&dir, "c.toml", b"memory = '1G'\nmemroy = '1G'\n", 0o644);
-    refused(
-        &["--config", config.to_str().unwrap()],
-        &["line 2", "memroy"],
-    );
-    assert_eq!(
-        uzswap()
-            .args(["run", "--no-such-option"])
-            .output()
-            .unwrap()
-            .status
-            .code(),
-        Some(125)
-    );
+    refused(&["--config", config.to_str().unwrap()], &["line 2", "memroy"]);
+    assert_eq!(uzswap().args(["run", "--no-such-option"]).output().unwrap().status.code(), Some(125));
 }
 
 #[test]
@@ -418,17 +318,9 @@ fn programs_that_cannot_be_preloaded_are_refused() {
     };
     let program = static_program(&dir);
     said(&program, "statically linked");
-    let script = file(
-        &dir,
-        "script",
-        format!("#!{}\n", program.display()).as_bytes(),
-        0o755,
-    );
+    let script = file(&dir, "script", format!("#!{}\n", program.display()).as_bytes(), 0o755);
     said(&script, "the interpreter of");
-    said(
-        &file(&dir, "orphan", b"#!/no/such/interpreter\n", 0o755),
-        "interpreter is missing",
-    );
+    said(&file(&dir, "orphan", b"#!/no/such/interpreter\n", 0o755), "interpreter is missing");
 
     let own = fs::read("/bin/true").unwrap();
     said(&file(&dir, "setuid", &own, 0o4755), "setuid");
@@ -438,10 +330,7 @@ fn programs_that_cannot_be_preloaded_are_refused() {
     said(&file(&dir, "foreign", &foreign, 0o755), "built for RISC-V");
 
     let capable = file(&dir, "capable", &own, 0o755);
-    let set = std::process::Command::new("setcap")
-        .arg("cap_net_raw+ep")
-        .arg(&capable)
-        .output();
+    let set = std::process::Command::new("setcap").arg("cap_net_raw+ep").arg(&capable).output();
     if set.is_ok_and(|output| output.status.success()) {
         said(&capable, "capabilities");
     }
@@ -454,11 +343,7 @@ fn what_the_kernel_refuses_is_said_after_a_shells_fashion() {
     let output = run(&["--", nonsense.to_str().unwrap()]);
     let text = String::from_utf8(output.stderr).unwrap();
     // execvp may hand it to the shell, which refuses it with 126 or 127 too.
-    assert!(
-        matches!(output.status.code(), Some(126 | 127)),
-        "{:?} {text}",
-        output.status
-    );
+    assert!(matches!(output.status.code(), Some(126 | 127)), "{:?} {text}", output.status);
 }
 
 #[test]
@@ -466,24 +351,16 @@ fn scripts_without_a_first_line_run_in_the_shell() {
     let dir = TempDir::new().unwrap();
     let script = file(&dir, "script", b"echo plain; exit 5\n", 0o755);
     let output = run(&["-q", "--", script.to_str().unwrap()]);
-    assert_eq!(
-        (output.status.code(), output.stdout.as_slice()),
-        (Some(5), &b"plain\n"[..])
-    );
+    assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(5), &b"plain\n"[..]));
 }
 
 #[test]
 fn nesting_is_refused() {
     let output = run(&["-q", "--", UZSWAP, "run", "-m", "128M", "--", "/bin/true"]);
     assert!(sentence(&output).contains("nested"));
-    let stale = uzswap()
-        .args(["run", "-q", "-m", "128M", "/bin/true"])
-        .env("UZSWAP_GROUP", "/proc/1/fd/99999")
-        .output();
-    assert!(
-        stale.unwrap().status.success(),
-        "a group that is gone is no nesting"
-    );
+    let stale =
+        uzswap().args(["run", "-q", "-m", "128M", "/bin/true"]).env("UZSWAP_GROUP", "/proc/1/fd/99999").output();
+    assert!(stale.unwrap().status.success(), "a group that is gone is no nesting");
 }
 
 #[test]
@@ -494,116 +371,64 @@ fn a_missing_agent_is_refused_and_found_by_the_environment() {
     fs::copy(UZSWAP, &alone).unwrap();
     let start = || {
         let mut command = Command::new(&alone);
-        command
-            .env_remove("UZSWAP_AGENT")
-            .args(["run", "-q", "-m", "64M", "/bin/true"]);
+        command.env_remove("UZSWAP_AGENT").args(["run", "-q", "-m", "64M", "/bin/true"]);
         command
     };
     let text = sentence(&start().output().unwrap());
-    assert!(
-        text.contains(AGENT) && text.contains("cargo build --release"),
-        "{text}"
-    );
+    assert!(text.contains(AGENT) && text.contains("cargo build --release"), "{text}");
     let agent = Path::new(UZSWAP).with_file_name(AGENT);
-    assert!(
-        start()
-            .env("UZSWAP_AGENT", &agent)
-            .output()
-            .unwrap()
-            .status
-            .success()
-    );
+    assert!(start().env("UZSWAP_AGENT", &agent).output().unwrap().status.success());
     fs::create_dir(dir.path().join("with space")).unwrap();
     let spaced = dir.path().join("with space").join(AGENT);
     fs::copy(&agent, &spaced).unwrap();
-    assert!(
-        sentence(&start().env("UZSWAP_AGENT", &spaced).output().unwrap())
-            .contains("space or colon")
-    );
+    assert!(sentence(&start().env("UZSWAP_AGENT", &spaced).output().unwrap()).contains("space or colon"));
 }
 
 #[test]
 fn without_access_all_ways_to_grant_it_are_said() {
     // SAFETY: no memory is involved.
     let root = unsafe { libc::geteuid() } == 0;
-    let denied_to_others =
-        fs::metadata("/dev/userfaultfd").map_or(true, |m| m.permissions().mode() & 0o006 == 0);
+    let denied_to_others = fs::metadata("/dev/userfaultfd").map_or(true, |m| m.permissions().mode() & 0o006 == 0);
     let sysctl = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
     if !root || !denied_to_others || sysctl.trim() != "0" {
         eprintln!("skipped: this machine grants userfaultfd to everybody, or we are not root");
         return;
     }
     agent_built();
-    let dir = tempfile::Builder::new()
-        .permissions(fs::Permissions::from_mode(0o755))
-        .tempdir()
-        .unwrap();
+    let dir = tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o755)).tempdir().unwrap();
     let copy = dir.path().join("uzswap");
     fs::copy(UZSWAP, &copy).unwrap();
-    fs::copy(
-        Path::new(UZSWAP).with_file_name(AGENT),
-        dir.path().join(AGENT),
-    )
-    .unwrap();
+    fs::copy(Path::new(UZSWAP).with_file_name(AGENT), dir.path().join(AGENT)).unwrap();
     let as_nobody = |args: &[&str]| {
-        std::process::Command::new(&copy)
-            .args(args)
-            .current_dir("/")
-            .uid(65534)
-            .gid(65534)
-            .output()
-            .unwrap()
+        std::process::Command::new(&copy).args(args).current_dir("/").uid(65534).gid(65534).output().unwrap()
     };
     let text = sentence(&as_nobody(&["run", "-m", "64M", "/bin/true"]));
-    for way in [
-        "/dev/userfaultfd",
-        "vm.unprivileged_userfaultfd=1",
-        "CAP_SYS_PTRACE",
-    ] {
+    for way in ["/dev/userfaultfd", "vm.unprivileged_userfaultfd=1", "CAP_SYS_PTRACE"] {
         assert!(text.contains(way), "{text}");
     }
     let output = as_nobody(&["doctor"]);
     assert_eq!(output.status.code(), Some(1));
-    assert!(
-        String::from_utf8(output.stdout)
-            .unwrap()
-            .contains("✗ access")
-    );
+    assert!(String::from_utf8(output.stdout).unwrap().contains("✗ access"));
 }
 
 #[test]
 fn doctor_in_words_and_json() {
     let plain = uzswap().arg("doctor").output().unwrap();
     let text = String::from_utf8(plain.stdout).unwrap();
-    assert!(
-        text.contains(" kernel ") && text.contains(" agent library "),
-        "{text}"
-    );
+    assert!(text.contains(" kernel ") && text.contains(" agent library "), "{text}");
     let json = uzswap().args(["doctor", "--json"]).output().unwrap();
     let findings: serde_json::Value = serde_json::from_slice(&json.stdout).unwrap();
     assert_eq!(findings["works"], plain.status.success());
     assert_eq!(json.status.code(), plain.status.code());
     assert!(
-        findings["checks"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .all(|check| check["ok"] == true || check["change"].is_string())
+        findings["checks"].as_array().unwrap().iter().all(|check| check["ok"] == true || check["change"].is_string())
     );
 }
 
 #[test]
 fn help_manual_and_completions() {
-    for args in [
-        &["--help"][..],
-        &["run", "--help"],
-        &["man"],
-        &["completions", "bash"],
-    ] {
+    for args in [&["--help"][..], &["run", "--help"], &["man"], &["completions", "bash"]] {
         let output = uzswap().args(args).output().unwrap();
-        assert!(
-            output.status.success() && output.stderr.is_empty() && !output.stdout.is_empty(),
-            "{args:?}"
-        );
+        assert!(output.status.success() && output.stderr.is_empty() && !output.stdout.is_empty(), "{args:?}");
     }
 }

@@ -48,19 +48,13 @@ pub fn say(line: &str) {
 /// The path of a program these tests need. When it is missing the test is skipped, and says so; under
 /// `UZSWAP_TEST_REQUIRE=1` (as in CI) a missing program is a failure.
 pub fn need(program: &str) -> Option<PathBuf> {
-    let mut dirs: Vec<PathBuf> = ["/usr/bin", "/usr/local/bin", "/bin", "/usr/local/go/bin"]
-        .iter()
-        .map(PathBuf::from)
-        .collect();
-    dirs.extend(std::env::split_paths(
-        &std::env::var_os("PATH").unwrap_or_default(),
-    ));
+    let mut dirs: Vec<PathBuf> =
+        ["/usr/bin", "/usr/local/bin", "/bin", "/usr/local/go/bin"].iter().map(PathBuf::from).collect();
+    dirs.extend(std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()));
     match dirs.iter().map(|d| d.join(program)).find(|p| p.is_file()) {
         Some(path) => Some(path),
         None => {
-            skip(&format!(
-                "{program} is not installed (./test installs it when run as root)"
-            ));
+            skip(&format!("{program} is not installed (./test installs it when run as root)"));
             None
         }
     }
@@ -69,33 +63,23 @@ pub fn need(program: &str) -> Option<PathBuf> {
 /// Reports a test that cannot run here; fails it where everything is required.
 pub fn skip(reason: &str) {
     let test = thread::current().name().unwrap_or("?").to_owned();
-    assert!(
-        std::env::var_os("UZSWAP_TEST_REQUIRE").is_none(),
-        "{test}: {reason}, and UZSWAP_TEST_REQUIRE is set"
-    );
+    assert!(std::env::var_os("UZSWAP_TEST_REQUIRE").is_none(), "{test}: {reason}, and UZSWAP_TEST_REQUIRE is set");
     say(&format!("SKIPPED {test}: {reason}"));
 }
 
 /// The command under test. `UZSWAP_TEST_BIN` names another one, for instance an installed one.
 fn uzswap() -> PathBuf {
-    std::env::var_os("UZSWAP_TEST_BIN").map_or_else(
-        || PathBuf::from(env!("CARGO_BIN_EXE_uzswap")),
-        PathBuf::from,
-    )
+    std::env::var_os("UZSWAP_TEST_BIN").map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_uzswap")), PathBuf::from)
 }
 
 /// A file of the fixtures.
 pub fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests/programs/fixtures")
-        .join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs/fixtures").join(name)
 }
 
 /// A new, empty directory; kept after the run so that a failure can be looked into.
 pub fn scratch(name: &str) -> PathBuf {
-    let dir = Path::new(env!("CARGO_TARGET_TMPDIR"))
-        .join("programs")
-        .join(name);
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("programs").join(name);
     let _ = fs::remove_dir_all(&dir);
     fs::create_dir_all(&dir).expect("a scratch directory");
     dir
@@ -213,11 +197,7 @@ impl Subject {
             let limited = self.start_limited(limit).finish();
             limited.say(self.name, &format!("{percent} %"), Some(limit));
             let at = format!("{} at {percent} % ({} MiB)", self.name, limit.div_ceil(MIB));
-            assert!(
-                !limited.timed_out,
-                "{at}: not done after {RUN_TIMEOUT:?}\n{}",
-                limited.describe()
-            );
+            assert!(!limited.timed_out, "{at}: not done after {RUN_TIMEOUT:?}\n{}", limited.describe());
             assert!(
                 same_status(plain.status, limited.status),
                 "{at}: exit status differs: {} without uzswap\n{}",
@@ -226,8 +206,7 @@ impl Subject {
             );
             if self.stdout_compared {
                 assert!(
-                    (plain.stdout.bytes, plain.stdout.hash)
-                        == (limited.stdout.bytes, limited.stdout.hash),
+                    (plain.stdout.bytes, plain.stdout.hash) == (limited.stdout.bytes, limited.stdout.hash),
                     "{at}: stdout differs; without uzswap {} bytes, hash {:016x}:\n{}\n{}",
                     plain.stdout.bytes,
                     plain.stdout.hash,
@@ -242,19 +221,13 @@ impl Subject {
 
 /// The limit for a peak: whole MiB, and not below the least these tests use.
 pub fn limit_of(peak_bytes: u64, percent: u64) -> u64 {
-    (peak_bytes * percent / 100)
-        .max(LIMIT_MIN_BYTES)
-        .div_ceil(MIB)
-        * MIB
+    (peak_bytes * percent / 100).max(LIMIT_MIN_BYTES).div_ceil(MIB) * MIB
 }
 
 /// The one place that knows what shows that a program really ran limited. The report's fields are described in
 /// `crates/uzswap/REPORT.md`.
 pub fn assert_limited(at: &str, run: &Outcome, limit_bytes: u64, limit_kept: bool) {
-    let report = run
-        .report
-        .as_deref()
-        .unwrap_or_else(|| panic!("{at}: no report was written\n{}", run.describe()));
+    let report = run.report.as_deref().unwrap_or_else(|| panic!("{at}: no report was written\n{}", run.describe()));
     let engaged = report_number(report, "engaged");
     assert!(
         engaged.is_some_and(|n| n >= 1.0),
@@ -277,18 +250,13 @@ pub fn assert_limited(at: &str, run: &Outcome, limit_bytes: u64, limit_kept: boo
 fn report_number(json: &str, key: &str) -> Option<f64> {
     let (_, after) = json.split_once(&format!("\"{key}\""))?;
     let value = after.trim_start().strip_prefix(':')?.trim_start();
-    let end = value
-        .find(|c: char| !(c.is_ascii_digit() || ".+-eE".contains(c)))
-        .unwrap_or(value.len());
+    let end = value.find(|c: char| !(c.is_ascii_digit() || ".+-eE".contains(c))).unwrap_or(value.len());
     value[..end].parse().ok()
 }
 
 /// Equal, where a shell's `128 + signal` counts as the signal.
 fn same_status(plain: ExitStatus, limited: ExitStatus) -> bool {
-    plain == limited
-        || plain
-            .signal()
-            .is_some_and(|s| limited.code() == Some(128 + s))
+    plain == limited || plain.signal().is_some_and(|s| limited.code() == Some(128 + s))
 }
 
 fn mib(bytes: u64) -> f64 {
@@ -308,10 +276,7 @@ pub struct Stream {
 
 impl Stream {
     fn read(mut from: impl Read) -> Self {
-        let mut stream = Stream {
-            hash: 0xcbf2_9ce4_8422_2325,
-            ..Stream::default()
-        };
+        let mut stream = Stream { hash: 0xcbf2_9ce4_8422_2325, ..Stream::default() };
         let mut buffer = vec![0; 1 << 16];
         while let Ok(n @ 1..) = from.read(&mut buffer) {
             let new = &buffer[..n];
@@ -433,9 +398,7 @@ impl Running {
             .collect::<Vec<_>>()
             .join(" ");
         let started = Instant::now();
-        let mut child = command
-            .spawn()
-            .unwrap_or_else(|e| panic!("cannot start {shown}: {e}"));
+        let mut child = command.spawn().unwrap_or_else(|e| panic!("cannot start {shown}: {e}"));
         let pid = child.id() as i32;
         let stdout = child.stdout.take().expect("piped");
         let stderr = child.stderr.take().expect("piped");
@@ -457,19 +420,12 @@ impl Running {
                 report: report.and_then(|r| fs::read_to_string(r).ok()),
             }
         });
-        Running {
-            watcher: Some(watcher),
-            pid,
-        }
+        Running { watcher: Some(watcher), pid }
     }
 
     /// Waits for the end of the program.
     pub fn finish(mut self) -> Outcome {
-        self.watcher
-            .take()
-            .expect("finished once")
-            .join()
-            .expect("watcher")
+        self.watcher.take().expect("finished once").join().expect("watcher")
     }
 
     /// Whether it has not ended.

@@ -30,9 +30,8 @@ fn python_with_numpy() -> Option<PathBuf> {
 /// Text that compresses as logs and prose do: lines of common words and numbers, from a fixed seed.
 fn text(bytes: usize) -> String {
     const WORDS: [&str; 24] = [
-        "the", "memory", "of", "page", "fault", "kernel", "reads", "request", "served", "in",
-        "from", "user", "error", "while", "writing", "to", "block", "and", "swap", "returned",
-        "status", "time", "a", "session",
+        "the", "memory", "of", "page", "fault", "kernel", "reads", "request", "served", "in", "from", "user", "error",
+        "while", "writing", "to", "block", "and", "swap", "returned", "status", "time", "a", "session",
     ];
     let mut rng = 88_172_645_463_325_252_u64;
     let mut next = move || {
@@ -93,9 +92,7 @@ fn c_source(functions: usize) -> String {
 fn python_dicts_and_lists() {
     let _alone = alone();
     let Some(python) = python() else { return };
-    Subject::new("python dicts", &[&python, &fixture("dicts.py")])
-        .keeps_limit()
-        .check();
+    Subject::new("python dicts", &[&python, &fixture("dicts.py")]).keeps_limit().check();
 }
 
 #[test]
@@ -104,9 +101,7 @@ fn numpy_sort() {
     let Some(python) = python_with_numpy() else {
         return;
     };
-    Subject::new("numpy sort", &[&python, &fixture("arrays.py"), &"sort"])
-        .keeps_limit()
-        .check();
+    Subject::new("numpy sort", &[&python, &fixture("arrays.py"), &"sort"]).keeps_limit().check();
 }
 
 #[test]
@@ -115,9 +110,7 @@ fn numpy_matmul() {
     let Some(python) = python_with_numpy() else {
         return;
     };
-    Subject::new("numpy matmul", &[&python, &fixture("arrays.py"), &"matmul"])
-        .keeps_limit()
-        .check();
+    Subject::new("numpy matmul", &[&python, &fixture("arrays.py"), &"matmul"]).keeps_limit().check();
 }
 
 #[test]
@@ -126,9 +119,7 @@ fn numpy_random_access() {
     let Some(python) = python_with_numpy() else {
         return;
     };
-    Subject::new("numpy random", &[&python, &fixture("arrays.py"), &"random"])
-        .keeps_limit()
-        .check();
+    Subject::new("numpy random", &[&python, &fixture("arrays.py"), &"random"]).keeps_limit().check();
 }
 
 #[test]
@@ -143,9 +134,7 @@ fn exit_status_and_signal_are_the_programs_own() {
     let _alone = alone();
     let Some(python) = python() else { return };
     for how in ["exit", "signal"] {
-        Subject::new("ends", &[&python, &fixture("ends.py"), &how])
-            .fails()
-            .check();
+        Subject::new("ends", &[&python, &fixture("ends.py"), &how]).fails().check();
     }
 }
 
@@ -182,11 +171,7 @@ fn gnu_sort() {
     let _alone = alone();
     let Some(sort) = need("sort") else { return };
     let input = text_file(&scratch("sort"), 60 << 20);
-    Subject::new(
-        "sort",
-        &[&sort, &"--parallel=2", &"-S", &"400M", &"-k2", &input],
-    )
-    .check();
+    Subject::new("sort", &[&sort, &"--parallel=2", &"-S", &"400M", &"-k2", &input]).check();
 }
 
 #[test]
@@ -213,12 +198,7 @@ fn java_heap() {
         return;
     };
     let dir = scratch("java");
-    build(
-        Command::new(javac)
-            .arg("-d")
-            .arg(&dir)
-            .arg(fixture("Heap.java")),
-    );
+    build(Command::new(javac).arg("-d").arg(&dir).arg(fixture("Heap.java")));
     Subject::new("java", &[&java, &"-Xmx256m", &"-cp", &dir, &"Heap"]).check();
 }
 

@@ -24,17 +24,12 @@ impl Client {
         let deadline = Instant::now() + Duration::from_secs(30);
         loop {
             assert!(server.is_running(), "redis-server ended before it listened");
-            assert!(
-                Instant::now() < deadline,
-                "redis-server does not listen on {port}"
-            );
+            assert!(Instant::now() < deadline, "redis-server does not listen on {port}");
             if let Ok(stream) = TcpStream::connect(("127.0.0.1", port)) {
                 let limit = Some(Duration::from_secs(60));
                 stream.set_read_timeout(limit).expect("a timeout");
                 stream.set_nodelay(true).expect("no delay");
-                let mut client = Client {
-                    stream: BufReader::new(stream),
-                };
+                let mut client = Client { stream: BufReader::new(stream) };
                 if client.one(&["PING"]) == b"PONG" {
                     return client;
                 }
@@ -52,20 +47,12 @@ impl Client {
 
     fn answer(&mut self) -> Vec<u8> {
         let mut line = Vec::new();
-        self.stream
-            .read_until(b'\n', &mut line)
-            .expect("an answer from redis-server");
-        assert!(
-            line.ends_with(b"\r\n"),
-            "redis-server closed the connection"
-        );
+        self.stream.read_until(b'\n', &mut line).expect("an answer from redis-server");
+        assert!(line.ends_with(b"\r\n"), "redis-server closed the connection");
         line.truncate(line.len() - 2);
         match line[0] {
             b'$' => {
-                let length: i64 = std::str::from_utf8(&line[1..])
-                    .expect("digits")
-                    .parse()
-                    .expect("a length");
+                let length: i64 = std::str::from_utf8(&line[1..]).expect("digits").parse().expect("a length");
                 let mut value = vec![0; (length + 2).max(0) as usize];
                 if length < 0 {
                     return b"(nil)".to_vec();
@@ -88,12 +75,7 @@ impl Client {
     }
 
     /// Sends one command for each key, in batches, and hands each answer to `check`.
-    fn all(
-        &mut self,
-        keys: &[u32],
-        command: impl Fn(u32, &mut Vec<u8>),
-        check: impl Fn(u32, Vec<u8>),
-    ) {
+    fn all(&mut self, keys: &[u32], command: impl Fn(u32, &mut Vec<u8>), check: impl Fn(u32, Vec<u8>)) {
         for batch in keys.chunks(BATCH) {
             let mut buffer = Vec::new();
             batch.iter().for_each(|&key| command(key, &mut buffer));
@@ -117,8 +99,7 @@ impl Client {
 
     fn verify(&mut self, versions: &[u32], what: &str) {
         let keys: Vec<u32> = (0..KEYS).collect();
-        let get =
-            |key: u32, buffer: &mut Vec<u8>| Self::send(buffer, &["GET", &format!("key:{key}")]);
+        let get = |key: u32, buffer: &mut Vec<u8>| Self::send(buffer, &["GET", &format!("key:{key}")]);
         self.all(&keys, get, |key, answer| {
             let expected = value(key, versions[key as usize]);
             assert!(
@@ -140,10 +121,7 @@ impl Client {
 }
 
 fn value(key: u32, version: u32) -> String {
-    let row = format!(
-        "{{\"key\":{key},\"version\":{version},\"state\":\"open\",\"score\":{}}};",
-        key % 1000
-    );
+    let row = format!("{{\"key\":{key},\"version\":{version},\"state\":\"open\",\"score\":{}}};", key % 1000);
     row.repeat(4 + (key % 8) as usize)
 }
 
@@ -182,9 +160,7 @@ fn free_port() -> u16 {
 
 /// A series of keys that is the same each time.
 fn some_keys(seed: u32, count: u32) -> Vec<u32> {
-    (0..count)
-        .map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(seed) >> 3) % KEYS)
-        .collect()
+    (0..count).map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(seed) >> 3) % KEYS).collect()
 }
 
 /// The load: fill, change, save while changing, read back all. Returns what the snapshot must hold.
@@ -199,10 +175,7 @@ fn load(client: &mut Client) -> Vec<u32> {
     };
     change(client, 1, &mut versions);
     let answer = client.one(&["BGSAVE"]);
-    assert_eq!(
-        String::from_utf8_lossy(&answer),
-        "Background saving started"
-    );
+    assert_eq!(String::from_utf8_lossy(&answer), "Background saving started");
     let saved = versions.clone();
     let deadline = Instant::now() + Duration::from_secs(60);
     let mut seed = 2;
@@ -222,11 +195,7 @@ fn load(client: &mut Client) -> Vec<u32> {
 fn stop(mut client: Client, server: Running) -> Outcome {
     let mut buffer = Vec::new();
     Client::send(&mut buffer, &["SHUTDOWN", "NOSAVE"]);
-    client
-        .stream
-        .get_mut()
-        .write_all(&buffer)
-        .expect("a request");
+    client.stream.get_mut().write_all(&buffer).expect("a request");
     server.finish()
 }
 
@@ -259,11 +228,7 @@ fn redis_under_load_with_bgsave() {
         let saved = load(&mut client);
         let outcome = stop(client, server);
         let at = format!("redis at {percent} %");
-        assert!(
-            outcome.status.success(),
-            "{at}: exit status\n{}",
-            outcome.describe()
-        );
+        assert!(outcome.status.success(), "{at}: exit status\n{}", outcome.describe());
         verify_snapshot(&dir, &saved);
         if percent == 100 {
             outcome.say("redis", "plain", None);
