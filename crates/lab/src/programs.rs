@@ -68,7 +68,7 @@ pub fn all(dir: &Path, python: Option<&Path>, quick: bool) -> Result<(Vec<Progra
     };
     match python {
         Some(python) => {
-            let n = if quick { "600000" } else { "1000000" };
+            let n = if quick { "300000" } else { "1000000" };
             programs.push(Program {
                 name: "python, a big dict",
                 argv: args(python, &["-I", "-c", DICT, n]),
@@ -86,7 +86,7 @@ pub fn all(dir: &Path, python: Option<&Path>, quick: bool) -> Result<(Vec<Progra
     }
     match find("sort") {
         Some(sort) => {
-            let input = write("lines", &lines(if quick { 1_000_000 } else { 2_500_000 }))?;
+            let input = write("lines", &lines(if quick { 500_000 } else { 2_500_000 }))?;
             let input = input.to_string_lossy().into_owned();
             let argv = args(&sort, &["--parallel=1", "--buffer-size=2G", "--stable", &input]);
             programs.push(Program { name: "sort", argv, stdin: None });
