@@ -147,7 +147,8 @@ extern "C" fn after_mmap(ret: usize, len: usize, prot: i32, flags: i32) {
         set_mask(old);
     }
     if !stack && len >= MUCH {
-        if prot & libc::PROT_WRITE != 0 {
+        // More than the limit at once: management starts before it is filled. (Reserved memory says nothing.)
+        if prot & libc::PROT_WRITE != 0 && flags & libc::MAP_NORESERVE == 0 && len > p.limit() {
             p.planned.fetch_max(len, Relaxed);
         }
         p.scan_wanted.store(true, Release);

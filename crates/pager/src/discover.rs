@@ -30,7 +30,8 @@ impl Pager {
             if self.layout.owns(m.start) {
                 continue;
             }
-            for (start, end) in without(m.start, m.end, &s.excluded) {
+            let parts = without(vec![(m.start, m.end)], &s.pinned);
+            for (start, end) in without(parts, &s.excluded) {
                 found += self.take_over(s, start, end);
             }
         }
@@ -94,18 +95,17 @@ impl Pager {
         raw::read_file(b"/proc/self/maps\0", &mut text)?;
         for m in maps::parse(&text).filter(maps::Mapping::is_private_anonymous) {
             if !self.layout.owns(m.start) && m.name != b"[heap]" && m.end - m.start < OLD_MAPPING_BYTES {
-                self.exclude(s, m.start, m.end);
+                s.pinned.push((m.start, m.end));
             }
         }
         let page = tls & !(PAGE - 1);
-        self.exclude(s, page - (128 << 10), page + 4 * PAGE);
+        s.pinned.push((page - (128 << 10), page + 4 * PAGE));
         Ok(())
     }
 }
 
-/// `[start, end)` less the excluded ranges.
-fn without(start: usize, end: usize, excluded: &[(usize, usize)]) -> Vec<(usize, usize)> {
-    let mut parts = vec![(start, end)];
+/// The parts less the excluded ranges.
+fn without(mut parts: Vec<(usize, usize)>, excluded: &[(usize, usize)]) -> Vec<(usize, usize)> {
     for (a, b) in excluded {
         let mut next = Vec::with_capacity(parts.len() + 1);
         for (s, e) in parts {
@@ -131,9 +131,9 @@ mod tests {
 
     #[test]
     fn exclusion_cuts() {
-        assert_eq!(without(10, 20, &[]), [(10, 20)]);
-        assert_eq!(without(10, 20, &[(12, 14), (18, 30)]), [(10, 12), (14, 18)]);
-        assert_eq!(without(10, 20, &[(0, 30)]), []);
-        assert_eq!(without(10, 20, &[(0, 10), (20, 30)]), [(10, 20)]);
+        assert_eq!(without(vec![(10, 20)], &[]), [(10, 20)]);
+        assert_eq!(without(vec![(10, 20)], &[(12, 14), (18, 30)]), [(10, 12), (14, 18)]);
+        assert_eq!(without(vec![(10, 20)], &[(0, 30)]), []);
+        assert_eq!(without(vec![(10, 20)], &[(0, 10), (20, 30)]), [(10, 20)]);
     }
 }

@@ -58,7 +58,9 @@ pub struct State {
     pub zeros: usize,
     /// RssAnon of this process when last read, corrected by what was taken and given since (bytes).
     pub rss: usize,
-    /// Ranges that must stay out (thread stacks, TLS), sorted by nothing in particular.
+    /// Ranges that must stay out for good: the first thread's TLS, what the loader mapped.
+    pub pinned: Vec<(usize, usize)>,
+    /// Ranges that must stay out while they are mapped as they are: thread stacks.
     pub excluded: Vec<(usize, usize)>,
     /// Ranges registered, as they were found.
     pub managed: Vec<(usize, usize)>,
@@ -94,6 +96,7 @@ impl State {
             swapped: 0,
             zeros: 0,
             rss: 0,
+            pinned: Vec::new(),
             excluded: Vec::new(),
             managed: Vec::new(),
             unshare: Vec::new(),
