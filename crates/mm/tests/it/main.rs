@@ -1,4 +1,7 @@
 //! The engine's integration tests, one binary.
 
 mod codec;
+mod lru;
+mod pagetable;
+mod zone;
 mod zsmalloc;

@@ -1,0 +1,128 @@
+//! The lists against plain queues.
+
+use proptest::prelude::*;
+use std::collections::VecDeque;
+use uzswap_mm::lru::{Entry, Lru, Ring};
+
+/// A folio: first page, order, stamp.
+type Folio = (u64, u8, u32);
+
+fn folio() -> impl Strategy<Value = Folio> {
+    (0..1u64 << 35, 0..=9u8, 0..=0xffffu32)
+}
+
+fn entry((vpn, order, stamp): Folio) -> Entry {
+    Entry::new(vpn, order, stamp)
+}
+
+fn pages<'a>(folios: impl IntoIterator<Item = &'a Folio>) -> usize {
+    folios.into_iter().map(|(_, order, _)| 1 << order).sum()
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Push(Folio),
+    Pop,
+    /// Keeps the folios whose stamp has this bit.
+    Retain(u32),
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        5 => folio().prop_map(Step::Push),
+        3 => Just(Step::Pop),
+        1 => (0..16u32).prop_map(Step::Retain),
+    ];
+    proptest::collection::vec(step, 1..300)
+}
+
+#[derive(Clone, Debug)]
+enum Move {
+    Inactive(Folio),
+    Active(Folio),
+    Victim,
+}
+
+fn moves() -> impl Strategy<Value = Vec<Move>> {
+    let step = prop_oneof![folio().prop_map(Move::Inactive), folio().prop_map(Move::Active), Just(Move::Victim),];
+    proptest::collection::vec(step, 1..300)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn entries_keep_their_parts(folio in folio()) {
+        let e = entry(folio);
+        prop_assert_eq!((e.vpn(), e.order(), e.stamp()), folio);
+    }
+
+    #[test]
+    fn stamps_are_cut_to_16_bits(vpn in 0..1u64 << 35, order in 0..=9u8, stamp in any::<u32>()) {
+        let e = Entry::new(vpn, order, stamp);
+        prop_assert_eq!((e.vpn(), e.order(), e.stamp()), (vpn, order, stamp & 0xffff));
+    }
+
+    #[test]
+    fn a_ring_is_a_queue(steps in steps()) {
+        let (mut ring, mut model) = (Ring::default(), VecDeque::new());
+        for step in steps {
+            match step {
+                Step::Push(folio) => {
+                    ring.push(entry(folio));
+                    model.push_back(folio);
+                }
+                Step::Pop => prop_assert_eq!(ring.pop(), model.pop_front().map(entry)),
+                Step::Retain(bit) => {
+                    ring.retain(|e| e.stamp() >> bit & 1 == 1);
+                    model.retain(|(_, _, stamp)| stamp >> bit & 1 == 1);
+                }
+            }
+            prop_assert_eq!(ring.peek(), model.front().copied().map(entry));
+            prop_assert_eq!((ring.len(), ring.is_empty()), (model.len(), model.is_empty()));
+            prop_assert_eq!(ring.pages(), pages(&model));
+            prop_assert!(ring.metadata_bytes() >= model.len() * 8);
+        }
+    }
+
+    #[test]
+    fn victims_come_from_the_larger_list_or_inactive(moves in moves()) {
+        let mut lru = Lru::default();
+        let (mut inactive, mut active) = (VecDeque::new(), VecDeque::new());
+        for step in moves {
+            match step {
+                Move::Inactive(folio) => {
+                    lru.inactive.push(entry(folio));
+                    inactive.push_back(folio);
+                }
+                Move::Active(folio) => {
+                    lru.active.push(entry(folio));
+                    active.push_back(folio);
+                }
+                Move::Victim => {
+                    let from_active = pages(&active) > pages(&inactive);
+                    let want = if from_active { active.pop_front() } else { inactive.pop_front() };
+                    prop_assert_eq!(lru.peek_victim(), want.map(entry));
+                    prop_assert_eq!(lru.pop_victim(), want.map(entry));
+                }
+            }
+            prop_assert_eq!((lru.inactive.pages(), lru.active.pages()), (pages(&inactive), pages(&active)));
+            prop_assert!(lru.staged.is_empty());
+        }
+    }
+
+    #[test]
+    fn nothing_is_left_behind(inactive in proptest::collection::vec(folio(), 0..50),
+                              active in proptest::collection::vec(folio(), 0..50)) {
+        let mut lru = Lru::default();
+        inactive.iter().for_each(|f| lru.inactive.push(entry(*f)));
+        active.iter().for_each(|f| lru.active.push(entry(*f)));
+        let mut taken = 0;
+        while let Some(next) = lru.peek_victim() {
+            prop_assert_eq!(lru.pop_victim(), Some(next));
+            taken += 1;
+        }
+        prop_assert_eq!(taken, inactive.len() + active.len());
+        prop_assert_eq!((lru.pop_victim(), lru.inactive.pages(), lru.active.pages()), (None, 0, 0));
+    }
+}

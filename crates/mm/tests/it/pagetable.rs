@@ -1,0 +1,168 @@
+//! The page table against an ordered map, and the packing of its entries.
+
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, LEAF_PAGES, PageTable, Pte, Tag};
+
+/// Pages of a directory: 8192 leaves.
+const DIR_PAGES: u64 = 8192 * LEAF_PAGES;
+/// Pages of the address space.
+const END: u64 = 1 << 35;
+
+#[derive(Clone, Debug)]
+enum Step {
+    Set(u64, Pte),
+    Clear(u64, u64),
+    Hint(u64, u8, u8),
+}
+
+/// Pages around the borders of leaves and directories, and at both ends.
+fn vpn() -> impl Strategy<Value = u64> {
+    let near = prop_oneof![
+        Just(1200),
+        Just(LEAF_PAGES),
+        Just(DIR_PAGES),
+        Just(3 * DIR_PAGES + 7 * LEAF_PAGES),
+        Just(END - DIR_PAGES),
+        Just(END - 1200)
+    ];
+    (near, 0..1200u64, any::<bool>())
+        .prop_map(|(at, by, up)| if up { at + by } else { at.saturating_sub(by) })
+        .prop_map(|vpn| vpn.min(END - 1))
+}
+
+fn tag() -> impl Strategy<Value = Tag> {
+    prop_oneof![
+        Just(Tag::Resident),
+        Just(Tag::Staged),
+        Just(Tag::Compressed),
+        Just(Tag::Zero),
+        Just(Tag::Busy),
+        Just(Tag::Poisoned)
+    ]
+}
+
+fn pte() -> impl Strategy<Value = Pte> {
+    prop_oneof![
+        6 => (tag(), any::<u32>()).prop_map(|(tag, aux)| Pte::new(tag, aux)),
+        2 => (tag(), any::<u32>(), any::<u32>()).prop_map(|(tag, aux, copy)| Pte::new(tag, aux).with_copy(copy)),
+        1 => Just(Pte::NONE),
+    ]
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let range = prop_oneof![
+        4 => (vpn(), 0..2000u64).prop_map(|(from, len)| (from, (from + len).min(END))),
+        1 => (vpn(), vpn()).prop_map(|(a, b)| (a.min(b), a.max(b))),
+        1 => Just((0, END)),
+    ];
+    let step = prop_oneof![
+        10 => (vpn(), pte()).prop_map(|(vpn, pte)| Step::Set(vpn, pte)),
+        1 => range.prop_map(|(from, to)| Step::Clear(from, to)),
+        1 => (vpn(), 0..8u8, 0..8u8).prop_map(|(vpn, set, clear)| Step::Hint(vpn, set, clear)),
+    ];
+    proptest::collection::vec(step, 1..200)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn agrees_with_a_map(steps in steps(), probes in proptest::collection::vec(vpn(), 20)) {
+        let (mut table, mut model) = (PageTable::new(), BTreeMap::new());
+        for step in steps {
+            match step {
+                Step::Set(vpn, pte) => {
+                    table.set(vpn, pte);
+                    if pte == Pte::NONE { model.remove(&vpn) } else { model.insert(vpn, pte) };
+                    prop_assert_eq!(table.get(vpn), pte);
+                }
+                Step::Clear(from, to) => {
+                    let mut gone = vec![];
+                    table.clear(from, to, |vpn, pte| gone.push((vpn, pte)));
+                    let want: Vec<_> = model.range(from..to).map(|(vpn, pte)| (*vpn, *pte)).collect();
+                    prop_assert_eq!(gone, want, "clear of {}..{}", from, to);
+                    model.retain(|vpn, _| !(from..to).contains(vpn));
+                }
+                Step::Hint(vpn, set, clear) => {
+                    let before = table.hints(vpn);
+                    table.hint(vpn, set, clear);
+                    // One byte for the 64 KiB block; entries are untouched, as the final comparison shows.
+                    for page in [vpn & !15, vpn | 15] {
+                        prop_assert_eq!(table.hints(page), (before & !clear) | set);
+                    }
+                }
+            }
+        }
+        let mut all = vec![];
+        table.for_each(|vpn, pte| all.push((vpn, pte)));
+        prop_assert_eq!(all, model.iter().map(|(vpn, pte)| (*vpn, *pte)).collect::<Vec<_>>());
+        for vpn in probes {
+            prop_assert_eq!(table.get(vpn), model.get(&vpn).copied().unwrap_or(Pte::NONE));
+        }
+    }
+
+    #[test]
+    fn entries_keep_their_parts(tag in tag(), aux in 0..1u32 << 25, handle in any::<u32>()) {
+        let plain = Pte::new(tag, aux);
+        prop_assert_eq!((plain.tag(), plain.aux(), plain.copy()), (tag, aux, None));
+        let kept = plain.with_copy(handle);
+        prop_assert_eq!((kept.tag(), kept.aux(), kept.copy()), (tag, aux, Some(handle)));
+        // The last copy named is the one.
+        prop_assert_eq!(kept.with_copy(!handle).copy(), Some(!handle));
+    }
+
+    #[test]
+    fn compressed_entries_keep_their_parts(handle in any::<u32>(), index in 0..16usize, at in 0..1u32 << 21) {
+        let pte = Pte::compressed(handle, index, at);
+        prop_assert_eq!(pte.tag(), Tag::Compressed);
+        prop_assert_eq!((pte.handle(), pte.index(), pte.evicted_at(), pte.copy()), (handle, index, at, None));
+    }
+
+    #[test]
+    fn aux_is_cut_to_its_bits(tag in tag(), aux in any::<u32>()) {
+        let pte = Pte::new(tag, aux);
+        prop_assert_eq!((pte.tag(), pte.aux(), pte.copy()), (tag, aux & ((1 << 25) - 1), None));
+    }
+}
+
+#[test]
+fn memory_is_used_where_there_are_pages_only() {
+    let mut table = PageTable::new();
+    let empty = table.metadata_bytes();
+    table.set(DIR_PAGES * 5, Pte::NONE);
+    assert_eq!(table.metadata_bytes(), empty, "nothing was stored");
+    for vpn in DIR_PAGES - LEAF_PAGES..DIR_PAGES + LEAF_PAGES {
+        table.set(vpn, Pte::new(Tag::Zero, 0));
+    }
+    assert!(table.metadata_bytes() > empty);
+    table.clear(DIR_PAGES - LEAF_PAGES, DIR_PAGES + LEAF_PAGES, |_, _| ());
+    // Both leaves are gone; the two directories stay.
+    assert_eq!(table.metadata_bytes(), empty + 2 * 65_536);
+    assert_eq!(table.get(END + 1), Pte::NONE);
+}
+
+/// A leaf is freed only when all of it was cleared; random ranges hardly ever leave exactly one page.
+#[test]
+fn clearing_stops_at_its_borders() {
+    for base in [LEAF_PAGES, DIR_PAGES - LEAF_PAGES, DIR_PAGES] {
+        for (from, to) in [(1, 0), (0, 1), (1, 1), (0, 0)] {
+            let mut table = PageTable::new();
+            let all = base - 2..base + LEAF_PAGES + 2;
+            all.clone().for_each(|vpn| table.set(vpn, Pte::new(Tag::Resident, vpn as u32)));
+            let cleared = base + from..base + LEAF_PAGES - to;
+            let mut gone = 0;
+            table.clear(cleared.start, cleared.end, |_, _| gone += 1);
+            assert_eq!(gone, LEAF_PAGES - from - to);
+            for vpn in all {
+                let want = if cleared.contains(&vpn) { Pte::NONE } else { Pte::new(Tag::Resident, vpn as u32) };
+                assert_eq!(table.get(vpn), want, "page {vpn} of {cleared:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn hints_are_bits() {
+    assert_eq!(HINT_SEQUENTIAL | HINT_WRITTEN | HINT_RANDOM, 7);
+}

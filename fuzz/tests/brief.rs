@@ -1,0 +1,118 @@
+//! Every fuzz target for a moment: noise, and seeds with a few bytes changed.
+//!
+//! `UZSWAP_FUZZ_SEED` repeats a run, `UZSWAP_FUZZ_RUNS` makes it longer.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use uzswap_mm::codec::{Algorithm, Compressor};
+
+/// splitmix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() % n.max(1) as u64) as usize
+    }
+    fn byte(&mut self) -> u8 {
+        self.next() as u8
+    }
+    fn input(&mut self, seeds: &[Vec<u8>]) -> Vec<u8> {
+        if self.below(4) == 0 {
+            let len = self.below(300);
+            return (0..len).map(|_| self.byte()).collect();
+        }
+        let mut data = seeds[self.below(seeds.len())].clone();
+        for _ in 0..self.below(6) {
+            let at = self.below(data.len() + 1);
+            match self.below(6) {
+                0 => data.insert(at, self.byte()),
+                1 => data.truncate(at),
+                2 if at < data.len() => {
+                    data.remove(at);
+                }
+                3 if at < data.len() => data[at] ^= 1 << self.below(8),
+                4 if at < data.len() => data[at] = [0, 1, 0x7f, 0x80, 0xff][self.below(5)],
+                _ => {
+                    let other = &seeds[self.below(seeds.len())];
+                    let from = self.below(other.len());
+                    data.truncate(at);
+                    data.extend_from_slice(&other[from..]);
+                }
+            }
+        }
+        data
+    }
+}
+
+fn run(name: &str, target: fn(&[u8]), seeds: &[Vec<u8>]) {
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    let now = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64;
+    let seed = number("UZSWAP_FUZZ_SEED").unwrap_or(now);
+    println!("{name}: UZSWAP_FUZZ_SEED={seed}");
+    seeds.iter().for_each(|data| target(data));
+    let mut random = Random(seed);
+    for i in 0..number("UZSWAP_FUZZ_RUNS").unwrap_or(20_000) {
+        let data = random.input(seeds);
+        let ended = catch_unwind(AssertUnwindSafe(|| target(&data)));
+        assert!(ended.is_ok(), "{name}: input {i} of UZSWAP_FUZZ_SEED={seed}: {data:02x?}");
+    }
+}
+
+fn texts(texts: &[&str]) -> Vec<Vec<u8>> {
+    texts.iter().map(|text| text.as_bytes().to_vec()).collect()
+}
+
+#[test]
+fn algorithm() {
+    run("algorithm", uzswap_fuzz::algorithm, &texts(&["lz4", "zstd", "zstd:-7", "zstd:19", "deflate:12", "deflate"]));
+}
+
+#[test]
+fn codec() {
+    let page: Vec<u8> = (0..4096u32).flat_map(|i| (i * i % 977 / 8).to_le_bytes()).take(4096).collect();
+    let mut seeds = vec![vec![0, 4, 0, 1, 2, 3, 4]];
+    for (number, algorithm) in [(1, Algorithm::Lz4), (2, Algorithm::Zstd(1)), (3, Algorithm::Deflate(1))] {
+        let mut object = vec![0; 8192];
+        let (encoding, len) = Compressor::new(algorithm).compress(&page, &mut object).unwrap();
+        assert_eq!(encoding as u8, number);
+        seeds.push([&[number, 0, 16], &object[..len]].concat());
+    }
+    run("codec", uzswap_fuzz::codec, &seeds);
+}
+
+#[test]
+fn config() {
+    let files =
+        ["memory = '1G'\ncompressor = \"zstd:3\"\nquiet = true\nreport = 'r.json'\n", "[a]\nb = [1, {c = 2}]\n"];
+    run("config", uzswap_fuzz::config, &texts(&[&files[..], &["zstd:3", "deflate:12", "lz4"]].concat()));
+}
+
+#[test]
+fn elf() {
+    let program = std::fs::read(std::env::current_exe().unwrap()).unwrap();
+    let mut seeds = texts(&["#! /usr/bin/python3 -u\nx", "echo hello\n"]);
+    // The headers and, since the loader's name is in the first kilobytes, that too.
+    seeds.push(program[..2048].to_vec());
+    run("elf", uzswap_fuzz::elf, &seeds);
+}
+
+#[test]
+fn maps() {
+    let mut seeds = vec![std::fs::read("/proc/self/maps").unwrap()];
+    seeds.extend(texts(&[
+        "55d0-66e0 rw-p 00000000 00:00 0                          [heap]\n",
+        "7ffc0000-7ffd0000 rw-p 00000000 00:00 0 [stack]\nffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 \n",
+    ]));
+    run("maps", uzswap_fuzz::maps, &seeds);
+}
+
+#[test]
+fn size() {
+    run("size", uzswap_fuzz::size, &texts(&["512M", "1.5GiB", "50%", "12.5 %", ".5G", "4096", "2TB", " 1 kB "]));
+}
