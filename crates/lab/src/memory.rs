@@ -1,6 +1,7 @@
 //! Where a worker's memory comes from: the one place that knows.
 
 use std::io;
+use uzswap_pager::region::{Options, Region};
 
 /// Memory a workload runs on. Private to one worker, readable and writable, zero at first.
 pub trait Memory {
@@ -31,11 +32,20 @@ pub enum Origin {
 pub fn take(origin: Origin, len: usize, limit: u64, uncharged: bool) -> Result<Box<dyn Memory>, String> {
     match origin {
         Origin::Anonymous => Ok(Box::new(Anonymous::map(len).map_err(|e| format!("cannot map {len} bytes: {e}"))?)),
-        // The library's region goes here: a `Memory` over `uzswap_pager::region` of `len` bytes under `limit`.
         Origin::Region => {
-            let _ = (limit, uncharged);
-            Err("the library has no region yet".to_owned())
+            let options = Options { pool_uncharged: uncharged, ..Options::new(limit as usize) };
+            Ok(Box::new(Region::new(len, &options).map_err(|e| e.to_string())?))
         }
+    }
+}
+
+impl Memory for Region {
+    fn base(&self) -> *mut u8 {
+        self.as_mut_ptr()
+    }
+
+    fn len(&self) -> usize {
+        self.len()
     }
 }
 

@@ -55,6 +55,10 @@ impl Layout {
         let len = HEAP_BYTES + STACKS_BYTES + slots * PAGE + POOL_BYTES + 4 * GUARD;
         let raw = map(0, len, libc::PROT_NONE, false)?;
         let base = raw.next_multiple_of(GUARD);
+        if base > raw {
+            // SAFETY: the head of our reservation, which alignment leaves over.
+            let _ = unsafe { sys!(libc::SYS_munmap, raw, base - raw) };
+        }
         let stacks = base + HEAP_BYTES;
         let arena = stacks + STACKS_BYTES + GUARD;
         let pool = (arena + slots * PAGE).next_multiple_of(GUARD) + GUARD;

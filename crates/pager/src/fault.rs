@@ -105,7 +105,8 @@ impl Pager {
         }
     }
 
-    fn needs_reclaim(&self, s: &State) -> bool {
+    /// Whether the reclaim thread has something to do.
+    pub(crate) fn needs_reclaim(&self, s: &State) -> bool {
         let (low, _) = self.watermarks();
         let short = s.zone.free_slots(Kind::Frame) < low && self.excess(s) + 2 * self.margin() as isize > 0;
         short || self.excess(s) + self.margin() as isize > 0

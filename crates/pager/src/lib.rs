@@ -10,5 +10,6 @@ pub mod group;
 pub mod object;
 pub mod pager;
 pub mod reclaim;
+pub mod region;
 pub mod state;
 pub mod ticker;

@@ -5,6 +5,7 @@ use crate::group::{Counters, GroupPage, SLOTS};
 use crate::state::State;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::codec::Algorithm;
+use uzswap_mm::zone::Kind;
 use uzswap_sys::lock::{self, Lock};
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::thread;
@@ -56,6 +57,10 @@ pub struct Pager {
     pub planned: AtomicUsize,
     /// Set when a forked child's helpers are ready (a futex word).
     pub ready: AtomicU32,
+    /// A region of the library: what it holds is counted here, not asked of the kernel.
+    pub own_frames: bool,
+    /// Ends the reclaim thread of a region.
+    pub stopping: AtomicBool,
 }
 
 impl Pager {
@@ -91,6 +96,8 @@ impl Pager {
             scan_wanted: AtomicBool::new(false),
             planned: AtomicUsize::new(0),
             ready: AtomicU32::new(0),
+            own_frames: false,
+            stopping: AtomicBool::new(false),
         };
         pager.claim_slot()?;
         Ok(pager)
@@ -163,6 +170,16 @@ impl Pager {
         rss
     }
 
+    /// What is held now, for [`State::rss`]: a region knows exactly, a process asks the kernel.
+    pub fn rss_now(&self, s: &State) -> usize {
+        if !self.own_frames {
+            return self.read_rss();
+        }
+        let rss = (s.resident + s.staged + s.zone.free_slots(Kind::Frame)) * PAGE + s.pool.held_bytes();
+        self.me().rss.store(rss as u64, Relaxed);
+        rss
+    }
+
     fn measure_shared(&self, rss: usize) {
         let mut text = [0u8; 2048];
         let start = thread::now_ns();
@@ -199,6 +216,10 @@ impl Pager {
 
     /// Bytes that count against the limit in this process, when `rss` is resident.
     pub fn charged(&self, s: &State) -> usize {
+        if self.own_frames {
+            let frames = (s.resident + s.staged + s.zone.free_slots(Kind::Frame)) * PAGE;
+            return if self.group.pool_uncharged.load(Relaxed) != 0 { frames } else { frames + s.pool.held_bytes() };
+        }
         if self.group.pool_uncharged.load(Relaxed) != 0 { s.rss.saturating_sub(s.pool.held_bytes()) } else { s.rss }
     }
 

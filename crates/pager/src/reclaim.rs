@@ -70,6 +70,12 @@ impl Batch {
 impl Pager {
     /// The background thread.
     pub fn reclaim_loop(&self) -> ! {
+        self.reclaim_until_stopped();
+        thread::exit()
+    }
+
+    /// Reclaims until `stopping` is set (a region's end; a process's never is).
+    pub fn reclaim_until_stopped(&self) {
         let mut batch = {
             let s = self.state.lock();
             Batch::new(s.new_compressor())
@@ -77,6 +83,9 @@ impl Pager {
         let mut failures = 0u32;
         loop {
             let word = self.me().wake.load(Acquire);
+            if self.stopping.load(Acquire) {
+                return;
+            }
             if !self.wants_reclaim() {
                 failures = 0;
                 lock::futex_wait(&self.me().wake, word, None, true);
@@ -102,7 +111,7 @@ impl Pager {
 
     fn wants_reclaim(&self) -> bool {
         let mut s = self.state.lock();
-        s.rss = self.read_rss();
+        s.rss = self.rss_now(&s);
         self.publish(&s);
         let excess = self.excess(&s);
         if excess > 0 {
@@ -466,13 +475,16 @@ impl Pager {
             let Some((slot, order)) = s.zone.alloc_up_to(Kind::Frame, order) else { break };
             let (at, len) = (self.layout.slot(slot), PAGE << order);
             let uffd = self.uffd();
-            if uffd.unregister(at, len).is_err() {
+            // (A region asks for no events and has none.)
+            if !self.own_frames && uffd.unregister(at, len).is_err() {
                 s.zone.free(Kind::Frame, slot, order);
                 break;
             }
             // SAFETY: free frames hold nothing of use.
             unsafe { crate::arena::discard(at, len) };
-            uffd.register(at, len).expect("the arena can be registered again");
+            if !self.own_frames {
+                uffd.register(at, len).expect("the arena can be registered again");
+            }
             s.zone.free(Kind::Hole, slot, order);
             s.rss = s.rss.saturating_sub(len);
             given += 1 << order;

@@ -105,6 +105,23 @@ impl Uffd {
         Ok((uffd, via))
     }
 
+    /// Opens a non-blocking descriptor that serves faults of the program's own instructions only: everybody may.
+    ///
+    /// # Errors
+    /// `EINVAL`: a feature is missing; `EPERM`: a seccomp filter.
+    pub fn open_for_program(features: u64) -> Result<Self, Errno> {
+        const USER_MODE_ONLY: i32 = 1;
+        // SAFETY: the call takes flags only.
+        let fd = unsafe { sys!(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | USER_MODE_ONLY) }?;
+        let uffd = Self { fd: fd as i32 };
+        let mut api = [0xaa_u64, features, 0];
+        if let Err(e) = uffd.ioctl(API, api.as_mut_ptr()) {
+            raw::close(uffd.fd);
+            return Err(e);
+        }
+        Ok(uffd)
+    }
+
     /// Wraps a descriptor that is open.
     pub fn from_raw(fd: i32) -> Self {
         Self { fd }

@@ -1,0 +1,522 @@
+//! Regions: memory under a limit inside one program, without `uzswap run`.
+//!
+//! A region is a pager over one anonymous mapping, with its own arena, pool and group. Its faults are not messages to
+//! a handler thread but SIGBUS signals to the thread that touched the page, which serves the fault itself and goes on:
+//! no switch to another thread. Regions need no privilege, since only faults of the program's own instructions are
+//! served.
+//!
+//! ```text
+//! access ─ SIGBUS ─ registry: whose address? ─┬ a region's: lock, serve, unlock, return: the access is done again
+//!                                             └ nobody's: the handler that was there before
+//! ```
+//! What a program must know:
+//! - A system call given a pointer into a region fails with `EFAULT` where the page is not resident: the kernel's own
+//!   faults raise no signal. Copy through a buffer of the program's.
+//! - `madvise`, `mremap`, `munmap` and `mprotect` on a region are not seen and must not be used.
+//! - After `fork` the child has no access to regions (`MADV_DONTFORK`): touching one is SIGSEGV.
+//! - SIGBUS must stay handled by this module and unblocked in threads that touch a region. A program that installs its
+//!   own handler later must chain to the one it replaces.
+//!
+//! The handler runs with all signals blocked, on the stack of the thread that faulted (alternate stacks are too small
+//! for a decompressor), and may allocate: a thread must not touch a region while inside the allocator.
+//!
+//! Counted against the limit is what can be counted exactly without asking the kernel: resident, staged and free
+//! frames, and the pool. The tables come on top (see [`Stats::metadata`]).
+
+use crate::arena::{Layout, PAGE};
+use crate::fault::Request;
+use crate::group::{CODEC_DEFLATE, CODEC_LZ4, CODEC_ZSTD, GroupPage, MAGIC};
+use crate::pager::Pager;
+use crate::state::BLOCK;
+use core::fmt;
+use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
+use std::sync::{Mutex, OnceLock};
+use uzswap_mm::pagetable::Tag;
+use uzswap_mm::zone::Kind;
+use uzswap_sys::raw::Errno;
+use uzswap_sys::sys;
+use uzswap_sys::uffd::{self, Uffd};
+
+/// Regions a process can have at once.
+pub const MOST_REGIONS: usize = 256;
+/// The least limit: what one batch on its way needs, with room to spare.
+pub const LEAST_LIMIT: usize = 8 << 20;
+
+/// Which compressor the pool uses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Compressor {
+    /// LZ4.
+    #[default]
+    Lz4,
+    /// Zstandard at a level (0: its default).
+    Zstd(u32),
+    /// Deflate at a level (0: its default).
+    Deflate(u32),
+}
+
+/// How a region is made.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Bytes that the region's frames and its pool may take together.
+    pub limit: usize,
+    /// How pages are compressed.
+    pub compressor: Compressor,
+    /// Leaves the pool out of what the limit bounds: only for comparisons with the kernel's cgroup v1.
+    pub pool_uncharged: bool,
+}
+
+impl Options {
+    /// A limit, and the defaults.
+    #[must_use]
+    pub fn new(limit: usize) -> Self {
+        Self { limit, compressor: Compressor::Lz4, pool_uncharged: false }
+    }
+}
+
+/// Why there is no region.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Error {
+    /// The limit is below [`LEAST_LIMIT`], or the size is zero.
+    Size,
+    /// The process has [`MOST_REGIONS`].
+    TooMany,
+    /// The kernel refused.
+    Kernel {
+        /// What was asked of it.
+        what: &'static str,
+        /// Its error number.
+        errno: Errno,
+    },
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Size => write!(f, "a region needs a size, and a limit of at least {} MiB", LEAST_LIMIT >> 20),
+            Self::TooMany => write!(f, "a process can have {MOST_REGIONS} regions"),
+            Self::Kernel { what, errno } => write!(f, "{what}: {}", std::io::Error::from_raw_os_error(*errno)),
+        }
+    }
+}
+
+impl std::error::Error for Error {}
+
+/// Where a region's memory is, now; bytes, except the counts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// In the region, touched without a fault.
+    pub resident: usize,
+    /// Out of the region but not compressed yet.
+    pub staged: usize,
+    /// Frames kept for the next faults.
+    pub free: usize,
+    /// What the pool holds from the kernel.
+    pub pool: usize,
+    /// Pages (their uncompressed size) in the pool.
+    pub stored: usize,
+    /// Pages that are all zeros and take nothing.
+    pub zeros: usize,
+    /// The tables, which the limit does not bound.
+    pub metadata: usize,
+    /// What counts against the limit.
+    pub charged: usize,
+    /// Faults served.
+    pub faults: u64,
+    /// Faults that decompressed.
+    pub major_faults: u64,
+    /// Faults on staged pages.
+    pub staged_faults: u64,
+    /// Faults that had to make room first.
+    pub direct_reclaims: u64,
+    /// Times the limit could not be kept.
+    pub over_limit: u64,
+}
+
+/// Memory under a limit.
+///
+/// It is zero at first, readable and writable at [`Region::as_mut_ptr`], and goes with the value. See the module for
+/// what must not be done with it.
+#[derive(Debug)]
+pub struct Region {
+    base: usize,
+    len: usize,
+    mapped: usize,
+    index: Option<usize>,
+    pager: *mut Pager,
+    group: *mut GroupPage,
+    reclaim: Option<std::thread::JoinHandle<()>>,
+}
+// SAFETY: the pager is made for many threads (the raw pointers are its owners), and the memory is the caller's affair.
+unsafe impl Send for Region {}
+// SAFETY: as above.
+unsafe impl Sync for Region {}
+
+fn kernel(what: &'static str) -> impl Fn(Errno) -> Error {
+    move |errno| Error::Kernel { what, errno }
+}
+
+impl Region {
+    /// Makes a region of `size` bytes.
+    ///
+    /// # Errors
+    /// See [`Error`].
+    pub fn new(size: usize, options: &Options) -> Result<Self, Error> {
+        if size == 0 || options.limit < LEAST_LIMIT {
+            return Err(Error::Size);
+        }
+        let mapped = size.checked_next_multiple_of(BLOCK).ok_or(Error::Size)?;
+        // SAFETY: atomics and counters, for all of which zero is a value.
+        let group: Box<GroupPage> = unsafe { Box::new_zeroed().assume_init() };
+        let (codec, level) = match options.compressor {
+            Compressor::Lz4 => (CODEC_LZ4, 0),
+            Compressor::Zstd(level) => (CODEC_ZSTD, level),
+            Compressor::Deflate(level) => (CODEC_DEFLATE, level),
+        };
+        group.magic.store(MAGIC, Relaxed);
+        group.limit.store(options.limit as u64, Relaxed);
+        group.codec.store(codec, Relaxed);
+        group.level.store(level, Relaxed);
+        group.pool_uncharged.store(u32::from(options.pool_uncharged), Relaxed);
+        let group = Box::into_raw(group);
+        // From here on, dropping undoes whatever was done.
+        let mut region =
+            Self { base: 0, len: size, mapped, index: None, pager: core::ptr::null_mut(), group, reclaim: None };
+        region.build(options)?;
+        Ok(region)
+    }
+
+    fn build(&mut self, options: &Options) -> Result<(), Error> {
+        install_handler();
+        let layout = Layout::reserve(options.limit).map_err(kernel("no address space for a region"))?;
+        // SAFETY: the group lives until the pager is gone: see drop.
+        let group: &'static GroupPage = unsafe { &*self.group };
+        let mut pager = match Pager::new(group, layout) {
+            Ok(pager) => pager,
+            Err(errno) => {
+                unmap(layout.base, layout.end - layout.base);
+                return Err(kernel("a region's group")(errno));
+            }
+        };
+        pager.own_frames = true;
+        self.pager = Box::into_raw(Box::new(pager));
+        // SAFETY: just made, freed in drop only.
+        let pager: &'static Pager = unsafe { &*self.pager };
+        self.base = map_aligned(self.mapped).map_err(kernel("no address space for a region"))?;
+        for (at, n) in [(layout.base, layout.end - layout.base), (self.base, self.mapped)] {
+            // SAFETY: advice on our own mappings. Small pages only, and nothing of it in a forked child.
+            unsafe {
+                let _ = sys!(libc::SYS_madvise, at, n, libc::MADV_NOHUGEPAGE);
+                let _ = sys!(libc::SYS_madvise, at, n, libc::MADV_DONTFORK);
+            }
+        }
+        let features = uffd::FEATURE_SIGBUS | uffd::FEATURE_MOVE | uffd::FEATURE_POISON;
+        let uffd = Uffd::open_for_program(features)
+            .map_err(kernel("userfaultfd with UFFDIO_MOVE, which Linux 6.8 and later have"))?;
+        pager.uffd.store(uffd.fd(), Release);
+        uffd.register(layout.arena, layout.slots * PAGE).map_err(kernel("registering a region's arena"))?;
+        uffd.register(self.base, self.mapped).map_err(kernel("registering a region"))?;
+        self.index = Some(REGISTRY.add(self.base, self.mapped, self.pager).ok_or(Error::TooMany)?);
+        let address = self.pager as usize;
+        let all = SignalsBlocked::new();
+        let thread = std::thread::Builder::new().name("uzswap-reclaim".to_owned()).spawn(move || {
+            // SAFETY: drop joins this thread before it frees the pager.
+            unsafe { &*(address as *const Pager) }.reclaim_until_stopped();
+        });
+        drop(all);
+        self.reclaim =
+            Some(thread.map_err(|e| kernel("starting a region's thread")(e.raw_os_error().unwrap_or(libc::EAGAIN)))?);
+        Ok(())
+    }
+
+    /// The first byte (aligned to 64 KiB).
+    #[must_use]
+    pub fn as_mut_ptr(&self) -> *mut u8 {
+        self.base as *mut u8
+    }
+
+    /// The length in bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it holds nothing: never.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The memory.
+    ///
+    /// # Safety
+    /// Nobody may write to it meanwhile (through [`Region::as_mut_ptr`]), and the slice must not be given to a system
+    /// call.
+    #[must_use]
+    pub unsafe fn as_slice(&self) -> &[u8] {
+        // SAFETY: mapped, zero at first, served on access; the rest is the caller's promise.
+        unsafe { core::slice::from_raw_parts(self.as_mut_ptr(), self.len) }
+    }
+
+    /// The memory, to be written.
+    ///
+    /// # Safety
+    /// Nobody may use it through [`Region::as_mut_ptr`] meanwhile, and the slice must not be given to a system call.
+    #[must_use]
+    pub unsafe fn as_slice_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above.
+        unsafe { core::slice::from_raw_parts_mut(self.as_mut_ptr(), self.len) }
+    }
+
+    /// Where the memory is.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        // SAFETY: alive until drop.
+        let pager = unsafe { &*self.pager };
+        // A handler of the program's that touched a region while this thread holds the lock would wait for ever.
+        let _quiet = SignalsBlocked::new();
+        let s = pager.state.lock();
+        let c = pager.counters();
+        Stats {
+            resident: s.resident * PAGE,
+            staged: s.staged * PAGE,
+            free: s.zone.free_slots(Kind::Frame) * PAGE,
+            pool: s.pool.held_bytes(),
+            stored: s.swapped * PAGE,
+            zeros: s.zeros * PAGE,
+            metadata: s.metadata_bytes(),
+            charged: pager.charged(&s),
+            faults: c.pgfault.load(Relaxed),
+            major_faults: c.pgmajfault.load(Relaxed),
+            staged_faults: c.refault_staged.load(Relaxed),
+            direct_reclaims: c.direct_reclaim.load(Relaxed),
+            over_limit: pager.group.over_limit.load(Relaxed),
+        }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        if let Some(thread) = self.reclaim.take() {
+            // SAFETY: alive until below.
+            let pager = unsafe { &*self.pager };
+            pager.stopping.store(true, Release);
+            pager.wake_reclaim();
+            let _ = thread.join();
+        }
+        if let Some(index) = self.index {
+            REGISTRY.remove(index);
+        }
+        if self.base != 0 {
+            unmap(self.base, self.mapped);
+        }
+        if !self.pager.is_null() {
+            // SAFETY: made by Box::into_raw; no thread uses it any more: reclaim has ended, and nobody touches the
+            // region while it is dropped.
+            let pager = unsafe { Box::from_raw(self.pager) };
+            let uffd = pager.uffd.load(Acquire);
+            let layout = pager.layout;
+            drop(pager);
+            if uffd >= 0 {
+                uzswap_sys::raw::close(uffd);
+            }
+            unmap(layout.base, layout.end - layout.base);
+        }
+        // SAFETY: made by Box::into_raw, and its user is gone.
+        drop(unsafe { Box::from_raw(self.group) });
+    }
+}
+
+fn unmap(at: usize, len: usize) {
+    // SAFETY: callers pass mappings of theirs to which nobody refers any more.
+    let _ = unsafe { sys!(libc::SYS_munmap, at, len) };
+}
+
+/// Maps `len` bytes aligned to a block, with inaccessible pages before and after.
+fn map_aligned(len: usize) -> Result<usize, Errno> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    let whole = len.checked_add(2 * BLOCK).ok_or(libc::ENOMEM)?;
+    let rw = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new mapping, of which the ends are given back.
+    let raw = unsafe { sys!(libc::SYS_mmap, 0, whole, rw, flags, -1isize, 0) }?;
+    let base = raw.next_multiple_of(BLOCK);
+    if base > raw {
+        unmap(raw, base - raw);
+    }
+    unmap(base + len, raw + whole - (base + len));
+    Ok(base)
+}
+
+/// Blocks every signal in this thread while it lives.
+struct SignalsBlocked(u64);
+
+impl SignalsBlocked {
+    fn new() -> Self {
+        // SIGBUS and SIGSEGV stay: a fault of the thread's own is not to be put off.
+        let mask = !((1u64 << (libc::SIGBUS - 1)) | (1 << (libc::SIGSEGV - 1)));
+        let mut old = 0u64;
+        // SAFETY: masks of 8 bytes.
+        let _ = unsafe { sys!(libc::SYS_rt_sigprocmask, libc::SIG_BLOCK, &raw const mask, &raw mut old, 8) };
+        Self(old)
+    }
+}
+
+impl Drop for SignalsBlocked {
+    fn drop(&mut self) {
+        // SAFETY: as above.
+        let _ = unsafe { sys!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const self.0, 0, 8) };
+    }
+}
+
+/// Which addresses are regions: read by the signal handler, so all atomics.
+struct Registry {
+    places: [Place; MOST_REGIONS],
+    used: AtomicUsize,
+    adding: Mutex<()>,
+}
+
+struct Place {
+    start: AtomicUsize,
+    end: AtomicUsize,
+    pager: AtomicPtr<Pager>,
+}
+
+static REGISTRY: Registry = Registry {
+    places: [const {
+        Place { start: AtomicUsize::new(0), end: AtomicUsize::new(0), pager: AtomicPtr::new(core::ptr::null_mut()) }
+    }; MOST_REGIONS],
+    used: AtomicUsize::new(0),
+    adding: Mutex::new(()),
+};
+
+impl Registry {
+    fn add(&self, start: usize, len: usize, pager: *mut Pager) -> Option<usize> {
+        let _one = self.adding.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let index = self.places.iter().position(|p| p.pager.load(SeqCst).is_null())?;
+        let place = &self.places[index];
+        place.start.store(start, SeqCst);
+        place.end.store(start + len, SeqCst);
+        place.pager.store(pager, SeqCst);
+        self.used.fetch_max(index + 1, SeqCst);
+        Some(index)
+    }
+
+    fn remove(&self, index: usize) {
+        let _one = self.adding.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        self.places[index].pager.store(core::ptr::null_mut(), SeqCst);
+    }
+
+    fn find(&self, at: usize) -> Option<&'static Pager> {
+        self.places[..self.used.load(SeqCst)].iter().find_map(|p| {
+            let pager = p.pager.load(SeqCst);
+            let inside = !pager.is_null() && (p.start.load(SeqCst)..p.end.load(SeqCst)).contains(&at);
+            // Read again: the place may have changed hands in between.
+            if !inside || p.pager.load(SeqCst) != pager {
+                return None;
+            }
+            // SAFETY: a thread touches the region, so it is not being dropped.
+            Some(unsafe { &*pager })
+        })
+    }
+}
+
+static EARLIER: OnceLock<libc::sigaction> = OnceLock::new();
+
+fn install_handler() {
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    ONCE.call_once(|| {
+        // SAFETY: zero is a sigaction.
+        let mut old: libc::sigaction = unsafe { core::mem::zeroed() };
+        // SAFETY: asks only.
+        unsafe { libc::sigaction(libc::SIGBUS, core::ptr::null(), &raw mut old) };
+        // Known before our handler can run.
+        let _ = EARLIER.set(old);
+        // SAFETY: as above.
+        let mut new: libc::sigaction = unsafe { core::mem::zeroed() };
+        new.sa_sigaction = on_sigbus as *const () as usize;
+        new.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART;
+        // SAFETY: a sigaction of ours; the handler obeys the rules of handlers.
+        unsafe {
+            libc::sigfillset(&raw mut new.sa_mask);
+            libc::sigaction(libc::SIGBUS, &raw const new, core::ptr::null_mut());
+        }
+    });
+}
+
+extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    // SAFETY: the kernel's siginfo; si_addr is set for a SIGBUS of the kernel's, and is only compared here.
+    let (at, code) = unsafe { ((*info).si_addr() as usize, (*info).si_code) };
+    // A signal somebody sent has a code of zero or less, and no address.
+    let served = code > 0
+        && REGISTRY.find(at).is_some_and(|pager| {
+            // SAFETY: the kernel's ucontext; bit 1 of the page fault's error code says that it was a write.
+            let write = unsafe { (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs[libc::REG_ERR as usize] & 2 };
+            // SAFETY: the thread's errno.
+            let errno = unsafe { *libc::__errno_location() };
+            let served = pager.serve_signal((at / PAGE) as u64, write != 0);
+            // SAFETY: as above.
+            unsafe { *libc::__errno_location() = errno };
+            served
+        });
+    if !served {
+        chain(signal, info, context);
+    }
+}
+
+/// Does what would have been done without regions.
+fn chain(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    let Some(earlier) = EARLIER.get() else { return };
+    match earlier.sa_sigaction {
+        libc::SIG_DFL | libc::SIG_IGN => {
+            // A fault cannot be ignored. Returning does the access again, which then ends the process; a signal that
+            // was sent is sent again.
+            // SAFETY: zero is SIG_DFL; plain calls.
+            unsafe {
+                if earlier.sa_sigaction == libc::SIG_IGN && (*info).si_code <= 0 {
+                    return;
+                }
+                let default: libc::sigaction = core::mem::zeroed();
+                libc::sigaction(signal, &raw const default, core::ptr::null_mut());
+                if (*info).si_code <= 0 {
+                    libc::raise(signal);
+                }
+            }
+        }
+        handler => {
+            // It expects the mask it asked for, on top of the thread's own.
+            // SAFETY: the kernel's ucontext, and the earlier handler called as it was installed.
+            unsafe {
+                let mut mask = (*context.cast::<libc::ucontext_t>()).uc_sigmask;
+                for n in 1..=64 {
+                    if libc::sigismember(&raw const earlier.sa_mask, n) == 1 {
+                        libc::sigaddset(&raw mut mask, n);
+                    }
+                }
+                libc::pthread_sigmask(libc::SIG_SETMASK, &raw const mask, core::ptr::null_mut());
+                if earlier.sa_flags & libc::SA_SIGINFO != 0 {
+                    let call: extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void) =
+                        core::mem::transmute(handler);
+                    call(signal, info, context);
+                } else {
+                    let call: extern "C" fn(i32) = core::mem::transmute(handler);
+                    call(signal);
+                }
+            }
+        }
+    }
+}
+
+impl Pager {
+    /// Serves a fault in the thread that has it. False when its page is lost.
+    fn serve_signal(&self, vpn: u64, write: bool) -> bool {
+        let mut s = self.state.lock();
+        // What cannot be done now (EAGAIN of the kernel) is tried again by the access itself, which faults again.
+        let _ = self.serve(&mut s, Request { vpn, write });
+        let lost = s.pt.get(vpn).tag() == Tag::Poisoned;
+        let wake = self.needs_reclaim(&s);
+        drop(s);
+        if wake {
+            self.wake_reclaim();
+        }
+        !lost
+    }
+}

@@ -1,0 +1,2 @@
+//! Behaviour of the pager, seen from outside.
+mod region;

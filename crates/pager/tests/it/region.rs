@@ -1,0 +1,254 @@
+//! Regions against plain memory.
+
+use std::sync::atomic::{AtomicUsize, Ordering::*};
+use uzswap_pager::region::{Compressor, Options, Region};
+
+const PAGE: usize = 4096;
+const MIB: usize = 1 << 20;
+
+/// xorshift64*.
+struct Rng(u64);
+
+impl Rng {
+    fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+}
+
+fn seed() -> u64 {
+    let seed = std::env::var("SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(|| {
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos() as u64
+    });
+    println!("SEED={seed}");
+    seed
+}
+
+/// Contents of one page: of four, two compress, one does not, one is zero.
+fn page(rng: &mut Rng, out: &mut [u8]) {
+    match rng.below(4) {
+        0 => out.fill(0),
+        1 => out.chunks_mut(8).for_each(|c| c.copy_from_slice(&rng.next().to_le_bytes())),
+        _ => {
+            let word = rng.next().to_le_bytes();
+            out.chunks_mut(8).for_each(|c| c.copy_from_slice(&word));
+            let at = rng.below(out.len() - 8);
+            out[at..at + 8].copy_from_slice(&rng.next().to_le_bytes());
+        }
+    }
+}
+
+/// Does random work on part of a region and of the model, which must agree at every step and in the end.
+fn work(memory: &mut [u8], model: &mut [u8], rng: &mut Rng, steps: usize) {
+    for (m, p) in model.chunks_mut(PAGE).zip(memory.chunks_mut(PAGE)) {
+        page(rng, m);
+        p.copy_from_slice(m);
+    }
+    let len = memory.len();
+    for step in 0..steps {
+        match rng.below(8) {
+            0 => {
+                // A run of reads.
+                let at = rng.below(len / PAGE) * PAGE;
+                let n = (1 + rng.below(64) * PAGE).min(len - at);
+                assert!(memory[at..at + n] == model[at..at + n], "step {step}, {at}+{n}");
+            }
+            1 => {
+                let at = rng.below(len / PAGE) * PAGE;
+                page(rng, &mut model[at..at + PAGE]);
+                memory[at..at + PAGE].copy_from_slice(&model[at..at + PAGE]);
+            }
+            2..5 => {
+                let at = rng.below(len);
+                let byte = rng.next() as u8;
+                model[at] = byte;
+                memory[at] = byte;
+            }
+            _ => {
+                let at = rng.below(len - 8);
+                assert_eq!(memory[at..at + 8], model[at..at + 8], "step {step}, {at}");
+            }
+        }
+    }
+    for (i, (m, p)) in model.chunks(PAGE).zip(memory.chunks(PAGE)).enumerate() {
+        assert!(m == p, "page {i} differs in the end");
+    }
+}
+
+fn against_model(region: &mut Region, threads: usize, seed: u64, steps: usize) {
+    // SAFETY: the only user, and no system call gets it.
+    let memory = unsafe { region.as_slice_mut() };
+    let mut model = vec![0u8; memory.len()];
+    let part = (memory.len() / threads).next_multiple_of(PAGE);
+    std::thread::scope(|scope| {
+        for (i, (r, m)) in memory.chunks_mut(part).zip(model.chunks_mut(part)).enumerate() {
+            scope.spawn(move || work(r, m, &mut Rng::new(seed.wrapping_add(i as u64)), steps));
+        }
+    });
+}
+
+fn rss_anon() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|l| l.strip_prefix("RssAnon:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() << 10
+}
+
+/// Tests that look at the whole process, or need much memory, run one at a time.
+fn alone() -> std::sync::MutexGuard<'static, ()> {
+    static ONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    ONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+#[test]
+fn one_thread_reads_what_it_wrote() {
+    let _one = alone();
+    let mut region = Region::new(64 * MIB, &Options::new(24 * MIB)).unwrap();
+    against_model(&mut region, 1, seed(), 20_000);
+    let stats = region.stats();
+    println!("{stats:?}");
+    assert!(stats.charged <= 24 * MIB, "{stats:?}");
+    assert!(stats.stored > 20 * MIB, "{stats:?}");
+}
+
+#[test]
+fn several_threads_read_what_they_wrote() {
+    let _one = alone();
+    let mut region = Region::new(64 * MIB, &Options::new(24 * MIB)).unwrap();
+    against_model(&mut region, 4, seed(), 10_000);
+    let stats = region.stats();
+    assert!(stats.charged <= 24 * MIB, "{stats:?}");
+}
+
+#[test]
+fn every_compressor_gives_the_bytes_back() {
+    let _one = alone();
+    for compressor in [Compressor::Zstd(0), Compressor::Deflate(0)] {
+        let options = Options { compressor, ..Options::new(12 * MIB) };
+        against_model(&mut Region::new(24 * MIB, &options).unwrap(), 2, seed(), 1000);
+    }
+}
+
+#[test]
+fn two_regions_at_once() {
+    let _one = alone();
+    let seed = seed();
+    std::thread::scope(|scope| {
+        for i in 0..2 {
+            scope.spawn(move || {
+                let mut region = Region::new(32 * MIB, &Options::new(14 * MIB)).unwrap();
+                against_model(&mut region, 2, seed + i, 3000);
+            });
+        }
+    });
+}
+
+#[test]
+fn threads_that_touch_the_same_pages_agree() {
+    let _one = alone();
+    let region = Region::new(32 * MIB, &Options::new(10 * MIB)).unwrap();
+    let words = region.len() / 8;
+    // SAFETY: the region as atomics, all of which every thread may change.
+    let cells =
+        unsafe { std::slice::from_raw_parts(region.as_mut_ptr().cast::<std::sync::atomic::AtomicU64>(), words) };
+    let seed = seed();
+    std::thread::scope(|scope| {
+        for i in 0..4 {
+            scope.spawn(move || {
+                let mut rng = Rng::new(seed + i);
+                for _ in 0..30_000 {
+                    cells[rng.below(words / 512) * 512 + 7].fetch_add(1, Relaxed);
+                }
+            });
+        }
+    });
+    assert_eq!(cells.iter().map(|c| c.load(Relaxed)).sum::<u64>(), 120_000);
+}
+
+#[test]
+fn dropping_a_region_returns_its_memory() {
+    let _one = alone();
+    let fill = || {
+        let mut region = Region::new(64 * MIB, &Options::new(24 * MIB)).unwrap();
+        let mut rng = Rng::new(1);
+        // SAFETY: the only user.
+        unsafe { region.as_slice_mut() }.chunks_mut(PAGE).for_each(|p| page(&mut rng, p));
+        region
+    };
+    drop(fill());
+    let before = rss_anon();
+    let threads = std::fs::read_dir("/proc/self/task").unwrap().count();
+    let fds = std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap().lines().count();
+    for _ in 0..5 {
+        let region = fill();
+        assert!(rss_anon() > before + 12 * MIB);
+        drop(region);
+    }
+    assert!(rss_anon() < before + 4 * MIB, "{} before, {} after", before, rss_anon());
+    assert!(std::fs::read_dir("/proc/self/task").unwrap().count() <= threads);
+    assert_eq!(std::fs::read_dir("/proc/self/fd").unwrap().count(), fds);
+    assert!(std::fs::read_to_string("/proc/self/maps").unwrap().lines().count() <= maps + 4);
+}
+
+static WILD: AtomicUsize = AtomicUsize::new(0);
+
+extern "C" fn earlier(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    // SAFETY: the kernel's siginfo; the page is replaced by a readable one, so that the access goes on.
+    unsafe {
+        let at = (*info).si_addr() as usize & !(PAGE - 1);
+        WILD.store(at, SeqCst);
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+        libc::mmap(at as *mut libc::c_void, PAGE, libc::PROT_READ, flags, -1, 0);
+    }
+}
+
+/// Runs in a process of its own, as the handler is installed once a process.
+#[test]
+fn a_wild_sigbus_goes_to_the_earlier_handler() {
+    if std::env::var_os("UZSWAP_TEST_WILD").is_none() {
+        let me = std::env::current_exe().unwrap();
+        let name = "region::a_wild_sigbus_goes_to_the_earlier_handler";
+        for way in ["handler", "default"] {
+            let mut command = std::process::Command::new(&me);
+            let status = command.args(["--exact", name]).env("UZSWAP_TEST_WILD", way).output().unwrap().status;
+            let signal = std::os::unix::process::ExitStatusExt::signal(&status);
+            assert_eq!(signal, (way == "default").then_some(libc::SIGBUS), "{way}: {status}");
+            assert!(way == "default" || status.success(), "{status}");
+        }
+        return;
+    }
+    // SAFETY: a handler of ours, a mapping past the end of a file, and reads of it that raise SIGBUS.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = earlier as *const () as usize;
+        action.sa_flags = libc::SA_SIGINFO;
+        if std::env::var("UZSWAP_TEST_WILD").unwrap() == "handler" {
+            libc::sigaction(libc::SIGBUS, &raw const action, std::ptr::null_mut());
+        }
+        let region = Region::new(MIB, &Options::new(8 * MIB)).unwrap();
+        region.as_mut_ptr().write_volatile(1);
+        assert_eq!(WILD.load(SeqCst), 0);
+        let fd = libc::memfd_create(c"empty".as_ptr(), 0);
+        let at = libc::mmap(std::ptr::null_mut(), PAGE, libc::PROT_READ, libc::MAP_SHARED, fd, 0);
+        assert_eq!(at.cast::<u8>().read_volatile(), 0);
+        assert_eq!(WILD.load(SeqCst), at as usize);
+        region.as_mut_ptr().add(PAGE).write_volatile(1);
+        assert_eq!(region.as_mut_ptr().read_volatile(), 1);
+    }
+}
+
+#[test]
+fn a_system_call_on_memory_that_is_out_fails() {
+    let region = Region::new(MIB, &Options::new(8 * MIB)).unwrap();
+    // SAFETY: the kernel writes into the region, or refuses.
+    let got = unsafe { libc::getrandom(region.as_mut_ptr().cast(), 16, 0) };
+    assert!(got < 0 && std::io::Error::last_os_error().raw_os_error() == Some(libc::EFAULT));
+}

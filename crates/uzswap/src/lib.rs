@@ -1,0 +1,14 @@
+//! Memory under a limit for one program's own data: what does not fit is kept compressed.
+//!
+//! ```no_run
+//! use uzswap::{Options, Region};
+//! let mut region = Region::new(512 << 20, &Options::new(256 << 20))?;
+//! // SAFETY: nobody else uses the region, and no system call is given a pointer into it.
+//! let bytes = unsafe { region.as_slice_mut() };
+//! bytes[0] = 1;
+//! # Ok::<(), uzswap::Error>(())
+//! ```
+//!
+//! Read [`region`] first: a region is memory in every way but a few, which are said there.
+
+pub use uzswap_pager::region::{self, Compressor, Error, Options, Region, Stats};
