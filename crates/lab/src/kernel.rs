@@ -26,7 +26,7 @@ pub struct Args {
     /// Write the findings to FILE
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// The limit; the work is on twice as much [default: 256M, 64M with --quick]
+    /// The limit; the work is on twice as much [default: 128M, 32M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
     /// Runs of each, of which the median counts [default: 3, 1 with --quick]
@@ -42,6 +42,9 @@ pub struct Args {
     #[arg(long, value_name = "PATH", hide = true)]
     uzswap: Option<PathBuf>,
 }
+
+/// When `--quick` starts nothing more: what runs then is stopped, and writing the table takes no time.
+const QUICK: Duration = Duration::from_secs(37);
 
 /// Who does the work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -149,6 +152,10 @@ struct Lab<'a> {
     notes: Vec<String>,
     /// Subjects that cannot be measured here, with the reason.
     out: BTreeMap<Subject, String>,
+    /// When a quick experiment is to be over.
+    deadline: Option<Instant>,
+    /// Times the kernel's reclaim gave up and was made to try again, by subject.
+    rescues: RefCell<BTreeMap<Subject, u64>>,
     /// Runs the kernel's OOM killer ended, by subject.
     oom: RefCell<BTreeMap<Subject, u32>>,
     /// Whether all that was read was right.
@@ -158,7 +165,7 @@ struct Lab<'a> {
 /// Whether everything read was right.
 fn experiment(args: &Args) -> Result<bool, Stop> {
     let start = Instant::now();
-    let limit = args.memory.unwrap_or(if args.quick { 64 * MIB } else { 256 * MIB });
+    let limit = args.memory.unwrap_or(if args.quick { 32 * MIB } else { 128 * MIB });
     if limit < 16 * MIB {
         return Err(Stop::Failed("--memory is to be 16M or more".to_owned()));
     }
@@ -184,6 +191,8 @@ fn experiment(args: &Args) -> Result<bool, Stop> {
         verdicts: Vec::new(),
         notes: Vec::new(),
         out: BTreeMap::new(),
+        deadline: args.quick.then(|| start + QUICK),
+        rescues: RefCell::default(),
         oom: RefCell::default(),
         right: true,
     };
@@ -207,9 +216,16 @@ fn experiment(args: &Args) -> Result<bool, Stop> {
             lab.overhead(program)?;
         }
     }
+    for (subject, times) in lab.rescues.take() {
+        lab.notes.push(format!(
+            "{}: {times} times the kernel's reclaim gave up although there was swap; the program waited (a millisecond or \
+             so each, in its figures) and reclaim was tried again. Only in runs that the OOM killer had ended twice.",
+            subject.title()
+        ));
+    }
     for (subject, times) in lab.oom.take() {
         lab.notes.push(format!(
-            "{}: the kernel's OOM killer ended {times} runs although there was swap; a run is tried five times.",
+            "{}: the kernel's OOM killer ended {times} runs although there was swap; such a run was done again.",
             subject.title()
         ));
     }
@@ -252,21 +268,17 @@ impl Lab<'_> {
     }
 
     /// Runs `argv` as the subject does, under `limit`. The kernel's OOM killer at times ends a program in a small cgroup
-    /// although there is swap; such a run is done again, four times at most, and told in the notes.
+    /// although there is swap; such a run is done again, and the third time the program waits instead of being killed
+    /// (see [`peers::cgroup::Rescue`]). Both are told in the notes.
     fn run(&self, subject: Subject, argv: &[OsString], limit: u64, with: &With) -> Result<Outcome, String> {
-        for _ in 0..4 {
-            let (outcome, oom) = self.run_once(subject, argv, limit, with)?;
+        for wait in [false, false, true] {
+            let (outcome, oom) = self.run_once(subject, argv, limit, with, wait)?;
             if !oom {
                 return Ok(outcome);
             }
             *self.oom.borrow_mut().entry(subject).or_default() += 1;
         }
-        let (outcome, oom) = self.run_once(subject, argv, limit, with)?;
-        if oom {
-            *self.oom.borrow_mut().entry(subject).or_default() += 1;
-            return Err("killed five times by the kernel's OOM killer, with swap to spare".to_owned());
-        }
-        Ok(outcome)
+        Err("killed three times by the kernel's OOM killer, with swap to spare".to_owned())
     }
 
     /// One run, and whether the OOM killer ended it.
@@ -276,6 +288,7 @@ impl Lab<'_> {
         argv: &[OsString],
         limit: u64,
         with: &With,
+        wait: bool,
     ) -> Result<(Outcome, bool), String> {
         let mut spec = Spec {
             argv: argv.to_vec(),
@@ -285,6 +298,13 @@ impl Lab<'_> {
             sample: Some(with.sample),
             timeout: with.timeout,
         };
+        if let Some(deadline) = self.deadline {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err("no time left with --quick".to_owned());
+            }
+            spec.timeout = spec.timeout.min(left);
+        }
         if subject.uncharged() {
             spec.env.push(("UZSWAP_POOL_UNCHARGED", "1".to_owned()));
         }
@@ -294,7 +314,7 @@ impl Lab<'_> {
             _ => None,
         };
         let ready = match peer {
-            Some(peer) => Some(peers::set_up(self.keeper, peer, limit, self.swap, &self.dir)?),
+            Some(peer) => Some(peers::set_up(self.keeper, peer, limit, self.swap, &self.dir, wait)?),
             None => None,
         };
         spec.cgroup = ready.as_ref().map(|ready| ready.cgroup().to_owned());
@@ -310,14 +330,17 @@ impl Lab<'_> {
             spec.argv = argv;
         }
         let outcome = process::run(self.keeper, &spec)?;
-        let oom = !outcome.status.success() && ready.is_some_and(|ready| ready.oom_kills() > 0);
+        if outcome.rescues > 0 {
+            *self.rescues.borrow_mut().entry(subject).or_default() += outcome.rescues;
+        }
+        let oom = !outcome.timed_out && !outcome.status.success() && ready.is_some_and(|ready| ready.oom_kills() > 0);
         Ok((outcome, oom))
     }
 
     /// Tells early whether there is a `run` to measure.
     fn try_run(&mut self) {
         let done = self.run(RunCharged, &["/bin/true".into()], self.limit, &With::default());
-        if let Err(reason) = done.and_then(|outcome| outcome.ok(With::default().timeout)) {
+        if let Err(reason) = done.and_then(|outcome| outcome.ok()) {
             self.out.insert(Run, format!("`uzswap run` does not work here: {reason}"));
             self.out.insert(RunCharged, format!("`uzswap run` does not work here: {reason}"));
         }
@@ -343,7 +366,7 @@ impl Lab<'_> {
         let report: worker::Report = match serde_json::from_str(line.trim()) {
             Ok(report) => report,
             Err(_) => {
-                return Err(outcome.ok(with.timeout).err().unwrap_or_else(|| "said nothing".to_owned()));
+                return Err(outcome.ok().err().unwrap_or_else(|| "said nothing".to_owned()));
             }
         };
         if report.corrupt {
@@ -352,7 +375,7 @@ impl Lab<'_> {
         match &report.error {
             Some(error) if report.corrupt => Err(format!("MEMORY WAS NOT KEPT: {error}")),
             Some(error) => Err(error.clone()),
-            None => outcome.ok(with.timeout).map(|()| (report, outcome)),
+            None => outcome.ok().map(|()| (report, outcome)),
         }
     }
 
@@ -523,13 +546,13 @@ impl Lab<'_> {
                 return Ok(None);
             }
         };
-        if let Err(reason) = first.ok(with.timeout) {
+        if let Err(reason) = first.ok() {
             self.notes.push(format!("{}: {reason}.", program.name));
             return Ok(None);
         }
         let right = checksum(&first.stdout);
         let limit = (first.peak_anon / 2).next_multiple_of(MIB);
-        with.timeout = if self.quick { Duration::from_secs(20) } else { Duration::from_secs(120) };
+        with.timeout = Duration::from_secs(if self.quick { 5 } else { 25 });
         seconds.entry(Plain).or_default().push(first.seconds);
         let mut failed: BTreeMap<Subject, String> = BTreeMap::new();
         for run in 0..self.runs {
@@ -550,7 +573,7 @@ impl Lab<'_> {
                     subject.title()
                 ));
                 let result = self.run(subject, &program.argv, limit, &with).and_then(|outcome| {
-                    outcome.ok(with.timeout)?;
+                    outcome.ok()?;
                     Ok(outcome)
                 });
                 match result {
@@ -601,7 +624,7 @@ impl Lab<'_> {
                 if process::interrupted() {
                     return Err(Stop::Interrupted);
                 }
-                match outcome.and_then(|o| o.ok(with.timeout).map(|()| o)) {
+                match outcome.and_then(|o| o.ok().map(|()| o)) {
                     Ok(outcome) => {
                         if pair == 0 && subject == Plain {
                             limit = (4 * outcome.peak_anon).next_multiple_of(MIB);
@@ -640,7 +663,7 @@ struct With {
 
 impl Default for With {
     fn default() -> Self {
-        Self { stdin: None, sample: Duration::from_millis(20), report: None, timeout: Duration::from_secs(300) }
+        Self { stdin: None, sample: Duration::from_millis(20), report: None, timeout: Duration::from_secs(120) }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Starting what is measured, and watching it from outside.
 
+use crate::peers::cgroup::Rescue;
 use crate::undo::{Keeper, Step};
 use std::ffi::OsString;
 use std::fs;
@@ -70,6 +71,8 @@ pub struct Outcome {
     pub samples: u64,
     /// Whether it was killed for taking too long.
     pub timed_out: bool,
+    /// Times it waited because the kernel's reclaim had given up, and was woken.
+    pub rescues: u64,
 }
 
 impl Outcome {
@@ -77,7 +80,7 @@ impl Outcome {
     ///
     /// # Errors
     /// When it did not exit with 0.
-    pub fn ok(&self, timeout: Duration) -> Result<(), String> {
+    pub fn ok(&self) -> Result<(), String> {
         if self.status.success() {
             return Ok(());
         }
@@ -86,7 +89,7 @@ impl Outcome {
         let last = error.or_else(|| lines().next_back()).unwrap_or("");
         let said = if last.is_empty() { String::new() } else { format!(": {last}") };
         Err(match (self.timed_out, self.status.code(), self.status.signal()) {
-            (true, ..) => format!("not done after {} s", timeout.as_secs()),
+            (true, ..) => format!("not done after {:.0} s", self.seconds),
             (_, Some(code), _) => format!("exit status {code}{said}"),
             (_, _, signal) => format!("killed by signal {}{said}", signal.unwrap_or(0)),
         })
@@ -165,6 +168,7 @@ pub fn run(keeper: &Keeper, spec: &Spec) -> Result<Outcome, String> {
         peak_anon: watched.peak,
         samples: watched.samples,
         timed_out: watched.timed_out,
+        rescues: watched.rescues,
     })
 }
 
@@ -173,16 +177,29 @@ struct Watched {
     peak: u64,
     samples: u64,
     timed_out: bool,
+    rescues: u64,
 }
+
+/// How often a cgroup is looked at for what waits in it.
+const RESCUE_EVERY: Duration = Duration::from_millis(1);
 
 fn watch(pid: i32, spec: &Spec, start: Instant, stopped: &mpsc::Receiver<()>) -> Watched {
     let mut watched = Watched::default();
+    let rescue = spec.cgroup.as_deref().map(Rescue::of);
+    let mut next = start;
     loop {
-        if spec.sample.is_some() {
+        if let Some(sample) = spec.sample
+            && Instant::now() >= next
+        {
             watched.peak = watched.peak.max(tree_anon(pid));
             watched.samples += 1;
+            next = Instant::now() + sample;
         }
-        let pause = spec.sample.unwrap_or(Duration::from_millis(200));
+        watched.rescues += rescue.as_ref().map_or(0, |rescue| u64::from(rescue.once()));
+        let pause = match &rescue {
+            Some(_) => RESCUE_EVERY,
+            None => spec.sample.unwrap_or(Duration::from_millis(200)),
+        };
         if stopped.recv_timeout(pause) != Err(mpsc::RecvTimeoutError::Timeout) {
             return watched;
         }

@@ -29,17 +29,6 @@ for k, v in d.items(): h = (h * 31 + v[1]) & 0xffffffff
 print(len(d), h)
 ";
 
-const LIST: &str = r"
-import sys
-n = int(sys.argv[1]); x = 1; rows = []
-for i in range(n):
-    x = (x * 6364136223846793005 + 1442695040888963407) % (1 << 64); rows.append([x >> 40, i, float(i)])
-rows.sort(key=lambda r: r[0])
-h = 0
-for r in rows: h = (h * 31 + r[0] ^ r[1]) & 0xffffffff
-print(len(rows), h)
-";
-
 /// The Python interpreter itself, past any wrapper on the path.
 #[must_use]
 pub fn python() -> Option<PathBuf> {
@@ -68,25 +57,18 @@ pub fn all(dir: &Path, python: Option<&Path>, quick: bool) -> Result<(Vec<Progra
     };
     match python {
         Some(python) => {
-            let n = if quick { "300000" } else { "1000000" };
+            let n = if quick { "150000" } else { "600000" };
             programs.push(Program {
                 name: "python, a big dict",
                 argv: args(python, &["-I", "-c", DICT, n]),
                 stdin: None,
             });
-            if !quick {
-                programs.push(Program {
-                    name: "python, a list sorted",
-                    argv: args(python, &["-I", "-c", LIST, "1000000"]),
-                    stdin: None,
-                });
-            }
         }
         None => missing.push("python3"),
     }
     match find("sort") {
         Some(sort) => {
-            let input = write("lines", &lines(if quick { 500_000 } else { 2_500_000 }))?;
+            let input = write("lines", &lines(if quick { 200_000 } else { 1_500_000 }))?;
             let input = input.to_string_lossy().into_owned();
             let argv = args(&sort, &["--parallel=1", "--buffer-size=2G", "--stable", &input]);
             programs.push(Program { name: "sort", argv, stdin: None });
@@ -118,7 +100,7 @@ pub fn all(dir: &Path, python: Option<&Path>, quick: bool) -> Result<(Vec<Progra
     }
     match find("gcc") {
         Some(gcc) => {
-            let input = write("large.c", c_source(6000).as_bytes())?;
+            let input = write("large.c", c_source(2500).as_bytes())?;
             let input = input.to_string_lossy().into_owned();
             let argv = args(&gcc, &["-O1", "-S", "-o", "-", &input]);
             programs.push(Program { name: "gcc -O1, one large file", argv, stdin: None });
@@ -130,8 +112,8 @@ pub fn all(dir: &Path, python: Option<&Path>, quick: bool) -> Result<(Vec<Progra
 
 const SQL: &str = "
 CREATE TABLE t(id INTEGER PRIMARY KEY, name TEXT, score REAL, body TEXT);
-WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 800000)
-INSERT INTO t SELECT i, 'name-' || (i * 7919 % 800011), i * 0.5, 'the body of row ' || i || ' has ' || (i % 97) FROM n;
+WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 300000)
+INSERT INTO t SELECT i, 'name-' || (i * 7919 % 300007), i * 0.5, 'the body of row ' || i || ' has ' || (i % 97) FROM n;
 CREATE INDEX by_name ON t(name);
 SELECT count(*), sum(score), sum(length(body)) FROM t;
 SELECT sum(id) FROM t WHERE name BETWEEN 'name-3' AND 'name-5';

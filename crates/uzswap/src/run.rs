@@ -15,6 +15,7 @@ use std::mem::MaybeUninit;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 use uzswap_pager::group::ENV_GROUP;
 
@@ -63,6 +64,10 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     let agent = check::agent()?;
     let group = GroupFile::create(limit, compressor.codec, compressor.level)
         .map_err(|e| format!("the memory shared with the program cannot be made: {}", plain(&e)))?;
+    // As a cgroup v1 counts the kernel's compressed swap, for `uzswap lab` to compare like with like.
+    if env::var_os("UZSWAP_POOL_UNCHARGED").is_some_and(|value| value == "1") {
+        group.page().pool_uncharged.store(1, Relaxed);
+    }
     let report = config.report.as_deref().map(create_report).transpose()?;
 
     let blocked = Blocked::new();

@@ -7,6 +7,37 @@ use std::path::{Path, PathBuf};
 /// Where version 1 of the memory controller is mounted.
 const ROOT: &str = "/sys/fs/cgroup/memory";
 
+/// Wakes what waits in a cgroup whose reclaim gave up. In a cgroup as small as these the kernel at times declares itself
+/// out of memory although there is swap (every page on the active list); tried again it finds pages to swap out.
+pub struct Rescue {
+    control: PathBuf,
+    limit: PathBuf,
+}
+
+impl Rescue {
+    /// For the cgroup at `path`.
+    #[must_use]
+    pub fn of(path: &Path) -> Self {
+        Self { control: path.join("memory.oom_control"), limit: path.join("memory.limit_in_bytes") }
+    }
+
+    /// Reclaims once more if something waits, and wakes it; says whether it did. The limit is never above what it was.
+    #[must_use]
+    pub fn once(&self) -> bool {
+        let control = fs::read_to_string(&self.control).unwrap_or_default();
+        if !control.lines().any(|line| line == "under_oom 1") {
+            return false;
+        }
+        let Some(limit) = fs::read_to_string(&self.limit).ok().and_then(|text| text.trim().parse::<u64>().ok()) else {
+            return false;
+        };
+        // A lower limit makes the kernel reclaim (and is refused if that fails); raising it again wakes.
+        let _ = fs::write(&self.limit, (limit - limit / 16).to_string());
+        let _ = fs::write(&self.limit, limit.to_string());
+        true
+    }
+}
+
 /// A cgroup of the lab's own.
 pub struct Cgroup {
     path: PathBuf,
@@ -14,11 +45,12 @@ pub struct Cgroup {
 }
 
 impl Cgroup {
-    /// Makes one with `memory.limit_in_bytes` of `limit`, swap unlimited.
+    /// Makes one with `memory.limit_in_bytes` of `limit`, swap unlimited. With `wait`, who finds no memory waits for a [`Rescue`] instead
+    /// of being killed.
     ///
     /// # Errors
     /// When there is no version 1 memory controller, or it may not be used.
-    pub fn make(keeper: &Keeper, limit: u64) -> Result<Self, String> {
+    pub fn make(keeper: &Keeper, limit: u64, wait: bool) -> Result<Self, String> {
         if !Path::new(ROOT).join("memory.limit_in_bytes").exists() {
             return Err(format!("no memory controller of cgroup v1 at {ROOT}"));
         }
@@ -27,6 +59,10 @@ impl Cgroup {
         fs::create_dir(&path).map_err(|e| format!("cannot make the cgroup {}: {e}", path.display()))?;
         fs::write(path.join("memory.limit_in_bytes"), limit.to_string())
             .map_err(|e| format!("cannot set the cgroup's limit: {e}"))?;
+        if wait {
+            // Where it is refused, the program is killed as without.
+            let _ = fs::write(path.join("memory.oom_control"), "1");
+        }
         Ok(Self { path, _remove: remove })
     }
 

@@ -41,14 +41,14 @@ impl Ready {
     }
 }
 
-/// Sets a peer up: a cgroup with `limit`, over `peer` with room for `swap` bytes.
+/// Sets a peer up: a cgroup with `limit`, over `peer` with room for `swap` bytes. For `wait`, see [`cgroup::Rescue`].
 ///
 /// # Errors
 /// When this machine cannot, with the reason; nothing is left then.
-pub fn set_up(keeper: &Keeper, peer: Peer, limit: u64, swap: u64, dir: &Path) -> Result<Ready, String> {
+pub fn set_up(keeper: &Keeper, peer: Peer, limit: u64, swap: u64, dir: &Path, wait: bool) -> Result<Ready, String> {
     let swap: Box<dyn std::any::Any> = match peer {
         Peer::Zswap => Box::new(zswap::Zswap::set_up(keeper, swap, dir)?),
         Peer::Zram => Box::new(zram::Zram::set_up(keeper, swap)?),
     };
-    Ok(Ready { cgroup: cgroup::Cgroup::make(keeper, limit)?, _swap: swap })
+    Ok(Ready { cgroup: cgroup::Cgroup::make(keeper, limit, wait)?, _swap: swap })
 }
