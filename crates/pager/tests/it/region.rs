@@ -213,6 +213,7 @@ extern "C" fn earlier(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) 
 /// Runs in a process of its own, as the handler is installed once a process.
 #[test]
 fn a_wild_sigbus_goes_to_the_earlier_handler() {
+    let _one = alone();
     if std::env::var_os("UZSWAP_TEST_WILD").is_none() {
         let me = std::env::current_exe().unwrap();
         let name = "region::a_wild_sigbus_goes_to_the_earlier_handler";
@@ -247,6 +248,7 @@ fn a_wild_sigbus_goes_to_the_earlier_handler() {
 
 #[test]
 fn a_system_call_on_memory_that_is_out_fails() {
+    let _one = alone();
     let region = Region::new(MIB, &Options::new(8 * MIB)).unwrap();
     // SAFETY: the kernel writes into the region, or refuses.
     let got = unsafe { libc::getrandom(region.as_mut_ptr().cast(), 16, 0) };
