@@ -4,6 +4,7 @@
 //! runs on the program's threads (the hooks) blocks signals while it holds the pager's lock, since a signal handler
 //! could touch managed memory, whose fault needs that lock.
 
+mod exec;
 mod heap;
 mod patch;
 
@@ -70,6 +71,7 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
         |_| "uzswap: this process runs without a limit: no address space could be reserved (raise `ulimit -v`)\n",
     )?;
     heap::init(layout.base);
+    exec::init();
     let pager = Pager::new(group, layout)
         .map_err(|_| "uzswap: this process runs without a limit: its group has too many members\n")?;
     let pager: &'static Pager = Box::leak(Box::new(pager));
@@ -151,7 +153,12 @@ extern "C" fn after_mmap(ret: usize, len: usize, prot: i32, flags: i32) {
         if prot & libc::PROT_WRITE != 0 && flags & libc::MAP_NORESERVE == 0 && len > p.limit() {
             p.planned.fetch_max(len, Relaxed);
         }
+        let before = p.scans.load(Acquire);
         p.scan_wanted.store(true, Release);
         p.poke_ticker();
+        // Much memory can be filled before another thread gets to run: wait for it, but never for long.
+        if len >= 4 * MUCH && p.engaged.load(Acquire) {
+            uzswap_sys::lock::futex_wait(&p.scans, before, Some(50_000_000), false);
+        }
     }
 }

@@ -23,6 +23,7 @@ use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::state::{BLOCK_PAGES, State};
 use core::sync::atomic::Ordering::*;
+use uzswap_mm::codec::Encoding;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Pte, Tag};
 use uzswap_mm::zone::Kind;
 use uzswap_sys::thread;
@@ -247,7 +248,8 @@ impl Pager {
             n += 1;
         }
         let order = n.ilog2() as u8;
-        if s.zone.free_slots(Kind::Frame) < n && self.excess(s) + (self.margin() / 2) as isize > 0 {
+        let short = s.zone.free_slots(Kind::Frame) < n && self.excess(s) + (self.margin() / 2) as isize > 0;
+        if short && !self.at_floor(s) {
             self.direct_reclaim(s, n)?;
         }
         let frames = s.zone.alloc_up_to(Kind::Frame, order);
@@ -358,7 +360,9 @@ impl Pager {
             return;
         }
         let c = self.counters();
-        let keep = !write && s.pt.hints(vpn) & HINT_WRITTEN == 0;
+        // A copy of what did not compress would be paid twice; and a crowded pool has no room for copies.
+        let roomy = s.pool.held_bytes() < self.limit() / 2;
+        let keep = !write && roomy && s.pt.hints(vpn) & HINT_WRITTEN == 0;
         let mut copies = [None; BLOCK_PAGES];
         let (mut from_pool, mut close) = (0, false);
         for (i, copy) in copies.iter_mut().enumerate().take(n) {
@@ -370,7 +374,8 @@ impl Pager {
                     s.swapped -= 1;
                     let distance = s.evictions.wrapping_sub(pte.evicted_at()) & 0x1f_ffff;
                     close |= (distance as usize) < s.lru.active.pages();
-                    if keep && s.copy_index(at, pte.handle()) == pte.index() {
+                    let packed = s.object(pte.handle())[4] != Encoding::Raw as u8;
+                    if keep && packed && s.copy_index(at, pte.handle()) == pte.index() {
                         *copy = Some(pte.handle());
                     } else {
                         s.release(pte.handle(), pte.index());

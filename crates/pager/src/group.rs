@@ -45,13 +45,13 @@ pub struct Counters {
     pub swpout_clean: AtomicU64,
     /// Pages stored raw because they did not compress (4 KiB pages, now).
     pub stored_incompressible_pages: AtomicU64,
-    /// Pages in the pool (4 KiB pages, now).
+    /// Pages out in the pool (4 KiB pages, at the moment when they were most).
     pub stored_pages: AtomicU64,
-    /// Bytes the pool holds from the kernel (bytes, now).
+    /// Bytes the pool held from the kernel (bytes, at that moment).
     pub pool_total_size: AtomicU64,
-    /// Bytes of compressed data in the pool (bytes, now).
+    /// Bytes of compressed data in the pool, kept copies included (bytes, at that moment).
     pub pool_used_size: AtomicU64,
-    /// uzswap's own metadata (bytes, now).
+    /// uzswap's own metadata (bytes, most at once).
     pub metadata_size: AtomicU64,
     /// Time program threads waited for faults to be served, as the server saw it (nanoseconds, cumulative).
     pub stall_ns: AtomicU64,

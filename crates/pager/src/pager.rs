@@ -53,6 +53,8 @@ pub struct Pager {
     pub watched: AtomicBool,
     /// Somebody mapped much memory: look for it.
     pub scan_wanted: AtomicBool,
+    /// Scans done (a futex word): a thread that made a large mapping waits for the next.
+    pub scans: AtomicU32,
     /// Bytes of large mappings made since the ticker last looked, before engaging.
     pub planned: AtomicUsize,
     /// Set when a forked child's helpers are ready (a futex word).
@@ -71,8 +73,8 @@ impl Pager {
     pub fn new(group: &'static GroupPage, layout: Layout) -> Result<Self, Errno> {
         let level = group.level.load(Relaxed) as i32;
         let algorithm = match group.codec.load(Relaxed) {
-            crate::group::CODEC_ZSTD => Algorithm::Zstd(if level == 0 { 1 } else { level }),
-            crate::group::CODEC_DEFLATE => Algorithm::Deflate(if level == 0 { 1 } else { level }),
+            crate::group::CODEC_ZSTD => Algorithm::Zstd(if level == 0 { 1 } else { level.clamp(-7, 19) }),
+            crate::group::CODEC_DEFLATE => Algorithm::Deflate(if level == 0 { 1 } else { level.clamp(1, 12) }),
             _ => Algorithm::Lz4,
         };
         let pager = Self {
@@ -94,6 +96,7 @@ impl Pager {
             asleep: AtomicBool::new(false),
             watched: AtomicBool::new(false),
             scan_wanted: AtomicBool::new(false),
+            scans: AtomicU32::new(0),
             planned: AtomicUsize::new(0),
             ready: AtomicU32::new(0),
             own_frames: false,
@@ -249,10 +252,13 @@ impl Pager {
     /// Publishes what the summary shows.
     pub fn publish(&self, s: &State) {
         let c = self.counters();
-        c.stored_pages.store(s.swapped as u64, Relaxed);
-        c.pool_total_size.store(s.pool.held_bytes() as u64, Relaxed);
-        c.pool_used_size.store(s.pool.used_bytes() as u64, Relaxed);
-        c.metadata_size.store(s.metadata_bytes() as u64, Relaxed);
+        // The figures of the moment when most was stored: at the end there is nothing left to show.
+        if s.swapped as u64 >= c.stored_pages.load(Relaxed) {
+            c.stored_pages.store(s.swapped as u64, Relaxed);
+            c.pool_total_size.store(s.pool.held_bytes() as u64, Relaxed);
+            c.pool_used_size.store(s.pool.used_bytes() as u64, Relaxed);
+        }
+        c.metadata_size.fetch_max(s.metadata_bytes() as u64, Relaxed);
         self.me().swapped.store(((s.swapped + s.zeros) * PAGE) as u64, Relaxed);
         let others = self.others_rss();
         let total = (self.charged(s) + others) as u64;

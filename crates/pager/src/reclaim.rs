@@ -9,6 +9,11 @@
 //! for itself only when it finds none. Moving a page out is atomic, so there is no torn read and nothing to
 //! write-protect. Compression runs without the lock on pages marked Busy; a fault on one copies the frame (which must
 //! not move meanwhile) and the compressed result is thrown away when the batch is committed.
+//!
+//! lz4 is the warm codec. Where the pool takes more than three eighths of the limit, memory is scarcer than time and
+//! what is stored from then on is compressed with zstd. Where even that is not enough the resident set is not squeezed
+//! below a quarter of the limit: the program would do nothing but fault. It then exceeds its limit by what the pool
+//! needs, which is counted and said in the summary.
 
 use crate::arena::PAGE;
 use crate::fault::EventPending;
@@ -16,7 +21,7 @@ use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::state::{BLOCK, State};
 use core::sync::atomic::Ordering::*;
-use uzswap_mm::codec::{Compressor, Encoding};
+use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
 use uzswap_mm::lru::Entry;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN, Pte, Tag};
 use uzswap_mm::zone::Kind;
@@ -52,6 +57,9 @@ pub struct Batch {
     out: Vec<u8>,
     hashes: Vec<u128>,
     compressor: Compressor,
+    /// zstd, made when the pool first grows large.
+    dense: Option<Compressor>,
+    use_dense: bool,
 }
 
 impl Batch {
@@ -63,6 +71,8 @@ impl Batch {
             out: vec![0; bytes + bytes / 8],
             hashes: Vec::with_capacity(BATCH_PAGES + 16),
             compressor,
+            dense: None,
+            use_dense: false,
         }
     }
 }
@@ -139,7 +149,8 @@ impl Pager {
             if over > 0 && spare > low.min(high / 2) {
                 progress |= self.give_back(&mut s, over.min(spare - low / 2)) > 0;
             }
-            let want = if over > 0 || spare < high { BATCH_PAGES } else { 0 };
+            let squeezed = self.at_floor(&s);
+            let want = if (over > 0 && !squeezed) || spare < high { BATCH_PAGES } else { 0 };
             if want > 0 {
                 progress |= self.stage(&mut s, want).unwrap_or(0) > 0;
                 let keep = self.stage_target(&s);
@@ -152,6 +163,11 @@ impl Pager {
         let shared = core::mem::take(&mut s.unshare);
         drop(s);
         progress | self.unshare(&shared)
+    }
+
+    /// Whether the program has so little left that taking more would only make it fault.
+    pub fn at_floor(&self, s: &State) -> bool {
+        (s.resident + s.staged) * PAGE < self.limit() / 4 && s.pool.held_bytes() > self.limit() / 2
     }
 
     /// Pages to keep staged as the second chance.
@@ -312,6 +328,10 @@ impl Pager {
 
     /// Takes staged folios beyond `keep` pages: clean ones are done at once, the others become a batch.
     fn prepare(&self, s: &mut State, batch: &mut Batch, want: usize, keep: usize) -> bool {
+        batch.use_dense = s.algorithm == Algorithm::Lz4 && s.pool.held_bytes() > self.limit() / 8 * 3;
+        if batch.use_dense && batch.dense.is_none() {
+            batch.dense = Some(Compressor::new(Algorithm::Zstd(1)));
+        }
         let mut taken = 0;
         while taken < want && s.staged > keep {
             let Some(e) = s.lru.staged.pop() else { break };
@@ -517,7 +537,11 @@ impl Batch {
                 continue;
             }
             let room = bytes.len() - bytes.len() / 16;
-            let (encoding, len) = match self.compressor.compress(bytes, &mut self.out[at..at + room]) {
+            let compressor = match &mut self.dense {
+                Some(dense) if self.use_dense => dense,
+                _ => &mut self.compressor,
+            };
+            let (encoding, len) = match compressor.compress(bytes, &mut self.out[at..at + room]) {
                 Some(packed) => packed,
                 None => {
                     self.out[at..at + bytes.len()].copy_from_slice(bytes);

@@ -100,6 +100,8 @@ impl Pager {
         } else {
             *unknown_before = unknown.min(*unknown_before);
         }
+        self.scans.fetch_add(1, Release);
+        lock::futex_wake(&self.scans, u32::MAX >> 1, false);
         self.publish(&s);
         let over = self.excess(&s) + self.margin() as isize > 0;
         drop(s);

@@ -170,7 +170,7 @@ fn sqlite_in_memory() {
 fn gnu_sort() {
     let _alone = alone();
     let Some(sort) = need("sort") else { return };
-    let input = text_file(&scratch("sort"), 60 << 20);
+    let input = text_file(&scratch("sort"), 12 << 20);
     Subject::new("sort", &[&sort, &"--parallel=2", &"-S", &"400M", &"-k2", &input]).check();
 }
 
@@ -178,7 +178,7 @@ fn gnu_sort() {
 fn xz_9() {
     let _alone = alone();
     let Some(xz) = need("xz") else { return };
-    let input = text_file(&scratch("xz"), 3 << 20);
+    let input = text_file(&scratch("xz"), 2 << 20);
     Subject::new("xz -9", &[&xz, &"-9", &"-T1", &"-c", &input]).check();
 }
 
@@ -187,7 +187,7 @@ fn gcc_on_a_large_source() {
     let _alone = alone();
     let Some(gcc) = need("gcc") else { return };
     let source = scratch("gcc").join("large.c");
-    std::fs::write(&source, c_source(900)).expect("the source");
+    std::fs::write(&source, c_source(400)).expect("the source");
     Subject::new("gcc -O1", &[&gcc, &"-O1", &"-S", &"-o", &"-", &source]).check();
 }
 
