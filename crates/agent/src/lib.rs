@@ -34,7 +34,7 @@ extern "C" fn init() {
     // SAFETY: getenv in a constructor, before other threads.
     let path = unsafe { libc::getenv(c"UZSWAP_GROUP".as_ptr()) };
     debug_assert_eq!(ENV_GROUP, "UZSWAP_GROUP");
-    if path.is_null() || PAGER.load(Relaxed) != core::ptr::null_mut() {
+    if path.is_null() || !PAGER.load(Relaxed).is_null() {
         return;
     }
     if let Err(why) = start(path) {

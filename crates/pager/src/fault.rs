@@ -15,8 +15,8 @@
 //! brought in) after it was read, else a new mapping at the same address would be taken for the old one. While an
 //! event is unread the kernel answers EAGAIN to MOVE and COPY, which closes the other side.
 //!
-//! How much one fault brings follows the access: a fault at the end of an earlier one is sequential and doubles the
-//! window up to 64 KiB; any other brings one page. What was decompressed beyond it stays in a small cache.
+//! How much one fault brings follows the access: a fault at the end of an earlier one is sequential and widens the
+//! window fourfold up to 64 KiB; any other brings one page. What was decompressed beyond it stays in a small cache.
 
 use crate::arena::PAGE;
 use crate::object::{self, Header};
@@ -58,11 +58,10 @@ impl Pager {
                 Ok(Some(Message::Fault { address, write, tid })) => {
                     waiting.push((Request { vpn: (address / PAGE) as u64, write }, tid));
                     served = served.wrapping_add(1);
-                    if served.is_multiple_of(32) || cpu == usize::MAX {
-                        if let Some(now) = thread::cpu_of(tid).filter(|c| *c != cpu) {
-                            thread::pin_to_cpu(now);
-                            cpu = now;
-                        }
+                    let look = served.is_multiple_of(32) || cpu == usize::MAX;
+                    if let Some(now) = look.then(|| thread::cpu_of(tid)).flatten().filter(|c| *c != cpu) {
+                        thread::pin_to_cpu(now);
+                        cpu = now;
                     }
                 }
                 Ok(Some(event)) => self.event(&mut s, event),
@@ -255,9 +254,10 @@ impl Pager {
         let frames = s.zone.alloc_up_to(Kind::Frame, order);
         let n = frames.map_or(n, |(_, o)| 1 << o);
         let (to, layout) = (s.scratch.as_mut_ptr(), self.layout);
-        // SAFETY: scratch is a block and n at most one; frames just allocated are ours alone.
         let buffer = match frames {
+            // SAFETY: frames just allocated are this function's alone.
             Some((slot, _)) => unsafe { layout.frames_mut(slot, n) },
+            // SAFETY: scratch is a block, and n pages at most one.
             None => unsafe { core::slice::from_raw_parts_mut(to, n * PAGE) },
         };
         let filled = self.fill(s, vpn, buffer);
@@ -431,9 +431,8 @@ impl Pager {
 
     /// Tells the process that a page is lost: SIGBUS on access, and a message.
     fn poison(&self, s: &mut State, vpn: u64) -> Result<(), EventPending> {
-        match self.uffd().poison(vpn as usize * PAGE, PAGE) {
-            Err((_, libc::EAGAIN)) => return Err(EventPending),
-            Ok(()) | Err(_) => {}
+        if let Err((_, libc::EAGAIN)) = self.uffd().poison(vpn as usize * PAGE, PAGE) {
+            return Err(EventPending);
         }
         if s.pt.get(vpn).tag() != Tag::Poisoned {
             let pte = s.pt.get(vpn);

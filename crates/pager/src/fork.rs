@@ -36,6 +36,7 @@ impl Pager {
         self.kin.store(true, Relaxed);
         self.shared_due.store(0, Relaxed);
         self.watched.store(false, Relaxed);
+        self.reclaiming.store(false, Relaxed);
         self.asleep.store(false, Relaxed);
         self.scan_wanted.store(false, Relaxed);
         let ok = if engaged {

@@ -53,6 +53,8 @@ pub struct Pager {
     pub watched: AtomicBool,
     /// Somebody mapped much memory: look for it.
     pub scan_wanted: AtomicBool,
+    /// Whether the reclaim thread runs (it need not be woken).
+    pub reclaiming: AtomicBool,
     /// Scans done (a futex word): a thread that made a large mapping waits for the next.
     pub scans: AtomicU32,
     /// Bytes of large mappings made since the ticker last looked, before engaging.
@@ -96,6 +98,7 @@ impl Pager {
             asleep: AtomicBool::new(false),
             watched: AtomicBool::new(false),
             scan_wanted: AtomicBool::new(false),
+            reclaiming: AtomicBool::new(false),
             scans: AtomicU32::new(0),
             planned: AtomicUsize::new(0),
             ready: AtomicU32::new(0),
@@ -245,8 +248,11 @@ impl Pager {
     /// Wakes the reclaim thread.
     pub fn wake_reclaim(&self) {
         let word = &self.me().wake;
-        word.fetch_add(1, Release);
-        lock::futex_wake(word, 1, true);
+        word.fetch_add(1, SeqCst);
+        // Running, it looks at the word before it sleeps.
+        if !self.reclaiming.load(SeqCst) {
+            lock::futex_wake(word, 1, true);
+        }
     }
 
     /// Publishes what the summary shows.

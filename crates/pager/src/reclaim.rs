@@ -10,7 +10,7 @@
 //! write-protect. Compression runs without the lock on pages marked Busy; a fault on one copies the frame (which must
 //! not move meanwhile) and the compressed result is thrown away when the batch is committed.
 //!
-//! lz4 is the warm codec. Where the pool takes more than three eighths of the limit, memory is scarcer than time and
+//! lz4 is the warm codec. Where the pool takes more than three quarters of the limit, memory is scarcer than time and
 //! what is stored from then on is compressed with zstd. Where even that is not enough the resident set is not squeezed
 //! below a quarter of the limit: the program would do nothing but fault. It then exceeds its limit by what the pool
 //! needs, which is counted and said in the summary.
@@ -98,7 +98,9 @@ impl Pager {
             }
             if !self.wants_reclaim() {
                 failures = 0;
+                self.reclaiming.store(false, SeqCst);
                 lock::futex_wait(&self.me().wake, word, None, true);
+                self.reclaiming.store(true, SeqCst);
                 continue;
             }
             if self.reclaim_step(&mut batch) {
@@ -167,7 +169,8 @@ impl Pager {
 
     /// Whether the program has so little left that taking more would only make it fault.
     pub fn at_floor(&self, s: &State) -> bool {
-        (s.resident + s.staged) * PAGE < self.limit() / 4 && s.pool.held_bytes() > self.limit() / 2
+        // A library region's limit is hard: its owner sized it.
+        !self.own_frames && (s.resident + s.staged) * PAGE < self.limit() / 4 && s.pool.held_bytes() > self.limit() / 2
     }
 
     /// Pages to keep staged as the second chance.
@@ -328,7 +331,8 @@ impl Pager {
 
     /// Takes staged folios beyond `keep` pages: clean ones are done at once, the others become a batch.
     fn prepare(&self, s: &mut State, batch: &mut Batch, want: usize, keep: usize) -> bool {
-        batch.use_dense = s.algorithm == Algorithm::Lz4 && s.pool.held_bytes() > self.limit() / 8 * 3;
+        let crowded = s.pool.held_bytes() > self.limit() / 4 * 3 && self.group.pool_uncharged.load(Relaxed) == 0;
+        batch.use_dense = s.algorithm == Algorithm::Lz4 && crowded;
         if batch.use_dense && batch.dense.is_none() {
             batch.dense = Some(Compressor::new(Algorithm::Zstd(1)));
         }
