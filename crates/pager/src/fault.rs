@@ -360,9 +360,8 @@ impl Pager {
             return;
         }
         let c = self.counters();
-        // A copy of what did not compress would be paid twice; and a crowded pool has no room for copies.
-        let roomy = s.pool.held_bytes() < self.limit() / 2;
-        let keep = !write && roomy && s.pt.hints(vpn) & HINT_WRITTEN == 0;
+        // A copy of what did not compress would be paid twice.
+        let keep = !write && s.pt.hints(vpn) & HINT_WRITTEN == 0;
         let mut copies = [None; BLOCK_PAGES];
         let (mut from_pool, mut close) = (0, false);
         for (i, copy) in copies.iter_mut().enumerate().take(n) {
