@@ -170,7 +170,7 @@ fn sqlite_in_memory() {
 fn gnu_sort() {
     let _alone = alone();
     let Some(sort) = need("sort") else { return };
-    let input = text_file(&scratch("sort"), 12 << 20);
+    let input = text_file(&scratch("sort"), 10 << 20);
     Subject::new("sort", &[&sort, &"--parallel=2", &"-S", &"400M", &"-k2", &input]).check();
 }
 
