@@ -8,7 +8,7 @@ mod exec;
 mod heap;
 mod patch;
 
-use core::sync::atomic::{AtomicPtr, Ordering::*};
+use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
 use uzswap_pager::arena::Layout;
 use uzswap_pager::group::{ENV_GROUP, GroupPage, MAGIC};
 use uzswap_pager::pager::Pager;
@@ -148,17 +148,42 @@ extern "C" fn after_mmap(ret: usize, len: usize, prot: i32, flags: i32) {
         drop(s);
         set_mask(old);
     }
-    if !stack && len >= MUCH {
+    if !stack && prot & libc::PROT_WRITE != 0 {
         // More than the limit at once: management starts before it is filled. (Reserved memory says nothing.)
-        if prot & libc::PROT_WRITE != 0 && flags & libc::MAP_NORESERVE == 0 && len > p.limit() {
+        if flags & libc::MAP_NORESERVE == 0 && len > p.limit() {
             p.planned.fetch_max(len, Relaxed);
         }
-        let before = p.scans.load(Acquire);
-        p.scan_wanted.store(true, Release);
-        p.poke_ticker();
-        // Much memory can be filled before another thread gets to run: wait for it, but never for long.
-        if len >= 4 * MUCH && p.engaged.load(Acquire) {
-            uzswap_sys::lock::futex_wait(&p.scans, before, Some(50_000_000), false);
+        grew(p, len);
+    }
+}
+
+/// Bytes mapped since the ticker was last told.
+static UNSEEN: AtomicUsize = AtomicUsize::new(0);
+/// The program break when it was last seen.
+static BREAK: AtomicUsize = AtomicUsize::new(0);
+
+extern "C" fn after_brk(now: usize) {
+    let before = BREAK.swap(now, Relaxed);
+    if before != 0 && now > before {
+        if let Some(p) = pager() {
+            grew(p, now - before);
         }
+    }
+}
+
+/// The program has `bytes` more to fill: has the ticker look, and waits for it once memory is managed. Much can be
+/// filled at the kernel's speed, unmanaged, before another thread gets to run.
+fn grew(p: &Pager, bytes: usize) {
+    let engaged = p.engaged.load(Acquire);
+    let enough = if engaged { 1 << 20 } else { 4 << 20 };
+    if UNSEEN.fetch_add(bytes, Relaxed) + bytes < enough {
+        return;
+    }
+    UNSEEN.store(0, Relaxed);
+    let before = p.scans.load(Acquire);
+    p.scan_wanted.store(engaged, Release);
+    p.poke_ticker();
+    if engaged {
+        uzswap_sys::lock::futex_wait(&p.scans, before, Some(50_000_000), false);
     }
 }

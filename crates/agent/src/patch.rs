@@ -34,15 +34,18 @@ global_asm!(
     "ret",
     ".globl uz_thunk_brk", "uz_thunk_brk:",
     "mov eax, 12", "syscall",
+    "UZ_SAVE", "mov rdi, rax", "call {after_brk}", "UZ_RESTORE",
     "ret",
     before_fork = sym crate::before_fork,
     after_fork = sym crate::after_fork,
     after_mmap = sym crate::after_mmap,
+    after_brk = sym crate::after_brk,
 );
 
 unsafe extern "C" {
     fn uz_thunk_clone();
     fn uz_thunk_mmap();
+    fn uz_thunk_brk();
 }
 
 /// Why a function could not be wrapped.
@@ -54,7 +57,7 @@ pub enum PatchError {
     Memory(#[allow(dead_code)] Errno),
 }
 
-/// Wraps `_Fork` and `mmap` of libc.
+/// Wraps `_Fork`, `mmap` and `brk` of libc.
 ///
 /// # Errors
 /// [`PatchError`]; then nothing was changed in the function concerned.
@@ -65,7 +68,8 @@ pub unsafe fn install() -> Result<(), PatchError> {
     // SAFETY: as the caller says; the names are functions of libc.
     unsafe {
         wrap(c"_Fork", 56, uz_thunk_clone as *const () as usize)?;
-        wrap(c"mmap64", 9, uz_thunk_mmap as *const () as usize)
+        wrap(c"mmap64", 9, uz_thunk_mmap as *const () as usize)?;
+        wrap(c"brk", 12, uz_thunk_brk as *const () as usize)
     }
 }
 
