@@ -164,10 +164,11 @@ static BREAK: AtomicUsize = AtomicUsize::new(0);
 
 extern "C" fn after_brk(now: usize) {
     let before = BREAK.swap(now, Relaxed);
-    if before != 0 && now > before {
-        if let Some(p) = pager() {
-            grew(p, now - before);
-        }
+    if before != 0
+        && now > before
+        && let Some(p) = pager()
+    {
+        grew(p, now - before);
     }
 }
 
