@@ -45,7 +45,7 @@ impl Pager {
     /// The handler thread.
     pub fn handler_loop(&self) -> ! {
         let uffd = self.uffd();
-        let (mut cpu, mut served) = (usize::MAX, 0u32);
+        let mut served = 0u32;
         thread::set_idle_policy(0, true);
         let mut waiting: Vec<(Request, u32)> = Vec::new();
         loop {
@@ -58,11 +58,13 @@ impl Pager {
                 Ok(Some(Message::Fault { address, write, tid })) => {
                     waiting.push((Request { vpn: (address / PAGE) as u64, write }, tid));
                     served = served.wrapping_add(1);
-                    let look = served.is_multiple_of(32) || cpu == usize::MAX;
-                    if let Some(now) = look.then(|| thread::cpu_of(tid)).flatten().filter(|c| *c != cpu) {
-                        thread::pin_to_cpu(now);
-                        cpu = now;
+                    if s.placement.due()
+                        && let Some(cpu) = thread::cpu_of(tid)
+                    {
+                        let others = [self.ticker.load(Relaxed), self.reclaimer.load(Relaxed)];
+                        s.placement.fault_on(cpu, Some(0), &others);
                     }
+                    self.make_room(&mut s);
                 }
                 Ok(Some(event)) => self.event(&mut s, event),
                 Ok(None) if waiting.is_empty() => {
@@ -73,6 +75,7 @@ impl Pager {
                     if !self.watched.swap(true, SeqCst) {
                         self.poke_ticker();
                     }
+                    self.state.lock().placement.slept();
                     continue;
                 }
                 Ok(None) => {}
@@ -107,6 +110,9 @@ impl Pager {
 
     /// Whether the reclaim thread has something to do.
     pub(crate) fn needs_reclaim(&self, s: &State) -> bool {
+        if s.placement.alone() {
+            return false;
+        }
         let (low, _) = self.watermarks();
         let short = s.zone.free_slots(Kind::Frame) < low && self.excess(s) + 2 * self.margin() as isize > 0;
         short || self.excess(s) + self.margin() as isize > 0
@@ -148,6 +154,7 @@ impl Pager {
             s.pt.hint(r.vpn, HINT_WRITTEN, 0);
         }
         let mut done = 0;
+        s.placement.brought(n);
         while done < n {
             let at = r.vpn + done as u64;
             let got = match s.pt.get(at).tag() {

@@ -9,6 +9,7 @@ pub mod fork;
 pub mod group;
 pub mod object;
 pub mod pager;
+pub mod placement;
 pub mod reclaim;
 pub mod region;
 pub mod state;

@@ -45,6 +45,8 @@ pub struct Pager {
     pub ticker: AtomicI32,
     /// The fault thread's id.
     pub handler: AtomicI32,
+    /// The reclaim thread's id.
+    pub reclaimer: AtomicI32,
     /// Faults handled: the ticker's evidence that the handler gets to run.
     pub progress: AtomicU64,
     /// Whether the handler sleeps in poll.
@@ -94,6 +96,7 @@ impl Pager {
             engaged: AtomicBool::new(false),
             ticker: AtomicI32::new(0),
             handler: AtomicI32::new(0),
+            reclaimer: AtomicI32::new(0),
             progress: AtomicU64::new(0),
             asleep: AtomicBool::new(false),
             watched: AtomicBool::new(false),

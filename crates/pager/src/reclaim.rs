@@ -19,7 +19,7 @@ use crate::arena::PAGE;
 use crate::fault::EventPending;
 use crate::object::{self, Header};
 use crate::pager::Pager;
-use crate::state::{BLOCK, State};
+use crate::state::{BLOCK, BLOCK_PAGES, State};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
 use uzswap_mm::lru::Entry;
@@ -90,6 +90,8 @@ impl Pager {
             let s = self.state.lock();
             Batch::new(s.new_compressor())
         };
+        self.reclaimer.store(thread::gettid(), Release);
+        thread::set_idle_policy(0, true);
         let mut failures = 0u32;
         loop {
             let word = self.me().wake.load(Acquire);
@@ -137,7 +139,8 @@ impl Pager {
         }
         let margin = self.margin() as isize;
         let (_, high) = self.watermarks();
-        excess + margin > 0 || (s.zone.free_slots(Kind::Frame) < high && excess + 2 * margin > 0)
+        let short = s.zone.free_slots(Kind::Frame) < high && excess + 2 * margin > 0;
+        !s.placement.alone() && (excess + margin > 0 || short)
     }
 
     /// One round: stage, compress a batch, give frames back. False when nothing could be done.
@@ -165,6 +168,34 @@ impl Pager {
         let shared = core::mem::take(&mut s.unshare);
         drop(s);
         progress | self.unshare(&shared)
+    }
+
+    /// Reclaims before a fault is served, where the thread that serves it is to do so by itself.
+    pub fn make_room(&self, s: &mut State) {
+        if !s.placement.alone() {
+            return;
+        }
+        let over = |s: &State| self.excess(s) + self.margin() as isize;
+        let (spare, now) = (s.zone.free_slots(Kind::Frame), over(s));
+        if now <= 0 && (spare >= BLOCK_PAGES || now + (self.margin() as isize) < 0) {
+            return;
+        }
+        let mut batch = s.direct.take().unwrap_or_else(|| Box::new(Batch::new(s.new_compressor())));
+        s.rss = self.rss_now(s);
+        self.publish(s);
+        let excess = (over(s).max(0) as usize) / PAGE;
+        if excess == 0 || !self.at_floor(s) {
+            let _ = self.stage(s, BATCH_PAGES);
+            let keep = self.stage_target(s);
+            self.prepare(s, &mut batch, BATCH_PAGES, keep);
+            batch.compress(&self.layout);
+            self.commit(s, &mut batch);
+        }
+        s.direct = Some(batch);
+        let spare = s.zone.free_slots(Kind::Frame);
+        if excess > 0 && spare > BLOCK_PAGES {
+            self.give_back(s, excess.min(spare - BLOCK_PAGES));
+        }
     }
 
     /// Whether the program has so little left that taking more would only make it fault.

@@ -5,6 +5,7 @@
 
 use crate::arena::{self, Layout, PAGE};
 use crate::object::{self, Header};
+use crate::placement::Placement;
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor};
 use uzswap_mm::lru::{Entry, Lru};
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
@@ -70,6 +71,8 @@ pub struct State {
     pub streams: [(u64, u8); 8],
     /// Next of `streams` to reuse.
     pub stream_next: usize,
+    /// Where faults come from, and who reclaims.
+    pub placement: Placement,
     /// The agreed compressor.
     pub algorithm: Algorithm,
     /// Buffers of the fault path's own reclaim.
@@ -102,6 +105,7 @@ impl State {
             unshare: Vec::new(),
             streams: [(u64::MAX, 0); 8],
             stream_next: 0,
+            placement: Placement::new(),
             algorithm,
             direct: None,
         }

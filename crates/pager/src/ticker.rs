@@ -22,6 +22,8 @@ use uzswap_sys::{lock, sys, thread};
 const SIGNAL: i32 = 64;
 /// How fast a program may fill memory: bounds what can happen unseen between two looks (bytes per second of CPU).
 const FASTEST_FILL: usize = 3 << 30;
+/// How often the ticker looks after the handler.
+const LOOK_NS: u64 = 16_000_000;
 
 /// Stack of helper `n`: 0 ticker, 1 handler, 2 reclaim.
 pub fn stack(pager: &Pager, n: usize) -> usize {
@@ -61,10 +63,10 @@ impl Pager {
         loop {
             let mut nap = self.look(&mut unknown_before);
             if self.watched.load(Relaxed) {
-                nap = nap.min(4_000_000);
+                nap = nap.min(LOOK_NS);
             }
             timer.arm(nap);
-            wait_signal(self.watched.load(Relaxed).then_some(4_000_000));
+            wait_signal(self.watched.load(Relaxed).then_some(LOOK_NS));
             watch.look_after_handler(self);
         }
     }
@@ -103,7 +105,8 @@ impl Pager {
         self.scans.fetch_add(1, Release);
         lock::futex_wake(&self.scans, u32::MAX >> 1, false);
         self.publish(&s);
-        let over = self.excess(&s) + self.margin() as isize > 0;
+        s.placement.look();
+        let over = !s.placement.alone() && self.excess(&s) + self.margin() as isize > 0;
         drop(s);
         if over {
             self.wake_reclaim();
@@ -194,6 +197,8 @@ extern "C" fn run_reclaim(arg: usize) -> ! {
 #[derive(Default)]
 struct Watch {
     seen: u64,
+    /// When `seen` was read (monotonic nanoseconds).
+    at: u64,
     quiet: u32,
     lifted: u32,
 }
@@ -203,6 +208,12 @@ impl Watch {
         if !p.watched.load(Relaxed) {
             return;
         }
+        // The CPU timer may end a nap early: two looks at one moment would always find no progress.
+        let now = thread::now_ns();
+        if now - self.at < LOOK_NS / 4 * 3 {
+            return;
+        }
+        self.at = now;
         let handler = p.handler.load(Relaxed);
         let progress = p.progress.load(Relaxed);
         let moved = core::mem::replace(&mut self.seen, progress) != progress;

@@ -106,13 +106,40 @@ pub fn set_idle_policy(tid: i32, idle: bool) {
     let _ = unsafe { sys!(libc::SYS_sched_setscheduler, tid, policy, &raw const param) };
 }
 
-/// Pins the calling thread to one CPU.
-pub fn pin_to_cpu(cpu: usize) {
-    let mut set = [0u64; 16];
-    if cpu < 1024 {
-        set[cpu / 64] |= 1 << (cpu % 64);
+/// A set of CPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cpus([u64; 16]);
+
+impl Cpus {
+    /// The CPUs a thread (0: the caller) may run on; all when that cannot be read.
+    pub fn of(tid: i32) -> Self {
+        let mut set = [0; 16];
         // SAFETY: the set is 128 bytes.
-        let _ = unsafe { sys!(libc::SYS_sched_setaffinity, 0, 128, set.as_ptr()) };
+        let got = unsafe { sys!(libc::SYS_sched_getaffinity, tid, 128, set.as_mut_ptr()) };
+        if got.is_err() { Self([u64::MAX; 16]) } else { Self(set) }
+    }
+
+    /// One CPU alone; none beyond 1023.
+    pub fn only(cpu: usize) -> Self {
+        let mut set = [0; 16];
+        if let Some(word) = set.get_mut(cpu / 64) {
+            *word = 1 << (cpu % 64);
+        }
+        Self(set)
+    }
+
+    /// These without one; None when that leaves none.
+    pub fn without(mut self, cpu: usize) -> Option<Self> {
+        if let Some(word) = self.0.get_mut(cpu / 64) {
+            *word &= !(1 << (cpu % 64));
+        }
+        (self.0 != [0; 16]).then_some(self)
+    }
+
+    /// Lets a thread (0: the caller) run on these CPUs only. Without effect when none of them is allowed.
+    pub fn confine(&self, tid: i32) {
+        // SAFETY: the set is 128 bytes.
+        let _ = unsafe { sys!(libc::SYS_sched_setaffinity, tid, 128, self.0.as_ptr()) };
     }
 }
 
