@@ -154,7 +154,6 @@ impl Pager {
             s.pt.hint(r.vpn, HINT_WRITTEN, 0);
         }
         let mut done = 0;
-        s.placement.brought(n);
         while done < n {
             let at = r.vpn + done as u64;
             let got = match s.pt.get(at).tag() {
@@ -254,7 +253,7 @@ impl Pager {
             n += 1;
         }
         let order = n.ilog2() as u8;
-        let short = s.zone.free_slots(Kind::Frame) < n && self.excess(s) + (self.margin() / 2) as isize > 0;
+        let short = s.zone.free_slots(Kind::Frame) < n && self.excess(s) + self.margin() as isize > 0;
         if short && !self.at_floor(s) {
             self.direct_reclaim(s, n)?;
         }
@@ -351,15 +350,16 @@ impl Pager {
         if known.is_none() {
             let mut bytes = core::mem::take(&mut s.decoded[at].bytes);
             let len = PAGE << s.object(handle)[5];
-            let ok = decode(s, handle, &mut bytes[..len]);
+            let ok = decompress(s, handle, &mut bytes[..len]);
             s.decoded[at].bytes = bytes;
             s.decoded[at].handle = ok.then_some(handle);
             if !ok {
                 return false;
             }
         }
+        // Each page is checked when it is used.
         page.copy_from_slice(&s.decoded[at].bytes[index * PAGE..(index + 1) * PAGE]);
-        true
+        object::hash(page) == object::stored_hash(s.object(handle), index)
     }
 
     fn brought_out(&self, s: &mut State, vpn: u64, n: usize, write: bool) {
@@ -367,8 +367,8 @@ impl Pager {
             return;
         }
         let c = self.counters();
-        // A copy of what did not compress would be paid twice.
         let keep = !write && s.pt.hints(vpn) & HINT_WRITTEN == 0;
+        let random = s.pt.hints(vpn) & HINT_RANDOM != 0;
         let mut copies = [None; BLOCK_PAGES];
         let (mut from_pool, mut close) = (0, false);
         for (i, copy) in copies.iter_mut().enumerate().take(n) {
@@ -380,8 +380,11 @@ impl Pager {
                     s.swapped -= 1;
                     let distance = s.evictions.wrapping_sub(pte.evicted_at()) & 0x1f_ffff;
                     close |= (distance as usize) < s.lru.active.pages();
-                    let packed = s.object(pte.handle())[4] != Encoding::Raw as u8;
-                    if keep && packed && s.copy_index(at, pte.handle()) == pte.index() {
+                    let head = Header::read(s.object(pte.handle()));
+                    // A copy of what did not compress would be paid twice; and a block of several pages that is read
+                    // at random is to be stored anew, page by page, or each read would decompress all of it.
+                    let worth = !matches!(head.encoding, Encoding::Raw) && (head.order == 0 || !random);
+                    if keep && worth && s.copy_index(at, pte.handle()) == pte.index() {
                         *copy = Some(pte.handle());
                     } else {
                         s.release(pte.handle(), pte.index());
@@ -453,11 +456,15 @@ impl Pager {
 
 /// Decompresses an object into `out`, checking every page against its hash.
 fn decode(s: &mut State, handle: u32, out: &mut [u8]) -> bool {
+    decompress(s, handle, out) && {
+        let object = s.object(handle);
+        out.chunks(PAGE).enumerate().all(|(i, page)| object::hash(page) == object::stored_hash(object, i))
+    }
+}
+
+fn decompress(s: &mut State, handle: u32, out: &mut [u8]) -> bool {
     let object = s.object(handle);
     let head = Header::read(object);
     let body = &object[object::head_bytes(head.order)..];
-    if s.decompressor.decompress(head.encoding, &body[..head.len], out).is_err() {
-        return false;
-    }
-    out.chunks(PAGE).enumerate().all(|(i, page)| object::hash(page) == object::stored_hash(object, i))
+    s.decompressor.decompress(head.encoding, &body[..head.len], out).is_ok()
 }

@@ -65,7 +65,7 @@ pub fn set_hash(b: &mut [u8], index: usize, hash: u128) {
 
 /// The hash of a page's contents.
 pub fn hash(page: &[u8]) -> u128 {
-    xxhash_rust::xxh3::xxh3_128(page)
+    twox_hash::XxHash3_128::oneshot(page)
 }
 
 /// Whether a page is all zeros.

@@ -91,7 +91,6 @@ impl Pager {
             Batch::new(s.new_compressor())
         };
         self.reclaimer.store(thread::gettid(), Release);
-        thread::set_idle_policy(0, true);
         let mut failures = 0u32;
         loop {
             let word = self.me().wake.load(Acquire);
@@ -175,16 +174,19 @@ impl Pager {
         if !s.placement.alone() {
             return;
         }
-        let over = |s: &State| self.excess(s) + self.margin() as isize;
-        let (spare, now) = (s.zone.free_slots(Kind::Frame), over(s));
-        if now <= 0 && (spare >= BLOCK_PAGES || now + (self.margin() as isize) < 0) {
+        // Frames go round: some are made free when there are none, and none are given back to the kernel (or taken
+        // from it) while the group stays within a band below its limit.
+        let margin = self.margin() as isize;
+        let spare = s.zone.free_slots(Kind::Frame);
+        let over = self.excess(s) + margin / 2 > 0;
+        if !over && (spare >= BLOCK_PAGES || self.excess(s) + margin < 0) {
             return;
         }
-        let mut batch = s.direct.take().unwrap_or_else(|| Box::new(Batch::new(s.new_compressor())));
         s.rss = self.rss_now(s);
         self.publish(s);
-        let excess = (over(s).max(0) as usize) / PAGE;
-        if excess == 0 || !self.at_floor(s) {
+        let over = ((self.excess(s) + margin / 2).max(0) as usize) / PAGE;
+        let mut batch = s.direct.take().unwrap_or_else(|| Box::new(Batch::new(s.new_compressor())));
+        if over == 0 || !self.at_floor(s) {
             let _ = self.stage(s, BATCH_PAGES);
             let keep = self.stage_target(s);
             self.prepare(s, &mut batch, BATCH_PAGES, keep);
@@ -193,8 +195,8 @@ impl Pager {
         }
         s.direct = Some(batch);
         let spare = s.zone.free_slots(Kind::Frame);
-        if excess > 0 && spare > BLOCK_PAGES {
-            self.give_back(s, excess.min(spare - BLOCK_PAGES));
+        if over > 0 && spare > BLOCK_PAGES {
+            self.give_back(s, over.min(spare - BLOCK_PAGES));
         }
     }
 
