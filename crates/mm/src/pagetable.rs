@@ -190,6 +190,27 @@ impl PageTable {
         }
     }
 
+    /// The first page from `from` on whose entry is not empty.
+    pub fn next_used(&self, from: u64) -> Option<u64> {
+        let mut vpn = from;
+        while let Some(dir) = self.top.get((vpn / LEAF_PAGES >> 13) as usize) {
+            let l = vpn / LEAF_PAGES;
+            let Some(dir) = dir else {
+                vpn = ((l >> 13) + 1) << 13 << 9;
+                continue;
+            };
+            let end = (l + 1) * LEAF_PAGES;
+            if let Some(leaf) = &dir[(l & 8191) as usize] {
+                let used = (vpn..end).find(|v| leaf.ptes[(v % LEAF_PAGES) as usize] != Pte::NONE);
+                if used.is_some() {
+                    return used;
+                }
+            }
+            vpn = end;
+        }
+        None
+    }
+
     /// Calls `f` for every page that is not [`Tag::None`].
     pub fn for_each(&self, mut f: impl FnMut(u64, Pte)) {
         for (i, dir) in self.top.iter().enumerate() {

@@ -367,7 +367,7 @@ impl Pager {
             return;
         }
         let c = self.counters();
-        let keep = !write && s.pt.hints(vpn) & HINT_WRITTEN == 0;
+        let keep = !write && s.pt.hints(vpn) & HINT_WRITTEN == 0 && !self.crowded(s);
         let random = s.pt.hints(vpn) & HINT_RANDOM != 0;
         let mut copies = [None; BLOCK_PAGES];
         let (mut from_pool, mut close) = (0, false);
@@ -455,7 +455,7 @@ impl Pager {
 }
 
 /// Decompresses an object into `out`, checking every page against its hash.
-fn decode(s: &mut State, handle: u32, out: &mut [u8]) -> bool {
+pub(crate) fn decode(s: &mut State, handle: u32, out: &mut [u8]) -> bool {
     decompress(s, handle, out) && {
         let object = s.object(handle);
         out.chunks(PAGE).enumerate().all(|(i, page)| object::hash(page) == object::stored_hash(object, i))

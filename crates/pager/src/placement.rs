@@ -14,7 +14,7 @@
 use uzswap_sys::thread::Cpus;
 
 /// Faults between two looks.
-const EVERY: u32 = 32;
+const EVERY: u32 = 256;
 /// The program is taken to fault on one CPU from this score on: a look at which it had not moved counts one, a move
 /// takes two off (the scheduler moves a thread now and then), and at most 64 are kept.
 const STEADY: u32 = 4;

@@ -10,10 +10,9 @@
 //! write-protect. Compression runs without the lock on pages marked Busy; a fault on one copies the frame (which must
 //! not move meanwhile) and the compressed result is thrown away when the batch is committed.
 //!
-//! lz4 is the warm codec. Where the pool takes more than three quarters of the limit, memory is scarcer than time and
-//! what is stored from then on is compressed with zstd. Where even that is not enough the resident set is not squeezed
-//! below a quarter of the limit: the program would do nothing but fault. It then exceeds its limit by what the pool
-//! needs, which is counted and said in the summary.
+//! lz4 is the warm codec; see `densify` for what happens when the pool crowds the program out. Where even that is not
+//! enough the resident set is not squeezed below a quarter of the limit: the program would do nothing but fault. It then
+//! exceeds its limit by what the pool needs, which is counted and said in the summary.
 
 use crate::arena::PAGE;
 use crate::fault::EventPending;
@@ -153,6 +152,9 @@ impl Pager {
             if over > 0 && spare > low.min(high / 2) {
                 progress |= self.give_back(&mut s, over.min(spare - low / 2)) > 0;
             }
+            if over > 0 {
+                progress |= self.densify(&mut s, 16);
+            }
             let squeezed = self.at_floor(&s);
             let want = if (over > 0 && !squeezed) || spare < high { BATCH_PAGES } else { 0 };
             if want > 0 {
@@ -194,6 +196,7 @@ impl Pager {
             self.commit(s, &mut batch);
         }
         s.direct = Some(batch);
+        self.densify(s, 4);
         let spare = s.zone.free_slots(Kind::Frame);
         if over > 0 && spare > BLOCK_PAGES {
             self.give_back(s, over.min(spare - BLOCK_PAGES));
@@ -208,7 +211,7 @@ impl Pager {
 
     /// Pages to keep staged as the second chance.
     fn stage_target(&self, s: &State) -> usize {
-        (s.resident / 16).min(self.limit() / PAGE / 16)
+        (s.resident / 32).min(self.limit() / PAGE / 32)
     }
 
     /// Makes room for `n` pages in the fault path.
@@ -364,8 +367,7 @@ impl Pager {
 
     /// Takes staged folios beyond `keep` pages: clean ones are done at once, the others become a batch.
     fn prepare(&self, s: &mut State, batch: &mut Batch, want: usize, keep: usize) -> bool {
-        let crowded = s.pool.held_bytes() > self.limit() / 4 * 3 && self.group.pool_uncharged.load(Relaxed) == 0;
-        batch.use_dense = s.algorithm == Algorithm::Lz4 && crowded;
+        batch.use_dense = s.algorithm == Algorithm::Lz4 && self.crowded(s);
         if batch.use_dense && batch.dense.is_none() {
             batch.dense = Some(Compressor::new(Algorithm::Zstd(1)));
         }

@@ -4,6 +4,7 @@
 //! it held and allocates only there, so a thread that forks with it held leaves both consistent in the child.
 
 use crate::arena::{self, Layout, PAGE};
+use crate::densify::Sweep;
 use crate::object::{self, Header};
 use crate::placement::Placement;
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor};
@@ -14,6 +15,8 @@ use uzswap_mm::zsmalloc::{Handle, ZsPool};
 
 /// Bytes of the largest block.
 pub const BLOCK: usize = 64 << 10;
+/// Bytes of the largest unit of compression.
+pub const UNIT: usize = PAGE << 2;
 /// Pages of the largest block.
 pub const BLOCK_PAGES: usize = BLOCK / PAGE;
 
@@ -73,6 +76,8 @@ pub struct State {
     pub stream_next: usize,
     /// Where faults come from, and who reclaims.
     pub placement: Placement,
+    /// Where recompression is.
+    pub sweep: Sweep,
     /// The agreed compressor.
     pub algorithm: Algorithm,
     /// Buffers of the fault path's own reclaim.
@@ -89,7 +94,7 @@ impl State {
             zone: Zone::new(layout.slots),
             pool: ZsPool::new(arena::POOL_BYTES - (4 << 20)),
             decompressor: Decompressor::new(),
-            decoded: (0..4).map(|_| Decoded { handle: None, bytes: vec![0; BLOCK] }).collect(),
+            decoded: (0..4).map(|_| Decoded { handle: None, bytes: vec![0; UNIT] }).collect(),
             decoded_next: 0,
             scratch: vec![0; BLOCK],
             stamp: 0,
@@ -106,6 +111,7 @@ impl State {
             streams: [(u64::MAX, 0); 8],
             stream_next: 0,
             placement: Placement::new(),
+            sweep: Sweep::default(),
             algorithm,
             direct: None,
         }
@@ -219,7 +225,7 @@ impl State {
             + self.lru.staged.metadata_bytes()
             + self.zone.metadata_bytes()
             + self.pool.metadata_bytes()
-            + self.decoded.len() * BLOCK
+            + self.decoded.len() * UNIT
             + BLOCK
     }
 }

@@ -24,7 +24,7 @@ macro_rules! sums {
 }
 
 sums! {
-    pgfault, pgmajfault, refault_staged, fault_zero, zswpout, zswpin, swpout_zero, swpout_clean,
+    pgfault, pgmajfault, refault_staged, fault_zero, zswpout, zswpin, swpout_zero, swpout_clean, recompressed_pages,
     stored_incompressible_pages, stored_pages, pool_total_size, pool_used_size, metadata_size, stall_ns,
     direct_reclaim, move_refused, reject_alloc_fail, poisoned,
 }
