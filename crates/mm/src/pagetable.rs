@@ -193,7 +193,7 @@ impl PageTable {
     /// The first page from `from` on whose entry is not empty.
     pub fn next_used(&self, from: u64) -> Option<u64> {
         let mut vpn = from;
-        while let Some(dir) = self.top.get((vpn / LEAF_PAGES >> 13) as usize) {
+        while let Some(dir) = self.top.get(((vpn / LEAF_PAGES) >> 13) as usize) {
             let l = vpn / LEAF_PAGES;
             let Some(dir) = dir else {
                 vpn = ((l >> 13) + 1) << 13 << 9;

@@ -110,7 +110,10 @@ impl Pager {
 
     /// Whether the reclaim thread has something to do.
     pub(crate) fn needs_reclaim(&self, s: &State) -> bool {
-        if s.placement.alone() {
+        if !s.unshare.is_empty() {
+            return true;
+        }
+        if self.handler_reclaims(s) {
             return false;
         }
         let (low, _) = self.watermarks();

@@ -8,6 +8,7 @@
 //! shared: see `move_in` and `unshare`.
 
 use crate::pager::Pager;
+use crate::placement::Placement;
 use crate::{arena, ticker};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::lru::Entry;
@@ -70,6 +71,7 @@ impl Pager {
             s.lru.staged.push(Entry::new(vpn, 0, 0));
         }
         s.unshare.clear();
+        s.placement = Placement::new();
         // Free frames are garbage that is shared with the parent: not ours to keep. No descriptor is registered here
         // yet, so discarding raises no event.
         while let Some((slot, order)) = s.zone.alloc_up_to(Kind::Frame, 9) {

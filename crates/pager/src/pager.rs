@@ -237,6 +237,12 @@ impl Pager {
         (self.charged(s) + self.others_rss()) as isize - self.limit() as isize
     }
 
+    /// Whether the thread that serves faults also reclaims: see `placement`. Not after fork: what is shared must first be
+    /// un-shared by another thread, and the children compete for the CPUs anyway.
+    pub fn handler_reclaims(&self, s: &State) -> bool {
+        s.placement.alone() && !self.kin.load(Relaxed)
+    }
+
     /// Frames kept free ahead of demand: (low, high), in pages.
     pub fn watermarks(&self) -> (usize, usize) {
         let high = (self.limit() / PAGE / 64).clamp(64, 2048);

@@ -138,7 +138,7 @@ impl Pager {
         let margin = self.margin() as isize;
         let (_, high) = self.watermarks();
         let short = s.zone.free_slots(Kind::Frame) < high && excess + 2 * margin > 0;
-        !s.placement.alone() && (excess + margin > 0 || short)
+        !s.unshare.is_empty() || (!self.handler_reclaims(&s) && (excess + margin > 0 || short))
     }
 
     /// One round: stage, compress a batch, give frames back. False when nothing could be done.
@@ -168,12 +168,17 @@ impl Pager {
         progress |= self.commit(&mut s, batch) > 0;
         let shared = core::mem::take(&mut s.unshare);
         drop(s);
-        progress | self.unshare(&shared)
+        progress |= self.unshare(&shared);
+        // Freed under the lock, as everything is: a child must find the allocator at rest.
+        let s = self.state.lock();
+        drop(shared);
+        drop(s);
+        progress
     }
 
     /// Reclaims before a fault is served, where the thread that serves it is to do so by itself.
     pub fn make_room(&self, s: &mut State) {
-        if !s.placement.alone() {
+        if !self.handler_reclaims(s) {
             return;
         }
         // Frames go round: some are made free when there are none, and none are given back to the kernel (or taken
@@ -189,8 +194,8 @@ impl Pager {
         let over = ((self.excess(s) + margin / 2).max(0) as usize) / PAGE;
         let mut batch = s.direct.take().unwrap_or_else(|| Box::new(Batch::new(s.new_compressor())));
         if over == 0 || !self.at_floor(s) {
-            let _ = self.stage(s, BATCH_PAGES);
             let keep = self.stage_target(s);
+            let _ = self.stage(s, (keep + BATCH_PAGES).saturating_sub(s.staged));
             self.prepare(s, &mut batch, BATCH_PAGES, keep);
             batch.compress(&self.layout);
             self.commit(s, &mut batch);

@@ -106,7 +106,7 @@ impl Pager {
         lock::futex_wake(&self.scans, u32::MAX >> 1, false);
         self.publish(&s);
         s.placement.look();
-        let over = !s.placement.alone() && self.excess(&s) + self.margin() as isize > 0;
+        let over = !self.handler_reclaims(&s) && self.excess(&s) + self.margin() as isize > 0;
         drop(s);
         if over {
             self.wake_reclaim();
