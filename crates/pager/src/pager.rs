@@ -245,13 +245,13 @@ impl Pager {
 
     /// Frames kept free ahead of demand: (low, high), in pages.
     pub fn watermarks(&self) -> (usize, usize) {
-        let high = (self.limit() / PAGE / 64).clamp(64, 2048);
+        let high = (self.limit() / PAGE / 64).clamp(256, 2048);
         (high / 2, high)
     }
 
     /// Bytes kept below the limit for what is found out late.
     pub fn margin(&self) -> usize {
-        (self.limit() / 64).clamp(512 << 10, 16 << 20)
+        (self.limit() / 64).clamp(2 << 20, 16 << 20)
     }
 
     /// Wakes the reclaim thread.

@@ -138,7 +138,7 @@ impl Pager {
         let margin = self.margin() as isize;
         let (_, high) = self.watermarks();
         let short = s.zone.free_slots(Kind::Frame) < high && excess + 2 * margin > 0;
-        !s.unshare.is_empty() || (!self.handler_reclaims(&s) && (excess + margin > 0 || short))
+        !s.unshare.is_empty() || excess > 0 || (!self.handler_reclaims(&s) && (excess + margin > 0 || short))
     }
 
     /// One round: stage, compress a batch, give frames back. False when nothing could be done.

@@ -106,7 +106,8 @@ impl Pager {
         lock::futex_wake(&self.scans, u32::MAX >> 1, false);
         self.publish(&s);
         s.placement.look();
-        let over = !self.handler_reclaims(&s) && self.excess(&s) + self.margin() as isize > 0;
+        let excess = self.excess(&s);
+        let over = excess > 0 || (!self.handler_reclaims(&s) && excess + self.margin() as isize > 0);
         drop(s);
         if over {
             self.wake_reclaim();
