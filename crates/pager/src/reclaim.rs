@@ -185,6 +185,10 @@ impl Pager {
         // from it) while the group stays within a band below its limit.
         let margin = self.margin() as isize;
         let spare = s.zone.free_slots(Kind::Frame);
+        // What the program takes from the kernel unmanaged shows only when it is asked for.
+        if self.counters().pgfault.load(Relaxed).is_multiple_of(32) {
+            s.rss = self.rss_now(s);
+        }
         let over = self.excess(s) + margin / 2 > 0;
         if !over && (spare >= BLOCK_PAGES || self.excess(s) + margin < 0) {
             return;
@@ -193,7 +197,11 @@ impl Pager {
         self.publish(s);
         let over = ((self.excess(s) + margin / 2).max(0) as usize) / PAGE;
         let mut batch = s.direct.take().unwrap_or_else(|| Box::new(Batch::new(s.new_compressor())));
-        if over == 0 || !self.at_floor(s) {
+        let floor = over > 0 && self.at_floor(s);
+        if floor && self.excess(s) > 0 {
+            self.group.over_limit.fetch_add(1, Relaxed);
+        }
+        if !floor {
             let keep = self.stage_target(s);
             let _ = self.stage(s, (keep + BATCH_PAGES).saturating_sub(s.staged));
             self.prepare(s, &mut batch, BATCH_PAGES, keep);
