@@ -27,7 +27,7 @@ use uzswap_mm::codec::Encoding;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Pte, Tag};
 use uzswap_mm::zone::Kind;
 use uzswap_sys::thread;
-use uzswap_sys::uffd::{Message, Partial};
+use uzswap_sys::uffd::Message;
 
 /// The kernel answered EAGAIN: an event must be read first.
 pub struct EventPending;
@@ -187,12 +187,9 @@ impl Pager {
         {
             n += 1;
         }
-        let moved = match self.move_in(s, vpn, slot, n) {
+        let moved = match self.move_in(vpn, slot, n) {
             Ok(()) => n,
-            Err((done, e)) if done >= PAGE => {
-                let _ = e;
-                done / PAGE
-            }
+            Err((done, _)) if done >= PAGE => done / PAGE,
             Err((_, libc::EAGAIN)) => return Err(EventPending),
             Err((_, libc::EEXIST)) => {
                 // The page is there already, so what is staged is older: cannot happen while state is exact.
@@ -278,7 +275,7 @@ impl Pager {
             return self.poison(s, vpn).map(|()| 0);
         }
         let result = match frames {
-            Some((slot, _)) => self.move_in(s, vpn, slot, filled_n),
+            Some((slot, _)) => self.move_in(vpn, slot, filled_n),
             // SAFETY: the buffer is readable.
             None => unsafe { self.uffd().copy(vpn as usize * PAGE, src, filled_n * PAGE) },
         };
@@ -404,26 +401,6 @@ impl Pager {
         } else {
             c.fault_zero.fetch_add(1, Relaxed);
         }
-    }
-
-    fn move_in(&self, s: &mut State, vpn: u64, slot: u32, n: usize) -> Result<(), Partial> {
-        let (dst, src) = (vpn as usize * PAGE, self.layout.slot(slot));
-        // SAFETY: the slots hold frames nobody refers to any more.
-        let mut result = unsafe { self.uffd().move_pages(dst, src, n * PAGE) };
-        if let Err((0, libc::EBUSY)) = result {
-            // Shared with a forked child: writing makes the frames ours alone.
-            for i in 0..n {
-                // SAFETY: as above; a frame is there.
-                unsafe {
-                    let p = (src + i * PAGE) as *mut u8;
-                    p.write_volatile(p.read_volatile());
-                }
-            }
-            // SAFETY: as above.
-            result = unsafe { self.uffd().move_pages(dst, src, n * PAGE) };
-        }
-        let _ = s;
-        result
     }
 
     fn copy_in(&self, s: &mut State, vpn: u64, src: usize, n: usize) -> Result<bool, EventPending> {

@@ -61,6 +61,8 @@ pub struct Counters {
     pub direct_reclaim: AtomicU64,
     /// Pages that could not be moved (shared after fork, pinned) and were un-shared or copied (4 KiB pages).
     pub move_refused: AtomicU64,
+    /// Pages the kernel moved and said it had not (4 KiB pages, cumulative): see `transfer`.
+    pub move_concealed: AtomicU64,
     /// Stores the pool could not take (events).
     pub reject_alloc_fail: AtomicU64,
     /// Pages that could not be decompressed and were poisoned (4 KiB pages).

@@ -15,3 +15,4 @@ pub mod reclaim;
 pub mod region;
 pub mod state;
 pub mod ticker;
+mod transfer;

@@ -317,6 +317,7 @@ fn retire(from: &Counters, to: &Counters) {
             &c.stall_ns,
             &c.direct_reclaim,
             &c.move_refused,
+            &c.move_concealed,
             &c.reject_alloc_fail,
             &c.poisoned,
         ]

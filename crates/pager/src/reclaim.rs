@@ -304,9 +304,7 @@ impl Pager {
             let left = (end - at) as usize;
             let Some((slot, order)) = s.zone.alloc_up_to(Kind::Hole, left.ilog2() as u8) else { break };
             let n = 1usize << order;
-            // SAFETY: the source is the program's memory, of which this code holds no references.
-            let result = unsafe { self.uffd().move_pages(self.layout.slot(slot), at as usize * PAGE, n * PAGE) };
-            let (done, error) = match result {
+            let (done, error) = match self.move_out(at, slot, n) {
                 Ok(()) => (n, 0),
                 Err((bytes, e)) => (bytes / PAGE, e),
             };

@@ -213,6 +213,9 @@ impl Region {
         let uffd = Uffd::open_for_program(features)
             .map_err(kernel("userfaultfd with UFFDIO_MOVE, which Linux 6.8 and later have"))?;
         pager.uffd.store(uffd.fd(), Release);
+        let pagemap =
+            uzswap_sys::raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY).map_err(kernel("/proc/self/pagemap"))?;
+        pager.pagemap.store(pagemap, Release);
         uffd.register(layout.arena, layout.slots * PAGE).map_err(kernel("registering a region's arena"))?;
         uffd.register(self.base, self.mapped).map_err(kernel("registering a region"))?;
         self.index = Some(REGISTRY.add(self.base, self.mapped, self.pager).ok_or(Error::TooMany)?);
@@ -313,11 +316,11 @@ impl Drop for Region {
             // SAFETY: made by Box::into_raw; no thread uses it any more: reclaim has ended, and nobody touches the
             // region while it is dropped.
             let pager = unsafe { Box::from_raw(self.pager) };
-            let uffd = pager.uffd.load(Acquire);
+            let descriptors = [pager.uffd.load(Acquire), pager.pagemap.load(Acquire)];
             let layout = pager.layout;
             drop(pager);
-            if uffd >= 0 {
-                uzswap_sys::raw::close(uffd);
+            for fd in descriptors.into_iter().filter(|fd| *fd >= 0) {
+                uzswap_sys::raw::close(fd);
             }
             unmap(layout.base, layout.end - layout.base);
         }

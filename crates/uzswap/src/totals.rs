@@ -26,7 +26,7 @@ macro_rules! sums {
 sums! {
     pgfault, pgmajfault, refault_staged, fault_zero, zswpout, zswpin, swpout_zero, swpout_clean, recompressed_pages,
     stored_incompressible_pages, stored_pages, pool_total_size, pool_used_size, metadata_size, stall_ns,
-    direct_reclaim, move_refused, reject_alloc_fail, poisoned,
+    direct_reclaim, move_refused, move_concealed, reject_alloc_fail, poisoned,
 }
 
 /// What a group did.
