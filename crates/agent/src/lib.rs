@@ -149,8 +149,8 @@ extern "C" fn after_mmap(ret: usize, len: usize, prot: i32, flags: i32) {
         set_mask(old);
     }
     if !stack && prot & libc::PROT_WRITE != 0 {
-        // More than the limit at once: management starts before it is filled. (Reserved memory says nothing.)
-        if flags & libc::MAP_NORESERVE == 0 && len > p.limit() {
+        // Where it will not fit any more management starts before it is filled. (Reserved memory says nothing.)
+        if flags & libc::MAP_NORESERVE == 0 {
             p.planned.fetch_max(len, Relaxed);
         }
         grew(p, len);
@@ -181,10 +181,6 @@ fn grew(p: &Pager, bytes: usize) {
         return;
     }
     UNSEEN.store(0, Relaxed);
-    let before = p.scans.load(Acquire);
-    p.scan_wanted.store(engaged, Release);
-    p.poke_ticker();
-    if engaged {
-        uzswap_sys::lock::futex_wait(&p.scans, before, Some(50_000_000), false);
-    }
+    // (Huge pages fill faster than the ticker looks.)
+    p.ask_look(engaged || bytes >= p.limit() / 8);
 }

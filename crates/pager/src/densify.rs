@@ -99,12 +99,10 @@ impl Pager {
         };
         let before = s.pool.used_bytes();
         let at = object::head_bytes(head.order);
-        let Some(new) = s.pool.alloc(at + len) else { return 0 };
-        // SAFETY: the object was just allocated, and the lock is held.
-        let place = unsafe { self.layout.pool(new.offset(), at + len) };
-        place[..at].copy_from_slice(&s.object(handle)[..at]);
-        Header { len, encoding, ..head }.write(place);
-        place[at..].copy_from_slice(&b.packed[..len]);
+        let old = s.object(handle);
+        let copy_hashes =
+            |place: &mut [u8]| place[object::HEADER_BYTES..at].copy_from_slice(&old[object::HEADER_BYTES..at]);
+        let Some(new) = s.put_object(Header { len, encoding, ..head }, copy_hashes, &b.packed[..len]) else { return 0 };
         for i in (0..pages).filter(live) {
             let vpn = base + i as u64;
             let pte = s.pt.get(vpn);

@@ -6,8 +6,10 @@
 //! under the lock in which it was registered, so no stale page is ever evicted and brought back.
 
 use crate::arena::PAGE;
+use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::state::State;
+use uzswap_mm::codec::Encoding;
 use uzswap_mm::pagetable::{Pte, Tag};
 use uzswap_sys::uffd::Message;
 
@@ -63,21 +65,13 @@ fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
 
 /// Stores a page that is being compressed raw in the pool under its new address: rare, and always possible.
 fn busy_to_new_frame(s: &mut State, vpn: u64, slot: u32) {
-    use crate::object::{self, Header};
-    use uzswap_mm::codec::Encoding;
     let layout = s.layout;
     // SAFETY: a Busy page's frame stays until commit; reading is shared.
     let page = unsafe { layout.frames(slot, 1) };
-    let head = object::head_bytes(0);
-    let held = s.pool.held_bytes();
-    let handle = s.pool.alloc(head + PAGE).expect("the pool's address space holds one more page");
-    s.rss += s.pool.held_bytes() - held;
-    // SAFETY: just allocated, and the lock is held.
-    let place = unsafe { layout.pool(handle.offset(), head + PAGE) };
-    Header { len: PAGE, encoding: Encoding::Raw, order: 0, live: 1 }.write(place);
-    object::set_hash(place, 0, object::hash(page));
-    place[head..].copy_from_slice(page);
+    let head = Header { len: PAGE, encoding: Encoding::Raw, order: 0, live: 1 };
+    let handle = s.put_object(head, |place| object::set_hash(place, 0, object::hash(page)), page);
+    let handle = handle.expect("the pool's address space holds one more page");
     s.pt.set(vpn, Pte::compressed(handle.raw(), 0, s.evictions));
-    s.staged -= 1;
+    s.end_busy(1);
     s.swapped += 1;
 }

@@ -47,7 +47,7 @@ impl Pager {
         let uffd = self.uffd();
         let mut served = 0u32;
         thread::set_idle_policy(0, true);
-        let mut waiting: Vec<(Request, u32)> = Vec::new();
+        let mut waiting: Vec<Request> = Vec::new();
         loop {
             let mut s = self.state.lock();
             if waiting.capacity() == 0 {
@@ -56,7 +56,7 @@ impl Pager {
             let message = uffd.read();
             match message {
                 Ok(Some(Message::Fault { address, write, tid })) => {
-                    waiting.push((Request { vpn: (address / PAGE) as u64, write }, tid));
+                    waiting.push(Request { vpn: (address / PAGE) as u64, write });
                     served = served.wrapping_add(1);
                     if s.placement.due()
                         && let Some(cpu) = thread::cpu_of(tid)
@@ -99,8 +99,8 @@ impl Pager {
         }
     }
 
-    fn serve_waiting(&self, s: &mut State, waiting: &mut Vec<(Request, u32)>) {
-        while let Some((request, _)) = waiting.last().copied() {
+    fn serve_waiting(&self, s: &mut State, waiting: &mut Vec<Request>) {
+        while let Some(request) = waiting.last().copied() {
             if self.serve(s, request).is_err() {
                 return;
             }
@@ -214,12 +214,8 @@ impl Pager {
     }
 
     fn staged_became_resident(&self, s: &mut State, vpn: u64, n: usize) {
-        let mut copies = [None; BLOCK_PAGES];
-        for (i, copy) in copies.iter_mut().enumerate().take(n) {
-            *copy = s.pt.get(vpn + i as u64).copy();
-        }
         s.staged -= n;
-        s.list_resident(vpn, n, true, |i| copies[i]);
+        s.list_with_copies(vpn, n);
         self.counters().refault_staged.fetch_add(1, Relaxed);
     }
 
@@ -228,7 +224,7 @@ impl Pager {
         if !self.copy_in(s, vpn, self.layout.slot(pte.aux()), 1)? {
             return Ok(0);
         }
-        s.staged -= 1;
+        s.end_busy(1);
         s.list_resident(vpn, 1, true, |_| pte.copy());
         self.counters().refault_staged.fetch_add(1, Relaxed);
         Ok(1)
@@ -378,8 +374,7 @@ impl Pager {
                 Tag::Compressed => {
                     from_pool += 1;
                     s.swapped -= 1;
-                    let distance = s.evictions.wrapping_sub(pte.evicted_at()) & 0x1f_ffff;
-                    close |= (distance as usize) < s.lru.active.pages();
+                    close |= s.refault_distance(pte) < s.lru.active.pages();
                     let head = Header::read(s.object(pte.handle()));
                     // A copy of what did not compress would be paid twice; and a block of several pages that is read
                     // at random is to be stored anew, page by page, or each read would decompress all of it.

@@ -39,7 +39,7 @@ impl Pager {
         self.watched.store(false, Relaxed);
         self.reclaiming.store(false, Relaxed);
         self.asleep.store(false, Relaxed);
-        self.scan_wanted.store(false, Relaxed);
+        self.looks_done.store(self.looks_wanted.load(Relaxed), Relaxed);
         let ok = if engaged {
             self.reset_inherited();
             self.ready.store(0, Release);
@@ -66,6 +66,7 @@ impl Pager {
                 busy.push((vpn, pte.aux()));
             }
         });
+        s.busy = 0;
         for (vpn, slot) in busy {
             s.pt.set(vpn, Pte::new(Tag::Staged, slot));
             s.lru.staged.push(Entry::new(vpn, 0, 0));

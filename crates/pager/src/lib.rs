@@ -13,6 +13,8 @@ pub mod pager;
 pub mod placement;
 pub mod reclaim;
 pub mod region;
+pub mod stage;
 pub mod state;
+pub mod store;
 pub mod ticker;
 mod transfer;

@@ -23,9 +23,12 @@ pub struct Header {
     pub live: u16,
 }
 
+/// Bytes of the header alone.
+pub const HEADER_BYTES: usize = 8;
+
 /// Bytes of the header and the hashes.
 pub const fn head_bytes(order: u8) -> usize {
-    8 + (16 << order)
+    HEADER_BYTES + (16 << order)
 }
 
 impl Header {

@@ -1,11 +1,10 @@
 //! The pager: everything of one process, shared by its helper threads.
 
 use crate::arena::{Layout, PAGE};
-use crate::group::{Counters, GroupPage, SLOTS};
+use crate::group::{Counters, GroupPage, SLOTS, Slot};
 use crate::state::State;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::codec::Algorithm;
-use uzswap_mm::zone::Kind;
 use uzswap_sys::lock::{self, Lock};
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::thread;
@@ -53,13 +52,13 @@ pub struct Pager {
     pub asleep: AtomicBool,
     /// Whether the ticker looks after the handler now.
     pub watched: AtomicBool,
-    /// Somebody mapped much memory: look for it.
-    pub scan_wanted: AtomicBool,
+    /// Looks of the ticker that program threads asked for, having mapped much memory.
+    pub looks_wanted: AtomicU32,
+    /// The last request that a whole look has followed (a futex word): what was mapped before it is found.
+    pub looks_done: AtomicU32,
     /// Whether the reclaim thread runs (it need not be woken).
     pub reclaiming: AtomicBool,
-    /// Scans done (a futex word): a thread that made a large mapping waits for the next.
-    pub scans: AtomicU32,
-    /// Bytes of large mappings made since the ticker last looked, before engaging.
+    /// Bytes of the largest mapping made since the ticker last looked, before engaging.
     pub planned: AtomicUsize,
     /// Set when a forked child's helpers are ready (a futex word).
     pub ready: AtomicU32,
@@ -100,9 +99,9 @@ impl Pager {
             progress: AtomicU64::new(0),
             asleep: AtomicBool::new(false),
             watched: AtomicBool::new(false),
-            scan_wanted: AtomicBool::new(false),
+            looks_wanted: AtomicU32::new(0),
+            looks_done: AtomicU32::new(0),
             reclaiming: AtomicBool::new(false),
-            scans: AtomicU32::new(0),
             planned: AtomicUsize::new(0),
             ready: AtomicU32::new(0),
             own_frames: false,
@@ -136,7 +135,7 @@ impl Pager {
     }
 
     /// This process's slot.
-    pub fn me(&self) -> &crate::group::Slot {
+    pub fn me(&self) -> &Slot {
         &self.group.slots[self.slot.load(Relaxed)]
     }
 
@@ -184,7 +183,7 @@ impl Pager {
         if !self.own_frames {
             return self.read_rss();
         }
-        let rss = (s.resident + s.staged + s.zone.free_slots(Kind::Frame)) * PAGE + s.pool.held_bytes();
+        let rss = s.known_bytes();
         self.me().rss.store(rss as u64, Relaxed);
         rss
     }
@@ -205,16 +204,33 @@ impl Pager {
         self.shared_due.store(end + pause, Relaxed);
     }
 
+    /// The members' slots that were ever used.
+    fn members(&self) -> &[Slot] {
+        &self.group.slots[..(self.group.joined.load(Relaxed) as usize + 1).min(SLOTS)]
+    }
+
+    /// The other members' slots.
+    fn others(&self) -> impl Iterator<Item = &Slot> {
+        let mine = self.slot.load(Relaxed);
+        self.members().iter().enumerate().filter(move |(i, _)| *i != mine).map(|(_, s)| s)
+    }
+
     /// RssAnon of the other members together, as they last said it.
     pub fn others_rss(&self) -> usize {
-        let mine = self.slot.load(Relaxed);
-        let others = self.group.slots.iter().enumerate().take(self.group.joined.load(Relaxed) as usize + 1);
-        others.filter(|(i, s)| *i != mine && s.pid.load(Relaxed) != 0).map(|(_, s)| s.rss.load(Relaxed) as usize).sum()
+        self.others().filter(|s| s.pid.load(Relaxed) != 0).map(|s| s.rss.load(Relaxed) as usize).sum()
+    }
+
+    /// Wakes the reclaim threads of the other members that hold something worth while.
+    pub fn wake_others(&self) {
+        for other in self.others().filter(|o| o.pid.load(Relaxed) != 0 && o.rss.load(Relaxed) > 4 << 20) {
+            other.wake.fetch_add(1, Release);
+            lock::futex_wake(&other.wake, 1, true);
+        }
     }
 
     /// Clears the slots of members that died without a word.
     pub fn bury_the_dead(&self) {
-        for s in self.group.slots.iter().take(self.group.joined.load(Relaxed) as usize + 1) {
+        for s in self.members() {
             let pid = s.pid.load(Relaxed);
             if pid != 0 && s.rss.load(Relaxed) != 0 && !alive(pid) {
                 s.rss.store(0, Relaxed);
@@ -225,11 +241,8 @@ impl Pager {
 
     /// Bytes that count against the limit in this process, when `rss` is resident.
     pub fn charged(&self, s: &State) -> usize {
-        if self.own_frames {
-            let frames = (s.resident + s.staged + s.zone.free_slots(Kind::Frame)) * PAGE;
-            return if self.group.pool_uncharged.load(Relaxed) != 0 { frames } else { frames + s.pool.held_bytes() };
-        }
-        if self.group.pool_uncharged.load(Relaxed) != 0 { s.rss.saturating_sub(s.pool.held_bytes()) } else { s.rss }
+        let held = if self.own_frames { s.known_bytes() } else { s.rss };
+        if self.group.pool_uncharged.load(Relaxed) != 0 { held.saturating_sub(s.pool.held_bytes()) } else { held }
     }
 
     /// Bytes the group is over (positive) or under its limit.
@@ -252,6 +265,19 @@ impl Pager {
     /// Bytes kept below the limit for what is found out late.
     pub fn margin(&self) -> usize {
         (self.limit() / 64).clamp(2 << 20, 16 << 20)
+    }
+
+    /// Has the ticker look at what was mapped; with `wait`, returns when it has (or is too late: 200 ms).
+    pub fn ask_look(&self, wait: bool) {
+        let ticket = self.looks_wanted.fetch_add(1, AcqRel) + 1;
+        self.poke_ticker();
+        for _ in 0..4 {
+            let done = self.looks_done.load(Acquire);
+            if !wait || (done.wrapping_sub(ticket) as i32) >= 0 {
+                return;
+            }
+            lock::futex_wait(&self.looks_done, done, Some(50_000_000), false);
+        }
     }
 
     /// Wakes the reclaim thread.
@@ -278,9 +304,7 @@ impl Pager {
         let others = self.others_rss();
         let total = (self.charged(s) + others) as u64;
         self.group.peak.fetch_max(total, Relaxed);
-        let mine = self.slot.load(Relaxed);
-        let members = self.group.slots.iter().enumerate().take(self.group.joined.load(Relaxed) as usize + 1);
-        let others_out: u64 = members.filter(|(i, _)| *i != mine).map(|(_, m)| m.swapped.load(Relaxed)).sum();
+        let others_out: u64 = self.others().map(|m| m.swapped.load(Relaxed)).sum();
         let held =
             (s.rss.saturating_sub(s.pool.held_bytes()) + (s.swapped + s.zeros) * PAGE + others) as u64 + others_out;
         self.group.peak_held.fetch_max(held, Relaxed);

@@ -7,6 +7,7 @@ use crate::arena::{self, Layout, PAGE};
 use crate::densify::Sweep;
 use crate::object::{self, Header};
 use crate::placement::Placement;
+use crate::store::Batch;
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor};
 use uzswap_mm::lru::{Entry, Lru};
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
@@ -19,6 +20,11 @@ pub const BLOCK: usize = 64 << 10;
 pub const UNIT: usize = PAGE << 2;
 /// Pages of the largest block.
 pub const BLOCK_PAGES: usize = BLOCK / PAGE;
+
+/// Most pages moved out of the program by one MOVE.
+pub const RUN_PAGES: usize = 128;
+/// Eviction stamps are of 21 bits.
+const STAMP_MASK: u32 = 0x1f_ffff;
 
 /// A decompressed block kept for the neighbours of a page: a block is decompressed once.
 pub struct Decoded {
@@ -56,6 +62,8 @@ pub struct State {
     pub resident: usize,
     /// Pages staged or being compressed.
     pub staged: usize,
+    /// Those of them that are being compressed.
+    pub busy: usize,
     /// Pages in the pool whose page is out.
     pub swapped: usize,
     /// Pages evicted as zeros.
@@ -81,7 +89,7 @@ pub struct State {
     /// The agreed compressor.
     pub algorithm: Algorithm,
     /// Buffers of the fault path's own reclaim.
-    pub direct: Option<Box<crate::reclaim::Batch>>,
+    pub direct: Option<Box<Batch>>,
 }
 
 impl State {
@@ -101,6 +109,7 @@ impl State {
             evictions: 0,
             resident: 0,
             staged: 0,
+            busy: 0,
             swapped: 0,
             zeros: 0,
             rss: 0,
@@ -169,7 +178,7 @@ impl State {
             }
             Tag::Resident => self.resident -= 1,
             // A Busy page's slot belongs to the thread that compresses it, which gives it back.
-            Tag::Busy => self.staged -= 1,
+            Tag::Busy => self.end_busy(1),
             Tag::Staged => {
                 self.staged -= 1;
                 self.zone.free(Kind::Frame, pte.aux(), 0);
@@ -178,6 +187,17 @@ impl State {
         if let Some(handle) = pte.copy() {
             self.release(handle, self.copy_index(vpn, handle));
         }
+    }
+
+    /// `n` pages that were being compressed are out of the arena, or in the program again.
+    pub fn end_busy(&mut self, n: usize) {
+        self.busy -= n;
+        self.staged -= n;
+    }
+
+    /// Pages staged that nobody compresses yet.
+    pub fn idle_staged(&self) -> usize {
+        self.staged - self.busy
     }
 
     /// The index of a page in its kept copy (copies are kept only where the object is aligned to its pages).
@@ -212,9 +232,51 @@ impl State {
         self.resident += n;
     }
 
-    /// Pages after `at`, up to `end`, that are resident too.
-    pub fn lru_run_to(&self, at: u64, end: u64) -> usize {
-        (at + 1..end).take_while(|v| self.pt.get(*v).tag() == Tag::Resident).count()
+    /// Lists pages, whose entries may have kept copies, as resident and keeps the copies.
+    pub fn list_with_copies(&mut self, vpn: u64, n: usize) {
+        let copies: [Option<u32>; RUN_PAGES] =
+            core::array::from_fn(|i| if i < n { self.pt.get(vpn + i as u64).copy() } else { None });
+        self.list_resident(vpn, n, true, |i| copies[i]);
+    }
+
+    /// Pages from `at`, which is resident, up to `end` that are resident too.
+    pub fn resident_run(&self, at: u64, end: u64) -> usize {
+        (at..end).take_while(|v| self.pt.get(*v).tag() == Tag::Resident).count()
+    }
+
+    /// Bytes of memory that are accounted for: in the program, staged, free frames, and the pool.
+    pub fn known_bytes(&self) -> usize {
+        (self.resident + self.staged + self.zone.free_slots(Kind::Frame)) * PAGE + self.pool.held_bytes()
+    }
+
+    /// Refault distance: pages evicted since the compressed page of `pte` was (refault distance as in the kernel's
+    /// workingset, modulo 2^21).
+    pub fn refault_distance(&self, pte: Pte) -> usize {
+        (self.evictions.wrapping_sub(pte.evicted_at()) & STAMP_MASK) as usize
+    }
+
+    /// Counts `n` pages evicted.
+    pub fn count_evictions(&mut self, n: usize) {
+        self.evictions = (self.evictions + n as u32) & STAMP_MASK;
+    }
+
+    /// Stores an object in the pool: `hashes` writes those of its pages. None when the pool is full.
+    pub fn put_object(&mut self, head: Header, hashes: impl FnOnce(&mut [u8]), bytes: &[u8]) -> Option<Handle> {
+        let at = object::head_bytes(head.order);
+        let held = self.pool.held_bytes();
+        let handle = self.pool.alloc(at + bytes.len())?;
+        self.rss += self.pool.held_bytes() - held;
+        // SAFETY: the object was just allocated, and the lock is held (self is borrowed).
+        let place = unsafe { self.layout.pool(handle.offset(), at + bytes.len()) };
+        head.write(place);
+        hashes(place);
+        place[at..].copy_from_slice(bytes);
+        Some(handle)
+    }
+
+    /// The fault path's own batch, to be put back with `direct`.
+    pub fn take_direct(&mut self) -> Box<Batch> {
+        self.direct.take().unwrap_or_else(|| Box::new(Batch::new(Compressor::new(self.algorithm))))
     }
 
     /// Bytes of the pager's own tables.

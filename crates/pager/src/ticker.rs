@@ -13,7 +13,6 @@ use crate::arena::PAGE;
 use crate::pager::{FEATURES, Pager};
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
-use uzswap_mm::zone::Kind;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::uffd::Uffd;
 use uzswap_sys::{lock, sys, thread};
@@ -61,7 +60,11 @@ impl Pager {
         let mut unknown_before = 0;
         let mut watch = Watch::default();
         loop {
-            let mut nap = self.look(&mut unknown_before);
+            // Requests made from now on are not served by this look: it may be past what they are about.
+            let ticket = self.looks_wanted.load(Acquire);
+            let mut nap = self.look(&mut unknown_before, ticket != self.looks_done.load(Relaxed));
+            self.looks_done.store(ticket, Release);
+            lock::futex_wake(&self.looks_done, u32::MAX >> 1, false);
             if self.watched.load(Relaxed) {
                 nap = nap.min(LOOK_NS);
             }
@@ -71,17 +74,16 @@ impl Pager {
         }
     }
 
-    /// Reads where the process stands, engages or scans when it is time; returns the CPU time until the next look.
-    fn look(&'static self, unknown_before: &mut usize) -> u64 {
+    /// Reads where the process stands, engages or scans when it is time (a scan is made when `wanted`); returns the CPU
+    /// time until the next look.
+    fn look(&'static self, unknown_before: &mut usize, wanted: bool) -> u64 {
         let rss = self.read_rss();
-        let wanted = self.scan_wanted.swap(false, AcqRel);
         let total = rss + self.others_rss();
         if !self.engaged.load(Acquire) {
             self.group.peak.fetch_max(total as u64, Relaxed);
             self.group.peak_held.fetch_max(total as u64, Relaxed);
             let threshold = engage_threshold(self.limit());
-            let planned = self.planned.load(Relaxed);
-            if total >= threshold || (planned > 0 && total + planned >= threshold) {
+            if total >= threshold || total + self.planned.swap(0, Relaxed) > self.limit() {
                 if let Err(e) = self.engage() {
                     self.say(b"uzswap: memory cannot be managed in this process (userfaultfd refused); it runs without a limit; see `uzswap doctor`\n");
                     let _ = e;
@@ -93,17 +95,13 @@ impl Pager {
         }
         let mut s = self.state.lock();
         s.rss = rss;
-        let known = (s.resident + s.staged + s.zone.free_slots(Kind::Frame)) * PAGE + s.pool.held_bytes();
-        let unknown = rss.saturating_sub(known);
+        let unknown = rss.saturating_sub(s.known_bytes());
         if wanted || unknown > *unknown_before + (1 << 20) {
             let _ = self.scan(&mut s);
-            let known = (s.resident + s.staged + s.zone.free_slots(Kind::Frame)) * PAGE + s.pool.held_bytes();
-            *unknown_before = rss.saturating_sub(known);
+            *unknown_before = rss.saturating_sub(s.known_bytes());
         } else {
             *unknown_before = unknown.min(*unknown_before);
         }
-        self.scans.fetch_add(1, Release);
-        lock::futex_wake(&self.scans, u32::MAX >> 1, false);
         self.publish(&s);
         s.placement.look();
         let excess = self.excess(&s);

@@ -1,0 +1,159 @@
+//! Moving folios out of the program: resident to staged.
+//!
+//! Moving a page out is atomic, so there is no torn read and nothing to write-protect. What cannot be moved now (shared
+//! with a forked child, an unread event) goes back to a list: a resident page is always on one, or it would never be
+//! reclaimed.
+
+use crate::arena::PAGE;
+use crate::fault::EventPending;
+use crate::pager::Pager;
+use crate::state::{RUN_PAGES, State};
+use core::sync::atomic::Ordering::*;
+use uzswap_mm::lru::Entry;
+use uzswap_mm::pagetable::{Pte, Tag};
+use uzswap_mm::zone::Kind;
+
+impl Pager {
+    /// Moves up to about `want` pages out of the program.
+    ///
+    /// # Errors
+    /// [`EventPending`] when an unread event stopped it before anything moved.
+    pub fn stage(&self, s: &mut State, want: usize) -> Result<usize, EventPending> {
+        let (mut moved, mut tries) = (0, 0);
+        while moved < want && tries < want * 2 + 64 {
+            tries += 1;
+            let Some(first) = s.lru.pop_victim() else { break };
+            if !is_whole(s, first) {
+                moved += self.stage_pages(s, first)?;
+                continue;
+            }
+            let (start, mut n) = (first.vpn(), 1usize << first.order());
+            // Neighbours that came right after it go in the same call.
+            while n < want.clamp(16, RUN_PAGES) {
+                let Some(next) = s.lru.peek_victim().filter(|e| e.vpn() == start + n as u64) else { break };
+                if !is_whole(s, next) {
+                    break;
+                }
+                let _ = s.lru.pop_victim();
+                n += 1 << next.order();
+            }
+            moved += self.stage_run(s, start, n)?;
+        }
+        Ok(moved)
+    }
+
+    /// Moves what is left of a folio that is no longer whole.
+    fn stage_pages(&self, s: &mut State, e: Entry) -> Result<usize, EventPending> {
+        let mut moved = 0;
+        let (mut at, end) = (e.vpn(), e.vpn() + (1 << e.order()));
+        while at < end {
+            let mut n = 0;
+            while at + n < end && is_fresh(s, at + n, e.stamp()) {
+                n += 1;
+            }
+            if n > 0 {
+                moved += self.stage_run(s, at, n as usize)?;
+            }
+            at += n + 1;
+        }
+        Ok(moved)
+    }
+
+    fn stage_run(&self, s: &mut State, start: u64, n: usize) -> Result<usize, EventPending> {
+        let (mut at, end, mut moved) = (start, start + n as u64, 0);
+        while at < end {
+            let left = (end - at) as usize;
+            let Some((slot, order)) = s.zone.alloc_up_to(Kind::Hole, left.ilog2() as u8) else {
+                self.requeue(s, at, left);
+                break;
+            };
+            let n = 1usize << order;
+            let (done, error) = match self.move_out(at, slot, n) {
+                Ok(()) => (n, 0),
+                Err((bytes, e)) => (bytes / PAGE, e),
+            };
+            self.became_staged(s, at, done, slot);
+            s.zone.free_run(Kind::Hole, slot + done as u32, n - done);
+            moved += done;
+            at += done as u64;
+            if done < n && (done == 0 || error != libc::EAGAIN) {
+                match error {
+                    libc::EAGAIN => {
+                        self.requeue(s, at, (end - at) as usize);
+                        return if moved > 0 { Ok(moved) } else { Err(EventPending) };
+                    }
+                    libc::ENOENT if s.pt.get(at).tag() == Tag::Resident => {
+                        // Dropped without an event (MADV_FREE, reclaimed by the kernel): it reads as zeros.
+                        let pte = s.pt.get(at);
+                        s.pt.set(at, Pte::NONE);
+                        s.forget(at, pte);
+                        at += 1;
+                    }
+                    libc::EBUSY => {
+                        self.counters().move_refused.fetch_add(1, Relaxed);
+                        let len = s.resident_run(at, end).max(1);
+                        s.unshare.push((at as usize * PAGE, len * PAGE));
+                        self.requeue(s, at, len);
+                        at += len as u64;
+                    }
+                    _ if n > 1 => {
+                        // Crosses a mapping's border, perhaps: page by page.
+                        for _ in 0..(end - at).min(16) {
+                            let one = self.stage_run(s, at, 1);
+                            at += 1;
+                            match one {
+                                Ok(n) => moved += n,
+                                Err(pending) => {
+                                    self.requeue(s, at, (end - at) as usize);
+                                    return if moved > 0 { Ok(moved) } else { Err(pending) };
+                                }
+                            }
+                        }
+                    }
+                    // Locked or read-only now: it stays for this time.
+                    _ if s.pt.get(at).tag() == Tag::Resident => {
+                        self.requeue(s, at, 1);
+                        at += 1;
+                    }
+                    _ => at += 1,
+                }
+            }
+        }
+        Ok(moved)
+    }
+
+    /// Puts resident pages that could not be moved back on a list.
+    fn requeue(&self, s: &mut State, vpn: u64, n: usize) {
+        s.resident -= n;
+        s.list_with_copies(vpn, n);
+    }
+
+    fn became_staged(&self, s: &mut State, vpn: u64, n: usize, slot: u32) {
+        for i in 0..n {
+            let at = vpn + i as u64;
+            let mut pte = Pte::new(Tag::Staged, slot + i as u32);
+            if let Some(handle) = s.pt.get(at).copy() {
+                pte = pte.with_copy(handle);
+            }
+            s.pt.set(at, pte);
+        }
+        s.resident -= n;
+        s.staged += n;
+        s.count_evictions(n);
+        let mut at = 0;
+        while at < n as u64 {
+            let order = (vpn + at).trailing_zeros().min((n as u64 - at).ilog2()).min(4) as u8;
+            s.lru.staged.push(Entry::new(vpn + at, order, 0));
+            at += 1 << order;
+        }
+    }
+}
+
+fn is_fresh(s: &State, vpn: u64, stamp: u32) -> bool {
+    let pte = s.pt.get(vpn);
+    pte.tag() == Tag::Resident && pte.aux() == stamp
+}
+
+fn is_whole(s: &State, e: Entry) -> bool {
+    (0..1u64 << e.order()).all(|i| is_fresh(s, e.vpn() + i, e.stamp()))
+}
