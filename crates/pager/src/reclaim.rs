@@ -120,9 +120,11 @@ impl Pager {
     }
 
     /// Reclaims before a fault is served, where the thread that serves it is to do so by itself, or where the reclaim
-    /// thread has fallen behind and the limit is exceeded: whoever faults then pays.
+    /// thread has fallen behind and the limit is exceeded: whoever faults then pays. (Not after fork: pages that must
+    /// be un-shared first would be tried in vain before each fault.)
     pub fn make_room(&self, s: &mut State) {
-        if !self.handler_reclaims(s) && self.excess(s) <= 0 {
+        let behind = self.excess(s) > 0 && !self.kin.load(Relaxed);
+        if !behind && !self.handler_reclaims(s) {
             return;
         }
         // Frames go round: some are made free when there are none, and none are given back to the kernel (or taken

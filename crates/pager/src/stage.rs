@@ -7,11 +7,14 @@
 use crate::arena::PAGE;
 use crate::fault::EventPending;
 use crate::pager::Pager;
-use crate::state::{RUN_PAGES, State};
+use crate::state::State;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::lru::Entry;
 use uzswap_mm::pagetable::{Pte, Tag};
 use uzswap_mm::zone::Kind;
+
+/// Pages from which on no further folio is added to one MOVE.
+const RUN_PAGES: usize = 128;
 
 impl Pager {
     /// Moves up to about `want` pages out of the program.

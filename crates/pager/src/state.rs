@@ -21,8 +21,6 @@ pub const UNIT: usize = PAGE << 2;
 /// Pages of the largest block.
 pub const BLOCK_PAGES: usize = BLOCK / PAGE;
 
-/// Most pages moved out of the program by one MOVE.
-pub const RUN_PAGES: usize = 128;
 /// Eviction stamps are of 21 bits.
 const STAMP_MASK: u32 = 0x1f_ffff;
 
@@ -234,9 +232,14 @@ impl State {
 
     /// Lists pages, whose entries may have kept copies, as resident and keeps the copies.
     pub fn list_with_copies(&mut self, vpn: u64, n: usize) {
-        let copies: [Option<u32>; RUN_PAGES] =
-            core::array::from_fn(|i| if i < n { self.pt.get(vpn + i as u64).copy() } else { None });
-        self.list_resident(vpn, n, true, |i| copies[i]);
+        for from in (0..n).step_by(BLOCK_PAGES) {
+            let (at, len) = (vpn + from as u64, (n - from).min(BLOCK_PAGES));
+            let mut copies = [None; BLOCK_PAGES];
+            for (i, copy) in copies.iter_mut().enumerate().take(len) {
+                *copy = self.pt.get(at + i as u64).copy();
+            }
+            self.list_resident(at, len, true, |i| copies[i]);
+        }
     }
 
     /// Pages from `at`, which is resident, up to `end` that are resident too.
