@@ -512,6 +512,12 @@ impl Pager {
     /// Serves a fault in the thread that has it. False when its page is lost.
     fn serve_signal(&self, vpn: u64, write: bool) -> bool {
         let mut s = self.state.lock();
+        if s.placement.due() {
+            // SAFETY: no arguments; read from the thread's own data.
+            let cpu = unsafe { libc::sched_getcpu() };
+            s.placement.fault_on(usize::try_from(cpu).unwrap_or(0), None, &[]);
+        }
+        self.make_room(&mut s);
         // What cannot be done now (EAGAIN of the kernel) is tried again by the access itself, which faults again.
         let _ = self.serve(&mut s, Request { vpn, write });
         let lost = s.pt.get(vpn).tag() == Tag::Poisoned;
