@@ -7,5 +7,7 @@
 pub mod codec;
 pub mod lru;
 pub mod pagetable;
+pub mod shrinker;
+pub mod swapfile;
 pub mod zone;
 pub mod zsmalloc;

@@ -3,5 +3,6 @@
 mod codec;
 mod lru;
 mod pagetable;
+mod swapfile;
 mod zone;
 mod zsmalloc;

@@ -1,0 +1,295 @@
+//! The swap file: where on disk an object lies, and what one write covers.
+//!
+//! A pure planner: it makes no OS calls and never sees a byte of data. The file is divided into *clusters*, which
+//! processes of a group own one at a time (who owns which is the business of the layer above: clusters are added here
+//! and handed back). Inside a cluster objects lie packed, several to a page, in *runs*: each run is written with one
+//! system call, starts and ends on a block of 4 KiB, and shares no block with another run.
+//!
+//! ```text
+//! file     | cluster 0 | cluster 1 | ...                     each 256 KiB to 4 MiB, a power of two
+//! cluster  | run: object object obj│pad | hole | run ...     objects in grains of 64 bytes, runs in blocks of 4 KiB
+//! ```
+//! A write goes on behind the last one in its cluster, then to a new cluster, and only when there is none to a hole: the
+//! largest of a cluster that nobody else reads (after fork a child may still need what its parent has freed: the caller
+//! says which clusters are its alone).
+//!
+//! Invariants:
+//! - Objects of a cluster are disjoint and sorted; none crosses the cluster's end. An object has at least one live page.
+//! - A run covers no block in which an object lies that was there before it.
+//! - `used` is the sum of the lengths of all objects, in grains.
+//!
+//! Ownership: one owner, `&mut self` (the pager's lock).
+
+use std::collections::BTreeMap;
+
+/// Granularity of places. 64 lets a `u32` address 256 GiB and wastes 32 bytes of an object on average.
+pub const GRAIN: usize = 64;
+/// What runs are aligned to: what a disk and the page cache read and write whole.
+pub const BLOCK: usize = 4096;
+/// Least bytes of a cluster: a large enough write to be sequential.
+pub const LEAST_CLUSTER: usize = 256 << 10;
+/// Most clusters of a file: what a group keeps books of.
+pub const MOST_CLUSTERS: usize = 65_536;
+/// Largest file.
+pub const MOST_BYTES: u64 = (GRAIN as u64) << 32;
+const GRAINS_PER_BLOCK: usize = BLOCK / GRAIN;
+
+/// How a file of a size is divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    /// Bytes of a cluster, as a power of two.
+    pub cluster_shift: u32,
+    /// Clusters; the rest of the size is not used.
+    pub clusters: u32,
+}
+
+impl Geometry {
+    /// The division of a file of at most `bytes`; None when it is smaller than one cluster or above [`MOST_BYTES`].
+    pub fn of(bytes: u64) -> Option<Self> {
+        if bytes > MOST_BYTES {
+            return None;
+        }
+        let mut shift = LEAST_CLUSTER.trailing_zeros();
+        while bytes >> shift > MOST_CLUSTERS as u64 {
+            shift += 1;
+        }
+        let clusters = (bytes >> shift) as u32;
+        (clusters > 0).then_some(Self { cluster_shift: shift, clusters })
+    }
+}
+
+/// An object's place, as a page-table entry keeps it: grains from the start of the file.
+pub type Place = u32;
+
+/// The byte at which a place starts.
+pub fn offset(place: Place) -> u64 {
+    u64::from(place) * GRAIN as u64
+}
+
+/// An object in a cluster.
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    /// First grain, from the cluster's start.
+    at: u16,
+    /// Grains.
+    len: u16,
+    /// Pages that still refer to it.
+    live: u16,
+    /// What the caller knows its contents by.
+    check: u32,
+}
+
+impl Slot {
+    fn end(&self) -> usize {
+        self.at as usize + self.len as usize
+    }
+}
+
+#[derive(Default)]
+struct Cluster {
+    slots: Vec<Slot>,
+    /// Grains of all slots.
+    used: usize,
+}
+
+/// What is known of an object on disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Object {
+    /// Bytes to read: its length rounded up to grains.
+    pub len: usize,
+    /// Pages that still refer to it.
+    pub live: u16,
+    /// What its contents are known by.
+    pub check: u32,
+}
+
+/// A contiguous range of the file that is being filled, to be written at once.
+#[derive(Clone, Copy, Debug)]
+pub struct Run {
+    cluster: u32,
+    /// Grains from the cluster's start: where it starts, where the next object goes, where it must end.
+    start: usize,
+    next: usize,
+    end: usize,
+}
+
+/// The books of the clusters that one process has objects in.
+pub struct SwapFile {
+    grains: usize,
+    clusters: BTreeMap<u32, Cluster>,
+    /// The cluster last written to.
+    current: Option<u32>,
+    /// Grains of all objects.
+    used: usize,
+}
+
+impl SwapFile {
+    /// No clusters yet.
+    pub fn new(geometry: Geometry) -> Self {
+        let grains = (1usize << geometry.cluster_shift) / GRAIN;
+        Self { grains, clusters: BTreeMap::new(), current: None, used: 0 }
+    }
+
+    /// Bytes that a run can have at most: a cluster.
+    pub fn cluster_bytes(&self) -> usize {
+        self.grains * GRAIN
+    }
+
+    /// Bytes of objects.
+    pub fn used_bytes(&self) -> usize {
+        self.used * GRAIN
+    }
+
+    /// The clusters that objects lie in, or that were added and not used yet.
+    pub fn clusters(&self) -> impl Iterator<Item = u32> + '_ {
+        self.clusters.keys().copied()
+    }
+
+    /// Takes over an empty cluster: the next run is in it.
+    ///
+    /// # Panics
+    /// When it is known already.
+    pub fn add_cluster(&mut self, cluster: u32) {
+        assert!(self.clusters.insert(cluster, Cluster::default()).is_none(), "cluster {cluster} was added twice");
+        self.current = Some(cluster);
+    }
+
+    /// Gives up a cluster if nothing is in it.
+    pub fn drop_if_empty(&mut self, cluster: u32) -> bool {
+        let empty = self.clusters.get(&cluster).is_some_and(|c| c.slots.is_empty());
+        if empty {
+            self.clusters.remove(&cluster);
+            if self.current == Some(cluster) {
+                self.current = None;
+            }
+        }
+        empty
+    }
+
+    /// A run behind the last one in its cluster, of `least` to `most` bytes.
+    pub fn run_behind_last(&self, least: usize, most: usize, may_write: impl Fn(u32) -> bool) -> Option<Run> {
+        let cluster = self.current?;
+        let last = self.clusters.get(&cluster)?.slots.last().map_or(0, Slot::end);
+        let start = last.next_multiple_of(GRAINS_PER_BLOCK);
+        let run = clip(cluster, start, self.grains, most);
+        (run.bytes() >= least && may_write(cluster)).then_some(run)
+    }
+
+    /// A run in the largest hole of the emptiest cluster that has one of `least` bytes; at most `most` bytes.
+    pub fn run_in_hole(&mut self, least: usize, most: usize, may_write: impl Fn(u32) -> bool) -> Option<Run> {
+        let mut best: Option<(usize, Run)> = None;
+        for (&index, cluster) in &self.clusters {
+            if best.as_ref().is_some_and(|(used, _)| *used <= cluster.used)
+                || (self.grains - cluster.used) * GRAIN < least
+                || !may_write(index)
+            {
+                continue;
+            }
+            let mut at = 0;
+            let ends = cluster.slots.iter().map(|s| (s.at as usize, s.end())).chain([(self.grains, self.grains)]);
+            let mut largest: Option<Run> = None;
+            for (from, to) in ends {
+                let (start, end) =
+                    (usize::next_multiple_of(at, GRAINS_PER_BLOCK), from / GRAINS_PER_BLOCK * GRAINS_PER_BLOCK);
+                at = to;
+                if start < end {
+                    let run = clip(index, start, end, most);
+                    if run.bytes() >= least && largest.is_none_or(|l| run.bytes() > l.bytes()) {
+                        largest = Some(run);
+                    }
+                }
+            }
+            if let Some(run) = largest {
+                best = Some((cluster.used, run));
+            }
+        }
+        best.map(|(_, run)| run)
+    }
+
+    /// Places an object of `len` bytes, `live` of whose pages refer to it, next in a run; None when it does not fit.
+    ///
+    /// # Panics
+    /// When `live` is empty.
+    pub fn put(&mut self, run: &mut Run, len: usize, live: u16, check: u32) -> Option<Place> {
+        assert!(live != 0, "an object that no page refers to");
+        let grains = len.div_ceil(GRAIN);
+        if run.next + grains > run.end {
+            return None;
+        }
+        let cluster = self.clusters.get_mut(&run.cluster)?;
+        let slot = Slot { at: run.next as u16, len: grains as u16, live, check };
+        let at = cluster.slots.partition_point(|s| s.at < slot.at);
+        cluster.slots.insert(at, slot);
+        cluster.used += grains;
+        self.used += grains;
+        let place = run.cluster as usize * self.grains + run.next;
+        run.next += grains;
+        Some(place as Place)
+    }
+
+    /// The bytes of the file that a run as filled so far covers: where they start and how many.
+    pub fn extent(&self, run: &Run) -> (u64, usize) {
+        let first = run.cluster as u64 * self.grains as u64 + run.start as u64;
+        (first * GRAIN as u64, (run.next - run.start).next_multiple_of(GRAINS_PER_BLOCK) * GRAIN)
+    }
+
+    fn find(&self, place: Place) -> Option<(u32, usize)> {
+        let (cluster, at) = (place / self.grains as u32, (place % self.grains as u32) as u16);
+        let slots = &self.clusters.get(&cluster)?.slots;
+        slots.binary_search_by_key(&at, |s| s.at).ok().map(|i| (cluster, i))
+    }
+
+    /// The object at a place.
+    pub fn get(&self, place: Place) -> Option<Object> {
+        let (cluster, i) = self.find(place)?;
+        let slot = self.clusters[&cluster].slots[i];
+        Some(Object { len: slot.len as usize * GRAIN, live: slot.live, check: slot.check })
+    }
+
+    /// Ends the references of the pages in `pages` (a bit for each) to the object at a place; the object goes with the
+    /// last. Returns the cluster when that was its last object: it is no longer known here.
+    ///
+    /// # Panics
+    /// When there is no such object, or one of the pages did not refer to it.
+    pub fn release(&mut self, place: Place, pages: u16) -> Option<u32> {
+        let (index, i) = self.find(place).expect("a place on disk holds an object");
+        let cluster = self.clusters.get_mut(&index)?;
+        let slot = &mut cluster.slots[i];
+        assert!(slot.live & pages == pages, "a page left an object on disk that it was not in");
+        slot.live &= !pages;
+        if slot.live == 0 {
+            let grains = slot.len as usize;
+            cluster.slots.remove(i);
+            cluster.used -= grains;
+            self.used -= grains;
+        }
+        self.drop_if_empty(index).then_some(index)
+    }
+
+    /// Bytes of the books.
+    pub fn metadata_bytes(&self) -> usize {
+        self.clusters.values().map(|c| c.slots.capacity() * size_of::<Slot>() + 64).sum()
+    }
+}
+
+fn clip(cluster: u32, start: usize, end: usize, most: usize) -> Run {
+    let end = end.min(start + most / BLOCK * GRAINS_PER_BLOCK);
+    Run { cluster, start, next: start, end: end.max(start) }
+}
+
+impl Run {
+    /// Its cluster.
+    pub fn cluster(&self) -> u32 {
+        self.cluster
+    }
+
+    /// Bytes from its start to the next object.
+    pub fn filled(&self) -> usize {
+        (self.next - self.start) * GRAIN
+    }
+
+    /// Bytes it can hold.
+    pub fn bytes(&self) -> usize {
+        (self.end - self.start) * GRAIN
+    }
+}

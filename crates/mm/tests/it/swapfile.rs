@@ -1,0 +1,159 @@
+//! The swap file's planner against a model of the file: who owns each grain, and which block each run writes.
+
+use proptest::prelude::*;
+use std::collections::{BTreeMap, BTreeSet};
+use uzswap_mm::swapfile::{BLOCK, GRAIN, Geometry, LEAST_CLUSTER, MOST_BYTES, MOST_CLUSTERS, SwapFile, offset};
+
+const CLUSTERS: u32 = 6;
+const LEAST: usize = 20 << 10;
+
+#[derive(Clone, Debug)]
+enum Step {
+    /// One write: objects of these lengths and numbers of pages.
+    Write(Vec<(usize, u8)>),
+    /// Ends one page's reference to the n-th object.
+    Release(usize, u8),
+    /// From now on this cluster is shared with somebody, or no longer.
+    Share(u32),
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let object = (32usize..17_000, 1u8..=4);
+    let step = prop_oneof![
+        2 => proptest::collection::vec(object, 1..40).prop_map(Step::Write),
+        20 => (any::<usize>(), 0u8..4).prop_map(|(n, page)| Step::Release(n, page)),
+        1 => (0..CLUSTERS).prop_map(Step::Share),
+    ];
+    proptest::collection::vec(step, 1..300)
+}
+
+#[derive(Default)]
+struct Model {
+    /// Byte ranges of objects, by place.
+    objects: BTreeMap<u32, (usize, u16, u32)>,
+    /// Clusters given to the planner.
+    given: BTreeSet<u32>,
+    shared: BTreeSet<u32>,
+}
+
+impl Model {
+    /// Blocks in which objects lie.
+    fn blocks(&self) -> BTreeSet<u64> {
+        let block = BLOCK as u64;
+        self.objects
+            .iter()
+            .flat_map(|(p, (len, ..))| offset(*p) / block..(offset(*p) + *len as u64).div_ceil(block))
+            .collect()
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_object_is_ever_overwritten(steps in steps()) {
+        let mut file = SwapFile::new(Geometry::of(u64::from(CLUSTERS) * LEAST_CLUSTER as u64).unwrap());
+        let mut model = Model::default();
+        let mut number = 0u32;
+        for step in steps {
+            match step {
+                Step::Write(objects) => {
+                    let shared = model.shared.clone();
+                    let mine = |c: u32| !shared.contains(&c);
+                    let mut run = file.run_behind_last(LEAST, LEAST_CLUSTER, mine);
+                    if run.is_none() && let Some(fresh) = (0..CLUSTERS).find(|c| !model.given.contains(c) && mine(*c)) {
+                        file.add_cluster(fresh);
+                        model.given.insert(fresh);
+                        run = file.run_behind_last(LEAST, LEAST_CLUSTER, mine);
+                        prop_assert!(run.is_some());
+                    }
+                    let Some(mut run) = run.or_else(|| file.run_in_hole(LEAST, LEAST_CLUSTER, mine)) else { continue };
+                    prop_assert!(mine(run.cluster()) && run.bytes() >= LEAST);
+                    let occupied = model.blocks();
+                    for (len, pages) in objects {
+                        let live = (1u16 << pages) - 1;
+                        let filled = run.filled();
+                        let Some(place) = file.put(&mut run, len, live, number) else {
+                            prop_assert!(filled + len.next_multiple_of(GRAIN) > run.bytes());
+                            break;
+                        };
+                        let object = file.get(place).unwrap();
+                        prop_assert_eq!(object.len, len.next_multiple_of(GRAIN));
+                        prop_assert!(model.objects.insert(place, (object.len, live, number)).is_none());
+                        number += 1;
+                    }
+                    let (at, len) = file.extent(&run);
+                    prop_assert!(at.is_multiple_of(BLOCK as u64) && len.is_multiple_of(BLOCK));
+                    let (first, last) = (at / BLOCK as u64, (at + len as u64) / BLOCK as u64);
+                    prop_assert!(!(first..last).any(|b| occupied.contains(&b)), "a write covers what was there");
+                    let cluster = LEAST_CLUSTER as u64;
+                    prop_assert!(at / cluster == (at + len as u64 - 1) / cluster, "a write crosses clusters");
+                    if file.drop_if_empty(run.cluster()) {
+                        model.given.remove(&run.cluster());
+                    }
+                }
+                Step::Release(n, page) => {
+                    let Some((&place, &(len, live, check))) = model.objects.iter().nth(n % model.objects.len().max(1))
+                    else {
+                        continue;
+                    };
+                    let bit = 1u16 << page;
+                    if live & bit == 0 {
+                        continue;
+                    }
+                    let emptied = file.release(place, bit);
+                    if live & !bit == 0 {
+                        model.objects.remove(&place);
+                        prop_assert!(file.get(place).is_none());
+                    } else {
+                        model.objects.insert(place, (len, live & !bit, check));
+                    }
+                    let cluster = (offset(place) / LEAST_CLUSTER as u64) as u32;
+                    let last = !model.objects.keys().any(|p| offset(*p) / LEAST_CLUSTER as u64 == u64::from(cluster));
+                    prop_assert_eq!(emptied, last.then_some(cluster));
+                    if last {
+                        model.given.remove(&cluster);
+                    }
+                }
+                Step::Share(cluster) => {
+                    if !model.shared.remove(&cluster) {
+                        model.shared.insert(cluster);
+                    }
+                }
+            }
+            prop_assert_eq!(file.clusters().collect::<BTreeSet<_>>(), model.given.clone());
+            prop_assert_eq!(file.used_bytes(), model.objects.values().map(|(len, ..)| *len).sum::<usize>());
+            for (place, (len, live, check)) in &model.objects {
+                let object = file.get(*place).unwrap();
+                prop_assert_eq!((object.len, object.live, object.check), (*len, *live, *check));
+            }
+        }
+    }
+
+    #[test]
+    fn geometry_fits(bytes in 0..MOST_BYTES * 2) {
+        match Geometry::of(bytes) {
+            None => prop_assert!(bytes < LEAST_CLUSTER as u64 || bytes > MOST_BYTES),
+            Some(g) => {
+                prop_assert!(g.clusters as usize <= MOST_CLUSTERS && g.cluster_shift >= 18 && g.cluster_shift <= 22);
+                let used = u64::from(g.clusters) << g.cluster_shift;
+                prop_assert!(used <= bytes && bytes - used < 1 << g.cluster_shift);
+            }
+        }
+    }
+}
+
+#[test]
+fn geometry_at_its_edges() {
+    for (bytes, want) in [
+        (0, None),
+        (LEAST_CLUSTER as u64 - 1, None),
+        (LEAST_CLUSTER as u64, Some((18, 1))),
+        (16 << 30, Some((18, 65_536))),
+        ((16 << 30) + (1 << 20), Some((19, 32_770))),
+        (MOST_BYTES, Some((22, 65_536))),
+        (MOST_BYTES + 1, None),
+    ] {
+        assert_eq!(Geometry::of(bytes).map(|g| (g.cluster_shift, g.clusters)), want, "{bytes}");
+    }
+}
