@@ -10,6 +10,7 @@
 
 use crate::arena::PAGE;
 use crate::fault::decode;
+use crate::inject::Site;
 use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::state::{State, UNIT};
@@ -97,6 +98,9 @@ impl Pager {
         let Some((encoding, len)) = b.compressor.compress(&b.plain[..pages * PAGE], &mut b.packed[..room]) else {
             return 0;
         };
+        if self.inject(Site::Pool).is_some() {
+            return 0;
+        }
         let before = s.pool.used_bytes();
         let at = object::head_bytes(head.order);
         let old = s.object(handle);

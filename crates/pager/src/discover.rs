@@ -1,6 +1,6 @@
 //! Discovery: which of the program's memory is managed.
 //!
-//! Private anonymous memory that is not executable, less what is excluded: uzswap's own, thread stacks (libc maps them
+//! Private anonymous memory that was not executable when it was found, less what is excluded: uzswap's own, thread stacks (libc maps them
 //! with MAP_STACK, which the agent sees), the TLS of live threads (the kernel itself writes there and kills the process
 //! when it cannot), and small anonymous mappings older than the agent (the loader's). Reserved ranges (PROT_NONE) are
 //! registered too, so what malloc arenas and runtimes open up later is covered. Ranges are found by reading
@@ -8,9 +8,12 @@
 //! kernel's meanwhile: nothing is wrong, it merely counted without being evictable.
 
 use crate::arena::PAGE;
+use crate::events::forget_range;
+use crate::inject::Site;
 use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
+use uzswap_mm::pagetable::Tag;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{maps, pagemap};
 
@@ -21,37 +24,48 @@ impl Pager {
     /// Registers what is not registered yet and lists its pages. Returns the bytes newly found present.
     ///
     /// # Errors
-    /// When the maps cannot be read.
+    /// When the maps cannot be read, or when a range of which pages are out could not be registered (in a forked child:
+    /// they would read as zeros). What else cannot be registered stays the kernel's.
     pub fn scan(&self, s: &mut State) -> Result<usize, Errno> {
         let mut text = Vec::with_capacity(128 << 10);
         raw::read_file(b"/proc/self/maps\0", &mut text)?;
-        let mut found = 0;
-        for m in maps::parse(&text).filter(maps::Mapping::is_private_anonymous) {
-            if self.layout.owns(m.start) {
+        let mut found = Ok(0);
+        for m in maps::parse(&text).filter(maps::Mapping::is_anonymous) {
+            // (What a program makes executable later, as compilers at run time do, has been managed before.)
+            let managed = m.is_private_anonymous() || s.knows_any(m.start, m.end);
+            if self.layout.owns(m.start) || !managed {
                 continue;
             }
             let parts = without(vec![(m.start, m.end)], &s.pinned);
             for (start, end) in without(parts, &s.excluded) {
-                found += self.take_over(s, start, end);
+                // The others are registered all the same.
+                found = self.take_over(s, start, end).and_then(|new| Ok(found? + new));
             }
         }
-        Ok(found)
+        found
     }
 
     /// Registers one range and lists the pages that are there and were not known.
-    fn take_over(&self, s: &mut State, start: usize, end: usize) -> usize {
+    fn take_over(&self, s: &mut State, start: usize, end: usize) -> Result<usize, Errno> {
         // Registering again what is registered already is a cheap no-op for the kernel.
-        if self.uffd().register(start, end - start).is_err() {
-            return 0;
+        let refused = self.inject(Site::Register).map(|_| libc::ENOMEM);
+        if let Some(errno) = refused.or(self.uffd().register(start, end - start).err()) {
+            if any_out(s, start, end) {
+                return Err(errno);
+            }
+            // What is there must not leave either: MOVE does not ask whether its source is registered.
+            s.managed.retain(|(a, b)| *b <= start || *a >= end);
+            forget_range(s, (start / PAGE) as u64, (end / PAGE) as u64);
+            return Ok(0);
         }
         if s.managed.contains(&(start, end)) {
-            return 0;
+            return Ok(0);
         }
         s.managed.retain(|(a, b)| *b <= start || *a >= end);
         s.managed.push((start, end));
         let mut runs: Vec<(usize, usize)> = Vec::new();
         if pagemap::present_runs(self.pagemap.load(Relaxed), start, end, |a, b| runs.push((a, b))).is_err() {
-            return 0;
+            return Ok(0);
         }
         let mut pages = 0;
         for (a, b) in runs {
@@ -71,7 +85,20 @@ impl Pager {
                 at += n;
             }
         }
-        pages * PAGE
+        Ok(pages * PAGE)
+    }
+
+    /// In a forked child, when all that is mapped has been registered: forgets what the parent had and the child has not
+    /// (MADV_DONTFORK). What the child maps there is new.
+    pub(crate) fn forget_unmapped(&self, s: &mut State) {
+        let mut managed = s.managed.clone();
+        managed.sort_unstable();
+        let mut at = 0;
+        for (start, end) in managed {
+            forget_range(s, at, (start / PAGE) as u64);
+            at = (end / PAGE) as u64;
+        }
+        forget_range(s, at, 1 << 35);
     }
 
     /// Excludes a range for good: a stack, TLS. Called with pages still in the program only.
@@ -102,6 +129,18 @@ impl Pager {
         s.pinned.push((page - (128 << 10), page + 4 * PAGE));
         Ok(())
     }
+}
+
+/// Whether a page of the range is out of the program.
+fn any_out(s: &State, start: usize, end: usize) -> bool {
+    let (mut at, end) = ((start / PAGE) as u64, (end / PAGE) as u64);
+    while let Some(vpn) = s.pt.next_used(at).filter(|vpn| *vpn < end) {
+        if s.pt.get(vpn).tag() != Tag::Resident {
+            return true;
+        }
+        at = vpn + 1;
+    }
+    false
 }
 
 /// The parts less the excluded ranges.

@@ -6,10 +6,9 @@
 //! under the lock in which it was registered, so no stale page is ever evicted and brought back.
 
 use crate::arena::PAGE;
-use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::state::State;
-use uzswap_mm::codec::Encoding;
+use uzswap_mm::lru::Entry;
 use uzswap_mm::pagetable::{Pte, Tag};
 use uzswap_sys::uffd::Message;
 
@@ -23,14 +22,6 @@ impl Pager {
             }
             Message::Fault { .. } | Message::Unknown(_) => {}
         }
-    }
-}
-
-fn forget_range(s: &mut State, from: u64, to: u64) {
-    let mut gone = Vec::new();
-    s.pt.clear(from, to, |vpn, pte| gone.push((vpn, pte)));
-    for (vpn, pte) in gone {
-        s.forget(vpn, pte);
     }
 }
 
@@ -51,11 +42,13 @@ fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
             }
             Tag::Staged => {
                 s.pt.set(target, Pte::new(Tag::Staged, pte.aux()));
-                s.lru.staged.push(uzswap_mm::lru::Entry::new(target, 0, 0));
+                s.lru.staged.push(Entry::new(target, 0, 0));
             }
+            // The thread that compresses it looks for it at the old address: it is told.
             Tag::Busy => {
-                // Its slot belongs to the compressing thread: recognised at the old address only. Copy the frame.
-                busy_to_new_frame(s, target, pte.aux());
+                s.moved_busy.retain(|(slot, _)| *slot != pte.aux());
+                s.moved_busy.push((pte.aux(), target));
+                s.pt.set(target, Pte::new(Tag::Busy, pte.aux()));
             }
             Tag::None => {}
             Tag::Compressed | Tag::Zero | Tag::Poisoned => s.pt.set(target, pte),
@@ -63,15 +56,11 @@ fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
     }
 }
 
-/// Stores a page that is being compressed raw in the pool under its new address: rare, and always possible.
-fn busy_to_new_frame(s: &mut State, vpn: u64, slot: u32) {
-    let layout = s.layout;
-    // SAFETY: a Busy page's frame stays until commit; reading is shared.
-    let page = unsafe { layout.frames(slot, 1) };
-    let head = Header { len: PAGE, encoding: Encoding::Raw, order: 0, live: 1 };
-    let handle = s.put_object(head, |place| object::set_hash(place, 0, object::hash(page)), page);
-    let handle = handle.expect("the pool's address space holds one more page");
-    s.pt.set(vpn, Pte::compressed(handle.raw(), 0, s.evictions));
-    s.end_busy(1);
-    s.swapped += 1;
+/// Forgets all that is known of the pages `[from, to)`.
+pub(crate) fn forget_range(s: &mut State, from: u64, to: u64) {
+    let mut gone = Vec::new();
+    s.pt.clear(from, to, |vpn, pte| gone.push((vpn, pte)));
+    for (vpn, pte) in gone {
+        s.forget(vpn, pte);
+    }
 }

@@ -19,6 +19,7 @@
 //! window fourfold up to 64 KiB; any other brings one page. What was decompressed beyond it stays in a small cache.
 
 use crate::arena::PAGE;
+use crate::inject::Site;
 use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::state::{BLOCK_PAGES, State};
@@ -26,8 +27,8 @@ use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::Encoding;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Pte, Tag};
 use uzswap_mm::zone::Kind;
-use uzswap_sys::thread;
 use uzswap_sys::uffd::Message;
+use uzswap_sys::{sys, thread};
 
 /// The kernel answered EAGAIN: an event must be read first.
 pub struct EventPending;
@@ -53,7 +54,7 @@ impl Pager {
             if waiting.capacity() == 0 {
                 waiting.reserve(1024);
             }
-            let message = uffd.read();
+            let message = if self.inject(Site::Event).is_some() { Err(libc::EIO) } else { uffd.read() };
             match message {
                 Ok(Some(Message::Fault { address, write, tid })) => {
                     waiting.push(Request { vpn: (address / PAGE) as u64, write });
@@ -234,7 +235,7 @@ impl Pager {
         s.scratch[..PAGE].fill(0);
         let from = s.scratch.as_ptr() as usize;
         // SAFETY: scratch is a block of ours.
-        match unsafe { self.uffd().copy(vpn as usize * PAGE, from, PAGE) } {
+        match unsafe { self.copy(vpn, from, PAGE) } {
             Ok(()) => s.rss += PAGE,
             Err((_, libc::EAGAIN)) => return Err(EventPending),
             Err(_) => self.uffd().wake(vpn as usize * PAGE, PAGE),
@@ -273,7 +274,7 @@ impl Pager {
         let result = match frames {
             Some((slot, _)) => self.move_in(vpn, slot, filled_n),
             // SAFETY: the buffer is readable.
-            None => unsafe { self.uffd().copy(vpn as usize * PAGE, src, filled_n * PAGE) },
+            None => unsafe { self.copy(vpn, src, filled_n * PAGE) },
         };
         let (mut brought, error) = match result {
             Ok(()) => (filled_n, 0),
@@ -400,7 +401,7 @@ impl Pager {
 
     fn copy_in(&self, s: &mut State, vpn: u64, src: usize, n: usize) -> Result<bool, EventPending> {
         // SAFETY: callers pass readable memory of ours.
-        match unsafe { self.uffd().copy(vpn as usize * PAGE, src, n * PAGE) } {
+        match unsafe { self.copy(vpn, src, n * PAGE) } {
             Ok(()) => {
                 s.rss += n * PAGE;
                 Ok(true)
@@ -413,17 +414,22 @@ impl Pager {
         }
     }
 
-    /// Tells the process that a page is lost: SIGBUS on access, and a message.
+    /// Tells the process that a page is lost: SIGBUS on access, and a message (before it: the signal may end everything).
     fn poison(&self, s: &mut State, vpn: u64) -> Result<(), EventPending> {
-        if let Err((_, libc::EAGAIN)) = self.uffd().poison(vpn as usize * PAGE, PAGE) {
-            return Err(EventPending);
-        }
-        if s.pt.get(vpn).tag() != Tag::Poisoned {
-            let pte = s.pt.get(vpn);
+        let pte = s.pt.get(vpn);
+        if pte.tag() != Tag::Poisoned {
             s.pt.set(vpn, Pte::new(Tag::Poisoned, 0));
             s.forget(vpn, pte);
             self.counters().poisoned.fetch_add(1, Relaxed);
             self.say(b"uzswap: a compressed page was found damaged in memory and cannot be restored; the program gets SIGBUS when it touches it\n");
+        }
+        match self.uffd().poison(vpn as usize * PAGE, PAGE) {
+            Ok(()) => {}
+            Err((_, libc::EAGAIN)) => return Err(EventPending),
+            // The page is there, or its mapping is gone: whoever waits may look again.
+            Err((_, libc::EEXIST | libc::ENOENT)) => self.uffd().wake(vpn as usize * PAGE, PAGE),
+            // SAFETY: a signal. (Linux before 6.6 cannot poison a page: the thread that asked must not wait for ever.)
+            Err(_) => drop(unsafe { sys!(libc::SYS_kill, thread::getpid(), libc::SIGBUS) }),
         }
         Ok(())
     }

@@ -33,7 +33,9 @@ impl Pager {
     /// After clone, in the child: returns when memory is managed again; false when it cannot be.
     pub fn after_fork_in_child(&'static self) -> bool {
         let engaged = self.engaged.load(Relaxed);
-        let claimed = self.claim_slot().is_ok();
+        if self.claim_slot().is_err() {
+            return false;
+        }
         self.kin.store(true, Relaxed);
         self.shared_due.store(0, Relaxed);
         self.watched.store(false, Relaxed);
@@ -53,7 +55,7 @@ impl Pager {
         };
         // SAFETY: before_fork took the lock in this thread, of which the child's copy is held by nobody else.
         unsafe { self.state.force_unlock() };
-        claimed && ok
+        ok
     }
 
     /// What only the parent's threads were doing does not go on here.
@@ -72,6 +74,7 @@ impl Pager {
             s.lru.staged.push(Entry::new(vpn, 0, 0));
         }
         s.unshare.clear();
+        s.moved_busy.clear();
         s.placement = Placement::new();
         // Free frames are garbage that is shared with the parent: not ours to keep. No descriptor is registered here
         // yet, so discarding raises no event.

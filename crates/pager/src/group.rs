@@ -7,12 +7,13 @@
 //!
 //! Sizes are bytes unless the name says otherwise.
 
+use crate::inject::Faults;
 use core::sync::atomic::{AtomicU32, AtomicU64};
 
 /// Environment variable with the path of the group's memory object.
 pub const ENV_GROUP: &str = "UZSWAP_GROUP";
 /// First word of the page: refuses a page of another version.
-pub const MAGIC: u64 = 0x757a_7377_6170_0001;
+pub const MAGIC: u64 = 0x757a_7377_6170_0002;
 /// Processes that can be members at once.
 pub const SLOTS: usize = 1024;
 
@@ -112,6 +113,8 @@ pub struct GroupPage {
     pub over_limit: AtomicU64,
     /// What the dead members counted (cumulative fields only).
     pub dead: Counters,
+    /// What a test wants to fail; nothing otherwise.
+    pub faults: Faults,
     /// The members.
     pub slots: [Slot; SLOTS],
 }

@@ -8,6 +8,7 @@ pub mod events;
 pub mod fault;
 pub mod fork;
 pub mod group;
+pub mod inject;
 pub mod object;
 pub mod pager;
 pub mod placement;

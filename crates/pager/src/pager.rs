@@ -2,6 +2,7 @@
 
 use crate::arena::{Layout, PAGE};
 use crate::group::{Counters, GroupPage, SLOTS, Slot};
+use crate::inject::Site;
 use crate::state::State;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::codec::Algorithm;
@@ -116,6 +117,9 @@ impl Pager {
     /// # Errors
     /// `EAGAIN` when all are taken by live processes.
     pub fn claim_slot(&self) -> Result<(), Errno> {
+        if self.inject(Site::Slot).is_some() {
+            return Err(libc::EAGAIN);
+        }
         let pid = thread::getpid() as u32;
         let slots = &self.group.slots;
         let own = slots.iter().position(|s| s.pid.load(Relaxed) == pid);

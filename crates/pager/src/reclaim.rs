@@ -16,6 +16,7 @@
 
 use crate::arena::PAGE;
 use crate::fault::EventPending;
+use crate::inject::Site;
 use crate::pager::Pager;
 use crate::state::{BLOCK_PAGES, State};
 use crate::store::{BATCH_PAGES, Batch};
@@ -217,11 +218,13 @@ impl Pager {
             }
             // SAFETY: free frames hold nothing of use.
             unsafe { crate::arena::discard(at, len) };
-            if !self.own_frames {
-                uffd.register(at, len).expect("the arena can be registered again");
+            s.rss = s.rss.saturating_sub(len);
+            let refused = self.inject(Site::Register).is_some();
+            if !self.own_frames && (refused || uffd.register(at, len).is_err()) {
+                // No target of a MOVE any more: the slots stay allocated for good, and nobody uses them.
+                break;
             }
             s.zone.free(Kind::Hole, slot, order);
-            s.rss = s.rss.saturating_sub(len);
             given += 1 << order;
         }
         given

@@ -55,7 +55,18 @@ impl Pager {
                 n += 1;
             }
             if n > 0 {
-                moved += self.stage_run(s, at, n as usize)?;
+                match self.stage_run(s, at, n as usize) {
+                    Ok(n) => moved += n,
+                    Err(pending) => {
+                        // (What it was asked for it has listed again.)
+                        for later in at + n..end {
+                            if is_fresh(s, later, e.stamp()) {
+                                self.requeue(s, later, 1);
+                            }
+                        }
+                        return if moved > 0 { Ok(moved) } else { Err(pending) };
+                    }
+                }
             }
             at += n + 1;
         }

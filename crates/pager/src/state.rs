@@ -76,6 +76,8 @@ pub struct State {
     pub managed: Vec<(usize, usize)>,
     /// Ranges whose frames are shared after fork: to be un-shared outside the lock.
     pub unshare: Vec<(usize, usize)>,
+    /// Pages moved by mremap while they were being compressed: slot, and where they are now. `commit` asks.
+    pub moved_busy: Vec<(u32, u64)>,
     /// Recent ends of faults: a fault at one of them is sequential.
     pub streams: [(u64, u8); 8],
     /// Next of `streams` to reuse.
@@ -115,6 +117,7 @@ impl State {
             excluded: Vec::new(),
             managed: Vec::new(),
             unshare: Vec::new(),
+            moved_busy: Vec::new(),
             streams: [(u64::MAX, 0); 8],
             stream_next: 0,
             placement: Placement::new(),
@@ -240,6 +243,11 @@ impl State {
             }
             self.list_resident(at, len, true, |i| copies[i]);
         }
+    }
+
+    /// Whether anything is known of a page between two addresses.
+    pub fn knows_any(&self, start: usize, end: usize) -> bool {
+        self.pt.next_used((start / PAGE) as u64).is_some_and(|vpn| vpn < (end / PAGE) as u64)
     }
 
     /// Pages from `at`, which is resident, up to `end` that are resident too.

@@ -5,6 +5,7 @@
 //! back to the staged list: nothing is lost.
 
 use crate::arena::{Layout, PAGE};
+use crate::inject::Site;
 use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::state::{BLOCK, State};
@@ -147,6 +148,7 @@ impl Pager {
                     live |= 1 << i;
                 }
             }
+            let moved = if s.moved_busy.is_empty() { 0 } else { elsewhere(s, &u) };
             let stored = match u.outcome {
                 _ if live == 0 => None,
                 Outcome::Zero => Some(None),
@@ -155,10 +157,13 @@ impl Pager {
                     let set = |place: &mut [u8]| {
                         hashes.iter().enumerate().for_each(|(i, h)| object::set_hash(place, i, *h));
                     };
-                    let handle = s.put_object(head, set, &batch.out[at..at + len]);
-                    if handle.is_none() {
+                    let refused = self.inject(Site::Pool).is_some();
+                    let handle = if refused { None } else { s.put_object(head, set, &batch.out[at..at + len]) };
+                    if let Some(handle) = handle {
+                        self.damage(s, handle.raw());
+                    } else {
                         c.reject_alloc_fail.fetch_add(1, Relaxed);
-                        self.back_to_staged(s, &u, live);
+                        back_to_staged(s, &u, live, moved);
                         continue;
                     }
                     c.zswpout.fetch_add(u64::from(live.count_ones()), Relaxed);
@@ -184,25 +189,60 @@ impl Pager {
                     }
                 }
             }
-            s.zone.free_run(Kind::Frame, u.slot, pages);
+            if moved == 0 {
+                s.zone.free_run(Kind::Frame, u.slot, pages);
+            } else {
+                (0..pages as u32)
+                    .filter(|i| moved & (1 << i) == 0)
+                    .for_each(|i| s.zone.free(Kind::Frame, u.slot + i, 0));
+            }
             left += pages;
         }
         batch.hashes.clear();
         left
     }
 
-    fn back_to_staged(&self, s: &mut State, u: &Unit, live: u16) {
-        for i in 0..1u32 << u.order {
-            let at = u.vpn + u64::from(i);
-            if live & (1 << i) != 0 {
-                s.busy -= 1;
-                s.pt.set(at, Pte::new(Tag::Staged, u.slot + i));
-                s.lru.staged.push(Entry::new(at, 0, 0));
-            } else {
-                s.zone.free(Kind::Frame, u.slot + i, 0);
-            }
+    /// Where a test wants it, flips a bit of an object's hashes or bytes as failing memory would.
+    fn damage(&self, s: &State, handle: u32) {
+        if let Some(bits) = self.inject(Site::Damage) {
+            let body = &mut s.object(handle)[object::HEADER_BYTES..];
+            let at = (bits >> 8) as usize % body.len();
+            body[at] ^= 1 << (bits % 8);
         }
     }
+}
+
+/// What could not be stored is staged again; what the program took back left its frame free.
+fn back_to_staged(s: &mut State, u: &Unit, live: u16, moved: u16) {
+    for i in 0..1u32 << u.order {
+        let at = u.vpn + u64::from(i);
+        if live & (1 << i) != 0 {
+            s.busy -= 1;
+            s.pt.set(at, Pte::new(Tag::Staged, u.slot + i));
+            s.lru.staged.push(Entry::new(at, 0, 0));
+        } else if moved & (1 << i) == 0 {
+            s.zone.free(Kind::Frame, u.slot + i, 0);
+        }
+    }
+}
+
+/// The pages of a unit that mremap has taken elsewhere since: they are staged there, in the frames they have.
+#[cold]
+fn elsewhere(s: &mut State, u: &Unit) -> u16 {
+    let mut moved = 0;
+    for i in 0..1u32 << u.order {
+        let Some(k) = s.moved_busy.iter().position(|(slot, _)| *slot == u.slot + i) else { continue };
+        let (slot, vpn) = s.moved_busy.swap_remove(k);
+        let pte = s.pt.get(vpn);
+        // (Moved back again it is where the unit has it, and is stored as if nothing had happened.)
+        if vpn != u.vpn + u64::from(i) && pte.tag() == Tag::Busy && pte.aux() == slot {
+            s.busy -= 1;
+            s.pt.set(vpn, Pte::new(Tag::Staged, slot));
+            s.lru.staged.push(Entry::new(vpn, 0, 0));
+            moved |= 1 << i;
+        }
+    }
+    moved
 }
 
 impl Batch {

@@ -10,6 +10,7 @@
 //! userfaultfd, and the helpers hold none of the program's pipes open.
 
 use crate::arena::PAGE;
+use crate::inject::Site;
 use crate::pager::{FEATURES, Pager};
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
@@ -141,6 +142,9 @@ impl Pager {
 
     /// In a forked child, before the program's code runs: a new userfaultfd, everything registered again.
     fn rearm(&'static self) -> Result<(), Errno> {
+        if self.inject(Site::Uffd).is_some() {
+            return Err(libc::EMFILE);
+        }
         let (uffd, _) = Uffd::open(FEATURES)?;
         self.uffd.store(uffd.fd(), Release);
         self.pagemap.store(raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY)?, Release);
@@ -149,6 +153,7 @@ impl Pager {
         let s: &mut State = unsafe { self.state.assume_locked() };
         s.managed.clear();
         self.scan(s)?;
+        self.forget_unmapped(s);
         s.rss = self.read_rss();
         self.spawn_helpers()
     }

@@ -1,4 +1,5 @@
-//! Moving frames between the program and the arena: the one place that calls `UFFDIO_MOVE`.
+//! Moving frames between the program and the arena: the one place that calls `UFFDIO_MOVE`; and copying into the
+//! program where a frame cannot be moved.
 //!
 //! What the arena holds afterwards decides what was moved, not the kernel's answer. Linux 6.18 at times answers EEXIST,
 //! with nothing moved, to a MOVE whose first page it did move (seen in one of a few hundred thousand calls on memory
@@ -7,6 +8,7 @@
 //! out, or a frame's slot that is a hole after a MOVE in, was moved.
 
 use crate::arena::PAGE;
+use crate::inject::Site;
 use crate::pager::Pager;
 use core::sync::atomic::Ordering::*;
 use uzswap_sys::pagemap;
@@ -19,7 +21,7 @@ impl Pager {
     /// The bytes that were moved, and why not all.
     pub(crate) fn move_out(&self, vpn: u64, slot: u32, n: usize) -> Result<(), Partial> {
         // SAFETY: the source is the program's memory, of which this code holds no references.
-        let result = unsafe { self.uffd().move_pages(self.layout.slot(slot), vpn as usize * PAGE, n * PAGE) };
+        let result = unsafe { self.ask_move(Site::MoveOut, self.layout.slot(slot), vpn as usize * PAGE, n) };
         result.or_else(|told| self.corrected(told, self.leading(slot, n, true), n))
     }
 
@@ -30,7 +32,7 @@ impl Pager {
     pub(crate) fn move_in(&self, vpn: u64, slot: u32, n: usize) -> Result<(), Partial> {
         let (dst, src) = (vpn as usize * PAGE, self.layout.slot(slot));
         // SAFETY: as the caller says.
-        let mut result = unsafe { self.uffd().move_pages(dst, src, n * PAGE) };
+        let mut result = unsafe { self.ask_move(Site::MoveIn, dst, src, n) };
         if let Err((0, libc::EBUSY)) = result {
             // Shared with a forked child: writing makes the frames ours alone.
             for i in 0..n {
@@ -41,7 +43,7 @@ impl Pager {
                 }
             }
             // SAFETY: as above.
-            result = unsafe { self.uffd().move_pages(dst, src, n * PAGE) };
+            result = unsafe { self.ask_move(Site::MoveIn, dst, src, n) };
         }
         result.or_else(|told| {
             let moved = self.leading(slot, n, false);
@@ -50,6 +52,41 @@ impl Pager {
             }
             self.corrected(told, moved, n)
         })
+    }
+
+    /// Copies to missing pages of the program.
+    ///
+    /// # Errors
+    /// The bytes that were copied, and why not all.
+    ///
+    /// # Safety
+    /// `src` must be readable for `len` bytes.
+    pub(crate) unsafe fn copy(&self, vpn: u64, src: usize, len: usize) -> Result<(), Partial> {
+        if self.inject(Site::Copy).is_some() {
+            return Err((0, libc::EAGAIN));
+        }
+        // SAFETY: as the caller says.
+        unsafe { self.uffd().copy(vpn as usize * PAGE, src, len) }
+    }
+
+    /// Asks the kernel to move `n` pages, or has it answer what a test wants.
+    ///
+    /// # Safety
+    /// No reference into `src` may be alive.
+    unsafe fn ask_move(&self, site: Site, dst: usize, src: usize, n: usize) -> Result<(), Partial> {
+        // SAFETY: as the caller says.
+        let moved = |pages: usize| unsafe { self.uffd().move_pages(dst, src, pages * PAGE) };
+        let Some(bits) = self.inject(site) else { return moved(n) };
+        match bits % 3 {
+            0 => Err((0, libc::EBUSY)),
+            // A part, as when an event comes meanwhile.
+            1 => match (bits >> 8) as usize % n {
+                0 => Err((0, libc::EAGAIN)),
+                part => moved(part).and(Err((part * PAGE, libc::EAGAIN))),
+            },
+            // One page, concealed.
+            _ => moved(1).and(Err((0, libc::EEXIST))),
+        }
     }
 
     /// The kernel's answer, less what it concealed.

@@ -42,9 +42,13 @@ pub fn parse(text: &[u8]) -> impl Iterator<Item = Mapping<'_>> {
 impl Mapping<'_> {
     /// Whether this is private anonymous memory, not executable, that is not the kernel's or a stack.
     pub fn is_private_anonymous(&self) -> bool {
+        self.perms[2] != b'x' && self.is_anonymous()
+    }
+
+    /// Whether this is private anonymous memory, executable or not, that is not the kernel's or a stack.
+    pub fn is_anonymous(&self) -> bool {
         self.inode == 0
             && self.perms[3] == b'p'
-            && self.perms[2] != b'x'
             && (self.name.is_empty() || self.name == b"[heap]" || self.name.starts_with(b"[anon"))
     }
 }

@@ -16,8 +16,9 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use uzswap_pager::group::ENV_GROUP;
+use uzswap_pager::inject::ENV_FAULTS;
 
 /// How the program ended.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -67,6 +68,10 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     // As a cgroup v1 counts the kernel's compressed swap, for `uzswap lab` to compare like with like.
     if env::var_os("UZSWAP_POOL_UNCHARGED").is_some_and(|value| value == "1") {
         group.page().pool_uncharged.store(1, Relaxed);
+    }
+    if let Some(faults) = env::var_os(ENV_FAULTS) {
+        let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| u64::from(t.subsec_nanos()));
+        group.page().faults.set(&faults.to_string_lossy(), seed)?;
     }
     let report = config.report.as_deref().map(create_report).transpose()?;
 

@@ -1,8 +1,10 @@
 //! What a group counted, summed over its members, dead and alive.
 
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use uzswap_pager::group::{Counters, GroupPage};
+use uzswap_pager::inject::SITES;
 
 macro_rules! sums {
     ($($field:ident),* $(,)?) => {
@@ -50,6 +52,9 @@ pub struct Totals {
     pub compression_ratio: Option<f64>,
     /// The sums.
     pub counters: Sums,
+    /// For tests: how often each site failed on purpose, and where the draws began. None when nothing was injected.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub injected: Option<BTreeMap<&'static str, u64>>,
 }
 
 impl Totals {
@@ -72,8 +77,16 @@ impl Totals {
             unmanaged: page.warned_unmanaged.load(Relaxed) != 0,
             compression_ratio: (held > 0).then(|| counters.stored_pages as f64 * 4096.0 / held as f64),
             counters,
+            injected: injected(page),
         }
     }
+}
+
+fn injected(page: &GroupPage) -> Option<BTreeMap<&'static str, u64>> {
+    let faults = &page.faults;
+    let fired = SITES.iter().zip(&faults.fired).map(|((_, name), fired)| (*name, fired.load(Relaxed)));
+    let seed = ("seed", faults.seed.load(Relaxed));
+    (faults.on.load(Relaxed) != 0).then(|| fired.chain([seed]).collect())
 }
 
 #[cfg(test)]
@@ -96,5 +109,10 @@ mod tests {
         assert_eq!(totals.counters.pgfault, 7);
         assert_eq!(totals.compression_ratio, Some(3.0));
         assert_eq!(totals.limit, 4096);
+        assert_eq!(totals.injected, None);
+        page.faults.set("seed=5,move_in=1/2", 0).unwrap();
+        page.faults.fired[3].store(8, Relaxed);
+        let injected = Totals::of(page).injected.unwrap();
+        assert_eq!((injected["seed"], injected["move_in"], injected["pool"]), (5, 8, 0));
     }
 }

@@ -155,11 +155,16 @@ impl Subject {
 
     /// Starts the program without uzswap.
     pub fn start_plain(&self) -> Running {
-        Running::start(&self.argv, &self.dir, None)
+        Running::start(&self.argv, &self.dir, None, &[])
     }
 
     /// Starts the program under `uzswap run`.
     pub fn start_limited(&self, limit_bytes: u64) -> Running {
+        self.start_limited_with(limit_bytes, &[])
+    }
+
+    /// The same, with variables in `uzswap`'s environment.
+    pub fn start_limited_with(&self, limit_bytes: u64, variables: &[(&str, &str)]) -> Running {
         static REPORTS: AtomicU32 = AtomicU32::new(0);
         let report = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!(
             "report-{}-{}.json",
@@ -173,7 +178,7 @@ impl Subject {
         argv.push(report.clone().into());
         argv.push("--".into());
         argv.extend(self.argv.iter().cloned());
-        Running::start(&argv, &self.dir, Some(report))
+        Running::start(&argv, &self.dir, Some(report), variables)
     }
 
     /// The same, which ends with a failure of its own.
@@ -252,7 +257,7 @@ pub fn assert_limited(at: &str, run: &Outcome, limit_bytes: u64, limit_kept: boo
 }
 
 /// The number that follows the first `"key":` of a JSON text, at any depth.
-fn report_number(json: &str, key: &str) -> Option<f64> {
+pub fn report_number(json: &str, key: &str) -> Option<f64> {
     let (_, after) = json.split_once(&format!("\"{key}\""))?;
     let value = after.trim_start().strip_prefix(':')?.trim_start();
     let end = value.find(|c: char| !(c.is_ascii_digit() || ".+-eE".contains(c))).unwrap_or(value.len());
@@ -374,7 +379,7 @@ pub struct Running {
 }
 
 impl Running {
-    fn start(argv: &[OsString], dir: &Path, report: Option<PathBuf>) -> Self {
+    fn start(argv: &[OsString], dir: &Path, report: Option<PathBuf>, variables: &[(&str, &str)]) -> Self {
         let mut command = Command::new(&argv[0]);
         command
             .args(&argv[1..])
@@ -382,6 +387,7 @@ impl Running {
             .env("LC_ALL", "C")
             .env("PYTHONHASHSEED", "0")
             .env_remove("LD_PRELOAD")
+            .envs(variables.iter().copied())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());

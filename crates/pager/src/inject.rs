@@ -1,0 +1,155 @@
+//! Faults injected on purpose. For tests only.
+//!
+//! Most error paths of the pager are entered once in millions of operations, or never on the kernel at hand. A test
+//! enters them by the hundred: it sets [`ENV_FAULTS`] for `uzswap run`, which puts the rates into the group's page, and
+//! the places in question ask [`Pager::inject`] whether to fail this time.
+//!
+//! ```text
+//! UZSWAP_TEST_FAULTS="seed=7,pool=1/50,move_out=1/100"     one store in 50 fails, and one MOVE out in 100
+//! ```
+//! What is drawn is a hash of how many were drawn before in the whole group: no state of a process, so a forked child
+//! goes on where its parent was. Each site counts how often it failed, and the report says so: a test must see that
+//! what it is about has happened. When nothing is injected a place costs one load.
+
+use crate::pager::Pager;
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
+
+/// Environment variable of `uzswap run` with what is to fail.
+pub const ENV_FAULTS: &str = "UZSWAP_TEST_FAULTS";
+
+/// A place that can be made to fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Site {
+    /// The pool has no place for an object.
+    Pool,
+    /// A stored object changes in memory.
+    Damage,
+    /// MOVE of the program's pages into the arena: EBUSY, EAGAIN after a part, or EEXIST though a page was moved.
+    MoveOut,
+    /// MOVE of the arena's frames into the program: the same answers.
+    MoveIn,
+    /// COPY answers EAGAIN.
+    Copy,
+    /// Reading a message of the userfaultfd fails.
+    Event,
+    /// A range of the program or of the arena cannot be registered.
+    Register,
+    /// A forked child gets no userfaultfd.
+    Uffd,
+    /// A process gets no slot in the group.
+    Slot,
+}
+
+/// Every site and its name.
+pub const SITES: [(Site, &str); 9] = [
+    (Site::Pool, "pool"),
+    (Site::Damage, "damage"),
+    (Site::MoveOut, "move_out"),
+    (Site::MoveIn, "move_in"),
+    (Site::Copy, "copy"),
+    (Site::Event, "event"),
+    (Site::Register, "register"),
+    (Site::Uffd, "uffd"),
+    (Site::Slot, "slot"),
+];
+
+/// What is to fail, and what has: part of the group's page.
+#[repr(C)]
+#[derive(Default)]
+pub struct Faults {
+    /// Whether anything is injected (0: no).
+    pub on: AtomicU32,
+    /// Where the draws began.
+    pub seed: AtomicU64,
+    /// Draws so far, in the whole group.
+    pub draws: AtomicU64,
+    /// For each site how often it fails, in 2^-32 (2^32: always).
+    pub rates: [AtomicU64; SITES.len()],
+    /// For each site how often it did (events).
+    pub fired: [AtomicU64; SITES.len()],
+}
+
+impl Faults {
+    /// Sets rates as [`ENV_FAULTS`] gives them; `seed` is used where the text names none.
+    ///
+    /// # Errors
+    /// One sentence.
+    pub fn set(&self, text: &str, seed: u64) -> Result<(), String> {
+        self.seed.store(seed, Relaxed);
+        for item in text.split(',') {
+            let wrong = || format!("`{item}` in {ENV_FAULTS} is not SITE=N/M with N at most M, or seed=N");
+            let (name, value) = item.split_once('=').ok_or_else(wrong)?;
+            if name == "seed" {
+                self.seed.store(value.parse().map_err(|_| wrong())?, Relaxed);
+                continue;
+            }
+            let site = SITES.iter().position(|(_, n)| *n == name).ok_or_else(wrong)?;
+            let (n, m) = value.split_once('/').ok_or_else(wrong)?;
+            let (n, m): (u32, u32) = (n.parse().map_err(|_| wrong())?, m.parse().map_err(|_| wrong())?);
+            if m == 0 || n > m {
+                return Err(wrong());
+            }
+            self.rates[site].store((u64::from(n) << 32) / u64::from(m), Relaxed);
+        }
+        self.on.store(1, Release);
+        Ok(())
+    }
+
+    /// Draws for a site: random bits when it is to fail.
+    #[cold]
+    fn draw(&self, site: Site) -> Option<u64> {
+        let i = SITES.iter().position(|(s, _)| *s == site)?;
+        let rate = self.rates[i].load(Relaxed);
+        if rate == 0 {
+            return None;
+        }
+        let bits = mix(mix(self.seed.load(Relaxed)) ^ self.draws.fetch_add(1, Relaxed));
+        if bits >> 32 >= rate {
+            return None;
+        }
+        self.fired[i].fetch_add(1, Relaxed);
+        Some(mix(bits))
+    }
+}
+
+/// splitmix64.
+fn mix(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+impl Pager {
+    /// Whether a test wants this site to fail now; then random bits, to choose how.
+    #[inline]
+    pub(crate) fn inject(&self, site: Site) -> Option<u64> {
+        let faults = &self.group.faults;
+        if faults.on.load(Relaxed) == 0 { None } else { faults.draw(site) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_are_kept() {
+        let faults = Faults::default();
+        faults.set("seed=3,pool=1/4,copy=1/1,slot=0/1", 9).unwrap();
+        assert_eq!((faults.on.load(Relaxed), faults.seed.load(Relaxed)), (1, 3));
+        let fired = |site| (0..10_000).filter(|_| faults.draw(site).is_some()).count();
+        assert!((2300..2700).contains(&fired(Site::Pool)), "about one in four");
+        assert_eq!((fired(Site::Copy), fired(Site::Slot), fired(Site::Event)), (10_000, 0, 0));
+        assert_eq!(faults.fired[4].load(Relaxed), 10_000);
+    }
+
+    #[test]
+    fn what_cannot_be_meant_is_refused() {
+        for text in ["", "pool", "pool=1", "pool=2/1", "pool=1/0", "pol=1/2", "seed=x", "pool=1/2,", "pool=-1/2"] {
+            let faults = Faults::default();
+            assert!(faults.set(text, 0).is_err(), "{text}");
+            assert_eq!(faults.on.load(Relaxed), 0, "{text}");
+        }
+    }
+}

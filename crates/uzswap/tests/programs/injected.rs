@@ -1,0 +1,125 @@
+//! The pager's error paths: what a program sees when operations fail that hardly ever do (see `inject.rs` of the pager).
+//!
+//! Rates are chosen so that every path is entered hundreds of times in a run of seconds; each test sees in the report
+//! that it was.
+
+use crate::harness::*;
+use std::os::unix::process::ExitStatusExt;
+
+const MIB: u64 = 1 << 20;
+
+/// Runs `subject` with faults injected.
+fn with_faults(subject: &Subject, limit: u64, faults: &str) -> Outcome {
+    let run = subject.start_limited_with(limit, &[("UZSWAP_TEST_FAULTS", faults)]).finish();
+    run.say(subject.name, faults, Some(limit));
+    assert!(!run.timed_out, "{faults}: not done\n{}", run.describe());
+    run
+}
+
+fn number(run: &Outcome, key: &str) -> u64 {
+    let report = run.report.as_deref().unwrap_or_else(|| panic!("no report\n{}", run.describe()));
+    report_number(report, key).unwrap_or_else(|| panic!("no {key} in the report\n{}", run.describe())) as u64
+}
+
+/// Nothing that can be made good may show in the program.
+fn survives(subject: &Subject, limit: u64, cases: &[(&str, &str)]) {
+    let plain = subject.start_plain().finish();
+    for (site, faults) in cases {
+        let run = with_faults(subject, limit, faults);
+        assert!(number(&run, site) > 0, "{faults}: {site} never failed\n{}", run.describe());
+        assert!(
+            run.status == plain.status
+                && run.stdout.hash == plain.stdout.hash
+                && run.stdout.bytes == plain.stdout.bytes,
+            "{faults}: differs from the run without uzswap:\n{}\n{}",
+            plain.stdout.text(),
+            run.describe()
+        );
+        assert_eq!(number(&run, "poisoned"), 0, "{faults}: a page was lost\n{}", run.describe());
+    }
+}
+
+#[test]
+fn threads_survive_failures_of_every_operation() {
+    let _alone = alone();
+    let Some(mix) = compile_c("mix") else { return };
+    survives(
+        &Subject::new("memory calls", &[&mix, &"1"]),
+        40 * MIB,
+        &[
+            ("pool", "pool=1/5"),
+            ("move_out", "move_out=1/20"),
+            ("move_in", "move_in=1/5"),
+            ("copy", "move_in=1/10,copy=1/5"),
+            ("event", "event=1/50"),
+            ("register", "register=1/5"),
+        ],
+    );
+}
+
+#[test]
+fn forks_survive_failures_of_moves_and_stores() {
+    let _alone = alone();
+    let Some(storm) = compile_c("forkstorm") else { return };
+    survives(
+        &Subject::new("fork storm", &[&storm, &"1"]),
+        48 * MIB,
+        &[("pool", "pool=1/5"), ("move_out", "move_out=1/100,move_in=1/20,copy=1/20,event=1/100")],
+    );
+}
+
+/// What memory loses cannot be made good: never another byte instead, but SIGBUS, and a line that says why.
+#[test]
+fn damaged_pages_raise_sigbus_and_are_told() {
+    const TOLD: &str = "uzswap: a compressed page was found damaged in memory";
+    let _alone = alone();
+    let Some(lost) = compile_c("lost") else { return };
+    let run = with_faults(&Subject::new("damage, caught", &[&lost, &"catch"]), 32 * MIB, "damage=1/100");
+    let poisoned = number(&run, "poisoned");
+    assert!(run.status.success() && number(&run, "damage") > 0 && poisoned > 0, "{}", run.describe());
+    assert_eq!(run.stdout.text(), format!("lost {poisoned}, wrong 0\n"), "{}", run.describe());
+    assert!(run.stderr.text().contains(TOLD), "{}", run.describe());
+
+    let run = with_faults(&Subject::new("damage", &[&lost]), 32 * MIB, "damage=1/20");
+    let ended = run.status.signal() == Some(libc::SIGBUS) || run.status.code() == Some(128 + libc::SIGBUS);
+    assert!(ended && run.stdout.bytes == 0, "{}", run.describe());
+    assert!(run.stderr.text().contains(TOLD), "{}", run.describe());
+}
+
+/// A child of which memory cannot be managed would read zeros where its parent has data: it is ended, and told why.
+/// The parent goes on.
+#[test]
+fn children_that_cannot_be_managed_end_with_a_message() {
+    const TOLD: &str = "uzswap: a forked child could not be given its memory";
+    const RIGHT: &str = "child: executable 0, read-only 0, moved 0, much 0 wrong\n\
+                         child: at the same address 1, not zero 0\n\
+                         child ended with 0; parent: 0, 0, 0, 0, 0 wrong\n";
+    let _alone = alone();
+    let Some(ways) = compile_c("forkways") else { return };
+    let ways = Subject::new("ways to fork", &[&ways]);
+    assert_eq!(ways.start_plain().finish().stdout.text(), RIGHT);
+    let check = |faults: &str, must_end: bool| {
+        let run = with_faults(&ways, 32 * MIB, faults);
+        let ended = run.stdout.text() == "child ended with 32000; parent: 0, 0, 0, 0, 0 wrong\n";
+        assert!(run.status.success() && (ended || run.stdout.text() == RIGHT), "{faults}\n{}", run.describe());
+        assert_eq!(run.stderr.text().contains(TOLD), ended, "{faults}\n{}", run.describe());
+        assert!(ended || !must_end, "{faults}: the child went on\n{}", run.describe());
+        ended
+    };
+    assert!(!check("seed=1", false), "without any failure");
+    check("uffd=1/1", true);
+    let ended = (1..=6).filter(|seed| check(&format!("seed={seed},register=1/3"), false)).count();
+    assert!(ended > 0, "no registration in a child failed in six runs");
+}
+
+/// A group without room is no reason to end a program: it runs, and is told that it has no limit.
+#[test]
+fn a_process_without_a_slot_runs_without_a_limit() {
+    let _alone = alone();
+    let Some(lost) = compile_c("lost") else { return };
+    let run = with_faults(&Subject::new("no slot", &[&lost]), 32 * MIB, "slot=1/1");
+    assert!(run.status.success(), "{}", run.describe());
+    assert_eq!(run.stdout.text(), "lost 0, wrong 0\n");
+    assert!(run.stderr.text().contains("runs without a limit: its group has too many members"), "{}", run.describe());
+    assert_eq!(number(&run, "engaged"), 0);
+}
