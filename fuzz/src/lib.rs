@@ -19,6 +19,7 @@ mod size_text;
 use size_text::Size;
 use std::io::Cursor;
 use uzswap_mm::codec::{Algorithm, Decompressor, Encoding};
+use uzswap_mm::trace::{BLOCK_BYTES, HEADER_BYTES, Record, Trace};
 
 /// Names of codecs: what parses displays as something that parses to the same.
 pub fn algorithm(data: &[u8]) {
@@ -83,4 +84,24 @@ pub fn size(data: &[u8]) {
             assert!(!size_text::human(bytes).is_empty());
         }
     }
+}
+
+/// Traces: whatever is read would be written the same, and reading ends.
+pub fn trace(data: &[u8]) {
+    let trace = match Trace::parse(data) {
+        Ok(trace) => trace,
+        Err(error) => return assert!(!error.to_string().is_empty()),
+    };
+    let mut at = HEADER_BYTES;
+    for block in trace.blocks() {
+        let Ok(block) = block else { break };
+        assert_eq!(block.records().count(), block.len());
+        assert!(block.records().all(|r| Record::unpack(r.pack()) == Some(r)));
+        let words: Vec<u64> = block.records().map(|r| r.pack()).collect();
+        let mut again = Vec::new();
+        uzswap_mm::trace::write_block(&mut again, block.head, &words);
+        assert_eq!(again, data[at..at + BLOCK_BYTES + 8 * block.len()]);
+        at += again.len();
+    }
+    assert!(at <= data.len());
 }

@@ -4,6 +4,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use uzswap_mm::codec::{Algorithm, Compressor};
+use uzswap_mm::trace::{self, BlockHead, Header, Kind, Record};
 
 /// splitmix64.
 struct Random(u64);
@@ -115,4 +116,21 @@ fn maps() {
 #[test]
 fn size() {
     run("size", uzswap_fuzz::size, &texts(&["512M", "1.5GiB", "50%", "12.5 %", ".5G", "4096", "2TB", " 1 kB "]));
+}
+
+#[test]
+fn trace() {
+    let mut seed = Header { limit: 64 << 20, codec: 0 }.write().to_vec();
+    let records = [
+        Record::number(Kind::Start, 4711),
+        Record::pages(Kind::Evict, 0x7_f000_1000, 16),
+        Record::of_object(Kind::Store, 0x7_f000_1000, 2, 5432),
+        Record::load(0x7_f000_1000, 4, true, 0b101),
+        Record::pages(Kind::Free, 0x7_f000_1000, 16),
+    ];
+    for slot in 0..3 {
+        let head = BlockHead { slot, time_ns: u64::from(slot) * 1_000_000, lost: 0 };
+        trace::write_block(&mut seed, head, &records.map(|r| r.pack())[..slot as usize * 2]);
+    }
+    run("trace", uzswap_fuzz::trace, &[seed[..32].to_vec(), seed]);
 }

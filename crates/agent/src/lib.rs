@@ -13,6 +13,7 @@ use uzswap_pager::arena::Layout;
 use uzswap_pager::group::{ENV_GROUP, GroupPage, MAGIC};
 use uzswap_pager::pager::Pager;
 use uzswap_pager::ticker;
+use uzswap_pager::trace::{OBJECT_BYTES, RINGS_AT, Rings};
 use uzswap_sys::{raw, sys};
 
 static PAGER: AtomicPtr<Pager> = AtomicPtr::new(core::ptr::null_mut());
@@ -51,10 +52,14 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     let rw = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: a new mapping of the group's object.
     let at = unsafe { sys!(libc::SYS_mmap, 0, size_of::<GroupPage>(), rw, libc::MAP_SHARED, fd, 0) };
-    raw::close(fd);
-    let at = at.map_err(|_| GONE)?;
+    let Ok(at) = at else {
+        raw::close(fd);
+        return Err(GONE);
+    };
     // SAFETY: the mapping is as large as the page, all atomics, and stays for good.
     let group: &'static GroupPage = unsafe { &*(at as *const GroupPage) };
+    let rings = rings(group, fd);
+    raw::close(fd);
     if group.magic.load(Acquire) != MAGIC {
         return Err(
             "uzswap: this process runs without a limit: the command and the library are of different versions; rebuild both\n",
@@ -72,8 +77,11 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     )?;
     heap::init(layout.base);
     exec::init();
-    let pager = Pager::new(group, layout)
+    let mut pager = Pager::new(group, layout)
         .map_err(|_| "uzswap: this process runs without a limit: its group has too many members\n")?;
+    if let Some(rings) = rings {
+        pager.record_in(rings);
+    }
     let pager: &'static Pager = Box::leak(Box::new(pager));
     let tls: usize;
     // SAFETY: reads the thread pointer.
@@ -86,6 +94,19 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     pager
         .spawn_ticker(ticker::start)
         .map_err(|_| "uzswap: this process runs without a limit: no thread could be started\n")
+}
+
+/// The rings for what is recorded, where the group records. Without them the process runs as ever.
+fn rings(group: &GroupPage, fd: i32) -> Option<&'static Rings> {
+    if group.magic.load(Acquire) != MAGIC || group.recording.load(Relaxed) == 0 {
+        return None;
+    }
+    let len = OBJECT_BYTES - RINGS_AT;
+    // SAFETY: a new mapping of the group's object, which is that large when the group records.
+    let at =
+        unsafe { sys!(libc::SYS_mmap, 0, len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED, fd, RINGS_AT) };
+    // SAFETY: the mapping is page-aligned, as large as the rings, all atomics, and stays for good.
+    at.ok().map(|at| unsafe { &*(at as *const Rings) })
 }
 
 extern "C" fn fini() {

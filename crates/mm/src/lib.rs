@@ -9,5 +9,6 @@ pub mod lru;
 pub mod pagetable;
 pub mod shrinker;
 pub mod swapfile;
+pub mod trace;
 pub mod zone;
 pub mod zsmalloc;

@@ -17,6 +17,7 @@ use crate::state::{State, UNIT};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
 use uzswap_mm::pagetable::{Pte, Tag};
+use uzswap_mm::trace::{Kind, Record};
 
 /// Page-table entries looked at per call at most.
 const LOOK: usize = 4096;
@@ -107,6 +108,7 @@ impl Pager {
         let copy_hashes =
             |place: &mut [u8]| place[object::HEADER_BYTES..at].copy_from_slice(&old[object::HEADER_BYTES..at]);
         let Some(new) = s.put_object(Header { len, encoding, ..head }, copy_hashes, &b.packed[..len]) else { return 0 };
+        s.note(Record::of_object(Kind::Resize, base, head.order, len));
         for i in (0..pages).filter(live) {
             let vpn = base + i as u64;
             let pte = s.pt.get(vpn);

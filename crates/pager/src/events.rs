@@ -10,6 +10,7 @@ use crate::pager::Pager;
 use crate::state::State;
 use uzswap_mm::lru::Entry;
 use uzswap_mm::pagetable::{Pte, Tag};
+use uzswap_mm::trace::{Kind, Record};
 use uzswap_sys::uffd::Message;
 
 impl Pager {
@@ -28,6 +29,9 @@ impl Pager {
 fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
     let mut moved = Vec::new();
     s.pt.clear(from, from + pages, |vpn, pte| moved.push((vpn, pte)));
+    if s.recorder.is_some() {
+        note_move(s, from, to, pages);
+    }
     for (vpn, pte) in moved {
         let target = vpn - from + to;
         // A kept copy is found by the page's address, which changes: it goes.
@@ -60,7 +64,19 @@ fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
 pub(crate) fn forget_range(s: &mut State, from: u64, to: u64) {
     let mut gone = Vec::new();
     s.pt.clear(from, to, |vpn, pte| gone.push((vpn, pte)));
+    // (From the first page to the last: the range itself may be terabytes of nothing.)
+    if let (Some((first, _)), Some((last, _))) = (gone.first(), gone.last()) {
+        s.note_pages(Kind::Free, *first, (last - first) as usize + 1);
+    }
     for (vpn, pte) in gone {
         s.forget(vpn, pte);
+    }
+}
+
+fn note_move(s: &State, from: u64, to: u64, pages: u64) {
+    for at in (0..pages).step_by(0xffff) {
+        let n = (pages - at).min(0xffff) as usize;
+        s.note(Record::pages(Kind::MoveFrom, from + at, n));
+        s.note(Record::pages(Kind::MoveTo, to + at, n));
     }
 }

@@ -26,6 +26,7 @@ use crate::state::{BLOCK_PAGES, State};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::Encoding;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Pte, Tag};
+use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
 use uzswap_sys::uffd::Message;
 use uzswap_sys::{sys, thread};
@@ -217,6 +218,7 @@ impl Pager {
     fn staged_became_resident(&self, s: &mut State, vpn: u64, n: usize) {
         s.staged -= n;
         s.list_with_copies(vpn, n);
+        s.note_pages(trace::Kind::Refault, vpn, n);
         self.counters().refault_staged.fetch_add(1, Relaxed);
     }
 
@@ -227,6 +229,7 @@ impl Pager {
         }
         s.end_busy(1);
         s.list_resident(vpn, 1, true, |_| pte.copy());
+        s.note_pages(trace::Kind::Refault, vpn, 1);
         self.counters().refault_staged.fetch_add(1, Relaxed);
         Ok(1)
     }
@@ -391,6 +394,7 @@ impl Pager {
             }
         }
         s.list_resident(vpn, n, close, |i| copies[i]);
+        note_brought(s, vpn, &copies[..n], from_pool > 0, write);
         if from_pool > 0 {
             c.pgmajfault.fetch_add(1, Relaxed);
             c.zswpin.fetch_add(from_pool, Relaxed);
@@ -420,6 +424,7 @@ impl Pager {
         if pte.tag() != Tag::Poisoned {
             s.pt.set(vpn, Pte::new(Tag::Poisoned, 0));
             s.forget(vpn, pte);
+            s.note_pages(trace::Kind::Free, vpn, 1);
             self.counters().poisoned.fetch_add(1, Relaxed);
             self.say(b"uzswap: a compressed page was found damaged in memory and cannot be restored; the program gets SIGBUS when it touches it\n");
         }
@@ -432,6 +437,15 @@ impl Pager {
             Err(_) => drop(unsafe { sys!(libc::SYS_kill, thread::getpid(), libc::SIGBUS) }),
         }
         Ok(())
+    }
+}
+
+fn note_brought(s: &State, vpn: u64, copies: &[Option<u32>], from_pool: bool, write: bool) {
+    if from_pool {
+        let kept = copies.iter().enumerate().fold(0, |mask, (i, copy)| mask | u16::from(copy.is_some()) << i);
+        s.note(Record::load(vpn, copies.len(), write, kept));
+    } else {
+        s.note_pages(trace::Kind::Fresh, vpn, copies.len());
     }
 }
 

@@ -9,17 +9,25 @@
 
 use crate::pager::Pager;
 use crate::placement::Placement;
+use crate::state::State;
+use crate::trace::Recorder;
 use crate::{arena, ticker};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::lru::Entry;
 use uzswap_mm::pagetable::{Pte, Tag};
+use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
 use uzswap_sys::lock;
 
 impl Pager {
     /// Before clone, in the forking thread, with all signals blocked.
     pub fn before_fork(&self) {
-        core::mem::forget(self.state.lock());
+        let mut s = self.state.lock();
+        if let Some(rings) = self.rings {
+            s.fork_number = rings.fork_number();
+            s.note(Record::number(trace::Kind::Fork, s.fork_number));
+        }
+        core::mem::forget(s);
     }
 
     /// After clone, in the parent.
@@ -36,6 +44,8 @@ impl Pager {
         if self.claim_slot().is_err() {
             return false;
         }
+        // SAFETY: before_fork took the lock in this thread.
+        self.record_as_child(unsafe { self.state.assume_locked() });
         self.kin.store(true, Relaxed);
         self.shared_due.store(0, Relaxed);
         self.watched.store(false, Relaxed);
@@ -56,6 +66,12 @@ impl Pager {
         // SAFETY: before_fork took the lock in this thread, of which the child's copy is held by nobody else.
         unsafe { self.state.force_unlock() };
         ok
+    }
+
+    /// The parent's ring is the parent's: a child writes to that of its own slot.
+    fn record_as_child(&self, s: &mut State) {
+        s.recorder = self.rings.map(|rings| Recorder::new(rings, self.slot.load(Relaxed)));
+        s.note(Record::number(trace::Kind::Born, s.fork_number));
     }
 
     /// What only the parent's threads were doing does not go on here.

@@ -111,6 +111,8 @@ pub struct GroupPage {
     pub engaged: AtomicU32,
     /// Times the limit could not be kept because nothing more could be reclaimed (events).
     pub over_limit: AtomicU64,
+    /// 1 when members record what happens to their pages: [`crate::trace::Rings`] follow this page.
+    pub recording: AtomicU32,
     /// What the dead members counted (cumulative fields only).
     pub dead: Counters,
     /// What a test wants to fail; nothing otherwise.

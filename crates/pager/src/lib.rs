@@ -18,4 +18,5 @@ pub mod stage;
 pub mod state;
 pub mod store;
 pub mod ticker;
+pub mod trace;
 mod transfer;

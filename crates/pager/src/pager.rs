@@ -4,8 +4,10 @@ use crate::arena::{Layout, PAGE};
 use crate::group::{Counters, GroupPage, SLOTS, Slot};
 use crate::inject::Site;
 use crate::state::State;
+use crate::trace::{Recorder, Rings};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::codec::Algorithm;
+use uzswap_mm::trace::{Kind, Record};
 use uzswap_sys::lock::{self, Lock};
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::thread;
@@ -67,6 +69,8 @@ pub struct Pager {
     pub own_frames: bool,
     /// Ends the reclaim thread of a region.
     pub stopping: AtomicBool,
+    /// Where events are recorded, when the group records.
+    pub rings: Option<&'static Rings>,
 }
 
 impl Pager {
@@ -107,6 +111,7 @@ impl Pager {
             ready: AtomicU32::new(0),
             own_frames: false,
             stopping: AtomicBool::new(false),
+            rings: None,
         };
         pager.claim_slot()?;
         Ok(pager)
@@ -136,6 +141,14 @@ impl Pager {
         self.slot.store(index, Release);
         self.group.joined.fetch_add(1, Relaxed);
         Ok(())
+    }
+
+    /// Records from now on, as the slot's new owner. Before other threads know of the pager.
+    pub fn record_in(&mut self, rings: &'static Rings) {
+        self.rings = Some(rings);
+        let mut s = self.state.lock();
+        s.recorder = Some(Recorder::new(rings, self.slot.load(Relaxed)));
+        s.note(Record::number(Kind::Start, u64::from(thread::getpid() as u32)));
     }
 
     /// This process's slot.

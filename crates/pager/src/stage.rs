@@ -11,6 +11,7 @@ use crate::state::State;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::lru::Entry;
 use uzswap_mm::pagetable::{Pte, Tag};
+use uzswap_mm::trace;
 use uzswap_mm::zone::Kind;
 
 /// Pages from which on no further folio is added to one MOVE.
@@ -101,6 +102,7 @@ impl Pager {
                         let pte = s.pt.get(at);
                         s.pt.set(at, Pte::NONE);
                         s.forget(at, pte);
+                        s.note_pages(trace::Kind::Free, at, 1);
                         at += 1;
                     }
                     libc::EBUSY => {
@@ -154,6 +156,7 @@ impl Pager {
         s.resident -= n;
         s.staged += n;
         s.count_evictions(n);
+        s.note_pages(trace::Kind::Evict, vpn, n);
         let mut at = 0;
         while at < n as u64 {
             let order = (vpn + at).trailing_zeros().min((n as u64 - at).ilog2()).min(4) as u8;

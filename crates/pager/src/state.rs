@@ -8,9 +8,11 @@ use crate::densify::Sweep;
 use crate::object::{self, Header};
 use crate::placement::Placement;
 use crate::store::Batch;
+use crate::trace::Recorder;
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor};
 use uzswap_mm::lru::{Entry, Lru};
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
+use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::{Kind, Zone};
 use uzswap_mm::zsmalloc::{Handle, ZsPool};
 
@@ -90,6 +92,10 @@ pub struct State {
     pub algorithm: Algorithm,
     /// Buffers of the fault path's own reclaim.
     pub direct: Option<Box<Batch>>,
+    /// Where events are noted, when they are.
+    pub recorder: Option<Recorder>,
+    /// The number of the fork under way: what the child says it was born of.
+    pub fork_number: u64,
 }
 
 impl State {
@@ -124,6 +130,24 @@ impl State {
             sweep: Sweep::default(),
             algorithm,
             direct: None,
+            recorder: None,
+            fork_number: 0,
+        }
+    }
+
+    /// Notes an event, when events are recorded.
+    #[inline]
+    pub fn note(&self, record: Record) {
+        if let Some(recorder) = &self.recorder {
+            recorder.note(record);
+        }
+    }
+
+    /// Notes something of `n` pages, when events are recorded.
+    #[inline]
+    pub fn note_pages(&self, kind: trace::Kind, vpn: u64, n: usize) {
+        if let Some(recorder) = &self.recorder {
+            recorder.note_pages(kind, vpn, n);
         }
     }
 

@@ -13,6 +13,7 @@ use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
 use uzswap_mm::lru::Entry;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN, Pte, Tag};
+use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
 
 /// Pages compressed per batch.
@@ -90,6 +91,7 @@ impl Pager {
                     s.staged -= 1;
                     s.swapped += 1;
                     self.counters().swpout_clean.fetch_add(1, Relaxed);
+                    s.note_pages(trace::Kind::Clean, at, 1);
                     at += 1;
                     continue;
                 }
@@ -100,6 +102,7 @@ impl Pager {
                         let index = s.copy_index(at + i, handle);
                         s.release(handle, index);
                         s.pt.hint(at, HINT_WRITTEN, 0);
+                        s.note_pages(trace::Kind::Drop, at + i, 1);
                     }
                     s.pt.set(at + i, Pte::new(Tag::Busy, p.aux()));
                 }
@@ -167,6 +170,7 @@ impl Pager {
                         continue;
                     }
                     c.zswpout.fetch_add(u64::from(live.count_ones()), Relaxed);
+                    note_store(s, &u, len, live);
                     if matches!(encoding, Encoding::Raw) {
                         c.stored_incompressible_pages.fetch_add(pages as u64, Relaxed);
                     }
@@ -186,6 +190,7 @@ impl Pager {
                         s.pt.set(at, Pte::new(Tag::Zero, 0));
                         s.zeros += 1;
                         c.swpout_zero.fetch_add(1, Relaxed);
+                        s.note_pages(trace::Kind::Zero, at, 1);
                     }
                 }
             }
@@ -243,6 +248,17 @@ fn elsewhere(s: &mut State, u: &Unit) -> u16 {
         }
     }
     moved
+}
+
+fn note_store(s: &State, u: &Unit, len: usize, live: u16) {
+    if s.recorder.is_none() {
+        return;
+    }
+    s.note(Record::of_object(trace::Kind::Store, u.vpn, u.order, len));
+    // Pages that the program took back, or dropped, while they were compressed.
+    for i in (0..1u64 << u.order).filter(|i| live & (1 << i) == 0) {
+        s.note_pages(trace::Kind::Drop, u.vpn + i, 1);
+    }
 }
 
 impl Batch {

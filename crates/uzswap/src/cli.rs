@@ -54,6 +54,9 @@ pub struct RunArgs {
     /// Write what happened to FILE, as JSON
     #[arg(long, value_name = "FILE")]
     pub report: Option<PathBuf>,
+    /// Record faults, evictions and stores to FILE, for `uzswap replay`
+    #[arg(long, value_name = "FILE")]
+    pub record: Option<PathBuf>,
     /// The program and its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
     pub command: Vec<OsString>,

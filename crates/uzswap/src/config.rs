@@ -17,6 +17,8 @@ pub struct Config {
     pub quiet: Option<bool>,
     /// As `--report`.
     pub report: Option<PathBuf>,
+    /// As `--record`.
+    pub record: Option<PathBuf>,
 }
 
 impl Config {
@@ -44,6 +46,7 @@ impl Config {
             compressor: args.compressor.clone().or(file.compressor),
             quiet: Some(args.quiet || file.quiet.unwrap_or(false)),
             report: args.report.clone().or(file.report),
+            record: args.record.clone().or(file.record),
         })
     }
 }

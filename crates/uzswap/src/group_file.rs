@@ -7,16 +7,30 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::Relaxed;
 use uzswap_pager::group::{GroupPage, MAGIC};
+use uzswap_pager::trace::{OBJECT_BYTES, RINGS_AT, Rings};
 
 /// A new group; unmapped when dropped.
 pub struct GroupFile {
     fd: OwnedFd,
     page: NonNull<GroupPage>,
+    /// Bytes mapped.
+    size: usize,
 }
+
+// SAFETY: what is mapped is atomics only, and stays mapped until the value is dropped.
+unsafe impl Send for GroupFile {}
+// SAFETY: as above.
+unsafe impl Sync for GroupFile {}
 
 impl GroupFile {
     /// Makes a group with this limit and codec.
+    #[cfg(test)]
     pub fn create(limit: u64, codec: u32, level: u32) -> io::Result<GroupFile> {
+        Self::create_recording(limit, codec, level, false)
+    }
+
+    /// Makes a group with this limit and codec, with rings for the members' records if they are wanted.
+    pub fn create_recording(limit: u64, codec: u32, level: u32, recording: bool) -> io::Result<GroupFile> {
         // SAFETY: a constant name; the descriptor is owned at once.
         let fd = unsafe { libc::memfd_create(c"uzswap-group".as_ptr(), libc::MFD_CLOEXEC) };
         if fd < 0 {
@@ -24,7 +38,7 @@ impl GroupFile {
         }
         // SAFETY: the kernel has just returned this descriptor to us.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        let size = size_of::<GroupPage>();
+        let size = if recording { OBJECT_BYTES } else { size_of::<GroupPage>() };
         // SAFETY: no memory is involved.
         if unsafe { libc::ftruncate(fd.as_raw_fd(), size as libc::off_t) } < 0 {
             return Err(io::Error::last_os_error());
@@ -36,7 +50,8 @@ impl GroupFile {
             return Err(io::Error::last_os_error());
         }
         let page = NonNull::new(page.cast::<GroupPage>()).ok_or(io::ErrorKind::OutOfMemory)?;
-        let group = GroupFile { fd, page };
+        let group = GroupFile { fd, page, size };
+        group.page().recording.store(recording.into(), Relaxed);
         group.page().limit.store(limit, Relaxed);
         group.page().codec.store(codec, Relaxed);
         group.page().level.store(level, Relaxed);
@@ -51,6 +66,14 @@ impl GroupFile {
         unsafe { self.page.as_ref() }
     }
 
+    /// The members' rings, where the group records.
+    pub fn rings(&self) -> Option<&Rings> {
+        let rings = self.page.as_ptr().wrapping_byte_add(RINGS_AT).cast::<Rings>();
+        // SAFETY: the mapping covers the rings when it is that large; they are page-aligned atomics, for which zero bytes
+        // are valid, and it lives as long as `self`.
+        (self.size == OBJECT_BYTES).then(|| unsafe { &*rings })
+    }
+
     /// Where members find it, for as long as we live.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.fd.as_raw_fd())
@@ -60,7 +83,7 @@ impl GroupFile {
 impl Drop for GroupFile {
     fn drop(&mut self) {
         // SAFETY: this is our mapping, of this size; `page` borrows from `self`, so no reference is left.
-        unsafe { libc::munmap(self.page.as_ptr().cast(), size_of::<GroupPage>()) };
+        unsafe { libc::munmap(self.page.as_ptr().cast(), self.size) };
     }
 }
 

@@ -7,6 +7,7 @@ mod doctor;
 mod elf;
 mod group_file;
 mod machine;
+mod record;
 mod report;
 mod run;
 mod signals;

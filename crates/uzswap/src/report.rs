@@ -1,6 +1,7 @@
 //! `--report`: what happened, as JSON. The schema is in REPORT.md.
 
 use crate::config::Compressor;
+use crate::record::Recorded;
 use crate::run::{Ended, Usage};
 use crate::totals::Totals;
 use serde::Serialize;
@@ -33,6 +34,9 @@ pub struct Report<'a> {
     pub compressor: &'static str,
     /// Its level, 0 the default.
     pub level: u32,
+    /// What `--record` recorded, if it was asked to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trace: Option<Recorded>,
     /// What the group did.
     #[serde(flatten)]
     pub totals: &'a Totals,
@@ -47,6 +51,7 @@ impl<'a> Report<'a> {
         usage: Usage,
         compressor: Compressor,
         totals: &'a Totals,
+        trace: Option<Recorded>,
     ) -> Report<'a> {
         let (exit_status, signal) = match ended {
             Ended::Exited(status) => (Some(status), None),
@@ -64,6 +69,7 @@ impl<'a> Report<'a> {
             max_rss: usage.max_rss,
             compressor: compressor.name(),
             level: compressor.level,
+            trace,
             totals,
         }
     }

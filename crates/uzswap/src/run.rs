@@ -4,6 +4,7 @@ use crate::check::{self, Refused};
 use crate::cli::RunArgs;
 use crate::config::{Config, plain};
 use crate::group_file::GroupFile;
+use crate::record::Recording;
 use crate::report::{self, Report};
 use crate::signals::{self, Blocked};
 use crate::{summary, totals::Totals};
@@ -15,6 +16,7 @@ use std::mem::MaybeUninit;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use uzswap_pager::group::ENV_GROUP;
@@ -63,7 +65,8 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     let program = check::program(&args.command[0])?;
     check::machine()?;
     let agent = check::agent()?;
-    let group = GroupFile::create(limit, compressor.codec, compressor.level)
+    let group = GroupFile::create_recording(limit, compressor.codec, compressor.level, config.record.is_some())
+        .map(Arc::new)
         .map_err(|e| format!("the memory shared with the program cannot be made: {}", plain(&e)))?;
     // As a cgroup v1 counts the kernel's compressed swap, for `uzswap lab` to compare like with like.
     if env::var_os("UZSWAP_POOL_UNCHARGED").is_some_and(|value| value == "1") {
@@ -73,24 +76,31 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
         let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| u64::from(t.subsec_nanos()));
         group.page().faults.set(&faults.to_string_lossy(), seed)?;
     }
-    let report = config.report.as_deref().map(create_report).transpose()?;
+    let report = config.report.as_deref().map(|path| create("report", path)).transpose()?;
+    let trace = config.record.as_deref().map(|path| create("trace", path)).transpose()?;
 
     let blocked = Blocked::new();
+    let trace = trace.map(|(path, file)| start_recording(&group, path, file)).transpose()?;
     let start = Instant::now();
     let child = start_program(&program, &args.command, &agent, &group, &blocked).inspect_err(|_| {
-        if let Some((path, _)) = &report {
+        for path in report.iter().map(|(path, _)| path).chain(trace.iter().map(|(path, _)| path)) {
             let _ = std::fs::remove_file(path);
         }
     })?;
     let (ended, usage) = supervise(child, &blocked);
     let wall = start.elapsed();
 
+    let trace = trace.map(|(path, recording)| (path, recording.finish()));
     let totals = Totals::of(group.page());
     if config.quiet != Some(true) {
         summary::print(&totals, wall);
     }
+    if let Some((path, recorded)) = &trace {
+        summary::print_trace(path, recorded, config.quiet == Some(true));
+    }
     if let Some((path, file)) = report {
-        let report = Report::new(&args.command, ended, wall, usage, compressor, &totals);
+        let report =
+            Report::new(&args.command, ended, wall, usage, compressor, &totals, trace.map(|(_, recorded)| recorded));
         if let Err(e) = report::write(&report, file) {
             summary::say(&format!("uzswap: the report `{}` cannot be written: {}\n", path.display(), plain(&e)));
         }
@@ -99,11 +109,17 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     Ok(ended)
 }
 
-fn create_report(path: &Path) -> Result<(PathBuf, File), Refused> {
+fn create(what: &str, path: &Path) -> Result<(PathBuf, File), Refused> {
     let file = File::create(path).map_err(|e| {
-        format!("the report `{}` cannot be written: {}; choose another file", path.display(), plain(&e))
+        format!("the {what} `{}` cannot be written: {}; choose another file", path.display(), plain(&e))
     })?;
     Ok((path.to_path_buf(), file))
+}
+
+fn start_recording(group: &Arc<GroupFile>, path: PathBuf, file: File) -> Result<(PathBuf, Recording), Refused> {
+    let recording = Recording::start(group, file)
+        .map_err(|e| format!("the trace `{}` cannot be written: {}", path.display(), plain(&e)))?;
+    Ok((path, recording))
 }
 
 fn start_program(

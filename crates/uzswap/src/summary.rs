@@ -1,14 +1,35 @@
 //! The few lines on stderr at the end of a run.
 
+use crate::record::Recorded;
 use crate::size::human;
 use crate::totals::Totals;
 use std::fmt::Write as _;
 use std::io::Write as _;
+use std::path::Path;
 use std::time::Duration;
 
 /// Prints the summary.
 pub fn print(totals: &Totals, wall: Duration) {
     say(&text(totals, wall));
+}
+
+/// Says what was recorded; only what went wrong when `quiet`.
+pub fn print_trace(path: &Path, recorded: &Recorded, quiet: bool) {
+    if !quiet || recorded.error.is_some() || recorded.lost > 0 {
+        say(&trace_line(path, recorded));
+    }
+}
+
+fn trace_line(path: &Path, recorded: &Recorded) -> String {
+    let mut line = format!("uzswap: trace        {} records in `{}`", grouped(recorded.records), path.display());
+    if recorded.lost > 0 {
+        let _ = write!(line, ", {} lost: they came faster than they could be written", grouped(recorded.lost));
+    }
+    if let Some(error) = &recorded.error {
+        let _ = write!(line, "; it ends before the program did: {error}");
+    }
+    line.push('\n');
+    line
 }
 
 /// Writes to stderr in one go; a closed stderr is nobody's problem.
@@ -105,13 +126,23 @@ fn grouped(number: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{grouped, text};
+    use super::{grouped, text, trace_line};
+    use crate::record::Recorded;
     use crate::totals::{Sums, Totals};
     use std::time::Duration;
 
     #[test]
     fn numbers() {
         assert_eq!([0, 999, 1000, 1_234_567].map(grouped), ["0", "999", "1,000", "1,234,567"]);
+    }
+
+    #[test]
+    fn what_was_recorded() {
+        let mut recorded = Recorded { records: 1234, ..Recorded::default() };
+        assert_eq!(trace_line("t".as_ref(), &recorded), "uzswap: trace        1,234 records in `t`\n");
+        (recorded.lost, recorded.error) = (5, Some("no space left on device".to_owned()));
+        let line = trace_line("t".as_ref(), &recorded);
+        assert!(line.contains("5 lost") && line.contains("no space left"), "{line}");
     }
 
     #[test]

@@ -4,5 +4,6 @@ mod codec;
 mod lru;
 mod pagetable;
 mod swapfile;
+mod trace;
 mod zone;
 mod zsmalloc;

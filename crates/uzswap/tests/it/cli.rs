@@ -10,7 +10,7 @@ use std::sync::Once;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-const UZSWAP: &str = env!("CARGO_BIN_EXE_uzswap");
+pub const UZSWAP: &str = env!("CARGO_BIN_EXE_uzswap");
 const AGENT: &str = "libuzswap_agent.so";
 
 /// Builds the agent beside the command, once.
@@ -31,7 +31,7 @@ fn agent_built() {
     });
 }
 
-fn uzswap() -> Command {
+pub fn uzswap() -> Command {
     agent_built();
     let mut command = Command::new(UZSWAP);
     command.env_remove("UZSWAP_GROUP").env_remove("LD_PRELOAD").env_remove("UZSWAP_AGENT");

@@ -1,3 +1,4 @@
 //! Integration tests of the command.
 
 mod cli;
+mod record;

@@ -1,0 +1,127 @@
+//! `uzswap run --record`: the trace tells what the counters tell, also of processes that forked or were killed.
+
+use crate::cli::{UZSWAP, uzswap};
+use std::collections::HashSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+use uzswap_mm::trace::{Kind, Record, Trace};
+
+/// Runs a program under 16 MiB, recording; returns the records by slot, how many were lost, and the report.
+fn record(dir: &TempDir, program: &[&str]) -> (Vec<(u32, Record)>, u64, serde_json::Value) {
+    let (trace, report) = (dir.path().join("trace"), dir.path().join("report"));
+    let mut command = uzswap();
+    command.args(["run", "--quiet", "--memory", "16M", "--record"]).arg(&trace).arg("--report").arg(&report);
+    let output = command.arg("--").args(program).output().unwrap();
+    let report = serde_json::from_slice(&fs::read(report).unwrap()).unwrap();
+    println!("{}", String::from_utf8_lossy(&output.stderr));
+    let bytes = fs::read(trace).unwrap();
+    let trace = Trace::parse(&bytes).unwrap();
+    assert_eq!(trace.header.limit, 16 << 20);
+    let (mut all, mut lost) = (Vec::new(), 0);
+    for block in trace.blocks() {
+        let block = block.unwrap();
+        lost += block.head.lost;
+        all.extend(block.records().map(|r| (block.head.slot, r)));
+    }
+    (all, lost, report)
+}
+
+fn contents(dir: &Path) -> PathBuf {
+    // Compresses, but not to nothing, and no two pages are alike.
+    let path = dir.join("contents");
+    let bytes: Vec<u8> =
+        (0..4u32 << 20).flat_map(|i| (i.wrapping_mul(0x9e37_79b9) & 0xff_ffff).to_le_bytes()).collect();
+    fs::write(&path, bytes).unwrap();
+    path
+}
+
+#[test]
+fn the_trace_agrees_with_the_counters() {
+    let dir = TempDir::new().unwrap();
+    let source = contents(dir.path());
+    let worker = [UZSWAP, "lab", "worker", "--size", "40M", "--source", source.to_str().unwrap()];
+    let (records, lost, report) = record(&dir, &worker);
+    assert_eq!(report["exit_status"], 0);
+    assert_eq!(report["trace"]["records"], records.len() as u64);
+    assert_eq!(report["trace"]["lost"], lost);
+    if lost > 0 {
+        // (A machine too busy to run the command for a while: said, and then the sums cannot be right.)
+        return;
+    }
+    let sum = |kind: Kind| records.iter().filter(|(_, r)| r.kind == kind).map(|(_, r)| r.count() as u64).sum::<u64>();
+    let events = |kind: Kind| records.iter().filter(|(_, r)| r.kind == kind).count() as u64;
+    let counters = &report["counters"];
+    assert!(events(Kind::Load) > 1000 && events(Kind::Store) > 1000, "too little happened to tell");
+    assert_eq!(events(Kind::Load), counters["pgmajfault"]);
+    assert_eq!(events(Kind::Fresh), counters["fault_zero"]);
+    assert_eq!(events(Kind::Refault), counters["refault_staged"]);
+    assert_eq!(sum(Kind::Clean), counters["swpout_clean"]);
+    assert_eq!(sum(Kind::Zero), counters["swpout_zero"]);
+    // A page that was taken back while it was compressed is in the object and dropped at once.
+    assert!(sum(Kind::Store) >= counters["zswpout"].as_u64().unwrap());
+    assert!(sum(Kind::Store) - sum(Kind::Drop) <= counters["zswpout"].as_u64().unwrap());
+    // What a page was loaded from had been stored before.
+    let mut stored = HashSet::new();
+    for (slot, r) in &records {
+        match r.kind {
+            Kind::Store => stored.extend((0..r.count() as u64).map(|i| (*slot, r.vpn + i))),
+            Kind::Load => assert!((0..r.count() as u64).any(|i| stored.contains(&(*slot, r.vpn + i)))),
+            _ => {}
+        }
+    }
+}
+
+/// A forked child has a ring of its own: it must not write to its parent's, whose memory object it has mapped too.
+#[test]
+fn a_forked_child_says_where_it_was_born() {
+    const FORK: &str = "
+import os
+kept = [os.urandom(512) * 8 for _ in range(9000)]
+pid = os.fork()
+total = sum(b[0] for b in kept)
+if pid == 0: os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+";
+    let Some(python) = uzswap_lab::programs::python() else {
+        assert!(std::env::var_os("UZSWAP_TEST_REQUIRE").is_none(), "python3 is missing");
+        println!("SKIPPED: no python3");
+        return;
+    };
+    let dir = TempDir::new().unwrap();
+    let (records, _, report) = record(&dir, &[python.to_str().unwrap(), "-I", "-c", FORK]);
+    assert_eq!(report["exit_status"], 0);
+    let born: Vec<_> = records.iter().filter(|(_, r)| r.kind == Kind::Born).collect();
+    assert!(!born.is_empty());
+    for (slot, b) in born {
+        let parent = records.iter().find(|(_, r)| r.kind == Kind::Fork && r.vpn == b.vpn).expect("its parent says so");
+        assert_ne!(parent.0, *slot);
+    }
+    // The child read what its parent had put out before it was born.
+    let mine: Vec<u32> = records.iter().filter(|(_, r)| r.kind == Kind::Born).map(|(slot, _)| *slot).collect();
+    assert!(records.iter().any(|(slot, r)| mine.contains(slot) && r.kind == Kind::Load));
+}
+
+/// A member killed at any instruction leaves whole records, and the recording goes on.
+#[test]
+fn a_killed_program_leaves_a_whole_trace() {
+    let dir = TempDir::new().unwrap();
+    let source = contents(dir.path());
+    let script = format!(
+        "for i in 1 2 3; do {UZSWAP} lab worker --size 32M --source {} & sleep 0.$i; kill -9 $!; wait $!; done; kill -9 $$",
+        source.display()
+    );
+    let (records, _, report) = record(&dir, &["/bin/sh", "-c", &script]);
+    assert_eq!(report["signal"], 9);
+    assert!(records.iter().filter(|(_, r)| r.kind == Kind::Start).count() >= 4);
+    assert!(records.iter().any(|(_, r)| r.kind == Kind::Evict));
+}
+
+#[test]
+fn a_trace_that_cannot_be_written_is_refused() {
+    let output = uzswap().args(["run", "-m", "64M", "--record", "/no/such/dir/t", "--", "/bin/true"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(125));
+    let output = uzswap().args(["run", "-m", "64M", "--record", "/dev/full", "--", "/bin/true"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(125));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("no space left"));
+}
