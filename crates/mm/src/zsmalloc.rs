@@ -18,7 +18,8 @@
 //!   slab's index).
 //! - Partial slabs sit in four lists per class by fullness, and allocation takes from the fullest, so that nearly
 //!   empty slabs drain and are given back.
-//! - A slab whose last object goes leaves at once, as [`Freed`]. None is kept empty.
+//! - A slab whose last object goes leaves at once, as [`Freed`]. None is kept empty; [`ZsPool::compact`] drains those
+//!   that are nearly so.
 //! - Free page runs are merged with their neighbours and reused best fit, lowest offset first among equals, before
 //!   the frontier moves; a run that reaches the frontier pulls it back.
 //!
@@ -30,6 +31,9 @@
 //!
 //! Ownership: one owner, `&mut self`; whoever shares a pool among threads puts the lock around it.
 
+mod compaction;
+
+pub use compaction::{Compacted, Relocate};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The allocator's page, whatever the kernel's is.
@@ -204,11 +208,24 @@ pub struct ZsPool {
     runs_by_len: BTreeSet<(u32, u32)>,
     /// Heads of the fullness lists.
     partial: Box<[[u32; GROUPS]]>,
+    /// What each class has.
+    usage: Box<[Usage]>,
+    /// The class that compaction looks at next.
+    compact_next: usize,
     capacity_pages: usize,
     /// Bytes, the sum of class sizes of live objects.
     used: usize,
     /// Bytes, the pages of all slabs.
     held: usize,
+}
+
+/// What a class has.
+#[derive(Clone, Copy, Default)]
+struct Usage {
+    /// Its slabs.
+    slabs: u32,
+    /// Live objects in them.
+    live: u32,
 }
 
 /// The list for a slab with `live` of `objects` in use; `None` when it is full.
@@ -226,6 +243,8 @@ impl ZsPool {
             runs: BTreeMap::new(),
             runs_by_len: BTreeSet::new(),
             partial: vec![[NONE; GROUPS]; CLASS_COUNT].into_boxed_slice(),
+            usage: vec![Usage::default(); CLASS_COUNT].into_boxed_slice(),
+            compact_next: 0,
             capacity_pages: capacity_bytes.min(MAX_CAPACITY) / PAGE,
             used: 0,
             held: 0,
@@ -239,14 +258,19 @@ impl ZsPool {
     pub fn alloc(&mut self, len: usize) -> Option<Handle> {
         assert!((1..=MAX_OBJECT).contains(&len), "object of {len} bytes: not 1 to {MAX_OBJECT}");
         let class_index = CLASS_OF[len.div_ceil(GRAIN)];
-        let class = CLASSES[class_index as usize];
         let heads = &self.partial[class_index as usize];
         let fullest = heads.iter().rev().copied().find(|&head| head != NONE);
         let slab_index = match fullest {
             Some(index) => index,
             None => self.add_slab(class_index)?,
         };
+        Some(self.take_object(slab_index))
+    }
+
+    /// Takes the first free object of a slab in a list.
+    fn take_object(&mut self, slab_index: u32) -> Handle {
         let slab = &mut self.slabs[slab_index as usize];
+        let (class_index, class) = (slab.class, CLASSES[slab.class as usize]);
         // Bits at and above `objects` are never reached: a listed slab has a clear bit below.
         let word = usize::from(slab.live_bits[0] == u64::MAX);
         let bit = slab.live_bits[word].trailing_ones() as usize;
@@ -258,7 +282,19 @@ impl ZsPool {
         let offset = slab.first_page as usize * PAGE + object * class.size as usize;
         self.move_group(slab_index, class_index, group(before, class.objects), group(before + 1, class.objects));
         self.used += class.size as usize;
-        Some(Handle((offset / GRAIN) as u32))
+        self.usage[class_index as usize].live += 1;
+        Handle((offset / GRAIN) as u32)
+    }
+
+    /// Clears an object of a slab and leaves the lists alone; returns how many were live before.
+    fn drop_object(&mut self, slab_index: u32, object: usize) -> u8 {
+        let slab = &mut self.slabs[slab_index as usize];
+        slab.live_bits[object / 64] &= !(1 << (object % 64));
+        let before = slab.live;
+        slab.live -= 1;
+        self.used -= CLASSES[slab.class as usize].size as usize;
+        self.usage[slab.class as usize].live -= 1;
+        before
     }
 
     /// Gives an object up. Returns the pages that held it when it was the last one there.
@@ -267,13 +303,9 @@ impl ZsPool {
     /// When `handle` is not allocated.
     pub fn free(&mut self, handle: Handle) -> Option<Freed> {
         let (slab_index, object) = self.locate(handle);
-        let slab = &mut self.slabs[slab_index as usize];
-        slab.live_bits[object / 64] &= !(1 << (object % 64));
-        let before = slab.live;
-        slab.live -= 1;
-        let class_index = slab.class;
+        let before = self.drop_object(slab_index, object);
+        let class_index = self.slabs[slab_index as usize].class;
         let class = CLASSES[class_index as usize];
-        self.used -= class.size as usize;
         let from = group(before, class.objects);
         if before > 1 {
             self.move_group(slab_index, class_index, from, group(before - 1, class.objects));
@@ -311,6 +343,7 @@ impl ZsPool {
             + self.page_slab.capacity() * size_of::<u32>()
             + self.runs.len() * RUN
             + size_of_val(&*self.partial)
+            + size_of_val(&*self.usage)
     }
 
     /// The slab and the index in it of a live object; panics when there is none.
@@ -370,6 +403,7 @@ impl ZsPool {
         let first_page = first_page as usize;
         self.page_slab[first_page..first_page + pages as usize].fill(index);
         self.held += pages as usize * PAGE;
+        self.usage[class as usize].slabs += 1;
         self.move_group(index, class, None, group(0, objects));
         Some(index)
     }
@@ -381,6 +415,7 @@ impl ZsPool {
         slab.next = std::mem::replace(&mut self.unused, index);
         let len = pages as usize * PAGE;
         self.held -= len;
+        self.usage[slab.class as usize].slabs -= 1;
         self.page_slab[first as usize..first as usize + pages as usize].fill(NONE);
         self.put_run(first, u32::from(pages));
         Freed { offset: first as usize * PAGE, len }

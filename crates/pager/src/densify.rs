@@ -13,10 +13,11 @@ use crate::fault::decode;
 use crate::inject::Site;
 use crate::object::{self, Header};
 use crate::pager::Pager;
+use crate::relocate;
 use crate::state::{State, UNIT};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
-use uzswap_mm::pagetable::{Pte, Tag};
+use uzswap_mm::pagetable::Tag;
 use uzswap_mm::trace::{Kind, Record};
 
 /// Page-table entries looked at per call at most.
@@ -73,7 +74,7 @@ impl Pager {
                 let head = Header::read(s.object(pte.handle()));
                 if matches!(head.encoding, Encoding::Lz4) {
                     done += 1;
-                    gained += self.recompress(s, vpn - pte.index() as u64, pte.handle(), head, &mut buffers);
+                    gained += self.recompress(s, pte.handle(), head, &mut buffers);
                 }
             }
         }
@@ -82,17 +83,11 @@ impl Pager {
         gained > 0
     }
 
-    /// Replaces an object whose first page is `base`; returns the bytes it got smaller.
-    fn recompress(&self, s: &mut State, base: u64, handle: u32, head: Header, b: &mut Buffers) -> usize {
+    /// Replaces an object; returns the bytes it got smaller.
+    fn recompress(&self, s: &mut State, handle: u32, head: Header, b: &mut Buffers) -> usize {
         let pages = 1usize << head.order;
-        let live = |i: &usize| head.live & (1 << i) != 0;
-        let refers = |s: &State, i: usize| {
-            let pte = s.pt.get(base + i as u64);
-            let out = pte.tag() == Tag::Compressed && pte.handle() == handle && pte.index() == i;
-            out || (pte.copy() == Some(handle) && s.copy_index(base + i as u64, handle) == i)
-        };
         // (After mremap of a part its pages are elsewhere: such objects stay.)
-        if !(0..pages).filter(live).all(|i| refers(s, i)) || !decode(s, handle, &mut b.plain[..pages * PAGE]) {
+        if !relocate::is_found(&s.pt, handle, &head) || !decode(s, handle, &mut b.plain[..pages * PAGE]) {
             return 0;
         }
         let room = head.len - head.len / 8;
@@ -108,16 +103,9 @@ impl Pager {
         let copy_hashes =
             |place: &mut [u8]| place[object::HEADER_BYTES..at].copy_from_slice(&old[object::HEADER_BYTES..at]);
         let Some(new) = s.put_object(Header { len, encoding, ..head }, copy_hashes, &b.packed[..len]) else { return 0 };
-        s.note(Record::of_object(Kind::Resize, base, head.order, len));
-        for i in (0..pages).filter(live) {
-            let vpn = base + i as u64;
-            let pte = s.pt.get(vpn);
-            let changed = if pte.tag() == Tag::Compressed {
-                Pte::compressed(new.raw(), i, pte.evicted_at())
-            } else {
-                pte.with_copy(new.raw())
-            };
-            s.pt.set(vpn, changed);
+        s.note(Record::of_object(Kind::Resize, head.vpn, head.order, len));
+        relocate::repoint(&mut s.pt, &head, new.raw());
+        for i in (0..pages).filter(|i| head.live & (1 << i) != 0) {
             s.release(handle, i);
         }
         self.counters().recompressed_pages.fetch_add(u64::from(head.live.count_ones()), Relaxed);

@@ -7,6 +7,7 @@
 
 use crate::arena::PAGE;
 use crate::pager::Pager;
+use crate::relocate;
 use crate::state::State;
 use uzswap_mm::lru::Entry;
 use uzswap_mm::pagetable::{Pte, Tag};
@@ -55,7 +56,11 @@ fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
                 s.pt.set(target, Pte::new(Tag::Busy, pte.aux()));
             }
             Tag::None => {}
-            Tag::Compressed | Tag::Zero | Tag::Poisoned => s.pt.set(target, pte),
+            Tag::Compressed => {
+                s.pt.set(target, pte);
+                relocate::moved(s, target, pte);
+            }
+            Tag::Zero | Tag::Poisoned => s.pt.set(target, pte),
         }
     }
 }

@@ -320,7 +320,7 @@ impl Pager {
                 continue;
             }
             let (handle, index) = (pte.handle(), pte.index());
-            let pages = 1usize << s.object(handle)[5];
+            let pages = 1usize << object::order(s.object(handle));
             let whole = index == 0
                 && i + pages <= n
                 && (1..pages).all(|k| {
@@ -349,7 +349,7 @@ impl Pager {
         });
         if known.is_none() {
             let mut bytes = core::mem::take(&mut s.decoded[at].bytes);
-            let len = PAGE << s.object(handle)[5];
+            let len = PAGE << object::order(s.object(handle));
             let ok = decompress(s, handle, &mut bytes[..len]);
             s.decoded[at].bytes = bytes;
             s.decoded[at].handle = ok.then_some(handle);

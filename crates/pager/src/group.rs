@@ -56,6 +56,8 @@ pub struct Counters {
     pub metadata_size: AtomicU64,
     /// Pages whose lz4 object was replaced by a denser one (4 KiB pages, cumulative).
     pub recompressed_pages: AtomicU64,
+    /// Pages of the pool that compaction freed (4 KiB pages, cumulative).
+    pub pages_compacted: AtomicU64,
     /// Time program threads waited for faults to be served, as the server saw it (nanoseconds, cumulative).
     pub stall_ns: AtomicU64,
     /// Direct reclaims: the fault path had to make room itself (events).

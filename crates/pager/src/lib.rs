@@ -14,6 +14,7 @@ pub mod pager;
 pub mod placement;
 pub mod reclaim;
 pub mod region;
+mod relocate;
 pub mod stage;
 pub mod state;
 pub mod store;

@@ -1,8 +1,10 @@
 //! Objects in the pool: a header, a 128-bit hash for each page, the compressed bytes.
 //!
 //! ```text
-//! len u32 │ encoding u8 │ order u8 │ live u16 │ hash u128 × 2^order │ bytes
+//! len u24 │ encoding u4 order u4 │ live u16 │ vpn u40 │ spare u8 │ hash u128 × 2^order │ bytes
 //! ```
+//! `vpn` is where the first of its pages is (or was) in the program: the way back from an object to the page-table
+//! entries that name it, which compaction of the pool needs. It is a hint; see `relocate`.
 //! `live` has a bit for each page that still refers to the object; the object goes with the last. The hashes are those
 //! of the pages as stored: an evicted page whose hash is unchanged is clean, and its kept copy serves again without
 //! compression. (A false match has a probability of 2^-128 per eviction, far below that of memory errors; in return no
@@ -21,10 +23,12 @@ pub struct Header {
     pub order: u8,
     /// Pages that still refer to it.
     pub live: u16,
+    /// The page of the program that page 0 is.
+    pub vpn: u64,
 }
 
 /// Bytes of the header alone.
-pub const HEADER_BYTES: usize = 8;
+pub const HEADER_BYTES: usize = 12;
 
 /// Bytes of the header and the hashes.
 pub const fn head_bytes(order: u8) -> usize {
@@ -38,31 +42,38 @@ impl Header {
             u64::from_le_bytes(core::array::from_fn(|i| if i < r.len() { b[r.start + i] } else { 0 }))
         };
         Self {
-            len: word(0..4) as usize,
-            encoding: Encoding::try_from(b[4]).unwrap_or(Encoding::Raw),
-            order: b[5],
-            live: word(6..8) as u16,
+            len: word(0..3) as usize,
+            encoding: Encoding::try_from(b[3] & 15).unwrap_or(Encoding::Raw),
+            order: order(b),
+            live: word(4..6) as u16,
+            vpn: word(6..11),
         }
     }
 
     /// Writes a header.
     pub fn write(&self, b: &mut [u8]) {
-        b[0..4].copy_from_slice(&(self.len as u32).to_le_bytes());
-        b[4] = self.encoding as u8;
-        b[5] = self.order;
-        b[6..8].copy_from_slice(&self.live.to_le_bytes());
+        b[0..3].copy_from_slice(&(self.len as u32).to_le_bytes()[..3]);
+        b[3] = self.encoding as u8 | self.order << 4;
+        b[4..6].copy_from_slice(&self.live.to_le_bytes());
+        b[6..11].copy_from_slice(&self.vpn.to_le_bytes()[..5]);
+        b[11] = 0;
     }
+}
+
+/// The order of the object that starts with `b`.
+pub fn order(b: &[u8]) -> u8 {
+    b[3] >> 4
 }
 
 /// The stored hash of page `index`.
 pub fn stored_hash(b: &[u8], index: usize) -> u128 {
-    let at = 8 + 16 * index;
+    let at = HEADER_BYTES + 16 * index;
     u128::from_le_bytes(core::array::from_fn(|i| b[at + i]))
 }
 
 /// Sets the stored hash of page `index`.
 pub fn set_hash(b: &mut [u8], index: usize, hash: u128) {
-    let at = 8 + 16 * index;
+    let at = HEADER_BYTES + 16 * index;
     b[at..at + 16].copy_from_slice(&hash.to_le_bytes());
 }
 
@@ -90,10 +101,11 @@ mod tests {
     #[test]
     fn header_round_trips() {
         let mut b = vec![0; head_bytes(2)];
-        let h = Header { len: 12345, encoding: Encoding::Lz4, order: 2, live: 0b1011 };
+        let h = Header { len: 12345, encoding: Encoding::Lz4, order: 2, live: 0b1011, vpn: 0x7_ffff_fffe };
         h.write(&mut b);
         set_hash(&mut b, 3, 7 << 100);
         let r = Header::read(&b);
+        assert_eq!((r.vpn, order(&b)), (0x7_ffff_fffe, 2));
         assert_eq!((r.len, r.encoding as u8, r.order, r.live), (12345, Encoding::Lz4 as u8, 2, 0b1011));
         assert_eq!((stored_hash(&b, 3), stored_hash(&b, 0)), (7 << 100, 0));
     }

@@ -355,6 +355,7 @@ fn retire(from: &Counters, to: &Counters) {
             &c.swpout_zero,
             &c.swpout_clean,
             &c.recompressed_pages,
+            &c.pages_compacted,
             &c.stall_ns,
             &c.direct_reclaim,
             &c.move_refused,

@@ -96,6 +96,7 @@ impl Pager {
                 progress |= self.give_back(&mut s, over.min(spare - low / 2)) > 0;
             }
             if over > 0 {
+                progress |= self.compact_pool(&mut s);
                 progress |= self.densify(&mut s, 16);
             }
             let squeezed = self.at_floor(&s);
@@ -156,6 +157,9 @@ impl Pager {
             self.commit(s, &mut batch);
         }
         s.direct = Some(batch);
+        if over > 0 {
+            self.compact_pool(s);
+        }
         self.densify(s, 4);
         let spare = s.zone.free_slots(Kind::Frame);
         if over > 0 && spare > BLOCK_PAGES {

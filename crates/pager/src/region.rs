@@ -112,6 +112,10 @@ pub struct Stats {
     pub free: usize,
     /// What the pool holds from the kernel.
     pub pool: usize,
+    /// Bytes of objects in the pool: what it holds beyond that is waste.
+    pub pool_used: usize,
+    /// Pages of the pool that compaction freed (cumulative).
+    pub pages_compacted: u64,
     /// Pages (their uncompressed size) in the pool.
     pub stored: usize,
     /// Pages that are all zeros and take nothing.
@@ -284,6 +288,8 @@ impl Region {
             staged: s.staged * PAGE,
             free: s.zone.free_slots(Kind::Frame) * PAGE,
             pool: s.pool.held_bytes(),
+            pool_used: s.pool.used_bytes(),
+            pages_compacted: c.pages_compacted.load(Relaxed),
             stored: s.swapped * PAGE,
             zeros: s.zeros * PAGE,
             metadata: s.metadata_bytes(),

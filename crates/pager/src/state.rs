@@ -46,6 +46,8 @@ pub struct State {
     pub zone: Zone,
     /// Places in the pool.
     pub pool: ZsPool,
+    /// Waste that compaction of the pool could not free (bytes).
+    pub pool_rest: usize,
     /// Decompresses for faults.
     pub decompressor: Decompressor,
     /// Blocks decompressed lately, round robin.
@@ -107,6 +109,7 @@ impl State {
             lru: Lru::default(),
             zone: Zone::new(layout.slots),
             pool: ZsPool::new(arena::POOL_BYTES - (4 << 20)),
+            pool_rest: 0,
             decompressor: Decompressor::new(),
             decoded: (0..4).map(|_| Decoded { handle: None, bytes: vec![0; UNIT] }).collect(),
             decoded_next: 0,
@@ -165,7 +168,7 @@ impl State {
         // SAFETY: handles in page-table entries are live objects, and the lock is held (self is borrowed). The header
         // is read first, to learn the length.
         unsafe {
-            let head = Header::read(core::slice::from_raw_parts(pool.add(offset), 8));
+            let head = Header::read(core::slice::from_raw_parts(pool.add(offset), object::HEADER_BYTES));
             core::slice::from_raw_parts_mut(pool.add(offset), object::head_bytes(head.order) + head.len)
         }
     }
@@ -227,7 +230,7 @@ impl State {
 
     /// The index of a page in its kept copy (copies are kept only where the object is aligned to its pages).
     pub fn copy_index(&self, vpn: u64, handle: u32) -> usize {
-        let order = self.object(handle)[5];
+        let order = object::order(self.object(handle));
         (vpn & ((1 << order) - 1)) as usize
     }
 

@@ -156,7 +156,7 @@ impl Pager {
                 _ if live == 0 => None,
                 Outcome::Zero => Some(None),
                 Outcome::Packed { encoding, at, len } => {
-                    let head = Header { len, encoding, order: u.order, live };
+                    let head = Header { len, encoding, order: u.order, live, vpn: u.vpn };
                     let set = |place: &mut [u8]| {
                         hashes.iter().enumerate().for_each(|(i, h)| object::set_hash(place, i, *h));
                     };

@@ -27,7 +27,7 @@ macro_rules! sums {
 
 sums! {
     pgfault, pgmajfault, refault_staged, fault_zero, zswpout, zswpin, swpout_zero, swpout_clean, recompressed_pages,
-    stored_incompressible_pages, stored_pages, pool_total_size, pool_used_size, metadata_size, stall_ns,
+    pages_compacted,     stored_incompressible_pages, stored_pages, pool_total_size, pool_used_size, metadata_size, stall_ns,
     direct_reclaim, move_refused, move_concealed, reject_alloc_fail, poisoned,
 }
 

@@ -2,13 +2,15 @@
 
 use proptest::prelude::*;
 use std::collections::BTreeMap;
-use uzswap_mm::zsmalloc::{Freed, Handle, MAX_OBJECT, ZsPool, class_sizes};
+use uzswap_mm::zsmalloc::{Freed, Handle, MAX_OBJECT, Relocate, ZsPool, class_sizes};
 
-/// A step: allocate that many bytes, or free the live object at that index (modulo how many there are).
+/// A step: allocate that many bytes, free the live object at that index (modulo how many there are), or compact with
+/// that budget, one object in so many (none at 0) refusing to move.
 #[derive(Clone, Debug)]
 enum Step {
     Alloc(usize),
     Free(usize),
+    Compact(usize, usize),
 }
 
 fn len() -> impl Strategy<Value = usize> {
@@ -21,6 +23,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         let step = prop_oneof![
             allocs => len().prop_map(Step::Alloc),
             frees => any::<usize>().prop_map(Step::Free),
+            1 => (0..200usize, 0..6usize).prop_map(|(budget, every)| Step::Compact(budget, every / 2)),
         ];
         proptest::collection::vec(step, 1..200)
     });
@@ -95,11 +98,70 @@ impl Model {
         self.check();
     }
 
+    fn compact(&mut self, budget: usize, every: usize) {
+        let could = self.pool.compactable_bytes();
+        let mut mover = Mover { moves: vec![], freed: vec![], every, asked: 0 };
+        let held = self.pool.held_bytes();
+        let done = self.pool.compact(budget, &mut mover);
+        assert_eq!((done.moved, done.refused), (mover.moves.len(), mover.asked - mover.moves.len()));
+        assert_eq!(done.freed, mover.freed.iter().map(|f| f.len).sum::<usize>());
+        assert_eq!(self.pool.held_bytes(), held - done.freed);
+        // An object may move twice, when the slab it moved to is drained later: followed step by step.
+        for (from, to, len) in mover.moves {
+            let (usable, _) = self.live.remove(&from.offset()).expect("what moved was live");
+            assert_eq!(usable, len);
+            assert!(self.live.range(..to.offset() + len).next_back().is_none_or(|(at, (n, _))| at + n <= to.offset()));
+            self.live.insert(to.offset(), (len, to));
+            *self.handles.iter_mut().find(|h| **h == from).unwrap() = to;
+            for page in to.offset() / 4096..(to.offset() + len).div_ceil(4096) {
+                self.pages[page] += 1;
+                self.held.insert(page);
+            }
+            for page in from.offset() / 4096..(from.offset() + len).div_ceil(4096) {
+                self.pages[page] -= 1;
+            }
+        }
+        for Freed { offset, len } in mover.freed {
+            for page in offset / 4096..(offset + len) / 4096 {
+                assert_eq!(self.pages[page], 0, "gave back a page in use");
+                self.held.remove(&page);
+            }
+        }
+        assert!(self.live.values().all(|(len, handle)| self.pool.usable(*handle) == *len));
+        if every == 0 && done.moved < budget {
+            assert_eq!(self.pool.compactable_bytes(), 0, "stopped early, with {could} to gain");
+        }
+        self.check();
+    }
+
     fn check(&self) {
         assert_eq!(self.pool.used_bytes(), self.used);
         // A slab may hold pages that no object touched yet, and never the reverse.
         assert!(self.pool.held_bytes() >= self.held.len() * 4096);
         assert!(self.pool.held_bytes() <= self.capacity && self.pool.held_bytes() >= self.used);
+    }
+}
+
+struct Mover {
+    moves: Vec<(Handle, Handle, usize)>,
+    freed: Vec<Freed>,
+    every: usize,
+    asked: usize,
+}
+
+impl Relocate for Mover {
+    fn relocate(&mut self, from: Handle, to: Handle, len: usize) -> bool {
+        assert!(from != to && from.offset().abs_diff(to.offset()) >= len, "source and target overlap");
+        self.asked += 1;
+        if self.every > 0 && self.asked.is_multiple_of(self.every) {
+            return false;
+        }
+        self.moves.push((from, to, len));
+        true
+    }
+
+    fn freed(&mut self, pages: Freed) {
+        self.freed.push(pages);
     }
 }
 
@@ -114,6 +176,7 @@ proptest! {
                 Step::Alloc(len) => { model.alloc(len); }
                 Step::Free(_) if model.handles.is_empty() => {}
                 Step::Free(which) => model.free(which % model.handles.len()),
+                Step::Compact(budget, every) => model.compact(budget, every),
             }
         }
         while !model.handles.is_empty() {
@@ -189,6 +252,34 @@ fn the_fullest_slab_is_filled_first() {
     }
     assert!((0..28).all(|_| pool.alloc(32).unwrap().offset() < 4096));
     assert!(pool.alloc(32).unwrap().offset() >= 4096);
+}
+
+/// Slabs kept all their pages until the last object went: a pool from which nine objects of ten had been freed still
+/// held nearly everything.
+#[test]
+fn after_churn_compaction_leaves_a_dense_pool() {
+    let mut model = Model::new(256 << 20);
+    let mut seed = 7u64;
+    let mut random = || {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (seed >> 33) as usize
+    };
+    for _ in 0..60_000 {
+        model.alloc(200 + random() % 3900);
+    }
+    for _ in 0..54_000 {
+        model.free(random() % model.handles.len());
+    }
+    let (used, held) = (model.pool.used_bytes(), model.pool.held_bytes());
+    assert!(used * 100 < held * 50, "no churn to speak of: {used} of {held}");
+    let could = model.pool.compactable_bytes();
+    while model.pool.compactable_bytes() > 0 {
+        model.compact(100, 0);
+    }
+    let after = model.pool.held_bytes();
+    assert_eq!(held - after, could);
+    assert!(used * 100 >= after * 90, "{used} bytes used of {after} held");
+    assert_eq!(model.pool.used_bytes(), used);
 }
 
 // Panics abort in this workspace's profiles, so a bad handle is tried in a child: the same binary, one test.

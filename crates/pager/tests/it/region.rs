@@ -118,6 +118,43 @@ fn one_thread_reads_what_it_wrote() {
     assert!(stats.stored > 20 * MIB, "{stats:?}");
 }
 
+/// Objects moved by compaction of the pool must be found by every page that names them: those that are out, those that
+/// kept a copy, and all four of a unit.
+#[test]
+fn the_pool_stays_dense_and_its_objects_are_found() {
+    let _one = alone();
+    let mut region = Region::new(96 * MIB, &Options::new(32 * MIB)).unwrap();
+    // SAFETY: the only user.
+    let memory = unsafe { region.as_slice_mut() };
+    let mut model = vec![0u8; memory.len()];
+    let mut rng = Rng::new(seed());
+    // Pages of ever other sizes when compressed: a share of each is noise.
+    let mut fill = |m: &mut [u8], noise: usize| {
+        m.fill(1);
+        m[..noise].chunks_mut(8).for_each(|c| c.copy_from_slice(&rng.next().to_le_bytes()));
+    };
+    for round in 0..6 {
+        for (i, (m, p)) in model.chunks_mut(PAGE).zip(memory.chunks_mut(PAGE)).enumerate() {
+            match round {
+                0 => fill(m, 1024),
+                // One page in `round + 1` shrinks, so that its old class is left full of gaps.
+                _ if i % (round + 1) == 0 => fill(m, 1024 - 160 * round),
+                _ => {
+                    assert!(m == p, "page {i} in round {round}");
+                    continue;
+                }
+            }
+            p.copy_from_slice(m);
+        }
+    }
+    assert!(model == memory, "the memory differs in the end");
+    let stats = region.stats();
+    println!("{stats:?}");
+    assert!(stats.pages_compacted > 0, "{stats:?}");
+    assert!(stats.pool_used * 100 >= stats.pool * 90, "{stats:?}");
+    assert!(stats.charged <= 32 * MIB, "{stats:?}");
+}
+
 #[test]
 fn several_threads_read_what_they_wrote() {
     let _one = alone();
