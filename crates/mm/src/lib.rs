@@ -7,6 +7,7 @@
 pub mod codec;
 pub mod lru;
 pub mod pagetable;
+pub mod replay;
 pub mod shrinker;
 pub mod swapfile;
 pub mod trace;

@@ -7,6 +7,18 @@
 //! much is freeable, which is then scaled by how well the pool compresses (an object that compresses well is cheap to
 //! keep and dear to read back).
 //!
+//! Memory pressure meets objects in two ways. When the pool is full it is shrunk until it is not ([`PoolFull`]). And
+//! under the policies that follow the kernel, whatever reclaim takes from the program presses the pool too
+//! ([`Shrinker::press`]): of what is freeable twice the share that was taken of the resident set is met, the weight the
+//! kernel gives its shrinkers.
+//!
+//! *S3-FIFO* is the policy of our own. A page that leaves the pool enters it again as a new object, so what has been of
+//! use cannot be told by the object; it is told by its block of 64 KiB, which is marked when one of its pages is read
+//! back. Objects enter a *young* list, which is met first while it is more than a tenth of all; one whose block is
+//! marked moves to the *main* list (and takes the mark away), any other goes to disk at its first turn. On the main
+//! list there is the second chance. So what is used once goes without pushing out what comes back. Nothing is written
+//! before the pool is full: a page on disk that would have fitted into memory is a read too many.
+//!
 //! Two other policies are kept for comparison: the kernel's older one, which protects a number of objects that grows
 //! with each store and load and is halved whenever it exceeds a quarter of the list, and plain first-in first-out.
 //!
@@ -31,16 +43,54 @@ pub enum Policy {
     Decaying,
     /// The oldest.
     Fifo,
+    /// Those not read back since their block was last written back; then as second chance.
+    S3Fifo,
 }
 
 impl Policy {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::SecondChance, Self::Decaying, Self::Fifo, Self::S3Fifo];
+
+    /// Its number in a group's page.
+    pub fn number(self) -> u32 {
+        match self {
+            Self::SecondChance => 0,
+            Self::Decaying => 1,
+            Self::Fifo => 2,
+            Self::S3Fifo => 3,
+        }
+    }
+
+    /// Its name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::SecondChance => "second-chance",
+            Self::Decaying => "decaying",
+            Self::Fifo => "fifo",
+            Self::S3Fifo => "s3-fifo",
+        }
+    }
+
     /// The policy of a number, as a group's page holds it; an unknown one is the default.
     pub fn from_number(n: u32) -> Self {
         match n {
             1 => Self::Decaying,
             2 => Self::Fifo,
+            3 => Self::S3Fifo,
             _ => Self::SecondChance,
         }
+    }
+}
+
+impl core::str::FromStr for Policy {
+    type Err = String;
+
+    /// The policy of a name. The error is one sentence.
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|p| p.name() == text).ok_or_else(|| {
+            let all = Self::ALL.map(Self::name).join(", ");
+            format!("no policy is called `{text}`: choose one of {all}")
+        })
     }
 }
 
@@ -73,9 +123,16 @@ fn unpack(p: Packed) -> Entry {
 }
 
 /// The list and what the policies count.
+#[derive(Clone)]
 pub struct Shrinker {
     policy: Policy,
     queue: VecDeque<Packed>,
+    /// S3-FIFO's main list; the others have one list.
+    main: VecDeque<Packed>,
+    /// Whether the entry last taken was on it.
+    from_main: bool,
+    /// Pages to be met for what reclaim has taken from the program.
+    due: usize,
     prune_at: usize,
     /// Pages read from disk that have not been weighed yet (4 KiB pages).
     nr_disk_swapins: usize,
@@ -86,7 +143,21 @@ pub struct Shrinker {
 impl Shrinker {
     /// An empty list.
     pub fn new(policy: Policy) -> Self {
-        Self { policy, queue: VecDeque::new(), prune_at: LEAST_PRUNE, nr_disk_swapins: 0, protected: 0 }
+        Self {
+            policy,
+            queue: VecDeque::new(),
+            main: VecDeque::new(),
+            from_main: false,
+            due: 0,
+            prune_at: LEAST_PRUNE,
+            nr_disk_swapins: 0,
+            protected: 0,
+        }
+    }
+
+    /// The policy.
+    pub fn policy(&self) -> Policy {
+        self.policy
     }
 
     /// An object was stored, its reference bit set.
@@ -116,7 +187,7 @@ impl Shrinker {
     /// How many pages may be written back, where `stored` pages take `pool` pages of memory. Consumes the disk reads.
     pub fn freeable(&mut self, stored: usize, pool: usize) -> usize {
         let lru = match self.policy {
-            Policy::SecondChance => {
+            Policy::SecondChance | Policy::S3Fifo => {
                 let consumed = self.nr_disk_swapins.min(stored);
                 self.nr_disk_swapins -= consumed;
                 stored - consumed
@@ -127,49 +198,90 @@ impl Shrinker {
         if stored == 0 { 0 } else { (lru as u128 * pool.min(stored) as u128 / stored as u128) as usize }
     }
 
-    /// What is to be done with an object whose reference bit is `referenced`.
-    pub fn verdict(&self, referenced: bool) -> Verdict {
-        match self.policy {
-            Policy::SecondChance if referenced => Verdict::Rotate,
-            _ => Verdict::WriteBack,
+    /// Reclaim has taken `evicted` pages from the program, in which `resident` remain: as large a part of the pool is to
+    /// be met, times two. `stored` pages take `pool` pages of memory.
+    pub fn press(&mut self, evicted: usize, resident: usize, stored: usize, pool: usize) {
+        if self.policy == Policy::S3Fifo {
+            return;
         }
+        let freeable = self.freeable(stored, pool);
+        let share = 2 * freeable as u128 * evicted as u128 / resident.max(evicted).max(1) as u128;
+        self.due = (self.due + share as usize).min(freeable);
+    }
+
+    /// Pages that are to be met because of [`Shrinker::press`].
+    pub fn due(&self) -> usize {
+        self.due
+    }
+
+    /// An object of `pages` pages was met.
+    pub fn met(&mut self, pages: usize) {
+        self.due = self.due.saturating_sub(pages);
+    }
+
+    /// What is to be done with the object just taken, whose reference bit is `referenced`, and of whose block a page was
+    /// read back since it was last written back if `reused`. (Rotating clears both.)
+    pub fn verdict_of(&self, referenced: bool, reused: bool) -> Verdict {
+        let chance = match self.policy {
+            Policy::SecondChance => referenced,
+            Policy::Decaying | Policy::Fifo => false,
+            Policy::S3Fifo if self.from_main => referenced || reused,
+            Policy::S3Fifo => reused,
+        };
+        if chance { Verdict::Rotate } else { Verdict::WriteBack }
+    }
+
+    /// What is to be done with an object of whose block nothing is known.
+    pub fn verdict(&self, referenced: bool) -> Verdict {
+        self.verdict_of(referenced, false)
     }
 
     /// Takes the next entry to be met.
     pub fn pop(&mut self) -> Option<Entry> {
-        self.queue.pop_front().map(unpack)
+        self.from_main = !self.main.is_empty() && self.queue.len() * 10 <= self.len();
+        let list = if self.from_main { &mut self.main } else { &mut self.queue };
+        list.pop_front().map(unpack)
+    }
+
+    /// Gives back the entry just taken: it is the next to be met.
+    pub fn put_back(&mut self, e: Entry) {
+        let list = if self.from_main { &mut self.main } else { &mut self.queue };
+        list.push_front(pack(e));
     }
 
     /// Puts an entry at the tail.
     pub fn rotate(&mut self, e: Entry) {
-        self.queue.push_back(pack(e));
+        let list = if self.policy == Policy::S3Fifo { &mut self.main } else { &mut self.queue };
+        list.push_back(pack(e));
     }
 
     /// Entries, stale ones included.
     pub fn len(&self) -> usize {
-        self.queue.len()
+        self.queue.len() + self.main.len()
     }
 
     /// Whether there is none.
     pub fn is_empty(&self) -> bool {
-        self.queue.is_empty()
+        self.len() == 0
     }
 
     /// Whether so many entries have come since the last [`Shrinker::prune`] that half may be stale.
     pub fn wants_prune(&self) -> bool {
-        self.queue.len() >= self.prune_at
+        self.len() >= self.prune_at
     }
 
     /// Drops the entries `keep` refuses.
     pub fn prune(&mut self, mut keep: impl FnMut(Entry) -> bool) {
-        self.queue.retain(|p| keep(unpack(*p)));
-        self.queue.shrink_to(self.queue.len() + LEAST_PRUNE);
-        self.prune_at = (self.queue.len() * 2).max(LEAST_PRUNE);
+        for list in [&mut self.queue, &mut self.main] {
+            list.retain(|p| keep(unpack(*p)));
+            list.shrink_to(list.len() + LEAST_PRUNE);
+        }
+        self.prune_at = (self.len() * 2).max(LEAST_PRUNE);
     }
 
     /// Bytes of the list.
     pub fn metadata_bytes(&self) -> usize {
-        self.queue.capacity() * size_of::<Packed>()
+        (self.queue.capacity() + self.main.capacity()) * size_of::<Packed>()
     }
 }
 
@@ -201,15 +313,74 @@ mod tests {
     #[test]
     fn verdicts() {
         use Policy::*;
-        for (policy, referenced, want) in [
-            (SecondChance, true, Verdict::Rotate),
-            (SecondChance, false, Verdict::WriteBack),
-            (Decaying, true, Verdict::WriteBack),
-            (Decaying, false, Verdict::WriteBack),
-            (Fifo, true, Verdict::WriteBack),
+        for (policy, referenced, reused, want) in [
+            (SecondChance, true, false, Verdict::Rotate),
+            (SecondChance, false, false, Verdict::WriteBack),
+            (SecondChance, false, true, Verdict::WriteBack),
+            (Decaying, true, true, Verdict::WriteBack),
+            (Decaying, false, false, Verdict::WriteBack),
+            (Fifo, true, true, Verdict::WriteBack),
+            (S3Fifo, true, false, Verdict::WriteBack),
+            (S3Fifo, true, true, Verdict::Rotate),
         ] {
-            assert_eq!(filled(policy, 1).verdict(referenced), want, "{policy:?}");
+            assert_eq!(filled(policy, 1).verdict_of(referenced, reused), want, "{policy:?}");
         }
+    }
+
+    #[test]
+    fn names_and_numbers_are_those_of_one_policy() {
+        for policy in Policy::ALL {
+            assert_eq!(policy.name().parse(), Ok(policy));
+            assert_eq!(Policy::from_number(policy.number()), policy);
+        }
+        assert!("lru".parse::<Policy>().unwrap_err().contains("second-chance, decaying"));
+        assert_eq!(Policy::from_number(99), Policy::default());
+    }
+
+    #[test]
+    fn s3_fifo_meets_the_main_list_when_young_is_a_tenth() {
+        let mut s = filled(Policy::S3Fifo, 20);
+        // All young: met in order; what was reused goes to main, where it has the second chance.
+        for i in 0..18 {
+            let e = s.pop().unwrap();
+            assert_eq!((e.handle, s.verdict_of(true, true)), (i, Verdict::Rotate));
+            s.rotate(e);
+        }
+        // 2 of 20 are young: now main's oldest is met, and put back it is the next again.
+        let e = s.pop().unwrap();
+        assert_eq!(e.handle, 0);
+        assert_eq!((s.verdict_of(true, false), s.verdict_of(false, false)), (Verdict::Rotate, Verdict::WriteBack));
+        s.put_back(e);
+        assert_eq!(s.pop(), Some(e));
+        (20..30).for_each(|i| s.stored(Entry { vpn: 0, handle: i }));
+        assert_eq!(s.pop().unwrap().handle, 18, "young again, the oldest first");
+        assert_eq!(s.verdict_of(true, false), Verdict::WriteBack);
+    }
+
+    #[test]
+    fn pressure_is_in_proportion() {
+        // (evicted, resident, stored, pool) -> pages to be met
+        for (policy, evicted, resident, stored, pool, want) in [
+            (Policy::SecondChance, 100, 1000, 1000, 500, 100),
+            (Policy::Fifo, 100, 1000, 1000, 1000, 200),
+            (Policy::SecondChance, 1000, 1000, 1000, 500, 500),
+            (Policy::SecondChance, 1000, 10, 1000, 500, 500),
+            (Policy::SecondChance, 0, 0, 1000, 500, 0),
+            (Policy::S3Fifo, 100, 1000, 1000, 500, 0),
+        ] {
+            let mut s = filled(policy, 10);
+            s.press(evicted, resident, stored, pool);
+            assert_eq!(s.due(), want, "{policy:?} {evicted} of {resident}, {pool} of {stored}");
+            s.met(want / 2);
+            assert_eq!(s.due(), want - want / 2);
+        }
+        // Reads from disk hold it back, once.
+        let mut s = filled(Policy::SecondChance, 10);
+        s.read_from_disk(1000);
+        s.press(100, 1000, 1000, 1000);
+        assert_eq!(s.due(), 0);
+        s.press(100, 1000, 1000, 1000);
+        assert_eq!(s.due(), 200);
     }
 
     #[test]

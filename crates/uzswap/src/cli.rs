@@ -18,6 +18,8 @@ pub struct Cli {
 pub enum Command {
     /// Run a program and its children within a limit of memory
     Run(RunArgs),
+    /// Play a trace of `run --record` again, under each policy of what is written to disk
+    Replay(ReplayArgs),
     /// Say whether this machine can do it, and what to change if not
     Doctor(DoctorArgs),
     /// Print a completion script for a shell
@@ -65,6 +67,31 @@ pub struct RunArgs {
 /// Options of `uzswap doctor`.
 #[derive(Args)]
 pub struct DoctorArgs {
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Options of `uzswap replay`.
+#[derive(Args)]
+pub struct ReplayArgs {
+    /// The trace
+    pub file: PathBuf,
+    /// Who decides what is written to disk: second-chance, decaying, fifo, s3-fifo, several of them, or all
+    #[arg(short, long, value_name = "NAME", default_value = "all")]
+    pub policy: String,
+    /// What the compressed pools may take together: 64M, or 30% of what they took [default: 50%]
+    #[arg(long, value_name = "SIZE")]
+    pub pool: Option<String>,
+    /// A full pool is shrunk to this part of it
+    #[arg(long, value_name = "PERCENT", default_value_t = 90, value_parser = clap::value_parser!(u8).range(1..=100))]
+    pub accept_threshold: u8,
+    /// Microseconds a read of the disk takes, besides its bytes
+    #[arg(long, value_name = "US", default_value_t = 100, value_parser = clap::value_parser!(u64).range(0..=10_000_000))]
+    pub read_latency: u64,
+    /// What the disk reads or writes in a second, in MiB
+    #[arg(long, value_name = "MIB", default_value_t = 500, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    pub bandwidth: u64,
     /// Print JSON
     #[arg(long)]
     pub json: bool,

@@ -8,6 +8,7 @@ mod elf;
 mod group_file;
 mod machine;
 mod record;
+mod replay;
 mod report;
 mod run;
 mod signals;
@@ -40,6 +41,10 @@ fn main() -> ExitCode {
             }
         },
         Command::Lab { args } => ExitCode::from(uzswap_lab::main(args).clamp(0, 255) as u8),
+        Command::Replay(args) => replay::main(&args).unwrap_or_else(|sentence| {
+            eprintln!("uzswap: {sentence}");
+            ExitCode::from(EXIT_OWN_FAILURE)
+        }),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "uzswap", &mut std::io::stdout());

@@ -125,3 +125,50 @@ fn a_trace_that_cannot_be_written_is_refused() {
     assert_eq!(output.status.code(), Some(125));
     assert!(String::from_utf8_lossy(&output.stderr).contains("no space left"));
 }
+
+/// The same trace, replayed by the engine's policies: figures that hang together, and none that is made up.
+#[test]
+fn a_trace_is_replayed_under_every_policy() {
+    let dir = TempDir::new().unwrap();
+    let source = contents(dir.path());
+    let worker = [UZSWAP, "lab", "worker", "--size", "40M", "--source", source.to_str().unwrap()];
+    let (_, lost, report) = record(&dir, &worker);
+    let trace = dir.path().join("trace");
+    let replay = |more: &[&str]| -> serde_json::Value {
+        let output = uzswap().arg("replay").arg(&trace).arg("--json").args(more).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let all = replay(&[]);
+    println!("{all:#}");
+    assert_eq!(all["trace"]["records"], report["trace"]["records"]);
+    assert_eq!(all["trace"]["loads"], report["counters"]["pgmajfault"]);
+    assert!(lost > 0 || all["trace"]["unknown_loads"] == 0);
+    assert_eq!(all["policies"].as_array().unwrap().len(), 4);
+    for policy in all["policies"].as_array().unwrap() {
+        let number = |key: &str| policy[key].as_f64().unwrap();
+        assert!(number("pool_peak") <= 1.02 * all["settings"]["pool"].as_f64().unwrap());
+        assert!(number("disk_swapins") > 0.0 && number("written_back_pages") >= number("disk_swapins") / 4.0);
+        assert!(number("bytes_read") >= 4096.0 * number("disk_reads"));
+        assert!(number("wait_seconds") >= 100e-6 * number("disk_reads"));
+    }
+    // With room for all nothing is written by a policy that waits until the pool is full.
+    let roomy = replay(&["--policy", "s3-fifo", "--pool", "1G"]);
+    assert_eq!(roomy["policies"][0]["written_back_pages"], 0);
+    assert_eq!(roomy["policies"][0]["wait_seconds"], 0.0);
+    // A shorter trace is replayed as far as it is good, and that is told.
+    let bytes = fs::read(&trace).unwrap();
+    fs::write(&trace, &bytes[..bytes.len() / 2]).unwrap();
+    let cut = replay(&["--policy", "fifo"]);
+    assert!(cut["trace"]["error"].as_str().unwrap().contains("cut short"));
+    assert!(cut["trace"]["records"].as_u64() < all["trace"]["records"].as_u64());
+}
+
+#[test]
+fn what_is_no_trace_is_not_replayed() {
+    for args in [&["replay", "/bin/true"][..], &["replay", "/no/such"], &["replay", "/bin/true", "--policy", "lru"]] {
+        let output = uzswap().args(args).output().unwrap();
+        assert_eq!(output.status.code(), Some(125), "{args:?}");
+        assert_eq!(String::from_utf8_lossy(&output.stderr).lines().count(), 1);
+    }
+}

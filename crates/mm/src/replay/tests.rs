@@ -1,0 +1,172 @@
+//! Replays of made-up traces, against a flat model and by hand.
+
+use super::world::{NONE, Object};
+use super::*;
+use crate::shrinker::Policy;
+
+const LIMIT: usize = 1 << 20;
+
+fn settings(policy: Policy, pool: usize) -> Settings {
+    Settings { policy, pool, accept_percent: 90, limit: LIMIT, cost: Cost::default() }
+}
+
+fn check(replay: &Replay) {
+    for w in replay.worlds.values() {
+        let live = |o: &&Object| o.birth != 0;
+        let in_pool: usize = w.objects.iter().filter(live).filter(|o| o.at.is_none()).map(|o| o.bytes as usize).sum();
+        assert_eq!(w.in_pool, in_pool);
+        let out = w.pages.values().filter(|p| p.out && w.objects[p.object as usize].at.is_none()).count();
+        assert_eq!(w.stored, out);
+        assert_eq!(w.disk.len(), w.objects.iter().filter(live).filter(|o| o.at.is_some()).count());
+        let live_pages: usize = w.objects.iter().filter(live).map(|o| o.live as usize).sum();
+        assert_eq!(live_pages, w.pages.values().filter(|p| p.object != NONE).count());
+    }
+}
+
+/// xorshift.
+struct Random(u64);
+impl Random {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % n
+    }
+}
+
+/// Whatever happens, in whatever order: sums are right, the pools keep to their size, and a page that was stored is
+/// found when it is wanted.
+#[test]
+fn books_balance_under_every_policy() {
+    for policy in Policy::ALL {
+        for seed in 1..6 {
+            println!("{policy:?} {seed}");
+            let mut random = Random(seed * 0x9e37_79b9_7f4a_7c15);
+            let mut replay = Replay::new(settings(policy, 100_000));
+            // Pages that are out, as a flat model.
+            let mut out: BTreeMap<u64, bool> = BTreeMap::new();
+            for step in 0..20_000 {
+                let vpn = random.below(400);
+                let unknown = replay.out.unknown;
+                match random.below(10) {
+                    0..=3 => {
+                        let order = if random.below(3) == 0 { 2 } else { 0 };
+                        let base = vpn >> order << order;
+                        let len = 1 + random.below(4000 << order) as usize;
+                        replay.record(0, Record::of_object(Kind::Store, base, order, len));
+                        out.extend((base..base + (1 << order)).map(|at| (at, true)));
+                    }
+                    4..=6 => {
+                        let n = 1 + random.below(16);
+                        let kept = random.below(1 << 16) as u16;
+                        replay.record(0, Record::load(vpn, n as usize, false, kept));
+                        let known = (vpn..vpn + n).any(|at| out.get(&at) == Some(&true));
+                        assert_eq!(replay.out.unknown - unknown, u64::from(!known), "step {step}");
+                        for at in vpn..vpn + n {
+                            if out.get(&at) == Some(&true) {
+                                if kept & (1 << (at - vpn)) != 0 {
+                                    out.insert(at, false)
+                                } else {
+                                    out.remove(&at)
+                                };
+                            }
+                        }
+                    }
+                    7 => {
+                        replay.record(0, Record::pages(Kind::Clean, vpn, 1));
+                        if let Some(page) = out.get_mut(&vpn) {
+                            *page = true;
+                        }
+                    }
+                    8 => {
+                        let n = 1 + random.below(40);
+                        replay.record(0, Record::pages(Kind::Free, vpn, n as usize));
+                        out.retain(|at, _| !(vpn..vpn + n).contains(at));
+                    }
+                    _ => replay.record(0, Record::pages(Kind::Evict, vpn, 16)),
+                }
+                assert!(replay.in_pools() <= 100_000, "step {step}: {}", replay.in_pools());
+                if step % 500 == 0 {
+                    check(&replay);
+                }
+            }
+            check(&replay);
+            let done = replay.finish();
+            assert!(done.written_back > 0 && done.disk_swapins > 0);
+            assert!(done.bytes_written >= done.bytes_read / 64 && done.wait_ns >= done.reads * 100_000);
+        }
+    }
+}
+
+fn store(replay: &mut Replay, vpn: u64) {
+    replay.record(0, Record::of_object(Kind::Store, vpn, 0, 1000));
+}
+
+/// A page that comes back again and again is kept by S3-FIFO while a stream of pages used once goes by; the policies
+/// that go by age alone write it to disk each time.
+#[test]
+fn s3_fifo_keeps_what_comes_back() {
+    let reads = |policy| {
+        let mut replay = Replay::new(settings(policy, 50_000));
+        for round in 0..100u64 {
+            for hot in 0..10 {
+                store(&mut replay, hot * 16);
+            }
+            for cold in 0..60 {
+                store(&mut replay, 10_000 + (round * 60 + cold) * 16);
+            }
+            for hot in 0..10 {
+                replay.record(0, Record::load(hot * 16, 1, true, 0));
+            }
+        }
+        replay.finish().reads
+    };
+    let [second, fifo, s3] = [Policy::SecondChance, Policy::Fifo, Policy::S3Fifo].map(reads);
+    assert!(s3 * 10 < second && s3 * 10 < fifo, "second chance {second}, fifo {fifo}, s3-fifo {s3}");
+}
+
+#[test]
+fn a_pool_that_is_large_enough_needs_no_disk() {
+    let mut replay = Replay::new(settings(Policy::S3Fifo, 10 << 20));
+    (0..1000).for_each(|vpn| store(&mut replay, vpn));
+    replay.record(0, Record::pages(Kind::Evict, 0, 1000));
+    assert_eq!(replay.finish().written_back, 0);
+}
+
+/// A child reads what its parent had put out before the fork, whichever of the two blocks was drained first.
+#[test]
+fn children_inherit() {
+    for child_first in [false, true] {
+        let mut replay = Replay::new(settings(Policy::SecondChance, 1 << 20));
+        let parent = vec![
+            Record::of_object(Kind::Store, 5, 0, 1000),
+            Record::number(Kind::Fork, 1),
+            Record::pages(Kind::Free, 5, 1),
+        ];
+        let child = vec![Record::number(Kind::Born, 1), Record::load(5, 1, false, 0)];
+        let order = if child_first { [(9, child), (2, parent)] } else { [(2, parent), (9, child)] };
+        for (slot, records) in order {
+            let words: Vec<u64> = records.iter().map(Record::pack).collect();
+            let mut bytes = crate::trace::Header { limit: 1, codec: 0 }.write().to_vec();
+            let head = crate::trace::BlockHead { slot, time_ns: 0, lost: 0 };
+            crate::trace::write_block(&mut bytes, head, &words);
+            let trace = crate::trace::Trace::parse(&bytes).unwrap();
+            trace.blocks().for_each(|b| replay.block(&b.unwrap()));
+        }
+        check(&replay);
+        let done = replay.finish();
+        assert_eq!((done.loads, done.unknown), (1, 0));
+    }
+}
+
+#[test]
+fn moved_pages_are_found_where_they_went() {
+    let mut replay = Replay::new(settings(Policy::Fifo, 1 << 20));
+    (0..4).for_each(|vpn| store(&mut replay, vpn));
+    replay.record(0, Record::pages(Kind::MoveFrom, 0, 4));
+    replay.record(0, Record::pages(Kind::MoveTo, 100, 4));
+    replay.record(0, Record::load(100, 4, false, 0));
+    replay.record(0, Record::load(0, 4, false, 0));
+    check(&replay);
+    assert_eq!(replay.finish().unknown, 1);
+}
