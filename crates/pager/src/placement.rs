@@ -1,17 +1,18 @@
 //! On which CPUs the helpers run, and who reclaims.
 //!
 //! The helpers share the program's address space, so every page moved while another of its threads runs on another
-//! CPU must be flushed from that CPU's TLB by an interrupt, and the mover waits for the answer; and each time a reclaim
-//! thread is woken the scheduler may take the occasion to move the program. Together that costs more than what a second
+//! CPU must be flushed from that CPU's TLB by an interrupt, and the mover waits for the answer (in a virtual machine
+//! with shadow page tables each change of a mapping costs both CPUs more still); and each time a reclaim thread is
+//! woken the scheduler may take the occasion to move the program. Together that costs more than what a second
 //! CPU can do meanwhile (table in ARCHITECTURE.md). So the handler follows the faulting thread, and while faults come
-//! from one CPU it reclaims by itself, between reading a fault and serving it. Where several threads fault on several
-//! CPUs the interrupts are there anyway: there the reclaim thread works ahead.
+//! from one CPU it reclaims by itself, between reading a fault and serving it; the reclaim thread, should it be wanted,
+//! runs there too. Where several threads fault on several CPUs the interrupts are there anyway: there the reclaim
+//! thread works ahead.
 //!
-//! The scheduler wakes the program where it faulted because that CPU runs only idle-policy threads. The other helpers
-//! are of the normal policy, and one that has just gone to sleep still counts (delayed dequeue): so while the program
-//! stays on one CPU they are kept off it.
+//! The scheduler wakes the program where it faulted because that CPU runs only idle-policy threads, so there the reclaim
+//! thread is of that policy too. The ticker remains a normal one: it is to be on time.
 
-use uzswap_sys::thread::Cpus;
+use uzswap_sys::thread::{self, Cpus};
 
 /// Faults between two looks.
 const EVERY: u32 = 256;
@@ -31,12 +32,34 @@ pub struct Placement {
     quiet: bool,
     /// Whether the program may have moved.
     suspect: bool,
+    /// The CPU the reclaim thread is confined to, if it is.
+    confined: Option<usize>,
+}
+
+/// The helper threads (0: none), as far as they are to be placed.
+#[derive(Clone, Copy, Default)]
+pub struct Helpers {
+    /// Serves faults: goes where the program is.
+    pub handler: Option<i32>,
+    /// Goes where the program is.
+    pub ticker: i32,
+    /// On the program's CPU while the handler reclaims, free where the work is its own.
+    pub reclaimer: i32,
 }
 
 impl Placement {
     /// Nothing is known yet.
     pub fn new() -> Self {
-        Self { cpus: Cpus::of(0), cpu: None, steady: 0, faults: 0, seen: 0, quiet: false, suspect: true }
+        Self {
+            cpus: Cpus::of(0),
+            cpu: None,
+            steady: 0,
+            faults: 0,
+            seen: 0,
+            quiet: false,
+            suspect: true,
+            confined: None,
+        }
     }
 
     /// The handler slept: while the program stays on the handler's CPU the next fault always finds it runnable, so the
@@ -52,22 +75,33 @@ impl Placement {
         self.faults.is_multiple_of(EVERY) || core::mem::take(&mut self.suspect)
     }
 
-    /// A fault happened on `cpu`. The `handler` (a thread, where there is one) goes there, the `others` elsewhere.
-    pub fn fault_on(&mut self, cpu: usize, handler: Option<i32>, others: &[i32]) {
+    /// A fault happened on `cpu`. The handler and the ticker go there, and the reclaim thread too
+    /// while there is one such CPU and `kin` (shared memory, which it alone can un-share) gives it no work of its own.
+    pub fn fault_on(&mut self, cpu: usize, helpers: Helpers, kin: bool) {
         if self.cpu == Some(cpu) {
             self.steady = (self.steady + 1).min(64);
-            return;
-        }
-        self.cpu = Some(cpu);
-        self.steady = self.steady.saturating_sub(2);
-        if let Some(handler) = handler {
-            Cpus::only(cpu).confine(handler);
-        }
-        if let Some(elsewhere) = self.cpus.without(cpu) {
-            for other in others.iter().filter(|t| **t != 0) {
-                elsewhere.confine(*other);
+        } else {
+            self.cpu = Some(cpu);
+            self.steady = self.steady.saturating_sub(2);
+            if let Some(handler) = helpers.handler {
+                Cpus::only(cpu).confine(handler);
+            }
+            if helpers.ticker != 0 {
+                Cpus::only(cpu).confine(helpers.ticker);
             }
         }
+        let to = (self.steady >= STEADY && !kin).then_some(cpu);
+        self.confine_reclaimer(to, helpers.reclaimer);
+    }
+
+    fn confine_reclaimer(&mut self, to: Option<usize>, reclaimer: i32) {
+        if reclaimer == 0 || to == self.confined {
+            return;
+        }
+        to.map_or(self.cpus, Cpus::only).confine(reclaimer);
+        // (A CPU that runs only idle-policy threads counts as idle: see `fault`.)
+        thread::set_idle_policy(reclaimer, to.is_some());
+        self.confined = to;
     }
 
     /// Whether the handler is to reclaim by itself.
@@ -76,8 +110,11 @@ impl Placement {
     }
 
     /// Called now and then by the ticker: where no fault comes the handler reclaims nothing, and the thread must.
-    pub fn look(&mut self) {
+    pub fn look(&mut self, reclaimer: i32) {
         self.quiet = core::mem::replace(&mut self.seen, self.faults) == self.faults;
+        if self.quiet {
+            self.confine_reclaimer(None, reclaimer);
+        }
     }
 }
 

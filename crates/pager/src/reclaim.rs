@@ -190,8 +190,8 @@ impl Pager {
             if s.zone.free_slots(Kind::Frame) >= n {
                 break;
             }
-            let staged = self.stage(s, n.max(16).saturating_sub(s.idle_staged()));
-            self.prepare(s, &mut batch, n.max(16), 0);
+            let staged = self.stage(s, n.clamp(16, BATCH_PAGES).saturating_sub(s.idle_staged()));
+            self.prepare(s, &mut batch, n.clamp(16, BATCH_PAGES), 0);
             batch.compress(&self.layout);
             if self.commit(s, &mut batch) == 0 && s.zone.free_slots(Kind::Frame) < n {
                 if staged.is_err() {

@@ -27,6 +27,7 @@ use crate::arena::{Layout, PAGE};
 use crate::fault::Request;
 use crate::group::{CODEC_DEFLATE, CODEC_LZ4, CODEC_ZSTD, GroupPage, MAGIC};
 use crate::pager::Pager;
+use crate::placement::Helpers;
 use crate::state::BLOCK;
 use core::fmt;
 use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
@@ -521,7 +522,8 @@ impl Pager {
         if s.placement.due() {
             // SAFETY: no arguments; read from the thread's own data.
             let cpu = unsafe { libc::sched_getcpu() };
-            s.placement.fault_on(usize::try_from(cpu).unwrap_or(0), None, &[]);
+            let helpers = Helpers { reclaimer: self.reclaimer.load(Relaxed), ..Helpers::default() };
+            s.placement.fault_on(usize::try_from(cpu).unwrap_or(0), helpers, false);
         }
         self.make_room(&mut s);
         // What cannot be done now (EAGAIN of the kernel) is tried again by the access itself, which faults again.
