@@ -10,7 +10,8 @@ mod patch;
 
 use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
 use uzswap_pager::arena::Layout;
-use uzswap_pager::group::{ENV_GROUP, GroupPage, MAGIC};
+use uzswap_pager::group::{ENV_GROUP, ENV_NODE, GroupPage, MAGIC, NO_LIMIT, NODES};
+use uzswap_pager::member::Chain;
 use uzswap_pager::pager::Pager;
 use uzswap_pager::ticker;
 use uzswap_pager::trace::{OBJECT_BYTES, RINGS_AT, Rings};
@@ -72,12 +73,13 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
             "uzswap: this process runs without a limit: its C library is not one that uzswap knows how to hook (glibc 2.34 or later)\n",
         );
     }
-    let layout = Layout::reserve(group.limit.load(Relaxed) as usize).map_err(
+    let node = node(group)?;
+    let layout = Layout::reserve(arena_limit(group, node)).map_err(
         |_| "uzswap: this process runs without a limit: no address space could be reserved (raise `ulimit -v`)\n",
     )?;
     heap::init(layout.base);
     exec::init();
-    let mut pager = Pager::new(group, layout)
+    let mut pager = Pager::new(group, node, layout)
         .map_err(|_| "uzswap: this process runs without a limit: its group has too many members\n")?;
     if let Some(rings) = rings {
         pager.record_in(rings);
@@ -109,13 +111,32 @@ fn rings(group: &GroupPage, fd: i32) -> Option<&'static Rings> {
     at.ok().map(|at| unsafe { &*(at as *const Rings) })
 }
 
+/// The group of the tree that this process is to join.
+fn node(group: &GroupPage) -> Result<usize, &'static str> {
+    const WRONG: &str = "uzswap: this process runs without a limit: its group's number is wrong\n";
+    // SAFETY: getenv in a constructor, before other threads.
+    let number = unsafe { libc::getenv(c"UZSWAP_GROUP_NODE".as_ptr()) };
+    debug_assert_eq!(ENV_NODE, "UZSWAP_GROUP_NODE");
+    if number.is_null() {
+        return Ok(0);
+    }
+    // SAFETY: the environment's string.
+    let number = unsafe { core::ffi::CStr::from_ptr(number) }.to_str().ok().and_then(|n| n.parse::<usize>().ok());
+    number.filter(|n| *n < NODES && group.nodes[*n].is_ready()).ok_or(WRONG)
+}
+
+/// The limit for which the arena is made. It may be raised later: more than a share of what is resident is never in the
+/// arena, so it then does with what it has.
+fn arena_limit(group: &GroupPage, node: usize) -> usize {
+    const MOST: u64 = 4 << 30;
+    let chain = Chain::of(group, node);
+    let limit = chain.nodes().iter().map(|n| group.nodes[*n].target()).min().unwrap_or(NO_LIMIT);
+    if limit >= NO_LIMIT { MOST as usize } else { limit as usize }
+}
+
 extern "C" fn fini() {
     if let Some(p) = pager() {
-        let me = p.me();
-        if me.pid.load(Relaxed) == uzswap_sys::thread::getpid() as u32 {
-            me.rss.store(0, Relaxed);
-            me.swapped.store(0, Relaxed);
-        }
+        p.leave();
     }
 }
 
@@ -204,4 +225,7 @@ fn grew(p: &Pager, bytes: usize) {
     UNSEEN.store(0, Relaxed);
     // (Huge pages fill faster than the ticker looks.)
     p.ask_look(engaged || bytes >= p.limit() / 8);
+    if engaged {
+        p.throttle_allocation();
+    }
 }

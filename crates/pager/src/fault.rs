@@ -35,6 +35,9 @@ use uzswap_sys::{sys, thread};
 /// Pages one fault brings at most. Mapping 64 KiB in one call costs 5 µs in all, 512 KiB 16: beyond that little is won.
 const WINDOW_PAGES: usize = 128;
 
+/// How often a full group is looked at again while faults wait for room (milliseconds).
+const FULL_MS: i32 = 20;
+
 /// The kernel answered EAGAIN: an event must be read first.
 pub struct EventPending;
 
@@ -87,6 +90,18 @@ impl Pager {
                 }
                 Ok(None) => {}
                 Err(_) => thread::sleep_ns(1_000_000),
+            }
+            if !waiting.is_empty() && self.must_wait(&mut s) {
+                drop(s);
+                uffd.wait(FULL_MS);
+                continue;
+            }
+            let throttle = if waiting.is_empty() { 0 } else { self.throttle_ns(&s) };
+            if throttle > 0 {
+                drop(s);
+                thread::sleep_ns(throttle);
+                self.counters().stall_ns.fetch_add(throttle, Relaxed);
+                s = self.state.lock();
             }
             // One fault in eight is timed, for all.
             let began = served.is_multiple_of(8).then(thread::now_ns);
@@ -185,7 +200,7 @@ impl Pager {
         Ok(())
     }
 
-    fn bring_staged(&self, s: &mut State, vpn: u64, max: usize) -> Result<usize, EventPending> {
+    pub(crate) fn bring_staged(&self, s: &mut State, vpn: u64, max: usize) -> Result<usize, EventPending> {
         let slot = s.pt.get(vpn).aux();
         let mut n = 1;
         while n < max

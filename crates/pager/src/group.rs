@@ -1,28 +1,62 @@
-//! The group: what a tree of processes under one limit shares.
+//! The group: what processes under one limit share.
 //!
 //! The command creates one memory object, sized for [`GroupPage`], and every process of the tree maps it (found
-//! through the environment variable [`ENV_GROUP`], a path such as `/proc/PID/fd/N` of the command). All fields are
-//! atomics; nobody holds a lock, so a member may be killed at any instruction and harms nobody: its slot is
-//! recognised as dead by its pid and folded into `dead`.
+//! through the environment variable [`ENV_GROUP`], a path such as `/proc/PID/fd/N` of the command). The object holds a
+//! tree of groups ([`Node`]; 0 is the root, `web` of `web/worker`) and the member processes ([`Slot`]), each of which
+//! belongs to one group and counts in all above it too.
+//!
+//! # Who may be killed when
+//! Anybody, at any instruction. All fields are atomics and nobody holds a lock, so nobody is left waiting; and a group's
+//! charge is nowhere kept as a sum that could be half updated: it *is* the sum of what the slots of its members say at
+//! the moment, each written by its one owner. The charge of a dead member is returned by whoever notices (`member`).
+//!
+//! ```text
+//! slot: free (owner 0) ─ compare-exchange: owner = me ─▶ mine ─ I end ─▶ dead ─ compare-exchange: owner = the finder ─┐
+//!             ▲                                                                                                      │
+//!             └───────────────── owner = 0 ◀── charges = 0 ◀──────────────────────────────────────────────────────────┘
+//! ```
+//! A finder killed on the way leaves a slot that belongs to it, who is dead: the next one finds that. Owners are named
+//! by pid and start time, so another process with the pid of a dead one is not taken for it.
+//!
+//! Cumulative counters stay in the slot when it changes hands (a sum over slots remains right); only where it goes to
+//! another group they are added to [`Node::dead`], of which a kill in between may lose one.
 //!
 //! Sizes are bytes unless the name says otherwise.
 
 use crate::inject::Faults;
-use core::sync::atomic::{AtomicU32, AtomicU64};
+use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
+use uzswap_sys::process::Identity;
 
 /// Environment variable with the path of the group's memory object.
 pub const ENV_GROUP: &str = "UZSWAP_GROUP";
+/// Environment variable with the number of the group in its tree; absent for 0.
+pub const ENV_NODE: &str = "UZSWAP_GROUP_NODE";
 /// First word of the page: refuses a page of another version.
 pub const MAGIC: u64 = 0x757a_7377_6170_0002;
 /// Processes that can be members at once.
 pub const SLOTS: usize = 1024;
+/// Groups in one tree, of which ancestors are a set of 64 bits.
+pub const NODES: usize = 64;
+/// Groups from the root to the deepest.
+pub const DEPTH: usize = 8;
+/// Bytes of the longest name of a group (one component).
+pub const NAME_BYTES: usize = 64;
+/// A limit that is none; the kernel writes it `max`.
+pub const NO_LIMIT: u64 = 1 << 60;
 
-/// Codec of the pool, as stored in `GroupPage::codec`: 0 lz4, 1 zstd, 2 deflate.
+/// Codec of the pool, as stored in [`Node::codec`]: 0 lz4, 1 zstd, 2 deflate.
 pub const CODEC_LZ4: u32 = 0;
 /// See [`CODEC_LZ4`].
 pub const CODEC_ZSTD: u32 = 1;
 /// See [`CODEC_LZ4`].
 pub const CODEC_DEFLATE: u32 = 2;
+
+/// What happens when a limit is exceeded and nothing more can be reclaimed ([`Node::on_full`]): the program goes on.
+pub const ON_FULL_EXCEED: u32 = 0;
+/// Faulting threads wait until there is room.
+pub const ON_FULL_WAIT: u32 = 1;
+/// The member that holds most is killed.
+pub const ON_FULL_KILL: u32 = 2;
 
 /// Counters of one member (or of all the dead ones). Names are the kernel's where it has one.
 #[repr(C)]
@@ -72,20 +106,202 @@ pub struct Counters {
     pub poisoned: AtomicU64,
 }
 
-/// One member process.
-#[repr(C)]
+impl Counters {
+    /// Adds the cumulative ones to another's and clears them.
+    pub fn retire_into(&self, to: &Counters) {
+        for (f, t) in self.cumulative().into_iter().zip(to.cumulative()) {
+            t.fetch_add(f.swap(0, Relaxed), Relaxed);
+        }
+    }
+
+    fn cumulative(&self) -> [&AtomicU64; 16] {
+        [
+            &self.pgfault,
+            &self.pgmajfault,
+            &self.refault_staged,
+            &self.fault_zero,
+            &self.zswpout,
+            &self.zswpin,
+            &self.swpout_zero,
+            &self.swpout_clean,
+            &self.recompressed_pages,
+            &self.pages_compacted,
+            &self.stall_ns,
+            &self.direct_reclaim,
+            &self.move_refused,
+            &self.move_concealed,
+            &self.reject_alloc_fail,
+            &self.poisoned,
+        ]
+    }
+
+    /// Clears those that say what is, or was at some moment, rather than what happened.
+    pub fn reset_gauges(&self) {
+        for now in [
+            &self.stored_incompressible_pages,
+            &self.stored_pages,
+            &self.pool_total_size,
+            &self.pool_used_size,
+            &self.metadata_size,
+        ] {
+            now.store(0, Relaxed);
+        }
+    }
+}
+
+/// One member process. The first cache line is what others read.
+#[repr(C, align(64))]
 #[derive(Default)]
 pub struct Slot {
-    /// The member's pid, 0 when free.
-    pub pid: AtomicU32,
+    /// The owner, as `Identity::raw`; 0 when free.
+    pub owner: AtomicU64,
+    /// The group of the member, an index of [`GroupPage::nodes`].
+    pub node: AtomicU32,
     /// Bumped to wake the member's reclaim thread (a futex word).
     pub wake: AtomicU32,
-    /// RssAnon of the member as it last read it.
+    /// RssAnon of the member as it last read it, pool and metadata included: what it is charged with.
     pub rss: AtomicU64,
+    /// Of that, what the pool holds from the kernel.
+    pub pool: AtomicU64,
     /// Program memory out of RAM (staged excluded): what it would use on top without uzswap.
     pub swapped: AtomicU64,
+    /// Of that, the part that is in the compressed pool.
+    pub zswapped: AtomicU64,
+    /// Of that, the part that is in the swap file.
+    pub swap: AtomicU64,
+    /// Of `rss`, uzswap's own tables.
+    pub metadata: AtomicU64,
+    /// Times the member said what it is charged with (wrapping).
+    pub said: AtomicU32,
+    /// Thread id of the member's ticker, 0 until it runs.
+    pub ticker: AtomicU32,
     /// The member's counters.
     pub counters: Counters,
+}
+
+impl Slot {
+    /// Who has it, if anybody.
+    pub fn owner(&self) -> Option<Identity> {
+        Identity::from_raw(self.owner.load(Acquire))
+    }
+
+    /// Returns the charges. For the owner only.
+    pub fn uncharge(&self) {
+        for charge in [&self.rss, &self.pool, &self.swapped, &self.zswapped, &self.swap, &self.metadata] {
+            charge.store(0, Relaxed);
+        }
+        self.ticker.store(0, Relaxed);
+    }
+}
+
+/// Events of a group and of those below it, under the kernel's names in `memory.events` (counts).
+#[repr(C)]
+#[derive(Default)]
+pub struct Events {
+    /// Reclaims because the charge was above `memory.high`.
+    pub high: AtomicU64,
+    /// Reclaims because the charge was above `memory.max`.
+    pub max: AtomicU64,
+    /// Times `memory.max` was exceeded and nothing more could be reclaimed.
+    pub oom: AtomicU64,
+    /// Members killed for that.
+    pub oom_kill: AtomicU64,
+    /// Stores refused because of `memory.zswap.max`.
+    pub zswap_max: AtomicU64,
+    /// Stores refused because of `memory.swap.max`.
+    pub swap_max: AtomicU64,
+    /// Pages that could go nowhere, neither to the pool nor to the swap file.
+    pub swap_fail: AtomicU64,
+}
+
+/// One group.
+#[repr(C)]
+pub struct Node {
+    /// [`Node::FREE`], [`Node::READY`], or the raw identity of a process that is just making it.
+    pub state: AtomicU64,
+    /// Itself and all groups above it, as a set of bits.
+    pub ancestors: AtomicU64,
+    /// The group above; its own index at the root.
+    pub parent: AtomicU32,
+    /// Codec of the members' pools: see [`CODEC_LZ4`].
+    pub codec: AtomicU32,
+    /// Level for zstd and deflate, 0 the default.
+    pub level: AtomicU32,
+    /// See [`ON_FULL_EXCEED`].
+    pub on_full: AtomicU32,
+    /// 1 when what the pool cannot take may be written to the swap file.
+    pub zswap_writeback: AtomicU32,
+    /// 1 once the group was said to be full; cleared when a limit changes.
+    pub full_said: AtomicU32,
+    /// The charge above which members are throttled.
+    pub high: AtomicU64,
+    /// The limit on resident + pool + metadata.
+    pub max: AtomicU64,
+    /// The limit on what the pools hold.
+    pub zswap_max: AtomicU64,
+    /// The limit on what is in the swap file.
+    pub swap_max: AtomicU64,
+    /// Highest charge seen.
+    pub peak: AtomicU64,
+    /// Highest sum of charge and memory out of RAM seen: the most memory held.
+    pub peak_held: AtomicU64,
+    /// Members that ever joined.
+    pub joined: AtomicU32,
+    /// Members that reached the point where memory is managed (below it nothing is touched).
+    pub engaged: AtomicU32,
+    /// The charge when a limit was last set below it, 0 once that was met: up to there nobody is killed, as shrinking a
+    /// limit never kills.
+    pub grace: AtomicU64,
+    /// No member is killed before this time (monotonic nanoseconds): the last one is still dying.
+    pub kill_due: AtomicU64,
+    /// What happened.
+    pub events: Events,
+    /// What members counted whose slots went to other groups (cumulative fields only).
+    pub dead: Counters,
+    /// The last component of its name, filled up with zeros.
+    pub name: [AtomicU8; NAME_BYTES],
+}
+
+impl Node {
+    /// No group.
+    pub const FREE: u64 = 0;
+    /// A group.
+    pub const READY: u64 = u64::MAX;
+
+    /// Gives a new group its defaults: no limits.
+    fn reset(&self, parent: u32, ancestors: u64, name: &[u8]) {
+        self.parent.store(parent, Relaxed);
+        self.ancestors.store(ancestors, Relaxed);
+        self.zswap_writeback.store(1, Relaxed);
+        for limit in [&self.high, &self.max, &self.zswap_max, &self.swap_max] {
+            limit.store(NO_LIMIT, Relaxed);
+        }
+        for (i, byte) in self.name.iter().enumerate() {
+            byte.store(name.get(i).copied().unwrap_or(0), Relaxed);
+        }
+    }
+
+    /// Whether it is a group.
+    pub fn is_ready(&self) -> bool {
+        self.state.load(Acquire) == Self::READY
+    }
+
+    /// Its name's last component.
+    pub fn name(&self) -> ([u8; NAME_BYTES], usize) {
+        let name: [u8; NAME_BYTES] = core::array::from_fn(|i| self.name[i].load(Relaxed));
+        (name, name.iter().position(|b| *b == 0).unwrap_or(NAME_BYTES))
+    }
+
+    /// Whether it has this name.
+    pub fn is_named(&self, name: &[u8]) -> bool {
+        let (own, len) = self.name();
+        &own[..len] == name
+    }
+
+    /// The charge that reclaim keeps below: `memory.high` or `memory.max`, whichever is less.
+    pub fn target(&self) -> u64 {
+        self.high.load(Relaxed).min(self.max.load(Relaxed))
+    }
 }
 
 /// The shared page.
@@ -93,32 +309,97 @@ pub struct Slot {
 pub struct GroupPage {
     /// [`MAGIC`].
     pub magic: AtomicU64,
-    /// The limit on resident + pool + metadata.
-    pub limit: AtomicU64,
-    /// See [`CODEC_LZ4`].
-    pub codec: AtomicU32,
-    /// Level for zstd and deflate, 0 the default.
-    pub level: AtomicU32,
     /// 1 when the pool is left out of what the limit bounds (only to compare with the kernel on cgroup v1).
     pub pool_uncharged: AtomicU32,
     /// 1 once somebody has warned that a static child runs unmanaged.
     pub warned_unmanaged: AtomicU32,
-    /// Highest sum of members' `rss` seen.
-    pub peak: AtomicU64,
-    /// Highest sum of members' `rss` + `swapped` seen: the most memory held.
-    pub peak_held: AtomicU64,
-    /// Members that ever joined.
-    pub joined: AtomicU32,
-    /// Members that reached the point where memory is managed (below it nothing is touched).
-    pub engaged: AtomicU32,
-    /// Times the limit could not be kept because nothing more could be reclaimed (events).
-    pub over_limit: AtomicU64,
     /// 1 when members record what happens to their pages: [`crate::trace::Rings`] follow this page.
     pub recording: AtomicU32,
-    /// What the dead members counted (cumulative fields only).
-    pub dead: Counters,
+    /// One past the highest slot ever used: those beyond need not be looked at.
+    pub used: AtomicU32,
     /// What a test wants to fail; nothing otherwise.
     pub faults: Faults,
+    /// The tree.
+    pub nodes: [Node; NODES],
     /// The members.
     pub slots: [Slot; SLOTS],
+}
+
+impl GroupPage {
+    /// Makes zeroed memory a tree with one group, the root, without limits. The magic number is left to be set last.
+    pub fn set_up(&self, name: &[u8]) {
+        self.nodes[0].reset(0, 1, name);
+        self.nodes[0].state.store(Node::READY, Release);
+    }
+
+    /// The slots that were ever used.
+    pub fn used(&self) -> &[Slot] {
+        &self.slots[..(self.used.load(Acquire) as usize).min(SLOTS)]
+    }
+
+    /// The group named `name` below `parent`.
+    pub fn child(&self, parent: usize, name: &[u8]) -> Option<usize> {
+        let below = |n: &Node| n.is_ready() && n.parent.load(Relaxed) as usize == parent && n.is_named(name);
+        (1..NODES).find(|i| below(&self.nodes[*i]))
+    }
+
+    /// Makes a group named `name` below `parent`, where there is none (callers that may compete must see to that).
+    /// None when there are [`NODES`] groups or it would be deeper than [`DEPTH`].
+    pub fn make_child(&self, parent: usize, name: &[u8]) -> Option<usize> {
+        let above = self.nodes[parent].ancestors.load(Relaxed);
+        if above.count_ones() as usize >= DEPTH || name.len() > NAME_BYTES {
+            return None;
+        }
+        let me = Identity::own().raw();
+        let index = (1..NODES).find(|i| {
+            let state = &self.nodes[*i].state;
+            let now = state.load(Acquire);
+            // What was being made by a process that ended is free.
+            let free =
+                now == Node::FREE || (now != Node::READY && Identity::from_raw(now).is_some_and(Identity::is_dead));
+            free && state.compare_exchange(now, me, AcqRel, Relaxed).is_ok()
+        })?;
+        self.nodes[index].reset(parent as u32, above | 1 << index, name);
+        self.nodes[index].state.store(Node::READY, Release);
+        Some(index)
+    }
+
+    /// Whether `node` is `group` or below it.
+    pub fn is_within(&self, node: usize, group: usize) -> bool {
+        self.nodes.get(node).is_some_and(|n| n.ancestors.load(Relaxed) & 1 << group != 0)
+    }
+
+    /// A group and those above it, nearest first.
+    pub fn chain(&self, node: usize) -> impl Iterator<Item = usize> {
+        let mut next = Some(node.min(NODES - 1));
+        let mut left = DEPTH;
+        core::iter::from_fn(move || {
+            let at = next?;
+            let parent = (self.nodes[at].parent.load(Relaxed) as usize).min(NODES - 1);
+            left -= 1;
+            next = (at != 0 && left > 0).then_some(parent);
+            Some(at)
+        })
+    }
+
+    /// Counts an event in a group and in all above it.
+    pub fn count(&self, node: usize, event: impl Fn(&Events) -> &AtomicU64, n: u64) {
+        for at in self.chain(node) {
+            event(&self.nodes[at].events).fetch_add(n, Relaxed);
+        }
+    }
+
+    /// Returns the charges of members that have ended. For a process, not one of its threads: `me` is its identity.
+    pub fn bury_the_dead(&self, me: Identity) {
+        for slot in self.used() {
+            let Some(owner) = slot.owner() else { continue };
+            if owner != me && owner.is_dead() {
+                let taken = slot.owner.compare_exchange(owner.raw(), me.raw(), AcqRel, Relaxed);
+                if taken.is_ok() {
+                    slot.uncharge();
+                    slot.owner.store(0, Release);
+                }
+            }
+        }
+    }
 }

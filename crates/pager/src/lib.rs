@@ -9,6 +9,8 @@ pub mod fault;
 pub mod fork;
 pub mod group;
 pub mod inject;
+pub mod limits;
+pub mod member;
 pub mod object;
 pub mod pager;
 pub mod placement;

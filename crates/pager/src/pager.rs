@@ -1,8 +1,8 @@
 //! The pager: everything of one process, shared by its helper threads.
 
 use crate::arena::{Layout, PAGE};
-use crate::group::{Counters, GroupPage, SLOTS, Slot};
-use crate::inject::Site;
+use crate::group::{GroupPage, NODES};
+use crate::member::Chain;
 use crate::state::State;
 use crate::trace::{Recorder, Rings};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
@@ -25,8 +25,24 @@ pub struct Pager {
     pub layout: Layout,
     /// The group's page.
     pub group: &'static GroupPage,
-    /// This process's slot in the group.
+    /// This process's group.
+    pub node: usize,
+    /// That group and those above it.
+    pub chain: Chain,
+    /// This process's slot.
     pub slot: AtomicUsize,
+    /// Whether the process ends and charges nothing any more.
+    pub left: AtomicBool,
+    /// When dead members are searched for again (monotonic nanoseconds).
+    pub bury_due: AtomicU64,
+    /// When members that are not engaged are poked again (monotonic nanoseconds).
+    pub poke_due: AtomicU64,
+    /// Whether faults wait until the group has room (`--on-full=wait`).
+    pub waits: AtomicBool,
+    /// Whether the pool was refused room by `memory.zswap.max` when it last asked.
+    pub zswap_full: AtomicBool,
+    /// Faults (as `pgfault` counts them) up to which a full pool is not tried again.
+    pub refused_until: AtomicU64,
     /// The userfaultfd, in the helpers' own descriptor table; -1 before engaging.
     pub uffd: AtomicI32,
     /// /proc/self/pagemap, likewise.
@@ -74,13 +90,17 @@ pub struct Pager {
 }
 
 impl Pager {
-    /// A pager that does nothing yet.
+    /// A pager that does nothing yet, for a member of the group `node` of a tree.
     ///
     /// # Errors
-    /// `ENOMEM` when no address space can be reserved; `EAGAIN` when the group is full.
-    pub fn new(group: &'static GroupPage, layout: Layout) -> Result<Self, Errno> {
-        let level = group.level.load(Relaxed) as i32;
-        let algorithm = match group.codec.load(Relaxed) {
+    /// `ENOMEM` when no address space can be reserved; `EAGAIN` when the tree has too many members; `EINVAL` when it
+    /// has no such group.
+    pub fn new(group: &'static GroupPage, node: usize, layout: Layout) -> Result<Self, Errno> {
+        if node >= NODES || !group.nodes[node].is_ready() {
+            return Err(libc::EINVAL);
+        }
+        let level = group.nodes[node].level.load(Relaxed) as i32;
+        let algorithm = match group.nodes[node].codec.load(Relaxed) {
             crate::group::CODEC_ZSTD => Algorithm::Zstd(if level == 0 { 1 } else { level.clamp(-7, 19) }),
             crate::group::CODEC_DEFLATE => Algorithm::Deflate(if level == 0 { 1 } else { level.clamp(1, 12) }),
             _ => Algorithm::Lz4,
@@ -89,7 +109,15 @@ impl Pager {
             state: Lock::new(State::new(layout, algorithm)),
             layout,
             group,
+            node,
+            chain: Chain::of(group, node),
             slot: AtomicUsize::new(0),
+            left: AtomicBool::new(false),
+            bury_due: AtomicU64::new(0),
+            poke_due: AtomicU64::new(0),
+            waits: AtomicBool::new(false),
+            zswap_full: AtomicBool::new(false),
+            refused_until: AtomicU64::new(0),
             uffd: AtomicI32::new(-1),
             pagemap: AtomicI32::new(-1),
             statm: AtomicI32::new(-1),
@@ -117,32 +145,6 @@ impl Pager {
         Ok(pager)
     }
 
-    /// Takes a slot of the group: this pid's own (after exec), a free one, or a dead member's.
-    ///
-    /// # Errors
-    /// `EAGAIN` when all are taken by live processes.
-    pub fn claim_slot(&self) -> Result<(), Errno> {
-        if self.inject(Site::Slot).is_some() {
-            return Err(libc::EAGAIN);
-        }
-        let pid = thread::getpid() as u32;
-        let slots = &self.group.slots;
-        let own = slots.iter().position(|s| s.pid.load(Relaxed) == pid);
-        let index = own.or_else(|| {
-            (0..SLOTS).find(|i| {
-                let old = slots[*i].pid.load(Relaxed);
-                (old == 0 || !alive(old)) && slots[*i].pid.compare_exchange(old, pid, AcqRel, Relaxed).is_ok()
-            })
-        });
-        let index = index.ok_or(libc::EAGAIN)?;
-        retire(&slots[index].counters, &self.group.dead);
-        slots[index].rss.store(0, Relaxed);
-        slots[index].swapped.store(0, Relaxed);
-        self.slot.store(index, Release);
-        self.group.joined.fetch_add(1, Relaxed);
-        Ok(())
-    }
-
     /// Records from now on, as the slot's new owner. Before other threads know of the pager.
     pub fn record_in(&mut self, rings: &'static Rings) {
         self.rings = Some(rings);
@@ -151,24 +153,9 @@ impl Pager {
         s.note(Record::number(Kind::Start, u64::from(thread::getpid() as u32)));
     }
 
-    /// This process's slot.
-    pub fn me(&self) -> &Slot {
-        &self.group.slots[self.slot.load(Relaxed)]
-    }
-
-    /// This process's counters.
-    pub fn counters(&self) -> &Counters {
-        &self.me().counters
-    }
-
     /// The userfaultfd.
     pub fn uffd(&self) -> Uffd {
         Uffd::from_raw(self.uffd.load(Relaxed))
-    }
-
-    /// The limit in bytes.
-    pub fn limit(&self) -> usize {
-        self.group.limit.load(Relaxed) as usize
     }
 
     /// Reads what this process holds and publishes it; 0 when it cannot be read.
@@ -191,8 +178,18 @@ impl Pager {
             }
             rss = rss.saturating_sub(self.shared.load(Relaxed));
         }
-        self.me().rss.store(rss as u64, Relaxed);
+        self.charge(rss);
         rss
+    }
+
+    /// Publishes what this process holds.
+    fn charge(&self, rss: usize) {
+        let me = self.me();
+        me.rss.store(rss as u64, Relaxed);
+        me.said.store(me.said.load(Relaxed).wrapping_add(1), Release);
+        if self.left.load(SeqCst) {
+            me.uncharge();
+        }
     }
 
     /// What is held now, for [`State::rss`]: a region knows exactly, a process asks the kernel.
@@ -201,7 +198,7 @@ impl Pager {
             return self.read_rss();
         }
         let rss = s.known_bytes();
-        self.me().rss.store(rss as u64, Relaxed);
+        self.charge(rss);
         rss
     }
 
@@ -219,52 +216,6 @@ impl Pager {
         // At most a twentieth of the time goes into measuring; where nothing is shared, one look a second.
         let pause = if shared < 1 << 20 { 1_000_000_000 } else { ((end - start) * 20).max(20_000_000) };
         self.shared_due.store(end + pause, Relaxed);
-    }
-
-    /// The members' slots that were ever used.
-    fn members(&self) -> &[Slot] {
-        &self.group.slots[..(self.group.joined.load(Relaxed) as usize + 1).min(SLOTS)]
-    }
-
-    /// The other members' slots.
-    fn others(&self) -> impl Iterator<Item = &Slot> {
-        let mine = self.slot.load(Relaxed);
-        self.members().iter().enumerate().filter(move |(i, _)| *i != mine).map(|(_, s)| s)
-    }
-
-    /// RssAnon of the other members together, as they last said it.
-    pub fn others_rss(&self) -> usize {
-        self.others().filter(|s| s.pid.load(Relaxed) != 0).map(|s| s.rss.load(Relaxed) as usize).sum()
-    }
-
-    /// Wakes the reclaim threads of the other members that hold something worth while.
-    pub fn wake_others(&self) {
-        for other in self.others().filter(|o| o.pid.load(Relaxed) != 0 && o.rss.load(Relaxed) > 4 << 20) {
-            other.wake.fetch_add(1, Release);
-            lock::futex_wake(&other.wake, 1, true);
-        }
-    }
-
-    /// Clears the slots of members that died without a word.
-    pub fn bury_the_dead(&self) {
-        for s in self.members() {
-            let pid = s.pid.load(Relaxed);
-            if pid != 0 && s.rss.load(Relaxed) != 0 && !alive(pid) {
-                s.rss.store(0, Relaxed);
-                s.swapped.store(0, Relaxed);
-            }
-        }
-    }
-
-    /// Bytes that count against the limit in this process, when `rss` is resident.
-    pub fn charged(&self, s: &State) -> usize {
-        let held = if self.own_frames { s.known_bytes() } else { s.rss };
-        if self.group.pool_uncharged.load(Relaxed) != 0 { held.saturating_sub(s.pool.held_bytes()) } else { held }
-    }
-
-    /// Bytes the group is over (positive) or under its limit.
-    pub fn excess(&self, s: &State) -> isize {
-        (self.charged(s) + self.others_rss()) as isize - self.limit() as isize
     }
 
     /// Whether the thread that serves faults also reclaims: see `placement`. Not after fork: what is shared must first be
@@ -316,15 +267,18 @@ impl Pager {
             c.pool_total_size.store(s.pool.held_bytes() as u64, Relaxed);
             c.pool_used_size.store(s.pool.used_bytes() as u64, Relaxed);
         }
-        c.metadata_size.fetch_max(s.metadata_bytes() as u64, Relaxed);
-        self.me().swapped.store(((s.swapped + s.zeros) * PAGE) as u64, Relaxed);
-        let others = self.others_rss();
-        let total = (self.charged(s) + others) as u64;
-        self.group.peak.fetch_max(total, Relaxed);
-        let others_out: u64 = self.others().map(|m| m.swapped.load(Relaxed)).sum();
-        let held =
-            (s.rss.saturating_sub(s.pool.held_bytes()) + (s.swapped + s.zeros) * PAGE + others) as u64 + others_out;
-        self.group.peak_held.fetch_max(held, Relaxed);
+        let metadata = s.metadata_bytes() as u64;
+        c.metadata_size.fetch_max(metadata, Relaxed);
+        let (me, out, pool) = (self.me(), (s.swapped + s.zeros) * PAGE, s.pool.held_bytes());
+        for (charge, bytes) in
+            [(&me.swapped, out), (&me.zswapped, s.swapped * PAGE), (&me.pool, pool), (&me.metadata, metadata as usize)]
+        {
+            charge.store(bytes as u64, Relaxed);
+        }
+        self.raise_peaks(self.charged(s), s.rss.saturating_sub(pool), out);
+        if self.left.load(SeqCst) {
+            me.uncharge();
+        }
     }
 
     /// Writes a line to the program's standard error, whatever the caller's descriptor table is.
@@ -333,48 +287,5 @@ impl Pager {
         // SAFETY: the text is readable.
         let _ = unsafe { uzswap_sys::sys!(libc::SYS_write, fd, text.as_ptr(), text.len()) };
         raw::close(fd);
-    }
-}
-
-fn alive(pid: u32) -> bool {
-    // SAFETY: signal 0 only asks.
-    let asked = unsafe { uzswap_sys::sys!(libc::SYS_kill, pid, 0) };
-    asked != Err(libc::ESRCH)
-}
-
-/// Adds a dead member's cumulative counters to the group's and clears them.
-fn retire(from: &Counters, to: &Counters) {
-    let all = |c: &Counters| {
-        [
-            core::ptr::from_ref(&c.pgfault),
-            &c.pgmajfault,
-            &c.refault_staged,
-            &c.fault_zero,
-            &c.zswpout,
-            &c.zswpin,
-            &c.swpout_zero,
-            &c.swpout_clean,
-            &c.recompressed_pages,
-            &c.pages_compacted,
-            &c.stall_ns,
-            &c.direct_reclaim,
-            &c.move_refused,
-            &c.move_concealed,
-            &c.reject_alloc_fail,
-            &c.poisoned,
-        ]
-    };
-    for (f, t) in all(from).into_iter().zip(all(to)) {
-        // SAFETY: the pointers were references a moment ago, to memory that lives as long as the group.
-        unsafe { (*t).fetch_add((*f).swap(0, Relaxed), Relaxed) };
-    }
-    for now in [
-        &from.stored_incompressible_pages,
-        &from.stored_pages,
-        &from.pool_total_size,
-        &from.pool_used_size,
-        &from.metadata_size,
-    ] {
-        now.store(0, Relaxed);
     }
 }

@@ -58,9 +58,7 @@ impl Pager {
             failures += 1;
             if failures > 20 {
                 let s = self.state.lock();
-                if self.excess(&s) > 0 {
-                    self.group.over_limit.fetch_add(1, Relaxed);
-                }
+                self.full(&s);
                 drop(s);
                 lock::futex_wait(&self.me().wake, self.me().wake.load(Acquire), Some(20_000_000), true);
             } else {
@@ -75,6 +73,7 @@ impl Pager {
         self.publish(&s);
         let excess = self.excess(&s);
         if excess > 0 {
+            self.count_excess(&s);
             self.bury_the_dead();
             self.wake_others();
         }
@@ -104,8 +103,10 @@ impl Pager {
             if want > 0 {
                 let keep = self.stage_target(&s);
                 let short = (keep + want).saturating_sub(s.idle_staged());
-                progress |= self.stage(&mut s, short).unwrap_or(0) > 0;
-                progress |= self.prepare(&mut s, batch, want, keep);
+                // (What a full pool refuses goes back: only what leaves is progress then.)
+                let refusing = self.zswap_is_full(&s);
+                progress |= self.stage(&mut s, short).unwrap_or(0) > 0 && !refusing;
+                progress |= self.prepare(&mut s, batch, want, keep) && !refusing;
             }
         }
         batch.compress(&self.layout);
@@ -145,16 +146,24 @@ impl Pager {
         self.publish(s);
         let over = ((self.excess(s) + margin / 2).max(0) as usize) / PAGE;
         let mut batch = s.take_direct();
-        let floor = over > 0 && self.at_floor(s);
-        if floor && self.excess(s) > 0 {
-            self.group.over_limit.fetch_add(1, Relaxed);
+        if over > 0 {
+            self.count_excess(s);
         }
-        if !floor {
+        let floor = over > 0 && self.at_floor(s);
+        if floor {
+            self.full(s);
+        }
+        // A full pool takes zeros only: where there were few that is tried again later.
+        let faults = self.counters().pgfault.load(Relaxed);
+        let refused = self.zswap_is_full(s) && faults < self.refused_until.load(Relaxed);
+        if !floor && !refused {
             let keep = self.stage_target(s);
             let _ = self.stage(s, (keep + BATCH_PAGES).saturating_sub(s.idle_staged()));
             self.prepare(s, &mut batch, BATCH_PAGES, keep);
             batch.compress(&self.layout);
-            self.commit(s, &mut batch);
+            if self.commit(s, &mut batch) < BATCH_PAGES / 4 && self.zswap_is_full(s) {
+                self.refused_until.store(faults + 32, Relaxed);
+            }
         }
         s.direct = Some(batch);
         if over > 0 {
@@ -175,7 +184,8 @@ impl Pager {
 
     /// Pages to keep staged as the second chance.
     fn stage_target(&self, s: &State) -> usize {
-        (s.resident / 32).min(self.limit() / PAGE / 32)
+        // (A limit raised after the start may be large for the arena.)
+        (s.resident / 32).min(self.limit() / PAGE / 32).min(self.layout.slots / 4)
     }
 
     /// Makes room for `n` pages in the fault path.

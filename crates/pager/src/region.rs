@@ -178,9 +178,10 @@ impl Region {
             Compressor::Deflate(level) => (CODEC_DEFLATE, level),
         };
         group.magic.store(MAGIC, Relaxed);
-        group.limit.store(options.limit as u64, Relaxed);
-        group.codec.store(codec, Relaxed);
-        group.level.store(level, Relaxed);
+        group.set_up(b"region");
+        group.nodes[0].max.store(options.limit as u64, Relaxed);
+        group.nodes[0].codec.store(codec, Relaxed);
+        group.nodes[0].level.store(level, Relaxed);
         group.pool_uncharged.store(u32::from(options.pool_uncharged), Relaxed);
         let group = Box::into_raw(group);
         // From here on, dropping undoes whatever was done.
@@ -195,7 +196,7 @@ impl Region {
         let layout = Layout::reserve(options.limit).map_err(kernel("no address space for a region"))?;
         // SAFETY: the group lives until the pager is gone: see drop.
         let group: &'static GroupPage = unsafe { &*self.group };
-        let mut pager = match Pager::new(group, layout) {
+        let mut pager = match Pager::new(group, 0, layout) {
             Ok(pager) => pager,
             Err(errno) => {
                 unmap(layout.base, layout.end - layout.base);
@@ -299,7 +300,7 @@ impl Region {
             major_faults: c.pgmajfault.load(Relaxed),
             staged_faults: c.refault_staged.load(Relaxed),
             direct_reclaims: c.direct_reclaim.load(Relaxed),
-            over_limit: pager.group.over_limit.load(Relaxed),
+            over_limit: pager.group.nodes[0].events.oom.load(Relaxed),
         }
     }
 }

@@ -160,13 +160,18 @@ impl Pager {
                     let set = |place: &mut [u8]| {
                         hashes.iter().enumerate().for_each(|(i, h)| object::set_hash(place, i, *h));
                     };
-                    let refused = self.inject(Site::Pool).is_some();
+                    let room = self.may_zswap(s, len);
+                    let refused = !room || self.inject(Site::Pool).is_some();
                     let handle = if refused { None } else { s.put_object(head, set, &batch.out[at..at + len]) };
                     if let Some(handle) = handle {
                         self.damage(s, handle.raw());
                     } else {
-                        c.reject_alloc_fail.fetch_add(1, Relaxed);
+                        c.reject_alloc_fail.fetch_add(u64::from(room), Relaxed);
+                        self.count_swap_fail(pages as u64);
                         back_to_staged(s, &u, live, moved);
+                        if !room {
+                            self.back_to_program(s, &u, live);
+                        }
                         continue;
                     }
                     c.zswpout.fetch_add(u64::from(live.count_ones()), Relaxed);
@@ -213,6 +218,15 @@ impl Pager {
             let body = &mut s.object(handle)[object::HEADER_BYTES..];
             let at = (bits >> 8) as usize % body.len();
             body[at] ^= 1 << (bits % 8);
+        }
+    }
+
+    /// Gives pages that were just put back to staged, and for which there will be no room, to the program again: others,
+    /// that need none, get their turn.
+    fn back_to_program(&self, s: &mut State, u: &Unit, live: u16) {
+        for i in (0..1u32 << u.order).filter(|i| live & (1 << i) != 0) {
+            // (Where it cannot be now, it stays staged.)
+            let _ = self.bring_staged(s, u.vpn + u64::from(i), 1);
         }
     }
 }

@@ -11,6 +11,7 @@
 
 use crate::arena::PAGE;
 use crate::inject::Site;
+use crate::member::SIGNAL;
 use crate::pager::{FEATURES, Pager};
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
@@ -18,8 +19,6 @@ use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::uffd::Uffd;
 use uzswap_sys::{lock, sys, thread};
 
-/// The signal that ends the ticker's sleep; it is only ever sent to that thread, which blocks it.
-const SIGNAL: i32 = 64;
 /// How fast a program may fill memory: bounds what can happen unseen between two looks (bytes per second of CPU).
 const FASTEST_FILL: usize = 3 << 30;
 /// How often the ticker looks after the handler.
@@ -39,6 +38,7 @@ impl Pager {
         // SAFETY: the stack is ours and unused (in a forked child: its former user does not exist here).
         let tid = unsafe { thread::spawn(stack(self, 0), true, entry, core::ptr::from_ref(self) as usize) }?;
         self.ticker.store(tid, Release);
+        self.me().ticker.store(tid as u32, Release);
         Ok(())
     }
 
@@ -79,12 +79,10 @@ impl Pager {
     /// time until the next look.
     fn look(&'static self, unknown_before: &mut usize, wanted: bool) -> u64 {
         let rss = self.read_rss();
-        let total = rss + self.others_rss();
         if !self.engaged.load(Acquire) {
-            self.group.peak.fetch_max(total as u64, Relaxed);
-            self.group.peak_held.fetch_max(total as u64, Relaxed);
-            let threshold = engage_threshold(self.limit());
-            if total >= threshold || total + self.planned.swap(0, Relaxed) > self.limit() {
+            self.raise_peaks(rss, rss, 0);
+            let (room, tight) = self.headroom(rss, self.planned.swap(0, Relaxed), engage_threshold);
+            if room == 0 || tight {
                 if let Err(e) = self.engage() {
                     self.say(b"uzswap: memory cannot be managed in this process (userfaultfd refused); it runs without a limit; see `uzswap doctor`\n");
                     let _ = e;
@@ -92,7 +90,8 @@ impl Pager {
                 }
                 return 1_000_000;
             }
-            return ((threshold - total) as u64 * 1_000_000_000 / FASTEST_FILL as u64).max(1_000_000);
+            let ns = room as u128 * 1_000_000_000 / FASTEST_FILL as u128;
+            return (ns.min(u128::from(u64::MAX >> 1)) as u64).max(1_000_000);
         }
         let mut s = self.state.lock();
         s.rss = rss;
@@ -124,7 +123,9 @@ impl Pager {
         let mut s = self.state.lock();
         self.scan(&mut s)?;
         self.engaged.store(true, Release);
-        self.group.engaged.fetch_add(1, Relaxed);
+        for at in self.chain.nodes() {
+            self.group.nodes[*at].engaged.fetch_add(1, Relaxed);
+        }
         drop(s);
         self.wake_reclaim();
         Ok(())

@@ -3,6 +3,7 @@ pub mod lock;
 pub mod maps;
 pub mod pagemap;
 pub mod probe;
+pub mod process;
 pub mod raw;
 pub mod thread;
 pub mod uffd;

@@ -1,7 +1,8 @@
 //! Everything that can be wrong before the program is started, each in one sentence: what, why, what to do.
 
-use crate::config::{Compressor, Config, plain};
+use crate::config::{Compressor, Config, on_full, plain};
 use crate::elf::{self, Kind};
+use crate::groups::{self, Group, Registry, Wanted};
 use crate::size::{Size, human};
 use crate::{EXIT_OWN_FAILURE, group_file, machine};
 use std::env;
@@ -48,9 +49,12 @@ pub fn nested() -> Result<(), Refused> {
     }
 }
 
-/// The limit in bytes.
-pub fn limit(config: &Config) -> Result<u64, Refused> {
+/// The limit in bytes, which may be left out where a group is joined.
+pub fn limit(config: &Config) -> Result<Option<u64>, Refused> {
     let Some(text) = &config.memory else {
+        if config.group.is_some() {
+            return Ok(None);
+        }
         return Err("no limit is given: add --memory SIZE, such as --memory 512M or --memory 50%".to_owned().into());
     };
     let bytes = Size::parse(text)?.resolve(machine::available_memory());
@@ -62,12 +66,26 @@ pub fn limit(config: &Config) -> Result<u64, Refused> {
         )
         .into());
     }
-    Ok(bytes)
+    Ok(Some(bytes))
 }
 
-/// The compressor, lz4 unless another is asked for.
-pub fn compressor(config: &Config) -> Result<Compressor, Refused> {
-    Ok(Compressor::parse(config.compressor.as_deref().unwrap_or("lz4"))?)
+/// What is wanted of the group.
+pub fn wanted(config: &Config) -> Result<Wanted, Refused> {
+    Ok(Wanted {
+        max: limit(config)?,
+        compressor: config.compressor.as_deref().map(Compressor::parse).transpose()?,
+        on_full: config.on_full.as_deref().map(on_full).transpose()?,
+        record: config.record.is_some(),
+    })
+}
+
+/// The group: one of the name that is given, joined or created, or one for this run alone.
+pub fn group(config: &Config, wanted: &Wanted) -> Result<Group, Refused> {
+    match &config.group {
+        Some(name) => Ok(Registry::open()?.join(name, wanted)?),
+        None => Ok(groups::unnamed(wanted)
+            .map_err(|e| format!("the memory shared with the program cannot be made: {}", plain(&e)))?),
+    }
 }
 
 /// The file of a program that can be preloaded, found as execvp finds it.

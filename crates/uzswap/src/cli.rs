@@ -20,6 +20,10 @@ pub enum Command {
     Run(RunArgs),
     /// Play a trace of `run --record` again, under each policy of what is written to disk
     Replay(ReplayArgs),
+    /// Show or set the limits of a running group
+    Ctl(CtlArgs),
+    /// Print the counters of a running group in the kernel's file formats, or list the running groups
+    Stat(StatArgs),
     /// Say whether this machine can do it, and what to change if not
     Doctor(DoctorArgs),
     /// Print a completion script for a shell
@@ -44,6 +48,13 @@ pub struct RunArgs {
     /// Memory for the program and its children: 512M, 1.5GiB, or 50% of what the machine or its cgroup has
     #[arg(short, long, value_name = "SIZE")]
     pub memory: Option<String>,
+    /// Join the running group NAME, or create it with --memory; NAME/CHILD is a group inside another
+    #[arg(short, long, value_name = "NAME")]
+    pub group: Option<String>,
+    /// When the limit is exceeded and nothing more can be taken out of memory: exceed (the default: go on and report it),
+    /// wait (until there is room), kill (the member of the group that holds most)
+    #[arg(long, value_name = "WHAT")]
+    pub on_full: Option<String>,
     /// Compressor of the pool: lz4 (the default), zstd[:LEVEL], deflate[:LEVEL]
     #[arg(short, long, value_name = "NAME")]
     pub compressor: Option<String>,
@@ -62,6 +73,30 @@ pub struct RunArgs {
     /// The program and its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
     pub command: Vec<OsString>,
+}
+
+/// Options of `uzswap ctl`.
+#[derive(Args)]
+pub struct CtlArgs {
+    /// The group, as `uzswap stat` lists it
+    pub name: String,
+    /// What to set: memory.high, memory.max, memory.zswap.max or memory.swap.max to a size or `max`;
+    /// memory.zswap.writeback to 0 or 1; uzswap.on_full to exceed, wait or kill. Nothing: show them
+    #[arg(value_name = "KEY=VALUE")]
+    pub settings: Vec<String>,
+}
+
+/// Options of `uzswap stat`.
+#[derive(Args)]
+pub struct StatArgs {
+    /// The group; without it, the running groups are listed
+    pub name: Option<String>,
+    /// Only these files, such as memory.events
+    #[arg(value_name = "FILE")]
+    pub files: Vec<String>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Options of `uzswap doctor`.

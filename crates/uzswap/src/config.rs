@@ -3,14 +3,18 @@
 use crate::cli::RunArgs;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
-use uzswap_pager::group::{CODEC_DEFLATE, CODEC_LZ4, CODEC_ZSTD};
+use uzswap_pager::group::{CODEC_DEFLATE, CODEC_LZ4, CODEC_ZSTD, ON_FULL_EXCEED, ON_FULL_KILL, ON_FULL_WAIT};
 
 /// A configuration file: the same names as the options.
 #[derive(Debug, Default, Deserialize, PartialEq)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Config {
     /// As `--memory`.
     pub memory: Option<String>,
+    /// As `--group`.
+    pub group: Option<String>,
+    /// As `--on-full`.
+    pub on_full: Option<String>,
     /// As `--compressor`.
     pub compressor: Option<String>,
     /// As `--quiet`.
@@ -43,6 +47,8 @@ impl Config {
         let file = args.config.as_deref().map_or(Ok(Config::default()), Config::read)?;
         Ok(Config {
             memory: args.memory.clone().or(file.memory),
+            group: args.group.clone().or(file.group),
+            on_full: args.on_full.clone().or(file.on_full),
             compressor: args.compressor.clone().or(file.compressor),
             quiet: Some(args.quiet || file.quiet.unwrap_or(false)),
             report: args.report.clone().or(file.report),
@@ -90,6 +96,23 @@ impl Compressor {
     }
 }
 
+/// What is done when a limit is exceeded and nothing more can be reclaimed, as in `Node::on_full`. The error is one
+/// sentence.
+pub fn on_full(text: &str) -> Result<u32, String> {
+    let known = [("exceed", ON_FULL_EXCEED), ("wait", ON_FULL_WAIT), ("kill", ON_FULL_KILL)];
+    let found = known.iter().find(|(name, _)| *name == text).map(|(_, value)| *value);
+    found.ok_or_else(|| format!("`{text}` is nothing to do when a group is full: choose exceed, wait or kill"))
+}
+
+/// The word for a value of `Node::on_full`.
+pub fn on_full_name(value: u32) -> &'static str {
+    match value {
+        ON_FULL_WAIT => "wait",
+        ON_FULL_KILL => "kill",
+        _ => "exceed",
+    }
+}
+
 /// An I/O error in words, without the number.
 pub fn plain(error: &std::io::Error) -> String {
     let text = error.to_string();
@@ -104,7 +127,11 @@ mod tests {
 
     #[test]
     fn all_names() {
-        let config = Config::parse("memory = '1G'\ncompressor = 'zstd:3'\nquiet = true\nreport = 'r.json'\n").unwrap();
+        let config = Config::parse(
+            "memory = '1G'\ncompressor = 'zstd:3'\nquiet = true\nreport = 'r.json'\ngroup = 'web'\non-full = 'wait'\n",
+        )
+        .unwrap();
+        assert_eq!((config.group.as_deref(), config.on_full.as_deref()), (Some("web"), Some("wait")));
         assert_eq!(config.memory.as_deref(), Some("1G"));
         assert_eq!(config.compressor.as_deref(), Some("zstd:3"));
         assert_eq!(config.quiet, Some(true));

@@ -1,15 +1,19 @@
-//! The memory object behind a group: made here, mapped here and by every member.
+//! The memory object behind a tree of groups: made or opened here, mapped here and by every member.
 
-use std::ffi::OsStr;
-use std::fs::File;
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::ptr::NonNull;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Relaxed, Release};
 use uzswap_pager::group::{GroupPage, MAGIC};
 use uzswap_pager::trace::{OBJECT_BYTES, RINGS_AT, Rings};
 
-/// A new group; unmapped when dropped.
+/// Name of the object, which the kernel shows in `/proc/PID/fd`.
+const OBJECT: &str = "uzswap-group";
+
+/// A tree of groups; unmapped when dropped.
 pub struct GroupFile {
     fd: OwnedFd,
     page: NonNull<GroupPage>,
@@ -23,16 +27,11 @@ unsafe impl Send for GroupFile {}
 unsafe impl Sync for GroupFile {}
 
 impl GroupFile {
-    /// Makes a group with this limit and codec.
-    #[cfg(test)]
-    pub fn create(limit: u64, codec: u32, level: u32) -> io::Result<GroupFile> {
-        Self::create_recording(limit, codec, level, false)
-    }
-
-    /// Makes a group with this limit and codec, with rings for the members' records if they are wanted.
-    pub fn create_recording(limit: u64, codec: u32, level: u32, recording: bool) -> io::Result<GroupFile> {
-        // SAFETY: a constant name; the descriptor is owned at once.
-        let fd = unsafe { libc::memfd_create(c"uzswap-group".as_ptr(), libc::MFD_CLOEXEC) };
+    /// Makes a tree whose root has this name and no limits, with rings for the members' records if they are wanted.
+    pub fn create(name: &str, recording: bool) -> io::Result<GroupFile> {
+        let object = std::ffi::CString::new(OBJECT)?;
+        // SAFETY: a C string; the descriptor is owned at once.
+        let fd = unsafe { libc::memfd_create(object.as_ptr(), libc::MFD_CLOEXEC) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
@@ -43,6 +42,38 @@ impl GroupFile {
         if unsafe { libc::ftruncate(fd.as_raw_fd(), size as libc::off_t) } < 0 {
             return Err(io::Error::last_os_error());
         }
+        let group = GroupFile::map(fd, size)?;
+        group.page().recording.store(recording.into(), Relaxed);
+        group.page().set_up(name.as_bytes());
+        group.page().magic.store(MAGIC, Release);
+        Ok(group)
+    }
+
+    /// Opens the tree that a process shows at `path` (`/proc/PID/fd/N`).
+    ///
+    /// # Errors
+    /// Also when there is something else: nothing but such an object is opened, which could have effects.
+    pub fn open(path: &Path) -> io::Result<GroupFile> {
+        let shown = fs::read_link(path)?;
+        if !shown.to_string_lossy().starts_with(&format!("/memfd:{OBJECT}")) {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        let file = OpenOptions::new().read(true).write(true).open(path)?;
+        let found = file.metadata()?;
+        // SAFETY: no memory is involved.
+        let me = unsafe { libc::geteuid() };
+        let size = found.len() as usize;
+        if ![size_of::<GroupPage>(), OBJECT_BYTES].contains(&size) || (found.uid() != me && me != 0) {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        let group = GroupFile::map(file.into(), size)?;
+        match group.page().magic.load(std::sync::atomic::Ordering::Acquire) {
+            MAGIC => Ok(group),
+            _ => Err(io::ErrorKind::InvalidData.into()),
+        }
+    }
+
+    fn map(fd: OwnedFd, size: usize) -> io::Result<GroupFile> {
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing of ours.
         let page = unsafe { libc::mmap(std::ptr::null_mut(), size, protection, libc::MAP_SHARED, fd.as_raw_fd(), 0) };
@@ -50,13 +81,7 @@ impl GroupFile {
             return Err(io::Error::last_os_error());
         }
         let page = NonNull::new(page.cast::<GroupPage>()).ok_or(io::ErrorKind::OutOfMemory)?;
-        let group = GroupFile { fd, page, size };
-        group.page().recording.store(recording.into(), Relaxed);
-        group.page().limit.store(limit, Relaxed);
-        group.page().codec.store(codec, Relaxed);
-        group.page().level.store(level, Relaxed);
-        group.page().magic.store(MAGIC, std::sync::atomic::Ordering::Release);
-        Ok(group)
+        Ok(GroupFile { fd, page, size })
     }
 
     /// The shared page.
@@ -88,7 +113,7 @@ impl Drop for GroupFile {
 }
 
 /// Whether `path` leads to a group that is there.
-pub fn is_group(path: &OsStr) -> bool {
+pub fn is_group(path: &std::ffi::OsStr) -> bool {
     let mut magic = [0; 8];
     File::open(path).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && u64::from_ne_bytes(magic) == MAGIC
 }
@@ -96,15 +121,43 @@ pub fn is_group(path: &OsStr) -> bool {
 #[cfg(test)]
 mod tests {
     use super::{GroupFile, is_group};
+    use std::path::Path;
     use std::sync::atomic::Ordering::Relaxed;
+    use uzswap_pager::group::{DEPTH, NO_LIMIT, NODES};
 
     #[test]
     fn found_by_its_path() {
-        let group = GroupFile::create(1 << 30, 1, 3).unwrap();
+        let group = GroupFile::create("web", false).unwrap();
         assert!(is_group(group.path().as_ref()));
         assert!(!is_group("/dev/null".as_ref()));
         assert!(!is_group("/proc/1/no/such".as_ref()));
-        assert_eq!(group.page().limit.load(Relaxed), 1 << 30);
-        assert_eq!(group.page().slots[1023].pid.load(Relaxed), 0);
+        let again = GroupFile::open(Path::new(&group.path())).unwrap();
+        again.page().nodes[0].max.store(1 << 30, Relaxed);
+        assert_eq!(group.page().nodes[0].max.load(Relaxed), 1 << 30);
+        assert_eq!(group.page().nodes[0].high.load(Relaxed), NO_LIMIT);
+        assert!(again.page().nodes[0].is_named(b"web"));
+        assert_eq!(group.page().slots[1023].owner(), None);
+        assert!(GroupFile::open(Path::new("/dev/null")).is_err());
+    }
+
+    #[test]
+    fn trees_are_as_deep_and_as_wide_as_promised() {
+        let group = GroupFile::create("a", false).unwrap();
+        let page = group.page();
+        let mut at = 0;
+        for depth in 1..DEPTH {
+            at = page.make_child(at, b"b").unwrap();
+            assert_eq!(page.chain(at).count(), depth + 1);
+        }
+        assert_eq!(page.make_child(at, b"b"), None, "too deep");
+        assert!(page.is_within(at, 0) && page.is_within(at, at) && !page.is_within(0, at));
+        assert_eq!(page.child(0, b"b"), Some(1));
+        assert_eq!(page.child(0, b"c"), None);
+        for i in DEPTH..NODES {
+            assert!(page.make_child(0, format!("n{i}").as_bytes()).is_some());
+        }
+        assert_eq!(page.make_child(0, b"one more"), None);
+        page.count(at, |e| &e.max, 2);
+        assert!(page.chain(at).all(|n| page.nodes[n].events.max.load(Relaxed) == 2));
     }
 }

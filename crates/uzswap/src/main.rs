@@ -3,9 +3,11 @@
 mod check;
 mod cli;
 mod config;
+mod ctl;
 mod doctor;
 mod elf;
 mod group_file;
+mod groups;
 mod machine;
 mod record;
 mod replay;
@@ -13,6 +15,8 @@ mod report;
 mod run;
 mod signals;
 mod size;
+mod stat;
+mod stat_files;
 mod summary;
 mod totals;
 
@@ -22,6 +26,17 @@ use std::process::ExitCode;
 
 /// Exit status of every failure of our own, as `env` and `timeout` have it: the program was not started.
 const EXIT_OWN_FAILURE: u8 = 125;
+
+/// Says what is wrong, in one sentence.
+fn own(result: Result<(), String>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(sentence) => {
+            eprintln!("uzswap: {sentence}");
+            ExitCode::FAILURE
+        }
+    }
+}
 
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
@@ -40,6 +55,8 @@ fn main() -> ExitCode {
                 ExitCode::from(refused.status)
             }
         },
+        Command::Ctl(args) => own(ctl::ctl(&args)),
+        Command::Stat(args) => own(stat::stat(&args)),
         Command::Lab { args } => ExitCode::from(uzswap_lab::main(args).clamp(0, 255) as u8),
         Command::Replay(args) => replay::main(&args).unwrap_or_else(|sentence| {
             eprintln!("uzswap: {sentence}");

@@ -14,7 +14,6 @@ use std::sync::atomic::{AtomicBool, Ordering::*};
 use std::thread::JoinHandle;
 use std::time::Instant;
 use uzswap_mm::trace::{self, BlockHead, Header};
-use uzswap_pager::group::SLOTS;
 use uzswap_pager::trace::Rings;
 use uzswap_sys::lock;
 
@@ -43,9 +42,10 @@ pub struct Recording {
 
 impl Recording {
     /// Starts to write to `file`. Signals are to be blocked, as the thread inherits that.
-    pub fn start(group: &Arc<GroupFile>, file: File) -> io::Result<Recording> {
+    pub fn start(group: &Arc<GroupFile>, node: usize, file: File) -> io::Result<Recording> {
         let page = group.page();
-        let header = Header { limit: page.limit.load(Relaxed), codec: page.codec.load(Relaxed) };
+        let n = &page.nodes[node];
+        let header = Header { limit: n.max.load(Relaxed), codec: n.codec.load(Relaxed) };
         let mut drain = Drain { file, whole: 0, start: Instant::now(), done: Recorded::default() };
         drain.write(&header.write())?;
         let stop = Arc::new(AtomicBool::new(false));
@@ -98,7 +98,7 @@ impl Drain {
         loop {
             let word = rings.wake.load(Acquire);
             let last = stop.load(Acquire);
-            let members = (group.page().joined.load(Relaxed) as usize + 1).min(SLOTS);
+            let members = group.page().used().len().max(1);
             self.sweep(rings, members, &mut words, &mut bytes);
             if let Err(e) = self.write(&bytes) {
                 self.done.error = Some(plain(&e));
@@ -147,10 +147,12 @@ mod tests {
     fn what_members_note_is_in_the_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("trace");
-        let group = Arc::new(GroupFile::create_recording(1 << 30, 1, 0, true).unwrap());
-        group.page().joined.store(3, Relaxed);
+        let group = Arc::new(GroupFile::create("web", true).unwrap());
+        group.page().nodes[0].max.store(1 << 30, Relaxed);
+        group.page().nodes[0].codec.store(1, Relaxed);
+        group.page().used.store(3, Relaxed);
         recorder(&group, 1).note(Record::number(Kind::Start, 77));
-        let recording = Recording::start(&group, File::create(&path).unwrap()).unwrap();
+        let recording = Recording::start(&group, 0, File::create(&path).unwrap()).unwrap();
         let two = recorder(&group, 2);
         (0..9).for_each(|i| two.note(Record::pages(Kind::Evict, i, 1)));
         let done = recording.finish();
@@ -170,19 +172,19 @@ mod tests {
     /// A disk that fills up costs the recording, never the program: what was written before stays readable.
     #[test]
     fn a_full_disk_ends_the_recording_only() {
-        let group = Arc::new(GroupFile::create_recording(1 << 30, 0, 0, true).unwrap());
+        let group = Arc::new(GroupFile::create("web", true).unwrap());
         let full = File::options().write(true).open("/dev/full").unwrap();
-        assert!(Recording::start(&group, full).is_err(), "told before the program is started");
+        assert!(Recording::start(&group, 0, full).is_err(), "told before the program is started");
     }
 
     #[test]
     fn lost_records_are_told() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("trace");
-        let group = Arc::new(GroupFile::create_recording(1 << 30, 0, 0, true).unwrap());
+        let group = Arc::new(GroupFile::create("web", true).unwrap());
         let one = recorder(&group, 0);
         (0..RING_RECORDS as u64 + 5).for_each(|i| one.note(Record::pages(Kind::Evict, i, 1)));
-        let done = Recording::start(&group, File::create(&path).unwrap()).unwrap().finish();
+        let done = Recording::start(&group, 0, File::create(&path).unwrap()).unwrap().finish();
         assert_eq!((done.records, done.lost), (RING_RECORDS as u64, 5));
         let bytes = std::fs::read(path).unwrap();
         let lost: u64 = Trace::parse(&bytes).unwrap().blocks().map(|b| b.unwrap().head.lost).sum();

@@ -2,8 +2,8 @@
 
 use crate::check::{self, Refused};
 use crate::cli::RunArgs;
-use crate::config::{Config, plain};
-use crate::group_file::GroupFile;
+use crate::config::{Compressor, Config, plain};
+use crate::groups::Group;
 use crate::record::Recording;
 use crate::report::{self, Report};
 use crate::signals::{self, Blocked};
@@ -16,10 +16,9 @@ use std::mem::MaybeUninit;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
-use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
-use uzswap_pager::group::ENV_GROUP;
+use uzswap_pager::group::{ENV_GROUP, ENV_NODE};
 use uzswap_pager::inject::ENV_FAULTS;
 
 /// How the program ended.
@@ -60,14 +59,11 @@ pub struct Usage {
 pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     check::nested()?;
     let config = Config::of(args)?;
-    let limit = check::limit(&config)?;
-    let compressor = check::compressor(&config)?;
+    let wanted = check::wanted(&config)?;
     let program = check::program(&args.command[0])?;
     check::machine()?;
     let agent = check::agent()?;
-    let group = GroupFile::create_recording(limit, compressor.codec, compressor.level, config.record.is_some())
-        .map(Arc::new)
-        .map_err(|e| format!("the memory shared with the program cannot be made: {}", plain(&e)))?;
+    let group = check::group(&config, &wanted)?;
     // As a cgroup v1 counts the kernel's compressed swap, for `uzswap lab` to compare like with like.
     if env::var_os("UZSWAP_POOL_UNCHARGED").is_some_and(|value| value == "1") {
         group.page().pool_uncharged.store(1, Relaxed);
@@ -91,7 +87,7 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     let wall = start.elapsed();
 
     let trace = trace.map(|(path, recording)| (path, recording.finish()));
-    let totals = Totals::of(group.page());
+    let totals = Totals::of(group.page(), group.node);
     if config.quiet != Some(true) {
         summary::print(&totals, wall);
     }
@@ -99,6 +95,8 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
         summary::print_trace(path, recorded, config.quiet == Some(true));
     }
     if let Some((path, file)) = report {
+        let n = &group.page().nodes[group.node];
+        let compressor = Compressor { codec: n.codec.load(Relaxed), level: n.level.load(Relaxed) };
         let report =
             Report::new(&args.command, ended, wall, usage, compressor, &totals, trace.map(|(_, recorded)| recorded));
         if let Err(e) = report::write(&report, file) {
@@ -116,8 +114,8 @@ fn create(what: &str, path: &Path) -> Result<(PathBuf, File), Refused> {
     Ok((path.to_path_buf(), file))
 }
 
-fn start_recording(group: &Arc<GroupFile>, path: PathBuf, file: File) -> Result<(PathBuf, Recording), Refused> {
-    let recording = Recording::start(group, file)
+fn start_recording(group: &Group, path: PathBuf, file: File) -> Result<(PathBuf, Recording), Refused> {
+    let recording = Recording::start(&group.file, group.node, file)
         .map_err(|e| format!("the trace `{}` cannot be written: {}", path.display(), plain(&e)))?;
     Ok((path, recording))
 }
@@ -126,7 +124,7 @@ fn start_program(
     program: &Path,
     command: &[OsString],
     agent: &Path,
-    group: &GroupFile,
+    group: &Group,
     blocked: &Blocked,
 ) -> Result<libc::pid_t, Refused> {
     let mut preload = agent.as_os_str().to_owned();
@@ -136,7 +134,11 @@ fn start_program(
     }
     let inherited = blocked.inherited;
     let mut start = Command::new(program);
-    start.arg0(&command[0]).args(&command[1..]).env("LD_PRELOAD", preload).env(ENV_GROUP, group.path());
+    start.arg0(&command[0]).args(&command[1..]).env("LD_PRELOAD", preload).env(ENV_GROUP, group.file.path());
+    match group.node {
+        0 => start.env_remove(ENV_NODE),
+        node => start.env(ENV_NODE, node.to_string()),
+    };
     // SAFETY: the closure makes async-signal-safe calls only.
     unsafe {
         start.pre_exec(move || {

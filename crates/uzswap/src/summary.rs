@@ -49,10 +49,18 @@ pub fn text(totals: &Totals, wall: Duration) -> String {
         line("not managed", "the program did not take up uzswap's library, so no limit was kept");
         return out;
     }
-    let share = percent(totals.peak as f64, totals.limit as f64);
-    line("peak", &format!("{} of {} allowed ({share})", human(totals.peak), human(totals.limit)));
-    let times = totals.peak_held as f64 / totals.limit.max(1) as f64;
-    line("most held", &format!("{} ({times:.2} x the limit)", human(totals.peak_held)));
+    if !totals.group.bytes().all(|b| b.is_ascii_digit()) {
+        line("group", &format!("{} (what follows is about all that ran in it)", totals.group));
+    }
+    if let Some(limit) = totals.limit {
+        let share = percent(totals.peak as f64, limit as f64);
+        line("peak", &format!("{} of {} allowed ({share})", human(totals.peak), human(limit)));
+        let times = totals.peak_held as f64 / limit.max(1) as f64;
+        line("most held", &format!("{} ({times:.2} x the limit)", human(totals.peak_held)));
+    } else {
+        line("peak", &human(totals.peak));
+        line("most held", &human(totals.peak_held));
+    }
     if totals.engaged == 0 {
         line("compression", "nothing had to be compressed");
         line("cost", "nothing");
@@ -97,9 +105,12 @@ pub fn text(totals: &Totals, wall: Duration) -> String {
                 } else {
                     format!("{} times", grouped(totals.over_limit))
                 },
-                human(totals.limit)
+                human(totals.limit.unwrap_or_default())
             ),
         );
+    }
+    if totals.oom_kill > 0 {
+        line("killed", &format!("{} processes, for that", grouped(totals.oom_kill)));
     }
     if counters.poisoned > 0 {
         line("lost", &format!("{} pages could not be read back, please report this", grouped(counters.poisoned)));
@@ -147,7 +158,8 @@ mod tests {
 
     #[test]
     fn under_the_limit() {
-        let totals = Totals { limit: 512 << 20, peak: 128 << 20, peak_held: 128 << 20, joined: 1, ..Totals::default() };
+        let totals =
+            Totals { limit: Some(512 << 20), peak: 128 << 20, peak_held: 128 << 20, joined: 1, ..Totals::default() };
         assert_eq!(
             text(&totals, Duration::from_secs(1)),
             "uzswap: peak         128 MiB of 512 MiB allowed (25 %)\n\
@@ -161,7 +173,7 @@ mod tests {
     fn over_the_limit() {
         let counters = Sums { pgfault: 4000, pgmajfault: 3000, stall_ns: 1_500_000_000, ..Sums::default() };
         let totals = Totals {
-            limit: 1 << 30,
+            limit: Some(1 << 30),
             joined: 3,
             engaged: 2,
             over_limit: 2,

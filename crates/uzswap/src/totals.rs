@@ -3,7 +3,7 @@
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
-use uzswap_pager::group::{Counters, GroupPage};
+use uzswap_pager::group::{Counters, GroupPage, NO_LIMIT, NODES};
 use uzswap_pager::inject::SITES;
 
 macro_rules! sums {
@@ -31,12 +31,14 @@ sums! {
     direct_reclaim, move_refused, move_concealed, reject_alloc_fail, poisoned,
 }
 
-/// What a group did.
+/// What a group and those below it did.
 #[derive(Debug, Default, Serialize)]
 pub struct Totals {
-    /// The limit, in bytes.
-    pub limit: u64,
-    /// Highest resident memory seen, in bytes.
+    /// Name of the group; the command's pid where it has none.
+    pub group: String,
+    /// The limit (`memory.max`) as it is now, in bytes; none where there is none.
+    pub limit: Option<u64>,
+    /// Highest charge seen, in bytes.
     pub peak: u64,
     /// Most memory held, resident or not, in bytes.
     pub peak_held: u64,
@@ -46,6 +48,14 @@ pub struct Totals {
     pub engaged: u32,
     /// Times the limit could not be kept.
     pub over_limit: u64,
+    /// Members that were killed for that.
+    pub oom_kill: u64,
+    /// Reclaims because the charge was above `memory.high`.
+    pub high: u64,
+    /// Reclaims because the charge was above `memory.max`.
+    pub max: u64,
+    /// Pages that could go nowhere.
+    pub swap_fail: u64,
     /// Whether some child could not be managed.
     pub unmanaged: bool,
     /// Uncompressed bytes per compressed byte in the pool as it was last; none if it was empty.
@@ -58,22 +68,30 @@ pub struct Totals {
 }
 
 impl Totals {
-    /// Reads a group.
-    pub fn of(page: &GroupPage) -> Totals {
+    /// Reads a group of a tree.
+    pub fn of(page: &GroupPage, node: usize) -> Totals {
         let mut counters = Sums::default();
-        counters.add(&page.dead);
-        for slot in &page.slots {
-            slot.pid.load(Acquire);
+        for i in (0..NODES).filter(|i| page.nodes[*i].is_ready() && page.is_within(*i, node)) {
+            counters.add(&page.nodes[i].dead);
+        }
+        for slot in page.used().iter().filter(|slot| page.is_within(slot.node.load(Acquire) as usize, node)) {
             counters.add(&slot.counters);
         }
         let held = counters.pool_used_size;
+        let n = &page.nodes[node];
+        let max = n.max.load(Relaxed);
         Totals {
-            limit: page.limit.load(Relaxed),
-            peak: page.peak.load(Relaxed),
-            peak_held: page.peak_held.load(Relaxed),
-            joined: page.joined.load(Relaxed),
-            engaged: page.engaged.load(Relaxed),
-            over_limit: page.over_limit.load(Relaxed),
+            group: crate::groups::name_of(page, node),
+            limit: (max < NO_LIMIT).then_some(max),
+            peak: n.peak.load(Relaxed),
+            peak_held: n.peak_held.load(Relaxed),
+            joined: n.joined.load(Relaxed),
+            engaged: n.engaged.load(Relaxed),
+            over_limit: n.events.oom.load(Relaxed),
+            oom_kill: n.events.oom_kill.load(Relaxed),
+            high: n.events.high.load(Relaxed),
+            max: n.events.max.load(Relaxed),
+            swap_fail: n.events.swap_fail.load(Relaxed),
             unmanaged: page.warned_unmanaged.load(Relaxed) != 0,
             compression_ratio: (held > 0).then(|| counters.stored_pages as f64 * 4096.0 / held as f64),
             counters,
@@ -97,22 +115,30 @@ mod tests {
 
     #[test]
     fn sums_the_dead_and_the_living() {
-        let group = GroupFile::create(4096, 0, 0).unwrap();
+        let group = GroupFile::create("web", false).unwrap();
         let page = group.page();
-        assert_eq!(Totals::of(page).compression_ratio, None);
-        page.dead.pgfault.store(1, Relaxed);
+        assert_eq!(Totals::of(page, 0).compression_ratio, None);
+        assert_eq!(Totals::of(page, 0).limit, None);
+        page.nodes[0].max.store(4096, Relaxed);
+        let child = page.make_child(0, b"worker").unwrap();
+        page.nodes[0].dead.pgfault.store(1, Relaxed);
         page.slots[0].counters.pgfault.store(2, Relaxed);
         page.slots[1023].counters.pgfault.store(4, Relaxed);
+        page.used.store(1024, Relaxed);
         page.slots[7].counters.stored_pages.store(3, Relaxed);
         page.slots[7].counters.pool_used_size.store(4096, Relaxed);
-        let totals = Totals::of(page);
-        assert_eq!(totals.counters.pgfault, 7);
+        page.slots[8].counters.pgfault.store(8, Relaxed);
+        page.slots[8].node.store(child as u32, Relaxed);
+        let totals = Totals::of(page, 0);
+        assert_eq!(totals.counters.pgfault, 15, "those of the group below too");
         assert_eq!(totals.compression_ratio, Some(3.0));
-        assert_eq!(totals.limit, 4096);
+        assert_eq!((totals.limit, totals.group.as_str()), (Some(4096), "web"));
         assert_eq!(totals.injected, None);
         page.faults.set("seed=5,move_in=1/2", 0).unwrap();
         page.faults.fired[3].store(8, Relaxed);
-        let injected = Totals::of(page).injected.unwrap();
+        let totals = Totals::of(page, child);
+        assert_eq!((totals.counters.pgfault, totals.group.as_str()), (8, "web/worker"));
+        let injected = totals.injected.unwrap();
         assert_eq!((injected["seed"], injected["move_in"], injected["pool"]), (5, 8, 0));
     }
 }

@@ -10,11 +10,12 @@ use std::sync::Once;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
+/// The command.
 pub const UZSWAP: &str = env!("CARGO_BIN_EXE_uzswap");
 const AGENT: &str = "libuzswap_agent.so";
 
 /// Builds the agent beside the command, once.
-fn agent_built() {
+pub fn agent_built() {
     static BUILD: Once = Once::new();
     BUILD.call_once(|| {
         let dir = Path::new(UZSWAP).parent().unwrap();

@@ -1,4 +1,5 @@
 //! Integration tests of the command.
 
 mod cli;
+mod groups;
 mod record;

@@ -1,0 +1,354 @@
+//! The limits of the group, and what happens at each.
+//!
+//! ```text
+//!        memory.high                        memory.max
+//! ────────────┼──────────────────────────────────┼───────────────▶ charge: resident + pool + metadata
+//!  nothing    │ reclaim; the faulting threads    │ reclaim; when nothing more can be taken out:
+//!             │ wait in proportion to the excess │ --on-full
+//! ```
+//! Every group above a member's has its limits too: the one that is exceeded most decides. Limits are read anew each
+//! time, so changing one takes effect at once; `uzswap ctl` wakes the members for it.
+//!
+//! `memory.zswap.max` and `memory.swap.max` bound what is in the pool and in the swap file: [`Pager::may_zswap`] and
+//! [`Pager::may_swap`] are asked before something is put there.
+
+use crate::arena::PAGE;
+use crate::group::{NO_LIMIT, Node, ON_FULL_KILL, ON_FULL_WAIT};
+use crate::pager::Pager;
+use crate::state::State;
+use core::fmt::Write;
+use core::sync::atomic::Ordering::*;
+use uzswap_sys::process::Identity;
+use uzswap_sys::{sys, thread};
+
+/// What each fault waits when the charge is twice `memory.high`, and in proportion otherwise: at 10 % above it a program
+/// that takes page after page gets 2 MB/s.
+const THROTTLE_NS: u64 = 20_000_000;
+/// The longest wait.
+const THROTTLE_MOST_NS: u64 = 100_000_000;
+/// A wait shorter than this is not worth a system call.
+const THROTTLE_LEAST_NS: u64 = 50_000;
+/// After a member was killed nobody else is for this long: it takes time to die.
+const KILL_PAUSE_NS: u64 = 2_000_000_000;
+
+/// A group of the chain whose `memory.max` is exceeded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Over {
+    /// The group.
+    pub node: usize,
+    /// Its charge.
+    pub charge: usize,
+    /// Its limit.
+    pub max: usize,
+}
+
+impl Pager {
+    /// The charge that reclaim keeps below: the least `memory.high` or `memory.max` of the chain.
+    pub fn limit(&self) -> usize {
+        self.chain_nodes().map(|(_, n)| n.target()).min().unwrap_or(NO_LIMIT) as usize
+    }
+
+    fn chain_nodes(&self) -> impl Iterator<Item = (usize, &Node)> {
+        self.chain.nodes().iter().map(|at| (*at, &self.group.nodes[*at]))
+    }
+
+    /// Bytes that count against the limit in this process.
+    pub fn charged(&self, s: &State) -> usize {
+        let held = if self.own_frames { s.known_bytes() } else { s.rss };
+        if self.group.pool_uncharged.load(Relaxed) != 0 { held.saturating_sub(s.pool.held_bytes()) } else { held }
+    }
+
+    /// Bytes the group is over (positive) or under what reclaim keeps; of the chain, the group that is worst off.
+    pub fn excess(&self, s: &State) -> isize {
+        let (own, others) = (self.charged(s), self.others_use());
+        let over = |(i, (_, n)): (usize, (usize, &Node))| (own + others.charge[i]) as isize - n.target() as isize;
+        self.chain_nodes().enumerate().map(over).max().unwrap_or(isize::MIN / 2)
+    }
+
+    /// How far a process that charges `own` may grow, in the worst group of the chain, before memory must be managed
+    /// (0: now), where `engage_at` says at which charge of a limit that is; and whether `planned` more would not fit.
+    pub fn headroom(&self, own: usize, planned: usize, engage_at: impl Fn(usize) -> usize) -> (usize, bool) {
+        let others = self.others_use();
+        let (mut room, mut tight) = (usize::MAX, false);
+        for (i, (_, n)) in self.chain_nodes().enumerate() {
+            let (charge, limit) = (own + others.charge[i], n.target() as usize);
+            room = room.min(engage_at(limit).saturating_sub(charge));
+            tight |= charge + planned > limit;
+        }
+        (room, tight)
+    }
+
+    /// Raises the peaks of the chain's groups, where this process charges `own`, of which `resident` is not the pool,
+    /// and has `out` bytes out of RAM.
+    pub fn raise_peaks(&self, own: usize, resident: usize, out: usize) {
+        let others = self.others_use();
+        for (i, (_, n)) in self.chain_nodes().enumerate() {
+            n.peak.fetch_max((own + others.charge[i]) as u64, Relaxed);
+            let held = resident + others.resident[i] + out + others.swapped[i];
+            n.peak_held.fetch_max(held as u64, Relaxed);
+        }
+    }
+
+    /// The group of the chain whose `memory.max` is exceeded by most, if one is.
+    pub fn over_max(&self, s: &State) -> Option<Over> {
+        let (own, others) = (self.charged(s), self.others_use());
+        self.chain_nodes()
+            .enumerate()
+            .map(|(i, (node, n))| Over { node, charge: own + others.charge[i], max: n.max.load(Relaxed) as usize })
+            .filter(|o| o.charge > o.max)
+            .max_by_key(|o| o.charge - o.max)
+    }
+
+    /// Counts, in each group whose `memory.high` or `memory.max` is exceeded, a reclaim because of that.
+    pub fn count_excess(&self, s: &State) {
+        let (own, others) = (self.charged(s), self.others_use());
+        for (i, (node, n)) in self.chain_nodes().enumerate() {
+            let charge = (own + others.charge[i]) as u64;
+            if charge > n.max.load(Relaxed) {
+                self.group.count(node, |e| &e.max, 1);
+                continue;
+            }
+            n.grace.store(0, Relaxed);
+            if charge > n.high.load(Relaxed) {
+                self.group.count(node, |e| &e.high, 1);
+            }
+        }
+    }
+
+    /// How long a fault is to wait because the charge is above `memory.high`: in proportion to the excess.
+    pub fn throttle_ns(&self, s: &State) -> u64 {
+        if self.chain_nodes().all(|(_, n)| n.high.load(Relaxed) >= NO_LIMIT) {
+            return 0;
+        }
+        let (own, others) = (self.charged(s), self.others_use());
+        let wait =
+            |(i, (_, n)): (usize, (usize, &Node))| throttle((own + others.charge[i]) as u64, n.high.load(Relaxed));
+        self.chain_nodes().enumerate().map(wait).max().unwrap_or(0)
+    }
+
+    /// The same for a thread that is allocating, which may not take the pager's lock: as last published.
+    pub fn throttle_allocation(&self) {
+        let (own, others) = (self.me().rss.load(Relaxed), self.others_use());
+        let wait = self
+            .chain_nodes()
+            .enumerate()
+            .map(|(i, (_, n))| throttle(own + others.charge[i] as u64, n.high.load(Relaxed)));
+        let wait = wait.max().unwrap_or(0);
+        if wait > 0 {
+            thread::sleep_ns(wait);
+        }
+    }
+
+    /// Whether the pool may grow by `bytes`: the groups' `memory.zswap.max`. Refusals are counted.
+    pub fn may_zswap(&self, s: &State, bytes: usize) -> bool {
+        if self.chain_nodes().all(|(_, n)| n.zswap_max.load(Relaxed) >= NO_LIMIT) {
+            return true;
+        }
+        let (own, others) = (s.pool.held_bytes(), self.others_use());
+        for (i, (node, n)) in self.chain_nodes().enumerate() {
+            if (own + others.pool[i] + bytes) as u64 > n.zswap_max.load(Relaxed) {
+                self.group.count(node, |e| &e.zswap_max, 1);
+                self.zswap_full.store(true, Relaxed);
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Whether the pool was refused room, and would be still: nothing that needs any is then worth trying.
+    pub fn zswap_is_full(&self, s: &State) -> bool {
+        if !self.zswap_full.load(Relaxed) {
+            return false;
+        }
+        let (own, others) = (s.pool.held_bytes(), self.others_use());
+        let mut levels = self.chain_nodes().enumerate();
+        let full = levels.any(|(i, (_, n))| (own + others.pool[i] + PAGE) as u64 > n.zswap_max.load(Relaxed));
+        self.zswap_full.store(full, Relaxed);
+        full
+    }
+
+    /// Whether `bytes` more may be put in the swap file: the groups' `memory.swap.max`, of which `own` are this
+    /// process's already. Refusals are counted.
+    pub fn may_swap(&self, own: usize, bytes: usize) -> bool {
+        let others = self.others_use();
+        for (i, (node, n)) in self.chain_nodes().enumerate() {
+            if (own + others.swap[i] + bytes) as u64 > n.swap_max.load(Relaxed) {
+                self.group.count(node, |e| &e.swap_max, 1);
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Whether all groups of the chain let the pool be written back (`memory.zswap.writeback`).
+    pub fn may_write_back(&self) -> bool {
+        self.chain_nodes().all(|(_, n)| n.zswap_writeback.load(Relaxed) != 0)
+    }
+
+    /// Counts pages that could go nowhere.
+    pub fn count_swap_fail(&self, pages: u64) {
+        self.group.count(self.node, |e| &e.swap_fail, pages);
+    }
+
+    /// Nothing more can be reclaimed: if a `memory.max` is exceeded that is counted, said once, and acted upon.
+    pub fn full(&self, s: &State) {
+        let Some(over) = self.over_max(s) else { return };
+        let n = &self.group.nodes[over.node];
+        self.group.count(over.node, |e| &e.oom, 1);
+        let on_full = n.on_full.load(Relaxed);
+        if n.full_said.swap(1, AcqRel) == 0 {
+            self.say_full(s, over, on_full);
+        }
+        // (A quarter more, as what does not compress takes more in the pool than it did.)
+        let shrunk = over.charge as u64 <= n.grace.load(Relaxed) / 4 * 5;
+        match on_full {
+            ON_FULL_WAIT => self.waits.store(true, SeqCst),
+            ON_FULL_KILL if !shrunk => self.kill_largest(over.node),
+            _ => {}
+        }
+    }
+
+    /// Whether faults are to wait for room (`--on-full=wait`). Reads what is resident, which may have changed.
+    pub fn must_wait(&self, s: &mut State) -> bool {
+        if !self.waits.load(SeqCst) {
+            return false;
+        }
+        s.rss = self.rss_now(s);
+        let over = self.over_max(s);
+        let wait = over.is_some_and(|o| self.group.nodes[o.node].on_full.load(Relaxed) == ON_FULL_WAIT);
+        self.waits.store(wait, SeqCst);
+        wait
+    }
+
+    fn say_full(&self, s: &State, over: Over, on_full: u32) {
+        let mut line = Line::default();
+        let n = &self.group.nodes[over.node];
+        let (name, len) = n.name();
+        let name = core::str::from_utf8(&name[..len]).unwrap_or("?");
+        let (pool, most) = (s.pool.held_bytes(), Mib(over.max));
+        let _ = write!(line, "uzswap: the group `{name}` is full: {} are used of memory.max {most}", Mib(over.charge));
+        let _ = write!(line, ", {} too much, and nothing more can be taken out of memory", Mib(over.charge - over.max));
+        if self.zswap_is_full(s) {
+            let _ = write!(line, " (memory.zswap.max is full too: the pool holds {})", Mib(pool));
+        } else {
+            let _ = write!(
+                line,
+                " (of process {}: resident {}, pool {})",
+                thread::getpid(),
+                Mib(self.program_bytes(s)),
+                Mib(pool)
+            );
+        }
+        let what = match on_full {
+            ON_FULL_WAIT => "its threads wait until there is room (--on-full=wait)",
+            ON_FULL_KILL => "the member that holds most is killed (--on-full=kill)",
+            _ => "it goes on above its limit (--on-full=exceed)",
+        };
+        let _ = writeln!(line, "; {what}");
+        self.say(line.text());
+    }
+
+    fn program_bytes(&self, s: &State) -> usize {
+        self.charged(s).saturating_sub(s.pool.held_bytes())
+    }
+
+    /// Kills the member of a group that is charged most.
+    fn kill_largest(&self, node: usize) {
+        let n = &self.group.nodes[node];
+        let (now, due) = (thread::now_ns(), n.kill_due.load(Relaxed));
+        if now < due || n.kill_due.compare_exchange(due, now + KILL_PAUSE_NS, AcqRel, Relaxed).is_err() {
+            return;
+        }
+        let within = |slot: &&crate::group::Slot| self.group.is_within(slot.node.load(Relaxed) as usize, node);
+        let members = self.group.used().iter().filter(within);
+        let alive = members.filter_map(|slot| Some((slot.rss.load(Relaxed), slot.owner().filter(|o| !o.is_dead())?)));
+        let Some((charge, victim)) = alive.max_by_key(|(charge, _)| *charge) else { return };
+        self.group.count(node, |e| &e.oom_kill, 1);
+        let mut line = Line::default();
+        let _ = writeln!(line, "uzswap: process {} is killed, which holds {}", victim.pid(), Mib(charge as usize));
+        self.say(line.text());
+        kill(victim);
+    }
+}
+
+fn kill(victim: Identity) {
+    // SAFETY: a signal touches no memory.
+    let _ = unsafe { sys!(libc::SYS_kill, victim.pid(), libc::SIGKILL) };
+}
+
+/// The wait at a charge above `high`.
+fn throttle(charge: u64, high: u64) -> u64 {
+    let over = charge.saturating_sub(high);
+    if over == 0 {
+        return 0;
+    }
+    let wait = u128::from(over) * u128::from(THROTTLE_NS) / u128::from(high.max(1));
+    let wait = wait.min(THROTTLE_MOST_NS.into()) as u64;
+    if wait < THROTTLE_LEAST_NS { 0 } else { wait }
+}
+
+/// A size for people, in MiB.
+struct Mib(usize);
+
+impl core::fmt::Display for Mib {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let tenths = self.0 / (PAGE * 256 / 10);
+        write!(f, "{}.{} MiB", tenths / 10, tenths % 10)
+    }
+}
+
+/// A line of text without an allocation; what does not fit is left out.
+struct Line {
+    bytes: [u8; 512],
+    len: usize,
+}
+
+impl Default for Line {
+    fn default() -> Self {
+        Self { bytes: [0; 512], len: 0 }
+    }
+}
+
+impl Line {
+    fn text(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+}
+
+impl Write for Line {
+    fn write_str(&mut self, s: &str) -> core::fmt::Result {
+        let n = s.len().min(self.bytes.len() - self.len);
+        self.bytes[self.len..self.len + n].copy_from_slice(&s.as_bytes()[..n]);
+        self.len += n;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Line, Mib, THROTTLE_LEAST_NS, THROTTLE_MOST_NS, THROTTLE_NS, throttle};
+    use core::fmt::Write;
+
+    #[test]
+    fn waits_are_in_proportion_to_the_excess() {
+        let high = 100 << 20;
+        assert_eq!(throttle(high, high), 0);
+        assert_eq!(throttle(0, high), 0);
+        assert_eq!(throttle(high + 4096, high), 0, "too short to be worth it");
+        let (one, two) = (throttle(high + (1 << 20), high), throttle(high + (2 << 20), high));
+        assert_eq!(one, THROTTLE_NS / 100);
+        assert!(one >= THROTTLE_LEAST_NS && two == 2 * one);
+        assert_eq!(throttle(2 * high, high), THROTTLE_NS);
+        assert_eq!(throttle(100 * high, high), THROTTLE_MOST_NS);
+        assert_eq!(throttle(1 << 60, 0), THROTTLE_MOST_NS);
+    }
+
+    #[test]
+    fn lines_are_cut_not_overrun() {
+        let mut line = Line::default();
+        write!(line, "{} and {}", Mib(64 << 20), Mib(3 << 19)).unwrap();
+        assert_eq!(line.text(), b"64.0 MiB and 1.5 MiB");
+        write!(line, "{:600}", "x").unwrap();
+        assert_eq!(line.text().len(), 512);
+    }
+}

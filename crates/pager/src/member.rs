@@ -1,0 +1,195 @@
+//! Membership: this process's slot in its group, and what the other members say.
+//!
+//! Only the owner writes a slot's charges. `group` explains how a slot changes hands.
+
+use crate::group::{Counters, DEPTH, GroupPage, NODES, SLOTS, Slot};
+use crate::inject::Site;
+use crate::pager::Pager;
+use core::sync::atomic::{AtomicU64, Ordering::*};
+use uzswap_sys::process::{self, Identity};
+use uzswap_sys::raw::Errno;
+use uzswap_sys::{lock, sys, thread};
+
+/// The signal that makes a ticker look; it is only ever sent to such a thread, which blocks it.
+pub const SIGNAL: i32 = 64;
+/// Nanoseconds between two searches for dead members, and between two pokes at those that are not engaged.
+const SEARCH_NS: u64 = 100_000_000;
+
+/// This process's group and those above it, nearest first.
+#[derive(Clone, Copy, Debug)]
+pub struct Chain {
+    nodes: [usize; DEPTH],
+    len: usize,
+}
+
+impl Chain {
+    /// The chain of a group.
+    pub fn of(page: &GroupPage, node: usize) -> Self {
+        let mut chain = Self { nodes: [0; DEPTH], len: 0 };
+        for at in page.chain(node) {
+            chain.nodes[chain.len] = at;
+            chain.len += 1;
+        }
+        chain
+    }
+
+    /// The groups.
+    pub fn nodes(&self) -> &[usize] {
+        &self.nodes[..self.len]
+    }
+}
+
+/// What the other members use, by group of the chain.
+#[derive(Clone, Copy, Default)]
+pub struct Others {
+    /// Charges.
+    pub charge: [usize; DEPTH],
+    /// Of them, what is resident: without the pools.
+    pub resident: [usize; DEPTH],
+    /// Memory out of RAM.
+    pub swapped: [usize; DEPTH],
+    /// What pools hold.
+    pub pool: [usize; DEPTH],
+    /// What is in swap files.
+    pub swap: [usize; DEPTH],
+}
+
+impl Pager {
+    /// Takes a slot of the group: this process's own (after exec), a free one, or a dead member's.
+    ///
+    /// # Errors
+    /// `EAGAIN` when all are taken by live processes.
+    pub fn claim_slot(&self) -> Result<(), Errno> {
+        if self.inject(Site::Slot).is_some() {
+            return Err(libc::EAGAIN);
+        }
+        let me = Identity::own();
+        let page = self.group;
+        let mut own = None;
+        for (i, slot) in page.used().iter().enumerate() {
+            if slot.owner.load(Acquire) != me.raw() {
+                continue;
+            }
+            slot.uncharge();
+            if own.is_none() && slot.node.load(Relaxed) as usize == self.node {
+                own = Some(i);
+            } else {
+                // A burial that exec broke off.
+                slot.owner.store(0, Release);
+            }
+        }
+        let index = own.or_else(|| self.take_slot(me)).ok_or(libc::EAGAIN)?;
+        let slot = &page.slots[index];
+        page.used.fetch_max(index as u32 + 1, AcqRel);
+        slot.uncharge();
+        slot.counters.reset_gauges();
+        let before = slot.node.swap(self.node as u32, AcqRel) as usize;
+        if before != self.node {
+            slot.counters.retire_into(&page.nodes[before.min(NODES - 1)].dead);
+        }
+        slot.ticker.store(self.ticker.load(Relaxed) as u32, Relaxed);
+        self.slot.store(index, Release);
+        for at in self.chain.nodes() {
+            page.nodes[*at].joined.fetch_add(1, Relaxed);
+        }
+        Ok(())
+    }
+
+    /// A slot that is now ours: one of our group if there is one, so that its counters can stay.
+    fn take_slot(&self, me: Identity) -> Option<usize> {
+        let slots = &self.group.slots;
+        let take = |i: usize, same_group: bool, free: &dyn Fn(Identity) -> bool| {
+            let owner = slots[i].owner.load(Acquire);
+            let fits = !same_group || slots[i].node.load(Relaxed) as usize == self.node;
+            let free = Identity::from_raw(owner).is_none_or(free);
+            fits && free && slots[i].owner.compare_exchange(owner, me.raw(), AcqRel, Relaxed).is_ok()
+        };
+        let used = self.group.used().len();
+        (0..used)
+            .find(|i| take(*i, true, &Identity::is_gone))
+            .or_else(|| (used..SLOTS).find(|i| take(*i, false, &|_| false)))
+            .or_else(|| (0..SLOTS).find(|i| take(*i, false, &Identity::is_dead)))
+    }
+
+    /// This process's slot.
+    pub fn me(&self) -> &Slot {
+        &self.group.slots[self.slot.load(Relaxed)]
+    }
+
+    /// This process's counters.
+    pub fn counters(&self) -> &Counters {
+        &self.me().counters
+    }
+
+    /// The other members' slots that are somebody's.
+    fn others(&self) -> impl Iterator<Item = &Slot> {
+        let mine = self.slot.load(Relaxed);
+        let all = self.group.used().iter().enumerate();
+        all.filter(move |(i, s)| *i != mine && s.owner.load(Relaxed) != 0).map(|(_, s)| s)
+    }
+
+    /// What the other members use, as they last said it, in each group of the chain.
+    pub fn others_use(&self) -> Others {
+        let mut sums = Others::default();
+        let uncharged = self.group.pool_uncharged.load(Relaxed) != 0;
+        for s in self.others() {
+            let node = (s.node.load(Relaxed) as usize).min(NODES - 1);
+            let ancestors = self.group.nodes[node].ancestors.load(Relaxed);
+            let (rss, pool) = (s.rss.load(Relaxed) as usize, s.pool.load(Relaxed) as usize);
+            let levels = self.chain.nodes().iter().enumerate();
+            for (i, _) in levels.filter(|(_, at)| ancestors & 1 << **at != 0) {
+                sums.resident[i] += rss.saturating_sub(pool);
+                sums.charge[i] += if uncharged { rss.saturating_sub(pool) } else { rss };
+                sums.swapped[i] += s.swapped.load(Relaxed) as usize;
+                sums.pool[i] += pool;
+                sums.swap[i] += s.swap.load(Relaxed) as usize;
+            }
+        }
+        sums
+    }
+
+    /// Wakes the reclaim threads of the other members that hold something worth while; those that are not engaged yet
+    /// look whether they should be, now and then.
+    pub fn wake_others(&self) {
+        let poke = due(&self.poke_due);
+        for other in self.others().filter(|o| o.rss.load(Relaxed) > 4 << 20) {
+            wake_member(other, poke);
+        }
+    }
+
+    /// Returns the charges of members that died without a word, now and then.
+    pub fn bury_the_dead(&self) {
+        if due(&self.bury_due) {
+            self.group.bury_the_dead(Identity::own());
+        }
+    }
+
+    /// This process ends: its charges are returned, and its helpers, which still run, charge nothing any more.
+    pub fn leave(&self) {
+        // (In a vfork child the memory is the parent's.)
+        if self.me().owner().is_some_and(|owner| owner.pid() == thread::getpid() as u32) {
+            self.left.store(true, SeqCst);
+            self.me().uncharge();
+        }
+    }
+}
+
+/// Wakes a member's reclaim thread, and with `poke` its ticker.
+pub fn wake_member(slot: &Slot, poke: bool) {
+    slot.wake.fetch_add(1, Release);
+    lock::futex_wake(&slot.wake, 1, true);
+    let Some(owner) = slot.owner().filter(|_| poke) else { return };
+    let ticker = slot.ticker.load(Relaxed);
+    // The signal would end what is no ticker (any more): sent only to a thread that waits for it.
+    if ticker != 0 && process::awaits(owner.pid(), ticker, SIGNAL) {
+        // SAFETY: a signal touches no memory.
+        let _ = unsafe { sys!(libc::SYS_tgkill, owner.pid(), ticker, SIGNAL) };
+    }
+}
+
+/// Whether the time has come, which is then put off.
+fn due(at: &AtomicU64) -> bool {
+    let now = thread::now_ns();
+    let before = at.load(Relaxed);
+    now >= before && at.compare_exchange(before, now + SEARCH_NS, Relaxed, Relaxed).is_ok()
+}

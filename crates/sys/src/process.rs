@@ -1,0 +1,158 @@
+//! Which process is meant, for longer than its pid lasts: pid and start time together.
+//!
+//! Both come from `/proc/PID/stat`. A pid alone may be given to another process; with its start time (in clock ticks
+//! since boot, of which 32 bits are kept) it names one process until the machine is restarted.
+
+use crate::raw;
+use crate::sys;
+
+/// A process: its pid, and when it started. Never 0 for a process that exists, so 0 can mean none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Identity(u64);
+
+impl Identity {
+    /// The calling process; its start time is left out (0) where /proc cannot be read.
+    pub fn own() -> Self {
+        let pid = crate::thread::getpid() as u32;
+        Self::new(pid, read_stat(pid).map_or(0, |(_, start)| start))
+    }
+
+    fn new(pid: u32, start: u32) -> Self {
+        Self(u64::from(start) << 32 | u64::from(pid))
+    }
+
+    /// From its raw form; None for 0.
+    pub fn from_raw(raw: u64) -> Option<Self> {
+        (raw != 0).then_some(Self(raw))
+    }
+
+    /// As a number that can be kept in an atomic.
+    pub fn raw(self) -> u64 {
+        self.0
+    }
+
+    /// The pid.
+    pub fn pid(self) -> u32 {
+        self.0 as u32
+    }
+
+    /// Whether no process has the pid: quick, but a zombie and another process with the same pid are taken for it.
+    pub fn is_gone(self) -> bool {
+        // SAFETY: signal 0 only asks.
+        let asked = unsafe { sys!(libc::SYS_kill, self.pid(), 0) };
+        asked == Err(libc::ESRCH)
+    }
+
+    /// Whether the process has ended, zombies included.
+    pub fn is_dead(self) -> bool {
+        if self.is_gone() {
+            return true;
+        }
+        let start = (self.0 >> 32) as u32;
+        match read_stat(self.pid()) {
+            Some((state, now)) => matches!(state, b'Z' | b'X') || (start != 0 && now != 0 && now != start),
+            // It ended meanwhile, or /proc is hidden from us: the next look tells.
+            None => false,
+        }
+    }
+}
+
+/// State letter and start time of a process.
+fn read_stat(pid: u32) -> Option<(u8, u32)> {
+    let mut text = [0u8; 512];
+    let n = read(&[b"/proc/", raw::decimal(u64::from(pid), &mut [0; 20]), b"/stat\0"], &mut text)?;
+    parse_stat(&text[..n])
+}
+
+/// Fields 3 (state) and 22 (start time) of proc_pid_stat(5).
+fn parse_stat(text: &[u8]) -> Option<(u8, u32)> {
+    let after = text.get(text.iter().rposition(|c| *c == b')')? + 2..)?;
+    let start = after.split(|c| *c == b' ').nth(19)?;
+    let ticks: u64 = core::str::from_utf8(start).ok()?.parse().ok()?;
+    Some((*after.first()?, ticks as u32))
+}
+
+/// Whether a thread blocks all signals but perhaps this one, as a thread does that waits for it with sigtimedwait (which
+/// takes the signal out of the mask meanwhile). Sent to such a thread it ends nothing.
+pub fn awaits(pid: u32, tid: u32, signal: i32) -> bool {
+    let (mut a, mut b) = ([0; 20], [0; 20]);
+    let path = [b"/proc/", raw::decimal(pid.into(), &mut a), b"/task/", raw::decimal(tid.into(), &mut b), b"/status\0"];
+    let mut text = [0u8; 4096];
+    let Some(n) = read(&path, &mut text) else { return false };
+    let mask = text[..n].split(|c| *c == b'\n').find_map(|line| {
+        let hex = core::str::from_utf8(line.strip_prefix(b"SigBlk:")?.trim_ascii()).ok()?;
+        u64::from_str_radix(hex, 16).ok()
+    });
+    // SIGKILL and SIGSTOP cannot be blocked.
+    let always = 1 << (libc::SIGKILL - 1) | 1 << (libc::SIGSTOP - 1);
+    mask.is_some_and(|mask| mask | always | 1 << (signal - 1) == u64::MAX)
+}
+
+/// Reads the file whose path is these parts together.
+fn read(parts: &[&[u8]], out: &mut [u8]) -> Option<usize> {
+    let mut path = [0u8; 64];
+    let mut n = 0;
+    for part in parts {
+        path.get_mut(n..n + part.len())?.copy_from_slice(part);
+        n += part.len();
+    }
+    let fd = raw::open(&path[..n], libc::O_RDONLY).ok()?;
+    let got = raw::pread(fd, out, 0);
+    raw::close(fd);
+    got.ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Identity, awaits, parse_stat};
+
+    #[test]
+    fn a_process_is_told_from_its_pid() {
+        let own = Identity::own();
+        assert_eq!(own.pid(), std::process::id());
+        assert!(!own.is_dead() && !own.is_gone());
+        assert_eq!(Identity::from_raw(own.raw()), Some(own));
+        assert_eq!(Identity::from_raw(0), None);
+        // The same pid, started at another time.
+        let other = Identity::from_raw(own.raw() ^ 1 << 40).unwrap();
+        assert!(other.is_dead() && !other.is_gone());
+        let child = std::process::Command::new("/bin/true").spawn().unwrap();
+        let zombie = Identity::new(child.id(), 0);
+        let mut child = child;
+        while !zombie.is_dead() {
+            std::thread::yield_now();
+        }
+        assert!(!zombie.is_gone(), "not waited for yet");
+        child.wait().unwrap();
+        assert!(zombie.is_gone() && zombie.is_dead());
+    }
+
+    #[test]
+    fn stat_is_parsed_after_the_name() {
+        let text = b"7 (a ) R b) S 1 1 1 0 -1 4 0 0 0 0 0 0 0 0 20 0 1 0 12345 999 1";
+        assert_eq!(parse_stat(text), Some((b'S', 12345)));
+        assert_eq!(parse_stat(b""), None);
+        assert_eq!(parse_stat(b"7 (x)"), None);
+    }
+
+    #[test]
+    fn a_thread_that_awaits_a_signal_is_known() {
+        let pid = std::process::id();
+        let tid = crate::thread::gettid() as u32;
+        assert!(!awaits(pid, tid, 64));
+        assert!(!awaits(pid, u32::MAX, 64));
+        let mut old = 0u64;
+        let set = |mask: u64, old: *mut u64| {
+            // SAFETY: masks of 8 bytes, ours.
+            unsafe { crate::sys!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const mask, old, 8) }.unwrap();
+        };
+        set(u64::MAX, &raw mut old);
+        let all = awaits(pid, tid, 64);
+        set(u64::MAX >> 1, core::ptr::null_mut());
+        let but_one = awaits(pid, tid, 64);
+        set(u64::MAX >> 2, core::ptr::null_mut());
+        let but_two = awaits(pid, tid, 64);
+        set(old, core::ptr::null_mut());
+        assert_eq!((all, but_one, but_two), (true, true, false));
+    }
+}

@@ -1,0 +1,388 @@
+//! Groups by name: where running ones are found, joined and created.
+//!
+//! A directory of the user's (`$XDG_RUNTIME_DIR/uzswap`, else `/tmp/uzswap-UID`) holds one symbolic link for each
+//! command and tree: `ROOT@PID`, to the object in `/proc/PID/fd`. A tree is there as long as one of its commands runs;
+//! links of commands that were killed lead nowhere and are removed by whoever meets them. Permission is that of the
+//! directory (0700) and of `/proc/PID/fd`: the same user. A lock on the directory keeps two commands from creating the
+//! same name at once.
+
+use crate::config::{Compressor, plain};
+use crate::group_file::GroupFile;
+use crate::size::human;
+use std::fs::{self, DirBuilder, File};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use std::time::{Duration, Instant};
+use uzswap_pager::group::{DEPTH, GroupPage, NAME_BYTES, NODES, Slot};
+use uzswap_pager::member::wake_member;
+
+/// The directory of running groups.
+pub struct Registry {
+    dir: PathBuf,
+}
+
+/// A command's entry; gone when dropped.
+pub struct Entry(PathBuf);
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+/// A group of a tree.
+pub struct Group {
+    /// The tree.
+    pub file: Arc<GroupFile>,
+    /// The group's number in it.
+    pub node: usize,
+    /// Makes it known while it lives; none when nobody is to join.
+    _entry: Option<Entry>,
+}
+
+impl Group {
+    /// The page of the tree.
+    pub fn page(&self) -> &GroupPage {
+        self.file.page()
+    }
+
+    /// The members' slots.
+    fn members(&self) -> impl Iterator<Item = &Slot> {
+        let page = self.page();
+        let within = |slot: &&Slot| page.is_within(slot.node.load(Relaxed) as usize, self.node);
+        page.used().iter().filter(within).filter(|slot| slot.owner().is_some_and(|o| !o.is_dead()))
+    }
+
+    /// Wakes all members: they look at their limits, and say what they are charged with.
+    pub fn wake(&self) {
+        self.members().for_each(|slot| wake_member(slot, true));
+    }
+
+    /// Has the members say what they are charged with, and waits until they have: for some time, as one may be stopped.
+    pub fn refresh(&self) {
+        let members: Vec<(&Slot, u32)> = self.members().map(|slot| (slot, slot.said.load(Acquire))).collect();
+        self.wake();
+        let start = Instant::now();
+        let silent = || members.iter().any(|(slot, said)| slot.said.load(Acquire) == *said);
+        while silent() && start.elapsed() < Duration::from_millis(300) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Its whole name.
+    pub fn name(&self) -> String {
+        name_of(self.page(), self.node)
+    }
+}
+
+/// The whole name of a group: `web/worker`.
+pub fn name_of(page: &GroupPage, node: usize) -> String {
+    let mut parts: Vec<String> = page
+        .chain(node)
+        .map(|at| {
+            let (name, len) = page.nodes[at].name();
+            String::from_utf8_lossy(&name[..len]).into_owned()
+        })
+        .collect();
+    parts.reverse();
+    parts.join("/")
+}
+
+/// What a run wants of its group.
+pub struct Wanted {
+    /// `memory.max`, where one was given.
+    pub max: Option<u64>,
+    /// The compressor, where one was given.
+    pub compressor: Option<Compressor>,
+    /// As in `Node::on_full`, where it was given.
+    pub on_full: Option<u32>,
+    /// Whether what happens to pages is to be recorded.
+    pub record: bool,
+}
+
+/// The components of a name, checked. The error is one sentence.
+fn components(name: &str) -> Result<Vec<&str>, String> {
+    let parts: Vec<&str> = name.split('/').collect();
+    let good = |part: &str| {
+        let plain = part.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b));
+        (1..=NAME_BYTES).contains(&part.len()) && plain && !part.starts_with('.')
+    };
+    if !parts.iter().all(|part| good(part)) || parts.len() > DEPTH {
+        return Err(format!(
+            "`{name}` is no name for a group: use letters, digits, `-`, `_` and `.`, and `/` for a group inside another, at most {DEPTH} deep"
+        ));
+    }
+    Ok(parts)
+}
+
+impl Registry {
+    /// Opens the directory of this user, made if need be. The error is one sentence.
+    pub fn open() -> Result<Registry, String> {
+        // SAFETY: no memory is involved.
+        let me = unsafe { libc::geteuid() };
+        let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+        let own = |dir: &PathBuf| dir.is_absolute() && fs::metadata(dir).is_ok_and(|m| m.is_dir() && m.uid() == me);
+        let dir = match runtime.filter(own) {
+            Some(runtime) => runtime.join("uzswap"),
+            None => PathBuf::from(format!("/tmp/uzswap-{me}")),
+        };
+        Registry::at(dir, me)
+    }
+
+    fn at(dir: PathBuf, me: u32) -> Result<Registry, String> {
+        let shown = dir.display().to_string();
+        match DirBuilder::new().mode(0o700).create(&dir) {
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(format!("the directory of groups `{shown}` cannot be made: {}", plain(&e)));
+            }
+            _ => {}
+        }
+        let found = fs::symlink_metadata(&dir)
+            .map_err(|e| format!("the directory of groups `{shown}` cannot be read: {}", plain(&e)))?;
+        if !found.is_dir() || found.uid() != me || found.mode() & 0o077 != 0 {
+            return Err(format!(
+                "the directory of groups `{shown}` is not yours alone (a directory of yours with mode 0700), so it is not trusted: remove it"
+            ));
+        }
+        Ok(Registry { dir })
+    }
+
+    /// Holds the directory; others wait until the file is dropped.
+    fn lock(&self) -> Result<File, String> {
+        let sentence = |e: io::Error| format!("the directory of groups cannot be locked: {}", plain(&e));
+        let file = File::open(&self.dir).map_err(sentence)?;
+        // SAFETY: no memory is involved.
+        if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX) } < 0 {
+            return Err(sentence(io::Error::last_os_error()));
+        }
+        Ok(file)
+    }
+
+    /// The running trees, each once, sorted by name; what is left of killed commands is removed.
+    pub fn list(&self) -> Vec<(String, GroupFile)> {
+        let mut trees: Vec<(String, GroupFile)> = Vec::new();
+        let mut entries: Vec<_> = fs::read_dir(&self.dir).into_iter().flatten().flatten().map(|e| e.path()).collect();
+        entries.sort();
+        for path in entries {
+            let Some((root, _)) = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.rsplit_once('@')) else {
+                continue;
+            };
+            let known = trees.iter().any(|(name, _)| name == root);
+            match open_entry(&path, root) {
+                Some(file) if !known => trees.push((root.to_owned(), file)),
+                Some(_) => {}
+                None => {
+                    let _ = fs::remove_file(&path);
+                }
+            }
+        }
+        trees
+    }
+
+    /// A running group. The error is one sentence.
+    pub fn find(&self, name: &str) -> Result<Group, String> {
+        let parts = components(name)?;
+        let missing = || {
+            let running: Vec<String> = self.list().into_iter().map(|(name, _)| name).collect();
+            let running = if running.is_empty() { "none".to_owned() } else { running.join(", ") };
+            format!("no such group: `{name}` is not running (running: {running})")
+        };
+        let (_, file) = self.list().into_iter().find(|(root, _)| root == parts[0]).ok_or_else(missing)?;
+        let page = file.page();
+        let node = parts[1..].iter().try_fold(0, |at, part| page.child(at, part.as_bytes())).ok_or_else(missing)?;
+        Ok(Group { file: file.into(), node, _entry: None })
+    }
+
+    fn register(&self, root: &str, file: &GroupFile) -> Result<Entry, String> {
+        let path = self.dir.join(format!("{root}@{}", std::process::id()));
+        let _ = fs::remove_file(&path);
+        std::os::unix::fs::symlink(file.path(), &path)
+            .map_err(|e| format!("the group `{root}` cannot be made known: {}", plain(&e)))?;
+        Ok(Entry(path))
+    }
+
+    /// Joins a group, or creates it. The error is one sentence.
+    pub fn join(&self, name: &str, wanted: &Wanted) -> Result<Group, String> {
+        let parts = components(name)?;
+        if parts[0].bytes().all(|b| b.is_ascii_digit()) {
+            return Err(format!(
+                "`{name}` is no name for a group: digits alone are those of runs without a name; add a letter"
+            ));
+        }
+        let _held = self.lock()?;
+        let running = self.list().into_iter().find(|(root, _)| root == parts[0]);
+        let there = running
+            .as_ref()
+            .and_then(|(_, file)| parts[1..].iter().try_fold(0, |at, part| file.page().child(at, part.as_bytes())));
+        if there.is_none() && wanted.max.is_none() {
+            return Err(format!("no such group: `{name}` is not running; add --memory SIZE to create it"));
+        }
+        if wanted.record && running.is_some() {
+            return Err(format!(
+                "the group `{name}` runs already, and only the run that creates a group can record it: leave out --record"
+            ));
+        }
+        let file = match running {
+            Some((_, file)) => file,
+            None => GroupFile::create(parts[0], wanted.record)
+                .map_err(|e| format!("the memory shared with the program cannot be made: {}", plain(&e)))?,
+        };
+        let page = file.page();
+        let node = match there {
+            Some(node) => {
+                agrees(page, node, name, wanted)?;
+                node
+            }
+            None => {
+                let full = || format!("the group `{name}` cannot be made: `{}` has {NODES} groups already", parts[0]);
+                let mut at = 0;
+                for part in &parts[1..] {
+                    let part = part.as_bytes();
+                    at = page.child(at, part).or_else(|| page.make_child(at, part)).ok_or_else(full)?;
+                }
+                set_up(page, at, wanted);
+                at
+            }
+        };
+        let entry = self.register(parts[0], &file)?;
+        Ok(Group { file: file.into(), node, _entry: Some(entry) })
+    }
+}
+
+/// A tree for one run, without a name: known by the pid of the command where that can be arranged.
+pub fn unnamed(wanted: &Wanted) -> io::Result<Group> {
+    let name = std::process::id().to_string();
+    let file = GroupFile::create(&name, wanted.record)?;
+    set_up(file.page(), 0, wanted);
+    let entry = Registry::open().and_then(|registry| registry.register(&name, &file)).ok();
+    Ok(Group { file: file.into(), node: 0, _entry: entry })
+}
+
+fn set_up(page: &GroupPage, node: usize, wanted: &Wanted) {
+    let node = &page.nodes[node];
+    if let Some(max) = wanted.max {
+        node.max.store(max, Relaxed);
+    }
+    if let Some(compressor) = wanted.compressor {
+        node.codec.store(compressor.codec, Relaxed);
+        node.level.store(compressor.level, Relaxed);
+    }
+    node.on_full.store(wanted.on_full.unwrap_or_default(), Relaxed);
+}
+
+/// Refuses to join a group under another understanding of what it is.
+fn agrees(page: &GroupPage, node: usize, name: &str, wanted: &Wanted) -> Result<(), String> {
+    let n = &page.nodes[node];
+    let taken = |what: String, change: String| {
+        Err(format!("the name `{name}` is taken by a running group with {what}: {change}, or choose another name"))
+    };
+    let max = n.max.load(Relaxed);
+    if wanted.max.is_some_and(|wanted| wanted != max) {
+        let is = if max >= uzswap_pager::group::NO_LIMIT { "no limit".to_owned() } else { human(max) };
+        return taken(
+            format!("a memory.max of {is}"),
+            format!("leave out --memory to join it (`uzswap ctl {name} memory.max=SIZE` changes it)"),
+        );
+    }
+    let compressor = Compressor { codec: n.codec.load(Relaxed), level: n.level.load(Relaxed) };
+    if wanted.compressor.is_some_and(|wanted| wanted != compressor) {
+        return taken(format!("the compressor {}", compressor.name()), "leave out --compressor to join it".to_owned());
+    }
+    if wanted.on_full.is_some_and(|wanted| wanted != n.on_full.load(Relaxed)) {
+        return taken("another --on-full".to_owned(), "leave out --on-full to join it".to_owned());
+    }
+    Ok(())
+}
+
+/// The tree an entry leads to, if it is the one named.
+fn open_entry(path: &Path, root: &str) -> Option<GroupFile> {
+    let target = fs::read_link(path).ok().filter(|target| target.starts_with("/proc"))?;
+    GroupFile::open(&target).ok().filter(|file| file.page().nodes[0].is_named(root.as_bytes()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Registry, Wanted, components};
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    fn registry() -> (tempfile::TempDir, Registry) {
+        let dir = tempfile::tempdir().unwrap();
+        // SAFETY: no memory is involved.
+        let me = unsafe { libc::geteuid() };
+        let registry = Registry::at(dir.path().join("groups"), me).unwrap();
+        (dir, registry)
+    }
+
+    const LIMIT: Wanted = Wanted { max: Some(64 << 20), compressor: None, on_full: None, record: false };
+    const ANY: Wanted = Wanted { max: None, compressor: None, on_full: None, record: false };
+
+    #[test]
+    fn names() {
+        for good in ["a", "web", "web/worker", "A-1_b.c", "a/b/c/d/e/f/g/h"] {
+            assert!(components(good).is_ok(), "{good}");
+        }
+        for bad in ["", "/", "a/", "/a", "a//b", ".", "..", "a/..", "a b", "a@b", "ä", "a/b/c/d/e/f/g/h/i"] {
+            let sentence = components(bad).unwrap_err();
+            assert!(sentence.contains("no name") && !sentence.contains('\n'), "{bad}: {sentence}");
+        }
+        assert!(components(&"x".repeat(65)).is_err());
+    }
+
+    #[test]
+    fn created_joined_and_found() {
+        let (_dir, registry) = registry();
+        let error = |name: &str, wanted: &Wanted| registry.join(name, wanted).map(|_| ()).unwrap_err();
+        assert!(error("web", &ANY).contains("add --memory"));
+        assert!(error("123", &LIMIT).contains("digits"));
+        let web = registry.join("web", &LIMIT).unwrap();
+        let again = registry.join("web", &ANY).unwrap();
+        again.page().nodes[0].max.store(32 << 20, std::sync::atomic::Ordering::Relaxed);
+        assert!(error("web", &LIMIT).contains("taken"));
+        assert_eq!(web.page().nodes[0].max.load(std::sync::atomic::Ordering::Relaxed), 32 << 20);
+        let worker = registry.join("web/worker", &LIMIT).unwrap();
+        assert_eq!((worker.node, worker.name()), (1, "web/worker".to_owned()));
+        assert_eq!(registry.find("web/worker").unwrap().node, 1);
+        assert!(registry.find("web/other").map(|_| ()).unwrap_err().contains("running: web"));
+        assert_eq!(registry.list().len(), 1);
+        drop((web, again, worker));
+        assert!(registry.find("web").is_err());
+        assert_eq!(fs::read_dir(&registry.dir).unwrap().count(), 0);
+    }
+
+    /// A command that is killed leaves its entry. It must not be found, nor keep the name, nor stay.
+    #[test]
+    fn what_killed_commands_leave_is_removed() {
+        let (_dir, registry) = registry();
+        let stale = registry.dir.join("web@1");
+        std::os::unix::fs::symlink("/proc/1/fd/99999", &stale).unwrap();
+        assert!(registry.find("web").is_err());
+        assert!(fs::symlink_metadata(&stale).is_err());
+        // The pid may be another process's by now, with another object or a tree of another name at that descriptor.
+        let group = registry.join("other", &LIMIT).unwrap();
+        std::os::unix::fs::symlink(group.file.path(), registry.dir.join("web@2")).unwrap();
+        std::os::unix::fs::symlink("/proc/self/fd/0", registry.dir.join("web@3")).unwrap();
+        assert!(registry.find("web").is_err());
+        assert_eq!(fs::read_dir(&registry.dir).unwrap().count(), 1);
+        assert!(registry.join("web", &LIMIT).is_ok());
+    }
+
+    #[test]
+    fn directories_of_others_are_not_trusted() {
+        let (dir, registry) = registry();
+        // SAFETY: no memory is involved.
+        let me = unsafe { libc::geteuid() };
+        fs::set_permissions(&registry.dir, fs::Permissions::from_mode(0o755)).unwrap();
+        assert!(Registry::at(registry.dir.clone(), me).map(|_| ()).unwrap_err().contains("not yours alone"));
+        fs::set_permissions(&registry.dir, fs::Permissions::from_mode(0o700)).unwrap();
+        assert!(Registry::at(registry.dir.clone(), me + 1).is_err());
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink(&registry.dir, &link).unwrap();
+        assert!(Registry::at(link, me).is_err());
+        assert!(Registry::at(dir.path().join("no/such"), me).map(|_| ()).unwrap_err().contains("cannot be made"));
+    }
+}

@@ -1,0 +1,95 @@
+//! `uzswap stat`: running groups, and what they count.
+
+use crate::cli::StatArgs;
+use crate::groups::{Registry, name_of};
+use crate::stat_files::{Content, Usage, files};
+use serde_json::{Value, json};
+use std::io::Write;
+use std::sync::atomic::Ordering::Relaxed;
+use uzswap_pager::group::{GroupPage, NODES};
+
+/// Prints. The error is one sentence.
+pub fn stat(args: &StatArgs) -> Result<(), String> {
+    let registry = Registry::open()?;
+    let Some(name) = &args.name else {
+        let groups = list(&registry);
+        return print(&if args.json { pretty(&Value::Array(groups.json)) } else { groups.table });
+    };
+    let group = registry.find(name)?;
+    group.refresh();
+    let mut shown = files(group.page(), group.node);
+    if let Some(missing) = args.files.iter().find(|file| !shown.iter().any(|(known, _)| known == *file)) {
+        let known: Vec<&str> = shown.iter().map(|(name, _)| name.as_str()).collect();
+        return Err(format!("no file is called `{missing}`: there are {}", known.join(", ")));
+    }
+    if !args.files.is_empty() {
+        shown.retain(|(name, _)| args.files.contains(name));
+    }
+    print(&match (args.json, &shown[..]) {
+        (true, _) => pretty(&as_json(name, &shown)),
+        (false, [(_, only)]) => only.text(),
+        // Several are headed as head(1) does it.
+        (false, _) => {
+            let parts: Vec<String> =
+                shown.iter().map(|(name, content)| format!("==> {name} <==\n{}", content.text())).collect();
+            parts.join("\n")
+        }
+    })
+}
+
+fn print(text: &str) -> Result<(), String> {
+    // A reader that has seen enough is no error.
+    let _ = std::io::stdout().write_all(text.as_bytes());
+    Ok(())
+}
+
+fn pretty(value: &Value) -> String {
+    serde_json::to_string_pretty(value).unwrap_or_default() + "\n"
+}
+
+fn as_json(name: &str, files: &[(String, Content)]) -> Value {
+    let files = files.iter().map(|(name, content)| (name.clone(), content.json()));
+    json!({ "name": name, "files": Value::Object(files.collect()) })
+}
+
+struct List {
+    table: String,
+    json: Vec<Value>,
+}
+
+fn list(registry: &Registry) -> List {
+    let mut rows = vec![["GROUP", "PROCESSES", "CURRENT", "HIGH", "MAX"].map(str::to_owned)];
+    let mut json = Vec::new();
+    for (_, tree) in registry.list() {
+        let page = tree.page();
+        let mut nodes: Vec<(String, usize)> =
+            (0..NODES).filter(|i| page.nodes[*i].is_ready()).map(|i| (name_of(page, i), i)).collect();
+        nodes.sort();
+        for (name, node) in nodes {
+            json.push(as_json(&name, &files(page, node)));
+            rows.push(row(page, name, node));
+        }
+    }
+    let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
+    let widths: [usize; 5] = std::array::from_fn(width);
+    let line = |row: &[String; 5]| {
+        let mut line = format!("{:<1$}", row[0], widths[0]);
+        for (cell, width) in row.iter().zip(widths).skip(1) {
+            line.push_str(&format!("  {cell:>width$}"));
+        }
+        line + "\n"
+    };
+    List { table: rows.iter().map(line).collect(), json }
+}
+
+fn row(page: &GroupPage, name: String, node: usize) -> [String; 5] {
+    let (usage, n) = (Usage::of(page, node), &page.nodes[node]);
+    let limit = |bytes: u64| Content::Limit(bytes).text().trim_end().to_owned();
+    [
+        name,
+        usage.pids.len().to_string(),
+        usage.charge.to_string(),
+        limit(n.high.load(Relaxed)),
+        limit(n.max.load(Relaxed)),
+    ]
+}

@@ -1,0 +1,219 @@
+//! What a group counts, in the kernel's file formats.
+//!
+//! Each file has the name and the format it has in a cgroup v2 directory (`memory.*`), under
+//! `/sys/kernel/mm/transparent_hugepage` (`hugepages-*`) or under `/sys/kernel/debug` (`zswap/*`); `uzswap.stat` has all
+//! that uzswap counts and the kernel does not.
+
+use crate::totals::Totals;
+use serde_json::{Map, Value};
+use std::fmt::Write;
+use std::sync::atomic::Ordering::Relaxed;
+use uzswap_pager::group::{GroupPage, NO_LIMIT};
+use uzswap_sys::process::Identity;
+
+/// What a group's living members use now, in bytes.
+#[derive(Debug, Default, PartialEq)]
+pub struct Usage {
+    /// Resident + pool + metadata: what the limit bounds.
+    pub charge: u64,
+    /// Of that, what the pools hold.
+    pub pool: u64,
+    /// Of that, uzswap's tables.
+    pub metadata: u64,
+    /// Program memory in the pools, uncompressed.
+    pub zswapped: u64,
+    /// Program memory in swap files.
+    pub swap: u64,
+    /// The members.
+    pub pids: Vec<u32>,
+}
+
+impl Usage {
+    /// Reads a group and those below it. Charges of members that died are returned first.
+    pub fn of(page: &GroupPage, node: usize) -> Usage {
+        page.bury_the_dead(Identity::own());
+        let uncharged = page.pool_uncharged.load(Relaxed) != 0;
+        let mut usage = Usage::default();
+        for slot in page.used() {
+            let owner = slot.owner().filter(|_| page.is_within(slot.node.load(Relaxed) as usize, node));
+            let Some(owner) = owner.filter(|o| *o != Identity::own()) else { continue };
+            usage.pids.push(owner.pid());
+            let pool = slot.pool.load(Relaxed);
+            usage.charge += slot.rss.load(Relaxed).saturating_sub(if uncharged { pool } else { 0 });
+            usage.pool += pool;
+            usage.metadata += slot.metadata.load(Relaxed);
+            usage.zswapped += slot.zswapped.load(Relaxed);
+            usage.swap += slot.swap.load(Relaxed);
+        }
+        usage.pids.sort_unstable();
+        usage
+    }
+}
+
+/// The contents of a file.
+#[derive(Debug, PartialEq)]
+pub enum Content {
+    /// One number.
+    Number(u64),
+    /// One limit, shown as `max` where there is none.
+    Limit(u64),
+    /// Lines of a name and a number.
+    Keyed(Vec<(&'static str, u64)>),
+    /// Numbers, a line each.
+    List(Vec<u32>),
+}
+
+impl Content {
+    /// As the kernel prints it.
+    pub fn text(&self) -> String {
+        match self {
+            Content::Limit(NO_LIMIT..) => "max\n".to_owned(),
+            Content::Number(n) | Content::Limit(n) => format!("{n}\n"),
+            Content::Keyed(lines) => lines.iter().fold(String::new(), |mut out, (name, n)| {
+                let _ = writeln!(out, "{name} {n}");
+                out
+            }),
+            Content::List(lines) => lines.iter().map(|n| format!("{n}\n")).collect(),
+        }
+    }
+
+    /// As JSON: a number, `null` for no limit, an object, an array.
+    pub fn json(&self) -> Value {
+        match self {
+            Content::Limit(NO_LIMIT..) => Value::Null,
+            Content::Number(n) | Content::Limit(n) => (*n).into(),
+            Content::Keyed(lines) => {
+                Value::Object(lines.iter().map(|(name, n)| ((*name).to_owned(), (*n).into())).collect::<Map<_, _>>())
+            }
+            Content::List(lines) => lines.clone().into(),
+        }
+    }
+}
+
+/// The files of a group, by name.
+pub fn files(page: &GroupPage, node: usize) -> Vec<(String, Content)> {
+    use Content::{Keyed, Limit, List, Number};
+    let (usage, totals) = (Usage::of(page, node), Totals::of(page, node));
+    let (n, c) = (&page.nodes[node], &totals.counters);
+    let (limit, event) =
+        (|a: &std::sync::atomic::AtomicU64| Limit(a.load(Relaxed)), |a: &std::sync::atomic::AtomicU64| a.load(Relaxed));
+    let e = &n.events;
+    let files = vec![
+        ("memory.current", Number(usage.charge)),
+        ("memory.peak", Number(totals.peak)),
+        ("memory.high", limit(&n.high)),
+        ("memory.max", limit(&n.max)),
+        ("memory.swap.current", Number(usage.swap)),
+        ("memory.swap.max", limit(&n.swap_max)),
+        ("memory.zswap.current", Number(usage.pool)),
+        ("memory.zswap.max", limit(&n.zswap_max)),
+        ("memory.zswap.writeback", Number(n.zswap_writeback.load(Relaxed).into())),
+        (
+            "memory.events",
+            Keyed(vec![
+                ("low", 0),
+                ("high", event(&e.high)),
+                ("max", event(&e.max)),
+                ("oom", event(&e.oom)),
+                ("oom_kill", event(&e.oom_kill)),
+                ("oom_group_kill", 0),
+            ]),
+        ),
+        ("memory.swap.events", Keyed(vec![("high", 0), ("max", event(&e.swap_max)), ("fail", event(&e.swap_fail))])),
+        (
+            "memory.stat",
+            Keyed(vec![
+                ("anon", usage.charge.saturating_sub(usage.pool + usage.metadata)),
+                ("zswap", usage.pool),
+                ("zswapped", usage.zswapped),
+                ("pgfault", c.pgfault),
+                ("pgmajfault", c.pgmajfault),
+                ("zswpin", c.zswpin),
+                ("zswpout", c.zswpout),
+                ("swpout_zero", c.swpout_zero),
+            ]),
+        ),
+        ("cgroup.procs", List(usage.pids)),
+        ("zswap/pool_limit_hit", Number(event(&e.zswap_max))),
+        ("zswap/pool_total_size", Number(usage.pool)),
+        ("zswap/reject_alloc_fail", Number(c.reject_alloc_fail)),
+        ("zswap/stored_incompressible_pages", Number(c.stored_incompressible_pages)),
+        ("zswap/stored_pages", Number(usage.zswapped / 4096)),
+        (
+            "uzswap.stat",
+            Keyed(vec![
+                ("metadata", usage.metadata),
+                ("joined", totals.joined.into()),
+                ("engaged", totals.engaged.into()),
+                ("refault_staged", c.refault_staged),
+                ("fault_zero", c.fault_zero),
+                ("swpout_clean", c.swpout_clean),
+                ("recompressed_pages", c.recompressed_pages),
+                ("pages_compacted", c.pages_compacted),
+                ("stall_ns", c.stall_ns),
+                ("direct_reclaim", c.direct_reclaim),
+                ("move_refused", c.move_refused),
+                ("move_concealed", c.move_concealed),
+                ("poisoned", c.poisoned),
+            ]),
+        ),
+    ];
+    files.into_iter().map(|(name, content)| (name.to_owned(), content)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Content, Usage, files};
+    use crate::group_file::GroupFile;
+    use std::sync::atomic::Ordering::Relaxed;
+    use uzswap_pager::group::NO_LIMIT;
+
+    #[test]
+    fn formats_are_the_kernels() {
+        assert_eq!(Content::Limit(NO_LIMIT).text(), "max\n");
+        assert_eq!(Content::Limit(4096).text(), "4096\n");
+        assert_eq!(Content::Keyed(vec![("high", 1), ("max", 2)]).text(), "high 1\nmax 2\n");
+        assert_eq!(Content::List(vec![7, 9]).text(), "7\n9\n");
+        assert!(Content::Limit(NO_LIMIT).json().is_null());
+    }
+
+    /// A member killed while it was charged: what it held must not stay charged. (An early version kept each group's
+    /// charge as a sum that members added to and took from. A member killed between storing its new size and adding
+    /// the difference left a sum that was wrong for good: too high, or, when another found it dead and took off what it
+    /// had never added, below zero, which as an unsigned number is a group over its limit for ever. Upstream's A4.)
+    #[test]
+    fn charges_of_the_dead_are_returned() {
+        let group = GroupFile::create("web", false).unwrap();
+        let page = group.page();
+        let child = page.make_child(0, b"worker").unwrap();
+        let mut dead = std::process::Command::new("/bin/cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let pid = dead.id();
+        page.used.store(3, Relaxed);
+        let slot = &page.slots[2];
+        slot.node.store(child as u32, Relaxed);
+        slot.owner.store(u64::from(pid), Relaxed);
+        slot.rss.store(100, Relaxed);
+        slot.pool.store(40, Relaxed);
+        for node in [0, child] {
+            let usage = Usage::of(page, node);
+            assert_eq!((usage.charge, usage.pool, usage.pids), (100, 40, vec![pid]));
+        }
+        dead.kill().unwrap();
+        dead.wait().unwrap();
+        for node in [0, child] {
+            assert_eq!(Usage::of(page, node), Usage::default());
+        }
+        assert_eq!(slot.owner(), None);
+    }
+
+    #[test]
+    fn every_file_has_its_place() {
+        let group = GroupFile::create("web", false).unwrap();
+        group.page().count(0, |e| &e.high, 3);
+        let files = files(group.page(), 0);
+        let text = |name: &str| files.iter().find(|(n, _)| n == name).map(|(_, c)| c.text()).unwrap();
+        assert_eq!(text("memory.max"), "max\n");
+        assert_eq!(text("memory.events"), "low 0\nhigh 3\nmax 0\noom 0\noom_kill 0\noom_group_kill 0\n");
+        assert!(text("memory.stat").starts_with("anon 0\nzswap 0\n"));
+    }
+}

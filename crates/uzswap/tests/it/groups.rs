@@ -1,0 +1,513 @@
+//! Groups: joined, limited live, in one another, shown; and what becomes of the charges of killed members.
+//!
+//! Each test has a directory of groups of its own (`XDG_RUNTIME_DIR`). Members run `hold.c`, which holds memory of known
+//! contents and verifies it.
+
+use crate::cli::{UZSWAP, agent_built};
+use serde_json::Value;
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Output, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+const MIB: u64 = 1 << 20;
+
+/// Compiles the member's program, once.
+fn hold() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        agent_built();
+        let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("hold-{}", std::process::id()));
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/fixtures/hold.c");
+        let built = Command::new("cc").args(["-O2", "-Wall", "-Werror", "-o"]).arg(&out).arg(source).status();
+        assert!(built.expect("a C compiler").success());
+        out
+    })
+}
+
+/// A directory of groups.
+struct Place(TempDir);
+
+impl Place {
+    fn new() -> Self {
+        Self(TempDir::new().unwrap())
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        agent_built();
+        let mut command = Command::new(UZSWAP);
+        command.args(args).env("XDG_RUNTIME_DIR", self.0.path());
+        command.env_remove("UZSWAP_GROUP").env_remove("LD_PRELOAD").env_remove("UZSWAP_AGENT");
+        command
+    }
+
+    fn call(&self, args: &[&str]) -> Output {
+        self.command(args).output().unwrap()
+    }
+
+    /// The one sentence of a failure.
+    fn refusal(&self, args: &[&str]) -> String {
+        let output = self.call(args);
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success(), "{args:?}: {text}");
+        assert!(text.starts_with("uzswap: ") && text.lines().count() == 1, "{args:?}: {text}");
+        text
+    }
+
+    /// What `ctl` said on stderr.
+    fn ctl(&self, args: &[&str]) -> String {
+        let output = self.call(&[&["ctl"], args].concat());
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{args:?}: {text}");
+        text
+    }
+
+    fn file(&self, group: &str, name: &str) -> String {
+        let output = self.call(&["stat", group, name]);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    fn number(&self, group: &str, name: &str) -> u64 {
+        self.file(group, name).trim().parse().unwrap()
+    }
+
+    fn event(&self, group: &str, file: &str, name: &str) -> u64 {
+        let text = self.file(group, file);
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        line.unwrap_or_else(|| panic!("no {name} in {text}")).parse().unwrap()
+    }
+
+    fn start(&self, args: &[&str]) -> Member {
+        let mut child = self
+            .command(&[&["run", "-q"], args, &["--", hold().to_str().unwrap()]].concat())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (input, output) = (child.stdin.take(), BufReader::new(child.stdout.take().unwrap()));
+        Member { child, input, output }
+    }
+}
+
+/// A member under its own `uzswap run`.
+struct Member {
+    child: Child,
+    input: Option<ChildStdin>,
+    output: BufReader<ChildStdout>,
+}
+
+impl Member {
+    fn send(&mut self, line: &str) {
+        self.input.as_mut().unwrap().write_all(format!("{line}\n").as_bytes()).unwrap();
+    }
+
+    fn answer(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        line.trim().to_owned()
+    }
+
+    fn tell(&mut self, line: &str) {
+        self.send(line);
+        let answer = self.answer();
+        assert_eq!(answer, "ok", "{line}: {}", if answer.is_empty() { self.stderr() } else { String::new() });
+    }
+
+    /// Everything it says on stderr, up to its end.
+    fn stderr(&mut self) -> String {
+        let mut text = String::new();
+        self.child.stderr.take().unwrap().read_to_string(&mut text).unwrap();
+        text
+    }
+
+    /// Ends it; it verifies what it holds once more.
+    fn end(mut self) -> (ExitStatus, String) {
+        drop(self.input.take());
+        let text = self.stderr();
+        (self.child.wait().unwrap(), text)
+    }
+
+    fn ends_well(self) -> String {
+        let (status, text) = self.end();
+        assert!(status.success(), "{status}: {text}");
+        text
+    }
+
+    /// The program below the command.
+    fn pid(&self) -> u32 {
+        let id = self.child.id();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        loop {
+            let text = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
+            if let Some(pid) = text.split_whitespace().next().and_then(|pid| pid.parse().ok()) {
+                return pid;
+            }
+            assert!(Instant::now() < deadline, "no program below the command");
+            std::thread::yield_now();
+        }
+    }
+}
+
+fn rss_anon(pid: u32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    line.map_or(0, |line| line.trim_end_matches("kB").trim().parse::<u64>().unwrap() * 1024)
+}
+
+/// Until it holds; panics when it does not come true.
+fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !holds() {
+        assert!(Instant::now() < deadline, "never: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// What is allowed above a limit, as everywhere in this project.
+fn slack(limit: u64) -> u64 {
+    (limit / 20).max(16 * MIB)
+}
+
+#[test]
+fn limits_are_shown_and_set_live() {
+    let place = Place::new();
+    let mut member = place.start(&["--group", "web", "-m", "256M"]);
+    member.tell("c 120");
+    // Far below its limit: nothing is managed, and the program is idle.
+    eventually("its charge is known", || place.number("web", "memory.current") > 100 * MIB);
+    assert_eq!(place.number("web", "memory.max"), 256 * MIB);
+    assert_eq!(place.file("web", "memory.high"), "max\n");
+    let said = place.ctl(&["web", "memory.max=64M"]);
+    assert_eq!(said, "");
+    // The command has waited until the idle program was down to it; seen from outside too.
+    assert!(place.number("web", "memory.current") <= 64 * MIB);
+    let rss = rss_anon(member.pid());
+    assert!(rss <= 64 * MIB + slack(64 * MIB), "{rss}");
+    assert!(place.number("web", "memory.zswap.current") > 0);
+    member.tell("v");
+    assert!(place.event("web", "memory.stat", "zswpin") > 0);
+    assert!(place.ctl(&["web", "memory.max=256M", "memory.zswap.writeback=0", "uzswap.on_full=wait"]).is_empty());
+    let shown = String::from_utf8(place.call(&["ctl", "web"]).stdout).unwrap();
+    assert_eq!(
+        shown,
+        format!(
+            "memory.high max\nmemory.max {}\nmemory.zswap.max max\nmemory.swap.max max\nmemory.zswap.writeback 0\n\
+             uzswap.on_full wait\n",
+            256 * MIB
+        )
+    );
+    member.ends_well();
+}
+
+#[test]
+fn shrinking_never_kills_and_says_what_stays() {
+    let place = Place::new();
+    let mut member = place.start(&["--group", "noise", "-m", "256M", "--on-full", "kill"]);
+    member.tell("r 70");
+    let said = place.ctl(&["noise", "memory.max=32M"]);
+    assert!(said.contains("memory.max of `noise` is 32 MiB") && said.contains("still used"), "{said}");
+    member.tell("v");
+    assert!(place.event("noise", "memory.events", "oom") > 0);
+    assert_eq!(place.event("noise", "memory.events", "oom_kill"), 0);
+    let said = member.ends_well();
+    assert!(said.contains("the group `noise` is full") && said.contains("too much"), "{said}");
+}
+
+#[test]
+fn on_full_exceed_goes_on() {
+    let place = Place::new();
+    let mut member = place.start(&["--group", "g", "-m", "32M"]);
+    member.tell("r 60");
+    member.tell("v");
+    assert!(place.event("g", "memory.events", "oom") > 0);
+    assert!(place.number("g", "memory.current") > 40 * MIB);
+    let said = member.ends_well();
+    assert!(said.contains("is full") && said.contains("(--on-full=exceed)"), "{said}");
+    assert_eq!(said.lines().count(), 1, "said once: {said}");
+}
+
+#[test]
+fn on_full_kill_kills_the_largest() {
+    let place = Place::new();
+    let mut small = place.start(&["--group", "g", "-m", "64M", "--on-full", "kill"]);
+    small.tell("r 8");
+    let mut large = place.start(&["--group", "g"]);
+    large.send("r 120");
+    assert_eq!(large.answer(), "");
+    let (status, said) = large.end();
+    assert_eq!(status.signal(), Some(libc::SIGKILL), "{said}");
+    small.tell("v");
+    assert_eq!(place.event("g", "memory.events", "oom_kill"), 1);
+    let said = said + &small.ends_well();
+    assert!(said.contains("is full") && said.contains("is killed, which holds"), "{said}");
+}
+
+#[test]
+fn on_full_wait_waits_for_room() {
+    let place = Place::new();
+    let mut member = place.start(&["--group", "g", "-m", "32M", "--on-full", "wait"]);
+    member.tell("c 1");
+    member.send("r 80");
+    // It waits when the group has said so, and does until there is room.
+    eventually("the group is full", || place.event("g", "memory.events", "oom") > 0);
+    let faults = || place.event("g", "memory.stat", "pgfault");
+    let mut before = faults();
+    eventually("no fault is served", || {
+        std::thread::sleep(Duration::from_millis(200));
+        std::mem::replace(&mut before, faults()) == before
+    });
+    assert!(place.number("g", "memory.current") < 70 * MIB, "it waits");
+    place.ctl(&["g", "memory.max=256M"]);
+    assert_eq!(member.answer(), "ok");
+    member.tell("v");
+    let said = member.ends_well();
+    assert!(said.contains("wait until there is room"), "{said}");
+}
+
+#[test]
+fn above_high_members_are_held_back_and_reclaimed() {
+    let place = Place::new();
+    let mut member = place.start(&["--group", "g", "-m", "512M"]);
+    member.tell("c 1");
+    place.ctl(&["g", "memory.high=40M"]);
+    member.tell("c 150");
+    assert!(place.event("g", "memory.events", "high") > 0);
+    assert_eq!(place.event("g", "memory.events", "max"), 0);
+    member.tell("v");
+    let used = place.number("g", "memory.current");
+    assert!(used <= 40 * MIB + slack(40 * MIB), "{used}");
+    // What does not compress may go above it, slowly, and is not ended for it.
+    member.tell("r 1");
+    assert_eq!(place.event("g", "memory.events", "oom"), 0);
+    member.ends_well();
+}
+
+#[test]
+fn the_pools_limit_is_kept_and_zeros_need_none() {
+    let place = Place::new();
+    let mut member = place.start(&["--group", "g", "-m", "48M"]);
+    member.tell("c 1");
+    place.ctl(&["g", "memory.zswap.max=0"]);
+    member.tell("z 100");
+    member.tell("v");
+    assert_eq!(place.number("g", "memory.zswap.current"), 0);
+    assert!(place.number("g", "memory.current") <= 48 * MIB + slack(48 * MIB), "zeros need no pool");
+    place.ctl(&["g", "memory.zswap.max=4M"]);
+    member.tell("c 100");
+    let pool = place.number("g", "memory.zswap.current");
+    assert!(pool <= 4 * MIB + MIB / 2, "{pool}");
+    assert!(place.event("g", "memory.swap.events", "fail") > 0);
+    assert!(place.number("g", "zswap/pool_limit_hit") > 0);
+    // The limit of the pool taken away, the group's can be kept.
+    place.ctl(&["g", "memory.zswap.max=max"]);
+    place.ctl(&["g", "memory.max=48M"]);
+    assert!(place.number("g", "memory.current") <= 48 * MIB + slack(48 * MIB));
+    member.tell("v");
+    let said = member.ends_well();
+    assert!(said.contains("memory.zswap.max is full too"), "{said}");
+}
+
+#[test]
+fn limits_of_a_parent_bound_its_children() {
+    let place = Place::new();
+    let mut one = place.start(&["--group", "p/one", "-m", "512M"]);
+    one.tell("c 1");
+    assert_eq!(place.file("p", "memory.max"), "max\n", "a parent made on the way has no limit");
+    place.ctl(&["p", "memory.max=80M"]);
+    let mut two = place.start(&["--group", "p/two", "-m", "512M", "-c", "zstd"]);
+    one.tell("c 90");
+    two.tell("c 90");
+    eventually("the parent's limit is kept", || place.number("p", "memory.current") <= 80 * MIB + MIB);
+    let (a, b) = (place.number("p/one", "memory.current"), place.number("p/two", "memory.current"));
+    assert!(a > MIB && b > MIB && a + b <= 96 * MIB, "{a} {b}");
+    let outside = rss_anon(one.pid()) + rss_anon(two.pid());
+    assert!(outside <= 80 * MIB + slack(80 * MIB), "{outside}");
+    // What happened at the parent's limit is not an event of the children; theirs are its.
+    assert!(place.event("p", "memory.events", "max") > 0);
+    assert_eq!(place.event("p/one", "memory.events", "max") + place.event("p/two", "memory.events", "max"), 0);
+    place.ctl(&["p/one", "memory.high=16M"]);
+    one.tell("v");
+    // (Read in this order, as more may happen in between.)
+    let own = place.event("p/one", "memory.events", "high");
+    assert!(own > 0 && place.event("p", "memory.events", "high") >= own);
+    two.tell("v");
+    let list = String::from_utf8(place.call(&["stat"]).stdout).unwrap();
+    let names: Vec<&str> = list.lines().filter_map(|line| line.split_whitespace().next()).collect();
+    assert_eq!(names, ["GROUP", "p", "p/one", "p/two"]);
+    one.ends_well();
+    two.ends_well();
+}
+
+/// Charge and uncharge balance (A4: upstream once uncharged pages that had never been charged when a store stopped half
+/// way, and the counter went below zero). Here each charge is what its owner holds; when all of it is given back
+/// nothing must be left, and nothing below.
+#[test]
+fn what_is_freed_is_uncharged_exactly() {
+    let place = Place::new();
+    let mut member = place.start(&["--group", "g", "-m", "64M"]);
+    for round in 0..3 {
+        member.tell("c 100");
+        // A pool too small for it: stores stop half way.
+        place.ctl(&["g", if round == 1 { "memory.zswap.max=8M" } else { "memory.zswap.max=max" }]);
+        member.tell("c 50");
+        assert!(place.number("g", "memory.zswap.current") > 0);
+        assert!(place.event("g", "memory.stat", "zswapped") > 0);
+        member.tell("f");
+        // Waking a member makes it say anew what it holds.
+        place.ctl(&["g", "memory.zswap.max=max"]);
+        // (But for a few pages of the C library's own.)
+        eventually("nothing is left in the pool", || {
+            place.event("g", "memory.stat", "zswapped") < MIB && place.number("g", "memory.zswap.current") < MIB / 2
+        });
+        let (charge, real) = (place.number("g", "memory.current"), rss_anon(member.pid()));
+        assert!(charge.abs_diff(real) <= MIB, "charged {charge}, has {real}");
+    }
+    member.ends_well();
+}
+
+/// Members killed at any instruction: what they were charged with must come back, and nothing of the living be lost.
+#[test]
+fn killed_members_are_uncharged() {
+    let place = Place::new();
+    let mut keeper = place.start(&["--group", "g", "-m", "96M"]);
+    keeper.tell("c 60");
+    let seed = u64::from(std::process::id()) ^ Instant::now().elapsed().subsec_nanos() as u64 | 1;
+    println!("seed {seed}");
+    let mut x = seed;
+    let mut random = |n: u64| {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        x % n
+    };
+    let mut members: Vec<Member> = Vec::new();
+    for _ in 0..40 {
+        let mut member = place.start(&["--group", "g"]);
+        member.send(&format!("c {}", 1 + random(60)));
+        members.push(member);
+        // Killed while it starts, grows, is swapped out or waits; sometimes its command instead, which leaves it behind.
+        std::thread::sleep(Duration::from_micros(random(60_000)));
+        while members.len() > random(4) as usize {
+            let mut member = members.swap_remove(random(members.len() as u64) as usize);
+            let (program, command) = (member.pid(), random(4) == 0);
+            let pid = if command { member.child.id() } else { program };
+            // SAFETY: no memory is involved; the process is this test's and not waited for.
+            assert_eq!(unsafe { libc::kill(pid as i32, libc::SIGKILL) }, 0);
+            drop(member.input.take());
+            member.child.wait().unwrap();
+            if command {
+                // The program is an orphan, which ends at the end of its input.
+                eventually("the orphan ends", || !Path::new(&format!("/proc/{program}")).exists());
+            }
+        }
+    }
+    for mut member in members {
+        member.child.kill().unwrap();
+        drop(member.input.take());
+        member.child.wait().unwrap();
+    }
+    eventually("only the keeper is left", || place.file("g", "cgroup.procs").lines().count() == 1);
+    keeper.tell("v");
+    place.ctl(&["g", "memory.max=96M"]);
+    let (charge, real) = (place.number("g", "memory.current"), rss_anon(keeper.pid()));
+    assert!(charge.abs_diff(real) <= MIB, "charged {charge}, has {real}");
+    assert_eq!(place.file("g", "cgroup.procs"), format!("{}\n", keeper.pid()));
+    keeper.ends_well();
+    assert!(place.refusal(&["stat", "g"]).contains("no such group"));
+}
+
+#[test]
+fn a_group_outlives_the_command_that_made_it() {
+    let place = Place::new();
+    let mut first = place.start(&["--group", "g", "-m", "64M"]);
+    first.tell("c 1");
+    let mut second = place.start(&["--group", "g"]);
+    second.tell("c 1");
+    // Killed, it leaves its entry behind.
+    first.child.kill().unwrap();
+    first.child.wait().unwrap();
+    drop(first.input.take());
+    let mut third = place.start(&["--group", "g"]);
+    third.tell("c 100");
+    assert!(place.number("g", "memory.current") <= 64 * MIB + slack(64 * MIB));
+    second.ends_well();
+    third.ends_well();
+    assert!(place.refusal(&["stat", "g"]).contains("no such group"));
+    assert_eq!(fs::read_dir(place.0.path().join("uzswap")).unwrap().count(), 0, "nothing is left behind");
+}
+
+#[test]
+fn one_sentence_for_each_mistake() {
+    let place = Place::new();
+    let run = |args: &[&str]| place.refusal(&[&["run", "-q"], args, &["--", "/bin/true"]].concat());
+    assert!(run(&["--group", "web"]).contains("no such group: `web` is not running; add --memory"));
+    assert!(run(&["--group", "a b", "-m", "64M"]).contains("no name for a group"));
+    assert!(run(&["--group", "17", "-m", "64M"]).contains("add a letter"));
+    assert!(run(&["--group", "web", "-m", "1M"]).contains("minimum is 16 MiB"));
+    assert!(run(&["-m", "64M", "--on-full", "panic"]).contains("choose exceed, wait or kill"));
+    assert!(place.refusal(&["stat", "web"]).contains("no such group: `web` is not running (running: none)"));
+    assert!(place.refusal(&["ctl", "web", "memory.max=64M"]).contains("no such group"));
+    let mut web = place.start(&["--group", "web", "-m", "64M"]);
+    web.tell("c 1");
+    assert!(run(&["--group", "web", "-m", "65M"]).contains("the name `web` is taken"));
+    assert!(run(&["--group", "web", "-c", "zstd"]).contains("the name `web` is taken"));
+    assert!(run(&["--group", "web", "--on-full", "kill"]).contains("the name `web` is taken"));
+    assert!(run(&["--group", "web/one"]).contains("no such group: `web/one`"));
+    assert!(place.refusal(&["ctl", "web/one"]).contains("running: web"));
+    for (setting, part) in [
+        ("memory.low=64M", "the keys are memory.high"),
+        ("memory.high", "has no value"),
+        ("memory.high=much", "`much` is not a size"),
+        ("memory.max=1M", "the minimum is 16 MiB"),
+    ] {
+        // Nothing is set when one setting is wrong.
+        assert!(place.refusal(&["ctl", "web", "memory.max=128M", setting]).contains(part), "{setting}");
+        assert_eq!(place.number("web", "memory.max"), 64 * MIB);
+    }
+    assert!(place.refusal(&["stat", "web", "memory.low"]).contains("no file is called `memory.low`"));
+    fs::set_permissions(place.0.path().join("uzswap"), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
+    assert!(place.refusal(&["stat"]).contains("not yours alone"));
+    // A run without a name needs no directory.
+    assert!(place.call(&["run", "-q", "-m", "64M", "--", "/bin/true"]).status.success());
+    fs::set_permissions(place.0.path().join("uzswap"), std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+    web.ends_well();
+}
+
+#[test]
+fn stat_in_the_kernels_formats_and_json() {
+    let place = Place::new();
+    let mut member = place.start(&["--group", "g", "-m", "32M"]);
+    member.tell("c 80");
+    member.tell("v");
+    let all = String::from_utf8(place.call(&["stat", "g"]).stdout).unwrap();
+    assert!(all.starts_with("==> memory.current <==\n") && all.contains("\n\n==> memory.events <==\nlow 0\nhigh "));
+    let output = place.call(&["stat", "g", "--json"]);
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let files = json["files"].as_object().unwrap();
+    assert_eq!(json["name"], "g");
+    for name in files.keys() {
+        assert!(all.contains(&format!("==> {name} <==")), "{name}");
+    }
+    assert_eq!(files["memory.max"], 32 * MIB);
+    assert!(files["memory.high"].is_null());
+    for counter in ["zswpin", "zswpout", "pgfault", "pgmajfault", "anon", "zswap"] {
+        assert!(files["memory.stat"][counter].as_u64().unwrap() > 0, "{counter}: {}", files["memory.stat"]);
+    }
+    assert_eq!(files["cgroup.procs"], serde_json::json!([member.pid()]));
+    let list: Value = serde_json::from_slice(&place.call(&["stat", "--json"]).stdout).unwrap();
+    assert_eq!(list.as_array().unwrap().len(), 1);
+    // A run without a name is known by the pid of its command.
+    let mut unnamed = place.start(&["-m", "32M"]);
+    unnamed.tell("c 1");
+    let name = unnamed.child.id().to_string();
+    assert_eq!(place.number(&name, "memory.max"), 32 * MIB);
+    place.ctl(&[&name, "memory.max=16M"]);
+    unnamed.ends_well();
+    member.ends_well();
+}
