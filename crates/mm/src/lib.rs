@@ -6,6 +6,7 @@
 
 pub mod codec;
 pub mod lru;
+pub mod pagemap;
 pub mod pagetable;
 pub mod replay;
 pub mod shrinker;

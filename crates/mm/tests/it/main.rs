@@ -2,6 +2,7 @@
 
 mod codec;
 mod lru;
+mod pagemap;
 mod pagetable;
 mod swapfile;
 mod trace;

@@ -1,0 +1,400 @@
+//! The page map: what is known of each page, in one byte that anybody may read while it changes.
+//!
+//! The owner of a table publishes each change of a page's state as it makes it; readers, in the process or (the words
+//! lie in shared memory) out of it, look without asking, without a lock, and without a look-up in the store. A byte a
+//! page makes a scan of a gigabyte a read of 256 KiB.
+//!
+//! ```text
+//! bit    0        1        2      3           4                5..7
+//!        present  swapped  zero   soft-dirty  write-protected  tier
+//! ```
+//! What a reader may rely on:
+//! - *One page*: the byte is one state that the page was in, never a mixture of two; what a thread reads of a page
+//!   never goes back in time.
+//! - *Several pages*: [`PageMap::get`] and the scans read them one after the other, so they may be of different moments.
+//!   [`PageMap::snapshot`] reads a range as it was at one moment: the writer brackets each change of several pages by
+//!   [`PageMap::begin`] and [`PageMap::end`], which count in [`PageMap::sequence`] (odd: a change is on its way), and
+//!   the reader tries again when the count has moved.
+//!
+//! One writer at a time (the owner's lock), any number of readers. The bytes are packed in words, eight to one, lowest
+//! page in the lowest byte; a writer loads, changes and stores a word, which is right as there is one. The words are
+//! behind the trait [`Word`], so that `tests/it/pagemap.rs` runs this very code under loom, over every interleaving.
+
+use core::sync::atomic::{AtomicU64, Ordering};
+
+/// The page is in memory.
+pub const PRESENT: u8 = 1;
+/// The page is out: its contents are kept elsewhere. A page never touched is neither present nor swapped.
+pub const SWAPPED: u8 = 1 << 1;
+/// The page is out and known to be all zeros.
+pub const ZERO: u8 = 1 << 2;
+/// Written to since the bit was last cleared.
+pub const SOFT_DIRTY: u8 = 1 << 3;
+/// Writes to the page are told to somebody first.
+pub const WRITE_PROTECTED: u8 = 1 << 4;
+/// Bits a byte is made of besides the tier.
+pub const CATEGORIES: u8 = 0x1f;
+const TIER_SHIFT: u32 = 5;
+
+/// Where the contents of a page that is out are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum Tier {
+    /// In memory, or nowhere (never touched, or all zeros).
+    None = 0,
+    /// Out of the program but still in a frame: cheap to take back.
+    Staged = 1,
+    /// Compressed by a fast codec.
+    Warm = 2,
+    /// Compressed by a dense codec.
+    Dense = 3,
+    /// In the pool as it is: it does not compress.
+    Raw = 4,
+    /// In a file.
+    Disk = 5,
+    /// On another machine.
+    Remote = 6,
+    /// Nowhere any more: touching it is an error.
+    Lost = 7,
+}
+
+/// All tiers, by number.
+pub const TIERS: [Tier; 8] =
+    [Tier::None, Tier::Staged, Tier::Warm, Tier::Dense, Tier::Raw, Tier::Disk, Tier::Remote, Tier::Lost];
+
+impl Tier {
+    /// The tier as bits of a page's byte.
+    #[must_use]
+    pub const fn bits(self) -> u8 {
+        (self as u8) << TIER_SHIFT
+    }
+
+    /// Its name, as `uzswap pagemap` prints it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Staged => "staged",
+            Self::Warm => "warm",
+            Self::Dense => "dense",
+            Self::Raw => "raw",
+            Self::Disk => "disk",
+            Self::Remote => "remote",
+            Self::Lost => "lost",
+        }
+    }
+}
+
+/// The state of a page.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct PageState(pub u8);
+
+impl PageState {
+    /// Whether all of `bits` are set.
+    #[must_use]
+    pub const fn has(self, bits: u8) -> bool {
+        self.0 & bits == bits
+    }
+    /// In memory.
+    #[must_use]
+    pub const fn present(self) -> bool {
+        self.has(PRESENT)
+    }
+    /// Out.
+    #[must_use]
+    pub const fn swapped(self) -> bool {
+        self.has(SWAPPED)
+    }
+    /// Out, and all zeros.
+    #[must_use]
+    pub const fn zero(self) -> bool {
+        self.has(ZERO)
+    }
+    /// Written to since cleared.
+    #[must_use]
+    pub const fn soft_dirty(self) -> bool {
+        self.has(SOFT_DIRTY)
+    }
+    /// Writes are told first.
+    #[must_use]
+    pub const fn write_protected(self) -> bool {
+        self.has(WRITE_PROTECTED)
+    }
+    /// Where the contents are.
+    #[must_use]
+    pub const fn tier(self) -> Tier {
+        TIERS[(self.0 >> TIER_SHIFT) as usize]
+    }
+}
+
+/// Eight pages' bytes, which may change while they are read.
+pub trait Word {
+    /// Reads them.
+    fn load(&self, order: Ordering) -> u64;
+    /// Writes them.
+    fn store(&self, value: u64, order: Ordering);
+}
+
+impl Word for AtomicU64 {
+    fn load(&self, order: Ordering) -> u64 {
+        self.load(order)
+    }
+    fn store(&self, value: u64, order: Ordering) {
+        self.store(value, order);
+    }
+}
+
+/// Pages of a word.
+const LANES: u64 = 8;
+/// Times [`PageMap::snapshot`] tries.
+const TRIES: usize = 1000;
+
+/// A page map over words that are elsewhere.
+pub struct PageMap<'a, W: Word = AtomicU64> {
+    sequence: &'a W,
+    words: &'a [W],
+    pages: u64,
+}
+
+impl<W: Word> Clone for PageMap<'_, W> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<W: Word> Copy for PageMap<'_, W> {}
+
+/// What a scan looks for, as in the kernel's PAGEMAP_SCAN. Bits are those of a page's byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Query {
+    /// These bits are turned over before the masks are applied: "not present" is PRESENT here and in `all`.
+    pub inverted: u8,
+    /// A page is found when it has all of these.
+    pub all: u8,
+    /// And one of these, if there are any.
+    pub any: u8,
+    /// Neighbours with the same of these bits are one run; runs carry them.
+    pub report: u8,
+}
+
+impl Query {
+    /// Finds every page that is known of, by state.
+    pub const EVERYTHING: Self = Self { inverted: 0, all: 0, any: 0xff, report: 0xff };
+
+    /// Pages that have all of `bits`, whatever else they are.
+    #[must_use]
+    pub const fn having(bits: u8) -> Self {
+        Self { inverted: 0, all: bits, any: 0, report: bits }
+    }
+
+    /// Whether a byte is found.
+    #[must_use]
+    pub const fn finds(&self, byte: u8) -> bool {
+        let byte = byte ^ self.inverted;
+        byte & self.all == self.all && (self.any == 0 || byte & self.any != 0)
+    }
+}
+
+/// Pages side by side in the same state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// First page.
+    pub from: u64,
+    /// One past the last.
+    pub to: u64,
+    /// Their state, the bits asked for.
+    pub state: PageState,
+}
+
+/// Pages by state, counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Summary {
+    /// Pages looked at.
+    pub pages: u64,
+    /// Of them in memory.
+    pub present: u64,
+    /// Of them out.
+    pub swapped: u64,
+    /// Of them out as zeros.
+    pub zero: u64,
+    /// Of them written to since cleared.
+    pub soft_dirty: u64,
+    /// Of them write-protected.
+    pub write_protected: u64,
+    /// Pages by tier.
+    pub tiers: [u64; 8],
+}
+
+impl Summary {
+    /// Counts `n` pages in one state.
+    pub fn add(&mut self, state: PageState, n: u64) {
+        self.pages += n;
+        let count = |to: &mut u64, is: bool| *to += if is { n } else { 0 };
+        count(&mut self.present, state.present());
+        count(&mut self.swapped, state.swapped());
+        count(&mut self.zero, state.zero());
+        count(&mut self.soft_dirty, state.soft_dirty());
+        count(&mut self.write_protected, state.write_protected());
+        self.tiers[state.tier() as usize] += n;
+    }
+}
+
+impl<'a, W: Word> PageMap<'a, W> {
+    /// A map of `pages` pages.
+    ///
+    /// # Panics
+    /// When there are too few words.
+    #[must_use]
+    pub fn new(sequence: &'a W, words: &'a [W], pages: u64) -> Self {
+        assert!(words.len() as u64 >= pages.div_ceil(LANES));
+        Self { sequence, words, pages }
+    }
+
+    /// Words that `pages` pages need.
+    #[must_use]
+    pub const fn words_for(pages: u64) -> usize {
+        pages.div_ceil(LANES) as usize
+    }
+
+    /// Pages.
+    #[must_use]
+    pub fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// The state of a page; nothing for a page beyond the last.
+    #[must_use]
+    pub fn get(&self, page: u64) -> PageState {
+        if page >= self.pages {
+            return PageState::default();
+        }
+        PageState((self.words[(page / LANES) as usize].load(Ordering::Acquire) >> (8 * (page % LANES))) as u8)
+    }
+
+    /// Sets the state of a page. Only by the one writer.
+    ///
+    /// # Panics
+    /// When the page is beyond the last.
+    pub fn set(&self, page: u64, state: PageState) {
+        assert!(page < self.pages);
+        let (word, shift) = (&self.words[(page / LANES) as usize], 8 * (page % LANES));
+        let old = word.load(Ordering::Relaxed);
+        word.store(old & !(0xff << shift) | u64::from(state.0) << shift, Ordering::Release);
+    }
+
+    /// Sets and clears bits of a page. Only by the one writer.
+    ///
+    /// # Panics
+    /// When the page is beyond the last.
+    pub fn change(&self, page: u64, set: u8, clear: u8) {
+        self.set(page, PageState(self.get(page).0 & !clear | set));
+    }
+
+    /// Changes to be seen at once begin. Only by the one writer.
+    pub fn begin(&self) {
+        let at = self.sequence.load(Ordering::Relaxed);
+        // Released by the words' own stores, which come after: see `snapshot`.
+        self.sequence.store(at | 1, Ordering::Release);
+    }
+
+    /// They are all made.
+    pub fn end(&self) {
+        let at = self.sequence.load(Ordering::Relaxed);
+        self.sequence.store((at | 1) + 1, Ordering::Release);
+    }
+
+    /// The count of [`PageMap::begin`] and [`PageMap::end`]: odd while a change is on its way.
+    #[must_use]
+    pub fn sequence(&self) -> u64 {
+        self.sequence.load(Ordering::Acquire)
+    }
+
+    /// Reads the pages from `from` on into `out` as they were at one moment. False when the writer never rested.
+    ///
+    /// Why it is right: a word read here with Acquire was stored with Release after `begin`'s store of the odd count in
+    /// the writer's order, so if any such word is seen, the second look at the count sees at least that odd number,
+    /// and differs from the first.
+    #[must_use]
+    pub fn snapshot(&self, from: u64, out: &mut [PageState]) -> bool {
+        for _ in 0..TRIES {
+            let before = self.sequence();
+            if before.is_multiple_of(2) {
+                for (i, state) in out.iter_mut().enumerate() {
+                    *state = self.get(from + i as u64);
+                }
+                if self.sequence() == before {
+                    return true;
+                }
+            }
+            core::hint::spin_loop();
+        }
+        false
+    }
+
+    /// Calls `found` for each run of `[from, to)` that a query finds, in order.
+    pub fn scan(&self, from: u64, to: u64, query: Query, mut found: impl FnMut(Run)) {
+        let to = to.min(self.pages);
+        let mut run: Option<Run> = None;
+        self.for_each_stretch(from, to, |at, end, byte| {
+            let state = PageState((byte ^ query.inverted) & query.report);
+            if !query.finds(byte) {
+                if let Some(run) = run.take() {
+                    found(run);
+                }
+                return;
+            }
+            match &mut run {
+                Some(run) if run.state == state => run.to = end,
+                other => {
+                    if let Some(run) = other.replace(Run { from: at, to: end, state }) {
+                        found(run);
+                    }
+                }
+            }
+        });
+        if let Some(run) = run {
+            found(run);
+        }
+    }
+
+    /// Counts the pages of `[from, to)` by state.
+    #[must_use]
+    pub fn summary(&self, from: u64, to: u64) -> Summary {
+        let mut sum = Summary::default();
+        self.for_each_stretch(from, to.min(self.pages), |at, end, byte| sum.add(PageState(byte), end - at));
+        sum
+    }
+
+    /// Calls `f(first, end, byte)` for stretches of equal bytes: not the longest, but never shorter than a word that is
+    /// all the same.
+    fn for_each_stretch(&self, from: u64, to: u64, mut f: impl FnMut(u64, u64, u8)) {
+        const ONES: u64 = 0x0101_0101_0101_0101;
+        let mut at = from;
+        while at < to {
+            let index = (at / LANES) as usize;
+            let word = self.words[index].load(Ordering::Acquire);
+            let end = ((at / LANES + 1) * LANES).min(to);
+            let byte = (word >> (8 * (at % LANES))) as u8;
+            if word == u64::from(byte) * ONES {
+                // As far as the words are the same.
+                let last = (to / LANES) as usize;
+                let mut next = index + 1;
+                while next < last && self.words[next].load(Ordering::Acquire) == word {
+                    next += 1;
+                }
+                let end = (next as u64 * LANES).min(to).max(end);
+                f(at, end, byte);
+                at = end;
+                continue;
+            }
+            while at < end {
+                let byte = (word >> (8 * (at % LANES))) as u8;
+                let mut stop = at + 1;
+                while stop < end && (word >> (8 * (stop % LANES))) as u8 == byte {
+                    stop += 1;
+                }
+                f(at, stop, byte);
+                at = stop;
+            }
+        }
+    }
+}
