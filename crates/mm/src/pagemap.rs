@@ -146,6 +146,7 @@ impl Word for AtomicU64 {
 
 /// Pages of a word.
 const LANES: u64 = 8;
+const ONES: u64 = 0x0101_0101_0101_0101;
 /// Times [`PageMap::snapshot`] tries.
 const TRIES: usize = 1000;
 
@@ -154,6 +155,10 @@ pub struct PageMap<'a, W: Word = AtomicU64> {
     sequence: &'a W,
     words: &'a [W],
     pages: u64,
+    /// Bits of one view's own.
+    markers: &'a [W],
+    /// Every page that is known of counts as written.
+    all_dirty: bool,
 }
 
 impl<W: Word> Clone for PageMap<'_, W> {
@@ -246,7 +251,33 @@ impl<'a, W: Word> PageMap<'a, W> {
     #[must_use]
     pub fn new(sequence: &'a W, words: &'a [W], pages: u64) -> Self {
         assert!(words.len() as u64 >= pages.div_ceil(LANES));
-        Self { sequence, words, pages }
+        Self { sequence, words, pages, markers: &[], all_dirty: false }
+    }
+
+    /// The same for a view that has bits of its own (a mapping's soft-dirty and write-protected bits), read together with
+    /// the others: one after the other, so that the two may be of different moments. With `all_dirty` every page that is
+    /// present or swapped counts as written (nobody has cleared the bits yet). For reading only.
+    ///
+    /// # Panics
+    /// When there are too few words.
+    #[must_use]
+    pub fn with_markers(mut self, markers: &'a [W], all_dirty: bool) -> Self {
+        assert!(markers.len() as u64 >= self.pages.div_ceil(LANES));
+        (self.markers, self.all_dirty) = (markers, all_dirty);
+        self
+    }
+
+    /// The words themselves.
+    #[must_use]
+    pub fn words(&self) -> &'a [W] {
+        self.words
+    }
+
+    fn word(&self, index: usize) -> u64 {
+        let word = self.words[index].load(Ordering::Acquire);
+        let own = self.markers.get(index).map_or(0, |m| m.load(Ordering::Acquire));
+        let known = (word | word >> 1) & ONES;
+        word | own | if self.all_dirty { known << SOFT_DIRTY.trailing_zeros() } else { 0 }
     }
 
     /// Words that `pages` pages need.
@@ -267,7 +298,7 @@ impl<'a, W: Word> PageMap<'a, W> {
         if page >= self.pages {
             return PageState::default();
         }
-        PageState((self.words[(page / LANES) as usize].load(Ordering::Acquire) >> (8 * (page % LANES))) as u8)
+        PageState((self.word((page / LANES) as usize) >> (8 * (page % LANES))) as u8)
     }
 
     /// Sets the state of a page. Only by the one writer.
@@ -367,18 +398,17 @@ impl<'a, W: Word> PageMap<'a, W> {
     /// Calls `f(first, end, byte)` for stretches of equal bytes: not the longest, but never shorter than a word that is
     /// all the same.
     fn for_each_stretch(&self, from: u64, to: u64, mut f: impl FnMut(u64, u64, u8)) {
-        const ONES: u64 = 0x0101_0101_0101_0101;
         let mut at = from;
         while at < to {
             let index = (at / LANES) as usize;
-            let word = self.words[index].load(Ordering::Acquire);
+            let word = self.word(index);
             let end = ((at / LANES + 1) * LANES).min(to);
             let byte = (word >> (8 * (at % LANES))) as u8;
             if word == u64::from(byte) * ONES {
                 // As far as the words are the same.
                 let last = (to / LANES) as usize;
                 let mut next = index + 1;
-                while next < last && self.words[next].load(Ordering::Acquire) == word {
+                while next < last && self.word(next) == word {
                     next += 1;
                 }
                 let end = (next as u64 * LANES).min(to).max(end);

@@ -3,7 +3,9 @@
 use loom::sync::Arc;
 use proptest::prelude::*;
 use std::sync::atomic::{AtomicU64, Ordering};
-use uzswap_mm::pagemap::{PRESENT, PageMap, PageState, Query, Run, SWAPPED, Summary, TIERS, Tier, Word};
+use uzswap_mm::pagemap::{
+    PRESENT, PageMap, PageState, Query, Run, SOFT_DIRTY, SWAPPED, Summary, TIERS, Tier, WRITE_PROTECTED, Word,
+};
 
 struct Loomed(loom::sync::atomic::AtomicU64);
 
@@ -143,6 +145,21 @@ proptest! {
         }
         prop_assert_eq!(map.get(100), PageState(0));
     }
+}
+
+#[test]
+fn a_views_own_bits_are_read_with_the_others() {
+    let (words, own) = (words_of(&[PRESENT, 0, OUT.0]), words_of(&[0, SOFT_DIRTY, WRITE_PROTECTED]));
+    let sequence = AtomicU64::new(0);
+    let map = PageMap::new(&sequence, &words, 3);
+    let view = map.with_markers(&own, false);
+    let read = |m: &PageMap| [m.get(0).0, m.get(1).0, m.get(2).0];
+    assert_eq!(read(&view), [PRESENT, SOFT_DIRTY, OUT.0 | WRITE_PROTECTED]);
+    // Only what is known of can have been written to.
+    let none = words_of(&[0; 3]);
+    let dirty = map.with_markers(&none, true);
+    assert_eq!(read(&dirty), [PRESENT | SOFT_DIRTY, 0, OUT.0 | SOFT_DIRTY]);
+    assert_eq!(dirty.summary(0, 3).soft_dirty, 2);
 }
 
 #[test]

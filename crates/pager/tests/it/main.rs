@@ -1,2 +1,3 @@
 //! Behaviour of the pager, seen from outside.
 mod region;
+mod shared;

@@ -1,0 +1,252 @@
+//! The page map as a memory object: written by its owner, mapped read-only by whoever wants to know.
+//!
+//! ```text
+//! page 0: MAGIC │ kind │ base │ pages │ sequence │ limit │ tracking │ …      page 1…: a byte a page (uzswap_mm::pagemap)
+//! ```
+//! The object is called [`NAME`], which is how it is found among a process's descriptors. It is sparse: only parts of the
+//! table that were ever written take memory, so a process's whole address space is one object of 2^35 bytes. It is sealed
+//! so that nobody can map it writable later; the owner's mapping is older.
+//!
+//! Made with plain system calls, as the agent's threads must.
+
+use core::ffi::CStr;
+use core::sync::atomic::{AtomicU64, Ordering::*};
+use uzswap_mm::pagemap::PageMap;
+use uzswap_sys::raw::{self, Errno};
+use uzswap_sys::sys;
+
+/// The first word.
+pub const MAGIC: u64 = 0x757a_6d61_7000_0001;
+/// The object's name.
+pub const NAME: &CStr = c"uzswap-pagemap";
+/// Bytes before the table.
+pub const HEAD: usize = 4096;
+/// Pages of a process's whole address space.
+pub const ADDRESS_SPACE_PAGES: u64 = 1 << 35;
+
+/// What a map is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub enum Kind {
+    /// A shared region: its pages by number, the same for every mapping.
+    Shared = 1,
+    /// One mapping of a shared region: the bits that are its own.
+    Markers = 2,
+    /// A region of the library: `base` is its address.
+    Region = 3,
+    /// A process under `uzswap run`: pages by address.
+    Process = 4,
+}
+
+impl Kind {
+    fn of(number: u64) -> Option<Self> {
+        [Self::Shared, Self::Markers, Self::Region, Self::Process].into_iter().find(|k| *k as u64 == number)
+    }
+}
+
+const KIND: usize = 1;
+const BASE: usize = 2;
+const PAGES: usize = 3;
+const SEQUENCE: usize = 4;
+const LIMIT: usize = 5;
+const TRACKING: usize = 6;
+
+/// A map, mapped.
+#[derive(Debug)]
+pub struct MapFile {
+    at: usize,
+    len: usize,
+    fd: i32,
+}
+
+impl MapFile {
+    /// Makes a map of pages that nobody has touched.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn create(kind: Kind, base: usize, pages: u64, limit: u64) -> Result<Self, Errno> {
+        let len = HEAD + pages.next_multiple_of(4096) as usize;
+        let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
+        // SAFETY: a NUL-terminated name.
+        let fd = unsafe { sys!(libc::SYS_memfd_create, NAME.as_ptr(), flags) }? as i32;
+        let made = (|| {
+            // SAFETY: no memory is involved.
+            unsafe { sys!(libc::SYS_ftruncate, fd, len) }?;
+            let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_NORESERVE);
+            // SAFETY: a new mapping.
+            let at = unsafe { sys!(libc::SYS_mmap, 0, len, prot, flags, fd, 0) }?;
+            let seals = uzswap_sys::memfd::SEAL_SIZE | uzswap_sys::memfd::SEAL_FUTURE_WRITE;
+            // SAFETY: as above.
+            unsafe {
+                let _ = sys!(libc::SYS_fcntl, fd, libc::F_ADD_SEALS, seals);
+                let _ = sys!(libc::SYS_madvise, at, len, libc::MADV_DONTFORK);
+                let _ = sys!(libc::SYS_madvise, at, len, libc::MADV_DONTDUMP);
+            }
+            Ok(at)
+        })();
+        let at = match made {
+            Ok(at) => at,
+            Err(e) => {
+                raw::close(fd);
+                return Err(e);
+            }
+        };
+        let map = Self { at, len, fd };
+        let head = map.head();
+        for (word, value) in [(KIND, kind as u64), (BASE, base as u64), (PAGES, pages), (LIMIT, limit)] {
+            head[word].store(value, Relaxed);
+        }
+        head[0].store(MAGIC, Release);
+        Ok(map)
+    }
+
+    /// Maps somebody's map to read it; takes the descriptor, which stays open.
+    ///
+    /// # Errors
+    /// `EINVAL`: it is none. The kernel's.
+    pub fn open(fd: i32) -> Result<Self, Errno> {
+        let mut stat = [0u64; 32];
+        // SAFETY: `struct stat` has 144 bytes.
+        let known = unsafe { sys!(libc::SYS_fstat, fd, stat.as_mut_ptr()) };
+        // st_size is the seventh word.
+        let len = stat[6] as usize;
+        if known.is_err() || len <= HEAD {
+            raw::close(fd);
+            return Err(libc::EINVAL);
+        }
+        let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
+        // SAFETY: a new mapping.
+        let at = match unsafe { sys!(libc::SYS_mmap, 0, len, libc::PROT_READ, flags, fd, 0) } {
+            Ok(at) => at,
+            Err(e) => {
+                raw::close(fd);
+                return Err(e);
+            }
+        };
+        let map = Self { at, len, fd };
+        // Its size cannot shrink below what it says, or reading would be SIGBUS.
+        // SAFETY: no memory is involved.
+        let seals = unsafe { sys!(libc::SYS_fcntl, fd, libc::F_GET_SEALS) }.unwrap_or(0);
+        let shrinks = seals & libc::F_SEAL_SHRINK as usize == 0;
+        if map.head()[0].load(Acquire) != MAGIC || map.pages() > (len - HEAD) as u64 || shrinks {
+            return Err(libc::EINVAL);
+        }
+        Ok(map)
+    }
+
+    fn head(&self) -> &[AtomicU64] {
+        // SAFETY: the first page of the mapping, aligned, alive as long as self; only used as atomics.
+        unsafe { core::slice::from_raw_parts(self.at as *const AtomicU64, HEAD / 8) }
+    }
+
+    /// The map itself. Setting pages is for the owner: a reader's mapping is read-only and would fault.
+    #[must_use]
+    pub fn map(&self) -> PageMap<'_> {
+        let words = PageMap::<AtomicU64>::words_for(self.pages());
+        // SAFETY: the mapping has room for the pages (checked when opened), aligned, alive as long as self; only used as
+        // atomics.
+        let words = unsafe { core::slice::from_raw_parts((self.at + HEAD) as *const AtomicU64, words) };
+        PageMap::new(&self.head()[SEQUENCE], words, self.pages())
+    }
+
+    /// The descriptor.
+    #[must_use]
+    pub fn fd(&self) -> i32 {
+        self.fd
+    }
+    /// Pages.
+    #[must_use]
+    pub fn pages(&self) -> u64 {
+        self.head()[PAGES].load(Relaxed)
+    }
+    /// What it is of.
+    #[must_use]
+    pub fn kind(&self) -> Option<Kind> {
+        Kind::of(self.head()[KIND].load(Relaxed))
+    }
+    /// The address of its first page.
+    #[must_use]
+    pub fn base(&self) -> usize {
+        self.head()[BASE].load(Relaxed) as usize
+    }
+    /// The limit under which the memory is, in bytes.
+    #[must_use]
+    pub fn limit(&self) -> u64 {
+        self.head()[LIMIT].load(Relaxed)
+    }
+    /// Whether soft-dirty bits say anything: before they are first cleared, every page counts as written.
+    #[must_use]
+    pub fn tracking(&self) -> bool {
+        self.head()[TRACKING].load(Acquire) != 0
+    }
+    /// Sets that.
+    pub fn set_tracking(&self, on: bool) {
+        self.head()[TRACKING].store(u64::from(on), Release);
+    }
+    /// Sets the address of the first page.
+    pub fn set_base(&self, base: usize) {
+        self.head()[BASE].store(base as u64, Release);
+    }
+
+    /// The parts of the table that were ever written, as ranges of pages.
+    #[must_use]
+    pub fn written_ranges(&self) -> Vec<(u64, u64)> {
+        let (mut ranges, mut at) = (Vec::new(), HEAD);
+        let seek = |at: usize, whence: i32| {
+            // SAFETY: no memory is involved.
+            unsafe { sys!(libc::SYS_lseek, self.fd, at, whence) }
+        };
+        while let Ok(from) = seek(at, libc::SEEK_DATA) {
+            let to = seek(from, libc::SEEK_HOLE).unwrap_or(self.len);
+            ranges.push(((from - HEAD) as u64, ((to - HEAD) as u64).min(self.pages())));
+            at = to;
+        }
+        ranges
+    }
+
+    /// Bytes of memory that the table takes.
+    #[must_use]
+    pub fn metadata_bytes(&self) -> usize {
+        let mut stat = [0u64; 32];
+        // SAFETY: `struct stat` has 144 bytes; st_blocks is the ninth word.
+        match unsafe { sys!(libc::SYS_fstat, self.fd, stat.as_mut_ptr()) } {
+            Ok(_) => stat[8] as usize * 512,
+            Err(_) => 0,
+        }
+    }
+}
+
+impl Drop for MapFile {
+    fn drop(&mut self) {
+        // SAFETY: our mapping; what borrows from it has ended.
+        let _ = unsafe { sys!(libc::SYS_munmap, self.at, self.len) };
+        raw::close(self.fd);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use uzswap_mm::pagemap::{PRESENT, PageState};
+
+    #[test]
+    fn a_reader_sees_what_the_owner_writes_and_cannot_write() {
+        let owner = MapFile::create(Kind::Region, 0x7000_0000, ADDRESS_SPACE_PAGES, 5).unwrap();
+        // SAFETY: no memory is involved.
+        let fd = unsafe { sys!(libc::SYS_dup, owner.fd()) }.unwrap() as i32;
+        let reader = MapFile::open(fd).unwrap();
+        owner.map().set(1 << 34, PageState(PRESENT));
+        owner.set_tracking(true);
+        assert_eq!(reader.map().get(1 << 34), PageState(PRESENT));
+        assert_eq!((reader.kind(), reader.base(), reader.limit()), (Some(Kind::Region), 0x7000_0000, 5));
+        assert!(reader.tracking());
+        assert_eq!(reader.written_ranges(), [(1 << 34, (1 << 34) + 4096)]);
+        let rw = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a new mapping, if at all.
+        let writable = unsafe { sys!(libc::SYS_mmap, 0, 4096, rw, libc::MAP_SHARED, fd, 0) };
+        assert_eq!(writable, Err(libc::EPERM));
+        // SAFETY: no memory is involved.
+        let other = unsafe { sys!(libc::SYS_dup, 0) }.unwrap() as i32;
+        assert!(MapFile::open(other).is_err());
+    }
+}

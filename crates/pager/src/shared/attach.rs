@@ -1,0 +1,347 @@
+//! The other side: a process that maps a shared region.
+//!
+//! Its *watcher*, a thread with a descriptor table of its own, holds a second descriptor of the userfaultfd, so that the
+//! registration outlives the owner: between the owner's death and the watcher's answer threads wait, and read no zeros.
+//! When the owner's end of the watcher's socket closes, the watcher maps an empty memory object over the region (every
+//! touch is SIGBUS from then on), says so on standard error, and lets the waiting threads go by closing the userfaultfd.
+//!
+//! fork: the region is not inherited (`MADV_DONTFORK`), since the kernel would drop its registration in the child,
+//! where pages that are out would read as zeros. Instead the child attaches by itself, at the same address, before the
+//! program's code runs in it (`pthread_atfork`), and its mapping has the markers that the parent's had. Where that fails
+//! the child has SIGBUS in the region's place. A child made by a raw `clone` has nothing there: SIGSEGV.
+
+use super::owner::{isolate_descriptors, say, spawn};
+use super::view::View;
+use super::wire::{self, FOR_CONTROL, FOR_MAPPING, HELLO, op};
+use crate::arena::PAGE;
+use crate::mapfile::MapFile;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::*};
+use std::sync::{Arc, Once};
+use std::time::Duration;
+use uzswap_sys::lock::Lock;
+use uzswap_sys::uffd::Uffd;
+use uzswap_sys::uffd_shared::FEATURES_SHARED;
+use uzswap_sys::{memfd, socket, sys};
+
+fn os(errno: i32) -> io::Error {
+    io::Error::from_raw_os_error(errno)
+}
+
+/// A connection's end, greeted: with the region's page map.
+pub(super) struct Control {
+    pub socket: OwnedFd,
+    pub pages: u64,
+    pub map: Arc<MapFile>,
+}
+
+/// Whether the other end of a connection is one whose word counts: this user, or root.
+fn check_owner(socket: &OwnedFd) -> io::Result<()> {
+    let (uid, _) = socket::peer(socket)?;
+    // SAFETY: no arguments.
+    let me = unsafe { libc::geteuid() };
+    if uid == me || uid == 0 { Ok(()) } else { Err(os(libc::EACCES)) }
+}
+
+/// Connects to the region served at a path.
+pub(super) fn connect(path: &Path) -> io::Result<OwnedFd> {
+    let socket = socket::connect(path)?;
+    check_owner(&socket)?;
+    Ok(socket)
+}
+
+/// Greets for a connection without a mapping.
+pub(super) fn control(socket: OwnedFd) -> io::Result<Control> {
+    let (welcome, fds) = wire::call(&socket, &[HELLO, FOR_CONTROL])?;
+    let map = fds.into_iter().next().ok_or_else(|| os(libc::EPROTO))?;
+    let map = MapFile::open(map.into_raw_fd()).map_err(os)?;
+    if map.pages() != welcome[1] {
+        return Err(os(libc::EPROTO));
+    }
+    Ok(Control { socket, pages: welcome[1], map: Arc::new(map) })
+}
+
+/// What a process has of its attachment; a forked child gets another.
+struct Attachment {
+    control: Control,
+    markers: Arc<MapFile>,
+    id: u64,
+    place: Arc<Lock<Place>>,
+    kernel_faults: bool,
+}
+
+/// Where the region is, for the watcher too: nobody advises or maps there once it is given up.
+struct Place {
+    base: usize,
+    len: usize,
+    /// The program has unmapped it.
+    gone: bool,
+}
+
+/// A shared region, mapped: see [`SharedMapping`](super::SharedMapping).
+pub(super) struct Attached {
+    pub base: usize,
+    pub len: usize,
+    path: Option<PathBuf>,
+    now: Lock<Attachment>,
+    token: AtomicU64,
+}
+
+fn map_object(object: &OwnedFd, len: usize, at: Option<usize>) -> io::Result<usize> {
+    // SAFETY: where a place is wanted, it is one that was reserved for this: see `in_child`.
+    let base = unsafe { memfd::map(object, len, true, at) }?;
+    // SAFETY: advice on our own mapping, before anybody uses it.
+    unsafe {
+        sys!(libc::SYS_madvise, base, len, libc::MADV_DONTFORK).map_err(os)?;
+        let _ = sys!(libc::SYS_madvise, base, len, libc::MADV_NOHUGEPAGE);
+    }
+    Ok(base)
+}
+
+/// Puts an error in a region's place: every touch is SIGBUS.
+fn map_error(base: usize, len: usize) {
+    let done = memfd::create(c"uzswap-gone", 0).and_then(|empty| {
+        // SAFETY: the place is the region's, whose users get what they are promised.
+        unsafe { memfd::map(&empty, len, true, Some(base)) }
+    });
+    if done.is_err() {
+        // SAFETY: as above; SIGSEGV then, but never zeros.
+        let none = unsafe { sys!(libc::SYS_mprotect, base, len, libc::PROT_NONE) };
+        if none.is_err() {
+            std::process::abort();
+        }
+    }
+}
+
+fn open_uffd() -> io::Result<(OwnedFd, bool)> {
+    let (uffd, kernel_faults) = match Uffd::open(FEATURES_SHARED) {
+        Ok((uffd, _)) => (uffd, true),
+        Err(_) => (Uffd::open_for_program(FEATURES_SHARED).map_err(os)?, false),
+    };
+    // SAFETY: just made, owned by nobody.
+    Ok((unsafe { OwnedFd::from_raw_fd(uffd.fd()) }, kernel_faults))
+}
+
+/// Maps the region, hands its faults to the owner, starts the watcher.
+fn attach(socket: OwnedFd, token: u64, at: Option<usize>) -> io::Result<(usize, usize, Attachment)> {
+    let (welcome, fds) = wire::call(&socket, &[HELLO, FOR_MAPPING, token])?;
+    let [object, map, markers, watch] = <[OwnedFd; 4]>::try_from(fds).map_err(|_| os(libc::EPROTO))?;
+    let pages = welcome[1];
+    let map = MapFile::open(map.into_raw_fd()).map_err(os)?;
+    let markers = MapFile::open(markers.into_raw_fd()).map_err(os)?;
+    if map.pages() != pages || markers.pages() != pages {
+        return Err(os(libc::EPROTO));
+    }
+    let len = pages as usize * PAGE;
+    let (uffd, kernel_faults) = open_uffd()?;
+    let base = map_object(&object, len, at)?;
+    drop(object);
+    let rest = (|| {
+        Uffd::from_raw(uffd.as_raw_fd()).register_shared(base, len).map_err(os)?;
+        wire::send(&socket, &wire::words(&[0, base as u64]), &[uffd.as_raw_fd()])?;
+        let (answer, _) = wire::receive(&socket)?;
+        if answer[0] != 0 {
+            return Err(os(answer[0] as i32));
+        }
+        let place = Arc::new(Lock::new(Place { base, len, gone: false }));
+        start_watcher(place.clone(), uffd, watch)?;
+        Ok((answer[1], place))
+    })();
+    match rest {
+        Ok((id, place)) => {
+            let control = Control { socket, pages, map: Arc::new(map) };
+            Ok((base, len, Attachment { control, markers: Arc::new(markers), id, place, kernel_faults }))
+        }
+        Err(e) => {
+            // SAFETY: our mapping, of which nobody knows yet.
+            let _ = unsafe { sys!(libc::SYS_munmap, base, len) };
+            Err(e)
+        }
+    }
+}
+
+fn start_watcher(place: Arc<Lock<Place>>, uffd: OwnedFd, watch: OwnedFd) -> io::Result<()> {
+    let numbers: [RawFd; 2] = [uffd.as_raw_fd(), watch.as_raw_fd()];
+    let (said, heard) = std::sync::mpsc::channel();
+    spawn("uzswap-watcher", move || {
+        let alone = isolate_descriptors(&numbers);
+        let ok = alone.is_ok();
+        let _ = said.send(alone);
+        if ok {
+            // SAFETY: open in this thread's own table, and owned by nobody in it.
+            let [uffd, watch] = numbers.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
+            watcher(&place, uffd, &watch);
+        }
+    })?;
+    let done = heard.recv().unwrap_or_else(|_| Err(io::ErrorKind::BrokenPipe.into()));
+    // This table's own: from here on the program can neither see nor close them.
+    drop((uffd, watch));
+    done
+}
+
+fn watcher(place: &Lock<Place>, uffd: OwnedFd, watch: &OwnedFd) {
+    while let Ok((words, _)) = wire::receive(watch) {
+        if words[0] != wire::WATCH_AGE {
+            continue;
+        }
+        let p = place.lock();
+        if !p.gone {
+            // SAFETY: shared memory: only the mapping's PTEs go, no contents.
+            let _ = unsafe { sys!(libc::SYS_madvise, p.base, p.len, libc::MADV_DONTNEED) };
+        }
+        drop(p);
+        let _ = wire::send(watch, &wire::words(&[wire::WATCH_AGE, words[1]]), &[]);
+    }
+    let p = place.lock();
+    if !p.gone {
+        map_error(p.base, p.len);
+        say("uzswap: the owner of a shared region has ended; the region is lost, and touching it is SIGBUS\n");
+    }
+    drop(p);
+    // The last descriptor of it in the process: whoever waits goes on, to find the error.
+    drop(uffd);
+}
+
+/// The attachments of this process, for fork. Lock order: this, then each one's `now`.
+static ALL: Lock<Vec<usize>> = Lock::new(Vec::new());
+
+impl Attached {
+    /// Maps the region at the other end of a connection; `path` is where a forked child finds it.
+    pub fn new(socket: OwnedFd, path: Option<PathBuf>) -> io::Result<Box<Self>> {
+        static FORK: Once = Once::new();
+        FORK.call_once(|| {
+            // SAFETY: the handlers live as long as the program.
+            unsafe { libc::pthread_atfork(Some(before_fork), Some(in_parent), Some(in_child)) };
+        });
+        let (base, len, now) = attach(socket, 0, None)?;
+        let attached = Box::new(Self { base, len, path, now: Lock::new(now), token: AtomicU64::new(0) });
+        ALL.lock().push(core::ptr::from_ref(&*attached) as usize);
+        Ok(attached)
+    }
+
+    /// Makes a call.
+    pub fn call(&self, request: &[u64]) -> io::Result<wire::Words> {
+        let now = self.now.lock();
+        wire::call(&now.control.socket, request).map(|(words, _)| words)
+    }
+
+    /// A call on a range of bytes, which are widened to pages.
+    pub fn call_range(&self, what: u64, range: Range<usize>, more: u64) -> io::Result<wire::Words> {
+        let (from, to) = pages_of(range, self.len)?;
+        self.call(&[what, from, to, more])
+    }
+
+    pub fn view(&self) -> View {
+        let now = self.now.lock();
+        View::new(now.control.map.clone(), Some(now.markers.clone()))
+    }
+
+    pub fn id(&self) -> u64 {
+        self.now.lock().id
+    }
+
+    pub fn kernel_faults(&self) -> bool {
+        self.now.lock().kernel_faults
+    }
+}
+
+/// A range of bytes as pages: first, end.
+pub(super) fn pages_of(range: Range<usize>, len: usize) -> io::Result<(u64, u64)> {
+    if range.start > range.end || range.end > len {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the range is not within the region"));
+    }
+    Ok(((range.start / PAGE) as u64, range.end.div_ceil(PAGE) as u64))
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        let me = core::ptr::from_ref(self) as usize;
+        ALL.lock().retain(|a| *a != me);
+        let now = self.now.lock();
+        let mut place = now.place.lock();
+        place.gone = true;
+        // SAFETY: our mapping, whose user gives it up.
+        let _ = unsafe { sys!(libc::SYS_munmap, self.base, self.len) };
+        drop(place);
+        let _ = socket::time_out(&now.control.socket, 5);
+        let _ = wire::call(&now.control.socket, &[op::DETACH]);
+    }
+}
+
+extern "C" fn before_fork() {
+    let all = ALL.lock();
+    for a in all.iter() {
+        // SAFETY: in the list as long as it lives, and the list is locked.
+        let a = unsafe { &*(*a as *const Attached) };
+        let now = a.now.lock();
+        let token = wire::call(&now.control.socket, &[op::FORK]).map_or(0, |(words, _)| words[1]);
+        a.token.store(token, Relaxed);
+        core::mem::forget(now);
+    }
+    core::mem::forget(all);
+}
+
+fn after_fork(each: impl Fn(&Attached)) {
+    // SAFETY: before_fork took the lock, in this thread.
+    let all = unsafe { ALL.assume_locked() };
+    for a in all.iter() {
+        // SAFETY: as in before_fork; its lock was taken there.
+        let a = unsafe { &*(*a as *const Attached) };
+        each(a);
+        // SAFETY: taken in before_fork.
+        unsafe { a.now.force_unlock() };
+    }
+    // SAFETY: as above.
+    unsafe { ALL.force_unlock() };
+}
+
+extern "C" fn in_parent() {
+    after_fork(|_| {});
+}
+
+/// Takes a region's place, which fork has left empty, before anything else can be mapped there.
+fn reserve(base: usize, len: usize) {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
+    // SAFETY: a new mapping that replaces nothing.
+    let at = unsafe { sys!(libc::SYS_mmap, base, len, libc::PROT_NONE, flags, -1isize, 0) };
+    if at != Ok(base) {
+        say("uzswap: another library took a shared region's place in a forked child, which therefore ends\n");
+        std::process::abort();
+    }
+}
+
+extern "C" fn in_child() {
+    // SAFETY: before_fork took the lock, in this thread; what is in the list is alive.
+    unsafe { ALL.assume_locked().iter().map(|a| &*(*a as *const Attached)) }.for_each(|a| reserve(a.base, a.len));
+    after_fork(|a| {
+        let path = a.path.as_deref().ok_or_else(|| os(libc::ENOTCONN));
+        let attached = path.and_then(connect).and_then(|socket| {
+            socket::time_out(&socket, 10)?;
+            let done = attach(socket, a.token.load(Relaxed), Some(a.base))?;
+            socket::time_out(&done.2.control.socket, 0)?;
+            Ok(done)
+        });
+        match attached {
+            Ok((_, _, attachment)) => {
+                // SAFETY: the lock is held since before_fork; the parent's attachment ends here, in the child only.
+                let old = core::mem::replace(unsafe { a.now.assume_locked() }, attachment);
+                // Only its descriptors: the mapping was not inherited, and the owner is not to be told.
+                drop(old);
+            }
+            Err(e) => {
+                map_error(a.base, a.len);
+                say(&format!(
+                    "uzswap: a forked child could not attach a shared region again ({e}); touching it is SIGBUS\n"
+                ));
+            }
+        }
+    });
+}
+
+/// How long a call may wait at the owner.
+pub(super) fn milliseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,309 @@
+//! What an attached process (or the owner's own handle) can ask for.
+
+use super::engine::{Engine, Watch};
+use super::mapping::Pages;
+use super::owner::{Server, errno_of};
+use super::wire::{self, ALL, Words, op};
+use crate::arena::PAGE;
+use std::collections::VecDeque;
+use std::io;
+use std::time::{Duration, Instant};
+use uzswap_mm::pagemap::{PageState, SOFT_DIRTY, WRITE_PROTECTED};
+use uzswap_mm::pagetable::Tag;
+
+/// Pages that one TAKE answers for: a bit each, in the words after the second.
+pub(super) const TAKE_PAGES: u64 = 14 * 64;
+/// Forks that may be between their two halves at once.
+const MOST_FORKS: usize = 64;
+/// Rounds of ageing whose beginning is remembered.
+const MOST_ROUNDS: usize = 256;
+/// Pages brought in with the lock held.
+const BRING: u64 = 16;
+
+/// Does a call.
+pub(super) fn answer(server: &Server, request: &Words, mapping: Option<u64>, connection: u64) -> Words {
+    match try_answer(server, request, mapping, connection) {
+        Ok(mut answer) => {
+            answer.copy_within(0..15, 1);
+            answer[0] = 0;
+            answer
+        }
+        Err(e) => wire::words(&[errno_of(&e) as u64]),
+    }
+}
+
+fn refuse(errno: i32) -> io::Error {
+    io::Error::from_raw_os_error(errno)
+}
+
+/// The results, without the leading 0.
+fn try_answer(server: &Server, request: &Words, mapping: Option<u64>, connection: u64) -> io::Result<Words> {
+    let pages = server.engine().pages;
+    let range = || {
+        let (from, to) = (request[1], request[2]);
+        if from <= to && to <= pages { Ok((from, to)) } else { Err(refuse(libc::EINVAL)) }
+    };
+    let mine = || mapping.ok_or_else(|| refuse(libc::EBADF));
+    let n = match request[0] {
+        op::PAGEOUT => {
+            let (from, to) = range()?;
+            server.page_out(|e| resident(e, from, to))? as u64
+        }
+        op::PAGEIN => {
+            let (from, to) = range()?;
+            page_in(server, from, to, mapping)?
+        }
+        op::REMOVE => {
+            let (from, to) = range()?;
+            server.engine().remove(from, to)?;
+            0
+        }
+        op::CLEAR_SOFT_DIRTY => {
+            let (from, to) = range()?;
+            return take_soft_dirty(&mut server.engine(), mine()?, from, to);
+        }
+        op::PROTECT => {
+            let (from, to) = range()?;
+            protect(&mut server.engine(), from, to, request[3], connection)?;
+            0
+        }
+        op::UNPROTECT => {
+            let (from, to) = range()?;
+            unprotect(&mut server.engine(), from, to, request[3]);
+            0
+        }
+        op::NEXT_WRITE => return Ok(next_write(server, request[1], connection)),
+        op::STATS => return Ok(stats(&server.engine())),
+        op::FORK => fork(&mut server.engine(), mine()?)?,
+        op::AGE => age(&mut server.engine()),
+        op::IDLE => {
+            let time = Duration::from_millis(request[1]);
+            server.page_out(|e| idle(e, time))? as u64
+        }
+        op::WORKING_SET => working_set(&server.engine(), Duration::from_millis(request[1])),
+        op::DETACH => {
+            let id = mine()?;
+            let mut engine = server.engine();
+            if let Some(m) = engine.mapping(id) {
+                m.dead = true;
+                super::owner::shut(&m.watch);
+            }
+            0
+        }
+        op::INJECT_MARKER => {
+            let (id, page) = (mine()?, request[1]);
+            let mut engine = server.engine();
+            let m = engine.mapping(id).filter(|_| page < pages).ok_or_else(|| refuse(libc::EINVAL))?;
+            m.markers.map().set(page, PageState(request[2] as u8));
+            0
+        }
+        _ => return Err(refuse(libc::ENOSYS)),
+    };
+    Ok(wire::words(&[n]))
+}
+
+/// What a connection that has ended leaves behind.
+pub(super) fn disconnected(server: &Server, connection: u64) {
+    let mut engine = server.engine();
+    if engine.watch.as_ref().is_some_and(|w| w.connection == connection) {
+        let pages = engine.pages;
+        unprotect(&mut engine, 0, pages, ALL);
+        engine.watch = None;
+    }
+}
+
+fn resident(e: &Engine, from: u64, to: u64) -> Vec<u64> {
+    (from..to).filter(|p| matches!(e.pt.get(*p).tag(), Tag::Resident)).collect()
+}
+
+/// Brings pages that are out into memory, and into the caller's mapping if there is one.
+fn page_in(server: &Server, from: u64, to: u64, mapping: Option<u64>) -> io::Result<u64> {
+    let (mut at, mut came) = (from, 0);
+    while at < to {
+        let mut engine = server.engine();
+        if engine.charged() + (BRING as usize) * PAGE * 2 > engine.options.limit {
+            let mut batch = engine.take_direct();
+            engine.direct_reclaim(&mut batch);
+            engine.direct = Some(batch);
+        }
+        let end = to.min(at + BRING);
+        while at < end {
+            if matches!(engine.pt.get(at).tag(), Tag::Compressed | Tag::Zero) {
+                let n = engine.hold(at, (end - at) as usize, false)?;
+                came += n as u64;
+                let k = mapping.and_then(|id| engine.mappings.iter().position(|m| m.id == id));
+                if let Some(k) = k {
+                    engine.bring_in(k, at, at + n as u64);
+                }
+                at += n as u64;
+            } else {
+                at += 1;
+            }
+        }
+    }
+    server.want_reclaim();
+    Ok(came)
+}
+
+/// Clears soft-dirty bits and answers which were set (for the first [`TAKE_PAGES`]).
+///
+/// Protection comes first: a write before it is of a page whose bit is set, and so answered; one after it waits for our
+/// lock, and sets the bit anew. None is missed.
+fn take_soft_dirty(e: &mut Engine, id: u64, from: u64, to: u64) -> io::Result<Words> {
+    let known = |e: &Engine, p: u64| e.pt.get(p).tag() != Tag::None;
+    let written: Vec<bool> = (from..to).map(|p| known(e, p)).collect();
+    let pages = e.pages;
+    let m = e.mapping(id).ok_or_else(|| refuse(libc::EBADF))?;
+    if !m.protect_mapped(from, to) {
+        return Err(refuse(libc::EAGAIN));
+    }
+    let map = m.markers.map();
+    if !m.markers.tracking() {
+        // Until now everything counted as written.
+        (0..pages).for_each(|p| map.change(p, SOFT_DIRTY, 0));
+        m.markers.set_tracking(true);
+    }
+    let mut answer = [0u64; 16];
+    for (i, known) in written.into_iter().enumerate() {
+        let page = from + i as u64;
+        if known && map.get(page).soft_dirty() {
+            answer[0] += 1;
+            if (i as u64) < TAKE_PAGES {
+                answer[1 + i / 64] |= 1 << (i % 64);
+            }
+        }
+        map.change(page, 0, SOFT_DIRTY);
+    }
+    Ok(answer)
+}
+
+fn protect(e: &mut Engine, from: u64, to: u64, which: u64, connection: u64) -> io::Result<()> {
+    let pages = e.pages;
+    let watch =
+        e.watch.get_or_insert_with(|| Watch { connection, everywhere: Pages::new(pages), queue: VecDeque::new() });
+    if watch.connection != connection {
+        return Err(refuse(libc::EBUSY));
+    }
+    if which == ALL {
+        (from..to).for_each(|p| watch.everywhere.put(p, true));
+    }
+    let mut found = which == ALL;
+    for m in e.mappings.iter_mut().filter(|m| which == ALL || m.id == which) {
+        found = true;
+        // The marker first: a write that faults from now on is told.
+        let map = m.markers.map();
+        (from..to).for_each(|p| map.change(p, WRITE_PROTECTED, 0));
+        if !m.protect_mapped(from, to) {
+            return Err(refuse(libc::EAGAIN));
+        }
+    }
+    if found { Ok(()) } else { Err(refuse(libc::ENOENT)) }
+}
+
+fn unprotect(e: &mut Engine, from: u64, to: u64, which: u64) {
+    if let Some(watch) = &mut e.watch {
+        if which == ALL {
+            (from..to).for_each(|p| watch.everywhere.put(p, false));
+        }
+        watch.queue.retain(|p| !(from..to).contains(p));
+    }
+    for m in e.mappings.iter_mut().filter(|m| which == ALL || m.id == which) {
+        let map = m.markers.map();
+        (from..to).filter(|p| map.get(*p).write_protected()).for_each(|p| map.change(p, 0, WRITE_PROTECTED));
+        // Who waits tries again. A page still protected in the PTE faults once more, and is found to be free.
+        m.uffd().wake(m.address(from), (to - from) as usize * PAGE);
+    }
+}
+
+/// Waits for a write to a page that this connection protected.
+fn next_write(server: &Server, milliseconds: u64, connection: u64) -> Words {
+    let end = Instant::now() + Duration::from_millis(milliseconds.min(3_600_000));
+    let mut engine = server.engine();
+    loop {
+        if let Some(watch) = engine.watch.as_mut().filter(|w| w.connection == connection)
+            && let Some(page) = watch.queue.pop_front()
+        {
+            return wire::words(&[1, page]);
+        }
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() || server.stopping.load(std::sync::atomic::Ordering::SeqCst) {
+            return wire::words(&[0]);
+        }
+        engine = server.wait_for_news(engine, left);
+    }
+}
+
+/// A process is about to fork: what its child will have is kept until the child asks for it.
+fn fork(e: &mut Engine, id: u64) -> io::Result<u64> {
+    let token = e.next_id;
+    e.next_id += 1;
+    let pages = e.pages;
+    let m = e.mapping(id).ok_or_else(|| refuse(libc::EBADF))?;
+    let map = m.markers.map();
+    let markers = (0..pages).map(|p| map.get(p).0).collect();
+    let tracking = m.markers.tracking();
+    if e.forks.len() == MOST_FORKS {
+        e.forks.pop_front();
+    }
+    e.forks.push_back((token, tracking, markers));
+    Ok(token)
+}
+
+/// Begins a round: every watcher drops its mapping's PTEs, so that whoever touches a page says so by a fault.
+fn age(e: &mut Engine) -> u64 {
+    e.round += 1;
+    e.rounds.push_back((e.round, Instant::now()));
+    if e.rounds.len() > MOST_ROUNDS {
+        e.rounds.pop_front();
+    }
+    let (round, bytes) = (u64::from(e.round), e.pages * PAGE as u64);
+    for m in &e.mappings {
+        // Never waits: a watcher that does not listen leaves its mapping's pages in use.
+        let _ = wire::send(&m.watch, &wire::words(&[wire::WATCH_AGE, round, m.base as u64, bytes]), &[]);
+    }
+    round
+}
+
+/// The last round that began at least `time` ago.
+fn round_before(e: &Engine, time: Duration) -> Option<u32> {
+    e.rounds.iter().rev().find(|(_, began)| began.elapsed() >= time).map(|(round, _)| *round)
+}
+
+/// Whether a page is known not to have been touched since round `round` began.
+fn untouched_since(e: &Engine, page: u64, round: u32) -> bool {
+    e.touched[page as usize] < round && e.mappings.iter().all(|m| !m.mapped.has(page) || m.aged >= round)
+}
+
+fn idle(e: &Engine, time: Duration) -> Vec<u64> {
+    let Some(round) = round_before(e, time) else { return Vec::new() };
+    let mut pages = resident(e, 0, e.pages);
+    pages.retain(|p| untouched_since(e, *p, round));
+    pages
+}
+
+/// Pages touched since the last round that began at least `time` ago.
+fn working_set(e: &Engine, time: Duration) -> u64 {
+    let Some(round) = round_before(e, time) else { return e.resident as u64 };
+    resident(e, 0, e.pages).into_iter().filter(|p| !untouched_since(e, *p, round)).count() as u64
+}
+
+fn stats(e: &Engine) -> Words {
+    let c = &e.counts;
+    wire::words(&[
+        e.resident as u64,
+        e.swapped as u64,
+        e.zeros as u64,
+        e.store.held() as u64,
+        e.charged() as u64,
+        e.metadata_bytes() as u64,
+        e.mappings.len() as u64,
+        c.faults,
+        c.major_faults,
+        c.wp_faults,
+        c.swpout,
+        c.swpout_clean,
+        c.direct_reclaims,
+        c.over_limit,
+        c.poisoned,
+    ])
+}

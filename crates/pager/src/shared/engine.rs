@@ -1,0 +1,273 @@
+//! What is known of a shared region: the engine's tables, over a memory object instead of frames.
+//!
+//! Page numbers are those of the object, from 0. A page is [`Tag::None`] (the object has a hole, and it reads as zeros),
+//! [`Tag::Resident`] (the object has it), [`Tag::Busy`] (it has it, write-protected, and somebody compresses it; aux: the
+//! batch), [`Tag::Compressed`], [`Tag::Zero`] or [`Tag::Poisoned`]. Everything is behind one lock.
+
+use super::SharedOptions;
+use super::evict::Batch;
+use super::mapping::{Mapping, Pages};
+use super::store::Store;
+use crate::arena::PAGE;
+use crate::mapfile::{Kind, MapFile};
+use crate::object::Header;
+use crate::state::BLOCK;
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::Instant;
+use uzswap_mm::codec::{Decompressor, Encoding};
+use uzswap_mm::lru::{Entry, Lru};
+use uzswap_mm::pagemap::{PRESENT, PageState, SWAPPED, Tier, ZERO};
+use uzswap_mm::pagetable::{PageTable, Pte, Tag};
+use uzswap_sys::memfd;
+
+/// Eviction stamps are of 21 bits.
+const STAMP_MASK: u32 = 0x1f_ffff;
+
+/// What happened, since the region was made.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Counts {
+    pub faults: u64,
+    pub major_faults: u64,
+    pub wp_faults: u64,
+    pub swpout: u64,
+    pub swpout_clean: u64,
+    pub direct_reclaims: u64,
+    pub over_limit: u64,
+    pub poisoned: u64,
+}
+
+/// Who is told of writes, and which are waiting to be told.
+pub(super) struct Watch {
+    /// Its connection.
+    pub connection: u64,
+    /// Pages it protected in every mapping, those to come included.
+    pub everywhere: Pages,
+    /// Written to, and not told yet.
+    pub queue: VecDeque<u64>,
+}
+
+/// The tables.
+pub(super) struct Engine {
+    pub object: OwnedFd,
+    pub pages: u64,
+    pub options: SharedOptions,
+    pub pt: PageTable,
+    pub lru: Lru,
+    pub store: Store,
+    /// The published state of the pages.
+    pub map: MapFile,
+    pub mappings: Vec<Mapping>,
+    pub next_id: u64,
+    pub watch: Option<Watch>,
+    /// Markers of processes about to fork: token, whether tracked, and the bytes.
+    pub forks: VecDeque<(u64, bool, Vec<u8>)>,
+    pub resident: usize,
+    pub swapped: usize,
+    pub zeros: usize,
+    pub stamp: u32,
+    pub evictions: u32,
+    pub batches: u32,
+    pub decompressor: Decompressor,
+    pub scratch: Vec<u8>,
+    /// Buffers of whoever reclaims with the lock held.
+    pub direct: Option<Box<Batch>>,
+    /// A block decompressed lately: its handle and pages.
+    pub decoded: (Option<u32>, Vec<u8>),
+    pub counts: Counts,
+    /// Rounds of ageing so far, and when each of the last began.
+    pub round: u32,
+    pub rounds: VecDeque<(u32, Instant)>,
+    /// The round in which a page was last known to be touched.
+    pub touched: Vec<u32>,
+}
+
+impl Engine {
+    pub fn new(size: usize, options: SharedOptions) -> io::Result<Self> {
+        let pages = size.div_ceil(PAGE) as u64;
+        let bytes = pages as usize * PAGE;
+        let object = memfd::create(c"uzswap-shared", bytes as u64)?;
+        memfd::seal(&object, memfd::SEAL_SIZE)?;
+        let os = io::Error::from_raw_os_error;
+        Ok(Self {
+            object,
+            pages,
+            // Objects carry a header and hashes, and slabs are partly filled.
+            store: Store::new(bytes + bytes / 4 + (16 << 20)).map_err(os)?,
+            map: MapFile::create(Kind::Shared, 0, pages, options.limit as u64).map_err(os)?,
+            options,
+            pt: PageTable::new(),
+            lru: Lru::default(),
+            mappings: Vec::new(),
+            next_id: 1,
+            watch: None,
+            forks: VecDeque::new(),
+            resident: 0,
+            swapped: 0,
+            zeros: 0,
+            stamp: 0,
+            evictions: 0,
+            batches: 0,
+            decompressor: Decompressor::new(),
+            scratch: vec![0; BLOCK],
+            direct: None,
+            decoded: (None, vec![0; 4 * PAGE]),
+            counts: Counts::default(),
+            round: 0,
+            rounds: VecDeque::from([(0, Instant::now())]),
+            touched: vec![0; pages as usize],
+        })
+    }
+
+    /// Bytes that count against the limit.
+    pub fn charged(&self) -> usize {
+        self.resident * PAGE + self.store.held()
+    }
+
+    /// Bytes of room kept below the limit for faults that come while pages leave.
+    pub fn margin(&self) -> usize {
+        (self.options.limit / 32).clamp(1 << 20, 16 << 20)
+    }
+
+    /// Whether the pool takes so much that clean copies and a fast codec cost more than they gain.
+    pub fn crowded(&self) -> bool {
+        self.store.held() > self.options.limit / 2
+    }
+
+    /// Whether so little is in memory that taking more would only make everybody fault: what does not compress into the
+    /// limit exceeds it, which is counted.
+    pub fn at_floor(&self) -> bool {
+        self.resident * PAGE < self.options.limit / 8 && self.crowded()
+    }
+
+    /// Sets the entry of a page and publishes its state.
+    pub fn set(&mut self, page: u64, pte: Pte) {
+        let state = match pte.tag() {
+            Tag::None => 0,
+            Tag::Resident | Tag::Busy => PRESENT,
+            Tag::Zero => SWAPPED | ZERO,
+            Tag::Compressed => SWAPPED | self.tier(pte.handle()).bits(),
+            _ => SWAPPED | Tier::Lost.bits(),
+        };
+        self.pt.set(page, pte);
+        let hide = if self.options.markers { 0 } else { SWAPPED };
+        let state = if state & hide != 0 { 0 } else { state };
+        self.map.map().set(page, PageState(state));
+    }
+
+    fn tier(&self, handle: u32) -> Tier {
+        match Header::read(self.store.object(handle)).encoding {
+            Encoding::Raw => Tier::Raw,
+            Encoding::Lz4 => Tier::Warm,
+            Encoding::Zstd | Encoding::Deflate => Tier::Dense,
+        }
+    }
+
+    /// Drops a reference to an object.
+    pub fn release(&mut self, handle: u32, index: usize) {
+        if self.store.release(handle, index) && self.decoded.0 == Some(handle) {
+            self.decoded.0 = None;
+        }
+    }
+
+    /// Drops the kept copy of a page's entry.
+    pub fn drop_copy(&mut self, page: u64, pte: Pte) {
+        if let Some(handle) = pte.copy() {
+            let index = self.store.index(page, handle);
+            self.release(handle, index);
+        }
+    }
+
+    /// Makes a page one that nobody has touched, whatever it was. The object's page is the caller's affair.
+    pub fn forget(&mut self, page: u64) {
+        let pte = self.pt.get(page);
+        match pte.tag() {
+            Tag::None | Tag::Poisoned => {}
+            Tag::Zero => self.zeros -= 1,
+            Tag::Compressed => {
+                self.swapped -= 1;
+                self.release(pte.handle(), pte.index());
+            }
+            _ => self.resident -= 1,
+        }
+        self.drop_copy(page, pte);
+        self.set(page, Pte::NONE);
+    }
+
+    /// Lists `n` pages from `page` on, which the object now holds, as resident; `copy_of` are kept copies.
+    pub fn list_resident(&mut self, page: u64, n: usize, active: bool, copy_of: impl Fn(usize) -> Option<u32>) {
+        let (mut at, end) = (0, n as u64);
+        while at < end {
+            let order = ((page + at).trailing_zeros().min(4)).min((end - at).ilog2()) as u8;
+            self.stamp = (self.stamp + 1) & 0xffff;
+            for i in at..at + (1 << order) {
+                let pte = Pte::new(Tag::Resident, self.stamp);
+                self.set(page + i, copy_of(i as usize).map_or(pte, |handle| pte.with_copy(handle)));
+                self.touched[(page + i) as usize] = self.round;
+            }
+            let entry = Entry::new(page + at, order, self.stamp);
+            if active {
+                self.lru.active.push(entry)
+            } else {
+                self.lru.inactive.push(entry)
+            }
+            at += 1 << order;
+        }
+    }
+
+    /// Refault distance of a compressed page: evictions since it left.
+    pub fn refault_distance(&self, pte: Pte) -> usize {
+        (self.evictions.wrapping_sub(pte.evicted_at()) & STAMP_MASK) as usize
+    }
+
+    /// Counts a page as evicted.
+    pub fn count_eviction(&mut self) {
+        self.evictions = (self.evictions + 1) & STAMP_MASK;
+    }
+
+    /// The mapping of a number.
+    pub fn mapping(&mut self, id: u64) -> Option<&mut Mapping> {
+        self.mappings.iter_mut().find(|m| m.id == id)
+    }
+
+    /// Drops a range's contents: for every mapping, those to come included, it is as if never touched.
+    pub fn remove(&mut self, from: u64, to: u64) -> io::Result<()> {
+        // The object's pages first: a process that faults meanwhile waits for our lock.
+        memfd::punch(&self.object, from * PAGE as u64, (to - from) * PAGE as u64)?;
+        self.map.map().begin();
+        let mut at = from;
+        while let Some(page) = self.pt.next_used(at).filter(|p| *p < to) {
+            self.forget(page);
+            at = page + 1;
+        }
+        self.map.map().end();
+        for m in &mut self.mappings {
+            for page in from..to {
+                m.mapped.put(page, false);
+                m.seen.put(page, false);
+                if m.markers.map().get(page).0 != 0 {
+                    m.markers.map().set(page, PageState(0));
+                }
+            }
+            // Who waited to write to a protected page goes on, and finds a page that is not.
+            m.uffd().wake(m.address(from), (to - from) as usize * PAGE);
+        }
+        if let Some(watch) = &mut self.watch {
+            (from..to).for_each(|p| watch.everywhere.put(p, false));
+            watch.queue.retain(|p| !(from..to).contains(p));
+        }
+        Ok(())
+    }
+
+    /// Bytes of the tables.
+    pub fn metadata_bytes(&self) -> usize {
+        self.pt.metadata_bytes()
+            + self.lru.active.metadata_bytes()
+            + self.lru.inactive.metadata_bytes()
+            + self.store.metadata_bytes()
+            + self.map.metadata_bytes()
+            + self.touched.len() * 4
+            + self.mappings.iter().map(Mapping::metadata_bytes).sum::<usize>()
+    }
+}

@@ -1,0 +1,347 @@
+//! Paging out: see the protocol in the head of `shared`.
+//!
+//! A batch goes through [`Engine::begin`] (lock: choose, mark Busy, write-protect everywhere), [`Batch::compress`] (no
+//! lock) and [`Engine::finish`] (lock: store, punch, mark). Pages that somebody touched meanwhile are no longer Busy
+//! with the batch's number, and stay.
+
+use super::engine::Engine;
+use crate::arena::PAGE;
+use crate::object::{self, Header};
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
+use uzswap_mm::lru::Entry;
+use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN, Pte, Tag};
+use uzswap_sys::memfd;
+
+/// Pages of a batch.
+pub(super) const BATCH_PAGES: usize = 64;
+/// Batch numbers are of 25 bits, as a table entry has them.
+const NUMBER_MASK: u32 = (1 << 25) - 1;
+
+struct Page {
+    number: u64,
+    /// The hash of its kept copy.
+    copy: Option<u128>,
+    /// Not to be compressed together with its neighbours: it is read at random.
+    alone: bool,
+}
+
+enum Outcome {
+    Zero,
+    Clean,
+    Packed { encoding: Encoding, at: usize, len: usize },
+}
+
+/// Some pages that leave as one object.
+struct Unit {
+    /// Index of the first in the batch.
+    first: usize,
+    order: u8,
+    outcome: Outcome,
+}
+
+/// Pages on their way out; its buffers are allocated once.
+pub(super) struct Batch {
+    number: u32,
+    pages: Vec<Page>,
+    bytes: Vec<u8>,
+    hashes: Vec<u128>,
+    units: Vec<Unit>,
+    out: Vec<u8>,
+    compressor: Compressor,
+    dense: Option<Compressor>,
+    use_dense: bool,
+    /// A second descriptor of the object.
+    object: File,
+}
+
+impl Batch {
+    pub fn new(object: &OwnedFd, algorithm: Algorithm) -> io::Result<Self> {
+        let bytes = BATCH_PAGES * PAGE;
+        Ok(Self {
+            number: 0,
+            pages: Vec::with_capacity(BATCH_PAGES),
+            bytes: vec![0; bytes],
+            hashes: Vec::with_capacity(BATCH_PAGES),
+            units: Vec::with_capacity(BATCH_PAGES),
+            out: vec![0; bytes],
+            compressor: Compressor::new(algorithm),
+            dense: (algorithm == Algorithm::Lz4).then(|| Compressor::new(Algorithm::Zstd(1))),
+            use_dense: false,
+            object: File::from(object.try_clone()?),
+        })
+    }
+
+    /// Reads the pages and settles what becomes of each; needs no lock, as nobody can write to them.
+    ///
+    /// # Errors
+    /// The kernel's, when the object cannot be read: the batch must still be finished, and does nothing.
+    pub fn compress(&mut self) -> io::Result<()> {
+        self.units.clear();
+        self.hashes.clear();
+        let mut i = 0;
+        while i < self.pages.len() {
+            let n = self.pages[i..].iter().zip(self.pages[i].number..).take_while(|(p, at)| p.number == *at).count();
+            let bytes = &mut self.bytes[i * PAGE..(i + n) * PAGE];
+            self.object.read_exact_at(bytes, self.pages[i].number * PAGE as u64)?;
+            i += n;
+        }
+        self.hashes.extend(self.bytes[..self.pages.len() * PAGE].chunks(PAGE).map(object::hash));
+        let (mut i, mut at) = (0, 0);
+        while i < self.pages.len() {
+            let order = if self.four_together(i) { 2 } else { 0 };
+            let outcome = self.settle(i, order, &mut at);
+            self.units.push(Unit { first: i, order, outcome });
+            i += 1 << order;
+        }
+        Ok(())
+    }
+
+    fn is_clean(&self, i: usize) -> bool {
+        self.pages[i].copy == Some(self.hashes[i])
+    }
+
+    fn four_together(&self, i: usize) -> bool {
+        let first = self.pages[i].number;
+        first.is_multiple_of(4)
+            && i + 4 <= self.pages.len()
+            && (0..4).all(|k| {
+                let page = &self.pages[i + k];
+                page.number == first + k as u64 && !page.alone && !self.is_clean(i + k)
+            })
+    }
+
+    fn settle(&mut self, i: usize, order: u8, at: &mut usize) -> Outcome {
+        let bytes = &self.bytes[i * PAGE..(i + (1 << order)) * PAGE];
+        if order == 0 && self.is_clean(i) {
+            return Outcome::Clean;
+        }
+        if bytes.chunks(PAGE).all(object::is_zero) {
+            return Outcome::Zero;
+        }
+        let compressor = match &mut self.dense {
+            Some(dense) if self.use_dense => dense,
+            _ => &mut self.compressor,
+        };
+        let room = bytes.len() - bytes.len() / 16;
+        let (encoding, len) = compressor.compress(bytes, &mut self.out[*at..*at + room]).unwrap_or_else(|| {
+            self.out[*at..*at + bytes.len()].copy_from_slice(bytes);
+            (Encoding::Raw, bytes.len())
+        });
+        *at += len;
+        Outcome::Packed { encoding, at: *at - len, len }
+    }
+}
+
+impl Engine {
+    /// Takes up to `want` pages from the lists.
+    fn victims(&mut self, want: usize) -> Vec<u64> {
+        let mut pages = Vec::with_capacity(want + 16);
+        while pages.len() < want {
+            let Some(entry) = self.lru.pop_victim() else { break };
+            for page in entry.vpn()..entry.vpn() + (1 << entry.order()) {
+                let pte = self.pt.get(page);
+                if pte.tag() == Tag::Resident && pte.aux() == entry.stamp() {
+                    pages.push(page);
+                }
+            }
+        }
+        pages.sort_unstable();
+        pages
+    }
+
+    /// Fills a batch with the coldest pages; returns how many there were.
+    pub fn begin_coldest(&mut self, batch: &mut Batch) -> usize {
+        let mut pages = self.victims(BATCH_PAGES - 15);
+        let n = pages.len();
+        self.begin(batch, &mut pages);
+        n
+    }
+
+    /// Fills a batch with those of `pages` that are resident, as many as it takes, and takes them off `pages` (which is
+    /// sorted).
+    pub fn begin(&mut self, batch: &mut Batch, pages: &mut Vec<u64>) {
+        self.batches = (self.batches + 1) & NUMBER_MASK;
+        batch.number = self.batches;
+        batch.use_dense = self.crowded();
+        batch.pages.clear();
+        let mut taken = 0;
+        for page in pages.iter().copied() {
+            if batch.pages.len() == BATCH_PAGES {
+                break;
+            }
+            taken += 1;
+            let pte = self.pt.get(page);
+            if pte.tag() != Tag::Resident {
+                continue;
+            }
+            let copy = pte.copy().map(|handle| {
+                let index = self.store.index(page, handle);
+                object::stored_hash(self.store.object(handle), index)
+            });
+            let alone = self.pt.hints(page) & HINT_RANDOM != 0;
+            let busy = Pte::new(Tag::Busy, batch.number);
+            self.pt.set(page, pte.copy().map_or(busy, |handle| busy.with_copy(handle)));
+            batch.pages.push(Page { number: page, copy, alone });
+        }
+        pages.drain(..taken);
+        let mut i = 0;
+        while i < batch.pages.len() {
+            let first = batch.pages[i].number;
+            let n = batch.pages[i..].iter().zip(first..).take_while(|(p, at)| p.number == *at).count();
+            for k in 0..self.mappings.len() {
+                if !self.mappings[k].protect_mapped(first, first + n as u64) {
+                    // It can be written to there: the run stays.
+                    (first..first + n as u64).for_each(|p| self.rescue(p));
+                    break;
+                }
+            }
+            i += n;
+        }
+    }
+
+    /// Makes a page that is on its way out stay. Its write-protection goes when somebody writes.
+    pub fn rescue(&mut self, page: u64) {
+        let pte = self.pt.get(page);
+        if pte.tag() == Tag::Busy {
+            self.list_resident(page, 1, true, |_| pte.copy());
+        }
+    }
+
+    fn is_busy_with(&self, page: u64, batch: u32) -> bool {
+        let pte = self.pt.get(page);
+        pte.tag() == Tag::Busy && pte.aux() == batch
+    }
+
+    /// Stores a batch and takes its pages out of the object and every mapping; returns how many left.
+    pub fn finish(&mut self, batch: &mut Batch) -> usize {
+        let mut left = 0;
+        self.map.map().begin();
+        for u in core::mem::take(&mut batch.units) {
+            left += self.finish_unit(batch, &u);
+        }
+        self.map.map().end();
+        // What could not be stored or read stays.
+        for page in core::mem::take(&mut batch.pages) {
+            if self.is_busy_with(page.number, batch.number) {
+                self.rescue(page.number);
+            }
+        }
+        left
+    }
+
+    fn finish_unit(&mut self, batch: &Batch, u: &Unit) -> usize {
+        let (first, n) = (batch.pages[u.first].number, 1usize << u.order);
+        let live = (0..n).filter(|i| self.is_busy_with(first + *i as u64, batch.number)).fold(0u16, |l, i| l | 1 << i);
+        if live == 0 {
+            return 0;
+        }
+        let handle = match u.outcome {
+            Outcome::Zero | Outcome::Clean => None,
+            Outcome::Packed { encoding, at, len } => {
+                let head = Header { len, encoding, order: u.order, live };
+                match self.store.put(head, &batch.hashes[u.first..u.first + n], &batch.out[at..at + len]) {
+                    None => return 0,
+                    handle => handle,
+                }
+            }
+        };
+        let mut left = 0;
+        for i in (0..n).filter(|i| live & (1 << i) != 0) {
+            let page = first + i as u64;
+            if memfd::punch(&self.object, page * PAGE as u64, PAGE as u64).is_err() {
+                if let Some(handle) = handle {
+                    self.release(handle, i);
+                }
+                continue;
+            }
+            self.left(page, &u.outcome, handle, i);
+            left += 1;
+        }
+        left
+    }
+
+    /// A page has left the object.
+    fn left(&mut self, page: u64, outcome: &Outcome, handle: Option<u32>, index: usize) {
+        let old = self.pt.get(page);
+        self.count_eviction();
+        match (outcome, handle, old.copy()) {
+            (Outcome::Clean, _, Some(copy)) => {
+                let index = self.store.index(page, copy);
+                self.set(page, Pte::compressed(copy, index, self.evictions));
+                self.swapped += 1;
+                self.counts.swpout_clean += 1;
+            }
+            (_, Some(handle), copy) => {
+                if copy.is_some() {
+                    self.pt.hint(page, HINT_WRITTEN, 0);
+                    self.drop_copy(page, old);
+                }
+                self.set(page, Pte::compressed(handle, index, self.evictions));
+                self.swapped += 1;
+                self.counts.swpout += 1;
+            }
+            _ => {
+                self.drop_copy(page, old);
+                self.set(page, Pte::new(Tag::Zero, 0));
+                self.zeros += 1;
+            }
+        }
+        self.resident -= 1;
+        for m in &mut self.mappings {
+            m.mapped.put(page, false);
+            m.seen.put(page, false);
+        }
+    }
+
+    /// Pages out with the lock held, until a batch more would fit: for a fault that finds no room.
+    pub fn direct_reclaim(&mut self, batch: &mut Batch) {
+        self.counts.direct_reclaims += 1;
+        for _ in 0..64 {
+            if self.charged() + BATCH_PAGES * PAGE <= self.options.limit {
+                return;
+            }
+            if self.at_floor() || self.begin_coldest(batch) == 0 {
+                break;
+            }
+            let _ = batch.compress();
+            self.finish(batch);
+        }
+        if self.charged() > self.options.limit {
+            self.counts.over_limit += 1;
+        }
+    }
+
+    /// Pages out one page if it can be, with the lock held.
+    pub fn evict_now(&mut self, page: u64, batch: &mut Batch) {
+        self.begin(batch, &mut vec![page]);
+        let _ = batch.compress();
+        self.finish(batch);
+    }
+
+    /// The buffers of whoever reclaims with the lock held; to be put back.
+    pub fn take_direct(&mut self) -> Box<Batch> {
+        self.direct.take().unwrap_or_else(|| {
+            Box::new(Batch::new(&self.object, self.options.compressor.algorithm()).expect("a descriptor is to be had"))
+        })
+    }
+
+    /// Drops list entries whose pages have gone on, when they outnumber the others.
+    pub fn tidy_lists(&mut self) {
+        let Self { lru, pt, resident, .. } = self;
+        for ring in [&mut lru.inactive, &mut lru.active] {
+            if ring.len() > 4096 && ring.pages() > 2 * *resident + 4096 {
+                let fresh = |e: Entry| {
+                    (e.vpn()..e.vpn() + (1 << e.order())).any(|p| {
+                        let pte = pt.get(p);
+                        pte.tag() == Tag::Resident && pte.aux() == e.stamp()
+                    })
+                };
+                ring.retain(fresh);
+            }
+        }
+    }
+}

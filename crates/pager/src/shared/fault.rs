@@ -1,0 +1,291 @@
+//! Serving a fault of an attached mapping.
+//!
+//! Every page becomes visible in a mapping here and nowhere else, by CONTINUE, after the object's page is whole.
+
+use super::engine::Engine;
+use super::mapping::Marker;
+use crate::arena::PAGE;
+use crate::object::{self, Header};
+use crate::state::{BLOCK_PAGES, UNIT};
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Tag};
+use uzswap_sys::memfd;
+use uzswap_sys::uffd_shared::SharedFault;
+
+/// What became of a fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Served {
+    /// The thread goes on (or its process is gone).
+    Done,
+    /// Somebody is to be told first: the thread waits until the page is unprotected.
+    Told,
+    /// The kernel is short of memory: again later.
+    Later,
+}
+
+impl Engine {
+    /// Serves a fault of mapping number `k` of the list.
+    pub fn serve(&mut self, k: usize, fault: SharedFault) -> Served {
+        let m = &self.mappings[k];
+        let Some(page) = fault.address.checked_sub(m.base).map(|b| (b / PAGE) as u64).filter(|p| *p < self.pages)
+        else {
+            m.uffd().wake(fault.address, PAGE);
+            return Served::Done;
+        };
+        self.counts.faults += 1;
+        self.touched[page as usize] = self.round;
+        if self.mappings[k].marker(page) == Marker::Unknown {
+            // Whatever the page holds, this process alone is told; nobody else's view changes.
+            // A page that is mapped must be unmapped first, which only paging out does.
+            let mut batch = self.take_direct();
+            self.evict_now(page, &mut batch);
+            self.direct = Some(batch);
+            self.mappings[k].poison(page);
+            return Served::Done;
+        }
+        self.rescue(page);
+        let resident = self.pt.get(page).tag() == Tag::Resident;
+        if fault.protected && resident {
+            return self.write_to_protected(k, page);
+        }
+        if self.charged() + 2 * BLOCK_PAGES * PAGE > self.options.limit {
+            let mut batch = self.take_direct();
+            self.direct_reclaim(&mut batch);
+            self.direct = Some(batch);
+        }
+        self.bring(k, page, fault.write)
+    }
+
+    /// A write to a page that is mapped read-only.
+    fn write_to_protected(&mut self, k: usize, page: u64) -> Served {
+        self.counts.wp_faults += 1;
+        let m = &mut self.mappings[k];
+        if m.marker(page) == Marker::Notify
+            && let Some(watch) = &mut self.watch
+        {
+            if !watch.queue.contains(&page) {
+                watch.queue.push_back(page);
+            }
+            return Served::Told;
+        }
+        m.note_write(page);
+        m.unprotect(page);
+        self.pt.hint(page, HINT_WRITTEN, 0);
+        Served::Done
+    }
+
+    /// Maps a page, and what goes with it, in mapping `k`.
+    pub fn bring(&mut self, k: usize, page: u64, write: bool) -> Served {
+        let n = self.window(k, page);
+        let n = match self.hold(page, n, write) {
+            Ok(n) => n,
+            Err(_) if self.pt.get(page).tag() == Tag::Poisoned => {
+                self.mappings[k].poison(page);
+                return Served::Done;
+            }
+            Err(_) => return Served::Later,
+        };
+        if write && self.mappings[k].marker(page) == Marker::Track {
+            self.mappings[k].note_write(page);
+        }
+        self.bring_in(k, page, page + n as u64);
+        Served::Done
+    }
+
+    /// Maps pages that the object holds in mapping `k`, as their markers want.
+    pub fn bring_in(&mut self, k: usize, from: u64, to: u64) {
+        let mut at = from;
+        while at < to {
+            let protect = self.mappings[k].marker(at) != Marker::Plain;
+            let same = |p: &u64| (self.mappings[k].marker(*p) != Marker::Plain) == protect;
+            let stop = (at..to).find(|p| !same(p)).unwrap_or(to);
+            if !self.map_run(k, at, stop, protect) {
+                return;
+            }
+            at = stop;
+        }
+    }
+
+    /// How many pages to bring for a fault: up to 64 KiB where faults run in sequence, one page elsewhere.
+    fn window(&mut self, k: usize, page: u64) -> usize {
+        let left = (BLOCK_PAGES - (page as usize % BLOCK_PAGES)).min((self.pages - page) as usize);
+        let m = &mut self.mappings[k];
+        let hit = m.streams.iter().position(|(next, _)| *next == page);
+        let (i, log) = match hit {
+            Some(i) => (i, (m.streams[i].1 + 2).min(4)),
+            None => {
+                m.stream_next = (m.stream_next + 1) % m.streams.len();
+                (m.stream_next, 0)
+            }
+        };
+        let mut n = (1usize << log).min(left);
+        if let Some(stop) = (1..n).find(|i| {
+            let at = page + *i as u64;
+            m.seen.has(at) || m.marker(at) == Marker::Unknown
+        }) {
+            n = stop;
+        }
+        m.streams[i] = (page + n as u64, log);
+        let (set, clear) = if hit.is_some() { (HINT_SEQUENTIAL, HINT_RANDOM) } else { (HINT_RANDOM, HINT_SEQUENTIAL) };
+        self.pt.hint(page, set, clear);
+        n
+    }
+
+    /// Sees to it that the object holds the page and up to `n` with it; returns how many it does.
+    ///
+    /// # Errors
+    /// No memory, or the page is lost (its tag says so).
+    pub fn hold(&mut self, page: u64, n: usize, write: bool) -> io::Result<usize> {
+        // What nobody has touched stays that way: it is not brought along.
+        let out = |e: &Self, p: u64| matches!(e.pt.get(p).tag(), Tag::Zero | Tag::Compressed);
+        match self.pt.get(page).tag() {
+            Tag::Resident => {
+                return Ok((1..n).find(|i| self.pt.get(page + *i as u64).tag() != Tag::Resident).unwrap_or(n));
+            }
+            Tag::Poisoned => return Err(io::ErrorKind::InvalidData.into()),
+            _ => {}
+        }
+        let n = if self.pt.get(page).tag() == Tag::None { 1 } else { n };
+        let n = (1..n).find(|i| !out(self, page + *i as u64)).unwrap_or(n);
+        let mut copies = [None; BLOCK_PAGES];
+        let mut scratch = core::mem::take(&mut self.scratch);
+        let filled = self.fill(page, &mut scratch[..n * PAGE]);
+        let compressed = (0..filled).any(|i| self.pt.get(page + i as u64).tag() == Tag::Compressed);
+        let written = if filled == 0 {
+            self.lose(page);
+            Err(io::ErrorKind::InvalidData.into())
+        } else if compressed {
+            write_at(&self.object, &scratch[..filled * PAGE], page)
+        } else {
+            memfd::populate(&self.object, page * PAGE as u64, (filled * PAGE) as u64)
+        };
+        self.scratch = scratch;
+        written?;
+        let close = self.brought(page, filled, write, &mut copies);
+        self.resident += filled;
+        self.list_resident(page, filled, close, |i| copies[i]);
+        Ok(filled)
+    }
+
+    /// Books pages as no longer out: keeps their copies where they may serve again. True: they left only lately.
+    fn brought(&mut self, page: u64, n: usize, write: bool, copies: &mut [Option<u32>]) -> bool {
+        let (mut close, mut major) = (false, false);
+        let crowded = self.crowded();
+        for (i, copy) in copies.iter_mut().enumerate().take(n) {
+            let at = page + i as u64;
+            let pte = self.pt.get(at);
+            match pte.tag() {
+                Tag::Compressed => {
+                    major = true;
+                    self.swapped -= 1;
+                    close |= self.refault_distance(pte) <= self.lru.active.pages();
+                    let written = write && i == 0 || self.pt.hints(at) & HINT_WRITTEN != 0;
+                    if written || crowded {
+                        self.release(pte.handle(), pte.index());
+                    } else {
+                        *copy = Some(pte.handle());
+                    }
+                }
+                Tag::Zero => self.zeros -= 1,
+                _ => {}
+            }
+        }
+        self.counts.major_faults += u64::from(major);
+        close
+    }
+
+    /// Fills a buffer with the pages from `page` on; returns how many it could.
+    fn fill(&mut self, page: u64, buffer: &mut [u8]) -> usize {
+        for (i, out) in buffer.chunks_mut(PAGE).enumerate() {
+            let pte = self.pt.get(page + i as u64);
+            if pte.tag() != Tag::Compressed {
+                out.fill(0);
+            } else if !self.fill_one(pte.handle(), pte.index(), out) {
+                return i;
+            }
+        }
+        buffer.len() / PAGE
+    }
+
+    /// Fills one page, decompressing its block once for all of its pages.
+    fn fill_one(&mut self, handle: u32, index: usize, out: &mut [u8]) -> bool {
+        if self.decoded.0 != Some(handle) {
+            self.decoded.0 = None;
+            let object = self.store.object(handle);
+            let head = Header::read(object);
+            let len = (PAGE << head.order).min(UNIT);
+            let body = &object[object::head_bytes(head.order)..];
+            if self.decompressor.decompress(head.encoding, body, &mut self.decoded.1[..len]).is_err() {
+                return false;
+            }
+            self.decoded.0 = Some(handle);
+        }
+        out.copy_from_slice(&self.decoded.1[index * PAGE..(index + 1) * PAGE]);
+        object::hash(out) == object::stored_hash(self.store.object(handle), index)
+    }
+
+    /// A page's object does not give back what was put in: everybody who touches it is told.
+    fn lose(&mut self, page: u64) {
+        self.forget(page);
+        self.set(page, uzswap_mm::pagetable::Pte::new(Tag::Poisoned, 0));
+        self.counts.poisoned += 1;
+        super::owner::say(
+            "uzswap: a compressed page of a shared region was found damaged; who touches it gets SIGBUS\n",
+        );
+    }
+
+    /// Maps `[from, to)`, which the object holds. False when the rest of the window is to be left.
+    fn map_run(&mut self, k: usize, from: u64, to: u64, protect: bool) -> bool {
+        let m = &mut self.mappings[k];
+        // Before the kernel does it: `mapped` never says too little. From now on the process may use them all unseen.
+        for p in from..to {
+            m.mapped.put(p, true);
+            m.seen.put(p, true);
+            self.touched[p as usize] = self.round;
+        }
+        let (mut at, mut tries) = (from, 0);
+        while at < to {
+            let m = &mut self.mappings[k];
+            let result = m.uffd().continue_pages(m.address(at), (to - at) as usize * PAGE, protect);
+            let Err((done, errno)) = result else { return true };
+            at += (done / PAGE) as u64;
+            tries += 1;
+            match errno {
+                libc::EAGAIN if tries < 10_000 => std::thread::yield_now(),
+                _ if at >= to => return true,
+                // Somebody else's fault was first.
+                libc::EEXIST => {
+                    m.wake(at);
+                    at += 1;
+                }
+                // Not in the object: punched behind our back, so it reads as zeros.
+                libc::EFAULT if tries < 100 => {
+                    self.forget(at);
+                    if self.hold(at, 1, false).is_err() {
+                        return false;
+                    }
+                }
+                libc::ESRCH => {
+                    m.dead = true;
+                    return false;
+                }
+                // The program has unmapped it, or it is a page poisoned before.
+                _ => {
+                    m.wake(at);
+                    return false;
+                }
+            }
+        }
+        true
+    }
+}
+
+fn write_at(object: &OwnedFd, bytes: &[u8], page: u64) -> io::Result<()> {
+    use std::os::fd::{AsRawFd, FromRawFd};
+    // SAFETY: the descriptor is open, and not closed by this File.
+    let file = std::mem::ManuallyDrop::new(unsafe { File::from_raw_fd(object.as_raw_fd()) });
+    file.write_all_at(bytes, page * PAGE as u64)
+}

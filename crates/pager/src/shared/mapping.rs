@@ -1,0 +1,195 @@
+//! One attached mapping, as the owner sees it.
+//!
+//! `mapped` may say too much (a page whose PTE the kernel has dropped) but never too little: a page that is not marked
+//! there cannot be written through this mapping. That is what eviction relies on.
+
+use super::engine::Engine;
+use crate::arena::PAGE;
+use crate::mapfile::MapFile;
+use std::os::fd::{AsRawFd, OwnedFd};
+use uzswap_mm::pagemap::{PageState, SOFT_DIRTY, WRITE_PROTECTED};
+use uzswap_sys::uffd::Uffd;
+
+/// A set of pages.
+pub(super) struct Pages(Vec<u64>);
+
+impl Pages {
+    pub fn new(pages: u64) -> Self {
+        Self(vec![0; pages.div_ceil(64) as usize])
+    }
+    pub fn has(&self, page: u64) -> bool {
+        self.0[(page / 64) as usize] & (1 << (page % 64)) != 0
+    }
+    pub fn put(&mut self, page: u64, is: bool) {
+        let (word, bit) = (&mut self.0[(page / 64) as usize], 1 << (page % 64));
+        if is { *word |= bit } else { *word &= !bit }
+    }
+    pub fn clear(&mut self) {
+        self.0.fill(0);
+    }
+    pub fn bytes(&self) -> usize {
+        self.0.len() * 8
+    }
+}
+
+/// An attached mapping. Owner: the engine's lock.
+pub(super) struct Mapping {
+    /// Its number, never used twice.
+    pub id: u64,
+    /// Its faults. Closed with the mapping.
+    pub uffd: OwnedFd,
+    /// To its watcher.
+    pub watch: OwnedFd,
+    /// Its first byte, in its process.
+    pub base: usize,
+    /// Pages that may have a PTE.
+    pub mapped: Pages,
+    /// Pages that were mapped since the last round of ageing: a hint.
+    pub seen: Pages,
+    /// The bits that are its own, published.
+    pub markers: MapFile,
+    /// The last round of ageing that its watcher has done.
+    pub aged: u32,
+    /// Recent ends of faults: a fault at one of them is sequential.
+    pub streams: [(u64, u8); 8],
+    /// Next of `streams` to reuse.
+    pub stream_next: usize,
+    /// The process is gone (`ESRCH`).
+    pub dead: bool,
+}
+
+/// What a mapping's marker asks for when its page is mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Marker {
+    /// Nothing.
+    Plain,
+    /// The first write is noted.
+    Track,
+    /// Writes are told to the one who asked.
+    Notify,
+    /// It is none of ours: the process gets SIGBUS.
+    Unknown,
+}
+
+impl Mapping {
+    pub fn new(id: u64, uffd: OwnedFd, watch: OwnedFd, base: usize, markers: MapFile, engine: &Engine) -> Self {
+        let pages = engine.pages;
+        Self {
+            id,
+            uffd,
+            watch,
+            base,
+            mapped: Pages::new(pages),
+            seen: Pages::new(pages),
+            markers,
+            aged: engine.round,
+            streams: [(u64::MAX, 0); 8],
+            stream_next: 0,
+            dead: false,
+        }
+    }
+
+    /// Its userfaultfd.
+    pub fn uffd(&self) -> Uffd {
+        Uffd::from_raw(self.uffd.as_raw_fd())
+    }
+
+    /// A page's address.
+    pub fn address(&self, page: u64) -> usize {
+        self.base + page as usize * PAGE
+    }
+
+    /// What the marker of a page says.
+    pub fn marker(&self, page: u64) -> Marker {
+        let PageState(byte) = self.markers.map().get(page);
+        if byte & !(SOFT_DIRTY | WRITE_PROTECTED) != 0 {
+            Marker::Unknown
+        } else if byte & WRITE_PROTECTED != 0 {
+            Marker::Notify
+        } else if byte & SOFT_DIRTY == 0 && self.markers.tracking() {
+            Marker::Track
+        } else {
+            Marker::Plain
+        }
+    }
+
+    /// Marks a page as written to.
+    pub fn note_write(&self, page: u64) {
+        if self.markers.tracking() {
+            self.markers.map().change(page, SOFT_DIRTY, 0);
+        }
+    }
+
+    /// Write-protects the pages `[from, to)` that have a PTE here. False when that could not be done.
+    pub fn protect_mapped(&mut self, from: u64, to: u64) -> bool {
+        let mut at = from;
+        while at < to {
+            if !self.mapped.has(at) {
+                at += 1;
+                continue;
+            }
+            let end = (at..to).find(|p| !self.mapped.has(*p)).unwrap_or(to);
+            if !self.protect_run(at, end) {
+                return false;
+            }
+            at = end;
+        }
+        true
+    }
+
+    fn protect_run(&mut self, from: u64, to: u64) -> bool {
+        match self.ioctl(|m| m.uffd().write_protect(m.address(from), (to - from) as usize * PAGE, true)) {
+            Ok(()) => true,
+            // The program has unmapped a part, or put something else there: page by page. What is not registered has no
+            // PTE of this mapping.
+            Err(libc::ENOENT) if to - from > 1 => (from..to).all(|p| self.protect_run(p, p + 1)),
+            Err(libc::ENOENT | libc::ESRCH) => true,
+            Err(_) => false,
+        }
+    }
+
+    /// Ends a page's write-protection, and wakes its writers.
+    pub fn unprotect(&mut self, page: u64) {
+        let _ = self.ioctl(|m| m.uffd().write_protect(m.address(page), PAGE, false));
+    }
+
+    /// Wakes who waits for a page.
+    pub fn wake(&self, page: u64) {
+        self.uffd().wake(self.address(page), PAGE);
+    }
+
+    /// Makes every touch of the page a SIGBUS in this process.
+    pub fn poison(&mut self, page: u64) {
+        if let Err((_, libc::EEXIST)) = self.uffd().poison(self.address(page), PAGE) {
+            // A write-protection marker of the kernel's is left in the PTE: ending the protection takes it away.
+            self.unprotect(page);
+            let _ = self.uffd().poison(self.address(page), PAGE);
+        }
+        self.wake(page);
+    }
+
+    /// Does an ioctl again while the kernel says so, and sees when the process is gone.
+    fn ioctl(&mut self, call: impl Fn(&Self) -> Result<(), i32>) -> Result<(), i32> {
+        for _ in 0..10_000 {
+            match call(self) {
+                Err(libc::EAGAIN) => std::thread::yield_now(),
+                Err(libc::ESRCH) => {
+                    self.dead = true;
+                    return Err(libc::ESRCH);
+                }
+                other => return other,
+            }
+        }
+        Err(libc::EAGAIN)
+    }
+
+    /// Whether the process is there. (Protecting a page too much costs a fault; ending its protection could lose a write.)
+    pub fn is_alive(&mut self) -> bool {
+        self.ioctl(|m| m.uffd().write_protect(m.address(0), PAGE, true)) != Err(libc::ESRCH)
+    }
+
+    /// Bytes of its tables.
+    pub fn metadata_bytes(&self) -> usize {
+        self.mapped.bytes() + self.seen.bytes() + self.markers.metadata_bytes()
+    }
+}

@@ -1,0 +1,506 @@
+//! Shared regions: one memory object that several processes map, paged by its owner under a limit.
+//!
+//! The object is a memfd. Its owner gives each process that attaches the object, and gets from it a userfaultfd that is
+//! registered over that process's mapping for missing, minor and write-protection faults. So
+//! - no page becomes visible in a mapping but by the owner's CONTINUE, page by page;
+//! - the owner can make a page read-only in every mapping, and is told of writes to it;
+//! - a hole punched in the object takes the page out of every mapping at once.
+//!
+//! The owner itself touches pages only by `pread` and `pwrite` on the object. If it wants to use the region it attaches
+//! like everybody else.
+//!
+//! ```text
+//!           ┌────────── write-protect in every mapping ──────────┐   compress     store, punch, under the lock
+//! Resident ─┘                                                    └▶ Busy ───────────▶ Compressed | Zero
+//!     ▲                                                               │                     │
+//!     └────────────── any fault on it: it stays ──────────────────────┘                     │
+//!     └────────────── fault: fill the object's page, then CONTINUE ─────────────────────────┘
+//! ```
+//! # Why no write is lost and no page seen half
+//! 1. *Eviction.* Under the lock the page becomes Busy and is write-protected in every mapping that may have a PTE for it
+//!    (`Mapping::mapped`, set before each CONTINUE, cleared only with the page). A mapping without a PTE cannot get one: its
+//!    fault is minor, and waits for us. From here on the page does not change, and is read and compressed without the lock.
+//!    A thread that wants to write faults; serving that fault takes the page off the batch (`rescue`). Under the lock again,
+//!    a page still Busy *with this batch's number* has not been written to: it is stored, and only then punched.
+//! 2. *Page-in.* The object's page is written whole under the lock. Whoever touches it meanwhile has a minor fault, which
+//!    waits for the lock. Then CONTINUE maps it.
+//! 3. *The kernel's own accesses* (read and write system calls, io_uring with plain buffers) go through the PTEs and fault
+//!    as the program does, where userfaultfd may serve the kernel's faults ([`SharedMapping::kernel_faults`]); elsewhere
+//!    they fail with EFAULT. What *pins* pages (direct I/O, registered buffers of io_uring, VFIO) writes to the frame
+//!    past all PTEs, and user space cannot see a pin of shared memory: a page punched under a pin loses what the device
+//!    writes. Such buffers must not be in a shared region.
+//! 4. *Behind our back.* `munmap` of a mapping costs nobody anything. `MADV_DONTNEED` drops PTEs only. A hole punched in
+//!    the object by `MADV_REMOVE` or through a descriptor kept from attaching is noticed where the page was in memory, but
+//!    a page that was out comes back: contents are dropped by [`SharedMapping::remove`]. `mremap` loses the registration
+//!    and must not be used.
+//!
+//! # Markers
+//! Whether a page is out is a fact about the object, kept once, so every mapping has the same answer, whoever touched,
+//! dropped or removed what, mappings made later and forked children included. Soft-dirty and write-protection belong to a
+//! mapping: a byte for each page in the mapping's own map, which page-out does not touch, and which CONTINUE obeys when it
+//! comes back. Both maps are memory objects that everybody reads ([`View`]), and only the owner writes. A marker that is
+//! none of ours is an error for its process alone: SIGBUS at that page.
+//!
+//! # Who can harm whom
+//! A process may attach when it is of the owner's user, or root's. It can write to the memory (that is what it is for) and
+//! order pages out or dropped. Dead, stopped or mute it harms nobody: its faults have a thread of their own, the ioctls
+//! need no answer, and nobody waits for its sockets. When the *owner* ends, the others get SIGBUS and a message: `attach`.
+//!
+//! Read on: `engine` (tables), `evict`, `fault`, `mapping` (one mapping, as the owner sees it), `owner` (threads), `calls`
+//! (what can be asked), `attach` (the other side), `wire` (messages).
+
+mod attach;
+mod calls;
+mod engine;
+mod evict;
+mod fault;
+mod mapping;
+mod owner;
+mod store;
+mod view;
+mod wire;
+
+use crate::region::{Compressor, LEAST_LIMIT};
+use attach::{Attached, Control, milliseconds, pages_of};
+use std::io;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::Duration;
+use uzswap_mm::codec::Algorithm;
+pub use view::View;
+use wire::op;
+
+/// How a shared region is made.
+#[derive(Clone, Debug)]
+pub struct SharedOptions {
+    /// Bytes that the object's pages in memory and the pool may take together.
+    pub limit: usize,
+    /// How pages are compressed.
+    pub compressor: Compressor,
+    /// Whether the page map tells swapped pages from those never touched; without, neither is present and that is all.
+    pub markers: bool,
+}
+
+impl SharedOptions {
+    /// A limit, and the defaults.
+    #[must_use]
+    pub fn new(limit: usize) -> Self {
+        Self { limit, compressor: Compressor::Lz4, markers: true }
+    }
+}
+
+impl Compressor {
+    /// The engine's name for it.
+    pub(crate) fn algorithm(self) -> Algorithm {
+        match self {
+            Self::Lz4 => Algorithm::Lz4,
+            Self::Zstd(level) => Algorithm::Zstd(if level == 0 { 1 } else { level.clamp(1, 19) as i32 }),
+            Self::Deflate(level) => Algorithm::Deflate(if level == 0 { 1 } else { level.clamp(1, 12) as i32 }),
+        }
+    }
+}
+
+/// Figures of a shared region; bytes, except the counts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SharedStats {
+    /// In memory.
+    pub resident: usize,
+    /// Pages (their uncompressed size) in the pool.
+    pub stored: usize,
+    /// Pages out that are all zeros and take nothing.
+    pub zeros: usize,
+    /// What the pool holds from the kernel.
+    pub pool: usize,
+    /// What counts against the limit.
+    pub charged: usize,
+    /// The tables, which the limit does not bound.
+    pub metadata: usize,
+    /// Processes' mappings.
+    pub mappings: u64,
+    /// Faults served.
+    pub faults: u64,
+    /// Faults that decompressed.
+    pub major_faults: u64,
+    /// Faults of writes to protected pages.
+    pub wp_faults: u64,
+    /// Pages compressed, ever.
+    pub swpout: u64,
+    /// Pages put out with the copy they had, ever.
+    pub swpout_clean: u64,
+    /// Faults that had to make room first.
+    pub direct_reclaims: u64,
+    /// Times the limit could not be kept.
+    pub over_limit: u64,
+    /// Pages lost.
+    pub poisoned: u64,
+}
+
+impl SharedStats {
+    fn of(words: &wire::Words) -> Self {
+        let (page, w) = (crate::arena::PAGE, &words[1..]);
+        Self {
+            resident: w[0] as usize * page,
+            stored: w[1] as usize * page,
+            zeros: w[2] as usize * page,
+            pool: w[3] as usize,
+            charged: w[4] as usize,
+            metadata: w[5] as usize,
+            mappings: w[6],
+            faults: w[7],
+            major_faults: w[8],
+            wp_faults: w[9],
+            swpout: w[10],
+            swpout_clean: w[11],
+            direct_reclaims: w[12],
+            over_limit: w[13],
+            poisoned: w[14],
+        }
+    }
+}
+
+/// The owner of a shared region. When it is dropped, or its process ends, the region is lost to everybody.
+#[derive(Debug)]
+pub struct SharedRegion {
+    orders: Mutex<OwnedFd>,
+    control: SharedControl,
+    path: Mutex<Option<PathBuf>>,
+    process: u32,
+}
+
+impl SharedRegion {
+    /// Makes a region of `size` bytes (rounded up to pages), which nobody has mapped yet.
+    ///
+    /// # Errors
+    /// `InvalidInput`: no size, or a limit below [`LEAST_LIMIT`]. The kernel's.
+    pub fn create(size: usize, options: &SharedOptions) -> io::Result<Self> {
+        if size == 0 || options.limit < LEAST_LIMIT {
+            let text = format!("a region needs a size, and a limit of at least {} MiB", LEAST_LIMIT >> 20);
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        let orders = owner::start(size, options.clone())?;
+        let socket = new_connection(&orders)?;
+        let control = SharedControl::of(attach::control(socket)?);
+        Ok(Self { orders: Mutex::new(orders), control, path: Mutex::new(None), process: std::process::id() })
+    }
+
+    fn orders(&self) -> io::Result<std::sync::MutexGuard<'_, OwnedFd>> {
+        if std::process::id() != self.process {
+            return Err(io::Error::other("a forked child does not own its parent's shared regions"));
+        }
+        Ok(self.orders.lock().unwrap_or_else(std::sync::PoisonError::into_inner))
+    }
+
+    /// Lets processes of this user (and root's) attach at a Unix socket, which is made here and must not exist.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn serve(&self, path: &Path) -> io::Result<()> {
+        let path = std::path::absolute(path)?;
+        let orders = self.orders()?;
+        let bytes = path.as_os_str().as_bytes();
+        wire::send(&orders, &wire::words(&[op::SERVE, bytes.len() as u64]), &[])?;
+        uzswap_sys::socket::send(&orders, bytes, &[])?;
+        match wire::receive(&orders)?.0[0] {
+            0 => {
+                *self.path.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(path);
+                Ok(())
+            }
+            errno => Err(io::Error::from_raw_os_error(errno as i32)),
+        }
+    }
+
+    /// Maps the region in the owner's own process.
+    ///
+    /// # Errors
+    /// See [`SharedMapping::attach`].
+    pub fn map(&self) -> io::Result<SharedMapping> {
+        let socket = new_connection(&*self.orders()?)?;
+        let path = self.path.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
+        Ok(SharedMapping { attached: Attached::new(socket, path)? })
+    }
+
+    /// Questions and orders.
+    #[must_use]
+    pub fn control(&self) -> &SharedControl {
+        &self.control
+    }
+}
+
+fn new_connection(orders: &OwnedFd) -> io::Result<OwnedFd> {
+    let (_, fds) = wire::call(orders, &[op::CONNECT])?;
+    fds.into_iter().next().ok_or_else(|| io::Error::from_raw_os_error(libc::EPROTO))
+}
+
+impl Drop for SharedRegion {
+    fn drop(&mut self) {
+        if let Ok(orders) = self.orders() {
+            let _ = wire::call(&orders, &[op::STOP]);
+        }
+    }
+}
+
+/// Questions and orders about a shared region, of its owner or anybody who may attach.
+///
+/// Ranges are bytes of the region, widened to pages.
+pub struct SharedControl {
+    socket: Mutex<OwnedFd>,
+    pages: u64,
+    view: View,
+}
+
+impl std::fmt::Debug for SharedControl {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SharedControl").field("pages", &self.pages).finish_non_exhaustive()
+    }
+}
+
+impl SharedControl {
+    /// Connects to the region served at a path.
+    ///
+    /// # Errors
+    /// `PermissionDenied`: it is another user's. The kernel's.
+    pub fn connect(path: &Path) -> io::Result<Self> {
+        attach::control(attach::connect(path)?).map(Self::of)
+    }
+
+    fn of(control: Control) -> Self {
+        let view = View::new(control.map, None);
+        Self { socket: Mutex::new(control.socket), pages: control.pages, view }
+    }
+
+    fn call(&self, request: &[u64]) -> io::Result<wire::Words> {
+        let socket = self.socket.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        wire::call(&socket, request).map(|(words, _)| words)
+    }
+
+    fn call_range(&self, what: u64, range: Range<usize>, more: u64) -> io::Result<wire::Words> {
+        let (from, to) = pages_of(range, self.len())?;
+        self.call(&[what, from, to, more])
+    }
+
+    /// Bytes of the region.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.pages as usize * crate::arena::PAGE
+    }
+
+    /// Whether there are none: never.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.pages == 0
+    }
+
+    /// The page map, without what belongs to a mapping.
+    #[must_use]
+    pub fn page_map(&self) -> &View {
+        &self.view
+    }
+
+    /// Pages a range out; returns the pages that went. What is touched meanwhile stays.
+    ///
+    /// # Errors
+    /// `InvalidInput`: not within the region. The owner is gone.
+    pub fn page_out(&self, range: Range<usize>) -> io::Result<u64> {
+        self.call_range(op::PAGEOUT, range, 0).map(|w| w[1])
+    }
+
+    /// Brings what is out of a range into memory; returns the pages that came.
+    ///
+    /// # Errors
+    /// As [`SharedControl::page_out`].
+    pub fn page_in(&self, range: Range<usize>) -> io::Result<u64> {
+        self.call_range(op::PAGEIN, range, 0).map(|w| w[1])
+    }
+
+    /// Drops a range's contents, in memory and out: it reads as zeros, and for every mapping is as if never touched.
+    ///
+    /// # Errors
+    /// As [`SharedControl::page_out`].
+    pub fn remove(&self, range: Range<usize>) -> io::Result<()> {
+        self.call_range(op::REMOVE, range, 0).map(drop)
+    }
+
+    /// Begins a round of ageing: each mapping drops its PTEs, so that pages in use show it by a (cheap) fault. What
+    /// [`SharedControl::page_out_idle`] and [`SharedControl::working_set`] know, they know from rounds.
+    ///
+    /// # Errors
+    /// The owner is gone.
+    pub fn age(&self) -> io::Result<()> {
+        self.call(&[op::AGE]).map(drop)
+    }
+
+    /// Pages out what has not been touched since the last round that began `time` ago or earlier; returns the pages.
+    ///
+    /// # Errors
+    /// The owner is gone.
+    pub fn page_out_idle(&self, time: Duration) -> io::Result<u64> {
+        self.call(&[op::IDLE, milliseconds(time)]).map(|w| w[1])
+    }
+
+    /// Pages in memory that were touched since the last round that began `time` ago or earlier (all that are in memory,
+    /// when there was none).
+    ///
+    /// # Errors
+    /// The owner is gone.
+    pub fn working_set(&self, time: Duration) -> io::Result<u64> {
+        self.call(&[op::WORKING_SET, milliseconds(time)]).map(|w| w[1])
+    }
+
+    /// Figures.
+    ///
+    /// # Errors
+    /// The owner is gone.
+    pub fn stats(&self) -> io::Result<SharedStats> {
+        self.call(&[op::STATS]).map(|w| SharedStats::of(&w))
+    }
+
+    /// Write-protects a range in every mapping, those made later included, or in the one with number `mapping`: who writes
+    /// to it waits until [`SharedControl::unprotect`], and [`SharedControl::next_write`] tells of it. One connection of a
+    /// region can do that at a time. When the connection ends so does the protection.
+    ///
+    /// # Errors
+    /// `ResourceBusy`: another does it. `NotFound`: no such mapping. As [`SharedControl::page_out`].
+    pub fn protect(&self, range: Range<usize>, mapping: Option<u64>) -> io::Result<()> {
+        self.call_range(op::PROTECT, range, mapping.unwrap_or(wire::ALL)).map(drop)
+    }
+
+    /// Ends write-protection and lets the writers go on.
+    ///
+    /// # Errors
+    /// As [`SharedControl::page_out`].
+    pub fn unprotect(&self, range: Range<usize>, mapping: Option<u64>) -> io::Result<()> {
+        self.call_range(op::UNPROTECT, range, mapping.unwrap_or(wire::ALL)).map(drop)
+    }
+
+    /// Waits for a write to a protected page; returns the byte at which the page begins, or None after `time`. Other calls
+    /// of this connection wait meanwhile.
+    ///
+    /// # Errors
+    /// The owner is gone.
+    pub fn next_write(&self, time: Duration) -> io::Result<Option<usize>> {
+        let w = self.call(&[op::NEXT_WRITE, milliseconds(time)])?;
+        Ok((w[1] != 0).then_some(w[2] as usize * crate::arena::PAGE))
+    }
+}
+
+/// A shared region, mapped in this process; unmapped when dropped.
+///
+/// What must not be done with the memory: see the module, *Behind our back* and *The kernel's own accesses*.
+pub struct SharedMapping {
+    attached: Box<Attached>,
+}
+
+impl std::fmt::Debug for SharedMapping {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SharedMapping").field("base", &self.attached.base).field("len", &self.attached.len).finish()
+    }
+}
+
+impl SharedMapping {
+    /// Attaches the region served at a path.
+    ///
+    /// # Errors
+    /// `PermissionDenied`: it is another user's, or userfaultfd is not to be had. The kernel's.
+    pub fn attach(path: &Path) -> io::Result<Self> {
+        let path = std::path::absolute(path)?;
+        Ok(Self { attached: Attached::new(attach::connect(&path)?, Some(path))? })
+    }
+
+    /// The first byte. Others write to the memory meanwhile, so references into it must not be formed but to atomics.
+    #[must_use]
+    pub fn as_mut_ptr(&self) -> *mut u8 {
+        self.attached.base as *mut u8
+    }
+
+    /// Bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.attached.len
+    }
+
+    /// Whether there are none: never.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.attached.len == 0
+    }
+
+    /// The mapping's number, for [`SharedControl::protect`]. A forked child's mapping has another.
+    #[must_use]
+    pub fn id(&self) -> u64 {
+        self.attached.id()
+    }
+
+    /// Whether system calls may be given pointers to pages that are out (they fail with EFAULT else).
+    #[must_use]
+    pub fn kernel_faults(&self) -> bool {
+        self.attached.kernel_faults()
+    }
+
+    /// The page map of this mapping.
+    #[must_use]
+    pub fn page_map(&self) -> View {
+        self.attached.view()
+    }
+
+    /// See [`SharedControl::page_out`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn page_out(&self, range: Range<usize>) -> io::Result<u64> {
+        self.attached.call_range(op::PAGEOUT, range, 0).map(|w| w[1])
+    }
+
+    /// See [`SharedControl::page_in`]; the pages are mapped here, too.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn page_in(&self, range: Range<usize>) -> io::Result<u64> {
+        self.attached.call_range(op::PAGEIN, range, 0).map(|w| w[1])
+    }
+
+    /// See [`SharedControl::remove`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn remove(&self, range: Range<usize>) -> io::Result<()> {
+        self.attached.call_range(op::REMOVE, range, 0).map(drop)
+    }
+
+    /// Clears this mapping's soft-dirty bits of a range: the next write to each page sets it again. Before bits are first
+    /// cleared every page counts as written, as in the kernel.
+    ///
+    /// # Errors
+    /// As [`SharedControl::page_out`].
+    pub fn clear_soft_dirty(&self, range: Range<usize>) -> io::Result<()> {
+        self.attached.call_range(op::CLEAR_SOFT_DIRTY, range, 0).map(drop)
+    }
+
+    /// Clears this mapping's soft-dirty bits of a range and returns the pages whose bit was set, by number: in one step,
+    /// so that no write is missed.
+    ///
+    /// # Errors
+    /// As [`SharedControl::page_out`].
+    pub fn take_soft_dirty(&self, range: Range<usize>) -> io::Result<Vec<u64>> {
+        let (mut at, to) = pages_of(range, self.len())?;
+        let mut dirty = Vec::new();
+        while at < to {
+            let end = to.min(at + calls::TAKE_PAGES);
+            let words = self.attached.call(&[op::CLEAR_SOFT_DIRTY, at, end])?;
+            dirty.extend((at..end).filter(|p| words[2 + ((p - at) / 64) as usize] & (1 << ((p - at) % 64)) != 0));
+            at = end;
+        }
+        Ok(dirty)
+    }
+
+    /// Sets a marker's byte as it is: to see what becomes of one that nobody knows.
+    ///
+    /// # Errors
+    /// As [`SharedControl::page_out`].
+    #[doc(hidden)]
+    pub fn inject_marker(&self, page: u64, byte: u8) -> io::Result<()> {
+        self.attached.call(&[op::INJECT_MARKER, page, u64::from(byte)]).map(drop)
+    }
+}

@@ -1,0 +1,487 @@
+//! The owner's threads.
+//!
+//! They have *a descriptor table of their own*: what they hold (the object, the others' userfaultfds, the sockets whose
+//! closing tells the others of our end) is neither closed by the program, nor inherited by a child that it forks and
+//! that would keep the others from seeing our end.
+//!
+//! | thread | does |
+//! |---|---|
+//! | server | takes connections and the owner's own orders |
+//! | one for each connection | its calls; a caller that stalls stalls nobody else |
+//! | one for each mapping | its faults |
+//! | reclaim | pages out ahead of demand |
+//!
+//! One lock, the engine's. No thread waits for another process while it holds it: sockets are written without it or
+//! without blocking, and ioctls on a userfaultfd need nothing of its process but its memory map.
+
+use super::engine::Engine;
+use super::evict::Batch;
+use super::fault::Served;
+use super::mapping::Mapping;
+use super::wire::{self, FOR_CONTROL, FOR_MAPPING, HELLO, op};
+use super::{SharedOptions, calls};
+use crate::mapfile::{Kind, MapFile};
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
+use std::sync::mpsc;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::Duration;
+use uzswap_mm::pagemap::WRITE_PROTECTED;
+use uzswap_sys::raw::Errno;
+use uzswap_sys::uffd_shared::{self, SharedFault};
+use uzswap_sys::{socket, sys};
+
+/// Everything the threads share.
+pub(super) struct Server {
+    engine: Mutex<Engine>,
+    /// Somebody waits to be told of writes: goes with the engine's lock.
+    pub news: Condvar,
+    /// The reclaim thread is wanted.
+    wanted: (Mutex<bool>, Condvar),
+    pub stopping: AtomicBool,
+    /// Open connections by number.
+    connections: Mutex<Vec<(u64, Arc<OwnedFd>)>>,
+    next_connection: AtomicU64,
+}
+
+/// Writes a line to the program's standard error, from whatever descriptor table.
+pub(super) fn say(text: &str) {
+    if let Ok(mut file) = std::fs::OpenOptions::new().write(true).open("/proc/self/fd/2") {
+        let _ = io::Write::write_all(&mut file, text.as_bytes());
+    }
+}
+
+/// Gives the calling thread a descriptor table of its own in which only `keep` is open, besides three of /dev/null.
+pub(super) fn isolate_descriptors(keep: &[RawFd]) -> io::Result<()> {
+    let os = io::Error::from_raw_os_error;
+    let mut keep = keep.to_vec();
+    keep.sort_unstable();
+    // SAFETY: descriptors only. What is closed are this thread's copies, to which no owner in this thread refers.
+    unsafe {
+        sys!(libc::SYS_unshare, libc::CLONE_FILES).map_err(os)?;
+        let null = uzswap_sys::raw::open(b"/dev/null\0", libc::O_RDWR).map_err(os)?;
+        for fd in (0..3).filter(|fd| !keep.contains(fd)) {
+            sys!(libc::SYS_dup2, null, fd).map_err(os)?;
+        }
+        let mut from = 3u32;
+        for fd in keep.into_iter().filter(|fd| *fd >= 3).map(|fd| fd as u32).chain([u32::MAX]) {
+            let to = if fd == u32::MAX { fd } else { fd - 1 };
+            if from <= to && fd >= 3 {
+                sys!(libc::SYS_close_range, from, to, 0).map_err(os)?;
+            }
+            from = fd.wrapping_add(1);
+        }
+    }
+    Ok(())
+}
+
+/// Starts a thread in which no signal of the program's is delivered.
+pub(super) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    let all = !0u64;
+    let mut old = 0u64;
+    // SAFETY: masks of 8 bytes; the thread inherits what is blocked.
+    let _ = unsafe { sys!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const all, &raw mut old, 8) };
+    let made = std::thread::Builder::new().name(name.to_owned()).stack_size(1 << 20).spawn(work);
+    // SAFETY: as above.
+    let _ = unsafe { sys!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const old, 0, 8) };
+    made.map(drop)
+}
+
+/// Starts an owner; returns the socket for its orders.
+pub(super) fn start(size: usize, options: SharedOptions) -> io::Result<OwnedFd> {
+    let (ours, theirs) = socket::pair()?;
+    let (said, heard) = mpsc::channel();
+    // The number is the same in both tables; each closes its own.
+    let number = theirs.as_raw_fd();
+    spawn("uzswap-shared", move || {
+        let made = isolate_descriptors(&[number]).and_then(|()| {
+            // SAFETY: open in this table, and owned by nobody here: the caller's owner is of another table.
+            let orders = unsafe { OwnedFd::from_raw_fd(number) };
+            Ok((Arc::new(Server::new(size, options)?), orders))
+        });
+        match made {
+            Ok((server, orders)) => {
+                let reclaiming = server.clone();
+                let started = spawn("uzswap-reclaim", move || reclaiming.reclaim());
+                let ok = started.is_ok();
+                let _ = said.send(started);
+                if ok {
+                    server.listen(&orders);
+                }
+            }
+            Err(e) => drop(said.send(Err(e))),
+        }
+    })?;
+    heard.recv().unwrap_or_else(|_| Err(io::ErrorKind::BrokenPipe.into()))?;
+    drop(theirs);
+    Ok(ours)
+}
+
+impl Server {
+    fn new(size: usize, options: SharedOptions) -> io::Result<Self> {
+        Ok(Self {
+            engine: Mutex::new(Engine::new(size, options)?),
+            news: Condvar::new(),
+            wanted: (Mutex::new(false), Condvar::new()),
+            stopping: AtomicBool::new(false),
+            connections: Mutex::new(Vec::new()),
+            next_connection: AtomicU64::new(1),
+        })
+    }
+
+    /// The tables. (A thread that panicked has ended the process where panics abort; elsewhere the tables may be half
+    /// changed, and nobody is served wrong data from them.)
+    pub fn engine(&self) -> MutexGuard<'_, Engine> {
+        self.engine.lock().expect("no thread of the owner has panicked")
+    }
+
+    fn connections(&self) -> MutexGuard<'_, Vec<(u64, Arc<OwnedFd>)>> {
+        self.connections.lock().expect("no thread of the owner has panicked")
+    }
+
+    /// Waits for news with the lock given up meanwhile.
+    pub fn wait_for_news<'a>(&self, engine: MutexGuard<'a, Engine>, time: Duration) -> MutexGuard<'a, Engine> {
+        self.news.wait_timeout(engine, time).expect("no thread of the owner has panicked").0
+    }
+
+    /// The server thread.
+    fn listen(self: &Arc<Self>, orders: &OwnedFd) {
+        let mut listening: Vec<(OwnedFd, PathBuf)> = Vec::new();
+        loop {
+            let mut polls: Vec<_> =
+                std::iter::once(orders).chain(listening.iter().map(|l| &l.0)).map(poll_in).collect();
+            wait(&mut polls, -1);
+            for (p, (socket, _)) in polls[1..].iter().zip(&listening) {
+                if p.revents != 0
+                    && let Ok(connection) = socket::accept(socket)
+                {
+                    self.take(connection);
+                }
+            }
+            if polls[0].revents == 0 {
+                continue;
+            }
+            match wire::receive(orders) {
+                Ok((words, _)) if words[0] == op::CONNECT => self.order_connect(orders),
+                Ok((words, _)) if words[0] == op::SERVE => {
+                    let result = path_of(&words, orders).and_then(|path| Ok((socket::listen(&path)?, path)));
+                    let answer = result.map(|l| listening.push(l)).map_or_else(|e| errno_of(&e), |()| 0);
+                    let _ = wire::send(orders, &wire::words(&[answer as u64]), &[]);
+                }
+                // STOP, or the handle's process is gone.
+                _ => break,
+            }
+        }
+        self.stopping.store(true, SeqCst);
+        self.news.notify_all();
+        self.want_reclaim();
+        for (_, path) in listening {
+            let _ = std::fs::remove_file(path);
+        }
+        // The others learn of the end by their sockets, which close with this table's last thread.
+        for m in &self.engine().mappings {
+            shut(&m.watch);
+        }
+        for (_, connection) in self.connections().iter() {
+            shut(connection);
+        }
+        let _ = wire::send(orders, &wire::words(&[0]), &[]);
+    }
+
+    fn order_connect(self: &Arc<Self>, orders: &OwnedFd) {
+        match socket::pair() {
+            Ok((ours, theirs)) => {
+                let _ = wire::send(orders, &wire::words(&[0]), &[theirs.as_raw_fd()]);
+                self.take(ours);
+            }
+            Err(e) => drop(wire::send(orders, &wire::words(&[errno_of(&e) as u64]), &[])),
+        }
+    }
+
+    /// Serves a connection in a thread of its own.
+    fn take(self: &Arc<Self>, connection: OwnedFd) {
+        let (server, connection) = (self.clone(), Arc::new(connection));
+        let number = self.next_connection.fetch_add(1, Relaxed);
+        self.connections().push((number, connection.clone()));
+        let _ = spawn("uzswap-client", move || {
+            if let Err(e) = server.serve(&connection, number) {
+                let _ = wire::send(&connection, &wire::words(&[errno_of(&e) as u64]), &[]);
+            }
+            server.connections().retain(|c| c.0 != number);
+            calls::disconnected(&server, number);
+        });
+    }
+
+    /// A connection, from its greeting to its end.
+    fn serve(self: &Arc<Self>, connection: &OwnedFd, number: u64) -> io::Result<()> {
+        // Nobody who stalls in the greeting keeps a thread.
+        socket::time_out(connection, 10)?;
+        let (hello, _) = wire::receive(connection)?;
+        // SAFETY: no arguments.
+        let me = unsafe { libc::geteuid() };
+        if !socket::peer(connection).is_ok_and(|(uid, _)| uid == me || uid == 0) {
+            return Err(io::Error::from_raw_os_error(libc::EACCES));
+        }
+        if hello[0] != HELLO {
+            return Err(io::Error::from_raw_os_error(libc::EPROTO));
+        }
+        let mapping = match hello[1] {
+            FOR_MAPPING => Some(self.attach(connection, hello[2])?),
+            FOR_CONTROL => {
+                let engine = self.engine();
+                let (welcome, map) = (wire::words(&[0, engine.pages, 0, 0]), engine.map.fd());
+                drop(engine);
+                wire::send(connection, &welcome, &[map])?;
+                None
+            }
+            _ => return Err(io::Error::from_raw_os_error(libc::EPROTO)),
+        };
+        socket::time_out(connection, 0)?;
+        while let Ok((request, _)) = wire::receive(connection) {
+            let answer = calls::answer(self, &request, mapping, number);
+            wire::send(connection, &answer, &[])?;
+        }
+        Ok(())
+    }
+
+    /// Gives a process what it needs to map the region, and takes over its faults.
+    fn attach(self: &Arc<Self>, connection: &OwnedFd, token: u64) -> io::Result<u64> {
+        let os = io::Error::from_raw_os_error;
+        let (watch, theirs) = socket::pair()?;
+        let (pages, object, map, markers) = {
+            let engine = self.engine();
+            let markers = MapFile::create(Kind::Markers, 0, engine.pages, 0).map_err(os)?;
+            (engine.pages, engine.object.as_raw_fd(), engine.map.fd(), markers)
+        };
+        wire::send(connection, &wire::words(&[0, pages]), &[object, map, markers.fd(), theirs.as_raw_fd()])?;
+        drop(theirs);
+        let (words, fds) = wire::receive(connection)?;
+        let uffd =
+            fds.into_iter().next().filter(|fd| uffd_shared::is_uffd(fd.as_raw_fd())).ok_or_else(|| os(libc::EBADF))?;
+        nonblocking(&watch)?;
+        let base = words[1] as usize;
+        if !base.is_multiple_of(4096) || base.checked_add(pages as usize * 4096).is_none() {
+            return Err(os(libc::EINVAL));
+        }
+        markers.set_base(base);
+        let mut engine = self.engine();
+        let id = engine.next_id;
+        engine.next_id += 1;
+        let mapping = Mapping::new(id, uffd, watch, base, markers, &engine);
+        // The whole range must be registered with this very descriptor.
+        mapping.uffd().write_protect(base, pages as usize * 4096, false).map_err(os)?;
+        inherit_markers(&mut engine, &mapping, token);
+        engine.mappings.push(mapping);
+        drop(engine);
+        let server = self.clone();
+        if let Err(e) = spawn("uzswap-faults", move || server.serve_faults(id)) {
+            self.engine().mappings.retain(|m| m.id != id);
+            return Err(e);
+        }
+        wire::send(connection, &wire::words(&[0, id]), &[])?;
+        Ok(id)
+    }
+
+    /// The thread of a mapping's faults: until its process is gone, or it has detached.
+    fn serve_faults(&self, id: u64) {
+        let (uffd, watch) = {
+            let mut engine = self.engine();
+            let Some(m) = engine.mapping(id) else { return };
+            (m.uffd.as_raw_fd(), m.watch.as_raw_fd())
+        };
+        let (mut closed, mut later) = (false, Vec::new());
+        loop {
+            let mut polls = [uffd, watch].map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
+            let (timeout, n) = if !later.is_empty() {
+                (10, 1)
+            } else if closed {
+                (5, 1)
+            } else {
+                (-1, 2)
+            };
+            wait(&mut polls[..n], timeout);
+            if self.stopping.load(SeqCst) {
+                // Closing the descriptor here would end the registration: the process's own copy must outlive it,
+                // until its watcher has put an error in the region's place.
+                return;
+            }
+            if polls[0].revents & (libc::POLLERR | libc::POLLNVAL) != 0 {
+                closed = true;
+                self.engine().mapping(id).expect("removed here only").dead = true;
+            }
+            if polls[1].revents != 0 {
+                closed |= !self.hear_watcher(id);
+            }
+            later = self.serve_all(id, uffd, later);
+            if closed {
+                let mut engine = self.engine();
+                let m = engine.mapping(id).expect("removed here only");
+                // A process that ends stops answering a moment after its sockets close.
+                if m.dead || !m.is_alive() {
+                    engine.mappings.retain(|m| m.id != id);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Serves what waits; returns what could not be served now.
+    fn serve_all(&self, id: u64, uffd: RawFd, mut waiting: Vec<SharedFault>) -> Vec<SharedFault> {
+        let (mut later, mut told) = (Vec::new(), false);
+        let handle = uzswap_sys::uffd::Uffd::from_raw(uffd);
+        while let Some(fault) = waiting.pop().or_else(|| handle.read_shared().ok().flatten()) {
+            let mut engine = self.engine();
+            let Some(k) = engine.mappings.iter().position(|m| m.id == id) else { return Vec::new() };
+            match engine.serve(k, fault) {
+                Served::Done => {}
+                Served::Told => told = true,
+                Served::Later => later.push(fault),
+            }
+            let near = engine.charged() + engine.margin() > engine.options.limit;
+            drop(engine);
+            if near {
+                self.want_reclaim();
+            }
+            if later.len() > 64 {
+                break;
+            }
+        }
+        if told {
+            self.news.notify_all();
+        }
+        later
+    }
+
+    /// Reads what a watcher says; false when it is gone.
+    fn hear_watcher(&self, id: u64) -> bool {
+        let mut engine = self.engine();
+        let Some(m) = engine.mapping(id) else { return false };
+        match wire::receive(&m.watch) {
+            Ok((words, _)) => {
+                // It has dropped its PTEs in this round: what is touched from now on faults.
+                m.aged = m.aged.max(words[1] as u32);
+                m.seen.clear();
+                true
+            }
+            Err(e) => e.kind() == io::ErrorKind::WouldBlock,
+        }
+    }
+
+    /// Wakes the reclaim thread.
+    pub fn want_reclaim(&self) {
+        let mut wanted = self.wanted.0.lock().expect("no thread of the owner has panicked");
+        if !*wanted {
+            *wanted = true;
+            self.wanted.1.notify_one();
+        }
+    }
+
+    /// The reclaim thread.
+    fn reclaim(&self) {
+        let mut batch = {
+            let engine = self.engine();
+            match Batch::new(&engine.object, engine.options.compressor.algorithm()) {
+                Ok(batch) => batch,
+                // Faults then make room by themselves.
+                Err(_) => return,
+            }
+        };
+        while !self.stopping.load(SeqCst) {
+            {
+                let wanted = self.wanted.0.lock().expect("no thread of the owner has panicked");
+                let mut wanted =
+                    self.wanted.1.wait_while(wanted, |w| !*w).expect("no thread of the owner has panicked");
+                *wanted = false;
+            }
+            let (mut engine, mut fruitless) = (self.engine(), 0);
+            while engine.charged() + engine.margin() > engine.options.limit && !self.stopping.load(SeqCst) {
+                let taken = engine.begin_coldest(&mut batch);
+                drop(engine);
+                let _ = batch.compress();
+                engine = self.engine();
+                fruitless = if engine.finish(&mut batch) == 0 { fruitless + 1 } else { 0 };
+                engine.tidy_lists();
+                if taken == 0 || fruitless > 50 || engine.at_floor() {
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Pages a range out; returns how many pages went.
+    pub fn page_out(&self, pages: impl Fn(&Engine) -> Vec<u64>) -> io::Result<usize> {
+        let (mut left, mut rounds) = (0, 0);
+        let mut engine = self.engine();
+        let mut batch = Batch::new(&engine.object, engine.options.compressor.algorithm())?;
+        let mut wanted = pages(&engine);
+        loop {
+            while !wanted.is_empty() {
+                engine.begin(&mut batch, &mut wanted);
+                drop(engine);
+                let _ = batch.compress();
+                engine = self.engine();
+                left += engine.finish(&mut batch);
+            }
+            // What another thread had in hand is out by now, or was rescued by a fault.
+            rounds += 1;
+            wanted = pages(&engine);
+            if wanted.is_empty() || rounds == 3 {
+                return Ok(left);
+            }
+        }
+    }
+}
+
+/// Gives a new mapping the markers of the one that its process was forked from, and those that are everywhere.
+fn inherit_markers(engine: &mut Engine, mapping: &Mapping, token: u64) {
+    let map = mapping.markers.map();
+    if let Some(at) = engine.forks.iter().position(|f| f.0 == token && token != 0)
+        && let Some((_, tracking, bytes)) = engine.forks.remove(at)
+    {
+        mapping.markers.set_tracking(tracking);
+        for (page, byte) in bytes.into_iter().enumerate().filter(|(_, b)| *b != 0) {
+            map.set(page as u64, uzswap_mm::pagemap::PageState(byte));
+        }
+    }
+    if let Some(watch) = &engine.watch {
+        for page in (0..engine.pages).filter(|p| watch.everywhere.has(*p)) {
+            map.change(page, WRITE_PROTECTED, 0);
+        }
+    }
+}
+
+fn path_of(words: &wire::Words, orders: &OwnedFd) -> io::Result<PathBuf> {
+    let mut bytes = vec![0u8; words[1].min(4096) as usize];
+    let (n, _) = socket::receive(orders, &mut bytes)?;
+    bytes.truncate(n);
+    let text: std::ffi::OsString = std::os::unix::ffi::OsStringExt::from_vec(bytes);
+    Ok(text.into())
+}
+
+/// The error number of an error, for a message.
+pub(super) fn errno_of(e: &io::Error) -> Errno {
+    e.raw_os_error().unwrap_or(if e.kind() == io::ErrorKind::InvalidInput { libc::EINVAL } else { libc::EIO })
+}
+
+fn poll_in(fd: &OwnedFd) -> libc::pollfd {
+    libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 }
+}
+
+fn wait(polls: &mut [libc::pollfd], timeout_ms: i32) {
+    // SAFETY: pollfds of ours.
+    unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, timeout_ms) };
+}
+
+/// Ends a socket for both sides, whoever else has it open.
+pub(super) fn shut(socket: &OwnedFd) {
+    // SAFETY: no memory is involved.
+    unsafe { libc::shutdown(socket.as_raw_fd(), libc::SHUT_RDWR) };
+}
+
+fn nonblocking(socket: &OwnedFd) -> io::Result<()> {
+    // SAFETY: no memory is involved.
+    let done = unsafe { libc::fcntl(socket.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) };
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}

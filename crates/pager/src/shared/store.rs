@@ -1,0 +1,95 @@
+//! The pool of a shared region: compressed objects in the owner's own memory.
+
+use crate::arena::discard;
+use crate::object::{self, Header};
+use uzswap_mm::zsmalloc::{Handle, ZsPool};
+use uzswap_sys::raw::Errno;
+use uzswap_sys::sys;
+
+/// Places in the pool and the memory behind them. Owner: the engine's lock.
+pub(super) struct Store {
+    pool: ZsPool,
+    base: usize,
+    len: usize,
+}
+
+impl Store {
+    /// A pool that can take `bytes` of objects.
+    pub fn new(bytes: usize) -> Result<Self, Errno> {
+        let len = bytes.next_multiple_of(4096);
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: a new mapping, with advice on it.
+        let base = unsafe {
+            let base = sys!(libc::SYS_mmap, 0, len, libc::PROT_READ | libc::PROT_WRITE, flags, -1isize, 0)?;
+            let _ = sys!(libc::SYS_madvise, base, len, libc::MADV_DONTFORK);
+            let _ = sys!(libc::SYS_madvise, base, len, libc::MADV_NOHUGEPAGE);
+            base
+        };
+        Ok(Self { pool: ZsPool::new(len), base, len })
+    }
+
+    /// Bytes held from the kernel.
+    pub fn held(&self) -> usize {
+        self.pool.held_bytes()
+    }
+
+    /// Bytes of the tables.
+    pub fn metadata_bytes(&self) -> usize {
+        self.pool.metadata_bytes()
+    }
+
+    /// Stores an object: `hashes` are those of its pages. None when the pool is full.
+    pub fn put(&mut self, head: Header, hashes: &[u128], bytes: &[u8]) -> Option<u32> {
+        let at = object::head_bytes(head.order);
+        let handle = self.pool.alloc(at + bytes.len())?;
+        // SAFETY: the place was just given to us, inside our mapping, and self is borrowed mutably.
+        let place =
+            unsafe { core::slice::from_raw_parts_mut((self.base + handle.offset()) as *mut u8, at + bytes.len()) };
+        head.write(place);
+        for (i, hash) in hashes.iter().enumerate() {
+            object::set_hash(place, i, *hash);
+        }
+        place[at..].copy_from_slice(bytes);
+        Some(handle.raw())
+    }
+
+    /// The object of a handle, header first.
+    pub fn object(&self, handle: u32) -> &[u8] {
+        let at = (self.base + Handle::from_raw(handle).offset()) as *const u8;
+        // SAFETY: handles in page-table entries are live objects in our mapping; the header says how long.
+        unsafe {
+            let head = Header::read(core::slice::from_raw_parts(at, object::HEADER_BYTES));
+            core::slice::from_raw_parts(at, object::head_bytes(head.order) + head.len)
+        }
+    }
+
+    /// Ends the reference of page `index`; frees the object with the last and says so.
+    pub fn release(&mut self, handle: u32, index: usize) -> bool {
+        let mut head = Header::read(self.object(handle));
+        assert!(head.live & (1 << index) != 0, "a page left an object it was not in");
+        head.live &= !(1 << index);
+        let at = (self.base + Handle::from_raw(handle).offset()) as *mut u8;
+        // SAFETY: a live object, of which no slice is left, and self is borrowed mutably.
+        head.write(unsafe { core::slice::from_raw_parts_mut(at, object::HEADER_BYTES) });
+        if head.live != 0 {
+            return false;
+        }
+        if let Some(freed) = self.pool.free(Handle::from_raw(handle)) {
+            // SAFETY: the pool says that no object is left in the range.
+            unsafe { discard(self.base + freed.offset, freed.len) };
+        }
+        true
+    }
+
+    /// The index of a page in its object: objects are aligned to their pages.
+    pub fn index(&self, page: u64, handle: u32) -> usize {
+        (page & ((1 << Header::read(self.object(handle)).order) - 1)) as usize
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        // SAFETY: our mapping; nobody else knows of it.
+        let _ = unsafe { sys!(libc::SYS_munmap, self.base, self.len) };
+    }
+}

@@ -1,0 +1,164 @@
+//! Shared regions: several mappings, several processes.
+mod markers;
+mod processes;
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering::*};
+use uzswap_mm::pagemap::PageState;
+use uzswap_pager::shared::{SharedMapping, SharedOptions, SharedRegion};
+
+pub const PAGE: usize = 4096;
+pub const MIB: usize = 1 << 20;
+
+/// The words of a page of a mapping.
+pub fn words(m: &SharedMapping, page: usize) -> &[AtomicU64] {
+    assert!((page + 1) * PAGE <= m.len());
+    // SAFETY: within the mapping, aligned, alive as long as it; others use it as atomics, too.
+    unsafe { std::slice::from_raw_parts(m.as_mut_ptr().add(page * PAGE).cast(), PAGE / 8) }
+}
+
+pub fn touch(m: &SharedMapping, page: usize) -> u64 {
+    words(m, page)[0].load(Relaxed)
+}
+
+pub fn write(m: &SharedMapping, page: usize, value: u64) {
+    words(m, page)[7].store(value, Relaxed);
+}
+
+pub fn at(page: usize) -> std::ops::Range<usize> {
+    page * PAGE..(page + 1) * PAGE
+}
+
+pub fn region(size: usize, limit: usize) -> SharedRegion {
+    SharedRegion::create(size, &SharedOptions::new(limit)).unwrap()
+}
+
+/// (present, swapped) of a page.
+pub fn state(s: PageState) -> (bool, bool) {
+    (s.present(), s.swapped())
+}
+
+pub fn socket_path(name: &str) -> PathBuf {
+    let path = std::env::temp_dir().join(format!("uzswap-test-{}-{name}", std::process::id()));
+    let _ = std::fs::remove_file(&path);
+    path
+}
+
+#[test]
+fn one_mapping_reads_what_it_wrote_and_the_limit_holds() {
+    let _one = crate::region::alone();
+    let seed = crate::region::seed();
+    let mut rng = crate::region::Rng::new(seed);
+    let region = region(64 * MIB, 24 * MIB);
+    let m = region.map().unwrap();
+    let pages = m.len() / PAGE;
+    let mut model = vec![0u64; pages];
+    for step in 0..60_000usize {
+        let page = if step < pages { step } else { rng.below(pages) };
+        let all = words(&m, page);
+        // A word in 64 is noise, so that the pool has something to hold.
+        let value = |v: u64, i: usize| if i % 64 != 1 { v } else { (v ^ i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) };
+        for i in [0, 1, 255, 511] {
+            let expected = if model[page] == 0 { 0 } else { value(model[page], i) };
+            assert_eq!(all[i].load(Relaxed), expected, "step {step}, page {page}, word {i}");
+        }
+        if step < pages || rng.below(3) == 0 {
+            model[page] = 1 + rng.next() % 1000;
+            all.iter().enumerate().for_each(|(i, w)| w.store(value(model[page], i), Relaxed));
+        }
+    }
+    let stats = region.control().stats().unwrap();
+    println!("{stats:?}");
+    assert!(stats.charged <= 24 * MIB && stats.over_limit == 0, "{stats:?}");
+    assert!(stats.swpout > 10_000 && stats.major_faults > 1000, "{stats:?}");
+}
+
+#[test]
+fn mappings_see_each_others_writes_while_pages_go_out() {
+    let region = region(16 * MIB, 8 * MIB);
+    let (a, b) = (region.map().unwrap(), region.map().unwrap());
+    let control = region.control();
+    for round in 1..20u64 {
+        for page in 0..256 {
+            write(if page % 2 == 0 { &a } else { &b }, page, round * 1000 + page as u64);
+        }
+        let gone = control.page_out(0..256 * PAGE).unwrap();
+        assert_eq!(gone, 256);
+        for page in 0..256 {
+            let other = if page % 2 == 0 { &b } else { &a };
+            assert_eq!(words(other, page)[7].load(Relaxed), round * 1000 + page as u64);
+        }
+    }
+}
+
+#[test]
+fn the_kernel_reads_and_writes_pages_that_are_out() {
+    use std::io::{Read, Seek, Write};
+    use std::os::fd::AsRawFd;
+    let region = region(8 * MIB, 8 * MIB);
+    let m = region.map().unwrap();
+    assert!(m.kernel_faults(), "this test needs a userfaultfd that serves the kernel's faults");
+    for page in 0..64 {
+        words(&m, page).iter().for_each(|w| w.store(page as u64 + 1, Relaxed));
+    }
+    assert_eq!(region.control().page_out(0..64 * PAGE).unwrap(), 64);
+    let mut file = tempfile();
+    // SAFETY: the memory is mapped and as long as said; a copy of it is the kernel's affair.
+    let wrote = unsafe { libc::write(file.as_raw_fd(), m.as_mut_ptr().cast(), 64 * PAGE) };
+    assert_eq!(wrote, 64 * PAGE as isize);
+    file.rewind().unwrap();
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes).unwrap();
+    assert!(bytes.chunks(PAGE).enumerate().all(|(i, p)| p.chunks(8).all(|w| w == (i as u64 + 1).to_le_bytes())));
+    // And back: into memory that is out.
+    bytes.iter_mut().for_each(|b| *b = b.wrapping_add(1));
+    file.rewind().unwrap();
+    file.write_all(&bytes).unwrap();
+    file.rewind().unwrap();
+    assert_eq!(region.control().page_out(0..64 * PAGE).unwrap(), 64);
+    // SAFETY: as above.
+    let read = unsafe { libc::read(file.as_raw_fd(), m.as_mut_ptr().cast(), 64 * PAGE) };
+    assert_eq!(read, 64 * PAGE as isize);
+    for page in 0..64 {
+        let expected = u64::from_le_bytes(bytes[page * PAGE..page * PAGE + 8].try_into().unwrap());
+        assert!(words(&m, page).iter().all(|w| w.load(Relaxed) == expected), "page {page}");
+    }
+}
+
+fn tempfile() -> std::fs::File {
+    let path = socket_path("file");
+    let file = std::fs::File::options().read(true).write(true).create_new(true).open(&path).unwrap();
+    std::fs::remove_file(path).unwrap();
+    file
+}
+
+#[test]
+fn what_is_not_touched_goes_out_when_idle() {
+    let region = region(8 * MIB, 16 * MIB);
+    let m = region.map().unwrap();
+    for page in 0..512 {
+        write(&m, page, 1);
+    }
+    let control = region.control();
+    // Without a round nothing is known to be idle.
+    assert_eq!(control.page_out_idle(std::time::Duration::ZERO).unwrap(), 0);
+    assert_eq!(control.working_set(std::time::Duration::ZERO).unwrap(), 512);
+    control.age().unwrap();
+    // The watcher does its part of the round when it gets to it. A page is in use until then.
+    let zero = std::time::Duration::ZERO;
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    while control.working_set(zero).unwrap() == 512 {
+        assert!(std::time::Instant::now() < deadline, "the watcher never answered");
+        std::thread::yield_now();
+    }
+    for page in 100..120 {
+        assert_eq!(words(&m, page)[7].load(Relaxed), 1);
+    }
+    let used = control.working_set(zero).unwrap();
+    // Neighbours come with a page that is touched, up to 64 KiB.
+    assert!((20..=48).contains(&used), "{used} pages in use");
+    assert_eq!(control.page_out_idle(zero).unwrap(), 512 - used);
+    let map = m.page_map();
+    assert!((100..120).all(|p| map.get(p).present()) && map.get(0).swapped() && map.get(500).swapped());
+    assert!((0..512).all(|p| words(&m, p)[7].load(Relaxed) == 1));
+}

@@ -1,0 +1,73 @@
+//! memfd_create(2): memory objects, their seals, and holes in them.
+//!
+//! Since 3.17; `F_SEAL_FUTURE_WRITE` 5.1. A hole punched is taken out of every mapping at once and reads as zeros.
+
+use std::ffi::CStr;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+/// No more, no fewer bytes; and no change of that.
+pub const SEAL_SIZE: i32 = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+/// Mappings made from now on can be read only.
+pub const SEAL_FUTURE_WRITE: i32 = 0x10;
+
+fn check(ret: i64) -> io::Result<i64> {
+    if ret < 0 { Err(io::Error::last_os_error()) } else { Ok(ret) }
+}
+
+/// Makes an object of `len` zero bytes.
+///
+/// # Errors
+/// The kernel's.
+pub fn create(name: &CStr, len: u64) -> io::Result<OwnedFd> {
+    // SAFETY: a string; the descriptor is owned at once.
+    let fd = check(unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) }.into())?;
+    // SAFETY: the kernel has just returned this descriptor to us.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
+    // SAFETY: no memory is involved.
+    check(unsafe { libc::ftruncate(fd.as_raw_fd(), len as libc::off_t) }.into())?;
+    Ok(fd)
+}
+
+/// Adds seals.
+///
+/// # Errors
+/// `EPERM`: sealed against it.
+pub fn seal(fd: &OwnedFd, seals: i32) -> io::Result<()> {
+    // SAFETY: no memory is involved.
+    check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) }.into()).map(drop)
+}
+
+/// Gives the range zero pages where it has none.
+///
+/// # Errors
+/// `ENOSPC`, `ENOMEM`: no memory.
+pub fn populate(fd: &OwnedFd, at: u64, len: u64) -> io::Result<()> {
+    // SAFETY: no memory of ours is involved.
+    check(unsafe { libc::fallocate(fd.as_raw_fd(), 0, at as i64, len as i64) }.into()).map(drop)
+}
+
+/// Takes the range's pages out of the object and out of every mapping of it.
+///
+/// # Errors
+/// The kernel's.
+pub fn punch(fd: &OwnedFd, at: u64, len: u64) -> io::Result<()> {
+    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    // SAFETY: changes the object, whose readers know.
+    check(unsafe { libc::fallocate(fd.as_raw_fd(), mode, at as i64, len as i64) }.into()).map(drop)
+}
+
+/// Maps an object, shared, at an address of the kernel's choice, or at `fixed` over what is there.
+///
+/// # Errors
+/// The kernel's.
+///
+/// # Safety
+/// Nobody may use what is mapped at `fixed`.
+pub unsafe fn map(fd: &OwnedFd, len: usize, writable: bool, fixed: Option<usize>) -> io::Result<usize> {
+    let prot = if writable { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_READ };
+    let flags = libc::MAP_SHARED | libc::MAP_NORESERVE | if fixed.is_some() { libc::MAP_FIXED } else { 0 };
+    // SAFETY: a new mapping, or as the caller promises.
+    let at = unsafe { libc::mmap(fixed.unwrap_or(0) as *mut _, len, prot, flags, fd.as_raw_fd(), 0) };
+    if at == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(at as usize) }
+}

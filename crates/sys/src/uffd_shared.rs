@@ -1,0 +1,126 @@
+//! userfaultfd(2) on shared memory: the operations and messages that private memory has no use for.
+//!
+//! Since: missing pages of shared memory 4.11, minor faults on it (`CONTINUE`) 5.14, its write-protection 5.19,
+//! `CONTINUE` with write-protection 6.4. A *minor* fault is one on a page that the memory object holds and the mapping
+//! does not: with it registered, no page of the object becomes visible in the mapping but by `CONTINUE`. So a page can be
+//! filled through the object itself while every mapping waits.
+
+use crate::raw::{self, Errno};
+use crate::sys;
+use crate::uffd::{Partial, Uffd};
+
+/// What shared memory needs of the kernel: write-protection, missing and minor faults, write-protection of shared memory.
+pub const FEATURES_SHARED: u64 = 1 | 1 << 5 | 1 << 10 | 1 << 12 | crate::uffd::FEATURE_POISON;
+
+const REGISTER: u64 = 0xc020_aa00;
+const WRITEPROTECT: u64 = 0xc018_aa06;
+const CONTINUE: u64 = 0xc020_aa07;
+const MODES_ALL: u64 = 1 | 2 | 4;
+
+/// A fault in a shared mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SharedFault {
+    /// The address touched, rounded down to its page.
+    pub address: usize,
+    /// Whether it was a write.
+    pub write: bool,
+    /// The page is mapped, but write-protected.
+    pub protected: bool,
+    /// The memory object holds the page.
+    pub minor: bool,
+}
+
+fn ioctl(fd: i32, nr: u64, arg: &mut [u64]) -> Result<usize, Errno> {
+    // SAFETY: every caller in this file passes an array as large as the ioctl's structure.
+    unsafe { sys!(libc::SYS_ioctl, fd, nr, arg.as_mut_ptr()) }
+}
+
+impl Uffd {
+    /// Registers a range of shared memory for missing, minor and write-protection faults.
+    ///
+    /// # Errors
+    /// `EINVAL`: not memory of a memory object; `EPERM`: it could not be written; `EBUSY`: another descriptor has it.
+    pub fn register_shared(&self, start: usize, len: usize) -> Result<(), Errno> {
+        ioctl(self.fd(), REGISTER, &mut [start as u64, len as u64, MODES_ALL, 0]).map(drop)
+    }
+
+    /// Maps pages that the memory object holds, write-protected or not, and wakes who waits for them.
+    ///
+    /// # Errors
+    /// `EEXIST`: a page is mapped; `EFAULT`: the object does not hold one; `ENOENT`: not (all) registered; `ESRCH`: the
+    /// process is gone; `EAGAIN`: try again.
+    pub fn continue_pages(&self, start: usize, len: usize, protect: bool) -> Result<(), Partial> {
+        let mut a = [start as u64, len as u64, u64::from(protect) << 1, 0];
+        match ioctl(self.fd(), CONTINUE, &mut a) {
+            Ok(_) => Ok(()),
+            Err(e) => Err((usize::try_from(a[3] as i64).unwrap_or(0).min(len), e)),
+        }
+    }
+
+    /// Write-protects a range, mapped or not; or ends that and wakes who waits to write.
+    ///
+    /// # Errors
+    /// `ENOENT`: not (all) registered; `ESRCH`: the process is gone; `EAGAIN`: try again.
+    pub fn write_protect(&self, start: usize, len: usize, protect: bool) -> Result<(), Errno> {
+        ioctl(self.fd(), WRITEPROTECT, &mut [start as u64, len as u64, u64::from(protect)]).map(drop)
+    }
+
+    /// Reads one fault, if there is one; other messages are not asked for.
+    ///
+    /// # Errors
+    /// The kernel's, other than `EAGAIN`.
+    pub fn read_shared(&self) -> Result<Option<SharedFault>, Errno> {
+        let mut m = [0u64; 4];
+        // SAFETY: the buffer holds one message (32 bytes).
+        match unsafe { sys!(libc::SYS_read, self.fd(), m.as_mut_ptr(), 32) } {
+            Ok(_) => Ok(decode(&m)),
+            Err(libc::EAGAIN) => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+}
+
+fn decode(m: &[u64; 4]) -> Option<SharedFault> {
+    (m[0] as u8 == 0x12).then_some(SharedFault {
+        address: (m[2] & !4095) as usize,
+        write: m[1] & 1 != 0,
+        protected: m[1] & 2 != 0,
+        minor: m[1] & 4 != 0,
+    })
+}
+
+/// Whether a descriptor is a userfaultfd: whoever got it from another process should look.
+pub fn is_uffd(fd: i32) -> bool {
+    let mut path = [0u8; 64];
+    let mut digits = [0u8; 20];
+    let number = raw::decimal(fd as u64, &mut digits);
+    let prefix = b"/proc/thread-self/fd/";
+    path[..prefix.len()].copy_from_slice(prefix);
+    path[prefix.len()..prefix.len() + number.len()].copy_from_slice(number);
+    let mut target = [0u8; 64];
+    // SAFETY: a NUL-terminated path (the buffer is longer than what was written), and a buffer of its length.
+    let got = unsafe { sys!(libc::SYS_readlinkat, libc::AT_FDCWD, path.as_ptr(), target.as_mut_ptr(), target.len()) };
+    got.is_ok_and(|n| &target[..n] == b"anon_inode:[userfaultfd]")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_decode() {
+        let minor = SharedFault { address: 0x7000_0000, write: true, protected: false, minor: true };
+        assert_eq!(decode(&[0x12, 5, 0x7000_0123, 0]), Some(minor));
+        let protected = SharedFault { address: 0x1000, write: true, protected: true, minor: false };
+        assert_eq!(decode(&[0x12, 3, 0x1000, 0]), Some(protected));
+        assert_eq!(decode(&[0x14, 0, 0, 0]), None);
+    }
+
+    #[test]
+    fn other_descriptors_are_told_apart() {
+        assert!(!is_uffd(0) && !is_uffd(9999));
+        let Ok((uffd, _)) = Uffd::open(0) else { return };
+        assert!(is_uffd(uffd.fd()));
+        raw::close(uffd.fd());
+    }
+}

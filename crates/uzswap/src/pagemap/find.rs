@@ -1,0 +1,124 @@
+//! Where page maps are: among the descriptors of a process, or at a shared region's socket.
+
+use std::collections::HashSet;
+use std::fs;
+use std::os::fd::IntoRawFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use uzswap::shared::{SharedControl, View};
+use uzswap_mm::pagemap::PageMap;
+use uzswap_pager::mapfile::{Kind, MapFile};
+
+/// A page map found.
+pub struct Found {
+    /// Of what it is, for people.
+    pub what: String,
+    /// The address of its first page; 0 for a shared region, whose pages are by number.
+    pub base: usize,
+    /// The map.
+    pub map: Source,
+    /// The parts of it that anything is known of.
+    pub parts: Vec<Part>,
+}
+
+/// Pages `[from, to)`.
+pub struct Part {
+    /// The first.
+    pub from: u64,
+    /// One past the last.
+    pub to: u64,
+}
+
+/// Who has it mapped.
+pub enum Source {
+    /// This command.
+    Own(MapFile),
+    /// A connection to the region.
+    Shared(View),
+}
+
+impl Source {
+    /// The map.
+    pub fn map(&self) -> PageMap<'_> {
+        match self {
+            Self::Own(file) => file.map(),
+            Self::Shared(view) => view.map(),
+        }
+    }
+    /// Pages.
+    pub fn pages(&self) -> u64 {
+        self.map().pages()
+    }
+    /// Bytes.
+    pub fn limit(&self) -> u64 {
+        match self {
+            Self::Own(file) => file.limit(),
+            Self::Shared(view) => view.limit(),
+        }
+    }
+}
+
+/// The map of a shared region.
+pub fn of_region(path: &Path, region: &SharedControl) -> Result<Vec<Found>, String> {
+    let view = region.page_map().clone();
+    let parts = vec![Part { from: 0, to: view.pages() }];
+    let stats = region.stats().map_err(|e| format!("the owner of `{}` does not answer: {e}", path.display()))?;
+    let what = format!("shared region {} ({} mappings)", path.display(), stats.mappings);
+    Ok(vec![Found { what, base: 0, map: Source::Shared(view), parts }])
+}
+
+/// The maps of a process: of its whole memory under `uzswap run`, of its regions, of the shared regions that it owns.
+///
+/// uzswap's threads have descriptor tables of their own, so those of all threads are looked through.
+pub fn of_process(pid: u32) -> Result<Vec<Found>, String> {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).map_err(|_| format!("there is no process {pid}"))?;
+    let (mut seen, mut found, mut denied) = (HashSet::new(), Vec::new(), false);
+    for task in tasks.flatten() {
+        let descriptors = match fs::read_dir(task.path().join("fd")) {
+            Ok(descriptors) => descriptors,
+            Err(e) => {
+                denied |= e.kind() == std::io::ErrorKind::PermissionDenied;
+                continue;
+            }
+        };
+        for entry in descriptors.flatten() {
+            let name = fs::read_link(entry.path()).unwrap_or_default();
+            if !name.to_string_lossy().starts_with("/memfd:uzswap-pagemap") {
+                continue;
+            }
+            let Ok(file) = fs::File::open(entry.path()) else { continue };
+            if file.metadata().is_ok_and(|m| seen.insert((m.dev(), m.ino())))
+                && let Ok(map) = MapFile::open(file.into_raw_fd())
+            {
+                found.extend(describe(pid, map));
+            }
+        }
+    }
+    if denied && found.is_empty() {
+        return Err(format!("process {pid} is another user's"));
+    }
+    if found.is_empty() {
+        return Err(format!(
+            "process {pid} has no page map: it has no region, and is not managed by `uzswap run` (or not yet: below \
+             its limit memory is left alone)"
+        ));
+    }
+    found.sort_by_key(|f| f.base);
+    Ok(found)
+}
+
+fn describe(pid: u32, map: MapFile) -> Option<Found> {
+    let base = map.base();
+    let what = match map.kind()? {
+        Kind::Process => format!("process {pid}"),
+        Kind::Region => format!("region of process {pid} at {base:#x}"),
+        Kind::Shared => format!("shared region known to process {pid}"),
+        // What belongs to one mapping says nothing without the region's own.
+        Kind::Markers => return None,
+    };
+    let parts = match map.kind()? {
+        Kind::Process => map.written_ranges().into_iter().map(|(from, to)| Part { from, to }).collect(),
+        _ => vec![Part { from: 0, to: map.pages() }],
+    };
+    Some(Found { what, base, map: Source::Own(map), parts })
+}

@@ -1,0 +1,208 @@
+//! `uzswap pagemap`: what is in memory and what is out, of a process or a shared region.
+
+mod find;
+mod picture;
+
+use crate::cli::PagemapArgs;
+use crate::size::{Size, human};
+use find::{Found, Part};
+use serde_json::{Value, json};
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::ops::Range;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+use uzswap::shared::SharedControl;
+use uzswap_mm::pagemap::{PageState, Query, Run, Summary, TIERS, Tier};
+
+const PAGE: u64 = 4096;
+
+/// Does what was asked, then prints.
+pub fn pagemap(args: &PagemapArgs) -> ExitCode {
+    match try_pagemap(args) {
+        Ok(text) => {
+            let _ = std::io::stdout().write_all(text.as_bytes());
+            ExitCode::SUCCESS
+        }
+        Err(sentence) => {
+            eprintln!("uzswap: {sentence}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn try_pagemap(args: &PagemapArgs) -> Result<String, String> {
+    let found = match args.target.parse::<u32>() {
+        Ok(pid) => {
+            if args.page_out.is_some() || args.page_in.is_some() || args.idle.is_some() {
+                return Err("pages are put out and in of shared regions only: give the region's socket".to_owned());
+            }
+            find::of_process(pid)?
+        }
+        Err(_) => {
+            let path = Path::new(&args.target);
+            let region = SharedControl::connect(path)
+                .map_err(|e| format!("`{}` is neither a process nor a shared region: {e}", args.target))?;
+            act(args, &region)?;
+            find::of_region(path, &region)?
+        }
+    };
+    if let Some(file) = &args.svg {
+        std::fs::write(file, picture::svg(&found)).map_err(|e| format!("cannot write `{}`: {e}", file.display()))?;
+    }
+    if args.json {
+        let all: Vec<Value> = found.iter().map(|f| as_json(f, args.runs)).collect();
+        return Ok(serde_json::to_string_pretty(&all).unwrap_or_default() + "\n");
+    }
+    let colour = std::io::IsTerminal::is_terminal(&std::io::stdout());
+    Ok(found.iter().map(|f| as_text(f, args.runs, colour)).collect::<Vec<_>>().join("\n"))
+}
+
+/// Puts pages out and in.
+fn act(args: &PagemapArgs, region: &SharedControl) -> Result<(), String> {
+    let failed = |e: std::io::Error| format!("`{}` refused: {e}", args.target);
+    if let Some(range) = &args.page_out {
+        let pages = region.page_out(parse_range(range, region.len())?).map_err(failed)?;
+        eprintln!("uzswap: {} put out", human(pages * PAGE));
+    }
+    if let Some(seconds) = args.idle {
+        region.age().map_err(failed)?;
+        std::thread::sleep(Duration::from_secs_f64(seconds));
+        let time = Duration::from_secs_f64(seconds);
+        let used = region.working_set(time).map_err(failed)?;
+        let pages = region.page_out_idle(time).map_err(failed)?;
+        eprintln!(
+            "uzswap: {} in use within {seconds} s; {} put out as idle",
+            human(used * PAGE),
+            human(pages * PAGE)
+        );
+    }
+    if let Some(range) = &args.page_in {
+        let pages = region.page_in(parse_range(range, region.len())?).map_err(failed)?;
+        eprintln!("uzswap: {} brought in", human(pages * PAGE));
+    }
+    Ok(())
+}
+
+/// `all`, or `FROM..TO` as sizes.
+fn parse_range(text: &str, len: usize) -> Result<Range<usize>, String> {
+    if text == "all" {
+        return Ok(0..len);
+    }
+    let wrong = || format!("`{text}` is not a range: write it as 0..64M, or all");
+    let (from, to) = text.split_once("..").ok_or_else(wrong)?;
+    let at = |side: &str, otherwise: usize| match side {
+        "" => Ok(otherwise),
+        side => match Size::parse(side) {
+            Ok(Size::Bytes(bytes)) => Ok(bytes as usize),
+            _ => Err(wrong()),
+        },
+    };
+    let (from, to) = (at(from, 0)?, at(to, len)?);
+    if from > to || to > len {
+        return Err(format!("`{text}` is not within the region, which has {} bytes", len));
+    }
+    Ok(from..to)
+}
+
+fn summary(found: &Found) -> Summary {
+    let mut sum = Summary::default();
+    for part in &found.parts {
+        let s = found.map.map().summary(part.from, part.to);
+        sum.pages += s.pages;
+        sum.present += s.present;
+        sum.swapped += s.swapped;
+        sum.zero += s.zero;
+        sum.soft_dirty += s.soft_dirty;
+        sum.write_protected += s.write_protected;
+        sum.tiers.iter_mut().zip(s.tiers).for_each(|(to, n)| *to += n);
+    }
+    sum
+}
+
+fn runs(found: &Found) -> Vec<Run> {
+    let mut runs = Vec::new();
+    for Part { from, to } in &found.parts {
+        found.map.map().scan(*from, *to, Query::EVERYTHING, |run| runs.push(run));
+    }
+    runs
+}
+
+fn words(state: PageState) -> Vec<&'static str> {
+    let mut words = Vec::new();
+    let mut word = |is: bool, name| {
+        if is {
+            words.push(name);
+        }
+    };
+    word(state.present(), "present");
+    word(state.swapped(), "swapped");
+    word(state.zero(), "zero");
+    word(state.soft_dirty(), "soft-dirty");
+    word(state.write_protected(), "write-protected");
+    if state.tier() != Tier::None {
+        words.push(state.tier().name());
+    }
+    words
+}
+
+fn as_json(found: &Found, with_runs: bool) -> Value {
+    let sum = summary(found);
+    let tiers: serde_json::Map<_, _> =
+        TIERS[1..].iter().map(|t| (t.name().to_owned(), json!(sum.tiers[*t as usize]))).collect();
+    let mut value = json!({
+        "what": found.what, "base": found.base, "pages": found.map.pages(), "page_bytes": PAGE,
+        "limit": found.map.limit(),
+        "present": sum.present, "swapped": sum.swapped, "zero": sum.zero,
+        "soft_dirty": sum.soft_dirty, "write_protected": sum.write_protected, "tiers": tiers,
+    });
+    if with_runs {
+        let all: Vec<Value> =
+            runs(found).iter().map(|r| json!({"from": r.from, "to": r.to, "state": words(r.state)})).collect();
+        value["runs"] = Value::Array(all);
+    }
+    value
+}
+
+fn as_text(found: &Found, with_runs: bool, colour: bool) -> String {
+    let sum = summary(found);
+    let mut out = String::new();
+    let mut line = |name: &str, pages: u64| {
+        if pages > 0 {
+            let _ = writeln!(out, "  {name:<16} {:>12} pages  {:>10}", pages, human(pages * PAGE));
+        }
+    };
+    line("present", sum.present);
+    line("swapped", sum.swapped);
+    line("  zero", sum.zero);
+    for tier in &TIERS[1..] {
+        line(&format!("  {}", tier.name()), sum.tiers[*tier as usize]);
+    }
+    line("soft-dirty", sum.soft_dirty);
+    line("write-protected", sum.write_protected);
+    let mut text = format!("{}\n{out}", found.what);
+    text.push_str(&picture::text(found, colour));
+    if with_runs {
+        for run in runs(found) {
+            let at = |page: u64| found.base as u64 + page * PAGE;
+            let _ = writeln!(text, "  {:#014x}-{:#014x} {}", at(run.from), at(run.to), words(run.state).join(" "));
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_are_read() {
+        assert_eq!(parse_range("all", 1 << 20), Ok(0..1 << 20));
+        assert_eq!(parse_range("4K..64K", 1 << 20), Ok(4096..65536));
+        assert_eq!(parse_range("..", 1 << 20), Ok(0..1 << 20));
+        for wrong in ["", "x", "64K..4K", "0..2M", "50%..1M"] {
+            assert!(parse_range(wrong, 1 << 20).is_err(), "{wrong}");
+        }
+    }
+}
