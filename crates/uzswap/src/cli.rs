@@ -26,6 +26,8 @@ pub enum Command {
     Stat(StatArgs),
     /// Say whether this machine can do it, and what to change if not
     Doctor(DoctorArgs),
+    /// Show what is in memory and what is out, of a process or a shared region
+    Pagemap(PagemapArgs),
     /// Print a completion script for a shell
     Completions {
         /// The shell
@@ -130,4 +132,29 @@ pub struct ReplayArgs {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
+}
+
+/// Options of `uzswap pagemap`.
+#[derive(Args)]
+pub struct PagemapArgs {
+    /// A process id, or the socket of a shared region
+    pub target: String,
+    /// Print the runs of pages in the same state
+    #[arg(long)]
+    pub runs: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Draw the address space to FILE
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
+    /// First put a range of a shared region out: all, or FROM..TO such as 0..64M
+    #[arg(long, value_name = "RANGE")]
+    pub page_out: Option<String>,
+    /// First put out what is not touched within so many seconds from now, and say how much is in use
+    #[arg(long, value_name = "SECONDS")]
+    pub idle: Option<f64>,
+    /// First bring a range of a shared region in
+    #[arg(long, value_name = "RANGE")]
+    pub page_in: Option<String>,
 }

@@ -9,6 +9,7 @@ mod elf;
 mod group_file;
 mod groups;
 mod machine;
+mod pagemap;
 mod record;
 mod replay;
 mod report;
@@ -63,6 +64,7 @@ fn main() -> ExitCode {
             ExitCode::from(EXIT_OWN_FAILURE)
         }),
         Command::Doctor(args) => doctor::doctor(&args),
+        Command::Pagemap(args) => pagemap::pagemap(&args),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "uzswap", &mut std::io::stdout());
             ExitCode::SUCCESS

@@ -72,11 +72,7 @@ fn act(args: &PagemapArgs, region: &SharedControl) -> Result<(), String> {
         let time = Duration::from_secs_f64(seconds);
         let used = region.working_set(time).map_err(failed)?;
         let pages = region.page_out_idle(time).map_err(failed)?;
-        eprintln!(
-            "uzswap: {} in use within {seconds} s; {} put out as idle",
-            human(used * PAGE),
-            human(pages * PAGE)
-        );
+        eprintln!("uzswap: {} in use within {seconds} s; {} put out as idle", human(used * PAGE), human(pages * PAGE));
     }
     if let Some(range) = &args.page_in {
         let pages = region.page_in(parse_range(range, region.len())?).map_err(failed)?;

@@ -2,4 +2,5 @@
 
 mod cli;
 mod groups;
+mod pagemap;
 mod record;

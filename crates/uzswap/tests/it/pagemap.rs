@@ -1,0 +1,62 @@
+//! `uzswap pagemap` of a shared region.
+
+use serde_json::Value;
+use std::process::{Command, Output};
+use tempfile::TempDir;
+use uzswap::{SharedOptions, SharedRegion};
+
+fn pagemap(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_uzswap")).arg("pagemap").args(args).output().unwrap()
+}
+
+fn json(args: &[&str]) -> Value {
+    let output = pagemap(args);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[test]
+fn a_shared_regions_pages_are_shown_and_moved() {
+    let dir = TempDir::new().unwrap();
+    let (socket, drawing) = (dir.path().join("region"), dir.path().join("region.svg"));
+    let region = SharedRegion::create(4 << 20, &SharedOptions::new(8 << 20)).unwrap();
+    region.serve(&socket).unwrap();
+    let m = region.map().unwrap();
+    for page in 0..100 {
+        // SAFETY: within the mapping, which nobody else uses.
+        unsafe { m.as_mut_ptr().add(page * 4096).cast::<u64>().write_volatile(page as u64 + 1) };
+    }
+    let socket = socket.to_str().unwrap();
+    let found = json(&[socket, "--json", "--runs"]);
+    assert_eq!((&found[0]["present"], &found[0]["swapped"]), (&100.into(), &0.into()), "{found}");
+    assert_eq!(found[0]["runs"][0]["to"], 100);
+    let found = json(&[socket, "--json", "--page-out", "0..256K"]);
+    assert_eq!((&found[0]["present"], &found[0]["swapped"]), (&36.into(), &64.into()), "{found}");
+    // The same by the owner's process id.
+    let by_pid = json(&[&std::process::id().to_string(), "--json"]);
+    let same = |f: &Value| f["present"] == 36 && f["swapped"] == 64;
+    assert!(by_pid.as_array().unwrap().iter().any(same), "{by_pid}");
+    let found = json(&[socket, "--json", "--page-in", "all"]);
+    assert_eq!(found[0]["present"], 100);
+    let output = pagemap(&[socket, "--svg", drawing.to_str().unwrap(), "--runs"]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        text.contains("present") && text.contains('█') && text.contains("0x00000000000000-0x00000000064000"),
+        "{text}"
+    );
+    let drawing = std::fs::read_to_string(drawing).unwrap();
+    assert!(drawing.starts_with("<svg") && drawing.matches("<rect").count() > 1000);
+}
+
+#[test]
+fn what_has_no_page_map_is_refused_in_a_sentence() {
+    for (args, part) in [
+        (vec!["1000000000"], "there is no process"),
+        (vec!["/nowhere/to/be/found"], "neither a process nor a shared region"),
+        (vec!["1", "--page-out", "all"], "of shared regions only"),
+    ] {
+        let output = pagemap(&args);
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && text.contains(part) && text.lines().count() == 1, "{text}");
+    }
+}
