@@ -8,3 +8,4 @@ mod swapfile;
 mod trace;
 mod zone;
 mod zsmalloc;
+mod zswap;

@@ -1,3 +1,4 @@
-//! Behaviour of the pager, seen from outside.
+//! The pager's integration tests, one binary.
+mod folio;
 mod region;
 mod shared;
