@@ -6,7 +6,7 @@ use super::engine::Engine;
 use super::mapping::Marker;
 use crate::arena::PAGE;
 use crate::object::{self, Header};
-use crate::state::{BLOCK_PAGES, UNIT};
+use crate::state::BLOCK_PAGES;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -216,7 +216,7 @@ impl Engine {
             self.decoded.0 = None;
             let object = self.store.object(handle);
             let head = Header::read(object);
-            let len = (PAGE << head.order).min(UNIT);
+            let len = (PAGE << head.order).min(self.decoded.1.len());
             let body = &object[object::head_bytes(head.order)..];
             if self.decompressor.decompress(head.encoding, body, &mut self.decoded.1[..len]).is_err() {
                 return false;
