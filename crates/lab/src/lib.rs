@@ -13,6 +13,7 @@ pub mod json;
 pub mod kernel;
 pub mod machine;
 pub mod memory;
+pub mod pagemap;
 pub mod peers;
 pub mod process;
 pub mod programs;
@@ -37,6 +38,8 @@ struct Cli {
 enum Experiment {
     /// The same work under the kernel's zswap and zram, and under uzswap, with the same limit
     Kernel(kernel::Args),
+    /// Page state that can be asked for: whether it is exact, what it costs, how fast it is read
+    Pagemap(pagemap::Args),
     /// One process of an experiment (used by the lab itself)
     #[command(hide = true)]
     Worker(worker::Args),
@@ -62,6 +65,7 @@ pub fn main(args: Vec<String>) -> i32 {
     };
     match cli.experiment {
         Experiment::Kernel(args) => kernel::main(&args),
+        Experiment::Pagemap(args) => pagemap::main(&args),
         Experiment::Worker(args) => worker::main(&args),
     }
 }
