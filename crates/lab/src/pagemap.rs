@@ -142,7 +142,7 @@ impl Lab {
         }
         let range = SUBJECT * PAGE..(SUBJECT + 1) * PAGE;
         let who = format!("shared{}{}", if markers { "" } else { ", markers off" }, if huge { ", huge" } else { "" });
-        let mut step = |lab: &mut Self, name: &str, present: bool, swapped: bool| -> Result<(), String> {
+        let step = |lab: &mut Self, name: &str, present: bool, swapped: bool| -> Result<(), String> {
             let later = region.map().map_err(failed)?;
             for (which, m) in [("A", &a), ("B", &b), ("a later mapping", &later)] {
                 let state = m.page_map().get(SUBJECT as u64);

@@ -49,13 +49,13 @@ fn a_shared_regions_pages_are_shown_and_moved() {
     assert!(drawing.starts_with("<svg") && drawing.matches("<rect").count() > 1000);
 }
 
-/// Text a Python program holds, four times its limit; it says its process id, and its child's.
+/// Text that a Python program holds, more than its limit; it says its process id, and its child's.
 const PROGRAM: &str = "
 import os, sys
-d = [str(i) * 20 for i in range(800_000)]
+d = [str(i) * 20 for i in range(400_000)]
 child = os.fork()
 if child == 0:
-    ok = all(d[i] == str(i) * 20 for i in range(0, 800_000, 7))
+    ok = all(d[i] == str(i) * 20 for i in range(0, 400_000, 70))
     print('child', os.getpid(), ok, flush=True)
     sys.stdin.read()
     os._exit(0)
@@ -86,10 +86,10 @@ fn a_managed_process_and_its_forked_child_have_their_page_maps() {
         let of = format!("process {}", words[1]);
         let found = found.as_array().unwrap().iter().find(|f| f["what"] == of.as_str()).expect("its own page map");
         let count = |key: &str| found[key].as_u64().unwrap();
-        // Some 100 MB of text in 32 MiB.
-        assert!(count("swapped") > 8000, "{line}: {found}");
+        // Some 50 MB of text in 32 MiB.
+        assert!(count("swapped") > 4000, "{line}: {found}");
         assert!((1..=8192).contains(&count("present")), "{line}: {found}");
-        assert!(found["tiers"]["warm"].as_u64().unwrap() > 5000, "{line}: {found}");
+        assert!(found["tiers"]["warm"].as_u64().unwrap() > 2000, "{line}: {found}");
     }
     drop(run.stdin.take());
     assert!(run.wait().unwrap().success());
