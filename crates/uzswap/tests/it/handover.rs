@@ -17,7 +17,7 @@ fn contents(i: usize) -> [u8; PAGE] {
     for (k, word) in page.chunks_mut(8).enumerate() {
         // Every fourth page is zero, the others half noise.
         let value = if i % 4 == 3 { 0 } else { (i as u64 * 512 + k as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) };
-        word.copy_from_slice(&(if k % 2 == 0 { value } else { value >> 60 }).to_le_bytes());
+        word.copy_from_slice(&(if k.is_multiple_of(2) { value } else { value >> 60 }).to_le_bytes());
     }
     page
 }
