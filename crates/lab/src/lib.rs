@@ -16,6 +16,7 @@ pub mod json;
 pub mod kernel;
 pub mod machine;
 pub mod memory;
+pub mod pagemap;
 pub mod peers;
 pub mod process;
 pub mod programs;
@@ -44,6 +45,8 @@ enum Experiment {
     Blocks(blocks::Args),
     /// Swap-in with contiguous frames made scarce, with and without the fall-back to four small folios
     Fallback(fallback::Args),
+    /// Page state that can be asked for: whether it is exact, what it costs, how fast it is read
+    Pagemap(pagemap::Args),
     /// One process of an experiment (used by the lab itself)
     #[command(hide = true)]
     Worker(worker::Args),
@@ -71,6 +74,7 @@ pub fn main(args: Vec<String>) -> i32 {
         Experiment::Kernel(args) => kernel::main(&args),
         Experiment::Blocks(args) => blocks::main(&args),
         Experiment::Fallback(args) => fallback::main(&args),
+        Experiment::Pagemap(args) => pagemap::main(&args),
         Experiment::Worker(args) => worker::main(&args),
     }
 }

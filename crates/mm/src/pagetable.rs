@@ -4,6 +4,8 @@
 //! 64 KiB), so memory is used only where the program has some: 8.1 bytes a page. Address ranges need not be known
 //! beforehand: a page never seen is [`Tag::None`]. Owner: the pager's lock.
 
+use crate::pagemap::{PRESENT, PageMap, PageState, SWAPPED, Tier, ZERO};
+
 /// What is known of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -60,6 +62,17 @@ impl Pte {
             _ => Tag::Poisoned,
         }
     }
+    /// What the page map says of it. (Which codec packed a page its entry does not know: the pool is one tier here.)
+    pub fn state(self) -> PageState {
+        PageState(match self.tag() {
+            Tag::None => 0,
+            Tag::Resident => PRESENT,
+            Tag::Staged | Tag::Busy => SWAPPED | Tier::Staged.bits(),
+            Tag::Compressed => SWAPPED | Tier::Warm.bits(),
+            Tag::Zero => SWAPPED | ZERO,
+            _ => SWAPPED | Tier::Lost.bits(),
+        })
+    }
     /// The slot (25 bits) or stamp.
     pub fn aux(self) -> u32 {
         ((self.0 >> 7) & AUX_MASK) as u32
@@ -103,6 +116,8 @@ pub struct PageTable {
     top: Vec<Option<Dir>>,
     leaves: usize,
     dirs: usize,
+    /// Where states are published, and the page that comes first there.
+    published: Option<(PageMap<'static>, u64)>,
 }
 
 impl Default for PageTable {
@@ -114,7 +129,29 @@ impl Default for PageTable {
 impl PageTable {
     /// An empty table.
     pub fn new() -> Self {
-        Self { top: (0..8192).map(|_| None).collect(), leaves: 0, dirs: 0 }
+        Self { top: (0..8192).map(|_| None).collect(), leaves: 0, dirs: 0, published: None }
+    }
+
+    /// Publishes the state of every page from now on (and as it is now) in a map whose first page is `first`. Pages that
+    /// the map does not reach are left out.
+    pub fn publish(&mut self, map: PageMap<'static>, first: u64) {
+        self.published = Some((map, first));
+        self.for_each(|vpn, pte| self.tell(vpn, pte));
+    }
+
+    /// Publishes no more: the map may go.
+    pub fn unpublish(&mut self) {
+        self.published = None;
+    }
+
+    #[inline]
+    fn tell(&self, vpn: u64, pte: Pte) {
+        if let Some((map, first)) = &self.published {
+            let page = vpn.wrapping_sub(*first);
+            if page < map.pages() {
+                map.publish(page, pte.state());
+            }
+        }
     }
 
     fn leaf(&self, vpn: u64) -> Option<&Leaf> {
@@ -149,6 +186,7 @@ impl PageTable {
             return;
         }
         self.leaf_mut(vpn).ptes[(vpn % LEAF_PAGES) as usize] = pte;
+        self.tell(vpn, pte);
     }
 
     /// The hints of the 64 KiB block of a page.
@@ -178,6 +216,11 @@ impl PageTable {
                 for v in vpn..end {
                     let pte = core::mem::take(&mut leaf.ptes[(v % LEAF_PAGES) as usize]);
                     if pte != Pte::NONE {
+                        if let Some((map, first)) = &self.published
+                            && v.wrapping_sub(*first) < map.pages()
+                        {
+                            map.publish(v - first, PageState(0));
+                        }
                         gone(v, pte);
                     }
                 }

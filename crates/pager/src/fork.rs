@@ -78,6 +78,9 @@ impl Pager {
     fn reset_inherited(&self) {
         // SAFETY: before_fork took the lock in this thread.
         let s = unsafe { self.state.assume_locked() };
+        // The parent's page map is not inherited: its place is empty here, or taken by something else.
+        s.pt.unpublish();
+        core::mem::forget(self.page_map.lock().take());
         let mut busy = Vec::new();
         s.pt.for_each(|vpn, pte| {
             if pte.tag() == Tag::Busy {

@@ -14,6 +14,7 @@ pub mod limits;
 pub mod mapfile;
 pub mod member;
 pub mod object;
+pub mod pageout;
 pub mod pager;
 pub mod placement;
 pub mod reclaim;

@@ -149,6 +149,16 @@ impl MapFile {
         PageMap::new(&self.head()[SEQUENCE], words, self.pages())
     }
 
+    /// The map, for a table that lives as long as this.
+    ///
+    /// # Safety
+    /// It must not be used after this is dropped.
+    #[must_use]
+    pub unsafe fn map_unbound(&self) -> PageMap<'static> {
+        // SAFETY: the caller promises the lifetime.
+        unsafe { core::mem::transmute::<PageMap<'_>, PageMap<'static>>(self.map()) }
+    }
+
     /// The descriptor.
     #[must_use]
     pub fn fd(&self) -> i32 {

@@ -86,6 +86,8 @@ pub struct Pager {
     pub own_frames: bool,
     /// Ends the reclaim thread of a region.
     pub stopping: AtomicBool,
+    /// The page map of a process under `uzswap run`; its table writes to it under its own lock.
+    pub page_map: Lock<Option<crate::mapfile::MapFile>>,
     /// Where events are recorded, when the group records.
     pub rings: Option<&'static Rings>,
 }
@@ -140,6 +142,7 @@ impl Pager {
             ready: AtomicU32::new(0),
             own_frames: false,
             stopping: AtomicBool::new(false),
+            page_map: Lock::new(None),
             rings: None,
         };
         pager.claim_slot()?;

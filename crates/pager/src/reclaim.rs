@@ -218,7 +218,7 @@ impl Pager {
     ///
     /// The arena is registered, so discarding would raise an event to ourselves: the range leaves the registration for
     /// that moment. Nobody else touches free slots.
-    fn give_back(&self, s: &mut State, pages: usize) -> usize {
+    pub(crate) fn give_back(&self, s: &mut State, pages: usize) -> usize {
         let mut given = 0;
         while given < pages {
             let order = (pages - given).ilog2().min(9) as u8;

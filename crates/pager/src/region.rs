@@ -26,10 +26,12 @@
 use crate::arena::{Layout, PAGE};
 use crate::fault::Request;
 use crate::group::{CODEC_DEFLATE, CODEC_LZ4, CODEC_ZSTD, GroupPage, MAGIC};
+use crate::mapfile::{Kind as MapKind, MapFile};
 use crate::pager::Pager;
 use crate::placement::Helpers;
 use crate::state::BLOCK;
 use core::fmt;
+use core::ops::Range;
 use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
 use std::sync::{Mutex, OnceLock};
 use uzswap_mm::pagetable::Tag;
@@ -64,13 +66,15 @@ pub struct Options {
     pub compressor: Compressor,
     /// Leaves the pool out of what the limit bounds: only for comparisons with the kernel's cgroup v1.
     pub pool_uncharged: bool,
+    /// Publishes the state of each page: see [`Region::page_map`].
+    pub page_map: bool,
 }
 
 impl Options {
     /// A limit, and the defaults.
     #[must_use]
     pub fn new(limit: usize) -> Self {
-        Self { limit, compressor: Compressor::Lz4, pool_uncharged: false }
+        Self { limit, compressor: Compressor::Lz4, pool_uncharged: false, page_map: true }
     }
 }
 
@@ -150,6 +154,8 @@ pub struct Region {
     pager: *mut Pager,
     group: *mut GroupPage,
     reclaim: Option<std::thread::JoinHandle<()>>,
+    /// Outlives the pager, whose table writes to it: fields are dropped after [`Drop::drop`].
+    page_map: Option<std::sync::Arc<MapFile>>,
 }
 // SAFETY: the pager is made for many threads (the raw pointers are its owners), and the memory is the caller's affair.
 unsafe impl Send for Region {}
@@ -185,8 +191,16 @@ impl Region {
         group.pool_uncharged.store(u32::from(options.pool_uncharged), Relaxed);
         let group = Box::into_raw(group);
         // From here on, dropping undoes whatever was done.
-        let mut region =
-            Self { base: 0, len: size, mapped, index: None, pager: core::ptr::null_mut(), group, reclaim: None };
+        let mut region = Self {
+            base: 0,
+            len: size,
+            mapped,
+            index: None,
+            pager: core::ptr::null_mut(),
+            group,
+            reclaim: None,
+            page_map: None,
+        };
         region.build(options)?;
         Ok(region)
     }
@@ -225,6 +239,14 @@ impl Region {
         uffd.register(layout.arena, layout.slots * PAGE).map_err(kernel("registering a region's arena"))?;
         uffd.register(self.base, self.mapped).map_err(kernel("registering a region"))?;
         self.index = Some(REGISTRY.add(self.base, self.mapped, self.pager).ok_or(Error::TooMany)?);
+        if options.page_map {
+            let pages = (self.mapped / PAGE) as u64;
+            let map = MapFile::create(MapKind::Region, self.base, pages, options.limit as u64)
+                .map_err(kernel("a region's page map"))?;
+            // SAFETY: the pager is gone before this value's fields are dropped.
+            pager.state.lock().pt.publish(unsafe { map.map_unbound() }, (self.base / PAGE) as u64);
+            self.page_map = Some(std::sync::Arc::new(map));
+        }
         let address = self.pager as usize;
         let all = SignalsBlocked::new();
         let thread = std::thread::Builder::new().name("uzswap-reclaim".to_owned()).spawn(move || {
@@ -281,6 +303,34 @@ impl Region {
     pub fn group(&self) -> &GroupPage {
         // SAFETY: alive until drop; all atomics.
         unsafe { &*self.group }
+    }
+
+    /// The page map: each page's state, read without asking. None where [`Options::page_map`] is off.
+    #[must_use]
+    pub fn page_map(&self) -> Option<crate::shared::View> {
+        self.page_map.clone().map(crate::shared::View::of_private)
+    }
+
+    /// Puts a range of bytes (widened to pages) out; returns the pages that left. Other threads may use it meanwhile.
+    pub fn page_out(&self, range: Range<usize>) -> usize {
+        let (from, to) = self.pages_of(&range);
+        let _quiet = SignalsBlocked::new();
+        // SAFETY: alive until drop.
+        unsafe { &*self.pager }.page_out(from, to)
+    }
+
+    /// Drops the contents of the pages that a range of bytes touches: they read as zeros, as if never touched.
+    pub fn remove(&self, range: Range<usize>) {
+        let (from, to) = self.pages_of(&range);
+        let _quiet = SignalsBlocked::new();
+        // SAFETY: alive until drop.
+        unsafe { &*self.pager }.remove(from, to);
+    }
+
+    /// Page numbers of a range of bytes of the region.
+    fn pages_of(&self, range: &Range<usize>) -> (u64, u64) {
+        let to = range.end.min(self.len).next_multiple_of(PAGE);
+        (((self.base + range.start.min(to)) / PAGE) as u64, ((self.base + to) / PAGE) as u64)
     }
 
     /// Where the memory is.

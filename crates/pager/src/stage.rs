@@ -74,7 +74,7 @@ impl Pager {
         Ok(moved)
     }
 
-    fn stage_run(&self, s: &mut State, start: u64, n: usize) -> Result<usize, EventPending> {
+    pub(crate) fn stage_run(&self, s: &mut State, start: u64, n: usize) -> Result<usize, EventPending> {
         let (mut at, end, mut moved) = (start, start + n as u64, 0);
         while at < end {
             let left = (end - at) as usize;

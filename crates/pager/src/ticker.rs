@@ -11,6 +11,7 @@
 
 use crate::arena::PAGE;
 use crate::inject::Site;
+use crate::mapfile::{ADDRESS_SPACE_PAGES, Kind, MapFile};
 use crate::member::SIGNAL;
 use crate::pager::{FEATURES, Pager};
 use crate::state::State;
@@ -122,6 +123,7 @@ impl Pager {
         self.spawn_helpers()?;
         let mut s = self.state.lock();
         self.scan(&mut s)?;
+        self.publish_pages(&mut s);
         self.engaged.store(true, Release);
         for at in self.chain.nodes() {
             self.group.nodes[*at].engaged.fetch_add(1, Relaxed);
@@ -129,6 +131,16 @@ impl Pager {
         drop(s);
         self.wake_reclaim();
         Ok(())
+    }
+
+    /// Makes the page map that `uzswap pagemap` reads. Without one (no address space for it) all else works.
+    fn publish_pages(&'static self, s: &mut State) {
+        let made = MapFile::create(Kind::Process, 0, ADDRESS_SPACE_PAGES, self.limit() as u64);
+        if let Ok(map) = made {
+            // SAFETY: kept in the pager, which is never dropped, until the table no longer uses it (`reset_inherited`).
+            s.pt.publish(unsafe { map.map_unbound() }, 0);
+            *self.page_map.lock() = Some(map);
+        }
     }
 
     fn spawn_helpers(&'static self) -> Result<(), Errno> {
@@ -155,6 +167,7 @@ impl Pager {
         s.managed.clear();
         self.scan(s)?;
         self.forget_unmapped(s);
+        self.publish_pages(s);
         s.rss = self.read_rss();
         self.spawn_helpers()
     }

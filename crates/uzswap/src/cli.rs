@@ -29,6 +29,13 @@ pub enum Command {
     Doctor(DoctorArgs),
     /// Show what is in memory and what is out, of a process or a shared region
     Pagemap(PagemapArgs),
+    /// Serve guests' page faults from a compressed snapshot, in Firecracker's protocol
+    Handover {
+        /// The Unix socket to which monitors connect; made here
+        socket: PathBuf,
+        /// The memory file of the snapshot
+        memory: PathBuf,
+    },
     /// Print a completion script for a shell
     Completions {
         /// The shell

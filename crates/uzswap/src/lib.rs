@@ -11,6 +11,8 @@
 //!
 //! Read [`region`] first: a region is memory in every way but a few, which are said there.
 
+pub mod handover;
+
 pub use uzswap_mm::pagemap;
 pub use uzswap_pager::region::{self, Compressor, Error, Options, Region, Stats};
 pub use uzswap_pager::shared::{self, SharedControl, SharedMapping, SharedOptions, SharedRegion};

@@ -65,6 +65,7 @@ fn main() -> ExitCode {
             ExitCode::from(EXIT_OWN_FAILURE)
         }),
         Command::Doctor(args) => doctor::doctor(&args),
+        Command::Handover { socket, memory } => handover(&socket, &memory),
         Command::Pagemap(args) => pagemap::pagemap(&args),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "uzswap", &mut std::io::stdout());
@@ -74,5 +75,26 @@ fn main() -> ExitCode {
             Ok(()) => ExitCode::SUCCESS,
             Err(_) => ExitCode::from(EXIT_OWN_FAILURE),
         },
+    }
+}
+
+/// `uzswap handover`: serves until it is stopped.
+fn handover(socket: &std::path::Path, memory: &std::path::Path) -> ExitCode {
+    let done = std::fs::File::open(memory)
+        .and_then(|file| uzswap::handover::Image::read(&file))
+        .map_err(|e| format!("`{}`: {e}", memory.display()))
+        .and_then(|image| {
+            let listener = std::os::unix::net::UnixListener::bind(socket)
+                .map_err(|e| format!("cannot listen at `{}`: {e}", socket.display()))?;
+            let (held, whole) = (size::human(image.held() as u64), size::human(image.len()));
+            eprintln!("uzswap: {whole} held in {held}; waiting for monitors at {}", socket.display());
+            uzswap::handover::serve(&listener, &std::sync::Arc::new(image)).map_err(|e| e.to_string())
+        });
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(sentence) => {
+            eprintln!("uzswap: {sentence}");
+            ExitCode::FAILURE
+        }
     }
 }

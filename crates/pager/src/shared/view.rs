@@ -1,4 +1,4 @@
-//! The page map of a shared region as one mapping sees it: read without asking anybody.
+//! The page map of a region, of a shared one as one mapping sees it: read without asking anybody.
 
 use crate::mapfile::MapFile;
 use std::sync::Arc;
@@ -14,6 +14,11 @@ pub struct View {
 impl View {
     pub(super) fn new(map: Arc<MapFile>, markers: Option<Arc<MapFile>>) -> Self {
         Self { map, markers }
+    }
+
+    /// The map of a region that is not shared.
+    pub(crate) fn of_private(map: Arc<MapFile>) -> Self {
+        Self { map, markers: None }
     }
 
     /// The map itself.

@@ -291,3 +291,48 @@ fn a_system_call_on_memory_that_is_out_fails() {
     let got = unsafe { libc::getrandom(region.as_mut_ptr().cast(), 16, 0) };
     assert!(got < 0 && std::io::Error::last_os_error().raw_os_error() == Some(libc::EFAULT));
 }
+
+#[test]
+fn the_page_map_is_exact_at_every_step() {
+    let region = Region::new(4 * MIB, &Options::new(16 * MIB)).unwrap();
+    let map = region.page_map().unwrap();
+    // SAFETY: within the region, whose only user this is.
+    let word = |page: usize| unsafe { &*region.as_mut_ptr().add(page * PAGE).cast::<std::sync::atomic::AtomicU64>() };
+    let check = |step: &str, present: bool, swapped: bool| {
+        let state = map.get(5);
+        assert_eq!((state.present(), state.swapped()), (present, swapped), "{step}: {state:?}");
+    };
+    check("nothing", false, false);
+    word(5).store(1, Relaxed);
+    check("FAULT1", true, false);
+    assert_eq!(region.page_out(5 * PAGE..6 * PAGE), 1);
+    check("PAGEOUT", false, true);
+    assert_eq!(word(5).load(Relaxed), 1);
+    check("FAULT2", true, false);
+    region.remove(5 * PAGE..6 * PAGE);
+    check("REMOVE", false, false);
+    word(5).store(2, Relaxed);
+    region.page_out(0..4 * MIB);
+    check("PAGEOUT", false, true);
+    region.remove(0..4 * MIB);
+    check("REMOVE", false, false);
+    assert_eq!(word(5).load(Relaxed), 0);
+}
+
+#[test]
+fn the_page_map_says_what_the_region_says() {
+    let _one = alone();
+    let mut region = Region::new(32 * MIB, &Options::new(14 * MIB)).unwrap();
+    against_model(&mut region, 2, seed(), 3000);
+    region.page_out(0..MIB);
+    // Reclaim goes on by itself for a moment: read until both are of one state of affairs.
+    for _ in 0..1000 {
+        let (before, sum, after) = (region.stats(), region.page_map().unwrap().summary(), region.stats());
+        if before == after {
+            assert_eq!(sum.present as usize * PAGE, after.resident, "{sum:?} {after:?}");
+            assert_eq!(sum.swapped as usize * PAGE, after.staged + after.stored + after.zeros, "{sum:?} {after:?}");
+            return;
+        }
+    }
+    panic!("the region never rests");
+}

@@ -2,5 +2,6 @@
 
 mod cli;
 mod groups;
+mod handover;
 mod pagemap;
 mod record;

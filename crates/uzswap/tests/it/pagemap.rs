@@ -1,7 +1,8 @@
 //! `uzswap pagemap` of a shared region.
 
 use serde_json::Value;
-use std::process::{Command, Output};
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Output, Stdio};
 use tempfile::TempDir;
 use uzswap::{SharedOptions, SharedRegion};
 
@@ -46,6 +47,52 @@ fn a_shared_regions_pages_are_shown_and_moved() {
     );
     let drawing = std::fs::read_to_string(drawing).unwrap();
     assert!(drawing.starts_with("<svg") && drawing.matches("<rect").count() > 1000);
+}
+
+/// Text that a Python program holds, more than its limit; it says its process id, and its child's.
+const PROGRAM: &str = "
+import os, sys
+d = [str(i) * 20 for i in range(400_000)]
+child = os.fork()
+if child == 0:
+    ok = all(d[i] == str(i) * 20 for i in range(0, 400_000, 70))
+    print('child', os.getpid(), ok, flush=True)
+    sys.stdin.read()
+    os._exit(0)
+print('parent', os.getpid(), flush=True)
+os.waitpid(child, 0)
+";
+
+#[test]
+fn a_managed_process_and_its_forked_child_have_their_page_maps() {
+    if !std::path::Path::new("/usr/bin/python3").exists() {
+        println!("SKIPPED: no python3");
+        return;
+    }
+    crate::cli::agent_built();
+    let mut run = Command::new(env!("CARGO_BIN_EXE_uzswap"))
+        .args(["run", "--quiet", "--memory", "32M", "--", "/usr/bin/python3", "-c", PROGRAM])
+        .env_remove("UZSWAP_GROUP")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(run.stdout.take().unwrap()).lines().take(2);
+    for line in lines {
+        let line = line.unwrap();
+        let words: Vec<_> = line.split(' ').collect();
+        assert!(words[0] == "parent" || words[2] == "True", "{line}");
+        let found = json(&[words[1], "--json"]);
+        let of = format!("process {}", words[1]);
+        let found = found.as_array().unwrap().iter().find(|f| f["what"] == of.as_str()).expect("its own page map");
+        let count = |key: &str| found[key].as_u64().unwrap();
+        // Some 50 MB of text in 32 MiB.
+        assert!(count("swapped") > 4000, "{line}: {found}");
+        assert!((1..=8192).contains(&count("present")), "{line}: {found}");
+        assert!(found["tiers"]["warm"].as_u64().unwrap() > 2000, "{line}: {found}");
+    }
+    drop(run.stdin.take());
+    assert!(run.wait().unwrap().success());
 }
 
 #[test]

@@ -1,0 +1,381 @@
+//! `uzswap lab pagemap`: page state that can be asked for: whether it is exact, what it costs, how fast it is read.
+
+use crate::json::{Findings, Row, Verdict};
+use crate::size::{self, PAGE, mib};
+use crate::stats::median;
+use crate::{machine, table};
+use serde_json::{Map, Value, json};
+use std::hint::black_box;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Instant;
+use uzswap_mm::pagemap::{PRESENT, PageMap, PageState, SWAPPED};
+use uzswap_pager::region::{Options, Region};
+use uzswap_pager::shared::{SharedMapping, SharedOptions, SharedRegion};
+
+/// `uzswap lab pagemap`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Less memory: under 20 s
+    #[arg(long)]
+    quick: bool,
+    /// Write the findings to FILE
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Memory that is faulted in and scanned [default: 1G, 128M with --quick]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    size: Option<u64>,
+}
+
+/// Loops of the fault-in experiment, as published.
+const LOOPS: usize = 5;
+/// Times each scan is done, of which the median counts.
+const SCANS: usize = 21;
+/// The page on which the sequence is done.
+const SUBJECT: usize = 5;
+
+/// Runs it: 0 done, 1 something is wrong.
+#[must_use]
+pub fn main(args: &Args) -> i32 {
+    match run(args) {
+        Ok(true) => 0,
+        Ok(false) => 1,
+        Err(e) => {
+            eprintln!("uzswap lab: {e}");
+            1
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<bool, String> {
+    let size = args.size.unwrap_or(if args.quick { 128 << 20 } else { 1 << 30 }) as usize / PAGE * PAGE;
+    let mut notes = Vec::new();
+    let mut lab = Lab { rows: Vec::new(), verdicts: Vec::new(), wrong: 0, asked: 0 };
+    lab.sequences(&mut notes)?;
+    let shared_size = (size / 8).max(16 << 20);
+    lab.fault_in_private(size)?;
+    lab.fault_in_shared(shared_size)?;
+    lab.scans(size)?;
+    let wrong = lab.wrong;
+    notes.push(format!("sequences: {} answers asked for, {wrong} wrong", lab.asked));
+    notes.push(
+        "off is a region without a page map, in the same program: one without the code at all is not built".to_owned(),
+    );
+    let settings =
+        json!({ "size_bytes": size, "shared_size_bytes": shared_size, "loops": LOOPS, "scans": SCANS, "notes": notes });
+    let findings = Findings {
+        experiment: "pagemap".to_owned(),
+        machine: machine::describe(),
+        settings: match settings {
+            Value::Object(map) => map,
+            _ => Map::new(),
+        },
+        rows: lab.rows,
+        verdicts: lab.verdicts,
+    };
+    println!("uzswap lab pagemap: {} (shared: {})\n", mib(size as u64), mib(shared_size as u64));
+    let subjects =
+        [("off", "off"), ("on", "on"), ("map", "page map"), ("pagemap", "pagemap file"), ("scan", "PAGEMAP_SCAN")];
+    print!("{}", table::render(&findings, &subjects, &notes));
+    if let Some(path) = &args.json {
+        findings.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
+    }
+    Ok(wrong == 0)
+}
+
+struct Lab {
+    rows: Vec<Row>,
+    verdicts: Vec<Verdict>,
+    wrong: u64,
+    asked: u64,
+}
+
+fn words_at(base: *mut u8, page: usize) -> &'static AtomicU64 {
+    // SAFETY: callers pass pages of regions that outlive the use; only atomics are used on them.
+    unsafe { &*base.add(page * PAGE).cast::<AtomicU64>() }
+}
+
+impl Lab {
+    /// Asks after a step; what is said of a wrong answer goes to stderr.
+    fn expect(&mut self, who: &str, step: &str, state: PageState, present: bool, swapped: bool) {
+        self.asked += 1;
+        if (state.present(), state.swapped()) != (present, swapped) {
+            self.wrong += 1;
+            eprintln!(
+                "{who}, {step}: {}/{} instead of {}/{}",
+                u8::from(state.present()),
+                u8::from(state.swapped()),
+                u8::from(present),
+                u8::from(swapped)
+            );
+        }
+    }
+
+    /// Acceptance D's functional test.
+    fn sequences(&mut self, notes: &mut Vec<String>) -> Result<(), String> {
+        for markers in [true, false] {
+            self.shared_sequence(markers, false)?;
+        }
+        if self.shared_sequence(true, true)? {
+            notes.push("after THP: done on a collapsed huge page".to_owned());
+        } else {
+            notes.push("after THP: not done, the kernel makes no huge page of the object here".to_owned());
+        }
+        self.private_sequence()?;
+        let wrong = self.wrong as f64;
+        self.verdicts.push(Verdict::at_most("wrong answers in the functional sequences", 0.0, wrong));
+        Ok(())
+    }
+
+    /// The sequence on a shared region: processes A and B (two mappings), a mapping made at each step, a forked child.
+    /// False when a huge page was wanted and not to be had.
+    fn shared_sequence(&mut self, markers: bool, huge: bool) -> Result<bool, String> {
+        let failed = |e: std::io::Error| format!("shared region: {e}");
+        let options = SharedOptions { markers, ..SharedOptions::new(16 << 20) };
+        let region = SharedRegion::create(8 << 20, &options).map_err(failed)?;
+        let path = std::env::temp_dir().join(format!("uzswap-lab-pagemap-{}", std::process::id()));
+        let _ = std::fs::remove_file(&path);
+        region.serve(&path).map_err(failed)?;
+        let (a, b) = (region.map().map_err(failed)?, SharedMapping::attach(&path).map_err(failed)?);
+        if huge && !collapse(&a) {
+            return Ok(false);
+        }
+        let range = SUBJECT * PAGE..(SUBJECT + 1) * PAGE;
+        let who = format!("shared{}{}", if markers { "" } else { ", markers off" }, if huge { ", huge" } else { "" });
+        let step = |lab: &mut Self, name: &str, present: bool, swapped: bool| -> Result<(), String> {
+            let later = region.map().map_err(failed)?;
+            for (which, m) in [("A", &a), ("B", &b), ("a later mapping", &later)] {
+                let state = m.page_map().get(SUBJECT as u64);
+                lab.expect(&format!("{who}: {which}"), name, state, present, swapped && markers);
+            }
+            let in_child = in_forked_child(|| a.page_map().get(SUBJECT as u64).0)?;
+            lab.expect(&format!("{who}: a forked child"), name, PageState(in_child), present, swapped && markers);
+            Ok(())
+        };
+        let touch = |m: &SharedMapping, v: u64| words_at(m.as_mut_ptr(), SUBJECT).store(v, Relaxed);
+        touch(&a, 1);
+        step(self, "FAULT1", true, false)?;
+        a.page_out(range.clone()).map_err(failed)?;
+        step(self, "PAGEOUT", false, true)?;
+        let read = words_at(b.as_mut_ptr(), SUBJECT).load(Relaxed);
+        step(self, "FAULT2", true, false)?;
+        b.remove(range.clone()).map_err(failed)?;
+        step(self, "REMOVE", false, false)?;
+        touch(&b, 2);
+        a.page_out(range.clone()).map_err(failed)?;
+        step(self, "PAGEOUT", false, true)?;
+        a.remove(range).map_err(failed)?;
+        step(self, "REMOVE", false, false)?;
+        self.asked += 2;
+        self.wrong += u64::from(read != 1) + u64::from(words_at(b.as_mut_ptr(), SUBJECT).load(Relaxed) != 0);
+        Ok(true)
+    }
+
+    fn private_sequence(&mut self) -> Result<(), String> {
+        let region = Region::new(4 << 20, &Options::new(16 << 20)).map_err(|e| e.to_string())?;
+        let map = region.page_map().ok_or("a region without a page map")?;
+        let range = SUBJECT * PAGE..(SUBJECT + 1) * PAGE;
+        let word = words_at(region.as_mut_ptr(), SUBJECT);
+        let step = |lab: &mut Self, name: &str, present, swapped| {
+            lab.expect("private", name, map.get(SUBJECT as u64), present, swapped);
+        };
+        step(self, "nothing", false, false);
+        word.store(1, Relaxed);
+        step(self, "FAULT1", true, false);
+        region.page_out(range.clone());
+        step(self, "PAGEOUT", false, true);
+        let read = word.load(Relaxed);
+        step(self, "FAULT2", true, false);
+        region.remove(range.clone());
+        step(self, "REMOVE", false, false);
+        word.store(2, Relaxed);
+        region.page_out(range.clone());
+        step(self, "PAGEOUT", false, true);
+        region.remove(range);
+        step(self, "REMOVE", false, false);
+        self.asked += 2;
+        self.wrong += u64::from(read != 1) + u64::from(word.load(Relaxed) != 0);
+        Ok(())
+    }
+
+    /// The fault-in experiment: only the time of the faults counts. Off and on take turns.
+    fn fault_in(
+        &mut self,
+        name: &str,
+        pages: usize,
+        mut once: impl FnMut(bool) -> Result<f64, String>,
+    ) -> Result<(), String> {
+        let mut times = [Vec::new(), Vec::new()];
+        for turn in 0..LOOPS {
+            for i in 0..2 {
+                let on = (turn + i) % 2 == 1;
+                times[usize::from(on)].push(once(on)?);
+            }
+        }
+        let [off, on] = times.map(|t| median(&t).unwrap_or(f64::NAN));
+        let mut row = Row::new(format!("{name}: fault-in, median of {LOOPS}"), "s");
+        row.put("off", Some(off));
+        row.put("on", Some(on));
+        self.rows.push(row);
+        self.verdicts.push(Verdict::at_most(
+            &format!("{name}: cost of the page map by the clock, %"),
+            0.5,
+            (on / off - 1.0) * 100.0,
+        ));
+        let fault_ns = off * 1e9 / pages as f64;
+        let publish_ns = publish_cost();
+        let mut row = Row::new(format!("{name}: a fault, and publishing a page"), "ns");
+        row.put("off", Some(fault_ns));
+        row.put("on", Some(publish_ns));
+        self.rows.push(row);
+        let share = publish_ns / fault_ns * 100.0;
+        self.verdicts.push(Verdict::at_most(&format!("{name}: cost of publishing alone, % of a fault"), 0.5, share));
+        Ok(())
+    }
+
+    fn fault_in_private(&mut self, size: usize) -> Result<(), String> {
+        self.fault_in("private region", size / PAGE, |on| {
+            let options = Options { page_map: on, ..Options::new(size + size / 4 + (64 << 20)) };
+            let region = Region::new(size, &options).map_err(|e| e.to_string())?;
+            let start = Instant::now();
+            (0..size / PAGE).for_each(|p| words_at(region.as_mut_ptr(), p).store(p as u64 + 1, Relaxed));
+            let time = start.elapsed().as_secs_f64();
+            let right = (0..size / PAGE).all(|p| words_at(region.as_mut_ptr(), p).load(Relaxed) == p as u64 + 1);
+            if right { Ok(time) } else { Err("memory did not hold what was written".to_owned()) }
+        })
+    }
+
+    fn fault_in_shared(&mut self, size: usize) -> Result<(), String> {
+        self.fault_in("shared region", size / PAGE, |on| {
+            let options = SharedOptions { markers: on, ..SharedOptions::new(size + size / 4 + (64 << 20)) };
+            let failed = |e: std::io::Error| format!("shared region: {e}");
+            let region = SharedRegion::create(size, &options).map_err(failed)?;
+            let m = region.map().map_err(failed)?;
+            let start = Instant::now();
+            (0..size / PAGE).for_each(|p| words_at(m.as_mut_ptr(), p).store(p as u64 + 1, Relaxed));
+            let time = start.elapsed().as_secs_f64();
+            let right = (0..size / PAGE).all(|p| words_at(m.as_mut_ptr(), p).load(Relaxed) == p as u64 + 1);
+            if right { Ok(time) } else { Err("memory did not hold what was written".to_owned()) }
+        })
+    }
+
+    /// Scanning the page map against the kernel's two ways, on the same region, all asking which pages are present.
+    fn scans(&mut self, size: usize) -> Result<(), String> {
+        let options = Options::new(size + size / 4 + (64 << 20));
+        let region = Region::new(size, &options).map_err(|e| e.to_string())?;
+        let pages = size / PAGE;
+        (0..pages).for_each(|p| words_at(region.as_mut_ptr(), p).store(p as u64 + 1, Relaxed));
+        self.scan("all in memory", &region, pages)?;
+        for page in (0..pages).step_by(8) {
+            region.page_out(page * PAGE..(page + 1) * PAGE);
+        }
+        self.scan("every eighth page out", &region, pages - pages.div_ceil(8))
+    }
+
+    fn scan(&mut self, what: &str, region: &Region, expected: usize) -> Result<(), String> {
+        let map = region.page_map().ok_or("a region without a page map")?;
+        let base = region.as_mut_ptr() as usize;
+        let fd = uzswap_sys::raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY)
+            .map_err(|e| format!("pagemap: error {e}"))?;
+        let pages = region.len() / PAGE;
+        let mut words = vec![0u8; pages * 8];
+        let ours = timed(|| {
+            let mut n = 0;
+            map.map()
+                .scan(0, pages as u64, uzswap_mm::pagemap::Query::having(PRESENT), |r| n += (r.to - r.from) as usize);
+            n
+        });
+        let file = timed(|| {
+            let mut done = 0;
+            while done < words.len() {
+                match uzswap_sys::raw::pread(fd, &mut words[done..], (base / PAGE * 8 + done) as u64) {
+                    Ok(n) if n > 0 => done += n,
+                    _ => return 0,
+                }
+            }
+            words.chunks_exact(8).filter(|w| w[7] & 0x80 != 0).count()
+        });
+        let scan = timed(|| {
+            let mut n = 0;
+            let end = base + pages * PAGE;
+            match uzswap_sys::pagemap::present_runs(fd, base, end, |from, to| n += (to - from) / PAGE) {
+                Ok(()) => n,
+                Err(_) => 0,
+            }
+        });
+        uzswap_sys::raw::close(fd);
+        if ours.1 != expected {
+            return Err(format!("the page map counts {} pages present, {expected} are", ours.1));
+        }
+        let mut row = Row::new(format!("scan, {what}"), "µs");
+        row.put("map", Some(ours.0));
+        // The kernel counts the zero frames that uzswap keeps out, so only its time is compared, where it answered.
+        row.put("pagemap", (file.1 > 0).then_some(file.0));
+        row.put("scan", (scan.1 > 0).then_some(scan.0));
+        self.rows.push(row);
+        if file.1 == expected {
+            self.verdicts.push(Verdict::at_least(
+                &format!("scan, {what}: times faster than the pagemap file"),
+                10.0,
+                file.0 / ours.0,
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Median time in µs, and the answer.
+fn timed(mut work: impl FnMut() -> usize) -> (f64, usize) {
+    let (mut times, mut answer) = (Vec::new(), 0);
+    for _ in 0..SCANS {
+        let start = Instant::now();
+        answer = black_box(work());
+        times.push(start.elapsed().as_secs_f64() * 1e6);
+    }
+    (median(&times).unwrap_or(f64::NAN), answer)
+}
+
+/// What publishing one page's state takes, in ns, over a table that is larger than a cache of the first level.
+fn publish_cost() -> f64 {
+    const PAGES: u64 = 1 << 18;
+    let words: Vec<AtomicU64> = (0..PAGES / 8).map(|_| AtomicU64::new(0)).collect();
+    let sequence = AtomicU64::new(0);
+    let map = PageMap::new(&sequence, &words, PAGES);
+    let start = Instant::now();
+    for round in 0..8 {
+        for page in 0..PAGES {
+            map.publish(black_box(page), PageState(if round % 2 == 0 { PRESENT } else { SWAPPED }));
+        }
+    }
+    start.elapsed().as_secs_f64() * 1e9 / (8 * PAGES) as f64
+}
+
+/// Fills the first 2 MiB of a mapping and has the kernel make one huge page of it. False when it does not.
+fn collapse(m: &SharedMapping) -> bool {
+    const MADV_COLLAPSE: i32 = 25;
+    let base = m.as_mut_ptr();
+    let start = (base as usize).next_multiple_of(2 << 20);
+    if start + (2 << 20) > base as usize + m.len() {
+        return false;
+    }
+    (0..m.len() / PAGE).for_each(|p| words_at(base, p).store(1, Relaxed));
+    // SAFETY: advice on a mapping of ours; contents stay.
+    unsafe { libc::madvise(start as *mut libc::c_void, 2 << 20, MADV_COLLAPSE) == 0 }
+}
+
+/// What a forked child finds.
+fn in_forked_child(ask: impl Fn() -> u8) -> Result<u8, String> {
+    // SAFETY: the child only asks, and leaves at once with the answer as its status.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: ends the child.
+        unsafe { libc::_exit(i32::from(ask())) };
+    }
+    let mut status = 0;
+    // SAFETY: a child of ours.
+    let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+    if child < 0 || waited != child || !libc::WIFEXITED(status) {
+        return Err("a forked child did not answer".to_owned());
+    }
+    Ok(libc::WEXITSTATUS(status) as u8)
+}

@@ -1,0 +1,285 @@
+//! A page-fault handler for virtual machine monitors, in Firecracker's protocol.
+//!
+//! When it restores a guest, the monitor connects to the handler's Unix stream socket and sends one message: a JSON array
+//! of its guest's regions, and as a descriptor the userfaultfd in which it has registered them for missing pages.
+//! ```text
+//! [{"base_host_virt_addr": 139638218973184, "size": 268435456, "offset": 0, "page_size": 4096}, …]
+//! ```
+//! `offset` is where the region begins in the memory file of the snapshot; `page_size` is in bytes (older monitors say
+//! `page_size_kib`, and mean bytes too). From then on each missing page is asked for here. The snapshot is held
+//! compressed, in blocks of 16 KiB; a page is decompressed and copied in when the guest first touches it. What the balloon
+//! gives back (a *remove* event) reads as zeros afterwards.
+//!
+//! What this does not do: put pages of a running guest out again. The guest's memory is the monitor's private memory, and
+//! Linux lets no other process drop it; a monitor whose guest memory is a memory object can use [`crate::shared`].
+//!
+//! One thread for each guest. A guest that ends, or a monitor that sends nonsense, ends that thread only.
+
+use serde::Deserialize;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+use uzswap_mm::codec::{Algorithm, Compressor, Decompressor, Encoding};
+use uzswap_sys::uffd::{Message, Uffd};
+use uzswap_sys::{socket, uffd_shared};
+
+const PAGE: usize = 4096;
+/// Bytes compressed as one.
+const BLOCK: usize = 16 << 10;
+/// The largest message: some thousand regions.
+const MOST_JSON: usize = 256 << 10;
+
+/// One region of a guest, as its monitor describes it.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+pub struct GuestRegion {
+    /// Where it is in the monitor.
+    pub base_host_virt_addr: u64,
+    /// Bytes.
+    pub size: u64,
+    /// Where it begins in the snapshot's memory file.
+    pub offset: u64,
+    /// Bytes of its pages.
+    #[serde(alias = "page_size_kib", default = "small_pages")]
+    pub page_size: u64,
+}
+
+fn small_pages() -> u64 {
+    PAGE as u64
+}
+
+/// Reads a monitor's description of its guest.
+///
+/// # Errors
+/// A sentence: not such an array, pages that are not of 4 KiB, or regions that make no sense.
+pub fn parse_regions(json: &[u8]) -> Result<Vec<GuestRegion>, String> {
+    let regions: Vec<GuestRegion> =
+        serde_json::from_slice(json).map_err(|e| format!("not a description of guest regions: {e}"))?;
+    if regions.is_empty() {
+        return Err("a guest without regions".to_owned());
+    }
+    for r in &regions {
+        if r.page_size != PAGE as u64 {
+            return Err(format!("pages of {} bytes are not served, only of {PAGE}", r.page_size));
+        }
+        let aligned = [r.base_host_virt_addr, r.size, r.offset].iter().all(|n| n.is_multiple_of(PAGE as u64));
+        let fits = r.base_host_virt_addr.checked_add(r.size).is_some_and(|end| end < 1 << 47);
+        if !aligned || !fits || r.size == 0 || r.offset.checked_add(r.size).is_none() {
+            return Err("a region that is not of whole pages, or lies nowhere".to_owned());
+        }
+    }
+    Ok(regions)
+}
+
+/// A snapshot's memory, compressed.
+pub struct Image {
+    blocks: Vec<(Encoding, Box<[u8]>)>,
+    len: u64,
+}
+
+impl Image {
+    /// Reads and compresses a memory file.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn read(file: &File) -> io::Result<Self> {
+        let len = file.metadata()?.len();
+        let mut compressor = Compressor::new(Algorithm::Zstd(1));
+        let (mut block, mut out) = (vec![0; BLOCK], vec![0; BLOCK]);
+        let mut blocks = Vec::with_capacity(len.div_ceil(BLOCK as u64) as usize);
+        for at in (0..len).step_by(BLOCK) {
+            let n = BLOCK.min((len - at) as usize);
+            file.read_exact_at(&mut block[..n], at)?;
+            block[n..].fill(0);
+            blocks.push(match compressor.compress(&block, &mut out[..BLOCK - BLOCK / 16]) {
+                Some((encoding, n)) => (encoding, out[..n].into()),
+                None => (Encoding::Raw, block[..].into()),
+            });
+        }
+        Ok(Self { blocks, len })
+    }
+
+    /// Bytes of the file.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether the file was empty.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Bytes that it takes here.
+    #[must_use]
+    pub fn held(&self) -> usize {
+        self.blocks.iter().map(|b| b.1.len() + size_of::<(Encoding, Box<[u8]>)>()).sum()
+    }
+}
+
+/// Serves every monitor that connects, for ever.
+///
+/// # Errors
+/// When connections can no longer be taken.
+pub fn serve(listener: &UnixListener, image: &Arc<Image>) -> io::Result<()> {
+    loop {
+        let (stream, _) = listener.accept()?;
+        let image = image.clone();
+        std::thread::Builder::new().name("uzswap-guest".to_owned()).spawn(move || {
+            if let Err(sentence) = serve_guest(stream, &image) {
+                eprintln!("uzswap: a monitor was refused: {sentence}");
+            }
+        })?;
+    }
+}
+
+/// Serves one guest, until it ends.
+///
+/// # Errors
+/// A sentence, when what the monitor sent cannot be served.
+pub fn serve_guest(stream: UnixStream, image: &Image) -> Result<(), String> {
+    let socket = OwnedFd::from(stream);
+    let (uid, _) = socket::peer(&socket).map_err(|e| e.to_string())?;
+    // SAFETY: no arguments. Who may connect may read the snapshot.
+    let me = unsafe { libc::geteuid() };
+    if uid != me && uid != 0 {
+        return Err(format!("it is user {uid}'s, and the snapshot is not"));
+    }
+    socket::time_out(&socket, 10).map_err(|e| e.to_string())?;
+    let mut json = vec![0; MOST_JSON];
+    let (n, fds) = socket::receive(&socket, &mut json).map_err(|e| format!("nothing was received: {e}"))?;
+    let uffd = fds.into_iter().next().filter(|fd| uffd_shared::is_uffd(fd.as_raw_fd()));
+    let uffd = uffd.ok_or("no userfaultfd came with the description")?;
+    let regions = parse_regions(&json[..n])?;
+    if let Some(r) = regions.iter().find(|r| r.offset + r.size > image.len()) {
+        return Err(format!("a region ends at {} of a memory file of {} bytes", r.offset + r.size, image.len()));
+    }
+    Guest::new(uffd, &socket, regions, image).run();
+    Ok(())
+}
+
+/// One guest.
+struct Guest<'a> {
+    uffd: OwnedFd,
+    socket: &'a OwnedFd,
+    regions: Vec<GuestRegion>,
+    /// Pages given back, by region.
+    removed: Vec<Vec<u64>>,
+    image: &'a Image,
+    decompressor: Decompressor,
+    /// The block decompressed last.
+    block: (usize, Vec<u8>),
+    /// Faults not served yet: an event had to be read first.
+    waiting: Vec<usize>,
+    lost: bool,
+}
+
+impl<'a> Guest<'a> {
+    fn new(uffd: OwnedFd, socket: &'a OwnedFd, regions: Vec<GuestRegion>, image: &'a Image) -> Self {
+        let bits = |r: &GuestRegion| vec![0; (r.size / PAGE as u64).div_ceil(64) as usize];
+        let removed = regions.iter().map(bits).collect();
+        let block = (usize::MAX, vec![0; BLOCK]);
+        let decompressor = Decompressor::new();
+        Self { uffd, socket, regions, removed, image, decompressor, block, waiting: Vec::new(), lost: false }
+    }
+
+    fn run(&mut self) {
+        let handle = Uffd::from_raw(self.uffd.as_raw_fd());
+        while !self.lost {
+            match handle.read() {
+                Ok(Some(Message::Fault { address, .. })) => self.waiting.push(address),
+                Ok(Some(Message::Gone { start, end })) => self.removed(start, end),
+                Ok(Some(_)) => {}
+                Ok(None) if self.waiting.is_empty() => {
+                    if !self.sleep() {
+                        return;
+                    }
+                    continue;
+                }
+                Ok(None) => {}
+                Err(_) => return,
+            }
+            while let Some(address) = self.waiting.last().copied() {
+                if !self.bring(&handle, address) {
+                    break;
+                }
+                self.waiting.pop();
+            }
+        }
+    }
+
+    /// Sleeps until something happens; false when the monitor has closed its socket and nothing is to be read.
+    fn sleep(&self) -> bool {
+        let fds = [self.uffd.as_raw_fd(), self.socket.as_raw_fd()];
+        let mut polls = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
+        // SAFETY: two pollfds of ours.
+        unsafe { libc::poll(polls.as_mut_ptr(), 2, -1) };
+        let broken = polls[0].revents & (libc::POLLERR | libc::POLLNVAL) != 0;
+        !broken && (polls[0].revents != 0 || polls[1].revents & (libc::POLLHUP | libc::POLLIN) == 0)
+    }
+
+    fn place(&self, address: usize) -> Option<(usize, u64)> {
+        let address = address as u64;
+        self.regions.iter().enumerate().find_map(|(i, r)| {
+            let inside = address.checked_sub(r.base_host_virt_addr).filter(|at| *at < r.size)?;
+            Some((i, inside / PAGE as u64))
+        })
+    }
+
+    fn removed(&mut self, start: usize, end: usize) {
+        for address in (start..end).step_by(PAGE) {
+            if let Some((i, page)) = self.place(address) {
+                self.removed[i][(page / 64) as usize] |= 1 << (page % 64);
+            }
+        }
+    }
+
+    /// Copies a page in; false when an event must be read first.
+    fn bring(&mut self, handle: &Uffd, address: usize) -> bool {
+        let Some((i, page)) = self.place(address) else {
+            handle.wake(address, PAGE);
+            return true;
+        };
+        let gone = self.removed[i][(page / 64) as usize] & (1 << (page % 64)) != 0;
+        let Some(bytes) = self.page(self.regions[i].offset + page * PAGE as u64, gone) else {
+            // The compressed copy is damaged: an error, not wrong data.
+            let _ = handle.poison(address, PAGE);
+            handle.wake(address, PAGE);
+            return true;
+        };
+        let from = bytes.as_ptr() as usize;
+        // SAFETY: a page of bytes of ours.
+        match unsafe { handle.copy(address, from, PAGE) } {
+            Err((_, libc::EAGAIN)) => false,
+            Err((_, libc::ESRCH)) => {
+                self.lost = true;
+                true
+            }
+            Err(_) => {
+                handle.wake(address, PAGE);
+                true
+            }
+            Ok(()) => true,
+        }
+    }
+
+    /// The bytes of a page of the snapshot.
+    fn page(&mut self, offset: u64, gone: bool) -> Option<&[u8]> {
+        static ZEROS: [u8; PAGE] = [0; PAGE];
+        if gone {
+            return Some(&ZEROS);
+        }
+        let index = (offset / BLOCK as u64) as usize;
+        if self.block.0 != index {
+            self.block.0 = usize::MAX;
+            let (encoding, bytes) = self.image.blocks.get(index)?;
+            self.decompressor.decompress(*encoding, bytes, &mut self.block.1).ok()?;
+            self.block.0 = index;
+        }
+        let at = (offset % BLOCK as u64) as usize;
+        Some(&self.block.1[at..at + PAGE])
+    }
+}
