@@ -11,6 +11,7 @@
 pub mod blocks;
 pub mod data;
 pub mod fallback;
+pub mod highalloc;
 pub mod images;
 pub mod json;
 pub mod kernel;
@@ -47,6 +48,8 @@ enum Experiment {
     Fallback(fallback::Args),
     /// Page state that can be asked for: whether it is exact, what it costs, how fast it is read
     Pagemap(pagemap::Args),
+    /// How many huge blocks an ageing machine can give, under three rules of compaction
+    Highalloc(highalloc::Args),
     /// One process of an experiment (used by the lab itself)
     #[command(hide = true)]
     Worker(worker::Args),
@@ -75,6 +78,7 @@ pub fn main(args: Vec<String>) -> i32 {
         Experiment::Blocks(args) => blocks::main(&args),
         Experiment::Fallback(args) => fallback::main(&args),
         Experiment::Pagemap(args) => pagemap::main(&args),
+        Experiment::Highalloc(args) => highalloc::main(&args),
         Experiment::Worker(args) => worker::main(&args),
     }
 }

@@ -5,6 +5,7 @@
 #![deny(unsafe_code)]
 
 pub mod codec;
+pub mod compaction;
 pub mod lru;
 pub mod pagemap;
 pub mod pagetable;
