@@ -224,7 +224,7 @@ impl Zone {
     pub fn fragmentation(&self, kind: Kind, order: u8) -> u32 {
         let free = self.free_slots(kind);
         let large: usize = (order..=MAX_ORDER).map(|o| self.runs(kind, o) << o).sum();
-        if free == 0 { 0 } else { ((free - large) * 100 / free) as u32 }
+        ((free - large) * 100).checked_div(free).unwrap_or(0) as u32
     }
 
     /// Sets or clears the bits of a run.

@@ -31,7 +31,7 @@ impl Pager {
             let mut batch = s.take_direct();
             for _ in 0..4 {
                 self.prepare(&mut s, &mut batch, BATCH_PAGES, 0);
-                batch.compress(&self.layout);
+                batch.compress(self);
                 if self.commit(&mut s, &mut batch) == 0 && s.idle_staged() == 0 {
                     break;
                 }

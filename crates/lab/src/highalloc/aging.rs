@@ -602,7 +602,8 @@ impl<'a, P: Policy> Machine<'a, P> {
             wanted += self.traces[next % self.traces.len()].peak / 2;
             next += 1;
         }
-        while (0..self.processes.len()).fold(false, |more, i| self.step(i) || more) {}
+        // (Each takes a step, whether or not one before it did.)
+        while (0..self.processes.len()).filter(|i| self.step(*i)).count() > 0 {}
     }
 
     /// Starts programs until all together want `times` the machine's size, each somewhere in what it does.
