@@ -20,6 +20,8 @@ pub mod size;
 pub mod stats;
 pub mod table;
 pub mod undo;
+pub mod usemem;
+pub mod usemem_worker;
 pub mod worker;
 pub mod workload;
 
@@ -37,6 +39,11 @@ struct Cli {
 enum Experiment {
     /// The same work under the kernel's zswap and zram, and under uzswap, with the same limit
     Kernel(kernel::Args),
+    /// Many processes that write more than the limit of their group: whole folios, split ones, and the kernel's zswap
+    Usemem(usemem::Args),
+    /// The processes of `usemem` (used by the lab itself)
+    #[command(hide = true)]
+    UsememWorker(usemem_worker::Args),
     /// One process of an experiment (used by the lab itself)
     #[command(hide = true)]
     Worker(worker::Args),
@@ -62,6 +69,8 @@ pub fn main(args: Vec<String>) -> i32 {
     };
     match cli.experiment {
         Experiment::Kernel(args) => kernel::main(&args),
+        Experiment::Usemem(args) => usemem::main(&args),
+        Experiment::UsememWorker(args) => usemem_worker::main(&args),
         Experiment::Worker(args) => worker::main(&args),
     }
 }
