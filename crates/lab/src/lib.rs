@@ -25,6 +25,8 @@ pub mod size;
 pub mod stats;
 pub mod table;
 pub mod undo;
+pub mod usemem;
+pub mod usemem_worker;
 pub mod worker;
 pub mod workload;
 
@@ -50,6 +52,11 @@ enum Experiment {
     Pagemap(pagemap::Args),
     /// How many huge blocks an ageing machine can give, under three rules of compaction
     Highalloc(highalloc::Args),
+    /// Many processes that write more than the limit of their group: whole folios, split ones, and the kernel's zswap
+    Usemem(usemem::Args),
+    /// The processes of `usemem` (used by the lab itself)
+    #[command(hide = true)]
+    UsememWorker(usemem_worker::Args),
     /// One process of an experiment (used by the lab itself)
     #[command(hide = true)]
     Worker(worker::Args),
@@ -79,6 +86,8 @@ pub fn main(args: Vec<String>) -> i32 {
         Experiment::Fallback(args) => fallback::main(&args),
         Experiment::Pagemap(args) => pagemap::main(&args),
         Experiment::Highalloc(args) => highalloc::main(&args),
+        Experiment::Usemem(args) => usemem::main(&args),
+        Experiment::UsememWorker(args) => usemem_worker::main(&args),
         Experiment::Worker(args) => worker::main(&args),
     }
 }

@@ -1,0 +1,459 @@
+//! `uzswap lab usemem`: several processes in one group write more memory than its limit.
+//!
+//! The experiment of large folios in zswap (70 × 1 GiB in 40 GiB) scaled to this machine: N processes ([`crate::usemem_worker`])
+//! each write their share of 70/40 of the limit, all at once, into one group - or for the kernel's zswap into one cgroup.
+//! Throughput and CPU time are those of the writing; afterwards everything is read back and compared. Which folios
+//! enter the pool whole is `uzswap run`'s `--large-folios`; `split` is the same work with it off.
+
+use crate::json::{Findings, Row, Verdict};
+use crate::peers::{self, Peer, zswap};
+use crate::process::{self, Spec};
+use crate::size::{self, MIB, mib};
+use crate::stats::median;
+use crate::undo::{Keeper, Step};
+use crate::usemem_worker::Said;
+use crate::{data, machine, programs, table};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// `uzswap lab usemem`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Less memory, real contents only, fewer subjects, one run of each
+    #[arg(long)]
+    quick: bool,
+    /// Write the findings to FILE
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// The limit of the group; the processes write 70/40 of it [default: 160M, 64M with --quick]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    memory: Option<u64>,
+    /// Runs of each, of which the median counts [default: 3, 1 with --quick]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=99))]
+    runs: Option<u32>,
+    /// An earlier `uzswap`, for what 4K folios cost before there were others
+    #[arg(long, value_name = "PATH")]
+    before: Option<PathBuf>,
+    /// Where files are made meanwhile (a swap file among them, so no tmpfs) [default: the system's temporary directory]
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+}
+
+/// Processes of the comparison of folios.
+const PROCESSES: u32 = 8;
+/// Processes of the comparison of scale.
+const SCALE: [u32; 3] = [2, 8, 32];
+/// When a run is given up.
+const TIMEOUT: Duration = Duration::from_secs(100);
+
+/// Who does the work.
+struct Subject {
+    /// Its name in files and tables.
+    key: &'static str,
+    /// What the memory is asked to be made of (bytes of a folio).
+    folio: u64,
+    how: How,
+}
+
+enum How {
+    /// `uzswap run` with these options.
+    Run(&'static [&'static str]),
+    /// The command of `--before`, with these options.
+    Before(&'static [&'static str]),
+    /// The kernel's zswap with this compressor.
+    Kernel(&'static str),
+}
+
+const K4: u64 = 4 << 10;
+const K64: u64 = 64 << 10;
+const M2: u64 = 2 << 20;
+
+/// All subjects; those whose last member is true are measured with `--quick` too.
+const SUBJECTS: [(Subject, bool); 13] = [
+    (Subject { key: "zstd 4K", folio: K4, how: How::Run(&["-c", "zstd", "--large-folios", "off"]) }, true),
+    (Subject { key: "before, zstd 4K", folio: K4, how: How::Before(&["-c", "zstd"]) }, false),
+    (Subject { key: "zstd 64K split", folio: K64, how: How::Run(&["-c", "zstd", "--large-folios", "off"]) }, true),
+    (
+        Subject { key: "zstd 64K whole", folio: K64, how: How::Run(&["-c", "zstd", "--large-folios", "16K,32K,64K"]) },
+        true,
+    ),
+    (Subject { key: "zstd 2M split", folio: M2, how: How::Run(&["-c", "zstd", "--large-folios", "off"]) }, false),
+    (Subject { key: "zstd 2M whole", folio: M2, how: How::Run(&["-c", "zstd", "--large-folios", "on"]) }, true),
+    (
+        Subject { key: "deflate 64K split", folio: K64, how: How::Run(&["-c", "deflate", "--large-folios", "off"]) },
+        false,
+    ),
+    (
+        Subject {
+            key: "deflate 64K whole",
+            folio: K64,
+            how: How::Run(&["-c", "deflate", "--large-folios", "16K,32K,64K"]),
+        },
+        true,
+    ),
+    (
+        Subject {
+            key: "deflate 64K verified",
+            folio: K64,
+            how: How::Run(&["-c", "deflate", "--large-folios", "16K,32K,64K", "--verify-compression"]),
+        },
+        false,
+    ),
+    (Subject { key: "defaults", folio: K64, how: How::Run(&[]) }, true),
+    (Subject { key: "kernel lzo 4K", folio: K4, how: How::Kernel("lzo") }, true),
+    (Subject { key: "kernel deflate 4K", folio: K4, how: How::Kernel("deflate") }, true),
+    (Subject { key: "kernel lzo 2M", folio: M2, how: How::Kernel("lzo") }, false),
+];
+
+/// Rows: name and unit, in the order of the published tables.
+const ROWS: [(&str, &str); 16] = [
+    ("throughput", "MB/s"),
+    ("sys time", "s"),
+    ("user time", "s"),
+    ("memcg_high", "events"),
+    ("memcg_max", "events"),
+    ("memcg_swap_fail", "pages"),
+    ("pswpin", "pages"),
+    ("pswpout", "pages"),
+    ("zswpin", "pages"),
+    ("zswpout", "pages"),
+    ("thp_swpout", "folios"),
+    ("thp_swpout_fallback", "folios"),
+    ("pgmajfault", "faults"),
+    ("ZSWPOUT-64kB", "folios"),
+    ("SWPOUT-64kB", "folios"),
+    ("peak", "MiB"),
+];
+
+/// Figures of one run, by the name of the row.
+type Figures = BTreeMap<&'static str, f64>;
+
+struct Lab<'a> {
+    keeper: &'a Keeper,
+    dir: PathBuf,
+    exe: PathBuf,
+    before: Option<PathBuf>,
+    limit: u64,
+    runs: u32,
+    /// Whether `uzswap run` knows `--large-folios`.
+    folios: bool,
+    notes: Vec<String>,
+    right: bool,
+}
+
+/// Runs the experiment and returns the exit status.
+#[must_use]
+pub fn main(args: &Args) -> i32 {
+    process::unwind_on_signals();
+    match experiment(args) {
+        Ok(right) => i32::from(!right),
+        Err(_) if process::interrupted() => {
+            eprintln!("uzswap lab: interrupted; the machine is as it was");
+            130
+        }
+        Err(reason) => {
+            eprintln!("uzswap lab: {reason}");
+            1
+        }
+    }
+}
+
+fn experiment(args: &Args) -> Result<bool, String> {
+    let start = Instant::now();
+    let limit = args.memory.unwrap_or(if args.quick { 64 * MIB } else { 160 * MIB });
+    if limit < 32 * MIB {
+        return Err("--memory is to be 32M or more".to_owned());
+    }
+    let keeper = Keeper::start()?;
+    let dir = args.dir.clone().unwrap_or_else(std::env::temp_dir).join(format!("uzswap-lab-{}", std::process::id()));
+    let _dir = keeper.will_undo(Step::RemoveDir(dir.clone()))?;
+    std::fs::create_dir_all(&dir).map_err(|e| format!("cannot make {}: {e}", dir.display()))?;
+    let contents = data::write(&dir.join("source"), 32 * MIB, programs::python().as_deref())?;
+    let exe = std::env::current_exe().map_err(|e| e.to_string())?;
+    let help = std::process::Command::new(&exe).args(["run", "--help"]).output().map_err(|e| e.to_string())?;
+    let mut lab = Lab {
+        keeper: &keeper,
+        dir,
+        exe,
+        before: args.before.clone(),
+        limit,
+        runs: args.runs.unwrap_or(if args.quick { 1 } else { 3 }),
+        folios: String::from_utf8_lossy(&help.stdout).contains("--large-folios"),
+        notes: Vec::new(),
+        right: true,
+    };
+    let mut rows = Vec::new();
+    let mut verdicts = Vec::new();
+    for contents in if args.quick { &["real"][..] } else { &["real", "pattern"] } {
+        let all = lab.subjects(contents, args.quick)?;
+        for (name, unit) in ROWS {
+            let mut row = Row::new(format!("{contents}: {name}"), unit);
+            all.iter().for_each(|(key, figures)| row.put(key, figures.get(name).copied()));
+            rows.push(row);
+        }
+        if *contents == "real" {
+            compare(&all, &mut verdicts);
+        }
+    }
+    lab.scale(&mut rows, &mut verdicts)?;
+    lab.notes.push(
+        "All subjects but `kernel` leave the pool out of the limit (UZSWAP_POOL_UNCHARGED=1), as a cgroup v1 does with \
+         the kernel's: they are compared alike."
+            .to_owned(),
+    );
+    let settings = json!({
+        "limit_bytes": limit, "data_bytes": limit / 40 * 70, "processes": PROCESSES, "runs": lab.runs,
+        "quick": args.quick, "contents": contents, "pool_charged": false, "seconds": start.elapsed().as_secs(),
+        "notes": lab.notes,
+    });
+    let Value::Object(settings) = settings else { return Err("no settings".to_owned()) };
+    let findings = Findings { experiment: "usemem".to_owned(), machine: machine::describe(), settings, rows, verdicts };
+    println!(
+        "uzswap lab usemem: {PROCESSES} processes write {} under a limit of {} (real: {contents}; pattern: usemem's own); \
+         medians of {} runs\n",
+        mib(limit / 40 * 70),
+        mib(limit),
+        lab.runs
+    );
+    let mut columns: Vec<(&str, &str)> = SUBJECTS.iter().map(|(s, _)| (s.key, s.key)).collect();
+    columns.extend([("2", "2 processes"), ("8", "8 processes"), ("32", "32 processes")]);
+    print!("{}", table::render(&findings, &columns, &lab.notes));
+    if let Some(path) = &args.json {
+        findings.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
+    }
+    Ok(lab.right)
+}
+
+/// The verdicts on folios, and against the kernel.
+fn compare(all: &BTreeMap<&'static str, Figures>, verdicts: &mut Vec<Verdict>) {
+    let ratio = |a: &str, b: &str, row: &str| Some(all.get(a)?.get(row)? / all.get(b)?.get(row)?);
+    let mut at_least = |what: &str, target, measured: Option<f64>| {
+        verdicts.extend(measured.map(|m| Verdict::at_least(what, target, m)));
+    };
+    at_least(
+        "64K zstd: throughput of whole folios, times split ones",
+        1.62,
+        ratio("zstd 64K whole", "zstd 64K split", "throughput"),
+    );
+    at_least(
+        "2M zstd: throughput of whole folios, times split ones",
+        1.62,
+        ratio("zstd 2M whole", "zstd 2M split", "throughput"),
+    );
+    for kernel in ["kernel lzo 4K", "kernel deflate 4K"] {
+        let own = if kernel.contains("lzo") { "defaults" } else { "deflate 64K whole" };
+        at_least(&format!("{own}: throughput, times {kernel}"), 3.0, ratio(own, kernel, "throughput"));
+    }
+    at_least(
+        "4K with large folios off: throughput, times that of --before",
+        0.98,
+        ratio("zstd 4K", "before, zstd 4K", "throughput"),
+    );
+    let sys = ratio("zstd 64K whole", "zstd 64K split", "sys time");
+    verdicts.extend(sys.map(|m| Verdict::at_most("64K zstd: sys time of whole folios, times split ones", 0.77, m)));
+    let fails = all.values().filter_map(|f| f.get("memcg_swap_fail")).copied().reduce(f64::max);
+    verdicts.extend(fails.map(|m| Verdict::at_most("memcg_swap_fail of any subject", 0.0, m)));
+}
+
+impl Lab<'_> {
+    /// The medians of all subjects.
+    fn subjects(&mut self, contents: &str, quick: bool) -> Result<BTreeMap<&'static str, Figures>, String> {
+        let mut runs: BTreeMap<&'static str, Vec<Figures>> = BTreeMap::new();
+        let mut out: BTreeMap<&'static str, String> = BTreeMap::new();
+        for run in 0..self.runs {
+            for (subject, _) in SUBJECTS.iter().filter(|(_, in_quick)| *in_quick || !quick) {
+                if out.contains_key(subject.key) || (self.before.is_none() && matches!(subject.how, How::Before(_))) {
+                    continue;
+                }
+                eprintln!("uzswap lab: run {} of {}: {contents}, {}", run + 1, self.runs, subject.key);
+                match self.once(subject, contents, PROCESSES) {
+                    Ok(figures) => runs.entry(subject.key).or_default().push(figures),
+                    Err(reason) if process::interrupted() => return Err(reason),
+                    Err(reason) => drop(out.insert(subject.key, reason)),
+                }
+            }
+        }
+        for (key, reason) in &out {
+            runs.remove(key);
+            self.notes.push(format!("Not measured: {key}, {contents}: {reason}."));
+        }
+        Ok(runs.into_iter().map(|(key, runs)| (key, medians(&runs))).collect())
+    }
+
+    /// The same work by more and more processes.
+    fn scale(&mut self, rows: &mut Vec<Row>, verdicts: &mut Vec<Verdict>) -> Result<(), String> {
+        let subject = Subject { key: "defaults", folio: K64, how: How::Run(&[]) };
+        let mut throughput = Row::new("scale: throughput", "MB/s");
+        let mut peak = Row::new("scale: peak", "MiB");
+        for processes in SCALE {
+            let mut runs = Vec::new();
+            for run in 0..self.runs {
+                eprintln!("uzswap lab: run {} of {}: {processes} processes", run + 1, self.runs);
+                match self.once(&subject, "real", processes) {
+                    Ok(figures) => runs.push(figures),
+                    Err(reason) if process::interrupted() => return Err(reason),
+                    Err(reason) => {
+                        self.notes.push(format!("Not measured: {processes} processes: {reason}."));
+                        break;
+                    }
+                }
+            }
+            if runs.len() == self.runs as usize {
+                let figures = medians(&runs);
+                throughput.put(&processes.to_string(), figures.get("throughput").copied());
+                peak.put(&processes.to_string(), figures.get("peak").copied());
+            }
+        }
+        if let (Some(two), Some(many)) = (throughput.get("2"), throughput.get("32")) {
+            verdicts.push(Verdict::at_least("throughput of 32 processes, times that of 2", 0.8, many / two));
+        }
+        rows.extend([throughput, peak]);
+        Ok(())
+    }
+
+    /// One run of one subject.
+    fn once(&mut self, subject: &Subject, contents: &str, processes: u32) -> Result<Figures, String> {
+        let share = (self.limit / 40 * 70 / u64::from(processes)).next_multiple_of(M2);
+        let mut argv: Vec<String> = Vec::new();
+        let report = self.dir.join("report.json");
+        let text = |path: &PathBuf| path.display().to_string();
+        if let How::Run(options) | How::Before(options) = &subject.how {
+            let before = self.before.as_ref().filter(|_| matches!(subject.how, How::Before(_)));
+            let needs_folios = options.iter().any(|o| o.contains("folios") || o.contains("verify"));
+            if needs_folios && !self.folios {
+                return Err("`uzswap run` has no --large-folios".to_owned());
+            }
+            argv.extend([text(before.unwrap_or(&self.exe)), "run".into(), "-q".into(), "--report".into()]);
+            argv.extend([text(&report), "--memory".into(), self.limit.to_string()]);
+            argv.extend(options.iter().map(|o| (*o).to_owned()));
+            argv.push("--".into());
+        }
+        argv.extend([
+            text(&self.exe),
+            "lab".into(),
+            "usemem-worker".into(),
+            "--processes".into(),
+            processes.to_string(),
+        ]);
+        argv.extend(["--size".into(), share.to_string(), "--folio".into(), subject.folio.to_string()]);
+        if contents == "real" {
+            argv.extend(["--source".into(), text(&self.dir.join("source"))]);
+        }
+        let peer = match &subject.how {
+            How::Kernel(compressor) => {
+                let ready = peers::set_up(
+                    self.keeper,
+                    Peer::Zswap,
+                    self.limit,
+                    (1 << 30).max(self.limit * 4),
+                    &self.dir,
+                    true,
+                )?;
+                let set = zswap::set(self.keeper, "compressor", compressor)?;
+                Some((set, ready))
+            }
+            _ => None,
+        };
+        let spec = Spec {
+            argv: argv.into_iter().map(Into::into).collect(),
+            env: vec![("UZSWAP_POOL_UNCHARGED", "1".to_owned())],
+            stdin: None,
+            cgroup: peer.as_ref().map(|(_, ready)| ready.cgroup().to_owned()),
+            sample: Some(Duration::from_millis(20)),
+            timeout: TIMEOUT,
+        };
+        let before = vmstat();
+        let outcome = process::run(self.keeper, &spec)?;
+        let after = vmstat();
+        let said: Option<Said> = serde_json::from_slice(&outcome.stdout).ok();
+        if said.as_ref().is_some_and(|said| said.corrupt) {
+            self.right = false;
+            return Err("MEMORY WAS NOT KEPT".to_owned());
+        }
+        outcome.ok()?;
+        let said = said.ok_or("said nothing")?;
+        let mut figures = Figures::from([
+            ("throughput", (share * u64::from(processes)) as f64 / 1e6 / said.seconds),
+            ("sys time", said.system),
+            ("user time", said.user),
+            ("peak", outcome.peak_anon as f64 / MIB as f64),
+        ]);
+        if peer.is_some() {
+            let known = ["pswpin", "pswpout", "zswpin", "zswpout", "thp_swpout", "thp_swpout_fallback", "pgmajfault"];
+            for name in known {
+                let value = |stat: &Map<String, Value>| stat.get(name).and_then(Value::as_f64);
+                figures.extend(Some(name).zip(value(&after).zip(value(&before)).map(|(a, b)| a - b)));
+            }
+        } else {
+            figures.extend(counted(&report)?);
+        }
+        Ok(figures)
+    }
+}
+
+/// The figures of a report.
+fn counted(path: &PathBuf) -> Result<Figures, String> {
+    let text = std::fs::read_to_string(path).map_err(|e| format!("no report: {e}"))?;
+    let report: Value = serde_json::from_str(&text).map_err(|e| format!("a report that cannot be read: {e}"))?;
+    let places = [
+        ("memcg_high", "/high"),
+        ("memcg_max", "/max"),
+        ("memcg_swap_fail", "/swap_fail"),
+        ("pswpin", "/folios/pswpin"),
+        ("pswpout", "/folios/pswpout"),
+        ("zswpin", "/counters/zswpin"),
+        ("zswpout", "/counters/zswpout"),
+        ("thp_swpout", "/folios/thp_swpout"),
+        ("thp_swpout_fallback", "/folios/thp_swpout_fallback"),
+        ("pgmajfault", "/counters/pgmajfault"),
+        ("ZSWPOUT-64kB", "/folios/hugepages-64kB/zswpout"),
+        ("SWPOUT-64kB", "/folios/hugepages-64kB/swpout"),
+    ];
+    Ok(places.into_iter().filter_map(|(name, at)| Some((name, report.pointer(at)?.as_f64()?))).collect())
+}
+
+fn vmstat() -> Map<String, Value> {
+    let text = std::fs::read_to_string("/proc/vmstat").unwrap_or_default();
+    let line = |line: &str| {
+        let (name, number) = line.split_once(' ')?;
+        Some((name.to_owned(), number.parse::<u64>().ok()?.into()))
+    };
+    text.lines().filter_map(line).collect()
+}
+
+fn medians(runs: &[Figures]) -> Figures {
+    let names = runs.iter().flat_map(|run| run.keys().copied());
+    names
+        .filter_map(|name| {
+            let values: Vec<f64> = runs.iter().filter_map(|run| run.get(name).copied()).collect();
+            Some((name, median(&values)?))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn verdicts_need_both_figures() {
+        let figures =
+            |mb: f64, sys: f64| Figures::from([("throughput", mb), ("sys time", sys), ("memcg_swap_fail", 0.0)]);
+        let mut verdicts = Vec::new();
+        compare(&BTreeMap::from([("zstd 64K whole", figures(170.0, 1.0))]), &mut verdicts);
+        assert_eq!(verdicts.len(), 1, "only that nothing failed");
+        let mut verdicts = Vec::new();
+        let both = [("zstd 64K whole", figures(170.0, 0.5)), ("zstd 64K split", figures(100.0, 1.0))];
+        compare(&BTreeMap::from(both), &mut verdicts);
+        assert!(verdicts.iter().all(|v| v.met) && verdicts.len() == 3);
+    }
+
+    #[test]
+    fn medians_are_by_row() {
+        let runs = [1.0, 9.0, 2.0].map(|mb| Figures::from([("throughput", mb)]));
+        assert_eq!(medians(&runs), Figures::from([("throughput", 2.0)]));
+        assert!(medians(&[]).is_empty());
+    }
+}

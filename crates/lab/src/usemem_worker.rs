@@ -1,0 +1,164 @@
+//! The processes of `lab usemem`: each writes its memory, all at once, and afterwards reads it back.
+//!
+//! The first process starts the others, waits until all have written, and says what that took. Then each compares its
+//! memory with what it wrote, one after another, on demand: that is not part of what is measured.
+
+use crate::data::Source;
+use crate::size::{self, PAGE};
+use serde::{Deserialize, Serialize};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::Instant;
+
+/// `uzswap lab usemem-worker`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// How many; 0 is one of them
+    #[arg(long)]
+    processes: u32,
+    /// Which of them
+    #[arg(long, default_value = "0")]
+    index: u64,
+    /// Bytes that each writes
+    #[arg(long, value_parser = size::parse)]
+    size: u64,
+    /// Bytes of the folios the memory is to be made of
+    #[arg(long, value_parser = size::parse)]
+    folio: u64,
+    /// File of real contents; without it the words are numbered, as usemem does
+    #[arg(long)]
+    source: Option<PathBuf>,
+}
+
+/// What the writing took, of one process or of all.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Said {
+    /// Seconds on the clock.
+    pub seconds: f64,
+    /// CPU seconds in user mode, of all threads.
+    pub user: f64,
+    /// CPU seconds in the kernel.
+    pub system: f64,
+    /// Whether some memory did not hold what was written.
+    pub corrupt: bool,
+}
+
+/// Runs; 0 when all that was read was what was written.
+#[must_use]
+pub fn main(args: &Args) -> i32 {
+    let result = if args.processes == 0 { one(args) } else { all(args) };
+    match result {
+        Ok(right) => i32::from(!right),
+        Err(error) => {
+            eprintln!("error: {error}");
+            1
+        }
+    }
+}
+
+/// One process. It says what the writing took, waits for a byte, and says whether all is as it was.
+fn one(args: &Args) -> io::Result<bool> {
+    let source = args.source.as_deref().map(Source::open).transpose()?;
+    let len = args.size as usize / PAGE * PAGE;
+    let memory = map(len, args.folio)?;
+    let mut want = [0u8; PAGE];
+    let mut stdin = io::stdin().lock();
+    let start = Instant::now();
+    for (i, page) in memory.chunks_exact_mut(PAGE).enumerate() {
+        contents(source.as_ref(), args.index, i, page);
+    }
+    let (user, system) = cpu();
+    let said = Said { seconds: start.elapsed().as_secs_f64(), user, system, corrupt: false };
+    println!("{}", serde_json::to_string(&said)?);
+    stdin.read_exact(&mut [0])?;
+    let right = memory.chunks_exact(PAGE).enumerate().all(|(i, page)| {
+        contents(source.as_ref(), args.index, i, &mut want);
+        page == want
+    });
+    println!("{right}");
+    Ok(right)
+}
+
+/// All of them.
+fn all(args: &Args) -> io::Result<bool> {
+    let start = Instant::now();
+    let exe = std::env::current_exe()?;
+    let mut children: Vec<(Child, BufReader<std::process::ChildStdout>)> = Vec::new();
+    for index in 0..args.processes {
+        let mut command = Command::new(&exe);
+        command.args(["lab", "usemem-worker", "--processes", "0", "--index", &index.to_string()]);
+        command.args(["--size", &args.size.to_string(), "--folio", &args.folio.to_string()]);
+        if let Some(source) = &args.source {
+            command.arg("--source").arg(source);
+        }
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        let output = child.stdout.take().ok_or(io::ErrorKind::BrokenPipe)?;
+        children.push((child, BufReader::new(output)));
+    }
+    let mut total = Said::default();
+    for (_, output) in &mut children {
+        let mut line = String::new();
+        output.read_line(&mut line)?;
+        let said: Said = serde_json::from_str(&line).map_err(|_| io::Error::other("a process said nothing"))?;
+        total.user += said.user;
+        total.system += said.system;
+    }
+    total.seconds = start.elapsed().as_secs_f64();
+    for (child, output) in &mut children {
+        child.stdin.take().ok_or(io::ErrorKind::BrokenPipe)?.write_all(b"v")?;
+        let mut line = String::new();
+        output.read_line(&mut line)?;
+        total.corrupt |= line.trim() == "false";
+        if !child.wait()?.success() && !total.corrupt {
+            return Err(io::Error::other("a process ended badly"));
+        }
+    }
+    println!("{}", serde_json::to_string(&total)?);
+    Ok(!total.corrupt)
+}
+
+/// What page `i` of process `index` holds.
+fn contents(source: Option<&Source>, index: u64, i: usize, page: &mut [u8]) {
+    match source {
+        Some(source) => {
+            page.copy_from_slice(source.page((i + index as usize * 997) % source.pages()));
+            page[..8].copy_from_slice(&(index << 32 | i as u64).to_ne_bytes());
+        }
+        None => {
+            for (word, bytes) in page.chunks_exact_mut(8).enumerate() {
+                bytes.copy_from_slice(&((i * PAGE / 8 + word) as u64).to_ne_bytes());
+            }
+        }
+    }
+}
+
+/// Memory of folios of this size where the kernel makes them: huge pages from 2 MiB on, small ones below.
+fn map(len: usize, folio: u64) -> io::Result<&'static mut [u8]> {
+    const HUGE: usize = 2 << 20;
+    let (rw, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    // SAFETY: a new mapping at an address of the kernel's choice; advice about it; a slice of it that nobody else has,
+    // from an address aligned to a huge page, with `len` bytes left.
+    unsafe {
+        let at = libc::mmap(std::ptr::null_mut(), len + HUGE, rw, flags, -1, 0);
+        if at == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let at = (at as usize).next_multiple_of(HUGE);
+        let advice = if folio >= HUGE as u64 { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
+        libc::madvise(at as *mut libc::c_void, len, advice);
+        Ok(std::slice::from_raw_parts_mut(at as *mut u8, len))
+    }
+}
+
+/// CPU seconds of this process so far, all threads: user and system.
+fn cpu() -> (f64, f64) {
+    // SAFETY: zero is a rusage, which the call fills.
+    let usage = unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        libc::getrusage(libc::RUSAGE_SELF, &raw mut usage);
+        usage
+    };
+    let seconds = |t: libc::timeval| t.tv_sec as f64 + t.tv_usec as f64 / 1e6;
+    (seconds(usage.ru_utime), seconds(usage.ru_stime))
+}
