@@ -180,7 +180,7 @@ fn pages_are_found_after_their_frames_have_moved() {
     let stats = region.stats();
     println!("{moved} frames moved, {stats:?}");
     assert!(moved > 100, "{moved} frames moved: {stats:?}");
-    assert_eq!(stats.pages_migrated >= moved, true);
+    assert!(stats.pages_migrated >= moved);
     assert!(stats.charged <= 24 * MIB, "{stats:?}");
 }
 
