@@ -23,3 +23,6 @@ pub mod store;
 pub mod ticker;
 pub mod trace;
 mod transfer;
+
+#[cfg(test)]
+mod testing;

@@ -68,6 +68,18 @@ fn forks_survive_failures_of_moves_and_stores() {
     );
 }
 
+#[test]
+fn the_flat_model_survives_failures_of_everything_at_once() {
+    let _alone = alone();
+    let Some(model) = compile_c("model") else { return };
+    let all = "pool=1/10,move_out=1/100,move_in=1/20,copy=1/20,event=1/100";
+    survives(
+        &Subject::new("flat model", &[&model, &"3"]),
+        24 * MIB,
+        &[("pool", all), ("move_out", all), ("move_in", all), ("copy", all), ("event", all)],
+    );
+}
+
 /// What memory loses cannot be made good: never another byte instead, but SIGBUS, and a line that says why.
 #[test]
 fn damaged_pages_raise_sigbus_and_are_told() {

@@ -148,6 +148,18 @@ fn threads_and_every_memory_call() {
     }
 }
 
+/// The seeds are in the messages: `model SEED` does the same again.
+#[test]
+fn every_call_agrees_with_a_flat_model() {
+    let _alone = alone();
+    let Some(model) = compile_c("model") else { return };
+    let new = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |t| t.as_secs());
+    for seed in [1, new] {
+        say(&format!("model: seed {seed}"));
+        Subject::new("flat model", &[&model, &seed.to_string()]).check();
+    }
+}
+
 #[test]
 fn fork_storm() {
     let _alone = alone();
