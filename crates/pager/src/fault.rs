@@ -19,6 +19,7 @@
 //! window fourfold up to 512 KiB; any other brings one page. What was decompressed beyond it stays in a small cache.
 
 use crate::arena::PAGE;
+use crate::gate;
 use crate::inject::Site;
 use crate::object::{self, Header};
 use crate::pager::Pager;
@@ -57,6 +58,7 @@ impl Pager {
         let mut served = 0u32;
         thread::set_idle_policy(0, true);
         let mut waiting: Vec<Request> = Vec::new();
+        let mut starved = gate::Starved::default();
         loop {
             let mut s = self.state.lock();
             if waiting.capacity() == 0 {
@@ -110,6 +112,7 @@ impl Pager {
                 self.counters().stall_ns.fetch_add((thread::now_ns() - began) * 8, Relaxed);
             }
             self.progress.fetch_add(1, Relaxed);
+            starved.round(!waiting.is_empty());
             if self.needs_reclaim(&s) {
                 drop(s);
                 self.wake_reclaim();

@@ -7,6 +7,7 @@ pub mod discover;
 pub mod events;
 pub mod fault;
 pub mod fork;
+pub mod gate;
 pub mod group;
 pub mod inject;
 pub mod limits;
