@@ -112,3 +112,137 @@ impl Pager {
         before.saturating_sub(s.pool.used_bytes())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::state::State;
+    use crate::testing;
+
+    /// The content of a page: words, of which zstd makes less than lz4, different for each.
+    fn page_of(vpn: u64) -> [u8; PAGE] {
+        const WORDS: [&[u8]; 8] =
+            [b"memory ", b"of ", b"the page ", b"faults ", b"kernel, ", b"swapped ", b"in ", b"again. "];
+        let mut x = vpn.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        let (mut page, mut at) = ([0; PAGE], 0);
+        while at < PAGE {
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+            let word = WORDS[(x >> 40) as usize % 8];
+            let n = word.len().min(PAGE - at);
+            page[at..at + n].copy_from_slice(&word[..n]);
+            at += n;
+        }
+        page
+    }
+
+    /// Stores `1 << order` pages at `vpn` as one lz4 object; those in `copies` are kept copies of resident pages.
+    fn store(s: &mut State, vpn: u64, order: u8, copies: u16) {
+        let pages = 1u64 << order;
+        let plain: Vec<u8> = (0..pages).flat_map(|i| page_of(vpn + i)).collect();
+        let mut packed = vec![0; plain.len()];
+        let (encoding, len) = Compressor::new(Algorithm::Lz4).compress(&plain, &mut packed).expect("it compresses");
+        let head = Header { len, encoding, order, live: ((1u32 << pages) - 1) as u16 };
+        let set = |place: &mut [u8]| {
+            plain.chunks(PAGE).enumerate().for_each(|(i, p)| object::set_hash(place, i, object::hash(p)));
+        };
+        let handle = s.put_object(head, set, &packed[..len]).expect("room").raw();
+        for i in 0..pages {
+            let pte = if copies & (1 << i) != 0 {
+                s.resident += 1;
+                Pte::new(Tag::Resident, 0).with_copy(handle)
+            } else {
+                s.swapped += 1;
+                Pte::compressed(handle, i as usize, 5)
+            };
+            s.pt.set(vpn + i, pte);
+        }
+    }
+
+    /// Every page is what it was, and still out or in.
+    fn check(s: &mut State, vpn: u64, copy: bool) -> Encoding {
+        let pte = s.pt.get(vpn);
+        let (handle, index) = if copy {
+            assert_eq!(pte.tag(), Tag::Resident);
+            let handle = pte.copy().expect("its copy");
+            (handle, s.copy_index(vpn, handle))
+        } else {
+            assert_eq!((pte.tag(), pte.evicted_at()), (Tag::Compressed, 5));
+            (pte.handle(), pte.index())
+        };
+        let head = Header::read(s.object(handle));
+        assert!(head.live & (1 << index) != 0);
+        let mut out = vec![0; PAGE << head.order];
+        assert!(decode(s, handle, &mut out), "page {vpn:x}");
+        assert_eq!(out[index * PAGE..(index + 1) * PAGE], page_of(vpn), "page {vpn:x}");
+        head.encoding
+    }
+
+    fn crowd(p: &Pager, s: &mut State) {
+        let copies = |vpn: u64| if vpn.is_multiple_of(16) { 0b0101 } else { 0 };
+        let mut vpn = 0x1000;
+        while !p.crowded(s) {
+            store(s, vpn, 2, copies(vpn));
+            store(s, vpn + 4, 0, 0);
+            vpn += 8;
+        }
+    }
+
+    fn check_all(s: &mut State, last: u64) -> (usize, usize) {
+        let (mut dense, mut all) = (0, 0);
+        for vpn in (0x1000..last).filter(|v| v % 8 < 5) {
+            let copy = (vpn & !7).is_multiple_of(16) && matches!(vpn % 8, 0 | 2);
+            all += 1;
+            dense += usize::from(matches!(check(s, vpn, copy), Encoding::Zstd));
+        }
+        (dense, all)
+    }
+
+    #[test]
+    fn every_page_survives_recompression_and_the_pool_shrinks() {
+        let p = testing::pager(8 << 20);
+        let mut s = p.state.lock();
+        crowd(p, &mut s);
+        let last = 0x1000 + (s.swapped + s.resident) as u64 / 5 * 8;
+        let (held, used) = (s.pool.held_bytes(), s.pool.used_bytes());
+        let (swapped, resident) = (s.swapped, s.resident);
+        assert_eq!(check_all(&mut s, last).0, 0);
+        // A single call does what it is asked, no more.
+        assert!(p.densify(&mut s, 4));
+        let few = p.counters().recompressed_pages.load(Relaxed);
+        assert!((4..=16).contains(&few), "{few} pages");
+        while p.crowded(&s) && p.densify(&mut s, 64) {}
+        let (dense, all) = check_all(&mut s, last);
+        assert!(!p.crowded(&s) && dense > 50, "{dense} of {all} pages are dense");
+        assert!(s.pool.used_bytes() < used && s.pool.held_bytes() < held, "of {held} {}", s.pool.held_bytes());
+        assert_eq!((s.swapped, s.resident), (swapped, resident));
+        // What is left frees completely: no object was referred to twice, and none is left over.
+        for vpn in (0x1000..last).filter(|v| v % 8 < 5) {
+            let pte = s.pt.get(vpn);
+            s.pt.set(vpn, Pte::NONE);
+            s.forget(vpn, pte);
+        }
+        assert_eq!(s.pool.used_bytes(), 0);
+    }
+
+    #[test]
+    fn without_room_for_the_denser_object_the_old_one_stays() {
+        let p = testing::pager(8 << 20);
+        let mut s = p.state.lock();
+        crowd(p, &mut s);
+        let last = 0x1000 + (s.swapped + s.resident) as u64 / 5 * 8;
+        p.group.faults.set("pool=1/1", 1).unwrap();
+        assert!(!p.densify(&mut s, 64));
+        assert_eq!(check_all(&mut s, last).0, 0);
+    }
+
+    #[test]
+    fn a_pool_that_crowds_nobody_out_is_left_alone() {
+        let p = testing::pager(8 << 20);
+        let mut s = p.state.lock();
+        store(&mut s, 0x1000, 2, 0);
+        assert!(!p.crowded(&s) && !p.densify(&mut s, 64));
+        assert!(matches!(check(&mut s, 0x1000, false), Encoding::Lz4));
+    }
+}

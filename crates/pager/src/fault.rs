@@ -21,6 +21,7 @@
 //! alone (see `frames_for`).
 
 use crate::arena::PAGE;
+use crate::gate;
 use crate::inject::Site;
 use crate::object::{self, Header};
 use crate::pager::Pager;
@@ -80,6 +81,7 @@ impl Pager {
         let mut served = 0u32;
         thread::set_idle_policy(0, true);
         let mut waiting: Vec<Request> = Vec::new();
+        let mut starved = gate::Starved::default();
         loop {
             let mut s = self.state.lock();
             if waiting.capacity() == 0 {
@@ -133,6 +135,7 @@ impl Pager {
                 self.counters().stall_ns.fetch_add((thread::now_ns() - began) * 8, Relaxed);
             }
             self.progress.fetch_add(1, Relaxed);
+            starved.round(!waiting.is_empty());
             if self.needs_reclaim(&s) {
                 drop(s);
                 self.wake_reclaim();

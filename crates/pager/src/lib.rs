@@ -9,6 +9,7 @@ pub mod events;
 pub mod fault;
 pub mod folio;
 pub mod fork;
+pub mod gate;
 pub mod group;
 pub mod inject;
 pub mod limits;
@@ -28,3 +29,6 @@ pub mod store;
 pub mod ticker;
 pub mod trace;
 mod transfer;
+
+#[cfg(test)]
+mod testing;

@@ -123,3 +123,58 @@ impl Default for Placement {
         Self::new()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The table: what happens, and whether the handler reclaims afterwards.
+    #[test]
+    fn who_reclaims() {
+        let mut p = Placement::new();
+        assert!(!p.alone(), "nothing is known");
+        p.fault_on(0, Helpers::default(), false);
+        for look in 1..=STEADY {
+            assert_eq!(p.alone(), look > STEADY, "after {look} looks");
+            p.fault_on(0, Helpers::default(), false);
+        }
+        assert!(p.alone());
+        p.fault_on(1, Helpers::default(), false);
+        assert!(!p.alone(), "a program that moves is not taken to be on one CPU");
+        (0..2).for_each(|_| p.fault_on(1, Helpers::default(), false));
+        assert!(p.alone(), "one move is made up for by two looks");
+    }
+
+    #[test]
+    fn two_threads_on_two_cpus_never_count_as_one() {
+        let mut p = Placement::new();
+        for i in 0..10_000 {
+            p.fault_on(i % 2, Helpers::default(), false);
+            assert!(!p.alone());
+        }
+    }
+
+    #[test]
+    fn where_no_fault_comes_the_thread_must_reclaim() {
+        let mut p = Placement::new();
+        (0..10).for_each(|_| p.fault_on(3, Helpers::default(), false));
+        p.due();
+        p.look(0);
+        assert!(p.alone(), "a fault since the last look");
+        p.look(0);
+        assert!(!p.alone(), "none");
+        p.due();
+        assert!(p.alone(), "again");
+    }
+
+    #[test]
+    fn the_cpu_is_looked_at_after_sleep_and_now_and_then() {
+        let mut p = Placement::new();
+        let looks = |p: &mut Placement, faults: u32| (0..faults).filter(|_| p.due()).count();
+        assert_eq!(looks(&mut p, 1), 1, "the first");
+        assert_eq!(looks(&mut p, EVERY - 2), 0);
+        assert_eq!(looks(&mut p, 10 * EVERY), 10);
+        p.slept();
+        assert_eq!(looks(&mut p, 1), 1, "the program may have moved");
+    }
+}

@@ -2,10 +2,17 @@
 //!
 //! Unlike std's it can be held across `fork` and released in the child (it is one word, with no owner).
 
+#[cfg(loom)]
+use self::model::{AtomicU32 as Word, futex_wait as wait, futex_wake as wake};
+#[cfg(not(loom))]
+use self::{AtomicU32 as Word, futex_wait as wait, futex_wake as wake};
 use crate::sys;
 use core::cell::UnsafeCell;
 use core::ops::{Deref, DerefMut};
 use core::sync::atomic::{AtomicU32, Ordering::*};
+
+/// Looks at a taken lock before sleeping.
+const SPINS: usize = if cfg!(loom) { 1 } else { 100 };
 
 /// Waits while `*word == value`, at most `timeout_ns` (None: for ever).
 pub fn futex_wait(word: &AtomicU32, value: u32, timeout_ns: Option<u64>, shared: bool) {
@@ -29,7 +36,7 @@ const SPINS: u32 = 1000;
 
 /// A mutual exclusion lock around a value.
 pub struct Lock<T> {
-    word: AtomicU32,
+    word: Word,
     value: UnsafeCell<T>,
 }
 // SAFETY: the lock gives one thread at a time access to the value.
@@ -40,8 +47,15 @@ pub struct Guard<'a, T>(&'a Lock<T>);
 
 impl<T> Lock<T> {
     /// A free lock.
+    #[cfg(not(loom))]
     pub const fn new(value: T) -> Self {
-        Self { word: AtomicU32::new(0), value: UnsafeCell::new(value) }
+        Self { word: Word::new(0), value: UnsafeCell::new(value) }
+    }
+
+    /// The same in a model.
+    #[cfg(loom)]
+    pub fn new(value: T) -> Self {
+        Self { word: Word::new(0), value: UnsafeCell::new(value) }
     }
 
     /// Takes the lock.
@@ -54,7 +68,7 @@ impl<T> Lock<T> {
                 core::hint::spin_loop();
             }
             while self.word.swap(2, Acquire) != 0 {
-                futex_wait(&self.word, 2, None, false);
+                wait(&self.word, 2, None, false);
             }
         }
         Guard(self)
@@ -81,7 +95,7 @@ impl<T> Lock<T> {
     /// The caller must hold the lock and have forgotten its guard.
     pub unsafe fn force_unlock(&self) {
         if self.word.swap(0, Release) == 2 {
-            futex_wake(&self.word, 1, false);
+            wake(&self.word, 1, false);
         }
     }
 }
@@ -103,5 +117,110 @@ impl<T> DerefMut for Guard<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
         // SAFETY: the guard proves exclusive access.
         unsafe { &mut *self.0.value.get() }
+    }
+}
+
+/// The lock under every order of its steps: `RUSTFLAGS="--cfg loom" cargo test --release -p uzswap-sys --lib lock`.
+#[cfg(all(test, loom))]
+mod tests {
+    use super::Lock;
+    use loom::cell::UnsafeCell;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    // loom's cell finds two accesses at once by itself.
+    type Shared = Arc<Lock<UnsafeCell<u32>>>;
+
+    fn add(lock: &Shared) {
+        let guard = lock.lock();
+        // SAFETY: the guard.
+        guard.with_mut(|n| unsafe { *n += 1 });
+    }
+
+    fn value(lock: &Shared) -> u32 {
+        // SAFETY: the guard.
+        lock.lock().with(|n| unsafe { *n })
+    }
+
+    #[test]
+    fn one_at_a_time_and_no_wake_up_lost() {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(3);
+        model.check(|| {
+            let lock: Shared = Arc::new(Lock::new(UnsafeCell::new(0)));
+            let threads: Vec<_> = (0..2)
+                .map(|_| {
+                    let lock = lock.clone();
+                    thread::spawn(move || add(&lock))
+                })
+                .collect();
+            add(&lock);
+            threads.into_iter().for_each(|t| t.join().unwrap());
+            assert_eq!(value(&lock), 3);
+        });
+    }
+
+    /// As over a fork: taken, lent to another thread that releases it, while a third waits.
+    #[test]
+    fn released_without_its_guard() {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(3);
+        model.check(|| {
+            let lock: Shared = Arc::new(Lock::new(UnsafeCell::new(0)));
+            core::mem::forget(lock.lock());
+            let (waits, lent) = (lock.clone(), lock.clone());
+            let waits = thread::spawn(move || add(&waits));
+            let lent = thread::spawn(move || {
+                // SAFETY: the lock is held, and its holder waits for this thread.
+                let cell = unsafe { lent.assume_locked() };
+                // SAFETY: as above.
+                cell.with_mut(|n| unsafe { *n += 1 });
+                // SAFETY: the guard was forgotten.
+                unsafe { lent.force_unlock() };
+            });
+            lent.join().unwrap();
+            waits.join().unwrap();
+            assert_eq!(value(&lock), 2);
+        });
+    }
+}
+
+/// The kernel's futex as loom can follow it: a look at the word and falling asleep are one step.
+#[cfg(loom)]
+mod model {
+    use core::sync::atomic::Ordering;
+    use loom::sync::{Condvar, Mutex, atomic};
+
+    pub struct AtomicU32 {
+        word: atomic::AtomicU32,
+        asleep: Mutex<()>,
+        woken: Condvar,
+    }
+
+    impl AtomicU32 {
+        pub fn new(value: u32) -> Self {
+            Self { word: atomic::AtomicU32::new(value), asleep: Mutex::new(()), woken: Condvar::new() }
+        }
+        pub fn load(&self, order: Ordering) -> u32 {
+            self.word.load(order)
+        }
+        pub fn swap(&self, value: u32, order: Ordering) -> u32 {
+            self.word.swap(value, order)
+        }
+        pub fn compare_exchange(&self, old: u32, new: u32, ok: Ordering, not: Ordering) -> Result<u32, u32> {
+            self.word.compare_exchange(old, new, ok, not)
+        }
+    }
+
+    pub fn futex_wait(word: &AtomicU32, value: u32, _timeout_ns: Option<u64>, _shared: bool) {
+        let asleep = word.asleep.lock().unwrap();
+        if word.word.load(Ordering::SeqCst) == value {
+            drop(word.woken.wait(asleep).unwrap());
+        }
+    }
+
+    pub fn futex_wake(word: &AtomicU32, _n: u32, _shared: bool) {
+        let _asleep = word.asleep.lock().unwrap();
+        word.woken.notify_one();
     }
 }
