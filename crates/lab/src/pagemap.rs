@@ -344,7 +344,7 @@ fn publish_cost() -> f64 {
     let start = Instant::now();
     for round in 0..8 {
         for page in 0..PAGES {
-            map.set(black_box(page), PageState(if round % 2 == 0 { PRESENT } else { SWAPPED }));
+            map.publish(black_box(page), PageState(if round % 2 == 0 { PRESENT } else { SWAPPED }));
         }
     }
     start.elapsed().as_secs_f64() * 1e9 / (8 * PAGES) as f64

@@ -312,6 +312,21 @@ impl<'a, W: Word> PageMap<'a, W> {
         word.store(old & !(0xff << shift) | u64::from(state.0) << shift, Ordering::Release);
     }
 
+    /// Sets the state of a page as a change of its own, or as a part of the one on its way. Only by the one writer.
+    ///
+    /// # Panics
+    /// When the page is beyond the last.
+    pub fn publish(&self, page: u64, state: PageState) {
+        let alone = self.sequence.load(Ordering::Relaxed).is_multiple_of(2);
+        if alone {
+            self.begin();
+        }
+        self.set(page, state);
+        if alone {
+            self.end();
+        }
+    }
+
     /// Sets and clears bits of a page. Only by the one writer.
     ///
     /// # Panics

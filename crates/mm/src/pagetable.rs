@@ -149,7 +149,7 @@ impl PageTable {
         if let Some((map, first)) = &self.published {
             let page = vpn.wrapping_sub(*first);
             if page < map.pages() {
-                map.set(page, pte.state());
+                map.publish(page, pte.state());
             }
         }
     }
@@ -219,7 +219,7 @@ impl PageTable {
                         if let Some((map, first)) = &self.published
                             && v.wrapping_sub(*first) < map.pages()
                         {
-                            map.set(v - first, PageState(0));
+                            map.publish(v - first, PageState(0));
                         }
                         gone(v, pte);
                     }

@@ -153,7 +153,7 @@ impl Engine {
         self.pt.set(page, pte);
         let hide = if self.options.markers { 0 } else { SWAPPED };
         let state = if state & hide != 0 { 0 } else { state };
-        self.map.map().set(page, PageState(state));
+        self.map.map().publish(page, PageState(state));
     }
 
     fn tier(&self, handle: u32) -> Tier {

@@ -17,7 +17,7 @@ fn contents(i: usize) -> [u8; PAGE] {
     for (k, word) in page.chunks_mut(8).enumerate() {
         // Every fourth page is zero, the others half noise.
         let value = if i % 4 == 3 { 0 } else { (i as u64 * 512 + k as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) };
-        word.copy_from_slice(&(if k % 2 == 0 { value } else { value >> 60 }).to_le_bytes());
+        word.copy_from_slice(&(if k.is_multiple_of(2) { value } else { value >> 60 }).to_le_bytes());
     }
     page
 }
@@ -103,7 +103,7 @@ fn nonsense_is_refused_in_a_sentence() {
         ("[]".to_owned(), uffd.fd(), "without regions"),
         (one(4096, 4096, 0, 2 << 20), uffd.fd(), "pages of 2097152 bytes"),
         (one(4097, 4096, 0, 4096), uffd.fd(), "not of whole pages"),
-        (one(u64::MAX & !4095, 8192, 0, 4096), uffd.fd(), "not of whole pages"),
+        (one(!4095, 8192, 0, 4096), uffd.fd(), "not of whole pages"),
         (one(4096, 4096, 1 << 40, 4096), uffd.fd(), "of a memory file"),
         (one(4096, 4096, 0, 4096), 0, "no userfaultfd"),
     ] {

@@ -79,13 +79,13 @@ fn mappings_see_each_others_writes_while_pages_go_out() {
     let (a, b) = (region.map().unwrap(), region.map().unwrap());
     let control = region.control();
     for round in 1..20u64 {
-        for page in 0..256 {
-            write(if page % 2 == 0 { &a } else { &b }, page, round * 1000 + page as u64);
+        for page in 0..256usize {
+            write(if page.is_multiple_of(2) { &a } else { &b }, page, round * 1000 + page as u64);
         }
         let gone = control.page_out(0..256 * PAGE).unwrap();
         assert_eq!(gone, 256);
-        for page in 0..256 {
-            let other = if page % 2 == 0 { &b } else { &a };
+        for page in 0..256usize {
+            let other = if page.is_multiple_of(2) { &b } else { &a };
             assert_eq!(words(other, page)[7].load(Relaxed), round * 1000 + page as u64);
         }
     }

@@ -111,7 +111,7 @@ fn word(page: usize, i: usize, v: u64) -> u64 {
         return 0;
     }
     let noise = (page as u64 ^ (i as u64) << 20 ^ v << 40).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-    v << 32 | if page % 2 == 0 { noise } else { 7 }
+    v << 32 | if page.is_multiple_of(2) { noise } else { 7 }
 }
 
 /// What workers have done for sure, in plain shared memory: the version that each page has at least, and what was added
@@ -162,7 +162,7 @@ fn stress(path: &std::path::Path, number: usize) {
         done[WORKERS * PART + number].fetch_add(1, Relaxed);
         match rng.below(2000) {
             0 => drop(m.page_out(page * PAGE..(page + 1) * PAGE).unwrap()),
-            1 => drop(m.clear_soft_dirty(0..m.len()).unwrap()),
+            1 => m.clear_soft_dirty(0..m.len()).unwrap(),
             _ => {}
         }
     }
@@ -219,8 +219,8 @@ fn processes_that_are_killed_and_stopped_at_random_lose_no_write_and_harm_nobody
         child.wait().unwrap();
     }
     let m = SharedMapping::attach(&path).unwrap();
-    for page in 0..WORKERS * PART {
-        check(&m, page, done[page].load(Acquire));
+    for (page, least) in done.iter().enumerate().take(WORKERS * PART) {
+        check(&m, page, least.load(Acquire));
     }
     let counted: u64 = (0..COUNTERS).map(|c| words(&m, WORKERS * PART + c)[9].load(Relaxed)).sum();
     let said: u64 = (0..WORKERS).map(|k| done[WORKERS * PART + k].load(Relaxed)).sum();
