@@ -103,7 +103,7 @@ fn nonsense_is_refused_in_a_sentence() {
         ("[]".to_owned(), uffd.fd(), "without regions"),
         (one(4096, 4096, 0, 2 << 20), uffd.fd(), "pages of 2097152 bytes"),
         (one(4097, 4096, 0, 4096), uffd.fd(), "not of whole pages"),
-        (one(0xffff_ffff_ffff_f000, 8192, 0, 4096), uffd.fd(), "not of whole pages"),
+        (one(!4095, 8192, 0, 4096), uffd.fd(), "not of whole pages"),
         (one(4096, 4096, 1 << 40, 4096), uffd.fd(), "of a memory file"),
         (one(4096, 4096, 0, 4096), 0, "no userfaultfd"),
     ] {
