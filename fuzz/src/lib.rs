@@ -19,7 +19,10 @@ mod size_text;
 use size_text::Size;
 use std::io::Cursor;
 use uzswap_mm::codec::{Algorithm, Decompressor, Encoding};
+use uzswap_mm::compaction::policy::{Emptiest, Linear, Policy};
+use uzswap_mm::compaction::{Compactor, Goal, Migrate};
 use uzswap_mm::trace::{BLOCK_BYTES, HEADER_BYTES, Record, Trace};
+use uzswap_mm::zone::{Kind, MigrateType, Zone};
 
 /// Names of codecs: what parses displays as something that parses to the same.
 pub fn algorithm(data: &[u8]) {
@@ -104,4 +107,94 @@ pub fn trace(data: &[u8]) {
         at += again.len();
     }
     assert!(at <= data.len());
+}
+
+/// The zone and its compaction: each three bytes are a step (what, and which). Frames are neither lost nor handed out
+/// twice, and compaction keeps the pages it moves.
+pub fn zone(data: &[u8]) {
+    let [start, ends, policy, steps @ ..] = data else { return };
+    let (start, end) = (u32::from(*start), 600 + u32::from(*ends) * 5);
+    let zone = Zone::spanning(start, end, Kind::Frame);
+    if policy % 2 == 0 {
+        Pages::new(&zone, Emptiest::new()).run(zone, steps);
+    } else {
+        Pages::new(&zone, Linear::starting_at(usize::from(policy / 2), true)).run(zone, steps);
+    }
+}
+
+struct Frames {
+    start: u32,
+    page: Vec<Option<u32>>,
+    pinned: Vec<bool>,
+}
+
+impl Migrate for Frames {
+    fn isolate(&mut self, _: &Zone, frame: u32) -> bool {
+        let at = (frame - self.start) as usize;
+        assert!(self.page[at].is_some(), "isolated a free frame");
+        !self.pinned[at]
+    }
+    fn migrate(&mut self, _: &mut Zone, from: u32, to: u32) -> bool {
+        let page = self.page[(from - self.start) as usize].take();
+        assert!(self.page[(to - self.start) as usize].replace(page.expect("in use")).is_none(), "moved over a page");
+        true
+    }
+    fn putback(&mut self, _frame: u32) {}
+}
+
+struct Pages<P> {
+    frames: Frames,
+    compactor: Compactor<P>,
+    /// Whether a page is allocated, by its number.
+    live: Vec<bool>,
+}
+
+impl<P: Policy> Pages<P> {
+    fn new(zone: &Zone, policy: P) -> Self {
+        let n = (zone.end() - zone.start()) as usize;
+        let frames = Frames { start: zone.start(), page: vec![None; n], pinned: vec![false; n] };
+        Self { frames, compactor: Compactor::new(zone, policy), live: Vec::new() }
+    }
+
+    fn run(mut self, mut zone: Zone, steps: &[u8]) {
+        let total = zone.free_slots(Kind::Frame);
+        let (blocks, _) = steps.as_chunks::<3>();
+        let mut used = 0;
+        for [what, low, high] in blocks {
+            let which = usize::from(u16::from_le_bytes([*low, *high]));
+            match what % 8 {
+                0..4 => {
+                    let mt = MigrateType::ALL[which % 3];
+                    let Some(frame) = zone.alloc_typed(Kind::Frame, mt, 0) else { continue };
+                    let at = (frame - zone.start()) as usize;
+                    assert!(self.frames.page[at].replace(self.live.len() as u32).is_none(), "handed out twice");
+                    self.frames.pinned[at] = mt == MigrateType::Unmovable;
+                    self.live.push(true);
+                    used += 1;
+                }
+                4..7 => {
+                    let n = self.frames.page.len();
+                    let Some(at) = (0..n).map(|i| (i + which) % n).find(|at| self.frames.page[*at].is_some()) else {
+                        continue;
+                    };
+                    let page = self.frames.page[at].take().expect("found");
+                    self.live[page as usize] = false;
+                    self.frames.pinned[at] = false;
+                    zone.free(Kind::Frame, zone.start() + at as u32, 0);
+                    used -= 1;
+                }
+                _ => {
+                    let (order, budget) = (low % 10, u64::from(*high) * 16);
+                    let goal = Goal { kind: Kind::Frame, order, score: None, budget };
+                    self.compactor.direct(&mut zone, goal, &mut self.frames);
+                    assert_eq!(self.compactor.counters.migrated_twice, 0);
+                }
+            }
+            assert_eq!(zone.free_slots(Kind::Frame), total - used);
+        }
+        let mut left: Vec<_> = self.frames.page.iter().flatten().copied().collect();
+        left.sort_unstable();
+        let kept = self.live.iter().enumerate().filter(|(_, live)| **live).map(|(page, _)| page as u32);
+        assert!(left.into_iter().eq(kept), "compaction lost a page, or made one");
+    }
 }

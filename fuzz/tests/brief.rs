@@ -134,3 +134,16 @@ fn trace() {
     }
     run("trace", uzswap_fuzz::trace, &[seed[..32].to_vec(), seed]);
 }
+
+#[test]
+fn zone() {
+    // Fill, thin out, compact: from several places.
+    let seeds = [(0u8, 0u8), (1, 1), (1, 5), (200, 3)].map(|(start, policy)| {
+        let mut data = vec![start, 100, policy];
+        (0..900u16).for_each(|i| data.extend([0, (i % 50) as u8, 0]));
+        (0..600u16).for_each(|i| data.extend([5, (i * 7) as u8, (i >> 7) as u8]));
+        (0..8).for_each(|_| data.extend([7, 9, 255]));
+        data
+    });
+    run("zone", uzswap_fuzz::zone, &seeds);
+}

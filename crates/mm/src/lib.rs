@@ -5,6 +5,7 @@
 #![deny(unsafe_code)]
 
 pub mod codec;
+pub mod compaction;
 pub mod lru;
 pub mod pagetable;
 pub mod replay;

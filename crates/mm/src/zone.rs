@@ -1,15 +1,34 @@
-//! The zone: slots of the frame arena under a buddy allocator.
+//! The zone: frames under a buddy allocator.
 //!
-//! A slot is a 4 KiB place in the arena. A free slot is of one of two [`Kind`]s: it holds a *frame* (memory that can be
-//! refilled and moved into the program), or it is a *hole* (an address to which a frame can be moved out). Moving a
-//! frame into the program turns its slot from frame to hole; evicting turns a hole into a frame. Runs of slots are
-//! naturally aligned powers of two, orders 0 to [`MAX_ORDER`], so that a folio moves in one call.
+//! Frames are numbers; the zone does not know memory. Runs are naturally aligned powers of two, orders 0 to
+//! [`MAX_ORDER`], so that a folio moves in one call. A zone may start at any frame (frame 1 is the classic trap).
 //!
-//! Invariants: a slot is in at most one free block; a free block's buddy of the same kind and order is never free too
-//! (they would have merged). It works on slot numbers and does not know memory. Owner: the pager's lock.
+//! ```text
+//! zone   │ page block: 512 frames, 2 MiB, of one migrate type │ page block │ page block │ …
+//! free   │ lists by kind, migrate type and order; a bit mask says which orders have any
+//! ```
+//! - **Kinds** ([`Kind`]): in the pager's arena a free slot holds a *frame* (memory that can be refilled and moved into
+//!   the program), or it is a *hole* (an address to which a frame can be moved out). Moving a frame into the program turns
+//!   its slot from frame to hole; evicting turns a hole into a frame. A zone of plain memory has frames only.
+//! - **Migrate types** ([`MigrateType`]): what can be moved is kept apart from what cannot, a page block at a time, as one
+//!   unmovable frame spoils a whole block. A type that has run out takes from another's block, the largest run there is
+//!   (so that a block is spoilt as seldom as possible), and takes the block over when half of it is free (`steal`).
+//! - **Lists of ready frames** ([`pcp::Pcp`]) in front of the zone, for orders 0 and 2.
+//! - **Watermarks** ([`Watermarks`]).
+//!
+//! Invariants: a frame is in at most one free run; a free run's buddy of the same kind, order and block type is never
+//! free too (they would have merged); runs never cross the zone's ends; a block's `free` counts its free frames by
+//! kind. Cost: allocating and freeing look at no more than the orders. Owner: the pager's lock.
+
+pub mod block;
+pub mod pcp;
+
+pub use block::{Block, MigrateType};
 
 /// The largest order: 2 MiB.
 pub const MAX_ORDER: u8 = 9;
+/// Frames of a page block.
+pub const BLOCK_FRAMES: u32 = 1 << MAX_ORDER;
 const NIL: u32 = u32::MAX;
 const ORDERS: usize = MAX_ORDER as usize + 1;
 
@@ -22,29 +41,94 @@ pub enum Kind {
     Hole = 1,
 }
 
+/// Free runs of one kind and type.
+#[derive(Clone, Copy)]
+struct FreeArea {
+    /// First run of each order.
+    head: [u32; ORDERS],
+    /// The orders that have a run.
+    orders: u16,
+}
+
+/// Free frames below which something is to be done, as the kernel's: an allocation must leave `min` free, background
+/// reclaim starts below `low` and stops at `high`. In frames.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Watermarks {
+    /// Kept for those that make memory free.
+    pub min: usize,
+    /// Reclaim starts.
+    pub low: usize,
+    /// Reclaim stops.
+    pub high: usize,
+}
+
 /// The allocator.
 pub struct Zone {
-    head: [[u32; ORDERS]; 2],
+    /// First frame of the zone.
+    start: u32,
+    areas: [[FreeArea; MigrateType::COUNT]; 2],
     count: [usize; 2],
-    /// Links of the free block that starts at a slot (previous, next).
+    /// Links of the free run that starts at a frame (previous, next); of a frame in use what its user noted.
     links: Vec<(u32, u32)>,
-    /// 0, or kind << 4 | order + 1 of the free block that starts at a slot.
+    /// 0, or type << 5 | kind << 4 | order + 1 of the free run that starts at a frame.
     tag: Vec<u8>,
+    /// A bit for each frame that is free, from frame `start / 64 * 64` on: what compaction looks free frames up in.
+    map: Vec<u64>,
+    blocks: Vec<Block>,
+    /// The watermarks, for [`Zone::watermark_ok`].
+    pub watermarks: Watermarks,
+}
+
+const fn tag(kind: Kind, mt: MigrateType, order: u8) -> u8 {
+    (mt as u8) << 5 | (kind as u8) << 4 | (order + 1)
 }
 
 impl Zone {
-    /// A zone of `slots` holes.
+    /// A zone of `slots` holes, numbered from 0.
     ///
     /// # Panics
     /// When `slots` is not a multiple of 512 or does not fit 25 bits.
     pub fn new(slots: usize) -> Self {
-        assert!(slots.is_multiple_of(512) && slots < 1 << 25);
-        let mut zone =
-            Self { head: [[NIL; ORDERS]; 2], count: [0; 2], links: vec![(0, 0); slots], tag: vec![0; slots] };
-        for at in (0..slots).step_by(512).rev() {
-            zone.push(Kind::Hole, at as u32, MAX_ORDER);
+        assert!(slots.is_multiple_of(BLOCK_FRAMES as usize) && slots < 1 << 25);
+        Self::spanning(0, slots as u32, Kind::Hole)
+    }
+
+    /// A zone of the frames `start..end`, all free and of a kind, every block movable.
+    ///
+    /// # Panics
+    /// When the range is empty.
+    pub fn spanning(start: u32, end: u32, kind: Kind) -> Self {
+        assert!(start < end, "a zone of no frames");
+        let frames = (end - start) as usize;
+        let blocks = (end.div_ceil(BLOCK_FRAMES) - start / BLOCK_FRAMES) as usize;
+        let mut zone = Self {
+            start,
+            areas: [[FreeArea { head: [NIL; ORDERS], orders: 0 }; MigrateType::COUNT]; 2],
+            count: [0; 2],
+            links: vec![(0, 0); frames],
+            tag: vec![0; frames],
+            map: vec![0; (end.div_ceil(64) - start / 64) as usize],
+            blocks: vec![Block::default(); blocks],
+            watermarks: Watermarks::default(),
+        };
+        // Highest first, so that the lowest is at the head of its list.
+        let mut to = end;
+        while to > start {
+            let from = (to - 1) / BLOCK_FRAMES * BLOCK_FRAMES;
+            zone.free_run(kind, from.max(start), (to - from.max(start)) as usize);
+            to = from.max(start);
         }
         zone
+    }
+
+    /// First frame.
+    pub fn start(&self) -> u32 {
+        self.start
+    }
+
+    /// One past the last frame.
+    pub fn end(&self) -> u32 {
+        self.start + self.tag.len() as u32
     }
 
     /// Free slots of a kind.
@@ -54,78 +138,298 @@ impl Zone {
 
     /// Bytes of the zone's own tables.
     pub fn metadata_bytes(&self) -> usize {
-        self.links.len() * 8 + self.tag.len()
+        self.links.len() * 8 + self.tag.len() + self.map.len() * 8 + self.blocks.len() * size_of::<Block>()
     }
 
-    fn push(&mut self, kind: Kind, slot: u32, order: u8) {
-        let head = &mut self.head[kind as usize][order as usize];
-        let next = core::mem::replace(head, slot);
-        self.links[slot as usize] = (NIL, next);
-        if next != NIL {
-            self.links[next as usize].0 = slot;
-        }
-        self.tag[slot as usize] = ((kind as u8) << 4) | (order + 1);
-        self.count[kind as usize] += 1 << order;
+    fn at(&self, frame: u32) -> usize {
+        (frame - self.start) as usize
     }
 
-    fn unlink(&mut self, kind: Kind, slot: u32, order: u8) {
-        let (prev, next) = self.links[slot as usize];
-        if prev == NIL {
-            self.head[kind as usize][order as usize] = next;
+    /// Index of the block a frame is in.
+    pub fn block_of(&self, frame: u32) -> usize {
+        (frame / BLOCK_FRAMES - self.start / BLOCK_FRAMES) as usize
+    }
+
+    /// The frames of a block.
+    pub fn block_range(&self, block: usize) -> (u32, u32) {
+        let base = (self.start / BLOCK_FRAMES + block as u32) * BLOCK_FRAMES;
+        (base.max(self.start), (base + BLOCK_FRAMES).min(self.end()))
+    }
+
+    /// Page blocks.
+    pub fn blocks(&self) -> &[Block] {
+        &self.blocks
+    }
+
+    pub(crate) fn block_mut(&mut self, block: usize) -> &mut Block {
+        &mut self.blocks[block]
+    }
+
+    /// The free run that starts at a frame: its kind and order.
+    pub fn free_run_at(&self, frame: u32) -> Option<(Kind, u8)> {
+        let t = *self.tag.get(self.at(frame))?;
+        (t != 0).then(|| (if t >> 4 & 1 == 0 { Kind::Frame } else { Kind::Hole }, (t & 15) - 1))
+    }
+
+    /// The free run that a frame is in: its kind, first frame and order.
+    pub fn free_run_around(&self, frame: u32) -> Option<(Kind, u32, u8)> {
+        (0..=MAX_ORDER).find_map(|o| {
+            let head = frame & !((1 << o) - 1);
+            if head < self.start {
+                return None;
+            }
+            let (kind, order) = self.free_run_at(head)?;
+            (head + (1 << order) > frame).then_some((kind, head, order))
+        })
+    }
+
+    /// Whether a run of an order is free (of any type).
+    pub fn has_run(&self, kind: Kind, order: u8) -> bool {
+        self.areas[kind as usize].iter().any(|area| area.orders >> order != 0)
+    }
+
+    /// Free runs of exactly an order, counted one by one: for reports and scores, not for the fault path.
+    pub fn runs(&self, kind: Kind, order: u8) -> usize {
+        MigrateType::ALL.into_iter().map(|mt| self.list(kind, mt, order).count()).sum()
+    }
+
+    /// The free runs of a kind, type and order, the last freed first.
+    pub fn list(&self, kind: Kind, mt: MigrateType, order: u8) -> impl Iterator<Item = u32> + '_ {
+        let head = self.areas[kind as usize][mt as usize].head[order as usize];
+        let next = |at: &u32| Some(self.links[self.at(*at)].1).filter(|next| *next != NIL);
+        core::iter::successors((head != NIL).then_some(head), next)
+    }
+
+    /// Notes who has an allocated frame, so that it can be found from the frame: [`Zone::user`]. It costs no memory, and is
+    /// lost when the frame is freed.
+    pub fn set_user(&mut self, frame: u32, user: u64) {
+        let at = self.at(frame);
+        debug_assert_eq!(self.tag[at], 0, "a free frame has no user");
+        self.links[at] = (user as u32, (user >> 32) as u32);
+    }
+
+    /// What was noted last with [`Zone::set_user`]; anything, where nothing was noted since it was allocated: a hint.
+    pub fn user(&self, frame: u32) -> u64 {
+        let (low, high) = self.links[self.at(frame)];
+        u64::from(low) | u64::from(high) << 32
+    }
+
+    /// Whether a run of `order` can be had and leaves more than `mark` frames free.
+    pub fn watermark_ok(&self, kind: Kind, order: u8, mark: usize) -> bool {
+        self.free_slots(kind) + 1 > mark + (1 << order) && self.has_run(kind, order)
+    }
+
+    /// How fragmented the free space of a kind is, 0 (one can have what one likes) to 100: the share of the free frames
+    /// that is not in runs of `order` or more.
+    pub fn fragmentation(&self, kind: Kind, order: u8) -> u32 {
+        let free = self.free_slots(kind);
+        let large: usize = (order..=MAX_ORDER).map(|o| self.runs(kind, o) << o).sum();
+        ((free - large) * 100).checked_div(free).unwrap_or(0) as u32
+    }
+
+    /// Sets or clears the bits of a run.
+    fn mark(&mut self, frame: u32, order: u8, free: bool) {
+        let word = (frame / 64 - self.start / 64) as usize;
+        if order >= 6 {
+            self.map[word..word + (1 << (order - 6))].fill(if free { u64::MAX } else { 0 });
         } else {
-            self.links[prev as usize].1 = next;
+            let bits = ((1u64 << (1 << order)) - 1) << (frame % 64);
+            if free { self.map[word] |= bits } else { self.map[word] &= !bits }
         }
-        if next != NIL {
-            self.links[next as usize].0 = prev;
-        }
-        self.tag[slot as usize] = 0;
-        self.count[kind as usize] -= 1 << order;
     }
 
-    /// Takes a run of 2^order slots, or None when there is no run of that order.
-    pub fn alloc(&mut self, kind: Kind, order: u8) -> Option<u32> {
-        let found = (order..=MAX_ORDER).find(|o| self.head[kind as usize][*o as usize] != NIL)?;
-        let slot = self.head[kind as usize][found as usize];
-        self.unlink(kind, slot, found);
-        for o in (order..found).rev() {
-            self.push(kind, slot + (1 << o), o);
+    /// Appends free frames of a kind from `at` up to `end`, until `out` has `most`; returns where it stopped and how many
+    /// looks it took: one for 64 frames, and one for each free one.
+    pub fn free_frames(&self, kind: Kind, mut at: u32, end: u32, most: usize, out: &mut Vec<u32>) -> (u32, u64) {
+        let mut looks = 0;
+        while at < end && out.len() < most {
+            looks += 1;
+            let upto = (at / 64 * 64 + 64).min(end);
+            let mut bits = self.map[(at / 64 - self.start / 64) as usize] >> (at % 64);
+            if upto - at < 64 {
+                bits &= (1 << (upto - at)) - 1;
+            }
+            while bits != 0 && out.len() < most {
+                looks += 1;
+                let frame = at + bits.trailing_zeros();
+                bits &= bits - 1;
+                if self.free_run_around(frame).is_some_and(|(k, ..)| k == kind) {
+                    out.push(frame);
+                }
+            }
+            at = if bits == 0 { upto } else { at + bits.trailing_zeros() };
         }
-        Some(slot)
+        (at, looks)
+    }
+
+    fn push(&mut self, kind: Kind, frame: u32, order: u8) {
+        let mt = self.blocks[self.block_of(frame)].migrate_type();
+        self.push_as(kind, frame, order, mt);
+    }
+
+    fn push_as(&mut self, kind: Kind, frame: u32, order: u8, mt: MigrateType) {
+        let block = self.block_of(frame);
+        let area = &mut self.areas[kind as usize][mt as usize];
+        let next = core::mem::replace(&mut area.head[order as usize], frame);
+        area.orders |= 1 << order;
+        let at = self.at(frame);
+        self.links[at] = (NIL, next);
+        if next != NIL {
+            let next = self.at(next);
+            self.links[next].0 = frame;
+        }
+        self.tag[at] = tag(kind, mt, order);
+        self.mark(frame, order, true);
+        self.count[kind as usize] += 1 << order;
+        self.blocks[block].free[kind as usize] += 1 << order;
+    }
+
+    fn unlink(&mut self, kind: Kind, frame: u32, order: u8) {
+        let at = self.at(frame);
+        let (prev, next) = self.links[at];
+        let area = &mut self.areas[kind as usize][(self.tag[at] >> 5) as usize];
+        if prev == NIL {
+            area.head[order as usize] = next;
+            if next == NIL {
+                area.orders &= !(1 << order);
+            }
+        } else {
+            self.links[(prev - self.start) as usize].1 = next;
+        }
+        if next != NIL {
+            self.links[(next - self.start) as usize].0 = prev;
+        }
+        self.tag[at] = 0;
+        self.mark(frame, order, false);
+        self.count[kind as usize] -= 1 << order;
+        let block = self.block_of(frame);
+        self.blocks[block].free[kind as usize] -= 1 << order;
+    }
+
+    /// Takes a run of 2^order movable slots, or None when there is no run of that order.
+    pub fn alloc(&mut self, kind: Kind, order: u8) -> Option<u32> {
+        self.alloc_typed(kind, MigrateType::Movable, order)
+    }
+
+    /// Takes a run for something of a migrate type: from blocks of that type, else from another's.
+    pub fn alloc_typed(&mut self, kind: Kind, mt: MigrateType, order: u8) -> Option<u32> {
+        let area = &self.areas[kind as usize][mt as usize];
+        let fitting = area.orders >> order << order;
+        let found = if fitting != 0 {
+            let found = fitting.trailing_zeros() as u8;
+            Some((area.head[found as usize], found))
+        } else {
+            self.steal(kind, mt, order)
+        };
+        let (frame, found) = found?;
+        Some(self.take(kind, frame, found, order))
+    }
+
+    /// Takes the first 2^order slots of a free run of order `found`.
+    fn take(&mut self, kind: Kind, frame: u32, found: u8, order: u8) -> u32 {
+        self.unlink(kind, frame, found);
+        for o in (order..found).rev() {
+            self.push(kind, frame + (1 << o), o);
+        }
+        frame
+    }
+
+    /// Finds a run in the blocks of other types: the largest, so that what follows finds room beside it.
+    fn steal(&mut self, kind: Kind, mt: MigrateType, order: u8) -> Option<(u32, u8)> {
+        let areas = &self.areas[kind as usize];
+        let from = mt
+            .fallbacks()
+            .into_iter()
+            .filter(|other| areas[*other as usize].orders >> order != 0)
+            .max_by_key(|other| areas[*other as usize].orders.ilog2())?;
+        let found = areas[from as usize].orders.ilog2() as u8;
+        let frame = areas[from as usize].head[found as usize];
+        let block = self.block_of(frame);
+        let (first, last) = self.block_range(block);
+        // A movable page in another's block does no harm, it can be moved; but one that cannot be moved makes the block
+        // its own, if it is not mostly others'.
+        let free: u16 = self.blocks[block].free.iter().sum();
+        if u32::from(free) * 2 >= last - first {
+            self.set_block_type(block, mt);
+        }
+        Some((frame, found))
+    }
+
+    /// Makes a block one of a migrate type: its free runs change lists.
+    pub fn set_block_type(&mut self, block: usize, mt: MigrateType) {
+        if self.blocks[block].migrate_type() == mt {
+            return;
+        }
+        let (mut at, end) = self.block_range(block);
+        while at < end {
+            let Some((kind, order)) = self.free_run_at(at) else {
+                at += 1;
+                continue;
+            };
+            self.unlink(kind, at, order);
+            self.push_as(kind, at, order, mt);
+            at += 1 << order;
+        }
+        self.blocks[block].set_migrate_type(mt);
     }
 
     /// Takes the largest run of an order up to `order`.
     pub fn alloc_up_to(&mut self, kind: Kind, order: u8) -> Option<(u32, u8)> {
-        (0..=order).rev().find_map(|o| self.alloc(kind, o).map(|slot| (slot, o)))
+        let orders = self.areas[kind as usize].iter().fold(0, |all, area| all | area.orders);
+        if orders == 0 {
+            return None;
+        }
+        let order = (orders.ilog2() as u8).min(order);
+        self.alloc(kind, order).map(|frame| (frame, order))
+    }
+
+    /// Takes a particular frame out of the free run it is in; false when it is not free (of that kind).
+    pub fn take_frame(&mut self, kind: Kind, frame: u32) -> bool {
+        let Some((_, head, order)) = self.free_run_around(frame).filter(|(k, ..)| *k == kind) else { return false };
+        self.unlink(kind, head, order);
+        // The rest of the run is free still: both sides of the frame, in halves.
+        let mut base = head;
+        for half in (0..order).rev() {
+            let upper = base + (1 << half);
+            if frame >= upper {
+                self.push(kind, base, half);
+                base = upper;
+            } else {
+                self.push(kind, upper, half);
+            }
+        }
+        true
     }
 
     /// Gives back a run of slots as being of a kind now.
     ///
     /// # Panics
     /// When the first slot is free already, or misaligned.
-    pub fn free(&mut self, kind: Kind, slot: u32, order: u8) {
+    pub fn free(&mut self, kind: Kind, frame: u32, order: u8) {
         assert!(
-            self.tag[slot as usize] == 0 && slot.is_multiple_of(1 << order),
-            "slot {slot} freed twice or misaligned"
+            self.tag[self.at(frame)] == 0 && frame.is_multiple_of(1 << order),
+            "slot {frame} freed twice or misaligned"
         );
-        let (mut slot, mut order) = (slot, order);
+        let wanted = tag(kind, self.blocks[self.block_of(frame)].migrate_type(), 0);
+        let (mut frame, mut order) = (frame, order);
         while order < MAX_ORDER {
-            let buddy = slot ^ (1 << order);
-            if buddy as usize >= self.tag.len() || self.tag[buddy as usize] != ((kind as u8) << 4) | (order + 1) {
+            let buddy = frame ^ (1 << order);
+            if buddy < self.start || buddy >= self.end() || self.tag[self.at(buddy)] != wanted + order {
                 break;
             }
             self.unlink(kind, buddy, order);
-            slot &= !(1 << order);
+            frame &= !(1 << order);
             order += 1;
         }
-        self.push(kind, slot, order);
+        self.push(kind, frame, order);
     }
 
     /// Gives back `n` consecutive slots as naturally aligned runs.
     ///
     /// # Panics
     /// As [`Zone::free`].
-    pub fn free_run(&mut self, kind: Kind, slot: u32, n: usize) {
-        let (mut at, mut left) = (slot, n as u32);
+    pub fn free_run(&mut self, kind: Kind, frame: u32, n: usize) {
+        let (mut at, mut left) = (frame, n as u32);
         while left > 0 {
             let order = at.trailing_zeros().min(left.ilog2()).min(u32::from(MAX_ORDER)) as u8;
             self.free(kind, at, order);

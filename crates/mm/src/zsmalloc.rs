@@ -324,6 +324,15 @@ impl ZsPool {
         CLASSES[self.slabs[slab_index as usize].class as usize].size as usize
     }
 
+    /// The pages of the slab that a live object is in: what [`ZsPool::free`] returns with the last of them.
+    ///
+    /// # Panics
+    /// When `handle` is not allocated.
+    pub fn slab_of(&self, handle: Handle) -> Freed {
+        let slab = &self.slabs[self.locate(handle).0 as usize];
+        Freed { offset: slab.first_page as usize * PAGE, len: CLASSES[slab.class as usize].pages as usize * PAGE }
+    }
+
     /// Bytes of live objects, each counted with its class size.
     pub fn used_bytes(&self) -> usize {
         self.used

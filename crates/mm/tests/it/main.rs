@@ -1,6 +1,7 @@
 //! The engine's integration tests, one binary.
 
 mod codec;
+mod compaction;
 mod lru;
 mod pagetable;
 mod swapfile;

@@ -1,7 +1,8 @@
 //! The zone against a map of single slots.
 
 use proptest::prelude::*;
-use uzswap_mm::zone::{Kind, MAX_ORDER, Zone};
+use uzswap_mm::zone::pcp::Pcp;
+use uzswap_mm::zone::{Kind, MAX_ORDER, MigrateType, Watermarks, Zone};
 
 const SLOTS: usize = 2048;
 
@@ -9,6 +10,11 @@ const SLOTS: usize = 2048;
 enum Step {
     Alloc(Kind, u8),
     AllocUpTo(Kind, u8),
+    AllocTyped(Kind, MigrateType, u8),
+    /// That frame, whatever run it is in.
+    TakeFrame(Kind, usize),
+    /// The block of that frame changes its type.
+    SetType(usize, MigrateType),
     /// The run at that index (modulo how many are held), as being of that kind now.
     Free(usize, Kind),
     /// The same, in two consecutive parts of arbitrary length.
@@ -22,6 +28,9 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
         3 => (kind(), order()).prop_map(|(k, o)| Step::Alloc(k, o)),
         3 => (kind(), order()).prop_map(|(k, o)| Step::AllocUpTo(k, o)),
+        3 => (kind(), 0..3usize, order()).prop_map(|(k, t, o)| Step::AllocTyped(k, MigrateType::ALL[t], o)),
+        1 => (kind(), any::<usize>()).prop_map(|(k, f)| Step::TakeFrame(k, f)),
+        1 => (any::<usize>(), 0..3usize).prop_map(|(f, t)| Step::SetType(f, MigrateType::ALL[t])),
         3 => (any::<usize>(), kind()).prop_map(|(i, k)| Step::Free(i, k)),
         2 => (any::<usize>(), any::<usize>(), kind(), kind()).prop_map(|(i, n, a, b)| Step::FreeRun(i, n, a, b)),
     ];
@@ -36,8 +45,37 @@ struct Model {
 }
 
 impl Model {
-    fn new() -> Self {
-        Self { zone: Zone::new(SLOTS), free: vec![Some(Kind::Hole); SLOTS], held: vec![] }
+    /// A zone from `start` to [`SLOTS`]; what lies before is never free.
+    fn new(start: usize) -> Self {
+        let mut free = vec![Some(Kind::Hole); SLOTS];
+        free[..start].fill(None);
+        Self { zone: Zone::spanning(start as u32, SLOTS as u32, Kind::Hole), free, held: vec![] }
+    }
+
+    /// What each block has free, and of what runs, by the zone and by the map.
+    fn check(&self) {
+        for (i, block) in self.zone.blocks().iter().enumerate() {
+            let (from, to) = self.zone.block_range(i);
+            for kind in [Kind::Frame, Kind::Hole] {
+                let free = self.free[from as usize..to as usize].iter().filter(|f| **f == Some(kind)).count();
+                assert_eq!(block.free(kind) as usize, free, "block {i}");
+            }
+        }
+        for frame in self.zone.start()..self.zone.end() {
+            let around = self.zone.free_run_around(frame);
+            assert_eq!(around.map(|(kind, ..)| kind), self.free[frame as usize], "frame {frame}");
+        }
+        let (start, end) = (self.zone.start(), self.zone.end());
+        for (kind, from, to) in [(Kind::Frame, start, end), (Kind::Hole, start + 7, end - 99), (Kind::Hole, 700, 701)] {
+            let mut found = vec![];
+            let (at, _) = self.zone.free_frames(kind, from, to, usize::MAX, &mut found);
+            let free = (from..to).filter(|f| self.free[*f as usize] == Some(kind));
+            assert_eq!((at, found), (to, free.collect::<Vec<_>>()), "the map of free frames");
+        }
+        for kind in [Kind::Frame, Kind::Hole] {
+            let all: usize = (0..=MAX_ORDER).map(|o| self.zone.runs(kind, o) << o).sum();
+            assert_eq!((all, self.zone.free_slots(kind)), (self.count(kind), self.count(kind)));
+        }
     }
 
     fn count(&self, kind: Kind) -> usize {
@@ -86,6 +124,27 @@ impl Model {
                     self.took(kind, slot, order);
                 }
             }
+            Step::AllocTyped(kind, mt, order) => {
+                let there = self.has_run(kind, order);
+                let got = self.zone.alloc_typed(kind, mt, order);
+                assert_eq!(got.is_some(), there, "a fallback to other blocks failed");
+                if let Some(slot) = got {
+                    self.took(kind, slot, order);
+                }
+            }
+            Step::TakeFrame(kind, frame) => {
+                let frame = self.zone.start() as usize + frame % (SLOTS - self.zone.start() as usize);
+                let there = self.free[frame] == Some(kind);
+                assert_eq!(self.zone.take_frame(kind, frame as u32), there);
+                if there {
+                    self.took(kind, frame as u32, 0);
+                }
+            }
+            Step::SetType(frame, mt) => {
+                let block = frame % self.zone.blocks().len();
+                self.zone.set_block_type(block, mt);
+                assert_eq!(self.zone.blocks()[block].migrate_type(), mt);
+            }
             Step::Free(index, kind) => {
                 let Some((slot, order)) = self.take_held(index) else { return };
                 self.zone.free(kind, slot, order);
@@ -108,14 +167,15 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn agrees_with_a_map_of_slots(steps in steps()) {
-        let mut model = Model::new();
+    fn agrees_with_a_map_of_slots(steps in steps(), start in prop_oneof![Just(0), Just(1), 0..600usize]) {
+        let mut model = Model::new(start);
         for step in steps {
             model.step(step);
             for kind in [Kind::Frame, Kind::Hole] {
                 prop_assert_eq!(model.zone.free_slots(kind), model.count(kind));
             }
         }
+        model.check();
         // Everything held comes back as holes, every frame becomes one: what is left is whole blocks of 2 MiB.
         while let Some((slot, order)) = model.take_held(0) {
             model.zone.free(Kind::Hole, slot, order);
@@ -123,12 +183,13 @@ proptest! {
         while let Some((slot, order)) = model.zone.alloc_up_to(Kind::Frame, MAX_ORDER) {
             model.zone.free(Kind::Hole, slot, order);
         }
-        prop_assert_eq!(model.zone.free_slots(Kind::Hole), SLOTS);
+        prop_assert_eq!(model.zone.free_slots(Kind::Hole), SLOTS - start);
         prop_assert_eq!(model.zone.free_slots(Kind::Frame), 0);
         let mut blocks: Vec<_> = core::iter::from_fn(|| model.zone.alloc(Kind::Hole, MAX_ORDER)).collect();
         blocks.sort_unstable();
-        prop_assert_eq!(blocks, (0..SLOTS as u32).step_by(512).collect::<Vec<_>>());
-        prop_assert_eq!(model.zone.alloc(Kind::Hole, 0), None);
+        let first = (start as u32).next_multiple_of(512);
+        prop_assert_eq!(blocks, (first..SLOTS as u32).step_by(512).collect::<Vec<_>>());
+        prop_assert_eq!(model.zone.free_slots(Kind::Hole), first as usize - start);
     }
 }
 
@@ -141,4 +202,80 @@ fn freeing_twice_is_noticed() {
     assert_eq!(zone.alloc(Kind::Hole, 0), Some(slot ^ 1));
     zone.free(Kind::Frame, slot, 0);
     zone.free(Kind::Frame, slot, 0);
+}
+
+/// A page that cannot be moved spoils a block: the next ones go beside it, and what can be moved stays away.
+#[test]
+fn unmovable_frames_share_a_block() {
+    let mut zone = Zone::spanning(1, 8 * 512, Kind::Frame);
+    let mut tables = vec![];
+    for _ in 0..300 {
+        tables.push(zone.alloc_typed(Kind::Frame, MigrateType::Unmovable, 0).unwrap());
+        let pages: Vec<_> = (0..4).map(|_| zone.alloc(Kind::Frame, 0).unwrap()).collect();
+        zone.free(Kind::Frame, pages[0], 0);
+    }
+    let block = zone.block_of(tables[0]);
+    assert_eq!(zone.blocks()[block].migrate_type(), MigrateType::Unmovable);
+    assert!(tables.iter().all(|t| zone.block_of(*t) == block), "{tables:?}");
+    assert_eq!(zone.blocks().iter().filter(|b| b.migrate_type() == MigrateType::Unmovable).count(), 1);
+    assert_eq!(zone.blocks()[block].free(Kind::Frame), 212);
+}
+
+/// With little left in it a block is not taken over, only taken from.
+#[test]
+fn a_block_that_is_mostly_others_keeps_its_type() {
+    let mut zone = Zone::spanning(0, 512, Kind::Frame);
+    let pages: Vec<_> = (0..300).map(|_| zone.alloc(Kind::Frame, 0).unwrap()).collect();
+    let table = zone.alloc_typed(Kind::Frame, MigrateType::Unmovable, 0).unwrap();
+    assert_eq!(zone.blocks()[0].migrate_type(), MigrateType::Movable);
+    zone.free(Kind::Frame, table, 0);
+    pages.iter().for_each(|p| zone.free(Kind::Frame, *p, 0));
+    assert!(zone.alloc_typed(Kind::Frame, MigrateType::Reclaimable, 0).is_some());
+    assert_eq!(zone.blocks()[0].migrate_type(), MigrateType::Reclaimable);
+}
+
+#[test]
+fn lists_of_ready_frames_take_and_give_batches() {
+    let mut zone = Zone::spanning(1, 4 * 512, Kind::Frame);
+    let all = zone.free_slots(Kind::Frame);
+    let mut pcp = Pcp::new(Kind::Frame, 32, 96);
+    let mut held = vec![];
+    for i in 0..600usize {
+        let order = [0, 2, 1][i % 3];
+        held.push((pcp.alloc(&mut zone, order).unwrap(), order));
+        let out: usize = held.iter().map(|(_, o)| 1 << o).sum();
+        assert_eq!(zone.free_slots(Kind::Frame) + pcp.frames() + out, all);
+        assert!(pcp.frames() <= 2 * 96 + 2 * 32);
+        if i % 5 > 2 {
+            let (frame, order) = held.swap_remove(i % held.len());
+            pcp.free(&mut zone, frame, order);
+        }
+    }
+    held.drain(..).for_each(|(frame, order)| pcp.free(&mut zone, frame, order));
+    assert!(pcp.frames() > 0 && pcp.frames() <= 2 * 96);
+    pcp.drain(&mut zone);
+    assert_eq!((pcp.frames(), zone.free_slots(Kind::Frame), zone.runs(Kind::Frame, 9)), (0, all, 3));
+    // What is left when the zone is empty is handed out to the last frame.
+    let mut got = 0;
+    while pcp.alloc(&mut zone, 0).is_some() {
+        got += 1;
+    }
+    assert_eq!(got, all);
+}
+
+#[test]
+fn watermarks_are_kept_for_the_order_asked() {
+    let mut zone = Zone::spanning(0, 1024, Kind::Frame);
+    zone.watermarks = Watermarks { min: 100, low: 200, high: 300 };
+    assert!(zone.watermark_ok(Kind::Frame, 9, zone.watermarks.high));
+    let first = zone.alloc(Kind::Frame, 9).unwrap();
+    // 512 are free: one run of 512 would leave none.
+    assert!(!zone.watermark_ok(Kind::Frame, 9, zone.watermarks.min));
+    assert!(zone.watermark_ok(Kind::Frame, 7, zone.watermarks.high));
+    assert!(zone.watermark_ok(Kind::Frame, 0, 511) && !zone.watermark_ok(Kind::Frame, 0, 512));
+    // Enough frames, but none side by side.
+    zone.free_run(Kind::Frame, first, 512);
+    (0..1024).step_by(2).for_each(|f| assert!(zone.take_frame(Kind::Frame, f)));
+    assert!(zone.watermark_ok(Kind::Frame, 0, 300) && !zone.watermark_ok(Kind::Frame, 1, 0));
+    assert_eq!((zone.fragmentation(Kind::Frame, 1), zone.fragmentation(Kind::Frame, 0)), (100, 0));
 }

@@ -1,0 +1,378 @@
+//! Compaction: pages in use are moved together, so that runs of free frames appear elsewhere.
+//!
+//! ```text
+//! zone start                       pivot                              zone end
+//!     │ · · x · x x │ x · · x x · │ x · x · · x │ · x x · x · │ x x · x · · │
+//!       ◀── free scanner ─────────┤├───────── migrate scanner ──▶
+//!           (takes free frames)        (takes pages in use)
+//!       each goes on at the other end when it comes to an end, and they stop where they meet
+//! ```
+//! The mechanism is [`Compactor`]: it asks a [`policy::Policy`] where to take pages from and where to, isolates a handful
+//! at a time, has them moved by a [`Migrate`], and frees what they left. It works on frame numbers; who owns the memory
+//! moves it. `scanner` holds the positions of the two linear scanners and when they have met, `pivot` where they start,
+//! `deferral` when to give up for a while, `policy` the three ways to choose page blocks, `counters` what is counted.
+//!
+//! # What reviewers objected to in the original, and what is done about it here
+//!
+//! 1. *The pivot moves too slowly*: it moves only on a restart after maximal deferral, so between two moves the same part
+//!    of the zone is emptied and the same part filled. That is what [`policy::Pivot`] does, as published. The rule of our
+//!    own, [`policy::Emptiest`], has no pivot: it goes to where the least work is.
+//! 2. *Pages are migrated back and forth* as the direction of the scanners turns over. Counted:
+//!    [`Counters::migrated_twice`], pages moved more than once in a pass. Bound: none. A page moves in a pass only into a
+//!    block that the free scanner has reached, the migrate scanner enters no such block (they meet first, by block), and
+//!    `Emptiest` takes no page from a block into which one moved in the same pass. The counter counts what happens, by a
+//!    mark for each frame, and tests hold it at 0; [`Counters::migrated_again`] counts pages that move in two passes in
+//!    succession, which no rule forbids.
+//! 3. *The code is hairy*: positions, pivot, deferral and policy are values of their own, each with its own tests; the
+//!    mechanism does not know which policy runs, and no scanner knows about deferral.
+//!
+//! # Invariants
+//! A frame is isolated by at most one side; what was isolated is moved, or put back, before [`Compactor::run`] returns;
+//! free frames taken as targets and not used go back to the zone. The number of frames in use never changes. Nothing here
+//! runs on the fault path; a run looks at no more than [`Goal::budget`] frames and finishes the block it is in. Owner: the
+//! pager's lock.
+
+pub mod counters;
+pub mod deferral;
+pub mod pivot;
+pub mod policy;
+pub mod scanner;
+
+use crate::zone::{BLOCK_FRAMES, Kind, MAX_ORDER, Zone};
+pub use counters::Counters;
+use deferral::Deferral;
+use policy::Policy;
+
+/// Pages isolated at a time: the kernel's COMPACT_CLUSTER_MAX.
+const CLUSTER: usize = 32;
+
+/// Who owns the memory behind the frames.
+pub trait Migrate {
+    /// Takes a frame in use for moving: from now until [`Migrate::migrate`] or [`Migrate::putback`] nobody else changes
+    /// it. False when it cannot be moved now (or ever).
+    fn isolate(&mut self, zone: &Zone, frame: u32) -> bool;
+
+    /// Frames from `frame` on that belong to the same thing, when it refuses to be isolated: a huge page is passed over
+    /// as a whole.
+    fn extent(&self, frame: u32) -> u32 {
+        let _ = frame;
+        1
+    }
+
+    /// Moves the contents of `from`, which was isolated or is free of the other [`Kind`], to `to`, and makes all that
+    /// named `from` name `to`. False when that failed: nothing has changed then.
+    fn migrate(&mut self, zone: &mut Zone, from: u32, to: u32) -> bool;
+
+    /// An isolated frame stays after all.
+    fn putback(&mut self, frame: u32);
+}
+
+/// Why a compaction runs, and when it is to stop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Goal {
+    /// Free slots of this kind are gathered. (Free slots of the other kind are moved like pages in use.)
+    pub kind: Kind,
+    /// A run of this order is wanted.
+    pub order: u8,
+    /// Stop when the fragmentation for `order` is at or below this, instead of at the first run of `order`: background
+    /// compaction. (0 to 100, see [`Zone::fragmentation`].)
+    pub score: Option<u32>,
+    /// Frames that both scanners may look at.
+    pub budget: u64,
+}
+
+/// How a compaction ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// What was wanted is there.
+    Success,
+    /// The scanners have met: a whole pass is done.
+    Complete,
+    /// The budget is spent; the next run goes on from here.
+    Partial,
+    /// Not tried: it failed too often lately.
+    Deferred,
+    /// There are too few free frames for it to make sense.
+    Skipped,
+}
+
+/// The state of compaction of one zone under one policy.
+pub struct Compactor<P> {
+    /// Where pages come from and go to.
+    pub policy: P,
+    /// When not to try.
+    pub deferral: Deferral,
+    /// What was done.
+    pub counters: Counters,
+    /// For each frame the pass (modulo 255, plus one) in which a page was last moved into it; 0 none.
+    moved_in: Vec<u8>,
+    pass: u8,
+    from: Vec<u32>,
+    to: Vec<u32>,
+}
+
+impl<P: Policy> Compactor<P> {
+    /// Compaction that has not run yet.
+    pub fn new(zone: &Zone, policy: P) -> Self {
+        Self {
+            policy,
+            deferral: Deferral::default(),
+            counters: Counters::default(),
+            moved_in: vec![0; (zone.end() - zone.start()) as usize],
+            pass: 1,
+            from: Vec::with_capacity(CLUSTER),
+            to: Vec::with_capacity(BLOCK_FRAMES as usize),
+        }
+    }
+
+    /// Bytes of its own tables.
+    pub fn metadata_bytes(&self) -> usize {
+        self.moved_in.capacity() + (self.from.capacity() + self.to.capacity()) * 4
+    }
+
+    /// Direct compaction, for an allocation of `goal.order` that failed. The caller tries to allocate afterwards and says
+    /// how that went by [`Compactor::allocated`].
+    pub fn direct(&mut self, zone: &mut Zone, goal: Goal, mover: &mut impl Migrate) -> Outcome {
+        if zone.free_slots(goal.kind) < 1 << goal.order {
+            return Outcome::Skipped;
+        }
+        if self.deferral.is_deferred(goal.order) {
+            return Outcome::Deferred;
+        }
+        self.counters.compact_stall += 1;
+        if self.deferral.is_restarting(goal.order) {
+            self.policy.restart(zone);
+        }
+        let outcome = self.run(zone, goal, mover);
+        match outcome {
+            Outcome::Success => self.counters.compact_success += 1,
+            _ => self.counters.compact_fail += 1,
+        }
+        if outcome == Outcome::Complete {
+            self.deferral.defer(goal.order);
+        }
+        outcome
+    }
+
+    /// Whether the allocation that direct compaction was for succeeded in the end.
+    pub fn allocated(&mut self, order: u8, success: bool) {
+        self.deferral.reset(order, success);
+    }
+
+    /// Background compaction towards `goal.score`. Whoever calls it decides when.
+    pub fn background(&mut self, zone: &mut Zone, goal: Goal, mover: &mut impl Migrate) -> Outcome {
+        let outcome = self.run(zone, goal, mover);
+        match outcome {
+            Outcome::Success => self.deferral.reset(goal.order, false),
+            // A whole pass: what the skip bits say is old.
+            Outcome::Complete => pivot::clear_skip(zone),
+            _ => {}
+        }
+        outcome
+    }
+
+    fn begin(&mut self, zone: &mut Zone, kind: Kind) {
+        if self.policy.begin(zone, kind) {
+            self.pass = self.pass % 255 + 1;
+            if self.pass == 1 {
+                // Marks of 255 passes ago would be taken for this one's.
+                self.moved_in.fill(0);
+            }
+        }
+        self.counters.compact_migrate_scanned += self.policy.looked_at();
+    }
+
+    fn is_done(zone: &Zone, goal: &Goal) -> bool {
+        match goal.score {
+            Some(score) => zone.fragmentation(goal.kind, goal.order.min(MAX_ORDER)) <= score,
+            None => zone.has_run(goal.kind, goal.order),
+        }
+    }
+
+    fn run(&mut self, zone: &mut Zone, goal: Goal, mover: &mut impl Migrate) -> Outcome {
+        if Self::is_done(zone, &goal) {
+            return Outcome::Success;
+        }
+        let began = self.counters.scanned();
+        self.begin(zone, goal.kind);
+        let mut moved = self.counters.pgmigrate_success;
+        let outcome = loop {
+            if Self::is_done(zone, &goal) {
+                break Outcome::Success;
+            }
+            if self.counters.scanned() - began > goal.budget {
+                break Outcome::Partial;
+            }
+            if !self.isolate_pages(zone, goal.kind, mover) {
+                // (Every pass that moves something leaves less to move.)
+                if self.counters.pgmigrate_success > moved && self.policy.is_worth_another_pass() {
+                    moved = self.counters.pgmigrate_success;
+                    self.release_targets(zone, goal.kind);
+                    self.begin(zone, goal.kind);
+                    continue;
+                }
+                break Outcome::Complete;
+            }
+            self.move_pages(zone, goal.kind, mover);
+        };
+        self.release_targets(zone, goal.kind);
+        if outcome == Outcome::Complete {
+            self.policy.met(zone);
+        }
+        outcome
+    }
+
+    /// Isolates up to a cluster of pages to be moved; false when the scanners have met.
+    fn isolate_pages(&mut self, zone: &mut Zone, kind: Kind, mover: &mut impl Migrate) -> bool {
+        debug_assert!(self.from.is_empty());
+        while let Some((mut at, end)) = self.policy.next_source(zone, kind) {
+            let mut scanned = 0;
+            // Where it goes on may be inside a run by now.
+            let mut around = zone.free_run_around(at);
+            while at < end && self.from.len() < CLUSTER {
+                scanned += 1;
+                let here = zone.free_run_at(at).map(|(k, order)| (k, at, order));
+                match around.take().or(here) {
+                    Some((k, head, order)) if k == kind => {
+                        at = head + (1 << order);
+                        continue;
+                    }
+                    // Free of the other kind: it moves as it is.
+                    Some((other, ..)) => {
+                        zone.take_frame(other, at);
+                        self.from.push(at | OTHER_KIND);
+                    }
+                    None if mover.isolate(zone, at) => self.from.push(at),
+                    None if self.policy.refused(zone, at) => {
+                        self.spoilt(zone, kind, mover);
+                        at = end;
+                        break;
+                    }
+                    None => {
+                        at += mover.extent(at);
+                        continue;
+                    }
+                }
+                at += 1;
+            }
+            let at = at.min(end);
+            self.counters.compact_migrate_scanned += scanned;
+            self.policy.source_done(zone, at, !self.from.is_empty());
+            if !self.from.is_empty() {
+                self.counters.compact_isolated += self.from.len() as u64;
+                return true;
+            }
+        }
+        false
+    }
+
+    /// The block that pages were just isolated from is not worth it: they stay.
+    fn spoilt(&mut self, zone: &mut Zone, kind: Kind, mover: &mut impl Migrate) {
+        for page in self.from.drain(..) {
+            if page & OTHER_KIND != 0 { zone.free(other(kind), page & !OTHER_KIND, 0) } else { mover.putback(page) }
+        }
+    }
+
+    /// Has frames ready for the pages isolated; false when there are none any more.
+    fn find_targets(&mut self, zone: &mut Zone, kind: Kind) -> bool {
+        while self.to.is_empty() {
+            let next = self.policy.next_target(zone, kind);
+            self.counters.compact_free_scanned += self.policy.looked_at();
+            let Some((at, end)) = next else { return false };
+            let (at, scanned) = if self.policy.uses_map() {
+                let found = zone.free_frames(kind, at, end, CLUSTER, &mut self.to);
+                self.to.iter().for_each(|frame| assert!(zone.take_frame(kind, *frame), "the map says it is free"));
+                found
+            } else {
+                self.look_at_each(zone, kind, at, end)
+            };
+            self.counters.compact_free_scanned += scanned;
+            self.counters.compact_isolated += self.to.len() as u64;
+            self.policy.target_done(zone, at, !self.to.is_empty());
+            // Handed out from the lowest on.
+            self.to.reverse();
+        }
+        true
+    }
+
+    /// Takes free frames, enough for what is isolated now: where it stops inside a block the next call goes on. Returns
+    /// that place, and the frames looked at.
+    fn look_at_each(&mut self, zone: &mut Zone, kind: Kind, mut at: u32, end: u32) -> (u32, u64) {
+        let mut scanned = 0;
+        // Where it goes on may be inside a run by now.
+        let mut around = zone.free_run_around(at);
+        while at < end && self.to.len() < CLUSTER {
+            scanned += 1;
+            let here = zone.free_run_at(at).map(|(k, order)| (k, at, order));
+            match around.take().or(here) {
+                Some((k, ..)) if k == kind => {
+                    zone.take_frame(kind, at);
+                    self.to.push(at);
+                }
+                Some((_, head, order)) => {
+                    at = head + (1 << order);
+                    continue;
+                }
+                None => {}
+            }
+            at += 1;
+        }
+        (at.min(end), scanned)
+    }
+
+    fn move_pages(&mut self, zone: &mut Zone, kind: Kind, mover: &mut impl Migrate) {
+        let mut from = core::mem::take(&mut self.from);
+        for page in from.drain(..) {
+            let (page, free) = (page & !OTHER_KIND, page & OTHER_KIND != 0);
+            let target = if self.find_targets(zone, kind) { self.to.pop() } else { None };
+            let moved = target.is_some_and(|to| mover.migrate(zone, page, to));
+            match (moved, target) {
+                (true, Some(to)) => {
+                    self.count_move(zone, page, to);
+                    zone.free(kind, page, 0);
+                    if free {
+                        zone.free(other(kind), to, 0);
+                    }
+                }
+                (_, target) => {
+                    if let Some(to) = target {
+                        self.counters.pgmigrate_fail += 1;
+                        self.to.push(to);
+                    }
+                    if free { zone.free(other(kind), page, 0) } else { mover.putback(page) }
+                }
+            }
+        }
+        self.from = from;
+    }
+
+    fn count_move(&mut self, zone: &Zone, page: u32, to: u32) {
+        self.counters.pgmigrate_success += 1;
+        let before = core::mem::take(&mut self.moved_in[(page - zone.start()) as usize]);
+        if before == self.pass {
+            self.counters.migrated_twice += 1;
+        } else if before != 0 && before % 255 + 1 == self.pass {
+            self.counters.migrated_again += 1;
+        }
+        self.moved_in[(to - zone.start()) as usize] = self.pass;
+    }
+
+    fn release_targets(&mut self, zone: &mut Zone, kind: Kind) {
+        if !self.to.is_empty() {
+            self.policy.targets_returned();
+        }
+        for frame in self.to.drain(..) {
+            zone.free(kind, frame, 0);
+        }
+    }
+}
+
+/// Marks a page in `from` that is free, of the other kind.
+const OTHER_KIND: u32 = 1 << 31;
+
+fn other(kind: Kind) -> Kind {
+    match kind {
+        Kind::Frame => Kind::Hole,
+        Kind::Hole => Kind::Frame,
+    }
+}

@@ -1,0 +1,58 @@
+//! Page blocks: 2 MiB of a zone, the grain at which what can be moved is kept apart from what cannot.
+
+use super::Kind;
+
+/// What lives in a page block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum MigrateType {
+    /// What can be moved: pages of programs, staged folios, compressed objects.
+    Movable = 0,
+    /// What stays where it is: tables.
+    Unmovable = 1,
+    /// What can be dropped: compressed copies of clean pages.
+    Reclaimable = 2,
+}
+
+impl MigrateType {
+    /// How many there are.
+    pub const COUNT: usize = 3;
+    /// All of them.
+    pub const ALL: [Self; Self::COUNT] = [Self::Movable, Self::Unmovable, Self::Reclaimable];
+
+    /// Whose blocks are taken from when there is nothing left, first choice first: what cannot be moved goes beside what
+    /// at least can be dropped.
+    pub const fn fallbacks(self) -> [Self; 2] {
+        match self {
+            Self::Movable => [Self::Reclaimable, Self::Unmovable],
+            Self::Unmovable => [Self::Reclaimable, Self::Movable],
+            Self::Reclaimable => [Self::Unmovable, Self::Movable],
+        }
+    }
+}
+
+/// One page block: 8 bytes.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Block {
+    /// Free frames by kind.
+    pub(super) free: [u16; 2],
+    mt: u8,
+    /// Scanners have found nothing here since the bits were cleared: see `compaction`.
+    pub(crate) skip: [bool; 2],
+}
+
+impl Block {
+    /// Free frames of a kind.
+    pub fn free(&self, kind: Kind) -> u32 {
+        u32::from(self.free[kind as usize])
+    }
+
+    /// What lives in it.
+    pub fn migrate_type(&self) -> MigrateType {
+        MigrateType::ALL[self.mt as usize]
+    }
+
+    pub(super) fn set_migrate_type(&mut self, mt: MigrateType) {
+        self.mt = mt as u8;
+    }
+}
