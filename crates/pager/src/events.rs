@@ -47,6 +47,7 @@ fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
             }
             Tag::Staged => {
                 s.pt.set(target, Pte::new(Tag::Staged, pte.aux()));
+                s.zone.set_user(pte.aux(), target);
                 s.lru.staged.push(Entry::new(target, 0, 0));
             }
             // The thread that compresses it looks for it at the old address: it is told.

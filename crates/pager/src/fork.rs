@@ -13,6 +13,7 @@ use crate::state::State;
 use crate::trace::Recorder;
 use crate::{arena, ticker};
 use core::sync::atomic::Ordering::*;
+use uzswap_mm::compaction::Counters;
 use uzswap_mm::lru::Entry;
 use uzswap_mm::pagetable::{Pte, Tag};
 use uzswap_mm::trace::{self, Record};
@@ -90,6 +91,7 @@ impl Pager {
             s.lru.staged.push(Entry::new(vpn, 0, 0));
         }
         s.unshare.clear();
+        s.compactor.counters = Counters::default();
         s.moved_busy.clear();
         s.placement = Placement::new();
         // Free frames are garbage that is shared with the parent: not ours to keep. No descriptor is registered here

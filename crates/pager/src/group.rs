@@ -92,6 +92,22 @@ pub struct Counters {
     pub recompressed_pages: AtomicU64,
     /// Pages of the pool that compaction freed (4 KiB pages, cumulative).
     pub pages_compacted: AtomicU64,
+    /// Compactions of the arena for an allocation (events); this and those below as in /proc/vmstat.
+    pub compact_stall: AtomicU64,
+    /// Those that made a run (events).
+    pub compact_success: AtomicU64,
+    /// Those that did not (events).
+    pub compact_fail: AtomicU64,
+    /// Frames looked at to be moved (frames).
+    pub compact_migrate_scanned: AtomicU64,
+    /// Frames looked at to be moved to (frames).
+    pub compact_free_scanned: AtomicU64,
+    /// Frames taken for either (frames).
+    pub compact_isolated: AtomicU64,
+    /// Frames moved (frames).
+    pub pgmigrate_success: AtomicU64,
+    /// Frames that could not be moved (frames).
+    pub pgmigrate_fail: AtomicU64,
     /// Time program threads waited for faults to be served, as the server saw it (nanoseconds, cumulative).
     pub stall_ns: AtomicU64,
     /// Direct reclaims: the fault path had to make room itself (events).
@@ -114,7 +130,7 @@ impl Counters {
         }
     }
 
-    fn cumulative(&self) -> [&AtomicU64; 16] {
+    fn cumulative(&self) -> [&AtomicU64; 24] {
         [
             &self.pgfault,
             &self.pgmajfault,
@@ -126,6 +142,14 @@ impl Counters {
             &self.swpout_clean,
             &self.recompressed_pages,
             &self.pages_compacted,
+            &self.compact_stall,
+            &self.compact_success,
+            &self.compact_fail,
+            &self.compact_migrate_scanned,
+            &self.compact_free_scanned,
+            &self.compact_isolated,
+            &self.pgmigrate_success,
+            &self.pgmigrate_fail,
             &self.stall_ns,
             &self.direct_reclaim,
             &self.move_refused,

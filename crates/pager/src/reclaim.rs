@@ -46,6 +46,9 @@ impl Pager {
             }
             if !self.wants_reclaim() {
                 failures = 0;
+                if self.compact_behind(&mut self.state.lock()) {
+                    continue;
+                }
                 self.reclaiming.store(false, SeqCst);
                 lock::futex_wait(&self.me().wake, word, None, true);
                 self.reclaiming.store(true, SeqCst);

@@ -117,6 +117,8 @@ pub struct Stats {
     pub pool_used: usize,
     /// Pages of the pool that compaction freed (cumulative).
     pub pages_compacted: u64,
+    /// Frames of the arena that compaction moved (cumulative).
+    pub pages_migrated: u64,
     /// Pages (their uncompressed size) in the pool.
     pub stored: usize,
     /// Pages that are all zeros and take nothing.
@@ -276,6 +278,18 @@ impl Region {
         unsafe { core::slice::from_raw_parts_mut(self.as_mut_ptr(), self.len) }
     }
 
+    /// Moves the region's frames together, as far as that is possible: what is done in the background anyway when there is
+    /// time, for who knows that now is a good one. Returns the frames moved.
+    pub fn compact(&self) -> u64 {
+        // SAFETY: alive until drop.
+        let pager = unsafe { &*self.pager };
+        let _quiet = SignalsBlocked::new();
+        let mut s = pager.state.lock();
+        let before = s.compactor.counters.pgmigrate_success;
+        pager.compact_towards(&mut s, 0, u64::MAX);
+        s.compactor.counters.pgmigrate_success - before
+    }
+
     /// Where the memory is.
     #[must_use]
     pub fn stats(&self) -> Stats {
@@ -291,6 +305,7 @@ impl Region {
             free: s.zone.free_slots(Kind::Frame) * PAGE,
             pool: s.pool.held_bytes(),
             pool_used: s.pool.used_bytes(),
+            pages_migrated: c.pgmigrate_success.load(Relaxed),
             pages_compacted: c.pages_compacted.load(Relaxed),
             stored: s.swapped * PAGE,
             zeros: s.zeros * PAGE,

@@ -78,7 +78,7 @@ impl Pager {
         let (mut at, end, mut moved) = (start, start + n as u64, 0);
         while at < end {
             let left = (end - at) as usize;
-            let Some((slot, order)) = s.zone.alloc_up_to(Kind::Hole, left.ilog2() as u8) else {
+            let Some((slot, order)) = self.take_holes(s, left.ilog2() as u8) else {
                 self.requeue(s, at, left);
                 break;
             };
@@ -152,6 +152,7 @@ impl Pager {
                 pte = pte.with_copy(handle);
             }
             s.pt.set(at, pte);
+            s.zone.set_user(slot + i as u32, at);
         }
         s.resident -= n;
         s.staged += n;

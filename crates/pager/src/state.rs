@@ -10,6 +10,8 @@ use crate::placement::Placement;
 use crate::store::Batch;
 use crate::trace::Recorder;
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor};
+use uzswap_mm::compaction::Compactor;
+use uzswap_mm::compaction::policy::Emptiest;
 use uzswap_mm::lru::{Entry, Lru};
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
 use uzswap_mm::trace::{self, Record};
@@ -44,6 +46,10 @@ pub struct State {
     pub lru: Lru,
     /// Slots of the arena.
     pub zone: Zone,
+    /// Whether a large run of holes was wanted and not found.
+    pub runs_wanted: bool,
+    /// Compaction of them.
+    pub compactor: Compactor<Emptiest>,
     /// Places in the pool.
     pub pool: ZsPool,
     /// Waste that compaction of the pool could not free (bytes).
@@ -103,11 +109,14 @@ pub struct State {
 impl State {
     /// Empty tables over a layout.
     pub fn new(layout: Layout, algorithm: Algorithm) -> Self {
+        let zone = Zone::new(layout.slots);
         Self {
             layout,
             pt: PageTable::new(),
             lru: Lru::default(),
-            zone: Zone::new(layout.slots),
+            runs_wanted: false,
+            compactor: Compactor::new(&zone, Emptiest::new()),
+            zone,
             pool: ZsPool::new(arena::POOL_BYTES - (4 << 20)),
             pool_rest: 0,
             decompressor: Decompressor::new(),
@@ -324,6 +333,7 @@ impl State {
             + self.lru.active.metadata_bytes()
             + self.lru.staged.metadata_bytes()
             + self.zone.metadata_bytes()
+            + self.compactor.metadata_bytes()
             + self.pool.metadata_bytes()
             + self.decoded.len() * UNIT
             + BLOCK

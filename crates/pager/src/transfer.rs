@@ -89,6 +89,13 @@ impl Pager {
         }
     }
 
+    /// Moves the frame of a slot to a hole of the arena; whether it is there now.
+    pub(crate) fn move_within(&self, from: u32, to: u32) -> bool {
+        // SAFETY: both slots are the arena's own, of which no references are held but under the lock.
+        let result = unsafe { self.uffd().move_pages(self.layout.slot(to), self.layout.slot(from), PAGE) };
+        result.or_else(|told| self.corrected(told, self.leading(to, 1, true), 1)).is_ok()
+    }
+
     /// The kernel's answer, less what it concealed.
     fn corrected(&self, told: Partial, moved: usize, n: usize) -> Result<(), Partial> {
         if moved * PAGE <= told.0 {

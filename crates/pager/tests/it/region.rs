@@ -155,6 +155,41 @@ fn the_pool_stays_dense_and_its_objects_are_found() {
     assert!(stats.charged <= 32 * MIB, "{stats:?}");
 }
 
+/// Staged pages whose frames compaction moves must be found where they are then, also while other threads fault on them.
+#[test]
+fn pages_are_found_after_their_frames_have_moved() {
+    let _one = alone();
+    let mut region = Region::new(64 * MIB, &Options::new(24 * MIB)).unwrap();
+    let seed = seed();
+    let done = std::sync::atomic::AtomicBool::new(false);
+    let shared = Shared(&raw mut region);
+    let mut moved = 0;
+    std::thread::scope(|scope| {
+        let (shared, done) = (&shared, &done);
+        scope.spawn(move || {
+            // SAFETY: the only thread that touches the memory; the others call methods that do not.
+            against_model(unsafe { &mut *shared.0 }, 2, seed, 8000);
+            done.store(true, SeqCst);
+        });
+        while !done.load(SeqCst) {
+            // SAFETY: alive until the scope ends; `compact` takes the region's lock.
+            moved += unsafe { &*shared.0 }.compact();
+            std::thread::yield_now();
+        }
+    });
+    let stats = region.stats();
+    println!("{moved} frames moved, {stats:?}");
+    assert!(moved > 100, "{moved} frames moved: {stats:?}");
+    assert!(stats.pages_migrated >= moved, "{stats:?}");
+    assert!(stats.charged <= 24 * MIB, "{stats:?}");
+}
+
+struct Shared(*mut Region);
+// SAFETY: a region is made for several threads.
+unsafe impl Sync for Shared {}
+// SAFETY: as above.
+unsafe impl Send for Shared {}
+
 #[test]
 fn several_threads_read_what_they_wrote() {
     let _one = alone();

@@ -1,0 +1,110 @@
+//! Compaction of the arena: staged folios and free frames move together, so that holes lie side by side.
+//!
+//! A folio moves out of the program in one call only where there are as many holes in a row, and a folio of 2 MiB needs a
+//! whole page block of them. The arena is mostly holes, but the frames in it are scattered by every fault. The engine's
+//! `compaction` chooses what goes where; here the frame is moved by UFFDIO_MOVE, within the arena, and the page-table
+//! entry of the staged page changed, both under the pager's lock, which whoever reads an entry holds.
+//!
+//! A slot's page is found through what was noted when it was staged (`Zone::set_user`), which is a hint: it counts only
+//! when the page's entry says Staged and names the slot. Pages being compressed (Busy), frames in the hands of a fault,
+//! and everything after a fork (frames are shared then and cannot be moved) stay where they are.
+
+use crate::pager::Pager;
+use crate::state::State;
+use core::sync::atomic::Ordering::*;
+use uzswap_mm::compaction::{Goal, Migrate, Outcome};
+use uzswap_mm::pagetable::{PageTable, Pte, Tag};
+use uzswap_mm::zone::{Kind, MAX_ORDER, Zone};
+
+/// The smallest order worth compacting for: a huge page, which is split (375 µs, and it stays split) where there is no run
+/// for it. Moving one page takes 2 µs; for smaller runs an allocation in two or three parts is cheaper than that.
+const LEAST_ORDER: u8 = MAX_ORDER;
+/// Frames looked at under one hold of the lock: at most some 300 µs.
+const BUDGET: u64 = 256;
+/// Share of the holes, in percent, that may lie outside of runs of 2 MiB before the background does something.
+const SCORE: u32 = 50;
+
+struct Arena<'a> {
+    pager: &'a Pager,
+    pt: &'a mut PageTable,
+}
+
+impl Arena<'_> {
+    /// The staged page whose frame a slot holds.
+    fn staged(&self, zone: &Zone, slot: u32) -> Option<(u64, Pte)> {
+        let vpn = zone.user(slot);
+        // (What is no page number at all was noted by the zone itself.)
+        let pte = if vpn < 1 << 35 { self.pt.get(vpn) } else { Pte::NONE };
+        (pte.tag() == Tag::Staged && pte.aux() == slot).then_some((vpn, pte))
+    }
+}
+
+impl Migrate for Arena<'_> {
+    fn isolate(&mut self, zone: &Zone, slot: u32) -> bool {
+        self.staged(zone, slot).is_some()
+    }
+
+    fn migrate(&mut self, zone: &mut Zone, from: u32, to: u32) -> bool {
+        let page = self.staged(zone, from);
+        if !self.pager.move_within(from, to) {
+            return false;
+        }
+        // (Without a page it is a free frame: there is no more to it.)
+        if let Some((vpn, pte)) = page {
+            let moved = Pte::new(Tag::Staged, to);
+            self.pt.set(vpn, pte.copy().map_or(moved, |handle| moved.with_copy(handle)));
+            zone.set_user(to, vpn);
+        }
+        true
+    }
+
+    fn putback(&mut self, _slot: u32) {}
+}
+
+impl Pager {
+    /// A run of holes of an order; where there is none, after compaction, or else the largest there is.
+    pub fn take_holes(&self, s: &mut State, order: u8) -> Option<(u32, u8)> {
+        let order = order.min(MAX_ORDER);
+        if order >= LEAST_ORDER && !s.zone.has_run(Kind::Hole, order) && !self.kin.load(Relaxed) {
+            let goal = Goal { kind: Kind::Hole, order, score: None, budget: BUDGET };
+            let State { zone, compactor, pt, .. } = s;
+            let outcome = compactor.direct(zone, goal, &mut Arena { pager: self, pt });
+            compactor.allocated(order, outcome == Outcome::Success);
+            s.runs_wanted = outcome != Outcome::Success;
+            self.count_compaction(s);
+        }
+        s.zone.alloc_up_to(Kind::Hole, order)
+    }
+
+    /// Compacts in the background, a little, when a run was wanted in vain since it last came to an end; true when there is
+    /// more to do.
+    pub fn compact_behind(&self, s: &mut State) -> bool {
+        if !s.runs_wanted || self.kin.load(Relaxed) {
+            return false;
+        }
+        s.runs_wanted = self.compact_towards(s, SCORE, BUDGET) == Outcome::Partial;
+        s.runs_wanted
+    }
+
+    /// Compacts until at most `score` percent of the holes lie outside of runs of 2 MiB, or nothing more can be done, or
+    /// `budget` frames have been looked at.
+    pub fn compact_towards(&self, s: &mut State, score: u32, budget: u64) -> Outcome {
+        let goal = Goal { kind: Kind::Hole, order: MAX_ORDER, score: Some(score), budget };
+        let State { zone, compactor, pt, .. } = s;
+        let outcome = compactor.background(zone, goal, &mut Arena { pager: self, pt });
+        self.count_compaction(s);
+        outcome
+    }
+
+    fn count_compaction(&self, s: &State) {
+        let (c, now) = (self.counters(), &s.compactor.counters);
+        c.compact_stall.store(now.compact_stall, Relaxed);
+        c.compact_success.store(now.compact_success, Relaxed);
+        c.compact_fail.store(now.compact_fail, Relaxed);
+        c.compact_migrate_scanned.store(now.compact_migrate_scanned, Relaxed);
+        c.compact_free_scanned.store(now.compact_free_scanned, Relaxed);
+        c.compact_isolated.store(now.compact_isolated, Relaxed);
+        c.pgmigrate_success.store(now.pgmigrate_success, Relaxed);
+        c.pgmigrate_fail.store(now.pgmigrate_fail, Relaxed);
+    }
+}
