@@ -9,6 +9,7 @@
 //! real programs), [`table`] and [`json`] (what comes out).
 
 pub mod data;
+pub mod highalloc;
 pub mod json;
 pub mod kernel;
 pub mod machine;
@@ -37,6 +38,8 @@ struct Cli {
 enum Experiment {
     /// The same work under the kernel's zswap and zram, and under uzswap, with the same limit
     Kernel(kernel::Args),
+    /// How many huge blocks an ageing machine can give, under three rules of compaction
+    Highalloc(highalloc::Args),
     /// One process of an experiment (used by the lab itself)
     #[command(hide = true)]
     Worker(worker::Args),
@@ -62,6 +65,7 @@ pub fn main(args: Vec<String>) -> i32 {
     };
     match cli.experiment {
         Experiment::Kernel(args) => kernel::main(&args),
+        Experiment::Highalloc(args) => highalloc::main(&args),
         Experiment::Worker(args) => worker::main(&args),
     }
 }

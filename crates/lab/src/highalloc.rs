@@ -1,0 +1,340 @@
+//! `uzswap lab highalloc`: how many huge blocks an ageing machine has to give, under three rules of compaction.
+//!
+//! Read [`trace`] (what real programs do to memory), [`aging`] (the machine that replays it), then the phases below. Each
+//! policy gets a machine of its own, the same traces and the same seed, and no restart between the iterations.
+
+pub mod aging;
+pub mod trace;
+
+use crate::data::{self, Source};
+use crate::json::{Findings, Row, Verdict};
+use crate::stats::percent;
+use crate::{machine, size, table};
+use aging::{Counts, Machine};
+use serde_json::{Map, Value, json};
+use std::path::PathBuf;
+use std::time::Instant;
+use trace::Trace;
+use uzswap_mm::compaction::Counters;
+use uzswap_mm::compaction::policy::{Emptiest, Pivot, Policy, ZoneEnds};
+
+/// `uzswap lab highalloc`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// A small machine and short warm-ups: well under 40 s
+    #[arg(long)]
+    quick: bool,
+    /// Write the findings to FILE
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Size of the machine [default: 256M, 64M with --quick]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    memory: Option<u64>,
+    /// Iterations without restart
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=20))]
+    iterations: u32,
+    /// What is drawn is drawn from this
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+    /// Traces of the programs: read from FILE, or recorded and written to it
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+}
+
+/// Share of the blocks that is asked for.
+const ASKED: f64 = 0.95;
+/// Memory that the load has when it starts, resident or not, times the machine's.
+const LOAD: f64 = 1.5;
+/// Published figures in percent: phases 1 to 3 at iterations 1 to 3.
+const PUBLISHED: [(&str, [[f64; 3]; 3]); 2] = [
+    ("published_old", [[36.2, 23.4, 16.4], [37.2, 25.0, 17.2], [85.8, 82.8, 80.4]]),
+    ("published_pivot", [[51.0, 45.0, 42.6], [59.6, 50.8, 48.2], [85.6, 82.8, 79.4]]),
+];
+const SUBJECTS: [(&str, &str); 5] = [
+    ("zone_ends", "zone ends"),
+    ("pivot", "pivot"),
+    ("emptiest", "emptiest first"),
+    ("published_old", "published, old"),
+    ("published_pivot", "published, pivot"),
+];
+
+/// One iteration of one policy.
+struct Iteration {
+    /// Success in percent of what was asked for, by phase.
+    phases: [f64; 3],
+    /// What a perfect packer would have got in phase 3, likewise.
+    bound: f64,
+    /// Blocks obtained in the three phases.
+    blocks: usize,
+    /// What compaction and the machine did in it.
+    compaction: Counters,
+    counts: Counts,
+    /// Pool bytes used of those held, after the warm-up.
+    density: f64,
+}
+
+struct Settings {
+    frames: u32,
+    iterations: u32,
+    seed: u64,
+    warm_up: usize,
+    references: usize,
+}
+
+/// Runs the experiment; 0 when everything read back right.
+#[must_use]
+pub fn main(args: &Args) -> i32 {
+    match run(args) {
+        Ok(wrong) => i32::from(wrong),
+        Err(error) => {
+            eprintln!("uzswap lab highalloc: {error}");
+            1
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<bool, String> {
+    let memory = args.memory.unwrap_or(if args.quick { 64 << 20 } else { 256 << 20 });
+    let settings = Settings {
+        frames: (memory as usize / size::PAGE).clamp(4096, 1 << 23) as u32,
+        iterations: args.iterations,
+        seed: args.seed,
+        warm_up: if args.quick { 100 } else { 300 },
+        references: if args.quick { 24 } else { 48 },
+    };
+    eprintln!("seed {}", settings.seed);
+    let (traces, contents) = (traces(args)?, contents()?);
+    for t in &traces {
+        eprintln!("{}: {} steps, {} pages at most", t.program, t.steps.len(), t.peak);
+    }
+    let mut findings = Findings {
+        experiment: "highalloc".to_owned(),
+        machine: machine::describe(),
+        settings: describe(&settings, &traces),
+        rows: Vec::new(),
+        verdicts: Vec::new(),
+    };
+    let done = [
+        ("zone_ends", age(&settings, ZoneEnds::new, &traces, &contents)?),
+        ("pivot", age(&settings, Pivot::new, &traces, &contents)?),
+        ("emptiest", age(&settings, Emptiest::new, &traces, &contents)?),
+    ];
+    findings.rows = rows(&done, &settings);
+    findings.verdicts = verdicts(&done);
+    let wrong: u64 = done.iter().flat_map(|(_, all)| all).map(|i| i.counts.wrong).sum();
+    let mut notes = vec![
+        "success in percent of the blocks asked for (95 % of the machine); what comes, goes and is brought back is as \
+         recorded, touches of pages that never left are drawn"
+            .to_owned(),
+    ];
+    if wrong > 0 {
+        notes.push(format!("{wrong} pages did not hold what was written"));
+    }
+    print!("{}", table::render(&findings, &SUBJECTS, &notes));
+    if let Some(path) = &args.json {
+        findings.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
+    }
+    Ok(wrong > 0)
+}
+
+fn traces(args: &Args) -> Result<Vec<Trace>, String> {
+    if let Some(path) = args.trace.as_ref().filter(|p| p.exists()) {
+        let text = std::fs::read(path).map_err(|e| format!("cannot read {}: {e}", path.display()))?;
+        return serde_json::from_slice(&text).map_err(|e| format!("{}: {e}", path.display()));
+    }
+    // The command records; a lab built as an example has none.
+    let own = std::env::current_exe().ok().filter(|exe| exe.file_name().is_some_and(|name| name == "uzswap"));
+    let traces = trace::record_all(own.as_deref());
+    if traces.is_empty() {
+        return Err("none of the programs to record (python3, cc, sort, xz) is here".to_owned());
+    }
+    if let Some(path) = &args.trace {
+        let text = serde_json::to_vec(&traces).map_err(|e| e.to_string())?;
+        std::fs::write(path, text).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
+    }
+    Ok(traces)
+}
+
+/// Real contents for the pages.
+fn contents() -> Result<Source, String> {
+    let path = std::env::temp_dir().join(format!("uzswap-lab-highalloc-{}", std::process::id()));
+    let made = data::write(&path, 16 << 20, None).and_then(|_| Source::open(&path).map_err(|e| e.to_string()));
+    let _ = std::fs::remove_file(&path);
+    made
+}
+
+fn describe(settings: &Settings, traces: &[Trace]) -> Map<String, Value> {
+    let programs: Vec<_> = traces.iter().map(|t| json!({"program": t.program, "pages": t.peak})).collect();
+    let value = json!({
+        "memory_bytes": settings.frames as usize * size::PAGE,
+        "load": LOAD,
+        "asked": ASKED,
+        "iterations": settings.iterations,
+        "seed": settings.seed,
+        "warm_up_steps": settings.warm_up,
+        "references_per_step": settings.references,
+        "compressor": "lz4",
+        "programs": programs,
+    });
+    match value {
+        Value::Object(map) => map,
+        _ => Map::new(),
+    }
+}
+
+/// One machine through all iterations.
+fn age<P: Policy>(
+    settings: &Settings,
+    policy: impl FnOnce() -> P,
+    traces: &[Trace],
+    contents: &Source,
+) -> Result<Vec<Iteration>, String> {
+    let began = Instant::now();
+    let mut m = Machine::new(settings.frames, policy, traces, contents, settings.seed);
+    let asked = (m.blocks() as f64 * ASKED) as usize;
+    m.start_residents();
+    let mut done = Vec::new();
+    for _ in 0..settings.iterations {
+        let (compaction, counts) = (m.compactor.counters, m.counts);
+        m.start_load(LOAD, settings.seed);
+        for _ in 0..settings.warm_up {
+            m.tick(settings.references);
+        }
+        let (used, held) = m.pool_bytes();
+        let density = percent(used as f64, held as f64);
+        let (mut phases, mut blocks, mut bound) = ([0.0; 3], 0, 0);
+        for (phase, success) in phases.iter_mut().enumerate() {
+            if phase == 2 {
+                m.stop_load();
+                m.drop_caches();
+                bound = m.packers_bound().min(asked);
+            }
+            let mut got = 0;
+            for _ in 0..asked {
+                if phase < 2 {
+                    m.tick(settings.references);
+                }
+                got += usize::from(m.allocate_huge());
+            }
+            *success = percent(got as f64, asked as f64);
+            blocks += got;
+            m.free_huge();
+        }
+        if m.lost_frames() > 0 {
+            return Err(format!("{} frames are not accounted for", m.lost_frames()));
+        }
+        done.push(Iteration {
+            phases,
+            bound: percent(bound as f64, asked as f64),
+            blocks,
+            compaction: less(m.compactor.counters, compaction),
+            counts: Counts {
+                zswpout: m.counts.zswpout - counts.zswpout,
+                zswpin: m.counts.zswpin - counts.zswpin,
+                zswpwb: m.counts.zswpwb - counts.zswpwb,
+                pswpin: m.counts.pswpin - counts.pswpin,
+                allocated: m.counts.allocated - counts.allocated,
+                stalled: m.counts.stalled - counts.stalled,
+                wrong: m.counts.wrong - counts.wrong,
+            },
+            density,
+        });
+    }
+    eprintln!("{:.1} s", began.elapsed().as_secs_f64());
+    Ok(done)
+}
+
+fn less(a: Counters, b: Counters) -> Counters {
+    Counters {
+        compact_stall: a.compact_stall - b.compact_stall,
+        compact_success: a.compact_success - b.compact_success,
+        compact_fail: a.compact_fail - b.compact_fail,
+        compact_migrate_scanned: a.compact_migrate_scanned - b.compact_migrate_scanned,
+        compact_free_scanned: a.compact_free_scanned - b.compact_free_scanned,
+        compact_isolated: a.compact_isolated - b.compact_isolated,
+        pgmigrate_success: a.pgmigrate_success - b.pgmigrate_success,
+        pgmigrate_fail: a.pgmigrate_fail - b.pgmigrate_fail,
+        migrated_twice: a.migrated_twice - b.migrated_twice,
+        migrated_again: a.migrated_again - b.migrated_again,
+    }
+}
+
+type Done = [(&'static str, Vec<Iteration>); 3];
+type Figure = (&'static str, &'static str, fn(&Iteration) -> f64);
+
+const FIGURES: &[Figure] = &[
+    ("packer's bound of phase 3", "%", |i| i.bound),
+    ("pool density", "%", |i| i.density),
+    ("blocks obtained", "blocks", |i| i.blocks as f64),
+    ("frames scanned per block", "frames", |i| i.compaction.scanned() as f64 / i.blocks.max(1) as f64),
+    ("compact_stall", "events", |i| i.compaction.compact_stall as f64),
+    ("compact_success", "events", |i| i.compaction.compact_success as f64),
+    ("compact_fail", "events", |i| i.compaction.compact_fail as f64),
+    ("compact_migrate_scanned", "frames", |i| i.compaction.compact_migrate_scanned as f64),
+    ("compact_free_scanned", "frames", |i| i.compaction.compact_free_scanned as f64),
+    ("compact_isolated", "frames", |i| i.compaction.compact_isolated as f64),
+    ("pgmigrate_success", "frames", |i| i.compaction.pgmigrate_success as f64),
+    ("pgmigrate_fail", "frames", |i| i.compaction.pgmigrate_fail as f64),
+    ("migrated twice in a pass", "frames", |i| i.compaction.migrated_twice as f64),
+    ("migrated in the pass before, too", "frames", |i| i.compaction.migrated_again as f64),
+    ("zswpout", "pages", |i| i.counts.zswpout as f64),
+    ("zswpin", "pages", |i| i.counts.zswpin as f64),
+    ("zswpwb", "pages", |i| i.counts.zswpwb as f64),
+    ("pswpin", "pages", |i| i.counts.pswpin as f64),
+    ("pages allocated", "pages", |i| i.counts.allocated as f64),
+    ("pages given up", "pages", |i| i.counts.stalled as f64),
+];
+
+fn rows(done: &Done, settings: &Settings) -> Vec<Row> {
+    let mut rows = Vec::new();
+    for phase in 0..3 {
+        for iteration in 0..settings.iterations as usize {
+            let mut row = Row::new(format!("phase {}, iteration {}", phase + 1, iteration + 1), "%");
+            for (subject, all) in done {
+                row.put(subject, Some(all[iteration].phases[phase]));
+            }
+            for (subject, published) in PUBLISHED {
+                row.put(subject, published[phase].get(iteration).copied());
+            }
+            rows.push(row);
+        }
+    }
+    for (name, unit, figure) in FIGURES {
+        for iteration in 0..settings.iterations as usize {
+            let mut row = Row::new(format!("{name}, iteration {}", iteration + 1), unit);
+            done.iter().for_each(|(subject, all)| row.put(subject, Some(figure(&all[iteration]))));
+            rows.push(row);
+        }
+    }
+    rows
+}
+
+/// The targets, for the rule of our own.
+fn verdicts(done: &Done) -> Vec<Verdict> {
+    let [(_, old), _, (_, own)] = done;
+    let least = |of: fn(&Iteration) -> f64| own.iter().map(of).fold(f64::INFINITY, f64::min);
+    let per_block = |all: &[Iteration]| {
+        let scanned: u64 = all.iter().map(|i| i.compaction.scanned()).sum();
+        scanned as f64 / all.iter().map(|i| i.blocks).sum::<usize>().max(1) as f64
+    };
+    let mut verdicts = Vec::new();
+    if own.len() >= 3 {
+        let (first, third) = (own[0].phases[0], own[2].phases[0]);
+        verdicts.push(Verdict::at_least("phase 1 at iteration 3, percent, against that at iteration 1", first, third));
+        verdicts.push(Verdict::at_least("phase 1 at iteration 3, percent", 51.0, third));
+    }
+    verdicts.extend([
+        Verdict::at_least("phase 2, percent, the least of all iterations", 60.0, least(|i| i.phases[1])),
+        Verdict::at_least("phase 3, percent, the least of all iterations", 86.0, least(|i| i.phases[2])),
+        Verdict::at_least("phase 3 less the packer's bound, points", -5.0, least(|i| i.phases[2] - i.bound)),
+        Verdict::at_least("pool bytes used of those held, percent", 90.0, least(|i| i.density)),
+        Verdict::at_most("pages migrated twice in a pass", 0.0, {
+            own.iter().map(|i| i.compaction.migrated_twice).sum::<u64>() as f64
+        }),
+    ]);
+    let (own, old) = (per_block(own), per_block(old));
+    if old > 0.0 {
+        verdicts.push(Verdict::at_most("frames scanned per block, times the old way's", 0.5, own / old));
+    }
+    verdicts
+}

@@ -1,0 +1,274 @@
+//! What real programs do to memory: which pages come, which go, and which are asked for again.
+//!
+//! Programs run under `uzswap run --record` with less memory than they use, and the engine itself says what happened: a
+//! page seen for the first time came, one it was told to forget went, one it had to bring back was touched. A page that
+//! never left is touched unseen: such references are drawn when the trace is replayed, see `aging`.
+//!
+//! Where there is no uzswap command at hand (the lab built as an example) a program is looked at from outside, every few
+//! milliseconds through `/proc/PID/pagemap`: a page that is there and was not before came, one that is gone went.
+
+use crate::size::PAGE;
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use uzswap_mm::trace::{Kind, Record};
+
+/// One look: pages as runs (first, count), numbered within the program from 0 on.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, PartialEq, Eq)]
+pub struct Step {
+    /// Pages that came.
+    pub came: Vec<(u32, u32)>,
+    /// Pages that went.
+    pub went: Vec<(u32, u32)>,
+    /// Pages that were brought back.
+    #[serde(default)]
+    pub touched: Vec<(u32, u32)>,
+}
+
+/// One program from its start to its end.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Trace {
+    /// Its name.
+    pub program: String,
+    /// What was seen, in order.
+    pub steps: Vec<Step>,
+    /// Most pages at once.
+    pub peak: usize,
+}
+
+/// Looks from outside are this far apart.
+const EVERY: Duration = Duration::from_millis(5);
+/// What a recorded program may use: less than it wants.
+const MEMORY: &str = "24M";
+/// Records of the engine that make one step.
+const RECORDS: usize = 64;
+
+/// A program worth recording: a name, and a command.
+type Recipe = (&'static str, &'static [&'static str]);
+
+const PYTHON: &str = "
+import random, sys
+random.seed(int(sys.argv[1])); live = {}
+words = [('w%d' % i) * 3 for i in range(20000)]
+for k in range(900):
+    live[k] = [random.choice(words) + str(i) for i in range(random.randrange(100, 900))]
+    if k % 3 == 2: live.pop(random.choice(list(live)))
+    if k % 50 == 49: live[k] = bytearray(random.randrange(1 << 20, 6 << 20))
+";
+const C: &str = "i=0; while [ $i -lt 900 ]; do echo \"struct s$i { int a[$((i % 50 + 1))]; char *b; }; \
+    int f$i(struct s$i *p, int n) { int t = 0; for (int k = 0; k < n; k++) t += p[k].a[k % ($((i % 50 + 1)))] * $i; \
+    return t; }\"; i=$((i+1)); done | cc -O2 -x c - -c -o /dev/null";
+const SORT: &str = "i=0; seq 1 400000 | sed 's/.*/&-&-the quick brown fox &/' | LC_ALL=C sort -r -k2 --parallel=1 \
+    -S 64M > /dev/null";
+const XZ: &str = "seq 1 900000 | xz -T1 -6 -c > /dev/null";
+
+const RECIPES: &[Recipe] = &[
+    ("Python 1", &["python3", "-c", PYTHON, "1"]),
+    ("cc", &["sh", "-c", C]),
+    ("Python 2", &["python3", "-c", PYTHON, "2"]),
+    ("sort", &["sh", "-c", SORT]),
+    ("xz", &["sh", "-c", XZ]),
+];
+
+/// Records every program this machine has: by `uzswap` if there is one.
+#[must_use]
+pub fn record_all(uzswap: Option<&Path>) -> Vec<Trace> {
+    let one = |(name, command): &Recipe| match uzswap {
+        Some(uzswap) => record(name, command, uzswap),
+        None => watch(name, command, EVERY),
+    };
+    RECIPES.iter().filter_map(|recipe| one(recipe).ok()).filter(|t| t.peak > 256).collect()
+}
+
+/// Runs a command in little memory under `uzswap run --record`.
+///
+/// # Errors
+/// When it cannot be started, or what was recorded cannot be read.
+pub fn record(name: &str, command: &[&str], uzswap: &Path) -> io::Result<Trace> {
+    let path = std::env::temp_dir().join(format!("uzswap-lab-trace-{}", std::process::id()));
+    let status = Command::new(uzswap)
+        .args(["run", "--quiet", "--memory", MEMORY, "--record"])
+        .arg(&path)
+        .arg("--")
+        .args(command)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status();
+    let bytes = fs::read(&path);
+    let _ = fs::remove_file(&path);
+    status?;
+    let bytes = bytes?;
+    let recorded = uzswap_mm::trace::Trace::parse(&bytes).map_err(io::Error::other)?;
+    let records = recorded.blocks().map_while(Result::ok).flat_map(|block| {
+        let slot = block.head.slot;
+        block.records().map(|r| (slot, r)).collect::<Vec<_>>()
+    });
+    Ok(from_records(name, records))
+}
+
+/// A trace from what the engine recorded.
+fn from_records(name: &str, records: impl Iterator<Item = (u32, Record)>) -> Trace {
+    let mut numbers = BTreeMap::new();
+    let mut live = BTreeSet::new();
+    let mut trace = Trace { program: name.to_owned(), steps: Vec::new(), peak: 0 };
+    let mut step = [const { Vec::new() }; 3];
+    let mut close = |step: &mut [Vec<u32>; 3]| {
+        let [came, went, touched] = step.each_mut().map(|pages| runs(std::mem::take(pages)));
+        trace.steps.push(Step { came, went, touched });
+    };
+    for (i, (slot, record)) in records.enumerate() {
+        for page in (0..record.count() as u64).map(|k| (slot, record.vpn + k)) {
+            let next = numbers.len() as u32;
+            let number = *numbers.entry(page).or_insert(next);
+            match record.kind {
+                Kind::Fresh | Kind::Evict if live.insert(page) => step[0].push(number),
+                Kind::Load | Kind::Refault if live.contains(&page) => step[2].push(number),
+                Kind::Free if live.remove(&page) => step[1].push(number),
+                _ => {}
+            }
+        }
+        trace.peak = trace.peak.max(live.len());
+        if i % RECORDS == RECORDS - 1 {
+            close(&mut step);
+        }
+    }
+    close(&mut step);
+    trace
+}
+
+/// Runs a command and watches it and its children from outside.
+///
+/// # Errors
+/// When it cannot be started.
+pub fn watch(name: &str, command: &[&str], every: Duration) -> io::Result<Trace> {
+    let mut child = Command::new(command[0])
+        .args(&command[1..])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()?;
+    let mut numbers = BTreeMap::new();
+    let mut before = BTreeSet::new();
+    let mut trace = Trace { program: name.to_owned(), steps: Vec::new(), peak: 0 };
+    let began = Instant::now();
+    while child.try_wait()?.is_none() {
+        if began.elapsed() > Duration::from_secs(20) {
+            let _ = child.kill();
+            let _ = child.wait();
+            break;
+        }
+        let mut now = BTreeSet::new();
+        for pid in family(child.id()) {
+            let _ = present(pid, &mut now);
+        }
+        let mut number = |page: &(u32, u64)| {
+            let next = numbers.len() as u32;
+            *numbers.entry(*page).or_insert(next)
+        };
+        let came: Vec<_> = now.difference(&before).map(&mut number).collect();
+        let went: Vec<_> = before.difference(&now).map(&mut number).collect();
+        trace.peak = trace.peak.max(now.len());
+        trace.steps.push(Step { came: runs(came), went: runs(went), touched: Vec::new() });
+        before = now;
+        std::thread::sleep(every);
+    }
+    Ok(trace)
+}
+
+/// A process and its descendants.
+fn family(pid: u32) -> Vec<u32> {
+    let mut all = vec![pid];
+    let mut at = 0;
+    while at < all.len() {
+        let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", all[at])).unwrap_or_default();
+        all.extend(children.split_whitespace().filter_map(|c| c.parse::<u32>().ok()));
+        at += 1;
+    }
+    all
+}
+
+/// Adds the pages of a process's private anonymous memory that are there.
+fn present(pid: u32, pages: &mut BTreeSet<(u32, u64)>) -> io::Result<()> {
+    const PRESENT: u64 = 1 << 63;
+    let maps = fs::read(format!("/proc/{pid}/maps"))?;
+    let pagemap = File::open(format!("/proc/{pid}/pagemap"))?;
+    let mut words = vec![0u8; 8 * 512];
+    for map in uzswap_sys::maps::parse(&maps).filter(|m| m.is_private_anonymous()) {
+        let (mut at, end) = (map.start / PAGE, map.end / PAGE);
+        while at < end {
+            let n = (end - at).min(512);
+            pagemap.read_exact_at(&mut words[..n * 8], at as u64 * 8)?;
+            let (entries, _) = words[..n * 8].as_chunks::<8>();
+            let there = entries.iter().enumerate().filter(|(_, e)| u64::from_ne_bytes(**e) & PRESENT != 0);
+            pages.extend(there.map(|(i, _)| (pid, (at + i) as u64)));
+            at += n;
+        }
+    }
+    Ok(())
+}
+
+/// Numbers as runs.
+fn runs(mut numbers: Vec<u32>) -> Vec<(u32, u32)> {
+    numbers.sort_unstable();
+    let mut runs: Vec<(u32, u32)> = Vec::new();
+    for n in numbers {
+        match runs.last_mut() {
+            Some((first, count)) if *first + *count == n => *count += 1,
+            _ => runs.push((n, 1)),
+        }
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_is_seen_to_allocate_and_to_free() {
+        let script = "
+import time
+for i in range(4):
+    b = bytearray(8 << 20); time.sleep(0.03); del b; time.sleep(0.03)
+";
+        let trace = watch("python", &["python3", "-c", script], Duration::from_millis(3)).unwrap();
+        let count = |of: fn(&Step) -> &Vec<(u32, u32)>| {
+            trace.steps.iter().flat_map(of).map(|(_, n)| *n as usize).sum::<usize>()
+        };
+        assert!(count(|s| &s.came) > 4 * 2000, "{} pages came", count(|s| &s.came));
+        assert!(count(|s| &s.went) > 3 * 2000, "{} pages went", count(|s| &s.went));
+        assert!((2048..9 * 2048).contains(&trace.peak), "{}", trace.peak);
+    }
+
+    #[test]
+    fn what_the_engine_recorded_becomes_steps() {
+        let records = [
+            (Kind::Fresh, 100, 4),
+            (Kind::Evict, 102, 4),
+            (Kind::Refault, 103, 2),
+            (Kind::Free, 101, 2),
+            (Kind::Refault, 101, 1),
+            (Kind::Fresh, 101, 1),
+        ]
+        .map(|(kind, vpn, n)| (0, Record::pages(kind, vpn, n)));
+        let trace = from_records("x", records.into_iter());
+        let step = Step { came: vec![(0, 2), (1, 5)], went: vec![(1, 2)], touched: vec![(3, 2)] };
+        assert_eq!(trace.peak, 6);
+        assert_eq!(trace.steps.len(), 1);
+        let pages = |runs: &[(u32, u32)]| runs.iter().map(|(_, n)| n).sum::<u32>();
+        // Six pages came, one of them twice, as it had gone.
+        assert_eq!(pages(&trace.steps[0].came), 7);
+        assert_eq!((&trace.steps[0].went, &trace.steps[0].touched), (&step.went, &step.touched));
+    }
+
+    #[test]
+    fn runs_are_joined() {
+        assert_eq!(runs(vec![7, 3, 4, 5, 9]), [(3, 3), (7, 1), (9, 1)]);
+    }
+}
