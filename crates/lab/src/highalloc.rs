@@ -43,7 +43,7 @@ pub struct Args {
 
 /// Share of the blocks that is asked for.
 const ASKED: f64 = 0.95;
-/// Memory that the load wants, times the machine's.
+/// Memory that the load has when it starts, resident or not, times the machine's.
 const LOAD: f64 = 1.5;
 /// Published figures in percent: phases 1 to 3 at iterations 1 to 3.
 const PUBLISHED: [(&str, [[f64; 3]; 3]); 2] = [
@@ -196,7 +196,7 @@ fn age<P: Policy>(
     let mut done = Vec::new();
     for _ in 0..settings.iterations {
         let (compaction, counts) = (m.compactor.counters, m.counts);
-        m.start_load(LOAD);
+        m.start_load(LOAD, settings.seed);
         for _ in 0..settings.warm_up {
             m.tick(settings.references);
         }

@@ -174,6 +174,10 @@ impl<P: Policy> Compactor<P> {
     fn begin(&mut self, zone: &mut Zone, kind: Kind) {
         if self.policy.begin(zone, kind) {
             self.pass = self.pass % 255 + 1;
+            if self.pass == 1 {
+                // Marks of 255 passes ago would be taken for this one's.
+                self.moved_in.fill(0);
+            }
         }
         self.counters.compact_migrate_scanned += self.policy.looked_at();
     }
@@ -191,6 +195,7 @@ impl<P: Policy> Compactor<P> {
         }
         let began = self.counters.scanned();
         self.begin(zone, goal.kind);
+        let mut moved = self.counters.pgmigrate_success;
         let outcome = loop {
             if Self::is_done(zone, &goal) {
                 break Outcome::Success;
@@ -199,7 +204,10 @@ impl<P: Policy> Compactor<P> {
                 break Outcome::Partial;
             }
             if !self.isolate_pages(zone, goal.kind, mover) {
-                if self.policy.is_worth_another_pass() {
+                // (Every pass that moves something leaves less to move.)
+                if self.counters.pgmigrate_success > moved && self.policy.is_worth_another_pass() {
+                    moved = self.counters.pgmigrate_success;
+                    self.release_targets(zone, goal.kind);
                     self.begin(zone, goal.kind);
                     continue;
                 }

@@ -213,7 +213,6 @@ pub struct Machine<'a, P> {
     traces: &'a [Trace],
     processes: Vec<Process>,
     huge: Vec<u32>,
-    next_pid: u64,
     births: u16,
     random: Random,
     /// What happened.
@@ -251,7 +250,6 @@ impl<'a, P: Policy> Machine<'a, P> {
             traces,
             processes: Vec::new(),
             huge: Vec::new(),
-            next_pid: 1,
             births: 0,
             random: Random(seed),
             counts: Counts::default(),
@@ -516,9 +514,9 @@ impl<'a, P: Policy> Machine<'a, P> {
     /// Starts a program; with `stays` it does not end.
     fn start(&mut self, trace: usize, stays: bool) {
         let (live, place) = (Vec::new(), HashMap::new());
-        let process = Process { pid: self.next_pid, trace, step: 0, live, place, tables: BTreeMap::new(), stays };
-        self.next_pid += 1;
-        self.processes.push(process);
+        // The lowest number nobody has: the page table has room for 8192.
+        let pid = (1..).find(|pid| self.processes.iter().all(|p| p.pid != *pid)).expect("there are many");
+        self.processes.push(Process { pid, trace, step: 0, live, place, tables: BTreeMap::new(), stays });
     }
 
     /// One step of a process; false when it has none left.
@@ -544,9 +542,11 @@ impl<'a, P: Policy> Machine<'a, P> {
         for i in 0..self.processes.len() {
             if !self.step(i) && !self.processes[i].stays {
                 let next = (self.processes[i].trace + 1) % self.traces.len();
-                self.start(next, false);
                 let mut done = self.processes.swap_remove(i);
                 self.exit(&mut done);
+                self.start(next, false);
+                let last = self.processes.len() - 1;
+                self.processes.swap(i, last);
             }
             let (base, n) = (self.processes[i].pid * SPACE, self.processes[i].live.len());
             // What stays is mostly idle.
@@ -602,21 +602,27 @@ impl<'a, P: Policy> Machine<'a, P> {
             wanted += self.traces[next % self.traces.len()].peak / 2;
             next += 1;
         }
-        // (Each takes a step, whether or not one before it did.)
-        while (0..self.processes.len()).filter(|i| self.step(*i)).count() > 0 {}
+        let mut more = true;
+        while std::mem::take(&mut more) {
+            for i in 0..self.processes.len() {
+                more |= self.step(i);
+            }
+        }
     }
 
-    /// Starts programs until all together want `times` the machine's size, each somewhere in what it does.
-    pub fn start_load(&mut self, times: f64) {
+    /// Starts programs until all together have `times` the machine's size, each somewhere in what it does: the same ones
+    /// for the same seed.
+    pub fn start_load(&mut self, times: f64, seed: u64) {
+        self.random = Random(seed);
         let mut wanted = 0;
         while (wanted as f64) < self.world.owner.len() as f64 * times {
             let trace = self.random.below(self.traces.len());
             self.start(trace, false);
-            wanted += self.traces[trace].peak;
-            let steps = self.traces[trace].steps.len();
+            let (me, steps) = (self.processes.len() - 1, self.traces[trace].steps.len());
             for _ in 0..self.random.below(steps) {
-                self.step(self.processes.len() - 1);
+                self.step(me);
             }
+            wanted += self.processes[me].live.len();
         }
     }
 
