@@ -202,7 +202,7 @@ extern "C" fn after_mmap(ret: usize, len: usize, prot: i32, flags: i32) {
     if !stack && prot & libc::PROT_WRITE != 0 {
         // Where it will not fit any more management starts before it is filled. (Reserved memory says nothing.)
         if flags & libc::MAP_NORESERVE == 0 {
-            p.planned.fetch_max(len, Relaxed);
+            p.plan(len);
         }
         grew(p, len);
     }
@@ -219,6 +219,7 @@ extern "C" fn after_brk(now: usize) {
         && now > before
         && let Some(p) = pager()
     {
+        p.plan(now - before);
         grew(p, now - before);
     }
 }
@@ -227,13 +228,14 @@ extern "C" fn after_brk(now: usize) {
 /// filled at the kernel's speed, unmanaged, before another thread gets to run.
 fn grew(p: &Pager, bytes: usize) {
     let engaged = p.engaged.load(Acquire);
-    let enough = if engaged { 1 << 20 } else { 4 << 20 };
+    // (Of many small processes in a group none maps much.)
+    let enough = if engaged { 1 << 20 } else { (p.limit() / 64).clamp(1 << 20, 4 << 20) };
     if UNSEEN.fetch_add(bytes, Relaxed) + bytes < enough {
         return;
     }
     UNSEEN.store(0, Relaxed);
     // (Huge pages fill faster than the ticker looks.)
-    p.ask_look(engaged || bytes >= p.limit() / 8);
+    p.ask_look(engaged || bytes >= p.limit() / 64);
     if engaged {
         p.throttle_allocation();
     }

@@ -199,6 +199,8 @@ pub struct Slot {
     pub swap: AtomicU64,
     /// Of `rss`, uzswap's own tables.
     pub metadata: AtomicU64,
+    /// What the member has mapped and not filled yet, as far as that is known, before its memory is managed.
+    pub planned: AtomicU64,
     /// Times the member said what it is charged with (wrapping).
     pub said: AtomicU32,
     /// Thread id of the member's ticker, 0 until it runs.
@@ -215,7 +217,8 @@ impl Slot {
 
     /// Returns the charges. For the owner only.
     pub fn uncharge(&self) {
-        for charge in [&self.rss, &self.pool, &self.swapped, &self.zswapped, &self.swap, &self.metadata] {
+        for charge in [&self.rss, &self.pool, &self.swapped, &self.zswapped, &self.swap, &self.metadata, &self.planned]
+        {
             charge.store(0, Relaxed);
         }
         self.ticker.store(0, Relaxed);

@@ -66,16 +66,19 @@ impl Pager {
     }
 
     /// How far a process that charges `own` may grow, in the worst group of the chain, before memory must be managed
-    /// (0: now), where `engage_at` says at which charge of a limit that is; and whether `planned` more would not fit.
-    pub fn headroom(&self, own: usize, planned: usize, engage_at: impl Fn(usize) -> usize) -> (usize, bool) {
+    /// (0: now), where `engage_at` says at which charge of a limit that is: at once where `planned` more, and what others
+    /// have planned, would not fit. And how far until it should look again, as others grow too.
+    pub fn headroom(&self, own: usize, planned: usize, engage_at: impl Fn(usize) -> usize) -> (usize, usize) {
         let others = self.others_use();
-        let (mut room, mut tight) = (usize::MAX, false);
+        let (mut room, mut until_look) = (usize::MAX, usize::MAX);
         for (i, (_, n)) in self.chain_nodes().enumerate() {
             let (charge, limit) = (own + others.charge[i], n.target() as usize);
-            room = room.min(engage_at(limit).saturating_sub(charge));
-            tight |= charge + planned > limit;
+            let tight = charge + planned + others.planned[i] > limit;
+            let left = if tight { 0 } else { engage_at(limit).saturating_sub(charge) };
+            room = room.min(left);
+            until_look = until_look.min(left.saturating_sub(others.planned[i]));
         }
-        (room, tight)
+        (room, until_look)
     }
 
     /// Raises the peaks of the chain's groups, where this process charges `own`, of which `resident` is not the pool,

@@ -52,6 +52,8 @@ pub struct Others {
     pub pool: [usize; DEPTH],
     /// What is in swap files.
     pub swap: [usize; DEPTH],
+    /// What is mapped and not filled yet.
+    pub planned: [usize; DEPTH],
 }
 
 impl Pager {
@@ -143,6 +145,7 @@ impl Pager {
                 sums.swapped[i] += s.swapped.load(Relaxed) as usize;
                 sums.pool[i] += pool;
                 sums.swap[i] += s.swap.load(Relaxed) as usize;
+                sums.planned[i] += s.planned.load(Relaxed) as usize;
             }
         }
         sums

@@ -241,6 +241,22 @@ impl Pager {
         (self.limit() / 64).clamp(2 << 20, 16 << 20)
     }
 
+    /// Notes that the program has mapped `len` bytes, which it may fill.
+    pub fn plan(&self, len: usize) {
+        self.planned.fetch_max(len, Relaxed);
+        if !self.engaged.load(Relaxed) {
+            self.me().planned.fetch_add(len as u64, Relaxed);
+        }
+    }
+
+    /// Takes what was filled since the last look, when less was resident, off what is planned; half of the rest is
+    /// believed to be filled later, a quarter the time after, and so on.
+    pub fn forget_plans(&self, grown: usize) {
+        let me = self.me();
+        let left = me.planned.load(Relaxed).saturating_sub(grown as u64) / 2;
+        me.planned.store(if self.engaged.load(Relaxed) { 0 } else { left }, Relaxed);
+    }
+
     /// Has the ticker look at what was mapped; with `wait`, returns when it has (or is too late: 200 ms).
     pub fn ask_look(&self, wait: bool) {
         let ticket = self.looks_wanted.fetch_add(1, AcqRel) + 1;

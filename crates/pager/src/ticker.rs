@@ -79,19 +79,22 @@ impl Pager {
     /// Reads where the process stands, engages or scans when it is time (a scan is made when `wanted`); returns the CPU
     /// time until the next look.
     fn look(&'static self, unknown_before: &mut usize, wanted: bool) -> u64 {
+        let before = self.me().rss.load(Relaxed) as usize;
         let rss = self.read_rss();
         if !self.engaged.load(Acquire) {
             self.raise_peaks(rss, rss, 0);
-            let (room, tight) = self.headroom(rss, self.planned.swap(0, Relaxed), engage_threshold);
-            if room == 0 || tight {
+            let (room, until_look) = self.headroom(rss, self.planned.swap(0, Relaxed), engage_threshold);
+            if room == 0 {
                 if let Err(e) = self.engage() {
                     self.say(b"uzswap: memory cannot be managed in this process (userfaultfd refused); it runs without a limit; see `uzswap doctor`\n");
                     let _ = e;
                     return u64::MAX >> 1;
                 }
+                self.forget_plans(0);
                 return 1_000_000;
             }
-            let ns = room as u128 * 1_000_000_000 / FASTEST_FILL as u128;
+            self.forget_plans(rss.saturating_sub(before));
+            let ns = until_look as u128 * 1_000_000_000 / FASTEST_FILL as u128;
             return (ns.min(u128::from(u64::MAX >> 1)) as u64).max(1_000_000);
         }
         let mut s = self.state.lock();

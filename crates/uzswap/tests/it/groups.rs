@@ -213,7 +213,7 @@ fn shrinking_never_kills_and_says_what_stays() {
     let said = place.ctl(&["noise", "memory.max=32M"]);
     assert!(said.contains("memory.max of `noise` is 32 MiB") && said.contains("still used"), "{said}");
     member.tell("v");
-    assert!(place.event("noise", "memory.events", "oom") > 0);
+    eventually("the group is full", || place.event("noise", "memory.events", "oom") > 0);
     assert_eq!(place.event("noise", "memory.events", "oom_kill"), 0);
     let said = member.ends_well();
     assert!(said.contains("the group `noise` is full") && said.contains("too much"), "{said}");
@@ -225,7 +225,8 @@ fn on_full_exceed_goes_on() {
     let mut member = place.start(&["--group", "g", "-m", "32M"]);
     member.tell("r 60");
     member.tell("v");
-    assert!(place.event("g", "memory.events", "oom") > 0);
+    // (Reclaim has to find out first.)
+    eventually("the group is full", || place.event("g", "memory.events", "oom") > 0);
     assert!(place.number("g", "memory.current") > 40 * MIB);
     let said = member.ends_well();
     assert!(said.contains("is full") && said.contains("(--on-full=exceed)"), "{said}");
