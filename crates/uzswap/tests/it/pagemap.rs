@@ -42,7 +42,7 @@ fn a_shared_regions_pages_are_shown_and_moved() {
     let output = pagemap(&[socket, "--svg", drawing.to_str().unwrap(), "--runs"]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(
-        text.contains("present") && text.contains('█') && text.contains("0x00000000000000-0x00000000064000"),
+        text.contains("present") && text.contains('█') && text.contains("0x000000000000-0x000000064000"),
         "{text}"
     );
     let drawing = std::fs::read_to_string(drawing).unwrap();
