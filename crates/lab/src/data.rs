@@ -134,7 +134,7 @@ pub fn write(path: &Path, len: u64, python: Option<&Path>) -> Result<String, Str
 }
 
 /// Appends at most 4 MiB of a file, in whole pages, up to a length of `upto`.
-fn append(path: &Path, out: &mut Vec<u8>, upto: usize) {
+pub(crate) fn append(path: &Path, out: &mut Vec<u8>, upto: usize) {
     let room = upto.saturating_sub(out.len()).min(4 << 20);
     if room < PAGE {
         return;
@@ -155,7 +155,7 @@ fn sorted(dir: &Path) -> Vec<PathBuf> {
     entries
 }
 
-fn libraries() -> Vec<PathBuf> {
+pub(crate) fn libraries() -> Vec<PathBuf> {
     let dirs = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib"];
     let is_library = |p: &PathBuf| {
         p.is_file() && !p.is_symlink() && p.file_name().is_some_and(|n| n.to_string_lossy().contains(".so"))
@@ -185,7 +185,7 @@ fn python_files() -> Vec<PathBuf> {
 }
 
 /// Has Python build what programs build (dicts, lists, strings, numbers, parsed JSON), and hand out its own heap.
-fn python_heap(python: &Path, out: &mut Vec<u8>, upto: usize) {
+pub(crate) fn python_heap(python: &Path, out: &mut Vec<u8>, upto: usize) {
     const SCRIPT: &str = r"
 import sys, json, random
 want = int(sys.argv[1]); random.seed(1); keep = []; rows = []

@@ -8,7 +8,10 @@
 //! that does it), [`peers`] (the kernel's side, set up and undone), [`kernel`] (the experiment), [`programs`] (the
 //! real programs), [`table`] and [`json`] (what comes out).
 
+pub mod blocks;
 pub mod data;
+pub mod fallback;
+pub mod images;
 pub mod json;
 pub mod kernel;
 pub mod machine;
@@ -44,6 +47,10 @@ enum Experiment {
     /// The processes of `usemem` (used by the lab itself)
     #[command(hide = true)]
     UsememWorker(usemem_worker::Args),
+    /// Ratio and time by unit of compression, on memory of real programs
+    Blocks(blocks::Args),
+    /// Swap-in with contiguous frames made scarce, with and without the fall-back to four small folios
+    Fallback(fallback::Args),
     /// One process of an experiment (used by the lab itself)
     #[command(hide = true)]
     Worker(worker::Args),
@@ -71,6 +78,8 @@ pub fn main(args: Vec<String>) -> i32 {
         Experiment::Kernel(args) => kernel::main(&args),
         Experiment::Usemem(args) => usemem::main(&args),
         Experiment::UsememWorker(args) => usemem_worker::main(&args),
+        Experiment::Blocks(args) => blocks::main(&args),
+        Experiment::Fallback(args) => fallback::main(&args),
         Experiment::Worker(args) => worker::main(&args),
     }
 }

@@ -37,7 +37,7 @@ pub fn python() -> Option<PathBuf> {
     path.is_file().then_some(path)
 }
 
-fn find(name: &str) -> Option<PathBuf> {
+pub(crate) fn find(name: &str) -> Option<PathBuf> {
     std::env::split_paths(&std::env::var_os("PATH")?).map(|dir| dir.join(name)).find(|path| path.is_file())
 }
 

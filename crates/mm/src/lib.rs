@@ -13,3 +13,4 @@ pub mod swapfile;
 pub mod trace;
 pub mod zone;
 pub mod zsmalloc;
+pub mod zswap;

@@ -14,7 +14,7 @@ use crate::inject::Site;
 use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::relocate;
-use crate::state::{State, UNIT};
+use crate::state::{BLOCK, State};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
 use uzswap_mm::pagetable::Tag;
@@ -36,8 +36,8 @@ pub struct Sweep {
 }
 
 struct Buffers {
-    plain: [u8; UNIT],
-    packed: [u8; UNIT],
+    plain: [u8; BLOCK],
+    packed: [u8; BLOCK],
     compressor: Compressor,
 }
 
@@ -54,7 +54,7 @@ impl Pager {
         }
         let mut buffers = s.sweep.buffers.take().unwrap_or_else(|| {
             let compressor = Compressor::new(Algorithm::Zstd(1));
-            Box::new(Buffers { plain: [0; UNIT], packed: [0; UNIT], compressor })
+            Box::new(Buffers { plain: [0; BLOCK], packed: [0; BLOCK], compressor })
         });
         let (mut done, mut gained) = (0, 0);
         for _ in 0..LOOK {

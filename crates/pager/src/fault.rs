@@ -16,14 +16,16 @@
 //! event is unread the kernel answers EAGAIN to MOVE and COPY, which closes the other side.
 //!
 //! How much one fault brings follows the access: a fault at the end of an earlier one is sequential and widens the
-//! window fourfold up to 512 KiB; any other brings one page. What was decompressed beyond it stays in a small cache.
+//! window fourfold up to 512 KiB; any other brings one page. A block that is decompressed for it comes whole: in
+//! contiguous frames and one piece, else decompressed once and page by page in the same fault, else the page touched
+//! alone (see `frames_for`).
 
 use crate::arena::PAGE;
 use crate::inject::Site;
 use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::placement::Helpers;
-use crate::state::{BLOCK_PAGES, State};
+use crate::state::{BLOCK_PAGES, Decoded, FOLIO_PAGES, LEFT_MOST, State};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::Encoding;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Pte, Tag};
@@ -48,6 +50,27 @@ pub struct Request {
     pub vpn: u64,
     /// Whether to write.
     pub write: bool,
+}
+
+/// What a fault brings, counted when it is done.
+struct Delivery {
+    r: Request,
+    /// Pages mapped, and those of them that came from the pool.
+    pages: usize,
+    from_pool: usize,
+    /// Order of the largest folio mapped in one piece, and of the largest wanted.
+    largest: u8,
+    wanted: u8,
+    /// Whether contiguous frames were wanted and not had.
+    missed: bool,
+    /// Whether only the page touched is to come (the lab's comparison).
+    only_touched: bool,
+}
+
+impl Delivery {
+    fn of(r: Request) -> Self {
+        Self { r, pages: 0, from_pool: 0, largest: 0, wanted: 0, missed: false, only_touched: false }
+    }
 }
 
 impl Pager {
@@ -143,8 +166,8 @@ impl Pager {
         short || self.excess(s) + self.margin() as isize > 0
     }
 
-    /// How many pages to bring for a fault, and whether it was sequential.
-    fn window(&self, s: &mut State, vpn: u64) -> (usize, bool) {
+    /// How many pages to bring for a fault, the stream it belongs to, and whether it was sequential.
+    fn window(&self, s: &mut State, vpn: u64) -> (usize, usize, bool) {
         let hit = s.streams.iter().position(|(next, _)| *next == vpn);
         let (i, log) = match hit {
             Some(i) => (i, (s.streams[i].1 + 2).min(WINDOW_PAGES.ilog2() as u8)),
@@ -156,7 +179,7 @@ impl Pager {
         let most = BLOCK_PAGES.max(1 << log);
         let n = (1 << log).min(most - vpn as usize % most);
         s.streams[i] = (vpn + n as u64, log);
-        (n, hit.is_some())
+        (n, i, hit.is_some())
     }
 
     /// Brings the page of a fault, and what goes with it.
@@ -170,33 +193,38 @@ impl Pager {
         if matches!(first.tag(), Tag::Poisoned) {
             return self.poison(s, r.vpn);
         }
-        let (n, sequential) = self.window(s, r.vpn);
+        let (n, stream, sequential) = self.window(s, r.vpn);
         let (set, clear) = if sequential { (HINT_SEQUENTIAL, HINT_RANDOM) } else { (HINT_RANDOM, HINT_SEQUENTIAL) };
         if first.tag() != Tag::None || sequential {
             s.pt.hint(r.vpn, set, clear);
         }
+        let (mut at, end) = whole_blocks(s, r.vpn, n);
+        // Who goes on in sequence meets the next fault there.
+        s.streams[stream].0 = end;
+        let mut d = Delivery::of(r);
+        while at < end {
+            let left = (end - at) as usize;
+            let got = match s.pt.get(at).tag() {
+                Tag::Staged => self.bring_staged(s, at, left),
+                Tag::Busy if at == r.vpn => self.bring_busy(s, at),
+                Tag::None | Tag::Zero | Tag::Compressed => self.bring_out(s, at, left, &mut d),
+                // Another fault on the page was first, or the page vanished (MADV_FREE): zeros if missing.
+                Tag::Resident if at == r.vpn => self.bring_lost(s, at),
+                _ => Ok(0),
+            };
+            match got {
+                Ok(n) if n > 0 && !d.only_touched => at += n as u64,
+                // The page touched comes whatever is with its neighbours, or its thread would wait for ever.
+                Ok(_) if at < r.vpn => at = r.vpn,
+                Ok(_) => break,
+                Err(EventPending) if at <= r.vpn => return Err(EventPending),
+                Err(EventPending) => break,
+            }
+        }
         if r.write && matches!(first.tag(), Tag::Compressed) {
             s.pt.hint(r.vpn, HINT_WRITTEN, 0);
         }
-        let mut done = 0;
-        while done < n {
-            let at = r.vpn + done as u64;
-            let got = match s.pt.get(at).tag() {
-                Tag::Staged => self.bring_staged(s, at, n - done)?,
-                Tag::Busy if done == 0 => self.bring_busy(s, at)?,
-                Tag::None | Tag::Zero | Tag::Compressed => match self.bring_out(s, at, n - done, r.write) {
-                    Err(EventPending) if done > 0 => break,
-                    other => other?,
-                },
-                // Another fault on the page was first, or the page vanished (MADV_FREE): zeros if missing.
-                Tag::Resident if done == 0 => self.bring_lost(s, at)?,
-                _ => break,
-            };
-            if got == 0 {
-                break;
-            }
-            done += got;
-        }
+        self.count_delivery(s, &d);
         Ok(())
     }
 
@@ -267,7 +295,7 @@ impl Pager {
     }
 
     /// Brings pages that are zero, never seen or in the pool: one run, at most `max`.
-    fn bring_out(&self, s: &mut State, vpn: u64, max: usize, write: bool) -> Result<usize, EventPending> {
+    fn bring_out(&self, s: &mut State, vpn: u64, max: usize, d: &mut Delivery) -> Result<usize, EventPending> {
         let mut n = 1;
         while n < max && matches!(s.pt.get(vpn + n as u64).tag(), Tag::None | Tag::Zero | Tag::Compressed) {
             n += 1;
@@ -277,8 +305,10 @@ impl Pager {
         if short && !self.at_floor(s) {
             self.direct_reclaim(s, n)?;
         }
-        let frames = s.zone.alloc_up_to(Kind::Frame, order);
-        let n = frames.map_or(n.min(BLOCK_PAGES), |(_, o)| 1 << o);
+        let (frames, n) = self.frames_for(s, vpn, order, d);
+        if n == 0 {
+            return Ok(0);
+        }
         let (to, layout) = (s.scratch.as_mut_ptr(), self.layout);
         let buffer = match frames {
             // SAFETY: frames just allocated are this function's alone.
@@ -292,7 +322,7 @@ impl Pager {
             if let Some((slot, o)) = frames {
                 s.zone.free(Kind::Frame, slot, o);
             }
-            return self.poison(s, vpn).map(|()| 0);
+            return if vpn == d.r.vpn { self.poison(s, vpn).map(|()| 0) } else { Ok(0) };
         }
         let result = match frames {
             Some((slot, _)) => self.move_in_up_to(vpn, slot, filled_n),
@@ -324,7 +354,11 @@ impl Pager {
                 _ => {}
             }
         }
-        self.brought_out(s, vpn, brought, write);
+        if brought <= BLOCK_PAGES {
+            self.brought_out::<BLOCK_PAGES>(s, vpn, brought, d);
+        } else {
+            self.brought_out::<FOLIO_PAGES>(s, vpn, brought, d);
+        }
         Ok(brought)
     }
 
@@ -338,6 +372,53 @@ impl Pager {
                 result => return result,
             }
         }
+    }
+
+    /// Frames for up to 2^order pages at `vpn`, and for how many pages there is room: contiguous ones where there are
+    /// any, which then come as one folio; else as many as lie together, the rest of the block following page by page in
+    /// the same fault; else, without a frame, what may be copied in, which takes memory from the kernel and must be
+    /// charged. The page touched comes in any case.
+    fn frames_for(&self, s: &mut State, vpn: u64, order: u8, d: &mut Delivery) -> (Option<(u32, u8)>, usize) {
+        let folios = &self.group.folios;
+        let injected = self.inject(Site::Frames);
+        let refused = injected.is_some() || (order > 0 && self.is_scarce());
+        let frames = match injected {
+            // Not even single ones.
+            Some(bits) if bits % 2 == 0 => None,
+            _ => s.zone.alloc_up_to(Kind::Frame, if refused { 0 } else { order }),
+        };
+        let got = frames.map_or(0, |(_, o)| o);
+        d.wanted = d.wanted.max(order);
+        d.missed |= got < order;
+        if got < order && folios.fallback_off.load(Relaxed) != 0 {
+            // (The lab's comparison: the page touched, and a fault for each of the others.)
+            if let Some((slot, o)) = frames {
+                s.zone.free(Kind::Frame, slot, o);
+            }
+            d.only_touched = true;
+            return if vpn == d.r.vpn { (s.zone.alloc_up_to(Kind::Frame, 0), 1) } else { (None, 0) };
+        }
+        if frames.is_some() {
+            return (frames, 1 << got);
+        }
+        let n = (1usize << order).min(BLOCK_PAGES);
+        if self.may_charge(s, n) {
+            return (None, n);
+        }
+        d.missed |= n > 1;
+        (None, usize::from(vpn == d.r.vpn || self.may_charge(s, 1)))
+    }
+
+    /// Whether `n` pages more may be taken from the kernel.
+    fn may_charge(&self, s: &State, n: usize) -> bool {
+        self.inject(Site::Charge).is_none() && self.excess(s) + (n * PAGE) as isize <= 0
+    }
+
+    /// Only for the lab: whether contiguous frames are made scarce for this request.
+    fn is_scarce(&self) -> bool {
+        let folios = &self.group.folios;
+        let one_in = folios.scarce.load(Relaxed);
+        one_in != 0 && !folios.scarce_seen.fetch_add(1, Relaxed).is_multiple_of(one_in)
     }
 
     /// Fills a buffer with the pages from `vpn` on; returns how many it could.
@@ -359,33 +440,58 @@ impl Pager {
                     let p = s.pt.get(vpn + (i + k) as u64);
                     p.tag() == Tag::Compressed && p.handle() == handle && p.index() == k
                 });
-            let ok = if whole {
-                decode(s, handle, &mut buffer[i * PAGE..(i + pages) * PAGE])
-            } else {
-                self.fill_part(s, handle, index, &mut buffer[i * PAGE..(i + 1) * PAGE])
-            };
-            if !ok {
+            if whole && self.read_block(s, handle, &mut buffer[i * PAGE..(i + pages) * PAGE]) {
+                i += pages;
+                continue;
+            }
+            // (A damaged block may still have pages that are right.)
+            if !self.fill_part(s, vpn + i as u64, pte, &mut buffer[i * PAGE..(i + 1) * PAGE]) {
                 break;
             }
-            i += if whole { pages } else { 1 };
+            i += 1;
         }
         i
     }
 
+    /// Decompresses a whole object.
+    fn read_block(&self, s: &mut State, handle: u32, out: &mut [u8]) -> bool {
+        if out.len() > PAGE {
+            self.count_read(s, handle);
+        }
+        decode(s, handle, out)
+    }
+
+    fn count_read(&self, s: &State, handle: u32) {
+        let c = &self.counters().folios;
+        c.block_read.fetch_add(1, Relaxed);
+        if !s.left_behind.is_empty() && s.left_behind.contains(&handle) {
+            c.block_read_again.fetch_add(1, Relaxed);
+        }
+    }
+
     /// Fills one page from a block of several, decompressing the block once for all of them.
-    fn fill_part(&self, s: &mut State, handle: u32, index: usize, page: &mut [u8]) -> bool {
+    fn fill_part(&self, s: &mut State, vpn: u64, pte: Pte, page: &mut [u8]) -> bool {
+        let (handle, index) = (pte.handle(), pte.index());
         let known = s.decoded.iter().position(|d| d.handle == Some(handle));
         let at = known.unwrap_or_else(|| {
             s.decoded_next = (s.decoded_next + 1) % s.decoded.len();
             s.decoded_next
         });
         if known.is_none() {
+            let pages = 1usize << object::order(s.object(handle));
+            if pages > 1 {
+                self.count_read(s, handle);
+            }
             let mut bytes = core::mem::take(&mut s.decoded[at].bytes);
-            let len = PAGE << object::order(s.object(handle));
-            let ok = decompress(s, handle, &mut bytes[..len]);
-            s.decoded[at].bytes = bytes;
-            s.decoded[at].handle = ok.then_some(handle);
+            let ok = decompress(s, handle, &mut bytes[..pages * PAGE]);
+            s.decoded[at] = Decoded {
+                handle: ok.then_some(handle),
+                bytes,
+                vpn: vpn.saturating_sub(index as u64),
+                fresh: pages > 1,
+            };
             if !ok {
+                self.counters().folios.block_failed.fetch_add(1, Relaxed);
                 return false;
             }
         }
@@ -394,44 +500,100 @@ impl Pager {
         object::hash(page) == object::stored_hash(s.object(handle), index)
     }
 
-    fn brought_out(&self, s: &mut State, vpn: u64, n: usize, write: bool) {
+    fn brought_out<const MOST: usize>(&self, s: &mut State, vpn: u64, n: usize, d: &mut Delivery) {
         if n == 0 {
             return;
         }
         let c = self.counters();
-        let keep = !write && s.pt.hints(vpn) & HINT_WRITTEN == 0 && !self.crowded(s);
+        let keep = s.pt.hints(vpn) & HINT_WRITTEN == 0 && !self.crowded(s);
         let random = s.pt.hints(vpn) & HINT_RANDOM != 0;
-        let mut copies = [None; WINDOW_PAGES];
-        let (mut from_pool, mut close) = (0, false);
+        let mut copies = [None; MOST];
+        let (mut from_pool, mut close) = ([0usize; MOST], false);
         for (i, copy) in copies.iter_mut().enumerate().take(n) {
             let at = vpn + i as u64;
             let pte = s.pt.get(at);
             match pte.tag() {
                 Tag::Compressed => {
-                    from_pool += 1;
+                    from_pool[i / 16] += 1;
                     s.swapped -= 1;
                     close |= s.refault_distance(pte) < s.lru.active.pages();
                     let head = Header::read(s.object(pte.handle()));
                     // A copy of what did not compress would be paid twice; and a block of several pages that is read
                     // at random is to be stored anew, page by page, or each read would decompress all of it.
                     let worth = !matches!(head.encoding, Encoding::Raw) && (head.order == 0 || !random);
-                    if keep && worth && s.copy_index(at, pte.handle()) == pte.index() {
+                    // Each page has its own fate: only the one written to is known to change.
+                    let written = d.r.write && at == d.r.vpn;
+                    if written && head.order > 0 {
+                        c.folios.block_partial_write.fetch_add(1, Relaxed);
+                    }
+                    if keep && worth && !written && s.copy_index(at, pte.handle()) == pte.index() {
                         *copy = Some(pte.handle());
                     } else {
                         s.release(pte.handle(), pte.index());
                     }
                 }
-                Tag::Zero => s.zeros -= 1,
+                Tag::Zero => {
+                    s.zeros -= 1;
+                    c.folios.swpin_zero.fetch_add(1, Relaxed);
+                }
                 _ => {}
             }
         }
         s.list_resident(vpn, n, close, |i| copies[i]);
-        note_brought(s, vpn, &copies[..n], from_pool > 0, write);
-        if from_pool > 0 {
+        for ((at, some), loaded) in (vpn..).step_by(16).zip(copies[..n].chunks(16)).zip(from_pool) {
+            note_brought(s, at, some, loaded > 0, d.r.write && (at..at + 16).contains(&d.r.vpn));
+            d.from_pool += loaded;
+        }
+        d.pages += n;
+        d.largest = d.largest.max(n.ilog2() as u8);
+    }
+
+    /// Counts what a fault brought: one fault, however many pieces it came in.
+    fn count_delivery(&self, s: &mut State, d: &Delivery) {
+        let c = self.counters();
+        if d.pages == 0 {
+            return;
+        }
+        if d.from_pool > 0 {
             c.pgmajfault.fetch_add(1, Relaxed);
-            c.zswpin.fetch_add(from_pool, Relaxed);
+            c.zswpin.fetch_add(d.from_pool as u64, Relaxed);
         } else {
             c.fault_zero.fetch_add(1, Relaxed);
+        }
+        if d.missed {
+            c.folios.count(d.wanted, |o| &o.anon_fault_fallback);
+            c.folios.block_fallback.fetch_add(1, Relaxed);
+            if d.pages == 1 {
+                c.folios.block_fallback_single.fetch_add(1, Relaxed);
+            }
+        }
+        c.folios.count(d.largest, |o| &o.anon_fault_alloc);
+        if d.from_pool == d.pages {
+            c.folios.count(d.largest, |o| &o.zswpin);
+        }
+        for i in 0..s.decoded.len() {
+            if core::mem::take(&mut s.decoded[i].fresh) {
+                self.note_left_behind(s, i);
+            }
+            if d.only_touched {
+                s.decoded[i].handle = None;
+            }
+        }
+    }
+
+    /// Remembers a block of which a fault could not deliver all.
+    fn note_left_behind(&self, s: &mut State, i: usize) {
+        let Some(handle) = s.decoded[i].handle else { return };
+        let (vpn, pages) = (s.decoded[i].vpn, 1u64 << object::order(s.object(handle)));
+        let left = (vpn..vpn + pages).any(|at| {
+            let pte = s.pt.get(at);
+            pte.tag() == Tag::Compressed && pte.handle() == handle
+        });
+        if left {
+            self.counters().folios.block_partial_read.fetch_add(1, Relaxed);
+            if s.left_behind.len() < LEFT_MOST {
+                s.left_behind.insert(handle);
+            }
         }
     }
 
@@ -479,6 +641,24 @@ fn note_brought(s: &State, vpn: u64, copies: &[Option<u32>], from_pool: bool, wr
     } else {
         s.note_pages(trace::Kind::Fresh, vpn, copies.len());
     }
+}
+
+/// The pages to bring for a fault that wants `n` from `vpn` on: blocks that must be decompressed for them come whole,
+/// so that none is decompressed twice for one use.
+fn whole_blocks(s: &State, vpn: u64, n: usize) -> (u64, u64) {
+    let (mut start, mut end) = (vpn, vpn + n as u64);
+    let block = |at: u64| Some(s.pt.get(at)).filter(|p| p.tag() == Tag::Compressed).map(|p| p.handle());
+    if let Some(first) = block(start) {
+        while start > 0 && block(start - 1) == Some(first) {
+            start -= 1;
+        }
+    }
+    if let Some(last) = block(end - 1) {
+        while block(end) == Some(last) {
+            end += 1;
+        }
+    }
+    (start, end)
 }
 
 /// Decompresses an object into `out`, checking every page against its hash.

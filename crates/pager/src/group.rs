@@ -23,6 +23,7 @@
 //!
 //! Sizes are bytes unless the name says otherwise.
 
+use crate::folio::{FolioCounters, FolioSettings};
 use crate::inject::Faults;
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 use uzswap_sys::process::Identity;
@@ -104,6 +105,8 @@ pub struct Counters {
     pub reject_alloc_fail: AtomicU64,
     /// Pages that could not be decompressed and were poisoned (4 KiB pages).
     pub poisoned: AtomicU64,
+    /// Of folios and blocks.
+    pub folios: FolioCounters,
 }
 
 impl Counters {
@@ -112,6 +115,7 @@ impl Counters {
         for (f, t) in self.cumulative().into_iter().zip(to.cumulative()) {
             t.fetch_add(f.swap(0, Relaxed), Relaxed);
         }
+        self.folios.move_to(&to.folios);
     }
 
     fn cumulative(&self) -> [&AtomicU64; 16] {
@@ -320,6 +324,8 @@ pub struct GroupPage {
     pub recording: AtomicU32,
     /// One past the highest slot ever used: those beyond need not be looked at.
     pub used: AtomicU32,
+    /// What is said about folios.
+    pub folios: FolioSettings,
     /// What a test wants to fail; nothing otherwise.
     pub faults: Faults,
     /// The tree.

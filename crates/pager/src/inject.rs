@@ -22,6 +22,16 @@ pub const ENV_FAULTS: &str = "UZSWAP_TEST_FAULTS";
 pub enum Site {
     /// The pool has no place for an object.
     Pool,
+    /// A limit refuses a folio before it is stored.
+    Limit,
+    /// The compressor's result is wrong in one bit: verification must see it, or the hash when the page comes back.
+    Compress,
+    /// The entry of a page being stored cannot be made.
+    Index,
+    /// There are no contiguous frames for a folio that comes in.
+    Frames,
+    /// What comes in cannot be charged.
+    Charge,
     /// A stored object changes in memory.
     Damage,
     /// MOVE of the program's pages into the arena: EBUSY, EAGAIN after a part, or EEXIST though a page was moved.
@@ -41,7 +51,7 @@ pub enum Site {
 }
 
 /// Every site and its name.
-pub const SITES: [(Site, &str); 9] = [
+pub const SITES: [(Site, &str); 14] = [
     (Site::Pool, "pool"),
     (Site::Damage, "damage"),
     (Site::MoveOut, "move_out"),
@@ -51,6 +61,11 @@ pub const SITES: [(Site, &str); 9] = [
     (Site::Register, "register"),
     (Site::Uffd, "uffd"),
     (Site::Slot, "slot"),
+    (Site::Limit, "limit"),
+    (Site::Compress, "compress"),
+    (Site::Index, "index"),
+    (Site::Frames, "frames"),
+    (Site::Charge, "charge"),
 ];
 
 /// What is to fail, and what has: part of the group's page.

@@ -6,6 +6,7 @@ pub mod densify;
 pub mod discover;
 pub mod events;
 pub mod fault;
+pub mod folio;
 pub mod fork;
 pub mod group;
 pub mod inject;

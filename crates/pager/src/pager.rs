@@ -1,9 +1,10 @@
 //! The pager: everything of one process, shared by its helper threads.
 
 use crate::arena::{Layout, PAGE};
+use crate::folio::MAX_ORDER;
 use crate::group::{GroupPage, NODES};
 use crate::member::Chain;
-use crate::state::State;
+use crate::state::{BLOCK_PAGES, State};
 use crate::trace::{Recorder, Rings};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::codec::Algorithm;
@@ -142,6 +143,8 @@ impl Pager {
             rings: None,
         };
         pager.claim_slot()?;
+        let most = (pager.limit() / PAGE / 64).max(BLOCK_PAGES);
+        pager.state.lock().folio_max = most.ilog2().min(u32::from(MAX_ORDER)) as u8;
         Ok(pager)
     }
 

@@ -109,7 +109,7 @@ impl Pager {
                 progress |= self.prepare(&mut s, batch, want, keep) && !refusing;
             }
         }
-        batch.compress(&self.layout);
+        batch.compress(self);
         let mut s = self.state.lock();
         progress |= self.commit(&mut s, batch) > 0;
         let shared = core::mem::take(&mut s.unshare);
@@ -160,7 +160,7 @@ impl Pager {
             let keep = self.stage_target(s);
             let _ = self.stage(s, (keep + BATCH_PAGES).saturating_sub(s.idle_staged()));
             self.prepare(s, &mut batch, BATCH_PAGES, keep);
-            batch.compress(&self.layout);
+            batch.compress(self);
             if self.commit(s, &mut batch) < BATCH_PAGES / 4 && self.zswap_is_full(s) {
                 self.refused_until.store(faults + 32, Relaxed);
             }
@@ -202,7 +202,7 @@ impl Pager {
             }
             let staged = self.stage(s, n.clamp(16, BATCH_PAGES).saturating_sub(s.idle_staged()));
             self.prepare(s, &mut batch, n.clamp(16, BATCH_PAGES), 0);
-            batch.compress(&self.layout);
+            batch.compress(self);
             if self.commit(s, &mut batch) == 0 && s.zone.free_slots(Kind::Frame) < n {
                 if staged.is_err() {
                     result = Err(EventPending);

@@ -276,6 +276,13 @@ impl Region {
         unsafe { core::slice::from_raw_parts_mut(self.as_mut_ptr(), self.len) }
     }
 
+    /// The region's own group: settings, which may be changed at any time, and counters.
+    #[must_use]
+    pub fn group(&self) -> &GroupPage {
+        // SAFETY: alive until drop; all atomics.
+        unsafe { &*self.group }
+    }
+
     /// Where the memory is.
     #[must_use]
     pub fn stats(&self) -> Stats {

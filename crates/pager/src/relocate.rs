@@ -16,6 +16,7 @@ use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::state::{Decoded, State};
 use core::sync::atomic::Ordering::*;
+use std::collections::BTreeSet;
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
 use uzswap_mm::zsmalloc::{Freed, Handle, Relocate};
 
@@ -62,6 +63,7 @@ struct Mover<'a> {
     pool: usize,
     pt: &'a mut PageTable,
     decoded: &'a mut [Decoded],
+    left_behind: &'a mut BTreeSet<u32>,
     freed: usize,
 }
 
@@ -81,6 +83,9 @@ impl Relocate for Mover<'_> {
         for d in self.decoded.iter_mut().filter(|d| d.handle == Some(from.raw())) {
             d.handle = Some(to.raw());
         }
+        if self.left_behind.remove(&from.raw()) {
+            self.left_behind.insert(to.raw());
+        }
         true
     }
 
@@ -99,8 +104,8 @@ impl Pager {
         if held - used < held / 16 + s.pool_rest {
             return false;
         }
-        let State { pool, pt, decoded, layout, .. } = s;
-        let mut mover = Mover { pool: layout.pool, pt, decoded, freed: 0 };
+        let State { pool, pt, decoded, left_behind, layout, .. } = s;
+        let mut mover = Mover { pool: layout.pool, pt, decoded, left_behind, freed: 0 };
         let done = pool.compact(STEP, &mut mover);
         let freed = mover.freed;
         s.rss = s.rss.saturating_sub(freed);

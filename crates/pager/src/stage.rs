@@ -159,7 +159,7 @@ impl Pager {
         s.note_pages(trace::Kind::Evict, vpn, n);
         let mut at = 0;
         while at < n as u64 {
-            let order = (vpn + at).trailing_zeros().min((n as u64 - at).ilog2()).min(4) as u8;
+            let order = s.folio_order(vpn + at, n - at as usize);
             s.lru.staged.push(Entry::new(vpn + at, order, 0));
             at += 1 << order;
         }

@@ -5,10 +5,12 @@
 
 use crate::arena::{self, Layout, PAGE};
 use crate::densify::Sweep;
+use crate::folio::MAX_ORDER;
 use crate::object::{self, Header};
 use crate::placement::Placement;
 use crate::store::Batch;
 use crate::trace::Recorder;
+use std::collections::BTreeSet;
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor};
 use uzswap_mm::lru::{Entry, Lru};
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
@@ -18,10 +20,13 @@ use uzswap_mm::zsmalloc::{Handle, ZsPool};
 
 /// Bytes of the largest block.
 pub const BLOCK: usize = 64 << 10;
-/// Bytes of the largest unit of compression.
-pub const UNIT: usize = PAGE << 2;
 /// Pages of the largest block.
 pub const BLOCK_PAGES: usize = BLOCK / PAGE;
+
+/// Pages of the largest folio.
+pub const FOLIO_PAGES: usize = 1 << MAX_ORDER;
+/// Blocks remembered as partly read at most.
+pub const LEFT_MOST: usize = 4096;
 
 /// Eviction stamps are of 21 bits.
 const STAMP_MASK: u32 = 0x1f_ffff;
@@ -32,6 +37,10 @@ pub struct Decoded {
     pub handle: Option<u32>,
     /// Its pages.
     pub bytes: Vec<u8>,
+    /// Where its first page is in the program.
+    pub vpn: u64,
+    /// Whether this fault decompressed it.
+    pub fresh: bool,
 }
 
 /// The tables.
@@ -82,6 +91,8 @@ pub struct State {
     pub unshare: Vec<(usize, usize)>,
     /// Pages moved by mremap while they were being compressed: slot, and where they are now. `commit` asks.
     pub moved_busy: Vec<(u32, u64)>,
+    /// Pages dropped while they were compressed, not yet counted: their frames are freed at commit.
+    pub missed_frees: u64,
     /// Recent ends of faults: a fault at one of them is sequential.
     pub streams: [(u64, u8); 8],
     /// Next of `streams` to reuse.
@@ -92,6 +103,10 @@ pub struct State {
     pub sweep: Sweep,
     /// The agreed compressor.
     pub algorithm: Algorithm,
+    /// Order of the largest folio: what leaves at once must be little against the limit.
+    pub folio_max: u8,
+    /// Blocks of which a partial read left something behind (handles; at most [`LEFT_MOST`]).
+    pub left_behind: BTreeSet<u32>,
     /// Buffers of the fault path's own reclaim.
     pub direct: Option<Box<Batch>>,
     /// Where events are noted, when they are.
@@ -111,7 +126,7 @@ impl State {
             pool: ZsPool::new(arena::POOL_BYTES - (4 << 20)),
             pool_rest: 0,
             decompressor: Decompressor::new(),
-            decoded: (0..4).map(|_| Decoded { handle: None, bytes: vec![0; UNIT] }).collect(),
+            decoded: (0..4).map(|_| Decoded { handle: None, bytes: vec![0; BLOCK], vpn: 0, fresh: false }).collect(),
             decoded_next: 0,
             scratch: vec![0; BLOCK],
             stamp: 0,
@@ -127,11 +142,14 @@ impl State {
             managed: Vec::new(),
             unshare: Vec::new(),
             moved_busy: Vec::new(),
+            missed_frees: 0,
             streams: [(u64::MAX, 0); 8],
             stream_next: 0,
             placement: Placement::new(),
             sweep: Sweep::default(),
             algorithm,
+            folio_max: MAX_ORDER,
+            left_behind: BTreeSet::new(),
             direct: None,
             recorder: None,
             fork_number: 0,
@@ -187,6 +205,7 @@ impl State {
             for d in self.decoded.iter_mut().filter(|d| d.handle == Some(handle)) {
                 d.handle = None;
             }
+            self.left_behind.remove(&handle);
             if let Some(freed) = self.pool.free(Handle::from_raw(handle)) {
                 self.rss = self.rss.saturating_sub(freed.len);
                 // SAFETY: the pool says that no object is left in the range.
@@ -206,7 +225,10 @@ impl State {
             }
             Tag::Resident => self.resident -= 1,
             // A Busy page's slot belongs to the thread that compresses it, which gives it back.
-            Tag::Busy => self.end_busy(1),
+            Tag::Busy => {
+                self.end_busy(1);
+                self.missed_frees += 1;
+            }
             Tag::Staged => {
                 self.staged -= 1;
                 self.zone.free(Kind::Frame, pte.aux(), 0);
@@ -238,9 +260,7 @@ impl State {
     pub fn list_resident(&mut self, vpn: u64, n: usize, active: bool, mut copy_of: impl FnMut(usize) -> Option<u32>) {
         let (mut at, end) = (0, n as u64);
         while at < end {
-            let align = (vpn + at).trailing_zeros().min(4) as u8;
-            let fit = (end - at).ilog2().min(4) as u8;
-            let order = align.min(fit);
+            let order = self.folio_order(vpn + at, (end - at) as usize);
             self.stamp = (self.stamp + 1) & 0xffff;
             for i in at..at + (1 << order) {
                 let mut pte = Pte::new(Tag::Resident, self.stamp);
@@ -260,11 +280,16 @@ impl State {
         self.resident += n;
     }
 
+    /// The order of the folio that begins a run of `n` pages at `vpn`: the largest that is aligned and fits.
+    pub fn folio_order(&self, vpn: u64, n: usize) -> u8 {
+        (vpn.trailing_zeros().min(n.ilog2()) as u8).min(self.folio_max)
+    }
+
     /// Lists pages, whose entries may have kept copies, as resident and keeps the copies.
     pub fn list_with_copies(&mut self, vpn: u64, n: usize) {
-        for from in (0..n).step_by(BLOCK_PAGES) {
-            let (at, len) = (vpn + from as u64, (n - from).min(BLOCK_PAGES));
-            let mut copies = [None; BLOCK_PAGES];
+        for from in (0..n).step_by(FOLIO_PAGES) {
+            let (at, len) = (vpn + from as u64, (n - from).min(FOLIO_PAGES));
+            let mut copies = [None; FOLIO_PAGES];
             for (i, copy) in copies.iter_mut().enumerate().take(len) {
                 *copy = self.pt.get(at + i as u64).copy();
             }
@@ -325,7 +350,7 @@ impl State {
             + self.lru.staged.metadata_bytes()
             + self.zone.metadata_bytes()
             + self.pool.metadata_bytes()
-            + self.decoded.len() * UNIT
+            + self.decoded.len() * BLOCK
             + BLOCK
     }
 }

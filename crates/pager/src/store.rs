@@ -1,45 +1,72 @@
-//! Compressing what is staged: staged to stored, in batches.
+//! Compressing what is staged: staged to stored, in batches of whole folios.
 //!
+//! ```text
+//! staged folio ─ clean pages leave with their kept copy
+//!              └ the rest: older entries go, limits are asked for (once), units are marked Busy     with the lock
+//!                  └ units compressed (and verified)                                                without it
+//!                      └ all units stored, or none and the folio is staged as before                with it
+//! ```
 //! Compression runs without the lock on pages marked Busy; a fault on one copies the frame (which must not move
-//! meanwhile) and the compressed result is thrown away when the batch is committed. A unit that cannot be stored goes
-//! back to the staged list: nothing is lost.
+//! meanwhile) and its part of the result is not stored. How a folio is stored whole or not at all is `uzswap_mm::zswap`;
+//! here are the tables it works on. A folio that cannot be stored goes back to the staged list: nothing is lost.
 
-use crate::arena::{Layout, PAGE};
+use crate::arena::PAGE;
+use crate::folio::LARGE_ORDER;
 use crate::inject::Site;
 use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::state::{BLOCK, State};
+use core::ops::Range;
 use core::sync::atomic::Ordering::*;
-use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
+use uzswap_mm::codec::{Algorithm, Compressor, Decompressor, Encoding};
 use uzswap_mm::lru::Entry;
-use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN, Pte, Tag};
+use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Pte, Tag};
 use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
+use uzswap_mm::zswap::{self, Packed, Refused};
 
-/// Pages compressed per batch.
+/// Pages compressed per batch, but for a folio that is larger.
 pub const BATCH_PAGES: usize = 64;
+
+/// A folio in a batch.
+struct Folio {
+    vpn: u64,
+    /// Its order; 0 when it is not whole.
+    order: u8,
+    /// Pages of it that are in the batch.
+    pages: usize,
+    /// Its units in the batch.
+    units: Range<usize>,
+}
 
 /// One unit of compression: `1 << order` pages in consecutive slots.
 struct Unit {
     vpn: u64,
     order: u8,
     slot: u32,
+    /// Pages of the batch before it: where its output and its hashes are.
+    page_at: usize,
+    /// Pages that mremap took elsewhere while they were compressed: a bit each.
+    moved: u16,
     outcome: Outcome,
 }
 
+#[derive(Clone, Copy)]
 enum Outcome {
     Pending,
     Zero,
-    /// Compressed to `at..at + len` of the batch's output.
+    /// Compressed to that many bytes.
     Packed {
         encoding: Encoding,
-        at: usize,
         len: usize,
     },
+    /// What was compressed does not decompress to what it was.
+    Wrong,
 }
 
-/// A batch on its way through compression; its buffers are allocated once.
+/// A batch on its way through compression; its buffers grow to what was needed once.
 pub struct Batch {
+    folios: Vec<Folio>,
     units: Vec<Unit>,
     out: Vec<u8>,
     hashes: Vec<u128>,
@@ -47,72 +74,246 @@ pub struct Batch {
     /// zstd, made when the pool first grows large.
     dense: Option<Compressor>,
     use_dense: bool,
+    /// Made when verification is first asked for, with a buffer of the largest unit.
+    verifier: Option<(Decompressor, Vec<u8>)>,
+    /// Scratch of `commit`.
+    plan: Vec<(zswap::Unit, Packed)>,
+    places: Vec<Option<u32>>,
 }
 
 impl Batch {
     /// Buffers for one thread.
     pub fn new(compressor: Compressor) -> Self {
-        let bytes = BATCH_PAGES * PAGE + BLOCK;
         Self {
+            folios: Vec::with_capacity(BATCH_PAGES + 16),
             units: Vec::with_capacity(BATCH_PAGES + 16),
-            out: vec![0; bytes + bytes / 8],
-            hashes: Vec::with_capacity(BATCH_PAGES + 16),
+            out: vec![0; BATCH_PAGES * PAGE + BLOCK],
+            hashes: vec![0; BATCH_PAGES + 16],
             compressor,
             dense: None,
             use_dense: false,
+            verifier: None,
+            plan: Vec::with_capacity(BATCH_PAGES + 16),
+            places: Vec::with_capacity(BATCH_PAGES + 16),
         }
+    }
+
+    fn pages(&self) -> usize {
+        self.units.last().map_or(0, |u| u.page_at + (1 << u.order))
+    }
+}
+
+/// The tables a folio is stored into, and where its units' bytes are.
+struct Tables<'a> {
+    pager: &'a Pager,
+    s: &'a mut State,
+    units: &'a [Unit],
+    out: &'a [u8],
+    hashes: &'a [u128],
+}
+
+impl zswap::Store for Tables<'_> {
+    fn invalidate(&mut self, vpn: u64) {
+        let pte = self.s.pt.get(vpn);
+        if let Some(handle) = pte.copy() {
+            let index = self.s.copy_index(vpn, handle);
+            if object::order(self.s.object(handle)) != 0 {
+                self.pager.counters().folios.block_partial_write.fetch_add(1, Relaxed);
+            }
+            self.s.release(handle, index);
+            self.s.pt.hint(vpn, HINT_WRITTEN, 0);
+            self.s.note_pages(trace::Kind::Drop, vpn, 1);
+            self.s.pt.set(vpn, Pte::new(pte.tag(), pte.aux()));
+        }
+    }
+
+    fn admit(&mut self, pages: usize) -> Result<(), Refused> {
+        // The group's limit bounds resident memory and the pool together: what moves from one to the other makes room,
+        // and reclaim, which got us here, is the attempt to shrink. The pool's own end is its range of addresses.
+        // What bounds resident memory and the pool together is kept by reclaim, which got us here; this is the pool's
+        // own limit. Once it is hit, one attempt to shrink.
+        let _ = pages;
+        if self.pager.inject(Site::Limit).is_some() {
+            return Err(Refused::Limit);
+        }
+        if !self.pager.zswap_is_full(self.s) {
+            return Ok(());
+        }
+        self.pager.compact_pool(self.s);
+        if self.pager.zswap_is_full(self.s) { Err(Refused::Limit) } else { Ok(()) }
+    }
+
+    fn put(&mut self, at: usize, unit: zswap::Unit) -> Result<u32, Refused> {
+        let Unit { order, page_at, outcome: Outcome::Packed { encoding, len }, .. } = self.units[at] else {
+            return Err(Refused::Compressor);
+        };
+        let (out, hashes) = (&self.out[page_at * PAGE..][..len], &self.hashes[page_at..][..1 << order]);
+        let head = Header { len, encoding, order, live: unit.live, vpn: unit.vpn };
+        let set = |place: &mut [u8]| hashes.iter().enumerate().for_each(|(i, h)| object::set_hash(place, i, *h));
+        if !self.pager.may_zswap(self.s, len) {
+            return Err(Refused::Limit);
+        }
+        if self.pager.inject(Site::Pool).is_some() {
+            return Err(Refused::NoPlace);
+        }
+        let handle = self.s.put_object(head, set, out).ok_or(Refused::NoPlace)?;
+        self.pager.damage(self.s, handle.raw());
+        Ok(handle.raw())
+    }
+
+    fn take_back(&mut self, handle: u32) {
+        let live = Header::read(self.s.object(handle)).live;
+        (0..16).filter(|i| live & (1 << i) != 0).for_each(|i| self.s.release(handle, i));
+    }
+
+    fn index(&mut self, vpn: u64, place: Option<(u32, usize)>) -> Result<(), Refused> {
+        if self.pager.inject(Site::Index).is_some() {
+            return Err(Refused::NoIndex);
+        }
+        let s = &mut *self.s;
+        s.end_busy(1);
+        match place {
+            Some((handle, index)) => {
+                s.pt.set(vpn, Pte::compressed(handle, index, s.evictions));
+                s.swapped += 1;
+            }
+            None => {
+                s.pt.set(vpn, Pte::new(Tag::Zero, 0));
+                s.zeros += 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn unindex(&mut self, vpn: u64) {
+        let s = &mut *self.s;
+        match s.pt.get(vpn).tag() {
+            Tag::Compressed => s.swapped -= 1,
+            _ => s.zeros -= 1,
+        }
+        let unit = self.units.iter().find(|u| (u.vpn..u.vpn + (1 << u.order)).contains(&vpn));
+        let unit = unit.expect("what was indexed is a page of a unit");
+        s.pt.set(vpn, Pte::new(Tag::Busy, unit.slot + (vpn - unit.vpn) as u32));
+        s.busy += 1;
+        s.staged += 1;
     }
 }
 
 impl Pager {
-    /// Takes staged folios beyond `keep` pages: clean ones are done at once, the others become a batch.
+    /// Takes staged folios beyond `keep` pages: clean ones are done at once, the others become a batch. Whether
+    /// anything came of it.
     pub fn prepare(&self, s: &mut State, batch: &mut Batch, want: usize, keep: usize) -> bool {
         batch.use_dense = s.algorithm == Algorithm::Lz4 && self.crowded(s);
         if batch.use_dense && batch.dense.is_none() {
             batch.dense = Some(Compressor::new(Algorithm::Zstd(1)));
         }
-        let mut taken = 0;
+        if self.group.folios.verify.load(Relaxed) != 0 && batch.verifier.is_none() {
+            batch.verifier = Some((Decompressor::new(), vec![0; BLOCK]));
+        }
+        let (mut taken, mut done) = (0, false);
         while taken < want && s.idle_staged() > keep {
             let Some(e) = s.lru.staged.pop() else { break };
-            let end = e.vpn() + (1 << e.order());
-            let mut at = e.vpn();
-            while at < end {
-                let pte = s.pt.get(at);
-                if pte.tag() != Tag::Staged {
-                    at += 1;
-                    continue;
-                }
-                taken += 1;
-                if self.is_clean(s, at, pte) {
-                    let handle = pte.copy().expect("clean means a copy");
-                    let index = s.copy_index(at, handle);
-                    s.pt.set(at, Pte::compressed(handle, index, s.evictions));
-                    s.zone.free(Kind::Frame, pte.aux(), 0);
-                    s.staged -= 1;
-                    s.swapped += 1;
-                    self.counters().swpout_clean.fetch_add(1, Relaxed);
-                    s.note_pages(trace::Kind::Clean, at, 1);
-                    at += 1;
-                    continue;
-                }
-                let order = self.unit_order(s, at, end, pte);
-                for i in 0..1u64 << order {
-                    let p = s.pt.get(at + i);
-                    if let Some(handle) = p.copy() {
-                        let index = s.copy_index(at + i, handle);
-                        s.release(handle, index);
-                        s.pt.hint(at, HINT_WRITTEN, 0);
-                        s.note_pages(trace::Kind::Drop, at + i, 1);
-                    }
-                    s.pt.set(at + i, Pte::new(Tag::Busy, p.aux()));
-                }
-                s.busy += 1 << order;
-                taken += (1 << order) - 1;
-                batch.units.push(Unit { vpn: at, order, slot: pte.aux(), outcome: Outcome::Pending });
-                at += 1 << order;
+            let (pages, some) = self.take_folio(s, batch, e);
+            taken += pages;
+            done |= some;
+        }
+        let pages = batch.pages();
+        if batch.hashes.len() < pages {
+            batch.hashes.resize(pages, 0);
+            batch.out.resize(pages * PAGE, 0);
+        }
+        done
+    }
+
+    /// Takes what is staged of a folio; returns its pages, and whether anything came of it.
+    fn take_folio(&self, s: &mut State, batch: &mut Batch, e: Entry) -> (usize, bool) {
+        let (start, end) = (e.vpn(), e.vpn() + (1 << e.order()));
+        let (mut dirty, mut clean) = (0, 0);
+        for at in start..end {
+            let pte = s.pt.get(at);
+            if pte.tag() != Tag::Staged {
+                continue;
+            }
+            if self.is_clean(s, at, pte) {
+                self.leave_clean(s, at, pte);
+                clean += 1;
+            } else {
+                dirty += 1;
             }
         }
-        taken > 0
+        let order = if dirty == 1 << e.order() { e.order() } else { 0 };
+        let large = order >= LARGE_ORDER;
+        let some = match dirty {
+            0 => false,
+            _ if !large || self.group.folios.allows(order) => self.begin_folio(s, batch, (start, end), order),
+            _ => {
+                // Large folios are not to enter the pool. Whatever comes of this one, nothing older is found for it.
+                let mut tables = Tables { pager: self, s, units: &[], out: &[], hashes: &[] };
+                let _ = zswap::begin(&mut tables, start..end, false);
+                self.counters().folios.count(order, |c| &c.swpout_fallback);
+                (start..end).filter(|at| self.begin_folio(s, batch, (*at, at + 1), 0)).count() > 0
+            }
+        };
+        (dirty + clean, some || clean > 0)
+    }
+
+    /// Makes what is staged in `[start, end)` a folio of the batch; false when it is refused and stays staged.
+    fn begin_folio(&self, s: &mut State, batch: &mut Batch, (start, end): (u64, u64), order: u8) -> bool {
+        let mut pages = [0u64; 8];
+        for at in start..end {
+            let staged = s.pt.get(at).tag() == Tag::Staged;
+            pages[((at - start) / 64) as usize] |= u64::from(staged) << ((at - start) % 64);
+        }
+        let staged = |at: &u64| pages[((at - start) / 64) as usize] & (1 << ((at - start) % 64)) != 0;
+        let mut tables = Tables { pager: self, s, units: &[], out: &[], hashes: &[] };
+        if let Err(why) = zswap::begin(&mut tables, (start..end).filter(staged), true) {
+            self.refused(order, why);
+            let count = (start..end).filter(staged).count();
+            self.count_swap_fail(count as u64);
+            s.lru.staged.push(Entry::new(start, (end - start).ilog2() as u8, 0));
+            if self.zswap_is_full(s) {
+                self.back_to_program(s, (start..end).filter(staged));
+            }
+            return false;
+        }
+        let (first, before) = (batch.units.len(), batch.pages());
+        let (mut at, mut count) = (start, 0);
+        while at < end {
+            if !staged(&at) {
+                at += 1;
+                continue;
+            }
+            let slot = s.pt.get(at).aux();
+            let unit = self.unit_order(s, at, end, order, batch.use_dense);
+            for i in 0..1u64 << unit {
+                let pte = s.pt.get(at + i);
+                s.pt.set(at + i, Pte::new(Tag::Busy, pte.aux()));
+            }
+            batch.units.push(Unit {
+                vpn: at,
+                order: unit,
+                slot,
+                page_at: before + count,
+                moved: 0,
+                outcome: Outcome::Pending,
+            });
+            count += 1 << unit;
+            at += 1 << unit;
+        }
+        s.busy += count;
+        batch.folios.push(Folio { vpn: start, order, pages: count, units: first..batch.units.len() });
+        true
+    }
+
+    fn leave_clean(&self, s: &mut State, vpn: u64, pte: Pte) {
+        let handle = pte.copy().expect("clean means a copy");
+        let index = s.copy_index(vpn, handle);
+        s.pt.set(vpn, Pte::compressed(handle, index, s.evictions));
+        s.zone.free(Kind::Frame, pte.aux(), 0);
+        s.staged -= 1;
+        s.swapped += 1;
+        self.counters().swpout_clean.fetch_add(1, Relaxed);
+        s.note_pages(trace::Kind::Clean, vpn, 1);
     }
 
     fn is_clean(&self, s: &State, vpn: u64, pte: Pte) -> bool {
@@ -123,93 +324,117 @@ impl Pager {
         object::hash(page) == object::stored_hash(s.object(handle), index)
     }
 
-    /// The unit of compression at `vpn`: 16 KiB where four pages are staged side by side and the block is not read at
-    /// random, else 4 KiB.
-    fn unit_order(&self, s: &State, vpn: u64, end: u64, first: Pte) -> u8 {
-        if !vpn.is_multiple_of(4) || vpn + 4 > end || s.pt.hints(vpn) & HINT_RANDOM != 0 {
-            return 0;
-        }
-        let together = (1..4).all(|i| {
-            let p = s.pt.get(vpn + i);
-            p.tag() == Tag::Staged && p.aux() == first.aux() + i as u32 && !self.is_clean(s, vpn + i, p)
-        });
-        if together { 2 } else { 0 }
+    /// The unit of compression at `vpn` of a folio: as was set; else 16 KiB where four pages are staged side by side and
+    /// the block is not read at random (64 KiB where it is read in sequence, and the codec gains by it), else 4 KiB.
+    fn unit_order(&self, s: &State, vpn: u64, end: u64, folio: u8, dense: bool) -> u8 {
+        let set = self.group.folios.unit(folio);
+        let hints = s.pt.hints(vpn);
+        let strong = dense || s.algorithm != Algorithm::Lz4;
+        let want = match set {
+            Some(order) => order,
+            None if hints & HINT_RANDOM != 0 => 0,
+            None if strong && hints & HINT_SEQUENTIAL != 0 => 4,
+            None => 2,
+        };
+        let first = s.pt.get(vpn).aux();
+        let together = |order: u8| {
+            vpn.is_multiple_of(1 << order)
+                && vpn + (1 << order) <= end
+                && (1..1u32 << order).all(|i| {
+                    let pte = s.pt.get(vpn + u64::from(i));
+                    pte.tag() == Tag::Staged && pte.aux() == first + i
+                })
+        };
+        // (8 KiB is no unit: it gains little.)
+        (2..=want).rev().find(|order| together(*order)).unwrap_or(0)
     }
 
     /// Stores a compressed batch; returns the pages that left.
     pub fn commit(&self, s: &mut State, batch: &mut Batch) -> usize {
-        let c = self.counters();
-        let (mut left, mut hash_at) = (0, 0);
-        for u in batch.units.drain(..) {
-            let pages = 1usize << u.order;
-            let hashes = &batch.hashes[hash_at..hash_at + pages];
-            hash_at += pages;
-            let mut live = 0u16;
-            for i in 0..pages {
-                let pte = s.pt.get(u.vpn + i as u64);
-                if pte.tag() == Tag::Busy && pte.aux() == u.slot + i as u32 {
-                    live |= 1 << i;
-                }
+        let mut left = 0;
+        for f in batch.folios.drain(..) {
+            let units = &mut batch.units[f.units.clone()];
+            if !s.moved_busy.is_empty() {
+                units.iter_mut().for_each(|u| u.moved = elsewhere(s, u));
             }
-            let moved = if s.moved_busy.is_empty() { 0 } else { elsewhere(s, &u) };
-            let stored = match u.outcome {
-                _ if live == 0 => None,
-                Outcome::Zero => Some(None),
-                Outcome::Packed { encoding, at, len } => {
-                    let head = Header { len, encoding, order: u.order, live, vpn: u.vpn };
-                    let set = |place: &mut [u8]| {
-                        hashes.iter().enumerate().for_each(|(i, h)| object::set_hash(place, i, *h));
-                    };
-                    let room = self.may_zswap(s, len);
-                    let refused = !room || self.inject(Site::Pool).is_some();
-                    let handle = if refused { None } else { s.put_object(head, set, &batch.out[at..at + len]) };
-                    if let Some(handle) = handle {
-                        self.damage(s, handle.raw());
-                    } else {
-                        c.reject_alloc_fail.fetch_add(u64::from(room), Relaxed);
-                        self.count_swap_fail(pages as u64);
-                        back_to_staged(s, &u, live, moved);
-                        if !room {
-                            self.back_to_program(s, &u, live);
-                        }
-                        continue;
-                    }
-                    c.zswpout.fetch_add(u64::from(live.count_ones()), Relaxed);
-                    note_store(s, &u, len, live);
-                    if matches!(encoding, Encoding::Raw) {
-                        c.stored_incompressible_pages.fetch_add(pages as u64, Relaxed);
-                    }
-                    Some(handle.map(|h| h.raw()))
+            let units = &*units;
+            batch.plan.clear();
+            batch.plan.extend(units.iter().map(|u| planned(s, u)));
+            let mut tables = Tables { pager: self, s, units, out: &batch.out, hashes: &batch.hashes };
+            match zswap::finish(&mut tables, &batch.plan, &mut batch.places) {
+                Ok(()) => {
+                    self.count_stored(s, &f, units, &batch.plan);
+                    units.iter().for_each(|u| free_frames(s, u));
+                    left += f.pages;
                 }
-                Outcome::Pending => unreachable!("compress() settles every unit"),
-            };
-            for i in (0..pages).filter(|i| live & (1 << i) != 0) {
-                let at = u.vpn + i as u64;
-                s.end_busy(1);
-                match stored {
-                    Some(Some(handle)) => {
-                        s.pt.set(at, Pte::compressed(handle, i, s.evictions));
-                        s.swapped += 1;
+                Err(why) => {
+                    if units.iter().any(|u| matches!(u.outcome, Outcome::Wrong)) {
+                        self.counters().folios.reject_verify_fail.fetch_add(1, Relaxed);
                     }
-                    _ => {
-                        s.pt.set(at, Pte::new(Tag::Zero, 0));
-                        s.zeros += 1;
-                        c.swpout_zero.fetch_add(1, Relaxed);
-                        s.note_pages(trace::Kind::Zero, at, 1);
+                    self.refused(f.order, why);
+                    self.back_to_staged(s, &f, units, &batch.plan, why);
+                    if matches!(why, Refused::Limit | Refused::NoPlace) {
+                        self.count_swap_fail(f.pages as u64);
+                    }
+                    if why == Refused::Limit {
+                        self.back_to_program(
+                            s,
+                            batch.plan.iter().flat_map(|(unit, _)| unit.pages().map(|(_, vpn)| vpn)),
+                        );
                     }
                 }
             }
-            if moved == 0 {
-                s.zone.free_run(Kind::Frame, u.slot, pages);
-            } else {
-                (0..pages as u32)
-                    .filter(|i| moved & (1 << i) == 0)
-                    .for_each(|i| s.zone.free(Kind::Frame, u.slot + i, 0));
-            }
-            left += pages;
         }
-        batch.hashes.clear();
+        batch.units.clear();
+        if s.missed_frees > 0 {
+            let missed = core::mem::take(&mut s.missed_frees);
+            self.counters().folios.block_missed_free.fetch_add(missed, Relaxed);
+        }
         left
+    }
+
+    fn count_stored(&self, s: &State, f: &Folio, units: &[Unit], plan: &[(zswap::Unit, Packed)]) {
+        let c = self.counters();
+        let mut any = false;
+        for (u, (unit, _)) in units.iter().zip(plan) {
+            let live = u64::from(unit.live.count_ones());
+            match u.outcome {
+                Outcome::Packed { encoding, len } if live > 0 => {
+                    any = true;
+                    note_store(s, u, len, unit.live);
+                    c.zswpout.fetch_add(live, Relaxed);
+                    if u.order > 0 {
+                        c.folios.block_write.fetch_add(1, Relaxed);
+                    }
+                    if matches!(encoding, Encoding::Raw) {
+                        c.stored_incompressible_pages.fetch_add(live, Relaxed);
+                        c.folios.reject_compress_poor.fetch_add(1, Relaxed);
+                    }
+                }
+                Outcome::Zero => {
+                    c.swpout_zero.fetch_add(live, Relaxed);
+                    unit.pages().for_each(|(_, vpn)| s.note_pages(trace::Kind::Zero, vpn, 1));
+                }
+                _ => {}
+            }
+        }
+        if any {
+            c.folios.count(f.order, |c| &c.zswpout);
+        }
+    }
+
+    fn refused(&self, order: u8, why: Refused) {
+        let c = self.counters();
+        let counter = match why {
+            Refused::Limit => &c.folios.pool_limit_hit,
+            Refused::Compressor => &c.folios.reject_compress_fail,
+            Refused::NoPlace | Refused::NoIndex => &c.reject_alloc_fail,
+            Refused::SwitchedOff => return,
+        };
+        counter.fetch_add(1, Relaxed);
+        if order > 0 {
+            c.folios.block_failed.fetch_add(1, Relaxed);
+        }
     }
 
     /// Where a test wants it, flips a bit of an object's hashes or bytes as failing memory would.
@@ -221,27 +446,67 @@ impl Pager {
         }
     }
 
-    /// Gives pages that were just put back to staged, and for which there will be no room, to the program again: others,
-    /// that need none, get their turn.
-    fn back_to_program(&self, s: &mut State, u: &Unit, live: u16) {
-        for i in (0..1u32 << u.order).filter(|i| live & (1 << i) != 0) {
-            // (Where it cannot be now, it stays staged.)
-            let _ = self.bring_staged(s, u.vpn + u64::from(i), 1);
+    /// Gives pages that are staged, and for which there is no room, to the program again: others, that need none, get
+    /// their turn.
+    fn back_to_program(&self, s: &mut State, pages: impl Iterator<Item = u64>) {
+        for vpn in pages {
+            if s.pt.get(vpn).tag() == Tag::Staged {
+                // (Where it cannot be now, it stays staged.)
+                let _ = self.bring_staged(s, vpn, 1);
+            }
+        }
+    }
+
+    /// A folio that could not be stored is staged again; what the program took back left its frame free.
+    fn back_to_staged(&self, s: &mut State, f: &Folio, units: &[Unit], plan: &[(zswap::Unit, Packed)], why: Refused) {
+        // A unit that the codec gets wrong must not keep the others in memory: they try again by themselves.
+        let split = f.order == 0 || why == Refused::Compressor;
+        if split {
+            self.counters().folios.count(f.order, |c| &c.swpout_fallback);
+        }
+        for (u, (unit, _)) in units.iter().zip(plan) {
+            for i in 0..1u32 << u.order {
+                if unit.live & (1 << i) != 0 {
+                    s.busy -= 1;
+                    s.pt.set(u.vpn + u64::from(i), Pte::new(Tag::Staged, u.slot + i));
+                } else if u.moved & (1 << i) == 0 {
+                    s.zone.free(Kind::Frame, u.slot + i, 0);
+                }
+            }
+            if split {
+                s.lru.staged.push(Entry::new(u.vpn, u.order, 0));
+            }
+        }
+        if !split {
+            s.lru.staged.push(Entry::new(f.vpn, f.order, 0));
         }
     }
 }
 
-/// What could not be stored is staged again; what the program took back left its frame free.
-fn back_to_staged(s: &mut State, u: &Unit, live: u16, moved: u16) {
+/// A unit as it is to be stored: less the pages the program took back while it was being compressed.
+fn planned(s: &State, u: &Unit) -> (zswap::Unit, Packed) {
+    let mut live = 0;
     for i in 0..1u32 << u.order {
-        let at = u.vpn + u64::from(i);
-        if live & (1 << i) != 0 {
-            s.busy -= 1;
-            s.pt.set(at, Pte::new(Tag::Staged, u.slot + i));
-            s.lru.staged.push(Entry::new(at, 0, 0));
-        } else if moved & (1 << i) == 0 {
-            s.zone.free(Kind::Frame, u.slot + i, 0);
+        let pte = s.pt.get(u.vpn + u64::from(i));
+        if pte.tag() == Tag::Busy && pte.aux() == u.slot + i {
+            live |= 1 << i;
         }
+    }
+    let packed = match u.outcome {
+        Outcome::Zero => Packed::Zero,
+        Outcome::Packed { .. } => Packed::Bytes,
+        Outcome::Wrong => Packed::Failed,
+        Outcome::Pending => unreachable!("compress() settles every unit"),
+    };
+    (zswap::Unit { vpn: u.vpn, order: u.order, live }, packed)
+}
+
+/// The frames of a unit that was stored are free, but for those that are staged elsewhere now.
+fn free_frames(s: &mut State, u: &Unit) {
+    if u.moved == 0 {
+        s.zone.free_run(Kind::Frame, u.slot, 1 << u.order);
+    } else {
+        (0..1u32 << u.order).filter(|i| u.moved & (1 << i) == 0).for_each(|i| s.zone.free(Kind::Frame, u.slot + i, 0));
     }
 }
 
@@ -277,31 +542,39 @@ fn note_store(s: &State, u: &Unit, len: usize, live: u16) {
 
 impl Batch {
     /// Compresses every unit; needs no lock.
-    pub fn compress(&mut self, layout: &Layout) {
-        let mut at = 0;
+    pub fn compress(&mut self, pager: &Pager) {
+        let verify = pager.group.folios.verify.load(Relaxed) != 0;
         for u in &mut self.units {
             let pages = 1usize << u.order;
             // SAFETY: Busy pages' frames neither move nor change until commit.
-            let bytes = unsafe { layout.frames(u.slot, pages) };
-            self.hashes.extend(bytes.chunks(PAGE).map(object::hash));
+            let bytes = unsafe { pager.layout.frames(u.slot, pages) };
+            let hashes = &mut self.hashes[u.page_at..][..pages];
+            hashes.iter_mut().zip(bytes.chunks(PAGE)).for_each(|(h, page)| *h = object::hash(page));
             if bytes.chunks(PAGE).all(object::is_zero) {
                 u.outcome = Outcome::Zero;
                 continue;
             }
-            let room = bytes.len() - bytes.len() / 16;
             let compressor = match &mut self.dense {
                 Some(dense) if self.use_dense => dense,
                 _ => &mut self.compressor,
             };
-            let (encoding, len) = match compressor.compress(bytes, &mut self.out[at..at + room]) {
-                Some(packed) => packed,
-                None => {
-                    self.out[at..at + bytes.len()].copy_from_slice(bytes);
+            let out = &mut self.out[u.page_at * PAGE..][..bytes.len()];
+            let (encoding, len) =
+                compressor.compress(bytes, &mut out[..bytes.len() - bytes.len() / 16]).unwrap_or_else(|| {
+                    out.copy_from_slice(bytes);
                     (Encoding::Raw, bytes.len())
+                });
+            u.outcome = Outcome::Packed { encoding, len };
+            if let Some(bits) = pager.inject(Site::Compress) {
+                // As a codec does that cannot be trusted.
+                out[(bits >> 8) as usize % len] ^= 1 << (bits % 8);
+            }
+            if let Some((decompressor, plain)) = self.verifier.as_mut().filter(|_| verify) {
+                let plain = &mut plain[..bytes.len()];
+                if decompressor.decompress(encoding, &out[..len], plain).is_err() || plain != bytes {
+                    u.outcome = Outcome::Wrong;
                 }
-            };
-            u.outcome = Outcome::Packed { encoding, at, len };
-            at += len;
+            }
         }
     }
 }

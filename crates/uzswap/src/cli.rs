@@ -1,5 +1,6 @@
 //! The command line.
 
+use crate::folios::FolioOptions;
 use clap::{Args, Parser, Subcommand};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -58,6 +59,9 @@ pub struct RunArgs {
     /// Compressor of the pool: lz4 (the default), zstd[:LEVEL], deflate[:LEVEL]
     #[arg(short, long, value_name = "NAME")]
     pub compressor: Option<String>,
+    /// Folios
+    #[command(flatten)]
+    pub folios: FolioOptions,
     /// Take options from a TOML file; the command line wins
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,

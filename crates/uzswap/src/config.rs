@@ -1,6 +1,7 @@
 //! The options of `uzswap run`: command line over configuration file.
 
 use crate::cli::RunArgs;
+use crate::folios::FolioOptions;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 use uzswap_pager::group::{CODEC_DEFLATE, CODEC_LZ4, CODEC_ZSTD, ON_FULL_EXCEED, ON_FULL_KILL, ON_FULL_WAIT};
@@ -17,6 +18,9 @@ pub struct Config {
     pub on_full: Option<String>,
     /// As `--compressor`.
     pub compressor: Option<String>,
+    /// As `--large-folios`, `--unit`, `--verify-compression`: a table.
+    #[serde(default)]
+    pub folios: FolioOptions,
     /// As `--quiet`.
     pub quiet: Option<bool>,
     /// As `--report`.
@@ -50,6 +54,7 @@ impl Config {
             group: args.group.clone().or(file.group),
             on_full: args.on_full.clone().or(file.on_full),
             compressor: args.compressor.clone().or(file.compressor),
+            folios: args.folios.over(&file.folios),
             quiet: Some(args.quiet || file.quiet.unwrap_or(false)),
             report: args.report.clone().or(file.report),
             record: args.record.clone().or(file.record),

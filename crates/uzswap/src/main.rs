@@ -6,6 +6,7 @@ mod config;
 mod ctl;
 mod doctor;
 mod elf;
+mod folios;
 mod group_file;
 mod groups;
 mod machine;

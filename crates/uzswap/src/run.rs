@@ -64,6 +64,7 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     check::machine()?;
     let agent = check::agent()?;
     let group = check::group(&config, &wanted)?;
+    config.folios.tell(&group.page().folios)?;
     // As a cgroup v1 counts the kernel's compressed swap, for `uzswap lab` to compare like with like.
     if env::var_os("UZSWAP_POOL_UNCHARGED").is_some_and(|value| value == "1") {
         group.page().pool_uncharged.store(1, Relaxed);

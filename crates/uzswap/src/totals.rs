@@ -1,5 +1,6 @@
 //! What a group counted, summed over its members, dead and alive.
 
+use crate::folios::FolioTotals;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -62,6 +63,8 @@ pub struct Totals {
     pub compression_ratio: Option<f64>,
     /// The sums.
     pub counters: Sums,
+    /// Of folios and blocks.
+    pub folios: FolioTotals,
     /// For tests: how often each site failed on purpose, and where the draws began. None when nothing was injected.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub injected: Option<BTreeMap<&'static str, u64>>,
@@ -95,6 +98,7 @@ impl Totals {
             unmanaged: page.warned_unmanaged.load(Relaxed) != 0,
             compression_ratio: (held > 0).then(|| counters.stored_pages as f64 * 4096.0 / held as f64),
             counters,
+            folios: FolioTotals::of(page, node),
             injected: injected(page),
         }
     }

@@ -7,3 +7,4 @@ mod swapfile;
 mod trace;
 mod zone;
 mod zsmalloc;
+mod zswap;

@@ -1,2 +1,3 @@
-//! Behaviour of the pager, seen from outside.
+//! The pager's integration tests, one binary.
+mod folio;
 mod region;

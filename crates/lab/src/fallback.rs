@@ -1,0 +1,293 @@
+//! `uzswap lab fallback`: what four small folios for one decompression are worth when large frames are scarce.
+//!
+//! The work is like a build's: each step reads runs of 64 KiB that many steps share (headers), fills an area of its own
+//! with real contents (what a compiler builds), goes back and forth in it, and now and then all areas of the last steps
+//! are read through (a link). It runs in a region of the library under a third of the memory it uses, three times:
+//! contiguous frames as they come; *scarce*, where all but one request in a hundred for contiguous frames are refused;
+//! and scarce without the fall-back, where a block whose frames cannot be had gives the page touched and is decompressed
+//! again for the next. Every page read is checked: its number and version at a place that moves, and in the end all of it.
+
+use crate::data::{self, Source};
+use crate::json::{Findings, Row, Verdict};
+use crate::size::{self, MIB, PAGE, mib};
+use crate::stats::{median, percent};
+use crate::workload::Random;
+use crate::{machine, process, programs, table};
+use serde_json::{Map, Value, json};
+use std::path::PathBuf;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+use uzswap_pager::region::{Options, Region};
+
+/// `uzswap lab fallback`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Less memory, one run of each
+    #[arg(long)]
+    quick: bool,
+    /// Write the findings to FILE
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Memory the work is on; its limit is a third [default: 96M, 36M with --quick]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    memory: Option<u64>,
+    /// Runs of each, of which the median counts [default: 3, 1 with --quick]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=99))]
+    runs: Option<u32>,
+}
+
+/// Pages of a run of headers, and of a step's own area.
+const RUN: usize = 16;
+const AREA: usize = 64;
+/// Steps between two links.
+const LINK: usize = 16;
+
+const SUBJECTS: [(&str, &str); 3] =
+    [("plenty", "frames as they come"), ("fallback", "scarce"), ("without", "scarce, no fall-back")];
+
+/// What one run took.
+#[derive(Clone, Copy, Default)]
+struct Figures {
+    reads: Duration,
+    wall: Duration,
+    system: f64,
+    faults: u64,
+    majors: u64,
+    swapins: u64,
+    block_reads: u64,
+    partial: u64,
+    again: u64,
+    fallbacks: u64,
+}
+
+/// Runs the experiment and returns the exit status.
+#[must_use]
+pub fn main(args: &Args) -> i32 {
+    process::unwind_on_signals();
+    match experiment(args) {
+        Ok(()) => 0,
+        Err(reason) => {
+            eprintln!("uzswap lab: {reason}");
+            1
+        }
+    }
+}
+
+fn experiment(args: &Args) -> Result<(), String> {
+    let memory = args.memory.unwrap_or(if args.quick { 36 * MIB } else { 96 * MIB }).max(24 * MIB);
+    let runs = args.runs.unwrap_or(if args.quick { 1 } else { 3 }) as usize;
+    let path = std::env::temp_dir().join(format!("uzswap-lab-fallback-{}", std::process::id()));
+    let holds = data::write(&path, 32 * MIB, programs::python().as_deref())?;
+    let source = Source::open(&path).map_err(|e| format!("cannot read the source of contents: {e}"));
+    let _ = std::fs::remove_file(&path);
+    let source = source?;
+    let mut all: [Vec<Figures>; 3] = Default::default();
+    // In turn, so that what else the machine does meets all alike.
+    for _ in 0..runs {
+        for (figures, (subject, _)) in all.iter_mut().zip(SUBJECTS) {
+            if process::interrupted() {
+                return Err("interrupted".to_owned());
+            }
+            figures.push(run(subject, memory as usize, &source)?);
+        }
+    }
+    let findings = findings(&all, memory, runs, &holds);
+    let notes =
+        [format!("{} under {}, real contents ({holds}); every page read was checked.", mib(memory), mib(memory / 3))];
+    print!("{}", table::render(&findings, &SUBJECTS, &notes));
+    if let Some(path) = &args.json {
+        findings.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
+    }
+    Ok(())
+}
+
+fn findings(all: &[Vec<Figures>; 3], memory: u64, runs: usize, holds: &str) -> Findings {
+    let of = |i: usize, f: &dyn Fn(&Figures) -> f64| median(&all[i].iter().map(f).collect::<Vec<_>>());
+    let mut rows = Vec::new();
+    let mut row = |name: &str, unit: &'static str, f: &dyn Fn(&Figures) -> f64| {
+        let mut row = Row::new(name, unit);
+        SUBJECTS.iter().enumerate().for_each(|(i, (key, _))| row.put(key, of(i, f)));
+        rows.push(row);
+    };
+    row("wall", "s", &|f| f.wall.as_secs_f64());
+    row("reads (swap-in)", "s", &|f| f.reads.as_secs_f64());
+    row("sys", "s", &|f| f.system);
+    row("pgfault", "events", &|f| f.faults as f64);
+    row("pgmajfault", "events", &|f| f.majors as f64);
+    row("zswpin", "pages", &|f| f.swapins as f64);
+    row("block reads", "blocks", &|f| f.block_reads as f64);
+    row("partial reads", "%", &|f| percent(f.partial as f64, f.block_reads as f64));
+    row("blocks decompressed twice for one use", "blocks", &|f| f.again as f64);
+    row("four small folios", "faults", &|f| f.fallbacks as f64);
+    let twice = of(1, &|f| f.again as f64).unwrap_or(f64::NAN);
+    let reads = |i| of(i, &|f: &Figures| f.reads.as_secs_f64()).unwrap_or(f64::NAN);
+    let mut settings = Map::new();
+    settings.insert("memory".into(), json!(memory));
+    settings.insert("limit".into(), json!(memory / 3));
+    settings.insert("runs".into(), json!(runs));
+    settings.insert("contents".into(), Value::String(holds.to_owned()));
+    Findings {
+        experiment: "fallback".to_owned(),
+        machine: machine::describe(),
+        settings,
+        rows,
+        verdicts: vec![
+            Verdict::at_most("blocks decompressed twice for one use", 0.0, twice),
+            Verdict::at_most("swap-in time with the fall-back, of that without", 0.75, reads(1) / reads(2)),
+        ],
+    }
+}
+
+/// The memory, and what it should hold.
+struct Work<'a> {
+    memory: &'a mut [u8],
+    versions: Vec<u32>,
+    source: &'a Source,
+    reads: Duration,
+}
+
+impl Work<'_> {
+    fn stamp(page: usize, version: u32) -> [u8; 8] {
+        ((page as u64) << 32 | u64::from(version)).to_le_bytes()
+    }
+
+    /// Where a page has its stamp.
+    fn at(page: usize, version: u32) -> usize {
+        page * PAGE + (page * 7 + version as usize * 13) % (PAGE / 8) * 8
+    }
+
+    fn write(&mut self, page: usize) {
+        self.versions[page] += 1;
+        let version = self.versions[page];
+        let from = self.source.page((page * 31 + version as usize * 7) % self.source.pages());
+        self.memory[page * PAGE..][..PAGE].copy_from_slice(from);
+        let at = Self::at(page, version);
+        self.memory[at..at + 8].copy_from_slice(&Self::stamp(page, version));
+    }
+
+    fn read(&mut self, page: usize) -> Result<(), String> {
+        let version = self.versions[page];
+        if version == 0 {
+            return Ok(());
+        }
+        let at = Self::at(page, version);
+        if self.memory[at..at + 8] != Self::stamp(page, version) {
+            return Err(format!("page {page} does not hold what was written"));
+        }
+        Ok(())
+    }
+
+    fn timed(&mut self, pages: impl Iterator<Item = usize>) -> Result<(), String> {
+        let start = Instant::now();
+        let mut result = Ok(());
+        for page in pages {
+            result = self.read(page);
+            if result.is_err() {
+                break;
+            }
+        }
+        self.reads += start.elapsed();
+        result
+    }
+
+    fn verify(&self) -> Result<(), String> {
+        for (page, version) in self.versions.iter().enumerate().filter(|(_, v)| **v > 0) {
+            let mut want = self.source.page((page * 31 + *version as usize * 7) % self.source.pages()).to_vec();
+            let at = Self::at(page, *version) - page * PAGE;
+            want[at..at + 8].copy_from_slice(&Self::stamp(page, *version));
+            if self.memory[page * PAGE..][..PAGE] != want {
+                return Err(format!("page {page} does not hold what was written"));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn run(subject: &str, size: usize, source: &Source) -> Result<Figures, String> {
+    let mut region = Region::new(size, &Options::new(size / 3)).map_err(|e| e.to_string())?;
+    let folios = &region.group().folios;
+    folios.scarce.store(if subject == "plenty" { 0 } else { 100 }, Relaxed);
+    folios.fallback_off.store(u32::from(subject == "without"), Relaxed);
+    let pages = size / PAGE;
+    // SAFETY: the region is used here alone, and given to no system call.
+    let memory = unsafe { region.as_slice_mut() };
+    let mut work = Work { memory, versions: vec![0; pages], source, reads: Duration::ZERO };
+    let before = system_time();
+    let start = Instant::now();
+    build(&mut work, pages)?;
+    let (wall, system) = (start.elapsed(), system_time() - before);
+    let reads = work.reads;
+    let versions = std::mem::take(&mut work.versions);
+    let c = &region.group().slots[0].counters;
+    let figures = Figures {
+        reads,
+        wall,
+        system,
+        faults: c.pgfault.load(Relaxed),
+        majors: c.pgmajfault.load(Relaxed),
+        swapins: c.zswpin.load(Relaxed),
+        block_reads: c.folios.block_read.load(Relaxed),
+        partial: c.folios.block_partial_read.load(Relaxed),
+        again: c.folios.block_read_again.load(Relaxed),
+        fallbacks: c.folios.block_fallback.load(Relaxed),
+    };
+    // SAFETY: as above.
+    let memory = unsafe { region.as_slice_mut() };
+    Work { memory, versions, source, reads: Duration::ZERO }.verify()?;
+    Ok(figures)
+}
+
+/// The build: headers in the first half, areas of steps in the second.
+fn build(work: &mut Work, pages: usize) -> Result<(), String> {
+    let mut random = Random::new(1);
+    let headers = pages / 2 / RUN;
+    let areas = (pages - pages / 2) / AREA;
+    (0..headers * RUN).for_each(|page| work.write(page));
+    for step in 0..areas * 3 {
+        for _ in 0..12 {
+            // Some headers are in every file, most in few.
+            let run = ((random.unit() * random.unit()) * headers as f64) as usize;
+            work.timed(run * RUN..(run + 1) * RUN)?;
+        }
+        let area = pages / 2 + step % areas * AREA;
+        (area..area + AREA).for_each(|page| work.write(page));
+        for _ in 0..AREA / 2 {
+            let page = area + (random.unit() * AREA as f64) as usize;
+            work.timed(std::iter::once(page))?;
+        }
+        if step % LINK == LINK - 1 {
+            for back in (0..LINK).rev() {
+                let area = pages / 2 + (step - back) % areas * AREA;
+                work.timed(area..area + AREA)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// CPU time of this process in the kernel, in seconds.
+fn system_time() -> f64 {
+    // SAFETY: zero is a rusage, and the call fills it.
+    let usage = unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        libc::getrusage(libc::RUSAGE_SELF, &raw mut usage);
+        usage
+    };
+    usage.ru_stime.tv_sec as f64 + usage.ru_stime.tv_usec as f64 / 1e6
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_build_reads_what_it_wrote_and_the_fallback_decompresses_once() {
+        let bytes = (0..512 * PAGE).map(|i| (i / 3 % 253) as u8 ^ (i >> 12) as u8).collect();
+        let source = Source::of_bytes(bytes);
+        let with = run("fallback", 24 << 20, &source).unwrap();
+        assert_eq!(with.again, 0);
+        assert!(with.fallbacks > 0 && with.majors > 0);
+        let without = run("without", 24 << 20, &source).unwrap();
+        assert!(without.again > 0 && without.faults > with.faults);
+    }
+}

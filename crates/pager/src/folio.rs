@@ -1,0 +1,221 @@
+//! Folios of every order: what a group says about them, and what is counted.
+//!
+//! A folio is a naturally aligned run of 2^order pages that moves, is stored, is refused and is counted as one. Which
+//! folio a page belongs to follows the access by itself: what was faulted or written together in sequence lies together
+//! on the lists and leaves together, as the largest aligned runs; what is read at random comes and goes alone.
+//!
+//! Both structures here are parts of the group's page: all atomics, zero by default, zero meaning the default.
+
+use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
+
+/// The largest order: 2 MiB.
+pub const MAX_ORDER: u8 = 9;
+/// The smallest order that counts as large: 16 KiB.
+pub const LARGE_ORDER: u8 = 2;
+/// Orders with counters of their own.
+pub const LARGE_ORDERS: usize = (MAX_ORDER - LARGE_ORDER) as usize + 1;
+/// The largest unit of compression: 64 KiB.
+pub const MAX_UNIT_ORDER: u8 = 4;
+
+/// What a group says about folios.
+#[repr(C)]
+#[derive(Default)]
+pub struct FolioSettings {
+    /// Orders (a bit each) that are not to enter the compressed pool.
+    pub large_off: AtomicU32,
+    /// 1 when what was compressed is decompressed and compared before it is believed.
+    pub verify: AtomicU32,
+    /// For each order of folio the order of its units of compression, plus one; 0 for the default.
+    pub units: [AtomicU8; MAX_ORDER as usize + 1],
+    /// Only for the lab: of so many requests for contiguous frames one is granted (0: every one).
+    pub scarce: AtomicU32,
+    /// Only for the lab: 1 when a block whose frames cannot be had comes in page by page, a fault each.
+    pub fallback_off: AtomicU32,
+    /// Requests seen by `scarce` (events).
+    pub scarce_seen: AtomicU32,
+}
+
+impl FolioSettings {
+    /// Whether folios of an order may enter the pool.
+    pub fn allows(&self, order: u8) -> bool {
+        self.large_off.load(Relaxed) & (1 << order) == 0
+    }
+
+    /// The order of the units that a folio is compressed in, where it was set.
+    pub fn unit(&self, order: u8) -> Option<u8> {
+        let set = self.units[order.min(MAX_ORDER) as usize].load(Relaxed);
+        (set != 0).then(|| (set - 1).min(MAX_UNIT_ORDER).min(order))
+    }
+}
+
+/// Counters of the folios of one order (folios, cumulative), named as in `hugepages-*kB/stats`.
+#[repr(C)]
+#[derive(Default)]
+pub struct OrderCounters {
+    /// Stored in the compressed pool, whole.
+    pub zswpout: AtomicU64,
+    /// Brought back from the pool, whole and by one fault.
+    pub zswpin: AtomicU64,
+    /// Written to the backing store, whole.
+    pub swpout: AtomicU64,
+    /// Read from the backing store, whole.
+    pub swpin: AtomicU64,
+    /// Split because they could not leave whole.
+    pub swpout_fallback: AtomicU64,
+    /// Mapped by one fault.
+    pub anon_fault_alloc: AtomicU64,
+    /// Faults for which there were no contiguous frames, or which could not be charged: smaller folios came.
+    pub anon_fault_fallback: AtomicU64,
+}
+
+impl OrderCounters {
+    /// Names, in the order of [`OrderCounters::all`].
+    pub const NAMES: [&'static str; 7] =
+        ["zswpout", "zswpin", "swpout", "swpin", "swpout_fallback", "anon_fault_alloc", "anon_fault_fallback"];
+
+    /// All of them.
+    pub fn all(&self) -> [&AtomicU64; 7] {
+        [
+            &self.zswpout,
+            &self.zswpin,
+            &self.swpout,
+            &self.swpin,
+            &self.swpout_fallback,
+            &self.anon_fault_alloc,
+            &self.anon_fault_fallback,
+        ]
+    }
+}
+
+/// What is counted of folios and blocks, all cumulative.
+#[repr(C)]
+#[derive(Default)]
+pub struct FolioCounters {
+    /// By order, from 16 KiB to 2 MiB.
+    pub orders: [OrderCounters; LARGE_ORDERS],
+    /// Zero pages brought back (4 KiB pages).
+    pub swpin_zero: AtomicU64,
+    /// Units stored raw because compression saved too little (units).
+    pub reject_compress_poor: AtomicU64,
+    /// Folios refused because the compressor failed, or verification found its result wrong (folios).
+    pub reject_compress_fail: AtomicU64,
+    /// Of those, found by verification (folios).
+    pub reject_verify_fail: AtomicU64,
+    /// Folios refused because the pool was at its limit (folios).
+    pub pool_limit_hit: AtomicU64,
+    /// Blocks of several pages compressed into the pool (blocks).
+    pub block_write: AtomicU64,
+    /// Blocks of several pages decompressed (blocks).
+    pub block_read: AtomicU64,
+    /// Blocks that could not be decompressed, or not be stored (blocks).
+    pub block_failed: AtomicU64,
+    /// Faults that decompressed a block and could not deliver all of it (blocks).
+    pub block_partial_read: AtomicU64,
+    /// Blocks decompressed again for what an earlier partial read had left behind (blocks).
+    pub block_read_again: AtomicU64,
+    /// Blocks left by a page that was written to, which is compressed anew (pages).
+    pub block_partial_write: AtomicU64,
+    /// Pages dropped by the program while they were being compressed: freed later than asked (4 KiB pages).
+    pub block_missed_free: AtomicU64,
+    /// Faults that delivered a block as small folios, for want of contiguous frames (blocks).
+    pub block_fallback: AtomicU64,
+    /// Of those, where only the page touched could be had (blocks).
+    pub block_fallback_single: AtomicU64,
+}
+
+impl FolioCounters {
+    /// Names, in the order of [`FolioCounters::all`].
+    pub const NAMES: [&'static str; 14] = [
+        "swpin_zero",
+        "reject_compress_poor",
+        "reject_compress_fail",
+        "reject_verify_fail",
+        "pool_limit_hit",
+        "block_write",
+        "block_read",
+        "block_failed",
+        "block_partial_read",
+        "block_read_again",
+        "block_partial_write",
+        "block_missed_free",
+        "block_fallback",
+        "block_fallback_single",
+    ];
+
+    /// All but those by order.
+    pub fn all(&self) -> [&AtomicU64; 14] {
+        [
+            &self.swpin_zero,
+            &self.reject_compress_poor,
+            &self.reject_compress_fail,
+            &self.reject_verify_fail,
+            &self.pool_limit_hit,
+            &self.block_write,
+            &self.block_read,
+            &self.block_failed,
+            &self.block_partial_read,
+            &self.block_read_again,
+            &self.block_partial_write,
+            &self.block_missed_free,
+            &self.block_fallback,
+            &self.block_fallback_single,
+        ]
+    }
+
+    /// Those of an order; none for what is smaller than 16 KiB.
+    pub fn order(&self, order: u8) -> Option<&OrderCounters> {
+        self.orders.get((order as usize).checked_sub(LARGE_ORDER as usize)?)
+    }
+
+    /// Counts one folio of an order.
+    pub fn count(&self, order: u8, counter: impl Fn(&OrderCounters) -> &AtomicU64) {
+        if let Some(c) = self.order(order) {
+            counter(c).fetch_add(1, Relaxed);
+        }
+    }
+
+    /// Adds all to `other` and clears them.
+    pub fn move_to(&self, other: &Self) {
+        let by_order = self.orders.iter().flat_map(OrderCounters::all);
+        let theirs = other.orders.iter().flat_map(OrderCounters::all);
+        for (from, to) in by_order.zip(theirs).chain(self.all().into_iter().zip(other.all())) {
+            to.fetch_add(from.swap(0, Relaxed), Relaxed);
+        }
+    }
+}
+
+/// The kernel's name of an order's counters: `hugepages-64kB`.
+pub fn directory(order: u8) -> String {
+    format!("hugepages-{}kB", 4u32 << order)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_follow_the_kernel() {
+        assert_eq!(directory(LARGE_ORDER), "hugepages-16kB");
+        assert_eq!(directory(MAX_ORDER), "hugepages-2048kB");
+        let c = FolioCounters::default();
+        c.count(0, |o| &o.zswpout);
+        c.count(4, |o| &o.zswpout);
+        c.count(9, |o| &o.anon_fault_fallback);
+        let dead = FolioCounters::default();
+        c.move_to(&dead);
+        assert_eq!(dead.orders[2].zswpout.load(Relaxed), 1);
+        assert_eq!(dead.orders[7].anon_fault_fallback.load(Relaxed), 1);
+        assert_eq!(c.orders.iter().flat_map(OrderCounters::all).map(|n| n.load(Relaxed)).sum::<u64>(), 0);
+    }
+
+    #[test]
+    fn units_are_at_most_the_folio() {
+        let s = FolioSettings::default();
+        assert_eq!(s.unit(9), None);
+        s.units[9].store(9 + 1, Relaxed);
+        s.units[2].store(4 + 1, Relaxed);
+        assert_eq!((s.unit(9), s.unit(2)), (Some(MAX_UNIT_ORDER), Some(2)));
+        s.large_off.store(1 << 4, Relaxed);
+        assert!(s.allows(9) && s.allows(0) && !s.allows(4));
+    }
+}

@@ -1,0 +1,360 @@
+//! Folios and blocks in a region of the library: lines A and B of the acceptance list, each test naming its line.
+
+use crate::region::{Rng, against_model, alone, rss_anon, seed};
+use std::sync::atomic::{AtomicU64, Ordering::*};
+use uzswap_pager::folio::{FolioCounters, LARGE_ORDERS, OrderCounters};
+use uzswap_pager::group::Counters;
+use uzswap_pager::region::{Options, Region};
+
+const PAGE: usize = 4096;
+const MIB: usize = 1 << 20;
+/// The region's size and limit where nothing else is said: more than half must be out.
+const SIZE: usize = 40 * MIB;
+const LIMIT: usize = 18 * MIB;
+
+fn region(faults: &str) -> Region {
+    let region = Region::new(SIZE, &Options::new(LIMIT)).unwrap();
+    if !faults.is_empty() {
+        region.group().faults.set(faults, 1).unwrap();
+    }
+    region
+}
+
+fn counters(region: &Region) -> &Counters {
+    &region.group().slots[0].counters
+}
+
+fn folios(region: &Region) -> &FolioCounters {
+    &counters(region).folios
+}
+
+fn get(counter: &AtomicU64) -> u64 {
+    counter.load(Relaxed)
+}
+
+/// The sum of a counter over the orders.
+fn over_orders(region: &Region, counter: impl Fn(&OrderCounters) -> &AtomicU64) -> u64 {
+    (0..LARGE_ORDERS).map(|i| get(counter(&folios(region).orders[i]))).sum()
+}
+
+/// What page `i` holds in round `round`: compresses well.
+fn word(i: usize, round: u64) -> u64 {
+    (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ round
+}
+
+fn write_page(page: &mut [u8], i: usize, round: u64) {
+    let mut x = word(i, round) | 1;
+    for (k, chunk) in page.chunks_mut(8).enumerate() {
+        if k % 8 == 0 {
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+        }
+        chunk.copy_from_slice(&x.to_le_bytes());
+    }
+}
+
+fn is_page(page: &[u8], i: usize, round: u64) -> bool {
+    let mut want = vec![0; PAGE];
+    write_page(&mut want, i, round);
+    page == want
+}
+
+fn fill(region: &mut Region, round: u64) {
+    // SAFETY: the only user, and no system call gets it.
+    let memory = unsafe { region.as_slice_mut() };
+    memory.chunks_mut(PAGE).enumerate().for_each(|(i, page)| write_page(page, i, round));
+}
+
+fn verify(region: &Region, round: u64) {
+    // SAFETY: nobody writes meanwhile.
+    let memory = unsafe { region.as_slice() };
+    memory.chunks(PAGE).enumerate().for_each(|(i, page)| assert!(is_page(page, i, round), "page {i}, round {round}"));
+}
+
+/// A1, A6: memory written in sequence leaves as large folios and comes back as such, counted under the kernel's names.
+#[test]
+fn a1_what_is_written_in_sequence_leaves_and_returns_as_large_folios() {
+    let _one = alone();
+    let mut region = region("");
+    fill(&mut region, 1);
+    verify(&region, 1);
+    let (out, back) = (over_orders(&region, |o| &o.zswpout), over_orders(&region, |o| &o.zswpin));
+    let small = get(&counters(&region).zswpout);
+    println!("{out} large folios out, {back} back; {small} pages out");
+    assert!(out > 100, "{out} large folios stored");
+    assert!(back > 100, "{back} large folios came back whole");
+    assert!(over_orders(&region, |o| &o.anon_fault_alloc) >= back);
+}
+
+/// A1: what is read at random comes and goes page by page.
+#[test]
+fn a1_what_is_read_at_random_becomes_small() {
+    let _one = alone();
+    let mut region = region("");
+    fill(&mut region, 1);
+    let mut rng = Rng::new(seed());
+    // SAFETY: nobody writes meanwhile.
+    let memory = unsafe { region.as_slice() };
+    let read = |rng: &mut Rng| {
+        let i = rng.below(SIZE / PAGE);
+        assert_eq!(memory[i * PAGE..i * PAGE + 8], {
+            let mut page = vec![0; PAGE];
+            write_page(&mut page, i, 1);
+            page[..8].to_vec()
+        });
+    };
+    (0..30_000).for_each(|_| read(&mut rng));
+    let (faults, blocks) = (get(&counters(&region).pgmajfault), get(&folios(&region).block_read));
+    (0..10_000).for_each(|_| read(&mut rng));
+    let faults = get(&counters(&region).pgmajfault) - faults;
+    let blocks = get(&folios(&region).block_read) - blocks;
+    println!("{blocks} blocks in {faults} faults");
+    assert!(blocks * 10 < faults, "{blocks} blocks of several pages decompressed in {faults} random faults");
+}
+
+/// A2, A4: the pool, the index and the limit refuse at every step, and every byte is still right; what is counted
+/// against the limit is what is there.
+#[test]
+fn a2_a4_refused_stores_lose_nothing_and_leak_nothing() {
+    let _one = alone();
+    for site in ["pool=1/40", "index=1/300", "limit=1/8", "pool=1/60,index=1/500,limit=1/20"] {
+        let before = rss_anon();
+        let mut region = region(site);
+        against_model(&mut region, 2, seed(), 2000);
+        let stats = region.stats();
+        let held = stats.resident + stats.staged + stats.free + stats.pool;
+        assert_eq!(stats.charged, held, "{site}: the charge is what is held");
+        let seen = rss_anon().saturating_sub(before);
+        println!("{site}: held {held}, the kernel says {seen}");
+        assert!(seen < held + 12 * MIB, "{site}: {seen} bytes resident, of which {held} are accounted for");
+        let refused = get(&counters(&region).reject_alloc_fail) + get(&folios(&region).pool_limit_hit);
+        assert!(refused > 0, "{site}: nothing was refused");
+        assert_eq!(get(&counters(&region).poisoned), 0);
+    }
+}
+
+/// A5: with large folios switched off none enters the pool; each is split, and that is counted.
+#[test]
+fn a5_the_switch_keeps_large_folios_out_of_the_pool() {
+    let _one = alone();
+    let mut region = region("");
+    region.group().folios.large_off.store(u32::MAX << 2, Relaxed);
+    fill(&mut region, 1);
+    verify(&region, 1);
+    fill(&mut region, 2);
+    verify(&region, 2);
+    assert_eq!(over_orders(&region, |o| &o.zswpout), 0);
+    assert!(over_orders(&region, |o| &o.swpout_fallback) > 100);
+    assert_eq!(get(&folios(&region).block_write), 0, "units are pages");
+    // Back on while it runs, and some orders only.
+    region.group().folios.large_off.store(1 << 2, Relaxed);
+    fill(&mut region, 3);
+    verify(&region, 3);
+    assert_eq!(get(&folios(&region).orders[0].zswpout), 0);
+    assert!(over_orders(&region, |o| &o.zswpout) > 0);
+}
+
+/// A8: a codec that errs is found out before the folio's memory is given up: mismatches are refused and counted, and
+/// no byte is lost.
+#[test]
+fn a8_verification_refuses_what_does_not_decompress_to_what_it_was() {
+    let _one = alone();
+    let mut region = region("compress=1/50");
+    region.group().folios.verify.store(1, Relaxed);
+    for round in 1..4 {
+        fill(&mut region, round);
+        verify(&region, round);
+    }
+    let refused = get(&folios(&region).reject_verify_fail);
+    println!("{refused} folios refused");
+    assert!(refused > 10);
+    assert!(get(&folios(&region).reject_compress_fail) >= refused);
+    assert_eq!(get(&counters(&region).poisoned), 0);
+}
+
+/// A9: zero folios take no pool memory, whatever their order.
+#[test]
+fn a9_zero_folios_take_no_pool_memory() {
+    let _one = alone();
+    let mut region = region("");
+    // SAFETY: the only user, and no system call gets it.
+    unsafe { region.as_slice_mut() }.fill(1);
+    // SAFETY: as above.
+    unsafe { region.as_slice_mut() }.fill(0);
+    // SAFETY: as above.
+    assert!(unsafe { region.as_slice() }.iter().all(|b| *b == 0));
+    let stats = region.stats();
+    println!("{stats:?}");
+    assert!(stats.zeros > 16 * MIB, "{stats:?}");
+    assert!(stats.pool < MIB, "{stats:?}");
+    assert!(get(&counters(&region).swpout_zero) > 0 && get(&folios(&region).swpin_zero) > 0);
+}
+
+/// B1: the unit of compression can be chosen.
+#[test]
+fn b1_the_unit_of_compression_is_selectable() {
+    let _one = alone();
+    let mut pages_per_block = Vec::new();
+    for unit in [0u8, 2, 3, 4] {
+        let mut region = region("");
+        region.group().folios.units.iter().for_each(|u| u.store(unit + 1, Relaxed));
+        fill(&mut region, 1);
+        verify(&region, 1);
+        let blocks = get(&folios(&region).block_write);
+        let pages = get(&counters(&region).zswpout);
+        println!("order {unit}: {blocks} blocks, {pages} pages");
+        pages_per_block.push(pages / blocks.max(1));
+        assert_eq!(blocks == 0, unit == 0);
+        let mut rng = Rng::new(seed());
+        against_model(&mut region, 1, rng.next(), 500);
+    }
+    assert!(pages_per_block[1] < pages_per_block[2] && pages_per_block[2] < pages_per_block[3]);
+}
+
+/// B2: when there are no contiguous frames the block is decompressed once and delivered as small folios, all in that
+/// one fault, which counts as one major fault.
+#[test]
+fn b2_without_contiguous_frames_a_block_comes_as_small_folios_in_one_fault() {
+    let _one = alone();
+    let mut region = region("");
+    fill(&mut region, 1);
+    region.group().folios.scarce.store(u32::MAX, Relaxed);
+    let (c, f) = (counters(&region), folios(&region));
+    let (faults, majors, blocks) = (get(&c.pgfault), get(&c.pgmajfault), get(&f.block_read));
+    verify(&region, 1);
+    let (faults, majors) = (get(&c.pgfault) - faults, get(&c.pgmajfault) - majors);
+    let blocks = get(&f.block_read) - blocks;
+    println!("{faults} faults, {majors} major, {blocks} blocks");
+    assert!(get(&f.block_fallback) > 100 && over_orders(&region, |o| &o.anon_fault_fallback) > 100);
+    assert!(majors <= faults);
+    assert!(majors * 4 <= (SIZE / PAGE) as u64, "a fault brings four pages at least");
+    assert_eq!(get(&f.block_read_again), 0, "no block is decompressed twice for one use");
+    assert_eq!(get(&f.block_fallback_single), 0);
+}
+
+/// B2, without the fall-back (the lab's comparison): a fault for each page, and blocks decompressed again and again.
+#[test]
+fn b2_without_the_fallback_blocks_are_decompressed_again() {
+    let _one = alone();
+    let mut region = region("");
+    fill(&mut region, 1);
+    region.group().folios.scarce.store(u32::MAX, Relaxed);
+    region.group().folios.fallback_off.store(1, Relaxed);
+    verify(&region, 1);
+    let f = folios(&region);
+    println!("{} partial, {} again", get(&f.block_partial_read), get(&f.block_read_again));
+    assert!(get(&f.block_partial_read) > 100 && get(&f.block_read_again) > 100);
+}
+
+/// B2, the first fix: the original gave up (out of memory) when four small folios could not be had either. One page
+/// comes alone then, and the program goes on.
+///
+/// The second: a page whose charge failed was leaked. With frames and charges failing all the time what is held is
+/// still what is accounted for.
+///
+/// The third: an error path kept the lock of the decompression buffer, and the next fault on that CPU waited for ever.
+/// Here threads fault at once while every step fails now and then.
+#[test]
+fn b2_frames_and_charges_fail_at_every_step() {
+    let _one = alone();
+    for faults in ["frames=1/1,charge=1/1", "frames=1/2,charge=1/2", "frames=1/3,charge=1/7,pool=1/50,copy=1/20"] {
+        let before = rss_anon();
+        let mut region = region(faults);
+        fill(&mut region, 1);
+        verify(&region, 1);
+        against_model(&mut region, 4, seed(), 1000);
+        let f = folios(&region);
+        println!("{faults}: {} fall-backs, {} single", get(&f.block_fallback), get(&f.block_fallback_single));
+        assert!(get(&f.block_fallback) > 0 && get(&f.block_fallback_single) > 0, "{faults}");
+        let stats = region.stats();
+        let held = stats.resident + stats.staged + stats.free + stats.pool;
+        let seen = rss_anon().saturating_sub(before);
+        assert!(seen < held + 12 * MIB, "{faults}: {seen} bytes resident, of which {held} are accounted for");
+        assert_eq!(get(&counters(&region).poisoned), 0);
+    }
+}
+
+/// B2, the fourth fix: all four pages got the flags of the page that faulted. A write to one page of a block makes that
+/// page dirty, and only that one: the others leave again as the clean copies they are.
+#[test]
+fn b2_only_the_page_written_to_becomes_dirty() {
+    let _one = alone();
+    for scarce in [0, u32::MAX] {
+        let mut region = region("");
+        fill(&mut region, 1);
+        region.group().folios.scarce.store(scarce, Relaxed);
+        let c = counters(&region);
+        let (clean, stored) = (get(&c.swpout_clean), get(&c.zswpout));
+        // The first page of each 64 KiB of the first half, which is out; then it must leave again.
+        {
+            // SAFETY: the only user, and no system call gets it.
+            let memory = unsafe { region.as_slice_mut() };
+            for i in (0..SIZE / 2 / PAGE).step_by(16) {
+                write_page(&mut memory[i * PAGE..(i + 1) * PAGE], i, 2);
+            }
+        }
+        let c = counters(&region);
+        // SAFETY: nobody writes meanwhile.
+        let memory = unsafe { region.as_slice() };
+        for i in SIZE / 2 / PAGE..SIZE / PAGE {
+            assert!(is_page(&memory[i * PAGE..(i + 1) * PAGE], i, 1));
+        }
+        let (clean, stored) = (get(&c.swpout_clean) - clean, get(&c.zswpout) - stored);
+        for i in 0..SIZE / 2 / PAGE {
+            let round = if i % 16 == 0 { 2 } else { 1 };
+            assert!(is_page(&memory[i * PAGE..(i + 1) * PAGE], i, round), "page {i}");
+        }
+        println!("{clean} pages left clean, {stored} were stored anew");
+        let blocks = (SIZE / 2 / PAGE / 16) as u64;
+        assert!(clean >= 2 * blocks, "{clean} clean of {blocks} blocks of four");
+    }
+}
+
+/// B3, B4: incompressible blocks are stored raw; a write to part of a block stores that page anew; a block goes with
+/// its last page. Each is counted.
+#[test]
+fn b3_partial_writes_and_incompressible_blocks() {
+    let _one = alone();
+    let mut region = Region::new(24 * MIB, &Options::new(16 * MIB)).unwrap();
+    let mut rng = Rng::new(seed());
+    {
+        // SAFETY: the only user, and no system call gets it.
+        let memory = unsafe { region.as_slice_mut() };
+        for (i, page) in memory.chunks_mut(PAGE).enumerate() {
+            if i % 64 < 16 {
+                page.chunks_mut(8).for_each(|c| c.copy_from_slice(&rng.next().to_le_bytes()));
+            } else {
+                write_page(page, i, 1);
+            }
+        }
+    }
+    verify_mixed(&region, 1);
+    assert!(get(&folios(&region).reject_compress_poor) > 0, "random contents are stored raw");
+    assert!(get(&counters(&region).stored_incompressible_pages) > 0);
+    {
+        // SAFETY: as above. Reads keep the compressed copies; then one page in four changes.
+        let memory = unsafe { region.as_slice_mut() };
+        for i in (1..memory.len() / PAGE).step_by(4).filter(|i| i % 64 >= 16) {
+            std::hint::black_box(memory[i * PAGE]);
+            write_page(&mut memory[i * PAGE..(i + 1) * PAGE], i, 2);
+        }
+    }
+    verify_mixed(&region, 2);
+    assert!(get(&folios(&region).block_partial_write) > 0);
+    // SAFETY: as above.
+    unsafe { region.as_slice_mut() }.fill(0);
+    // SAFETY: as above.
+    assert!(unsafe { region.as_slice() }.iter().all(|b| *b == 0));
+    let stats = region.stats();
+    assert!(stats.pool < 2 * MIB, "blocks go with their last page: {stats:?}");
+}
+
+fn verify_mixed(region: &Region, round: u64) {
+    // SAFETY: nobody writes meanwhile.
+    let memory = unsafe { region.as_slice() };
+    for (i, page) in memory.chunks(PAGE).enumerate().filter(|(i, _)| i % 64 >= 16) {
+        let round = if i % 4 == 1 { round } else { 1 };
+        assert!(is_page(page, i, round), "page {i}");
+    }
+}

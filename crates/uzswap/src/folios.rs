@@ -1,0 +1,168 @@
+//! What `uzswap run` is told about folios, and what it reports of them.
+
+use crate::size::Size;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use uzswap_pager::folio::{
+    FolioCounters, FolioSettings, LARGE_ORDER, LARGE_ORDERS, MAX_ORDER, MAX_UNIT_ORDER, OrderCounters, directory,
+};
+use uzswap_pager::group::{GroupPage, NODES};
+
+/// Options about folios: the same on the command line and in the configuration file.
+#[derive(clap::Args, Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub struct FolioOptions {
+    /// Which large folios enter the compressed pool whole: on (the default), off, or sizes, as 16K,64K,2M
+    #[arg(long, value_name = "WHICH")]
+    pub large_folios: Option<String>,
+    /// Unit of compression: 4K, 16K, 32K or 64K for all folios, or FOLIO:UNIT pairs, as 64K:16K,2M:64K
+    #[arg(long, value_name = "SIZE")]
+    pub unit: Option<String>,
+    /// Decompress and compare what was compressed before its memory is given up
+    #[arg(long)]
+    pub verify_compression: bool,
+}
+
+impl FolioOptions {
+    /// These over those of a configuration file.
+    pub fn over(&self, file: &FolioOptions) -> FolioOptions {
+        FolioOptions {
+            large_folios: self.large_folios.clone().or_else(|| file.large_folios.clone()),
+            unit: self.unit.clone().or_else(|| file.unit.clone()),
+            verify_compression: self.verify_compression || file.verify_compression,
+        }
+    }
+
+    /// Tells a group. The error is one sentence.
+    pub fn tell(&self, group: &FolioSettings) -> Result<(), String> {
+        let off = self.large_folios.as_deref().map(orders_off).transpose()?;
+        let units = self.unit.as_deref().map(units).transpose()?;
+        // (What is not said stays as it is, in a group that runs already.)
+        off.iter().for_each(|off| group.large_off.store(*off, Relaxed));
+        units.iter().flatten().zip(&group.units).for_each(|(set, unit)| unit.store(*set, Relaxed));
+        if self.verify_compression {
+            group.verify.store(1, Relaxed);
+        }
+        Ok(())
+    }
+}
+
+/// The order of a size that is a power of two from 4 KiB on.
+fn order(text: &str) -> Option<u8> {
+    let Ok(Size::Bytes(bytes)) = Size::parse(text) else { return None };
+    (bytes.is_power_of_two() && bytes >= 4096).then(|| (bytes.ilog2() - 12) as u8)
+}
+
+/// The orders that `--large-folios` keeps out, a bit each.
+fn orders_off(text: &str) -> Result<u32, String> {
+    let all = u32::MAX << LARGE_ORDER;
+    match text {
+        "on" => Ok(0),
+        "off" => Ok(all),
+        sizes => sizes.split(',').try_fold(all, |off, one| {
+            let order = order(one).filter(|o| (LARGE_ORDER..=MAX_ORDER).contains(o));
+            let order = order.ok_or_else(|| {
+                format!("`{one}` in --large-folios is no size of a large folio: write on, off, or powers of two from 16K to 2M")
+            })?;
+            Ok(off & !(1 << order))
+        }),
+    }
+}
+
+/// What `--unit` says, as in `FolioSettings::units`.
+fn units(text: &str) -> Result<[u8; MAX_ORDER as usize + 1], String> {
+    let wrong =
+        |one: &str| format!("`{one}` in --unit is no unit of compression: it is 4K, 16K, 32K or 64K, or FOLIO:UNIT");
+    let unit = |text: &str| order(text).filter(|o| *o <= MAX_UNIT_ORDER && *o != 1);
+    let mut set = [0; MAX_ORDER as usize + 1];
+    for one in text.split(',') {
+        match one.split_once(':') {
+            None => set.fill(unit(one).ok_or_else(|| wrong(one))? + 1),
+            Some((folio, of)) => {
+                let (folio, of) = (order(folio).filter(|o| *o <= MAX_ORDER), unit(of));
+                let (Some(folio), Some(of)) = (folio, of) else { return Err(wrong(one)) };
+                set[folio as usize] = of + 1;
+            }
+        }
+    }
+    Ok(set)
+}
+
+/// Counters of folios and blocks, summed over a group.
+#[derive(Debug, Default, Serialize)]
+pub struct FolioTotals {
+    /// By the kernel's directory name, as `hugepages-64kB`, and counter.
+    #[serde(flatten)]
+    pub orders: BTreeMap<String, BTreeMap<&'static str, u64>>,
+    /// The others.
+    #[serde(flatten)]
+    pub all: BTreeMap<&'static str, u64>,
+}
+
+impl FolioTotals {
+    /// Reads a group of a tree.
+    pub fn of(page: &GroupPage, node: usize) -> FolioTotals {
+        let mut totals = FolioTotals::default();
+        let nodes = (0..NODES).filter(|i| page.nodes[*i].is_ready() && page.is_within(*i, node));
+        nodes.for_each(|i| totals.add(&page.nodes[i].dead.folios));
+        let slots = page.used().iter().filter(|slot| page.is_within(slot.node.load(Acquire) as usize, node));
+        slots.for_each(|slot| totals.add(&slot.counters.folios));
+        totals
+    }
+
+    fn add(&mut self, counters: &FolioCounters) {
+        for (i, order) in (0..LARGE_ORDERS).zip(&counters.orders) {
+            let of = self.orders.entry(directory(i as u8 + LARGE_ORDER)).or_default();
+            for (name, counter) in OrderCounters::NAMES.into_iter().zip(order.all()) {
+                *of.entry(name).or_default() += counter.load(Relaxed);
+            }
+        }
+        for (name, counter) in FolioCounters::NAMES.into_iter().zip(counters.all()) {
+            *self.all.entry(name).or_default() += counter.load(Relaxed);
+        }
+        // The kernel's names for what the largest folios did.
+        let largest = &counters.orders[LARGE_ORDERS - 1];
+        *self.all.entry("thp_swpout").or_default() += largest.swpout.load(Relaxed);
+        *self.all.entry("thp_swpout_fallback").or_default() += largest.swpout_fallback.load(Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a5_switch_by_words_and_sizes() {
+        assert_eq!(orders_off("on"), Ok(0));
+        assert_eq!(orders_off("off"), Ok(u32::MAX << 2));
+        let off = orders_off("64K,2M").unwrap();
+        assert!([4, 9].iter().all(|o| off & (1 << o) == 0) && [2, 3, 5, 8].iter().all(|o| off & (1 << o) != 0));
+        for bad in ["", "yes", "4K", "48K", "4M", "64K,", "64K;2M"] {
+            let error = orders_off(bad).unwrap_err();
+            assert!(error.contains("--large-folios") && !error.contains('\n'), "{bad}: {error}");
+        }
+    }
+
+    #[test]
+    fn b1_units_for_all_and_by_order() {
+        assert_eq!(units("16K").unwrap(), [3; 10]);
+        let some = units("16K:4K,2M:64K").unwrap();
+        assert_eq!((some[2], some[9], some[4]), (1, 5, 0));
+        for bad in ["", "8K", "128K", "2M", "16K:128K", "4M:4K", "16K:", "x"] {
+            assert!(units(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_command_line_wins() {
+        let file = FolioOptions { large_folios: Some("off".into()), unit: Some("4K".into()), verify_compression: true };
+        let line = FolioOptions { unit: Some("64K".into()), ..FolioOptions::default() };
+        let both = line.over(&file);
+        assert_eq!((both.large_folios.as_deref(), both.unit.as_deref()), (Some("off"), Some("64K")));
+        let group = FolioSettings::default();
+        both.tell(&group).unwrap();
+        assert!(!group.allows(9) && group.allows(0));
+        assert_eq!((group.unit(9), group.verify.load(Relaxed)), (Some(4), 1));
+    }
+}
