@@ -249,7 +249,8 @@ impl Pager {
             0 => false,
             // A full pool still takes zeros, which need no place in it: page by page.
             _ if dirty > 1 && self.zswap_is_full(s) => {
-                (start..end).filter(|at| self.begin_folio(s, batch, (*at, at + 1), 0)).count() > 0
+                let staged = (start..end).filter(|at| s.pt.get(*at).tag() == Tag::Staged).collect::<Vec<_>>();
+                staged.into_iter().filter(|at| self.begin_folio(s, batch, (*at, at + 1), 0)).count() > 0
             }
             _ if !large || self.group.folios.allows(order) => self.begin_folio(s, batch, (start, end), order),
             _ => {
