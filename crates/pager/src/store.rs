@@ -105,6 +105,8 @@ impl Batch {
 
 /// The tables a folio is stored into, and where its units' bytes are.
 struct Tables<'a> {
+    /// Whether what is to be stored is known to be zeros.
+    zeros: bool,
     pager: &'a Pager,
     s: &'a mut State,
     units: &'a [Unit],
@@ -136,7 +138,7 @@ impl zswap::Store for Tables<'_> {
         if self.pager.inject(Site::Limit).is_some() {
             return Err(Refused::Limit);
         }
-        if !self.pager.zswap_is_full(self.s) {
+        if self.zeros || !self.pager.zswap_is_full(self.s) {
             return Ok(());
         }
         self.pager.compact_pool(self.s);
@@ -245,10 +247,15 @@ impl Pager {
         let large = order >= LARGE_ORDER;
         let some = match dirty {
             0 => false,
+            // A full pool still takes zeros, which need no place in it: page by page.
+            _ if dirty > 1 && self.zswap_is_full(s) => {
+                let staged = (start..end).filter(|at| s.pt.get(*at).tag() == Tag::Staged).collect::<Vec<_>>();
+                staged.into_iter().filter(|at| self.begin_folio(s, batch, (*at, at + 1), 0)).count() > 0
+            }
             _ if !large || self.group.folios.allows(order) => self.begin_folio(s, batch, (start, end), order),
             _ => {
                 // Large folios are not to enter the pool. Whatever comes of this one, nothing older is found for it.
-                let mut tables = Tables { pager: self, s, units: &[], out: &[], hashes: &[] };
+                let mut tables = Tables { zeros: false, pager: self, s, units: &[], out: &[], hashes: &[] };
                 let _ = zswap::begin(&mut tables, start..end, false);
                 self.counters().folios.count(order, |c| &c.swpout_fallback);
                 (start..end).filter(|at| self.begin_folio(s, batch, (*at, at + 1), 0)).count() > 0
@@ -265,7 +272,12 @@ impl Pager {
             pages[((at - start) / 64) as usize] |= u64::from(staged) << ((at - start) % 64);
         }
         let staged = |at: &u64| pages[((at - start) / 64) as usize] & (1 << ((at - start) % 64)) != 0;
-        let mut tables = Tables { pager: self, s, units: &[], out: &[], hashes: &[] };
+        // (Looked at only where it matters: compression finds out anyway.)
+        let zeros = end - start == 1 && staged(&start) && self.zswap_is_full(s) && {
+            // SAFETY: a staged page's slot holds its frame, and the lock is held.
+            object::is_zero(unsafe { self.layout.frames(s.pt.get(start).aux(), 1) })
+        };
+        let mut tables = Tables { zeros, pager: self, s, units: &[], out: &[], hashes: &[] };
         if let Err(why) = zswap::begin(&mut tables, (start..end).filter(staged), true) {
             self.refused(order, why);
             let count = (start..end).filter(staged).count();
@@ -360,7 +372,7 @@ impl Pager {
             let units = &*units;
             batch.plan.clear();
             batch.plan.extend(units.iter().map(|u| planned(s, u)));
-            let mut tables = Tables { pager: self, s, units, out: &batch.out, hashes: &batch.hashes };
+            let mut tables = Tables { zeros: false, pager: self, s, units, out: &batch.out, hashes: &batch.hashes };
             match zswap::finish(&mut tables, &batch.plan, &mut batch.places) {
                 Ok(()) => {
                     self.count_stored(s, &f, units, &batch.plan);

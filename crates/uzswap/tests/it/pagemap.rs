@@ -41,10 +41,7 @@ fn a_shared_regions_pages_are_shown_and_moved() {
     assert_eq!(found[0]["present"], 100);
     let output = pagemap(&[socket, "--svg", drawing.to_str().unwrap(), "--runs"]);
     let text = String::from_utf8(output.stdout).unwrap();
-    assert!(
-        text.contains("present") && text.contains('█') && text.contains("0x000000000000-0x000000064000"),
-        "{text}"
-    );
+    assert!(text.contains("present") && text.contains('█') && text.contains("0x000000000000-0x000000064000"), "{text}");
     let drawing = std::fs::read_to_string(drawing).unwrap();
     assert!(drawing.starts_with("<svg") && drawing.matches("<rect").count() > 1000);
 }
