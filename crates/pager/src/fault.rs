@@ -21,7 +21,6 @@
 //! alone (see `frames_for`).
 
 use crate::arena::PAGE;
-use crate::gate;
 use crate::inject::Site;
 use crate::object::{self, Header};
 use crate::pager::Pager;
@@ -81,7 +80,6 @@ impl Pager {
         let mut served = 0u32;
         thread::set_idle_policy(0, true);
         let mut waiting: Vec<Request> = Vec::new();
-        let mut starved = gate::Starved::default();
         loop {
             let mut s = self.state.lock();
             if waiting.capacity() == 0 {
@@ -135,7 +133,6 @@ impl Pager {
                 self.counters().stall_ns.fetch_add((thread::now_ns() - began) * 8, Relaxed);
             }
             self.progress.fetch_add(1, Relaxed);
-            starved.round(!waiting.is_empty());
             if self.needs_reclaim(&s) {
                 drop(s);
                 self.wake_reclaim();
