@@ -133,15 +133,15 @@ mod tests {
     fn who_reclaims() {
         let mut p = Placement::new();
         assert!(!p.alone(), "nothing is known");
-        p.fault_on(0, None, &[]);
+        p.fault_on(0, Helpers::default(), false);
         for look in 1..=STEADY {
             assert_eq!(p.alone(), look > STEADY, "after {look} looks");
-            p.fault_on(0, None, &[]);
+            p.fault_on(0, Helpers::default(), false);
         }
         assert!(p.alone());
-        p.fault_on(1, None, &[]);
+        p.fault_on(1, Helpers::default(), false);
         assert!(!p.alone(), "a program that moves is not taken to be on one CPU");
-        (0..2).for_each(|_| p.fault_on(1, None, &[]));
+        (0..2).for_each(|_| p.fault_on(1, Helpers::default(), false));
         assert!(p.alone(), "one move is made up for by two looks");
     }
 
@@ -149,7 +149,7 @@ mod tests {
     fn two_threads_on_two_cpus_never_count_as_one() {
         let mut p = Placement::new();
         for i in 0..10_000 {
-            p.fault_on(i % 2, None, &[]);
+            p.fault_on(i % 2, Helpers::default(), false);
             assert!(!p.alone());
         }
     }
@@ -157,11 +157,11 @@ mod tests {
     #[test]
     fn where_no_fault_comes_the_thread_must_reclaim() {
         let mut p = Placement::new();
-        (0..10).for_each(|_| p.fault_on(3, None, &[]));
+        (0..10).for_each(|_| p.fault_on(3, Helpers::default(), false));
         p.due();
-        p.look();
+        p.look(0);
         assert!(p.alone(), "a fault since the last look");
-        p.look();
+        p.look(0);
         assert!(!p.alone(), "none");
         p.due();
         assert!(p.alone(), "again");

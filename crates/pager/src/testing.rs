@@ -11,9 +11,10 @@ use uzswap_sys::{raw, sys};
 pub(crate) fn pager(limit: usize) -> &'static Pager {
     // SAFETY: the page is atomics, for which zeros are valid.
     let group: Box<GroupPage> = unsafe { Box::new_zeroed().assume_init() };
-    group.limit.store(limit as u64, Relaxed);
+    group.set_up(b"test");
+    group.nodes[0].max.store(limit as u64, Relaxed);
     let layout = Layout::reserve(limit).expect("address space");
-    let pager = Box::leak(Box::new(Pager::new(Box::leak(group), layout).expect("a slot")));
+    let pager = Box::leak(Box::new(Pager::new(Box::leak(group), 0, layout).expect("a slot")));
     let (uffd, _) = Uffd::open(0).expect("tests of the pager need access to userfaultfd");
     uffd.register(layout.arena, layout.slots * PAGE).expect("the arena");
     pager.uffd.store(uffd.fd(), Relaxed);
