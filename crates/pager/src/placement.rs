@@ -32,9 +32,20 @@ pub struct Placement {
     quiet: bool,
     /// Whether the program may have moved.
     suspect: bool,
-    /// The CPU the reclaim thread is confined to, if it is.
-    confined: Option<usize>,
+    /// Where the other helpers are.
+    others: Where,
 }
+
+/// Where the ticker and the reclaim thread may run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Where {
+    Anywhere,
+    /// On the program's CPU, and of the idle policy.
+    With(usize),
+    /// On any but the program's: there they would only drive it away, and the handler after it.
+    Off(usize),
+}
+use Where::{Anywhere, Off, With};
 
 /// The helper threads (0: none), as far as they are to be placed.
 #[derive(Clone, Copy, Default)]
@@ -58,7 +69,7 @@ impl Placement {
             seen: 0,
             quiet: false,
             suspect: true,
-            confined: None,
+            others: Anywhere,
         }
     }
 
@@ -75,8 +86,8 @@ impl Placement {
         self.faults.is_multiple_of(EVERY) || core::mem::take(&mut self.suspect)
     }
 
-    /// A fault happened on `cpu`. The handler and the ticker go there, and the reclaim thread too
-    /// while there is one such CPU and `kin` (shared memory, which it alone can un-share) gives it no work of its own.
+    /// A fault happened on `cpu`. The handler goes there; the ticker and the reclaim thread too while faults come from one
+    /// CPU and `kin` (shared memory, which it alone can un-share) gives it no work of its own, else elsewhere.
     pub fn fault_on(&mut self, cpu: usize, helpers: Helpers, kin: bool) {
         if self.cpu == Some(cpu) {
             self.steady = (self.steady + 1).min(64);
@@ -86,22 +97,29 @@ impl Placement {
             if let Some(handler) = helpers.handler {
                 Cpus::only(cpu).confine(handler);
             }
-            if helpers.ticker != 0 {
-                Cpus::only(cpu).confine(helpers.ticker);
-            }
         }
-        let to = (self.steady >= STEADY && !kin).then_some(cpu);
-        self.confine_reclaimer(to, helpers.reclaimer);
+        self.place(if self.steady >= STEADY && !kin { With(cpu) } else { Off(cpu) }, helpers);
     }
 
-    fn confine_reclaimer(&mut self, to: Option<usize>, reclaimer: i32) {
-        if reclaimer == 0 || to == self.confined {
+    /// Puts the ticker and the reclaim thread somewhere else than they are.
+    fn place(&mut self, to: Where, helpers: Helpers) {
+        if to == self.others {
             return;
         }
-        to.map_or(self.cpus, Cpus::only).confine(reclaimer);
-        // (A CPU that runs only idle-policy threads counts as idle: see `fault`.)
-        thread::set_idle_policy(reclaimer, to.is_some());
-        self.confined = to;
+        let cpus = match to {
+            With(cpu) => Cpus::only(cpu),
+            // (On a machine of one CPU there is no other.)
+            Off(cpu) => self.cpus.without(cpu).unwrap_or(self.cpus),
+            Anywhere => self.cpus,
+        };
+        for helper in [helpers.ticker, helpers.reclaimer].into_iter().filter(|tid| *tid != 0) {
+            cpus.confine(helper);
+        }
+        if helpers.reclaimer != 0 {
+            // (A CPU that runs only idle-policy threads counts as idle: see `fault`.)
+            thread::set_idle_policy(helpers.reclaimer, matches!(to, With(_)));
+        }
+        self.others = to;
     }
 
     /// Whether the handler is to reclaim by itself.
@@ -113,7 +131,7 @@ impl Placement {
     pub fn look(&mut self, reclaimer: i32) {
         self.quiet = core::mem::replace(&mut self.seen, self.faults) == self.faults;
         if self.quiet {
-            self.confine_reclaimer(None, reclaimer);
+            self.place(Anywhere, Helpers { reclaimer, ..Helpers::default() });
         }
     }
 }
