@@ -95,7 +95,7 @@ impl Pager {
                     {
                         let (ticker, reclaimer) = (self.ticker.load(Relaxed), self.reclaimer.load(Relaxed));
                         let helpers = Helpers { handler: Some(0), ticker, reclaimer };
-                        s.placement.fault_on(cpu, helpers, self.kin.load(Relaxed));
+                        s.placement.fault_on(cpu, tid, helpers, self.kin.load(Relaxed));
                     }
                     self.make_room(&mut s);
                 }
