@@ -95,7 +95,8 @@ impl Pager {
                     {
                         let (ticker, reclaimer) = (self.ticker.load(Relaxed), self.reclaimer.load(Relaxed));
                         let helpers = Helpers { handler: Some(0), ticker, reclaimer };
-                        s.placement.fault_on(cpu, tid, helpers, self.kin.load(Relaxed));
+                        let busy = self.kin.load(Relaxed) || self.excess(&s) > 0;
+                        s.placement.fault_on(cpu, tid, helpers, busy);
                     }
                     self.make_room(&mut s);
                 }

@@ -132,9 +132,10 @@ impl Placement {
     }
 
     /// Called now and then by the ticker: where no fault comes the handler reclaims nothing, and the thread must.
-    pub fn look(&mut self, reclaimer: i32) {
+    /// Above the limit (`over`) it must not wait for the program's CPU either.
+    pub fn look(&mut self, reclaimer: i32, over: bool) {
         self.quiet = core::mem::replace(&mut self.seen, self.faults) == self.faults;
-        if self.quiet {
+        if self.quiet || over {
             self.place(Anywhere, Helpers { reclaimer, ..Helpers::default() });
         }
     }
@@ -183,9 +184,9 @@ mod tests {
         let mut p = Placement::new();
         (0..10).for_each(|_| p.fault_on(3, 7, Helpers::default(), false));
         p.due();
-        p.look(0);
+        p.look(0, false);
         assert!(p.alone(), "a fault since the last look");
-        p.look(0);
+        p.look(0, false);
         assert!(!p.alone(), "none");
         p.due();
         assert!(p.alone(), "again");
