@@ -182,7 +182,7 @@ fn the_pool_stays_dense_and_its_objects_are_found() {
 #[test]
 fn pages_are_found_after_their_frames_have_moved() {
     let _one = alone();
-    let mut region = Region::new(64 * MIB, &Options::new(24 * MIB)).unwrap();
+    let mut region = Region::new(64 * MIB, &Options::new(40 * MIB)).unwrap();
     let seed = seed();
     let done = std::sync::atomic::AtomicBool::new(false);
     let shared = Shared(&raw mut region);
@@ -190,7 +190,7 @@ fn pages_are_found_after_their_frames_have_moved() {
     std::thread::scope(|scope| {
         let (shared, done) = (&shared, &done);
         scope.spawn(move || {
-            // Frames move only where some are staged just then, which on a busy machine a round may never see.
+            // Frames move only where some are staged just then, in several blocks: luck, on a busy machine.
             for round in 0..30 {
                 // SAFETY: the only thread that touches the memory; the others call methods that do not.
                 against_model(unsafe { &mut *shared.0 }, 2, seed + round, 8000);
@@ -211,7 +211,7 @@ fn pages_are_found_after_their_frames_have_moved() {
     println!("{moved} frames moved, {stats:?}");
     assert!(moved > 100, "{moved} frames moved: {stats:?}");
     assert!(stats.pages_migrated >= moved);
-    assert!(stats.charged <= 24 * MIB, "{stats:?}");
+    assert!(stats.charged <= 40 * MIB, "{stats:?}");
 }
 
 struct Shared(*mut Region);
