@@ -99,6 +99,7 @@ fn in_path(name: &[u8]) -> Option<[u8; 4096]> {
 type Argv = *const *const c_char;
 
 /// execve(2), after the warning.
+// SAFETY: libc's name on purpose, with its signature: programs are to call this instead.
 #[unsafe(no_mangle)]
 pub extern "C" fn execve(path: *const c_char, argv: Argv, envp: Argv) -> c_int {
     warn_if_static(path, false);
@@ -109,6 +110,7 @@ pub extern "C" fn execve(path: *const c_char, argv: Argv, envp: Argv) -> c_int {
 }
 
 /// execv(3), after the warning.
+// SAFETY: libc's name on purpose, with its signature: programs are to call this instead.
 #[unsafe(no_mangle)]
 pub extern "C" fn execv(path: *const c_char, argv: Argv) -> c_int {
     warn_if_static(path, false);
@@ -117,6 +119,7 @@ pub extern "C" fn execv(path: *const c_char, argv: Argv) -> c_int {
 }
 
 /// execvp(3), after the warning.
+// SAFETY: libc's name on purpose, with its signature: programs are to call this instead.
 #[unsafe(no_mangle)]
 pub extern "C" fn execvp(file: *const c_char, argv: Argv) -> c_int {
     warn_if_static(file, true);
@@ -127,6 +130,7 @@ pub extern "C" fn execvp(file: *const c_char, argv: Argv) -> c_int {
 type Spawn = extern "C" fn(*mut libc::pid_t, *const c_char, *const c_void, *const c_void, Argv, Argv) -> c_int;
 
 /// posix_spawn(3), after the warning.
+// SAFETY: libc's name on purpose, with its signature: programs are to call this instead.
 #[unsafe(no_mangle)]
 pub extern "C" fn posix_spawn(
     pid: *mut libc::pid_t,
@@ -142,6 +146,7 @@ pub extern "C" fn posix_spawn(
 }
 
 /// posix_spawnp(3), after the warning.
+// SAFETY: libc's name on purpose, with its signature: programs are to call this instead.
 #[unsafe(no_mangle)]
 pub extern "C" fn posix_spawnp(
     pid: *mut libc::pid_t,

@@ -25,10 +25,12 @@ fn pager() -> Option<&'static Pager> {
 }
 
 #[used]
+// SAFETY: a function of C's calling convention, as the loader calls them there.
 #[unsafe(link_section = ".init_array")]
 static INIT: extern "C" fn() = init;
 
 #[used]
+// SAFETY: as above.
 #[unsafe(link_section = ".fini_array")]
 static FINI: extern "C" fn() = fini;
 

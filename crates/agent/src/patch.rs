@@ -73,6 +73,10 @@ pub unsafe fn install() -> Result<(), PatchError> {
     }
 }
 
+/// Makes the system call `nr` in libc's function `name` go to `thunk`.
+///
+/// # Safety
+/// As [`install`]; `thunk` keeps every register that a system call keeps.
 unsafe fn wrap(name: &core::ffi::CStr, nr: u32, thunk: usize) -> Result<(), PatchError> {
     // SAFETY: dlsym of a constant name.
     let f = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) } as usize;

@@ -1,33 +1,28 @@
 //! `uzswap lab blocks`: what larger units of compression gain, on memory of real programs.
 //!
 //! Each image is cut into blocks of each size, each block is compressed by itself with each codec, decompressed, and
-//! compared. A block that does not save a sixteenth counts as stored raw, as in the pool. One thread; the best of the
-//! runs counts, for noise only ever adds.
+//! compared. A block that does not save a sixteenth counts as stored raw, as in the pool. One thread.
 
+use crate::experiment::{Common, Runs, Stop, go_on};
 use crate::images::{self, Image};
 use crate::json::{Findings, Row, Verdict};
+use crate::machine;
 use crate::size::mib;
-use crate::{machine, process};
+use crate::stats::median;
 use serde_json::{Map, json};
-use std::path::PathBuf;
 use std::time::Instant;
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor, Encoding};
 
 /// `uzswap lab blocks`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Smaller images, one run
-    #[arg(long)]
-    quick: bool,
-    /// Write the findings to FILE
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    common: Common,
     /// Bytes of each image [default: 32M, 6M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = crate::size::parse)]
     image: Option<u64>,
-    /// Runs of each, of which the best counts [default: 2, 1 with --quick]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=99))]
-    runs: Option<u32>,
+    #[command(flatten)]
+    runs: Runs,
 }
 
 const SIZES: [(&str, usize); 8] = [
@@ -51,28 +46,19 @@ struct Figure {
     decompress: f64,
 }
 
-/// Runs the experiment and returns the exit status.
-#[must_use]
-pub fn main(args: &Args) -> i32 {
-    process::unwind_on_signals();
-    match experiment(args) {
-        Ok(()) => 0,
-        Err(reason) => {
-            eprintln!("uzswap lab: {reason}");
-            1
-        }
-    }
-}
-
-fn experiment(args: &Args) -> Result<(), String> {
-    let len = args.image.unwrap_or(if args.quick { 6 << 20 } else { 32 << 20 }) as usize;
-    let runs = args.runs.unwrap_or(if args.quick { 1 } else { 2 });
+/// Runs the experiment; says whether all that was read was right.
+///
+/// # Errors
+/// Why it ended early.
+pub fn run(args: &Args) -> Result<bool, Stop> {
+    let len = args.image.unwrap_or(if args.common.quick { 6 << 20 } else { 32 << 20 }) as usize;
+    let runs = args.runs.count(&args.common);
     let dir = std::env::temp_dir().join(format!("uzswap-lab-blocks-{}", std::process::id()));
     std::fs::create_dir(&dir).map_err(|e| format!("cannot make {}: {e}", dir.display()))?;
     let (images, missing) = images::all(&dir, len);
     let _ = std::fs::remove_dir_all(&dir);
     if images.is_empty() {
-        return Err("no image could be made".to_owned());
+        return Err(Stop::Failed("no image could be made".to_owned()));
     }
     let mut rows = Vec::new();
     let mut totals = [[Figure::default(); SIZES.len()]; CODECS.len()];
@@ -80,9 +66,7 @@ fn experiment(args: &Args) -> Result<(), String> {
         for (codec, (name, algorithm)) in CODECS.iter().enumerate() {
             let mut of_sizes = [Figure::default(); SIZES.len()];
             for (size, (_, bytes)) in SIZES.iter().enumerate() {
-                if process::interrupted() {
-                    return Err("interrupted".to_owned());
-                }
+                go_on()?;
                 of_sizes[size] = measure(image, *algorithm, *bytes, runs)?;
                 totals[codec][size].stored += of_sizes[size].stored;
                 totals[codec][size].compress += of_sizes[size].compress;
@@ -114,8 +98,8 @@ fn experiment(args: &Args) -> Result<(), String> {
         images.iter().map(|i| format!("{}: {} without zero pages", i.name, mib(i.bytes.len() as u64))).collect();
     notes.extend(missing.iter().map(|name| format!("{name}: not made on this machine, left out")));
     notes.push("Every block was decompressed and compared.".to_owned());
-    findings.publish(&SIZES.map(|(name, _)| (name, name)), &notes, args.json.as_deref())?;
-    Ok(())
+    findings.publish(&SIZES.map(|(name, _)| (name, name)), &notes, args.common.json.as_deref())?;
+    Ok(true)
 }
 
 fn add_rows(rows: &mut Vec<Row>, image: &str, codec: &str, len: usize, of_sizes: &[Figure]) {
@@ -130,7 +114,7 @@ fn add_rows(rows: &mut Vec<Row>, image: &str, codec: &str, len: usize, of_sizes:
 }
 
 fn measure(image: &Image, algorithm: Algorithm, size: usize, runs: u32) -> Result<Figure, String> {
-    let mut best = Figure { stored: 0, compress: f64::INFINITY, decompress: f64::INFINITY };
+    let (mut stored, mut compress, mut decompress) = (0, Vec::new(), Vec::new());
     let mut compressor = Compressor::with_source_max(algorithm, size);
     let mut decompressor = Decompressor::new();
     let mut out = vec![0; image.bytes.len()];
@@ -145,8 +129,8 @@ fn measure(image: &Image, algorithm: Algorithm, size: usize, runs: u32) -> Resul
                 (Encoding::Raw, block.len())
             }));
         }
-        best.compress = best.compress.min(start.elapsed().as_secs_f64());
-        best.stored = packed.iter().map(|(_, len)| len).sum();
+        compress.push(start.elapsed().as_secs_f64());
+        stored = packed.iter().map(|(_, len)| len).sum();
         let mut took = 0.0;
         for ((block, from), (encoding, len)) in image.bytes.chunks(size).zip(out.chunks(size)).zip(&packed) {
             let start = Instant::now();
@@ -156,9 +140,10 @@ fn measure(image: &Image, algorithm: Algorithm, size: usize, runs: u32) -> Resul
                 return Err(format!("{}: a block of {size} bytes came back wrong", image.name));
             }
         }
-        best.decompress = best.decompress.min(took);
+        decompress.push(took);
     }
-    Ok(best)
+    let of = |times: &[f64]| median(times).unwrap_or(f64::NAN);
+    Ok(Figure { stored, compress: of(&compress), decompress: of(&decompress) })
 }
 
 #[cfg(test)]

@@ -5,16 +5,17 @@
 //! are read through (a link). It runs in a region of the library under a third of the memory it uses, three times:
 //! contiguous frames as they come; *scarce*, where all but one request in a hundred for contiguous frames are refused;
 //! and scarce without the fall-back, where a block whose frames cannot be had gives the page touched and is decompressed
-//! again for the next. Every page read is checked: its number and version at a place that moves, and in the end all of it.
+//! again for the next. The pool is not charged, as in the original's cgroup: real contents hardly fit in a third of their
+//! size, and with the pool charged there would be next to no room for the program. Every page read is checked: its number and version at a place that moves, and in the end all of it.
 
 use crate::data::{self, Source};
+use crate::experiment::{Common, Runs, Stop, go_on};
 use crate::json::{Findings, Row, Verdict};
 use crate::size::{self, MIB, PAGE, mib};
 use crate::stats::{median, percent};
 use crate::workload::Random;
-use crate::{machine, process, programs};
+use crate::{machine, programs};
 use serde_json::{Map, Value, json};
-use std::path::PathBuf;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 use uzswap_pager::region::{Options, Region};
@@ -22,18 +23,13 @@ use uzswap_pager::region::{Options, Region};
 /// `uzswap lab fallback`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Less memory, one run of each
-    #[arg(long)]
-    quick: bool,
-    /// Write the findings to FILE
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    common: Common,
     /// Memory the work is on; its limit is a third [default: 96M, 36M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
-    /// Runs of each, of which the median counts [default: 3, 1 with --quick]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=99))]
-    runs: Option<u32>,
+    #[command(flatten)]
+    runs: Runs,
 }
 
 /// Pages of a run of headers, and of a step's own area.
@@ -49,8 +45,13 @@ const SUBJECTS: [(&str, &str); 3] =
 #[derive(Clone, Copy, Default)]
 struct Figures {
     reads: Duration,
+    reads_cpu: f64,
     wall: Duration,
+    user: f64,
     system: f64,
+    switches: f64,
+    direct: u64,
+    swapouts: u64,
     faults: u64,
     majors: u64,
     swapins: u64,
@@ -60,22 +61,13 @@ struct Figures {
     fallbacks: u64,
 }
 
-/// Runs the experiment and returns the exit status.
-#[must_use]
-pub fn main(args: &Args) -> i32 {
-    process::unwind_on_signals();
-    match experiment(args) {
-        Ok(()) => 0,
-        Err(reason) => {
-            eprintln!("uzswap lab: {reason}");
-            1
-        }
-    }
-}
-
-fn experiment(args: &Args) -> Result<(), String> {
-    let memory = args.memory.unwrap_or(if args.quick { 36 * MIB } else { 96 * MIB }).max(24 * MIB);
-    let runs = args.runs.unwrap_or(if args.quick { 1 } else { 3 }) as usize;
+/// Runs the experiment; says whether all that was read was right.
+///
+/// # Errors
+/// Why it ended early.
+pub fn run(args: &Args) -> Result<bool, Stop> {
+    let memory = args.memory.unwrap_or(if args.common.quick { 36 * MIB } else { 96 * MIB }).max(24 * MIB);
+    let runs = args.runs.count(&args.common) as usize;
     let path = std::env::temp_dir().join(format!("uzswap-lab-fallback-{}", std::process::id()));
     let holds = data::write(&path, 32 * MIB, programs::python().as_deref())?;
     let source = Source::open(&path).map_err(|e| format!("cannot read the source of contents: {e}"));
@@ -85,17 +77,18 @@ fn experiment(args: &Args) -> Result<(), String> {
     // In turn, so that what else the machine does meets all alike.
     for _ in 0..runs {
         for (figures, (subject, _)) in all.iter_mut().zip(SUBJECTS) {
-            if process::interrupted() {
-                return Err("interrupted".to_owned());
-            }
-            figures.push(run(subject, memory as usize, &source)?);
+            go_on()?;
+            figures.push(build_once(subject, memory as usize, &source)?);
         }
     }
     let findings = findings(&all, memory, runs, &holds);
-    let notes =
-        [format!("{} under {}, real contents ({holds}); every page read was checked.", mib(memory), mib(memory / 3))];
-    findings.publish(&SUBJECTS, &notes, args.json.as_deref())?;
-    Ok(())
+    let notes = [format!(
+        "{} under {} (pool not charged), real contents ({holds}); every page read was checked.",
+        mib(memory),
+        mib(memory / 3)
+    )];
+    findings.publish(&SUBJECTS, &notes, args.common.json.as_deref())?;
+    Ok(true)
 }
 
 fn findings(all: &[Vec<Figures>; 3], memory: u64, runs: usize, holds: &str) -> Findings {
@@ -108,7 +101,12 @@ fn findings(all: &[Vec<Figures>; 3], memory: u64, runs: usize, holds: &str) -> F
     };
     row("wall", "s", &|f| f.wall.as_secs_f64());
     row("reads (swap-in)", "s", &|f| f.reads.as_secs_f64());
+    row("reads (swap-in), CPU", "s", &|f| f.reads_cpu);
+    row("user", "s", &|f| f.user);
     row("sys", "s", &|f| f.system);
+    row("threads waited", "events", &|f| f.switches);
+    row("direct_reclaim", "events", &|f| f.direct as f64);
+    row("zswpout", "pages", &|f| f.swapouts as f64);
     row("pgfault", "events", &|f| f.faults as f64);
     row("pgmajfault", "events", &|f| f.majors as f64);
     row("zswpin", "pages", &|f| f.swapins as f64);
@@ -121,6 +119,7 @@ fn findings(all: &[Vec<Figures>; 3], memory: u64, runs: usize, holds: &str) -> F
     let mut settings = Map::new();
     settings.insert("memory".into(), json!(memory));
     settings.insert("limit".into(), json!(memory / 3));
+    settings.insert("pool_charged".into(), json!(false));
     settings.insert("runs".into(), json!(runs));
     settings.insert("contents".into(), Value::String(holds.to_owned()));
     Findings {
@@ -140,7 +139,9 @@ struct Work<'a> {
     memory: &'a mut [u8],
     versions: Vec<u32>,
     source: &'a Source,
+    /// Time of the reads, by the clock and in CPU seconds of the whole process.
     reads: Duration,
+    reads_cpu: f64,
 }
 
 impl Work<'_> {
@@ -175,7 +176,7 @@ impl Work<'_> {
     }
 
     fn timed(&mut self, pages: impl Iterator<Item = usize>) -> Result<(), String> {
-        let start = Instant::now();
+        let (start, cpu) = (Instant::now(), cpu_seconds());
         let mut result = Ok(());
         for page in pages {
             result = self.read(page);
@@ -184,6 +185,7 @@ impl Work<'_> {
             }
         }
         self.reads += start.elapsed();
+        self.reads_cpu += cpu_seconds() - cpu;
         result
     }
 
@@ -200,37 +202,44 @@ impl Work<'_> {
     }
 }
 
-fn run(subject: &str, size: usize, source: &Source) -> Result<Figures, String> {
-    let mut region = Region::new(size, &Options::new(size / 3)).map_err(|e| e.to_string())?;
+fn build_once(subject: &str, size: usize, source: &Source) -> Result<Figures, String> {
+    let mut region =
+        Region::new(size, &Options { pool_uncharged: true, ..Options::new(size / 3) }).map_err(|e| e.to_string())?;
     let folios = &region.group().folios;
     folios.scarce.store(if subject == "plenty" { 0 } else { 100 }, Relaxed);
     folios.fallback_off.store(u32::from(subject == "without"), Relaxed);
     let pages = size / PAGE;
     // SAFETY: the region is used here alone, and given to no system call.
     let memory = unsafe { region.as_slice_mut() };
-    let mut work = Work { memory, versions: vec![0; pages], source, reads: Duration::ZERO };
-    let before = system_time();
+    let mut work = Work { memory, versions: vec![0; pages], source, reads: Duration::ZERO, reads_cpu: 0.0 };
+    let before = usage();
     let start = Instant::now();
     build(&mut work, pages)?;
-    let (wall, system) = (start.elapsed(), system_time() - before);
-    let reads = work.reads;
+    let (wall, after) = (start.elapsed(), usage());
+    let [user, system, switches] = std::array::from_fn(|i| after[i] - before[i]);
+    let (reads, reads_cpu) = (work.reads, work.reads_cpu);
     let versions = std::mem::take(&mut work.versions);
     let c = &region.group().slots[0].counters;
     let figures = Figures {
         reads,
+        reads_cpu,
         wall,
+        user,
         system,
+        switches,
+        direct: c.direct_reclaim.load(Relaxed),
+        swapouts: c.zswpout.load(Relaxed),
         faults: c.pgfault.load(Relaxed),
         majors: c.pgmajfault.load(Relaxed),
         swapins: c.zswpin.load(Relaxed),
         block_reads: c.folios.block_read.load(Relaxed),
         partial: c.folios.block_partial_read.load(Relaxed),
         again: c.folios.block_read_again.load(Relaxed),
-        fallbacks: c.folios.block_fallback.load(Relaxed),
+        fallbacks: c.folios.block_fallback.load(Relaxed) - c.folios.block_fallback_single.load(Relaxed),
     };
     // SAFETY: as above.
     let memory = unsafe { region.as_slice_mut() };
-    Work { memory, versions, source, reads: Duration::ZERO }.verify()?;
+    Work { memory, versions, source, reads: Duration::ZERO, reads_cpu: 0.0 }.verify()?;
     Ok(figures)
 }
 
@@ -262,15 +271,24 @@ fn build(work: &mut Work, pages: usize) -> Result<(), String> {
     Ok(())
 }
 
-/// CPU time of this process in the kernel, in seconds.
-fn system_time() -> f64 {
+/// CPU seconds of this process, its reclaim thread included.
+fn cpu_seconds() -> f64 {
+    let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the call fills `t`.
+    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut t) };
+    t.tv_sec as f64 + t.tv_nsec as f64 / 1e9
+}
+
+/// CPU seconds of this process in user mode and in the kernel, and how often its threads have waited.
+fn usage() -> [f64; 3] {
     // SAFETY: zero is a rusage, and the call fills it.
     let usage = unsafe {
         let mut usage: libc::rusage = std::mem::zeroed();
         libc::getrusage(libc::RUSAGE_SELF, &raw mut usage);
         usage
     };
-    usage.ru_stime.tv_sec as f64 + usage.ru_stime.tv_usec as f64 / 1e6
+    let seconds = |t: libc::timeval| t.tv_sec as f64 + t.tv_usec as f64 / 1e6;
+    [seconds(usage.ru_utime), seconds(usage.ru_stime), usage.ru_nvcsw as f64]
 }
 
 #[cfg(test)]
@@ -281,10 +299,10 @@ mod tests {
     fn the_build_reads_what_it_wrote_and_the_fallback_decompresses_once() {
         let bytes = (0..512 * PAGE).map(|i| (i / 3 % 253) as u8 ^ (i >> 12) as u8).collect();
         let source = Source::of_bytes(bytes);
-        let with = run("fallback", 24 << 20, &source).unwrap();
+        let with = build_once("fallback", 24 << 20, &source).unwrap();
         assert_eq!(with.again, 0);
         assert!(with.fallbacks > 0 && with.majors > 0);
-        let without = run("without", 24 << 20, &source).unwrap();
+        let without = build_once("without", 24 << 20, &source).unwrap();
         assert!(without.again > 0 && without.faults > with.faults);
     }
 }

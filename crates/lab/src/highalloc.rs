@@ -4,9 +4,12 @@
 //! policy gets a machine of its own, the same traces and the same seed, and no restart between the iterations.
 
 pub mod aging;
+mod processes;
 pub mod trace;
+mod world;
 
 use crate::data::{self, Source};
+use crate::experiment::{Common, Stop, go_on};
 use crate::json::{Findings, Row, Verdict};
 use crate::stats::percent;
 use crate::{machine, size};
@@ -21,12 +24,8 @@ use uzswap_mm::compaction::policy::{Emptiest, Pivot, Policy, ZoneEnds};
 /// `uzswap lab highalloc`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A small machine and short warm-ups: well under 40 s
-    #[arg(long)]
-    quick: bool,
-    /// Write the findings to FILE
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    common: Common,
     /// Size of the machine [default: 256M, 64M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
@@ -81,26 +80,18 @@ struct Settings {
     references: usize,
 }
 
-/// Runs the experiment; 0 when everything read back right.
-#[must_use]
-pub fn main(args: &Args) -> i32 {
-    match run(args) {
-        Ok(wrong) => i32::from(wrong),
-        Err(error) => {
-            eprintln!("uzswap lab highalloc: {error}");
-            1
-        }
-    }
-}
-
-fn run(args: &Args) -> Result<bool, String> {
-    let memory = args.memory.unwrap_or(if args.quick { 64 << 20 } else { 256 << 20 });
+/// Runs the experiment; says whether all that was read was right.
+///
+/// # Errors
+/// Why it ended early.
+pub fn run(args: &Args) -> Result<bool, Stop> {
+    let memory = args.memory.unwrap_or(if args.common.quick { 64 << 20 } else { 256 << 20 });
     let settings = Settings {
         frames: (memory as usize / size::PAGE).clamp(4096, 1 << 23) as u32,
         iterations: args.iterations,
         seed: args.seed,
-        warm_up: if args.quick { 100 } else { 300 },
-        references: if args.quick { 24 } else { 48 },
+        warm_up: if args.common.quick { 100 } else { 300 },
+        references: if args.common.quick { 24 } else { 48 },
     };
     eprintln!("seed {}", settings.seed);
     let (traces, contents) = (traces(args)?, contents()?);
@@ -130,8 +121,8 @@ fn run(args: &Args) -> Result<bool, String> {
     if wrong > 0 {
         notes.push(format!("{wrong} pages did not hold what was written"));
     }
-    findings.publish(&SUBJECTS, &notes, args.json.as_deref())?;
-    Ok(wrong > 0)
+    findings.publish(&SUBJECTS, &notes, args.common.json.as_deref())?;
+    Ok(wrong == 0)
 }
 
 fn traces(args: &Args) -> Result<Vec<Trace>, String> {
@@ -185,7 +176,7 @@ fn age<P: Policy>(
     policy: impl FnOnce() -> P,
     traces: &[Trace],
     contents: &Source,
-) -> Result<Vec<Iteration>, String> {
+) -> Result<Vec<Iteration>, Stop> {
     let began = Instant::now();
     let mut m = Machine::new(settings.frames, policy, traces, contents, settings.seed);
     let asked = (m.blocks() as f64 * ASKED) as usize;
@@ -195,6 +186,7 @@ fn age<P: Policy>(
         let (compaction, counts) = (m.compactor.counters, m.counts);
         m.start_load(LOAD, settings.seed);
         for _ in 0..settings.warm_up {
+            go_on()?;
             m.tick(settings.references);
         }
         let (used, held) = m.pool_bytes();
@@ -208,6 +200,7 @@ fn age<P: Policy>(
             }
             let mut got = 0;
             for _ in 0..asked {
+                go_on()?;
                 if phase < 2 {
                     m.tick(settings.references);
                 }
@@ -218,7 +211,7 @@ fn age<P: Policy>(
             m.free_huge();
         }
         if m.lost_frames() > 0 {
-            return Err(format!("{} frames are not accounted for", m.lost_frames()));
+            return Err(format!("{} frames are not accounted for", m.lost_frames()).into());
         }
         done.push(Iteration {
             phases,

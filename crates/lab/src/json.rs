@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 
@@ -29,6 +30,10 @@ pub struct Row {
     pub unit: &'static str,
     /// A number by subject; a subject not measured is absent.
     pub values: Map<String, Value>,
+    /// What the table says of a subject that has no number, where that is a finding too. Not in the file, whose values
+    /// are numbers: there the notes among the settings tell.
+    #[serde(skip)]
+    marks: BTreeMap<String, &'static str>,
 }
 
 /// One target.
@@ -48,13 +53,34 @@ impl Row {
     /// A row without values.
     #[must_use]
     pub fn new(name: impl Into<String>, unit: &'static str) -> Self {
-        Self { name: name.into(), unit, values: Map::new() }
+        Self { name: name.into(), unit, values: Map::new(), marks: BTreeMap::new() }
     }
 
     /// Adds a value, if there is one.
     pub fn put(&mut self, subject: &str, value: Option<f64>) {
         if let Some(number) = value.map(crate::stats::round).and_then(serde_json::Number::from_f64) {
             self.values.insert(subject.to_owned(), Value::Number(number));
+        }
+    }
+
+    /// Says in place of a subject's number why there can be none ("OOM-killed").
+    pub fn mark(&mut self, subject: &str, mark: &'static str) {
+        self.marks.insert(subject.to_owned(), mark);
+    }
+
+    /// Whether a subject has a mark.
+    #[must_use]
+    pub fn is_marked(&self, subject: &str) -> bool {
+        self.marks.contains_key(subject)
+    }
+
+    /// A subject's cell in the table: its number, its mark, or a dash.
+    #[must_use]
+    pub fn cell(&self, subject: &str) -> String {
+        match (self.get(subject), self.marks.get(subject)) {
+            (Some(value), _) => crate::table::number(value),
+            (None, Some(mark)) => (*mark).to_owned(),
+            (None, None) => "–".to_owned(),
         }
     }
 

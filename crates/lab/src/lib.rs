@@ -10,6 +10,7 @@
 
 pub mod blocks;
 pub mod data;
+pub mod experiment;
 pub mod fallback;
 pub mod highalloc;
 pub mod images;
@@ -81,12 +82,12 @@ pub fn main(args: Vec<String>) -> i32 {
         }
     };
     match cli.experiment {
-        Experiment::Kernel(args) => kernel::main(&args),
-        Experiment::Blocks(args) => blocks::main(&args),
-        Experiment::Fallback(args) => fallback::main(&args),
-        Experiment::Pagemap(args) => pagemap::main(&args),
-        Experiment::Highalloc(args) => highalloc::main(&args),
-        Experiment::Usemem(args) => usemem::main(&args),
+        Experiment::Kernel(args) => experiment::run(|| kernel::run(&args)),
+        Experiment::Blocks(args) => experiment::run(|| blocks::run(&args)),
+        Experiment::Fallback(args) => experiment::run(|| fallback::run(&args)),
+        Experiment::Pagemap(args) => experiment::run(|| pagemap::run(&args)),
+        Experiment::Highalloc(args) => experiment::run(|| highalloc::run(&args)),
+        Experiment::Usemem(args) => experiment::run(|| usemem::run(&args)),
         Experiment::UsememWorker(args) => usemem_worker::main(&args),
         Experiment::Worker(args) => worker::main(&args),
     }

@@ -13,6 +13,10 @@ pub trait Memory {
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
+    /// Bytes that its own compressed pool holds, where it has one.
+    fn pool(&self) -> u64 {
+        0
+    }
 }
 
 /// The sources of memory.
@@ -46,6 +50,10 @@ impl Memory for Region {
 
     fn len(&self) -> usize {
         self.len()
+    }
+
+    fn pool(&self) -> u64 {
+        self.stats().pool as u64
     }
 }
 

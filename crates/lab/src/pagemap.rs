@@ -1,12 +1,12 @@
 //! `uzswap lab pagemap`: page state that can be asked for: whether it is exact, what it costs, how fast it is read.
 
+use crate::experiment::{Common, Stop, go_on};
 use crate::json::{Findings, Row, Verdict};
 use crate::machine;
 use crate::size::{self, PAGE, mib};
 use crate::stats::median;
 use serde_json::{Map, Value, json};
 use std::hint::black_box;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
 use uzswap_mm::pagemap::{PRESENT, PageMap, PageState, SWAPPED};
@@ -16,12 +16,8 @@ use uzswap_pager::shared::{SharedMapping, SharedOptions, SharedRegion};
 /// `uzswap lab pagemap`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Less memory: under 20 s
-    #[arg(long)]
-    quick: bool,
-    /// Write the findings to FILE
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    common: Common,
     /// Memory that is faulted in and scanned [default: 1G, 128M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     size: Option<u64>,
@@ -34,27 +30,20 @@ const SCANS: usize = 21;
 /// The page on which the sequence is done.
 const SUBJECT: usize = 5;
 
-/// Runs it: 0 done, 1 something is wrong.
-#[must_use]
-pub fn main(args: &Args) -> i32 {
-    match run(args) {
-        Ok(true) => 0,
-        Ok(false) => 1,
-        Err(e) => {
-            eprintln!("uzswap lab: {e}");
-            1
-        }
-    }
-}
-
-fn run(args: &Args) -> Result<bool, String> {
-    let size = args.size.unwrap_or(if args.quick { 128 << 20 } else { 1 << 30 }) as usize / PAGE * PAGE;
+/// Runs the experiment; says whether all that was read was right.
+///
+/// # Errors
+/// Why it ended early.
+pub fn run(args: &Args) -> Result<bool, Stop> {
+    let size = args.size.unwrap_or(if args.common.quick { 128 << 20 } else { 1 << 30 }) as usize / PAGE * PAGE;
     let mut notes = Vec::new();
     let mut lab = Lab { rows: Vec::new(), verdicts: Vec::new(), wrong: 0, asked: 0 };
     lab.sequences(&mut notes)?;
     let shared_size = (size / 8).max(16 << 20);
+    go_on()?;
     lab.fault_in_private(size)?;
     lab.fault_in_shared(shared_size)?;
+    go_on()?;
     lab.scans(size)?;
     let wrong = lab.wrong;
     notes.push(format!("sequences: {} answers asked for, {wrong} wrong", lab.asked));
@@ -76,7 +65,7 @@ fn run(args: &Args) -> Result<bool, String> {
     println!("uzswap lab pagemap: {} (shared: {})\n", mib(size as u64), mib(shared_size as u64));
     let subjects =
         [("off", "off"), ("on", "on"), ("map", "page map"), ("pagemap", "pagemap file"), ("scan", "PAGEMAP_SCAN")];
-    findings.publish(&subjects, &notes, args.json.as_deref())?;
+    findings.publish(&subjects, &notes, args.common.json.as_deref())?;
     Ok(wrong == 0)
 }
 
@@ -201,10 +190,11 @@ impl Lab {
         name: &str,
         pages: usize,
         mut once: impl FnMut(bool) -> Result<f64, String>,
-    ) -> Result<(), String> {
+    ) -> Result<(), Stop> {
         let mut times = [Vec::new(), Vec::new()];
         for turn in 0..LOOPS {
             for i in 0..2 {
+                go_on()?;
                 let on = (turn + i) % 2 == 1;
                 times[usize::from(on)].push(once(on)?);
             }
@@ -230,7 +220,7 @@ impl Lab {
         Ok(())
     }
 
-    fn fault_in_private(&mut self, size: usize) -> Result<(), String> {
+    fn fault_in_private(&mut self, size: usize) -> Result<(), Stop> {
         self.fault_in("private region", size / PAGE, |on| {
             let options = Options { page_map: on, ..Options::new(size + size / 4 + (64 << 20)) };
             let region = Region::new(size, &options).map_err(|e| e.to_string())?;
@@ -242,7 +232,7 @@ impl Lab {
         })
     }
 
-    fn fault_in_shared(&mut self, size: usize) -> Result<(), String> {
+    fn fault_in_shared(&mut self, size: usize) -> Result<(), Stop> {
         self.fault_in("shared region", size / PAGE, |on| {
             let options = SharedOptions { markers: on, ..SharedOptions::new(size + size / 4 + (64 << 20)) };
             let failed = |e: std::io::Error| format!("shared region: {e}");

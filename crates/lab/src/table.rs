@@ -1,6 +1,6 @@
 //! Findings on the terminal.
 
-use crate::json::{Findings, Row};
+use crate::json::Findings;
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use std::fmt::Write;
 
@@ -8,13 +8,15 @@ use std::fmt::Write;
 /// left out), then `notes`, then the verdicts.
 #[must_use]
 pub fn render(findings: &Findings, subjects: &[(&str, &str)], notes: &[String]) -> String {
-    let shown: Vec<_> =
-        subjects.iter().filter(|(key, _)| findings.rows.iter().any(|row| row.get(key).is_some())).collect();
+    let shown: Vec<_> = subjects
+        .iter()
+        .filter(|(key, _)| findings.rows.iter().any(|row| row.get(key).is_some() || row.is_marked(key)))
+        .collect();
     let mut table = Table::new();
     table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
     table.set_header(["", "unit"].into_iter().chain(shown.iter().map(|(_, title)| *title)));
     for row in &findings.rows {
-        let figures = shown.iter().map(|(key, _)| figure(row, key));
+        let figures = shown.iter().map(|(key, _)| row.cell(key));
         table.add_row([row.name.clone(), row.unit.to_owned()].into_iter().chain(figures));
     }
     for column in table.column_iter_mut().skip(2) {
@@ -32,10 +34,6 @@ pub fn render(findings: &Findings, subjects: &[(&str, &str)], notes: &[String]) 
         let _ = writeln!(text, "{word}  {} {}: measured {}", verdict.what, verdict.target, number(verdict.measured));
     }
     text
-}
-
-fn figure(row: &Row, subject: &str) -> String {
-    row.get(subject).map_or_else(|| "–".to_owned(), number)
 }
 
 /// A number as a person reads it: three digits that count, thousands apart.
@@ -64,7 +62,7 @@ pub fn number(value: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::json::Verdict;
+    use crate::json::{Row, Verdict};
     use serde_json::Map;
 
     #[test]
@@ -77,6 +75,7 @@ mod tests {
     fn only_what_was_measured_is_shown() {
         let mut row = Row::new("fill", "MB/s");
         row.put("zram", Some(143.0));
+        row.mark("other", "OOM-killed");
         let findings = Findings {
             experiment: "kernel".into(),
             machine: Map::new(),
@@ -84,9 +83,13 @@ mod tests {
             rows: vec![row],
             verdicts: vec![Verdict::at_least("run: fill", 3.0, 3.5)],
         };
-        let subjects = [("zswap", "zswap lzo"), ("zram", "zram lz4")];
+        let subjects = [("zswap", "zswap lzo"), ("zram", "zram lz4"), ("other", "other")];
         let text = render(&findings, &subjects, &["a note".to_owned()]);
         assert!(text.contains("zram lz4") && text.contains("143") && !text.contains("zswap"), "{text}");
+        assert!(
+            text.contains("other") && text.contains("OOM-killed"),
+            "a peer that was killed is not left out: {text}"
+        );
         assert!(text.ends_with("a note\n\nmet      run: fill, at least 3: measured 3.500\n"), "{text}");
     }
 }

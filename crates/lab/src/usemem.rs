@@ -5,6 +5,7 @@
 //! Throughput and CPU time are those of the writing; afterwards everything is read back and compared. Which folios
 //! enter the pool whole is `uzswap run`'s `--large-folios`; `split` is the same work with it off.
 
+use crate::experiment::{Common, Runs, Stop};
 use crate::json::{Findings, Row, Verdict};
 use crate::peers::{self, Peer, zswap};
 use crate::process::{self, Spec};
@@ -21,18 +22,13 @@ use std::time::{Duration, Instant};
 /// `uzswap lab usemem`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Less memory, real contents only, fewer subjects, one run of each
-    #[arg(long)]
-    quick: bool,
-    /// Write the findings to FILE
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    common: Common,
     /// The limit of the group; the processes write 70/40 of it [default: 160M, 64M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
-    /// Runs of each, of which the median counts [default: 3, 1 with --quick]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=99))]
-    runs: Option<u32>,
+    #[command(flatten)]
+    runs: Runs,
     /// An earlier `uzswap`, for what 4K folios cost before there were others
     #[arg(long, value_name = "PATH")]
     before: Option<PathBuf>,
@@ -140,31 +136,20 @@ struct Lab<'a> {
     /// Whether `uzswap run` knows `--large-folios`.
     folios: bool,
     notes: Vec<String>,
+    /// Times the kernel's reclaim gave up and was made to try again, by subject.
+    rescues: BTreeMap<&'static str, u64>,
     right: bool,
 }
 
-/// Runs the experiment and returns the exit status.
-#[must_use]
-pub fn main(args: &Args) -> i32 {
-    process::unwind_on_signals();
-    match experiment(args) {
-        Ok(right) => i32::from(!right),
-        Err(_) if process::interrupted() => {
-            eprintln!("uzswap lab: interrupted; the machine is as it was");
-            130
-        }
-        Err(reason) => {
-            eprintln!("uzswap lab: {reason}");
-            1
-        }
-    }
-}
-
-fn experiment(args: &Args) -> Result<bool, String> {
+/// Runs the experiment; says whether all that was read was right.
+///
+/// # Errors
+/// Why it ended early.
+pub fn run(args: &Args) -> Result<bool, Stop> {
     let start = Instant::now();
-    let limit = args.memory.unwrap_or(if args.quick { 64 * MIB } else { 160 * MIB });
+    let limit = args.memory.unwrap_or(if args.common.quick { 64 * MIB } else { 160 * MIB });
     if limit < 32 * MIB {
-        return Err("--memory is to be 32M or more".to_owned());
+        return Err(Stop::Failed("--memory is to be 32M or more".to_owned()));
     }
     let keeper = Keeper::start()?;
     let dir = args.dir.clone().unwrap_or_else(std::env::temp_dir).join(format!("uzswap-lab-{}", std::process::id()));
@@ -179,15 +164,16 @@ fn experiment(args: &Args) -> Result<bool, String> {
         exe,
         before: args.before.clone(),
         limit,
-        runs: args.runs.unwrap_or(if args.quick { 1 } else { 3 }),
+        runs: args.runs.count(&args.common),
         folios: String::from_utf8_lossy(&help.stdout).contains("--large-folios"),
         notes: Vec::new(),
+        rescues: BTreeMap::new(),
         right: true,
     };
     let mut rows = Vec::new();
     let mut verdicts = Vec::new();
-    for contents in if args.quick { &["real"][..] } else { &["real", "pattern"] } {
-        let all = lab.subjects(contents, args.quick)?;
+    for contents in if args.common.quick { &["real"][..] } else { &["real", "pattern"] } {
+        let all = lab.subjects(contents, args.common.quick)?;
         for (name, unit) in ROWS {
             let mut row = Row::new(format!("{contents}: {name}"), unit);
             all.iter().for_each(|(key, figures)| row.put(key, figures.get(name).copied()));
@@ -198,6 +184,12 @@ fn experiment(args: &Args) -> Result<bool, String> {
         }
     }
     lab.scale(&mut rows, &mut verdicts)?;
+    for (subject, times) in &lab.rescues {
+        lab.notes.push(format!(
+            "{subject}: {times} times in all runs the kernel's reclaim gave up although there was swap; the processes waited (a \
+             millisecond or so each, in its figures) instead of being killed, and reclaim was tried again."
+        ));
+    }
     lab.notes.push(
         "All subjects but `kernel` leave the pool out of the limit (UZSWAP_POOL_UNCHARGED=1), as a cgroup v1 does with \
          the kernel's: they are compared alike."
@@ -205,10 +197,10 @@ fn experiment(args: &Args) -> Result<bool, String> {
     );
     let settings = json!({
         "limit_bytes": limit, "data_bytes": limit / 40 * 70, "processes": PROCESSES, "runs": lab.runs,
-        "quick": args.quick, "contents": contents, "pool_charged": false, "seconds": start.elapsed().as_secs(),
+        "quick": args.common.quick, "contents": contents, "pool_charged": false, "seconds": start.elapsed().as_secs(),
         "notes": lab.notes,
     });
-    let Value::Object(settings) = settings else { return Err("no settings".to_owned()) };
+    let Value::Object(settings) = settings else { return Err("no settings".to_owned().into()) };
     let findings = Findings { experiment: "usemem".to_owned(), machine: machine::describe(), settings, rows, verdicts };
     println!(
         "uzswap lab usemem: {PROCESSES} processes write {} under a limit of {} (real: {contents}; pattern: usemem's own); \
@@ -219,7 +211,7 @@ fn experiment(args: &Args) -> Result<bool, String> {
     );
     let mut columns: Vec<(&str, &str)> = SUBJECTS.iter().map(|(s, _)| (s.key, s.key)).collect();
     columns.extend([("2", "2 processes"), ("8", "8 processes"), ("32", "32 processes")]);
-    findings.publish(&columns, &lab.notes, args.json.as_deref())?;
+    findings.publish(&columns, &lab.notes, args.common.json.as_deref())?;
     Ok(lab.right)
 }
 
@@ -368,6 +360,9 @@ impl Lab<'_> {
         if said.as_ref().is_some_and(|said| said.corrupt) {
             self.right = false;
             return Err("MEMORY WAS NOT KEPT".to_owned());
+        }
+        if outcome.rescues > 0 {
+            *self.rescues.entry(subject.key).or_default() += outcome.rescues;
         }
         outcome.ok()?;
         let said = said.ok_or("said nothing")?;

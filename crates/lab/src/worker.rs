@@ -39,6 +39,9 @@ pub struct Report {
     pub error: Option<String>,
     /// Whether the error is memory that did not hold what was written.
     pub corrupt: bool,
+    /// Bytes that the pool of a region held at most, as seen after each workload.
+    #[serde(default)]
+    pub pool_peak: u64,
 }
 
 /// One workload done.
@@ -73,7 +76,7 @@ pub fn main(args: &Args) -> i32 {
 }
 
 fn work(args: &Args) -> Report {
-    let mut report = Report { done: Vec::new(), error: None, corrupt: false };
+    let mut report = Report { done: Vec::new(), error: None, corrupt: false, pool_peak: 0 };
     let source = match args.source.as_deref().map(Source::open) {
         Some(Ok(source)) => source,
         Some(Err(error)) => {
@@ -95,7 +98,9 @@ fn work(args: &Args) -> Report {
     let mut pages = unsafe { Pages::new(memory.base(), memory.len(), &source) };
     let fill_only = [Workload::Fill, Workload::Verify];
     for workload in if args.fill_only { &fill_only[..] } else { &Workload::ALL } {
-        match pages.run(*workload) {
+        let done = pages.run(*workload);
+        report.pool_peak = report.pool_peak.max(memory.pool());
+        match done {
             Ok(timing) => report.done.push(Done {
                 workload: workload.name().to_owned(),
                 seconds: timing.seconds,

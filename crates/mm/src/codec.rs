@@ -59,7 +59,7 @@ pub const DEFAULT_SOURCE_MAX: usize = 64 << 10;
 pub enum Algorithm {
     /// LZ4 at acceleration 1.
     Lz4,
-    /// Zstandard at a level: -7 to -1 or 1 to 19.
+    /// Zstandard at a level: -7 to -1 or 1 to 22.
     Zstd(i32),
     /// Deflate without a wrapper, at a level: 1 to 12.
     Deflate(i32),
@@ -73,7 +73,7 @@ impl fmt::Display for ParseAlgorithmError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "unknown codec \"{}\": allowed are lz4, zstd or zstd:LEVEL (-7 to -1, 1 to 19), deflate or deflate:LEVEL \
+            "unknown codec \"{}\": allowed are lz4, zstd or zstd:LEVEL (-7 to -1, 1 to 22), deflate or deflate:LEVEL \
              (1 to 12)",
             self.0
         )
@@ -114,10 +114,12 @@ impl fmt::Display for Algorithm {
 }
 
 impl Algorithm {
-    fn level_is_allowed(self) -> bool {
+    /// Whether the codec has this level; nothing is ever made of one that it has not.
+    #[must_use]
+    pub fn level_is_allowed(self) -> bool {
         match self {
             Self::Lz4 => true,
-            Self::Zstd(level) => level != 0 && (-7..=19).contains(&level),
+            Self::Zstd(level) => level != 0 && (-7..=22).contains(&level),
             Self::Deflate(level) => (1..=12).contains(&level),
         }
     }

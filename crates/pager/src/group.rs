@@ -26,6 +26,7 @@
 use crate::folio::{FolioCounters, FolioSettings};
 use crate::inject::Faults;
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
+use uzswap_mm::codec::Algorithm;
 use uzswap_sys::process::Identity;
 
 /// Environment variable with the path of the group's memory object.
@@ -51,6 +52,20 @@ pub const CODEC_LZ4: u32 = 0;
 pub const CODEC_ZSTD: u32 = 1;
 /// See [`CODEC_LZ4`].
 pub const CODEC_DEFLATE: u32 = 2;
+
+/// What [`Node::codec`] and [`Node::level`] mean: level 0 is the codec's default, any other is used as it is. `None` for
+/// a codec or a level that there is not.
+#[must_use]
+pub fn algorithm(codec: u32, level: u32) -> Option<Algorithm> {
+    let level = if level == 0 { 1 } else { i32::try_from(level).ok()? };
+    let algorithm = match codec {
+        CODEC_LZ4 => Algorithm::Lz4,
+        CODEC_ZSTD => Algorithm::Zstd(level),
+        CODEC_DEFLATE => Algorithm::Deflate(level),
+        _ => return None,
+    };
+    algorithm.level_is_allowed().then_some(algorithm)
+}
 
 /// What happens when a limit is exceeded and nothing more can be reclaimed ([`Node::on_full`]): the program goes on.
 pub const ON_FULL_EXCEED: u32 = 0;

@@ -7,7 +7,6 @@ use crate::member::Chain;
 use crate::state::{BLOCK_PAGES, State};
 use crate::trace::{Recorder, Rings};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
-use uzswap_mm::codec::Algorithm;
 use uzswap_mm::trace::{Kind, Record};
 use uzswap_sys::lock::{self, Lock};
 use uzswap_sys::raw::{self, Errno};
@@ -97,17 +96,13 @@ impl Pager {
     ///
     /// # Errors
     /// `ENOMEM` when no address space can be reserved; `EAGAIN` when the tree has too many members; `EINVAL` when it
-    /// has no such group.
+    /// has no such group, or the group a compressor that there is not.
     pub fn new(group: &'static GroupPage, node: usize, layout: Layout) -> Result<Self, Errno> {
         if node >= NODES || !group.nodes[node].is_ready() {
             return Err(libc::EINVAL);
         }
-        let level = group.nodes[node].level.load(Relaxed) as i32;
-        let algorithm = match group.nodes[node].codec.load(Relaxed) {
-            crate::group::CODEC_ZSTD => Algorithm::Zstd(if level == 0 { 1 } else { level.clamp(-7, 19) }),
-            crate::group::CODEC_DEFLATE => Algorithm::Deflate(if level == 0 { 1 } else { level.clamp(1, 12) }),
-            _ => Algorithm::Lz4,
-        };
+        let n = &group.nodes[node];
+        let algorithm = crate::group::algorithm(n.codec.load(Relaxed), n.level.load(Relaxed)).ok_or(libc::EINVAL)?;
         let pager = Self {
             state: Lock::new(State::new(layout, algorithm)),
             layout,

@@ -25,7 +25,7 @@
 
 use crate::arena::{Layout, PAGE};
 use crate::fault::Request;
-use crate::group::{CODEC_DEFLATE, CODEC_LZ4, CODEC_ZSTD, GroupPage, MAGIC};
+use crate::group::{CODEC_DEFLATE, CODEC_LZ4, CODEC_ZSTD, GroupPage, MAGIC, algorithm};
 use crate::mapfile::{Kind as MapKind, MapFile};
 use crate::pager::Pager;
 use crate::placement::Helpers;
@@ -34,6 +34,7 @@ use core::fmt;
 use core::ops::Range;
 use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
 use std::sync::{Mutex, OnceLock};
+use uzswap_mm::codec::Algorithm;
 use uzswap_mm::pagetable::Tag;
 use uzswap_mm::zone::Kind;
 use uzswap_sys::raw::Errno;
@@ -51,10 +52,27 @@ pub enum Compressor {
     /// LZ4.
     #[default]
     Lz4,
-    /// Zstandard at a level (0: its default).
+    /// Zstandard at a level, 1 to 22 (0: its default).
     Zstd(u32),
-    /// Deflate at a level (0: its default).
+    /// Deflate at a level, 1 to 12 (0: its default).
     Deflate(u32),
+}
+
+impl Compressor {
+    /// Codec and level as a group's page has them.
+    const fn numbers(self) -> (u32, u32) {
+        match self {
+            Self::Lz4 => (CODEC_LZ4, 0),
+            Self::Zstd(level) => (CODEC_ZSTD, level),
+            Self::Deflate(level) => (CODEC_DEFLATE, level),
+        }
+    }
+
+    /// The engine's name for it; `None` when it has no such level.
+    pub(crate) fn algorithm(self) -> Option<Algorithm> {
+        let (codec, level) = self.numbers();
+        algorithm(codec, level)
+    }
 }
 
 /// How a region is made.
@@ -83,6 +101,8 @@ impl Options {
 pub enum Error {
     /// The limit is below [`LEAST_LIMIT`], or the size is zero.
     Size,
+    /// The compressor has no such level.
+    Level(Compressor),
     /// The process has [`MOST_REGIONS`].
     TooMany,
     /// The kernel refused.
@@ -98,6 +118,9 @@ impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Size => write!(f, "a region needs a size, and a limit of at least {} MiB", LEAST_LIMIT >> 20),
+            Self::Level(Compressor::Zstd(level)) => write!(f, "zstd has no level {level}: choose 1 to 22"),
+            Self::Level(Compressor::Deflate(level)) => write!(f, "deflate has no level {level}: choose 1 to 12"),
+            Self::Level(Compressor::Lz4) => write!(f, "lz4 has no levels"),
             Self::TooMany => write!(f, "a process can have {MOST_REGIONS} regions"),
             Self::Kernel { what, errno } => write!(f, "{what}: {}", std::io::Error::from_raw_os_error(*errno)),
         }
@@ -177,14 +200,11 @@ impl Region {
         if size == 0 || options.limit < LEAST_LIMIT {
             return Err(Error::Size);
         }
+        options.compressor.algorithm().ok_or(Error::Level(options.compressor))?;
         let mapped = size.checked_next_multiple_of(BLOCK).ok_or(Error::Size)?;
         // SAFETY: atomics and counters, for all of which zero is a value.
         let group: Box<GroupPage> = unsafe { Box::new_zeroed().assume_init() };
-        let (codec, level) = match options.compressor {
-            Compressor::Lz4 => (CODEC_LZ4, 0),
-            Compressor::Zstd(level) => (CODEC_ZSTD, level),
-            Compressor::Deflate(level) => (CODEC_DEFLATE, level),
-        };
+        let (codec, level) = options.compressor.numbers();
         group.magic.store(MAGIC, Relaxed);
         group.set_up(b"region");
         group.nodes[0].max.store(options.limit as u64, Relaxed);

@@ -210,19 +210,31 @@ pub fn machine() -> Result<(), Refused> {
         },
     };
     let features = |uffd: OwnedFd| probe::features(&uffd);
-    verdict(&machine::kernel_release(), opened.and_then(features), user_mode_only).map_err(Refused::from)
+    let features = opened.and_then(features);
+    verdict(&machine::kernel_release(), features, probe::pagemap_scan(), user_mode_only).map_err(Refused::from)
 }
 
-/// The sentence for what was found, if it does not do.
-fn verdict(release: &str, features: io::Result<u64>, user_mode_only: bool) -> Result<(), String> {
-    let old = machine::version_of(release) < (5, 7);
+/// The first kernel with all that is needed; UFFDIO_MOVE is the youngest of it.
+pub const KERNEL: (u32, u32) = (6, 8);
+
+/// The sentence for what was found, if it does not do. Pages leave a program by UFFDIO_MOVE and in no other way, so
+/// without it the program would run above its limit: it is not started.
+fn verdict(release: &str, features: io::Result<u64>, scan: io::Result<()>, user_mode_only: bool) -> Result<(), String> {
+    let old = machine::version_of(release) < KERNEL;
     match features {
-        Ok(features) if features & probe::FEATURE_WP != 0 => Ok(()),
+        Ok(features) if features & probe::FEATURE_MOVE != 0 => scan.map_err(|e| {
+            format!(
+                "PAGEMAP_SCAN does not work ({}), by which uzswap finds a program's pages: mount /proc, and use a \
+                 kernel built with CONFIG_PROC_PAGE_MONITOR",
+                plain(&e)
+            )
+        }),
         _ if old => Err(format!(
-            "kernel {release} is too old: uzswap needs Linux 5.7 or newer (6.8 is best); upgrade the kernel"
+            "kernel {release} is too old to move pages out of a program (UFFDIO_MOVE): upgrade to Linux 6.8 or newer"
         )),
         Ok(_) => Err(format!(
-            "kernel {release} cannot write-protect through userfaultfd: use one built with CONFIG_USERFAULTFD and HAVE_ARCH_USERFAULTFD_WP"
+            "kernel {release} cannot move pages out of a program (UFFDIO_MOVE), though Linux 6.8 and newer can: boot \
+             a distribution's own kernel of that age"
         )),
         Err(e) if e.raw_os_error() == Some(libc::ENOSYS) => Err(format!(
             "kernel {release} has no userfaultfd: use one built with CONFIG_USERFAULTFD=y (`uzswap doctor` says more)"
@@ -267,14 +279,25 @@ pub fn agent() -> Result<PathBuf, Refused> {
 
 #[cfg(test)]
 mod tests {
-    use super::verdict;
     use std::io::Error;
+    use uzswap_sys::probe;
+
+    use super::verdict;
 
     #[test]
     fn machines() {
         let errno = |e| Err(Error::from_raw_os_error(e));
-        assert_eq!(verdict("6.8.0", Ok(1), false), Ok(()));
-        assert!(verdict("5.4.0", Ok(0), false).unwrap_err().contains("too old"));
+        let verdict = |release: &str, features, only| verdict(release, features, Ok(()), only);
+        let (wp, all) = (probe::FEATURE_WP, probe::FEATURE_WP | probe::FEATURE_MOVE);
+        assert_eq!(verdict("6.8.0", Ok(all), false), Ok(()));
+        // Once a kernel without MOVE was accepted, on which nothing can be evicted and the limit means nothing.
+        for release in ["5.4.0", "5.15.0", "6.1.0-18-amd64", "6.7.12"] {
+            let text = verdict(release, Ok(wp), false).unwrap_err();
+            assert!(text.contains("UFFDIO_MOVE") && text.contains("upgrade to Linux 6.8"), "{text}");
+            assert_eq!(verdict(release, Ok(wp | probe::FEATURE_MOVE), false), Ok(()), "back-ported");
+        }
+        let odd = verdict("6.12.0", Ok(wp), false).unwrap_err();
+        assert!(odd.contains("UFFDIO_MOVE") && odd.contains("own kernel"), "{odd}");
         assert!(verdict("4.4.0", errno(libc::ENOSYS), false).unwrap_err().contains("too old"));
         assert!(verdict("6.8.0", errno(libc::ENOSYS), false).unwrap_err().contains("CONFIG_USERFAULTFD"));
         let denied = verdict("6.8.0", errno(libc::EPERM), false).unwrap_err();
@@ -282,5 +305,7 @@ mod tests {
             assert!(denied.contains(way), "{denied}");
         }
         assert!(verdict("6.8.0", errno(libc::EPERM), true).unwrap_err().contains("user-mode-only"));
+        let scan = super::verdict("6.8.0", Ok(all), Err(Error::from_raw_os_error(libc::ENOTTY)), false).unwrap_err();
+        assert!(scan.contains("PAGEMAP_SCAN") && scan.contains("/proc"), "{scan}");
     }
 }

@@ -129,6 +129,7 @@ pub fn plain(error: &std::io::Error) -> String {
 mod tests {
     use super::{Compressor, Config};
     use proptest::prelude::*;
+    use uzswap_pager::group::algorithm;
 
     #[test]
     fn all_names() {
@@ -164,6 +165,18 @@ mod tests {
         assert_eq!(of("zstd:19"), Ok(("zstd", 19)));
         assert_eq!(of("deflate"), Ok(("deflate", 0)));
         assert_eq!(of("deflate:12"), Ok(("deflate", 12)));
+        assert_eq!(of("zstd:22"), Ok(("zstd", 22)));
+        // What is accepted here is what the engine makes, at that level and not at a lower one.
+        for (text, codec) in [("lz4", "lz4"), ("zstd", "zstd:1"), ("deflate", "deflate:1")] {
+            let own = Compressor::parse(text).unwrap();
+            assert_eq!(algorithm(own.codec, own.level).unwrap().to_string(), codec);
+        }
+        for (name, highest) in [("zstd", 22), ("deflate", 12)] {
+            for text in (1..=highest).map(|level| format!("{name}:{level}")) {
+                let own = Compressor::parse(&text).unwrap();
+                assert_eq!(algorithm(own.codec, own.level).map(|a| a.to_string()), Some(text));
+            }
+        }
         for bad in ["", "lzo", "LZ4", "lz4:1", "zstd:", "zstd:0", "zstd:23", "zstd:-1", "zstd:x", "deflate:13"] {
             assert!(of(bad).is_err(), "{bad}");
         }

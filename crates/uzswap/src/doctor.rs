@@ -96,28 +96,7 @@ fn examine() -> Findings {
         features.as_ref().map_or_else(plain, |_| format!("{} features", names(bits).len())),
         "the kernel refuses its own interface: look at `dmesg` and at the container's seccomp profile",
     ));
-    checks.push(Check::new(
-        "write-protect",
-        true,
-        bits & probe::FEATURE_WP != 0,
-        if bits & probe::FEATURE_WP != 0 { "there" } else { "not there" },
-        "Linux 5.7 or newer is needed, on x86-64 or 64-bit Arm",
-    ));
-    checks.push(Check::new(
-        "move",
-        false,
-        bits & probe::FEATURE_MOVE != 0,
-        if bits & probe::FEATURE_MOVE != 0 { "there: pages are moved" } else { "not there: pages are copied, slower" },
-        "Linux 6.8 or newer has it",
-    ));
-    let scan = probe::pagemap_scan();
-    checks.push(Check::new(
-        "PAGEMAP_SCAN",
-        false,
-        scan.is_ok(),
-        scan.as_ref().map_or_else(plain, |()| "there".to_owned()),
-        "Linux 6.7 or newer has it",
-    ));
+    checks.extend(what_the_kernel_can(bits, &probe::pagemap_scan()));
     checks.push(confinement(granted));
     let agent = check::agent();
     checks.push(Check::new(
@@ -132,6 +111,39 @@ fn examine() -> Findings {
     Findings { works, features: names(bits), checks }
 }
 
+/// The kernel's calls that pages are moved, found and protected with.
+fn what_the_kernel_can(features: u64, scan: &io::Result<()>) -> [Check; 3] {
+    let has = |bit| features & bit != 0;
+    let found = |bit, yes: &str, no: &str| if has(bit) { yes.to_owned() } else { no.to_owned() };
+    [
+        Check::new(
+            "move",
+            true,
+            has(probe::FEATURE_MOVE),
+            found(
+                probe::FEATURE_MOVE,
+                "there: pages can be moved out of a program",
+                "not there: pages leave a program by UFFDIO_MOVE only, so nothing could be evicted",
+            ),
+            "upgrade to Linux 6.8 or newer, which has UFFDIO_MOVE",
+        ),
+        Check::new(
+            "PAGEMAP_SCAN",
+            true,
+            scan.is_ok(),
+            scan.as_ref().map_or_else(plain, |()| "there: a program's pages can be found".to_owned()),
+            "Linux 6.7 or newer has it, with /proc mounted and CONFIG_PROC_PAGE_MONITOR",
+        ),
+        Check::new(
+            "write-protect",
+            false,
+            has(probe::FEATURE_WP),
+            found(probe::FEATURE_WP, "there, for shared regions", "not there, so there are no shared regions"),
+            "Linux 5.19 or newer has it for shared memory, on x86-64 or 64-bit Arm",
+        ),
+    ]
+}
+
 fn kernel(release: &str) -> Check {
     let version = machine::version_of(release);
     let steps = [
@@ -143,8 +155,9 @@ fn kernel(release: &str) -> Check {
     ];
     let brings: Vec<_> = steps.iter().filter(|(since, _)| version >= *since).map(|(_, what)| *what).collect();
     let brings = if brings.is_empty() { "nothing uzswap needs".to_owned() } else { brings.join(", ") };
-    let ok = version >= (5, 7);
-    Check::new("kernel", true, ok, format!("{release} brings {brings}"), "upgrade to Linux 5.7 or newer; 6.8 is best")
+    let ok = version >= check::KERNEL;
+    // Not required by its number: what counts is whether the calls are there.
+    Check::new("kernel", false, ok, format!("{release} brings {brings}"), "upgrade to Linux 6.8 or newer")
 }
 
 fn confinement(granted: bool) -> Check {
@@ -208,15 +221,36 @@ fn text(findings: &Findings) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{Findings, kernel, text};
+    use super::{Findings, kernel, probe, text, what_the_kernel_can};
+    use std::io::Error;
 
     #[test]
     fn kernels() {
         assert!(kernel("6.18.1").ok && kernel("6.18.1").found.ends_with("move (6.8)"));
-        assert!(kernel("5.7.0").ok);
+        assert!(kernel("6.8.0").ok && !kernel("6.7.9").ok && !kernel("5.15.0").ok);
         let old = kernel("4.19.0");
         assert!(!old.ok && old.found.ends_with("brings userfaultfd (4.11)"));
         let text = text(&Findings { works: false, features: vec![], checks: vec![old] });
-        assert!(text.starts_with("✗ kernel") && text.contains("to change: upgrade") && text.contains("cannot work"));
+        assert!(text.starts_with("✗ kernel") && text.contains("upgrade to Linux 6.8") && text.contains("cannot work"));
+    }
+
+    #[test]
+    fn move_and_scan_are_required() {
+        // The doctor once said that without MOVE "pages are copied, slower". Nothing is: the limit is not kept.
+        let refused = || Err(Error::from_raw_os_error(libc::ENOTTY));
+        let missing = |features, scan| {
+            let checks = what_the_kernel_can(features, &scan);
+            let bad: Vec<_> = checks.iter().filter(|c| c.required && !c.ok).map(|c| c.name).collect();
+            (bad, text(&Findings { works: false, features: vec![], checks: checks.into() }))
+        };
+        assert_eq!(missing(probe::FEATURE_MOVE, Ok(())).0, [""; 0], "write-protect is for shared regions alone");
+        assert_eq!(missing(probe::FEATURE_MOVE, refused()).0, ["PAGEMAP_SCAN"]);
+        let (bad, text) = missing(probe::FEATURE_WP, Ok(()));
+        assert_eq!(bad, ["move"]);
+        assert!(
+            text.contains("nothing could be evicted") && text.contains("to change: upgrade to Linux 6.8"),
+            "{text}"
+        );
+        assert!(!text.contains("copied"), "{text}");
     }
 }

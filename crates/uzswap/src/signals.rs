@@ -24,6 +24,7 @@ static PIPE_IGNORED: AtomicBool = AtomicBool::new(false);
 
 /// Runs before `main`, while dispositions are still those we were started with.
 #[used]
+// SAFETY: a function of C's calling convention, as the loader calls them there; it needs nothing that main sets up.
 #[unsafe(link_section = ".init_array")]
 static NOTE_PIPE: extern "C" fn() = {
     extern "C" fn note_pipe() {

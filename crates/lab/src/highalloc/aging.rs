@@ -6,49 +6,25 @@
 //! pages lie in the zone like any other; where the pool is at its bound the oldest objects go to a disk (memory outside
 //! the zone). Page tables are unmovable frames. Every page read back is compared with what was written.
 
+use super::processes::Process;
 use super::trace::Trace;
+use super::world::{Mover, Owner, World};
 use crate::data::Source;
 use crate::size::PAGE;
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use crate::workload::Random;
+use std::collections::{HashMap, VecDeque};
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor, Encoding};
 use uzswap_mm::compaction::policy::Policy;
-use uzswap_mm::compaction::{Compactor, Goal, Migrate};
+use uzswap_mm::compaction::{Compactor, Goal};
 use uzswap_mm::lru::{Entry, Lru};
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
 use uzswap_mm::zone::{BLOCK_FRAMES, Kind, MAX_ORDER, MigrateType, Watermarks, Zone};
-use uzswap_mm::zsmalloc::{Freed, Handle, Relocate, ZsPool};
+use uzswap_mm::zsmalloc::{Freed, Handle, ZsPool};
 
 /// Bytes in front of an object: its page (8), its length (2), its encoding (1).
 const HEAD: usize = 11;
 /// Pages of address space of a process.
-const SPACE: u64 = 1 << 22;
-
-/// splitmix64.
-#[derive(Clone)]
-pub struct Random(pub u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-    fn below(&mut self, n: usize) -> usize {
-        (self.next() % n.max(1) as u64) as usize
-    }
-}
-
-/// What a frame is used for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Owner {
-    Free,
-    Page(u64),
-    Pool(u32),
-    Table,
-    Huge,
-}
+pub(super) const SPACE: u64 = 1 << 22;
 
 /// Events, cumulative.
 #[derive(Clone, Copy, Debug, Default)]
@@ -69,152 +45,23 @@ pub struct Counts {
     pub wrong: u64,
 }
 
-/// A running program.
-struct Process {
-    pid: u64,
-    trace: usize,
-    step: usize,
-    /// Its pages, in the order they came, and where each is in that order.
-    live: Vec<u32>,
-    place: HashMap<u32, usize>,
-    /// Frames of its tables, by the part of the address space they are for.
-    tables: BTreeMap<u64, u32>,
-    /// Whether it stays when it has done what it does.
-    stays: bool,
-}
-
-/// Everything but the zone, so that compaction can move what the zone's frames hold.
-struct World<'a> {
-    source: &'a Source,
-    start: u32,
-    memory: Vec<u8>,
-    owner: Vec<Owner>,
-    /// When the page in a frame came, and whether it was touched since.
-    birth: Vec<u16>,
-    referenced: Vec<bool>,
-    pt: PageTable,
-    pool_frames: Vec<u32>,
-    versions: HashMap<u64, u32>,
-}
-
-impl World<'_> {
-    fn at(&self, frame: u32) -> usize {
-        (frame - self.start) as usize
-    }
-    fn frame(&mut self, frame: u32) -> &mut [u8] {
-        let at = self.at(frame) * PAGE;
-        &mut self.memory[at..at + PAGE]
-    }
-
-    /// Reads (or with `write` writes) bytes of the pool, wherever its pages are.
-    fn pool_bytes(&mut self, offset: usize, bytes: &mut [u8], write: bool) {
-        let mut done = 0;
-        while done < bytes.len() {
-            let (page, into) = ((offset + done) / PAGE, (offset + done) % PAGE);
-            let n = (PAGE - into).min(bytes.len() - done);
-            let frame = self.pool_frames[page];
-            let there = &mut self.frame(frame)[into..into + n];
-            if write {
-                there.copy_from_slice(&bytes[done..done + n]);
-            } else {
-                bytes[done..done + n].copy_from_slice(there);
-            }
-            done += n;
-        }
-    }
-
-    fn content(&self, vpn: u64) -> &[u8] {
-        let mut random = Random(vpn);
-        self.source.page(random.below(self.source.pages()))
-    }
-
-    /// Fills a frame with a page as it must be.
-    fn write_page(&mut self, vpn: u64, frame: u32) {
-        let version = self.versions.get(&vpn).copied().unwrap_or(0);
-        let at = self.at(frame) * PAGE;
-        let index = Random(vpn).below(self.source.pages());
-        let page = &mut self.memory[at..at + PAGE];
-        page.copy_from_slice(self.source.page(index));
-        page[..8].copy_from_slice(&vpn.to_le_bytes());
-        page[8..12].copy_from_slice(&version.to_le_bytes());
-    }
-
-    /// Whether a frame holds a page as it must be.
-    fn is_right(&self, vpn: u64, frame: u32) -> bool {
-        let version = self.versions.get(&vpn).copied().unwrap_or(0);
-        let at = self.at(frame) * PAGE;
-        let page = &self.memory[at..at + PAGE];
-        page[..8] == vpn.to_le_bytes() && page[8..12] == version.to_le_bytes() && page[12..] == self.content(vpn)[12..]
-    }
-}
-
-impl Migrate for World<'_> {
-    fn isolate(&mut self, _: &Zone, frame: u32) -> bool {
-        matches!(self.owner[self.at(frame)], Owner::Page(_) | Owner::Pool(_))
-    }
-
-    fn extent(&self, frame: u32) -> u32 {
-        if self.owner[self.at(frame)] == Owner::Huge { BLOCK_FRAMES } else { 1 }
-    }
-
-    fn migrate(&mut self, _: &mut Zone, from: u32, to: u32) -> bool {
-        let (src, dst) = (self.at(from), self.at(to));
-        self.memory.copy_within(src * PAGE..(src + 1) * PAGE, dst * PAGE);
-        match self.owner[src] {
-            Owner::Page(vpn) => self.pt.set(vpn, Pte::new(Tag::Resident, to)),
-            Owner::Pool(page) => self.pool_frames[page as usize] = to,
-            Owner::Free | Owner::Table | Owner::Huge => return false,
-        }
-        self.owner[dst] = std::mem::replace(&mut self.owner[src], Owner::Free);
-        (self.birth[dst], self.referenced[dst]) = (self.birth[src], self.referenced[src]);
-        true
-    }
-
-    fn putback(&mut self, _frame: u32) {}
-}
-
-/// Moves objects of the pool: the page table is told the new handle.
-struct Mover<'a, 'b> {
-    world: &'a mut World<'b>,
-    freed: Vec<Freed>,
-}
-
-impl Relocate for Mover<'_, '_> {
-    fn relocate(&mut self, from: Handle, to: Handle, len: usize) -> bool {
-        let mut bytes = vec![0; len];
-        self.world.pool_bytes(from.offset(), &mut bytes, false);
-        let vpn = u64::from_le_bytes(std::array::from_fn(|i| bytes[i]));
-        let pte = self.world.pt.get(vpn);
-        if pte.tag() != Tag::Compressed || pte.handle() != from.raw() {
-            return false;
-        }
-        self.world.pool_bytes(to.offset(), &mut bytes, true);
-        self.world.pt.set(vpn, Pte::compressed(to.raw(), 0, 0));
-        true
-    }
-
-    fn freed(&mut self, pages: Freed) {
-        self.freed.push(pages);
-    }
-}
-
 /// The machine under one policy of compaction.
 pub struct Machine<'a, P> {
     zone: Zone,
     /// Compaction and its counters.
     pub compactor: Compactor<P>,
-    world: World<'a>,
+    pub(super) world: World<'a>,
     pool: ZsPool,
     lru: Lru,
     stored: VecDeque<u64>,
     disk: HashMap<u64, Vec<u8>>,
     compressor: Compressor,
     decompressor: Decompressor,
-    traces: &'a [Trace],
-    processes: Vec<Process>,
+    pub(super) traces: &'a [Trace],
+    pub(super) processes: Vec<Process>,
     huge: Vec<u32>,
     births: u16,
-    random: Random,
+    pub(super) random: Random,
     /// What happened.
     pub counts: Counts,
 }
@@ -251,7 +98,7 @@ impl<'a, P: Policy> Machine<'a, P> {
             processes: Vec::new(),
             huge: Vec::new(),
             births: 0,
-            random: Random(seed),
+            random: Random::new(seed),
             counts: Counts::default(),
         }
     }
@@ -277,14 +124,14 @@ impl<'a, P: Policy> Machine<'a, P> {
         Some(frame)
     }
 
-    fn give(&mut self, frame: u32) {
+    pub(super) fn give(&mut self, frame: u32) {
         let at = self.world.at(frame);
         self.world.owner[at] = Owner::Free;
         self.zone.free(Kind::Frame, frame, 0);
     }
 
     /// A frame for the load: background reclaim has run where there were few, and the reserve is left alone.
-    fn take_for_load(&mut self, mt: MigrateType, owner: Owner) -> Option<u32> {
+    pub(super) fn take_for_load(&mut self, mt: MigrateType, owner: Owner) -> Option<u32> {
         let marks = self.zone.watermarks;
         let free = self.zone.free_slots(Kind::Frame);
         if free <= marks.low {
@@ -439,7 +286,7 @@ impl<'a, P: Policy> Machine<'a, P> {
     }
 
     /// A page comes for the first time.
-    fn allocate(&mut self, vpn: u64) -> bool {
+    pub(super) fn allocate(&mut self, vpn: u64) -> bool {
         let Some(frame) = self.take_for_load(MigrateType::Movable, Owner::Page(vpn)) else { return false };
         self.world.write_page(vpn, frame);
         self.map(vpn, frame);
@@ -448,7 +295,7 @@ impl<'a, P: Policy> Machine<'a, P> {
     }
 
     /// A page is read or written.
-    fn touch(&mut self, vpn: u64, write: bool) {
+    pub(super) fn touch(&mut self, vpn: u64, write: bool) {
         let pte = self.world.pt.get(vpn);
         let frame = match pte.tag() {
             Tag::Resident => pte.aux(),
@@ -492,7 +339,7 @@ impl<'a, P: Policy> Machine<'a, P> {
     }
 
     /// A page goes.
-    fn drop_page(&mut self, vpn: u64) {
+    pub(super) fn drop_page(&mut self, vpn: u64) {
         let pte = self.world.pt.get(vpn);
         match pte.tag() {
             Tag::Resident => {
@@ -507,132 +354,6 @@ impl<'a, P: Policy> Machine<'a, P> {
         }
         self.world.pt.set(vpn, Pte::NONE);
         self.world.versions.remove(&vpn);
-    }
-
-    // --- processes
-
-    /// Starts a program; with `stays` it does not end.
-    fn start(&mut self, trace: usize, stays: bool) {
-        let (live, place) = (Vec::new(), HashMap::new());
-        // The lowest number nobody has: the page table has room for 8192.
-        let pid = (1..).find(|pid| self.processes.iter().all(|p| p.pid != *pid)).expect("there are many");
-        self.processes.push(Process { pid, trace, step: 0, live, place, tables: BTreeMap::new(), stays });
-    }
-
-    /// One step of a process; false when it has none left.
-    fn step(&mut self, i: usize) -> bool {
-        let traces = self.traces;
-        let Some(step) = traces[self.processes[i].trace].steps.get(self.processes[i].step) else { return false };
-        for page in step.went.iter().flat_map(|(first, n)| *first..first + n) {
-            self.page_went(i, page);
-        }
-        for page in step.came.iter().flat_map(|(first, n)| *first..first + n) {
-            self.page_came(i, page);
-        }
-        let base = self.processes[i].pid * SPACE;
-        for page in step.touched.iter().flat_map(|(first, n)| *first..first + n) {
-            self.touch(base + u64::from(page), page % 3 == 0);
-        }
-        self.processes[i].step += 1;
-        true
-    }
-
-    /// Lets every process do a step and touch pages; who is done makes place for the next program.
-    pub fn tick(&mut self, references: usize) {
-        for i in 0..self.processes.len() {
-            if !self.step(i) && !self.processes[i].stays {
-                let next = (self.processes[i].trace + 1) % self.traces.len();
-                let mut done = self.processes.swap_remove(i);
-                self.exit(&mut done);
-                self.start(next, false);
-                let last = self.processes.len() - 1;
-                self.processes.swap(i, last);
-            }
-            let (base, n) = (self.processes[i].pid * SPACE, self.processes[i].live.len());
-            // What stays is mostly idle.
-            let times = if self.processes[i].stays { references / 16 } else { references };
-            for _ in 0..if n > 0 { times } else { 0 } {
-                let recent = (n / 8).max(1);
-                let at =
-                    if self.random.below(4) > 0 { n - 1 - self.random.below(recent) } else { self.random.below(n) };
-                let write = self.random.below(3) == 0;
-                self.touch(base + u64::from(self.processes[i].live[at]), write);
-            }
-        }
-    }
-
-    fn page_came(&mut self, i: usize, page: u32) {
-        let (base, leaf) = (self.processes[i].pid * SPACE, u64::from(page) / 512);
-        if !self.processes[i].tables.contains_key(&leaf) {
-            let Some(table) = self.take_for_load(MigrateType::Unmovable, Owner::Table) else { return };
-            self.processes[i].tables.insert(leaf, table);
-        }
-        if self.allocate(base + u64::from(page)) {
-            let process = &mut self.processes[i];
-            process.place.insert(page, process.live.len());
-            process.live.push(page);
-        }
-    }
-
-    fn page_went(&mut self, i: usize, page: u32) {
-        let process = &mut self.processes[i];
-        let Some(at) = process.place.remove(&page) else { return };
-        process.live.swap_remove(at);
-        if let Some(moved) = process.live.get(at) {
-            process.place.insert(*moved, at);
-        }
-        let vpn = process.pid * SPACE + u64::from(page);
-        self.drop_page(vpn);
-    }
-
-    fn exit(&mut self, process: &mut Process) {
-        for page in process.live.drain(..) {
-            self.drop_page(process.pid * SPACE + u64::from(page));
-        }
-        for table in std::mem::take(&mut process.tables).into_values() {
-            self.give(table);
-        }
-    }
-
-    /// Starts programs that stay, up to a tenth of the machine: they do what they do and remain.
-    pub fn start_residents(&mut self) {
-        let (mut wanted, mut next) = (0, 0);
-        while wanted < self.world.owner.len() / 10 {
-            self.start(next % self.traces.len(), true);
-            wanted += self.traces[next % self.traces.len()].peak / 2;
-            next += 1;
-        }
-        let mut more = true;
-        while std::mem::take(&mut more) {
-            for i in 0..self.processes.len() {
-                more |= self.step(i);
-            }
-        }
-    }
-
-    /// Starts programs until all together have `times` the machine's size, each somewhere in what it does: the same ones
-    /// for the same seed.
-    pub fn start_load(&mut self, times: f64, seed: u64) {
-        self.random = Random(seed);
-        let mut wanted = 0;
-        while (wanted as f64) < self.world.owner.len() as f64 * times {
-            let trace = self.random.below(self.traces.len());
-            self.start(trace, false);
-            let (me, steps) = (self.processes.len() - 1, self.traces[trace].steps.len());
-            for _ in 0..self.random.below(steps) {
-                self.step(me);
-            }
-            wanted += self.processes[me].live.len();
-        }
-    }
-
-    /// Ends what does not stay.
-    pub fn stop_load(&mut self) {
-        let (stay, end): (Vec<_>, Vec<_>) = std::mem::take(&mut self.processes).into_iter().partition(|p| p.stays);
-        self.processes = stay;
-        for mut process in end {
-            self.exit(&mut process);
-        }
     }
 
     /// Drops caches: what the pool keeps half empty.

@@ -21,6 +21,9 @@ fn layout(size: usize) -> Option<Layout> {
 }
 
 /// malloc's contract.
+///
+/// # Safety
+/// None beyond being handed to libdeflate together with [`release`].
 unsafe extern "C" fn allocate(size: usize) -> *mut c_void {
     let Some(layout) = layout(size) else {
         return null_mut();
@@ -37,7 +40,10 @@ unsafe extern "C" fn allocate(size: usize) -> *mut c_void {
     }
 }
 
-/// free's contract: `memory` is null or came from [`allocate`] and is not used again.
+/// free's contract.
+///
+/// # Safety
+/// `memory` is null or came from [`allocate`] and is not used again.
 unsafe extern "C" fn release(memory: *mut c_void) {
     if memory.is_null() {
         return;

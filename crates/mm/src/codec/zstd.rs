@@ -98,3 +98,19 @@ impl Decompressor {
         (unsafe { ZSTD_isError(len) } == 0).then_some(len)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::context_bytes;
+
+    /// The best levels have windows of up to 128 MiB for large files. For units of at most 64 KiB they must stay
+    /// affordable inside a program that is short of memory.
+    #[test]
+    fn no_level_takes_much_memory_for_small_units() {
+        for source_max in [16 << 10, 64 << 10] {
+            let all = [1, 3, 9, 19, 20, 21, 22].map(|level| (level, context_bytes(level, source_max)));
+            println!("workspace for {source_max} bytes, (level, bytes): {all:?}");
+            assert!(all.iter().all(|(_, bytes)| *bytes < 4 << 20), "{all:?}");
+        }
+    }
+}

@@ -3,12 +3,13 @@
 use proptest::prelude::*;
 use uzswap_mm::codec::{Algorithm, Compressor, Corrupt, Decompressor, Encoding};
 
-const ALGORITHMS: [Algorithm; 7] = [
+const ALGORITHMS: [Algorithm; 8] = [
     Algorithm::Lz4,
     Algorithm::Zstd(-7),
     Algorithm::Zstd(1),
     Algorithm::Zstd(3),
     Algorithm::Zstd(19),
+    Algorithm::Zstd(22),
     Algorithm::Deflate(1),
     Algorithm::Deflate(12),
 ];
@@ -57,6 +58,21 @@ fn round_trips() {
             assert_eq!(compressor.compress(&random(len, 7), &mut vec![0; len * 15 / 16]), None, "{algorithm}");
         }
     }
+}
+
+/// Levels 20 to 22 were taken for 19 once.
+#[test]
+fn the_best_levels_of_zstd_are_used() {
+    let stored = |level| {
+        let mut compressor = Compressor::new(Algorithm::Zstd(level));
+        let mut object = vec![0; 64 << 10];
+        let len = |s: Vec<u8>| compressor.compress(&s, &mut object).map_or(s.len(), |(_, len)| len);
+        samples(64 << 10).into_iter().map(len).sum::<usize>()
+    };
+    let all = [1, 19, 20, 22].map(|level| (level, stored(level)));
+    println!("level, bytes stored: {all:?}");
+    let [(_, one), (_, nineteen), (_, twenty), (_, best)] = all;
+    assert!(best <= twenty && twenty <= nineteen && nineteen < one && best < nineteen, "{all:?}");
 }
 
 #[test]
@@ -170,6 +186,7 @@ fn names() {
         ("zstd:3", Algorithm::Zstd(3)),
         ("zstd:-7", Algorithm::Zstd(-7)),
         ("zstd:19", Algorithm::Zstd(19)),
+        ("zstd:22", Algorithm::Zstd(22)),
         ("deflate", Algorithm::Deflate(1)),
         ("deflate:12", Algorithm::Deflate(12)),
     ] {
@@ -177,7 +194,7 @@ fn names() {
         assert_eq!(algorithm.to_string().parse(), Ok(algorithm), "{text}");
     }
     for text in
-        ["", "LZ4", "lz4:1", "lzo", "zstd:", "zstd:0", "zstd:20", "zstd:-8", "zstd:x", "deflate:0", "deflate:13"]
+        ["", "LZ4", "lz4:1", "lzo", "zstd:", "zstd:0", "zstd:23", "zstd:-8", "zstd:x", "deflate:0", "deflate:13"]
     {
         let error = text.parse::<Algorithm>().unwrap_err().to_string();
         assert!(error.contains(&format!("\"{text}\"")) && error.contains("lz4, zstd"), "{error}");

@@ -16,7 +16,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
-use uzswap_mm::codec::{Decompressor, Encoding};
+use uzswap_mm::codec::{Algorithm, Decompressor, Encoding};
 use uzswap_mm::lru::{Entry, Lru};
 use uzswap_mm::pagemap::{PRESENT, PageState, SWAPPED, Tier, ZERO};
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
@@ -118,6 +118,11 @@ impl Engine {
             rounds: VecDeque::from([(0, Instant::now())]),
             touched: vec![0; pages as usize],
         })
+    }
+
+    /// How pages are compressed.
+    pub fn algorithm(&self) -> Algorithm {
+        self.options.compressor.algorithm().expect("`SharedRegion::create` takes no other level")
     }
 
     /// Bytes that count against the limit.

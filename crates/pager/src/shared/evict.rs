@@ -324,9 +324,9 @@ impl Engine {
 
     /// The buffers of whoever reclaims with the lock held; to be put back.
     pub fn take_direct(&mut self) -> Box<Batch> {
-        self.direct.take().unwrap_or_else(|| {
-            Box::new(Batch::new(&self.object, self.options.compressor.algorithm()).expect("a descriptor is to be had"))
-        })
+        self.direct
+            .take()
+            .unwrap_or_else(|| Box::new(Batch::new(&self.object, self.algorithm()).expect("a descriptor is to be had")))
     }
 
     /// Drops list entries whose pages have gone on, when they outnumber the others.

@@ -69,7 +69,6 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::Duration;
-use uzswap_mm::codec::Algorithm;
 pub use view::View;
 use wire::op;
 
@@ -89,17 +88,6 @@ impl SharedOptions {
     #[must_use]
     pub fn new(limit: usize) -> Self {
         Self { limit, compressor: Compressor::Lz4, markers: true }
-    }
-}
-
-impl Compressor {
-    /// The engine's name for it.
-    pub(crate) fn algorithm(self) -> Algorithm {
-        match self {
-            Self::Lz4 => Algorithm::Lz4,
-            Self::Zstd(level) => Algorithm::Zstd(if level == 0 { 1 } else { level.clamp(1, 19) as i32 }),
-            Self::Deflate(level) => Algorithm::Deflate(if level == 0 { 1 } else { level.clamp(1, 12) as i32 }),
-        }
     }
 }
 
@@ -174,11 +162,15 @@ impl SharedRegion {
     /// Makes a region of `size` bytes (rounded up to pages), which nobody has mapped yet.
     ///
     /// # Errors
-    /// `InvalidInput`: no size, or a limit below [`LEAST_LIMIT`]. The kernel's.
+    /// `InvalidInput`: no size, a limit below [`LEAST_LIMIT`], or a level the compressor has not. The kernel's.
     pub fn create(size: usize, options: &SharedOptions) -> io::Result<Self> {
         if size == 0 || options.limit < LEAST_LIMIT {
             let text = format!("a region needs a size, and a limit of at least {} MiB", LEAST_LIMIT >> 20);
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        if options.compressor.algorithm().is_none() {
+            let error = crate::region::Error::Level(options.compressor);
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, error));
         }
         let orders = owner::start(size, options.clone())?;
         let socket = new_connection(&orders)?;

@@ -384,7 +384,7 @@ impl Server {
     fn reclaim(&self) {
         let mut batch = {
             let engine = self.engine();
-            match Batch::new(&engine.object, engine.options.compressor.algorithm()) {
+            match Batch::new(&engine.object, engine.algorithm()) {
                 Ok(batch) => batch,
                 // Faults then make room by themselves.
                 Err(_) => return,
@@ -416,7 +416,7 @@ impl Server {
     pub fn page_out(&self, pages: impl Fn(&Engine) -> Vec<u64>) -> io::Result<usize> {
         let (mut left, mut rounds) = (0, 0);
         let mut engine = self.engine();
-        let mut batch = Batch::new(&engine.object, engine.options.compressor.algorithm())?;
+        let mut batch = Batch::new(&engine.object, engine.algorithm())?;
         let mut wanted = pages(&engine);
         loop {
             while !wanted.is_empty() {

@@ -1,7 +1,8 @@
 //! Regions against plain memory.
 
 use std::sync::atomic::{AtomicUsize, Ordering::*};
-use uzswap_pager::region::{Compressor, Options, Region};
+use uzswap_pager::region::{Compressor, Error, Options, Region};
+use uzswap_pager::shared::{SharedOptions, SharedRegion};
 
 const PAGE: usize = 4096;
 const MIB: usize = 1 << 20;
@@ -118,6 +119,25 @@ fn one_thread_reads_what_it_wrote() {
     assert!(stats.stored > 20 * MIB, "{stats:?}");
 }
 
+/// Levels 20 to 22 of zstd were accepted once, and 19 was used: every level there is must be used, others refused.
+#[test]
+fn the_highest_levels_are_used_and_higher_ones_refused() {
+    let _one = alone();
+    for compressor in [Compressor::Zstd(22), Compressor::Deflate(12)] {
+        let mut region = Region::new(16 * MIB, &Options { compressor, ..Options::new(12 * MIB) }).unwrap();
+        against_model(&mut region, 1, seed(), 2000);
+        assert!(region.stats().stored > 2 * MIB, "{:?}", region.stats());
+    }
+    for compressor in [Compressor::Zstd(23), Compressor::Zstd(u32::MAX), Compressor::Deflate(13)] {
+        let refused = Region::new(16 * MIB, &Options { compressor, ..Options::new(12 * MIB) }).unwrap_err();
+        assert_eq!(refused, Error::Level(compressor));
+        assert!(refused.to_string().contains("has no level"), "{refused}");
+        let shared = SharedOptions { compressor, ..SharedOptions::new(12 * MIB) };
+        let refused = SharedRegion::create(16 * MIB, &shared).unwrap_err();
+        assert_eq!(refused.kind(), std::io::ErrorKind::InvalidInput, "{refused}");
+    }
+}
+
 /// Objects moved by compaction of the pool must be found by every page that names them: those that are out, those that
 /// kept a copy, and all four of a unit.
 #[test]
@@ -162,7 +182,7 @@ fn the_pool_stays_dense_and_its_objects_are_found() {
 #[test]
 fn pages_are_found_after_their_frames_have_moved() {
     let _one = alone();
-    let mut region = Region::new(64 * MIB, &Options::new(24 * MIB)).unwrap();
+    let mut region = Region::new(64 * MIB, &Options::new(40 * MIB)).unwrap();
     let seed = seed();
     let done = std::sync::atomic::AtomicBool::new(false);
     let shared = Shared(&raw mut region);
@@ -170,8 +190,15 @@ fn pages_are_found_after_their_frames_have_moved() {
     std::thread::scope(|scope| {
         let (shared, done) = (&shared, &done);
         scope.spawn(move || {
-            // SAFETY: the only thread that touches the memory; the others call methods that do not.
-            against_model(unsafe { &mut *shared.0 }, 2, seed, 8000);
+            // Frames move only where some are staged just then, in several blocks: luck, on a busy machine.
+            for round in 0..30 {
+                // SAFETY: the only thread that touches the memory; the others call methods that do not.
+                against_model(unsafe { &mut *shared.0 }, 2, seed + round, 8000);
+                // SAFETY: as above.
+                if unsafe { &*shared.0 }.stats().pages_migrated > 100 {
+                    break;
+                }
+            }
             done.store(true, SeqCst);
         });
         while !done.load(SeqCst) {
@@ -184,7 +211,7 @@ fn pages_are_found_after_their_frames_have_moved() {
     println!("{moved} frames moved, {stats:?}");
     assert!(moved > 100, "{moved} frames moved: {stats:?}");
     assert!(stats.pages_migrated >= moved);
-    assert!(stats.charged <= 24 * MIB, "{stats:?}");
+    assert!(stats.charged <= 40 * MIB, "{stats:?}");
 }
 
 struct Shared(*mut Region);

@@ -1,0 +1,98 @@
+//! What all experiments share: the options every one has, and how one ends.
+
+use crate::process;
+use std::path::PathBuf;
+
+/// Options of every experiment.
+#[derive(clap::Args)]
+pub struct Common {
+    /// A shorter experiment on less memory: tells whether it works, its figures are rough
+    #[arg(long)]
+    pub quick: bool,
+    /// Write the findings to FILE
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+}
+
+/// The option of experiments whose measurements are repeated.
+#[derive(clap::Args)]
+pub struct Runs {
+    /// Runs of each, of which the median counts [default: 3, 1 with --quick]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=99))]
+    runs: Option<u32>,
+}
+
+impl Runs {
+    /// How often each measurement is to be made.
+    #[must_use]
+    pub fn count(&self, common: &Common) -> u32 {
+        self.runs.unwrap_or(if common.quick { 1 } else { 3 })
+    }
+}
+
+/// Why an experiment ends early.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// A signal asked for it.
+    Interrupted,
+    /// It cannot go on; one sentence.
+    Failed(String),
+}
+
+impl From<String> for Stop {
+    /// What fails once a signal has come, fails because of it.
+    fn from(reason: String) -> Self {
+        if process::interrupted() { Self::Interrupted } else { Self::Failed(reason) }
+    }
+}
+
+/// Ends an experiment that a signal asked to end; to be asked between measurements.
+///
+/// # Errors
+/// [`Stop::Interrupted`].
+pub fn go_on() -> Result<(), Stop> {
+    if process::interrupted() { Err(Stop::Interrupted) } else { Ok(()) }
+}
+
+/// Runs an experiment, which says whether all it read was right, and returns the exit status: 0 done, whatever the
+/// verdicts; 1 something failed or read wrong; 130 interrupted.
+#[must_use]
+pub fn run(experiment: impl FnOnce() -> Result<bool, Stop>) -> i32 {
+    process::unwind_on_signals();
+    status(experiment())
+}
+
+fn status(end: Result<bool, Stop>) -> i32 {
+    match end {
+        Ok(right) => i32::from(!right),
+        Err(Stop::Interrupted) => {
+            eprintln!("uzswap lab: interrupted; the machine is as it was");
+            130
+        }
+        Err(Stop::Failed(reason)) => {
+            eprintln!("uzswap lab: {reason}");
+            1
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn statuses() {
+        assert_eq!(status(Ok(true)), 0);
+        assert_eq!(status(Ok(false)), 1, "something read wrong");
+        assert_eq!(status(Err("no memory".to_owned().into())), 1);
+        assert_eq!(status(Err(Stop::Interrupted)), 130);
+    }
+
+    #[test]
+    fn quick_is_one_run_unless_told() {
+        let common = |quick| Common { quick, json: None };
+        assert_eq!(Runs { runs: None }.count(&common(false)), 3);
+        assert_eq!(Runs { runs: None }.count(&common(true)), 1);
+        assert_eq!(Runs { runs: Some(5) }.count(&common(true)), 5);
+    }
+}

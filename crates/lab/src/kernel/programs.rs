@@ -1,0 +1,163 @@
+//! Real programs at half of what they use, and one that stays under its limit.
+
+use super::subject::{Failure, Subject, With, counted, pool_of, unlimited};
+use super::{Lab, fail};
+use crate::experiment::{Stop, go_on};
+use crate::json::{Row, Verdict};
+use crate::programs::Program;
+use crate::size::{MIB, mib};
+use crate::stats::{geometric_mean, median};
+use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hasher};
+use std::time::Duration;
+
+use Subject::{Plain, Run, RunCharged, Zram, Zswap};
+
+impl Lab<'_> {
+    /// Real programs at half of what they use.
+    pub(super) fn programs(&mut self, programs: &[Program]) -> Result<(), Stop> {
+        let mut extra: BTreeMap<Subject, Vec<f64>> = BTreeMap::new();
+        let mut left_out = Vec::new();
+        for program in programs {
+            let Some(row) = self.program(program)? else {
+                continue;
+            };
+            let plain = row.get("plain").unwrap_or(0.0);
+            let more = |s: Subject| row.get(s.key()).map(|seconds| (seconds - plain).max(0.001));
+            if let (Some(zswap), Some(zram), Some(run)) = (more(Zswap), more(Zram), more(Run)) {
+                for (subject, seconds) in [(Zswap, zswap), (Zram, zram), (Run, run)] {
+                    extra.entry(subject).or_default().push(seconds);
+                }
+            } else {
+                left_out.push(program.name);
+            }
+            self.rows.push(row);
+        }
+        let mean = |s| extra.get(&s).and_then(|e| geometric_mean(e));
+        if let (Some(zswap), Some(zram), Some(run)) = (mean(Zswap), mean(Zram), mean(Run)) {
+            let what = "run: real programs at 50 %, extra time (geometric mean), times the better of zswap and zram";
+            self.verdicts.push(Verdict::at_most(what, 0.5, run / zswap.min(zram)));
+            if !left_out.is_empty() {
+                self.notes.push(format!("Not in the mean of extra time: {}.", left_out.join(", ")));
+            }
+        }
+        Ok(())
+    }
+
+    /// One program under all subjects.
+    fn program(&mut self, program: &Program) -> Result<Option<Row>, Stop> {
+        let mut with = With { stdin: program.stdin.clone(), ..With::default() };
+        let mut seconds: BTreeMap<Subject, Vec<f64>> = BTreeMap::new();
+        self.say(&format!("{}, without a limit", program.name));
+        let first = self.run(Plain, &program.argv, 0, &with).and_then(|o| Ok(o.ok().map(|()| o)?));
+        let first = match first {
+            Ok(outcome) => outcome,
+            Err(failure) => return fail(self, program.name, Plain, failure).map(|()| None),
+        };
+        let right = checksum(&first.stdout);
+        let limit = (first.peak_anon / 2).next_multiple_of(MIB);
+        with.timeout = Duration::from_secs(if self.quick { 5 } else { 25 });
+        seconds.entry(Plain).or_default().push(first.seconds);
+        let mut row = Row::new(format!("{}, in {} of {}", program.name, mib(limit), mib(first.peak_anon)), "s");
+        let mut failed: Vec<Subject> = Vec::new();
+        for run in 0..self.runs {
+            for subject in [Plain, Zswap, Zram, Run, RunCharged] {
+                if self.out.contains_key(&subject)
+                    || failed.contains(&subject)
+                    || (run == 0 && subject == Plain)
+                    || (self.quick && subject == RunCharged)
+                {
+                    continue;
+                }
+                let (turn, title) = (format!("run {} of {}", run + 1, self.runs), subject.title());
+                self.say(&format!("{turn}: {} in {}, {title}", program.name, mib(limit)));
+                match self.program_once(subject, program, limit, first.peak_anon, right, &with) {
+                    Ok(took) => seconds.entry(subject).or_default().push(took),
+                    Err(failure) => {
+                        failed.push(subject);
+                        seconds.remove(&subject);
+                        failure.mark().into_iter().for_each(|mark| row.mark(subject.key(), mark));
+                        fail(self, program.name, subject, failure)?;
+                    }
+                }
+            }
+        }
+        for (subject, seconds) in &seconds {
+            row.put(subject.key(), median(seconds));
+        }
+        let figures: Vec<String> =
+            row.values.iter().map(|(subject, seconds)| format!("{subject} {seconds} s")).collect();
+        self.say(&format!("{}: {}", program.name, figures.join(", ")));
+        Ok(Some(row))
+    }
+
+    /// One run of a program under a subject: its seconds, if its output was `right` and it was limited.
+    fn program_once(
+        &mut self,
+        subject: Subject,
+        program: &Program,
+        limit: u64,
+        whole: u64,
+        right: (usize, u64),
+        with: &With,
+    ) -> Result<f64, Failure> {
+        let outcome = self.run(subject, &program.argv, limit, with)?;
+        outcome.ok()?;
+        if checksum(&outcome.stdout) != right {
+            self.right = false;
+            return Err("WRONG OUTPUT".to_owned().into());
+        }
+        let held = counted(subject, outcome.peak_anon, pool_of(&self.report()));
+        match unlimited(subject, held, whole).filter(|_| subject == Run) {
+            Some(said) => Err(said.into()),
+            None => Ok(outcome.seconds),
+        }
+    }
+
+    /// What `uzswap run` costs a program that stays under its limit: pairs, one with and one without.
+    pub(super) fn overhead(&mut self, program: &Program) -> Result<(), Stop> {
+        if self.out.contains_key(&RunCharged) {
+            return Ok(());
+        }
+        let with = With { stdin: program.stdin.clone(), ..With::default() };
+        let mut ratios = Vec::new();
+        let mut times: BTreeMap<Subject, Vec<f64>> = BTreeMap::new();
+        let mut limit = self.limit * 64;
+        for pair in 0..if self.quick { 3 } else { 4 * self.runs + 3 } {
+            let mut took = BTreeMap::new();
+            // The first has to be plain: its peak makes the limit.
+            for subject in if pair % 2 == 0 { [Plain, RunCharged] } else { [RunCharged, Plain] } {
+                self.say(&format!("pair {}: {} under its limit, {}", pair + 1, program.name, subject.title()));
+                let outcome = self.run(subject, &program.argv, limit, &with).and_then(|o| Ok(o.ok().map(|()| o)?));
+                match outcome {
+                    Ok(outcome) => {
+                        if pair == 0 && subject == Plain {
+                            limit = (4 * outcome.peak_anon).next_multiple_of(MIB);
+                        }
+                        took.insert(subject, outcome.seconds);
+                        times.entry(subject).or_default().push(outcome.seconds);
+                    }
+                    Err(failure) => return fail(self, &format!("{} under its limit", program.name), subject, failure),
+                }
+                go_on()?;
+            }
+            ratios.push(took[&RunCharged] / took[&Plain]);
+        }
+        let mut row = Row::new(format!("{}, under its limit", program.name), "s");
+        for (subject, times) in &times {
+            row.put(subject.key(), median(times));
+        }
+        self.rows.push(row);
+        if let Some(ratio) = median(&ratios) {
+            let what = "run: time of a program under its limit, times without uzswap";
+            self.verdicts.push(Verdict::at_most(what, 1.01, ratio));
+        }
+        Ok(())
+    }
+}
+
+fn checksum(bytes: &[u8]) -> (usize, u64) {
+    let mut hasher = DefaultHasher::new();
+    hasher.write(bytes);
+    (bytes.len(), hasher.finish())
+}

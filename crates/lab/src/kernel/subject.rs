@@ -1,0 +1,299 @@
+//! Who does the work, and how one run of it is made and judged.
+
+use super::Lab;
+use crate::peers::{self, Peer};
+use crate::process::{self, Outcome, Spec};
+use crate::size::mib;
+use crate::worker;
+use serde_json::Value;
+use std::ffi::OsString;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Who does the work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Subject {
+    /// Without any limit.
+    Plain,
+    /// The kernel's zswap.
+    Zswap,
+    /// The kernel's zram.
+    Zram,
+    /// `uzswap run`, its pool not counted, as a cgroup v1 does not count the kernel's.
+    Run,
+    /// `uzswap run` as it is, its pool counted.
+    RunCharged,
+    /// A region of the library, its pool not counted.
+    Library,
+    /// A region of the library as it is, its pool counted.
+    LibraryCharged,
+}
+
+use Subject::{Library, LibraryCharged, Plain, Run, RunCharged, Zram, Zswap};
+
+impl Subject {
+    /// In the order of the columns.
+    pub const ALL: [Self; 7] = [Plain, Zswap, Zram, Run, RunCharged, Library, LibraryCharged];
+
+    /// Its name in files.
+    pub const fn key(self) -> &'static str {
+        match self {
+            Plain => "plain",
+            Zswap => "zswap",
+            Zram => "zram",
+            Run => "run",
+            RunCharged => "run_charged",
+            Library => "library",
+            LibraryCharged => "library_charged",
+        }
+    }
+
+    /// Its name in tables.
+    pub const fn title(self) -> &'static str {
+        match self {
+            Plain => "no limit",
+            Zswap => "zswap lzo",
+            Zram => "zram lz4",
+            Run => "uzswap run",
+            RunCharged => "run, pool charged",
+            Library => "uzswap region",
+            LibraryCharged => "region, pool charged",
+        }
+    }
+
+    const fn is_library(self) -> bool {
+        matches!(self, Library | LibraryCharged)
+    }
+
+    const fn is_run(self) -> bool {
+        matches!(self, Run | RunCharged)
+    }
+
+    const fn uncharged(self) -> bool {
+        matches!(self, Run | Library)
+    }
+
+    const fn peer(self) -> Option<Peer> {
+        match self {
+            Zswap => Some(Peer::Zswap),
+            Zram => Some(Peer::Zram),
+            _ => None,
+        }
+    }
+}
+
+/// Why a subject has no figure.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Failure {
+    /// The kernel's OOM killer ended it each time, although there was swap. Not a figure, but a finding.
+    OomKilled,
+    /// This machine cannot set it up: it will not be tried again.
+    Absent(String),
+    /// It went wrong this time.
+    Went(String),
+}
+
+impl Failure {
+    /// What the table says in place of a figure, where that is more than that there is none.
+    pub const fn mark(&self) -> Option<&'static str> {
+        match self {
+            Self::OomKilled => Some("OOM-killed"),
+            Self::Absent(_) | Self::Went(_) => None,
+        }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::OomKilled => {
+                write!(f, "OOM-killed {TRIES} times of {TRIES} by the kernel, although there was swap to spare")
+            }
+            Self::Absent(reason) | Self::Went(reason) => f.write_str(reason),
+        }
+    }
+}
+
+impl From<String> for Failure {
+    fn from(reason: String) -> Self {
+        Self::Went(reason)
+    }
+}
+
+/// Times a run is made that the OOM killer ends: in a small cgroup it at times strikes although there is swap.
+pub const TRIES: u32 = 3;
+
+/// How one run is watched.
+pub struct With {
+    /// Its standard input.
+    pub stdin: Option<PathBuf>,
+    /// How often its memory is looked at.
+    pub sample: Duration,
+    /// When it is given up.
+    pub timeout: Duration,
+}
+
+impl Default for With {
+    fn default() -> Self {
+        Self { stdin: None, sample: Duration::from_millis(20), timeout: Duration::from_secs(120) }
+    }
+}
+
+impl Lab<'_> {
+    /// Runs `argv` as the subject does, under `limit`; a run that the OOM killer ends is made again, [`TRIES`] times at
+    /// most. How often it struck is told in the notes.
+    pub(super) fn run(&self, subject: Subject, argv: &[OsString], limit: u64, with: &With) -> Result<Outcome, Failure> {
+        for _ in 0..TRIES {
+            let (outcome, oom) = self.run_once(subject, argv, limit, with)?;
+            if !oom {
+                return Ok(outcome);
+            }
+            *self.oom.borrow_mut().entry(subject).or_default() += 1;
+        }
+        Err(Failure::OomKilled)
+    }
+
+    /// One run, and whether the OOM killer ended it.
+    fn run_once(
+        &self,
+        subject: Subject,
+        argv: &[OsString],
+        limit: u64,
+        with: &With,
+    ) -> Result<(Outcome, bool), Failure> {
+        let mut spec = Spec {
+            argv: argv.to_vec(),
+            env: Vec::new(),
+            stdin: with.stdin.clone(),
+            cgroup: None,
+            sample: Some(with.sample),
+            timeout: with.timeout,
+        };
+        if let Some(deadline) = self.deadline {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err("no time left with --quick".to_owned().into());
+            }
+            spec.timeout = spec.timeout.min(left);
+        }
+        if subject.uncharged() {
+            spec.env.push(("UZSWAP_POOL_UNCHARGED", "1".to_owned()));
+        }
+        let ready = match subject.peer() {
+            Some(peer) => {
+                let ready = peers::set_up(self.keeper, peer, limit, self.swap, &self.dir, false);
+                Some(ready.map_err(Failure::Absent)?)
+            }
+            None => None,
+        };
+        spec.cgroup = ready.as_ref().map(|ready| ready.cgroup().to_owned());
+        if subject.is_run() {
+            let memory = format!("{}K", limit / 1024);
+            let mut argv: Vec<OsString> = vec![self.uzswap.clone().into()];
+            argv.extend(["run", "--memory", &memory, "--quiet", "--report"].map(OsString::from));
+            argv.extend([self.report().into(), "--".into()]);
+            argv.append(&mut spec.argv);
+            spec.argv = argv;
+            let _ = std::fs::remove_file(self.report());
+        }
+        let outcome = process::run(self.keeper, &spec)?;
+        let oom = !outcome.timed_out && !outcome.status.success() && ready.is_some_and(|ready| ready.oom_kills() > 0);
+        Ok((outcome, oom))
+    }
+
+    /// Where `uzswap run` writes its report.
+    pub(super) fn report(&self) -> PathBuf {
+        self.dir.join("report.json")
+    }
+
+    /// The command of a worker.
+    fn worker(&self, subject: Subject, more: &[&str]) -> Vec<OsString> {
+        let mut argv: Vec<OsString> = vec![self.exe.clone().into()];
+        argv.extend(["lab", "worker", "--source"].map(OsString::from));
+        argv.push(self.dir.join("source").into());
+        argv.extend(["--size".into(), self.size.to_string().into()]);
+        if subject.is_library() {
+            argv.extend(["--origin", "region", "--limit"].map(OsString::from));
+            argv.push(self.limit.to_string().into());
+        }
+        argv.extend(more.iter().map(OsString::from));
+        argv
+    }
+
+    /// One worker under one subject: its report and how it was seen from outside.
+    pub(super) fn work(
+        &mut self,
+        subject: Subject,
+        more: &[&str],
+        with: &With,
+    ) -> Result<(worker::Report, Outcome), Failure> {
+        let outcome = self.run(subject, &self.worker(subject, more), self.limit, with)?;
+        let line = String::from_utf8_lossy(&outcome.stdout);
+        let report: worker::Report = match serde_json::from_str(line.trim()) {
+            Ok(report) => report,
+            Err(_) => {
+                return Err(outcome.ok().err().unwrap_or_else(|| "said nothing".to_owned()).into());
+            }
+        };
+        if report.corrupt {
+            self.right = false;
+        }
+        match &report.error {
+            Some(error) if report.corrupt => Err(format!("MEMORY WAS NOT KEPT: {error}").into()),
+            Some(error) => Err(error.clone().into()),
+            None => Ok(outcome.ok().map(|()| (report, outcome))?),
+        }
+    }
+}
+
+/// Of the most anonymous memory a subject's processes were seen to hold, what counts against the limit: without the
+/// pool where that is not charged (it lies in the same processes, and would make a subject look unlimited that is not).
+pub fn counted(subject: Subject, peak_anon: u64, pool: u64) -> u64 {
+    if subject.uncharged() { peak_anon.saturating_sub(pool) } else { peak_anon }
+}
+
+/// Whether a subject that held `counted` of the `whole` was limited at all; if not, how fast it was says nothing. What
+/// is to be said then.
+pub fn unlimited(subject: Subject, counted: u64, whole: u64) -> Option<String> {
+    (counted as f64 > 0.95 * whole as f64)
+        .then(|| format!("{} held {} of {} in memory: it was not limited", subject.title(), mib(counted), mib(whole)))
+}
+
+/// Bytes of the pools when most was stored, from a report of `uzswap run`; 0 when there is none.
+pub fn pool_of(report: &Path) -> u64 {
+    let read = || -> Option<u64> {
+        let report: Value = serde_json::from_str(&std::fs::read_to_string(report).ok()?).ok()?;
+        report.pointer("/counters/pool_total_size")?.as_u64()
+    };
+    read().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::size::MIB;
+
+    /// A pool of 30 MiB beside 34 of the program made the sum look like no limit at all (64 of 64 MiB).
+    #[test]
+    fn an_uncharged_pool_is_not_held_against_its_subject() {
+        assert_eq!(counted(Run, 64 * MIB, 30 * MIB), 34 * MIB);
+        assert_eq!(counted(Library, 64 * MIB, 30 * MIB), 34 * MIB);
+        assert_eq!(counted(RunCharged, 64 * MIB, 30 * MIB), 64 * MIB, "charged: the pool counts");
+        assert_eq!(unlimited(Run, 34 * MIB, 64 * MIB), None);
+        let said = unlimited(Run, 64 * MIB, 64 * MIB).unwrap();
+        assert!(said.contains("uzswap run") && said.contains("not limited"), "{said}");
+    }
+
+    #[test]
+    fn only_the_oom_killer_leaves_a_mark() {
+        assert_eq!(Failure::OomKilled.mark(), Some("OOM-killed"));
+        assert_eq!(Failure::Went("exit status 1".to_owned()).mark(), None);
+        assert!(Failure::OomKilled.to_string().contains("3 times of 3"));
+    }
+
+    #[test]
+    fn no_report_no_pool() {
+        assert_eq!(pool_of(Path::new("/nonexistent")), 0);
+    }
+}
