@@ -106,6 +106,9 @@ pub const HINT_WRITTEN: u8 = 2;
 /// The block was last faulted on at random.
 pub const HINT_RANDOM: u8 = 4;
 
+/// The block is part of a folio that left as a huge page.
+pub const HINT_HUGE: u8 = 8;
+
 struct Leaf {
     ptes: [Pte; LEAF_PAGES as usize],
     hints: [u8; 32],

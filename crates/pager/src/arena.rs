@@ -116,6 +116,38 @@ impl Layout {
     }
 }
 
+/// Maps part of the arena anew, with neither memory nor a page table; false when the kernel refuses, and all is as it was.
+///
+/// # Safety
+/// Nobody may need the contents, and the range must not be registered.
+pub unsafe fn remap(at: usize, len: usize) -> bool {
+    let mapped = map(at, len, libc::PROT_READ | libc::PROT_WRITE, true).is_ok();
+    if mapped {
+        for advice in [libc::MADV_NOHUGEPAGE, libc::MADV_DONTDUMP] {
+            // SAFETY: advice on our own mapping.
+            let _ = unsafe { sys!(libc::SYS_madvise, at, len, advice) };
+        }
+    }
+    mapped
+}
+
+/// Takes a huge page from the kernel for an aligned part of the arena, which has neither memory nor a page table. False
+/// when there was none: then part of the range may have memory.
+///
+/// # Safety
+/// Nobody else may touch the range, which must not be registered.
+pub unsafe fn touch_huge(at: usize, len: usize) -> bool {
+    // SAFETY: advice on our own mapping.
+    let advise = |advice: i32| unsafe { sys!(libc::SYS_madvise, at, len, advice) };
+    if advise(libc::MADV_HUGEPAGE).is_err() {
+        return false;
+    }
+    // SAFETY: the arena is readable and writable, and the range is not registered: no fault comes to us.
+    unsafe { (at as *mut u8).write_volatile(0) };
+    // (As its neighbours are, so that they are one mapping, which a MOVE may not leave.)
+    advise(libc::MADV_NOHUGEPAGE).is_ok()
+}
+
 /// Gives plain memory back to the kernel.
 ///
 /// # Safety

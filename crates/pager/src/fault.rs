@@ -201,7 +201,8 @@ impl Pager {
         if first.tag() != Tag::None || sequential {
             s.pt.hint(r.vpn, set, clear);
         }
-        let (mut at, end) = whole_blocks(s, r.vpn, n);
+        let huge = self.wants_huge(s, r.vpn) && self.huge_frames(s)?;
+        let (mut at, end) = if huge { (r.vpn, r.vpn + FOLIO_PAGES as u64) } else { whole_blocks(s, r.vpn, n) };
         // Who goes on in sequence meets the next fault there.
         s.streams[stream].0 = end;
         let mut d = Delivery::of(r);
@@ -224,6 +225,9 @@ impl Pager {
                 Err(EventPending) => break,
             }
         }
+        if d.only_touched {
+            s.streams[stream].0 = r.vpn + 1;
+        }
         if r.write && matches!(first.tag(), Tag::Compressed) {
             s.pt.hint(r.vpn, HINT_WRITTEN, 0);
         }
@@ -232,6 +236,9 @@ impl Pager {
     }
 
     pub(crate) fn bring_staged(&self, s: &mut State, vpn: u64, max: usize) -> Result<usize, EventPending> {
+        if let Some(n) = self.bring_staged_huge(s, vpn)? {
+            return Ok(n);
+        }
         let slot = s.pt.get(vpn).aux();
         let mut n = 1;
         while n < max
@@ -266,7 +273,7 @@ impl Pager {
         Ok(moved)
     }
 
-    fn staged_became_resident(&self, s: &mut State, vpn: u64, n: usize) {
+    pub(crate) fn staged_became_resident(&self, s: &mut State, vpn: u64, n: usize) {
         s.staged -= n;
         s.list_with_copies(vpn, n);
         s.note_pages(trace::Kind::Refault, vpn, n);
@@ -338,6 +345,9 @@ impl Pager {
         };
         if let Some((slot, o)) = frames {
             let moved = brought;
+            if moved == FOLIO_PAGES {
+                self.brought_huge(s, vpn, slot);
+            }
             s.zone.free_run(Kind::Hole, slot, moved);
             s.zone.free_run(Kind::Frame, slot + moved as u32, (1 << o) - moved);
         } else {

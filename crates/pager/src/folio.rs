@@ -121,11 +121,15 @@ pub struct FolioCounters {
     pub block_fallback: AtomicU64,
     /// Of those, where only the page touched could be had (blocks).
     pub block_fallback_single: AtomicU64,
+    /// Huge pages moved out of the program as one (folios).
+    pub thp_move_out: AtomicU64,
+    /// Huge pages moved into the program as one (folios).
+    pub thp_move_in: AtomicU64,
 }
 
 impl FolioCounters {
     /// Names, in the order of [`FolioCounters::all`].
-    pub const NAMES: [&'static str; 14] = [
+    pub const NAMES: [&'static str; 16] = [
         "swpin_zero",
         "reject_compress_poor",
         "reject_compress_fail",
@@ -140,10 +144,12 @@ impl FolioCounters {
         "block_missed_free",
         "block_fallback",
         "block_fallback_single",
+        "thp_move_out",
+        "thp_move_in",
     ];
 
     /// All but those by order.
-    pub fn all(&self) -> [&AtomicU64; 14] {
+    pub fn all(&self) -> [&AtomicU64; 16] {
         [
             &self.swpin_zero,
             &self.reject_compress_poor,
@@ -159,6 +165,8 @@ impl FolioCounters {
             &self.block_missed_free,
             &self.block_fallback,
             &self.block_fallback_single,
+            &self.thp_move_out,
+            &self.thp_move_in,
         ]
     }
 

@@ -10,6 +10,7 @@ pub mod fault;
 pub mod folio;
 pub mod fork;
 pub mod group;
+pub mod huge;
 pub mod inject;
 pub mod limits;
 pub mod mapfile;

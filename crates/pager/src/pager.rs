@@ -3,6 +3,7 @@
 use crate::arena::{Layout, PAGE};
 use crate::folio::MAX_ORDER;
 use crate::group::{GroupPage, NODES};
+use crate::huge::Blocks;
 use crate::member::Chain;
 use crate::state::{BLOCK_PAGES, State};
 use crate::trace::{Recorder, Rings};
@@ -23,6 +24,8 @@ pub struct Pager {
     pub state: Lock<State>,
     /// Where uzswap's memory is.
     pub layout: Layout,
+    /// Marks of the arena's 2 MiB blocks.
+    pub blocks: Blocks,
     /// The group's page.
     pub group: &'static GroupPage,
     /// This process's group.
@@ -106,6 +109,7 @@ impl Pager {
         let pager = Self {
             state: Lock::new(State::new(layout, algorithm)),
             layout,
+            blocks: Blocks::new(layout.slots),
             group,
             node,
             chain: Chain::of(group, node),

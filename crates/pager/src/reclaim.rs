@@ -235,6 +235,7 @@ impl Pager {
             }
             // SAFETY: free frames hold nothing of use.
             unsafe { crate::arena::discard(at, len) };
+            self.blocks.given_back(slot, 1 << order);
             s.rss = s.rss.saturating_sub(len);
             let refused = self.inject(Site::Register).is_some();
             if !self.own_frames && (refused || uffd.register(at, len).is_err()) {

@@ -6,8 +6,9 @@
 
 use crate::arena::PAGE;
 use crate::fault::EventPending;
+use crate::folio::MAX_ORDER;
 use crate::pager::Pager;
-use crate::state::State;
+use crate::state::{FOLIO_PAGES, State};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::lru::Entry;
 use uzswap_mm::pagetable::{Pte, Tag};
@@ -34,7 +35,8 @@ impl Pager {
             let (start, mut n) = (first.vpn(), 1usize << first.order());
             // Neighbours that came right after it go in the same call.
             while n < want.clamp(16, RUN_PAGES) {
-                let Some(next) = s.lru.peek_victim().filter(|e| e.vpn() == start + n as u64) else { break };
+                let next = s.lru.peek_victim().filter(|e| e.vpn() == start + n as u64 && e.order() < MAX_ORDER);
+                let Some(next) = next else { break };
                 if !is_whole(s, next) {
                     break;
                 }
@@ -83,10 +85,18 @@ impl Pager {
                 break;
             };
             let n = 1usize << order;
+            let maybe_huge = n == FOLIO_PAGES && at.is_multiple_of(n as u64);
+            if maybe_huge && !self.ready_for_huge(at, slot) {
+                self.requeue(s, at, left);
+                break;
+            }
             let (done, error) = match self.move_out(at, slot, n) {
                 Ok(()) => (n, 0),
                 Err((bytes, e)) => (bytes / PAGE, e),
             };
+            if maybe_huge && done == n {
+                self.note_huge(s, at, slot);
+            }
             self.became_staged(s, at, done, slot);
             s.zone.free_run(Kind::Hole, slot + done as u32, n - done);
             moved += done;

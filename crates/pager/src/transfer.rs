@@ -20,6 +20,7 @@ impl Pager {
     /// # Errors
     /// The bytes that were moved, and why not all.
     pub(crate) fn move_out(&self, vpn: u64, slot: u32, n: usize) -> Result<(), Partial> {
+        self.blocks.moved(slot, n);
         // SAFETY: the source is the program's memory, of which this code holds no references.
         let result = unsafe { self.ask_move(Site::MoveOut, self.layout.slot(slot), vpn as usize * PAGE, n) };
         result.or_else(|told| self.corrected(told, self.leading(slot, n, true), n))
@@ -30,6 +31,7 @@ impl Pager {
     /// # Errors
     /// The bytes that were moved, and why not all.
     pub(crate) fn move_in(&self, vpn: u64, slot: u32, n: usize) -> Result<(), Partial> {
+        self.blocks.moved(slot, n);
         let (dst, src) = (vpn as usize * PAGE, self.layout.slot(slot));
         // SAFETY: as the caller says.
         let mut result = unsafe { self.ask_move(Site::MoveIn, dst, src, n) };

@@ -6,6 +6,19 @@ use crate::sys;
 const PAGEMAP_SCAN: u64 = (3 << 30) | (96 << 16) | ((b'f' as u64) << 8) | 16;
 const PRESENT: u64 = 1 << 3;
 const SWAPPED: u64 = 1 << 4;
+const HUGE: u64 = 1 << 6;
+/// Bytes of a huge page.
+const HUGE_BYTES: usize = 2 << 20;
+
+/// Whether one huge page of 2 MiB is mapped at `at`, which is aligned to it. (No, where the kernel cannot say.)
+pub fn is_huge(fd: i32, at: usize) -> bool {
+    let mut region = [0u64; 3];
+    let end = (at + HUGE_BYTES) as u64;
+    let mut arg = [96, 0, at as u64, end, 0, region.as_mut_ptr() as u64, 1, 0, 0, HUGE | PRESENT, 0, HUGE];
+    // SAFETY: the structure is 96 bytes and the vector one long.
+    let n = unsafe { sys!(libc::SYS_ioctl, fd, PAGEMAP_SCAN, arg.as_mut_ptr()) };
+    n == Ok(1) && region[0] == at as u64 && region[1] == end
+}
 
 /// Calls `found(start, end)` for each run of pages of this process that are present (or swapped by the kernel).
 ///

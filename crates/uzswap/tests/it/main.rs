@@ -1,6 +1,7 @@
 //! Integration tests of the command.
 
 mod cli;
+mod folios;
 mod groups;
 mod handover;
 mod pagemap;

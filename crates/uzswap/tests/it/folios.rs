@@ -1,0 +1,95 @@
+//! Folios under `uzswap run`: options, counters, and huge pages across a swap cycle.
+
+use crate::cli::uzswap;
+use std::fs;
+use tempfile::TempDir;
+
+/// Runs a Python program under a limit; its output, and the report.
+fn run(memory: &str, options: &[&str], script: &str) -> (String, serde_json::Value) {
+    let dir = TempDir::new().unwrap();
+    let report = dir.path().join("report");
+    let mut command = uzswap();
+    command.args(["run", "--quiet", "--memory", memory, "--report"]).arg(&report).args(options);
+    let output = command.args(["--", "/usr/bin/python3", "-c", script]).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    (text, serde_json::from_slice(&fs::read(report).unwrap()).unwrap())
+}
+
+/// Writes 96 MiB in sequence and reads it back, wrong bytes being an error.
+const SEQUENTIAL: &str = "
+b = bytearray(96 << 20)
+page = lambda i: (b'%016x' % (i * 2654435761)) * 128 + bytes(2048)
+for i in range(len(b) >> 12): b[i << 12:(i + 1) << 12] = page(i)
+for i in range(len(b) >> 12): assert b[i << 12:(i + 1) << 12] == page(i), i
+";
+
+fn sum(report: &serde_json::Value, counter: &str) -> u64 {
+    let folios = report["folios"].as_object().unwrap();
+    folios.iter().filter(|(name, _)| name.starts_with("hugepages-")).map(|(_, o)| o[counter].as_u64().unwrap()).sum()
+}
+
+/// A5, A6: the switch and the counters by order, as a user meets them.
+#[test]
+fn a5_a6_the_switch_and_the_counters_of_a_program() {
+    let (_, on) = run("48M", &[], SEQUENTIAL);
+    assert!(sum(&on, "zswpout") > 100, "{on:#}");
+    assert_eq!(sum(&on, "swpout_fallback"), 0);
+    let (_, off) = run("48M", &["--large-folios", "off", "--verify-compression"], SEQUENTIAL);
+    assert_eq!(sum(&off, "zswpout"), 0);
+    assert!(sum(&off, "swpout_fallback") > 100);
+    assert_eq!(off["folios"]["block_write"], 0);
+    assert_eq!(off["folios"]["reject_verify_fail"], 0);
+}
+
+/// A2, A4: stores refused at every step of a program under a limit; its bytes stay right.
+#[test]
+fn a2_refused_folios_of_a_program_lose_nothing() {
+    let dir = TempDir::new().unwrap();
+    let report = dir.path().join("report");
+    let mut command = uzswap();
+    command.env("UZSWAP_TEST_FAULTS", "seed=5,pool=1/50,index=1/400,limit=1/20,compress=1/100,frames=1/4,charge=1/4");
+    command.args(["run", "--quiet", "--memory", "48M", "--verify-compression", "--report"]).arg(&report);
+    let output = command.args(["--", "/usr/bin/python3", "-c", SEQUENTIAL]).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let report: serde_json::Value = serde_json::from_slice(&fs::read(report).unwrap()).unwrap();
+    for site in ["pool", "index", "limit", "compress", "frames"] {
+        assert!(report["injected"][site].as_u64().unwrap() > 0, "{site} never failed: {report:#}");
+    }
+    assert_eq!(report["counters"]["poisoned"], 0);
+    assert!(report["folios"]["reject_verify_fail"].as_u64().unwrap() > 0);
+}
+
+/// A program whose memory is huge pages has huge pages again when it has been out and come back: the kernel's own
+/// swap-in splits them.
+#[test]
+fn huge_pages_stay_huge_across_a_swap_cycle() {
+    const SCRIPT: &str = "
+import mmap
+N = 20
+def huge():
+    with open('/proc/self/smaps') as f: return sum(int(l.split()[1]) for l in f if l.startswith('AnonHugePages'))
+m = mmap.mmap(-1, N << 21, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS); m.madvise(mmap.MADV_HUGEPAGE)
+part = lambda i: (b'%08x' % (i * 40503 + 7)) * (1 << 18)
+for i in range(N): m[i << 21:(i + 1) << 21] = part(i)
+before = huge()
+b = bytearray(160 << 20)
+for i in range(0, len(b), 4096): b[i:i + 8] = b'%08x' % i
+out = huge()
+for i in range(N): assert m[i << 21:(i + 1) << 21] == part(i), i
+print(before >> 10, out >> 10, huge() >> 10)
+";
+    let (text, report) = run("128M", &[], SCRIPT);
+    let mib: Vec<u64> = text.split_whitespace().map(|n| n.parse().unwrap()).collect();
+    let folios = &report["folios"];
+    println!("huge pages: {} MiB before, {} while out, {} after; {folios:#}", mib[0], mib[1], mib[2]);
+    if mib[0] < 30 {
+        println!("SKIPPED: the kernel gave the program no huge pages");
+        return;
+    }
+    assert!(mib[1] <= mib[0] / 2, "they were not taken out");
+    assert!(mib[2] >= mib[0] / 4 * 3, "they came back small");
+    assert!(folios["thp_move_out"].as_u64().unwrap() >= 10 && folios["thp_move_in"].as_u64().unwrap() >= 10);
+    assert!(folios["hugepages-2048kB"]["zswpout"].as_u64().unwrap() >= 10);
+    assert!(folios["hugepages-2048kB"]["zswpin"].as_u64().unwrap() >= 10);
+}
