@@ -22,6 +22,7 @@ pub mod pagemap;
 pub mod peers;
 pub mod process;
 pub mod programs;
+pub mod report;
 pub mod size;
 pub mod stats;
 pub mod table;

@@ -68,7 +68,7 @@ pub fn all(dir: &Path, python: Option<&Path>, quick: bool) -> Result<(Vec<Progra
     }
     match find("sort") {
         Some(sort) => {
-            let input = write("lines", &lines(if quick { 200_000 } else { 1_500_000 }))?;
+            let input = write("lines", &lines(if quick { 450_000 } else { 1_500_000 }))?;
             let input = input.to_string_lossy().into_owned();
             let argv = args(&sort, &["--parallel=1", "--buffer-size=2G", "--stable", &input]);
             programs.push(Program { name: "sort", argv, stdin: None });

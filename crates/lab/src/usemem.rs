@@ -13,7 +13,7 @@ use crate::size::{self, MIB, mib};
 use crate::stats::median;
 use crate::undo::{Keeper, Step};
 use crate::usemem_worker::Said;
-use crate::{data, machine, programs};
+use crate::{data, machine, programs, report};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -104,7 +104,7 @@ const SUBJECTS: [(Subject, bool); 13] = [
 ];
 
 /// Rows: name and unit, in the order of the published tables.
-const ROWS: [(&str, &str); 16] = [
+const ROWS: [(&str, &str); 17] = [
     ("throughput", "MB/s"),
     ("sys time", "s"),
     ("user time", "s"),
@@ -121,7 +121,11 @@ const ROWS: [(&str, &str); 16] = [
     ("ZSWPOUT-64kB", "folios"),
     ("SWPOUT-64kB", "folios"),
     ("peak", "MiB"),
+    (HELD, "MiB"),
 ];
+
+/// The row of what counts against the limit.
+const HELD: &str = "peak, less uncharged pool";
 
 /// Figures of one run, by the name of the row.
 type Figures = BTreeMap<&'static str, f64>;
@@ -180,7 +184,8 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
             rows.push(row);
         }
         if *contents == "real" {
-            compare(&all, &mut verdicts);
+            verdicts.extend(lab.kept(&all));
+            compare(&lab.limited(&all), &mut verdicts);
         }
     }
     lab.scale(&mut rows, &mut verdicts)?;
@@ -247,6 +252,29 @@ fn compare(all: &BTreeMap<&'static str, Figures>, verdicts: &mut Vec<Verdict>) {
 }
 
 impl Lab<'_> {
+    /// The most that any subject of ours held over the limit.
+    fn kept(&self, all: &BTreeMap<&'static str, Figures>) -> Option<Verdict> {
+        let own = all.iter().filter(|(key, _)| !key.starts_with("kernel"));
+        let most = own.filter_map(|(_, figures)| figures.get(HELD)).copied().reduce(f64::max)?;
+        let limit = self.limit as f64 / MIB as f64;
+        let allowed = (limit * 0.05).max(16.0);
+        let what = "memory over the limit, MiB, the most of any subject (5 % or 16 MiB)";
+        Some(Verdict::at_most(what, allowed, (most - limit).max(0.0)))
+    }
+
+    /// The subjects that the limit made do with less memory than they use; the others are noted. How fast something is that
+    /// keeps all in memory says nothing.
+    fn limited(&mut self, all: &BTreeMap<&'static str, Figures>) -> BTreeMap<&'static str, Figures> {
+        let mut limited = all.clone();
+        limited.retain(|key, figures| {
+            let held = figures.get(HELD).map_or(0, |mib| (mib * MIB as f64) as u64);
+            let said = report::unlimited(key, held, self.limit / 40 * 70);
+            self.notes.extend(said.iter().map(|said| format!("{said}, and its figures are not compared.")));
+            said.is_none()
+        });
+        limited
+    }
+
     /// The medians of all subjects.
     fn subjects(&mut self, contents: &str, quick: bool) -> Result<BTreeMap<&'static str, Figures>, String> {
         let mut runs: BTreeMap<&'static str, Vec<Figures>> = BTreeMap::new();
@@ -372,6 +400,8 @@ impl Lab<'_> {
             ("user time", said.user),
             ("peak", outcome.peak_anon as f64 / MIB as f64),
         ]);
+        // (Not charged, here: see the note.)
+        let mut pool = 0;
         if peer.is_some() {
             let known = ["pswpin", "pswpout", "zswpin", "zswpout", "thp_swpout", "thp_swpout_fallback", "pgmajfault"];
             for name in known {
@@ -379,16 +409,18 @@ impl Lab<'_> {
                 figures.extend(Some(name).zip(value(&after).zip(value(&before)).map(|(a, b)| a - b)));
             }
         } else {
-            figures.extend(counted(&report)?);
+            let report = report::read(&report).ok_or("no report that can be read")?;
+            pool = report::pool(&report).unwrap_or(0);
+            figures.extend(counted(&report));
         }
+        let held = outcome.peak_anon.saturating_sub(pool);
+        figures.insert(HELD, held as f64 / MIB as f64);
         Ok(figures)
     }
 }
 
 /// The figures of a report.
-fn counted(path: &PathBuf) -> Result<Figures, String> {
-    let text = std::fs::read_to_string(path).map_err(|e| format!("no report: {e}"))?;
-    let report: Value = serde_json::from_str(&text).map_err(|e| format!("a report that cannot be read: {e}"))?;
+fn counted(report: &Value) -> Figures {
     let places = [
         ("memcg_high", "/high"),
         ("memcg_max", "/max"),
@@ -403,7 +435,7 @@ fn counted(path: &PathBuf) -> Result<Figures, String> {
         ("ZSWPOUT-64kB", "/folios/hugepages-64kB/zswpout"),
         ("SWPOUT-64kB", "/folios/hugepages-64kB/swpout"),
     ];
-    Ok(places.into_iter().filter_map(|(name, at)| Some((name, report.pointer(at)?.as_f64()?))).collect())
+    places.into_iter().filter_map(|(name, at)| Some((name, report.pointer(at)?.as_f64()?))).collect()
 }
 
 fn vmstat() -> Map<String, Value> {

@@ -1,14 +1,13 @@
 //! The workloads on memory, and whether the limit is kept meanwhile.
 
-use super::subject::{Subject, With, counted, pool_of, unlimited};
+use super::subject::{Subject, With, counted};
 use super::{Lab, fail};
 use crate::experiment::Stop;
 use crate::json::{Row, Verdict};
 use crate::size::{MIB, mib};
 use crate::stats::{median, percent};
-use crate::worker;
 use crate::workload::Workload;
-use serde_json::Value;
+use crate::{report, worker};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -66,11 +65,12 @@ impl Lab<'_> {
         }
         self.rows.extend([peak, held]);
         let size = self.size;
-        let limited =
-            |subject: &Subject| seen.peaks.get(subject).is_some_and(|p| unlimited(*subject, p.1, size).is_none());
+        let limited = |subject: &Subject| {
+            seen.peaks.get(subject).is_some_and(|p| report::unlimited(subject.title(), p.1, size).is_none())
+        };
         let comparable: Vec<Subject> = [Run, Library].into_iter().filter(limited).collect();
         for (subject, (_, counted)) in &seen.peaks {
-            let said = unlimited(*subject, *counted, size).filter(|_| *subject != Plain);
+            let said = report::unlimited(subject.title(), *counted, size).filter(|_| *subject != Plain);
             self.notes.extend(said.map(|said| format!("{said}, and its figures are not compared.")));
         }
         self.notes.push(
@@ -85,7 +85,7 @@ impl Lab<'_> {
 
     /// One worker under one subject.
     fn memory_once(&mut self, subject: Subject, seen: &mut Seen) -> Result<(), Stop> {
-        let (report, outcome) = match self.work(subject, &[], &With::default()) {
+        let (done, outcome) = match self.work(subject, &[], &With::default()) {
             Ok(done) => done,
             Err(failure) => {
                 seen.figures.retain(|(_, s), _| *s != subject);
@@ -95,11 +95,11 @@ impl Lab<'_> {
                 return fail(self, "memory", subject, failure);
             }
         };
-        let pool = if subject == Run { pool_of(&self.report()) } else { report.pool_peak };
+        let pool = if subject == Run { self.report().and_then(|r| report::pool(&r)) } else { Some(done.pool_peak) };
         let (anon, held) = seen.peaks.entry(subject).or_default();
         *anon = outcome.peak_anon.max(*anon);
-        *held = counted(subject, outcome.peak_anon, pool).max(*held);
-        for (workload, figure) in report.done.iter().filter_map(worker::Done::figure) {
+        *held = counted(subject, outcome.peak_anon, pool.unwrap_or(0)).max(*held);
+        for (workload, figure) in done.done.iter().filter_map(worker::Done::figure) {
             seen.figures.entry((workload, subject)).or_default().push(figure);
         }
         Ok(())
@@ -140,13 +140,9 @@ impl Lab<'_> {
         let allowed = (self.limit as f64 * 0.05).max(16.0 * MIB as f64) / MIB as f64;
         let what = "run: anonymous memory over the limit, MiB (5 % or 16 MiB)";
         self.verdicts.push(Verdict::at_most(what, allowed, over as f64 / MIB as f64));
-        let metadata = std::fs::read_to_string(self.report())
-            .ok()
-            .and_then(|text| serde_json::from_str::<Value>(&text).ok())
-            .and_then(|report| metadata(&report));
-        if let Some(bytes) = metadata {
+        if let Some(bytes) = self.report().and_then(|report| report::metadata(&report)) {
             let what = "run: metadata, percent of managed memory";
-            self.verdicts.push(Verdict::at_most(what, 0.5, percent(bytes, self.size as f64)));
+            self.verdicts.push(Verdict::at_most(what, 0.5, percent(bytes as f64, self.size as f64)));
         }
         Ok(())
     }
@@ -169,15 +165,9 @@ fn ratio(row: &Row, subject: Subject, less_is_better: bool) -> Option<f64> {
     }
 }
 
-/// The most metadata a report of `uzswap run` speaks of, in bytes.
-fn metadata(report: &Value) -> Option<f64> {
-    report.pointer("/counters/metadata_size")?.as_f64().filter(|bytes| *bytes > 0.0)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
 
     #[test]
     fn ratios_are_to_the_better_peer_and_absent_without_both() {
@@ -207,12 +197,5 @@ mod tests {
         row.mark("zram", "OOM-killed");
         row.put("run", Some(429.0));
         assert_eq!(ratio(&row, Run, false), None, "nothing to compare with");
-    }
-
-    #[test]
-    fn metadata_is_found_where_a_report_has_it() {
-        assert_eq!(metadata(&json!({"counters": {"metadata_size": 4096}})), Some(4096.0));
-        assert_eq!(metadata(&json!({"counters": {"metadata_size": 0}})), None);
-        assert_eq!(metadata(&json!([1])), None);
     }
 }

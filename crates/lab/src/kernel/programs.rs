@@ -1,10 +1,11 @@
 //! Real programs at half of what they use, and one that stays under its limit.
 
-use super::subject::{Failure, Subject, With, counted, pool_of, unlimited};
+use super::subject::{Failure, Subject, With, counted};
 use super::{Lab, fail};
 use crate::experiment::{Stop, go_on};
 use crate::json::{Row, Verdict};
 use crate::programs::Program;
+use crate::report;
 use crate::size::{MIB, mib};
 use crate::stats::{geometric_mean, median};
 use std::collections::BTreeMap;
@@ -12,6 +13,9 @@ use std::hash::{DefaultHasher, Hasher};
 use std::time::Duration;
 
 use Subject::{Plain, Run, RunCharged, Zram, Zswap};
+
+/// The least limit that `uzswap run` takes.
+const LEAST: u64 = 16 * MIB;
 
 impl Lab<'_> {
     /// Real programs at half of what they use.
@@ -55,7 +59,7 @@ impl Lab<'_> {
             Err(failure) => return fail(self, program.name, Plain, failure).map(|()| None),
         };
         let right = checksum(&first.stdout);
-        let limit = (first.peak_anon / 2).next_multiple_of(MIB);
+        let limit = (first.peak_anon / 2).next_multiple_of(MIB).max(LEAST);
         with.timeout = Duration::from_secs(if self.quick { 5 } else { 25 });
         seconds.entry(Plain).or_default().push(first.seconds);
         let mut row = Row::new(format!("{}, in {} of {}", program.name, mib(limit), mib(first.peak_anon)), "s");
@@ -107,8 +111,9 @@ impl Lab<'_> {
             self.right = false;
             return Err("WRONG OUTPUT".to_owned().into());
         }
-        let held = counted(subject, outcome.peak_anon, pool_of(&self.report()));
-        match unlimited(subject, held, whole).filter(|_| subject == Run) {
+        let pool = self.report().and_then(|report| report::pool(&report)).unwrap_or(0);
+        let held = counted(subject, outcome.peak_anon, pool);
+        match report::unlimited(subject.title(), held, whole).filter(|_| subject == Run) {
             Some(said) => Err(said.into()),
             None => Ok(outcome.seconds),
         }

@@ -3,12 +3,10 @@
 use super::Lab;
 use crate::peers::{self, Peer};
 use crate::process::{self, Outcome, Spec};
-use crate::size::mib;
-use crate::worker;
-use serde_json::Value;
+use crate::{report, worker};
 use std::ffi::OsString;
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// Who does the work.
@@ -192,18 +190,23 @@ impl Lab<'_> {
             let memory = format!("{}K", limit / 1024);
             let mut argv: Vec<OsString> = vec![self.uzswap.clone().into()];
             argv.extend(["run", "--memory", &memory, "--quiet", "--report"].map(OsString::from));
-            argv.extend([self.report().into(), "--".into()]);
+            argv.extend([self.report_path().into(), "--".into()]);
             argv.append(&mut spec.argv);
             spec.argv = argv;
-            let _ = std::fs::remove_file(self.report());
+            let _ = std::fs::remove_file(self.report_path());
         }
         let outcome = process::run(self.keeper, &spec)?;
         let oom = !outcome.timed_out && !outcome.status.success() && ready.is_some_and(|ready| ready.oom_kills() > 0);
         Ok((outcome, oom))
     }
 
+    /// What the last `uzswap run` reported, if it did.
+    pub(super) fn report(&self) -> Option<serde_json::Value> {
+        report::read(&self.report_path())
+    }
+
     /// Where `uzswap run` writes its report.
-    pub(super) fn report(&self) -> PathBuf {
+    fn report_path(&self) -> PathBuf {
         self.dir.join("report.json")
     }
 
@@ -253,22 +256,6 @@ pub fn counted(subject: Subject, peak_anon: u64, pool: u64) -> u64 {
     if subject.uncharged() { peak_anon.saturating_sub(pool) } else { peak_anon }
 }
 
-/// Whether a subject that held `counted` of the `whole` was limited at all; if not, how fast it was says nothing. What
-/// is to be said then.
-pub fn unlimited(subject: Subject, counted: u64, whole: u64) -> Option<String> {
-    (counted as f64 > 0.95 * whole as f64)
-        .then(|| format!("{} held {} of {} in memory: it was not limited", subject.title(), mib(counted), mib(whole)))
-}
-
-/// Bytes of the pools when most was stored, from a report of `uzswap run`; 0 when there is none.
-pub fn pool_of(report: &Path) -> u64 {
-    let read = || -> Option<u64> {
-        let report: Value = serde_json::from_str(&std::fs::read_to_string(report).ok()?).ok()?;
-        report.pointer("/counters/pool_total_size")?.as_u64()
-    };
-    read().unwrap_or(0)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -280,9 +267,6 @@ mod tests {
         assert_eq!(counted(Run, 64 * MIB, 30 * MIB), 34 * MIB);
         assert_eq!(counted(Library, 64 * MIB, 30 * MIB), 34 * MIB);
         assert_eq!(counted(RunCharged, 64 * MIB, 30 * MIB), 64 * MIB, "charged: the pool counts");
-        assert_eq!(unlimited(Run, 34 * MIB, 64 * MIB), None);
-        let said = unlimited(Run, 64 * MIB, 64 * MIB).unwrap();
-        assert!(said.contains("uzswap run") && said.contains("not limited"), "{said}");
     }
 
     #[test]
@@ -290,10 +274,5 @@ mod tests {
         assert_eq!(Failure::OomKilled.mark(), Some("OOM-killed"));
         assert_eq!(Failure::Went("exit status 1".to_owned()).mark(), None);
         assert!(Failure::OomKilled.to_string().contains("3 times of 3"));
-    }
-
-    #[test]
-    fn no_report_no_pool() {
-        assert_eq!(pool_of(Path::new("/nonexistent")), 0);
     }
 }

@@ -1,0 +1,54 @@
+//! What a report of `uzswap run` (`--report FILE`) says, for judging a run by it.
+
+use crate::size::mib;
+use serde_json::Value;
+use std::path::Path;
+
+/// A report; `None` when there is none that can be read.
+#[must_use]
+pub fn read(path: &Path) -> Option<Value> {
+    serde_json::from_str(&std::fs::read_to_string(path).ok()?).ok()
+}
+
+/// Bytes of the pools when most was stored.
+#[must_use]
+pub fn pool(report: &Value) -> Option<u64> {
+    report.pointer("/counters/pool_total_size")?.as_u64()
+}
+
+/// The most metadata, in bytes.
+#[must_use]
+pub fn metadata(report: &Value) -> Option<u64> {
+    report.pointer("/counters/metadata_size")?.as_u64().filter(|bytes| *bytes > 0)
+}
+
+/// Whether something that held `counted` bytes (of what counts against its limit) of the `whole` it works on was limited
+/// at all; if not, how fast it was says nothing. What is to be said of it then.
+#[must_use]
+pub fn unlimited(name: &str, counted: u64, whole: u64) -> Option<String> {
+    (counted as f64 > 0.95 * whole as f64)
+        .then(|| format!("{name} held {} of {} in memory: it was not limited", mib(counted), mib(whole)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::size::MIB;
+    use serde_json::json;
+
+    #[test]
+    fn what_a_report_says() {
+        let report = json!({"counters": {"metadata_size": 4096, "pool_total_size": 7}});
+        assert_eq!((metadata(&report), pool(&report)), (Some(4096), Some(7)));
+        assert_eq!(metadata(&json!({"counters": {"metadata_size": 0}})), None);
+        assert_eq!((metadata(&json!([1])), pool(&json!([1]))), (None, None));
+        assert_eq!(read(Path::new("/nonexistent")), None);
+    }
+
+    #[test]
+    fn nearly_all_in_memory_is_no_limit() {
+        assert_eq!(unlimited("x", 60 * MIB, 64 * MIB), None);
+        let said = unlimited("uzswap run", 62 * MIB, 64 * MIB).unwrap();
+        assert!(said.starts_with("uzswap run held") && said.ends_with("not limited"), "{said}");
+    }
+}
