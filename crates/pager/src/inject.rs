@@ -38,10 +38,18 @@ pub enum Site {
     Uffd,
     /// A process gets no slot in the group.
     Slot,
+    /// Reading from the swap file: EIO, or another byte than was written.
+    SwapRead,
+    /// Writing to the swap file: EIO or ENOSPC.
+    SwapWrite,
+    /// The disk has no room for another cluster.
+    SwapSpace,
+    /// The disk keeps something else than was written.
+    SwapDamage,
 }
 
 /// Every site and its name.
-pub const SITES: [(Site, &str); 9] = [
+pub const SITES: [(Site, &str); 13] = [
     (Site::Pool, "pool"),
     (Site::Damage, "damage"),
     (Site::MoveOut, "move_out"),
@@ -51,6 +59,10 @@ pub const SITES: [(Site, &str); 9] = [
     (Site::Register, "register"),
     (Site::Uffd, "uffd"),
     (Site::Slot, "slot"),
+    (Site::SwapRead, "swap_read"),
+    (Site::SwapWrite, "swap_write"),
+    (Site::SwapSpace, "swap_space"),
+    (Site::SwapDamage, "swap_damage"),
 ];
 
 /// What is to fail, and what has: part of the group's page.

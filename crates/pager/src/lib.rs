@@ -20,6 +20,7 @@ mod relocate;
 pub mod stage;
 pub mod state;
 pub mod store;
+pub mod swap;
 pub mod ticker;
 pub mod trace;
 mod transfer;

@@ -8,6 +8,7 @@ use crate::densify::Sweep;
 use crate::object::{self, Header};
 use crate::placement::Placement;
 use crate::store::Batch;
+use crate::swap::Swap;
 use crate::trace::Recorder;
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor};
 use uzswap_mm::lru::{Entry, Lru};
@@ -94,6 +95,8 @@ pub struct State {
     pub algorithm: Algorithm,
     /// Buffers of the fault path's own reclaim.
     pub direct: Option<Box<Batch>>,
+    /// What is in the swap file, where there is one.
+    pub swap: Option<Box<Swap>>,
     /// Where events are noted, when they are.
     pub recorder: Option<Recorder>,
     /// The number of the fork under way: what the child says it was born of.
@@ -133,6 +136,7 @@ impl State {
             sweep: Sweep::default(),
             algorithm,
             direct: None,
+            swap: None,
             recorder: None,
             fork_number: 0,
         }
@@ -204,6 +208,7 @@ impl State {
                 self.swapped -= 1;
                 self.release(pte.handle(), pte.index());
             }
+            Tag::Disk => self.leave_disk(pte.handle(), 1 << pte.index()),
             Tag::Resident => self.resident -= 1,
             // A Busy page's slot belongs to the thread that compresses it, which gives it back.
             Tag::Busy => self.end_busy(1),
@@ -325,6 +330,7 @@ impl State {
             + self.lru.staged.metadata_bytes()
             + self.zone.metadata_bytes()
             + self.pool.metadata_bytes()
+            + self.swap.as_ref().map_or(0, |swap| swap.metadata_bytes())
             + self.decoded.len() * UNIT
             + BLOCK
     }

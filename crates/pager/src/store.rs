@@ -6,7 +6,7 @@
 
 use crate::arena::{Layout, PAGE};
 use crate::inject::Site;
-use crate::object::{self, Header};
+use crate::object::{self, Header, REFERENCED};
 use crate::pager::Pager;
 use crate::state::{BLOCK, State};
 use core::sync::atomic::Ordering::*;
@@ -87,6 +87,8 @@ impl Pager {
                     let handle = pte.copy().expect("clean means a copy");
                     let index = s.copy_index(at, handle);
                     s.pt.set(at, Pte::compressed(handle, index, s.evictions));
+                    // Back in the pool's list, so to speak: it has its chance again.
+                    object::set_flags(s.object(handle), REFERENCED, 0);
                     s.zone.free(Kind::Frame, pte.aux(), 0);
                     s.staged -= 1;
                     s.swapped += 1;
@@ -156,7 +158,7 @@ impl Pager {
                 _ if live == 0 => None,
                 Outcome::Zero => Some(None),
                 Outcome::Packed { encoding, at, len } => {
-                    let head = Header { len, encoding, order: u.order, live, vpn: u.vpn };
+                    let head = Header { len, encoding, order: u.order, live, vpn: u.vpn, flags: REFERENCED };
                     let set = |place: &mut [u8]| {
                         hashes.iter().enumerate().for_each(|(i, h)| object::set_hash(place, i, *h));
                     };
@@ -199,6 +201,9 @@ impl Pager {
                     }
                 }
             }
+            if let Some(Some(handle)) = stored {
+                s.entered_pool(u.vpn, handle);
+            }
             if moved == 0 {
                 s.zone.free_run(Kind::Frame, u.slot, pages);
             } else {
@@ -209,6 +214,7 @@ impl Pager {
             left += pages;
         }
         batch.hashes.clear();
+        self.poke_writer(s);
         left
     }
 
