@@ -388,6 +388,8 @@ mod tests {
         let mut s = filled(Policy::SecondChance, 3);
         let first = s.pop().unwrap();
         assert_eq!((first.vpn, first.handle), (5, 0));
+        s.put_back(first);
+        assert_eq!(s.pop(), Some(first));
         s.rotate(first);
         assert_eq!([s.pop(), s.pop(), s.pop()].map(|e| e.unwrap().handle), [1, 2, 0]);
         assert!(s.pop().is_none());

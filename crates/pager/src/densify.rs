@@ -102,12 +102,19 @@ impl Pager {
         let old = s.object(handle);
         let copy_hashes =
             |place: &mut [u8]| place[object::HEADER_BYTES..at].copy_from_slice(&old[object::HEADER_BYTES..at]);
-        let Some(new) = s.put_object(Header { len, encoding, ..head }, copy_hashes, &b.packed[..len]) else { return 0 };
+        let Some(new) = s.put_object(
+            Header { len, encoding, flags: head.flags & !object::WRITING, ..head },
+            copy_hashes,
+            &b.packed[..len],
+        ) else {
+            return 0;
+        };
         s.note(Record::of_object(Kind::Resize, head.vpn, head.order, len));
         relocate::repoint(&mut s.pt, &head, new.raw());
         for i in (0..pages).filter(|i| head.live & (1 << i) != 0) {
             s.release(handle, i);
         }
+        s.entered_pool(head.vpn, new.raw());
         self.counters().recompressed_pages.fetch_add(u64::from(head.live.count_ones()), Relaxed);
         before.saturating_sub(s.pool.used_bytes())
     }

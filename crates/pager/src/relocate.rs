@@ -64,6 +64,8 @@ struct Mover<'a> {
     pt: &'a mut PageTable,
     decoded: &'a mut [Decoded],
     left_behind: &'a mut BTreeSet<u32>,
+    /// Where objects are now, by their first page.
+    moved: Vec<(u64, u32)>,
     freed: usize,
 }
 
@@ -74,12 +76,14 @@ impl Relocate for Mover<'_> {
         // the pool says that they are of `len` bytes and apart.
         let (src, dst) = unsafe { (core::slice::from_raw_parts(src, len), core::slice::from_raw_parts_mut(dst, len)) };
         let head = Header::read(src);
-        if !is_found(self.pt, from.raw(), &head) {
+        // (What is being written must be found again by its place.)
+        if head.flags & object::WRITING != 0 || !is_found(self.pt, from.raw(), &head) {
             return false;
         }
         let used = object::head_bytes(head.order) + head.len;
         dst[..used].copy_from_slice(&src[..used]);
         repoint(self.pt, &head, to.raw());
+        self.moved.push((head.vpn, to.raw()));
         for d in self.decoded.iter_mut().filter(|d| d.handle == Some(from.raw())) {
             d.handle = Some(to.raw());
         }
@@ -105,9 +109,12 @@ impl Pager {
             return false;
         }
         let State { pool, pt, decoded, left_behind, layout, .. } = s;
-        let mut mover = Mover { pool: layout.pool, pt, decoded, left_behind, freed: 0 };
+        let moved = Vec::with_capacity(STEP);
+        let mut mover = Mover { pool: layout.pool, pt, decoded, left_behind, moved, freed: 0 };
         let done = pool.compact(STEP, &mut mover);
-        let freed = mover.freed;
+        let (freed, moved) = (mover.freed, mover.moved);
+        // The shrinker's entries name objects by their place.
+        moved.into_iter().for_each(|(vpn, handle)| s.entered_pool(vpn, handle));
         s.rss = s.rss.saturating_sub(freed);
         self.counters().pages_compacted.fetch_add((freed / arena::PAGE) as u64, Relaxed);
         let (held, used) = (s.pool.held_bytes(), s.pool.used_bytes());

@@ -68,6 +68,15 @@ pub struct RunArgs {
     /// Compressor of the pool: lz4 (the default), zstd[:LEVEL], deflate[:LEVEL]
     #[arg(short, long, value_name = "NAME")]
     pub compressor: Option<String>,
+    /// Disk for what does not compress into the limit: 4G. Without it nothing is written to disk
+    #[arg(long, value_name = "SIZE")]
+    pub swap: Option<String>,
+    /// Directory of the swap file, which has no name there and is gone at the end [default: /var/tmp]
+    #[arg(long, value_name = "DIR")]
+    pub swap_dir: Option<PathBuf>,
+    /// Allow a --swap-dir that is in memory
+    #[arg(long)]
+    pub swap_in_ram: bool,
     /// Folios
     #[command(flatten)]
     pub folios: FolioOptions,
