@@ -8,6 +8,7 @@
 //! that does it), [`peers`] (the kernel's side, set up and undone), [`kernel`] (the experiment), [`programs`] (the
 //! real programs), [`table`] and [`json`] (what comes out).
 
+pub mod bursts;
 pub mod data;
 pub mod json;
 pub mod kernel;
@@ -16,6 +17,7 @@ pub mod memory;
 pub mod peers;
 pub mod process;
 pub mod programs;
+pub mod shrinker;
 pub mod size;
 pub mod stats;
 pub mod table;
@@ -37,6 +39,11 @@ struct Cli {
 enum Experiment {
     /// The same work under the kernel's zswap and zram, and under uzswap, with the same limit
     Kernel(kernel::Args),
+    /// What goes to disk under each write-back policy, and under the kernel's zswap with its shrinker on
+    Shrinker(shrinker::Args),
+    /// A program with bursts (used by the lab itself)
+    #[command(hide = true)]
+    Bursts(bursts::Args),
     /// One process of an experiment (used by the lab itself)
     #[command(hide = true)]
     Worker(worker::Args),
@@ -62,6 +69,8 @@ pub fn main(args: Vec<String>) -> i32 {
     };
     match cli.experiment {
         Experiment::Kernel(args) => kernel::main(&args),
+        Experiment::Shrinker(args) => shrinker::main(&args),
+        Experiment::Bursts(args) => bursts::main(&args),
         Experiment::Worker(args) => worker::main(&args),
     }
 }
