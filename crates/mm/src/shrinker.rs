@@ -12,12 +12,16 @@
 //! ([`Shrinker::press`]): of what is freeable twice the share that was taken of the resident set is met, the weight the
 //! kernel gives its shrinkers.
 //!
-//! *S3-FIFO* is the policy of our own. A page that leaves the pool enters it again as a new object, so what has been of
+//! *S3-FIFO* is a policy of our own. A page that leaves the pool enters it again as a new object, so what has been of
 //! use cannot be told by the object; it is told by its block of 64 KiB, which is marked when one of its pages is read
 //! back. Objects enter a *young* list, which is met first while it is more than a tenth of all; one whose block is
 //! marked moves to the *main* list (and takes the mark away), any other goes to disk at its first turn. On the main
-//! list there is the second chance. So what is used once goes without pushing out what comes back. Nothing is written
-//! before the pool is full: a page on disk that would have fitted into memory is a read too many.
+//! list there is the second chance. So what is used once goes without pushing out what comes back. It wins where much is
+//! used once, and loses where all comes back in turn: then a tenth is too little for what is young.
+//!
+//! *Reuse* is the careful form of it, also our own: one list and the second chance, and for an object whose block is
+//! marked a third. Under both nothing is written before the pool is full: a page on disk that would have fitted into
+//! memory is a read too many.
 //!
 //! Two other policies are kept for comparison: the kernel's older one, which protects a number of objects that grows
 //! with each store and load and is halved whenever it exceeds a quarter of the list, and plain first-in first-out.
@@ -45,11 +49,13 @@ pub enum Policy {
     Fifo,
     /// Those not read back since their block was last written back; then as second chance.
     S3Fifo,
+    /// As second chance, with a third for those whose block was read back since it was last written back.
+    Reuse,
 }
 
 impl Policy {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::SecondChance, Self::Decaying, Self::Fifo, Self::S3Fifo];
+    pub const ALL: [Self; 5] = [Self::SecondChance, Self::Decaying, Self::Fifo, Self::S3Fifo, Self::Reuse];
 
     /// Its number in a group's page.
     pub fn number(self) -> u32 {
@@ -58,6 +64,7 @@ impl Policy {
             Self::Decaying => 1,
             Self::Fifo => 2,
             Self::S3Fifo => 3,
+            Self::Reuse => 4,
         }
     }
 
@@ -68,6 +75,7 @@ impl Policy {
             Self::Decaying => "decaying",
             Self::Fifo => "fifo",
             Self::S3Fifo => "s3-fifo",
+            Self::Reuse => "reuse",
         }
     }
 
@@ -77,6 +85,7 @@ impl Policy {
             1 => Self::Decaying,
             2 => Self::Fifo,
             3 => Self::S3Fifo,
+            4 => Self::Reuse,
             _ => Self::SecondChance,
         }
     }
@@ -187,7 +196,7 @@ impl Shrinker {
     /// How many pages may be written back, where `stored` pages take `pool` pages of memory. Consumes the disk reads.
     pub fn freeable(&mut self, stored: usize, pool: usize) -> usize {
         let lru = match self.policy {
-            Policy::SecondChance | Policy::S3Fifo => {
+            Policy::SecondChance | Policy::S3Fifo | Policy::Reuse => {
                 let consumed = self.nr_disk_swapins.min(stored);
                 self.nr_disk_swapins -= consumed;
                 stored - consumed
@@ -201,7 +210,7 @@ impl Shrinker {
     /// Reclaim has taken `evicted` pages from the program, in which `resident` remain: as large a part of the pool is to
     /// be met, times two. `stored` pages take `pool` pages of memory.
     pub fn press(&mut self, evicted: usize, resident: usize, stored: usize, pool: usize) {
-        if self.policy == Policy::S3Fifo {
+        if matches!(self.policy, Policy::S3Fifo | Policy::Reuse) {
             return;
         }
         let freeable = self.freeable(stored, pool);
@@ -220,11 +229,13 @@ impl Shrinker {
     }
 
     /// What is to be done with the object just taken, whose reference bit is `referenced`, and of whose block a page was
-    /// read back since it was last written back if `reused`. (Rotating clears both.)
+    /// read back since it was last written back if `reused`. (Whoever rotates it
+    /// clears the reference bit, or if that is clear the mark of the block.)
     pub fn verdict_of(&self, referenced: bool, reused: bool) -> Verdict {
         let chance = match self.policy {
             Policy::SecondChance => referenced,
             Policy::Decaying | Policy::Fifo => false,
+            Policy::Reuse => referenced || reused,
             Policy::S3Fifo if self.from_main => referenced || reused,
             Policy::S3Fifo => reused,
         };
@@ -322,6 +333,9 @@ mod tests {
             (Fifo, true, true, Verdict::WriteBack),
             (S3Fifo, true, false, Verdict::WriteBack),
             (S3Fifo, true, true, Verdict::Rotate),
+            (Reuse, true, false, Verdict::Rotate),
+            (Reuse, false, true, Verdict::Rotate),
+            (Reuse, false, false, Verdict::WriteBack),
         ] {
             assert_eq!(filled(policy, 1).verdict_of(referenced, reused), want, "{policy:?}");
         }
@@ -367,6 +381,7 @@ mod tests {
             (Policy::SecondChance, 1000, 10, 1000, 500, 500),
             (Policy::SecondChance, 0, 0, 1000, 500, 0),
             (Policy::S3Fifo, 100, 1000, 1000, 500, 0),
+            (Policy::Reuse, 100, 1000, 1000, 500, 0),
         ] {
             let mut s = filled(policy, 10);
             s.press(evicted, resident, stored, pool);

@@ -134,7 +134,7 @@ pub struct DoctorArgs {
 pub struct ReplayArgs {
     /// The trace
     pub file: PathBuf,
-    /// Who decides what is written to disk: second-chance, decaying, fifo, s3-fifo, several of them, or all
+    /// Who decides what is written to disk: second-chance, decaying, fifo, s3-fifo, reuse, several of them, or all
     #[arg(short, long, value_name = "NAME", default_value = "all")]
     pub policy: String,
     /// What the compressed pools may take together: 64M, or 30% of what they took [default: 50%]
