@@ -81,7 +81,8 @@ impl Pte {
             Tag::Staged | Tag::Busy => SWAPPED | Tier::Staged.bits(),
             Tag::Compressed => SWAPPED | Tier::Warm.bits(),
             Tag::Zero => SWAPPED | ZERO,
-            _ => SWAPPED | Tier::Lost.bits(),
+            Tag::Disk => SWAPPED | Tier::Disk.bits(),
+            Tag::Poisoned => SWAPPED | Tier::Lost.bits(),
         })
     }
     /// The slot (25 bits) or stamp.

@@ -213,6 +213,8 @@ pub struct Machine<'a, P> {
     traces: &'a [Trace],
     processes: Vec<Process>,
     huge: Vec<u32>,
+    /// Pages that processes are to have together.
+    load: usize,
     births: u16,
     random: Random,
     /// What happened.
@@ -220,15 +222,16 @@ pub struct Machine<'a, P> {
 }
 
 impl<'a, P: Policy> Machine<'a, P> {
-    /// A machine with `frames` frames, the first of which is 1, and nothing running.
+    /// A machine with `frames` frames and nothing running. (The first block is whole: with frame 1 as the first one the
+    /// scanners that begin there would empty a block that no huge page fits.)
     pub fn new(frames: u32, policy: impl FnOnce() -> P, traces: &'a [Trace], source: &'a Source, seed: u64) -> Self {
-        let mut zone = Zone::spanning(1, frames + 1, Kind::Frame);
+        let mut zone = Zone::spanning(BLOCK_FRAMES, BLOCK_FRAMES + frames, Kind::Frame);
         let n = frames as usize;
         zone.watermarks = Watermarks { min: n / 128, low: n / 100, high: n / 64 };
         let compactor = Compactor::new(&zone, policy());
         let world = World {
             source,
-            start: 1,
+            start: BLOCK_FRAMES,
             memory: vec![0; n * PAGE],
             owner: vec![Owner::Free; n],
             birth: vec![0; n],
@@ -250,6 +253,7 @@ impl<'a, P: Policy> Machine<'a, P> {
             traces,
             processes: Vec::new(),
             huge: Vec::new(),
+            load: 0,
             births: 0,
             random: Random(seed),
             counts: Counts::default(),
@@ -289,6 +293,7 @@ impl<'a, P: Policy> Machine<'a, P> {
         let free = self.zone.free_slots(Kind::Frame);
         if free <= marks.low {
             self.reclaim(marks.high - free);
+            self.compactor.reclaim_rests(&mut self.zone);
         }
         if self.zone.free_slots(Kind::Frame) <= marks.min {
             self.counts.stalled += 1;
@@ -539,12 +544,17 @@ impl<'a, P: Policy> Machine<'a, P> {
 
     /// Lets every process do a step and touch pages; who is done makes place for the next program.
     pub fn tick(&mut self, references: usize) {
+        // As `make -j`: another one starts while there is less than there should be.
+        if self.live() < self.load {
+            let trace = self.random.below(self.traces.len());
+            self.start(trace, false);
+        }
         for i in 0..self.processes.len() {
             if !self.step(i) && !self.processes[i].stays {
-                let next = (self.processes[i].trace + 1) % self.traces.len();
+                let trace = self.random.below(self.traces.len());
                 let mut done = self.processes.swap_remove(i);
                 self.exit(&mut done);
-                self.start(next, false);
+                self.start(trace, false);
                 let last = self.processes.len() - 1;
                 self.processes.swap(i, last);
             }
@@ -614,20 +624,25 @@ impl<'a, P: Policy> Machine<'a, P> {
     /// for the same seed.
     pub fn start_load(&mut self, times: f64, seed: u64) {
         self.random = Random(seed);
-        let mut wanted = 0;
-        while (wanted as f64) < self.world.owner.len() as f64 * times {
+        self.load = (self.world.owner.len() as f64 * times) as usize;
+        while self.live() < self.load {
             let trace = self.random.below(self.traces.len());
             self.start(trace, false);
             let (me, steps) = (self.processes.len() - 1, self.traces[trace].steps.len());
             for _ in 0..self.random.below(steps) {
                 self.step(me);
             }
-            wanted += self.processes[me].live.len();
         }
+    }
+
+    /// Pages that processes have, resident or not.
+    fn live(&self) -> usize {
+        self.processes.iter().map(|p| p.live.len()).sum()
     }
 
     /// Ends what does not stay.
     pub fn stop_load(&mut self) {
+        self.load = 0;
         let (stay, end): (Vec<_>, Vec<_>) = std::mem::take(&mut self.processes).into_iter().partition(|p| p.stays);
         self.processes = stay;
         for mut process in end {
