@@ -10,13 +10,16 @@ mod cli;
 #[path = "../../crates/uzswap/src/config.rs"]
 mod config_file;
 #[allow(dead_code)]
+#[path = "../../crates/uzswap/src/folios.rs"]
+mod folios;
+#[allow(dead_code)]
 #[path = "../../crates/uzswap/src/elf.rs"]
 mod program_file;
 #[allow(dead_code)]
 #[path = "../../crates/uzswap/src/size.rs"]
-mod size_text;
+mod size;
 
-use size_text::Size;
+use size::Size;
 use std::io::Cursor;
 use uzswap_mm::codec::{Algorithm, Decompressor, Encoding};
 use uzswap_mm::compaction::policy::{Emptiest, Linear, Policy};
@@ -84,7 +87,7 @@ pub fn size(data: &[u8]) {
             let bytes = size.resolve(total);
             assert!(bytes.is_multiple_of(4096));
             assert!(!matches!(size, Size::Percent(_)) || bytes <= total);
-            assert!(!size_text::human(bytes).is_empty());
+            assert!(!size::human(bytes).is_empty());
         }
     }
 }

@@ -151,7 +151,7 @@ mod tests {
         let plain: Vec<u8> = (0..pages).flat_map(|i| page_of(vpn + i)).collect();
         let mut packed = vec![0; plain.len()];
         let (encoding, len) = Compressor::new(Algorithm::Lz4).compress(&plain, &mut packed).expect("it compresses");
-        let head = Header { len, encoding, order, live: ((1u32 << pages) - 1) as u16, vpn };
+        let head = Header { len, encoding, order, live: ((1u32 << pages) - 1) as u16, vpn, flags: 0 };
         let set = |place: &mut [u8]| {
             plain.chunks(PAGE).enumerate().for_each(|(i, p)| object::set_hash(place, i, object::hash(p)));
         };
