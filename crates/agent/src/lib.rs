@@ -7,11 +7,9 @@
 mod exec;
 mod heap;
 mod patch;
-mod rawfork;
 
 use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
 use uzswap_pager::arena::Layout;
-use uzswap_pager::gate;
 use uzswap_pager::group::{ENV_GROUP, ENV_NODE, GroupPage, MAGIC, NO_LIMIT, NODES};
 use uzswap_pager::member::Chain;
 use uzswap_pager::pager::Pager;
@@ -82,7 +80,6 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     )?;
     heap::init(layout.base);
     exec::init();
-    rawfork::init();
     let mut pager = Pager::new(group, node, layout)
         .map_err(|_| "uzswap: this process runs without a limit: its group has too many members\n")?;
     if let Some(rings) = rings {
@@ -179,7 +176,6 @@ static MASK: core::sync::atomic::AtomicU64 = core::sync::atomic::AtomicU64::new(
 extern "C" fn before_fork() {
     if let Some(p) = pager() {
         let old = set_mask(!0);
-        gate::close_for_fork();
         p.before_fork();
         MASK.store(old, Relaxed);
     }
@@ -190,12 +186,7 @@ extern "C" fn after_fork(ret: isize) {
     let old = MASK.load(Relaxed);
     if ret != 0 {
         p.after_fork_in_parent(ret);
-        gate::open();
-        set_mask(old);
-        return;
-    }
-    gate::open_in_child();
-    if !p.after_fork_in_child() {
+    } else if !p.after_fork_in_child() {
         p.say(b"uzswap: a forked child could not be given its memory; it is ended rather than read wrong data\n");
         // SAFETY: ends the child.
         let _ = unsafe { sys!(libc::SYS_exit_group, 125) };

@@ -28,44 +28,24 @@ global_asm!(
     "mov eax, 56", "syscall",
     "UZ_SAVE", "mov rdi, rax", "call {after_fork}", "UZ_RESTORE",
     "ret",
-    // Calls that raise events are counted, and wait while a thread forks: see the pager's `gate`.
-    "uz_counted:",
-    "lock inc dword ptr [rip + {under_way}]",
-    "cmp dword ptr [rip + {closed}], 0",
-    "jne 3f",
-    "syscall",
-    "lock dec dword ptr [rip + {under_way}]",
-    "ret",
-    "3:", "lock dec dword ptr [rip + {under_way}]",
-    "UZ_SAVE", "call {wait}", "UZ_RESTORE",
-    "jmp uz_counted",
-    ".globl uz_thunk_munmap", "uz_thunk_munmap:", "mov eax, 11", "jmp uz_counted",
-    ".globl uz_thunk_mremap", "uz_thunk_mremap:", "mov eax, 25", "jmp uz_counted",
-    ".globl uz_thunk_madvise", "uz_thunk_madvise:", "mov eax, 28", "jmp uz_counted",
     ".globl uz_thunk_mmap", "uz_thunk_mmap:",
-    "mov eax, 9", "call uz_counted",
+    "mov eax, 9", "syscall",
     "UZ_SAVE", "mov rdi, rax", "mov rcx, r10", "call {after_mmap}", "UZ_RESTORE",
     "ret",
     ".globl uz_thunk_brk", "uz_thunk_brk:",
-    "mov eax, 12", "call uz_counted",
+    "mov eax, 12", "syscall",
     "UZ_SAVE", "mov rdi, rax", "call {after_brk}", "UZ_RESTORE",
     "ret",
     before_fork = sym crate::before_fork,
     after_fork = sym crate::after_fork,
     after_mmap = sym crate::after_mmap,
     after_brk = sym crate::after_brk,
-    under_way = sym uzswap_pager::gate::UNDER_WAY,
-    closed = sym uzswap_pager::gate::CLOSED,
-    wait = sym uzswap_pager::gate::wait,
 );
 
 unsafe extern "C" {
     fn uz_thunk_clone();
     fn uz_thunk_mmap();
     fn uz_thunk_brk();
-    fn uz_thunk_munmap();
-    fn uz_thunk_mremap();
-    fn uz_thunk_madvise();
 }
 
 /// Why a function could not be wrapped.
@@ -77,7 +57,7 @@ pub enum PatchError {
     Memory(#[allow(dead_code)] Errno),
 }
 
-/// Wraps `_Fork`, `mmap`, `brk` and, where they have the pattern, `munmap`, `mremap` and `madvise` of libc.
+/// Wraps `_Fork`, `mmap` and `brk` of libc.
 ///
 /// # Errors
 /// [`PatchError`]; then nothing was changed in the function concerned.
@@ -89,12 +69,7 @@ pub unsafe fn install() -> Result<(), PatchError> {
     unsafe {
         wrap(c"_Fork", 56, uz_thunk_clone as *const () as usize)?;
         wrap(c"mmap64", 9, uz_thunk_mmap as *const () as usize)?;
-        wrap(c"brk", 12, uz_thunk_brk as *const () as usize)?;
-        // Without these only a fork that comes in the middle of another thread's call is less exact.
-        let _ = wrap(c"munmap", 11, uz_thunk_munmap as *const () as usize);
-        let _ = wrap(c"mremap", 25, uz_thunk_mremap as *const () as usize);
-        let _ = wrap(c"madvise", 28, uz_thunk_madvise as *const () as usize);
-        Ok(())
+        wrap(c"brk", 12, uz_thunk_brk as *const () as usize)
     }
 }
 

@@ -7,7 +7,7 @@
 use crate::images::{self, Image};
 use crate::json::{Findings, Row, Verdict};
 use crate::size::mib;
-use crate::{machine, process, table};
+use crate::{machine, process};
 use serde_json::{Map, json};
 use std::path::PathBuf;
 use std::time::Instant;
@@ -114,10 +114,7 @@ fn experiment(args: &Args) -> Result<(), String> {
         images.iter().map(|i| format!("{}: {} without zero pages", i.name, mib(i.bytes.len() as u64))).collect();
     notes.extend(missing.iter().map(|name| format!("{name}: not made on this machine, left out")));
     notes.push("Every block was decompressed and compared.".to_owned());
-    print!("{}", table::render(&findings, &SIZES.map(|(name, _)| (name, name)), &notes));
-    if let Some(path) = &args.json {
-        findings.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
-    }
+    findings.publish(&SIZES.map(|(name, _)| (name, name)), &notes, args.json.as_deref())?;
     Ok(())
 }
 

@@ -12,7 +12,7 @@ use crate::json::{Findings, Row, Verdict};
 use crate::size::{self, MIB, PAGE, mib};
 use crate::stats::{median, percent};
 use crate::workload::Random;
-use crate::{machine, process, programs, table};
+use crate::{machine, process, programs};
 use serde_json::{Map, Value, json};
 use std::path::PathBuf;
 use std::sync::atomic::Ordering::Relaxed;
@@ -94,10 +94,7 @@ fn experiment(args: &Args) -> Result<(), String> {
     let findings = findings(&all, memory, runs, &holds);
     let notes =
         [format!("{} under {}, real contents ({holds}); every page read was checked.", mib(memory), mib(memory / 3))];
-    print!("{}", table::render(&findings, &SUBJECTS, &notes));
-    if let Some(path) = &args.json {
-        findings.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
-    }
+    findings.publish(&SUBJECTS, &notes, args.json.as_deref())?;
     Ok(())
 }
 

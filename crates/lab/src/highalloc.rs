@@ -9,7 +9,7 @@ pub mod trace;
 use crate::data::{self, Source};
 use crate::json::{Findings, Row, Verdict};
 use crate::stats::percent;
-use crate::{machine, size, table};
+use crate::{machine, size};
 use aging::{Counts, Machine};
 use serde_json::{Map, Value, json};
 use std::path::PathBuf;
@@ -130,10 +130,7 @@ fn run(args: &Args) -> Result<bool, String> {
     if wrong > 0 {
         notes.push(format!("{wrong} pages did not hold what was written"));
     }
-    print!("{}", table::render(&findings, &SUBJECTS, &notes));
-    if let Some(path) = &args.json {
-        findings.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
-    }
+    findings.publish(&SUBJECTS, &notes, args.json.as_deref())?;
     Ok(wrong > 0)
 }
 

@@ -82,6 +82,17 @@ impl Verdict {
 }
 
 impl Findings {
+    /// Prints them as a table, whose columns are `subjects` (name in the file, title), with `notes` below it, and writes
+    /// them to `file` if there is one: how every experiment ends.
+    ///
+    /// # Errors
+    /// When the file cannot be written: what, and why.
+    pub fn publish(&self, subjects: &[(&str, &str)], notes: &[String], file: Option<&Path>) -> Result<(), String> {
+        print!("{}", crate::table::render(self, subjects, notes));
+        let Some(path) = file else { return Ok(()) };
+        self.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))
+    }
+
     /// Writes them to a file.
     ///
     /// # Errors

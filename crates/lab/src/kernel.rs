@@ -8,7 +8,7 @@ use crate::size::{self, MIB, mib};
 use crate::stats::{geometric_mean, median, percent};
 use crate::undo::{Keeper, Step};
 use crate::workload::Workload;
-use crate::{data, machine, table, worker};
+use crate::{data, machine, worker};
 use serde_json::{Map, Value, json};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -255,10 +255,7 @@ fn experiment(args: &Args) -> Result<bool, Stop> {
         lab.runs,
         if lab.runs == 1 { "run" } else { "runs" },
     );
-    print!("{}", table::render(&findings, &Subject::ALL.map(|s| (s.key(), s.title())), &lab.notes));
-    if let Some(path) = &args.json {
-        findings.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
-    }
+    findings.publish(&Subject::ALL.map(|s| (s.key(), s.title())), &lab.notes, args.json.as_deref())?;
     Ok(lab.right)
 }
 

@@ -1,9 +1,9 @@
 //! `uzswap lab pagemap`: page state that can be asked for: whether it is exact, what it costs, how fast it is read.
 
 use crate::json::{Findings, Row, Verdict};
+use crate::machine;
 use crate::size::{self, PAGE, mib};
 use crate::stats::median;
-use crate::{machine, table};
 use serde_json::{Map, Value, json};
 use std::hint::black_box;
 use std::path::PathBuf;
@@ -76,10 +76,7 @@ fn run(args: &Args) -> Result<bool, String> {
     println!("uzswap lab pagemap: {} (shared: {})\n", mib(size as u64), mib(shared_size as u64));
     let subjects =
         [("off", "off"), ("on", "on"), ("map", "page map"), ("pagemap", "pagemap file"), ("scan", "PAGEMAP_SCAN")];
-    print!("{}", table::render(&findings, &subjects, &notes));
-    if let Some(path) = &args.json {
-        findings.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
-    }
+    findings.publish(&subjects, &notes, args.json.as_deref())?;
     Ok(wrong == 0)
 }
 

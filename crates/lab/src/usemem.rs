@@ -12,7 +12,7 @@ use crate::size::{self, MIB, mib};
 use crate::stats::median;
 use crate::undo::{Keeper, Step};
 use crate::usemem_worker::Said;
-use crate::{data, machine, programs, table};
+use crate::{data, machine, programs};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -219,10 +219,7 @@ fn experiment(args: &Args) -> Result<bool, String> {
     );
     let mut columns: Vec<(&str, &str)> = SUBJECTS.iter().map(|(s, _)| (s.key, s.key)).collect();
     columns.extend([("2", "2 processes"), ("8", "8 processes"), ("32", "32 processes")]);
-    print!("{}", table::render(&findings, &columns, &lab.notes));
-    if let Some(path) = &args.json {
-        findings.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
-    }
+    findings.publish(&columns, &lab.notes, args.json.as_deref())?;
     Ok(lab.right)
 }
 

@@ -21,7 +21,6 @@
 //! alone (see `frames_for`).
 
 use crate::arena::PAGE;
-use crate::gate;
 use crate::inject::Site;
 use crate::object::{self, Header};
 use crate::pager::Pager;
@@ -86,7 +85,6 @@ impl Pager {
         let mut served = 0u32;
         thread::set_idle_policy(0, true);
         let mut waiting: Vec<Request> = Vec::new();
-        let mut starved = gate::Starved::default();
         let mut disk = ReadBuffer::default();
         loop {
             let mut s = self.state.lock();
@@ -104,7 +102,8 @@ impl Pager {
                     {
                         let (ticker, reclaimer) = (self.ticker.load(Relaxed), self.reclaimer.load(Relaxed));
                         let helpers = Helpers { handler: Some(0), ticker, reclaimer };
-                        s.placement.fault_on(cpu, helpers, self.kin.load(Relaxed));
+                        let busy = self.kin.load(Relaxed) || self.excess(&s) > 0;
+                        s.placement.fault_on(cpu, tid, helpers, busy);
                     }
                     self.make_room(&mut s);
                     for _ in 0..DISK_WAITS {
@@ -160,7 +159,6 @@ impl Pager {
                 self.counters().stall_ns.fetch_add((thread::now_ns() - began) * 8, Relaxed);
             }
             self.progress.fetch_add(1, Relaxed);
-            starved.round(!waiting.is_empty());
             if self.needs_reclaim(&s) {
                 drop(s);
                 self.wake_reclaim();

@@ -9,7 +9,6 @@ pub mod events;
 pub mod fault;
 pub mod folio;
 pub mod fork;
-pub mod gate;
 pub mod group;
 pub mod inject;
 pub mod limits;

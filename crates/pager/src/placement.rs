@@ -16,8 +16,8 @@ use uzswap_sys::thread::{self, Cpus};
 
 /// Faults between two looks.
 const EVERY: u32 = 256;
-/// The program is taken to fault on one CPU from this score on: a look at which it had not moved counts one, a move
-/// takes two off (the scheduler moves a thread now and then), and at most 64 are kept.
+/// The program is taken to fault on one CPU from this score on: a look at which the CPU or the thread was that of the look
+/// before counts one, another thread on another CPU takes two off, and at most 64 are kept.
 const STEADY: u32 = 4;
 
 /// Where the faults come from.
@@ -25,6 +25,8 @@ pub struct Placement {
     /// Where helpers may run.
     cpus: Cpus,
     cpu: Option<usize>,
+    /// The thread that faulted when the CPU was last looked at.
+    tid: u32,
     steady: u32,
     faults: u32,
     /// Faults when the ticker last looked, and whether there had been none since the look before.
@@ -32,9 +34,20 @@ pub struct Placement {
     quiet: bool,
     /// Whether the program may have moved.
     suspect: bool,
-    /// The CPU the reclaim thread is confined to, if it is.
-    confined: Option<usize>,
+    /// Where the other helpers are.
+    others: Where,
 }
+
+/// Where the ticker and the reclaim thread may run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Where {
+    Anywhere,
+    /// On the program's CPU, and of the idle policy.
+    With(usize),
+    /// On any but the program's: there they would only drive it away, and the handler after it.
+    Off(usize),
+}
+use Where::{Anywhere, Off, With};
 
 /// The helper threads (0: none), as far as they are to be placed.
 #[derive(Clone, Copy, Default)]
@@ -53,12 +66,13 @@ impl Placement {
         Self {
             cpus: Cpus::of(0),
             cpu: None,
+            tid: 0,
             steady: 0,
             faults: 0,
             seen: 0,
             quiet: false,
             suspect: true,
-            confined: None,
+            others: Anywhere,
         }
     }
 
@@ -75,33 +89,41 @@ impl Placement {
         self.faults.is_multiple_of(EVERY) || core::mem::take(&mut self.suspect)
     }
 
-    /// A fault happened on `cpu`. The handler and the ticker go there, and the reclaim thread too
-    /// while there is one such CPU and `kin` (shared memory, which it alone can un-share) gives it no work of its own.
-    pub fn fault_on(&mut self, cpu: usize, helpers: Helpers, kin: bool) {
-        if self.cpu == Some(cpu) {
-            self.steady = (self.steady + 1).min(64);
-        } else {
+    /// Thread `tid` faulted on `cpu`. The handler goes there; the ticker and the reclaim thread too while faults come from one
+    /// CPU and `kin` (shared memory, which it alone can un-share) gives it no work of its own, else elsewhere.
+    pub fn fault_on(&mut self, cpu: usize, tid: u32, helpers: Helpers, kin: bool) {
+        // (One thread is followed wherever it goes.)
+        let one = self.cpu == Some(cpu) || self.tid == tid;
+        self.steady = if one { (self.steady + 1).min(64) } else { self.steady.saturating_sub(2) };
+        self.tid = tid;
+        if self.cpu != Some(cpu) {
             self.cpu = Some(cpu);
-            self.steady = self.steady.saturating_sub(2);
             if let Some(handler) = helpers.handler {
                 Cpus::only(cpu).confine(handler);
             }
-            if helpers.ticker != 0 {
-                Cpus::only(cpu).confine(helpers.ticker);
-            }
         }
-        let to = (self.steady >= STEADY && !kin).then_some(cpu);
-        self.confine_reclaimer(to, helpers.reclaimer);
+        self.place(if self.steady >= STEADY && !kin { With(cpu) } else { Off(cpu) }, helpers);
     }
 
-    fn confine_reclaimer(&mut self, to: Option<usize>, reclaimer: i32) {
-        if reclaimer == 0 || to == self.confined {
+    /// Puts the ticker and the reclaim thread somewhere else than they are.
+    fn place(&mut self, to: Where, helpers: Helpers) {
+        if to == self.others {
             return;
         }
-        to.map_or(self.cpus, Cpus::only).confine(reclaimer);
-        // (A CPU that runs only idle-policy threads counts as idle: see `fault`.)
-        thread::set_idle_policy(reclaimer, to.is_some());
-        self.confined = to;
+        let cpus = match to {
+            With(cpu) => Cpus::only(cpu),
+            // (On a machine of one CPU there is no other.)
+            Off(cpu) => self.cpus.without(cpu).unwrap_or(self.cpus),
+            Anywhere => self.cpus,
+        };
+        for helper in [helpers.ticker, helpers.reclaimer].into_iter().filter(|tid| *tid != 0) {
+            cpus.confine(helper);
+        }
+        if helpers.reclaimer != 0 {
+            // (A CPU that runs only idle-policy threads counts as idle: see `fault`.)
+            thread::set_idle_policy(helpers.reclaimer, matches!(to, With(_)));
+        }
+        self.others = to;
     }
 
     /// Whether the handler is to reclaim by itself.
@@ -110,10 +132,11 @@ impl Placement {
     }
 
     /// Called now and then by the ticker: where no fault comes the handler reclaims nothing, and the thread must.
-    pub fn look(&mut self, reclaimer: i32) {
+    /// Above the limit (`over`) it must not wait for the program's CPU either.
+    pub fn look(&mut self, reclaimer: i32, over: bool) {
         self.quiet = core::mem::replace(&mut self.seen, self.faults) == self.faults;
-        if self.quiet {
-            self.confine_reclaimer(None, reclaimer);
+        if self.quiet || over {
+            self.place(Anywhere, Helpers { reclaimer, ..Helpers::default() });
         }
     }
 }
@@ -133,23 +156,25 @@ mod tests {
     fn who_reclaims() {
         let mut p = Placement::new();
         assert!(!p.alone(), "nothing is known");
-        p.fault_on(0, Helpers::default(), false);
+        p.fault_on(0, 7, Helpers::default(), false);
         for look in 1..=STEADY {
             assert_eq!(p.alone(), look > STEADY, "after {look} looks");
-            p.fault_on(0, Helpers::default(), false);
+            p.fault_on(0, 7, Helpers::default(), false);
         }
         assert!(p.alone());
-        p.fault_on(1, Helpers::default(), false);
-        assert!(!p.alone(), "a program that moves is not taken to be on one CPU");
-        (0..2).for_each(|_| p.fault_on(1, Helpers::default(), false));
-        assert!(p.alone(), "one move is made up for by two looks");
+        p.fault_on(1, 8, Helpers::default(), false);
+        assert!(!p.alone(), "another thread on another CPU");
+        (0..2).for_each(|_| p.fault_on(1, 8, Helpers::default(), false));
+        assert!(p.alone(), "that is made up for by two looks");
+        (0..9).for_each(|cpu| p.fault_on(cpu, 8, Helpers::default(), false));
+        assert!(p.alone(), "one thread is followed");
     }
 
     #[test]
     fn two_threads_on_two_cpus_never_count_as_one() {
         let mut p = Placement::new();
         for i in 0..10_000 {
-            p.fault_on(i % 2, Helpers::default(), false);
+            p.fault_on(i % 2, 7 + (i % 2) as u32, Helpers::default(), false);
             assert!(!p.alone());
         }
     }
@@ -157,11 +182,11 @@ mod tests {
     #[test]
     fn where_no_fault_comes_the_thread_must_reclaim() {
         let mut p = Placement::new();
-        (0..10).for_each(|_| p.fault_on(3, Helpers::default(), false));
+        (0..10).for_each(|_| p.fault_on(3, 7, Helpers::default(), false));
         p.due();
-        p.look(0);
+        p.look(0, false);
         assert!(p.alone(), "a fault since the last look");
-        p.look(0);
+        p.look(0, false);
         assert!(!p.alone(), "none");
         p.due();
         assert!(p.alone(), "again");

@@ -596,7 +596,8 @@ impl Pager {
             // SAFETY: no arguments; read from the thread's own data.
             let cpu = unsafe { libc::sched_getcpu() };
             let helpers = Helpers { reclaimer: self.reclaimer.load(Relaxed), ..Helpers::default() };
-            s.placement.fault_on(usize::try_from(cpu).unwrap_or(0), helpers, false);
+            let tid = uzswap_sys::thread::gettid() as u32;
+            s.placement.fault_on(usize::try_from(cpu).unwrap_or(0), tid, helpers, false);
         }
         self.make_room(&mut s);
         // What cannot be done now (EAGAIN of the kernel) is tried again by the access itself, which faults again.

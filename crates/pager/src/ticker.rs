@@ -110,7 +110,8 @@ impl Pager {
             *unknown_before = unknown.min(*unknown_before);
         }
         self.publish(&s);
-        s.placement.look(self.reclaimer.load(Relaxed));
+        let over = self.excess(&s) > 0;
+        s.placement.look(self.reclaimer.load(Relaxed), over);
         let excess = self.excess(&s);
         let over = excess > 0 || (!self.handler_reclaims(&s) && excess + self.margin() as isize > 0);
         drop(s);

@@ -128,6 +128,14 @@ impl Cpus {
         Self(set)
     }
 
+    /// These without one; None when that leaves none.
+    pub fn without(mut self, cpu: usize) -> Option<Self> {
+        if let Some(word) = self.0.get_mut(cpu / 64) {
+            *word &= !(1 << (cpu % 64));
+        }
+        (self.0 != [0; 16]).then_some(self)
+    }
+
     /// Lets a thread (0: the caller) run on these CPUs only. Without effect when none of them is allowed.
     pub fn confine(&self, tid: i32) {
         // SAFETY: the set is 128 bytes.

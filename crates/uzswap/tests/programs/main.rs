@@ -161,24 +161,6 @@ fn every_call_agrees_with_a_flat_model() {
     }
 }
 
-/// Children made by libc's `clone` and `syscall` read zeros where their parent's pages were out: only `fork` gave a
-/// child its memory.
-#[test]
-fn forks_made_without_fork() {
-    let _alone = alone();
-    let Some(ways) = compile_c("rawfork") else { return };
-    Subject::new("raw forks", &[&ways]).check();
-}
-
-/// A fork in the middle of another thread's mremap gave the child mappings of after the call and tables of before it.
-/// And a thread that calls mremap without a pause kept every fault of the others waiting for ever.
-#[test]
-fn forks_while_other_threads_change_mappings() {
-    let _alone = alone();
-    let Some(race) = compile_c("forkrace") else { return };
-    Subject::new("fork race", &[&race]).check();
-}
-
 #[test]
 fn fork_storm() {
     let _alone = alone();
