@@ -281,13 +281,25 @@ impl Shrinker {
         self.len() >= self.prune_at
     }
 
-    /// Drops the entries `keep` refuses.
+    /// Drops the entries `keep` refuses, which is asked from the newest to the oldest.
     pub fn prune(&mut self, mut keep: impl FnMut(Entry) -> bool) {
         for list in [&mut self.queue, &mut self.main] {
-            list.retain(|p| keep(unpack(*p)));
+            let mut kept = list.len();
+            for i in (0..list.len()).rev() {
+                if keep(unpack(list[i])) {
+                    kept -= 1;
+                    list[kept] = list[i];
+                }
+            }
+            list.drain(..kept);
             list.shrink_to(list.len() + LEAST_PRUNE);
         }
         self.prune_at = (self.len() * 2).max(LEAST_PRUNE);
+    }
+
+    /// The entries, stale ones included.
+    pub fn entries(&self) -> impl Iterator<Item = Entry> + '_ {
+        self.queue.iter().chain(&self.main).map(|p| unpack(*p))
     }
 
     /// Bytes of the list.
@@ -466,5 +478,16 @@ mod tests {
         assert!(!s.wants_prune());
         assert_eq!(s.pop().unwrap().handle, 0);
         assert_eq!(s.pop().unwrap().handle, 8);
+    }
+
+    /// An object that is stored again at its old place once made all its earlier entries valid, and the list grew by one
+    /// for each store: 26 MiB under a limit of 16.
+    #[test]
+    fn of_entries_that_are_the_same_the_newest_stays() {
+        let mut s = filled(Policy::SecondChance, 3);
+        (0..LEAST_PRUNE).for_each(|_| s.stored(Entry { vpn: 5, handle: 0 }));
+        let mut seen = std::collections::BTreeSet::new();
+        s.prune(|e| seen.insert(e.handle));
+        assert_eq!(s.entries().map(|e| e.handle).collect::<Vec<_>>(), [1, 2, 0]);
     }
 }

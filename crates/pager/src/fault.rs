@@ -106,8 +106,12 @@ impl Pager {
                         s.placement.fault_on(cpu, tid, helpers, busy);
                     }
                     self.make_room(&mut s);
-                    for _ in 0..DISK_WAITS {
+                    for tried in 0..=DISK_WAITS {
                         if !self.waits_for_disk(&s) {
+                            break;
+                        }
+                        if tried == DISK_WAITS {
+                            self.disk_helps.store(false, Relaxed);
                             break;
                         }
                         let seen = self.swap_progress.load(Acquire);

@@ -33,6 +33,8 @@ pub struct Header {
 pub const REFERENCED: u8 = 1;
 /// The object is being written to the swap file: it must not change its place.
 pub const WRITING: u8 = 2;
+/// Met already by the pass over the shrinker's list that is under way; clear between passes.
+pub const SEEN: u8 = 4;
 
 /// Bytes of the header alone.
 pub const HEADER_BYTES: usize = 12;

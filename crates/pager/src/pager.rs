@@ -101,6 +101,8 @@ pub struct Pager {
     pub swap_wake: AtomicU32,
     /// Bumped when it has written, or failed to (a futex word).
     pub swap_progress: AtomicU32,
+    /// Whether waiting for the swap file has helped: false from a wait in vain to the next write that succeeds.
+    pub disk_helps: AtomicBool,
     /// When the read and the write under way were begun (monotonic nanoseconds), 0 when there is none.
     pub swap_began: [AtomicU64; 2],
 }
@@ -162,6 +164,7 @@ impl Pager {
             swap_file: AtomicI32::new(-1),
             swap_wake: AtomicU32::new(0),
             swap_progress: AtomicU32::new(0),
+            disk_helps: AtomicBool::new(true),
             swap_began: [AtomicU64::new(0), AtomicU64::new(0)],
         };
         pager.claim_slot()?;

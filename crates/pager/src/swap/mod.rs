@@ -45,6 +45,8 @@ use writeback::RUN_BYTES;
 const FRONT: usize = 8;
 /// Pages of the largest object.
 const MOST_PAGES: usize = 16;
+/// Bytes of the largest object on disk: one stored raw.
+const MOST_OBJECT: usize = FRONT + object::head_bytes(4) + PAGE * MOST_PAGES;
 
 /// An object that is being written.
 #[derive(Clone, Copy)]
@@ -122,9 +124,23 @@ impl State {
         let Some(mut swap) = self.swap.take() else { return };
         swap.shrinker.stored(Entry { vpn, handle });
         if swap.shrinker.wants_prune() {
-            swap.shrinker.prune(|e| self.pages_of(e).is_some());
+            self.prune(&mut swap.shrinker);
         }
         self.swap = Some(swap);
+    }
+
+    /// Drops the entries that name no object, and all but the newest of those that name the same: a page that is stored
+    /// again where it was before makes its old entries look as good as the new one.
+    fn prune(&self, shrinker: &mut Shrinker) {
+        let flags = |e: Entry, set, clear| object::set_flags(self.object(e.handle), set, clear);
+        shrinker.prune(|e| {
+            let first = self.pages_of(e).is_some() && self.header_of(e).flags & object::SEEN == 0;
+            if first {
+                flags(e, object::SEEN, 0);
+            }
+            first
+        });
+        shrinker.entries().for_each(|e| flags(e, 0, object::SEEN));
     }
 
     /// Pages on disk that are given up.
@@ -263,6 +279,7 @@ impl Pager {
         let (total, most, _) = self.pool_bounds(s, swap);
         self.swap_file.load(Relaxed) >= 0
             && swap.failures == 0
+            && self.disk_helps.load(Relaxed)
             && !swap.shrinker.is_empty()
             && !self.writeback_forbidden(swap)
             && self.excess(s) > 0
@@ -288,4 +305,4 @@ fn checksum(bytes: &[u8]) -> u32 {
     (hash ^ (hash >> 32) ^ (hash >> 64) ^ (hash >> 96)) as u32
 }
 
-const _: () = assert!(FRONT + object::head_bytes(4) + PAGE * MOST_PAGES < uzswap_mm::swapfile::LEAST_CLUSTER);
+const _: () = assert!(MOST_OBJECT < uzswap_mm::swapfile::LEAST_CLUSTER);

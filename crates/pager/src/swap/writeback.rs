@@ -11,7 +11,7 @@
 //! An object that only backs kept copies of resident pages is no use on disk: it is dropped when its turn comes.
 
 use super::io::Trouble;
-use super::{FRONT, Flight, Swap, checksum};
+use super::{FRONT, Flight, MOST_OBJECT, Swap, checksum};
 use crate::inject::Site;
 use crate::object;
 use crate::pager::Pager;
@@ -25,8 +25,8 @@ use uzswap_sys::{lock, thread};
 
 /// Bytes of the largest write.
 pub(super) const RUN_BYTES: usize = 256 << 10;
-/// Bytes of the smallest worth while.
-const LEAST_RUN: usize = 64 << 10;
+/// Bytes of the smallest worth while: the largest object must fit, or the one that is next would be in the way for ever.
+const LEAST_RUN: usize = MOST_OBJECT.next_multiple_of(BLOCK);
 /// Objects looked at under one hold of the lock.
 const MOST_MET: usize = 2048;
 /// Longest rest after failures, and the rest while there is nothing to write (nanoseconds).
@@ -254,6 +254,7 @@ impl Pager {
         c.zswpwb.fetch_add(gone as u64, Relaxed);
         if written {
             swap.failures = 0;
+            self.disk_helps.store(true, Relaxed);
         } else {
             if let Some(flight) = flights.first() {
                 let cluster = (offset(flight.place) / swap.books.cluster_bytes() as u64) as u32;
