@@ -13,6 +13,7 @@ use uzswap_pager::arena::Layout;
 use uzswap_pager::group::{ENV_GROUP, ENV_NODE, GroupPage, MAGIC, NO_LIMIT, NODES};
 use uzswap_pager::member::Chain;
 use uzswap_pager::pager::Pager;
+use uzswap_pager::swap::clusters::{self as swap_books, ClusterMap, ENV_SWAP};
 use uzswap_pager::ticker;
 use uzswap_pager::trace::{OBJECT_BYTES, RINGS_AT, Rings};
 use uzswap_sys::{raw, sys};
@@ -86,6 +87,9 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     if let Some(rings) = rings {
         pager.record_in(rings);
     }
+    if let Some(map) = swap() {
+        pager.swap_to(map);
+    }
     let pager: &'static Pager = Box::leak(Box::new(pager));
     let tls: usize;
     // SAFETY: reads the thread pointer.
@@ -98,6 +102,25 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     pager
         .spawn_ticker(ticker::start)
         .map_err(|_| "uzswap: this process runs without a limit: no thread could be started\n")
+}
+
+/// The books of the run's swap file, if it has one. Without them the process runs without swap.
+fn swap() -> Option<&'static ClusterMap> {
+    // SAFETY: getenv in a constructor, before other threads.
+    let path = unsafe { libc::getenv(c"UZSWAP_SWAP".as_ptr()) };
+    debug_assert_eq!(ENV_SWAP, "UZSWAP_SWAP");
+    if path.is_null() {
+        return None;
+    }
+    // SAFETY: the environment's string.
+    let fd = raw::open(unsafe { core::ffi::CStr::from_ptr(path) }.to_bytes_with_nul(), libc::O_RDWR).ok()?;
+    let rw = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new mapping of the books' object, which is that large.
+    let at = unsafe { sys!(libc::SYS_mmap, 0, size_of::<ClusterMap>(), rw, libc::MAP_SHARED, fd, 0) };
+    raw::close(fd);
+    // SAFETY: the mapping is page-aligned, as large as the books, all atomics, and stays for good.
+    let map: &'static ClusterMap = unsafe { &*(at.ok()? as *const ClusterMap) };
+    (map.magic.load(Acquire) == swap_books::MAGIC).then_some(map)
 }
 
 /// The rings for what is recorded, where the group records. Without them the process runs as ever.
@@ -164,7 +187,7 @@ extern "C" fn after_fork(ret: isize) {
     let Some(p) = pager() else { return };
     let old = MASK.load(Relaxed);
     if ret != 0 {
-        p.after_fork_in_parent();
+        p.after_fork_in_parent(ret);
     } else if !p.after_fork_in_child() {
         p.say(b"uzswap: a forked child could not be given its memory; it is ended rather than read wrong data\n");
         // SAFETY: ends the child.

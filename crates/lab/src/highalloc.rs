@@ -90,8 +90,8 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
         frames: (memory as usize / size::PAGE).clamp(4096, 1 << 23) as u32,
         iterations: args.iterations,
         seed: args.seed,
-        warm_up: if args.common.quick { 100 } else { 300 },
-        references: if args.common.quick { 24 } else { 48 },
+        warm_up: if args.common.quick { 40 } else { 150 },
+        references: if args.common.quick { 6 } else { 16 },
     };
     eprintln!("seed {}", settings.seed);
     let (traces, contents) = (traces(args)?, contents()?);

@@ -9,6 +9,7 @@
 //! real programs), [`table`] and [`json`] (what comes out).
 
 pub mod blocks;
+pub mod bursts;
 pub mod data;
 pub mod experiment;
 pub mod fallback;
@@ -23,6 +24,7 @@ pub mod peers;
 pub mod process;
 pub mod programs;
 pub mod report;
+pub mod shrinker;
 pub mod size;
 pub mod stats;
 pub mod table;
@@ -59,6 +61,11 @@ enum Experiment {
     /// The processes of `usemem` (used by the lab itself)
     #[command(hide = true)]
     UsememWorker(usemem_worker::Args),
+    /// What goes to disk under each write-back policy, and under the kernel's zswap with its shrinker on
+    Shrinker(shrinker::Args),
+    /// A program with bursts (used by the lab itself)
+    #[command(hide = true)]
+    Bursts(bursts::Args),
     /// One process of an experiment (used by the lab itself)
     #[command(hide = true)]
     Worker(worker::Args),
@@ -90,6 +97,8 @@ pub fn main(args: Vec<String>) -> i32 {
         Experiment::Highalloc(args) => experiment::run(|| highalloc::run(&args)),
         Experiment::Usemem(args) => experiment::run(|| usemem::run(&args)),
         Experiment::UsememWorker(args) => usemem_worker::main(&args),
+        Experiment::Shrinker(args) => shrinker::main(&args),
+        Experiment::Bursts(args) => bursts::main(&args),
         Experiment::Worker(args) => worker::main(&args),
     }
 }

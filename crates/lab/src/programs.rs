@@ -133,7 +133,8 @@ fn lines(count: usize) -> Vec<u8> {
 }
 
 /// A C file of many functions.
-fn c_source(functions: usize) -> String {
+#[must_use]
+pub fn c_source(functions: usize) -> String {
     let mut text = String::from("struct s { int a[16]; long b; struct s *next; };\n");
     for i in 0..functions {
         let _ = writeln!(

@@ -107,6 +107,8 @@ pub struct Compactor<P> {
     /// For each frame the pass (modulo 255, plus one) in which a page was last moved into it; 0 none.
     moved_in: Vec<u8>,
     pass: u8,
+    /// Whether a pass has come to its end since the skip bits were cleared.
+    flush: bool,
     from: Vec<u32>,
     to: Vec<u32>,
 }
@@ -120,6 +122,7 @@ impl<P: Policy> Compactor<P> {
             counters: Counters::default(),
             moved_in: vec![0; (zone.end() - zone.start()) as usize],
             pass: 1,
+            flush: false,
             from: Vec::with_capacity(CLUSTER),
             to: Vec::with_capacity(BLOCK_FRAMES as usize),
         }
@@ -165,10 +168,18 @@ impl<P: Policy> Compactor<P> {
         match outcome {
             Outcome::Success => self.deferral.reset(goal.order, false),
             // A whole pass: what the skip bits say is old.
-            Outcome::Complete => pivot::clear_skip(zone),
+            Outcome::Complete => self.reclaim_rests(zone),
             _ => {}
         }
         outcome
+    }
+
+    /// Background reclaim has reached its mark and goes to sleep: where a whole pass has ended since, what the skip bits say
+    /// is old (the kernel's compact_blockskip_flush).
+    pub fn reclaim_rests(&mut self, zone: &mut Zone) {
+        if core::mem::take(&mut self.flush) {
+            pivot::clear_skip(zone);
+        }
     }
 
     fn begin(&mut self, zone: &mut Zone, kind: Kind) {
@@ -218,6 +229,7 @@ impl<P: Policy> Compactor<P> {
         self.release_targets(zone, goal.kind);
         if outcome == Outcome::Complete {
             self.policy.met(zone);
+            self.flush = true;
         }
         outcome
     }

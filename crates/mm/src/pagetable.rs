@@ -25,6 +25,8 @@ pub enum Tag {
     Busy = 5,
     /// Lost: its data could not be brought back; the process is told by SIGBUS.
     Poisoned = 6,
+    /// In the swap file; handle: the place; aux: as of Compressed.
+    Disk = 7,
 }
 
 /// A page-table entry: tag 3 bits, 3 spare, `copy` 1 bit (the pool still holds what was read), aux 25, handle 32.
@@ -44,6 +46,14 @@ impl Pte {
     pub fn compressed(handle: u32, index: usize, evicted_at: u32) -> Self {
         Self::new(Tag::Compressed, (index as u32 & 15) | (evicted_at << 4)).with_handle(handle)
     }
+    /// A page in the swap file, at `place`: what the entry of a compressed page becomes.
+    pub fn on_disk(self, place: u32) -> Self {
+        Self::new(Tag::Disk, self.aux()).with_handle(place)
+    }
+    /// A page of the swap file that is in the pool again.
+    pub fn back_in_pool(self, handle: u32) -> Self {
+        Self::new(Tag::Compressed, self.aux()).with_handle(handle)
+    }
     fn with_handle(self, handle: u32) -> Self {
         Self((self.0 & 0xffff_ffff) | (u64::from(handle) << 32))
     }
@@ -60,7 +70,8 @@ impl Pte {
             3 => Tag::Compressed,
             4 => Tag::Zero,
             5 => Tag::Busy,
-            _ => Tag::Poisoned,
+            6 => Tag::Poisoned,
+            _ => Tag::Disk,
         }
     }
     /// What the page map says of it. (Which codec packed a page its entry does not know: the pool is one tier here.)
@@ -71,7 +82,8 @@ impl Pte {
             Tag::Staged | Tag::Busy => SWAPPED | Tier::Staged.bits(),
             Tag::Compressed => SWAPPED | Tier::Warm.bits(),
             Tag::Zero => SWAPPED | ZERO,
-            _ => SWAPPED | Tier::Lost.bits(),
+            Tag::Disk => SWAPPED | Tier::Disk.bits(),
+            Tag::Poisoned => SWAPPED | Tier::Lost.bits(),
         })
     }
     /// The slot (25 bits) or stamp.
@@ -82,7 +94,7 @@ impl Pte {
     pub fn copy(self) -> Option<u32> {
         (self.0 & (1 << 6) != 0).then_some((self.0 >> 32) as u32)
     }
-    /// The object of a compressed page.
+    /// The object of a compressed page, the place of one on disk.
     pub fn handle(self) -> u32 {
         (self.0 >> 32) as u32
     }

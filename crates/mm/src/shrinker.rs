@@ -12,12 +12,16 @@
 //! ([`Shrinker::press`]): of what is freeable twice the share that was taken of the resident set is met, the weight the
 //! kernel gives its shrinkers.
 //!
-//! *S3-FIFO* is the policy of our own. A page that leaves the pool enters it again as a new object, so what has been of
+//! *S3-FIFO* is a policy of our own. A page that leaves the pool enters it again as a new object, so what has been of
 //! use cannot be told by the object; it is told by its block of 64 KiB, which is marked when one of its pages is read
 //! back. Objects enter a *young* list, which is met first while it is more than a tenth of all; one whose block is
 //! marked moves to the *main* list (and takes the mark away), any other goes to disk at its first turn. On the main
-//! list there is the second chance. So what is used once goes without pushing out what comes back. Nothing is written
-//! before the pool is full: a page on disk that would have fitted into memory is a read too many.
+//! list there is the second chance. So what is used once goes without pushing out what comes back. It wins where much is
+//! used once, and loses where all comes back in turn: then a tenth is too little for what is young.
+//!
+//! *Reuse* is the careful form of it, also our own: one list and the second chance, and for an object whose block is
+//! marked a third. Under both nothing is written before the pool is full: a page on disk that would have fitted into
+//! memory is a read too many.
 //!
 //! Two other policies are kept for comparison: the kernel's older one, which protects a number of objects that grows
 //! with each store and load and is halved whenever it exceeds a quarter of the list, and plain first-in first-out.
@@ -45,11 +49,13 @@ pub enum Policy {
     Fifo,
     /// Those not read back since their block was last written back; then as second chance.
     S3Fifo,
+    /// As second chance, with a third for those whose block was read back since it was last written back.
+    Reuse,
 }
 
 impl Policy {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::SecondChance, Self::Decaying, Self::Fifo, Self::S3Fifo];
+    pub const ALL: [Self; 5] = [Self::SecondChance, Self::Decaying, Self::Fifo, Self::S3Fifo, Self::Reuse];
 
     /// Its number in a group's page.
     pub fn number(self) -> u32 {
@@ -58,6 +64,7 @@ impl Policy {
             Self::Decaying => 1,
             Self::Fifo => 2,
             Self::S3Fifo => 3,
+            Self::Reuse => 4,
         }
     }
 
@@ -68,6 +75,7 @@ impl Policy {
             Self::Decaying => "decaying",
             Self::Fifo => "fifo",
             Self::S3Fifo => "s3-fifo",
+            Self::Reuse => "reuse",
         }
     }
 
@@ -77,6 +85,7 @@ impl Policy {
             1 => Self::Decaying,
             2 => Self::Fifo,
             3 => Self::S3Fifo,
+            4 => Self::Reuse,
             _ => Self::SecondChance,
         }
     }
@@ -187,7 +196,7 @@ impl Shrinker {
     /// How many pages may be written back, where `stored` pages take `pool` pages of memory. Consumes the disk reads.
     pub fn freeable(&mut self, stored: usize, pool: usize) -> usize {
         let lru = match self.policy {
-            Policy::SecondChance | Policy::S3Fifo => {
+            Policy::SecondChance | Policy::S3Fifo | Policy::Reuse => {
                 let consumed = self.nr_disk_swapins.min(stored);
                 self.nr_disk_swapins -= consumed;
                 stored - consumed
@@ -201,7 +210,7 @@ impl Shrinker {
     /// Reclaim has taken `evicted` pages from the program, in which `resident` remain: as large a part of the pool is to
     /// be met, times two. `stored` pages take `pool` pages of memory.
     pub fn press(&mut self, evicted: usize, resident: usize, stored: usize, pool: usize) {
-        if self.policy == Policy::S3Fifo {
+        if matches!(self.policy, Policy::S3Fifo | Policy::Reuse) {
             return;
         }
         let freeable = self.freeable(stored, pool);
@@ -220,11 +229,13 @@ impl Shrinker {
     }
 
     /// What is to be done with the object just taken, whose reference bit is `referenced`, and of whose block a page was
-    /// read back since it was last written back if `reused`. (Rotating clears both.)
+    /// read back since it was last written back if `reused`. (Whoever rotates it
+    /// clears the reference bit, or if that is clear the mark of the block.)
     pub fn verdict_of(&self, referenced: bool, reused: bool) -> Verdict {
         let chance = match self.policy {
             Policy::SecondChance => referenced,
             Policy::Decaying | Policy::Fifo => false,
+            Policy::Reuse => referenced || reused,
             Policy::S3Fifo if self.from_main => referenced || reused,
             Policy::S3Fifo => reused,
         };
@@ -270,13 +281,25 @@ impl Shrinker {
         self.len() >= self.prune_at
     }
 
-    /// Drops the entries `keep` refuses.
+    /// Drops the entries `keep` refuses, which is asked from the newest to the oldest.
     pub fn prune(&mut self, mut keep: impl FnMut(Entry) -> bool) {
         for list in [&mut self.queue, &mut self.main] {
-            list.retain(|p| keep(unpack(*p)));
+            let mut kept = list.len();
+            for i in (0..list.len()).rev() {
+                if keep(unpack(list[i])) {
+                    kept -= 1;
+                    list[kept] = list[i];
+                }
+            }
+            list.drain(..kept);
             list.shrink_to(list.len() + LEAST_PRUNE);
         }
         self.prune_at = (self.len() * 2).max(LEAST_PRUNE);
+    }
+
+    /// The entries, stale ones included.
+    pub fn entries(&self) -> impl Iterator<Item = Entry> + '_ {
+        self.queue.iter().chain(&self.main).map(|p| unpack(*p))
     }
 
     /// Bytes of the list.
@@ -322,6 +345,9 @@ mod tests {
             (Fifo, true, true, Verdict::WriteBack),
             (S3Fifo, true, false, Verdict::WriteBack),
             (S3Fifo, true, true, Verdict::Rotate),
+            (Reuse, true, false, Verdict::Rotate),
+            (Reuse, false, true, Verdict::Rotate),
+            (Reuse, false, false, Verdict::WriteBack),
         ] {
             assert_eq!(filled(policy, 1).verdict_of(referenced, reused), want, "{policy:?}");
         }
@@ -367,6 +393,7 @@ mod tests {
             (Policy::SecondChance, 1000, 10, 1000, 500, 500),
             (Policy::SecondChance, 0, 0, 1000, 500, 0),
             (Policy::S3Fifo, 100, 1000, 1000, 500, 0),
+            (Policy::Reuse, 100, 1000, 1000, 500, 0),
         ] {
             let mut s = filled(policy, 10);
             s.press(evicted, resident, stored, pool);
@@ -388,6 +415,8 @@ mod tests {
         let mut s = filled(Policy::SecondChance, 3);
         let first = s.pop().unwrap();
         assert_eq!((first.vpn, first.handle), (5, 0));
+        s.put_back(first);
+        assert_eq!(s.pop(), Some(first));
         s.rotate(first);
         assert_eq!([s.pop(), s.pop(), s.pop()].map(|e| e.unwrap().handle), [1, 2, 0]);
         assert!(s.pop().is_none());
@@ -449,5 +478,16 @@ mod tests {
         assert!(!s.wants_prune());
         assert_eq!(s.pop().unwrap().handle, 0);
         assert_eq!(s.pop().unwrap().handle, 8);
+    }
+
+    /// An object that is stored again at its old place once made all its earlier entries valid, and the list grew by one
+    /// for each store: 26 MiB under a limit of 16.
+    #[test]
+    fn of_entries_that_are_the_same_the_newest_stays() {
+        let mut s = filled(Policy::SecondChance, 3);
+        (0..LEAST_PRUNE).for_each(|_| s.stored(Entry { vpn: 5, handle: 0 }));
+        let mut seen = std::collections::BTreeSet::new();
+        s.prune(|e| seen.insert(e.handle));
+        assert_eq!(s.entries().map(|e| e.handle).collect::<Vec<_>>(), [1, 2, 0]);
     }
 }

@@ -83,6 +83,10 @@ impl Slot {
     fn end(&self) -> usize {
         self.at as usize + self.len as usize
     }
+
+    fn object(&self) -> Object {
+        Object { len: self.len as usize * GRAIN, live: self.live, check: self.check }
+    }
 }
 
 #[derive(Default)]
@@ -242,8 +246,20 @@ impl SwapFile {
     /// The object at a place.
     pub fn get(&self, place: Place) -> Option<Object> {
         let (cluster, i) = self.find(place)?;
-        let slot = self.clusters[&cluster].slots[i];
-        Some(Object { len: slot.len as usize * GRAIN, live: slot.live, check: slot.check })
+        Some(self.clusters[&cluster].slots[i].object())
+    }
+
+    /// The objects that lie wholly in `len` bytes from `at` on.
+    pub fn objects_within(&self, at: u64, len: usize) -> impl Iterator<Item = (Place, Object)> + '_ {
+        let grain = |byte: u64| (byte / GRAIN as u64) as usize;
+        let (from, to) = (grain(at + GRAIN as u64 - 1), grain(at + len as u64));
+        let clusters = self.clusters.range((from / self.grains) as u32..=(to / self.grains) as u32);
+        clusters.flat_map(move |(&index, cluster)| {
+            let base = index as usize * self.grains;
+            let first = cluster.slots.partition_point(|s| base + (s.at as usize) < from);
+            let inside = cluster.slots[first..].iter().take_while(move |s| base + s.end() <= to);
+            inside.map(move |s| ((base + s.at as usize) as Place, s.object()))
+        })
     }
 
     /// Ends the references of the pages in `pages` (a bit for each) to the object at a place; the object goes with the

@@ -12,7 +12,8 @@
 //!   its slot from frame to hole; evicting turns a hole into a frame. A zone of plain memory has frames only.
 //! - **Migrate types** ([`MigrateType`]): what can be moved is kept apart from what cannot, a page block at a time, as one
 //!   unmovable frame spoils a whole block. A type that has run out takes from another's block, the largest run there is
-//!   (so that a block is spoilt as seldom as possible), and takes the block over when half of it is free (`steal`).
+//!   (so that a block is spoilt as seldom as possible), and takes the block over when half of it is free; what cannot be
+//!   moved does so always (`steal`).
 //! - **Lists of ready frames** ([`pcp::Pcp`]) in front of the zone, for orders 0 and 2.
 //! - **Watermarks** ([`Watermarks`]).
 //!
@@ -346,10 +347,10 @@ impl Zone {
         let frame = areas[from as usize].head[found as usize];
         let block = self.block_of(frame);
         let (first, last) = self.block_range(block);
-        // A movable page in another's block does no harm, it can be moved; but one that cannot be moved makes the block
-        // its own, if it is not mostly others'.
+        // One unmovable page spoils the block anyway: the next ones shall go beside it. What can be moved or dropped takes
+        // a block over only if that is mostly free.
         let free: u16 = self.blocks[block].free.iter().sum();
-        if u32::from(free) * 2 >= last - first {
+        if mt == MigrateType::Unmovable || u32::from(free) * 2 >= last - first {
             self.set_block_type(block, mt);
         }
         Some((frame, found))

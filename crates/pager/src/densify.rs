@@ -97,12 +97,19 @@ impl Pager {
         let old = s.object(handle);
         let copy_hashes =
             |place: &mut [u8]| place[object::HEADER_BYTES..at].copy_from_slice(&old[object::HEADER_BYTES..at]);
-        let Some(new) = s.put_object(Header { len, encoding, ..head }, copy_hashes, &packed[..len]) else { return 0 };
+        let Some(new) = s.put_object(
+            Header { len, encoding, flags: head.flags & !object::WRITING, ..head },
+            copy_hashes,
+            &packed[..len],
+        ) else {
+            return 0;
+        };
         s.note(Record::of_object(Kind::Resize, head.vpn, head.order, len));
         relocate::repoint(&mut s.pt, &head, new.raw());
         for i in (0..pages).filter(|i| head.live & (1 << i) != 0) {
             s.release(handle, i);
         }
+        s.entered_pool(head.vpn, new.raw());
         self.counters().recompressed_pages.fetch_add(u64::from(head.live.count_ones()), Relaxed);
         before.saturating_sub(s.pool.used_bytes())
     }
@@ -140,7 +147,7 @@ mod tests {
         let plain: Vec<u8> = (0..pages).flat_map(|i| page_of(vpn + i)).collect();
         let mut packed = vec![0; plain.len()];
         let (encoding, len) = Compressor::new(Algorithm::Lz4).compress(&plain, &mut packed).expect("it compresses");
-        let head = Header { len, encoding, order, live: ((1u32 << pages) - 1) as u16, vpn };
+        let head = Header { len, encoding, order, live: ((1u32 << pages) - 1) as u16, vpn, flags: 0 };
         let set = |place: &mut [u8]| {
             plain.chunks(PAGE).enumerate().for_each(|(i, p)| object::set_hash(place, i, object::hash(p)));
         };

@@ -60,8 +60,12 @@ fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
             Tag::Compressed => {
                 s.pt.set(target, pte);
                 relocate::moved(s, target, pte);
+                // The shrinker finds an object by its first page; of a block it is listed once.
+                if pte.index() == 0 {
+                    s.entered_pool(target, pte.handle());
+                }
             }
-            Tag::Zero | Tag::Poisoned => s.pt.set(target, pte),
+            Tag::Disk | Tag::Zero | Tag::Poisoned => s.pt.set(target, pte),
         }
     }
 }

@@ -26,19 +26,24 @@ use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::placement::Helpers;
 use crate::state::{BLOCK_PAGES, Decoded, FOLIO_PAGES, LEFT_MOST, State};
+use crate::swap::ReadBuffer;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::Encoding;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Pte, Tag};
 use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
 use uzswap_sys::uffd::{Message, Partial};
-use uzswap_sys::{sys, thread};
+use uzswap_sys::{lock, sys, thread};
 
 /// Pages one fault brings at most. Mapping 64 KiB in one call costs 5 µs in all, 512 KiB 16: beyond that little is won.
 const WINDOW_PAGES: usize = 128;
 
 /// How often a full group is looked at again while faults wait for room (milliseconds).
 const FULL_MS: i32 = 20;
+
+/// How long a fault waits for the swap file at most, when the limit is exceeded: so many times so long (nanoseconds).
+const DISK_WAITS: u32 = 50;
+const DISK_WAIT_NS: u64 = 20_000_000;
 
 /// The kernel answered EAGAIN: an event must be read first.
 pub struct EventPending;
@@ -80,10 +85,12 @@ impl Pager {
         let mut served = 0u32;
         thread::set_idle_policy(0, true);
         let mut waiting: Vec<Request> = Vec::new();
+        let mut disk = ReadBuffer::default();
         loop {
             let mut s = self.state.lock();
             if waiting.capacity() == 0 {
                 waiting.reserve(1024);
+                disk.prepare(&s);
             }
             let message = if self.inject(Site::Event).is_some() { Err(libc::EIO) } else { uffd.read() };
             match message {
@@ -99,6 +106,21 @@ impl Pager {
                         s.placement.fault_on(cpu, tid, helpers, busy);
                     }
                     self.make_room(&mut s);
+                    for tried in 0..=DISK_WAITS {
+                        if !self.waits_for_disk(&s) {
+                            break;
+                        }
+                        if tried == DISK_WAITS {
+                            self.disk_helps.store(false, Relaxed);
+                            break;
+                        }
+                        let seen = self.swap_progress.load(Acquire);
+                        self.poke_writer(&s);
+                        drop(s);
+                        lock::futex_wait(&self.swap_progress, seen, Some(DISK_WAIT_NS), false);
+                        s = self.state.lock();
+                        self.make_room(&mut s);
+                    }
                 }
                 Ok(Some(event)) => self.event(&mut s, event),
                 Ok(None) if waiting.is_empty() => {
@@ -131,7 +153,14 @@ impl Pager {
             }
             // One fault in eight is timed, for all.
             let began = served.is_multiple_of(8).then(thread::now_ns);
-            self.serve_waiting(&mut s, &mut waiting);
+            let on_disk = self.serve_waiting(&mut s, &mut waiting);
+            if let Some(vpn) = on_disk {
+                drop(s);
+                self.swap_in(vpn, &mut disk);
+                s = self.state.lock();
+                // (Unless an event must be read first the rest is served at once.)
+                self.serve_waiting(&mut s, &mut waiting);
+            }
             if let Some(began) = began {
                 self.counters().stall_ns.fetch_add((thread::now_ns() - began) * 8, Relaxed);
             }
@@ -139,7 +168,7 @@ impl Pager {
             if self.needs_reclaim(&s) {
                 drop(s);
                 self.wake_reclaim();
-            } else if !waiting.is_empty() {
+            } else if waiting.last().is_some_and(|r| s.pt.get(r.vpn).tag() != Tag::Disk) {
                 drop(s);
                 // The thread that waits for its event has been woken by our read and must run before MOVE works.
                 thread::sleep_ns(10_000);
@@ -147,13 +176,18 @@ impl Pager {
         }
     }
 
-    fn serve_waiting(&self, s: &mut State, waiting: &mut Vec<Request>) {
+    /// Serves what can be served now; the page of the first request that must be read from disk before.
+    fn serve_waiting(&self, s: &mut State, waiting: &mut Vec<Request>) -> Option<u64> {
         while let Some(request) = waiting.last().copied() {
+            if s.pt.get(request.vpn).tag() == Tag::Disk {
+                return Some(request.vpn);
+            }
             if self.serve(s, request).is_err() {
-                return;
+                return None;
             }
             waiting.pop();
         }
+        None
     }
 
     /// Whether the reclaim thread has something to do.

@@ -28,11 +28,13 @@ impl Pager {
             s.fork_number = rings.fork_number();
             s.note(Record::number(trace::Kind::Fork, s.fork_number));
         }
+        self.make_row_for_child(s.swap.as_ref().map_or(0, |swap| swap.clusters()));
         core::mem::forget(s);
     }
 
-    /// After clone, in the parent.
-    pub fn after_fork_in_parent(&self) {
+    /// After clone, in the parent; `child` is what clone returned.
+    pub fn after_fork_in_parent(&self, child: isize) {
+        self.end_fork(child);
         self.kin.store(true, Relaxed);
         self.shared_due.store(0, Relaxed);
         // SAFETY: before_fork took the lock in this thread.
@@ -42,7 +44,8 @@ impl Pager {
     /// After clone, in the child: returns when memory is managed again; false when it cannot be.
     pub fn after_fork_in_child(&'static self) -> bool {
         let engaged = self.engaged.load(Relaxed);
-        if self.claim_slot().is_err() {
+        // SAFETY: before_fork took the lock in this thread.
+        if self.claim_slot().is_err() || !self.inherit_swap(unsafe { self.state.assume_locked() }) {
             return false;
         }
         // SAFETY: before_fork took the lock in this thread.
@@ -93,6 +96,7 @@ impl Pager {
             s.pt.set(vpn, Pte::new(Tag::Staged, slot));
             s.lru.staged.push(Entry::new(vpn, 0, 0));
         }
+        s.end_flights();
         s.unshare.clear();
         s.compactor.counters = Counters::default();
         s.moved_busy.clear();

@@ -34,7 +34,7 @@ pub const ENV_GROUP: &str = "UZSWAP_GROUP";
 /// Environment variable with the number of the group in its tree; absent for 0.
 pub const ENV_NODE: &str = "UZSWAP_GROUP_NODE";
 /// First word of the page: refuses a page of another version.
-pub const MAGIC: u64 = 0x757a_7377_6170_0002;
+pub const MAGIC: u64 = 0x757a_7377_6170_0003;
 /// Processes that can be members at once.
 pub const SLOTS: usize = 1024;
 /// Groups in one tree, of which ancestors are a set of 64 bits.
@@ -134,10 +134,32 @@ pub struct Counters {
     pub move_concealed: AtomicU64,
     /// Stores the pool could not take (events).
     pub reject_alloc_fail: AtomicU64,
-    /// Pages that could not be decompressed and were poisoned (4 KiB pages).
+    /// Pages that could not be decompressed or read back and were poisoned (4 KiB pages).
     pub poisoned: AtomicU64,
     /// Of folios and blocks.
     pub folios: FolioCounters,
+    /// Pages read from the swap file, readahead included (4 KiB pages, cumulative).
+    pub pswpin: AtomicU64,
+    /// Pages written to the swap file (4 KiB pages, cumulative).
+    pub pswpout: AtomicU64,
+    /// Pages that left the pool for the swap file (4 KiB pages, cumulative): `written_back_pages` of the kernel's zswap.
+    pub zswpwb: AtomicU64,
+    /// Pages that were to be written back and stayed in the pool, because the write failed (4 KiB pages, cumulative).
+    pub reject_reclaim_fail: AtomicU64,
+    /// Bytes read from the swap file (bytes, cumulative).
+    pub swap_read_bytes: AtomicU64,
+    /// Bytes written to the swap file (bytes, cumulative).
+    pub swap_write_bytes: AtomicU64,
+    /// Reads of the swap file that failed, or gave what had not been written (events).
+    pub swap_read_errors: AtomicU64,
+    /// Writes to the swap file that failed (events).
+    pub swap_write_errors: AtomicU64,
+    /// Pages read from the swap file that the shrinker has not weighed yet (4 KiB pages, now).
+    pub nr_disk_swapins: AtomicU64,
+    /// Pages in the swap file (4 KiB pages, at the moment when they were most).
+    pub swap_pages: AtomicU64,
+    /// Bytes of objects in the swap file (bytes, at that moment).
+    pub swap_used_size: AtomicU64,
 }
 
 impl Counters {
@@ -149,7 +171,7 @@ impl Counters {
         self.folios.move_to(&to.folios);
     }
 
-    fn cumulative(&self) -> [&AtomicU64; 24] {
+    fn cumulative(&self) -> [&AtomicU64; 32] {
         [
             &self.pgfault,
             &self.pgmajfault,
@@ -175,6 +197,14 @@ impl Counters {
             &self.move_concealed,
             &self.reject_alloc_fail,
             &self.poisoned,
+            &self.pswpin,
+            &self.pswpout,
+            &self.zswpwb,
+            &self.reject_reclaim_fail,
+            &self.swap_read_bytes,
+            &self.swap_write_bytes,
+            &self.swap_read_errors,
+            &self.swap_write_errors,
         ]
     }
 
@@ -186,6 +216,9 @@ impl Counters {
             &self.pool_total_size,
             &self.pool_used_size,
             &self.metadata_size,
+            &self.nr_disk_swapins,
+            &self.swap_pages,
+            &self.swap_used_size,
         ] {
             now.store(0, Relaxed);
         }

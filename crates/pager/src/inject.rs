@@ -48,10 +48,18 @@ pub enum Site {
     Uffd,
     /// A process gets no slot in the group.
     Slot,
+    /// Reading from the swap file: EIO, or another byte than was written.
+    SwapRead,
+    /// Writing to the swap file: EIO or ENOSPC.
+    SwapWrite,
+    /// The disk has no room for another cluster.
+    SwapSpace,
+    /// The disk keeps something else than was written.
+    SwapDamage,
 }
 
 /// Every site and its name.
-pub const SITES: [(Site, &str); 14] = [
+pub const SITES: [(Site, &str); 18] = [
     (Site::Pool, "pool"),
     (Site::Damage, "damage"),
     (Site::MoveOut, "move_out"),
@@ -66,6 +74,10 @@ pub const SITES: [(Site, &str); 14] = [
     (Site::Index, "index"),
     (Site::Frames, "frames"),
     (Site::Charge, "charge"),
+    (Site::SwapRead, "swap_read"),
+    (Site::SwapWrite, "swap_write"),
+    (Site::SwapSpace, "swap_space"),
+    (Site::SwapDamage, "swap_damage"),
 ];
 
 /// What is to fail, and what has: part of the group's page.

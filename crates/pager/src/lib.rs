@@ -26,6 +26,7 @@ pub mod shared;
 pub mod stage;
 pub mod state;
 pub mod store;
+pub mod swap;
 pub mod ticker;
 pub mod trace;
 mod transfer;

@@ -1,7 +1,7 @@
 //! Objects in the pool: a header, a 128-bit hash for each page, the compressed bytes.
 //!
 //! ```text
-//! len u24 │ encoding u4 order u4 │ live u16 │ vpn u40 │ spare u8 │ hash u128 × 2^order │ bytes
+//! len u24 │ encoding u4 order u4 │ live u16 │ vpn u40 │ flags u8 │ hash u128 × 2^order │ bytes
 //! ```
 //! `vpn` is where the first of its pages is (or was) in the program: the way back from an object to the page-table
 //! entries that name it, which compaction of the pool needs. It is a hint; see `relocate`.
@@ -25,7 +25,16 @@ pub struct Header {
     pub live: u16,
     /// The page of the program that page 0 is.
     pub vpn: u64,
+    /// [`REFERENCED`], [`WRITING`].
+    pub flags: u8,
 }
+
+/// Set when an object enters the pool's list, cleared by the shrinker that meets it: see `uzswap_mm::shrinker`.
+pub const REFERENCED: u8 = 1;
+/// The object is being written to the swap file: it must not change its place.
+pub const WRITING: u8 = 2;
+/// Met already by the pass over the shrinker's list that is under way; clear between passes.
+pub const SEEN: u8 = 4;
 
 /// Bytes of the header alone.
 pub const HEADER_BYTES: usize = 12;
@@ -47,6 +56,7 @@ impl Header {
             order: order(b),
             live: word(4..6) as u16,
             vpn: word(6..11),
+            flags: b[11],
         }
     }
 
@@ -56,13 +66,18 @@ impl Header {
         b[3] = self.encoding as u8 | self.order << 4;
         b[4..6].copy_from_slice(&self.live.to_le_bytes());
         b[6..11].copy_from_slice(&self.vpn.to_le_bytes()[..5]);
-        b[11] = 0;
+        b[11] = self.flags;
     }
 }
 
 /// The order of the object that starts with `b`.
 pub fn order(b: &[u8]) -> u8 {
     b[3] >> 4
+}
+
+/// Sets and clears flags in an object's header.
+pub fn set_flags(b: &mut [u8], set: u8, clear: u8) {
+    b[11] = (b[11] & !clear) | set;
 }
 
 /// The stored hash of page `index`.
@@ -101,11 +116,14 @@ mod tests {
     #[test]
     fn header_round_trips() {
         let mut b = vec![0; head_bytes(2)];
-        let h = Header { len: 12345, encoding: Encoding::Lz4, order: 2, live: 0b1011, vpn: 0x7_ffff_fffe };
+        let h =
+            Header { len: 12345, encoding: Encoding::Lz4, order: 2, live: 0b1011, vpn: 0x7_ffff_fffe, flags: WRITING };
         h.write(&mut b);
         set_hash(&mut b, 3, 7 << 100);
         let r = Header::read(&b);
-        assert_eq!((r.vpn, order(&b)), (0x7_ffff_fffe, 2));
+        assert_eq!((r.vpn, order(&b), r.flags), (0x7_ffff_fffe, 2, WRITING));
+        set_flags(&mut b, REFERENCED, WRITING);
+        assert_eq!(Header::read(&b).flags, REFERENCED);
         assert_eq!((r.len, r.encoding as u8, r.order, r.live), (12345, Encoding::Lz4 as u8, 2, 0b1011));
         assert_eq!((stored_hash(&b, 3), stored_hash(&b, 0)), (7 << 100, 0));
     }

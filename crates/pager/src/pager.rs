@@ -6,6 +6,7 @@ use crate::group::{GroupPage, NODES};
 use crate::huge::Blocks;
 use crate::member::Chain;
 use crate::state::{BLOCK_PAGES, State};
+use crate::swap::clusters::{ClusterMap, Rows};
 use crate::trace::{Recorder, Rings};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::trace::{Kind, Record};
@@ -92,6 +93,20 @@ pub struct Pager {
     pub page_map: Lock<Option<crate::mapfile::MapFile>>,
     /// Where events are recorded, when the group records.
     pub rings: Option<&'static Rings>,
+    /// The books of the swap file, where there is one.
+    pub clusters: Option<&'static ClusterMap>,
+    /// This process's rows in them.
+    pub rows: Rows,
+    /// The swap file, in the helpers' own descriptor table; -1 without one.
+    pub swap_file: AtomicI32,
+    /// Bumped to wake the thread that writes to the swap file (a futex word).
+    pub swap_wake: AtomicU32,
+    /// Bumped when it has written, or failed to (a futex word).
+    pub swap_progress: AtomicU32,
+    /// Whether waiting for the swap file has helped: false from a wait in vain to the next write that succeeds.
+    pub disk_helps: AtomicBool,
+    /// When the read and the write under way were begun (monotonic nanoseconds), 0 when there is none.
+    pub swap_began: [AtomicU64; 2],
 }
 
 impl Pager {
@@ -143,6 +158,13 @@ impl Pager {
             stopping: AtomicBool::new(false),
             page_map: Lock::new(None),
             rings: None,
+            clusters: None,
+            rows: Rows::default(),
+            swap_file: AtomicI32::new(-1),
+            swap_wake: AtomicU32::new(0),
+            swap_progress: AtomicU32::new(0),
+            disk_helps: AtomicBool::new(true),
+            swap_began: [AtomicU64::new(0), AtomicU64::new(0)],
         };
         pager.claim_slot()?;
         let most = (pager.limit() / PAGE / 64).max(BLOCK_PAGES);
@@ -290,7 +312,8 @@ impl Pager {
         }
         let metadata = s.metadata_bytes() as u64;
         c.metadata_size.fetch_max(metadata, Relaxed);
-        let (me, out, pool) = (self.me(), (s.swapped + s.zeros) * PAGE, s.pool.held_bytes());
+        let on_disk = self.publish_swap(s);
+        let (me, out, pool) = (self.me(), (s.swapped + s.zeros + on_disk) * PAGE, s.pool.held_bytes());
         for (charge, bytes) in
             [(&me.swapped, out), (&me.zswapped, s.swapped * PAGE), (&me.pool, pool), (&me.metadata, metadata as usize)]
         {

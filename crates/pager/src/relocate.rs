@@ -69,6 +69,8 @@ struct Mover<'a> {
     pt: &'a mut PageTable,
     decoded: &'a mut [Decoded],
     left_behind: &'a mut BTreeSet<u32>,
+    /// Where objects are now, by their first page.
+    moved: Vec<(u64, u32)>,
     freed: usize,
 }
 
@@ -79,12 +81,14 @@ impl Relocate for Mover<'_> {
         // the pool says that they are of `len` bytes and apart.
         let (src, dst) = unsafe { (core::slice::from_raw_parts(src, len), core::slice::from_raw_parts_mut(dst, len)) };
         let head = Header::read(src);
-        if !is_found(self.pt, from.raw(), &head) {
+        // (What is being written must be found again by its place.)
+        if head.flags & object::WRITING != 0 || !is_found(self.pt, from.raw(), &head) {
             return false;
         }
         let used = object::head_bytes(head.order) + head.len;
         dst[..used].copy_from_slice(&src[..used]);
         repoint(self.pt, &head, to.raw());
+        self.moved.push((head.vpn, to.raw()));
         for d in self.decoded.iter_mut().filter(|d| d.handle == Some(from.raw())) {
             d.handle = Some(to.raw());
         }
@@ -110,9 +114,12 @@ impl Pager {
             return false;
         }
         let State { pool, pt, decoded, left_behind, layout, .. } = s;
-        let mut mover = Mover { pool: layout.pool, pt, decoded, left_behind, freed: 0 };
+        let moved = Vec::with_capacity(STEP);
+        let mut mover = Mover { pool: layout.pool, pt, decoded, left_behind, moved, freed: 0 };
         let done = pool.compact(STEP, &mut mover);
-        let freed = mover.freed;
+        let (freed, moved) = (mover.freed, mover.moved);
+        // The shrinker's entries name objects by their place.
+        moved.into_iter().for_each(|(vpn, handle)| s.entered_pool(vpn, handle));
         s.rss = s.rss.saturating_sub(freed);
         self.counters().pages_compacted.fetch_add((freed / arena::PAGE) as u64, Relaxed);
         let (held, used) = (s.pool.held_bytes(), s.pool.used_bytes());
@@ -145,7 +152,7 @@ mod tests {
     /// Stores a page raw, as one that has left the program or as one that is in it and kept its copy.
     fn put(s: &mut State, vpn: u64, copy: bool) {
         let page = content(vpn);
-        let head = Header { len: PAGE, encoding: Encoding::Raw, order: 0, live: 1, vpn };
+        let head = Header { len: PAGE, encoding: Encoding::Raw, order: 0, live: 1, vpn, flags: 0 };
         let handle = s.put_object(head, |place| object::set_hash(place, 0, object::hash(&page)), &page).expect("room");
         let pte = Pte::new(Tag::Resident, 0).with_copy(handle.raw());
         s.pt.set(vpn, if copy { pte } else { Pte::compressed(handle.raw(), 0, 0) });

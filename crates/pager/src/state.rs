@@ -9,6 +9,7 @@ use crate::folio::MAX_ORDER;
 use crate::object::{self, Header};
 use crate::placement::Placement;
 use crate::store::Batch;
+use crate::swap::Swap;
 use crate::trace::Recorder;
 use std::collections::BTreeSet;
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor};
@@ -115,6 +116,8 @@ pub struct State {
     pub left_behind: BTreeSet<u32>,
     /// Buffers of the fault path's own reclaim.
     pub direct: Option<Box<Batch>>,
+    /// What is in the swap file, where there is one.
+    pub swap: Option<Box<Swap>>,
     /// Where events are noted, when they are.
     pub recorder: Option<Recorder>,
     /// The number of the fork under way: what the child says it was born of.
@@ -160,6 +163,7 @@ impl State {
             folio_max: MAX_ORDER,
             left_behind: BTreeSet::new(),
             direct: None,
+            swap: None,
             recorder: None,
             fork_number: 0,
         }
@@ -232,6 +236,7 @@ impl State {
                 self.swapped -= 1;
                 self.release(pte.handle(), pte.index());
             }
+            Tag::Disk => self.leave_disk(pte.handle(), 1 << pte.index()),
             Tag::Resident => self.resident -= 1,
             // A Busy page's slot belongs to the thread that compresses it, which gives it back.
             Tag::Busy => {
@@ -360,6 +365,7 @@ impl State {
             + self.zone.metadata_bytes()
             + self.compactor.metadata_bytes()
             + self.pool.metadata_bytes()
+            + self.swap.as_ref().map_or(0, |swap| swap.metadata_bytes())
             + self.decoded.len() * BLOCK
             + BLOCK
     }

@@ -13,7 +13,7 @@
 use crate::arena::PAGE;
 use crate::folio::LARGE_ORDER;
 use crate::inject::Site;
-use crate::object::{self, Header};
+use crate::object::{self, Header, REFERENCED};
 use crate::pager::Pager;
 use crate::state::{BLOCK, State};
 use core::ops::Range;
@@ -158,7 +158,7 @@ impl zswap::Store for Tables<'_> {
             return Err(Refused::Compressor);
         };
         let (out, hashes) = (&self.out[out_at..][..len], &self.hashes[page_at..][..1 << order]);
-        let head = Header { len, encoding, order, live: unit.live, vpn: unit.vpn };
+        let head = Header { len, encoding, order, live: unit.live, vpn: unit.vpn, flags: REFERENCED };
         let set = |place: &mut [u8]| hashes.iter().enumerate().for_each(|(i, h)| object::set_hash(place, i, *h));
         if !self.pager.may_zswap(self.s, len) {
             return Err(Refused::Limit);
@@ -330,6 +330,8 @@ impl Pager {
         let handle = pte.copy().expect("clean means a copy");
         let index = s.copy_index(vpn, handle);
         s.pt.set(vpn, Pte::compressed(handle, index, s.evictions));
+        // Back in the pool's list, so to speak: it has its chance again.
+        object::set_flags(s.object(handle), REFERENCED, 0);
         s.zone.free(Kind::Frame, pte.aux(), 0);
         s.staged -= 1;
         s.swapped += 1;
@@ -385,6 +387,9 @@ impl Pager {
             match zswap::finish(&mut tables, &batch.plan, &mut batch.places) {
                 Ok(()) => {
                     self.count_stored(s, &f, units, &batch.plan);
+                    for (u, place) in units.iter().zip(&batch.places) {
+                        place.iter().for_each(|handle| s.entered_pool(u.vpn, *handle));
+                    }
                     units.iter().for_each(|u| free_frames(s, u));
                     left += f.pages;
                 }
@@ -411,6 +416,7 @@ impl Pager {
             let missed = core::mem::take(&mut s.missed_frees);
             self.counters().folios.block_missed_free.fetch_add(missed, Relaxed);
         }
+        self.poke_writer(s);
         left
     }
 

@@ -25,7 +25,7 @@ const FASTEST_FILL: usize = 3 << 30;
 /// How often the ticker looks after the handler.
 const LOOK_NS: u64 = 16_000_000;
 
-/// Stack of helper `n`: 0 ticker, 1 handler, 2 reclaim.
+/// Stack of helper `n`: 0 ticker, 1 handler, 2 reclaim, 3 the writer of the swap file.
 pub fn stack(pager: &Pager, n: usize) -> usize {
     pager.layout.stacks + n * (thread::STACK_BYTES + PAGE)
 }
@@ -40,6 +40,7 @@ impl Pager {
         let tid = unsafe { thread::spawn(stack(self, 0), true, entry, core::ptr::from_ref(self) as usize) }?;
         self.ticker.store(tid, Release);
         self.me().ticker.store(tid as u32, Release);
+        self.row_has_ticker(tid);
         Ok(())
     }
 
@@ -55,6 +56,7 @@ impl Pager {
         let _ = raw::open(b"/dev/null\0", libc::O_RDWR);
         self.statm.store(raw::open(b"/proc/self/statm\0", libc::O_RDONLY).unwrap_or(-1), Release);
         self.rollup.store(raw::open(b"/proc/self/smaps_rollup\0", libc::O_RDONLY).unwrap_or(-1), Release);
+        self.open_swap_file();
     }
 
     fn ticker_loop(&'static self) -> ! {
@@ -73,6 +75,7 @@ impl Pager {
             timer.arm(nap);
             wait_signal(self.watched.load(Relaxed).then_some(LOOK_NS));
             watch.look_after_handler(self);
+            self.look_for_stalls();
         }
     }
 
@@ -153,6 +156,9 @@ impl Pager {
         unsafe {
             self.handler.store(thread::spawn(stack(self, 1), false, run_handler, me)?, Release);
             thread::spawn(stack(self, 2), false, run_reclaim, me)?;
+            if self.swap_file.load(Acquire) >= 0 {
+                thread::spawn(stack(self, 3), false, run_swap, me)?;
+            }
         }
         Ok(())
     }
@@ -168,6 +174,9 @@ impl Pager {
         uffd.register(self.layout.arena, self.layout.slots * PAGE)?;
         // SAFETY: the forking thread holds the lock and waits for us.
         let s: &mut State = unsafe { self.state.assume_locked() };
+        if self.swap_file.load(Acquire) < 0 && s.swap.as_ref().is_some_and(|swap| swap.on_disk() > 0) {
+            return Err(libc::EBADF);
+        }
         s.managed.clear();
         self.scan(s)?;
         self.forget_unmapped(s);
@@ -209,6 +218,10 @@ pub extern "C" fn start_in_child(arg: usize) -> ! {
 
 extern "C" fn run_handler(arg: usize) -> ! {
     pager(arg).handler_loop()
+}
+
+extern "C" fn run_swap(arg: usize) -> ! {
+    pager(arg).swap_loop()
 }
 
 extern "C" fn run_reclaim(arg: usize) -> ! {

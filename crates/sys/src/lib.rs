@@ -1,4 +1,5 @@
 //! uzswap's kernel interfaces, one module each: preconditions, errors, the version each came with.
+pub mod blockio;
 pub mod lock;
 pub mod maps;
 pub mod memfd;

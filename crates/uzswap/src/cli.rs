@@ -68,6 +68,15 @@ pub struct RunArgs {
     /// Compressor of the pool: lz4 (the default), zstd[:LEVEL], deflate[:LEVEL]
     #[arg(short, long, value_name = "NAME")]
     pub compressor: Option<String>,
+    /// Disk for what does not compress into the limit: 4G. Without it nothing is written to disk
+    #[arg(long, value_name = "SIZE")]
+    pub swap: Option<String>,
+    /// Directory of the swap file, which has no name there and is gone at the end [default: /var/tmp]
+    #[arg(long, value_name = "DIR")]
+    pub swap_dir: Option<PathBuf>,
+    /// Allow a --swap-dir that is in memory
+    #[arg(long)]
+    pub swap_in_ram: bool,
     /// Folios
     #[command(flatten)]
     pub folios: FolioOptions,
@@ -125,7 +134,7 @@ pub struct DoctorArgs {
 pub struct ReplayArgs {
     /// The trace
     pub file: PathBuf,
-    /// Who decides what is written to disk: second-chance, decaying, fifo, s3-fifo, several of them, or all
+    /// Who decides what is written to disk: second-chance, decaying, fifo, s3-fifo, reuse, several of them, or all
     #[arg(short, long, value_name = "NAME", default_value = "all")]
     pub policy: String,
     /// What the compressed pools may take together: 64M, or 30% of what they took [default: 50%]

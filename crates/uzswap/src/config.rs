@@ -21,6 +21,12 @@ pub struct Config {
     /// As `--large-folios`, `--unit`, `--verify-compression`: a table.
     #[serde(default)]
     pub folios: FolioOptions,
+    /// As `--swap`.
+    pub swap: Option<String>,
+    /// As `--swap-dir`.
+    pub swap_dir: Option<PathBuf>,
+    /// As `--swap-in-ram`.
+    pub swap_in_ram: Option<bool>,
     /// As `--quiet`.
     pub quiet: Option<bool>,
     /// As `--report`.
@@ -53,6 +59,9 @@ impl Config {
             memory: args.memory.clone().or(file.memory),
             group: args.group.clone().or(file.group),
             on_full: args.on_full.clone().or(file.on_full),
+            swap: args.swap.clone().or(file.swap),
+            swap_dir: args.swap_dir.clone().or(file.swap_dir),
+            swap_in_ram: Some(args.swap_in_ram || file.swap_in_ram.unwrap_or(false)),
             compressor: args.compressor.clone().or(file.compressor),
             folios: args.folios.over(&file.folios),
             quiet: Some(args.quiet || file.quiet.unwrap_or(false)),
@@ -142,6 +151,9 @@ mod tests {
         assert_eq!(config.compressor.as_deref(), Some("zstd:3"));
         assert_eq!(config.quiet, Some(true));
         assert_eq!(config.report.as_deref(), Some("r.json".as_ref()));
+        let config = Config::parse("swap = '4G'\nswap_dir = '/d'\nswap_in_ram = true\n").unwrap();
+        assert_eq!((config.swap.as_deref(), config.swap_in_ram), (Some("4G"), Some(true)));
+        assert_eq!(config.swap_dir.as_deref(), Some("/d".as_ref()));
         assert_eq!(Config::parse("").unwrap(), Config::default());
     }
 

@@ -20,6 +20,7 @@ mod size;
 mod stat;
 mod stat_files;
 mod summary;
+mod swap;
 mod totals;
 
 use clap::{CommandFactory, Parser, error::ErrorKind};

@@ -7,6 +7,7 @@ use crate::groups::Group;
 use crate::record::Recording;
 use crate::report::{self, Report};
 use crate::signals::{self, Blocked};
+use crate::swap::Swap;
 use crate::{summary, totals::Totals};
 use std::env;
 use std::ffi::OsString;
@@ -20,6 +21,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use uzswap_pager::group::{ENV_GROUP, ENV_NODE};
 use uzswap_pager::inject::ENV_FAULTS;
+use uzswap_pager::swap::clusters::ENV_SWAP;
 
 /// How the program ended.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -60,6 +62,7 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     check::nested()?;
     let config = Config::of(args)?;
     let wanted = check::wanted(&config)?;
+    let swap = Swap::of(&config)?;
     let program = check::program(&args.command[0])?;
     check::machine()?;
     let agent = check::agent()?;
@@ -79,7 +82,7 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     let blocked = Blocked::new();
     let trace = trace.map(|(path, file)| start_recording(&group, path, file)).transpose()?;
     let start = Instant::now();
-    let child = start_program(&program, &args.command, &agent, &group, &blocked).inspect_err(|_| {
+    let child = start_program(&program, &args.command, &agent, &group, swap.as_ref(), &blocked).inspect_err(|_| {
         for path in report.iter().map(|(path, _)| path).chain(trace.iter().map(|(path, _)| path)) {
             let _ = std::fs::remove_file(path);
         }
@@ -88,7 +91,10 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     let wall = start.elapsed();
 
     let trace = trace.map(|(path, recording)| (path, recording.finish()));
-    let totals = Totals::of(group.page(), group.node);
+    let mut totals = Totals::of(group.page(), group.node);
+    if let Some(swap) = &swap {
+        (totals.swap, totals.swap_used) = (swap.bytes(), swap.used());
+    }
     if config.quiet != Some(true) {
         summary::print(&totals, wall);
     }
@@ -126,6 +132,7 @@ fn start_program(
     command: &[OsString],
     agent: &Path,
     group: &Group,
+    swap: Option<&Swap>,
     blocked: &Blocked,
 ) -> Result<libc::pid_t, Refused> {
     let mut preload = agent.as_os_str().to_owned();
@@ -136,6 +143,10 @@ fn start_program(
     let inherited = blocked.inherited;
     let mut start = Command::new(program);
     start.arg0(&command[0]).args(&command[1..]).env("LD_PRELOAD", preload).env(ENV_GROUP, group.file.path());
+    match swap {
+        Some(swap) => start.env(ENV_SWAP, swap.path()),
+        None => start.env_remove(ENV_SWAP),
+    };
     match group.node {
         0 => start.env_remove(ENV_NODE),
         node => start.env(ENV_NODE, node.to_string()),

@@ -83,6 +83,9 @@ pub fn text(totals: &Totals, wall: Duration) -> String {
                 grouped(counters.fault_zero)
             ),
         );
+        if totals.swap > 0 {
+            line("disk", &disk(totals));
+        }
         let stalled = counters.stall_ns as f64 / 1e9;
         line(
             "cost",
@@ -116,6 +119,26 @@ pub fn text(totals: &Totals, wall: Duration) -> String {
         line("lost", &format!("{} pages could not be read back, please report this", grouped(counters.poisoned)));
     }
     out
+}
+
+/// What the swap file did.
+fn disk(totals: &Totals) -> String {
+    let c = &totals.counters;
+    if c.swap_write_bytes == 0 && c.swap_write_errors == 0 {
+        return "nothing had to be written".to_owned();
+    }
+    let mut text = format!(
+        "at most {} of the program in {} of the swap file; {} written, {} read back",
+        human(c.swap_pages * 4096),
+        human(c.swap_used_size),
+        human(c.swap_write_bytes),
+        human(c.swap_read_bytes)
+    );
+    if c.swap_write_errors + c.swap_read_errors > 0 {
+        let _ =
+            write!(text, "; {} writes and {} reads failed", grouped(c.swap_write_errors), grouped(c.swap_read_errors));
+    }
+    text
 }
 
 fn percent(part: f64, whole: f64) -> String {
@@ -167,6 +190,25 @@ mod tests {
              uzswap: compression  nothing had to be compressed\n\
              uzswap: cost         nothing\n"
         );
+    }
+
+    #[test]
+    fn on_disk() {
+        let counters = Sums {
+            swap_pages: 1 << 18,
+            swap_used_size: 1 << 29,
+            swap_write_bytes: 3 << 29,
+            swap_read_bytes: 5 << 20,
+            ..Sums::default()
+        };
+        let mut totals = Totals { swap: 1 << 30, counters, ..Totals::default() };
+        assert_eq!(
+            super::disk(&totals),
+            "at most 1 GiB of the program in 512 MiB of the swap file; 1.5 GiB written, 5 MiB read back"
+        );
+        totals.counters.swap_read_errors = 2;
+        assert!(super::disk(&totals).ends_with("; 0 writes and 2 reads failed"));
+        assert_eq!(super::disk(&Totals::default()), "nothing had to be written");
     }
 
     #[test]

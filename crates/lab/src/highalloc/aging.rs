@@ -60,6 +60,8 @@ pub struct Machine<'a, P> {
     pub(super) traces: &'a [Trace],
     pub(super) processes: Vec<Process>,
     huge: Vec<u32>,
+    /// Pages that processes are to have together.
+    pub(super) load: usize,
     births: u16,
     pub(super) random: Random,
     /// What happened.
@@ -67,15 +69,16 @@ pub struct Machine<'a, P> {
 }
 
 impl<'a, P: Policy> Machine<'a, P> {
-    /// A machine with `frames` frames, the first of which is 1, and nothing running.
+    /// A machine with `frames` frames and nothing running. (The first block is whole: with frame 1 as the first one the
+    /// scanners that begin there would empty a block that no huge page fits.)
     pub fn new(frames: u32, policy: impl FnOnce() -> P, traces: &'a [Trace], source: &'a Source, seed: u64) -> Self {
-        let mut zone = Zone::spanning(1, frames + 1, Kind::Frame);
+        let mut zone = Zone::spanning(BLOCK_FRAMES, BLOCK_FRAMES + frames, Kind::Frame);
         let n = frames as usize;
         zone.watermarks = Watermarks { min: n / 128, low: n / 100, high: n / 64 };
         let compactor = Compactor::new(&zone, policy());
         let world = World {
             source,
-            start: 1,
+            start: BLOCK_FRAMES,
             memory: vec![0; n * PAGE],
             owner: vec![Owner::Free; n],
             birth: vec![0; n],
@@ -97,6 +100,7 @@ impl<'a, P: Policy> Machine<'a, P> {
             traces,
             processes: Vec::new(),
             huge: Vec::new(),
+            load: 0,
             births: 0,
             random: Random::new(seed),
             counts: Counts::default(),
@@ -136,6 +140,7 @@ impl<'a, P: Policy> Machine<'a, P> {
         let free = self.zone.free_slots(Kind::Frame);
         if free <= marks.low {
             self.reclaim(marks.high - free);
+            self.compactor.reclaim_rests(&mut self.zone);
         }
         if self.zone.free_slots(Kind::Frame) <= marks.min {
             self.counts.stalled += 1;

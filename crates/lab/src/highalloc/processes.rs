@@ -55,12 +55,17 @@ impl<P: Policy> Machine<'_, P> {
 
     /// Lets every process do a step and touch pages; who is done makes place for the next program.
     pub fn tick(&mut self, references: usize) {
+        // As `make -j`: another one starts while there is less than there should be.
+        if self.live() < self.load {
+            let trace = self.random.below(self.traces.len() as u64) as usize;
+            self.start(trace, false);
+        }
         for i in 0..self.processes.len() {
             if !self.step(i) && !self.processes[i].stays {
-                let next = (self.processes[i].trace + 1) % self.traces.len();
+                let trace = self.random.below(self.traces.len() as u64) as usize;
                 let mut done = self.processes.swap_remove(i);
                 self.exit(&mut done);
-                self.start(next, false);
+                self.start(trace, false);
                 let last = self.processes.len() - 1;
                 self.processes.swap(i, last);
             }
@@ -129,20 +134,25 @@ impl<P: Policy> Machine<'_, P> {
     /// for the same seed.
     pub fn start_load(&mut self, times: f64, seed: u64) {
         self.random = Random::new(seed);
-        let mut wanted = 0;
-        while (wanted as f64) < self.world.owner.len() as f64 * times {
+        self.load = (self.world.owner.len() as f64 * times) as usize;
+        while self.live() < self.load {
             let trace = self.draw(self.traces.len());
             self.start(trace, false);
             let (me, steps) = (self.processes.len() - 1, self.traces[trace].steps.len());
             for _ in 0..self.draw(steps) {
                 self.step(me);
             }
-            wanted += self.processes[me].live.len();
         }
+    }
+
+    /// Pages that processes have, resident or not.
+    fn live(&self) -> usize {
+        self.processes.iter().map(|p| p.live.len()).sum()
     }
 
     /// Ends what does not stay.
     pub fn stop_load(&mut self) {
+        self.load = 0;
         let (stay, end): (Vec<_>, Vec<_>) = std::mem::take(&mut self.processes).into_iter().partition(|p| p.stays);
         self.processes = stay;
         for mut process in end {

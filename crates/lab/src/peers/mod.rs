@@ -16,6 +16,8 @@ use std::path::Path;
 pub enum Peer {
     /// Compressed pool in front of a swap file.
     Zswap,
+    /// The same, with its shrinker on and its pool as small as the kernel lets it be: 1 % of the machine's memory.
+    ZswapShrinker,
     /// Compressed block device as swap.
     Zram,
 }
@@ -48,6 +50,10 @@ impl Ready {
 pub fn set_up(keeper: &Keeper, peer: Peer, limit: u64, swap: u64, dir: &Path, wait: bool) -> Result<Ready, String> {
     let swap: Box<dyn std::any::Any> = match peer {
         Peer::Zswap => Box::new(zswap::Zswap::set_up(keeper, swap, dir)?),
+        Peer::ZswapShrinker => {
+            let shrinker = [zswap::set(keeper, "shrinker_enabled", "Y")?, zswap::set(keeper, "max_pool_percent", "1")?];
+            Box::new((zswap::Zswap::set_up(keeper, swap, dir)?, shrinker))
+        }
         Peer::Zram => Box::new(zram::Zram::set_up(keeper, swap)?),
     };
     Ok(Ready { cgroup: cgroup::Cgroup::make(keeper, limit, wait)?, _swap: swap })

@@ -235,8 +235,8 @@ fn on_disk(object: &Object) -> u64 {
 /// Lets the shrinker meet objects until `want` bytes are freed and nothing is due.
 pub(super) fn write_back(world: &mut World, want: usize, cost: Cost, out: &mut Outcome) {
     let (mut freed, mut run) = (0, 0u64);
-    // Each is met three times at most: young, with its bit set, with its bit clear.
-    for _ in 0..3 * world.shrinker.len() {
+    // Each is met four times at most: young, with its bit set, with its block marked, with neither.
+    for _ in 0..4 * world.shrinker.len() {
         if freed >= want && world.shrinker.due() == 0 {
             break;
         }
@@ -248,8 +248,9 @@ pub(super) fn write_back(world: &mut World, want: usize, cost: Cost, out: &mut O
         world.shrinker.met(object.pages as usize);
         let block = object.vpn / MOST_PAGES as u64;
         if world.shrinker.verdict_of(object.referenced, world.reused.contains(&block)) == Verdict::Rotate {
-            object.referenced = false;
-            world.reused.remove(&block);
+            if !core::mem::take(&mut object.referenced) {
+                world.reused.remove(&block);
+            }
             world.shrinker.rotate(entry);
             out.rotated += 1;
             continue;

@@ -123,6 +123,12 @@ proptest! {
             }
             prop_assert_eq!(file.clusters().collect::<BTreeSet<_>>(), model.given.clone());
             prop_assert_eq!(file.used_bytes(), model.objects.values().map(|(len, ..)| *len).sum::<usize>());
+            let (from, len) = (u64::from(number % 90) * 20_000, (number as usize % 7) * 50_000);
+            let within = model.objects.iter().filter(|(p, (l, ..))| {
+                offset(**p) >= from && offset(**p) + *l as u64 <= from + len as u64
+            });
+            let found: Vec<u32> = file.objects_within(from, len).map(|(place, _)| place).collect();
+            prop_assert_eq!(found, within.map(|(p, _)| *p).collect::<Vec<_>>());
             for (place, (len, live, check)) in &model.objects {
                 let object = file.get(*place).unwrap();
                 prop_assert_eq!((object.len, object.live, object.check), (*len, *live, *check));

@@ -226,12 +226,17 @@ fn unmovable_frames_share_a_block() {
 fn a_block_that_is_mostly_others_keeps_its_type() {
     let mut zone = Zone::spanning(0, 512, Kind::Frame);
     let pages: Vec<_> = (0..300).map(|_| zone.alloc(Kind::Frame, 0).unwrap()).collect();
-    let table = zone.alloc_typed(Kind::Frame, MigrateType::Unmovable, 0).unwrap();
+    let copy = zone.alloc_typed(Kind::Frame, MigrateType::Reclaimable, 0).unwrap();
     assert_eq!(zone.blocks()[0].migrate_type(), MigrateType::Movable);
-    zone.free(Kind::Frame, table, 0);
+    zone.free(Kind::Frame, copy, 0);
     pages.iter().for_each(|p| zone.free(Kind::Frame, *p, 0));
     assert!(zone.alloc_typed(Kind::Frame, MigrateType::Reclaimable, 0).is_some());
     assert_eq!(zone.blocks()[0].migrate_type(), MigrateType::Reclaimable);
+    // An unmovable frame spoils it whatever is in it.
+    let mut zone = Zone::spanning(0, 512, Kind::Frame);
+    (0..500).for_each(|_| assert!(zone.alloc(Kind::Frame, 0).is_some()));
+    assert!(zone.alloc_typed(Kind::Frame, MigrateType::Unmovable, 0).is_some());
+    assert_eq!(zone.blocks()[0].migrate_type(), MigrateType::Unmovable);
 }
 
 #[test]

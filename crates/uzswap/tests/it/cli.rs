@@ -182,11 +182,19 @@ fn ignored_and_blocked_signals_stay_as_they_were() {
 /// Starts a script under uzswap and waits until it has written its first line.
 fn started(script: &str) -> (std::process::Child, std::io::BufReader<std::process::ChildStdout>) {
     agent_built();
-    let mut child = std::process::Command::new(UZSWAP)
-        .args(["run", "-q", "-m", "256M", "--", "/bin/sh", "-c", script])
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut command = std::process::Command::new(UZSWAP);
+    command.args(["run", "-q", "-m", "256M", "--", "/bin/sh", "-c", script]).stdout(Stdio::piped());
+    // A shell cannot trap what was ignored when it started, as SIGINT is where the tests run in the background.
+    // SAFETY: only signal(2) is called between fork and exec.
+    unsafe {
+        command.pre_exec(|| {
+            for signal in 1..32 {
+                libc::signal(signal, libc::SIG_DFL);
+            }
+            Ok(())
+        });
+    }
+    let mut child = command.spawn().unwrap();
     let mut output = std::io::BufReader::new(child.stdout.take().unwrap());
     let mut line = String::new();
     std::io::BufRead::read_line(&mut output, &mut line).unwrap();

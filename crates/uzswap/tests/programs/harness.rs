@@ -126,6 +126,8 @@ pub struct Subject {
     pub succeeds: bool,
     /// Its stdout is compared; false for programs that print times and pids.
     pub stdout_compared: bool,
+    /// Further options of `uzswap run`.
+    pub options: Vec<OsString>,
 }
 
 impl Subject {
@@ -138,12 +140,19 @@ impl Subject {
             limit_kept: false,
             succeeds: true,
             stdout_compared: true,
+            options: Vec::new(),
         }
     }
 
     /// The same, and its resident memory must stay under the limit.
     pub fn keeps_limit(mut self) -> Self {
         self.limit_kept = true;
+        self
+    }
+
+    /// The same, run with further options of `uzswap run`.
+    pub fn with(mut self, options: &[&str]) -> Self {
+        self.options.extend(options.iter().map(|o| o.into()));
         self
     }
 
@@ -176,6 +185,7 @@ impl Subject {
         argv.push(format!("{}M", limit_bytes.div_ceil(MIB)).into());
         argv.push("--report".into());
         argv.push(report.clone().into());
+        argv.extend(self.options.iter().cloned());
         argv.push("--".into());
         argv.extend(self.argv.iter().cloned());
         Running::start(&argv, &self.dir, Some(report), variables)

@@ -4,6 +4,7 @@
 //! the pager's own operations fail meanwhile, `fixtures/` holds the programs written for this. `./test` installs what is missing. To see each run's time and memory:
 //! `cargo test --release --test programs`.
 
+mod disk;
 mod harness;
 mod injected;
 mod redis;

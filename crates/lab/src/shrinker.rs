@@ -1,0 +1,465 @@
+//! `uzswap lab shrinker`: what is written to disk, under each policy, and what that costs.
+//!
+//! Two programs need more than their limit holds even compressed: a build (gcc on generated sources, two at a time), and
+//! a program with bursts (see [`crate::bursts`]). Each runs under every policy of the real engine, and under the
+//! kernel's zswap with its shrinker on. Then a run without a disk is recorded, and its trace replayed under every policy with the
+//! same pool: the same events for all, which no two runs have.
+//!
+//! Bias: the kernel's pool is limited to a share of the machine's memory, not of the cgroup's, and a cgroup v1 does not
+//! charge it to the program (nor does the shrinker then know what to shrink): the kernel has more memory.
+
+use crate::json::{Findings, Row, Verdict};
+use crate::peers::{self, Peer};
+use crate::process::{self, Outcome, Spec};
+use crate::programs;
+use crate::size::{self, MIB, mib};
+use crate::stats::median;
+use crate::undo::{Keeper, Step};
+use crate::{data, machine, table};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs;
+use std::mem::MaybeUninit;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use uzswap_mm::shrinker::Policy;
+
+/// `uzswap lab shrinker`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Smaller programs, one run of each
+    #[arg(long)]
+    quick: bool,
+    /// Write the findings to FILE
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// The limit of the program with bursts [default: 48M, 24M with --quick]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    memory: Option<u64>,
+    /// Runs of each, of which the median counts [default: 5, 1 with --quick]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=99))]
+    runs: Option<u32>,
+    /// Only these programs: build, bursts
+    #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = ["build", "bursts"])]
+    only: Vec<String>,
+    /// Where files are made meanwhile, swap files among them: no tmpfs [default: /var/tmp]
+    #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
+    dir: PathBuf,
+    /// The command whose `run` is measured [default: this one]
+    #[arg(long, value_name = "PATH", hide = true)]
+    uzswap: Option<PathBuf>,
+}
+
+/// Room on disk for each subject.
+const SWAP: u64 = 4 << 30;
+/// The longest a program may take.
+const TIMEOUT: Duration = Duration::from_secs(180);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Subject {
+    Under(u32),
+    Kernel,
+}
+
+impl Subject {
+    fn all() -> impl Iterator<Item = Self> {
+        Policy::ALL.into_iter().map(|p| Self::Under(p.number())).chain([Self::Kernel])
+    }
+
+    fn title(self) -> &'static str {
+        match self {
+            Self::Under(number) => Policy::from_number(number).name(),
+            Self::Kernel => "zswap, shrinker",
+        }
+    }
+
+    fn key(self) -> &'static str {
+        match self {
+            Self::Kernel => "zswap",
+            Self::Under(number) => match Policy::from_number(number) {
+                Policy::SecondChance => "second_chance",
+                Policy::Decaying => "decaying",
+                Policy::Fifo => "fifo",
+                Policy::S3Fifo => "s3_fifo",
+                Policy::Reuse => "reuse",
+            },
+        }
+    }
+}
+
+/// What a row shows.
+const FIGURES: [(&str, &str); 7] = [
+    ("disk swap-ins", "pages"),
+    ("write-backs", "pages"),
+    ("real", "s"),
+    ("user", "s"),
+    ("sys", "s"),
+    ("written", "MiB"),
+    ("read", "MiB"),
+];
+const SWAPINS: usize = 0;
+const REAL: usize = 2;
+
+type Figures = [f64; FIGURES.len()];
+
+/// A program under a limit.
+struct Program {
+    name: &'static str,
+    argv: Vec<OsString>,
+    limit: u64,
+}
+
+struct Lab<'a> {
+    keeper: &'a Keeper,
+    dir: PathBuf,
+    uzswap: PathBuf,
+    runs: u32,
+    rows: Vec<Row>,
+    verdicts: Vec<Verdict>,
+    notes: Vec<String>,
+    right: bool,
+    /// Of each trace replayed: disk swap-ins by the policy's number.
+    replayed: Vec<BTreeMap<u32, f64>>,
+}
+
+/// Runs the experiment and returns the exit status.
+#[must_use]
+pub fn main(args: &Args) -> i32 {
+    process::unwind_on_signals();
+    match experiment(args) {
+        Ok(right) => i32::from(!right),
+        Err(_) if process::interrupted() => {
+            eprintln!("uzswap lab: interrupted; the machine is as it was");
+            130
+        }
+        Err(reason) => {
+            eprintln!("uzswap lab: {reason}");
+            1
+        }
+    }
+}
+
+fn experiment(args: &Args) -> Result<bool, String> {
+    let start = Instant::now();
+    let exe = std::env::current_exe().map_err(|e| e.to_string())?;
+    let keeper = Keeper::start()?;
+    let dir = args.dir.join(format!("uzswap-lab-{}", std::process::id()));
+    let _dir = keeper.will_undo(Step::RemoveDir(dir.clone()))?;
+    fs::create_dir_all(&dir).map_err(|e| format!("cannot make {}: {e}", dir.display()))?;
+    let mut lab = Lab {
+        keeper: &keeper,
+        dir,
+        uzswap: args.uzswap.clone().unwrap_or_else(|| exe.clone()),
+        runs: args.runs.unwrap_or(if args.quick { 1 } else { 5 }),
+        rows: Vec::new(),
+        verdicts: Vec::new(),
+        notes: Vec::new(),
+        right: true,
+        replayed: Vec::new(),
+    };
+    let wants = |name: &str| args.only.is_empty() || args.only.iter().any(|n| n == name);
+    if wants("bursts") {
+        let limit = args.memory.unwrap_or(if args.quick { 24 } else { 48 } * MIB);
+        let program = lab.bursts(&exe, limit, if args.quick { 6 } else { 20 })?;
+        lab.program(&program)?;
+    }
+    if wants("build") {
+        match lab.build(args.quick)? {
+            Some(program) => lab.program(&program)?,
+            None => lab.notes.push("Not on this machine, so not measured: gcc.".to_owned()),
+        }
+    }
+    lab.default_is_no_worse();
+    let settings = json!({
+        "runs": lab.runs, "quick": args.quick, "swap_bytes": SWAP, "default_policy": Policy::default().name(),
+        "seconds": start.elapsed().as_secs(), "notes": lab.notes,
+    });
+    let settings = if let Value::Object(map) = settings { map } else { Map::new() };
+    let Lab { rows, verdicts, notes, right, .. } = lab;
+    let findings =
+        Findings { experiment: "shrinker".to_owned(), machine: machine::describe(), settings, rows, verdicts };
+    let subjects: Vec<_> = Subject::all().map(|s| (s.key(), s.title())).collect();
+    print!("{}", table::render(&findings, &subjects, &notes));
+    if let Some(path) = &args.json {
+        findings.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
+    }
+    Ok(right)
+}
+
+impl Lab<'_> {
+    fn bursts(&self, exe: &Path, limit: u64, rounds: u32) -> Result<Program, String> {
+        let source = self.dir.join("source");
+        data::write(&source, 32 * MIB, programs::python().as_deref())?;
+        let mut argv: Vec<OsString> = vec![exe.into(), "lab".into(), "bursts".into()];
+        argv.extend(["--source".into(), source.into()]);
+        for (name, value) in [("--warm", limit), ("--cold", limit * 3), ("--burst", limit)] {
+            argv.extend([name.into(), value.to_string().into()]);
+        }
+        argv.extend(["--rounds".into(), rounds.to_string().into()]);
+        Ok(Program { name: "bursts", argv, limit })
+    }
+
+    /// Several files of C, two compilers at a time; the limit is a part of what they use.
+    fn build(&mut self, quick: bool) -> Result<Option<Program>, String> {
+        let (files, functions) = if quick { (2, 400) } else { (4, 1500) };
+        for i in 0..files {
+            let text = programs::c_source(functions + 100 * i);
+            fs::write(self.dir.join(format!("{i}.c")), text).map_err(|e| format!("cannot write a source: {e}"))?;
+        }
+        let script = format!(
+            "cd '{}' && ls *.c | xargs -P2 -n1 sh -c 'exec gcc -O1 -S -o \"$0.s\" \"$0\"' && cat *.s | cksum",
+            self.dir.display()
+        );
+        let argv: Vec<OsString> = ["/bin/sh", "-c", &script].map(OsString::from).into();
+        eprintln!("uzswap lab: build, without a limit");
+        let outcome = process::run(self.keeper, &spec(&argv))?;
+        if outcome.ok().is_err() {
+            return Ok(None);
+        }
+        let limit = (outcome.peak_anon / 4).next_multiple_of(MIB).max(16 * MIB);
+        self.notes.push(format!("The build holds {} without a limit.", mib(outcome.peak_anon)));
+        Ok(Some(Program { name: "build", argv, limit }))
+    }
+
+    /// A program under all subjects, and its trace replayed.
+    fn program(&mut self, program: &Program) -> Result<(), String> {
+        let mut all: BTreeMap<Subject, Vec<Figures>> = BTreeMap::new();
+        let mut failed: BTreeMap<Subject, String> = BTreeMap::new();
+        let mut right: Option<Vec<u8>> = None;
+        for run in 0..self.runs {
+            for subject in Subject::all() {
+                if failed.contains_key(&subject) {
+                    continue;
+                }
+                let title = subject.title();
+                eprintln!(
+                    "uzswap lab: run {} of {}: {} in {}, {title}",
+                    run + 1,
+                    self.runs,
+                    program.name,
+                    mib(program.limit)
+                );
+                match self.measure(subject, program) {
+                    Ok((figures, stdout)) if *right.get_or_insert_with(|| stdout.clone()) == stdout => {
+                        all.entry(subject).or_default().push(figures);
+                    }
+                    Ok(_) => {
+                        self.right = false;
+                        failed.insert(subject, "WRONG OUTPUT".to_owned());
+                    }
+                    Err(reason) if process::interrupted() => return Err(reason),
+                    Err(reason) => {
+                        failed.insert(subject, reason);
+                    }
+                }
+            }
+        }
+        for (subject, reason) in failed {
+            all.remove(&subject);
+            self.notes.push(format!("Not measured: {}, {}: {reason}.", program.name, subject.title()));
+        }
+        let of = |subject, figure: usize| {
+            all.get(&subject).and_then(|runs| median(&runs.iter().map(|f| f[figure]).collect::<Vec<_>>()))
+        };
+        for (i, (figure, unit)) in FIGURES.into_iter().enumerate() {
+            let mut row = Row::new(format!("{} in {}: {figure}", program.name, mib(program.limit)), unit);
+            for subject in all.keys() {
+                row.put(subject.key(), of(*subject, i));
+            }
+            self.rows.push(row);
+        }
+        self.verdicts_of(program.name, of);
+        match self.replay(program) {
+            Err(reason) if !process::interrupted() => {
+                self.notes.push(format!("Not measured: {}, its trace: {reason}.", program.name));
+                Ok(())
+            }
+            done => done,
+        }
+    }
+
+    fn verdicts_of(&mut self, name: &str, of: impl Fn(Subject, usize) -> Option<f64>) {
+        let under = |policy: Policy| Subject::Under(policy.number());
+        let change = |figure, from, to| Some((of(to, figure)? / of(from, figure)?.max(1e-9) - 1.0) * 100.0);
+        let (old, second) = (under(Policy::Decaying), under(Policy::SecondChance));
+        if let Some(percent) = change(SWAPINS, old, second) {
+            let what = format!("{name}: disk swap-ins, second chance against the old heuristic, percent");
+            self.verdicts.push(Verdict::at_most(&what, -64.0, percent));
+        }
+        if let Some(percent) = change(REAL, old, second) {
+            let what = format!("{name}: real time, second chance against the old heuristic, percent");
+            self.verdicts.push(Verdict::at_most(&what, -10.3, percent));
+        }
+        let default = under(Policy::default());
+        if let (Some(own), Some(kernel)) = (of(default, REAL), of(Subject::Kernel, REAL)) {
+            let what = format!("{name}: real time of the default policy, times the kernel's");
+            self.verdicts.push(Verdict::at_most(&what, 0.5, own / kernel));
+        }
+    }
+
+    /// Records one run, without a disk so that it favours no policy, and replays it under all.
+    fn replay(&mut self, program: &Program) -> Result<(), String> {
+        eprintln!("uzswap lab: {}, recorded and replayed", program.name);
+        let trace = self.dir.join("trace");
+        let memory = format!("{}K", program.limit / 1024);
+        let mut argv: Vec<OsString> = vec![self.uzswap.clone().into(), "run".into(), "--quiet".into()];
+        argv.extend(["--memory".into(), memory.into(), "--record".into(), trace.clone().into(), "--".into()]);
+        argv.extend_from_slice(&program.argv);
+        process::run(self.keeper, &spec(&argv))?.ok()?;
+        let pool = format!("{}", program.limit / 2);
+        let argv: Vec<OsString> = vec![self.uzswap.clone().into(), "replay".into(), trace.into()];
+        let argv = [&argv[..], &["--json", "--pool", &pool].map(OsString::from)].concat();
+        let outcome = process::run(self.keeper, &spec(&argv))?;
+        outcome.ok()?;
+        let replayed: Value = serde_json::from_slice(&outcome.stdout).map_err(|e| format!("replay said: {e}"))?;
+        let lost = replayed["trace"]["lost"].as_u64().unwrap_or(0);
+        if lost > 0 {
+            self.notes.push(format!("{}: {lost} records of the trace were lost.", program.name));
+        }
+        let mut swapins = BTreeMap::new();
+        for (figure, unit, key) in [
+            ("disk swap-ins", "pages", "disk_swapins"),
+            ("write-backs", "pages", "written_back_pages"),
+            ("waited for the disk", "s", "wait_seconds"),
+        ] {
+            let mut row =
+                Row::new(format!("{}, same trace, pool of {}: {figure}", program.name, mib(program.limit / 2)), unit);
+            for policy in replayed["policies"].as_array().into_iter().flatten() {
+                let Some(known) = policy["policy"].as_str().and_then(|name| name.parse::<Policy>().ok()) else {
+                    continue;
+                };
+                row.put(Subject::Under(known.number()).key(), policy[key].as_f64());
+                if key == "disk_swapins" {
+                    swapins.insert(known.number(), policy[key].as_f64().unwrap_or(0.0));
+                }
+            }
+            self.rows.push(row);
+        }
+        let of = |policy: Policy| swapins.get(&policy.number()).copied();
+        if let (Some(old), Some(second)) = (of(Policy::Decaying), of(Policy::SecondChance)) {
+            let what = format!(
+                "{}, same trace: disk swap-ins, second chance against the old heuristic, percent",
+                program.name
+            );
+            self.verdicts.push(Verdict::at_most(&what, -64.0, (second / old.max(1.0) - 1.0) * 100.0));
+        }
+        self.replayed.push(swapins);
+        Ok(())
+    }
+
+    fn default_is_no_worse(&mut self) {
+        let ratio = |trace: &BTreeMap<u32, f64>| {
+            let (own, second) = (trace.get(&Policy::default().number())?, trace.get(&Policy::SecondChance.number())?);
+            Some(if second == own { 1.0 } else { own / second.max(1e-9) })
+        };
+        if let Some(worst) = self.replayed.iter().filter_map(ratio).max_by(f64::total_cmp) {
+            let what = "disk swap-ins of the default policy, times second chance's, on the worst trace";
+            self.verdicts.push(Verdict::at_most(what, 1.0, worst));
+        }
+    }
+
+    /// The command line of a run under a policy.
+    fn under(&self, policy: Policy, program: &Program, more: &[OsString]) -> Vec<OsString> {
+        let mut argv: Vec<OsString> = vec![self.uzswap.clone().into(), "run".into(), "--quiet".into()];
+        let (memory, swap) = (format!("{}K", program.limit / 1024), format!("{}M", SWAP / MIB));
+        argv.extend(["--memory", &memory, "--swap", &swap, "--swap-policy", policy.name()].map(OsString::from));
+        argv.extend(["--swap-dir".into(), self.dir.clone().into()]);
+        argv.extend_from_slice(more);
+        argv.push("--".into());
+        argv.extend_from_slice(&program.argv);
+        argv
+    }
+
+    fn measure(&self, subject: Subject, program: &Program) -> Result<(Figures, Vec<u8>), String> {
+        match subject {
+            Subject::Kernel => self.measure_kernel(program),
+            Subject::Under(number) => {
+                let report = self.dir.join("report.json");
+                let more = ["--report".into(), report.clone().into()];
+                let argv = self.under(Policy::from_number(number), program, &more);
+                let (outcome, user, sys) = timed(|| process::run(self.keeper, &spec(&argv)))?;
+                outcome.ok()?;
+                let text = fs::read_to_string(&report).map_err(|e| format!("no report: {e}"))?;
+                let report: Value = serde_json::from_str(&text).map_err(|e| format!("the report: {e}"))?;
+                let counter = |name: &str| report["counters"][name].as_f64().ok_or(format!("no counter {name}"));
+                let (written, read) = (counter("swap_write_bytes")?, counter("swap_read_bytes")?);
+                let figures = [
+                    counter("pswpin")?,
+                    counter("zswpwb")?,
+                    outcome.seconds,
+                    user,
+                    sys,
+                    written / MIB as f64,
+                    read / MIB as f64,
+                ];
+                Ok((figures, outcome.stdout))
+            }
+        }
+    }
+
+    fn measure_kernel(&self, program: &Program) -> Result<(Figures, Vec<u8>), String> {
+        let ready = peers::set_up(self.keeper, Peer::ZswapShrinker, program.limit, SWAP, &self.dir, true)?;
+        let argv = program.argv.clone();
+        let spec = Spec { cgroup: Some(ready.cgroup().to_owned()), ..spec(&argv) };
+        let before = vmstat();
+        let (outcome, user, sys) = timed(|| process::run(self.keeper, &spec))?;
+        outcome.ok()?;
+        let after = vmstat();
+        let of = |name: &str| (after.get(name).unwrap_or(&0) - before.get(name).unwrap_or(&0)) as f64;
+        let mib = |pages: f64| pages * size::PAGE as f64 / MIB as f64;
+        let figures = [of("pswpin"), of("zswpwb"), outcome.seconds, user, sys, mib(of("pswpout")), mib(of("pswpin"))];
+        Ok((figures, outcome.stdout))
+    }
+}
+
+fn spec(argv: &[OsString]) -> Spec {
+    Spec {
+        argv: argv.to_vec(),
+        env: Vec::new(),
+        stdin: None,
+        cgroup: None,
+        sample: Some(Duration::from_millis(20)),
+        timeout: TIMEOUT,
+    }
+}
+
+/// What a run took in CPU time, its children included: user and system seconds.
+fn timed(run: impl FnOnce() -> Result<Outcome, String>) -> Result<(Outcome, f64, f64), String> {
+    let before = used_by_children();
+    let outcome = run()?;
+    let after = used_by_children();
+    Ok((outcome, after.0 - before.0, after.1 - before.1))
+}
+
+fn used_by_children() -> (f64, f64) {
+    let mut usage = MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: the out-parameter outlives the call; a zeroed rusage is valid.
+    let usage = unsafe {
+        libc::getrusage(libc::RUSAGE_CHILDREN, usage.as_mut_ptr());
+        usage.assume_init()
+    };
+    let seconds = |t: libc::timeval| t.tv_sec as f64 + t.tv_usec as f64 / 1e6;
+    (seconds(usage.ru_utime), seconds(usage.ru_stime))
+}
+
+fn vmstat() -> BTreeMap<String, i64> {
+    let text = fs::read_to_string("/proc/vmstat").unwrap_or_default();
+    text.lines().filter_map(|l| l.split_once(' ')).filter_map(|(k, v)| Some((k.to_owned(), v.parse().ok()?))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_subject_has_a_name_of_its_own() {
+        let keys: std::collections::BTreeSet<_> = Subject::all().map(Subject::key).collect();
+        assert_eq!(keys.len(), Policy::ALL.len() + 1);
+    }
+
+    #[test]
+    fn vmstat_counts() {
+        assert!(vmstat().contains_key("pswpin"));
+    }
+}

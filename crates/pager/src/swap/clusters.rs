@@ -1,0 +1,299 @@
+//! Which process has which cluster of the swap file: books that a group shares, and that outlive any of its members.
+//!
+//! A process that needs room *claims* a free cluster. After fork parent and child both have objects in the parent's
+//! clusters, so what counts is who *refers* to a cluster: each process has a row of bits, one for each cluster. A
+//! cluster is free again when the last reference is gone, and only a process that alone refers to a cluster may write
+//! into what it has freed there (another might still read it).
+//!
+//! ```text
+//! owner[c]   generation │ row of the claimer + 1, 0: free       claimed and freed by compare-and-swap of the whole word
+//! row[r]     whose it is, and a bit for each cluster            set by claim and inherit, cleared by release and bury
+//! ```
+//! Nobody holds a lock, and a member may be killed at any instruction:
+//! - A row belongs to the process named in it. A parent makes its child's row before it forks (the child's reference must
+//!   be there before the parent can give up its own); until the child takes it over it is the parent's. Who finds a row
+//!   whose process is dead takes it over and empties it; killed meanwhile, it is itself the dead one.
+//! - A cluster whose claimer died between claiming it and setting its bit is found when its row is emptied.
+//! - *release* clears the bit first and looks at the other rows then: of two that release at once one sees that it was
+//!   the last. A reference that passes from row to row by a fork under way could be missed, so `forks` counts the rows
+//!   inherited, and who looks starts over when it changed.
+
+use crate::pager::Pager;
+use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
+use uzswap_mm::swapfile::{Geometry, MOST_CLUSTERS};
+use uzswap_sys::process::Identity;
+use uzswap_sys::sys;
+
+/// Environment variable with the path of the swap file's books, a memory object of the command's.
+pub const ENV_SWAP: &str = "UZSWAP_SWAP";
+/// First word of the books: refuses those of another version.
+pub const MAGIC: u64 = 0x757a_7377_6469_0001;
+/// Processes that can have something in a swap file at once.
+pub const ROWS: usize = 1024;
+/// No row.
+const NONE: usize = usize::MAX;
+const WORDS: usize = MOST_CLUSTERS / 64;
+/// Bits of an owner word that name the row.
+const OWNER_BITS: u32 = 11;
+const OWNER_MASK: u32 = (1 << OWNER_BITS) - 1;
+const _: () = assert!(ROWS < 1 << OWNER_BITS);
+
+/// What one process refers to.
+#[repr(C)]
+struct Row {
+    /// Whose it is ([`Identity::raw`]), 0 when free.
+    owner: AtomicU64,
+    /// The thread id of its ticker, once known: without it the process executes a program that is not managed.
+    ticker: AtomicU32,
+    bits: [AtomicU64; WORDS],
+}
+
+/// The books of a swap file, shared by the processes of a run: the object that [`ENV_SWAP`] leads to. It is large, but
+/// memory is used only for what is touched. All zeros but what the command sets.
+#[repr(C)]
+pub struct ClusterMap {
+    /// [`MAGIC`].
+    pub magic: AtomicU64,
+    /// Most bytes on disk, as asked for.
+    pub bytes: AtomicU64,
+    /// The command that holds the file open, and its descriptor there.
+    pub pid: AtomicU32,
+    /// See `pid`.
+    pub fd: AtomicI32,
+    /// Policy of the shrinker: see [`uzswap_mm::shrinker::Policy::from_number`].
+    pub policy: AtomicU32,
+    /// Share of the limit that the pools may take before objects are written back (percent).
+    pub max_pool_percent: AtomicU32,
+    /// Share of that down to which they are written back then (percent).
+    pub accept_threshold_percent: AtomicU32,
+    /// What has been told, once for the run: see `swap::io::Trouble`.
+    pub told: AtomicU32,
+    /// Bytes of the file that have been preallocated.
+    pub allocated: AtomicU64,
+    /// Rows inherited so far.
+    forks: AtomicU32,
+    /// One past the highest row ever used.
+    used: AtomicU32,
+    owner: [AtomicU32; MOST_CLUSTERS],
+    rows: [Row; ROWS],
+}
+
+impl ClusterMap {
+    /// How the file is divided.
+    pub fn geometry(&self) -> Option<Geometry> {
+        Geometry::of(self.bytes.load(Relaxed))
+    }
+
+    fn clusters(&self) -> u32 {
+        self.geometry().map_or(0, |g| g.clusters)
+    }
+
+    fn used_rows(&self) -> usize {
+        (self.used.load(SeqCst) as usize).min(ROWS)
+    }
+
+    fn bit(&self, row: usize, cluster: u32) -> (&AtomicU64, u64) {
+        (&self.rows[row].bits[cluster as usize / 64], 1 << (cluster % 64))
+    }
+
+    /// Claims the first free cluster for the process of row `me`.
+    pub fn claim_cluster(&self, me: usize) -> Option<u32> {
+        let free = self.owner[..self.clusters() as usize].iter().position(|owner| {
+            let old = owner.load(Relaxed);
+            let taken = (old >> OWNER_BITS).wrapping_add(1) << OWNER_BITS | (me as u32 + 1);
+            old & OWNER_MASK == 0 && owner.compare_exchange(old, taken, SeqCst, Relaxed).is_ok()
+        })? as u32;
+        let (bits, bit) = self.bit(me, free);
+        bits.fetch_or(bit, SeqCst);
+        Some(free)
+    }
+
+    /// Gives up the reference of row `me` to a cluster, which is free with the last one.
+    pub fn release_cluster(&self, me: usize, cluster: u32) {
+        let owner = self.owner[cluster as usize].load(SeqCst);
+        let (bits, bit) = self.bit(me, cluster);
+        bits.fetch_and(!bit, SeqCst);
+        if owner & OWNER_MASK != 0 && self.alone_with(me, cluster) {
+            let _ = self.owner[cluster as usize].compare_exchange(owner, owner & !OWNER_MASK, SeqCst, Relaxed);
+        }
+    }
+
+    /// Whether no other row refers to a cluster.
+    pub fn alone_with(&self, me: usize, cluster: u32) -> bool {
+        loop {
+            let forks = self.forks.load(SeqCst);
+            let alone = (0..self.used_rows()).filter(|r| *r != me).all(|row| {
+                let (bits, bit) = self.bit(row, cluster);
+                bits.load(SeqCst) & bit == 0
+            });
+            if self.forks.load(SeqCst) == forks {
+                return alone;
+            }
+        }
+    }
+
+    /// Clusters in use.
+    pub fn clusters_used(&self) -> usize {
+        let used = |owner: &&AtomicU32| owner.load(Relaxed) & OWNER_MASK != 0;
+        self.owner[..self.clusters() as usize].iter().filter(used).count()
+    }
+
+    /// Gives the row `to`, which the caller has, the references of `from`.
+    fn inherit(&self, from: usize, to: usize) {
+        for (f, t) in self.rows[from].bits.iter().zip(&self.rows[to].bits).take(self.clusters().div_ceil(64) as usize) {
+            t.store(f.load(SeqCst), SeqCst);
+        }
+        self.forks.fetch_add(1, SeqCst);
+    }
+
+    /// Empties a row that the caller has, and frees what nobody refers to any more.
+    fn empty(&self, row: usize) {
+        for cluster in 0..self.clusters() {
+            let (bits, bit) = self.bit(row, cluster);
+            let owner = self.owner[cluster as usize].load(SeqCst);
+            let half_claimed = owner & OWNER_MASK == row as u32 + 1;
+            if bits.load(SeqCst) & bit != 0 || half_claimed {
+                self.release_cluster(row, cluster);
+            }
+        }
+        self.rows[row].ticker.store(0, SeqCst);
+    }
+
+    /// Takes a row, free or a dead process's, and leaves it empty in the hands of `me`.
+    pub fn take_row(&self, me: Identity) -> Option<usize> {
+        let row = (0..ROWS).find(|i| {
+            let r = &self.rows[*i];
+            let owner = r.owner.load(SeqCst);
+            let free = owner == 0 || r.is_dead();
+            free && r.owner.compare_exchange(owner, me.raw(), SeqCst, Relaxed).is_ok()
+        })?;
+        self.used.fetch_max(row as u32 + 1, SeqCst);
+        self.empty(row);
+        Some(row)
+    }
+
+    /// Empties the rows that this process had before it executed another program.
+    pub fn forget_own(&self, me: Identity) {
+        for row in (0..self.used_rows()).filter(|r| self.rows[*r].owner.load(SeqCst) == me.raw()) {
+            self.empty(row);
+            self.rows[row].owner.store(0, SeqCst);
+        }
+    }
+
+    /// Empties the rows of processes that died, or execute a program that is not managed.
+    pub fn bury_the_dead(&self, me: Identity) {
+        for row in 0..self.used_rows() {
+            let r = &self.rows[row];
+            let owner = r.owner.load(SeqCst);
+            if owner != 0
+                && owner != me.raw()
+                && r.is_dead()
+                && r.owner.compare_exchange(owner, me.raw(), SeqCst, Relaxed).is_ok()
+            {
+                self.empty(row);
+                r.owner.store(0, SeqCst);
+            }
+        }
+    }
+}
+
+impl Row {
+    /// Whether nobody is left of its process: it is gone, or its helpers are (it executed another program).
+    fn is_dead(&self) -> bool {
+        let Some(owner) = Identity::from_raw(self.owner.load(SeqCst)) else { return false };
+        let ticker = self.ticker.load(SeqCst);
+        // SAFETY: signal 0 only asks.
+        let left = || ticker != 0 && unsafe { sys!(libc::SYS_tgkill, owner.pid(), ticker, 0) } == Err(libc::ESRCH);
+        owner.is_dead() || left()
+    }
+}
+
+/// This process's rows. Atomics only because the pager is shared: they change with the pager's lock held.
+pub struct Rows {
+    /// Its own; `NONE` until it needs one.
+    own: AtomicUsize,
+    /// What it made for the child being forked.
+    child: AtomicUsize,
+    /// The process that forks.
+    parent: AtomicU64,
+}
+
+impl Default for Rows {
+    fn default() -> Self {
+        Self { own: AtomicUsize::new(NONE), child: AtomicUsize::new(NONE), parent: AtomicU64::new(0) }
+    }
+}
+
+impl Pager {
+    /// This process's row, taken when it first needs one.
+    pub(crate) fn own_row(&self, map: &ClusterMap) -> Option<usize> {
+        let known = self.rows.own.load(Relaxed);
+        if known != NONE {
+            return Some(known);
+        }
+        let row = map.take_row(Identity::own())?;
+        map.rows[row].ticker.store(self.ticker.load(Acquire) as u32, SeqCst);
+        self.rows.own.store(row, Relaxed);
+        Some(row)
+    }
+
+    /// This process's row, if it has one.
+    pub(crate) fn own_row_if_any(&self) -> Option<usize> {
+        Some(self.rows.own.load(Relaxed)).filter(|row| *row != NONE)
+    }
+
+    /// Before fork, with the lock held: a row for the child that has this process's references, if it has any. When there
+    /// is no row the child cannot be given what is on disk, and will be told.
+    pub(crate) fn make_row_for_child(&self, clusters: usize) {
+        self.rows.child.store(NONE, Relaxed);
+        let (own, me) = (self.rows.own.load(Relaxed), Identity::own());
+        self.rows.parent.store(me.raw(), Relaxed);
+        if let Some(map) = self.clusters
+            && own != NONE
+            && clusters > 0
+            && let Some(row) = map.take_row(me)
+        {
+            map.inherit(own, row);
+            self.rows.child.store(row, Relaxed);
+        }
+    }
+
+    /// After fork, in the parent: where there is no child its row is given up. (Otherwise the child takes it. Should it be
+    /// killed before it gets to that, the row is in use as long as the parent lives.)
+    pub(crate) fn end_fork(&self, child: isize) {
+        let row = self.rows.child.swap(NONE, Relaxed);
+        if let Some(map) = self.clusters.filter(|_| row != NONE && child < 0) {
+            map.empty(row);
+            map.rows[row].owner.store(0, SeqCst);
+        }
+    }
+
+    /// In a forked child, with the lock held: takes over the row made for it. False when it has pages on disk and no row.
+    pub(crate) fn take_inherited_row(&self, clusters: usize) -> bool {
+        let row = self.rows.child.swap(NONE, Relaxed);
+        self.rows.own.store(row, Relaxed);
+        let Some(map) = self.clusters else { return true };
+        if row == NONE {
+            return clusters == 0;
+        }
+        map.rows[row].ticker.store(0, SeqCst);
+        let (parent, me) = (self.rows.parent.load(Relaxed), Identity::own().raw());
+        // (A parent that was killed at once may have been buried.)
+        map.rows[row].owner.compare_exchange(parent, me, SeqCst, Relaxed).is_ok()
+    }
+
+    /// The ticker is another now.
+    pub(crate) fn row_has_ticker(&self, tid: i32) {
+        let own = self.rows.own.load(Relaxed);
+        if let Some(map) = self.clusters.filter(|_| own != NONE) {
+            map.rows[own].ticker.store(tid as u32, SeqCst);
+        }
+    }
+
+    /// Uses a swap file, as a new process of the run. Before other threads know of the pager.
+    pub fn swap_to(&mut self, map: &'static ClusterMap) {
+        map.forget_own(Identity::own());
+        self.clusters = Some(map);
+        self.state.lock().swap = super::Swap::of(map);
+    }
+}

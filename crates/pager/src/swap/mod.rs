@@ -1,0 +1,308 @@
+//! The disk tier: what the pool cannot hold goes to a swap file, the coldest first.
+//!
+//! ```text
+//! pool ─ shrinker picks ─▶ run in a buffer ─ one write, without the lock ─▶ Disk     `writeback`, a thread of its own
+//!   ▲                                                                        │
+//!   └──── checked, and stored as it was ◀── one read, without the lock ──────┘       `swapin`, before a fault is served
+//! ```
+//! Objects are written as they are stored: nothing is decompressed to be written back, and a page that is wanted comes
+//! back through the pool. On disk an object has its first page in front, so that what is read along with another can be
+//! told whose it is. The books (`mm::swapfile`) know the place, the length and a checksum of each object; the pages have
+//! their hashes as in the pool. So a page comes back bit for bit, or the process is told (SIGBUS), and is never zeros.
+//!
+//! Rules:
+//! - The file belongs to the group; who may write where is settled in `clusters`. A forked child inherits its parent's
+//!   places. It never reads what has been overwritten, since nobody writes into a cluster others refer to.
+//! - Between planning a write and completing it the pages stay *Compressed* and in the pool: a fault wins, and what has
+//!   left the pool meanwhile only gives its place up. [`object::WRITING`] tells the object that was written from another
+//!   that came to lie at the same place of the pool.
+//! - An object goes to the tail of the shrinker's list before the lock is dropped; so one whose write failed is simply
+//!   met again.
+//! - A page on disk is read only while its entry says so, and installed only if it still does.
+//!
+//! Lock order: the pager's lock; the group's books are atomics. I/O is done without it, from the helpers' own
+//! descriptor table.
+
+pub mod clusters;
+mod io;
+mod swapin;
+mod writeback;
+
+pub use swapin::ReadBuffer;
+
+use crate::arena::PAGE;
+use crate::object::{self, Header};
+use crate::pager::Pager;
+use crate::state::State;
+use clusters::ClusterMap;
+use core::sync::atomic::Ordering::*;
+use uzswap_mm::pagetable::Tag;
+use uzswap_mm::shrinker::{Entry, Policy, PoolFull, Shrinker};
+use uzswap_mm::swapfile::{Place, SwapFile};
+use writeback::RUN_BYTES;
+
+/// Bytes in front of an object on disk: the number of its first page.
+const FRONT: usize = 8;
+/// Pages of the largest object.
+const MOST_PAGES: usize = 16;
+/// Bytes of the largest object on disk: one stored raw.
+const MOST_OBJECT: usize = FRONT + object::head_bytes(4) + PAGE * MOST_PAGES;
+
+/// An object that is being written.
+#[derive(Clone, Copy)]
+struct Flight {
+    entry: Entry,
+    place: Place,
+    /// Its pages that were in the pool when the write was planned (a bit for each).
+    pages: u16,
+}
+
+/// What this process has in the swap file, and what the shrinker knows. Protected by the pager's lock.
+pub struct Swap {
+    map: &'static ClusterMap,
+    /// This process's row there, once it has one.
+    row: usize,
+    books: SwapFile,
+    /// The pool's list.
+    shrinker: Shrinker,
+    pool_full: PoolFull,
+    flights: Vec<Flight>,
+    /// Clusters that a write failed in: nothing more is written there.
+    bad: Vec<u32>,
+    /// Writes that failed since one succeeded.
+    failures: u32,
+    /// When the next write may be tried (monotonic nanoseconds).
+    rest_until: u64,
+    /// Pages on disk.
+    on_disk: usize,
+}
+
+impl Swap {
+    /// Nothing on disk yet.
+    pub fn of(map: &'static ClusterMap) -> Option<Box<Self>> {
+        let books = SwapFile::new(map.geometry()?);
+        Some(Box::new(Self {
+            map,
+            row: 0,
+            books,
+            shrinker: Shrinker::new(Policy::from_number(map.policy.load(Relaxed))),
+            pool_full: PoolFull::default(),
+            flights: Vec::new(),
+            bad: Vec::new(),
+            failures: 0,
+            rest_until: 0,
+            on_disk: 0,
+        }))
+    }
+
+    /// Clusters this process refers to.
+    pub fn clusters(&self) -> usize {
+        self.books.clusters().count()
+    }
+
+    /// Pages of this process on disk.
+    pub fn on_disk(&self) -> usize {
+        self.on_disk
+    }
+
+    /// Bytes of its tables.
+    pub fn metadata_bytes(&self) -> usize {
+        self.books.metadata_bytes() + self.shrinker.metadata_bytes() + self.flights.capacity() * size_of::<Flight>()
+    }
+
+    /// Ends the references of pages to an object on disk.
+    fn release(&mut self, place: Place, pages: u16) {
+        if let Some(cluster) = self.books.release(place, pages) {
+            self.map.release_cluster(self.row, cluster);
+        }
+    }
+}
+
+impl State {
+    /// An object was stored whose range begins at page `vpn`: it enters the shrinker's list. Without swap nobody asks.
+    pub fn entered_pool(&mut self, vpn: u64, handle: u32) {
+        let Some(mut swap) = self.swap.take() else { return };
+        swap.shrinker.stored(Entry { vpn, handle });
+        if swap.shrinker.wants_prune() {
+            self.prune(&mut swap.shrinker);
+        }
+        self.swap = Some(swap);
+    }
+
+    /// Drops the entries that name no object, and all but the newest of those that name the same: a page that is stored
+    /// again where it was before makes its old entries look as good as the new one.
+    fn prune(&self, shrinker: &mut Shrinker) {
+        let flags = |e: Entry, set, clear| object::set_flags(self.object(e.handle), set, clear);
+        shrinker.prune(|e| {
+            let first = self.pages_of(e).is_some() && self.header_of(e).flags & object::SEEN == 0;
+            if first {
+                flags(e, object::SEEN, 0);
+            }
+            first
+        });
+        shrinker.entries().for_each(|e| flags(e, 0, object::SEEN));
+    }
+
+    /// Pages on disk that are given up.
+    pub fn leave_disk(&mut self, place: Place, pages: u16) {
+        let swap = self.swap.as_mut().expect("only with swap a page is on disk");
+        swap.on_disk -= pages.count_ones() as usize;
+        swap.release(place, pages);
+    }
+
+    /// The pages of an entry's object that are out, and those whose kept copy it is (a bit for each); None when no page
+    /// at its place refers to it, so that the entry is stale.
+    fn pages_of(&self, e: Entry) -> Option<(u16, u16)> {
+        let (mut out, mut copies) = (0u16, 0u16);
+        for i in 0..MOST_PAGES {
+            let pte = self.pt.get(e.vpn + i as u64);
+            if pte.tag() == Tag::Compressed && pte.handle() == e.handle && pte.index() == i {
+                out |= 1 << i;
+            } else if pte.copy() == Some(e.handle) && self.copy_index(e.vpn + i as u64, e.handle) == i {
+                copies |= 1 << i;
+            }
+        }
+        (out | copies != 0).then_some((out, copies))
+    }
+
+    /// The header of an entry's object, which some page refers to.
+    fn header_of(&self, e: Entry) -> Header {
+        Header::read(self.object(e.handle))
+    }
+
+    /// Ends what was being written, as if it had failed: in a forked child, which does not do the writing, with the
+    /// lock held. Clusters that hold nothing for the child go.
+    pub(crate) fn end_flights(&mut self) {
+        let Some(mut swap) = self.swap.take() else { return };
+        for flight in core::mem::take(&mut swap.flights) {
+            swap.release(flight.place, flight.pages);
+            self.landed(flight);
+        }
+        let clusters: Vec<u32> = swap.books.clusters().collect();
+        for cluster in clusters {
+            if swap.books.drop_if_empty(cluster) {
+                swap.map.release_cluster(swap.row, cluster);
+            }
+        }
+        self.swap = Some(swap);
+    }
+
+    /// Takes the mark of a write under way off an object; its pages that are still out in it (a bit for each), none if
+    /// the object has gone.
+    fn landed(&mut self, flight: Flight) -> u16 {
+        let Some((out, _)) = self.pages_of(flight.entry) else { return 0 };
+        if self.header_of(flight.entry).flags & object::WRITING == 0 {
+            return 0;
+        }
+        object::set_flags(self.object(flight.entry.handle), 0, object::WRITING);
+        out & flight.pages
+    }
+}
+
+impl Pager {
+    /// In a forked child, with the lock held: false when it cannot have its parent's pages on disk.
+    pub(crate) fn inherit_swap(&self, s: &mut State) -> bool {
+        let Some(swap) = s.swap.as_mut() else { return true };
+        let ok = self.take_inherited_row(swap.clusters());
+        swap.row = self.own_row_if_any().unwrap_or(0);
+        ok
+    }
+
+    /// Publishes what is on disk; returns the pages.
+    pub(crate) fn publish_swap(&self, s: &State) -> usize {
+        let Some(swap) = s.swap.as_ref() else { return 0 };
+        let (c, used) = (self.counters(), swap.books.used_bytes() as u64);
+        self.me().swap.store(used, Relaxed);
+        if swap.on_disk as u64 >= c.swap_pages.load(Relaxed) {
+            c.swap_pages.store(swap.on_disk as u64, Relaxed);
+            c.swap_used_size.store(used, Relaxed);
+        }
+        c.nr_disk_swapins.store(swap.shrinker.nr_disk_swapins() as u64, Relaxed);
+        swap.on_disk
+    }
+
+    /// Bytes that the pools of the group hold, and the most and the least they are to be kept between; of the groups this
+    /// process is in the one that is worst off.
+    fn pool_bounds(&self, s: &State, swap: &Swap) -> (usize, usize, usize) {
+        let (own, others) = (s.pool.held_bytes(), self.others_use());
+        let percent = |of: usize, share: u32| of / 100 * share as usize;
+        let nodes = self.chain.nodes().iter().enumerate().map(|(i, at)| {
+            let node = &self.group.nodes[*at];
+            let (target, zswap) = (node.target() as usize, node.zswap_max.load(Relaxed) as usize);
+            // (Stores are refused from `memory.zswap.max` on: before that the disk takes over.)
+            let most = percent(target, swap.map.max_pool_percent.load(Relaxed)).min(percent(zswap, 95));
+            (own + others.pool[i], most)
+        });
+        let worst = nodes.max_by_key(|(held, most)| *held as isize - *most as isize);
+        let (held, most) = worst.unwrap_or((0, usize::MAX));
+        (held, most, percent(most, swap.map.accept_threshold_percent.load(Relaxed)))
+    }
+
+    /// Whether a group this process is in forbids writing back (`memory.zswap.writeback`), or has as much on disk as it
+    /// may (`memory.swap.max`).
+    fn writeback_forbidden(&self, swap: &Swap) -> bool {
+        let (others, own) = (self.others_use(), swap.books.used_bytes());
+        self.chain.nodes().iter().enumerate().any(|(i, at)| {
+            let node = &self.group.nodes[*at];
+            let room = (node.swap_max.load(Relaxed) as usize).saturating_sub(own + others.swap[i]);
+            node.zswap_writeback.load(Relaxed) == 0 || room < RUN_BYTES
+        })
+    }
+
+    /// Bytes this process is to write back now, and until when it rests after a failure.
+    fn write_back_wanted(&self, s: &State, swap: &mut Swap) -> usize {
+        if self.writeback_forbidden(swap) {
+            return 0;
+        }
+        let (total, most, accept) = self.pool_bounds(s, swap);
+        let excess = swap.pool_full.excess(total, most, accept);
+        // Each member gives what its part of the pools is. (What is held stays held until whole slabs are empty: an
+        // object's room is used again before.)
+        let own = s.pool.held_bytes();
+        let slack = own.saturating_sub(s.pool.used_bytes() / 3 * 4);
+        ((excess as u128 * own as u128 / total.max(1) as u128) as usize).saturating_sub(slack)
+    }
+
+    /// Wakes the writing thread when there is something for it to do.
+    pub(crate) fn poke_writer(&self, s: &State) {
+        let Some(swap) = s.swap.as_ref() else { return };
+        let (total, most, _) = self.pool_bounds(s, swap);
+        if total > most {
+            self.swap_wake.fetch_add(1, Release);
+            uzswap_sys::lock::futex_wake(&self.swap_wake, 1, false);
+        }
+    }
+
+    /// Whether the limit is exceeded because the pools are full, and writing back helps.
+    pub(crate) fn waits_for_disk(&self, s: &State) -> bool {
+        let Some(swap) = s.swap.as_ref() else { return false };
+        let (total, most, _) = self.pool_bounds(s, swap);
+        self.swap_file.load(Relaxed) >= 0
+            && swap.failures == 0
+            && self.disk_helps.load(Relaxed)
+            && !swap.shrinker.is_empty()
+            && !self.writeback_forbidden(swap)
+            && self.excess(s) > 0
+            && total > most
+    }
+
+    /// Remembers that a page is lost, and tells it, once for each process: it gets SIGBUS when it touches
+    /// such a page.
+    fn lose(&self, s: &mut State, vpn: u64) {
+        let pte = s.pt.get(vpn);
+        s.pt.set(vpn, uzswap_mm::pagetable::Pte::new(Tag::Poisoned, 0));
+        s.forget(vpn, pte);
+        if self.counters().poisoned.fetch_add(1, Relaxed) > 0 {
+            return;
+        }
+        self.say(b"uzswap: a page could not be read back from the swap file and is lost; the program gets SIGBUS when it touches it (more such pages are only counted)\n");
+    }
+}
+
+/// What an object's bytes on disk are known by.
+fn checksum(bytes: &[u8]) -> u32 {
+    let hash = object::hash(bytes);
+    (hash ^ (hash >> 32) ^ (hash >> 64) ^ (hash >> 96)) as u32
+}
+
+const _: () = assert!(MOST_OBJECT < uzswap_mm::swapfile::LEAST_CLUSTER);

@@ -1,0 +1,310 @@
+//! Writing back: pool to swap file.
+//!
+//! A thread of its own, so that a slow disk holds up neither faults nor compression. A round is
+//!
+//! 1. with the lock: find a run in the file (behind the last one, else in a cluster of its own, else in a hole), and fill
+//!    the buffer with the objects the shrinker gives up; they stay where they are, marked as being written;
+//! 2. without the lock: write the run in one call;
+//! 3. with the lock: what is still as it was becomes *Disk* and leaves the pool. If the write failed the places are given
+//!    up and everything stays: the objects are at the tail of the shrinker's list already.
+//!
+//! An object that only backs kept copies of resident pages is no use on disk: it is dropped when its turn comes.
+
+use super::io::Trouble;
+use super::{FRONT, Flight, MOST_OBJECT, Swap, checksum};
+use crate::inject::Site;
+use crate::object;
+use crate::pager::Pager;
+use crate::state::State;
+use core::sync::atomic::Ordering::*;
+use uzswap_mm::pagetable::{Pte, Tag};
+use uzswap_mm::shrinker::{Entry, Verdict};
+use uzswap_mm::swapfile::{BLOCK, GRAIN, Run, offset};
+use uzswap_sys::process::Identity;
+use uzswap_sys::{lock, thread};
+
+/// Bytes of the largest write.
+pub(super) const RUN_BYTES: usize = 256 << 10;
+/// Bytes of the smallest worth while: the largest object must fit, or the one that is next would be in the way for ever.
+const LEAST_RUN: usize = MOST_OBJECT.next_multiple_of(BLOCK);
+/// Objects looked at under one hold of the lock.
+const MOST_MET: usize = 2048;
+/// Longest rest after failures, and the rest while there is nothing to write (nanoseconds).
+const REST_NS: u64 = 1_000_000_000;
+const IDLE_NS: u64 = 100_000_000;
+
+/// A block of the file in memory, aligned as direct I/O wants it.
+#[repr(C, align(4096))]
+pub(super) struct Block([u8; BLOCK]);
+
+/// Blocks as bytes.
+pub(super) fn bytes_of(blocks: &mut [Block]) -> &mut [u8] {
+    // SAFETY: blocks are plain bytes without padding.
+    unsafe { core::slice::from_raw_parts_mut(blocks.as_mut_ptr().cast(), blocks.len() * BLOCK) }
+}
+
+/// A buffer of blocks; to be made with the lock held, as everything is that allocates.
+pub(super) fn blocks(bytes: usize) -> Vec<Block> {
+    (0..bytes / BLOCK).map(|_| Block([0; BLOCK])).collect()
+}
+
+/// What a round came to.
+enum Round {
+    /// Nothing to do, or nothing that can be done, for so long (nanoseconds).
+    Rest(u64),
+    /// Objects were looked at only.
+    Again,
+    /// A cluster needs room on disk.
+    Extend(u32),
+    /// So many bytes of the buffer are to be written at this offset.
+    Write(u64, usize),
+}
+
+impl Pager {
+    /// The writing thread.
+    pub(crate) fn swap_loop(&self) -> ! {
+        let mut buffer = {
+            let _s = self.state.lock();
+            blocks(RUN_BYTES)
+        };
+        loop {
+            let word = self.swap_wake.load(Acquire);
+            let round = self.plan_round(&mut self.state.lock(), bytes_of(&mut buffer));
+            match round {
+                Round::Rest(ns) => {
+                    self.swap_progressed();
+                    lock::futex_wait(&self.swap_wake, word, Some(ns), false);
+                }
+                Round::Again => {
+                    self.swap_progressed();
+                    // Others want the lock, which is not a fair one.
+                    thread::sleep_ns(10_000);
+                }
+                Round::Extend(cluster) => self.extend(cluster),
+                Round::Write(at, len) => {
+                    if let Some(bits) = self.inject(Site::SwapDamage) {
+                        bytes_of(&mut buffer)[(bits >> 8) as usize % len] ^= 1 << (bits % 8);
+                    }
+                    let done = self.swap_write(at, &bytes_of(&mut buffer)[..len]);
+                    self.complete(&mut self.state.lock(), done.is_ok());
+                    self.swap_progressed();
+                }
+            }
+        }
+    }
+
+    fn swap_progressed(&self) {
+        self.swap_progress.fetch_add(1, Release);
+        lock::futex_wake(&self.swap_progress, u32::MAX >> 1, false);
+    }
+
+    fn plan_round(&self, s: &mut State, buffer: &mut [u8]) -> Round {
+        let Some(mut swap) = s.swap.take() else { return Round::Rest(REST_NS) };
+        let round = self.plan_run(s, &mut swap, buffer);
+        s.swap = Some(swap);
+        round
+    }
+
+    fn plan_run(&self, s: &mut State, swap: &mut Swap, buffer: &mut [u8]) -> Round {
+        let want = self.write_back_wanted(s, swap);
+        if want == 0 {
+            return Round::Rest(u64::MAX >> 1);
+        }
+        let rest = swap.rest_until.saturating_sub(thread::now_ns());
+        if rest > 0 {
+            return Round::Rest(rest);
+        }
+        let mut run = match self.find_run(swap) {
+            Ok(run) => run,
+            Err(round) => return round,
+        };
+        let (met, freed) = self.fill_run(s, swap, &mut run, buffer, want);
+        self.me().pool.store(s.pool.held_bytes() as u64, Relaxed);
+        if swap.flights.is_empty() {
+            return if freed || met == MOST_MET { Round::Again } else { Round::Rest(IDLE_NS) };
+        }
+        let (at, len) = swap.books.extent(&run);
+        buffer[run.filled()..len].fill(0);
+        Round::Write(at, len)
+    }
+
+    /// Where the next run goes; a cluster that has no room on disk yet is to be extended first.
+    fn find_run(&self, swap: &mut Swap) -> Result<Run, Round> {
+        let map = swap.map;
+        let Some(me) = self.own_row(map) else { return Err(self.file_is_full(swap)) };
+        swap.row = me;
+        let bad = core::mem::take(&mut swap.bad);
+        let may_write = |c: u32| !bad.contains(&c) && map.alone_with(me, c);
+        let mut found = swap.books.run_behind_last(LEAST_RUN, RUN_BYTES, may_write).map(Ok);
+        if found.is_none() {
+            found = swap.claim(&bad).map(|cluster| {
+                let end = (u64::from(cluster) + 1) * swap.books.cluster_bytes() as u64;
+                if end > map.allocated.load(Relaxed) {
+                    return Err(Round::Extend(cluster));
+                }
+                swap.books.run_behind_last(LEAST_RUN, RUN_BYTES, may_write).ok_or(Round::Again)
+            });
+        }
+        if found.is_none() {
+            found = swap.books.run_in_hole(LEAST_RUN, RUN_BYTES, may_write).map(Ok);
+        }
+        swap.bad = bad;
+        found.unwrap_or_else(|| Err(self.file_is_full(swap)))
+    }
+
+    fn file_is_full(&self, swap: &mut Swap) -> Round {
+        self.tell(Trouble::Full);
+        swap.failures += 1;
+        swap.rest_until = thread::now_ns() + REST_NS;
+        Round::Rest(REST_NS)
+    }
+
+    /// Preallocates a cluster that was just added; gives it up when that fails.
+    fn extend(&self, cluster: u32) {
+        let bytes = self.clusters.and_then(|map| map.geometry()).map_or(0, |g| 1u64 << g.cluster_shift);
+        let done = self.preallocate(cluster, bytes);
+        let mut s = self.state.lock();
+        let Some(swap) = s.swap.as_mut() else { return };
+        if done.is_err() {
+            swap.failures += 1;
+            swap.rest_until = thread::now_ns() + REST_NS;
+            if swap.books.drop_if_empty(cluster) {
+                swap.map.release_cluster(swap.row, cluster);
+            }
+        }
+        drop(s);
+        self.swap_progressed();
+    }
+
+    /// Fills a run with objects that are to go, until about `want` bytes are; returns how many objects it met and
+    /// whether memory was freed already.
+    fn fill_run(&self, s: &mut State, swap: &mut Swap, run: &mut Run, buffer: &mut [u8], want: usize) -> (usize, bool) {
+        let (mut met, mut freed) = (0, 0);
+        while met < MOST_MET && freed + run.filled() < want {
+            let Some(entry) = swap.shrinker.pop() else { break };
+            met += 1;
+            let Some((out, copies)) = s.pages_of(entry) else { continue };
+            let head = s.header_of(entry);
+            if head.flags & object::WRITING != 0 || (out | copies) != head.live {
+                // (After mremap of a part its pages are elsewhere: such an object stays.)
+                continue;
+            }
+            if swap.shrinker.verdict(head.flags & object::REFERENCED != 0) == Verdict::Rotate {
+                object::set_flags(s.object(entry.handle), 0, object::REFERENCED);
+                swap.shrinker.rotate(entry);
+                continue;
+            }
+            let bytes = s.object(entry.handle).len();
+            if out != 0 && run.filled() + (FRONT + bytes).next_multiple_of(GRAIN) > run.bytes() {
+                swap.shrinker.put_back(entry);
+                break;
+            }
+            drop_copies(s, entry, copies);
+            if out == 0 {
+                freed += bytes;
+                continue;
+            }
+            self.board(s, swap, run, buffer, entry, out);
+        }
+        (met, freed > 0)
+    }
+
+    /// Puts an object, which fits, into the run.
+    fn board(&self, s: &mut State, swap: &mut Swap, run: &mut Run, buffer: &mut [u8], entry: Entry, out: u16) {
+        let object = s.object(entry.handle);
+        object::set_flags(object, object::WRITING, 0);
+        let (at, len) = (run.filled(), FRONT + object.len());
+        let padded = len.next_multiple_of(GRAIN);
+        let space = &mut buffer[at..at + padded];
+        space[..FRONT].copy_from_slice(&entry.vpn.to_le_bytes());
+        space[FRONT..len].copy_from_slice(object);
+        space[len..].fill(0);
+        let place = swap.books.put(run, len, out, checksum(space)).expect("the caller saw that it fits");
+        swap.flights.push(Flight { entry, place, pages: out });
+        swap.shrinker.rotate(entry);
+    }
+
+    /// A write has ended.
+    fn complete(&self, s: &mut State, written: bool) {
+        let Some(mut swap) = s.swap.take() else { return };
+        let c = self.counters();
+        let mut flights = core::mem::take(&mut swap.flights);
+        let mut gone = 0;
+        for flight in &flights {
+            let still = s.landed(*flight);
+            if !written {
+                swap.release(flight.place, flight.pages);
+                c.reject_reclaim_fail.fetch_add(u64::from(still.count_ones()), Relaxed);
+                continue;
+            }
+            for i in (0..16).filter(|i| still & (1 << i) != 0) {
+                let at = flight.entry.vpn + i;
+                let pte = s.pt.get(at);
+                s.pt.set(at, pte.on_disk(flight.place));
+                s.release(pte.handle(), i as usize);
+                s.swapped -= 1;
+                gone += 1;
+            }
+            if flight.pages != still {
+                swap.release(flight.place, flight.pages & !still);
+            }
+        }
+        swap.on_disk += gone;
+        c.pswpout.fetch_add(gone as u64, Relaxed);
+        c.zswpwb.fetch_add(gone as u64, Relaxed);
+        if written {
+            swap.failures = 0;
+            self.disk_helps.store(true, Relaxed);
+        } else {
+            if let Some(flight) = flights.first() {
+                let cluster = (offset(flight.place) / swap.books.cluster_bytes() as u64) as u32;
+                swap.put_aside(cluster);
+            }
+            swap.failures += 1;
+            let rest = if swap.failures < 3 { 0 } else { (1_000_000 << swap.failures.min(10)).min(REST_NS) };
+            swap.rest_until = thread::now_ns() + rest;
+        }
+        flights.clear();
+        swap.flights = flights;
+        s.swap = Some(swap);
+        self.publish(s);
+    }
+}
+
+impl Swap {
+    /// Claims a cluster that is not `bad`.
+    fn claim(&mut self, bad: &[u32]) -> Option<u32> {
+        loop {
+            let claimed = self.map.claim_cluster(self.row).or_else(|| {
+                self.map.bury_the_dead(Identity::own());
+                self.map.claim_cluster(self.row)
+            })?;
+            self.books.add_cluster(claimed);
+            // (Kept claimed, a bad one is not met again.)
+            if !bad.contains(&claimed) {
+                return Some(claimed);
+            }
+        }
+    }
+
+    /// Writes nothing more to a cluster in which a write failed, unless there are so many that the disk as a whole fails.
+    fn put_aside(&mut self, cluster: u32) {
+        if !self.bad.contains(&cluster) {
+            self.bad.push(cluster);
+        }
+        if self.bad.len() > 16 {
+            self.bad.clear();
+        }
+    }
+}
+
+/// Pages that are resident give up their kept copy.
+fn drop_copies(s: &mut State, entry: Entry, copies: u16) {
+    for i in (0..16).filter(|i| copies & (1 << i) != 0) {
+        let at = entry.vpn + i;
+        let pte = s.pt.get(at);
+        s.pt.set(at, Pte::new(pte.tag(), pte.aux()));
+        s.release(entry.handle, i as usize);
+        debug_assert!(matches!(pte.tag(), Tag::Resident | Tag::Staged | Tag::Busy));
+    }
+}

@@ -1,0 +1,204 @@
+//! The swap file: how large, where, and made so that nobody else sees it.
+//!
+//! It has no name (an unlinked temporary file), belongs to us alone (mode 0600), and goes with the last process that has
+//! it open.
+
+use crate::config::{Config, plain};
+use crate::size::{Size, human};
+use std::ffi::CString;
+use std::fs::File;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
+use std::sync::atomic::Ordering::{Relaxed, Release};
+use uzswap_mm::swapfile::{Geometry, LEAST_CLUSTER, MOST_BYTES};
+use uzswap_pager::swap::clusters::{ClusterMap, MAGIC};
+
+/// Where swap files are made when no directory is named, the first that will do: what lies in the second often is memory.
+const DIRS: [&str; 2] = ["/var/tmp", "/tmp"];
+/// Share of the limit that the compressed pools may take before the coldest goes to disk, and down to how much of that
+/// it is taken then (percent).
+const MAX_POOL_PERCENT: u32 = 60;
+/// See [`MAX_POOL_PERCENT`].
+const ACCEPT_THRESHOLD_PERCENT: u32 = 90;
+
+/// A swap file that is open, and its books.
+pub struct Swap {
+    file: File,
+    /// The object with the books.
+    object: OwnedFd,
+    map: NonNull<ClusterMap>,
+}
+
+impl Swap {
+    /// Makes the swap file that is asked for, if one is. The error is one sentence.
+    pub fn of(config: &Config) -> Result<Option<Swap>, String> {
+        let Some(text) = &config.swap else {
+            return match &config.swap_dir {
+                Some(_) => Err("--swap-dir names a place for swap, but none is asked for: add --swap SIZE".to_owned()),
+                None => Ok(None),
+            };
+        };
+        let Size::Bytes(bytes) = Size::parse(text)? else {
+            return Err(format!("`{text}` is no size for the swap file: give bytes, such as --swap 4G"));
+        };
+        if Geometry::of(bytes).is_none() {
+            return Err(format!(
+                "a swap file of {} cannot be used: choose {} to {}",
+                human(bytes),
+                human(LEAST_CLUSTER as u64),
+                human(MOST_BYTES)
+            ));
+        }
+        let ram = config.swap_in_ram == Some(true);
+        let dir = match &config.swap_dir {
+            Some(dir) => suits(dir, ram)?,
+            None => DIRS.iter().find_map(|dir| suits(Path::new(dir), false).ok()).ok_or(
+                "no directory for the swap file was found: /var/tmp and /tmp are missing or in memory; name one on a disk with --swap-dir",
+            )?,
+        };
+        let file = tempfile::tempfile_in(&dir).map_err(|e| {
+            format!(
+                "no swap file can be made in `{}`: {}; name another directory with --swap-dir",
+                dir.display(),
+                plain(&e)
+            )
+        })?;
+        let swap = Swap::share(file, bytes);
+        Ok(Some(swap.map_err(|e| format!("the swap file's books cannot be made: {}", plain(&e)))?))
+    }
+
+    /// Makes the books.
+    fn share(file: File, bytes: u64) -> io::Result<Swap> {
+        // SAFETY: a constant name; the descriptor is owned at once.
+        let fd = unsafe { libc::memfd_create(c"uzswap-swap".as_ptr(), libc::MFD_CLOEXEC) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the kernel has just returned this descriptor to us.
+        let object = unsafe { OwnedFd::from_raw_fd(fd) };
+        let size = size_of::<ClusterMap>();
+        // SAFETY: no memory is involved.
+        if unsafe { libc::ftruncate(fd, size as libc::off_t) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing of ours.
+        let map = unsafe { libc::mmap(std::ptr::null_mut(), size, protection, libc::MAP_SHARED, fd, 0) };
+        if map == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let map = NonNull::new(map.cast::<ClusterMap>()).ok_or(io::ErrorKind::OutOfMemory)?;
+        let swap = Swap { file, object, map };
+        let map = swap.map();
+        map.bytes.store(bytes, Relaxed);
+        map.pid.store(std::process::id(), Relaxed);
+        map.fd.store(swap.file.as_raw_fd(), Relaxed);
+        map.max_pool_percent.store(MAX_POOL_PERCENT, Relaxed);
+        map.accept_threshold_percent.store(ACCEPT_THRESHOLD_PERCENT, Relaxed);
+        map.magic.store(MAGIC, Release);
+        Ok(swap)
+    }
+
+    fn map(&self) -> &ClusterMap {
+        // SAFETY: the mapping is of this size, aligned, zero-filled (valid for atomics) and lives as long as `self`; all
+        // fields are atomics, so others writing to it is no data race.
+        unsafe { self.map.as_ref() }
+    }
+
+    /// Where processes find the books, for as long as we live.
+    pub fn path(&self) -> String {
+        format!("/proc/{}/fd/{}", std::process::id(), self.object.as_raw_fd())
+    }
+
+    /// The size asked for.
+    pub fn bytes(&self) -> u64 {
+        self.map().bytes.load(Relaxed)
+    }
+
+    /// Bytes of it in use.
+    pub fn used(&self) -> u64 {
+        self.map().geometry().map_or(0, |g| (self.map().clusters_used() as u64) << g.cluster_shift)
+    }
+}
+
+impl Drop for Swap {
+    fn drop(&mut self) {
+        // SAFETY: this is our mapping, of this size; what is handed out borrows from `self`, so no reference is left.
+        unsafe { libc::munmap(self.map.as_ptr().cast(), size_of::<ClusterMap>()) };
+    }
+}
+
+/// Refuses a directory that is in memory, where swap frees nothing, unless that is what is wanted.
+fn suits(dir: &Path, ram_too: bool) -> Result<PathBuf, String> {
+    const TMPFS: i64 = 0x0102_1994;
+    const RAMFS: i64 = 0x8584_58f6;
+    const HUGETLBFS: i64 = 0x9584_58f6;
+    let shown = dir.display();
+    let path = CString::new(dir.as_os_str().as_bytes()).map_err(|_| format!("`{shown}` is no directory"))?;
+    let mut found = MaybeUninit::<libc::statfs>::zeroed();
+    // SAFETY: a C string, and an out-parameter of the right type, for which zeros are valid.
+    let (ret, found) = unsafe { (libc::statfs(path.as_ptr(), found.as_mut_ptr()), found.assume_init()) };
+    if ret != 0 {
+        let why = plain(&std::io::Error::last_os_error());
+        return Err(format!(
+            "the swap file cannot be made in `{shown}`: {why}; name another directory with --swap-dir"
+        ));
+    }
+    if !ram_too && [TMPFS, RAMFS, HUGETLBFS].contains(&found.f_type) {
+        return Err(format!(
+            "`{shown}` is in memory, where a swap file frees nothing: name a directory on a disk, or add --swap-in-ram if you mean it"
+        ));
+    }
+    Ok(dir.to_path_buf())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Swap;
+    use crate::config::Config;
+    use std::os::fd::AsRawFd;
+    use std::os::unix::fs::MetadataExt;
+    use std::sync::atomic::Ordering::Relaxed;
+
+    fn of(swap: Option<&str>, dir: Option<&str>, ram: bool) -> Result<Option<Swap>, String> {
+        let (swap, swap_dir) = (swap.map(str::to_owned), dir.map(Into::into));
+        Swap::of(&Config { swap, swap_dir, swap_in_ram: Some(ram), ..Config::default() })
+    }
+
+    #[test]
+    fn the_file_is_ours_alone() {
+        let dir = env!("CARGO_MANIFEST_DIR");
+        let swap = of(Some("64M"), Some(dir), false).unwrap().unwrap();
+        let meta = swap.file.metadata().unwrap();
+        assert_eq!((meta.mode() & 0o7777, meta.nlink()), (0o600, 0));
+        assert_eq!(swap.map().geometry().unwrap().clusters, 256);
+        assert_eq!((swap.bytes(), swap.used()), (64 << 20, 0));
+        assert_eq!(swap.map().fd.load(Relaxed), swap.file.as_raw_fd());
+    }
+
+    #[test]
+    fn what_cannot_be_meant_is_refused() {
+        assert!(of(None, None, false).unwrap().is_none());
+        let refused = |swap, dir, ram| of(swap, dir, ram).err().expect("it was not refused");
+        assert!(refused(None, Some("/"), false).contains("--swap SIZE"));
+        assert!(refused(Some("50%"), None, false).contains("give bytes"));
+        assert!(refused(Some("1x"), None, false).contains("no unit"));
+        assert!(refused(Some("1K"), None, false).contains("256 KiB"));
+        assert!(refused(Some("1T"), None, false).contains("256 GiB"));
+        assert!(refused(Some("1G"), Some("/no/such"), false).contains("no such file"));
+        assert!(refused(Some("1G"), Some("/proc"), true).contains("no swap file can be made"));
+    }
+
+    #[test]
+    fn memory_is_refused_unless_asked_for() {
+        let shm = "/dev/shm";
+        if std::fs::read_to_string("/proc/mounts").unwrap().lines().any(|l| l.split(' ').nth(1) == Some(shm)) {
+            assert!(of(Some("1G"), Some(shm), false).err().unwrap().contains("--swap-in-ram"));
+            assert!(of(Some("1G"), Some(shm), true).unwrap().is_some());
+        }
+    }
+}

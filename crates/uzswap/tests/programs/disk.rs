@@ -1,0 +1,122 @@
+//! The disk tier: programs whose data does not compress into the limit, with `--swap`; and a disk that fails.
+
+use crate::harness::*;
+use std::process::Command;
+
+const SWAP: [&str; 2] = ["--swap", "1G"];
+
+fn number(run: &Outcome, key: &str) -> u64 {
+    let report = run.report.as_deref().unwrap_or_else(|| panic!("no report\n{}", run.describe()));
+    report_number(report, key).unwrap_or_else(|| panic!("no {key} in the report\n{}", run.describe())) as u64
+}
+
+/// Same output as without uzswap under this limit, kept, with pages written to disk and read back.
+fn check(subject: &Subject, limit: u64, one_process: bool) {
+    let plain = subject.start_plain().finish();
+    assert!(plain.status.success(), "{}", plain.describe());
+    let run = subject.clone().with(&SWAP).start_limited(limit).finish();
+    run.say(subject.name, "disk", Some(limit));
+    assert!(!run.timed_out && run.status.success(), "{}", run.describe());
+    assert_eq!((plain.stdout.bytes, plain.stdout.hash), (run.stdout.bytes, run.stdout.hash), "{}", run.describe());
+    assert_eq!((number(&run, "poisoned"), number(&run, "swap_write_errors")), (0, 0), "{}", run.describe());
+    assert!(number(&run, "pswpout") > 0 && number(&run, "pswpin") > 0, "the disk was not used\n{}", run.describe());
+    assert_eq!(number(&run, "pswpout"), number(&run, "zswpwb"));
+    let slack = (limit / 20).max(16 * MIB);
+    assert!(
+        !one_process || run.peak_anon_bytes <= limit + slack,
+        "RssAnon reached {} bytes of {limit}\n{}",
+        run.peak_anon_bytes,
+        run.describe()
+    );
+}
+
+#[test]
+fn data_that_does_not_compress() {
+    let _alone = alone();
+    let Some(python) = need("python3") else { return };
+    for (mib, limit) in [("96", 48 * MIB), ("128", 32 * MIB)] {
+        check(&Subject::new("random bytes", &[&python, &fixture("noise.py"), &mib]), limit, true);
+    }
+}
+
+/// A forked child has its parent's pages on disk: neither may free what the other still reads.
+#[test]
+fn children_read_what_their_parent_put_on_disk() {
+    let _alone = alone();
+    let Some(python) = need("python3") else { return };
+    check(&Subject::new("forks over disk", &[&python, &fixture("forkdisk.py"), &"48"]), 32 * MIB, false);
+}
+
+#[test]
+fn sort_of_random_lines() {
+    let _alone = alone();
+    let (Some(sort), Some(python)) = (need("sort"), need("python3")) else { return };
+    let input = scratch("sort-random").join("lines");
+    // (Base 85, as hex digits would compress to half.)
+    let program = "import base64, random\nr = random.Random(3)\n\
+                   for _ in range(250_000): print(base64.b85encode(r.randbytes(48)).decode())";
+    let made = Command::new(python).args(["-c", program]).stdout(std::fs::File::create(&input).unwrap()).status();
+    assert!(made.is_ok_and(|s| s.success()));
+    check(&Subject::new("sort, random", &[&sort, &"--parallel=1", &"-S", &"200M", &input]), 16 * MIB, true);
+}
+
+/// (Of real programs xz -6 was here, in 16 MiB: it faults without end on what the pool still holds, so it hardly came to
+/// the disk and said little about it.)
+#[test]
+fn arrays_of_five_times_the_limit() {
+    let _alone = alone();
+    let Some(python) = crate::python_with_numpy() else { return };
+    check(&Subject::new("numpy sort", &[&python, &fixture("arrays.py"), &"sort"]), 24 * MIB, true);
+}
+
+/// 10,000 transfers fail. No byte may be wrong; what cannot be read after several tries is lost, and raises SIGBUS; what
+/// cannot be written stays in memory.
+#[test]
+fn a_disk_that_fails_loses_nothing_in_silence() {
+    const TOLD: &str = "uzswap: a page could not be read back from the swap file";
+    let _alone = alone();
+    let Some(disk) = compile_c("disk") else { return };
+    let subject = Subject::new("failing disk", &[&disk, &"48", &"5"]).with(&SWAP);
+    // (A disk without room is left alone for a second each time: more often than this the run would be all rest.)
+    let faults = "seed=11,swap_read=1/3,swap_write=1/3,swap_space=1/100";
+    let run = subject.start_limited_with(32 * MIB, &[("UZSWAP_TEST_FAULTS", faults)]).finish();
+    run.say(subject.name, faults, None);
+    let failed = number(&run, "swap_read") + number(&run, "swap_write") + number(&run, "swap_space");
+    assert!(!run.timed_out && run.status.success(), "{}", run.describe());
+    assert!(failed >= 10_000, "only {failed} failures\n{}", run.describe());
+    assert!(number(&run, "reject_reclaim_fail") > 0 && number(&run, "swap_read_errors") > 0, "{}", run.describe());
+    let lost = number(&run, "poisoned");
+    assert_eq!(run.stdout.text(), format!("lost {lost}, wrong 0\n"), "{}", run.describe());
+    assert_eq!(run.stderr.text().contains(TOLD), lost > 0, "{}", run.describe());
+    assert_eq!(run.stderr.text().matches("uzswap: writing to the swap file failed").count(), 1, "told once");
+}
+
+/// A disk that keeps other bytes than it was given is found out, page by page.
+#[test]
+fn a_disk_that_lies_is_found_out() {
+    let _alone = alone();
+    let Some(disk) = compile_c("disk") else { return };
+    let subject = Subject::new("lying disk", &[&disk, &"48", &"1"]).with(&SWAP);
+    let run = subject.start_limited_with(32 * MIB, &[("UZSWAP_TEST_FAULTS", "seed=5,swap_damage=1/2")]).finish();
+    let lost = number(&run, "poisoned");
+    assert!(number(&run, "swap_damage") > 0 && lost > 0, "{}", run.describe());
+    assert_eq!(run.stdout.text(), format!("lost {lost}, wrong 0\n"), "{}", run.describe());
+}
+
+/// A full disk is no error of the program: it goes on in memory, and is told.
+#[test]
+fn a_full_disk_is_survived() {
+    let _alone = alone();
+    let Some(disk) = compile_c("disk") else { return };
+    for (options, faults, told) in [
+        (SWAP, "swap_space=1/1", "the disk of the swap file is full"),
+        (["--swap", "4M"], "seed=1", "the swap file is full"),
+    ] {
+        let subject = Subject::new("full disk", &[&disk, &"40", &"1"]).with(&options);
+        let run = subject.start_limited_with(32 * MIB, &[("UZSWAP_TEST_FAULTS", faults)]).finish();
+        run.say(subject.name, faults, None);
+        assert!(run.status.success(), "{}", run.describe());
+        assert_eq!(run.stdout.text(), "lost 0, wrong 0\n", "{}", run.describe());
+        assert_eq!(run.stderr.text().matches(told).count(), 1, "{}", run.describe());
+    }
+}
