@@ -117,6 +117,8 @@ pub const HINT_SEQUENTIAL: u8 = 1;
 pub const HINT_WRITTEN: u8 = 2;
 /// The block was last faulted on at random.
 pub const HINT_RANDOM: u8 = 4;
+/// A page of the block was read back since one was last written to disk: see [`crate::shrinker`].
+pub const HINT_REUSED: u8 = 8;
 
 /// The block is part of a folio that left as a huge page.
 pub const HINT_HUGE: u8 = 8;

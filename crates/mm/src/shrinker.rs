@@ -231,7 +231,7 @@ impl Shrinker {
     /// What is to be done with the object just taken, whose reference bit is `referenced`, and of whose block a page was
     /// read back since it was last written back if `reused`. (Whoever rotates it
     /// clears the reference bit, or if that is clear the mark of the block.)
-    pub fn verdict_of(&self, referenced: bool, reused: bool) -> Verdict {
+    pub fn verdict(&self, referenced: bool, reused: bool) -> Verdict {
         let chance = match self.policy {
             Policy::SecondChance => referenced,
             Policy::Decaying | Policy::Fifo => false,
@@ -240,11 +240,6 @@ impl Shrinker {
             Policy::S3Fifo => reused,
         };
         if chance { Verdict::Rotate } else { Verdict::WriteBack }
-    }
-
-    /// What is to be done with an object of whose block nothing is known.
-    pub fn verdict(&self, referenced: bool) -> Verdict {
-        self.verdict_of(referenced, false)
     }
 
     /// Takes the next entry to be met.
@@ -349,7 +344,7 @@ mod tests {
             (Reuse, false, true, Verdict::Rotate),
             (Reuse, false, false, Verdict::WriteBack),
         ] {
-            assert_eq!(filled(policy, 1).verdict_of(referenced, reused), want, "{policy:?}");
+            assert_eq!(filled(policy, 1).verdict(referenced, reused), want, "{policy:?}");
         }
     }
 
@@ -369,18 +364,18 @@ mod tests {
         // All young: met in order; what was reused goes to main, where it has the second chance.
         for i in 0..18 {
             let e = s.pop().unwrap();
-            assert_eq!((e.handle, s.verdict_of(true, true)), (i, Verdict::Rotate));
+            assert_eq!((e.handle, s.verdict(true, true)), (i, Verdict::Rotate));
             s.rotate(e);
         }
         // 2 of 20 are young: now main's oldest is met, and put back it is the next again.
         let e = s.pop().unwrap();
         assert_eq!(e.handle, 0);
-        assert_eq!((s.verdict_of(true, false), s.verdict_of(false, false)), (Verdict::Rotate, Verdict::WriteBack));
+        assert_eq!((s.verdict(true, false), s.verdict(false, false)), (Verdict::Rotate, Verdict::WriteBack));
         s.put_back(e);
         assert_eq!(s.pop(), Some(e));
         (20..30).for_each(|i| s.stored(Entry { vpn: 0, handle: i }));
         assert_eq!(s.pop().unwrap().handle, 18, "young again, the oldest first");
-        assert_eq!(s.verdict_of(true, false), Verdict::WriteBack);
+        assert_eq!(s.verdict(true, false), Verdict::WriteBack);
     }
 
     #[test]

@@ -48,9 +48,9 @@ pub enum Site {
     Uffd,
     /// A process gets no slot in the group.
     Slot,
-    /// Reading from the swap file: EIO, or another byte than was written.
+    /// Reading from the swap file: EIO, EIO after a part, another bit than was written, or two short reads.
     SwapRead,
-    /// Writing to the swap file: EIO or ENOSPC.
+    /// Writing to the swap file: EIO, ENOSPC, EIO after a part, or two short writes.
     SwapWrite,
     /// The disk has no room for another cluster.
     SwapSpace,

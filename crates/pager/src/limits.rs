@@ -182,6 +182,14 @@ impl Pager {
         true
     }
 
+    /// The same, only asked.
+    pub fn has_swap_room(&self, own: usize, bytes: usize) -> bool {
+        let others = self.others_use();
+        let fits =
+            |(i, (_, n)): (usize, (usize, &Node))| (own + others.swap[i] + bytes) as u64 <= n.swap_max.load(Relaxed);
+        self.chain_nodes().enumerate().all(fits)
+    }
+
     /// Whether all groups of the chain let the pool be written back (`memory.zswap.writeback`).
     pub fn may_write_back(&self) -> bool {
         self.chain_nodes().all(|(_, n)| n.zswap_writeback.load(Relaxed) != 0)

@@ -167,6 +167,7 @@ impl Pager {
         s.resident -= n;
         s.staged += n;
         s.count_evictions(n);
+        s.press_pool(n);
         s.note_pages(trace::Kind::Evict, vpn, n);
         let mut at = 0;
         while at < n as u64 {

@@ -18,7 +18,7 @@ pub struct Cli {
 #[derive(Subcommand)]
 pub enum Command {
     /// Run a program and its children within a limit of memory
-    Run(RunArgs),
+    Run(Box<RunArgs>),
     /// Play a trace of `run --record` again, under each policy of what is written to disk
     Replay(ReplayArgs),
     /// Show or set the limits of a running group
@@ -77,6 +77,9 @@ pub struct RunArgs {
     /// Allow a --swap-dir that is in memory
     #[arg(long)]
     pub swap_in_ram: bool,
+    /// What goes to disk first: second-chance (the default), decaying, fifo, s3-fifo or reuse
+    #[arg(long, value_name = "NAME")]
+    pub swap_policy: Option<String>,
     /// Folios
     #[command(flatten)]
     pub folios: FolioOptions,

@@ -25,6 +25,8 @@ pub struct Config {
     pub swap: Option<String>,
     /// As `--swap-dir`.
     pub swap_dir: Option<PathBuf>,
+    /// As `--swap-policy`.
+    pub swap_policy: Option<String>,
     /// As `--swap-in-ram`.
     pub swap_in_ram: Option<bool>,
     /// As `--quiet`.
@@ -61,6 +63,7 @@ impl Config {
             on_full: args.on_full.clone().or(file.on_full),
             swap: args.swap.clone().or(file.swap),
             swap_dir: args.swap_dir.clone().or(file.swap_dir),
+            swap_policy: args.swap_policy.clone().or(file.swap_policy),
             swap_in_ram: Some(args.swap_in_ram || file.swap_in_ram.unwrap_or(false)),
             compressor: args.compressor.clone().or(file.compressor),
             folios: args.folios.over(&file.folios),

@@ -130,6 +130,9 @@ pub fn files(page: &GroupPage, node: usize) -> Vec<(String, Content)> {
                 ("pgmajfault", c.pgmajfault),
                 ("zswpin", c.zswpin),
                 ("zswpout", c.zswpout),
+                ("zswpwb", c.zswpwb),
+                ("pswpin", c.pswpin),
+                ("pswpout", c.pswpout),
                 ("swpout_zero", c.swpout_zero),
             ]),
         ),
@@ -137,8 +140,10 @@ pub fn files(page: &GroupPage, node: usize) -> Vec<(String, Content)> {
         ("zswap/pool_limit_hit", Number(event(&e.zswap_max))),
         ("zswap/pool_total_size", Number(usage.pool)),
         ("zswap/reject_alloc_fail", Number(c.reject_alloc_fail)),
+        ("zswap/reject_reclaim_fail", Number(c.reject_reclaim_fail)),
         ("zswap/stored_incompressible_pages", Number(c.stored_incompressible_pages)),
         ("zswap/stored_pages", Number(usage.zswapped / 4096)),
+        ("zswap/written_back_pages", Number(c.zswpwb)),
         (
             "uzswap.stat",
             Keyed(vec![
@@ -163,6 +168,11 @@ pub fn files(page: &GroupPage, node: usize) -> Vec<(String, Content)> {
                 ("move_refused", c.move_refused),
                 ("move_concealed", c.move_concealed),
                 ("poisoned", c.poisoned),
+                ("nr_disk_swapins", c.nr_disk_swapins),
+                ("swap_read_bytes", c.swap_read_bytes),
+                ("swap_write_bytes", c.swap_write_bytes),
+                ("swap_read_errors", c.swap_read_errors),
+                ("swap_write_errors", c.swap_write_errors),
             ]),
         ),
     ];

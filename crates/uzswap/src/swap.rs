@@ -14,6 +14,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::{Relaxed, Release};
+use uzswap_mm::shrinker::Policy;
 use uzswap_mm::swapfile::{Geometry, LEAST_CLUSTER, MOST_BYTES};
 use uzswap_pager::swap::clusters::{ClusterMap, MAGIC};
 
@@ -37,9 +38,12 @@ impl Swap {
     /// Makes the swap file that is asked for, if one is. The error is one sentence.
     pub fn of(config: &Config) -> Result<Option<Swap>, String> {
         let Some(text) = &config.swap else {
-            return match &config.swap_dir {
-                Some(_) => Err("--swap-dir names a place for swap, but none is asked for: add --swap SIZE".to_owned()),
-                None => Ok(None),
+            return match (&config.swap_dir, &config.swap_policy) {
+                (None, None) => Ok(None),
+                (Some(_), _) => {
+                    Err("--swap-dir names a place for swap, but none is asked for: add --swap SIZE".to_owned())
+                }
+                _ => Err("--swap-policy says what goes to disk, but there is none: add --swap SIZE".to_owned()),
             };
         };
         let Size::Bytes(bytes) = Size::parse(text)? else {
@@ -53,6 +57,7 @@ impl Swap {
                 human(MOST_BYTES)
             ));
         }
+        let policy = config.swap_policy.as_deref().map_or(Ok(Policy::default()), str::parse)?;
         let ram = config.swap_in_ram == Some(true);
         let dir = match &config.swap_dir {
             Some(dir) => suits(dir, ram)?,
@@ -67,12 +72,12 @@ impl Swap {
                 plain(&e)
             )
         })?;
-        let swap = Swap::share(file, bytes);
+        let swap = Swap::share(file, bytes, policy);
         Ok(Some(swap.map_err(|e| format!("the swap file's books cannot be made: {}", plain(&e)))?))
     }
 
     /// Makes the books.
-    fn share(file: File, bytes: u64) -> io::Result<Swap> {
+    fn share(file: File, bytes: u64, policy: Policy) -> io::Result<Swap> {
         // SAFETY: a constant name; the descriptor is owned at once.
         let fd = unsafe { libc::memfd_create(c"uzswap-swap".as_ptr(), libc::MFD_CLOEXEC) };
         if fd < 0 {
@@ -97,6 +102,7 @@ impl Swap {
         map.bytes.store(bytes, Relaxed);
         map.pid.store(std::process::id(), Relaxed);
         map.fd.store(swap.file.as_raw_fd(), Relaxed);
+        map.policy.store(policy.number(), Relaxed);
         map.max_pool_percent.store(MAX_POOL_PERCENT, Relaxed);
         map.accept_threshold_percent.store(ACCEPT_THRESHOLD_PERCENT, Relaxed);
         map.magic.store(MAGIC, Release);
@@ -185,6 +191,14 @@ mod tests {
         assert!(of(None, None, false).unwrap().is_none());
         let refused = |swap, dir, ram| of(swap, dir, ram).err().expect("it was not refused");
         assert!(refused(None, Some("/"), false).contains("--swap SIZE"));
+        let lru = |swap: Option<&str>| Config {
+            swap: swap.map(str::to_owned),
+            swap_policy: Some("lru".to_owned()),
+            ..Config::default()
+        };
+        let refusal = |config| Swap::of(&config).err().expect("it was not refused");
+        assert!(refusal(lru(None)).contains("add --swap SIZE"));
+        assert!(refusal(lru(Some("64M"))).contains("no policy is called `lru`"));
         assert!(refused(Some("50%"), None, false).contains("give bytes"));
         assert!(refused(Some("1x"), None, false).contains("no unit"));
         assert!(refused(Some("1K"), None, false).contains("256 KiB"));

@@ -247,7 +247,7 @@ pub(super) fn write_back(world: &mut World, want: usize, cost: Cost, out: &mut O
         let object = &mut world.objects[entry.handle as usize];
         world.shrinker.met(object.pages as usize);
         let block = object.vpn / MOST_PAGES as u64;
-        if world.shrinker.verdict_of(object.referenced, world.reused.contains(&block)) == Verdict::Rotate {
+        if world.shrinker.verdict(object.referenced, world.reused.contains(&block)) == Verdict::Rotate {
             if !core::mem::take(&mut object.referenced) {
                 world.reused.remove(&block);
             }

@@ -97,9 +97,19 @@ impl Pager {
     /// The kernel's.
     pub(crate) fn swap_write(&self, at: u64, bytes: &[u8]) -> Result<(), Errno> {
         self.swap_began[WRITE].store(thread::now_ns(), Relaxed);
+        let fd = self.swap_file.load(Acquire);
         let result = match self.inject(Site::SwapWrite) {
-            Some(bits) => Err(if bits % 2 == 0 { libc::EIO } else { libc::ENOSPC }),
-            None => blockio::write_all(self.swap_file.load(Acquire), bytes, at),
+            None => blockio::write_all(fd, bytes, at),
+            Some(bits) => {
+                // All, or only the beginning of it, does not reach the disk; or all does, but in two transfers.
+                let part = (bits >> 8) as usize % bytes.len();
+                let begun = blockio::write_all(fd, &bytes[..if bits & 2 == 0 { 0 } else { part }], at);
+                match bits % 4 {
+                    0 | 2 => begun.and(Err(libc::EIO)),
+                    1 => begun.and(Err(libc::ENOSPC)),
+                    _ => begun.and_then(|()| blockio::write_all(fd, &bytes[part..], at + part as u64)),
+                }
+            }
         };
         self.swap_began[WRITE].store(0, Relaxed);
         match result {
@@ -118,13 +128,20 @@ impl Pager {
     /// The kernel's, and `EIO` where the file ends.
     pub(crate) fn swap_read(&self, at: u64, bytes: &mut [u8]) -> Result<(), Errno> {
         self.swap_began[READ].store(thread::now_ns(), Relaxed);
+        let fd = self.swap_file.load(Acquire);
         let result = match self.inject(Site::SwapRead) {
-            Some(bits) if bits % 2 == 0 => Err(libc::EIO),
-            injected => blockio::read_full(self.swap_file.load(Acquire), bytes, at).inspect(|()| {
-                if let Some(bits) = injected {
-                    bytes[(bits >> 8) as usize % bytes.len()] ^= 1 << ((bits >> 1) % 8);
+            None => blockio::read_full(fd, bytes, at),
+            Some(bits) => {
+                // Nothing comes, or only the beginning; or all, with one bit changed, or in two transfers.
+                let (part, bit) = ((bits >> 8) as usize % bytes.len(), 1 << ((bits >> 2) % 8));
+                match bits % 4 {
+                    0 => Err(libc::EIO),
+                    1 => blockio::read_full(fd, &mut bytes[..part], at).and(Err(libc::EIO)),
+                    2 => blockio::read_full(fd, bytes, at).inspect(|()| bytes[part] ^= bit),
+                    _ => blockio::read_full(fd, &mut bytes[..part], at)
+                        .and_then(|()| blockio::read_full(fd, &mut bytes[part..], at + part as u64)),
                 }
-            }),
+            }
         };
         self.swap_began[READ].store(0, Relaxed);
         match result {

@@ -43,6 +43,8 @@ use writeback::RUN_BYTES;
 
 /// Bytes in front of an object on disk: the number of its first page.
 const FRONT: usize = 8;
+/// Pages due to be met from which on a round of the writing thread is worth while.
+const LEAST_DUE: usize = 512;
 /// Pages of the largest object.
 const MOST_PAGES: usize = 16;
 /// Bytes of the largest object on disk: one stored raw.
@@ -143,6 +145,21 @@ impl State {
         shrinker.entries().for_each(|e| flags(e, 0, object::SEEN));
     }
 
+    /// A fault was served from the pool, or from disk.
+    pub fn loaded_from_pool(&mut self) {
+        if let Some(swap) = self.swap.as_mut() {
+            swap.shrinker.loaded();
+        }
+    }
+
+    /// Reclaim has taken `n` pages from the program: policies that follow the kernel press the pool as much.
+    pub fn press_pool(&mut self, n: usize) {
+        let (resident, stored, pool) = (self.resident, self.swapped, self.pool.used_bytes() / PAGE);
+        if let Some(swap) = self.swap.as_mut() {
+            swap.shrinker.press(n, resident, stored, pool);
+        }
+    }
+
     /// Pages on disk that are given up.
     pub fn leave_disk(&mut self, place: Place, pages: u16) {
         let swap = self.swap.as_mut().expect("only with swap a page is on disk");
@@ -241,19 +258,23 @@ impl Pager {
     /// Whether a group this process is in forbids writing back (`memory.zswap.writeback`), or has as much on disk as it
     /// may (`memory.swap.max`).
     fn writeback_forbidden(&self, swap: &Swap) -> bool {
-        let (others, own) = (self.others_use(), swap.books.used_bytes());
-        self.chain.nodes().iter().enumerate().any(|(i, at)| {
-            let node = &self.group.nodes[*at];
-            let room = (node.swap_max.load(Relaxed) as usize).saturating_sub(own + others.swap[i]);
-            node.zswap_writeback.load(Relaxed) == 0 || room < RUN_BYTES
-        })
+        !self.may_write_back() || !self.has_swap_room(swap.books.used_bytes(), RUN_BYTES)
     }
 
-    /// Bytes this process is to write back now, and until when it rests after a failure.
-    fn write_back_wanted(&self, s: &State, swap: &mut Swap) -> usize {
-        if self.writeback_forbidden(swap) {
-            return 0;
+    /// What the writing thread is to do now: bytes to free because the pools are full, and whether objects are due to be
+    /// met because reclaim presses the pool. Nothing where it is forbidden; `memory.swap.max` counts that.
+    fn write_back_wanted(&self, s: &State, swap: &mut Swap) -> (usize, bool) {
+        let (bytes, due) = (self.bytes_too_many(s, swap), swap.shrinker.due() >= LEAST_DUE);
+        let wanted = bytes > 0 || due;
+        if wanted && self.may_write_back() && self.may_swap(swap.books.used_bytes(), RUN_BYTES) {
+            (bytes, due)
+        } else {
+            (0, false)
         }
+    }
+
+    /// Bytes this process is to take from its pool because the pools are full.
+    fn bytes_too_many(&self, s: &State, swap: &mut Swap) -> usize {
         let (total, most, accept) = self.pool_bounds(s, swap);
         let excess = swap.pool_full.excess(total, most, accept);
         // Each member gives what its part of the pools is. (What is held stays held until whole slabs are empty: an
@@ -267,7 +288,7 @@ impl Pager {
     pub(crate) fn poke_writer(&self, s: &State) {
         let Some(swap) = s.swap.as_ref() else { return };
         let (total, most, _) = self.pool_bounds(s, swap);
-        if total > most {
+        if total > most || swap.shrinker.due() >= LEAST_DUE {
             self.swap_wake.fetch_add(1, Release);
             uzswap_sys::lock::futex_wake(&self.swap_wake, 1, false);
         }

@@ -18,6 +18,7 @@ use core::sync::atomic::Ordering::*;
 use uzswap_mm::pagetable::Tag;
 use uzswap_mm::shrinker::Entry;
 use uzswap_mm::swapfile::{BLOCK, Object, Place, offset};
+use uzswap_mm::trace::{Kind, Record};
 use uzswap_sys::thread;
 
 /// Bytes of the buffer: an object of the largest size and the blocks it begins and ends in.
@@ -134,6 +135,7 @@ impl Pager {
             s.pt.set(base + i, pte.back_in_pool(handle.raw()));
         }
         s.leave_disk(place, pages);
+        s.note(Record::of_object(Kind::DiskRead, base, head.order, head.len));
         let n = pages.count_ones();
         s.swapped += n as usize;
         self.counters().pswpin.fetch_add(u64::from(n), Relaxed);

@@ -17,9 +17,10 @@ use crate::object;
 use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
-use uzswap_mm::pagetable::{Pte, Tag};
+use uzswap_mm::pagetable::{HINT_REUSED, Pte, Tag};
 use uzswap_mm::shrinker::{Entry, Verdict};
 use uzswap_mm::swapfile::{BLOCK, GRAIN, Run, offset};
+use uzswap_mm::trace::{Kind, Record};
 use uzswap_sys::process::Identity;
 use uzswap_sys::{lock, thread};
 
@@ -106,8 +107,8 @@ impl Pager {
     }
 
     fn plan_run(&self, s: &mut State, swap: &mut Swap, buffer: &mut [u8]) -> Round {
-        let want = self.write_back_wanted(s, swap);
-        if want == 0 {
+        let (want, pressed) = self.write_back_wanted(s, swap);
+        if want == 0 && !pressed {
             return Round::Rest(u64::MAX >> 1);
         }
         let rest = swap.rest_until.saturating_sub(thread::now_ns());
@@ -118,7 +119,7 @@ impl Pager {
             Ok(run) => run,
             Err(round) => return round,
         };
-        let (met, freed) = self.fill_run(s, swap, &mut run, buffer, want);
+        let (met, freed) = self.fill_run(s, swap, &mut run, buffer, (want, pressed));
         self.me().pool.store(s.pool.held_bytes() as u64, Relaxed);
         if swap.flights.is_empty() {
             return if freed || met == MOST_MET { Round::Again } else { Round::Rest(IDLE_NS) };
@@ -176,11 +177,18 @@ impl Pager {
         self.swap_progressed();
     }
 
-    /// Fills a run with objects that are to go, until about `want` bytes are; returns how many objects it met and
-    /// whether memory was freed already.
-    fn fill_run(&self, s: &mut State, swap: &mut Swap, run: &mut Run, buffer: &mut [u8], want: usize) -> (usize, bool) {
+    /// Fills a run with objects that are to go, until about `want` bytes are and, if `pressed`, all that were due have
+    /// been met; returns how many objects it met and whether memory was freed already.
+    fn fill_run(
+        &self,
+        s: &mut State,
+        swap: &mut Swap,
+        run: &mut Run,
+        buffer: &mut [u8],
+        (want, pressed): (usize, bool),
+    ) -> (usize, bool) {
         let (mut met, mut freed) = (0, 0);
-        while met < MOST_MET && freed + run.filled() < want {
+        while met < MOST_MET && (freed + run.filled() < want || (pressed && swap.shrinker.due() > 0)) {
             let Some(entry) = swap.shrinker.pop() else { break };
             met += 1;
             let Some((out, copies)) = s.pages_of(entry) else { continue };
@@ -189,8 +197,14 @@ impl Pager {
                 // (After mremap of a part its pages are elsewhere: such an object stays.)
                 continue;
             }
-            if swap.shrinker.verdict(head.flags & object::REFERENCED != 0) == Verdict::Rotate {
-                object::set_flags(s.object(entry.handle), 0, object::REFERENCED);
+            swap.shrinker.met(1 << head.order);
+            let (referenced, reused) = (head.flags & object::REFERENCED != 0, s.pt.hints(entry.vpn) & HINT_REUSED != 0);
+            if swap.shrinker.verdict(referenced, reused) == Verdict::Rotate {
+                if referenced {
+                    object::set_flags(s.object(entry.handle), 0, object::REFERENCED);
+                } else {
+                    s.pt.hint(entry.vpn, 0, HINT_REUSED);
+                }
                 swap.shrinker.rotate(entry);
                 continue;
             }
@@ -236,6 +250,11 @@ impl Pager {
                 swap.release(flight.place, flight.pages);
                 c.reject_reclaim_fail.fetch_add(u64::from(still.count_ones()), Relaxed);
                 continue;
+            }
+            if still != 0 {
+                let head = s.header_of(flight.entry);
+                s.note(Record::of_object(Kind::WriteBack, flight.entry.vpn, head.order, head.len));
+                s.pt.hint(flight.entry.vpn, 0, HINT_REUSED);
             }
             for i in (0..16).filter(|i| still & (1 << i) != 0) {
                 let at = flight.entry.vpn + i;

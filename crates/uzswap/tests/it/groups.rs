@@ -444,6 +444,38 @@ fn a_group_outlives_the_command_that_made_it() {
     assert_eq!(fs::read_dir(place.0.path().join("uzswap")).unwrap().count(), 0, "nothing is left behind");
 }
 
+/// `memory.zswap.writeback` and `memory.swap.max` hold for the disk, and the counters say what was done.
+#[test]
+fn what_goes_to_disk_is_bounded_by_the_group() {
+    let place = Place::new();
+    for policy in ["second-chance", "reuse"] {
+        let mut member = place.start(&["--group", "g", "-m", "64M", "--swap", "1G", "--swap-policy", policy]);
+        place.ctl(&["g", "memory.zswap.writeback=0"]);
+        member.tell("r 100");
+        member.tell("v");
+        assert!(place.number("g", "memory.zswap.current") > 0);
+        assert_eq!(place.number("g", "memory.swap.current"), 0, "{policy}: written back though it was forbidden");
+        place.ctl(&["g", "memory.swap.max=8M", "memory.zswap.writeback=1"]);
+        member.tell("v");
+        let used = || place.number("g", "memory.swap.current");
+        eventually("some is on disk", || used() > 4 * MIB);
+        eventually("memory.swap.max is met", || place.event("g", "memory.swap.events", "max") > 0);
+        member.tell("v");
+        assert!(used() <= 8 * MIB, "{policy}: {}", used());
+        place.ctl(&["g", "memory.swap.max=max"]);
+        member.tell("v");
+        assert!(used() > 16 * MIB, "{policy}: {}", used());
+        let limit = 64 * MIB;
+        assert!(place.number("g", "memory.current") <= limit + slack(limit), "{policy}: with a disk the limit is kept");
+        for counter in ["zswpwb", "pswpin", "pswpout"] {
+            assert!(place.event("g", "memory.stat", counter) > 0, "{policy}: {counter}");
+        }
+        assert_eq!(place.number("g", "zswap/written_back_pages"), place.event("g", "memory.stat", "zswpwb"));
+        assert_eq!(place.number("g", "zswap/reject_reclaim_fail"), 0);
+        member.ends_well();
+    }
+}
+
 #[test]
 fn one_sentence_for_each_mistake() {
     let place = Place::new();
