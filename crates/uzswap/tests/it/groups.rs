@@ -450,6 +450,7 @@ fn what_goes_to_disk_is_bounded_by_the_group() {
     let place = Place::new();
     for policy in ["second-chance", "reuse"] {
         let mut member = place.start(&["--group", "g", "-m", "64M", "--swap", "1G", "--swap-policy", policy]);
+        member.tell("c 1");
         place.ctl(&["g", "memory.zswap.writeback=0"]);
         member.tell("r 100");
         member.tell("v");
