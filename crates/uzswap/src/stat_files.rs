@@ -97,6 +97,7 @@ pub fn files(page: &GroupPage, node: usize) -> Vec<(String, Content)> {
     let (n, c) = (&page.nodes[node], &totals.counters);
     let (limit, event) =
         (|a: &std::sync::atomic::AtomicU64| Limit(a.load(Relaxed)), |a: &std::sync::atomic::AtomicU64| a.load(Relaxed));
+    let folio = |name: &str| totals.folios.all.get(name).copied().unwrap_or(0);
     let e = &n.events;
     let files = vec![
         ("memory.current", Number(usage.charge)),
@@ -134,12 +135,17 @@ pub fn files(page: &GroupPage, node: usize) -> Vec<(String, Content)> {
                 ("pswpin", c.pswpin),
                 ("pswpout", c.pswpout),
                 ("swpout_zero", c.swpout_zero),
+                ("swpin_zero", folio("swpin_zero")),
+                ("thp_swpout", folio("thp_swpout")),
+                ("thp_swpout_fallback", folio("thp_swpout_fallback")),
             ]),
         ),
         ("cgroup.procs", List(usage.pids)),
         ("zswap/pool_limit_hit", Number(event(&e.zswap_max))),
         ("zswap/pool_total_size", Number(usage.pool)),
         ("zswap/reject_alloc_fail", Number(c.reject_alloc_fail)),
+        ("zswap/reject_compress_fail", Number(folio("reject_compress_fail"))),
+        ("zswap/reject_compress_poor", Number(folio("reject_compress_poor"))),
         ("zswap/reject_reclaim_fail", Number(c.reject_reclaim_fail)),
         ("zswap/stored_incompressible_pages", Number(c.stored_incompressible_pages)),
         ("zswap/stored_pages", Number(usage.zswapped / 4096)),
@@ -173,10 +179,25 @@ pub fn files(page: &GroupPage, node: usize) -> Vec<(String, Content)> {
                 ("swap_write_bytes", c.swap_write_bytes),
                 ("swap_read_errors", c.swap_read_errors),
                 ("swap_write_errors", c.swap_write_errors),
+                ("thp_move_out", folio("thp_move_out")),
+                ("thp_move_in", folio("thp_move_in")),
+                ("block_write", folio("block_write")),
+                ("block_read", folio("block_read")),
+                ("block_failed", folio("block_failed")),
+                ("block_partial_read", folio("block_partial_read")),
+                ("block_partial_write", folio("block_partial_write")),
+                ("block_read_again", folio("block_read_again")),
+                ("block_missed_free", folio("block_missed_free")),
+                ("block_fallback", folio("block_fallback")),
+                ("block_fallback_single", folio("block_fallback_single")),
             ]),
         ),
     ];
-    files.into_iter().map(|(name, content)| (name.to_owned(), content)).collect()
+    let mut files: Vec<_> = files.into_iter().map(|(name, content)| (name.to_owned(), content)).collect();
+    for (directory, counters) in &totals.folios.orders {
+        files.extend(counters.iter().map(|(counter, n)| (format!("{directory}/stats/{counter}"), Number(*n))));
+    }
+    files
 }
 
 #[cfg(test)]
@@ -233,5 +254,11 @@ mod tests {
         assert_eq!(text("memory.max"), "max\n");
         assert_eq!(text("memory.events"), "low 0\nhigh 3\nmax 0\noom 0\noom_kill 0\noom_group_kill 0\n");
         assert!(text("memory.stat").starts_with("anon 0\nzswap 0\n"));
+        group.page().slots[0].counters.folios.count(4, |c| &c.zswpout);
+        group.page().used.store(1, Relaxed);
+        let files = super::files(group.page(), 0);
+        let number = |name: &str| files.iter().find(|(n, _)| n == name).map(|(_, c)| c.text()).unwrap();
+        assert_eq!(number("hugepages-64kB/stats/zswpout"), "1\n");
+        assert_eq!(number("hugepages-2048kB/stats/anon_fault_alloc"), "0\n");
     }
 }
