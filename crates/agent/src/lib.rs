@@ -7,6 +7,7 @@
 mod exec;
 mod heap;
 mod patch;
+mod rawfork;
 
 use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
 use uzswap_pager::arena::Layout;
@@ -82,6 +83,7 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     )?;
     heap::init(layout.base);
     exec::init();
+    rawfork::init();
     let mut pager = Pager::new(group, node, layout)
         .map_err(|_| "uzswap: this process runs without a limit: its group has too many members\n")?;
     if let Some(rings) = rings {

@@ -32,6 +32,14 @@ impl Pager {
         core::mem::forget(s);
     }
 
+    /// Whether the page of an address that was touched a moment ago is still in the program; asked by the thread that has
+    /// called [`Pager::before_fork`].
+    pub fn is_in_memory(&self, address: usize) -> bool {
+        // SAFETY: before_fork took the lock in this thread.
+        let s = unsafe { self.state.assume_locked() };
+        matches!(s.pt.get((address / arena::PAGE) as u64).tag(), Tag::Resident | Tag::None)
+    }
+
     /// After clone, in the parent; `child` is what clone returned.
     pub fn after_fork_in_parent(&self, child: isize) {
         self.end_fork(child);

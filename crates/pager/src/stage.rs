@@ -17,6 +17,10 @@ use uzswap_mm::zone::Kind;
 
 /// Pages from which on no further folio is added to one MOVE.
 const RUN_PAGES: usize = 128;
+/// Runs of pages that are found to be shared with another process, and none that is not, before a round is given up.
+const SHARED_TRIES: u64 = 16;
+/// Ranges noted at most to be un-shared: while the reclaim thread gets at none the same ones are found again and again.
+const UNSHARE_MOST: usize = 1024;
 
 impl Pager {
     /// Moves up to about `want` pages out of the program.
@@ -25,7 +29,10 @@ impl Pager {
     /// [`EventPending`] when an unread event stopped it before anything moved.
     pub fn stage(&self, s: &mut State, want: usize) -> Result<usize, EventPending> {
         let (mut moved, mut tries) = (0, 0);
-        while moved < want && tries < want * 2 + 64 {
+        let refused = || self.counters().move_refused.load(Relaxed);
+        let enough = refused() + SHARED_TRIES;
+        // (After a fork everything is shared: what a few tries show, more would only confirm, at a system call each.)
+        while moved < want && tries < want * 2 + 64 && (moved > 0 || refused() < enough) {
             tries += 1;
             let Some(first) = s.lru.pop_victim() else { break };
             if !is_whole(s, first) {
@@ -118,7 +125,9 @@ impl Pager {
                     libc::EBUSY => {
                         self.counters().move_refused.fetch_add(1, Relaxed);
                         let len = s.resident_run(at, end).max(1);
-                        s.unshare.push((at as usize * PAGE, len * PAGE));
+                        if s.unshare.len() < UNSHARE_MOST {
+                            s.unshare.push((at as usize * PAGE, len * PAGE));
+                        }
                         self.requeue(s, at, len);
                         at += len as u64;
                     }

@@ -234,6 +234,10 @@ struct Watch {
     seen: u64,
     /// When `seen` was read (monotonic nanoseconds).
     at: u64,
+    /// CPU time the handler had used then (nanoseconds).
+    used: u64,
+    /// Whether a fault was waiting then though the handler had little of the CPU.
+    late: bool,
     quiet: u32,
     lifted: u32,
 }
@@ -248,13 +252,18 @@ impl Watch {
         if now - self.at < LOOK_NS / 4 * 3 {
             return;
         }
-        self.at = now;
         let handler = p.handler.load(Relaxed);
+        let used = thread::cpu_ns(handler);
+        // What computes on this CPU leaves an idle-policy thread a little, so each look finds some progress.
+        let little = used.saturating_sub(self.used) < (now - self.at) / 2;
+        (self.at, self.used) = (now, used);
         let progress = p.progress.load(Relaxed);
         let moved = core::mem::replace(&mut self.seen, progress) != progress;
         let asleep = p.asleep.load(SeqCst);
-        if !moved && !asleep && (p.state.is_locked() || p.uffd().wait(0)) {
-            // Runnable, with work, and not run for a whole look: compete as everybody else does.
+        let waiting = !asleep && p.uffd().wait(0);
+        let late = core::mem::replace(&mut self.late, waiting && little);
+        if (late && self.late) || (!moved && !asleep && (waiting || p.state.is_locked())) {
+            // Runnable, with work, and not run for a whole look, or hardly: compete as everybody else does.
             thread::set_idle_policy(handler, false);
             self.lifted = 25;
         } else if self.lifted > 0 {

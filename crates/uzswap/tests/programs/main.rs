@@ -161,6 +161,15 @@ fn every_call_agrees_with_a_flat_model() {
     }
 }
 
+/// Children made by libc's `clone` and `syscall` read zeros where their parent's pages were out: only `fork` gave a
+/// child its memory.
+#[test]
+fn forks_made_without_fork() {
+    let _alone = alone();
+    let Some(ways) = compile_c("rawfork") else { return };
+    Subject::new("raw forks", &[&ways]).check();
+}
+
 #[test]
 fn fork_storm() {
     let _alone = alone();

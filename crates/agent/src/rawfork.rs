@@ -1,0 +1,139 @@
+//! Programs that fork without `fork`: by libc's `syscall` or `clone`.
+//!
+//! Both are interposed, and give such a child its memory as `fork`'s gets it. What remains is a program that makes the
+//! system call with instructions of its own (or has libc make it on a new stack through `syscall`).
+
+use crate::{after_fork, before_fork, pager};
+use core::ffi::{c_int, c_long, c_void};
+use core::sync::atomic::{AtomicUsize, Ordering::*};
+use uzswap_pager::arena::PAGE;
+use uzswap_sys::{raw, sys};
+
+static REAL_SYSCALL: AtomicUsize = AtomicUsize::new(0);
+static REAL_CLONE: AtomicUsize = AtomicUsize::new(0);
+/// What the child made by `clone` is to run (under the pager's lock, which the child inherits).
+static ENTRY: AtomicUsize = AtomicUsize::new(0);
+static ARGUMENT: AtomicUsize = AtomicUsize::new(0);
+
+/// Finds the wrapped functions, in the constructor.
+pub fn init() {
+    for (name, real) in [(c"syscall", &REAL_SYSCALL), (c"clone", &REAL_CLONE)] {
+        // SAFETY: a constant name.
+        real.store(unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) } as usize, Relaxed);
+    }
+}
+
+/// Flags and stack of a call that makes a process or a thread.
+fn cloning(nr: c_long, a: [usize; 6]) -> Option<(u64, u64)> {
+    match nr {
+        libc::SYS_fork => Some((0, 0)),
+        libc::SYS_clone => Some((a[0] as u64, a[1] as u64)),
+        // struct clone_args: flags, pidfd, child_tid, parent_tid, exit_signal, stack, …
+        libc::SYS_clone3 if a[0] != 0 && a[1] >= 64 => {
+            // SAFETY: the caller passes a structure of that size.
+            let args = unsafe { core::slice::from_raw_parts(a[0] as *const u64, 8) };
+            Some((args[0], args[5]))
+        }
+        _ => None,
+    }
+}
+
+/// syscall(2); a fork made with it is treated as one.
+///
+/// # Safety
+/// As the system call's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
+    let args = [a, b, c, d, e, f];
+    let ret = match cloning(nr, args) {
+        Some((flags, 0)) if flags & libc::CLONE_VM as u64 == 0 && pager().is_some() => {
+            before_fork();
+            // SAFETY: the caller's arguments; the child returns here on its copy of this stack.
+            let ret = unsafe { raw::syscall(nr, args) };
+            after_fork(ret);
+            ret
+        }
+        Some(_) if REAL_SYSCALL.load(Relaxed) != 0 => {
+            type Real = unsafe extern "C" fn(c_long, usize, usize, usize, usize, usize, usize) -> c_long;
+            // SAFETY: the function found under this name, with the caller's arguments.
+            return unsafe { core::mem::transmute::<usize, Real>(REAL_SYSCALL.load(Relaxed))(nr, a, b, c, d, e, f) };
+        }
+        // SAFETY: as the caller says.
+        _ => unsafe { raw::syscall(nr, args) },
+    };
+    match raw::check(ret) {
+        Ok(value) => value as c_long,
+        Err(errno) => {
+            // SAFETY: the calling thread is libc's.
+            unsafe { *libc::__errno_location() = errno };
+            -1
+        }
+    }
+}
+
+type Entry = extern "C" fn(*mut c_void) -> c_int;
+type RealClone =
+    unsafe extern "C" fn(Entry, *mut c_void, c_int, *mut c_void, *mut c_void, *mut c_void, *mut c_void) -> c_int;
+
+/// clone(2) of libc; without CLONE_VM it is a fork.
+///
+/// # Safety
+/// As clone's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clone(
+    entry: Option<Entry>,
+    stack: *mut c_void,
+    flags: c_int,
+    arg: *mut c_void,
+    parent_tid: *mut c_void,
+    tls: *mut c_void,
+    child_tid: *mut c_void,
+) -> c_int {
+    let (Some(entry), false, real @ 1..) = (entry, stack.is_null(), REAL_CLONE.load(Relaxed)) else {
+        // SAFETY: the calling thread is libc's.
+        unsafe { *libc::__errno_location() = libc::EINVAL };
+        return -1;
+    };
+    // SAFETY: the function found under this name.
+    let real = unsafe { core::mem::transmute::<usize, RealClone>(real) };
+    if flags & libc::CLONE_VM != 0 || pager().is_none() {
+        // SAFETY: the caller's arguments.
+        return unsafe { real(entry, stack, flags, arg, parent_tid, tls, child_tid) };
+    }
+    hold_with(stack as usize);
+    ENTRY.store(entry as usize, Relaxed);
+    ARGUMENT.store(arg as usize, Relaxed);
+    // SAFETY: the caller's arguments, with an entry of ours that goes on to the caller's.
+    let pid = unsafe { real(run, stack, flags, core::ptr::null_mut(), parent_tid, tls, child_tid) };
+    after_fork(pid as isize);
+    pid
+}
+
+/// Takes the lock as for a fork at a moment when the last page of the new stack is in memory: libc writes there before
+/// the child exists, and nobody could serve the fault.
+fn hold_with(stack: usize) {
+    let last = (stack - 1) / PAGE;
+    loop {
+        let byte = (last * PAGE) as *mut u8;
+        // SAFETY: libc writes to this page too.
+        unsafe { byte.write_volatile(byte.read_volatile()) };
+        before_fork();
+        let Some(p) = pager() else { return };
+        if p.is_in_memory(stack - 1) {
+            return;
+        }
+        after_fork(-1);
+    }
+}
+
+/// The child's first code.
+extern "C" fn run(_: *mut c_void) -> c_int {
+    let (entry, arg) = (ENTRY.load(Relaxed), ARGUMENT.load(Relaxed));
+    after_fork(0);
+    // SAFETY: what `clone` was given.
+    let status = unsafe { core::mem::transmute::<usize, Entry>(entry)(arg as *mut c_void) };
+    // Its return ends the process. (libc's clone would end this thread alone, and the helpers would keep the process.)
+    // SAFETY: ends the process.
+    let _ = unsafe { sys!(libc::SYS_exit_group, status) };
+    status
+}
