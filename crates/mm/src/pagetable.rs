@@ -1,7 +1,8 @@
 //! The page table: one word for each 4 KiB page of the program that was ever evicted, staged or brought in.
 //!
 //! A radix tree over the 47-bit address space whose leaves cover 2 MiB (512 words and a byte of access hints for each
-//! 64 KiB), so memory is used only where the program has some: 8.1 bytes a page. Address ranges need not be known
+//! 64 KiB), so memory is used only where the program has some: 8.1 bytes a page. Its inner nodes are a page each, as
+//! programs scatter (a node of 64 KiB for each 16 GiB cost Node.js 16 MiB). Address ranges need not be known
 //! beforehand: a page never seen is [`Tag::None`]. Owner: the pager's lock.
 
 use crate::pagemap::{PRESENT, PageMap, PageState, SWAPPED, Tier, ZERO};
@@ -109,13 +110,29 @@ struct Leaf {
     ptes: [Pte; LEAF_PAGES as usize],
     hints: [u8; 32],
 }
-type Dir = Vec<Option<Box<Leaf>>>;
+
+/// Entries of an inner node, and of the root: 8 bits of a leaf's number, then 9 and 9.
+const FANOUT: usize = 512;
+const ROOT: usize = 256;
+/// Leaves below an entry of the root.
+const UPPER_LEAVES: u64 = (FANOUT * FANOUT) as u64;
+/// Leaves below a lower node.
+const LOWER_LEAVES: u64 = FANOUT as u64;
+
+type Lower = [Option<Box<Leaf>>; FANOUT];
+type Upper = [Option<Box<Lower>>; FANOUT];
+
+/// Where a leaf is: its places in the root, the upper and the lower node.
+fn places(leaf: u64) -> (usize, usize, usize) {
+    ((leaf / UPPER_LEAVES) as usize, (leaf / LOWER_LEAVES) as usize % FANOUT, leaf as usize % FANOUT)
+}
 
 /// The tree.
 pub struct PageTable {
-    top: Vec<Option<Dir>>,
+    root: [Option<Box<Upper>>; ROOT],
     leaves: usize,
-    dirs: usize,
+    /// Inner nodes, of both kinds.
+    nodes: usize,
     /// Where states are published, and the page that comes first there.
     published: Option<(PageMap<'static>, u64)>,
 }
@@ -129,7 +146,7 @@ impl Default for PageTable {
 impl PageTable {
     /// An empty table.
     pub fn new() -> Self {
-        Self { top: (0..8192).map(|_| None).collect(), leaves: 0, dirs: 0, published: None }
+        Self { root: [const { None }; ROOT], leaves: 0, nodes: 0, published: None }
     }
 
     /// Publishes the state of every page from now on (and as it is now) in a map whose first page is `first`. Pages that
@@ -155,21 +172,34 @@ impl PageTable {
     }
 
     fn leaf(&self, vpn: u64) -> Option<&Leaf> {
-        let l = vpn / LEAF_PAGES;
-        self.top.get((l >> 13) as usize)?.as_ref()?[(l & 8191) as usize].as_deref()
+        let (i, j, k) = places(vpn / LEAF_PAGES);
+        self.root.get(i)?.as_ref()?[j].as_ref()?[k].as_deref()
     }
 
     fn leaf_mut(&mut self, vpn: u64) -> &mut Leaf {
-        let l = vpn / LEAF_PAGES;
-        let (leaves, dirs) = (&mut self.leaves, &mut self.dirs);
-        let dir = self.top[(l >> 13) as usize].get_or_insert_with(|| {
-            *dirs += 1;
-            (0..8192).map(|_| None).collect()
+        let (i, j, k) = places(vpn / LEAF_PAGES);
+        let (leaves, nodes) = (&mut self.leaves, &mut self.nodes);
+        let upper = self.root[i].get_or_insert_with(|| {
+            *nodes += 1;
+            Box::new([const { None }; FANOUT])
         });
-        dir[(l & 8191) as usize].get_or_insert_with(|| {
+        let lower = upper[j].get_or_insert_with(|| {
+            *nodes += 1;
+            Box::new([const { None }; FANOUT])
+        });
+        lower[k].get_or_insert_with(|| {
             *leaves += 1;
             Box::new(Leaf { ptes: [Pte::NONE; LEAF_PAGES as usize], hints: [0; 32] })
         })
+    }
+
+    /// The lower node that covers a leaf, or the first leaf that another might cover.
+    fn lower(&self, leaf: u64) -> Result<&Lower, u64> {
+        let (i, j, _) = places(leaf);
+        let Some(upper) = self.root.get(i).and_then(Option::as_ref) else {
+            return Err((leaf / UPPER_LEAVES + 1) * UPPER_LEAVES);
+        };
+        upper[j].as_deref().ok_or((leaf / LOWER_LEAVES + 1) * LOWER_LEAVES)
     }
 
     /// The entry of a page.
@@ -205,45 +235,56 @@ impl PageTable {
     pub fn clear(&mut self, from: u64, to: u64, mut gone: impl FnMut(u64, Pte)) {
         let mut vpn = from;
         while vpn < to {
-            let l = vpn / LEAF_PAGES;
-            let Some(Some(dir)) = self.top.get_mut((l >> 13) as usize) else {
-                vpn = ((l >> 13) + 1) << 13 << 9;
+            let leaf = vpn / LEAF_PAGES;
+            if let Err(next) = self.lower(leaf) {
+                vpn = next * LEAF_PAGES;
                 continue;
-            };
-            let end = to.min((l + 1) * LEAF_PAGES);
-            let slot = &mut dir[(l & 8191) as usize];
-            if let Some(leaf) = slot.as_mut() {
-                for v in vpn..end {
-                    let pte = core::mem::take(&mut leaf.ptes[(v % LEAF_PAGES) as usize]);
-                    if pte != Pte::NONE {
-                        if let Some((map, first)) = &self.published
-                            && v.wrapping_sub(*first) < map.pages()
-                        {
-                            map.publish(v - first, PageState(0));
-                        }
-                        gone(v, pte);
-                    }
-                }
-                if end - vpn == LEAF_PAGES {
-                    *slot = None;
-                    self.leaves -= 1;
-                }
             }
+            let end = to.min((leaf + 1) * LEAF_PAGES);
+            self.clear_in_leaf(vpn, end, &mut gone);
             vpn = end;
+        }
+    }
+
+    /// Empties `[from, end)`, which one leaf covers.
+    fn clear_in_leaf(&mut self, from: u64, end: u64, gone: &mut impl FnMut(u64, Pte)) {
+        let (i, j, k) = places(from / LEAF_PAGES);
+        let Some(slot) = self.root[i].as_mut().and_then(|upper| upper[j].as_mut()).map(|lower| &mut lower[k]) else {
+            return;
+        };
+        let Some(leaf) = slot.as_mut() else { return };
+        for v in from..end {
+            let pte = core::mem::take(&mut leaf.ptes[(v % LEAF_PAGES) as usize]);
+            if pte != Pte::NONE {
+                if let Some((map, first)) = &self.published
+                    && v.wrapping_sub(*first) < map.pages()
+                {
+                    map.publish(v - first, PageState(0));
+                }
+                gone(v, pte);
+            }
+        }
+        if end - from == LEAF_PAGES {
+            *slot = None;
+            self.leaves -= 1;
         }
     }
 
     /// The first page from `from` on whose entry is not empty.
     pub fn next_used(&self, from: u64) -> Option<u64> {
+        const LEAVES: u64 = ROOT as u64 * UPPER_LEAVES;
         let mut vpn = from;
-        while let Some(dir) = self.top.get(((vpn / LEAF_PAGES) >> 13) as usize) {
-            let l = vpn / LEAF_PAGES;
-            let Some(dir) = dir else {
-                vpn = ((l >> 13) + 1) << 13 << 9;
-                continue;
+        while vpn / LEAF_PAGES < LEAVES {
+            let leaf = vpn / LEAF_PAGES;
+            let lower = match self.lower(leaf) {
+                Ok(lower) => lower,
+                Err(next) => {
+                    vpn = next * LEAF_PAGES;
+                    continue;
+                }
             };
-            let end = (l + 1) * LEAF_PAGES;
-            if let Some(leaf) = &dir[(l & 8191) as usize] {
+            let end = (leaf + 1) * LEAF_PAGES;
+            if let Some(leaf) = &lower[places(leaf).2] {
                 let used = (vpn..end).find(|v| leaf.ptes[(v % LEAF_PAGES) as usize] != Pte::NONE);
                 if used.is_some() {
                     return used;
@@ -256,12 +297,14 @@ impl PageTable {
 
     /// Calls `f` for every page that is not [`Tag::None`].
     pub fn for_each(&self, mut f: impl FnMut(u64, Pte)) {
-        for (i, dir) in self.top.iter().enumerate() {
-            for (j, leaf) in dir.iter().flatten().enumerate() {
-                let Some(leaf) = leaf else { continue };
-                let base = ((i as u64) << 13 | j as u64) * LEAF_PAGES;
-                for (k, pte) in leaf.ptes.iter().enumerate().filter(|(_, p)| **p != Pte::NONE) {
-                    f(base + k as u64, *pte);
+        for (i, upper) in self.root.iter().enumerate() {
+            for (j, lower) in upper.iter().flat_map(|upper| upper.iter().enumerate()) {
+                for (k, leaf) in lower.iter().flat_map(|lower| lower.iter().enumerate()) {
+                    let Some(leaf) = leaf else { continue };
+                    let base = ((i * FANOUT + j) * FANOUT + k) as u64 * LEAF_PAGES;
+                    for (at, pte) in leaf.ptes.iter().enumerate().filter(|(_, p)| **p != Pte::NONE) {
+                        f(base + at as u64, *pte);
+                    }
                 }
             }
         }
@@ -269,6 +312,6 @@ impl PageTable {
 
     /// Bytes of the tree.
     pub fn metadata_bytes(&self) -> usize {
-        self.leaves * size_of::<Leaf>() + (self.dirs + 1) * 65536
+        self.leaves * size_of::<Leaf>() + self.nodes * size_of::<Lower>() + size_of::<Self>()
     }
 }

@@ -15,8 +15,9 @@ use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::relocate;
 use crate::state::{BLOCK, State};
+use crate::store::Batch;
 use core::sync::atomic::Ordering::*;
-use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
+use uzswap_mm::codec::{Algorithm, Encoding};
 use uzswap_mm::pagetable::Tag;
 use uzswap_mm::trace::{Kind, Record};
 
@@ -32,13 +33,6 @@ pub struct Sweep {
     gained: usize,
     /// Pool bytes held above which another pass is worth while.
     rest_until: usize,
-    buffers: Option<Box<Buffers>>,
-}
-
-struct Buffers {
-    plain: [u8; BLOCK],
-    packed: [u8; BLOCK],
-    compressor: Compressor,
 }
 
 impl Pager {
@@ -52,10 +46,8 @@ impl Pager {
         if s.algorithm != Algorithm::Lz4 || !self.crowded(s) || s.pool.held_bytes() < s.sweep.rest_until {
             return false;
         }
-        let mut buffers = s.sweep.buffers.take().unwrap_or_else(|| {
-            let compressor = Compressor::new(Algorithm::Zstd(1));
-            Box::new(Buffers { plain: [0; BLOCK], packed: [0; BLOCK], compressor })
-        });
+        // (The fault path's own: a context of zstd is large, and both are used with the lock held.)
+        let mut batch = s.take_direct();
         let (mut done, mut gained) = (0, 0);
         for _ in 0..LOOK {
             if done == units {
@@ -74,24 +66,27 @@ impl Pager {
                 let head = Header::read(s.object(pte.handle()));
                 if matches!(head.encoding, Encoding::Lz4) {
                     done += 1;
-                    gained += self.recompress(s, pte.handle(), head, &mut buffers);
+                    gained += self.recompress(s, pte.handle(), head, &mut batch);
                 }
             }
         }
-        s.sweep.buffers = Some(buffers);
+        s.direct = Some(batch);
         s.sweep.gained += gained;
         gained > 0
     }
 
     /// Replaces an object; returns the bytes it got smaller.
-    fn recompress(&self, s: &mut State, handle: u32, head: Header, b: &mut Buffers) -> usize {
+    fn recompress(&self, s: &mut State, handle: u32, head: Header, batch: &mut Batch) -> usize {
         let pages = 1usize << head.order;
+        let (compressor, room) = batch.dense();
+        let (plain, packed) = room.split_at_mut(BLOCK);
+        let plain = &mut plain[..pages * PAGE];
         // (After mremap of a part its pages are elsewhere: such objects stay.)
-        if !relocate::is_found(&s.pt, handle, &head) || !decode(s, handle, &mut b.plain[..pages * PAGE]) {
+        if !relocate::is_found(&s.pt, handle, &head) || !decode(s, handle, plain) {
             return 0;
         }
         let room = head.len - head.len / 8;
-        let Some((encoding, len)) = b.compressor.compress(&b.plain[..pages * PAGE], &mut b.packed[..room]) else {
+        let Some((encoding, len)) = compressor.compress(plain, &mut packed[..room]) else {
             return 0;
         };
         if self.inject(Site::Pool).is_some() {
@@ -102,7 +97,7 @@ impl Pager {
         let old = s.object(handle);
         let copy_hashes =
             |place: &mut [u8]| place[object::HEADER_BYTES..at].copy_from_slice(&old[object::HEADER_BYTES..at]);
-        let Some(new) = s.put_object(Header { len, encoding, ..head }, copy_hashes, &b.packed[..len]) else { return 0 };
+        let Some(new) = s.put_object(Header { len, encoding, ..head }, copy_hashes, &packed[..len]) else { return 0 };
         s.note(Record::of_object(Kind::Resize, head.vpn, head.order, len));
         relocate::repoint(&mut s.pt, &head, new.raw());
         for i in (0..pages).filter(|i| head.live & (1 << i) != 0) {
@@ -118,6 +113,7 @@ mod tests {
     use super::*;
     use crate::state::State;
     use crate::testing;
+    use uzswap_mm::codec::Compressor;
     use uzswap_mm::pagetable::Pte;
 
     /// The content of a page: words, of which zstd makes less than lz4, different for each.

@@ -115,8 +115,10 @@ impl Pager {
                 Ok(None) => {}
                 Err(_) => thread::sleep_ns(1_000_000),
             }
+            self.hold_back(&s);
             if !waiting.is_empty() && self.must_wait(&mut s) {
                 drop(s);
+                self.wake_reclaim();
                 uffd.wait(FULL_MS);
                 continue;
             }

@@ -28,6 +28,8 @@ const THROTTLE_NS: u64 = 20_000_000;
 const THROTTLE_MOST_NS: u64 = 100_000_000;
 /// A wait shorter than this is not worth a system call.
 const THROTTLE_LEAST_NS: u64 = 50_000;
+/// How far above `memory.max`, where that is little, faults go on before they wait.
+const FAR_BYTES: usize = 4 << 20;
 /// After a member was killed nobody else is for this long: it takes time to die.
 const KILL_PAUSE_NS: u64 = 2_000_000_000;
 
@@ -60,8 +62,8 @@ impl Pager {
 
     /// Bytes the group is over (positive) or under what reclaim keeps; of the chain, the group that is worst off.
     pub fn excess(&self, s: &State) -> isize {
-        let (own, others) = (self.charged(s), self.others_use());
-        let over = |(i, (_, n)): (usize, (usize, &Node))| (own + others.charge[i]) as isize - n.target() as isize;
+        let (own, others) = (self.charged(s), self.others_charge());
+        let over = |(i, (_, n)): (usize, (usize, &Node))| (own + others[i]) as isize - n.target() as isize;
         self.chain_nodes().enumerate().map(over).max().unwrap_or(isize::MIN / 2)
     }
 
@@ -94,19 +96,19 @@ impl Pager {
 
     /// The group of the chain whose `memory.max` is exceeded by most, if one is.
     pub fn over_max(&self, s: &State) -> Option<Over> {
-        let (own, others) = (self.charged(s), self.others_use());
+        let (own, others) = (self.charged(s), self.others_charge());
         self.chain_nodes()
             .enumerate()
-            .map(|(i, (node, n))| Over { node, charge: own + others.charge[i], max: n.max.load(Relaxed) as usize })
+            .map(|(i, (node, n))| Over { node, charge: own + others[i], max: n.max.load(Relaxed) as usize })
             .filter(|o| o.charge > o.max)
             .max_by_key(|o| o.charge - o.max)
     }
 
     /// Counts, in each group whose `memory.high` or `memory.max` is exceeded, a reclaim because of that.
     pub fn count_excess(&self, s: &State) {
-        let (own, others) = (self.charged(s), self.others_use());
+        let (own, others) = (self.charged(s), self.others_charge());
         for (i, (node, n)) in self.chain_nodes().enumerate() {
-            let charge = (own + others.charge[i]) as u64;
+            let charge = (own + others[i]) as u64;
             if charge > n.max.load(Relaxed) {
                 self.group.count(node, |e| &e.max, 1);
                 continue;
@@ -123,19 +125,16 @@ impl Pager {
         if self.chain_nodes().all(|(_, n)| n.high.load(Relaxed) >= NO_LIMIT) {
             return 0;
         }
-        let (own, others) = (self.charged(s), self.others_use());
-        let wait =
-            |(i, (_, n)): (usize, (usize, &Node))| throttle((own + others.charge[i]) as u64, n.high.load(Relaxed));
+        let (own, others) = (self.charged(s), self.others_charge());
+        let wait = |(i, (_, n)): (usize, (usize, &Node))| throttle((own + others[i]) as u64, n.high.load(Relaxed));
         self.chain_nodes().enumerate().map(wait).max().unwrap_or(0)
     }
 
     /// The same for a thread that is allocating, which may not take the pager's lock: as last published.
     pub fn throttle_allocation(&self) {
-        let (own, others) = (self.me().rss.load(Relaxed), self.others_use());
-        let wait = self
-            .chain_nodes()
-            .enumerate()
-            .map(|(i, (_, n))| throttle(own + others.charge[i] as u64, n.high.load(Relaxed)));
+        let (own, others) = (self.me().rss.load(Relaxed), self.others_charge());
+        let wait =
+            self.chain_nodes().enumerate().map(|(i, (_, n))| throttle(own + others[i] as u64, n.high.load(Relaxed)));
         let wait = wait.max().unwrap_or(0);
         if wait > 0 {
             thread::sleep_ns(wait);
@@ -208,6 +207,16 @@ impl Pager {
             ON_FULL_WAIT => self.waits.store(true, SeqCst),
             ON_FULL_KILL if !shrunk => self.kill_largest(over.node),
             _ => {}
+        }
+    }
+
+    /// Far above a `memory.max` whose members are to wait (`--on-full=wait`), faults wait for reclaim, whether or not it
+    /// knows yet that there is nothing more to take.
+    pub fn hold_back(&self, s: &State) {
+        let far = self.over_max(s).filter(|o| o.charge - o.max > (o.max / 16).max(FAR_BYTES));
+        let wait = far.is_some_and(|o| self.group.nodes[o.node].on_full.load(Relaxed) == ON_FULL_WAIT);
+        if wait {
+            self.waits.store(true, SeqCst);
         }
     }
 

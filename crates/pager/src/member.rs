@@ -130,13 +130,33 @@ impl Pager {
         all.filter(move |(i, s)| *i != mine && s.owner.load(Relaxed) != 0).map(|(_, s)| s)
     }
 
+    /// What the other members charge, as they last said it, in each group of the chain. (Asked at every fault.)
+    pub fn others_charge(&self) -> [usize; DEPTH] {
+        let mut sums = [0; DEPTH];
+        let uncharged = self.group.pool_uncharged.load(Relaxed) != 0;
+        for s in self.others() {
+            let ancestors = self.ancestors(s);
+            let mut charge = s.rss.load(Relaxed) as usize;
+            if uncharged {
+                charge = charge.saturating_sub(s.pool.load(Relaxed) as usize);
+            }
+            let levels = sums.iter_mut().zip(self.chain.nodes());
+            levels.filter(|(_, at)| ancestors & 1 << **at != 0).for_each(|(sum, _)| *sum += charge);
+        }
+        sums
+    }
+
+    fn ancestors(&self, s: &Slot) -> u64 {
+        let node = (s.node.load(Relaxed) as usize).min(NODES - 1);
+        self.group.nodes[node].ancestors.load(Relaxed)
+    }
+
     /// What the other members use, as they last said it, in each group of the chain.
     pub fn others_use(&self) -> Others {
         let mut sums = Others::default();
         let uncharged = self.group.pool_uncharged.load(Relaxed) != 0;
         for s in self.others() {
-            let node = (s.node.load(Relaxed) as usize).min(NODES - 1);
-            let ancestors = self.group.nodes[node].ancestors.load(Relaxed);
+            let ancestors = self.ancestors(s);
             let (rss, pool) = (s.rss.load(Relaxed) as usize, s.pool.load(Relaxed) as usize);
             let levels = self.chain.nodes().iter().enumerate();
             for (i, _) in levels.filter(|(_, at)| ancestors & 1 << **at != 0) {

@@ -300,7 +300,7 @@ impl Pager {
 
     /// Writes a line to the program's standard error, whatever the caller's descriptor table is.
     pub fn say(&self, text: &[u8]) {
-        let Ok(fd) = raw::open(b"/proc/self/fd/2\0", libc::O_WRONLY) else { return };
+        let Ok(fd) = raw::standard_error() else { return };
         // SAFETY: the text is readable.
         let _ = unsafe { uzswap_sys::sys!(libc::SYS_write, fd, text.as_ptr(), text.len()) };
         raw::close(fd);

@@ -44,8 +44,10 @@ struct Unit {
     vpn: u64,
     order: u8,
     slot: u32,
-    /// Pages of the batch before it: where its output and its hashes are.
+    /// Pages of the batch before it: where its hashes are.
     page_at: usize,
+    /// Where its output is.
+    out_at: usize,
     /// Pages that mremap took elsewhere while they were compressed: a bit each.
     moved: u16,
     outcome: Outcome,
@@ -98,6 +100,12 @@ impl Batch {
         }
     }
 
+    /// The compressor for what is to be dense, and room for two blocks (between batches).
+    pub fn dense(&mut self) -> (&mut Compressor, &mut [u8]) {
+        let dense = self.dense.get_or_insert_with(|| Compressor::new(Algorithm::Zstd(1)));
+        (dense, &mut self.out[..2 * BLOCK])
+    }
+
     fn pages(&self) -> usize {
         self.units.last().map_or(0, |u| u.page_at + (1 << u.order))
     }
@@ -146,10 +154,10 @@ impl zswap::Store for Tables<'_> {
     }
 
     fn put(&mut self, at: usize, unit: zswap::Unit) -> Result<u32, Refused> {
-        let Unit { order, page_at, outcome: Outcome::Packed { encoding, len }, .. } = self.units[at] else {
+        let Unit { order, page_at, out_at, outcome: Outcome::Packed { encoding, len }, .. } = self.units[at] else {
             return Err(Refused::Compressor);
         };
-        let (out, hashes) = (&self.out[page_at * PAGE..][..len], &self.hashes[page_at..][..1 << order]);
+        let (out, hashes) = (&self.out[out_at..][..len], &self.hashes[page_at..][..1 << order]);
         let head = Header { len, encoding, order, live: unit.live, vpn: unit.vpn };
         let set = |place: &mut [u8]| hashes.iter().enumerate().for_each(|(i, h)| object::set_hash(place, i, *h));
         if !self.pager.may_zswap(self.s, len) {
@@ -206,8 +214,8 @@ impl Pager {
     /// anything came of it.
     pub fn prepare(&self, s: &mut State, batch: &mut Batch, want: usize, keep: usize) -> bool {
         batch.use_dense = s.algorithm == Algorithm::Lz4 && self.crowded(s);
-        if batch.use_dense && batch.dense.is_none() {
-            batch.dense = Some(Compressor::new(Algorithm::Zstd(1)));
+        if batch.use_dense {
+            batch.dense();
         }
         if self.group.folios.verify.load(Relaxed) != 0 && batch.verifier.is_none() {
             batch.verifier = Some((Decompressor::new(), vec![0; BLOCK]));
@@ -306,6 +314,7 @@ impl Pager {
                 order: unit,
                 slot,
                 page_at: before + count,
+                out_at: 0,
                 moved: 0,
                 outcome: Outcome::Pending,
             });
@@ -556,6 +565,8 @@ impl Batch {
     /// Compresses every unit; needs no lock.
     pub fn compress(&mut self, pager: &Pager) {
         let verify = pager.group.folios.verify.load(Relaxed) != 0;
+        // Outputs lie side by side: less memory is touched than was compressed.
+        let mut out_at = 0;
         for u in &mut self.units {
             let pages = 1usize << u.order;
             // SAFETY: Busy pages' frames neither move nor change until commit.
@@ -570,13 +581,15 @@ impl Batch {
                 Some(dense) if self.use_dense => dense,
                 _ => &mut self.compressor,
             };
-            let out = &mut self.out[u.page_at * PAGE..][..bytes.len()];
+            let out = &mut self.out[out_at..][..bytes.len()];
             let (encoding, len) =
                 compressor.compress(bytes, &mut out[..bytes.len() - bytes.len() / 16]).unwrap_or_else(|| {
                     out.copy_from_slice(bytes);
                     (Encoding::Raw, bytes.len())
                 });
             u.outcome = Outcome::Packed { encoding, len };
+            u.out_at = out_at;
+            out_at += len;
             if let Some(bits) = pager.inject(Site::Compress) {
                 // As a codec does that cannot be trusted.
                 out[(bits >> 8) as usize % len] ^= 1 << (bits % 8);

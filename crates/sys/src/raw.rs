@@ -56,6 +56,25 @@ pub fn open(path: &[u8], flags: i32) -> Result<i32, Errno> {
     unsafe { sys!(libc::SYS_openat, libc::AT_FDCWD, path.as_ptr(), flags | libc::O_CLOEXEC, 0) }.map(|fd| fd as i32)
 }
 
+/// A new descriptor of the process's standard error, whatever the calling thread's descriptor table is.
+///
+/// # Errors
+/// When the process has none.
+pub fn standard_error() -> Result<i32, Errno> {
+    // SAFETY: numbers only.
+    let own = unsafe { sys!(libc::SYS_pidfd_open, crate::thread::getpid(), 0) };
+    let same = own.and_then(|pidfd| {
+        // The open file itself, so that what is written goes on where the program's own output ended.
+        // SAFETY: numbers only.
+        let fd = unsafe { sys!(libc::SYS_pidfd_getfd, pidfd, 2, 0) };
+        close(pidfd as i32);
+        fd
+    });
+    // (Some containers forbid that. Opened anew a file would be overwritten from its start, were it not for O_APPEND; a
+    // socket cannot be opened.)
+    same.map(|fd| fd as i32).or_else(|_| open(b"/proc/self/fd/2\0", libc::O_WRONLY | libc::O_APPEND))
+}
+
 /// Reads at an offset into a buffer.
 ///
 /// # Errors

@@ -4,8 +4,9 @@ use proptest::prelude::*;
 use std::collections::BTreeMap;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, LEAF_PAGES, PageTable, Pte, Tag};
 
-/// Pages of a directory: 8192 leaves.
-const DIR_PAGES: u64 = 8192 * LEAF_PAGES;
+/// Pages of a lower node, 512 leaves, and of an upper one.
+const LOWER_PAGES: u64 = 512 * LEAF_PAGES;
+const UPPER_PAGES: u64 = 512 * LOWER_PAGES;
 /// Pages of the address space.
 const END: u64 = 1 << 35;
 
@@ -21,9 +22,11 @@ fn vpn() -> impl Strategy<Value = u64> {
     let near = prop_oneof![
         Just(1200),
         Just(LEAF_PAGES),
-        Just(DIR_PAGES),
-        Just(3 * DIR_PAGES + 7 * LEAF_PAGES),
-        Just(END - DIR_PAGES),
+        Just(LOWER_PAGES),
+        Just(3 * LOWER_PAGES + 7 * LEAF_PAGES),
+        Just(UPPER_PAGES),
+        Just(5 * UPPER_PAGES + 2 * LOWER_PAGES),
+        Just(END - UPPER_PAGES),
         Just(END - 1200)
     ];
     (near, 0..1200u64, any::<bool>())
@@ -130,22 +133,22 @@ proptest! {
 fn memory_is_used_where_there_are_pages_only() {
     let mut table = PageTable::new();
     let empty = table.metadata_bytes();
-    table.set(DIR_PAGES * 5, Pte::NONE);
+    table.set(LOWER_PAGES * 5, Pte::NONE);
     assert_eq!(table.metadata_bytes(), empty, "nothing was stored");
-    for vpn in DIR_PAGES - LEAF_PAGES..DIR_PAGES + LEAF_PAGES {
+    for vpn in LOWER_PAGES - LEAF_PAGES..LOWER_PAGES + LEAF_PAGES {
         table.set(vpn, Pte::new(Tag::Zero, 0));
     }
     assert!(table.metadata_bytes() > empty);
-    table.clear(DIR_PAGES - LEAF_PAGES, DIR_PAGES + LEAF_PAGES, |_, _| ());
+    table.clear(LOWER_PAGES - LEAF_PAGES, LOWER_PAGES + LEAF_PAGES, |_, _| ());
     // Both leaves are gone; the two directories stay.
-    assert_eq!(table.metadata_bytes(), empty + 2 * 65_536);
+    assert_eq!(table.metadata_bytes(), empty + 3 * 4096);
     assert_eq!(table.get(END + 1), Pte::NONE);
 }
 
 /// A leaf is freed only when all of it was cleared; random ranges hardly ever leave exactly one page.
 #[test]
 fn clearing_stops_at_its_borders() {
-    for base in [LEAF_PAGES, DIR_PAGES - LEAF_PAGES, DIR_PAGES] {
+    for base in [LEAF_PAGES, LOWER_PAGES - LEAF_PAGES, LOWER_PAGES] {
         for (from, to) in [(1, 0), (0, 1), (1, 1), (0, 0)] {
             let mut table = PageTable::new();
             let all = base - 2..base + LEAF_PAGES + 2;

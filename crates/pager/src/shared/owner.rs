@@ -29,7 +29,7 @@ use std::sync::mpsc;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use uzswap_mm::pagemap::WRITE_PROTECTED;
-use uzswap_sys::raw::Errno;
+use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::uffd_shared::{self, SharedFault};
 use uzswap_sys::{socket, sys};
 
@@ -48,7 +48,9 @@ pub(super) struct Server {
 
 /// Writes a line to the program's standard error, from whatever descriptor table.
 pub(super) fn say(text: &str) {
-    if let Ok(mut file) = std::fs::OpenOptions::new().write(true).open("/proc/self/fd/2") {
+    if let Ok(fd) = raw::standard_error() {
+        // SAFETY: a new descriptor, ours alone.
+        let mut file = std::fs::File::from(unsafe { OwnedFd::from_raw_fd(fd) });
         let _ = io::Write::write_all(&mut file, text.as_bytes());
     }
 }
