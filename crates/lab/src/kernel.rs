@@ -118,11 +118,12 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
         if !missing.is_empty() {
             lab.notes.push(format!("Not on this machine, so not measured: {}.", missing.join(", ")));
         }
-        if wants("programs") {
-            lab.programs(&programs)?;
-        }
+        // (First, as it is short and takes no peer: with --quick time may run out over peers that are killed again and again.)
         if let (true, Some(program)) = (wants("overhead"), programs.first()) {
             lab.overhead(program)?;
+        }
+        if wants("programs") {
+            lab.programs(&programs)?;
         }
     }
     for (subject, times) in lab.oom.take() {

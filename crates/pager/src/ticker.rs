@@ -100,7 +100,9 @@ impl Pager {
             let ns = until_look as u128 * 1_000_000_000 / FASTEST_FILL as u128;
             return (ns.min(u128::from(u64::MAX >> 1)) as u64).max(1_000_000);
         }
+        // (Read again, under the lock: faults served while this thread waited for it, or for a CPU, were counted.)
         let mut s = self.state.lock();
+        let rss = self.read_rss();
         s.rss = rss;
         let unknown = rss.saturating_sub(s.known_bytes());
         if wanted || unknown > *unknown_before + (1 << 20) {
@@ -131,6 +133,8 @@ impl Pager {
         let mut s = self.state.lock();
         self.scan(&mut s)?;
         self.publish_pages(&mut s);
+        // The handler counts on from here; zero would let it fill as much again before anybody looks.
+        s.rss = self.read_rss();
         self.engaged.store(true, Release);
         for at in self.chain.nodes() {
             self.group.nodes[*at].engaged.fetch_add(1, Relaxed);

@@ -122,6 +122,8 @@ impl From<String> for Failure {
 /// Times a run is made that the OOM killer ends: in a small cgroup it at times strikes although there is swap.
 pub const TRIES: u32 = 3;
 
+const OUT_OF_TIME: &str = "no time left with --quick";
+
 /// How one run is watched.
 pub struct With {
     /// Its standard input.
@@ -171,7 +173,7 @@ impl Lab<'_> {
         if let Some(deadline) = self.deadline {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err("no time left with --quick".to_owned().into());
+                return Err(OUT_OF_TIME.to_owned().into());
             }
             spec.timeout = spec.timeout.min(left);
         }
@@ -196,6 +198,9 @@ impl Lab<'_> {
             let _ = std::fs::remove_file(self.report_path());
         }
         let outcome = process::run(self.keeper, &spec)?;
+        if outcome.timed_out && self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            return Err(OUT_OF_TIME.to_owned().into());
+        }
         let oom = !outcome.timed_out && !outcome.status.success() && ready.is_some_and(|ready| ready.oom_kills() > 0);
         Ok((outcome, oom))
     }
