@@ -29,7 +29,7 @@ use crate::state::{BLOCK_PAGES, Decoded, FOLIO_PAGES, LEFT_MOST, State};
 use crate::swap::ReadBuffer;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::Encoding;
-use uzswap_mm::pagetable::{HINT_RANDOM, HINT_REUSED, HINT_SEQUENTIAL, HINT_WRITTEN, Pte, Tag};
+use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Pte, Tag};
 use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
 use uzswap_sys::uffd::{Message, Partial};
@@ -591,8 +591,7 @@ impl Pager {
             note_brought(s, at, some, loaded > 0, d.r.write && (at..at + 16).contains(&d.r.vpn));
             d.from_pool += loaded;
             if loaded > 0 {
-                s.pt.hint(at, HINT_REUSED, 0);
-                s.loaded_from_pool();
+                s.loaded_from_pool(at);
             }
         }
         d.pages += n;

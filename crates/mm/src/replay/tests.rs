@@ -127,10 +127,17 @@ fn s3_fifo_keeps_what_comes_back() {
 
 #[test]
 fn a_pool_that_is_large_enough_needs_no_disk() {
-    let mut replay = Replay::new(settings(Policy::S3Fifo, 10 << 20));
-    (0..1000).for_each(|vpn| store(&mut replay, vpn));
-    replay.record(0, Record::pages(Kind::Evict, 0, 1000));
-    assert_eq!(replay.finish().written_back, 0);
+    for policy in Policy::ALL {
+        // (Without pressure: what reclaim takes from the program presses the pool too.)
+        for (evicted, written) in [(0, false), (1000, true)] {
+            let mut replay = Replay::new(settings(policy, 10 << 20));
+            (0..1000).for_each(|vpn| store(&mut replay, vpn));
+            // (More than once: the first time round every object has its second chance.)
+            (0..20).filter(|_| evicted > 0).for_each(|_| replay.record(0, Record::pages(Kind::Evict, 0, evicted)));
+            let done = replay.finish();
+            assert_eq!(done.written_back > 0, written, "{policy:?}, {evicted} evicted: {}", done.written_back);
+        }
+    }
 }
 
 /// A child reads what its parent had put out before the fork, whichever of the two blocks was drained first.

@@ -36,15 +36,15 @@ use crate::pager::Pager;
 use crate::state::State;
 use clusters::ClusterMap;
 use core::sync::atomic::Ordering::*;
-use uzswap_mm::pagetable::Tag;
+use uzswap_mm::pagetable::{HINT_REUSED, Tag};
 use uzswap_mm::shrinker::{Entry, Policy, PoolFull, Shrinker};
 use uzswap_mm::swapfile::{Place, SwapFile};
 use writeback::RUN_BYTES;
 
 /// Bytes in front of an object on disk: the number of its first page.
 const FRONT: usize = 8;
-/// Pages due to be met from which on a round of the writing thread is worth while.
-const LEAST_DUE: usize = 512;
+/// Pages due to be met from which on a round of the writing thread is worth while; in a small pool it is an eighth of it.
+const MOST_DUE: usize = 512;
 /// Pages of the largest object.
 const MOST_PAGES: usize = 16;
 /// Bytes of the largest object on disk: one stored raw.
@@ -112,6 +112,11 @@ impl Swap {
         self.books.metadata_bytes() + self.shrinker.metadata_bytes() + self.flights.capacity() * size_of::<Flight>()
     }
 
+    /// Whether so many objects are due to be met that a round is worth while.
+    fn is_pressed(&self, s: &State) -> bool {
+        self.shrinker.due() >= (s.pool.used_bytes() / PAGE / 8).clamp(16, MOST_DUE)
+    }
+
     /// Ends the references of pages to an object on disk.
     fn release(&mut self, place: Place, pages: u16) {
         if let Some(cluster) = self.books.release(place, pages) {
@@ -145,10 +150,11 @@ impl State {
         shrinker.entries().for_each(|e| flags(e, 0, object::SEEN));
     }
 
-    /// A fault was served from the pool, or from disk.
-    pub fn loaded_from_pool(&mut self) {
+    /// A fault on the block of `vpn` was served from the pool.
+    pub fn loaded_from_pool(&mut self, vpn: u64) {
         if let Some(swap) = self.swap.as_mut() {
             swap.shrinker.loaded();
+            self.pt.hint(vpn, HINT_REUSED, 0);
         }
     }
 
@@ -264,7 +270,7 @@ impl Pager {
     /// What the writing thread is to do now: bytes to free because the pools are full, and whether objects are due to be
     /// met because reclaim presses the pool. Nothing where it is forbidden; `memory.swap.max` counts that.
     fn write_back_wanted(&self, s: &State, swap: &mut Swap) -> (usize, bool) {
-        let (bytes, due) = (self.bytes_too_many(s, swap), swap.shrinker.due() >= LEAST_DUE);
+        let (bytes, due) = (self.bytes_too_many(s, swap), swap.is_pressed(s));
         let wanted = bytes > 0 || due;
         if wanted && self.may_write_back() && self.may_swap(swap.books.used_bytes(), RUN_BYTES) {
             (bytes, due)
@@ -288,7 +294,7 @@ impl Pager {
     pub(crate) fn poke_writer(&self, s: &State) {
         let Some(swap) = s.swap.as_ref() else { return };
         let (total, most, _) = self.pool_bounds(s, swap);
-        if total > most || swap.shrinker.due() >= LEAST_DUE {
+        if total > most || swap.is_pressed(s) {
             self.swap_wake.fetch_add(1, Release);
             uzswap_sys::lock::futex_wake(&self.swap_wake, 1, false);
         }

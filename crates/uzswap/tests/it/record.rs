@@ -155,10 +155,11 @@ fn a_trace_is_replayed_under_every_policy() {
         assert!(number("bytes_read") >= 4096.0 * number("disk_reads"));
         assert!(number("wait_seconds") >= 100e-6 * number("disk_reads"));
     }
-    // With room for all nothing is written by a policy that waits until the pool is full.
+    // With room for all less is written: only what reclaim presses the pool to give up.
     let roomy = replay(&["--policy", "s3-fifo", "--pool", "1G"]);
-    assert_eq!(roomy["policies"][0]["written_back_pages"], 0);
-    assert_eq!(roomy["policies"][0]["wait_seconds"], 0.0);
+    let tight = all["policies"].as_array().unwrap().iter().find(|p| p["policy"] == "s3-fifo").unwrap();
+    let written = |of: &serde_json::Value| of["written_back_pages"].as_f64().unwrap();
+    assert!(written(&roomy["policies"][0]) < written(tight), "{roomy:#}");
     // A shorter trace is replayed as far as it is good, and that is told.
     let bytes = fs::read(&trace).unwrap();
     fs::write(&trace, &bytes[..bytes.len() / 2]).unwrap();

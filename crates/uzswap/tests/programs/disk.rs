@@ -76,10 +76,10 @@ fn a_disk_that_fails_loses_nothing_in_silence() {
     const TOLD: &str = "uzswap: a page could not be read back from the swap file";
     let _alone = alone();
     let Some(disk) = compile_c("disk") else { return };
-    let subject = Subject::new("failing disk", &[&disk, &"48", &"5"]).with(&SWAP);
+    let subject = Subject::new("failing disk", &[&disk, &"48", &"7"]).with(&SWAP);
     // (A disk without room is left alone for a second each time: more often than this the run would be all rest.)
     let new = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |t| t.as_secs());
-    let faults = &format!("seed={new},swap_read=1/3,swap_write=1/3,swap_space=1/100");
+    let faults = &format!("seed={new},swap_read=1/3,swap_write=1/3,swap_space=1/300");
     let run = subject.start_limited_with(32 * MIB, &[("UZSWAP_TEST_FAULTS", faults)]).finish();
     run.say(subject.name, faults, None);
     let failed = number(&run, "swap_read") + number(&run, "swap_write") + number(&run, "swap_space");
