@@ -208,7 +208,7 @@ extern "C" fn after_mmap(ret: usize, len: usize, prot: i32, flags: i32) {
     let end = ret + len.next_multiple_of(4096);
     if stack || len >= MUCH {
         let old = set_mask(!0);
-        let mut s = p.state.lock();
+        let mut s = p.lock_in_hook();
         if stack {
             p.exclude(&mut s, ret, end)
         } else {

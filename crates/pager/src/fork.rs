@@ -18,18 +18,47 @@ use uzswap_mm::lru::Entry;
 use uzswap_mm::pagetable::{Pte, Tag};
 use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
-use uzswap_sys::lock;
+use uzswap_sys::lock::{self, Guard};
+use uzswap_sys::sys;
+
+/// Bytes of stack that a hook needs at most while it holds the lock.
+const HOOK_STACK: usize = 32 << 10;
 
 impl Pager {
     /// Before clone, in the forking thread, with all signals blocked.
     pub fn before_fork(&self) {
-        let mut s = self.state.lock();
+        let mut s = self.lock_in_hook();
         if let Some(rings) = self.rings {
             s.fork_number = rings.fork_number();
             s.note(Record::number(trace::Kind::Fork, s.fork_number));
         }
         self.make_row_for_child(s.swap.as_ref().map_or(0, |swap| swap.clusters()));
         core::mem::forget(s);
+    }
+
+    /// Takes the lock in a thread of the program, with all signals blocked: at a moment when its stack is in memory. (A
+    /// stack that the program made itself is managed as any other memory. A fault on it while this thread holds the lock
+    /// would wait for ever: who serves it needs the lock.)
+    pub fn lock_in_hook(&self) -> Guard<'_, State> {
+        let here = 0u8;
+        let top = core::ptr::from_ref(&here) as usize;
+        let mut populated = false;
+        loop {
+            let s = self.state.lock();
+            let Some((start, _)) = s.managed.iter().copied().find(|(a, b)| (*a..*b).contains(&top)) else { return s };
+            let low = (top - HOOK_STACK).max(start) / arena::PAGE;
+            let is_in = |vpn: usize| matches!(s.pt.get(vpn as u64).tag(), Tag::Resident | Tag::None);
+            if populated && (low..=top / arena::PAGE).all(is_in) {
+                return s;
+            }
+            drop(s);
+            populated = true;
+            for vpn in (low..=top / arena::PAGE).rev() {
+                // SAFETY: populating changes no contents, and says so where there is no memory. Without the lock, as a
+                // missing page is served by the handler.
+                let _ = unsafe { sys!(libc::SYS_madvise, vpn * arena::PAGE, arena::PAGE, libc::MADV_POPULATE_WRITE) };
+            }
+        }
     }
 
     /// Whether the page of an address that was touched a moment ago is still in the program; asked by the thread that has

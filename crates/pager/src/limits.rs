@@ -69,7 +69,8 @@ impl Pager {
 
     /// How far a process that charges `own` may grow, in the worst group of the chain, before memory must be managed
     /// (0: now), where `engage_at` says at which charge of a limit that is: at once where `planned` more, and what others
-    /// have planned, would not fit. And how far until it should look again, as others grow too.
+    /// have planned, would not fit. And how far until it should look again, as others grow too: while this process uses
+    /// a second of CPU time each of them may.
     pub fn headroom(&self, own: usize, planned: usize, engage_at: impl Fn(usize) -> usize) -> (usize, usize) {
         let others = self.others_use();
         let (mut room, mut until_look) = (usize::MAX, usize::MAX);
@@ -80,7 +81,7 @@ impl Pager {
             room = room.min(left);
             until_look = until_look.min(left.saturating_sub(others.planned[i]));
         }
-        (room, until_look)
+        (room, until_look / (1 + self.others_count()))
     }
 
     /// Raises the peaks of the chain's groups, where this process charges `own`, of which `resident` is not the pool,

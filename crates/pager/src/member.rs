@@ -130,6 +130,11 @@ impl Pager {
         all.filter(move |(i, s)| *i != mine && s.owner.load(Relaxed) != 0).map(|(_, s)| s)
     }
 
+    /// How many other members there are.
+    pub fn others_count(&self) -> usize {
+        self.others().count()
+    }
+
     /// What the other members charge, as they last said it, in each group of the chain. (Asked at every fault.)
     pub fn others_charge(&self) -> [usize; DEPTH] {
         let mut sums = [0; DEPTH];

@@ -250,10 +250,9 @@ impl Pager {
 
     /// Makes pages shared with a child this process's own, so that they can be moved: the kernel copies them.
     fn unshare(&self, ranges: &[(usize, usize)]) -> bool {
-        const MADV_POPULATE_WRITE: i32 = 23;
         for (at, len) in ranges {
             // SAFETY: populating changes no contents. Without the lock, as a missing page is served by the handler.
-            let _ = unsafe { sys!(libc::SYS_madvise, *at, *len, MADV_POPULATE_WRITE) };
+            let _ = unsafe { sys!(libc::SYS_madvise, *at, *len, libc::MADV_POPULATE_WRITE) };
         }
         !ranges.is_empty()
     }
