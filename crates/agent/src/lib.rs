@@ -17,7 +17,7 @@ use uzswap_pager::pager::Pager;
 use uzswap_pager::swap::clusters::{self as swap_books, ClusterMap, ENV_SWAP};
 use uzswap_pager::ticker;
 use uzswap_pager::trace::{OBJECT_BYTES, RINGS_AT, Rings};
-use uzswap_sys::{raw, sys};
+use uzswap_sys::{raw, sys, thread};
 
 static PAGER: AtomicPtr<Pager> = AtomicPtr::new(core::ptr::null_mut());
 
@@ -93,12 +93,9 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
         pager.swap_to(map);
     }
     let pager: &'static Pager = Box::leak(Box::new(pager));
-    let tls: usize;
-    // SAFETY: reads the thread pointer.
-    unsafe { core::arch::asm!("mov {}, fs:[0x10]", out(reg) tls, options(nostack, readonly)) };
     {
         let mut s = pager.state.lock();
-        let _ = pager.exclude_old(&mut s, tls);
+        let _ = pager.exclude_old(&mut s, thread::pointer());
     }
     PAGER.store(core::ptr::from_ref(pager).cast_mut(), Release);
     pager

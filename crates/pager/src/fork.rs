@@ -19,10 +19,12 @@ use uzswap_mm::pagetable::{Pte, Tag};
 use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
 use uzswap_sys::lock::{self, Guard};
-use uzswap_sys::sys;
+use uzswap_sys::{sys, thread};
 
 /// Bytes of stack that a hook needs at most while it holds the lock.
 const HOOK_STACK: usize = 32 << 10;
+/// Bytes of a thread's control block, in which its rseq area is, from the thread pointer on (glibc's: 2.3 KiB).
+const CONTROL_BLOCK: usize = 3 << 10;
 
 impl Pager {
     /// Before clone, in the forking thread, with all signals blocked.
@@ -36,27 +38,34 @@ impl Pager {
         core::mem::forget(s);
     }
 
-    /// Takes the lock in a thread of the program, with all signals blocked: at a moment when its stack is in memory. (A
-    /// stack that the program made itself is managed as any other memory. A fault on it while this thread holds the lock
-    /// would wait for ever: who serves it needs the lock.)
+    /// Takes the lock in a thread of the program, with all signals blocked: at a moment when its stack and its control block
+    /// are in memory. (Those that the program made itself are managed as any other memory. A fault on them while this
+    /// thread holds the lock would wait for ever, as who serves it needs the lock; and the kernel writes to a thread's
+    /// rseq area, in its control block, whenever it has interrupted it.)
     pub fn lock_in_hook(&self) -> Guard<'_, State> {
         let here = 0u8;
         let top = core::ptr::from_ref(&here) as usize;
-        let mut populated = false;
+        let control = thread::pointer();
+        let needed = [(top - HOOK_STACK, top), (control, control + CONTROL_BLOCK)];
+        let mut tries = 0;
         loop {
             let s = self.state.lock();
-            let Some((start, _)) = s.managed.iter().copied().find(|(a, b)| (*a..*b).contains(&top)) else { return s };
-            let low = (top - HOOK_STACK).max(start) / arena::PAGE;
-            let is_in = |vpn: usize| matches!(s.pt.get(vpn as u64).tag(), Tag::Resident | Tag::None);
-            if populated && (low..=top / arena::PAGE).all(is_in) {
+            let managed = |at: usize| s.managed.iter().any(|(a, b)| (*a..*b).contains(&at));
+            if !managed(top) && !managed(control) {
+                return s;
+            }
+            let pages = needed.into_iter().flat_map(|(from, to)| from / arena::PAGE..=to / arena::PAGE);
+            let is_in = |page: usize| matches!(s.pt.get(page as u64).tag(), Tag::Resident | Tag::None | Tag::Poisoned);
+            // (What cannot be had after so many tries is not needed: a page beside the stack.)
+            if tries > 0 && pages.clone().all(is_in) || tries == 100 {
                 return s;
             }
             drop(s);
-            populated = true;
-            for vpn in (low..=top / arena::PAGE).rev() {
-                // SAFETY: populating changes no contents, and says so where there is no memory. Without the lock, as a
+            tries += 1;
+            for page in pages {
+                // SAFETY: populating changes no contents, and does nothing where there is no memory. Without the lock, as a
                 // missing page is served by the handler.
-                let _ = unsafe { sys!(libc::SYS_madvise, vpn * arena::PAGE, arena::PAGE, libc::MADV_POPULATE_WRITE) };
+                let _ = unsafe { sys!(libc::SYS_madvise, page * arena::PAGE, arena::PAGE, libc::MADV_POPULATE_WRITE) };
             }
         }
     }

@@ -92,8 +92,10 @@ impl<T> Lock<T> {
     /// # Safety
     /// The caller must hold the lock and have forgotten its guard.
     pub unsafe fn force_unlock(&self) {
+        // All are woken: a thread of the program that is the only one may, on its way out of the kernel, touch memory that
+        // is out (its rseq area), and would wait for another thread that sleeps here.
         if self.word.swap(0, Release) == 2 {
-            wake(&self.word, 1, false);
+            wake(&self.word, u32::MAX >> 1, false);
         }
     }
 }

@@ -90,6 +90,14 @@ pub fn sleep_ns(ns: u64) {
     let _ = unsafe { sys!(libc::SYS_nanosleep, &raw const ts, 0) };
 }
 
+/// The thread pointer: where the calling thread's control block begins and its TLS ends.
+pub fn pointer() -> usize {
+    let pointer: usize;
+    // SAFETY: the first words of a control block are its own address, twice, by the x86-64 ABI and in glibc.
+    unsafe { core::arch::asm!("mov {}, fs:[0x10]", out(reg) pointer, options(nostack, readonly)) };
+    pointer
+}
+
 /// CPU time that a thread of this process has used (nanoseconds); 0 when there is no such thread.
 pub fn cpu_ns(tid: i32) -> u64 {
     // The clock of a thread's CPU time by its number: see clock_getcpuclockid(3) of the kernel's interface.

@@ -170,6 +170,15 @@ fn forks_made_without_fork() {
     Subject::new("raw forks", &[&ways]).check();
 }
 
+/// A thread whose stack or control block was out waited for ever when it forked: it held the lock, or was the only one
+/// woken to take it, and who could have served its fault waited for that lock.
+#[test]
+fn threads_on_their_own_stacks() {
+    let _alone = alone();
+    let Some(stacks) = compile_c("ownstack") else { return };
+    Subject::new("own stacks", &[&stacks]).check();
+}
+
 #[test]
 fn fork_storm() {
     let _alone = alone();
