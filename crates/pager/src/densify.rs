@@ -9,7 +9,7 @@
 //! one under one hold of the lock; what cannot be decompressed or does not get smaller stays as it is.
 
 use crate::arena::PAGE;
-use crate::fault::decode;
+use crate::deliver::decode;
 use crate::inject::Site;
 use crate::object::{self, Header};
 use crate::pager::Pager;

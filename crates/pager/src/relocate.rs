@@ -136,7 +136,7 @@ impl Pager {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fault::decode;
+    use crate::deliver::decode;
     use crate::testing;
     use arena::PAGE;
     use loom::sync::{Arc, Mutex};
