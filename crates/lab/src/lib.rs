@@ -97,7 +97,7 @@ pub fn main(args: Vec<String>) -> i32 {
         Experiment::Highalloc(args) => experiment::run(|| highalloc::run(&args)),
         Experiment::Usemem(args) => experiment::run(|| usemem::run(&args)),
         Experiment::UsememWorker(args) => usemem_worker::main(&args),
-        Experiment::Shrinker(args) => shrinker::main(&args),
+        Experiment::Shrinker(args) => experiment::run(|| shrinker::run(&args)),
         Experiment::Bursts(args) => bursts::main(&args),
         Experiment::Worker(args) => worker::main(&args),
     }

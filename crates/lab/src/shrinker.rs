@@ -8,6 +8,7 @@
 //! Bias: the kernel's pool is limited to a share of the machine's memory, not of the cgroup's, and a cgroup v1 does not
 //! charge it to the program (nor does the shrinker then know what to shrink): the kernel has more memory.
 
+use crate::experiment::{Common, Stop};
 use crate::json::{Findings, Row, Verdict};
 use crate::peers::{self, Peer};
 use crate::process::{self, Outcome, Spec};
@@ -15,7 +16,7 @@ use crate::programs;
 use crate::size::{self, MIB, mib};
 use crate::stats::median;
 use crate::undo::{Keeper, Step};
-use crate::{data, machine, table};
+use crate::{data, machine};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -28,12 +29,8 @@ use uzswap_mm::shrinker::Policy;
 /// `uzswap lab shrinker`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Smaller programs, one run of each
-    #[arg(long)]
-    quick: bool,
-    /// Write the findings to FILE
-    #[arg(long, value_name = "FILE")]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    common: Common,
     /// The limit of the program with bursts [default: 48M, 16M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
@@ -123,21 +120,12 @@ struct Lab<'a> {
     replayed: Vec<BTreeMap<u32, f64>>,
 }
 
-/// Runs the experiment and returns the exit status.
-#[must_use]
-pub fn main(args: &Args) -> i32 {
-    process::unwind_on_signals();
-    match experiment(args) {
-        Ok(right) => i32::from(!right),
-        Err(_) if process::interrupted() => {
-            eprintln!("uzswap lab: interrupted; the machine is as it was");
-            130
-        }
-        Err(reason) => {
-            eprintln!("uzswap lab: {reason}");
-            1
-        }
-    }
+/// Runs the experiment; whether all that was read was right.
+///
+/// # Errors
+/// [`Stop`] when it cannot go on or is interrupted.
+pub fn run(args: &Args) -> Result<bool, Stop> {
+    Ok(experiment(args)?)
 }
 
 fn experiment(args: &Args) -> Result<bool, String> {
@@ -151,7 +139,7 @@ fn experiment(args: &Args) -> Result<bool, String> {
         keeper: &keeper,
         dir,
         uzswap: args.uzswap.clone().unwrap_or_else(|| exe.clone()),
-        runs: args.runs.unwrap_or(if args.quick { 1 } else { 5 }),
+        runs: args.runs.unwrap_or(if args.common.quick { 1 } else { 5 }),
         rows: Vec::new(),
         verdicts: Vec::new(),
         notes: Vec::new(),
@@ -160,19 +148,19 @@ fn experiment(args: &Args) -> Result<bool, String> {
     };
     let wants = |name: &str| args.only.is_empty() || args.only.iter().any(|n| n == name);
     if wants("bursts") {
-        let limit = args.memory.unwrap_or(if args.quick { 16 } else { 48 } * MIB);
-        let program = lab.bursts(&exe, limit, if args.quick { 3 } else { 12 })?;
+        let limit = args.memory.unwrap_or(if args.common.quick { 16 } else { 48 } * MIB);
+        let program = lab.bursts(&exe, limit, if args.common.quick { 3 } else { 12 })?;
         lab.program(&program)?;
     }
     if wants("build") {
-        match lab.build(args.quick)? {
+        match lab.build(args.common.quick)? {
             Some(program) => lab.program(&program)?,
             None => lab.notes.push("Not on this machine, so not measured: gcc.".to_owned()),
         }
     }
     lab.default_is_no_worse();
     let settings = json!({
-        "runs": lab.runs, "quick": args.quick, "swap_bytes": SWAP, "default_policy": Policy::default().name(),
+        "runs": lab.runs, "quick": args.common.quick, "swap_bytes": SWAP, "default_policy": Policy::default().name(),
         "seconds": start.elapsed().as_secs(), "notes": lab.notes,
     });
     let settings = if let Value::Object(map) = settings { map } else { Map::new() };
@@ -180,10 +168,7 @@ fn experiment(args: &Args) -> Result<bool, String> {
     let findings =
         Findings { experiment: "shrinker".to_owned(), machine: machine::describe(), settings, rows, verdicts };
     let subjects: Vec<_> = Subject::all().map(|s| (s.key(), s.title())).collect();
-    print!("{}", table::render(&findings, &subjects, &notes));
-    if let Some(path) = &args.json {
-        findings.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
-    }
+    findings.publish(&subjects, &notes, args.common.json.as_deref())?;
     Ok(right)
 }
 
