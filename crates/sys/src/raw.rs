@@ -56,6 +56,16 @@ pub fn open(path: &[u8], flags: i32) -> Result<i32, Errno> {
     unsafe { sys!(libc::SYS_openat, libc::AT_FDCWD, path.as_ptr(), flags | libc::O_CLOEXEC, 0) }.map(|fd| fd as i32)
 }
 
+/// Fills a buffer of at most 256 bytes with random numbers fit for keys.
+///
+/// # Errors
+/// The kernel's; `EIO` when it gave fewer.
+pub fn random(out: &mut [u8]) -> Result<(), Errno> {
+    // SAFETY: the buffer is writable and that long.
+    let n = unsafe { sys!(libc::SYS_getrandom, out.as_mut_ptr(), out.len(), 0) }?;
+    if n == out.len() { Ok(()) } else { Err(libc::EIO) }
+}
+
 /// A new descriptor of the process's standard error, whatever the calling thread's descriptor table is.
 ///
 /// # Errors

@@ -80,6 +80,9 @@ pub struct RunArgs {
     /// What goes to disk first: second-chance (the default), decaying, fifo, s3-fifo or reuse
     #[arg(long, value_name = "NAME")]
     pub swap_policy: Option<String>,
+    /// Encrypt what goes to disk, with a key that only the process which wrote it has
+    #[arg(long)]
+    pub encrypt_swap: bool,
     /// Folios
     #[command(flatten)]
     pub folios: FolioOptions,

@@ -27,6 +27,8 @@ pub struct Config {
     pub swap_dir: Option<PathBuf>,
     /// As `--swap-policy`.
     pub swap_policy: Option<String>,
+    /// As `--encrypt-swap`.
+    pub encrypt_swap: Option<bool>,
     /// As `--swap-in-ram`.
     pub swap_in_ram: Option<bool>,
     /// As `--quiet`.
@@ -64,6 +66,7 @@ impl Config {
             swap: args.swap.clone().or(file.swap),
             swap_dir: args.swap_dir.clone().or(file.swap_dir),
             swap_policy: args.swap_policy.clone().or(file.swap_policy),
+            encrypt_swap: Some(args.encrypt_swap || file.encrypt_swap.unwrap_or(false)),
             swap_in_ram: Some(args.swap_in_ram || file.swap_in_ram.unwrap_or(false)),
             compressor: args.compressor.clone().or(file.compressor),
             folios: args.folios.over(&file.folios),
@@ -154,8 +157,11 @@ mod tests {
         assert_eq!(config.compressor.as_deref(), Some("zstd:3"));
         assert_eq!(config.quiet, Some(true));
         assert_eq!(config.report.as_deref(), Some("r.json".as_ref()));
-        let config = Config::parse("swap = '4G'\nswap_dir = '/d'\nswap_in_ram = true\n").unwrap();
-        assert_eq!((config.swap.as_deref(), config.swap_in_ram), (Some("4G"), Some(true)));
+        let config = Config::parse("swap = '4G'\nswap-dir = '/d'\nswap-in-ram = true\nencrypt-swap = true\n").unwrap();
+        assert_eq!(
+            (config.swap.as_deref(), config.swap_in_ram, config.encrypt_swap),
+            (Some("4G"), Some(true), Some(true))
+        );
         assert_eq!(config.swap_dir.as_deref(), Some("/d".as_ref()));
         assert_eq!(Config::parse("").unwrap(), Config::default());
     }

@@ -6,11 +6,12 @@
 use crate::config::{Config, plain};
 use crate::size::{Size, human};
 use std::ffi::CString;
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::{Relaxed, Release};
@@ -38,6 +39,9 @@ impl Swap {
     /// Makes the swap file that is asked for, if one is. The error is one sentence.
     pub fn of(config: &Config) -> Result<Option<Swap>, String> {
         let Some(text) = &config.swap else {
+            if config.encrypt_swap == Some(true) {
+                return Err("--encrypt-swap encrypts what goes to disk, but there is none: add --swap SIZE".to_owned());
+            }
             return match (&config.swap_dir, &config.swap_policy) {
                 (None, None) => Ok(None),
                 (Some(_), _) => {
@@ -72,12 +76,15 @@ impl Swap {
                 plain(&e)
             )
         })?;
-        let swap = Swap::share(file, bytes, policy);
+        // (Where a file can be made without a name it has the permissions that any new file has.)
+        let private = file.set_permissions(Permissions::from_mode(0o600));
+        private.map_err(|e| format!("the swap file cannot be made private: {}", plain(&e)))?;
+        let swap = Swap::share(file, bytes, policy, config.encrypt_swap == Some(true));
         Ok(Some(swap.map_err(|e| format!("the swap file's books cannot be made: {}", plain(&e)))?))
     }
 
     /// Makes the books.
-    fn share(file: File, bytes: u64, policy: Policy) -> io::Result<Swap> {
+    fn share(file: File, bytes: u64, policy: Policy, encrypt: bool) -> io::Result<Swap> {
         // SAFETY: a constant name; the descriptor is owned at once.
         let fd = unsafe { libc::memfd_create(c"uzswap-swap".as_ptr(), libc::MFD_CLOEXEC) };
         if fd < 0 {
@@ -103,6 +110,7 @@ impl Swap {
         map.pid.store(std::process::id(), Relaxed);
         map.fd.store(swap.file.as_raw_fd(), Relaxed);
         map.policy.store(policy.number(), Relaxed);
+        map.encrypt.store(u32::from(encrypt), Relaxed);
         map.max_pool_percent.store(MAX_POOL_PERCENT, Relaxed);
         map.accept_threshold_percent.store(ACCEPT_THRESHOLD_PERCENT, Relaxed);
         map.magic.store(MAGIC, Release);
@@ -199,6 +207,8 @@ mod tests {
         let refusal = |config| Swap::of(&config).err().expect("it was not refused");
         assert!(refusal(lru(None)).contains("add --swap SIZE"));
         assert!(refusal(lru(Some("64M"))).contains("no policy is called `lru`"));
+        let key = Config { encrypt_swap: Some(true), ..Config::default() };
+        assert!(refusal(key).contains("--encrypt-swap") && Swap::of(&Config::default()).unwrap().is_none());
         assert!(refused(Some("50%"), None, false).contains("give bytes"));
         assert!(refused(Some("1x"), None, false).contains("no unit"));
         assert!(refused(Some("1K"), None, false).contains("256 KiB"));

@@ -62,6 +62,8 @@ pub struct ClusterMap {
     pub fd: AtomicI32,
     /// Policy of the shrinker: see [`uzswap_mm::shrinker::Policy::from_number`].
     pub policy: AtomicU32,
+    /// 1: what is written is encrypted, with a key of each process.
+    pub encrypt: AtomicU32,
     /// Share of the limit that the pools may take before objects are written back (percent).
     pub max_pool_percent: AtomicU32,
     /// Share of that down to which they are written back then (percent).

@@ -25,6 +25,7 @@
 
 pub mod clusters;
 mod io;
+mod seal;
 mod swapin;
 mod writeback;
 
@@ -36,19 +37,20 @@ use crate::pager::Pager;
 use crate::state::State;
 use clusters::ClusterMap;
 use core::sync::atomic::Ordering::*;
+use seal::{SEAL, Seal};
 use uzswap_mm::pagetable::{HINT_REUSED, Tag};
 use uzswap_mm::shrinker::{Entry, Policy, PoolFull, Shrinker};
 use uzswap_mm::swapfile::{Place, SwapFile};
 use writeback::RUN_BYTES;
 
-/// Bytes in front of an object on disk: the number of its first page.
+/// Bytes in front of an object on disk: the number of its first page. (Encrypted, it has [`SEAL`] more in front.)
 const FRONT: usize = 8;
 /// Pages due to be met from which on a round of the writing thread is worth while; in a small pool it is an eighth of it.
 const MOST_DUE: usize = 512;
 /// Pages of the largest object.
 const MOST_PAGES: usize = 16;
 /// Bytes of the largest object on disk: one stored raw.
-const MOST_OBJECT: usize = FRONT + object::head_bytes(4) + PAGE * MOST_PAGES;
+const MOST_OBJECT: usize = SEAL + FRONT + object::head_bytes(4) + PAGE * MOST_PAGES;
 
 /// An object that is being written.
 #[derive(Clone, Copy)]
@@ -65,6 +67,8 @@ pub struct Swap {
     /// This process's row there, once it has one.
     row: usize,
     books: SwapFile,
+    /// Where what goes to disk is encrypted.
+    seal: Option<Seal>,
     /// The pool's list.
     shrinker: Shrinker,
     pool_full: PoolFull,
@@ -80,13 +84,15 @@ pub struct Swap {
 }
 
 impl Swap {
-    /// Nothing on disk yet.
+    /// Nothing on disk yet. None, and no swap, when the books are wrong or no key can be had.
     pub fn of(map: &'static ClusterMap) -> Option<Box<Self>> {
         let books = SwapFile::new(map.geometry()?);
+        let seal = if map.encrypt.load(Relaxed) != 0 { Some(Seal::new()?) } else { None };
         Some(Box::new(Self {
             map,
             row: 0,
             books,
+            seal,
             shrinker: Shrinker::new(Policy::from_number(map.policy.load(Relaxed))),
             pool_full: PoolFull::default(),
             flights: Vec::new(),
@@ -95,6 +101,11 @@ impl Swap {
             rest_until: 0,
             on_disk: 0,
         }))
+    }
+
+    /// Bytes in front of an object on disk.
+    fn front(&self) -> usize {
+        FRONT + if self.seal.is_some() { SEAL } else { 0 }
     }
 
     /// Clusters this process refers to.
@@ -226,7 +237,7 @@ impl Pager {
     /// In a forked child, with the lock held: false when it cannot have its parent's pages on disk.
     pub(crate) fn inherit_swap(&self, s: &mut State) -> bool {
         let Some(swap) = s.swap.as_mut() else { return true };
-        let ok = self.take_inherited_row(swap.clusters());
+        let ok = self.take_inherited_row(swap.clusters()) && swap.seal.as_mut().is_none_or(Seal::renew);
         swap.row = self.own_row_if_any().unwrap_or(0);
         ok
     }

@@ -9,6 +9,7 @@
 //! then the page is lost, for this process alone, and it is told.
 
 use super::io::Trouble;
+use super::seal::SEAL;
 use super::writeback::{Block, blocks, bytes_of};
 use super::{FRONT, MOST_PAGES, checksum};
 use crate::object::{self, Header};
@@ -86,14 +87,17 @@ impl Pager {
     }
 
     /// Puts what was read where it belongs: the object of `vpn`, and what came along.
-    fn install(&self, s: &mut State, read: &Read, bytes: &[u8], vpn: u64) {
+    fn install(&self, s: &mut State, read: &Read, bytes: &mut [u8], vpn: u64) {
         let Some(swap) = s.swap.as_ref() else { return };
         let objects: Vec<(Place, Object)> = swap.books.objects_within(read.at, read.len).collect();
         let wanted = s.pt.get(vpn);
         for (place, object) in objects {
             let from = (offset(place) - read.at) as usize;
-            let bytes = &bytes[from..from + object.len];
-            if checksum(bytes) != object.check {
+            let bytes = &mut bytes[from..from + object.len];
+            let seal = s.swap.as_ref().and_then(|swap| swap.seal.as_ref());
+            let right = checksum(bytes) == object.check && seal.is_none_or(|seal| seal.open(bytes));
+            let bytes = if seal.is_some() && right { &bytes[SEAL..] } else { &bytes[..] };
+            if !right {
                 self.counters().swap_read_errors.fetch_add(1, Relaxed);
                 continue;
             }

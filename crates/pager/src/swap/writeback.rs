@@ -209,7 +209,7 @@ impl Pager {
                 continue;
             }
             let bytes = s.object(entry.handle).len();
-            if out != 0 && run.filled() + (FRONT + bytes).next_multiple_of(GRAIN) > run.bytes() {
+            if out != 0 && run.filled() + (swap.front() + bytes).next_multiple_of(GRAIN) > run.bytes() {
                 swap.shrinker.put_back(entry);
                 break;
             }
@@ -227,12 +227,16 @@ impl Pager {
     fn board(&self, s: &mut State, swap: &mut Swap, run: &mut Run, buffer: &mut [u8], entry: Entry, out: u16) {
         let object = s.object(entry.handle);
         object::set_flags(object, object::WRITING, 0);
-        let (at, len) = (run.filled(), FRONT + object.len());
+        let (at, front) = (run.filled(), swap.front());
+        let len = front + object.len();
         let padded = len.next_multiple_of(GRAIN);
         let space = &mut buffer[at..at + padded];
-        space[..FRONT].copy_from_slice(&entry.vpn.to_le_bytes());
-        space[FRONT..len].copy_from_slice(object);
+        space[front - FRONT..front].copy_from_slice(&entry.vpn.to_le_bytes());
+        space[front..len].copy_from_slice(object);
         space[len..].fill(0);
+        if let Some(seal) = &mut swap.seal {
+            seal.close(space);
+        }
         let place = swap.books.put(run, len, out, checksum(space)).expect("the caller saw that it fits");
         swap.flights.push(Flight { entry, place, pages: out });
         swap.shrinker.rotate(entry);

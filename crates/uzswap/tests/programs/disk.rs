@@ -69,6 +69,29 @@ fn arrays_of_five_times_the_limit() {
     check(&Subject::new("numpy sort", &[&python, &fixture("arrays.py"), &"sort"]), 24 * MIB, true);
 }
 
+/// What is on disk can be read there, and with `--encrypt-swap` cannot; a forked child has the key to what it inherits.
+#[test]
+fn an_encrypted_swap_file_says_nothing() {
+    const ENCRYPTED: [&str; 3] = [SWAP[0], SWAP[1], "--encrypt-swap"];
+    let _alone = alone();
+    let Some(python) = need("python3") else { return };
+    let secret = Subject::new("a secret on disk", &[&python, &fixture("secret.py"), &"64"]);
+    for (options, readable) in [(&SWAP[..], "readable"), (&ENCRYPTED[..], "unreadable")] {
+        let run = secret.clone().with(options).start_limited(32 * MIB).finish();
+        run.say(secret.name, readable, None);
+        assert!(run.status.success() && number(&run, "pswpout") > 0, "{}", run.describe());
+        assert_eq!(run.stdout.text(), format!("1 file {readable} 0 wrong\n"), "{}", run.describe());
+    }
+    let forks = Subject::new("forks, encrypted", &[&python, &fixture("forkdisk.py"), &"48"]);
+    check(&forks.with(&["--encrypt-swap"]), 32 * MIB, false);
+    let Some(disk) = compile_c("disk") else { return };
+    let lying = Subject::new("lying disk, encrypted", &[&disk, &"48", &"1"]).with(&ENCRYPTED);
+    let run = lying.start_limited_with(32 * MIB, &[("UZSWAP_TEST_FAULTS", "seed=6,swap_damage=1/2")]).finish();
+    let lost = number(&run, "poisoned");
+    assert!(lost > 0, "{}", run.describe());
+    assert_eq!(run.stdout.text(), format!("lost {lost}, wrong 0\n"), "{}", run.describe());
+}
+
 /// 10,000 transfers fail: not at all, in part, or in one bit. No byte may be wrong; what cannot be read after several
 /// tries is lost, and raises SIGBUS; what cannot be written stays in memory. The seed is printed.
 #[test]
@@ -76,7 +99,7 @@ fn a_disk_that_fails_loses_nothing_in_silence() {
     const TOLD: &str = "uzswap: a page could not be read back from the swap file";
     let _alone = alone();
     let Some(disk) = compile_c("disk") else { return };
-    let subject = Subject::new("failing disk", &[&disk, &"48", &"7"]).with(&SWAP);
+    let subject = Subject::new("failing disk", &[&disk, &"48", &"10"]).with(&SWAP);
     // (A disk without room is left alone for a second each time: more often than this the run would be all rest.)
     let new = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |t| t.as_secs());
     let faults = &format!("seed={new},swap_read=1/3,swap_write=1/3,swap_space=1/300");
