@@ -18,6 +18,11 @@ const AGENT: &str = "libuzswap_agent.so";
 pub fn agent_built() {
     static BUILD: Once = Once::new();
     BUILD.call_once(|| {
+        // Where tests run in the background SIGINT is ignored, which programs inherit, and no shell can trap.
+        for signal in [libc::SIGINT, libc::SIGQUIT] {
+            // SAFETY: the default is no function of ours.
+            unsafe { libc::signal(signal, libc::SIG_DFL) };
+        }
         let dir = Path::new(UZSWAP).parent().unwrap();
         let mut build = std::process::Command::new(env!("CARGO"));
         build.args(["build", "--quiet", "-p", "uzswap-agent"]).current_dir(env!("CARGO_MANIFEST_DIR"));
@@ -182,19 +187,11 @@ fn ignored_and_blocked_signals_stay_as_they_were() {
 /// Starts a script under uzswap and waits until it has written its first line.
 fn started(script: &str) -> (std::process::Child, std::io::BufReader<std::process::ChildStdout>) {
     agent_built();
-    let mut command = std::process::Command::new(UZSWAP);
-    command.args(["run", "-q", "-m", "256M", "--", "/bin/sh", "-c", script]).stdout(Stdio::piped());
-    // A shell cannot trap what was ignored when it started, as SIGINT is where the tests run in the background.
-    // SAFETY: only signal(2) is called between fork and exec.
-    unsafe {
-        command.pre_exec(|| {
-            for signal in 1..32 {
-                libc::signal(signal, libc::SIG_DFL);
-            }
-            Ok(())
-        });
-    }
-    let mut child = command.spawn().unwrap();
+    let mut child = std::process::Command::new(UZSWAP)
+        .args(["run", "-q", "-m", "256M", "--", "/bin/sh", "-c", script])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
     let mut output = std::io::BufReader::new(child.stdout.take().unwrap());
     let mut line = String::new();
     std::io::BufRead::read_line(&mut output, &mut line).unwrap();
