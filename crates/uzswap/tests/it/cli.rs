@@ -18,8 +18,9 @@ const AGENT: &str = "libuzswap_agent.so";
 pub fn agent_built() {
     static BUILD: Once = Once::new();
     BUILD.call_once(|| {
-        // Where tests run in the background SIGINT is ignored, which programs inherit, and no shell can trap.
-        for signal in [libc::SIGINT, libc::SIGQUIT] {
+        // Tests that run in the background, or under nohup, start with signals ignored, which programs inherit and no shell
+        // can trap.
+        for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGUSR1, libc::SIGUSR2] {
             // SAFETY: the default is no function of ours.
             unsafe { libc::signal(signal, libc::SIG_DFL) };
         }
