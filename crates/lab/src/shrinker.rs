@@ -125,10 +125,6 @@ struct Lab<'a> {
 /// # Errors
 /// [`Stop`] when it cannot go on or is interrupted.
 pub fn run(args: &Args) -> Result<bool, Stop> {
-    Ok(experiment(args)?)
-}
-
-fn experiment(args: &Args) -> Result<bool, String> {
     let start = Instant::now();
     let exe = std::env::current_exe().map_err(|e| e.to_string())?;
     let keeper = Keeper::start()?;

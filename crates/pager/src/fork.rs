@@ -55,9 +55,8 @@ impl Pager {
                 return s;
             }
             let pages = needed.into_iter().flat_map(|(from, to)| from / arena::PAGE..=to / arena::PAGE);
-            let is_in = |page: usize| matches!(s.pt.get(page as u64).tag(), Tag::Resident | Tag::None | Tag::Poisoned);
             // (What cannot be had after so many tries is not needed: a page beside the stack.)
-            if tries > 0 && pages.clone().all(is_in) || tries == 100 {
+            if tries > 0 && pages.clone().all(|page| is_in(&s, page)) || tries == 100 {
                 return s;
             }
             drop(s);
@@ -75,7 +74,7 @@ impl Pager {
     pub fn is_in_memory(&self, address: usize) -> bool {
         // SAFETY: before_fork took the lock in this thread.
         let s = unsafe { self.state.assume_locked() };
-        matches!(s.pt.get((address / arena::PAGE) as u64).tag(), Tag::Resident | Tag::None)
+        is_in(s, address / arena::PAGE)
     }
 
     /// After clone, in the parent; `child` is what clone returned.
@@ -155,4 +154,9 @@ impl Pager {
             s.zone.free(Kind::Hole, slot, order);
         }
     }
+}
+
+/// Whether a page that was touched is in the program, or cannot be any more.
+fn is_in(s: &State, page: usize) -> bool {
+    matches!(s.pt.get(page as u64).tag(), Tag::Resident | Tag::None | Tag::Poisoned)
 }

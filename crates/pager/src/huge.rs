@@ -173,17 +173,12 @@ impl Pager {
 
     /// Whether there is a block of frames for a huge page, once one was made where there was none.
     pub(crate) fn huge_frames(&self, s: &mut State) -> Result<bool, EventPending> {
-        if self.inject(Site::Frames).is_none() {
-            if let Some(slot) = s.zone.alloc(Kind::Frame, MAX_ORDER) {
-                s.zone.free(Kind::Frame, slot, MAX_ORDER);
-                return Ok(true);
-            }
-            if self.room_for_huge(s)? && self.new_huge(s) {
-                return Ok(true);
-            }
+        let found = self.inject(Site::Frames).is_none()
+            && (self.has_huge_frames(s) || (self.room_for_huge(s)? && self.new_huge(s)));
+        if !found {
+            self.counters().folios.count(MAX_ORDER, |c| &c.anon_fault_fallback);
         }
-        self.counters().folios.count(MAX_ORDER, |c| &c.anon_fault_fallback);
-        Ok(false)
+        Ok(found)
     }
 
     /// Reclaims until a huge page may be taken from the kernel; false when that is not to be had.
@@ -196,12 +191,7 @@ impl Pager {
             if self.at_floor(s) {
                 break;
             }
-            let mut batch = s.take_direct();
-            let staged = self.stage(s, BATCH_PAGES.saturating_sub(s.idle_staged()));
-            self.prepare(s, &mut batch, BATCH_PAGES, 0);
-            batch.compress(self);
-            let left = self.commit(s, &mut batch);
-            s.direct = Some(batch);
+            let (left, staged) = self.direct_round(s, BATCH_PAGES, 0);
             if left == 0 {
                 staged?;
                 break;

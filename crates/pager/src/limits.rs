@@ -173,22 +173,24 @@ impl Pager {
     /// Whether `bytes` more may be put in the swap file: the groups' `memory.swap.max`, of which `own` are this
     /// process's already. Refusals are counted.
     pub fn may_swap(&self, own: usize, bytes: usize) -> bool {
-        let others = self.others_use();
-        for (i, (node, n)) in self.chain_nodes().enumerate() {
-            if (own + others.swap[i] + bytes) as u64 > n.swap_max.load(Relaxed) {
-                self.group.count(node, |e| &e.swap_max, 1);
-                return false;
-            }
+        let refuses = self.without_swap_room(own, bytes);
+        if let Some(node) = refuses {
+            self.group.count(node, |e| &e.swap_max, 1);
         }
-        true
+        refuses.is_none()
     }
 
     /// The same, only asked.
     pub fn has_swap_room(&self, own: usize, bytes: usize) -> bool {
+        self.without_swap_room(own, bytes).is_none()
+    }
+
+    /// The first group of the chain that would then have more in the swap file than its `memory.swap.max`.
+    fn without_swap_room(&self, own: usize, bytes: usize) -> Option<usize> {
         let others = self.others_use();
-        let fits =
-            |(i, (_, n)): (usize, (usize, &Node))| (own + others.swap[i] + bytes) as u64 <= n.swap_max.load(Relaxed);
-        self.chain_nodes().enumerate().all(fits)
+        let mut levels = self.chain_nodes().enumerate();
+        let refuses = levels.find(|(i, (_, n))| (own + others.swap[*i] + bytes) as u64 > n.swap_max.load(Relaxed));
+        refuses.map(|(_, (node, _))| node)
     }
 
     /// Whether all groups of the chain let the pool be written back (`memory.zswap.writeback`).
@@ -222,9 +224,13 @@ impl Pager {
     /// Far above a `memory.max` whose members are to wait (`--on-full=wait`), faults wait for reclaim, whether or not it
     /// knows yet that there is nothing more to take.
     pub fn hold_back(&self, s: &State) {
+        // (Before anything is summed up: this is asked at every fault.)
+        let waits = |n: &Node| n.on_full.load(Relaxed) == ON_FULL_WAIT;
+        if !self.chain_nodes().any(|(_, n)| waits(n)) {
+            return;
+        }
         let far = self.over_max(s).filter(|o| o.charge - o.max > (o.max / 16).max(FAR_BYTES));
-        let wait = far.is_some_and(|o| self.group.nodes[o.node].on_full.load(Relaxed) == ON_FULL_WAIT);
-        if wait {
+        if far.is_some_and(|o| waits(&self.group.nodes[o.node])) {
             self.waits.store(true, SeqCst);
         }
     }

@@ -141,10 +141,7 @@ impl Pager {
         let uncharged = self.group.pool_uncharged.load(Relaxed) != 0;
         for s in self.others() {
             let ancestors = self.ancestors(s);
-            let mut charge = s.rss.load(Relaxed) as usize;
-            if uncharged {
-                charge = charge.saturating_sub(s.pool.load(Relaxed) as usize);
-            }
+            let charge = charge_of(s, uncharged);
             let levels = sums.iter_mut().zip(self.chain.nodes());
             levels.filter(|(_, at)| ancestors & 1 << **at != 0).for_each(|(sum, _)| *sum += charge);
         }
@@ -166,7 +163,7 @@ impl Pager {
             let levels = self.chain.nodes().iter().enumerate();
             for (i, _) in levels.filter(|(_, at)| ancestors & 1 << **at != 0) {
                 sums.resident[i] += rss.saturating_sub(pool);
-                sums.charge[i] += if uncharged { rss.saturating_sub(pool) } else { rss };
+                sums.charge[i] += charge_of(s, uncharged);
                 sums.swapped[i] += s.swapped.load(Relaxed) as usize;
                 sums.pool[i] += pool;
                 sums.swap[i] += s.swap.load(Relaxed) as usize;
@@ -200,6 +197,12 @@ impl Pager {
             self.me().uncharge();
         }
     }
+}
+
+/// What a member charges, as it last said it; the pool too, unless it is `uncharged`.
+fn charge_of(s: &Slot, uncharged: bool) -> usize {
+    let pool = if uncharged { s.pool.load(Relaxed) as usize } else { 0 };
+    (s.rss.load(Relaxed) as usize).saturating_sub(pool)
 }
 
 /// Wakes a member's reclaim thread, and with `poke` its ticker.

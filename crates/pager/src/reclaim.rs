@@ -148,7 +148,6 @@ impl Pager {
         s.rss = self.rss_now(s);
         self.publish(s);
         let over = ((self.excess(s) + margin / 2).max(0) as usize) / PAGE;
-        let mut batch = s.take_direct();
         if over > 0 {
             self.count_excess(s);
         }
@@ -161,14 +160,11 @@ impl Pager {
         let refused = self.zswap_is_full(s) && faults < self.refused_until.load(Relaxed);
         if !floor && !refused {
             let keep = self.stage_target(s);
-            let _ = self.stage(s, (keep + BATCH_PAGES).saturating_sub(s.idle_staged()));
-            self.prepare(s, &mut batch, BATCH_PAGES, keep);
-            batch.compress(self);
-            if self.commit(s, &mut batch) < BATCH_PAGES / 4 && self.zswap_is_full(s) {
+            let (left, _) = self.direct_round(s, BATCH_PAGES, keep);
+            if left < BATCH_PAGES / 4 && self.zswap_is_full(s) {
                 self.refused_until.store(faults + 32, Relaxed);
             }
         }
-        s.direct = Some(batch);
         if over > 0 {
             self.compact_pool(s);
         }
@@ -197,24 +193,28 @@ impl Pager {
     /// [`EventPending`]: nothing could be moved before an event is read.
     pub fn direct_reclaim(&self, s: &mut State, n: usize) -> Result<(), EventPending> {
         self.counters().direct_reclaim.fetch_add(1, Relaxed);
-        let mut batch = s.take_direct();
-        let mut result = Ok(());
         for _ in 0..4 {
             if s.zone.free_slots(Kind::Frame) >= n {
                 break;
             }
-            let staged = self.stage(s, n.clamp(16, BATCH_PAGES).saturating_sub(s.idle_staged()));
-            self.prepare(s, &mut batch, n.clamp(16, BATCH_PAGES), 0);
-            batch.compress(self);
-            if self.commit(s, &mut batch) == 0 && s.zone.free_slots(Kind::Frame) < n {
-                if staged.is_err() {
-                    result = Err(EventPending);
-                }
-                break;
+            let (left, staged) = self.direct_round(s, n.clamp(16, BATCH_PAGES), 0);
+            if left == 0 && s.zone.free_slots(Kind::Frame) < n {
+                return staged;
             }
         }
+        Ok(())
+    }
+
+    /// One round of reclaim in the calling thread, which holds the lock: `want` pages are staged beyond the `keep` that stay
+    /// so, and stored. Returns the pages that left, and whether an unread event kept any from being staged.
+    pub(crate) fn direct_round(&self, s: &mut State, want: usize, keep: usize) -> (usize, Result<(), EventPending>) {
+        let mut batch = s.take_direct();
+        let staged = self.stage(s, (keep + want).saturating_sub(s.idle_staged()));
+        self.prepare(s, &mut batch, want, keep);
+        batch.compress(self);
+        let left = self.commit(s, &mut batch);
         s.direct = Some(batch);
-        result
+        (left, staged.map(|_| ()))
     }
 
     /// Gives up to `pages` free frames back to the kernel.

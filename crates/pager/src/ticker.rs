@@ -112,9 +112,8 @@ impl Pager {
             *unknown_before = unknown.min(*unknown_before);
         }
         self.publish(&s);
-        let over = self.excess(&s) > 0;
-        s.placement.look(self.reclaimer.load(Relaxed), over);
         let excess = self.excess(&s);
+        s.placement.look(self.reclaimer.load(Relaxed), excess > 0);
         let over = excess > 0 || (!self.handler_reclaims(&s) && excess + self.margin() as isize > 0);
         drop(s);
         if over {
