@@ -259,6 +259,22 @@ impl Decompressor {
         };
         if len == Some(dst.len()) { Ok(()) } else { Err(Corrupt) }
     }
+
+    /// Decodes `src`, which decodes to as many bytes as `dst` has, until the first `wanted` of them are there; returns how
+    /// many are (all, where the codec cannot stop half way). What `dst` holds behind them is undefined.
+    pub fn decompress_start(
+        &mut self,
+        encoding: Encoding,
+        src: &[u8],
+        dst: &mut [u8],
+        wanted: usize,
+    ) -> Result<usize, Corrupt> {
+        let wanted = wanted.min(dst.len());
+        if encoding != Encoding::Lz4 || wanted == dst.len() {
+            return self.decompress(encoding, src, dst).map(|()| dst.len());
+        }
+        lz4::decompress_start(src, dst, wanted).filter(|len| *len >= wanted).ok_or(Corrupt)
+    }
 }
 
 impl Default for Decompressor {

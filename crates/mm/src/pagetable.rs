@@ -121,7 +121,12 @@ pub const HINT_RANDOM: u8 = 4;
 pub const HINT_REUSED: u8 = 8;
 
 /// The block is part of a folio that left as a huge page.
-pub const HINT_HUGE: u8 = 8;
+pub const HINT_HUGE: u8 = 16;
+// (Two of them once had the same bit: with a swap file each block that was read back was taken for a huge page's.)
+const _: () = assert!(
+    HINT_SEQUENTIAL + HINT_WRITTEN + HINT_RANDOM + HINT_REUSED + HINT_HUGE
+        == HINT_SEQUENTIAL | HINT_WRITTEN | HINT_RANDOM | HINT_REUSED | HINT_HUGE
+);
 
 struct Leaf {
     ptes: [Pte; LEAF_PAGES as usize],

@@ -22,6 +22,10 @@ use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
 use uzswap_sys::uffd::Partial;
 
+/// Order of the largest blocks of which one page alone is brought. To decompress 16 KiB of lz4 as far as a page costs 3 µs
+/// on average, to store a page anew 6 and the room it has in its block; from 32 KiB on the block comes, and is stored anew.
+pub(crate) const SMALL_BLOCK: u8 = 2;
+
 /// What a fault brings, counted when it is done.
 pub(crate) struct Delivery {
     r: Request,
@@ -35,11 +39,13 @@ pub(crate) struct Delivery {
     missed: bool,
     /// Whether only the page touched is to come (the lab's comparison).
     pub(crate) only_touched: bool,
+    /// Whether the page touched comes alone by choice: what is around it is read at random.
+    alone: bool,
 }
 
 impl Delivery {
-    pub(crate) fn of(r: Request) -> Self {
-        Self { r, pages: 0, from_pool: 0, largest: 0, wanted: 0, missed: false, only_touched: false }
+    pub(crate) fn of(r: Request, alone: bool) -> Self {
+        Self { r, pages: 0, from_pool: 0, largest: 0, wanted: 0, missed: false, only_touched: false, alone }
     }
 }
 
@@ -72,7 +78,7 @@ impl Pager {
             // SAFETY: scratch is a block, and n pages at most one.
             None => unsafe { core::slice::from_raw_parts_mut(to, n * PAGE) },
         };
-        let filled = self.fill(s, vpn, buffer);
+        let filled = self.fill(s, vpn, buffer, d.alone);
         let (src, filled_n) = (buffer.as_ptr() as usize, filled);
         if filled_n == 0 {
             if let Some((slot, o)) = frames {
@@ -106,7 +112,7 @@ impl Pager {
                 // Past the end of its mapping, read-only, or a neighbour is there: the page alone, by copy.
                 libc::EEXIST | libc::EINVAL | libc::ENOENT | libc::EBUSY | libc::EFAULT => {
                     let mut one = [0u8; PAGE];
-                    if self.fill(s, vpn, &mut one) == 1 && self.copy_in(s, vpn, one.as_ptr() as usize, 1)? {
+                    if self.fill(s, vpn, &mut one, d.alone) == 1 && self.copy_in(s, vpn, one.as_ptr() as usize, 1)? {
                         brought = 1;
                     }
                 }
@@ -180,8 +186,9 @@ impl Pager {
         one_in != 0 && !folios.scarce_seen.fetch_add(1, Relaxed).is_multiple_of(one_in)
     }
 
-    /// Fills a buffer with the pages from `vpn` on; returns how many it could.
-    fn fill(&self, s: &mut State, vpn: u64, buffer: &mut [u8]) -> usize {
+    /// Fills a buffer with the pages from `vpn` on; returns how many it could. Of a block of which one page is wanted `alone`
+    /// no more is decompressed than that takes.
+    fn fill(&self, s: &mut State, vpn: u64, buffer: &mut [u8], alone: bool) -> usize {
         let n = buffer.len() / PAGE;
         let mut i = 0;
         while i < n {
@@ -204,7 +211,7 @@ impl Pager {
                 continue;
             }
             // (A damaged block may still have pages that are right.)
-            if !self.fill_part(s, vpn + i as u64, pte, &mut buffer[i * PAGE..(i + 1) * PAGE]) {
+            if !self.fill_part(s, vpn + i as u64, pte, &mut buffer[i * PAGE..(i + 1) * PAGE], alone) {
                 break;
             }
             i += 1;
@@ -228,28 +235,31 @@ impl Pager {
         }
     }
 
-    /// Fills one page from a block of several, decompressing the block once for all of them.
-    fn fill_part(&self, s: &mut State, vpn: u64, pte: Pte, page: &mut [u8]) -> bool {
+    /// Fills one page from a block of several, decompressing the block once for all of them, or as far as the page if it
+    /// is wanted `alone`.
+    fn fill_part(&self, s: &mut State, vpn: u64, pte: Pte, page: &mut [u8], alone: bool) -> bool {
         let (handle, index) = (pte.handle(), pte.index());
         let known = s.decoded.iter().position(|d| d.handle == Some(handle));
         let at = known.unwrap_or_else(|| {
             s.decoded_next = (s.decoded_next + 1) % s.decoded.len();
             s.decoded_next
         });
-        if known.is_none() {
+        if known.is_none() || s.decoded[at].pages <= index {
             let pages = 1usize << object::order(s.object(handle));
             if pages > 1 {
                 self.count_read(s, handle);
             }
+            let wanted = if alone { index + 1 } else { pages };
             let mut bytes = core::mem::take(&mut s.decoded[at].bytes);
-            let ok = decompress(s, handle, &mut bytes[..pages * PAGE]);
+            let decoded = decompress_start(s, handle, &mut bytes[..pages * PAGE], wanted * PAGE);
             s.decoded[at] = Decoded {
-                handle: ok.then_some(handle),
+                handle: decoded.map(|_| handle),
+                pages: decoded.unwrap_or(0) / PAGE,
                 bytes,
                 vpn: vpn.saturating_sub(index as u64),
                 fresh: pages > 1,
             };
-            if !ok {
+            if decoded.is_none() {
                 self.counters().folios.block_failed.fetch_add(1, Relaxed);
                 return false;
             }
@@ -264,7 +274,8 @@ impl Pager {
             return;
         }
         let c = self.counters();
-        let keep = s.pt.hints(vpn) & HINT_WRITTEN == 0 && !self.crowded(s);
+        let unwritten = s.pt.hints(vpn) & HINT_WRITTEN == 0;
+        let crowded = self.crowded_out(s);
         let random = s.pt.hints(vpn) & HINT_RANDOM != 0;
         let mut copies = [None; MOST];
         let (mut from_pool, mut close) = ([0usize; MOST], false);
@@ -277,15 +288,17 @@ impl Pager {
                     s.swapped -= 1;
                     close |= s.refault_distance(pte) < s.lru.active.pages();
                     let head = Header::read(s.object(pte.handle()));
-                    // A copy of what did not compress would be paid twice; and a block of several pages that is read
-                    // at random is to be stored anew, page by page, or each read would decompress all of it.
+                    // A copy of what did not compress would be paid twice; what is read at random is to be stored anew,
+                    // page by page, or each read would decompress more than it uses; and where memory is very short
+                    // nothing has one. But a page that came alone has its place in the block anyway.
                     let worth = !matches!(head.encoding, Encoding::Raw) && (head.order == 0 || !random);
+                    let keep = unwritten && (d.alone && head.order > 0 || worth && !crowded);
                     // Each page has its own fate: only the one written to is known to change.
                     let written = d.r.write && at == d.r.vpn;
                     if written && head.order > 0 {
                         c.folios.block_partial_write.fetch_add(1, Relaxed);
                     }
-                    if keep && worth && !written && s.copy_index(at, pte.handle()) == pte.index() {
+                    if keep && !written && s.copy_index(at, pte.handle()) == pte.index() {
                         *copy = Some(pte.handle());
                     } else {
                         s.release(pte.handle(), pte.index());
@@ -335,7 +348,7 @@ impl Pager {
         }
         for i in 0..s.decoded.len() {
             if core::mem::take(&mut s.decoded[i].fresh) {
-                self.note_left_behind(s, i);
+                self.note_left_behind(s, i, d.alone);
             }
             if d.only_touched {
                 s.decoded[i].handle = None;
@@ -344,7 +357,7 @@ impl Pager {
     }
 
     /// Remembers a block of which a fault could not deliver all.
-    fn note_left_behind(&self, s: &mut State, i: usize) {
+    fn note_left_behind(&self, s: &mut State, i: usize, alone: bool) {
         let Some(handle) = s.decoded[i].handle else { return };
         let (vpn, pages) = (s.decoded[i].vpn, 1u64 << object::order(s.object(handle)));
         let left = (vpn..vpn + pages).any(|at| {
@@ -353,7 +366,8 @@ impl Pager {
         });
         if left {
             self.counters().folios.block_partial_read.fetch_add(1, Relaxed);
-            if s.left_behind.len() < LEFT_MOST {
+            // (What was left by choice is not expected to be wanted.)
+            if !alone && s.left_behind.len() < LEFT_MOST {
                 s.left_behind.insert(handle);
             }
         }
@@ -378,8 +392,13 @@ pub(crate) fn decode(s: &mut State, handle: u32, out: &mut [u8]) -> bool {
 }
 
 fn decompress(s: &mut State, handle: u32, out: &mut [u8]) -> bool {
+    decompress_start(s, handle, out, out.len()).is_some()
+}
+
+/// Decompresses an object, which has as many bytes as `out`, until `wanted` of them are there; returns how many are.
+fn decompress_start(s: &mut State, handle: u32, out: &mut [u8], wanted: usize) -> Option<usize> {
     let object = s.object(handle);
     let head = Header::read(object);
     let body = &object[object::head_bytes(head.order)..];
-    s.decompressor.decompress(head.encoding, &body[..head.len], out).is_ok()
+    s.decompressor.decompress_start(head.encoding, &body[..head.len], out, wanted).ok()
 }

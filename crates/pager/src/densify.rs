@@ -1,9 +1,9 @@
 //! Recompression: what lz4 stored becomes denser with zstd, when the pool crowds the program out.
 //!
 //! lz4 is the warm codec: fast, and good enough while memory suffices. Where the pool takes more than half of the limit
-//! memory is scarcer than time: what is stored from then on is stored with zstd, clean pages keep no copy, and the sweep
-//! below goes over the page table and recompresses what lz4 stored before. It does a few units at a time, on the way of
-//! other work, and rests after a pass that gained little until the pool has grown again.
+//! memory is scarcer than time: what is stored from then on is stored with zstd, and the sweep below goes over the page
+//! table and recompresses what lz4 stored before. It does a few units at a time, on the way of other work, and rests after
+//! a pass that gained little until the pool has grown again. From three quarters on clean pages keep no copy either.
 //!
 //! Invariant: an object is replaced only when every page that refers to it was found, and all of them change to the new
 //! one under one hold of the lock; what cannot be decompressed or does not get smaller stays as it is.
@@ -39,6 +39,12 @@ impl Pager {
     /// Whether the pool takes so much of the limit that memory is scarcer than time.
     pub fn crowded(&self, s: &State) -> bool {
         s.pool.held_bytes() > self.limit() / 2 && self.group.pool_uncharged.load(Relaxed) == 0
+    }
+
+    /// Whether it takes so much that clean pages keep no copy, and what is read at random leaves its block: room that the
+    /// program has more use for.
+    pub fn crowded_out(&self, s: &State) -> bool {
+        s.pool.held_bytes() > self.limit() / 4 * 3 && self.group.pool_uncharged.load(Relaxed) == 0
     }
 
     /// Recompresses up to `units` objects; true when the pool got smaller.

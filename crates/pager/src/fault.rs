@@ -18,11 +18,13 @@
 //! How much one fault brings follows the access: a fault at the end of an earlier one is sequential and widens the
 //! window fourfold up to 512 KiB; any other brings one page. A block that is decompressed for it comes whole: in
 //! contiguous frames and one piece, else decompressed once and page by page in the same fault, else the page touched
-//! alone (see `deliver`).
+//! alone (see `deliver`). Where the last fault was at random too, and none of the last ones near, the neighbours in a
+//! small block are not expected to be wanted: the page comes alone, and the block stays as the copy of all its pages.
 
 use crate::arena::PAGE;
-use crate::deliver::Delivery;
+use crate::deliver::{Delivery, SMALL_BLOCK};
 use crate::inject::Site;
+use crate::object;
 use crate::pager::Pager;
 use crate::placement::Helpers;
 use crate::state::{BLOCK_PAGES, FOLIO_PAGES, State};
@@ -36,6 +38,9 @@ use uzswap_sys::{lock, sys, thread};
 
 /// Pages one fault brings at most. Mapping 64 KiB in one call costs 5 µs in all, 512 KiB 16: beyond that little is won.
 const WINDOW_PAGES: usize = 128;
+
+/// A fault in the same aligned run of so many pages as one of the last is near it.
+const NEAR_PAGES: u64 = 4;
 
 /// How often a full group is looked at again while faults wait for room (milliseconds).
 const FULL_MS: i32 = 20;
@@ -208,16 +213,24 @@ impl Pager {
         if matches!(first.tag(), Tag::Poisoned) {
             return self.poison(s, r.vpn);
         }
+        let scattered = s.pt.hints(r.vpn) & HINT_RANDOM != 0 && !is_near(s, r.vpn);
         let (n, stream, sequential) = self.window(s, r.vpn);
+        let alone = scattered && !sequential && first.tag() == Tag::Compressed && !self.crowded_out(s) && {
+            object::order(s.object(first.handle())) <= SMALL_BLOCK
+        };
         let (set, clear) = if sequential { (HINT_SEQUENTIAL, HINT_RANDOM) } else { (HINT_RANDOM, HINT_SEQUENTIAL) };
         if first.tag() != Tag::None || sequential {
             s.pt.hint(r.vpn, set, clear);
         }
         let huge = self.wants_huge(s, r.vpn) && self.huge_frames(s)?;
-        let (mut at, end) = if huge { (r.vpn, r.vpn + FOLIO_PAGES as u64) } else { whole_blocks(s, r.vpn, n) };
+        let (mut at, end) = match (huge, alone) {
+            (true, _) => (r.vpn, r.vpn + FOLIO_PAGES as u64),
+            (_, true) => (r.vpn, r.vpn + 1),
+            _ => whole_blocks(s, r.vpn, n),
+        };
         // Who goes on in sequence meets the next fault there.
         s.streams[stream].0 = end;
-        let mut d = Delivery::of(r);
+        let mut d = Delivery::of(r, alone && !huge);
         while at < end {
             let left = (end - at) as usize;
             let got = match s.pt.get(at).tag() {
@@ -226,6 +239,8 @@ impl Pager {
                 Tag::None | Tag::Zero | Tag::Compressed => self.bring_out(s, at, left, &mut d),
                 // Another fault on the page was first, or the page vanished (MADV_FREE): zeros if missing.
                 Tag::Resident if at == r.vpn => self.bring_lost(s, at),
+                // What is there already ends neither a block nor a sequence.
+                Tag::Resident | Tag::Busy if at != r.vpn => Ok(1),
                 _ => Ok(0),
             };
             match got {
@@ -353,20 +368,24 @@ impl Pager {
     }
 }
 
+/// Whether one of the last faults was close by.
+fn is_near(s: &State, vpn: u64) -> bool {
+    s.streams.iter().any(|(next, _)| next.wrapping_sub(1) / NEAR_PAGES == vpn / NEAR_PAGES)
+}
+
 /// The pages to bring for a fault that wants `n` from `vpn` on: blocks that must be decompressed for them come whole,
 /// so that none is decompressed twice for one use.
 fn whole_blocks(s: &State, vpn: u64, n: usize) -> (u64, u64) {
-    let (mut start, mut end) = (vpn, vpn + n as u64);
-    let block = |at: u64| Some(s.pt.get(at)).filter(|p| p.tag() == Tag::Compressed).map(|p| p.handle());
-    if let Some(first) = block(start) {
-        while start > 0 && block(start - 1) == Some(first) {
-            start -= 1;
-        }
-    }
-    if let Some(last) = block(end - 1) {
-        while block(end) == Some(last) {
-            end += 1;
-        }
-    }
-    (start, end)
+    let block = |at: u64| {
+        let pte = Some(s.pt.get(at)).filter(|p| p.tag() == Tag::Compressed)?;
+        let first = at.checked_sub(pte.index() as u64)?;
+        let in_it = |at: &u64| {
+            let other = s.pt.get(*at);
+            other.tag() == Tag::Compressed && other.handle() == pte.handle()
+        };
+        let pages = first..first + (1 << object::order(s.object(pte.handle())));
+        Some((pages.clone().find(in_it)?, pages.rev().find(in_it)? + 1))
+    };
+    let end = vpn + n as u64;
+    (block(vpn).map_or(vpn, |(first, _)| first), block(end - 1).map_or(end, |(_, end)| end))
 }

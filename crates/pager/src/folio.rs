@@ -109,9 +109,9 @@ pub struct FolioCounters {
     pub block_read: AtomicU64,
     /// Blocks that could not be decompressed, or not be stored (blocks).
     pub block_failed: AtomicU64,
-    /// Faults that decompressed a block and could not deliver all of it (blocks).
+    /// Faults that decompressed a block and did not deliver all of it: they could not, or the page was read at random (blocks).
     pub block_partial_read: AtomicU64,
-    /// Blocks decompressed again for what an earlier partial read had left behind (blocks).
+    /// Blocks decompressed again for what an earlier partial read could not deliver (blocks).
     pub block_read_again: AtomicU64,
     /// Blocks left by a page that was written to, which is compressed anew (pages).
     pub block_partial_write: AtomicU64,

@@ -194,7 +194,13 @@ mod tests {
         let held = s.pool.held_bytes();
         assert_eq!(s.pool.slab_of(Handle::from_raw(handle_of(&s, first))).len * 2, held);
         for vpn in [first, second] {
-            s.decoded.push(Decoded { handle: Some(handle_of(&s, vpn)), bytes: Vec::new(), vpn, fresh: false });
+            s.decoded.push(Decoded {
+                handle: Some(handle_of(&s, vpn)),
+                bytes: Vec::new(),
+                pages: 0,
+                vpn,
+                fresh: false,
+            });
             s.left_behind.insert(handle_of(&s, vpn));
         }
         (s, first, second)

@@ -38,8 +38,10 @@ const STAMP_MASK: u32 = 0x1f_ffff;
 pub struct Decoded {
     /// The object, None when the buffer holds nothing.
     pub handle: Option<u32>,
-    /// Its pages.
+    /// Its pages, of which the first `pages` were decompressed.
     pub bytes: Vec<u8>,
+    /// Pages.
+    pub pages: usize,
     /// Where its first page is in the program.
     pub vpn: u64,
     /// Whether this fault decompressed it.
@@ -138,7 +140,9 @@ impl State {
             pool: ZsPool::new(arena::POOL_BYTES - (4 << 20)),
             pool_rest: 0,
             decompressor: Decompressor::new(),
-            decoded: (0..4).map(|_| Decoded { handle: None, bytes: vec![0; BLOCK], vpn: 0, fresh: false }).collect(),
+            decoded: (0..4)
+                .map(|_| Decoded { handle: None, bytes: vec![0; BLOCK], pages: 0, vpn: 0, fresh: false })
+                .collect(),
             decoded_next: 0,
             scratch: vec![0; BLOCK],
             stamp: 0,

@@ -20,6 +20,13 @@ unsafe extern "C" {
         acceleration: c_int,
     ) -> c_int;
     fn LZ4_decompress_safe(src: *const c_char, dst: *mut c_char, src_len: c_int, dst_len: c_int) -> c_int;
+    fn LZ4_decompress_safe_partial(
+        src: *const c_char,
+        dst: *mut c_char,
+        src_len: c_int,
+        wanted: c_int,
+        dst_len: c_int,
+    ) -> c_int;
 }
 
 /// Trades ratio for speed; see the figures in `codec`.
@@ -69,5 +76,16 @@ pub(super) fn decompress(src: &[u8], dst: &mut [u8]) -> Option<usize> {
     // SAFETY: src and dst are valid for their lengths and do not overlap; the safe decoder checks every length it
     // reads, and stays within both whatever the bytes.
     let len = unsafe { LZ4_decompress_safe(src.as_ptr().cast(), dst.as_mut_ptr().cast(), src_len, dst_len) };
+    usize::try_from(len).ok()
+}
+
+/// Decodes until `wanted` bytes are there, or the end. The length decoded, `None` when `src` is no block so far.
+pub(super) fn decompress_start(src: &[u8], dst: &mut [u8], wanted: usize) -> Option<usize> {
+    let src_len = c_int::try_from(src.len()).ok()?;
+    let dst_len = c_int::try_from(dst.len()).ok()?;
+    let wanted = c_int::try_from(wanted.min(dst.len())).ok()?;
+    // SAFETY: as in `decompress`; `wanted` is at most dst_len.
+    let len =
+        unsafe { LZ4_decompress_safe_partial(src.as_ptr().cast(), dst.as_mut_ptr().cast(), src_len, wanted, dst_len) };
     usize::try_from(len).ok()
 }

@@ -60,6 +60,47 @@ fn round_trips() {
     }
 }
 
+/// Of an object no more need be decoded than up to what is wanted; what is there then is right.
+#[test]
+fn the_start_of_an_object_alone() {
+    let mut decompressor = Decompressor::new();
+    for algorithm in ALGORITHMS {
+        let mut compressor = Compressor::new(algorithm);
+        for sample in samples(16_384) {
+            let mut object = vec![0; 16_384];
+            let Some((encoding, written)) = compressor.compress(&sample, &mut object) else { continue };
+            for wanted in [0, 1, 4096, 8192, 12_288, 16_384, 20_000] {
+                let mut back = vec![1; 16_384];
+                let there = decompressor.decompress_start(encoding, &object[..written], &mut back, wanted).unwrap();
+                assert!((wanted.min(16_384)..=16_384).contains(&there), "{algorithm}: {there} of {wanted}");
+                assert!(back[..there] == sample[..there], "{algorithm}: the first {wanted}");
+            }
+        }
+    }
+}
+
+/// As for whole objects: whatever the bytes, nothing outside is touched and what is too short is told.
+#[test]
+fn the_start_of_a_damaged_object() {
+    let mut decompressor = Decompressor::new();
+    let mut compressor = Compressor::new(Algorithm::Lz4);
+    let sample = &samples(16_384)[5];
+    let mut object = vec![0; 16_384];
+    let (encoding, written) = compressor.compress(sample, &mut object).unwrap();
+    let mut back = vec![0; 16_384];
+    for cut in 0..written / 8 {
+        // (What an eighth of the object holds is not half of what all of it holds, here.)
+        let short = decompressor.decompress_start(encoding, &object[..cut], &mut back, 8192);
+        assert_eq!(short, Err(Corrupt), "{cut} bytes");
+    }
+    for (i, seed) in (0..written).step_by(7).zip(1..) {
+        let mut damaged = object[..written].to_vec();
+        damaged[i] ^= random(1, seed)[0] | 1;
+        let _ = decompressor.decompress_start(encoding, &damaged, &mut back, 4096 * (1 + i % 4));
+    }
+    assert_eq!(decompressor.decompress_start(Encoding::Raw, &object[..100], &mut back, 10), Err(Corrupt));
+}
+
 /// Levels 20 to 22 were taken for 19 once.
 #[test]
 fn the_best_levels_of_zstd_are_used() {
