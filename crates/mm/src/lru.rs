@@ -5,7 +5,8 @@
 //! a folio comes to the tail of *inactive*; from its head it is staged; refaulted it comes to the tail of *active*,
 //! which is aged only when inactive is the smaller part (the rule of the kernel's inactive_is_low, ratio 1:1 at these
 //! sizes). A folio read back from the pool whose refault distance (evictions since it left) is within the size of
-//! active goes to active at once, as in the kernel's workingset.
+//! active goes to active at once, as in the kernel's workingset. What cannot be moved out as it is mapped (read-only,
+//! locked) waits on *unevictable*, where nobody meets it, and is tried again now and then.
 //!
 //! Invariant: entries are hints. An entry whose page-table entry has gone on (another stamp) is stale and skipped, so
 //! nothing has to be unlinked when memory is unmapped. Owner: the pager's lock.
@@ -92,9 +93,46 @@ pub struct Lru {
     pub active: Ring,
     /// Moved out, not yet compressed.
     pub staged: Ring,
+    /// Cannot be moved out as it is mapped now.
+    pub unevictable: Ring,
+}
+
+/// A list of the resident set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum List {
+    /// [`Lru::inactive`].
+    Inactive,
+    /// [`Lru::active`].
+    Active,
+    /// [`Lru::unevictable`].
+    Unevictable,
 }
 
 impl Lru {
+    /// Adds a folio at the tail of a list.
+    pub fn push(&mut self, list: List, e: Entry) {
+        match list {
+            List::Inactive => self.inactive.push(e),
+            List::Active => self.active.push(e),
+            List::Unevictable => self.unevictable.push(e),
+        }
+    }
+
+    /// What was unevictable may have changed: it is inactive again. Returns the pages.
+    pub fn rescue(&mut self) -> usize {
+        let pages = self.unevictable.pages();
+        while let Some(e) = self.unevictable.pop() {
+            self.inactive.push(e);
+        }
+        self.unevictable = Ring::default();
+        pages
+    }
+
+    /// Bytes of the lists themselves.
+    pub fn metadata_bytes(&self) -> usize {
+        [&self.inactive, &self.active, &self.staged, &self.unevictable].map(Ring::metadata_bytes).iter().sum()
+    }
+
     fn oldest(&mut self) -> &mut Ring {
         let from_active = self.active.pages() > self.inactive.pages();
         if from_active || self.inactive.is_empty() { &mut self.active } else { &mut self.inactive }

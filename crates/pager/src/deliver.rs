@@ -17,6 +17,7 @@ use crate::pager::Pager;
 use crate::state::{BLOCK_PAGES, Decoded, FOLIO_PAGES, LEFT_MOST, State};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::Encoding;
+use uzswap_mm::lru::List;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN, Pte, Tag};
 use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
@@ -109,12 +110,11 @@ impl Pager {
             match error {
                 libc::EAGAIN => return Err(EventPending),
                 libc::EEXIST if filled_n == 1 => self.uffd().wake(vpn as usize * PAGE, PAGE),
-                // Past the end of its mapping, read-only, or a neighbour is there: the page alone, by copy.
+                // Past the end of its mapping, read-only, or a neighbour is there: by copy, as much of a block as goes.
+                // (The frames were not moved, and nobody else has had them since.)
                 libc::EEXIST | libc::EINVAL | libc::ENOENT | libc::EBUSY | libc::EFAULT => {
-                    let mut one = [0u8; PAGE];
-                    if self.fill(s, vpn, &mut one, d.alone) == 1 && self.copy_in(s, vpn, one.as_ptr() as usize, 1)? {
-                        brought = 1;
-                    }
+                    let n = if frames.is_some() { filled_n.min(BLOCK_PAGES) } else { 1 };
+                    brought = self.copy_some(s, vpn, src, n)?;
                 }
                 _ => {}
             }
@@ -125,6 +125,27 @@ impl Pager {
             self.brought_out::<FOLIO_PAGES>(s, vpn, brought, d);
         }
         Ok(brought)
+    }
+
+    /// Copies as many of `n` pages as go, and fit into the mapping; wakes who waits when none does.
+    fn copy_some(&self, s: &mut State, vpn: u64, src: usize, mut n: usize) -> Result<usize, EventPending> {
+        loop {
+            // SAFETY: the caller passes readable memory of ours.
+            let copied = match unsafe { self.copy(vpn, src, n * PAGE) } {
+                Ok(()) => n,
+                Err((0, libc::EAGAIN)) => return Err(EventPending),
+                Err((0, _)) if n > 1 => {
+                    n /= 2;
+                    continue;
+                }
+                Err((bytes, _)) => bytes / PAGE,
+            };
+            if copied == 0 {
+                self.uffd().wake(vpn as usize * PAGE, PAGE);
+            }
+            s.rss += copied * PAGE;
+            return Ok(copied);
+        }
     }
 
     /// Moves in as many of `n` frames as fit into the mapping.
@@ -311,7 +332,7 @@ impl Pager {
                 _ => {}
             }
         }
-        s.list_resident(vpn, n, close, |i| copies[i]);
+        s.list_resident(vpn, n, if close { List::Active } else { List::Inactive }, |i| copies[i]);
         for ((at, some), loaded) in (vpn..).step_by(16).zip(copies[..n].chunks(16)).zip(from_pool) {
             note_brought(s, at, some, loaded > 0, d.r.write && (at..at + 16).contains(&d.r.vpn));
             d.from_pool += loaded;

@@ -13,6 +13,7 @@ use crate::inject::Site;
 use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
+use uzswap_mm::lru::List;
 use uzswap_mm::pagetable::Tag;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{maps, pagemap};
@@ -80,7 +81,7 @@ impl Pager {
                 while at + n < end && n < 512 && s.pt.get(at + n) == uzswap_mm::pagetable::Pte::NONE {
                     n += 1;
                 }
-                s.list_resident(at, n as usize, false, |_| None);
+                s.list_resident(at, n as usize, List::Inactive, |_| None);
                 pages += n as usize;
                 at += n;
             }
@@ -101,10 +102,19 @@ impl Pager {
         forget_range(s, at, 1 << 35);
     }
 
-    /// Excludes a range for good: a stack, TLS. Called with pages still in the program only.
+    /// Excludes a range that was mapped just now, as long as it is mapped: a stack.
+    ///
+    /// The ticker may have found and registered it since it was mapped. Left registered its pages would be managed in this
+    /// process, and read as zeros in forked children, which go by what is excluded.
     pub fn exclude(&self, s: &mut State, start: usize, end: usize) {
         if !s.excluded.contains(&(start, end)) {
             s.excluded.push((start, end));
+        }
+        if s.managed.iter().any(|(a, b)| *a < end && start < *b) {
+            // (Nothing is out: nobody has written there yet.)
+            let _ = self.uffd().unregister(start, end - start);
+            s.managed = without(core::mem::take(&mut s.managed), &[(start, end)]);
+            forget_range(s, (start / PAGE) as u64, (end / PAGE) as u64);
         }
     }
 
@@ -166,7 +176,8 @@ fn without(mut parts: Vec<(usize, usize)>, excluded: &[(usize, usize)]) -> Vec<(
 
 #[cfg(test)]
 mod tests {
-    use super::without;
+    use super::*;
+    use crate::testing;
 
     #[test]
     fn exclusion_cuts() {
@@ -174,5 +185,25 @@ mod tests {
         assert_eq!(without(vec![(10, 20)], &[(12, 14), (18, 30)]), [(10, 12), (14, 18)]);
         assert_eq!(without(vec![(10, 20)], &[(0, 30)]), []);
         assert_eq!(without(vec![(10, 20)], &[(0, 10), (20, 30)]), [(10, 20)]);
+    }
+
+    /// The story: the ticker found a thread's stack between its mapping and the hook that excludes it. It was managed from
+    /// then on; a child forked while its first page was out read zeros there, and libc's fork went by them (SIGSEGV).
+    #[test]
+    fn a_stack_that_was_found_first_is_let_go() {
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, 16);
+        let (start, end) = (at + 4 * PAGE, at + 8 * PAGE);
+        let mut s = p.state.lock();
+        p.take_over(&mut s, at, at + 16 * PAGE).expect("registers");
+        p.exclude(&mut s, start, end);
+        let mut managed = s.managed.clone();
+        managed.sort_unstable();
+        assert_eq!(managed, [(at, start), (end, at + 16 * PAGE)]);
+        let content = [1u8; PAGE];
+        // SAFETY: the content is readable.
+        let copy = |to| unsafe { p.uffd().copy(to, content.as_ptr() as usize, PAGE) };
+        assert_eq!((copy(start), copy(end - PAGE)), (Err((0, libc::ENOENT)), Err((0, libc::ENOENT))), "not registered");
+        assert_eq!((copy(start - PAGE), copy(end)), (Ok(()), Ok(())), "what is around it is");
     }
 }

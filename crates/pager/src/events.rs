@@ -10,6 +10,7 @@ use crate::pager::Pager;
 use crate::relocate;
 use crate::state::State;
 use uzswap_mm::lru::Entry;
+use uzswap_mm::lru::List;
 use uzswap_mm::pagetable::{Pte, Tag};
 use uzswap_mm::trace::{Kind, Record};
 use uzswap_sys::uffd::Message;
@@ -43,7 +44,7 @@ fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
         match pte.tag() {
             Tag::Resident => {
                 s.resident -= 1;
-                s.list_resident(target, 1, false, |_| None);
+                s.list_resident(target, 1, List::Inactive, |_| None);
             }
             Tag::Staged => {
                 s.pt.set(target, Pte::new(Tag::Staged, pte.aux()));

@@ -30,6 +30,7 @@ use crate::placement::Helpers;
 use crate::state::{BLOCK_PAGES, FOLIO_PAGES, State};
 use crate::swap::ReadBuffer;
 use core::sync::atomic::Ordering::*;
+use uzswap_mm::lru::List;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Pte, Tag};
 use uzswap_mm::trace;
 use uzswap_mm::zone::Kind;
@@ -302,7 +303,7 @@ impl Pager {
 
     pub(crate) fn staged_became_resident(&self, s: &mut State, vpn: u64, n: usize) {
         s.staged -= n;
-        s.list_with_copies(vpn, n);
+        s.list_with_copies(vpn, n, List::Active);
         s.note_pages(trace::Kind::Refault, vpn, n);
         self.counters().refault_staged.fetch_add(1, Relaxed);
     }
@@ -313,7 +314,7 @@ impl Pager {
             return Ok(0);
         }
         s.end_busy(1);
-        s.list_resident(vpn, 1, true, |_| pte.copy());
+        s.list_resident(vpn, 1, List::Active, |_| pte.copy());
         s.note_pages(trace::Kind::Refault, vpn, 1);
         self.counters().refault_staged.fetch_add(1, Relaxed);
         Ok(1)

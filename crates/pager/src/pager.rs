@@ -51,6 +51,8 @@ pub struct Pager {
     pub uffd: AtomicI32,
     /// /proc/self/pagemap, likewise.
     pub pagemap: AtomicI32,
+    /// /proc/self/maps, to ask about single mappings; -1 where nobody does.
+    pub maps: AtomicI32,
     /// /proc/self/statm, likewise.
     pub statm: AtomicI32,
     /// /proc/self/smaps_rollup, likewise.
@@ -137,6 +139,7 @@ impl Pager {
             refused_until: AtomicU64::new(0),
             uffd: AtomicI32::new(-1),
             pagemap: AtomicI32::new(-1),
+            maps: AtomicI32::new(-1),
             statm: AtomicI32::new(-1),
             rollup: AtomicI32::new(-1),
             kin: AtomicBool::new(false),

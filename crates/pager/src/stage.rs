@@ -2,7 +2,8 @@
 //!
 //! Moving a page out is atomic, so there is no torn read and nothing to write-protect. What cannot be moved now (shared
 //! with a forked child, an unread event) goes back to a list: a resident page is always on one, or it would never be
-//! reclaimed.
+//! reclaimed. What cannot be moved as it is mapped (read-only, locked: the kernel answers EINVAL) is set aside on the
+//! unevictable list, from which `look` of the ticker rescues it now and then.
 
 use crate::arena::PAGE;
 use crate::fault::EventPending;
@@ -10,10 +11,11 @@ use crate::folio::MAX_ORDER;
 use crate::pager::Pager;
 use crate::state::{FOLIO_PAGES, State};
 use core::sync::atomic::Ordering::*;
-use uzswap_mm::lru::Entry;
+use uzswap_mm::lru::{Entry, List};
 use uzswap_mm::pagetable::{Pte, Tag};
 use uzswap_mm::trace;
 use uzswap_mm::zone::Kind;
+use uzswap_sys::maps;
 
 /// Pages from which on no further folio is added to one MOVE.
 const RUN_PAGES: usize = 128;
@@ -109,6 +111,13 @@ impl Pager {
             moved += done;
             at += done as u64;
             if done < n && (done == 0 || error != libc::EAGAIN) {
+                if error == libc::EINVAL
+                    && let Some(len) = self.read_only(s, at, end)
+                {
+                    self.set_aside(s, at, len);
+                    at += len as u64;
+                    continue;
+                }
                 match error {
                     libc::EAGAIN => {
                         self.requeue(s, at, (end - at) as usize);
@@ -145,7 +154,12 @@ impl Pager {
                             }
                         }
                     }
-                    // Locked or read-only now: it stays for this time.
+                    // Locked.
+                    libc::EINVAL if s.pt.get(at).tag() == Tag::Resident => {
+                        self.set_aside(s, at, 1);
+                        at += 1;
+                    }
+                    // It stays for this time.
                     _ if s.pt.get(at).tag() == Tag::Resident => {
                         self.requeue(s, at, 1);
                         at += 1;
@@ -160,7 +174,19 @@ impl Pager {
     /// Puts resident pages that could not be moved back on a list.
     fn requeue(&self, s: &mut State, vpn: u64, n: usize) {
         s.resident -= n;
-        s.list_with_copies(vpn, n);
+        s.list_with_copies(vpn, n, List::Active);
+    }
+
+    /// Puts resident pages that cannot be moved as they are mapped where nobody meets them.
+    fn set_aside(&self, s: &mut State, vpn: u64, n: usize) {
+        s.resident -= n;
+        s.list_with_copies(vpn, n, List::Unevictable);
+    }
+
+    /// How many resident pages from `at` on, before `end`, are in one mapping that is read-only; None when the first is not.
+    fn read_only(&self, s: &State, at: u64, end: u64) -> Option<usize> {
+        let (_, to) = maps::read_only_at(self.maps.load(Relaxed), at as usize * PAGE)?;
+        Some(s.resident_run(at, end.min((to / PAGE) as u64))).filter(|n| *n > 0)
     }
 
     fn became_staged(&self, s: &mut State, vpn: u64, n: usize, slot: u32) {
@@ -194,4 +220,45 @@ fn is_fresh(s: &State, vpn: u64, stamp: u32) -> bool {
 
 fn is_whole(s: &State, e: Entry) -> bool {
     (0..1u64 << e.order()).all(|i| is_fresh(s, e.vpn() + i, e.stamp()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+    use uzswap_sys::sys;
+
+    const N: usize = 64;
+
+    /// The story: 32 MiB that a program had made read-only were tried again and again, page by page with two system calls
+    /// each, before every fault: 35 s for what takes one.
+    #[test]
+    fn what_is_read_only_is_set_aside_until_it_is_rescued() {
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, 2 * N);
+        let first = (at / PAGE) as u64;
+        // (By COPY, as nobody serves faults here.)
+        let content = [7u8; PAGE];
+        for page in 0..2 * N {
+            // SAFETY: the content is readable.
+            unsafe { p.uffd().copy(at + page * PAGE, content.as_ptr() as usize, PAGE) }.expect("a missing page");
+        }
+        let protect = |prot: i32| {
+            // SAFETY: memory of the test's own.
+            unsafe { sys!(libc::SYS_mprotect, at, N * PAGE, prot) }.expect("mprotect");
+        };
+        protect(libc::PROT_READ);
+        let mut s = p.state.lock();
+        s.list_resident(first, 2 * N, List::Inactive, |_| None);
+        assert_eq!(p.stage(&mut s, 4 * N).ok(), Some(N), "the writable half leaves");
+        assert_eq!((s.lru.unevictable.pages(), s.resident, s.staged), (N, N, N));
+        assert_eq!(s.lru.peek_victim(), None, "nobody meets the other");
+        assert_eq!((p.stage(&mut s, N).ok(), s.lru.unevictable.pages()), (Some(0), N));
+        s.lru.rescue();
+        assert_eq!((p.stage(&mut s, N).ok(), s.lru.unevictable.pages()), (Some(0), N), "read-only still");
+        protect(libc::PROT_READ | libc::PROT_WRITE);
+        s.lru.rescue();
+        assert_eq!(p.stage(&mut s, N).ok(), Some(N));
+        assert_eq!((s.lru.unevictable.pages(), s.resident, s.staged), (0, 0, 2 * N));
+    }
 }

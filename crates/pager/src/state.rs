@@ -15,7 +15,7 @@ use std::collections::BTreeSet;
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor};
 use uzswap_mm::compaction::Compactor;
 use uzswap_mm::compaction::policy::Emptiest;
-use uzswap_mm::lru::{Entry, Lru};
+use uzswap_mm::lru::{Entry, List, Lru};
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
 use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::{Kind, Zone};
@@ -124,6 +124,8 @@ pub struct State {
     pub recorder: Option<Recorder>,
     /// The number of the fork under way: what the child says it was born of.
     pub fork_number: u64,
+    /// When what was unevictable was last tried again (monotonic nanoseconds).
+    pub rescued_ns: u64,
 }
 
 impl State {
@@ -170,6 +172,7 @@ impl State {
             swap: None,
             recorder: None,
             fork_number: 0,
+            rescued_ns: 0,
         }
     }
 
@@ -275,7 +278,7 @@ impl State {
     }
 
     /// Makes `n` pages resident (their entries become `pte_of(i)` plus a stamp) and lists them as folios.
-    pub fn list_resident(&mut self, vpn: u64, n: usize, active: bool, mut copy_of: impl FnMut(usize) -> Option<u32>) {
+    pub fn list_resident(&mut self, vpn: u64, n: usize, list: List, mut copy_of: impl FnMut(usize) -> Option<u32>) {
         let (mut at, end) = (0, n as u64);
         while at < end {
             let order = self.folio_order(vpn + at, (end - at) as usize);
@@ -287,12 +290,7 @@ impl State {
                 }
                 self.pt.set(vpn + i, pte);
             }
-            let entry = Entry::new(vpn + at, order, self.stamp);
-            if active {
-                self.lru.active.push(entry)
-            } else {
-                self.lru.inactive.push(entry)
-            }
+            self.lru.push(list, Entry::new(vpn + at, order, self.stamp));
             at += 1 << order;
         }
         self.resident += n;
@@ -304,14 +302,14 @@ impl State {
     }
 
     /// Lists pages, whose entries may have kept copies, as resident and keeps the copies.
-    pub fn list_with_copies(&mut self, vpn: u64, n: usize) {
+    pub fn list_with_copies(&mut self, vpn: u64, n: usize, list: List) {
         for from in (0..n).step_by(FOLIO_PAGES) {
             let (at, len) = (vpn + from as u64, (n - from).min(FOLIO_PAGES));
             let mut copies = [None; FOLIO_PAGES];
             for (i, copy) in copies.iter_mut().enumerate().take(len) {
                 *copy = self.pt.get(at + i as u64).copy();
             }
-            self.list_resident(at, len, true, |i| copies[i]);
+            self.list_resident(at, len, list, |i| copies[i]);
         }
     }
 
@@ -363,9 +361,7 @@ impl State {
     /// Bytes of the pager's own tables.
     pub fn metadata_bytes(&self) -> usize {
         self.pt.metadata_bytes()
-            + self.lru.inactive.metadata_bytes()
-            + self.lru.active.metadata_bytes()
-            + self.lru.staged.metadata_bytes()
+            + self.lru.metadata_bytes()
             + self.zone.metadata_bytes()
             + self.compactor.metadata_bytes()
             + self.pool.metadata_bytes()

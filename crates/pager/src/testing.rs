@@ -19,6 +19,7 @@ pub(crate) fn pager(limit: usize) -> &'static Pager {
     uffd.register(layout.arena, layout.slots * PAGE).expect("the arena");
     pager.uffd.store(uffd.fd(), Relaxed);
     pager.pagemap.store(raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY).expect("pagemap"), Relaxed);
+    pager.maps.store(raw::open(b"/proc/self/maps\0", libc::O_RDONLY).expect("maps"), Relaxed);
     pager
 }
 

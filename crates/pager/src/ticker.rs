@@ -24,6 +24,8 @@ use uzswap_sys::{lock, sys, thread};
 const FASTEST_FILL: usize = 3 << 30;
 /// How often the ticker looks after the handler.
 const LOOK_NS: u64 = 16_000_000;
+/// How often what was unevictable is tried again while memory is short.
+const RESCUE_NS: u64 = 500_000_000;
 
 /// Stack of helper `n`: 0 ticker, 1 handler, 2 reclaim, 3 the writer of the swap file.
 pub fn stack(pager: &Pager, n: usize) -> usize {
@@ -57,6 +59,13 @@ impl Pager {
         self.statm.store(raw::open(b"/proc/self/statm\0", libc::O_RDONLY).unwrap_or(-1), Release);
         self.rollup.store(raw::open(b"/proc/self/smaps_rollup\0", libc::O_RDONLY).unwrap_or(-1), Release);
         self.open_swap_file();
+    }
+
+    /// Opens what says how this process's memory is mapped (a forked child's is another).
+    fn open_page_files(&self) -> Result<(), Errno> {
+        self.pagemap.store(raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY)?, Release);
+        self.maps.store(raw::open(b"/proc/self/maps\0", libc::O_RDONLY)?, Release);
+        Ok(())
     }
 
     fn ticker_loop(&'static self) -> ! {
@@ -115,6 +124,10 @@ impl Pager {
         let excess = self.excess(&s);
         s.placement.look(self.reclaimer.load(Relaxed), excess > 0);
         let over = excess > 0 || (!self.handler_reclaims(&s) && excess + self.margin() as isize > 0);
+        if over && thread::now_ns() - s.rescued_ns > RESCUE_NS {
+            s.rescued_ns = thread::now_ns();
+            s.lru.rescue();
+        }
         drop(s);
         if over {
             self.wake_reclaim();
@@ -126,7 +139,7 @@ impl Pager {
     fn engage(&'static self) -> Result<(), Errno> {
         let (uffd, _) = Uffd::open(FEATURES)?;
         self.uffd.store(uffd.fd(), Release);
-        self.pagemap.store(raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY)?, Release);
+        self.open_page_files()?;
         uffd.register(self.layout.arena, self.layout.slots * PAGE)?;
         self.spawn_helpers()?;
         let mut s = self.state.lock();
@@ -173,7 +186,7 @@ impl Pager {
         }
         let (uffd, _) = Uffd::open(FEATURES)?;
         self.uffd.store(uffd.fd(), Release);
-        self.pagemap.store(raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY)?, Release);
+        self.open_page_files()?;
         uffd.register(self.layout.arena, self.layout.slots * PAGE)?;
         // SAFETY: the forking thread holds the lock and waits for us.
         let s: &mut State = unsafe { self.state.assume_locked() };

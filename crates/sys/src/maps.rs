@@ -1,4 +1,22 @@
-//! /proc/self/maps: the parser, and which mappings can be managed.
+//! /proc/self/maps: the parser, which mappings can be managed, and questions about single ones.
+
+use crate::sys;
+
+/// `PROCMAP_QUERY` (Linux 6.11).
+const PROCMAP_QUERY: u64 = (3 << 30) | (104 << 16) | ((b'f' as u64) << 8) | 17;
+const WRITABLE: u64 = 2;
+
+/// The mapping at an address as `(start, end)`, if there is one and it is not writable. `fd` is an open maps file. None where
+/// the kernel cannot say (before 6.11).
+pub fn read_only_at(fd: i32, address: usize) -> Option<(usize, usize)> {
+    // size, query_flags, query_addr, vma_start, vma_end, vma_flags, page size, offset, inode, device, sizes and addresses
+    // of name and build id (none wanted).
+    let mut query = [0u64; 13];
+    (query[0], query[2]) = (104, address as u64);
+    // SAFETY: the structure is 104 bytes, ours.
+    let asked = unsafe { sys!(libc::SYS_ioctl, fd, PROCMAP_QUERY, query.as_mut_ptr()) };
+    (asked.is_ok() && query[5] & WRITABLE == 0).then_some((query[3] as usize, query[4] as usize))
+}
 
 /// One mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,6 +74,31 @@ impl Mapping<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_read_only_is_known() {
+        let fd = crate::raw::open(b"/proc/self/maps\0", libc::O_RDONLY).expect("maps");
+        // SAFETY: a mapping of the test's own.
+        let at = unsafe {
+            let at = libc::mmap(
+                core::ptr::null_mut(),
+                4 * 4096,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            );
+            assert_eq!(libc::mprotect(at.add(4096), 2 * 4096, libc::PROT_READ), 0);
+            at as usize
+        };
+        let known = read_only_at(fd, at + 2 * 4096);
+        if read_only_at(fd, 0).is_none() && known.is_none() {
+            println!("skipped: this kernel cannot be asked (before 6.11)");
+        } else {
+            assert_eq!(known, Some((at + 4096, at + 3 * 4096)));
+        }
+        assert_eq!((read_only_at(fd, at), read_only_at(fd, at + 3 * 4096), read_only_at(-1, at)), (None, None, None));
+    }
 
     #[test]
     fn lines_parse() {

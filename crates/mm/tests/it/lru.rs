@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use std::collections::VecDeque;
-use uzswap_mm::lru::{Entry, Lru, Ring};
+use uzswap_mm::lru::{Entry, List, Lru, Ring};
 
 /// A folio: first page, order, stamp.
 type Folio = (u64, u8, u32);
@@ -40,11 +40,19 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 enum Move {
     Inactive(Folio),
     Active(Folio),
+    Unevictable(Folio),
+    Rescue,
     Victim,
 }
 
 fn moves() -> impl Strategy<Value = Vec<Move>> {
-    let step = prop_oneof![folio().prop_map(Move::Inactive), folio().prop_map(Move::Active), Just(Move::Victim),];
+    let step = prop_oneof![
+        4 => folio().prop_map(Move::Inactive),
+        4 => folio().prop_map(Move::Active),
+        2 => folio().prop_map(Move::Unevictable),
+        4 => Just(Move::Victim),
+        1 => Just(Move::Rescue),
+    ];
     proptest::collection::vec(step, 1..300)
 }
 
@@ -88,16 +96,24 @@ proptest! {
     #[test]
     fn victims_come_from_the_larger_list_or_inactive(moves in moves()) {
         let mut lru = Lru::default();
-        let (mut inactive, mut active) = (VecDeque::new(), VecDeque::new());
+        let (mut inactive, mut active, mut unevictable) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
         for step in moves {
             match step {
                 Move::Inactive(folio) => {
-                    lru.inactive.push(entry(folio));
+                    lru.push(List::Inactive, entry(folio));
                     inactive.push_back(folio);
                 }
                 Move::Active(folio) => {
-                    lru.active.push(entry(folio));
+                    lru.push(List::Active, entry(folio));
                     active.push_back(folio);
+                }
+                Move::Unevictable(folio) => {
+                    lru.push(List::Unevictable, entry(folio));
+                    unevictable.push_back(folio);
+                }
+                Move::Rescue => {
+                    prop_assert_eq!(lru.rescue(), pages(&unevictable));
+                    inactive.append(&mut unevictable);
                 }
                 Move::Victim => {
                     let from_active = pages(&active) > pages(&inactive);
@@ -107,6 +123,7 @@ proptest! {
                 }
             }
             prop_assert_eq!((lru.inactive.pages(), lru.active.pages()), (pages(&inactive), pages(&active)));
+            prop_assert_eq!(lru.unevictable.pages(), pages(&unevictable));
             prop_assert!(lru.staged.is_empty());
         }
     }
