@@ -85,7 +85,7 @@ impl Pager {
                         && let Some(cpu) = thread::cpu_of(tid)
                     {
                         let (ticker, reclaimer) = (self.ticker.load(Relaxed), self.reclaimer.load(Relaxed));
-                        let helpers = Helpers { handler: Some(0), ticker, reclaimer };
+                        let helpers = Helpers { handler: Some(0), ticker, reclaimer, crew: self.crew_tids() };
                         let busy = self.kin.load(Relaxed) || self.excess(&s) > 0;
                         s.placement.fault_on(cpu, tid, helpers, busy);
                     }

@@ -141,6 +141,7 @@ impl Pager {
             s.pt.set(vpn, Pte::new(Tag::Staged, slot));
             s.lru.staged.push(Entry::new(vpn, 0, 0));
         }
+        self.forget_helpers();
         s.end_flights();
         s.unshare.clear();
         s.compactor.counters = Counters::default();

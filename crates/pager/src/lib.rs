@@ -3,6 +3,7 @@
 //! Everything here runs in the program it serves, in threads without libc (see [`uzswap_sys::thread`]).
 pub mod arena;
 pub mod compact;
+pub mod compress;
 pub mod deliver;
 pub mod densify;
 pub mod discover;

@@ -1,6 +1,7 @@
 //! The pager: everything of one process, shared by its helper threads.
 
 use crate::arena::{Layout, PAGE};
+use crate::compress::{HELPERS_MOST, Tools};
 use crate::folio::MAX_ORDER;
 use crate::group::{GroupPage, NODES};
 use crate::huge::Blocks;
@@ -10,6 +11,7 @@ use crate::swap::clusters::{ClusterMap, Rows};
 use crate::trace::{Recorder, Rings};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::trace::{Kind, Record};
+use uzswap_sys::crew::Crew;
 use uzswap_sys::lock::{self, Lock};
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::thread;
@@ -81,6 +83,14 @@ pub struct Pager {
     pub looks_wanted: AtomicU32,
     /// The last request that a whole look has followed (a futex word): what was mapped before it is found.
     pub looks_done: AtomicU32,
+    /// Who compresses together.
+    pub crew: Crew,
+    /// What its helpers compress with.
+    pub tools: Lock<Vec<Tools>>,
+    /// The helpers' thread ids; 0 where there is none, and -1 for all when none could be started.
+    pub crew_tids: [AtomicI32; HELPERS_MOST],
+    /// Batches that are compressed alone from now on.
+    pub crew_rest: AtomicU32,
     /// Whether the reclaim thread runs (it need not be woken).
     pub reclaiming: AtomicBool,
     /// Bytes of the largest mapping made since the ticker last looked, before engaging.
@@ -154,6 +164,10 @@ impl Pager {
             watched: AtomicBool::new(false),
             looks_wanted: AtomicU32::new(0),
             looks_done: AtomicU32::new(0),
+            crew: Crew::new(),
+            tools: Lock::new(Vec::new()),
+            crew_tids: Default::default(),
+            crew_rest: AtomicU32::new(0),
             reclaiming: AtomicBool::new(false),
             planned: AtomicUsize::new(0),
             ready: AtomicU32::new(0),

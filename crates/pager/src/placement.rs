@@ -12,6 +12,7 @@
 //! The scheduler wakes the program where it faulted because that CPU runs only idle-policy threads, so there the reclaim
 //! thread is of that policy too. The ticker remains a normal one: it is to be on time.
 
+use crate::compress::HELPERS_MOST;
 use uzswap_sys::thread::{self, Cpus};
 
 /// Faults between two looks.
@@ -58,6 +59,8 @@ pub struct Helpers {
     pub ticker: i32,
     /// On the program's CPU while the handler reclaims, free where the work is its own.
     pub reclaimer: i32,
+    /// Compress, on any CPU but the program's.
+    pub crew: [i32; HELPERS_MOST],
 }
 
 impl Placement {
@@ -101,6 +104,7 @@ impl Placement {
             if let Some(handler) = helpers.handler {
                 Cpus::only(cpu).confine(handler);
             }
+            helpers.crew.into_iter().filter(|tid| *tid > 0).for_each(|tid| self.keep_off(tid));
         }
         self.place(if self.steady >= STEADY && !kin { With(cpu) } else { Off(cpu) }, helpers);
     }
@@ -124,6 +128,17 @@ impl Placement {
             thread::set_idle_policy(helpers.reclaimer, matches!(to, With(_)));
         }
         self.others = to;
+    }
+
+    /// CPUs beside the program's.
+    pub fn spare_cpus(&self) -> usize {
+        self.cpus.count() - 1
+    }
+
+    /// Keeps a thread off the program's CPU, as far as that is known.
+    pub fn keep_off(&self, tid: i32) {
+        let others = self.cpu.and_then(|cpu| self.cpus.without(cpu));
+        others.unwrap_or(self.cpus).confine(tid);
     }
 
     /// Whether the handler is to reclaim by itself.

@@ -178,7 +178,7 @@ pub struct Region {
     index: Option<usize>,
     pager: *mut Pager,
     group: *mut GroupPage,
-    reclaim: Option<std::thread::JoinHandle<()>>,
+    threads: Vec<std::thread::JoinHandle<()>>,
     /// Outlives the pager, whose table writes to it: fields are dropped after [`Drop::drop`].
     page_map: Option<std::sync::Arc<MapFile>>,
 }
@@ -220,7 +220,7 @@ impl Region {
             index: None,
             pager: core::ptr::null_mut(),
             group,
-            reclaim: None,
+            threads: Vec::new(),
             page_map: None,
         };
         region.build(options)?;
@@ -271,13 +271,18 @@ impl Region {
         }
         let address = self.pager as usize;
         let all = SignalsBlocked::new();
-        let thread = std::thread::Builder::new().name("uzswap-reclaim".to_owned()).spawn(move || {
-            // SAFETY: drop joins this thread before it frees the pager.
-            unsafe { &*(address as *const Pager) }.reclaim_until_stopped();
-        });
+        // SAFETY (of the dereference in both): drop joins the threads before it frees the pager.
+        let run = |name: &str, f: fn(&Pager, usize), i: usize| {
+            let run = move || f(unsafe { &*(address as *const Pager) }, i);
+            std::thread::Builder::new().name(name.to_owned()).spawn(run)
+        };
+        let reclaim = run("uzswap-reclaim", |p, _| p.reclaim_until_stopped(), 0);
+        let helpers = pager.helpers_wanted(&pager.state.lock());
+        let helpers = (0..helpers).map_while(|i| run("uzswap-compress", Pager::help, i).ok()).collect::<Vec<_>>();
         drop(all);
-        self.reclaim =
-            Some(thread.map_err(|e| kernel("starting a region's thread")(e.raw_os_error().unwrap_or(libc::EAGAIN)))?);
+        self.threads.extend(helpers);
+        let reclaim = reclaim.map_err(|e| e.raw_os_error().unwrap_or(libc::EAGAIN));
+        self.threads.push(reclaim.map_err(kernel("starting a region's thread"))?);
         Ok(())
     }
 
@@ -399,12 +404,13 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        if let Some(thread) = self.reclaim.take() {
+        if !self.threads.is_empty() {
             // SAFETY: alive until below.
             let pager = unsafe { &*self.pager };
             pager.stopping.store(true, Release);
             pager.wake_reclaim();
-            let _ = thread.join();
+            pager.crew.end();
+            self.threads.drain(..).for_each(|thread| drop(thread.join()));
         }
         if let Some(index) = self.index {
             REGISTRY.remove(index);
@@ -615,7 +621,8 @@ impl Pager {
         if s.placement.due() {
             // SAFETY: no arguments; read from the thread's own data.
             let cpu = unsafe { libc::sched_getcpu() };
-            let helpers = Helpers { reclaimer: self.reclaimer.load(Relaxed), ..Helpers::default() };
+            let reclaimer = self.reclaimer.load(Relaxed);
+            let helpers = Helpers { reclaimer, crew: self.crew_tids(), ..Helpers::default() };
             let tid = uzswap_sys::thread::gettid() as u32;
             s.placement.fault_on(usize::try_from(cpu).unwrap_or(0), tid, helpers, false);
         }

@@ -6,11 +6,12 @@
 //!                  └ units compressed (and verified)                                                without it
 //!                      └ all units stored, or none and the folio is staged as before                with it
 //! ```
-//! Compression runs without the lock on pages marked Busy; a fault on one copies the frame (which must not move
+//! Compression (see `compress`) runs without the lock on pages marked Busy; a fault on one copies the frame (which must not move
 //! meanwhile) and its part of the result is not stored. How a folio is stored whole or not at all is `uzswap_mm::zswap`;
 //! here are the tables it works on. A folio that cannot be stored goes back to the staged list: nothing is lost.
 
 use crate::arena::PAGE;
+use crate::compress::Tools;
 use crate::folio::LARGE_ORDER;
 use crate::inject::Site;
 use crate::object::{self, Header, REFERENCED};
@@ -40,21 +41,21 @@ struct Folio {
 }
 
 /// One unit of compression: `1 << order` pages in consecutive slots.
-struct Unit {
+pub(crate) struct Unit {
     vpn: u64,
-    order: u8,
-    slot: u32,
+    pub(crate) order: u8,
+    pub(crate) slot: u32,
     /// Pages of the batch before it: where its hashes are.
-    page_at: usize,
+    pub(crate) page_at: usize,
     /// Where its output is.
-    out_at: usize,
+    pub(crate) out_at: usize,
     /// Pages that mremap took elsewhere while they were compressed: a bit each.
     moved: u16,
-    outcome: Outcome,
+    pub(crate) outcome: Outcome,
 }
 
 #[derive(Clone, Copy)]
-enum Outcome {
+pub(crate) enum Outcome {
     Pending,
     Zero,
     /// Compressed to that many bytes.
@@ -69,15 +70,15 @@ enum Outcome {
 /// A batch on its way through compression; its buffers grow to what was needed once.
 pub struct Batch {
     folios: Vec<Folio>,
-    units: Vec<Unit>,
-    out: Vec<u8>,
-    hashes: Vec<u128>,
-    compressor: Compressor,
-    /// zstd, made when the pool first grows large.
-    dense: Option<Compressor>,
-    use_dense: bool,
+    pub(crate) units: Vec<Unit>,
+    pub(crate) out: Vec<u8>,
+    pub(crate) hashes: Vec<u128>,
+    pub(crate) tools: Tools,
+    pub(crate) use_dense: bool,
+    /// Whether helpers take part in compressing it.
+    pub(crate) shared: bool,
     /// Made when verification is first asked for, with a buffer of the largest unit.
-    verifier: Option<(Decompressor, Vec<u8>)>,
+    pub(crate) verifier: Option<(Decompressor, Vec<u8>)>,
     /// Scratch of `commit`.
     plan: Vec<(zswap::Unit, Packed)>,
     places: Vec<Option<u32>>,
@@ -91,9 +92,9 @@ impl Batch {
             units: Vec::with_capacity(BATCH_PAGES + 16),
             out: vec![0; BATCH_PAGES * PAGE + BLOCK],
             hashes: vec![0; BATCH_PAGES + 16],
-            compressor,
-            dense: None,
+            tools: Tools { warm: compressor, dense: None },
             use_dense: false,
+            shared: false,
             verifier: None,
             plan: Vec::with_capacity(BATCH_PAGES + 16),
             places: Vec::with_capacity(BATCH_PAGES + 16),
@@ -102,11 +103,10 @@ impl Batch {
 
     /// The compressor for what is to be dense, and room for two blocks (between batches).
     pub fn dense(&mut self) -> (&mut Compressor, &mut [u8]) {
-        let dense = self.dense.get_or_insert_with(|| Compressor::new(Algorithm::Zstd(1)));
-        (dense, &mut self.out[..2 * BLOCK])
+        (self.tools.dense(), &mut self.out[..2 * BLOCK])
     }
 
-    fn pages(&self) -> usize {
+    pub(crate) fn pages(&self) -> usize {
         self.units.last().map_or(0, |u| u.page_at + (1 << u.order))
     }
 }
@@ -232,6 +232,7 @@ impl Pager {
             batch.hashes.resize(pages, 0);
             batch.out.resize(pages * PAGE, 0);
         }
+        self.call_helpers(s, batch);
         done
     }
 
@@ -564,48 +565,5 @@ fn note_store(s: &State, u: &Unit, len: usize, live: u16) {
     // Pages that the program took back, or dropped, while they were compressed.
     for i in (0..1u64 << u.order).filter(|i| live & (1 << i) == 0) {
         s.note_pages(trace::Kind::Drop, u.vpn + i, 1);
-    }
-}
-
-impl Batch {
-    /// Compresses every unit; needs no lock.
-    pub fn compress(&mut self, pager: &Pager) {
-        let verify = pager.group.folios.verify.load(Relaxed) != 0;
-        // Outputs lie side by side: less memory is touched than was compressed.
-        let mut out_at = 0;
-        for u in &mut self.units {
-            let pages = 1usize << u.order;
-            // SAFETY: Busy pages' frames neither move nor change until commit.
-            let bytes = unsafe { pager.layout.frames(u.slot, pages) };
-            let hashes = &mut self.hashes[u.page_at..][..pages];
-            hashes.iter_mut().zip(bytes.chunks(PAGE)).for_each(|(h, page)| *h = object::hash(page));
-            if bytes.chunks(PAGE).all(object::is_zero) {
-                u.outcome = Outcome::Zero;
-                continue;
-            }
-            let compressor = match &mut self.dense {
-                Some(dense) if self.use_dense => dense,
-                _ => &mut self.compressor,
-            };
-            let out = &mut self.out[out_at..][..bytes.len()];
-            let (encoding, len) =
-                compressor.compress(bytes, &mut out[..bytes.len() - bytes.len() / 16]).unwrap_or_else(|| {
-                    out.copy_from_slice(bytes);
-                    (Encoding::Raw, bytes.len())
-                });
-            u.outcome = Outcome::Packed { encoding, len };
-            u.out_at = out_at;
-            out_at += len;
-            if let Some(bits) = pager.inject(Site::Compress) {
-                // As a codec does that cannot be trusted.
-                out[(bits >> 8) as usize % len] ^= 1 << (bits % 8);
-            }
-            if let Some((decompressor, plain)) = self.verifier.as_mut().filter(|_| verify) {
-                let plain = &mut plain[..bytes.len()];
-                if decompressor.decompress(encoding, &out[..len], plain).is_err() || plain != bytes {
-                    u.outcome = Outcome::Wrong;
-                }
-            }
-        }
     }
 }

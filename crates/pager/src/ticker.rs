@@ -27,7 +27,7 @@ const LOOK_NS: u64 = 16_000_000;
 /// How often what was unevictable is tried again while memory is short.
 const RESCUE_NS: u64 = 500_000_000;
 
-/// Stack of helper `n`: 0 ticker, 1 handler, 2 reclaim, 3 the writer of the swap file.
+/// Stack of helper `n`: 0 ticker, 1 handler, 2 reclaim, 3 the writer of the swap file, from 4 on those that compress.
 pub fn stack(pager: &Pager, n: usize) -> usize {
     pager.layout.stacks + n * (thread::STACK_BYTES + PAGE)
 }

@@ -1,5 +1,6 @@
 //! uzswap's kernel interfaces, one module each: preconditions, errors, the version each came with.
 pub mod blockio;
+pub mod crew;
 pub mod lock;
 pub mod maps;
 pub mod memfd;

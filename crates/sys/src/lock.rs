@@ -3,19 +3,21 @@
 //! Unlike std's it can be held across `fork` and released in the child (it is one word, with no owner).
 
 #[cfg(loom)]
-use self::model::{AtomicU32 as Word, futex_wait as wait, futex_wake as wake};
+pub(crate) use self::model::{AtomicU32, futex_wait, futex_wake};
 #[cfg(not(loom))]
-use self::{AtomicU32 as Word, futex_wait as wait, futex_wake as wake};
 use crate::sys;
 use core::cell::UnsafeCell;
 use core::ops::{Deref, DerefMut};
-use core::sync::atomic::{AtomicU32, Ordering::*};
+#[cfg(not(loom))]
+use core::sync::atomic::AtomicU32;
+use core::sync::atomic::Ordering::*;
 
 /// Looks at a taken lock before sleeping: some 10 µs, a fraction of what being woken on another CPU costs, and little lost
 /// where the holder waits for this very CPU.
 const SPINS: usize = if cfg!(loom) { 1 } else { 300 };
 
 /// Waits while `*word == value`, at most `timeout_ns` (None: for ever).
+#[cfg(not(loom))]
 pub fn futex_wait(word: &AtomicU32, value: u32, timeout_ns: Option<u64>, shared: bool) {
     let op = libc::FUTEX_WAIT | if shared { 0 } else { libc::FUTEX_PRIVATE_FLAG };
     let ts =
@@ -26,6 +28,7 @@ pub fn futex_wait(word: &AtomicU32, value: u32, timeout_ns: Option<u64>, shared:
 }
 
 /// Wakes up to `n` waiters.
+#[cfg(not(loom))]
 pub fn futex_wake(word: &AtomicU32, n: u32, shared: bool) {
     let op = libc::FUTEX_WAKE | if shared { 0 } else { libc::FUTEX_PRIVATE_FLAG };
     // SAFETY: a wake only uses the address.
@@ -34,7 +37,7 @@ pub fn futex_wake(word: &AtomicU32, n: u32, shared: bool) {
 
 /// A mutual exclusion lock around a value.
 pub struct Lock<T> {
-    word: Word,
+    word: AtomicU32,
     value: UnsafeCell<T>,
 }
 // SAFETY: the lock gives one thread at a time access to the value.
@@ -47,13 +50,13 @@ impl<T> Lock<T> {
     /// A free lock.
     #[cfg(not(loom))]
     pub const fn new(value: T) -> Self {
-        Self { word: Word::new(0), value: UnsafeCell::new(value) }
+        Self { word: AtomicU32::new(0), value: UnsafeCell::new(value) }
     }
 
     /// The same in a model.
     #[cfg(loom)]
     pub fn new(value: T) -> Self {
-        Self { word: Word::new(0), value: UnsafeCell::new(value) }
+        Self { word: AtomicU32::new(0), value: UnsafeCell::new(value) }
     }
 
     /// Takes the lock.
@@ -66,7 +69,7 @@ impl<T> Lock<T> {
                 core::hint::spin_loop();
             }
             while self.word.swap(2, Acquire) != 0 {
-                wait(&self.word, 2, None, false);
+                futex_wait(&self.word, 2, None, false);
             }
         }
         Guard(self)
@@ -95,7 +98,7 @@ impl<T> Lock<T> {
         // All are woken: a thread of the program that is the only one may, on its way out of the kernel, touch memory that
         // is out (its rseq area), and would wait for another thread that sleeps here.
         if self.word.swap(0, Release) == 2 {
-            wake(&self.word, u32::MAX >> 1, false);
+            futex_wake(&self.word, u32::MAX >> 1, false);
         }
     }
 }
@@ -187,7 +190,7 @@ mod tests {
 
 /// The kernel's futex as loom can follow it: a look at the word and falling asleep are one step.
 #[cfg(loom)]
-mod model {
+pub(crate) mod model {
     use core::sync::atomic::Ordering;
     use loom::sync::{Condvar, Mutex, atomic};
 
@@ -203,6 +206,15 @@ mod model {
         }
         pub fn load(&self, order: Ordering) -> u32 {
             self.word.load(order)
+        }
+        pub fn store(&self, value: u32, order: Ordering) {
+            self.word.store(value, order)
+        }
+        pub fn fetch_add(&self, n: u32, order: Ordering) -> u32 {
+            self.word.fetch_add(n, order)
+        }
+        pub fn fetch_sub(&self, n: u32, order: Ordering) -> u32 {
+            self.word.fetch_sub(n, order)
         }
         pub fn swap(&self, value: u32, order: Ordering) -> u32 {
             self.word.swap(value, order)

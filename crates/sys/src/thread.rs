@@ -154,6 +154,11 @@ impl Cpus {
         (self.0 != [0; 16]).then_some(self)
     }
 
+    /// How many.
+    pub fn count(&self) -> usize {
+        self.0.iter().map(|word| word.count_ones() as usize).sum()
+    }
+
     /// Lets a thread (0: the caller) run on these CPUs only. Without effect when none of them is allowed.
     pub fn confine(&self, tid: i32) {
         // SAFETY: the set is 128 bytes.

@@ -1,0 +1,335 @@
+//! Compressing the units of a batch, by as many threads as have a CPU to spare.
+//!
+//! Reclaim spends most of its time here, and units do not depend on each other. Where one thread of the program faults,
+//! its CPU is taken by it and by whoever serves it, and the others may be idle: helper threads there take units too
+//! (`uzswap_sys::crew`). They touch nothing but frames of Busy pages and the batch's buffers, and change no mapping; so the
+//! program's CPU need not interrupt theirs, which is what makes a second thread of the pager's dear elsewhere.
+//!
+//! Waking a helper costs some microseconds here and some tens until it runs, so only a batch of many pages is shared; and
+//! where the leader had to sleep until a helper was done (its CPU was wanted by somebody else) the next ones are not.
+//!
+//! Lock order: the batch's leader holds the crew, then the lock of the helpers' tools, which nobody else asks for. Tools
+//! are made with the pager's lock held, as everything that allocates.
+
+use crate::arena::{Layout, PAGE};
+use crate::inject::Site;
+use crate::object;
+use crate::pager::Pager;
+use crate::state::State;
+use crate::store::{Batch, Outcome, Unit};
+use crate::ticker::stack;
+use core::sync::atomic::Ordering::*;
+use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
+use uzswap_sys::thread;
+
+/// Pages of a batch from which on it is shared: of lz4 those take 100 µs.
+const SHARE_FROM: usize = 16;
+/// The limit from which on there are helpers (bytes): what one needs takes up to 0.4 MiB.
+const LEAST_LIMIT: usize = 64 << 20;
+/// Batches that are not shared after one whose leader had to sleep.
+const REST: u32 = 64;
+/// The stack of the first helper: those before are the pager's other threads'.
+const FIRST_STACK: usize = 4;
+/// Helpers at most.
+pub const HELPERS_MOST: usize = 3;
+
+/// What one thread compresses with.
+pub struct Tools {
+    /// The agreed compressor.
+    pub warm: Compressor,
+    /// zstd, made when the pool first grows large.
+    pub dense: Option<Compressor>,
+}
+
+impl Tools {
+    /// The dense one, made now if it is not there.
+    pub fn dense(&mut self) -> &mut Compressor {
+        self.dense.get_or_insert_with(|| Compressor::new(Algorithm::Zstd(1)))
+    }
+
+    fn wanted(&mut self, dense: bool) -> &mut Compressor {
+        match &mut self.dense {
+            Some(compressor) if dense => compressor,
+            _ => &mut self.warm,
+        }
+    }
+}
+
+impl Pager {
+    /// Decides whether helpers take part in compressing a batch that was prepared, and sees to it that they can.
+    pub(crate) fn call_helpers(&self, s: &mut State, batch: &mut Batch) {
+        let many = batch.pages() >= SHARE_FROM && batch.units.len() > 1;
+        if !many || batch.verifier.is_some() || !s.placement.alone() || self.helpers_wanted(s) == 0 {
+            return;
+        }
+        if self.crew_rest.load(Relaxed) > 0 {
+            self.crew_rest.fetch_sub(1, Relaxed);
+            return;
+        }
+        if !self.crew.lead() {
+            return;
+        }
+        self.start_helpers(s);
+        let mut tools = self.tools.lock();
+        while tools.len() < HELPERS_MOST.min(self.crew.helpers()) {
+            tools.push(Tools { warm: s.new_compressor(), dense: None });
+        }
+        if batch.use_dense {
+            tools.iter_mut().for_each(|t| {
+                t.dense();
+            });
+        }
+        batch.shared = !tools.is_empty();
+        drop(tools);
+        if !batch.shared {
+            self.crew.step_down();
+        }
+    }
+}
+
+impl Pager {
+    /// How many helpers there are to be.
+    pub(crate) fn helpers_wanted(&self, s: &State) -> usize {
+        if self.limit() < LEAST_LIMIT { 0 } else { s.placement.spare_cpus().min(HELPERS_MOST) }
+    }
+
+    /// What helper `i` of a region does until that ends.
+    pub(crate) fn help(&self, i: usize) {
+        self.crew_tids[i].store(thread::gettid(), Relaxed);
+        self.crew.help();
+    }
+
+    /// Starts the helpers of a process, once. (A region's are there from its start.)
+    fn start_helpers(&self, s: &State) {
+        if self.own_frames || self.crew_tids[0].load(Relaxed) != 0 {
+            return;
+        }
+        self.crew_tids[0].store(-1, Relaxed);
+        for (i, slot) in self.crew_tids.iter().enumerate().take(self.helpers_wanted(s)) {
+            let me = core::ptr::from_ref(self) as usize;
+            // SAFETY: a stack of ours that no other helper has; the entry never returns.
+            let Ok(tid) = (unsafe { thread::spawn(stack(self, FIRST_STACK + i), false, run_helper, me) }) else {
+                break;
+            };
+            slot.store(tid, Relaxed);
+            s.placement.keep_off(tid);
+        }
+    }
+
+    /// The helpers' thread ids.
+    pub(crate) fn crew_tids(&self) -> [i32; HELPERS_MOST] {
+        self.crew_tids.each_ref().map(|tid| tid.load(Relaxed))
+    }
+
+    /// In a forked child: there are no helpers, and what they had may be half written.
+    pub(crate) fn forget_helpers(&self) {
+        self.crew.reset();
+        self.crew_tids.iter().for_each(|tid| tid.store(0, Relaxed));
+        // SAFETY: no other thread of this process runs. (The lock may have been held by one that is not here.)
+        unsafe {
+            core::mem::forget(core::mem::take(self.tools.assume_locked()));
+            self.tools.force_unlock();
+        }
+    }
+}
+
+extern "C" fn run_helper(pager: usize) -> ! {
+    // SAFETY: the argument is the leaked pager that started the thread.
+    unsafe { &*(pager as *const Pager) }.crew.help();
+    thread::exit()
+}
+
+impl Batch {
+    /// Compresses every unit; needs no lock.
+    pub fn compress(&mut self, pager: &Pager) {
+        if core::mem::take(&mut self.shared) {
+            self.compress_shared(pager);
+        } else {
+            self.compress_alone(pager);
+        }
+    }
+
+    fn compress_alone(&mut self, pager: &Pager) {
+        let verify = pager.group.folios.verify.load(Relaxed) != 0;
+        // Outputs lie side by side: less memory is touched than was compressed.
+        let mut out_at = 0;
+        for u in &mut self.units {
+            let pages = 1usize << u.order;
+            // SAFETY: Busy pages' frames neither move nor change until commit.
+            let bytes = unsafe { pager.layout.frames(u.slot, pages) };
+            let out = &mut self.out[out_at..][..bytes.len()];
+            let compressor = self.tools.wanted(self.use_dense);
+            u.outcome = pack(pager, bytes, &mut self.hashes[u.page_at..][..pages], out, compressor);
+            let Outcome::Packed { encoding, len } = u.outcome else { continue };
+            u.out_at = out_at;
+            out_at += len;
+            if let Some((decompressor, plain)) = self.verifier.as_mut().filter(|_| verify) {
+                let plain = &mut plain[..bytes.len()];
+                if decompressor.decompress(encoding, &out[..len], plain).is_err() || plain != bytes {
+                    u.outcome = Outcome::Wrong;
+                }
+            }
+        }
+    }
+
+    /// Each unit's output lies where its pages would.
+    fn compress_shared(&mut self, pager: &Pager) {
+        let mut tools = pager.tools.lock();
+        let pages = self.pages();
+        assert!(self.out.len() >= pages * PAGE && self.hashes.len() >= pages, "prepare made room");
+        let parts = Parts {
+            units: self.units.as_mut_ptr(),
+            out: self.out.as_mut_ptr(),
+            hashes: self.hashes.as_mut_ptr(),
+            own: &raw mut self.tools,
+            others: tools.as_mut_ptr(),
+            layout: pager.layout,
+            dense: self.use_dense,
+        };
+        let parts = &parts;
+        // SAFETY: the crew gives each unit to one worker, and each worker its own number.
+        let slept =
+            pager.crew.share(self.units.len(), tools.len(), &|worker, i| unsafe { parts.pack(pager, worker, i) });
+        drop(tools);
+        pager.crew.step_down();
+        if slept {
+            pager.crew_rest.store(REST, Relaxed);
+        }
+    }
+}
+
+/// A batch as its workers see it.
+struct Parts {
+    units: *mut Unit,
+    out: *mut u8,
+    hashes: *mut u128,
+    own: *mut Tools,
+    others: *mut Tools,
+    layout: Layout,
+    dense: bool,
+}
+// SAFETY: workers use different elements: see `pack`.
+unsafe impl Sync for Parts {}
+
+impl Parts {
+    /// Compresses unit `i`.
+    ///
+    /// # Safety
+    /// No other worker may have this unit or this worker's number; the pointers must be to whole batches: units, tools of
+    /// all helpers, room for the pages of all units and for their hashes.
+    unsafe fn pack(&self, pager: &Pager, worker: usize, i: usize) {
+        // SAFETY: the unit and the tools are this worker's alone. A unit's pages, and so its bytes of output and its
+        // hashes, are no other unit's. Busy pages' frames neither move nor change until commit.
+        unsafe {
+            let u = &mut *self.units.add(i);
+            let tools = &mut *if worker == 0 { self.own } else { self.others.add(worker - 1) };
+            let pages = 1usize << u.order;
+            let bytes = self.layout.frames(u.slot, pages);
+            let hashes = core::slice::from_raw_parts_mut(self.hashes.add(u.page_at), pages);
+            let out = core::slice::from_raw_parts_mut(self.out.add(u.page_at * PAGE), pages * PAGE);
+            u.out_at = u.page_at * PAGE;
+            u.outcome = pack(pager, bytes, hashes, out, tools.wanted(self.dense));
+        }
+    }
+}
+
+/// Compresses pages to `out`, which has as many bytes, and notes their hashes.
+fn pack(pager: &Pager, bytes: &[u8], hashes: &mut [u128], out: &mut [u8], compressor: &mut Compressor) -> Outcome {
+    hashes.iter_mut().zip(bytes.chunks(PAGE)).for_each(|(h, page)| *h = object::hash(page));
+    if bytes.chunks(PAGE).all(object::is_zero) {
+        return Outcome::Zero;
+    }
+    let (encoding, len) = compressor.compress(bytes, &mut out[..bytes.len() - bytes.len() / 16]).unwrap_or_else(|| {
+        out.copy_from_slice(bytes);
+        (Encoding::Raw, bytes.len())
+    });
+    if let Some(bits) = pager.inject(Site::Compress) {
+        // As a codec does that cannot be trusted.
+        out[(bits >> 8) as usize % len] ^= 1 << (bits % 8);
+    }
+    Outcome::Packed { encoding, len }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::deliver::decode;
+    use crate::placement::Helpers;
+    use crate::testing;
+    use uzswap_mm::lru::List;
+    use uzswap_mm::pagetable::Tag;
+
+    const N: usize = 2048;
+
+    /// Numbers that compress, different on each page.
+    fn content(page: usize, round: usize) -> [u8; PAGE] {
+        let mut bytes = [0; PAGE];
+        for (i, word) in bytes.chunks_mut(4).enumerate() {
+            word.copy_from_slice(&((page * 7919 + round * 31 + i / 3) as u32).to_le_bytes());
+        }
+        bytes
+    }
+
+    /// Pages compressed with helpers come back bit for bit; with lz4, and with zstd where the pool crowds the program out.
+    #[test]
+    fn what_helpers_compressed_is_right() {
+        let p = testing::pager(128 << 20);
+        let mut s = p.state.lock();
+        if p.helpers_wanted(&s) == 0 {
+            return println!("skipped: one CPU");
+        }
+        let helper = std::thread::spawn(|| p.help(0));
+        while p.crew.helpers() == 0 {
+            std::thread::yield_now();
+        }
+        let mut batch = Batch::new(s.new_compressor());
+        let mut shared = 0;
+        for round in 0..4 {
+            let at = testing::memory(p, N);
+            let first = (at / PAGE) as u64;
+            for page in 0..N {
+                let bytes = content(page, round);
+                // SAFETY: the content is readable. (By COPY, as nobody serves faults here.)
+                unsafe { p.uffd().copy(at + page * PAGE, bytes.as_ptr() as usize, PAGE) }.expect("a missing page");
+            }
+            s.list_resident(first, N, List::Inactive, |_| None);
+            while s.resident + s.staged > 0 {
+                // One thread faults on one CPU: the others are free.
+                (0..8).for_each(|_| s.placement.fault_on(0, 1, Helpers::default(), false));
+                assert!(p.stage(&mut s, 64).is_ok());
+                p.prepare(&mut s, &mut batch, 64, 0);
+                batch.use_dense |= round % 2 == 1;
+                batch.tools.dense();
+                shared += usize::from(batch.shared);
+                batch.compress(p);
+                p.commit(&mut s, &mut batch);
+            }
+            for page in 0..N {
+                let pte = s.pt.get(first + page as u64);
+                assert_eq!(pte.tag(), Tag::Compressed);
+                let pages = 1 << object::order(s.object(pte.handle()));
+                let mut plain = vec![0; pages * PAGE];
+                assert!(decode(&mut s, pte.handle(), &mut plain), "round {round}, page {page}");
+                assert!(plain[pte.index() * PAGE..][..PAGE] == content(page, round), "round {round}, page {page}");
+            }
+        }
+        println!("{shared} batches were shared");
+        assert!(shared > 0);
+        drop(s);
+        p.crew.end();
+        helper.join().unwrap();
+    }
+
+    /// Where one leads the other compresses alone; and after a fork, which may come while one leads, all do.
+    #[test]
+    fn one_leads_and_after_a_fork_nobody_helps() {
+        let p = testing::pager(128 << 20);
+        assert!(p.crew.lead() && !p.crew.lead());
+        let tools = p.tools.lock();
+        core::mem::forget(tools);
+        p.crew_tids[0].store(7, Relaxed);
+        p.forget_helpers();
+        assert_eq!((p.crew.helpers(), p.crew_tids()), (0, [0; HELPERS_MOST]));
+        assert!(p.tools.lock().is_empty() && p.crew.lead());
+    }
+}
