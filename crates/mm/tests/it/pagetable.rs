@@ -2,6 +2,8 @@
 
 use proptest::prelude::*;
 use std::collections::BTreeMap;
+use std::sync::atomic::AtomicU64;
+use uzswap_mm::pagemap::{PageMap, Tier};
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, LEAF_PAGES, PageTable, Pte, Tag};
 
 /// Pages of a lower node, 512 leaves, and of an upper one.
@@ -13,6 +15,7 @@ const END: u64 = 1 << 35;
 #[derive(Clone, Debug)]
 enum Step {
     Set(u64, Pte),
+    SetRun(u64, usize, Pte),
     Clear(u64, u64),
     Hint(u64, u8, u8),
 }
@@ -61,6 +64,9 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     ];
     let step = prop_oneof![
         10 => (vpn(), pte()).prop_map(|(vpn, pte)| Step::Set(vpn, pte)),
+        2 => (vpn(), 1..600usize, (tag(), any::<u32>())).prop_map(|(vpn, n, (tag, aux))| {
+            Step::SetRun(vpn, n.min((END - vpn) as usize), Pte::new(tag, aux))
+        }),
         1 => range.prop_map(|(from, to)| Step::Clear(from, to)),
         1 => (vpn(), 0..8u8, 0..8u8).prop_map(|(vpn, set, clear)| Step::Hint(vpn, set, clear)),
     ];
@@ -73,12 +79,22 @@ proptest! {
     #[test]
     fn agrees_with_a_map(steps in steps(), probes in proptest::collection::vec(vpn(), 20)) {
         let (mut table, mut model) = (PageTable::new(), BTreeMap::new());
+        // Of the pages from 1000 on some are published.
+        const FIRST: u64 = 1000;
+        let words: &'static [AtomicU64] = Box::leak((0..128).map(|_| AtomicU64::new(0)).collect());
+        let map = PageMap::new(Box::leak(Box::new(AtomicU64::new(0))), words, 1021);
+        table.publish(map, FIRST);
         for step in steps {
             match step {
                 Step::Set(vpn, pte) => {
                     table.set(vpn, pte);
                     if pte == Pte::NONE { model.remove(&vpn) } else { model.insert(vpn, pte) };
                     prop_assert_eq!(table.get(vpn), pte);
+                }
+                Step::SetRun(vpn, n, pte) => {
+                    let entry = |i: usize| if i.is_multiple_of(3) { pte } else { Pte::new(Tag::Resident, i as u32) };
+                    table.set_run(vpn, n, entry);
+                    model.extend((0..n).map(|i| (vpn + i as u64, entry(i))));
                 }
                 Step::Clear(from, to) => {
                     let mut gone = vec![];
@@ -100,6 +116,11 @@ proptest! {
         let mut all = vec![];
         table.for_each(|vpn, pte| all.push((vpn, pte)));
         prop_assert_eq!(all, model.iter().map(|(vpn, pte)| (*vpn, *pte)).collect::<Vec<_>>());
+        for page in 0..map.pages() {
+            let pte = model.get(&(FIRST + page)).copied().unwrap_or(Pte::NONE);
+            prop_assert_eq!(map.get(page), pte.state(), "page {} of the map", page);
+        }
+        prop_assert!(map.sequence().is_multiple_of(2));
         for vpn in probes {
             prop_assert_eq!(table.get(vpn), model.get(&vpn).copied().unwrap_or(Pte::NONE));
         }
@@ -120,6 +141,15 @@ proptest! {
         let pte = Pte::compressed(handle, index, at);
         prop_assert_eq!(pte.tag(), Tag::Compressed);
         prop_assert_eq!((pte.handle(), pte.index(), pte.evicted_at(), pte.copy()), (handle, index, at, None));
+        for tier in [Tier::Warm, Tier::Dense, Tier::Raw] {
+            let packed = pte.packed(Tier::Dense).packed(tier);
+            prop_assert_eq!(packed.state().tier(), tier);
+            let disk = packed.on_disk(!handle);
+            prop_assert_eq!((disk.tag(), disk.handle(), disk.state().tier()), (Tag::Disk, !handle, Tier::Disk));
+            let back = disk.back_in_pool(handle);
+            prop_assert_eq!(back, packed);
+            prop_assert_eq!((back.handle(), back.index(), back.evicted_at(), back.copy()), (handle, index, at, None));
+        }
     }
 
     #[test]

@@ -4,7 +4,7 @@ use serde_json::Value;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Output, Stdio};
 use tempfile::TempDir;
-use uzswap::{SharedOptions, SharedRegion};
+use uzswap::{Options, Region, SharedOptions, SharedRegion};
 
 fn pagemap(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_uzswap")).arg("pagemap").args(args).output().unwrap()
@@ -46,6 +46,32 @@ fn a_shared_regions_pages_are_shown_and_moved() {
     assert!(drawing.starts_with("<svg") && drawing.matches("<rect").count() > 1000);
 }
 
+#[test]
+fn a_regions_written_and_protected_pages_are_shown() {
+    let options = Options { track_writes: true, ..Options::new(8 << 20) };
+    let region = Region::new(4 << 20, &options).unwrap();
+    // SAFETY: within the region, which nobody else uses. (Downwards: no page is brought along.)
+    let write =
+        |page: usize| unsafe { region.as_mut_ptr().add(page * 4096).cast::<u64>().write_volatile(page as u64 + 1) };
+    (0..100).rev().for_each(write);
+    region.clear_soft_dirty(0..4 << 20).unwrap();
+    [70, 50, 3].into_iter().for_each(write);
+    region.protect(60 * 4096..80 * 4096).unwrap();
+    region.page_out(0..64 * 4096);
+    let found = json(&[&std::process::id().to_string(), "--json"]);
+    let of = format!("region of process {} at {:#x}", std::process::id(), region.as_mut_ptr() as usize);
+    let found = found.as_array().unwrap().iter().find(|f| f["what"] == of.as_str()).expect("its page map");
+    let count = ["present", "swapped", "write_protected"].map(|key| found[key].as_u64().unwrap());
+    assert_eq!(count, [36, 64, 20], "{found}");
+    let runs = json(&[&std::process::id().to_string(), "--json", "--runs"]);
+    let runs = runs.as_array().unwrap().iter().find(|f| f["what"] == of.as_str()).unwrap()["runs"].clone();
+    let is = |run: &Value, word: &str| run["state"].as_array().unwrap().iter().any(|w| w == word);
+    let written =
+        runs.as_array().unwrap().iter().filter(|r| is(r, "soft-dirty") && (is(r, "present") || is(r, "swapped")));
+    let written: Vec<_> = written.map(|r| (r["from"].as_u64().unwrap(), r["to"].as_u64().unwrap())).collect();
+    assert_eq!(written, [(3, 4), (50, 51), (70, 71)], "{runs}");
+}
+
 /// Text that a Python program holds, more than its limit; it says its process id, and its child's.
 const PROGRAM: &str = "
 import os, sys
@@ -85,8 +111,11 @@ fn a_managed_process_and_its_forked_child_have_their_page_maps() {
         let count = |key: &str| found[key].as_u64().unwrap();
         // Some 50 MB of text in 32 MiB.
         assert!(count("swapped") > 4000, "{line}: {found}");
-        assert!((1..=8192).contains(&count("present")), "{line}: {found}");
-        assert!(found["tiers"]["warm"].as_u64().unwrap() > 2000, "{line}: {found}");
+        // (None, where the machine is slow: both wait, and together they need more than the limit.)
+        assert!(count("present") <= 8192, "{line}: {found}");
+        // lz4, and zstd where the pool crowds the program out.
+        let packed: u64 = ["warm", "dense"].iter().map(|tier| found["tiers"][tier].as_u64().unwrap()).sum();
+        assert!(packed > 2000, "{line}: {found}");
     }
     drop(run.stdin.take());
     assert!(run.wait().unwrap().success());
@@ -97,7 +126,7 @@ fn what_has_no_page_map_is_refused_in_a_sentence() {
     for (args, part) in [
         (vec!["1000000000"], "there is no process"),
         (vec!["/nowhere/to/be/found"], "neither a process nor a shared region"),
-        (vec!["1", "--page-out", "all"], "of shared regions only"),
+        (vec!["1", "--page-out", "all"], "in no `uzswap run` of yours"),
     ] {
         let output = pagemap(&args);
         let text = String::from_utf8(output.stderr).unwrap();
