@@ -93,7 +93,7 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     let trace = trace.map(|(path, recording)| (path, recording.finish()));
     let mut totals = Totals::of(group.page(), group.node);
     if let Some(swap) = &swap {
-        (totals.swap, totals.swap_used) = (swap.bytes(), swap.used());
+        (totals.swap, totals.swap_used, totals.swap_io) = (swap.bytes(), swap.used(), Some(swap.io()));
     }
     if config.quiet != Some(true) {
         summary::print(&totals, wall);

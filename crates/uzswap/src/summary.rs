@@ -134,6 +134,9 @@ fn disk(totals: &Totals) -> String {
         human(c.swap_write_bytes),
         human(c.swap_read_bytes)
     );
+    if totals.swap_io == Some("buffered") {
+        text.push_str(", through the page cache");
+    }
     if c.swap_write_errors + c.swap_read_errors > 0 {
         let _ =
             write!(text, "; {} writes and {} reads failed", grouped(c.swap_write_errors), grouped(c.swap_read_errors));
@@ -206,6 +209,8 @@ mod tests {
             super::disk(&totals),
             "at most 1 GiB of the program in 512 MiB of the swap file; 1.5 GiB written, 5 MiB read back"
         );
+        totals.swap_io = Some("buffered");
+        assert!(super::disk(&totals).ends_with("5 MiB read back, through the page cache"));
         totals.counters.swap_read_errors = 2;
         assert!(super::disk(&totals).ends_with("; 0 writes and 2 reads failed"));
         assert_eq!(super::disk(&Totals::default()), "nothing had to be written");

@@ -11,12 +11,12 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 use uzswap_mm::shrinker::Policy;
-use uzswap_mm::swapfile::{Geometry, LEAST_CLUSTER, MOST_BYTES};
+use uzswap_mm::swapfile::{BLOCK, Geometry, LEAST_CLUSTER, MOST_BYTES};
 use uzswap_pager::swap::clusters::{ClusterMap, MAGIC};
 
 /// Where swap files are made when no directory is named, the first that will do: what lies in the second often is memory.
@@ -26,6 +26,11 @@ const DIRS: [&str; 2] = ["/var/tmp", "/tmp"];
 const MAX_POOL_PERCENT: u32 = 60;
 /// See [`MAX_POOL_PERCENT`].
 const ACCEPT_THRESHOLD_PERCENT: u32 = 90;
+
+/// File systems that are memory: tmpfs, ramfs, hugetlbfs.
+const MEMORY: [i64; 3] = [0x0102_1994, 0x8584_58f6, 0x9584_58f6];
+/// For tests: environment variable with ways of transfer not to use, `buffered` for no direct I/O, separated by commas.
+const ENV_SWAP_IO: &str = "UZSWAP_TEST_SWAP_IO";
 
 /// A swap file that is open, and its books.
 pub struct Swap {
@@ -79,7 +84,11 @@ impl Swap {
         // (Where a file can be made without a name it has the permissions that any new file has.)
         let private = file.set_permissions(Permissions::from_mode(0o600));
         private.map_err(|e| format!("the swap file cannot be made private: {}", plain(&e)))?;
+        let direct = env_allows("buffered") && is_direct(&file);
         let swap = Swap::share(file, bytes, policy, config.encrypt_swap == Some(true));
+        if let Ok(swap) = &swap {
+            swap.map().direct.store(u32::from(direct), Relaxed);
+        }
         Ok(Some(swap.map_err(|e| format!("the swap file's books cannot be made: {}", plain(&e)))?))
     }
 
@@ -128,6 +137,11 @@ impl Swap {
         format!("/proc/{}/fd/{}", std::process::id(), self.object.as_raw_fd())
     }
 
+    /// How transfers go: `direct` bypasses the page cache, `buffered` does not (the file system cannot).
+    pub fn io(&self) -> &'static str {
+        if self.map().direct.load(Relaxed) != 0 { "direct" } else { "buffered" }
+    }
+
     /// The size asked for.
     pub fn bytes(&self) -> u64 {
         self.map().bytes.load(Relaxed)
@@ -146,11 +160,35 @@ impl Drop for Swap {
     }
 }
 
+/// For tests: whether [`ENV_SWAP_IO`] does not ask for a fall-back.
+fn env_allows(fallback: &str) -> bool {
+    !std::env::var(ENV_SWAP_IO).is_ok_and(|words| words.split(',').any(|word| word == fallback))
+}
+
+/// Whether a file can be written and read past the page cache: tried, as file systems that cannot say so at different
+/// times (some when the file is opened, some at the first transfer, and some take other alignments). Leaves it empty.
+fn is_direct(file: &File) -> bool {
+    #[repr(C, align(4096))]
+    struct Block([u8; BLOCK]);
+    let mut found = MaybeUninit::<libc::statfs>::zeroed();
+    // SAFETY: an out-parameter of the right type, for which zeros are valid.
+    let (ret, found) = unsafe { (libc::fstatfs(file.as_raw_fd(), found.as_mut_ptr()), found.assume_init()) };
+    if ret != 0 || MEMORY.contains(&found.f_type) {
+        // (tmpfs takes the flag, and there is no disk.)
+        return false;
+    }
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let opened = File::options().read(true).write(true).custom_flags(libc::O_DIRECT).open(path);
+    let (wrote, mut read) = (Block([0x5a; BLOCK]), Block([0; BLOCK]));
+    let at = BLOCK as u64;
+    let same = opened.is_ok_and(|f| {
+        f.write_all_at(&wrote.0, at).is_ok() && f.read_exact_at(&mut read.0, at).is_ok() && read.0 == wrote.0
+    });
+    file.set_len(0).is_ok() && same
+}
+
 /// Refuses a directory that is in memory, where swap frees nothing, unless that is what is wanted.
 fn suits(dir: &Path, ram_too: bool) -> Result<PathBuf, String> {
-    const TMPFS: i64 = 0x0102_1994;
-    const RAMFS: i64 = 0x8584_58f6;
-    const HUGETLBFS: i64 = 0x9584_58f6;
     let shown = dir.display();
     let path = CString::new(dir.as_os_str().as_bytes()).map_err(|_| format!("`{shown}` is no directory"))?;
     let mut found = MaybeUninit::<libc::statfs>::zeroed();
@@ -162,7 +200,7 @@ fn suits(dir: &Path, ram_too: bool) -> Result<PathBuf, String> {
             "the swap file cannot be made in `{shown}`: {why}; name another directory with --swap-dir"
         ));
     }
-    if !ram_too && [TMPFS, RAMFS, HUGETLBFS].contains(&found.f_type) {
+    if !ram_too && MEMORY.contains(&found.f_type) {
         return Err(format!(
             "`{shown}` is in memory, where a swap file frees nothing: name a directory on a disk, or add --swap-in-ram if you mean it"
         ));
@@ -192,6 +230,7 @@ mod tests {
         assert_eq!(swap.map().geometry().unwrap().clusters, 256);
         assert_eq!((swap.bytes(), swap.used()), (64 << 20, 0));
         assert_eq!(swap.map().fd.load(Relaxed), swap.file.as_raw_fd());
+        assert_eq!(meta.len(), 0, "what was tried out is gone");
     }
 
     #[test]
@@ -222,7 +261,7 @@ mod tests {
         let shm = "/dev/shm";
         if std::fs::read_to_string("/proc/mounts").unwrap().lines().any(|l| l.split(' ').nth(1) == Some(shm)) {
             assert!(of(Some("1G"), Some(shm), false).err().unwrap().contains("--swap-in-ram"));
-            assert!(of(Some("1G"), Some(shm), true).unwrap().is_some());
+            assert_eq!(of(Some("1G"), Some(shm), true).unwrap().map(|swap| swap.io()), Some("buffered"));
         }
     }
 }

@@ -66,6 +66,9 @@ pub struct Totals {
     pub compression_ratio: Option<f64>,
     /// The size of the run's swap file as asked for, in bytes; 0 without one.
     pub swap: u64,
+    /// How it is written and read: `direct`, or `buffered` where the file system cannot; none without one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub swap_io: Option<&'static str>,
     /// Bytes of the swap file that are in use at the end.
     pub swap_used: u64,
     /// The sums.
@@ -103,6 +106,7 @@ impl Totals {
             max: n.events.max.load(Relaxed),
             swap_fail: n.events.swap_fail.load(Relaxed),
             swap: 0,
+            swap_io: None,
             swap_used: 0,
             unmanaged: page.warned_unmanaged.load(Relaxed) != 0,
             compression_ratio: (held > 0).then(|| counters.stored_pages as f64 * 4096.0 / held as f64),

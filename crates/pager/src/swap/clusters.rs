@@ -27,7 +27,7 @@ use uzswap_sys::sys;
 /// Environment variable with the path of the swap file's books, a memory object of the command's.
 pub const ENV_SWAP: &str = "UZSWAP_SWAP";
 /// First word of the books: refuses those of another version.
-pub const MAGIC: u64 = 0x757a_7377_6469_0001;
+pub const MAGIC: u64 = 0x757a_7377_6469_0002;
 /// Processes that can have something in a swap file at once.
 pub const ROWS: usize = 1024;
 /// No row.
@@ -62,6 +62,8 @@ pub struct ClusterMap {
     pub fd: AtomicI32,
     /// Policy of the shrinker: see [`uzswap_mm::shrinker::Policy::from_number`].
     pub policy: AtomicU32,
+    /// 1: transfers bypass the page cache (`O_DIRECT`), which the file system was seen to do.
+    pub direct: AtomicU32,
     /// 1: what is written is encrypted, with a key of each process.
     pub encrypt: AtomicU32,
     /// Share of the limit that the pools may take before objects are written back (percent).

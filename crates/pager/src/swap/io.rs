@@ -6,6 +6,7 @@
 use crate::inject::Site;
 use crate::pager::Pager;
 use core::sync::atomic::Ordering::*;
+use uzswap_mm::swapfile::BLOCK;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{blockio, thread};
 
@@ -16,6 +17,11 @@ const STALL_NS: u64 = 10_000_000_000;
 /// Which of [`Pager::swap_began`] a transfer is.
 const READ: usize = 0;
 const WRITE: usize = 1;
+
+/// A part of a transfer that is cut short on purpose: whole blocks, as direct I/O wants them.
+fn some_blocks(bits: u64, len: usize) -> usize {
+    (bits >> 8) as usize % (len / BLOCK) * BLOCK
+}
 
 /// What can be told about the swap file, once each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +71,8 @@ impl Pager {
             path[n..n + part.len()].copy_from_slice(part);
             n += part.len();
         }
-        match raw::open(&path[..n], libc::O_RDWR) {
+        let direct = if map.direct.load(Relaxed) != 0 { libc::O_DIRECT } else { 0 };
+        match raw::open(&path[..n], libc::O_RDWR | direct) {
             Ok(fd) => self.swap_file.store(fd, Release),
             Err(_) => self.tell(Trouble::Open),
         }
@@ -102,7 +109,7 @@ impl Pager {
             None => blockio::write_all(fd, bytes, at),
             Some(bits) => {
                 // All, or only the beginning of it, does not reach the disk; or all does, but in two transfers.
-                let part = (bits >> 8) as usize % bytes.len();
+                let part = some_blocks(bits, bytes.len());
                 let begun = blockio::write_all(fd, &bytes[..if bits & 2 == 0 { 0 } else { part }], at);
                 match bits % 4 {
                     0 | 2 => begun.and(Err(libc::EIO)),
@@ -133,11 +140,11 @@ impl Pager {
             None => blockio::read_full(fd, bytes, at),
             Some(bits) => {
                 // Nothing comes, or only the beginning; or all, with one bit changed, or in two transfers.
-                let (part, bit) = ((bits >> 8) as usize % bytes.len(), 1 << ((bits >> 2) % 8));
+                let (part, bit) = (some_blocks(bits, bytes.len()), 1 << ((bits >> 2) % 8));
                 match bits % 4 {
                     0 => Err(libc::EIO),
                     1 => blockio::read_full(fd, &mut bytes[..part], at).and(Err(libc::EIO)),
-                    2 => blockio::read_full(fd, bytes, at).inspect(|()| bytes[part] ^= bit),
+                    2 => blockio::read_full(fd, bytes, at).inspect(|()| bytes[(bits >> 8) as usize % bytes.len()] ^= bit),
                     _ => blockio::read_full(fd, &mut bytes[..part], at)
                         .and_then(|()| blockio::read_full(fd, &mut bytes[part..], at + part as u64)),
                 }

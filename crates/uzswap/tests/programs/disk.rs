@@ -127,6 +127,32 @@ fn a_disk_that_lies_is_found_out() {
     assert_eq!(run.stdout.text(), format!("lost {lost}, wrong 0\n"), "{}", run.describe());
 }
 
+/// Where the file system cannot do direct I/O everything is as it is with it; the report and the summary say which.
+#[test]
+fn without_direct_io() {
+    const BUFFERED: (&str, &str) = ("UZSWAP_TEST_SWAP_IO", "buffered");
+    const FAULTS: &str = "seed=11,swap_read=1/20,swap_write=1/20";
+    let _alone = alone();
+    let Some(disk) = compile_c("disk") else { return };
+    let subject = Subject::new("direct or not", &[&disk, &"64", &"1"]).with(&SWAP);
+    // (Where the tests run may be such a file system: then there is nothing to choose from.)
+    let first = subject.start_limited(32 * MIB).finish();
+    let natural = if first.report.as_deref().unwrap_or_default().contains("\"direct\"") { "direct" } else { "buffered" };
+    for (variables, io) in [(&[][..], natural), (&[BUFFERED][..], "buffered")] {
+        for faults in [None, Some(("UZSWAP_TEST_FAULTS", FAULTS))] {
+            let variables: Vec<_> = variables.iter().copied().chain(faults).collect();
+            let run = subject.start_limited_with(32 * MIB, &variables).finish();
+            run.say(subject.name, io, None);
+            let report = run.report.as_deref().unwrap_or_default();
+            assert!(report.contains(&format!("\"swap_io\": \"{io}\"")), "{}", run.describe());
+            assert_eq!(run.stderr.text().contains("through the page cache"), io == "buffered", "{}", run.describe());
+            let lost = number(&run, "poisoned");
+            assert_eq!(run.stdout.text(), format!("lost {lost}, wrong 0\n"), "{}", run.describe());
+            assert!(number(&run, "pswpin") > 0 && (faults.is_some() || lost == 0), "{}", run.describe());
+        }
+    }
+}
+
 /// A full disk is no error of the program: it goes on in memory, and is told.
 #[test]
 fn a_full_disk_is_survived() {
