@@ -277,6 +277,9 @@ impl Pager {
                     s.swapped -= 1;
                     close |= s.refault_distance(pte) < s.lru.active.pages();
                     let head = Header::read(s.object(pte.handle()));
+                    if head.flags & object::AHEAD != 0 {
+                        s.wanted_ahead(pte.handle());
+                    }
                     // A copy of what did not compress would be paid twice; and a block of several pages that is read
                     // at random is to be stored anew, page by page, or each read would decompress all of it.
                     let worth = !matches!(head.encoding, Encoding::Raw) && (head.order == 0 || !random);

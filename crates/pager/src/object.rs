@@ -25,7 +25,7 @@ pub struct Header {
     pub live: u16,
     /// The page of the program that page 0 is.
     pub vpn: u64,
-    /// [`REFERENCED`], [`WRITING`].
+    /// [`REFERENCED`], [`WRITING`], [`AHEAD`].
     pub flags: u8,
 }
 
@@ -35,6 +35,9 @@ pub const REFERENCED: u8 = 1;
 pub const WRITING: u8 = 2;
 /// Met already by the pass over the shrinker's list that is under way; clear between passes.
 pub const SEEN: u8 = 4;
+
+/// Came from the swap file along with another, and was not wanted yet.
+pub const AHEAD: u8 = 8;
 
 /// Bytes of the header alone.
 pub const HEADER_BYTES: usize = 12;

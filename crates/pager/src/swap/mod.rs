@@ -39,6 +39,7 @@ use clusters::ClusterMap;
 use core::sync::atomic::Ordering::*;
 use seal::{SEAL, Seal};
 use uzswap_mm::pagetable::{HINT_REUSED, Tag};
+use uzswap_mm::readahead::Readahead;
 use uzswap_mm::shrinker::{Entry, Policy, PoolFull, Shrinker};
 use uzswap_mm::swapfile::{Place, SwapFile};
 use writeback::RUN_BYTES;
@@ -81,6 +82,8 @@ pub struct Swap {
     rest_until: u64,
     /// Pages on disk.
     on_disk: usize,
+    /// How much is read around what is wanted.
+    readahead: Readahead,
 }
 
 impl Swap {
@@ -100,6 +103,7 @@ impl Swap {
             failures: 0,
             rest_until: 0,
             on_disk: 0,
+            readahead: Readahead::default(),
         }))
     }
 
@@ -166,6 +170,14 @@ impl State {
         if let Some(swap) = self.swap.as_mut() {
             swap.shrinker.loaded();
             self.pt.hint(vpn, HINT_REUSED, 0);
+        }
+    }
+
+    /// An object that came from disk along with another is wanted now.
+    pub fn wanted_ahead(&mut self, handle: u32) {
+        object::set_flags(self.object(handle), 0, object::AHEAD);
+        if let Some(swap) = self.swap.as_mut() {
+            swap.readahead.wanted();
         }
     }
 
