@@ -102,7 +102,7 @@ impl Pager {
             let from = (offset(place) - read.at) as usize;
             let bytes = &mut bytes[from..from + object.len];
             let seal = s.swap.as_ref().and_then(|swap| swap.seal.as_ref());
-            let right = checksum(bytes) == object.check && seal.is_none_or(|seal| seal.open(bytes));
+            let right = checksum(bytes) == object.check && seal.is_none_or(|seal| seal.open(bytes, place));
             let bytes = if seal.is_some() && right { &bytes[SEAL..] } else { &bytes[..] };
             if !right {
                 // (What came along may be half written yet.)
