@@ -128,9 +128,10 @@ fn disk(totals: &Totals) -> String {
         return "nothing had to be written".to_owned();
     }
     let mut text = format!(
-        "at most {} of the program in {} of the swap file; {} written, {} read back",
+        "at most {} of the program in {} {}; {} written, {} read back",
         human(c.swap_pages * 4096),
         human(c.swap_used_size),
+        if totals.swap_io == Some("redis") { "on the swap server" } else { "of the swap file" },
         human(c.swap_write_bytes),
         human(c.swap_read_bytes)
     );

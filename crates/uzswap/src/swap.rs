@@ -1,9 +1,12 @@
-//! The swap file: how large, where, and made so that nobody else sees it.
+//! The swap file: how large, where, and made so that nobody else sees it. Or, in its place, a server (`remote`).
 //!
 //! It has no name (an unlinked temporary file), belongs to us alone (mode 0600), and goes with the last process that has
 //! it open.
 
 use crate::config::{Config, plain};
+use crate::remote::Server;
+use crate::remote::address::{Address, is_address};
+use crate::remote::gateway::{Gateway, Keeper};
 use crate::size::{Size, human};
 use std::ffi::CString;
 use std::fs::{File, Permissions};
@@ -29,12 +32,19 @@ const ACCEPT_THRESHOLD_PERCENT: u32 = 90;
 
 /// File systems that are memory: tmpfs, ramfs, hugetlbfs.
 const MEMORY: [i64; 3] = [0x0102_1994, 0x8584_58f6, 0x9584_58f6];
-/// For tests: environment variable with ways of transfer not to use, `buffered` for no direct I/O, separated by commas.
+/// For tests: environment variable with fall-backs to use though they are not needed, separated by commas: `buffered` for
+/// no direct I/O, `plain` for no io_uring.
 const ENV_SWAP_IO: &str = "UZSWAP_TEST_SWAP_IO";
 
-/// A swap file that is open, and its books.
+/// Where the bytes are.
+enum Store {
+    File(File),
+    Remote(Gateway),
+}
+
+/// A swap file that is open, or a server, and its books.
 pub struct Swap {
-    file: File,
+    store: Store,
     /// The object with the books.
     object: OwnedFd,
     map: NonNull<ClusterMap>,
@@ -55,18 +65,14 @@ impl Swap {
                 _ => Err("--swap-policy says what goes to disk, but there is none: add --swap SIZE".to_owned()),
             };
         };
+        let policy = config.swap_policy.as_deref().map_or(Ok(Policy::default()), str::parse)?;
+        if is_address(text) {
+            return Swap::remote(config, text, policy).map(Some);
+        }
         let Size::Bytes(bytes) = Size::parse(text)? else {
             return Err(format!("`{text}` is no size for the swap file: give bytes, such as --swap 4G"));
         };
-        if Geometry::of(bytes).is_none() {
-            return Err(format!(
-                "a swap file of {} cannot be used: choose {} to {}",
-                human(bytes),
-                human(LEAST_CLUSTER as u64),
-                human(MOST_BYTES)
-            ));
-        }
-        let policy = config.swap_policy.as_deref().map_or(Ok(Policy::default()), str::parse)?;
+        usable(bytes)?;
         let ram = config.swap_in_ram == Some(true);
         let dir = match &config.swap_dir {
             Some(dir) => suits(dir, ram)?,
@@ -85,15 +91,41 @@ impl Swap {
         let private = file.set_permissions(Permissions::from_mode(0o600));
         private.map_err(|e| format!("the swap file cannot be made private: {}", plain(&e)))?;
         let direct = env_allows("buffered") && is_direct(&file);
-        let swap = Swap::share(file, bytes, policy, config.encrypt_swap == Some(true));
+        let swap = Swap::share(Store::File(file), bytes, policy, config.encrypt_swap == Some(true));
         if let Ok(swap) = &swap {
             swap.map().direct.store(u32::from(direct), Relaxed);
+            swap.map().plain.store(u32::from(!env_allows("plain")), Relaxed);
         }
         Ok(Some(swap.map_err(|e| format!("the swap file's books cannot be made: {}", plain(&e)))?))
     }
 
+    /// Connects to a server.
+    fn remote(config: &Config, text: &str, policy: Policy) -> Result<Swap, String> {
+        let address = Address::parse(text)?;
+        if config.swap_dir.is_some() {
+            return Err("--swap-dir names a place for a swap file, but --swap names a server".to_owned());
+        }
+        usable(address.size)?;
+        let bytes = address.size;
+        let gateway = Gateway::new(Server::new(address)?);
+        let gateway = gateway.map_err(|e| format!("the socket for the swap server cannot be made: {}", plain(&e)))?;
+        let swap = Swap::share(Store::Remote(gateway), bytes, policy, true);
+        let swap = swap.map_err(|e| format!("the books of what is swapped cannot be made: {}", plain(&e)))?;
+        swap.map().remote.store(1, Relaxed);
+        Ok(swap)
+    }
+
+    /// With a server: starts to take the members' requests. Signals are to be blocked, as threads inherit that.
+    pub fn serve(&self) -> Result<Option<Keeper>, String> {
+        let Store::Remote(gateway) = &self.store else { return Ok(None) };
+        // SAFETY: with a server the mapping stays for ever (see `drop`).
+        let map: &'static ClusterMap = unsafe { self.map.as_ref() };
+        let keeper = gateway.serve(map);
+        keeper.map(Some).map_err(|e| format!("the threads for the swap server cannot be started: {}", plain(&e)))
+    }
+
     /// Makes the books.
-    fn share(file: File, bytes: u64, policy: Policy, encrypt: bool) -> io::Result<Swap> {
+    fn share(store: Store, bytes: u64, policy: Policy, encrypt: bool) -> io::Result<Swap> {
         // SAFETY: a constant name; the descriptor is owned at once.
         let fd = unsafe { libc::memfd_create(c"uzswap-swap".as_ptr(), libc::MFD_CLOEXEC) };
         if fd < 0 {
@@ -113,11 +145,15 @@ impl Swap {
             return Err(io::Error::last_os_error());
         }
         let map = NonNull::new(map.cast::<ClusterMap>()).ok_or(io::ErrorKind::OutOfMemory)?;
-        let swap = Swap { file, object, map };
+        let swap = Swap { store, object, map };
         let map = swap.map();
         map.bytes.store(bytes, Relaxed);
         map.pid.store(std::process::id(), Relaxed);
-        map.fd.store(swap.file.as_raw_fd(), Relaxed);
+        let fd = match &swap.store {
+            Store::File(file) => file.as_raw_fd(),
+            Store::Remote(gateway) => gateway.fd(),
+        };
+        map.fd.store(fd, Relaxed);
         map.policy.store(policy.number(), Relaxed);
         map.encrypt.store(u32::from(encrypt), Relaxed);
         map.max_pool_percent.store(MAX_POOL_PERCENT, Relaxed);
@@ -137,9 +173,16 @@ impl Swap {
         format!("/proc/{}/fd/{}", std::process::id(), self.object.as_raw_fd())
     }
 
-    /// How transfers go: `direct` bypasses the page cache, `buffered` does not (the file system cannot).
+    /// How transfers go: `direct` bypasses the page cache, `buffered` does not (the file system cannot), `redis` is a
+    /// server.
     pub fn io(&self) -> &'static str {
-        if self.map().direct.load(Relaxed) != 0 { "direct" } else { "buffered" }
+        if matches!(self.store, Store::Remote(_)) {
+            "redis"
+        } else if self.map().direct.load(Relaxed) != 0 {
+            "direct"
+        } else {
+            "buffered"
+        }
     }
 
     /// The size asked for.
@@ -155,8 +198,25 @@ impl Swap {
 
 impl Drop for Swap {
     fn drop(&mut self) {
+        if matches!(self.store, Store::Remote(_)) {
+            // The gateway's threads have it.
+            return;
+        }
         // SAFETY: this is our mapping, of this size; what is handed out borrows from `self`, so no reference is left.
         unsafe { libc::munmap(self.map.as_ptr().cast(), size_of::<ClusterMap>()) };
+    }
+}
+
+/// Refuses sizes that there are no books for.
+fn usable(bytes: u64) -> Result<(), String> {
+    match Geometry::of(bytes) {
+        Some(_) => Ok(()),
+        None => Err(format!(
+            "a swap file of {} cannot be used: choose {} to {}",
+            human(bytes),
+            human(LEAST_CLUSTER as u64),
+            human(MOST_BYTES)
+        )),
     }
 }
 
@@ -210,7 +270,7 @@ fn suits(dir: &Path, ram_too: bool) -> Result<PathBuf, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::Swap;
+    use super::{Store, Swap};
     use crate::config::Config;
     use std::os::fd::AsRawFd;
     use std::os::unix::fs::MetadataExt;
@@ -225,11 +285,12 @@ mod tests {
     fn the_file_is_ours_alone() {
         let dir = env!("CARGO_MANIFEST_DIR");
         let swap = of(Some("64M"), Some(dir), false).unwrap().unwrap();
-        let meta = swap.file.metadata().unwrap();
+        let Store::File(file) = &swap.store else { panic!("no file") };
+        let meta = file.metadata().unwrap();
         assert_eq!((meta.mode() & 0o7777, meta.nlink()), (0o600, 0));
         assert_eq!(swap.map().geometry().unwrap().clusters, 256);
         assert_eq!((swap.bytes(), swap.used()), (64 << 20, 0));
-        assert_eq!(swap.map().fd.load(Relaxed), swap.file.as_raw_fd());
+        assert_eq!(swap.map().fd.load(Relaxed), file.as_raw_fd());
         assert_eq!(meta.len(), 0, "what was tried out is gone");
     }
 
@@ -250,6 +311,10 @@ mod tests {
         assert!(refusal(key).contains("--encrypt-swap") && Swap::of(&Config::default()).unwrap().is_none());
         assert!(refused(Some("50%"), None, false).contains("give bytes"));
         assert!(refused(Some("1x"), None, false).contains("no unit"));
+        assert!(refused(Some("redis://h"), None, false).contains("?size=4G"));
+        assert!(refused(Some("redis://h?size=1G"), Some("/"), false).contains("names a server"));
+        // (Nobody listens at port 1.)
+        assert!(refused(Some("redis://127.0.0.1:1?size=1G"), None, false).contains("the swap server cannot be used"));
         assert!(refused(Some("1K"), None, false).contains("256 KiB"));
         assert!(refused(Some("1T"), None, false).contains("256 GiB"));
         assert!(refused(Some("1G"), Some("/no/such"), false).contains("no such file"));
