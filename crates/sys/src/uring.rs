@@ -74,6 +74,9 @@ struct Cqe {
 
 const _: () = assert!(size_of::<Params>() == 120 && size_of::<Sqe>() == 64 && size_of::<Cqe>() == 16);
 
+/// The tag of a transfer that has ended, and its result: bytes.
+pub type Ended = (u64, Result<usize, Errno>);
+
 /// A ring. It is not closed: it lives as long as the thread that uses it, which is as long as the process.
 pub struct Uring {
     fd: i32,
@@ -186,7 +189,7 @@ impl Uring {
     ///
     /// # Errors
     /// The kernel's, when it cannot be waited.
-    pub fn next(&mut self, wait: bool) -> Result<Option<(u64, Result<usize, Errno>)>, Errno> {
+    pub fn next(&mut self, wait: bool) -> Result<Option<Ended>, Errno> {
         loop {
             let cq = &self.params.cq;
             let head = self.word(cq.head).load(Relaxed);

@@ -278,10 +278,12 @@ enum Failure {
 
 impl From<RedisError> for Failure {
     fn from(e: RedisError) -> Self {
-        match e.code() {
-            Some("OOM") => Self::Refused(libc::ENOSPC),
-            _ if is_refusal(&e) => Self::Refused(libc::EIO),
-            _ => Self::Broken,
+        let refusal = is_refusal(&e);
+        let errors = e.into_server_errors().unwrap_or_default();
+        match refusal {
+            true if errors.iter().any(|(_, e)| e.code() == "OOM") => Self::Refused(libc::ENOSPC),
+            true => Self::Refused(libc::EIO),
+            false => Self::Broken,
         }
     }
 }

@@ -8,6 +8,7 @@ mod disk;
 mod harness;
 mod injected;
 mod redis;
+mod remote;
 
 use harness::*;
 use std::fmt::Write as _;
