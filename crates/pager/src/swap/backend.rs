@@ -13,7 +13,6 @@ use super::clusters::ClusterMap;
 use super::io::{READ, WRITE};
 use crate::pager::Pager;
 use core::sync::atomic::{AtomicI32, Ordering::*};
-use uzswap_sys::process::Identity;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{blockio, stream};
 
@@ -27,7 +26,7 @@ pub struct Request {
     pub len: u32,
     /// Where it begins.
     pub at: u64,
-    /// Who writes ([`Identity::raw`]), and by what row it claims the cluster: a request that comes so late that the cluster
+    /// Who writes (`Identity::raw`), and by what row it claims the cluster: a request that comes so late that the cluster
     /// has been given to another is refused.
     pub owner: u64,
     /// See `owner`.
@@ -163,8 +162,9 @@ impl Pager {
         let link = [&self.swap_file, &self.swap_link][which];
         match self.clusters {
             Some(map) if map.is_remote() => {
-                let row = self.own_row_if_any().map_or(u64::MAX, |row| row as u64);
-                Backend::Remote { map, link, owner: Identity::own().raw(), row }
+                // (The identity as the row has it: where /proc is out of sight it cannot be had anew.)
+                let (owner, row) = self.own_row_if_any().map_or((0, u64::MAX), |row| (map.owner_of(row), row as u64));
+                Backend::Remote { map, link, owner, row }
             }
             _ => Backend::File(self.swap_file.load(Acquire)),
         }

@@ -145,6 +145,11 @@ impl ClusterMap {
         self.owner[cluster as usize].load(SeqCst) & OWNER_MASK == 0
     }
 
+    /// The process that has a row ([`Identity::raw`]), 0 when it is free.
+    pub(super) fn owner_of(&self, row: usize) -> u64 {
+        self.rows[row].owner.load(SeqCst)
+    }
+
     /// Whether the process `owner` ([`Identity::raw`]) has row `row` and refers to a cluster by it.
     pub fn is_claimed_by(&self, cluster: u32, row: usize, owner: u64) -> bool {
         if row >= ROWS || cluster >= self.clusters() || self.rows[row].owner.load(SeqCst) != owner {
