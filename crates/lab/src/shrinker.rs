@@ -2,7 +2,8 @@
 //!
 //! Two programs need more than their limit holds even compressed: a build (gcc on generated sources, two at a time), and
 //! a program with bursts (see [`crate::bursts`]). Each runs under every policy of the real engine, and under the
-//! kernel's zswap with its shrinker on. Then a run without a disk is recorded, and its trace replayed under every policy with the
+//! kernel's zswap with its shrinker on; and under the default policy with what goes to disk encrypted, which shows what that
+//! costs. Then a run without a disk is recorded, and its trace replayed under every policy with the
 //! same pool: the same events for all, which no two runs have.
 //!
 //! Bias: the kernel's pool is limited to a share of the machine's memory, not of the cgroup's, and a cgroup v1 does not
@@ -56,23 +57,27 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Subject {
     Under(u32),
+    /// The default policy, and what goes to disk is encrypted.
+    Encrypted,
     Kernel,
 }
 
 impl Subject {
     fn all() -> impl Iterator<Item = Self> {
-        Policy::ALL.into_iter().map(|p| Self::Under(p.number())).chain([Self::Kernel])
+        Policy::ALL.into_iter().map(|p| Self::Under(p.number())).chain([Self::Encrypted, Self::Kernel])
     }
 
     fn title(self) -> &'static str {
         match self {
             Self::Under(number) => Policy::from_number(number).name(),
+            Self::Encrypted => "default, encrypted",
             Self::Kernel => "zswap, shrinker",
         }
     }
 
     fn key(self) -> &'static str {
         match self {
+            Self::Encrypted => "encrypted",
             Self::Kernel => "zswap",
             Self::Under(number) => match Policy::from_number(number) {
                 Policy::SecondChance => "second_chance",
@@ -355,12 +360,18 @@ impl Lab<'_> {
     }
 
     fn measure(&self, subject: Subject, program: &Program) -> Result<(Figures, Vec<u8>), String> {
-        match subject {
-            Subject::Kernel => self.measure_kernel(program),
-            Subject::Under(number) => {
+        let (policy, encrypt) = match subject {
+            Subject::Kernel => (None, None),
+            Subject::Under(number) => (Some(Policy::from_number(number)), None),
+            Subject::Encrypted => (Some(Policy::default()), Some("--encrypt-swap".into())),
+        };
+        match policy {
+            None => self.measure_kernel(program),
+            Some(policy) => {
                 let report = self.dir.join("report.json");
-                let more = ["--report".into(), report.clone().into()];
-                let argv = self.under(Policy::from_number(number), program, &more);
+                let more: Vec<OsString> =
+                    ["--report".into(), report.clone().into()].into_iter().chain(encrypt).collect();
+                let argv = self.under(policy, program, &more);
                 let (outcome, user, sys) = timed(|| process::run(self.keeper, &spec(&argv)))?;
                 outcome.ok()?;
                 let text = fs::read_to_string(&report).map_err(|e| format!("no report: {e}"))?;
@@ -438,7 +449,7 @@ mod tests {
     #[test]
     fn every_subject_has_a_name_of_its_own() {
         let keys: std::collections::BTreeSet<_> = Subject::all().map(Subject::key).collect();
-        assert_eq!(keys.len(), Policy::ALL.len() + 1);
+        assert_eq!(keys.len(), Policy::ALL.len() + 2);
     }
 
     #[test]

@@ -9,6 +9,7 @@ pub mod compaction;
 pub mod lru;
 pub mod pagemap;
 pub mod pagetable;
+pub mod readahead;
 pub mod replay;
 pub mod shrinker;
 pub mod swapfile;

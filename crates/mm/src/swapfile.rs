@@ -226,9 +226,14 @@ impl SwapFile {
         cluster.slots.insert(at, slot);
         cluster.used += grains;
         self.used += grains;
-        let place = run.cluster as usize * self.grains + run.next;
+        let place = self.next_place(run);
         run.next += grains;
-        Some(place as Place)
+        Some(place)
+    }
+
+    /// Where the next object of a run will lie.
+    pub fn next_place(&self, run: &Run) -> Place {
+        (run.cluster as usize * self.grains + run.next) as Place
     }
 
     /// The bytes of the file that a run as filled so far covers: where they start and how many.

@@ -309,6 +309,9 @@ impl Pager {
                     s.swapped -= 1;
                     close |= s.refault_distance(pte) < s.lru.active.pages();
                     let head = Header::read(s.object(pte.handle()));
+                    if head.flags & object::AHEAD != 0 {
+                        s.wanted_ahead(pte.handle());
+                    }
                     // A copy of what did not compress would be paid twice; what is read at random is to be stored anew,
                     // page by page, or each read would decompress more than it uses; and where memory is very short
                     // nothing has one. But a page that came alone has its place in the block anyway.

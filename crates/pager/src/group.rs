@@ -151,6 +151,8 @@ pub struct Counters {
     pub swap_read_bytes: AtomicU64,
     /// Bytes written to the swap file (bytes, cumulative).
     pub swap_write_bytes: AtomicU64,
+    /// Writes to the swap file that went by io_uring (events).
+    pub swap_uring_writes: AtomicU64,
     /// Reads of the swap file that failed, or gave what had not been written (events).
     pub swap_read_errors: AtomicU64,
     /// Writes to the swap file that failed (events).
@@ -172,7 +174,7 @@ impl Counters {
         self.folios.move_to(&to.folios);
     }
 
-    fn cumulative(&self) -> [&AtomicU64; 32] {
+    fn cumulative(&self) -> [&AtomicU64; 33] {
         [
             &self.pgfault,
             &self.pgmajfault,
@@ -204,6 +206,7 @@ impl Counters {
             &self.reject_reclaim_fail,
             &self.swap_read_bytes,
             &self.swap_write_bytes,
+            &self.swap_uring_writes,
             &self.swap_read_errors,
             &self.swap_write_errors,
         ]

@@ -27,16 +27,23 @@ pub struct Header {
     pub live: u16,
     /// The page of the program that page 0 is.
     pub vpn: u64,
-    /// [`REFERENCED`], [`WRITING`].
+    /// [`REFERENCED`], [`WRITING`], [`AHEAD`].
     pub flags: u8,
 }
 
 /// Set when an object enters the pool's list, cleared by the shrinker that meets it: see `uzswap_mm::shrinker`.
 pub const REFERENCED: u8 = 1;
-/// The object is being written to the swap file: it must not change its place.
-pub const WRITING: u8 = 2;
+/// The object is being written to the swap file, and must not change its place: a mark for each of two writes under way.
+/// (With one mark for both, an object that was stored where another had been, and boarded the second write, was taken for
+/// the first one's when that ended: the page's entry then named what it had been before.)
+pub const WRITING: u8 = WRITING_BY[0] | WRITING_BY[1];
+/// See [`WRITING`]: which write it is.
+pub const WRITING_BY: [u8; 2] = [2, 16];
 /// Met already by the pass over the shrinker's list that is under way; clear between passes.
 pub const SEEN: u8 = 4;
+
+/// Came from the swap file along with another, and was not wanted yet.
+pub const AHEAD: u8 = 8;
 
 /// Bytes of the header alone.
 pub const HEADER_BYTES: usize = 12;

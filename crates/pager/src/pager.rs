@@ -111,8 +111,11 @@ pub struct Pager {
     pub clusters: Option<&'static ClusterMap>,
     /// This process's rows in them.
     pub rows: Rows,
-    /// The swap file, in the helpers' own descriptor table; -1 without one.
+    /// The swap file, in the helpers' own descriptor table, or the reading thread's connection to the command that speaks
+    /// to a server; -1 without one.
     pub swap_file: AtomicI32,
+    /// With a server: the writing thread's connection.
+    pub swap_link: AtomicI32,
     /// Bumped to wake the thread that writes to the swap file (a futex word).
     pub swap_wake: AtomicU32,
     /// Bumped when it has written, or failed to (a futex word).
@@ -181,6 +184,7 @@ impl Pager {
             clusters: None,
             rows: Rows::default(),
             swap_file: AtomicI32::new(-1),
+            swap_link: AtomicI32::new(-1),
             swap_wake: AtomicU32::new(0),
             swap_progress: AtomicU32::new(0),
             disk_helps: AtomicBool::new(true),

@@ -1,22 +1,29 @@
 //! Reading and writing a file whole ranges at a time: pread64, pwrite64, fallocate.
 //!
-//! What matters here: short transfers are gone on with; a read that meets the end of the file is EIO (what was written
+//! What matters here: short transfers are gone on with, from a block's border, as direct I/O wants it; a read that meets the end of the file is EIO (what was written
 //! there is not there any more); EINTR is tried again. ENOSPC comes from fallocate where the file system can preallocate
 //! and from pwrite where it cannot (EOPNOTSUPP from fallocate is no error). EIO may come from either, for good or not.
 
 use crate::raw::Errno;
 use crate::sys;
 
-/// Writes all of `bytes` at an offset.
-///
-/// # Errors
-/// The kernel's; part of it may have been written.
-pub fn write_all(fd: i32, mut bytes: &[u8], mut at: u64) -> Result<(), Errno> {
-    while !bytes.is_empty() {
-        // SAFETY: the bytes are readable.
-        match unsafe { sys!(libc::SYS_pwrite64, fd, bytes.as_ptr(), bytes.len(), at) } {
+/// What a transfer that was cut short goes on from: direct I/O takes whole blocks only.
+pub const BLOCK: usize = 4096;
+/// Transfers of less than a block in a row after which it is an error.
+const MOST_FRUITLESS: u32 = 8;
+
+/// Makes transfers until `len` bytes are done; what `transfer` is given is how many were.
+fn whole(len: usize, mut transfer: impl FnMut(usize) -> Result<usize, Errno>) -> Result<(), Errno> {
+    let (mut done, mut fruitless) = (0, 0);
+    while done < len {
+        match transfer(done) {
             Ok(0) => return Err(libc::EIO),
-            Ok(n) => (bytes, at) = (&bytes[n..], at + n as u64),
+            Ok(n) if done + n >= len => return Ok(()),
+            Ok(n) if n < BLOCK && fruitless == MOST_FRUITLESS => return Err(libc::EIO),
+            Ok(n) => {
+                fruitless = if n < BLOCK { fruitless + 1 } else { 0 };
+                done += n / BLOCK * BLOCK;
+            }
             Err(libc::EINTR) => {}
             Err(e) => return Err(e),
         }
@@ -24,20 +31,24 @@ pub fn write_all(fd: i32, mut bytes: &[u8], mut at: u64) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Fills `bytes` from an offset.
+/// Writes all of `bytes` at an offset. With `O_DIRECT` address, length and offset are to be multiples of [`BLOCK`].
+///
+/// # Errors
+/// The kernel's; part of it may have been written.
+pub fn write_all(fd: i32, bytes: &[u8], at: u64) -> Result<(), Errno> {
+    whole(bytes.len(), |done| {
+        let rest = &bytes[done..];
+        // SAFETY: the bytes are readable.
+        unsafe { sys!(libc::SYS_pwrite64, fd, rest.as_ptr(), rest.len(), at + done as u64) }
+    })
+}
+
+/// Fills `bytes` from an offset. With `O_DIRECT` address, length and offset are to be multiples of [`BLOCK`].
 ///
 /// # Errors
 /// The kernel's, and `EIO` where the file ends.
-pub fn read_full(fd: i32, mut bytes: &mut [u8], mut at: u64) -> Result<(), Errno> {
-    while !bytes.is_empty() {
-        match crate::raw::pread(fd, bytes, at) {
-            Ok(0) => return Err(libc::EIO),
-            Ok(n) => (bytes, at) = (&mut bytes[n..], at + n as u64),
-            Err(libc::EINTR) => {}
-            Err(e) => return Err(e),
-        }
-    }
-    Ok(())
+pub fn read_full(fd: i32, bytes: &mut [u8], at: u64) -> Result<(), Errno> {
+    whole(bytes.len(), |done| crate::raw::pread(fd, &mut bytes[done..], at + done as u64))
 }
 
 /// Makes sure that a range of a file has room on disk.
@@ -52,5 +63,35 @@ pub fn preallocate(fd: i32, at: u64, len: u64) -> Result<(), Errno> {
             Err(libc::EINTR) => {}
             Err(e) => return Err(e),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What each transfer gives, and what it was asked for.
+    fn run(len: usize, gives: &[Result<usize, Errno>]) -> (Result<(), Errno>, Vec<usize>) {
+        let (mut gives, mut asked) = (gives.iter(), Vec::new());
+        let result = whole(len, |done| {
+            asked.push(done);
+            *gives.next().expect("asked once too often")
+        });
+        assert!(gives.next().is_none(), "asked too few times");
+        (result, asked)
+    }
+
+    #[test]
+    fn short_transfers_are_gone_on_with_from_a_block() {
+        assert_eq!(run(8192, &[Ok(8192)]), (Ok(()), vec![0]));
+        assert_eq!(run(16384, &[Ok(4096), Ok(5000), Err(libc::EINTR), Ok(8192)]), (Ok(()), vec![0, 4096, 8192, 8192]));
+        assert_eq!(run(8192, &[Ok(100), Ok(4195), Ok(4096)]), (Ok(()), vec![0, 0, 4096]));
+    }
+
+    #[test]
+    fn what_does_not_get_on_is_an_error() {
+        assert_eq!(run(8192, &[Ok(4096), Ok(0)]), (Err(libc::EIO), vec![0, 4096]));
+        assert_eq!(run(8192, &[Err(libc::ENOSPC)]), (Err(libc::ENOSPC), vec![0]));
+        assert_eq!(run(8192, &[Ok(512); MOST_FRUITLESS as usize + 1]).0, Err(libc::EIO));
     }
 }

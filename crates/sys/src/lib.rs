@@ -9,6 +9,8 @@ pub mod probe;
 pub mod process;
 pub mod raw;
 pub mod socket;
+pub mod stream;
 pub mod thread;
 pub mod uffd;
 pub mod uffd_shared;
+pub mod uring;

@@ -12,6 +12,7 @@ mod groups;
 mod machine;
 mod pagemap;
 mod record;
+mod remote;
 mod replay;
 mod report;
 mod run;

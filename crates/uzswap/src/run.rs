@@ -81,6 +81,7 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
 
     let blocked = Blocked::new();
     let trace = trace.map(|(path, file)| start_recording(&group, path, file)).transpose()?;
+    let keeper = swap.as_ref().map_or(Ok(None), Swap::serve)?;
     let start = Instant::now();
     let child = start_program(&program, &args.command, &agent, &group, swap.as_ref(), &blocked).inspect_err(|_| {
         for path in report.iter().map(|(path, _)| path).chain(trace.iter().map(|(path, _)| path)) {
@@ -89,11 +90,16 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     })?;
     let (ended, usage) = supervise(child, &blocked);
     let wall = start.elapsed();
+    if let Some((left @ 1.., seconds)) = keeper.map(|keeper| keeper.finish()) {
+        summary::say(&format!(
+            "uzswap: the swap server does not answer; {left} keys stay there and expire in {seconds} s\n"
+        ));
+    }
 
     let trace = trace.map(|(path, recording)| (path, recording.finish()));
     let mut totals = Totals::of(group.page(), group.node);
     if let Some(swap) = &swap {
-        (totals.swap, totals.swap_used) = (swap.bytes(), swap.used());
+        (totals.swap, totals.swap_used, totals.swap_io) = (swap.bytes(), swap.used(), Some(swap.io()));
     }
     if config.quiet != Some(true) {
         summary::print(&totals, wall);

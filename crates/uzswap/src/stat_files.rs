@@ -177,6 +177,7 @@ pub fn files(page: &GroupPage, node: usize) -> Vec<(String, Content)> {
                 ("nr_disk_swapins", c.nr_disk_swapins),
                 ("swap_read_bytes", c.swap_read_bytes),
                 ("swap_write_bytes", c.swap_write_bytes),
+                ("swap_uring_writes", c.swap_uring_writes),
                 ("swap_read_errors", c.swap_read_errors),
                 ("swap_write_errors", c.swap_write_errors),
                 ("thp_move_out", folio("thp_move_out")),

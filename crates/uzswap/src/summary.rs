@@ -128,12 +128,16 @@ fn disk(totals: &Totals) -> String {
         return "nothing had to be written".to_owned();
     }
     let mut text = format!(
-        "at most {} of the program in {} of the swap file; {} written, {} read back",
+        "at most {} of the program in {} {}; {} written, {} read back",
         human(c.swap_pages * 4096),
         human(c.swap_used_size),
+        if totals.swap_io == Some("redis") { "on the swap server" } else { "of the swap file" },
         human(c.swap_write_bytes),
         human(c.swap_read_bytes)
     );
+    if totals.swap_io == Some("buffered") {
+        text.push_str(", through the page cache");
+    }
     if c.swap_write_errors + c.swap_read_errors > 0 {
         let _ =
             write!(text, "; {} writes and {} reads failed", grouped(c.swap_write_errors), grouped(c.swap_read_errors));
@@ -206,6 +210,8 @@ mod tests {
             super::disk(&totals),
             "at most 1 GiB of the program in 512 MiB of the swap file; 1.5 GiB written, 5 MiB read back"
         );
+        totals.swap_io = Some("buffered");
+        assert!(super::disk(&totals).ends_with("5 MiB read back, through the page cache"));
         totals.counters.swap_read_errors = 2;
         assert!(super::disk(&totals).ends_with("; 0 writes and 2 reads failed"));
         assert_eq!(super::disk(&Totals::default()), "nothing had to be written");

@@ -1,9 +1,12 @@
-//! The swap file: how large, where, and made so that nobody else sees it.
+//! The swap file: how large, where, and made so that nobody else sees it. Or, in its place, a server (`remote`).
 //!
 //! It has no name (an unlinked temporary file), belongs to us alone (mode 0600), and goes with the last process that has
 //! it open.
 
 use crate::config::{Config, plain};
+use crate::remote::Server;
+use crate::remote::address::{Address, is_address};
+use crate::remote::gateway::{Gateway, Keeper};
 use crate::size::{Size, human};
 use std::ffi::CString;
 use std::fs::{File, Permissions};
@@ -11,12 +14,12 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 use uzswap_mm::shrinker::Policy;
-use uzswap_mm::swapfile::{Geometry, LEAST_CLUSTER, MOST_BYTES};
+use uzswap_mm::swapfile::{BLOCK, Geometry, LEAST_CLUSTER, MOST_BYTES};
 use uzswap_pager::swap::clusters::{ClusterMap, MAGIC};
 
 /// Where swap files are made when no directory is named, the first that will do: what lies in the second often is memory.
@@ -27,9 +30,21 @@ const MAX_POOL_PERCENT: u32 = 60;
 /// See [`MAX_POOL_PERCENT`].
 const ACCEPT_THRESHOLD_PERCENT: u32 = 90;
 
-/// A swap file that is open, and its books.
+/// File systems that are memory: tmpfs, ramfs, hugetlbfs.
+const MEMORY: [i64; 3] = [0x0102_1994, 0x8584_58f6, 0x9584_58f6];
+/// For tests: environment variable with fall-backs to use though they are not needed, separated by commas: `buffered` for
+/// no direct I/O, `plain` for no io_uring.
+const ENV_SWAP_IO: &str = "UZSWAP_TEST_SWAP_IO";
+
+/// Where the bytes are.
+enum Store {
+    File(File),
+    Remote(Gateway),
+}
+
+/// A swap file that is open, or a server, and its books.
 pub struct Swap {
-    file: File,
+    store: Store,
     /// The object with the books.
     object: OwnedFd,
     map: NonNull<ClusterMap>,
@@ -50,18 +65,14 @@ impl Swap {
                 _ => Err("--swap-policy says what goes to disk, but there is none: add --swap SIZE".to_owned()),
             };
         };
+        let policy = config.swap_policy.as_deref().map_or(Ok(Policy::default()), str::parse)?;
+        if is_address(text) {
+            return Swap::remote(config, text, policy).map(Some);
+        }
         let Size::Bytes(bytes) = Size::parse(text)? else {
             return Err(format!("`{text}` is no size for the swap file: give bytes, such as --swap 4G"));
         };
-        if Geometry::of(bytes).is_none() {
-            return Err(format!(
-                "a swap file of {} cannot be used: choose {} to {}",
-                human(bytes),
-                human(LEAST_CLUSTER as u64),
-                human(MOST_BYTES)
-            ));
-        }
-        let policy = config.swap_policy.as_deref().map_or(Ok(Policy::default()), str::parse)?;
+        usable(bytes)?;
         let ram = config.swap_in_ram == Some(true);
         let dir = match &config.swap_dir {
             Some(dir) => suits(dir, ram)?,
@@ -79,12 +90,42 @@ impl Swap {
         // (Where a file can be made without a name it has the permissions that any new file has.)
         let private = file.set_permissions(Permissions::from_mode(0o600));
         private.map_err(|e| format!("the swap file cannot be made private: {}", plain(&e)))?;
-        let swap = Swap::share(file, bytes, policy, config.encrypt_swap == Some(true));
+        let direct = env_allows("buffered") && is_direct(&file);
+        let swap = Swap::share(Store::File(file), bytes, policy, config.encrypt_swap == Some(true));
+        if let Ok(swap) = &swap {
+            swap.map().direct.store(u32::from(direct), Relaxed);
+            swap.map().plain.store(u32::from(!env_allows("plain")), Relaxed);
+        }
         Ok(Some(swap.map_err(|e| format!("the swap file's books cannot be made: {}", plain(&e)))?))
     }
 
+    /// Connects to a server.
+    fn remote(config: &Config, text: &str, policy: Policy) -> Result<Swap, String> {
+        let address = Address::parse(text)?;
+        if config.swap_dir.is_some() {
+            return Err("--swap-dir names a place for a swap file, but --swap names a server".to_owned());
+        }
+        usable(address.size)?;
+        let bytes = address.size;
+        let gateway = Gateway::new(Server::new(address)?);
+        let gateway = gateway.map_err(|e| format!("the socket for the swap server cannot be made: {}", plain(&e)))?;
+        let swap = Swap::share(Store::Remote(gateway), bytes, policy, true);
+        let swap = swap.map_err(|e| format!("the books of what is swapped cannot be made: {}", plain(&e)))?;
+        swap.map().remote.store(1, Relaxed);
+        Ok(swap)
+    }
+
+    /// With a server: starts to take the members' requests. Signals are to be blocked, as threads inherit that.
+    pub fn serve(&self) -> Result<Option<Keeper>, String> {
+        let Store::Remote(gateway) = &self.store else { return Ok(None) };
+        // SAFETY: with a server the mapping stays for ever (see `drop`).
+        let map: &'static ClusterMap = unsafe { self.map.as_ref() };
+        let keeper = gateway.serve(map);
+        keeper.map(Some).map_err(|e| format!("the threads for the swap server cannot be started: {}", plain(&e)))
+    }
+
     /// Makes the books.
-    fn share(file: File, bytes: u64, policy: Policy, encrypt: bool) -> io::Result<Swap> {
+    fn share(store: Store, bytes: u64, policy: Policy, encrypt: bool) -> io::Result<Swap> {
         // SAFETY: a constant name; the descriptor is owned at once.
         let fd = unsafe { libc::memfd_create(c"uzswap-swap".as_ptr(), libc::MFD_CLOEXEC) };
         if fd < 0 {
@@ -104,11 +145,15 @@ impl Swap {
             return Err(io::Error::last_os_error());
         }
         let map = NonNull::new(map.cast::<ClusterMap>()).ok_or(io::ErrorKind::OutOfMemory)?;
-        let swap = Swap { file, object, map };
+        let swap = Swap { store, object, map };
         let map = swap.map();
         map.bytes.store(bytes, Relaxed);
         map.pid.store(std::process::id(), Relaxed);
-        map.fd.store(swap.file.as_raw_fd(), Relaxed);
+        let fd = match &swap.store {
+            Store::File(file) => file.as_raw_fd(),
+            Store::Remote(gateway) => gateway.fd(),
+        };
+        map.fd.store(fd, Relaxed);
         map.policy.store(policy.number(), Relaxed);
         map.encrypt.store(u32::from(encrypt), Relaxed);
         map.max_pool_percent.store(MAX_POOL_PERCENT, Relaxed);
@@ -128,6 +173,18 @@ impl Swap {
         format!("/proc/{}/fd/{}", std::process::id(), self.object.as_raw_fd())
     }
 
+    /// How transfers go: `direct` bypasses the page cache, `buffered` does not (the file system cannot), `redis` is a
+    /// server.
+    pub fn io(&self) -> &'static str {
+        if matches!(self.store, Store::Remote(_)) {
+            "redis"
+        } else if self.map().direct.load(Relaxed) != 0 {
+            "direct"
+        } else {
+            "buffered"
+        }
+    }
+
     /// The size asked for.
     pub fn bytes(&self) -> u64 {
         self.map().bytes.load(Relaxed)
@@ -141,16 +198,57 @@ impl Swap {
 
 impl Drop for Swap {
     fn drop(&mut self) {
+        if matches!(self.store, Store::Remote(_)) {
+            // The gateway's threads have it.
+            return;
+        }
         // SAFETY: this is our mapping, of this size; what is handed out borrows from `self`, so no reference is left.
         unsafe { libc::munmap(self.map.as_ptr().cast(), size_of::<ClusterMap>()) };
     }
 }
 
+/// Refuses sizes that there are no books for.
+fn usable(bytes: u64) -> Result<(), String> {
+    match Geometry::of(bytes) {
+        Some(_) => Ok(()),
+        None => Err(format!(
+            "a swap file of {} cannot be used: choose {} to {}",
+            human(bytes),
+            human(LEAST_CLUSTER as u64),
+            human(MOST_BYTES)
+        )),
+    }
+}
+
+/// For tests: whether [`ENV_SWAP_IO`] does not ask for a fall-back.
+fn env_allows(fallback: &str) -> bool {
+    !std::env::var(ENV_SWAP_IO).is_ok_and(|words| words.split(',').any(|word| word == fallback))
+}
+
+/// Whether a file can be written and read past the page cache: tried, as file systems that cannot say so at different
+/// times (some when the file is opened, some at the first transfer, and some take other alignments). Leaves it empty.
+fn is_direct(file: &File) -> bool {
+    #[repr(C, align(4096))]
+    struct Block([u8; BLOCK]);
+    let mut found = MaybeUninit::<libc::statfs>::zeroed();
+    // SAFETY: an out-parameter of the right type, for which zeros are valid.
+    let (ret, found) = unsafe { (libc::fstatfs(file.as_raw_fd(), found.as_mut_ptr()), found.assume_init()) };
+    if ret != 0 || MEMORY.contains(&found.f_type) {
+        // (tmpfs takes the flag, and there is no disk.)
+        return false;
+    }
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let opened = File::options().read(true).write(true).custom_flags(libc::O_DIRECT).open(path);
+    let (wrote, mut read) = (Block([0x5a; BLOCK]), Block([0; BLOCK]));
+    let at = BLOCK as u64;
+    let same = opened.is_ok_and(|f| {
+        f.write_all_at(&wrote.0, at).is_ok() && f.read_exact_at(&mut read.0, at).is_ok() && read.0 == wrote.0
+    });
+    file.set_len(0).is_ok() && same
+}
+
 /// Refuses a directory that is in memory, where swap frees nothing, unless that is what is wanted.
 fn suits(dir: &Path, ram_too: bool) -> Result<PathBuf, String> {
-    const TMPFS: i64 = 0x0102_1994;
-    const RAMFS: i64 = 0x8584_58f6;
-    const HUGETLBFS: i64 = 0x9584_58f6;
     let shown = dir.display();
     let path = CString::new(dir.as_os_str().as_bytes()).map_err(|_| format!("`{shown}` is no directory"))?;
     let mut found = MaybeUninit::<libc::statfs>::zeroed();
@@ -162,7 +260,7 @@ fn suits(dir: &Path, ram_too: bool) -> Result<PathBuf, String> {
             "the swap file cannot be made in `{shown}`: {why}; name another directory with --swap-dir"
         ));
     }
-    if !ram_too && [TMPFS, RAMFS, HUGETLBFS].contains(&found.f_type) {
+    if !ram_too && MEMORY.contains(&found.f_type) {
         return Err(format!(
             "`{shown}` is in memory, where a swap file frees nothing: name a directory on a disk, or add --swap-in-ram if you mean it"
         ));
@@ -172,7 +270,7 @@ fn suits(dir: &Path, ram_too: bool) -> Result<PathBuf, String> {
 
 #[cfg(test)]
 mod tests {
-    use super::Swap;
+    use super::{Store, Swap};
     use crate::config::Config;
     use std::os::fd::AsRawFd;
     use std::os::unix::fs::MetadataExt;
@@ -187,11 +285,13 @@ mod tests {
     fn the_file_is_ours_alone() {
         let dir = env!("CARGO_MANIFEST_DIR");
         let swap = of(Some("64M"), Some(dir), false).unwrap().unwrap();
-        let meta = swap.file.metadata().unwrap();
+        let Store::File(file) = &swap.store else { panic!("no file") };
+        let meta = file.metadata().unwrap();
         assert_eq!((meta.mode() & 0o7777, meta.nlink()), (0o600, 0));
         assert_eq!(swap.map().geometry().unwrap().clusters, 256);
         assert_eq!((swap.bytes(), swap.used()), (64 << 20, 0));
-        assert_eq!(swap.map().fd.load(Relaxed), swap.file.as_raw_fd());
+        assert_eq!(swap.map().fd.load(Relaxed), file.as_raw_fd());
+        assert_eq!(meta.len(), 0, "what was tried out is gone");
     }
 
     #[test]
@@ -211,6 +311,10 @@ mod tests {
         assert!(refusal(key).contains("--encrypt-swap") && Swap::of(&Config::default()).unwrap().is_none());
         assert!(refused(Some("50%"), None, false).contains("give bytes"));
         assert!(refused(Some("1x"), None, false).contains("no unit"));
+        assert!(refused(Some("redis://h"), None, false).contains("?size=4G"));
+        assert!(refused(Some("redis://h?size=1G"), Some("/"), false).contains("names a server"));
+        // (Nobody listens at port 1.)
+        assert!(refused(Some("redis://127.0.0.1:1?size=1G"), None, false).contains("the swap server cannot be used"));
         assert!(refused(Some("1K"), None, false).contains("256 KiB"));
         assert!(refused(Some("1T"), None, false).contains("256 GiB"));
         assert!(refused(Some("1G"), Some("/no/such"), false).contains("no such file"));
@@ -222,7 +326,7 @@ mod tests {
         let shm = "/dev/shm";
         if std::fs::read_to_string("/proc/mounts").unwrap().lines().any(|l| l.split(' ').nth(1) == Some(shm)) {
             assert!(of(Some("1G"), Some(shm), false).err().unwrap().contains("--swap-in-ram"));
-            assert!(of(Some("1G"), Some(shm), true).unwrap().is_some());
+            assert_eq!(of(Some("1G"), Some(shm), true).unwrap().map(|swap| swap.io()), Some("buffered"));
         }
     }
 }

@@ -31,8 +31,8 @@ sums! {
     pages_compacted, compact_stall, compact_success, compact_fail, compact_migrate_scanned, compact_free_scanned,
     compact_isolated, pgmigrate_success, pgmigrate_fail, stored_incompressible_pages, stored_pages, pool_total_size,
     pool_used_size, metadata_size, stall_ns, direct_reclaim, move_refused, move_concealed, reject_alloc_fail, poisoned,
-    pswpin, pswpout, zswpwb, reject_reclaim_fail, nr_disk_swapins, swap_read_bytes, swap_write_bytes, swap_read_errors,
-    swap_write_errors, swap_pages, swap_used_size,
+    pswpin, pswpout, zswpwb, reject_reclaim_fail, nr_disk_swapins, swap_read_bytes, swap_write_bytes, swap_uring_writes,
+    swap_read_errors,    swap_write_errors, swap_pages, swap_used_size,
 }
 
 /// What a group and those below it did.
@@ -66,6 +66,9 @@ pub struct Totals {
     pub compression_ratio: Option<f64>,
     /// The size of the run's swap file as asked for, in bytes; 0 without one.
     pub swap: u64,
+    /// How it is written and read: `direct`, `buffered` where the file system cannot do that, or `redis`; none without one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub swap_io: Option<&'static str>,
     /// Bytes of the swap file that are in use at the end.
     pub swap_used: u64,
     /// The sums.
@@ -103,6 +106,7 @@ impl Totals {
             max: n.events.max.load(Relaxed),
             swap_fail: n.events.swap_fail.load(Relaxed),
             swap: 0,
+            swap_io: None,
             swap_used: 0,
             unmanaged: page.warned_unmanaged.load(Relaxed) != 0,
             compression_ratio: (held > 0).then(|| counters.stored_pages as f64 * 4096.0 / held as f64),

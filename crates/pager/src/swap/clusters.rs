@@ -27,7 +27,7 @@ use uzswap_sys::sys;
 /// Environment variable with the path of the swap file's books, a memory object of the command's.
 pub const ENV_SWAP: &str = "UZSWAP_SWAP";
 /// First word of the books: refuses those of another version.
-pub const MAGIC: u64 = 0x757a_7377_6469_0001;
+pub const MAGIC: u64 = 0x757a_7377_6469_0002;
 /// Processes that can have something in a swap file at once.
 pub const ROWS: usize = 1024;
 /// No row.
@@ -62,6 +62,12 @@ pub struct ClusterMap {
     pub fd: AtomicI32,
     /// Policy of the shrinker: see [`uzswap_mm::shrinker::Policy::from_number`].
     pub policy: AtomicU32,
+    /// 1: not a file, but a server: `fd` names the socket at which the command takes requests (`swap::backend`).
+    pub remote: AtomicU32,
+    /// 1: transfers bypass the page cache (`O_DIRECT`), which the file system was seen to do.
+    pub direct: AtomicU32,
+    /// 1: io_uring is not to be used.
+    pub plain: AtomicU32,
     /// 1: what is written is encrypted, with a key of each process.
     pub encrypt: AtomicU32,
     /// Share of the limit that the pools may take before objects are written back (percent).
@@ -132,6 +138,25 @@ impl ClusterMap {
                 return alone;
             }
         }
+    }
+
+    /// Whether nobody has claimed a cluster.
+    pub fn is_free(&self, cluster: u32) -> bool {
+        self.owner[cluster as usize].load(SeqCst) & OWNER_MASK == 0
+    }
+
+    /// The process that has a row ([`Identity::raw`]), 0 when it is free.
+    pub(super) fn owner_of(&self, row: usize) -> u64 {
+        self.rows[row].owner.load(SeqCst)
+    }
+
+    /// Whether the process `owner` ([`Identity::raw`]) has row `row` and refers to a cluster by it.
+    pub fn is_claimed_by(&self, cluster: u32, row: usize, owner: u64) -> bool {
+        if row >= ROWS || cluster >= self.clusters() || self.rows[row].owner.load(SeqCst) != owner {
+            return false;
+        }
+        let (bits, bit) = self.bit(row, cluster);
+        bits.load(SeqCst) & bit != 0
     }
 
     /// Clusters in use.

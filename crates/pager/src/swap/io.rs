@@ -6,7 +6,8 @@
 use crate::inject::Site;
 use crate::pager::Pager;
 use core::sync::atomic::Ordering::*;
-use uzswap_sys::raw::{self, Errno};
+use uzswap_mm::swapfile::BLOCK;
+use uzswap_sys::raw::Errno;
 use uzswap_sys::{blockio, thread};
 
 /// Bytes of the file preallocated at once.
@@ -14,8 +15,13 @@ const EXTENT: u64 = 16 << 20;
 /// A transfer that takes longer than this is told (nanoseconds).
 const STALL_NS: u64 = 10_000_000_000;
 /// Which of [`Pager::swap_began`] a transfer is.
-const READ: usize = 0;
-const WRITE: usize = 1;
+pub(super) const READ: usize = 0;
+pub(super) const WRITE: usize = 1;
+
+/// A part of a transfer that is cut short on purpose: whole blocks, as direct I/O wants them.
+pub(super) fn some_blocks(bits: u64, len: usize) -> usize {
+    (bits >> 8) as usize % (len / BLOCK) * BLOCK
+}
 
 /// What can be told about the swap file, once each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,10 +38,17 @@ pub enum Trouble {
     Full,
     /// A process cannot open the file.
     Open,
+    /// A page could not be read back.
+    Lost,
 }
 
 impl Trouble {
-    fn sentence(self) -> &'static [u8] {
+    /// What the user reads, of a file or of a server.
+    pub(super) fn sentence(self, remote: bool) -> &'static [u8] {
+        if remote { self.of_a_server() } else { self.of_a_file() }
+    }
+
+    fn of_a_file(self) -> &'static [u8] {
         match self {
             Self::NoSpace => b"uzswap: the disk of the swap file is full: what it was to take stays in memory, and the limit may be exceeded; free some room, or name another directory with --swap-dir\n",
             Self::Write => b"uzswap: writing to the swap file failed: what it was to take stays in memory, and the limit may be exceeded; the report counts each failure\n",
@@ -43,6 +56,19 @@ impl Trouble {
             Self::Stall => b"uzswap: the disk of the swap file has not answered for 10 seconds; the program waits for it\n",
             Self::Full => b"uzswap: the swap file is full: the limit may be exceeded; give it more with --swap\n",
             Self::Open => b"uzswap: a process cannot open the swap file (its rights changed, or `uzswap run` is gone): it runs without swap\n",
+            Self::Lost => b"uzswap: a page could not be read back from the swap file and is lost; the program gets SIGBUS when it touches it (more such pages are only counted)\n",
+        }
+    }
+
+    fn of_a_server(self) -> &'static [u8] {
+        match self {
+            Self::NoSpace => b"uzswap: the swap server has no memory left: what it was to take stays here, and the limit may be exceeded\n",
+            Self::Write => b"uzswap: writing to the swap server failed: what it was to take stays in memory, and the limit may be exceeded; the report counts each failure\n",
+            Self::Read => b"uzswap: reading from the swap server failed, or gave something else than was written; it is tried again\n",
+            Self::Stall => b"uzswap: the swap server has not answered for 10 seconds; the program waits for it\n",
+            Self::Full => b"uzswap: all that the swap server was to take is used: the limit may be exceeded; give it more with size= in --swap\n",
+            Self::Open => b"uzswap: a process cannot reach `uzswap run`, which speaks to the swap server: it runs without swap\n",
+            Self::Lost => b"uzswap: a page could not be read back from the swap server and is lost; the program gets SIGBUS when it touches it (more such pages are only counted)\n",
         }
     }
 }
@@ -51,23 +77,9 @@ impl Pager {
     /// Opens the group's swap file, if there is one, in the caller's descriptor table, which is the helpers' own. Without
     /// it the process runs as if there were no swap; one that has pages there already cannot go on (`rearm` sees to that).
     pub(crate) fn open_swap_file(&self) {
-        self.swap_file.store(-1, Release);
         let Some(map) = self.clusters else { return };
-        let mut path = [0u8; 64];
-        let (mut n, mut pid, mut fd) = (0, [0; 20], [0; 20]);
-        for part in [
-            b"/proc/".as_slice(),
-            raw::decimal(u64::from(map.pid.load(Relaxed)), &mut pid),
-            b"/fd/",
-            raw::decimal(map.fd.load(Relaxed) as u64, &mut fd),
-            b"\0",
-        ] {
-            path[n..n + part.len()].copy_from_slice(part);
-            n += part.len();
-        }
-        match raw::open(&path[..n], libc::O_RDWR) {
-            Ok(fd) => self.swap_file.store(fd, Release),
-            Err(_) => self.tell(Trouble::Open),
+        if self.open_backend(map).is_err() {
+            self.tell(Trouble::Open);
         }
     }
 
@@ -77,7 +89,7 @@ impl Pager {
         if let Some(map) = self.clusters
             && map.told.fetch_or(bit, AcqRel) & bit == 0
         {
-            self.say(trouble.sentence());
+            self.say(trouble.sentence(map.is_remote()));
         }
     }
 
@@ -91,35 +103,40 @@ impl Pager {
         }
     }
 
-    /// Writes to the file.
+    /// Writes to the file, and says what became of it.
     ///
     /// # Errors
     /// The kernel's.
-    pub(crate) fn swap_write(&self, at: u64, bytes: &[u8]) -> Result<(), Errno> {
+    pub(super) fn swap_write(&self, at: u64, bytes: &[u8]) -> Result<(), Errno> {
         self.swap_began[WRITE].store(thread::now_ns(), Relaxed);
-        let fd = self.swap_file.load(Acquire);
+        let to = self.backend(WRITE);
         let result = match self.inject(Site::SwapWrite) {
-            None => blockio::write_all(fd, bytes, at),
+            None => to.write_all(bytes, at),
             Some(bits) => {
                 // All, or only the beginning of it, does not reach the disk; or all does, but in two transfers.
-                let part = (bits >> 8) as usize % bytes.len();
-                let begun = blockio::write_all(fd, &bytes[..if bits & 2 == 0 { 0 } else { part }], at);
+                let part = some_blocks(bits, bytes.len());
+                let begun = to.write_all(&bytes[..if bits & 2 == 0 { 0 } else { part }], at);
                 match bits % 4 {
                     0 | 2 => begun.and(Err(libc::EIO)),
                     1 => begun.and(Err(libc::ENOSPC)),
-                    _ => begun.and_then(|()| blockio::write_all(fd, &bytes[part..], at + part as u64)),
+                    _ => begun.and_then(|()| to.write_all(&bytes[part..], at + part as u64)),
                 }
             }
         };
         self.swap_began[WRITE].store(0, Relaxed);
+        self.wrote(bytes.len(), result);
+        result
+    }
+
+    /// Counts a write of `len` bytes, and tells of one that failed.
+    pub(super) fn wrote(&self, len: usize, result: Result<(), Errno>) {
         match result {
-            Ok(()) => self.counters().swap_write_bytes.fetch_add(bytes.len() as u64, Relaxed),
+            Ok(()) => self.counters().swap_write_bytes.fetch_add(len as u64, Relaxed),
             Err(e) => {
                 self.tell(if matches!(e, libc::ENOSPC | libc::EDQUOT) { Trouble::NoSpace } else { Trouble::Write });
                 self.counters().swap_write_errors.fetch_add(1, Relaxed)
             }
         };
-        result
     }
 
     /// Reads from the file.
@@ -128,18 +145,19 @@ impl Pager {
     /// The kernel's, and `EIO` where the file ends.
     pub(crate) fn swap_read(&self, at: u64, bytes: &mut [u8]) -> Result<(), Errno> {
         self.swap_began[READ].store(thread::now_ns(), Relaxed);
-        let fd = self.swap_file.load(Acquire);
+        let from = self.backend(READ);
         let result = match self.inject(Site::SwapRead) {
-            None => blockio::read_full(fd, bytes, at),
+            None => from.read_full(bytes, at),
             Some(bits) => {
                 // Nothing comes, or only the beginning; or all, with one bit changed, or in two transfers.
-                let (part, bit) = ((bits >> 8) as usize % bytes.len(), 1 << ((bits >> 2) % 8));
+                let (part, bit) = (some_blocks(bits, bytes.len()), 1 << ((bits >> 2) % 8));
                 match bits % 4 {
                     0 => Err(libc::EIO),
-                    1 => blockio::read_full(fd, &mut bytes[..part], at).and(Err(libc::EIO)),
-                    2 => blockio::read_full(fd, bytes, at).inspect(|()| bytes[part] ^= bit),
-                    _ => blockio::read_full(fd, &mut bytes[..part], at)
-                        .and_then(|()| blockio::read_full(fd, &mut bytes[part..], at + part as u64)),
+                    1 => from.read_full(&mut bytes[..part], at).and(Err(libc::EIO)),
+                    2 => from.read_full(bytes, at).inspect(|()| bytes[(bits >> 8) as usize % bytes.len()] ^= bit),
+                    _ => from
+                        .read_full(&mut bytes[..part], at)
+                        .and_then(|()| from.read_full(&mut bytes[part..], at + part as u64)),
                 }
             }
         };
@@ -160,6 +178,11 @@ impl Pager {
         let (from, to) = (u64::from(cluster) * cluster_bytes, (u64::from(cluster) + 1) * cluster_bytes);
         let done = map.allocated.load(Relaxed);
         if to <= done {
+            return Ok(());
+        }
+        if map.is_remote() {
+            // (A server that has no room says so when it is written to.)
+            map.allocated.fetch_max(to, Relaxed);
             return Ok(());
         }
         let fd = self.swap_file.load(Acquire);

@@ -14,8 +14,8 @@
 //! - The file belongs to the group; who may write where is settled in `clusters`. A forked child inherits its parent's
 //!   places. It never reads what has been overwritten, since nobody writes into a cluster others refer to.
 //! - Between planning a write and completing it the pages stay *Compressed* and in the pool: a fault wins, and what has
-//!   left the pool meanwhile only gives its place up. [`object::WRITING`] tells the object that was written from another
-//!   that came to lie at the same place of the pool.
+//!   left the pool meanwhile only gives its place up. [`object::WRITING_BY`] tells the object that was written from
+//!   another that came to lie at the same place of the pool, also if that one is being written meanwhile.
 //! - An object goes to the tail of the shrinker's list before the lock is dropped; so one whose write failed is simply
 //!   met again.
 //! - A page on disk is read only while its entry says so, and installed only if it still does.
@@ -23,8 +23,10 @@
 //! Lock order: the pager's lock; the group's books are atomics. I/O is done without it, from the helpers' own
 //! descriptor table.
 
+pub mod backend;
 pub mod clusters;
 mod io;
+mod pipeline;
 mod seal;
 mod swapin;
 mod writeback;
@@ -39,6 +41,7 @@ use clusters::ClusterMap;
 use core::sync::atomic::Ordering::*;
 use seal::{SEAL, Seal};
 use uzswap_mm::pagetable::{HINT_REUSED, Tag};
+use uzswap_mm::readahead::Readahead;
 use uzswap_mm::shrinker::{Entry, Policy, PoolFull, Shrinker};
 use uzswap_mm::swapfile::{Place, SwapFile};
 use writeback::RUN_BYTES;
@@ -57,6 +60,8 @@ const MOST_OBJECT: usize = SEAL + FRONT + object::head_bytes(4) + PAGE * MOST_PA
 struct Flight {
     entry: Entry,
     place: Place,
+    /// Bytes of it in the pool.
+    bytes: usize,
     /// Its pages that were in the pool when the write was planned (a bit for each).
     pages: u16,
 }
@@ -72,7 +77,8 @@ pub struct Swap {
     /// The pool's list.
     shrinker: Shrinker,
     pool_full: PoolFull,
-    flights: Vec<Flight>,
+    /// What each write under way has aboard.
+    flights: [Vec<Flight>; pipeline::DEPTH],
     /// Clusters that a write failed in: nothing more is written there.
     bad: Vec<u32>,
     /// Writes that failed since one succeeded.
@@ -81,6 +87,8 @@ pub struct Swap {
     rest_until: u64,
     /// Pages on disk.
     on_disk: usize,
+    /// How much is read around what is wanted.
+    readahead: Readahead,
 }
 
 impl Swap {
@@ -95,11 +103,12 @@ impl Swap {
             seal,
             shrinker: Shrinker::new(Policy::from_number(map.policy.load(Relaxed))),
             pool_full: PoolFull::default(),
-            flights: Vec::new(),
+            flights: Default::default(),
             bad: Vec::new(),
             failures: 0,
             rest_until: 0,
             on_disk: 0,
+            readahead: Readahead::default(),
         }))
     }
 
@@ -120,7 +129,14 @@ impl Swap {
 
     /// Bytes of its tables.
     pub fn metadata_bytes(&self) -> usize {
-        self.books.metadata_bytes() + self.shrinker.metadata_bytes() + self.flights.capacity() * size_of::<Flight>()
+        self.books.metadata_bytes()
+            + self.shrinker.metadata_bytes()
+            + self.flights.iter().map(Vec::capacity).sum::<usize>() * size_of::<Flight>()
+    }
+
+    /// Bytes of the pool that writes under way will free.
+    fn in_flight(&self) -> usize {
+        self.flights.iter().flatten().map(|flight| flight.bytes).sum()
     }
 
     /// Whether so many objects are due to be met that a round is worth while.
@@ -169,6 +185,14 @@ impl State {
         }
     }
 
+    /// An object that came from disk along with another is wanted now.
+    pub fn wanted_ahead(&mut self, handle: u32) {
+        object::set_flags(self.object(handle), 0, object::AHEAD);
+        if let Some(swap) = self.swap.as_mut() {
+            swap.readahead.wanted();
+        }
+    }
+
     /// Reclaim has taken `n` pages from the program: policies that follow the kernel press the pool as much.
     pub fn press_pool(&mut self, n: usize) {
         let (resident, stored, pool) = (self.resident, self.swapped, self.pool.used_bytes() / PAGE);
@@ -208,9 +232,11 @@ impl State {
     /// lock held. Clusters that hold nothing for the child go.
     pub(crate) fn end_flights(&mut self) {
         let Some(mut swap) = self.swap.take() else { return };
-        for flight in core::mem::take(&mut swap.flights) {
-            swap.release(flight.place, flight.pages);
-            self.landed(flight);
+        for (slot, flights) in core::mem::take(&mut swap.flights).into_iter().enumerate() {
+            for flight in flights {
+                swap.release(flight.place, flight.pages);
+                self.landed(slot, flight);
+            }
         }
         let clusters: Vec<u32> = swap.books.clusters().collect();
         for cluster in clusters {
@@ -221,14 +247,14 @@ impl State {
         self.swap = Some(swap);
     }
 
-    /// Takes the mark of a write under way off an object; its pages that are still out in it (a bit for each), none if
+    /// Takes the mark of the write `slot` off an object; its pages that are still out in it (a bit for each), none if
     /// the object has gone.
-    fn landed(&mut self, flight: Flight) -> u16 {
+    fn landed(&mut self, slot: usize, flight: Flight) -> u16 {
         let Some((out, _)) = self.pages_of(flight.entry) else { return 0 };
-        if self.header_of(flight.entry).flags & object::WRITING == 0 {
+        if self.header_of(flight.entry).flags & object::WRITING_BY[slot] == 0 {
             return 0;
         }
-        object::set_flags(self.object(flight.entry.handle), 0, object::WRITING);
+        object::set_flags(self.object(flight.entry.handle), 0, object::WRITING_BY[slot]);
         out & flight.pages
     }
 }
@@ -333,7 +359,7 @@ impl Pager {
         if self.counters().poisoned.fetch_add(1, Relaxed) > 0 {
             return;
         }
-        self.say(b"uzswap: a page could not be read back from the swap file and is lost; the program gets SIGBUS when it touches it (more such pages are only counted)\n");
+        self.say(io::Trouble::Lost.sentence(self.clusters.is_some_and(ClusterMap::is_remote)));
     }
 }
 

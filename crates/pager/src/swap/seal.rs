@@ -6,10 +6,12 @@
 //! XChaCha20-Poly1305, from the RustCrypto crate. The key is drawn when the process starts and is nowhere but in its
 //! memory, which is left out of core dumps; with the process, what it wrote is unreadable. A forked child has its
 //! parent's pages on disk and therefore its key. No nonce is used twice with a key: its first 16 bytes are drawn anew in
-//! each process, the others count. What does not authenticate is taken as a failed read: the page is read again, and lost
+//! each process, the others count. The place where it was written is authenticated with it: a block that comes back from
+//! elsewhere, from a server that mixes them up, is none. (One from there that is older is not that of the checksum.) What does not authenticate is taken as a failed read: the page is read again, and lost
 //! in the end, and its process told.
 
 use chacha20poly1305::{AeadInPlace, KeyInit, Tag, XChaCha20Poly1305, XNonce};
+use uzswap_mm::swapfile::Place;
 use uzswap_sys::raw;
 
 const NONCE: usize = 24;
@@ -46,25 +48,25 @@ impl Seal {
     ///
     /// # Panics
     /// When there are fewer.
-    pub(super) fn close(&mut self, space: &mut [u8]) {
+    pub(super) fn close(&mut self, space: &mut [u8], place: Place) {
         self.count += 1;
         let (front, body) = space.split_at_mut(SEAL);
         let (nonce, tag) = front.split_at_mut(NONCE);
         nonce[..16].copy_from_slice(&self.salt);
         nonce[16..].copy_from_slice(&self.count.to_le_bytes());
-        let made = self.cipher.encrypt_in_place_detached(XNonce::from_slice(nonce), b"", body);
+        let made = self.cipher.encrypt_in_place_detached(XNonce::from_slice(nonce), &place.to_le_bytes(), body);
         tag.copy_from_slice(&made.expect("an object is far below the cipher's limit of 256 GiB"));
     }
 
-    /// Decrypts what follows the first [`SEAL`] bytes, in place; false when it is not what was closed with this key.
-    pub(super) fn open(&self, space: &mut [u8]) -> bool {
+    /// Decrypts what follows the first [`SEAL`] bytes, in place; false when it is not what was closed with this key for this place.
+    pub(super) fn open(&self, space: &mut [u8], place: Place) -> bool {
         if space.len() < SEAL {
             return false;
         }
         let (front, body) = space.split_at_mut(SEAL);
         let (nonce, tag) = front.split_at(NONCE);
-        let opened = self.cipher.decrypt_in_place_detached(XNonce::from_slice(nonce), b"", body, Tag::from_slice(tag));
-        opened.is_ok()
+        let (nonce, tag) = (XNonce::from_slice(nonce), Tag::from_slice(tag));
+        self.cipher.decrypt_in_place_detached(nonce, &place.to_le_bytes(), body, tag).is_ok()
     }
 }
 
@@ -80,9 +82,9 @@ mod tests {
     fn what_was_closed_opens_and_is_not_readable_meanwhile() {
         let (mut seal, plain) = (Seal::new().unwrap(), object());
         let mut space = plain.clone();
-        seal.close(&mut space);
+        seal.close(&mut space, 5);
         assert_ne!(space[SEAL..], plain[SEAL..]);
-        assert!(seal.open(&mut space));
+        assert!(seal.open(&mut space, 5));
         assert_eq!(space[SEAL..], plain[SEAL..]);
     }
 
@@ -90,13 +92,15 @@ mod tests {
     fn every_flipped_bit_is_noticed() {
         let mut seal = Seal::new().unwrap();
         let mut closed = object();
-        seal.close(&mut closed);
+        seal.close(&mut closed, 5);
         for at in (0..closed.len()).step_by(97).chain(0..SEAL) {
             let mut space = closed.clone();
             space[at] ^= 1 << (at % 8);
-            assert!(!seal.open(&mut space), "byte {at}");
+            assert!(!seal.open(&mut space, 5), "byte {at}");
         }
-        assert!(!seal.open(&mut closed[..SEAL - 1].to_vec()), "too short");
+        assert!(!seal.open(&mut closed[..SEAL - 1].to_vec(), 5), "too short");
+        assert!(!seal.open(&mut closed.clone(), 6), "another place");
+        assert!(seal.open(&mut closed, 5));
     }
 
     #[test]
@@ -106,7 +110,7 @@ mod tests {
         for process in 0..3 {
             for _ in 0..1000 {
                 let mut space = object();
-                seal.close(&mut space);
+                seal.close(&mut space, 5);
                 assert!(nonces.insert(space[..NONCE].to_vec()), "process {process}");
             }
             assert!(seal.renew());
@@ -117,9 +121,9 @@ mod tests {
     fn another_process_s_key_opens_nothing_and_a_childs_opens_its_parents() {
         let mut parent = Seal::new().unwrap();
         let mut space = object();
-        parent.close(&mut space);
-        assert!(!Seal::new().unwrap().open(&mut space.clone()));
+        parent.close(&mut space, 5);
+        assert!(!Seal::new().unwrap().open(&mut space.clone(), 5));
         assert!(parent.renew());
-        assert!(parent.open(&mut space));
+        assert!(parent.open(&mut space, 5));
     }
 }

@@ -81,8 +81,12 @@ impl Pager {
         let swap = s.swap.as_ref()?;
         let place = pte.handle();
         let object = swap.books.get(place).expect("a page on disk has an object");
-        let at = offset(place) / BLOCK as u64 * BLOCK as u64;
-        let end = (offset(place) + object.len as u64).next_multiple_of(BLOCK as u64);
+        let (at, len) = swap.readahead.range(offset(place), object.len, swap.books.cluster_bytes(), BUFFER);
+        // (Where nothing of ours lies there is nothing to read, or the file may even end.)
+        let mut mine = swap.books.objects_within(at, len).map(|(place, o)| (offset(place), o.len as u64));
+        let first = mine.next().expect("the object itself");
+        let last = mine.last().unwrap_or(first);
+        let (at, end) = (first.0 / BLOCK as u64 * BLOCK as u64, (last.0 + last.1).next_multiple_of(BLOCK as u64));
         Some(Read { at, len: (end - at) as usize })
     }
 
@@ -91,32 +95,38 @@ impl Pager {
         let Some(swap) = s.swap.as_ref() else { return };
         let objects: Vec<(Place, Object)> = swap.books.objects_within(read.at, read.len).collect();
         let wanted = s.pt.get(vpn);
+        let mut brought = 0;
         for (place, object) in objects {
+            // The page that is wanted says itself where its object belongs: it may have been moved since (mremap).
+            let is_wanted = wanted.tag() == Tag::Disk && wanted.handle() == place;
             let from = (offset(place) - read.at) as usize;
             let bytes = &mut bytes[from..from + object.len];
             let seal = s.swap.as_ref().and_then(|swap| swap.seal.as_ref());
-            let right = checksum(bytes) == object.check && seal.is_none_or(|seal| seal.open(bytes));
+            let right = checksum(bytes) == object.check && seal.is_none_or(|seal| seal.open(bytes, place));
             let bytes = if seal.is_some() && right { &bytes[SEAL..] } else { &bytes[..] };
             if !right {
-                self.counters().swap_read_errors.fetch_add(1, Relaxed);
+                // (What came along may be half written yet.)
+                self.counters().swap_read_errors.fetch_add(u64::from(is_wanted), Relaxed);
                 continue;
             }
-            // The page that is wanted says itself where its object belongs: it may have been moved since (mremap).
-            let is_wanted = wanted.tag() == Tag::Disk && wanted.handle() == place;
             let base = if is_wanted {
                 vpn - wanted.index() as u64
             } else {
                 u64::from_le_bytes(core::array::from_fn(|i| bytes[i]))
             };
-            self.install_object(s, place, &bytes[FRONT..], base);
+            brought += usize::from(self.install_object(s, place, &bytes[FRONT..], base, is_wanted) && !is_wanted);
+        }
+        if let Some(swap) = s.swap.as_mut() {
+            swap.readahead.read(read.at, read.len, brought);
         }
     }
 
-    fn install_object(&self, s: &mut State, place: Place, stored: &[u8], base: u64) {
+    /// False when nobody wants the object any more, or there is no room for it.
+    fn install_object(&self, s: &mut State, place: Place, stored: &[u8], base: u64, is_wanted: bool) -> bool {
         let head = Header::read(stored);
         let body = object::head_bytes(head.order.min(4));
         if 1 << head.order > MOST_PAGES || body + head.len > stored.len() {
-            return;
+            return false;
         }
         let belongs = |s: &State, i: u64| {
             let pte = s.pt.get(base + i);
@@ -124,15 +134,16 @@ impl Pager {
         };
         let pages = (0..1u64 << head.order).filter(|i| belongs(s, *i)).fold(0u16, |mask, i| mask | 1 << i);
         if pages == 0 {
-            return;
+            return false;
         }
-        let new = Header { live: pages, flags: object::REFERENCED, ..head };
+        let ahead = if is_wanted { 0 } else { object::AHEAD };
+        let new = Header { live: pages, flags: object::REFERENCED | ahead, ..head };
         let hashes = |to: &mut [u8]| {
             to[object::HEADER_BYTES..body].copy_from_slice(&stored[object::HEADER_BYTES..body]);
         };
         let Some(handle) = s.put_object(new, hashes, &stored[body..body + head.len]) else {
             self.counters().reject_alloc_fail.fetch_add(1, Relaxed);
-            return;
+            return false;
         };
         for i in (0..16).filter(|i| pages & (1 << i) != 0) {
             let pte = s.pt.get(base + i);
@@ -147,5 +158,6 @@ impl Pager {
         swap.shrinker.read_from_disk(n as usize);
         s.entered_pool(base, handle.raw());
         debug_assert!(s.pages_of(Entry { vpn: base, handle: handle.raw() }).is_some());
+        true
     }
 }

@@ -4,13 +4,14 @@
 //!
 //! 1. with the lock: find a run in the file (behind the last one, else in a cluster of its own, else in a hole), and fill
 //!    the buffer with the objects the shrinker gives up; they stay where they are, marked as being written;
-//! 2. without the lock: write the run in one call;
+//! 2. without the lock: begin to write the run; meanwhile the next one is planned where io_uring allows (`pipeline`);
 //! 3. with the lock: what is still as it was becomes *Disk* and leaves the pool. If the write failed the places are given
 //!    up and everything stays: the objects are at the tail of the shrinker's list already.
 //!
 //! An object that only backs kept copies of resident pages is no use on disk: it is dropped when its turn comes.
 
 use super::io::Trouble;
+use super::pipeline::Writes;
 use super::{FRONT, Flight, MOST_OBJECT, Swap, checksum};
 use crate::inject::Site;
 use crate::object;
@@ -64,14 +65,26 @@ enum Round {
 impl Pager {
     /// The writing thread.
     pub(crate) fn swap_loop(&self) -> ! {
-        let mut buffer = {
+        let mut writes = {
             let _s = self.state.lock();
-            blocks(RUN_BYTES)
+            Writes::new(self)
         };
         loop {
             let word = self.swap_wake.load(Acquire);
-            let round = self.plan_round(&mut self.state.lock(), bytes_of(&mut buffer));
+            let slot = loop {
+                let free = writes.free();
+                match self.next_ended(&mut writes, free.is_none()) {
+                    Some(ended) => self.write_ended(ended),
+                    None => break free.expect("waited for one to end"),
+                }
+            };
+            let round = self.plan_round(&mut self.state.lock(), slot, writes.buffer(slot));
             match round {
+                Round::Rest(_) if writes.under_way() => {
+                    if let Some(ended) = self.next_ended(&mut writes, true) {
+                        self.write_ended(ended);
+                    }
+                }
                 Round::Rest(ns) => {
                     self.swap_progressed();
                     lock::futex_wait(&self.swap_wake, word, Some(ns), false);
@@ -84,14 +97,17 @@ impl Pager {
                 Round::Extend(cluster) => self.extend(cluster),
                 Round::Write(at, len) => {
                     if let Some(bits) = self.inject(Site::SwapDamage) {
-                        bytes_of(&mut buffer)[(bits >> 8) as usize % len] ^= 1 << (bits % 8);
+                        writes.buffer(slot)[(bits >> 8) as usize % len] ^= 1 << (bits % 8);
                     }
-                    let done = self.swap_write(at, &bytes_of(&mut buffer)[..len]);
-                    self.complete(&mut self.state.lock(), done.is_ok());
-                    self.swap_progressed();
+                    self.begin_write(&mut writes, slot, at, len);
                 }
             }
         }
+    }
+
+    fn write_ended(&self, (slot, written): (usize, bool)) {
+        self.complete(&mut self.state.lock(), slot, written);
+        self.swap_progressed();
     }
 
     fn swap_progressed(&self) {
@@ -99,15 +115,16 @@ impl Pager {
         lock::futex_wake(&self.swap_progress, u32::MAX >> 1, false);
     }
 
-    fn plan_round(&self, s: &mut State, buffer: &mut [u8]) -> Round {
+    fn plan_round(&self, s: &mut State, slot: usize, buffer: &mut [u8]) -> Round {
         let Some(mut swap) = s.swap.take() else { return Round::Rest(REST_NS) };
-        let round = self.plan_run(s, &mut swap, buffer);
+        let round = self.plan_run(s, &mut swap, slot, buffer);
         s.swap = Some(swap);
         round
     }
 
-    fn plan_run(&self, s: &mut State, swap: &mut Swap, buffer: &mut [u8]) -> Round {
+    fn plan_run(&self, s: &mut State, swap: &mut Swap, slot: usize, buffer: &mut [u8]) -> Round {
         let (want, pressed) = self.write_back_wanted(s, swap);
+        let want = want.saturating_sub(swap.in_flight());
         if want == 0 && !pressed {
             return Round::Rest(u64::MAX >> 1);
         }
@@ -119,9 +136,9 @@ impl Pager {
             Ok(run) => run,
             Err(round) => return round,
         };
-        let (met, freed) = self.fill_run(s, swap, &mut run, buffer, (want, pressed));
+        let (met, freed) = self.fill_run(s, swap, slot, &mut run, buffer, (want, pressed));
         self.me().pool.store(s.pool.held_bytes() as u64, Relaxed);
-        if swap.flights.is_empty() {
+        if swap.flights[slot].is_empty() {
             return if freed || met == MOST_MET { Round::Again } else { Round::Rest(IDLE_NS) };
         }
         let (at, len) = swap.books.extent(&run);
@@ -183,6 +200,7 @@ impl Pager {
         &self,
         s: &mut State,
         swap: &mut Swap,
+        slot: usize,
         run: &mut Run,
         buffer: &mut [u8],
         (want, pressed): (usize, bool),
@@ -218,15 +236,24 @@ impl Pager {
                 freed += bytes;
                 continue;
             }
-            self.board(s, swap, run, buffer, entry, out);
+            object::set_flags(s.object(entry.handle), object::WRITING_BY[slot], 0);
+            let flight = self.board(s, swap, run, buffer, entry, out);
+            swap.flights[slot].push(flight);
         }
         (met, freed > 0)
     }
 
     /// Puts an object, which fits, into the run.
-    fn board(&self, s: &mut State, swap: &mut Swap, run: &mut Run, buffer: &mut [u8], entry: Entry, out: u16) {
+    fn board(
+        &self,
+        s: &mut State,
+        swap: &mut Swap,
+        run: &mut Run,
+        buffer: &mut [u8],
+        entry: Entry,
+        out: u16,
+    ) -> Flight {
         let object = s.object(entry.handle);
-        object::set_flags(object, object::WRITING, 0);
         let (at, front) = (run.filled(), swap.front());
         let len = front + object.len();
         let padded = len.next_multiple_of(GRAIN);
@@ -235,21 +262,21 @@ impl Pager {
         space[front..len].copy_from_slice(object);
         space[len..].fill(0);
         if let Some(seal) = &mut swap.seal {
-            seal.close(space);
+            seal.close(space, swap.books.next_place(run));
         }
         let place = swap.books.put(run, len, out, checksum(space)).expect("the caller saw that it fits");
-        swap.flights.push(Flight { entry, place, pages: out });
         swap.shrinker.rotate(entry);
+        Flight { entry, place, bytes: len - front, pages: out }
     }
 
     /// A write has ended.
-    fn complete(&self, s: &mut State, written: bool) {
+    fn complete(&self, s: &mut State, slot: usize, written: bool) {
         let Some(mut swap) = s.swap.take() else { return };
         let c = self.counters();
-        let mut flights = core::mem::take(&mut swap.flights);
+        let mut flights = core::mem::take(&mut swap.flights[slot]);
         let mut gone = 0;
         for flight in &flights {
-            let still = s.landed(*flight);
+            let still = s.landed(slot, *flight);
             if !written {
                 swap.release(flight.place, flight.pages);
                 c.reject_reclaim_fail.fetch_add(u64::from(still.count_ones()), Relaxed);
@@ -288,7 +315,7 @@ impl Pager {
             swap.rest_until = thread::now_ns() + rest;
         }
         flights.clear();
-        swap.flights = flights;
+        swap.flights[slot] = flights;
         s.swap = Some(swap);
         self.publish(s);
     }

@@ -127,6 +127,64 @@ fn a_disk_that_lies_is_found_out() {
     assert_eq!(run.stdout.text(), format!("lost {lost}, wrong 0\n"), "{}", run.describe());
 }
 
+/// Where the file system cannot do direct I/O everything is as it is with it; the report and the summary say which.
+#[test]
+fn without_direct_io() {
+    const BUFFERED: (&str, &str) = ("UZSWAP_TEST_SWAP_IO", "buffered");
+    const FAULTS: &str = "seed=11,swap_read=1/20,swap_write=1/20";
+    let _alone = alone();
+    let Some(disk) = compile_c("disk") else { return };
+    let subject = Subject::new("direct or not", &[&disk, &"64", &"1"]).with(&SWAP);
+    // (Where the tests run may be such a file system: then there is nothing to choose from.)
+    let first = subject.start_limited(32 * MIB).finish();
+    let natural =
+        if first.report.as_deref().unwrap_or_default().contains("\"direct\"") { "direct" } else { "buffered" };
+    for (variables, io) in [(&[][..], natural), (&[BUFFERED][..], "buffered")] {
+        for faults in [None, Some(("UZSWAP_TEST_FAULTS", FAULTS))] {
+            let variables: Vec<_> = variables.iter().copied().chain(faults).collect();
+            let run = subject.start_limited_with(32 * MIB, &variables).finish();
+            run.say(subject.name, io, None);
+            let report = run.report.as_deref().unwrap_or_default();
+            assert!(report.contains(&format!("\"swap_io\": \"{io}\"")), "{}", run.describe());
+            assert_eq!(run.stderr.text().contains("through the page cache"), io == "buffered", "{}", run.describe());
+            let lost = number(&run, "poisoned");
+            assert_eq!(run.stdout.text(), format!("lost {lost}, wrong 0\n"), "{}", run.describe());
+            assert!(number(&run, "pswpin") > 0 && (faults.is_some() || lost == 0), "{}", run.describe());
+        }
+    }
+}
+
+/// Writes go by io_uring, or one after the other where it is refused: with failures (of completions, and cut short) and
+/// without.
+#[test]
+fn with_io_uring_and_where_it_is_refused() {
+    const FAULTS: &str = "seed=12,swap_write=1/4";
+    let _alone = alone();
+    let (Some(disk), Some(nouring)) = (compile_c("disk"), compile_c("nouring")) else { return };
+    let with = Subject::new("io_uring", &[&disk, &"64", &"1"]).with(&SWAP);
+    let refused = Subject::new("no io_uring", &[&nouring, &disk, &"64", &"1"]).with(&SWAP);
+    // (It may be refused here in any case: sysctl kernel.io_uring_disabled.)
+    let here = number(&with.start_limited(32 * MIB).finish(), "swap_uring_writes") > 0;
+    for (subject, variables, used) in [
+        (&with, &[][..], here),
+        (&with, &[("UZSWAP_TEST_FAULTS", FAULTS)], here),
+        (&with, &[("UZSWAP_TEST_SWAP_IO", "plain"), ("UZSWAP_TEST_FAULTS", FAULTS)], false),
+        (&refused, &[], false),
+        (&refused, &[("UZSWAP_TEST_FAULTS", FAULTS)], false),
+    ] {
+        let run = subject.start_limited_with(32 * MIB, variables).finish();
+        run.say(subject.name, "disk", None);
+        assert!(run.status.success() && !run.timed_out, "{}", run.describe());
+        assert_eq!(run.stdout.text(), "lost 0, wrong 0\n", "{}", run.describe());
+        assert_eq!(number(&run, "swap_uring_writes") > 0, used, "{}", run.describe());
+        assert!(number(&run, "pswpout") > 0 && number(&run, "pswpin") > 0, "{}", run.describe());
+        let injected = variables.iter().any(|(name, _)| *name == "UZSWAP_TEST_FAULTS");
+        let failed = number(&run, "swap_write_errors");
+        assert_eq!((failed > 0, number(&run, "reject_reclaim_fail") > 0), (injected, injected), "{}", run.describe());
+        assert!(!injected || failed < number(&run, "swap_write"), "those in two transfers are no failures");
+    }
+}
+
 /// A full disk is no error of the program: it goes on in memory, and is told.
 #[test]
 fn a_full_disk_is_survived() {

@@ -10,6 +10,7 @@ mod injected;
 mod pageout;
 mod qemu;
 mod redis;
+mod remote;
 
 use harness::*;
 use std::fmt::Write as _;

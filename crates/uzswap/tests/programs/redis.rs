@@ -14,13 +14,14 @@ const KEYS: u32 = 120_000;
 /// Commands sent before the answers are read.
 const BATCH: usize = 500;
 
-struct Client {
+/// A connection to a server.
+pub struct Client {
     stream: BufReader<TcpStream>,
 }
 
 impl Client {
     /// Connects as soon as the server listens and has loaded its data.
-    fn connect(port: u16, server: &Running) -> Self {
+    pub fn connect(port: u16, server: &Running) -> Self {
         let deadline = Instant::now() + Duration::from_secs(30);
         loop {
             assert!(server.is_running(), "redis-server ended before it listened");
@@ -67,7 +68,8 @@ impl Client {
         }
     }
 
-    fn one(&mut self, words: &[&str]) -> Vec<u8> {
+    /// The answer to one command.
+    pub fn one(&mut self, words: &[&str]) -> Vec<u8> {
         let mut buffer = Vec::new();
         Self::send(&mut buffer, words);
         self.stream.get_mut().write_all(&buffer).expect("a request");
@@ -125,7 +127,8 @@ fn value(key: u32, version: u32) -> String {
     row.repeat(4 + (key % 8) as usize)
 }
 
-fn subject(dir: &Path, port: u16) -> Subject {
+/// A server that keeps nothing on disk.
+pub fn subject(dir: &Path, port: u16) -> Subject {
     let server = need("redis-server").expect("checked by the caller");
     let mut subject = Subject::new(
         "redis",
@@ -153,7 +156,8 @@ fn subject(dir: &Path, port: u16) -> Subject {
     subject
 }
 
-fn free_port() -> u16 {
+/// A port that was free a moment ago.
+pub fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     listener.local_addr().expect("an address").port()
 }
@@ -192,7 +196,8 @@ fn load(client: &mut Client) -> Vec<u32> {
     saved
 }
 
-fn stop(mut client: Client, server: Running) -> Outcome {
+/// Ends a server.
+pub fn stop(mut client: Client, server: Running) -> Outcome {
     let mut buffer = Vec::new();
     Client::send(&mut buffer, &["SHUTDOWN", "NOSAVE"]);
     client.stream.get_mut().write_all(&buffer).expect("a request");

@@ -1,0 +1,201 @@
+//! What is behind the swap file: a file, or a server that the command speaks to for us.
+//!
+//! ```text
+//! file     pread, pwrite                             in the helpers' own descriptor table
+//! remote   request ─ Unix socket ─▶ `uzswap run` ─▶ server       a socket each for the reading and the writing thread
+//! ```
+//! All above sees one thing: ranges of whole blocks that are written and read, with an error number when they are not.
+//! The command answers each request, within the time it gives the server; when it is gone the socket says so, and the
+//! request fails with EIO. It is asked again by a new connection then, which is refused at once when nobody is there. So
+//! nothing waits for ever, and a server that is dead or lies is met as a disk would be that fails or lies.
+
+use super::clusters::ClusterMap;
+use super::io::{READ, WRITE};
+use crate::pager::Pager;
+use core::sync::atomic::{AtomicI32, Ordering::*};
+use uzswap_sys::raw::{self, Errno};
+use uzswap_sys::{blockio, stream};
+
+/// A request to the command, followed by the bytes when it is to write them. All in the machine's order of bytes.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// [`OP_READ`] or [`OP_WRITE`].
+    pub op: u32,
+    /// Bytes; the range lies in one cluster.
+    pub len: u32,
+    /// Where it begins.
+    pub at: u64,
+    /// Who writes (`Identity::raw`), and by what row it claims the cluster: a request that comes so late that the cluster
+    /// has been given to another is refused.
+    pub owner: u64,
+    /// See `owner`.
+    pub row: u64,
+}
+
+/// [`Request::op`]: the answer is an error number or 0 (an `i32`), and then the bytes.
+pub const OP_READ: u32 = 1;
+/// [`Request::op`]: the answer is an error number or 0.
+pub const OP_WRITE: u32 = 2;
+
+impl Request {
+    /// Bytes of it.
+    pub const BYTES: usize = size_of::<Self>();
+
+    /// As it is sent.
+    pub fn to_bytes(self) -> [u8; Self::BYTES] {
+        let mut out = [0; Self::BYTES];
+        out[..4].copy_from_slice(&self.op.to_ne_bytes());
+        out[4..8].copy_from_slice(&self.len.to_ne_bytes());
+        for (to, word) in out[8..].chunks_mut(8).zip([self.at, self.owner, self.row]) {
+            to.copy_from_slice(&word.to_ne_bytes());
+        }
+        out
+    }
+
+    /// As it was sent.
+    pub fn from_bytes(b: &[u8; Self::BYTES]) -> Self {
+        let half = |i: usize| u32::from_ne_bytes([b[i], b[i + 1], b[i + 2], b[i + 3]]);
+        let word = |i: usize| u64::from_ne_bytes(core::array::from_fn(|k| b[i + k]));
+        Self { op: half(0), len: half(4), at: word(8), owner: word(16), row: word(24) }
+    }
+}
+
+/// One of the two.
+pub(super) enum Backend<'a> {
+    File(i32),
+    Remote { map: &'a ClusterMap, link: &'a AtomicI32, owner: u64, row: u64 },
+}
+
+impl Backend<'_> {
+    /// Writes whole blocks.
+    ///
+    /// # Errors
+    /// The kernel's, the server's.
+    pub(super) fn write_all(&self, bytes: &[u8], at: u64) -> Result<(), Errno> {
+        match self {
+            Self::File(fd) => blockio::write_all(*fd, bytes, at),
+            Self::Remote { .. } if bytes.is_empty() => Ok(()),
+            Self::Remote { .. } => self.ask(OP_WRITE, at, bytes.len(), |fd| stream::send_all(fd, bytes), |_| Ok(())),
+        }
+    }
+
+    /// Reads whole blocks.
+    ///
+    /// # Errors
+    /// The kernel's, the server's.
+    pub(super) fn read_full(&self, bytes: &mut [u8], at: u64) -> Result<(), Errno> {
+        match self {
+            Self::File(fd) => blockio::read_full(*fd, bytes, at),
+            Self::Remote { .. } if bytes.is_empty() => Ok(()),
+            Self::Remote { .. } => self.ask(OP_READ, at, bytes.len(), |_| Ok(()), |fd| stream::receive_all(fd, bytes)),
+        }
+    }
+
+    fn ask(
+        &self,
+        op: u32,
+        at: u64,
+        len: usize,
+        send: impl FnOnce(i32) -> Result<(), Errno>,
+        receive: impl FnOnce(i32) -> Result<(), Errno>,
+    ) -> Result<(), Errno> {
+        let Self::Remote { map, link, owner, row } = self else { return Err(libc::EBADF) };
+        if link.load(Acquire) < 0 {
+            link.store(connect(map).or(Err(libc::EIO))?, Release);
+        }
+        let fd = link.load(Acquire);
+        let request = Request { op, len: len as u32, at, owner: *owner, row: *row };
+        let mut status = [0; 4];
+        let answered = stream::send_all(fd, &request.to_bytes())
+            .and_then(|()| send(fd))
+            .and_then(|()| stream::receive_all(fd, &mut status))
+            .and_then(|()| if status == [0; 4] { receive(fd) } else { Ok(()) });
+        match (answered, i32::from_ne_bytes(status)) {
+            (Ok(()), 0) => Ok(()),
+            (Ok(()), e) => Err(e),
+            (Err(_), _) => {
+                // (Half a message may be in it.)
+                raw::close(fd);
+                link.store(-1, Release);
+                Err(libc::EIO)
+            }
+        }
+    }
+}
+
+/// A connection to the command.
+///
+/// # Errors
+/// The kernel's.
+pub(super) fn connect(map: &ClusterMap) -> Result<i32, Errno> {
+    let mut path = [0; 64];
+    stream::connect(map.path(&mut path))
+}
+
+impl ClusterMap {
+    /// The command's descriptor as a path: the file, or the socket's file. With its terminating NUL.
+    pub(super) fn path<'a>(&self, path: &'a mut [u8; 64]) -> &'a [u8] {
+        let (mut n, mut pid, mut fd) = (0, [0; 20], [0; 20]);
+        for part in [
+            b"/proc/".as_slice(),
+            raw::decimal(u64::from(self.pid.load(Relaxed)), &mut pid),
+            b"/fd/",
+            raw::decimal(self.fd.load(Relaxed) as u64, &mut fd),
+            b"\0",
+        ] {
+            path[n..n + part.len()].copy_from_slice(part);
+            n += part.len();
+        }
+        &path[..n]
+    }
+
+    /// Whether what is swapped goes to a server.
+    pub(super) fn is_remote(&self) -> bool {
+        self.remote.load(Relaxed) != 0
+    }
+}
+
+impl Pager {
+    /// What the reading ([`READ`]) or the writing thread ([`WRITE`]) uses.
+    pub(super) fn backend(&self, which: usize) -> Backend<'_> {
+        let link = [&self.swap_file, &self.swap_link][which];
+        match self.clusters {
+            Some(map) if map.is_remote() => {
+                // (The identity as the row has it: where /proc is out of sight it cannot be had anew.)
+                let (owner, row) = self.own_row_if_any().map_or((0, u64::MAX), |row| (map.owner_of(row), row as u64));
+                Backend::Remote { map, link, owner, row }
+            }
+            _ => Backend::File(self.swap_file.load(Acquire)),
+        }
+    }
+
+    /// Opens the group's swap file, or connects to the command for the server.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub(super) fn open_backend(&self, map: &ClusterMap) -> Result<(), Errno> {
+        self.swap_file.store(-1, Release);
+        self.swap_link.store(-1, Release);
+        if map.is_remote() {
+            // (Both now: later the program may be where /proc is not.)
+            [&self.swap_file, &self.swap_link][WRITE].store(connect(map)?, Release);
+            [&self.swap_file, &self.swap_link][READ].store(connect(map)?, Release);
+            return Ok(());
+        }
+        let direct = if map.direct.load(Relaxed) != 0 { libc::O_DIRECT } else { 0 };
+        self.swap_file.store(raw::open(map.path(&mut [0; 64]), libc::O_RDWR | direct)?, Release);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_read_as_they_were_written() {
+        let request = Request { op: OP_WRITE, len: 4096, at: 0x1234_5678_9abc, owner: u64::MAX - 5, row: 7 };
+        assert_eq!(Request::from_bytes(&request.to_bytes()), request);
+    }
+}

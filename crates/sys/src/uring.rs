@@ -1,0 +1,268 @@
+//! io_uring: transfers that are begun now and looked for later. Linux 5.6 has all that is used here.
+//!
+//! The least of it: one ring, used by one thread, with ordinary descriptors and buffers, entered by one system call that
+//! submits and waits. No kernel thread polls.
+//!
+//! `io_uring_setup` is refused with ENOSYS (not built in, or an old seccomp profile), EPERM (sysctl
+//! `kernel.io_uring_disabled`, seccomp: most container runtimes) or ENOMEM; who uses this must do without then. A ring is
+//! of no use to a forked child, so its memory is not inherited, and its descriptor is close-on-exec.
+
+use crate::raw::{self, Errno};
+use crate::sys;
+use core::sync::atomic::{AtomicU32, Ordering::*};
+
+const FEAT_SINGLE_MMAP: u32 = 1;
+const OFF_SQ_RING: usize = 0;
+const OFF_SQES: usize = 0x1000_0000;
+const ENTER_GETEVENTS: u32 = 1;
+const OP_WRITE: u8 = 23;
+
+/// Offsets in the ring's memory, of the submission or the completion queue (`array` is where `cqes` are in the latter).
+#[repr(C)]
+#[derive(Default)]
+struct Offsets {
+    head: u32,
+    tail: u32,
+    mask: u32,
+    entries: u32,
+    flags_or_overflow: u32,
+    dropped_or_cqes: u32,
+    array_or_flags: u32,
+    _reserved: u32,
+    _user_addr: u64,
+}
+
+/// `struct io_uring_params`.
+#[repr(C)]
+#[derive(Default)]
+struct Params {
+    sq_entries: u32,
+    cq_entries: u32,
+    flags: u32,
+    sq_thread: [u32; 2],
+    features: u32,
+    wq_fd: u32,
+    _reserved: [u32; 3],
+    sq: Offsets,
+    cq: Offsets,
+}
+
+/// `struct io_uring_sqe`.
+#[repr(C)]
+#[derive(Default)]
+struct Sqe {
+    opcode: u8,
+    flags: u8,
+    ioprio: u16,
+    fd: i32,
+    off: u64,
+    addr: u64,
+    len: u32,
+    rw_flags: u32,
+    user_data: u64,
+    _rest: [u64; 3],
+}
+
+/// `struct io_uring_cqe`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Cqe {
+    user_data: u64,
+    res: i32,
+    _flags: u32,
+}
+
+const _: () = assert!(size_of::<Params>() == 120 && size_of::<Sqe>() == 64 && size_of::<Cqe>() == 16);
+
+/// The tag of a transfer that has ended, and its result: bytes.
+pub type Ended = (u64, Result<usize, Errno>);
+
+/// A ring. It is not closed: it lives as long as the thread that uses it, which is as long as the process.
+pub struct Uring {
+    fd: i32,
+    memory: usize,
+    sqes: usize,
+    params: Params,
+    /// Transfers begun and not found complete.
+    under_way: u32,
+}
+
+impl Uring {
+    /// A ring for `entries` transfers at once.
+    ///
+    /// # Errors
+    /// The kernel's: above. `ENOSYS` also where it is older than this needs.
+    pub fn new(entries: u32) -> Result<Self, Errno> {
+        let mut params = Params::default();
+        // SAFETY: the structure is the kernel's, and ours.
+        let fd = unsafe { sys!(libc::SYS_io_uring_setup, entries, &raw mut params) }? as i32;
+        let made = Self::map(fd, params);
+        if made.is_err() {
+            raw::close(fd);
+        }
+        made
+    }
+
+    fn map(fd: i32, params: Params) -> Result<Self, Errno> {
+        if params.features & FEAT_SINGLE_MMAP == 0 {
+            return Err(libc::ENOSYS);
+        }
+        let rings = (params.sq.array_or_flags as usize + params.sq_entries as usize * 4)
+            .max(params.cq.dropped_or_cqes as usize + params.cq_entries as usize * size_of::<Cqe>());
+        let map = |len: usize, at: usize| {
+            let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_POPULATE);
+            // SAFETY: a new mapping where the kernel likes. A child must not have it: it would submit for its parent.
+            unsafe {
+                let found = sys!(libc::SYS_mmap, 0, len, protection, flags, fd, at)?;
+                sys!(libc::SYS_madvise, found, len, libc::MADV_DONTFORK)?;
+                Ok::<usize, Errno>(found)
+            }
+        };
+        let memory = map(rings, OFF_SQ_RING)?;
+        let sqes = map(params.sq_entries as usize * size_of::<Sqe>(), OFF_SQES)?;
+        Ok(Self { fd, memory, sqes, params, under_way: 0 })
+    }
+
+    fn word(&self, offset: u32) -> &AtomicU32 {
+        // SAFETY: a word of the mapped ring, aligned, shared with the kernel.
+        unsafe { AtomicU32::from_ptr((self.memory + offset as usize) as *mut u32) }
+    }
+
+    /// Begins to write; the result is found by [`Uring::next`] under `tag`.
+    ///
+    /// # Errors
+    /// `EBUSY` when as many are under way as the ring is for; the kernel's. The write was not begun then.
+    ///
+    /// # Safety
+    /// `len` bytes from `from` on must stay as they are until the result was found.
+    pub unsafe fn write(&mut self, fd: i32, from: *const u8, len: usize, at: u64, tag: u64) -> Result<(), Errno> {
+        if self.under_way == self.params.sq_entries {
+            return Err(libc::EBUSY);
+        }
+        let sq = &self.params.sq;
+        // (Only we move the tail, and the kernel has taken all there was: it is entered for each.)
+        let tail = self.word(sq.tail).load(Relaxed);
+        let i = tail & self.word(sq.mask).load(Relaxed);
+        let (addr, len) = (from as u64, len as u32);
+        let sqe = Sqe { opcode: OP_WRITE, fd, off: at, addr, len, user_data: tag, ..Sqe::default() };
+        // SAFETY: entry `i` is within the mapped entries (the mask sees to it), and the kernel does not read it before
+        // the tail says so.
+        unsafe { (self.sqes as *mut Sqe).add(i as usize).write(sqe) };
+        self.word(sq.array_or_flags + i * 4).store(i, Relaxed);
+        self.word(sq.tail).store(tail.wrapping_add(1), Release);
+        match self.enter(1, 0) {
+            Ok(1..) => {
+                self.under_way += 1;
+                Ok(())
+            }
+            refused if self.word(sq.head).load(Acquire) == tail => {
+                // Taken back: it would be submitted with the next one, when its memory may hold something else.
+                self.word(sq.tail).store(tail, Release);
+                Err(refused.err().unwrap_or(libc::EAGAIN))
+            }
+            // The kernel has it all the same, and will say what becomes of it.
+            _ => {
+                self.under_way += 1;
+                Ok(())
+            }
+        }
+    }
+
+    fn enter(&self, submit: u32, wait: u32) -> Result<usize, Errno> {
+        let flags = if wait > 0 { ENTER_GETEVENTS } else { 0 };
+        loop {
+            // SAFETY: no signal mask is given; what is submitted was vouched for by who called `write`.
+            match unsafe { sys!(libc::SYS_io_uring_enter, self.fd, submit, wait, flags, 0, 0) } {
+                Err(libc::EINTR) => {}
+                other => return other,
+            }
+        }
+    }
+
+    /// Transfers that were begun and whose result was not found yet.
+    pub fn under_way(&self) -> u32 {
+        self.under_way
+    }
+
+    /// The tag and the result of a transfer that has ended, waiting for one if asked to; None when there is none (and
+    /// none is under way, or waiting was not asked for).
+    ///
+    /// # Errors
+    /// The kernel's, when it cannot be waited.
+    pub fn next(&mut self, wait: bool) -> Result<Option<Ended>, Errno> {
+        loop {
+            let cq = &self.params.cq;
+            let head = self.word(cq.head).load(Relaxed);
+            if head != self.word(cq.tail).load(Acquire) {
+                let i = head & self.word(cq.mask).load(Relaxed);
+                // SAFETY: entry `i` is within the mapped entries, and the kernel does not write it before the head moves.
+                let cqe = unsafe { ((self.memory + cq.dropped_or_cqes as usize) as *const Cqe).add(i as usize).read() };
+                self.word(cq.head).store(head.wrapping_add(1), Release);
+                self.under_way -= 1;
+                return Ok(Some((cqe.user_data, raw::check(cqe.res as isize))));
+            }
+            if !wait || self.under_way == 0 {
+                return Ok(None);
+            }
+            self.enter(0, 1)?;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsRawFd;
+    use std::os::unix::fs::FileExt;
+
+    fn ring(entries: u32) -> Option<Uring> {
+        match Uring::new(entries) {
+            Err(libc::ENOSYS | libc::EPERM) => {
+                eprintln!("SKIPPED: io_uring is refused here");
+                None
+            }
+            other => Some(other.unwrap()),
+        }
+    }
+
+    #[test]
+    fn writes_arrive_and_say_how_much() {
+        let Some(mut ring) = ring(2) else { return };
+        let file = tempfile();
+        assert_eq!(ring.next(true), Ok(None), "nothing is under way");
+        let bytes: Vec<u8> = (0..300_000).map(|i| (i % 251) as u8).collect();
+        for turn in 0..50u64 {
+            let at = turn * 600_000;
+            for tag in 0..2 {
+                // SAFETY: the bytes stay.
+                unsafe { ring.write(file.as_raw_fd(), bytes.as_ptr(), bytes.len(), at + tag * 300_000, tag) }.unwrap();
+            }
+            assert_eq!(ring.under_way(), 2);
+            // SAFETY: it is refused.
+            let more = unsafe { ring.write(file.as_raw_fd(), bytes.as_ptr(), 1, 0, 9) };
+            assert_eq!(more, Err(libc::EBUSY));
+            let mut tags = [0, 1].map(|_| ring.next(true).unwrap().unwrap());
+            tags.sort();
+            assert_eq!(tags, [(0, Ok(300_000)), (1, Ok(300_000))]);
+            let mut back = vec![0; 600_000];
+            file.read_exact_at(&mut back, at).unwrap();
+            assert!(back[..300_000] == bytes && back[300_000..] == bytes);
+        }
+    }
+
+    #[test]
+    fn errors_are_those_of_the_transfer() {
+        let Some(mut ring) = ring(2) else { return };
+        // SAFETY: nothing is written.
+        unsafe { ring.write(-1, [0u8].as_ptr(), 1, 0, 7) }.unwrap();
+        assert_eq!(ring.next(true), Ok(Some((7, Err(libc::EBADF)))));
+        assert_eq!(ring.next(false), Ok(None));
+    }
+
+    fn tempfile() -> std::fs::File {
+        let path = std::env::temp_dir().join(format!("uzswap-uring-{}", std::process::id()));
+        let file = std::fs::File::options().read(true).write(true).create(true).truncate(true).open(&path).unwrap();
+        std::fs::remove_file(path).unwrap();
+        file
+    }
+}

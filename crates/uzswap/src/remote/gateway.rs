@@ -1,0 +1,169 @@
+//! The gateway: takes the members' requests at a Unix socket and carries them out on the server.
+//!
+//! Members' helper threads cannot use a client library: they have no TLS, and must not allocate from the program. So the
+//! command, an ordinary process that outlives its program, does it for them. Its socket has no name: members reach it as
+//! `/proc/PID/fd/N` of a descriptor, which only who may trace the command can.
+//!
+//! One thread waits for connections, most of which are never used (each process has two); one that is gets a thread of its
+//! own, with a connection to the server. A third kind, the keeper, looks after the keys.
+
+use super::server::{Server, Session};
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+use uzswap_mm::swapfile::Geometry;
+use uzswap_pager::swap::backend::{OP_READ, OP_WRITE, Request};
+use uzswap_pager::swap::clusters::ClusterMap;
+
+/// How often the keeper looks.
+const LOOK: Duration = Duration::from_secs(1);
+const STACK: usize = 256 << 10;
+
+/// The socket, before anybody is served.
+pub struct Gateway {
+    listener: UnixListener,
+    /// The socket's file, whose name is gone.
+    file: File,
+    server: Arc<Server>,
+}
+
+impl Gateway {
+    /// Makes the socket.
+    pub fn new(server: Server) -> io::Result<Self> {
+        let dir = tempfile::tempdir()?;
+        let path = dir.path().join("swap");
+        let listener = UnixListener::bind(&path)?;
+        // (A member may have given up its rights; the way to the socket is guarded, not the socket.)
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666))?;
+        let file = File::options().read(true).custom_flags(libc::O_PATH).open(&path)?;
+        Ok(Self { listener, file, server: Arc::new(server) })
+    }
+
+    /// The descriptor that members connect to.
+    pub fn fd(&self) -> RawFd {
+        self.file.as_raw_fd()
+    }
+
+    /// Starts to serve. Signals are to be blocked, as the threads inherit that.
+    pub fn serve(&self, map: &'static ClusterMap) -> io::Result<Keeper> {
+        let geometry = map.geometry().ok_or(io::ErrorKind::InvalidInput)?;
+        let (listener, server) = (self.listener.try_clone()?, Arc::clone(&self.server));
+        thread("uzswap-gateway", move || accept(&listener, &server, map, geometry))?;
+        let keeper = Keeper { stop: Arc::default(), server: Arc::clone(&self.server) };
+        let (stop, server) = (Arc::clone(&keeper.stop), Arc::clone(&self.server));
+        thread("uzswap-keeper", move || keep(&server, map, &stop))?;
+        Ok(keeper)
+    }
+}
+
+fn thread(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    std::thread::Builder::new().name(name.to_owned()).stack_size(STACK).spawn(body).map(drop)
+}
+
+/// What ends the run on the server.
+pub struct Keeper {
+    stop: Arc<(Mutex<bool>, Condvar)>,
+    server: Arc<Server>,
+}
+
+impl Keeper {
+    /// Drops all that is on the server; how many keys may be left there, to expire, and after how many seconds.
+    pub fn finish(&self) -> (usize, u64) {
+        *self.stop.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = true;
+        self.stop.1.notify_all();
+        (self.server.end(), self.server.address().ttl)
+    }
+}
+
+fn keep(server: &Server, map: &ClusterMap, (stop, wake): &(Mutex<bool>, Condvar)) {
+    let (mut session, mut renewed) = (Session::new(server), Instant::now());
+    let every = Duration::from_secs(server.address().ttl / 3);
+    loop {
+        let guard = stop.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let (guard, _) =
+            wake.wait_timeout_while(guard, LOOK, |stop| !*stop).unwrap_or_else(std::sync::PoisonError::into_inner);
+        if *guard {
+            return;
+        }
+        drop(guard);
+        let renew = renewed.elapsed() >= every;
+        if renew {
+            renewed = Instant::now();
+        }
+        server.keep(&mut session, |cluster| map.is_free(cluster), renew);
+    }
+}
+
+fn accept(listener: &UnixListener, server: &Arc<Server>, map: &'static ClusterMap, geometry: Geometry) {
+    let mut idle: Vec<UnixStream> = Vec::new();
+    loop {
+        let fds = std::iter::once(listener.as_raw_fd()).chain(idle.iter().map(AsRawFd::as_raw_fd));
+        let mut polls: Vec<_> = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
+        // SAFETY: as many pollfds as said, all ours.
+        if unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, -1) } < 0 {
+            continue;
+        }
+        for i in (0..idle.len()).rev().filter(|i| polls[i + 1].revents != 0) {
+            let stream = idle.swap_remove(i);
+            let server = Arc::clone(server);
+            // (Without a thread the connection is closed, and the member's request fails.)
+            let _ = thread("uzswap-swap", move || {
+                let _ = Member { stream, session: Session::new(&server), map, geometry }.serve();
+            });
+        }
+        if polls[0].revents != 0 {
+            match listener.accept() {
+                Ok((stream, _)) => idle.push(stream),
+                // (Out of descriptors: who waits is served when others end.)
+                Err(_) => std::thread::sleep(Duration::from_millis(20)),
+            }
+        }
+    }
+}
+
+/// A member's connection.
+struct Member<'a> {
+    stream: UnixStream,
+    session: Session<'a>,
+    map: &'static ClusterMap,
+    geometry: Geometry,
+}
+
+impl Member<'_> {
+    /// Serves requests until the member ends, or asks for what cannot be.
+    fn serve(&mut self) -> io::Result<()> {
+        let mut buffer = Vec::new();
+        loop {
+            let mut request = [0; Request::BYTES];
+            self.stream.read_exact(&mut request)?;
+            let request = Request::from_bytes(&request);
+            let (len, shift) = (request.len as usize, self.geometry.cluster_shift);
+            let (cluster, within) = (request.at >> shift, (request.at & ((1 << shift) - 1)) as usize);
+            let fits = cluster < u64::from(self.geometry.clusters) && len > 0 && within + len <= 1 << shift;
+            if !fits {
+                return Err(io::ErrorKind::InvalidData.into());
+            }
+            let cluster = cluster as u32;
+            buffer.resize(len, 0);
+            let bytes = &mut buffer[..];
+            let done = match request.op {
+                OP_READ => self.session.read(cluster, within, bytes),
+                OP_WRITE => {
+                    self.stream.read_exact(bytes)?;
+                    let (row, owner) = (request.row as usize, request.owner);
+                    self.session.write(cluster, within, bytes, || self.map.is_claimed_by(cluster, row, owner))
+                }
+                _ => return Err(io::ErrorKind::InvalidData.into()),
+            };
+            let status = done.err().unwrap_or(0);
+            self.stream.write_all(&status.to_ne_bytes())?;
+            if status == 0 && request.op == OP_READ {
+                self.stream.write_all(bytes)?;
+            }
+        }
+    }
+}
