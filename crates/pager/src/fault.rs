@@ -308,7 +308,7 @@ impl Pager {
         self.counters().refault_staged.fetch_add(1, Relaxed);
     }
 
-    fn bring_busy(&self, s: &mut State, vpn: u64) -> Result<usize, EventPending> {
+    pub(crate) fn bring_busy(&self, s: &mut State, vpn: u64) -> Result<usize, EventPending> {
         let pte = s.pt.get(vpn);
         if !self.copy_in(s, vpn, self.layout.slot(pte.aux()), 1)? {
             return Ok(0);

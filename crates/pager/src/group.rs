@@ -25,6 +25,7 @@
 
 use crate::folio::{FolioCounters, FolioSettings};
 use crate::inject::Faults;
+use crate::request::PageRequest;
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 use uzswap_mm::codec::Algorithm;
 use uzswap_sys::process::Identity;
@@ -34,7 +35,7 @@ pub const ENV_GROUP: &str = "UZSWAP_GROUP";
 /// Environment variable with the number of the group in its tree; absent for 0.
 pub const ENV_NODE: &str = "UZSWAP_GROUP_NODE";
 /// First word of the page: refuses a page of another version.
-pub const MAGIC: u64 = 0x757a_7377_6170_0003;
+pub const MAGIC: u64 = 0x757a_7377_6170_0004;
 /// Processes that can be members at once.
 pub const SLOTS: usize = 1024;
 /// Groups in one tree, of which ancestors are a set of 64 bits.
@@ -253,6 +254,8 @@ pub struct Slot {
     pub said: AtomicU32,
     /// Thread id of the member's ticker, 0 until it runs.
     pub ticker: AtomicU32,
+    /// What a command asks of the member.
+    pub request: PageRequest,
     /// The member's counters.
     pub counters: Counters,
 }

@@ -24,6 +24,7 @@ pub mod placement;
 pub mod reclaim;
 pub mod region;
 mod relocate;
+pub mod request;
 pub mod shared;
 pub mod stage;
 pub mod state;

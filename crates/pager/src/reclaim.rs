@@ -22,7 +22,8 @@ use crate::state::{BLOCK_PAGES, State};
 use crate::store::{BATCH_PAGES, Batch};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::zone::Kind;
-use uzswap_sys::{lock, sys, thread};
+use uzswap_sys::lock::{self, Guard};
+use uzswap_sys::{sys, thread};
 
 impl Pager {
     /// The background thread.
@@ -44,6 +45,7 @@ impl Pager {
             if self.stopping.load(Acquire) {
                 return;
             }
+            self.serve_request(&mut batch);
             if !self.wants_reclaim() {
                 failures = 0;
                 if self.compact_behind(&mut self.state.lock()) {
@@ -70,7 +72,7 @@ impl Pager {
         }
     }
 
-    fn wants_reclaim(&self) -> bool {
+    pub(crate) fn wants_reclaim(&self) -> bool {
         let mut s = self.state.lock();
         s.rss = self.rss_now(&s);
         self.publish(&s);
@@ -87,7 +89,7 @@ impl Pager {
     }
 
     /// One round: stage, compress a batch, give frames back. False when nothing could be done.
-    fn reclaim_step(&self, batch: &mut Batch) -> bool {
+    pub(crate) fn reclaim_step(&self, batch: &mut Batch) -> bool {
         let (low, high) = self.watermarks();
         let mut progress = false;
         {
@@ -115,14 +117,20 @@ impl Pager {
         batch.compress(self);
         let mut s = self.state.lock();
         progress |= self.commit(&mut s, batch) > 0;
+        progress |= self.unshare_noted(s);
+        progress
+    }
+
+    /// Makes what was found to be shared this process's own, having released the lock; whether there was any.
+    pub(crate) fn unshare_noted(&self, mut s: Guard<'_, State>) -> bool {
         let shared = core::mem::take(&mut s.unshare);
         drop(s);
-        progress |= self.unshare(&shared);
+        let any = self.unshare(&shared);
         // Freed under the lock, as everything is: a child must find the allocator at rest.
         let s = self.state.lock();
         drop(shared);
         drop(s);
-        progress
+        any
     }
 
     /// Reclaims before a fault is served, where the thread that serves it is to do so by itself, or where the reclaim

@@ -96,10 +96,12 @@ impl Pager {
         if !self.engaged.load(Acquire) {
             self.raise_peaks(rss, rss, 0);
             let (room, until_look) = self.headroom(rss, self.planned.swap(0, Relaxed), engage_threshold);
-            if room == 0 {
+            // (What is to be put out on request must be managed first, however far the limit is.)
+            if room == 0 || self.is_asked() {
                 if let Err(e) = self.engage() {
                     self.say(b"uzswap: memory cannot be managed in this process (userfaultfd refused); it runs without a limit; see `uzswap doctor`\n");
                     let _ = e;
+                    self.refuse_request();
                     return u64::MAX >> 1;
                 }
                 self.forget_plans(0);

@@ -174,13 +174,14 @@ pub struct PagemapArgs {
     /// Draw the address space to FILE
     #[arg(long, value_name = "FILE")]
     pub svg: Option<PathBuf>,
-    /// First put a range of a shared region out: all, or FROM..TO such as 0..64M
+    /// First put a range out: all, FROM..TO of a shared region, such as 0..64M, or START-END of a process under `uzswap
+    /// run`, in hexadecimal, as --runs shows it
     #[arg(long, value_name = "RANGE")]
     pub page_out: Option<String>,
-    /// First put out what is not touched within so many seconds from now, and say how much is in use
+    /// First put out what is not touched within so many seconds from now, and say how much
     #[arg(long, value_name = "SECONDS")]
     pub idle: Option<f64>,
-    /// First bring a range of a shared region in
+    /// First bring a range in: as --page-out
     #[arg(long, value_name = "RANGE")]
     pub page_in: Option<String>,
 }

@@ -183,6 +183,15 @@ impl Registry {
         trees
     }
 
+    /// The tree of which a process is a member, and its slot there.
+    pub fn member(&self, pid: u32) -> Option<(GroupFile, usize)> {
+        let is = |slot: &Slot| slot.owner().is_some_and(|owner| owner.pid() == pid && !owner.is_dead());
+        self.list().into_iter().find_map(|(_, file)| {
+            let index = file.page().used().iter().position(is)?;
+            Some((file, index))
+        })
+    }
+
     /// A running group. The error is one sentence.
     pub fn find(&self, name: &str) -> Result<Group, String> {
         let parts = components(name)?;

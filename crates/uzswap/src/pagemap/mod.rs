@@ -2,6 +2,7 @@
 
 mod find;
 mod picture;
+mod process;
 
 use crate::cli::PagemapArgs;
 use crate::size::{Size, human};
@@ -15,6 +16,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 use uzswap::shared::SharedControl;
 use uzswap_mm::pagemap::{PageState, Query, Run, Summary, TIERS, Tier};
+use uzswap_pager::request::Op;
 
 const PAGE: u64 = 4096;
 
@@ -35,9 +37,7 @@ pub fn pagemap(args: &PagemapArgs) -> ExitCode {
 fn try_pagemap(args: &PagemapArgs) -> Result<String, String> {
     let found = match args.target.parse::<u32>() {
         Ok(pid) => {
-            if args.page_out.is_some() || args.page_in.is_some() || args.idle.is_some() {
-                return Err("pages are put out and in of shared regions only: give the region's socket".to_owned());
-            }
+            act_on_process(args, pid)?;
             find::of_process(pid)?
         }
         Err(_) => {
@@ -67,9 +67,9 @@ fn act(args: &PagemapArgs, region: &SharedControl) -> Result<(), String> {
         eprintln!("uzswap: {} put out", human(pages * PAGE));
     }
     if let Some(seconds) = args.idle {
+        let time = seconds_of(seconds)?;
         region.age().map_err(failed)?;
-        std::thread::sleep(Duration::from_secs_f64(seconds));
-        let time = Duration::from_secs_f64(seconds);
+        std::thread::sleep(time);
         let used = region.working_set(time).map_err(failed)?;
         let pages = region.page_out_idle(time).map_err(failed)?;
         eprintln!("uzswap: {} in use within {seconds} s; {} put out as idle", human(used * PAGE), human(pages * PAGE));
@@ -77,6 +77,35 @@ fn act(args: &PagemapArgs, region: &SharedControl) -> Result<(), String> {
     if let Some(range) = &args.page_in {
         let pages = region.page_in(parse_range(range, region.len())?).map_err(failed)?;
         eprintln!("uzswap: {} brought in", human(pages * PAGE));
+    }
+    Ok(())
+}
+
+fn seconds_of(seconds: f64) -> Result<Duration, String> {
+    Duration::try_from_secs_f64(seconds).map_err(|_| format!("`{seconds}` is not a time"))
+}
+
+/// Has a process put its pages out and in.
+fn act_on_process(args: &PagemapArgs, pid: u32) -> Result<(), String> {
+    let all = process::parse_range("all")?;
+    if let Some(range) = &args.page_out {
+        let moved = process::ask(pid, Op::Out, process::parse_range(range)?)?;
+        let stay = match moved.stayed {
+            0 => String::new(),
+            n => format!("; {} stay: used again at once, locked, or in use by a device", human(n * PAGE)),
+        };
+        eprintln!("uzswap: {} put out{stay}", human(moved.pages * PAGE));
+    }
+    if let Some(seconds) = args.idle {
+        let time = seconds_of(seconds)?;
+        process::ask(pid, Op::Stage, all.clone())?;
+        std::thread::sleep(time);
+        let idle = process::ask(pid, Op::Store, all)?;
+        eprintln!("uzswap: {} put out as idle for {seconds} s", human(idle.pages * PAGE));
+    }
+    if let Some(range) = &args.page_in {
+        let moved = process::ask(pid, Op::In, process::parse_range(range)?)?;
+        eprintln!("uzswap: {} brought in", human(moved.pages * PAGE));
     }
     Ok(())
 }

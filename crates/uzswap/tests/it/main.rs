@@ -5,4 +5,5 @@ mod folios;
 mod groups;
 mod handover;
 mod pagemap;
+mod pageout;
 mod record;

@@ -97,7 +97,7 @@ fn what_has_no_page_map_is_refused_in_a_sentence() {
     for (args, part) in [
         (vec!["1000000000"], "there is no process"),
         (vec!["/nowhere/to/be/found"], "neither a process nor a shared region"),
-        (vec!["1", "--page-out", "all"], "of shared regions only"),
+        (vec!["1", "--page-out", "all"], "in no `uzswap run` of yours"),
     ] {
         let output = pagemap(&args);
         let text = String::from_utf8(output.stderr).unwrap();

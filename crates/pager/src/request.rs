@@ -1,0 +1,289 @@
+//! What a command asks of a process while it runs: pages out, and in.
+//!
+//! Each slot of the group's page has room for one request. A command takes it (`holder`), writes what it wants, and wakes
+//! the member; the member's reclaim thread does it, after the ticker has made the process manage its memory, if it did not
+//! yet.
+//!
+//! ```text
+//! state: IDLE ─ the holder ─▶ ASKED ─ the member ─▶ SERVING ─ the member ─▶ DONE ─ the holder ─▶ IDLE
+//!                               └───── the holder withdraws: IDLE
+//! ```
+//! # Who may be killed or stopped when
+//! Anybody. A *member* that ends leaves the state as it is; the holder sees that the slot's owner is dead, and whoever
+//! takes the slot (after exec too) puts SERVING back to IDLE. A request names its target, so the next owner of a slot does
+//! not do what was asked of the one before. A *command* that ends leaves its hold, which the next one takes from the dead;
+//! the member stops when it sees that the hold has changed, and until then nobody asks anew. A *stopped* member does
+//! nothing until it goes on; the holder withdraws, and then nothing is done.
+//!
+//! The request moves pages as a fault or reclaim would, so it may come at any moment, whatever the program does.
+
+use crate::group::Slot;
+use crate::pager::Pager;
+use crate::state::{FOLIO_PAGES, State};
+use crate::store::{BATCH_PAGES, Batch};
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
+use uzswap_mm::pagetable::Tag;
+use uzswap_sys::process::Identity;
+use uzswap_sys::{lock, sys, thread};
+
+/// Nothing is asked.
+pub const IDLE: u32 = 0;
+/// The holder asks.
+pub const ASKED: u32 = 1;
+/// The member is at it.
+pub const SERVING: u32 = 2;
+/// The member has done what it could.
+pub const DONE: u32 = 3;
+
+/// What can be asked for, of a range of pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Op {
+    /// Put it out.
+    Out = 1,
+    /// Take it out of the program, without compressing it: what is in use comes back by itself.
+    Stage = 2,
+    /// Compress what is still out of that.
+    Store = 3,
+    /// Bring it in.
+    In = 4,
+}
+
+impl Op {
+    fn of(number: u32) -> Option<Self> {
+        [Self::Out, Self::Stage, Self::Store, Self::In].into_iter().find(|op| *op as u32 == number)
+    }
+}
+
+/// What a request came to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Moved {
+    /// Pages of the range that are managed.
+    pub known: u64,
+    /// Pages that left, or came; for [`Op::Store`] those that were still out.
+    pub pages: u64,
+    /// Pages that should have left and are in memory: used again at once, locked, or in use by a device.
+    pub stayed: u64,
+}
+
+/// A slot's request.
+#[repr(C)]
+#[derive(Default)]
+pub struct PageRequest {
+    /// The command that asks, as `Identity::raw`; 0: none.
+    pub holder: AtomicU64,
+    /// The member that is asked, likewise.
+    pub target: AtomicU64,
+    /// [`IDLE`] to [`DONE`]; a futex word.
+    pub state: AtomicU32,
+    /// An [`Op`].
+    pub op: AtomicU32,
+    /// The first page.
+    pub from: AtomicU64,
+    /// One past the last.
+    pub to: AtomicU64,
+    /// As in [`Moved`], so far.
+    pub known: AtomicU64,
+    /// As in [`Moved`], so far.
+    pub pages: AtomicU64,
+    /// As in [`Moved`], so far.
+    pub stayed: AtomicU64,
+    /// Pieces done (wrapping): that it goes on.
+    pub progress: AtomicU32,
+}
+
+/// Times a piece is tried while pages of it are shared with another process, and while events must be read first.
+const TRIES: u32 = 3;
+const EVENT_TRIES: u32 = 1000;
+const PAUSE_NS: u64 = 100_000;
+
+impl PageRequest {
+    /// Takes the request for a command. False: another one has it.
+    pub fn take(&self, me: Identity) -> bool {
+        let holder = self.holder.load(Acquire);
+        let free = Identity::from_raw(holder).is_none_or(Identity::is_dead);
+        free && self.holder.compare_exchange(holder, me.raw(), AcqRel, Relaxed).is_ok()
+    }
+
+    /// Gives it back.
+    pub fn give_up(&self, me: Identity) {
+        let _ = self.state.compare_exchange(ASKED, IDLE, AcqRel, Relaxed);
+        let _ = self.state.compare_exchange(DONE, IDLE, AcqRel, Relaxed);
+        let _ = self.holder.compare_exchange(me.raw(), 0, AcqRel, Relaxed);
+    }
+
+    /// Asks. For the holder. False while what was asked before is still being done.
+    pub fn ask(&self, target: Identity, op: Op, (from, to): (u64, u64)) -> bool {
+        // (What a holder left that died.)
+        let _ = self.state.compare_exchange(ASKED, IDLE, AcqRel, Relaxed);
+        if self.state.load(Acquire) == SERVING {
+            return false;
+        }
+        for (word, value) in [(&self.target, target.raw()), (&self.from, from), (&self.to, to)] {
+            word.store(value, Relaxed);
+        }
+        [&self.known, &self.pages, &self.stayed].into_iter().for_each(|n| n.store(0, Relaxed));
+        self.op.store(op as u32, Relaxed);
+        self.state.store(ASKED, Release);
+        true
+    }
+
+    /// What came of it, once the state is [`DONE`].
+    pub fn moved(&self) -> Moved {
+        Moved { known: self.known.load(Relaxed), pages: self.pages.load(Relaxed), stayed: self.stayed.load(Relaxed) }
+    }
+
+    /// The slot has a new owner, or the same one after exec: nobody is at it any more.
+    pub fn forsake(&self) {
+        let _ = self.state.compare_exchange(SERVING, IDLE, AcqRel, Relaxed);
+    }
+
+    fn tell(&self, known: usize, pages: usize, stayed: usize) {
+        self.known.fetch_add(known as u64, Relaxed);
+        self.pages.fetch_add(pages as u64, Relaxed);
+        self.stayed.fetch_add(stayed as u64, Relaxed);
+        self.progress.fetch_add(1, Release);
+    }
+}
+
+/// A request being done.
+struct Work<'a> {
+    r: &'a PageRequest,
+    holder: u64,
+    from: u64,
+    to: u64,
+}
+
+impl Work<'_> {
+    /// Whether who asked still wants it.
+    fn goes_on(&self) -> bool {
+        self.r.holder.load(Relaxed) == self.holder
+    }
+
+    /// The next piece with pages that are known: to the next border of 2 MiB at most, so that huge pages stay whole.
+    fn piece(&self, s: &State, at: u64, most: u64) -> Option<(u64, u64)> {
+        let start = s.pt.next_used(at).filter(|vpn| *vpn < self.to && self.goes_on())?;
+        Some((start, self.to.min((start / most + 1) * most)))
+    }
+}
+
+impl Pager {
+    /// Whether a command has asked this process for something.
+    pub(crate) fn is_asked(&self) -> bool {
+        self.me().request.state.load(Acquire) == ASKED
+    }
+
+    /// This process's memory cannot be managed: what was asked comes to nothing.
+    pub(crate) fn refuse_request(&self) {
+        let r = &self.me().request;
+        if r.state.compare_exchange(ASKED, DONE, AcqRel, Relaxed).is_ok() {
+            lock::futex_wake(&r.state, u32::MAX >> 1, true);
+        }
+    }
+
+    /// Does what was asked, if anything was. For the reclaim thread.
+    pub(crate) fn serve_request(&self, batch: &mut Batch) {
+        let me: &Slot = self.me();
+        let r = &me.request;
+        if !self.is_asked() || r.state.compare_exchange(ASKED, SERVING, AcqRel, Relaxed).is_err() {
+            return;
+        }
+        let work =
+            Work { r, holder: r.holder.load(Acquire), from: r.from.load(Relaxed), to: r.to.load(Relaxed).min(1 << 35) };
+        if r.target.load(Relaxed) == me.owner.load(Relaxed) {
+            // What was mapped since the ticker last looked belongs to it as well.
+            let _ = self.scan(&mut self.state.lock());
+            match Op::of(r.op.load(Relaxed)) {
+                Some(Op::Out) => self.put_out(&work, batch, true),
+                Some(Op::Stage) => self.put_out(&work, batch, false),
+                Some(Op::Store) => self.store_idle(&work, batch),
+                Some(Op::In) => self.bring(&work, batch),
+                None => {}
+            }
+            let mut s = self.state.lock();
+            s.rss = self.rss_now(&s);
+            self.publish(&s);
+        }
+        r.state.store(DONE, Release);
+        lock::futex_wake(&r.state, u32::MAX >> 1, true);
+    }
+
+    fn put_out(&self, work: &Work, batch: &mut Batch, store: bool) {
+        let (mut at, mut tries) = (work.from, 0);
+        loop {
+            let mut s = self.state.lock();
+            let Some((start, end)) = work.piece(&s, at, FOLIO_PAGES as u64) else { break };
+            let (moved, stopped) = self.stage_range(&mut s, start, end);
+            let (mut known, mut stayed) = (0, 0);
+            for vpn in start..end {
+                let tag = s.pt.get(vpn).tag();
+                known += usize::from(tag != Tag::None);
+                stayed += usize::from(tag == Tag::Resident);
+            }
+            let shared = self.unshare_noted(s);
+            tries += 1;
+            if (stopped < end && tries < EVENT_TRIES) || (shared && tries < TRIES) {
+                work.r.tell(0, moved, 0);
+                thread::sleep_ns(PAUSE_NS);
+                continue;
+            }
+            while store && self.store_batch(batch) {}
+            work.r.tell(known, moved, stayed);
+            (at, tries) = (end, 0);
+        }
+    }
+
+    /// Counts what is still staged of a range, and stores all that is.
+    fn store_idle(&self, work: &Work, batch: &mut Batch) {
+        let mut at = work.from;
+        loop {
+            let s = self.state.lock();
+            let Some((start, end)) = work.piece(&s, at, FOLIO_PAGES as u64) else { break };
+            let tags = (start..end).map(|vpn| s.pt.get(vpn).tag());
+            let known = tags.clone().filter(|t| *t != Tag::None).count();
+            let staged = tags.filter(|t| matches!(t, Tag::Staged | Tag::Busy)).count();
+            work.r.tell(known, staged, 0);
+            at = end;
+        }
+        while work.goes_on() && self.store_batch(batch) {
+            work.r.tell(0, 0, 0);
+        }
+    }
+
+    fn bring(&self, work: &Work, batch: &mut Batch) {
+        let (mut at, mut tries) = (work.from, 0);
+        loop {
+            let mut rounds = 0;
+            while rounds < 4 && self.wants_reclaim() && self.reclaim_step(batch) {
+                rounds += 1;
+            }
+            let mut s = self.state.lock();
+            let Some((start, end)) = work.piece(&s, at, BATCH_PAGES as u64) else { break };
+            let known = (start..end).filter(|vpn| s.pt.get(*vpn).tag() != Tag::None).count();
+            let (mut came, stopped) = self.bring_range(&mut s, start, end);
+            if stopped < end && tries < EVENT_TRIES {
+                drop(s);
+                work.r.tell(0, came, 0);
+                thread::sleep_ns(PAUSE_NS);
+                tries += 1;
+                continue;
+            }
+            let on_disk: Vec<u64> = (start..end).filter(|vpn| s.pt.get(*vpn).tag() == Tag::Disk).collect();
+            drop(s);
+            came += on_disk.iter().filter(|vpn| populated(**vpn)).count();
+            // (Freed under the lock, as everything is: a child must find the allocator at rest.)
+            let s = self.state.lock();
+            drop(on_disk);
+            drop(s);
+            work.r.tell(known, came, 0);
+            (at, tries) = (end, 0);
+        }
+    }
+}
+
+/// Reads a page as the program would: the handler brings it from disk. Without the lock.
+fn populated(vpn: u64) -> bool {
+    let page = crate::arena::PAGE;
+    // SAFETY: populating changes no contents.
+    unsafe { sys!(libc::SYS_madvise, vpn as usize * page, page, libc::MADV_POPULATE_READ) }.is_ok()
+}
