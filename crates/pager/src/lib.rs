@@ -16,6 +16,7 @@ pub mod huge;
 pub mod inject;
 pub mod limits;
 pub mod mapfile;
+pub mod marks;
 pub mod member;
 pub mod object;
 pub mod pageout;

@@ -7,7 +7,7 @@ use crate::deliver::Delivery;
 use crate::events::forget_range;
 use crate::fault::{EventPending, Request};
 use crate::pager::Pager;
-use crate::state::State;
+use crate::state::{FOLIO_PAGES, State};
 use crate::store::{BATCH_PAGES, Batch};
 use uzswap_mm::pagetable::Tag;
 use uzswap_mm::zone::Kind;
@@ -30,6 +30,25 @@ impl Pager {
             self.store_staged(&mut s);
         }
         left
+    }
+
+    /// Moves what is resident of `[from, to)` out without compressing it; returns the pages.
+    pub fn age(&self, from: u64, to: u64) -> usize {
+        let (mut at, mut left) = (from, 0);
+        while at < to {
+            let end = to.min(at + FOLIO_PAGES as u64);
+            left += self.stage_range(&mut self.state.lock(), at, end).0;
+            at = end;
+        }
+        left
+    }
+
+    /// Stores all that is staged; returns the pages.
+    pub fn page_out_idle(&self) -> usize {
+        let mut s = self.state.lock();
+        let staged = s.staged;
+        self.store_staged(&mut s);
+        staged - s.staged
     }
 
     /// Stores what is staged, as far as there is room, and gives the frames back; the lock is held throughout.
@@ -145,5 +164,6 @@ impl Pager {
         forget_range(&mut s, from, to);
         // SAFETY: the caller gives the contents up; who faults meanwhile waits for the lock.
         unsafe { discard(from as usize * PAGE, (to - from) as usize * PAGE) };
+        self.forget_marks(from, to);
     }
 }

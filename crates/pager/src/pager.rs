@@ -99,6 +99,8 @@ pub struct Pager {
     pub ready: AtomicU32,
     /// A region of the library: what it holds is counted here, not asked of the kernel.
     pub own_frames: bool,
+    /// A region's markers, where it keeps them.
+    pub marks: Option<crate::marks::Marks>,
     /// Ends the reclaim thread of a region.
     pub stopping: AtomicBool,
     /// The page map of a process under `uzswap run`; its table writes to it under its own lock.
@@ -172,6 +174,7 @@ impl Pager {
             planned: AtomicUsize::new(0),
             ready: AtomicU32::new(0),
             own_frames: false,
+            marks: None,
             stopping: AtomicBool::new(false),
             page_map: Lock::new(None),
             rings: None,

@@ -20,26 +20,31 @@
 //! The handler runs with all signals blocked, on the stack of the thread that faulted (alternate stacks are too small
 //! for a decompressor), and may allocate: a thread must not touch a region while inside the allocator.
 //!
+//! With [`Options::track_writes`] a region has a soft-dirty and a write-protected bit for each page, which survive paging
+//! (`marks`). They are exact for the program's own instructions, the only ones that can write to a region.
+//!
 //! Counted against the limit is what can be counted exactly without asking the kernel: resident, staged and free
 //! frames, and the pool. The tables come on top (see [`Stats::metadata`]).
 
 use crate::arena::{Layout, PAGE};
-use crate::fault::Request;
 use crate::group::{CODEC_DEFLATE, CODEC_LZ4, CODEC_ZSTD, GroupPage, MAGIC, algorithm};
 use crate::mapfile::{Kind as MapKind, MapFile};
+use crate::marks::Marks;
 use crate::pager::Pager;
-use crate::placement::Helpers;
 use crate::state::BLOCK;
 use core::fmt;
 use core::ops::Range;
-use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
-use std::sync::{Mutex, OnceLock};
+use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::Algorithm;
-use uzswap_mm::pagetable::Tag;
 use uzswap_mm::zone::Kind;
 use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;
 use uzswap_sys::uffd::{self, Uffd};
+
+mod markers;
+mod signals;
+
+use signals::{REGISTRY, SignalsBlocked, install_handler};
 
 /// Regions a process can have at once.
 pub const MOST_REGIONS: usize = 256;
@@ -86,13 +91,16 @@ pub struct Options {
     pub pool_uncharged: bool,
     /// Publishes the state of each page: see [`Region::page_map`].
     pub page_map: bool,
+    /// Keeps a soft-dirty and a write-protected bit for each page: see [`Region::take_soft_dirty`] and [`Region::protect`].
+    /// Off by default: until bits are first cleared it costs little, but a page that is told of writes comes back by a copy.
+    pub track_writes: bool,
 }
 
 impl Options {
     /// A limit, and the defaults.
     #[must_use]
     pub fn new(limit: usize) -> Self {
-        Self { limit, compressor: Compressor::Lz4, pool_uncharged: false, page_map: true }
+        Self { limit, compressor: Compressor::Lz4, pool_uncharged: false, page_map: true, track_writes: false }
     }
 }
 
@@ -105,6 +113,8 @@ pub enum Error {
     Level(Compressor),
     /// The process has [`MOST_REGIONS`].
     TooMany,
+    /// The region was made without [`Options::track_writes`].
+    NotTracked,
     /// The kernel refused.
     Kernel {
         /// What was asked of it.
@@ -122,6 +132,7 @@ impl fmt::Display for Error {
             Self::Level(Compressor::Deflate(level)) => write!(f, "deflate has no level {level}: choose 1 to 12"),
             Self::Level(Compressor::Lz4) => write!(f, "lz4 has no levels"),
             Self::TooMany => write!(f, "a process can have {MOST_REGIONS} regions"),
+            Self::NotTracked => write!(f, "the region was made without tracking of writes"),
             Self::Kernel { what, errno } => write!(f, "{what}: {}", std::io::Error::from_raw_os_error(*errno)),
         }
     }
@@ -229,6 +240,9 @@ impl Region {
 
     fn build(&mut self, options: &Options) -> Result<(), Error> {
         install_handler();
+        self.base = map_aligned(self.mapped).map_err(kernel("no address space for a region"))?;
+        let marks = options.track_writes.then(|| Marks::new(self.base, (self.mapped / PAGE) as u64));
+        let marks = marks.transpose().map_err(kernel("a region's markers"))?;
         let layout = Layout::reserve(options.limit).map_err(kernel("no address space for a region"))?;
         // SAFETY: the group lives until the pager is gone: see drop.
         let group: &'static GroupPage = unsafe { &*self.group };
@@ -240,10 +254,10 @@ impl Region {
             }
         };
         pager.own_frames = true;
+        pager.marks = marks;
         self.pager = Box::into_raw(Box::new(pager));
         // SAFETY: just made, freed in drop only.
         let pager: &'static Pager = unsafe { &*self.pager };
-        self.base = map_aligned(self.mapped).map_err(kernel("no address space for a region"))?;
         for (at, n) in [(layout.base, layout.end - layout.base), (self.base, self.mapped)] {
             // SAFETY: advice on our own mappings. Small pages only, and nothing of it in a forked child.
             unsafe {
@@ -251,7 +265,8 @@ impl Region {
                 let _ = sys!(libc::SYS_madvise, at, n, libc::MADV_DONTFORK);
             }
         }
-        let features = uffd::FEATURE_SIGBUS | uffd::FEATURE_MOVE | uffd::FEATURE_POISON;
+        let writes = if options.track_writes { uffd::FEATURE_WRITE_PROTECT } else { 0 };
+        let features = uffd::FEATURE_SIGBUS | uffd::FEATURE_MOVE | uffd::FEATURE_POISON | writes;
         let uffd = Uffd::open_for_program(features)
             .map_err(kernel("userfaultfd with UFFDIO_MOVE, which Linux 6.8 and later have"))?;
         pager.uffd.store(uffd.fd(), Release);
@@ -259,7 +274,11 @@ impl Region {
             uzswap_sys::raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY).map_err(kernel("/proc/self/pagemap"))?;
         pager.pagemap.store(pagemap, Release);
         uffd.register(layout.arena, layout.slots * PAGE).map_err(kernel("registering a region's arena"))?;
-        uffd.register(self.base, self.mapped).map_err(kernel("registering a region"))?;
+        let registered = match options.track_writes {
+            true => uffd.register_tracked(self.base, self.mapped),
+            false => uffd.register(self.base, self.mapped),
+        };
+        registered.map_err(kernel("registering a region"))?;
         self.index = Some(REGISTRY.add(self.base, self.mapped, self.pager).ok_or(Error::TooMany)?);
         if options.page_map {
             let pages = (self.mapped / PAGE) as u64;
@@ -335,7 +354,9 @@ impl Region {
     /// The page map: each page's state, read without asking. None where [`Options::page_map`] is off.
     #[must_use]
     pub fn page_map(&self) -> Option<crate::shared::View> {
-        self.page_map.clone().map(crate::shared::View::of_private)
+        // SAFETY: alive until drop.
+        let markers = unsafe { &*self.pager }.marks.as_ref().map(crate::marks::Marks::file);
+        Some(crate::shared::View::of_private(self.page_map.clone()?, markers))
     }
 
     /// Puts a range of bytes (widened to pages) out; returns the pages that left. Other threads may use it meanwhile.
@@ -344,6 +365,31 @@ impl Region {
         let _quiet = SignalsBlocked::new();
         // SAFETY: alive until drop.
         unsafe { &*self.pager }.page_out(from, to)
+    }
+
+    /// Brings what is out of a range of bytes (widened to pages) in, making room for it; returns the pages that came. What
+    /// nobody has touched stays so.
+    pub fn page_in(&self, range: Range<usize>) -> usize {
+        let (from, to) = self.pages_of(&range);
+        let _quiet = SignalsBlocked::new();
+        // SAFETY: alive until drop.
+        unsafe { &*self.pager }.page_in(from, to)
+    }
+
+    /// Begins to find out which pages are in use: all are moved out, uncompressed, and who touches one takes it back at
+    /// the cost of a fault. Returns the pages that were in memory. Some time later, [`Region::page_out_idle`].
+    pub fn age(&self) -> usize {
+        let (from, to) = self.pages_of(&(0..self.len));
+        let _quiet = SignalsBlocked::new();
+        // SAFETY: alive until drop.
+        unsafe { &*self.pager }.age(from, to)
+    }
+
+    /// Puts out what was not touched since [`Region::age`]; returns the pages.
+    pub fn page_out_idle(&self) -> usize {
+        let _quiet = SignalsBlocked::new();
+        // SAFETY: alive until drop.
+        unsafe { &*self.pager }.page_out_idle()
     }
 
     /// Drops the contents of the pages that a range of bytes touches: they read as zeros, as if never touched.
@@ -453,188 +499,4 @@ fn map_aligned(len: usize) -> Result<usize, Errno> {
     }
     unmap(base + len, raw + whole - (base + len));
     Ok(base)
-}
-
-/// Blocks every signal in this thread while it lives.
-struct SignalsBlocked(u64);
-
-impl SignalsBlocked {
-    fn new() -> Self {
-        // SIGBUS and SIGSEGV stay: a fault of the thread's own is not to be put off.
-        let mask = !((1u64 << (libc::SIGBUS - 1)) | (1 << (libc::SIGSEGV - 1)));
-        let mut old = 0u64;
-        // SAFETY: masks of 8 bytes.
-        let _ = unsafe { sys!(libc::SYS_rt_sigprocmask, libc::SIG_BLOCK, &raw const mask, &raw mut old, 8) };
-        Self(old)
-    }
-}
-
-impl Drop for SignalsBlocked {
-    fn drop(&mut self) {
-        // SAFETY: as above.
-        let _ = unsafe { sys!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const self.0, 0, 8) };
-    }
-}
-
-/// Which addresses are regions: read by the signal handler, so all atomics.
-struct Registry {
-    places: [Place; MOST_REGIONS],
-    used: AtomicUsize,
-    adding: Mutex<()>,
-}
-
-struct Place {
-    start: AtomicUsize,
-    end: AtomicUsize,
-    pager: AtomicPtr<Pager>,
-}
-
-static REGISTRY: Registry = Registry {
-    places: [const {
-        Place { start: AtomicUsize::new(0), end: AtomicUsize::new(0), pager: AtomicPtr::new(core::ptr::null_mut()) }
-    }; MOST_REGIONS],
-    used: AtomicUsize::new(0),
-    adding: Mutex::new(()),
-};
-
-impl Registry {
-    fn add(&self, start: usize, len: usize, pager: *mut Pager) -> Option<usize> {
-        let _one = self.adding.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let index = self.places.iter().position(|p| p.pager.load(SeqCst).is_null())?;
-        let place = &self.places[index];
-        place.start.store(start, SeqCst);
-        place.end.store(start + len, SeqCst);
-        place.pager.store(pager, SeqCst);
-        self.used.fetch_max(index + 1, SeqCst);
-        Some(index)
-    }
-
-    fn remove(&self, index: usize) {
-        let _one = self.adding.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        self.places[index].pager.store(core::ptr::null_mut(), SeqCst);
-    }
-
-    fn find(&self, at: usize) -> Option<&'static Pager> {
-        self.places[..self.used.load(SeqCst)].iter().find_map(|p| {
-            let pager = p.pager.load(SeqCst);
-            let inside = !pager.is_null() && (p.start.load(SeqCst)..p.end.load(SeqCst)).contains(&at);
-            // Read again: the place may have changed hands in between.
-            if !inside || p.pager.load(SeqCst) != pager {
-                return None;
-            }
-            // SAFETY: a thread touches the region, so it is not being dropped.
-            Some(unsafe { &*pager })
-        })
-    }
-}
-
-static EARLIER: OnceLock<libc::sigaction> = OnceLock::new();
-
-fn install_handler() {
-    static ONCE: std::sync::Once = std::sync::Once::new();
-    ONCE.call_once(|| {
-        // SAFETY: zero is a sigaction.
-        let mut old: libc::sigaction = unsafe { core::mem::zeroed() };
-        // SAFETY: asks only.
-        unsafe { libc::sigaction(libc::SIGBUS, core::ptr::null(), &raw mut old) };
-        // Known before our handler can run.
-        let _ = EARLIER.set(old);
-        // SAFETY: as above.
-        let mut new: libc::sigaction = unsafe { core::mem::zeroed() };
-        new.sa_sigaction = on_sigbus as *const () as usize;
-        new.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART;
-        // SAFETY: a sigaction of ours; the handler obeys the rules of handlers.
-        unsafe {
-            libc::sigfillset(&raw mut new.sa_mask);
-            libc::sigaction(libc::SIGBUS, &raw const new, core::ptr::null_mut());
-        }
-    });
-}
-
-extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel's siginfo; si_addr is set for a SIGBUS of the kernel's, and is only compared here.
-    let (at, code) = unsafe { ((*info).si_addr() as usize, (*info).si_code) };
-    // A signal somebody sent has a code of zero or less, and no address.
-    let served = code > 0
-        && REGISTRY.find(at).is_some_and(|pager| {
-            // SAFETY: the kernel's ucontext; bit 1 of the page fault's error code says that it was a write.
-            let write = unsafe { (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs[libc::REG_ERR as usize] & 2 };
-            // SAFETY: the thread's errno.
-            let errno = unsafe { *libc::__errno_location() };
-            let served = pager.serve_signal((at / PAGE) as u64, write != 0);
-            // SAFETY: as above.
-            unsafe { *libc::__errno_location() = errno };
-            served
-        });
-    if !served {
-        chain(signal, info, context);
-    }
-}
-
-/// Does what would have been done without regions.
-fn chain(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    let Some(earlier) = EARLIER.get() else { return };
-    match earlier.sa_sigaction {
-        libc::SIG_DFL | libc::SIG_IGN => {
-            // A fault cannot be ignored. Returning does the access again, which then ends the process; a signal that
-            // was sent is sent again.
-            // SAFETY: zero is SIG_DFL; plain calls.
-            unsafe {
-                if earlier.sa_sigaction == libc::SIG_IGN && (*info).si_code <= 0 {
-                    return;
-                }
-                let default: libc::sigaction = core::mem::zeroed();
-                libc::sigaction(signal, &raw const default, core::ptr::null_mut());
-                if (*info).si_code <= 0 {
-                    libc::raise(signal);
-                }
-            }
-        }
-        handler => {
-            // It expects the mask it asked for, on top of the thread's own.
-            // SAFETY: the kernel's ucontext, and the earlier handler called as it was installed.
-            unsafe {
-                let mut mask = (*context.cast::<libc::ucontext_t>()).uc_sigmask;
-                for n in 1..=64 {
-                    if libc::sigismember(&raw const earlier.sa_mask, n) == 1 {
-                        libc::sigaddset(&raw mut mask, n);
-                    }
-                }
-                libc::pthread_sigmask(libc::SIG_SETMASK, &raw const mask, core::ptr::null_mut());
-                if earlier.sa_flags & libc::SA_SIGINFO != 0 {
-                    let call: extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void) =
-                        core::mem::transmute(handler);
-                    call(signal, info, context);
-                } else {
-                    let call: extern "C" fn(i32) = core::mem::transmute(handler);
-                    call(signal);
-                }
-            }
-        }
-    }
-}
-
-impl Pager {
-    /// Serves a fault in the thread that has it. False when its page is lost.
-    fn serve_signal(&self, vpn: u64, write: bool) -> bool {
-        let mut s = self.state.lock();
-        if s.placement.due() {
-            // SAFETY: no arguments; read from the thread's own data.
-            let cpu = unsafe { libc::sched_getcpu() };
-            let reclaimer = self.reclaimer.load(Relaxed);
-            let helpers = Helpers { reclaimer, crew: self.crew_tids(), ..Helpers::default() };
-            let tid = uzswap_sys::thread::gettid() as u32;
-            s.placement.fault_on(usize::try_from(cpu).unwrap_or(0), tid, helpers, false);
-        }
-        self.make_room(&mut s);
-        // What cannot be done now (EAGAIN of the kernel) is tried again by the access itself, which faults again.
-        let _ = self.serve(&mut s, Request { vpn, write });
-        let lost = s.pt.get(vpn).tag() == Tag::Poisoned;
-        let wake = self.needs_reclaim(&s);
-        drop(s);
-        if wake {
-            self.wake_reclaim();
-        }
-        !lost
-    }
 }

@@ -31,6 +31,14 @@ impl Pager {
     /// # Errors
     /// The bytes that were moved, and why not all.
     pub(crate) fn move_in(&self, vpn: u64, slot: u32, n: usize) -> Result<(), Partial> {
+        match &self.marks {
+            Some(marks) => self.move_in_marked(marks, vpn, slot, n),
+            None => self.move_in_plain(vpn, slot, n),
+        }
+    }
+
+    /// The same, whatever their markers say.
+    pub(crate) fn move_in_plain(&self, vpn: u64, slot: u32, n: usize) -> Result<(), Partial> {
         self.blocks.moved(slot, n);
         let (dst, src) = (vpn as usize * PAGE, self.layout.slot(slot));
         // SAFETY: as the caller says.
@@ -67,8 +75,20 @@ impl Pager {
         if self.inject(Site::Copy).is_some() {
             return Err((0, libc::EAGAIN));
         }
-        // SAFETY: as the caller says.
-        unsafe { self.uffd().copy(vpn as usize * PAGE, src, len) }
+        let copy = |at: usize, pages: usize, protect: bool| {
+            let (dst, src) = (vpn as usize * PAGE + at * PAGE, src + at * PAGE);
+            // SAFETY: as the caller says.
+            unsafe {
+                match protect {
+                    true => self.uffd().copy_protected(dst, src, pages * PAGE),
+                    false => self.uffd().copy(dst, src, pages * PAGE),
+                }
+            }
+        };
+        match &self.marks {
+            Some(marks) => marks.by_runs(vpn, len / PAGE, copy),
+            None => copy(0, len / PAGE, false),
+        }
     }
 
     /// Asks the kernel to move `n` pages, or has it answer what a test wants.

@@ -16,6 +16,8 @@ pub const FEATURE_EVENT_REMOVE: u64 = 1 << 3;
 pub const FEATURE_EVENT_UNMAP: u64 = 1 << 6;
 /// Faults are signals to the faulting thread.
 pub const FEATURE_SIGBUS: u64 = 1 << 7;
+/// Write-protection is there.
+pub const FEATURE_WRITE_PROTECT: u64 = 1;
 /// `UFFDIO_POISON` is there.
 pub const FEATURE_POISON: u64 = 1 << 14;
 /// `UFFDIO_MOVE` is there.
@@ -146,6 +148,15 @@ impl Uffd {
         self.ioctl(REGISTER, a.as_mut_ptr()).map(drop)
     }
 
+    /// Registers a range for missing-page and write-protection faults.
+    ///
+    /// # Errors
+    /// As [`Uffd::register`].
+    pub fn register_tracked(&self, start: usize, len: usize) -> Result<(), Errno> {
+        let mut a = [start as u64, len as u64, 1 | 2, 0];
+        self.ioctl(REGISTER, a.as_mut_ptr()).map(drop)
+    }
+
     /// Ends the registration of a range; its missing pages then read as zeros.
     ///
     /// # Errors
@@ -182,6 +193,18 @@ impl Uffd {
     /// `src` must be readable for `len` bytes.
     pub unsafe fn copy(&self, dst: usize, src: usize, len: usize) -> Result<(), Partial> {
         self.fill(COPY, &mut [dst as u64, src as u64, len as u64, 0, 0], len)
+    }
+
+    /// The same, write-protected from the first moment on. The range must be registered for that.
+    ///
+    /// # Errors
+    /// As [`Uffd::copy`].
+    ///
+    /// # Safety
+    /// `src` must be readable for `len` bytes.
+    pub unsafe fn copy_protected(&self, dst: usize, src: usize, len: usize) -> Result<(), Partial> {
+        const WRITE_PROTECT: u64 = 2;
+        self.fill(COPY, &mut [dst as u64, src as u64, len as u64, WRITE_PROTECT, 0], len)
     }
 
     /// Moves the frames of `src` to the missing pages of `dst`, which must be registered; `src` is then missing.

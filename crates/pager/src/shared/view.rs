@@ -17,8 +17,8 @@ impl View {
     }
 
     /// The map of a region that is not shared.
-    pub(crate) fn of_private(map: Arc<MapFile>) -> Self {
-        Self { map, markers: None }
+    pub(crate) fn of_private(map: Arc<MapFile>, markers: Option<Arc<MapFile>>) -> Self {
+        Self { map, markers }
     }
 
     /// The map itself.

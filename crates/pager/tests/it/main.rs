@@ -2,3 +2,4 @@
 mod folio;
 mod region;
 mod shared;
+mod tracking;

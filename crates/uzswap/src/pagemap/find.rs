@@ -31,8 +31,8 @@ pub struct Part {
 
 /// Who has it mapped.
 pub enum Source {
-    /// This command.
-    Own(MapFile),
+    /// This command; and the soft-dirty and write-protected bits, where they are kept apart.
+    Own(MapFile, Option<MapFile>),
     /// A connection to the region.
     Shared(View),
 }
@@ -41,7 +41,8 @@ impl Source {
     /// The map.
     pub fn map(&self) -> PageMap<'_> {
         match self {
-            Self::Own(file) => file.map(),
+            Self::Own(file, None) => file.map(),
+            Self::Own(file, Some(markers)) => file.map().with_markers(markers.map().words(), !markers.tracking()),
             Self::Shared(view) => view.map(),
         }
     }
@@ -52,7 +53,7 @@ impl Source {
     /// Bytes.
     pub fn limit(&self) -> u64 {
         match self {
-            Self::Own(file) => file.limit(),
+            Self::Own(file, _) => file.limit(),
             Self::Shared(view) => view.limit(),
         }
     }
@@ -72,7 +73,7 @@ pub fn of_region(path: &Path, region: &SharedControl) -> Result<Vec<Found>, Stri
 /// uzswap's threads have descriptor tables of their own, so those of all threads are looked through.
 pub fn of_process(pid: u32) -> Result<Vec<Found>, String> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).map_err(|_| format!("there is no process {pid}"))?;
-    let (mut seen, mut found, mut denied) = (HashSet::new(), Vec::new(), false);
+    let (mut seen, mut maps, mut denied) = (HashSet::new(), Vec::new(), false);
     for task in tasks.flatten() {
         let descriptors = match fs::read_dir(task.path().join("fd")) {
             Ok(descriptors) => descriptors,
@@ -90,10 +91,13 @@ pub fn of_process(pid: u32) -> Result<Vec<Found>, String> {
             if file.metadata().is_ok_and(|m| seen.insert((m.dev(), m.ino())))
                 && let Ok(map) = MapFile::open(file.into_raw_fd())
             {
-                found.extend(describe(pid, map));
+                maps.push(map);
             }
         }
     }
+    // What belongs to one mapping says nothing without the map of its pages.
+    let (mut markers, maps): (Vec<_>, Vec<_>) = maps.into_iter().partition(|map| map.kind() == Some(Kind::Markers));
+    let mut found: Vec<Found> = maps.into_iter().filter_map(|map| describe(pid, map, &mut markers)).collect();
     if denied && found.is_empty() {
         return Err(format!("process {pid} is another user's"));
     }
@@ -107,18 +111,19 @@ pub fn of_process(pid: u32) -> Result<Vec<Found>, String> {
     Ok(found)
 }
 
-fn describe(pid: u32, map: MapFile) -> Option<Found> {
+fn describe(pid: u32, map: MapFile, markers: &mut Vec<MapFile>) -> Option<Found> {
     let base = map.base();
     let what = match map.kind()? {
         Kind::Process => format!("process {pid}"),
         Kind::Region => format!("region of process {pid} at {base:#x}"),
         Kind::Shared => format!("shared region known to process {pid}"),
-        // What belongs to one mapping says nothing without the region's own.
         Kind::Markers => return None,
     };
     let parts = match map.kind()? {
         Kind::Process => map.written_ranges().into_iter().map(|(from, to)| Part { from, to }).collect(),
         _ => vec![Part { from: 0, to: map.pages() }],
     };
-    Some(Found { what, base, map: Source::Own(map), parts })
+    let own = |m: &MapFile| map.kind() == Some(Kind::Region) && (m.base(), m.pages()) == (base, map.pages());
+    let own = markers.iter().position(own).map(|i| markers.swap_remove(i));
+    Some(Found { what, base, map: Source::Own(map, own), parts })
 }

@@ -4,7 +4,7 @@ use serde_json::Value;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Output, Stdio};
 use tempfile::TempDir;
-use uzswap::{SharedOptions, SharedRegion};
+use uzswap::{Options, Region, SharedOptions, SharedRegion};
 
 fn pagemap(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_uzswap")).arg("pagemap").args(args).output().unwrap()
@@ -44,6 +44,32 @@ fn a_shared_regions_pages_are_shown_and_moved() {
     assert!(text.contains("present") && text.contains('█') && text.contains("0x000000000000-0x000000064000"), "{text}");
     let drawing = std::fs::read_to_string(drawing).unwrap();
     assert!(drawing.starts_with("<svg") && drawing.matches("<rect").count() > 1000);
+}
+
+#[test]
+fn a_regions_written_and_protected_pages_are_shown() {
+    let options = Options { track_writes: true, ..Options::new(8 << 20) };
+    let region = Region::new(4 << 20, &options).unwrap();
+    // SAFETY: within the region, which nobody else uses. (Downwards: no page is brought along.)
+    let write =
+        |page: usize| unsafe { region.as_mut_ptr().add(page * 4096).cast::<u64>().write_volatile(page as u64 + 1) };
+    (0..100).rev().for_each(write);
+    region.clear_soft_dirty(0..4 << 20).unwrap();
+    [70, 50, 3].into_iter().for_each(write);
+    region.protect(60 * 4096..80 * 4096).unwrap();
+    region.page_out(0..64 * 4096);
+    let found = json(&[&std::process::id().to_string(), "--json"]);
+    let of = format!("region of process {} at {:#x}", std::process::id(), region.as_mut_ptr() as usize);
+    let found = found.as_array().unwrap().iter().find(|f| f["what"] == of.as_str()).expect("its page map");
+    let count = ["present", "swapped", "write_protected"].map(|key| found[key].as_u64().unwrap());
+    assert_eq!(count, [36, 64, 20], "{found}");
+    let runs = json(&[&std::process::id().to_string(), "--json", "--runs"]);
+    let runs = runs.as_array().unwrap().iter().find(|f| f["what"] == of.as_str()).unwrap()["runs"].clone();
+    let is = |run: &Value, word: &str| run["state"].as_array().unwrap().iter().any(|w| w == word);
+    let written =
+        runs.as_array().unwrap().iter().filter(|r| is(r, "soft-dirty") && (is(r, "present") || is(r, "swapped")));
+    let written: Vec<_> = written.map(|r| (r["from"].as_u64().unwrap(), r["to"].as_u64().unwrap())).collect();
+    assert_eq!(written, [(3, 4), (50, 51), (70, 71)], "{runs}");
 }
 
 /// Text that a Python program holds, more than its limit; it says its process id, and its child's.

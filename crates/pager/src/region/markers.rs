@@ -1,0 +1,78 @@
+//! What can be asked of a region's soft-dirty and write-protected bits.
+
+use super::signals::SignalsBlocked;
+use super::{Error, Region, kernel};
+use crate::marks::Marks;
+use crate::pager::Pager;
+use core::ops::Range;
+use core::time::Duration;
+
+impl Region {
+    /// Runs something on the markers, with signals blocked: it takes the pager's lock.
+    fn marked<T>(
+        &self,
+        range: &Range<usize>,
+        run: impl FnOnce(&Pager, &Marks, (u64, u64)) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        // SAFETY: alive until drop.
+        let pager = unsafe { &*self.pager };
+        let marks = pager.marks.as_ref().ok_or(Error::NotTracked)?;
+        let _quiet = SignalsBlocked::new();
+        run(pager, marks, self.pages_of(range))
+    }
+
+    /// Clears the soft-dirty bits of the pages that a range of bytes touches: the next write to each sets it again. Before
+    /// bits are first cleared every page counts as written, as in the kernel.
+    ///
+    /// # Errors
+    /// [`Error::NotTracked`]; the kernel's.
+    pub fn clear_soft_dirty(&self, range: Range<usize>) -> Result<(), Error> {
+        self.take_soft_dirty(range).map(drop)
+    }
+
+    /// The same, and returns the pages whose bit was set, by number: in one step, so that no write is missed.
+    ///
+    /// # Errors
+    /// As [`Region::clear_soft_dirty`].
+    pub fn take_soft_dirty(&self, range: Range<usize>) -> Result<Vec<u64>, Error> {
+        self.marked(&range, |pager, marks, (from, to)| match from < to {
+            true => pager.take_soft_dirty(marks, from, to).map_err(kernel("write-protecting a region")),
+            false => Ok(Vec::new()),
+        })
+    }
+
+    /// Write-protects the pages that a range of bytes touches: a thread that writes there waits until
+    /// [`Region::unprotect`], and [`Region::next_write`] tells of it. (So somebody must listen: a thread that does not write
+    /// there itself.)
+    ///
+    /// # Errors
+    /// As [`Region::clear_soft_dirty`].
+    pub fn protect(&self, range: Range<usize>) -> Result<(), Error> {
+        self.marked(&range, |pager, marks, (from, to)| match from < to {
+            true => pager.protect(marks, from, to).map_err(kernel("write-protecting a region")),
+            false => Ok(()),
+        })
+    }
+
+    /// Ends write-protection and lets the writers go on.
+    ///
+    /// # Errors
+    /// As [`Region::clear_soft_dirty`].
+    pub fn unprotect(&self, range: Range<usize>) -> Result<(), Error> {
+        self.marked(&range, |pager, marks, (from, to)| match from < to {
+            true => pager.unprotect(marks, from, to).map_err(kernel("unprotecting a region")),
+            false => Ok(()),
+        })
+    }
+
+    /// Waits for a write to a protected page; returns the byte of the region at which the page begins, or None after `time`.
+    ///
+    /// # Errors
+    /// [`Error::NotTracked`].
+    pub fn next_write(&self, time: Duration) -> Result<Option<usize>, Error> {
+        // SAFETY: alive until drop.
+        let marks = unsafe { &*self.pager }.marks.as_ref().ok_or(Error::NotTracked)?;
+        let time = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX).min(1 << 60);
+        Ok(marks.next_write(time).map(|at| at - self.base))
+    }
+}

@@ -1,0 +1,208 @@
+//! Whose address a SIGBUS is, and serving it in the thread that has it.
+
+use crate::arena::PAGE;
+use crate::fault::Request;
+use crate::marks::Write;
+use crate::pager::Pager;
+use crate::placement::Helpers;
+use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
+use std::sync::{Mutex, OnceLock};
+use uzswap_mm::pagetable::Tag;
+use uzswap_sys::sys;
+
+use super::MOST_REGIONS;
+
+/// Blocks every signal in this thread while it lives.
+pub(super) struct SignalsBlocked(u64);
+
+impl SignalsBlocked {
+    pub(super) fn new() -> Self {
+        // SIGBUS and SIGSEGV stay: a fault of the thread's own is not to be put off.
+        let mask = !((1u64 << (libc::SIGBUS - 1)) | (1 << (libc::SIGSEGV - 1)));
+        let mut old = 0u64;
+        // SAFETY: masks of 8 bytes.
+        let _ = unsafe { sys!(libc::SYS_rt_sigprocmask, libc::SIG_BLOCK, &raw const mask, &raw mut old, 8) };
+        Self(old)
+    }
+}
+
+impl Drop for SignalsBlocked {
+    fn drop(&mut self) {
+        // SAFETY: as above.
+        let _ = unsafe { sys!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const self.0, 0, 8) };
+    }
+}
+
+/// Which addresses are regions: read by the signal handler, so all atomics.
+pub(super) struct Registry {
+    places: [Place; MOST_REGIONS],
+    used: AtomicUsize,
+    adding: Mutex<()>,
+}
+
+struct Place {
+    start: AtomicUsize,
+    end: AtomicUsize,
+    pager: AtomicPtr<Pager>,
+}
+
+pub(super) static REGISTRY: Registry = Registry {
+    places: [const {
+        Place { start: AtomicUsize::new(0), end: AtomicUsize::new(0), pager: AtomicPtr::new(core::ptr::null_mut()) }
+    }; MOST_REGIONS],
+    used: AtomicUsize::new(0),
+    adding: Mutex::new(()),
+};
+
+impl Registry {
+    pub(super) fn add(&self, start: usize, len: usize, pager: *mut Pager) -> Option<usize> {
+        let _one = self.adding.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let index = self.places.iter().position(|p| p.pager.load(SeqCst).is_null())?;
+        let place = &self.places[index];
+        place.start.store(start, SeqCst);
+        place.end.store(start + len, SeqCst);
+        place.pager.store(pager, SeqCst);
+        self.used.fetch_max(index + 1, SeqCst);
+        Some(index)
+    }
+
+    pub(super) fn remove(&self, index: usize) {
+        let _one = self.adding.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        self.places[index].pager.store(core::ptr::null_mut(), SeqCst);
+    }
+
+    fn find(&self, at: usize) -> Option<&'static Pager> {
+        self.places[..self.used.load(SeqCst)].iter().find_map(|p| {
+            let pager = p.pager.load(SeqCst);
+            let inside = !pager.is_null() && (p.start.load(SeqCst)..p.end.load(SeqCst)).contains(&at);
+            // Read again: the place may have changed hands in between.
+            if !inside || p.pager.load(SeqCst) != pager {
+                return None;
+            }
+            // SAFETY: a thread touches the region, so it is not being dropped.
+            Some(unsafe { &*pager })
+        })
+    }
+}
+
+static EARLIER: OnceLock<libc::sigaction> = OnceLock::new();
+
+pub(super) fn install_handler() {
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    ONCE.call_once(|| {
+        // SAFETY: zero is a sigaction.
+        let mut old: libc::sigaction = unsafe { core::mem::zeroed() };
+        // SAFETY: asks only.
+        unsafe { libc::sigaction(libc::SIGBUS, core::ptr::null(), &raw mut old) };
+        // Known before our handler can run.
+        let _ = EARLIER.set(old);
+        // SAFETY: as above.
+        let mut new: libc::sigaction = unsafe { core::mem::zeroed() };
+        new.sa_sigaction = on_sigbus as *const () as usize;
+        new.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART;
+        // SAFETY: a sigaction of ours; the handler obeys the rules of handlers.
+        unsafe {
+            libc::sigfillset(&raw mut new.sa_mask);
+            libc::sigaction(libc::SIGBUS, &raw const new, core::ptr::null_mut());
+        }
+    });
+}
+
+extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    // SAFETY: the kernel's siginfo; si_addr is set for a SIGBUS of the kernel's, and is only compared here.
+    let (at, code) = unsafe { ((*info).si_addr() as usize, (*info).si_code) };
+    // A signal somebody sent has a code of zero or less, and no address.
+    let served = code > 0
+        && REGISTRY.find(at).is_some_and(|pager| {
+            // SAFETY: the kernel's ucontext; bit 1 of the page fault's error code says that it was a write.
+            let write = unsafe { (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs[libc::REG_ERR as usize] & 2 };
+            // SAFETY: the thread's errno.
+            let errno = unsafe { *libc::__errno_location() };
+            let served = pager.serve_signal((at / PAGE) as u64, write != 0);
+            // SAFETY: as above.
+            unsafe { *libc::__errno_location() = errno };
+            served
+        });
+    if !served {
+        chain(signal, info, context);
+    }
+}
+
+/// Does what would have been done without regions.
+fn chain(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    let Some(earlier) = EARLIER.get() else { return };
+    match earlier.sa_sigaction {
+        libc::SIG_DFL | libc::SIG_IGN => {
+            // A fault cannot be ignored. Returning does the access again, which then ends the process; a signal that
+            // was sent is sent again.
+            // SAFETY: zero is SIG_DFL; plain calls.
+            unsafe {
+                if earlier.sa_sigaction == libc::SIG_IGN && (*info).si_code <= 0 {
+                    return;
+                }
+                let default: libc::sigaction = core::mem::zeroed();
+                libc::sigaction(signal, &raw const default, core::ptr::null_mut());
+                if (*info).si_code <= 0 {
+                    libc::raise(signal);
+                }
+            }
+        }
+        handler => {
+            // It expects the mask it asked for, on top of the thread's own.
+            // SAFETY: the kernel's ucontext, and the earlier handler called as it was installed.
+            unsafe {
+                let mut mask = (*context.cast::<libc::ucontext_t>()).uc_sigmask;
+                for n in 1..=64 {
+                    if libc::sigismember(&raw const earlier.sa_mask, n) == 1 {
+                        libc::sigaddset(&raw mut mask, n);
+                    }
+                }
+                libc::pthread_sigmask(libc::SIG_SETMASK, &raw const mask, core::ptr::null_mut());
+                if earlier.sa_flags & libc::SA_SIGINFO != 0 {
+                    let call: extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void) =
+                        core::mem::transmute(handler);
+                    call(signal, info, context);
+                } else {
+                    let call: extern "C" fn(i32) = core::mem::transmute(handler);
+                    call(signal);
+                }
+            }
+        }
+    }
+}
+
+impl Pager {
+    /// Serves a fault in the thread that has it. False when its page is lost.
+    fn serve_signal(&self, vpn: u64, write: bool) -> bool {
+        let mut s = self.state.lock();
+        if write && let Some(marks) = &self.marks {
+            match self.note_write(&mut s, marks, vpn) {
+                Write::Missing => {}
+                Write::Allowed => return true,
+                Write::Waits(word) => {
+                    drop(s);
+                    marks.wait(word);
+                    return true;
+                }
+            }
+        }
+        if s.placement.due() {
+            // SAFETY: no arguments; read from the thread's own data.
+            let cpu = unsafe { libc::sched_getcpu() };
+            let reclaimer = self.reclaimer.load(Relaxed);
+            let helpers = Helpers { reclaimer, crew: self.crew_tids(), ..Helpers::default() };
+            let tid = uzswap_sys::thread::gettid() as u32;
+            s.placement.fault_on(usize::try_from(cpu).unwrap_or(0), tid, helpers, false);
+        }
+        self.make_room(&mut s);
+        // What cannot be done now (EAGAIN of the kernel) is tried again by the access itself, which faults again.
+        let _ = self.serve(&mut s, Request { vpn, write });
+        let lost = s.pt.get(vpn).tag() == Tag::Poisoned;
+        let wake = self.needs_reclaim(&s);
+        drop(s);
+        if wake {
+            self.wake_reclaim();
+        }
+        !lost
+    }
+}
