@@ -29,11 +29,13 @@ pub enum Tag {
     Disk = 7,
 }
 
-/// A page-table entry: tag 3 bits, 3 spare, `copy` 1 bit (the pool still holds what was read), aux 25, handle 32.
+/// A page-table entry: tag 3 bits, tier 2 bits (how a page in the pool or on disk is packed), 1 spare, `copy` 1 bit (the pool still holds what was read), aux 25, handle 32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Pte(u64);
 
 const AUX_MASK: u64 = (1 << 25) - 1;
+const TIER_SHIFT: u32 = 3;
+const TIER_MASK: u64 = 3 << TIER_SHIFT;
 
 impl Pte {
     /// A page that was never seen.
@@ -46,13 +48,29 @@ impl Pte {
     pub fn compressed(handle: u32, index: usize, evicted_at: u32) -> Self {
         Self::new(Tag::Compressed, (index as u32 & 15) | (evicted_at << 4)).with_handle(handle)
     }
+    /// The same, packed as `tier` says: [`Tier::Warm`] (which it is otherwise), [`Tier::Dense`] or [`Tier::Raw`].
+    pub fn packed(self, tier: Tier) -> Self {
+        let tier = match tier {
+            Tier::Dense => 1,
+            Tier::Raw => 2,
+            _ => 0,
+        };
+        Self(self.0 & !TIER_MASK | tier << TIER_SHIFT)
+    }
     /// A page in the swap file, at `place`: what the entry of a compressed page becomes.
     pub fn on_disk(self, place: u32) -> Self {
-        Self::new(Tag::Disk, self.aux()).with_handle(place)
+        Self(Self::new(Tag::Disk, self.aux()).with_handle(place).0 | self.0 & TIER_MASK)
     }
-    /// A page of the swap file that is in the pool again.
+    /// A page of the swap file that is in the pool again, packed as it was.
     pub fn back_in_pool(self, handle: u32) -> Self {
-        Self::new(Tag::Compressed, self.aux()).with_handle(handle)
+        Self(Self::new(Tag::Compressed, self.aux()).with_handle(handle).0 | self.0 & TIER_MASK)
+    }
+    fn pool_tier(self) -> Tier {
+        match (self.0 & TIER_MASK) >> TIER_SHIFT {
+            0 => Tier::Warm,
+            1 => Tier::Dense,
+            _ => Tier::Raw,
+        }
     }
     fn with_handle(self, handle: u32) -> Self {
         Self((self.0 & 0xffff_ffff) | (u64::from(handle) << 32))
@@ -74,13 +92,13 @@ impl Pte {
             _ => Tag::Disk,
         }
     }
-    /// What the page map says of it. (Which codec packed a page its entry does not know: the pool is one tier here.)
+    /// What the page map says of it.
     pub fn state(self) -> PageState {
         PageState(match self.tag() {
             Tag::None => 0,
             Tag::Resident => PRESENT,
             Tag::Staged | Tag::Busy => SWAPPED | Tier::Staged.bits(),
-            Tag::Compressed => SWAPPED | Tier::Warm.bits(),
+            Tag::Compressed => SWAPPED | self.pool_tier().bits(),
             Tag::Zero => SWAPPED | ZERO,
             Tag::Disk => SWAPPED | Tier::Disk.bits(),
             Tag::Poisoned => SWAPPED | Tier::Lost.bits(),

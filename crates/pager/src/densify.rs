@@ -111,7 +111,7 @@ impl Pager {
             return 0;
         };
         s.note(Record::of_object(Kind::Resize, head.vpn, head.order, len));
-        relocate::repoint(&mut s.pt, &head, new.raw());
+        relocate::repoint(&mut s.pt, &Header { encoding, ..head }, new.raw());
         for i in (0..pages).filter(|i| head.live & (1 << i) != 0) {
             s.release(handle, i);
         }
@@ -183,6 +183,7 @@ mod tests {
         };
         let head = Header::read(s.object(handle));
         assert!(head.live & (1 << index) != 0);
+        assert!(copy || pte.state().tier() == object::tier(head.encoding), "page {vpn:x}: {:?}", pte.state());
         let mut out = vec![0; PAGE << head.order];
         assert!(decode(s, handle, &mut out), "page {vpn:x}");
         assert_eq!(out[index * PAGE..(index + 1) * PAGE], page_of(vpn), "page {vpn:x}");

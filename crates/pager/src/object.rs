@@ -11,6 +11,8 @@
 //! page need be write-protected: see ARCHITECTURE.md.) The hash also checks every decompression.
 
 use uzswap_mm::codec::Encoding;
+use uzswap_mm::pagemap::Tier;
+use uzswap_mm::pagetable::Pte;
 
 /// The decoded header.
 #[derive(Clone, Copy, Debug)]
@@ -67,6 +69,22 @@ impl Header {
         b[4..6].copy_from_slice(&self.live.to_le_bytes());
         b[6..11].copy_from_slice(&self.vpn.to_le_bytes()[..5]);
         b[11] = self.flags;
+    }
+}
+
+impl Header {
+    /// The entry of page `index` of the object at `handle`, which left at `evicted_at`.
+    pub fn entry(&self, handle: u32, index: usize, evicted_at: u32) -> Pte {
+        Pte::compressed(handle, index, evicted_at).packed(tier(self.encoding))
+    }
+}
+
+/// The tier of what is packed so.
+pub const fn tier(encoding: Encoding) -> Tier {
+    match encoding {
+        Encoding::Lz4 => Tier::Warm,
+        Encoding::Zstd | Encoding::Deflate => Tier::Dense,
+        Encoding::Raw => Tier::Raw,
     }
 }
 

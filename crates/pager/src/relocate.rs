@@ -44,13 +44,13 @@ pub fn is_found(pt: &PageTable, handle: u32, head: &Header) -> bool {
     live(head).all(|i| refers(head.vpn + i as u64, pt.get(head.vpn + i as u64), handle, head.order, i))
 }
 
-/// Makes the entries of all pages of an object name its new place.
+/// Makes the entries of all pages of an object name its new place; `head` is of the object there.
 pub fn repoint(pt: &mut PageTable, head: &Header, to: u32) {
     for i in live(head) {
         let vpn = head.vpn + i as u64;
         let pte = pt.get(vpn);
         let changed =
-            if pte.tag() == Tag::Compressed { Pte::compressed(to, i, pte.evicted_at()) } else { pte.with_copy(to) };
+            if pte.tag() == Tag::Compressed { head.entry(to, i, pte.evicted_at()) } else { pte.with_copy(to) };
         pt.set(vpn, changed);
     }
 }

@@ -184,7 +184,8 @@ impl zswap::Store for Tables<'_> {
         s.end_busy(1);
         match place {
             Some((handle, index)) => {
-                s.pt.set(vpn, Pte::compressed(handle, index, s.evictions));
+                let head = Header::read(s.object(handle));
+                s.pt.set(vpn, head.entry(handle, index, s.evictions));
                 s.swapped += 1;
             }
             None => {
@@ -330,7 +331,8 @@ impl Pager {
     fn leave_clean(&self, s: &mut State, vpn: u64, pte: Pte) {
         let handle = pte.copy().expect("clean means a copy");
         let index = s.copy_index(vpn, handle);
-        s.pt.set(vpn, Pte::compressed(handle, index, s.evictions));
+        let head = Header::read(s.object(handle));
+        s.pt.set(vpn, head.entry(handle, index, s.evictions));
         // Back in the pool's list, so to speak: it has its chance again.
         object::set_flags(s.object(handle), REFERENCED, 0);
         s.zone.free(Kind::Frame, pte.aux(), 0);

@@ -2,6 +2,7 @@
 
 use proptest::prelude::*;
 use std::collections::BTreeMap;
+use uzswap_mm::pagemap::Tier;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, LEAF_PAGES, PageTable, Pte, Tag};
 
 /// Pages of a lower node, 512 leaves, and of an upper one.
@@ -120,6 +121,15 @@ proptest! {
         let pte = Pte::compressed(handle, index, at);
         prop_assert_eq!(pte.tag(), Tag::Compressed);
         prop_assert_eq!((pte.handle(), pte.index(), pte.evicted_at(), pte.copy()), (handle, index, at, None));
+        for tier in [Tier::Warm, Tier::Dense, Tier::Raw] {
+            let packed = pte.packed(Tier::Dense).packed(tier);
+            prop_assert_eq!(packed.state().tier(), tier);
+            let disk = packed.on_disk(!handle);
+            prop_assert_eq!((disk.tag(), disk.handle(), disk.state().tier()), (Tag::Disk, !handle, Tier::Disk));
+            let back = disk.back_in_pool(handle);
+            prop_assert_eq!(back, packed);
+            prop_assert_eq!((back.handle(), back.index(), back.evicted_at(), back.copy()), (handle, index, at, None));
+        }
     }
 
     #[test]

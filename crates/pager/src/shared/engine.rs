@@ -10,13 +10,13 @@ use super::mapping::{Mapping, Pages};
 use super::store::Store;
 use crate::arena::PAGE;
 use crate::mapfile::{Kind, MapFile};
-use crate::object::Header;
+use crate::object::{self, Header};
 use crate::state::BLOCK;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
-use uzswap_mm::codec::{Algorithm, Decompressor, Encoding};
+use uzswap_mm::codec::{Algorithm, Decompressor};
 use uzswap_mm::lru::{Entry, Lru};
 use uzswap_mm::pagemap::{PRESENT, PageState, SWAPPED, Tier, ZERO};
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
@@ -162,11 +162,7 @@ impl Engine {
     }
 
     fn tier(&self, handle: u32) -> Tier {
-        match Header::read(self.store.object(handle)).encoding {
-            Encoding::Raw => Tier::Raw,
-            Encoding::Lz4 => Tier::Warm,
-            Encoding::Zstd | Encoding::Deflate => Tier::Dense,
-        }
+        object::tier(Header::read(self.store.object(handle)).encoding)
     }
 
     /// Drops a reference to an object.

@@ -1,6 +1,7 @@
 //! Regions against plain memory.
 
 use std::sync::atomic::{AtomicUsize, Ordering::*};
+use uzswap_mm::pagemap::Tier;
 use uzswap_pager::region::{Compressor, Error, Options, Region};
 use uzswap_pager::shared::{SharedOptions, SharedRegion};
 
@@ -383,6 +384,40 @@ fn the_page_map_is_exact_at_every_step() {
     region.remove(0..4 * MIB);
     check("REMOVE", false, false);
     assert_eq!(word(5).load(Relaxed), 0);
+}
+
+#[test]
+fn the_page_map_tells_how_a_page_is_packed() {
+    for (compressor, packed) in
+        [(Compressor::Lz4, Tier::Warm), (Compressor::Zstd(0), Tier::Dense), (Compressor::Deflate(0), Tier::Dense)]
+    {
+        let mut region = Region::new(4 * MIB, &Options { compressor, ..Options::new(16 * MIB) }).unwrap();
+        let mut rng = Rng::new(seed());
+        // SAFETY: this test's own region, and no system call is given a pointer into it.
+        let bytes = unsafe { region.as_slice_mut() };
+        // Runs of four pages of a kind: text, noise, zeros. (From the last one down: none is brought along.)
+        for (i, page) in bytes.chunks_mut(PAGE).enumerate().take(48).collect::<Vec<_>>().into_iter().rev() {
+            match i / 4 % 3 {
+                0 => page.fill(i as u8 + 1),
+                1 => page.chunks_mut(8).for_each(|c| c.copy_from_slice(&rng.next().to_le_bytes())),
+                _ => page.fill(0),
+            }
+        }
+        region.page_out(0..4 * MIB);
+        let map = region.page_map().unwrap();
+        let check = || {
+            for i in 0..48 {
+                let expected = [packed, Tier::Raw, Tier::None][i as usize / 4 % 3];
+                let state = map.get(i);
+                assert!(state.swapped() && state.tier() == expected, "{compressor:?}, page {i}: {state:?}");
+            }
+        };
+        check();
+        // Read and put out again: what is clean leaves with the copy it has.
+        region.page_in(0..4 * MIB);
+        region.page_out(0..4 * MIB);
+        check();
+    }
 }
 
 #[test]

@@ -112,7 +112,9 @@ fn a_managed_process_and_its_forked_child_have_their_page_maps() {
         // Some 50 MB of text in 32 MiB.
         assert!(count("swapped") > 4000, "{line}: {found}");
         assert!((1..=8192).contains(&count("present")), "{line}: {found}");
-        assert!(found["tiers"]["warm"].as_u64().unwrap() > 2000, "{line}: {found}");
+        // lz4, and zstd where the pool crowds the program out.
+        let packed: u64 = ["warm", "dense"].iter().map(|tier| found["tiers"][tier].as_u64().unwrap()).sum();
+        assert!(packed > 2000, "{line}: {found}");
     }
     drop(run.stdin.take());
     assert!(run.wait().unwrap().success());
