@@ -1,6 +1,7 @@
 //! Shared regions: several mappings, several processes.
 mod markers;
 mod processes;
+mod ring;
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering::*};
