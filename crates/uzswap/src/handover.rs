@@ -11,7 +11,8 @@
 //! gives back (a *remove* event) reads as zeros afterwards.
 //!
 //! What this does not do: put pages of a running guest out again. The guest's memory is the monitor's private memory, and
-//! Linux lets no other process drop it; a monitor whose guest memory is a memory object can use [`crate::shared`].
+//! Linux lets no other process drop it; a monitor that attaches its guest's memory as a shared region can: [`crate::shared`].
+//! Cloud Hypervisor and QEMU hand nothing over; HANDOVER.md says what to do instead.
 //!
 //! One thread for each guest. A guest that ends, or a monitor that sends nonsense, ends that thread only.
 
