@@ -111,7 +111,8 @@ fn a_managed_process_and_its_forked_child_have_their_page_maps() {
         let count = |key: &str| found[key].as_u64().unwrap();
         // Some 50 MB of text in 32 MiB.
         assert!(count("swapped") > 4000, "{line}: {found}");
-        assert!((1..=8192).contains(&count("present")), "{line}: {found}");
+        // (None, where the machine is slow: both wait, and together they need more than the limit.)
+        assert!(count("present") <= 8192, "{line}: {found}");
         // lz4, and zstd where the pool crowds the program out.
         let packed: u64 = ["warm", "dense"].iter().map(|tier| found["tiers"][tier].as_u64().unwrap()).sum();
         assert!(packed > 2000, "{line}: {found}");
