@@ -191,11 +191,39 @@ impl Query {
         Self { inverted: 0, all: bits, any: 0, report: bits }
     }
 
+    /// Which of a word's pages are found, a bit each; `word` has been turned over already.
+    fn lanes(&self, word: u64) -> u32 {
+        let all = u64::from(self.all) * ONES;
+        let missing = nonzero(word & all ^ all);
+        let some = if self.any == 0 { 0xff } else { nonzero(word & (u64::from(self.any) * ONES)) };
+        some & !missing
+    }
+
     /// Whether a byte is found.
     #[must_use]
     pub const fn finds(&self, byte: u8) -> bool {
         let byte = byte ^ self.inverted;
         byte & self.all == self.all && (self.any == 0 || byte & self.any != 0)
+    }
+}
+
+/// Which bytes of a word are not zero, a bit each.
+fn nonzero(word: u64) -> u32 {
+    const LOW: u64 = 0x7f * ONES;
+    let tops = ((word & LOW) + LOW | word) >> 7 & ONES;
+    // Brings bit 8i to bit 56 + i.
+    (tops.wrapping_mul(0x0102_0408_1020_4080) >> 56) as u32
+}
+
+/// Adds pages to the run that is open, when they go on from it in the same state; else that one is found.
+fn join(open: &mut Option<Run>, run: Run, found: &mut impl FnMut(Run)) {
+    match open {
+        Some(before) if before.to == run.from && before.state == run.state => before.to = run.to,
+        _ => {
+            if let Some(before) = open.replace(run) {
+                found(before);
+            }
+        }
     }
 }
 
@@ -376,28 +404,50 @@ impl<'a, W: Word> PageMap<'a, W> {
         false
     }
 
-    /// Calls `found` for each run of `[from, to)` that a query finds, in order.
+    /// Calls `found` for each run of `[from, to)` that a query finds, in order. Eight pages are looked at in one go.
     pub fn scan(&self, from: u64, to: u64, query: Query, mut found: impl FnMut(Run)) {
         let to = to.min(self.pages);
-        let mut run: Option<Run> = None;
-        self.for_each_stretch(from, to, |at, end, byte| {
-            let state = PageState((byte ^ query.inverted) & query.report);
-            if !query.finds(byte) {
-                if let Some(run) = run.take() {
+        let mut open: Option<Run> = None;
+        let mut at = from;
+        while at < to {
+            let index = (at / LANES) as usize;
+            let word = self.word(index);
+            let looked = word ^ u64::from(query.inverted) * ONES;
+            let states = looked & u64::from(query.report) * ONES;
+            let end = ((at / LANES + 1) * LANES).min(to);
+            let (first, n) = (at % LANES, end - at);
+            let lanes = query.lanes(looked) & (0xff >> (LANES - n)) << first;
+            let state = PageState((states >> (8 * u64::from(lanes.trailing_zeros() & 7))) as u8);
+            if lanes == 0 || lanes == 0xff && states == u64::from(state.0) * ONES {
+                // All of it or nothing: so are the next words that are the same.
+                let (mut next, last) = (index + 1, (to / LANES) as usize);
+                while n == LANES && next < last && self.word(next) == word {
+                    next += 1;
+                }
+                let end = (next as u64 * LANES).min(to);
+                if lanes != 0 {
+                    join(&mut open, Run { from: at, to: end, state }, &mut found);
+                } else if let Some(run) = open.take() {
                     found(run);
                 }
-                return;
+                at = end;
+                continue;
             }
-            match &mut run {
-                Some(run) if run.state == state => run.to = end,
-                other => {
-                    if let Some(run) = other.replace(Run { from: at, to: end, state }) {
-                        found(run);
-                    }
-                }
+            let base = at - first;
+            let mut left = lanes;
+            while left != 0 {
+                let from = left.trailing_zeros();
+                let state = PageState((states >> (8 * from)) as u8);
+                // As far as pages are found one after the other, and in the same state.
+                let other = nonzero(states ^ u64::from(state.0) * ONES);
+                let n = (!(left & !other) >> from).trailing_zeros();
+                let run = Run { from: base + u64::from(from), to: base + u64::from(from + n), state };
+                join(&mut open, run, &mut found);
+                left &= u32::MAX << (from + n);
             }
-        });
-        if let Some(run) = run {
+            at = end;
+        }
+        if let Some(run) = open {
             found(run);
         }
     }
