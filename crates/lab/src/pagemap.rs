@@ -25,6 +25,9 @@ pub struct Args {
 
 /// Loops of the fault-in experiment, as published.
 const LOOPS: usize = 5;
+/// Pages that a fault in sequence brings to a private region, and publishes in one go. (The owner of a shared one publishes
+/// page by page.)
+const RUN: u64 = 128;
 /// Times each scan is done, of which the median counts.
 const SCANS: usize = 21;
 /// The page on which the sequence is done.
@@ -189,6 +192,7 @@ impl Lab {
         &mut self,
         name: &str,
         pages: usize,
+        run: u64,
         mut once: impl FnMut(bool) -> Result<f64, String>,
     ) -> Result<(), Stop> {
         let mut times = [Vec::new(), Vec::new()];
@@ -210,7 +214,7 @@ impl Lab {
             (on / off - 1.0) * 100.0,
         ));
         let fault_ns = off * 1e9 / pages as f64;
-        let publish_ns = publish_cost();
+        let publish_ns = publish_cost(run);
         let mut row = Row::new(format!("{name}: a fault, and publishing a page"), "ns");
         row.put("off", Some(fault_ns));
         row.put("on", Some(publish_ns));
@@ -221,7 +225,7 @@ impl Lab {
     }
 
     fn fault_in_private(&mut self, size: usize) -> Result<(), Stop> {
-        self.fault_in("private region", size / PAGE, |on| {
+        self.fault_in("private region", size / PAGE, RUN, |on| {
             let options = Options { page_map: on, ..Options::new(size + size / 4 + (64 << 20)) };
             let region = Region::new(size, &options).map_err(|e| e.to_string())?;
             let start = Instant::now();
@@ -233,7 +237,7 @@ impl Lab {
     }
 
     fn fault_in_shared(&mut self, size: usize) -> Result<(), Stop> {
-        self.fault_in("shared region", size / PAGE, |on| {
+        self.fault_in("shared region", size / PAGE, 1, |on| {
             let options = SharedOptions { markers: on, ..SharedOptions::new(size + size / 4 + (64 << 20)) };
             let failed = |e: std::io::Error| format!("shared region: {e}");
             let region = SharedRegion::create(size, &options).map_err(failed)?;
@@ -322,16 +326,21 @@ fn timed(mut work: impl FnMut() -> usize) -> (f64, usize) {
     (median(&times).unwrap_or(f64::NAN), answer)
 }
 
-/// What publishing one page's state takes, in ns, over a table that is larger than a cache of the first level.
-fn publish_cost() -> f64 {
+/// What publishing one page's state takes, in ns, over a table that is larger than a cache of the first level, in runs of
+/// `run` pages.
+fn publish_cost(run: u64) -> f64 {
     const PAGES: u64 = 1 << 18;
     let words: Vec<AtomicU64> = (0..PAGES / 8).map(|_| AtomicU64::new(0)).collect();
     let sequence = AtomicU64::new(0);
     let map = PageMap::new(&sequence, &words, PAGES);
     let start = Instant::now();
     for round in 0..8 {
-        for page in 0..PAGES {
-            map.publish(black_box(page), PageState(if round % 2 == 0 { PRESENT } else { SWAPPED }));
+        let state = PageState(if round % 2 == 0 { PRESENT } else { SWAPPED });
+        for page in (0..PAGES).step_by(run as usize) {
+            match run {
+                1 => map.publish(black_box(page), state),
+                _ => map.publish_run(black_box(page), run, |_| black_box(state)),
+            }
         }
     }
     start.elapsed().as_secs_f64() * 1e9 / (8 * PAGES) as f64

@@ -210,7 +210,7 @@ impl Query {
 /// Which bytes of a word are not zero, a bit each.
 fn nonzero(word: u64) -> u32 {
     const LOW: u64 = 0x7f * ONES;
-    let tops = ((word & LOW) + LOW | word) >> 7 & ONES;
+    let tops = (((word & LOW) + LOW) | word) >> 7 & ONES;
     // Brings bit 8i to bit 56 + i.
     (tops.wrapping_mul(0x0102_0408_1020_4080) >> 56) as u32
 }
@@ -355,6 +355,35 @@ impl<'a, W: Word> PageMap<'a, W> {
         }
     }
 
+    /// The same for `n` pages from `from` on, `state(i)` that of the i-th: a store for eight of them. Only by the one writer.
+    ///
+    /// # Panics
+    /// When a page is beyond the last.
+    pub fn publish_run(&self, from: u64, n: u64, state: impl Fn(u64) -> PageState) {
+        assert!(from + n <= self.pages);
+        let alone = self.sequence.load(Ordering::Relaxed).is_multiple_of(2);
+        if alone {
+            self.begin();
+        }
+        let (mut at, end) = (from, from + n);
+        while at < end {
+            let word = &self.words[(at / LANES) as usize];
+            let stop = ((at / LANES + 1) * LANES).min(end);
+            let (mut new, mut mask) = (0, 0);
+            for page in at..stop {
+                let shift = 8 * (page % LANES);
+                new |= u64::from(state(page - from).0) << shift;
+                mask |= 0xff << shift;
+            }
+            let old = if stop - at == LANES { 0 } else { word.load(Ordering::Relaxed) };
+            word.store(old & !mask | new, Ordering::Release);
+            at = stop;
+        }
+        if alone {
+            self.end();
+        }
+    }
+
     /// Sets and clears bits of a page. Only by the one writer.
     ///
     /// # Panics
@@ -407,13 +436,15 @@ impl<'a, W: Word> PageMap<'a, W> {
     /// Calls `found` for each run of `[from, to)` that a query finds, in order. Eight pages are looked at in one go.
     pub fn scan(&self, from: u64, to: u64, query: Query, mut found: impl FnMut(Run)) {
         let to = to.min(self.pages);
+        // What is reported is what all that are found have: there is nothing to compare.
+        let all_alike = query.report & !query.all == 0;
         let mut open: Option<Run> = None;
         let mut at = from;
         while at < to {
             let index = (at / LANES) as usize;
             let word = self.word(index);
-            let looked = word ^ u64::from(query.inverted) * ONES;
-            let states = looked & u64::from(query.report) * ONES;
+            let looked = word ^ (u64::from(query.inverted) * ONES);
+            let states = looked & (u64::from(query.report) * ONES);
             let end = ((at / LANES + 1) * LANES).min(to);
             let (first, n) = (at % LANES, end - at);
             let lanes = query.lanes(looked) & (0xff >> (LANES - n)) << first;
@@ -439,7 +470,7 @@ impl<'a, W: Word> PageMap<'a, W> {
                 let from = left.trailing_zeros();
                 let state = PageState((states >> (8 * from)) as u8);
                 // As far as pages are found one after the other, and in the same state.
-                let other = nonzero(states ^ u64::from(state.0) * ONES);
+                let other = if all_alike { 0 } else { nonzero(states ^ (u64::from(state.0) * ONES)) };
                 let n = (!(left & !other) >> from).trailing_zeros();
                 let run = Run { from: base + u64::from(from), to: base + u64::from(from + n), state };
                 join(&mut open, run, &mut found);

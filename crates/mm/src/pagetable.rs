@@ -259,6 +259,30 @@ impl PageTable {
         self.tell(vpn, pte);
     }
 
+    /// Sets the entries of `n` pages, none of them to [`Pte::NONE`]; `pte(i)` is that of the i-th.
+    ///
+    /// # Panics
+    /// As [`PageTable::set`].
+    pub fn set_run(&mut self, vpn: u64, n: usize, mut pte: impl FnMut(usize) -> Pte) {
+        let (mut at, end, published) = (vpn, vpn + n as u64, self.published);
+        while at < end {
+            let stop = end.min((at / LEAF_PAGES + 1) * LEAF_PAGES);
+            let first = (at % LEAF_PAGES) as usize;
+            let entries = &mut self.leaf_mut(at).ptes[first..first + (stop - at) as usize];
+            for (i, entry) in entries.iter_mut().enumerate() {
+                *entry = pte((at - vpn) as usize + i);
+            }
+            if let Some((map, origin)) = published {
+                let (from, to) = (at.max(origin), stop.min(origin + map.pages()));
+                if from < to {
+                    let state = |i: u64| entries[(from - at + i) as usize].state();
+                    map.publish_run(from - origin, to - from, state);
+                }
+            }
+            at = stop;
+        }
+    }
+
     /// The hints of the 64 KiB block of a page.
     pub fn hints(&self, vpn: u64) -> u8 {
         self.leaf(vpn).map_or(0, |l| l.hints[(vpn % LEAF_PAGES / 16) as usize])

@@ -283,13 +283,11 @@ impl State {
         while at < end {
             let order = self.folio_order(vpn + at, (end - at) as usize);
             self.stamp = (self.stamp + 1) & 0xffff;
-            for i in at..at + (1 << order) {
-                let mut pte = Pte::new(Tag::Resident, self.stamp);
-                if let Some(handle) = copy_of(i as usize) {
-                    pte = pte.with_copy(handle);
-                }
-                self.pt.set(vpn + i, pte);
-            }
+            let pte = Pte::new(Tag::Resident, self.stamp);
+            self.pt.set_run(vpn + at, 1 << order, |i| match copy_of(at as usize + i) {
+                Some(handle) => pte.with_copy(handle),
+                None => pte,
+            });
             self.lru.push(list, Entry::new(vpn + at, order, self.stamp));
             at += 1 << order;
         }

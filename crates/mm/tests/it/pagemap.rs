@@ -68,6 +68,8 @@ fn a_snapshot_is_of_one_moment() {
             map.set(0, OUT);
             map.publish(8, OUT);
             map.end();
+            // A run is one too.
+            map.publish_run(7, 3, |i| if i == 1 { OUT } else { IN });
             // Alone, it is a change of its own.
             map.publish(1, IN);
         });
@@ -75,8 +77,10 @@ fn a_snapshot_is_of_one_moment() {
         let before = map.sequence();
         if before.is_multiple_of(2) {
             let seen = (map.get(0), map.get(8));
+            let run = (map.get(7), map.get(9));
             if map.sequence() == before {
                 assert_eq!(seen.0, seen.1, "half of a change seen");
+                assert_eq!(run.0, run.1, "half of a run seen");
             }
         }
         writer.join().unwrap();

@@ -2,7 +2,8 @@
 
 use proptest::prelude::*;
 use std::collections::BTreeMap;
-use uzswap_mm::pagemap::Tier;
+use std::sync::atomic::AtomicU64;
+use uzswap_mm::pagemap::{PageMap, Tier};
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, LEAF_PAGES, PageTable, Pte, Tag};
 
 /// Pages of a lower node, 512 leaves, and of an upper one.
@@ -14,6 +15,7 @@ const END: u64 = 1 << 35;
 #[derive(Clone, Debug)]
 enum Step {
     Set(u64, Pte),
+    SetRun(u64, usize, Pte),
     Clear(u64, u64),
     Hint(u64, u8, u8),
 }
@@ -62,6 +64,9 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     ];
     let step = prop_oneof![
         10 => (vpn(), pte()).prop_map(|(vpn, pte)| Step::Set(vpn, pte)),
+        2 => (vpn(), 1..600usize, (tag(), any::<u32>())).prop_map(|(vpn, n, (tag, aux))| {
+            Step::SetRun(vpn, n.min((END - vpn) as usize), Pte::new(tag, aux))
+        }),
         1 => range.prop_map(|(from, to)| Step::Clear(from, to)),
         1 => (vpn(), 0..8u8, 0..8u8).prop_map(|(vpn, set, clear)| Step::Hint(vpn, set, clear)),
     ];
@@ -74,12 +79,22 @@ proptest! {
     #[test]
     fn agrees_with_a_map(steps in steps(), probes in proptest::collection::vec(vpn(), 20)) {
         let (mut table, mut model) = (PageTable::new(), BTreeMap::new());
+        // Of the pages from 1000 on some are published.
+        const FIRST: u64 = 1000;
+        let words: &'static [AtomicU64] = Box::leak((0..128).map(|_| AtomicU64::new(0)).collect());
+        let map = PageMap::new(Box::leak(Box::new(AtomicU64::new(0))), words, 1021);
+        table.publish(map, FIRST);
         for step in steps {
             match step {
                 Step::Set(vpn, pte) => {
                     table.set(vpn, pte);
                     if pte == Pte::NONE { model.remove(&vpn) } else { model.insert(vpn, pte) };
                     prop_assert_eq!(table.get(vpn), pte);
+                }
+                Step::SetRun(vpn, n, pte) => {
+                    let entry = |i: usize| if i.is_multiple_of(3) { pte } else { Pte::new(Tag::Resident, i as u32) };
+                    table.set_run(vpn, n, entry);
+                    model.extend((0..n).map(|i| (vpn + i as u64, entry(i))));
                 }
                 Step::Clear(from, to) => {
                     let mut gone = vec![];
@@ -101,6 +116,11 @@ proptest! {
         let mut all = vec![];
         table.for_each(|vpn, pte| all.push((vpn, pte)));
         prop_assert_eq!(all, model.iter().map(|(vpn, pte)| (*vpn, *pte)).collect::<Vec<_>>());
+        for page in 0..map.pages() {
+            let pte = model.get(&(FIRST + page)).copied().unwrap_or(Pte::NONE);
+            prop_assert_eq!(map.get(page), pte.state(), "page {} of the map", page);
+        }
+        prop_assert!(map.sequence().is_multiple_of(2));
         for vpn in probes {
             prop_assert_eq!(table.get(vpn), model.get(&vpn).copied().unwrap_or(Pte::NONE));
         }
