@@ -57,10 +57,16 @@ pub fn ask(pid: u32, op: Op, pages: Range<u64>) -> Result<Moved, String> {
     loop {
         match hold.request.state.load(Acquire) {
             DONE => break,
-            // Only exec of the process itself takes the request from the holder.
-            IDLE => return Err(format!("process {pid} became another program meanwhile; ask again")),
+            // (The slot was taken anew: by another process, or by this one after exec.)
+            IDLE if slot.owner() == Some(target) => {
+                return Err(format!("process {pid} became another program meanwhile; ask again"));
+            }
+            IDLE => break,
             state => waiter.wait(state)?,
         }
+    }
+    if slot.owner() != Some(target) {
+        return Err(format!("process {pid} ended meanwhile"));
     }
     let moved = hold.request.moved();
     if moved.known == 0 {

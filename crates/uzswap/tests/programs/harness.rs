@@ -68,7 +68,7 @@ pub fn skip(reason: &str) {
 }
 
 /// The command under test. `UZSWAP_TEST_BIN` names another one, for instance an installed one.
-fn uzswap() -> PathBuf {
+pub fn uzswap() -> PathBuf {
     std::env::var_os("UZSWAP_TEST_BIN").map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_uzswap")), PathBuf::from)
 }
 
@@ -447,6 +447,11 @@ impl Running {
     /// Waits for the end of the program.
     pub fn finish(mut self) -> Outcome {
         self.watcher.take().expect("finished once").join().expect("watcher")
+    }
+
+    /// The processes of its session, the first one included.
+    pub fn processes(&self) -> Vec<i32> {
+        session(self.pid)
     }
 
     /// Whether it has not ended.

@@ -7,6 +7,7 @@
 mod disk;
 mod harness;
 mod injected;
+mod pageout;
 mod qemu;
 mod redis;
 
