@@ -290,8 +290,8 @@ impl Region {
         }
         let address = self.pager as usize;
         let all = SignalsBlocked::new();
-        // SAFETY (of the dereference in both): drop joins the threads before it frees the pager.
         let run = |name: &str, f: fn(&Pager, usize), i: usize| {
+            // SAFETY: drop joins the threads before it frees the pager.
             let run = move || f(unsafe { &*(address as *const Pager) }, i);
             std::thread::Builder::new().name(name.to_owned()).spawn(run)
         };
