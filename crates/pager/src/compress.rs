@@ -6,7 +6,8 @@
 //! program's CPU need not interrupt theirs, which is what makes a second thread of the pager's dear elsewhere.
 //!
 //! Waking a helper costs some microseconds here and some tens until it runs, so only a batch of many pages is shared; and
-//! where the leader had to sleep until a helper was done (its CPU was wanted by somebody else) the next ones are not.
+//! where the leader waited for a helper longer than it had worked itself (the helper's CPU was wanted by somebody else) the
+//! next ones are not.
 //!
 //! Lock order: the batch's leader holds the crew, then the lock of the helpers' tools, which nobody else asks for. Tools
 //! are made with the pager's lock held, as everything that allocates.
@@ -26,7 +27,7 @@ use uzswap_sys::thread;
 const SHARE_FROM: usize = 16;
 /// The limit from which on there are helpers (bytes): what one needs takes up to 0.4 MiB.
 const LEAST_LIMIT: usize = 64 << 20;
-/// Batches that are not shared after one whose leader had to sleep.
+/// Batches that are not shared after one whose leader waited long.
 const REST: u32 = 64;
 /// The stack of the first helper: those before are the pager's other threads'.
 const FIRST_STACK: usize = 4;
@@ -188,11 +189,11 @@ impl Batch {
         };
         let parts = &parts;
         // SAFETY: the crew gives each unit to one worker, and each worker its own number.
-        let slept =
+        let late =
             pager.crew.share(self.units.len(), tools.len(), &|worker, i| unsafe { parts.pack(pager, worker, i) });
         drop(tools);
         pager.crew.step_down();
-        if slept {
+        if late {
             pager.crew_rest.store(REST, Relaxed);
         }
     }

@@ -11,6 +11,7 @@
 //! In a forked child there are no helpers: [`Crew::reset`].
 
 use crate::lock::{futex_wait, futex_wake};
+use crate::thread::now_ns;
 use core::sync::atomic::Ordering::*;
 #[cfg(not(loom))]
 use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicUsize, fence};
@@ -87,8 +88,10 @@ impl Crew {
     }
 
     /// Does the pieces `0..n` of some work, each once, in the calling thread (worker 0) and in the first `helpers` that
-    /// joined (1 and up); returns when all are done, and whether the caller had to sleep for that. `f` must not panic. Only for the leader.
+    /// joined (1 and up); returns when all are done, and whether the caller waited for a helper longer than it had worked itself (the
+    /// helper's CPU is wanted by others). `f` must not panic. Only for the leader.
     pub fn share(&self, n: usize, helpers: usize, f: &(dyn Fn(usize, usize) + Sync)) -> bool {
+        let began = now_ns();
         let job = Job { f, n, helpers, next: AtomicUsize::new(0) };
         self.job.store(core::ptr::from_ref(&job).cast_mut().cast(), SeqCst);
         self.call.fetch_add(1, SeqCst);
@@ -96,11 +99,11 @@ impl Crew {
         job.take_part(0);
         self.job.store(core::ptr::null_mut(), SeqCst);
         fence(SeqCst);
-        let mut looks = 0;
+        let (mut looks, done) = (0, now_ns());
         loop {
             let inside = self.inside.load(SeqCst);
             if inside == 0 {
-                return looks > SPINS;
+                return looks > SPINS && now_ns() - done > done - began;
             }
             looks += 1;
             if looks > SPINS {
