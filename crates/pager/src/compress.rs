@@ -288,11 +288,7 @@ mod tests {
         for round in 0..4 {
             let at = testing::memory(p, N);
             let first = (at / PAGE) as u64;
-            for page in 0..N {
-                let bytes = content(page, round);
-                // SAFETY: the content is readable. (By COPY, as nobody serves faults here.)
-                unsafe { p.uffd().copy(at + page * PAGE, bytes.as_ptr() as usize, PAGE) }.expect("a missing page");
-            }
+            (0..N).for_each(|page| testing::put(p, at + page * PAGE, &content(page, round)));
             s.list_resident(first, N, List::Inactive, |_| None);
             while s.resident + s.staged > 0 {
                 // One thread faults on one CPU: the others are free.

@@ -237,12 +237,7 @@ mod tests {
         let p = testing::pager(16 << 20);
         let at = testing::memory(p, 2 * N);
         let first = (at / PAGE) as u64;
-        // (By COPY, as nobody serves faults here.)
-        let content = [7u8; PAGE];
-        for page in 0..2 * N {
-            // SAFETY: the content is readable.
-            unsafe { p.uffd().copy(at + page * PAGE, content.as_ptr() as usize, PAGE) }.expect("a missing page");
-        }
+        (0..2 * N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
         let protect = |prot: i32| {
             // SAFETY: memory of the test's own.
             unsafe { sys!(libc::SYS_mprotect, at, N * PAGE, prot) }.expect("mprotect");

@@ -489,8 +489,9 @@ impl Pager {
 
     /// A folio that could not be stored is staged again; what the program took back left its frame free.
     fn back_to_staged(&self, s: &mut State, f: &Folio, units: &[Unit], plan: &[(zswap::Unit, Packed)], why: Refused) {
-        // A unit that the codec gets wrong must not keep the others in memory: they try again by themselves.
-        let split = f.order == 0 || why == Refused::Compressor;
+        // A unit that the codec gets wrong, or that has no place, must not keep the others in memory: they try again by
+        // themselves. (Of many units one finds no place each time: such a folio was compressed again and again.)
+        let split = f.order == 0 || why != Refused::Limit;
         if split {
             self.counters().folios.count(f.order, |c| &c.swpout_fallback);
         }

@@ -165,12 +165,7 @@ mod tests {
         let at = testing::memory(p, N);
         let vpn = (at / PAGE) as u64;
         let byte = |page: usize| page as u8 + 1;
-        for page in 0..N {
-            // (By COPY, as nobody serves faults here.)
-            let content = [byte(page); PAGE];
-            // SAFETY: the content is readable.
-            unsafe { p.uffd().copy(at + page * PAGE, content.as_ptr() as usize, PAGE) }.expect("a missing page");
-        }
+        (0..N).for_each(|page| testing::put(p, at + page * PAGE, &[byte(page); PAGE]));
         p.group.faults.set("seed=11,move_out=1/2,move_in=1/2", 0).unwrap();
         let mut partial = 0;
         for round in 0..400 {
