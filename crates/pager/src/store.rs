@@ -371,8 +371,9 @@ impl Pager {
                     pte.tag() == Tag::Staged && pte.aux() == first + i
                 })
         };
-        // (8 KiB is no unit: it gains little.)
-        (2..=want).rev().find(|order| together(*order)).unwrap_or(0)
+        // (8 KiB is no unit: it gains little. What is left of a large folio is not to enter as one either, if that is so.)
+        let may = |order: u8| folio > 0 || self.group.folios.allows(order);
+        (2..=want).rev().find(|order| may(*order) && together(*order)).unwrap_or(0)
     }
 
     /// Stores a compressed batch; returns the pages that left.
