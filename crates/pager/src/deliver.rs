@@ -128,7 +128,7 @@ impl Pager {
     }
 
     /// Copies as many of `n` pages as go, and fit into the mapping; wakes who waits when none does.
-    fn copy_some(&self, s: &mut State, vpn: u64, src: usize, mut n: usize) -> Result<usize, EventPending> {
+    pub(crate) fn copy_some(&self, s: &mut State, vpn: u64, src: usize, mut n: usize) -> Result<usize, EventPending> {
         loop {
             // SAFETY: the caller passes readable memory of ours.
             let copied = match unsafe { self.copy(vpn, src, n * PAGE) } {

@@ -38,13 +38,18 @@ pub struct Sweep {
 impl Pager {
     /// Whether the pool takes so much of the limit that memory is scarcer than time.
     pub fn crowded(&self, s: &State) -> bool {
-        s.pool.held_bytes() > self.limit() / 2 && self.group.pool_uncharged.load(Relaxed) == 0
+        self.pool_takes(s, self.limit() / 2)
     }
 
     /// Whether it takes so much that clean pages keep no copy, and what is read at random leaves its block: room that the
     /// program has more use for.
     pub fn crowded_out(&self, s: &State) -> bool {
-        s.pool.held_bytes() > self.limit() / 4 * 3 && self.group.pool_uncharged.load(Relaxed) == 0
+        self.pool_takes(s, self.limit() / 4 * 3)
+    }
+
+    /// Whether the pool takes more than so many bytes from the program.
+    fn pool_takes(&self, s: &State, bytes: usize) -> bool {
+        s.pool.held_bytes() > bytes && self.group.pool_uncharged.load(Relaxed) == 0
     }
 
     /// Recompresses up to `units` objects; true when the pool got smaller.

@@ -288,7 +288,7 @@ impl Pager {
             // Read-only now, or shared with a child: a copy always works.
             Err(_) => {
                 let from = self.layout.slot(slot);
-                if !self.copy_in(s, vpn, from, 1)? {
+                if self.copy_some(s, vpn, from, 1)? == 0 {
                     return Ok(0);
                 }
                 s.zone.free_run(Kind::Frame, slot, 1);
@@ -310,7 +310,7 @@ impl Pager {
 
     pub(crate) fn bring_busy(&self, s: &mut State, vpn: u64) -> Result<usize, EventPending> {
         let pte = s.pt.get(vpn);
-        if !self.copy_in(s, vpn, self.layout.slot(pte.aux()), 1)? {
+        if self.copy_some(s, vpn, self.layout.slot(pte.aux()), 1)? == 0 {
             return Ok(0);
         }
         s.end_busy(1);
@@ -323,28 +323,8 @@ impl Pager {
     fn bring_lost(&self, s: &mut State, vpn: u64) -> Result<usize, EventPending> {
         s.scratch[..PAGE].fill(0);
         let from = s.scratch.as_ptr() as usize;
-        // SAFETY: scratch is a block of ours.
-        match unsafe { self.copy(vpn, from, PAGE) } {
-            Ok(()) => s.rss += PAGE,
-            Err((_, libc::EAGAIN)) => return Err(EventPending),
-            Err(_) => self.uffd().wake(vpn as usize * PAGE, PAGE),
-        }
+        self.copy_some(s, vpn, from, 1)?;
         Ok(1)
-    }
-
-    pub(crate) fn copy_in(&self, s: &mut State, vpn: u64, src: usize, n: usize) -> Result<bool, EventPending> {
-        // SAFETY: callers pass readable memory of ours.
-        match unsafe { self.copy(vpn, src, n * PAGE) } {
-            Ok(()) => {
-                s.rss += n * PAGE;
-                Ok(true)
-            }
-            Err((_, libc::EAGAIN)) => Err(EventPending),
-            Err(_) => {
-                self.uffd().wake(vpn as usize * PAGE, n * PAGE);
-                Ok(false)
-            }
-        }
     }
 
     /// Tells the process that a page is lost: SIGBUS on access, and a message (before it: the signal may end everything).

@@ -1,7 +1,7 @@
 //! Reading and writing a file whole ranges at a time: pread64, pwrite64, fallocate.
 //!
-//! What matters here: short transfers are gone on with, from a block's border, as direct I/O wants it; a read that meets the end of the file is EIO (what was written
-//! there is not there any more); EINTR is tried again. ENOSPC comes from fallocate where the file system can preallocate
+//! What matters here: short transfers are gone on with, from a block's border, as direct I/O wants it; a read that meets
+//! the end of the file is EIO (what was written there is not there any more); EINTR is tried again. ENOSPC comes from fallocate where the file system can preallocate
 //! and from pwrite where it cannot (EOPNOTSUPP from fallocate is no error). EIO may come from either, for good or not.
 
 use crate::raw::Errno;
