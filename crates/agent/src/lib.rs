@@ -4,6 +4,7 @@
 //! runs on the program's threads (the hooks) blocks signals while it holds the pager's lock, since a signal handler
 //! could touch managed memory, whose fault needs that lock.
 
+mod calls;
 mod exec;
 mod heap;
 mod patch;

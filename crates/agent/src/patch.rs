@@ -28,24 +28,46 @@ global_asm!(
     "mov eax, 56", "syscall",
     "UZ_SAVE", "mov rdi, rax", "call {after_fork}", "UZ_RESTORE",
     "ret",
+    // A call that is kept in order: 16 bytes of the stack say how it is, between what begins and what ends it.
+    ".macro UZ_ORDERED nr",
+    "lea rsp, [rsp - 16]",
+    "UZ_SAVE", "lea rdi, [rbp + 8]", "mov esi, \\nr", "mov rcx, r10", "call {begin}", "UZ_RESTORE",
+    "mov eax, \\nr", "syscall",
+    "UZ_SAVE", "lea rdi, [rbp + 8]", "call {end}", "UZ_RESTORE",
+    "lea rsp, [rsp + 16]",
+    ".endm",
     ".globl uz_thunk_mmap", "uz_thunk_mmap:",
-    "mov eax, 9", "syscall",
+    "UZ_ORDERED 9",
     "UZ_SAVE", "mov rdi, rax", "mov rcx, r10", "call {after_mmap}", "UZ_RESTORE",
     "ret",
     ".globl uz_thunk_brk", "uz_thunk_brk:",
-    "mov eax, 12", "syscall",
+    "UZ_ORDERED 12",
     "UZ_SAVE", "mov rdi, rax", "call {after_brk}", "UZ_RESTORE",
+    "ret",
+    ".globl uz_thunk_munmap", "uz_thunk_munmap:",
+    "UZ_ORDERED 11",
+    "ret",
+    ".globl uz_thunk_mremap", "uz_thunk_mremap:",
+    "UZ_ORDERED 25",
+    "ret",
+    ".globl uz_thunk_madvise", "uz_thunk_madvise:",
+    "UZ_ORDERED 28",
     "ret",
     before_fork = sym crate::before_fork,
     after_fork = sym crate::after_fork,
     after_mmap = sym crate::after_mmap,
     after_brk = sym crate::after_brk,
+    begin = sym crate::calls::begin,
+    end = sym crate::calls::end,
 );
 
 unsafe extern "C" {
     fn uz_thunk_clone();
     fn uz_thunk_mmap();
     fn uz_thunk_brk();
+    fn uz_thunk_munmap();
+    fn uz_thunk_mremap();
+    fn uz_thunk_madvise();
 }
 
 /// Why a function could not be wrapped.
@@ -57,7 +79,7 @@ pub enum PatchError {
     Memory(#[allow(dead_code)] Errno),
 }
 
-/// Wraps `_Fork`, `mmap` and `brk` of libc.
+/// Wraps `_Fork`, `mmap`, `brk`, `munmap`, `mremap` and `madvise` of libc.
 ///
 /// # Errors
 /// [`PatchError`]; then nothing was changed in the function concerned.
@@ -69,7 +91,10 @@ pub unsafe fn install() -> Result<(), PatchError> {
     unsafe {
         wrap(c"_Fork", 56, uz_thunk_clone as *const () as usize)?;
         wrap(c"mmap64", 9, uz_thunk_mmap as *const () as usize)?;
-        wrap(c"brk", 12, uz_thunk_brk as *const () as usize)
+        wrap(c"brk", 12, uz_thunk_brk as *const () as usize)?;
+        wrap(c"munmap", 11, uz_thunk_munmap as *const () as usize)?;
+        wrap(c"mremap", 25, uz_thunk_mremap as *const () as usize)?;
+        wrap(c"madvise", 28, uz_thunk_madvise as *const () as usize)
     }
 }
 

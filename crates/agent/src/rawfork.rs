@@ -3,7 +3,7 @@
 //! Both are interposed, and give such a child its memory as `fork`'s gets it. What remains is a program that makes the
 //! system call with instructions of its own (or has libc make it on a new stack through `syscall`).
 
-use crate::{after_fork, before_fork, pager};
+use crate::{after_fork, before_fork, calls, pager};
 use core::ffi::{c_int, c_long, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
 use uzswap_pager::arena::PAGE;
@@ -58,8 +58,13 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             // SAFETY: the function found under this name, with the caller's arguments.
             return unsafe { core::mem::transmute::<usize, Real>(REAL_SYSCALL.load(Relaxed))(nr, a, b, c, d, e, f) };
         }
-        // SAFETY: as the caller says.
-        _ => unsafe { raw::syscall(nr, args) },
+        _ => {
+            let held = calls::begin_one(nr, c, d);
+            // SAFETY: as the caller says.
+            let ret = unsafe { raw::syscall(nr, args) };
+            calls::end_one(held);
+            ret
+        }
     };
     match raw::check(ret) {
         Ok(value) => value as c_long,

@@ -22,7 +22,8 @@ use uzswap_sys::{maps, pagemap};
 pub const OLD_MAPPING_BYTES: usize = 4 << 20;
 
 impl Pager {
-    /// Registers what is not registered yet and lists its pages. Returns the bytes newly found present.
+    /// Registers what is not registered yet and lists its pages, while no mapping call of the program is under way.
+    /// Returns the bytes newly found present.
     ///
     /// # Errors
     /// When the maps cannot be read, or when a range of which pages are out could not be registered (in a forked child:
@@ -113,7 +114,7 @@ impl Pager {
         if s.managed.iter().any(|(a, b)| *a < end && start < *b) {
             // (Nothing is out: nobody has written there yet.)
             let _ = self.uffd().unregister(start, end - start);
-            s.managed = without(core::mem::take(&mut s.managed), &[(start, end)]);
+            no_longer_managed(s, start, end);
             forget_range(s, (start / PAGE) as u64, (end / PAGE) as u64);
         }
     }
@@ -151,6 +152,13 @@ fn any_out(s: &State, start: usize, end: usize) -> bool {
         at = vpn + 1;
     }
     false
+}
+
+/// What is mapped at a range next is looked at anew.
+pub(crate) fn no_longer_managed(s: &mut State, start: usize, end: usize) {
+    if s.managed.iter().any(|(a, b)| *a < end && start < *b) {
+        s.managed = without(core::mem::take(&mut s.managed), &[(start, end)]);
+    }
 }
 
 /// The parts less the excluded ranges.

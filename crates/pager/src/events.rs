@@ -6,6 +6,7 @@
 //! under the lock in which it was registered, so no stale page is ever evicted and brought back.
 
 use crate::arena::PAGE;
+use crate::discover::no_longer_managed;
 use crate::pager::Pager;
 use crate::relocate;
 use crate::state::State;
@@ -19,9 +20,14 @@ impl Pager {
     /// Applies an event.
     pub fn event(&self, s: &mut State, message: Message) {
         match message {
-            Message::Gone { start, end } => forget_range(s, (start / PAGE) as u64, end.div_ceil(PAGE) as u64),
+            Message::Removed { start, end } => forget_range(s, (start / PAGE) as u64, end.div_ceil(PAGE) as u64),
+            Message::Unmapped { start, end } => {
+                forget_range(s, (start / PAGE) as u64, end.div_ceil(PAGE) as u64);
+                no_longer_managed(s, start, end);
+            }
             Message::Remap { from, to, len } => {
-                remap(s, (from / PAGE) as u64, (to / PAGE) as u64, len.div_ceil(PAGE) as u64)
+                remap(s, (from / PAGE) as u64, (to / PAGE) as u64, len.div_ceil(PAGE) as u64);
+                no_longer_managed(s, from, from + len);
             }
             Message::Fault { .. } | Message::Unknown(_) => {}
         }

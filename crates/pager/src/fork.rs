@@ -29,6 +29,7 @@ const CONTROL_BLOCK: usize = 3 << 10;
 impl Pager {
     /// Before clone, in the forking thread, with all signals blocked.
     pub fn before_fork(&self) {
+        self.calls.stop();
         let mut s = self.lock_in_hook();
         if let Some(rings) = self.rings {
             s.fork_number = rings.fork_number();
@@ -84,11 +85,13 @@ impl Pager {
         self.shared_due.store(0, Relaxed);
         // SAFETY: before_fork took the lock in this thread.
         unsafe { self.state.force_unlock() };
+        self.calls.go_on();
     }
 
     /// After clone, in the child: returns when memory is managed again; false when it cannot be.
     pub fn after_fork_in_child(&'static self) -> bool {
         let engaged = self.engaged.load(Relaxed);
+        self.calls.forget_others();
         // SAFETY: before_fork took the lock in this thread.
         if self.claim_slot().is_err() || !self.inherit_swap(unsafe { self.state.assume_locked() }) {
             return false;
@@ -114,6 +117,7 @@ impl Pager {
         };
         // SAFETY: before_fork took the lock in this thread, of which the child's copy is held by nobody else.
         unsafe { self.state.force_unlock() };
+        self.calls.go_on();
         ok
     }
 

@@ -1,6 +1,7 @@
 //! The pager: everything of one process, shared by its helper threads.
 
 use crate::arena::{Layout, PAGE};
+use crate::calls::Calls;
 use crate::compress::{HELPERS_MOST, Tools};
 use crate::folio::MAX_ORDER;
 use crate::group::{GroupPage, NODES};
@@ -83,6 +84,8 @@ pub struct Pager {
     pub looks_wanted: AtomicU32,
     /// The last request that a whole look has followed (a futex word): what was mapped before it is found.
     pub looks_done: AtomicU32,
+    /// Keeps the program's mapping calls in order.
+    pub calls: Calls,
     /// Who compresses together.
     pub crew: Crew,
     /// What its helpers compress with.
@@ -169,6 +172,7 @@ impl Pager {
             watched: AtomicBool::new(false),
             looks_wanted: AtomicU32::new(0),
             looks_done: AtomicU32::new(0),
+            calls: Calls::default(),
             crew: Crew::new(),
             tools: Lock::new(Vec::new()),
             crew_tids: Default::default(),

@@ -26,6 +26,8 @@ const FASTEST_FILL: usize = 3 << 30;
 const LOOK_NS: u64 = 16_000_000;
 /// How often what was unevictable is tried again while memory is short.
 const RESCUE_NS: u64 = 500_000_000;
+/// When a scan is tried again that mapping calls under way did not let through.
+const SCAN_AGAIN_NS: u64 = 500_000;
 
 /// Stack of helper `n`: 0 ticker, 1 handler, 2 reclaim, 3 the writer of the swap file, from 4 on those that compress.
 pub fn stack(pager: &Pager, n: usize) -> usize {
@@ -75,7 +77,11 @@ impl Pager {
         loop {
             // Requests made from now on are not served by this look: it may be past what they are about.
             let ticket = self.looks_wanted.load(Acquire);
-            let mut nap = self.look(&mut unknown_before, ticket != self.looks_done.load(Relaxed));
+            let Some(mut nap) = self.look(&mut unknown_before, ticket != self.looks_done.load(Relaxed)) else {
+                thread::sleep_ns(SCAN_AGAIN_NS);
+                watch.look_after_handler(self);
+                continue;
+            };
             self.looks_done.store(ticket, Release);
             lock::futex_wake(&self.looks_done, u32::MAX >> 1, false);
             if self.watched.load(Relaxed) {
@@ -89,8 +95,8 @@ impl Pager {
     }
 
     /// Reads where the process stands, engages or scans when it is time (a scan is made when `wanted`); returns the CPU
-    /// time until the next look.
-    fn look(&'static self, unknown_before: &mut usize, wanted: bool) -> u64 {
+    /// time until the next look; None when a scan could not be made now.
+    fn look(&'static self, unknown_before: &mut usize, wanted: bool) -> Option<u64> {
         let before = self.me().rss.load(Relaxed) as usize;
         let rss = self.read_rss();
         if !self.engaged.load(Acquire) {
@@ -102,14 +108,14 @@ impl Pager {
                     self.say(b"uzswap: memory cannot be managed in this process (userfaultfd refused); it runs without a limit; see `uzswap doctor`\n");
                     let _ = e;
                     self.refuse_request();
-                    return u64::MAX >> 1;
+                    return Some(u64::MAX >> 1);
                 }
                 self.forget_plans(0);
-                return 1_000_000;
+                return Some(1_000_000);
             }
             self.forget_plans(rss.saturating_sub(before));
             let ns = until_look as u128 * 1_000_000_000 / FASTEST_FILL as u128;
-            return (ns.min(u128::from(u64::MAX >> 1)) as u64).max(1_000_000);
+            return Some((ns.min(u128::from(u64::MAX >> 1)) as u64).max(1_000_000));
         }
         // (Read again, under the lock: faults served while this thread waited for it, or for a CPU, were counted.)
         let mut s = self.state.lock();
@@ -117,7 +123,14 @@ impl Pager {
         s.rss = rss;
         let unknown = rss.saturating_sub(s.known_bytes());
         if wanted || unknown > *unknown_before + (1 << 20) {
+            // (Between a call's event and its end there may be pages that are about to go.)
+            drop(s);
+            if !self.calls.try_stop() {
+                return None;
+            }
+            s = self.state.lock();
             let _ = self.scan(&mut s);
+            self.calls.go_on();
             *unknown_before = rss.saturating_sub(s.known_bytes());
         } else {
             *unknown_before = unknown.min(*unknown_before);
@@ -134,12 +147,13 @@ impl Pager {
         if over {
             self.wake_reclaim();
         }
-        8_000_000
+        Some(8_000_000)
     }
 
     /// Registers memory and starts the helpers.
     fn engage(&'static self) -> Result<(), Errno> {
         let (uffd, _) = Uffd::open(FEATURES)?;
+        self.calls.order();
         self.uffd.store(uffd.fd(), Release);
         self.open_page_files()?;
         uffd.register(self.layout.arena, self.layout.slots * PAGE)?;

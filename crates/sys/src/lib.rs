@@ -8,6 +8,7 @@ pub mod pagemap;
 pub mod probe;
 pub mod process;
 pub mod raw;
+pub mod rwlock;
 pub mod socket;
 pub mod stream;
 pub mod thread;

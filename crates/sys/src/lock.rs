@@ -231,8 +231,8 @@ pub(crate) mod model {
         }
     }
 
-    pub fn futex_wake(word: &AtomicU32, _n: u32, _shared: bool) {
+    pub fn futex_wake(word: &AtomicU32, n: u32, _shared: bool) {
         let _asleep = word.asleep.lock().unwrap();
-        word.woken.notify_one();
+        if n == 1 { word.woken.notify_one() } else { word.woken.notify_all() }
     }
 }

@@ -64,8 +64,15 @@ pub enum Message {
         /// Its old length in bytes.
         len: usize,
     },
-    /// The range's contents are about to be dropped (`madvise`), or its mapping is gone.
-    Gone {
+    /// The range's contents are about to be dropped (`madvise`).
+    Removed {
+        /// First byte.
+        start: usize,
+        /// One past the last byte.
+        end: usize,
+    },
+    /// The range's mapping is gone.
+    Unmapped {
         /// First byte.
         start: usize,
         /// One past the last byte.
@@ -255,7 +262,8 @@ fn decode(m: &[u64; 4]) -> Message {
     match event {
         0x12 => Message::Fault { address: (m[2] & !4095) as usize, write: m[1] & 1 != 0, tid: m[3] as u32 },
         0x14 => Message::Remap { from: m[1] as usize, to: m[2] as usize, len: m[3] as usize },
-        0x15 | 0x16 => Message::Gone { start: m[1] as usize, end: m[2] as usize },
+        0x15 => Message::Removed { start: m[1] as usize, end: m[2] as usize },
+        0x16 => Message::Unmapped { start: m[1] as usize, end: m[2] as usize },
         other => Message::Unknown(other),
     }
 }
@@ -268,7 +276,8 @@ mod tests {
     fn messages_decode() {
         assert_eq!(decode(&[0x12, 1, 0x7000_0123, 42]), Message::Fault { address: 0x7000_0000, write: true, tid: 42 });
         assert_eq!(decode(&[0x14, 1, 2, 3]), Message::Remap { from: 1, to: 2, len: 3 });
-        assert_eq!(decode(&[0x16, 1, 2, 0]), Message::Gone { start: 1, end: 2 });
+        assert_eq!(decode(&[0x15, 1, 2, 0]), Message::Removed { start: 1, end: 2 });
+        assert_eq!(decode(&[0x16, 1, 2, 0]), Message::Unmapped { start: 1, end: 2 });
         assert_eq!(decode(&[0x99, 0, 0, 0]), Message::Unknown(0x99));
     }
 }

@@ -192,7 +192,9 @@ impl<'a> Guest<'a> {
         while !self.lost {
             match handle.read() {
                 Ok(Some(Message::Fault { address, .. })) => self.waiting.push(address),
-                Ok(Some(Message::Gone { start, end })) => self.removed(start, end),
+                Ok(Some(Message::Removed { start, end } | Message::Unmapped { start, end })) => {
+                    self.removed(start, end)
+                }
                 Ok(Some(_)) => {}
                 Ok(None) if self.waiting.is_empty() => {
                     if !self.sleep() {

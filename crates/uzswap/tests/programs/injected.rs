@@ -57,6 +57,8 @@ fn threads_survive_failures_of_every_operation() {
             (&["register"], "register=1/5"),
         ],
     );
+    let Some(remaps) = compile_c("remaps") else { return };
+    survives(&Subject::new("remaps", &[&remaps, &"1"]), 16 * MIB, &[(&["event"], "event=1/50")]);
 }
 
 #[test]

@@ -152,6 +152,17 @@ fn threads_and_every_memory_call() {
     }
 }
 
+/// The story: the kernel tells of `mremap` after it let go of the mappings, so another thread's may be given the place that
+/// was left and be told first. Nine runs of ten read zeros or another piece's pages until the calls were ordered.
+#[test]
+fn what_moves_to_where_another_was() {
+    let _alone = alone();
+    let Some(remaps) = compile_c("remaps") else { return };
+    for seed in ["1", "2"] {
+        Subject::new("remaps", &[&remaps, &seed]).check();
+    }
+}
+
 /// The seeds are in the messages: `model SEED` does the same again.
 #[test]
 fn every_call_agrees_with_a_flat_model() {

@@ -1,0 +1,155 @@
+//! The order of the program's mapping calls.
+//!
+//! The kernel tells of what a call did after it let go of the mappings, and tells of `mremap` twice: that the memory has
+//! moved, and, when the thread has run again, that its old place was unmapped. Until then another thread's `mremap` may
+//! have been given that place, and its event be read first. In the order in which they come such events make no sense:
+//! what moved there last would be taken along with what was there before, or forgotten with it, and read as another's
+//! or as zeros. No event says when it happened, so the calls themselves are ordered: `mremap` runs alone, the others that
+//! make events side by side (an unmapping that is told late drops nothing but the knowledge of resident pages: while an
+//! event is unread nothing moves). `fork` runs alone too: the child's tables are a copy, and no event of the parent's is
+//! told to it; and so do the ticker's scans: between the event of `madvise` and its end old pages are still there.
+//!
+//! Calls are wrapped where libc makes them (the agent's `patch`). Those that a program makes with instructions of its own
+//! are not ordered.
+//!
+//! Lock order: this one before the pager's. Its holder waits for events to be read, so the handler never takes it; and
+//! the ticker, which sees to it that the handler runs, waits for it a moment only. Its holder has all signals blocked: a
+//! signal handler might make such calls, or never return.
+
+use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
+use uzswap_sys::rwlock::RwLock;
+use uzswap_sys::thread;
+
+/// How long the ticker waits for calls to end (nanoseconds).
+const SCAN_WAITS_NS: u64 = 2_000_000;
+
+/// How long engaging waits for calls that began before they were ordered: so many times so long (nanoseconds). (A signal
+/// handler that does not return leaves one counted for good.)
+const ENGAGE_WAITS: u32 = 100;
+const ENGAGE_WAIT_NS: u64 = 200_000;
+
+/// What a call holds while it runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub enum Held {
+    /// Nothing but a count: no memory is managed yet.
+    Counted,
+    /// The lock, with others.
+    Shared,
+    /// The lock, alone.
+    Alone,
+}
+
+/// Orders the calls of one process.
+#[derive(Default)]
+pub struct Calls {
+    lock: RwLock,
+    /// Whether calls take the lock: from before any memory is registered on.
+    ordered: AtomicBool,
+    /// Calls under way that did not.
+    unordered: AtomicU32,
+}
+
+impl Calls {
+    /// Before a call while no memory is managed; false when it must be begun with [`Calls::begin`].
+    pub fn begin_unordered(&self) -> bool {
+        if !self.ordered.load(Relaxed) {
+            self.unordered.fetch_add(1, SeqCst);
+            if !self.ordered.load(SeqCst) {
+                return true;
+            }
+            self.unordered.fetch_sub(1, Release);
+        }
+        false
+    }
+
+    /// Before a call, with all signals blocked: `alone` where it is `mremap`.
+    pub fn begin(&self, alone: bool) -> Held {
+        if alone {
+            self.lock.take();
+            Held::Alone
+        } else {
+            self.lock.share();
+            Held::Shared
+        }
+    }
+
+    /// After it.
+    pub fn end(&self, held: Held) {
+        match held {
+            Held::Counted => drop(self.unordered.fetch_sub(1, Release)),
+            Held::Shared => self.lock.unshare(),
+            Held::Alone => self.lock.release(),
+        }
+    }
+
+    /// Orders calls from now on, before any memory is registered; waits for those under way.
+    pub fn order(&self) {
+        self.order_waiting(ENGAGE_WAITS);
+    }
+
+    fn order_waiting(&self, times: u32) {
+        self.ordered.store(true, SeqCst);
+        for _ in 0..times {
+            if self.unordered.load(SeqCst) == 0 {
+                return;
+            }
+            thread::sleep_ns(ENGAGE_WAIT_NS);
+        }
+    }
+
+    /// Keeps calls from running, for a fork.
+    pub fn stop(&self) {
+        self.lock.take();
+    }
+
+    /// Keeps calls from running, for a scan; false when they cannot be kept from it now.
+    pub fn try_stop(&self) -> bool {
+        self.lock.take_within(SCAN_WAITS_NS)
+    }
+
+    /// Lets them run again.
+    pub fn go_on(&self) {
+        self.lock.release();
+    }
+
+    /// In a forked child, of whose threads only the one that forked is left.
+    pub fn forget_others(&self) {
+        self.unordered.store(0, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicBool;
+
+    #[test]
+    fn what_began_unordered_has_ended_before_memory_is_managed() {
+        let (calls, ended) = (Calls::default(), AtomicBool::new(false));
+        assert!(calls.begin_unordered());
+        std::thread::scope(|threads| {
+            let engages = threads.spawn(|| {
+                calls.order_waiting(u32::MAX);
+                ended.load(SeqCst)
+            });
+            while calls.begin_unordered() {
+                calls.end(Held::Counted);
+            }
+            ended.store(true, SeqCst);
+            calls.end(Held::Counted);
+            assert!(engages.join().unwrap(), "it did not wait");
+        });
+        assert_eq!(calls.unordered.load(SeqCst), 0);
+    }
+
+    #[test]
+    fn a_scan_waits_for_no_call_for_long() {
+        let calls = Calls::default();
+        let held = calls.begin(false);
+        assert!(!calls.try_stop());
+        calls.end(held);
+        assert!(calls.try_stop());
+        calls.go_on();
+    }
+}
