@@ -12,7 +12,7 @@
 //! Lock order: the batch's leader holds the crew, then the lock of the helpers' tools, which nobody else asks for. Tools
 //! are made with the pager's lock held, as everything that allocates.
 
-use crate::arena::{Layout, PAGE};
+use crate::arena::PAGE;
 use crate::inject::Site;
 use crate::object;
 use crate::pager::Pager;
@@ -143,11 +143,17 @@ extern "C" fn run_helper(pager: usize) -> ! {
 impl Batch {
     /// Compresses every unit; needs no lock.
     pub fn compress(&mut self, pager: &Pager) {
-        if core::mem::take(&mut self.shared) {
-            self.compress_shared(pager);
+        if self.shared {
+            self.post(pager);
+            self.finish(pager);
         } else {
             self.compress_alone(pager);
         }
+    }
+
+    /// Whether helpers are at it: `finish` comes before anything else then.
+    pub(crate) fn is_posted(&self) -> bool {
+        self.posted.is_some()
     }
 
     fn compress_alone(&mut self, pager: &Pager) {
@@ -173,25 +179,36 @@ impl Batch {
         }
     }
 
-    /// Each unit's output lies where its pages would.
-    fn compress_shared(&mut self, pager: &Pager) {
-        let mut tools = pager.tools.lock();
+    /// Has the helpers begin with a batch that is shared. Each unit's output lies where its pages would.
+    pub(crate) fn post(&mut self, pager: &Pager) {
+        self.shared = false;
+        // (Held until the batch is finished, by whatever thread.)
+        core::mem::forget(pager.tools.lock());
+        // SAFETY: the lock is held, and helpers use the tools only while the job is posted, each its own.
+        let tools = unsafe { pager.tools.assume_locked() };
         let pages = self.pages();
         assert!(self.out.len() >= pages * PAGE && self.hashes.len() >= pages, "prepare made room");
         let parts = Parts {
+            pager,
             units: self.units.as_mut_ptr(),
             out: self.out.as_mut_ptr(),
             hashes: self.hashes.as_mut_ptr(),
             own: &raw mut self.tools,
             others: tools.as_mut_ptr(),
-            layout: pager.layout,
             dense: self.use_dense,
         };
-        let parts = &parts;
-        // SAFETY: the crew gives each unit to one worker, and each worker its own number.
-        let late =
-            pager.crew.share(self.units.len(), tools.len(), &|worker, i| unsafe { parts.pack(pager, worker, i) });
-        drop(tools);
+        // SAFETY: the crew gives each unit to one worker, and each worker its own number; the batch stays where it is, and as
+        // it is, until it is finished.
+        let work = move |worker, i| unsafe { parts.pack(worker, i) };
+        self.posted = Some(pager.crew.post(self.units.len(), tools.len(), Box::new(work)));
+    }
+
+    /// Compresses what helpers have left of a batch that was posted, and waits for them.
+    pub(crate) fn finish(&mut self, pager: &Pager) {
+        let Some(posted) = self.posted.take() else { return };
+        let late = pager.crew.finish(posted);
+        // SAFETY: taken, and its guard forgotten, by `post`.
+        unsafe { pager.tools.force_unlock() };
         pager.crew.step_down();
         if late {
             pager.crew_rest.store(REST, Relaxed);
@@ -200,32 +217,36 @@ impl Batch {
 }
 
 /// A batch as its workers see it.
+#[derive(Clone, Copy)]
 struct Parts {
+    pager: *const Pager,
     units: *mut Unit,
     out: *mut u8,
     hashes: *mut u128,
     own: *mut Tools,
     others: *mut Tools,
-    layout: Layout,
     dense: bool,
 }
 // SAFETY: workers use different elements: see `pack`.
 unsafe impl Sync for Parts {}
+// SAFETY: as above.
+unsafe impl Send for Parts {}
 
 impl Parts {
     /// Compresses unit `i`.
     ///
     /// # Safety
-    /// No other worker may have this unit or this worker's number; the pointers must be to whole batches: units, tools of
-    /// all helpers, room for the pages of all units and for their hashes.
-    unsafe fn pack(&self, pager: &Pager, worker: usize, i: usize) {
+    /// No other worker may have this unit or this worker's number; the pointers must be to a whole batch: units, tools of all
+    /// helpers, room for the pages of all units and for their hashes.
+    unsafe fn pack(&self, worker: usize, i: usize) {
         // SAFETY: the unit and the tools are this worker's alone. A unit's pages, and so its bytes of output and its
         // hashes, are no other unit's. Busy pages' frames neither move nor change until commit.
         unsafe {
+            let pager = &*self.pager;
             let u = &mut *self.units.add(i);
             let tools = &mut *if worker == 0 { self.own } else { self.others.add(worker - 1) };
             let pages = 1usize << u.order;
-            let bytes = self.layout.frames(u.slot, pages);
+            let bytes = pager.layout.frames(u.slot, pages);
             let hashes = core::slice::from_raw_parts_mut(self.hashes.add(u.page_at), pages);
             let out = core::slice::from_raw_parts_mut(self.out.add(u.page_at * PAGE), pages * PAGE);
             u.out_at = u.page_at * PAGE;
@@ -256,6 +277,7 @@ mod tests {
     use super::*;
     use crate::deliver::decode;
     use crate::placement::Helpers;
+    use crate::state::BLOCK_PAGES;
     use crate::testing;
     use uzswap_mm::lru::List;
     use uzswap_mm::pagetable::Tag;
@@ -312,6 +334,53 @@ mod tests {
         }
         println!("{shared} batches were shared");
         assert!(shared > 0);
+        drop(s);
+        p.crew.end();
+        helper.join().unwrap();
+    }
+
+    /// A round of reclaim leaves its pages to helpers and the next one stores them; what the program drops meanwhile is not
+    /// stored.
+    #[test]
+    fn what_was_posted_is_stored_later() {
+        let p = testing::pager(128 << 20);
+        let mut s = p.state.lock();
+        if p.helpers_wanted(&s) == 0 {
+            return println!("skipped: one CPU");
+        }
+        let helper = std::thread::spawn(|| p.help(0));
+        while p.crew.helpers() == 0 {
+            std::thread::yield_now();
+        }
+        let at = testing::memory(p, N);
+        let first = (at / PAGE) as u64;
+        (0..N).for_each(|page| testing::put(p, at + page * PAGE, &content(page, 0)));
+        s.list_resident(first, N, List::Inactive, |_| None);
+        let (mut posted, mut dropped) = (0, Vec::new());
+        while s.resident + s.idle_staged() > 0 {
+            (0..8).for_each(|_| s.placement.fault_on(0, 1, Helpers::default(), false));
+            assert!(p.direct_round(&mut s, 64, 0, Some(BLOCK_PAGES + 1)).1.is_ok());
+            if s.direct.as_ref().is_some_and(|batch| batch.is_posted()) {
+                posted += 1;
+                let busy = (first..first + N as u64).find(|vpn| s.pt.get(*vpn).tag() == Tag::Busy).expect("posted");
+                crate::events::forget_range(&mut s, busy, busy + 1);
+                dropped.push(busy);
+            }
+        }
+        println!("{posted} batches were posted");
+        assert!(posted > 0);
+        p.store_posted(&mut s);
+        assert_eq!((s.busy, s.staged, s.swapped), (0, 0, N - dropped.len()));
+        for page in 0..N {
+            let vpn = first + page as u64;
+            let pte = s.pt.get(vpn);
+            assert_eq!(pte.tag(), if dropped.contains(&vpn) { Tag::None } else { Tag::Compressed }, "page {page}");
+            if pte.tag() == Tag::Compressed {
+                let mut plain = vec![0; PAGE << object::order(s.object(pte.handle()))];
+                assert!(decode(&mut s, pte.handle(), &mut plain), "page {page}");
+                assert!(plain[pte.index() * PAGE..][..PAGE] == content(page, 0), "page {page}");
+            }
+        }
         drop(s);
         p.crew.end();
         helper.join().unwrap();

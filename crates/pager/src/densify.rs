@@ -58,6 +58,7 @@ impl Pager {
             return false;
         }
         // (The fault path's own: a context of zstd is large, and both are used with the lock held.)
+        self.store_posted(s);
         let mut batch = s.take_direct();
         let (mut done, mut gained) = (0, 0);
         for _ in 0..LOOK {

@@ -89,7 +89,7 @@ impl Pager {
                         let busy = self.kin.load(Relaxed) || self.excess(&s) > 0;
                         s.placement.fault_on(cpu, tid, helpers, busy);
                     }
-                    self.make_room(&mut s);
+                    self.make_room(&mut s, (address / PAGE) as u64);
                     for tried in 0..=DISK_WAITS {
                         if !self.waits_for_disk(&s) {
                             break;
@@ -103,7 +103,7 @@ impl Pager {
                         drop(s);
                         lock::futex_wait(&self.swap_progress, seen, Some(DISK_WAIT_NS), false);
                         s = self.state.lock();
-                        self.make_room(&mut s);
+                        self.make_room(&mut s, (address / PAGE) as u64);
                     }
                 }
                 Ok(Some(event)) => self.event(&mut s, event),

@@ -31,6 +31,7 @@ impl Pager {
     pub fn before_fork(&self) {
         self.calls.stop();
         let mut s = self.lock_in_hook();
+        self.store_posted(&mut s);
         if let Some(rings) = self.rings {
             s.fork_number = rings.fork_number();
             s.note(Record::number(trace::Kind::Fork, s.fork_number));

@@ -191,7 +191,7 @@ impl Pager {
             if self.at_floor(s) {
                 break;
             }
-            let (left, staged) = self.direct_round(s, BATCH_PAGES, 0);
+            let (left, staged) = self.direct_round(s, BATCH_PAGES, 0, None);
             if left == 0 {
                 staged?;
                 break;

@@ -53,6 +53,7 @@ impl Pager {
 
     /// Stores what is staged, as far as there is room, and gives the frames back; the lock is held throughout.
     fn store_staged(&self, s: &mut State) {
+        self.store_posted(s);
         let mut batch = s.take_direct();
         loop {
             let before = s.idle_staged();
@@ -146,7 +147,7 @@ impl Pager {
         while at < to {
             let mut s = self.state.lock();
             let end = to.min(at + BATCH_PAGES as u64 / 4);
-            self.make_room(&mut s);
+            self.make_room(&mut s, at);
             let (n, stopped) = self.bring_range(&mut s, at, end);
             came += n;
             if stopped < end {

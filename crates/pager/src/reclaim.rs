@@ -136,7 +136,7 @@ impl Pager {
     /// Reclaims before a fault is served, where the thread that serves it is to do so by itself, or where the reclaim
     /// thread has fallen behind and the limit is exceeded: whoever faults then pays. (Not after fork: pages that must
     /// be un-shared first would be tried in vain before each fault.)
-    pub fn make_room(&self, s: &mut State) {
+    pub fn make_room(&self, s: &mut State, vpn: u64) {
         let behind = self.excess(s) > 0 && !self.kin.load(Relaxed);
         if !behind && !self.handler_reclaims(s) {
             return;
@@ -145,12 +145,13 @@ impl Pager {
         // from it) while the group stays within a band below its limit.
         let margin = self.margin() as isize;
         let spare = s.zone.free_slots(Kind::Frame);
+        let need = s.expected(vpn);
         // What the program takes from the kernel unmanaged shows only when it is asked for.
         if self.counters().pgfault.load(Relaxed).is_multiple_of(32) {
             s.rss = self.rss_now(s);
         }
         let over = self.excess(s) + margin / 2 > 0;
-        if !over && (spare >= BLOCK_PAGES || self.excess(s) + margin < 0) {
+        if !over && (spare >= need || self.excess(s) + margin < 0) {
             return;
         }
         s.rss = self.rss_now(s);
@@ -168,7 +169,7 @@ impl Pager {
         let refused = self.zswap_is_full(s) && faults < self.refused_until.load(Relaxed);
         if !floor && !refused {
             let keep = self.stage_target(s);
-            let (left, _) = self.direct_round(s, BATCH_PAGES, keep);
+            let (left, _) = self.direct_round(s, BATCH_PAGES.max(need), keep, Some(need));
             if left < BATCH_PAGES / 4 && self.zswap_is_full(s) {
                 self.refused_until.store(faults + 32, Relaxed);
             }
@@ -201,11 +202,12 @@ impl Pager {
     /// [`EventPending`]: nothing could be moved before an event is read.
     pub fn direct_reclaim(&self, s: &mut State, n: usize) -> Result<(), EventPending> {
         self.counters().direct_reclaim.fetch_add(1, Relaxed);
+        self.store_posted(s);
         for _ in 0..4 {
             if s.zone.free_slots(Kind::Frame) >= n {
                 break;
             }
-            let (left, staged) = self.direct_round(s, n.clamp(16, BATCH_PAGES), 0);
+            let (left, staged) = self.direct_round(s, n.clamp(16, BATCH_PAGES), 0, None);
             if left == 0 && s.zone.free_slots(Kind::Frame) < n {
                 return staged;
             }
@@ -214,15 +216,46 @@ impl Pager {
     }
 
     /// One round of reclaim in the calling thread, which holds the lock: `want` pages are staged beyond the `keep` that stay
-    /// so, and stored. Returns the pages that left, and whether an unread event kept any from being staged.
-    pub(crate) fn direct_round(&self, s: &mut State, want: usize, keep: usize) -> (usize, Result<(), EventPending>) {
+    /// so, and stored. Where helpers compress them and there are frames enough for now they may be stored `later`, by the
+    /// next round. Returns the pages that left, and whether an unread event kept any from being staged.
+    pub(crate) fn direct_round(
+        &self,
+        s: &mut State,
+        want: usize,
+        keep: usize,
+        later: Option<usize>,
+    ) -> (usize, Result<(), EventPending>) {
+        let mut left = self.store_posted(s);
         let mut batch = s.take_direct();
         let staged = self.stage(s, (keep + want).saturating_sub(s.idle_staged()));
         self.prepare(s, &mut batch, want, keep);
-        batch.compress(self);
-        let left = self.commit(s, &mut batch);
+        // (At random a fault brings a page or a block: interrupting the helpers' CPUs for each costs more than they do.)
+        let need = later.filter(|need| batch.shared && *need > BLOCK_PAGES);
+        if need.is_none_or(|need| s.zone.free_slots(Kind::Frame) < need) {
+            batch.compress(self);
+            left += self.commit(s, &mut batch);
+            if need.is_some() {
+                let _ = self.stage(s, (keep + want).saturating_sub(s.idle_staged()));
+                self.prepare(s, &mut batch, want, keep);
+            }
+        }
+        if batch.shared {
+            batch.post(self);
+        } else if !batch.is_empty() {
+            batch.compress(self);
+            left += self.commit(s, &mut batch);
+        }
         s.direct = Some(batch);
         (left, staged.map(|_| ()))
+    }
+
+    /// Stores what a round left to helpers; returns the pages that left.
+    pub(crate) fn store_posted(&self, s: &mut State) -> usize {
+        let Some(mut batch) = s.direct.take_if(|batch| batch.is_posted()) else { return 0 };
+        batch.finish(self);
+        let left = self.commit(s, &mut batch);
+        s.direct = Some(batch);
+        left
     }
 
     /// Gives up to `pages` free frames back to the kernel.

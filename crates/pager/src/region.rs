@@ -454,6 +454,7 @@ impl Drop for Region {
             // SAFETY: alive until below.
             let pager = unsafe { &*self.pager };
             pager.stopping.store(true, Release);
+            pager.store_posted(&mut pager.state.lock());
             pager.wake_reclaim();
             pager.crew.end();
             self.threads.drain(..).for_each(|thread| drop(thread.join()));

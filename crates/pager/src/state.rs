@@ -351,6 +351,12 @@ impl State {
         Some(handle)
     }
 
+    /// Pages that a fault is likely to bring: a block, or what goes with the stream it belongs to.
+    pub fn expected(&self, vpn: u64) -> usize {
+        let stream = self.streams.iter().find(|(next, _)| *next == vpn);
+        stream.map_or(BLOCK_PAGES, |(_, log)| BLOCK_PAGES.max(1 << (log + 2).min(7)))
+    }
+
     /// The fault path's own batch, to be put back with `direct`.
     pub fn take_direct(&mut self) -> Box<Batch> {
         self.direct.take().unwrap_or_else(|| Box::new(Batch::new(Compressor::new(self.algorithm))))

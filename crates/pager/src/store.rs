@@ -25,6 +25,7 @@ use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Pte, Tag}
 use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
 use uzswap_mm::zswap::{self, Packed, Refused};
+use uzswap_sys::crew::Posted;
 
 /// Pages compressed per batch, but for a folio that is larger.
 pub const BATCH_PAGES: usize = 64;
@@ -77,6 +78,8 @@ pub struct Batch {
     pub(crate) use_dense: bool,
     /// Whether helpers take part in compressing it.
     pub(crate) shared: bool,
+    /// What helpers are at.
+    pub(crate) posted: Option<Posted>,
     /// Made when verification is first asked for, with a buffer of the largest unit.
     pub(crate) verifier: Option<(Decompressor, Vec<u8>)>,
     /// Scratch of `commit`.
@@ -95,6 +98,7 @@ impl Batch {
             tools: Tools { warm: compressor, dense: None },
             use_dense: false,
             shared: false,
+            posted: None,
             verifier: None,
             plan: Vec::with_capacity(BATCH_PAGES + 16),
             places: Vec::with_capacity(BATCH_PAGES + 16),
@@ -104,6 +108,10 @@ impl Batch {
     /// The compressor for what is to be dense, and room for two blocks (between batches).
     pub fn dense(&mut self) -> (&mut Compressor, &mut [u8]) {
         (self.tools.dense(), &mut self.out[..2 * BLOCK])
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.units.is_empty()
     }
 
     pub(crate) fn pages(&self) -> usize {

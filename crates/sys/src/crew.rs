@@ -1,12 +1,13 @@
 //! Work in pieces that several threads share, for threads without TLS.
 //!
-//! A leader has `n` pieces to do. It calls the helpers, which sleep on a futex, and takes pieces itself until none is left;
-//! a helper that comes while there are some takes them likewise. So a helper that is slow to wake costs nothing but the
-//! call, and the leader waits for no more than the pieces that helpers have begun.
+//! A leader has `n` pieces to do. It posts them, which wakes the helpers that sleep on a futex, does what else it has to do,
+//! and in the end takes pieces itself until none is left; a helper that comes while there are some takes them likewise. So
+//! a helper that is slow to wake costs nothing but the call, and the leader waits for no more than the pieces that helpers
+//! have begun.
 //!
-//! Invariant: what the leader shares lives on its stack. It takes the pointer back before it looks whether a helper is
-//! inside, and a helper says that it is inside before it reads the pointer, each with a fence between. So none has the
-//! pointer when the leader returns. (Modelled with loom below.)
+//! Invariant: the leader takes the pointer to the job back before it looks whether a helper is inside, and a helper says
+//! that it is inside before it reads the pointer, each with a fence between. So none has the pointer when the job has been
+//! finished. (Modelled with loom below.)
 //!
 //! In a forked child there are no helpers: [`Crew::reset`].
 
@@ -24,16 +25,19 @@ use {
 /// Looks at what helpers are at before sleeping: a piece takes some ten microseconds.
 const SPINS: usize = if cfg!(loom) { 1 } else { 2000 };
 
-/// The pieces of one piece of work: `f(worker, piece)` does one.
-struct Job<'a> {
-    f: &'a (dyn Fn(usize, usize) + Sync),
+/// What does one piece: `f(worker, piece)`.
+type Work = dyn Fn(usize, usize) + Sync + Send;
+
+/// The pieces of one piece of work.
+struct Job {
+    f: Box<Work>,
     n: usize,
     /// Helpers of a higher number do not take part.
     helpers: usize,
     next: AtomicUsize,
 }
 
-impl Job<'_> {
+impl Job {
     /// Does pieces until there are no more.
     fn take_part(&self, worker: usize) {
         loop {
@@ -46,13 +50,16 @@ impl Job<'_> {
     }
 }
 
+/// Work that was posted, to be given to [`Crew::finish`]. (Dropped without, it is leaked: helpers may be at it.)
+pub struct Posted(core::mem::ManuallyDrop<Box<Job>>);
+
 /// A leader at a time, and helpers.
 pub struct Crew {
     /// Bumped to call the helpers.
     call: AtomicU32,
     /// Helpers that may have the job.
     inside: AtomicU32,
-    job: AtomicPtr<Job<'static>>,
+    job: AtomicPtr<Job>,
     led: AtomicBool,
     ended: AtomicBool,
     /// Helpers there are.
@@ -87,22 +94,28 @@ impl Crew {
         self.led.store(false, SeqCst);
     }
 
-    /// Does the pieces `0..n` of some work, each once, in the calling thread (worker 0) and in the first `helpers` that
-    /// joined (1 and up); returns when all are done, and whether the caller waited for a helper longer than it had worked itself (the
-    /// helper's CPU is wanted by others). `f` must not panic. Only for the leader.
-    pub fn share(&self, n: usize, helpers: usize, f: &(dyn Fn(usize, usize) + Sync)) -> bool {
-        let began = now_ns();
-        let job = Job { f, n, helpers, next: AtomicUsize::new(0) };
-        self.job.store(core::ptr::from_ref(&job).cast_mut().cast(), SeqCst);
+    /// Calls the first `helpers` that joined (workers 1 and up) to do the pieces `0..n` of some work, each once. Only for the
+    /// leader, who finishes it before posting anything else. `f` must not panic.
+    pub fn post(&self, n: usize, helpers: usize, f: Box<Work>) -> Posted {
+        let job = Box::new(Job { f, n, helpers, next: AtomicUsize::new(0) });
+        self.job.store(core::ptr::from_ref(&*job).cast_mut(), SeqCst);
         self.call.fetch_add(1, SeqCst);
         futex_wake(&self.call, u32::MAX >> 1, false);
-        job.take_part(0);
+        Posted(core::mem::ManuallyDrop::new(job))
+    }
+
+    /// Does what is left of it in the calling thread (worker 0); returns when all is done, and whether the caller waited for
+    /// a helper longer than it had worked itself (the helper's CPU is wanted by others).
+    pub fn finish(&self, posted: Posted) -> bool {
+        let began = now_ns();
+        posted.0.take_part(0);
         self.job.store(core::ptr::null_mut(), SeqCst);
         fence(SeqCst);
         let (mut looks, done) = (0, now_ns());
         loop {
             let inside = self.inside.load(SeqCst);
             if inside == 0 {
+                drop(core::mem::ManuallyDrop::into_inner(posted.0));
                 return looks > SPINS && now_ns() - done > done - began;
             }
             looks += 1;
@@ -125,8 +138,7 @@ impl Crew {
             fence(SeqCst);
             let job = self.job.load(SeqCst);
             if !job.is_null() {
-                // SAFETY: the leader, which owns it, does not return before this thread is no longer inside (see the
-                // module).
+                // SAFETY: the leader, who owns it, does not drop it before this thread is no longer inside (see the module).
                 let job = unsafe { &*job };
                 if worker <= job.helpers {
                     job.take_part(worker);
@@ -165,7 +177,7 @@ impl Default for Crew {
 mod tests {
     use super::*;
     use std::collections::BTreeSet;
-    use std::sync::Mutex;
+    use std::sync::{Arc, Mutex};
 
     #[test]
     fn each_piece_is_done_once() {
@@ -174,16 +186,18 @@ mod tests {
             (0..3).for_each(|_| drop(threads.spawn(|| crew.help())));
             let mut by_helpers = 0;
             for round in 0..2000 {
-                let done: Vec<_> = (0..round % 40).map(|_| AtomicUsize::new(0)).collect();
-                let workers = Mutex::new(BTreeSet::new());
+                let done: Arc<Vec<_>> = Arc::new((0..round % 40).map(|_| AtomicUsize::new(0)).collect());
+                let workers = Arc::new(Mutex::new(BTreeSet::new()));
                 assert!(crew.lead() && !crew.lead());
-                crew.share(done.len(), 2, &|worker, piece| {
-                    done[piece].fetch_add(1, Relaxed);
-                    workers.lock().unwrap().insert(worker);
-                });
+                let shared = (done.clone(), workers.clone());
+                let work = move |worker, piece: usize| {
+                    shared.0[piece].fetch_add(1, Relaxed);
+                    shared.1.lock().unwrap().insert(worker);
+                };
+                crew.finish(crew.post(done.len(), 2, Box::new(work)));
                 crew.step_down();
                 assert!(done.iter().all(|n| n.load(Relaxed) == 1), "round {round}");
-                let workers = workers.into_inner().unwrap();
+                let workers = workers.lock().unwrap();
                 assert!(workers.iter().all(|w| *w <= 2));
                 by_helpers += usize::from(workers.iter().any(|w| *w > 0));
             }
@@ -201,11 +215,12 @@ mod tests {
         crew.reset();
         assert_eq!(crew.helpers(), 0);
         assert!(crew.lead());
-        let done = AtomicUsize::new(0);
-        crew.share(5, 3, &|worker, _| {
-            assert_eq!(worker, 0);
-            done.fetch_add(1, Relaxed);
-        });
+        let done = Arc::new(AtomicUsize::new(0));
+        let count = done.clone();
+        let work = move |worker, _| {
+            count.fetch_add(1 + 100 * worker, Relaxed);
+        };
+        crew.finish(crew.post(5, 3, Box::new(work)));
         assert_eq!(done.load(Relaxed), 5);
     }
 }
@@ -228,19 +243,22 @@ mod tests {
                 loom::thread::spawn(move || crew.help())
             };
             // loom's cell finds two accesses at once by itself.
-            let pieces = [UnsafeCell::new(0), UnsafeCell::new(0)];
-            struct Shared<'a>(&'a [UnsafeCell<u32>; 2]);
+            struct Pieces([UnsafeCell<u32>; 2]);
             // SAFETY: the crew gives each piece to one thread.
-            unsafe impl Sync for Shared<'_> {}
-            let shared = Shared(&pieces);
-            let shared = &shared;
+            unsafe impl Sync for Pieces {}
+            // SAFETY: as above.
+            unsafe impl Send for Pieces {}
+            let pieces = Arc::new(Pieces([UnsafeCell::new(0), UnsafeCell::new(0)]));
+            let shared = pieces.clone();
             assert!(crew.lead());
-            crew.share(2, 1, &move |_, piece| {
+            let work = move |_, piece: usize| {
+                let Pieces(shared) = &*shared;
                 // SAFETY: as above.
-                shared.0[piece].with_mut(|n| unsafe { *n += 1 })
-            });
+                shared[piece].with_mut(|n| unsafe { *n += 1 })
+            };
+            crew.finish(crew.post(2, 1, Box::new(work)));
             crew.step_down();
-            for piece in &pieces {
+            for piece in &pieces.0 {
                 // SAFETY: nobody else has it any more.
                 piece.with_mut(|n| unsafe { assert_eq!(*n, 1) });
             }

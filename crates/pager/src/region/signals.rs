@@ -194,7 +194,7 @@ impl Pager {
             let tid = uzswap_sys::thread::gettid() as u32;
             s.placement.fault_on(usize::try_from(cpu).unwrap_or(0), tid, helpers, false);
         }
-        self.make_room(&mut s);
+        self.make_room(&mut s, vpn);
         // What cannot be done now (EAGAIN of the kernel) is tried again by the access itself, which faults again.
         let _ = self.serve(&mut s, Request { vpn, write });
         let lost = s.pt.get(vpn).tag() == Tag::Poisoned;
