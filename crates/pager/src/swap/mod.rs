@@ -25,10 +25,13 @@
 
 pub mod backend;
 pub mod clusters;
+mod dense;
 mod io;
 mod pipeline;
 mod seal;
 mod swapin;
+#[cfg(test)]
+mod tests;
 mod writeback;
 
 pub use swapin::ReadBuffer;
@@ -79,6 +82,10 @@ pub struct Swap {
     pool_full: PoolFull,
     /// What each write under way has aboard.
     flights: [Vec<Flight>; pipeline::DEPTH],
+    /// Objects to be recompressed rather than written, taken off the list.
+    aside: Vec<Entry>,
+    /// What is being recompressed.
+    packing: Option<dense::Unit>,
     /// Clusters that a write failed in: nothing more is written there.
     bad: Vec<u32>,
     /// Writes that failed since one succeeded.
@@ -104,6 +111,8 @@ impl Swap {
             shrinker: Shrinker::new(Policy::from_number(map.policy.load(Relaxed))),
             pool_full: PoolFull::default(),
             flights: Default::default(),
+            aside: Vec::with_capacity(dense::MOST_ASIDE),
+            packing: None,
             bad: Vec::new(),
             failures: 0,
             rest_until: 0,
@@ -238,6 +247,7 @@ impl State {
                 self.landed(slot, flight);
             }
         }
+        swap.give_up_recompression(self);
         let clusters: Vec<u32> = swap.books.clusters().collect();
         for cluster in clusters {
             if swap.books.drop_if_empty(cluster) {

@@ -10,6 +10,7 @@
 //!
 //! An object that only backs kept copies of resident pages is no use on disk: it is dropped when its turn comes.
 
+use super::dense::{MOST_ASIDE, Packer, is_warm};
 use super::io::Trouble;
 use super::pipeline::Writes;
 use super::{FRONT, Flight, MOST_OBJECT, Swap, checksum};
@@ -51,7 +52,7 @@ pub(super) fn blocks(bytes: usize) -> Vec<Block> {
 }
 
 /// What a round came to.
-enum Round {
+pub(super) enum Round {
     /// Nothing to do, or nothing that can be done, for so long (nanoseconds).
     Rest(u64),
     /// Objects were looked at only.
@@ -69,6 +70,7 @@ impl Pager {
             let _s = self.state.lock();
             Writes::new(self)
         };
+        let mut packer = Packer::default();
         loop {
             let word = self.swap_wake.load(Acquire);
             let slot = loop {
@@ -102,6 +104,7 @@ impl Pager {
                     self.begin_write(&mut writes, slot, at, len);
                 }
             }
+            self.make_dense(&mut packer);
         }
     }
 
@@ -110,12 +113,12 @@ impl Pager {
         self.swap_progressed();
     }
 
-    fn swap_progressed(&self) {
+    pub(super) fn swap_progressed(&self) {
         self.swap_progress.fetch_add(1, Release);
         lock::futex_wake(&self.swap_progress, u32::MAX >> 1, false);
     }
 
-    fn plan_round(&self, s: &mut State, slot: usize, buffer: &mut [u8]) -> Round {
+    pub(super) fn plan_round(&self, s: &mut State, slot: usize, buffer: &mut [u8]) -> Round {
         let Some(mut swap) = s.swap.take() else { return Round::Rest(REST_NS) };
         let round = self.plan_run(s, &mut swap, slot, buffer);
         s.swap = Some(swap);
@@ -139,7 +142,11 @@ impl Pager {
         let (met, freed) = self.fill_run(s, swap, slot, &mut run, buffer, (want, pressed));
         self.me().pool.store(s.pool.held_bytes() as u64, Relaxed);
         if swap.flights[slot].is_empty() {
-            return if freed || met == MOST_MET { Round::Again } else { Round::Rest(IDLE_NS) };
+            return if freed || met == MOST_MET || !swap.aside.is_empty() {
+                Round::Again
+            } else {
+                Round::Rest(IDLE_NS)
+            };
         }
         let (at, len) = swap.books.extent(&run);
         buffer[run.filled()..len].fill(0);
@@ -147,7 +154,7 @@ impl Pager {
     }
 
     /// Where the next run goes; a cluster that has no room on disk yet is to be extended first.
-    fn find_run(&self, swap: &mut Swap) -> Result<Run, Round> {
+    pub(super) fn find_run(&self, swap: &mut Swap) -> Result<Run, Round> {
         let map = swap.map;
         let Some(me) = self.own_row(map) else { return Err(self.file_is_full(swap)) };
         swap.row = me;
@@ -196,7 +203,7 @@ impl Pager {
 
     /// Fills a run with objects that are to go, until about `want` bytes are and, if `pressed`, all that were due have
     /// been met; returns how many objects it met and whether memory was freed already.
-    fn fill_run(
+    pub(super) fn fill_run(
         &self,
         s: &mut State,
         swap: &mut Swap,
@@ -205,13 +212,19 @@ impl Pager {
         buffer: &mut [u8],
         (want, pressed): (usize, bool),
     ) -> (usize, bool) {
-        let (mut met, mut freed) = (0, 0);
-        while met < MOST_MET && (freed + run.filled() < want || (pressed && swap.shrinker.due() > 0)) {
+        // (What is set aside gets smaller by a quarter or more.)
+        let (mut met, mut freed, mut hoped) = (0, 0, 0);
+        while met < MOST_MET && (freed + hoped + run.filled() < want || (pressed && swap.shrinker.due() > 0)) {
             let Some(entry) = swap.shrinker.pop() else { break };
             met += 1;
             let Some((out, copies)) = s.pages_of(entry) else { continue };
             let head = s.header_of(entry);
-            if head.flags & object::WRITING != 0 || (out | copies) != head.live {
+            if head.flags & object::HELD != 0 {
+                // Everything else has been met. It keeps its place on the list, as its write may fail.
+                swap.shrinker.rotate(entry);
+                break;
+            }
+            if (out | copies) != head.live {
                 // (After mremap of a part its pages are elsewhere: such an object stays.)
                 continue;
             }
@@ -227,6 +240,14 @@ impl Pager {
                 continue;
             }
             let bytes = s.object(entry.handle).len();
+            if copies == 0 && is_warm(&head) {
+                swap.aside.push(entry);
+                hoped += bytes / 4;
+                if swap.aside.len() == MOST_ASIDE {
+                    break;
+                }
+                continue;
+            }
             if out != 0 && run.filled() + (swap.front() + bytes).next_multiple_of(GRAIN) > run.bytes() {
                 swap.shrinker.put_back(entry);
                 break;
@@ -270,7 +291,7 @@ impl Pager {
     }
 
     /// A write has ended.
-    fn complete(&self, s: &mut State, slot: usize, written: bool) {
+    pub(super) fn complete(&self, s: &mut State, slot: usize, written: bool) {
         let Some(mut swap) = s.swap.take() else { return };
         let c = self.counters();
         let mut flights = core::mem::take(&mut swap.flights[slot]);
