@@ -265,6 +265,12 @@ pub struct Slot {
     pub said: AtomicU32,
     /// Thread id of the member's ticker, 0 until it runs.
     pub ticker: AtomicU32,
+    /// Bumped to wake the member's writing thread (a futex word): see `swap::turns`, as for the next two.
+    pub swap_wake: AtomicU32,
+    /// Whether it writes back when it is its turn: `WRITER_NONE` and the others there.
+    pub writer: AtomicU32,
+    /// How far it has gone in the round over full pools (pages).
+    pub turn: AtomicU64,
     /// What a command asks of the member.
     pub request: PageRequest,
     /// The member's counters.
@@ -284,6 +290,8 @@ impl Slot {
             charge.store(0, Relaxed);
         }
         self.ticker.store(0, Relaxed);
+        self.writer.store(0, Relaxed);
+        self.turn.store(0, Relaxed);
     }
 }
 
@@ -326,6 +334,8 @@ pub struct Node {
     pub zswap_writeback: AtomicU32,
     /// 1 once the group was said to be full; cleared when a limit changes.
     pub full_said: AtomicU32,
+    /// 1 from the moment the pools took more than they may until they are down to where stores are accepted again.
+    pub pool_full: AtomicU32,
     /// The charge above which members are throttled.
     pub high: AtomicU64,
     /// The limit on resident + pool + metadata.

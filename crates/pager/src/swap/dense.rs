@@ -239,6 +239,9 @@ impl Pager {
         if s.unmark(unit) {
             match packed.and_then(|packed| self.put_dense(s, unit, packed, packer)) {
                 Some(handle) => {
+                    // It was met for as much of it as was gained: pressure that wants more goes on.
+                    let left = s.header_of(Entry { vpn: unit.vpn, handle }).len;
+                    swap.shrinker.met(unit.pages() * (unit.bytes - left) / unit.bytes);
                     let (pages, c) = (u64::from(unit.live.count_ones()), self.counters());
                     c.recompressed_pages.fetch_add(pages, Relaxed);
                     c.recompressed_idle_pages.fetch_add(pages, Relaxed);

@@ -1,6 +1,7 @@
 //! The writing thread's steps, one by one and in the order a test wants them: no thread, no disk, no time.
 
 use super::dense::Packer;
+use super::turns::Task;
 use super::writeback::{Block, RUN_BYTES, Round, blocks, bytes_of};
 use super::*;
 use crate::arena::PAGE;
@@ -42,7 +43,7 @@ impl Scene {
         match self.pager.plan_round(s, slot, bytes_of(&mut self.buffers[slot])) {
             Round::Write(_, len) => Some(len),
             Round::Extend(_) => panic!("the file has all its room"),
-            Round::Again | Round::Rest(_) => None,
+            Round::Again | Round::NotYet | Round::Rest(_) => None,
         }
     }
 
@@ -131,8 +132,9 @@ fn what_is_not_idle_is_given_its_second_chance_only() {
     swap.shrinker.met(swap.shrinker.due() - 4);
     let mut run = scene.pager.find_run(s.swap.as_mut().unwrap()).ok().expect("an empty file");
     let mut swap = s.swap.take().unwrap();
-    let met = scene.pager.fill_run(s, &mut swap, 0, &mut run, bytes_of(&mut scene.buffers[0]), (0, true));
-    assert_eq!((met, swap.aside.len(), swap.shrinker.len()), ((1, false), 0, 1));
+    let task = Task { due: true, ..Task::default() };
+    let met = scene.pager.fill_run(s, &mut swap, 0, &mut run, bytes_of(&mut scene.buffers[0]), task);
+    assert_eq!((met, swap.aside.len(), swap.shrinker.len()), ((false, false), 0, 1));
     s.swap = Some(swap);
     assert!(scene.pack(s).is_none());
     assert_eq!(Header::read(s.object(handle)).flags, 0);

@@ -13,6 +13,7 @@
 use super::dense::{MOST_ASIDE, Packer, is_warm};
 use super::io::Trouble;
 use super::pipeline::Writes;
+use super::turns::{LOOK_NS, Task, Wanted};
 use super::{FRONT, Flight, MOST_OBJECT, Swap, checksum};
 use crate::inject::Site;
 use crate::object;
@@ -55,6 +56,8 @@ pub(super) fn blocks(bytes: usize) -> Vec<Block> {
 pub(super) enum Round {
     /// Nothing to do, or nothing that can be done, for so long (nanoseconds).
     Rest(u64),
+    /// Other members of a group whose pools are full are to go first.
+    NotYet,
     /// Objects were looked at only.
     Again,
     /// A cluster needs room on disk.
@@ -72,7 +75,7 @@ impl Pager {
         };
         let mut packer = Packer::default();
         loop {
-            let word = self.swap_wake.load(Acquire);
+            let word = self.me().swap_wake.load(Acquire);
             let slot = loop {
                 let free = writes.free();
                 match self.next_ended(&mut writes, free.is_none()) {
@@ -82,15 +85,17 @@ impl Pager {
             };
             let round = self.plan_round(&mut self.state.lock(), slot, writes.buffer(slot));
             match round {
-                Round::Rest(_) if writes.under_way() => {
+                Round::Rest(_) | Round::NotYet if writes.under_way() => {
                     if let Some(ended) = self.next_ended(&mut writes, true) {
                         self.write_ended(ended);
                     }
                 }
                 Round::Rest(ns) => {
                     self.swap_progressed();
-                    lock::futex_wait(&self.swap_wake, word, Some(ns), false);
+                    lock::futex_wait(&self.me().swap_wake, word, Some(ns), true);
                 }
+                // (No progress of this process's: who waits for the disk goes on waiting.)
+                Round::NotYet => lock::futex_wait(&self.me().swap_wake, word, Some(LOOK_NS), true),
                 Round::Again => {
                     self.swap_progressed();
                     // Others want the lock, which is not a fair one.
@@ -126,11 +131,28 @@ impl Pager {
     }
 
     fn plan_run(&self, s: &mut State, swap: &mut Swap, slot: usize, buffer: &mut [u8]) -> Round {
-        let (want, pressed) = self.write_back_wanted(s, swap);
-        let want = want.saturating_sub(swap.in_flight());
-        if want == 0 && !pressed {
+        let mut task = match self.write_back_wanted(s, swap) {
+            Wanted::Work(task) => task,
+            Wanted::NotYet => return Round::NotYet,
+            other => {
+                let able = matches!(other, Wanted::Nothing);
+                self.takes_part(able);
+                return Round::Rest(if able { u64::MAX >> 1 } else { REST_NS });
+            }
+        };
+        let wanted = task.bytes > 0;
+        task.bytes = task.bytes.saturating_sub(swap.in_flight());
+        if task.bytes == 0 && !task.due {
             return Round::Rest(u64::MAX >> 1);
         }
+        let round = self.plan_write(s, swap, slot, buffer, task);
+        if wanted {
+            self.takes_part(!matches!(round, Round::Rest(_)));
+        }
+        round
+    }
+
+    fn plan_write(&self, s: &mut State, swap: &mut Swap, slot: usize, buffer: &mut [u8], task: Task) -> Round {
         let rest = swap.rest_until.saturating_sub(thread::now_ns());
         if rest > 0 {
             return Round::Rest(rest);
@@ -139,14 +161,11 @@ impl Pager {
             Ok(run) => run,
             Err(round) => return round,
         };
-        let (met, freed) = self.fill_run(s, swap, slot, &mut run, buffer, (want, pressed));
+        let (more, freed) = self.fill_run(s, swap, slot, &mut run, buffer, task);
         self.me().pool.store(s.pool.held_bytes() as u64, Relaxed);
         if swap.flights[slot].is_empty() {
-            return if freed || met == MOST_MET || !swap.aside.is_empty() {
-                Round::Again
-            } else {
-                Round::Rest(IDLE_NS)
-            };
+            let again = more || freed || !swap.aside.is_empty();
+            return if again { Round::Again } else { Round::Rest(IDLE_NS) };
         }
         let (at, len) = swap.books.extent(&run);
         buffer[run.filled()..len].fill(0);
@@ -201,8 +220,9 @@ impl Pager {
         self.swap_progressed();
     }
 
-    /// Fills a run with objects that are to go, until about `want` bytes are and, if `pressed`, all that were due have
-    /// been met; returns how many objects it met and whether memory was freed already.
+    /// Fills a run with objects that are to go, until the task is done: about as many bytes are, or as many pages have been
+    /// met as it may for that, and what was due has been. Returns whether there is more to be met, and
+    /// whether memory was freed already.
     pub(super) fn fill_run(
         &self,
         s: &mut State,
@@ -210,11 +230,15 @@ impl Pager {
         slot: usize,
         run: &mut Run,
         buffer: &mut [u8],
-        (want, pressed): (usize, bool),
-    ) -> (usize, bool) {
+        task: Task,
+    ) -> (bool, bool) {
         // (What is set aside gets smaller by a quarter or more.)
-        let (mut met, mut freed, mut hoped) = (0, 0, 0);
-        while met < MOST_MET && (freed + hoped + run.filled() < want || (pressed && swap.shrinker.due() > 0)) {
+        let (mut met, mut freed, mut hoped, mut turn) = (0, 0, 0, 0);
+        while met < MOST_MET {
+            let for_room = freed + hoped + run.filled() < task.bytes && turn < task.pages;
+            if !for_room && !(task.due && swap.shrinker.due() > 0) {
+                break;
+            }
             let Some(entry) = swap.shrinker.pop() else { break };
             met += 1;
             let Some((out, copies)) = s.pages_of(entry) else { continue };
@@ -228,7 +252,12 @@ impl Pager {
                 // (After mremap of a part its pages are elsewhere: such an object stays.)
                 continue;
             }
-            swap.shrinker.met(1 << head.order);
+            let warm = copies == 0 && is_warm(&head);
+            if !warm {
+                // (What is to be recompressed counts when that is done, by what it gave.)
+                swap.shrinker.met(1 << head.order);
+                turn += usize::from(for_room) << head.order;
+            }
             let (referenced, reused) = (head.flags & object::REFERENCED != 0, s.pt.hints(entry.vpn) & HINT_REUSED != 0);
             if swap.shrinker.verdict(referenced, reused) == Verdict::Rotate {
                 if referenced {
@@ -240,7 +269,7 @@ impl Pager {
                 continue;
             }
             let bytes = s.object(entry.handle).len();
-            if copies == 0 && is_warm(&head) {
+            if warm {
                 swap.aside.push(entry);
                 hoped += bytes / 4;
                 if swap.aside.len() == MOST_ASIDE {
@@ -261,7 +290,9 @@ impl Pager {
             let flight = self.board(s, swap, run, buffer, entry, out);
             swap.flights[slot].push(flight);
         }
-        (met, freed > 0)
+        self.took_turn(&task, turn);
+        // (Where all that was met had its second chance only, that was progress too.)
+        (met == MOST_MET || turn > 0, freed > 0)
     }
 
     /// Puts an object, which fits, into the run.
