@@ -1,7 +1,7 @@
 //! The writing thread's steps, one by one and in the order a test wants them: no thread, no disk, no time.
 
 use super::dense::Packer;
-use super::turns::Task;
+use super::turns::{Task, Wanted};
 use super::writeback::{Block, RUN_BYTES, Round, blocks, bytes_of};
 use super::*;
 use crate::arena::PAGE;
@@ -324,4 +324,54 @@ fn an_object_whose_write_fails_is_met_again() {
     scene.pager.complete(s, 1, true);
     assert_eq!((s.pt.get(FIRST).tag(), scene.count(|c| &c.zswpwb)), (Tag::Disk, 4));
     end(s, FIRST..FIRST + 4);
+}
+
+/// The pools of a group are full, another member is behind: it is woken and waited for, then passed over. All stop when the
+/// pools are down to where stores are accepted again, not before.
+#[test]
+fn a_full_pool_is_written_back_in_turns() {
+    let scene = Scene::new();
+    let s = &mut *scene.pager.state.lock();
+    let page = scene.pager.group;
+    let (most, mut vpn) = (LIMIT / 100 * 60, FIRST);
+    while s.pool.held_bytes() <= most / 2 {
+        testing::store(s, vpn, 0, 0, half_noise);
+        vpn += 1;
+    }
+    let (me, other) = (scene.pager.me(), &page.slots[1]);
+    page.used.store(2, Relaxed);
+    other.owner.store(uzswap_sys::process::Identity::own().raw(), Relaxed);
+    other.writer.store(turns::WRITER_READY, Relaxed);
+    let full = || page.nodes[0].pool_full.load(Relaxed) == 1;
+    let wanted = |s: &mut State| {
+        let mut swap = s.swap.take().unwrap();
+        let wanted = scene.pager.write_back_wanted(s, &mut swap);
+        s.swap = Some(swap);
+        wanted
+    };
+    let others_pool = |bytes: usize| other.pool.store(bytes as u64, Relaxed);
+    others_pool(most - s.pool.held_bytes());
+    assert!(matches!(wanted(s), Wanted::Nothing) && !full());
+    others_pool(most / 2 + (64 << 10));
+    let Wanted::Work(task) = wanted(s) else { panic!("both are as far") };
+    assert!(full() && task.bytes > 0 && task.pages > 0 && !task.due, "{task:?}");
+
+    // A turn ahead.
+    me.turn.store(10_000, Relaxed);
+    other.turn.store(10_000 - 512, Relaxed);
+    let woken = other.swap_wake.load(Relaxed);
+    assert!(matches!(wanted(s), Wanted::NotYet) && other.swap_wake.load(Relaxed) != woken);
+    assert_eq!(other.writer.load(Relaxed), turns::WRITER_READY);
+    s.swap.as_mut().unwrap().waits_for.1 = 0;
+    assert!(matches!(wanted(s), Wanted::NotYet));
+    assert_eq!(other.writer.load(Relaxed), turns::WRITER_PASSES);
+    assert!(matches!(wanted(s), Wanted::Work(task) if task.pages == usize::MAX));
+
+    let accept = most / 100 * 90;
+    others_pool(accept - s.pool.held_bytes() + (32 << 10));
+    assert!(!matches!(wanted(s), Wanted::Nothing) && full(), "between the two it goes on");
+    others_pool(accept - s.pool.held_bytes());
+    assert!(matches!(wanted(s), Wanted::Nothing) && !full());
+    // (The slot is nobody's.)
+    other.owner.store(0, Relaxed);
 }

@@ -101,7 +101,11 @@ impl Look {
         let mut groups = 1u64 << group;
         for other in others(page, full, me) {
             let far_behind = mine.saturating_sub(MOST_LAG);
-            let at = other.turn.fetch_max(far_behind, Relaxed).max(far_behind);
+            let mut at = other.turn.load(Relaxed);
+            if at < far_behind {
+                other.turn.fetch_max(far_behind, Relaxed);
+                at = far_behind;
+            }
             look.least = Some(look.least.map_or(at, |least| least.min(at)));
             groups |= 1 << node(other);
             if node(other) == group {
@@ -153,6 +157,10 @@ impl Pager {
         if !self.may_write_back() || !self.may_swap(swap.books.used_bytes(), RUN_BYTES) {
             return Wanted::Unable;
         }
+        let only_due = Task { due, ..Task::default() };
+        if excess == 0 {
+            return Wanted::Work(only_due);
+        }
         let own = s.pool.held_bytes();
         let look = Look::at(self.group, full, self.slot.load(Relaxed), own);
         // (What is held stays held until whole slabs are empty: an object's room is used again before.)
@@ -166,7 +174,7 @@ impl Pager {
             self.wake_those_behind(swap, full, &look);
         }
         match due {
-            true => Wanted::Work(Task { due, ..Task::default() }),
+            true => Wanted::Work(only_due),
             false if bytes > 0 => Wanted::NotYet,
             false => Wanted::Unable,
         }
