@@ -16,8 +16,9 @@
 //! - Between planning a write and completing it the pages stay *Compressed* and in the pool: a fault wins, and what has
 //!   left the pool meanwhile only gives its place up. [`object::WRITING_BY`] tells the object that was written from
 //!   another that came to lie at the same place of the pool, also if that one is being written meanwhile.
-//! - An object goes to the tail of the shrinker's list before the lock is dropped; so one whose write failed is simply
-//!   met again.
+//! - An object is in one place: on the shrinker's list, aboard a write, or being recompressed. What a write or a
+//!   recompression leaves in the pool goes back to the tail of the list under the hold of the lock that ends it, so one
+//!   whose write failed is simply met again.
 //! - A page on disk is read only while its entry says so, and installed only if it still does.
 //!
 //! Lock order: the pager's lock; the group's books are atomics. I/O is done without it, from the helpers' own
@@ -247,6 +248,7 @@ impl State {
             for flight in flights {
                 swap.release(flight.place, flight.pages);
                 self.landed(slot, flight);
+                swap.shrinker.rotate(flight.entry);
             }
         }
         swap.give_up_recompression(self);

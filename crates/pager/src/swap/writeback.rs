@@ -6,7 +6,7 @@
 //!    the buffer with the objects the shrinker gives up; they stay where they are, marked as being written;
 //! 2. without the lock: begin to write the run; meanwhile the next one is planned where io_uring allows (`pipeline`);
 //! 3. with the lock: what is still as it was becomes *Disk* and leaves the pool. If the write failed the places are given
-//!    up and everything stays: the objects are at the tail of the shrinker's list already.
+//!    up and everything stays: the objects go to the tail of the shrinker's list, under the same hold of the lock.
 //!
 //! An object that only backs kept copies of resident pages is no use on disk: it is dropped when its turn comes.
 
@@ -244,9 +244,8 @@ impl Pager {
             let Some((out, copies)) = s.pages_of(entry) else { continue };
             let head = s.header_of(entry);
             if head.flags & object::HELD != 0 {
-                // Everything else has been met. It keeps its place on the list, as its write may fail.
-                swap.shrinker.rotate(entry);
-                break;
+                // (An older entry of what is on its way: that one comes back to the list if the object does.)
+                continue;
             }
             if (out | copies) != head.live {
                 // (After mremap of a part its pages are elsewhere: such an object stays.)
@@ -317,7 +316,6 @@ impl Pager {
             seal.close(space, swap.books.next_place(run));
         }
         let place = swap.books.put(run, len, out, checksum(space)).expect("the caller saw that it fits");
-        swap.shrinker.rotate(entry);
         Flight { entry, place, bytes: len - front, pages: out }
     }
 
@@ -330,6 +328,7 @@ impl Pager {
         for flight in &flights {
             let still = s.landed(slot, *flight);
             if !written {
+                swap.shrinker.rotate(flight.entry);
                 swap.release(flight.place, flight.pages);
                 c.reject_reclaim_fail.fetch_add(u64::from(still.count_ones()), Relaxed);
                 continue;
@@ -349,6 +348,8 @@ impl Pager {
             }
             if flight.pages != still {
                 swap.release(flight.place, flight.pages & !still);
+                // (Pages that came back meanwhile may have kept it.)
+                swap.shrinker.rotate(flight.entry);
             }
         }
         swap.on_disk += gone;
