@@ -236,7 +236,8 @@ impl Pager {
         let (mut met, mut freed, mut hoped, mut turn) = (0, 0, 0, 0);
         while met < MOST_MET {
             let for_room = freed + hoped + run.filled() < task.bytes && turn < task.pages;
-            if !for_room && !(task.due && swap.shrinker.due() > 0) {
+            let for_pressure = task.due && swap.shrinker.due() > 0;
+            if !for_room && !for_pressure {
                 break;
             }
             let Some(entry) = swap.shrinker.pop() else { break };
