@@ -309,6 +309,16 @@ pub struct PoolFull {
 }
 
 impl PoolFull {
+    /// As it was left, `full` or not, where that is kept elsewhere.
+    pub fn new(full: bool) -> Self {
+        Self { full }
+    }
+
+    /// Whether it is between the two, on the way down.
+    pub fn is_full(&self) -> bool {
+        self.full
+    }
+
     /// Bytes to write back, where the pools take `held` bytes, may take `most`, and are to go down to `accept`.
     pub fn excess(&mut self, held: usize, most: usize, accept: usize) -> usize {
         self.full = if self.full { held > accept } else { held > most };

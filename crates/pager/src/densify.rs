@@ -3,7 +3,8 @@
 //! lz4 is the warm codec: fast, and good enough while memory suffices. Where the pool takes more than half of the limit
 //! memory is scarcer than time: what is stored from then on is stored with zstd, and the sweep below goes over the page
 //! table and recompresses what lz4 stored before. It does a few units at a time, on the way of other work, and rests after
-//! a pass that gained little until the pool has grown again. From three quarters on clean pages keep no copy either.
+//! a pass that gained little until the pool has grown again. From three quarters on clean pages keep no copy either. (Where
+//! there is a disk tier, what is idle is made dense before it is written, at any size of the pool: see `swap::dense`.)
 //!
 //! Invariant: an object is replaced only when every page that refers to it was found, and all of them change to the new
 //! one under one hold of the lock; what cannot be decompressed or does not get smaller stays as it is.
@@ -93,8 +94,8 @@ impl Pager {
         let (compressor, room) = batch.dense();
         let (plain, packed) = room.split_at_mut(BLOCK);
         let plain = &mut plain[..pages * PAGE];
-        // (After mremap of a part its pages are elsewhere: such objects stay.)
-        if !relocate::is_found(&s.pt, handle, &head) || !decode(s, handle, plain) {
+        // (What is being written will leave anyway. After mremap of a part its pages are elsewhere: such objects stay.)
+        if head.flags & object::HELD != 0 || !relocate::is_found(&s.pt, handle, &head) || !decode(s, handle, plain) {
             return 0;
         }
         let room = head.len - head.len / 8;
@@ -109,11 +110,7 @@ impl Pager {
         let old = s.object(handle);
         let copy_hashes =
             |place: &mut [u8]| place[object::HEADER_BYTES..at].copy_from_slice(&old[object::HEADER_BYTES..at]);
-        let Some(new) = s.put_object(
-            Header { len, encoding, flags: head.flags & !object::WRITING, ..head },
-            copy_hashes,
-            &packed[..len],
-        ) else {
+        let Some(new) = s.put_object(Header { len, encoding, ..head }, copy_hashes, &packed[..len]) else {
             return 0;
         };
         s.note(Record::of_object(Kind::Resize, head.vpn, head.order, len));
@@ -131,49 +128,11 @@ impl Pager {
 mod tests {
     use super::*;
     use crate::state::State;
-    use crate::testing;
-    use uzswap_mm::codec::Compressor;
+    use crate::testing::{self, words as page_of};
     use uzswap_mm::pagetable::Pte;
 
-    /// The content of a page: words, of which zstd makes less than lz4, different for each.
-    fn page_of(vpn: u64) -> [u8; PAGE] {
-        const WORDS: [&[u8]; 8] =
-            [b"memory ", b"of ", b"the page ", b"faults ", b"kernel, ", b"swapped ", b"in ", b"again. "];
-        let mut x = vpn.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-        let (mut page, mut at) = ([0; PAGE], 0);
-        while at < PAGE {
-            x ^= x << 13;
-            x ^= x >> 7;
-            x ^= x << 17;
-            let word = WORDS[(x >> 40) as usize % 8];
-            let n = word.len().min(PAGE - at);
-            page[at..at + n].copy_from_slice(&word[..n]);
-            at += n;
-        }
-        page
-    }
-
-    /// Stores `1 << order` pages at `vpn` as one lz4 object; those in `copies` are kept copies of resident pages.
     fn store(s: &mut State, vpn: u64, order: u8, copies: u16) {
-        let pages = 1u64 << order;
-        let plain: Vec<u8> = (0..pages).flat_map(|i| page_of(vpn + i)).collect();
-        let mut packed = vec![0; plain.len()];
-        let (encoding, len) = Compressor::new(Algorithm::Lz4).compress(&plain, &mut packed).expect("it compresses");
-        let head = Header { len, encoding, order, live: ((1u32 << pages) - 1) as u16, vpn, flags: 0 };
-        let set = |place: &mut [u8]| {
-            plain.chunks(PAGE).enumerate().for_each(|(i, p)| object::set_hash(place, i, object::hash(p)));
-        };
-        let handle = s.put_object(head, set, &packed[..len]).expect("room").raw();
-        for i in 0..pages {
-            let pte = if copies & (1 << i) != 0 {
-                s.resident += 1;
-                Pte::new(Tag::Resident, 0).with_copy(handle)
-            } else {
-                s.swapped += 1;
-                Pte::compressed(handle, i as usize, 5)
-            };
-            s.pt.set(vpn + i, pte);
-        }
+        testing::store(s, vpn, order, copies, page_of);
     }
 
     /// Every page is what it was, and still out or in.
@@ -252,6 +211,23 @@ mod tests {
         p.group.faults.set("pool=1/1", 1).unwrap();
         assert!(!p.densify(&mut s, 64));
         assert_eq!(check_all(&mut s, last).0, 0);
+    }
+
+    /// What is being written leaves anyway, and the write ends with the object that it began with.
+    #[test]
+    fn what_is_being_written_is_left_alone() {
+        let p = testing::pager(8 << 20);
+        let mut s = p.state.lock();
+        crowd(p, &mut s);
+        let last = 0x1000 + (s.swapped + s.resident) as u64 / 5 * 8;
+        let handle = s.pt.get(0x1004).handle();
+        object::set_flags(s.object(handle), object::WRITING_BY[1], 0);
+        assert!(p.densify(&mut s, 2));
+        assert!(p.counters().recompressed_pages.load(Relaxed) > 0);
+        assert_eq!(s.pt.get(0x1004).handle(), handle);
+        let head = Header::read(s.object(handle));
+        assert!(matches!(head.encoding, Encoding::Lz4) && head.flags == object::WRITING_BY[1]);
+        check_all(&mut s, last);
     }
 
     #[test]

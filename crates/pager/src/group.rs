@@ -35,7 +35,7 @@ pub const ENV_GROUP: &str = "UZSWAP_GROUP";
 /// Environment variable with the number of the group in its tree; absent for 0.
 pub const ENV_NODE: &str = "UZSWAP_GROUP_NODE";
 /// First word of the page: refuses a page of another version.
-pub const MAGIC: u64 = 0x757a_7377_6170_0004;
+pub const MAGIC: u64 = 0x757a_7377_6170_0005;
 /// Processes that can be members at once.
 pub const SLOTS: usize = 1024;
 /// Groups in one tree, of which ancestors are a set of 64 bits.
@@ -107,6 +107,12 @@ pub struct Counters {
     pub metadata_size: AtomicU64,
     /// Pages whose lz4 object was replaced by a denser one (4 KiB pages, cumulative).
     pub recompressed_pages: AtomicU64,
+    /// Those of them that were recompressed because they were idle and about to be written to the swap file (4 KiB pages,
+    /// cumulative).
+    pub recompressed_idle_pages: AtomicU64,
+    /// Idle pages whose object would not get an eighth smaller, or found no place, and that are written as they are (4 KiB
+    /// pages, cumulative).
+    pub reject_recompress_poor: AtomicU64,
     /// Pages of the pool that compaction freed (4 KiB pages, cumulative).
     pub pages_compacted: AtomicU64,
     /// Compactions of the arena for an allocation (events); this and those below as in /proc/vmstat.
@@ -174,7 +180,7 @@ impl Counters {
         self.folios.move_to(&to.folios);
     }
 
-    fn cumulative(&self) -> [&AtomicU64; 33] {
+    fn cumulative(&self) -> [&AtomicU64; 35] {
         [
             &self.pgfault,
             &self.pgmajfault,
@@ -185,6 +191,8 @@ impl Counters {
             &self.swpout_zero,
             &self.swpout_clean,
             &self.recompressed_pages,
+            &self.recompressed_idle_pages,
+            &self.reject_recompress_poor,
             &self.pages_compacted,
             &self.compact_stall,
             &self.compact_success,
@@ -257,6 +265,12 @@ pub struct Slot {
     pub said: AtomicU32,
     /// Thread id of the member's ticker, 0 until it runs.
     pub ticker: AtomicU32,
+    /// Bumped to wake the member's writing thread (a futex word): see `swap::turns`, as for the next two.
+    pub swap_wake: AtomicU32,
+    /// Whether it writes back when it is its turn: `WRITER_NONE` and the others there.
+    pub writer: AtomicU32,
+    /// How far it has gone in the round over full pools (pages).
+    pub turn: AtomicU64,
     /// What a command asks of the member.
     pub request: PageRequest,
     /// The member's counters.
@@ -276,6 +290,8 @@ impl Slot {
             charge.store(0, Relaxed);
         }
         self.ticker.store(0, Relaxed);
+        self.writer.store(0, Relaxed);
+        self.turn.store(0, Relaxed);
     }
 }
 
@@ -318,6 +334,8 @@ pub struct Node {
     pub zswap_writeback: AtomicU32,
     /// 1 once the group was said to be full; cleared when a limit changes.
     pub full_said: AtomicU32,
+    /// 1 from the moment the pools took more than they may until they are down to where stores are accepted again.
+    pub pool_full: AtomicU32,
     /// The charge above which members are throttled.
     pub high: AtomicU64,
     /// The limit on resident + pool + metadata.

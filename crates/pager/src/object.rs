@@ -27,7 +27,7 @@ pub struct Header {
     pub live: u16,
     /// The page of the program that page 0 is.
     pub vpn: u64,
-    /// [`REFERENCED`], [`WRITING`], [`AHEAD`].
+    /// [`REFERENCED`], [`WRITING_BY`], [`SEEN`], [`AHEAD`], [`PACKING`], [`TRIED`].
     pub flags: u8,
 }
 
@@ -44,6 +44,12 @@ pub const SEEN: u8 = 4;
 
 /// Came from the swap file along with another, and was not wanted yet.
 pub const AHEAD: u8 = 8;
+/// The object is being recompressed, and must not change its place either.
+pub const PACKING: u8 = 32;
+/// Recompression gained little: the object is written to the swap file as it is.
+pub const TRIED: u8 = 64;
+/// Somebody looks at the object without the lock, or will want to find it again by its place.
+pub const HELD: u8 = WRITING | PACKING;
 
 /// Bytes of the header alone.
 pub const HEADER_BYTES: usize = 12;

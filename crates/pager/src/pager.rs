@@ -119,8 +119,6 @@ pub struct Pager {
     pub swap_file: AtomicI32,
     /// With a server: the writing thread's connection.
     pub swap_link: AtomicI32,
-    /// Bumped to wake the thread that writes to the swap file (a futex word).
-    pub swap_wake: AtomicU32,
     /// Bumped when it has written, or failed to (a futex word).
     pub swap_progress: AtomicU32,
     /// Whether waiting for the swap file has helped: false from a wait in vain to the next write that succeeds.
@@ -189,7 +187,6 @@ impl Pager {
             rows: Rows::default(),
             swap_file: AtomicI32::new(-1),
             swap_link: AtomicI32::new(-1),
-            swap_wake: AtomicU32::new(0),
             swap_progress: AtomicU32::new(0),
             disk_helps: AtomicBool::new(true),
             swap_began: [AtomicU64::new(0), AtomicU64::new(0)],

@@ -81,8 +81,8 @@ impl Relocate for Mover<'_> {
         // the pool says that they are of `len` bytes and apart.
         let (src, dst) = unsafe { (core::slice::from_raw_parts(src, len), core::slice::from_raw_parts_mut(dst, len)) };
         let head = Header::read(src);
-        // (What is being written must be found again by its place.)
-        if head.flags & object::WRITING != 0 || !is_found(self.pt, from.raw(), &head) {
+        // (What is being written or recompressed must be found again by its place.)
+        if head.flags & object::HELD != 0 || !is_found(self.pt, from.raw(), &head) {
             return false;
         }
         let used = object::head_bytes(head.order) + head.len;

@@ -2,19 +2,54 @@
 
 use crate::arena::{Layout, PAGE};
 use crate::group::GroupPage;
+use crate::object::{self, Header};
 use crate::pager::Pager;
+use crate::state::State;
+use crate::swap::clusters::ClusterMap;
 use core::sync::atomic::Ordering::*;
+use uzswap_mm::codec::{Algorithm, Compressor};
+use uzswap_mm::pagetable::{Pte, Tag};
 use uzswap_sys::uffd::Uffd;
 use uzswap_sys::{raw, sys};
 
 /// A pager with a limit in bytes, whose arena is registered.
 pub(crate) fn pager(limit: usize) -> &'static Pager {
+    let group = group();
+    group.nodes[0].max.store(limit as u64, Relaxed);
+    Box::leak(Box::new(member(group, 0, limit)))
+}
+
+/// A tree with a root without limits.
+pub(crate) fn group() -> &'static GroupPage {
     // SAFETY: the page is atomics, for which zeros are valid.
     let group: Box<GroupPage> = unsafe { Box::new_zeroed().assume_init() };
     group.set_up(b"test");
+    Box::leak(group)
+}
+
+/// The same with the books of a swap file of 64 MiB, which nothing can be written to.
+pub(crate) fn pager_with_swap(limit: usize) -> &'static Pager {
+    let group = group();
     group.nodes[0].max.store(limit as u64, Relaxed);
+    let mut pager = member(group, 0, limit);
+    pager.swap_to(books());
+    Box::leak(Box::new(pager))
+}
+
+/// Books of a swap file of 64 MiB, all of it preallocated.
+pub(crate) fn books() -> &'static ClusterMap {
+    // SAFETY: atomics, as above.
+    let map: Box<ClusterMap> = unsafe { Box::new_zeroed().assume_init() };
+    let settings = [(&map.max_pool_percent, 60), (&map.accept_threshold_percent, 90)];
+    settings.iter().for_each(|(setting, percent)| setting.store(*percent, Relaxed));
+    [&map.bytes, &map.allocated].iter().for_each(|bytes| bytes.store(64 << 20, Relaxed));
+    Box::leak(map)
+}
+
+/// A member of a group, with an arena for a limit in bytes.
+pub(crate) fn member(group: &'static GroupPage, node: usize, limit: usize) -> Pager {
     let layout = Layout::reserve(limit).expect("address space");
-    let pager = Box::leak(Box::new(Pager::new(Box::leak(group), 0, layout).expect("a slot")));
+    let pager = Pager::new(group, node, layout).expect("a slot");
     let (uffd, _) = Uffd::open(0).expect("tests of the pager need access to userfaultfd");
     uffd.register(layout.arena, layout.slots * PAGE).expect("the arena");
     pager.uffd.store(uffd.fd(), Relaxed);
@@ -39,4 +74,59 @@ pub(crate) fn memory(pager: &Pager, pages: usize) -> usize {
 pub(crate) fn put(pager: &Pager, at: usize, content: &[u8; PAGE]) {
     // SAFETY: the content is readable.
     unsafe { pager.uffd().copy(at, content.as_ptr() as usize, PAGE) }.expect("a missing page");
+}
+
+/// The content of a page: words, of which zstd makes less than lz4, different for each.
+pub(crate) fn words(vpn: u64) -> [u8; PAGE] {
+    const WORDS: [&[u8]; 8] =
+        [b"memory ", b"of ", b"the page ", b"faults ", b"kernel, ", b"swapped ", b"in ", b"again. "];
+    let mut x = vpn.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let (mut page, mut at) = ([0; PAGE], 0);
+    while at < PAGE {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        let word = WORDS[(x >> 40) as usize % 8];
+        let n = word.len().min(PAGE - at);
+        page[at..at + n].copy_from_slice(&word[..n]);
+        at += n;
+    }
+    page
+}
+
+/// The content of a page: half noise and half zeros, of which no codec makes more than another.
+pub(crate) fn half_noise(vpn: u64) -> [u8; PAGE] {
+    let mut x = vpn.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut page = [0; PAGE];
+    for byte in &mut page[..PAGE / 2] {
+        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        *byte = (x >> 56) as u8;
+    }
+    page
+}
+
+/// Stores `1 << order` pages at `vpn` as one lz4 object, idle, and lists it; those in `copies` are kept copies of resident
+/// pages, the others are out. The object.
+pub(crate) fn store(s: &mut State, vpn: u64, order: u8, copies: u16, content: fn(u64) -> [u8; PAGE]) -> u32 {
+    let pages = 1u64 << order;
+    let plain: Vec<u8> = (0..pages).flat_map(|i| content(vpn + i)).collect();
+    let mut packed = vec![0; plain.len()];
+    let (encoding, len) = Compressor::new(Algorithm::Lz4).compress(&plain, &mut packed).expect("it compresses");
+    let head = Header { len, encoding, order, live: ((1u32 << pages) - 1) as u16, vpn, flags: 0 };
+    let set = |place: &mut [u8]| {
+        plain.chunks(PAGE).enumerate().for_each(|(i, p)| object::set_hash(place, i, object::hash(p)));
+    };
+    let handle = s.put_object(head, set, &packed[..len]).expect("room").raw();
+    for i in 0..pages {
+        let pte = if copies & (1 << i) != 0 {
+            s.resident += 1;
+            Pte::new(Tag::Resident, 0).with_copy(handle)
+        } else {
+            s.swapped += 1;
+            Pte::compressed(handle, i as usize, 5)
+        };
+        s.pt.set(vpn + i, pte);
+    }
+    s.entered_pool(vpn, handle);
+    handle
 }

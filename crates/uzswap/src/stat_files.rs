@@ -160,6 +160,8 @@ pub fn files(page: &GroupPage, node: usize) -> Vec<(String, Content)> {
                 ("fault_zero", c.fault_zero),
                 ("swpout_clean", c.swpout_clean),
                 ("recompressed_pages", c.recompressed_pages),
+                ("recompressed_idle_pages", c.recompressed_idle_pages),
+                ("reject_recompress_poor", c.reject_recompress_poor),
                 ("pages_compacted", c.pages_compacted),
                 ("compact_stall", c.compact_stall),
                 ("compact_success", c.compact_success),

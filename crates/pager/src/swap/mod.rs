@@ -16,8 +16,9 @@
 //! - Between planning a write and completing it the pages stay *Compressed* and in the pool: a fault wins, and what has
 //!   left the pool meanwhile only gives its place up. [`object::WRITING_BY`] tells the object that was written from
 //!   another that came to lie at the same place of the pool, also if that one is being written meanwhile.
-//! - An object goes to the tail of the shrinker's list before the lock is dropped; so one whose write failed is simply
-//!   met again.
+//! - An object is in one place: on the shrinker's list, aboard a write, or being recompressed. What a write or a
+//!   recompression leaves in the pool goes back to the tail of the list under the hold of the lock that ends it, so one
+//!   whose write failed is simply met again.
 //! - A page on disk is read only while its entry says so, and installed only if it still does.
 //!
 //! Lock order: the pager's lock; the group's books are atomics. I/O is done without it, from the helpers' own
@@ -25,10 +26,14 @@
 
 pub mod backend;
 pub mod clusters;
+mod dense;
 mod io;
 mod pipeline;
 mod seal;
 mod swapin;
+#[cfg(test)]
+mod tests;
+pub mod turns;
 mod writeback;
 
 pub use swapin::ReadBuffer;
@@ -42,7 +47,7 @@ use core::sync::atomic::Ordering::*;
 use seal::{SEAL, Seal};
 use uzswap_mm::pagetable::{HINT_REUSED, Tag};
 use uzswap_mm::readahead::Readahead;
-use uzswap_mm::shrinker::{Entry, Policy, PoolFull, Shrinker};
+use uzswap_mm::shrinker::{Entry, Policy, Shrinker};
 use uzswap_mm::swapfile::{Place, SwapFile};
 use writeback::RUN_BYTES;
 
@@ -76,9 +81,14 @@ pub struct Swap {
     seal: Option<Seal>,
     /// The pool's list.
     shrinker: Shrinker,
-    pool_full: PoolFull,
     /// What each write under way has aboard.
     flights: [Vec<Flight>; pipeline::DEPTH],
+    /// Objects to be recompressed rather than written, taken off the list.
+    aside: Vec<Entry>,
+    /// What is being recompressed.
+    packing: Option<dense::Unit>,
+    /// How far the member was whom it last waited for, and since when (monotonic nanoseconds): see [`turns`].
+    waits_for: (u64, u64),
     /// Clusters that a write failed in: nothing more is written there.
     bad: Vec<u32>,
     /// Writes that failed since one succeeded.
@@ -102,8 +112,10 @@ impl Swap {
             books,
             seal,
             shrinker: Shrinker::new(Policy::from_number(map.policy.load(Relaxed))),
-            pool_full: PoolFull::default(),
             flights: Default::default(),
+            aside: Vec::with_capacity(dense::MOST_ASIDE),
+            packing: None,
+            waits_for: (0, 0),
             bad: Vec::new(),
             failures: 0,
             rest_until: 0,
@@ -236,8 +248,10 @@ impl State {
             for flight in flights {
                 swap.release(flight.place, flight.pages);
                 self.landed(slot, flight);
+                swap.shrinker.rotate(flight.entry);
             }
         }
+        swap.give_up_recompression(self);
         let clusters: Vec<u32> = swap.books.clusters().collect();
         for cluster in clusters {
             if swap.books.drop_if_empty(cluster) {
@@ -281,21 +295,24 @@ impl Pager {
         swap.on_disk
     }
 
-    /// Bytes that the pools of the group hold, and the most and the least they are to be kept between; of the groups this
-    /// process is in the one that is worst off.
-    fn pool_bounds(&self, s: &State, swap: &Swap) -> (usize, usize, usize) {
+    /// Of each group this process is in: the bytes that its pools hold, the most and the least they are to be kept between,
+    /// and which group it is.
+    fn pools(&self, s: &State, swap: &Swap) -> impl Iterator<Item = (usize, usize, usize, usize)> {
         let (own, others) = (s.pool.held_bytes(), self.others_use());
-        let percent = |of: usize, share: u32| of / 100 * share as usize;
-        let nodes = self.chain.nodes().iter().enumerate().map(|(i, at)| {
+        let percents = [&swap.map.max_pool_percent, &swap.map.accept_threshold_percent];
+        let percents = percents.map(|percent| percent.load(Relaxed) as usize);
+        self.chain.nodes().iter().enumerate().map(move |(i, at)| {
             let node = &self.group.nodes[*at];
             let (target, zswap) = (node.target() as usize, node.zswap_max.load(Relaxed) as usize);
             // (Stores are refused from `memory.zswap.max` on: before that the disk takes over.)
-            let most = percent(target, swap.map.max_pool_percent.load(Relaxed)).min(percent(zswap, 95));
-            (own + others.pool[i], most)
-        });
-        let worst = nodes.max_by_key(|(held, most)| *held as isize - *most as isize);
-        let (held, most) = worst.unwrap_or((0, usize::MAX));
-        (held, most, percent(most, swap.map.accept_threshold_percent.load(Relaxed)))
+            let most = (target / 100 * percents[0]).min(zswap / 100 * 95);
+            (own + others.pool[i], most, most / 100 * percents[1], *at)
+        })
+    }
+
+    /// Whether the pools of a group this process is in take more than they may.
+    fn pools_are_full(&self, s: &State, swap: &Swap) -> bool {
+        self.pools(s, swap).any(|(held, most, ..)| held > most)
     }
 
     /// Whether a group this process is in forbids writing back (`memory.zswap.writeback`), or has as much on disk as it
@@ -304,50 +321,24 @@ impl Pager {
         !self.may_write_back() || !self.has_swap_room(swap.books.used_bytes(), RUN_BYTES)
     }
 
-    /// What the writing thread is to do now: bytes to free because the pools are full, and whether objects are due to be
-    /// met because reclaim presses the pool. Nothing where it is forbidden; `memory.swap.max` counts that.
-    fn write_back_wanted(&self, s: &State, swap: &mut Swap) -> (usize, bool) {
-        let (bytes, due) = (self.bytes_too_many(s, swap), swap.is_pressed(s));
-        let wanted = bytes > 0 || due;
-        if wanted && self.may_write_back() && self.may_swap(swap.books.used_bytes(), RUN_BYTES) {
-            (bytes, due)
-        } else {
-            (0, false)
-        }
-    }
-
-    /// Bytes this process is to take from its pool because the pools are full.
-    fn bytes_too_many(&self, s: &State, swap: &mut Swap) -> usize {
-        let (total, most, accept) = self.pool_bounds(s, swap);
-        let excess = swap.pool_full.excess(total, most, accept);
-        // Each member gives what its part of the pools is. (What is held stays held until whole slabs are empty: an
-        // object's room is used again before.)
-        let own = s.pool.held_bytes();
-        let slack = own.saturating_sub(s.pool.used_bytes() / 3 * 4);
-        ((excess as u128 * own as u128 / total.max(1) as u128) as usize).saturating_sub(slack)
-    }
-
     /// Wakes the writing thread when there is something for it to do.
     pub(crate) fn poke_writer(&self, s: &State) {
         let Some(swap) = s.swap.as_ref() else { return };
-        let (total, most, _) = self.pool_bounds(s, swap);
-        if total > most || swap.is_pressed(s) {
-            self.swap_wake.fetch_add(1, Release);
-            uzswap_sys::lock::futex_wake(&self.swap_wake, 1, false);
+        if self.pools_are_full(s, swap) || swap.is_pressed(s) {
+            turns::wake_writer(self.me());
         }
     }
 
     /// Whether the limit is exceeded because the pools are full, and writing back helps.
     pub(crate) fn waits_for_disk(&self, s: &State) -> bool {
         let Some(swap) = s.swap.as_ref() else { return false };
-        let (total, most, _) = self.pool_bounds(s, swap);
         self.swap_file.load(Relaxed) >= 0
             && swap.failures == 0
             && self.disk_helps.load(Relaxed)
             && !swap.shrinker.is_empty()
             && !self.writeback_forbidden(swap)
             && self.excess(s) > 0
-            && total > most
+            && self.pools_are_full(s, swap)
     }
 
     /// Remembers that a page is lost, and tells it, once for each process: it gets SIGBUS when it touches

@@ -6,12 +6,14 @@
 //!    the buffer with the objects the shrinker gives up; they stay where they are, marked as being written;
 //! 2. without the lock: begin to write the run; meanwhile the next one is planned where io_uring allows (`pipeline`);
 //! 3. with the lock: what is still as it was becomes *Disk* and leaves the pool. If the write failed the places are given
-//!    up and everything stays: the objects are at the tail of the shrinker's list already.
+//!    up and everything stays: the objects go to the tail of the shrinker's list, under the same hold of the lock.
 //!
 //! An object that only backs kept copies of resident pages is no use on disk: it is dropped when its turn comes.
 
+use super::dense::{MOST_ASIDE, Packer, is_warm};
 use super::io::Trouble;
 use super::pipeline::Writes;
+use super::turns::{LOOK_NS, Task, Wanted};
 use super::{FRONT, Flight, MOST_OBJECT, Swap, checksum};
 use crate::inject::Site;
 use crate::object;
@@ -51,9 +53,11 @@ pub(super) fn blocks(bytes: usize) -> Vec<Block> {
 }
 
 /// What a round came to.
-enum Round {
+pub(super) enum Round {
     /// Nothing to do, or nothing that can be done, for so long (nanoseconds).
     Rest(u64),
+    /// Other members of a group whose pools are full are to go first.
+    NotYet,
     /// Objects were looked at only.
     Again,
     /// A cluster needs room on disk.
@@ -69,8 +73,9 @@ impl Pager {
             let _s = self.state.lock();
             Writes::new(self)
         };
+        let mut packer = Packer::default();
         loop {
-            let word = self.swap_wake.load(Acquire);
+            let word = self.me().swap_wake.load(Acquire);
             let slot = loop {
                 let free = writes.free();
                 match self.next_ended(&mut writes, free.is_none()) {
@@ -80,15 +85,17 @@ impl Pager {
             };
             let round = self.plan_round(&mut self.state.lock(), slot, writes.buffer(slot));
             match round {
-                Round::Rest(_) if writes.under_way() => {
+                Round::Rest(_) | Round::NotYet if writes.under_way() => {
                     if let Some(ended) = self.next_ended(&mut writes, true) {
                         self.write_ended(ended);
                     }
                 }
                 Round::Rest(ns) => {
                     self.swap_progressed();
-                    lock::futex_wait(&self.swap_wake, word, Some(ns), false);
+                    lock::futex_wait(&self.me().swap_wake, word, Some(ns), true);
                 }
+                // (No progress of this process's: who waits for the disk goes on waiting.)
+                Round::NotYet => lock::futex_wait(&self.me().swap_wake, word, Some(LOOK_NS), true),
                 Round::Again => {
                     self.swap_progressed();
                     // Others want the lock, which is not a fair one.
@@ -102,6 +109,7 @@ impl Pager {
                     self.begin_write(&mut writes, slot, at, len);
                 }
             }
+            self.make_dense(&mut packer);
         }
     }
 
@@ -110,12 +118,12 @@ impl Pager {
         self.swap_progressed();
     }
 
-    fn swap_progressed(&self) {
+    pub(super) fn swap_progressed(&self) {
         self.swap_progress.fetch_add(1, Release);
         lock::futex_wake(&self.swap_progress, u32::MAX >> 1, false);
     }
 
-    fn plan_round(&self, s: &mut State, slot: usize, buffer: &mut [u8]) -> Round {
+    pub(super) fn plan_round(&self, s: &mut State, slot: usize, buffer: &mut [u8]) -> Round {
         let Some(mut swap) = s.swap.take() else { return Round::Rest(REST_NS) };
         let round = self.plan_run(s, &mut swap, slot, buffer);
         s.swap = Some(swap);
@@ -123,11 +131,28 @@ impl Pager {
     }
 
     fn plan_run(&self, s: &mut State, swap: &mut Swap, slot: usize, buffer: &mut [u8]) -> Round {
-        let (want, pressed) = self.write_back_wanted(s, swap);
-        let want = want.saturating_sub(swap.in_flight());
-        if want == 0 && !pressed {
+        let mut task = match self.write_back_wanted(s, swap) {
+            Wanted::Work(task) => task,
+            Wanted::NotYet => return Round::NotYet,
+            other => {
+                let able = matches!(other, Wanted::Nothing);
+                self.takes_part(able);
+                return Round::Rest(if able { u64::MAX >> 1 } else { REST_NS });
+            }
+        };
+        let wanted = task.bytes > 0;
+        task.bytes = task.bytes.saturating_sub(swap.in_flight());
+        if task.bytes == 0 && !task.due {
             return Round::Rest(u64::MAX >> 1);
         }
+        let round = self.plan_write(s, swap, slot, buffer, task);
+        if wanted {
+            self.takes_part(!matches!(round, Round::Rest(_)));
+        }
+        round
+    }
+
+    fn plan_write(&self, s: &mut State, swap: &mut Swap, slot: usize, buffer: &mut [u8], task: Task) -> Round {
         let rest = swap.rest_until.saturating_sub(thread::now_ns());
         if rest > 0 {
             return Round::Rest(rest);
@@ -136,10 +161,11 @@ impl Pager {
             Ok(run) => run,
             Err(round) => return round,
         };
-        let (met, freed) = self.fill_run(s, swap, slot, &mut run, buffer, (want, pressed));
+        let (more, freed) = self.fill_run(s, swap, slot, &mut run, buffer, task);
         self.me().pool.store(s.pool.held_bytes() as u64, Relaxed);
         if swap.flights[slot].is_empty() {
-            return if freed || met == MOST_MET { Round::Again } else { Round::Rest(IDLE_NS) };
+            let again = more || freed || !swap.aside.is_empty();
+            return if again { Round::Again } else { Round::Rest(IDLE_NS) };
         }
         let (at, len) = swap.books.extent(&run);
         buffer[run.filled()..len].fill(0);
@@ -147,7 +173,7 @@ impl Pager {
     }
 
     /// Where the next run goes; a cluster that has no room on disk yet is to be extended first.
-    fn find_run(&self, swap: &mut Swap) -> Result<Run, Round> {
+    pub(super) fn find_run(&self, swap: &mut Swap) -> Result<Run, Round> {
         let map = swap.map;
         let Some(me) = self.own_row(map) else { return Err(self.file_is_full(swap)) };
         swap.row = me;
@@ -194,28 +220,44 @@ impl Pager {
         self.swap_progressed();
     }
 
-    /// Fills a run with objects that are to go, until about `want` bytes are and, if `pressed`, all that were due have
-    /// been met; returns how many objects it met and whether memory was freed already.
-    fn fill_run(
+    /// Fills a run with objects that are to go, until the task is done: about as many bytes are, or as many pages have been
+    /// met as it may for that, and what was due has been. Returns whether there is more to be met, and
+    /// whether memory was freed already.
+    pub(super) fn fill_run(
         &self,
         s: &mut State,
         swap: &mut Swap,
         slot: usize,
         run: &mut Run,
         buffer: &mut [u8],
-        (want, pressed): (usize, bool),
-    ) -> (usize, bool) {
-        let (mut met, mut freed) = (0, 0);
-        while met < MOST_MET && (freed + run.filled() < want || (pressed && swap.shrinker.due() > 0)) {
+        task: Task,
+    ) -> (bool, bool) {
+        // (What is set aside gets smaller by a quarter or more.)
+        let (mut met, mut freed, mut hoped, mut turn) = (0, 0, 0, 0);
+        while met < MOST_MET {
+            let for_room = freed + hoped + run.filled() < task.bytes && turn < task.pages;
+            let for_pressure = task.due && swap.shrinker.due() > 0;
+            if !for_room && !for_pressure {
+                break;
+            }
             let Some(entry) = swap.shrinker.pop() else { break };
             met += 1;
             let Some((out, copies)) = s.pages_of(entry) else { continue };
             let head = s.header_of(entry);
-            if head.flags & object::WRITING != 0 || (out | copies) != head.live {
+            if head.flags & object::HELD != 0 {
+                // (An older entry of what is on its way: that one comes back to the list if the object does.)
+                continue;
+            }
+            if (out | copies) != head.live {
                 // (After mremap of a part its pages are elsewhere: such an object stays.)
                 continue;
             }
-            swap.shrinker.met(1 << head.order);
+            let warm = copies == 0 && is_warm(&head);
+            if !warm {
+                // (What is to be recompressed counts when that is done, by what it gave.)
+                swap.shrinker.met(1 << head.order);
+                turn += usize::from(for_room) << head.order;
+            }
             let (referenced, reused) = (head.flags & object::REFERENCED != 0, s.pt.hints(entry.vpn) & HINT_REUSED != 0);
             if swap.shrinker.verdict(referenced, reused) == Verdict::Rotate {
                 if referenced {
@@ -227,6 +269,14 @@ impl Pager {
                 continue;
             }
             let bytes = s.object(entry.handle).len();
+            if warm {
+                swap.aside.push(entry);
+                hoped += bytes / 4;
+                if swap.aside.len() == MOST_ASIDE {
+                    break;
+                }
+                continue;
+            }
             if out != 0 && run.filled() + (swap.front() + bytes).next_multiple_of(GRAIN) > run.bytes() {
                 swap.shrinker.put_back(entry);
                 break;
@@ -240,7 +290,9 @@ impl Pager {
             let flight = self.board(s, swap, run, buffer, entry, out);
             swap.flights[slot].push(flight);
         }
-        (met, freed > 0)
+        self.took_turn(&task, turn);
+        // (Where all that was met had its second chance only, that was progress too.)
+        (met == MOST_MET || turn > 0, freed > 0)
     }
 
     /// Puts an object, which fits, into the run.
@@ -265,12 +317,11 @@ impl Pager {
             seal.close(space, swap.books.next_place(run));
         }
         let place = swap.books.put(run, len, out, checksum(space)).expect("the caller saw that it fits");
-        swap.shrinker.rotate(entry);
         Flight { entry, place, bytes: len - front, pages: out }
     }
 
     /// A write has ended.
-    fn complete(&self, s: &mut State, slot: usize, written: bool) {
+    pub(super) fn complete(&self, s: &mut State, slot: usize, written: bool) {
         let Some(mut swap) = s.swap.take() else { return };
         let c = self.counters();
         let mut flights = core::mem::take(&mut swap.flights[slot]);
@@ -278,6 +329,7 @@ impl Pager {
         for flight in &flights {
             let still = s.landed(slot, *flight);
             if !written {
+                swap.shrinker.rotate(flight.entry);
                 swap.release(flight.place, flight.pages);
                 c.reject_reclaim_fail.fetch_add(u64::from(still.count_ones()), Relaxed);
                 continue;
@@ -297,6 +349,8 @@ impl Pager {
             }
             if flight.pages != still {
                 swap.release(flight.place, flight.pages & !still);
+                // (Pages that came back meanwhile may have kept it.)
+                swap.shrinker.rotate(flight.entry);
             }
         }
         swap.on_disk += gone;

@@ -14,7 +14,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-const MIB: u64 = 1 << 20;
+pub(crate) const MIB: u64 = 1 << 20;
 
 /// Compiles the member's program, once.
 fn hold() -> &'static Path {
@@ -30,10 +30,10 @@ fn hold() -> &'static Path {
 }
 
 /// A directory of groups.
-struct Place(TempDir);
+pub(crate) struct Place(TempDir);
 
 impl Place {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self(TempDir::new().unwrap())
     }
 
@@ -45,7 +45,7 @@ impl Place {
         command
     }
 
-    fn call(&self, args: &[&str]) -> Output {
+    pub(crate) fn call(&self, args: &[&str]) -> Output {
         self.command(args).output().unwrap()
     }
 
@@ -59,7 +59,7 @@ impl Place {
     }
 
     /// What `ctl` said on stderr.
-    fn ctl(&self, args: &[&str]) -> String {
+    pub(crate) fn ctl(&self, args: &[&str]) -> String {
         let output = self.call(&[&["ctl"], args].concat());
         let text = String::from_utf8(output.stderr).unwrap();
         assert!(output.status.success(), "{args:?}: {text}");
@@ -72,17 +72,17 @@ impl Place {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    fn number(&self, group: &str, name: &str) -> u64 {
+    pub(crate) fn number(&self, group: &str, name: &str) -> u64 {
         self.file(group, name).trim().parse().unwrap()
     }
 
-    fn event(&self, group: &str, file: &str, name: &str) -> u64 {
+    pub(crate) fn event(&self, group: &str, file: &str, name: &str) -> u64 {
         let text = self.file(group, file);
         let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
         line.unwrap_or_else(|| panic!("no {name} in {text}")).parse().unwrap()
     }
 
-    fn start(&self, args: &[&str]) -> Member {
+    pub(crate) fn start(&self, args: &[&str]) -> Member {
         let mut child = self
             .command(&[&["run", "-q"], args, &["--", hold().to_str().unwrap()]].concat())
             .stdin(Stdio::piped())
@@ -96,7 +96,7 @@ impl Place {
 }
 
 /// A member under its own `uzswap run`.
-struct Member {
+pub(crate) struct Member {
     child: Child,
     input: Option<ChildStdin>,
     output: BufReader<ChildStdout>,
@@ -113,7 +113,7 @@ impl Member {
         line.trim().to_owned()
     }
 
-    fn tell(&mut self, line: &str) {
+    pub(crate) fn tell(&mut self, line: &str) {
         self.send(line);
         let answer = self.answer();
         assert_eq!(answer, "ok", "{line}: {}", if answer.is_empty() { self.stderr() } else { String::new() });
@@ -133,14 +133,19 @@ impl Member {
         (self.child.wait().unwrap(), text)
     }
 
-    fn ends_well(self) -> String {
+    pub(crate) fn ends_well(self) -> String {
         let (status, text) = self.end();
         assert!(status.success(), "{status}: {text}");
         text
     }
 
+    /// The command.
+    pub(crate) fn command(&self) -> u32 {
+        self.child.id()
+    }
+
     /// The program below the command.
-    fn pid(&self) -> u32 {
+    pub(crate) fn pid(&self) -> u32 {
         let id = self.child.id();
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
@@ -161,7 +166,7 @@ fn rss_anon(pid: u32) -> u64 {
 }
 
 /// Until it holds; panics when it does not come true.
-fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+pub(crate) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while !holds() {
         assert!(Instant::now() < deadline, "never: {what}");

@@ -7,3 +7,4 @@ mod handover;
 mod pagemap;
 mod pageout;
 mod record;
+mod shrink;

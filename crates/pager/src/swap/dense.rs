@@ -1,0 +1,305 @@
+//! Recompression before write-back: what the shrinker would write next is made dense first.
+//!
+//! An object that lz4 stored and that memory pressure meets with its reference bit clear has been idle for a whole turn of
+//! the list: neither the time to compress it well nor the dearer read is likely to be missed. So it is not written but
+//! stored anew with zstd, as larger a unit as its neighbours allow (16 KiB, and 64 KiB where memory is used in sequence; what
+//! is read at random stays as it is cut), and goes to the tail of the list with its bit clear: met again it is written. What
+//! gains less than an eighth is marked and written at once.
+//!
+//! ```text
+//! met, idle, lz4 ─▶ aside ─ parts found, marked, decompressed ─▶ compressed ─▶ all as before? stored, parts released
+//!                              with the lock                    without it       with it; else nothing changes
+//! ```
+//! Without a disk tier nothing is about to be written, and nothing is recompressed here (see `densify` for what is).
+//!
+//! Rules:
+//! - An object that is being written is left alone, and one that is being recompressed is not written: see
+//!   [`object::HELD`]. The mark also tells a part from another object that came to lie at its place meanwhile.
+//! - An object set aside is on no list; it goes back to it whatever becomes of it, and in a forked child at once.
+//! - As in `densify`: parts are replaced only when all pages that refer to them are found, and all change to the new object
+//!   under one hold of the lock. What cannot be decompressed, does not get smaller or finds no place stays as it is.
+
+use super::{MOST_PAGES, Swap};
+use crate::arena::PAGE;
+use crate::deliver::decode;
+use crate::inject::Site;
+use crate::object::{self, Header};
+use crate::pager::Pager;
+use crate::relocate;
+use crate::state::{BLOCK, State};
+use core::sync::atomic::Ordering::*;
+use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
+use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, Tag};
+use uzswap_mm::shrinker::Entry;
+use uzswap_mm::trace::{Kind, Record};
+
+/// Objects set aside at once: some two milliseconds of work, for which writes that ended wait.
+pub(super) const MOST_ASIDE: usize = 8;
+
+/// What the writing thread recompresses with; made when it is first needed, with the lock held.
+#[derive(Default)]
+pub(super) struct Packer(Option<Box<Tools>>);
+
+struct Tools {
+    compressor: Compressor,
+    plain: Vec<u8>,
+    packed: Vec<u8>,
+}
+
+/// Objects side by side that are to become one.
+#[derive(Clone, Copy)]
+pub(super) struct Unit {
+    /// Which of them was met.
+    entry: Entry,
+    vpn: u64,
+    order: u8,
+    /// Pages that refer to it (a bit each).
+    live: u16,
+    /// Each part's handle and order.
+    parts: [(u32, u8); MOST_PAGES],
+    count: usize,
+    /// Compressed bytes of the parts.
+    bytes: usize,
+}
+
+impl Unit {
+    fn new(entry: Entry, vpn: u64, order: u8) -> Self {
+        Self { entry, vpn, order, live: 0, parts: [(0, 0); MOST_PAGES], count: 0, bytes: 0 }
+    }
+
+    fn add(&mut self, handle: u32, head: &Header, live: u16, at: usize) {
+        self.live |= live << at;
+        self.parts[self.count] = (handle, head.order);
+        self.count += 1;
+        self.bytes += head.len;
+    }
+
+    fn pages(&self) -> usize {
+        1 << self.order
+    }
+
+    /// Its parts: the object, and the page of the unit it begins at.
+    fn parts(&self) -> impl Iterator<Item = (Entry, usize, u8)> + use<> {
+        let (vpn, parts) = (self.vpn, self.parts);
+        let mut at = 0;
+        parts.into_iter().take(self.count).map(move |(handle, order)| {
+            let from = at;
+            at += 1 << order;
+            (Entry { vpn: vpn + from as u64, handle }, from, order)
+        })
+    }
+}
+
+/// Whether an object is worth trying: stored by lz4, idle, not held, and not tried before.
+pub(super) fn is_warm(head: &Header) -> bool {
+    let flags = object::HELD | object::REFERENCED | object::TRIED;
+    matches!(head.encoding, Encoding::Lz4) && head.flags & flags == 0
+}
+
+impl State {
+    /// The largest unit that an object is to become one with its neighbours in. None when it is not to be recompressed
+    /// (any more).
+    fn unit_of(&self, entry: Entry, may: impl Fn(u8) -> bool) -> Option<Unit> {
+        let (out, copies) = self.pages_of(entry)?;
+        let head = self.header_of(entry);
+        if !is_warm(&head) || out != head.live || copies != 0 {
+            return None;
+        }
+        let hints = self.pt.hints(entry.vpn);
+        let orders: &[u8] = match hints {
+            _ if hints & HINT_RANDOM != 0 => &[],
+            _ if hints & HINT_SEQUENTIAL != 0 => &[4, 2],
+            _ => &[2],
+        };
+        let larger = orders.iter().copied().filter(|order| *order > head.order && may(*order));
+        let merged = larger.filter_map(|order| self.gather(entry, order)).next();
+        merged.or_else(|| {
+            let mut alone = Unit::new(entry, entry.vpn, head.order);
+            alone.add(entry.handle, &head, out, 0);
+            Some(alone)
+        })
+    }
+
+    /// A unit of this order around an object, if all of it is out, warm and idle.
+    fn gather(&self, entry: Entry, order: u8) -> Option<Unit> {
+        let mut unit = Unit::new(entry, entry.vpn & !((1 << order) - 1), order);
+        let mut at = 0;
+        while at < unit.pages() {
+            let vpn = unit.vpn + at as u64;
+            let pte = self.pt.get(vpn);
+            if pte.tag() != Tag::Compressed || pte.index() != 0 {
+                return None;
+            }
+            let part = Entry { vpn, handle: pte.handle() };
+            let (head, (out, copies)) = (self.header_of(part), self.pages_of(part)?);
+            let all = ((1u32 << (1 << head.order)) - 1) as u16;
+            if !is_warm(&head) || out != all || copies != 0 || at + (1 << head.order) > unit.pages() {
+                return None;
+            }
+            unit.add(part.handle, &head, out, at);
+            at += 1 << head.order;
+        }
+        Some(unit)
+    }
+
+    /// Decompresses the parts of a unit and marks them; false when one is damaged.
+    fn unpack(&mut self, unit: &Unit, plain: &mut [u8]) -> bool {
+        for (part, from, order) in unit.parts() {
+            if !decode(self, part.handle, &mut plain[from * PAGE..][..PAGE << order]) {
+                return false;
+            }
+        }
+        unit.parts().for_each(|(part, ..)| object::set_flags(self.object(part.handle), object::PACKING, 0));
+        true
+    }
+
+    /// Takes the mark off the parts that are still there; whether all are, with all their pages.
+    fn unmark(&mut self, unit: &Unit) -> bool {
+        let mut intact = true;
+        for (part, from, order) in unit.parts() {
+            let pages = self.pages_of(part);
+            let marked = pages.is_some() && self.header_of(part).flags & object::PACKING != 0;
+            let all = ((1u32 << (1 << order)) - 1) as u16;
+            intact &= marked && pages == Some((unit.live >> from & all, 0));
+            if marked {
+                object::set_flags(self.object(part.handle), 0, object::PACKING);
+            }
+        }
+        intact
+    }
+}
+
+impl Swap {
+    /// Puts what was set aside on the list again, in a forked child too, where nobody recompresses what the parent was
+    /// recompressing.
+    pub(super) fn give_up_recompression(&mut self, s: &mut State) {
+        if let Some(unit) = self.packing.take() {
+            s.unmark(&unit);
+            self.shrinker.rotate(unit.entry);
+        }
+        while let Some(entry) = self.aside.pop() {
+            self.shrinker.rotate(entry);
+        }
+    }
+}
+
+impl Packer {
+    /// Room for a unit's pages; to be called with the lock held, as it may allocate.
+    fn plain(&mut self, unit: &Unit) -> &mut [u8] {
+        let tools = self.0.get_or_insert_with(|| {
+            let compressor = Compressor::new(Algorithm::Zstd(1));
+            Box::new(Tools { compressor, plain: vec![0; BLOCK], packed: vec![0; BLOCK] })
+        });
+        &mut tools.plain[..unit.pages() * PAGE]
+    }
+
+    /// Compresses what was put there; None when that gains less than an eighth of what the parts take.
+    pub(super) fn compress(&mut self, unit: &Unit) -> Option<(Encoding, usize)> {
+        let tools = self.0.as_mut()?;
+        let most = unit.bytes - unit.bytes / 8;
+        tools.compressor.compress(&tools.plain[..unit.pages() * PAGE], &mut tools.packed[..most.min(BLOCK)])
+    }
+}
+
+impl Pager {
+    /// Recompresses what was set aside. Called without the lock.
+    pub(super) fn make_dense(&self, packer: &mut Packer) {
+        loop {
+            // (Not in the condition of the loop: the lock would be held through its body.)
+            let begun = self.begin_dense(&mut self.state.lock(), packer);
+            let Some(unit) = begun else { return };
+            let packed = packer.compress(&unit);
+            self.end_dense(&mut self.state.lock(), packer, &unit, packed);
+            self.swap_progressed();
+        }
+    }
+
+    /// Takes the next of what was set aside, marks its parts and decompresses them.
+    pub(super) fn begin_dense(&self, s: &mut State, packer: &mut Packer) -> Option<Unit> {
+        let mut swap = s.swap.take()?;
+        let folios = &self.group.folios;
+        let may = |order: u8| folios.allows(order) && folios.unit(order).is_none_or(|unit| unit >= order);
+        while swap.packing.is_none() && !swap.aside.is_empty() {
+            let entry = swap.aside.remove(0);
+            match s.unit_of(entry, may) {
+                Some(unit) if s.unpack(&unit, packer.plain(&unit)) => swap.packing = Some(unit),
+                Some(_) => self.leave_warm(s, &mut swap, entry),
+                None => swap.shrinker.rotate(entry),
+            }
+        }
+        let unit = swap.packing;
+        s.swap = Some(swap);
+        unit
+    }
+
+    /// Stores what a unit was compressed to, if it is as it was.
+    pub(super) fn end_dense(&self, s: &mut State, packer: &mut Packer, unit: &Unit, packed: Option<(Encoding, usize)>) {
+        let Some(mut swap) = s.swap.take() else { return };
+        swap.packing = None;
+        if s.unmark(unit) {
+            match packed.and_then(|packed| self.put_dense(s, unit, packed, packer)) {
+                Some(handle) => {
+                    // It was met for as much of it as was gained: pressure that wants more goes on.
+                    let left = s.header_of(Entry { vpn: unit.vpn, handle }).len;
+                    swap.shrinker.met(unit.pages() * (unit.bytes - left) / unit.bytes);
+                    let (pages, c) = (u64::from(unit.live.count_ones()), self.counters());
+                    c.recompressed_pages.fetch_add(pages, Relaxed);
+                    c.recompressed_idle_pages.fetch_add(pages, Relaxed);
+                    swap.shrinker.rotate(Entry { vpn: unit.vpn, handle });
+                }
+                None => self.leave_warm(s, &mut swap, unit.entry),
+            }
+        } else {
+            swap.shrinker.rotate(unit.entry);
+        }
+        s.swap = Some(swap);
+        self.me().pool.store(s.pool.held_bytes() as u64, Relaxed);
+    }
+
+    /// An object that is not to be had denser is the next to be met, and is then written as it is.
+    fn leave_warm(&self, s: &mut State, swap: &mut Swap, entry: Entry) {
+        object::set_flags(s.object(entry.handle), object::TRIED, 0);
+        let pages = u64::from(s.header_of(entry).live.count_ones());
+        self.counters().reject_recompress_poor.fetch_add(pages, Relaxed);
+        swap.shrinker.put_back(entry);
+    }
+
+    /// Stores the new object in place of the parts; None when there is no room for both, or the codec was wrong.
+    fn put_dense(
+        &self,
+        s: &mut State,
+        unit: &Unit,
+        (encoding, len): (Encoding, usize),
+        packer: &mut Packer,
+    ) -> Option<u32> {
+        if self.inject(Site::Pool).is_some() {
+            return None;
+        }
+        let tools = packer.0.as_mut()?;
+        let head = Header { len, encoding, order: unit.order, live: unit.live, vpn: unit.vpn, flags: 0 };
+        let mut hashes = [0; 16 * MOST_PAGES];
+        for (part, from, order) in unit.parts() {
+            let hashes = &mut hashes[16 * from..][..16 << order];
+            hashes.copy_from_slice(&s.object(part.handle)[object::HEADER_BYTES..object::head_bytes(order)]);
+        }
+        let hashes = &hashes[..16 << unit.order];
+        let set =
+            |place: &mut [u8]| place[object::HEADER_BYTES..object::head_bytes(unit.order)].copy_from_slice(hashes);
+        let new = s.put_object(head, set, &tools.packed[..len])?.raw();
+        if self.group.folios.verify.load(Relaxed) != 0 && !decode(s, new, &mut tools.plain[..unit.pages() * PAGE]) {
+            (0..unit.pages()).filter(|i| unit.live & (1 << i) != 0).for_each(|i| s.release(new, i));
+            self.counters().folios.reject_verify_fail.fetch_add(1, Relaxed);
+            return None;
+        }
+        for (part, _, order) in unit.parts() {
+            let share = len * (1 << order) / unit.pages();
+            s.note(Record::of_object(Kind::Resize, part.vpn, order, share));
+        }
+        relocate::repoint(&mut s.pt, &head, new);
+        for (part, from, order) in unit.parts() {
+            let mine = |i: &usize| unit.live & (1 << (from + i)) != 0;
+            (0..1usize << order).filter(mine).for_each(|i| s.release(part.handle, i));
+        }
+        Some(new)
+    }
+}

@@ -1,0 +1,79 @@
+//! Full pools are written back by all members of all groups below the full one, in turns.
+
+use crate::groups::{MIB, Member, Place, eventually};
+use std::process::Command;
+
+const SWAP: [&str; 2] = ["--swap", "1G"];
+
+/// Puts all of a member out of memory, as a command asks for it: nothing of it is in use afterwards.
+fn put_out(place: &Place, member: &Member) {
+    let output = place.call(&["pagemap", &member.pid().to_string(), "--page-out", "all"]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Three processes, two of them in one group, have put everything out and do nothing. Then their parent's pools may take
+/// half of what they do, and one of the three stores something. Once only that one wrote: nobody woke the others, whose
+/// memory was as cold, and the pools stayed above what they may take.
+#[test]
+fn idle_members_of_other_groups_write_when_it_is_their_turn() {
+    let place = Place::new();
+    let create = ["-m", "512M"];
+    let start = |group: &str, more: &[&str]| place.start(&[&["--group", group], more, &SWAP].concat());
+    let mut members = [("p/a", &create[..]), ("p/a", &[]), ("p/b", &create)].map(|(group, more)| {
+        let mut member = start(group, more);
+        member.tell("r 24");
+        put_out(&place, &member);
+        member
+    });
+    let pools = || place.number("p", "memory.zswap.current");
+    let written = || ["p/a", "p/b"].map(|group| place.event(group, "memory.stat", "zswpwb"));
+    let (before, held) = (written(), pools());
+    let most = held / 2 / MIB * MIB;
+    assert!(most > 8 * MIB, "{held}");
+    place.ctl(&["p", &format!("memory.zswap.max={most}")]);
+    members[0].tell("r 1");
+    put_out(&place, &members[0]);
+    eventually("the pools are as small as they are to be", || pools() <= most / 100 * 95);
+    eventually("the idle group has written", || written()[1] > before[1]);
+    let gave = [0, 1].map(|i| written()[i] - before[i]);
+    println!("{} MiB in the pools, then {}; pages that each group wrote: {gave:?}", held / MIB, pools() / MIB);
+    assert!(gave.iter().all(|pages| *pages >= (gave[0] + gave[1]) / 8), "{gave:?}");
+    for member in &mut members {
+        member.tell("v");
+    }
+    members.into_iter().for_each(|member| _ = member.ends_well());
+}
+
+/// A member that is stopped has no turn that others would wait for.
+#[test]
+fn a_stopped_member_holds_nobody_up() {
+    let place = Place::new();
+    let mut members = ["p/a", "p/b"].map(|group| {
+        let mut member = place.start(&[&["--group", group, "-m", "512M"][..], &SWAP].concat());
+        member.tell("r 24");
+        put_out(&place, &member);
+        member
+    });
+    // (A command stops with its program, and does not go on with it.)
+    let (program, command) = (members[1].pid().to_string(), members[1].command().to_string());
+    let send = |signal: &str, to: &str| {
+        let done = Command::new("kill").args([signal, to]).status();
+        assert!(done.is_ok_and(|status| status.success()));
+    };
+    send("-STOP", &program);
+    let held = place.number("p/a", "memory.zswap.current");
+    let stopped = place.number("p/b", "memory.zswap.current");
+    // (All that goes must be the other's.)
+    let most = (stopped + held / 4) / 95 * 100;
+    place.ctl(&["p", &format!("memory.zswap.max={most}")]);
+    members[0].tell("r 1");
+    put_out(&place, &members[0]);
+    eventually("the other has made all the room", || place.number("p", "memory.zswap.current") <= most / 100 * 95);
+    assert_eq!(place.number("p/b", "memory.zswap.current"), stopped);
+    send("-CONT", &program);
+    send("-CONT", &command);
+    for member in &mut members {
+        member.tell("v");
+    }
+    members.into_iter().for_each(|member| _ = member.ends_well());
+}
