@@ -35,7 +35,7 @@ pub const ENV_GROUP: &str = "UZSWAP_GROUP";
 /// Environment variable with the number of the group in its tree; absent for 0.
 pub const ENV_NODE: &str = "UZSWAP_GROUP_NODE";
 /// First word of the page: refuses a page of another version.
-pub const MAGIC: u64 = 0x757a_7377_6170_0004;
+pub const MAGIC: u64 = 0x757a_7377_6170_0005;
 /// Processes that can be members at once.
 pub const SLOTS: usize = 1024;
 /// Groups in one tree, of which ancestors are a set of 64 bits.
@@ -402,6 +402,8 @@ pub struct GroupPage {
     pub recording: AtomicU32,
     /// One past the highest slot ever used: those beyond need not be looked at.
     pub used: AtomicU32,
+    /// 1 when members keep which of their pages were written to: see `writes`.
+    pub track_writes: AtomicU32,
     /// What is said about folios.
     pub folios: FolioSettings,
     /// What a test wants to fail; nothing otherwise.

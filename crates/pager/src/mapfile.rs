@@ -184,7 +184,8 @@ impl MapFile {
     pub fn limit(&self) -> u64 {
         self.head()[LIMIT].load(Relaxed)
     }
-    /// Whether soft-dirty bits say anything: before they are first cleared, every page counts as written.
+    /// Whether soft-dirty bits say anything: in [`Kind::Markers`] not before they are first cleared (every page counts as
+    /// written), in [`Kind::Process`] where they are kept. (There what counts as written is marked.)
     #[must_use]
     pub fn tracking(&self) -> bool {
         self.head()[TRACKING].load(Acquire) != 0

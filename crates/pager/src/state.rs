@@ -124,6 +124,8 @@ pub struct State {
     pub recorder: Option<Recorder>,
     /// The number of the fork under way: what the child says it was born of.
     pub fork_number: u64,
+    /// Whether soft-dirty bits were ever cleared: from then on there are clean pages, which are write-protected.
+    pub tracking: bool,
     /// When what was unevictable was last tried again (monotonic nanoseconds).
     pub rescued_ns: u64,
 }
@@ -172,6 +174,7 @@ impl State {
             swap: None,
             recorder: None,
             fork_number: 0,
+            tracking: false,
             rescued_ns: 0,
         }
     }
