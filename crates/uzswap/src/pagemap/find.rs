@@ -46,6 +46,13 @@ impl Source {
             Self::Shared(view) => view.map(),
         }
     }
+    /// Whether it is kept which pages were written to.
+    pub fn tracks_writes(&self) -> bool {
+        match self {
+            Self::Own(file, markers) => file.tracking() || markers.is_some(),
+            Self::Shared(_) => false,
+        }
+    }
     /// Pages.
     pub fn pages(&self) -> u64 {
         self.map().pages()
