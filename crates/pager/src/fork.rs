@@ -146,6 +146,7 @@ impl Pager {
         // The parent's page map is not inherited: its place is empty here, or taken by something else.
         s.pt.unpublish();
         core::mem::forget(self.page_map.lock().take());
+        core::mem::forget(s.cleared.take());
         let mut busy = Vec::new();
         s.pt.for_each(|vpn, pte| {
             if pte.tag() == Tag::Busy {

@@ -36,11 +36,15 @@ pub enum Kind {
     Region = 3,
     /// A process under `uzswap run`: pages by address.
     Process = 4,
+    /// The same process: the pages that were soft-dirty when its bits were last cleared.
+    Cleared = 5,
 }
 
 impl Kind {
     fn of(number: u64) -> Option<Self> {
-        [Self::Shared, Self::Markers, Self::Region, Self::Process].into_iter().find(|k| *k as u64 == number)
+        [Self::Shared, Self::Markers, Self::Region, Self::Process, Self::Cleared]
+            .into_iter()
+            .find(|k| *k as u64 == number)
     }
 }
 

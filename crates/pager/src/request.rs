@@ -18,10 +18,12 @@
 //! The request moves pages as a fault or reclaim would, so it may come at any moment, whatever the program does.
 
 use crate::group::Slot;
+use crate::mapfile::{ADDRESS_SPACE_PAGES, Kind as MapKind, MapFile};
 use crate::pager::Pager;
 use crate::state::{FOLIO_PAGES, State};
 use crate::store::{BATCH_PAGES, Batch};
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
+use uzswap_mm::pagemap::{PageState, SOFT_DIRTY};
 use uzswap_mm::pagetable::Tag;
 use uzswap_sys::process::Identity;
 use uzswap_sys::{lock, sys, thread};
@@ -262,10 +264,15 @@ impl Pager {
 
     fn clean(&self, work: &Work) {
         let (mut at, mut tries) = (work.from, 0);
+        // What was cleared is known afterwards, until bits are cleared again. (Without address space for it, it is not.)
+        let map = MapFile::create(MapKind::Cleared, 0, ADDRESS_SPACE_PAGES, 0).ok();
+        let was = |vpn| {
+            map.iter().for_each(|map| map.map().set(vpn, PageState(SOFT_DIRTY)));
+        };
         loop {
             let mut s = self.state.lock();
             let Some((start, end)) = work.piece(&s, at, FOLIO_PAGES as u64) else { break };
-            let Ok(cleared) = self.clear_soft_dirty(&mut s, start, end) else {
+            let Ok(cleared) = self.clear_soft_dirty(&mut s, start, end, was) else {
                 drop(s);
                 tries += 1;
                 if tries == EVENT_TRIES {
@@ -278,6 +285,8 @@ impl Pager {
             work.r.tell(known, cleared, 0);
             (at, tries) = (end, 0);
         }
+        let before = core::mem::replace(&mut self.state.lock().cleared, map);
+        drop(before);
     }
 
     fn bring_work(&self, work: &Work, batch: &mut Batch) {

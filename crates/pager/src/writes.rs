@@ -125,12 +125,18 @@ impl Pager {
         Ok(())
     }
 
-    /// Clears the soft-dirty bits of the pages `[from, to)` that are known, which one leaf of the table covers; returns
-    /// how many were set.
+    /// Clears the soft-dirty bits of the pages `[from, to)` that are known, which one leaf of the table covers, and says
+    /// which `was` set; returns how many. (In one step, so that no write is missed.)
     ///
     /// # Errors
     /// [`EventPending`]: nothing was done.
-    pub(crate) fn clear_soft_dirty(&self, s: &mut State, from: u64, to: u64) -> Result<usize, EventPending> {
+    pub(crate) fn clear_soft_dirty(
+        &self,
+        s: &mut State,
+        from: u64,
+        to: u64,
+        mut was: impl FnMut(u64),
+    ) -> Result<usize, EventPending> {
         s.tracking = true;
         let protect = |from: u64, to: u64| {
             let done = self.uffd().write_protect(from as usize * PAGE, (to - from) as usize * PAGE, true);
@@ -148,6 +154,7 @@ impl Pager {
                 continue;
             }
             s.pt.set_clean(vpn, true);
+            was(vpn);
             cleared += 1;
         }
         Ok(cleared)
@@ -264,7 +271,7 @@ mod tests {
         let first = written(p);
         let end = first + N as u64;
         assert!((first..end).all(|vpn| !is_protected(p, vpn)));
-        let clear = || p.clear_soft_dirty(&mut p.state.lock(), first, end).ok();
+        let clear = || p.clear_soft_dirty(&mut p.state.lock(), first, end, |_| ()).ok();
         assert_eq!((clear(), clear()), (Some(N), Some(0)));
         assert!((first..end).all(|vpn| is_protected(p, vpn)));
         for stored in [false, true] {
@@ -320,7 +327,7 @@ mod tests {
         let p = testing::tracking_pager(16 << 20);
         let first = written(p);
         let (at, end) = (first as usize * PAGE, first + N as u64);
-        assert_eq!(p.clear_soft_dirty(&mut p.state.lock(), first, end - 2).ok(), Some(N - 2));
+        assert_eq!(p.clear_soft_dirty(&mut p.state.lock(), first, end - 2, |_| ()).ok(), Some(N - 2));
         let mut pipe = [0; 2];
         // SAFETY: two descriptors are written; the child makes system calls only.
         let child = unsafe {

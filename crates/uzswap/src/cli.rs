@@ -189,7 +189,8 @@ pub struct PagemapArgs {
     #[arg(long, value_name = "RANGE")]
     pub page_in: Option<String>,
     /// First clear the soft-dirty bits of a range of a process under `uzswap run --track-writes`, as --page-out (all, where
-    /// none is given): the next write to each of the pages sets its bit again
+    /// none is given): the next write to each of the pages sets its bit again. Which were set is shown with --runs and
+    /// --json: no write is missed between the two
     #[arg(long, value_name = "RANGE", num_args = 0..=1, default_missing_value = "all")]
     pub clear_soft_dirty: Option<String>,
     /// Show only what is soft-dirty: written to since the bits were last cleared, or since the program began

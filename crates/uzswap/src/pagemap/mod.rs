@@ -207,6 +207,9 @@ fn as_json(found: &Found, args: &PagemapArgs) -> Value {
         "present": sum.present, "swapped": sum.swapped, "zero": sum.zero,
         "soft_dirty": sum.soft_dirty, "write_protected": sum.write_protected, "tiers": tiers,
     });
+    if args.clear_soft_dirty.is_some() && found.is_process() {
+        value["cleared"] = found.cleared.iter().map(|r| json!({"from": r.from, "to": r.to})).collect();
+    }
     if args.runs {
         let all: Vec<Value> = runs(found, query(args))
             .iter()
@@ -235,6 +238,11 @@ fn as_text(found: &Found, args: &PagemapArgs, colour: bool) -> String {
     line("write-protected", sum.write_protected);
     let mut text = format!("{}\n{out}", found.what);
     text.push_str(&picture::text(found, args.soft_dirty, colour));
+    if args.runs && args.clear_soft_dirty.is_some() {
+        for run in &found.cleared {
+            let _ = writeln!(text, "  {:#014x}-{:#014x} was soft-dirty", run.from * PAGE, run.to * PAGE);
+        }
+    }
     if args.runs {
         for run in runs(found, query(args)) {
             let at = |page: u64| found.base as u64 + page * PAGE;

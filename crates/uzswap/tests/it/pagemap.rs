@@ -179,10 +179,13 @@ fn what_a_program_has_written_to_is_shown_and_cleared() {
             assert!(pagemap(&[pid, "--page-out", &bytes]).status.success());
         }
         assert_eq!(dirty(), [(3, 4), (50, 51), (70, 71)], "out: {outs}");
-        let told = String::from_utf8(pagemap(&[pid, "--clear-soft-dirty", &bytes]).stderr).unwrap();
-        assert!(told.contains("12 KiB had been written to"), "{told}");
+        let cleared = json(&[pid, "--clear-soft-dirty", &bytes, "--json"])[0]["cleared"].clone();
+        let runs = cleared.as_array().unwrap().iter().map(|r| r["from"].as_u64().unwrap()..r["to"].as_u64().unwrap());
+        assert_eq!(runs.flatten().map(|page| page - first).collect::<Vec<_>>(), [3, 50, 70], "{cleared}");
         assert_eq!(dirty(), []);
     }
+    let text = String::from_utf8(pagemap(&[pid, "--clear-soft-dirty", "--runs"]).stdout).unwrap();
+    assert!(text.contains("was soft-dirty"), "the rest of its memory: {text}");
     drop(to);
     assert!(run.wait().unwrap().success());
 }

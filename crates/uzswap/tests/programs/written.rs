@@ -3,7 +3,7 @@
 
 use crate::harness::*;
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -42,15 +42,38 @@ fn known_pages(pid: &str) -> BTreeMap<u64, char> {
 /// Compares the model, as the program prints it, with the page map. Returns how many pages were compared, by letter.
 fn compare(at: &str, pid: &str, model: &[String], counts: &mut BTreeMap<char, usize>) {
     let known = known_pages(pid);
-    for line in model {
+    for (page, letter, line) in pages(model) {
+        let is = known.get(&page).copied().unwrap_or('n');
+        assert_eq!(is, letter, "{at}: page {page:#x}000 of process {pid} in {line}");
+        *counts.entry(letter).or_default() += 1;
+    }
+}
+
+/// Clears all bits: those that were set are the model's.
+fn compare_cleared(at: &str, pid: &str, model: &[String]) {
+    let (ok, text, errors) = pagemap(pid, &["--clear-soft-dirty", "--json"]);
+    assert!(ok, "{at}: {errors}");
+    let found: Value = serde_json::from_slice(&text).expect("JSON");
+    let runs = found[0]["cleared"].as_array().expect("what was cleared").iter();
+    let runs = runs.map(|r| r["from"].as_u64().unwrap()..r["to"].as_u64().unwrap());
+    let cleared: BTreeSet<u64> = runs.flatten().collect();
+    for (page, letter, line) in pages(model) {
+        assert_eq!(cleared.contains(&page), letter == 'd', "{at}: page {page:#x}000 of process {pid} in {line}");
+    }
+}
+
+/// The lines of a model, which the program is about to print.
+fn model(lines: &mut impl Iterator<Item = String>) -> Vec<String> {
+    lines.take_while(|line| line != "end").collect()
+}
+
+/// Its pages, with their letters and lines.
+fn pages(model: &[String]) -> impl Iterator<Item = (u64, char, &str)> {
+    model.iter().flat_map(|line| {
         let (address, states) = line.split_once(' ').expect("an address and letters");
         let first = u64::from_str_radix(address, 16).expect("an address") / 4096;
-        for (page, letter) in (first..).zip(states.chars()) {
-            let is = known.get(&page).copied().unwrap_or('n');
-            assert_eq!(is, letter, "{at}: page {page:#x}000 of process {pid} (page {} of {line})", page - first);
-            *counts.entry(letter).or_default() += 1;
-        }
-    }
+        (first..).zip(states.chars()).map(move |(page, letter)| (page, letter, line.as_str()))
+    })
 }
 
 /// Puts out the pages of all processes there are, until it is told to end.
@@ -88,12 +111,9 @@ fn checked(program: &Path, seed: &str, limit: u64, page_outs: bool) {
         while let Some(line) = lines.next() {
             let (what, of) = line.split_once(' ').unwrap_or((&line, ""));
             match what {
-                "clear" => {
-                    let (ok, _, errors) = pagemap(of, &["--clear-soft-dirty"]);
-                    assert!(ok, "{at}: {errors}");
-                }
+                "clear" => compare_cleared(&at, of, &model(&mut lines)),
                 "check" => {
-                    let model: Vec<String> = lines.by_ref().take_while(|line| line != "end").collect();
+                    let model = model(&mut lines);
                     checks += 1;
                     // Memory mapped a moment ago is found when something is asked of the process.
                     // (Where there is none of the program's, as at these addresses, that comes to nothing.)
