@@ -1,11 +1,12 @@
 //! The page table: one word for each 4 KiB page of the program that was ever evicted, staged or brought in.
 //!
-//! A radix tree over the 47-bit address space whose leaves cover 2 MiB (512 words and a byte of access hints for each
-//! 64 KiB), so memory is used only where the program has some: 8.1 bytes a page. Its inner nodes are a page each, as
+//! A radix tree over the 47-bit address space whose leaves cover 2 MiB (512 words, a byte of access hints for each
+//! 64 KiB, and a bit for each page that says whether it is clean), so memory is used only where the program has some: 8.2
+//! bytes a page. Its inner nodes are a page each, as
 //! programs scatter (a node of 64 KiB for each 16 GiB cost Node.js 16 MiB). Address ranges need not be known
 //! beforehand: a page never seen is [`Tag::None`]. Owner: the pager's lock.
 
-use crate::pagemap::{PRESENT, PageMap, PageState, SWAPPED, Tier, ZERO};
+use crate::pagemap::{PRESENT, PageMap, PageState, SOFT_DIRTY, SWAPPED, Tier, ZERO};
 
 /// What is known of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -149,6 +150,22 @@ const _: () = assert!(
 struct Leaf {
     ptes: [Pte; LEAF_PAGES as usize],
     hints: [u8; 32],
+    /// Pages that are clean, a bit each: see [`PageTable::set_clean`].
+    clean: [u64; LEAF_PAGES as usize / 64],
+}
+
+impl Leaf {
+    fn is_clean(&self, vpn: u64) -> bool {
+        let at = (vpn % LEAF_PAGES) as usize;
+        self.clean[at / 64] & 1 << (at % 64) != 0
+    }
+
+    fn set_clean(&mut self, vpn: u64, clean: bool) {
+        let at = (vpn % LEAF_PAGES) as usize;
+        let bit = 1 << (at % 64);
+        let word = &mut self.clean[at / 64];
+        *word = if clean { *word | bit } else { *word & !bit };
+    }
 }
 
 /// Entries of an inner node, and of the root: 8 bits of a leaf's number, then 9 and 9.
@@ -161,6 +178,11 @@ const LOWER_LEAVES: u64 = FANOUT as u64;
 
 type Lower = [Option<Box<Leaf>>; FANOUT];
 type Upper = [Option<Box<Lower>>; FANOUT];
+
+/// The state of a page, soft-dirty where it was written to.
+fn soft_dirty_if(written: bool, state: PageState) -> PageState {
+    PageState(state.0 | if written { SOFT_DIRTY } else { 0 })
+}
 
 /// Where a leaf is: its places in the root, the upper and the lower node.
 fn places(leaf: u64) -> (usize, usize, usize) {
@@ -175,6 +197,8 @@ pub struct PageTable {
     nodes: usize,
     /// Where states are published, and the page that comes first there.
     published: Option<(PageMap<'static>, u64)>,
+    /// Whether soft-dirty bits are published too.
+    soft_dirty: bool,
 }
 
 impl Default for PageTable {
@@ -186,7 +210,13 @@ impl Default for PageTable {
 impl PageTable {
     /// An empty table.
     pub fn new() -> Self {
-        Self { root: [const { None }; ROOT], leaves: 0, nodes: 0, published: None }
+        Self { root: [const { None }; ROOT], leaves: 0, nodes: 0, published: None, soft_dirty: false }
+    }
+
+    /// Has what is published say of each page known whether it is soft-dirty: it is unless it is clean.
+    pub fn publish_soft_dirty(&mut self) {
+        self.soft_dirty = true;
+        self.for_each(|vpn, pte| self.tell(vpn, pte));
     }
 
     /// Publishes the state of every page from now on (and as it is now) in a map whose first page is `first`. Pages that
@@ -206,8 +236,26 @@ impl PageTable {
         if let Some((map, first)) = &self.published {
             let page = vpn.wrapping_sub(*first);
             if page < map.pages() {
-                map.publish(page, pte.state());
+                let written = self.soft_dirty && pte.tag() != Tag::None && !self.is_clean(vpn);
+                map.publish(page, soft_dirty_if(written, pte.state()));
             }
+        }
+    }
+
+    /// Whether a page is known not to have been written to since that was last asked: see [`PageTable::set_clean`].
+    pub fn is_clean(&self, vpn: u64) -> bool {
+        self.leaf(vpn).is_some_and(|l| l.is_clean(vpn))
+    }
+
+    /// Says of a page whether it is clean: nobody has written to it since then, or it is set otherwise. What becomes of the
+    /// page's entry changes nothing, but that a page which is forgotten ([`Pte::NONE`]) is not clean.
+    ///
+    /// # Panics
+    /// When the page is beyond the 47-bit address space.
+    pub fn set_clean(&mut self, vpn: u64, clean: bool) {
+        if self.is_clean(vpn) != clean {
+            self.leaf_mut(vpn).set_clean(vpn, clean);
+            self.tell(vpn, self.get(vpn));
         }
     }
 
@@ -229,7 +277,7 @@ impl PageTable {
         });
         lower[k].get_or_insert_with(|| {
             *leaves += 1;
-            Box::new(Leaf { ptes: [Pte::NONE; LEAF_PAGES as usize], hints: [0; 32] })
+            Box::new(Leaf { ptes: [Pte::NONE; LEAF_PAGES as usize], hints: [0; 32], clean: [0; 8] })
         })
     }
 
@@ -255,7 +303,11 @@ impl PageTable {
         if pte == Pte::NONE && self.leaf(vpn).is_none() {
             return;
         }
-        self.leaf_mut(vpn).ptes[(vpn % LEAF_PAGES) as usize] = pte;
+        let leaf = self.leaf_mut(vpn);
+        leaf.ptes[(vpn % LEAF_PAGES) as usize] = pte;
+        if pte == Pte::NONE {
+            leaf.set_clean(vpn, false);
+        }
         self.tell(vpn, pte);
     }
 
@@ -264,18 +316,24 @@ impl PageTable {
     /// # Panics
     /// As [`PageTable::set`].
     pub fn set_run(&mut self, vpn: u64, n: usize, mut pte: impl FnMut(usize) -> Pte) {
-        let (mut at, end, published) = (vpn, vpn + n as u64, self.published);
+        let (mut at, end, published, soft_dirty) = (vpn, vpn + n as u64, self.published, self.soft_dirty);
         while at < end {
             let stop = end.min((at / LEAF_PAGES + 1) * LEAF_PAGES);
             let first = (at % LEAF_PAGES) as usize;
-            let entries = &mut self.leaf_mut(at).ptes[first..first + (stop - at) as usize];
+            let leaf = self.leaf_mut(at);
+            let clean = leaf.clean;
+            let entries = &mut leaf.ptes[first..first + (stop - at) as usize];
             for (i, entry) in entries.iter_mut().enumerate() {
                 *entry = pte((at - vpn) as usize + i);
             }
             if let Some((map, origin)) = published {
                 let (from, to) = (at.max(origin), stop.min(origin + map.pages()));
                 if from < to {
-                    let state = |i: u64| entries[(from - at + i) as usize].state();
+                    let state = |i: u64| {
+                        let i = (from - at + i) as usize;
+                        let written = soft_dirty && clean[(first + i) / 64] & 1 << ((first + i) % 64) == 0;
+                        soft_dirty_if(written, entries[i].state())
+                    };
                     map.publish_run(from - origin, to - from, state);
                 }
             }
@@ -318,6 +376,7 @@ impl PageTable {
         };
         let Some(leaf) = slot.as_mut() else { return };
         for v in from..end {
+            leaf.set_clean(v, false);
             let pte = core::mem::take(&mut leaf.ptes[(v % LEAF_PAGES) as usize]);
             if pte != Pte::NONE {
                 if let Some((map, first)) = &self.published

@@ -60,7 +60,8 @@ impl Pager {
         d: &mut Delivery,
     ) -> Result<usize, EventPending> {
         let mut n = 1;
-        while n < max && matches!(s.pt.get(vpn + n as u64).tag(), Tag::None | Tag::Zero | Tag::Compressed) {
+        let comes = |tag: Tag| matches!(tag, Tag::Zero | Tag::Compressed) || (tag == Tag::None && !s.tracking);
+        while n < max && comes(s.pt.get(vpn + n as u64).tag()) {
             n += 1;
         }
         let order = n.ilog2() as u8;
@@ -88,9 +89,9 @@ impl Pager {
             return if vpn == d.r.vpn { self.poison(s, vpn).map(|()| 0) } else { Ok(0) };
         }
         let result = match frames {
-            Some((slot, _)) => self.move_in_up_to(vpn, slot, filled_n),
+            Some((slot, _)) => self.move_in_up_to(s, vpn, slot, filled_n),
             // SAFETY: the buffer is readable.
-            None => unsafe { self.copy(vpn, src, filled_n * PAGE) },
+            None => unsafe { self.copy(s, vpn, src, filled_n * PAGE) },
         };
         let (mut brought, error) = match result {
             Ok(()) => (filled_n, 0),
@@ -101,7 +102,7 @@ impl Pager {
             if moved == FOLIO_PAGES {
                 self.brought_huge(s, vpn, slot);
             }
-            s.zone.free_run(Kind::Hole, slot, moved);
+            self.free_slots_of(s, vpn, slot, moved);
             s.zone.free_run(Kind::Frame, slot + moved as u32, (1 << o) - moved);
         } else {
             s.rss += brought * PAGE;
@@ -131,7 +132,7 @@ impl Pager {
     pub(crate) fn copy_some(&self, s: &mut State, vpn: u64, src: usize, mut n: usize) -> Result<usize, EventPending> {
         loop {
             // SAFETY: the caller passes readable memory of ours.
-            let copied = match unsafe { self.copy(vpn, src, n * PAGE) } {
+            let copied = match unsafe { self.copy(s, vpn, src, n * PAGE) } {
                 Ok(()) => n,
                 Err((0, libc::EAGAIN)) => return Err(EventPending),
                 Err((0, _)) if n > 1 => {
@@ -149,10 +150,10 @@ impl Pager {
     }
 
     /// Moves in as many of `n` frames as fit into the mapping.
-    fn move_in_up_to(&self, vpn: u64, slot: u32, mut n: usize) -> Result<(), Partial> {
+    fn move_in_up_to(&self, s: &State, vpn: u64, slot: u32, mut n: usize) -> Result<(), Partial> {
         let whole = n;
         loop {
-            match self.move_in(vpn, slot, n) {
+            match self.move_in(s, vpn, slot, n) {
                 Err((0, libc::EINVAL | libc::ENOENT)) if n > 1 => n /= 2,
                 Ok(()) if n < whole => return Err((n * PAGE, libc::EINVAL)),
                 result => return result,

@@ -51,7 +51,7 @@ impl Pager {
     fn take_over(&self, s: &mut State, start: usize, end: usize) -> Result<usize, Errno> {
         // Registering again what is registered already is a cheap no-op for the kernel.
         let refused = self.inject(Site::Register).map(|_| libc::ENOMEM);
-        if let Some(errno) = refused.or(self.uffd().register(start, end - start).err()) {
+        if let Some(errno) = refused.or(self.register(start, end - start).err()) {
             if any_out(s, start, end) {
                 return Err(errno);
             }
@@ -83,6 +83,9 @@ impl Pager {
                     n += 1;
                 }
                 s.list_resident(at, n as usize, List::Inactive, |_| None);
+                if s.tracking {
+                    self.find_unwritten(s, at, at + n);
+                }
                 pages += n as usize;
                 at += n;
             }

@@ -35,7 +35,16 @@ impl Pager {
 }
 
 fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
-    let mut moved = Vec::new();
+    let (mut moved, mut clean) = (Vec::new(), Vec::new());
+    if s.tracking {
+        let mut at = from;
+        while let Some(vpn) = s.pt.next_used(at).filter(|vpn| *vpn < from + pages) {
+            if s.pt.is_clean(vpn) {
+                clean.push(vpn);
+            }
+            at = vpn + 1;
+        }
+    }
     s.pt.clear(from, from + pages, |vpn, pte| moved.push((vpn, pte)));
     if s.recorder.is_some() {
         note_move(s, from, to, pages);
@@ -73,6 +82,9 @@ fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
                 }
             }
             Tag::Disk | Tag::Zero | Tag::Poisoned => s.pt.set(target, pte),
+        }
+        if clean.binary_search(&vpn).is_ok() {
+            s.pt.set_clean(target, true);
         }
     }
 }

@@ -60,6 +60,8 @@ pub struct Request {
     pub vpn: u64,
     /// Whether to write.
     pub write: bool,
+    /// Whether the page was there, and write-protected.
+    pub protected: bool,
 }
 
 impl Pager {
@@ -78,8 +80,8 @@ impl Pager {
             }
             let message = if self.inject(Site::Event).is_some() { Err(libc::EIO) } else { uffd.read() };
             match message {
-                Ok(Some(Message::Fault { address, write, tid })) => {
-                    waiting.push(Request { vpn: (address / PAGE) as u64, write });
+                Ok(Some(Message::Fault { address, write, protected, tid })) => {
+                    waiting.push(Request { vpn: (address / PAGE) as u64, write, protected });
                     served = served.wrapping_add(1);
                     if s.placement.due()
                         && let Some(cpu) = thread::cpu_of(tid)
@@ -211,9 +213,24 @@ impl Pager {
         let c = self.counters();
         c.pgfault.fetch_add(1, Relaxed);
         let first = s.pt.get(r.vpn);
-        if matches!(first.tag(), Tag::Poisoned) {
-            return self.poison(s, r.vpn);
+        match first.tag() {
+            Tag::Poisoned => return self.poison(s, r.vpn),
+            // (What is not known may be about to go: it is let alone.)
+            Tag::Resident | Tag::None if r.protected => return self.allow_write(s, r.vpn),
+            _ if !s.tracking => return self.bring(s, r, first),
+            _ => {}
         }
+        let was_clean = self.note_access(s, r);
+        let brought = self.bring(s, r, first);
+        if brought.is_err() {
+            s.pt.set_clean(r.vpn, was_clean);
+        } else if s.pt.get(r.vpn).tag() == Tag::None {
+            s.pt.set_clean(r.vpn, false);
+        }
+        brought
+    }
+
+    fn bring(&self, s: &mut State, r: Request, first: Pte) -> Result<(), EventPending> {
         let scattered = s.pt.hints(r.vpn) & HINT_RANDOM != 0 && !is_near(s, r.vpn);
         let (n, stream, sequential) = self.window(s, r.vpn);
         let alone = scattered && !sequential && first.tag() == Tag::Compressed && !self.crowded_out(s) && {
@@ -237,6 +254,8 @@ impl Pager {
             let got = match s.pt.get(at).tag() {
                 Tag::Staged => self.bring_staged(s, at, left),
                 Tag::Busy if at == r.vpn => self.bring_busy(s, at),
+                // (A page never touched would not be known to be clean.)
+                Tag::None if s.tracking && at != r.vpn => Ok(0),
                 Tag::None | Tag::Zero | Tag::Compressed => self.bring_out(s, at, left, &mut d),
                 // Another fault on the page was first, or the page vanished (MADV_FREE): zeros if missing.
                 Tag::Resident if at == r.vpn => self.bring_lost(s, at),
@@ -275,7 +294,7 @@ impl Pager {
         {
             n += 1;
         }
-        let moved = match self.move_in(vpn, slot, n) {
+        let moved = match self.move_in(s, vpn, slot, n) {
             Ok(()) => n,
             Err((done, _)) if done >= PAGE => done / PAGE,
             Err((_, libc::EAGAIN)) => return Err(EventPending),
@@ -296,7 +315,7 @@ impl Pager {
                 return Ok(1);
             }
         };
-        s.zone.free_run(Kind::Hole, slot, moved);
+        self.free_slots_of(s, vpn, slot, moved);
         self.staged_became_resident(s, vpn, moved);
         Ok(moved)
     }

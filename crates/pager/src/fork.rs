@@ -107,6 +107,7 @@ impl Pager {
         self.looks_done.store(self.looks_wanted.load(Relaxed), Relaxed);
         let ok = if engaged {
             self.reset_inherited();
+            self.note_own_writes();
             self.ready.store(0, Release);
             let spawned = self.spawn_ticker(ticker::start_in_child).is_ok();
             while spawned && self.ready.load(Acquire) == 0 {
@@ -128,6 +129,17 @@ impl Pager {
         s.note(Record::number(trace::Kind::Born, s.fork_number));
     }
 
+    /// What this thread writes until memory is managed again nobody is told of: it counts as written.
+    fn note_own_writes(&self) {
+        let here = 0u8;
+        let (top, control) = (core::ptr::from_ref(&here) as usize, thread::pointer());
+        // SAFETY: before_fork took the lock in this thread.
+        let s = unsafe { self.state.assume_locked() };
+        for (from, to) in [(top - HOOK_STACK, top + arena::PAGE), (control, control + CONTROL_BLOCK)] {
+            (from / arena::PAGE..=to / arena::PAGE).for_each(|page| s.pt.set_clean(page as u64, false));
+        }
+    }
+
     /// What only the parent's threads were doing does not go on here.
     fn reset_inherited(&self) {
         // SAFETY: before_fork took the lock in this thread.
@@ -135,6 +147,7 @@ impl Pager {
         // The parent's page map is not inherited: its place is empty here, or taken by something else.
         s.pt.unpublish();
         core::mem::forget(self.page_map.lock().take());
+        core::mem::forget(s.cleared.take());
         let mut busy = Vec::new();
         s.pt.for_each(|vpn, pte| {
             if pte.tag() == Tag::Busy {
@@ -162,7 +175,10 @@ impl Pager {
     }
 }
 
-/// Whether a page that was touched is in the program, or cannot be any more.
+/// Whether a page that was touched is in the program and may be written to, or cannot be any more.
 fn is_in(s: &State, page: usize) -> bool {
-    matches!(s.pt.get(page as u64).tag(), Tag::Resident | Tag::None | Tag::Poisoned)
+    match s.pt.get(page as u64).tag() {
+        Tag::Resident => !s.pt.is_clean(page as u64),
+        tag => matches!(tag, Tag::None | Tag::Poisoned),
+    }
 }

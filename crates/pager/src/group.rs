@@ -420,6 +420,8 @@ pub struct GroupPage {
     pub recording: AtomicU32,
     /// One past the highest slot ever used: those beyond need not be looked at.
     pub used: AtomicU32,
+    /// 1 when members keep which of their pages were written to: see `writes`.
+    pub track_writes: AtomicU32,
     /// What is said about folios.
     pub folios: FolioSettings,
     /// What a test wants to fail; nothing otherwise.

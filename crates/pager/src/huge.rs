@@ -134,9 +134,9 @@ impl Pager {
         if !whole {
             return Ok(None);
         }
-        match self.move_in(base, first, FOLIO_PAGES) {
+        match self.move_in(s, base, first, FOLIO_PAGES) {
             Ok(()) => {
-                s.zone.free_run(Kind::Hole, first, FOLIO_PAGES);
+                self.free_slots_of(s, base, first, FOLIO_PAGES);
                 self.blocks.of(first).fetch_and(!HUGE, Relaxed);
                 self.counters().folios.thp_move_in.fetch_add(1, Relaxed);
                 self.staged_became_resident(s, base, FOLIO_PAGES);
@@ -145,7 +145,7 @@ impl Pager {
             Err((0, libc::EAGAIN)) => Err(EventPending),
             Err((done, _)) => {
                 let n = done / PAGE;
-                s.zone.free_run(Kind::Hole, first, n);
+                self.free_slots_of(s, base, first, n);
                 if n > 0 {
                     self.staged_became_resident(s, base, n);
                 }
@@ -159,7 +159,10 @@ impl Pager {
     pub(crate) fn wants_huge(&self, s: &State, vpn: u64) -> bool {
         vpn.is_multiple_of(FOLIO_PAGES as u64)
             && s.pt.hints(vpn) & HINT_HUGE != 0
-            && (0..FOLIO_PAGES as u64).all(|i| matches!(s.pt.get(vpn + i).tag(), Tag::Compressed | Tag::Zero))
+            && (0..FOLIO_PAGES as u64).all(|i| {
+                // (What is clean is copied, page by page.)
+                matches!(s.pt.get(vpn + i).tag(), Tag::Compressed | Tag::Zero) && !s.pt.is_clean(vpn + i)
+            })
     }
 
     /// A whole aligned folio came in from a block.

@@ -35,6 +35,7 @@ pub mod swap;
 pub mod ticker;
 pub mod trace;
 mod transfer;
+mod writes;
 
 #[cfg(test)]
 mod testing;

@@ -36,11 +36,15 @@ pub enum Kind {
     Region = 3,
     /// A process under `uzswap run`: pages by address.
     Process = 4,
+    /// The same process: the pages that were soft-dirty when its bits were last cleared.
+    Cleared = 5,
 }
 
 impl Kind {
     fn of(number: u64) -> Option<Self> {
-        [Self::Shared, Self::Markers, Self::Region, Self::Process].into_iter().find(|k| *k as u64 == number)
+        [Self::Shared, Self::Markers, Self::Region, Self::Process, Self::Cleared]
+            .into_iter()
+            .find(|k| *k as u64 == number)
     }
 }
 
@@ -184,7 +188,8 @@ impl MapFile {
     pub fn limit(&self) -> u64 {
         self.head()[LIMIT].load(Relaxed)
     }
-    /// Whether soft-dirty bits say anything: before they are first cleared, every page counts as written.
+    /// Whether soft-dirty bits say anything: in [`Kind::Markers`] not before they are first cleared (every page counts as
+    /// written), in [`Kind::Process`] where they are kept. (There what counts as written is marked.)
     #[must_use]
     pub fn tracking(&self) -> bool {
         self.head()[TRACKING].load(Acquire) != 0

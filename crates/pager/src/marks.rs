@@ -17,7 +17,7 @@
 //!
 //! Written under the pager's lock only. Lock order: that lock, then the queue's.
 
-use crate::arena::{PAGE, discard};
+use crate::arena::PAGE;
 use crate::mapfile::{Kind, MapFile};
 use crate::pager::Pager;
 use crate::state::State;
@@ -28,7 +28,6 @@ use uzswap_mm::pagemap::{PageState, SOFT_DIRTY, WRITE_PROTECTED};
 use uzswap_mm::pagetable::Tag;
 use uzswap_sys::lock::{self, Lock};
 use uzswap_sys::raw::Errno;
-use uzswap_sys::uffd::Partial;
 
 /// What the marker of a page says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,28 +98,15 @@ impl Marks {
         self.map.map().change(vpn - self.first, set, clear);
     }
 
-    /// How many pages from `vpn` on, of `n`, are to be mapped in the same way, and whether that is write-protected.
-    fn alike(&self, vpn: u64, n: usize) -> (usize, bool) {
-        let protect = |at: u64| self.marker(at) != Marker::Plain;
-        let first = protect(vpn);
-        ((1..n).find(|i| protect(vpn + *i as u64) != first).unwrap_or(n), first)
+    /// Whether a page is to be mapped write-protected.
+    pub(crate) fn protects(&self, vpn: u64) -> bool {
+        self.marker(vpn) != Marker::Plain
     }
 
-    /// Splits `n` pages into runs to be mapped in the same way: `put(first, pages, protect)` does it, and says how many bytes
-    /// it did when it fails, which ends it.
-    pub(crate) fn by_runs(
-        &self,
-        vpn: u64,
-        n: usize,
-        mut put: impl FnMut(usize, usize, bool) -> Result<(), Partial>,
-    ) -> Result<(), Partial> {
-        let mut at = 0;
-        while at < n {
-            let (len, protect) = self.alike(vpn + at as u64, n - at);
-            put(at, len, protect).map_err(|(done, e)| (at * PAGE + done, e))?;
-            at += len;
-        }
-        Ok(())
+    /// How many pages from `vpn` on, of `n`, are to be mapped in the same way, and whether that is write-protected.
+    fn alike(&self, vpn: u64, n: usize) -> (usize, bool) {
+        let first = self.protects(vpn);
+        ((1..n).find(|i| self.protects(vpn + *i as u64) != first).unwrap_or(n), first)
     }
 
     /// Waits until pages are unprotected after `seen`. In the thread that wants to write.
@@ -259,22 +245,5 @@ impl Pager {
         marks.freed.fetch_add(1, Release);
         lock::futex_wake(&marks.freed, u32::MAX >> 1, false);
         result
-    }
-
-    /// Maps frames as their markers want; those write-protected by copying them, after which their slots are holes too.
-    pub(crate) fn move_in_marked(&self, marks: &Marks, vpn: u64, slot: u32, n: usize) -> Result<(), Partial> {
-        marks.by_runs(vpn, n, |at, len, protect| {
-            let (vpn, slot) = (vpn + at as u64, slot + at as u32);
-            if !protect {
-                return self.move_in_plain(vpn, slot, len);
-            }
-            let from = self.layout.slot(slot);
-            // SAFETY: the slots hold frames, which nobody else refers to.
-            let copied = unsafe { self.uffd().copy_protected(vpn as usize * PAGE, from, len * PAGE) };
-            let done = copied.map_or_else(|(done, _)| done, |()| len * PAGE);
-            // SAFETY: their contents are in the program now. (A region asks for no events, so the advice does not wait.)
-            unsafe { discard(from, done) };
-            copied
-        })
     }
 }

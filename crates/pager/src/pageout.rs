@@ -122,7 +122,7 @@ impl Pager {
                 Tag::Staged => self.bring_staged(s, at, n),
                 Tag::Busy => self.bring_busy(s, at),
                 Tag::Zero | Tag::Compressed => {
-                    let mut d = Delivery::of(Request { vpn: at, write: false }, false);
+                    let mut d = Delivery::of(Request { vpn: at, write: false, protected: false }, false);
                     let got = self.bring_out(s, at, n, &mut d);
                     self.count_delivery(s, &d);
                     got

@@ -104,6 +104,8 @@ pub struct Pager {
     pub own_frames: bool,
     /// A region's markers, where it keeps them.
     pub marks: Option<crate::marks::Marks>,
+    /// Whether it is kept which pages the program has written to: see `writes`.
+    pub tracks: bool,
     /// Ends the reclaim thread of a region.
     pub stopping: AtomicBool,
     /// The page map of a process under `uzswap run`; its table writes to it under its own lock.
@@ -180,6 +182,7 @@ impl Pager {
             ready: AtomicU32::new(0),
             own_frames: false,
             marks: None,
+            tracks: false,
             stopping: AtomicBool::new(false),
             page_map: Lock::new(None),
             rings: None,
@@ -195,6 +198,11 @@ impl Pager {
         let most = (pager.limit() / PAGE / 64).max(BLOCK_PAGES);
         pager.state.lock().folio_max = most.ilog2().min(u32::from(MAX_ORDER)) as u8;
         Ok(pager)
+    }
+
+    /// The features that this process's userfaultfd is to have.
+    pub fn features(&self) -> u64 {
+        FEATURES | if self.tracks { uffd::FEATURE_WRITE_PROTECT } else { 0 }
     }
 
     /// Records from now on, as the slot's new owner. Before other threads know of the pager.

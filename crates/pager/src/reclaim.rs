@@ -292,6 +292,9 @@ impl Pager {
     /// Makes pages shared with a child this process's own, so that they can be moved: the kernel copies them.
     fn unshare(&self, ranges: &[(usize, usize)]) -> bool {
         for (at, len) in ranges {
+            if self.tracks && self.unshare_unwritten(*at, *len) {
+                continue;
+            }
             // SAFETY: populating changes no contents. Without the lock, as a missing page is served by the handler.
             let _ = unsafe { sys!(libc::SYS_madvise, *at, *len, libc::MADV_POPULATE_WRITE) };
         }

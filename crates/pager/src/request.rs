@@ -18,10 +18,12 @@
 //! The request moves pages as a fault or reclaim would, so it may come at any moment, whatever the program does.
 
 use crate::group::Slot;
+use crate::mapfile::{ADDRESS_SPACE_PAGES, Kind as MapKind, MapFile};
 use crate::pager::Pager;
 use crate::state::{FOLIO_PAGES, State};
 use crate::store::{BATCH_PAGES, Batch};
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
+use uzswap_mm::pagemap::{PageState, SOFT_DIRTY};
 use uzswap_mm::pagetable::Tag;
 use uzswap_sys::process::Identity;
 use uzswap_sys::{lock, sys, thread};
@@ -47,11 +49,13 @@ pub enum Op {
     Store = 3,
     /// Bring it in.
     In = 4,
+    /// Clear its soft-dirty bits.
+    Clean = 5,
 }
 
 impl Op {
     fn of(number: u32) -> Option<Self> {
-        [Self::Out, Self::Stage, Self::Store, Self::In].into_iter().find(|op| *op as u32 == number)
+        [Self::Out, Self::Stage, Self::Store, Self::In, Self::Clean].into_iter().find(|op| *op as u32 == number)
     }
 }
 
@@ -60,7 +64,7 @@ impl Op {
 pub struct Moved {
     /// Pages of the range that are managed.
     pub known: u64,
-    /// Pages that left, or came; for [`Op::Store`] those that were still out.
+    /// Pages that left, or came; for [`Op::Store`] those that were still out, for [`Op::Clean`] those that were soft-dirty.
     pub pages: u64,
     /// Pages that should have left and are in memory: used again at once, locked, or in use by a device.
     pub stayed: u64,
@@ -94,6 +98,8 @@ pub struct PageRequest {
 
 /// Times a piece is tried while pages of it are shared with another process, and while events must be read first.
 const TRIES: u32 = 3;
+/// The same for a scan while mapping calls are under way.
+const SCAN_TRIES: u32 = 100;
 const EVENT_TRIES: u32 = 1000;
 const PAUSE_NS: u64 = 100_000;
 
@@ -192,12 +198,18 @@ impl Pager {
             Work { r, holder: r.holder.load(Acquire), from: r.from.load(Relaxed), to: r.to.load(Relaxed).min(1 << 35) };
         if r.target.load(Relaxed) == me.owner.load(Relaxed) {
             // What was mapped since the ticker last looked belongs to it as well.
-            let _ = self.scan(&mut self.state.lock());
+            // (Between the event of a call and its end there may be pages that are about to go.)
+            if (0..SCAN_TRIES).any(|_| self.calls.try_stop()) {
+                let _ = self.scan(&mut self.state.lock());
+                self.calls.go_on();
+            }
             match Op::of(r.op.load(Relaxed)) {
                 Some(Op::Out) => self.put_out(&work, batch, true),
                 Some(Op::Stage) => self.put_out(&work, batch, false),
                 Some(Op::Store) => self.store_idle(&work, batch),
-                Some(Op::In) => self.bring(&work, batch),
+                Some(Op::In) => self.bring_work(&work, batch),
+                Some(Op::Clean) if self.tracks => self.clean(&work),
+                Some(Op::Clean) => {}
                 None => {}
             }
             let mut s = self.state.lock();
@@ -250,7 +262,34 @@ impl Pager {
         }
     }
 
-    fn bring(&self, work: &Work, batch: &mut Batch) {
+    fn clean(&self, work: &Work) {
+        let (mut at, mut tries) = (work.from, 0);
+        // What was cleared is known afterwards, until bits are cleared again. (Without address space for it, it is not.)
+        let map = MapFile::create(MapKind::Cleared, 0, ADDRESS_SPACE_PAGES, 0).ok();
+        let was = |vpn| {
+            map.iter().for_each(|map| map.map().set(vpn, PageState(SOFT_DIRTY)));
+        };
+        loop {
+            let mut s = self.state.lock();
+            let Some((start, end)) = work.piece(&s, at, FOLIO_PAGES as u64) else { break };
+            let Ok(cleared) = self.clear_soft_dirty(&mut s, start, end, was) else {
+                drop(s);
+                tries += 1;
+                if tries == EVENT_TRIES {
+                    break;
+                }
+                thread::sleep_ns(PAUSE_NS);
+                continue;
+            };
+            let known = (start..end).filter(|vpn| s.pt.get(*vpn).tag() != Tag::None).count();
+            work.r.tell(known, cleared, 0);
+            (at, tries) = (end, 0);
+        }
+        let before = core::mem::replace(&mut self.state.lock().cleared, map);
+        drop(before);
+    }
+
+    fn bring_work(&self, work: &Work, batch: &mut Batch) {
         let (mut at, mut tries) = (work.from, 0);
         loop {
             let mut rounds = 0;

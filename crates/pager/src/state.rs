@@ -6,6 +6,7 @@
 use crate::arena::{self, Layout, PAGE};
 use crate::densify::Sweep;
 use crate::folio::MAX_ORDER;
+use crate::mapfile::MapFile;
 use crate::object::{self, Header};
 use crate::placement::Placement;
 use crate::store::Batch;
@@ -124,6 +125,10 @@ pub struct State {
     pub recorder: Option<Recorder>,
     /// The number of the fork under way: what the child says it was born of.
     pub fork_number: u64,
+    /// Whether soft-dirty bits were ever cleared: from then on there are clean pages, which are write-protected.
+    pub tracking: bool,
+    /// The pages that were soft-dirty when bits were last cleared.
+    pub cleared: Option<MapFile>,
     /// When what was unevictable was last tried again (monotonic nanoseconds).
     pub rescued_ns: u64,
 }
@@ -172,6 +177,8 @@ impl State {
             swap: None,
             recorder: None,
             fork_number: 0,
+            tracking: false,
+            cleared: None,
             rescued_ns: 0,
         }
     }

@@ -9,14 +9,23 @@ use crate::swap::clusters::ClusterMap;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::{Algorithm, Compressor};
 use uzswap_mm::pagetable::{Pte, Tag};
-use uzswap_sys::uffd::Uffd;
+use uzswap_sys::uffd::{self, Uffd};
 use uzswap_sys::{raw, sys};
 
 /// A pager with a limit in bytes, whose arena is registered.
 pub(crate) fn pager(limit: usize) -> &'static Pager {
+    Box::leak(Box::new(limited(limit, false)))
+}
+
+/// The same, which keeps which pages are written to.
+pub(crate) fn tracking_pager(limit: usize) -> &'static Pager {
+    Box::leak(Box::new(limited(limit, true)))
+}
+
+fn limited(limit: usize, tracks: bool) -> Pager {
     let group = group();
     group.nodes[0].max.store(limit as u64, Relaxed);
-    Box::leak(Box::new(member(group, 0, limit)))
+    make(group, 0, limit, tracks)
 }
 
 /// A tree with a root without limits.
@@ -48,9 +57,15 @@ pub(crate) fn books() -> &'static ClusterMap {
 
 /// A member of a group, with an arena for a limit in bytes.
 pub(crate) fn member(group: &'static GroupPage, node: usize, limit: usize) -> Pager {
+    make(group, node, limit, false)
+}
+
+fn make(group: &'static GroupPage, node: usize, limit: usize, tracks: bool) -> Pager {
     let layout = Layout::reserve(limit).expect("address space");
-    let pager = Pager::new(group, node, layout).expect("a slot");
-    let (uffd, _) = Uffd::open(0).expect("tests of the pager need access to userfaultfd");
+    let mut pager = Pager::new(group, node, layout).expect("a slot");
+    pager.tracks = tracks;
+    let (uffd, _) = Uffd::open(if tracks { uffd::FEATURE_WRITE_PROTECT } else { 0 })
+        .expect("tests of the pager need access to userfaultfd");
     uffd.register(layout.arena, layout.slots * PAGE).expect("the arena");
     pager.uffd.store(uffd.fd(), Relaxed);
     pager.pagemap.store(raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY).expect("pagemap"), Relaxed);
@@ -66,7 +81,7 @@ pub(crate) fn memory(pager: &Pager, pages: usize) -> usize {
     let at = unsafe { sys!(libc::SYS_mmap, 0, pages * PAGE, prot, flags, -1isize, 0) }.expect("memory");
     // SAFETY: advice on it. (Pages are moved one by one here.)
     unsafe { sys!(libc::SYS_madvise, at, pages * PAGE, libc::MADV_NOHUGEPAGE) }.expect("advice");
-    pager.uffd().register(at, pages * PAGE).expect("the memory");
+    pager.register(at, pages * PAGE).expect("the memory");
     at
 }
 

@@ -13,7 +13,7 @@ use crate::arena::PAGE;
 use crate::inject::Site;
 use crate::mapfile::{ADDRESS_SPACE_PAGES, Kind, MapFile};
 use crate::member::SIGNAL;
-use crate::pager::{FEATURES, Pager};
+use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
 use uzswap_sys::raw::{self, Errno};
@@ -152,7 +152,7 @@ impl Pager {
 
     /// Registers memory and starts the helpers.
     fn engage(&'static self) -> Result<(), Errno> {
-        let (uffd, _) = Uffd::open(FEATURES)?;
+        let (uffd, _) = Uffd::open(self.features())?;
         self.calls.order();
         self.uffd.store(uffd.fd(), Release);
         self.open_page_files()?;
@@ -178,6 +178,10 @@ impl Pager {
         if let Ok(map) = made {
             // SAFETY: kept in the pager, which is never dropped, until the table no longer uses it (`reset_inherited`).
             s.pt.publish(unsafe { map.map_unbound() }, 0);
+            if self.tracks {
+                s.pt.publish_soft_dirty();
+                map.set_tracking(true);
+            }
             *self.page_map.lock() = Some(map);
         }
     }
@@ -200,7 +204,7 @@ impl Pager {
         if self.inject(Site::Uffd).is_some() {
             return Err(libc::EMFILE);
         }
-        let (uffd, _) = Uffd::open(FEATURES)?;
+        let (uffd, _) = Uffd::open(self.features())?;
         self.uffd.store(uffd.fd(), Release);
         self.open_page_files()?;
         uffd.register(self.layout.arena, self.layout.slots * PAGE)?;
@@ -212,6 +216,7 @@ impl Pager {
         s.managed.clear();
         self.scan(s)?;
         self.forget_unmapped(s);
+        self.protect_inherited(s);
         self.publish_pages(s);
         s.rss = self.read_rss();
         self.spawn_helpers()

@@ -7,9 +7,10 @@
 //! the program, found missing, and read as zeros. The arena is uzswap's alone: a hole that holds a frame after a MOVE
 //! out, or a frame's slot that is a hole after a MOVE in, was moved.
 
-use crate::arena::PAGE;
+use crate::arena::{PAGE, discard};
 use crate::inject::Site;
 use crate::pager::Pager;
+use crate::state::State;
 use core::sync::atomic::Ordering::*;
 use uzswap_sys::pagemap;
 use uzswap_sys::uffd::Partial;
@@ -30,15 +31,32 @@ impl Pager {
     ///
     /// # Errors
     /// The bytes that were moved, and why not all.
-    pub(crate) fn move_in(&self, vpn: u64, slot: u32, n: usize) -> Result<(), Partial> {
-        match &self.marks {
-            Some(marks) => self.move_in_marked(marks, vpn, slot, n),
-            None => self.move_in_plain(vpn, slot, n),
+    pub(crate) fn move_in(&self, s: &State, vpn: u64, slot: u32, n: usize) -> Result<(), Partial> {
+        if !self.protects_some(s) {
+            return self.move_in_plain(vpn, slot, n);
         }
+        // What is to be write-protected is copied: its slot then holds a frame still, but for a region's.
+        self.by_runs(s, vpn, n, |at, len, protect| {
+            let (vpn, slot) = (vpn + at as u64, slot + at as u32);
+            if !protect {
+                return self.move_in_plain(vpn, slot, len);
+            }
+            if self.inject(Site::Copy).is_some() {
+                return Err((0, libc::EAGAIN));
+            }
+            let from = self.layout.slot(slot);
+            // SAFETY: the slots hold frames, which nobody else refers to.
+            let copied = unsafe { self.uffd().copy_protected(vpn as usize * PAGE, from, len * PAGE) };
+            if self.marks.is_some() {
+                let done = copied.map_or_else(|(done, _)| done, |()| len * PAGE);
+                // SAFETY: their contents are in the program now. (A region asks for no events, so the advice does not wait.)
+                unsafe { discard(from, done) };
+            }
+            copied
+        })
     }
 
-    /// The same, whatever their markers say.
-    pub(crate) fn move_in_plain(&self, vpn: u64, slot: u32, n: usize) -> Result<(), Partial> {
+    fn move_in_plain(&self, vpn: u64, slot: u32, n: usize) -> Result<(), Partial> {
         self.blocks.moved(slot, n);
         let (dst, src) = (vpn as usize * PAGE, self.layout.slot(slot));
         // SAFETY: as the caller says.
@@ -71,7 +89,7 @@ impl Pager {
     ///
     /// # Safety
     /// `src` must be readable for `len` bytes.
-    pub(crate) unsafe fn copy(&self, vpn: u64, src: usize, len: usize) -> Result<(), Partial> {
+    pub(crate) unsafe fn copy(&self, s: &State, vpn: u64, src: usize, len: usize) -> Result<(), Partial> {
         if self.inject(Site::Copy).is_some() {
             return Err((0, libc::EAGAIN));
         }
@@ -85,9 +103,9 @@ impl Pager {
                 }
             }
         };
-        match &self.marks {
-            Some(marks) => marks.by_runs(vpn, len / PAGE, copy),
-            None => copy(0, len / PAGE, false),
+        match self.protects_some(s) {
+            true => self.by_runs(s, vpn, len / PAGE, copy),
+            false => copy(0, len / PAGE, false),
         }
     }
 
@@ -183,7 +201,7 @@ mod tests {
             }
             let mut back = 0;
             while back < out {
-                back += match p.move_in(vpn + back as u64, slot + back as u32, out - back) {
+                back += match p.move_in(&p.state.lock(), vpn + back as u64, slot + back as u32, out - back) {
                     Ok(()) => out - back,
                     Err((bytes, _)) => bytes / PAGE,
                 };

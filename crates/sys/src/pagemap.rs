@@ -6,6 +6,7 @@ use crate::sys;
 const PAGEMAP_SCAN: u64 = (3 << 30) | (96 << 16) | ((b'f' as u64) << 8) | 16;
 const PRESENT: u64 = 1 << 3;
 const SWAPPED: u64 = 1 << 4;
+const PFNZERO: u64 = 1 << 5;
 const HUGE: u64 = 1 << 6;
 /// Bytes of a huge page.
 const HUGE_BYTES: usize = 2 << 20;
@@ -24,12 +25,30 @@ pub fn is_huge(fd: i32, at: usize) -> bool {
 ///
 /// # Errors
 /// The kernel's; `ENOTTY` before 6.7.
-pub fn present_runs(fd: i32, start: usize, end: usize, mut found: impl FnMut(usize, usize)) -> Result<(), Errno> {
+pub fn present_runs(fd: i32, start: usize, end: usize, found: impl FnMut(usize, usize)) -> Result<(), Errno> {
+    runs_with_any(fd, start, end, (PRESENT | SWAPPED, PRESENT), found)
+}
+
+/// The same for pages that were read and never written to: the kernel's page of zeros is mapped there.
+///
+/// # Errors
+/// As [`present_runs`].
+pub fn zero_runs(fd: i32, start: usize, end: usize, found: impl FnMut(usize, usize)) -> Result<(), Errno> {
+    runs_with_any(fd, start, end, (PFNZERO, PFNZERO), found)
+}
+
+fn runs_with_any(
+    fd: i32,
+    start: usize,
+    end: usize,
+    (any, report): (u64, u64),
+    mut found: impl FnMut(usize, usize),
+) -> Result<(), Errno> {
     let mut at = start as u64;
     let mut regions = [[0u64; 3]; 64];
     while at < end as u64 {
         // size, flags, start, end, walk_end, vec, vec_len, max_pages, inverted, mask, anyof, return
-        let mut arg = [96, 0, at, end as u64, 0, regions.as_mut_ptr() as u64, 64, 0, 0, 0, PRESENT | SWAPPED, PRESENT];
+        let mut arg = [96, 0, at, end as u64, 0, regions.as_mut_ptr() as u64, 64, 0, 0, 0, any, report];
         // SAFETY: the structure is 96 bytes and the vector as long as said.
         let n = unsafe { sys!(libc::SYS_ioctl, fd, PAGEMAP_SCAN, arg.as_mut_ptr()) }?;
         for r in &regions[..n] {

@@ -52,6 +52,8 @@ pub enum Message {
         address: usize,
         /// Whether it was a write.
         write: bool,
+        /// Whether the page was there, and write-protected.
+        protected: bool,
         /// The thread.
         tid: u32,
     },
@@ -260,7 +262,12 @@ impl Uffd {
 fn decode(m: &[u64; 4]) -> Message {
     let event = m[0] as u8;
     match event {
-        0x12 => Message::Fault { address: (m[2] & !4095) as usize, write: m[1] & 1 != 0, tid: m[3] as u32 },
+        0x12 => Message::Fault {
+            address: (m[2] & !4095) as usize,
+            write: m[1] & 1 != 0,
+            protected: m[1] & 2 != 0,
+            tid: m[3] as u32,
+        },
         0x14 => Message::Remap { from: m[1] as usize, to: m[2] as usize, len: m[3] as usize },
         0x15 => Message::Removed { start: m[1] as usize, end: m[2] as usize },
         0x16 => Message::Unmapped { start: m[1] as usize, end: m[2] as usize },
@@ -274,7 +281,10 @@ mod tests {
 
     #[test]
     fn messages_decode() {
-        assert_eq!(decode(&[0x12, 1, 0x7000_0123, 42]), Message::Fault { address: 0x7000_0000, write: true, tid: 42 });
+        let fault = |write, protected| Message::Fault { address: 0x7000_0000, write, protected, tid: 42 };
+        for (flags, write, protected) in [(0, false, false), (1, true, false), (3, true, true)] {
+            assert_eq!(decode(&[0x12, flags, 0x7000_0123, 42]), fault(write, protected));
+        }
         assert_eq!(decode(&[0x14, 1, 2, 3]), Message::Remap { from: 1, to: 2, len: 3 });
         assert_eq!(decode(&[0x15, 1, 2, 0]), Message::Removed { start: 1, end: 2 });
         assert_eq!(decode(&[0x16, 1, 2, 0]), Message::Unmapped { start: 1, end: 2 });

@@ -76,6 +76,7 @@ pub fn wanted(config: &Config) -> Result<Wanted, Refused> {
         compressor: config.compressor.as_deref().map(Compressor::parse).transpose()?,
         on_full: config.on_full.as_deref().map(on_full).transpose()?,
         record: config.record.is_some(),
+        track_writes: config.track_writes == Some(true),
     })
 }
 

@@ -84,6 +84,9 @@ pub struct RunArgs {
     /// Encrypt what goes to disk, with a key that only the process which wrote it has
     #[arg(long)]
     pub encrypt_swap: bool,
+    /// Keep which pages were written to, for `uzswap pagemap --soft-dirty` and --clear-soft-dirty
+    #[arg(long)]
+    pub track_writes: bool,
     /// Folios
     #[command(flatten)]
     pub folios: FolioOptions,
@@ -185,4 +188,12 @@ pub struct PagemapArgs {
     /// First bring a range in: as --page-out
     #[arg(long, value_name = "RANGE")]
     pub page_in: Option<String>,
+    /// First clear the soft-dirty bits of a range of a process under `uzswap run --track-writes`, as --page-out (all, where
+    /// none is given): the next write to each of the pages sets its bit again. Which were set is shown with --runs and
+    /// --json: no write is missed between the two
+    #[arg(long, value_name = "RANGE", num_args = 0..=1, default_missing_value = "all")]
+    pub clear_soft_dirty: Option<String>,
+    /// Show only what is soft-dirty: written to since the bits were last cleared, or since the program began
+    #[arg(long)]
+    pub soft_dirty: bool,
 }

@@ -31,6 +31,8 @@ pub struct Config {
     pub encrypt_swap: Option<bool>,
     /// As `--swap-in-ram`.
     pub swap_in_ram: Option<bool>,
+    /// As `--track-writes`.
+    pub track_writes: Option<bool>,
     /// As `--quiet`.
     pub quiet: Option<bool>,
     /// As `--report`.
@@ -70,6 +72,7 @@ impl Config {
             swap_in_ram: Some(args.swap_in_ram || file.swap_in_ram.unwrap_or(false)),
             compressor: args.compressor.clone().or(file.compressor),
             folios: args.folios.over(&file.folios),
+            track_writes: Some(args.track_writes || file.track_writes.unwrap_or(false)),
             quiet: Some(args.quiet || file.quiet.unwrap_or(false)),
             report: args.report.clone().or(file.report),
             record: args.record.clone().or(file.record),
@@ -157,6 +160,7 @@ mod tests {
         assert_eq!(config.compressor.as_deref(), Some("zstd:3"));
         assert_eq!(config.quiet, Some(true));
         assert_eq!(config.report.as_deref(), Some("r.json".as_ref()));
+        assert_eq!(Config::parse("track-writes = true\n").unwrap().track_writes, Some(true));
         let config = Config::parse("swap = '4G'\nswap-dir = '/d'\nswap-in-ram = true\nencrypt-swap = true\n").unwrap();
         assert_eq!(
             (config.swap.as_deref(), config.swap_in_ram, config.encrypt_swap),

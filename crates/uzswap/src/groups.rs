@@ -102,6 +102,8 @@ pub struct Wanted {
     pub on_full: Option<u32>,
     /// Whether what happens to pages is to be recorded.
     pub record: bool,
+    /// Whether it is to be kept which pages are written to.
+    pub track_writes: bool,
 }
 
 /// The components of a name, checked. The error is one sentence.
@@ -235,6 +237,12 @@ impl Registry {
                 "the group `{name}` runs already, and only the run that creates a group can record it: leave out --record"
             ));
         }
+        let tracks = |file: &crate::group_file::GroupFile| file.page().track_writes.load(Relaxed) != 0;
+        if wanted.track_writes && running.as_ref().is_some_and(|(_, file)| !tracks(file)) {
+            return Err(format!(
+                "the group `{name}` runs already and does not track writes: leave out --track-writes, or choose another name"
+            ));
+        }
         let file = match running {
             Some((_, file)) => file,
             None => GroupFile::create(parts[0], wanted.record)
@@ -272,6 +280,7 @@ pub fn unnamed(wanted: &Wanted) -> io::Result<Group> {
 }
 
 fn set_up(page: &GroupPage, node: usize, wanted: &Wanted) {
+    page.track_writes.fetch_or(u32::from(wanted.track_writes), Relaxed);
     let node = &page.nodes[node];
     if let Some(max) = wanted.max {
         node.max.store(max, Relaxed);
@@ -327,8 +336,9 @@ mod tests {
         (dir, registry)
     }
 
-    const LIMIT: Wanted = Wanted { max: Some(64 << 20), compressor: None, on_full: None, record: false };
-    const ANY: Wanted = Wanted { max: None, compressor: None, on_full: None, record: false };
+    const LIMIT: Wanted =
+        Wanted { max: Some(64 << 20), compressor: None, on_full: None, record: false, track_writes: false };
+    const ANY: Wanted = Wanted { max: None, compressor: None, on_full: None, record: false, track_writes: false };
 
     #[test]
     fn names() {
@@ -361,6 +371,22 @@ mod tests {
         drop((web, again, worker));
         assert!(registry.find("web").is_err());
         assert_eq!(fs::read_dir(&registry.dir).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn writes_are_tracked_where_the_group_was_made_so() {
+        let (_dir, registry) = registry();
+        let tracks = |file: &crate::group_file::GroupFile| {
+            file.page().track_writes.load(std::sync::atomic::Ordering::Relaxed) != 0
+        };
+        let _web = registry.join("web", &LIMIT).unwrap();
+        let late = registry.join("web", &Wanted { track_writes: true, ..ANY }).map(|_| ()).unwrap_err();
+        assert!(late.contains("does not track writes") && !late.contains('\n'), "{late}");
+        // (One of them dropped would take the entry of all along, as they are of one process.)
+        let _db = registry.join("db", &Wanted { track_writes: true, ..LIMIT }).unwrap();
+        let _others = [registry.join("db", &ANY).unwrap(), registry.join("db/inner", &LIMIT).unwrap()];
+        let all: Vec<_> = registry.list().iter().map(|(name, file)| (name.clone(), tracks(file))).collect();
+        assert_eq!(all, [("db".to_owned(), true), ("web".to_owned(), false)]);
     }
 
     /// A command that is killed leaves its entry. It must not be found, nor keep the name, nor stay.

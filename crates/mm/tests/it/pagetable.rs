@@ -1,9 +1,9 @@
 //! The page table against an ordered map, and the packing of its entries.
 
 use proptest::prelude::*;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicU64;
-use uzswap_mm::pagemap::{PageMap, Tier};
+use uzswap_mm::pagemap::{PageMap, PageState, SOFT_DIRTY, Tier};
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, LEAF_PAGES, PageTable, Pte, Tag};
 
 /// Pages of a lower node, 512 leaves, and of an upper one.
@@ -18,6 +18,7 @@ enum Step {
     SetRun(u64, usize, Pte),
     Clear(u64, u64),
     Hint(u64, u8, u8),
+    Clean(u64, bool),
 }
 
 /// Pages around the borders of leaves and directories, and at both ends.
@@ -69,6 +70,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         }),
         1 => range.prop_map(|(from, to)| Step::Clear(from, to)),
         1 => (vpn(), 0..8u8, 0..8u8).prop_map(|(vpn, set, clear)| Step::Hint(vpn, set, clear)),
+        5 => (vpn(), any::<bool>()).prop_map(|(vpn, clean)| Step::Clean(vpn, clean)),
     ];
     proptest::collection::vec(step, 1..200)
 }
@@ -77,18 +79,26 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn agrees_with_a_map(steps in steps(), probes in proptest::collection::vec(vpn(), 20)) {
-        let (mut table, mut model) = (PageTable::new(), BTreeMap::new());
+    fn agrees_with_a_map(steps in steps(), probes in proptest::collection::vec(vpn(), 20), soft_dirty in any::<bool>()) {
+        let (mut table, mut model, mut clean) = (PageTable::new(), BTreeMap::new(), BTreeSet::new());
         // Of the pages from 1000 on some are published.
         const FIRST: u64 = 1000;
         let words: &'static [AtomicU64] = Box::leak((0..128).map(|_| AtomicU64::new(0)).collect());
         let map = PageMap::new(Box::leak(Box::new(AtomicU64::new(0))), words, 1021);
         table.publish(map, FIRST);
+        if soft_dirty {
+            table.publish_soft_dirty();
+        }
         for step in steps {
             match step {
                 Step::Set(vpn, pte) => {
                     table.set(vpn, pte);
-                    if pte == Pte::NONE { model.remove(&vpn) } else { model.insert(vpn, pte) };
+                    if pte == Pte::NONE {
+                        model.remove(&vpn);
+                        clean.remove(&vpn);
+                    } else {
+                        model.insert(vpn, pte);
+                    }
                     prop_assert_eq!(table.get(vpn), pte);
                 }
                 Step::SetRun(vpn, n, pte) => {
@@ -102,6 +112,11 @@ proptest! {
                     let want: Vec<_> = model.range(from..to).map(|(vpn, pte)| (*vpn, *pte)).collect();
                     prop_assert_eq!(gone, want, "clear of {}..{}", from, to);
                     model.retain(|vpn, _| !(from..to).contains(vpn));
+                    clean.retain(|vpn| !(from..to).contains(vpn));
+                }
+                Step::Clean(vpn, is) => {
+                    table.set_clean(vpn, is);
+                    if is { clean.insert(vpn) } else { clean.remove(&vpn) };
                 }
                 Step::Hint(vpn, set, clear) => {
                     let before = table.hints(vpn);
@@ -118,12 +133,16 @@ proptest! {
         prop_assert_eq!(all, model.iter().map(|(vpn, pte)| (*vpn, *pte)).collect::<Vec<_>>());
         for page in 0..map.pages() {
             let pte = model.get(&(FIRST + page)).copied().unwrap_or(Pte::NONE);
-            prop_assert_eq!(map.get(page), pte.state(), "page {} of the map", page);
+            let written = soft_dirty && pte != Pte::NONE && !clean.contains(&(FIRST + page));
+            let state = PageState(pte.state().0 | if written { SOFT_DIRTY } else { 0 });
+            prop_assert_eq!(map.get(page), state, "page {} of the map", page);
         }
         prop_assert!(map.sequence().is_multiple_of(2));
         for vpn in probes {
             prop_assert_eq!(table.get(vpn), model.get(&vpn).copied().unwrap_or(Pte::NONE));
+            prop_assert_eq!(table.is_clean(vpn), clean.contains(&vpn));
         }
+        prop_assert!(clean.iter().all(|vpn| table.is_clean(*vpn)));
     }
 
     #[test]

@@ -196,7 +196,7 @@ impl Pager {
         }
         self.make_room(&mut s, vpn);
         // What cannot be done now (EAGAIN of the kernel) is tried again by the access itself, which faults again.
-        let _ = self.serve(&mut s, Request { vpn, write });
+        let _ = self.serve(&mut s, Request { vpn, write, protected: false });
         let lost = s.pt.get(vpn).tag() == Tag::Poisoned;
         let wake = self.needs_reclaim(&s);
         drop(s);

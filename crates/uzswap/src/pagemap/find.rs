@@ -6,7 +6,7 @@ use std::os::fd::IntoRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use uzswap::shared::{SharedControl, View};
-use uzswap_mm::pagemap::PageMap;
+use uzswap_mm::pagemap::{PageMap, Query, Run, SOFT_DIRTY};
 use uzswap_pager::mapfile::{Kind, MapFile};
 
 /// A page map found.
@@ -19,6 +19,15 @@ pub struct Found {
     pub map: Source,
     /// The parts of it that anything is known of.
     pub parts: Vec<Part>,
+    /// The pages that were soft-dirty when the bits were last cleared, where that is known.
+    pub cleared: Vec<Run>,
+}
+
+impl Found {
+    /// Whether it is of a whole process.
+    pub fn is_process(&self) -> bool {
+        matches!(&self.map, Source::Own(map, _) if map.kind() == Some(Kind::Process))
+    }
 }
 
 /// Pages `[from, to)`.
@@ -46,6 +55,13 @@ impl Source {
             Self::Shared(view) => view.map(),
         }
     }
+    /// Whether it is kept which pages were written to.
+    pub fn tracks_writes(&self) -> bool {
+        match self {
+            Self::Own(file, markers) => file.tracking() || markers.is_some(),
+            Self::Shared(_) => false,
+        }
+    }
     /// Pages.
     pub fn pages(&self) -> u64 {
         self.map().pages()
@@ -65,7 +81,7 @@ pub fn of_region(path: &Path, region: &SharedControl) -> Result<Vec<Found>, Stri
     let parts = vec![Part { from: 0, to: view.pages() }];
     let stats = region.stats().map_err(|e| format!("the owner of `{}` does not answer: {e}", path.display()))?;
     let what = format!("shared region {} ({} mappings)", path.display(), stats.mappings);
-    Ok(vec![Found { what, base: 0, map: Source::Shared(view), parts }])
+    Ok(vec![Found { what, base: 0, map: Source::Shared(view), parts, cleared: Vec::new() }])
 }
 
 /// The maps of a process: of its whole memory under `uzswap run`, of its regions, of the shared regions that it owns.
@@ -96,8 +112,17 @@ pub fn of_process(pid: u32) -> Result<Vec<Found>, String> {
         }
     }
     // What belongs to one mapping says nothing without the map of its pages.
+    let (cleared, maps): (Vec<_>, Vec<_>) = maps.into_iter().partition(|map| map.kind() == Some(Kind::Cleared));
     let (mut markers, maps): (Vec<_>, Vec<_>) = maps.into_iter().partition(|map| map.kind() == Some(Kind::Markers));
     let mut found: Vec<Found> = maps.into_iter().filter_map(|map| describe(pid, map, &mut markers)).collect();
+    for f in found.iter_mut().filter(|f| f.is_process()) {
+        for map in &cleared {
+            let parts = map.written_ranges().into_iter();
+            parts.for_each(|(from, to)| {
+                map.map().scan(from, to, Query::having(SOFT_DIRTY), |run| f.cleared.push(run));
+            });
+        }
+    }
     if denied && found.is_empty() {
         return Err(format!("process {pid} is another user's"));
     }
@@ -117,7 +142,7 @@ fn describe(pid: u32, map: MapFile, markers: &mut Vec<MapFile>) -> Option<Found>
         Kind::Process => format!("process {pid}"),
         Kind::Region => format!("region of process {pid} at {base:#x}"),
         Kind::Shared => format!("shared region known to process {pid}"),
-        Kind::Markers => return None,
+        Kind::Markers | Kind::Cleared => return None,
     };
     let parts = match map.kind()? {
         Kind::Process => map.written_ranges().into_iter().map(|(from, to)| Part { from, to }).collect(),
@@ -125,5 +150,5 @@ fn describe(pid: u32, map: MapFile, markers: &mut Vec<MapFile>) -> Option<Found>
     };
     let own = |m: &MapFile| map.kind() == Some(Kind::Region) && (m.base(), m.pages()) == (base, map.pages());
     let own = markers.iter().position(own).map(|i| markers.swap_remove(i));
-    Some(Found { what, base, map: Source::Own(map, own), parts })
+    Some(Found { what, base, map: Source::Own(map, own), parts, cleared: Vec::new() })
 }

@@ -15,7 +15,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 use uzswap::shared::SharedControl;
-use uzswap_mm::pagemap::{PageState, Query, Run, Summary, TIERS, Tier};
+use uzswap_mm::pagemap::{PageState, Query, Run, SOFT_DIRTY, Summary, TIERS, Tier};
 use uzswap_pager::request::Op;
 
 const PAGE: u64 = 4096;
@@ -48,19 +48,32 @@ fn try_pagemap(args: &PagemapArgs) -> Result<String, String> {
             find::of_region(path, &region)?
         }
     };
+    if args.soft_dirty && !found.iter().any(|f| f.map.tracks_writes()) {
+        return Err(format!(
+            "of `{}` it is not kept which pages were written to: start it with `uzswap run --track-writes`",
+            args.target
+        ));
+    }
     if let Some(file) = &args.svg {
-        std::fs::write(file, picture::svg(&found)).map_err(|e| format!("cannot write `{}`: {e}", file.display()))?;
+        std::fs::write(file, picture::svg(&found, args.soft_dirty))
+            .map_err(|e| format!("cannot write `{}`: {e}", file.display()))?;
     }
     if args.json {
-        let all: Vec<Value> = found.iter().map(|f| as_json(f, args.runs)).collect();
+        let all: Vec<Value> = found.iter().map(|f| as_json(f, args)).collect();
         return Ok(serde_json::to_string_pretty(&all).unwrap_or_default() + "\n");
     }
     let colour = std::io::IsTerminal::is_terminal(&std::io::stdout());
-    Ok(found.iter().map(|f| as_text(f, args.runs, colour)).collect::<Vec<_>>().join("\n"))
+    Ok(found.iter().map(|f| as_text(f, args, colour)).collect::<Vec<_>>().join("\n"))
 }
 
 /// Puts pages out and in.
 fn act(args: &PagemapArgs, region: &SharedControl) -> Result<(), String> {
+    if args.clear_soft_dirty.is_some() {
+        return Err(format!(
+            "the soft-dirty bits of `{}` belong to each of its mappings: the program that has one clears them",
+            args.target
+        ));
+    }
     let failed = |e: std::io::Error| format!("`{}` refused: {e}", args.target);
     if let Some(range) = &args.page_out {
         let pages = region.page_out(parse_range(range, region.len())?).map_err(failed)?;
@@ -79,6 +92,14 @@ fn act(args: &PagemapArgs, region: &SharedControl) -> Result<(), String> {
         eprintln!("uzswap: {} brought in", human(pages * PAGE));
     }
     Ok(())
+}
+
+/// The runs to be shown.
+fn query(args: &PagemapArgs) -> Query {
+    match args.soft_dirty {
+        true => Query { report: 0xff, ..Query::having(SOFT_DIRTY) },
+        false => Query::EVERYTHING,
+    }
 }
 
 fn seconds_of(seconds: f64) -> Result<Duration, String> {
@@ -106,6 +127,10 @@ fn act_on_process(args: &PagemapArgs, pid: u32) -> Result<(), String> {
     if let Some(range) = &args.page_in {
         let moved = process::ask(pid, Op::In, process::parse_range(range)?)?;
         eprintln!("uzswap: {} brought in", human(moved.pages * PAGE));
+    }
+    if let Some(range) = &args.clear_soft_dirty {
+        let cleared = process::ask(pid, Op::Clean, process::parse_range(range)?)?;
+        eprintln!("uzswap: {} had been written to", human(cleared.pages * PAGE));
     }
     Ok(())
 }
@@ -146,10 +171,10 @@ fn summary(found: &Found) -> Summary {
     sum
 }
 
-fn runs(found: &Found) -> Vec<Run> {
+fn runs(found: &Found, query: Query) -> Vec<Run> {
     let mut runs = Vec::new();
     for Part { from, to } in &found.parts {
-        found.map.map().scan(*from, *to, Query::EVERYTHING, |run| runs.push(run));
+        found.map.map().scan(*from, *to, query, |run| runs.push(run));
     }
     runs
 }
@@ -172,7 +197,7 @@ fn words(state: PageState) -> Vec<&'static str> {
     words
 }
 
-fn as_json(found: &Found, with_runs: bool) -> Value {
+fn as_json(found: &Found, args: &PagemapArgs) -> Value {
     let sum = summary(found);
     let tiers: serde_json::Map<_, _> =
         TIERS[1..].iter().map(|t| (t.name().to_owned(), json!(sum.tiers[*t as usize]))).collect();
@@ -182,15 +207,20 @@ fn as_json(found: &Found, with_runs: bool) -> Value {
         "present": sum.present, "swapped": sum.swapped, "zero": sum.zero,
         "soft_dirty": sum.soft_dirty, "write_protected": sum.write_protected, "tiers": tiers,
     });
-    if with_runs {
-        let all: Vec<Value> =
-            runs(found).iter().map(|r| json!({"from": r.from, "to": r.to, "state": words(r.state)})).collect();
+    if args.clear_soft_dirty.is_some() && found.is_process() {
+        value["cleared"] = found.cleared.iter().map(|r| json!({"from": r.from, "to": r.to})).collect();
+    }
+    if args.runs {
+        let all: Vec<Value> = runs(found, query(args))
+            .iter()
+            .map(|r| json!({"from": r.from, "to": r.to, "state": words(r.state)}))
+            .collect();
         value["runs"] = Value::Array(all);
     }
     value
 }
 
-fn as_text(found: &Found, with_runs: bool, colour: bool) -> String {
+fn as_text(found: &Found, args: &PagemapArgs, colour: bool) -> String {
     let sum = summary(found);
     let mut out = String::new();
     let mut line = |name: &str, pages: u64| {
@@ -207,9 +237,14 @@ fn as_text(found: &Found, with_runs: bool, colour: bool) -> String {
     line("soft-dirty", sum.soft_dirty);
     line("write-protected", sum.write_protected);
     let mut text = format!("{}\n{out}", found.what);
-    text.push_str(&picture::text(found, colour));
-    if with_runs {
-        for run in runs(found) {
+    text.push_str(&picture::text(found, args.soft_dirty, colour));
+    if args.runs && args.clear_soft_dirty.is_some() {
+        for run in &found.cleared {
+            let _ = writeln!(text, "  {:#014x}-{:#014x} was soft-dirty", run.from * PAGE, run.to * PAGE);
+        }
+    }
+    if args.runs {
+        for run in runs(found, query(args)) {
             let at = |page: u64| found.base as u64 + page * PAGE;
             let _ = writeln!(text, "  {:#014x}-{:#014x} {}", at(run.from), at(run.to), words(run.state).join(" "));
         }

@@ -38,7 +38,8 @@ struct Line {
     cells: Vec<usize>,
 }
 
-fn lines(found: &Found) -> (u64, Vec<Line>) {
+/// The lines, with `soft_dirty` of pages that are so only.
+fn lines(found: &Found, soft_dirty: bool) -> (u64, Vec<Line>) {
     let pages: u64 = found.parts.iter().map(|p| p.to - p.from).sum();
     let each = pages.div_ceil(CELLS).max(1);
     let map = found.map.map();
@@ -50,7 +51,9 @@ fn lines(found: &Found) -> (u64, Vec<Line>) {
             while at < part.to && line.cells.len() < COLUMNS {
                 let end = (at + each).min(part.to);
                 let mut count = [0u64; SORTS.len()];
-                (at..end).for_each(|p| count[sort(map.get(p))] += 1);
+                for state in (at..end).map(|p| map.get(p)).filter(|state| !soft_dirty || state.soft_dirty()) {
+                    count[sort(state)] += 1;
+                }
                 // What is known of shows before what is not, however little there is.
                 let most = (1..SORTS.len()).max_by_key(|i| count[*i]).filter(|i| count[*i] > 0).unwrap_or(0);
                 line.cells.push(most);
@@ -65,8 +68,8 @@ fn lines(found: &Found) -> (u64, Vec<Line>) {
 }
 
 /// For the terminal.
-pub fn text(found: &Found, colour: bool) -> String {
-    let (each, lines) = lines(found);
+pub fn text(found: &Found, soft_dirty: bool, colour: bool) -> String {
+    let (each, lines) = lines(found, soft_dirty);
     let mut out = format!("  each sign is {} KiB:", each * 4);
     for (sign, _, _, name) in SORTS {
         let _ = write!(out, " {sign} {name}");
@@ -88,11 +91,11 @@ pub fn text(found: &Found, colour: bool) -> String {
 }
 
 /// As an SVG drawing.
-pub fn svg(found: &[Found]) -> String {
+pub fn svg(found: &[Found], soft_dirty: bool) -> String {
     let mut body = String::new();
     let mut y = 20;
     for f in found {
-        let (each, lines) = lines(f);
+        let (each, lines) = lines(f, soft_dirty);
         let what = f.what.replace('&', "&amp;").replace('<', "&lt;");
         let _ = writeln!(body, "<text x=\"8\" y=\"{y}\">{what}: each square is {} KiB</text>", each * 4);
         y += 8;

@@ -1,4 +1,4 @@
-//! Pages of a process under `uzswap run`, put out and brought in: asked of the process by its slot in the group.
+//! Pages of a process under `uzswap run`, put out and brought in, and their soft-dirty bits cleared: asked of the process by its slot in the group.
 
 use crate::groups::Registry;
 use std::ops::Range;
@@ -44,6 +44,11 @@ pub fn ask(pid: u32, op: Op, pages: Range<u64>) -> Result<Moved, String> {
             Ok(_) => format!("process {pid} is in no `uzswap run` of yours: only of those pages are put out and in"),
             Err(_) => format!("there is no process {pid}"),
         })?;
+    if op == Op::Clean && file.page().track_writes.load(Acquire) == 0 {
+        return Err(format!(
+            "of process {pid} it is not kept which pages were written to: start it with --track-writes"
+        ));
+    }
     let slot: &Slot = &file.page().slots[slot];
     let me = Identity::own();
     let gone = || format!("process {pid} has ended");

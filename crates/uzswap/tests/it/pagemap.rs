@@ -1,7 +1,7 @@
 //! `uzswap pagemap` of a shared region.
 
 use serde_json::Value;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Output, Stdio};
 use tempfile::TempDir;
 use uzswap::{Options, Region, SharedOptions, SharedRegion};
@@ -119,6 +119,97 @@ fn a_managed_process_and_its_forked_child_have_their_page_maps() {
     }
     drop(run.stdin.take());
     assert!(run.wait().unwrap().success());
+}
+
+/// A program with 100 pages of its own, each of which it has written to; it says where they are, and then, whenever it is
+/// told to, writes to three of them.
+const WRITER: &str = "
+import ctypes, mmap, os, sys
+m = mmap.mmap(-1, 100 * 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+at = ctypes.addressof(ctypes.c_char.from_buffer(m))
+for page in range(100):
+    m[page * 4096] = page + 1
+print(os.getpid(), at // 4096, flush=True)
+for line in sys.stdin:
+    for page in (70, 3, 50):
+        m[page * 4096 + 5] = 1
+    print('written', flush=True)
+assert all(m[page * 4096] == page + 1 for page in range(100))
+";
+
+#[test]
+fn what_a_program_has_written_to_is_shown_and_cleared() {
+    if !std::path::Path::new("/usr/bin/python3").exists() {
+        println!("SKIPPED: no python3");
+        return;
+    }
+    crate::cli::agent_built();
+    let mut run = Command::new(env!("CARGO_BIN_EXE_uzswap"))
+        .args(["run", "--quiet", "--track-writes", "--memory", "256M", "--", "/usr/bin/python3", "-c", WRITER])
+        .env_remove("UZSWAP_GROUP")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let (mut to, mut lines) = (run.stdin.take().unwrap(), BufReader::new(run.stdout.take().unwrap()).lines());
+    let line = lines.next().unwrap().unwrap();
+    let (pid, first) = line.split_once(' ').unwrap();
+    let first: u64 = first.parse().unwrap();
+    let bytes = format!("{:x}-{:x}", first * 4096, (first + 100) * 4096);
+    let dirty = || -> Vec<(u64, u64)> {
+        let found = json(&[pid, "--json", "--runs", "--soft-dirty"]);
+        let runs = found[0]["runs"].as_array().unwrap().iter();
+        let runs = runs.map(|r| (r["from"].as_u64().unwrap(), r["to"].as_u64().unwrap()));
+        // (Runs end where the state changes otherwise, too.)
+        let pages = runs.flat_map(|(from, to)| from..to).filter(|page| (first..first + 100).contains(page));
+        pages.map(|page| (page - first, page - first + 1)).collect()
+    };
+    // The first request has its memory managed, which it was not, far below its limit. All counts as written.
+    let out = pagemap(&[pid, "--page-out", &bytes]);
+    assert!(out.status.success(), "{out:?}");
+    assert_eq!(dirty().len(), 100);
+    let cleared = pagemap(&[pid, "--clear-soft-dirty", &bytes, "--soft-dirty"]);
+    let told = String::from_utf8(cleared.stderr).unwrap();
+    assert!(cleared.status.success() && told.contains("400 KiB had been written to"), "{told}");
+    assert_eq!(dirty(), []);
+    for outs in [false, true] {
+        to.write_all(b"write\n").unwrap();
+        assert_eq!(lines.next().unwrap().unwrap(), "written");
+        if outs {
+            assert!(pagemap(&[pid, "--page-out", &bytes]).status.success());
+        }
+        assert_eq!(dirty(), [(3, 4), (50, 51), (70, 71)], "out: {outs}");
+        let cleared = json(&[pid, "--clear-soft-dirty", &bytes, "--json"])[0]["cleared"].clone();
+        let runs = cleared.as_array().unwrap().iter().map(|r| r["from"].as_u64().unwrap()..r["to"].as_u64().unwrap());
+        assert_eq!(runs.flatten().map(|page| page - first).collect::<Vec<_>>(), [3, 50, 70], "{cleared}");
+        assert_eq!(dirty(), []);
+    }
+    let text = String::from_utf8(pagemap(&[pid, "--clear-soft-dirty", "--runs"]).stdout).unwrap();
+    assert!(text.contains("was soft-dirty"), "the rest of its memory: {text}");
+    drop(to);
+    assert!(run.wait().unwrap().success());
+}
+
+#[test]
+fn what_is_not_kept_is_not_shown() {
+    crate::cli::agent_built();
+    let mut run = Command::new(env!("CARGO_BIN_EXE_uzswap"))
+        .args(["run", "--quiet", "--memory", "256M", "--", "/bin/sh", "-c", "echo $$; read line"])
+        .env_remove("UZSWAP_GROUP")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let pid = BufReader::new(run.stdout.take().unwrap()).lines().next().unwrap().unwrap();
+    // (Once its memory is managed, it has a page map.)
+    assert!(pagemap(&[&pid, "--page-out", "all"]).status.success());
+    for args in [[&pid, "--clear-soft-dirty"], [&pid, "--soft-dirty"]] {
+        let refused = pagemap(&args);
+        let text = String::from_utf8(refused.stderr).unwrap();
+        assert!(!refused.status.success() && text.contains("--track-writes") && text.lines().count() == 1, "{text}");
+    }
+    drop(run.stdin.take());
+    run.wait().unwrap();
 }
 
 #[test]

@@ -382,6 +382,19 @@ impl Outcome {
     }
 }
 
+/// The same command, whose process is to lead a session of its own.
+pub fn leading_a_session(command: &mut Command) -> &mut Command {
+    // SAFETY: setsid is async-signal-safe and touches no memory of ours.
+    unsafe {
+        command.pre_exec(|| {
+            if libc::setsid() < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            Ok(())
+        })
+    }
+}
+
 /// A program that runs, watched by a thread of ours.
 pub struct Running {
     watcher: Option<JoinHandle<Outcome>>,
@@ -401,15 +414,7 @@ impl Running {
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        // SAFETY: setsid is async-signal-safe and touches no memory of ours.
-        unsafe {
-            command.pre_exec(|| {
-                if libc::setsid() < 0 {
-                    return Err(io::Error::last_os_error());
-                }
-                Ok(())
-            });
-        }
+        leading_a_session(&mut command);
         let shown = argv
             .iter()
             .map(|a| match a.to_string_lossy() {
@@ -519,7 +524,7 @@ fn watch(pid: i32, started: Instant) -> Watched {
 }
 
 /// The pids of a session, zombies excluded.
-fn session(leader: i32) -> Vec<i32> {
+pub fn session(leader: i32) -> Vec<i32> {
     let pids = fs::read_dir("/proc").into_iter().flatten().flatten();
     pids.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
         .filter(|pid: &i32| {
@@ -533,7 +538,7 @@ fn session(leader: i32) -> Vec<i32> {
 }
 
 /// Ends each process of a session we started.
-fn end_all(leader: i32) {
+pub fn end_all(leader: i32) {
     for pid in session(leader) {
         // SAFETY: kill has no memory effects; pid was a member of our own session an instant ago.
         unsafe { libc::kill(pid, libc::SIGKILL) };

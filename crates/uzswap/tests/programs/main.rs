@@ -11,6 +11,7 @@ mod pageout;
 mod qemu;
 mod redis;
 mod remote;
+mod written;
 
 use harness::*;
 use std::fmt::Write as _;
