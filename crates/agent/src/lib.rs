@@ -9,6 +9,7 @@ mod exec;
 mod heap;
 mod patch;
 mod rawfork;
+mod threads;
 
 use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
 use uzswap_pager::arena::Layout;
@@ -85,6 +86,7 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     heap::init(layout.base);
     exec::init();
     rawfork::init();
+    threads::init();
     let mut pager = Pager::new(group, node, layout)
         .map_err(|_| "uzswap: this process runs without a limit: its group has too many members\n")?;
     pager.tracks = group.track_writes.load(Relaxed) != 0;

@@ -9,6 +9,7 @@
 
 use crate::arena::PAGE;
 use crate::events::forget_range;
+use crate::fork::own_control_block;
 use crate::inject::Site;
 use crate::pager::Pager;
 use crate::state::State;
@@ -118,6 +119,24 @@ impl Pager {
         }
     }
 
+    /// Keeps the calling thread's control block in memory for good: the kernel's last write for a thread that ends goes there
+    /// (who joins it waits for that), and it serves no fault of a thread that ends. Where the thread's stack is libc's the
+    /// block is excluded with it; where it is the program's, or was found before it was excluded, it is managed.
+    ///
+    /// To be called with all signals blocked.
+    pub fn pin_control_block(&self) {
+        let (start, end) = own_control_block();
+        let mut s = self.lock_in_hook();
+        let within = |ranges: &[(usize, usize)]| ranges.iter().any(|(a, b)| *a <= start && end <= *b);
+        let pages = || (start / PAGE) as u64..(end / PAGE) as u64;
+        // (It is there, but for what `lock_in_hook` says of a page that cannot be had.)
+        let here = pages().all(|vpn| matches!(s.pt.get(vpn).tag(), Tag::Resident | Tag::None));
+        if here && !within(&s.excluded) && !within(&s.pinned) {
+            s.pinned.push((start, end));
+            forget_range(&mut s, pages().start, pages().end);
+        }
+    }
+
     /// A mapping that is no stack was made: the range may be managed.
     pub fn include(&self, s: &mut State, start: usize, end: usize) {
         s.excluded.retain(|(a, b)| *b <= start || *a >= end);
@@ -153,8 +172,11 @@ fn any_out(s: &State, start: usize, end: usize) -> bool {
     false
 }
 
-/// What is mapped at a range next is looked at anew.
+/// What is mapped at a range next is looked at anew, and nobody's control block.
 pub(crate) fn no_longer_managed(s: &mut State, start: usize, end: usize) {
+    if s.pinned.iter().any(|(a, b)| *a < end && start < *b) {
+        s.pinned = without(core::mem::take(&mut s.pinned), &[(start, end)]);
+    }
     if s.managed.iter().any(|(a, b)| *a < end && start < *b) {
         s.managed = without(core::mem::take(&mut s.managed), &[(start, end)]);
     }
