@@ -22,6 +22,9 @@ use uzswap_sys::{maps, pagemap};
 /// Anonymous mappings older than the agent are managed from this size on.
 pub const OLD_MAPPING_BYTES: usize = 4 << 20;
 
+/// Looks at a thread's control block, touched before each, until it is left as it is.
+const PIN_TRIES: usize = 100;
+
 impl Pager {
     /// Registers what is not registered yet and lists its pages, while no mapping call of the program is under way.
     /// Returns the bytes newly found present.
@@ -126,14 +129,20 @@ impl Pager {
     /// To be called with all signals blocked.
     pub fn pin_control_block(&self) {
         let (start, end) = own_control_block();
-        let mut s = self.lock_in_hook();
-        let within = |ranges: &[(usize, usize)]| ranges.iter().any(|(a, b)| *a <= start && end <= *b);
         let pages = || (start / PAGE) as u64..(end / PAGE) as u64;
-        // (It is there, but for what `lock_in_hook` says of a page that cannot be had.)
-        let here = pages().all(|vpn| matches!(s.pt.get(vpn).tag(), Tag::Resident | Tag::None));
-        if here && !within(&s.excluded) && !within(&s.pinned) {
-            s.pinned.push((start, end));
-            forget_range(&mut s, pages().start, pages().end);
+        for _ in 0..PIN_TRIES {
+            let mut s = self.lock_in_hook();
+            let within = |ranges: &[(usize, usize)]| ranges.iter().any(|(a, b)| *a <= start && end <= *b);
+            if within(&s.excluded) || within(&s.pinned) {
+                return;
+            }
+            // There, and not write-protected, which the kernel's last write would meet as well.
+            let there = |vpn| matches!(s.pt.get(vpn).tag(), Tag::Resident | Tag::None) && !s.pt.is_clean(vpn);
+            if pages().all(there) {
+                s.pinned.push((start, end));
+                forget_range(&mut s, pages().start, pages().end);
+                return;
+            }
         }
     }
 
@@ -183,7 +192,7 @@ pub(crate) fn no_longer_managed(s: &mut State, start: usize, end: usize) {
 }
 
 /// The parts less the excluded ranges.
-fn without(mut parts: Vec<(usize, usize)>, excluded: &[(usize, usize)]) -> Vec<(usize, usize)> {
+pub(crate) fn without(mut parts: Vec<(usize, usize)>, excluded: &[(usize, usize)]) -> Vec<(usize, usize)> {
     for (a, b) in excluded {
         let mut next = Vec::with_capacity(parts.len() + 1);
         for (s, e) in parts {

@@ -26,6 +26,7 @@
 //! then, and the fault is served after the event.
 
 use crate::arena::PAGE;
+use crate::discover::without;
 use crate::fault::{EventPending, Request};
 use crate::pager::Pager;
 use crate::state::State;
@@ -129,7 +130,7 @@ impl Pager {
     /// which `was` set; returns how many. (In one step, so that no write is missed.)
     ///
     /// # Errors
-    /// [`EventPending`]: nothing was done.
+    /// [`EventPending`]: no bit was cleared.
     pub(crate) fn clear_soft_dirty(
         &self,
         s: &mut State,
@@ -142,7 +143,11 @@ impl Pager {
             let done = self.uffd().write_protect(from as usize * PAGE, (to - from) as usize * PAGE, true);
             if done == Err(libc::EAGAIN) { Err(EventPending) } else { Ok(done.is_ok()) }
         };
-        let all = protect(from, to)?;
+        // (A thread that ends is not served when it writes to its control block.)
+        let mut all = true;
+        for (start, end) in without(vec![(from as usize * PAGE, to as usize * PAGE)], &s.pinned) {
+            all &= protect((start / PAGE) as u64, (end / PAGE) as u64)?;
+        }
         let mut cleared = 0;
         for vpn in from..to {
             let tag = s.pt.get(vpn).tag();
@@ -263,6 +268,19 @@ mod tests {
         let end = p.layout.arena + p.layout.slots * PAGE;
         pagemap::present_runs(p.pagemap.load(Relaxed), p.layout.arena, end, |a, b| there += (b - a) / PAGE).unwrap();
         assert_eq!(there, s.zone.free_slots(Kind::Frame) + s.staged);
+    }
+
+    /// Of a page that is pinned nothing is known, and it is not protected with the others.
+    #[test]
+    fn a_control_block_is_not_protected() {
+        let p = testing::tracking_pager(16 << 20);
+        let first = written(p);
+        let mut s = p.state.lock();
+        s.pinned.push(((first as usize + 5) * PAGE, (first as usize + 6) * PAGE));
+        crate::events::forget_range(&mut s, first + 5, first + 6);
+        let cleared = p.clear_soft_dirty(&mut s, first, first + N as u64, |_| {}).ok();
+        assert_eq!(cleared, Some(N - 1));
+        (first..first + N as u64).for_each(|vpn| assert_eq!(is_protected(p, vpn), vpn != first + 5));
     }
 
     #[test]
