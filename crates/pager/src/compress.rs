@@ -276,6 +276,7 @@ fn pack(pager: &Pager, bytes: &[u8], hashes: &mut [u128], out: &mut [u8], compre
 mod tests {
     use super::*;
     use crate::deliver::decode;
+    use crate::events::forget_range;
     use crate::placement::Helpers;
     use crate::state::BLOCK_PAGES;
     use crate::testing;
@@ -293,9 +294,8 @@ mod tests {
         bytes
     }
 
-    /// Pages compressed with helpers come back bit for bit; with lz4, and with zstd where the pool crowds the program out.
-    #[test]
-    fn what_helpers_compressed_is_right() {
+    /// A pager with a helper that has joined; none on a machine with one CPU.
+    fn with_helper(test: impl FnOnce(&'static Pager, &mut State)) {
         let p = testing::pager(128 << 20);
         let mut s = p.state.lock();
         if p.helpers_wanted(&s) == 0 {
@@ -305,85 +305,90 @@ mod tests {
         while p.crew.helpers() == 0 {
             std::thread::yield_now();
         }
-        let mut batch = Batch::new(s.new_compressor());
-        let mut shared = 0;
-        for round in 0..4 {
-            let at = testing::memory(p, N);
-            let first = (at / PAGE) as u64;
-            (0..N).for_each(|page| testing::put(p, at + page * PAGE, &content(page, round)));
-            s.list_resident(first, N, List::Inactive, |_| None);
-            while s.resident + s.staged > 0 {
-                // One thread faults on one CPU: the others are free.
-                (0..8).for_each(|_| s.placement.fault_on(0, 1, Helpers::default(), false));
-                assert!(p.stage(&mut s, 64).is_ok());
-                p.prepare(&mut s, &mut batch, 64, 0);
-                batch.use_dense |= round % 2 == 1;
-                batch.tools.dense();
-                shared += usize::from(batch.shared);
-                batch.compress(p);
-                p.commit(&mut s, &mut batch);
-            }
-            for page in 0..N {
-                let pte = s.pt.get(first + page as u64);
-                assert_eq!(pte.tag(), Tag::Compressed);
-                let pages = 1 << object::order(s.object(pte.handle()));
-                let mut plain = vec![0; pages * PAGE];
-                assert!(decode(&mut s, pte.handle(), &mut plain), "round {round}, page {page}");
-                assert!(plain[pte.index() * PAGE..][..PAGE] == content(page, round), "round {round}, page {page}");
-            }
-        }
-        println!("{shared} batches were shared");
-        assert!(shared > 0);
+        test(p, &mut s);
         drop(s);
         p.crew.end();
         helper.join().unwrap();
+    }
+
+    /// `N` resident pages with their contents; the number of the first.
+    fn resident(p: &Pager, s: &mut State, round: usize) -> u64 {
+        let at = testing::memory(p, N);
+        (0..N).for_each(|page| testing::put(p, at + page * PAGE, &content(page, round)));
+        s.list_resident((at / PAGE) as u64, N, List::Inactive, |_| None);
+        (at / PAGE) as u64
+    }
+
+    /// One thread faults on one CPU: the others are free.
+    fn one_faults(s: &mut State) {
+        (0..8).for_each(|_| s.placement.fault_on(0, 1, Helpers::default(), false));
+    }
+
+    /// Whether a page is stored as it was.
+    fn is_stored(s: &mut State, vpn: u64, content: &[u8; PAGE]) -> bool {
+        let pte = s.pt.get(vpn);
+        assert_eq!(pte.tag(), Tag::Compressed);
+        let mut plain = vec![0; PAGE << object::order(s.object(pte.handle()))];
+        decode(s, pte.handle(), &mut plain) && plain[pte.index() * PAGE..][..PAGE] == *content
+    }
+
+    /// Pages compressed with helpers come back bit for bit; with lz4, and with zstd where the pool crowds the program out.
+    #[test]
+    fn what_helpers_compressed_is_right() {
+        with_helper(|p, s| {
+            let mut batch = Batch::new(s.new_compressor());
+            let mut shared = 0;
+            for round in 0..4 {
+                let first = resident(p, s, round);
+                while s.resident + s.staged > 0 {
+                    one_faults(s);
+                    assert!(p.stage(s, 64).is_ok());
+                    p.prepare(s, &mut batch, 64, 0);
+                    batch.use_dense |= round % 2 == 1;
+                    batch.tools.dense();
+                    shared += usize::from(batch.shared);
+                    batch.compress(p);
+                    p.commit(s, &mut batch);
+                }
+                for page in 0..N {
+                    assert!(is_stored(s, first + page as u64, &content(page, round)), "round {round}, page {page}");
+                }
+            }
+            println!("{shared} batches were shared");
+            assert!(shared > 0);
+        });
     }
 
     /// A round of reclaim leaves its pages to helpers and the next one stores them; what the program drops meanwhile is not
     /// stored.
     #[test]
     fn what_was_posted_is_stored_later() {
-        let p = testing::pager(128 << 20);
-        let mut s = p.state.lock();
-        if p.helpers_wanted(&s) == 0 {
-            return println!("skipped: one CPU");
-        }
-        let helper = std::thread::spawn(|| p.help(0));
-        while p.crew.helpers() == 0 {
-            std::thread::yield_now();
-        }
-        let at = testing::memory(p, N);
-        let first = (at / PAGE) as u64;
-        (0..N).for_each(|page| testing::put(p, at + page * PAGE, &content(page, 0)));
-        s.list_resident(first, N, List::Inactive, |_| None);
-        let (mut posted, mut dropped) = (0, Vec::new());
-        while s.resident + s.idle_staged() > 0 {
-            (0..8).for_each(|_| s.placement.fault_on(0, 1, Helpers::default(), false));
-            assert!(p.direct_round(&mut s, 64, 0, Some(BLOCK_PAGES + 1)).1.is_ok());
-            if s.direct.as_ref().is_some_and(|batch| batch.is_posted()) {
-                posted += 1;
-                let busy = (first..first + N as u64).find(|vpn| s.pt.get(*vpn).tag() == Tag::Busy).expect("posted");
-                crate::events::forget_range(&mut s, busy, busy + 1);
-                dropped.push(busy);
+        with_helper(|p, s| {
+            let first = resident(p, s, 0);
+            let all = first..first + N as u64;
+            let (mut posted, mut dropped) = (0, Vec::new());
+            while s.resident + s.idle_staged() > 0 {
+                one_faults(s);
+                assert!(p.direct_round(s, 64, 0, Some(BLOCK_PAGES + 1)).1.is_ok());
+                if s.direct.as_ref().is_some_and(|batch| batch.is_posted()) {
+                    posted += 1;
+                    let busy = all.clone().find(|vpn| s.pt.get(*vpn).tag() == Tag::Busy).expect("posted");
+                    forget_range(s, busy, busy + 1);
+                    dropped.push(busy);
+                }
             }
-        }
-        println!("{posted} batches were posted");
-        assert!(posted > 0);
-        p.store_posted(&mut s);
-        assert_eq!((s.busy, s.staged, s.swapped), (0, 0, N - dropped.len()));
-        for page in 0..N {
-            let vpn = first + page as u64;
-            let pte = s.pt.get(vpn);
-            assert_eq!(pte.tag(), if dropped.contains(&vpn) { Tag::None } else { Tag::Compressed }, "page {page}");
-            if pte.tag() == Tag::Compressed {
-                let mut plain = vec![0; PAGE << object::order(s.object(pte.handle()))];
-                assert!(decode(&mut s, pte.handle(), &mut plain), "page {page}");
-                assert!(plain[pte.index() * PAGE..][..PAGE] == content(page, 0), "page {page}");
+            println!("{posted} batches were posted");
+            assert!(posted > 0);
+            p.store_posted(s);
+            assert_eq!((s.busy, s.staged, s.swapped), (0, 0, N - dropped.len()));
+            for (page, vpn) in all.enumerate() {
+                if dropped.contains(&vpn) {
+                    assert_eq!(s.pt.get(vpn).tag(), Tag::None, "page {page}");
+                } else {
+                    assert!(is_stored(s, vpn, &content(page, 0)), "page {page}");
+                }
             }
-        }
-        drop(s);
-        p.crew.end();
-        helper.join().unwrap();
+        });
     }
 
     /// Where one leads the other compresses alone; and after a fork, which may come while one leads, all do.
