@@ -9,7 +9,6 @@
 
 use crate::arena::PAGE;
 use crate::events::forget_range;
-use crate::fork::own_control_block;
 use crate::inject::Site;
 use crate::pager::Pager;
 use crate::state::State;
@@ -17,10 +16,14 @@ use core::sync::atomic::Ordering::*;
 use uzswap_mm::lru::List;
 use uzswap_mm::pagetable::Tag;
 use uzswap_sys::raw::{self, Errno};
-use uzswap_sys::{maps, pagemap};
+use uzswap_sys::{maps, pagemap, thread};
 
 /// Anonymous mappings older than the agent are managed from this size on.
 pub const OLD_MAPPING_BYTES: usize = 4 << 20;
+
+/// Bytes from the thread pointer on that are pinned: the thread's number and the head of its robust list are there (in
+/// glibc's layout at 720 and 736, where debuggers expect them). No more: behind the block there may be other memory.
+const PINNED_BYTES: usize = 1 << 10;
 
 /// Looks at a thread's control block, touched before each, until it is left as it is.
 const PIN_TRIES: usize = 100;
@@ -128,7 +131,8 @@ impl Pager {
     ///
     /// To be called with all signals blocked.
     pub fn pin_control_block(&self) {
-        let (start, end) = own_control_block();
+        let at = thread::pointer();
+        let (start, end) = (at & !(PAGE - 1), (at + PINNED_BYTES).next_multiple_of(PAGE));
         let pages = || (start / PAGE) as u64..(end / PAGE) as u64;
         for _ in 0..PIN_TRIES {
             let mut s = self.lock_in_hook();

@@ -47,8 +47,8 @@ impl Pager {
     pub fn lock_in_hook(&self) -> Guard<'_, State> {
         let here = 0u8;
         let top = core::ptr::from_ref(&here) as usize;
-        let (control, control_end) = own_control_block();
-        let needed = [(top - HOOK_STACK, top), (control, control_end - 1)];
+        let control = thread::pointer();
+        let needed = [(top - HOOK_STACK, top), (control, control + CONTROL_BLOCK)];
         let mut tries = 0;
         loop {
             let s = self.state.lock();
@@ -173,12 +173,6 @@ impl Pager {
             s.zone.free(Kind::Hole, slot, order);
         }
     }
-}
-
-/// The pages of the calling thread's control block.
-pub(crate) fn own_control_block() -> (usize, usize) {
-    let at = thread::pointer();
-    (at & !(arena::PAGE - 1), (at + CONTROL_BLOCK).next_multiple_of(arena::PAGE))
 }
 
 /// Whether a page that was touched is in the program and may be written to, or cannot be any more.

@@ -27,7 +27,7 @@ def touch():
 print(os.getpid(), at, flush=True)
 for line in sys.stdin:
     if line == 'busy\\n':
-        threading.Thread(target=touch).start()
+        threading.Thread(target=touch, daemon=True).start()
     elif line == 'rest\\n':
         busy = False
     elif line == 'fork\\n':
