@@ -155,7 +155,8 @@ mod tests {
         head.encoding
     }
 
-    fn crowd(p: &Pager, s: &mut State) {
+    /// Stores until the pool crowds the program out; the page behind the last.
+    fn crowd(p: &Pager, s: &mut State) -> u64 {
         let copies = |vpn: u64| if vpn.is_multiple_of(16) { 0b0101 } else { 0 };
         let mut vpn = 0x1000;
         while !p.crowded(s) {
@@ -163,6 +164,7 @@ mod tests {
             store(s, vpn + 4, 0, 0);
             vpn += 8;
         }
+        vpn
     }
 
     fn check_all(s: &mut State, last: u64) -> (usize, usize) {
@@ -179,8 +181,7 @@ mod tests {
     fn every_page_survives_recompression_and_the_pool_shrinks() {
         let p = testing::pager(8 << 20);
         let mut s = p.state.lock();
-        crowd(p, &mut s);
-        let last = 0x1000 + (s.swapped + s.resident) as u64 / 5 * 8;
+        let last = crowd(p, &mut s);
         let (held, used) = (s.pool.held_bytes(), s.pool.used_bytes());
         let (swapped, resident) = (s.swapped, s.resident);
         assert_eq!(check_all(&mut s, last).0, 0);
@@ -206,8 +207,7 @@ mod tests {
     fn without_room_for_the_denser_object_the_old_one_stays() {
         let p = testing::pager(8 << 20);
         let mut s = p.state.lock();
-        crowd(p, &mut s);
-        let last = 0x1000 + (s.swapped + s.resident) as u64 / 5 * 8;
+        let last = crowd(p, &mut s);
         p.group.faults.set("pool=1/1", 1).unwrap();
         assert!(!p.densify(&mut s, 64));
         assert_eq!(check_all(&mut s, last).0, 0);
@@ -218,8 +218,7 @@ mod tests {
     fn what_is_being_written_is_left_alone() {
         let p = testing::pager(8 << 20);
         let mut s = p.state.lock();
-        crowd(p, &mut s);
-        let last = 0x1000 + (s.swapped + s.resident) as u64 / 5 * 8;
+        let last = crowd(p, &mut s);
         let handle = s.pt.get(0x1004).handle();
         object::set_flags(s.object(handle), object::WRITING_BY[1], 0);
         assert!(p.densify(&mut s, 2));

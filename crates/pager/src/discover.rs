@@ -54,6 +54,17 @@ impl Pager {
         found
     }
 
+    /// The same between mapping calls of the program: while one runs, from its event to its end, there may be pages that are
+    /// about to go. False when calls cannot be kept from running now.
+    pub(crate) fn scan_between_calls(&self) -> bool {
+        if !self.calls.try_stop() {
+            return false;
+        }
+        let _ = self.scan(&mut self.state.lock());
+        self.calls.go_on();
+        true
+    }
+
     /// Registers one range and lists the pages that are there and were not known.
     fn take_over(&self, s: &mut State, start: usize, end: usize) -> Result<usize, Errno> {
         // Registering again what is registered already is a cheap no-op for the kernel.

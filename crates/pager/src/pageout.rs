@@ -58,8 +58,7 @@ impl Pager {
         loop {
             let before = s.idle_staged();
             self.prepare(s, &mut batch, BATCH_PAGES, 0);
-            batch.compress(self);
-            self.commit(s, &mut batch);
+            self.store_now(s, &mut batch);
             if s.idle_staged() == 0 || s.idle_staged() >= before {
                 break;
             }

@@ -227,26 +227,35 @@ impl Pager {
     ) -> (usize, Result<(), EventPending>) {
         let mut left = self.store_posted(s);
         let mut batch = s.take_direct();
-        let staged = self.stage(s, (keep + want).saturating_sub(s.idle_staged()));
-        self.prepare(s, &mut batch, want, keep);
+        let staged = self.take_more(s, &mut batch, want, keep);
         // (At random a fault brings a page or a block: interrupting the helpers' CPUs for each costs more than they do.)
         let need = later.filter(|need| batch.shared && *need > BLOCK_PAGES);
         if need.is_none_or(|need| s.zone.free_slots(Kind::Frame) < need) {
-            batch.compress(self);
-            left += self.commit(s, &mut batch);
+            left += self.store_now(s, &mut batch);
             if need.is_some() {
-                let _ = self.stage(s, (keep + want).saturating_sub(s.idle_staged()));
-                self.prepare(s, &mut batch, want, keep);
+                let _ = self.take_more(s, &mut batch, want, keep);
             }
         }
         if batch.shared {
             batch.post(self);
         } else if !batch.is_empty() {
-            batch.compress(self);
-            left += self.commit(s, &mut batch);
+            left += self.store_now(s, &mut batch);
         }
         s.direct = Some(batch);
-        (left, staged.map(|_| ()))
+        (left, staged)
+    }
+
+    /// Stages what `want` pages beyond `keep` need, and makes them a batch.
+    fn take_more(&self, s: &mut State, batch: &mut Batch, want: usize, keep: usize) -> Result<(), EventPending> {
+        let staged = self.stage(s, (keep + want).saturating_sub(s.idle_staged()));
+        self.prepare(s, batch, want, keep);
+        staged.map(|_| ())
+    }
+
+    /// Compresses and stores a batch under the lock; returns the pages that left.
+    pub(crate) fn store_now(&self, s: &mut State, batch: &mut Batch) -> usize {
+        batch.compress(self);
+        self.commit(s, batch)
     }
 
     /// Stores what a round left to helpers; returns the pages that left.

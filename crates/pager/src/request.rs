@@ -98,9 +98,9 @@ pub struct PageRequest {
 
 /// Times a piece is tried while pages of it are shared with another process, and while events must be read first.
 const TRIES: u32 = 3;
+const EVENT_TRIES: u32 = 1000;
 /// The same for a scan while mapping calls are under way.
 const SCAN_TRIES: u32 = 100;
-const EVENT_TRIES: u32 = 1000;
 const PAUSE_NS: u64 = 100_000;
 
 impl PageRequest {
@@ -198,11 +198,7 @@ impl Pager {
             Work { r, holder: r.holder.load(Acquire), from: r.from.load(Relaxed), to: r.to.load(Relaxed).min(1 << 35) };
         if r.target.load(Relaxed) == me.owner.load(Relaxed) {
             // What was mapped since the ticker last looked belongs to it as well.
-            // (Between the event of a call and its end there may be pages that are about to go.)
-            if (0..SCAN_TRIES).any(|_| self.calls.try_stop()) {
-                let _ = self.scan(&mut self.state.lock());
-                self.calls.go_on();
-            }
+            let _ = (0..SCAN_TRIES).any(|_| self.scan_between_calls());
             match Op::of(r.op.load(Relaxed)) {
                 Some(Op::Out) => self.put_out(&work, batch, true),
                 Some(Op::Stage) => self.put_out(&work, batch, false),

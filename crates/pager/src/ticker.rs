@@ -123,14 +123,11 @@ impl Pager {
         s.rss = rss;
         let unknown = rss.saturating_sub(s.known_bytes());
         if wanted || unknown > *unknown_before + (1 << 20) {
-            // (Between a call's event and its end there may be pages that are about to go.)
             drop(s);
-            if !self.calls.try_stop() {
+            if !self.scan_between_calls() {
                 return None;
             }
             s = self.state.lock();
-            let _ = self.scan(&mut s);
-            self.calls.go_on();
             *unknown_before = rss.saturating_sub(s.known_bytes());
         } else {
             *unknown_before = unknown.min(*unknown_before);
