@@ -99,8 +99,8 @@ impl Pager {
             if over > 0 && spare > low.min(high / 2) {
                 progress |= self.give_back(&mut s, over.min(spare - low / 2)) > 0;
             }
+            progress |= self.compact_pool(&mut s);
             if over > 0 {
-                progress |= self.compact_pool(&mut s);
                 progress |= self.densify(&mut s, 16);
             }
             let squeezed = self.at_floor(&s);
@@ -174,9 +174,8 @@ impl Pager {
                 self.refused_until.store(faults + 32, Relaxed);
             }
         }
-        if over > 0 {
-            self.compact_pool(s);
-        }
+        // (Also where the group is just below its limit: what the pool wastes the program does without.)
+        self.compact_pool(s);
         self.densify(s, 4);
         let spare = s.zone.free_slots(Kind::Frame);
         if over > 0 && spare > BLOCK_PAGES {
