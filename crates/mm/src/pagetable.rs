@@ -132,7 +132,7 @@ pub const LEAF_PAGES: u64 = 512;
 
 /// Access hints of a 64 KiB block.
 pub const HINT_SEQUENTIAL: u8 = 1;
-/// The block's kept copies turned out stale: it is written to.
+/// The block's kept copies turned out stale: it is written to. (Until a page of it leaves clean.)
 pub const HINT_WRITTEN: u8 = 2;
 /// The block was last faulted on at random.
 pub const HINT_RANDOM: u8 = 4;

@@ -27,6 +27,11 @@ use uzswap_sys::uffd::Partial;
 /// on average, to store a page anew 6 and the room it has in its block; from 32 KiB on the block comes, and is stored anew.
 pub(crate) const SMALL_BLOCK: u8 = 2;
 
+/// One delivery of so many to blocks that are written to keeps its copies all the same: left clean, they tell that the block no
+/// longer is. (Whole deliveries, so that folios are not cut into what is clean and what is not; a whole block tells more.)
+const PROBE_EVERY: u32 = 8;
+const PROBE_BLOCKS_EVERY: u32 = 2;
+
 /// What a fault brings, counted when it is done.
 pub(crate) struct Delivery {
     r: Request,
@@ -296,7 +301,10 @@ impl Pager {
             return;
         }
         let c = self.counters();
-        let unwritten = s.pt.hints(vpn) & HINT_WRITTEN == 0;
+        let unwritten = s.pt.hints(vpn) & HINT_WRITTEN == 0 || {
+            s.probes = s.probes.wrapping_add(1);
+            s.probes.is_multiple_of(if n < BLOCK_PAGES { PROBE_EVERY } else { PROBE_BLOCKS_EVERY })
+        };
         let crowded = self.crowded_out(s);
         let random = s.pt.hints(vpn) & HINT_RANDOM != 0;
         let mut copies = [None; MOST];

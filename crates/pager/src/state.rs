@@ -73,6 +73,8 @@ pub struct State {
     pub decoded: Vec<Decoded>,
     /// Next of `decoded` to reuse.
     pub decoded_next: usize,
+    /// Deliveries to blocks that are written to: see `deliver`.
+    pub probes: u32,
     /// A buffer of a block, for swap-ins that find no free frame.
     pub scratch: Vec<u8>,
     /// Birth stamp of folios.
@@ -151,6 +153,7 @@ impl State {
                 .map(|_| Decoded { handle: None, bytes: vec![0; BLOCK], pages: 0, vpn: 0, fresh: false })
                 .collect(),
             decoded_next: 0,
+            probes: 0,
             scratch: vec![0; BLOCK],
             stamp: 0,
             evictions: 0,

@@ -341,6 +341,7 @@ impl Pager {
         let index = s.copy_index(vpn, handle);
         let head = Header::read(s.object(handle));
         s.pt.set(vpn, head.entry(handle, index, s.evictions));
+        s.pt.hint(vpn, 0, HINT_WRITTEN);
         // Back in the pool's list, so to speak: it has its chance again.
         object::set_flags(s.object(handle), REFERENCED, 0);
         s.zone.free(Kind::Frame, pte.aux(), 0);

@@ -317,6 +317,27 @@ fn b2_only_the_page_written_to_becomes_dirty() {
     }
 }
 
+/// The story: a block whose kept copies had turned out stale once kept none ever after. A program that had changed its data
+/// while it was made, and from then on only read it, compressed every page anew whenever it left.
+#[test]
+fn what_was_written_once_and_is_only_read_from_then_on_leaves_clean() {
+    let _one = alone();
+    let mut region = region("");
+    fill(&mut region, 1);
+    verify(&region, 1);
+    fill(&mut region, 2);
+    verify(&region, 2);
+    let c = counters(&region);
+    let mut last = (0, 1);
+    for pass in 0..8 {
+        let (clean, stored) = (get(&c.swpout_clean), get(&c.zswpout));
+        verify(&region, 2);
+        last = (get(&c.swpout_clean) - clean, get(&c.zswpout) - stored);
+        println!("pass {pass}: {} pages left clean, {} were stored anew", last.0, last.1);
+    }
+    assert!(last.0 > 10 * last.1, "in the end {} left clean, {} were stored anew", last.0, last.1);
+}
+
 /// B3, B4: incompressible blocks are stored raw; a write to part of a block stores that page anew; a block goes with
 /// its last page. Each is counted.
 #[test]
