@@ -265,6 +265,8 @@ pub struct Slot {
     pub said: AtomicU32,
     /// Thread id of the member's ticker, 0 until it runs.
     pub ticker: AtomicU32,
+    /// Whether the member's memory is managed: if not, what it says it is charged with is what it was at its last look.
+    pub engaged: AtomicU32,
     /// Bumped to wake the member's writing thread (a futex word): see `swap::turns`, as for the next two.
     pub swap_wake: AtomicU32,
     /// Whether it writes back when it is its turn: `WRITER_NONE` and the others there.
@@ -290,6 +292,7 @@ impl Slot {
             charge.store(0, Relaxed);
         }
         self.ticker.store(0, Relaxed);
+        self.engaged.store(0, Relaxed);
         self.writer.store(0, Relaxed);
         self.turn.store(0, Relaxed);
     }

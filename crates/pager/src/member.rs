@@ -12,8 +12,11 @@ use uzswap_sys::{lock, sys, thread};
 
 /// The signal that makes a ticker look; it is only ever sent to such a thread, which blocks it.
 pub const SIGNAL: i32 = 64;
-/// Nanoseconds between two searches for dead members, and between two pokes at those that are not engaged.
+/// Nanoseconds between two searches for dead members.
 const SEARCH_NS: u64 = 100_000_000;
+/// Nanoseconds between two pokes at members that are not engaged: so many for each, as each costs some tens of microseconds.
+const POKE_NS: u64 = 1_000_000;
+const POKE_LEAST_NS: u64 = 10_000_000;
 
 /// This process's group and those above it, nearest first.
 #[derive(Clone, Copy, Debug)]
@@ -175,17 +178,27 @@ impl Pager {
     }
 
     /// Wakes the reclaim threads of the other members that hold something worth while; those that are not engaged yet
-    /// look whether they should be, now and then.
+    /// look whether they should be, now and then. (What those hold is not known: one that filled its memory since it last
+    /// looked, and uses no CPU time any more, would never look again by itself.)
     pub fn wake_others(&self) {
-        let poke = due(&self.poke_due);
-        for other in self.others().filter(|o| o.rss.load(Relaxed) > 4 << 20) {
-            wake_member(other, poke);
+        let every = POKE_NS * self.others_count() as u64;
+        if due(&self.poke_due, every.clamp(POKE_LEAST_NS, SEARCH_NS)) {
+            self.rally();
         }
+        for other in self.others().filter(|o| o.rss.load(Relaxed) > 4 << 20) {
+            wake_member(other, false);
+        }
+    }
+
+    /// Has all other members that are not engaged look whether they should be.
+    pub fn rally(&self) {
+        let idle = |o: &&Slot| o.engaged.load(Relaxed) == 0 && o.ticker.load(Relaxed) != 0;
+        self.others().filter(idle).for_each(|o| wake_member(o, true));
     }
 
     /// Returns the charges of members that died without a word, now and then.
     pub fn bury_the_dead(&self) {
-        if due(&self.bury_due) {
+        if due(&self.bury_due, SEARCH_NS) {
             self.group.bury_the_dead(Identity::own());
         }
     }
@@ -219,9 +232,93 @@ pub fn wake_member(slot: &Slot, poke: bool) {
     }
 }
 
-/// Whether the time has come, which is then put off.
-fn due(at: &AtomicU64) -> bool {
+/// Whether the time has come, which is then put off by `every` nanoseconds.
+fn due(at: &AtomicU64, every: u64) -> bool {
     let now = thread::now_ns();
     let before = at.load(Relaxed);
-    now >= before && at.compare_exchange(before, now + SEARCH_NS, Relaxed, Relaxed).is_ok()
+    now >= before && at.compare_exchange(before, now + every, Relaxed, Relaxed).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+    use std::sync::mpsc;
+
+    /// A thread that waits for the ticker's signal, as a ticker does; what it says is whether the signal came in time.
+    fn ticker(times: usize) -> (u32, mpsc::Receiver<bool>) {
+        let (say, hear) = mpsc::channel();
+        let (say_tid, tid) = mpsc::channel();
+        std::thread::spawn(move || {
+            let (all, signal) = (u64::MAX, 1u64 << (SIGNAL - 1));
+            // SAFETY: a signal set of 8 bytes.
+            unsafe { sys!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const all, 0, 8) }.expect("a mask");
+            say_tid.send(thread::gettid() as u32).unwrap();
+            for _ in 0..times {
+                let ts = libc::timespec { tv_sec: 10, tv_nsec: 0 };
+                // SAFETY: a signal set of 8 bytes and a timespec.
+                let got = unsafe { sys!(libc::SYS_rt_sigtimedwait, &raw const signal, 0, &raw const ts, 8) };
+                say.send(got.is_ok()).unwrap();
+            }
+        });
+        (tid.recv().unwrap(), hear)
+    }
+
+    /// The story: of eight processes that filled a group at once one was done before it looked again. It was charged with next
+    /// to nothing, so nobody woke it, and being idle it never looked: its 36 MiB stayed above the limit for good.
+    #[test]
+    fn who_is_not_engaged_is_asked_whatever_it_last_said() {
+        let p = testing::pager(16 << 20);
+        let (tid, woken) = ticker(2);
+        let other = &p.group.slots[7];
+        p.group.used.store(8, Relaxed);
+        other.owner.store(Identity::own().raw(), Relaxed);
+        other.ticker.store(tid, Relaxed);
+        other.rss.store(1 << 20, Relaxed);
+        assert_eq!(p.others_count(), 1);
+        let seen = other.wake.load(Relaxed);
+        p.wake_others();
+        assert!(woken.recv().unwrap(), "asked to look");
+        assert_ne!(other.wake.load(Relaxed), seen);
+        other.engaged.store(1, Relaxed);
+        p.rally();
+        other.engaged.store(0, Relaxed);
+        other.owner.store(0, Relaxed);
+        p.rally();
+        assert!(woken.try_recv().is_err(), "nobody else is");
+        other.owner.store(Identity::own().raw(), Relaxed);
+        p.rally();
+        assert!(woken.recv().unwrap());
+    }
+
+    /// The story: processes that filled a group at once each said every 32 faults, or 16 MiB, what they held.
+    #[test]
+    fn what_is_filled_is_said_before_it_is_much() {
+        let p = testing::pager(16 << 20);
+        let mut s = p.state.lock();
+        for step in 1..=64 {
+            s.rss = step * (64 << 10);
+            p.charge_growth(&s);
+            let said = p.me().rss.load(Relaxed) as usize;
+            assert!(said <= s.rss && s.rss - said <= 256 << 10, "{said} said of {}", s.rss);
+        }
+    }
+
+    /// What was mapped is expected to be filled while the process has had no time to; then less and less of it.
+    #[test]
+    fn plans_are_forgotten_as_time_passes_without() {
+        let p = testing::pager(256 << 20);
+        p.plan(32 << 20);
+        let planned = || p.me().planned.load(Relaxed) >> 20;
+        // (The clock is the whole process's, in which other tests run: as if it stood still, and as if much had passed.)
+        p.plans_halved.store(u64::MAX, Relaxed);
+        p.forget_plans(8 << 20);
+        assert_eq!(planned(), 24, "what was filled is no plan any more");
+        while thread::process_cpu_ns() < 10_000_000 {}
+        for left in [12, 6, 3, 1, 0] {
+            p.plans_halved.store(0, Relaxed);
+            p.forget_plans(0);
+            assert_eq!(planned(), left);
+        }
+    }
 }

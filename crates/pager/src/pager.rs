@@ -22,6 +22,12 @@ use uzswap_sys::uffd::{self, Uffd};
 pub const FEATURES: u64 =
     uffd::FEATURE_THREAD_ID | uffd::FEATURE_EVENT_REMAP | uffd::FEATURE_EVENT_REMOVE | uffd::FEATURE_EVENT_UNMAP;
 
+/// CPU time (nanoseconds) in which a program that means to fill what it mapped does fill some of it: tens of MiB.
+const PLAN_NS: u64 = 8_000_000;
+
+/// Growth that other members are told of at once.
+const SAY_BYTES: u64 = 256 << 10;
+
 /// The pager of a process.
 pub struct Pager {
     /// The engine's tables.
@@ -98,6 +104,8 @@ pub struct Pager {
     pub reclaiming: AtomicBool,
     /// Bytes of the largest mapping made since the ticker last looked, before engaging.
     pub planned: AtomicUsize,
+    /// CPU time of the process (nanoseconds) when what is planned was last halved.
+    pub plans_halved: AtomicU64,
     /// Set when a forked child's helpers are ready (a futex word).
     pub ready: AtomicU32,
     /// A region of the library: what it holds is counted here, not asked of the kernel.
@@ -179,6 +187,7 @@ impl Pager {
             crew_rest: AtomicU32::new(0),
             reclaiming: AtomicBool::new(false),
             planned: AtomicUsize::new(0),
+            plans_halved: AtomicU64::new(0),
             ready: AtomicU32::new(0),
             own_frames: false,
             marks: None,
@@ -242,6 +251,14 @@ impl Pager {
         rss
     }
 
+    /// Publishes what this process has come to hold, where that is much since it was last said: other members decide by it,
+    /// and all of them may be filling memory.
+    pub fn charge_growth(&self, s: &State) {
+        if !self.own_frames && s.rss as u64 > self.me().rss.load(Relaxed) + SAY_BYTES {
+            self.charge(s.rss);
+        }
+    }
+
     /// Publishes what this process holds.
     fn charge(&self, rss: usize) {
         let me = self.me();
@@ -298,16 +315,21 @@ impl Pager {
     /// Notes that the program has mapped `len` bytes, which it may fill.
     pub fn plan(&self, len: usize) {
         self.planned.fetch_max(len, Relaxed);
-        if !self.engaged.load(Relaxed) {
-            self.me().planned.fetch_add(len as u64, Relaxed);
+        if !self.engaged.load(Relaxed) && self.me().planned.fetch_add(len as u64, Relaxed) == 0 {
+            self.plans_halved.store(thread::process_cpu_ns(), Relaxed);
         }
     }
 
-    /// Takes what was filled since the last look, when less was resident, off what is planned; half of the rest is
-    /// believed to be filled later, a quarter the time after, and so on.
+    /// Takes what was filled since the last look, when less was resident, off what is planned. Of the rest half is believed
+    /// to be filled later for each while of CPU time that passes without, a quarter the time after, and so on.
     pub fn forget_plans(&self, grown: usize) {
         let me = self.me();
-        let left = me.planned.load(Relaxed).saturating_sub(grown as u64) / 2;
+        let mut left = me.planned.load(Relaxed).saturating_sub(grown as u64);
+        let used = thread::process_cpu_ns();
+        if used.saturating_sub(self.plans_halved.load(Relaxed)) > PLAN_NS {
+            self.plans_halved.store(used, Relaxed);
+            left = if left < 1 << 20 { 0 } else { left / 2 };
+        }
         me.planned.store(if self.engaged.load(Relaxed) { 0 } else { left }, Relaxed);
     }
 

@@ -137,6 +137,7 @@ impl Pager {
     /// thread has fallen behind and the limit is exceeded: whoever faults then pays. (Not after fork: pages that must
     /// be un-shared first would be tried in vain before each fault.)
     pub fn make_room(&self, s: &mut State, vpn: u64) {
+        self.charge_growth(s);
         let behind = self.excess(s) > 0 && !self.kin.load(Relaxed);
         if !behind && !self.handler_reclaims(s) {
             return;

@@ -72,6 +72,7 @@ impl Pager {
 
     fn ticker_loop(&'static self) -> ! {
         let timer = Timer::new();
+        thread::wake_soon();
         let mut unknown_before = 0;
         let mut watch = Watch::default();
         loop {
@@ -101,7 +102,10 @@ impl Pager {
         let rss = self.read_rss();
         if !self.engaged.load(Acquire) {
             self.raise_peaks(rss, rss, 0);
-            let (room, until_look) = self.headroom(rss, self.planned.swap(0, Relaxed), engage_threshold);
+            // (Alone it looks often enough; others may fill theirs meanwhile.)
+            let left = if self.others_count() > 0 { self.me().planned.load(Relaxed) as usize } else { 0 };
+            let planned = self.planned.swap(0, Relaxed).max(left);
+            let (room, until_look) = self.headroom(rss, planned, engage_threshold);
             // (What is to be put out on request must be managed first, however far the limit is.)
             if room == 0 || self.is_asked() {
                 if let Err(e) = self.engage() {
@@ -111,6 +115,8 @@ impl Pager {
                     return Some(u64::MAX >> 1);
                 }
                 self.forget_plans(0);
+                // What made it tight for this one may do so for others, which fill what they mapped before.
+                self.rally();
                 return Some(1_000_000);
             }
             self.forget_plans(rss.saturating_sub(before));
@@ -154,13 +160,20 @@ impl Pager {
         self.uffd.store(uffd.fd(), Release);
         self.open_page_files()?;
         uffd.register(self.layout.arena, self.layout.slots * PAGE)?;
-        self.spawn_helpers()?;
+        // First of all the program stops filling unseen what is registered: where processes compete for the CPUs the handler,
+        // for which its faults wait, may be tens of milliseconds away.
         let mut s = self.state.lock();
-        self.scan(&mut s)?;
+        if let Err(e) = self.scan(&mut s).and_then(|_| self.spawn_helpers()) {
+            // (Nothing has left the program. With the descriptor its registration goes, and whoever waits goes on.)
+            self.uffd.store(-1, Release);
+            raw::close(uffd.fd());
+            return Err(e);
+        }
         self.publish_pages(&mut s);
         // The handler counts on from here; zero would let it fill as much again before anybody looks.
         s.rss = self.read_rss();
         self.engaged.store(true, Release);
+        self.me().engaged.store(1, Relaxed);
         for at in self.chain.nodes() {
             self.group.nodes[*at].engaged.fetch_add(1, Relaxed);
         }
@@ -216,6 +229,7 @@ impl Pager {
         self.protect_inherited(s);
         self.publish_pages(s);
         s.rss = self.read_rss();
+        self.me().engaged.store(1, Relaxed);
         self.spawn_helpers()
     }
 }
