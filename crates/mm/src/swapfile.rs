@@ -267,6 +267,16 @@ impl SwapFile {
         })
     }
 
+    /// The first object from a byte on.
+    pub fn next_object(&self, at: u64) -> Option<(Place, Object)> {
+        let grain = at.div_ceil(GRAIN as u64) as usize;
+        self.clusters.range((grain / self.grains) as u32..).find_map(|(&index, cluster)| {
+            let base = index as usize * self.grains;
+            let first = cluster.slots.partition_point(|s| base + (s.at as usize) < grain);
+            cluster.slots.get(first).map(|s| ((base + s.at as usize) as Place, s.object()))
+        })
+    }
+
     /// Ends the references of the pages in `pages` (a bit for each) to the object at a place; the object goes with the
     /// last. Returns the cluster when that was its last object: it is no longer known here.
     ///

@@ -35,7 +35,7 @@ pub const ENV_GROUP: &str = "UZSWAP_GROUP";
 /// Environment variable with the number of the group in its tree; absent for 0.
 pub const ENV_NODE: &str = "UZSWAP_GROUP_NODE";
 /// First word of the page: refuses a page of another version.
-pub const MAGIC: u64 = 0x757a_7377_6170_0005;
+pub const MAGIC: u64 = 0x757a_7377_6170_0006;
 /// Processes that can be members at once.
 pub const SLOTS: usize = 1024;
 /// Groups in one tree, of which ancestors are a set of 64 bits.
@@ -159,6 +159,8 @@ pub struct Counters {
     pub swap_write_bytes: AtomicU64,
     /// Writes to the swap file that went by io_uring (events).
     pub swap_uring_writes: AtomicU64,
+    /// Reads from the swap file that went by io_uring (events).
+    pub swap_uring_reads: AtomicU64,
     /// Reads of the swap file that failed, or gave what had not been written (events).
     pub swap_read_errors: AtomicU64,
     /// Writes to the swap file that failed (events).
@@ -180,7 +182,7 @@ impl Counters {
         self.folios.move_to(&to.folios);
     }
 
-    fn cumulative(&self) -> [&AtomicU64; 35] {
+    fn cumulative(&self) -> [&AtomicU64; 36] {
         [
             &self.pgfault,
             &self.pgmajfault,
@@ -215,6 +217,7 @@ impl Counters {
             &self.swap_read_bytes,
             &self.swap_write_bytes,
             &self.swap_uring_writes,
+            &self.swap_uring_reads,
             &self.swap_read_errors,
             &self.swap_write_errors,
         ]

@@ -180,6 +180,7 @@ pub fn files(page: &GroupPage, node: usize) -> Vec<(String, Content)> {
                 ("swap_read_bytes", c.swap_read_bytes),
                 ("swap_write_bytes", c.swap_write_bytes),
                 ("swap_uring_writes", c.swap_uring_writes),
+                ("swap_uring_reads", c.swap_uring_reads),
                 ("swap_read_errors", c.swap_read_errors),
                 ("swap_write_errors", c.swap_write_errors),
                 ("thp_move_out", folio("thp_move_out")),

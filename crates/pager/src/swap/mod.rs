@@ -29,6 +29,10 @@ pub mod clusters;
 mod dense;
 mod io;
 mod pipeline;
+#[cfg(test)]
+mod read_tests;
+pub mod readers;
+mod reads;
 mod seal;
 mod swapin;
 #[cfg(test)]
@@ -36,7 +40,8 @@ mod tests;
 pub mod turns;
 mod writeback;
 
-pub use swapin::ReadBuffer;
+pub(crate) use reads::Reads;
+pub(crate) use swapin::Waiting;
 
 use crate::arena::PAGE;
 use crate::object::{self, Header};
