@@ -28,6 +28,7 @@ use crate::inject::Faults;
 use crate::request::PageRequest;
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 use uzswap_mm::codec::Algorithm;
+use uzswap_mm::shrinker::DiskReads;
 use uzswap_sys::process::Identity;
 
 /// Environment variable with the path of the group's memory object.
@@ -165,8 +166,6 @@ pub struct Counters {
     pub swap_read_errors: AtomicU64,
     /// Writes to the swap file that failed (events).
     pub swap_write_errors: AtomicU64,
-    /// Pages read from the swap file that the shrinker has not weighed yet (4 KiB pages, now).
-    pub nr_disk_swapins: AtomicU64,
     /// Pages in the swap file (4 KiB pages, at the moment when they were most).
     pub swap_pages: AtomicU64,
     /// Bytes of objects in the swap file (bytes, at that moment).
@@ -231,7 +230,6 @@ impl Counters {
             &self.pool_total_size,
             &self.pool_used_size,
             &self.metadata_size,
-            &self.nr_disk_swapins,
             &self.swap_pages,
             &self.swap_used_size,
         ] {
@@ -339,6 +337,8 @@ pub struct Node {
     pub full_said: AtomicU32,
     /// 1 from the moment the pools took more than they may until they are down to where stores are accepted again.
     pub pool_full: AtomicU32,
+    /// Pages that members read from the swap file, readahead included, and that no member's shrinker has weighed yet.
+    pub nr_disk_swapins: DiskReads,
     /// The charge above which members are throttled.
     pub high: AtomicU64,
     /// The limit on resident + pool + metadata.

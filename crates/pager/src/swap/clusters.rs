@@ -321,6 +321,6 @@ impl Pager {
     pub fn swap_to(&mut self, map: &'static ClusterMap) {
         map.forget_own(Identity::own());
         self.clusters = Some(map);
-        self.state.lock().swap = super::Swap::of(map);
+        self.state.lock().swap = super::Swap::of(map, &self.group.nodes[self.node].nr_disk_swapins);
     }
 }

@@ -52,7 +52,7 @@ use core::sync::atomic::Ordering::*;
 use seal::{SEAL, Seal};
 use uzswap_mm::pagetable::{HINT_REUSED, Tag};
 use uzswap_mm::readahead::Readahead;
-use uzswap_mm::shrinker::{Entry, Policy, Shrinker};
+use uzswap_mm::shrinker::{DiskReads, Entry, Policy, Shrinker};
 use uzswap_mm::swapfile::{Place, SwapFile};
 use writeback::RUN_BYTES;
 
@@ -79,6 +79,8 @@ struct Flight {
 /// What this process has in the swap file, and what the shrinker knows. Protected by the pager's lock.
 pub struct Swap {
     map: &'static ClusterMap,
+    /// What the members of this process's group have read back.
+    disk_reads: &'static DiskReads,
     /// This process's row there, once it has one.
     row: usize,
     books: SwapFile,
@@ -108,11 +110,12 @@ pub struct Swap {
 
 impl Swap {
     /// Nothing on disk yet. None, and no swap, when the books are wrong or no key can be had.
-    pub fn of(map: &'static ClusterMap) -> Option<Box<Self>> {
+    pub fn of(map: &'static ClusterMap, disk_reads: &'static DiskReads) -> Option<Box<Self>> {
         let books = SwapFile::new(map.geometry()?);
         let seal = if map.encrypt.load(Relaxed) != 0 { Some(Seal::new()?) } else { None };
         Some(Box::new(Self {
             map,
+            disk_reads,
             row: 0,
             books,
             seal,
@@ -214,7 +217,7 @@ impl State {
     pub fn press_pool(&mut self, n: usize) {
         let (resident, stored, pool) = (self.resident, self.swapped, self.pool.used_bytes() / PAGE);
         if let Some(swap) = self.swap.as_mut() {
-            swap.shrinker.press(n, resident, stored, pool);
+            swap.shrinker.press(n, resident, stored, pool, swap.disk_reads);
         }
     }
 
@@ -296,7 +299,6 @@ impl Pager {
             c.swap_pages.store(swap.on_disk as u64, Relaxed);
             c.swap_used_size.store(used, Relaxed);
         }
-        c.nr_disk_swapins.store(swap.shrinker.nr_disk_swapins() as u64, Relaxed);
         swap.on_disk
     }
 

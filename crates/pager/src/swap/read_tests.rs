@@ -51,7 +51,8 @@ impl Scene {
     /// Writes back all that is in the pool.
     fn write_out(&mut self, s: &mut State) {
         loop {
-            s.swap.as_mut().unwrap().shrinker.press(1 << 20, 1, 1 << 20, 1 << 20);
+            let swap = s.swap.as_mut().unwrap();
+            swap.shrinker.press(1 << 20, 1, 1 << 20, 1 << 20, &DiskReads::new());
             match self.pager.plan_round(s, 0, bytes_of(&mut self.buffer)) {
                 Round::Write(at, len) => {
                     self.disk[at as usize..][..len].copy_from_slice(&bytes_of(&mut self.buffer)[..len]);
@@ -289,6 +290,35 @@ fn a_child_has_none_of_its_parent_s_reads() {
     scene.end(s, &reads[0], Ok(()));
     check(s, FIRST, FIRST);
     end(s, FIRST..FIRST + 8);
+}
+
+/// Two members of a group: what one reads back from disk keeps the other's shrinker from taking as much, once.
+#[test]
+fn what_one_member_reads_back_another_weighs() {
+    let group = testing::group();
+    group.nodes[0].max.store(LIMIT as u64, Relaxed);
+    let child = group.make_child(0, b"below").unwrap();
+    let member = |node: usize| {
+        let mut pager = testing::member(group, node, LIMIT);
+        pager.swap_to(testing::books());
+        &*Box::leak(Box::new(pager))
+    };
+    let (one, two, elsewhere) = (member(0), member(0), member(child));
+    let reads = &group.nodes[0].nr_disk_swapins;
+    // (Without threads the reading is said, not done.)
+    one.state.lock().swap.as_ref().unwrap().disk_reads.add(30);
+    let due_of = |pager: &Pager| {
+        let s = &mut *pager.state.lock();
+        s.swapped = 20;
+        (0..20).for_each(|i| _ = testing::store(s, FIRST + i, 0, 0, half_noise));
+        s.swapped = 20;
+        s.press_pool(1);
+        s.swap.as_ref().unwrap().shrinker.due()
+    };
+    assert!(due_of(elsewhere) > 0 && reads.get() == 30, "another group's reads are no matter");
+    assert_eq!((due_of(two), reads.get()), (0, 10));
+    let due = due_of(one);
+    assert!(due > 0 && reads.get() == 0, "{due}");
 }
 
 /// Faults in sequence are ahead of themselves: after three windows the next are read before anybody asks.

@@ -209,7 +209,7 @@ impl Pager {
         s.swapped += n as usize;
         self.counters().pswpin.fetch_add(u64::from(n), Relaxed);
         let swap = s.swap.as_mut().expect("it was there a moment ago");
-        swap.shrinker.read_from_disk(n as usize);
+        swap.disk_reads.add(n as usize);
         s.entered_pool(base, handle.raw());
         debug_assert!(s.pages_of(Entry { vpn: base, handle: handle.raw() }).is_some());
         true
