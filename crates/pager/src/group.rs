@@ -150,6 +150,8 @@ pub struct Counters {
     pub pswpin: AtomicU64,
     /// Pages written to the swap file (4 KiB pages, cumulative).
     pub pswpout: AtomicU64,
+    /// Pages that left for the swap file without being written, as they were there unchanged (4 KiB pages, cumulative).
+    pub pswpout_clean: AtomicU64,
     /// Pages that left the pool for the swap file (4 KiB pages, cumulative): `written_back_pages` of the kernel's zswap.
     pub zswpwb: AtomicU64,
     /// Pages that were to be written back and stayed in the pool, because the write failed (4 KiB pages, cumulative).
@@ -181,7 +183,7 @@ impl Counters {
         self.folios.move_to(&to.folios);
     }
 
-    fn cumulative(&self) -> [&AtomicU64; 36] {
+    fn cumulative(&self) -> [&AtomicU64; 37] {
         [
             &self.pgfault,
             &self.pgmajfault,
@@ -211,6 +213,7 @@ impl Counters {
             &self.poisoned,
             &self.pswpin,
             &self.pswpout,
+            &self.pswpout_clean,
             &self.zswpwb,
             &self.reject_reclaim_fail,
             &self.swap_read_bytes,

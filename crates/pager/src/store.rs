@@ -338,6 +338,15 @@ impl Pager {
 
     fn leave_clean(&self, s: &mut State, vpn: u64, pte: Pte) {
         let handle = pte.copy().expect("clean means a copy");
+        if s.is_stub(handle) {
+            // (What is recorded does not depend on the disk tier: without one it would be stored now.)
+            s.note(Record::of_object(trace::Kind::Store, vpn, 0, PAGE));
+            s.stub_to_disk(vpn, handle);
+            s.zone.free(Kind::Frame, pte.aux(), 0);
+            s.staged -= 1;
+            self.counters().pswpout_clean.fetch_add(1, Relaxed);
+            return;
+        }
         let index = s.copy_index(vpn, handle);
         let head = Header::read(s.object(handle));
         s.pt.set(vpn, head.entry(handle, index, s.evictions));

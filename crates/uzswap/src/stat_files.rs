@@ -176,6 +176,7 @@ pub fn files(page: &GroupPage, node: usize) -> Vec<(String, Content)> {
                 ("move_refused", c.move_refused),
                 ("move_concealed", c.move_concealed),
                 ("poisoned", c.poisoned),
+                ("pswpout_clean", c.pswpout_clean),
                 ("nr_disk_swapins", c.nr_disk_swapins),
                 ("swap_read_bytes", c.swap_read_bytes),
                 ("swap_write_bytes", c.swap_write_bytes),

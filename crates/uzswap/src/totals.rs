@@ -33,7 +33,7 @@ sums! {
     recompressed_idle_pages, reject_recompress_poor, pages_compacted, compact_stall, compact_success, compact_fail, compact_migrate_scanned, compact_free_scanned,
     compact_isolated, pgmigrate_success, pgmigrate_fail, stored_incompressible_pages, stored_pages, pool_total_size,
     pool_used_size, metadata_size, stall_ns, direct_reclaim, move_refused, move_concealed, reject_alloc_fail, poisoned,
-    pswpin, pswpout, zswpwb, reject_reclaim_fail, swap_read_bytes, swap_write_bytes, swap_uring_writes,
+    pswpin, pswpout, pswpout_clean, zswpwb, reject_reclaim_fail, swap_read_bytes, swap_write_bytes, swap_uring_writes,
     swap_uring_reads,
     swap_read_errors, swap_write_errors, swap_pages, swap_used_size,
 }

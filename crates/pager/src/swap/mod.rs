@@ -28,6 +28,7 @@ pub mod backend;
 pub mod clusters;
 mod dense;
 mod io;
+pub mod kept;
 mod pipeline;
 #[cfg(test)]
 mod read_tests;
@@ -106,6 +107,10 @@ pub struct Swap {
     on_disk: usize,
     /// How much is read around what is wanted.
     readahead: Readahead,
+    /// Whether what is read back keeps its place: there is room on disk.
+    keeps: bool,
+    /// Reads until that is looked at again.
+    until_look: u32,
 }
 
 impl Swap {
@@ -129,6 +134,8 @@ impl Swap {
             rest_until: 0,
             on_disk: 0,
             readahead: Readahead::default(),
+            keeps: false,
+            until_look: 0,
         }))
     }
 

@@ -292,6 +292,116 @@ fn a_child_has_none_of_its_parent_s_reads() {
     end(s, FIRST..FIRST + 8);
 }
 
+/// Read back and met by the shrinker unchanged, pages are on disk again: nothing is written, and it is still there.
+#[test]
+fn what_was_read_back_leaves_the_pool_without_a_write() {
+    let mut scene = Scene::new(8);
+    let s = &mut *scene.pager.state.lock();
+    let used = s.swap.as_ref().unwrap().books.used_bytes();
+    for round in 1..=3 {
+        scene.waiting.clear();
+        scene.fault(s, FIRST + 2);
+        let reads = scene.begin();
+        scene.end(s, &reads[0], Ok(()));
+        (0..8).for_each(|i| check(s, FIRST + i, FIRST + i));
+        assert_eq!((s.swap.as_ref().unwrap().on_disk(), s.swap.as_ref().unwrap().books.used_bytes()), (0, used));
+        // (What is in memory is not read again with its neighbours.)
+        assert_eq!(s.swap.as_ref().unwrap().books.next_object(0, |o| o.live & !o.kept != 0), None);
+        scene.write_out(s);
+        assert!((0..8).all(|i| s.pt.get(FIRST + i).tag() == Tag::Disk), "round {round}");
+        let counts = (scene.count(|c| &c.pswpout_clean), scene.count(|c| &c.pswpout), s.pool.used_bytes(), s.swapped);
+        assert_eq!(counts, (8 * round, 8, 0, 0), "round {round}");
+    }
+    // Of what goes, the place goes too, in memory or not.
+    events::forget_range(s, FIRST, FIRST + 1);
+    scene.fault(s, FIRST + 2);
+    let reads = scene.begin();
+    scene.end(s, &reads[0], Ok(()));
+    events::forget_range(s, FIRST + 1, FIRST + 2);
+    assert_eq!(s.swap.as_ref().unwrap().books.used_bytes(), used / 8 * 6);
+    s.end_flights();
+    end(s, FIRST + 2..FIRST + 8);
+}
+
+/// Places of what is in memory are given up when there is no room left for what must be written.
+#[test]
+fn without_room_on_disk_no_place_is_kept() {
+    let mut scene = Scene::new(8);
+    let s = &mut *scene.pager.state.lock();
+    scene.fault(s, FIRST);
+    let reads = scene.begin();
+    scene.end(s, &reads[0], Ok(()));
+    let mut swap = s.swap.take().unwrap();
+    assert!(swap.books.used_bytes() > 0 && s.give_up_kept(&mut swap));
+    assert!(swap.books.used_bytes() == 0 && !s.give_up_kept(&mut swap));
+    s.swap = Some(swap);
+    (0..8).for_each(|i| object::set_flags(s.object(s.pt.get(FIRST + i).handle()), object::TRIED, 0));
+    scene.write_out(s);
+    assert_eq!((scene.count(|c| &c.pswpout_clean), scene.count(|c| &c.pswpout)), (0, 16));
+    // What is more than half of `memory.swap.max` keeps none either.
+    scene.pager.group.nodes[0].swap_max.store(s.swap.as_ref().unwrap().books.used_bytes() as u64 * 3 / 2, Relaxed);
+    s.swap.as_mut().unwrap().until_look = 0;
+    scene.waiting.clear();
+    scene.fault(s, FIRST);
+    let reads = scene.begin();
+    scene.end(s, &reads[0], Ok(()));
+    (0..8).for_each(|i| check(s, FIRST + i, FIRST + i));
+    assert_eq!(s.swap.as_ref().unwrap().books.used_bytes(), 0);
+    end(s, FIRST..FIRST + 8);
+}
+
+fn noise(vpn: u64) -> [u8; PAGE] {
+    let mut x = vpn.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    core::array::from_fn(|_| {
+        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (x >> 56) as u8
+    })
+}
+
+/// Pages of a program that do not compress, read back through real faults: one that is not changed is on disk again when it
+/// leaves, one that is changed is stored anew, and its place is free.
+#[test]
+fn a_page_of_the_program_that_did_not_change_is_not_written_again() {
+    let mut scene = Scene::new(0);
+    let pages = 16;
+    let at = testing::memory(scene.pager, pages);
+    let first = (at / PAGE) as u64;
+    let s = &mut *scene.pager.state.lock();
+    (0..pages as u64).for_each(|i| scene.store(s, first + i, noise));
+    scene.write_out(s);
+    let (written, changed) = (scene.count(|c| &c.pswpout), 5);
+    assert_eq!(written, 16);
+    for round in 0..2 {
+        for i in 0..pages as u64 {
+            scene.waiting.clear();
+            scene.fault(s, first + i);
+            scene.begin().iter().for_each(|read| scene.end(s, read, Ok(())));
+            let r = Request { vpn: first + i, write: false, protected: false };
+            assert!(s.pt.get(first + i).tag() == Tag::Resident || scene.pager.serve(s, r).is_ok());
+            // SAFETY: the page is there, as was just asked for.
+            let page = unsafe { core::slice::from_raw_parts_mut((at + i as usize * PAGE) as *mut u8, PAGE) };
+            let mut want = noise(first + i);
+            want[9] ^= u8::from(round == 1 && i == changed);
+            assert!(page == want, "page {i} in round {round}");
+            if round == 0 && i == changed {
+                page[9] ^= 1;
+            }
+        }
+        assert!((0..pages as u64).all(|i| s.pt.get(first + i).copy().is_some() == (round == 0 || i != changed)));
+        assert!(s.pool.used_bytes() < pages * 128, "what did not compress is not kept: {}", s.pool.used_bytes());
+        while s.resident + s.staged > 0 {
+            assert!(scene.pager.direct_round(s, pages, 0, None).0 > 0);
+        }
+        if round == 0 {
+            let tag = |i: u64| if i == changed { Tag::Compressed } else { Tag::Disk };
+            assert!((0..pages as u64).all(|i| s.pt.get(first + i).tag() == tag(i)));
+            assert_eq!((scene.count(|c| &c.pswpout_clean), scene.count(|c| &c.pswpout)), (15, written));
+        }
+    }
+    assert_eq!(scene.count(|c| &c.pswpout_clean), 30);
+    end(s, first..first + pages as u64);
+}
+
 /// Two members of a group: what one reads back from disk keeps the other's shrinker from taking as much, once.
 #[test]
 fn what_one_member_reads_back_another_weighs() {

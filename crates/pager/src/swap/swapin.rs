@@ -19,6 +19,7 @@
 //! the disk works while the program does.
 
 use super::io::Trouble;
+use super::kept::OnDisk;
 use super::reads::{BUFFER, Read, Reads};
 use super::seal::SEAL;
 use super::{FRONT, MOST_PAGES, Swap, checksum};
@@ -144,8 +145,10 @@ impl Pager {
 
     /// Puts what was read where it belongs: the objects that are waited for, and what came along.
     fn install(&self, s: &mut State, read: &Read, bytes: &mut [u8], waiting: &[Waiting]) {
-        let Some(swap) = s.swap.as_ref() else { return };
-        let objects: Vec<(Place, Object)> = swap.books.objects_within(read.at, read.len).collect();
+        let Some(swap) = s.swap.as_mut() else { return };
+        swap.look_for_room(self);
+        let objects: Vec<(Place, Object)> =
+            swap.books.objects_within(read.at, read.len).filter(|o| is_wanting(&o.1)).collect();
         let mut brought = 0;
         for (place, object) in objects {
             // A page that is waited for says itself where its object belongs: it may have been moved since (mremap).
@@ -195,7 +198,9 @@ impl Pager {
         let hashes = |to: &mut [u8]| {
             to[object::HEADER_BYTES..body].copy_from_slice(&stored[object::HEADER_BYTES..body]);
         };
-        let Some(handle) = s.put_object(new, hashes, &stored[body..body + head.len]) else {
+        let keeps = s.swap.as_ref().is_some_and(|swap| swap.keeps);
+        let at = keeps.then_some(OnDisk { place, first: 0 });
+        let Some(handle) = s.put_object_on_disk(new, hashes, &stored[body..body + head.len], at) else {
             self.counters().reject_alloc_fail.fetch_add(1, Relaxed);
             return false;
         };
@@ -203,7 +208,10 @@ impl Pager {
             let pte = s.pt.get(base + i);
             s.pt.set(base + i, pte.back_in_pool(handle.raw()));
         }
-        s.leave_disk(place, pages);
+        match s.swap.as_mut().filter(|_| keeps) {
+            Some(swap) => swap.keep(place, pages),
+            None => s.leave_disk(place, pages),
+        }
         s.note(Record::of_object(Kind::DiskRead, base, head.order, head.len));
         let n = pages.count_ones();
         s.swapped += n as usize;
@@ -216,20 +224,26 @@ impl Pager {
     }
 }
 
+/// Whether an object has pages that are on disk only.
+fn is_wanting(object: &Object) -> bool {
+    object.live & !object.kept != 0
+}
+
 impl Swap {
     /// The part of a range of the file from the first to the last object of this process in it, in whole blocks: beyond
     /// them there is nothing to read, or the file may even end. None where there is no object.
     fn trimmed(&self, at: u64, len: usize) -> Option<(u64, usize)> {
-        let mut mine = self.books.objects_within(at, len).map(|(place, o)| (offset(place), o.len as u64));
+        let mine = self.books.objects_within(at, len).filter(|(_, o)| is_wanting(o));
+        let mut mine = mine.map(|(place, o)| (offset(place), o.len as u64));
         let first = mine.next()?;
         let last = mine.last().unwrap_or(first);
         let (at, end) = (first.0 / BLOCK as u64 * BLOCK as u64, (last.0 + last.1).next_multiple_of(BLOCK as u64));
         Some((at, (end - at) as usize))
     }
 
-    /// The next range of up to `len` bytes from `from` on in which there is something of this process's.
+    /// The next range of up to `len` bytes from `from` on in which there is something of this process's on disk only.
     fn next_range(&self, from: u64, len: usize) -> Option<(u64, usize)> {
-        let (place, object) = self.books.next_object(from)?;
+        let (place, object) = self.books.next_object(from, is_wanting)?;
         let (at, cluster) = (offset(place) / BLOCK as u64 * BLOCK as u64, self.books.cluster_bytes() as u64);
         let own_end = (offset(place) + object.len as u64).next_multiple_of(BLOCK as u64);
         let end = (at + len as u64).max(own_end).min((at / cluster + 1) * cluster);
