@@ -361,6 +361,10 @@ impl Pager {
 
     fn is_clean(&self, s: &State, vpn: u64, pte: Pte) -> bool {
         let Some(handle) = pte.copy() else { return false };
+        if s.is_stub(handle) && self.swap_file.load(Relaxed) < 0 {
+            // (A forked child that cannot open the swap file must not come to need it.)
+            return false;
+        }
         let index = s.copy_index(vpn, handle);
         // SAFETY: a staged page's slot holds its frame, and the lock is held.
         let page = unsafe { self.layout.frames(pte.aux(), 1) };

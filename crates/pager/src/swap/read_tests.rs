@@ -363,6 +363,8 @@ fn noise(vpn: u64) -> [u8; PAGE] {
 #[test]
 fn a_page_of_the_program_that_did_not_change_is_not_written_again() {
     let mut scene = Scene::new(0);
+    // (A file, so that pages may come to be there: nothing is read from it.)
+    scene.pager.swap_file.store(0, Relaxed);
     let pages = 16;
     let at = testing::memory(scene.pager, pages);
     let first = (at / PAGE) as u64;
