@@ -42,7 +42,8 @@ struct Handler {
     reads: Reads,
     /// Faults read (wrapping).
     seen: u32,
-    /// Whether a fault waits for an event to be read first.
+    /// Whether a fault is to be tried again though nothing may come: it waits for an event to be read first, or for room
+    /// in the group.
     retry: bool,
     /// When a read that failed is to be made again (monotonic nanoseconds).
     wake_at: Option<u64>,
@@ -91,6 +92,7 @@ impl Handler {
         }
         p.hold_back(&s);
         if !self.waiting.is_empty() && p.must_wait(&mut s) {
+            self.retry = true;
             drop(s);
             p.wake_reclaim();
             p.uffd().wait(FULL_MS);
