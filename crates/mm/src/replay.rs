@@ -18,7 +18,7 @@
 
 mod world;
 
-use crate::shrinker::{Policy, PoolFull};
+use crate::shrinker::{DiskReads, Policy, PoolFull};
 use crate::trace::{Block, Kind, Record};
 use std::collections::{BTreeMap, HashMap};
 use world::{MOST_PAGES, PAGE, Page, World, read_in, write_back};
@@ -102,6 +102,8 @@ pub struct Replay {
     /// Blocks of children whose parent's block is still to come.
     waiting: Vec<(u32, Vec<Record>)>,
     pool_full: PoolFull,
+    /// What all members read back: they are one group.
+    disk_reads: DiskReads,
     out: Outcome,
 }
 
@@ -114,6 +116,7 @@ impl Replay {
             forked: HashMap::new(),
             waiting: Vec::new(),
             pool_full: PoolFull::default(),
+            disk_reads: DiskReads::new(),
             out: Outcome::default(),
         }
     }
@@ -201,7 +204,9 @@ impl Replay {
             known = true;
             if let Some(place) = world.objects[page.object as usize].at {
                 read = true;
+                let before = self.out.disk_swapins;
                 read_in(world, place, self.settings.cost, &mut self.out);
+                self.disk_reads.add((self.out.disk_swapins - before) as usize);
             }
             world.reused.insert(at / MOST_PAGES as u64);
             if r.wide & (1 << i) != 0 {
@@ -222,7 +227,7 @@ impl Replay {
     fn evict(&mut self, slot: u32, n: usize) {
         let resident = (self.settings.limit.saturating_sub(self.in_pools()) / PAGE).max(1);
         let Some(world) = self.worlds.get_mut(&slot) else { return };
-        world.shrinker.press(n, resident, world.stored, world.in_pool / PAGE);
+        world.shrinker.press(n, resident, world.stored, world.in_pool / PAGE, &self.disk_reads);
         if world.shrinker.due() > 0 {
             write_back(world, 0, self.settings.cost, &mut self.out);
         }

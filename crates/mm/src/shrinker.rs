@@ -5,7 +5,8 @@
 //! the tail, and one that meets a clear bit writes the object back. So objects age with memory pressure and with
 //! nothing else. Reads from disk say that too much was written: they are counted and *consumed* when it is asked how
 //! much is freeable, which is then scaled by how well the pool compresses (an object that compresses well is cheap to
-//! keep and dear to read back).
+//! keep and dear to read back). The count is one for a group ([`DiskReads`]): a page that any member reads back says
+//! that the group's shrinkers took too much, and whichever member is asked next consumes it.
 //!
 //! Memory pressure meets objects in two ways. When the pool is full it is shrunk until it is not ([`PoolFull`]). And
 //! whatever reclaim takes from the program presses the pool too ([`Shrinker::press`]): of what is freeable twice the
@@ -33,6 +34,7 @@
 //! Invariant: entries are hints, as in `lru`: one whose page no longer refers to its object is stale and skipped. They
 //! are pruned when they could be more than half of the list. Owner: the pager's lock.
 
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::collections::VecDeque;
 
 /// Entries from which on stale ones are worth looking for.
@@ -132,6 +134,45 @@ fn unpack(p: Packed) -> Entry {
     Entry { vpn: u64::from(p[0]) | u64::from(p[1]) << 32, handle: p[2] }
 }
 
+/// Pages read back from disk that no shrinker has weighed yet (4 KiB pages): the count of a group, which its members share.
+///
+/// A plain counter. A member that is killed between reading pages and counting them, or between consuming and shrinking
+/// less for it, leaves a count that is a little off, which says only that a few objects age sooner or later.
+#[repr(transparent)]
+#[derive(Debug, Default)]
+pub struct DiskReads(AtomicU64);
+
+impl DiskReads {
+    /// None.
+    pub const fn new() -> Self {
+        Self(AtomicU64::new(0))
+    }
+
+    /// `pages` were read from disk, readahead included.
+    pub fn add(&self, pages: usize) {
+        self.0.fetch_add(pages as u64, Relaxed);
+    }
+
+    /// What was not weighed yet (pages).
+    pub fn get(&self) -> u64 {
+        self.0.load(Relaxed)
+    }
+
+    /// What of a list of `lru` pages is left when the reads are taken off it, which consumes them.
+    fn consume(&self, lru: usize) -> usize {
+        // (Nearly always there are none: then nothing is written to memory that others look at.)
+        let mut swapins = self.get();
+        while swapins > 0 {
+            let remain = swapins.saturating_sub(lru as u64);
+            match self.0.compare_exchange(swapins, remain, Relaxed, Relaxed) {
+                Ok(_) => return lru - (swapins - remain) as usize,
+                Err(now) => swapins = now,
+            }
+        }
+        lru
+    }
+}
+
 /// The list and what the policies count.
 #[derive(Clone)]
 pub struct Shrinker {
@@ -144,8 +185,6 @@ pub struct Shrinker {
     /// Pages to be met for what reclaim has taken from the program.
     due: usize,
     prune_at: usize,
-    /// Pages read from disk that have not been weighed yet (4 KiB pages).
-    nr_disk_swapins: usize,
     /// Objects the old policy protects.
     protected: usize,
 }
@@ -160,7 +199,6 @@ impl Shrinker {
             from_main: false,
             due: 0,
             prune_at: LEAST_PRUNE,
-            nr_disk_swapins: 0,
             protected: 0,
         }
     }
@@ -184,24 +222,11 @@ impl Shrinker {
         self.protected = (self.protected + 1).min(self.queue.len());
     }
 
-    /// `pages` were read from disk, readahead included.
-    pub fn read_from_disk(&mut self, pages: usize) {
-        self.nr_disk_swapins += pages;
-    }
-
-    /// Disk reads not weighed yet (pages).
-    pub fn nr_disk_swapins(&self) -> usize {
-        self.nr_disk_swapins
-    }
-
-    /// How many pages may be written back, where `stored` pages take `pool` pages of memory. Consumes the disk reads.
-    pub fn freeable(&mut self, stored: usize, pool: usize) -> usize {
+    /// How many pages may be written back, where `stored` pages take `pool` pages of memory. Consumes the group's disk
+    /// reads.
+    pub fn freeable(&self, stored: usize, pool: usize, reads: &DiskReads) -> usize {
         let lru = match self.policy {
-            Policy::SecondChance | Policy::S3Fifo | Policy::Reuse => {
-                let consumed = self.nr_disk_swapins.min(stored);
-                self.nr_disk_swapins -= consumed;
-                stored - consumed
-            }
+            Policy::SecondChance | Policy::S3Fifo | Policy::Reuse => reads.consume(stored),
             Policy::Decaying => stored.saturating_sub(self.protected),
             Policy::Fifo => stored,
         };
@@ -210,8 +235,8 @@ impl Shrinker {
 
     /// Reclaim has taken `evicted` pages from the program, in which `resident` remain: as large a part of the pool is to
     /// be met, times two. `stored` pages take `pool` pages of memory.
-    pub fn press(&mut self, evicted: usize, resident: usize, stored: usize, pool: usize) {
-        let freeable = self.freeable(stored, pool);
+    pub fn press(&mut self, evicted: usize, resident: usize, stored: usize, pool: usize, reads: &DiskReads) {
+        let freeable = self.freeable(stored, pool, reads);
         let share = 2 * freeable as u128 * evicted as u128 / resident.max(evicted).max(1) as u128;
         self.due = (self.due + share as usize).min(freeable);
     }
@@ -399,17 +424,18 @@ mod tests {
             (Policy::Reuse, 100, 1000, 1000, 500, 100),
         ] {
             let mut s = filled(policy, 10);
-            s.press(evicted, resident, stored, pool);
+            s.press(evicted, resident, stored, pool, &DiskReads::new());
             assert_eq!(s.due(), want, "{policy:?} {evicted} of {resident}, {pool} of {stored}");
             s.met(want / 2);
             assert_eq!(s.due(), want - want / 2);
         }
         // Reads from disk hold it back, once.
         let mut s = filled(Policy::SecondChance, 10);
-        s.read_from_disk(1000);
-        s.press(100, 1000, 1000, 1000);
+        let reads = DiskReads::new();
+        reads.add(1000);
+        s.press(100, 1000, 1000, 1000, &reads);
         assert_eq!(s.due(), 0);
-        s.press(100, 1000, 1000, 1000);
+        s.press(100, 1000, 1000, 1000, &reads);
         assert_eq!(s.due(), 200);
     }
 
@@ -438,26 +464,52 @@ mod tests {
             (7, 0, 0, 0, 7),
             (0, 100, 130, 100, 0), // headers make it larger than what it holds: never more than there is
         ] {
-            let mut s = filled(Policy::SecondChance, 10);
-            s.read_from_disk(reads);
-            assert_eq!(s.freeable(stored, pool), want, "{reads} {stored} {pool}");
-            assert_eq!(s.nr_disk_swapins(), left);
+            let (s, count) = (filled(Policy::SecondChance, 10), DiskReads::new());
+            count.add(reads);
+            assert_eq!(s.freeable(stored, pool, &count), want, "{reads} {stored} {pool}");
+            assert_eq!(count.get(), left);
         }
+    }
+
+    /// What one member reads back holds the shrinker of another back, and is consumed once, by whoever is asked.
+    #[test]
+    fn disk_reads_of_a_group_are_consumed_by_any_member() {
+        let (a, b, reads) = (filled(Policy::SecondChance, 10), filled(Policy::SecondChance, 10), DiskReads::new());
+        reads.add(700);
+        reads.add(800);
+        assert_eq!(b.freeable(1000, 1000, &reads), 0, "all of its list is spoken for");
+        assert_eq!(reads.get(), 500);
+        assert_eq!(a.freeable(2000, 1000, &reads), 750, "the rest is the other's, scaled by how it compresses");
+        assert_eq!((reads.get(), b.freeable(1000, 1000, &reads)), (0, 1000));
+    }
+
+    /// Whoever counts and consumes at once: no read is consumed twice, none is forgotten.
+    #[test]
+    fn nothing_is_consumed_twice_by_two() {
+        let reads = DiskReads::new();
+        let consumed = std::thread::scope(|scope| {
+            let consume = || (0..20_000).map(|_| 5 - reads.consume(5)).sum::<usize>();
+            scope.spawn(|| (0..20_000).for_each(|_| reads.add(3)));
+            let others = [scope.spawn(consume), scope.spawn(consume)];
+            others.map(|other| other.join().unwrap()).iter().sum::<usize>()
+        });
+        assert_eq!(consumed + reads.get() as usize, 60_000);
     }
 
     #[test]
     fn old_policy_protects_and_decays() {
         let mut s = filled(Policy::Decaying, 1000);
-        let protected = 1000 - s.freeable(1000, 1000);
+        let reads = DiskReads::new();
+        let protected = 1000 - s.freeable(1000, 1000, &reads);
         assert!(protected <= 250, "more than a quarter of the list is protected: {protected}");
         (0..500).for_each(|_| s.loaded());
-        assert_eq!(1000 - s.freeable(1000, 1000), protected + 500);
+        assert_eq!(1000 - s.freeable(1000, 1000, &reads), protected + 500);
         s.stored(Entry { vpn: 0, handle: 0 });
-        assert!(1000 - s.freeable(1000, 1000) <= (protected + 501) / 2 + 1, "one store halves it");
+        assert!(1000 - s.freeable(1000, 1000, &reads) <= (protected + 501) / 2 + 1, "one store halves it");
         // Disk reads mean nothing to it.
-        let before = s.freeable(1000, 1000);
-        s.read_from_disk(900);
-        assert_eq!(s.freeable(1000, 1000), before);
+        let before = s.freeable(1000, 1000, &reads);
+        reads.add(900);
+        assert_eq!((s.freeable(1000, 1000, &reads), reads.get()), (before, 900));
     }
 
     #[test]

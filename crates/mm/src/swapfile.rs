@@ -14,6 +14,7 @@
 //! says which clusters are its alone).
 //!
 //! Invariants:
+//! - A page that is in memory too and *keeps* its place refers to the object as one that is on disk only does.
 //! - Objects of a cluster are disjoint and sorted; none crosses the cluster's end. An object has at least one live page.
 //! - A run covers no block in which an object lies that was there before it.
 //! - `used` is the sum of the lengths of all objects, in grains.
@@ -75,6 +76,8 @@ struct Slot {
     len: u16,
     /// Pages that still refer to it.
     live: u16,
+    /// Those of them that are in memory too.
+    kept: u16,
     /// What the caller knows its contents by.
     check: u32,
 }
@@ -85,7 +88,7 @@ impl Slot {
     }
 
     fn object(&self) -> Object {
-        Object { len: self.len as usize * GRAIN, live: self.live, check: self.check }
+        Object { len: self.len as usize * GRAIN, live: self.live, kept: self.kept, check: self.check }
     }
 }
 
@@ -103,6 +106,8 @@ pub struct Object {
     pub len: usize,
     /// Pages that still refer to it.
     pub live: u16,
+    /// Those of them that are in memory too: it was read back, and its place is kept.
+    pub kept: u16,
     /// What its contents are known by.
     pub check: u32,
 }
@@ -221,7 +226,7 @@ impl SwapFile {
             return None;
         }
         let cluster = self.clusters.get_mut(&run.cluster)?;
-        let slot = Slot { at: run.next as u16, len: grains as u16, live, check };
+        let slot = Slot { at: run.next as u16, len: grains as u16, live, kept: 0, check };
         let at = cluster.slots.partition_point(|s| s.at < slot.at);
         cluster.slots.insert(at, slot);
         cluster.used += grains;
@@ -267,6 +272,42 @@ impl SwapFile {
         })
     }
 
+    /// The first object from a byte on of those that `is_one`.
+    pub fn next_object(&self, at: u64, is_one: impl Fn(&Object) -> bool) -> Option<(Place, Object)> {
+        let grain = at.div_ceil(GRAIN as u64) as usize;
+        self.clusters.range((grain / self.grains) as u32..).find_map(|(&index, cluster)| {
+            let base = index as usize * self.grains;
+            let first = cluster.slots.partition_point(|s| base + (s.at as usize) < grain);
+            let found = cluster.slots[first..].iter().find(|s| is_one(&s.object()));
+            found.map(|s| ((base + s.at as usize) as Place, s.object()))
+        })
+    }
+
+    /// Pages of an object are in memory too, and keep their places.
+    ///
+    /// # Panics
+    /// When there is no such object, or one of the pages did not refer to it.
+    pub fn keep(&mut self, place: Place, pages: u16) {
+        let slot = self.slot_mut(place);
+        assert!(slot.live & pages == pages, "a page keeps a place on disk that it was not in");
+        slot.kept |= pages;
+    }
+
+    /// Pages of an object that kept their places are on disk only.
+    ///
+    /// # Panics
+    /// When there is no such object, or one of the pages did not keep its place.
+    pub fn put_out(&mut self, place: Place, pages: u16) {
+        let slot = self.slot_mut(place);
+        assert!(slot.kept & pages == pages, "a page goes back to a place on disk that it did not keep");
+        slot.kept &= !pages;
+    }
+
+    fn slot_mut(&mut self, place: Place) -> &mut Slot {
+        let (cluster, i) = self.find(place).expect("a place on disk holds an object");
+        &mut self.clusters.get_mut(&cluster).expect("it was found there").slots[i]
+    }
+
     /// Ends the references of the pages in `pages` (a bit for each) to the object at a place; the object goes with the
     /// last. Returns the cluster when that was its last object: it is no longer known here.
     ///
@@ -278,6 +319,7 @@ impl SwapFile {
         let slot = &mut cluster.slots[i];
         assert!(slot.live & pages == pages, "a page left an object on disk that it was not in");
         slot.live &= !pages;
+        slot.kept &= !pages;
         if slot.live == 0 {
             let grains = slot.len as usize;
             cluster.slots.remove(i);

@@ -14,7 +14,7 @@ use uzswap_sys::sys;
 pub const PAGE: usize = 4096;
 /// Bytes kept for the agent's own allocations (address space, not memory).
 pub const HEAP_BYTES: usize = 8 << 30;
-const STACKS_BYTES: usize = 4 << 20;
+const STACKS_BYTES: usize = 6 << 20;
 const GUARD: usize = 2 << 20;
 /// Bytes of address space for compressed objects (a handle reaches 128 GiB).
 pub const POOL_BYTES: usize = 64 << 30;

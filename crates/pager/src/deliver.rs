@@ -334,7 +334,8 @@ impl Pager {
                     if keep && !written && s.copy_index(at, pte.handle()) == pte.index() {
                         *copy = Some(pte.handle());
                     } else {
-                        s.release(pte.handle(), pte.index());
+                        // (A stub costs next to nothing: also where the block is known to be written to.)
+                        *copy = s.release_or_stub(at, pte, !written);
                     }
                 }
                 Tag::Zero => {
@@ -409,7 +410,12 @@ impl Pager {
 
 fn note_brought(s: &State, vpn: u64, copies: &[Option<u32>], from_pool: bool, write: bool) {
     if from_pool {
-        let kept = copies.iter().enumerate().fold(0, |mask, (i, copy)| mask | u16::from(copy.is_some()) << i);
+        if s.recorder.is_none() {
+            return;
+        }
+        // (A stub is no copy: without a disk tier there would be none.)
+        let is_copy = |copy: &Option<u32>| copy.is_some_and(|handle| !s.is_stub(handle));
+        let kept = copies.iter().enumerate().fold(0, |mask, (i, copy)| mask | u16::from(is_copy(copy)) << i);
         s.note(Record::load(vpn, copies.len(), write, kept));
     } else {
         s.note_pages(trace::Kind::Fresh, vpn, copies.len());

@@ -94,8 +94,11 @@ impl Pager {
         let (compressor, room) = batch.dense();
         let (plain, packed) = room.split_at_mut(BLOCK);
         let plain = &mut plain[..pages * PAGE];
-        // (What is being written will leave anyway. After mremap of a part its pages are elsewhere: such objects stay.)
-        if head.flags & object::HELD != 0 || !relocate::is_found(&s.pt, handle, &head) || !decode(s, handle, plain) {
+        // (What is being written, or is on disk already, will leave anyway. After mremap of a part its pages are elsewhere: such objects stay.)
+        if head.flags & (object::HELD | object::ON_DISK) != 0
+            || !relocate::is_found(&s.pt, handle, &head)
+            || !decode(s, handle, plain)
+        {
             return 0;
         }
         let room = head.len - head.len / 8;

@@ -1,6 +1,6 @@
-//! The fault path.
+//! The fault path: how one fault is served.
 //!
-//! One thread serves the process's faults and events. It runs at `SCHED_IDLE` *on the CPU where the program faults*:
+//! One thread (`handler`) serves the process's faults and events. It runs at `SCHED_IDLE` *on the CPU where the program faults*:
 //! a CPU that runs only idle-policy threads counts as idle, so the kernel wakes the faulting thread right there, where
 //! it preempts the handler; the handler is still runnable when the next fault blocks the program, and continues
 //! without any wake-up. That costs 10 µs a fault where a handler elsewhere costs 45 to 110 (table in ARCHITECTURE.md).
@@ -23,32 +23,21 @@
 
 use crate::arena::PAGE;
 use crate::deliver::{Delivery, SMALL_BLOCK};
-use crate::inject::Site;
 use crate::object;
 use crate::pager::Pager;
-use crate::placement::Helpers;
 use crate::state::{BLOCK_PAGES, FOLIO_PAGES, State};
-use crate::swap::ReadBuffer;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::lru::List;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Pte, Tag};
 use uzswap_mm::trace;
 use uzswap_mm::zone::Kind;
-use uzswap_sys::uffd::Message;
-use uzswap_sys::{lock, sys, thread};
+use uzswap_sys::{sys, thread};
 
 /// Pages one fault brings at most. Mapping 64 KiB in one call costs 5 µs in all, 512 KiB 16: beyond that little is won.
 const WINDOW_PAGES: usize = 128;
 
 /// A fault in the same aligned run of so many pages as one of the last is near it.
 const NEAR_PAGES: u64 = 4;
-
-/// How often a full group is looked at again while faults wait for room (milliseconds).
-const FULL_MS: i32 = 20;
-
-/// How long a fault waits for the swap file at most, when the limit is exceeded: so many times so long (nanoseconds).
-const DISK_WAITS: u32 = 50;
-const DISK_WAIT_NS: u64 = 20_000_000;
 
 /// The kernel answered EAGAIN: an event must be read first.
 pub struct EventPending;
@@ -65,117 +54,6 @@ pub struct Request {
 }
 
 impl Pager {
-    /// The handler thread.
-    pub fn handler_loop(&self) -> ! {
-        let uffd = self.uffd();
-        let mut served = 0u32;
-        thread::set_idle_policy(0, true);
-        let mut waiting: Vec<Request> = Vec::new();
-        let mut disk = ReadBuffer::default();
-        loop {
-            let mut s = self.state.lock();
-            if waiting.capacity() == 0 {
-                waiting.reserve(1024);
-                disk.prepare(&s);
-            }
-            let message = if self.inject(Site::Event).is_some() { Err(libc::EIO) } else { uffd.read() };
-            match message {
-                Ok(Some(Message::Fault { address, write, protected, tid })) => {
-                    waiting.push(Request { vpn: (address / PAGE) as u64, write, protected });
-                    served = served.wrapping_add(1);
-                    if s.placement.due()
-                        && let Some(cpu) = thread::cpu_of(tid)
-                    {
-                        let (ticker, reclaimer) = (self.ticker.load(Relaxed), self.reclaimer.load(Relaxed));
-                        let helpers = Helpers { handler: Some(0), ticker, reclaimer, crew: self.crew_tids() };
-                        let busy = self.kin.load(Relaxed) || self.excess(&s) > 0;
-                        s.placement.fault_on(cpu, tid, helpers, busy);
-                    }
-                    self.make_room(&mut s, (address / PAGE) as u64);
-                    for tried in 0..=DISK_WAITS {
-                        if !self.waits_for_disk(&s) {
-                            break;
-                        }
-                        if tried == DISK_WAITS {
-                            self.disk_helps.store(false, Relaxed);
-                            break;
-                        }
-                        let seen = self.swap_progress.load(Acquire);
-                        self.poke_writer(&s);
-                        drop(s);
-                        lock::futex_wait(&self.swap_progress, seen, Some(DISK_WAIT_NS), false);
-                        s = self.state.lock();
-                        self.make_room(&mut s, (address / PAGE) as u64);
-                    }
-                }
-                Ok(Some(event)) => self.event(&mut s, event),
-                Ok(None) if waiting.is_empty() => {
-                    drop(s);
-                    self.asleep.store(true, SeqCst);
-                    uffd.wait(-1);
-                    self.asleep.store(false, SeqCst);
-                    if !self.watched.swap(true, SeqCst) {
-                        self.poke_ticker();
-                    }
-                    self.state.lock().placement.slept();
-                    continue;
-                }
-                Ok(None) => {}
-                Err(_) => thread::sleep_ns(1_000_000),
-            }
-            self.hold_back(&s);
-            if !waiting.is_empty() && self.must_wait(&mut s) {
-                drop(s);
-                self.wake_reclaim();
-                uffd.wait(FULL_MS);
-                continue;
-            }
-            let throttle = if waiting.is_empty() { 0 } else { self.throttle_ns(&s) };
-            if throttle > 0 {
-                drop(s);
-                thread::sleep_ns(throttle);
-                self.counters().stall_ns.fetch_add(throttle, Relaxed);
-                s = self.state.lock();
-            }
-            // One fault in eight is timed, for all.
-            let began = served.is_multiple_of(8).then(thread::now_ns);
-            let on_disk = self.serve_waiting(&mut s, &mut waiting);
-            if let Some(vpn) = on_disk {
-                drop(s);
-                self.swap_in(vpn, &mut disk);
-                s = self.state.lock();
-                // (Unless an event must be read first the rest is served at once.)
-                self.serve_waiting(&mut s, &mut waiting);
-            }
-            if let Some(began) = began {
-                self.counters().stall_ns.fetch_add((thread::now_ns() - began) * 8, Relaxed);
-            }
-            self.progress.fetch_add(1, Relaxed);
-            if self.needs_reclaim(&s) {
-                drop(s);
-                self.wake_reclaim();
-            } else if waiting.last().is_some_and(|r| s.pt.get(r.vpn).tag() != Tag::Disk) {
-                drop(s);
-                // The thread that waits for its event has been woken by our read and must run before MOVE works.
-                thread::sleep_ns(10_000);
-            }
-        }
-    }
-
-    /// Serves what can be served now; the page of the first request that must be read from disk before.
-    fn serve_waiting(&self, s: &mut State, waiting: &mut Vec<Request>) -> Option<u64> {
-        while let Some(request) = waiting.last().copied() {
-            if s.pt.get(request.vpn).tag() == Tag::Disk {
-                return Some(request.vpn);
-            }
-            if self.serve(s, request).is_err() {
-                return None;
-            }
-            waiting.pop();
-        }
-        None
-    }
-
     /// Whether the reclaim thread has something to do.
     pub(crate) fn needs_reclaim(&self, s: &State) -> bool {
         if !s.unshare.is_empty() {

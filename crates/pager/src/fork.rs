@@ -160,6 +160,8 @@ impl Pager {
             s.lru.staged.push(Entry::new(vpn, 0, 0));
         }
         self.forget_helpers();
+        self.readers.forget();
+        self.reads_fd.store(-1, Relaxed);
         s.end_flights();
         s.unshare.clear();
         s.compactor.counters = Counters::default();

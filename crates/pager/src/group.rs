@@ -28,6 +28,7 @@ use crate::inject::Faults;
 use crate::request::PageRequest;
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 use uzswap_mm::codec::Algorithm;
+use uzswap_mm::shrinker::DiskReads;
 use uzswap_sys::process::Identity;
 
 /// Environment variable with the path of the group's memory object.
@@ -35,7 +36,7 @@ pub const ENV_GROUP: &str = "UZSWAP_GROUP";
 /// Environment variable with the number of the group in its tree; absent for 0.
 pub const ENV_NODE: &str = "UZSWAP_GROUP_NODE";
 /// First word of the page: refuses a page of another version.
-pub const MAGIC: u64 = 0x757a_7377_6170_0005;
+pub const MAGIC: u64 = 0x757a_7377_6170_0006;
 /// Processes that can be members at once.
 pub const SLOTS: usize = 1024;
 /// Groups in one tree, of which ancestors are a set of 64 bits.
@@ -149,6 +150,8 @@ pub struct Counters {
     pub pswpin: AtomicU64,
     /// Pages written to the swap file (4 KiB pages, cumulative).
     pub pswpout: AtomicU64,
+    /// Pages that left for the swap file without being written, as they were there unchanged (4 KiB pages, cumulative).
+    pub pswpout_clean: AtomicU64,
     /// Pages that left the pool for the swap file (4 KiB pages, cumulative): `written_back_pages` of the kernel's zswap.
     pub zswpwb: AtomicU64,
     /// Pages that were to be written back and stayed in the pool, because the write failed (4 KiB pages, cumulative).
@@ -159,12 +162,12 @@ pub struct Counters {
     pub swap_write_bytes: AtomicU64,
     /// Writes to the swap file that went by io_uring (events).
     pub swap_uring_writes: AtomicU64,
+    /// Reads from the swap file that went by io_uring (events).
+    pub swap_uring_reads: AtomicU64,
     /// Reads of the swap file that failed, or gave what had not been written (events).
     pub swap_read_errors: AtomicU64,
     /// Writes to the swap file that failed (events).
     pub swap_write_errors: AtomicU64,
-    /// Pages read from the swap file that the shrinker has not weighed yet (4 KiB pages, now).
-    pub nr_disk_swapins: AtomicU64,
     /// Pages in the swap file (4 KiB pages, at the moment when they were most).
     pub swap_pages: AtomicU64,
     /// Bytes of objects in the swap file (bytes, at that moment).
@@ -180,7 +183,7 @@ impl Counters {
         self.folios.move_to(&to.folios);
     }
 
-    fn cumulative(&self) -> [&AtomicU64; 35] {
+    fn cumulative(&self) -> [&AtomicU64; 37] {
         [
             &self.pgfault,
             &self.pgmajfault,
@@ -210,11 +213,13 @@ impl Counters {
             &self.poisoned,
             &self.pswpin,
             &self.pswpout,
+            &self.pswpout_clean,
             &self.zswpwb,
             &self.reject_reclaim_fail,
             &self.swap_read_bytes,
             &self.swap_write_bytes,
             &self.swap_uring_writes,
+            &self.swap_uring_reads,
             &self.swap_read_errors,
             &self.swap_write_errors,
         ]
@@ -228,7 +233,6 @@ impl Counters {
             &self.pool_total_size,
             &self.pool_used_size,
             &self.metadata_size,
-            &self.nr_disk_swapins,
             &self.swap_pages,
             &self.swap_used_size,
         ] {
@@ -339,6 +343,8 @@ pub struct Node {
     pub full_said: AtomicU32,
     /// 1 from the moment the pools took more than they may until they are down to where stores are accepted again.
     pub pool_full: AtomicU32,
+    /// Pages that members read from the swap file, readahead included, and that no member's shrinker has weighed yet.
+    pub nr_disk_swapins: DiskReads,
     /// The charge above which members are throttled.
     pub high: AtomicU64,
     /// The limit on resident + pool + metadata.

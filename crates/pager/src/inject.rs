@@ -56,10 +56,13 @@ pub enum Site {
     SwapSpace,
     /// The disk keeps something else than was written.
     SwapDamage,
+    /// A read of the swap file is not found ended before some more messages of the userfaultfd were read (faults, or what the
+    /// program did to its mappings), or 3 ms: what happens while a read is under way happens in each of such reads.
+    SwapHold,
 }
 
 /// Every site and its name.
-pub const SITES: [(Site, &str); 18] = [
+pub const SITES: [(Site, &str); 19] = [
     (Site::Pool, "pool"),
     (Site::Damage, "damage"),
     (Site::MoveOut, "move_out"),
@@ -78,6 +81,7 @@ pub const SITES: [(Site, &str); 18] = [
     (Site::SwapWrite, "swap_write"),
     (Site::SwapSpace, "swap_space"),
     (Site::SwapDamage, "swap_damage"),
+    (Site::SwapHold, "swap_hold"),
 ];
 
 /// What is to fail, and what has: part of the group's page.

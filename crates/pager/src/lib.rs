@@ -13,6 +13,7 @@ pub mod fault;
 pub mod folio;
 pub mod fork;
 pub mod group;
+mod handler;
 pub mod huge;
 pub mod inject;
 pub mod limits;

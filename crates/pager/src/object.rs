@@ -1,7 +1,7 @@
 //! Objects in the pool: a header, a 128-bit hash for each page, the compressed bytes.
 //!
 //! ```text
-//! len u24 │ encoding u4 order u4 │ live u16 │ vpn u40 │ flags u8 │ hash u128 × 2^order │ bytes
+//! len u24 │ encoding u4 order u4 │ live u16 │ vpn u40 │ flags u8 │ hash u128 × 2^order │ bytes │ place on disk, if any
 //! ```
 //! `vpn` is where the first of its pages is (or was) in the program: the way back from an object to the page-table
 //! entries that name it, which compaction of the pool needs. It is a hint; see `relocate`.
@@ -27,7 +27,7 @@ pub struct Header {
     pub live: u16,
     /// The page of the program that page 0 is.
     pub vpn: u64,
-    /// [`REFERENCED`], [`WRITING_BY`], [`SEEN`], [`AHEAD`], [`PACKING`], [`TRIED`].
+    /// [`REFERENCED`], [`WRITING_BY`], [`SEEN`], [`AHEAD`], [`PACKING`], [`TRIED`], [`ON_DISK`].
     pub flags: u8,
 }
 
@@ -48,6 +48,8 @@ pub const AHEAD: u8 = 8;
 pub const PACKING: u8 = 32;
 /// Recompression gained little: the object is written to the swap file as it is.
 pub const TRIED: u8 = 64;
+/// The object is on disk too, unchanged: its place there stands behind its bytes ([`crate::swap::kept`]).
+pub const ON_DISK: u8 = 128;
 /// Somebody looks at the object without the lock, or will want to find it again by its place.
 pub const HELD: u8 = WRITING | PACKING;
 

@@ -9,6 +9,7 @@ use crate::huge::Blocks;
 use crate::member::Chain;
 use crate::state::{BLOCK_PAGES, State};
 use crate::swap::clusters::{ClusterMap, Rows};
+use crate::swap::readers::Readers;
 use crate::trace::{Recorder, Rings};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::trace::{Kind, Record};
@@ -133,7 +134,11 @@ pub struct Pager {
     pub swap_progress: AtomicU32,
     /// Whether waiting for the swap file has helped: false from a wait in vain to the next write that succeeds.
     pub disk_helps: AtomicBool,
-    /// When the read and the write under way were begun (monotonic nanoseconds), 0 when there is none.
+    /// The threads that read where io_uring cannot be used.
+    pub readers: Readers,
+    /// What is readable when a read of the swap file has ended (the handler polls it); -1 where none can be under way.
+    pub reads_fd: AtomicI32,
+    /// When the reads and the writes under way were begun or went on last (monotonic nanoseconds), 0 when there is none.
     pub swap_began: [AtomicU64; 2],
 }
 
@@ -201,6 +206,8 @@ impl Pager {
             swap_link: AtomicI32::new(-1),
             swap_progress: AtomicU32::new(0),
             disk_helps: AtomicBool::new(true),
+            readers: Readers::default(),
+            reads_fd: AtomicI32::new(-1),
             swap_began: [AtomicU64::new(0), AtomicU64::new(0)],
         };
         pager.claim_slot()?;

@@ -141,6 +141,11 @@ impl Placement {
         others.unwrap_or(self.cpus).confine(tid);
     }
 
+    /// Lets a thread run on any CPU.
+    pub fn set_free(&self, tid: i32) {
+        self.cpus.confine(tid);
+    }
+
     /// Whether the handler is to reclaim by itself.
     pub fn alone(&self) -> bool {
         self.steady >= STEADY && !self.quiet

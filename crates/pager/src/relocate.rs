@@ -20,6 +20,7 @@ use crate::arena;
 use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::state::{Decoded, State};
+use crate::swap::kept::OnDisk;
 use core::sync::atomic::Ordering::*;
 use std::collections::BTreeSet;
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
@@ -85,7 +86,8 @@ impl Relocate for Mover<'_> {
         if head.flags & object::HELD != 0 || !is_found(self.pt, from.raw(), &head) {
             return false;
         }
-        let used = object::head_bytes(head.order) + head.len;
+        let behind = if head.flags & object::ON_DISK != 0 { OnDisk::BYTES } else { 0 };
+        let used = object::head_bytes(head.order) + head.len + behind;
         dst[..used].copy_from_slice(&src[..used]);
         repoint(self.pt, &head, to.raw());
         self.moved.push((head.vpn, to.raw()));

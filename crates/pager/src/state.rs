@@ -11,6 +11,7 @@ use crate::object::{self, Header};
 use crate::placement::Placement;
 use crate::store::Batch;
 use crate::swap::Swap;
+use crate::swap::kept::OnDisk;
 use crate::trace::Recorder;
 use std::collections::BTreeSet;
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor};
@@ -221,11 +222,30 @@ impl State {
         }
     }
 
-    /// Ends the reference of page `index` to an object; frees it with the last.
+    /// What stands behind the bytes of an object that is on disk too.
+    pub(crate) fn behind_object(&self, handle: u32) -> [u8; OnDisk::BYTES] {
+        let end = Handle::from_raw(handle).offset() + self.object(handle).len();
+        // SAFETY: such an object was allocated with room for it, and the lock is held (self is borrowed).
+        unsafe { self.layout.pool(end, OnDisk::BYTES) }.try_into().unwrap_or_default()
+    }
+
+    /// Ends the reference of page `index` to an object, and to its place on disk if it has one; frees it with the last.
     ///
     /// # Panics
     /// When the page did not refer to it.
     pub fn release(&mut self, handle: u32, index: usize) {
+        let on_disk = self.on_disk(handle);
+        self.release_object(handle, index);
+        if let Some(at) = on_disk {
+            self.release_kept(at, index);
+        }
+    }
+
+    /// Ends the reference of page `index` to an object, whose place on disk is seen to; frees it with the last.
+    ///
+    /// # Panics
+    /// When the page did not refer to it.
+    pub(crate) fn release_object(&mut self, handle: u32, index: usize) {
         let object = self.object(handle);
         let mut head = Header::read(object);
         assert!(head.live & (1 << index) != 0, "a page left an object it was not in");
@@ -349,15 +369,31 @@ impl State {
 
     /// Stores an object in the pool: `hashes` writes those of its pages. None when the pool is full.
     pub fn put_object(&mut self, head: Header, hashes: impl FnOnce(&mut [u8]), bytes: &[u8]) -> Option<Handle> {
+        self.put_object_on_disk(head, hashes, bytes, None)
+    }
+
+    /// The same of an object that may be on disk too.
+    pub(crate) fn put_object_on_disk(
+        &mut self,
+        head: Header,
+        hashes: impl FnOnce(&mut [u8]),
+        bytes: &[u8],
+        on_disk: Option<OnDisk>,
+    ) -> Option<Handle> {
         let at = object::head_bytes(head.order);
-        let held = self.pool.held_bytes();
-        let handle = self.pool.alloc(at + bytes.len())?;
+        let (end, held) = (at + bytes.len(), self.pool.held_bytes());
+        let len = end + if on_disk.is_some() { OnDisk::BYTES } else { 0 };
+        let handle = self.pool.alloc(len)?;
         self.rss += self.pool.held_bytes() - held;
         // SAFETY: the object was just allocated, and the lock is held (self is borrowed).
-        let place = unsafe { self.layout.pool(handle.offset(), at + bytes.len()) };
-        head.write(place);
+        let place = unsafe { self.layout.pool(handle.offset(), len) };
+        let flag = if on_disk.is_some() { object::ON_DISK } else { 0 };
+        Header { flags: head.flags & !object::ON_DISK | flag, ..head }.write(place);
         hashes(place);
-        place[at..].copy_from_slice(bytes);
+        place[at..end].copy_from_slice(bytes);
+        if let Some(on_disk) = on_disk {
+            place[end..].copy_from_slice(&on_disk.to_bytes());
+        }
         Some(handle)
     }
 

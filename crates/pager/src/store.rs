@@ -338,6 +338,15 @@ impl Pager {
 
     fn leave_clean(&self, s: &mut State, vpn: u64, pte: Pte) {
         let handle = pte.copy().expect("clean means a copy");
+        if s.is_stub(handle) {
+            // (What is recorded does not depend on the disk tier: without one it would be stored now.)
+            s.note(Record::of_object(trace::Kind::Store, vpn, 0, PAGE));
+            s.stub_to_disk(vpn, handle);
+            s.zone.free(Kind::Frame, pte.aux(), 0);
+            s.staged -= 1;
+            self.counters().pswpout_clean.fetch_add(1, Relaxed);
+            return;
+        }
         let index = s.copy_index(vpn, handle);
         let head = Header::read(s.object(handle));
         s.pt.set(vpn, head.entry(handle, index, s.evictions));
@@ -353,6 +362,10 @@ impl Pager {
 
     fn is_clean(&self, s: &State, vpn: u64, pte: Pte) -> bool {
         let Some(handle) = pte.copy() else { return false };
+        if s.is_stub(handle) && self.swap_file.load(Relaxed) < 0 {
+            // (A forked child that cannot open the swap file must not come to need it.)
+            return false;
+        }
         let index = s.copy_index(vpn, handle);
         // SAFETY: a staged page's slot holds its frame, and the lock is held.
         let page = unsafe { self.layout.frames(pte.aux(), 1) };

@@ -7,7 +7,7 @@ use crate::pager::Pager;
 use crate::state::State;
 use crate::swap::clusters::ClusterMap;
 use core::sync::atomic::Ordering::*;
-use uzswap_mm::codec::{Algorithm, Compressor};
+use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
 use uzswap_mm::pagetable::{Pte, Tag};
 use uzswap_sys::uffd::{self, Uffd};
 use uzswap_sys::{raw, sys};
@@ -120,13 +120,16 @@ pub(crate) fn half_noise(vpn: u64) -> [u8; PAGE] {
     page
 }
 
-/// Stores `1 << order` pages at `vpn` as one lz4 object, idle, and lists it; those in `copies` are kept copies of resident
+/// Stores `1 << order` pages at `vpn` as one lz4 object (or raw, if they do not compress), idle, and lists it; those in `copies` are kept copies of resident
 /// pages, the others are out. The object.
 pub(crate) fn store(s: &mut State, vpn: u64, order: u8, copies: u16, content: fn(u64) -> [u8; PAGE]) -> u32 {
     let pages = 1u64 << order;
     let plain: Vec<u8> = (0..pages).flat_map(|i| content(vpn + i)).collect();
     let mut packed = vec![0; plain.len()];
-    let (encoding, len) = Compressor::new(Algorithm::Lz4).compress(&plain, &mut packed).expect("it compresses");
+    let (encoding, len) = Compressor::new(Algorithm::Lz4).compress(&plain, &mut packed).unwrap_or_else(|| {
+        packed.copy_from_slice(&plain);
+        (Encoding::Raw, plain.len())
+    });
     let head = Header { len, encoding, order, live: ((1u32 << pages) - 1) as u16, vpn, flags: 0 };
     let set = |place: &mut [u8]| {
         plain.chunks(PAGE).enumerate().for_each(|(i, p)| object::set_hash(place, i, object::hash(p)));

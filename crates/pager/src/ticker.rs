@@ -29,7 +29,8 @@ const RESCUE_NS: u64 = 500_000_000;
 /// When a scan is tried again that mapping calls under way did not let through.
 const SCAN_AGAIN_NS: u64 = 500_000;
 
-/// Stack of helper `n`: 0 ticker, 1 handler, 2 reclaim, 3 the writer of the swap file, from 4 on those that compress.
+/// Stack of helper `n`: 0 ticker, 1 handler, 2 reclaim, 3 the writer of the swap file, from 4 on those that compress, from 7
+/// on those that read the swap file.
 pub fn stack(pager: &Pager, n: usize) -> usize {
     pager.layout.stacks + n * (thread::STACK_BYTES + PAGE)
 }
@@ -308,7 +309,8 @@ impl Watch {
         let progress = p.progress.load(Relaxed);
         let moved = core::mem::replace(&mut self.seen, progress) != progress;
         let asleep = p.asleep.load(SeqCst);
-        let waiting = !asleep && p.uffd().wait(0);
+        // (Also asleep: it may have been woken long ago, by a fault or a read, and not run since.)
+        let waiting = p.uffd().wait(0) || p.a_read_has_ended();
         let late = core::mem::replace(&mut self.late, waiting && little);
         if (late && self.late) || (!moved && !asleep && (waiting || p.state.is_locked())) {
             // Runnable, with work, and not run for a whole look, or hardly: compete as everybody else does.

@@ -1,6 +1,7 @@
 //! uzswap's kernel interfaces, one module each: preconditions, errors, the version each came with.
 pub mod blockio;
 pub mod crew;
+pub mod eventfd;
 pub mod lock;
 pub mod maps;
 pub mod memfd;

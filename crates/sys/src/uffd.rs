@@ -252,11 +252,28 @@ impl Uffd {
 
     /// Sleeps until there is a message, or for `timeout_ms` (-1: for ever). Tells whether there is one.
     pub fn wait(&self, timeout_ms: i32) -> bool {
-        let mut p = libc::pollfd { fd: self.fd, events: libc::POLLIN, revents: 0 };
-        // SAFETY: one pollfd of ours.
-        let ready = unsafe { sys!(libc::SYS_poll, &raw mut p, 1, timeout_ms) };
-        ready == Ok(1)
+        poll(self.fd, timeout_ms)
     }
+
+    /// The same, also until the descriptor `other` is readable (-1: none).
+    pub fn wait_or(&self, other: i32, timeout_ms: i32) {
+        let of = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+        let mut p = [of(self.fd), of(other)];
+        // SAFETY: two pollfds of ours.
+        let _ = unsafe { sys!(libc::SYS_poll, p.as_mut_ptr(), 2, timeout_ms) };
+    }
+}
+
+/// Whether a descriptor is readable, as poll(2) has it.
+pub fn is_readable(fd: i32) -> bool {
+    poll(fd, 0)
+}
+
+fn poll(fd: i32, timeout_ms: i32) -> bool {
+    let mut p = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+    // SAFETY: one pollfd of ours.
+    let ready = unsafe { sys!(libc::SYS_poll, &raw mut p, 1, timeout_ms) };
+    ready == Ok(1)
 }
 
 fn decode(m: &[u64; 4]) -> Message {

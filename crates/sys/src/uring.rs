@@ -15,6 +15,7 @@ const FEAT_SINGLE_MMAP: u32 = 1;
 const OFF_SQ_RING: usize = 0;
 const OFF_SQES: usize = 0x1000_0000;
 const ENTER_GETEVENTS: u32 = 1;
+const OP_READ: u8 = 22;
 const OP_WRITE: u8 = 23;
 
 /// Offsets in the ring's memory, of the submission or the completion queue (`array` is where `cqes` are in the latter).
@@ -136,6 +137,26 @@ impl Uring {
     /// # Safety
     /// `len` bytes from `from` on must stay as they are until the result was found.
     pub unsafe fn write(&mut self, fd: i32, from: *const u8, len: usize, at: u64, tag: u64) -> Result<(), Errno> {
+        self.begin(OP_WRITE, fd, from as u64, len, at, tag)
+    }
+
+    /// Begins to read; the result is found by [`Uring::next`] under `tag`.
+    ///
+    /// # Errors
+    /// As [`Uring::write`].
+    ///
+    /// # Safety
+    /// `len` bytes from `to` on must be nobody else's until the result was found.
+    pub unsafe fn read(&mut self, fd: i32, to: *mut u8, len: usize, at: u64, tag: u64) -> Result<(), Errno> {
+        self.begin(OP_READ, fd, to as u64, len, at, tag)
+    }
+
+    /// The ring's descriptor: readable, as poll(2) has it, while a transfer has ended whose result was not found yet.
+    pub fn fd(&self) -> i32 {
+        self.fd
+    }
+
+    fn begin(&mut self, opcode: u8, fd: i32, addr: u64, len: usize, at: u64, tag: u64) -> Result<(), Errno> {
         if self.under_way == self.params.sq_entries {
             return Err(libc::EBUSY);
         }
@@ -143,8 +164,7 @@ impl Uring {
         // (Only we move the tail, and the kernel has taken all there was: it is entered for each.)
         let tail = self.word(sq.tail).load(Relaxed);
         let i = tail & self.word(sq.mask).load(Relaxed);
-        let (addr, len) = (from as u64, len as u32);
-        let sqe = Sqe { opcode: OP_WRITE, fd, off: at, addr, len, user_data: tag, ..Sqe::default() };
+        let sqe = Sqe { opcode, fd, off: at, addr, len: len as u32, user_data: tag, ..Sqe::default() };
         // SAFETY: entry `i` is within the mapped entries (the mask sees to it), and the kernel does not read it before
         // the tail says so.
         unsafe { (self.sqes as *mut Sqe).add(i as usize).write(sqe) };
@@ -171,7 +191,7 @@ impl Uring {
     fn enter(&self, submit: u32, wait: u32) -> Result<usize, Errno> {
         let flags = if wait > 0 { ENTER_GETEVENTS } else { 0 };
         loop {
-            // SAFETY: no signal mask is given; what is submitted was vouched for by who called `write`.
+            // SAFETY: no signal mask is given; what is submitted was vouched for by who called `write` or `read`.
             match unsafe { sys!(libc::SYS_io_uring_enter, self.fd, submit, wait, flags, 0, 0) } {
                 Err(libc::EINTR) => {}
                 other => return other,
@@ -248,6 +268,32 @@ mod tests {
             file.read_exact_at(&mut back, at).unwrap();
             assert!(back[..300_000] == bytes && back[300_000..] == bytes);
         }
+    }
+
+    #[test]
+    fn reads_bring_what_is_there_and_poll_says_when() {
+        let Some(mut ring) = ring(4) else { return };
+        let file = tempfile();
+        let bytes: Vec<u8> = (0..64 << 10).map(|i| (i / 4096 * 7 + i % 4096 % 13) as u8).collect();
+        file.write_all_at(&bytes, 0).unwrap();
+        let mut parts = vec![vec![0u8; 16 << 10]; 4];
+        for (i, part) in parts.iter_mut().enumerate() {
+            // SAFETY: each has its own memory, which stays.
+            unsafe { ring.read(file.as_raw_fd(), part.as_mut_ptr(), 16 << 10, (i as u64) << 14, i as u64) }.unwrap();
+        }
+        let mut poll = libc::pollfd { fd: ring.fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one pollfd.
+        while unsafe { libc::poll(&raw mut poll, 1, 10_000) } != 1 {}
+        let mut tags: Vec<_> = (0..4).map(|_| ring.next(true).unwrap().unwrap()).collect();
+        tags.sort();
+        assert_eq!(tags, (0..4).map(|i| (i, Ok(16 << 10))).collect::<Vec<_>>());
+        assert!(parts.concat() == bytes);
+        // SAFETY: one pollfd.
+        assert_eq!(unsafe { libc::poll(&raw mut poll, 1, 0) }, 0, "all were found");
+        // Behind the end of the file there is nothing.
+        // SAFETY: as above.
+        unsafe { ring.read(file.as_raw_fd(), parts[0].as_mut_ptr(), 4096, 1 << 20, 9) }.unwrap();
+        assert_eq!(ring.next(true), Ok(Some((9, Ok(0)))));
     }
 
     #[test]

@@ -16,6 +16,8 @@ macro_rules! sums {
                 #[doc = concat!("See `Counters::", stringify!($field), "`.")]
                 pub $field: u64,
             )*
+            /// Sum of `Node::nr_disk_swapins`: of groups, not of members.
+            pub nr_disk_swapins: u64,
         }
 
         impl Sums {
@@ -31,7 +33,8 @@ sums! {
     recompressed_idle_pages, reject_recompress_poor, pages_compacted, compact_stall, compact_success, compact_fail, compact_migrate_scanned, compact_free_scanned,
     compact_isolated, pgmigrate_success, pgmigrate_fail, stored_incompressible_pages, stored_pages, pool_total_size,
     pool_used_size, metadata_size, stall_ns, direct_reclaim, move_refused, move_concealed, reject_alloc_fail, poisoned,
-    pswpin, pswpout, zswpwb, reject_reclaim_fail, nr_disk_swapins, swap_read_bytes, swap_write_bytes, swap_uring_writes,
+    pswpin, pswpout, pswpout_clean, zswpwb, reject_reclaim_fail, swap_read_bytes, swap_write_bytes, swap_uring_writes,
+    swap_uring_reads,
     swap_read_errors, swap_write_errors, swap_pages, swap_used_size,
 }
 
@@ -86,6 +89,7 @@ impl Totals {
         let mut counters = Sums::default();
         for i in (0..NODES).filter(|i| page.nodes[*i].is_ready() && page.is_within(*i, node)) {
             counters.add(&page.nodes[i].dead);
+            counters.nr_disk_swapins += page.nodes[i].nr_disk_swapins.get();
         }
         for slot in page.used().iter().filter(|slot| page.is_within(slot.node.load(Acquire) as usize, node)) {
             counters.add(&slot.counters);

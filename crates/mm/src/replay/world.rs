@@ -223,7 +223,6 @@ pub(super) fn read_in(world: &mut World, place: u64, cost: Cost, out: &mut Outco
         world.in_pool += object.bytes as usize;
         world.stored += object.out as usize;
         out.disk_swapins += u64::from(object.out);
-        world.shrinker.read_from_disk(object.out as usize);
         world.listed(handle);
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! file     pread, pwrite                             in the helpers' own descriptor table
-//! remote   request ─ Unix socket ─▶ `uzswap run` ─▶ server       a socket each for the reading and the writing thread
+//! remote   request ─ Unix socket ─▶ `uzswap run` ─▶ server       a socket for each reading thread, and the writing one
 //! ```
 //! All above sees one thing: ranges of whole blocks that are written and read, with an error number when they are not.
 //! The command answers each request, within the time it gives the server; when it is gone the socket says so, and the
@@ -10,7 +10,6 @@
 //! nothing waits for ever, and a server that is dead or lies is met as a disk would be that fails or lies.
 
 use super::clusters::ClusterMap;
-use super::io::{READ, WRITE};
 use crate::pager::Pager;
 use core::sync::atomic::{AtomicI32, Ordering::*};
 use uzswap_sys::raw::{self, Errno};
@@ -157,9 +156,34 @@ impl ClusterMap {
 }
 
 impl Pager {
-    /// What the reading ([`READ`]) or the writing thread ([`WRITE`]) uses.
-    pub(super) fn backend(&self, which: usize) -> Backend<'_> {
-        let link = [&self.swap_file, &self.swap_link][which];
+    /// What the writing thread uses.
+    pub(super) fn backend_to_write(&self) -> Backend<'_> {
+        self.backend(&self.swap_link)
+    }
+
+    /// What reading thread `i` uses.
+    pub(super) fn backend_to_read(&self, i: usize) -> Backend<'_> {
+        self.backend(self.read_link(i))
+    }
+
+    /// The connection of reading thread `i`. (The first one's is what says that there is a backend at all.)
+    fn read_link(&self, i: usize) -> &AtomicI32 {
+        i.checked_sub(1).map_or(&self.swap_file, |i| &self.readers.links[i])
+    }
+
+    /// Whether reading thread `i` can ask: only the first is sure to, as it is connected from the start.
+    pub(super) fn can_read(&self, i: usize) -> bool {
+        let link = self.read_link(i);
+        match self.clusters.filter(|map| map.is_remote() && i > 0 && link.load(Acquire) < 0) {
+            Some(map) => connect(map).is_ok_and(|fd| {
+                link.store(fd, Release);
+                true
+            }),
+            None => true,
+        }
+    }
+
+    fn backend<'a>(&'a self, link: &'a AtomicI32) -> Backend<'a> {
         match self.clusters {
             Some(map) if map.is_remote() => {
                 // (The identity as the row has it: where /proc is out of sight it cannot be had anew.)
@@ -177,10 +201,11 @@ impl Pager {
     pub(super) fn open_backend(&self, map: &ClusterMap) -> Result<(), Errno> {
         self.swap_file.store(-1, Release);
         self.swap_link.store(-1, Release);
+        self.readers.links.iter().for_each(|link| link.store(-1, Release));
         if map.is_remote() {
             // (Both now: later the program may be where /proc is not.)
-            [&self.swap_file, &self.swap_link][WRITE].store(connect(map)?, Release);
-            [&self.swap_file, &self.swap_link][READ].store(connect(map)?, Release);
+            self.swap_link.store(connect(map)?, Release);
+            self.swap_file.store(connect(map)?, Release);
             return Ok(());
         }
         let direct = if map.direct.load(Relaxed) != 0 { libc::O_DIRECT } else { 0 };

@@ -165,6 +165,11 @@ impl ClusterMap {
         self.owner[..self.clusters() as usize].iter().filter(used).count()
     }
 
+    /// Whether half of the clusters or more are in use.
+    pub fn is_half_full(&self) -> bool {
+        self.clusters_used() * 2 >= self.clusters() as usize
+    }
+
     /// Gives the row `to`, which the caller has, the references of `from`.
     fn inherit(&self, from: usize, to: usize) {
         for (f, t) in self.rows[from].bits.iter().zip(&self.rows[to].bits).take(self.clusters().div_ceil(64) as usize) {
@@ -321,6 +326,6 @@ impl Pager {
     pub fn swap_to(&mut self, map: &'static ClusterMap) {
         map.forget_own(Identity::own());
         self.clusters = Some(map);
-        self.state.lock().swap = super::Swap::of(map);
+        self.state.lock().swap = super::Swap::of(map, &self.group.nodes[self.node].nr_disk_swapins);
     }
 }

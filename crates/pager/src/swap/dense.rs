@@ -90,9 +90,9 @@ impl Unit {
     }
 }
 
-/// Whether an object is worth trying: stored by lz4, idle, not held, and not tried before.
+/// Whether an object is worth trying: stored by lz4, idle, not held, not tried before, and not on disk already.
 pub(super) fn is_warm(head: &Header) -> bool {
-    let flags = object::HELD | object::REFERENCED | object::TRIED;
+    let flags = object::HELD | object::REFERENCED | object::TRIED | object::ON_DISK;
     matches!(head.encoding, Encoding::Lz4) && head.flags & flags == 0
 }
 

@@ -14,7 +14,7 @@ use uzswap_sys::{blockio, thread};
 const EXTENT: u64 = 16 << 20;
 /// A transfer that takes longer than this is told (nanoseconds).
 const STALL_NS: u64 = 10_000_000_000;
-/// Which of [`Pager::swap_began`] a transfer is.
+/// Which of [`Pager::swap_began`] a transfer is: there is one entry for all reads under way, and one for all writes.
 pub(super) const READ: usize = 0;
 pub(super) const WRITE: usize = 1;
 
@@ -109,7 +109,7 @@ impl Pager {
     /// The kernel's.
     pub(super) fn swap_write(&self, at: u64, bytes: &[u8]) -> Result<(), Errno> {
         self.swap_began[WRITE].store(thread::now_ns(), Relaxed);
-        let to = self.backend(WRITE);
+        let to = self.backend_to_write();
         let result = match self.inject(Site::SwapWrite) {
             None => to.write_all(bytes, at),
             Some(bits) => {
@@ -139,13 +139,12 @@ impl Pager {
         };
     }
 
-    /// Reads from the file.
+    /// Reads from the file, as reading thread `i`.
     ///
     /// # Errors
     /// The kernel's, and `EIO` where the file ends.
-    pub(crate) fn swap_read(&self, at: u64, bytes: &mut [u8]) -> Result<(), Errno> {
-        self.swap_began[READ].store(thread::now_ns(), Relaxed);
-        let from = self.backend(READ);
+    pub(super) fn swap_read(&self, i: usize, at: u64, bytes: &mut [u8]) -> Result<(), Errno> {
+        let from = self.backend_to_read(i);
         let result = match self.inject(Site::SwapRead) {
             None => from.read_full(bytes, at),
             Some(bits) => {
@@ -161,12 +160,16 @@ impl Pager {
                 }
             }
         };
-        self.swap_began[READ].store(0, Relaxed);
+        self.count_swap_read(bytes.len(), result);
+        result
+    }
+
+    /// Counts a read of `len` bytes.
+    pub(super) fn count_swap_read(&self, len: usize, result: Result<(), Errno>) {
         match result {
-            Ok(()) => self.counters().swap_read_bytes.fetch_add(bytes.len() as u64, Relaxed),
+            Ok(()) => self.counters().swap_read_bytes.fetch_add(len as u64, Relaxed),
             Err(_) => self.counters().swap_read_errors.fetch_add(1, Relaxed),
         };
-        result
     }
 
     /// Sees to it that a cluster has room on disk.

@@ -28,7 +28,12 @@ pub mod backend;
 pub mod clusters;
 mod dense;
 mod io;
+pub mod kept;
 mod pipeline;
+#[cfg(test)]
+mod read_tests;
+pub mod readers;
+mod reads;
 mod seal;
 mod swapin;
 #[cfg(test)]
@@ -36,7 +41,8 @@ mod tests;
 pub mod turns;
 mod writeback;
 
-pub use swapin::ReadBuffer;
+pub(crate) use reads::Reads;
+pub(crate) use swapin::Waiting;
 
 use crate::arena::PAGE;
 use crate::object::{self, Header};
@@ -47,7 +53,7 @@ use core::sync::atomic::Ordering::*;
 use seal::{SEAL, Seal};
 use uzswap_mm::pagetable::{HINT_REUSED, Tag};
 use uzswap_mm::readahead::Readahead;
-use uzswap_mm::shrinker::{Entry, Policy, Shrinker};
+use uzswap_mm::shrinker::{DiskReads, Entry, Policy, Shrinker};
 use uzswap_mm::swapfile::{Place, SwapFile};
 use writeback::RUN_BYTES;
 
@@ -74,6 +80,8 @@ struct Flight {
 /// What this process has in the swap file, and what the shrinker knows. Protected by the pager's lock.
 pub struct Swap {
     map: &'static ClusterMap,
+    /// What the members of this process's group have read back.
+    disk_reads: &'static DiskReads,
     /// This process's row there, once it has one.
     row: usize,
     books: SwapFile,
@@ -99,15 +107,20 @@ pub struct Swap {
     on_disk: usize,
     /// How much is read around what is wanted.
     readahead: Readahead,
+    /// Whether what is read back keeps its place: there is room on disk.
+    keeps: bool,
+    /// Reads until that is looked at again.
+    until_look: u32,
 }
 
 impl Swap {
     /// Nothing on disk yet. None, and no swap, when the books are wrong or no key can be had.
-    pub fn of(map: &'static ClusterMap) -> Option<Box<Self>> {
+    pub fn of(map: &'static ClusterMap, disk_reads: &'static DiskReads) -> Option<Box<Self>> {
         let books = SwapFile::new(map.geometry()?);
         let seal = if map.encrypt.load(Relaxed) != 0 { Some(Seal::new()?) } else { None };
         Some(Box::new(Self {
             map,
+            disk_reads,
             row: 0,
             books,
             seal,
@@ -121,6 +134,8 @@ impl Swap {
             rest_until: 0,
             on_disk: 0,
             readahead: Readahead::default(),
+            keeps: false,
+            until_look: 0,
         }))
     }
 
@@ -209,7 +224,7 @@ impl State {
     pub fn press_pool(&mut self, n: usize) {
         let (resident, stored, pool) = (self.resident, self.swapped, self.pool.used_bytes() / PAGE);
         if let Some(swap) = self.swap.as_mut() {
-            swap.shrinker.press(n, resident, stored, pool);
+            swap.shrinker.press(n, resident, stored, pool, swap.disk_reads);
         }
     }
 
@@ -291,7 +306,6 @@ impl Pager {
             c.swap_pages.store(swap.on_disk as u64, Relaxed);
             c.swap_used_size.store(used, Relaxed);
         }
-        c.nr_disk_swapins.store(swap.shrinker.nr_disk_swapins() as u64, Relaxed);
         swap.on_disk
     }
 

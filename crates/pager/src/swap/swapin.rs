@@ -1,17 +1,29 @@
 //! Reading back: swap file to pool, before a fault on the page is served.
 //!
-//! The fault path never waits for the disk with the lock held: a request for a page on disk stays in the handler's list
-//! until the page is in the pool, and is then served as any other. What is read along with an object, because it lies in
-//! the same blocks, goes to the pool too if somebody still wants it.
+//! The fault path never waits for the disk with the lock held, nor does one fault hold up another: a request for a page on
+//! disk stays in the handler's list until the page is in the pool, and is then served as any other. What is read along
+//! with an object, because it lies in the same blocks, goes to the pool too if somebody still wants it.
 //!
-//! What was read is believed only if the checksum is that of the books *now*: meanwhile the place may have been given up
-//! and written anew. A read that fails, or gives something else, is tried again a few times, each time from the start;
-//! then the page is lost, for this process alone, and it is told.
+//! ```text
+//! fault ─ want: a read of the object, and a window around it, is begun ┈┈┈ land: what came is checked, and installed
+//!           └ a read that is under way brings it too: nothing is begun         └ still on disk: tried again, or lost
+//! ```
+//! A read is for a *place*, and what happens to the page meanwhile (it is unmapped, moved by mremap, inherited by a child,
+//! read along with another, or its place is given up and has another object now) needs no word to anybody: when the read
+//! ends, what was read is believed only if the checksum is that of the books *then*, and installed only for pages whose
+//! entries name the place *then*. A read that fails, or gives something else, is tried again a few times, each time from
+//! the start; then the page is lost, for this process alone, and it is told. The tries of a fault are those of reads that
+//! were begun for its page; where it only waited for another's window it has a read of its own next.
+//!
+//! Where reads follow each other in the file the next range is read before anybody asks ([`Pager::read_ahead`]), so that
+//! the disk works while the program does.
 
 use super::io::Trouble;
+use super::kept::OnDisk;
+use super::reads::{BUFFER, Read, Reads};
 use super::seal::SEAL;
-use super::writeback::{Block, blocks, bytes_of};
-use super::{FRONT, MOST_PAGES, checksum};
+use super::{FRONT, MOST_PAGES, Swap, checksum};
+use crate::fault::Request;
 use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::state::State;
@@ -22,83 +34,128 @@ use uzswap_mm::swapfile::{BLOCK, Object, Place, offset};
 use uzswap_mm::trace::{Kind, Record};
 use uzswap_sys::thread;
 
-/// Bytes of the buffer: an object of the largest size and the blocks it begins and ends in.
-const BUFFER: usize = 128 << 10;
 /// Reads of one object before it is given up.
 const TRIES: u32 = 4;
+/// Reads ahead of all faults under way at once, at most.
+const MOST_AHEAD: usize = 2;
 
-/// The handler's buffer for reads.
-#[derive(Default)]
-pub struct ReadBuffer(Vec<Block>);
-
-impl ReadBuffer {
-    /// Makes the buffer; to be called with the pager's lock held, like all that allocates.
-    pub fn prepare(&mut self, s: &State) {
-        if self.0.is_empty() && s.swap.is_some() {
-            self.0 = blocks(BUFFER);
-        }
-    }
+/// A fault that was read and not served yet.
+#[derive(Clone, Copy)]
+pub(crate) struct Waiting {
+    /// What it asked for.
+    pub(crate) r: Request,
+    /// Reads that were begun for its page and did not bring it.
+    tries: u32,
+    /// Whether another's read was to bring it along and did not.
+    alone: bool,
+    /// When it may be tried again (monotonic nanoseconds).
+    retry_at: u64,
+    /// Since when it waits for the disk (monotonic nanoseconds), 0 when it does not.
+    since: u64,
 }
 
-/// What is to be read for a page: blocks from an offset on.
-struct Read {
-    at: u64,
-    len: usize,
+impl Waiting {
+    /// A fault just read.
+    pub(crate) fn new(r: Request) -> Self {
+        Self { r, tries: 0, alone: false, retry_at: 0, since: 0 }
+    }
 }
 
 impl Pager {
-    /// Brings the object of a page that is on disk into the pool; what cannot be read is lost, and told. Called without
-    /// the lock.
-    pub(crate) fn swap_in(&self, vpn: u64, buffer: &mut ReadBuffer) {
-        for tried in 1..=TRIES {
-            let Some(read) = self.plan_read(&mut self.state.lock(), vpn) else { return };
-            let bytes = &mut bytes_of(&mut buffer.0)[..read.len];
-            let done = self.swap_read(read.at, bytes);
-            let mut s = self.state.lock();
-            if done.is_ok() {
-                self.install(&mut s, &read, bytes, vpn);
-            }
-            if s.pt.get(vpn).tag() != Tag::Disk {
-                return;
-            }
-            self.tell(Trouble::Read);
-            if tried == TRIES {
-                return self.lose(&mut s, vpn);
-            }
-            drop(s);
-            // The first time at once: it may have been written anew meanwhile.
-            if tried > 1 {
-                thread::sleep_ns(62_500 << (2 * tried));
-            }
-        }
-    }
-
-    fn plan_read(&self, s: &mut State, vpn: u64) -> Option<Read> {
-        let pte = s.pt.get(vpn);
+    /// Sees to it that the page of a fault, if it is on disk, is being read. Returns when it is to be asked again, if the
+    /// page must not be read before.
+    pub(crate) fn want(&self, s: &State, reads: &mut Reads, waiting: &mut Waiting) -> Option<u64> {
+        let pte = s.pt.get(waiting.r.vpn);
         if pte.tag() != Tag::Disk {
             return None;
         }
-        let swap = s.swap.as_ref()?;
-        let place = pte.handle();
+        let now = thread::now_ns();
+        if waiting.since == 0 {
+            waiting.since = now;
+        }
+        let (swap, place) = (s.swap.as_ref()?, pte.handle());
         let object = swap.books.get(place).expect("a page on disk has an object");
+        let brings =
+            |read: &Read| read.place == Some(place) || (!waiting.alone && read.covers(offset(place), object.len));
+        if reads.iter().any(brings) || reads.free() == 0 {
+            return None;
+        }
+        if waiting.retry_at > now {
+            return Some(waiting.retry_at);
+        }
         let (at, len) = swap.readahead.range(offset(place), object.len, swap.books.cluster_bytes(), BUFFER);
-        // (Where nothing of ours lies there is nothing to read, or the file may even end.)
-        let mut mine = swap.books.objects_within(at, len).map(|(place, o)| (offset(place), o.len as u64));
-        let first = mine.next().expect("the object itself");
-        let last = mine.last().unwrap_or(first);
-        let (at, end) = (first.0 / BLOCK as u64 * BLOCK as u64, (last.0 + last.1).next_multiple_of(BLOCK as u64));
-        Some(Read { at, len: (end - at) as usize })
+        let (at, len) = swap.trimmed(at, len).expect("the object itself is there");
+        reads.plan(self, s, Read::new(at, len, Some(place)));
+        None
     }
 
-    /// Puts what was read where it belongs: the object of `vpn`, and what came along.
-    fn install(&self, s: &mut State, read: &Read, bytes: &mut [u8], vpn: u64) {
+    /// Begins to read what comes next in the file, where faults have been in sequence there.
+    pub(crate) fn read_ahead(&self, s: &State, reads: &mut Reads) {
         let Some(swap) = s.swap.as_ref() else { return };
-        let objects: Vec<(Place, Object)> = swap.books.objects_within(read.at, read.len).collect();
-        let wanted = s.pt.get(vpn);
+        // (The last slot is for a fault.)
+        while reads.free() > 1 && reads.iter().filter(|read| read.place.is_none()).count() < MOST_AHEAD {
+            let end = reads.iter().map(|read| read.at + read.len as u64).max().unwrap_or(0);
+            let Some((at, len)) = swap.readahead.ahead(end).and_then(|(from, len)| swap.next_range(from, len)) else {
+                return;
+            };
+            if reads.iter().any(|read| read.covers(at, len)) || !reads.plan(self, s, Read::new(at, len, None)) {
+                return;
+            }
+        }
+    }
+
+    /// Ends the reads that have ended: what they brought goes to the pool, and what they did not is tried again or lost.
+    pub(crate) fn land(&self, s: &mut State, reads: &mut Reads, waiting: &mut [Waiting]) {
+        while reads.take(|read, bytes, result| {
+            if result.is_ok() {
+                self.install(s, read, bytes, waiting);
+            }
+            waiting.iter_mut().for_each(|w| self.read_ended(s, read, w));
+        }) {}
+    }
+
+    /// What a read that has ended means for a fault.
+    fn read_ended(&self, s: &mut State, read: &Read, w: &mut Waiting) {
+        let pte = s.pt.get(w.r.vpn);
+        if pte.tag() != Tag::Disk {
+            if w.since != 0 {
+                let waited = thread::now_ns().saturating_sub(core::mem::take(&mut w.since));
+                self.counters().stall_ns.fetch_add(waited, Relaxed);
+            }
+            return;
+        }
+        if read.place != Some(pte.handle()) {
+            w.alone |= read.covers(offset(pte.handle()), 1);
+            return;
+        }
+        self.tell(Trouble::Read);
+        w.tries += 1;
+        if w.tries == TRIES {
+            return self.lose(s, w.r.vpn);
+        }
+        // The first time at once: it may have been written anew meanwhile.
+        w.retry_at = if w.tries > 1 { thread::now_ns() + (62_500 << (2 * w.tries)) } else { 0 };
+    }
+
+    /// Whether a read has ended that the handler has not seen.
+    pub(crate) fn a_read_has_ended(&self) -> bool {
+        let fd = self.reads_fd.load(Relaxed);
+        fd >= 0 && uzswap_sys::uffd::is_readable(fd)
+    }
+
+    /// Puts what was read where it belongs: the objects that are waited for, and what came along.
+    fn install(&self, s: &mut State, read: &Read, bytes: &mut [u8], waiting: &[Waiting]) {
+        let Some(swap) = s.swap.as_mut() else { return };
+        swap.look_for_room(self);
+        let objects: Vec<(Place, Object)> =
+            swap.books.objects_within(read.at, read.len).filter(|o| is_wanting(&o.1)).collect();
         let mut brought = 0;
         for (place, object) in objects {
-            // The page that is wanted says itself where its object belongs: it may have been moved since (mremap).
-            let is_wanted = wanted.tag() == Tag::Disk && wanted.handle() == place;
+            // A page that is waited for says itself where its object belongs: it may have been moved since (mremap).
+            let wanted = waiting.iter().find_map(|w| {
+                let pte = s.pt.get(w.r.vpn);
+                (pte.tag() == Tag::Disk && pte.handle() == place).then(|| w.r.vpn - pte.index() as u64)
+            });
             let from = (offset(place) - read.at) as usize;
             let bytes = &mut bytes[from..from + object.len];
             let seal = s.swap.as_ref().and_then(|swap| swap.seal.as_ref());
@@ -106,18 +163,18 @@ impl Pager {
             let bytes = if seal.is_some() && right { &bytes[SEAL..] } else { &bytes[..] };
             if !right {
                 // (What came along may be half written yet.)
-                self.counters().swap_read_errors.fetch_add(u64::from(is_wanted), Relaxed);
+                self.counters().swap_read_errors.fetch_add(u64::from(wanted.is_some()), Relaxed);
                 continue;
             }
-            let base = if is_wanted {
-                vpn - wanted.index() as u64
-            } else {
-                u64::from_le_bytes(core::array::from_fn(|i| bytes[i]))
-            };
-            brought += usize::from(self.install_object(s, place, &bytes[FRONT..], base, is_wanted) && !is_wanted);
+            let base = wanted.unwrap_or_else(|| u64::from_le_bytes(core::array::from_fn(|i| bytes[i])));
+            let installed = self.install_object(s, place, &bytes[FRONT..], base, wanted.is_some());
+            brought += usize::from(installed && wanted.is_none());
         }
         if let Some(swap) = s.swap.as_mut() {
-            swap.readahead.read(read.at, read.len, brought);
+            match read.place {
+                Some(_) => swap.readahead.read(read.at, read.len, brought),
+                None => swap.readahead.read_ahead(read.at, read.len, brought),
+            }
         }
     }
 
@@ -141,7 +198,9 @@ impl Pager {
         let hashes = |to: &mut [u8]| {
             to[object::HEADER_BYTES..body].copy_from_slice(&stored[object::HEADER_BYTES..body]);
         };
-        let Some(handle) = s.put_object(new, hashes, &stored[body..body + head.len]) else {
+        let keeps = s.swap.as_ref().is_some_and(|swap| swap.keeps);
+        let at = keeps.then_some(OnDisk { place, first: 0 });
+        let Some(handle) = s.put_object_on_disk(new, hashes, &stored[body..body + head.len], at) else {
             self.counters().reject_alloc_fail.fetch_add(1, Relaxed);
             return false;
         };
@@ -149,15 +208,45 @@ impl Pager {
             let pte = s.pt.get(base + i);
             s.pt.set(base + i, pte.back_in_pool(handle.raw()));
         }
-        s.leave_disk(place, pages);
+        match s.swap.as_mut().filter(|_| keeps) {
+            Some(swap) => swap.keep(place, pages),
+            None => s.leave_disk(place, pages),
+        }
         s.note(Record::of_object(Kind::DiskRead, base, head.order, head.len));
         let n = pages.count_ones();
         s.swapped += n as usize;
         self.counters().pswpin.fetch_add(u64::from(n), Relaxed);
         let swap = s.swap.as_mut().expect("it was there a moment ago");
-        swap.shrinker.read_from_disk(n as usize);
+        swap.disk_reads.add(n as usize);
         s.entered_pool(base, handle.raw());
         debug_assert!(s.pages_of(Entry { vpn: base, handle: handle.raw() }).is_some());
         true
+    }
+}
+
+/// Whether an object has pages that are on disk only.
+fn is_wanting(object: &Object) -> bool {
+    object.live & !object.kept != 0
+}
+
+impl Swap {
+    /// The part of a range of the file from the first to the last object of this process in it, in whole blocks: beyond
+    /// them there is nothing to read, or the file may even end. None where there is no object.
+    fn trimmed(&self, at: u64, len: usize) -> Option<(u64, usize)> {
+        let mine = self.books.objects_within(at, len).filter(|(_, o)| is_wanting(o));
+        let mut mine = mine.map(|(place, o)| (offset(place), o.len as u64));
+        let first = mine.next()?;
+        let last = mine.last().unwrap_or(first);
+        let (at, end) = (first.0 / BLOCK as u64 * BLOCK as u64, (last.0 + last.1).next_multiple_of(BLOCK as u64));
+        Some((at, (end - at) as usize))
+    }
+
+    /// The next range of up to `len` bytes from `from` on in which there is something of this process's on disk only.
+    fn next_range(&self, from: u64, len: usize) -> Option<(u64, usize)> {
+        let (place, object) = self.books.next_object(from, is_wanting)?;
+        let (at, cluster) = (offset(place) / BLOCK as u64 * BLOCK as u64, self.books.cluster_bytes() as u64);
+        let own_end = (offset(place) + object.len as u64).next_multiple_of(BLOCK as u64);
+        let end = (at + len as u64).max(own_end).min((at / cluster + 1) * cluster);
+        self.trimmed(at, (end - at) as usize)
     }
 }

@@ -34,7 +34,8 @@ impl Scene {
 
     /// Reclaim has taken as much from the program as makes everything in the pool due to be met.
     fn press(&self, s: &mut State) {
-        s.swap.as_mut().unwrap().shrinker.press(1 << 20, 1, 1 << 20, 1 << 20);
+        let swap = s.swap.as_mut().unwrap();
+        swap.shrinker.press(1 << 20, 1, 1 << 20, 1 << 20, &DiskReads::new());
     }
 
     /// Plans a write; its length, if there is something to write.
@@ -128,7 +129,7 @@ fn what_is_not_idle_is_given_its_second_chance_only() {
     object::set_flags(s.object(handle), object::REFERENCED, 0);
     // (The bit is cleared, and within the same call the list comes round to it again.)
     let swap = s.swap.as_mut().unwrap();
-    swap.shrinker.press(1, 1, 4, 4);
+    swap.shrinker.press(1, 1, 4, 4, &DiskReads::new());
     swap.shrinker.met(swap.shrinker.due() - 4);
     let mut run = scene.pager.find_run(s.swap.as_mut().unwrap()).ok().expect("an empty file");
     let mut swap = s.swap.take().unwrap();

@@ -159,6 +159,11 @@ impl Pager {
         }
         let mut run = match self.find_run(swap) {
             Ok(run) => run,
+            // (Room that is only kept is there for what must be written.)
+            Err(Round::Rest(_)) if s.give_up_kept(swap) => {
+                (swap.failures, swap.rest_until) = (0, 0);
+                return Round::Again;
+            }
             Err(round) => return round,
         };
         let (more, freed) = self.fill_run(s, swap, slot, &mut run, buffer, task);
@@ -266,6 +271,10 @@ impl Pager {
                     s.pt.hint(entry.vpn, 0, HINT_REUSED);
                 }
                 swap.shrinker.rotate(entry);
+                continue;
+            }
+            if head.flags & object::ON_DISK != 0 {
+                freed += self.put_out_kept(s, swap, entry, out, copies);
                 continue;
             }
             let bytes = s.object(entry.handle).len();

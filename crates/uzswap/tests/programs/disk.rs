@@ -185,6 +185,36 @@ fn with_io_uring_and_where_it_is_refused() {
     }
 }
 
+/// Reads are under way in several threads while their pages are moved, dropped, unmapped and inherited, and some of them
+/// fail: by io_uring, and by threads where that is refused. Reads are held back by a hook until something else has happened.
+#[test]
+fn what_happens_to_pages_while_they_are_read() {
+    let _alone = alone();
+    let Some(reads) = compile_c("reads") else { return };
+    let subject = Subject::new("reads under way", &[&reads, &"4", &"40", &"1200"]).with(&SWAP);
+    // (io_uring may be refused here in any case.)
+    let here = number(&subject.start_limited(24 * MIB).finish(), "swap_uring_reads") > 0;
+    for (plain, faults) in [
+        (false, "seed=21,swap_hold=1/3"),
+        (true, "seed=22,swap_hold=1/3"),
+        (false, "seed=23,swap_hold=1/3,swap_read=1/10"),
+        (true, "seed=24,swap_hold=1/3,swap_read=1/10"),
+    ] {
+        let io = plain.then_some(("UZSWAP_TEST_SWAP_IO", "plain"));
+        let variables: Vec<_> = io.into_iter().chain([("UZSWAP_TEST_FAULTS", faults)]).collect();
+        let run = subject.start_limited_with(24 * MIB, &variables).finish();
+        run.say(subject.name, faults, None);
+        assert!(run.status.success() && !run.timed_out, "{}", run.describe());
+        let text = run.stdout.text();
+        // (A page that is lost in the parent is one in its children that fault on it, too.)
+        assert!(text.starts_with("lost ") && text.ends_with(", wrong 0, bad children 0\n"), "{}", run.describe());
+        assert!(text.starts_with("lost 0,") || number(&run, "poisoned") > 0, "{}", run.describe());
+        assert_eq!(number(&run, "swap_uring_reads") > 0, here && !plain, "{}", run.describe());
+        assert!(number(&run, "swap_hold") > 100 && number(&run, "pswpin") > 1000, "{}", run.describe());
+        assert_eq!(number(&run, "swap_read_errors") > 0, faults.contains("swap_read"), "{}", run.describe());
+    }
+}
+
 /// A full disk is no error of the program: it goes on in memory, and is told.
 #[test]
 fn a_full_disk_is_survived() {

@@ -1,0 +1,215 @@
+//! The handler thread: reads messages, keeps the faults that cannot be served yet, and sleeps when there is nothing to do.
+//!
+//! ```text
+//! message ─┬ event: applied                                       ┌───── reads of the swap file that have ended ◀─┐
+//!          └ fault: on the list ─ its page on disk? ─ yes ─▶ a read is begun, the fault stays on the list ────────┘
+//!                                      └ no ─▶ served (`fault`)
+//! ```
+//! A fault waits on the list for one of two things: an event that must be read first (the kernel answers EAGAIN), or a
+//! read from disk (`swap::swapin`). Neither holds up the others: all that can be served is served in each turn. Several
+//! faults, of several threads, have several reads under way. With nothing left to serve the thread sleeps until there is
+//! a message or a read has ended, whichever comes first, so waiting for the disk costs no CPU time.
+//!
+//! Rules: messages are read with the pager's lock held (see `fault`); reads are planned and what they brought is installed
+//! with it, begun and waited for without it.
+
+use crate::arena::PAGE;
+use crate::fault::Request;
+use crate::inject::Site;
+use crate::pager::Pager;
+use crate::placement::Helpers;
+use crate::state::State;
+use crate::swap::{Reads, Waiting};
+use core::sync::atomic::Ordering::*;
+use uzswap_mm::pagetable::Tag;
+use uzswap_sys::lock::{self, Guard};
+use uzswap_sys::thread;
+use uzswap_sys::uffd::Message;
+
+/// How often a full group is looked at again while faults wait for room (milliseconds).
+const FULL_MS: i32 = 20;
+
+/// How long a fault waits for the writer of the swap file at most, when the limit is exceeded: so many times so long
+/// (nanoseconds).
+const DISK_WAITS: u32 = 50;
+const DISK_WAIT_NS: u64 = 20_000_000;
+
+/// What the thread keeps.
+#[derive(Default)]
+struct Handler {
+    /// Faults that were read and not served yet, the oldest first.
+    waiting: Vec<Waiting>,
+    reads: Reads,
+    /// Faults read (wrapping).
+    seen: u32,
+    /// Whether a fault is to be tried again though nothing may come: it waits for an event to be read first, or for room
+    /// in the group.
+    retry: bool,
+    /// When a read that failed is to be made again (monotonic nanoseconds).
+    wake_at: Option<u64>,
+}
+
+impl Pager {
+    /// The handler thread.
+    pub fn handler_loop(&self) -> ! {
+        thread::set_idle_policy(0, true);
+        let mut handler = Handler::default();
+        {
+            let s = self.state.lock();
+            handler.waiting.reserve(1024);
+            if s.swap.is_some() {
+                handler.reads = Reads::new(self);
+            }
+        }
+        loop {
+            handler.turn(self);
+        }
+    }
+}
+
+impl Handler {
+    /// Reads a message, if there is one, and serves what can be; sleeps if there is nothing to do.
+    fn turn(&mut self, p: &Pager) {
+        let mut s = p.state.lock();
+        let message = if p.inject(Site::Event).is_some() { Err(libc::EIO) } else { p.uffd().read() };
+        self.reads.look(p);
+        let mut fault = false;
+        match message {
+            Ok(Some(Message::Fault { address, write, protected, tid })) => {
+                fault = true;
+                s = self.take_fault(p, s, Request { vpn: (address / PAGE) as u64, write, protected }, tid);
+            }
+            Ok(Some(event)) => {
+                self.reads.count_message();
+                p.event(&mut s, event);
+            }
+            Ok(None) if self.is_idle() => {
+                drop(s);
+                return self.sleep(p);
+            }
+            Ok(None) => {}
+            Err(_) => thread::sleep_ns(1_000_000),
+        }
+        p.hold_back(&s);
+        if !self.waiting.is_empty() && p.must_wait(&mut s) {
+            self.retry = true;
+            drop(s);
+            p.wake_reclaim();
+            p.uffd().wait(FULL_MS);
+            return;
+        }
+        let throttle = if fault { p.throttle_ns(&s) } else { 0 };
+        if throttle > 0 {
+            drop(s);
+            thread::sleep_ns(throttle);
+            p.counters().stall_ns.fetch_add(throttle, Relaxed);
+            s = p.state.lock();
+        }
+        // One fault in eight is timed, for all. (What waits for the disk is timed by itself.)
+        let began = (fault && self.seen.is_multiple_of(8)).then(thread::now_ns);
+        p.land(&mut s, &mut self.reads, &mut self.waiting);
+        self.serve_waiting(p, &mut s);
+        if let Some(began) = began {
+            p.counters().stall_ns.fetch_add((thread::now_ns() - began) * 8, Relaxed);
+        }
+        p.progress.fetch_add(1, Relaxed);
+        p.read_ahead(&s, &mut self.reads);
+        let reclaim = p.needs_reclaim(&s);
+        drop(s);
+        if self.reads.any_planned() {
+            self.reads.begin(p);
+        }
+        if reclaim {
+            p.wake_reclaim();
+        } else if self.retry {
+            // The thread that waits for its event has been woken by our read and must run before MOVE works.
+            thread::sleep_ns(10_000);
+        }
+    }
+
+    /// A fault was read: what it needs from disk is asked for, and room is made for it meanwhile.
+    fn take_fault<'a>(&mut self, p: &'a Pager, mut s: Guard<'a, State>, r: Request, tid: u32) -> Guard<'a, State> {
+        self.seen = self.seen.wrapping_add(1);
+        self.reads.count_message();
+        let mut waiting = Waiting::new(r);
+        p.want(&s, &mut self.reads, &mut waiting);
+        self.waiting.push(waiting);
+        if self.reads.any_planned() {
+            drop(s);
+            self.reads.begin(p);
+            s = p.state.lock();
+        }
+        if s.placement.due()
+            && let Some(cpu) = thread::cpu_of(tid)
+        {
+            let (ticker, reclaimer) = (p.ticker.load(Relaxed), p.reclaimer.load(Relaxed));
+            let helpers = Helpers { handler: Some(0), ticker, reclaimer, crew: p.crew_tids() };
+            let busy = p.kin.load(Relaxed) || p.excess(&s) > 0;
+            s.placement.fault_on(cpu, tid, helpers, busy);
+        }
+        p.make_room(&mut s, r.vpn);
+        self.wait_for_writer(p, s, r.vpn)
+    }
+
+    /// Waits until the writer of the swap file has made room, where the limit is exceeded and it does.
+    fn wait_for_writer<'a>(&mut self, p: &'a Pager, mut s: Guard<'a, State>, vpn: u64) -> Guard<'a, State> {
+        for tried in 0..=DISK_WAITS {
+            if !p.waits_for_disk(&s) {
+                break;
+            }
+            if tried == DISK_WAITS {
+                p.disk_helps.store(false, Relaxed);
+                break;
+            }
+            let seen = p.swap_progress.load(Acquire);
+            p.poke_writer(&s);
+            drop(s);
+            lock::futex_wait(&p.swap_progress, seen, Some(DISK_WAIT_NS), false);
+            s = p.state.lock();
+            p.make_room(&mut s, vpn);
+        }
+        s
+    }
+
+    /// Serves what can be served now, and sees to it that what is on disk is read.
+    fn serve_waiting(&mut self, p: &Pager, s: &mut State) {
+        (self.retry, self.wake_at) = (false, None);
+        let mut i = 0;
+        while i < self.waiting.len() {
+            let waiting = &mut self.waiting[i];
+            if s.pt.get(waiting.r.vpn).tag() == Tag::Disk {
+                let later = p.want(s, &mut self.reads, waiting);
+                self.wake_at = self.wake_at.into_iter().chain(later).min();
+                i += 1;
+                continue;
+            }
+            if p.serve(s, waiting.r).is_err() {
+                self.retry = true;
+                return;
+            }
+            self.waiting.remove(i);
+        }
+    }
+
+    /// Whether nothing is to be done before a message comes or a read ends.
+    fn is_idle(&self) -> bool {
+        let due = || self.wake_at.is_some_and(|at| thread::now_ns() >= at);
+        // (A read that came in part is planned again for the rest.)
+        !self.retry && !self.reads.any_ended() && !self.reads.any_planned() && !due()
+    }
+
+    fn sleep(&mut self, p: &Pager) {
+        let until = self.wake_at.into_iter().chain(self.reads.look_at()).min();
+        let ms = until.map_or(-1, |at| at.saturating_sub(thread::now_ns()).div_ceil(1_000_000) as i32);
+        p.asleep.store(true, SeqCst);
+        p.uffd().wait_or(self.reads.fd(), ms);
+        p.asleep.store(false, SeqCst);
+        if !p.watched.swap(true, SeqCst) {
+            p.poke_ticker();
+        }
+        // (Who waits for the disk sleeps where its fault was served last.)
+        if self.waiting.is_empty() {
+            p.state.lock().placement.slept();
+        }
+    }
+}

@@ -1,0 +1,461 @@
+//! Reads under way, and what happens to their pages meanwhile: no thread, and a disk that is a piece of memory. Each step
+//! is made when the test wants it: what was begun ends when it says so, with what it says.
+
+use super::reads::{Read, Reads};
+use super::swapin::Waiting;
+use super::writeback::{Block, RUN_BYTES, Round, blocks, bytes_of};
+use super::*;
+use crate::deliver::decode;
+use crate::events;
+use crate::fault::Request;
+use crate::testing::{self, half_noise};
+use uzswap_mm::pagetable::Pte;
+use uzswap_sys::uffd::Message;
+
+const LIMIT: usize = 8 << 20;
+const FIRST: u64 = 0x1_0000;
+const EIO: i32 = libc::EIO;
+
+/// A process with memory on disk.
+struct Scene {
+    pager: &'static Pager,
+    reads: Reads,
+    waiting: Vec<Waiting>,
+    disk: Vec<u8>,
+    buffer: Vec<Block>,
+}
+
+impl Scene {
+    /// `pages` single pages from [`FIRST`] on are on disk.
+    fn new(pages: u64) -> Self {
+        let pager = testing::pager_with_swap(LIMIT);
+        let mut scene = Self {
+            pager,
+            reads: Reads::by_hand(),
+            waiting: Vec::new(),
+            disk: vec![0; 1 << 20],
+            buffer: blocks(RUN_BYTES),
+        };
+        let s = &mut *pager.state.lock();
+        (0..pages).for_each(|i| scene.store(s, FIRST + i, half_noise));
+        scene.write_out(s);
+        assert!((0..pages).all(|i| s.pt.get(FIRST + i).tag() == Tag::Disk));
+        scene
+    }
+
+    fn store(&self, s: &mut State, vpn: u64, content: fn(u64) -> [u8; PAGE]) {
+        let handle = testing::store(s, vpn, 0, 0, content);
+        object::set_flags(s.object(handle), object::TRIED, 0);
+    }
+
+    /// Writes back all that is in the pool.
+    fn write_out(&mut self, s: &mut State) {
+        loop {
+            let swap = s.swap.as_mut().unwrap();
+            swap.shrinker.press(1 << 20, 1, 1 << 20, 1 << 20, &DiskReads::new());
+            match self.pager.plan_round(s, 0, bytes_of(&mut self.buffer)) {
+                Round::Write(at, len) => {
+                    self.disk[at as usize..][..len].copy_from_slice(&bytes_of(&mut self.buffer)[..len]);
+                    self.pager.complete(s, 0, true);
+                }
+                Round::Extend(_) => panic!("the file has all its room"),
+                _ => return,
+            }
+        }
+    }
+
+    /// A fault on a page.
+    fn fault(&mut self, s: &mut State, vpn: u64) {
+        self.waiting.push(Waiting::new(Request { vpn, write: false, protected: false }));
+        self.ask(s);
+    }
+
+    /// Asks for what the faults need; whether any is to ask again later.
+    fn ask(&mut self, s: &mut State) -> bool {
+        let Self { pager, reads, waiting, .. } = self;
+        waiting.iter_mut().filter_map(|w| pager.want(s, reads, w)).count() > 0
+    }
+
+    /// What is begun now.
+    fn begin(&mut self) -> Vec<Read> {
+        self.reads.begin_by_hand()
+    }
+
+    /// A read ends as `result` says, with what the disk has.
+    fn end(&mut self, s: &mut State, read: &Read, result: Result<(), i32>) {
+        self.reads.end_by_hand(read.at, &self.disk, result);
+        self.pager.land(s, &mut self.reads, &mut self.waiting);
+    }
+
+    fn count(&self, what: impl Fn(&crate::group::Counters) -> &core::sync::atomic::AtomicU64) -> u64 {
+        what(self.pager.counters()).load(Relaxed)
+    }
+}
+
+/// The page is in the pool, and what page `of` was.
+fn check(s: &mut State, vpn: u64, of: u64) {
+    let pte = s.pt.get(vpn);
+    assert_eq!(pte.tag(), Tag::Compressed, "page {vpn:x}");
+    let mut out = vec![0; PAGE];
+    assert!(decode(s, pte.handle(), &mut out) && out == half_noise(of), "page {vpn:x}");
+}
+
+/// Nothing is left when all pages have gone.
+fn end(s: &mut State, pages: core::ops::Range<u64>) {
+    events::forget_range(s, pages.start, pages.end);
+    let swap = s.swap.as_ref().unwrap();
+    assert_eq!((s.pool.used_bytes(), s.swapped, swap.on_disk(), swap.books.used_bytes()), (0, 0, 0, 0));
+}
+
+/// The window is narrow: an object's own blocks and nothing else.
+fn narrow(s: &mut State) {
+    let swap = s.swap.as_mut().unwrap();
+    (0..64u64).for_each(|i| swap.readahead.read(i << 24, 4096, 7));
+}
+
+#[test]
+fn several_are_under_way_and_end_in_any_order() {
+    let mut scene = Scene::new(64);
+    let s = &mut *scene.pager.state.lock();
+    narrow(s);
+    let pages = [FIRST, FIRST + 20, FIRST + 40];
+    for vpn in pages {
+        scene.fault(s, vpn);
+    }
+    // A second thread's fault on a page that is being read already needs no read.
+    scene.fault(s, pages[1]);
+    let reads = scene.begin();
+    assert_eq!(reads.len(), 3);
+    for (read, vpn) in [(&reads[2], pages[2]), (&reads[0], pages[0]), (&reads[1], pages[1])] {
+        assert_eq!(s.pt.get(vpn).tag(), Tag::Disk);
+        scene.end(s, read, Ok(()));
+        check(s, vpn, vpn);
+    }
+    scene.ask(s);
+    assert!(scene.begin().is_empty());
+    end(s, FIRST..FIRST + 64);
+}
+
+/// No more than there are slots for; the others have their turn when one ends.
+#[test]
+fn who_finds_no_slot_waits_for_one() {
+    let mut scene = Scene::new(64);
+    let s = &mut *scene.pager.state.lock();
+    narrow(s);
+    (0..10).for_each(|i| scene.fault(s, FIRST + 6 * i));
+    let mut ended = 0;
+    loop {
+        let reads = scene.begin();
+        assert!(reads.len() <= super::readers::READERS);
+        let Some(read) = reads.first() else { break };
+        reads[1..].iter().for_each(|read| scene.end(s, read, Ok(())));
+        scene.end(s, read, Ok(()));
+        ended += reads.len();
+        scene.ask(s);
+    }
+    assert!(ended <= 10);
+    (0..10).for_each(|i| check(s, FIRST + 6 * i, FIRST + 6 * i));
+}
+
+#[test]
+fn what_is_unmapped_meanwhile_is_not_brought_back() {
+    let mut scene = Scene::new(8);
+    let s = &mut *scene.pager.state.lock();
+    scene.fault(s, FIRST);
+    let reads = scene.begin();
+    assert_eq!(reads.len(), 1, "the window has all of them");
+    events::forget_range(s, FIRST, FIRST + 4);
+    // Something new is there meanwhile: it is not the page that was read.
+    testing::store(s, FIRST + 1, 0, 0, |_| [7; PAGE]);
+    let new = s.pt.get(FIRST + 1);
+    scene.end(s, &reads[0], Ok(()));
+    assert_eq!((s.pt.get(FIRST), s.pt.get(FIRST + 1)), (Pte::NONE, new));
+    (4..8).for_each(|i| check(s, FIRST + i, FIRST + i));
+    assert_eq!((scene.count(|c| &c.poisoned), scene.count(|c| &c.swap_read_errors)), (0, 0));
+    end(s, FIRST..FIRST + 8);
+}
+
+#[test]
+fn what_is_moved_meanwhile_is_installed_where_it_is() {
+    let mut scene = Scene::new(8);
+    let s = &mut *scene.pager.state.lock();
+    scene.fault(s, FIRST);
+    let reads = scene.begin();
+    let to = FIRST + 0x1000;
+    let page = |vpn: u64| vpn as usize * PAGE;
+    scene.pager.event(s, Message::Remap { from: page(FIRST), to: page(to), len: 8 * PAGE });
+    // The fault comes again there, as the kernel has it, and the read under way is its own.
+    scene.fault(s, to);
+    assert!(scene.begin().is_empty());
+    scene.end(s, &reads[0], Ok(()));
+    assert_eq!(s.pt.get(FIRST), Pte::NONE);
+    check(s, to, FIRST);
+    // What came along says where it was when it was written; it stays on disk until it is wanted.
+    assert_eq!(s.pt.get(to + 1).tag(), Tag::Disk);
+    scene.fault(s, to + 1);
+    let reads = scene.begin();
+    scene.end(s, &reads[0], Ok(()));
+    check(s, to + 1, FIRST + 1);
+    end(s, to..to + 8);
+}
+
+/// The place is given up while it is read, and another page's object is written there: what was read before is not it.
+#[test]
+fn what_was_read_of_a_place_that_is_another_s_now_is_not_believed() {
+    let mut scene = Scene::new(1);
+    let s = &mut *scene.pager.state.lock();
+    scene.fault(s, FIRST);
+    let reads = scene.begin();
+    let (place, before) = (s.pt.get(FIRST).handle(), scene.disk.clone());
+    events::forget_range(s, FIRST, FIRST + 1);
+    let other = FIRST + 5;
+    scene.store(s, other, half_noise);
+    scene.write_out(s);
+    assert_eq!((s.pt.get(other).tag(), s.pt.get(other).handle()), (Tag::Disk, place), "the test wants the same place");
+    // A fault on it waits for the read under way, which has what was there before.
+    scene.fault(s, other);
+    assert!(scene.begin().is_empty());
+    let now = core::mem::replace(&mut scene.disk, before);
+    scene.end(s, &reads[0], Ok(()));
+    assert_eq!((s.pt.get(FIRST), s.pt.get(other).tag()), (Pte::NONE, Tag::Disk));
+    scene.disk = now;
+    scene.ask(s);
+    let reads = scene.begin();
+    scene.end(s, &reads[0], Ok(()));
+    check(s, other, other);
+    assert_eq!(scene.count(|c| &c.poisoned), 0);
+    end(s, FIRST..FIRST + 8);
+}
+
+/// Four tries, and then that page is lost, and no other.
+#[test]
+fn a_page_whose_reads_all_fail_is_lost_alone() {
+    let mut scene = Scene::new(8);
+    let s = &mut *scene.pager.state.lock();
+    scene.fault(s, FIRST);
+    for tried in 1..=4 {
+        while scene.ask(s) {}
+        let reads = scene.begin();
+        assert_eq!((reads.len(), s.pt.get(FIRST).tag()), (1, Tag::Disk), "try {tried}");
+        scene.end(s, &reads[0], Err(EIO));
+    }
+    assert_eq!((s.pt.get(FIRST).tag(), scene.count(|c| &c.poisoned)), (Tag::Poisoned, 1));
+    assert!((1..8).all(|i| s.pt.get(FIRST + i).tag() == Tag::Disk));
+    scene.waiting.clear();
+    scene.fault(s, FIRST + 1);
+    let reads = scene.begin();
+    scene.end(s, &reads[0], Ok(()));
+    (1..8).for_each(|i| check(s, FIRST + i, FIRST + i));
+    end(s, FIRST..FIRST + 8);
+}
+
+/// A window brings what another fault waits for; if it does not (it is damaged there), that fault has a read of its own.
+#[test]
+fn who_waits_for_another_s_window_is_brought_or_reads_for_itself() {
+    let mut scene = Scene::new(8);
+    let s = &mut *scene.pager.state.lock();
+    scene.fault(s, FIRST);
+    scene.fault(s, FIRST + 2);
+    scene.fault(s, FIRST + 3);
+    let reads = scene.begin();
+    assert_eq!(reads.len(), 1);
+    let (place, right) = (s.pt.get(FIRST + 3).handle(), scene.disk.clone());
+    scene.disk[uzswap_mm::swapfile::offset(place) as usize + 99] ^= 4;
+    scene.end(s, &reads[0], Ok(()));
+    check(s, FIRST, FIRST);
+    check(s, FIRST + 2, FIRST + 2);
+    assert_eq!(s.pt.get(FIRST + 3).tag(), Tag::Disk);
+    scene.ask(s);
+    scene.disk = right;
+    let reads = scene.begin();
+    assert_eq!((reads.len(), reads[0].place), (1, Some(place)));
+    scene.end(s, &reads[0], Ok(()));
+    check(s, FIRST + 3, FIRST + 3);
+    end(s, FIRST..FIRST + 8);
+}
+
+/// A forked child has its parent's pages on disk, none of its reads, and makes its own.
+#[test]
+fn a_child_has_none_of_its_parent_s_reads() {
+    let mut scene = Scene::new(8);
+    let s = &mut *scene.pager.state.lock();
+    scene.fault(s, FIRST);
+    assert_eq!(scene.begin().len(), 1);
+    // (As in the child: the state is its parent's, the handler's list and reads are not.)
+    s.end_flights();
+    (scene.reads, scene.waiting) = (Reads::by_hand(), Vec::new());
+    scene.fault(s, FIRST);
+    let reads = scene.begin();
+    assert_eq!(reads.len(), 1);
+    scene.end(s, &reads[0], Ok(()));
+    check(s, FIRST, FIRST);
+    end(s, FIRST..FIRST + 8);
+}
+
+/// Read back and met by the shrinker unchanged, pages are on disk again: nothing is written, and it is still there.
+#[test]
+fn what_was_read_back_leaves_the_pool_without_a_write() {
+    let mut scene = Scene::new(8);
+    let s = &mut *scene.pager.state.lock();
+    let used = s.swap.as_ref().unwrap().books.used_bytes();
+    for round in 1..=3 {
+        scene.waiting.clear();
+        scene.fault(s, FIRST + 2);
+        let reads = scene.begin();
+        scene.end(s, &reads[0], Ok(()));
+        (0..8).for_each(|i| check(s, FIRST + i, FIRST + i));
+        assert_eq!((s.swap.as_ref().unwrap().on_disk(), s.swap.as_ref().unwrap().books.used_bytes()), (0, used));
+        // (What is in memory is not read again with its neighbours.)
+        assert_eq!(s.swap.as_ref().unwrap().books.next_object(0, |o| o.live & !o.kept != 0), None);
+        scene.write_out(s);
+        assert!((0..8).all(|i| s.pt.get(FIRST + i).tag() == Tag::Disk), "round {round}");
+        let counts = (scene.count(|c| &c.pswpout_clean), scene.count(|c| &c.pswpout), s.pool.used_bytes(), s.swapped);
+        assert_eq!(counts, (8 * round, 8, 0, 0), "round {round}");
+    }
+    // Of what goes, the place goes too, in memory or not.
+    events::forget_range(s, FIRST, FIRST + 1);
+    scene.fault(s, FIRST + 2);
+    let reads = scene.begin();
+    scene.end(s, &reads[0], Ok(()));
+    events::forget_range(s, FIRST + 1, FIRST + 2);
+    assert_eq!(s.swap.as_ref().unwrap().books.used_bytes(), used / 8 * 6);
+    s.end_flights();
+    end(s, FIRST + 2..FIRST + 8);
+}
+
+/// Places of what is in memory are given up when there is no room left for what must be written.
+#[test]
+fn without_room_on_disk_no_place_is_kept() {
+    let mut scene = Scene::new(8);
+    let s = &mut *scene.pager.state.lock();
+    scene.fault(s, FIRST);
+    let reads = scene.begin();
+    scene.end(s, &reads[0], Ok(()));
+    let mut swap = s.swap.take().unwrap();
+    assert!(swap.books.used_bytes() > 0 && s.give_up_kept(&mut swap));
+    assert!(swap.books.used_bytes() == 0 && !s.give_up_kept(&mut swap));
+    s.swap = Some(swap);
+    (0..8).for_each(|i| object::set_flags(s.object(s.pt.get(FIRST + i).handle()), object::TRIED, 0));
+    scene.write_out(s);
+    assert_eq!((scene.count(|c| &c.pswpout_clean), scene.count(|c| &c.pswpout)), (0, 16));
+    // What is more than half of `memory.swap.max` keeps none either.
+    scene.pager.group.nodes[0].swap_max.store(s.swap.as_ref().unwrap().books.used_bytes() as u64 * 3 / 2, Relaxed);
+    s.swap.as_mut().unwrap().until_look = 0;
+    scene.waiting.clear();
+    scene.fault(s, FIRST);
+    let reads = scene.begin();
+    scene.end(s, &reads[0], Ok(()));
+    (0..8).for_each(|i| check(s, FIRST + i, FIRST + i));
+    assert_eq!(s.swap.as_ref().unwrap().books.used_bytes(), 0);
+    end(s, FIRST..FIRST + 8);
+}
+
+fn noise(vpn: u64) -> [u8; PAGE] {
+    let mut x = vpn.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    core::array::from_fn(|_| {
+        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (x >> 56) as u8
+    })
+}
+
+/// Pages of a program that do not compress, read back through real faults: one that is not changed is on disk again when it
+/// leaves, one that is changed is stored anew, and its place is free.
+#[test]
+fn a_page_of_the_program_that_did_not_change_is_not_written_again() {
+    let mut scene = Scene::new(0);
+    // (A file, so that pages may come to be there: nothing is read from it.)
+    scene.pager.swap_file.store(0, Relaxed);
+    let pages = 16;
+    let at = testing::memory(scene.pager, pages);
+    let first = (at / PAGE) as u64;
+    let s = &mut *scene.pager.state.lock();
+    (0..pages as u64).for_each(|i| scene.store(s, first + i, noise));
+    scene.write_out(s);
+    let (written, changed) = (scene.count(|c| &c.pswpout), 5);
+    assert_eq!(written, 16);
+    for round in 0..2 {
+        for i in 0..pages as u64 {
+            scene.waiting.clear();
+            scene.fault(s, first + i);
+            scene.begin().iter().for_each(|read| scene.end(s, read, Ok(())));
+            let r = Request { vpn: first + i, write: false, protected: false };
+            assert!(s.pt.get(first + i).tag() == Tag::Resident || scene.pager.serve(s, r).is_ok());
+            // SAFETY: the page is there, as was just asked for.
+            let page = unsafe { core::slice::from_raw_parts_mut((at + i as usize * PAGE) as *mut u8, PAGE) };
+            let mut want = noise(first + i);
+            want[9] ^= u8::from(round == 1 && i == changed);
+            assert!(page == want, "page {i} in round {round}");
+            if round == 0 && i == changed {
+                page[9] ^= 1;
+            }
+        }
+        assert!((0..pages as u64).all(|i| s.pt.get(first + i).copy().is_some() == (round == 0 || i != changed)));
+        assert!(s.pool.used_bytes() < pages * 128, "what did not compress is not kept: {}", s.pool.used_bytes());
+        while s.resident + s.staged > 0 {
+            assert!(scene.pager.direct_round(s, pages, 0, None).0 > 0);
+        }
+        if round == 0 {
+            let tag = |i: u64| if i == changed { Tag::Compressed } else { Tag::Disk };
+            assert!((0..pages as u64).all(|i| s.pt.get(first + i).tag() == tag(i)));
+            assert_eq!((scene.count(|c| &c.pswpout_clean), scene.count(|c| &c.pswpout)), (15, written));
+        }
+    }
+    assert_eq!(scene.count(|c| &c.pswpout_clean), 30);
+    end(s, first..first + pages as u64);
+}
+
+/// Two members of a group: what one reads back from disk keeps the other's shrinker from taking as much, once.
+#[test]
+fn what_one_member_reads_back_another_weighs() {
+    let group = testing::group();
+    group.nodes[0].max.store(LIMIT as u64, Relaxed);
+    let child = group.make_child(0, b"below").unwrap();
+    let member = |node: usize| {
+        let mut pager = testing::member(group, node, LIMIT);
+        pager.swap_to(testing::books());
+        &*Box::leak(Box::new(pager))
+    };
+    let (one, two, elsewhere) = (member(0), member(0), member(child));
+    let reads = &group.nodes[0].nr_disk_swapins;
+    // (Without threads the reading is said, not done.)
+    one.state.lock().swap.as_ref().unwrap().disk_reads.add(30);
+    let due_of = |pager: &Pager| {
+        let s = &mut *pager.state.lock();
+        s.swapped = 20;
+        (0..20).for_each(|i| _ = testing::store(s, FIRST + i, 0, 0, half_noise));
+        s.swapped = 20;
+        s.press_pool(1);
+        s.swap.as_ref().unwrap().shrinker.due()
+    };
+    assert!(due_of(elsewhere) > 0 && reads.get() == 30, "another group's reads are no matter");
+    assert_eq!((due_of(two), reads.get()), (0, 10));
+    let due = due_of(one);
+    assert!(due > 0 && reads.get() == 0, "{due}");
+}
+
+/// Faults in sequence are ahead of themselves: after three windows the next are read before anybody asks.
+#[test]
+fn a_sequence_is_read_ahead() {
+    let mut scene = Scene::new(256);
+    let s = &mut *scene.pager.state.lock();
+    let (mut asked, mut vpn) = (0, FIRST);
+    while vpn < FIRST + 256 {
+        if s.pt.get(vpn).tag() == Tag::Disk {
+            scene.waiting.clear();
+            scene.fault(s, vpn);
+            asked += 1;
+        }
+        scene.pager.read_ahead(s, &mut scene.reads);
+        for read in scene.begin() {
+            scene.end(s, &read, Ok(()));
+        }
+        check(s, vpn, vpn);
+        let handle = s.pt.get(vpn).handle();
+        if Header::read(s.object(handle)).flags & object::AHEAD != 0 {
+            s.wanted_ahead(handle);
+        }
+        vpn += 1;
+    }
+    assert!((3..=5).contains(&asked), "{asked} faults waited for the disk");
+    end(s, FIRST..FIRST + 256);
+}

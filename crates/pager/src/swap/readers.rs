@@ -1,0 +1,136 @@
+//! Threads that read: where io_uring is refused, and where the other end is a server.
+//!
+//! Thread *i* makes the reads of slot *i* (`reads`), one at a time, on a connection of its own where there is a server. The
+//! handler posts a read and goes on; the thread raises an event that the handler polls with its messages. A thread is
+//! started when its slot is first used, so a program of which one thread faults has one.
+//!
+//! ```text
+//! idle ─ the handler writes what and where ─▶ posted ─ the thread reads ─▶ done ─ the handler takes the result ─▶ idle
+//! ```
+//! The state's word orders it: what is written before it changes is the other side's afterwards. A forked child has no
+//! such threads: [`Readers::forget`].
+
+use super::reads::NOT_TRIED;
+use crate::pager::Pager;
+use crate::state::State;
+use crate::ticker::stack;
+use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
+use uzswap_sys::raw::Errno;
+use uzswap_sys::{eventfd, lock, thread};
+
+/// Threads at most.
+pub const READERS: usize = 4;
+/// The stack of the first: after those of `compress`.
+const FIRST_STACK: usize = 7;
+
+const IDLE: u32 = 0;
+const POSTED: u32 = 1;
+const DONE: u32 = 2;
+
+/// What one thread is to read.
+#[derive(Default)]
+struct Job {
+    /// [`IDLE`] and the others (a futex word).
+    state: AtomicU32,
+    /// The thread's id, 0 until it is started, -1 if it could not be.
+    tid: AtomicI32,
+    at: AtomicU64,
+    to: AtomicUsize,
+    len: AtomicUsize,
+    /// An error number, 0 for none.
+    result: AtomicI32,
+}
+
+/// All of them.
+pub struct Readers {
+    jobs: [Job; READERS],
+    /// What they raise; -1 for nothing.
+    pub event: AtomicI32,
+    /// Their connections to the command, where there is a server, but for the first's: -1 for none.
+    pub links: [AtomicI32; READERS - 1],
+}
+
+impl Default for Readers {
+    fn default() -> Self {
+        Self { jobs: Default::default(), event: AtomicI32::new(-1), links: [const { AtomicI32::new(-1) }; READERS - 1] }
+    }
+}
+
+impl Readers {
+    /// Has thread `i` fill `bytes`, which are its own until the result was taken; false when there is no such thread.
+    pub(super) fn post(&self, i: usize, at: u64, bytes: &mut [u8]) -> bool {
+        let job = &self.jobs[i];
+        if job.tid.load(Relaxed) <= 0 || job.state.load(Acquire) != IDLE {
+            return false;
+        }
+        job.at.store(at, Relaxed);
+        job.to.store(bytes.as_mut_ptr() as usize, Relaxed);
+        job.len.store(bytes.len(), Relaxed);
+        job.state.store(POSTED, Release);
+        lock::futex_wake(&job.state, 1, false);
+        true
+    }
+
+    /// What became of the read of thread `i`, if it has ended.
+    pub(super) fn take(&self, i: usize) -> Option<Result<(), Errno>> {
+        let job = &self.jobs[i];
+        (job.state.load(Acquire) == DONE).then(|| {
+            let result = job.result.load(Relaxed);
+            job.state.store(IDLE, Release);
+            if result == 0 { Ok(()) } else { Err(result) }
+        })
+    }
+
+    /// In a forked child: there are none.
+    pub(crate) fn forget(&self) {
+        for job in &self.jobs {
+            job.tid.store(0, Relaxed);
+            job.state.store(IDLE, Relaxed);
+        }
+        self.event.store(-1, Relaxed);
+    }
+}
+
+impl Pager {
+    /// Starts reader `i` if it does not run, with the lock held.
+    pub(super) fn start_reader(&self, s: &State, i: usize) {
+        const RUN: [extern "C" fn(usize) -> !; READERS] = [run::<0>, run::<1>, run::<2>, run::<3>];
+        let tid = &self.readers.jobs[i].tid;
+        // (The tests' pagers have no stacks for threads of their own: nobody runs there.)
+        if tid.load(Relaxed) != 0 || self.readers.event.load(Relaxed) < 0 {
+            return;
+        }
+        let me = core::ptr::from_ref(self) as usize;
+        // SAFETY: a stack of ours that no other helper has; the entry never returns.
+        let started = unsafe { thread::spawn(stack(self, FIRST_STACK + i), false, RUN[i], me) };
+        tid.store(started.unwrap_or(-1), Relaxed);
+        if let Ok(tid) = started {
+            // (The handler, whose child it is, runs on one CPU and only when nobody else wants to.)
+            thread::set_idle_policy(tid, false);
+            s.placement.set_free(tid);
+        }
+    }
+
+    fn read_for_ever(&self, i: usize) -> ! {
+        let job = &self.readers.jobs[i];
+        loop {
+            let state = job.state.load(Acquire);
+            if state != POSTED {
+                lock::futex_wait(&job.state, state, None, false);
+                continue;
+            }
+            let (to, len) = (job.to.load(Relaxed) as *mut u8, job.len.load(Relaxed));
+            // SAFETY: the handler has lent these bytes until it takes the result.
+            let bytes = unsafe { core::slice::from_raw_parts_mut(to, len) };
+            let result = if self.can_read(i) { self.swap_read(i, job.at.load(Relaxed), bytes) } else { Err(NOT_TRIED) };
+            job.result.store(result.err().unwrap_or(0), Relaxed);
+            job.state.store(DONE, Release);
+            eventfd::raise(self.readers.event.load(Acquire));
+        }
+    }
+}
+
+extern "C" fn run<const I: usize>(pager: usize) -> ! {
+    // SAFETY: the argument is the leaked pager that started the thread.
+    unsafe { &*(pager as *const Pager) }.read_for_ever(I)
+}

@@ -1,0 +1,364 @@
+//! Reads of the swap file under way: several at once, none of which anybody waits for but the faults that need it.
+//!
+//! ```text
+//! slot 0   planned │ under way ··············│ ended, installed     planned  with the lock: what is to be read
+//! slot 1           planned │ under way ···········│ ended           begun    without it
+//! slot 2                     planned │ ...                          ended    found by the handler, which polls
+//! ```
+//! By io_uring where it may be used: one system call to begin a read, and the ring's descriptor is readable when one has
+//! ended. Elsewhere, and where the other end is a server, up to [`READERS`] threads (`readers`) each make one read at a
+//! time; they are started when so many reads are wanted at once. Where not even that can be had a read is made on the
+//! spot, and the handler waits for it.
+//!
+//! A slot's buffer is the kernel's (or the thread's) from the moment its read is begun until that is found ended.
+//! Used by the handler alone; a forked child has none of its parent's.
+
+use super::io::some_blocks;
+use super::readers::READERS;
+use super::writeback::{Block, bytes_of};
+use crate::inject::Site;
+use crate::pager::Pager;
+use crate::state::State;
+use core::sync::atomic::Ordering::*;
+use uzswap_mm::swapfile::{BLOCK, Place};
+use uzswap_sys::raw::Errno;
+use uzswap_sys::uring::Uring;
+use uzswap_sys::{eventfd, thread};
+
+/// Reads under way at once, at most.
+pub(super) const DEPTH: usize = 8;
+/// Bytes of a buffer: an object of the largest size and the blocks it begins and ends in.
+pub(super) const BUFFER: usize = 128 << 10;
+/// Transfers of less than a block in a row after which a read has failed.
+const MOST_FRUITLESS: u32 = 8;
+/// A result of a read that was not made: by a thread that could not reach the server, which another can.
+pub(super) const NOT_TRIED: Errno = libc::ENOLINK;
+/// For tests: how long a read is withheld at most (nanoseconds), and for how many messages.
+const HOLD_NS: u64 = 3_000_000;
+const HOLD_MESSAGES: u64 = 8;
+
+/// Where a read is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    Planned,
+    UnderWay,
+    Ended(Result<(), Errno>),
+}
+
+/// A range of the file that is read: whole blocks.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Read {
+    /// Where it begins.
+    pub at: u64,
+    /// Its bytes.
+    pub len: usize,
+    /// The object that it was begun for; none when it is read ahead of all faults.
+    pub place: Option<Place>,
+    stage: Stage,
+    /// Bytes that are there.
+    done: usize,
+    fruitless: u32,
+    /// It is to fail, and how (see [`Pager::swap_read`]).
+    injected: Option<u64>,
+    /// It is not found ended before so many messages were read, or this moment (monotonic nanoseconds).
+    held: Option<(u64, u64)>,
+}
+
+impl Read {
+    /// One that is to be begun.
+    pub(super) fn new(at: u64, len: usize, place: Option<Place>) -> Self {
+        Self { at, len, place, stage: Stage::Planned, done: 0, fruitless: 0, injected: None, held: None }
+    }
+
+    /// Whether it reads all of a range.
+    pub(super) fn covers(&self, at: u64, len: usize) -> bool {
+        self.at <= at && at + len as u64 <= self.at + self.len as u64
+    }
+
+    /// Bytes to be transferred next.
+    fn part(&self) -> usize {
+        match self.injected {
+            // What fails, or comes in two transfers, comes in part first.
+            Some(bits) if bits % 2 == 1 && self.done == 0 => some_blocks(bits, self.len).max(BLOCK),
+            _ => self.len - self.done,
+        }
+    }
+
+    /// A transfer has ended: where the read is now.
+    fn transferred(&mut self, ended: Result<usize, Errno>, bytes: &mut [u8]) -> Stage {
+        match ended {
+            _ if self.injected.is_some_and(|bits| bits % 4 == 1) => return Stage::Ended(Err(libc::EIO)),
+            Ok(0) => return Stage::Ended(Err(libc::EIO)),
+            Ok(n) => {
+                self.fruitless = if n < BLOCK { self.fruitless + 1 } else { 0 };
+                self.done += n / BLOCK * BLOCK;
+            }
+            Err(libc::EINTR | libc::EAGAIN) => self.fruitless += 1,
+            Err(e) => return Stage::Ended(Err(e)),
+        }
+        if self.done >= self.len {
+            if let Some(bits) = self.injected.filter(|bits| bits % 4 == 2) {
+                bytes[(bits >> 8) as usize % self.len] ^= 1 << ((bits >> 2) % 8);
+            }
+            return Stage::Ended(Ok(()));
+        }
+        if self.fruitless > MOST_FRUITLESS { Stage::Ended(Err(libc::EIO)) } else { Stage::Planned }
+    }
+}
+
+#[derive(Default)]
+struct Slot {
+    buffer: Vec<Block>,
+    read: Option<Read>,
+    /// Its thread cannot reach the server: it is used no more.
+    closed: bool,
+}
+
+/// The reads, and what makes them.
+#[derive(Default)]
+pub(crate) struct Reads {
+    slots: [Slot; DEPTH],
+    ring: Option<Uring>,
+    /// What the threads raise when a read has ended.
+    event: Option<i32>,
+    /// Messages that the handler has read.
+    messages: u64,
+}
+
+impl Reads {
+    /// None under way; to be called with the lock held, as all that allocates.
+    pub(crate) fn new(pager: &Pager) -> Self {
+        let map = pager.clusters.filter(|_| pager.swap_file.load(Acquire) >= 0);
+        let may = map.is_some_and(|map| map.plain.load(Relaxed) == 0 && !map.is_remote());
+        let ring = if may { Uring::new(DEPTH as u32).ok() } else { None };
+        let event = if map.is_some() && ring.is_none() { eventfd::create().ok() } else { None };
+        pager.readers.event.store(event.unwrap_or(-1), Release);
+        let reads = Self { ring, event, ..Self::default() };
+        pager.reads_fd.store(reads.fd(), Release);
+        reads
+    }
+
+    /// What is readable when a read has ended; -1 where nothing can be under way.
+    pub(crate) fn fd(&self) -> i32 {
+        self.ring.as_ref().map(Uring::fd).or(self.event).unwrap_or(-1)
+    }
+
+    /// How many may be under way.
+    fn depth(&self) -> usize {
+        match (&self.ring, self.event) {
+            (Some(_), _) => DEPTH,
+            (None, Some(_)) => READERS,
+            _ => 1,
+        }
+    }
+
+    /// Those that are planned, under way, or ended and not taken.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Read> {
+        self.slots.iter().filter_map(|slot| slot.read.as_ref())
+    }
+
+    /// Slots in which nothing is read.
+    pub(super) fn free(&self) -> usize {
+        self.slots[..self.depth()].iter().filter(|slot| slot.read.is_none() && !slot.closed).count()
+    }
+
+    /// Takes a slot for a read, with the lock held; false when there is none.
+    pub(super) fn plan(&mut self, pager: &Pager, s: &State, read: Read) -> bool {
+        let depth = self.depth();
+        let Some(i) = self.slots[..depth].iter().position(|slot| slot.read.is_none() && !slot.closed) else {
+            return false;
+        };
+        let slot = &mut self.slots[i];
+        if slot.buffer.is_empty() {
+            // SAFETY: zeros are blocks. (Not written to: what is never read into takes no memory.)
+            slot.buffer = unsafe { Box::<[Block]>::new_zeroed_slice(BUFFER / BLOCK).assume_init() }.into_vec();
+        }
+        if self.event.is_some() {
+            pager.start_reader(s, i);
+        }
+        slot.read = Some(read);
+        true
+    }
+
+    /// Whether reads are to be begun.
+    pub(crate) fn any_planned(&self) -> bool {
+        self.iter().any(|read| read.stage == Stage::Planned)
+    }
+
+    /// Whether a read has ended and may be taken.
+    pub(crate) fn any_ended(&self) -> bool {
+        self.iter().any(|read| matches!(read.stage, Stage::Ended(_)) && !self.is_held(read))
+    }
+
+    /// When to look again for what is withheld (monotonic nanoseconds).
+    pub(crate) fn look_at(&self) -> Option<u64> {
+        self.iter().filter_map(|read| read.held.map(|(_, until)| until)).min()
+    }
+
+    fn is_held(&self, read: &Read) -> bool {
+        read.held.is_some_and(|(messages, until)| self.messages < messages && thread::now_ns() < until)
+    }
+
+    /// A message was read.
+    pub(crate) fn count_message(&mut self) {
+        self.messages += 1;
+    }
+
+    /// Begins what is planned; without the lock.
+    pub(crate) fn begin(&mut self, pager: &Pager) {
+        for i in 0..DEPTH {
+            if self.slots[i].read.is_some_and(|read| read.stage == Stage::Planned) {
+                self.begin_one(pager, i);
+            }
+        }
+    }
+
+    fn begin_one(&mut self, pager: &Pager, i: usize) {
+        let Slot { buffer, read: Some(read), .. } = &mut self.slots[i] else { return };
+        let bytes = &mut bytes_of(buffer)[..read.len];
+        if pager.swap_began[super::io::READ].load(Relaxed) == 0 {
+            pager.swap_began[super::io::READ].store(thread::now_ns(), Relaxed);
+        }
+        if read.done == 0
+            && read.fruitless == 0
+            && let Some(bits) = pager.inject(Site::SwapHold)
+        {
+            read.held = Some((self.messages + 1 + bits % HOLD_MESSAGES, thread::now_ns() + HOLD_NS));
+        }
+        read.stage = Stage::UnderWay;
+        if let Some(ring) = &mut self.ring {
+            if read.done == 0 && read.fruitless == 0 {
+                read.injected = pager.inject(Site::SwapRead);
+            }
+            if read.injected.is_some_and(|bits| bits % 4 == 0) {
+                return self.end(pager, i, Err(libc::EIO));
+            }
+            let (fd, from, part) = (pager.swap_file.load(Acquire), read.done, read.part());
+            // SAFETY: the buffer is not touched, and not freed, until the read is found ended.
+            let begun =
+                unsafe { ring.read(fd, bytes[from..].as_mut_ptr(), part, read.at + from as u64, i as u64) }.is_ok();
+            if begun {
+                return;
+            }
+            // (The kernel has no memory for it just now.)
+            read.injected = None;
+        } else if self.event.is_some() && pager.readers.post(i, read.at, bytes) {
+            return;
+        }
+        let result = pager.swap_read(0, read.at, bytes);
+        self.finish(pager, i, result);
+    }
+
+    /// Finds which reads have ended.
+    pub(crate) fn look(&mut self, pager: &Pager) {
+        while let Some(ring) = &mut self.ring {
+            let Ok(Some((tag, ended))) = ring.next(false) else { break };
+            let i = tag as usize;
+            let Slot { buffer, read: Some(read), .. } = &mut self.slots[i] else { continue };
+            pager.counters().swap_uring_reads.fetch_add(1, Relaxed);
+            match read.transferred(ended, bytes_of(buffer)) {
+                Stage::Ended(result) => self.end(pager, i, result),
+                stage => read.stage = stage,
+            }
+        }
+        let Some(event) = self.event.filter(|_| self.iter().any(|read| read.stage == Stage::UnderWay)) else { return };
+        if !eventfd::take(event) {
+            return;
+        }
+        for i in 0..READERS {
+            match pager.readers.take(i) {
+                Some(Err(NOT_TRIED)) => {
+                    (self.slots[i].closed, self.slots[i].read) = (true, None);
+                }
+                Some(result) => self.finish(pager, i, result),
+                None => {}
+            }
+        }
+    }
+
+    /// A read by the ring has ended: it is counted.
+    fn end(&mut self, pager: &Pager, i: usize, result: Result<(), Errno>) {
+        let len = self.slots[i].read.map_or(0, |read| read.len);
+        pager.count_swap_read(len, result);
+        self.finish(pager, i, result);
+    }
+
+    fn finish(&mut self, pager: &Pager, i: usize, result: Result<(), Errno>) {
+        if let Some(read) = &mut self.slots[i].read {
+            read.stage = Stage::Ended(result);
+        }
+        let more = self.iter().any(|read| read.stage == Stage::UnderWay);
+        pager.swap_began[super::io::READ].store(if more { thread::now_ns() } else { 0 }, Relaxed);
+    }
+
+    /// Takes a read that has ended, its bytes and what became of it, by `take`; false when there is none.
+    pub(super) fn take(&mut self, take: impl FnOnce(&Read, &mut [u8], Result<(), Errno>)) -> bool {
+        let ended = |slot: &Slot| {
+            slot.read.as_ref().is_some_and(|read| matches!(read.stage, Stage::Ended(_)) && !self.is_held(read))
+        };
+        let Some(i) = self.slots.iter().position(ended) else { return false };
+        let slot = &mut self.slots[i];
+        let Some(read) = slot.read.take() else { return false };
+        let Stage::Ended(result) = read.stage else { return false };
+        take(&read, &mut bytes_of(&mut slot.buffer)[..read.len], result);
+        true
+    }
+}
+
+#[cfg(test)]
+impl Reads {
+    /// As a handler has it that makes no transfers: the test says what was read.
+    pub(super) fn by_hand() -> Self {
+        Self { event: Some(-1), ..Self::default() }
+    }
+
+    /// What is planned, oldest slot first, is under way now.
+    pub(super) fn begin_by_hand(&mut self) -> Vec<Read> {
+        let planned = self.slots.iter_mut().filter_map(|slot| slot.read.as_mut());
+        let planned = planned.filter(|read| read.stage == Stage::Planned);
+        planned
+            .map(|read| {
+                read.stage = Stage::UnderWay;
+                *read
+            })
+            .collect()
+    }
+
+    /// The read at an offset has ended.
+    pub(super) fn end_by_hand(&mut self, at: u64, from: &[u8], result: Result<(), Errno>) {
+        let of = |slot: &&mut Slot| slot.read.is_some_and(|read| read.at == at && read.stage == Stage::UnderWay);
+        let slot = self.slots.iter_mut().find(of).expect("it is under way");
+        let read = slot.read.as_mut().expect("it is under way");
+        bytes_of(&mut slot.buffer)[..read.len].copy_from_slice(&from[at as usize..][..read.len]);
+        read.stage = Stage::Ended(result);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What each transfer gives -> where the read is after it, for a read of 16 KiB.
+    #[test]
+    fn transfers_cut_short_are_gone_on_with_from_a_block() {
+        let mut bytes = vec![0; 16384];
+        for (gives, want) in [
+            (&[Ok(16384)][..], Stage::Ended(Ok(()))),
+            (&[Ok(4096), Ok(12288)], Stage::Ended(Ok(()))),
+            (&[Ok(5000), Ok(100), Err(libc::EINTR), Ok(12288)], Stage::Ended(Ok(()))),
+            (&[Ok(5000)], Stage::Planned),
+            (&[Ok(8192), Ok(0)], Stage::Ended(Err(libc::EIO))),
+            (&[Err(libc::ENXIO)], Stage::Ended(Err(libc::ENXIO))),
+            (&[Ok(512); 9], Stage::Ended(Err(libc::EIO))),
+            (&[Err(libc::EAGAIN); 9], Stage::Ended(Err(libc::EIO))),
+        ] {
+            let mut read = Read::new(0, 16384, None);
+            let stages: Vec<_> = gives.iter().map(|n| read.transferred(*n, &mut bytes)).collect();
+            assert_eq!(*stages.last().unwrap(), want, "{gives:?}");
+            assert!(stages[..stages.len() - 1].iter().all(|s| *s == Stage::Planned), "{gives:?}: {stages:?}");
+            if want == Stage::Planned {
+                assert_eq!((read.done, read.part()), (4096, 12288));
+            }
+        }
+    }
+}
