@@ -306,7 +306,9 @@ mod tests {
     }
 
     fn tempfile() -> std::fs::File {
-        let path = std::env::temp_dir().join(format!("uzswap-uring-{}", std::process::id()));
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let number = MADE.fetch_add(1, Relaxed);
+        let path = std::env::temp_dir().join(format!("uzswap-uring-{}-{number}", std::process::id()));
         let file = std::fs::File::options().read(true).write(true).create(true).truncate(true).open(&path).unwrap();
         std::fs::remove_file(path).unwrap();
         file
