@@ -1,14 +1,20 @@
-//! The program's mapping calls are kept in order (why: `uzswap_pager::calls`).
+//! The program's mapping calls are kept in order (why: `uzswap_pager::calls`), and `mremap` is made good where the kernel
+//! does not tell of it (`uzswap_pager::remapped`).
 
 use crate::{pager, set_mask};
-use core::ffi::c_long;
+use core::ffi::{c_int, c_long};
+use core::sync::atomic::Ordering::Relaxed;
 use uzswap_pager::calls::Held;
+use uzswap_pager::remapped::Remap;
+use uzswap_sys::{raw, sys};
 
 /// How a call that is under way is ordered, on the stack of its thread.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct InOrder {
     held: Option<Held>,
+    /// Whether it is a move that must be made good.
+    remaps: bool,
     /// Signals as they were before, where they are blocked meanwhile.
     mask: u64,
 }
@@ -20,6 +26,10 @@ fn kind(nr: c_long, third: usize, fourth: usize) -> Option<bool> {
     match nr {
         libc::SYS_mremap => Some(true),
         libc::SYS_munmap | libc::SYS_brk => Some(false),
+        // (Without MOVE what was locked after it was taken would be locked no longer: see `without_move` of the pager.)
+        libc::SYS_mlock | libc::SYS_mlock2 | libc::SYS_munlock | libc::SYS_mlockall | libc::SYS_munlockall => {
+            pager().filter(|p| p.without_move).map(|_| false)
+        }
         libc::SYS_mmap => (fourth as i32 & fixed == libc::MAP_FIXED).then_some(false),
         libc::SYS_madvise => drops.contains(&(third as i32)).then_some(false),
         _ => None,
@@ -28,12 +38,14 @@ fn kind(nr: c_long, third: usize, fourth: usize) -> Option<bool> {
 
 /// Before the call `nr`, whose third and fourth argument are given.
 pub fn begin_one(nr: c_long, third: usize, fourth: usize) -> InOrder {
-    let (Some(p), Some(alone)) = (pager(), kind(nr, third, fourth)) else { return InOrder { held: None, mask: 0 } };
+    let (Some(p), Some(alone)) = (pager(), kind(nr, third, fourth)) else {
+        return InOrder { held: None, remaps: false, mask: 0 };
+    };
     if p.calls.begin_unordered() {
-        return InOrder { held: Some(Held::Counted), mask: 0 };
+        return InOrder { held: Some(Held::Counted), remaps: false, mask: 0 };
     }
     let mask = set_mask(!0);
-    InOrder { held: Some(p.calls.begin(alone)), mask }
+    InOrder { held: Some(p.calls.begin(alone)), remaps: false, mask }
 }
 
 /// After it.
@@ -43,6 +55,71 @@ pub fn end_one(call: InOrder) {
     if held != Held::Counted {
         set_mask(call.mask);
     }
+}
+
+/// Before `mremap`.
+pub fn begin_remap(from: usize, old_len: usize, new_len: usize, flags: usize) -> InOrder {
+    let mut call = begin_one(libc::SYS_mremap, new_len, flags);
+    if call.held == Some(Held::Alone)
+        && let (Some(p), Some(remap)) = (pager(), Remap::of(from, old_len, new_len, flags))
+    {
+        call.remaps = p.before_remap(remap);
+    }
+    call
+}
+
+/// After it; `ret` is what the kernel returned.
+pub fn end_remap(call: InOrder, ret: isize) {
+    if call.remaps
+        && let Some(p) = pager()
+        && !p.after_remap(raw::check(ret).ok())
+    {
+        p.say(b"uzswap: memory that was moved could not be registered; the process is ended rather than read wrong data\n");
+        // SAFETY: ends the process.
+        let _ = unsafe { sys!(libc::SYS_exit_group, 125) };
+    }
+    end_one(call);
+}
+
+macro_rules! interpose_lock {
+    ($name:ident, $nr:expr $(, $argument:ident)*) => {
+        /// As libc's of that name.
+        ///
+        /// # Safety
+        /// As the system call's.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($argument: usize),*) -> c_int {
+            let call = begin_one($nr, 0, 0);
+            if let Some(p) = pager() {
+                p.locks.store(true, Relaxed);
+            }
+            // SAFETY: as the caller says.
+            let done = unsafe { sys!($nr $(, $argument)*) };
+            end_one(call);
+            let Err(errno) = done else { return 0 };
+            // SAFETY: the calling thread is libc's.
+            unsafe { *libc::__errno_location() = errno };
+            -1
+        }
+    };
+}
+
+interpose_lock!(mlock, libc::SYS_mlock, at, len);
+interpose_lock!(mlock2, libc::SYS_mlock2, at, len, flags);
+interpose_lock!(munlock, libc::SYS_munlock, at, len);
+interpose_lock!(mlockall, libc::SYS_mlockall, flags);
+interpose_lock!(munlockall, libc::SYS_munlockall);
+
+/// For the wrapped call of libc: before it.
+pub extern "C" fn begin_mremap(at: *mut InOrder, from: usize, old_len: usize, new_len: usize, flags: usize) {
+    // SAFETY: the thunk's room on the stack.
+    unsafe { at.write(begin_remap(from, old_len, new_len, flags)) }
+}
+
+/// After it.
+pub extern "C" fn end_mremap(at: *const InOrder, ret: isize) {
+    // SAFETY: as `begin_mremap` wrote it.
+    end_remap(unsafe { at.read() }, ret)
 }
 
 /// For the wrapped calls of libc: before one.

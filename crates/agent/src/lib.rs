@@ -8,6 +8,7 @@ mod calls;
 mod exec;
 mod heap;
 mod patch;
+mod pins;
 mod rawfork;
 mod threads;
 
@@ -87,6 +88,7 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     exec::init();
     rawfork::init();
     threads::init();
+    pins::init();
     let mut pager = Pager::new(group, node, layout)
         .map_err(|_| "uzswap: this process runs without a limit: its group has too many members\n")?;
     pager.tracks = group.track_writes.load(Relaxed) != 0;
@@ -101,7 +103,12 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
         let mut s = pager.state.lock();
         let _ = pager.exclude_old(&mut s, thread::pointer());
     }
+    if pager.without_move {
+        // `mremap` is followed from the first page that is managed on.
+        pager.calls.order_always();
+    }
     PAGER.store(core::ptr::from_ref(pager).cast_mut(), Release);
+    pins::look_at_inherited();
     pager
         .spawn_ticker(ticker::start)
         .map_err(|_| "uzswap: this process runs without a limit: no thread could be started\n")

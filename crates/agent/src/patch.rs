@@ -48,7 +48,12 @@ global_asm!(
     "UZ_ORDERED 11",
     "ret",
     ".globl uz_thunk_mremap", "uz_thunk_mremap:",
-    "UZ_ORDERED 25",
+    "lea rsp, [rsp - 16]",
+    "UZ_SAVE", "mov r8, r10", "mov rcx, rdx", "mov rdx, rsi", "mov rsi, rdi", "lea rdi, [rbp + 8]",
+    "call {begin_mremap}", "UZ_RESTORE",
+    "mov eax, 25", "syscall",
+    "UZ_SAVE", "lea rdi, [rbp + 8]", "mov rsi, rax", "call {end_mremap}", "UZ_RESTORE",
+    "lea rsp, [rsp + 16]",
     "ret",
     ".globl uz_thunk_madvise", "uz_thunk_madvise:",
     "UZ_ORDERED 28",
@@ -59,6 +64,8 @@ global_asm!(
     after_brk = sym crate::after_brk,
     begin = sym crate::calls::begin,
     end = sym crate::calls::end,
+    begin_mremap = sym crate::calls::begin_mremap,
+    end_mremap = sym crate::calls::end_mremap,
 );
 
 unsafe extern "C" {

@@ -3,7 +3,7 @@
 //! Both are interposed, and give such a child its memory as `fork`'s gets it. What remains is a program that makes the
 //! system call with instructions of its own (or has libc make it on a new stack through `syscall`).
 
-use crate::{after_fork, before_fork, calls, pager};
+use crate::{after_fork, before_fork, calls, pager, pins};
 use core::ffi::{c_int, c_long, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
 use uzswap_pager::arena::PAGE;
@@ -58,7 +58,17 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             // SAFETY: the function found under this name, with the caller's arguments.
             return unsafe { core::mem::transmute::<usize, Real>(REAL_SYSCALL.load(Relaxed))(nr, a, b, c, d, e, f) };
         }
+        _ if nr == libc::SYS_mremap => {
+            let call = calls::begin_remap(a, b, c, d);
+            // SAFETY: as the caller says.
+            let ret = unsafe { raw::syscall(nr, args) };
+            calls::end_remap(call, ret);
+            ret
+        }
         _ => {
+            if nr == libc::SYS_io_uring_setup {
+                pins::may_pin();
+            }
             let held = calls::begin_one(nr, c, d);
             // SAFETY: as the caller says.
             let ret = unsafe { raw::syscall(nr, args) };

@@ -30,7 +30,7 @@ const ENGAGE_WAIT_NS: u64 = 200_000;
 
 /// What a call holds while it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u64)]
+#[repr(u8)]
 pub enum Held {
     /// Nothing but a count: no memory is managed yet.
     Counted,
@@ -83,6 +83,11 @@ impl Calls {
         }
     }
 
+    /// Orders calls from the first one on.
+    pub fn order_always(&self) {
+        self.ordered.store(true, SeqCst);
+    }
+
     /// Orders calls from now on, before any memory is registered; waits for those under way.
     pub fn order(&self) {
         self.order_waiting(ENGAGE_WAITS);
@@ -106,6 +111,11 @@ impl Calls {
     /// Keeps calls from running, for a scan; false when they cannot be kept from it now.
     pub fn try_stop(&self) -> bool {
         self.lock.take_within(SCAN_WAITS_NS)
+    }
+
+    /// Keeps calls from running if none is under way; for who cannot wait for one.
+    pub fn try_stop_now(&self) -> bool {
+        self.lock.try_take()
     }
 
     /// Lets them run again.

@@ -70,7 +70,11 @@ impl Pager {
             n += 1;
         }
         let order = n.ilog2() as u8;
-        let short = s.zone.free_slots(Kind::Frame) < n && self.excess(s) + self.margin() as isize > 0;
+        let short = match self.without_move {
+            false => s.zone.free_slots(Kind::Frame) < n && self.excess(s) + self.margin() as isize > 0,
+            // (What comes takes memory from the kernel, frames or not.)
+            true => self.excess(s) + (n * PAGE) as isize > 0,
+        };
         if short && !self.at_floor(s) {
             self.direct_reclaim(s, n)?;
         }

@@ -84,7 +84,12 @@ impl Pager {
         s.managed.retain(|(a, b)| *b <= start || *a >= end);
         s.managed.push((start, end));
         let mut runs: Vec<(usize, usize)> = Vec::new();
-        if pagemap::present_runs(self.pagemap.load(Relaxed), start, end, |a, b| runs.push((a, b))).is_err() {
+        let (fd, note) = (self.pagemap.load(Relaxed), |a, b| runs.push((a, b)));
+        let found = match self.without_move {
+            true => pagemap::present_runs_read(fd, start, end, note),
+            false => pagemap::present_runs(fd, start, end, note),
+        };
+        if found.is_err() {
             return Ok(0);
         }
         let mut pages = 0;

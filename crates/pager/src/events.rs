@@ -21,6 +21,8 @@ impl Pager {
     pub fn event(&self, s: &mut State, message: Message) {
         match message {
             Message::Removed { start, end } => forget_range(s, (start / PAGE) as u64, end.div_ceil(PAGE) as u64),
+            // (Its contents are elsewhere now: see `remapped`.)
+            Message::Unmapped { start, end } if s.remapping.is_of(start, end) => {}
             Message::Unmapped { start, end } => {
                 forget_range(s, (start / PAGE) as u64, end.div_ceil(PAGE) as u64);
                 no_longer_managed(s, start, end);
@@ -34,7 +36,8 @@ impl Pager {
     }
 }
 
-fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
+/// All that is known of `pages` pages is true of others from now on: they have moved.
+pub(crate) fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
     let (mut moved, mut clean) = (Vec::new(), Vec::new());
     if s.tracking {
         let mut at = from;

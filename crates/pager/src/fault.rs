@@ -63,7 +63,8 @@ impl Pager {
             return false;
         }
         let (low, _) = self.watermarks();
-        let short = s.zone.free_slots(Kind::Frame) < low && self.excess(s) + 2 * self.margin() as isize > 0;
+        let few = !self.without_move && s.zone.free_slots(Kind::Frame) < low;
+        let short = few && self.excess(s) + 2 * self.margin() as isize > 0;
         short || self.excess(s) + self.margin() as isize > 0
     }
 
@@ -91,6 +92,10 @@ impl Pager {
         let c = self.counters();
         c.pgfault.fetch_add(1, Relaxed);
         let first = s.pt.get(r.vpn);
+        if self.without_move && s.remapping.has(r.vpn) {
+            // Who waits is woken when it is known what is there.
+            return Ok(());
+        }
         match first.tag() {
             Tag::Poisoned => return self.poison(s, r.vpn),
             // (What is not known may be about to go: it is let alone.)
@@ -119,7 +124,7 @@ impl Pager {
             s.pt.hint(r.vpn, set, clear);
         }
         let huge = self.wants_huge(s, r.vpn) && self.huge_frames(s)?;
-        let (mut at, end) = match (huge, alone) {
+        let (mut at, end) = match (huge, alone || s.remapping.is_under_way()) {
             (true, _) => (r.vpn, r.vpn + FOLIO_PAGES as u64),
             (_, true) => (r.vpn, r.vpn + 1),
             _ => whole_blocks(s, r.vpn, n),
@@ -233,6 +238,10 @@ impl Pager {
             s.note_pages(trace::Kind::Free, vpn, 1);
             self.counters().poisoned.fetch_add(1, Relaxed);
             self.say(b"uzswap: a compressed page was found damaged in memory and cannot be restored; the program gets SIGBUS when it touches it\n");
+        }
+        if self.without_move {
+            self.lose_page(s, vpn);
+            return Ok(());
         }
         match self.uffd().poison(vpn as usize * PAGE, PAGE) {
             Ok(()) => {}

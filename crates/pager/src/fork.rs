@@ -64,6 +64,11 @@ impl Pager {
             drop(s);
             tries += 1;
             for page in pages {
+                if self.without_move {
+                    // (Where pages are not written to unseen, reading one brings it as well.)
+                    thread::reads(page * arena::PAGE);
+                    continue;
+                }
                 // SAFETY: populating changes no contents, and does nothing where there is no memory. Without the lock, as a
                 // missing page is served by the handler.
                 let _ = unsafe { sys!(libc::SYS_madvise, page * arena::PAGE, arena::PAGE, libc::MADV_POPULATE_WRITE) };

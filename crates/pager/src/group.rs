@@ -431,6 +431,8 @@ pub struct GroupPage {
     pub used: AtomicU32,
     /// 1 when members keep which of their pages were written to: see `writes`.
     pub track_writes: AtomicU32,
+    /// 1 where the kernel has no UFFDIO_MOVE: see `without_move`.
+    pub without_move: AtomicU32,
     /// What is said about folios.
     pub folios: FolioSettings,
     /// What a test wants to fail; nothing otherwise.

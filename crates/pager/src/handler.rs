@@ -75,6 +75,7 @@ impl Handler {
         self.reads.look(p);
         let mut fault = false;
         match message {
+            Ok(Some(Message::Fault { address, .. })) if p.without_move && p.is_of_remap(&mut s, address) => {}
             Ok(Some(Message::Fault { address, write, protected, tid })) => {
                 fault = true;
                 s = self.take_fault(p, s, Request { vpn: (address / PAGE) as u64, write, protected }, tid);

@@ -7,6 +7,8 @@
 //! ```text
 //! UZSWAP_TEST_FAULTS="seed=7,pool=1/50,move_out=1/100"     one store in 50 fails, and one MOVE out in 100
 //! ```
+//! `move=never` has all members page without MOVE, as on a kernel that has none (see `without_move`).
+//!
 //! What is drawn is a hash of how many were drawn before in the whole group: no state of a process, so a forked child
 //! goes on where its parent was. Each site counts how often it failed, and the report says so: a test must see that
 //! what it is about has happened. When nothing is injected a place costs one load.
@@ -90,6 +92,8 @@ pub const SITES: [(Site, &str); 19] = [
 pub struct Faults {
     /// Whether anything is injected (0: no).
     pub on: AtomicU32,
+    /// Whether members are to do as on a kernel without MOVE.
+    pub never_move: AtomicU32,
     /// Where the draws began.
     pub seed: AtomicU64,
     /// Draws so far, in the whole group.
@@ -108,10 +112,14 @@ impl Faults {
     pub fn set(&self, text: &str, seed: u64) -> Result<(), String> {
         self.seed.store(seed, Relaxed);
         for item in text.split(',') {
-            let wrong = || format!("`{item}` in {ENV_FAULTS} is not SITE=N/M with N at most M, or seed=N");
+            let wrong = || format!("`{item}` in {ENV_FAULTS} is not SITE=N/M with N at most M, seed=N, or move=never");
             let (name, value) = item.split_once('=').ok_or_else(wrong)?;
             if name == "seed" {
                 self.seed.store(value.parse().map_err(|_| wrong())?, Relaxed);
+                continue;
+            }
+            if item == "move=never" {
+                self.never_move.store(1, Relaxed);
                 continue;
             }
             let site = SITES.iter().position(|(_, n)| *n == name).ok_or_else(wrong)?;

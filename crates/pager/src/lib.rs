@@ -17,16 +17,19 @@ mod handler;
 pub mod huge;
 pub mod inject;
 pub mod limits;
+mod lost;
 pub mod mapfile;
 pub mod marks;
 pub mod member;
 pub mod object;
 pub mod pageout;
 pub mod pager;
+mod pins;
 pub mod placement;
 pub mod reclaim;
 pub mod region;
 mod relocate;
+pub mod remapped;
 pub mod request;
 pub mod shared;
 pub mod stage;
@@ -36,6 +39,7 @@ pub mod swap;
 pub mod ticker;
 pub mod trace;
 mod transfer;
+mod without_move;
 mod writes;
 
 #[cfg(test)]

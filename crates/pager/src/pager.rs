@@ -115,6 +115,15 @@ pub struct Pager {
     pub marks: Option<crate::marks::Marks>,
     /// Whether it is kept which pages the program has written to: see `writes`.
     pub tracks: bool,
+    /// Whether pages leave and come without UFFDIO_MOVE: see `without_move`.
+    pub without_move: bool,
+    /// Whether a device may write to the program's memory behind the kernel's page tables, which without MOVE forbids to
+    /// take any of it: see `pins`.
+    pub pins: AtomicBool,
+    /// Which of the places is used that pages are taken to.
+    pub scratch: AtomicUsize,
+    /// Whether the program has locked memory.
+    pub locks: AtomicBool,
     /// Ends the reclaim thread of a region.
     pub stopping: AtomicBool,
     /// The page map of a process under `uzswap run`; its table writes to it under its own lock.
@@ -197,6 +206,10 @@ impl Pager {
             own_frames: false,
             marks: None,
             tracks: false,
+            without_move: group.without_move.load(Relaxed) != 0 || group.faults.never_move.load(Relaxed) != 0,
+            pins: AtomicBool::new(false),
+            scratch: AtomicUsize::new(0),
+            locks: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
             page_map: Lock::new(None),
             rings: None,
@@ -218,7 +231,9 @@ impl Pager {
 
     /// The features that this process's userfaultfd is to have.
     pub fn features(&self) -> u64 {
-        FEATURES | if self.tracks { uffd::FEATURE_WRITE_PROTECT } else { 0 }
+        // (Where moves of registered memory are told, those of uzswap's own would be as well: see `without_move`.)
+        let told = if self.without_move { FEATURES & !uffd::FEATURE_EVENT_REMAP } else { FEATURES };
+        told | if self.tracks { uffd::FEATURE_WRITE_PROTECT } else { 0 }
     }
 
     /// Records from now on, as the slot's new owner. Before other threads know of the pager.

@@ -84,7 +84,7 @@ impl Pager {
         }
         let margin = self.margin() as isize;
         let (_, high) = self.watermarks();
-        let short = s.zone.free_slots(Kind::Frame) < high && excess + 2 * margin > 0;
+        let short = !self.without_move && s.zone.free_slots(Kind::Frame) < high && excess + 2 * margin > 0;
         !s.unshare.is_empty() || excess > 0 || (!self.handler_reclaims(&s) && (excess + margin > 0 || short))
     }
 
@@ -92,8 +92,10 @@ impl Pager {
     pub(crate) fn reclaim_step(&self, batch: &mut Batch) -> bool {
         let (low, high) = self.watermarks();
         let mut progress = false;
+        let stopped = self.without_move && self.calls.try_stop();
         {
             let mut s = self.state.lock();
+            s.calls_stopped = stopped;
             let over = ((self.excess(&s) + self.margin() as isize).max(0) as usize) / PAGE;
             let spare = s.zone.free_slots(Kind::Frame);
             if over > 0 && spare > low.min(high / 2) {
@@ -104,7 +106,8 @@ impl Pager {
                 progress |= self.densify(&mut s, 16);
             }
             let squeezed = self.at_floor(&s);
-            let want = if (over > 0 && !squeezed) || spare < high { BATCH_PAGES } else { 0 };
+            let few = !self.without_move && spare < high;
+            let want = if (over > 0 && !squeezed) || few { BATCH_PAGES } else { 0 };
             if want > 0 {
                 let keep = self.stage_target(&s);
                 let short = (keep + want).saturating_sub(s.idle_staged());
@@ -113,6 +116,10 @@ impl Pager {
                 progress |= self.stage(&mut s, short).unwrap_or(0) > 0 && !refusing;
                 progress |= self.prepare(&mut s, batch, want, keep) && !refusing;
             }
+            s.calls_stopped = false;
+        }
+        if stopped {
+            self.calls.go_on();
         }
         batch.compress(self);
         let mut s = self.state.lock();
@@ -152,7 +159,7 @@ impl Pager {
             s.rss = self.rss_now(s);
         }
         let over = self.excess(s) + margin / 2 > 0;
-        if !over && (spare >= need || self.excess(s) + margin < 0) {
+        if !over && (self.without_move || spare >= need || self.excess(s) + margin < 0) {
             return;
         }
         s.rss = self.rss_now(s);
@@ -179,6 +186,11 @@ impl Pager {
         self.compact_pool(s);
         self.densify(s, 4);
         let spare = s.zone.free_slots(Kind::Frame);
+        // (Without MOVE a page that leaves gives its memory back at once.)
+        let over = match self.without_move {
+            true => ((self.excess(s) + margin / 2).max(0) as usize) / PAGE,
+            false => over,
+        };
         if over > 0 && spare > BLOCK_PAGES {
             self.give_back(s, over.min(spare - BLOCK_PAGES));
         }
@@ -203,6 +215,9 @@ impl Pager {
     pub fn direct_reclaim(&self, s: &mut State, n: usize) -> Result<(), EventPending> {
         self.counters().direct_reclaim.fetch_add(1, Relaxed);
         self.store_posted(s);
+        if self.without_move {
+            return self.direct_reclaim_without_move(s, n);
+        }
         for _ in 0..4 {
             if s.zone.free_slots(Kind::Frame) >= n {
                 break;
@@ -230,7 +245,7 @@ impl Pager {
         let staged = self.take_more(s, &mut batch, want, keep);
         // (At random a fault brings a page or a block: interrupting the helpers' CPUs for each costs more than they do.)
         let need = later.filter(|need| batch.shared && *need > BLOCK_PAGES);
-        if need.is_none_or(|need| s.zone.free_slots(Kind::Frame) < need) {
+        if need.is_none_or(|need| !self.without_move && s.zone.free_slots(Kind::Frame) < need) {
             left += self.store_now(s, &mut batch);
             if need.is_some() {
                 let _ = self.take_more(s, &mut batch, want, keep);
@@ -278,8 +293,9 @@ impl Pager {
             let Some((slot, order)) = s.zone.alloc_up_to(Kind::Frame, order) else { break };
             let (at, len) = (self.layout.slot(slot), PAGE << order);
             let uffd = self.uffd();
-            // (A region asks for no events and has none.)
-            if !self.own_frames && uffd.unregister(at, len).is_err() {
+            // (A region asks for no events and has none, and without MOVE the arena is not registered.)
+            let registered = !self.own_frames && !self.without_move;
+            if registered && uffd.unregister(at, len).is_err() {
                 s.zone.free(Kind::Frame, slot, order);
                 break;
             }
@@ -288,7 +304,7 @@ impl Pager {
             self.blocks.given_back(slot, 1 << order);
             s.rss = s.rss.saturating_sub(len);
             let refused = self.inject(Site::Register).is_some();
-            if !self.own_frames && (refused || uffd.register(at, len).is_err()) {
+            if registered && (refused || uffd.register(at, len).is_err()) {
                 // No target of a MOVE any more: the slots stay allocated for good, and nobody uses them.
                 break;
             }

@@ -94,13 +94,22 @@ pub struct Options {
     /// Keeps a soft-dirty and a write-protected bit for each page: see [`Region::take_soft_dirty`] and [`Region::protect`].
     /// Off by default: until bits are first cleared it costs little, but a page that is told of writes comes back by a copy.
     pub track_writes: bool,
+    /// Does as on a kernel without UFFDIO_MOVE (before 6.8), where that is done anyway: to try it.
+    pub without_move: bool,
 }
 
 impl Options {
     /// A limit, and the defaults.
     #[must_use]
     pub fn new(limit: usize) -> Self {
-        Self { limit, compressor: Compressor::Lz4, pool_uncharged: false, page_map: true, track_writes: false }
+        Self {
+            limit,
+            compressor: Compressor::Lz4,
+            pool_uncharged: false,
+            page_map: true,
+            track_writes: false,
+            without_move: false,
+        }
     }
 }
 
@@ -246,6 +255,7 @@ impl Region {
         let layout = Layout::reserve(options.limit).map_err(kernel("no address space for a region"))?;
         // SAFETY: the group lives until the pager is gone: see drop.
         let group: &'static GroupPage = unsafe { &*self.group };
+        let (uffd, without_move) = open_uffd(options)?;
         let mut pager = match Pager::new(group, 0, layout) {
             Ok(pager) => pager,
             Err(errno) => {
@@ -254,6 +264,8 @@ impl Region {
             }
         };
         pager.own_frames = true;
+        pager.without_move = without_move;
+        pager.uffd.store(uffd.fd(), Release);
         pager.marks = marks;
         self.pager = Box::into_raw(Box::new(pager));
         // SAFETY: just made, freed in drop only.
@@ -265,15 +277,12 @@ impl Region {
                 let _ = sys!(libc::SYS_madvise, at, n, libc::MADV_DONTFORK);
             }
         }
-        let writes = if options.track_writes { uffd::FEATURE_WRITE_PROTECT } else { 0 };
-        let features = uffd::FEATURE_SIGBUS | uffd::FEATURE_MOVE | uffd::FEATURE_POISON | writes;
-        let uffd = Uffd::open_for_program(features)
-            .map_err(kernel("userfaultfd with UFFDIO_MOVE, which Linux 6.8 and later have"))?;
-        pager.uffd.store(uffd.fd(), Release);
         let pagemap =
             uzswap_sys::raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY).map_err(kernel("/proc/self/pagemap"))?;
         pager.pagemap.store(pagemap, Release);
-        uffd.register(layout.arena, layout.slots * PAGE).map_err(kernel("registering a region's arena"))?;
+        if !without_move {
+            uffd.register(layout.arena, layout.slots * PAGE).map_err(kernel("registering a region's arena"))?;
+        }
         let registered = match options.track_writes {
             true => uffd.register_tracked(self.base, self.mapped),
             false => uffd.register(self.base, self.mapped),
@@ -480,6 +489,22 @@ impl Drop for Region {
         // SAFETY: made by Box::into_raw, and its user is gone.
         drop(unsafe { Box::from_raw(self.group) });
     }
+}
+
+/// The userfaultfd for a region, and whether pages must do without UFFDIO_MOVE. (Write-protection that pages keep while they
+/// are out needs it.)
+fn open_uffd(options: &Options) -> Result<(Uffd, bool), Error> {
+    let writes = if options.track_writes { uffd::FEATURE_WRITE_PROTECT } else { 0 };
+    let features = uffd::FEATURE_SIGBUS | uffd::FEATURE_MOVE | uffd::FEATURE_POISON | writes;
+    if !options.without_move || options.track_writes {
+        match Uffd::open_for_program(features) {
+            Ok(uffd) => return Ok((uffd, false)),
+            Err(libc::EINVAL) if !options.track_writes => {}
+            Err(e) => return Err(kernel("userfaultfd with UFFDIO_MOVE, which Linux 6.8 and later have")(e)),
+        }
+    }
+    let opened = Uffd::open_for_program(uffd::FEATURE_SIGBUS);
+    opened.map(|uffd| (uffd, true)).map_err(kernel("userfaultfd, which Linux 5.11 and later have for programs"))
 }
 
 fn unmap(at: usize, len: usize) {

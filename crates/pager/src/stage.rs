@@ -30,6 +30,13 @@ impl Pager {
     /// # Errors
     /// [`EventPending`] when an unread event stopped it before anything moved.
     pub fn stage(&self, s: &mut State, want: usize) -> Result<usize, EventPending> {
+        if !self.without_move {
+            return self.stage_victims(s, want);
+        }
+        self.between_calls(s, |s| self.stage_victims(s, want)).unwrap_or(Ok(0))
+    }
+
+    fn stage_victims(&self, s: &mut State, want: usize) -> Result<usize, EventPending> {
         let (mut moved, mut tries) = (0, 0);
         let refused = || self.counters().move_refused.load(Relaxed);
         let enough = refused() + SHARED_TRIES;
@@ -86,6 +93,9 @@ impl Pager {
     }
 
     pub(crate) fn stage_run(&self, s: &mut State, start: u64, n: usize) -> Result<usize, EventPending> {
+        if self.without_move {
+            return Ok(self.take_run(s, start, n));
+        }
         let (mut at, end, mut moved) = (start, start + n as u64, 0);
         while at < end {
             let left = (end - at) as usize;
@@ -172,13 +182,13 @@ impl Pager {
     }
 
     /// Puts resident pages that could not be moved back on a list.
-    fn requeue(&self, s: &mut State, vpn: u64, n: usize) {
+    pub(crate) fn requeue(&self, s: &mut State, vpn: u64, n: usize) {
         s.resident -= n;
         s.list_with_copies(vpn, n, List::Active);
     }
 
     /// Puts resident pages that cannot be moved as they are mapped where nobody meets them.
-    fn set_aside(&self, s: &mut State, vpn: u64, n: usize) {
+    pub(crate) fn set_aside(&self, s: &mut State, vpn: u64, n: usize) {
         s.resident -= n;
         s.list_with_copies(vpn, n, List::Unevictable);
     }
@@ -189,7 +199,7 @@ impl Pager {
         Some(s.resident_run(at, end.min((to / PAGE) as u64))).filter(|n| *n > 0)
     }
 
-    fn became_staged(&self, s: &mut State, vpn: u64, n: usize, slot: u32) {
+    pub(crate) fn became_staged(&self, s: &mut State, vpn: u64, n: usize, slot: u32) {
         for i in 0..n {
             let at = vpn + i as u64;
             let mut pte = Pte::new(Tag::Staged, slot + i as u32);

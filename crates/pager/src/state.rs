@@ -9,6 +9,7 @@ use crate::folio::MAX_ORDER;
 use crate::mapfile::MapFile;
 use crate::object::{self, Header};
 use crate::placement::Placement;
+use crate::remapped::Remapping;
 use crate::store::Batch;
 use crate::swap::Swap;
 use crate::swap::kept::OnDisk;
@@ -134,6 +135,12 @@ pub struct State {
     pub cleared: Option<MapFile>,
     /// When what was unevictable was last tried again (monotonic nanoseconds).
     pub rescued_ns: u64,
+    /// Whether the lock's owner keeps the program's mapping calls from running: see `without_move`.
+    pub calls_stopped: bool,
+    /// Memory that the program is moving, and what is to be done about it: see `remapped`.
+    pub remapping: Remapping,
+    /// Pages that are lost and not yet made to raise SIGBUS: see `lost`.
+    pub lost: Vec<u64>,
 }
 
 impl State {
@@ -184,6 +191,9 @@ impl State {
             tracking: false,
             cleared: None,
             rescued_ns: 0,
+            calls_stopped: false,
+            remapping: Remapping::default(),
+            lost: Vec::new(),
         }
     }
 

@@ -92,6 +92,7 @@ impl Pager {
             timer.arm(nap);
             wait_signal(self.watched.load(Relaxed).then_some(LOOK_NS));
             watch.look_after_handler(self);
+            self.cover_lost();
             self.look_for_stalls();
         }
     }
@@ -160,16 +161,31 @@ impl Pager {
         self.calls.order();
         self.uffd.store(uffd.fd(), Release);
         self.open_page_files()?;
-        uffd.register(self.layout.arena, self.layout.slots * PAGE)?;
-        // First of all the program stops filling unseen what is registered: where processes compete for the CPUs the handler,
-        // for which its faults wait, may be tens of milliseconds away.
-        let mut s = self.state.lock();
-        if let Err(e) = self.scan(&mut s).and_then(|_| self.spawn_helpers()) {
+        self.register_own(&uffd)?;
+        if self.without_move {
+            // What a call moves meanwhile would not be registered where it comes to be.
+            self.calls.stop();
+        }
+        let begun = self.take_charge();
+        if self.without_move {
+            self.calls.go_on();
+        }
+        if let Err(e) = begun {
             // (Nothing has left the program. With the descriptor its registration goes, and whoever waits goes on.)
             self.uffd.store(-1, Release);
             raw::close(uffd.fd());
             return Err(e);
         }
+        Ok(())
+    }
+
+    /// Registers the program's memory and starts the helpers, with the userfaultfd that is there now.
+    fn take_charge(&'static self) -> Result<(), Errno> {
+        // First of all the program stops filling unseen what is registered: where processes compete for the CPUs the handler,
+        // for which its faults wait, may be tens of milliseconds away.
+        let mut s = self.state.lock();
+        self.scan(&mut s)?;
+        self.spawn_helpers()?;
         self.publish_pages(&mut s);
         // The handler counts on from here; zero would let it fill as much again before anybody looks.
         s.rss = self.read_rss();
@@ -181,6 +197,14 @@ impl Pager {
         drop(s);
         self.wake_reclaim();
         Ok(())
+    }
+
+    /// Registers of uzswap's own memory what must be.
+    fn register_own(&self, uffd: &Uffd) -> Result<(), Errno> {
+        match self.without_move {
+            true => self.hang_bells(),
+            false => uffd.register(self.layout.arena, self.layout.slots * PAGE),
+        }
     }
 
     /// Makes the page map that `uzswap pagemap` reads. Without one (no address space for it) all else works.
@@ -218,7 +242,7 @@ impl Pager {
         let (uffd, _) = Uffd::open(self.features())?;
         self.uffd.store(uffd.fd(), Release);
         self.open_page_files()?;
-        uffd.register(self.layout.arena, self.layout.slots * PAGE)?;
+        self.register_own(&uffd)?;
         // SAFETY: the forking thread holds the lock and waits for us.
         let s: &mut State = unsafe { self.state.assume_locked() };
         if self.swap_file.load(Acquire) < 0 && s.swap.as_ref().is_some_and(|swap| swap.on_disk() > 0) {

@@ -57,6 +57,9 @@ impl Pager {
     }
 
     fn move_in_plain(&self, vpn: u64, slot: u32, n: usize) -> Result<(), Partial> {
+        if self.without_move {
+            return self.copy_in(vpn, slot, n);
+        }
         self.blocks.moved(slot, n);
         let (dst, src) = (vpn as usize * PAGE, self.layout.slot(slot));
         // SAFETY: as the caller says.
@@ -131,6 +134,10 @@ impl Pager {
 
     /// Moves the frame of a slot to a hole of the arena; whether it is there now.
     pub(crate) fn move_within(&self, from: u32, to: u32) -> bool {
+        if self.without_move {
+            self.copy_within(from, to);
+            return true;
+        }
         // SAFETY: both slots are the arena's own, of which no references are held but under the lock.
         let result = unsafe { self.uffd().move_pages(self.layout.slot(to), self.layout.slot(from), PAGE) };
         result.or_else(|told| self.corrected(told, self.leading(to, 1, true), 1)).is_ok()

@@ -83,6 +83,11 @@ impl Pager {
 
     /// Frees the slots of `n` pages that came in: holes, and where a page was copied its frame.
     pub(crate) fn free_slots_of(&self, s: &mut State, vpn: u64, slot: u32, n: usize) {
+        if self.without_move {
+            s.zone.free_run(Kind::Frame, slot, n);
+            s.rss += n * PAGE;
+            return;
+        }
         if !s.tracking {
             s.zone.free_run(Kind::Hole, slot, n);
             return;

@@ -18,6 +18,26 @@ pub fn read_only_at(fd: i32, address: usize) -> Option<(usize, usize)> {
     (asked.is_ok() && query[5] & WRITABLE == 0).then_some((query[3] as usize, query[4] as usize))
 }
 
+/// Whether the mapping at an address is registered with a userfaultfd for missing pages; None when there is none, or that
+/// cannot be known.
+pub fn is_registered(address: usize) -> Option<bool> {
+    let mut text = Vec::new();
+    crate::raw::read_file(b"/proc/self/smaps\0", &mut text).ok()?;
+    registered_in(&text, address)
+}
+
+fn registered_in(smaps: &[u8], address: usize) -> Option<bool> {
+    let mut found = false;
+    for line in smaps.split(|c| *c == b'\n') {
+        if let Some(m) = parse(line).next() {
+            found = (m.start..m.end).contains(&address);
+        } else if found && let Some(flags) = line.strip_prefix(b"VmFlags:") {
+            return Some(flags.split(|c| *c == b' ').any(|flag| flag == b"um"));
+        }
+    }
+    None
+}
+
 /// One mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mapping<'a> {
@@ -98,6 +118,16 @@ mod tests {
             assert_eq!(known, Some((at + 4096, at + 3 * 4096)));
         }
         assert_eq!((read_only_at(fd, at), read_only_at(fd, at + 3 * 4096), read_only_at(-1, at)), (None, None, None));
+    }
+
+    #[test]
+    fn flags_are_those_of_the_mapping_asked_for() {
+        let smaps = b"1000-3000 rw-p 00000000 00:00 0 \nSize:     8 kB\nVmFlags: rd wr mr um ac \n\
+            3000-4000 rw-p 00000000 00:00 0 [heap]\nSize:     4 kB\nVmFlags: rd wr mr ac \n";
+        let asked = [0x2fff, 0x3000, 0x4000].map(|at| registered_in(smaps, at));
+        assert_eq!(asked, [Some(true), Some(false), None]);
+        let here = 0u8;
+        assert_eq!(is_registered((&raw const here) as usize), Some(false));
     }
 
     #[test]

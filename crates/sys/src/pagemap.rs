@@ -29,6 +29,40 @@ pub fn present_runs(fd: i32, start: usize, end: usize, found: impl FnMut(usize, 
     runs_with_any(fd, start, end, (PRESENT | SWAPPED, PRESENT), found)
 }
 
+/// The same on a kernel without PAGEMAP_SCAN, at 8 bytes read for each page of the range.
+///
+/// # Errors
+/// The kernel's.
+pub fn present_runs_read(fd: i32, start: usize, end: usize, mut found: impl FnMut(usize, usize)) -> Result<(), Errno> {
+    const PAGE: usize = 4096;
+    const THERE: u64 = 3 << 62;
+    let mut entries = [0u64; 512];
+    let (mut at, mut run) = (start, None);
+    while at < end {
+        let want = ((end - at) / PAGE).min(entries.len());
+        // SAFETY: the buffer is ours and that long.
+        let read = unsafe { sys!(libc::SYS_pread64, fd, entries.as_mut_ptr(), want * 8, at / PAGE * 8) }? / 8;
+        if read == 0 {
+            break;
+        }
+        for entry in &entries[..read] {
+            match (entry & THERE != 0, run) {
+                (true, None) => run = Some(at),
+                (false, Some(from)) => {
+                    found(from, at);
+                    run = None;
+                }
+                _ => {}
+            }
+            at += PAGE;
+        }
+    }
+    if let Some(from) = run {
+        found(from, at);
+    }
+    Ok(())
+}
+
 /// The same for pages that were read and never written to: the kernel's page of zeros is mapped there.
 ///
 /// # Errors

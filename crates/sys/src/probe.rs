@@ -1,4 +1,4 @@
-//! What this machine allows: the ways to a userfaultfd, the features behind it, PAGEMAP_SCAN.
+//! What this machine allows: the ways to a userfaultfd, the features behind it, PAGEMAP_SCAN, `mremap` that keeps its source.
 //!
 //! Everything here is tried for real; nothing is concluded from the kernel's version.
 
@@ -72,6 +72,25 @@ pub fn features(uffd: &OwnedFd) -> io::Result<u64> {
     // SAFETY: the kernel reads and writes one `struct uffdio_api`, which `api` is.
     let done = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_API, &raw mut api) };
     if done < 0 { Err(io::Error::last_os_error()) } else { Ok(api.features) }
+}
+
+/// Tries `mremap` with MREMAP_DONTUNMAP (Linux 5.7) on a page of our own.
+pub fn mremap_keeps() -> io::Result<()> {
+    const PAGE: usize = 4096;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: a new mapping of two pages, of which the first is moved over the second, and both are unmapped.
+    unsafe {
+        let at = libc::mmap(std::ptr::null_mut(), 2 * PAGE, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0);
+        if at == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let to = at.cast::<u8>().add(PAGE).cast();
+        let how = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
+        let moved = libc::mremap(at, PAGE, PAGE, how, to);
+        let result = if moved == to { Ok(()) } else { Err(io::Error::last_os_error()) };
+        libc::munmap(at, 2 * PAGE);
+        result
+    }
 }
 
 /// Tries PAGEMAP_SCAN (Linux 6.7) on one page of our own.

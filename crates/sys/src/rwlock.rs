@@ -81,6 +81,12 @@ impl RwLock {
         true
     }
 
+    /// Takes it alone if nobody has it now; whether it was.
+    pub fn try_take(&self) -> bool {
+        let word = self.word.load(Relaxed);
+        word & (ALONE | SHARES) == 0 && self.word.compare_exchange(word, word | ALONE, Acquire, Relaxed).is_ok()
+    }
+
     /// Gives it back that was taken alone.
     pub fn release(&self) {
         // (Those that share it still, where waiting for them was given up, stay counted.)
@@ -151,12 +157,12 @@ mod tests {
     fn who_gives_up_leaves_it_as_it_was() {
         let lock = RwLock::new();
         lock.share();
-        assert!(!lock.take_within(1_000_000));
+        assert!(!lock.take_within(1_000_000) && !lock.try_take());
         lock.share();
         lock.unshare();
         lock.unshare();
         assert!(lock.take_within(0));
-        assert!(!lock.take_within(1_000_000), "it is taken");
+        assert!(!lock.take_within(1_000_000) && !lock.try_take(), "it is taken");
         lock.release();
         assert_eq!(lock.word.load(Relaxed), 0);
     }

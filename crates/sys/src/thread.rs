@@ -90,6 +90,18 @@ pub fn sleep_ns(ns: u64) {
     let _ = unsafe { sys!(libc::SYS_nanosleep, &raw const ts, 0) };
 }
 
+/// Reads from an address by a system call, which waits for a missing page as any access does; false when there is nothing
+/// that may be read.
+pub fn reads(address: usize) -> bool {
+    let timeout = [0i64; 2];
+    // (Waits for no time for a value that may be there or not.)
+    // SAFETY: a timeout of ours; the kernel checks the address.
+    let asked = unsafe {
+        sys!(libc::SYS_futex, address & !3, libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG, 0x5a5a_a5a5, timeout.as_ptr())
+    };
+    asked != Err(libc::EFAULT)
+}
+
 /// The thread pointer: where the calling thread's control block begins and its TLS ends.
 pub fn pointer() -> usize {
     let pointer: usize;

@@ -31,6 +31,7 @@ const REGISTER: u64 = iowr(3, 0, 32);
 const UNREGISTER: u64 = iowr(2, 1, 16);
 const WAKE: u64 = iowr(2, 2, 16);
 const COPY: u64 = iowr(3, 3, 40);
+const ZEROPAGE: u64 = iowr(3, 4, 32);
 const MOVE: u64 = iowr(3, 5, 40);
 const POISON: u64 = iowr(3, 8, 32);
 
@@ -214,6 +215,29 @@ impl Uffd {
     pub unsafe fn copy_protected(&self, dst: usize, src: usize, len: usize) -> Result<(), Partial> {
         const WRITE_PROTECT: u64 = 2;
         self.fill(COPY, &mut [dst as u64, src as u64, len as u64, WRITE_PROTECT, 0], len)
+    }
+
+    /// Maps the kernel's page of zeros at missing pages.
+    ///
+    /// # Errors
+    /// As [`Uffd::copy`].
+    pub fn zero(&self, start: usize, len: usize) -> Result<(), Partial> {
+        self.fill(ZEROPAGE, &mut [start as u64, len as u64, 0, 0], len)
+    }
+
+    /// Whether a range is registered and of one mapping, and no event is unread: `Err(EAGAIN)` while one is, as nothing is
+    /// known then. Changes nothing: a copy is asked for from `unreadable`, where nothing can be read.
+    ///
+    /// # Errors
+    /// See above.
+    pub fn is_registered(&self, at: usize, len: usize, unreadable: usize) -> Result<bool, Errno> {
+        // SAFETY: the source need not be readable, it must not be.
+        match unsafe { self.copy(at, unreadable, len) } {
+            // (EEXIST: where there is a huge page it is not even tried.)
+            Err((_, libc::EFAULT | libc::EEXIST)) => Ok(true),
+            Err((_, libc::EAGAIN)) => Err(libc::EAGAIN),
+            Ok(()) | Err(_) => Ok(false),
+        }
     }
 
     /// Moves the frames of `src` to the missing pages of `dst`, which must be registered; `src` is then missing.

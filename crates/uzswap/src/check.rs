@@ -15,6 +15,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use uzswap_pager::group::ENV_GROUP;
 use uzswap_sys::probe;
+use uzswap_sys::uffd::{FEATURE_EVENT_REMOVE, FEATURE_EVENT_UNMAP, FEATURE_THREAD_ID};
 
 /// The usable minimum of `--memory`.
 pub const MINIMUM: u64 = 16 << 20;
@@ -201,8 +202,8 @@ fn has_capabilities(path: &Path) -> bool {
     unsafe { libc::getxattr(path.as_ptr(), c"security.capability".as_ptr(), std::ptr::null_mut(), 0) > 0 }
 }
 
-/// Refuses a machine on which memory cannot be managed.
-pub fn machine() -> Result<(), Refused> {
+/// Refuses a machine on which memory cannot be managed; whether it is one without UFFDIO_MOVE.
+pub fn machine() -> Result<bool, Refused> {
     let (opened, user_mode_only) = match probe::by_device() {
         Ok(uffd) => (Ok(uffd), false),
         Err(_) => match probe::by_syscall() {
@@ -212,30 +213,38 @@ pub fn machine() -> Result<(), Refused> {
     };
     let features = |uffd: OwnedFd| probe::features(&uffd);
     let features = opened.and_then(features);
-    verdict(&machine::kernel_release(), features, probe::pagemap_scan(), user_mode_only).map_err(Refused::from)
+    let calls = Calls { scan: probe::pagemap_scan(), mremap: probe::mremap_keeps() };
+    verdict(&machine::kernel_release(), features, calls, user_mode_only).map_err(Refused::from)
 }
 
-/// The first kernel with all that is needed; UFFDIO_MOVE is the youngest of it.
-pub const KERNEL: (u32, u32) = (6, 8);
+/// The first kernel with all that is needed.
+pub const KERNEL: (u32, u32) = (5, 10);
 
-/// The sentence for what was found, if it does not do. Pages leave a program by UFFDIO_MOVE and in no other way, so
-/// without it the program would run above its limit: it is not started.
-fn verdict(release: &str, features: io::Result<u64>, scan: io::Result<()>, user_mode_only: bool) -> Result<(), String> {
+/// Other calls that were tried.
+struct Calls {
+    scan: io::Result<()>,
+    mremap: io::Result<()>,
+}
+
+/// The sentence for what was found, if it does not do; else whether the kernel is without UFFDIO_MOVE. Pages then leave a
+/// program by `mremap`, and come back by copies.
+fn verdict(release: &str, features: io::Result<u64>, calls: Calls, user_mode_only: bool) -> Result<bool, String> {
     let old = machine::version_of(release) < KERNEL;
     match features {
-        Ok(features) if features & probe::FEATURE_MOVE != 0 => scan.map_err(|e| {
+        Ok(features) if features & probe::FEATURE_MOVE != 0 => calls.scan.map(|()| false).map_err(|e| {
             format!(
                 "PAGEMAP_SCAN does not work ({}), by which uzswap finds a program's pages: mount /proc, and use a \
                  kernel built with CONFIG_PROC_PAGE_MONITOR",
                 plain(&e)
             )
         }),
+        Ok(features) if !old && features & NEEDED == NEEDED && calls.mremap.is_ok() => Ok(true),
         _ if old => Err(format!(
-            "kernel {release} is too old to move pages out of a program (UFFDIO_MOVE): upgrade to Linux 6.8 or newer"
+            "kernel {release} is too old to take pages out of a program: upgrade to Linux 5.10 or newer (6.8 is faster)"
         )),
         Ok(_) => Err(format!(
-            "kernel {release} cannot move pages out of a program (UFFDIO_MOVE), though Linux 6.8 and newer can: boot \
-             a distribution's own kernel of that age"
+            "kernel {release} can take pages out of a program neither by UFFDIO_MOVE nor by mremap, though Linux 5.10 and \
+             newer can: boot a distribution's own kernel of that age"
         )),
         Err(e) if e.raw_os_error() == Some(libc::ENOSYS) => Err(format!(
             "kernel {release} has no userfaultfd: use one built with CONFIG_USERFAULTFD=y (`uzswap doctor` says more)"
@@ -249,6 +258,21 @@ fn verdict(release: &str, features: io::Result<u64>, scan: io::Result<()>, user_
             Err(format!("{only}: {GRANT} (`uzswap doctor` says more)"))
         }
     }
+}
+
+/// The features needed in any case.
+const NEEDED: u64 = FEATURE_THREAD_ID | FEATURE_EVENT_REMOVE | FEATURE_EVENT_UNMAP;
+
+/// Refuses what cannot be had without UFFDIO_MOVE.
+pub fn without_move(config: &Config) -> Result<(), Refused> {
+    if config.track_writes == Some(true) {
+        let release = machine::kernel_release();
+        return Err(format!(
+            "--track-writes needs UFFDIO_MOVE, which kernel {release} has not: leave it out, or use Linux 6.8 or newer"
+        )
+        .into());
+    }
+    Ok(())
 }
 
 /// The three ways to grant access, for a sentence.
@@ -283,30 +307,37 @@ mod tests {
     use std::io::Error;
     use uzswap_sys::probe;
 
-    use super::verdict;
+    use super::{Calls, NEEDED, verdict};
 
     #[test]
     fn machines() {
         let errno = |e| Err(Error::from_raw_os_error(e));
-        let verdict = |release: &str, features, only| verdict(release, features, Ok(()), only);
-        let (wp, all) = (probe::FEATURE_WP, probe::FEATURE_WP | probe::FEATURE_MOVE);
-        assert_eq!(verdict("6.8.0", Ok(all), false), Ok(()));
-        // Once a kernel without MOVE was accepted, on which nothing can be evicted and the limit means nothing.
-        for release in ["5.4.0", "5.15.0", "6.1.0-18-amd64", "6.7.12"] {
-            let text = verdict(release, Ok(wp), false).unwrap_err();
-            assert!(text.contains("UFFDIO_MOVE") && text.contains("upgrade to Linux 6.8"), "{text}");
-            assert_eq!(verdict(release, Ok(wp | probe::FEATURE_MOVE), false), Ok(()), "back-ported");
+        let errno_of = |e| Err(Error::from_raw_os_error(e));
+        let calls = || Calls { scan: errno_of(libc::ENOTTY), mremap: Ok(()) };
+        let all_calls = || Calls { scan: Ok(()), mremap: Ok(()) };
+        let wp = probe::FEATURE_WP | NEEDED;
+        assert_eq!(verdict("6.8.0", Ok(wp | probe::FEATURE_MOVE), all_calls(), false), Ok(false));
+        // Once a kernel without MOVE was accepted when nothing could be evicted there, later it was refused.
+        for release in ["5.10.0", "5.15.0", "6.1.0-18-amd64", "6.7.12", "6.12.0"] {
+            assert_eq!(verdict(release, Ok(wp), calls(), false), Ok(true));
+            let moves = verdict(release, Ok(wp | probe::FEATURE_MOVE), all_calls(), false);
+            assert_eq!(moves, Ok(false), "back-ported");
+            let broken = Calls { scan: Ok(()), mremap: errno_of(libc::EINVAL) };
+            let odd = verdict(release, Ok(wp), broken, false).unwrap_err();
+            assert!(odd.contains("UFFDIO_MOVE") && odd.contains("own kernel"), "{odd}");
         }
-        let odd = verdict("6.12.0", Ok(wp), false).unwrap_err();
-        assert!(odd.contains("UFFDIO_MOVE") && odd.contains("own kernel"), "{odd}");
-        assert!(verdict("4.4.0", errno(libc::ENOSYS), false).unwrap_err().contains("too old"));
-        assert!(verdict("6.8.0", errno(libc::ENOSYS), false).unwrap_err().contains("CONFIG_USERFAULTFD"));
-        let denied = verdict("6.8.0", errno(libc::EPERM), false).unwrap_err();
+        for release in ["4.4.0", "5.4.0", "5.9.16"] {
+            let text = verdict(release, Ok(wp), calls(), false).unwrap_err();
+            assert!(text.contains("too old") && text.contains("5.10"), "{text}");
+        }
+        assert!(verdict("4.4.0", errno(libc::ENOSYS), calls(), false).unwrap_err().contains("too old"));
+        assert!(verdict("6.8.0", errno(libc::ENOSYS), calls(), false).unwrap_err().contains("CONFIG_USERFAULTFD"));
+        let denied = verdict("6.8.0", errno(libc::EPERM), calls(), false).unwrap_err();
         for way in ["/dev/userfaultfd", "vm.unprivileged_userfaultfd=1", "CAP_SYS_PTRACE"] {
             assert!(denied.contains(way), "{denied}");
         }
-        assert!(verdict("6.8.0", errno(libc::EPERM), true).unwrap_err().contains("user-mode-only"));
-        let scan = super::verdict("6.8.0", Ok(all), Err(Error::from_raw_os_error(libc::ENOTTY)), false).unwrap_err();
+        assert!(verdict("6.8.0", errno(libc::EPERM), calls(), true).unwrap_err().contains("user-mode-only"));
+        let scan = verdict("6.8.0", Ok(wp | probe::FEATURE_MOVE), calls(), false).unwrap_err();
         assert!(scan.contains("PAGEMAP_SCAN") && scan.contains("/proc"), "{scan}");
     }
 }

@@ -96,7 +96,7 @@ fn examine() -> Findings {
         features.as_ref().map_or_else(plain, |_| format!("{} features", names(bits).len())),
         "the kernel refuses its own interface: look at `dmesg` and at the container's seccomp profile",
     ));
-    checks.extend(what_the_kernel_can(bits, &probe::pagemap_scan()));
+    checks.extend(what_the_kernel_can(bits, &probe::pagemap_scan(), &probe::mremap_keeps()));
     checks.push(confinement(granted));
     let agent = check::agent();
     checks.push(Check::new(
@@ -112,24 +112,28 @@ fn examine() -> Findings {
 }
 
 /// The kernel's calls that pages are moved, found and protected with.
-fn what_the_kernel_can(features: u64, scan: &io::Result<()>) -> [Check; 3] {
+fn what_the_kernel_can(features: u64, scan: &io::Result<()>, mremap: &io::Result<()>) -> [Check; 3] {
     let has = |bit| features & bit != 0;
     let found = |bit, yes: &str, no: &str| if has(bit) { yes.to_owned() } else { no.to_owned() };
+    let moves = has(probe::FEATURE_MOVE);
+    let slower = "not there: pages are taken by mremap and copied back, which is slower; a program that uses direct I/O or \
+                  io_uring is not limited, and --track-writes cannot be had";
+    let neither = "not there, nor an mremap that could do instead: nothing could be evicted";
     [
         Check::new(
             "move",
-            true,
-            has(probe::FEATURE_MOVE),
-            found(
-                probe::FEATURE_MOVE,
-                "there: pages can be moved out of a program",
-                "not there: pages leave a program by UFFDIO_MOVE only, so nothing could be evicted",
-            ),
+            mremap.is_err(),
+            moves,
+            match mremap {
+                _ if moves => "there: pages can be moved out of a program",
+                Ok(()) => slower,
+                Err(_) => neither,
+            },
             "upgrade to Linux 6.8 or newer, which has UFFDIO_MOVE",
         ),
         Check::new(
             "PAGEMAP_SCAN",
-            true,
+            moves,
             scan.is_ok(),
             scan.as_ref().map_or_else(plain, |()| "there: a program's pages can be found".to_owned()),
             "Linux 6.7 or newer has it, with /proc mounted and CONFIG_PROC_PAGE_MONITOR",
@@ -148,7 +152,8 @@ fn kernel(release: &str) -> Check {
     let version = machine::version_of(release);
     let steps = [
         ((4, 11), "userfaultfd (4.11)"),
-        ((5, 7), "write-protect (5.7)"),
+        ((5, 7), "write-protect, mremap that keeps its source (5.7)"),
+        ((5, 9), "close_range (5.9)"),
         ((6, 1), "/dev/userfaultfd (6.1)"),
         ((6, 7), "PAGEMAP_SCAN (6.7)"),
         ((6, 8), "move (6.8)"),
@@ -156,8 +161,9 @@ fn kernel(release: &str) -> Check {
     let brings: Vec<_> = steps.iter().filter(|(since, _)| version >= *since).map(|(_, what)| *what).collect();
     let brings = if brings.is_empty() { "nothing uzswap needs".to_owned() } else { brings.join(", ") };
     let ok = version >= check::KERNEL;
-    // Not required by its number: what counts is whether the calls are there.
-    Check::new("kernel", false, ok, format!("{release} brings {brings}"), "upgrade to Linux 6.8 or newer")
+    // Not required by its number alone: what counts is whether the calls are there.
+    let change = "upgrade to Linux 5.10 or newer, best 6.8, with which uzswap is fastest";
+    Check::new("kernel", !ok, ok, format!("{release} brings {brings}"), change)
 }
 
 fn confinement(granted: bool) -> Check {
@@ -227,30 +233,32 @@ mod tests {
     #[test]
     fn kernels() {
         assert!(kernel("6.18.1").ok && kernel("6.18.1").found.ends_with("move (6.8)"));
-        assert!(kernel("6.8.0").ok && !kernel("6.7.9").ok && !kernel("5.15.0").ok);
+        assert!(kernel("6.8.0").ok && kernel("5.15.0").ok && !kernel("5.9.16").ok && kernel("5.9.16").required);
         let old = kernel("4.19.0");
         assert!(!old.ok && old.found.ends_with("brings userfaultfd (4.11)"));
         let text = text(&Findings { works: false, features: vec![], checks: vec![old] });
-        assert!(text.starts_with("✗ kernel") && text.contains("upgrade to Linux 6.8") && text.contains("cannot work"));
+        assert!(text.starts_with("✗ kernel") && text.contains("upgrade to Linux 5.10") && text.contains("cannot work"));
     }
 
     #[test]
-    fn move_and_scan_are_required() {
-        // The doctor once said that without MOVE "pages are copied, slower". Nothing is: the limit is not kept.
+    fn move_or_mremap_is_required() {
         let refused = || Err(Error::from_raw_os_error(libc::ENOTTY));
-        let missing = |features, scan| {
-            let checks = what_the_kernel_can(features, &scan);
+        let missing = |features, scan, mremap| {
+            let checks = what_the_kernel_can(features, &scan, &mremap);
             let bad: Vec<_> = checks.iter().filter(|c| c.required && !c.ok).map(|c| c.name).collect();
             (bad, text(&Findings { works: false, features: vec![], checks: checks.into() }))
         };
-        assert_eq!(missing(probe::FEATURE_MOVE, Ok(())).0, [""; 0], "write-protect is for shared regions alone");
-        assert_eq!(missing(probe::FEATURE_MOVE, refused()).0, ["PAGEMAP_SCAN"]);
-        let (bad, text) = missing(probe::FEATURE_WP, Ok(()));
-        assert_eq!(bad, ["move"]);
-        assert!(
-            text.contains("nothing could be evicted") && text.contains("to change: upgrade to Linux 6.8"),
-            "{text}"
+        assert_eq!(
+            missing(probe::FEATURE_MOVE, Ok(()), Ok(())).0,
+            [""; 0],
+            "write-protect is for shared regions alone"
         );
-        assert!(!text.contains("copied"), "{text}");
+        assert_eq!(missing(probe::FEATURE_MOVE, refused(), Ok(())).0, ["PAGEMAP_SCAN"]);
+        let (bad, text) = missing(probe::FEATURE_WP, refused(), Ok(()));
+        assert_eq!(bad, [""; 0], "a kernel before 6.8");
+        assert!(text.contains("slower") && text.contains("upgrade to Linux 6.8"), "{text}");
+        let (bad, text) = missing(probe::FEATURE_WP, refused(), refused());
+        assert_eq!(bad, ["move"]);
+        assert!(text.contains("nothing could be evicted"), "{text}");
     }
 }

@@ -64,7 +64,7 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     let wanted = check::wanted(&config)?;
     let swap = Swap::of(&config)?;
     let program = check::program(&args.command[0])?;
-    check::machine()?;
+    let without_move = check::machine()?;
     let agent = check::agent()?;
     let group = check::group(&config, &wanted)?;
     config.folios.tell(&group.page().folios)?;
@@ -75,6 +75,10 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     if let Some(faults) = env::var_os(ENV_FAULTS) {
         let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| u64::from(t.subsec_nanos()));
         group.page().faults.set(&faults.to_string_lossy(), seed)?;
+    }
+    if without_move || group.page().faults.never_move.load(Relaxed) != 0 {
+        check::without_move(&config)?;
+        group.page().without_move.store(1, Relaxed);
     }
     let report = config.report.as_deref().map(|path| create("report", path)).transpose()?;
     let trace = config.record.as_deref().map(|path| create("trace", path)).transpose()?;

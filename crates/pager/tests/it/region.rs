@@ -437,3 +437,19 @@ fn the_page_map_says_what_the_region_says() {
     }
     panic!("the region never rests");
 }
+
+/// As on a kernel without UFFDIO_MOVE, where a region's pages are taken by `mremap` and come back by copies.
+#[test]
+fn a_region_without_move_reads_what_it_wrote() {
+    let _one = alone();
+    for threads in [1, 3] {
+        let options = Options { without_move: true, ..Options::new(24 * MIB) };
+        let mut region = Region::new(64 * MIB, &options).unwrap();
+        against_model(&mut region, threads, seed(), 20_000 / threads);
+        let stats = region.stats();
+        println!("{stats:?}");
+        assert!(stats.charged <= 24 * MIB && stats.stored > 20 * MIB, "{stats:?}");
+        assert!(region.page_out(0..64 * MIB) > 0);
+        assert_eq!(region.stats().resident, 0);
+    }
+}

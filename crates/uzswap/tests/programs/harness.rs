@@ -32,6 +32,9 @@ const SAMPLES_PER_LISTING: u32 = 4;
 /// What is kept of stdout and stderr to be shown when a run fails.
 const KEPT_OUTPUT_BYTES: usize = 6000;
 
+/// What has uzswap do as on a kernel without UFFDIO_MOVE.
+pub const WITHOUT_MOVE: &str = "move=never";
+
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 /// Held by each test while it runs: measured programs must not compete for two CPUs.
@@ -128,6 +131,10 @@ pub struct Subject {
     pub stdout_compared: bool,
     /// Further options of `uzswap run`.
     pub options: Vec<OsString>,
+    /// What is to fail in it (`UZSWAP_TEST_FAULTS`), if anything.
+    pub faults: Option<&'static str>,
+    /// The limits it is checked at, in percent of its peak.
+    pub percents: &'static [u64],
 }
 
 impl Subject {
@@ -141,12 +148,20 @@ impl Subject {
             succeeds: true,
             stdout_compared: true,
             options: Vec::new(),
+            faults: None,
+            percents: &[50, 25],
         }
     }
 
     /// The same, and its resident memory must stay under the limit.
     pub fn keeps_limit(mut self) -> Self {
         self.limit_kept = true;
+        self
+    }
+
+    /// The same, as on a kernel without UFFDIO_MOVE, and at half of its peak only.
+    pub fn without_move(mut self) -> Self {
+        (self.faults, self.percents) = (Some(WITHOUT_MOVE), &[50]);
         self
     }
 
@@ -169,7 +184,8 @@ impl Subject {
 
     /// Starts the program under `uzswap run`.
     pub fn start_limited(&self, limit_bytes: u64) -> Running {
-        self.start_limited_with(limit_bytes, &[])
+        let faults = self.faults.map(|faults| ("UZSWAP_TEST_FAULTS", faults));
+        self.start_limited_with(limit_bytes, faults.as_slice())
     }
 
     /// The same, with variables in `uzswap`'s environment.
@@ -207,7 +223,8 @@ impl Subject {
             self.name,
             plain.describe()
         );
-        for percent in [50, 25] {
+        for percent in self.percents {
+            let percent = *percent;
             let limit = limit_of(plain.peak_anon_bytes, percent);
             let limited = self.start_limited(limit).finish();
             limited.say(self.name, &format!("{percent} %"), Some(limit));

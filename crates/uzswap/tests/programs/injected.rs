@@ -9,20 +9,20 @@ use std::os::unix::process::ExitStatusExt;
 const MIB: u64 = 1 << 20;
 
 /// Runs `subject` with faults injected.
-fn with_faults(subject: &Subject, limit: u64, faults: &str) -> Outcome {
+pub fn with_faults(subject: &Subject, limit: u64, faults: &str) -> Outcome {
     let run = subject.start_limited_with(limit, &[("UZSWAP_TEST_FAULTS", faults)]).finish();
     run.say(subject.name, faults, Some(limit));
     assert!(!run.timed_out, "{faults}: not done\n{}", run.describe());
     run
 }
 
-fn number(run: &Outcome, key: &str) -> u64 {
+pub fn number(run: &Outcome, key: &str) -> u64 {
     let report = run.report.as_deref().unwrap_or_else(|| panic!("no report\n{}", run.describe()));
     report_number(report, key).unwrap_or_else(|| panic!("no {key} in the report\n{}", run.describe())) as u64
 }
 
 /// Nothing that can be made good may show in the program.
-fn survives(subject: &Subject, limit: u64, cases: &[(&[&str], &str)]) {
+pub fn survives(subject: &Subject, limit: u64, cases: &[(&[&str], &str)]) {
     let plain = subject.start_plain().finish();
     for (sites, faults) in cases {
         let run = with_faults(subject, limit, faults);

@@ -1,7 +1,7 @@
 //! Real programs, unmodified, at half and at a quarter of the memory they use: same output, same exit status.
 //!
 //! `harness.rs` runs and compares, `qemu.rs` boots a guest of its own, `redis.rs` is the one program that is talked to while it runs, `injected.rs` makes
-//! the pager's own operations fail meanwhile, `fixtures/` holds the programs written for this. `./test` installs what is missing. To see each run's time and memory:
+//! the pager's own operations fail meanwhile, `without_move.rs` has programs paged as on kernels before 6.8 and boots one, `fixtures/` holds the programs written for this. `./test` installs what is missing. To see each run's time and memory:
 //! `cargo test --release --test programs`.
 
 mod disk;
@@ -11,6 +11,7 @@ mod pageout;
 mod qemu;
 mod redis;
 mod remote;
+mod without_move;
 mod written;
 
 use harness::*;
@@ -19,11 +20,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The system's Python: a version manager's shim is a script, and has no NumPy.
-fn python() -> Option<PathBuf> {
+pub fn python() -> Option<PathBuf> {
     need("python3")
 }
 
-fn python_with_numpy() -> Option<PathBuf> {
+/// The same, where it has NumPy.
+pub fn python_with_numpy() -> Option<PathBuf> {
     let python = python()?;
     let found = Command::new(&python).args(["-c", "import numpy"]).output();
     if !found.is_ok_and(|o| o.status.success()) {

@@ -214,16 +214,21 @@ fn verify_snapshot(dir: &Path, saved: &[u32]) {
 
 #[test]
 fn redis_under_load_with_bgsave() {
+    saves_what_it_had("redis", &[100, 50, 25], |subject| subject);
+}
+
+/// Runs a server plain, which must come first, and at limits; `change` says how.
+pub fn saves_what_it_had(name: &str, percents: &[u64], change: impl Fn(Subject) -> Subject) {
     let _alone = alone();
     if need("redis-server").is_none() {
         return;
     }
-    let dir = scratch("redis");
+    let dir = scratch(name);
     let mut peak = 0;
-    for percent in [100, 50, 25] {
+    for percent in percents.iter().copied() {
         let _ = std::fs::remove_file(dir.join("dump.rdb"));
         let port = free_port();
-        let subject = subject(&dir, port);
+        let subject = change(subject(&dir, port));
         let limit = limit_of(peak, percent);
         let server = match percent {
             100 => subject.start_plain(),

@@ -1,0 +1,293 @@
+//! What comes before a device writes to the program's memory, where that matters (why: `uzswap_pager::pins`).
+//!
+//! Files opened for direct I/O, devices, file systems that do direct I/O without being asked, io_uring, and sockets that
+//! decrypt in place. The functions of libc that open them are interposed, and those of liburing, whose system calls are made
+//! with instructions of its own. With MOVE all of them only pass on.
+
+use crate::{pager, set_mask};
+use core::ffi::{c_char, c_int, c_long, c_uint, c_void};
+use core::sync::atomic::{AtomicUsize, Ordering::*};
+use uzswap_sys::raw::Errno;
+use uzswap_sys::sys;
+
+/// Descriptors looked at that a process inherits.
+const INHERITED: i32 = 256;
+/// Majors of character devices that never write to a program's memory by themselves: memory, terminals, small devices (but
+/// VFIO), input, sound, and pseudo-terminals.
+const HARMLESS: [u32; 7] = [1, 4, 5, 10, 13, 14, 116];
+const PTYS: core::ops::RangeInclusive<u32> = 136..=143;
+const VFIO: (u32, u32) = (10, 196);
+const MAGIC_9P: c_long = 0x0102_1997;
+const MAGIC_FUSE: c_long = 0x6573_5546;
+const SOL_TLS: c_int = 282;
+
+/// The interposed functions, in the order of [`Name`].
+static REAL: [AtomicUsize; 11] = [const { AtomicUsize::new(0) }; 11];
+const NAMES: [&core::ffi::CStr; 11] = [
+    c"open",
+    c"open64",
+    c"openat",
+    c"openat64",
+    c"fopen",
+    c"fopen64",
+    c"fcntl",
+    c"fcntl64",
+    c"socket",
+    c"setsockopt",
+    c"io_uring_queue_init_params",
+];
+
+#[derive(Clone, Copy)]
+enum Name {
+    Open,
+    Open64,
+    Openat,
+    Openat64,
+    Fopen,
+    Fopen64,
+    Fcntl,
+    Fcntl64,
+    Socket,
+    Setsockopt,
+    RingParams,
+}
+
+fn real(name: Name) -> usize {
+    let at = &REAL[name as usize];
+    if at.load(Relaxed) == 0 {
+        // SAFETY: a constant name.
+        at.store(unsafe { libc::dlsym(libc::RTLD_NEXT, NAMES[name as usize].as_ptr()) } as usize, Relaxed);
+    }
+    at.load(Relaxed)
+}
+
+/// Finds the interposed functions of libc, in the constructor.
+pub fn init() {
+    for name in [
+        Name::Open,
+        Name::Open64,
+        Name::Openat,
+        Name::Openat64,
+        Name::Fopen,
+        Name::Fopen64,
+        Name::Fcntl,
+        Name::Fcntl64,
+        Name::Socket,
+        Name::Setsockopt,
+    ] {
+        real(name);
+    }
+}
+
+/// The program may pin memory from now on.
+pub fn may_pin() {
+    if let Some(p) = pager().filter(|p| p.without_move) {
+        let mask = set_mask(!0);
+        p.may_pin();
+        set_mask(mask);
+    }
+}
+
+/// Descriptors that a program begins with.
+pub fn look_at_inherited() {
+    if pager().is_some_and(|p| p.without_move) && (0..INHERITED).any(pins) {
+        may_pin();
+    }
+}
+
+/// A descriptor that was opened, or an error: what it may do.
+fn opened(fd: c_int) -> c_int {
+    if fd >= 0 && pager().is_some_and(|p| p.without_move) && pins(fd) {
+        may_pin();
+    }
+    fd
+}
+
+/// Whether what is read from a descriptor may be written to memory by a device, or by another program behind a file system.
+fn pins(fd: c_int) -> bool {
+    // SAFETY: numbers only.
+    let flags: Result<usize, Errno> = unsafe { sys!(libc::SYS_fcntl, fd, libc::F_GETFL) };
+    let Ok(flags) = flags else { return false };
+    // SAFETY: zeros are a stat; the call fills it.
+    let mut stat: libc::stat = unsafe { core::mem::zeroed() };
+    // SAFETY: as above.
+    if unsafe { sys!(libc::SYS_fstat, fd, &raw mut stat) }.is_err() || flags as i32 & libc::O_PATH != 0 {
+        return false;
+    }
+    match stat.st_mode & libc::S_IFMT {
+        libc::S_IFBLK => true,
+        libc::S_IFCHR => {
+            let (major, minor) = (libc::major(stat.st_rdev), libc::minor(stat.st_rdev));
+            (major, minor) == VFIO || !(HARMLESS.contains(&major) || PTYS.contains(&major))
+        }
+        libc::S_IFREG => flags as i32 & libc::O_DIRECT != 0 || is_read_in_place(fd),
+        // (Pipes have O_DIRECT for something else.)
+        _ => false,
+    }
+}
+
+/// Whether a file's system does direct I/O without being asked: 9P may, and FUSE where it refuses shared mappings.
+fn is_read_in_place(fd: c_int) -> bool {
+    // SAFETY: zeros are a statfs; the call fills it.
+    let mut fs: libc::statfs = unsafe { core::mem::zeroed() };
+    // SAFETY: as above.
+    if unsafe { sys!(libc::SYS_fstatfs, fd, &raw mut fs) }.is_err() {
+        return false;
+    }
+    match fs.f_type {
+        MAGIC_9P => true,
+        MAGIC_FUSE => {
+            // SAFETY: a new mapping, of which nothing is touched.
+            let mapped = unsafe { sys!(libc::SYS_mmap, 0, 4096, libc::PROT_READ, libc::MAP_SHARED, fd, 0) };
+            if let Ok(at) = mapped {
+                // SAFETY: the mapping just made.
+                let _ = unsafe { sys!(libc::SYS_munmap, at, 4096) };
+            }
+            mapped == Err(libc::ENODEV)
+        }
+        _ => false,
+    }
+}
+
+macro_rules! interpose_open {
+    ($name:ident, $which:expr $(, $dir:ident)?) => {
+        /// As libc's of that name.
+        ///
+        /// # Safety
+        /// As libc's.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($dir: c_int,)? path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
+            type Real = unsafe extern "C" fn($(interpose_open!(@int $dir),)? *const c_char, c_int, c_uint) -> c_int;
+            // SAFETY: the function found under this name, with the caller's arguments. (The last is passed in a register
+            // whether the caller has given it or not.)
+            opened(unsafe { core::mem::transmute::<usize, Real>(real($which))($($dir,)? path, flags, mode) })
+        }
+    };
+    (@int $dir:ident) => { c_int };
+}
+
+interpose_open!(open, Name::Open);
+interpose_open!(open64, Name::Open64);
+interpose_open!(openat, Name::Openat, dir);
+interpose_open!(openat64, Name::Openat64, dir);
+
+macro_rules! interpose_checked_open {
+    ($name:ident, $to:ident $(, $dir:ident)?) => {
+        /// As libc's of that name, which programs built with `_FORTIFY_SOURCE` call.
+        ///
+        /// # Safety
+        /// As libc's.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($dir: c_int,)? path: *const c_char, flags: c_int) -> c_int {
+            // SAFETY: the caller's arguments. (Where a mode is needed libc ends the program, which is not done here.)
+            unsafe { $to($($dir,)? path, flags, 0) }
+        }
+    };
+}
+
+interpose_checked_open!(__open_2, open);
+interpose_checked_open!(__open64_2, open64);
+interpose_checked_open!(__openat_2, openat, dir);
+interpose_checked_open!(__openat64_2, openat64, dir);
+
+macro_rules! interpose_fopen {
+    ($name:ident, $which:expr) => {
+        /// As libc's of that name.
+        ///
+        /// # Safety
+        /// As libc's.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name(path: *const c_char, mode: *const c_char) -> *mut libc::FILE {
+            type Real = unsafe extern "C" fn(*const c_char, *const c_char) -> *mut libc::FILE;
+            // SAFETY: the function found under this name, with the caller's arguments.
+            let file = unsafe { core::mem::transmute::<usize, Real>(real($which))(path, mode) };
+            if !file.is_null() {
+                // SAFETY: an open file.
+                opened(unsafe { libc::fileno(file) });
+            }
+            file
+        }
+    };
+}
+
+interpose_fopen!(fopen, Name::Fopen);
+interpose_fopen!(fopen64, Name::Fopen64);
+
+macro_rules! interpose_fcntl {
+    ($name:ident, $which:expr) => {
+        /// As libc's of that name.
+        ///
+        /// # Safety
+        /// As libc's.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name(fd: c_int, command: c_int, argument: usize) -> c_int {
+            type Real = unsafe extern "C" fn(c_int, c_int, usize) -> c_int;
+            // SAFETY: the function found under this name, with the caller's arguments.
+            let done = unsafe { core::mem::transmute::<usize, Real>(real($which))(fd, command, argument) };
+            if command == libc::F_SETFL && done == 0 && argument as c_int & libc::O_DIRECT != 0 {
+                opened(fd);
+            }
+            done
+        }
+    };
+}
+
+interpose_fcntl!(fcntl, Name::Fcntl);
+interpose_fcntl!(fcntl64, Name::Fcntl64);
+
+/// socket(2): the kernel's ciphers and XDP pin what they are to write to.
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> c_int {
+    type Real = unsafe extern "C" fn(c_int, c_int, c_int) -> c_int;
+    if domain == libc::AF_ALG || domain == libc::AF_XDP {
+        may_pin();
+    }
+    // SAFETY: the function found under this name, with the caller's arguments.
+    unsafe { core::mem::transmute::<usize, Real>(real(Name::Socket))(domain, kind, protocol) }
+}
+
+/// setsockopt(2): TLS in the kernel decrypts in place.
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, name: c_int, value: *const c_void, len: c_uint) -> c_int {
+    type Real = unsafe extern "C" fn(c_int, c_int, c_int, *const c_void, c_uint) -> c_int;
+    if level == SOL_TLS {
+        may_pin();
+    }
+    // SAFETY: the function found under this name, with the caller's arguments.
+    unsafe { core::mem::transmute::<usize, Real>(real(Name::Setsockopt))(fd, level, name, value, len) }
+}
+
+/// liburing's, through which a ring is made.
+///
+/// # Safety
+/// As liburing's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn io_uring_queue_init_params(entries: c_uint, ring: *mut c_void, params: *mut c_void) -> c_int {
+    type Real = unsafe extern "C" fn(c_uint, *mut c_void, *mut c_void) -> c_int;
+    let real = real(Name::RingParams);
+    if real == 0 {
+        return -libc::ENOSYS;
+    }
+    may_pin();
+    // SAFETY: the function found under this name, with the caller's arguments.
+    unsafe { core::mem::transmute::<usize, Real>(real)(entries, ring, params) }
+}
+
+/// liburing's, for a ring without parameters.
+///
+/// # Safety
+/// As liburing's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn io_uring_queue_init(entries: c_uint, ring: *mut c_void, flags: c_uint) -> c_int {
+    // struct io_uring_params: sq_entries, cq_entries, flags, …
+    let mut params = [0u32; 30];
+    params[2] = flags;
+    // SAFETY: as the caller says, with parameters of ours.
+    unsafe { io_uring_queue_init_params(entries, ring, params.as_mut_ptr().cast()) }
+}

@@ -1,0 +1,58 @@
+//! Lost pages on a kernel that cannot poison one (before 6.6).
+//!
+//! There a page whose contents are lost is covered by a mapping past the end of an empty file: whoever touches it gets
+//! SIGBUS. Covering unmaps what was there, which raises an event and waits until it is read: so not the handler does it, but
+//! the ticker, while no mapping call of the program is under way. Until then who touches the page waits.
+
+use crate::arena::PAGE;
+use crate::pager::Pager;
+use crate::state::State;
+use uzswap_mm::pagetable::Tag;
+use uzswap_sys::raw::{self, Errno};
+use uzswap_sys::sys;
+
+impl Pager {
+    /// A page is lost: it is to raise SIGBUS.
+    pub(crate) fn lose_page(&self, s: &mut State, vpn: u64) {
+        if self.own_frames {
+            // A region's memory has no events, and nobody else maps anything there. (The thread that asks is the one that
+            // touched it, and gets the signal again.)
+            let _ = cover(vpn as usize * PAGE);
+        } else if !s.lost.contains(&vpn) {
+            s.lost.push(vpn);
+            self.poke_ticker();
+        }
+    }
+
+    /// Covers what is lost: in the ticker.
+    pub(crate) fn cover_lost(&self) {
+        if !self.without_move {
+            return;
+        }
+        loop {
+            let Some(vpn) = self.state.lock().lost.pop() else { return };
+            self.calls.stop();
+            let lost = self.state.lock().pt.get(vpn).tag() == Tag::Poisoned;
+            let covered = if lost { cover(vpn as usize * PAGE) } else { Ok(()) };
+            self.calls.go_on();
+            self.uffd().wake(vpn as usize * PAGE, PAGE);
+            if covered.is_err() {
+                // It would read as zeros otherwise, or wait for ever.
+                self.say(b"uzswap: a lost page could not be made to raise SIGBUS; the process is ended\n");
+                // SAFETY: ends the process.
+                let _ = unsafe { sys!(libc::SYS_exit_group, 125) };
+            }
+        }
+    }
+}
+
+/// Puts a mapping that raises SIGBUS over a page.
+fn cover(at: usize) -> Result<(), Errno> {
+    // SAFETY: a constant name; the call touches no other memory.
+    let fd = unsafe { sys!(libc::SYS_memfd_create, c"uzswap-lost".as_ptr(), libc::MFD_CLOEXEC) }? as i32;
+    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
+    // SAFETY: over a page whose contents are lost.
+    let mapped = unsafe { sys!(libc::SYS_mmap, at, PAGE, prot, flags, fd, 0) };
+    raw::close(fd);
+    mapped.map(drop)
+}

@@ -1,0 +1,25 @@
+//! Memory that a device writes to, on a kernel without MOVE.
+//!
+//! Direct I/O, io_uring's registered buffers, RDMA and drivers of devices *pin* pages: the device writes to the memory, not
+//! through the page tables. MOVE refuses such a page; `mremap` takes it, what is copied then is what was there so far, and
+//! what the device writes afterwards is lost. Nothing that a program may ask the kernel tells of a pin. So it is watched for
+//! what comes before one (the agent's `pins`): from then on no page of the process is taken any more. What is out comes back
+//! when it is touched, as ever, and a page is touched when it is pinned. The limit is exceeded then, and that is said once.
+
+use crate::pager::Pager;
+use core::sync::atomic::Ordering::*;
+
+impl Pager {
+    /// The program is about to be able to pin memory. To be called before it is, with all signals blocked.
+    pub fn may_pin(&self) {
+        if !self.without_move || self.pins.swap(true, SeqCst) {
+            return;
+        }
+        // Whoever was taking pages has done so.
+        drop(self.lock_in_hook());
+        self.say(
+            b"uzswap: this process uses direct I/O, io_uring or a device that may write to its memory, which on this \
+              kernel (without UFFDIO_MOVE, before 6.8) cannot be evicted safely then; its memory is no longer limited\n",
+        );
+    }
+}
