@@ -206,9 +206,11 @@ impl Pager {
         Ok(self.excess(s) + HUGE_BYTES as isize <= 0)
     }
 
+    /// Whether the block of frames that is given next is one huge page. (Others are 512 small pages that lie together.)
     fn has_huge_frames(&self, s: &mut State) -> bool {
-        let block = s.zone.alloc(Kind::Frame, MAX_ORDER);
-        block.map(|slot| s.zone.free(Kind::Frame, slot, MAX_ORDER)).is_some()
+        let Some(slot) = s.zone.alloc(Kind::Frame, MAX_ORDER) else { return false };
+        s.zone.free(Kind::Frame, slot, MAX_ORDER);
+        self.blocks.of(slot).load(Relaxed) == HUGE
     }
 
     /// Takes a huge page from the kernel as a free block of frames; true too where a victim's has become one.
