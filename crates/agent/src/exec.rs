@@ -3,28 +3,21 @@
 //!
 //! The wrappers may run in a vfork child: they allocate nothing and touch no state but the group's flag.
 
+use crate::next::Next;
 use core::ffi::{CStr, c_char, c_int, c_void};
-use core::sync::atomic::{AtomicUsize, Ordering::*};
+use core::sync::atomic::Ordering::*;
 use uzswap_sys::{raw, sys};
 
-const NAMES: [&CStr; 5] = [c"execve", c"execv", c"execvp", c"posix_spawn", c"posix_spawnp"];
-static REAL: [AtomicUsize; 5] = [const { AtomicUsize::new(0) }; 5];
-
-fn real(i: usize) -> usize {
-    let known = REAL[i].load(Relaxed);
-    if known != 0 {
-        return known;
-    }
-    // SAFETY: a constant name.
-    let f = unsafe { libc::dlsym(libc::RTLD_NEXT, NAMES[i].as_ptr()) } as usize;
-    REAL[i].store(f, Relaxed);
-    f
-}
+static EXECVE: Next = Next::new(c"execve");
+static EXECV: Next = Next::new(c"execv");
+static EXECVP: Next = Next::new(c"execvp");
+static POSIX_SPAWN: Next = Next::new(c"posix_spawn");
+static POSIX_SPAWNP: Next = Next::new(c"posix_spawnp");
 
 /// Finds the wrapped functions, in the constructor: a vfork child should not have to.
 pub fn init() {
-    for i in 0..NAMES.len() {
-        real(i);
+    for f in [&EXECVE, &EXECV, &EXECVP, &POSIX_SPAWN, &POSIX_SPAWNP] {
+        f.find();
     }
 }
 
@@ -105,7 +98,9 @@ pub extern "C" fn execve(path: *const c_char, argv: Argv, envp: Argv) -> c_int {
     warn_if_static(path, false);
     // SAFETY: the real function, with the caller's arguments.
     unsafe {
-        core::mem::transmute::<usize, extern "C" fn(*const c_char, Argv, Argv) -> c_int>(real(0))(path, argv, envp)
+        core::mem::transmute::<usize, extern "C" fn(*const c_char, Argv, Argv) -> c_int>(EXECVE.find())(
+            path, argv, envp,
+        )
     }
 }
 
@@ -115,7 +110,7 @@ pub extern "C" fn execve(path: *const c_char, argv: Argv, envp: Argv) -> c_int {
 pub extern "C" fn execv(path: *const c_char, argv: Argv) -> c_int {
     warn_if_static(path, false);
     // SAFETY: as above.
-    unsafe { core::mem::transmute::<usize, extern "C" fn(*const c_char, Argv) -> c_int>(real(1))(path, argv) }
+    unsafe { core::mem::transmute::<usize, extern "C" fn(*const c_char, Argv) -> c_int>(EXECV.find())(path, argv) }
 }
 
 /// execvp(3), after the warning.
@@ -124,7 +119,7 @@ pub extern "C" fn execv(path: *const c_char, argv: Argv) -> c_int {
 pub extern "C" fn execvp(file: *const c_char, argv: Argv) -> c_int {
     warn_if_static(file, true);
     // SAFETY: as above.
-    unsafe { core::mem::transmute::<usize, extern "C" fn(*const c_char, Argv) -> c_int>(real(2))(file, argv) }
+    unsafe { core::mem::transmute::<usize, extern "C" fn(*const c_char, Argv) -> c_int>(EXECVP.find())(file, argv) }
 }
 
 type Spawn = extern "C" fn(*mut libc::pid_t, *const c_char, *const c_void, *const c_void, Argv, Argv) -> c_int;
@@ -142,7 +137,7 @@ pub extern "C" fn posix_spawn(
 ) -> c_int {
     warn_if_static(path, false);
     // SAFETY: as above.
-    unsafe { core::mem::transmute::<usize, Spawn>(real(3))(pid, path, actions, attr, argv, envp) }
+    unsafe { core::mem::transmute::<usize, Spawn>(POSIX_SPAWN.find())(pid, path, actions, attr, argv, envp) }
 }
 
 /// posix_spawnp(3), after the warning.
@@ -158,5 +153,5 @@ pub extern "C" fn posix_spawnp(
 ) -> c_int {
     warn_if_static(file, true);
     // SAFETY: as above.
-    unsafe { core::mem::transmute::<usize, Spawn>(real(4))(pid, file, actions, attr, argv, envp) }
+    unsafe { core::mem::transmute::<usize, Spawn>(POSIX_SPAWNP.find())(pid, file, actions, attr, argv, envp) }
 }

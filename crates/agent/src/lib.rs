@@ -7,6 +7,7 @@
 mod calls;
 mod exec;
 mod heap;
+mod next;
 mod patch;
 mod pins;
 mod rawfork;

@@ -4,9 +4,9 @@
 //! decrypt in place. The functions of libc that open them are interposed, and those of liburing, whose system calls are made
 //! with instructions of its own. With MOVE all of them only pass on.
 
+use crate::next::Next;
 use crate::{pager, set_mask};
 use core::ffi::{c_char, c_int, c_long, c_uint, c_void};
-use core::sync::atomic::{AtomicUsize, Ordering::*};
 use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;
 
@@ -21,61 +21,23 @@ const MAGIC_9P: c_long = 0x0102_1997;
 const MAGIC_FUSE: c_long = 0x6573_5546;
 const SOL_TLS: c_int = 282;
 
-/// The interposed functions, in the order of [`Name`].
-static REAL: [AtomicUsize; 11] = [const { AtomicUsize::new(0) }; 11];
-const NAMES: [&core::ffi::CStr; 11] = [
-    c"open",
-    c"open64",
-    c"openat",
-    c"openat64",
-    c"fopen",
-    c"fopen64",
-    c"fcntl",
-    c"fcntl64",
-    c"socket",
-    c"setsockopt",
-    c"io_uring_queue_init_params",
-];
-
-#[derive(Clone, Copy)]
-enum Name {
-    Open,
-    Open64,
-    Openat,
-    Openat64,
-    Fopen,
-    Fopen64,
-    Fcntl,
-    Fcntl64,
-    Socket,
-    Setsockopt,
-    RingParams,
-}
-
-fn real(name: Name) -> usize {
-    let at = &REAL[name as usize];
-    if at.load(Relaxed) == 0 {
-        // SAFETY: a constant name.
-        at.store(unsafe { libc::dlsym(libc::RTLD_NEXT, NAMES[name as usize].as_ptr()) } as usize, Relaxed);
-    }
-    at.load(Relaxed)
-}
+static OPEN: Next = Next::new(c"open");
+static OPEN64: Next = Next::new(c"open64");
+static OPENAT: Next = Next::new(c"openat");
+static OPENAT64: Next = Next::new(c"openat64");
+static FOPEN: Next = Next::new(c"fopen");
+static FOPEN64: Next = Next::new(c"fopen64");
+static FCNTL: Next = Next::new(c"fcntl");
+static FCNTL64: Next = Next::new(c"fcntl64");
+static SOCKET: Next = Next::new(c"socket");
+static SETSOCKOPT: Next = Next::new(c"setsockopt");
+/// liburing's, where it is there at all.
+static RING_PARAMS: Next = Next::new(c"io_uring_queue_init_params");
 
 /// Finds the interposed functions of libc, in the constructor.
 pub fn init() {
-    for name in [
-        Name::Open,
-        Name::Open64,
-        Name::Openat,
-        Name::Openat64,
-        Name::Fopen,
-        Name::Fopen64,
-        Name::Fcntl,
-        Name::Fcntl64,
-        Name::Socket,
-        Name::Setsockopt,
-    ] {
-        real(name);
+    for f in [&OPEN, &OPEN64, &OPENAT, &OPENAT64, &FOPEN, &FOPEN64, &FCNTL, &FCNTL64, &SOCKET, &SETSOCKOPT] {
+        f.find();
     }
 }
 
@@ -160,16 +122,16 @@ macro_rules! interpose_open {
             type Real = unsafe extern "C" fn($(interpose_open!(@int $dir),)? *const c_char, c_int, c_uint) -> c_int;
             // SAFETY: the function found under this name, with the caller's arguments. (The last is passed in a register
             // whether the caller has given it or not.)
-            opened(unsafe { core::mem::transmute::<usize, Real>(real($which))($($dir,)? path, flags, mode) })
+            opened(unsafe { core::mem::transmute::<usize, Real>($which.find())($($dir,)? path, flags, mode) })
         }
     };
     (@int $dir:ident) => { c_int };
 }
 
-interpose_open!(open, Name::Open);
-interpose_open!(open64, Name::Open64);
-interpose_open!(openat, Name::Openat, dir);
-interpose_open!(openat64, Name::Openat64, dir);
+interpose_open!(open, OPEN);
+interpose_open!(open64, OPEN64);
+interpose_open!(openat, OPENAT, dir);
+interpose_open!(openat64, OPENAT64, dir);
 
 macro_rules! interpose_checked_open {
     ($name:ident, $to:ident $(, $dir:ident)?) => {
@@ -200,7 +162,7 @@ macro_rules! interpose_fopen {
         pub unsafe extern "C" fn $name(path: *const c_char, mode: *const c_char) -> *mut libc::FILE {
             type Real = unsafe extern "C" fn(*const c_char, *const c_char) -> *mut libc::FILE;
             // SAFETY: the function found under this name, with the caller's arguments.
-            let file = unsafe { core::mem::transmute::<usize, Real>(real($which))(path, mode) };
+            let file = unsafe { core::mem::transmute::<usize, Real>($which.find())(path, mode) };
             if !file.is_null() {
                 // SAFETY: an open file.
                 opened(unsafe { libc::fileno(file) });
@@ -210,8 +172,8 @@ macro_rules! interpose_fopen {
     };
 }
 
-interpose_fopen!(fopen, Name::Fopen);
-interpose_fopen!(fopen64, Name::Fopen64);
+interpose_fopen!(fopen, FOPEN);
+interpose_fopen!(fopen64, FOPEN64);
 
 macro_rules! interpose_fcntl {
     ($name:ident, $which:expr) => {
@@ -223,7 +185,7 @@ macro_rules! interpose_fcntl {
         pub unsafe extern "C" fn $name(fd: c_int, command: c_int, argument: usize) -> c_int {
             type Real = unsafe extern "C" fn(c_int, c_int, usize) -> c_int;
             // SAFETY: the function found under this name, with the caller's arguments.
-            let done = unsafe { core::mem::transmute::<usize, Real>(real($which))(fd, command, argument) };
+            let done = unsafe { core::mem::transmute::<usize, Real>($which.find())(fd, command, argument) };
             if command == libc::F_SETFL && done == 0 && argument as c_int & libc::O_DIRECT != 0 {
                 opened(fd);
             }
@@ -232,8 +194,8 @@ macro_rules! interpose_fcntl {
     };
 }
 
-interpose_fcntl!(fcntl, Name::Fcntl);
-interpose_fcntl!(fcntl64, Name::Fcntl64);
+interpose_fcntl!(fcntl, FCNTL);
+interpose_fcntl!(fcntl64, FCNTL64);
 
 /// socket(2): the kernel's ciphers and XDP pin what they are to write to.
 ///
@@ -246,7 +208,7 @@ pub unsafe extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> 
         may_pin();
     }
     // SAFETY: the function found under this name, with the caller's arguments.
-    unsafe { core::mem::transmute::<usize, Real>(real(Name::Socket))(domain, kind, protocol) }
+    unsafe { core::mem::transmute::<usize, Real>(SOCKET.find())(domain, kind, protocol) }
 }
 
 /// setsockopt(2): TLS in the kernel decrypts in place.
@@ -260,7 +222,7 @@ pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, name: c_int, value:
         may_pin();
     }
     // SAFETY: the function found under this name, with the caller's arguments.
-    unsafe { core::mem::transmute::<usize, Real>(real(Name::Setsockopt))(fd, level, name, value, len) }
+    unsafe { core::mem::transmute::<usize, Real>(SETSOCKOPT.find())(fd, level, name, value, len) }
 }
 
 /// liburing's, through which a ring is made.
@@ -270,7 +232,7 @@ pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, name: c_int, value:
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn io_uring_queue_init_params(entries: c_uint, ring: *mut c_void, params: *mut c_void) -> c_int {
     type Real = unsafe extern "C" fn(c_uint, *mut c_void, *mut c_void) -> c_int;
-    let real = real(Name::RingParams);
+    let real = RING_PARAMS.find();
     if real == 0 {
         return -libc::ENOSYS;
     }

@@ -3,24 +3,23 @@
 //! Both are interposed, and give such a child its memory as `fork`'s gets it. What remains is a program that makes the
 //! system call with instructions of its own (or has libc make it on a new stack through `syscall`).
 
+use crate::next::Next;
 use crate::{after_fork, before_fork, calls, pager, pins};
 use core::ffi::{c_int, c_long, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
 use uzswap_pager::arena::PAGE;
 use uzswap_sys::{raw, sys};
 
-static REAL_SYSCALL: AtomicUsize = AtomicUsize::new(0);
-static REAL_CLONE: AtomicUsize = AtomicUsize::new(0);
+static SYSCALL: Next = Next::new(c"syscall");
+static CLONE: Next = Next::new(c"clone");
 /// What the child made by `clone` is to run (under the pager's lock, which the child inherits).
 static ENTRY: AtomicUsize = AtomicUsize::new(0);
 static ARGUMENT: AtomicUsize = AtomicUsize::new(0);
 
 /// Finds the wrapped functions, in the constructor.
 pub fn init() {
-    for (name, real) in [(c"syscall", &REAL_SYSCALL), (c"clone", &REAL_CLONE)] {
-        // SAFETY: a constant name.
-        real.store(unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) } as usize, Relaxed);
-    }
+    SYSCALL.find();
+    CLONE.find();
 }
 
 /// Flags and stack of a call that makes a process or a thread.
@@ -53,10 +52,10 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             after_fork(ret);
             ret
         }
-        Some(_) if REAL_SYSCALL.load(Relaxed) != 0 => {
+        Some(_) if SYSCALL.found() != 0 => {
             type Real = unsafe extern "C" fn(c_long, usize, usize, usize, usize, usize, usize) -> c_long;
             // SAFETY: the function found under this name, with the caller's arguments.
-            return unsafe { core::mem::transmute::<usize, Real>(REAL_SYSCALL.load(Relaxed))(nr, a, b, c, d, e, f) };
+            return unsafe { core::mem::transmute::<usize, Real>(SYSCALL.found())(nr, a, b, c, d, e, f) };
         }
         _ if nr == libc::SYS_mremap => {
             let call = calls::begin_remap(a, b, c, d);
@@ -104,7 +103,7 @@ pub unsafe extern "C" fn clone(
     tls: *mut c_void,
     child_tid: *mut c_void,
 ) -> c_int {
-    let (Some(entry), false, real @ 1..) = (entry, stack.is_null(), REAL_CLONE.load(Relaxed)) else {
+    let (Some(entry), false, real @ 1..) = (entry, stack.is_null(), CLONE.found()) else {
         // SAFETY: the calling thread is libc's.
         unsafe { *libc::__errno_location() = libc::EINVAL };
         return -1;

@@ -3,14 +3,14 @@
 //! `pthread_create` is interposed. Threads that libc makes by itself (C11's `thrd_create`, timers that notify by a thread)
 //! are on stacks of libc's, which are excluded.
 
+use crate::next::Next;
 use crate::{pager, set_mask};
 use core::ffi::{c_int, c_void};
-use core::sync::atomic::{AtomicUsize, Ordering::*};
 
 type Entry = extern "C" fn(*mut c_void) -> *mut c_void;
 type Create = unsafe extern "C" fn(*mut c_void, *const c_void, Entry, *mut c_void) -> c_int;
 
-static REAL: AtomicUsize = AtomicUsize::new(0);
+static PTHREAD_CREATE: Next = Next::new(c"pthread_create");
 
 /// What a new thread is to run.
 struct Start {
@@ -20,8 +20,7 @@ struct Start {
 
 /// Finds the wrapped function, in the constructor.
 pub fn init() {
-    // SAFETY: a constant name.
-    REAL.store(unsafe { libc::dlsym(libc::RTLD_NEXT, c"pthread_create".as_ptr()) } as usize, Relaxed);
+    PTHREAD_CREATE.find();
 }
 
 /// pthread_create(3).
@@ -35,10 +34,7 @@ pub unsafe extern "C" fn pthread_create(
     entry: Entry,
     arg: *mut c_void,
 ) -> c_int {
-    if REAL.load(Relaxed) == 0 {
-        init();
-    }
-    let real = REAL.load(Relaxed);
+    let real = PTHREAD_CREATE.find();
     if real == 0 {
         return libc::EAGAIN;
     }

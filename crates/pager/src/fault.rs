@@ -248,7 +248,7 @@ impl Pager {
             Err((_, libc::EAGAIN)) => return Err(EventPending),
             // The page is there, or its mapping is gone: whoever waits may look again.
             Err((_, libc::EEXIST | libc::ENOENT)) => self.uffd().wake(vpn as usize * PAGE, PAGE),
-            // SAFETY: a signal. (Linux before 6.6 cannot poison a page: the thread that asked must not wait for ever.)
+            // SAFETY: a signal. (Whatever the kernel has against it, the thread that asked must not wait for ever.)
             Err(_) => drop(unsafe { sys!(libc::SYS_kill, thread::getpid(), libc::SIGBUS) }),
         }
         Ok(())
