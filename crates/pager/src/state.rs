@@ -14,6 +14,7 @@ use crate::store::Batch;
 use crate::swap::Swap;
 use crate::swap::kept::OnDisk;
 use crate::trace::Recorder;
+use core::ops::Range;
 use std::collections::BTreeSet;
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor};
 use uzswap_mm::compaction::Compactor;
@@ -111,6 +112,10 @@ pub struct State {
     pub streams: [(u64, u8); 8],
     /// Next of `streams` to reuse.
     pub stream_next: usize,
+    /// Pages that were faulted on last: see `stage`.
+    touched: [u64; 16],
+    /// Next of `touched` to reuse.
+    touched_next: usize,
     /// Where faults come from, and who reclaims.
     pub placement: Placement,
     /// Where recompression is.
@@ -178,6 +183,8 @@ impl State {
             moved_busy: Vec::new(),
             missed_frees: 0,
             streams: [(u64::MAX, 0); 8],
+            touched: [u64::MAX; 16],
+            touched_next: 0,
             stream_next: 0,
             placement: Placement::new(),
             sweep: Sweep::default(),
@@ -405,6 +412,24 @@ impl State {
             place[end..].copy_from_slice(&on_disk.to_bytes());
         }
         Some(handle)
+    }
+
+    /// A page is faulted on.
+    pub fn touch(&mut self, vpn: u64) {
+        if !self.was_touched(vpn) {
+            self.touched[self.touched_next] = vpn;
+            self.touched_next = (self.touched_next + 1) % self.touched.len();
+        }
+    }
+
+    /// Whether a page is one of those that were faulted on last.
+    pub fn was_touched(&self, vpn: u64) -> bool {
+        self.touched.contains(&vpn)
+    }
+
+    /// Whether one of these pages was.
+    pub fn touched_in(&self, pages: Range<u64>) -> bool {
+        self.touched.iter().any(|vpn| pages.contains(vpn))
     }
 
     /// Pages that a fault is likely to bring: a block, or what goes with the stream it belongs to.
