@@ -70,6 +70,8 @@ pub struct State {
     pub pool: ZsPool,
     /// Waste that compaction of the pool could not free (bytes).
     pub pool_rest: usize,
+    /// Free pages in its page blocks when those could not be emptied any further.
+    pub pool_stuck: usize,
     /// Decompresses for faults.
     pub decompressor: Decompressor,
     /// Blocks decompressed lately, round robin.
@@ -157,10 +159,11 @@ impl State {
             pt: PageTable::new(),
             lru: Lru::default(),
             runs_wanted: false,
-            compactor: Compactor::new(&zone, Emptiest::new()),
+            compactor: Compactor::new(Emptiest::new()),
             zone,
             pool: ZsPool::new(arena::POOL_BYTES - (4 << 20)),
             pool_rest: 0,
+            pool_stuck: usize::MAX / 2,
             decompressor: Decompressor::new(),
             decoded: (0..4)
                 .map(|_| Decoded { handle: None, bytes: vec![0; BLOCK], pages: 0, vpn: 0, fresh: false })

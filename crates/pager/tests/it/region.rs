@@ -179,6 +179,34 @@ fn the_pool_stays_dense_and_its_objects_are_found() {
     assert!(stats.charged <= 32 * MIB, "{stats:?}");
 }
 
+/// What a pool that was large has left lies in all its page blocks: it is moved together, and found there.
+#[test]
+fn page_blocks_of_the_pool_are_emptied() {
+    let _one = alone();
+    let mut region = Region::new(96 * MIB, &Options::new(40 * MIB)).unwrap();
+    // SAFETY: the only user.
+    let memory = unsafe { region.as_slice_mut() };
+    let mut model = vec![0u8; memory.len()];
+    let mut rng = Rng::new(seed());
+    for (m, p) in model.chunks_mut(PAGE).zip(memory.chunks_mut(PAGE)) {
+        m.fill(1);
+        m[..1200].chunks_mut(8).for_each(|c| c.copy_from_slice(&rng.next().to_le_bytes()));
+        p.copy_from_slice(m);
+    }
+    let pages = model.len() / PAGE;
+    for i in (0..pages).map(|i| i * 7919 % pages).filter(|i| i % 8 != 0) {
+        let (m, p) = (&mut model[i * PAGE..(i + 1) * PAGE], &mut memory[i * PAGE..(i + 1) * PAGE]);
+        assert!(m == p, "page {i}");
+        m.fill(0);
+        p.fill(0);
+    }
+    assert!(model == memory, "the memory differs in the end");
+    let stats = region.stats();
+    println!("{stats:?}");
+    assert!(stats.pool_blocks_freed > 0, "{stats:?}");
+    assert!(stats.charged <= 40 * MIB, "{stats:?}");
+}
+
 /// Staged pages whose frames compaction moves must be found where they are then, also while other threads fault on them.
 #[test]
 fn pages_are_found_after_their_frames_have_moved() {
