@@ -42,7 +42,7 @@ const STAMP_MASK: u32 = 0x1f_ffff;
 pub struct Decoded {
     /// The object, None when the buffer holds nothing.
     pub handle: Option<u32>,
-    /// Its pages, of which the first `pages` were decompressed.
+    /// Its pages, of which the first `pages` were decompressed. (Grows to the largest block there was.)
     pub bytes: Vec<u8>,
     /// Pages.
     pub pages: usize,
@@ -166,7 +166,7 @@ impl State {
             pool_stuck: usize::MAX / 2,
             decompressor: Decompressor::new(),
             decoded: (0..4)
-                .map(|_| Decoded { handle: None, bytes: vec![0; BLOCK], pages: 0, vpn: 0, fresh: false })
+                .map(|_| Decoded { handle: None, bytes: Vec::new(), pages: 0, vpn: 0, fresh: false })
                 .collect(),
             decoded_next: 0,
             probes: 0,
@@ -454,7 +454,7 @@ impl State {
             + self.compactor.metadata_bytes()
             + self.pool.metadata_bytes()
             + self.swap.as_ref().map_or(0, |swap| swap.metadata_bytes())
-            + self.decoded.len() * BLOCK
+            + self.decoded.iter().map(|d| d.bytes.capacity()).sum::<usize>()
             + BLOCK
     }
 }
