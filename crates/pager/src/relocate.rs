@@ -30,6 +30,8 @@ use uzswap_mm::zsmalloc::{Compacted, Freed, Handle, Relocate, ZsPool};
 
 /// Objects moved per call: some tens of microseconds under the lock.
 const STEP: usize = 64;
+/// Calls per look at the page blocks, each of which is looked at then.
+const LOOK_EVERY: u32 = 16;
 
 /// Whether an entry refers to page `index` of an object whose order is `order`.
 fn refers(vpn: u64, pte: Pte, handle: u32, order: u8, index: usize) -> bool {
@@ -125,6 +127,10 @@ impl Pager {
 
     /// Empties the emptiest page blocks of the pool a little, where more than half of the pages in its blocks are free.
     fn empty_page_blocks(&self, s: &mut State) {
+        s.pool_looks = s.pool_looks.wrapping_add(1);
+        if !s.pool_looks.is_multiple_of(LOOK_EVERY) || !s.pool.may_be_sparse() {
+            return;
+        }
         let (blocks, free) = s.pool.page_blocks();
         let pages = blocks * BLOCK_FRAMES as usize;
         if blocks < 2 || free * 2 <= pages || free.abs_diff(s.pool_stuck) < pages / 16 {

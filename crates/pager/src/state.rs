@@ -72,6 +72,8 @@ pub struct State {
     pub pool_rest: usize,
     /// Free pages in its page blocks when those could not be emptied any further.
     pub pool_stuck: usize,
+    /// Times it was asked whether they should be.
+    pub pool_looks: u32,
     /// Decompresses for faults.
     pub decompressor: Decompressor,
     /// Blocks decompressed lately, round robin.
@@ -164,6 +166,7 @@ impl State {
             pool: ZsPool::new(arena::POOL_BYTES - (4 << 20)),
             pool_rest: 0,
             pool_stuck: usize::MAX / 2,
+            pool_looks: 0,
             decompressor: Decompressor::new(),
             decoded: (0..4)
                 .map(|_| Decoded { handle: None, bytes: Vec::new(), pages: 0, vpn: 0, fresh: false })

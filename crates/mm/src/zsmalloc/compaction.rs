@@ -77,6 +77,12 @@ impl ZsPool {
         (usage.slabs as usize * objects - usage.live as usize) / objects
     }
 
+    /// Whether more than half of the pages may be free in the page blocks in use: found at once, where
+    /// [`ZsPool::page_blocks`] looks at each block.
+    pub fn may_be_sparse(&self) -> bool {
+        self.zone.end() as usize * PAGE > 2 * self.held
+    }
+
     /// Page blocks in use, and their free pages.
     pub fn page_blocks(&self) -> (usize, usize) {
         let free = self.used_blocks().map(|(_, block)| block.free(Kind::Hole) as usize);
