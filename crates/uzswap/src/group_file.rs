@@ -54,8 +54,7 @@ impl GroupFile {
     /// # Errors
     /// Also when there is something else: nothing but such an object is opened, which could have effects.
     pub fn open(path: &Path) -> io::Result<GroupFile> {
-        let shown = fs::read_link(path)?;
-        if !shown.to_string_lossy().starts_with(&format!("/memfd:{OBJECT}")) {
+        if !GroupFile::is_at(path) {
             return Err(io::ErrorKind::NotFound.into());
         }
         let file = OpenOptions::new().read(true).write(true).open(path)?;
@@ -71,6 +70,11 @@ impl GroupFile {
             MAGIC => Ok(group),
             _ => Err(io::ErrorKind::InvalidData.into()),
         }
+    }
+
+    /// Whether there is a tree at `path`, of this version of uzswap or of another.
+    pub fn is_at(path: &Path) -> bool {
+        fs::read_link(path).is_ok_and(|shown| shown.to_string_lossy().starts_with(&format!("/memfd:{OBJECT}")))
     }
 
     fn map(fd: OwnedFd, size: usize) -> io::Result<GroupFile> {

@@ -166,6 +166,12 @@ impl Registry {
 
     /// The running trees, each once, sorted by name; what is left of killed commands is removed.
     pub fn list(&self) -> Vec<(String, GroupFile)> {
+        self.look().0
+    }
+
+    /// The same, and the names of trees of another version of uzswap, which are left alone.
+    fn look(&self) -> (Vec<(String, GroupFile)>, Vec<String>) {
+        let mut foreign = Vec::new();
         let mut trees: Vec<(String, GroupFile)> = Vec::new();
         let mut entries: Vec<_> = fs::read_dir(&self.dir).into_iter().flatten().flatten().map(|e| e.path()).collect();
         entries.sort();
@@ -175,14 +181,15 @@ impl Registry {
             };
             let known = trees.iter().any(|(name, _)| name == root);
             match open_entry(&path, root) {
-                Some(file) if !known => trees.push((root.to_owned(), file)),
-                Some(_) => {}
-                None => {
+                Entered::Tree(file) if !known => trees.push((root.to_owned(), file)),
+                Entered::Tree(_) => {}
+                Entered::Foreign => foreign.push(root.to_owned()),
+                Entered::Nothing => {
                     let _ = fs::remove_file(&path);
                 }
             }
         }
-        trees
+        (trees, foreign)
     }
 
     /// The tree of which a process is a member, and its slot there.
@@ -198,7 +205,9 @@ impl Registry {
     pub fn find(&self, name: &str) -> Result<Group, String> {
         let parts = components(name)?;
         let missing = || {
-            let running: Vec<String> = self.list().into_iter().map(|(name, _)| name).collect();
+            let (trees, foreign) = self.look();
+            let foreign = foreign.into_iter().map(|name| format!("{name} by another version of uzswap"));
+            let running: Vec<String> = trees.into_iter().map(|(name, _)| name).chain(foreign).collect();
             let running = if running.is_empty() { "none".to_owned() } else { running.join(", ") };
             format!("no such group: `{name}` is not running (running: {running})")
         };
@@ -225,7 +234,14 @@ impl Registry {
             ));
         }
         let _held = self.lock()?;
-        let running = self.list().into_iter().find(|(root, _)| root == parts[0]);
+        let (trees, foreign) = self.look();
+        if foreign.iter().any(|root| root == parts[0]) {
+            return Err(format!(
+                "a group `{}` of another version of uzswap runs: use that version's command, or choose another name",
+                parts[0]
+            ));
+        }
+        let running = trees.into_iter().find(|(root, _)| root == parts[0]);
         let there = running
             .as_ref()
             .and_then(|(_, file)| parts[1..].iter().try_fold(0, |at, part| file.page().child(at, part.as_bytes())));
@@ -316,16 +332,32 @@ fn agrees(page: &GroupPage, node: usize, name: &str, wanted: &Wanted) -> Result<
     Ok(())
 }
 
-/// The tree an entry leads to, if it is the one named.
-fn open_entry(path: &Path, root: &str) -> Option<GroupFile> {
-    let target = fs::read_link(path).ok().filter(|target| target.starts_with("/proc"))?;
-    GroupFile::open(&target).ok().filter(|file| file.page().nodes[0].is_named(root.as_bytes()))
+/// What an entry leads to.
+enum Entered {
+    /// The tree that is named.
+    Tree(GroupFile),
+    /// A tree of another version of uzswap.
+    Foreign,
+    /// Neither: what a killed command left.
+    Nothing,
+}
+
+fn open_entry(path: &Path, root: &str) -> Entered {
+    let Some(target) = fs::read_link(path).ok().filter(|target| target.starts_with("/proc")) else {
+        return Entered::Nothing;
+    };
+    match GroupFile::open(&target) {
+        Ok(file) if file.page().nodes[0].is_named(root.as_bytes()) => Entered::Tree(file),
+        Err(_) if GroupFile::is_at(&target) => Entered::Foreign,
+        _ => Entered::Nothing,
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::{Registry, Wanted, components};
     use std::fs;
+    use std::os::fd::{AsRawFd, FromRawFd};
     use std::os::unix::fs::PermissionsExt;
 
     fn registry() -> (tempfile::TempDir, Registry) {
@@ -403,6 +435,28 @@ mod tests {
         std::os::unix::fs::symlink("/proc/self/fd/0", registry.dir.join("web@3")).unwrap();
         assert!(registry.find("web").is_err());
         assert_eq!(fs::read_dir(&registry.dir).unwrap().count(), 1);
+        assert!(registry.join("web", &LIMIT).is_ok());
+    }
+
+    /// Two versions on one machine: each took what the other had entered for left over and removed it, so that `stat`, `ctl` and
+    /// `pagemap` no longer found what ran.
+    #[test]
+    fn what_another_version_runs_is_left_alone() {
+        let (_dir, registry) = registry();
+        // SAFETY: a C string; the descriptor is owned at once.
+        let other =
+            unsafe { std::fs::File::from_raw_fd(libc::memfd_create(c"uzswap-group".as_ptr(), libc::MFD_CLOEXEC)) };
+        other.set_len(4096).unwrap();
+        let entry = registry.dir.join("web@2");
+        let target = format!("/proc/{}/fd/{}", std::process::id(), other.as_raw_fd());
+        std::os::unix::fs::symlink(target, &entry).unwrap();
+        let said = registry.find("web").map(|_| ()).unwrap_err();
+        assert!(said.contains("web by another version"), "{said}");
+        assert!(registry.list().is_empty() && registry.member(1).is_none());
+        let said = registry.join("web", &LIMIT).map(|_| ()).unwrap_err();
+        assert!(said.contains("another version"), "{said}");
+        assert!(fs::symlink_metadata(&entry).is_ok());
+        drop(other);
         assert!(registry.join("web", &LIMIT).is_ok());
     }
 
