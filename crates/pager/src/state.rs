@@ -354,14 +354,21 @@ impl State {
 
     /// Lists pages, whose entries may have kept copies, as resident and keeps the copies.
     pub fn list_with_copies(&mut self, vpn: u64, n: usize, list: List) {
-        for from in (0..n).step_by(FOLIO_PAGES) {
-            let (at, len) = (vpn + from as u64, (n - from).min(FOLIO_PAGES));
-            let mut copies = [None; FOLIO_PAGES];
-            for (i, copy) in copies.iter_mut().enumerate().take(len) {
-                *copy = self.pt.get(at + i as u64).copy();
-            }
-            self.list_resident(at, len, list, |i| copies[i]);
+        // (Mostly a page or a few, for which 4 KiB of copies would take longer than all the rest.)
+        match n {
+            0..=16 => self.list_some::<16>(vpn, n, list),
+            _ => (0..n).step_by(FOLIO_PAGES).for_each(|from| {
+                self.list_some::<FOLIO_PAGES>(vpn + from as u64, (n - from).min(FOLIO_PAGES), list);
+            }),
         }
+    }
+
+    fn list_some<const MOST: usize>(&mut self, vpn: u64, n: usize, list: List) {
+        let mut copies = [None; MOST];
+        for (i, copy) in copies.iter_mut().enumerate().take(n) {
+            *copy = self.pt.get(vpn + i as u64).copy();
+        }
+        self.list_resident(vpn, n, list, |i| copies[i]);
     }
 
     /// Whether anything is known of a page between two addresses.
