@@ -29,6 +29,8 @@ pub enum Command {
     Doctor(DoctorArgs),
     /// Show what is in memory and what is out, of a process or a shared region
     Pagemap(PagemapArgs),
+    /// Be told before a process under `uzswap run --track-writes` writes to its pages
+    Protect(ProtectArgs),
     /// Serve guests' page faults from a compressed snapshot, in Firecracker's protocol
     Handover {
         /// The Unix socket to which monitors connect; made here
@@ -162,6 +164,16 @@ pub struct ReplayArgs {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
+}
+
+/// Options of `uzswap protect`.
+#[derive(Args)]
+pub struct ProtectArgs {
+    /// The process
+    pub pid: u32,
+    /// What to protect at first: START-END in hexadecimal, as `uzswap pagemap --runs` shows it; all; or none
+    #[arg(default_value = "all")]
+    pub range: String,
 }
 
 /// Options of `uzswap pagemap`.

@@ -5,7 +5,7 @@
 //! block.
 
 use crate::config::plain;
-use crate::group_file::GroupFile;
+use uzswap::group_file::GroupFile;
 use serde::Serialize;
 use std::fs::File;
 use std::io::{self, Seek, Write};
@@ -131,7 +131,7 @@ impl Drain {
 #[cfg(test)]
 mod tests {
     use super::Recording;
-    use crate::group_file::GroupFile;
+    use uzswap::group_file::GroupFile;
     use std::fs::File;
     use std::sync::Arc;
     use std::sync::atomic::Ordering::Relaxed;

@@ -131,7 +131,7 @@ fn injected(page: &GroupPage) -> Option<BTreeMap<&'static str, u64>> {
 #[cfg(test)]
 mod tests {
     use super::Totals;
-    use crate::group_file::GroupFile;
+    use uzswap::group_file::GroupFile;
     use std::sync::atomic::Ordering::Relaxed;
 
     #[test]
