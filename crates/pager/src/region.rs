@@ -44,6 +44,7 @@ use uzswap_sys::uffd::{self, Uffd};
 mod markers;
 mod signals;
 
+pub use markers::WriteWatch;
 use signals::{REGISTRY, SignalsBlocked, install_handler};
 
 /// Regions a process can have at once.
