@@ -205,17 +205,18 @@ impl Pager {
         let work =
             Work { r, holder: r.holder.load(Acquire), from: r.from.load(Relaxed), to: r.to.load(Relaxed).min(1 << 35) };
         if r.target.load(Relaxed) == me.owner.load(Relaxed) {
-            // What was mapped since the ticker last looked belongs to it as well.
-            let _ = (0..SCAN_TRIES).any(|_| self.scan_between_calls());
+            // What was mapped since the ticker last looked belongs to it as well. (A region knows its memory.)
+            let _ = self.own_frames || (0..SCAN_TRIES).any(|_| self.scan_between_calls());
             match Op::of(r.op.load(Relaxed)) {
                 Some(Op::Out) => self.put_out(&work, batch, true),
                 Some(Op::Stage) => self.put_out(&work, batch, false),
                 Some(Op::Store) => self.store_idle(&work, batch),
                 Some(Op::In) => self.bring_work(&work, batch),
                 Some(Op::Clean) if self.tracks => self.clean(&work),
+                Some(Op::Clean) => self.clean_region(&work),
                 Some(Op::Protect) if self.tracks => self.protect_work(&work),
                 Some(Op::Release) => self.release_work(&work),
-                Some(Op::Clean | Op::Protect) | None => {}
+                Some(Op::Protect) | None => {}
             }
             let mut s = self.state.lock();
             s.rss = self.rss_now(&s);
@@ -294,6 +295,22 @@ impl Pager {
         }
         let before = core::mem::replace(&mut self.state.lock().cleared, map);
         drop(before);
+    }
+
+    /// The same for a region that keeps such bits.
+    fn clean_region(&self, work: &Work) {
+        let Some(marks) = &self.marks else { return };
+        let mut at = work.from;
+        loop {
+            let s = self.state.lock();
+            let Some((start, end)) = work.piece(&s, at, FOLIO_PAGES as u64) else { break };
+            let known = (start..end).filter(|vpn| s.pt.get(*vpn).tag() != Tag::None).count();
+            drop(s);
+            // (What is known lies within the region, but not all around it.)
+            let (start, end) = marks.within(start, end);
+            work.r.tell(known, self.take_soft_dirty(marks, start, end).map_or(0, |dirty| dirty.len()), 0);
+            at = end;
+        }
     }
 
     /// Protects pages for the client that holds the slot's watch, which must be who asks.

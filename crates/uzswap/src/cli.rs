@@ -191,7 +191,7 @@ pub struct PagemapArgs {
     #[arg(long, value_name = "FILE")]
     pub svg: Option<PathBuf>,
     /// First put a range out: all, FROM..TO of a shared region, such as 0..64M, or START-END of a process under `uzswap
-    /// run`, in hexadecimal, as --runs shows it
+    /// run` or with regions of the library, in hexadecimal, as --runs shows it
     #[arg(long, value_name = "RANGE")]
     pub page_out: Option<String>,
     /// First put out what is not touched within so many seconds from now, and say how much

@@ -49,12 +49,29 @@ impl Member {
     fn find(pid: u32) -> Result<Self, String> {
         let (file, slot) =
             directory::member(&directory::open()?, pid).ok_or_else(|| match std::fs::metadata(format!("/proc/{pid}")) {
-                Ok(_) => format!("process {pid} is in no `uzswap run` of yours: only of those pages are put out and in"),
+                Ok(_) => format!(
+                    "process {pid} is in no `uzswap run` of yours, and has no region: only of those pages are put out and in"
+                ),
                 Err(_) => format!("there is no process {pid}"),
             })?;
         let owner = file.page().slots[slot].owner().filter(|owner| owner.pid() == pid);
         let identity = owner.ok_or_else(|| format!("process {pid} has ended"))?;
         Ok(Self { file, slot, identity })
+    }
+
+    /// The regions of the library that a process has, as far as we may look.
+    fn regions(pid: u32) -> Vec<Self> {
+        let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+        let is_region = |path: &std::path::PathBuf| {
+            std::fs::read_link(path).is_ok_and(|link| link.to_string_lossy().starts_with("/memfd:uzswap-group-region"))
+        };
+        let files = entries.map(|e| e.path()).filter(is_region).filter_map(|path| GroupFile::open(&path).ok());
+        // (A forked child has its parent's descriptors.)
+        let own = |file: GroupFile| {
+            let identity = file.page().slots[0].owner().filter(|owner| owner.pid() == pid)?;
+            Some(Self { file, slot: 0, identity })
+        };
+        files.filter_map(own).collect()
     }
 
     fn slot(&self) -> &Slot {
@@ -108,11 +125,25 @@ impl Member {
 /// There is no such process, or it does not answer, or none of its memory there is managed.
 #[doc(hidden)]
 pub fn ask(pid: u32, op: Op, pages: Range<u64>) -> Result<Moved, String> {
-    let member = Member::find(pid)?;
-    if op == Op::Clean {
-        member.tracks_writes()?;
+    let mut asked = Member::regions(pid);
+    match Member::find(pid) {
+        Ok(member) => asked.push(member),
+        Err(sentence) if asked.is_empty() => return Err(sentence),
+        Err(_) => {}
     }
-    something(pid, member.ask(op, pages)?)
+    if op == Op::Clean {
+        let untracked = asked.iter().find_map(|member| member.tracks_writes().err());
+        asked.retain(|member| member.tracks_writes().is_ok());
+        untracked.filter(|_| asked.is_empty()).map_or(Ok(()), Err)?;
+    }
+    let mut all = Moved::default();
+    for member in asked {
+        let moved = member.ask(op, pages.clone())?;
+        all.known += moved.known;
+        all.pages += moved.pages;
+        all.stayed += moved.stayed;
+    }
+    something(pid, all)
 }
 
 fn something(pid: u32, moved: Moved) -> Result<Moved, String> {

@@ -121,8 +121,11 @@ fn act_on_process(args: &PagemapArgs, pid: u32) -> Result<(), String> {
         let time = seconds_of(seconds)?;
         uzswap::process::ask(pid, Op::Stage, all.clone())?;
         std::thread::sleep(time);
+        // (All was moved out: what is there now was used, or could not leave.)
+        let used: u64 = find::of_process(pid)?.iter().filter(|f| f.is_private()).map(|f| summary(f).present).sum();
         let idle = uzswap::process::ask(pid, Op::Store, all)?;
-        eprintln!("uzswap: {} put out as idle for {seconds} s", human(idle.pages * PAGE));
+        let (used, idle) = (human(used * PAGE), human(idle.pages * PAGE));
+        eprintln!("uzswap: {used} in use within {seconds} s; {idle} put out as idle");
     }
     if let Some(range) = &args.page_in {
         let moved = uzswap::process::ask(pid, Op::In, process::parse_range(range)?)?;
