@@ -421,14 +421,16 @@ impl PageTable {
         };
         let Some(leaf) = slot.as_mut() else { return };
         for v in from..end {
+            let protected = leaf.is_protected(v);
             leaf.forget(v);
             let pte = core::mem::take(&mut leaf.ptes[(v % LEAF_PAGES) as usize]);
+            if (pte != Pte::NONE || protected)
+                && let Some((map, first)) = &self.published
+                && v.wrapping_sub(*first) < map.pages()
+            {
+                map.publish(v - first, PageState(0));
+            }
             if pte != Pte::NONE {
-                if let Some((map, first)) = &self.published
-                    && v.wrapping_sub(*first) < map.pages()
-                {
-                    map.publish(v - first, PageState(0));
-                }
                 gone(v, pte);
             }
         }

@@ -205,9 +205,12 @@ impl Pager {
         let work =
             Work { r, holder: r.holder.load(Acquire), from: r.from.load(Relaxed), to: r.to.load(Relaxed).min(1 << 35) };
         if r.target.load(Relaxed) == me.owner.load(Relaxed) {
-            // What was mapped since the ticker last looked belongs to it as well. (A region knows its memory.)
-            let _ = self.own_frames || (0..SCAN_TRIES).any(|_| self.scan_between_calls());
-            match Op::of(r.op.load(Relaxed)) {
+            let op = Op::of(r.op.load(Relaxed));
+            // What was mapped since the ticker last looked belongs to it as well. (A region knows its memory. And who waits for
+            // a release may keep mapping calls from being scanned between.)
+            let known = self.own_frames || op == Some(Op::Release);
+            let _ = known || (0..SCAN_TRIES).any(|_| self.scan_between_calls());
+            match op {
                 Some(Op::Out) => self.put_out(&work, batch, true),
                 Some(Op::Stage) => self.put_out(&work, batch, false),
                 Some(Op::Store) => self.store_idle(&work, batch),

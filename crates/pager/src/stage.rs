@@ -129,14 +129,17 @@ impl Pager {
                     continue;
                 }
                 match error {
-                    libc::EAGAIN => {
+                    // (Also where the mapping is not found because it is elsewhere, of which is to be read first.)
+                    libc::EAGAIN | libc::ENOENT if error == libc::EAGAIN || self.event_is_unread(at) => {
                         self.requeue(s, at, (end - at) as usize);
                         return if moved > 0 { Ok(moved) } else { Err(EventPending) };
                     }
                     libc::ENOENT if s.pt.get(at).tag() == Tag::Resident => {
-                        // Dropped without an event (MADV_FREE, reclaimed by the kernel): it reads as zeros.
+                        // It reads as zeros: it was dropped without an event (MADV_FREE, reclaimed by the kernel), or was never
+                        // there (what was only read of a mapping never written to, a forked child is not given).
                         let pte = s.pt.get(at);
-                        s.pt.set(at, Pte::NONE);
+                        s.pt.set(at, Pte::new(Tag::Zero, 0));
+                        s.zeros += 1;
                         s.forget(at, pte);
                         s.note_pages(trace::Kind::Free, at, 1);
                         at += 1;
@@ -179,6 +182,16 @@ impl Pager {
             }
         }
         Ok(moved)
+    }
+
+    /// Whether an event of the mapping at a page is to be read before anything is known of the page.
+    ///
+    /// The story: pages that a program had only read were shown as written to, one in some ten thousand. Linux looks for the
+    /// mapping first and then whether an event is unread, so a MOVE that waits meanwhile for an `mremap` answers ENOENT, not
+    /// EAGAIN. The page was taken for one that had been dropped, and nothing was known of it where it had gone to: when it was
+    /// found there it counted as written to, and if it was protected a write to it would not have been told.
+    fn event_is_unread(&self, vpn: u64) -> bool {
+        self.uffd().is_registered(vpn as usize * PAGE, PAGE, self.layout.unreadable()) == Err(libc::EAGAIN)
     }
 
     /// Puts resident pages that could not be moved back on a list.
@@ -265,5 +278,73 @@ mod tests {
         s.lru.rescue();
         assert_eq!(p.stage(&mut s, N).ok(), Some(N));
         assert_eq!((s.lru.unevictable.pages(), s.resident, s.staged), (0, 0, 2 * N));
+    }
+
+    /// The story: a forked child was shown nothing of pages that its parent had only read. The kernel does not copy the page
+    /// table of a mapping that nobody has written to, so they were not there when they were to leave.
+    #[test]
+    fn what_is_not_there_is_zeros_and_stays_clean() {
+        let p = testing::tracking_pager(16 << 20);
+        let first = (testing::memory(p, N) / PAGE) as u64;
+        let mut s = p.state.lock();
+        s.tracking = true;
+        (0..4).for_each(|i| s.pt.set_clean(first + i, i != 2));
+        s.list_resident(first, 4, List::Inactive, |_| None);
+        assert_eq!(p.stage_range(&mut s, first, first + 4), (0, first + 4));
+        let is = |i: u64| (s.pt.get(first + i).tag(), s.pt.is_clean(first + i));
+        assert_eq!([0, 1, 2, 3].map(is), [true, true, false, true].map(|clean| (Tag::Zero, clean)));
+        assert_eq!((s.resident, s.zeros), (0, 4));
+        assert_eq!(p.bring_range(&mut s, first, first + 4), (4, first + 4));
+        // SAFETY: just brought, and nobody else's.
+        let bytes = unsafe { core::slice::from_raw_parts((first as usize * PAGE) as *const u8, 4 * PAGE) };
+        assert!(bytes.iter().all(|b| *b == 0) && (s.resident, s.zeros) == (4, 0));
+    }
+
+    /// See `event_is_unread`: whatever a MOVE meets while another thread moves the memory, nothing is forgotten.
+    #[test]
+    fn what_is_moved_meanwhile_is_not_taken_for_dropped() {
+        const ROUNDS: usize = 3000;
+        // Where the kernel maps nothing by itself: what is moved away leaves its place to whoever wants it.
+        const PLACE: usize = 0x2000_0000_0000;
+        let p = testing::pager_told_of_moves(16 << 20);
+        let (at, place) = (testing::memory_at(p, PLACE, N), PLACE + 2 * N * PAGE);
+        (0..N).for_each(|page| testing::put(p, at + page * PAGE, &[page as u8 + 1; PAGE]));
+        p.state.lock().list_resident((at / PAGE) as u64, N, List::Inactive, |_| None);
+        let places = [at, place];
+        let moving = std::thread::spawn(move || {
+            for round in 0..ROUNDS {
+                let (from, to) = (places[round % 2], places[(round + 1) % 2]);
+                let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+                // SAFETY: memory of the test's own, over the place that is free.
+                unsafe { sys!(libc::SYS_mremap, from, N * PAGE, N * PAGE, flags, to) }.expect("mremap");
+            }
+        });
+        let (mut staged, mut events) = (0, 0);
+        while !moving.is_finished() {
+            let mut s = p.state.lock();
+            if let Some(message) = p.uffd().read().expect("messages are read") {
+                events += 1;
+                p.event(&mut s, message);
+            }
+            for vpn in places.map(|at| (at / PAGE) as u64) {
+                staged += p.stage_range(&mut s, vpn, vpn + N as u64).0;
+                let _ = p.bring_range(&mut s, vpn, vpn + N as u64);
+            }
+            let known = |at: usize| (0..N).filter(|i| s.pt.get((at / PAGE + i) as u64).tag() != Tag::None).count();
+            assert_eq!(places.map(known).iter().sum::<usize>(), N, "after {events} events");
+        }
+        moving.join().unwrap();
+        while let Ok(Some(message)) = p.uffd().read() {
+            p.event(&mut p.state.lock(), message);
+        }
+        let home = places[ROUNDS % 2];
+        let _ = p.bring_range(&mut p.state.lock(), (home / PAGE) as u64, (home / PAGE + N) as u64);
+        for page in 0..N {
+            // SAFETY: everything is back, and nobody else uses it.
+            let content = unsafe { core::slice::from_raw_parts((home + page * PAGE) as *const u8, PAGE) };
+            assert!(content.iter().all(|b| *b == page as u8 + 1), "page {page}");
+        }
+        // (A move of what is all out makes no event of the one kind or the other.)
+        assert!(events > ROUNDS / 2 && staged > N, "{events} events, {staged} pages staged");
     }
 }

@@ -7,8 +7,6 @@
 //! same name at once.
 
 use crate::config::{Compressor, plain};
-use uzswap::directory;
-use uzswap::group_file::GroupFile;
 use crate::size::human;
 use std::fs::{self, File};
 use std::io;
@@ -17,6 +15,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::time::{Duration, Instant};
+use uzswap::directory;
+use uzswap::group_file::GroupFile;
 use uzswap_pager::group::{DEPTH, GroupPage, NAME_BYTES, NODES, Slot};
 use uzswap_pager::member::wake_member;
 

@@ -100,7 +100,8 @@ impl Member {
         while !hold.request.ask(self.identity, op, (pages.start, pages.end)) {
             waiter.wait(SERVING)?;
         }
-        wake_member(slot, true);
+        // (Where something is released memory is managed, and the ticker is not needed.)
+        wake_member(slot, op != Op::Release);
         loop {
             match hold.request.state.load(Acquire) {
                 DONE => break,

@@ -120,7 +120,8 @@ mod tests {
         assert_eq!(parse(" protect 0x1000-0x3000 "), Ok(Wanted::Protect(0x1000..0x3000)));
         assert_eq!(parse("release all"), Ok(Wanted::Release(0..1 << 47)));
         assert_eq!(parse("end"), Ok(Wanted::End));
-        for wrong in ["", "release", "write 1000", "release +1", "release fffffffffffffff", "protect 2000-1000", "ends"] {
+        for wrong in ["", "release", "write 1000", "release +1", "release fffffffffffffff", "protect 2000-1000", "ends"]
+        {
             let sentence = parse(wrong).unwrap_err();
             assert!(!sentence.is_empty() && !sentence.contains('\n'), "{wrong}: {sentence}");
         }

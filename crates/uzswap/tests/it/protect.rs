@@ -124,7 +124,8 @@ impl Program {
 
     /// Pages of the block with a word among their states.
     fn pages_with(&self, word: &str) -> u64 {
-        let output = Command::new(UZSWAP).args(["pagemap", &self.pid.to_string(), "--json", "--runs"]).output().unwrap();
+        let output =
+            Command::new(UZSWAP).args(["pagemap", &self.pid.to_string(), "--json", "--runs"]).output().unwrap();
         let found: Value = serde_json::from_slice(&output.stdout).unwrap();
         let (from, to) = ((self.at / PAGE) as u64, (self.at / PAGE + PAGES) as u64);
         let runs = found[0]["runs"].as_array().unwrap().iter();

@@ -22,13 +22,11 @@ const BATCH: usize = 48;
 fn words(pid: u32, address: usize, n: usize) -> Vec<u64> {
     let mut words = vec![0u64; n];
     let local = libc::iovec { iov_base: words.as_mut_ptr().cast(), iov_len: n * 8 };
-    let remote: Vec<_> = (0..n)
-        .map(|i| libc::iovec { iov_base: (address + i * PAGE) as *mut libc::c_void, iov_len: 8 })
-        .collect();
+    let remote: Vec<_> =
+        (0..n).map(|i| libc::iovec { iov_base: (address + i * PAGE) as *mut libc::c_void, iov_len: 8 }).collect();
     // SAFETY: n words of ours are written.
-    let read = unsafe {
-        libc::process_vm_readv(pid as i32, &raw const local, 1, remote.as_ptr(), n as libc::c_ulong, 0)
-    };
+    let read =
+        unsafe { libc::process_vm_readv(pid as i32, &raw const local, 1, remote.as_ptr(), n as libc::c_ulong, 0) };
     assert_eq!(read, n as isize * 8, "{}", std::io::Error::last_os_error());
     words
 }
@@ -122,7 +120,8 @@ fn snapshots(program: &Path, limit: u64, faults: Option<&str>) {
 fn a_snapshot_is_of_one_moment() {
     let _alone = alone();
     let Some(program) = compile_c("snapshot") else { return };
-    for (limit, faults) in [(16, None), (256, None), (18, Some("seed=9,move_in=1/60,move_out=1/60,copy=1/60,event=1/80"))]
+    for (limit, faults) in
+        [(16, None), (256, None), (18, Some("seed=9,move_in=1/60,move_out=1/60,copy=1/60,event=1/80"))]
     {
         snapshots(&program, limit, faults);
     }
