@@ -1,7 +1,7 @@
 //! The directory of running groups: `$XDG_RUNTIME_DIR/uzswap`, else `/tmp/uzswap-UID`, with one symbolic link for each command
 //! and tree. The command's module `groups` says how they are made.
 
-use crate::group_file::GroupFile;
+use crate::group_file::{self, GroupFile};
 use std::fs::{self, DirBuilder};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -61,6 +61,8 @@ pub fn list(dir: &Path) -> Vec<(String, GroupFile)> {
         match open_entry(&path, root) {
             Some(file) if !known => trees.push((root.to_owned(), file)),
             Some(_) => {}
+            // (A group of another version of this command is not ours to use, nor to remove.)
+            None if group_file::is_foreign(&path) => {}
             None => {
                 let _ = fs::remove_file(&path);
             }
