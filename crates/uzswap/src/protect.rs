@@ -12,12 +12,12 @@ use crate::cli::ProtectArgs;
 use crate::pagemap::process::parse_range;
 use std::io::{BufRead, Write};
 use std::ops::Range;
-use std::sync::mpsc::{self, TryRecvError};
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 use uzswap::WriteWatch;
 
-/// How long a line of the client's may wait while no write comes.
-const LOOK: Duration = Duration::from_millis(5);
+/// How long it takes at most to see that the client wants no more.
+const LOOK: Duration = Duration::from_millis(20);
 const PAGE: usize = 4096;
 
 /// What a client can want.
@@ -34,36 +34,43 @@ pub fn protect(args: &ProtectArgs) -> Result<(), String> {
         "none" => None,
         range => Some(bytes(range)?),
     };
-    let watch = WriteWatch::of(args.pid).map_err(|e| e.to_string())?;
+    let watch = Arc::new(WriteWatch::of(args.pid).map_err(|e| e.to_string())?);
     if let Some(range) = at_first {
         obey(&watch, Wanted::Protect(range))?;
     }
-    let (said, lines) = mpsc::channel();
+    // (A thread obeys, so that neither what is told nor what is wanted waits for the other.)
+    let (say_end, end) = mpsc::channel();
+    let obeyed = watch.clone();
     std::thread::spawn(move || {
-        for line in std::io::stdin().lock().lines().map_while(Result::ok) {
-            if said.send(line).is_err() {
-                break;
-            }
-        }
+        let result = obey_all(&obeyed);
+        drop(obeyed);
+        let _ = say_end.send(result);
     });
     loop {
-        match lines.try_recv() {
-            Ok(line) => match parse(&line)? {
-                Wanted::End => return Ok(()),
-                wanted => obey(&watch, wanted)?,
-            },
-            Err(TryRecvError::Disconnected) => return Ok(()),
-            Err(TryRecvError::Empty) => match watch.next_write(LOOK) {
-                Ok(Some(address)) => say(&format!("write {address:x}"))?,
-                Ok(None) => {}
-                Err(e) => {
-                    say("ended")?;
-                    eprintln!("uzswap: {e}");
-                    return Ok(());
-                }
-            },
+        if let Ok(result) = end.try_recv() {
+            return result;
+        }
+        match watch.next_write(LOOK) {
+            Ok(Some(address)) => say(&format!("write {address:x}"))?,
+            Ok(None) => {}
+            Err(e) => {
+                say("ended")?;
+                eprintln!("uzswap: {e}");
+                return Ok(());
+            }
         }
     }
+}
+
+/// Does what the lines of standard input say, until they end.
+fn obey_all(watch: &WriteWatch) -> Result<(), String> {
+    for line in std::io::stdin().lock().lines().map_while(Result::ok) {
+        match parse(&line)? {
+            Wanted::End => break,
+            wanted => obey(watch, wanted)?,
+        }
+    }
+    Ok(())
 }
 
 fn obey(watch: &WriteWatch, wanted: Wanted) -> Result<(), String> {
