@@ -81,6 +81,20 @@ pub fn end_remap(call: InOrder, ret: isize) {
     end_one(call);
 }
 
+/// After `madvise`; `ret` is what the kernel returned.
+///
+/// What MADV_FREE gives up stays until the kernel wants it, and counts for nothing meanwhile: a page that the program used
+/// again was in no table of uzswap's, neither kept below the limit nor known to be written to. It may go at once, too, so it
+/// does. (Only where the kernel took the advice: it does so for private anonymous memory alone.)
+pub fn end_advice(call: InOrder, at: usize, len: usize, advice: usize, ret: isize) {
+    let managed = matches!(call.held, Some(Held::Shared | Held::Alone));
+    if managed && advice as i32 == libc::MADV_FREE && ret == 0 {
+        // SAFETY: the program has given the contents up; who writes there meanwhile cannot know that the call has not ended.
+        let _ = unsafe { sys!(libc::SYS_madvise, at, len, libc::MADV_DONTNEED) };
+    }
+    end_one(call);
+}
+
 macro_rules! interpose_lock {
     ($name:ident, $nr:expr $(, $argument:ident)*) => {
         /// As libc's of that name.
@@ -132,6 +146,12 @@ pub extern "C" fn begin(at: *mut InOrder, nr: u32, third: usize, fourth: usize) 
 pub extern "C" fn end(at: *const InOrder) {
     // SAFETY: as `begin` wrote it.
     end_one(unsafe { at.read() })
+}
+
+/// After `madvise`.
+pub extern "C" fn end_madvise(call: *const InOrder, at: usize, len: usize, advice: usize, ret: isize) {
+    // SAFETY: as `begin` wrote it.
+    end_advice(unsafe { call.read() }, at, len, advice, ret)
 }
 
 const _: () = assert!(size_of::<InOrder>() == 16);

@@ -93,6 +93,9 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     let mut pager = Pager::new(group, node, layout)
         .map_err(|_| "uzswap: this process runs without a limit: its group has too many members\n")?;
     pager.tracks = group.track_writes.load(Relaxed) != 0;
+    if let Some(bytes) = threads::control_block() {
+        pager.control_block.store(bytes, Relaxed);
+    }
     if let Some(rings) = rings {
         pager.record_in(rings);
     }

@@ -56,7 +56,12 @@ global_asm!(
     "lea rsp, [rsp + 16]",
     "ret",
     ".globl uz_thunk_madvise", "uz_thunk_madvise:",
-    "UZ_ORDERED 28",
+    "lea rsp, [rsp - 16]",
+    "UZ_SAVE", "lea rdi, [rbp + 8]", "mov esi, 28", "mov rcx, r10", "call {begin}", "UZ_RESTORE",
+    "mov eax, 28", "syscall",
+    "UZ_SAVE", "mov r8, rax", "mov rcx, rdx", "mov rdx, rsi", "mov rsi, rdi", "lea rdi, [rbp + 8]",
+    "call {end_madvise}", "UZ_RESTORE",
+    "lea rsp, [rsp + 16]",
     "ret",
     before_fork = sym crate::before_fork,
     after_fork = sym crate::after_fork,
@@ -66,6 +71,7 @@ global_asm!(
     end = sym crate::calls::end,
     begin_mremap = sym crate::calls::begin_mremap,
     end_mremap = sym crate::calls::end_mremap,
+    end_madvise = sym crate::calls::end_madvise,
 );
 
 unsafe extern "C" {

@@ -71,7 +71,10 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             let held = calls::begin_one(nr, c, d);
             // SAFETY: as the caller says.
             let ret = unsafe { raw::syscall(nr, args) };
-            calls::end_one(held);
+            match nr {
+                libc::SYS_madvise => calls::end_advice(held, a, b, c, ret),
+                _ => calls::end_one(held),
+            }
             ret
         }
     };

@@ -6,6 +6,10 @@
 use crate::next::Next;
 use crate::{pager, set_mask};
 use core::ffi::{c_int, c_void};
+use uzswap_pager::fork::CONTROL_BLOCK;
+
+/// What is written to in any case: the thread's number and the head of its robust list.
+const CONTROL_LEAST: usize = 1 << 10;
 
 type Entry = extern "C" fn(*mut c_void) -> *mut c_void;
 type Create = unsafe extern "C" fn(*mut c_void, *const c_void, Entry, *mut c_void) -> c_int;
@@ -21,6 +25,16 @@ struct Start {
 /// Finds the wrapped function, in the constructor.
 pub fn init() {
     PTHREAD_CREATE.find();
+}
+
+/// The bytes of a thread's control block from its thread pointer on that the kernel writes to: to the end of the rseq area,
+/// where libc says where that is (glibc since 2.35).
+pub fn control_block() -> Option<usize> {
+    /// `struct rseq`.
+    const RSEQ_BYTES: isize = 32;
+    // SAFETY: a constant name; the symbol is a `ptrdiff_t` that does not change any more.
+    let offset = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__rseq_offset".as_ptr()).cast::<isize>().as_ref() }?;
+    usize::try_from(offset + RSEQ_BYTES).ok().filter(|end| *end > CONTROL_LEAST && *end <= CONTROL_BLOCK)
 }
 
 /// pthread_create(3).

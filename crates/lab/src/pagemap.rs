@@ -7,6 +7,8 @@ use crate::size::{self, PAGE, mib};
 use crate::stats::median;
 use serde_json::{Map, Value, json};
 use std::hint::black_box;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
 use uzswap_mm::pagemap::{PRESENT, PageMap, PageState, SWAPPED};
@@ -346,17 +348,48 @@ fn publish_cost(run: u64) -> f64 {
     start.elapsed().as_secs_f64() * 1e9 / (8 * PAGES) as f64
 }
 
-/// Fills the first 2 MiB of a mapping and has the kernel make one huge page of it. False when it does not.
+/// Fills a region and has the kernel make one huge page of its object's first 2 MiB. False when it does not.
+///
+/// The region's mappings lie anywhere and ask for small pages: so by another mapping of the object, which the owner's threads
+/// have open.
 fn collapse(m: &SharedMapping) -> bool {
     const MADV_COLLAPSE: i32 = 25;
-    let base = m.as_mut_ptr();
-    let start = (base as usize).next_multiple_of(2 << 20);
-    if start + (2 << 20) > base as usize + m.len() {
-        return false;
+    const HUGE: usize = 2 << 20;
+    (0..m.len() / PAGE).for_each(|p| words_at(m.as_mut_ptr(), p).store(1, Relaxed));
+    let Some(object) = object_of(m) else { return false };
+    let rw = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a reservation of twice the size, a mapping of the object at an aligned place in it, and advice on that; contents
+    // stay, and all of it goes again.
+    unsafe {
+        let (none, flags) = (std::ptr::null_mut(), libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
+        let room = libc::mmap(none, 2 * HUGE, libc::PROT_NONE, flags, -1, 0);
+        if room == libc::MAP_FAILED {
+            return false;
+        }
+        let place = (room as usize).next_multiple_of(HUGE) as *mut libc::c_void;
+        let fd = object.as_raw_fd();
+        let mapped = libc::mmap(place, HUGE, rw, libc::MAP_SHARED | libc::MAP_FIXED, fd, 0) == place;
+        // (Touched: the kernel wants a page table.)
+        let done = mapped
+            && place.cast::<u64>().read_volatile() == 1
+            && libc::madvise(place, HUGE, libc::MADV_HUGEPAGE) == 0
+            && libc::madvise(place, HUGE, MADV_COLLAPSE) == 0;
+        libc::munmap(room, 2 * HUGE);
+        done
     }
-    (0..m.len() / PAGE).for_each(|p| words_at(base, p).store(1, Relaxed));
-    // SAFETY: advice on a mapping of ours; contents stay.
-    unsafe { libc::madvise(start as *mut libc::c_void, 2 << 20, MADV_COLLAPSE) == 0 }
+}
+
+/// The memory object that a mapping is of, from wherever in this process it is open.
+fn object_of(m: &SharedMapping) -> Option<std::fs::File> {
+    let start = format!("{:x}-", m.as_mut_ptr() as usize);
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let line = maps.lines().find(|line| line.trim_start_matches('0').starts_with(&start))?;
+    let inode: u64 = line.split_whitespace().nth(4)?.parse().ok()?;
+    let tasks = std::fs::read_dir("/proc/self/task").ok()?.flatten();
+    let descriptors = tasks.filter_map(|task| std::fs::read_dir(task.path().join("fd")).ok()).flatten().flatten();
+    let is_it = |path: &std::path::PathBuf| std::fs::metadata(path).is_ok_and(|m| m.ino() == inode);
+    let path = descriptors.map(|entry| entry.path()).find(is_it)?;
+    std::fs::File::options().read(true).write(true).open(path).ok()
 }
 
 /// What a forked child finds.

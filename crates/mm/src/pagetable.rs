@@ -1,12 +1,13 @@
 //! The page table: one word for each 4 KiB page of the program that was ever evicted, staged or brought in.
 //!
 //! A radix tree over the 47-bit address space whose leaves cover 2 MiB (512 words, a byte of access hints for each
-//! 64 KiB, and a bit for each page that says whether it is clean), so memory is used only where the program has some: 8.2
+//! 64 KiB, a bit for each page that says whether it is clean, and where it was ever needed one that says whether it is
+//! write-protected), so memory is used only where the program has some: 8.2
 //! bytes a page. Its inner nodes are a page each, as
 //! programs scatter (a node of 64 KiB for each 16 GiB cost Node.js 16 MiB). Address ranges need not be known
 //! beforehand: a page never seen is [`Tag::None`]. Owner: the pager's lock.
 
-use crate::pagemap::{PRESENT, PageMap, PageState, SOFT_DIRTY, SWAPPED, Tier, ZERO};
+use crate::pagemap::{PRESENT, PageMap, PageState, SOFT_DIRTY, SWAPPED, Tier, WRITE_PROTECTED, ZERO};
 
 /// What is known of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -152,21 +153,41 @@ const _: () = assert!(
 struct Leaf {
     ptes: [Pte; LEAF_PAGES as usize],
     hints: [u8; 32],
-    /// Pages that are clean, a bit each: see [`PageTable::set_clean`].
-    clean: [u64; LEAF_PAGES as usize / 64],
+    /// Pages that are clean: see [`PageTable::set_clean`].
+    clean: Bits,
+    /// Pages that are protected: see [`PageTable::set_protected`]. None where none ever was.
+    protected: Option<Box<Bits>>,
+}
+
+/// A bit for each page of a leaf.
+#[derive(Clone, Copy, Default)]
+struct Bits([u64; LEAF_PAGES as usize / 64]);
+
+impl Bits {
+    fn has(&self, vpn: u64) -> bool {
+        let at = (vpn % LEAF_PAGES) as usize;
+        self.0[at / 64] & 1 << (at % 64) != 0
+    }
+
+    fn put(&mut self, vpn: u64, is: bool) {
+        let at = (vpn % LEAF_PAGES) as usize;
+        let bit = 1 << (at % 64);
+        let word = &mut self.0[at / 64];
+        *word = if is { *word | bit } else { *word & !bit };
+    }
 }
 
 impl Leaf {
-    fn is_clean(&self, vpn: u64) -> bool {
-        let at = (vpn % LEAF_PAGES) as usize;
-        self.clean[at / 64] & 1 << (at % 64) != 0
+    fn is_protected(&self, vpn: u64) -> bool {
+        self.protected.as_ref().is_some_and(|bits| bits.has(vpn))
     }
 
-    fn set_clean(&mut self, vpn: u64, clean: bool) {
-        let at = (vpn % LEAF_PAGES) as usize;
-        let bit = 1 << (at % 64);
-        let word = &mut self.clean[at / 64];
-        *word = if clean { *word | bit } else { *word & !bit };
+    /// Nothing is known of a page any more.
+    fn forget(&mut self, vpn: u64) {
+        self.clean.put(vpn, false);
+        if let Some(bits) = &mut self.protected {
+            bits.put(vpn, false);
+        }
     }
 }
 
@@ -181,9 +202,9 @@ const LOWER_LEAVES: u64 = FANOUT as u64;
 type Lower = [Option<Box<Leaf>>; FANOUT];
 type Upper = [Option<Box<Lower>>; FANOUT];
 
-/// The state of a page, soft-dirty where it was written to.
-fn soft_dirty_if(written: bool, state: PageState) -> PageState {
-    PageState(state.0 | if written { SOFT_DIRTY } else { 0 })
+/// The state of a page, soft-dirty where it was written to, and write-protected.
+fn with_bits(state: PageState, written: bool, protected: bool) -> PageState {
+    PageState(state.0 | if written { SOFT_DIRTY } else { 0 } | if protected { WRITE_PROTECTED } else { 0 })
 }
 
 /// Where a leaf is: its places in the root, the upper and the lower node.
@@ -239,14 +260,36 @@ impl PageTable {
             let page = vpn.wrapping_sub(*first);
             if page < map.pages() {
                 let written = self.soft_dirty && pte.tag() != Tag::None && !self.is_clean(vpn);
-                map.publish(page, soft_dirty_if(written, pte.state()));
+                map.publish(page, with_bits(pte.state(), written, self.is_protected(vpn)));
             }
         }
     }
 
     /// Whether a page is known not to have been written to since that was last asked: see [`PageTable::set_clean`].
     pub fn is_clean(&self, vpn: u64) -> bool {
-        self.leaf(vpn).is_some_and(|l| l.is_clean(vpn))
+        self.leaf(vpn).is_some_and(|l| l.clean.has(vpn))
+    }
+
+    /// Whether who writes to a page is to wait: see [`PageTable::set_protected`].
+    pub fn is_protected(&self, vpn: u64) -> bool {
+        self.leaf(vpn).is_some_and(|l| l.is_protected(vpn))
+    }
+
+    /// Says of a page whether who writes to it is to wait until somebody was told. What becomes of the page's entry changes
+    /// nothing, but that a page which is forgotten ([`Pte::NONE`]) is not protected.
+    ///
+    /// # Panics
+    /// When the page is beyond the 47-bit address space.
+    pub fn set_protected(&mut self, vpn: u64, protected: bool) {
+        if self.is_protected(vpn) != protected {
+            self.leaf_mut(vpn).protected.get_or_insert_default().put(vpn, protected);
+            self.tell(vpn, self.get(vpn));
+        }
+    }
+
+    /// The first page from `from` on that is protected.
+    pub fn next_protected(&self, from: u64) -> Option<u64> {
+        self.next(from, |leaf, vpn| leaf.is_protected(vpn))
     }
 
     /// Says of a page whether it is clean: nobody has written to it since then, or it is set otherwise. What becomes of the
@@ -256,7 +299,7 @@ impl PageTable {
     /// When the page is beyond the 47-bit address space.
     pub fn set_clean(&mut self, vpn: u64, clean: bool) {
         if self.is_clean(vpn) != clean {
-            self.leaf_mut(vpn).set_clean(vpn, clean);
+            self.leaf_mut(vpn).clean.put(vpn, clean);
             self.tell(vpn, self.get(vpn));
         }
     }
@@ -279,7 +322,8 @@ impl PageTable {
         });
         lower[k].get_or_insert_with(|| {
             *leaves += 1;
-            Box::new(Leaf { ptes: [Pte::NONE; LEAF_PAGES as usize], hints: [0; 32], clean: [0; 8] })
+            let ptes = [Pte::NONE; LEAF_PAGES as usize];
+            Box::new(Leaf { ptes, hints: [0; 32], clean: Bits::default(), protected: None })
         })
     }
 
@@ -308,7 +352,7 @@ impl PageTable {
         let leaf = self.leaf_mut(vpn);
         leaf.ptes[(vpn % LEAF_PAGES) as usize] = pte;
         if pte == Pte::NONE {
-            leaf.set_clean(vpn, false);
+            leaf.forget(vpn);
         }
         self.tell(vpn, pte);
     }
@@ -323,7 +367,7 @@ impl PageTable {
             let stop = end.min((at / LEAF_PAGES + 1) * LEAF_PAGES);
             let first = (at % LEAF_PAGES) as usize;
             let leaf = self.leaf_mut(at);
-            let clean = leaf.clean;
+            let (clean, protected) = (leaf.clean, leaf.protected.as_deref().copied());
             let entries = &mut leaf.ptes[first..first + (stop - at) as usize];
             for (i, entry) in entries.iter_mut().enumerate() {
                 *entry = pte((at - vpn) as usize + i);
@@ -332,9 +376,10 @@ impl PageTable {
                 let (from, to) = (at.max(origin), stop.min(origin + map.pages()));
                 if from < to {
                     let state = |i: u64| {
-                        let i = (from - at + i) as usize;
-                        let written = soft_dirty && clean[(first + i) / 64] & 1 << ((first + i) % 64) == 0;
-                        soft_dirty_if(written, entries[i].state())
+                        let page = from + i;
+                        let protected = protected.is_some_and(|bits| bits.has(page));
+                        let state = entries[(page - at) as usize].state();
+                        with_bits(state, soft_dirty && !clean.has(page), protected)
                     };
                     map.publish_run(from - origin, to - from, state);
                 }
@@ -378,14 +423,16 @@ impl PageTable {
         };
         let Some(leaf) = slot.as_mut() else { return };
         for v in from..end {
-            leaf.set_clean(v, false);
+            let protected = leaf.is_protected(v);
+            leaf.forget(v);
             let pte = core::mem::take(&mut leaf.ptes[(v % LEAF_PAGES) as usize]);
+            if (pte != Pte::NONE || protected)
+                && let Some((map, first)) = &self.published
+                && v.wrapping_sub(*first) < map.pages()
+            {
+                map.publish(v - first, PageState(0));
+            }
             if pte != Pte::NONE {
-                if let Some((map, first)) = &self.published
-                    && v.wrapping_sub(*first) < map.pages()
-                {
-                    map.publish(v - first, PageState(0));
-                }
                 gone(v, pte);
             }
         }
@@ -401,6 +448,11 @@ impl PageTable {
 
     /// The first page from `from` on whose entry is not empty.
     pub fn next_used(&self, from: u64) -> Option<u64> {
+        self.next(from, |leaf, vpn| leaf.ptes[(vpn % LEAF_PAGES) as usize] != Pte::NONE)
+    }
+
+    /// The first page from `from` on of which `is` says so, among those that have a leaf.
+    fn next(&self, from: u64, is: impl Fn(&Leaf, u64) -> bool) -> Option<u64> {
         const LEAVES: u64 = ROOT as u64 * UPPER_LEAVES;
         let mut vpn = from;
         while vpn / LEAF_PAGES < LEAVES {
@@ -414,9 +466,9 @@ impl PageTable {
             };
             let end = (leaf + 1) * LEAF_PAGES;
             if let Some(leaf) = &lower[places(leaf).2] {
-                let used = (vpn..end).find(|v| leaf.ptes[(v % LEAF_PAGES) as usize] != Pte::NONE);
-                if used.is_some() {
-                    return used;
+                let found = (vpn..end).find(|v| is(leaf, *v));
+                if found.is_some() {
+                    return found;
                 }
             }
             vpn = end;

@@ -105,10 +105,11 @@ impl Pager {
                 while at + n < end && n < 512 && s.pt.get(at + n) == uzswap_mm::pagetable::Pte::NONE {
                     n += 1;
                 }
-                s.list_resident(at, n as usize, List::Inactive, |_| None);
+                // (Before they are listed: who reads the page map sees no page as written to that was only read.)
                 if s.tracking {
                     self.find_unwritten(s, at, at + n);
                 }
+                s.list_resident(at, n as usize, List::Inactive, |_| None);
                 pages += n as usize;
                 at += n;
             }
@@ -157,7 +158,10 @@ impl Pager {
                 return;
             }
             // There, and not write-protected, which the kernel's last write would meet as well.
-            let there = |vpn| matches!(s.pt.get(vpn).tag(), Tag::Resident | Tag::None) && !s.pt.is_clean(vpn);
+            let there = |vpn| {
+                let plain = !s.pt.is_clean(vpn) && !s.pt.is_protected(vpn);
+                matches!(s.pt.get(vpn).tag(), Tag::Resident | Tag::None) && plain
+            };
             if pages().all(there) {
                 s.pinned.push((start, end));
                 forget_range(&mut s, pages().start, pages().end);

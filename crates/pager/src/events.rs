@@ -20,16 +20,21 @@ impl Pager {
     /// Applies an event.
     pub fn event(&self, s: &mut State, message: Message) {
         match message {
-            Message::Removed { start, end } => forget_range(s, (start / PAGE) as u64, end.div_ceil(PAGE) as u64),
+            Message::Removed { start, end } => {
+                forget_range(s, (start / PAGE) as u64, end.div_ceil(PAGE) as u64);
+                self.wake_waiting(s, start, end);
+            }
             // (Its contents are elsewhere now: see `remapped`.)
             Message::Unmapped { start, end } if s.remapping.is_of(start, end) => {}
             Message::Unmapped { start, end } => {
                 forget_range(s, (start / PAGE) as u64, end.div_ceil(PAGE) as u64);
                 no_longer_managed(s, start, end);
+                self.wake_waiting(s, start, end);
             }
             Message::Remap { from, to, len } => {
                 remap(s, (from / PAGE) as u64, (to / PAGE) as u64, len.div_ceil(PAGE) as u64);
                 no_longer_managed(s, from, from + len);
+                self.wake_waiting(s, from, from + len);
             }
             Message::Fault { .. } | Message::Unknown(_) => {}
         }
@@ -38,12 +43,15 @@ impl Pager {
 
 /// All that is known of `pages` pages is true of others from now on: they have moved.
 pub(crate) fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
-    let (mut moved, mut clean) = (Vec::new(), Vec::new());
-    if s.tracking {
+    let (mut moved, mut clean, mut protected) = (Vec::new(), Vec::new(), Vec::new());
+    if s.protects() {
         let mut at = from;
         while let Some(vpn) = s.pt.next_used(at).filter(|vpn| *vpn < from + pages) {
             if s.pt.is_clean(vpn) {
                 clean.push(vpn);
+            }
+            if s.pt.is_protected(vpn) {
+                protected.push(vpn);
             }
             at = vpn + 1;
         }
@@ -54,6 +62,13 @@ pub(crate) fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
     }
     for (vpn, pte) in moved {
         let target = vpn - from + to;
+        // (Before its entry: who reads the page map sees no page as written to that is not.)
+        if clean.binary_search(&vpn).is_ok() {
+            s.pt.set_clean(target, true);
+        }
+        if protected.binary_search(&vpn).is_ok() {
+            s.pt.set_protected(target, true);
+        }
         // A kept copy is found by the page's address, which changes: it goes.
         if let Some(handle) = pte.copy() {
             let index = s.copy_index(vpn, handle);
@@ -85,9 +100,6 @@ pub(crate) fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
                 }
             }
             Tag::Disk | Tag::Zero | Tag::Poisoned => s.pt.set(target, pte),
-        }
-        if clean.binary_search(&vpn).is_ok() {
-            s.pt.set_clean(target, true);
         }
     }
 }

@@ -98,6 +98,7 @@ impl Pager {
         }
         match first.tag() {
             Tag::Poisoned => return self.poison(s, r.vpn),
+            Tag::Resident if r.protected && s.pt.is_protected(r.vpn) && self.tell_write(s, r.vpn) => return Ok(()),
             // (What is not known may be about to go: it is let alone.)
             Tag::Resident | Tag::None if r.protected => return self.allow_write(s, r.vpn),
             _ if !s.tracking => return self.bring(s, r, first),

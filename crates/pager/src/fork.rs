@@ -23,8 +23,9 @@ use uzswap_sys::{sys, thread};
 
 /// Bytes of stack that a hook needs at most while it holds the lock.
 const HOOK_STACK: usize = 32 << 10;
-/// Bytes of a thread's control block, in which its rseq area is, from the thread pointer on (glibc's: 2.3 KiB).
-const CONTROL_BLOCK: usize = 3 << 10;
+/// Bytes of a thread's control block from the thread pointer on, in which its rseq area is, where libc does not say where
+/// that ends (glibc's block has 2.3 KiB).
+pub const CONTROL_BLOCK: usize = 3 << 10;
 
 impl Pager {
     /// Before clone, in the forking thread, with all signals blocked.
@@ -45,19 +46,15 @@ impl Pager {
     /// thread holds the lock would wait for ever, as who serves it needs the lock; and the kernel writes to a thread's
     /// rseq area, in its control block, whenever it has interrupted it.)
     pub fn lock_in_hook(&self) -> Guard<'_, State> {
-        let here = 0u8;
-        let top = core::ptr::from_ref(&here) as usize;
-        let control = thread::pointer();
-        let needed = [(top - HOOK_STACK, top), (control, control + CONTROL_BLOCK)];
         let mut tries = 0;
         loop {
             let s = self.state.lock();
-            let managed = |at: usize| s.managed.iter().any(|(a, b)| (*a..*b).contains(&at));
-            if !managed(top) && !managed(control) {
+            let [stack, control] = self.pages_of_hook(&s, 0);
+            if stack.is_empty() && control.is_empty() {
                 return s;
             }
-            let pages = needed.into_iter().flat_map(|(from, to)| from / arena::PAGE..=to / arena::PAGE);
-            // (What cannot be had after so many tries is not needed: a page beside the stack.)
+            let pages = stack.chain(control);
+            // (What cannot be had after so many tries is not needed: a guard page below the stack.)
             if tries > 0 && pages.clone().all(|page| is_in(&s, page)) || tries == 100 {
                 return s;
             }
@@ -74,6 +71,15 @@ impl Pager {
                 let _ = unsafe { sys!(libc::SYS_madvise, page * arena::PAGE, arena::PAGE, libc::MADV_POPULATE_WRITE) };
             }
         }
+    }
+
+    /// The pages that the calling thread writes to while it is in a hook, and `above` bytes of the stack above it, as far as
+    /// they are managed: of its stack, and of its control block.
+    fn pages_of_hook(&self, s: &State, above: usize) -> [core::ops::Range<usize>; 2] {
+        let here = 0u8;
+        let (top, control) = (core::ptr::from_ref(&here) as usize, thread::pointer());
+        let end = control + self.control_block.load(Relaxed);
+        [stack_pages(s, top, top + above), managed_pages(s, control, end)]
     }
 
     /// Whether the page of an address that was touched a moment ago is still in the program; asked by the thread that has
@@ -136,13 +142,11 @@ impl Pager {
 
     /// What this thread writes until memory is managed again nobody is told of: it counts as written.
     fn note_own_writes(&self) {
-        let here = 0u8;
-        let (top, control) = (core::ptr::from_ref(&here) as usize, thread::pointer());
         // SAFETY: before_fork took the lock in this thread.
         let s = unsafe { self.state.assume_locked() };
-        for (from, to) in [(top - HOOK_STACK, top + arena::PAGE), (control, control + CONTROL_BLOCK)] {
-            (from / arena::PAGE..=to / arena::PAGE).for_each(|page| s.pt.set_clean(page as u64, false));
-        }
+        // (What is known as managed is the parent's, which is the same here. Who called this is above.)
+        let written = self.pages_of_hook(s, arena::PAGE);
+        written.into_iter().flatten().for_each(|page| s.pt.set_clean(page as u64, false));
     }
 
     /// What only the parent's threads were doing does not go on here.
@@ -153,6 +157,7 @@ impl Pager {
         s.pt.unpublish();
         core::mem::forget(self.page_map.lock().take());
         core::mem::forget(s.cleared.take());
+        self.inherit_unprotected(s);
         let mut busy = Vec::new();
         s.pt.for_each(|vpn, pte| {
             if pte.tag() == Tag::Busy {
@@ -182,10 +187,53 @@ impl Pager {
     }
 }
 
+/// The pages of a stack around `top`, up to the one with `end`, where it is managed: within its own mapping.
+fn stack_pages(s: &State, top: usize, end: usize) -> core::ops::Range<usize> {
+    let Some((from, to)) = s.managed.iter().find(|(a, b)| (*a..*b).contains(&top)) else { return 0..0 };
+    (top - HOOK_STACK).max(*from) / arena::PAGE..(end / arena::PAGE + 1).min(to / arena::PAGE)
+}
+
+/// The pages of `[from, to)` from the first to the last that is managed.
+fn managed_pages(s: &State, from: usize, to: usize) -> core::ops::Range<usize> {
+    let managed = |page: &usize| s.managed.iter().any(|(a, b)| (*a..*b).contains(&(page * arena::PAGE)));
+    let pages = from / arena::PAGE..to.div_ceil(arena::PAGE);
+    match (pages.clone().find(managed), pages.rev().find(managed)) {
+        (Some(first), Some(last)) => first..last + 1,
+        _ => 0..0,
+    }
+}
+
 /// Whether a page that was touched is in the program and may be written to, or cannot be any more.
 fn is_in(s: &State, page: usize) -> bool {
     match s.pt.get(page as u64).tag() {
-        Tag::Resident => !s.pt.is_clean(page as u64),
+        Tag::Resident => !s.pt.is_clean(page as u64) && !s.pt.is_protected(page as u64),
         tag => matches!(tag, Tag::None | Tag::Poisoned),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+
+    /// The story: a page that a program had only read was shown as written to, once in many runs with threads, forks and
+    /// page-outs on request. A thread's stack had been found before it was excluded, so that its pages were made writable
+    /// before each hook, by 3 KiB from its control block on: more than the block has, which ends where the mapping does. The
+    /// next mapping's first page was written to (by MADV_POPULATE_WRITE), and so was what lay below a small stack.
+    #[test]
+    fn a_hook_needs_pages_of_its_own_threads_only() {
+        const K: usize = 1 << 10;
+        let p = testing::pager(16 << 20);
+        let mut s = p.state.lock();
+        // 16 KiB of stack between two other mappings; the control block ends where the stack's mapping does.
+        let at = 1 << 30;
+        s.managed.extend([(at - 64 * K, at), (at, at + 16 * K), (at + 16 * K, at + 64 * K)]);
+        let (top, end) = (at + 14 * K, at + 16 * K);
+        assert_eq!(stack_pages(&s, top, top), at >> 12..end >> 12);
+        assert_eq!(stack_pages(&s, top, top + 8 * K), at >> 12..end >> 12, "above it there is another's");
+        assert_eq!(managed_pages(&s, end - 2496, end), (end >> 12) - 1..end >> 12);
+        // Nothing of what is not managed, but the managed half of a control block.
+        assert!(stack_pages(&s, at + 65 * K, at + 65 * K).is_empty() && managed_pages(&s, 0, 5 * K).is_empty());
+        assert_eq!(managed_pages(&s, at - 65 * K, at - 62 * K), (at - 64 * K) >> 12..(at - 60 * K) >> 12);
     }
 }

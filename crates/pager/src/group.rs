@@ -25,6 +25,7 @@
 
 use crate::folio::{FolioCounters, FolioSettings};
 use crate::inject::Faults;
+use crate::notify::WriteWatch;
 use crate::request::PageRequest;
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 use uzswap_mm::codec::Algorithm;
@@ -36,7 +37,7 @@ pub const ENV_GROUP: &str = "UZSWAP_GROUP";
 /// Environment variable with the number of the group in its tree; absent for 0.
 pub const ENV_NODE: &str = "UZSWAP_GROUP_NODE";
 /// First word of the page: refuses a page of another version.
-pub const MAGIC: u64 = 0x757a_7377_6170_0006;
+pub const MAGIC: u64 = 0x757a_7377_6170_0007;
 /// Processes that can be members at once.
 pub const SLOTS: usize = 1024;
 /// Groups in one tree, of which ancestors are a set of 64 bits.
@@ -282,6 +283,8 @@ pub struct Slot {
     pub turn: AtomicU64,
     /// What a command asks of the member.
     pub request: PageRequest,
+    /// Who is told of writes to the member's pages.
+    pub watch: WriteWatch,
     /// The member's counters.
     pub counters: Counters,
 }

@@ -160,8 +160,9 @@ impl Pager {
         vpn.is_multiple_of(FOLIO_PAGES as u64)
             && s.pt.hints(vpn) & HINT_HUGE != 0
             && (0..FOLIO_PAGES as u64).all(|i| {
-                // (What is clean is copied, page by page.)
-                matches!(s.pt.get(vpn + i).tag(), Tag::Compressed | Tag::Zero) && !s.pt.is_clean(vpn + i)
+                // (What is clean or protected is copied, page by page.)
+                let plain = !s.pt.is_clean(vpn + i) && !s.pt.is_protected(vpn + i);
+                matches!(s.pt.get(vpn + i).tag(), Tag::Compressed | Tag::Zero) && plain
             })
     }
 

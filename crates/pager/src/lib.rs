@@ -21,6 +21,7 @@ mod lost;
 pub mod mapfile;
 pub mod marks;
 pub mod member;
+pub mod notify;
 pub mod object;
 pub mod pageout;
 pub mod pager;

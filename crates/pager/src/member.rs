@@ -88,6 +88,7 @@ impl Pager {
         page.used.fetch_max(index as u32 + 1, AcqRel);
         slot.uncharge();
         slot.request.forsake();
+        slot.watch.forsake();
         slot.counters.reset_gauges();
         let before = slot.node.swap(self.node as u32, AcqRel) as usize;
         if before != self.node {

@@ -115,6 +115,8 @@ pub struct Pager {
     pub marks: Option<crate::marks::Marks>,
     /// Whether it is kept which pages the program has written to: see `writes`.
     pub tracks: bool,
+    /// Whether any page is protected: see `notify`. (As the state says, to be asked without the lock.)
+    pub notifies: AtomicBool,
     /// Whether pages leave and come without UFFDIO_MOVE: see `without_move`.
     pub without_move: bool,
     /// Whether a device may write to the program's memory behind the kernel's page tables, which without MOVE forbids to
@@ -124,6 +126,8 @@ pub struct Pager {
     pub scratch: AtomicUsize,
     /// Whether the program has locked memory.
     pub locks: AtomicBool,
+    /// Bytes of a thread's control block from its thread pointer on that the kernel or a hook may write to.
+    pub control_block: AtomicUsize,
     /// Ends the reclaim thread of a region.
     pub stopping: AtomicBool,
     /// The page map of a process under `uzswap run`; its table writes to it under its own lock.
@@ -206,10 +210,12 @@ impl Pager {
             own_frames: false,
             marks: None,
             tracks: false,
+            notifies: AtomicBool::new(false),
             without_move: group.without_move.load(Relaxed) != 0 || group.faults.never_move.load(Relaxed) != 0,
             pins: AtomicBool::new(false),
             scratch: AtomicUsize::new(0),
             locks: AtomicBool::new(false),
+            control_block: AtomicUsize::new(crate::fork::CONTROL_BLOCK),
             stopping: AtomicBool::new(false),
             page_map: Lock::new(None),
             rings: None,

@@ -46,13 +46,14 @@ impl Pager {
                 return;
             }
             self.serve_request(&mut batch);
+            let nap = self.look_after_client();
             if !self.wants_reclaim() {
                 failures = 0;
                 if self.compact_behind(&mut self.state.lock()) {
                     continue;
                 }
                 self.reclaiming.store(false, SeqCst);
-                lock::futex_wait(&self.me().wake, word, None, true);
+                lock::futex_wait(&self.me().wake, word, nap, true);
                 self.reclaiming.store(true, SeqCst);
                 continue;
             }
@@ -317,7 +318,8 @@ impl Pager {
     /// Makes pages shared with a child this process's own, so that they can be moved: the kernel copies them.
     fn unshare(&self, ranges: &[(usize, usize)]) -> bool {
         for (at, len) in ranges {
-            if self.tracks && self.unshare_unwritten(*at, *len) {
+            // (To write to a protected page would be to wait for the client, which this thread looks after.)
+            if self.tracks && (self.unshare_unwritten(*at, *len) || self.notifies.load(Acquire)) {
                 continue;
             }
             // SAFETY: populating changes no contents. Without the lock, as a missing page is served by the handler.

@@ -42,8 +42,11 @@ use uzswap_sys::sys;
 use uzswap_sys::uffd::{self, Uffd};
 
 mod markers;
+mod published;
 mod signals;
 
+pub use markers::WriteWatch;
+use published::Published;
 use signals::{REGISTRY, SignalsBlocked, install_handler};
 
 /// Regions a process can have at once.
@@ -199,9 +202,9 @@ pub struct Region {
     mapped: usize,
     index: Option<usize>,
     pager: *mut Pager,
-    group: *mut GroupPage,
+    group: Published,
     threads: Vec<std::thread::JoinHandle<()>>,
-    /// Outlives the pager, whose table writes to it: fields are dropped after [`Drop::drop`].
+    /// Outlives the pager, whose table writes to it (as the group does): fields are dropped after [`Drop::drop`].
     page_map: Option<std::sync::Arc<MapFile>>,
 }
 // SAFETY: the pager is made for many threads (the raw pointers are its owners), and the memory is the caller's affair.
@@ -224,16 +227,16 @@ impl Region {
         }
         options.compressor.algorithm().ok_or(Error::Level(options.compressor))?;
         let mapped = size.checked_next_multiple_of(BLOCK).ok_or(Error::Size)?;
-        // SAFETY: atomics and counters, for all of which zero is a value.
-        let group: Box<GroupPage> = unsafe { Box::new_zeroed().assume_init() };
+        let published = Published::new().map_err(kernel("a region's group"))?;
+        let group = published.page();
         let (codec, level) = options.compressor.numbers();
-        group.magic.store(MAGIC, Relaxed);
         group.set_up(b"region");
         group.nodes[0].max.store(options.limit as u64, Relaxed);
         group.nodes[0].codec.store(codec, Relaxed);
         group.nodes[0].level.store(level, Relaxed);
         group.pool_uncharged.store(u32::from(options.pool_uncharged), Relaxed);
-        let group = Box::into_raw(group);
+        group.track_writes.store(u32::from(options.track_writes), Relaxed);
+        group.magic.store(MAGIC, Release);
         // From here on, dropping undoes whatever was done.
         let mut region = Self {
             base: 0,
@@ -241,7 +244,7 @@ impl Region {
             mapped,
             index: None,
             pager: core::ptr::null_mut(),
-            group,
+            group: published,
             threads: Vec::new(),
             page_map: None,
         };
@@ -256,7 +259,7 @@ impl Region {
         let marks = marks.transpose().map_err(kernel("a region's markers"))?;
         let layout = Layout::reserve(options.limit).map_err(kernel("no address space for a region"))?;
         // SAFETY: the group lives until the pager is gone: see drop.
-        let group: &'static GroupPage = unsafe { &*self.group };
+        let group: &'static GroupPage = unsafe { &*core::ptr::from_ref(self.group.page()) };
         let (uffd, without_move) = open_uffd(options)?;
         let mut pager = match Pager::new(group, 0, layout) {
             Ok(pager) => pager,
@@ -358,8 +361,7 @@ impl Region {
     /// The region's own group: settings, which may be changed at any time, and counters.
     #[must_use]
     pub fn group(&self) -> &GroupPage {
-        // SAFETY: alive until drop; all atomics.
-        unsafe { &*self.group }
+        self.group.page()
     }
 
     /// The page map: each page's state, read without asking. None where [`Options::page_map`] is off.
@@ -394,6 +396,13 @@ impl Region {
         let _quiet = SignalsBlocked::new();
         // SAFETY: alive until drop.
         unsafe { &*self.pager }.age(from, to)
+    }
+
+    /// Pages that were touched since [`Region::age`], or that were brought in since: an estimate of the working set. (All
+    /// that are in memory, where it was never asked for.)
+    #[must_use]
+    pub fn working_set(&self) -> usize {
+        self.stats().resident / PAGE
     }
 
     /// Puts out what was not touched since [`Region::age`]; returns the pages.
@@ -489,8 +498,6 @@ impl Drop for Region {
             }
             unmap(layout.base, layout.end - layout.base);
         }
-        // SAFETY: made by Box::into_raw, and its user is gone.
-        drop(unsafe { Box::from_raw(self.group) });
     }
 }
 

@@ -51,11 +51,17 @@ pub enum Op {
     In = 4,
     /// Clear its soft-dirty bits.
     Clean = 5,
+    /// Write-protect it, for who holds the slot's `watch`: see `notify`.
+    Protect = 6,
+    /// End that.
+    Release = 7,
 }
 
 impl Op {
     fn of(number: u32) -> Option<Self> {
-        [Self::Out, Self::Stage, Self::Store, Self::In, Self::Clean].into_iter().find(|op| *op as u32 == number)
+        [Self::Out, Self::Stage, Self::Store, Self::In, Self::Clean, Self::Protect, Self::Release]
+            .into_iter()
+            .find(|op| *op as u32 == number)
     }
 }
 
@@ -64,9 +70,11 @@ impl Op {
 pub struct Moved {
     /// Pages of the range that are managed.
     pub known: u64,
-    /// Pages that left, or came; for [`Op::Store`] those that were still out, for [`Op::Clean`] those that were soft-dirty.
+    /// Pages that left, or came; for [`Op::Store`] those that were still out, for [`Op::Clean`] those that were soft-dirty,
+    /// for [`Op::Protect`] those that are protected, and for [`Op::Release`] those that were.
     pub pages: u64,
-    /// Pages that should have left and are in memory: used again at once, locked, or in use by a device.
+    /// Pages that should have left and are in memory: used again at once, locked, or in use by a device. For [`Op::Protect`]
+    /// those that can be written to all the same.
     pub stayed: u64,
 }
 
@@ -197,16 +205,21 @@ impl Pager {
         let work =
             Work { r, holder: r.holder.load(Acquire), from: r.from.load(Relaxed), to: r.to.load(Relaxed).min(1 << 35) };
         if r.target.load(Relaxed) == me.owner.load(Relaxed) {
-            // What was mapped since the ticker last looked belongs to it as well.
-            let _ = (0..SCAN_TRIES).any(|_| self.scan_between_calls());
-            match Op::of(r.op.load(Relaxed)) {
+            let op = Op::of(r.op.load(Relaxed));
+            // What was mapped since the ticker last looked belongs to it as well. (A region knows its memory. And who waits for
+            // a release may keep mapping calls from being scanned between.)
+            let known = self.own_frames || op == Some(Op::Release);
+            let _ = known || (0..SCAN_TRIES).any(|_| self.scan_between_calls());
+            match op {
                 Some(Op::Out) => self.put_out(&work, batch, true),
                 Some(Op::Stage) => self.put_out(&work, batch, false),
                 Some(Op::Store) => self.store_idle(&work, batch),
                 Some(Op::In) => self.bring_work(&work, batch),
                 Some(Op::Clean) if self.tracks => self.clean(&work),
-                Some(Op::Clean) => {}
-                None => {}
+                Some(Op::Clean) => self.clean_region(&work),
+                Some(Op::Protect) if self.tracks => self.protect_work(&work),
+                Some(Op::Release) => self.release_work(&work),
+                Some(Op::Protect) | None => {}
             }
             let mut s = self.state.lock();
             s.rss = self.rss_now(&s);
@@ -262,13 +275,15 @@ impl Pager {
         let (mut at, mut tries) = (work.from, 0);
         // What was cleared is known afterwards, until bits are cleared again. (Without address space for it, it is not.)
         let map = MapFile::create(MapKind::Cleared, 0, ADDRESS_SPACE_PAGES, 0).ok();
-        let was = |vpn| {
-            map.iter().for_each(|map| map.map().set(vpn, PageState(SOFT_DIRTY)));
-        };
+        let mut cleared = 0;
         loop {
             let mut s = self.state.lock();
             let Some((start, end)) = work.piece(&s, at, FOLIO_PAGES as u64) else { break };
-            let Ok(cleared) = self.clear_soft_dirty(&mut s, start, end, was) else {
+            let was = |vpn| {
+                map.iter().for_each(|map| map.map().set(vpn, PageState(SOFT_DIRTY)));
+                cleared += 1;
+            };
+            if self.clear_soft_dirty(&mut s, start, end, was).is_err() {
                 drop(s);
                 tries += 1;
                 if tries == EVENT_TRIES {
@@ -276,13 +291,64 @@ impl Pager {
                 }
                 thread::sleep_ns(PAUSE_NS);
                 continue;
-            };
+            }
             let known = (start..end).filter(|vpn| s.pt.get(*vpn).tag() != Tag::None).count();
-            work.r.tell(known, cleared, 0);
+            work.r.tell(known, core::mem::take(&mut cleared), 0);
             (at, tries) = (end, 0);
         }
         let before = core::mem::replace(&mut self.state.lock().cleared, map);
         drop(before);
+    }
+
+    /// The same for a region that keeps such bits.
+    fn clean_region(&self, work: &Work) {
+        let Some(marks) = &self.marks else { return };
+        let mut at = work.from;
+        loop {
+            let s = self.state.lock();
+            let Some((start, end)) = work.piece(&s, at, FOLIO_PAGES as u64) else { break };
+            let known = (start..end).filter(|vpn| s.pt.get(*vpn).tag() != Tag::None).count();
+            drop(s);
+            // (What is known lies within the region, but not all around it.)
+            let (start, end) = marks.within(start, end);
+            work.r.tell(known, self.take_soft_dirty(marks, start, end).map_or(0, |dirty| dirty.len()), 0);
+            at = end;
+        }
+    }
+
+    /// Protects pages for the client that holds the slot's watch, which must be who asks.
+    fn protect_work(&self, work: &Work) {
+        let (mut at, mut tries) = (work.from, 0);
+        while self.me().watch.holder.load(Acquire) == work.holder {
+            let mut s = self.state.lock();
+            let Some((start, end)) = work.piece(&s, at, FOLIO_PAGES as u64) else { break };
+            if self.protect_pages(&mut s, work.holder, start, end).is_err() && tries < EVENT_TRIES {
+                drop(s);
+                tries += 1;
+                thread::sleep_ns(PAUSE_NS);
+                continue;
+            }
+            let known = (start..end).filter(|vpn| s.pt.get(*vpn).tag() != Tag::None).count();
+            let protected = (start..end).filter(|vpn| s.pt.is_protected(*vpn)).count();
+            work.r.tell(known, protected, known - protected);
+            (at, tries) = (end, 0);
+        }
+    }
+
+    /// Ends the protection that who asks has asked for.
+    fn release_work(&self, work: &Work) {
+        let mut at = work.from;
+        while at < work.to && self.me().watch.holder.load(Acquire) == work.holder && work.goes_on() {
+            let mut s = self.state.lock();
+            let end = match s.pt.next_protected(at).filter(|vpn| *vpn < work.to) {
+                // (Who waits for a page that is known no more is in the last piece.)
+                None => work.to,
+                Some(start) => work.to.min((start / FOLIO_PAGES as u64 + 1) * FOLIO_PAGES as u64),
+            };
+            let released = self.release_pages(&mut s, at, end);
+            work.r.tell(released, released, 0);
+            at = end;
+        }
     }
 
     fn bring_work(&self, work: &Work, batch: &mut Batch) {

@@ -139,14 +139,17 @@ impl Pager {
                     continue;
                 }
                 match error {
-                    libc::EAGAIN => {
+                    // (Also where the mapping is not found because it is elsewhere, of which is to be read first.)
+                    libc::EAGAIN | libc::ENOENT if error == libc::EAGAIN || self.event_is_unread(at) => {
                         self.requeue(s, at, (end - at) as usize);
                         return if moved > 0 { Ok(moved) } else { Err(EventPending) };
                     }
                     libc::ENOENT if s.pt.get(at).tag() == Tag::Resident => {
-                        // Dropped without an event (MADV_FREE, reclaimed by the kernel): it reads as zeros.
+                        // It reads as zeros: it was dropped without an event (MADV_FREE, reclaimed by the kernel), or was never
+                        // there (what was only read of a mapping never written to, a forked child is not given).
                         let pte = s.pt.get(at);
-                        s.pt.set(at, Pte::NONE);
+                        s.pt.set(at, Pte::new(Tag::Zero, 0));
+                        s.zeros += 1;
                         s.forget(at, pte);
                         s.note_pages(trace::Kind::Free, at, 1);
                         at += 1;
@@ -189,6 +192,16 @@ impl Pager {
             }
         }
         Ok(moved)
+    }
+
+    /// Whether an event of the mapping at a page is to be read before anything is known of the page.
+    ///
+    /// The story: pages that a program had only read were shown as written to, one in some ten thousand. Linux looks for the
+    /// mapping first and then whether an event is unread, so a MOVE that waits meanwhile for an `mremap` answers ENOENT, not
+    /// EAGAIN. The page was taken for one that had been dropped, and nothing was known of it where it had gone to: when it was
+    /// found there it counted as written to, and if it was protected a write to it would not have been told.
+    fn event_is_unread(&self, vpn: u64) -> bool {
+        self.uffd().is_registered(vpn as usize * PAGE, PAGE, self.layout.unreadable()) == Err(libc::EAGAIN)
     }
 
     /// Puts resident pages that could not be moved back on a list.
@@ -281,5 +294,85 @@ mod tests {
         s.lru.rescue();
         assert_eq!(p.stage(&mut s, N).ok(), Some(N));
         assert_eq!((s.lru.unevictable.pages(), s.resident, s.staged), (0, 0, 2 * N));
+    }
+
+    /// The story: a forked child was shown nothing of pages that its parent had only read. The kernel does not copy the page
+    /// table of a mapping that nobody has written to, so they were not there when they were to leave.
+    #[test]
+    fn what_is_not_there_is_zeros_and_stays_clean() {
+        let p = testing::tracking_pager(16 << 20);
+        let first = (testing::memory(p, N) / PAGE) as u64;
+        let mut s = p.state.lock();
+        s.tracking = true;
+        (0..4).for_each(|i| s.pt.set_clean(first + i, i != 2));
+        s.list_resident(first, 4, List::Inactive, |_| None);
+        assert_eq!(p.stage_range(&mut s, first, first + 4), (0, first + 4));
+        let is = |i: u64| (s.pt.get(first + i).tag(), s.pt.is_clean(first + i));
+        assert_eq!([0, 1, 2, 3].map(is), [true, true, false, true].map(|clean| (Tag::Zero, clean)));
+        assert_eq!((s.resident, s.zeros), (0, 4));
+        assert_eq!(p.bring_range(&mut s, first, first + 4), (4, first + 4));
+        // SAFETY: just brought, and nobody else's.
+        let bytes = unsafe { core::slice::from_raw_parts((first as usize * PAGE) as *const u8, 4 * PAGE) };
+        assert!(bytes.iter().all(|b| *b == 0) && (s.resident, s.zeros) == (4, 0));
+    }
+
+    /// See `event_is_unread`: whatever a MOVE meets while another thread moves the memory, nothing is forgotten.
+    #[test]
+    fn what_is_moved_meanwhile_is_not_taken_for_dropped() {
+        use core::sync::atomic::AtomicUsize;
+        const ROUNDS: usize = 1500;
+        // Where the kernel maps nothing by itself: what is moved away leaves its place to whoever wants it.
+        const PLACE: usize = 0x2000_0000_0000;
+        static BEGUN: AtomicUsize = AtomicUsize::new(0);
+        static DONE: AtomicUsize = AtomicUsize::new(0);
+        let p = testing::pager_told_of_moves(16 << 20);
+        let places = [testing::memory_at(p, PLACE, N), PLACE + 2 * N * PAGE];
+        (0..N).for_each(|page| testing::put(p, PLACE + page * PAGE, &[page as u8 + 1; PAGE]));
+        p.state.lock().list_resident((PLACE / PAGE) as u64, N, List::Inactive, |_| None);
+        let moving = std::thread::spawn(move || {
+            for round in 0..ROUNDS {
+                while BEGUN.load(Acquire) <= round {
+                    core::hint::spin_loop();
+                }
+                let (from, to) = (places[round % 2], places[(round + 1) % 2]);
+                let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+                // SAFETY: memory of the test's own, to a place where nothing is.
+                unsafe { sys!(libc::SYS_mremap, from, N * PAGE, N * PAGE, flags, to) }.expect("mremap");
+                DONE.store(round + 1, Release);
+            }
+        });
+        let (mut staged, mut pending) = (0, 0);
+        for round in 0..ROUNDS {
+            let [from, to] = [places[round % 2], places[(round + 1) % 2]].map(|at| (at / PAGE) as u64);
+            BEGUN.store(round + 1, Release);
+            // Page by page, until the event is there.
+            let mut s = p.state.lock();
+            for vpn in from..from + N as u64 {
+                match p.stage_run(&mut s, vpn, 1) {
+                    Ok(n) => staged += n,
+                    Err(EventPending) => {
+                        pending += 1;
+                        break;
+                    }
+                }
+            }
+            while DONE.load(Acquire) <= round {
+                if let Some(message) = p.uffd().read().expect("messages are read") {
+                    p.event(&mut s, message);
+                }
+            }
+            let known = (to..to + N as u64).filter(|vpn| s.pt.get(*vpn).tag() != Tag::None).count();
+            assert_eq!((known, s.zeros), (N, 0), "round {round}");
+            assert_eq!(p.bring_range(&mut s, to, to + N as u64).1, to + N as u64);
+            assert_eq!(s.resident, N);
+        }
+        moving.join().unwrap();
+        for page in 0..N {
+            // SAFETY: everything is back, and nobody else uses it.
+            let content = unsafe { core::slice::from_raw_parts((places[ROUNDS % 2] + page * PAGE) as *const u8, PAGE) };
+            assert!(content.iter().all(|b| *b == page as u8 + 1), "page {page}");
+        }
+        println!("{staged} pages staged, {pending} rounds met the event");
+        assert!(staged > 0 && pending > 0);
     }
 }

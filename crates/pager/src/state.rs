@@ -7,6 +7,7 @@ use crate::arena::{self, Layout, PAGE};
 use crate::densify::Sweep;
 use crate::folio::MAX_ORDER;
 use crate::mapfile::MapFile;
+use crate::notify::Notified;
 use crate::object::{self, Header};
 use crate::placement::Placement;
 use crate::remapped::Remapping;
@@ -140,6 +141,8 @@ pub struct State {
     pub fork_number: u64,
     /// Whether soft-dirty bits were ever cleared: from then on there are clean pages, which are write-protected.
     pub tracking: bool,
+    /// Who is told of writes to protected pages, while any page is protected: see `notify`.
+    pub notified: Option<Box<Notified>>,
     /// The pages that were soft-dirty when bits were last cleared.
     pub cleared: Option<MapFile>,
     /// When what was unevictable was last tried again (monotonic nanoseconds).
@@ -202,6 +205,7 @@ impl State {
             recorder: None,
             fork_number: 0,
             tracking: false,
+            notified: None,
             cleared: None,
             rescued_ns: 0,
             calls_stopped: false,
@@ -345,6 +349,16 @@ impl State {
             at += 1 << order;
         }
         self.resident += n;
+    }
+
+    /// Whether there may be pages that come in write-protected.
+    pub fn protects(&self) -> bool {
+        self.tracking || self.notified.is_some()
+    }
+
+    /// Whether a page can be written to without anybody's being told first.
+    pub fn is_writable_unseen(&self, vpn: u64) -> bool {
+        !self.pt.is_protected(vpn)
     }
 
     /// The order of the folio that begins a run of `n` pages at `vpn`: the largest that is aligned and fits.

@@ -22,10 +22,17 @@ pub(crate) fn tracking_pager(limit: usize) -> &'static Pager {
     Box::leak(Box::new(limited(limit, true)))
 }
 
+/// The same, which is told when its memory is moved.
+pub(crate) fn pager_told_of_moves(limit: usize) -> &'static Pager {
+    let group = group();
+    group.nodes[0].max.store(limit as u64, Relaxed);
+    Box::leak(Box::new(make(group, 0, limit, crate::pager::FEATURES)))
+}
+
 fn limited(limit: usize, tracks: bool) -> Pager {
     let group = group();
     group.nodes[0].max.store(limit as u64, Relaxed);
-    make(group, 0, limit, tracks)
+    make(group, 0, limit, if tracks { uffd::FEATURE_WRITE_PROTECT } else { 0 })
 }
 
 /// A tree with a root without limits.
@@ -57,15 +64,14 @@ pub(crate) fn books() -> &'static ClusterMap {
 
 /// A member of a group, with an arena for a limit in bytes.
 pub(crate) fn member(group: &'static GroupPage, node: usize, limit: usize) -> Pager {
-    make(group, node, limit, false)
+    make(group, node, limit, 0)
 }
 
-fn make(group: &'static GroupPage, node: usize, limit: usize, tracks: bool) -> Pager {
+fn make(group: &'static GroupPage, node: usize, limit: usize, features: u64) -> Pager {
     let layout = Layout::reserve(limit).expect("address space");
     let mut pager = Pager::new(group, node, layout).expect("a slot");
-    pager.tracks = tracks;
-    let (uffd, _) = Uffd::open(if tracks { uffd::FEATURE_WRITE_PROTECT } else { 0 })
-        .expect("tests of the pager need access to userfaultfd");
+    pager.tracks = features & uffd::FEATURE_WRITE_PROTECT != 0;
+    let (uffd, _) = Uffd::open(features).expect("tests of the pager need access to userfaultfd");
     uffd.register(layout.arena, layout.slots * PAGE).expect("the arena");
     pager.uffd.store(uffd.fd(), Relaxed);
     pager.pagemap.store(raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY).expect("pagemap"), Relaxed);
@@ -75,10 +81,16 @@ fn make(group: &'static GroupPage, node: usize, limit: usize, tracks: bool) -> P
 
 /// Memory as a program has it, registered with the pager: its first page.
 pub(crate) fn memory(pager: &Pager, pages: usize) -> usize {
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    memory_at(pager, 0, pages)
+}
+
+/// The same at a place where nothing is, if it is not 0.
+pub(crate) fn memory_at(pager: &Pager, place: usize, pages: usize) -> usize {
+    let fixed = if place == 0 { 0 } else { libc::MAP_FIXED_NOREPLACE };
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | fixed;
     let prot = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: a new mapping.
-    let at = unsafe { sys!(libc::SYS_mmap, 0, pages * PAGE, prot, flags, -1isize, 0) }.expect("memory");
+    let at = unsafe { sys!(libc::SYS_mmap, place, pages * PAGE, prot, flags, -1isize, 0) }.expect("memory");
     // SAFETY: advice on it. (Pages are moved one by one here.)
     unsafe { sys!(libc::SYS_madvise, at, pages * PAGE, libc::MADV_NOHUGEPAGE) }.expect("advice");
     pager.register(at, pages * PAGE).expect("the memory");

@@ -211,12 +211,12 @@ impl Pager {
     fn publish_pages(&'static self, s: &mut State) {
         let made = MapFile::create(Kind::Process, 0, ADDRESS_SPACE_PAGES, self.limit() as u64);
         if let Ok(map) = made {
-            // SAFETY: kept in the pager, which is never dropped, until the table no longer uses it (`reset_inherited`).
-            s.pt.publish(unsafe { map.map_unbound() }, 0);
             if self.tracks {
                 s.pt.publish_soft_dirty();
                 map.set_tracking(true);
             }
+            // SAFETY: kept in the pager, which is never dropped, until the table no longer uses it (`reset_inherited`).
+            s.pt.publish(unsafe { map.map_unbound() }, 0);
             *self.page_map.lock() = Some(map);
         }
     }

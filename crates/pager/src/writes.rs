@@ -26,7 +26,6 @@
 //! then, and the fault is served after the event.
 
 use crate::arena::PAGE;
-use crate::discover::without;
 use crate::fault::{EventPending, Request};
 use crate::pager::Pager;
 use crate::state::State;
@@ -51,14 +50,14 @@ impl Pager {
 
     /// Whether any page is to come in write-protected.
     pub(crate) fn protects_some(&self, s: &State) -> bool {
-        s.tracking || self.marks.is_some()
+        s.protects() || self.marks.is_some()
     }
 
     /// Whether a page is to come in write-protected.
     fn protects(&self, s: &State, vpn: u64) -> bool {
         match &self.marks {
             Some(marks) => marks.protects(vpn),
-            None => s.tracking && s.pt.is_clean(vpn),
+            None => s.protects() && (s.pt.is_protected(vpn) || (s.tracking && s.pt.is_clean(vpn))),
         }
     }
 
@@ -88,7 +87,7 @@ impl Pager {
             s.rss += n * PAGE;
             return;
         }
-        if !s.tracking {
+        if !s.protects() {
             s.zone.free_run(Kind::Hole, slot, n);
             return;
         }
@@ -106,7 +105,9 @@ impl Pager {
     /// A page is about to be brought for a fault: what it is from then on. Returns whether it was clean.
     pub(crate) fn note_access(&self, s: &mut State, r: Request) -> bool {
         let was = s.pt.is_clean(r.vpn);
-        let clean = !r.write && (was || s.pt.get(r.vpn).tag() == Tag::None);
+        // (Who writes to a protected page has not written yet: the page comes protected, and the access is done again.)
+        let writes = r.write && !s.pt.is_protected(r.vpn);
+        let clean = !writes && (was || s.pt.get(r.vpn).tag() == Tag::None);
         s.pt.set_clean(r.vpn, s.tracking && clean);
         was
     }
@@ -135,7 +136,7 @@ impl Pager {
     /// which `was` set; returns how many. (In one step, so that no write is missed.)
     ///
     /// # Errors
-    /// [`EventPending`]: no bit was cleared.
+    /// [`EventPending`]: not all were cleared; `was` knows which.
     pub(crate) fn clear_soft_dirty(
         &self,
         s: &mut State,
@@ -144,29 +145,18 @@ impl Pager {
         mut was: impl FnMut(u64),
     ) -> Result<usize, EventPending> {
         s.tracking = true;
-        let protect = |from: u64, to: u64| {
-            let done = self.uffd().write_protect(from as usize * PAGE, (to - from) as usize * PAGE, true);
-            if done == Err(libc::EAGAIN) { Err(EventPending) } else { Ok(done.is_ok()) }
-        };
-        // (A thread that ends is not served when it writes to its control block.)
-        let mut all = true;
-        for (start, end) in without(vec![(from as usize * PAGE, to as usize * PAGE)], &s.pinned) {
-            all &= protect((start / PAGE) as u64, (end / PAGE) as u64)?;
-        }
         let mut cleared = 0;
-        for vpn in from..to {
-            let tag = s.pt.get(vpn).tag();
-            if tag == Tag::None || s.pt.is_clean(vpn) {
-                continue;
-            }
-            // (Some of the range is not registered: page by page then. What cannot be protected stays soft-dirty.)
-            if tag == Tag::Resident && !all && !matches!(protect(vpn, vpn + 1), Ok(true)) {
-                continue;
-            }
-            s.pt.set_clean(vpn, true);
-            was(vpn);
-            cleared += 1;
-        }
+        self.write_protect_known(
+            s,
+            from,
+            to,
+            |s, vpn| !s.pt.is_clean(vpn),
+            |s, vpn| {
+                s.pt.set_clean(vpn, true);
+                was(vpn);
+                cleared += 1;
+            },
+        )?;
         Ok(cleared)
     }
 
@@ -201,9 +191,13 @@ impl Pager {
                 _ => runs.push((vpn, vpn + 1)),
             }
         });
+        let protect = |from: u64, to: u64| {
+            self.uffd().write_protect(from as usize * PAGE, (to - from) as usize * PAGE, true).is_ok()
+        };
         for (from, to) in runs {
-            if self.uffd().write_protect(from as usize * PAGE, (to - from) as usize * PAGE, true).is_err() {
-                (from..to).for_each(|vpn| s.pt.set_clean(vpn, false));
+            // (Page by page where that cannot be done: the others stay clean.)
+            if !protect(from, to) {
+                (from..to).filter(|vpn| !protect(*vpn, vpn + 1)).for_each(|vpn| s.pt.set_clean(vpn, false));
             }
         }
     }

@@ -51,6 +51,15 @@ pub fn listen(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
+/// Whether the other end of a connection is closed.
+#[must_use]
+pub fn is_hung_up(socket: &OwnedFd) -> bool {
+    let mut p = libc::pollfd { fd: socket.as_raw_fd(), events: 0, revents: 0 };
+    // SAFETY: one pollfd of ours.
+    let ready = unsafe { libc::poll(&raw mut p, 1, 0) };
+    ready == 1 && p.revents & (libc::POLLHUP | libc::POLLERR) != 0
+}
+
 /// Connects to a path.
 ///
 /// # Errors

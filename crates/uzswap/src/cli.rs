@@ -29,6 +29,8 @@ pub enum Command {
     Doctor(DoctorArgs),
     /// Show what is in memory and what is out, of a process or a shared region
     Pagemap(PagemapArgs),
+    /// Be told before a process under `uzswap run --track-writes` writes to its pages
+    Protect(ProtectArgs),
     /// Serve guests' page faults from a compressed snapshot, in Firecracker's protocol
     Handover {
         /// The Unix socket to which monitors connect; made here
@@ -164,6 +166,16 @@ pub struct ReplayArgs {
     pub json: bool,
 }
 
+/// Options of `uzswap protect`.
+#[derive(Args)]
+pub struct ProtectArgs {
+    /// The process
+    pub pid: u32,
+    /// What to protect at first: START-END in hexadecimal, as `uzswap pagemap --runs` shows it; all; or none
+    #[arg(default_value = "all")]
+    pub range: String,
+}
+
 /// Options of `uzswap pagemap`.
 #[derive(Args)]
 pub struct PagemapArgs {
@@ -179,7 +191,7 @@ pub struct PagemapArgs {
     #[arg(long, value_name = "FILE")]
     pub svg: Option<PathBuf>,
     /// First put a range out: all, FROM..TO of a shared region, such as 0..64M, or START-END of a process under `uzswap
-    /// run`, in hexadecimal, as --runs shows it
+    /// run` or with regions of the library, in hexadecimal, as --runs shows it
     #[arg(long, value_name = "RANGE")]
     pub page_out: Option<String>,
     /// First put out what is not touched within so many seconds from now, and say how much

@@ -144,6 +144,26 @@ mod tests {
         assert!(GroupFile::open(Path::new("/dev/null")).is_err());
     }
 
+    /// The story: commands of two versions on one machine removed each other's entries, and no group was found any more.
+    #[test]
+    fn another_versions_groups_are_left_alone() {
+        let (group, dir) = (GroupFile::create("web", false).unwrap(), tempfile::tempdir().unwrap());
+        let entry = dir.path().join(format!("web@{}", std::process::id()));
+        std::os::unix::fs::symlink(group.path(), &entry).unwrap();
+        assert_eq!(crate::directory::list(dir.path()).len(), 1);
+        group.page().magic.fetch_add(1, Relaxed);
+        let (trees, foreign) = crate::directory::look(dir.path());
+        assert!(trees.is_empty() && foreign == ["web"] && entry.is_symlink());
+        // What is no group, or gone, is removed.
+        for target in ["/proc/self/fd/0", "/proc/1/fd/99999"] {
+            std::fs::remove_file(&entry).unwrap();
+            std::os::unix::fs::symlink(target, &entry).unwrap();
+            let (trees, foreign) = crate::directory::look(dir.path());
+            assert!(trees.is_empty() && foreign.is_empty() && !entry.is_symlink());
+            std::os::unix::fs::symlink(target, &entry).unwrap();
+        }
+    }
+
     #[test]
     fn trees_are_as_deep_and_as_wide_as_promised() {
         let group = GroupFile::create("a", false).unwrap();

@@ -7,16 +7,16 @@
 //! same name at once.
 
 use crate::config::{Compressor, plain};
-use crate::group_file::GroupFile;
 use crate::size::human;
-use std::fs::{self, DirBuilder, File};
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::time::{Duration, Instant};
+use uzswap::directory;
+use uzswap::group_file::GroupFile;
 use uzswap_pager::group::{DEPTH, GroupPage, NAME_BYTES, NODES, Slot};
 use uzswap_pager::member::wake_member;
 
@@ -124,33 +124,12 @@ fn components(name: &str) -> Result<Vec<&str>, String> {
 impl Registry {
     /// Opens the directory of this user, made if need be. The error is one sentence.
     pub fn open() -> Result<Registry, String> {
-        // SAFETY: no memory is involved.
-        let me = unsafe { libc::geteuid() };
-        let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
-        let own = |dir: &PathBuf| dir.is_absolute() && fs::metadata(dir).is_ok_and(|m| m.is_dir() && m.uid() == me);
-        let dir = match runtime.filter(own) {
-            Some(runtime) => runtime.join("uzswap"),
-            None => PathBuf::from(format!("/tmp/uzswap-{me}")),
-        };
-        Registry::at(dir, me)
+        Ok(Registry { dir: directory::open()? })
     }
 
+    #[cfg(test)]
     fn at(dir: PathBuf, me: u32) -> Result<Registry, String> {
-        let shown = dir.display().to_string();
-        match DirBuilder::new().mode(0o700).create(&dir) {
-            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
-                return Err(format!("the directory of groups `{shown}` cannot be made: {}", plain(&e)));
-            }
-            _ => {}
-        }
-        let found = fs::symlink_metadata(&dir)
-            .map_err(|e| format!("the directory of groups `{shown}` cannot be read: {}", plain(&e)))?;
-        if !found.is_dir() || found.uid() != me || found.mode() & 0o077 != 0 {
-            return Err(format!(
-                "the directory of groups `{shown}` is not yours alone (a directory of yours with mode 0700), so it is not trusted: remove it"
-            ));
-        }
-        Ok(Registry { dir })
+        Ok(Registry { dir: directory::at(dir, me)? })
     }
 
     /// Holds the directory; others wait until the file is dropped.
@@ -166,46 +145,14 @@ impl Registry {
 
     /// The running trees, each once, sorted by name; what is left of killed commands is removed.
     pub fn list(&self) -> Vec<(String, GroupFile)> {
-        self.look().0
-    }
-
-    /// The same, and the names of trees of another version of uzswap, which are left alone.
-    fn look(&self) -> (Vec<(String, GroupFile)>, Vec<String>) {
-        let mut foreign = Vec::new();
-        let mut trees: Vec<(String, GroupFile)> = Vec::new();
-        let mut entries: Vec<_> = fs::read_dir(&self.dir).into_iter().flatten().flatten().map(|e| e.path()).collect();
-        entries.sort();
-        for path in entries {
-            let Some((root, _)) = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.rsplit_once('@')) else {
-                continue;
-            };
-            let known = trees.iter().any(|(name, _)| name == root);
-            match open_entry(&path, root) {
-                Entered::Tree(file) if !known => trees.push((root.to_owned(), file)),
-                Entered::Tree(_) => {}
-                Entered::Foreign => foreign.push(root.to_owned()),
-                Entered::Nothing => {
-                    let _ = fs::remove_file(&path);
-                }
-            }
-        }
-        (trees, foreign)
-    }
-
-    /// The tree of which a process is a member, and its slot there.
-    pub fn member(&self, pid: u32) -> Option<(GroupFile, usize)> {
-        let is = |slot: &Slot| slot.owner().is_some_and(|owner| owner.pid() == pid && !owner.is_dead());
-        self.list().into_iter().find_map(|(_, file)| {
-            let index = file.page().used().iter().position(is)?;
-            Some((file, index))
-        })
+        directory::list(&self.dir)
     }
 
     /// A running group. The error is one sentence.
     pub fn find(&self, name: &str) -> Result<Group, String> {
         let parts = components(name)?;
         let missing = || {
-            let (trees, foreign) = self.look();
+            let (trees, foreign) = directory::look(&self.dir);
             let foreign = foreign.into_iter().map(|name| format!("{name} by another version of uzswap"));
             let running: Vec<String> = trees.into_iter().map(|(name, _)| name).chain(foreign).collect();
             let running = if running.is_empty() { "none".to_owned() } else { running.join(", ") };
@@ -234,7 +181,7 @@ impl Registry {
             ));
         }
         let _held = self.lock()?;
-        let (trees, foreign) = self.look();
+        let (trees, foreign) = directory::look(&self.dir);
         if foreign.iter().any(|root| root == parts[0]) {
             return Err(format!(
                 "a group `{}` of another version of uzswap runs: use that version's command, or choose another name",
@@ -253,7 +200,7 @@ impl Registry {
                 "the group `{name}` runs already, and only the run that creates a group can record it: leave out --record"
             ));
         }
-        let tracks = |file: &crate::group_file::GroupFile| file.page().track_writes.load(Relaxed) != 0;
+        let tracks = |file: &uzswap::group_file::GroupFile| file.page().track_writes.load(Relaxed) != 0;
         if wanted.track_writes && running.as_ref().is_some_and(|(_, file)| !tracks(file)) {
             return Err(format!(
                 "the group `{name}` runs already and does not track writes: leave out --track-writes, or choose another name"
@@ -332,27 +279,6 @@ fn agrees(page: &GroupPage, node: usize, name: &str, wanted: &Wanted) -> Result<
     Ok(())
 }
 
-/// What an entry leads to.
-enum Entered {
-    /// The tree that is named.
-    Tree(GroupFile),
-    /// A tree of another version of uzswap.
-    Foreign,
-    /// Neither: what a killed command left.
-    Nothing,
-}
-
-fn open_entry(path: &Path, root: &str) -> Entered {
-    let Some(target) = fs::read_link(path).ok().filter(|target| target.starts_with("/proc")) else {
-        return Entered::Nothing;
-    };
-    match GroupFile::open(&target) {
-        Ok(file) if file.page().nodes[0].is_named(root.as_bytes()) => Entered::Tree(file),
-        Err(_) if GroupFile::is_at(&target) => Entered::Foreign,
-        _ => Entered::Nothing,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::{Registry, Wanted, components};
@@ -408,7 +334,7 @@ mod tests {
     #[test]
     fn writes_are_tracked_where_the_group_was_made_so() {
         let (_dir, registry) = registry();
-        let tracks = |file: &crate::group_file::GroupFile| {
+        let tracks = |file: &uzswap::group_file::GroupFile| {
             file.page().track_writes.load(std::sync::atomic::Ordering::Relaxed) != 0
         };
         let _web = registry.join("web", &LIMIT).unwrap();

@@ -11,8 +11,14 @@
 //!
 //! Read [`region`] first: a region is memory in every way but a few, which are said there.
 
+#[doc(hidden)]
+pub mod directory;
+#[doc(hidden)]
+pub mod group_file;
 pub mod handover;
+pub mod process;
 
+pub use process::WriteWatch;
 pub use uzswap_mm::pagemap;
 pub use uzswap_pager::region::{self, Compressor, Error, Options, Region, Stats};
 pub use uzswap_pager::shared::{self, SharedControl, SharedMapping, SharedOptions, SharedRegion};

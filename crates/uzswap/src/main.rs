@@ -7,10 +7,10 @@ mod ctl;
 mod doctor;
 mod elf;
 mod folios;
-mod group_file;
 mod groups;
 mod machine;
 mod pagemap;
+mod protect;
 mod record;
 mod remote;
 mod replay;
@@ -69,6 +69,7 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::doctor(&args),
         Command::Handover { socket, memory } => handover(&socket, &memory),
         Command::Pagemap(args) => pagemap::pagemap(&args),
+        Command::Protect(args) => own(protect::protect(&args)),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Cli::command(), "uzswap", &mut std::io::stdout());
             ExitCode::SUCCESS

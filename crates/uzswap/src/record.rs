@@ -5,7 +5,6 @@
 //! block.
 
 use crate::config::plain;
-use crate::group_file::GroupFile;
 use serde::Serialize;
 use std::fs::File;
 use std::io::{self, Seek, Write};
@@ -13,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::*};
 use std::thread::JoinHandle;
 use std::time::Instant;
+use uzswap::group_file::GroupFile;
 use uzswap_mm::trace::{self, BlockHead, Header};
 use uzswap_pager::trace::Rings;
 use uzswap_sys::lock;
@@ -131,10 +131,10 @@ impl Drain {
 #[cfg(test)]
 mod tests {
     use super::Recording;
-    use crate::group_file::GroupFile;
     use std::fs::File;
     use std::sync::Arc;
     use std::sync::atomic::Ordering::Relaxed;
+    use uzswap::group_file::GroupFile;
     use uzswap_mm::trace::{Header, Kind, Record, Trace};
     use uzswap_pager::trace::{RING_RECORDS, Recorder};
 

@@ -209,8 +209,8 @@ pub fn files(page: &GroupPage, node: usize) -> Vec<(String, Content)> {
 #[cfg(test)]
 mod tests {
     use super::{Content, Usage, files};
-    use crate::group_file::GroupFile;
     use std::sync::atomic::Ordering::Relaxed;
+    use uzswap::group_file::GroupFile;
     use uzswap_pager::group::NO_LIMIT;
 
     #[test]

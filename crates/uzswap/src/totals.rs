@@ -131,8 +131,8 @@ fn injected(page: &GroupPage) -> Option<BTreeMap<&'static str, u64>> {
 #[cfg(test)]
 mod tests {
     use super::Totals;
-    use crate::group_file::GroupFile;
     use std::sync::atomic::Ordering::Relaxed;
+    use uzswap::group_file::GroupFile;
 
     #[test]
     fn sums_the_dead_and_the_living() {

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicU64;
-use uzswap_mm::pagemap::{PageMap, PageState, SOFT_DIRTY, Tier};
+use uzswap_mm::pagemap::{PageMap, PageState, SOFT_DIRTY, Tier, WRITE_PROTECTED};
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, LEAF_PAGES, PageTable, Pte, Tag};
 
 /// Pages of a lower node, 512 leaves, and of an upper one.
@@ -19,6 +19,7 @@ enum Step {
     Clear(u64, u64),
     Hint(u64, u8, u8),
     Clean(u64, bool),
+    Protect(u64, bool),
 }
 
 /// Pages around the borders of leaves and directories, and at both ends.
@@ -71,6 +72,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         1 => range.prop_map(|(from, to)| Step::Clear(from, to)),
         1 => (vpn(), 0..8u8, 0..8u8).prop_map(|(vpn, set, clear)| Step::Hint(vpn, set, clear)),
         5 => (vpn(), any::<bool>()).prop_map(|(vpn, clean)| Step::Clean(vpn, clean)),
+        5 => (vpn(), any::<bool>()).prop_map(|(vpn, protected)| Step::Protect(vpn, protected)),
     ];
     proptest::collection::vec(step, 1..200)
 }
@@ -81,6 +83,7 @@ proptest! {
     #[test]
     fn agrees_with_a_map(steps in steps(), probes in proptest::collection::vec(vpn(), 20), soft_dirty in any::<bool>()) {
         let (mut table, mut model, mut clean) = (PageTable::new(), BTreeMap::new(), BTreeSet::new());
+        let mut protected = BTreeSet::new();
         // Of the pages from 1000 on some are published.
         const FIRST: u64 = 1000;
         let words: &'static [AtomicU64] = Box::leak((0..128).map(|_| AtomicU64::new(0)).collect());
@@ -96,6 +99,7 @@ proptest! {
                     if pte == Pte::NONE {
                         model.remove(&vpn);
                         clean.remove(&vpn);
+                        protected.remove(&vpn);
                     } else {
                         model.insert(vpn, pte);
                     }
@@ -113,10 +117,15 @@ proptest! {
                     prop_assert_eq!(gone, want, "clear of {}..{}", from, to);
                     model.retain(|vpn, _| !(from..to).contains(vpn));
                     clean.retain(|vpn| !(from..to).contains(vpn));
+                    protected.retain(|vpn| !(from..to).contains(vpn));
                 }
                 Step::Clean(vpn, is) => {
                     table.set_clean(vpn, is);
                     if is { clean.insert(vpn) } else { clean.remove(&vpn) };
+                }
+                Step::Protect(vpn, is) => {
+                    table.set_protected(vpn, is);
+                    if is { protected.insert(vpn) } else { protected.remove(&vpn) };
                 }
                 Step::Hint(vpn, set, clear) => {
                     let before = table.hints(vpn);
@@ -134,7 +143,9 @@ proptest! {
         for page in 0..map.pages() {
             let pte = model.get(&(FIRST + page)).copied().unwrap_or(Pte::NONE);
             let written = soft_dirty && pte != Pte::NONE && !clean.contains(&(FIRST + page));
-            let state = PageState(pte.state().0 | if written { SOFT_DIRTY } else { 0 });
+            let protects = protected.contains(&(FIRST + page));
+            let bits = if written { SOFT_DIRTY } else { 0 } | if protects { WRITE_PROTECTED } else { 0 };
+            let state = PageState(pte.state().0 | bits);
             prop_assert_eq!(map.get(page), state, "page {} of the map", page);
         }
         prop_assert!(map.sequence().is_multiple_of(2));
@@ -143,6 +154,12 @@ proptest! {
             prop_assert_eq!(table.is_clean(vpn), clean.contains(&vpn));
         }
         prop_assert!(clean.iter().all(|vpn| table.is_clean(*vpn)));
+        let (mut found, mut at) = (Vec::new(), 0);
+        while let Some(vpn) = table.next_protected(at) {
+            found.push(vpn);
+            at = vpn + 1;
+        }
+        prop_assert_eq!(found, protected.into_iter().collect::<Vec<_>>());
     }
 
     #[test]

@@ -1,4 +1,8 @@
 //! What can be asked of a region's soft-dirty and write-protected bits.
+//!
+//! A region's client is in the same process, so nobody can tell from outside whether it is still there. It has a value for
+//! as long as it wants to be told ([`WriteWatch`]): when that is dropped, also as a thread that panicked unwinds, nobody
+//! waits any more.
 
 use super::signals::SignalsBlocked;
 use super::{Error, Region, kernel};
@@ -41,9 +45,17 @@ impl Region {
         })
     }
 
+    /// What is protected and told through the value returned ends with it.
+    ///
+    /// # Errors
+    /// [`Error::NotTracked`].
+    pub fn watch_writes(&self) -> Result<WriteWatch<'_>, Error> {
+        self.marked(&(0..0), |_, _, _| Ok(WriteWatch { region: self }))
+    }
+
     /// Write-protects the pages that a range of bytes touches: a thread that writes there waits until
     /// [`Region::unprotect`], and [`Region::next_write`] tells of it. (So somebody must listen: a thread that does not write
-    /// there itself.)
+    /// there itself. A thread that may end before it unprotects uses [`Region::watch_writes`].)
     ///
     /// # Errors
     /// As [`Region::clear_soft_dirty`].
@@ -74,5 +86,44 @@ impl Region {
         let marks = unsafe { &*self.pager }.marks.as_ref().ok_or(Error::NotTracked)?;
         let time = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX).min(1 << 60);
         Ok(marks.next_write(time).map(|at| at - self.base))
+    }
+}
+
+/// Is told of writes to a region before they are done, as long as it lives: then all protection of the region ends, and whoever
+/// waits goes on.
+#[derive(Debug)]
+pub struct WriteWatch<'a> {
+    region: &'a Region,
+}
+
+impl WriteWatch<'_> {
+    /// As [`Region::protect`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn protect(&self, range: Range<usize>) -> Result<(), Error> {
+        self.region.protect(range)
+    }
+
+    /// As [`Region::unprotect`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn unprotect(&self, range: Range<usize>) -> Result<(), Error> {
+        self.region.unprotect(range)
+    }
+
+    /// As [`Region::next_write`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn next_write(&self, time: Duration) -> Result<Option<usize>, Error> {
+        self.region.next_write(time)
+    }
+}
+
+impl Drop for WriteWatch<'_> {
+    fn drop(&mut self) {
+        let _ = self.region.unprotect(0..self.region.len());
     }
 }

@@ -7,6 +7,7 @@ use super::wire::{self, ALL, Words, op};
 use crate::arena::PAGE;
 use std::collections::VecDeque;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 use uzswap_mm::pagemap::{PageState, SOFT_DIRTY, WRITE_PROTECTED};
 use uzswap_mm::pagetable::Tag;
@@ -17,12 +18,19 @@ pub(super) const TAKE_PAGES: u64 = 14 * 64;
 const MOST_FORKS: usize = 64;
 /// Rounds of ageing whose beginning is remembered.
 const MOST_ROUNDS: usize = 256;
+/// How long a client that waits to be told of writes may be gone before that is noticed.
+const LOOK: Duration = Duration::from_millis(100);
 /// Pages brought in with the lock held.
 const BRING: u64 = 16;
 
 /// Does a call.
-pub(super) fn answer(server: &Server, request: &Words, mapping: Option<u64>, connection: u64) -> Words {
-    match try_answer(server, request, mapping, connection) {
+pub(super) fn answer(
+    server: &Server,
+    request: &Words,
+    mapping: Option<u64>,
+    (connection, socket): (u64, &OwnedFd),
+) -> Words {
+    match try_answer(server, request, mapping, (connection, socket)) {
         Ok(mut answer) => {
             answer.copy_within(0..15, 1);
             answer[0] = 0;
@@ -37,7 +45,12 @@ fn refuse(errno: i32) -> io::Error {
 }
 
 /// The results, without the leading 0.
-fn try_answer(server: &Server, request: &Words, mapping: Option<u64>, connection: u64) -> io::Result<Words> {
+fn try_answer(
+    server: &Server,
+    request: &Words,
+    mapping: Option<u64>,
+    (connection, socket): (u64, &OwnedFd),
+) -> io::Result<Words> {
     let pages = server.engine().pages;
     let range = || {
         let (from, to) = (request[1], request[2]);
@@ -72,7 +85,7 @@ fn try_answer(server: &Server, request: &Words, mapping: Option<u64>, connection
             unprotect(&mut server.engine(), from, to, request[3]);
             0
         }
-        op::NEXT_WRITE => return Ok(next_write(server, request[1], connection)),
+        op::NEXT_WRITE => return Ok(next_write(server, request[1], connection, socket)),
         op::STATS => return Ok(stats(&server.engine())),
         op::FORK => fork(&mut server.engine(), mine()?)?,
         op::AGE => age(&mut server.engine()),
@@ -215,8 +228,11 @@ fn unprotect(e: &mut Engine, from: u64, to: u64, which: u64) {
     }
 }
 
-/// Waits for a write to a page that this connection protected.
-fn next_write(server: &Server, milliseconds: u64, connection: u64) -> Words {
+/// Waits for a write to a page that this connection protected, as long as there is somebody at its other end.
+///
+/// The story: a client that was killed while it waited here was not missed before its time was up, an hour at most, and the
+/// writers to what it had protected waited as long.
+fn next_write(server: &Server, milliseconds: u64, connection: u64, socket: &OwnedFd) -> Words {
     let end = Instant::now() + Duration::from_millis(milliseconds.min(3_600_000));
     let mut engine = server.engine();
     loop {
@@ -226,10 +242,11 @@ fn next_write(server: &Server, milliseconds: u64, connection: u64) -> Words {
             return wire::words(&[1, page]);
         }
         let left = end.saturating_duration_since(Instant::now());
-        if left.is_zero() || server.stopping.load(std::sync::atomic::Ordering::SeqCst) {
+        let ended = server.stopping.load(std::sync::atomic::Ordering::SeqCst);
+        if left.is_zero() || ended || uzswap_sys::socket::is_hung_up(socket) {
             return wire::words(&[0]);
         }
-        engine = server.wait_for_news(engine, left);
+        engine = server.wait_for_news(engine, left.min(LOOK));
     }
 }
 

@@ -242,7 +242,7 @@ impl Server {
         };
         socket::time_out(connection, 0)?;
         while let Ok((request, _)) = wire::receive(connection) {
-            let answer = calls::answer(self, &request, mapping, number);
+            let answer = calls::answer(self, &request, mapping, (number, connection));
             wire::send(connection, &answer, &[])?;
         }
         Ok(())

@@ -168,12 +168,45 @@ fn writers_wait_until_a_snapshot_has_the_page() {
     assert_eq!(runs.iter().map(|r| r.to - r.from).sum::<u64>(), PAGES as u64, "{runs:?}");
 }
 
+/// The story: a thread that was to answer writers panicked, and they waited for ever.
+#[test]
+fn nobody_waits_for_a_thread_that_is_gone() {
+    let region = region(4 * MIB, 8 * MIB);
+    (0..8).rev().for_each(|page| word(&region, page).store(1, Relaxed));
+    let told = std::sync::Barrier::new(2);
+    std::thread::scope(|scope| {
+        let (say, hear) = std::sync::mpsc::channel();
+        let (region, told) = (&region, &told);
+        let client = scope.spawn(move || {
+            let watch = region.watch_writes().unwrap();
+            watch.protect(0..8 * PAGE).unwrap();
+            watch.unprotect(at(7)).unwrap();
+            say.send(()).unwrap();
+            assert_eq!(watch.next_write(Duration::from_secs(20)).unwrap(), Some(3 * PAGE));
+            told.wait();
+            // (Without a message, which would be taken for a failure's.)
+            std::panic::resume_unwind(Box::new("the thread that answers has ended"));
+        });
+        hear.recv().unwrap();
+        word(region, 7).store(2, Relaxed);
+        let writer = scope.spawn(|| word(region, 3).store(2, Relaxed));
+        told.wait();
+        assert!(client.join().is_err());
+        writer.join().unwrap();
+    });
+    word(&region, 4).store(2, Relaxed);
+    let map = region.page_map().unwrap();
+    assert!((0..8).all(|page| !map.get(page).write_protected()));
+    assert_eq!([3, 4, 5, 7].map(|page| word(&region, page).load(Relaxed)), [2, 2, 1, 2]);
+}
+
 #[test]
 fn a_region_that_does_not_track_says_so() {
     let region = Region::new(MIB, &Options::new(8 * MIB)).unwrap();
     assert_eq!(region.take_soft_dirty(0..PAGE), Err(Error::NotTracked));
     assert_eq!(region.protect(0..PAGE), Err(Error::NotTracked));
     assert_eq!(region.next_write(Duration::ZERO), Err(Error::NotTracked));
+    assert_eq!(region.watch_writes().map(drop), Err(Error::NotTracked));
     word(&region, 0).store(1, Relaxed);
     let state = region.page_map().unwrap().get(0);
     assert!(state.present() && !state.soft_dirty());

@@ -28,6 +28,11 @@ impl Found {
     pub fn is_process(&self) -> bool {
         matches!(&self.map, Source::Own(map, _) if map.kind() == Some(Kind::Process))
     }
+
+    /// Whether it is of memory that is paged by the process which has it, and not by a shared region's owner.
+    pub fn is_private(&self) -> bool {
+        matches!(&self.map, Source::Own(map, _) if matches!(map.kind(), Some(Kind::Process | Kind::Region)))
+    }
 }
 
 /// Pages `[from, to)`.

@@ -2,7 +2,7 @@
 
 mod find;
 mod picture;
-mod process;
+pub mod process;
 
 use crate::cli::PagemapArgs;
 use crate::size::{Size, human};
@@ -110,7 +110,7 @@ fn seconds_of(seconds: f64) -> Result<Duration, String> {
 fn act_on_process(args: &PagemapArgs, pid: u32) -> Result<(), String> {
     let all = process::parse_range("all")?;
     if let Some(range) = &args.page_out {
-        let moved = process::ask(pid, Op::Out, process::parse_range(range)?)?;
+        let moved = uzswap::process::ask(pid, Op::Out, process::parse_range(range)?)?;
         let stay = match moved.stayed {
             0 => String::new(),
             n => format!("; {} stay: used again at once, locked, or in use by a device", human(n * PAGE)),
@@ -119,17 +119,20 @@ fn act_on_process(args: &PagemapArgs, pid: u32) -> Result<(), String> {
     }
     if let Some(seconds) = args.idle {
         let time = seconds_of(seconds)?;
-        process::ask(pid, Op::Stage, all.clone())?;
+        uzswap::process::ask(pid, Op::Stage, all.clone())?;
         std::thread::sleep(time);
-        let idle = process::ask(pid, Op::Store, all)?;
-        eprintln!("uzswap: {} put out as idle for {seconds} s", human(idle.pages * PAGE));
+        // (All was moved out: what is there now was used, or could not leave.)
+        let used: u64 = find::of_process(pid)?.iter().filter(|f| f.is_private()).map(|f| summary(f).present).sum();
+        let idle = uzswap::process::ask(pid, Op::Store, all)?;
+        let (used, idle) = (human(used * PAGE), human(idle.pages * PAGE));
+        eprintln!("uzswap: {used} in use within {seconds} s; {idle} put out as idle");
     }
     if let Some(range) = &args.page_in {
-        let moved = process::ask(pid, Op::In, process::parse_range(range)?)?;
+        let moved = uzswap::process::ask(pid, Op::In, process::parse_range(range)?)?;
         eprintln!("uzswap: {} brought in", human(moved.pages * PAGE));
     }
     if let Some(range) = &args.clear_soft_dirty {
-        let cleared = process::ask(pid, Op::Clean, process::parse_range(range)?)?;
+        let cleared = uzswap::process::ask(pid, Op::Clean, process::parse_range(range)?)?;
         eprintln!("uzswap: {} had been written to", human(cleared.pages * PAGE));
     }
     Ok(())

@@ -6,5 +6,6 @@ mod groups;
 mod handover;
 mod pagemap;
 mod pageout;
+mod protect;
 mod record;
 mod shrink;

@@ -6,6 +6,9 @@ use std::process::{Command, Output, Stdio};
 use tempfile::TempDir;
 use uzswap::{Options, Region, SharedOptions, SharedRegion};
 
+/// Held by each test with regions of its own: what one asks of this process is asked of all its regions.
+static WITH_REGIONS: std::sync::Mutex<()> = std::sync::Mutex::new(());
+
 fn pagemap(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_uzswap")).arg("pagemap").args(args).output().unwrap()
 }
@@ -48,6 +51,7 @@ fn a_shared_regions_pages_are_shown_and_moved() {
 
 #[test]
 fn a_regions_written_and_protected_pages_are_shown() {
+    let _alone = WITH_REGIONS.lock().unwrap_or_else(|e| e.into_inner());
     let options = Options { track_writes: true, ..Options::new(8 << 20) };
     let region = Region::new(4 << 20, &options).unwrap();
     // SAFETY: within the region, which nobody else uses. (Downwards: no page is brought along.)
@@ -223,4 +227,68 @@ fn what_has_no_page_map_is_refused_in_a_sentence() {
         let text = String::from_utf8(output.stderr).unwrap();
         assert!(!output.status.success() && text.contains(part) && text.lines().count() == 1, "{text}");
     }
+}
+
+/// A region of this very process, paged by a command that knows its process id only.
+#[test]
+fn a_regions_pages_are_moved_from_outside() {
+    let _alone = WITH_REGIONS.lock().unwrap_or_else(|e| e.into_inner());
+    let options = Options { track_writes: true, ..Options::new(16 << 20) };
+    let region = Region::new(4 << 20, &options).unwrap();
+    // (Another one, which is left alone where a range is given.)
+    let other = Region::new(1 << 20, &Options::new(8 << 20)).unwrap();
+    // SAFETY: within the regions, which nobody else uses.
+    let word = |region: &Region, page: usize| unsafe { region.as_mut_ptr().add(page * 4096).cast::<u64>() };
+    // SAFETY: as above.
+    (0..200).rev().for_each(|page| unsafe { word(&region, page).write_volatile(page as u64 + 1) });
+    // SAFETY: as above.
+    (0..50).rev().for_each(|page| unsafe { word(&other, page).write_volatile(page as u64 + 7) });
+    let pid = std::process::id().to_string();
+    let present = || [&region, &other].map(|r| r.page_map().unwrap().summary().present);
+    let at = |page: usize| word(&region, page) as usize;
+    let asked = |args: &[&str], part: &str| {
+        let output = pagemap(&[&[pid.as_str()], args].concat());
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success() && said.contains(part), "{args:?}: {said}");
+    };
+    let range = format!("{:x}-{:x}", at(20), at(120));
+    asked(&["--page-out", &range], "400 KiB put out");
+    assert_eq!(present(), [100, 50]);
+    // Others write and read meanwhile; every byte stays right.
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let (stop, region, word) = (&stop, &region, &word);
+        let busy = scope.spawn(move || {
+            let mut n = 0;
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                for page in (0..200).rev() {
+                    // SAFETY: as above; this thread alone writes here.
+                    unsafe {
+                        assert_eq!(word(region, page).read_volatile(), page as u64 + 1);
+                        word(region, page).add(1).write_volatile(n);
+                    }
+                }
+                n += 1;
+            }
+        });
+        (0..6).for_each(|_| asked(&["--page-out", "all", "--page-in", "all"], "brought in"));
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        busy.join().unwrap();
+    });
+    asked(&["--page-in", "all"], "brought in");
+    assert_eq!(present(), [200, 50]);
+    asked(&["--clear-soft-dirty", &range], "400 KiB had been written to");
+    // SAFETY: as above.
+    unsafe { word(&region, 25).write_volatile(26) };
+    let dirty: Vec<u64> = (0..20).chain([25]).chain(120..200).collect();
+    assert_eq!(region.take_soft_dirty(0..4 << 20).unwrap(), dirty);
+    // What is not touched is idle.
+    asked(&["--idle", "0.2"], "in use within 0.2 s");
+    assert_eq!((present(), region.working_set()), ([0, 0], 0));
+    // SAFETY: as above.
+    assert!((0..50).rev().all(|page| unsafe { word(&other, page).read_volatile() } == page as u64 + 7));
+    assert_eq!((other.working_set(), present()), (50, [0, 50]));
+    let nothing = pagemap(&[&pid, "--page-out", "1000-2000"]);
+    let text = String::from_utf8(nothing.stderr).unwrap();
+    assert!(!nothing.status.success() && text.contains("no managed memory there"), "{text}");
 }

@@ -11,6 +11,7 @@ mod pageout;
 mod qemu;
 mod redis;
 mod remote;
+mod snapshot;
 mod without_move;
 mod written;
 

@@ -118,7 +118,10 @@ fn checked(program: &Path, seed: &str, limit: u64, page_outs: bool) {
                     // Memory mapped a moment ago is found when something is asked of the process.
                     // (Where there is none of the program's, as at these addresses, that comes to nothing.)
                     match checks % 2 {
-                        0 => assert!(pagemap(of, &["--page-out", "all"]).0, "{at}: page-out failed"),
+                        0 => {
+                            let (ok, _, errors) = pagemap(of, &["--page-out", "all"]);
+                            assert!(ok, "{at}: page-out failed: {errors}");
+                        }
                         _ => assert!(!pagemap(of, &["--page-in", "0-10000"]).0, "{at}: what is at 0?"),
                     }
                     compare(&at, of, &model, &mut counts);

@@ -78,6 +78,15 @@ fn be_a_worker() {
             say(&format!("{}", touch(&m, number)));
         }
         "fork" => fork(&path),
+        "watch" => {
+            let control = SharedControl::connect(&path).unwrap();
+            control.protect(0..number * PAGE, None).unwrap();
+            say("protected");
+            // (For longer than any test takes.)
+            let told = control.next_write(Duration::from_secs(3000)).unwrap();
+            say(&format!("told {}", told.unwrap() / PAGE));
+            control.next_write(Duration::from_secs(3000)).unwrap();
+        }
         "refused" => {
             // SAFETY: a plain call: from here on this is another user.
             assert_eq!(unsafe { libc::setuid(65534) }, 0);
@@ -294,6 +303,44 @@ fn an_unknown_marker_is_an_error_for_its_process_alone() {
     assert_eq!((status.signal(), lines.next()), (Some(libc::SIGBUS), None));
     assert_eq!(words(&mine, 9)[7].load(Relaxed), 5);
     assert_eq!(mine.page_map().get(9).0 & 0x80, 0);
+}
+
+/// The story: a client that was killed while it waited to be told of a write was not missed before its time was up. Until then
+/// the writers waited, and nobody else could protect anything.
+#[test]
+fn nobody_waits_for_a_client_that_was_killed_while_it_waited() {
+    for told_before in [true, false] {
+        let path = socket_path("killed-client");
+        let region = region(MIB, 8 * MIB);
+        region.serve(&path).unwrap();
+        let m = region.map().unwrap();
+        (0..8).for_each(|page| write(&m, page, 1));
+        let mut client = worker("watch", &path, 8).spawn().unwrap();
+        let mut lines = Lines::of(&mut client);
+        assert_eq!(lines.next().as_deref(), Some("protected"));
+        std::thread::scope(|scope| {
+            let writers = [3, 4].map(|page| {
+                let m = &m;
+                scope.spawn(move || write(m, page, 2))
+            });
+            if told_before {
+                let told = lines.next().unwrap();
+                assert!(["told 3", "told 4"].contains(&&*told), "{told}");
+                assert!(writers.iter().any(|w| !w.is_finished()));
+            }
+            // (A zombie until it is waited for, below.)
+            client.kill().unwrap();
+        });
+        assert!([3, 4].iter().all(|page| words(&m, *page)[7].load(Relaxed) == 2));
+        let begun = Instant::now();
+        while let Err(e) = region.control().protect(0..PAGE, None) {
+            assert_eq!(e.kind(), std::io::ErrorKind::ResourceBusy);
+            assert!(begun.elapsed() < Duration::from_secs(20), "the dead client keeps the protection");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!((1..8).all(|page| !m.page_map().get(page).write_protected()));
+        client.wait().unwrap();
+    }
 }
 
 #[test]

@@ -1,0 +1,356 @@
+//! What another process may ask of one under `uzswap run`: to move its pages, and to be told before it writes to them.
+//!
+//! ```no_run
+//! use std::time::Duration;
+//! use uzswap::WriteWatch;
+//! # fn copy(address: usize) {}
+//! # let pid = 4711;
+//! let watch = WriteWatch::of(pid)?;                     // started with `uzswap run --track-writes`
+//! watch.protect(0..usize::MAX)?;                        // all that it has
+//! while let Some(address) = watch.next_write(Duration::from_secs(1))? {
+//!     copy(address);                                    // as it was: the writer waits
+//!     watch.release(address..address + 4096)?;          // and goes on
+//! }
+//! # Ok::<(), std::io::Error>(())
+//! ```
+
+use crate::directory;
+use crate::group_file::GroupFile;
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::Ordering::Acquire;
+use std::time::{Duration, Instant};
+use uzswap_pager::group::Slot;
+use uzswap_pager::member::wake_member;
+use uzswap_pager::request::{ASKED, DONE, IDLE, Moved, Op, PageRequest, SERVING};
+use uzswap_sys::lock::futex_wait;
+use uzswap_sys::process::Identity;
+
+/// Bytes of a page.
+const PAGE: usize = 4096;
+/// Pages of the address space.
+const ALL: usize = 1 << 35;
+/// How long nothing may happen before the process is said not to answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// The same for one that is stopped, which may go on at any moment.
+const STOPPED_PATIENCE: Duration = Duration::from_millis(500);
+/// Between two looks, and two wake-ups (nanoseconds).
+const LOOK_NS: u64 = 50_000_000;
+
+/// A process that is a member of a group.
+struct Member {
+    file: GroupFile,
+    slot: usize,
+    /// Who it was when it was found.
+    identity: Identity,
+}
+
+impl Member {
+    fn find(pid: u32) -> Result<Self, String> {
+        let (file, slot) =
+            directory::member(&directory::open()?, pid).ok_or_else(|| match std::fs::metadata(format!("/proc/{pid}")) {
+                Ok(_) => format!(
+                    "process {pid} is in no `uzswap run` of yours, and has no region: only of those pages are put out and in"
+                ),
+                Err(_) => format!("there is no process {pid}"),
+            })?;
+        let owner = file.page().slots[slot].owner().filter(|owner| owner.pid() == pid);
+        let identity = owner.ok_or_else(|| format!("process {pid} has ended"))?;
+        Ok(Self { file, slot, identity })
+    }
+
+    /// The regions of the library that a process has, as far as we may look.
+    fn regions(pid: u32) -> Vec<Self> {
+        let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+        let is_region = |path: &std::path::PathBuf| {
+            std::fs::read_link(path).is_ok_and(|link| link.to_string_lossy().starts_with("/memfd:uzswap-group-region"))
+        };
+        let files = entries.map(|e| e.path()).filter(is_region).filter_map(|path| GroupFile::open(&path).ok());
+        // (A forked child has its parent's descriptors.)
+        let own = |file: GroupFile| {
+            let identity = file.page().slots[0].owner().filter(|owner| owner.pid() == pid)?;
+            Some(Self { file, slot: 0, identity })
+        };
+        files.filter_map(own).collect()
+    }
+
+    fn slot(&self) -> &Slot {
+        &self.file.page().slots[self.slot]
+    }
+
+    fn pid(&self) -> u32 {
+        self.identity.pid()
+    }
+
+    fn tracks_writes(&self) -> Result<(), String> {
+        match self.file.page().track_writes.load(Acquire) {
+            0 => Err(format!(
+                "of process {} it is not kept which pages were written to: start it with --track-writes",
+                self.pid()
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Has the process do something, and waits until it has. The error is one sentence.
+    fn ask(&self, op: Op, pages: Range<u64>) -> Result<Moved, String> {
+        let (slot, pid) = (self.slot(), self.pid());
+        let hold = Hold::take(&slot.request, Identity::own(), pid)?;
+        let mut waiter = Waiter::new(slot, self.identity);
+        while !hold.request.ask(self.identity, op, (pages.start, pages.end)) {
+            waiter.wait(SERVING)?;
+        }
+        // (Where something is released memory is managed, and the ticker is not needed.)
+        wake_member(slot, op != Op::Release);
+        loop {
+            match hold.request.state.load(Acquire) {
+                DONE => break,
+                // (The slot was taken anew: by another process, or by this one after exec.)
+                IDLE if slot.owner() == Some(self.identity) => {
+                    return Err(format!("process {pid} became another program meanwhile; ask again"));
+                }
+                IDLE => break,
+                state => waiter.wait(state)?,
+            }
+        }
+        if slot.owner() != Some(self.identity) {
+            return Err(format!("process {pid} ended meanwhile"));
+        }
+        Ok(hold.request.moved())
+    }
+}
+
+/// Has a process do something with pages of its memory, and waits until it has. The error is one sentence.
+///
+/// # Errors
+/// There is no such process, or it does not answer, or none of its memory there is managed.
+#[doc(hidden)]
+pub fn ask(pid: u32, op: Op, pages: Range<u64>) -> Result<Moved, String> {
+    let mut asked = Member::regions(pid);
+    match Member::find(pid) {
+        Ok(member) => asked.push(member),
+        Err(sentence) if asked.is_empty() => return Err(sentence),
+        Err(_) => {}
+    }
+    if op == Op::Clean {
+        let untracked = asked.iter().find_map(|member| member.tracks_writes().err());
+        asked.retain(|member| member.tracks_writes().is_ok());
+        untracked.filter(|_| asked.is_empty()).map_or(Ok(()), Err)?;
+    }
+    let mut all = Moved::default();
+    for member in asked {
+        let moved = member.ask(op, pages.clone())?;
+        all.known += moved.known;
+        all.pages += moved.pages;
+        all.stayed += moved.stayed;
+    }
+    something(pid, all)
+}
+
+fn something(pid: u32, moved: Moved) -> Result<Moved, String> {
+    match moved.known {
+        0 => Err(format!(
+            "process {pid} has no managed memory there: thread stacks, file mappings and shared memory are left alone"
+        )),
+        _ => Ok(moved),
+    }
+}
+
+/// The request, held by this process.
+struct Hold<'a> {
+    request: &'a PageRequest,
+    me: Identity,
+}
+
+impl<'a> Hold<'a> {
+    fn take(request: &'a PageRequest, me: Identity, pid: u32) -> Result<Self, String> {
+        let since = Instant::now();
+        while !request.take(me) {
+            if since.elapsed() > PATIENCE {
+                return Err(format!("another command is moving pages of process {pid}; try again when it has ended"));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(Self { request, me })
+    }
+}
+
+impl Drop for Hold<'_> {
+    fn drop(&mut self) {
+        self.request.give_up(self.me);
+    }
+}
+
+/// Waits for a process that may end or be stopped.
+struct Waiter<'a> {
+    slot: &'a Slot,
+    target: Identity,
+    progress: u32,
+    since: Instant,
+}
+
+impl<'a> Waiter<'a> {
+    fn new(slot: &'a Slot, target: Identity) -> Self {
+        Self { slot, target, progress: slot.request.progress.load(Acquire), since: Instant::now() }
+    }
+
+    /// Waits a little while the state is `state`. An error when it is in vain.
+    fn wait(&mut self, state: u32) -> Result<(), String> {
+        let (r, pid) = (&self.slot.request, self.target.pid());
+        futex_wait(&r.state, state, Some(LOOK_NS), true);
+        let progress = r.progress.load(Acquire);
+        if r.state.load(Acquire) != state || progress != self.progress {
+            (self.progress, self.since) = (progress, Instant::now());
+            return Ok(());
+        }
+        if self.slot.owner() != Some(self.target) || self.target.is_dead() {
+            return Err(format!("process {pid} ended meanwhile"));
+        }
+        let waited = self.since.elapsed();
+        if waited > STOPPED_PATIENCE && is_stopped(pid) {
+            return Err(format!("process {pid} is stopped, and does nothing until it goes on"));
+        }
+        if waited > PATIENCE {
+            return Err(format!("process {pid} does not answer"));
+        }
+        if state == ASKED {
+            wake_member(self.slot, true);
+        }
+        Ok(())
+    }
+}
+
+/// Whether a process is stopped (by a signal, or a tracer).
+fn is_stopped(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 't']))
+}
+
+/// How much was write-protected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Protected {
+    /// Pages protected, in memory or out.
+    pub pages: u64,
+    /// Pages that can be written to all the same: they could not be protected.
+    pub stayed: u64,
+}
+
+/// Is told before a process under `uzswap run --track-writes` writes to pages that were protected: for a snapshot, or a live
+/// migration.
+///
+/// Who writes to a protected page waits until it is released. Paging out and in changes nothing about that, and `mremap` takes
+/// the protection along; memory whose contents are dropped is protected no more, and memory that was never touched before (it
+/// holds zeros) is not protected; the process's forked children are not. The protection ends with this value, or with
+/// this process: whoever waits then goes on. One process at a time has one.
+pub struct WriteWatch {
+    member: Member,
+    me: Identity,
+}
+
+impl std::fmt::Debug for WriteWatch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("WriteWatch").field("pid", &self.member.pid()).finish_non_exhaustive()
+    }
+}
+
+impl WriteWatch {
+    /// Begins to watch a process, of which nothing is protected yet.
+    ///
+    /// # Errors
+    /// It is no process of this user's under `uzswap run --track-writes`, or watched already.
+    pub fn of(pid: u32) -> io::Result<Self> {
+        let member = Member::find(pid).map_err(io::Error::other)?;
+        member.tracks_writes().map_err(io::Error::other)?;
+        let me = Identity::own();
+        let watch = &member.slot().watch;
+        if watch.holder.load(Acquire) == me.raw() || !watch.take(me) {
+            return Err(io::Error::other(format!("another client is told of the writes of process {pid} already")));
+        }
+        Ok(Self { member, me })
+    }
+
+    /// Protects the pages that a range of addresses touches, as far as they are known: what the page map shows as present or
+    /// swapped, which it shows as write-protected afterwards.
+    ///
+    /// # Errors
+    /// Nothing is known there; the process has ended, become another program, or does not answer.
+    pub fn protect(&self, range: Range<usize>) -> io::Result<Protected> {
+        self.is_there()?;
+        let moved = self.member.ask(Op::Protect, pages_of(range));
+        let moved = moved.and_then(|moved| something(self.member.pid(), moved)).map_err(io::Error::other)?;
+        Ok(Protected { pages: moved.pages, stayed: moved.stayed })
+    }
+
+    /// Ends the protection of the pages that a range touches, and lets whoever waits to write there go on. Returns how many
+    /// pages were protected.
+    ///
+    /// # Errors
+    /// As [`WriteWatch::protect`].
+    pub fn release(&self, range: Range<usize>) -> io::Result<u64> {
+        self.is_there()?;
+        self.member.ask(Op::Release, pages_of(range)).map(|moved| moved.pages).map_err(io::Error::other)
+    }
+
+    /// Waits for a write to a protected page; returns the page's address, or None after `time`. The writer waits until the page
+    /// is released; each page is told once.
+    ///
+    /// # Errors
+    /// The process has ended, or become another program.
+    pub fn next_write(&self, time: Duration) -> io::Result<Option<usize>> {
+        let (slot, end) = (self.member.slot(), Instant::now().checked_add(time));
+        loop {
+            let seen = slot.watch.news.load(Acquire);
+            self.is_there()?;
+            if let Some(page) = slot.watch.next() {
+                // (The member may have found no room before.)
+                wake_member(slot, false);
+                return Ok(Some(page as usize * PAGE));
+            }
+            let left = end.map_or(LOOK_NS, |end| {
+                u64::try_from(end.saturating_duration_since(Instant::now()).as_nanos()).unwrap_or(u64::MAX)
+            });
+            if left == 0 {
+                return Ok(None);
+            }
+            futex_wait(&slot.watch.news, seen, Some(left.min(LOOK_NS)), true);
+        }
+    }
+
+    /// Whether it is still the process, and the program, that is watched.
+    fn is_there(&self) -> io::Result<()> {
+        let (slot, pid) = (self.member.slot(), self.member.pid());
+        if slot.owner() != Some(self.member.identity) || self.member.identity.is_dead() {
+            return Err(io::Error::other(format!("process {pid} has ended")));
+        }
+        match slot.watch.holder.load(Acquire) == self.me.raw() {
+            true => Ok(()),
+            false => Err(io::Error::other(format!("process {pid} has become another program"))),
+        }
+    }
+}
+
+impl Drop for WriteWatch {
+    fn drop(&mut self) {
+        self.member.slot().watch.give_up(self.me);
+        wake_member(self.member.slot(), false);
+    }
+}
+
+/// The pages of a range of addresses.
+fn pages_of(range: Range<usize>) -> Range<u64> {
+    let end = range.end.div_ceil(PAGE).min(ALL);
+    (range.start / PAGE).min(end) as u64..end as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::pages_of;
+
+    #[test]
+    fn addresses_become_pages() {
+        assert_eq!(pages_of(0..usize::MAX), 0..1 << 35);
+        assert_eq!(pages_of(4097..8193), 1..3);
+        let end = 1 << 47;
+        assert_eq!(pages_of(end + 1..usize::MAX), 1 << 35..1 << 35);
+    }
+}
