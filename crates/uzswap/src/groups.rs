@@ -378,7 +378,7 @@ mod tests {
         std::os::unix::fs::symlink(target, &entry).unwrap();
         let said = registry.find("web").map(|_| ()).unwrap_err();
         assert!(said.contains("web by another version"), "{said}");
-        assert!(registry.list().is_empty() && registry.member(1).is_none());
+        assert!(registry.list().is_empty());
         let said = registry.join("web", &LIMIT).map(|_| ()).unwrap_err();
         assert!(said.contains("another version"), "{said}");
         assert!(fs::symlink_metadata(&entry).is_ok());
