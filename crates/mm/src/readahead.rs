@@ -10,13 +10,14 @@
 //!                   ├─ less than a quarter was: half as much
 //!                   └─ otherwise as before
 //! ```
-//! With the smallest window hardly anything comes along, and only reads near each other bring more than they need: a read
-//! that is near one of the last few, from which on it may be a *stream*, has a wide window at once. Three that follow each other in one
-//! direction are a stream: then the next range in that direction is read ahead of all faults, so that the
+//! With the smallest window hardly anything comes along, and only reads near each other bring more than they need: one that
+//! follows two others has the widest window. Three that follow each other in one
+//! direction are a *stream*: then the next range in that direction is read ahead of all faults, so that the
 //! disk works while the program does. There are several at once, as several threads read, or one walks several arrays;
 //! what is read at random between them disturbs none. Of each there is never more in *stock* (brought ahead, and
 //! not wanted yet) than the last two ranges brought, so a program that turns elsewhere has had that much read in vain, once;
-//! and a range that brings nothing ends the stream.
+//! and a range that brings nothing ends the stream. So does a fault while half of what was brought last is in stock: either
+//! it is not what is wanted, or memory is so short that it has gone again before it was.
 //!
 //! Ownership: one owner, `&mut self` (the pager's lock).
 
@@ -29,7 +30,9 @@ const LEAST: usize = BLOCK;
 /// Reads after which the window is thought over.
 const EPOCH: u32 = 8;
 /// Reads in one direction, after the first, from which on they are a stream.
-const STREAM: u32 = 2;
+const STREAM: i32 = 2;
+/// Reads after one that was in vain for which it is none.
+const IN_VAIN: i32 = 8;
 /// Bytes read ahead in a stream at once: a disk has done most of what a read costs by then.
 const STREAM_BYTES: usize = 128 << 10;
 /// A read is near another when no more bytes are between them.
@@ -45,8 +48,8 @@ struct Stream {
     /// Its number; 0 for none.
     number: u32,
     backwards: bool,
-    /// Reads in a row that followed the one before in this direction.
-    run: u32,
+    /// Reads in a row that followed the one before in this direction; negative when they are not to count yet.
+    run: i32,
     /// Where the last read began and ended, with what was read ahead behind it.
     from: u64,
     to: u64,
@@ -112,8 +115,7 @@ impl Readahead {
     pub fn range(&self, at: u64, len: usize, cluster_bytes: usize, most: usize) -> (u64, usize) {
         let run = self.near(at, at + len as u64).map(|i| self.streams[i].run);
         let window = match run {
-            None => self.window,
-            Some(0) => self.window.max(FIRST),
+            None | Some(..1) => self.window,
             Some(_) => MOST,
         } as u64;
         let block = BLOCK as u64;
@@ -140,10 +142,18 @@ impl Readahead {
                 let s = &mut self.streams[i];
                 let backwards = at < s.from;
                 let turned = s.run > 0 && backwards != s.backwards;
-                s.run = if turned { 1 } else { s.run + 1 };
+                let in_vain = s.run > 0 && s.stock * 2 > s.batch;
+                s.run = match (turned, in_vain) {
+                    (_, true) => -IN_VAIN,
+                    (true, _) => 1,
+                    _ => s.run + 1,
+                };
                 s.backwards = backwards;
                 (s.from, s.to, s.used) = (at, end, self.clock);
                 (s.stock, s.batch) = (brought, brought);
+                if in_vain {
+                    self.think_over(brought);
+                }
             }
             None => {
                 self.begin(at, end, brought);
@@ -271,9 +281,9 @@ mod tests {
         let len = |r: &Readahead, at| r.range(at, 4096, CLUSTER, 128 << 10).1;
         assert_eq!((r.window(), len(&r, 1 << 40)), (LEAST, LEAST));
         r.read(1 << 40, 4096, 0);
-        assert_eq!(len(&r, (1 << 40) + 4096), FIRST);
-        r.read((1 << 40) + 4096, FIRST, 7);
-        assert_eq!(len(&r, (1 << 40) + 4096 + FIRST as u64), MOST);
+        assert_eq!(len(&r, (1 << 40) + 4096), LEAST);
+        r.read((1 << 40) + 4096, 4096, 0);
+        assert_eq!(len(&r, (1 << 40) + 8192), MOST);
         assert_eq!((r.window(), len(&r, 1 << 41)), (LEAST, LEAST));
     }
 
@@ -286,6 +296,7 @@ mod tests {
             for i in 0..2 {
                 r.read(at(i), STEP as usize, 7);
                 assert_eq!(only(&r), None, "no stream yet");
+                (0..7).for_each(|_| r.wanted(Some(at(i))));
             }
             r.read(at(2), STEP as usize, 7);
             let mut front = if backwards { at(2) } else { at(3) };
@@ -302,7 +313,10 @@ mod tests {
                 }
                 assert_eq!(only(&r), Some((front, STREAM_BYTES, backwards)));
             }
-            assert_eq!(r.wanted, 0, "what streams bring says nothing of the window");
+            assert_eq!(
+                r.wanted, 7,
+                "what streams bring says nothing of the window, but for the first read, which was none yet"
+            );
             // Nothing there ends it.
             r.read_ahead(stream, front, STREAM_BYTES, 0);
             (0..100).for_each(|_| r.wanted(Some(front)));
@@ -349,6 +363,25 @@ mod tests {
         // A stream that nobody reads any more makes room in the end.
         (1..200u64).for_each(|i| r.read(i << 26 | 1 << 46, 4096, 0));
         assert_eq!(r.ahead().count(), 0);
+    }
+
+    /// What is read ahead goes again before it is wanted, as memory is too short: no more than is needed is read then.
+    #[test]
+    fn a_stream_that_brings_what_is_not_used_ends() {
+        let mut r = Readahead::default();
+        let mut bytes = 0;
+        for i in 0..200u64 {
+            let (at, len) = r.range(i * 4160, 4160, CLUSTER, 128 << 10);
+            let brought = len / 4160;
+            r.read(at, len, brought);
+            bytes += len;
+            for a in r.ahead().collect::<Vec<_>>() {
+                r.read_ahead(a.stream, a.from, a.len, 30);
+                bytes += a.len;
+            }
+        }
+        assert!(bytes < 200 * 30_000, "{bytes} bytes for 200 pages");
+        assert!(r.window() < FIRST);
     }
 
     #[test]
