@@ -5,7 +5,7 @@
 //! ```
 //! `RUN` is drawn for each run, so runs share a server. Each write renews the key's time to live; the keeper renews it for
 //! keys that are not written to (`Server::keep`), drops those of clusters that nobody has any more, and at the end all.
-//! In a Redis cluster (a word that here means clusters of blocks otherwise) the keys are spread over all nodes by their names.
+//! In a Redis cluster (otherwise a cluster is one of the swap file here) the keys are spread over all nodes by their names.
 //!
 //! What is done when a node does not answer is in `session`, which node has which key in `nodes`. A block that is not there or
 //! too short is an error, never zeros; what else may be wrong with it, its process finds out.

@@ -29,6 +29,15 @@ struct Node {
 }
 
 impl Node {
+    fn start(name: &str, more: &[&str]) -> Self {
+        let port = cluster_port();
+        // (What one node lacks is no reason for the others to serve nothing.)
+        let options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1500"];
+        let options = [&options[..], &["--cluster-require-full-coverage", "no"], more].concat();
+        let running = redis::subject_with(&scratch(name), port, &options).start_plain();
+        Self { client: Client::connect(port, &running), running, port }
+    }
+
     fn one(&mut self, words: &[&str]) -> String {
         String::from_utf8_lossy(&self.client.one(words)).into_owned()
     }
@@ -57,18 +66,7 @@ struct Cluster {
 impl Cluster {
     fn start(name: &str, more: &[&str]) -> Option<Self> {
         need("redis-server")?;
-        let mut nodes: Vec<Node> = (0..3)
-            .map(|i| {
-                let port = cluster_port();
-                // (What one node lacks is no reason for the others to serve nothing.)
-                let options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1500"];
-                let whole = ["--cluster-require-full-coverage", "no"];
-                let subject =
-                    redis::subject_with(&scratch(&format!("{name}-{i}")), port, &[&options[..], &whole, more].concat());
-                let running = subject.start_plain();
-                Node { client: Client::connect(port, &running), running, port }
-            })
-            .collect();
+        let mut nodes: Vec<Node> = (0..3).map(|i| Node::start(&format!("{name}-{i}"), more)).collect();
         let first = nodes[0].port.to_string();
         for (i, node) in nodes.iter_mut().enumerate() {
             let part = |i: usize| i * SLOTS / 3;
@@ -215,6 +213,39 @@ fn slots_that_move_are_followed() {
     }
     let errors = (number(&run, "swap_read_errors"), number(&run, "swap_write_errors"));
     assert_eq!((errors, cluster.keys()), ((0, 0), 0), "{}", run.describe());
+    cluster.stop();
+}
+
+/// A replica takes over from its master, which asks for it: who writes is told that the other is read-only now, or sent on.
+#[test]
+fn a_replica_that_takes_over_is_followed() {
+    let _alone = alone();
+    let Some(disk) = compile_c("disk") else { return };
+    let Some(mut cluster) = Cluster::start("cluster-fails-over", &[]) else { return };
+    let mut replica = Node::start("cluster-replica", &[]);
+    let (first, master) = (cluster.nodes[0].port.to_string(), cluster.nodes[0].id());
+    assert_eq!(replica.one(&["CLUSTER", "MEET", "127.0.0.1", &first]), "OK");
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let mut wait = |what: &[&str], is_so: &dyn Fn(&str) -> bool| {
+        while !is_so(&replica.one(what)) {
+            assert!(Instant::now() < deadline, "{what:?} is {}", replica.one(what));
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    wait(&["CLUSTER", "REPLICATE", &master], &|said| said == "OK");
+    wait(&["INFO", "replication"], &|said| said.contains("role:slave") && said.contains("master_link_status:up"));
+    wait(&["CLUSTER", "INFO"], &|said| said.contains("cluster_state:ok"));
+    let subject = Subject::new("takes over", &[&disk, &"64", &"3"]).with(&["--swap", &cluster.swap("")]);
+    let running = subject.start_limited(32 * MIB);
+    cluster.wait_for_keys(&running);
+    wait(&["CLUSTER", "FAILOVER"], &|said| said == "OK");
+    wait(&["INFO", "replication"], &|said| said.contains("role:master"));
+    assert!(running.is_running(), "it took over while it was used");
+    let run = running.finish();
+    run.say(subject.name, "1 of 3", None);
+    assert_eq!(ended_well(&run), 0, "{}", run.describe());
+    assert_eq!(replica.keys() + cluster.nodes[1].keys() + cluster.nodes[2].keys(), 0);
+    redis::stop(replica.client, replica.running);
     cluster.stop();
 }
 
