@@ -7,7 +7,9 @@
 //! same pool: the same events for all, which no two runs have.
 //!
 //! Bias: the kernel's pool is limited to a share of the machine's memory, not of the cgroup's, and a cgroup v1 does not
-//! charge it to the program (nor does the shrinker then know what to shrink): the kernel has more memory.
+//! charge it to the program (nor does the shrinker then know what to shrink): the kernel has more memory. So the program
+//! with bursts runs once more with as much memory for both: the smallest pool the kernel can have, 1 % of the machine's
+//! memory, and 48 MiB; of which the kernel's cgroup has the 48.
 
 use crate::experiment::{Common, Stop};
 use crate::json::{Findings, Row, Verdict};
@@ -53,6 +55,8 @@ pub struct Args {
 const SWAP: u64 = 4 << 30;
 /// The longest a program may take.
 const TIMEOUT: Duration = Duration::from_secs(120);
+/// What each has beside the kernel's pool where both have as much memory.
+const EQUAL: u64 = 48 * MIB;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Subject {
@@ -110,6 +114,8 @@ struct Program {
     name: &'static str,
     argv: Vec<OsString>,
     limit: u64,
+    /// The limit of its cgroup beside the kernel's pool.
+    kernel_limit: u64,
 }
 
 struct Lab<'a> {
@@ -152,6 +158,9 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
         let limit = args.memory.unwrap_or(if args.common.quick { 16 } else { 48 } * MIB);
         let program = lab.bursts(&exe, limit, if args.common.quick { 3 } else { 12 })?;
         lab.program(&program)?;
+        if !args.common.quick {
+            lab.beside_the_kernel(&exe)?;
+        }
     }
     if wants("build") {
         match lab.build(args.common.quick)? {
@@ -183,7 +192,21 @@ impl Lab<'_> {
             argv.extend([name.into(), value.to_string().into()]);
         }
         argv.extend(["--rounds".into(), rounds.to_string().into()]);
-        Ok(Program { name: "bursts", argv, limit })
+        Ok(Program { name: "bursts", argv, limit, kernel_limit: limit })
+    }
+
+    /// The program with bursts, where the kernel has no more memory than we.
+    fn beside_the_kernel(&mut self, exe: &Path) -> Result<(), String> {
+        let Some(pool) = machine::describe()["memory_bytes"].as_u64().map(|bytes| bytes / 100) else {
+            self.notes
+                .push("Not measured: bursts with equal memory: how much the machine has is not known.".to_owned());
+            return Ok(());
+        };
+        let limit = (pool + EQUAL).next_multiple_of(MIB);
+        let program = Program { name: "bursts, equal memory", kernel_limit: EQUAL, ..self.bursts(exe, limit, 2)? };
+        self.notes.push(format!("With equal memory the kernel has {} of it as its pool.", mib(pool)));
+        let default = Subject::Under(Policy::default().number());
+        self.measure_all(&program, &[default, Subject::Kernel], self.runs.min(3))
     }
 
     /// Several files of C, two compilers at a time; the limit is a part of what they use.
@@ -207,16 +230,28 @@ impl Lab<'_> {
         let share = if quick { 2 } else { 3 };
         let limit = (outcome.peak_anon / share).next_multiple_of(MIB).max(24 * MIB);
         self.notes.push(format!("The build holds {} without a limit.", mib(outcome.peak_anon)));
-        Ok(Some(Program { name: "build", argv, limit }))
+        Ok(Some(Program { name: "build", argv, limit, kernel_limit: limit }))
     }
 
     /// A program under all subjects, and its trace replayed.
     fn program(&mut self, program: &Program) -> Result<(), String> {
+        self.measure_all(program, &Subject::all().collect::<Vec<_>>(), self.runs)?;
+        match self.replay(program) {
+            Err(reason) if !process::interrupted() => {
+                self.notes.push(format!("Not measured: {}, its trace: {reason}.", program.name));
+                Ok(())
+            }
+            done => done,
+        }
+    }
+
+    /// A program under subjects.
+    fn measure_all(&mut self, program: &Program, subjects: &[Subject], runs: u32) -> Result<(), String> {
         let mut all: BTreeMap<Subject, Vec<Figures>> = BTreeMap::new();
         let mut failed: BTreeMap<Subject, String> = BTreeMap::new();
         let mut right: Option<Vec<u8>> = None;
-        for run in 0..self.runs {
-            for subject in Subject::all() {
+        for run in 0..runs {
+            for subject in subjects.iter().copied() {
                 if failed.contains_key(&subject) {
                     continue;
                 }
@@ -224,7 +259,7 @@ impl Lab<'_> {
                 eprintln!(
                     "uzswap lab: run {} of {}: {} in {}, {title}",
                     run + 1,
-                    self.runs,
+                    runs,
                     program.name,
                     mib(program.limit)
                 );
@@ -258,13 +293,7 @@ impl Lab<'_> {
             self.rows.push(row);
         }
         self.verdicts_of(program.name, of);
-        match self.replay(program) {
-            Err(reason) if !process::interrupted() => {
-                self.notes.push(format!("Not measured: {}, its trace: {reason}.", program.name));
-                Ok(())
-            }
-            done => done,
-        }
+        Ok(())
     }
 
     fn verdicts_of(&mut self, name: &str, of: impl Fn(Subject, usize) -> Option<f64>) {
@@ -393,7 +422,7 @@ impl Lab<'_> {
     }
 
     fn measure_kernel(&self, program: &Program) -> Result<(Figures, Vec<u8>), String> {
-        let ready = peers::set_up(self.keeper, Peer::ZswapShrinker, program.limit, SWAP, &self.dir, true)?;
+        let ready = peers::set_up(self.keeper, Peer::ZswapShrinker, program.kernel_limit, SWAP, &self.dir, true)?;
         let argv = program.argv.clone();
         let spec = Spec { cgroup: Some(ready.cgroup().to_owned()), ..spec(&argv) };
         let before = vmstat();

@@ -81,6 +81,11 @@ impl Pte {
     pub fn with_copy(self, handle: u32) -> Self {
         Self(self.with_handle(handle).0 | 1 << 6)
     }
+    /// The same under another tag, with the copy it has.
+    pub fn tagged(self, tag: Tag) -> Self {
+        let new = Self::new(tag, self.aux());
+        self.copy().map_or(new, |handle| new.with_copy(handle))
+    }
     /// The tag.
     pub fn tag(self) -> Tag {
         match self.0 & 7 {

@@ -283,6 +283,17 @@ impl SwapFile {
         })
     }
 
+    /// The last object that begins before a byte of those that `is_one`.
+    pub fn previous_object(&self, before: u64, is_one: impl Fn(&Object) -> bool) -> Option<(Place, Object)> {
+        let grain = before.div_ceil(GRAIN as u64) as usize;
+        self.clusters.range(..=(grain / self.grains) as u32).rev().find_map(|(&index, cluster)| {
+            let base = index as usize * self.grains;
+            let end = cluster.slots.partition_point(|s| base + (s.at as usize) < grain);
+            let found = cluster.slots[..end].iter().rev().find(|s| is_one(&s.object()));
+            found.map(|s| ((base + s.at as usize) as Place, s.object()))
+        })
+    }
+
     /// Pages of an object are in memory too, and keep their places.
     ///
     /// # Panics

@@ -15,7 +15,7 @@ use crate::{arena, ticker};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::compaction::Counters;
 use uzswap_mm::lru::Entry;
-use uzswap_mm::pagetable::{Pte, Tag};
+use uzswap_mm::pagetable::Tag;
 use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
 use uzswap_sys::lock::{self, Guard};
@@ -161,12 +161,12 @@ impl Pager {
         let mut busy = Vec::new();
         s.pt.for_each(|vpn, pte| {
             if pte.tag() == Tag::Busy {
-                busy.push((vpn, pte.aux()));
+                busy.push((vpn, pte));
             }
         });
         s.busy = 0;
-        for (vpn, slot) in busy {
-            s.pt.set(vpn, Pte::new(Tag::Staged, slot));
+        for (vpn, pte) in busy {
+            s.pt.set(vpn, pte.tagged(Tag::Staged));
             s.lru.staged.push(Entry::new(vpn, 0, 0));
         }
         self.forget_helpers();

@@ -134,6 +134,10 @@ impl zswap::Store for Tables<'_> {
     fn invalidate(&mut self, vpn: u64) {
         let pte = self.s.pt.get(vpn);
         if let Some(handle) = pte.copy() {
+            if self.s.is_packed_stub(handle) {
+                // (Whether the page is still what it was is known when it has been compressed.)
+                return;
+            }
             let index = self.s.copy_index(vpn, handle);
             if object::order(self.s.object(handle)) != 0 {
                 self.pager.counters().folios.block_partial_write.fetch_add(1, Relaxed);
@@ -146,8 +150,6 @@ impl zswap::Store for Tables<'_> {
     }
 
     fn admit(&mut self, pages: usize) -> Result<(), Refused> {
-        // The group's limit bounds resident memory and the pool together: what moves from one to the other makes room,
-        // and reclaim, which got us here, is the attempt to shrink. The pool's own end is its range of addresses.
         // What bounds resident memory and the pool together is kept by reclaim, which got us here; this is the pool's
         // own limit. Once it is hit, one attempt to shrink.
         let _ = pages;
@@ -174,7 +176,11 @@ impl zswap::Store for Tables<'_> {
         if self.pager.inject(Site::Pool).is_some() {
             return Err(Refused::NoPlace);
         }
-        let handle = self.s.put_object(head, set, out).ok_or(Refused::NoPlace)?;
+        let on_disk = self.s.kept_place(unit.pages(), hashes);
+        let handle = self.s.put_object_on_disk(head, set, out, on_disk).ok_or(Refused::NoPlace)?;
+        if on_disk.is_some() {
+            unit.pages().for_each(|(_, vpn)| self.s.hand_over_place(vpn));
+        }
         self.pager.damage(self.s, handle.raw());
         Ok(handle.raw())
     }
@@ -189,6 +195,10 @@ impl zswap::Store for Tables<'_> {
             return Err(Refused::NoIndex);
         }
         let s = &mut *self.s;
+        if let Some(stub) = s.pt.get(vpn).copy() {
+            // (It has changed, or is stored with others that have.)
+            s.release(stub, 0);
+        }
         s.end_busy(1);
         match place {
             Some((handle, index)) => {
@@ -320,7 +330,7 @@ impl Pager {
             let unit = self.unit_order(s, at, end, order, batch.use_dense);
             for i in 0..1u64 << unit {
                 let pte = s.pt.get(at + i);
-                s.pt.set(at + i, Pte::new(Tag::Busy, pte.aux()));
+                s.pt.set(at + i, pte.tagged(Tag::Busy));
             }
             batch.units.push(Unit {
                 vpn: at,
@@ -365,8 +375,8 @@ impl Pager {
 
     fn is_clean(&self, s: &State, vpn: u64, pte: Pte) -> bool {
         let Some(handle) = pte.copy() else { return false };
-        if s.is_stub(handle) && self.swap_file.load(Relaxed) < 0 {
-            // (A forked child that cannot open the swap file must not come to need it.)
+        // (What compresses has its turn in the pool. A child that cannot open the swap file must not come to need it.)
+        if s.is_packed_stub(handle) || (s.is_stub(handle) && self.swap_file.load(Relaxed) < 0) {
             return false;
         }
         let index = s.copy_index(vpn, handle);
@@ -389,12 +399,15 @@ impl Pager {
             None => 2,
         };
         let first = s.pt.get(vpn).aux();
+        // (Pages that are on disk too stay in the units they are in there, or they would have to be written again.)
+        let place = s.stub_place(vpn, 0);
         let together = |order: u8| {
             vpn.is_multiple_of(1 << order)
                 && vpn + (1 << order) <= end
                 && (1..1u32 << order).all(|i| {
-                    let pte = s.pt.get(vpn + u64::from(i));
-                    pte.tag() == Tag::Staged && pte.aux() == first + i
+                    let (at, index) = (vpn + u64::from(i), i as usize);
+                    let pte = s.pt.get(at);
+                    pte.tag() == Tag::Staged && pte.aux() == first + i && s.stub_place(at, index) == place
                 })
         };
         // (8 KiB is no unit: it gains little. What is left of a large folio is not to enter as one either, if that is so.)
@@ -526,7 +539,8 @@ impl Pager {
             for i in 0..1u32 << u.order {
                 if unit.live & (1 << i) != 0 {
                     s.busy -= 1;
-                    s.pt.set(u.vpn + u64::from(i), Pte::new(Tag::Staged, u.slot + i));
+                    let at = u.vpn + u64::from(i);
+                    s.pt.set(at, s.pt.get(at).tagged(Tag::Staged));
                 } else if u.moved & (1 << i) == 0 {
                     s.zone.free(Kind::Frame, u.slot + i, 0);
                 }

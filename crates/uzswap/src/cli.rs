@@ -70,8 +70,8 @@ pub struct RunArgs {
     /// Compressor of the pool: lz4 (the default), zstd[:LEVEL], deflate[:LEVEL]
     #[arg(short, long, value_name = "NAME")]
     pub compressor: Option<String>,
-    /// Disk for what does not compress into the limit: 4G; or a server's memory: redis://HOST:PORT/DB?size=4G. Without it
-    /// nothing leaves memory
+    /// Disk for what does not compress into the limit: 4G; or the memory of a server or cluster:
+    /// redis://HOST:PORT/DB?size=4G, by TLS with rediss://. Without it nothing leaves memory
     #[arg(long, value_name = "SIZE")]
     pub swap: Option<String>,
     /// Directory of the swap file, which has no name there and is gone at the end [default: /var/tmp]

@@ -4,16 +4,20 @@
 //!              read back                       taken by the program, unchanged            leaves, hash unchanged
 //! Disk ──────────────────────▶ object + place ─────────────────────────────────▶ copy ──────────────────────▶ object + place
 //!   ▲                             │    │                                          │                                │
-//!   │                             │    └─ did not compress ─▶ stub: hash + place ─┴─ leaves, hash unchanged ─┐     │
+//!   │                             │    └─ no copy is kept ─▶ stub: hash + place ──┴─ leaves, hash unchanged ─┐     │
 //!   └── the shrinker meets it ◀───┘                                                                          │     │
-//!   ├──────────────────────────── the page is on disk at once ◀──────────────────────────────────────────────┘     │
+//!   ├───────── did not compress: the page is on disk at once ◀───────────────────────────────────────────────┤     │
+//!   │         compresses: stored anew, object + place ◀──────────────────────────────────────────────────────┘     │
 //!   └──────────────────────────── the shrinker meets it ◀──────────────────────────────────────────────────────────┘
 //! ```
 //! As in the kernel's swap cache. Behind the bytes of an object that was read from disk stand its *place* and the index there
 //! of its first page ([`object::ON_DISK`]); the books (`mm::swapfile`) say of each page of a place whether it is *kept*: in
 //! memory too. When the shrinker meets such an object its pages become *Disk* again and nothing is written. What did not
 //! compress is not kept in the pool next to the program's page, as that would be memory twice; a *stub* is, an object
-//! without bytes: when the page leaves and its hash is that of the stub, it is on disk.
+//! without bytes: when the page leaves and its hash is that of the stub, it is on disk. What compresses, and whose copy the pool
+//! does not keep (its block is written to, or memory is short), has a stub too, but is compressed again when it
+//! leaves, as it may be wanted soon: the object then takes the place over, if the page is what it was, and units are cut as
+//! they are on disk ([`State::kept_place`]).
 //!
 //! A kept place is given up page by page, with the page's reference to the object ([`State::release`]): when the page is
 //! found changed, freed, moved (a copy) or stored anew. And it is not kept where room on disk is short: not from the moment
@@ -28,7 +32,7 @@ use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::Encoding;
-use uzswap_mm::pagetable::{HINT_REUSED, Pte, Tag};
+use uzswap_mm::pagetable::{HINT_RANDOM, HINT_REUSED, Pte, Tag};
 use uzswap_mm::shrinker::Entry;
 use uzswap_mm::swapfile::Place;
 use uzswap_mm::trace::{Kind, Record};
@@ -97,6 +101,42 @@ impl State {
         (self.object(handle)[11] & object::ON_DISK != 0).then(|| OnDisk::from_bytes(self.behind_object(handle)))
     }
 
+    /// Whether it is the stub of a page that compresses.
+    pub fn is_packed_stub(&self, handle: u32) -> bool {
+        self.is_stub(handle) && !matches!(Header::read(self.object(handle)).encoding, Encoding::Raw)
+    }
+
+    /// Where on disk a unit is of which this page, which has a stub, would be page `index`.
+    pub(crate) fn stub_place(&self, vpn: u64, index: usize) -> Option<OnDisk> {
+        let stub = self.pt.get(vpn).copy().filter(|handle| self.is_packed_stub(*handle))?;
+        let at = self.on_disk(stub)?;
+        Some(OnDisk { place: at.place, first: at.first.checked_sub(index as u8)? })
+    }
+
+    /// Of pages that were compressed, each with its index in the unit, and with hashes by that: where on disk they are, if
+    /// none has changed and all lie side by side in one place. Their stubs say so.
+    pub(crate) fn kept_place(&self, pages: impl Iterator<Item = (usize, u64)>, hashes: &[u128]) -> Option<OnDisk> {
+        let mut found = None;
+        for (i, vpn) in pages {
+            let stub = self.pt.get(vpn).copy()?;
+            let place = self.stub_place(vpn, i)?;
+            let same = object::stored_hash(self.object(stub), 0) == hashes[i];
+            if !same || *found.get_or_insert(place) != place {
+                return None;
+            }
+        }
+        found
+    }
+
+    /// An object that was stored has the place of a page's stub, which goes.
+    pub(crate) fn hand_over_place(&mut self, vpn: u64) {
+        let pte = self.pt.get(vpn);
+        if let Some(stub) = pte.copy() {
+            self.pt.set(vpn, Pte::new(pte.tag(), pte.aux()));
+            self.release_object(stub, 0);
+        }
+    }
+
     /// Whether an object has no bytes, only a hash and a place.
     pub fn is_stub(&self, handle: u32) -> bool {
         Header::read(self.object(handle)).len == 0
@@ -114,8 +154,9 @@ impl State {
     pub(crate) fn release_or_stub(&mut self, vpn: u64, pte: Pte, may: bool) -> Option<u32> {
         let (handle, index) = (pte.handle(), pte.index());
         let head = Header::read(self.object(handle));
-        // (What compresses has its copy, or is to be stored anew for a reason.)
-        let worth = may && matches!(head.encoding, Encoding::Raw);
+        // (What compresses and is read at random is to be stored anew page by page, on disk too.)
+        let anew = head.order > 0 && !matches!(head.encoding, Encoding::Raw) && self.pt.hints(vpn) & HINT_RANDOM != 0;
+        let worth = may && !anew;
         let stub = self.on_disk(handle).filter(|_| worth).and_then(|at| self.put_stub(vpn, &head, at, handle, index));
         if stub.is_some() {
             self.release_object(handle, index);

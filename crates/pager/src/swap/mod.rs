@@ -54,7 +54,7 @@ use seal::{SEAL, Seal};
 use uzswap_mm::pagetable::{HINT_REUSED, Tag};
 use uzswap_mm::readahead::Readahead;
 use uzswap_mm::shrinker::{DiskReads, Entry, Policy, Shrinker};
-use uzswap_mm::swapfile::{Place, SwapFile};
+use uzswap_mm::swapfile::{Place, SwapFile, offset};
 use writeback::RUN_BYTES;
 
 /// Bytes in front of an object on disk: the number of its first page. (Encrypted, it has [`SEAL`] more in front.)
@@ -91,6 +91,8 @@ pub struct Swap {
     shrinker: Shrinker,
     /// What each write under way has aboard.
     flights: [Vec<Flight>; pipeline::DEPTH],
+    /// Where in the file each write under way begins and ends: what is there is not to be read.
+    writing: [(u64, u64); pipeline::DEPTH],
     /// Objects to be recompressed rather than written, taken off the list.
     aside: Vec<Entry>,
     /// What is being recompressed.
@@ -126,6 +128,7 @@ impl Swap {
             seal,
             shrinker: Shrinker::new(Policy::from_number(map.policy.load(Relaxed))),
             flights: Default::default(),
+            writing: Default::default(),
             aside: Vec::with_capacity(dense::MOST_ASIDE),
             packing: None,
             waits_for: (0, 0),
@@ -215,8 +218,9 @@ impl State {
     /// An object that came from disk along with another is wanted now.
     pub fn wanted_ahead(&mut self, handle: u32) {
         object::set_flags(self.object(handle), 0, object::AHEAD);
+        let at = self.on_disk(handle).map(|at| offset(at.place));
         if let Some(swap) = self.swap.as_mut() {
-            swap.readahead.wanted();
+            swap.readahead.wanted(at);
         }
     }
 
@@ -266,6 +270,7 @@ impl State {
                 swap.shrinker.rotate(flight.entry);
             }
         }
+        swap.writing = Default::default();
         swap.give_up_recompression(self);
         let clusters: Vec<u32> = swap.books.clusters().collect();
         for cluster in clusters {

@@ -9,7 +9,8 @@ use crate::deliver::decode;
 use crate::events;
 use crate::fault::Request;
 use crate::testing::{self, half_noise};
-use uzswap_mm::pagetable::Pte;
+use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN, Pte};
+use uzswap_mm::swapfile::BLOCK;
 use uzswap_sys::uffd::Message;
 
 const LIMIT: usize = 8 << 20;
@@ -249,6 +250,60 @@ fn a_page_whose_reads_all_fail_is_lost_alone() {
     end(s, FIRST..FIRST + 8);
 }
 
+/// A block next to the page's own cannot be read, so a read of its window fails: the page is read by itself then. (It was tried
+/// with its window each time, and lost.)
+#[test]
+fn a_page_is_not_lost_for_its_neighbour_s_block() {
+    let mut scene = Scene::new(16);
+    let s = &mut *scene.pager.state.lock();
+    let bad = offset(s.pt.get(FIRST + 8).handle());
+    scene.fault(s, FIRST + 2);
+    let mut tried = 0;
+    while s.pt.get(FIRST + 2).tag() == Tag::Disk {
+        for read in scene.begin() {
+            tried += 1;
+            let result = if read.covers(bad, 1) { Err(EIO) } else { Ok(()) };
+            scene.end(s, &read, result);
+        }
+        scene.ask(s);
+        assert!(tried < 4, "it is tried with its window each time");
+    }
+    assert_eq!(tried, 2);
+    check(s, FIRST + 2, FIRST + 2);
+    end(s, FIRST..FIRST + 16);
+}
+
+/// The end of a file, or of a server's key, may be where something is just being written: a window does not reach there. (A
+/// server said that there was less than was asked for, four times, and a page was lost that it had.)
+#[test]
+fn what_is_just_being_written_is_not_read_along() {
+    let mut scene = Scene::new(4);
+    let s = &mut *scene.pager.state.lock();
+    (4..8).for_each(|i| scene.store(s, FIRST + i, half_noise));
+    let (at, len) = loop {
+        s.swap.as_mut().unwrap().shrinker.press(1 << 20, 1, 1 << 20, 1 << 20, &DiskReads::new());
+        match scene.pager.plan_round(s, 0, bytes_of(&mut scene.buffer)) {
+            Round::Write(at, len) => break (at, len),
+            Round::Again => {}
+            _ => panic!("there is something to write"),
+        }
+    };
+    scene.fault(s, FIRST + 1);
+    let read = scene.begin()[0];
+    assert!(read.end() <= at && at - read.end() < BLOCK as u64, "{} to {}, written from {at} on", read.at, read.end());
+    scene.end(s, &read, Ok(()));
+    scene.disk[at as usize..][..len].copy_from_slice(&bytes_of(&mut scene.buffer)[..len]);
+    scene.pager.complete(s, 0, true);
+    scene.waiting.clear();
+    scene.write_out(s);
+    scene.fault(s, FIRST + 1);
+    let read = scene.begin()[0];
+    assert!(read.end() > at, "it is read along when it is there");
+    scene.end(s, &read, Ok(()));
+    (0..8).for_each(|i| check(s, FIRST + i, FIRST + i));
+    end(s, FIRST..FIRST + 8);
+}
+
 /// A window brings what another fault waits for; if it does not (it is damaged there), that fault has a read of its own.
 #[test]
 fn who_waits_for_another_s_window_is_brought_or_reads_for_itself() {
@@ -435,13 +490,10 @@ fn what_one_member_reads_back_another_weighs() {
     assert!(due > 0 && reads.get() == 0, "{due}");
 }
 
-/// Faults in sequence are ahead of themselves: after three windows the next are read before anybody asks.
-#[test]
-fn a_sequence_is_read_ahead() {
-    let mut scene = Scene::new(256);
-    let s = &mut *scene.pager.state.lock();
-    let (mut asked, mut vpn) = (0, FIRST);
-    while vpn < FIRST + 256 {
+/// Reads pages in an order; how many faults waited for the disk.
+fn walk(scene: &mut Scene, s: &mut State, pages: impl Iterator<Item = u64>) -> usize {
+    let mut asked = 0;
+    for vpn in pages {
         if s.pt.get(vpn).tag() == Tag::Disk {
             scene.waiting.clear();
             scene.fault(s, vpn);
@@ -456,8 +508,115 @@ fn a_sequence_is_read_ahead() {
         if Header::read(s.object(handle)).flags & object::AHEAD != 0 {
             s.wanted_ahead(handle);
         }
-        vpn += 1;
     }
-    assert!((3..=5).contains(&asked), "{asked} faults waited for the disk");
+    asked
+}
+
+/// Faults in sequence are ahead of themselves, forwards and backwards: after three windows the next are read before anybody
+/// asks. So are several sequences at once.
+#[test]
+fn sequences_are_read_ahead() {
+    let (ahead, back) = (FIRST..FIRST + 256, (FIRST..FIRST + 256).rev());
+    let both = (0..128).flat_map(|i| [FIRST + i, FIRST + 255 - i]);
+    let orders: [(Box<dyn Iterator<Item = u64>>, usize); 3] =
+        [(Box::new(ahead), 1), (Box::new(back), 1), (Box::new(both), 2)];
+    for (pages, streams) in orders {
+        let mut scene = Scene::new(256);
+        let s = &mut *scene.pager.state.lock();
+        let asked = walk(&mut scene, s, pages);
+        assert!((3 * streams..=4 * streams).contains(&asked), "{asked} faults waited for the disk");
+        end(s, FIRST..FIRST + 256);
+    }
+}
+
+/// A read ahead that fails ends its stream, and nothing else: the pages are read when they are wanted.
+#[test]
+fn a_read_ahead_that_fails_loses_nothing() {
+    let mut scene = Scene::new(256);
+    let s = &mut *scene.pager.state.lock();
+    walk(&mut scene, s, FIRST..FIRST + 96);
+    let mut failed = 0;
+    for vpn in FIRST + 96..FIRST + 256 {
+        scene.waiting.clear();
+        if s.pt.get(vpn).tag() == Tag::Disk {
+            scene.fault(s, vpn);
+        }
+        scene.pager.read_ahead(s, &mut scene.reads);
+        for read in scene.begin() {
+            let ahead = read.place.is_none();
+            failed += usize::from(ahead);
+            scene.end(s, &read, if ahead { Err(EIO) } else { Ok(()) });
+        }
+        check(s, vpn, vpn);
+        let handle = s.pt.get(vpn).handle();
+        if Header::read(s.object(handle)).flags & object::AHEAD != 0 {
+            s.wanted_ahead(handle);
+        }
+    }
+    assert!(failed > 0, "nothing was read ahead");
     end(s, FIRST..FIRST + 256);
+}
+
+/// Pages of a program that compress, of whose objects the pool gives up the bytes (their block is known to be written to):
+/// those that did not change have their turn in the pool again, and leave it without being written. In the units they are in on disk.
+#[test]
+fn a_page_that_compresses_and_did_not_change_is_not_written_again_either() {
+    for order in [0u8, 2] {
+        let mut scene = Scene::new(0);
+        scene.pager.swap_file.store(0, Relaxed);
+        let pages = 16u64;
+        let at = testing::memory(scene.pager, 2 * pages as usize).next_multiple_of(pages as usize * PAGE);
+        let first = (at / PAGE) as u64;
+        let s = &mut *scene.pager.state.lock();
+        for vpn in (first..first + pages).step_by(1 << order) {
+            let handle = testing::store(s, vpn, order, 0, half_noise);
+            object::set_flags(s.object(handle), object::TRIED, 0);
+        }
+        scene.write_out(s);
+        let (written, changed) = (scene.count(|c| &c.pswpout), 5);
+        assert_eq!(written, pages);
+        let mut expected = written;
+        for round in 1..=3u64 {
+            for i in 0..pages {
+                // (Nor is it read at random, whatever the first faults look like.)
+                s.pt.hint(first, HINT_WRITTEN, HINT_RANDOM);
+                scene.waiting.clear();
+                scene.fault(s, first + i);
+                scene.begin().iter().for_each(|read| scene.end(s, read, Ok(())));
+                let r = Request { vpn: first + i, write: false, protected: false };
+                assert!(s.pt.get(first + i).tag() == Tag::Resident || scene.pager.serve(s, r).is_ok());
+                // SAFETY: the page is there, as was just asked for.
+                let page = unsafe { core::slice::from_raw_parts_mut((at + i as usize * PAGE) as *mut u8, PAGE) };
+                let mut want = half_noise(first + i);
+                want[9] ^= u8::from(round > 2 && i == changed);
+                assert!(page == want, "page {i} in round {round}");
+                if round == 2 && i == changed {
+                    page[9] ^= 1;
+                }
+            }
+            // (Pages that came alone, as one does that is far from the others, have no stub: they are to be stored by themselves.)
+            let kept = |i: u64| s.pt.get(first + i).copy().is_some() && (round, i) != (2, changed);
+            let unit = |i: u64| i >> order << order..(i >> order << order) + (1 << order);
+            expected += (0..pages).filter(|i| !unit(*i).all(kept)).count() as u64;
+            let stubs = (0..pages).filter_map(|i| s.pt.get(first + i).copy()).filter(|h| s.is_packed_stub(*h)).count();
+            assert!(stubs >= if round == 1 { 4 } else { 1 }, "round {round}: {stubs} stubs");
+            while s.resident + s.staged > 0 {
+                assert!(scene.pager.direct_round(s, pages as usize, 0, None).0 > 0);
+            }
+            assert!(
+                (0..pages).all(|i| s.pt.get(first + i).tag() == Tag::Compressed),
+                "all have their turn in the pool"
+            );
+            (first..first + pages)
+                .for_each(|vpn| object::set_flags(s.object(s.pt.get(vpn).handle()), object::TRIED, 0));
+            scene.write_out(s);
+            assert!((0..pages).all(|i| s.pt.get(first + i).tag() == Tag::Disk));
+            assert_eq!(scene.count(|c| &c.pswpout), expected, "order {order}, round {round}");
+        }
+        assert!(
+            expected <= written + 3 * pages / 2,
+            "half of those that left again and more were not written: {expected}"
+        );
+        end(s, first..first + pages);
+    }
 }

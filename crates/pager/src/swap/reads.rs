@@ -54,6 +54,8 @@ pub(super) struct Read {
     pub len: usize,
     /// The object that it was begun for; none when it is read ahead of all faults.
     pub place: Option<Place>,
+    /// In which stream it is read ahead then (see `uzswap_mm::readahead`).
+    pub stream: u32,
     stage: Stage,
     /// Bytes that are there.
     done: usize,
@@ -65,9 +67,20 @@ pub(super) struct Read {
 }
 
 impl Read {
-    /// One that is to be begun.
-    pub(super) fn new(at: u64, len: usize, place: Option<Place>) -> Self {
-        Self { at, len, place, stage: Stage::Planned, done: 0, fruitless: 0, injected: None, held: None }
+    /// One that is to be begun for an object.
+    pub(super) fn new(at: u64, len: usize, place: Place) -> Self {
+        Self { place: Some(place), ..Self::ahead(at, len, 0) }
+    }
+
+    /// One that is to be begun ahead of all faults.
+    pub(super) fn ahead(at: u64, len: usize, stream: u32) -> Self {
+        let stage = Stage::Planned;
+        Self { at, len, place: None, stream, stage, done: 0, fruitless: 0, injected: None, held: None }
+    }
+
+    /// Where it ends.
+    pub(super) fn end(&self) -> u64 {
+        self.at + self.len as u64
     }
 
     /// Whether it reads all of a range.
@@ -352,7 +365,7 @@ mod tests {
             (&[Ok(512); 9], Stage::Ended(Err(libc::EIO))),
             (&[Err(libc::EAGAIN); 9], Stage::Ended(Err(libc::EIO))),
         ] {
-            let mut read = Read::new(0, 16384, None);
+            let mut read = Read::new(0, 16384, 0);
             let stages: Vec<_> = gives.iter().map(|n| read.transferred(*n, &mut bytes)).collect();
             assert_eq!(*stages.last().unwrap(), want, "{gives:?}");
             assert!(stages[..stages.len() - 1].iter().all(|s| *s == Stage::Planned), "{gives:?}: {stages:?}");

@@ -29,6 +29,7 @@ use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::pagetable::Tag;
+use uzswap_mm::readahead::Ahead;
 use uzswap_mm::shrinker::Entry;
 use uzswap_mm::swapfile::{BLOCK, Object, Place, offset};
 use uzswap_mm::trace::{Kind, Record};
@@ -36,8 +37,9 @@ use uzswap_sys::thread;
 
 /// Reads of one object before it is given up.
 const TRIES: u32 = 4;
-/// Reads ahead of all faults under way at once, at most.
-const MOST_AHEAD: usize = 2;
+/// Reads ahead of all faults under way at once, at most: in all streams, and in one.
+const MOST_AHEAD: usize = 5;
+const MOST_IN_STREAM: usize = 2;
 
 /// A fault that was read and not served yet.
 #[derive(Clone, Copy)]
@@ -83,23 +85,36 @@ impl Pager {
         if waiting.retry_at > now {
             return Some(waiting.retry_at);
         }
-        let (at, len) = swap.readahead.range(offset(place), object.len, swap.books.cluster_bytes(), BUFFER);
+        // (What failed is tried by itself: its neighbours' blocks may be what cannot be read.)
+        let (at, len) = match waiting.tries {
+            0 => swap.readahead.range(offset(place), object.len, swap.books.cluster_bytes(), BUFFER),
+            _ => (offset(place), object.len),
+        };
         let (at, len) = swap.trimmed(at, len).expect("the object itself is there");
-        reads.plan(self, s, Read::new(at, len, Some(place)));
+        reads.plan(self, s, Read::new(at, len, place));
         None
     }
 
-    /// Begins to read what comes next in the file, where faults have been in sequence there.
+    /// Begins to read what comes next in the file, where faults have been in sequence there: in the streams of which
+    /// least is under way first.
     pub(crate) fn read_ahead(&self, s: &State, reads: &mut Reads) {
         let Some(swap) = s.swap.as_ref() else { return };
-        // (The last slot is for a fault.)
-        while reads.free() > 1 && reads.iter().filter(|read| read.place.is_none()).count() < MOST_AHEAD {
-            let end = reads.iter().map(|read| read.at + read.len as u64).max().unwrap_or(0);
-            let Some((at, len)) = swap.readahead.ahead(end).and_then(|(from, len)| swap.next_range(from, len)) else {
-                return;
-            };
-            if reads.iter().any(|read| read.covers(at, len)) || !reads.plan(self, s, Read::new(at, len, None)) {
-                return;
+        for under_way in 0..MOST_IN_STREAM {
+            for ahead in swap.readahead.ahead() {
+                let all = reads.iter().filter(|read| read.place.is_none()).count();
+                // (The last slot is for a fault.)
+                if all >= MOST_AHEAD || reads.free() <= 1 {
+                    return;
+                }
+                if reads.iter().filter(|read| read.stream == ahead.stream).count() != under_way {
+                    continue;
+                }
+                if let Some((at, len)) = swap.next_in(&ahead, reads)
+                    && !reads.iter().any(|read| read.covers(at, len))
+                    && !reads.plan(self, s, Read::ahead(at, len, ahead.stream))
+                {
+                    return;
+                }
             }
         }
     }
@@ -107,8 +122,12 @@ impl Pager {
     /// Ends the reads that have ended: what they brought goes to the pool, and what they did not is tried again or lost.
     pub(crate) fn land(&self, s: &mut State, reads: &mut Reads, waiting: &mut [Waiting]) {
         while reads.take(|read, bytes, result| {
-            if result.is_ok() {
-                self.install(s, read, bytes, waiting);
+            match (result, s.swap.as_mut()) {
+                (Ok(()), _) => self.install(s, read, bytes, waiting),
+                (Err(_), Some(swap)) if read.place.is_none() => {
+                    swap.readahead.read_ahead(read.stream, read.at, read.len, 0);
+                }
+                _ => {}
             }
             waiting.iter_mut().for_each(|w| self.read_ended(s, read, w));
         }) {}
@@ -162,8 +181,8 @@ impl Pager {
             let right = checksum(bytes) == object.check && seal.is_none_or(|seal| seal.open(bytes, place));
             let bytes = if seal.is_some() && right { &bytes[SEAL..] } else { &bytes[..] };
             if !right {
-                // (What came along may be half written yet.)
-                self.counters().swap_read_errors.fetch_add(u64::from(wanted.is_some()), Relaxed);
+                // (What came along may have been half written yet.)
+                self.counters().swap_read_errors.fetch_add(u64::from(read.place == Some(place)), Relaxed);
                 continue;
             }
             let base = wanted.unwrap_or_else(|| u64::from_le_bytes(core::array::from_fn(|i| bytes[i])));
@@ -173,7 +192,7 @@ impl Pager {
         if let Some(swap) = s.swap.as_mut() {
             match read.place {
                 Some(_) => swap.readahead.read(read.at, read.len, brought),
-                None => swap.readahead.read_ahead(read.at, read.len, brought),
+                None => swap.readahead.read_ahead(read.stream, read.at, read.len, brought),
             }
         }
     }
@@ -231,9 +250,11 @@ fn is_wanting(object: &Object) -> bool {
 
 impl Swap {
     /// The part of a range of the file from the first to the last object of this process in it, in whole blocks: beyond
-    /// them there is nothing to read, or the file may even end. None where there is no object.
+    /// them there is nothing to read, or the file (or a server's key) may even end, as it does where something is just
+    /// being written. None where there is no object.
     fn trimmed(&self, at: u64, len: usize) -> Option<(u64, usize)> {
-        let mine = self.books.objects_within(at, len).filter(|(_, o)| is_wanting(o));
+        let there = |place| !self.writing.iter().any(|(from, to)| (*from..*to).contains(&offset(place)));
+        let mine = self.books.objects_within(at, len).filter(|(place, o)| is_wanting(o) && there(*place));
         let mut mine = mine.map(|(place, o)| (offset(place), o.len as u64));
         let first = mine.next()?;
         let last = mine.last().unwrap_or(first);
@@ -241,12 +262,25 @@ impl Swap {
         Some((at, (end - at) as usize))
     }
 
-    /// The next range of up to `len` bytes from `from` on in which there is something of this process's on disk only.
-    fn next_range(&self, from: u64, len: usize) -> Option<(u64, usize)> {
-        let (place, object) = self.books.next_object(from, is_wanting)?;
-        let (at, cluster) = (offset(place) / BLOCK as u64 * BLOCK as u64, self.books.cluster_bytes() as u64);
-        let own_end = (offset(place) + object.len as u64).next_multiple_of(BLOCK as u64);
-        let end = (at + len as u64).max(own_end).min((at / cluster + 1) * cluster);
+    /// The next range of a stream, behind what is under way in it, in which there is something of this process's on disk
+    /// only. What crosses the border to the range before is in neither if it is not looked for: so one block of that is
+    /// looked at again.
+    fn next_in(&self, ahead: &Ahead, reads: &Reads) -> Option<(u64, usize)> {
+        let own = reads.iter().filter(|read| read.stream == ahead.stream);
+        let (block, cluster) = (BLOCK as u64, self.books.cluster_bytes() as u64);
+        if ahead.backwards {
+            let before = own.map(|read| read.at).min().map_or(ahead.from, |at| at.min(ahead.from));
+            let (place, object) = self.books.previous_object(before, is_wanting)?;
+            let end = (offset(place) + object.len as u64).next_multiple_of(block);
+            let from = end.saturating_sub(ahead.len as u64).min(offset(place) / block * block);
+            let from = from.max(offset(place) / cluster * cluster);
+            return self.trimmed(from, (end - from) as usize);
+        }
+        let from = own.map(Read::end).max().map_or(ahead.from, |end| end.max(ahead.from));
+        let (place, object) = self.books.next_object(from.saturating_sub(block), is_wanting)?;
+        let at = offset(place) / block * block;
+        let own_end = (offset(place) + object.len as u64).next_multiple_of(block);
+        let end = (at + ahead.len as u64).max(own_end).min((at / cluster + 1) * cluster);
         self.trimmed(at, (end - at) as usize)
     }
 }

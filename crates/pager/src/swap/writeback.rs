@@ -174,6 +174,7 @@ impl Pager {
         }
         let (at, len) = swap.books.extent(&run);
         buffer[run.filled()..len].fill(0);
+        swap.writing[slot] = (at, at + len as u64);
         Round::Write(at, len)
     }
 
@@ -334,6 +335,7 @@ impl Pager {
         let Some(mut swap) = s.swap.take() else { return };
         let c = self.counters();
         let mut flights = core::mem::take(&mut swap.flights[slot]);
+        swap.writing[slot] = (0, 0);
         let mut gone = 0;
         for flight in &flights {
             let still = s.landed(slot, *flight);

@@ -1,6 +1,9 @@
-//! The address of a swap server: `redis://[USER:PASSWORD@]HOST[:PORT][/DB]?size=4G[&timeout=10][&ttl=3600]`.
+//! The address of a swap server, or of a cluster of them:
+//! `redis://[USER:PASSWORD@]HOST[:PORT][,HOST[:PORT]…][/DB]?size=4G[&timeout=10][&ttl=3600]`; `rediss://` by TLS, with
+//! `[&ca=FILE][&cert=FILE&key=FILE]`.
 
 use crate::size::Size;
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// Seconds an operation is tried for, and seconds after which blocks expire when the command has died.
@@ -10,14 +13,27 @@ const TTL: u64 = 3600;
 /// Where the server is, and what it is to do.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Address {
-    /// What the client connects to.
-    pub url: String,
+    /// What the client connects to: one URL for each host named.
+    pub urls: Vec<String>,
     /// Bytes it is to take at most.
     pub size: u64,
     /// How long a read or a write is tried before it fails.
     pub timeout: Duration,
     /// After what time blocks expire that are not refreshed (seconds).
     pub ttl: u64,
+    /// By TLS, and then with which certificates.
+    pub tls: Option<Tls>,
+}
+
+/// Files (PEM) that TLS is to use.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Tls {
+    /// Who signed the server's certificate; by default whom the system trusts.
+    pub ca: Option<PathBuf>,
+    /// What we show the server.
+    pub cert: Option<PathBuf>,
+    /// Its key.
+    pub key: Option<PathBuf>,
 }
 
 /// Whether the text of `--swap` means a server.
@@ -29,39 +45,75 @@ impl Address {
     /// Parses an address. The error is one sentence, and has no password in it.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (url, options) = text.split_once('?').unwrap_or((text, ""));
-        match url.split_once("://").map(|(scheme, _)| scheme) {
-            Some("redis" | "valkey") => {}
-            Some("rediss" | "valkeys") => {
-                return Err("TLS to a swap server is not supported: write redis://, blocks are encrypted before they leave (but a password is not; use a tunnel where the network is not trusted)".to_owned());
-            }
+        let tls = match url.split_once("://").map(|(scheme, _)| scheme) {
+            Some("redis" | "valkey") => None,
+            Some("rediss" | "valkeys") => Some(Tls::default()),
             _ => return Err("the address of a swap server is redis://HOST:PORT/DB?size=4G".to_owned()),
+        };
+        if url.contains('#') {
+            return Err("the address of a swap server has no part behind `#` (in a password write %23)".to_owned());
         }
-        let mut found = Self { url: url.to_owned(), size: 0, timeout: Duration::from_secs(TIMEOUT), ttl: TTL };
+        let mut found = Self { urls: urls(url)?, size: 0, timeout: Duration::from_secs(TIMEOUT), ttl: TTL, tls };
         for option in options.split('&').filter(|o| !o.is_empty()) {
-            let (name, value) = option.split_once('=').unwrap_or((option, ""));
-            let seconds = |least: u64| {
-                let number = value.parse().ok().filter(|n| (least..=1_000_000).contains(n));
-                number.ok_or(format!("`{option}` in the address of the swap server: give seconds, at least {least}"))
-            };
-            match name {
-                "size" => match Size::parse(value)? {
-                    Size::Bytes(bytes) => found.size = bytes,
-                    Size::Percent(_) => return Err(format!("`{option}`: give bytes, such as size=4G")),
-                },
-                "timeout" => found.timeout = Duration::from_secs(seconds(1)?),
-                "ttl" => found.ttl = seconds(60)?,
-                _ => {
-                    return Err(format!(
-                        "the address of a swap server has no option `{name}`: it has size, timeout and ttl"
-                    ));
-                }
-            }
+            found.set(option)?;
         }
         if found.size == 0 {
             return Err("say how much the swap server is to take: add ?size=4G to its address".to_owned());
         }
+        if found.tls.as_ref().is_some_and(|tls| tls.cert.is_some() != tls.key.is_some()) {
+            return Err(
+                "a certificate for the swap server needs its key, and the other way round: give cert= and key="
+                    .to_owned(),
+            );
+        }
         Ok(found)
     }
+
+    fn set(&mut self, option: &str) -> Result<(), String> {
+        let (name, value) = option.split_once('=').unwrap_or((option, ""));
+        let seconds = |least: u64| {
+            let number = value.parse().ok().filter(|n| (least..=1_000_000).contains(n));
+            number.ok_or(format!("`{option}` in the address of the swap server: give seconds, at least {least}"))
+        };
+        match name {
+            "size" => match Size::parse(value)? {
+                Size::Bytes(bytes) => self.size = bytes,
+                Size::Percent(_) => return Err(format!("`{option}`: give bytes, such as size=4G")),
+            },
+            "timeout" => self.timeout = Duration::from_secs(seconds(1)?),
+            "ttl" => self.ttl = seconds(60)?,
+            "ca" | "cert" | "key" => {
+                let Some(tls) = &mut self.tls else {
+                    return Err(format!(
+                        "`{name}` is for TLS: the address of the swap server then begins with rediss://"
+                    ));
+                };
+                let file = match name {
+                    "ca" => &mut tls.ca,
+                    "cert" => &mut tls.cert,
+                    _ => &mut tls.key,
+                };
+                *file = Some(PathBuf::from(value));
+            }
+            _ => {
+                return Err(format!(
+                    "the address of a swap server has no option `{name}`: it has size, timeout and ttl, and with TLS ca, cert and key"
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One URL for each host: `redis://u:p@a,b:7000/3` is `redis://u:p@a/3` and `redis://u:p@b:7000/3`.
+fn urls(url: &str) -> Result<Vec<String>, String> {
+    let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
+    let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+    let (user, hosts) = authority.split_at(authority.rfind('@').map_or(0, |at| at + 1));
+    if hosts.split(',').any(str::is_empty) {
+        return Err("the address of a swap server has a host: redis://HOST:PORT/DB?size=4G".to_owned());
+    }
+    Ok(hosts.split(',').map(|host| format!("{scheme}://{user}{host}{path}")).collect())
 }
 
 #[cfg(test)]
@@ -72,8 +124,8 @@ mod tests {
     fn addresses() {
         let of = |text: &str| Address::parse(text);
         let all = of("redis://user:secret@host:7000/3?size=4G&timeout=2&ttl=60").unwrap();
-        assert_eq!((all.url.as_str(), all.size, all.ttl), ("redis://user:secret@host:7000/3", 4 << 30, 60));
-        assert_eq!(all.timeout, Duration::from_secs(2));
+        assert_eq!((all.urls, all.size, all.ttl), (vec!["redis://user:secret@host:7000/3".to_owned()], 4 << 30, 60));
+        assert_eq!((all.timeout, all.tls), (Duration::from_secs(2), None));
         let least = of("valkey://host?size=1M").unwrap();
         assert_eq!((least.size, least.timeout, least.ttl), (1 << 20, Duration::from_secs(10), 3600));
         for (text, want) in [
@@ -83,12 +135,26 @@ mod tests {
             ("redis://host?size=1G&timeout=0", "give seconds"),
             ("redis://host?size=1G&ttl=5", "at least 60"),
             ("redis://host?size=1G&db=3", "no option `db`"),
-            ("rediss://host?size=1G", "TLS"),
+            ("redis://host?size=1G&ca=x", "rediss://"),
+            ("rediss://host?size=1G&cert=x", "its key"),
+            ("rediss://:secret@host#insecure?size=1G", "behind `#`"),
+            ("redis://:secret@a,,b?size=1G", "has a host"),
+            ("redis:///3?size=1G", "has a host"),
             ("http://host?size=1G", "redis://HOST"),
         ] {
             let error = of(text).unwrap_err();
             assert!(error.contains(want) && !error.contains("secret"), "{error}");
         }
         assert!(is_address("redis://x") && !is_address("4G"));
+    }
+
+    #[test]
+    fn several_hosts_and_tls() {
+        let several = Address::parse("redis://u:p@ss@a,b:7000,[::1]:7001/0?size=1G").unwrap();
+        assert_eq!(several.urls, ["redis://u:p@ss@a/0", "redis://u:p@ss@b:7000/0", "redis://u:p@ss@[::1]:7001/0"]);
+        assert_eq!(Address::parse("rediss://a?size=1G").unwrap().tls, Some(Tls::default()));
+        let tls = Address::parse("valkeys://a?size=1G&ca=/x/ca.pem&cert=c&key=k").unwrap().tls.unwrap();
+        let path = |text: &str| Some(PathBuf::from(text));
+        assert_eq!(tls, Tls { ca: path("/x/ca.pem"), cert: path("c"), key: path("k") });
     }
 }

@@ -7,7 +7,7 @@
 //! One thread waits for connections, most of which are never used (each process has two); one that is gets a thread of its
 //! own, with a connection to the server. A third kind, the keeper, looks after the keys.
 
-use super::server::{Server, Session};
+use super::{Server, Session};
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, RawFd};
@@ -21,7 +21,8 @@ use uzswap_pager::swap::clusters::ClusterMap;
 
 /// How often the keeper looks.
 const LOOK: Duration = Duration::from_secs(1);
-const STACK: usize = 256 << 10;
+/// (A handshake of TLS wants some.)
+const STACK: usize = 1 << 20;
 
 /// The socket, before anybody is served.
 pub struct Gateway {

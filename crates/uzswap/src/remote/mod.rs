@@ -1,7 +1,8 @@
 //! The remote tier: `--swap redis://…`, what does not compress into the limit goes to another machine's memory.
 //!
 //! ```text
-//! member: pager ─ sealed blocks ─ Unix socket ─▶ command: gateway ─ client ─▶ server      `gateway`, `server`, `address`
+//! member: pager ─ sealed blocks ─ Unix socket ─▶ command: gateway ─ client ─▶ server, or the nodes of a cluster
+//!                                                `gateway`, `session` (tries), `server` (keys), `nodes`, `address`
 //! ```
 //! Everything above the member's block I/O is as with a file: clusters, runs, checksums, and what is done about errors.
 //! What leaves the process is always encrypted and authenticated there, with the place it is for, so neither the command
@@ -9,6 +10,9 @@
 
 pub mod address;
 pub mod gateway;
+mod nodes;
 mod server;
+mod session;
 
 pub use server::Server;
+pub use session::Session;

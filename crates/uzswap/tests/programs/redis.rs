@@ -129,6 +129,11 @@ fn value(key: u32, version: u32) -> String {
 
 /// A server that keeps nothing on disk.
 pub fn subject(dir: &Path, port: u16) -> Subject {
+    subject_with(dir, port, &[])
+}
+
+/// The same with more options.
+pub fn subject_with(dir: &Path, port: u16, more: &[&str]) -> Subject {
     let server = need("redis-server").expect("checked by the caller");
     let mut subject = Subject::new(
         "redis",
@@ -152,6 +157,7 @@ pub fn subject(dir: &Path, port: u16) -> Subject {
             &dir,
         ],
     );
+    subject.argv.extend(more.iter().map(std::ffi::OsString::from));
     subject.dir = dir.to_owned();
     subject
 }

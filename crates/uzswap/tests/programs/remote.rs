@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 /// What `secret.py` has in each page.
 const WORD: &[u8] = b"a word that only this program has to know";
 
-fn number(run: &Outcome, key: &str) -> u64 {
+/// A number of the report.
+pub fn number(run: &Outcome, key: &str) -> u64 {
     let report = run.report.as_deref().unwrap_or_else(|| panic!("no report\n{}", run.describe()));
     report_number(report, key).unwrap_or_else(|| panic!("no {key} in the report\n{}", run.describe())) as u64
 }
@@ -60,7 +61,8 @@ impl Server {
     }
 }
 
-fn ended_well(run: &Outcome) -> u64 {
+/// Ended as it should: no page is wrong, and as many as it says are lost.
+pub fn ended_well(run: &Outcome) -> u64 {
     let lost = number(run, "poisoned");
     assert!(run.status.success() && !run.timed_out, "{}", run.describe());
     assert_eq!(run.stdout.text(), format!("lost {lost}, wrong 0\n"), "{}", run.describe());

@@ -1,0 +1,249 @@
+//! A session: connections to the nodes, and how an operation is tried.
+//!
+//! ```text
+//! persist   until it succeeds, is refused, or its time is over; with pauses that double
+//!   once      the node that has the key, and wherever it sends us
+//!     on        one try at one node, by a connection that is not used again when it failed
+//! ```
+//! When its time is over a node is taken for dead, and each operation there is tried once only, until one succeeds. What
+//! the server refuses (no memory, no permission) is not tried again. A cluster is asked anew who has what after each
+//! failure: nodes take over from each other.
+//!
+//! A write given up may still be under way: the server may be asleep with the command in its buffer. It must not overtake
+//! a later write to the same place, so before anything else is written to that node the connection it was on is ended
+//! (CLIENT KILL): then it has been carried out by then, or never is. (Where that is not permitted such a write would be
+//! found out as a wrong block. A node that has lost a slot to another refuses what comes so late.)
+
+use super::nodes::{Node, Redirect, lock};
+use super::server::Server;
+use redis::{Connection, ErrorKind, Pipeline, RedisError, RedisResult, ServerErrorKind, Value};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::*;
+use std::time::{Duration, Instant};
+
+/// First pause between tries, and the longest.
+pub(super) const PAUSE: Duration = Duration::from_millis(20);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// How often in a row an operation is sent elsewhere.
+const MOST_REDIRECTS: usize = 8;
+/// Nodes that are asked in vain who has what, before the operation itself is tried again.
+const MOST_IN_VAIN: usize = 2;
+
+/// Commands for one key, as they are sent to a node that is to take over its slot, or has it.
+pub(super) struct Commands {
+    commands: Vec<redis::Cmd>,
+    /// They change what is there.
+    pub changes: bool,
+}
+
+impl Commands {
+    /// What reads.
+    pub fn reading(command: redis::Cmd) -> Self {
+        Self { commands: vec![command], changes: false }
+    }
+
+    /// What writes.
+    pub fn writing(commands: impl Into<Vec<redis::Cmd>>) -> Self {
+        Self { commands: commands.into(), changes: true }
+    }
+
+    /// Sends them, each after ASKING where the slot is only on its way. Returns what the first of them answers.
+    fn send(&self, con: &mut Connection, asking: bool) -> RedisResult<Value> {
+        let mut pipe = Pipeline::with_capacity(2 * self.commands.len());
+        for command in &self.commands {
+            if asking {
+                pipe.cmd("ASKING").ignore();
+            }
+            pipe.add_command(command.clone());
+        }
+        let answers: Vec<Value> = pipe.query(con)?;
+        answers.into_iter().next().ok_or_else(|| (ErrorKind::UnexpectedReturnType, "no answer").into())
+    }
+}
+
+/// Connections to the nodes.
+pub struct Session<'a> {
+    server: &'a Server,
+    /// Each with its number there.
+    cons: Vec<(Arc<Node>, Connection, i64)>,
+}
+
+impl<'a> Session<'a> {
+    /// Not connected yet.
+    pub fn new(server: &'a Server) -> Self {
+        Self { server, cons: Vec::new() }
+    }
+
+    fn connection(&mut self, node: &Arc<Node>, within: Duration) -> RedisResult<(&mut Connection, i64)> {
+        let i = match self.cons.iter().position(|(n, ..)| Arc::ptr_eq(n, node)) {
+            Some(i) => i,
+            None => {
+                let mut con = self.server.nodes.connect(node, within)?;
+                let id = match redis::cmd("CLIENT").arg("ID").query(&mut con) {
+                    Err(e) if !is_refusal(&e) => return Err(e),
+                    id => id.unwrap_or(-1),
+                };
+                self.cons.push((Arc::clone(node), con, id));
+                self.cons.len() - 1
+            }
+        };
+        let (_, con, id) = &mut self.cons[i];
+        Ok((con, *id))
+    }
+
+    /// One try at a node.
+    pub(super) fn on<T>(
+        &mut self,
+        node: &Arc<Node>,
+        changes: bool,
+        op: impl FnOnce(&mut Connection) -> RedisResult<T>,
+    ) -> RedisResult<T> {
+        let within = (self.server.address().timeout / 3).max(Duration::from_millis(200));
+        if changes {
+            self.end_abandoned(node, within)?;
+        }
+        let (con, id) = self.connection(node, within)?;
+        let done = op(con);
+        if done.as_ref().is_err_and(|e| !is_refusal(e)) {
+            self.cons.retain(|(n, ..)| !Arc::ptr_eq(n, node));
+            if changes && id >= 0 {
+                lock(&node.abandoned).push(id);
+            }
+        }
+        done
+    }
+
+    /// Ends the connections to a node on which a write was given up.
+    fn end_abandoned(&mut self, node: &Arc<Node>, within: Duration) -> RedisResult<()> {
+        let ids: Vec<i64> = lock(&node.abandoned).clone();
+        for id in ids {
+            let kill = |con: &mut Connection| redis::cmd("CLIENT").arg("KILL").arg("ID").arg(id).query::<i64>(con);
+            match kill(self.connection(node, within)?.0) {
+                Err(e) if !is_refusal(&e) => {
+                    self.cons.retain(|(n, ..)| !Arc::ptr_eq(n, node));
+                    return Err(e);
+                }
+                _ => lock(&node.abandoned).retain(|i| *i != id),
+            }
+        }
+        Ok(())
+    }
+
+    /// One try at the node that has a key, and wherever it sends us.
+    pub(super) fn once(&mut self, key: &str, commands: &Commands) -> RedisResult<Value> {
+        let (mut node, mut asking) = (self.server.nodes.of(key), false);
+        let mut done = self.on(&node, commands.changes, |con| commands.send(con, asking));
+        for _ in 0..MOST_REDIRECTS {
+            let Some(to) = done.as_ref().err().and_then(Redirect::of) else { break };
+            (node, asking) = (self.server.nodes.redirected(&node, &to), to.ask);
+            done = self.on(&node, commands.changes, |con| commands.send(con, asking));
+        }
+        done
+    }
+
+    /// Asks a cluster who has what, unless it was just asked.
+    pub(super) fn look(&mut self) {
+        let mut in_vain = 0;
+        let nodes = if self.server.nodes.is_cluster() { self.server.nodes.to_be_asked() } else { Vec::new() };
+        for node in nodes {
+            if self.ask(&node).is_ok_and(|says| says) {
+                return;
+            }
+            in_vain += 1;
+            if in_vain == MOST_IN_VAIN {
+                return;
+            }
+        }
+    }
+
+    /// Asks a node who has what; whether it says.
+    pub(super) fn ask(&mut self, node: &Arc<Node>) -> RedisResult<bool> {
+        let answer = self.on(node, false, |con| redis::cmd("CLUSTER").arg("SLOTS").query::<Value>(con))?;
+        Ok(self.server.nodes.learn(node, &answer))
+    }
+
+    /// Tries until it succeeds, is refused, or the time is over; only while `may`, which is asked each time. The error is
+    /// an error number.
+    fn persist(&mut self, key: &str, commands: &Commands, may: impl Fn() -> bool) -> Result<Value, i32> {
+        let server = self.server;
+        let until = Instant::now() + server.address().timeout;
+        let mut pause = PAUSE;
+        loop {
+            if !may() {
+                return Err(libc::EIO);
+            }
+            match self.once(key, commands).map_err(Failure::from) {
+                Ok(value) => {
+                    server.nodes.of(key).down.store(false, Relaxed);
+                    return Ok(value);
+                }
+                Err(Failure::Refused(errno)) => return Err(errno),
+                Err(Failure::Broken) => {}
+            }
+            let node = server.nodes.of(key);
+            self.look();
+            let give_up = server.is_over() || node.down.load(Relaxed);
+            if give_up || Instant::now() + pause >= until {
+                node.down.store(true, Relaxed);
+                return Err(libc::EIO);
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    /// Reads a part of a cluster into `out`.
+    pub fn read(&mut self, cluster: u32, at: usize, out: &mut [u8]) -> Result<(), i32> {
+        let (key, last) = (self.server.key(cluster), at + out.len() - 1);
+        let mut get = redis::cmd("GETRANGE");
+        get.arg(&key).arg(at).arg(last);
+        match self.persist(&key, &Commands::reading(get), || true)? {
+            Value::BulkString(got) if got.len() == out.len() => {
+                out.copy_from_slice(&got);
+                Ok(())
+            }
+            _ => Err(libc::EIO),
+        }
+    }
+
+    /// Writes a part of a cluster, if `may`: asked each time it is tried.
+    pub fn write(&mut self, cluster: u32, at: usize, bytes: &[u8], may: impl Fn() -> bool) -> Result<(), i32> {
+        let (server, key) = (self.server, self.server.key(cluster));
+        let _held = lock(server.lock_of(cluster));
+        let (mut set, mut expire) = (redis::cmd("SETRANGE"), redis::cmd("EXPIRE"));
+        set.arg(&key).arg(at).arg(bytes);
+        expire.arg(&key).arg(server.address().ttl);
+        let may = || !server.is_over() && may() && server.note_written(cluster);
+        self.persist(&key, &Commands::writing([set, expire]), may).map(drop)
+    }
+}
+
+/// Why a try failed.
+enum Failure {
+    /// For good, with this error number.
+    Refused(i32),
+    /// It may go better the next time.
+    Broken,
+}
+
+impl From<RedisError> for Failure {
+    fn from(e: RedisError) -> Self {
+        if !is_refusal(&e) || Redirect::of(&e).is_some() {
+            return Self::Broken;
+        }
+        let errors = e.into_server_errors().unwrap_or_default();
+        Self::Refused(if errors.iter().any(|(_, e)| e.code() == "OOM") { libc::ENOSPC } else { libc::EIO })
+    }
+}
+
+/// Whether the server answered, and the answer is no. (Not while it loads its data, or changes its role.)
+fn is_refusal(e: &RedisError) -> bool {
+    use ServerErrorKind as Kind;
+    match e.kind() {
+        ErrorKind::Server(
+            Kind::BusyLoading | Kind::TryAgain | Kind::MasterDown | Kind::ClusterDown | Kind::ReadOnly,
+        ) => false,
+        ErrorKind::Server(_) | ErrorKind::Extension => true,
+        _ => false,
+    }
+}

@@ -1,0 +1,367 @@
+//! The remote tier over a Redis cluster, and over TLS, against real servers on loopback: keys are spread over the nodes,
+//! a node that dies or gives its slots away is met as a disk would be, and nobody is trusted who has not the right
+//! certificate.
+
+use crate::harness::*;
+use crate::redis::{self, Client};
+use crate::remote::{ended_well, number};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+const SLOTS: usize = 16_384;
+
+/// A port that is free, as is the one that a cluster's nodes speak to each other at.
+fn cluster_port() -> u16 {
+    loop {
+        let port = redis::free_port();
+        let bus = port.checked_add(10_000).map(|bus| std::net::TcpListener::bind(("127.0.0.1", bus)));
+        if bus.is_some_and(|bus| bus.is_ok()) {
+            return port;
+        }
+    }
+}
+
+struct Node {
+    running: Running,
+    client: Client,
+    port: u16,
+}
+
+impl Node {
+    fn start(name: &str, more: &[&str]) -> Self {
+        let port = cluster_port();
+        // (What one node lacks is no reason for the others to serve nothing.)
+        let options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1500"];
+        let options = [&options[..], &["--cluster-require-full-coverage", "no"], more].concat();
+        let running = redis::subject_with(&scratch(name), port, &options).start_plain();
+        Self { client: Client::connect(port, &running), running, port }
+    }
+
+    fn one(&mut self, words: &[&str]) -> String {
+        String::from_utf8_lossy(&self.client.one(words)).into_owned()
+    }
+
+    fn keys(&mut self) -> usize {
+        self.one(&["DBSIZE"]).parse().expect("a number")
+    }
+
+    fn id(&mut self) -> String {
+        self.one(&["CLUSTER", "MYID"])
+    }
+
+    /// How often it answered with an error that begins so.
+    fn answered(&mut self, error: &str) -> u64 {
+        let stats = self.one(&["INFO", "errorstats"]);
+        let prefix = format!("errorstat_{error}:count=");
+        stats.lines().find_map(|line| line.strip_prefix(&prefix)?.trim().parse().ok()).unwrap_or(0)
+    }
+}
+
+/// Three nodes, each with a third of the slots.
+struct Cluster {
+    nodes: Vec<Node>,
+}
+
+impl Cluster {
+    fn start(name: &str, more: &[&str]) -> Option<Self> {
+        need("redis-server")?;
+        let mut nodes: Vec<Node> = (0..3).map(|i| Node::start(&format!("{name}-{i}"), more)).collect();
+        let first = nodes[0].port.to_string();
+        for (i, node) in nodes.iter_mut().enumerate() {
+            let part = |i: usize| i * SLOTS / 3;
+            let slots: Vec<String> = (part(i)..part(i + 1)).map(|slot| slot.to_string()).collect();
+            let words: Vec<&str> =
+                ["CLUSTER", "ADDSLOTS"].into_iter().chain(slots.iter().map(String::as_str)).collect();
+            assert_eq!(node.one(&words), "OK");
+            assert_eq!(node.one(&["CLUSTER", "SET-CONFIG-EPOCH", &(i + 1).to_string()]), "OK");
+            if i > 0 {
+                assert_eq!(node.one(&["CLUSTER", "MEET", "127.0.0.1", &first]), "OK");
+            }
+        }
+        let mut cluster = Self { nodes };
+        cluster.wait(|node| {
+            let info = node.one(&["CLUSTER", "INFO"]);
+            info.contains("cluster_state:ok")
+                && info.contains("cluster_slots_ok:16384")
+                && info.contains("cluster_known_nodes:3")
+        });
+        Some(cluster)
+    }
+
+    fn wait(&mut self, is_so: impl Fn(&mut Node) -> bool) {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while !self.nodes.iter_mut().all(&is_so) {
+            assert!(Instant::now() < deadline, "the cluster does not come to be");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn swap(&self, options: &str) -> String {
+        format!("redis://127.0.0.1:{}?size=1G{options}", self.nodes[0].port)
+    }
+
+    /// Waits until the run has written to every node.
+    fn wait_for_keys(&mut self, run: &Running) {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while self.nodes.iter_mut().any(|node| node.keys() < 5) {
+            assert!(run.is_running() && Instant::now() < deadline, "the run does not use all nodes");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    fn keys(&mut self) -> usize {
+        self.nodes.iter_mut().map(Node::keys).sum()
+    }
+
+    fn stop(self) {
+        self.nodes.into_iter().for_each(|node| drop(redis::stop(node.client, node.running)));
+    }
+}
+
+#[test]
+fn a_cluster_has_the_keys_on_all_nodes() {
+    let _alone = alone();
+    let Some(disk) = compile_c("disk") else { return };
+    let Some(mut cluster) = Cluster::start("cluster", &[]) else { return };
+    let subject = Subject::new("cluster", &[&disk, &"96", &"1"]).with(&["--swap", &cluster.swap("")]);
+    let running = subject.start_limited(32 * MIB);
+    cluster.wait_for_keys(&running);
+    let run = running.finish();
+    run.say(subject.name, "three nodes", None);
+    assert_eq!(ended_well(&run), 0);
+    assert!(number(&run, "pswpin") > 1000 && number(&run, "pswpout") > 1000, "{}", run.describe());
+    assert_eq!(cluster.keys(), 0, "nothing is left there");
+    // Named by a node that is not there, and then one that is; with failures of its own besides.
+    let nowhere = redis::free_port();
+    let swap = format!("redis://127.0.0.1:{nowhere},127.0.0.1:{}?size=1G", cluster.nodes[2].port);
+    let faults = ("UZSWAP_TEST_FAULTS", "seed=9,swap_read=1/10,swap_write=1/10");
+    let subject = Subject::new("cluster", &[&disk, &"64", &"1"]).with(&["--swap", &swap]);
+    let run = subject.start_limited_with(32 * MIB, &[faults]).finish();
+    run.say(subject.name, faults.1, None);
+    ended_well(&run);
+    assert!(number(&run, "swap_read_errors") > 0 && number(&run, "reject_reclaim_fail") > 0, "{}", run.describe());
+    // A node without its slots is no cluster to begin with.
+    assert_eq!(cluster.nodes[1].one(&["CLUSTER", "DELSLOTS", "8000"]), "OK");
+    let run = Subject::new("cluster", &[&disk, &"1", &"1"])
+        .with(&["--swap", &format!("redis://127.0.0.1:{}?size=1G", cluster.nodes[1].port)]);
+    let run = run.start_limited(32 * MIB).finish();
+    assert!(!run.status.success() && run.stderr.text().contains("is not whole: 1 of its slots"), "{}", run.describe());
+    cluster.stop();
+}
+
+/// One of three nodes is killed in the middle: what it had is lost, and told; the others go on.
+#[test]
+fn a_node_of_a_cluster_that_dies() {
+    let _alone = alone();
+    let Some(disk) = compile_c("disk") else { return };
+    let Some(mut cluster) = Cluster::start("cluster-dies", &[]) else { return };
+    let subject = Subject::new("node dies", &[&disk, &"64", &"3"]).with(&["--swap", &cluster.swap("&timeout=1")]);
+    let running = subject.start_limited(32 * MIB);
+    cluster.wait_for_keys(&running);
+    let dead = cluster.nodes.remove(0);
+    redis::stop(dead.client, dead.running);
+    let run = running.finish();
+    run.say(subject.name, "1 of 3", None);
+    let lost = ended_well(&run);
+    // (A third of what was there, of which the program has a half: far from all.)
+    assert!(lost > 0 && lost < 64 * 256 / 2, "{lost} pages are lost\n{}", run.describe());
+    let told = "uzswap: a page could not be read back from the swap server and is lost";
+    assert!(run.stderr.text().contains(told), "{}", run.describe());
+    assert_eq!(cluster.keys(), 0, "the nodes that are left have nothing left");
+    cluster.stop();
+}
+
+/// Slots go to another node, with their keys, while they are used: who asks is sent there, once (ASK) while they are on their
+/// way, for good (MOVED) when they have come. No page is lost.
+#[test]
+fn slots_that_move_are_followed() {
+    let _alone = alone();
+    let Some(disk) = compile_c("disk") else { return };
+    let Some(mut cluster) = Cluster::start("cluster-moves", &[]) else { return };
+    let subject = Subject::new("slots move", &[&disk, &"64", &"6"]).with(&["--swap", &cluster.swap("")]);
+    let running = subject.start_limited(32 * MIB);
+    cluster.wait_for_keys(&running);
+    let (mut moved, mut asked) = (0, 0);
+    while moved < 60 && running.is_running() {
+        let (from, to) = (moved % 3, (moved + 1) % 3);
+        let key = cluster.nodes[from].one(&["RANDOMKEY"]);
+        if !key.starts_with("uzswap:") {
+            std::thread::sleep(Duration::from_millis(1));
+            continue;
+        }
+        let slot = cluster.nodes[from].one(&["CLUSTER", "KEYSLOT", &key]);
+        let (from_id, to_id) = (cluster.nodes[from].id(), cluster.nodes[to].id());
+        assert_eq!(cluster.nodes[to].one(&["CLUSTER", "SETSLOT", &slot, "IMPORTING", &from_id]), "OK");
+        assert_eq!(cluster.nodes[from].one(&["CLUSTER", "SETSLOT", &slot, "MIGRATING", &to_id]), "OK");
+        let port = cluster.nodes[to].port.to_string();
+        let gone = cluster.nodes[from].one(&["MIGRATE", "127.0.0.1", &port, &key, "0", "5000"]);
+        asked += usize::from(gone == "OK");
+        // (Meanwhile who wants the key is sent on by each request.)
+        std::thread::sleep(Duration::from_millis(20));
+        for node in [to, from, 3 - from - to] {
+            assert_eq!(cluster.nodes[node].one(&["CLUSTER", "SETSLOT", &slot, "NODE", &to_id]), "OK");
+        }
+        moved += 1;
+    }
+    let run = running.finish();
+    run.say(subject.name, &format!("{moved} slots, {asked} keys"), None);
+    assert!(asked >= 20, "only {asked} keys moved\n{}", run.describe());
+    assert_eq!(ended_well(&run), 0, "{}", run.describe());
+    for answer in ["ASK", "MOVED"] {
+        assert!(cluster.nodes.iter_mut().any(|node| node.answered(answer) > 0), "nobody was answered {answer}");
+    }
+    let errors = (number(&run, "swap_read_errors"), number(&run, "swap_write_errors"));
+    assert_eq!((errors, cluster.keys()), ((0, 0), 0), "{}", run.describe());
+    cluster.stop();
+}
+
+/// A replica takes over from its master, which asks for it: who writes is told that the other is read-only now, or sent on.
+#[test]
+fn a_replica_that_takes_over_is_followed() {
+    let _alone = alone();
+    let Some(disk) = compile_c("disk") else { return };
+    let Some(mut cluster) = Cluster::start("cluster-fails-over", &[]) else { return };
+    let mut replica = Node::start("cluster-replica", &[]);
+    let (first, master) = (cluster.nodes[0].port.to_string(), cluster.nodes[0].id());
+    assert_eq!(replica.one(&["CLUSTER", "MEET", "127.0.0.1", &first]), "OK");
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let mut wait = |what: &[&str], is_so: &dyn Fn(&str) -> bool| {
+        while !is_so(&replica.one(what)) {
+            assert!(Instant::now() < deadline, "{what:?} is {}", replica.one(what));
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    wait(&["CLUSTER", "REPLICATE", &master], &|said| said == "OK");
+    wait(&["INFO", "replication"], &|said| said.contains("role:slave") && said.contains("master_link_status:up"));
+    wait(&["CLUSTER", "INFO"], &|said| said.contains("cluster_state:ok"));
+    let subject = Subject::new("takes over", &[&disk, &"64", &"3"]).with(&["--swap", &cluster.swap("")]);
+    let running = subject.start_limited(32 * MIB);
+    cluster.wait_for_keys(&running);
+    wait(&["CLUSTER", "FAILOVER"], &|said| said == "OK");
+    wait(&["INFO", "replication"], &|said| said.contains("role:master"));
+    assert!(running.is_running(), "it took over while it was used");
+    let run = running.finish();
+    run.say(subject.name, "1 of 3", None);
+    assert_eq!(ended_well(&run), 0, "{}", run.describe());
+    assert_eq!(replica.keys() + cluster.nodes[1].keys() + cluster.nodes[2].keys(), 0);
+    redis::stop(replica.client, replica.running);
+    cluster.stop();
+}
+
+/// A node does not answer for a while: it is waited for, and the others are not.
+#[test]
+fn a_node_of_a_cluster_that_stalls() {
+    let _alone = alone();
+    let Some(disk) = compile_c("disk") else { return };
+    let Some(mut cluster) = Cluster::start("cluster-stalls", &[]) else { return };
+    let subject = Subject::new("node stalls", &[&disk, &"48", &"3"]).with(&["--swap", &cluster.swap("&timeout=9")]);
+    let running = subject.start_limited(32 * MIB);
+    cluster.wait_for_keys(&running);
+    assert_eq!(cluster.nodes[1].one(&["CLIENT", "PAUSE", "4000", "ALL"]), "OK");
+    let run = running.finish();
+    run.say(subject.name, "4 s", None);
+    assert_eq!(ended_well(&run), 0, "{}", run.describe());
+    cluster.stop();
+}
+
+/// Certificates that a test makes: one that signs itself and the server's and ours, and one of somebody else.
+struct Certificates(PathBuf);
+
+impl Certificates {
+    fn make() -> Option<Self> {
+        let openssl = need("openssl")?;
+        let dir = scratch("tls");
+        let run = |words: &[&str]| {
+            let done = Command::new(&openssl).args(words).current_dir(&dir).output().expect("openssl");
+            assert!(done.status.success(), "openssl {words:?}: {}", String::from_utf8_lossy(&done.stderr));
+        };
+        let key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"];
+        let by = |who: &str, more: &[&str]| {
+            let (file, subject) = (|end: &str| format!("{who}.{end}"), format!("/CN={who}"));
+            let (pem, out) = (file("key"), file("crt"));
+            let words = ["req", "-x509", "-days", "2", "-subj", &subject, "-keyout", &pem, "-out", &out];
+            run(&[&words[..], &key, more].concat());
+        };
+        by("ca", &["-addext", "keyUsage=critical,keyCertSign"]);
+        by("stranger", &["-addext", "keyUsage=critical,keyCertSign"]);
+        let signed = ["-CA", "ca.crt", "-CAkey", "ca.key", "-addext", "basicConstraints=critical,CA:FALSE"];
+        by("server", &[&signed[..], &["-addext", "subjectAltName=IP:127.0.0.1"]].concat());
+        by("other", &[&signed[..], &["-addext", "subjectAltName=DNS:elsewhere.example"]].concat());
+        by("client", &signed);
+        Some(Self(dir))
+    }
+
+    fn path(&self, file: &str) -> String {
+        self.0.join(file).display().to_string()
+    }
+}
+
+/// A server that speaks TLS, and without it to the test.
+struct TlsServer {
+    running: Running,
+    client: Client,
+    tls: u16,
+}
+
+impl TlsServer {
+    fn start(name: &str, files: &Certificates, cert: &str, clients: &str) -> Self {
+        let (port, tls) = (redis::free_port(), redis::free_port());
+        let (cert, key) = (files.path(&format!("{cert}.crt")), files.path(&format!("{cert}.key")));
+        let (tls_port, ca) = (tls.to_string(), files.path("ca.crt"));
+        let options =
+            ["--tls-port", &tls_port, "--tls-cert-file", &cert, "--tls-key-file", &key, "--tls-ca-cert-file", &ca];
+        let options = [&options[..], &["--tls-auth-clients", clients]].concat();
+        let running = redis::subject_with(&scratch(&format!("tls-{name}")), port, &options).start_plain();
+        Self { client: Client::connect(port, &running), running, tls }
+    }
+
+    /// A program that uses it, with these options of the address.
+    fn used(&self, disk: &Path, mib: &str, options: &str) -> Outcome {
+        let swap = format!("rediss://127.0.0.1:{}/0?size=1G{options}", self.tls);
+        Subject::new("TLS", &[&disk, &mib, &"1"]).with(&["--swap", &swap]).start_limited(32 * MIB).finish()
+    }
+
+    fn refused(&self, disk: &Path, options: &str, why: &str) {
+        let run = self.used(disk, "1", options);
+        let said = run.stderr.text();
+        let refusal =
+            said.contains("the swap server cannot be used") || said.contains("the address of the swap server");
+        assert!(!run.status.success() && refusal && said.contains(why), "{options}: {}", run.describe());
+    }
+
+    fn stop(self) {
+        redis::stop(self.client, self.running);
+    }
+}
+
+#[test]
+fn by_tls_with_those_who_can_show_who_they_are() {
+    let _alone = alone();
+    let Some(disk) = compile_c("disk") else { return };
+    let (Some(_), Some(files)) = (need("redis-server"), Certificates::make()) else { return };
+    let (ca, stranger) = (format!("&ca={}", files.path("ca.crt")), format!("&ca={}", files.path("stranger.crt")));
+    let own = format!("{ca}&cert={}&key={}", files.path("client.crt"), files.path("client.key"));
+
+    let mut server = TlsServer::start("any", &files, "server", "no");
+    let run = server.used(&disk, "64", &ca);
+    run.say("TLS", "its certificate is signed by whom we trust", None);
+    assert_eq!(ended_well(&run), 0);
+    assert!(number(&run, "pswpin") > 1000, "{}", run.describe());
+    assert_eq!(server.client.one(&["DBSIZE"]), b"0");
+    server.refused(&disk, &stranger, "certificate");
+    server.refused(&disk, "", "certificate");
+    server.refused(&disk, &format!("&ca={}", files.path("none")), "no such file");
+    server.stop();
+
+    let server = TlsServer::start("elsewhere", &files, "other", "no");
+    server.refused(&disk, &ca, "certificate");
+    server.stop();
+
+    let server = TlsServer::start("mutual", &files, "server", "yes");
+    server.refused(&disk, &ca, "");
+    let run = server.used(&disk, "48", &own);
+    run.say("TLS", "and so is ours", None);
+    assert_eq!(ended_well(&run), 0);
+    server.stop();
+}
