@@ -156,7 +156,7 @@ impl<P: Policy> Pages<P> {
     fn new(zone: &Zone, policy: P) -> Self {
         let n = (zone.end() - zone.start()) as usize;
         let frames = Frames { start: zone.start(), page: vec![None; n], pinned: vec![false; n] };
-        Self { frames, compactor: Compactor::new(zone, policy), live: Vec::new() }
+        Self { frames, compactor: Compactor::new(policy), live: Vec::new() }
     }
 
     fn run(mut self, mut zone: Zone, steps: &[u8]) {

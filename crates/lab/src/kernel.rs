@@ -1,8 +1,9 @@
 //! `uzswap lab kernel`: the same work under the kernel's compressed swaps and under uzswap.
 //!
-//! Read [`subject`] (who does the work, and how one run is judged), [`memory`] (workloads on memory, and the limit), then
-//! [`programs`] (real programs).
+//! Read [`subject`] (who does the work, and how one run is judged), [`memory`] (workloads on memory, and the limit),
+//! [`churned`] (the same after an hour's churn), then [`programs`] (real programs).
 
+mod churned;
 mod memory;
 mod programs;
 mod subject;
@@ -29,8 +30,9 @@ pub struct Args {
     memory: Option<u64>,
     #[command(flatten)]
     runs: Runs,
-    /// Only these parts: memory, programs, overhead, limit
-    #[arg(long, value_name = "PART", value_delimiter = ',', value_parser = ["memory", "programs", "overhead", "limit"])]
+    /// Only these parts: memory, churn, programs, overhead, limit
+    #[arg(long, value_name = "PART", value_delimiter = ',')]
+    #[arg(value_parser = ["memory", "churn", "programs", "overhead", "limit"])]
     only: Vec<String>,
     /// Where files are made meanwhile (a swap file among them, so no tmpfs) [default: the system's temporary directory]
     #[arg(long, value_name = "DIR")]
@@ -112,6 +114,10 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
     }
     if wants("memory") {
         lab.memory()?;
+    }
+    // (Minutes by its nature.)
+    if wants("churn") && !(args.common.quick && args.only.is_empty()) {
+        lab.churned()?;
     }
     if wants("programs") || wants("overhead") {
         let (programs, missing) = crate::programs::all(&lab.dir, python.as_deref(), args.common.quick)?;

@@ -10,6 +10,7 @@
 
 pub mod blocks;
 pub mod bursts;
+pub mod churn;
 pub mod data;
 pub mod experiment;
 pub mod fallback;

@@ -1,6 +1,7 @@
 //! Where a worker's memory comes from: the one place that knows.
 
 use std::io;
+use std::ops::Range;
 use uzswap_pager::region::{Options, Region};
 
 /// Memory a workload runs on. Private to one worker, readable and writable, zero at first.
@@ -13,6 +14,8 @@ pub trait Memory {
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
+    /// Drops the contents of a range, of whole pages: it reads as zeros then.
+    fn drop_range(&self, range: Range<usize>);
     /// Bytes that its own compressed pool holds, where it has one.
     fn pool(&self) -> u64 {
         0
@@ -52,6 +55,10 @@ impl Memory for Region {
         self.len()
     }
 
+    fn drop_range(&self, range: Range<usize>) {
+        self.remove(range);
+    }
+
     fn pool(&self) -> u64 {
         self.stats().pool as u64
     }
@@ -87,6 +94,14 @@ impl Memory for Anonymous {
 
     fn len(&self) -> usize {
         self.len
+    }
+
+    fn drop_range(&self, range: Range<usize>) {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {}", self.len);
+        // SAFETY: the mapping is ours and nobody holds a reference into it.
+        unsafe {
+            libc::madvise(self.base.add(range.start).cast(), range.end - range.start, libc::MADV_DONTNEED);
+        }
     }
 }
 

@@ -1,7 +1,8 @@
 //! The processes of `lab usemem`: each writes its memory, all at once, and afterwards reads it back.
 //!
-//! The first process starts the others, waits until all have written, and says what that took. Then each compares its
-//! memory with what it wrote, one after another, on demand: that is not part of what is measured.
+//! The first process starts the others, lets them begin when all are ready (what it takes to start processes and to read
+//! through the contents is nobody's swapping), waits until all have written, and says what that took. Then each compares
+//! its memory with what it wrote, one after another, on demand: that is not part of what is measured.
 
 use crate::data::Source;
 use crate::size::{self, PAGE};
@@ -31,6 +32,9 @@ pub struct Args {
     source: Option<PathBuf>,
 }
 
+/// What a process says when it can begin.
+const READY: &str = "ready";
+
 /// What the writing took, of one process or of all.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Said {
@@ -57,18 +61,22 @@ pub fn main(args: &Args) -> i32 {
     }
 }
 
-/// One process. It says what the writing took, waits for a byte, and says whether all is as it was.
+/// One process. It says that it is ready and waits for a byte, writes, says what that took and waits for another, and says
+/// whether all is as it was.
 fn one(args: &Args) -> io::Result<bool> {
     let source = args.source.as_deref().map(Source::open).transpose()?;
     let len = args.size as usize / PAGE * PAGE;
     let memory = map(len, args.folio)?;
     let mut want = [0u8; PAGE];
     let mut stdin = io::stdin().lock();
-    let start = Instant::now();
+    println!("{READY}");
+    stdin.read_exact(&mut [0])?;
+    let (start, before) = (Instant::now(), cpu());
     for (i, page) in memory.chunks_exact_mut(PAGE).enumerate() {
         contents(source.as_ref(), args.index, i, page);
     }
     let (user, system) = cpu();
+    let (user, system) = (user - before.0, system - before.1);
     let said = Said { seconds: start.elapsed().as_secs_f64(), user, system, corrupt: false };
     println!("{}", serde_json::to_string(&said)?);
     stdin.read_exact(&mut [0])?;
@@ -82,7 +90,6 @@ fn one(args: &Args) -> io::Result<bool> {
 
 /// All of them.
 fn all(args: &Args) -> io::Result<bool> {
-    let start = Instant::now();
     let exe = std::env::current_exe()?;
     let mut children: Vec<(Child, BufReader<std::process::ChildStdout>)> = Vec::new();
     for index in 0..args.processes {
@@ -95,6 +102,17 @@ fn all(args: &Args) -> io::Result<bool> {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         let output = child.stdout.take().ok_or(io::ErrorKind::BrokenPipe)?;
         children.push((child, BufReader::new(output)));
+    }
+    for (_, output) in &mut children {
+        let mut line = String::new();
+        output.read_line(&mut line)?;
+        if line.trim() != READY {
+            return Err(io::Error::other("a process did not start"));
+        }
+    }
+    let start = Instant::now();
+    for (child, _) in &mut children {
+        child.stdin.as_mut().ok_or(io::ErrorKind::BrokenPipe)?.write_all(b"w")?;
     }
     let mut total = Said::default();
     for (_, output) in &mut children {

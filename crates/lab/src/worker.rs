@@ -1,5 +1,6 @@
 //! The process that is measured: workloads on memory, and one line of JSON about them.
 
+use crate::churn;
 use crate::data::Source;
 use crate::memory::{self, Origin};
 use crate::size;
@@ -28,6 +29,9 @@ pub struct Args {
     /// Only fill, then verify
     #[arg(long)]
     fill_only: bool,
+    /// Age the memory first, by so many touches of pages
+    #[arg(long, value_name = "PAGES", default_value = "0")]
+    churn: u64,
 }
 
 /// What a worker says: one line.
@@ -94,6 +98,13 @@ fn work(args: &Args) -> Report {
             return report;
         }
     };
+    if args.churn > 0
+        && let Err(corrupt) = churn::churn(&*memory, &source, args.churn)
+    {
+        report.error = Some(corrupt.to_string());
+        report.corrupt = true;
+        return report;
+    }
     // SAFETY: the memory was made for this alone and outlives `pages`.
     let mut pages = unsafe { Pages::new(memory.base(), memory.len(), &source) };
     let fill_only = [Workload::Fill, Workload::Verify];

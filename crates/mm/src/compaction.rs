@@ -115,12 +115,12 @@ pub struct Compactor<P> {
 
 impl<P: Policy> Compactor<P> {
     /// Compaction that has not run yet.
-    pub fn new(zone: &Zone, policy: P) -> Self {
+    pub fn new(policy: P) -> Self {
         Self {
             policy,
             deferral: Deferral::default(),
             counters: Counters::default(),
-            moved_in: vec![0; (zone.end() - zone.start()) as usize],
+            moved_in: Vec::new(),
             pass: 1,
             flush: false,
             from: Vec::with_capacity(CLUSTER),
@@ -360,6 +360,7 @@ impl<P: Policy> Compactor<P> {
 
     fn count_move(&mut self, zone: &Zone, page: u32, to: u32) {
         self.counters.pgmigrate_success += 1;
+        self.moved_in.resize((zone.end() - zone.start()) as usize, 0);
         let before = core::mem::take(&mut self.moved_in[(page - zone.start()) as usize]);
         if before == self.pass {
             self.counters.migrated_twice += 1;

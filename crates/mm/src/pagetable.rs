@@ -130,6 +130,8 @@ impl Pte {
 
 /// Pages of a leaf.
 pub const LEAF_PAGES: u64 = 512;
+/// Pages of the block that hints are kept for.
+const BLOCK_PAGES: u64 = 16;
 
 /// Access hints of a 64 KiB block.
 pub const HINT_SEQUENTIAL: u8 = 1;
@@ -388,17 +390,17 @@ impl PageTable {
 
     /// The hints of the 64 KiB block of a page.
     pub fn hints(&self, vpn: u64) -> u8 {
-        self.leaf(vpn).map_or(0, |l| l.hints[(vpn % LEAF_PAGES / 16) as usize])
+        self.leaf(vpn).map_or(0, |l| l.hints[(vpn % LEAF_PAGES / BLOCK_PAGES) as usize])
     }
 
     /// Sets and clears hints of the 64 KiB block of a page.
     pub fn hint(&mut self, vpn: u64, set: u8, clear: u8) {
-        let h = &mut self.leaf_mut(vpn).hints[(vpn % LEAF_PAGES / 16) as usize];
+        let h = &mut self.leaf_mut(vpn).hints[(vpn % LEAF_PAGES / BLOCK_PAGES) as usize];
         *h = (*h & !clear) | set;
     }
 
-    /// Empties the entries of `[from, to)` pages and returns through `gone` those that were not empty. Leaves that lie
-    /// wholly inside are freed.
+    /// Empties the entries of `[from, to)` pages and returns through `gone` those that were not empty. The hints of blocks that
+    /// lie wholly inside are cleared, and leaves freed.
     pub fn clear(&mut self, from: u64, to: u64, mut gone: impl FnMut(u64, Pte)) {
         let mut vpn = from;
         while vpn < to {
@@ -437,7 +439,11 @@ impl PageTable {
         if end - from == LEAF_PAGES {
             *slot = None;
             self.leaves -= 1;
+            return;
         }
+        // How memory that is gone was used says nothing of what comes in its place.
+        let blocks = (from % LEAF_PAGES).div_ceil(BLOCK_PAGES)..(from % LEAF_PAGES + (end - from)) / BLOCK_PAGES;
+        blocks.for_each(|block| leaf.hints[block as usize] = 0);
     }
 
     /// The first page from `from` on whose entry is not empty.

@@ -17,6 +17,8 @@
 //! - **Lists of ready frames** ([`pcp::Pcp`]) in front of the zone, for orders 0 and 2.
 //! - **Watermarks** ([`Watermarks`]).
 //!
+//! Slots that nothing was in yet are holes of which there are no tables: a page block is begun when no other has a run.
+//!
 //! Invariants: a frame is in at most one free run; a free run's buddy of the same kind, order and block type is never
 //! free too (they would have merged); runs never cross the zone's ends; a block's `free` counts its free frames by
 //! kind. Cost: allocating and freeing look at no more than the orders. Owner: the pager's lock.
@@ -67,6 +69,8 @@ pub struct Watermarks {
 pub struct Zone {
     /// First frame of the zone.
     start: u32,
+    /// One past the last there may be: those beyond the tables are holes.
+    limit: u32,
     areas: [[FreeArea; MigrateType::COUNT]; 2],
     count: [usize; 2],
     /// Links of the free run that starts at a frame (previous, next); of a frame in use what its user noted.
@@ -85,13 +89,59 @@ const fn tag(kind: Kind, mt: MigrateType, order: u8) -> u8 {
 }
 
 impl Zone {
-    /// A zone of `slots` holes, numbered from 0.
+    /// A zone of `slots` holes, numbered from 0. Room for the tables of all is reserved, and taken as they are begun.
     ///
     /// # Panics
     /// When `slots` is not a multiple of 512 or does not fit 25 bits.
     pub fn new(slots: usize) -> Self {
         assert!(slots.is_multiple_of(BLOCK_FRAMES as usize) && slots < 1 << 25);
-        Self::spanning(0, slots as u32, Kind::Hole)
+        let mut zone = Self::growing(slots as u32);
+        zone.links.reserve_exact(slots);
+        zone.tag.reserve_exact(slots);
+        zone
+    }
+
+    /// A zone of up to `slots` holes, numbered from 0, of which tables are made as they are used.
+    pub fn growing(slots: u32) -> Self {
+        let mut zone = Self::of(0, 0);
+        zone.limit = slots;
+        zone
+    }
+
+    fn of(start: u32, end: u32) -> Self {
+        let frames = (end - start) as usize;
+        Self {
+            start,
+            limit: end,
+            areas: [[FreeArea { head: [NIL; ORDERS], orders: 0 }; MigrateType::COUNT]; 2],
+            count: [0; 2],
+            links: vec![(0, 0); frames],
+            tag: vec![0; frames],
+            map: vec![0; (end.div_ceil(64) - start / 64) as usize],
+            blocks: vec![Block::default(); (end.div_ceil(BLOCK_FRAMES) - start / BLOCK_FRAMES) as usize],
+            watermarks: Watermarks::default(),
+        }
+    }
+
+    /// Slots that nothing was ever in: holes all of them.
+    fn unused(&self, kind: Kind) -> usize {
+        if kind == Kind::Hole { (self.limit - self.end()) as usize } else { 0 }
+    }
+
+    /// Begins another page block; false when there is none (of that kind).
+    fn grow(&mut self, kind: Kind) -> bool {
+        let frames = (self.unused(kind) as u32).min(BLOCK_FRAMES);
+        if frames == 0 {
+            return false;
+        }
+        // (Such a zone starts at slot 0.)
+        let (first, end) = (self.end(), self.end() + frames);
+        self.links.resize(end as usize, (0, 0));
+        self.tag.resize(end as usize, 0);
+        self.map.resize(end.div_ceil(64) as usize, 0);
+        self.blocks.resize(end.div_ceil(BLOCK_FRAMES) as usize, Block::default());
+        self.free_run(kind, first, frames as usize);
+        true
     }
 
     /// A zone of the frames `start..end`, all free and of a kind, every block movable.
@@ -100,18 +150,7 @@ impl Zone {
     /// When the range is empty.
     pub fn spanning(start: u32, end: u32, kind: Kind) -> Self {
         assert!(start < end, "a zone of no frames");
-        let frames = (end - start) as usize;
-        let blocks = (end.div_ceil(BLOCK_FRAMES) - start / BLOCK_FRAMES) as usize;
-        let mut zone = Self {
-            start,
-            areas: [[FreeArea { head: [NIL; ORDERS], orders: 0 }; MigrateType::COUNT]; 2],
-            count: [0; 2],
-            links: vec![(0, 0); frames],
-            tag: vec![0; frames],
-            map: vec![0; (end.div_ceil(64) - start / 64) as usize],
-            blocks: vec![Block::default(); blocks],
-            watermarks: Watermarks::default(),
-        };
+        let mut zone = Self::of(start, end);
         // Highest first, so that the lowest is at the head of its list.
         let mut to = end;
         while to > start {
@@ -127,14 +166,14 @@ impl Zone {
         self.start
     }
 
-    /// One past the last frame.
+    /// One past the last frame that was begun.
     pub fn end(&self) -> u32 {
         self.start + self.tag.len() as u32
     }
 
     /// Free slots of a kind.
     pub fn free_slots(&self, kind: Kind) -> usize {
-        self.count[kind as usize]
+        self.count[kind as usize] + self.unused(kind)
     }
 
     /// Bytes of the zone's own tables.
@@ -186,12 +225,13 @@ impl Zone {
 
     /// Whether a run of an order is free (of any type).
     pub fn has_run(&self, kind: Kind, order: u8) -> bool {
-        self.areas[kind as usize].iter().any(|area| area.orders >> order != 0)
+        self.unused(kind) >> order != 0 || self.areas[kind as usize].iter().any(|area| area.orders >> order != 0)
     }
 
     /// Free runs of exactly an order, counted one by one: for reports and scores, not for the fault path.
     pub fn runs(&self, kind: Kind, order: u8) -> usize {
-        MigrateType::ALL.into_iter().map(|mt| self.list(kind, mt, order).count()).sum()
+        let unused = if order == MAX_ORDER { self.unused(kind) / BLOCK_FRAMES as usize } else { 0 };
+        unused + MigrateType::ALL.into_iter().map(|mt| self.list(kind, mt, order).count()).sum::<usize>()
     }
 
     /// The free runs of a kind, type and order, the last freed first.
@@ -314,8 +354,11 @@ impl Zone {
 
     /// Takes a run for something of a migrate type: from blocks of that type, else from another's.
     pub fn alloc_typed(&mut self, kind: Kind, mt: MigrateType, order: u8) -> Option<u32> {
-        let area = &self.areas[kind as usize][mt as usize];
-        let fitting = area.orders >> order << order;
+        let fitting = |zone: &Self| zone.areas[kind as usize][mt as usize].orders >> order << order;
+        if fitting(self) == 0 && self.unused(kind) >> order != 0 {
+            self.grow(kind);
+        }
+        let (fitting, area) = (fitting(self), &self.areas[kind as usize][mt as usize]);
         let found = if fitting != 0 {
             let found = fitting.trailing_zeros() as u8;
             Some((area.head[found as usize], found))
@@ -376,16 +419,17 @@ impl Zone {
 
     /// Takes the largest run of an order up to `order`.
     pub fn alloc_up_to(&mut self, kind: Kind, order: u8) -> Option<(u32, u8)> {
-        let orders = self.areas[kind as usize].iter().fold(0, |all, area| all | area.orders);
-        if orders == 0 {
-            return None;
+        if !self.areas[kind as usize].iter().any(|area| area.orders >> order != 0) {
+            self.grow(kind);
         }
-        let order = (orders.ilog2() as u8).min(order);
+        let orders = self.areas[kind as usize].iter().fold(0, |all, area| all | area.orders);
+        let order = (orders.checked_ilog2()? as u8).min(order);
         self.alloc(kind, order).map(|frame| (frame, order))
     }
 
     /// Takes a particular frame out of the free run it is in; false when it is not free (of that kind).
     pub fn take_frame(&mut self, kind: Kind, frame: u32) -> bool {
+        while (self.end()..self.limit).contains(&frame) && self.grow(kind) {}
         let Some((_, head, order)) = self.free_run_around(frame).filter(|(k, ..)| *k == kind) else { return false };
         self.unlink(kind, head, order);
         // The rest of the run is free still: both sides of the frame, in halves.

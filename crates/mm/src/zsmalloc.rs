@@ -5,7 +5,8 @@
 //! protected, discarded or elsewhere.
 //!
 //! ```text
-//! pool   | slab (3 pages)     | slab (1) |  free run  | slab (2 pages)   | frontier ... capacity
+//! pool   | page block: 512 pages of a zone      | page block | page block | ... what the zone has begun ... capacity
+//! block  | slab (3 pages) | slab (1) | free run | slab (2 pages) | ...
 //! slab   | object | object | object | tail |          all of one class, at most 128 objects
 //! ```
 //!
@@ -14,138 +15,39 @@
 //! the smallest whose tail waste is below [`TAIL_WASTE_OK`]; the class is then widened to divide its slab evenly.
 //! Objects may straddle pages inside a slab: the range is contiguous in memory, so nobody notices.
 //!
-//! - An object is one bit in its slab's bitmap: no bytes per object. A slab is 32 bytes, a page of the pool 4 (its
-//!   slab's index).
+//! - The pages are those of a [`Zone`] that begins a page block when no run is left in others. A slab whose
+//!   pages are no power of two gives the rest of its run back at once. Free pages are *holes*: they have no memory.
+//! - An object is one bit in its slab's bitmap: no bytes per object. A slab is 32 bytes; which slab a page belongs to is the
+//!   zone's note of its user.
 //! - Partial slabs sit in four lists per class by fullness, and allocation takes from the fullest, so that nearly
 //!   empty slabs drain and are given back.
 //! - A slab whose last object goes leaves at once, as [`Freed`]. None is kept empty; [`ZsPool::compact`] drains those
-//!   that are nearly so.
-//! - Free page runs are merged with their neighbours and reused best fit, lowest offset first among equals, before
-//!   the frontier moves; a run that reaches the frontier pulls it back.
+//!   that are nearly so, and [`ZsPool::evacuate`] empties page blocks.
 //!
 //! Invariants:
 //! - `used` is the sum of class sizes of set bits; `held` is the pages of all slabs; both in bytes.
 //! - A slab has 1..=objects live objects; it is in exactly one list when it is partial and in none when it is full.
-//! - `page_slab[p]` is `p`'s slab or [`NONE`], its length is the frontier, and free runs are maximal, disjoint from
-//!   slabs and end below the frontier.
+//! - Every page of a slab has it as its user in the zone. What the zone says of a free page is anything: that a page lies in
+//!   the slab it names is always looked up.
 //!
 //! Ownership: one owner, `&mut self`; whoever shares a pool among threads puts the lock around it.
 
+mod classes;
 mod compaction;
 
+use crate::zone::{BLOCK_FRAMES, Kind, Zone};
+use classes::{CLASS_COUNT, CLASS_OF, CLASSES, Class, GRAIN, MAX_SLAB_OBJECTS, MAX_SLAB_PAGES};
+pub use classes::{MAX_OBJECT, class_sizes};
 pub use compaction::{Compacted, Relocate};
-use std::collections::{BTreeMap, BTreeSet};
 
 /// The allocator's page, whatever the kernel's is.
 const PAGE: usize = 4096;
-/// Granularity of offsets and class sizes. 32 lets a `u32` address 128 GiB; 16 would gain under 1 % of a 1 KiB object.
-const GRAIN: usize = 32;
-/// Largest object: a 64 KiB source stored raw, with a page to spare for a header.
-pub const MAX_OBJECT: usize = 69_632;
 /// Largest pool that a [`Handle`] can address: 128 GiB.
 pub const MAX_CAPACITY: usize = GRAIN << 32;
-/// Pages in the largest slab. More would waste less in the tail and more in slabs that never drain.
-const MAX_SLAB_PAGES: usize = 32;
-/// Objects in a slab at most: the bits of its bitmap.
-const MAX_SLAB_OBJECTS: usize = 128;
-/// A tail waste, in 1/1024 of the slab, that is not worth more pages (1.5 %).
-const TAIL_WASTE_OK: usize = 16;
-/// Sizes that come up as such (sources stored raw), which therefore end a class each.
-const ANCHORS: [usize; 6] = [4096, 8192, 16_384, 32_768, 65_536, MAX_OBJECT];
 /// Fullness lists per class.
 const GROUPS: usize = 4;
 /// No slab, no link.
 const NONE: u32 = u32::MAX;
-
-/// A size class.
-#[derive(Clone, Copy)]
-struct Class {
-    /// Bytes given to each object.
-    size: u32,
-    /// Pages of a slab.
-    pages: u8,
-    /// Objects of a slab.
-    objects: u8,
-}
-
-/// The smallest number of pages with little tail waste for objects of `size`, or that with the least.
-const fn slab_pages(size: usize) -> usize {
-    let mut best = (0, usize::MAX);
-    let mut pages = size.div_ceil(PAGE);
-    while pages <= MAX_SLAB_PAGES {
-        let bytes = pages * PAGE;
-        if bytes / size > MAX_SLAB_OBJECTS {
-            break;
-        }
-        let waste = (bytes % size) * 1024 / bytes;
-        if waste < best.1 {
-            best = (pages, waste);
-        }
-        if waste <= TAIL_WASTE_OK {
-            break;
-        }
-        pages += 1;
-    }
-    assert!(best.0 != 0);
-    best.0
-}
-
-/// The first anchor at or above `size`.
-const fn anchor(size: usize) -> usize {
-    let mut i = 0;
-    while ANCHORS[i] < size {
-        i += 1;
-    }
-    ANCHORS[i]
-}
-
-const CLASS_ROOM: usize = 160;
-
-const fn build_classes() -> ([Class; CLASS_ROOM], usize) {
-    let mut classes = [Class { size: 0, pages: 0, objects: 0 }; CLASS_ROOM];
-    let mut count = 0;
-    let mut wanted = GRAIN;
-    loop {
-        let pages = slab_pages(wanted);
-        let objects = pages * PAGE / wanted;
-        // Widen to what the slab has anyway, but not past a size that must end its own class.
-        let widened = pages * PAGE / objects / GRAIN * GRAIN;
-        let size = if widened > anchor(wanted) { anchor(wanted) } else { widened };
-        classes[count] = Class { size: size as u32, pages: pages as u8, objects: objects as u8 };
-        count += 1;
-        if size == MAX_OBJECT {
-            return (classes, count);
-        }
-        // About 5 % up (1/20), at least one grain.
-        let up = (size + size / 20).div_ceil(GRAIN) * GRAIN;
-        let next = if up > size { up } else { size + GRAIN };
-        wanted = if next > anchor(size + 1) { anchor(size + 1) } else { next };
-    }
-}
-
-const BUILT: ([Class; CLASS_ROOM], usize) = build_classes();
-const CLASS_COUNT: usize = BUILT.1;
-static CLASSES: [Class; CLASS_ROOM] = BUILT.0;
-
-/// Class by length in grains, rounded up.
-static CLASS_OF: [u8; MAX_OBJECT / GRAIN + 1] = {
-    let mut of = [0; MAX_OBJECT / GRAIN + 1];
-    let mut class = 0;
-    let mut grains = 0;
-    while grains < of.len() {
-        if grains * GRAIN > BUILT.0[class].size as usize {
-            class += 1;
-        }
-        of[grains] = class as u8;
-        grains += 1;
-    }
-    of
-};
-
-/// The sizes objects are rounded up to, ascending, in bytes.
-pub fn class_sizes() -> impl Iterator<Item = usize> {
-    CLASSES[..CLASS_COUNT].iter().map(|class| class.size as usize)
-}
 
 /// An object in a [`ZsPool`]: its byte offset divided by 32.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -200,19 +102,14 @@ pub struct ZsPool {
     slabs: Vec<Slab>,
     /// First unused entry of `slabs`.
     unused: u32,
-    /// Slab of each page below the frontier.
-    page_slab: Vec<u32>,
-    /// Free runs below the frontier: start to length, in pages.
-    runs: BTreeMap<u32, u32>,
-    /// The same runs as (length, start), for best fit.
-    runs_by_len: BTreeSet<(u32, u32)>,
+    /// The pages.
+    zone: Zone,
     /// Heads of the fullness lists.
     partial: Box<[[u32; GROUPS]]>,
     /// What each class has.
     usage: Box<[Usage]>,
     /// The class that compaction looks at next.
     compact_next: usize,
-    capacity_pages: usize,
     /// Bytes, the sum of class sizes of live objects.
     used: usize,
     /// Bytes, the pages of all slabs.
@@ -239,13 +136,10 @@ impl ZsPool {
         Self {
             slabs: Vec::new(),
             unused: NONE,
-            page_slab: Vec::new(),
-            runs: BTreeMap::new(),
-            runs_by_len: BTreeSet::new(),
+            zone: Zone::growing((capacity_bytes.min(MAX_CAPACITY) / PAGE) as u32),
             partial: vec![[NONE; GROUPS]; CLASS_COUNT].into_boxed_slice(),
             usage: vec![Usage::default(); CLASS_COUNT].into_boxed_slice(),
             compact_next: 0,
-            capacity_pages: capacity_bytes.min(MAX_CAPACITY) / PAGE,
             used: 0,
             held: 0,
         }
@@ -343,23 +237,28 @@ impl ZsPool {
         self.held
     }
 
-    /// Bytes of the allocator's own books, as allocated; the trees of free runs are estimated.
+    /// Bytes of the allocator's own books, as allocated.
     pub fn metadata_bytes(&self) -> usize {
-        // A B-tree node is at least half full: up to twice the entries, in both trees.
-        const RUN: usize = 2 * 2 * size_of::<(u32, u32)>();
         size_of::<Self>()
             + self.slabs.capacity() * size_of::<Slab>()
-            + self.page_slab.capacity() * size_of::<u32>()
-            + self.runs.len() * RUN
+            + self.zone.metadata_bytes()
             + size_of_val(&*self.partial)
             + size_of_val(&*self.usage)
+    }
+
+    /// The slab that a page is in.
+    fn slab_at(&self, page: u32) -> Option<u32> {
+        let index = (page < self.zone.end()).then(|| self.zone.user(page) as u32)?;
+        let slab = self.slabs.get(index as usize).filter(|slab| slab.live > 0)?;
+        let end = slab.first_page + u32::from(CLASSES[slab.class as usize].pages);
+        (slab.first_page..end).contains(&page).then_some(index)
     }
 
     /// The slab and the index in it of a live object; panics when there is none.
     fn locate(&self, handle: Handle) -> (u32, usize) {
         let offset = handle.offset();
-        let slab_index = self.page_slab.get(offset / PAGE).copied().unwrap_or(NONE);
-        assert!(slab_index != NONE, "handle {:#x} is in no slab", handle.0);
+        let slab_index = self.slab_at((offset / PAGE) as u32);
+        let slab_index = slab_index.unwrap_or_else(|| panic!("handle {:#x} is in no slab", handle.0));
         let slab = &self.slabs[slab_index as usize];
         let size = CLASSES[slab.class as usize].size;
         let into = (offset - slab.first_page as usize * PAGE) as u32;
@@ -409,8 +308,7 @@ impl ZsPool {
             self.unused = std::mem::replace(&mut self.slabs[index as usize], slab).next;
             index
         };
-        let first_page = first_page as usize;
-        self.page_slab[first_page..first_page + pages as usize].fill(index);
+        (first_page..first_page + u32::from(pages)).for_each(|page| self.zone.set_user(page, u64::from(index)));
         self.held += pages as usize * PAGE;
         self.usage[class as usize].slabs += 1;
         self.move_group(index, class, None, group(0, objects));
@@ -425,55 +323,18 @@ impl ZsPool {
         let len = pages as usize * PAGE;
         self.held -= len;
         self.usage[slab.class as usize].slabs -= 1;
-        self.page_slab[first as usize..first as usize + pages as usize].fill(NONE);
-        self.put_run(first, u32::from(pages));
+        self.zone.free_run(Kind::Hole, first, pages as usize);
         Freed { offset: first as usize * PAGE, len }
     }
 
-    /// Takes `pages` contiguous pages: from the shortest run that is long enough, else from the frontier.
+    /// Takes `pages` contiguous pages.
     fn take_run(&mut self, pages: u32) -> Option<u32> {
-        if let Some(&(len, start)) = self.runs_by_len.range((pages, 0)..).next() {
-            self.drop_run(start, len);
-            if len > pages {
-                self.add_run(start + pages, len - pages);
-            }
-            return Some(start);
-        }
-        let start = self.page_slab.len();
-        if start + pages as usize > self.capacity_pages {
-            return None;
-        }
-        self.page_slab.resize(start + pages as usize, NONE);
-        Some(start as u32)
-    }
-
-    /// Returns pages, merging them with free neighbours or into the space past the frontier.
-    fn put_run(&mut self, mut start: u32, mut len: u32) {
-        if let Some((&before, &before_len)) = self.runs.range(..start).next_back()
-            && before + before_len == start
-        {
-            self.drop_run(before, before_len);
-            start = before;
-            len += before_len;
-        }
-        if let Some(&after_len) = self.runs.get(&(start + len)) {
-            self.drop_run(start + len, after_len);
-            len += after_len;
-        }
-        if (start + len) as usize == self.page_slab.len() {
-            self.page_slab.truncate(start as usize);
-        } else {
-            self.add_run(start, len);
-        }
-    }
-
-    fn add_run(&mut self, start: u32, len: u32) {
-        self.runs.insert(start, len);
-        self.runs_by_len.insert((len, start));
-    }
-
-    fn drop_run(&mut self, start: u32, len: u32) {
-        self.runs.remove(&start);
-        self.runs_by_len.remove(&(len, start));
+        let run = pages.next_power_of_two();
+        let order = run.trailing_zeros() as u8;
+        let first = self.zone.alloc(Kind::Hole, order)?;
+        self.zone.free_run(Kind::Hole, first + pages, (run - pages) as usize);
+        Some(first)
     }
 }
+
+const _: () = assert!(MAX_SLAB_PAGES <= BLOCK_FRAMES as usize, "a slab lies in one page block");

@@ -282,6 +282,9 @@ impl Pager {
             }
             let wanted = if alone { index + 1 } else { pages };
             let mut bytes = core::mem::take(&mut s.decoded[at].bytes);
+            if bytes.len() < pages * PAGE {
+                bytes = vec![0; pages * PAGE];
+            }
             let decoded = decompress_start(s, handle, &mut bytes[..pages * PAGE], wanted * PAGE);
             s.decoded[at] = Decoded {
                 handle: decoded.map(|_| handle),

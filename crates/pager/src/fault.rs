@@ -115,6 +115,7 @@ impl Pager {
     }
 
     fn bring(&self, s: &mut State, r: Request, first: Pte) -> Result<(), EventPending> {
+        s.touch(r.vpn);
         let scattered = s.pt.hints(r.vpn) & HINT_RANDOM != 0 && !is_near(s, r.vpn);
         let (n, stream, sequential) = self.window(s, r.vpn);
         let alone = scattered && !sequential && first.tag() == Tag::Compressed && !self.crowded_out(s) && {

@@ -117,6 +117,8 @@ pub struct Counters {
     pub reject_recompress_poor: AtomicU64,
     /// Pages of the pool that compaction freed (4 KiB pages, cumulative).
     pub pages_compacted: AtomicU64,
+    /// Page blocks (2 MiB of addresses) of the pool that compaction emptied (cumulative).
+    pub pool_blocks_freed: AtomicU64,
     /// Compactions of the arena for an allocation (events); this and those below as in /proc/vmstat.
     pub compact_stall: AtomicU64,
     /// Those that made a run (events).
@@ -184,7 +186,7 @@ impl Counters {
         self.folios.move_to(&to.folios);
     }
 
-    fn cumulative(&self) -> [&AtomicU64; 37] {
+    fn cumulative(&self) -> [&AtomicU64; 38] {
         [
             &self.pgfault,
             &self.pgmajfault,
@@ -198,6 +200,7 @@ impl Counters {
             &self.recompressed_idle_pages,
             &self.reject_recompress_poor,
             &self.pages_compacted,
+            &self.pool_blocks_freed,
             &self.compact_stall,
             &self.compact_success,
             &self.compact_fail,

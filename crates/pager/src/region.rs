@@ -167,6 +167,8 @@ pub struct Stats {
     pub pool_used: usize,
     /// Pages of the pool that compaction freed (cumulative).
     pub pages_compacted: u64,
+    /// Page blocks (2 MiB of addresses) of the pool that compaction emptied (cumulative).
+    pub pool_blocks_freed: u64,
     /// Frames of the arena that compaction moved (cumulative).
     pub pages_migrated: u64,
     /// Pages (their uncompressed size) in the pool.
@@ -453,6 +455,7 @@ impl Region {
             pool_used: s.pool.used_bytes(),
             pages_migrated: c.pgmigrate_success.load(Relaxed),
             pages_compacted: c.pages_compacted.load(Relaxed),
+            pool_blocks_freed: c.pool_blocks_freed.load(Relaxed),
             stored: s.swapped * PAGE,
             zeros: s.zeros * PAGE,
             metadata: s.metadata_bytes(),

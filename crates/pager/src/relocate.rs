@@ -14,7 +14,8 @@
 //! its pages are apart, the header can be right for one part only, and the object stays until it dies.)
 //!
 //! The pool is compacted under memory pressure only, on the way of reclaim, in small steps, when a sixteenth of it is
-//! waste: that frees memory at a tenth of the price of compressing a page.
+//! waste: that frees memory at a tenth of the price of compressing a page. When there is none, and more than half of the pages of
+//! its page blocks are free, the emptiest blocks are emptied by steps as small.
 
 use crate::arena;
 use crate::object::{self, Header};
@@ -24,10 +25,13 @@ use crate::swap::kept::OnDisk;
 use core::sync::atomic::Ordering::*;
 use std::collections::BTreeSet;
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
-use uzswap_mm::zsmalloc::{Freed, Handle, Relocate};
+use uzswap_mm::zone::BLOCK_FRAMES;
+use uzswap_mm::zsmalloc::{Compacted, Freed, Handle, Relocate, ZsPool};
 
 /// Objects moved per call: some tens of microseconds under the lock.
 const STEP: usize = 64;
+/// Calls per look at the page blocks, each of which is looked at then.
+const LOOK_EVERY: u32 = 16;
 
 /// Whether an entry refers to page `index` of an object whose order is `order`.
 fn refers(vpn: u64, pte: Pte, handle: u32, order: u8, index: usize) -> bool {
@@ -72,7 +76,6 @@ struct Mover<'a> {
     left_behind: &'a mut BTreeSet<u32>,
     /// Where objects are now, by their first page.
     moved: Vec<(u64, u32)>,
-    freed: usize,
 }
 
 impl Relocate for Mover<'_> {
@@ -101,33 +104,56 @@ impl Relocate for Mover<'_> {
     }
 
     fn freed(&mut self, pages: Freed) {
-        self.freed += pages.len;
         // SAFETY: the pool says that no object is left in the range.
         unsafe { arena::discard(self.pool + pages.offset, pages.len) };
     }
 }
 
 impl Pager {
-    /// Compacts the pool a little when a sixteenth of it is waste; true when memory was freed.
+    /// Compacts the pool a little when a sixteenth of it is waste, or empties page blocks; true when memory was freed.
     pub fn compact_pool(&self, s: &mut State) -> bool {
         let (held, used) = (s.pool.held_bytes(), s.pool.used_bytes());
         // What cannot be freed (or was not worth it) is not looked at again until as much waste has come on top.
         if held - used < held / 16 + s.pool_rest {
+            self.empty_page_blocks(s);
             return false;
         }
-        let State { pool, pt, decoded, left_behind, layout, .. } = s;
-        let moved = Vec::with_capacity(STEP);
-        let mut mover = Mover { pool: layout.pool, pt, decoded, left_behind, moved, freed: 0 };
-        let done = pool.compact(STEP, &mut mover);
-        let (freed, moved) = (mover.freed, mover.moved);
-        // The shrinker's entries name objects by their place.
-        moved.into_iter().for_each(|(vpn, handle)| s.entered_pool(vpn, handle));
-        s.rss = s.rss.saturating_sub(freed);
-        self.counters().pages_compacted.fetch_add((freed / arena::PAGE) as u64, Relaxed);
+        let done = relocate(s, |pool, mover| pool.compact(STEP, mover));
+        self.counters().pages_compacted.fetch_add((done.freed / arena::PAGE) as u64, Relaxed);
         let (held, used) = (s.pool.held_bytes(), s.pool.used_bytes());
         s.pool_rest = if done.moved < STEP { (held - used).saturating_sub(held / 16) + held / 64 } else { 0 };
-        freed > 0
+        done.freed > 0
     }
+
+    /// Empties the emptiest page blocks of the pool a little, where more than half of the pages in its blocks are free.
+    fn empty_page_blocks(&self, s: &mut State) {
+        s.pool_looks = s.pool_looks.wrapping_add(1);
+        if !s.pool_looks.is_multiple_of(LOOK_EVERY) || !s.pool.may_be_sparse() {
+            return;
+        }
+        let (blocks, free) = s.pool.page_blocks();
+        let pages = blocks * BLOCK_FRAMES as usize;
+        if blocks < 2 || free * 2 <= pages || free.abs_diff(s.pool_stuck) < pages / 16 {
+            return;
+        }
+        let done = relocate(s, |pool, mover| pool.evacuate(STEP, mover));
+        self.counters().pool_blocks_freed.fetch_add(done.blocks as u64, Relaxed);
+        // (Where nothing moved, or something will not, the same would be found again.)
+        s.pool_stuck = if done.moved < STEP { s.pool.page_blocks().1 } else { usize::MAX / 2 };
+    }
+}
+
+/// Moves objects of the pool, and what names them.
+fn relocate(s: &mut State, act: impl FnOnce(&mut ZsPool, &mut Mover) -> Compacted) -> Compacted {
+    let held = s.pool.held_bytes();
+    let State { pool, pt, decoded, left_behind, layout, .. } = s;
+    let mut mover = Mover { pool: layout.pool, pt, decoded, left_behind, moved: Vec::with_capacity(STEP) };
+    let done = act(pool, &mut mover);
+    let moved = mover.moved;
+    // The shrinker's entries name objects by their place.
+    moved.into_iter().for_each(|(vpn, handle)| s.entered_pool(vpn, handle));
+    s.rss = (s.rss + s.pool.held_bytes()).saturating_sub(held);
+    done
 }
 
 /// Readers and movers in every order of their steps (loom), over the engine's own tables and pool.
@@ -145,7 +171,8 @@ mod tests {
     use loom::thread;
     use uzswap_mm::codec::{Algorithm, Encoding};
 
-    type Shared = Arc<Mutex<State>>;
+    // (Boxed: loom's threads have small stacks.)
+    type Shared = Arc<Mutex<Box<State>>>;
 
     fn content(vpn: u64) -> [u8; PAGE] {
         core::array::from_fn(|i| (i as u64 * 31 + vpn * 7919) as u8)
@@ -179,8 +206,8 @@ mod tests {
     }
 
     /// A pool of two slabs with one object left in each, out of many: one is to be drained into the other. The pages.
-    fn sparse(pager: &Pager) -> (State, u64, u64) {
-        let mut s = State::new(pager.layout, Algorithm::Lz4);
+    fn sparse(pager: &Pager) -> (Box<State>, u64, u64) {
+        let mut s = Box::new(State::new(pager.layout, Algorithm::Lz4));
         let (mut n, mut slabs) = (0, Vec::new());
         while slabs.len() < 3 {
             n += 1;

@@ -4,6 +4,9 @@
 //! with a forked child, an unread event) goes back to a list: a resident page is always on one, or it would never be
 //! reclaimed. What cannot be moved as it is mapped (read-only, locked: the kernel answers EINVAL) is set aside on the
 //! unevictable list, from which `look` of the ticker rescues it now and then.
+//!
+//! An instruction may need several pages at once, where its operands cross from one to the next. Where next to nothing is
+//! resident the pages that were faulted on last therefore stay: or one would be taken to bring the other, for ever.
 
 use crate::arena::PAGE;
 use crate::fault::EventPending;
@@ -19,6 +22,8 @@ use uzswap_sys::maps;
 
 /// Pages from which on no further folio is added to one MOVE.
 const RUN_PAGES: usize = 128;
+/// Pages left to the program below which those that it touched last stay.
+const FEW_LEFT: usize = 64;
 /// Runs of pages that are found to be shared with another process, and none that is not, before a round is given up.
 const SHARED_TRIES: u64 = 16;
 /// Ranges noted at most to be un-shared: while the reclaim thread gets at none the same ones are found again and again.
@@ -44,7 +49,7 @@ impl Pager {
         while moved < want && tries < want * 2 + 64 && (moved > 0 || refused() < enough) {
             tries += 1;
             let Some(first) = s.lru.pop_victim() else { break };
-            if !is_whole(s, first) {
+            if !is_whole(s, first) || must_stay(s, first) {
                 moved += self.stage_pages(s, first)?;
                 continue;
             }
@@ -53,7 +58,7 @@ impl Pager {
             while n < want.clamp(16, RUN_PAGES) {
                 let next = s.lru.peek_victim().filter(|e| e.vpn() == start + n as u64 && e.order() < MAX_ORDER);
                 let Some(next) = next else { break };
-                if !is_whole(s, next) {
+                if !is_whole(s, next) || must_stay(s, next) || s.resident < n + FEW_LEFT {
                     break;
                 }
                 let _ = s.lru.pop_victim();
@@ -64,13 +69,14 @@ impl Pager {
         Ok(moved)
     }
 
-    /// Moves what is left of a folio that is no longer whole.
+    /// Moves what is left of a folio that is no longer whole, or that must not go as a whole.
     fn stage_pages(&self, s: &mut State, e: Entry) -> Result<usize, EventPending> {
         let mut moved = 0;
+        let stay = must_stay(s, e);
         let (mut at, end) = (e.vpn(), e.vpn() + (1 << e.order()));
         while at < end {
             let mut n = 0;
-            while at + n < end && is_fresh(s, at + n, e.stamp()) {
+            while at + n < end && is_fresh(s, at + n, e.stamp()) && !(stay && s.was_touched(at + n)) {
                 n += 1;
             }
             if n > 0 {
@@ -87,7 +93,11 @@ impl Pager {
                     }
                 }
             }
-            at += n + 1;
+            at += n;
+            if at < end && is_fresh(s, at, e.stamp()) {
+                self.requeue(s, at, 1);
+            }
+            at += 1;
         }
         Ok(moved)
     }
@@ -239,6 +249,12 @@ impl Pager {
 fn is_fresh(s: &State, vpn: u64, stamp: u32) -> bool {
     let pte = s.pt.get(vpn);
     pte.tag() == Tag::Resident && pte.aux() == stamp
+}
+
+/// Whether a folio holds pages that must stay: see the file's head.
+fn must_stay(s: &State, e: Entry) -> bool {
+    let n = 1 << e.order();
+    s.resident < n + FEW_LEFT && s.touched_in(e.vpn()..e.vpn() + n as u64)
 }
 
 fn is_whole(s: &State, e: Entry) -> bool {

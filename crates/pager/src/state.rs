@@ -15,6 +15,7 @@ use crate::store::Batch;
 use crate::swap::Swap;
 use crate::swap::kept::OnDisk;
 use crate::trace::Recorder;
+use core::ops::Range;
 use std::collections::BTreeSet;
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor};
 use uzswap_mm::compaction::Compactor;
@@ -42,7 +43,7 @@ const STAMP_MASK: u32 = 0x1f_ffff;
 pub struct Decoded {
     /// The object, None when the buffer holds nothing.
     pub handle: Option<u32>,
-    /// Its pages, of which the first `pages` were decompressed.
+    /// Its pages, of which the first `pages` were decompressed. (Grows to the largest block there was.)
     pub bytes: Vec<u8>,
     /// Pages.
     pub pages: usize,
@@ -70,6 +71,10 @@ pub struct State {
     pub pool: ZsPool,
     /// Waste that compaction of the pool could not free (bytes).
     pub pool_rest: usize,
+    /// Free pages in its page blocks when those could not be emptied any further.
+    pub pool_stuck: usize,
+    /// Times it was asked whether they should be.
+    pub pool_looks: u32,
     /// Decompresses for faults.
     pub decompressor: Decompressor,
     /// Blocks decompressed lately, round robin.
@@ -112,6 +117,10 @@ pub struct State {
     pub streams: [(u64, u8); 8],
     /// Next of `streams` to reuse.
     pub stream_next: usize,
+    /// Pages that were faulted on last: see `stage`.
+    touched: [u64; 16],
+    /// Next of `touched` to reuse.
+    touched_next: usize,
     /// Where faults come from, and who reclaims.
     pub placement: Placement,
     /// Where recompression is.
@@ -155,13 +164,15 @@ impl State {
             pt: PageTable::new(),
             lru: Lru::default(),
             runs_wanted: false,
-            compactor: Compactor::new(&zone, Emptiest::new()),
+            compactor: Compactor::new(Emptiest::new()),
             zone,
             pool: ZsPool::new(arena::POOL_BYTES - (4 << 20)),
             pool_rest: 0,
+            pool_stuck: usize::MAX / 2,
+            pool_looks: 0,
             decompressor: Decompressor::new(),
             decoded: (0..4)
-                .map(|_| Decoded { handle: None, bytes: vec![0; BLOCK], pages: 0, vpn: 0, fresh: false })
+                .map(|_| Decoded { handle: None, bytes: Vec::new(), pages: 0, vpn: 0, fresh: false })
                 .collect(),
             decoded_next: 0,
             probes: 0,
@@ -181,6 +192,8 @@ impl State {
             moved_busy: Vec::new(),
             missed_frees: 0,
             streams: [(u64::MAX, 0); 8],
+            touched: [u64::MAX; 16],
+            touched_next: 0,
             stream_next: 0,
             placement: Placement::new(),
             sweep: Sweep::default(),
@@ -355,14 +368,21 @@ impl State {
 
     /// Lists pages, whose entries may have kept copies, as resident and keeps the copies.
     pub fn list_with_copies(&mut self, vpn: u64, n: usize, list: List) {
-        for from in (0..n).step_by(FOLIO_PAGES) {
-            let (at, len) = (vpn + from as u64, (n - from).min(FOLIO_PAGES));
-            let mut copies = [None; FOLIO_PAGES];
-            for (i, copy) in copies.iter_mut().enumerate().take(len) {
-                *copy = self.pt.get(at + i as u64).copy();
-            }
-            self.list_resident(at, len, list, |i| copies[i]);
+        // (Mostly a page or a few, for which 4 KiB of copies would take longer than all the rest.)
+        match n {
+            0..=16 => self.list_some::<16>(vpn, n, list),
+            _ => (0..n).step_by(FOLIO_PAGES).for_each(|from| {
+                self.list_some::<FOLIO_PAGES>(vpn + from as u64, (n - from).min(FOLIO_PAGES), list);
+            }),
         }
+    }
+
+    fn list_some<const MOST: usize>(&mut self, vpn: u64, n: usize, list: List) {
+        let mut copies = [None; MOST];
+        for (i, copy) in copies.iter_mut().enumerate().take(n) {
+            *copy = self.pt.get(vpn + i as u64).copy();
+        }
+        self.list_resident(vpn, n, list, |i| copies[i]);
     }
 
     /// Whether anything is known of a page between two addresses.
@@ -421,6 +441,24 @@ impl State {
         Some(handle)
     }
 
+    /// A page is faulted on.
+    pub fn touch(&mut self, vpn: u64) {
+        if !self.was_touched(vpn) {
+            self.touched[self.touched_next] = vpn;
+            self.touched_next = (self.touched_next + 1) % self.touched.len();
+        }
+    }
+
+    /// Whether a page is one of those that were faulted on last.
+    pub fn was_touched(&self, vpn: u64) -> bool {
+        self.touched.contains(&vpn)
+    }
+
+    /// Whether one of these pages was.
+    pub fn touched_in(&self, pages: Range<u64>) -> bool {
+        self.touched.iter().any(|vpn| pages.contains(vpn))
+    }
+
     /// Pages that a fault is likely to bring: a block, or what goes with the stream it belongs to.
     pub fn expected(&self, vpn: u64) -> usize {
         let stream = self.streams.iter().find(|(next, _)| *next == vpn);
@@ -440,7 +478,7 @@ impl State {
             + self.compactor.metadata_bytes()
             + self.pool.metadata_bytes()
             + self.swap.as_ref().map_or(0, |swap| swap.metadata_bytes())
-            + self.decoded.len() * BLOCK
+            + self.decoded.iter().map(|d| d.bytes.capacity()).sum::<usize>()
             + BLOCK
     }
 }

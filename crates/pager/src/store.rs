@@ -272,11 +272,14 @@ impl Pager {
             }
             _ if !large || self.group.folios.allows(order) => self.begin_folio(s, batch, (start, end), order),
             _ => {
-                // Large folios are not to enter the pool. Whatever comes of this one, nothing older is found for it.
+                // Folios as large as this one are not to enter the pool: it is split, into the largest that are. Whatever comes
+                // of them, nothing older is found for it.
                 let mut tables = Tables { zeros: false, pager: self, s, units: &[], out: &[], hashes: &[] };
                 let _ = zswap::begin(&mut tables, start..end, false);
                 self.counters().folios.count(order, |c| &c.swpout_fallback);
-                (start..end).filter(|at| self.begin_folio(s, batch, (*at, at + 1), 0)).count() > 0
+                let part = (LARGE_ORDER..order).rev().find(|o| self.group.folios.allows(*o)).unwrap_or(0);
+                let parts = (start..end).step_by(1 << part);
+                parts.filter(|at| self.begin_folio(s, batch, (*at, at + (1 << part)), part)).count() > 0
             }
         };
         (dirty + clean, some || clean > 0)
@@ -373,7 +376,8 @@ impl Pager {
     }
 
     /// The unit of compression at `vpn` of a folio: as was set; else 16 KiB where four pages are staged side by side and
-    /// the block is not read at random (64 KiB where it is read in sequence, and the codec gains by it), else 4 KiB.
+    /// the block is not read at random (64 KiB where it is read in sequence, or was filled so and is a whole folio that large,
+    /// and the codec gains by it), else 4 KiB.
     fn unit_order(&self, s: &State, vpn: u64, end: u64, folio: u8, dense: bool) -> u8 {
         let set = self.group.folios.unit(folio);
         let hints = s.pt.hints(vpn);
@@ -381,7 +385,7 @@ impl Pager {
         let want = match set {
             Some(order) => order,
             None if hints & HINT_RANDOM != 0 => 0,
-            None if strong && hints & HINT_SEQUENTIAL != 0 => 4,
+            None if strong && (hints & HINT_SEQUENTIAL != 0 || folio >= 4) => 4,
             None => 2,
         };
         let first = s.pt.get(vpn).aux();

@@ -1,7 +1,7 @@
 //! The directory of running groups: `$XDG_RUNTIME_DIR/uzswap`, else `/tmp/uzswap-UID`, with one symbolic link for each command
 //! and tree. The command's module `groups` says how they are made.
 
-use crate::group_file::{self, GroupFile};
+use crate::group_file::GroupFile;
 use std::fs::{self, DirBuilder};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -50,6 +50,13 @@ pub fn at(dir: PathBuf, me: u32) -> Result<PathBuf, String> {
 /// The running trees, each once, sorted by name; what is left of killed commands is removed.
 #[must_use]
 pub fn list(dir: &Path) -> Vec<(String, GroupFile)> {
+    look(dir).0
+}
+
+/// The same, and the names of trees of another version of uzswap, which are left alone.
+#[must_use]
+pub fn look(dir: &Path) -> (Vec<(String, GroupFile)>, Vec<String>) {
+    let mut foreign = Vec::new();
     let mut trees: Vec<(String, GroupFile)> = Vec::new();
     let mut entries: Vec<_> = fs::read_dir(dir).into_iter().flatten().flatten().map(|e| e.path()).collect();
     entries.sort();
@@ -59,16 +66,15 @@ pub fn list(dir: &Path) -> Vec<(String, GroupFile)> {
         };
         let known = trees.iter().any(|(name, _)| name == root);
         match open_entry(&path, root) {
-            Some(file) if !known => trees.push((root.to_owned(), file)),
-            Some(_) => {}
-            // (A group of another version of this command is not ours to use, nor to remove.)
-            None if group_file::is_foreign(&path) => {}
-            None => {
+            Entered::Tree(file) if !known => trees.push((root.to_owned(), file)),
+            Entered::Tree(_) => {}
+            Entered::Foreign => foreign.push(root.to_owned()),
+            Entered::Nothing => {
                 let _ = fs::remove_file(&path);
             }
         }
     }
-    trees
+    (trees, foreign)
 }
 
 /// The tree of which a process is a member, and its slot there.
@@ -81,8 +87,23 @@ pub fn member(dir: &Path, pid: u32) -> Option<(GroupFile, usize)> {
     })
 }
 
-/// The tree an entry leads to, if it is the one named.
-fn open_entry(path: &Path, root: &str) -> Option<GroupFile> {
-    let target = fs::read_link(path).ok().filter(|target| target.starts_with("/proc"))?;
-    GroupFile::open(&target).ok().filter(|file| file.page().nodes[0].is_named(root.as_bytes()))
+/// What an entry leads to.
+enum Entered {
+    /// The tree that is named.
+    Tree(GroupFile),
+    /// A tree of another version of uzswap.
+    Foreign,
+    /// Neither: what a killed command left.
+    Nothing,
+}
+
+fn open_entry(path: &Path, root: &str) -> Entered {
+    let Some(target) = fs::read_link(path).ok().filter(|target| target.starts_with("/proc")) else {
+        return Entered::Nothing;
+    };
+    match GroupFile::open(&target) {
+        Ok(file) if file.page().nodes[0].is_named(root.as_bytes()) => Entered::Tree(file),
+        Err(_) if GroupFile::is_at(&target) => Entered::Foreign,
+        _ => Entered::Nothing,
+    }
 }

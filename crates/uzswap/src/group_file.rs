@@ -54,8 +54,7 @@ impl GroupFile {
     /// # Errors
     /// Also when there is something else: nothing but such an object is opened, which could have effects.
     pub fn open(path: &Path) -> io::Result<GroupFile> {
-        let shown = fs::read_link(path)?;
-        if !shown.to_string_lossy().starts_with(&format!("/memfd:{OBJECT}")) {
+        if !GroupFile::is_at(path) {
             return Err(io::ErrorKind::NotFound.into());
         }
         let file = OpenOptions::new().read(true).write(true).open(path)?;
@@ -71,6 +70,11 @@ impl GroupFile {
             MAGIC => Ok(group),
             _ => Err(io::ErrorKind::InvalidData.into()),
         }
+    }
+
+    /// Whether there is a tree at `path`, of this version of uzswap or of another.
+    pub fn is_at(path: &Path) -> bool {
+        fs::read_link(path).is_ok_and(|shown| shown.to_string_lossy().starts_with(&format!("/memfd:{OBJECT}")))
     }
 
     fn map(fd: OwnedFd, size: usize) -> io::Result<GroupFile> {
@@ -112,20 +116,6 @@ impl Drop for GroupFile {
     }
 }
 
-/// Whether `path` leads to the group of a command of another version.
-pub fn is_foreign(path: &Path) -> bool {
-    // (What a process has open is a link, to which an entry leads.)
-    let target = fs::read_link(path).and_then(fs::read_link);
-    let is_group = target.is_ok_and(|shown| shown.to_string_lossy().starts_with(&format!("/memfd:{OBJECT}")));
-    is_group && !is_group_of_ours(path)
-}
-
-fn is_group_of_ours(path: &Path) -> bool {
-    let same_size =
-        fs::metadata(path).is_ok_and(|m| [size_of::<GroupPage>(), OBJECT_BYTES].contains(&(m.len() as usize)));
-    same_size && is_group(path.as_os_str())
-}
-
 /// Whether `path` leads to a group that is there.
 pub fn is_group(path: &std::ffi::OsStr) -> bool {
     let mut magic = [0; 8];
@@ -134,7 +124,7 @@ pub fn is_group(path: &std::ffi::OsStr) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::{GroupFile, is_foreign, is_group};
+    use super::{GroupFile, is_group};
     use std::path::Path;
     use std::sync::atomic::Ordering::Relaxed;
     use uzswap_pager::group::{DEPTH, NO_LIMIT, NODES};
@@ -152,24 +142,6 @@ mod tests {
         assert!(again.page().nodes[0].is_named(b"web"));
         assert_eq!(group.page().slots[1023].owner(), None);
         assert!(GroupFile::open(Path::new("/dev/null")).is_err());
-    }
-
-    /// The story: commands of two versions on one machine removed each other's entries, and no group was found any more.
-    #[test]
-    fn another_versions_groups_are_left_alone() {
-        let (group, dir) = (GroupFile::create("web", false).unwrap(), tempfile::tempdir().unwrap());
-        let entry = dir.path().join(format!("web@{}", std::process::id()));
-        std::os::unix::fs::symlink(group.path(), &entry).unwrap();
-        assert!(!is_foreign(&entry) && crate::directory::list(dir.path()).len() == 1);
-        group.page().magic.fetch_add(1, Relaxed);
-        assert!(is_foreign(&entry) && crate::directory::list(dir.path()).is_empty() && entry.is_symlink());
-        // What is no group, or gone, is removed.
-        for target in ["/proc/self/fd/0", "/proc/1/fd/99999"] {
-            std::fs::remove_file(&entry).unwrap();
-            std::os::unix::fs::symlink(target, &entry).unwrap();
-            assert!(!is_foreign(&entry) && crate::directory::list(dir.path()).is_empty() && !entry.is_symlink());
-            std::os::unix::fs::symlink(target, &entry).unwrap();
-        }
     }
 
     #[test]

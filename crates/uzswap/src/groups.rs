@@ -148,11 +148,18 @@ impl Registry {
         directory::list(&self.dir)
     }
 
+    /// The same, and the names of trees of another version of uzswap, which are left alone.
+    fn look(&self) -> (Vec<(String, GroupFile)>, Vec<String>) {
+        directory::look(&self.dir)
+    }
+
     /// A running group. The error is one sentence.
     pub fn find(&self, name: &str) -> Result<Group, String> {
         let parts = components(name)?;
         let missing = || {
-            let running: Vec<String> = self.list().into_iter().map(|(name, _)| name).collect();
+            let (trees, foreign) = self.look();
+            let foreign = foreign.into_iter().map(|name| format!("{name} by another version of uzswap"));
+            let running: Vec<String> = trees.into_iter().map(|(name, _)| name).chain(foreign).collect();
             let running = if running.is_empty() { "none".to_owned() } else { running.join(", ") };
             format!("no such group: `{name}` is not running (running: {running})")
         };
@@ -179,7 +186,14 @@ impl Registry {
             ));
         }
         let _held = self.lock()?;
-        let running = self.list().into_iter().find(|(root, _)| root == parts[0]);
+        let (trees, foreign) = self.look();
+        if foreign.iter().any(|root| root == parts[0]) {
+            return Err(format!(
+                "a group `{}` of another version of uzswap runs: use that version's command, or choose another name",
+                parts[0]
+            ));
+        }
+        let running = trees.into_iter().find(|(root, _)| root == parts[0]);
         let there = running
             .as_ref()
             .and_then(|(_, file)| parts[1..].iter().try_fold(0, |at, part| file.page().child(at, part.as_bytes())));
@@ -272,8 +286,9 @@ fn agrees(page: &GroupPage, node: usize, name: &str, wanted: &Wanted) -> Result<
 
 #[cfg(test)]
 mod tests {
-    use super::{Registry, Wanted, components};
+    use super::{Registry, Wanted, components, directory};
     use std::fs;
+    use std::os::fd::{AsRawFd, FromRawFd};
     use std::os::unix::fs::PermissionsExt;
 
     fn registry() -> (tempfile::TempDir, Registry) {
@@ -351,6 +366,28 @@ mod tests {
         std::os::unix::fs::symlink("/proc/self/fd/0", registry.dir.join("web@3")).unwrap();
         assert!(registry.find("web").is_err());
         assert_eq!(fs::read_dir(&registry.dir).unwrap().count(), 1);
+        assert!(registry.join("web", &LIMIT).is_ok());
+    }
+
+    /// Two versions on one machine: each took what the other had entered for left over and removed it, so that `stat`, `ctl` and
+    /// `pagemap` no longer found what ran.
+    #[test]
+    fn what_another_version_runs_is_left_alone() {
+        let (_dir, registry) = registry();
+        // SAFETY: a C string; the descriptor is owned at once.
+        let other =
+            unsafe { std::fs::File::from_raw_fd(libc::memfd_create(c"uzswap-group".as_ptr(), libc::MFD_CLOEXEC)) };
+        other.set_len(4096).unwrap();
+        let entry = registry.dir.join("web@2");
+        let target = format!("/proc/{}/fd/{}", std::process::id(), other.as_raw_fd());
+        std::os::unix::fs::symlink(target, &entry).unwrap();
+        let said = registry.find("web").map(|_| ()).unwrap_err();
+        assert!(said.contains("web by another version"), "{said}");
+        assert!(registry.list().is_empty() && directory::member(&registry.dir, 1).is_none());
+        let said = registry.join("web", &LIMIT).map(|_| ()).unwrap_err();
+        assert!(said.contains("another version"), "{said}");
+        assert!(fs::symlink_metadata(&entry).is_ok());
+        drop(other);
         assert!(registry.join("web", &LIMIT).is_ok());
     }
 

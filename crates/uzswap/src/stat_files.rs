@@ -163,6 +163,7 @@ pub fn files(page: &GroupPage, node: usize) -> Vec<(String, Content)> {
                 ("recompressed_idle_pages", c.recompressed_idle_pages),
                 ("reject_recompress_poor", c.reject_recompress_poor),
                 ("pages_compacted", c.pages_compacted),
+                ("pool_blocks_freed", c.pool_blocks_freed),
                 ("compact_stall", c.compact_stall),
                 ("compact_success", c.compact_success),
                 ("compact_fail", c.compact_fail),

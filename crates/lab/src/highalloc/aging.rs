@@ -75,7 +75,7 @@ impl<'a, P: Policy> Machine<'a, P> {
         let mut zone = Zone::spanning(BLOCK_FRAMES, BLOCK_FRAMES + frames, Kind::Frame);
         let n = frames as usize;
         zone.watermarks = Watermarks { min: n / 128, low: n / 100, high: n / 64 };
-        let compactor = Compactor::new(&zone, policy());
+        let compactor = Compactor::new(policy());
         let world = World {
             source,
             start: BLOCK_FRAMES,

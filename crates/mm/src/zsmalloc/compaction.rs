@@ -1,16 +1,22 @@
 //! Pool compaction: partly filled slabs of a class are drained into each other until what is left is nearly full.
 //!
 //! A slab goes back to the kernel only when its last object goes, so after churn many slabs hold a few objects each. A
-//! class whose free objects would fill a slab can do with one slab less: the emptiest is taken off the lists (so that
-//! nothing is allocated in it), its objects move into the fullest of the others, and its pages are freed.
+//! class whose free objects would fill a slab can do with one slab less ([`ZsPool::compact`]): the emptiest is taken off the
+//! lists (so that nothing is allocated in it), its objects move into the fullest of the others, and its pages are freed.
+//!
+//! Slabs that are left lie here and there, a few in each page block. While more than half of the pages of all page blocks in
+//! use are free, the emptiest block can do without ([`ZsPool::evacuate`]): its slabs are taken off the lists and the block
+//! from allocation, and their objects move into slabs of other blocks, if need be new ones.
 //!
 //! This module only knows offsets. Whoever owns the bytes implements [`Relocate`]: copies an object and changes every
 //! reference to it, in one step as seen by readers, or refuses, and then the object stays where it is.
 //!
-//! Invariants: a move never makes the pool larger (it allocates in existing slabs only); after it the slab is empty and
-//! gone, or listed again with what refused to move. Cost: at most one slab's objects beyond the budget.
+//! Invariants: compaction never makes the pool larger (it allocates in existing slabs only), evacuation by at most a slab for
+//! each class, and only while one of the same class is being emptied; a drained slab is gone, or listed again with what
+//! refused to move. Cost: at most one slab's objects beyond the budget.
 
 use super::{CLASS_COUNT, CLASSES, Freed, GRAIN, GROUPS, Handle, NONE, PAGE, ZsPool, group};
+use crate::zone::{BLOCK_FRAMES, Block, Kind, MigrateType};
 
 /// Moves objects for [`ZsPool::compact`].
 pub trait Relocate {
@@ -31,6 +37,8 @@ pub struct Compacted {
     pub refused: usize,
     /// Bytes of the slabs that went.
     pub freed: usize,
+    /// Page blocks of which nothing is in use any more.
+    pub blocks: usize,
 }
 
 impl ZsPool {
@@ -51,7 +59,8 @@ impl ZsPool {
                 }
                 let Some(source) = self.partial[class].iter().copied().find(|head| *head != NONE) else { break };
                 let refused = done.refused;
-                self.drain(source, mover, &mut done);
+                self.unlist(source);
+                self.drain(source, None, mover, &mut done);
                 if done.refused > refused {
                     // The emptiest slab is the same next time: other classes first.
                     break;
@@ -68,37 +77,138 @@ impl ZsPool {
         (usage.slabs as usize * objects - usage.live as usize) / objects
     }
 
-    /// Moves what a slab holds into other slabs of its class.
-    fn drain(&mut self, source: u32, mover: &mut impl Relocate, done: &mut Compacted) {
+    /// Whether more than half of the pages may be free in the page blocks in use: found at once, where
+    /// [`ZsPool::page_blocks`] looks at each block.
+    pub fn may_be_sparse(&self) -> bool {
+        self.zone.end() as usize * PAGE > 2 * self.held
+    }
+
+    /// Page blocks in use, and their free pages.
+    pub fn page_blocks(&self) -> (usize, usize) {
+        let free = self.used_blocks().map(|(_, block)| block.free(Kind::Hole) as usize);
+        free.fold((0, 0), |(blocks, all), free| (blocks + 1, all + free))
+    }
+
+    fn used_blocks(&self) -> impl Iterator<Item = (usize, &Block)> {
+        let frames = |(first, end): (u32, u32)| end - first;
+        let all = self.zone.blocks().iter().enumerate();
+        all.filter(move |(i, block)| block.free(Kind::Hole) < frames(self.zone.block_range(*i)))
+    }
+
+    /// Empties page blocks, the emptiest first, until about `budget` objects have moved or no more than half of the pages of
+    /// all blocks in use are free. What was begun is gone on with by the next call: the block is the emptiest by then.
+    pub fn evacuate(&mut self, budget: usize, mover: &mut impl Relocate) -> Compacted {
+        let mut done = Compacted::default();
+        while done.moved + done.refused < budget {
+            let (blocks, free) = self.page_blocks();
+            if blocks < 2 || free * 2 <= blocks * BLOCK_FRAMES as usize {
+                break;
+            }
+            let source = self.used_blocks().max_by_key(|(_, block)| block.free(Kind::Hole)).map(|(i, _)| i);
+            let Some(source) = source else { break };
+            let refused = done.refused;
+            let emptied = self.empty_block(source, budget, mover, &mut done);
+            done.blocks += usize::from(emptied);
+            if !emptied || done.refused > refused {
+                break;
+            }
+        }
+        done
+    }
+
+    /// Moves what the slabs of a page block hold into other blocks; whether it is empty now.
+    fn empty_block(&mut self, block: usize, budget: usize, mover: &mut impl Relocate, done: &mut Compacted) -> bool {
+        // (As the kernel isolates a block: what is allocated is of another type.)
+        self.zone.set_block_type(block, MigrateType::Unmovable);
+        let slabs = self.slabs_of(block);
+        slabs.iter().for_each(|slab| self.unlist(*slab));
+        let (mut left, mut emptied) = (slabs.into_iter(), true);
+        while done.moved + done.refused < budget {
+            let Some(slab) = left.next() else { break };
+            emptied &= self.drain(slab, Some(block), mover, done);
+        }
+        for slab in left {
+            self.relist(slab);
+            emptied = false;
+        }
+        self.zone.set_block_type(block, MigrateType::Movable);
+        emptied
+    }
+
+    /// The slabs of a page block.
+    fn slabs_of(&self, block: usize) -> Vec<u32> {
+        let (mut page, end) = self.zone.block_range(block);
+        let mut slabs = Vec::new();
+        while page < end {
+            if let Some((_, order)) = self.zone.free_run_at(page) {
+                page += 1 << order;
+            } else {
+                let index = self.slab_at(page).expect("a page that is not free is a slab's");
+                page += u32::from(CLASSES[self.slabs[index as usize].class as usize].pages);
+                slabs.push(index);
+            }
+        }
+        slabs
+    }
+
+    /// Takes a slab off its fullness list.
+    fn unlist(&mut self, slab: u32) {
+        let (class, live) = (self.slabs[slab as usize].class, self.slabs[slab as usize].live);
+        self.move_group(slab, class, group(live, CLASSES[class as usize].objects), None);
+    }
+
+    /// Puts a slab that is in no list into the one it belongs in.
+    fn relist(&mut self, slab: u32) {
+        let (class, live) = (self.slabs[slab as usize].class, self.slabs[slab as usize].live);
+        self.move_group(slab, class, None, group(live, CLASSES[class as usize].objects));
+    }
+
+    /// A slab of a class with room, the fullest; outside of a page block that is to be emptied (whose own are not listed),
+    /// a new one when there is none.
+    fn target(&mut self, class: u8, emptied: Option<usize>) -> Option<u32> {
+        let listed = (0..GROUPS).rev().map(|g| self.partial[class as usize][g]).find(|head| *head != NONE);
+        let Some(source) = emptied.filter(|_| listed.is_none()) else { return listed };
+        let slab = self.add_slab(class)?;
+        let (first, pages) = (self.slabs[slab as usize].first_page, u32::from(CLASSES[class as usize].pages));
+        let block = self.zone.block_of(first);
+        let (from, to) = self.zone.block_range(block);
+        if block == source || self.zone.blocks()[block].free(Kind::Hole) + pages == to - from {
+            // No other block in use has room for it: nothing would be gained. (Nobody has touched it.)
+            self.unlist(slab);
+            self.remove_slab(slab);
+            return None;
+        }
+        Some(slab)
+    }
+
+    /// Moves what an unlisted slab holds into other slabs of its class; lists it again when not all moved, and says so.
+    fn drain(&mut self, source: u32, emptied: Option<usize>, mover: &mut impl Relocate, done: &mut Compacted) -> bool {
         let slab = &self.slabs[source as usize];
         let (class_index, first, bits) = (slab.class, slab.first_page as usize * PAGE, slab.live_bits);
         let class = CLASSES[class_index as usize];
-        self.move_group(source, class_index, group(slab.live, class.objects), None);
         for object in (0..class.objects as usize).filter(|o| bits[o / 64] >> (o % 64) & 1 == 1) {
             let size = class.size as usize;
             let from = Handle(((first + object * size) / GRAIN) as u32);
-            let Some(target) = (0..GROUPS).rev().map(|g| self.partial[class_index as usize][g]).find(|h| *h != NONE)
-            else {
-                break;
-            };
+            let Some(target) = self.target(class_index, emptied) else { break };
             let to = self.take_object(target);
             if mover.relocate(from, to, size) {
                 self.drop_object(source, object);
                 done.moved += 1;
             } else {
-                let (slab, at) = self.locate(to);
-                let before = self.drop_object(slab, at);
-                self.move_group(slab, class_index, group(before, class.objects), group(before - 1, class.objects));
                 done.refused += 1;
+                if let Some(freed) = self.free(to) {
+                    mover.freed(freed);
+                }
             }
         }
-        let live = self.slabs[source as usize].live;
-        if live == 0 {
+        let gone = self.slabs[source as usize].live == 0;
+        if gone {
             let freed = self.remove_slab(source);
             done.freed += freed.len;
             mover.freed(freed);
         } else {
-            self.move_group(source, class_index, None, group(live, class.objects));
+            self.relist(source);
         }
+        gone
     }
 }

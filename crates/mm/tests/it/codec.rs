@@ -113,7 +113,8 @@ fn the_best_levels_of_zstd_are_used() {
     let all = [1, 19, 20, 22].map(|level| (level, stored(level)));
     println!("level, bytes stored: {all:?}");
     let [(_, one), (_, nineteen), (_, twenty), (_, best)] = all;
-    assert!(best <= twenty && twenty <= nineteen && nineteen < one && best < nineteen, "{all:?}");
+    // (Which of the two is better depends on the sample, and one sample is this very program.)
+    assert!(best != twenty && best < nineteen && twenty < nineteen && nineteen < one, "{all:?}");
 }
 
 #[test]

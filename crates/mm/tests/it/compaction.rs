@@ -167,7 +167,7 @@ fn a_zone_that_starts_at_frame_one_does_not_underflow() {
         for pivot in 0..=(end.div_ceil(BLOCK) as usize) {
             let (mut zone, mut memory) = zone_with(1, end, |f| f % 3 == 0);
             let pages = memory.used();
-            let mut compactor = Compactor::new(&zone, Linear::starting_at(pivot, true));
+            let mut compactor = Compactor::new(Linear::starting_at(pivot, true));
             for _ in 0..5 {
                 compactor.direct(&mut zone, goal(9), &mut memory);
                 compactor.policy.restart(&mut zone);
@@ -184,7 +184,7 @@ fn a_zone_that_starts_at_frame_one_does_not_underflow() {
 fn a_free_scanner_that_wraps_empty_handed_goes_on_at_once() {
     // Blocks 0 to 3 are full, 4 and 5 hold a few pages, 6 and 7 have room.
     let (mut zone, mut memory) = zone_with(0, 8 * BLOCK, |f| f < 4 * BLOCK || f % 8 == 0);
-    let mut compactor = Compactor::new(&zone, Linear::starting_at(4, true));
+    let mut compactor = Compactor::new(Linear::starting_at(4, true));
     assert_eq!(compactor.direct(&mut zone, goal(9), &mut memory), Outcome::Success);
     assert_eq!(memory.moves.len(), 64);
     assert!(memory.moves.iter().all(|(from, to)| *from / BLOCK == 4 && *to / BLOCK == 7), "{:?}", memory.moves);
@@ -195,7 +195,7 @@ fn a_free_scanner_that_wraps_empty_handed_goes_on_at_once() {
 fn the_free_scanner_notes_its_place_only_inside_a_block() {
     // Only even frames of the last two blocks are free; two pages are to move.
     let (mut zone, mut memory) = zone_with(0, 8 * BLOCK, |f| if f < 6 * BLOCK { f % BLOCK < 40 } else { f % 2 == 0 });
-    let mut compactor = Compactor::new(&zone, ZoneEnds::new());
+    let mut compactor = Compactor::new(ZoneEnds::new());
     assert_eq!(compactor.direct(&mut zone, goal(9), &mut memory), Outcome::Success);
     let free = compactor.policy.cached.scanners.unwrap().free;
     assert_eq!(free.block, 7);
@@ -204,7 +204,7 @@ fn the_free_scanner_notes_its_place_only_inside_a_block() {
     assert_eq!(free.done, 64, "goes on behind what was used up, not behind what was given back");
     // A block used up to its end leaves no place inside, nor does one whose targets all go back.
     let (mut zone, mut memory) = zone_with(0, 4 * BLOCK, |f| f % BLOCK < 40 || (f >= 3 * BLOCK && f % 16 != 0));
-    let mut compactor = Compactor::new(&zone, ZoneEnds::new());
+    let mut compactor = Compactor::new(ZoneEnds::new());
     assert_eq!(compactor.direct(&mut zone, goal(9), &mut memory), Outcome::Success);
     let free = compactor.policy.cached.scanners.unwrap().free;
     assert_eq!((free.block, free.done), (2, 0), "{free:?}");
@@ -215,7 +215,7 @@ fn the_free_scanner_notes_its_place_only_inside_a_block() {
 #[test]
 fn positions_are_kept_until_the_scanners_meet() {
     let (mut zone, mut memory) = zone_with(0, 8 * BLOCK, |f| f % 2 == 0);
-    let mut compactor = Compactor::new(&zone, ZoneEnds::new());
+    let mut compactor = Compactor::new(ZoneEnds::new());
     let small = Goal { budget: 200, ..goal(9) };
     assert_eq!(compactor.direct(&mut zone, small, &mut memory), Outcome::Partial);
     let first = compactor.policy.cached.scanners.unwrap();
@@ -225,7 +225,7 @@ fn positions_are_kept_until_the_scanners_meet() {
     // Pinned pages everywhere: no block can come free, and the scanners meet.
     let (mut zone, mut memory) = zone_with(0, 8 * BLOCK, |f| f % 2 == 0);
     (0..8 * BLOCK).step_by(512).for_each(|f| memory.pinned[f as usize] = true);
-    let mut compactor = Compactor::new(&zone, ZoneEnds::new());
+    let mut compactor = Compactor::new(ZoneEnds::new());
     assert_eq!(compactor.direct(&mut zone, goal(9), &mut memory), Outcome::Complete);
     assert!(compactor.policy.cached.scanners.is_none());
     assert_eq!(compactor.policy.cached.met_at, Some(4));
@@ -236,7 +236,7 @@ fn positions_are_kept_until_the_scanners_meet() {
 fn a_whole_background_pass_resets_positions_and_skip_bits() {
     let (mut zone, mut memory) = zone_with(0, 8 * BLOCK, |f| f % 2 == 0);
     memory.pinned.fill(true);
-    let mut compactor = Compactor::new(&zone, ZoneEnds::new());
+    let mut compactor = Compactor::new(ZoneEnds::new());
     let aim = Goal { score: Some(10), ..goal(9) };
     assert_eq!(compactor.background(&mut zone, aim, &mut memory), Outcome::Complete);
     assert!(compactor.policy.cached.scanners.is_none());
@@ -258,7 +258,7 @@ fn a_whole_background_pass_resets_positions_and_skip_bits() {
 fn background_compaction_goes_for_a_score() {
     for score in [80, 50, 10] {
         let (mut zone, mut memory) = zone_with(0, 16 * BLOCK, |f| f % 4 == 0);
-        let mut compactor = Compactor::new(&zone, Emptiest::new());
+        let mut compactor = Compactor::new(Emptiest::new());
         assert_eq!(zone.fragmentation(Kind::Frame, 9), 100);
         let aim = Goal { score: Some(score), ..goal(9) };
         assert_eq!(compactor.background(&mut zone, aim, &mut memory), Outcome::Success);
@@ -298,7 +298,7 @@ fn the_pivot_moves_only_on_a_restart_after_the_longest_deferral() {
     for moves in [true, false] {
         let (mut zone, mut memory) = zone_with(0, 8 * BLOCK, |f| f % 2 == 0);
         memory.pinned.fill(true);
-        let mut compactor = Compactor::new(&zone, if moves { Pivot::new() } else { ZoneEnds::new() });
+        let mut compactor = Compactor::new(if moves { Pivot::new() } else { ZoneEnds::new() });
         let mut complete = 0;
         while compactor.deferral.shift() < MAX_SHIFT || complete < 7 {
             let met_before = compactor.policy.cached.met_at;
@@ -327,7 +327,7 @@ fn meeting_inside_one_block_loses_nothing() {
     memory.pinned[0] = true;
     let pages = memory.used();
     let free = zone.free_slots(Kind::Frame);
-    let mut compactor = Compactor::new(&zone, ZoneEnds::new());
+    let mut compactor = Compactor::new(ZoneEnds::new());
     assert_eq!(compactor.direct(&mut zone, goal(9), &mut memory), Outcome::Complete);
     assert_eq!((memory.used(), memory.moves.len()), (pages, 150));
     assert!(memory.moves.iter().all(|(from, to)| *from < 2 * BLOCK && *to >= 2 * BLOCK));
@@ -340,7 +340,7 @@ fn meeting_inside_one_block_loses_nothing() {
 fn counters_count_what_they_say() {
     let (mut zone, mut memory) = zone_with(0, 2 * BLOCK, |f| f < 8 || f >= BLOCK && f % 2 == 0);
     memory.fail_every = 5;
-    let mut compactor = Compactor::new(&zone, ZoneEnds::new());
+    let mut compactor = Compactor::new(ZoneEnds::new());
     assert_eq!(compactor.direct(&mut zone, goal(9), &mut memory), Outcome::Complete);
     let c = compactor.counters;
     assert_eq!((c.compact_stall, c.compact_success, c.compact_fail), (1, 0, 1));
@@ -372,7 +372,7 @@ fn frames_are_moved_out_of_the_way_of_holes() {
         zone.free(Kind::Frame, slot, 0);
     }
     let mut arena = Arena(vec![]);
-    let mut compactor = Compactor::new(&zone, Emptiest::new());
+    let mut compactor = Compactor::new(Emptiest::new());
     let goal = Goal { kind: Kind::Hole, ..goal(9) };
     assert_eq!(compactor.direct(&mut zone, goal, &mut arena), Outcome::Success);
     assert_eq!(arena.0.len(), 32);
@@ -388,7 +388,7 @@ fn no_page_moves_twice_in_a_pass<P: Policy>(policy: P, used: &[bool], pins: &[us
     memory.fail_every = fail_every;
     let pages = memory.used();
     let free = zone.free_slots(Kind::Frame);
-    let mut compactor = Compactor::new(&zone, policy);
+    let mut compactor = Compactor::new(policy);
     for round in 0..20 {
         let budget = if round % 3 == 0 { 300 } else { u64::MAX };
         let had = zone.has_run(Kind::Frame, 9);
@@ -435,7 +435,7 @@ fn the_emptiest_block_is_emptied_into_the_fullest() {
     // Pages per block: 300, 10, 500, 200.
     let counts = [300, 10, 500, 200];
     let (mut zone, mut memory) = zone_with(0, 4 * BLOCK, |f| f % BLOCK < counts[(f / BLOCK) as usize]);
-    let mut compactor = Compactor::new(&zone, Emptiest::new());
+    let mut compactor = Compactor::new(Emptiest::new());
     assert_eq!(compactor.direct(&mut zone, goal(9), &mut memory), Outcome::Success);
     assert_eq!(memory.moves.len(), 10);
     assert!(memory.moves.iter().all(|(from, to)| from / BLOCK == 1 && to / BLOCK == 2), "{:?}", memory.moves);
@@ -448,9 +448,9 @@ fn unmovable_blocks_are_left_alone() {
     zone.set_block_type(0, MigrateType::Unmovable);
     zone.set_block_type(3, MigrateType::Unmovable);
     for _ in 0..2 {
-        let mut compactor = Compactor::new(&zone, ZoneEnds::new());
+        let mut compactor = Compactor::new(ZoneEnds::new());
         compactor.direct(&mut zone, goal(9), &mut memory);
-        let mut compactor = Compactor::new(&zone, Emptiest::new());
+        let mut compactor = Compactor::new(Emptiest::new());
         compactor.direct(&mut zone, goal(9), &mut memory);
     }
     assert!(!memory.moves.is_empty());

@@ -2,15 +2,17 @@
 
 use proptest::prelude::*;
 use std::collections::BTreeMap;
-use uzswap_mm::zsmalloc::{Freed, Handle, MAX_OBJECT, Relocate, ZsPool, class_sizes};
+use uzswap_mm::zone::BLOCK_FRAMES;
+use uzswap_mm::zsmalloc::{Compacted, Freed, Handle, MAX_OBJECT, Relocate, ZsPool, class_sizes};
 
-/// A step: allocate that many bytes, free the live object at that index (modulo how many there are), or compact with
-/// that budget, one object in so many (none at 0) refusing to move.
+/// A step: allocate that many bytes, free the live object at that index (modulo how many there are), or compact slabs or empty
+/// page blocks with that budget, one object in so many (none at 0) refusing to move.
 #[derive(Clone, Debug)]
 enum Step {
     Alloc(usize),
     Free(usize),
     Compact(usize, usize),
+    Evacuate(usize, usize),
 }
 
 fn len() -> impl Strategy<Value = usize> {
@@ -24,6 +26,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
             allocs => len().prop_map(Step::Alloc),
             frees => any::<usize>().prop_map(Step::Free),
             1 => (0..200usize, 0..6usize).prop_map(|(budget, every)| Step::Compact(budget, every / 2)),
+            1 => (0..400usize, 0..6usize).prop_map(|(budget, every)| Step::Evacuate(budget, every / 2)),
         ];
         proptest::collection::vec(step, 1..200)
     });
@@ -100,38 +103,59 @@ impl Model {
 
     fn compact(&mut self, budget: usize, every: usize) {
         let could = self.pool.compactable_bytes();
-        let mut mover = Mover { moves: vec![], freed: vec![], every, asked: 0 };
+        let mut mover = Mover { events: vec![], every, asked: 0 };
         let held = self.pool.held_bytes();
         let done = self.pool.compact(budget, &mut mover);
-        assert_eq!((done.moved, done.refused), (mover.moves.len(), mover.asked - mover.moves.len()));
-        assert_eq!(done.freed, mover.freed.iter().map(|f| f.len).sum::<usize>());
         assert_eq!(self.pool.held_bytes(), held - done.freed);
-        // An object may move twice, when the slab it moved to is drained later: followed step by step.
-        for (from, to, len) in mover.moves {
-            let (usable, _) = self.live.remove(&from.offset()).expect("what moved was live");
-            assert_eq!(usable, len);
-            assert!(self.live.range(..to.offset() + len).next_back().is_none_or(|(at, (n, _))| at + n <= to.offset()));
-            self.live.insert(to.offset(), (len, to));
-            *self.handles.iter_mut().find(|h| **h == from).unwrap() = to;
-            for page in to.offset() / 4096..(to.offset() + len).div_ceil(4096) {
-                self.pages[page] += 1;
-                self.held.insert(page);
-            }
-            for page in from.offset() / 4096..(from.offset() + len).div_ceil(4096) {
-                self.pages[page] -= 1;
-            }
-        }
-        for Freed { offset, len } in mover.freed {
-            for page in offset / 4096..(offset + len) / 4096 {
-                assert_eq!(self.pages[page], 0, "gave back a page in use");
-                self.held.remove(&page);
-            }
-        }
-        assert!(self.live.values().all(|(len, handle)| self.pool.usable(*handle) == *len));
+        self.follow(&done, mover);
         if every == 0 && done.moved < budget {
             assert_eq!(self.pool.compactable_bytes(), 0, "stopped early, with {could} to gain");
         }
+    }
+
+    fn evacuate(&mut self, budget: usize, every: usize) -> Compacted {
+        let mut mover = Mover { events: vec![], every, asked: 0 };
+        let (before, _) = self.pool.page_blocks();
+        let done = self.pool.evacuate(budget, &mut mover);
+        let (blocks, _) = self.pool.page_blocks();
+        assert_eq!(blocks, before - done.blocks, "a block is emptied and none is begun");
+        self.follow(&done, mover);
+        done
+    }
+
+    /// Does what the pool did. (An object may move twice, when the slab it moved to is drained later, and pages that were
+    /// given back may be taken again: followed step by step.)
+    fn follow(&mut self, done: &Compacted, mover: Mover) {
+        let moved = mover.events.iter().filter(|e| matches!(e, Event::Moved(..))).count();
+        assert_eq!((done.moved, done.refused), (moved, mover.asked - moved));
+        for event in mover.events {
+            match event {
+                Event::Moved(from, to, len) => self.moved(from, to, len),
+                Event::Freed(Freed { offset, len }) => {
+                    for page in offset / 4096..(offset + len) / 4096 {
+                        assert_eq!(self.pages[page], 0, "gave back a page in use");
+                        self.held.remove(&page);
+                    }
+                }
+            }
+        }
+        assert!(self.live.values().all(|(len, handle)| self.pool.usable(*handle) == *len));
         self.check();
+    }
+
+    fn moved(&mut self, from: Handle, to: Handle, len: usize) {
+        let (usable, _) = self.live.remove(&from.offset()).expect("what moved was live");
+        assert_eq!(usable, len);
+        assert!(self.live.range(..to.offset() + len).next_back().is_none_or(|(at, (n, _))| at + n <= to.offset()));
+        self.live.insert(to.offset(), (len, to));
+        *self.handles.iter_mut().find(|h| **h == from).unwrap() = to;
+        for page in to.offset() / 4096..(to.offset() + len).div_ceil(4096) {
+            self.pages[page] += 1;
+            self.held.insert(page);
+        }
+        for page in from.offset() / 4096..(from.offset() + len).div_ceil(4096) {
+            self.pages[page] -= 1;
+        }
     }
 
     fn check(&self) {
@@ -142,9 +166,13 @@ impl Model {
     }
 }
 
+enum Event {
+    Moved(Handle, Handle, usize),
+    Freed(Freed),
+}
+
 struct Mover {
-    moves: Vec<(Handle, Handle, usize)>,
-    freed: Vec<Freed>,
+    events: Vec<Event>,
     every: usize,
     asked: usize,
 }
@@ -156,12 +184,12 @@ impl Relocate for Mover {
         if self.every > 0 && self.asked.is_multiple_of(self.every) {
             return false;
         }
-        self.moves.push((from, to, len));
+        self.events.push(Event::Moved(from, to, len));
         true
     }
 
     fn freed(&mut self, pages: Freed) {
-        self.freed.push(pages);
+        self.events.push(Event::Freed(pages));
     }
 }
 
@@ -177,6 +205,7 @@ proptest! {
                 Step::Free(_) if model.handles.is_empty() => {}
                 Step::Free(which) => model.free(which % model.handles.len()),
                 Step::Compact(budget, every) => model.compact(budget, every),
+                Step::Evacuate(budget, every) => drop(model.evacuate(budget, every)),
             }
         }
         while !model.handles.is_empty() {
@@ -228,18 +257,22 @@ fn a_full_pool_refuses_and_goes_on_after_a_free() {
 }
 
 #[test]
-fn neighbours_merge() {
+fn buddies_merge_and_the_rest_of_a_run_is_free() {
     let mut model = Model::new(1 << 20);
     for _ in 0..256 {
         assert!(model.alloc(4096));
     }
-    // In an order that merges to the right, to the left and on both sides.
-    for page in [100, 101, 99, 103, 102] {
+    // Eight pages, aligned, in an order that merges to the right, to the left and on both sides.
+    for page in [100, 101, 99, 103, 102, 96, 98, 97] {
         let index = model.handles.iter().position(|handle| handle.offset() == page * 4096).unwrap();
         model.free(index);
     }
     assert!(model.alloc(5 * 4096));
-    assert_eq!(model.handles.last().unwrap().offset(), 99 * 4096);
+    assert_eq!(model.handles.last().unwrap().offset(), 96 * 4096);
+    for _ in 0..3 {
+        assert!(model.alloc(4096), "three pages are left of the eight");
+    }
+    assert!(!model.alloc(4096));
 }
 
 #[test]
@@ -280,6 +313,35 @@ fn after_churn_compaction_leaves_a_dense_pool() {
     assert_eq!(held - after, could);
     assert!(used * 100 >= after * 90, "{used} bytes used of {after} held");
     assert_eq!(model.pool.used_bytes(), used);
+}
+
+/// Slabs that are full stay where they are however few they are, and a pool that had been large lay in all its page blocks.
+#[test]
+fn page_blocks_are_emptied_until_half_is_in_use() {
+    let mut model = Model::new(256 << 20);
+    for _ in 0..16_384 {
+        assert!(model.alloc(4096));
+    }
+    // (Each slab is one page and one object: nothing for `compact` to do.)
+    let mut index = 0;
+    model.handles.clone().into_iter().filter(|handle| handle.offset() / 4096 % 7 != 0).for_each(|handle| {
+        index = model.handles.iter().position(|h| *h == handle).unwrap_or(index);
+        model.free(index);
+    });
+    assert_eq!((model.pool.compactable_bytes(), model.pool.page_blocks().0), (0, 32));
+    let held = model.pool.held_bytes();
+    let (mut emptied, mut calls) = (0, 0);
+    loop {
+        let done = model.evacuate(100, 0);
+        if done.moved == 0 {
+            break;
+        }
+        (emptied, calls) = (emptied + done.blocks, calls + 1);
+    }
+    let (blocks, free) = model.pool.page_blocks();
+    assert!(blocks <= 10 && free * 2 <= blocks * BLOCK_FRAMES as usize, "{free} pages are free in {blocks} blocks");
+    assert_eq!((emptied + blocks, model.pool.held_bytes()), (32, held));
+    assert!(calls > emptied / 2, "a call is bounded by its budget");
 }
 
 // Panics abort in this workspace's profiles, so a bad handle is tried in a child: the same binary, one test.

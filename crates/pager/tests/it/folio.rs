@@ -159,6 +159,18 @@ fn a5_the_switch_keeps_large_folios_out_of_the_pool() {
     verify(&region, 3);
     assert_eq!(get(&folios(&region).orders[0].zswpout), 0);
     assert!(over_orders(&region, |o| &o.zswpout) > 0);
+    // Up to 64 KiB: larger ones are split into the largest that may enter. (They were split into pages: with this setting most
+    // of what a program writes in sequence was compressed 4 KiB at a time.)
+    region.group().folios.large_off.store(u32::MAX << 5, Relaxed);
+    let stored = |region: &Region| folios(region).orders.each_ref().map(|o| get(&o.zswpout));
+    let before = stored(&region);
+    fill(&mut region, 4);
+    verify(&region, 4);
+    let now = stored(&region);
+    println!("folios stored, 16K to 2M: {before:?}, then {now:?}");
+    assert_eq!(now[3..], before[3..], "none larger than 64 KiB enters");
+    let split = now[2] - before[2];
+    assert!(split > 100 && split > 4 * (now[0] - before[0] + now[1] - before[1]), "they enter as folios of 64 KiB");
 }
 
 /// A8: a codec that errs is found out before the folio's memory is given up: mismatches are refused and counted, and

@@ -179,6 +179,34 @@ fn the_pool_stays_dense_and_its_objects_are_found() {
     assert!(stats.charged <= 32 * MIB, "{stats:?}");
 }
 
+/// What a pool that was large has left lies in all its page blocks: it is moved together, and found there.
+#[test]
+fn page_blocks_of_the_pool_are_emptied() {
+    let _one = alone();
+    let mut region = Region::new(96 * MIB, &Options::new(40 * MIB)).unwrap();
+    // SAFETY: the only user.
+    let memory = unsafe { region.as_slice_mut() };
+    let mut model = vec![0u8; memory.len()];
+    let mut rng = Rng::new(seed());
+    for (m, p) in model.chunks_mut(PAGE).zip(memory.chunks_mut(PAGE)) {
+        m.fill(1);
+        m[..1200].chunks_mut(8).for_each(|c| c.copy_from_slice(&rng.next().to_le_bytes()));
+        p.copy_from_slice(m);
+    }
+    let pages = model.len() / PAGE;
+    for i in (0..pages).map(|i| i * 7919 % pages).filter(|i| i % 8 != 0) {
+        let (m, p) = (&mut model[i * PAGE..(i + 1) * PAGE], &mut memory[i * PAGE..(i + 1) * PAGE]);
+        assert!(m == p, "page {i}");
+        m.fill(0);
+        p.fill(0);
+    }
+    assert!(model == memory, "the memory differs in the end");
+    let stats = region.stats();
+    println!("{stats:?}");
+    assert!(stats.pool_blocks_freed > 0, "{stats:?}");
+    assert!(stats.charged <= 40 * MIB, "{stats:?}");
+}
+
 /// Staged pages whose frames compaction moves must be found where they are then, also while other threads fault on them.
 #[test]
 fn pages_are_found_after_their_frames_have_moved() {
@@ -395,9 +423,9 @@ fn the_page_map_tells_how_a_page_is_packed() {
         let mut rng = Rng::new(seed());
         // SAFETY: this test's own region, and no system call is given a pointer into it.
         let bytes = unsafe { region.as_slice_mut() };
-        // Runs of four pages of a kind: text, noise, zeros. (From the last one down: none is brought along.)
-        for (i, page) in bytes.chunks_mut(PAGE).enumerate().take(48).collect::<Vec<_>>().into_iter().rev() {
-            match i / 4 % 3 {
+        // Runs of the largest unit's pages of a kind: text, noise, zeros. (From the last one down: none is brought along.)
+        for (i, page) in bytes.chunks_mut(PAGE).enumerate().take(192).collect::<Vec<_>>().into_iter().rev() {
+            match i / 16 % 3 {
                 0 => page.fill(i as u8 + 1),
                 1 => page.chunks_mut(8).for_each(|c| c.copy_from_slice(&rng.next().to_le_bytes())),
                 _ => page.fill(0),
@@ -406,8 +434,8 @@ fn the_page_map_tells_how_a_page_is_packed() {
         region.page_out(0..4 * MIB);
         let map = region.page_map().unwrap();
         let check = || {
-            for i in 0..48 {
-                let expected = [packed, Tier::Raw, Tier::None][i as usize / 4 % 3];
+            for i in 0..192 {
+                let expected = [packed, Tier::Raw, Tier::None][i as usize / 16 % 3];
                 let state = map.get(i);
                 assert!(state.swapped() && state.tier() == expected, "{compressor:?}, page {i}: {state:?}");
             }
@@ -436,6 +464,38 @@ fn the_page_map_says_what_the_region_says() {
         }
     }
     panic!("the region never rests");
+}
+
+/// The story: a region whose pool had filled its limit had a handful of pages left. A read across the end of a page had the
+/// next one brought, for which the first was taken, for which the next one was: for ever.
+#[test]
+fn what_an_instruction_needs_is_there_at_once() {
+    let _one = alone();
+    for without_move in [false, true] {
+        let options = Options { without_move, ..Options::new(16 * MIB) };
+        let mut region = Region::new(32 * MIB, &options).unwrap();
+        let mut rng = Rng::new(seed());
+        // SAFETY: the only user.
+        let memory = unsafe { region.as_slice_mut() };
+        let mut sums = vec![];
+        for page in memory.chunks_mut(PAGE) {
+            // (Four tenths noise: the pool takes nearly all of the limit.)
+            page.fill(1);
+            page[PAGE - 1640..].chunks_mut(8).for_each(|c| c.copy_from_slice(&rng.next().to_le_bytes()));
+            sums.push(u64::from_le_bytes(
+                page[PAGE - 4..].iter().chain(&[1; 4]).copied().collect::<Vec<_>>()[..].try_into().unwrap(),
+            ));
+        }
+        let base = memory.as_ptr();
+        for i in (0..sums.len() - 1).map(|i| i * 7919 % (sums.len() - 1)) {
+            // SAFETY: the last four bytes of a page and the first four of the next, both of the region.
+            let read = unsafe { base.add((i + 1) * PAGE - 4).cast::<u64>().read_unaligned() };
+            assert_eq!(read, sums[i], "behind page {i}");
+        }
+        let stats = region.stats();
+        println!("{stats:?}");
+        assert!(stats.resident < MIB, "there is more room than this is about: {stats:?}");
+    }
 }
 
 /// As on a kernel without UFFDIO_MOVE, where a region's pages are taken by `mremap` and come back by copies.

@@ -223,9 +223,14 @@ impl Subject {
             self.name,
             plain.describe()
         );
+        let mut before = None;
         for percent in self.percents {
             let percent = *percent;
             let limit = limit_of(plain.peak_anon_bytes, percent);
+            if before.replace(limit) == Some(limit) {
+                say(&format!("    {:<18} {percent} %   the limit of before, the least there is", self.name));
+                continue;
+            }
             let limited = self.start_limited(limit).finish();
             limited.say(self.name, &format!("{percent} %"), Some(limit));
             let at = format!("{} at {percent} % ({} MiB)", self.name, limit.div_ceil(MIB));
