@@ -47,9 +47,11 @@ impl Pager {
     /// rseq area, in its control block, whenever it has interrupted it.)
     pub fn lock_in_hook(&self) -> Guard<'_, State> {
         let mut tries = 0;
+        // (Read in the control block itself, so not with the lock.)
+        let control = thread::pointer();
         loop {
             let s = self.state.lock();
-            let [stack, control] = self.pages_of_hook(&s, 0);
+            let [stack, control] = self.pages_of_hook(&s, control, 0);
             if stack.is_empty() && control.is_empty() {
                 return s;
             }
@@ -74,10 +76,10 @@ impl Pager {
     }
 
     /// The pages that the calling thread writes to while it is in a hook, and `above` bytes of the stack above it, as far as
-    /// they are managed: of its stack, and of its control block.
-    fn pages_of_hook(&self, s: &State, above: usize) -> [core::ops::Range<usize>; 2] {
+    /// they are managed: of its stack, and of its control block, which is at `control`.
+    fn pages_of_hook(&self, s: &State, control: usize, above: usize) -> [core::ops::Range<usize>; 2] {
         let here = 0u8;
-        let (top, control) = (core::ptr::from_ref(&here) as usize, thread::pointer());
+        let top = core::ptr::from_ref(&here) as usize;
         let end = control + self.control_block.load(Relaxed);
         [stack_pages(s, top, top + above), managed_pages(s, control, end)]
     }
@@ -145,7 +147,7 @@ impl Pager {
         // SAFETY: before_fork took the lock in this thread.
         let s = unsafe { self.state.assume_locked() };
         // (What is known as managed is the parent's, which is the same here. Who called this is above.)
-        let written = self.pages_of_hook(s, arena::PAGE);
+        let written = self.pages_of_hook(s, thread::pointer(), arena::PAGE);
         written.into_iter().flatten().for_each(|page| s.pt.set_clean(page as u64, false));
     }
 
