@@ -301,6 +301,10 @@ impl ZsPool {
         let first_page = self.take_run(u32::from(pages))?;
         let slab = Slab { live_bits: [0; 2], first_page, next: NONE, prev: NONE, class, live: 0 };
         let index = if self.unused == NONE {
+            if self.slabs.len() == self.slabs.capacity() {
+                // (By an eighth, not by as much again: these are a large part of the books.)
+                self.slabs.reserve_exact(self.slabs.len() / 8 + 64);
+            }
             self.slabs.push(slab);
             (self.slabs.len() - 1) as u32
         } else {

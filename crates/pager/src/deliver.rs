@@ -82,11 +82,12 @@ impl Pager {
         if n == 0 {
             return Ok(0);
         }
-        let (to, layout) = (s.scratch.as_mut_ptr(), self.layout);
+        let layout = self.layout;
+        let to = if frames.is_none() { s.scratch(n * PAGE).as_mut_ptr() } else { core::ptr::null_mut() };
         let buffer = match frames {
             // SAFETY: frames just allocated are this function's alone.
             Some((slot, _)) => unsafe { layout.frames_mut(slot, n) },
-            // SAFETY: scratch is a block, and n pages at most one.
+            // SAFETY: there is scratch for n pages, which nothing else uses meanwhile.
             None => unsafe { core::slice::from_raw_parts_mut(to, n * PAGE) },
         };
         let filled = self.fill(s, vpn, buffer, d.alone);

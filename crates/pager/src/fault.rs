@@ -225,8 +225,9 @@ impl Pager {
     }
 
     fn bring_lost(&self, s: &mut State, vpn: u64) -> Result<usize, EventPending> {
-        s.scratch[..PAGE].fill(0);
-        let from = s.scratch.as_ptr() as usize;
+        let zeros = s.scratch(PAGE);
+        zeros.fill(0);
+        let from = zeros.as_ptr() as usize;
         self.copy_some(s, vpn, from, 1)?;
         Ok(1)
     }

@@ -83,8 +83,8 @@ pub struct State {
     pub decoded_next: usize,
     /// Deliveries to blocks that are written to: see `deliver`.
     pub probes: u32,
-    /// A buffer of a block, for swap-ins that find no free frame.
-    pub scratch: Vec<u8>,
+    /// A buffer for swap-ins that find no free frame: see [`State::scratch`].
+    scratch: Vec<u8>,
     /// Birth stamp of folios.
     pub stamp: u32,
     /// Evictions so far (pages, wrapping at 21 bits): the clock of refault distance.
@@ -176,7 +176,7 @@ impl State {
                 .collect(),
             decoded_next: 0,
             probes: 0,
-            scratch: vec![0; BLOCK],
+            scratch: Vec::new(),
             stamp: 0,
             evictions: 0,
             resident: 0,
@@ -441,6 +441,14 @@ impl State {
         Some(handle)
     }
 
+    /// A buffer of `len` bytes, holding anything, until it is asked for again.
+    pub fn scratch(&mut self, len: usize) -> &mut [u8] {
+        if self.scratch.len() < len {
+            self.scratch = vec![0; len];
+        }
+        &mut self.scratch[..len]
+    }
+
     /// A page is faulted on.
     pub fn touch(&mut self, vpn: u64) {
         if !self.was_touched(vpn) {
@@ -479,6 +487,6 @@ impl State {
             + self.pool.metadata_bytes()
             + self.swap.as_ref().map_or(0, |swap| swap.metadata_bytes())
             + self.decoded.iter().map(|d| d.bytes.capacity()).sum::<usize>()
-            + BLOCK
+            + self.scratch.capacity()
     }
 }
