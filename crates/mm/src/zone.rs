@@ -103,24 +103,32 @@ impl Zone {
 
     /// A zone of up to `slots` holes, numbered from 0, of which tables are made as they are used.
     pub fn growing(slots: u32) -> Self {
-        let mut zone = Self::of(0, 0);
-        zone.limit = slots;
-        zone
+        Self::of(0, slots)
     }
 
-    fn of(start: u32, end: u32) -> Self {
-        let frames = (end - start) as usize;
+    /// A zone without tables.
+    fn of(start: u32, limit: u32) -> Self {
         Self {
             start,
-            limit: end,
+            limit,
             areas: [[FreeArea { head: [NIL; ORDERS], orders: 0 }; MigrateType::COUNT]; 2],
             count: [0; 2],
-            links: vec![(0, 0); frames],
-            tag: vec![0; frames],
-            map: vec![0; (end.div_ceil(64) - start / 64) as usize],
-            blocks: vec![Block::default(); (end.div_ceil(BLOCK_FRAMES) - start / BLOCK_FRAMES) as usize],
+            links: Vec::new(),
+            tag: Vec::new(),
+            map: Vec::new(),
+            blocks: Vec::new(),
             watermarks: Watermarks::default(),
         }
+    }
+
+    /// Makes the tables of the slots up to `end`, none of which is free yet.
+    fn begin(&mut self, end: u32) {
+        let frames = (end - self.start) as usize;
+        self.links.resize(frames, (0, 0));
+        self.tag.resize(frames, 0);
+        self.map.resize((end.div_ceil(64) - self.start / 64) as usize, 0);
+        let blocks = end.div_ceil(BLOCK_FRAMES) - self.start / BLOCK_FRAMES;
+        self.blocks.resize(blocks as usize, Block::default());
     }
 
     /// Slots that nothing was ever in: holes all of them.
@@ -134,12 +142,8 @@ impl Zone {
         if frames == 0 {
             return false;
         }
-        // (Such a zone starts at slot 0.)
-        let (first, end) = (self.end(), self.end() + frames);
-        self.links.resize(end as usize, (0, 0));
-        self.tag.resize(end as usize, 0);
-        self.map.resize(end.div_ceil(64) as usize, 0);
-        self.blocks.resize(end.div_ceil(BLOCK_FRAMES) as usize, Block::default());
+        let first = self.end();
+        self.begin(first + frames);
         self.free_run(kind, first, frames as usize);
         true
     }
@@ -151,6 +155,7 @@ impl Zone {
     pub fn spanning(start: u32, end: u32, kind: Kind) -> Self {
         assert!(start < end, "a zone of no frames");
         let mut zone = Self::of(start, end);
+        zone.begin(end);
         // Highest first, so that the lowest is at the head of its list.
         let mut to = end;
         while to > start {
