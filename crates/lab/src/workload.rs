@@ -67,6 +67,12 @@ impl Workload {
         matches!(self, Self::RandomRead | Self::RandomWrite | Self::ZipfRead)
     }
 
+    /// The unit of its figure.
+    #[must_use]
+    pub const fn unit(self) -> &'static str {
+        if self.per_access() { "ns" } else { "MB/s" }
+    }
+
     /// The workload of this name.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {

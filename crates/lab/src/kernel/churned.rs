@@ -23,31 +23,18 @@ impl Lab<'_> {
     /// A row for each workload and subject, fresh and churned, and the verdicts.
     pub(super) fn churned(&mut self) -> Result<(), Stop> {
         let mut seen = Figures::new();
-        let touches = HOUR.to_string();
         for run in 0..self.runs {
-            for subject in SUBJECTS.into_iter().filter(|s| !self.out.contains_key(s)).collect::<Vec<_>>() {
+            for subject in SUBJECTS {
                 // (Side by side, so that both meet the same neighbours on the machine.)
                 for churned in [false, true] {
-                    let how = if churned { "after an hour's churn" } else { "fresh" };
-                    self.say(&format!("run {} of {}: {how}, {}", run + 1, self.runs, subject.title()));
-                    let more: &[&str] = if churned { &["--churn", &touches] } else { &[] };
-                    let with = With { timeout: Duration::from_secs(600), ..With::default() };
-                    match self.work(subject, more, &with) {
-                        Ok((report, _)) => {
-                            for (workload, figure) in report.done.iter().filter_map(worker::Done::figure) {
-                                seen.entry((workload, subject, churned)).or_default().push(figure);
-                            }
-                        }
-                        Err(failure) => fail(self, how, subject, failure)?,
-                    }
+                    self.say(&format!("run {} of {}: {}, {}", run + 1, self.runs, how(churned), subject.title()));
+                    self.churned_once(subject, churned, &mut seen)?;
                 }
             }
         }
         for churned in [false, true] {
-            let how = if churned { "after churn" } else { "fresh" };
             for workload in Workload::ALL {
-                let unit = if workload.per_access() { "ns" } else { "MB/s" };
-                let mut row = Row::new(format!("{how}: {}", workload.name()), unit);
+                let mut row = Row::new(format!("{}: {}", how(churned), workload.name()), workload.unit());
                 for subject in SUBJECTS {
                     row.put(subject.key(), seen.get(&(workload, subject, churned)).and_then(|f| median(f)));
                 }
@@ -55,12 +42,12 @@ impl Lab<'_> {
             }
         }
         for subject in SUBJECTS {
-            let ratios =
-                Workload::ALL.into_iter().filter(|w| *w != Workload::Verify).filter_map(|w| kept(&seen, w, subject));
-            if let Some((least, workload)) = ratios.reduce(|a, b| if b.0 < a.0 { b } else { a }) {
-                let name = if subject == Subject::Library { "library region" } else { "run" };
+            let measured = Workload::ALL.into_iter().filter(|w| *w != Workload::Verify);
+            let worst = measured.filter_map(|w| kept(&seen, w, subject)).reduce(|a, b| if b.0 < a.0 { b } else { a });
+            if let Some((least, workload)) = worst {
                 let what = format!(
-                    "{name}: after an hour's churn, times a fresh zone; the worst of all workloads ({})",
+                    "{}: after an hour's churn, times a fresh zone; the worst of all workloads ({})",
+                    subject.judged(),
                     workload.name()
                 );
                 self.verdicts.push(Verdict::at_least(&what, TARGET, least));
@@ -68,6 +55,28 @@ impl Lab<'_> {
         }
         Ok(())
     }
+
+    /// One worker, unless its subject cannot be set up here.
+    fn churned_once(&mut self, subject: Subject, churned: bool, seen: &mut Figures) -> Result<(), Stop> {
+        if self.out.contains_key(&subject) {
+            return Ok(());
+        }
+        let touches = HOUR.to_string();
+        let more: &[&str] = if churned { &["--churn", &touches] } else { &[] };
+        let with = With { timeout: Duration::from_secs(600), ..With::default() };
+        let report = match self.work(subject, more, &with) {
+            Ok((report, _)) => report,
+            Err(failure) => return fail(self, how(churned), subject, failure),
+        };
+        for (workload, figure) in report.done.iter().filter_map(worker::Done::figure) {
+            seen.entry((workload, subject, churned)).or_default().push(figure);
+        }
+        Ok(())
+    }
+}
+
+fn how(churned: bool) -> &'static str {
+    if churned { "after churn" } else { "fresh" }
 }
 
 /// What is left of a figure after churn.

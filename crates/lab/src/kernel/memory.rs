@@ -50,7 +50,7 @@ impl Lab<'_> {
             }
         }
         for workload in Workload::ALL {
-            let mut row = Row::new(workload.name(), if workload.per_access() { "ns" } else { "MB/s" });
+            let mut row = Row::new(workload.name(), workload.unit());
             for subject in SUBJECTS {
                 row.put(subject.key(), seen.figures.get(&(workload, subject)).and_then(|f| median(f)));
             }
@@ -111,8 +111,7 @@ impl Lab<'_> {
             let Some(row) = self.rows.iter().find(|row| row.name == workload.name()) else {
                 continue;
             };
-            let name = if subject == Library { "library region" } else { "run" };
-            let what = format!("{name}: {}, times the better of zswap and zram", workload.name());
+            let what = format!("{}: {}, times the better of zswap and zram", subject.judged(), workload.name());
             let ratio = ratio(row, subject, workload.per_access()).filter(|_| comparable.contains(&subject));
             self.verdicts.extend(ratio.map(|ratio| Verdict::at_least(&what, target, ratio)));
         }

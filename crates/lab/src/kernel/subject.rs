@@ -60,6 +60,11 @@ impl Subject {
         }
     }
 
+    /// Its name in verdicts, of the two of ours that are judged.
+    pub const fn judged(self) -> &'static str {
+        if self.is_library() { "library region" } else { "run" }
+    }
+
     const fn is_library(self) -> bool {
         matches!(self, Library | LibraryCharged)
     }
