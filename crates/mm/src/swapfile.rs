@@ -130,13 +130,15 @@ pub struct SwapFile {
     current: Option<u32>,
     /// Grains of all objects.
     used: usize,
+    /// Slots that all clusters have room for.
+    room: usize,
 }
 
 impl SwapFile {
     /// No clusters yet.
     pub fn new(geometry: Geometry) -> Self {
         let grains = (1usize << geometry.cluster_shift) / GRAIN;
-        Self { grains, clusters: BTreeMap::new(), current: None, used: 0 }
+        Self { grains, clusters: BTreeMap::new(), current: None, used: 0, room: 0 }
     }
 
     /// Bytes that a run can have at most: a cluster.
@@ -165,14 +167,14 @@ impl SwapFile {
 
     /// Gives up a cluster if nothing is in it.
     pub fn drop_if_empty(&mut self, cluster: u32) -> bool {
-        let empty = self.clusters.get(&cluster).is_some_and(|c| c.slots.is_empty());
-        if empty {
-            self.clusters.remove(&cluster);
-            if self.current == Some(cluster) {
-                self.current = None;
-            }
+        if !self.clusters.get(&cluster).is_some_and(|c| c.slots.is_empty()) {
+            return false;
         }
-        empty
+        self.room -= self.clusters.remove(&cluster).map_or(0, |c| c.slots.capacity());
+        if self.current == Some(cluster) {
+            self.current = None;
+        }
+        true
     }
 
     /// A run behind the last one in its cluster, of `least` to `most` bytes.
@@ -228,7 +230,9 @@ impl SwapFile {
         let cluster = self.clusters.get_mut(&run.cluster)?;
         let slot = Slot { at: run.next as u16, len: grains as u16, live, kept: 0, check };
         let at = cluster.slots.partition_point(|s| s.at < slot.at);
+        let room = cluster.slots.capacity();
         cluster.slots.insert(at, slot);
+        self.room += cluster.slots.capacity() - room;
         cluster.used += grains;
         self.used += grains;
         let place = self.next_place(run);
@@ -340,9 +344,9 @@ impl SwapFile {
         self.drop_if_empty(index).then_some(index)
     }
 
-    /// Bytes of the books.
+    /// Bytes of the books. (Asked for at every fault: nothing is gone through for it.)
     pub fn metadata_bytes(&self) -> usize {
-        self.clusters.values().map(|c| c.slots.capacity() * size_of::<Slot>() + 64).sum()
+        self.room * size_of::<Slot>() + self.clusters.len() * 64
     }
 }
 

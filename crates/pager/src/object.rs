@@ -64,15 +64,13 @@ pub const fn head_bytes(order: u8) -> usize {
 impl Header {
     /// Reads a header.
     pub fn read(b: &[u8]) -> Self {
-        let word = |r: core::ops::Range<usize>| {
-            u64::from_le_bytes(core::array::from_fn(|i| if i < r.len() { b[r.start + i] } else { 0 }))
-        };
+        let b: &[u8; HEADER_BYTES] = b.first_chunk().expect("an object begins with its header");
         Self {
-            len: word(0..3) as usize,
+            len: u32::from_le_bytes([b[0], b[1], b[2], 0]) as usize,
             encoding: Encoding::try_from(b[3] & 15).unwrap_or(Encoding::Raw),
             order: order(b),
-            live: word(4..6) as u16,
-            vpn: word(6..11),
+            live: u16::from_le_bytes([b[4], b[5]]),
+            vpn: u64::from_le_bytes([b[6], b[7], b[8], b[9], b[10], 0, 0, 0]),
             flags: b[11],
         }
     }
@@ -116,7 +114,7 @@ pub fn set_flags(b: &mut [u8], set: u8, clear: u8) {
 /// The stored hash of page `index`.
 pub fn stored_hash(b: &[u8], index: usize) -> u128 {
     let at = HEADER_BYTES + 16 * index;
-    u128::from_le_bytes(core::array::from_fn(|i| b[at + i]))
+    u128::from_le_bytes(*b[at..].first_chunk().expect("a hash for each page"))
 }
 
 /// Sets the stored hash of page `index`.
