@@ -8,9 +8,10 @@
 //!
 //! ```text
 //! met, idle, lz4 ─▶ aside ─ parts found, marked, decompressed ─▶ compressed ─▶ all as before? stored, parts released
-//!                              with the lock                    without it       with it; else nothing changes
+//!                              with the lock, several           without it       with it; else nothing changes
 //! ```
-//! Without a disk tier nothing is about to be written, and nothing is recompressed here (see `densify` for what is).
+//! Without a disk tier nothing is about to be written, and nothing is recompressed here (see `densify` for what is). Nor is
+//! it while the limit is exceeded: what waits then waits for room, which a write makes sooner.
 //!
 //! Rules:
 //! - An object that is being written is left alone, and one that is being recompressed is not written: see
@@ -35,6 +36,8 @@ use uzswap_mm::trace::{Kind, Record};
 
 /// Objects set aside at once: some two milliseconds of work, for which writes that ended wait.
 pub(super) const MOST_ASIDE: usize = 8;
+/// Bytes recompressed between two holds of the lock.
+const ROOM: usize = 2 * BLOCK;
 
 /// What the writing thread recompresses with; made when it is first needed, with the lock held.
 #[derive(Default)]
@@ -44,6 +47,16 @@ struct Tools {
     compressor: Compressor,
     plain: Vec<u8>,
     packed: Vec<u8>,
+    lots: Vec<Lot>,
+}
+
+/// A unit that is being recompressed.
+struct Lot {
+    unit: Unit,
+    /// Where its pages lie, and what they are compressed to.
+    at: usize,
+    /// What that came to.
+    packed: Option<(Encoding, usize)>,
 }
 
 /// Objects side by side that are to become one.
@@ -173,7 +186,7 @@ impl Swap {
     /// Puts what was set aside on the list again, in a forked child too, where nobody recompresses what the parent was
     /// recompressing.
     pub(super) fn give_up_recompression(&mut self, s: &mut State) {
-        if let Some(unit) = self.packing.take() {
+        for unit in core::mem::take(&mut self.packing) {
             s.unmark(&unit);
             self.shrinker.rotate(unit.entry);
         }
@@ -184,20 +197,43 @@ impl Swap {
 }
 
 impl Packer {
-    /// Room for a unit's pages; to be called with the lock held, as it may allocate.
-    fn plain(&mut self, unit: &Unit) -> &mut [u8] {
+    /// Room for the pages of one more unit, if there is any; to be called with the lock held, as it may allocate.
+    fn plain(&mut self, unit: &Unit) -> Option<&mut [u8]> {
         let tools = self.0.get_or_insert_with(|| {
             let compressor = Compressor::new(Algorithm::Zstd(1));
-            Box::new(Tools { compressor, plain: vec![0; BLOCK], packed: vec![0; BLOCK] })
+            Box::new(Tools {
+                compressor,
+                plain: vec![0; ROOM],
+                packed: vec![0; ROOM],
+                lots: Vec::with_capacity(MOST_ASIDE),
+            })
         });
-        &mut tools.plain[..unit.pages() * PAGE]
+        let at = tools.lots.last().map_or(0, |lot| lot.at + PAGE * lot.unit.pages());
+        let room = tools.plain.get_mut(at..at + PAGE * unit.pages());
+        room.filter(|_| tools.lots.len() < MOST_ASIDE)
     }
 
-    /// Compresses what was put there; None when that gains less than an eighth of what the parts take.
-    pub(super) fn compress(&mut self, unit: &Unit) -> Option<(Encoding, usize)> {
-        let tools = self.0.as_mut()?;
-        let most = unit.bytes - unit.bytes / 8;
-        tools.compressor.compress(&tools.plain[..unit.pages() * PAGE], &mut tools.packed[..most.min(BLOCK)])
+    /// A unit whose pages were put there.
+    fn add(&mut self, unit: Unit) {
+        let Some(tools) = &mut self.0 else { return };
+        let at = tools.lots.last().map_or(0, |lot| lot.at + PAGE * lot.unit.pages());
+        tools.lots.push(Lot { unit, at, packed: None });
+    }
+
+    /// Compresses what was put there, but for what gains less than an eighth of what the parts take.
+    pub(super) fn compress(&mut self) {
+        let Some(Tools { compressor, plain, packed, lots }) = self.0.as_deref_mut() else { return };
+        for lot in lots {
+            let bytes = PAGE * lot.unit.pages();
+            let most = (lot.unit.bytes - lot.unit.bytes / 8).min(bytes);
+            lot.packed = compressor.compress(&plain[lot.at..][..bytes], &mut packed[lot.at..][..most]);
+        }
+    }
+
+    /// What is being recompressed, first to last.
+    #[cfg(test)]
+    pub(super) fn units(&self) -> impl Iterator<Item = &Unit> {
+        self.0.iter().flat_map(|tools| &tools.lots).map(|lot| &lot.unit)
     }
 }
 
@@ -207,53 +243,72 @@ impl Pager {
         loop {
             // (Not in the condition of the loop: the lock would be held through its body.)
             let begun = self.begin_dense(&mut self.state.lock(), packer);
-            let Some(unit) = begun else { return };
-            let packed = packer.compress(&unit);
-            self.end_dense(&mut self.state.lock(), packer, &unit, packed);
+            if !begun {
+                return;
+            }
+            packer.compress();
+            self.end_dense(&mut self.state.lock(), packer);
             self.swap_progressed();
         }
     }
 
-    /// Takes the next of what was set aside, marks its parts and decompresses them.
-    pub(super) fn begin_dense(&self, s: &mut State, packer: &mut Packer) -> Option<Unit> {
-        let mut swap = s.swap.take()?;
+    /// Takes as many as there is room for of what was set aside, marks their parts and decompresses them; whether there are
+    /// any. (Several under one hold of the lock, as others want it too.)
+    pub(super) fn begin_dense(&self, s: &mut State, packer: &mut Packer) -> bool {
+        let Some(mut swap) = s.swap.take() else { return false };
         let folios = &self.group.folios;
         let may = |order: u8| folios.allows(order) && folios.unit(order).is_none_or(|unit| unit >= order);
-        while swap.packing.is_none() && !swap.aside.is_empty() {
-            let entry = swap.aside.remove(0);
+        while let Some(entry) = swap.aside.first().copied() {
             match s.unit_of(entry, may) {
-                Some(unit) if s.unpack(&unit, packer.plain(&unit)) => swap.packing = Some(unit),
-                Some(_) => self.leave_warm(s, &mut swap, entry),
+                Some(unit) => {
+                    let Some(plain) = packer.plain(&unit) else { break };
+                    if s.unpack(&unit, plain) {
+                        packer.add(unit);
+                        swap.packing.push(unit);
+                    } else {
+                        self.leave_warm(s, &mut swap, entry);
+                    }
+                }
                 None => swap.shrinker.rotate(entry),
             }
+            swap.aside.remove(0);
         }
-        let unit = swap.packing;
+        let any = !swap.packing.is_empty();
         s.swap = Some(swap);
-        unit
+        any
     }
 
-    /// Stores what a unit was compressed to, if it is as it was.
-    pub(super) fn end_dense(&self, s: &mut State, packer: &mut Packer, unit: &Unit, packed: Option<(Encoding, usize)>) {
+    /// Stores what the units were compressed to, of those that are as they were.
+    pub(super) fn end_dense(&self, s: &mut State, packer: &mut Packer) {
+        let Some(tools) = packer.0.as_deref_mut() else { return };
         let Some(mut swap) = s.swap.take() else { return };
-        swap.packing = None;
-        if s.unmark(unit) {
-            match packed.and_then(|packed| self.put_dense(s, unit, packed, packer)) {
-                Some(handle) => {
-                    // It was met for as much of it as was gained: pressure that wants more goes on.
-                    let left = s.header_of(Entry { vpn: unit.vpn, handle }).len;
-                    swap.shrinker.met(unit.pages() * (unit.bytes - left) / unit.bytes);
-                    let (pages, c) = (u64::from(unit.live.count_ones()), self.counters());
-                    c.recompressed_pages.fetch_add(pages, Relaxed);
-                    c.recompressed_idle_pages.fetch_add(pages, Relaxed);
-                    swap.shrinker.rotate(Entry { vpn: unit.vpn, handle });
-                }
-                None => self.leave_warm(s, &mut swap, unit.entry),
-            }
-        } else {
-            swap.shrinker.rotate(unit.entry);
+        swap.packing.clear();
+        let mut lots = core::mem::take(&mut tools.lots);
+        for lot in lots.drain(..) {
+            self.end_lot(s, &mut swap, tools, &lot);
         }
+        tools.lots = lots;
         s.swap = Some(swap);
         self.me().pool.store(s.pool.held_bytes() as u64, Relaxed);
+    }
+
+    fn end_lot(&self, s: &mut State, swap: &mut Swap, tools: &mut Tools, lot: &Lot) {
+        let unit = &lot.unit;
+        if !s.unmark(unit) {
+            swap.shrinker.rotate(unit.entry);
+            return;
+        }
+        let Some(handle) = lot.packed.and_then(|packed| self.put_dense(s, lot, packed, tools)) else {
+            self.leave_warm(s, swap, unit.entry);
+            return;
+        };
+        // It was met for as much of it as was gained: pressure that wants more goes on.
+        let left = s.header_of(Entry { vpn: unit.vpn, handle }).len;
+        swap.shrinker.met(unit.pages() * (unit.bytes - left) / unit.bytes);
+        let (pages, c) = (u64::from(unit.live.count_ones()), self.counters());
+        c.recompressed_pages.fetch_add(pages, Relaxed);
+        c.recompressed_idle_pages.fetch_add(pages, Relaxed);
+        swap.shrinker.rotate(Entry { vpn: unit.vpn, handle });
     }
 
     /// An object that is not to be had denser is the next to be met, and is then written as it is.
@@ -268,14 +323,14 @@ impl Pager {
     fn put_dense(
         &self,
         s: &mut State,
-        unit: &Unit,
+        lot: &Lot,
         (encoding, len): (Encoding, usize),
-        packer: &mut Packer,
+        tools: &mut Tools,
     ) -> Option<u32> {
         if self.inject(Site::Pool).is_some() {
             return None;
         }
-        let tools = packer.0.as_mut()?;
+        let unit = &lot.unit;
         let head = Header { len, encoding, order: unit.order, live: unit.live, vpn: unit.vpn, flags: 0 };
         let mut hashes = [0; 16 * MOST_PAGES];
         for (part, from, order) in unit.parts() {
@@ -285,7 +340,7 @@ impl Pager {
         let hashes = &hashes[..16 << unit.order];
         let set =
             |place: &mut [u8]| place[object::HEADER_BYTES..object::head_bytes(unit.order)].copy_from_slice(hashes);
-        let new = s.put_object(head, set, &tools.packed[..len])?.raw();
+        let new = s.put_object(head, set, &tools.packed[lot.at..][..len])?.raw();
         if self.group.folios.verify.load(Relaxed) != 0 && !decode(s, new, &mut tools.plain[..unit.pages() * PAGE]) {
             (0..unit.pages()).filter(|i| unit.live & (1 << i) != 0).for_each(|i| s.release(new, i));
             self.counters().folios.reject_verify_fail.fetch_add(1, Relaxed);

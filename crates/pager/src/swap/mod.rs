@@ -96,7 +96,7 @@ pub struct Swap {
     /// Objects to be recompressed rather than written, taken off the list.
     aside: Vec<Entry>,
     /// What is being recompressed.
-    packing: Option<dense::Unit>,
+    packing: Vec<dense::Unit>,
     /// How far the member was whom it last waited for, and since when (monotonic nanoseconds): see [`turns`].
     waits_for: (u64, u64),
     /// Clusters that a write failed in: nothing more is written there.
@@ -130,7 +130,7 @@ impl Swap {
             flights: Default::default(),
             writing: Default::default(),
             aside: Vec::with_capacity(dense::MOST_ASIDE),
-            packing: None,
+            packing: Vec::with_capacity(dense::MOST_ASIDE),
             waits_for: (0, 0),
             bad: Vec::new(),
             failures: 0,
@@ -348,16 +348,22 @@ impl Pager {
         }
     }
 
+    /// Whether writing back makes room: it may be done, it does not fail, and there is something to write.
+    pub(crate) fn disk_takes_over(&self, s: &State) -> bool {
+        s.swap.as_ref().is_some_and(|swap| {
+            self.swap_file.load(Relaxed) >= 0
+                && swap.failures == 0
+                && self.disk_helps.load(Relaxed)
+                && !swap.shrinker.is_empty()
+                && !self.writeback_forbidden(swap)
+        })
+    }
+
     /// Whether the limit is exceeded because the pools are full, and writing back helps.
     pub(crate) fn waits_for_disk(&self, s: &State) -> bool {
-        let Some(swap) = s.swap.as_ref() else { return false };
-        self.swap_file.load(Relaxed) >= 0
-            && swap.failures == 0
-            && self.disk_helps.load(Relaxed)
-            && !swap.shrinker.is_empty()
-            && !self.writeback_forbidden(swap)
-            && self.excess(s) > 0
-            && self.pools_are_full(s, swap)
+        self.excess(s) > 0
+            && self.disk_takes_over(s)
+            && s.swap.as_ref().is_some_and(|swap| self.pools_are_full(s, swap))
     }
 
     /// Remembers that a page is lost, and tells it, once for each process: it gets SIGBUS when it touches

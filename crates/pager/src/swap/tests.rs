@@ -48,12 +48,14 @@ impl Scene {
         }
     }
 
-    /// Recompresses one unit of what was set aside; what it was.
+    /// Recompresses some units of what was set aside, if any was; what the first was.
     fn pack(&mut self, s: &mut State) -> Option<super::dense::Unit> {
-        let unit = self.pager.begin_dense(s, &mut self.packer)?;
-        let packed = self.packer.compress(&unit);
-        self.pager.end_dense(s, &mut self.packer, &unit, packed);
-        Some(unit)
+        let begun = self.pager.begin_dense(s, &mut self.packer);
+        let unit = self.packer.units().next().copied();
+        assert_eq!(begun, unit.is_some());
+        self.packer.compress();
+        self.pager.end_dense(s, &mut self.packer);
+        unit
     }
 }
 
@@ -204,14 +206,14 @@ fn what_is_being_written_is_not_recompressed_nor_the_other_way_round() {
     // One is being written: neither it nor, as one with it, its neighbours are recompressed.
     object::set_flags(s.object(handles[1]), object::WRITING_BY[0], 0);
     s.swap.as_mut().unwrap().aside.extend([entry(1), entry(0)]);
-    let unit = scene.pager.begin_dense(s, &mut scene.packer).unwrap();
+    assert!(scene.pager.begin_dense(s, &mut scene.packer));
     assert_eq!(Header::read(s.object(handles[0])).flags, object::PACKING);
     assert_eq!(Header::read(s.object(handles[1])).flags, object::WRITING_BY[0]);
     // Met while it is being recompressed it is not written: nor would compaction of the pool move it.
     object::set_flags(s.object(handles[1]), 0, object::WRITING_BY[0]);
     assert!(scene.plan(s, 1).is_none() && s.swap.as_ref().unwrap().flights[1].is_empty());
-    let packed = scene.packer.compress(&unit);
-    scene.pager.end_dense(s, &mut scene.packer, &unit, packed);
+    scene.packer.compress();
+    scene.pager.end_dense(s, &mut scene.packer);
     check_all(s, FIRST..FIRST + 1, words, Encoding::Zstd, 0);
     check_all(s, FIRST + 1..FIRST + 4, words, Encoding::Lz4, 0);
     assert!(handles[1..].iter().all(|h| Header::read(s.object(*h)).flags & object::HELD == 0));
@@ -225,7 +227,7 @@ fn a_page_that_is_used_meanwhile_wins() {
         let s = &mut *scene.pager.state.lock();
         let handles: Vec<u32> = (0..4).map(|i| testing::store(s, FIRST + i, 0, 0, words)).collect();
         s.swap.as_mut().unwrap().aside.push(Entry { vpn: FIRST, handle: handles[0] });
-        let unit = scene.pager.begin_dense(s, &mut scene.packer).unwrap();
+        assert!(scene.pager.begin_dense(s, &mut scene.packer));
         let at = FIRST + 2;
         match used {
             // It came back and kept its copy.
@@ -245,9 +247,8 @@ fn a_page_that_is_used_meanwhile_wins() {
                 }
             }
         }
-        let packed = scene.packer.compress(&unit);
-        assert!(packed.is_some());
-        scene.pager.end_dense(s, &mut scene.packer, &unit, packed);
+        scene.packer.compress();
+        scene.pager.end_dense(s, &mut scene.packer);
         for vpn in [FIRST, FIRST + 1, FIRST + 3] {
             check_all(s, vpn..vpn + 1, words, Encoding::Lz4, 0);
             assert_eq!(Header::read(s.object(s.pt.get(vpn).handle())).flags, 0);
@@ -270,11 +271,11 @@ fn a_child_gives_up_what_its_parent_was_recompressing() {
         testing::store(s, FIRST + 4 * i, 2, 0, words);
     }
     assert!(scene.plan(s, 0).is_none());
-    assert!(scene.pager.begin_dense(s, &mut scene.packer).is_some());
-    assert_eq!((s.swap.as_ref().unwrap().shrinker.len(), s.swap.as_ref().unwrap().aside.len()), (0, 1));
+    assert!(scene.pager.begin_dense(s, &mut scene.packer));
+    assert_eq!((s.swap.as_ref().unwrap().shrinker.len(), s.swap.as_ref().unwrap().packing.len()), (0, 2));
     s.end_flights();
     let swap = s.swap.as_ref().unwrap();
-    assert!(swap.packing.is_none() && swap.aside.is_empty());
+    assert!(swap.packing.is_empty() && swap.aside.is_empty());
     let listed: Vec<Entry> = swap.shrinker.entries().collect();
     assert_eq!(listed.len(), 2);
     assert!(listed.iter().all(|e| s.header_of(*e).flags == 0));

@@ -240,6 +240,8 @@ impl Pager {
     ) -> (bool, bool) {
         // (What is set aside gets smaller by a quarter or more.)
         let (mut met, mut freed, mut hoped, mut turn) = (0, 0, 0, 0);
+        // (Dense takes longer than the disk does: not while somebody waits for room.)
+        let hurry = self.excess(s) > 0;
         while met < MOST_MET {
             let for_room = freed + hoped + run.filled() < task.bytes && turn < task.pages;
             let for_pressure = task.due && swap.shrinker.due() > 0;
@@ -258,7 +260,7 @@ impl Pager {
                 // (After mremap of a part its pages are elsewhere: such an object stays.)
                 continue;
             }
-            let warm = copies == 0 && is_warm(&head);
+            let warm = !hurry && copies == 0 && is_warm(&head);
             if !warm {
                 // (What is to be recompressed counts when that is done, by what it gave.)
                 swap.shrinker.met(1 << head.order);
