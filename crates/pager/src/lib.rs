@@ -14,6 +14,7 @@ pub mod folio;
 pub mod fork;
 pub mod group;
 mod handler;
+pub mod holder;
 pub mod huge;
 pub mod inject;
 pub mod limits;

@@ -25,6 +25,7 @@
 use crate::arena::PAGE;
 use crate::discover::without;
 use crate::fault::EventPending;
+use crate::holder::Holder;
 use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
@@ -42,9 +43,9 @@ pub const LOOK_NS: u64 = 50_000_000;
 #[repr(C)]
 #[derive(Default)]
 pub struct WriteWatch {
-    /// The client, as `Identity::raw`; 0: none.
-    pub holder: AtomicU64,
-    /// The client for which the member protects pages, likewise.
+    /// The client; when it gives it up the member is to be woken.
+    pub holder: Holder,
+    /// The client for which the member protects pages, as `Identity::raw`; 0: none.
     pub serving: AtomicU64,
     /// Bumped when a page is told (a futex word).
     pub news: AtomicU32,
@@ -57,18 +58,6 @@ pub struct WriteWatch {
 }
 
 impl WriteWatch {
-    /// Takes the watch for a client. False: another one has it.
-    pub fn take(&self, me: Identity) -> bool {
-        let holder = self.holder.load(Acquire);
-        let free = Identity::from_raw(holder).is_none_or(Identity::is_dead);
-        free && self.holder.compare_exchange(holder, me.raw(), AcqRel, Relaxed).is_ok()
-    }
-
-    /// Gives it back; the member is to be woken.
-    pub fn give_up(&self, me: Identity) {
-        let _ = self.holder.compare_exchange(me.raw(), 0, AcqRel, Relaxed);
-    }
-
     /// The next page told, if there is one. For the client.
     pub fn next(&self) -> Option<u64> {
         let tail = self.tail.load(Relaxed);
@@ -83,7 +72,7 @@ impl WriteWatch {
     /// The slot has a new owner, or the same one after exec: nothing is protected.
     pub(crate) fn forsake(&self) {
         self.serving.store(0, Release);
-        self.holder.store(0, Release);
+        self.holder.forsake();
         self.news.fetch_add(1, Release);
         lock::futex_wake(&self.news, u32::MAX >> 1, true);
     }
@@ -103,8 +92,8 @@ impl WriteWatch {
 
 /// What a process knows of the pages it protects. There while any is.
 pub struct Notified {
-    /// The client, as `Identity::raw`.
-    holder: u64,
+    /// The client.
+    holder: Identity,
     /// Pages that somebody waits to write to.
     waiting: BTreeSet<u64>,
     /// Those of them that the client was not told of, for want of room.
@@ -119,7 +108,13 @@ impl Pager {
     ///
     /// # Errors
     /// [`EventPending`]: not all are.
-    pub(crate) fn protect_pages(&self, s: &mut State, holder: u64, from: u64, to: u64) -> Result<usize, EventPending> {
+    pub(crate) fn protect_pages(
+        &self,
+        s: &mut State,
+        holder: Identity,
+        from: u64,
+        to: u64,
+    ) -> Result<usize, EventPending> {
         self.serve_client(s, holder);
         let mut protected = 0;
         self.write_protect_known(s, from, to, State::is_writable_unseen, |s, vpn| {
@@ -188,7 +183,7 @@ impl Pager {
     }
 
     /// Pages are protected for the client `holder` from now on; those of another one before it are released.
-    fn serve_client(&self, s: &mut State, holder: u64) {
+    fn serve_client(&self, s: &mut State, holder: Identity) {
         if s.notified.as_ref().is_some_and(|n| n.holder == holder) {
             return;
         }
@@ -201,7 +196,7 @@ impl Pager {
         let (waiting, untold) = (BTreeSet::new(), VecDeque::new());
         s.notified = Some(Box::new(Notified { holder, waiting, untold, look_at }));
         self.notifies.store(true, Release);
-        watch.serving.store(holder, Release);
+        watch.serving.store(holder.raw(), Release);
     }
 
     /// Nothing is protected any more, and nobody waits.
@@ -224,9 +219,8 @@ impl Pager {
         self.tell_untold(&mut s);
         let n = s.notified.as_mut()?;
         let now = thread::now_ns();
-        let holder = self.me().watch.holder.load(Acquire);
-        let given_up = holder != n.holder;
-        if given_up || (now >= n.look_at && Identity::from_raw(holder).is_none_or(Identity::is_dead)) {
+        let given_up = self.me().watch.holder.get() != Some(n.holder);
+        if given_up || (now >= n.look_at && n.holder.is_dead()) {
             self.end_protection(&mut s);
             return None;
         }

@@ -18,6 +18,7 @@
 //! The request moves pages as a fault or reclaim would, so it may come at any moment, whatever the program does.
 
 use crate::group::Slot;
+use crate::holder::Holder;
 use crate::mapfile::{ADDRESS_SPACE_PAGES, Kind as MapKind, MapFile};
 use crate::pager::Pager;
 use crate::state::{FOLIO_PAGES, State};
@@ -82,9 +83,9 @@ pub struct Moved {
 #[repr(C)]
 #[derive(Default)]
 pub struct PageRequest {
-    /// The command that asks, as `Identity::raw`; 0: none.
-    pub holder: AtomicU64,
-    /// The member that is asked, likewise.
+    /// The command that asks.
+    pub holder: Holder,
+    /// The member that is asked, as `Identity::raw`; 0: none.
     pub target: AtomicU64,
     /// [`IDLE`] to [`DONE`]; a futex word.
     pub state: AtomicU32,
@@ -112,18 +113,11 @@ const SCAN_TRIES: u32 = 100;
 const PAUSE_NS: u64 = 100_000;
 
 impl PageRequest {
-    /// Takes the request for a command. False: another one has it.
-    pub fn take(&self, me: Identity) -> bool {
-        let holder = self.holder.load(Acquire);
-        let free = Identity::from_raw(holder).is_none_or(Identity::is_dead);
-        free && self.holder.compare_exchange(holder, me.raw(), AcqRel, Relaxed).is_ok()
-    }
-
-    /// Gives it back.
+    /// What was asked is wanted no more, and the hold is given up.
     pub fn give_up(&self, me: Identity) {
         let _ = self.state.compare_exchange(ASKED, IDLE, AcqRel, Relaxed);
         let _ = self.state.compare_exchange(DONE, IDLE, AcqRel, Relaxed);
-        let _ = self.holder.compare_exchange(me.raw(), 0, AcqRel, Relaxed);
+        self.holder.give_up(me);
     }
 
     /// Asks. For the holder. False while what was asked before is still being done.
@@ -163,7 +157,7 @@ impl PageRequest {
 /// A request being done.
 struct Work<'a> {
     r: &'a PageRequest,
-    holder: u64,
+    holder: Identity,
     from: u64,
     to: u64,
 }
@@ -171,7 +165,7 @@ struct Work<'a> {
 impl Work<'_> {
     /// Whether who asked still wants it.
     fn goes_on(&self) -> bool {
-        self.r.holder.load(Relaxed) == self.holder
+        self.r.holder.get() == Some(self.holder)
     }
 
     /// The next piece with pages that are known: to the next border of 2 MiB at most, so that huge pages stay whole.
@@ -202,31 +196,37 @@ impl Pager {
         if !self.is_asked() || r.state.compare_exchange(ASKED, SERVING, AcqRel, Relaxed).is_err() {
             return;
         }
-        let work =
-            Work { r, holder: r.holder.load(Acquire), from: r.from.load(Relaxed), to: r.to.load(Relaxed).min(1 << 35) };
-        if r.target.load(Relaxed) == me.owner.load(Relaxed) {
-            let op = Op::of(r.op.load(Relaxed));
-            // What was mapped since the ticker last looked belongs to it as well. (A region knows its memory. And who waits for
-            // a release may keep mapping calls from being scanned between.)
-            let known = self.own_frames || op == Some(Op::Release);
-            let _ = known || (0..SCAN_TRIES).any(|_| self.scan_between_calls());
-            match op {
-                Some(Op::Out) => self.put_out(&work, batch, true),
-                Some(Op::Stage) => self.put_out(&work, batch, false),
-                Some(Op::Store) => self.store_idle(&work, batch),
-                Some(Op::In) => self.bring_work(&work, batch),
-                Some(Op::Clean) if self.tracks => self.clean(&work),
-                Some(Op::Clean) => self.clean_region(&work),
-                Some(Op::Protect) if self.tracks => self.protect_work(&work),
-                Some(Op::Release) => self.release_work(&work),
-                Some(Op::Protect) | None => {}
-            }
-            let mut s = self.state.lock();
-            s.rss = self.rss_now(&s);
-            self.publish(&s);
+        // (Who gave it up just now wants nothing.)
+        if let Some(holder) = r.holder.get()
+            && r.target.load(Relaxed) == me.owner.load(Relaxed)
+        {
+            let work = Work { r, holder, from: r.from.load(Relaxed), to: r.to.load(Relaxed).min(1 << 35) };
+            self.serve_work(&work, batch);
         }
         r.state.store(DONE, Release);
         lock::futex_wake(&r.state, u32::MAX >> 1, true);
+    }
+
+    fn serve_work(&self, work: &Work, batch: &mut Batch) {
+        let op = Op::of(work.r.op.load(Relaxed));
+        // What was mapped since the ticker last looked belongs to it as well. (A region knows its memory. And who waits for
+        // a release may keep mapping calls from being scanned between.)
+        let known = self.own_frames || op == Some(Op::Release);
+        let _ = known || (0..SCAN_TRIES).any(|_| self.scan_between_calls());
+        match op {
+            Some(Op::Out) => self.put_out(work, batch, true),
+            Some(Op::Stage) => self.put_out(work, batch, false),
+            Some(Op::Store) => self.store_idle(work, batch),
+            Some(Op::In) => self.bring_work(work, batch),
+            Some(Op::Clean) if self.tracks => self.clean(work),
+            Some(Op::Clean) => self.clean_region(work),
+            Some(Op::Protect) if self.tracks => self.protect_work(work),
+            Some(Op::Release) => self.release_work(work),
+            Some(Op::Protect) | None => {}
+        }
+        let mut s = self.state.lock();
+        s.rss = self.rss_now(&s);
+        self.publish(&s);
     }
 
     fn put_out(&self, work: &Work, batch: &mut Batch, store: bool) {
@@ -319,7 +319,7 @@ impl Pager {
     /// Protects pages for the client that holds the slot's watch, which must be who asks.
     fn protect_work(&self, work: &Work) {
         let (mut at, mut tries) = (work.from, 0);
-        while self.me().watch.holder.load(Acquire) == work.holder {
+        while self.me().watch.holder.get() == Some(work.holder) {
             let mut s = self.state.lock();
             let Some((start, end)) = work.piece(&s, at, FOLIO_PAGES as u64) else { break };
             if self.protect_pages(&mut s, work.holder, start, end).is_err() && tries < EVENT_TRIES {
@@ -338,7 +338,7 @@ impl Pager {
     /// Ends the protection that who asks has asked for.
     fn release_work(&self, work: &Work) {
         let mut at = work.from;
-        while at < work.to && self.me().watch.holder.load(Acquire) == work.holder && work.goes_on() {
+        while at < work.to && self.me().watch.holder.get() == Some(work.holder) && work.goes_on() {
             let mut s = self.state.lock();
             let end = match s.pt.next_protected(at).filter(|vpn| *vpn < work.to) {
                 // (Who waits for a page that is known no more is in the last piece.)

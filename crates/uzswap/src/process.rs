@@ -165,7 +165,7 @@ struct Hold<'a> {
 impl<'a> Hold<'a> {
     fn take(request: &'a PageRequest, me: Identity, pid: u32) -> Result<Self, String> {
         let since = Instant::now();
-        while !request.take(me) {
+        while !request.holder.take(me) {
             if since.elapsed() > PATIENCE {
                 return Err(format!("another command is moving pages of process {pid}; try again when it has ended"));
             }
@@ -262,8 +262,7 @@ impl WriteWatch {
         let member = Member::find(pid).map_err(io::Error::other)?;
         member.tracks_writes().map_err(io::Error::other)?;
         let me = Identity::own();
-        let watch = &member.slot().watch;
-        if watch.holder.load(Acquire) == me.raw() || !watch.take(me) {
+        if !member.slot().watch.holder.take(me) {
             return Err(io::Error::other(format!("another client is told of the writes of process {pid} already")));
         }
         Ok(Self { member, me })
@@ -322,7 +321,7 @@ impl WriteWatch {
         if slot.owner() != Some(self.member.identity) || self.member.identity.is_dead() {
             return Err(io::Error::other(format!("process {pid} has ended")));
         }
-        match slot.watch.holder.load(Acquire) == self.me.raw() {
+        match slot.watch.holder.get() == Some(self.me) {
             true => Ok(()),
             false => Err(io::Error::other(format!("process {pid} has become another program"))),
         }
@@ -331,7 +330,7 @@ impl WriteWatch {
 
 impl Drop for WriteWatch {
     fn drop(&mut self) {
-        self.member.slot().watch.give_up(self.me);
+        self.member.slot().watch.holder.give_up(self.me);
         wake_member(self.member.slot(), false);
     }
 }
