@@ -23,7 +23,6 @@
 //! it full waits in the member for the next look. A page is told once, until it is released or was protected anew.
 
 use crate::arena::PAGE;
-use crate::discover::without;
 use crate::fault::EventPending;
 use crate::holder::Holder;
 use crate::pager::Pager;
@@ -103,28 +102,25 @@ pub struct Notified {
 }
 
 impl Pager {
-    /// Protects the pages `[from, to)` that are known, which one leaf of the table covers, for the client `holder`; returns how
-    /// many of them are protected now.
+    /// Protects the pages `[from, to)` that are known, which one leaf of the table covers, for the client `holder`. (What
+    /// cannot be protected can be written to unseen.)
     ///
     /// # Errors
-    /// [`EventPending`]: not all are.
+    /// [`EventPending`]: not all that can be are.
     pub(crate) fn protect_pages(
         &self,
         s: &mut State,
         holder: Identity,
         from: u64,
         to: u64,
-    ) -> Result<usize, EventPending> {
+    ) -> Result<(), EventPending> {
         self.serve_client(s, holder);
-        let mut protected = 0;
         self.write_protect_known(s, from, to, State::is_writable_unseen, |s, vpn| {
             s.pt.set_protected(vpn, true);
             if let Some(n) = &mut s.notified {
                 n.waiting.remove(&vpn);
             }
-            protected += 1;
-        })?;
-        Ok(protected)
+        })
     }
 
     /// Ends the protection of the pages `[from, to)` and lets who waits to write to them go on; returns how many were
@@ -250,40 +246,5 @@ impl Pager {
             s.pt.set_protected(vpn, false);
             at = vpn + 1;
         }
-    }
-
-    /// Write-protects what is in the program of the pages `[from, to)`, which one leaf of the table covers, and calls `done`
-    /// for each page that is known, `wanted`, and cannot be written to unseen from then on.
-    ///
-    /// # Errors
-    /// [`EventPending`]: `done` was not called for all of them.
-    pub(crate) fn write_protect_known(
-        &self,
-        s: &mut State,
-        from: u64,
-        to: u64,
-        wanted: impl Fn(&State, u64) -> bool,
-        mut done: impl FnMut(&mut State, u64),
-    ) -> Result<(), EventPending> {
-        let protect = |from: u64, to: u64| {
-            let done = self.uffd().write_protect(from as usize * PAGE, (to - from) as usize * PAGE, true);
-            if done == Err(libc::EAGAIN) { Err(EventPending) } else { Ok(done.is_ok()) }
-        };
-        // (A thread that ends is not served when it writes to its control block.)
-        let mut all = true;
-        for (start, end) in without(vec![(from as usize * PAGE, to as usize * PAGE)], &s.pinned) {
-            all &= protect((start / PAGE) as u64, (end / PAGE) as u64)?;
-        }
-        for vpn in from..to {
-            let tag = s.pt.get(vpn).tag();
-            if tag == Tag::None || !wanted(s, vpn) {
-                continue;
-            }
-            // (Some of the range is not registered: page by page then. What cannot be protected stays as it is.)
-            if tag != Tag::Resident || all || protect(vpn, vpn + 1)? {
-                done(s, vpn);
-            }
-        }
-        Ok(())
     }
 }

@@ -26,6 +26,7 @@
 //! then, and the fault is served after the event.
 
 use crate::arena::PAGE;
+use crate::discover::without;
 use crate::fault::{EventPending, Request};
 use crate::pager::Pager;
 use crate::state::State;
@@ -128,6 +129,41 @@ impl Pager {
             }
             // Not mapped any more: whoever waits looks again.
             Err(_) => self.uffd().wake(vpn as usize * PAGE, PAGE),
+        }
+        Ok(())
+    }
+
+    /// Write-protects what is in the program of the pages `[from, to)`, which one leaf of the table covers, and calls `done`
+    /// for each page that is known, `wanted`, and cannot be written to unseen from then on.
+    ///
+    /// # Errors
+    /// [`EventPending`]: `done` was not called for all of them.
+    pub(crate) fn write_protect_known(
+        &self,
+        s: &mut State,
+        from: u64,
+        to: u64,
+        wanted: impl Fn(&State, u64) -> bool,
+        mut done: impl FnMut(&mut State, u64),
+    ) -> Result<(), EventPending> {
+        let protect = |from: u64, to: u64| {
+            let done = self.uffd().write_protect(from as usize * PAGE, (to - from) as usize * PAGE, true);
+            if done == Err(libc::EAGAIN) { Err(EventPending) } else { Ok(done.is_ok()) }
+        };
+        // (A thread that ends is not served when it writes to its control block.)
+        let mut all = true;
+        for (start, end) in without(vec![(from as usize * PAGE, to as usize * PAGE)], &s.pinned) {
+            all &= protect((start / PAGE) as u64, (end / PAGE) as u64)?;
+        }
+        for vpn in from..to {
+            let tag = s.pt.get(vpn).tag();
+            if tag == Tag::None || !wanted(s, vpn) {
+                continue;
+            }
+            // (Some of the range is not registered: page by page then. What cannot be protected stays as it is.)
+            if tag != Tag::Resident || all || protect(vpn, vpn + 1)? {
+                done(s, vpn);
+            }
         }
         Ok(())
     }
