@@ -13,11 +13,11 @@
 //! are made with the pager's lock held, as everything that allocates.
 
 use crate::arena::PAGE;
+use crate::batch::{Batch, Outcome, Unit};
 use crate::inject::Site;
 use crate::object;
 use crate::pager::Pager;
 use crate::state::State;
-use crate::store::{Batch, Outcome, Unit};
 use crate::ticker::stack;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::{Algorithm, Compressor, Encoding};

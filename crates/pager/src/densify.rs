@@ -10,13 +10,13 @@
 //! one under one hold of the lock; what cannot be decompressed or does not get smaller stays as it is.
 
 use crate::arena::PAGE;
+use crate::batch::Batch;
 use crate::deliver::decode;
 use crate::inject::Site;
 use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::relocate;
 use crate::state::{BLOCK, State};
-use crate::store::Batch;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::{Algorithm, Encoding};
 use uzswap_mm::pagetable::Tag;

@@ -23,12 +23,12 @@
 //! Owner: the pager's lock, though the marks are atomics (a MOVE has no access to the tables).
 
 use crate::arena::{self, PAGE};
+use crate::batch::BATCH_PAGES;
 use crate::fault::EventPending;
 use crate::folio::MAX_ORDER;
 use crate::inject::Site;
 use crate::pager::Pager;
 use crate::state::{FOLIO_PAGES, State};
-use crate::store::BATCH_PAGES;
 use core::sync::atomic::{AtomicU8, Ordering::*};
 use uzswap_mm::pagetable::{HINT_HUGE, Tag};
 use uzswap_mm::zone::Kind;

@@ -2,6 +2,7 @@
 //!
 //! Everything here runs in the program it serves, in threads without libc (see [`uzswap_sys::thread`]).
 pub mod arena;
+pub mod batch;
 pub mod calls;
 pub mod compact;
 pub mod compress;

@@ -3,12 +3,12 @@
 //! Here is what is done under the lock, a piece at a time; `request` is how a command asks a process for it.
 
 use crate::arena::{PAGE, discard};
+use crate::batch::{BATCH_PAGES, Batch};
 use crate::deliver::Delivery;
 use crate::events::forget_range;
 use crate::fault::{EventPending, Request};
 use crate::pager::Pager;
 use crate::state::{FOLIO_PAGES, State};
-use crate::store::{BATCH_PAGES, Batch};
 use uzswap_mm::pagetable::Tag;
 use uzswap_mm::zone::Kind;
 

@@ -15,11 +15,11 @@
 //! exceeds its limit by what the pool needs, which is counted and said in the summary.
 
 use crate::arena::PAGE;
+use crate::batch::{BATCH_PAGES, Batch};
 use crate::fault::EventPending;
 use crate::inject::Site;
 use crate::pager::Pager;
 use crate::state::{BLOCK_PAGES, State};
-use crate::store::{BATCH_PAGES, Batch};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::zone::Kind;
 use uzswap_sys::lock::{self, Guard};

@@ -17,12 +17,12 @@
 //!
 //! The request moves pages as a fault or reclaim would, so it may come at any moment, whatever the program does.
 
+use crate::batch::{BATCH_PAGES, Batch};
 use crate::group::Slot;
 use crate::holder::Holder;
 use crate::mapfile::{ADDRESS_SPACE_PAGES, Kind as MapKind, MapFile};
 use crate::pager::Pager;
 use crate::state::{FOLIO_PAGES, State};
-use crate::store::{BATCH_PAGES, Batch};
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 use uzswap_mm::pagemap::{PageState, SOFT_DIRTY};
 use uzswap_mm::pagetable::Tag;

@@ -4,6 +4,7 @@
 //! it held and allocates only there, so a thread that forks with it held leaves both consistent in the child.
 
 use crate::arena::{self, Layout, PAGE};
+use crate::batch::Batch;
 use crate::densify::Sweep;
 use crate::folio::MAX_ORDER;
 use crate::mapfile::MapFile;
@@ -11,7 +12,6 @@ use crate::notify::Notified;
 use crate::object::{self, Header};
 use crate::placement::Placement;
 use crate::remapped::Remapping;
-use crate::store::Batch;
 use crate::swap::Swap;
 use crate::swap::kept::OnDisk;
 use crate::trace::Recorder;

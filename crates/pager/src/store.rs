@@ -11,113 +11,19 @@
 //! here are the tables it works on. A folio that cannot be stored goes back to the staged list: nothing is lost.
 
 use crate::arena::PAGE;
-use crate::compress::Tools;
+use crate::batch::{Batch, Folio, Outcome, Unit};
 use crate::folio::LARGE_ORDER;
 use crate::inject::Site;
 use crate::object::{self, Header, REFERENCED};
 use crate::pager::Pager;
 use crate::state::{BLOCK, State};
-use core::ops::Range;
 use core::sync::atomic::Ordering::*;
-use uzswap_mm::codec::{Algorithm, Compressor, Decompressor, Encoding};
+use uzswap_mm::codec::{Algorithm, Decompressor, Encoding};
 use uzswap_mm::lru::Entry;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Pte, Tag};
 use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
 use uzswap_mm::zswap::{self, Packed, Refused};
-use uzswap_sys::crew::Posted;
-
-/// Pages compressed per batch, but for a folio that is larger.
-pub const BATCH_PAGES: usize = 64;
-
-/// A folio in a batch.
-struct Folio {
-    vpn: u64,
-    /// Its order; 0 when it is not whole.
-    order: u8,
-    /// Pages of it that are in the batch.
-    pages: usize,
-    /// Its units in the batch.
-    units: Range<usize>,
-}
-
-/// One unit of compression: `1 << order` pages in consecutive slots.
-pub(crate) struct Unit {
-    vpn: u64,
-    pub(crate) order: u8,
-    pub(crate) slot: u32,
-    /// Pages of the batch before it: where its hashes are.
-    pub(crate) page_at: usize,
-    /// Where its output is.
-    pub(crate) out_at: usize,
-    /// Pages that mremap took elsewhere while they were compressed: a bit each.
-    moved: u16,
-    pub(crate) outcome: Outcome,
-}
-
-#[derive(Clone, Copy)]
-pub(crate) enum Outcome {
-    Pending,
-    Zero,
-    /// Compressed to that many bytes.
-    Packed {
-        encoding: Encoding,
-        len: usize,
-    },
-    /// What was compressed does not decompress to what it was.
-    Wrong,
-}
-
-/// A batch on its way through compression; its buffers grow to what was needed once.
-pub struct Batch {
-    folios: Vec<Folio>,
-    pub(crate) units: Vec<Unit>,
-    pub(crate) out: Vec<u8>,
-    pub(crate) hashes: Vec<u128>,
-    pub(crate) tools: Tools,
-    pub(crate) use_dense: bool,
-    /// Whether helpers take part in compressing it.
-    pub(crate) shared: bool,
-    /// What helpers are at.
-    pub(crate) posted: Option<Posted>,
-    /// Made when verification is first asked for, with a buffer of the largest unit.
-    pub(crate) verifier: Option<(Decompressor, Vec<u8>)>,
-    /// Scratch of `commit`.
-    plan: Vec<(zswap::Unit, Packed)>,
-    places: Vec<Option<u32>>,
-}
-
-impl Batch {
-    /// Buffers for one thread.
-    pub fn new(compressor: Compressor) -> Self {
-        Self {
-            folios: Vec::with_capacity(BATCH_PAGES + 16),
-            units: Vec::with_capacity(BATCH_PAGES + 16),
-            out: vec![0; BATCH_PAGES * PAGE + BLOCK],
-            hashes: vec![0; BATCH_PAGES + 16],
-            tools: Tools { warm: compressor, dense: None },
-            use_dense: false,
-            shared: false,
-            posted: None,
-            verifier: None,
-            plan: Vec::with_capacity(BATCH_PAGES + 16),
-            places: Vec::with_capacity(BATCH_PAGES + 16),
-        }
-    }
-
-    /// The compressor for what is to be dense, and room for two blocks (between batches).
-    pub fn dense(&mut self) -> (&mut Compressor, &mut [u8]) {
-        (self.tools.dense(), &mut self.out[..2 * BLOCK])
-    }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.units.is_empty()
-    }
-
-    pub(crate) fn pages(&self) -> usize {
-        self.units.last().map_or(0, |u| u.page_at + (1 << u.order))
-    }
-}
 
 /// The tables a folio is stored into, and where its units' bytes are.
 struct Tables<'a> {

@@ -241,7 +241,7 @@ impl Pager {
                 break;
             }
             let before = s.rss;
-            let (left, _) = self.direct_round(s, n.clamp(16, crate::store::BATCH_PAGES), 0, None);
+            let (left, _) = self.direct_round(s, n.clamp(16, crate::batch::BATCH_PAGES), 0, None);
             let spare = s.zone.free_slots(Kind::Frame);
             let over = (self.excess(s) + (n * PAGE) as isize).max(0) as usize / PAGE;
             if over > 0 && spare > 2 * n {
