@@ -121,14 +121,19 @@ pub(crate) fn words(vpn: u64) -> [u8; PAGE] {
     page
 }
 
-/// The content of a page: half noise and half zeros, of which no codec makes more than another.
-pub(crate) fn half_noise(vpn: u64) -> [u8; PAGE] {
+/// The content of a page: noise, which does not compress, different for each.
+pub(crate) fn noise(vpn: u64) -> [u8; PAGE] {
     let mut x = vpn.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut page = [0; PAGE];
-    for byte in &mut page[..PAGE / 2] {
+    core::array::from_fn(|_| {
         x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        *byte = (x >> 56) as u8;
-    }
+        (x >> 56) as u8
+    })
+}
+
+/// The same and half of it zeros, of which no codec makes more than another.
+pub(crate) fn half_noise(vpn: u64) -> [u8; PAGE] {
+    let mut page = noise(vpn);
+    page[PAGE / 2..].fill(0);
     page
 }
 

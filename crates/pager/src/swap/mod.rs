@@ -29,6 +29,8 @@ pub mod clusters;
 mod dense;
 mod io;
 pub mod kept;
+#[cfg(test)]
+mod kept_tests;
 mod pipeline;
 #[cfg(test)]
 mod read_tests;

@@ -9,17 +9,17 @@ use crate::deliver::decode;
 use crate::events;
 use crate::fault::Request;
 use crate::testing::{self, half_noise};
-use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN, Pte};
+use uzswap_mm::pagetable::Pte;
 use uzswap_mm::swapfile::BLOCK;
 use uzswap_sys::uffd::Message;
 
 const LIMIT: usize = 8 << 20;
-const FIRST: u64 = 0x1_0000;
+pub(super) const FIRST: u64 = 0x1_0000;
 const EIO: i32 = libc::EIO;
 
 /// A process with memory on disk.
-struct Scene {
-    pager: &'static Pager,
+pub(super) struct Scene {
+    pub(super) pager: &'static Pager,
     reads: Reads,
     waiting: Vec<Waiting>,
     disk: Vec<u8>,
@@ -28,7 +28,7 @@ struct Scene {
 
 impl Scene {
     /// `pages` single pages from [`FIRST`] on are on disk.
-    fn new(pages: u64) -> Self {
+    pub(super) fn new(pages: u64) -> Self {
         let pager = testing::pager_with_swap(LIMIT);
         let mut scene = Self {
             pager,
@@ -44,29 +44,34 @@ impl Scene {
         scene
     }
 
-    fn store(&self, s: &mut State, vpn: u64, content: fn(u64) -> [u8; PAGE]) {
+    pub(super) fn store(&self, s: &mut State, vpn: u64, content: fn(u64) -> [u8; PAGE]) {
         let handle = testing::store(s, vpn, 0, 0, content);
         object::set_flags(s.object(handle), object::TRIED, 0);
     }
 
     /// Writes back all that is in the pool.
-    fn write_out(&mut self, s: &mut State) {
-        loop {
-            let swap = s.swap.as_mut().unwrap();
-            swap.shrinker.press(1 << 20, 1, 1 << 20, 1 << 20, &DiskReads::new());
-            match self.pager.plan_round(s, 0, bytes_of(&mut self.buffer)) {
-                Round::Write(at, len) => {
-                    self.disk[at as usize..][..len].copy_from_slice(&bytes_of(&mut self.buffer)[..len]);
-                    self.pager.complete(s, 0, true);
-                }
-                Round::Extend(_) => panic!("the file has all its room"),
-                _ => return,
-            }
+    pub(super) fn write_out(&mut self, s: &mut State) {
+        while let Round::Write(at, len) = self.plan(s) {
+            self.write(s, at, len);
         }
     }
 
+    /// Plans a write of what is in the pool, all of which is due.
+    fn plan(&mut self, s: &mut State) -> Round {
+        s.swap.as_mut().unwrap().shrinker.press(1 << 20, 1, 1 << 20, 1 << 20, &DiskReads::new());
+        let round = self.pager.plan_round(s, 0, bytes_of(&mut self.buffer));
+        assert!(!matches!(round, Round::Extend(_)), "the file has all its room");
+        round
+    }
+
+    /// What was planned is on disk.
+    fn write(&mut self, s: &mut State, at: u64, len: usize) {
+        self.disk[at as usize..][..len].copy_from_slice(&bytes_of(&mut self.buffer)[..len]);
+        self.pager.complete(s, 0, true);
+    }
+
     /// A fault on a page.
-    fn fault(&mut self, s: &mut State, vpn: u64) {
+    pub(super) fn fault(&mut self, s: &mut State, vpn: u64) {
         self.waiting.push(Waiting::new(Request { vpn, write: false, protected: false }));
         self.ask(s);
     }
@@ -88,13 +93,50 @@ impl Scene {
         self.pager.land(s, &mut self.reads, &mut self.waiting);
     }
 
-    fn count(&self, what: impl Fn(&crate::group::Counters) -> &core::sync::atomic::AtomicU64) -> u64 {
+    /// One page is read, by the next fault there is; in how many reads.
+    pub(super) fn read(&mut self, s: &mut State, vpn: u64) -> usize {
+        self.waiting.clear();
+        self.fault(s, vpn);
+        let reads = self.begin();
+        reads.iter().for_each(|read| self.end(s, read, Ok(())));
+        reads.len()
+    }
+
+    /// Reads pages in an order, of which each read ends as `result` says; how many faults waited for the disk.
+    fn walk(
+        &mut self,
+        s: &mut State,
+        pages: impl Iterator<Item = u64>,
+        mut result: impl FnMut(&Read) -> Result<(), i32>,
+    ) -> usize {
+        let mut asked = 0;
+        for vpn in pages {
+            self.waiting.clear();
+            if s.pt.get(vpn).tag() == Tag::Disk {
+                self.fault(s, vpn);
+                asked += 1;
+            }
+            self.pager.read_ahead(s, &mut self.reads);
+            for read in self.begin() {
+                let result = result(&read);
+                self.end(s, &read, result);
+            }
+            check(s, vpn, vpn);
+            let handle = s.pt.get(vpn).handle();
+            if Header::read(s.object(handle)).flags & object::AHEAD != 0 {
+                s.wanted_ahead(handle);
+            }
+        }
+        asked
+    }
+
+    pub(super) fn count(&self, what: impl Fn(&crate::group::Counters) -> &core::sync::atomic::AtomicU64) -> u64 {
         what(self.pager.counters()).load(Relaxed)
     }
 }
 
 /// The page is in the pool, and what page `of` was.
-fn check(s: &mut State, vpn: u64, of: u64) {
+pub(super) fn check(s: &mut State, vpn: u64, of: u64) {
     let pte = s.pt.get(vpn);
     assert_eq!(pte.tag(), Tag::Compressed, "page {vpn:x}");
     let mut out = vec![0; PAGE];
@@ -102,7 +144,7 @@ fn check(s: &mut State, vpn: u64, of: u64) {
 }
 
 /// Nothing is left when all pages have gone.
-fn end(s: &mut State, pages: core::ops::Range<u64>) {
+pub(super) fn end(s: &mut State, pages: core::ops::Range<u64>) {
     events::forget_range(s, pages.start, pages.end);
     let swap = s.swap.as_ref().unwrap();
     assert_eq!((s.pool.used_bytes(), s.swapped, swap.on_disk(), swap.books.used_bytes()), (0, 0, 0, 0));
@@ -193,9 +235,7 @@ fn what_is_moved_meanwhile_is_installed_where_it_is() {
     check(s, to, FIRST);
     // What came along says where it was when it was written; it stays on disk until it is wanted.
     assert_eq!(s.pt.get(to + 1).tag(), Tag::Disk);
-    scene.fault(s, to + 1);
-    let reads = scene.begin();
-    scene.end(s, &reads[0], Ok(()));
+    assert_eq!(scene.read(s, to + 1), 1);
     check(s, to + 1, FIRST + 1);
     end(s, to..to + 8);
 }
@@ -242,10 +282,7 @@ fn a_page_whose_reads_all_fail_is_lost_alone() {
     }
     assert_eq!((s.pt.get(FIRST).tag(), scene.count(|c| &c.poisoned)), (Tag::Poisoned, 1));
     assert!((1..8).all(|i| s.pt.get(FIRST + i).tag() == Tag::Disk));
-    scene.waiting.clear();
-    scene.fault(s, FIRST + 1);
-    let reads = scene.begin();
-    scene.end(s, &reads[0], Ok(()));
+    assert_eq!(scene.read(s, FIRST + 1), 1);
     (1..8).for_each(|i| check(s, FIRST + i, FIRST + i));
     end(s, FIRST..FIRST + 8);
 }
@@ -281,8 +318,7 @@ fn what_is_just_being_written_is_not_read_along() {
     let s = &mut *scene.pager.state.lock();
     (4..8).for_each(|i| scene.store(s, FIRST + i, half_noise));
     let (at, len) = loop {
-        s.swap.as_mut().unwrap().shrinker.press(1 << 20, 1, 1 << 20, 1 << 20, &DiskReads::new());
-        match scene.pager.plan_round(s, 0, bytes_of(&mut scene.buffer)) {
+        match scene.plan(s) {
             Round::Write(at, len) => break (at, len),
             Round::Again => {}
             _ => panic!("there is something to write"),
@@ -292,8 +328,7 @@ fn what_is_just_being_written_is_not_read_along() {
     let read = scene.begin()[0];
     assert!(read.end() <= at && at - read.end() < BLOCK as u64, "{} to {}, written from {at} on", read.at, read.end());
     scene.end(s, &read, Ok(()));
-    scene.disk[at as usize..][..len].copy_from_slice(&bytes_of(&mut scene.buffer)[..len]);
-    scene.pager.complete(s, 0, true);
+    scene.write(s, at, len);
     scene.waiting.clear();
     scene.write_out(s);
     scene.fault(s, FIRST + 1);
@@ -339,126 +374,9 @@ fn a_child_has_none_of_its_parent_s_reads() {
     // (As in the child: the state is its parent's, the handler's list and reads are not.)
     s.end_flights();
     (scene.reads, scene.waiting) = (Reads::by_hand(), Vec::new());
-    scene.fault(s, FIRST);
-    let reads = scene.begin();
-    assert_eq!(reads.len(), 1);
-    scene.end(s, &reads[0], Ok(()));
+    assert_eq!(scene.read(s, FIRST), 1);
     check(s, FIRST, FIRST);
     end(s, FIRST..FIRST + 8);
-}
-
-/// Read back and met by the shrinker unchanged, pages are on disk again: nothing is written, and it is still there.
-#[test]
-fn what_was_read_back_leaves_the_pool_without_a_write() {
-    let mut scene = Scene::new(8);
-    let s = &mut *scene.pager.state.lock();
-    let used = s.swap.as_ref().unwrap().books.used_bytes();
-    for round in 1..=3 {
-        scene.waiting.clear();
-        scene.fault(s, FIRST + 2);
-        let reads = scene.begin();
-        scene.end(s, &reads[0], Ok(()));
-        (0..8).for_each(|i| check(s, FIRST + i, FIRST + i));
-        assert_eq!((s.swap.as_ref().unwrap().on_disk(), s.swap.as_ref().unwrap().books.used_bytes()), (0, used));
-        // (What is in memory is not read again with its neighbours.)
-        assert_eq!(s.swap.as_ref().unwrap().books.next_object(0, |o| o.live & !o.kept != 0), None);
-        scene.write_out(s);
-        assert!((0..8).all(|i| s.pt.get(FIRST + i).tag() == Tag::Disk), "round {round}");
-        let counts = (scene.count(|c| &c.pswpout_clean), scene.count(|c| &c.pswpout), s.pool.used_bytes(), s.swapped);
-        assert_eq!(counts, (8 * round, 8, 0, 0), "round {round}");
-    }
-    // Of what goes, the place goes too, in memory or not.
-    events::forget_range(s, FIRST, FIRST + 1);
-    scene.fault(s, FIRST + 2);
-    let reads = scene.begin();
-    scene.end(s, &reads[0], Ok(()));
-    events::forget_range(s, FIRST + 1, FIRST + 2);
-    assert_eq!(s.swap.as_ref().unwrap().books.used_bytes(), used / 8 * 6);
-    s.end_flights();
-    end(s, FIRST + 2..FIRST + 8);
-}
-
-/// Places of what is in memory are given up when there is no room left for what must be written.
-#[test]
-fn without_room_on_disk_no_place_is_kept() {
-    let mut scene = Scene::new(8);
-    let s = &mut *scene.pager.state.lock();
-    scene.fault(s, FIRST);
-    let reads = scene.begin();
-    scene.end(s, &reads[0], Ok(()));
-    let mut swap = s.swap.take().unwrap();
-    assert!(swap.books.used_bytes() > 0 && s.give_up_kept(&mut swap));
-    assert!(swap.books.used_bytes() == 0 && !s.give_up_kept(&mut swap));
-    s.swap = Some(swap);
-    (0..8).for_each(|i| object::set_flags(s.object(s.pt.get(FIRST + i).handle()), object::TRIED, 0));
-    scene.write_out(s);
-    assert_eq!((scene.count(|c| &c.pswpout_clean), scene.count(|c| &c.pswpout)), (0, 16));
-    // What is more than half of `memory.swap.max` keeps none either.
-    scene.pager.group.nodes[0].swap_max.store(s.swap.as_ref().unwrap().books.used_bytes() as u64 * 3 / 2, Relaxed);
-    s.swap.as_mut().unwrap().until_look = 0;
-    scene.waiting.clear();
-    scene.fault(s, FIRST);
-    let reads = scene.begin();
-    scene.end(s, &reads[0], Ok(()));
-    (0..8).for_each(|i| check(s, FIRST + i, FIRST + i));
-    assert_eq!(s.swap.as_ref().unwrap().books.used_bytes(), 0);
-    end(s, FIRST..FIRST + 8);
-}
-
-fn noise(vpn: u64) -> [u8; PAGE] {
-    let mut x = vpn.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    core::array::from_fn(|_| {
-        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (x >> 56) as u8
-    })
-}
-
-/// Pages of a program that do not compress, read back through real faults: one that is not changed is on disk again when it
-/// leaves, one that is changed is stored anew, and its place is free.
-#[test]
-fn a_page_of_the_program_that_did_not_change_is_not_written_again() {
-    let mut scene = Scene::new(0);
-    // (A file, so that pages may come to be there: nothing is read from it.)
-    scene.pager.swap_file.store(0, Relaxed);
-    let pages = 16;
-    let at = testing::memory(scene.pager, pages);
-    let first = (at / PAGE) as u64;
-    let s = &mut *scene.pager.state.lock();
-    (0..pages as u64).for_each(|i| scene.store(s, first + i, noise));
-    scene.write_out(s);
-    let (written, changed) = (scene.count(|c| &c.pswpout), 5);
-    assert_eq!(written, 16);
-    for round in 0..2 {
-        for i in 0..pages as u64 {
-            scene.waiting.clear();
-            scene.fault(s, first + i);
-            scene.begin().iter().for_each(|read| scene.end(s, read, Ok(())));
-            let r = Request { vpn: first + i, write: false, protected: false };
-            assert!(s.pt.get(first + i).tag() == Tag::Resident || scene.pager.serve(s, r).is_ok());
-            // SAFETY: the page is there, as was just asked for.
-            let page = unsafe { core::slice::from_raw_parts_mut((at + i as usize * PAGE) as *mut u8, PAGE) };
-            let mut want = noise(first + i);
-            want[9] ^= u8::from(round == 1 && i == changed);
-            assert!(page == want, "page {i} in round {round}");
-            if round == 0 && i == changed {
-                page[9] ^= 1;
-            }
-        }
-        assert!((0..pages as u64).all(|i| s.pt.get(first + i).copy().is_some() == (round == 0 || i != changed)));
-        assert!(s.pool.used_bytes() < pages * 128, "what did not compress is not kept: {}", s.pool.used_bytes());
-        // (Something else is touched, or the last pages would stay.)
-        (0..16).for_each(|i| s.touch(u64::MAX - 1 - i));
-        while s.resident + s.staged > 0 {
-            assert!(scene.pager.direct_round(s, pages, 0, None).0 > 0);
-        }
-        if round == 0 {
-            let tag = |i: u64| if i == changed { Tag::Compressed } else { Tag::Disk };
-            assert!((0..pages as u64).all(|i| s.pt.get(first + i).tag() == tag(i)));
-            assert_eq!((scene.count(|c| &c.pswpout_clean), scene.count(|c| &c.pswpout)), (15, written));
-        }
-    }
-    assert_eq!(scene.count(|c| &c.pswpout_clean), 30);
-    end(s, first..first + pages as u64);
 }
 
 /// Two members of a group: what one reads back from disk keeps the other's shrinker from taking as much, once.
@@ -490,28 +408,6 @@ fn what_one_member_reads_back_another_weighs() {
     assert!(due > 0 && reads.get() == 0, "{due}");
 }
 
-/// Reads pages in an order; how many faults waited for the disk.
-fn walk(scene: &mut Scene, s: &mut State, pages: impl Iterator<Item = u64>) -> usize {
-    let mut asked = 0;
-    for vpn in pages {
-        if s.pt.get(vpn).tag() == Tag::Disk {
-            scene.waiting.clear();
-            scene.fault(s, vpn);
-            asked += 1;
-        }
-        scene.pager.read_ahead(s, &mut scene.reads);
-        for read in scene.begin() {
-            scene.end(s, &read, Ok(()));
-        }
-        check(s, vpn, vpn);
-        let handle = s.pt.get(vpn).handle();
-        if Header::read(s.object(handle)).flags & object::AHEAD != 0 {
-            s.wanted_ahead(handle);
-        }
-    }
-    asked
-}
-
 /// Faults in sequence are ahead of themselves, forwards and backwards: after three windows the next are read before anybody
 /// asks. So are several sequences at once.
 #[test]
@@ -523,7 +419,7 @@ fn sequences_are_read_ahead() {
     for (pages, streams) in orders {
         let mut scene = Scene::new(256);
         let s = &mut *scene.pager.state.lock();
-        let asked = walk(&mut scene, s, pages);
+        let asked = scene.walk(s, pages, |_| Ok(()));
         assert!((3 * streams..=4 * streams).contains(&asked), "{asked} faults waited for the disk");
         end(s, FIRST..FIRST + 256);
     }
@@ -534,91 +430,13 @@ fn sequences_are_read_ahead() {
 fn a_read_ahead_that_fails_loses_nothing() {
     let mut scene = Scene::new(256);
     let s = &mut *scene.pager.state.lock();
-    walk(&mut scene, s, FIRST..FIRST + 96);
+    scene.walk(s, FIRST..FIRST + 96, |_| Ok(()));
     let mut failed = 0;
-    for vpn in FIRST + 96..FIRST + 256 {
-        scene.waiting.clear();
-        if s.pt.get(vpn).tag() == Tag::Disk {
-            scene.fault(s, vpn);
-        }
-        scene.pager.read_ahead(s, &mut scene.reads);
-        for read in scene.begin() {
-            let ahead = read.place.is_none();
-            failed += usize::from(ahead);
-            scene.end(s, &read, if ahead { Err(EIO) } else { Ok(()) });
-        }
-        check(s, vpn, vpn);
-        let handle = s.pt.get(vpn).handle();
-        if Header::read(s.object(handle)).flags & object::AHEAD != 0 {
-            s.wanted_ahead(handle);
-        }
-    }
+    scene.walk(s, FIRST + 96..FIRST + 256, |read| {
+        let ahead = read.place.is_none();
+        failed += usize::from(ahead);
+        if ahead { Err(EIO) } else { Ok(()) }
+    });
     assert!(failed > 0, "nothing was read ahead");
     end(s, FIRST..FIRST + 256);
-}
-
-/// Pages of a program that compress, of whose objects the pool gives up the bytes (their block is known to be written to):
-/// those that did not change have their turn in the pool again, and leave it without being written. In the units they are in on disk.
-#[test]
-fn a_page_that_compresses_and_did_not_change_is_not_written_again_either() {
-    for order in [0u8, 2] {
-        let mut scene = Scene::new(0);
-        scene.pager.swap_file.store(0, Relaxed);
-        let pages = 16u64;
-        let at = testing::memory(scene.pager, 2 * pages as usize).next_multiple_of(pages as usize * PAGE);
-        let first = (at / PAGE) as u64;
-        let s = &mut *scene.pager.state.lock();
-        for vpn in (first..first + pages).step_by(1 << order) {
-            let handle = testing::store(s, vpn, order, 0, half_noise);
-            object::set_flags(s.object(handle), object::TRIED, 0);
-        }
-        scene.write_out(s);
-        let (written, changed) = (scene.count(|c| &c.pswpout), 5);
-        assert_eq!(written, pages);
-        let mut expected = written;
-        for round in 1..=3u64 {
-            for i in 0..pages {
-                // (Nor is it read at random, whatever the first faults look like.)
-                s.pt.hint(first, HINT_WRITTEN, HINT_RANDOM);
-                scene.waiting.clear();
-                scene.fault(s, first + i);
-                scene.begin().iter().for_each(|read| scene.end(s, read, Ok(())));
-                let r = Request { vpn: first + i, write: false, protected: false };
-                assert!(s.pt.get(first + i).tag() == Tag::Resident || scene.pager.serve(s, r).is_ok());
-                // SAFETY: the page is there, as was just asked for.
-                let page = unsafe { core::slice::from_raw_parts_mut((at + i as usize * PAGE) as *mut u8, PAGE) };
-                let mut want = half_noise(first + i);
-                want[9] ^= u8::from(round > 2 && i == changed);
-                assert!(page == want, "page {i} in round {round}");
-                if round == 2 && i == changed {
-                    page[9] ^= 1;
-                }
-            }
-            // (Pages that came alone, as one does that is far from the others, have no stub: they are to be stored by themselves.)
-            let kept = |i: u64| s.pt.get(first + i).copy().is_some() && (round, i) != (2, changed);
-            let unit = |i: u64| i >> order << order..(i >> order << order) + (1 << order);
-            expected += (0..pages).filter(|i| !unit(*i).all(kept)).count() as u64;
-            let stubs = (0..pages).filter_map(|i| s.pt.get(first + i).copy()).filter(|h| s.is_packed_stub(*h)).count();
-            assert!(stubs >= if round == 1 { 4 } else { 1 }, "round {round}: {stubs} stubs");
-            // (As above.)
-            (0..16).for_each(|i| s.touch(u64::MAX - 1 - i));
-            while s.resident + s.staged > 0 {
-                assert!(scene.pager.direct_round(s, pages as usize, 0, None).0 > 0);
-            }
-            assert!(
-                (0..pages).all(|i| s.pt.get(first + i).tag() == Tag::Compressed),
-                "all have their turn in the pool"
-            );
-            (first..first + pages)
-                .for_each(|vpn| object::set_flags(s.object(s.pt.get(vpn).handle()), object::TRIED, 0));
-            scene.write_out(s);
-            assert!((0..pages).all(|i| s.pt.get(first + i).tag() == Tag::Disk));
-            assert_eq!(scene.count(|c| &c.pswpout), expected, "order {order}, round {round}");
-        }
-        assert!(
-            expected <= written + 3 * pages / 2,
-            "half of those that left again and more were not written: {expected}"
-        );
-        end(s, first..first + pages);
-    }
 }

@@ -1,0 +1,170 @@
+//! What is kept on disk of what is in memory: by hand, as the reads.
+
+use super::read_tests::{FIRST, Scene, check, end};
+use super::*;
+use crate::events;
+use crate::fault::Request;
+use crate::testing::{self, half_noise, noise};
+use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN};
+
+impl Scene {
+    /// A page of the program's memory is used: brought from the disk, and into the program.
+    fn page(&mut self, s: &mut State, vpn: u64) -> &'static mut [u8] {
+        self.read(s, vpn);
+        let r = Request { vpn, write: false, protected: false };
+        assert!(s.pt.get(vpn).tag() == Tag::Resident || self.pager.serve(s, r).is_ok());
+        // SAFETY: the page is there, as was just asked for, and the test lets go of it before it asks for it again.
+        unsafe { core::slice::from_raw_parts_mut((vpn as usize * PAGE) as *mut u8, PAGE) }
+    }
+
+    /// All of the program's memory leaves it.
+    fn put_all_out(&self, s: &mut State) {
+        // (Something else is touched, or the last pages would stay.)
+        (0..16).for_each(|i| s.touch(u64::MAX - 1 - i));
+        while s.resident + s.staged > 0 {
+            assert!(self.pager.direct_round(s, 16, 0, None).0 > 0);
+        }
+    }
+}
+
+/// Read back and met by the shrinker unchanged, pages are on disk again: nothing is written, and it is still there.
+#[test]
+fn what_was_read_back_leaves_the_pool_without_a_write() {
+    let mut scene = Scene::new(8);
+    let s = &mut *scene.pager.state.lock();
+    let used = s.swap.as_ref().unwrap().books.used_bytes();
+    for round in 1..=3 {
+        assert_eq!(scene.read(s, FIRST + 2), 1);
+        (0..8).for_each(|i| check(s, FIRST + i, FIRST + i));
+        assert_eq!((s.swap.as_ref().unwrap().on_disk(), s.swap.as_ref().unwrap().books.used_bytes()), (0, used));
+        // (What is in memory is not read again with its neighbours.)
+        assert_eq!(s.swap.as_ref().unwrap().books.next_object(0, |o| o.live & !o.kept != 0), None);
+        scene.write_out(s);
+        assert!((0..8).all(|i| s.pt.get(FIRST + i).tag() == Tag::Disk), "round {round}");
+        let counts = (scene.count(|c| &c.pswpout_clean), scene.count(|c| &c.pswpout), s.pool.used_bytes(), s.swapped);
+        assert_eq!(counts, (8 * round, 8, 0, 0), "round {round}");
+    }
+    // Of what goes, the place goes too, in memory or not.
+    events::forget_range(s, FIRST, FIRST + 1);
+    assert_eq!(scene.read(s, FIRST + 2), 1);
+    events::forget_range(s, FIRST + 1, FIRST + 2);
+    assert_eq!(s.swap.as_ref().unwrap().books.used_bytes(), used / 8 * 6);
+    s.end_flights();
+    end(s, FIRST + 2..FIRST + 8);
+}
+
+/// Places of what is in memory are given up when there is no room left for what must be written.
+#[test]
+fn without_room_on_disk_no_place_is_kept() {
+    let mut scene = Scene::new(8);
+    let s = &mut *scene.pager.state.lock();
+    assert_eq!(scene.read(s, FIRST), 1);
+    let mut swap = s.swap.take().unwrap();
+    assert!(swap.books.used_bytes() > 0 && s.give_up_kept(&mut swap));
+    assert!(swap.books.used_bytes() == 0 && !s.give_up_kept(&mut swap));
+    s.swap = Some(swap);
+    (0..8).for_each(|i| object::set_flags(s.object(s.pt.get(FIRST + i).handle()), object::TRIED, 0));
+    scene.write_out(s);
+    assert_eq!((scene.count(|c| &c.pswpout_clean), scene.count(|c| &c.pswpout)), (0, 16));
+    // What is more than half of `memory.swap.max` keeps none either.
+    scene.pager.group.nodes[0].swap_max.store(s.swap.as_ref().unwrap().books.used_bytes() as u64 * 3 / 2, Relaxed);
+    s.swap.as_mut().unwrap().until_look = 0;
+    assert_eq!(scene.read(s, FIRST), 1);
+    (0..8).for_each(|i| check(s, FIRST + i, FIRST + i));
+    assert_eq!(s.swap.as_ref().unwrap().books.used_bytes(), 0);
+    end(s, FIRST..FIRST + 8);
+}
+
+/// Pages of a program that do not compress, read back through real faults: one that is not changed is on disk again when it
+/// leaves, one that is changed is stored anew, and its place is free.
+#[test]
+fn a_page_of_the_program_that_did_not_change_is_not_written_again() {
+    let mut scene = Scene::new(0);
+    // (A file, so that pages may come to be there: nothing is read from it.)
+    scene.pager.swap_file.store(0, Relaxed);
+    let pages = 16;
+    let at = testing::memory(scene.pager, pages);
+    let first = (at / PAGE) as u64;
+    let s = &mut *scene.pager.state.lock();
+    (0..pages as u64).for_each(|i| scene.store(s, first + i, noise));
+    scene.write_out(s);
+    let (written, changed) = (scene.count(|c| &c.pswpout), 5);
+    assert_eq!(written, 16);
+    for round in 0..2 {
+        for i in 0..pages as u64 {
+            let page = scene.page(s, first + i);
+            let mut want = noise(first + i);
+            want[9] ^= u8::from(round == 1 && i == changed);
+            assert!(page == want, "page {i} in round {round}");
+            if round == 0 && i == changed {
+                page[9] ^= 1;
+            }
+        }
+        assert!((0..pages as u64).all(|i| s.pt.get(first + i).copy().is_some() == (round == 0 || i != changed)));
+        assert!(s.pool.used_bytes() < pages * 128, "what did not compress is not kept: {}", s.pool.used_bytes());
+        scene.put_all_out(s);
+        if round == 0 {
+            let tag = |i: u64| if i == changed { Tag::Compressed } else { Tag::Disk };
+            assert!((0..pages as u64).all(|i| s.pt.get(first + i).tag() == tag(i)));
+            assert_eq!((scene.count(|c| &c.pswpout_clean), scene.count(|c| &c.pswpout)), (15, written));
+        }
+    }
+    assert_eq!(scene.count(|c| &c.pswpout_clean), 30);
+    end(s, first..first + pages as u64);
+}
+
+/// Pages of a program that compress, of whose objects the pool gives up the bytes (their block is known to be written to):
+/// those that did not change have their turn in the pool again, and leave it without being written. In the units they are in on disk.
+#[test]
+fn a_page_that_compresses_and_did_not_change_is_not_written_again_either() {
+    for order in [0u8, 2] {
+        let mut scene = Scene::new(0);
+        scene.pager.swap_file.store(0, Relaxed);
+        let pages = 16u64;
+        let at = testing::memory(scene.pager, 2 * pages as usize).next_multiple_of(pages as usize * PAGE);
+        let first = (at / PAGE) as u64;
+        let s = &mut *scene.pager.state.lock();
+        for vpn in (first..first + pages).step_by(1 << order) {
+            let handle = testing::store(s, vpn, order, 0, half_noise);
+            object::set_flags(s.object(handle), object::TRIED, 0);
+        }
+        scene.write_out(s);
+        let (written, changed) = (scene.count(|c| &c.pswpout), 5);
+        assert_eq!(written, pages);
+        let mut expected = written;
+        for round in 1..=3u64 {
+            for i in 0..pages {
+                // (Nor is it read at random, whatever the first faults look like.)
+                s.pt.hint(first, HINT_WRITTEN, HINT_RANDOM);
+                let page = scene.page(s, first + i);
+                let mut want = half_noise(first + i);
+                want[9] ^= u8::from(round > 2 && i == changed);
+                assert!(page == want, "page {i} in round {round}");
+                if round == 2 && i == changed {
+                    page[9] ^= 1;
+                }
+            }
+            // (Pages that came alone, as one does that is far from the others, have no stub: they are to be stored by themselves.)
+            let kept = |i: u64| s.pt.get(first + i).copy().is_some() && (round, i) != (2, changed);
+            let unit = |i: u64| i >> order << order..(i >> order << order) + (1 << order);
+            expected += (0..pages).filter(|i| !unit(*i).all(kept)).count() as u64;
+            let stubs = (0..pages).filter_map(|i| s.pt.get(first + i).copy()).filter(|h| s.is_packed_stub(*h)).count();
+            assert!(stubs >= if round == 1 { 4 } else { 1 }, "round {round}: {stubs} stubs");
+            scene.put_all_out(s);
+            assert!(
+                (0..pages).all(|i| s.pt.get(first + i).tag() == Tag::Compressed),
+                "all have their turn in the pool"
+            );
+            (first..first + pages)
+                .for_each(|vpn| object::set_flags(s.object(s.pt.get(vpn).handle()), object::TRIED, 0));
+            scene.write_out(s);
+            assert!((0..pages).all(|i| s.pt.get(first + i).tag() == Tag::Disk));
+            assert_eq!(scene.count(|c| &c.pswpout), expected, "order {order}, round {round}");
+        }
+        assert!(
+            expected <= written + 3 * pages / 2,
+            "half of those that left again and more were not written: {expected}"
+        );
+        end(s, first..first + pages);
+    }
+}
