@@ -101,13 +101,16 @@ impl Cluster {
         format!("redis://127.0.0.1:{}?size=1G{options}", self.nodes[0].port)
     }
 
-    /// Waits until the run has written to every node.
-    fn wait_for_keys(&mut self, run: &Running) {
+    /// A run of `disk` in 32 MiB that swaps to the cluster; it has written to every node.
+    fn start_run(&mut self, name: &'static str, disk: &Path, args: [&str; 2], options: &str) -> Running {
+        let subject = Subject::new(name, &[&disk, &args[0], &args[1]]).with(&["--swap", &self.swap(options)]);
+        let run = subject.start_limited(32 * MIB);
         let deadline = Instant::now() + Duration::from_secs(60);
         while self.nodes.iter_mut().any(|node| node.keys() < 5) {
             assert!(run.is_running() && Instant::now() < deadline, "the run does not use all nodes");
             std::thread::sleep(Duration::from_millis(10));
         }
+        run
     }
 
     fn keys(&mut self) -> usize {
@@ -124,11 +127,9 @@ fn a_cluster_has_the_keys_on_all_nodes() {
     let _alone = alone();
     let Some(disk) = compile_c("disk") else { return };
     let Some(mut cluster) = Cluster::start("cluster", &[]) else { return };
-    let subject = Subject::new("cluster", &[&disk, &"96", &"1"]).with(&["--swap", &cluster.swap("")]);
-    let running = subject.start_limited(32 * MIB);
-    cluster.wait_for_keys(&running);
+    let running = cluster.start_run("cluster", &disk, ["96", "1"], "");
     let run = running.finish();
-    run.say(subject.name, "three nodes", None);
+    run.say("cluster", "three nodes", None);
     assert_eq!(ended_well(&run), 0);
     assert!(number(&run, "pswpin") > 1000 && number(&run, "pswpout") > 1000, "{}", run.describe());
     assert_eq!(cluster.keys(), 0, "nothing is left there");
@@ -156,13 +157,11 @@ fn a_node_of_a_cluster_that_dies() {
     let _alone = alone();
     let Some(disk) = compile_c("disk") else { return };
     let Some(mut cluster) = Cluster::start("cluster-dies", &[]) else { return };
-    let subject = Subject::new("node dies", &[&disk, &"64", &"3"]).with(&["--swap", &cluster.swap("&timeout=1")]);
-    let running = subject.start_limited(32 * MIB);
-    cluster.wait_for_keys(&running);
+    let running = cluster.start_run("node dies", &disk, ["64", "3"], "&timeout=1");
     let dead = cluster.nodes.remove(0);
     redis::stop(dead.client, dead.running);
     let run = running.finish();
-    run.say(subject.name, "1 of 3", None);
+    run.say("node dies", "1 of 3", None);
     let lost = ended_well(&run);
     // (A third of what was there, of which the program has a half: far from all.)
     assert!(lost > 0 && lost < 64 * 256 / 2, "{lost} pages are lost\n{}", run.describe());
@@ -179,9 +178,7 @@ fn slots_that_move_are_followed() {
     let _alone = alone();
     let Some(disk) = compile_c("disk") else { return };
     let Some(mut cluster) = Cluster::start("cluster-moves", &[]) else { return };
-    let subject = Subject::new("slots move", &[&disk, &"64", &"6"]).with(&["--swap", &cluster.swap("")]);
-    let running = subject.start_limited(32 * MIB);
-    cluster.wait_for_keys(&running);
+    let running = cluster.start_run("slots move", &disk, ["64", "6"], "");
     let (mut moved, mut asked) = (0, 0);
     while moved < 60 && running.is_running() {
         let (from, to) = (moved % 3, (moved + 1) % 3);
@@ -205,7 +202,7 @@ fn slots_that_move_are_followed() {
         moved += 1;
     }
     let run = running.finish();
-    run.say(subject.name, &format!("{moved} slots, {asked} keys"), None);
+    run.say("slots move", &format!("{moved} slots, {asked} keys"), None);
     assert!(asked >= 20, "only {asked} keys moved\n{}", run.describe());
     assert_eq!(ended_well(&run), 0, "{}", run.describe());
     for answer in ["ASK", "MOVED"] {
@@ -235,14 +232,12 @@ fn a_replica_that_takes_over_is_followed() {
     wait(&["CLUSTER", "REPLICATE", &master], &|said| said == "OK");
     wait(&["INFO", "replication"], &|said| said.contains("role:slave") && said.contains("master_link_status:up"));
     wait(&["CLUSTER", "INFO"], &|said| said.contains("cluster_state:ok"));
-    let subject = Subject::new("takes over", &[&disk, &"64", &"3"]).with(&["--swap", &cluster.swap("")]);
-    let running = subject.start_limited(32 * MIB);
-    cluster.wait_for_keys(&running);
+    let running = cluster.start_run("takes over", &disk, ["64", "3"], "");
     wait(&["CLUSTER", "FAILOVER"], &|said| said == "OK");
     wait(&["INFO", "replication"], &|said| said.contains("role:master"));
     assert!(running.is_running(), "it took over while it was used");
     let run = running.finish();
-    run.say(subject.name, "1 of 3", None);
+    run.say("takes over", "1 of 3", None);
     assert_eq!(ended_well(&run), 0, "{}", run.describe());
     assert_eq!(replica.keys() + cluster.nodes[1].keys() + cluster.nodes[2].keys(), 0);
     redis::stop(replica.client, replica.running);
@@ -255,12 +250,10 @@ fn a_node_of_a_cluster_that_stalls() {
     let _alone = alone();
     let Some(disk) = compile_c("disk") else { return };
     let Some(mut cluster) = Cluster::start("cluster-stalls", &[]) else { return };
-    let subject = Subject::new("node stalls", &[&disk, &"48", &"3"]).with(&["--swap", &cluster.swap("&timeout=9")]);
-    let running = subject.start_limited(32 * MIB);
-    cluster.wait_for_keys(&running);
+    let running = cluster.start_run("node stalls", &disk, ["48", "3"], "&timeout=9");
     assert_eq!(cluster.nodes[1].one(&["CLIENT", "PAUSE", "4000", "ALL"]), "OK");
     let run = running.finish();
-    run.say(subject.name, "4 s", None);
+    run.say("node stalls", "4 s", None);
     assert_eq!(ended_well(&run), 0, "{}", run.describe());
     cluster.stop();
 }
