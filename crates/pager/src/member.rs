@@ -1,6 +1,12 @@
 //! Membership: this process's slot in its group, and what the other members say.
 //!
-//! Only the owner writes a slot's charges. `group` explains how a slot changes hands.
+//! A member says what it is charged with, and decides by what the others have said: sums over their slots, made anew each time,
+//! in each group from its own to the root. What is read is a moment old, each figure another one; so a limit is kept with a
+//! margin, growth is said before it is much (`Pager::charge_growth`), and who finds the group over its limit wakes the others, as
+//! they may hold what it lacks.
+//!
+//! Invariants: only the owner writes a slot's charges, and only while it lives; what dead members were charged with is returned
+//! by whoever looks. `group` explains how a slot changes hands. Nothing here takes a lock.
 
 use crate::group::{Counters, DEPTH, GroupPage, NODES, SLOTS, Slot};
 use crate::inject::Site;

@@ -1,6 +1,11 @@
 //! Paging out and in on request: ranges of a process's or a region's private memory.
 //!
-//! Here is what is done under the lock, a piece at a time; `request` is how a command asks a process for it.
+//! Here is what is done under the lock, a piece at a time, so that faults have their turn between; `request` is how a command
+//! asks a process for it. Pages go and come by the very steps of reclaim (`stage`, `store`) and of faults (`deliver`), so what
+//! the program does meanwhile is seen to there: who touches a page that goes takes it back, and it counts as one that stayed.
+//!
+//! A piece ends early where an event is unread: of the page behind it nothing is known until that is. A process's reclaim thread
+//! pauses then and tries again; a region has no events.
 
 use crate::arena::{PAGE, discard};
 use crate::batch::{BATCH_PAGES, Batch};

@@ -1,4 +1,14 @@
 //! The pager: everything of one process, shared by its helper threads.
+//!
+//! What changes together is in its [`State`], behind the lock. Beside it is what is asked without the lock, each by itself: what
+//! is set before other threads know of the pager and stays (layout, group, modes), descriptors and thread ids, futex words, and
+//! hints of which an old value costs time and nothing else. A forked child has all of it as its parent had, and sets anew what is
+//! another process's (`fork`).
+//!
+//! Lock order: the program's mapping calls (`calls`), the pager's lock (`state`), then those that lead nowhere: the helpers'
+//! tools, the page map, a region's queue of markers, the agent's allocator. The pager's lock is not held while the program's
+//! memory is touched: that may fault, and who serves the fault needs it. What other processes read or write (the group's page,
+//! the books of the swap file) are atomics.
 
 use crate::arena::{Layout, PAGE};
 use crate::calls::Calls;

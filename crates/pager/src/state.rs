@@ -1,7 +1,7 @@
 //! What the pager's lock protects: the engine's tables, and the few operations on them that every path needs.
 //!
-//! Lock order: the pager's lock is the only one; the agent's allocator lock nests inside it. Everything here runs with
-//! it held and allocates only there, so a thread that forks with it held leaves both consistent in the child.
+//! Everything here runs with it held (see `pager` for the order of locks) and allocates only there, and the agent's
+//! allocator lock nests inside it: a thread that forks with it held leaves both consistent in the child.
 
 use crate::arena::{self, Layout, PAGE};
 use crate::batch::Batch;

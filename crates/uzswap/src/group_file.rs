@@ -1,4 +1,8 @@
 //! The memory object behind a tree of groups: made or opened here, mapped here and by every member.
+//!
+//! It has no name in a file system: processes that have it find it among their own descriptors, others through `/proc` of one
+//! that has it, so it goes with the last of them. What others show there is opened only when the kernel says that it is such an
+//! object, of our own user (or we are root), of the size of ours; and believed when its first word is this version's [`MAGIC`].
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read};

@@ -1,4 +1,9 @@
 //! `uzswap run`: checks, starts the program, waits for it, sums up.
+//!
+//! All that can be refused is refused before the program starts. The command then stays beside it, as its parent: it has the
+//! group's memory and the swap file open, records and speaks to a swap server where that is wanted, and passes on signals that
+//! others send it; it stops when the program stops and ends as it ends. It keeps no limit itself, which the program's
+//! processes do among themselves: killed, it leaves them running (but for the server, which then nobody speaks to).
 
 use crate::check::{self, Refused};
 use crate::cli::RunArgs;

@@ -1,4 +1,11 @@
 //! One member of the group in a replay: its pages, its objects in the pool and on disk, and its shrinker.
+//!
+//! What the engine keeps in tables and bytes is here numbers only: an object is so large, of so many pages, referenced or not, in
+//! the pool or at a place on disk. Which goes next is asked of the engine's own [`Shrinker`].
+//!
+//! Invariants: `in_pool` and `stored` are sums over the objects that are not on disk; an object is there while any page refers to it
+//! (`live`), and each of `disk` knows its place. Numbers are used again, so what the shrinker lists is told from an earlier object
+//! by its `birth`.
 
 use super::{Cost, Outcome};
 use crate::shrinker::{Entry, Policy, Shrinker, Verdict};

@@ -1,4 +1,12 @@
 //! Whose address a SIGBUS is, and serving it in the thread that has it.
+//!
+//! A region's userfaultfd makes a missing page a SIGBUS. The handler finds the region by the address, serves the fault as a
+//! process's handler thread would, and returns: the access is done again. Signals that are no region's, and pages that are lost, go to
+//! the handler that was there before ours.
+//!
+//! The handler interrupts whatever the thread was at, so it uses what handlers may: atomics ([`Registry`]), the pager's lock, which no
+//! thread of the program holds while it may fault or be interrupted ([`SignalsBlocked`]), and memory of the pager's own. A region
+//! that somebody touches is not being dropped, which is the caller's to see to.
 
 use crate::arena::PAGE;
 use crate::fault::Request;
