@@ -29,6 +29,13 @@ const SHARED_TRIES: u64 = 16;
 /// Ranges noted at most to be un-shared: while the reclaim thread gets at none the same ones are found again and again.
 const UNSHARE_MOST: usize = 1024;
 
+/// Pages on their way out: `at` to `end` are left.
+struct Run {
+    at: u64,
+    end: u64,
+    moved: usize,
+}
+
 impl Pager {
     /// Moves up to about `want` pages out of the program.
     ///
@@ -102,13 +109,18 @@ impl Pager {
         Ok(moved)
     }
 
+    /// Moves `n` resident pages from `start` on, which are on no list, in as few calls as there are holes and mappings. What
+    /// stays is on a list again.
+    ///
+    /// # Errors
+    /// [`EventPending`] when an unread event stopped it before anything moved.
     pub(crate) fn stage_run(&self, s: &mut State, start: u64, n: usize) -> Result<usize, EventPending> {
         if self.without_move {
             return Ok(self.take_run(s, start, n));
         }
-        let (mut at, end, mut moved) = (start, start + n as u64, 0);
-        while at < end {
-            let left = (end - at) as usize;
+        let mut run = Run { at: start, end: start + n as u64, moved: 0 };
+        while run.at < run.end {
+            let (at, left) = (run.at, (run.end - run.at) as usize);
             let Some((slot, order)) = self.take_holes(s, left.ilog2() as u8) else {
                 self.requeue(s, at, left);
                 break;
@@ -128,70 +140,83 @@ impl Pager {
             }
             self.became_staged(s, at, done, slot);
             s.zone.free_run(Kind::Hole, slot + done as u32, n - done);
-            moved += done;
-            at += done as u64;
-            if done < n && (done == 0 || error != libc::EAGAIN) {
-                if error == libc::EINVAL
-                    && let Some(len) = self.read_only(s, at, end)
-                {
-                    self.set_aside(s, at, len);
-                    at += len as u64;
-                    continue;
+            run.moved += done;
+            run.at += done as u64;
+            if done < n
+                && (done == 0 || error != libc::EAGAIN)
+                && let Err(pending) = self.pass_refused(s, &mut run, n == 1, error)
+            {
+                return if run.moved > 0 { Ok(run.moved) } else { Err(pending) };
+            }
+        }
+        Ok(run.moved)
+    }
+
+    /// Goes on behind what could not be moved at the head of a run, of which a page was tried `alone` or several: it is listed
+    /// where it is met again when that may help, and what is not there is zeros.
+    fn pass_refused(&self, s: &mut State, run: &mut Run, alone: bool, error: i32) -> Result<(), EventPending> {
+        let (at, end) = (run.at, run.end);
+        let resident = s.pt.get(at).tag() == Tag::Resident;
+        if error == libc::EINVAL
+            && let Some(len) = self.read_only(s, at, end)
+        {
+            self.set_aside(s, at, len);
+            run.at += len as u64;
+            return Ok(());
+        }
+        match error {
+            // (Also where the mapping is not found because it is elsewhere, of which is to be read first.)
+            libc::EAGAIN | libc::ENOENT if error == libc::EAGAIN || self.event_is_unread(at) => {
+                self.requeue(s, at, (end - at) as usize);
+                return Err(EventPending);
+            }
+            libc::ENOENT if resident => self.was_dropped(s, at),
+            libc::EBUSY => {
+                self.counters().move_refused.fetch_add(1, Relaxed);
+                let len = s.resident_run(at, end).max(1);
+                if s.unshare.len() < UNSHARE_MOST {
+                    s.unshare.push((at as usize * PAGE, len * PAGE));
                 }
-                match error {
-                    // (Also where the mapping is not found because it is elsewhere, of which is to be read first.)
-                    libc::EAGAIN | libc::ENOENT if error == libc::EAGAIN || self.event_is_unread(at) => {
-                        self.requeue(s, at, (end - at) as usize);
-                        return if moved > 0 { Ok(moved) } else { Err(EventPending) };
-                    }
-                    libc::ENOENT if s.pt.get(at).tag() == Tag::Resident => {
-                        // It reads as zeros: it was dropped without an event (MADV_FREE, reclaimed by the kernel), or was never
-                        // there (what was only read of a mapping never written to, a forked child is not given).
-                        let pte = s.pt.get(at);
-                        s.pt.set(at, Pte::new(Tag::Zero, 0));
-                        s.zeros += 1;
-                        s.forget(at, pte);
-                        s.note_pages(trace::Kind::Free, at, 1);
-                        at += 1;
-                    }
-                    libc::EBUSY => {
-                        self.counters().move_refused.fetch_add(1, Relaxed);
-                        let len = s.resident_run(at, end).max(1);
-                        if s.unshare.len() < UNSHARE_MOST {
-                            s.unshare.push((at as usize * PAGE, len * PAGE));
-                        }
-                        self.requeue(s, at, len);
-                        at += len as u64;
-                    }
-                    _ if n > 1 => {
-                        // Crosses a mapping's border, perhaps: page by page.
-                        for _ in 0..(end - at).min(16) {
-                            let one = self.stage_run(s, at, 1);
-                            at += 1;
-                            match one {
-                                Ok(n) => moved += n,
-                                Err(pending) => {
-                                    self.requeue(s, at, (end - at) as usize);
-                                    return if moved > 0 { Ok(moved) } else { Err(pending) };
-                                }
-                            }
-                        }
-                    }
-                    // Locked.
-                    libc::EINVAL if s.pt.get(at).tag() == Tag::Resident => {
-                        self.set_aside(s, at, 1);
-                        at += 1;
-                    }
-                    // It stays for this time.
-                    _ if s.pt.get(at).tag() == Tag::Resident => {
-                        self.requeue(s, at, 1);
-                        at += 1;
-                    }
-                    _ => at += 1,
+                self.requeue(s, at, len);
+                run.at += len as u64;
+                return Ok(());
+            }
+            // Crosses a mapping's border, perhaps.
+            _ if !alone => return self.stage_one_by_one(s, run),
+            // Locked.
+            libc::EINVAL if resident => self.set_aside(s, at, 1),
+            // It stays for this time.
+            _ if resident => self.requeue(s, at, 1),
+            _ => {}
+        }
+        run.at += 1;
+        Ok(())
+    }
+
+    /// Stages the next pages of a run each by itself.
+    fn stage_one_by_one(&self, s: &mut State, run: &mut Run) -> Result<(), EventPending> {
+        for _ in 0..(run.end - run.at).min(16) {
+            let one = self.stage_run(s, run.at, 1);
+            run.at += 1;
+            match one {
+                Ok(n) => run.moved += n,
+                Err(pending) => {
+                    self.requeue(s, run.at, (run.end - run.at) as usize);
+                    return Err(pending);
                 }
             }
         }
-        Ok(moved)
+        Ok(())
+    }
+
+    /// A resident page that is not there reads as zeros: it was dropped without an event (MADV_FREE, reclaimed by the kernel),
+    /// or was never there (what was only read of a mapping never written to, a forked child is not given).
+    fn was_dropped(&self, s: &mut State, vpn: u64) {
+        let pte = s.pt.get(vpn);
+        s.pt.set(vpn, Pte::new(Tag::Zero, 0));
+        s.zeros += 1;
+        s.forget(vpn, pte);
+        s.note_pages(trace::Kind::Free, vpn, 1);
     }
 
     /// Whether an event of the mapping at a page is to be read before anything is known of the page.
