@@ -90,52 +90,64 @@ impl Pager {
             // SAFETY: there is scratch for n pages, which nothing else uses meanwhile.
             None => unsafe { core::slice::from_raw_parts_mut(to, n * PAGE) },
         };
-        let filled = self.fill(s, vpn, buffer, d.alone);
-        let (src, filled_n) = (buffer.as_ptr() as usize, filled);
-        if filled_n == 0 {
+        let (filled, src) = (self.fill(s, vpn, buffer, d.alone), buffer.as_ptr() as usize);
+        if filled == 0 {
             if let Some((slot, o)) = frames {
                 s.zone.free(Kind::Frame, slot, o);
             }
             return if vpn == d.r.vpn { self.poison(s, vpn).map(|()| 0) } else { Ok(0) };
         }
-        let result = match frames {
-            Some((slot, _)) => self.move_in_up_to(s, vpn, slot, filled_n),
-            // SAFETY: the buffer is readable.
-            None => unsafe { self.copy(s, vpn, src, filled_n * PAGE) },
-        };
-        let (mut brought, error) = match result {
-            Ok(()) => (filled_n, 0),
-            Err((done, e)) => (done / PAGE, e),
-        };
-        if let Some((slot, o)) = frames {
-            let moved = brought;
-            if moved == FOLIO_PAGES {
-                self.brought_huge(s, vpn, slot);
-            }
-            self.free_slots_of(s, vpn, slot, moved);
-            s.zone.free_run(Kind::Frame, slot + moved as u32, (1 << o) - moved);
-        } else {
-            s.rss += brought * PAGE;
-        }
-        if brought == 0 {
-            match error {
-                libc::EAGAIN => return Err(EventPending),
-                libc::EEXIST if filled_n == 1 => self.uffd().wake(vpn as usize * PAGE, PAGE),
-                // Past the end of its mapping, read-only, or a neighbour is there: by copy, as much of a block as goes.
-                // (The frames were not moved, and nobody else has had them since.)
-                libc::EEXIST | libc::EINVAL | libc::ENOENT | libc::EBUSY | libc::EFAULT => {
-                    let n = if frames.is_some() { filled_n.min(BLOCK_PAGES) } else { 1 };
-                    brought = self.copy_some(s, vpn, src, n)?;
-                }
-                _ => {}
-            }
-        }
+        let brought = self.map_filled(s, vpn, frames, src, filled)?;
         if brought <= BLOCK_PAGES {
             self.brought_out::<BLOCK_PAGES>(s, vpn, brought, d);
         } else {
             self.brought_out::<FOLIO_PAGES>(s, vpn, brought, d);
         }
         Ok(brought)
+    }
+
+    /// Maps pages that were filled: the frames they are in, or copies of what is at `src`. How many came.
+    fn map_filled(
+        &self,
+        s: &mut State,
+        vpn: u64,
+        frames: Option<(u32, u8)>,
+        src: usize,
+        filled: usize,
+    ) -> Result<usize, EventPending> {
+        let result = match frames {
+            Some((slot, _)) => self.move_in_up_to(s, vpn, slot, filled),
+            // SAFETY: the caller filled the buffer, which is readable.
+            None => unsafe { self.copy(s, vpn, src, filled * PAGE) },
+        };
+        let (brought, error) = match result {
+            Ok(()) => (filled, 0),
+            Err((done, e)) => (done / PAGE, e),
+        };
+        if let Some((slot, o)) = frames {
+            if brought == FOLIO_PAGES {
+                self.brought_huge(s, vpn, slot);
+            }
+            self.free_slots_of(s, vpn, slot, brought);
+            s.zone.free_run(Kind::Frame, slot + brought as u32, (1 << o) - brought);
+        } else {
+            s.rss += brought * PAGE;
+        }
+        match error {
+            _ if brought > 0 => Ok(brought),
+            libc::EAGAIN => Err(EventPending),
+            libc::EEXIST if filled == 1 => {
+                self.uffd().wake(vpn as usize * PAGE, PAGE);
+                Ok(0)
+            }
+            // Past the end of its mapping, read-only, or a neighbour is there: by copy, as much of a block as goes.
+            // (The frames were not moved, and nobody else has had them since.)
+            libc::EEXIST | libc::EINVAL | libc::ENOENT | libc::EBUSY | libc::EFAULT => {
+                let n = if frames.is_some() { filled.min(BLOCK_PAGES) } else { 1 };
+                self.copy_some(s, vpn, src, n)
+            }
+            _ => Ok(0),
+        }
     }
 
     /// Copies as many of `n` pages as go, and fit into the mapping; wakes who waits when none does.
