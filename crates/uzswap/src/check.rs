@@ -125,45 +125,47 @@ pub fn program(name: &OsStr) -> Result<PathBuf, Refused> {
     } else {
         format!("`{}`, the interpreter of `{shown}`,", loaded.display())
     };
-    let elsewhere = "run it without uzswap";
-    match kind {
-        Kind::Static => {
-            return Err(format!(
-                "{what} is statically linked, so nothing can be preloaded into it: link it dynamically or {elsewhere}"
-            )
-            .into());
-        }
-        Kind::Foreign(machine) => {
-            return Err(format!(
-                "{what} is built for {machine}, and uzswap's library for {}: use a build for this machine",
-                env::consts::ARCH
-            )
-            .into());
-        }
+    linked(&kind, &shown, &what)?;
+    rights(&loaded, &what)?;
+    Ok(path)
+}
+
+/// What is done about a program that nothing can be preloaded into.
+const ELSEWHERE: &str = "run it without uzswap";
+
+/// Whether the library can be loaded into a file of this kind, which is `what` to the user, and the program `shown`.
+fn linked(kind: &Kind, shown: &str, what: &str) -> Result<(), Refused> {
+    let why = match kind {
         Kind::Dynamic(loader) if loader.file_name().is_some_and(|n| n.as_bytes().starts_with(b"ld-musl")) => {
-            return Err(format!(
-                "{what} is linked with musl, and uzswap's library with glibc: use a glibc build or {elsewhere}"
-            )
-            .into());
+            format!("{what} is linked with musl, and uzswap's library with glibc: use a glibc build or {ELSEWHERE}")
         }
+        Kind::Dynamic(_) | Kind::Unknown => return Ok(()),
+        Kind::Static => format!(
+            "{what} is statically linked, so nothing can be preloaded into it: link it dynamically or {ELSEWHERE}"
+        ),
+        Kind::Foreign(machine) => format!(
+            "{what} is built for {machine}, and uzswap's library for {}: use a build for this machine",
+            env::consts::ARCH
+        ),
         Kind::Script(_) => {
-            return Err(format!(
-                "`{shown}` is a script of a script more than four levels deep: name the interpreter instead"
-            )
-            .into());
+            format!("`{shown}` is a script of a script more than four levels deep: name the interpreter instead")
         }
-        Kind::Dynamic(_) | Kind::Unknown => {}
-    }
-    let mode = fs::metadata(&loaded).map_or(0, |m| m.permissions().mode());
+    };
+    Err(why.into())
+}
+
+/// Whether the system preloads anything into a file, which is `what` to the user.
+fn rights(file: &Path, what: &str) -> Result<(), Refused> {
+    let mode = fs::metadata(file).map_or(0, |m| m.permissions().mode());
     let setgid = mode & libc::S_ISGID != 0 && mode & libc::S_IXGRP != 0;
     if mode & libc::S_ISUID != 0 || setgid {
         let which = if setgid { "setgid" } else { "setuid" };
-        return Err(format!("{what} is {which}, and the system preloads nothing into programs with other rights than yours: run a copy without that bit or {elsewhere}").into());
+        return Err(format!("{what} is {which}, and the system preloads nothing into programs with other rights than yours: run a copy without that bit or {ELSEWHERE}").into());
     }
-    if has_capabilities(&loaded) {
-        return Err(format!("{what} has file capabilities, and the system preloads nothing into programs with other rights than yours: run a copy without them or {elsewhere}").into());
+    if has_capabilities(file) {
+        return Err(format!("{what} has file capabilities, and the system preloads nothing into programs with other rights than yours: run a copy without them or {ELSEWHERE}").into());
     }
-    Ok(path)
+    Ok(())
 }
 
 /// Finds a program as execvp does.

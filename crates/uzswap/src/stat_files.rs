@@ -7,8 +7,8 @@
 use crate::totals::Totals;
 use serde_json::{Map, Value};
 use std::fmt::Write;
-use std::sync::atomic::Ordering::Relaxed;
-use uzswap_pager::group::{GroupPage, NO_LIMIT};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use uzswap_pager::group::{Events, GroupPage, NO_LIMIT};
 use uzswap_sys::process::Identity;
 
 /// What a group's living members use now, in bytes.
@@ -94,11 +94,8 @@ impl Content {
 pub fn files(page: &GroupPage, node: usize) -> Vec<(String, Content)> {
     use Content::{Keyed, Limit, List, Number};
     let (usage, totals) = (Usage::of(page, node), Totals::of(page, node));
-    let (n, c) = (&page.nodes[node], &totals.counters);
-    let (limit, event) =
-        (|a: &std::sync::atomic::AtomicU64| Limit(a.load(Relaxed)), |a: &std::sync::atomic::AtomicU64| a.load(Relaxed));
-    let folio = |name: &str| totals.folios.all.get(name).copied().unwrap_or(0);
-    let e = &n.events;
+    let (n, e) = (&page.nodes[node], &page.nodes[node].events);
+    let limit = |a: &AtomicU64| Limit(a.load(Relaxed));
     let files = vec![
         ("memory.current", Number(usage.charge)),
         ("memory.peak", Number(totals.peak)),
@@ -109,101 +106,128 @@ pub fn files(page: &GroupPage, node: usize) -> Vec<(String, Content)> {
         ("memory.zswap.current", Number(usage.pool)),
         ("memory.zswap.max", limit(&n.zswap_max)),
         ("memory.zswap.writeback", Number(n.zswap_writeback.load(Relaxed).into())),
-        (
-            "memory.events",
-            Keyed(vec![
-                ("low", 0),
-                ("high", event(&e.high)),
-                ("max", event(&e.max)),
-                ("oom", event(&e.oom)),
-                ("oom_kill", event(&e.oom_kill)),
-                ("oom_group_kill", 0),
-            ]),
-        ),
-        ("memory.swap.events", Keyed(vec![("high", 0), ("max", event(&e.swap_max)), ("fail", event(&e.swap_fail))])),
-        (
-            "memory.stat",
-            Keyed(vec![
-                ("anon", usage.charge.saturating_sub(usage.pool + usage.metadata)),
-                ("zswap", usage.pool),
-                ("zswapped", usage.zswapped),
-                ("pgfault", c.pgfault),
-                ("pgmajfault", c.pgmajfault),
-                ("zswpin", c.zswpin),
-                ("zswpout", c.zswpout),
-                ("zswpwb", c.zswpwb),
-                ("pswpin", c.pswpin),
-                ("pswpout", c.pswpout),
-                ("swpout_zero", c.swpout_zero),
-                ("swpin_zero", folio("swpin_zero")),
-                ("thp_swpout", folio("thp_swpout")),
-                ("thp_swpout_fallback", folio("thp_swpout_fallback")),
-            ]),
-        ),
-        ("cgroup.procs", List(usage.pids)),
-        ("zswap/pool_limit_hit", Number(event(&e.zswap_max))),
-        ("zswap/pool_total_size", Number(usage.pool)),
-        ("zswap/reject_alloc_fail", Number(c.reject_alloc_fail)),
-        ("zswap/reject_compress_fail", Number(folio("reject_compress_fail"))),
-        ("zswap/reject_compress_poor", Number(folio("reject_compress_poor"))),
-        ("zswap/reject_reclaim_fail", Number(c.reject_reclaim_fail)),
-        ("zswap/stored_incompressible_pages", Number(c.stored_incompressible_pages)),
-        ("zswap/stored_pages", Number(usage.zswapped / 4096)),
-        ("zswap/written_back_pages", Number(c.zswpwb)),
-        (
-            "uzswap.stat",
-            Keyed(vec![
-                ("metadata", usage.metadata),
-                ("joined", totals.joined.into()),
-                ("engaged", totals.engaged.into()),
-                ("refault_staged", c.refault_staged),
-                ("fault_zero", c.fault_zero),
-                ("swpout_clean", c.swpout_clean),
-                ("recompressed_pages", c.recompressed_pages),
-                ("recompressed_idle_pages", c.recompressed_idle_pages),
-                ("reject_recompress_poor", c.reject_recompress_poor),
-                ("pages_compacted", c.pages_compacted),
-                ("pool_blocks_freed", c.pool_blocks_freed),
-                ("compact_stall", c.compact_stall),
-                ("compact_success", c.compact_success),
-                ("compact_fail", c.compact_fail),
-                ("compact_migrate_scanned", c.compact_migrate_scanned),
-                ("compact_free_scanned", c.compact_free_scanned),
-                ("compact_isolated", c.compact_isolated),
-                ("pgmigrate_success", c.pgmigrate_success),
-                ("pgmigrate_fail", c.pgmigrate_fail),
-                ("stall_ns", c.stall_ns),
-                ("direct_reclaim", c.direct_reclaim),
-                ("move_refused", c.move_refused),
-                ("move_concealed", c.move_concealed),
-                ("poisoned", c.poisoned),
-                ("pswpout_clean", c.pswpout_clean),
-                ("nr_disk_swapins", c.nr_disk_swapins),
-                ("swap_read_bytes", c.swap_read_bytes),
-                ("swap_write_bytes", c.swap_write_bytes),
-                ("swap_uring_writes", c.swap_uring_writes),
-                ("swap_uring_reads", c.swap_uring_reads),
-                ("swap_read_errors", c.swap_read_errors),
-                ("swap_write_errors", c.swap_write_errors),
-                ("thp_move_out", folio("thp_move_out")),
-                ("thp_move_in", folio("thp_move_in")),
-                ("block_write", folio("block_write")),
-                ("block_read", folio("block_read")),
-                ("block_failed", folio("block_failed")),
-                ("block_partial_read", folio("block_partial_read")),
-                ("block_partial_write", folio("block_partial_write")),
-                ("block_read_again", folio("block_read_again")),
-                ("block_missed_free", folio("block_missed_free")),
-                ("block_fallback", folio("block_fallback")),
-                ("block_fallback_single", folio("block_fallback_single")),
-            ]),
-        ),
+        ("memory.events", Keyed(events(e))),
+        ("memory.swap.events", Keyed(swap_events(e))),
+        ("memory.stat", Keyed(stat(&usage, &totals))),
+        ("cgroup.procs", List(usage.pids.clone())),
     ];
     let mut files: Vec<_> = files.into_iter().map(|(name, content)| (name.to_owned(), content)).collect();
+    files.extend(zswap(&usage, &totals, e).into_iter().map(|(name, n)| (format!("zswap/{name}"), Number(n))));
+    files.push(("uzswap.stat".to_owned(), Keyed(own_stat(&usage, &totals))));
     for (directory, counters) in &totals.folios.orders {
         files.extend(counters.iter().map(|(counter, n)| (format!("{directory}/stats/{counter}"), Number(*n))));
     }
     files
+}
+
+/// Names and numbers.
+type Lines = Vec<(&'static str, u64)>;
+
+fn folio(totals: &Totals, name: &str) -> u64 {
+    totals.folios.all.get(name).copied().unwrap_or(0)
+}
+
+fn events(e: &Events) -> Lines {
+    let n = |a: &AtomicU64| a.load(Relaxed);
+    vec![
+        ("low", 0),
+        ("high", n(&e.high)),
+        ("max", n(&e.max)),
+        ("oom", n(&e.oom)),
+        ("oom_kill", n(&e.oom_kill)),
+        ("oom_group_kill", 0),
+    ]
+}
+
+fn swap_events(e: &Events) -> Lines {
+    vec![("high", 0), ("max", e.swap_max.load(Relaxed)), ("fail", e.swap_fail.load(Relaxed))]
+}
+
+/// `memory.stat`.
+fn stat(usage: &Usage, totals: &Totals) -> Lines {
+    let c = &totals.counters;
+    vec![
+        ("anon", usage.charge.saturating_sub(usage.pool + usage.metadata)),
+        ("zswap", usage.pool),
+        ("zswapped", usage.zswapped),
+        ("pgfault", c.pgfault),
+        ("pgmajfault", c.pgmajfault),
+        ("zswpin", c.zswpin),
+        ("zswpout", c.zswpout),
+        ("zswpwb", c.zswpwb),
+        ("pswpin", c.pswpin),
+        ("pswpout", c.pswpout),
+        ("swpout_zero", c.swpout_zero),
+        ("swpin_zero", folio(totals, "swpin_zero")),
+        ("thp_swpout", folio(totals, "thp_swpout")),
+        ("thp_swpout_fallback", folio(totals, "thp_swpout_fallback")),
+    ]
+}
+
+/// The files under `zswap`.
+fn zswap(usage: &Usage, totals: &Totals, e: &Events) -> Lines {
+    let c = &totals.counters;
+    vec![
+        ("pool_limit_hit", e.zswap_max.load(Relaxed)),
+        ("pool_total_size", usage.pool),
+        ("reject_alloc_fail", c.reject_alloc_fail),
+        ("reject_compress_fail", folio(totals, "reject_compress_fail")),
+        ("reject_compress_poor", folio(totals, "reject_compress_poor")),
+        ("reject_reclaim_fail", c.reject_reclaim_fail),
+        ("stored_incompressible_pages", c.stored_incompressible_pages),
+        ("stored_pages", usage.zswapped / 4096),
+        ("written_back_pages", c.zswpwb),
+    ]
+}
+
+/// `uzswap.stat`: what uzswap counts and the kernel does not.
+fn own_stat(usage: &Usage, totals: &Totals) -> Lines {
+    let c = &totals.counters;
+    vec![
+        ("metadata", usage.metadata),
+        ("joined", totals.joined.into()),
+        ("engaged", totals.engaged.into()),
+        ("refault_staged", c.refault_staged),
+        ("fault_zero", c.fault_zero),
+        ("swpout_clean", c.swpout_clean),
+        ("recompressed_pages", c.recompressed_pages),
+        ("recompressed_idle_pages", c.recompressed_idle_pages),
+        ("reject_recompress_poor", c.reject_recompress_poor),
+        ("pages_compacted", c.pages_compacted),
+        ("pool_blocks_freed", c.pool_blocks_freed),
+        ("compact_stall", c.compact_stall),
+        ("compact_success", c.compact_success),
+        ("compact_fail", c.compact_fail),
+        ("compact_migrate_scanned", c.compact_migrate_scanned),
+        ("compact_free_scanned", c.compact_free_scanned),
+        ("compact_isolated", c.compact_isolated),
+        ("pgmigrate_success", c.pgmigrate_success),
+        ("pgmigrate_fail", c.pgmigrate_fail),
+        ("stall_ns", c.stall_ns),
+        ("direct_reclaim", c.direct_reclaim),
+        ("move_refused", c.move_refused),
+        ("move_concealed", c.move_concealed),
+        ("poisoned", c.poisoned),
+        ("pswpout_clean", c.pswpout_clean),
+        ("nr_disk_swapins", c.nr_disk_swapins),
+        ("swap_read_bytes", c.swap_read_bytes),
+        ("swap_write_bytes", c.swap_write_bytes),
+        ("swap_uring_writes", c.swap_uring_writes),
+        ("swap_uring_reads", c.swap_uring_reads),
+        ("swap_read_errors", c.swap_read_errors),
+        ("swap_write_errors", c.swap_write_errors),
+        ("thp_move_out", folio(totals, "thp_move_out")),
+        ("thp_move_in", folio(totals, "thp_move_in")),
+        ("block_write", folio(totals, "block_write")),
+        ("block_read", folio(totals, "block_read")),
+        ("block_failed", folio(totals, "block_failed")),
+        ("block_partial_read", folio(totals, "block_partial_read")),
+        ("block_partial_write", folio(totals, "block_partial_write")),
+        ("block_read_again", folio(totals, "block_read_again")),
+        ("block_missed_free", folio(totals, "block_missed_free")),
+        ("block_fallback", folio(totals, "block_fallback")),
+        ("block_fallback_single", folio(totals, "block_fallback_single")),
+    ]
 }
 
 #[cfg(test)]

@@ -43,8 +43,6 @@ pub fn text(totals: &Totals, wall: Duration) -> String {
     let mut line = |name: &str, value: &str| {
         let _ = writeln!(out, "uzswap: {name:<12} {value}");
     };
-    let counters = &totals.counters;
-    let seconds = wall.as_secs_f64();
     if totals.joined == 0 {
         line("not managed", "the program did not take up uzswap's library, so no limit was kept");
         return out;
@@ -65,60 +63,63 @@ pub fn text(totals: &Totals, wall: Duration) -> String {
         line("compression", "nothing had to be compressed");
         line("cost", "nothing");
     } else {
-        match totals.compression_ratio {
-            Some(ratio) => line("compression", &format!("{ratio:.2} to 1")),
-            None if counters.zswpout == 0 => line("compression", "nothing had to be compressed"),
-            None => line(
-                "compression",
-                &format!("{} went through the pool, empty at the end", human(counters.zswpout * 4096)),
-            ),
-        }
-        line(
-            "faults",
-            &format!(
-                "{}: {} decompressed, {} taken back in time, {} on new or zero memory",
-                grouped(counters.pgfault),
-                grouped(counters.pgmajfault),
-                grouped(counters.refault_staged),
-                grouped(counters.fault_zero)
-            ),
-        );
+        line("compression", &compression(totals));
+        line("faults", &faults(totals));
         if totals.swap > 0 {
             line("disk", &disk(totals));
         }
-        let stalled = counters.stall_ns as f64 / 1e9;
-        line(
-            "cost",
-            &format!("threads stalled for {stalled:.2} s, {} of the {seconds:.2} s it ran", percent(stalled, seconds)),
-        );
+        let (stalled, seconds) = (totals.counters.stall_ns as f64 / 1e9, wall.as_secs_f64());
+        let share = percent(stalled, seconds);
+        line("cost", &format!("threads stalled for {stalled:.2} s, {share} of the {seconds:.2} s it ran"));
     }
     if totals.joined > 1 {
         line("processes", &format!("{}, {} of them managed", totals.joined, totals.engaged));
     }
+    what_went_wrong(totals, line);
+    out
+}
+
+fn what_went_wrong(totals: &Totals, mut line: impl FnMut(&str, &str)) {
     if totals.unmanaged {
         line("unmanaged", "a child could not be managed and ran outside the limit");
     }
     if totals.over_limit > 0 {
-        line(
-            "over limit",
-            &format!(
-                "the limit could not be kept {}: nothing more could be taken out of memory; give it more than {}",
-                if totals.over_limit == 1 {
-                    "once".to_owned()
-                } else {
-                    format!("{} times", grouped(totals.over_limit))
-                },
-                human(totals.limit.unwrap_or_default())
-            ),
+        let often = match totals.over_limit {
+            1 => "once".to_owned(),
+            n => format!("{} times", grouped(n)),
+        };
+        let limit = human(totals.limit.unwrap_or_default());
+        let why = format!(
+            "the limit could not be kept {often}: nothing more could be taken out of memory; give it more than {limit}"
         );
+        line("over limit", &why);
     }
     if totals.oom_kill > 0 {
         line("killed", &format!("{} processes, for that", grouped(totals.oom_kill)));
     }
-    if counters.poisoned > 0 {
-        line("lost", &format!("{} pages could not be read back, please report this", grouped(counters.poisoned)));
+    let lost = totals.counters.poisoned;
+    if lost > 0 {
+        line("lost", &format!("{} pages could not be read back, please report this", grouped(lost)));
     }
-    out
+}
+
+fn compression(totals: &Totals) -> String {
+    match totals.compression_ratio {
+        Some(ratio) => format!("{ratio:.2} to 1"),
+        None if totals.counters.zswpout == 0 => "nothing had to be compressed".to_owned(),
+        None => format!("{} went through the pool, empty at the end", human(totals.counters.zswpout * 4096)),
+    }
+}
+
+fn faults(totals: &Totals) -> String {
+    let c = &totals.counters;
+    format!(
+        "{}: {} decompressed, {} taken back in time, {} on new or zero memory",
+        grouped(c.pgfault),
+        grouped(c.pgmajfault),
+        grouped(c.refault_staged),
+        grouped(c.fault_zero)
+    )
 }
 
 /// What the swap file did.
