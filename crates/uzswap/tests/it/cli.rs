@@ -5,7 +5,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
-use std::process::{Output, Stdio};
+use std::process::{Child, Output, Stdio};
 use std::sync::Once;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
@@ -36,6 +36,20 @@ pub fn agent_built() {
         assert!(build.status().unwrap().success(), "the agent does not build");
         assert!(dir.join(AGENT).is_file());
     });
+}
+
+/// Starts a Python program under `uzswap run` with these options, its input and output in our hands. None, and a line that says
+/// so, where there is no Python.
+pub fn start_python(options: &[&str], script: &str) -> Option<Child> {
+    const PYTHON: &str = "/usr/bin/python3";
+    if !Path::new(PYTHON).exists() {
+        println!("SKIPPED: no python3");
+        return None;
+    }
+    agent_built();
+    let mut run = std::process::Command::new(UZSWAP);
+    run.args(["run", "--quiet"]).args(options).args(["--", PYTHON, "-c", script]).env_remove("UZSWAP_GROUP");
+    Some(run.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap())
 }
 
 pub fn uzswap() -> Command {

@@ -1,5 +1,6 @@
 //! `uzswap pagemap` of a shared region.
 
+use crate::cli::start_python;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Output, Stdio};
@@ -92,18 +93,7 @@ os.waitpid(child, 0)
 
 #[test]
 fn a_managed_process_and_its_forked_child_have_their_page_maps() {
-    if !std::path::Path::new("/usr/bin/python3").exists() {
-        println!("SKIPPED: no python3");
-        return;
-    }
-    crate::cli::agent_built();
-    let mut run = Command::new(env!("CARGO_BIN_EXE_uzswap"))
-        .args(["run", "--quiet", "--memory", "32M", "--", "/usr/bin/python3", "-c", PROGRAM])
-        .env_remove("UZSWAP_GROUP")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let Some(mut run) = start_python(&["--memory", "32M"], PROGRAM) else { return };
     let lines = BufReader::new(run.stdout.take().unwrap()).lines().take(2);
     for line in lines {
         let line = line.unwrap();
@@ -143,18 +133,7 @@ assert all(m[page * 4096] == page + 1 for page in range(100))
 
 #[test]
 fn what_a_program_has_written_to_is_shown_and_cleared() {
-    if !std::path::Path::new("/usr/bin/python3").exists() {
-        println!("SKIPPED: no python3");
-        return;
-    }
-    crate::cli::agent_built();
-    let mut run = Command::new(env!("CARGO_BIN_EXE_uzswap"))
-        .args(["run", "--quiet", "--track-writes", "--memory", "256M", "--", "/usr/bin/python3", "-c", WRITER])
-        .env_remove("UZSWAP_GROUP")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let Some(mut run) = start_python(&["--track-writes", "--memory", "256M"], WRITER) else { return };
     let (mut to, mut lines) = (run.stdin.take().unwrap(), BufReader::new(run.stdout.take().unwrap()).lines());
     let line = lines.next().unwrap().unwrap();
     let (pid, first) = line.split_once(' ').unwrap();

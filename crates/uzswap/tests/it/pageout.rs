@@ -1,9 +1,9 @@
 //! Pages of a running program put out and brought in by `uzswap pagemap PID`.
 
-use crate::cli::{UZSWAP, agent_built};
+use crate::cli::{UZSWAP, start_python};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Lines, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Output};
 
 /// Holds numbers as text, and 8 MiB in one mapping that its second line names; of these it writes `hot` bytes over and
 /// over when it is told so. Each line it reads is a command, each line it prints the answer.
@@ -49,18 +49,7 @@ struct Program {
 
 impl Program {
     fn start(memory: &str) -> Option<Self> {
-        if !std::path::Path::new("/usr/bin/python3").exists() {
-            println!("SKIPPED: no python3");
-            return None;
-        }
-        agent_built();
-        let mut run = Command::new(UZSWAP)
-            .args(["run", "--quiet", "--memory", memory, "--", "/usr/bin/python3", "-c", PROGRAM])
-            .env_remove("UZSWAP_GROUP")
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+        let mut run = start_python(&["--memory", memory], PROGRAM)?;
         let (input, output) = (run.stdin.take().unwrap(), run.stdout.take().unwrap());
         let mut output = BufReader::new(output).lines();
         let line = output.next().expect("its first line").unwrap();

@@ -1,6 +1,6 @@
 //! Write-protect notification: `uzswap protect` and `uzswap::WriteWatch`.
 
-use crate::cli::{UZSWAP, agent_built};
+use crate::cli::{UZSWAP, start_python};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -76,20 +76,7 @@ struct Program {
 
 impl Program {
     fn start(options: &[&str]) -> Option<Self> {
-        if !std::path::Path::new("/usr/bin/python3").exists() {
-            println!("SKIPPED: no python3");
-            return None;
-        }
-        agent_built();
-        let mut run = Command::new(UZSWAP)
-            .args(["run", "--quiet", "--memory", "128M"])
-            .args(options)
-            .args(["--", "/usr/bin/python3", "-c", PROGRAM])
-            .env_remove("UZSWAP_GROUP")
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+        let mut run = start_python(&[&["--memory", "128M"], options].concat(), PROGRAM)?;
         let (input, mut output) = (run.stdin.take().unwrap(), BufReader::new(run.stdout.take().unwrap()).lines());
         let line = output.next().expect("its first line").unwrap();
         let (pid, at) = line.split_once(' ').unwrap();
