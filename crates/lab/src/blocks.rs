@@ -6,7 +6,6 @@
 use crate::experiment::{Common, Runs, Stop, go_on};
 use crate::images::{self, Image};
 use crate::json::{Findings, Row, Verdict};
-use crate::machine;
 use crate::size::mib;
 use crate::stats::median;
 use serde_json::{Map, json};
@@ -88,11 +87,9 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
     settings.insert("runs".to_owned(), json!(runs));
     settings.insert("missing".to_owned(), json!(missing));
     let findings = Findings {
-        experiment: "blocks".to_owned(),
-        machine: machine::describe(),
-        settings,
         rows,
         verdicts: vec![Verdict::at_least("zstd: 64K blocks denser than 4K blocks, in percent", 14.0, denser)],
+        ..Findings::new("blocks", settings.into())
     };
     let mut notes: Vec<_> =
         images.iter().map(|i| format!("{}: {} without zero pages", i.name, mib(i.bytes.len() as u64))).collect();

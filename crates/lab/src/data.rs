@@ -39,6 +39,20 @@ impl Source {
         Ok(Self::fold(Bytes::Mapped { base: base.cast(), len }))
     }
 
+    /// `len` bytes of what is [written](write), in a file that is gone already; and what they hold.
+    ///
+    /// # Errors
+    /// As there; when the file cannot be read again.
+    pub fn made(len: u64, python: Option<&Path>) -> Result<(Self, String), String> {
+        let path = std::env::temp_dir().join(format!("uzswap-lab-source-{}", std::process::id()));
+        let made = write(&path, len, python).and_then(|holds| match Self::open(&path) {
+            Ok(source) => Ok((source, holds)),
+            Err(e) => Err(format!("cannot read the source of contents: {e}")),
+        });
+        let _ = fs::remove_file(&path);
+        made
+    }
+
     /// A source from bytes at hand, whole pages of them.
     #[must_use]
     pub fn of_bytes(bytes: Vec<u8>) -> Self {

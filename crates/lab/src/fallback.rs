@@ -8,14 +8,15 @@
 //! again for the next. The pool is not charged, as in the original's cgroup: real contents hardly fit in a third of their
 //! size, and with the pool charged there would be next to no room for the program. Every page read is checked: its number and version at a place that moves, and in the end all of it.
 
-use crate::data::{self, Source};
+use crate::data::Source;
 use crate::experiment::{Common, Runs, Stop, go_on};
 use crate::json::{Findings, Row, Verdict};
+use crate::programs;
 use crate::size::{self, MIB, PAGE, mib};
 use crate::stats::{median, percent};
+use crate::used::Used;
 use crate::workload::Random;
-use crate::{machine, programs};
-use serde_json::{Map, Value, json};
+use serde_json::json;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 use uzswap_pager::region::{Options, Region};
@@ -68,11 +69,7 @@ struct Figures {
 pub fn run(args: &Args) -> Result<bool, Stop> {
     let memory = args.memory.unwrap_or(if args.common.quick { 36 * MIB } else { 96 * MIB }).max(24 * MIB);
     let runs = args.runs.count(&args.common) as usize;
-    let path = std::env::temp_dir().join(format!("uzswap-lab-fallback-{}", std::process::id()));
-    let holds = data::write(&path, 32 * MIB, programs::python().as_deref())?;
-    let source = Source::open(&path).map_err(|e| format!("cannot read the source of contents: {e}"));
-    let _ = std::fs::remove_file(&path);
-    let source = source?;
+    let (source, holds) = Source::made(32 * MIB, programs::python().as_deref())?;
     let mut all: [Vec<Figures>; 3] = Default::default();
     // In turn, so that what else the machine does meets all alike.
     for _ in 0..runs {
@@ -117,16 +114,10 @@ fn findings(all: &[Vec<Figures>; 3], memory: u64, runs: usize, holds: &str) -> F
     let twice = of(1, &|f| f.again as f64).unwrap_or(f64::NAN);
     let reads = |i| of(i, &|f: &Figures| f.reads.as_secs_f64()).unwrap_or(f64::NAN);
     let cpu = |i| of(i, &|f: &Figures| f.reads_cpu).unwrap_or(f64::NAN);
-    let mut settings = Map::new();
-    settings.insert("memory".into(), json!(memory));
-    settings.insert("limit".into(), json!(memory / 3));
-    settings.insert("pool_charged".into(), json!(false));
-    settings.insert("runs".into(), json!(runs));
-    settings.insert("contents".into(), Value::String(holds.to_owned()));
+    let settings = json!({
+        "memory": memory, "limit": memory / 3, "pool_charged": false, "runs": runs, "contents": holds,
+    });
     Findings {
-        experiment: "fallback".to_owned(),
-        machine: machine::describe(),
-        settings,
         rows,
         verdicts: vec![
             Verdict::at_most("blocks decompressed twice for one use", 0.0, twice),
@@ -134,6 +125,7 @@ fn findings(all: &[Vec<Figures>; 3], memory: u64, runs: usize, holds: &str) -> F
             // (Says the same where other programs leave the clock's time to chance.)
             Verdict::at_most("swap-in CPU time with the fall-back, of that without", 0.75, cpu(1) / cpu(2)),
         ],
+        ..Findings::new("fallback", settings)
     }
 }
 
@@ -215,11 +207,10 @@ fn build_once(subject: &str, size: usize, source: &Source) -> Result<Figures, St
     // SAFETY: the region is used here alone, and given to no system call.
     let memory = unsafe { region.as_slice_mut() };
     let mut work = Work { memory, versions: vec![0; pages], source, reads: Duration::ZERO, reads_cpu: 0.0 };
-    let before = usage();
+    let before = Used::by_me();
     let start = Instant::now();
     build(&mut work, pages)?;
-    let (wall, after) = (start.elapsed(), usage());
-    let [user, system, switches] = std::array::from_fn(|i| after[i] - before[i]);
+    let (wall, used) = (start.elapsed(), Used::by_me() - before);
     let (reads, reads_cpu) = (work.reads, work.reads_cpu);
     let versions = std::mem::take(&mut work.versions);
     let c = &region.group().slots[0].counters;
@@ -227,9 +218,9 @@ fn build_once(subject: &str, size: usize, source: &Source) -> Result<Figures, St
         reads,
         reads_cpu,
         wall,
-        user,
-        system,
-        switches,
+        user: used.user,
+        system: used.system,
+        switches: used.waits,
         direct: c.direct_reclaim.load(Relaxed),
         swapouts: c.zswpout.load(Relaxed),
         faults: c.pgfault.load(Relaxed),
@@ -280,18 +271,6 @@ fn cpu_seconds() -> f64 {
     // SAFETY: the call fills `t`.
     unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut t) };
     t.tv_sec as f64 + t.tv_nsec as f64 / 1e9
-}
-
-/// CPU seconds of this process in user mode and in the kernel, and how often its threads have waited.
-fn usage() -> [f64; 3] {
-    // SAFETY: zero is a rusage, and the call fills it.
-    let usage = unsafe {
-        let mut usage: libc::rusage = std::mem::zeroed();
-        libc::getrusage(libc::RUSAGE_SELF, &raw mut usage);
-        usage
-    };
-    let seconds = |t: libc::timeval| t.tv_sec as f64 + t.tv_usec as f64 / 1e6;
-    [seconds(usage.ru_utime), seconds(usage.ru_stime), usage.ru_nvcsw as f64]
 }
 
 #[cfg(test)]

@@ -8,13 +8,13 @@ mod processes;
 pub mod trace;
 mod world;
 
-use crate::data::{self, Source};
+use crate::data::Source;
 use crate::experiment::{Common, Stop, go_on};
 use crate::json::{Findings, Row, Verdict};
+use crate::size;
 use crate::stats::percent;
-use crate::{machine, size};
 use aging::{Counts, Machine};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::time::Instant;
 use trace::Trace;
@@ -94,17 +94,11 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
         references: if args.common.quick { 6 } else { 16 },
     };
     eprintln!("seed {}", settings.seed);
-    let (traces, contents) = (traces(args)?, contents()?);
+    let (traces, contents) = (traces(args)?, Source::made(16 << 20, None)?.0);
     for t in &traces {
         eprintln!("{}: {} steps, {} pages at most", t.program, t.steps.len(), t.peak);
     }
-    let mut findings = Findings {
-        experiment: "highalloc".to_owned(),
-        machine: machine::describe(),
-        settings: describe(&settings, &traces),
-        rows: Vec::new(),
-        verdicts: Vec::new(),
-    };
+    let mut findings = Findings::new("highalloc", describe(&settings, &traces));
     let done = [
         ("zone_ends", age(&settings, ZoneEnds::new, &traces, &contents)?),
         ("pivot", age(&settings, Pivot::new, &traces, &contents)?),
@@ -143,17 +137,9 @@ fn traces(args: &Args) -> Result<Vec<Trace>, String> {
     Ok(traces)
 }
 
-/// Real contents for the pages.
-fn contents() -> Result<Source, String> {
-    let path = std::env::temp_dir().join(format!("uzswap-lab-highalloc-{}", std::process::id()));
-    let made = data::write(&path, 16 << 20, None).and_then(|_| Source::open(&path).map_err(|e| e.to_string()));
-    let _ = std::fs::remove_file(&path);
-    made
-}
-
-fn describe(settings: &Settings, traces: &[Trace]) -> Map<String, Value> {
+fn describe(settings: &Settings, traces: &[Trace]) -> Value {
     let programs: Vec<_> = traces.iter().map(|t| json!({"program": t.program, "pages": t.peak})).collect();
-    let value = json!({
+    json!({
         "memory_bytes": settings.frames as usize * size::PAGE,
         "load": LOAD,
         "asked": ASKED,
@@ -163,11 +149,7 @@ fn describe(settings: &Settings, traces: &[Trace]) -> Map<String, Value> {
         "references_per_step": settings.references,
         "compressor": "lz4",
         "programs": programs,
-    });
-    match value {
-        Value::Object(map) => map,
-        _ => Map::new(),
-    }
+    })
 }
 
 /// One machine through all iterations.

@@ -108,6 +108,17 @@ impl Verdict {
 }
 
 impl Findings {
+    /// Those of an experiment on this machine, without figures yet; `settings` are an object.
+    #[must_use]
+    pub fn new(experiment: &str, settings: Value) -> Self {
+        let settings = match settings {
+            Value::Object(map) => map,
+            _ => Map::new(),
+        };
+        let (experiment, machine) = (experiment.to_owned(), crate::machine::describe());
+        Self { experiment, machine, settings, rows: Vec::new(), verdicts: Vec::new() }
+    }
+
     /// Prints them as a table, whose columns are `subjects` (name in the file, title), with `notes` below it, and writes
     /// them to `file` if there is one: how every experiment ends.
     ///

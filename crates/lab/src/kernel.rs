@@ -11,12 +11,12 @@ mod subject;
 use crate::experiment::{Common, Runs, Stop};
 use crate::json::{Findings, Row, Verdict};
 use crate::size::{self, MIB, mib};
-use crate::undo::{Keeper, Step};
-use crate::{data, machine, process};
-use serde_json::{Map, Value, json};
+use crate::undo::Keeper;
+use crate::{data, process};
+use serde_json::json;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use subject::{Failure, Subject, With};
 
@@ -83,9 +83,7 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
     }
     let exe = std::env::current_exe().map_err(|e| e.to_string())?;
     let keeper = Keeper::start()?;
-    let dir = args.dir.clone().unwrap_or_else(std::env::temp_dir).join(format!("uzswap-lab-{}", std::process::id()));
-    let _dir = keeper.will_undo(Step::RemoveDir(dir.clone()))?;
-    std::fs::create_dir_all(&dir).map_err(|e| format!("cannot make {}: {e}", dir.display()))?;
+    let (dir, _dir) = keeper.make_dir(args.dir.as_deref())?;
     let python = crate::programs::python();
     let pool = if args.common.quick { 32 * MIB } else { 64 * MIB };
     let contents = data::write(&dir.join("source"), pool, python.as_deref())?;
@@ -107,31 +105,7 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
         oom: RefCell::default(),
         right: true,
     };
-    let wants = |part: &str| args.only.is_empty() || args.only.iter().any(|p| p == part);
-    lab.try_run();
-    if wants("limit") {
-        lab.limit_kept()?;
-    }
-    if wants("memory") {
-        lab.memory()?;
-    }
-    // (Minutes by its nature.)
-    if wants("churn") && !(args.common.quick && args.only.is_empty()) {
-        lab.churned()?;
-    }
-    if wants("programs") || wants("overhead") {
-        let (programs, missing) = crate::programs::all(&lab.dir, python.as_deref(), args.common.quick)?;
-        if !missing.is_empty() {
-            lab.notes.push(format!("Not on this machine, so not measured: {}.", missing.join(", ")));
-        }
-        // (First, as it is short and takes no peer: with --quick time may run out over peers that are killed again and again.)
-        if let (true, Some(program)) = (wants("overhead"), programs.first()) {
-            lab.overhead(program)?;
-        }
-        if wants("programs") {
-            lab.programs(&programs)?;
-        }
-    }
+    lab.measure(&args.only, python.as_deref())?;
     for (subject, times) in lab.oom.take() {
         lab.notes.push(format!(
             "{}: the kernel's OOM killer ended {times} runs although there was swap; such a run was made again, {} times \
@@ -149,16 +123,7 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
         "peers": { "zswap": "lzo, in front of a swap file", "zram": "lz4", "limit": "cgroup v1 memory.limit_in_bytes" },
         "seconds": start.elapsed().as_secs(), "notes": lab.notes,
     });
-    let findings = Findings {
-        experiment: "kernel".to_owned(),
-        machine: machine::describe(),
-        settings: match settings {
-            Value::Object(map) => map,
-            _ => Map::new(),
-        },
-        rows: lab.rows,
-        verdicts: lab.verdicts,
-    };
+    let findings = Findings { rows: lab.rows, verdicts: lab.verdicts, ..Findings::new("kernel", settings) };
     println!(
         "uzswap lab kernel: {} of memory under a limit of {}, holding {contents}; medians of {} {}, one thread\n",
         mib(lab.size),
@@ -171,6 +136,37 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
 }
 
 impl Lab<'_> {
+    /// All parts, or `only` those.
+    fn measure(&mut self, only: &[String], python: Option<&Path>) -> Result<(), Stop> {
+        let wants = |part: &str| only.is_empty() || only.iter().any(|p| p == part);
+        self.try_run();
+        if wants("limit") {
+            self.limit_kept()?;
+        }
+        if wants("memory") {
+            self.memory()?;
+        }
+        // (Minutes by its nature.)
+        if wants("churn") && !(self.quick && only.is_empty()) {
+            self.churned()?;
+        }
+        if wants("programs") || wants("overhead") {
+            let (programs, missing) = crate::programs::all(&self.dir, python, self.quick)?;
+            if !missing.is_empty() {
+                self.notes.push(format!("Not on this machine, so not measured: {}.", missing.join(", ")));
+            }
+            // (First, as it is short and takes no peer: with --quick time may run out over peers that are killed again and
+            // again.)
+            if let (true, Some(program)) = (wants("overhead"), programs.first()) {
+                self.overhead(program)?;
+            }
+            if wants("programs") {
+                self.programs(&programs)?;
+            }
+        }
+        Ok(())
+    }
+
     fn say(&self, what: &str) {
         eprintln!("uzswap lab: {what}");
     }

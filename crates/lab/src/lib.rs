@@ -30,6 +30,7 @@ pub mod size;
 pub mod stats;
 pub mod table;
 pub mod undo;
+pub mod used;
 pub mod usemem;
 pub mod usemem_worker;
 pub mod worker;

@@ -2,10 +2,9 @@
 
 use crate::experiment::{Common, Stop, go_on};
 use crate::json::{Findings, Row, Verdict};
-use crate::machine;
 use crate::size::{self, PAGE, mib};
 use crate::stats::median;
-use serde_json::{Map, Value, json};
+use serde_json::json;
 use std::hint::black_box;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
@@ -57,16 +56,7 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
     );
     let settings =
         json!({ "size_bytes": size, "shared_size_bytes": shared_size, "loops": LOOPS, "scans": SCANS, "notes": notes });
-    let findings = Findings {
-        experiment: "pagemap".to_owned(),
-        machine: machine::describe(),
-        settings: match settings {
-            Value::Object(map) => map,
-            _ => Map::new(),
-        },
-        rows: lab.rows,
-        verdicts: lab.verdicts,
-    };
+    let findings = Findings { rows: lab.rows, verdicts: lab.verdicts, ..Findings::new("pagemap", settings) };
     println!("uzswap lab pagemap: {} (shared: {})\n", mib(size as u64), mib(shared_size as u64));
     let subjects =
         [("off", "off"), ("on", "on"), ("map", "page map"), ("pagemap", "pagemap file"), ("scan", "PAGEMAP_SCAN")];

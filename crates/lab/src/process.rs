@@ -96,15 +96,8 @@ impl Outcome {
     }
 }
 
-/// Runs it to its end. `Err` when it cannot be started, or the lab was interrupted.
-///
-/// # Errors
-/// See above; in one sentence.
-pub fn run(keeper: &Keeper, spec: &Spec) -> Result<Outcome, String> {
-    if interrupted() {
-        return Err("interrupted".to_owned());
-    }
-    let name = spec.argv[0].to_string_lossy().into_owned();
+/// What is started, in a group of its own.
+fn command(spec: &Spec) -> Result<Command, String> {
     let mut command = Command::new(&spec.argv[0]);
     command.args(&spec.argv[1..]).envs(spec.env.iter().map(|(k, v)| (*k, v.as_str())));
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
@@ -125,6 +118,19 @@ pub fn run(keeper: &Keeper, spec: &Spec) -> Result<Outcome, String> {
             });
         }
     }
+    Ok(command)
+}
+
+/// Runs it to its end. `Err` when it cannot be started, or the lab was interrupted.
+///
+/// # Errors
+/// See above; in one sentence.
+pub fn run(keeper: &Keeper, spec: &Spec) -> Result<Outcome, String> {
+    if interrupted() {
+        return Err("interrupted".to_owned());
+    }
+    let name = spec.argv[0].to_string_lossy().into_owned();
+    let mut command = command(spec)?;
     let start = Instant::now();
     let mut child = command.spawn().map_err(|e| format!("cannot run {name}: {e}"))?;
     let pid = child.id() as i32;

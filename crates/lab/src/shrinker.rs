@@ -18,13 +18,13 @@ use crate::process::{self, Outcome, Spec};
 use crate::programs;
 use crate::size::{self, MIB, mib};
 use crate::stats::median;
-use crate::undo::{Keeper, Step};
+use crate::undo::Keeper;
+use crate::used::Used;
 use crate::{data, machine};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs;
-use std::mem::MaybeUninit;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use uzswap_mm::shrinker::Policy;
@@ -139,9 +139,7 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
     let start = Instant::now();
     let exe = std::env::current_exe().map_err(|e| e.to_string())?;
     let keeper = Keeper::start()?;
-    let dir = args.dir.join(format!("uzswap-lab-{}", std::process::id()));
-    let _dir = keeper.will_undo(Step::RemoveDir(dir.clone()))?;
-    fs::create_dir_all(&dir).map_err(|e| format!("cannot make {}: {e}", dir.display()))?;
+    let (dir, _dir) = keeper.make_dir(Some(&args.dir))?;
     let mut lab = Lab {
         keeper: &keeper,
         dir,
@@ -173,10 +171,8 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
         "runs": lab.runs, "quick": args.common.quick, "swap_bytes": SWAP, "default_policy": Policy::default().name(),
         "seconds": start.elapsed().as_secs(), "notes": lab.notes,
     });
-    let settings = if let Value::Object(map) = settings { map } else { Map::new() };
     let Lab { rows, verdicts, notes, right, .. } = lab;
-    let findings =
-        Findings { experiment: "shrinker".to_owned(), machine: machine::describe(), settings, rows, verdicts };
+    let findings = Findings { rows, verdicts, ..Findings::new("shrinker", settings) };
     let subjects: Vec<_> = Subject::all().map(|s| (s.key(), s.title())).collect();
     findings.publish(&subjects, &notes, args.common.json.as_deref())?;
     Ok(right)
@@ -449,21 +445,10 @@ fn spec(argv: &[OsString]) -> Spec {
 
 /// What a run took in CPU time, its children included: user and system seconds.
 fn timed(run: impl FnOnce() -> Result<Outcome, String>) -> Result<(Outcome, f64, f64), String> {
-    let before = used_by_children();
+    let before = Used::by_children();
     let outcome = run()?;
-    let after = used_by_children();
-    Ok((outcome, after.0 - before.0, after.1 - before.1))
-}
-
-fn used_by_children() -> (f64, f64) {
-    let mut usage = MaybeUninit::<libc::rusage>::zeroed();
-    // SAFETY: the out-parameter outlives the call; a zeroed rusage is valid.
-    let usage = unsafe {
-        libc::getrusage(libc::RUSAGE_CHILDREN, usage.as_mut_ptr());
-        usage.assume_init()
-    };
-    let seconds = |t: libc::timeval| t.tv_sec as f64 + t.tv_usec as f64 / 1e6;
-    (seconds(usage.ru_utime), seconds(usage.ru_stime))
+    let used = Used::by_children() - before;
+    Ok((outcome, used.user, used.system))
 }
 
 fn vmstat() -> BTreeMap<String, i64> {

@@ -184,6 +184,18 @@ impl Keeper {
             .map_err(|e| format!("the lab's guard is gone ({e}); changing nothing"))?;
         Ok(Todo { inner: Rc::clone(&self.inner), id, step: Some(step) })
     }
+
+    /// Makes a directory of the lab's own, in `parent` or the system's for what is temporary; it goes with the [`Todo`].
+    ///
+    /// # Errors
+    /// When the guard is gone, or the directory cannot be made.
+    pub fn make_dir(&self, parent: Option<&Path>) -> Result<(PathBuf, Todo), String> {
+        let parent = parent.map_or_else(std::env::temp_dir, Path::to_path_buf);
+        let dir = parent.join(format!("uzswap-lab-{}", std::process::id()));
+        let todo = self.will_undo(Step::RemoveDir(dir.clone()))?;
+        fs::create_dir_all(&dir).map_err(|e| format!("cannot make {}: {e}", dir.display()))?;
+        Ok((dir, todo))
+    }
 }
 
 impl Drop for Keeper {

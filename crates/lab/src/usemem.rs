@@ -14,12 +14,12 @@ use crate::peers::{self, Peer, zswap};
 use crate::process::{self, Spec};
 use crate::size::{self, MIB, mib};
 use crate::stats::median;
-use crate::undo::{Keeper, Step};
+use crate::undo::Keeper;
 use crate::usemem_worker::Said;
-use crate::{data, machine, programs, report};
+use crate::{data, programs, report};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// `uzswap lab usemem`.
@@ -159,9 +159,7 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
         return Err(Stop::Failed("--memory is to be 32M or more".to_owned()));
     }
     let keeper = Keeper::start()?;
-    let dir = args.dir.clone().unwrap_or_else(std::env::temp_dir).join(format!("uzswap-lab-{}", std::process::id()));
-    let _dir = keeper.will_undo(Step::RemoveDir(dir.clone()))?;
-    std::fs::create_dir_all(&dir).map_err(|e| format!("cannot make {}: {e}", dir.display()))?;
+    let (dir, _dir) = keeper.make_dir(args.dir.as_deref())?;
     let contents = data::write(&dir.join("source"), 32 * MIB, programs::python().as_deref())?;
     let exe = std::env::current_exe().map_err(|e| e.to_string())?;
     let help = std::process::Command::new(&exe).args(["run", "--help"]).output().map_err(|e| e.to_string())?;
@@ -208,8 +206,7 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
         "quick": args.common.quick, "contents": contents, "pool_charged": false, "seconds": start.elapsed().as_secs(),
         "notes": lab.notes,
     });
-    let Value::Object(settings) = settings else { return Err("no settings".to_owned().into()) };
-    let findings = Findings { experiment: "usemem".to_owned(), machine: machine::describe(), settings, rows, verdicts };
+    let findings = Findings { rows, verdicts, ..Findings::new("usemem", settings) };
     println!(
         "uzswap lab usemem: {PROCESSES} processes write {} under a limit of {} (real: {contents}; pattern: usemem's own); \
          medians of {} runs\n",
@@ -346,12 +343,17 @@ impl Lab<'_> {
         Ok(Some(medians(&runs)))
     }
 
-    /// One run of one subject.
-    fn once(&mut self, subject: &Subject, contents: &str, processes: u32, limit: u64) -> Result<Figures, String> {
-        let share = (limit / 40 * 70 / u64::from(processes)).next_multiple_of(M2);
+    /// What is run: so many processes, of which each fills its share (bytes), under `uzswap run` where the subject is one.
+    fn command(
+        &self,
+        subject: &Subject,
+        contents: &str,
+        (processes, share): (u32, u64),
+        limit: u64,
+        report: &Path,
+    ) -> Result<Vec<String>, String> {
         let mut argv: Vec<String> = Vec::new();
-        let report = self.dir.join("report.json");
-        let text = |path: &PathBuf| path.display().to_string();
+        let text = |path: &Path| path.display().to_string();
         if let How::Run(options) | How::Before(options) = &subject.how {
             let before = self.before.as_ref().filter(|_| matches!(subject.how, How::Before(_)));
             let needs_folios = options.iter().any(|o| o.contains("folios") || o.contains("verify"));
@@ -359,7 +361,7 @@ impl Lab<'_> {
                 return Err("`uzswap run` has no --large-folios".to_owned());
             }
             argv.extend([text(before.unwrap_or(&self.exe)), "run".into(), "-q".into(), "--report".into()]);
-            argv.extend([text(&report), "--memory".into(), limit.to_string()]);
+            argv.extend([text(report), "--memory".into(), limit.to_string()]);
             argv.extend(options.iter().map(|o| (*o).to_owned()));
             argv.push("--".into());
         }
@@ -374,6 +376,14 @@ impl Lab<'_> {
         if contents == "real" {
             argv.extend(["--source".into(), text(&self.dir.join("source"))]);
         }
+        Ok(argv)
+    }
+
+    /// One run of one subject.
+    fn once(&mut self, subject: &Subject, contents: &str, processes: u32, limit: u64) -> Result<Figures, String> {
+        let share = (limit / 40 * 70 / u64::from(processes)).next_multiple_of(M2);
+        let report = self.dir.join("report.json");
+        let argv = self.command(subject, contents, (processes, share), limit, &report)?;
         let peer = match &subject.how {
             How::Kernel(compressor) => {
                 let ready = peers::set_up(self.keeper, Peer::Zswap, limit, (1 << 30).max(limit * 4), &self.dir, true)?;

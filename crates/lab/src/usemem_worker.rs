@@ -6,6 +6,7 @@
 
 use crate::data::Source;
 use crate::size::{self, PAGE};
+use crate::used::Used;
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::PathBuf;
@@ -71,13 +72,12 @@ fn one(args: &Args) -> io::Result<bool> {
     let mut stdin = io::stdin().lock();
     println!("{READY}");
     stdin.read_exact(&mut [0])?;
-    let (start, before) = (Instant::now(), cpu());
+    let (start, before) = (Instant::now(), Used::by_me());
     for (i, page) in memory.chunks_exact_mut(PAGE).enumerate() {
         contents(source.as_ref(), args.index, i, page);
     }
-    let (user, system) = cpu();
-    let (user, system) = (user - before.0, system - before.1);
-    let said = Said { seconds: start.elapsed().as_secs_f64(), user, system, corrupt: false };
+    let used = Used::by_me() - before;
+    let said = Said { seconds: start.elapsed().as_secs_f64(), user: used.user, system: used.system, corrupt: false };
     println!("{}", serde_json::to_string(&said)?);
     stdin.read_exact(&mut [0])?;
     let right = memory.chunks_exact(PAGE).enumerate().all(|(i, page)| {
@@ -167,16 +167,4 @@ fn map(len: usize, folio: u64) -> io::Result<&'static mut [u8]> {
         libc::madvise(at as *mut libc::c_void, len, advice);
         Ok(std::slice::from_raw_parts_mut(at as *mut u8, len))
     }
-}
-
-/// CPU seconds of this process so far, all threads: user and system.
-fn cpu() -> (f64, f64) {
-    // SAFETY: zero is a rusage, which the call fills.
-    let usage = unsafe {
-        let mut usage: libc::rusage = std::mem::zeroed();
-        libc::getrusage(libc::RUSAGE_SELF, &raw mut usage);
-        usage
-    };
-    let seconds = |t: libc::timeval| t.tv_sec as f64 + t.tv_usec as f64 / 1e6;
-    (seconds(usage.ru_utime), seconds(usage.ru_stime))
 }
