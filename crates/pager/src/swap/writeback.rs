@@ -16,7 +16,7 @@ use super::pipeline::Writes;
 use super::turns::{LOOK_NS, Task, Wanted};
 use super::{FRONT, Flight, MOST_OBJECT, Swap, checksum};
 use crate::inject::Site;
-use crate::object;
+use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
@@ -266,14 +266,7 @@ impl Pager {
                 swap.shrinker.met(1 << head.order);
                 turn += usize::from(for_room) << head.order;
             }
-            let (referenced, reused) = (head.flags & object::REFERENCED != 0, s.pt.hints(entry.vpn) & HINT_REUSED != 0);
-            if swap.shrinker.verdict(referenced, reused) == Verdict::Rotate {
-                if referenced {
-                    object::set_flags(s.object(entry.handle), 0, object::REFERENCED);
-                } else {
-                    s.pt.hint(entry.vpn, 0, HINT_REUSED);
-                }
-                swap.shrinker.rotate(entry);
+            if s.has_second_chance(swap, entry, &head) {
                 continue;
             }
             if head.flags & object::ON_DISK != 0 {
@@ -412,6 +405,24 @@ impl Swap {
         if self.bad.len() > 16 {
             self.bad.clear();
         }
+    }
+}
+
+impl State {
+    /// Whether the policy lets an object be that was met; its reference is spent then.
+    fn has_second_chance(&mut self, swap: &mut Swap, entry: Entry, head: &Header) -> bool {
+        let referenced = head.flags & object::REFERENCED != 0;
+        let reused = self.pt.hints(entry.vpn) & HINT_REUSED != 0;
+        if swap.shrinker.verdict(referenced, reused) != Verdict::Rotate {
+            return false;
+        }
+        if referenced {
+            object::set_flags(self.object(entry.handle), 0, object::REFERENCED);
+        } else {
+            self.pt.hint(entry.vpn, 0, HINT_REUSED);
+        }
+        swap.shrinker.rotate(entry);
+        true
     }
 }
 
