@@ -12,7 +12,8 @@
 //!
 //! lz4 is the warm codec; see `densify` for what happens when the pool crowds the program out. Where even that is not
 //! enough the resident set is not squeezed below a quarter of the limit: the program would do nothing but fault. It then
-//! exceeds its limit by what the pool needs, which is counted and said in the summary.
+//! exceeds its limit by what the pool needs, which is counted and said in the summary. So it is where what cannot be taken out
+//! (code made at run time, stacks, locked memory) fills the limit together with the pool: a few MiB stay.
 
 use crate::arena::PAGE;
 use crate::batch::{BATCH_PAGES, Batch};
@@ -25,6 +26,9 @@ use uzswap_mm::zone::Kind;
 use uzswap_sys::lock::{self, Guard};
 use uzswap_sys::{sys, thread};
 
+/// What is left to a program of its memory that is managed, where other things fill the limit: as much, or a quarter of it.
+const LEAST_BYTES: usize = 8 << 20;
+
 impl Pager {
     /// The background thread.
     pub fn reclaim_loop(&self) -> ! {
@@ -32,7 +36,7 @@ impl Pager {
         thread::exit()
     }
 
-    /// Reclaims until `stopping` is set (a region's end; a process's never is).
+    /// Reclaims until `stopping` is set (a region's end, or a process is let go of).
     pub fn reclaim_until_stopped(&self) {
         let mut batch = {
             let s = self.state.lock();
@@ -200,7 +204,14 @@ impl Pager {
     /// Whether the program has so little left that taking more would only make it fault.
     pub fn at_floor(&self, s: &State) -> bool {
         // A library region's limit is hard: its owner sized it.
-        !self.own_frames && (s.resident + s.staged) * PAGE < self.limit() / 4 && s.pool.held_bytes() > self.limit() / 2
+        if self.own_frames {
+            return false;
+        }
+        let (limit, managed) = (self.limit(), (s.resident + s.staged) * PAGE);
+        let crowded = managed < limit / 4 && s.pool.held_bytes() > limit / 2;
+        // (What cannot be taken out at all: code made at run time, stacks, read-only and locked memory, and the books.)
+        let fixed = || self.charged(s).saturating_sub(managed + s.zone.free_slots(Kind::Frame) * PAGE);
+        crowded || managed < (limit / 4).min(LEAST_BYTES) && fixed() > limit / 2
     }
 
     /// Pages to keep staged as the second chance.
@@ -326,5 +337,24 @@ impl Pager {
             let _ = unsafe { sys!(libc::SYS_madvise, *at, *len, libc::MADV_POPULATE_WRITE) };
         }
         !ranges.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+
+    /// The story: Java at half of its memory was left 125 pages, as its code and stacks and the pool filled the limit, and did
+    /// nothing but fault. The pool alone was less than half, so nothing had to stay.
+    #[test]
+    fn a_few_mib_stay_whatever_fills_the_limit() {
+        let p = testing::pager(16 << 20);
+        let mut s = p.state.lock();
+        for (rss, resident, floor) in [(17, 1, true), (17, 5, false), (8, 1, false)] {
+            (s.rss, s.resident) = (rss << 20, (resident << 20) / PAGE);
+            assert_eq!(p.at_floor(&s), floor, "{resident} of {rss} MiB");
+        }
+        s.resident = 0;
     }
 }

@@ -277,9 +277,14 @@ fn is_fresh(s: &State, vpn: u64, stamp: u32) -> bool {
 }
 
 /// Whether a folio holds pages that must stay: see the file's head.
+///
+/// The story: Java at half of its memory stood still. An instruction wrote to two pages, of which one had come from the pool
+/// (inactive), the other back from where it was staged (active). There were more than a few pages, so none had to stay, and
+/// with each fault that brought the one the other went.
 fn must_stay(s: &State, e: Entry) -> bool {
     let n = 1 << e.order();
-    s.resident < n + FEW_LEFT && s.touched_in(e.vpn()..e.vpn() + n as u64)
+    let pages = e.vpn()..e.vpn() + n as u64;
+    s.touched_last(pages.clone()) || (s.resident < n + FEW_LEFT && s.touched_in(pages))
 }
 
 fn is_whole(s: &State, e: Entry) -> bool {
@@ -319,6 +324,27 @@ mod tests {
         s.lru.rescue();
         assert_eq!(p.stage(&mut s, N).ok(), Some(N));
         assert_eq!((s.lru.unevictable.pages(), s.resident, s.staged), (0, 0, 2 * N));
+    }
+
+    /// See `must_stay`: whichever list the pages are on that were faulted on last, and however many others there are.
+    #[test]
+    fn what_an_instruction_needs_stays() {
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, 4 * N);
+        let first = (at / PAGE) as u64;
+        (0..4 * N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
+        let mut s = p.state.lock();
+        let other = first + 2 * N as u64;
+        s.list_resident(first, 2 * N, List::Inactive, |_| None);
+        s.list_resident(other, 2 * N, List::Active, |_| None);
+        // One instruction that needs both, with others between.
+        for round in 0..40 {
+            [first, other, first + 9 + round, other].into_iter().for_each(|vpn| s.touch(vpn));
+        }
+        assert_eq!(p.stage(&mut s, 2 * N - 8).ok().map(|n| n < 3 * N), Some(true));
+        assert!(s.resident > FEW_LEFT && s.staged > 0, "{} {}", s.resident, s.staged);
+        let tags = [first, other].map(|vpn| s.pt.get(vpn).tag());
+        assert_eq!(tags, [Tag::Resident; 2]);
     }
 
     /// The story: a forked child was shown nothing of pages that its parent had only read. The kernel does not copy the page

@@ -26,6 +26,8 @@ use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::{Kind, Zone};
 use uzswap_mm::zsmalloc::{Handle, ZsPool};
 
+/// Pages faulted on last that stay whatever else there is.
+const LAST_TOUCHED: usize = 8;
 /// Bytes of the largest block.
 pub const BLOCK: usize = 64 << 10;
 /// Pages of the largest block.
@@ -117,10 +119,8 @@ pub struct State {
     pub streams: [(u64, u8); 8],
     /// Next of `streams` to reuse.
     pub stream_next: usize,
-    /// Pages that were faulted on last: see `stage`.
+    /// Pages that were faulted on last, the last one first: see `stage`.
     touched: [u64; 16],
-    /// Next of `touched` to reuse.
-    touched_next: usize,
     /// Where faults come from, and who reclaims.
     pub placement: Placement,
     /// Where recompression is.
@@ -193,7 +193,6 @@ impl State {
             missed_frees: 0,
             streams: [(u64::MAX, 0); 8],
             touched: [u64::MAX; 16],
-            touched_next: 0,
             stream_next: 0,
             placement: Placement::new(),
             sweep: Sweep::default(),
@@ -451,10 +450,10 @@ impl State {
 
     /// A page is faulted on.
     pub fn touch(&mut self, vpn: u64) {
-        if !self.was_touched(vpn) {
-            self.touched[self.touched_next] = vpn;
-            self.touched_next = (self.touched_next + 1) % self.touched.len();
-        }
+        let last = self.touched.len() - 1;
+        let before = self.touched.iter().position(|page| *page == vpn).unwrap_or(last);
+        self.touched.copy_within(..before, 1);
+        self.touched[0] = vpn;
     }
 
     /// Whether a page is one of those that were faulted on last.
@@ -465,6 +464,11 @@ impl State {
     /// Whether one of these pages was.
     pub fn touched_in(&self, pages: Range<u64>) -> bool {
         self.touched.iter().any(|vpn| pages.contains(vpn))
+    }
+
+    /// Whether one of them is among the last few: as many as an instruction or two may need at once.
+    pub fn touched_last(&self, pages: Range<u64>) -> bool {
+        self.touched[..LAST_TOUCHED].iter().any(|vpn| pages.contains(vpn))
     }
 
     /// Pages that a fault is likely to bring: a block, or what goes with the stream it belongs to.
