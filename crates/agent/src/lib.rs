@@ -7,6 +7,7 @@
 mod calls;
 mod exec;
 mod heap;
+mod leaving;
 mod next;
 mod patch;
 mod pins;
@@ -90,6 +91,7 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     rawfork::init();
     threads::init();
     pins::init();
+    leaving::init();
     let mut pager = Pager::new(group, node, layout)
         .map_err(|_| "uzswap: this process runs without a limit: its group has too many members\n")?;
     pager.tracks = group.track_writes.load(Relaxed) != 0;
@@ -192,6 +194,11 @@ static MASK: core::sync::atomic::AtomicU64 = core::sync::atomic::AtomicU64::new(
 extern "C" fn before_fork() {
     if let Some(p) = pager() {
         let old = set_mask(!0);
+        leaving::before_fork(p);
+        if pager().is_none() {
+            set_mask(old);
+            return;
+        }
         p.before_fork();
         MASK.store(old, Relaxed);
     }

@@ -4,7 +4,7 @@
 //! system call with instructions of its own (or has libc make it on a new stack through `syscall`).
 
 use crate::next::Next;
-use crate::{after_fork, before_fork, calls, pager, pins};
+use crate::{after_fork, before_fork, calls, leaving, pager, pins};
 use core::ffi::{c_int, c_long, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
 use uzswap_pager::arena::PAGE;
@@ -65,6 +65,7 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             ret
         }
         _ => {
+            leaving::before_call(nr, a, c);
             if nr == libc::SYS_io_uring_setup {
                 pins::may_pin();
             }

@@ -7,6 +7,7 @@
 //! Frames and compressed objects are inherited copy-on-write. Afterwards MOVE answers EBUSY for frames that are still
 //! shared: see `move_in` and `unshare`.
 
+use crate::letgo::{GONE, KEEPS};
 use crate::pager::Pager;
 use crate::placement::Placement;
 use crate::state::State;
@@ -104,6 +105,14 @@ impl Pager {
 
     /// After clone, in the child: returns when memory is managed again; false when it cannot be.
     pub fn after_fork_in_child(&'static self) -> bool {
+        if self.letting.load(Relaxed) == GONE {
+            // SAFETY: before_fork took the lock in this thread.
+            unsafe { self.state.force_unlock() };
+            self.calls.go_on();
+            return true;
+        }
+        // (The parent's ticker, which may have been asked, is not here.)
+        self.letting.store(KEEPS, Relaxed);
         let engaged = self.engaged.load(Relaxed);
         self.calls.forget_others();
         // SAFETY: before_fork took the lock in this thread.

@@ -429,7 +429,8 @@ pub struct GroupPage {
     pub magic: AtomicU64,
     /// 1 when the pool is left out of what the limit bounds (only to compare with the kernel on cgroup v1).
     pub pool_uncharged: AtomicU32,
-    /// 1 once somebody has warned that a static child runs unmanaged.
+    /// Why processes run unmanaged, a bit each, set by who warns first: 1 a static child, 2 a filter for system calls, 4 a
+    /// fork without the rights that its child needs.
     pub warned_unmanaged: AtomicU32,
     /// 1 when members record what happens to their pages: [`crate::trace::Rings`] follow this page.
     pub recording: AtomicU32,

@@ -45,6 +45,8 @@ struct Handler {
     /// Whether a fault is to be tried again though nothing may come: it waits for an event to be read first, or for room
     /// in the group.
     retry: bool,
+    /// Whether it is to end: the process is let go of.
+    ended: bool,
     /// When a read that failed is to be made again (monotonic nanoseconds).
     wake_at: Option<u64>,
 }
@@ -61,9 +63,10 @@ impl Pager {
                 handler.reads = Reads::new(self);
             }
         }
-        loop {
+        while !handler.ended {
             handler.turn(self);
         }
+        thread::exit()
     }
 }
 
@@ -81,6 +84,7 @@ impl Handler {
                 s = self.take_fault(p, s, Request { vpn: (address / PAGE) as u64, write, protected }, tid);
             }
             Ok(Some(event)) => {
+                self.ended = p.is_farewell(&event);
                 self.reads.count_message();
                 p.event(&mut s, event);
             }

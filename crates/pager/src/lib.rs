@@ -18,6 +18,7 @@ mod handler;
 pub mod holder;
 pub mod huge;
 pub mod inject;
+pub mod letgo;
 pub mod limits;
 mod lost;
 pub mod mapfile;

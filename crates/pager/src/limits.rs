@@ -62,6 +62,9 @@ impl Pager {
 
     /// Bytes the group is over (positive) or under what reclaim keeps; of the chain, the group that is worst off.
     pub fn excess(&self, s: &State) -> isize {
+        if self.lets_go() {
+            return isize::MIN / 2;
+        }
         let (own, others) = (self.charged(s), self.others_charge());
         let over = |(i, (_, n)): (usize, (usize, &Node))| (own + others[i]) as isize - n.target() as isize;
         self.chain_nodes().enumerate().map(over).max().unwrap_or(isize::MIN / 2)
@@ -97,6 +100,9 @@ impl Pager {
 
     /// The group of the chain whose `memory.max` is exceeded by most, if one is.
     pub fn over_max(&self, s: &State) -> Option<Over> {
+        if self.lets_go() {
+            return None;
+        }
         let (own, others) = (self.charged(s), self.others_charge());
         self.chain_nodes()
             .enumerate()

@@ -91,6 +91,8 @@ pub struct Pager {
     pub handler: AtomicI32,
     /// The reclaim thread's id.
     pub reclaimer: AtomicI32,
+    /// The thread id of the swap file's writer, 0 without one.
+    pub writer: AtomicI32,
     /// Faults handled: the ticker's evidence that the handler gets to run.
     pub progress: AtomicU64,
     /// Whether the handler sleeps in poll.
@@ -138,8 +140,12 @@ pub struct Pager {
     pub locks: AtomicBool,
     /// Bytes of a thread's control block from its thread pointer on that the kernel or a hook may write to.
     pub control_block: AtomicUsize,
-    /// Ends the reclaim thread of a region.
+    /// Ends the helpers: of a region, and of a process that is let go of.
     pub stopping: AtomicBool,
+    /// Whether memory is let go of (a futex word): see `letgo`.
+    pub letting: AtomicU32,
+    /// The address by whose event the handler is told to end; 0 for none.
+    pub farewell: AtomicUsize,
     /// The page map of a process under `uzswap run`; its table writes to it under its own lock.
     pub page_map: Lock<Option<crate::mapfile::MapFile>>,
     /// Where events are recorded, when the group records.
@@ -203,6 +209,7 @@ impl Pager {
             ticker: AtomicI32::new(0),
             handler: AtomicI32::new(0),
             reclaimer: AtomicI32::new(0),
+            writer: AtomicI32::new(0),
             progress: AtomicU64::new(0),
             asleep: AtomicBool::new(false),
             watched: AtomicBool::new(false),
@@ -227,6 +234,8 @@ impl Pager {
             locks: AtomicBool::new(false),
             control_block: AtomicUsize::new(crate::fork::CONTROL_BLOCK),
             stopping: AtomicBool::new(false),
+            letting: AtomicU32::new(0),
+            farewell: AtomicUsize::new(0),
             page_map: Lock::new(None),
             rings: None,
             clusters: None,

@@ -115,6 +115,10 @@ impl Pager {
     /// # Errors
     /// [`EventPending`] when an unread event stopped it before anything moved.
     pub(crate) fn stage_run(&self, s: &mut State, start: u64, n: usize) -> Result<usize, EventPending> {
+        if self.lets_go() {
+            self.requeue(s, start, n);
+            return Ok(0);
+        }
         if self.without_move {
             return Ok(self.take_run(s, start, n));
         }

@@ -77,6 +77,9 @@ impl Pager {
         let mut unknown_before = 0;
         let mut watch = Watch::default();
         loop {
+            if self.lets_go() {
+                self.let_go_now();
+            }
             // Requests made from now on are not served by this look: it may be past what they are about.
             let ticket = self.looks_wanted.load(Acquire);
             let Some(mut nap) = self.look(&mut unknown_before, ticket != self.looks_done.load(Relaxed)) else {
@@ -226,9 +229,9 @@ impl Pager {
         // SAFETY: stacks of ours; the entries never return.
         unsafe {
             self.handler.store(thread::spawn(stack(self, 1), false, run_handler, me)?, Release);
-            thread::spawn(stack(self, 2), false, run_reclaim, me)?;
+            self.reclaimer.store(thread::spawn(stack(self, 2), false, run_reclaim, me)?, Release);
             if self.swap_file.load(Acquire) >= 0 {
-                thread::spawn(stack(self, 3), false, run_swap, me)?;
+                self.writer.store(thread::spawn(stack(self, 3), false, run_swap, me)?, Release);
             }
         }
         Ok(())

@@ -81,7 +81,7 @@ pub fn text(totals: &Totals, wall: Duration) -> String {
 
 fn what_went_wrong(totals: &Totals, mut line: impl FnMut(&str, &str)) {
     if totals.unmanaged {
-        line("unmanaged", "a child could not be managed and ran outside the limit");
+        line("unmanaged", "a process could not be managed and ran outside the limit");
     }
     if totals.over_limit > 0 {
         let often = match totals.over_limit {

@@ -361,6 +361,13 @@ impl Pager {
         })
     }
 
+    /// Ends the threads that write and read, when the handler has ended.
+    pub(crate) fn end_swap(&self) {
+        turns::wake_writer(self.me());
+        crate::letgo::await_end(self.writer.load(Relaxed));
+        self.readers.end();
+    }
+
     /// Whether the limit is exceeded because the pools are full, and writing back helps.
     pub(crate) fn waits_for_disk(&self, s: &State) -> bool {
         self.excess(s) > 0

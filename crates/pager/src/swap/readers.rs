@@ -11,6 +11,7 @@
 //! such threads: [`Readers::forget`].
 
 use super::reads::NOT_TRIED;
+use crate::letgo::{PAUSE_NS, await_end};
 use crate::pager::Pager;
 use crate::state::State;
 use crate::ticker::stack;
@@ -26,6 +27,8 @@ const FIRST_STACK: usize = 7;
 const IDLE: u32 = 0;
 const POSTED: u32 = 1;
 const DONE: u32 = 2;
+/// The thread is to end.
+const ENDED: u32 = 3;
 
 /// What one thread is to read.
 #[derive(Default)]
@@ -81,6 +84,18 @@ impl Readers {
         })
     }
 
+    /// Ends those that run; for who has seen to it that nothing more is asked of them.
+    pub(super) fn end(&self) {
+        for job in &self.jobs {
+            while job.state.load(Acquire) == POSTED {
+                thread::sleep_ns(PAUSE_NS);
+            }
+            job.state.store(ENDED, SeqCst);
+            lock::futex_wake(&job.state, 1, false);
+            await_end(job.tid.load(Relaxed));
+        }
+    }
+
     /// In a forked child: there are none.
     pub(crate) fn forget(&self) {
         for job in &self.jobs {
@@ -115,6 +130,9 @@ impl Pager {
         let job = &self.readers.jobs[i];
         loop {
             let state = job.state.load(Acquire);
+            if state == ENDED {
+                thread::exit();
+            }
             if state != POSTED {
                 lock::futex_wait(&job.state, state, None, false);
                 continue;

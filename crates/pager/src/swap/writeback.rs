@@ -76,6 +76,9 @@ impl Pager {
         let mut packer = Packer::default();
         loop {
             let word = self.me().swap_wake.load(Acquire);
+            if self.stopping.load(Acquire) && !writes.under_way() {
+                thread::exit();
+            }
             let slot = loop {
                 let free = writes.free();
                 match self.next_ended(&mut writes, free.is_none()) {

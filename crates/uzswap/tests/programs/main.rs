@@ -8,6 +8,7 @@ mod cluster;
 mod disk;
 mod harness;
 mod injected;
+mod leaving;
 mod pageout;
 mod qemu;
 mod redis;

@@ -1,0 +1,93 @@
+//! What comes before a process can no longer be managed, which is then let go of (`uzswap_pager::letgo`): a filter for
+//! system calls, and a fork by a program that has given up the rights that its child needs.
+//!
+//! Filters are made by libc's `prctl` and `syscall`, which are interposed. A program that makes the system call with
+//! instructions of its own is not seen.
+
+use crate::next::Next;
+use crate::{PAGER, pager, set_mask};
+use core::ffi::{c_int, c_long};
+use core::sync::atomic::Ordering::*;
+use uzswap_pager::pager::Pager;
+use uzswap_sys::{raw, thread};
+
+/// Bits of the group's `warned_unmanaged`: why processes run without a limit.
+const WARNED_FILTER: u32 = 2;
+const WARNED_RIGHTS: u32 = 4;
+
+static PRCTL: Next = Next::new(c"prctl");
+
+/// Finds the interposed function, in the constructor.
+pub fn init() {
+    PRCTL.find();
+}
+
+/// prctl(2): by it a filter can be made.
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: usize) -> c_int {
+    type Real = unsafe extern "C" fn(c_int, usize, usize, usize, usize) -> c_int;
+    if option == libc::PR_SET_SECCOMP {
+        restricts_calls();
+    }
+    // SAFETY: the function found under this name, with the caller's arguments. (All are passed in registers, given or not.)
+    unsafe { core::mem::transmute::<usize, Real>(PRCTL.find())(option, a, b, c, d) }
+}
+
+/// Before a system call that the program makes by its number.
+pub fn before_call(nr: c_long, a: usize, c: usize) {
+    let restricts = match nr {
+        libc::SYS_seccomp => match a as u32 {
+            libc::SECCOMP_SET_MODE_STRICT => true,
+            // (Without a filter it is only asked what the kernel knows.)
+            libc::SECCOMP_SET_MODE_FILTER => c != 0,
+            _ => false,
+        },
+        libc::SYS_prctl => a as c_int == libc::PR_SET_SECCOMP,
+        _ => false,
+    };
+    if restricts {
+        restricts_calls();
+    }
+}
+
+fn restricts_calls() {
+    let Some(p) = pager() else { return };
+    let why = b" restricts its system calls (seccomp), which the management of its memory does not survive; it runs without a limit from now on\n";
+    let_go(p, WARNED_FILTER, why);
+}
+
+/// Before a fork, with all signals blocked: lets go where the child could not go on managing what it is given.
+pub fn before_fork(p: &Pager) {
+    if p.engaged.load(Acquire) && !p.child_could_manage() {
+        let why = b" forks, and its child could not manage its memory (for want of rights that it gave up, of /proc, or of descriptors); both run without a limit from now on\n";
+        let_go(p, WARNED_RIGHTS, why);
+    }
+}
+
+fn let_go(p: &Pager, warned: u32, why: &[u8]) {
+    // (In a vfork child the memory is the parent's.)
+    if p.me().owner().is_none_or(|owner| owner.pid() != thread::getpid() as u32) {
+        return;
+    }
+    let mask = set_mask(!0);
+    if p.let_go() {
+        PAGER.store(core::ptr::null_mut(), Release);
+        if p.group.warned_unmanaged.fetch_or(warned, AcqRel) & warned == 0 {
+            say(p, why);
+        }
+    }
+    set_mask(mask);
+}
+
+/// Says it of this process, in one piece and without an allocation (which the pager's lock would be needed for).
+fn say(p: &Pager, why: &[u8]) {
+    let (mut line, mut number, mut n) = ([0; 320], [0; 20], 0);
+    for part in [b"uzswap: process ".as_slice(), raw::decimal(thread::getpid() as u64, &mut number), why] {
+        line[n..n + part.len()].copy_from_slice(part);
+        n += part.len();
+    }
+    p.say(&line[..n]);
+}
