@@ -87,6 +87,12 @@ pub fn end_remap(call: InOrder, ret: isize) {
 /// again was in no table of uzswap's, neither kept below the limit nor known to be written to. It may go at once, too, so it
 /// does. (Only where the kernel took the advice: it does so for private anonymous memory alone.)
 pub fn end_advice(call: InOrder, at: usize, len: usize, advice: usize, ret: isize) {
+    if advice as i32 == libc::MADV_WIPEONFORK
+        && ret == 0
+        && let Some(p) = pager()
+    {
+        p.wipes.store(true, Relaxed);
+    }
     let managed = matches!(call.held, Some(Held::Shared | Held::Alone));
     if managed && advice as i32 == libc::MADV_FREE && ret == 0 {
         // SAFETY: the program has given the contents up; who writes there meanwhile cannot know that the call has not ended.
@@ -121,7 +127,6 @@ macro_rules! interpose_lock {
 interpose_lock!(mlock, libc::SYS_mlock, at, len);
 interpose_lock!(mlock2, libc::SYS_mlock2, at, len, flags);
 interpose_lock!(munlock, libc::SYS_munlock, at, len);
-interpose_lock!(mlockall, libc::SYS_mlockall, flags);
 interpose_lock!(munlockall, libc::SYS_munlockall);
 
 /// For the wrapped call of libc: before it.

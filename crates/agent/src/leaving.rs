@@ -9,11 +9,16 @@ use crate::{PAGER, pager, set_mask};
 use core::ffi::{c_int, c_long};
 use core::sync::atomic::Ordering::*;
 use uzswap_pager::pager::Pager;
+use uzswap_sys::lock::Lock;
 use uzswap_sys::{raw, thread};
 
 /// Bits of the group's `warned_unmanaged`: why processes run without a limit.
 const WARNED_FILTER: u32 = 2;
 const WARNED_RIGHTS: u32 = 4;
+const WARNED_LOCKED: u32 = 8;
+
+/// What uzswap reserved in a process that locks all its memory, again and again perhaps.
+static RESERVED: Lock<Option<(usize, usize)>> = Lock::new(None);
 
 static PRCTL: Next = Next::new(c"prctl");
 
@@ -57,6 +62,17 @@ fn restricts_calls() {
     let Some(p) = pager() else { return };
     let why = b" restricts its system calls (seccomp), which the management of its memory does not survive; it runs without a limit from now on\n";
     let_go(p, WARNED_FILTER, why);
+}
+
+/// Before a program locks all its memory; the range that uzswap has reserved, and which is not to be locked, if it has.
+pub fn locks_all() -> Option<(usize, usize)> {
+    let mut reserved = RESERVED.lock();
+    if let Some(p) = pager() {
+        *reserved = Some((p.layout.base, p.layout.end));
+        let why = b" locks all its memory (mlockall), so that nothing can be taken out of it; it runs without a limit from now on\n";
+        let_go(p, WARNED_LOCKED, why);
+    }
+    *reserved
 }
 
 /// Before a fork, with all signals blocked: lets go where the child could not go on managing what it is given.

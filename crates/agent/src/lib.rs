@@ -8,6 +8,7 @@ mod calls;
 mod exec;
 mod heap;
 mod leaving;
+mod lockall;
 mod next;
 mod patch;
 mod pins;

@@ -130,6 +130,26 @@ impl Pager {
         forget_range(s, at, 1 << 35);
     }
 
+    /// In a forked child: forgets what its parent had in memory that is zeros in its children (MADV_WIPEONFORK), as the kernel
+    /// says.
+    ///
+    /// The story: such memory was as the parent's where it was out. Generators of random numbers keep their state there so that
+    /// parent and child do not come to the same keys.
+    ///
+    /// # Errors
+    /// When the kernel cannot be asked.
+    pub(crate) fn forget_wiped(&self, s: &mut State) -> Result<(), Errno> {
+        if !self.wipes.load(Relaxed) {
+            return Ok(());
+        }
+        let mut text = Vec::with_capacity(1 << 20);
+        raw::read_file(b"/proc/self/smaps\0", &mut text)?;
+        for (start, end) in maps::wiped_on_fork(&text) {
+            forget_range(s, (start / PAGE) as u64, (end / PAGE) as u64);
+        }
+        Ok(())
+    }
+
     /// Excludes a range that was mapped just now, as long as it is mapped: a stack.
     ///
     /// One that the ticker has found and registered since it was mapped stays managed, as a stack that the program made

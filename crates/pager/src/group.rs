@@ -430,7 +430,7 @@ pub struct GroupPage {
     /// 1 when the pool is left out of what the limit bounds (only to compare with the kernel on cgroup v1).
     pub pool_uncharged: AtomicU32,
     /// Why processes run unmanaged, a bit each, set by who warns first: 1 a static child, 2 a filter for system calls, 4 a
-    /// fork without the rights that its child needs.
+    /// fork without the rights that its child needs, 8 all memory being locked.
     pub warned_unmanaged: AtomicU32,
     /// 1 when members record what happens to their pages: [`crate::trace::Rings`] follow this page.
     pub recording: AtomicU32,

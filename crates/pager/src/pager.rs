@@ -138,6 +138,8 @@ pub struct Pager {
     pub scratch: AtomicUsize,
     /// Whether the program has locked memory.
     pub locks: AtomicBool,
+    /// Whether some of the program's memory is to be zeros in forked children (MADV_WIPEONFORK).
+    pub wipes: AtomicBool,
     /// Bytes of a thread's control block from its thread pointer on that the kernel or a hook may write to.
     pub control_block: AtomicUsize,
     /// Ends the helpers: of a region, and of a process that is let go of.
@@ -232,6 +234,7 @@ impl Pager {
             pins: AtomicBool::new(false),
             scratch: AtomicUsize::new(0),
             locks: AtomicBool::new(false),
+            wipes: AtomicBool::new(false),
             control_block: AtomicUsize::new(crate::fork::CONTROL_BLOCK),
             stopping: AtomicBool::new(false),
             letting: AtomicU32::new(0),

@@ -254,6 +254,7 @@ impl Pager {
         s.managed.clear();
         self.scan(s)?;
         self.forget_unmapped(s);
+        self.forget_wiped(s)?;
         self.protect_inherited(s);
         self.publish_pages(s);
         s.rss = self.read_rss();

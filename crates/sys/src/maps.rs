@@ -77,6 +77,20 @@ pub fn parse(text: &[u8]) -> impl Iterator<Item = Mapping<'_>> {
     text.split(|c| *c == b'\n').filter_map(parse_line)
 }
 
+/// The ranges of `text`, as /proc/PID/smaps has it, that are zeros in forked children.
+pub fn wiped_on_fork(text: &[u8]) -> impl Iterator<Item = (usize, usize)> + '_ {
+    let mut at = (0, 0);
+    text.split(|c| *c == b'\n').filter_map(move |line| {
+        if let Some(flags) = line.strip_prefix(b"VmFlags:") {
+            return flags.split(|c| *c == b' ').any(|flag| flag == b"wf").then_some(at);
+        }
+        if let Some(mapping) = parse_line(line) {
+            at = (mapping.start, mapping.end);
+        }
+        None
+    })
+}
+
 impl Mapping<'_> {
     /// Whether this is private anonymous memory, not executable, that is not the kernel's or a stack.
     pub fn is_private_anonymous(&self) -> bool {
@@ -139,5 +153,12 @@ mod tests {
         assert!(all[0].is_private_anonymous() && all[0].name == b"[heap]" && all[0].end == 0x66e0);
         assert!(!all[1].is_private_anonymous() && all[1].name == b"/lib/a b.so");
         assert!(all[2].is_private_anonymous());
+    }
+
+    #[test]
+    fn what_is_wiped_on_fork_is_found() {
+        let text = b"1000-3000 rw-p 00000000 00:00 0 \nSize: 8 kB\nVmFlags: rd wr mr mw me wf ac \n\
+                     3000-4000 rw-p 00000000 00:00 0 [heap]\nRss: 4 kB\nVmFlags: rd wr mr mw me ac \n";
+        assert_eq!(wiped_on_fork(text).collect::<Vec<_>>(), [(0x1000, 0x3000)]);
     }
 }

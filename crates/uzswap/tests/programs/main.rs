@@ -190,6 +190,15 @@ fn forks_made_without_fork() {
     Subject::new("raw forks", &[&ways]).check();
 }
 
+/// Memory that is to be zeros in children (MADV_WIPEONFORK, as generators of random numbers have it) was the parent's where it
+/// was out.
+#[test]
+fn what_is_wiped_on_fork() {
+    let _alone = alone();
+    let Some(wipes) = compile_c("wipes") else { return };
+    Subject::new("wiped on fork", &[&wipes]).check();
+}
+
 /// A thread whose stack or control block was out waited for ever when it forked: it held the lock, or was the only one
 /// woken to take it, and who could have served its fault waited for that lock.
 #[test]

@@ -1,0 +1,60 @@
+//! `mlockall`: a program that locks all its memory has nothing that could be taken out, so it is let go of.
+//!
+//! The kernel would lock, and fill, what uzswap reserved as well: more than 70 GiB. So what is there is locked mapping by
+//! mapping, without uzswap's; what the program maps later the kernel locks.
+
+use crate::leaving;
+use core::ffi::c_int;
+use uzswap_sys::raw::{self, Errno};
+use uzswap_sys::{maps, sys};
+
+/// mlockall(2).
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
+    let known = libc::MCL_CURRENT | libc::MCL_FUTURE | libc::MCL_ONFAULT;
+    let valid = flags & known == flags && flags & (libc::MCL_CURRENT | libc::MCL_FUTURE) != 0;
+    let reserved = valid.then(leaving::locks_all).flatten();
+    let done = match reserved {
+        Some(reserved) => lock(flags, reserved),
+        // SAFETY: flags only.
+        None => unsafe { sys!(libc::SYS_mlockall, flags) }.map(drop),
+    };
+    let Err(errno) = done else { return 0 };
+    // SAFETY: the calling thread is libc's.
+    unsafe { *libc::__errno_location() = errno };
+    -1
+}
+
+/// Locks what there is but the range `reserved`, and what comes, as the flags say.
+fn lock(flags: c_int, (base, end): (usize, usize)) -> Result<(), Errno> {
+    if flags & libc::MCL_FUTURE != 0 {
+        // SAFETY: flags only.
+        unsafe { sys!(libc::SYS_mlockall, flags & !libc::MCL_CURRENT) }?;
+    }
+    if flags & libc::MCL_CURRENT == 0 {
+        return Ok(());
+    }
+    let mut text = Vec::with_capacity(128 << 10);
+    raw::read_file(b"/proc/self/maps\0", &mut text)?;
+    for m in maps::parse(&text) {
+        let ours = (base..end).contains(&m.start) || m.name.starts_with(b"/memfd:uzswap");
+        if ours || m.name.starts_with(b"[v") {
+            continue;
+        }
+        let len = m.end - m.start;
+        // SAFETY: locking changes no contents.
+        unsafe { sys!(libc::SYS_mlock2, m.start, len, libc::MLOCK_ONFAULT) }?;
+        if flags & libc::MCL_ONFAULT != 0 {
+            continue;
+        }
+        let written = m.perms[1] == b'w' && m.perms[3] == b'p';
+        let advice = if written { libc::MADV_POPULATE_WRITE } else { libc::MADV_POPULATE_READ };
+        // (As mlockall does, what cannot be read is left as it is.)
+        // SAFETY: populating changes no contents.
+        let _ = unsafe { sys!(libc::SYS_madvise, m.start, len, advice) };
+    }
+    Ok(())
+}
