@@ -160,10 +160,30 @@ impl Pager {
                 }
             }
             if !any {
-                return true;
+                return self.mark_lost();
             }
         }
         false
+    }
+
+    /// Puts the mark of a lost page, which the kernel keeps, wherever nobody has met it yet: there would be zeros. False when
+    /// an event kept it from that.
+    fn mark_lost(&self) -> bool {
+        let (mut at, mut pauses) = (0, 0);
+        loop {
+            let mut s = self.state.lock();
+            let Some(vpn) = s.pt.next_used(at) else { return true };
+            if s.pt.get(vpn).tag() != Tag::Poisoned || self.poison(&mut s, vpn).is_ok() {
+                at = vpn + 1;
+                continue;
+            }
+            drop(s);
+            pauses += 1;
+            if pauses > PAUSES {
+                return false;
+            }
+            thread::sleep_ns(PAUSE_NS);
+        }
     }
 
     /// Ends all helpers but the ticker, which calls this.
@@ -205,5 +225,36 @@ pub(crate) fn await_end(tid: i32) {
     // SAFETY: no signal is sent, it is only asked whether the thread is there.
     while tid > 0 && unsafe { sys!(libc::SYS_tgkill, thread::getpid(), tid, 0) }.is_ok() {
         thread::sleep_ns(PAUSE_NS);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+    use uzswap_mm::pagetable::Pte;
+
+    /// The story: what was lost and not touched yet would have read as zeros once nobody served its faults any more.
+    #[test]
+    fn what_is_lost_is_told_of_later_too() {
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, 3);
+        testing::put(p, at + PAGE, &[7; PAGE]);
+        let first = (at / PAGE) as u64;
+        p.state.lock().pt.set(first, Pte::new(Tag::Poisoned, 0));
+        assert!(p.mark_lost());
+        // (process_vm_readv meets what a touch would, without the signal.)
+        let read = |page: usize| {
+            let mut byte = 0u8;
+            let to = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
+            let from = libc::iovec { iov_base: (at + page * PAGE) as *mut _, iov_len: 1 };
+            // SAFETY: one byte of ours is written to, and nothing but bytes read.
+            let n = unsafe { libc::process_vm_readv(libc::getpid(), &to, 1, &from, 1, 0) };
+            (n == 1).then_some(byte)
+        };
+        assert_eq!([read(0), read(1)], [None, Some(7)]);
+        // SAFETY: nobody else uses the descriptor; what comes after belongs to the kernel alone.
+        raw::close(p.uffd.swap(-1, SeqCst));
+        assert_eq!(read(0), None);
     }
 }
