@@ -60,7 +60,7 @@ fn try_answer(
     let n = match request[0] {
         op::PAGEOUT => {
             let (from, to) = range()?;
-            server.page_out(|e| resident(e, from, to))? as u64
+            server.page_out(|e| leavable(e, from, to))? as u64
         }
         op::PAGEIN => {
             let (from, to) = range()?;
@@ -110,6 +110,16 @@ fn try_answer(
             m.markers.map().set(page, PageState(request[2] as u8));
             0
         }
+        op::PIN => {
+            let (from, to) = range()?;
+            super::pins::pin(server, from, to, connection, mapping)?
+        }
+        op::UNPIN => {
+            if !server.engine().unpin(connection, Some(request[1])) {
+                return Err(refuse(libc::ENOENT));
+            }
+            0
+        }
         _ => return Err(refuse(libc::ENOSYS)),
     };
     Ok(wire::words(&[n]))
@@ -118,6 +128,7 @@ fn try_answer(
 /// What a connection that has ended leaves behind.
 pub(super) fn disconnected(server: &Server, connection: u64) {
     let mut engine = server.engine();
+    engine.unpin(connection, None);
     if engine.watch.as_ref().is_some_and(|w| w.connection == connection) {
         let pages = engine.pages;
         unprotect(&mut engine, 0, pages, ALL);
@@ -129,16 +140,19 @@ fn resident(e: &Engine, from: u64, to: u64) -> Vec<u64> {
     (from..to).filter(|p| matches!(e.pt.get(*p).tag(), Tag::Resident)).collect()
 }
 
+/// Those that may go out.
+fn leavable(e: &Engine, from: u64, to: u64) -> Vec<u64> {
+    let mut pages = resident(e, from, to);
+    pages.retain(|p| !e.pins.has(*p));
+    pages
+}
+
 /// Brings pages that are out into memory, and into the caller's mapping if there is one.
 fn page_in(server: &Server, from: u64, to: u64, mapping: Option<u64>) -> io::Result<u64> {
     let (mut at, mut came) = (from, 0);
     while at < to {
         let mut engine = server.engine();
-        if engine.charged() + (BRING as usize) * PAGE * 2 > engine.options.limit {
-            let mut batch = engine.take_direct();
-            engine.direct_reclaim(&mut batch);
-            engine.direct = Some(batch);
-        }
+        engine.make_room(BRING);
         let end = to.min(at + BRING);
         while at < end {
             if matches!(engine.pt.get(at).tag(), Tag::Compressed | Tag::Zero) {
@@ -293,7 +307,7 @@ fn untouched_since(e: &Engine, page: u64, round: u32) -> bool {
 
 fn idle(e: &Engine, time: Duration) -> Vec<u64> {
     let Some(round) = round_before(e, time) else { return Vec::new() };
-    let mut pages = resident(e, 0, e.pages);
+    let mut pages = leavable(e, 0, e.pages);
     pages.retain(|p| untouched_since(e, *p, round));
     pages
 }

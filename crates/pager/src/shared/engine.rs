@@ -7,6 +7,7 @@
 use super::SharedOptions;
 use super::evict::Batch;
 use super::mapping::{Mapping, Pages};
+use super::pins::Pins;
 use super::store::Store;
 use crate::arena::PAGE;
 use crate::mapfile::{Kind, MapFile};
@@ -59,6 +60,7 @@ pub(super) struct Engine {
     /// The published state of the pages.
     pub map: MapFile,
     pub mappings: Vec<Mapping>,
+    pub pins: Pins,
     pub next_id: u64,
     pub watch: Option<Watch>,
     /// Markers of processes about to fork: token, whether tracked, and the bytes.
@@ -100,6 +102,7 @@ impl Engine {
             pt: PageTable::new(),
             lru: Lru::default(),
             mappings: Vec::new(),
+            pins: Pins::new(pages),
             next_id: 1,
             watch: None,
             forks: VecDeque::new(),
@@ -234,6 +237,9 @@ impl Engine {
 
     /// Drops a range's contents: for every mapping, those to come included, it is as if never touched.
     pub fn remove(&mut self, from: u64, to: u64) -> io::Result<()> {
+        if (from..to).any(|p| self.pins.has(p)) {
+            return Err(io::Error::from_raw_os_error(libc::EBUSY));
+        }
         // The object's pages first: a process that faults meanwhile waits for our lock.
         memfd::punch(&self.object, from * PAGE as u64, (to - from) * PAGE as u64)?;
         self.map.map().begin();
@@ -268,6 +274,7 @@ impl Engine {
             + self.lru.inactive.metadata_bytes()
             + self.store.metadata_bytes()
             + self.map.metadata_bytes()
+            + self.pins.metadata_bytes()
             + self.touched.len() * 4
             + self.mappings.iter().map(Mapping::metadata_bytes).sum::<usize>()
     }

@@ -178,6 +178,10 @@ impl Engine {
             if pte.tag() != Tag::Resident {
                 continue;
             }
+            if self.pins.has(page) {
+                // It is listed again when the pin ends.
+                continue;
+            }
             let copy = pte.copy().map(|handle| {
                 let index = self.store.index(page, handle);
                 object::stored_hash(self.store.object(handle), index)
@@ -312,6 +316,15 @@ impl Engine {
         }
         if self.charged() > self.options.limit {
             self.counts.over_limit += 1;
+        }
+    }
+
+    /// Pages out with the lock held where `pages` more would not fit.
+    pub fn make_room(&mut self, pages: u64) {
+        if self.charged() + pages as usize * PAGE * 2 > self.options.limit {
+            let mut batch = self.take_direct();
+            self.direct_reclaim(&mut batch);
+            self.direct = Some(batch);
         }
     }
 

@@ -51,11 +51,7 @@ impl Engine {
         if fault.protected && resident {
             return self.write_to_protected(k, page);
         }
-        if self.charged() + 2 * BLOCK_PAGES * PAGE > self.options.limit {
-            let mut batch = self.take_direct();
-            self.direct_reclaim(&mut batch);
-            self.direct = Some(batch);
-        }
+        self.make_room(BLOCK_PAGES as u64);
         self.bring(k, page, fault.write)
     }
 

@@ -28,7 +28,7 @@
 //!    as the program does, where userfaultfd may serve the kernel's faults ([`SharedMapping::kernel_faults`]); elsewhere
 //!    they fail with EFAULT. What *pins* pages (direct I/O, registered buffers of io_uring, VFIO) writes to the frame
 //!    past all PTEs, and user space cannot see a pin of shared memory: a page punched under a pin loses what the device
-//!    writes. Such buffers must not be in a shared region.
+//!    writes. Such buffers must be pinned here first ([`SharedMapping::pin`]), which keeps their pages in memory.
 //! 4. *Behind our back.* `munmap` of a mapping costs nobody anything. `MADV_DONTNEED` drops PTEs only. A hole punched in
 //!    the object by `MADV_REMOVE` or through a descriptor kept from attaching is noticed where the page was in memory, but
 //!    a page that was out comes back: contents are dropped by [`SharedMapping::remove`]. `mremap` loses the registration
@@ -56,12 +56,15 @@ mod evict;
 mod fault;
 mod mapping;
 mod owner;
+mod pin;
+mod pins;
 mod store;
 mod view;
 mod wire;
 
 use crate::region::{Compressor, LEAST_LIMIT};
 use attach::{Attached, Control, milliseconds, pages_of};
+pub use pin::SharedPin;
 use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;

@@ -48,6 +48,10 @@ pub(super) mod op {
     pub const DETACH: u64 = 13;
     /// Set a mapping's marker byte, to see what an unknown one does: page, byte.
     pub const INJECT_MARKER: u64 = 14;
+    /// Keep a range in memory: first, end → a number.
+    pub const PIN: u64 = 16;
+    /// End that: the number.
+    pub const UNPIN: u64 = 17;
     /// Of the owner only: a new connection, as a descriptor.
     pub const CONNECT: u64 = 20;
     /// Of the owner only: listen at a path, whose bytes follow.

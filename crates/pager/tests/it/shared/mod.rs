@@ -1,5 +1,6 @@
 //! Shared regions: several mappings, several processes.
 mod markers;
+mod pins;
 mod processes;
 mod ring;
 

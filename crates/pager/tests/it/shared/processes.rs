@@ -87,6 +87,12 @@ fn be_a_worker() {
             say(&format!("told {}", told.unwrap() / PAGE));
             control.next_write(Duration::from_secs(3000)).unwrap();
         }
+        "pin" => {
+            let m = SharedMapping::attach(&path).unwrap();
+            let _pins = (m.pin(0..number * PAGE).unwrap(), m.pin(0..PAGE).unwrap());
+            say("pinned");
+            wait_for_word();
+        }
         "refused" => {
             // SAFETY: a plain call: from here on this is another user.
             assert_eq!(unsafe { libc::setuid(65534) }, 0);
@@ -407,6 +413,25 @@ fn a_forked_child_has_the_region_and_its_markers() {
     let mut lines = Lines::of(&mut child);
     assert_eq!(lines.next().as_deref(), Some("same"));
     assert!(wait_within(&mut child, Duration::from_secs(20)).success());
+}
+
+#[test]
+fn pins_of_a_process_end_with_it() {
+    let path = socket_path("pin");
+    let region = region(4 * MIB, 8 * MIB);
+    region.serve(&path).unwrap();
+    let mut child = worker("pin", &path, 8).spawn().unwrap();
+    let mut lines = Lines::of(&mut child);
+    assert_eq!(lines.next().as_deref(), Some("pinned"));
+    let control = region.control();
+    assert_eq!((control.page_out(0..4 * MIB).unwrap(), control.stats().unwrap().resident), (0, 8 * PAGE));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let end = Instant::now() + Duration::from_secs(20);
+    while control.stats().unwrap().resident > 0 {
+        assert!(Instant::now() < end, "a dead process keeps pages in memory");
+        control.page_out(0..4 * MIB).unwrap();
+    }
 }
 
 #[test]

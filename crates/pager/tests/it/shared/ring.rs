@@ -11,7 +11,7 @@ const ASYNC: u8 = 1 << 4;
 const ENTRIES: u32 = 64;
 
 /// A ring, by the system calls themselves. Used by one thread.
-struct Ring {
+pub struct Ring {
     fd: i32,
     rings: *mut u8,
     requests: *mut [u64; 8],
@@ -20,7 +20,7 @@ struct Ring {
 
 impl Ring {
     /// None where io_uring is refused, which is said.
-    fn new() -> Option<Self> {
+    pub fn new() -> Option<Self> {
         let mut parameters = [0u32; 30];
         // SAFETY: the structure has 120 bytes.
         let fd = unsafe { libc::syscall(libc::SYS_io_uring_setup, ENTRIES, parameters.as_mut_ptr()) } as i32;
@@ -51,7 +51,7 @@ impl Ring {
 
     /// Submits requests `(operation, flags, file, offset, address, length)` together and waits for all; the results in
     /// order.
-    fn run(&self, requests: &[(u8, u8, i32, u64, usize, usize)]) -> Vec<i32> {
+    pub fn run(&self, requests: &[(u8, u8, i32, u64, usize, usize)]) -> Vec<i32> {
         let [tail, mask, array] = [self.parameters[11], self.parameters[12], self.parameters[16]];
         let mask = self.word(mask).load(Relaxed);
         let mut at = self.word(tail).load(Relaxed);
@@ -82,6 +82,16 @@ impl Ring {
         }
         self.word(head).store(at, Release);
         results
+    }
+}
+
+impl Ring {
+    /// Registers a buffer, number 0: the kernel pins its pages as long as the ring lives.
+    pub fn register(&self, at: *mut u8, len: usize) {
+        let buffer = libc::iovec { iov_base: at.cast(), iov_len: len };
+        // SAFETY: one buffer, mapped as long as the ring lives.
+        let done = unsafe { libc::syscall(libc::SYS_io_uring_register, self.fd, 0, &raw const buffer, 1) };
+        assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
     }
 }
 

@@ -1,0 +1,65 @@
+//! A pin, as its holder sees it.
+
+use super::wire::op;
+use super::{SharedControl, SharedMapping};
+use std::io;
+use std::ops::Range;
+
+/// Who holds a pin.
+#[derive(Debug)]
+enum Holder<'a> {
+    Mapping(&'a SharedMapping),
+    Control(&'a SharedControl),
+}
+
+/// Keeps a range of a shared region in memory, until it is dropped or its process ends.
+///
+/// Without it a device writes to a page that is no longer the region's, and what it writes is lost, where a page is put out
+/// between the moment the kernel pins it (a read by direct I/O begins, a buffer of io_uring is registered, VFIO maps guest
+/// memory) and the device's last write. So the order is: `pin`, then have the kernel pin, let the device write, have the kernel
+/// unpin, drop this. Pins add up: a page may be put out when the last is gone.
+#[derive(Debug)]
+#[must_use = "the range is kept in memory as long as this lives"]
+pub struct SharedPin<'a> {
+    holder: Holder<'a>,
+    id: u64,
+    process: u32,
+}
+
+impl SharedMapping {
+    /// Brings a range into memory, pages never touched included, and keeps it there and mapped: see [`SharedPin`]. Neither the
+    /// limit nor a request puts it out, and [`SharedMapping::remove`] refuses it. (`madvise(MADV_REMOVE)` and unmapping do not ask,
+    /// as elsewhere.) A forked child's mapping has no pins.
+    ///
+    /// # Errors
+    /// `OutOfMemory`: the limit has no room for it and the other pins. As [`SharedControl::page_out`].
+    pub fn pin(&self, range: Range<usize>) -> io::Result<SharedPin<'_>> {
+        let id = self.attached.call_range(op::PIN, range, 0)?[1];
+        Ok(SharedPin { holder: Holder::Mapping(self), id, process: std::process::id() })
+    }
+}
+
+impl SharedControl {
+    /// Keeps a range in memory, for whoever maps it: see [`SharedMapping::pin`]. It ends with this connection.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn pin(&self, range: Range<usize>) -> io::Result<SharedPin<'_>> {
+        let id = self.call_range(op::PIN, range, 0)?[1];
+        Ok(SharedPin { holder: Holder::Control(self), id, process: std::process::id() })
+    }
+}
+
+impl Drop for SharedPin<'_> {
+    fn drop(&mut self) {
+        // A forked child has a copy of this, but not the pin.
+        if std::process::id() != self.process {
+            return;
+        }
+        // (Where the owner is gone so is the pin.)
+        let _ = match self.holder {
+            Holder::Mapping(m) => m.attached.call(&[op::UNPIN, self.id]),
+            Holder::Control(c) => c.call(&[op::UNPIN, self.id]),
+        };
+    }
+}

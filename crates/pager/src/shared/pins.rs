@@ -1,0 +1,117 @@
+//! Pages that must stay in memory, as a device may write to them past every page table.
+//!
+//! A pin is a range of pages and belongs to a connection: it ends when it is given up, or with the connection, so with its
+//! process. Pinned pages are neither put out nor dropped by us; they are not on the lists. User space sees no pins of the
+//! kernel's, so whoever has pages pinned there (direct I/O, registered buffers, VFIO) says it here first.
+
+use super::engine::Engine;
+use super::mapping::Pages;
+use super::owner::Server;
+use crate::arena::PAGE;
+use std::io;
+use uzswap_mm::pagetable::Tag;
+
+/// Pages brought in with the lock held.
+const BRING: u64 = 16;
+
+struct Pin {
+    id: u64,
+    connection: u64,
+    from: u64,
+    to: u64,
+}
+
+/// The pins, and the pages that have one. Owner: the engine's lock.
+pub(super) struct Pins {
+    list: Vec<Pin>,
+    pages: Pages,
+    /// Pages that have one.
+    pinned: usize,
+}
+
+impl Pins {
+    pub fn new(pages: u64) -> Self {
+        Self { list: Vec::new(), pages: Pages::new(pages), pinned: 0 }
+    }
+
+    /// Whether a page has a pin.
+    pub fn has(&self, page: u64) -> bool {
+        self.pinned != 0 && self.pages.has(page)
+    }
+
+    /// Bytes of the table.
+    pub fn metadata_bytes(&self) -> usize {
+        self.pages.bytes()
+    }
+}
+
+impl Engine {
+    /// Pins a range; its pages that are out are still out. Returns the pin's number.
+    ///
+    /// # Errors
+    /// `ENOMEM`: the limit has no room for it.
+    fn pin(&mut self, from: u64, to: u64, connection: u64) -> io::Result<u64> {
+        let more = (from..to).filter(|p| !self.pins.pages.has(*p)).count();
+        if (self.pins.pinned + more) * PAGE + self.margin() > self.options.limit {
+            return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+        }
+        self.pins.pinned += more;
+        for page in from..to {
+            self.pins.pages.put(page, true);
+            // What is on its way out stays.
+            self.rescue(page);
+        }
+        let id = self.next_id;
+        self.next_id += 1;
+        self.pins.list.push(Pin { id, connection, from, to });
+        Ok(id)
+    }
+
+    /// Ends the pins of a connection: one, or all.
+    pub fn unpin(&mut self, connection: u64, id: Option<u64>) -> bool {
+        let mut found = false;
+        while let Some(i) =
+            self.pins.list.iter().position(|p| p.connection == connection && id.is_none_or(|id| p.id == id))
+        {
+            found = true;
+            let Pin { from, to, .. } = self.pins.list.swap_remove(i);
+            for page in from..to {
+                if self.pins.list.iter().any(|p| p.from <= page && page < p.to) {
+                    continue;
+                }
+                self.pins.pages.put(page, false);
+                self.pins.pinned -= 1;
+                let pte = self.pt.get(page);
+                if pte.tag() == Tag::Resident {
+                    self.list_resident(page, 1, true, |_| pte.copy());
+                }
+            }
+        }
+        found
+    }
+}
+
+/// Pins a range and brings all of it into memory, and into the caller's mapping if there is one; returns the pin's number.
+pub(super) fn pin(server: &Server, from: u64, to: u64, connection: u64, mapping: Option<u64>) -> io::Result<u64> {
+    let id = server.engine().pin(from, to, connection)?;
+    let mut at = from;
+    while at < to {
+        let mut engine = server.engine();
+        engine.make_room(BRING);
+        let held = engine.hold(at, (to - at).min(BRING) as usize, false);
+        match held {
+            Ok(n) => {
+                if let Some(k) = mapping.and_then(|id| engine.mappings.iter().position(|m| m.id == id)) {
+                    engine.bring_in(k, at, at + n as u64);
+                }
+                at += n as u64;
+            }
+            Err(e) => {
+                engine.unpin(connection, Some(id));
+                return Err(e);
+            }
+        }
+    }
+    server.want_reclaim();
+    Ok(id)
+}
