@@ -57,9 +57,13 @@ extern "C" fn init() {
 
 fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     const GONE: &str = "uzswap: this process runs without a limit: its group is gone (was `uzswap run` killed?)\n";
+    const DENIED: &str = "uzswap: this process runs without a limit: its group belongs to another user (start `uzswap run` as the user whom the program runs as)\n";
     // SAFETY: the environment's string.
     let path = unsafe { core::ffi::CStr::from_ptr(path) };
-    let fd = raw::open(path.to_bytes_with_nul(), libc::O_RDWR).map_err(|_| GONE)?;
+    let fd = raw::open(path.to_bytes_with_nul(), libc::O_RDWR).map_err(|e| match e {
+        libc::EACCES | libc::EPERM => DENIED,
+        _ => GONE,
+    })?;
     let rw = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: a new mapping of the group's object.
     let at = unsafe { sys!(libc::SYS_mmap, 0, size_of::<GroupPage>(), rw, libc::MAP_SHARED, fd, 0) };
