@@ -21,4 +21,4 @@ pub mod process;
 pub use process::WriteWatch;
 pub use uzswap_mm::pagemap;
 pub use uzswap_pager::region::{self, Compressor, Error, Options, Region, Stats};
-pub use uzswap_pager::shared::{self, SharedControl, SharedMapping, SharedOptions, SharedRegion};
+pub use uzswap_pager::shared::{self, SharedControl, SharedMapping, SharedOptions, SharedPin, SharedRegion};
