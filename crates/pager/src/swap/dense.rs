@@ -50,6 +50,13 @@ struct Tools {
     lots: Vec<Lot>,
 }
 
+impl Tools {
+    /// Where the pages of the next unit go.
+    fn end(&self) -> usize {
+        self.lots.last().map_or(0, |lot| lot.at + PAGE * lot.unit.pages())
+    }
+}
+
 /// A unit that is being recompressed.
 struct Lot {
     unit: Unit,
@@ -208,7 +215,7 @@ impl Packer {
                 lots: Vec::with_capacity(MOST_ASIDE),
             })
         });
-        let at = tools.lots.last().map_or(0, |lot| lot.at + PAGE * lot.unit.pages());
+        let at = tools.end();
         let room = tools.plain.get_mut(at..at + PAGE * unit.pages());
         room.filter(|_| tools.lots.len() < MOST_ASIDE)
     }
@@ -216,8 +223,7 @@ impl Packer {
     /// A unit whose pages were put there.
     fn add(&mut self, unit: Unit) {
         let Some(tools) = &mut self.0 else { return };
-        let at = tools.lots.last().map_or(0, |lot| lot.at + PAGE * lot.unit.pages());
-        tools.lots.push(Lot { unit, at, packed: None });
+        tools.lots.push(Lot { unit, at: tools.end(), packed: None });
     }
 
     /// Compresses what was put there, but for what gains less than an eighth of what the parts take.
@@ -230,10 +236,10 @@ impl Packer {
         }
     }
 
-    /// What is being recompressed, first to last.
+    /// What is being recompressed, first to last, and whether it has come to something.
     #[cfg(test)]
-    pub(super) fn units(&self) -> impl Iterator<Item = &Unit> {
-        self.0.iter().flat_map(|tools| &tools.lots).map(|lot| &lot.unit)
+    pub(super) fn units(&self) -> impl Iterator<Item = (&Unit, bool)> {
+        self.0.iter().flat_map(|tools| &tools.lots).map(|lot| (&lot.unit, lot.packed.is_some()))
     }
 }
 
@@ -341,7 +347,9 @@ impl Pager {
         let set =
             |place: &mut [u8]| place[object::HEADER_BYTES..object::head_bytes(unit.order)].copy_from_slice(hashes);
         let new = s.put_object(head, set, &tools.packed[lot.at..][..len])?.raw();
-        if self.group.folios.verify.load(Relaxed) != 0 && !decode(s, new, &mut tools.plain[..unit.pages() * PAGE]) {
+        if self.group.folios.verify.load(Relaxed) != 0
+            && !decode(s, new, &mut tools.plain[lot.at..][..unit.pages() * PAGE])
+        {
             (0..unit.pages()).filter(|i| unit.live & (1 << i) != 0).for_each(|i| s.release(new, i));
             self.counters().folios.reject_verify_fail.fetch_add(1, Relaxed);
             return None;

@@ -51,7 +51,7 @@ impl Scene {
     /// Recompresses some units of what was set aside, if any was; what the first was.
     fn pack(&mut self, s: &mut State) -> Option<super::dense::Unit> {
         let begun = self.pager.begin_dense(s, &mut self.packer);
-        let unit = self.packer.units().next().copied();
+        let unit = self.packer.units().next().map(|(unit, _)| *unit);
         assert_eq!(begun, unit.is_some());
         self.packer.compress();
         self.pager.end_dense(s, &mut self.packer);
@@ -248,6 +248,7 @@ fn a_page_that_is_used_meanwhile_wins() {
             }
         }
         scene.packer.compress();
+        assert!(scene.packer.units().all(|(_, packed)| packed));
         scene.pager.end_dense(s, &mut scene.packer);
         for vpn in [FIRST, FIRST + 1, FIRST + 3] {
             check_all(s, vpn..vpn + 1, words, Encoding::Lz4, 0);
