@@ -40,8 +40,7 @@ impl Pager {
     /// Whether the pool takes so much of the limit that memory is scarcer than time. (The disk keeps it below that where there
     /// is one; for moments it holds more, and the disk is the faster way out of that than zstd.)
     pub fn crowded(&self, s: &State) -> bool {
-        let share = if self.disk_takes_over(s) { self.limit() / 4 * 3 } else { self.limit() / 2 };
-        self.pool_takes(s, share)
+        self.pool_takes(s, self.limit() / 2) && (self.crowded_out(s) || !self.disk_takes_over(s))
     }
 
     /// Whether it takes so much that clean pages keep no copy, and what is read at random leaves its block: room that the
