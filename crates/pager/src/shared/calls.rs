@@ -21,7 +21,7 @@ const MOST_ROUNDS: usize = 256;
 /// How long a client that waits to be told of writes may be gone before that is noticed.
 const LOOK: Duration = Duration::from_millis(100);
 /// Pages brought in with the lock held.
-const BRING: u64 = 16;
+pub(super) const BRING: u64 = 16;
 
 /// Does a call.
 pub(super) fn answer(
@@ -147,6 +147,15 @@ fn leavable(e: &Engine, from: u64, to: u64) -> Vec<u64> {
     pages
 }
 
+/// Has pages of `[at, end)` in memory, from the first on, and in the caller's mapping if there is one; how many.
+pub(super) fn hold_mapped(engine: &mut Engine, at: u64, end: u64, mapping: Option<u64>) -> io::Result<u64> {
+    let n = engine.hold(at, (end - at) as usize, false)? as u64;
+    if let Some(k) = mapping.and_then(|id| engine.mappings.iter().position(|m| m.id == id)) {
+        engine.bring_in(k, at, at + n);
+    }
+    Ok(n)
+}
+
 /// Brings pages that are out into memory, and into the caller's mapping if there is one.
 fn page_in(server: &Server, from: u64, to: u64, mapping: Option<u64>) -> io::Result<u64> {
     let (mut at, mut came) = (from, 0);
@@ -156,13 +165,9 @@ fn page_in(server: &Server, from: u64, to: u64, mapping: Option<u64>) -> io::Res
         let end = to.min(at + BRING);
         while at < end {
             if matches!(engine.pt.get(at).tag(), Tag::Compressed | Tag::Zero) {
-                let n = engine.hold(at, (end - at) as usize, false)?;
-                came += n as u64;
-                let k = mapping.and_then(|id| engine.mappings.iter().position(|m| m.id == id));
-                if let Some(k) = k {
-                    engine.bring_in(k, at, at + n as u64);
-                }
-                at += n as u64;
+                let n = hold_mapped(&mut engine, at, end, mapping)?;
+                came += n;
+                at += n;
             } else {
                 at += 1;
             }

@@ -4,15 +4,13 @@
 //! process. Pinned pages are neither put out nor dropped by us; they are not on the lists. User space sees no pins of the
 //! kernel's, so whoever has pages pinned there (direct I/O, registered buffers, VFIO) says it here first.
 
+use super::calls::{BRING, hold_mapped};
 use super::engine::Engine;
 use super::mapping::Pages;
 use super::owner::Server;
 use crate::arena::PAGE;
 use std::io;
 use uzswap_mm::pagetable::Tag;
-
-/// Pages brought in with the lock held.
-const BRING: u64 = 16;
 
 struct Pin {
     id: u64,
@@ -98,14 +96,8 @@ pub(super) fn pin(server: &Server, from: u64, to: u64, connection: u64, mapping:
     while at < to {
         let mut engine = server.engine();
         engine.make_room(BRING);
-        let held = engine.hold(at, (to - at).min(BRING) as usize, false);
-        match held {
-            Ok(n) => {
-                if let Some(k) = mapping.and_then(|id| engine.mappings.iter().position(|m| m.id == id)) {
-                    engine.bring_in(k, at, at + n as u64);
-                }
-                at += n as u64;
-            }
+        match hold_mapped(&mut engine, at, to.min(at + BRING), mapping) {
+            Ok(n) => at += n,
             Err(e) => {
                 engine.unpin(connection, Some(id));
                 return Err(e);

@@ -83,9 +83,7 @@ impl Ring {
         self.word(head).store(at, Release);
         results
     }
-}
 
-impl Ring {
     /// Registers a buffer, number 0: the kernel pins its pages as long as the ring lives.
     pub fn register(&self, at: *mut u8, len: usize) {
         let buffer = libc::iovec { iov_base: at.cast(), iov_len: len };
