@@ -6,10 +6,8 @@
 use crate::next::Next;
 use core::ffi::{CStr, c_char, c_int, c_void};
 use core::sync::atomic::Ordering::*;
+use uzswap_pager::group::unmanaged;
 use uzswap_sys::{raw, sys};
-
-/// The bit of the group's `warned_unmanaged` for static programs.
-const WARNED: u32 = 1;
 
 static EXECVE: Next = Next::new(c"execve");
 static EXECV: Next = Next::new(c"execv");
@@ -55,13 +53,13 @@ fn is_static(head: &[u8; 4096]) -> bool {
 
 fn warn_if_static(path: *const c_char, search: bool) {
     let Some(p) = crate::pager() else { return };
-    if path.is_null() || p.group.warned_unmanaged.load(Relaxed) & WARNED != 0 {
+    if path.is_null() || p.group.warned_unmanaged.load(Relaxed) & unmanaged::STATIC != 0 {
         return;
     }
     // SAFETY: the caller of exec passes a string.
     let name = unsafe { CStr::from_ptr(path) }.to_bytes_with_nul();
     let head = if !search || name.contains(&b'/') { header(name) } else { in_path(name) };
-    if head.is_some_and(|h| is_static(&h)) && p.group.warned_unmanaged.fetch_or(WARNED, AcqRel) & WARNED == 0 {
+    if head.is_some_and(|h| is_static(&h)) && p.group.warns_first(unmanaged::STATIC) {
         for part in
             [b"uzswap: ".as_slice(), &name[..name.len() - 1], b" is statically linked, so it runs without a limit\n"]
         {

@@ -8,14 +8,10 @@ use crate::next::Next;
 use crate::{PAGER, pager, set_mask};
 use core::ffi::{c_int, c_long};
 use core::sync::atomic::Ordering::*;
+use uzswap_pager::group::unmanaged;
 use uzswap_pager::pager::Pager;
 use uzswap_sys::lock::Lock;
 use uzswap_sys::{raw, thread};
-
-/// Bits of the group's `warned_unmanaged`: why processes run without a limit.
-const WARNED_FILTER: u32 = 2;
-const WARNED_RIGHTS: u32 = 4;
-const WARNED_LOCKED: u32 = 8;
 
 /// What uzswap reserved in a process that locks all its memory, again and again perhaps.
 static RESERVED: Lock<Option<(usize, usize)>> = Lock::new(None);
@@ -61,7 +57,7 @@ pub fn before_call(nr: c_long, a: usize, c: usize) {
 fn restricts_calls() {
     let Some(p) = pager() else { return };
     let why = b" restricts its system calls (seccomp), which the management of its memory does not survive; it runs without a limit from now on\n";
-    let_go(p, WARNED_FILTER, why);
+    let_go(p, unmanaged::FILTER, why);
 }
 
 /// Before a program locks all its memory; the range that uzswap has reserved, and which is not to be locked, if it has.
@@ -70,7 +66,7 @@ pub fn locks_all() -> Option<(usize, usize)> {
     if let Some(p) = pager() {
         *reserved = Some((p.layout.base, p.layout.end));
         let why = b" locks all its memory (mlockall), so that nothing can be taken out of it; it runs without a limit from now on\n";
-        let_go(p, WARNED_LOCKED, why);
+        let_go(p, unmanaged::LOCKED, why);
     }
     *reserved
 }
@@ -79,11 +75,11 @@ pub fn locks_all() -> Option<(usize, usize)> {
 pub fn before_fork(p: &Pager) {
     if p.engaged.load(Acquire) && !p.child_could_manage() {
         let why = b" forks, and its child could not manage its memory (for want of rights that it gave up, of /proc, or of descriptors); both run without a limit from now on\n";
-        let_go(p, WARNED_RIGHTS, why);
+        let_go(p, unmanaged::RIGHTS, why);
     }
 }
 
-fn let_go(p: &Pager, warned: u32, why: &[u8]) {
+fn let_go(p: &Pager, reason: u32, why: &[u8]) {
     // (In a vfork child the memory is the parent's.)
     if p.me().owner().is_none_or(|owner| owner.pid() != thread::getpid() as u32) {
         return;
@@ -91,7 +87,7 @@ fn let_go(p: &Pager, warned: u32, why: &[u8]) {
     let mask = set_mask(!0);
     if p.let_go() {
         PAGER.store(core::ptr::null_mut(), Release);
-        if p.group.warned_unmanaged.fetch_or(warned, AcqRel) & warned == 0 {
+        if p.group.warns_first(reason) {
             say(p, why);
         }
     }

@@ -422,6 +422,18 @@ impl Node {
     }
 }
 
+/// Why a process runs unmanaged.
+pub mod unmanaged {
+    /// It is statically linked.
+    pub const STATIC: u32 = 1;
+    /// It filters its system calls.
+    pub const FILTER: u32 = 2;
+    /// It forks without the rights that its child needs.
+    pub const RIGHTS: u32 = 4;
+    /// It locks all its memory.
+    pub const LOCKED: u32 = 8;
+}
+
 /// The shared page.
 #[repr(C)]
 pub struct GroupPage {
@@ -429,8 +441,7 @@ pub struct GroupPage {
     pub magic: AtomicU64,
     /// 1 when the pool is left out of what the limit bounds (only to compare with the kernel on cgroup v1).
     pub pool_uncharged: AtomicU32,
-    /// Why processes run unmanaged, a bit each, set by who warns first: 1 a static child, 2 a filter for system calls, 4 a
-    /// fork without the rights that its child needs, 8 all memory being locked.
+    /// Why processes run unmanaged, a bit of [`unmanaged`] each, set by who warns first.
     pub warned_unmanaged: AtomicU32,
     /// 1 when members record what happens to their pages: [`crate::trace::Rings`] follow this page.
     pub recording: AtomicU32,
@@ -451,6 +462,11 @@ pub struct GroupPage {
 }
 
 impl GroupPage {
+    /// Whether the caller is the first of the group to warn that processes run unmanaged for this reason, and is to say so.
+    pub fn warns_first(&self, why: u32) -> bool {
+        self.warned_unmanaged.fetch_or(why, AcqRel) & why == 0
+    }
+
     /// Makes zeroed memory a tree with one group, the root, without limits. The magic number is left to be set last.
     pub fn set_up(&self, name: &[u8]) {
         self.nodes[0].reset(0, 1, name);
