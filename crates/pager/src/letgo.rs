@@ -152,11 +152,9 @@ impl Pager {
                 at = stopped;
                 if stopped == vpn {
                     // An event is to be read first.
-                    pauses += 1;
-                    if pauses > PAUSES {
+                    if !pause(&mut pauses) {
                         return false;
                     }
-                    thread::sleep_ns(PAUSE_NS);
                 }
             }
             if !any {
@@ -178,11 +176,9 @@ impl Pager {
                 continue;
             }
             drop(s);
-            pauses += 1;
-            if pauses > PAUSES {
+            if !pause(&mut pauses) {
                 return false;
             }
-            thread::sleep_ns(PAUSE_NS);
         }
     }
 
@@ -207,6 +203,13 @@ impl Pager {
         await_end(self.handler.load(Relaxed));
         self.end_swap();
     }
+}
+
+/// Waits a little for events to be read; false when that has been done too often.
+fn pause(pauses: &mut u32) -> bool {
+    *pauses += 1;
+    thread::sleep_ns(PAUSE_NS);
+    *pauses <= PAUSES
 }
 
 /// The first page from `at` on that is out.
