@@ -65,6 +65,8 @@ pub fn locks_all() -> Option<(usize, usize)> {
     let mut reserved = RESERVED.lock();
     if let Some(p) = pager() {
         *reserved = Some((p.layout.base, p.layout.end));
+        // (Should it stay managed, as a page cannot come back.)
+        p.locks.store(true, Relaxed);
         let why = b" locks all its memory (mlockall), so that nothing can be taken out of it; it runs without a limit from now on\n";
         let_go(p, unmanaged::LOCKED, why);
     }
