@@ -122,7 +122,14 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
 fn traces(args: &Args) -> Result<Vec<Trace>, String> {
     if let Some(path) = args.trace.as_ref().filter(|p| p.exists()) {
         let text = std::fs::read(path).map_err(|e| format!("cannot read {}: {e}", path.display()))?;
-        return serde_json::from_slice(&text).map_err(|e| format!("{}: {e}", path.display()));
+        let traces: Vec<Trace> = serde_json::from_slice(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+        if let Some((program, (step, page))) = traces.iter().find_map(|t| Some((&t.program, t.contradiction()?))) {
+            return Err(format!(
+                "{}: in step {step} of {program} page {page} comes though it is there; delete the file to record anew",
+                path.display()
+            ));
+        }
+        return Ok(traces);
     }
     // The command records; a lab built as an example has none.
     let own = std::env::current_exe().ok().filter(|exe| exe.file_name().is_some_and(|name| name == "uzswap"));

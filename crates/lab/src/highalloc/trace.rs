@@ -41,6 +41,21 @@ pub struct Trace {
     pub peak: usize,
 }
 
+impl Trace {
+    /// The first step, and the page in it, that comes though it is there; none in a trace that was recorded.
+    #[must_use]
+    pub fn contradiction(&self) -> Option<(usize, u32)> {
+        let mut live = BTreeSet::new();
+        let pages = |runs: &[(u32, u32)]| runs.iter().flat_map(|(first, n)| *first..first + n).collect::<Vec<_>>();
+        self.steps.iter().enumerate().find_map(|(i, step)| {
+            for page in pages(&step.went) {
+                live.remove(&page);
+            }
+            pages(&step.came).into_iter().find(|page| !live.insert(*page)).map(|page| (i, page))
+        })
+    }
+}
+
 /// Looks from outside are this far apart.
 const EVERY: Duration = Duration::from_millis(5);
 /// What a recorded program may use: less than it wants.
@@ -117,29 +132,49 @@ fn from_records(name: &str, records: impl Iterator<Item = (u32, Record)>) -> Tra
     let mut numbers = BTreeMap::new();
     let mut live = BTreeSet::new();
     let mut trace = Trace { program: name.to_owned(), steps: Vec::new(), peak: 0 };
-    let mut step = [const { Vec::new() }; 3];
-    let mut close = |step: &mut [Vec<u32>; 3]| {
-        let [came, went, touched] = step.each_mut().map(|pages| runs(std::mem::take(pages)));
-        trace.steps.push(Step { came, went, touched });
-    };
+    let mut now = Open::default();
     for (i, (slot, record)) in records.enumerate() {
         for page in (0..record.count() as u64).map(|k| (slot, record.vpn + k)) {
             let next = numbers.len() as u32;
             let number = *numbers.entry(page).or_insert(next);
             match record.kind {
-                Kind::Fresh | Kind::Evict if live.insert(page) => step[0].push(number),
-                Kind::Load | Kind::Refault if live.contains(&page) => step[2].push(number),
-                Kind::Free if live.remove(&page) => step[1].push(number),
+                Kind::Fresh | Kind::Evict if live.insert(page) => now.change(number, true),
+                Kind::Free if live.remove(&page) => now.change(number, false),
+                Kind::Load | Kind::Refault if live.contains(&page) => now.touched.push(number),
                 _ => {}
             }
         }
         trace.peak = trace.peak.max(live.len());
         if i % RECORDS == RECORDS - 1 {
-            close(&mut step);
+            trace.steps.push(std::mem::take(&mut now).close());
         }
     }
-    close(&mut step);
+    trace.steps.push(now.close());
     trace
+}
+
+/// A step that is being made. What goes in a step goes before anything comes, so of a page that came and went several times
+/// only the whole counts: one that came, went and came again has come once. (It used to be written down as one that came
+/// twice: the machine that replayed it had two frames for one page, and took the one for the other.)
+#[derive(Default)]
+struct Open {
+    /// Of each page that came or went: whether it was there before the step, and whether it is now.
+    changed: BTreeMap<u32, (bool, bool)>,
+    touched: Vec<u32>,
+}
+
+impl Open {
+    /// A page came (`there`) or went.
+    fn change(&mut self, page: u32, there: bool) {
+        self.changed.entry(page).or_insert((!there, there)).1 = there;
+    }
+
+    fn close(self) -> Step {
+        let those = |of: fn(&(bool, bool)) -> bool| {
+            runs(self.changed.iter().filter(|(_, change)| of(change)).map(|(page, _)| *page).collect())
+        };
+        Step { came: those(|c| c.1), went: those(|c| c.0), touched: runs(self.touched) }
+    }
 }
 
 /// Runs a command and watches it and its children from outside.
@@ -261,13 +296,25 @@ for i in range(4):
         ]
         .map(|(kind, vpn, n)| (0, Record::pages(kind, vpn, n)));
         let trace = from_records("x", records.into_iter());
-        let step = Step { came: vec![(0, 2), (1, 5)], went: vec![(1, 2)], touched: vec![(3, 2)] };
         assert_eq!(trace.peak, 6);
-        assert_eq!(trace.steps.len(), 1);
-        let pages = |runs: &[(u32, u32)]| runs.iter().map(|(_, n)| n).sum::<u32>();
-        // Six pages came, one of them twice, as it had gone.
-        assert_eq!(pages(&trace.steps[0].came), 7);
-        assert_eq!((&trace.steps[0].went, &trace.steps[0].touched), (&step.went, &step.touched));
+        // 102 came and went; 101 too, and came again: once, as nothing was there before.
+        let step = Step { came: vec![(0, 2), (3, 3)], went: vec![], touched: vec![(3, 2)] };
+        assert_eq!(trace.steps, [step]);
+        assert_eq!(trace.contradiction(), None);
+    }
+
+    #[test]
+    fn a_page_that_is_there_cannot_come() {
+        let step = |came: &[(u32, u32)], went: &[(u32, u32)]| Step {
+            came: came.to_vec(),
+            went: went.to_vec(),
+            touched: Vec::new(),
+        };
+        let trace = |steps: Vec<Step>| Trace { program: "x".to_owned(), steps, peak: 9 };
+        let again = trace(vec![step(&[(0, 4)], &[]), step(&[(2, 1)], &[(1, 3)]), step(&[(1, 1)], &[])]);
+        assert_eq!(again.contradiction(), None);
+        assert_eq!(trace(vec![step(&[(0, 4), (3, 1)], &[])]).contradiction(), Some((0, 3)));
+        assert_eq!(trace(vec![step(&[(0, 4)], &[]), step(&[(2, 1)], &[(3, 1)])]).contradiction(), Some((1, 2)));
     }
 
     #[test]
