@@ -2,8 +2,8 @@
 //!
 //! Its *watcher*, a thread with a descriptor table of its own, holds a second descriptor of the userfaultfd, so that the
 //! registration outlives the owner: between the owner's death and the watcher's answer threads wait, and read no zeros.
-//! When the owner's end of the watcher's socket closes, the watcher maps an empty memory object over the region (every
-//! touch is SIGBUS from then on), says so on standard error, and lets the waiting threads go by closing the userfaultfd.
+//! When the owner's end of the watcher's socket closes, the watcher says so on standard error, maps an empty memory object
+//! over the region (every touch is SIGBUS from then on), and lets the waiting threads go by closing the userfaultfd.
 //!
 //! fork: the region is not inherited (`MADV_DONTFORK`), since the kernel would drop its registration in the child,
 //! where pages that are out would read as zeros. Instead the child attaches by itself, at the same address, before the
@@ -197,8 +197,9 @@ fn watcher(place: &Lock<Place>, uffd: OwnedFd, watch: &OwnedFd) {
     }
     let p = place.lock();
     if !p.gone {
-        map_error(p.base, p.len);
+        // Said first: the signal may end the process before anything else can be said.
         say("uzswap: the owner of a shared region has ended; the region is lost, and touching it is SIGBUS\n");
+        map_error(p.base, p.len);
     }
     drop(p);
     // The last descriptor of it in the process: whoever waits goes on, to find the error.
@@ -332,10 +333,10 @@ extern "C" fn in_child() {
                 drop(old);
             }
             Err(e) => {
-                map_error(a.base, a.len);
                 say(&format!(
                     "uzswap: a forked child could not attach a shared region again ({e}); touching it is SIGBUS\n"
                 ));
+                map_error(a.base, a.len);
             }
         }
     });
