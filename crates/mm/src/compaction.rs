@@ -136,7 +136,10 @@ impl<P: Policy> Compactor<P> {
     /// Direct compaction, for an allocation of `goal.order` that failed. The caller tries to allocate afterwards and says
     /// how that went by [`Compactor::allocated`].
     pub fn direct(&mut self, zone: &mut Zone, goal: Goal, mover: &mut impl Migrate) -> Outcome {
-        if zone.free_slots(goal.kind) < 1 << goal.order {
+        // The kernel's compact_gap: twice the run, above the reserve. (With less the pass is likely to be in vain, and the next
+        // attempt, which reclaim has made room for, would be deferred: that used to cost `uzswap lab highalloc` every tenth
+        // huge page.)
+        if zone.free_slots(goal.kind) < zone.watermarks.min + (2 << goal.order) {
             return Outcome::Skipped;
         }
         if self.deferral.is_deferred(goal.order) {
