@@ -186,6 +186,7 @@ enum Encoder {
 /// Compresses, with a workspace of its own.
 pub struct Compressor {
     encoder: Encoder,
+    algorithm: Algorithm,
     /// Bytes.
     source_max: usize,
 }
@@ -212,7 +213,25 @@ impl Compressor {
             Algorithm::Zstd(level) => Encoder::Zstd(zstd::Compressor::new(level, source_max)),
             Algorithm::Deflate(level) => Encoder::Deflate(deflate::Compressor::new(level)),
         };
-        Self { encoder, source_max }
+        Self { encoder, algorithm, source_max }
+    }
+
+    /// Bytes of the workspace that grows with `source_max`: zstd's; 0 for the others.
+    pub fn workspace_bytes(algorithm: Algorithm, source_max: usize) -> usize {
+        match algorithm {
+            Algorithm::Zstd(level) => zstd::context_bytes(level, source_max),
+            Algorithm::Lz4 | Algorithm::Deflate(_) => 0,
+        }
+    }
+
+    /// Has it take sources up to `source_max` bytes too. Where its workspace must grow for that it has a new one.
+    ///
+    /// # Panics
+    /// As [`Compressor::with_source_max`].
+    pub fn reserve(&mut self, source_max: usize) {
+        if source_max > self.source_max {
+            *self = Self::with_source_max(self.algorithm, source_max);
+        }
     }
 
     /// Compresses `src` into the start of `dst`; the length is of what it wrote. `None` when that does not fit: pass a

@@ -8,6 +8,7 @@ pub mod codec;
 pub mod compaction;
 pub mod lru;
 pub mod pagemap;
+pub mod pageset;
 pub mod pagetable;
 pub mod readahead;
 pub mod replay;

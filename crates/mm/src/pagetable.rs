@@ -8,6 +8,7 @@
 //! beforehand: a page never seen is [`Tag::None`]. Owner: the pager's lock.
 
 use crate::pagemap::{PRESENT, PageMap, PageState, SOFT_DIRTY, SWAPPED, Tier, WRITE_PROTECTED, ZERO};
+use crate::pageset::PageSet;
 
 /// What is known of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,7 +20,7 @@ pub enum Tag {
     Resident = 1,
     /// Moved out to a slot of the arena; aux: the slot.
     Staged = 2,
-    /// In the pool; handle: the object; aux: index of the page in it (low 4 bits) and eviction stamp above.
+    /// In the pool; handle: the object; aux: index of the page in it (low 9 bits) and eviction stamp above.
     Compressed = 3,
     /// Evicted, and known to be all zeros.
     Zero = 4,
@@ -31,12 +32,19 @@ pub enum Tag {
     Disk = 7,
 }
 
-/// A page-table entry: tag 3 bits, tier 2 bits (how a page in the pool or on disk is packed), 1 spare, `copy` 1 bit (the pool still holds what was read), aux 25, handle 32.
+/// A page-table entry: tag 3 bits, tier 2 bits (how a page in the pool or on disk is packed), `copy` 1 bit (the pool still holds what was read), aux 26, handle 32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Pte(u64);
 
-const AUX_MASK: u64 = (1 << 25) - 1;
+const AUX_SHIFT: u32 = 6;
+const AUX_MASK: u64 = (1 << 26) - 1;
+const COPY: u64 = 1 << 5;
 const TIER_SHIFT: u32 = 3;
+/// Bits of a page's index in its object: one of 2 MiB has 512 pages.
+const INDEX_BITS: u32 = 9;
+/// What eviction stamps are counted in, as a power of two of pages: as coarse as leaves 17 bits for 2^21 of them. (The kernel's
+/// `bucket_order`.)
+const STAMP_SHIFT: u32 = 4;
 const TIER_MASK: u64 = 3 << TIER_SHIFT;
 
 impl Pte {
@@ -44,11 +52,12 @@ impl Pte {
     pub const NONE: Self = Self(0);
     /// Packs an entry without a kept copy.
     pub fn new(tag: Tag, aux: u32) -> Self {
-        Self(tag as u64 | ((u64::from(aux) & AUX_MASK) << 7))
+        Self(tag as u64 | ((u64::from(aux) & AUX_MASK) << AUX_SHIFT))
     }
-    /// A page in the pool.
+    /// A page in the pool; when it was evicted is kept to 16 pages.
     pub fn compressed(handle: u32, index: usize, evicted_at: u32) -> Self {
-        Self::new(Tag::Compressed, (index as u32 & 15) | (evicted_at << 4)).with_handle(handle)
+        let index = index as u32 & ((1 << INDEX_BITS) - 1);
+        Self::new(Tag::Compressed, index | evicted_at >> STAMP_SHIFT << INDEX_BITS).with_handle(handle)
     }
     /// The same, packed as `tier` says: [`Tier::Warm`] (which it is otherwise), [`Tier::Dense`] or [`Tier::Raw`].
     pub fn packed(self, tier: Tier) -> Self {
@@ -79,7 +88,7 @@ impl Pte {
     }
     /// The same with a kept copy in the pool.
     pub fn with_copy(self, handle: u32) -> Self {
-        Self(self.with_handle(handle).0 | 1 << 6)
+        Self(self.with_handle(handle).0 | COPY)
     }
     /// The same under another tag, with the copy it has.
     pub fn tagged(self, tag: Tag) -> Self {
@@ -113,11 +122,11 @@ impl Pte {
     }
     /// The slot (25 bits) or stamp.
     pub fn aux(self) -> u32 {
-        ((self.0 >> 7) & AUX_MASK) as u32
+        ((self.0 >> AUX_SHIFT) & AUX_MASK) as u32
     }
     /// The kept copy, if there is one.
     pub fn copy(self) -> Option<u32> {
-        (self.0 & (1 << 6) != 0).then_some((self.0 >> 32) as u32)
+        (self.0 & COPY != 0).then_some((self.0 >> 32) as u32)
     }
     /// The object of a compressed page, the place of one on disk.
     pub fn handle(self) -> u32 {
@@ -125,11 +134,11 @@ impl Pte {
     }
     /// The index of a compressed page in its object.
     pub fn index(self) -> usize {
-        (self.aux() & 15) as usize
+        (self.aux() & ((1 << INDEX_BITS) - 1)) as usize
     }
-    /// The eviction stamp of a compressed page (21 bits).
+    /// The eviction stamp of a compressed page (21 bits, the low 4 of them clear).
     pub fn evicted_at(self) -> u32 {
-        self.aux() >> 4
+        self.aux() >> INDEX_BITS << STAMP_SHIFT
     }
 }
 
@@ -159,39 +168,26 @@ struct Leaf {
     ptes: [Pte; LEAF_PAGES as usize],
     hints: [u8; 32],
     /// Pages that are clean: see [`PageTable::set_clean`].
-    clean: Bits,
+    clean: PageSet,
     /// Pages that are protected: see [`PageTable::set_protected`]. None where none ever was.
-    protected: Option<Box<Bits>>,
+    protected: Option<Box<PageSet>>,
 }
 
-/// A bit for each page of a leaf.
-#[derive(Clone, Copy, Default)]
-struct Bits([u64; LEAF_PAGES as usize / 64]);
-
-impl Bits {
-    fn has(&self, vpn: u64) -> bool {
-        let at = (vpn % LEAF_PAGES) as usize;
-        self.0[at / 64] & 1 << (at % 64) != 0
-    }
-
-    fn put(&mut self, vpn: u64, is: bool) {
-        let at = (vpn % LEAF_PAGES) as usize;
-        let bit = 1 << (at % 64);
-        let word = &mut self.0[at / 64];
-        *word = if is { *word | bit } else { *word & !bit };
-    }
+/// The place of a page in its leaf.
+fn in_leaf(vpn: u64) -> usize {
+    (vpn % LEAF_PAGES) as usize
 }
 
 impl Leaf {
     fn is_protected(&self, vpn: u64) -> bool {
-        self.protected.as_ref().is_some_and(|bits| bits.has(vpn))
+        self.protected.as_ref().is_some_and(|bits| bits.has(in_leaf(vpn)))
     }
 
     /// Nothing is known of a page any more.
     fn forget(&mut self, vpn: u64) {
-        self.clean.put(vpn, false);
+        self.clean.put(in_leaf(vpn), false);
         if let Some(bits) = &mut self.protected {
-            bits.put(vpn, false);
+            bits.put(in_leaf(vpn), false);
         }
     }
 }
@@ -272,7 +268,7 @@ impl PageTable {
 
     /// Whether a page is known not to have been written to since that was last asked: see [`PageTable::set_clean`].
     pub fn is_clean(&self, vpn: u64) -> bool {
-        self.leaf(vpn).is_some_and(|l| l.clean.has(vpn))
+        self.leaf(vpn).is_some_and(|l| l.clean.has(in_leaf(vpn)))
     }
 
     /// Whether who writes to a page is to wait: see [`PageTable::set_protected`].
@@ -287,7 +283,7 @@ impl PageTable {
     /// When the page is beyond the 47-bit address space.
     pub fn set_protected(&mut self, vpn: u64, protected: bool) {
         if self.is_protected(vpn) != protected {
-            self.leaf_mut(vpn).protected.get_or_insert_default().put(vpn, protected);
+            self.leaf_mut(vpn).protected.get_or_insert_default().put(in_leaf(vpn), protected);
             self.tell(vpn, self.get(vpn));
         }
     }
@@ -304,7 +300,7 @@ impl PageTable {
     /// When the page is beyond the 47-bit address space.
     pub fn set_clean(&mut self, vpn: u64, clean: bool) {
         if self.is_clean(vpn) != clean {
-            self.leaf_mut(vpn).clean.put(vpn, clean);
+            self.leaf_mut(vpn).clean.put(in_leaf(vpn), clean);
             self.tell(vpn, self.get(vpn));
         }
     }
@@ -328,7 +324,7 @@ impl PageTable {
         lower[k].get_or_insert_with(|| {
             *leaves += 1;
             let ptes = [Pte::NONE; LEAF_PAGES as usize];
-            Box::new(Leaf { ptes, hints: [0; 32], clean: Bits::default(), protected: None })
+            Box::new(Leaf { ptes, hints: [0; 32], clean: PageSet::default(), protected: None })
         })
     }
 
@@ -343,7 +339,7 @@ impl PageTable {
 
     /// The entry of a page.
     pub fn get(&self, vpn: u64) -> Pte {
-        self.leaf(vpn).map_or(Pte::NONE, |l| l.ptes[(vpn % LEAF_PAGES) as usize])
+        self.leaf(vpn).map_or(Pte::NONE, |l| l.ptes[in_leaf(vpn)])
     }
 
     /// Sets the entry of a page.
@@ -355,7 +351,7 @@ impl PageTable {
             return;
         }
         let leaf = self.leaf_mut(vpn);
-        leaf.ptes[(vpn % LEAF_PAGES) as usize] = pte;
+        leaf.ptes[in_leaf(vpn)] = pte;
         if pte == Pte::NONE {
             leaf.forget(vpn);
         }
@@ -382,9 +378,9 @@ impl PageTable {
                 if from < to {
                     let state = |i: u64| {
                         let page = from + i;
-                        let protected = protected.is_some_and(|bits| bits.has(page));
+                        let protected = protected.is_some_and(|bits| bits.has(in_leaf(page)));
                         let state = entries[(page - at) as usize].state();
-                        with_bits(state, soft_dirty && !clean.has(page), protected)
+                        with_bits(state, soft_dirty && !clean.has(in_leaf(page)), protected)
                     };
                     map.publish_run(from - origin, to - from, state);
                 }
@@ -453,7 +449,7 @@ impl PageTable {
 
     /// The first page from `from` on whose entry is not empty.
     pub fn next_used(&self, from: u64) -> Option<u64> {
-        self.next(from, |leaf, vpn| leaf.ptes[(vpn % LEAF_PAGES) as usize] != Pte::NONE)
+        self.next(from, |leaf, vpn| leaf.ptes[in_leaf(vpn)] != Pte::NONE)
     }
 
     /// The first page from `from` on of which `is` says so, among those that have a leaf.

@@ -8,6 +8,7 @@
 //! pool   | page block: 512 pages of a zone      | page block | page block | ... what the zone has begun ... capacity
 //! block  | slab (3 pages) | slab (1) | free run | slab (2 pages) | ...
 //! slab   | object | object | object | tail |          all of one class, at most 128 objects
+//! slab   | object of more than 68 KiB | tail |        by itself
 //! ```
 //!
 //! As in the kernel's zsmalloc, objects are rounded up to one of about a hundred size classes some 5 % apart, and
@@ -36,7 +37,7 @@ mod classes;
 mod compaction;
 
 use crate::zone::{BLOCK_FRAMES, Kind, Zone};
-use classes::{CLASS_COUNT, CLASS_OF, CLASSES, Class, GRAIN, MAX_SLAB_OBJECTS, MAX_SLAB_PAGES};
+use classes::{CLASS_COUNT, CLASS_OF, CLASSES, Class, GRAIN, LARGE, MAX_SHARED, MAX_SLAB_OBJECTS, MAX_SLAB_PAGES};
 pub use classes::{MAX_OBJECT, class_sizes};
 pub use compaction::{Compacted, Relocate};
 
@@ -93,6 +94,18 @@ struct Slab {
     class: u8,
     /// Set bits of `live_bits`; 0 in an unused entry.
     live: u8,
+    /// Its pages: those of its class, or what its one object takes.
+    pages: u16,
+}
+
+impl Slab {
+    /// What its objects are, and how many.
+    fn class(&self) -> Class {
+        match self.class {
+            LARGE => Class { size: u32::from(self.pages) * PAGE as u32, pages: self.pages, objects: 1 },
+            class => CLASSES[class as usize],
+        }
+    }
 }
 
 const _: () = assert!(size_of::<Slab>() == 32);
@@ -137,8 +150,8 @@ impl ZsPool {
             slabs: Vec::new(),
             unused: NONE,
             zone: Zone::growing((capacity_bytes.min(MAX_CAPACITY) / PAGE) as u32),
-            partial: vec![[NONE; GROUPS]; CLASS_COUNT].into_boxed_slice(),
-            usage: vec![Usage::default(); CLASS_COUNT].into_boxed_slice(),
+            partial: vec![[NONE; GROUPS]; CLASS_COUNT + 1].into_boxed_slice(),
+            usage: vec![Usage::default(); CLASS_COUNT + 1].into_boxed_slice(),
             compact_next: 0,
             used: 0,
             held: 0,
@@ -151,12 +164,14 @@ impl ZsPool {
     /// When `len` is 0 or more than [`MAX_OBJECT`].
     pub fn alloc(&mut self, len: usize) -> Option<Handle> {
         assert!((1..=MAX_OBJECT).contains(&len), "object of {len} bytes: not 1 to {MAX_OBJECT}");
-        let class_index = CLASS_OF[len.div_ceil(GRAIN)];
+        // (No slab of a large object ever has room for another.)
+        let class_index = if len <= MAX_SHARED { CLASS_OF[len.div_ceil(GRAIN)] } else { LARGE };
         let heads = &self.partial[class_index as usize];
         let fullest = heads.iter().rev().copied().find(|&head| head != NONE);
         let slab_index = match fullest {
             Some(index) => index,
-            None => self.add_slab(class_index)?,
+            None if class_index == LARGE => self.add_slab(LARGE, len.div_ceil(PAGE) as u16)?,
+            None => self.add_slab(class_index, CLASSES[class_index as usize].pages)?,
         };
         Some(self.take_object(slab_index))
     }
@@ -164,7 +179,7 @@ impl ZsPool {
     /// Takes the first free object of a slab in a list.
     fn take_object(&mut self, slab_index: u32) -> Handle {
         let slab = &mut self.slabs[slab_index as usize];
-        let (class_index, class) = (slab.class, CLASSES[slab.class as usize]);
+        let (class_index, class) = (slab.class, slab.class());
         // Bits at and above `objects` are never reached: a listed slab has a clear bit below.
         let word = usize::from(slab.live_bits[0] == u64::MAX);
         let bit = slab.live_bits[word].trailing_ones() as usize;
@@ -186,7 +201,7 @@ impl ZsPool {
         slab.live_bits[object / 64] &= !(1 << (object % 64));
         let before = slab.live;
         slab.live -= 1;
-        self.used -= CLASSES[slab.class as usize].size as usize;
+        self.used -= slab.class().size as usize;
         self.usage[slab.class as usize].live -= 1;
         before
     }
@@ -215,7 +230,7 @@ impl ZsPool {
     /// When `handle` is not allocated.
     pub fn usable(&self, handle: Handle) -> usize {
         let (slab_index, _) = self.locate(handle);
-        CLASSES[self.slabs[slab_index as usize].class as usize].size as usize
+        self.slabs[slab_index as usize].class().size as usize
     }
 
     /// The pages of the slab that a live object is in: what [`ZsPool::free`] returns with the last of them.
@@ -224,7 +239,7 @@ impl ZsPool {
     /// When `handle` is not allocated.
     pub fn slab_of(&self, handle: Handle) -> Freed {
         let slab = &self.slabs[self.locate(handle).0 as usize];
-        Freed { offset: slab.first_page as usize * PAGE, len: CLASSES[slab.class as usize].pages as usize * PAGE }
+        Freed { offset: slab.first_page as usize * PAGE, len: slab.pages as usize * PAGE }
     }
 
     /// Bytes of live objects, each counted with its class size.
@@ -250,7 +265,7 @@ impl ZsPool {
     fn slab_at(&self, page: u32) -> Option<u32> {
         let index = (page < self.zone.end()).then(|| self.zone.user(page) as u32)?;
         let slab = self.slabs.get(index as usize).filter(|slab| slab.live > 0)?;
-        let end = slab.first_page + u32::from(CLASSES[slab.class as usize].pages);
+        let end = slab.first_page + u32::from(slab.pages);
         (slab.first_page..end).contains(&page).then_some(index)
     }
 
@@ -260,7 +275,7 @@ impl ZsPool {
         let slab_index = self.slab_at((offset / PAGE) as u32);
         let slab_index = slab_index.unwrap_or_else(|| panic!("handle {:#x} is in no slab", handle.0));
         let slab = &self.slabs[slab_index as usize];
-        let size = CLASSES[slab.class as usize].size;
+        let size = slab.class().size;
         let into = (offset - slab.first_page as usize * PAGE) as u32;
         let object = (into / size) as usize;
         // The tail of a slab can hold no object, but a grain of it can be named: its index has no live bit.
@@ -295,11 +310,11 @@ impl ZsPool {
         }
     }
 
-    /// A new slab, empty, already in the list of the emptiest.
-    fn add_slab(&mut self, class: u8) -> Option<u32> {
-        let Class { pages, objects, .. } = CLASSES[class as usize];
+    /// A new slab of so many pages, empty, already in the list of the emptiest.
+    fn add_slab(&mut self, class: u8, pages: u16) -> Option<u32> {
+        let objects = CLASSES[class as usize].objects;
         let first_page = self.take_run(u32::from(pages))?;
-        let slab = Slab { live_bits: [0; 2], first_page, next: NONE, prev: NONE, class, live: 0 };
+        let slab = Slab { live_bits: [0; 2], first_page, next: NONE, prev: NONE, class, live: 0, pages };
         let index = if self.unused == NONE {
             if self.slabs.len() == self.slabs.capacity() {
                 // (By an eighth, not by as much again: these are a large part of the books.)
@@ -322,7 +337,7 @@ impl ZsPool {
     /// Takes an empty slab, in no list, out of the pool.
     fn remove_slab(&mut self, index: u32) -> Freed {
         let slab = &mut self.slabs[index as usize];
-        let (first, pages) = (slab.first_page, CLASSES[slab.class as usize].pages);
+        let (first, pages) = (slab.first_page, slab.pages);
         slab.next = std::mem::replace(&mut self.unused, index);
         let len = pages as usize * PAGE;
         self.held -= len;

@@ -23,6 +23,8 @@
 //! Nothing here does I/O or knows memory: [`Store`] is what the pager gives its tables as, and what a test can let fail
 //! at every step. Owner: the pager's lock, held by the caller.
 
+use crate::pageset::PageSet;
+
 /// Why a folio was not stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refused {
@@ -46,13 +48,13 @@ pub struct Unit {
     /// Pages as a power of two.
     pub order: u8,
     /// Which of its pages still are what was compressed: a bit each. The others were taken back by the program meanwhile.
-    pub live: u16,
+    pub live: PageSet,
 }
 
 impl Unit {
     /// Its pages that are to be stored.
     pub fn pages(self) -> impl Iterator<Item = (usize, u64)> {
-        (0..1usize << self.order).filter(move |i| self.live & (1 << i) != 0).map(move |i| (i, self.vpn + i as u64))
+        (0..1usize << self.order).filter(move |i| self.live.has(*i)).map(move |i| (i, self.vpn + i as u64))
     }
 }
 
@@ -118,8 +120,8 @@ pub fn finish(store: &mut impl Store, units: &[(Unit, Packed)], places: &mut Vec
     places.clear();
     for (at, (unit, packed)) in units.iter().enumerate() {
         let put = match packed {
-            Packed::Failed if unit.live != 0 => Err(Refused::Compressor),
-            Packed::Bytes if unit.live != 0 => store.put(at, *unit).map(Some),
+            Packed::Failed if !unit.live.is_empty() => Err(Refused::Compressor),
+            Packed::Bytes if !unit.live.is_empty() => store.put(at, *unit).map(Some),
             _ => Ok(None),
         };
         match put {

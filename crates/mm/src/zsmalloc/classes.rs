@@ -1,28 +1,32 @@
 //! Size classes: what objects are rounded up to, and how many share how large a slab.
 //!
-//! About a hundred sizes some 5 % apart, as the kernel's zsmalloc has them. All tables are made by the compiler.
+//! About a hundred sizes some 5 % apart, as the kernel's zsmalloc has them. All tables are made by the compiler. What is larger
+//! than the largest of them has a slab of its own, of as many pages as it needs.
 
 use super::PAGE;
+use crate::zone::BLOCK_FRAMES;
 
 /// Granularity of offsets and class sizes. 32 lets a `u32` address 128 GiB; 16 would gain under 1 % of a 1 KiB object.
 pub(super) const GRAIN: usize = 32;
-/// Largest object: a 64 KiB source stored raw, with a page to spare for a header.
-pub const MAX_OBJECT: usize = 69_632;
-/// Pages in the largest slab. More would waste less in the tail and more in slabs that never drain.
+/// Largest object: what lies in one page block.
+pub const MAX_OBJECT: usize = BLOCK_FRAMES as usize * PAGE;
+/// Largest object that shares its slab with others: a 64 KiB source stored raw, with a page to spare for a header.
+pub(super) const MAX_SHARED: usize = 69_632;
+/// Pages in the largest slab that objects share. More would waste less in the tail and more in slabs that never drain.
 pub(super) const MAX_SLAB_PAGES: usize = 32;
 /// Objects in a slab at most: the bits of its bitmap.
 pub(super) const MAX_SLAB_OBJECTS: usize = 128;
 /// A tail waste, in 1/1024 of the slab, that is not worth more pages (1.5 %).
 const TAIL_WASTE_OK: usize = 16;
 /// Sizes that come up as such (sources stored raw), which therefore end a class each.
-const ANCHORS: [usize; 6] = [4096, 8192, 16_384, 32_768, 65_536, MAX_OBJECT];
+const ANCHORS: [usize; 6] = [4096, 8192, 16_384, 32_768, 65_536, MAX_SHARED];
 /// A size class.
 #[derive(Clone, Copy)]
 pub(super) struct Class {
     /// Bytes given to each object.
     pub(super) size: u32,
     /// Pages of a slab.
-    pub(super) pages: u8,
+    pub(super) pages: u16,
     /// Objects of a slab.
     pub(super) objects: u8,
 }
@@ -70,9 +74,10 @@ const fn build_classes() -> ([Class; CLASS_ROOM], usize) {
         // Widen to what the slab has anyway, but not past a size that must end its own class.
         let widened = pages * PAGE / objects / GRAIN * GRAIN;
         let size = if widened > anchor(wanted) { anchor(wanted) } else { widened };
-        classes[count] = Class { size: size as u32, pages: pages as u8, objects: objects as u8 };
+        classes[count] = Class { size: size as u32, pages: pages as u16, objects: objects as u8 };
         count += 1;
-        if size == MAX_OBJECT {
+        if size == MAX_SHARED {
+            classes[count].objects = 1;
             return (classes, count);
         }
         // About 5 % up (1/20), at least one grain.
@@ -85,10 +90,13 @@ const fn build_classes() -> ([Class; CLASS_ROOM], usize) {
 const BUILT: ([Class; CLASS_ROOM], usize) = build_classes();
 pub(super) const CLASS_COUNT: usize = BUILT.1;
 pub(super) static CLASSES: [Class; CLASS_ROOM] = BUILT.0;
+/// The class behind those that have a size: of objects with a slab of their own, which says how many pages it has.
+pub(super) const LARGE: u8 = CLASS_COUNT as u8;
+const _: () = assert!(CLASS_COUNT < CLASS_ROOM, "there is room for the class of large objects");
 
 /// Class by length in grains, rounded up.
-pub(super) static CLASS_OF: [u8; MAX_OBJECT / GRAIN + 1] = {
-    let mut of = [0; MAX_OBJECT / GRAIN + 1];
+pub(super) static CLASS_OF: [u8; MAX_SHARED / GRAIN + 1] = {
+    let mut of = [0; MAX_SHARED / GRAIN + 1];
     let mut class = 0;
     let mut grains = 0;
     while grains < of.len() {
@@ -101,7 +109,7 @@ pub(super) static CLASS_OF: [u8; MAX_OBJECT / GRAIN + 1] = {
     of
 };
 
-/// The sizes objects are rounded up to, ascending, in bytes.
+/// The sizes that objects with a slab in common are rounded up to, ascending, in bytes. (Larger ones take whole pages.)
 pub fn class_sizes() -> impl Iterator<Item = usize> {
     CLASSES[..CLASS_COUNT].iter().map(|class| class.size as usize)
 }

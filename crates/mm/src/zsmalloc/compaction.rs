@@ -144,7 +144,7 @@ impl ZsPool {
                 page += 1 << order;
             } else {
                 let index = self.slab_at(page).expect("a page that is not free is a slab's");
-                page += u32::from(CLASSES[self.slabs[index as usize].class as usize].pages);
+                page += u32::from(self.slabs[index as usize].pages);
                 slabs.push(index);
             }
         }
@@ -164,12 +164,12 @@ impl ZsPool {
     }
 
     /// A slab of a class with room, the fullest; outside of a page block that is to be emptied (whose own are not listed),
-    /// a new one when there is none.
-    fn target(&mut self, class: u8, emptied: Option<usize>) -> Option<u32> {
+    /// a new one of so many pages when there is none.
+    fn target(&mut self, class: u8, pages: u16, emptied: Option<usize>) -> Option<u32> {
         let listed = (0..GROUPS).rev().map(|g| self.partial[class as usize][g]).find(|head| *head != NONE);
         let Some(source) = emptied.filter(|_| listed.is_none()) else { return listed };
-        let slab = self.add_slab(class)?;
-        let (first, pages) = (self.slabs[slab as usize].first_page, u32::from(CLASSES[class as usize].pages));
+        let slab = self.add_slab(class, pages)?;
+        let (first, pages) = (self.slabs[slab as usize].first_page, u32::from(pages));
         let block = self.zone.block_of(first);
         let (from, to) = self.zone.block_range(block);
         if block == source || self.zone.blocks()[block].free(Kind::Hole) + pages == to - from {
@@ -185,11 +185,11 @@ impl ZsPool {
     fn drain(&mut self, source: u32, emptied: Option<usize>, mover: &mut impl Relocate, done: &mut Compacted) -> bool {
         let slab = &self.slabs[source as usize];
         let (class_index, first, bits) = (slab.class, slab.first_page as usize * PAGE, slab.live_bits);
-        let class = CLASSES[class_index as usize];
+        let class = slab.class();
         for object in (0..class.objects as usize).filter(|o| bits[o / 64] >> (o % 64) & 1 == 1) {
             let size = class.size as usize;
             let from = Handle(((first + object * size) / GRAIN) as u32);
-            let Some(target) = self.target(class_index, emptied) else { break };
+            let Some(target) = self.target(class_index, class.pages, emptied) else { break };
             let to = self.take_object(target);
             if mover.relocate(from, to, size) {
                 self.drop_object(source, object);
