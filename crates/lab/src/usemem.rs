@@ -70,7 +70,7 @@ const K64: u64 = 64 << 10;
 const M2: u64 = 2 << 20;
 
 /// All subjects; those whose last member is true are measured with `--quick` too.
-const SUBJECTS: [(Subject, bool); 13] = [
+const SUBJECTS: [(Subject, bool); 14] = [
     (Subject { key: "zstd 4K", folio: K4, how: How::Run(&["-c", "zstd", "--large-folios", "off"]) }, true),
     (Subject { key: "before, zstd 4K", folio: K4, how: How::Before(&["-c", "zstd"]) }, false),
     (Subject { key: "zstd 64K split", folio: K64, how: How::Run(&["-c", "zstd", "--large-folios", "off"]) }, true),
@@ -80,6 +80,7 @@ const SUBJECTS: [(Subject, bool); 13] = [
     ),
     (Subject { key: "zstd 2M split", folio: M2, how: How::Run(&["-c", "zstd", "--large-folios", "off"]) }, false),
     (Subject { key: "zstd 2M whole", folio: M2, how: How::Run(&["-c", "zstd", "--large-folios", "on"]) }, true),
+    (Subject { key: "zstd 2M as one", folio: M2, how: How::Run(&["-c", "zstd", "--unit", "2M"]) }, false),
     (
         Subject { key: "deflate 64K split", folio: K64, how: How::Run(&["-c", "deflate", "--large-folios", "off"]) },
         false,

@@ -15,9 +15,11 @@
 
 use crate::arena::PAGE;
 use crate::compress::Tools;
+use crate::folio::USUAL_UNIT;
 use crate::state::BLOCK;
 use core::ops::Range;
 use uzswap_mm::codec::{Compressor, Decompressor, Encoding};
+use uzswap_mm::pageset::PageSet;
 use uzswap_mm::zswap::{self, Packed};
 use uzswap_sys::crew::Posted;
 
@@ -45,8 +47,26 @@ pub(crate) struct Unit {
     /// Where its output is.
     pub(crate) out_at: usize,
     /// Pages that mremap took elsewhere while they were compressed: a bit each.
-    pub(crate) moved: u16,
+    pub(crate) moved: PageSet,
     pub(crate) outcome: Outcome,
+}
+
+impl Unit {
+    /// The unit itself, or a part of it that did not compress, from a page on.
+    fn part(&self, page: u32, order: u8) -> Unit {
+        let (at, outcome) = (page as usize, self.outcome);
+        let outcome =
+            if order == self.order { outcome } else { Outcome::Packed { encoding: Encoding::Raw, len: PAGE << order } };
+        Unit {
+            vpn: self.vpn + u64::from(page),
+            order,
+            slot: self.slot + page,
+            page_at: self.page_at + at,
+            out_at: self.out_at + PAGE * at,
+            moved: PageSet::default(),
+            outcome,
+        }
+    }
 }
 
 /// What came of a unit.
@@ -74,6 +94,8 @@ pub struct Batch {
     pub(crate) shared: bool,
     /// What helpers are at.
     pub(crate) posted: Option<Posted>,
+    /// The order of the largest units there is room for: the usual one, until larger ones come.
+    pub(crate) largest: u8,
     /// Made when verification is first asked for, with a buffer of the largest unit.
     pub(crate) verifier: Option<(Decompressor, Vec<u8>)>,
     /// Scratch of `commit`.
@@ -89,19 +111,58 @@ impl Batch {
             units: Vec::with_capacity(BATCH_PAGES + 16),
             out: vec![0; BATCH_PAGES * PAGE + BLOCK],
             hashes: vec![0; BATCH_PAGES + 16],
-            tools: Tools { warm: compressor, dense: None },
+            tools: Tools::new(compressor),
             use_dense: false,
             shared: false,
             posted: None,
+            largest: USUAL_UNIT,
             verifier: None,
             plan: Vec::with_capacity(BATCH_PAGES + 16),
             places: Vec::with_capacity(BATCH_PAGES + 16),
         }
     }
 
-    /// The compressor for what is to be dense, and room for two blocks (between batches).
-    pub fn dense(&mut self) -> (&mut Compressor, &mut [u8]) {
-        (self.tools.dense(), &mut self.out[..2 * BLOCK])
+    /// A compressor, dense or as agreed, and room for two blocks of an order (between batches).
+    pub fn block_room(&mut self, dense: bool, order: u8) -> (&mut Compressor, &mut [u8]) {
+        self.make_room_for(order);
+        let bytes = PAGE << order.max(USUAL_UNIT);
+        if self.out.len() < 2 * bytes {
+            self.out.resize(2 * bytes, 0);
+        }
+        let compressor = if dense { self.tools.dense() } else { &mut self.tools.warm };
+        (compressor, &mut self.out[..2 * bytes])
+    }
+
+    /// Has its tools take units of an order, where they do not yet.
+    pub(crate) fn make_room_for(&mut self, order: u8) {
+        if order > self.largest {
+            self.largest = order;
+            self.tools.reserve(order);
+            self.verifier.iter_mut().for_each(|(_, plain)| plain.resize(PAGE << order, 0));
+        }
+    }
+
+    /// Has what is compressed be decompressed and compared.
+    pub(crate) fn verify(&mut self) {
+        self.verifier.get_or_insert_with(|| (Decompressor::new(), vec![0; PAGE << self.largest]));
+    }
+
+    /// Cuts the units of more than 64 KiB that did not compress: raw ones are no better for being large, and need places that
+    /// are.
+    pub(crate) fn cut_raw(&mut self) {
+        let is_raw = |u: &Unit| matches!(u.outcome, Outcome::Packed { encoding: Encoding::Raw, .. });
+        if self.largest == USUAL_UNIT || !self.units.iter().any(|u| u.order > USUAL_UNIT && is_raw(u)) {
+            return;
+        }
+        let whole = core::mem::take(&mut self.units);
+        for f in &mut self.folios {
+            let first = self.units.len();
+            for u in &whole[f.units.clone()] {
+                let step = if is_raw(u) { u.order.min(USUAL_UNIT) } else { u.order };
+                self.units.extend((0..1u32 << u.order).step_by(1 << step).map(|page| u.part(page, step)));
+            }
+            f.units = first..self.units.len();
+        }
     }
 
     pub(crate) fn is_empty(&self) -> bool {

@@ -14,6 +14,7 @@
 
 use crate::arena::PAGE;
 use crate::batch::{Batch, Outcome, Unit};
+use crate::folio::USUAL_UNIT;
 use crate::inject::Site;
 use crate::object;
 use crate::pager::Pager;
@@ -40,12 +41,27 @@ pub struct Tools {
     pub warm: Compressor,
     /// zstd, made when the pool first grows large.
     pub dense: Option<Compressor>,
+    /// The order of the largest units they take.
+    largest: u8,
 }
 
 impl Tools {
+    /// What compresses as was agreed.
+    pub fn new(warm: Compressor) -> Self {
+        Self { warm, dense: None, largest: USUAL_UNIT }
+    }
+
     /// The dense one, made now if it is not there.
     pub fn dense(&mut self) -> &mut Compressor {
-        self.dense.get_or_insert_with(|| Compressor::new(Algorithm::Zstd(1)))
+        let source_max = PAGE << self.largest;
+        self.dense.get_or_insert_with(|| Compressor::with_source_max(Algorithm::Zstd(1), source_max))
+    }
+
+    /// Has both take units of an order.
+    pub fn reserve(&mut self, order: u8) {
+        self.largest = self.largest.max(order);
+        self.warm.reserve(PAGE << order);
+        self.dense.iter_mut().for_each(|dense| dense.reserve(PAGE << order));
     }
 
     fn wanted(&mut self, dense: bool) -> &mut Compressor {
@@ -54,6 +70,15 @@ impl Tools {
             _ => &mut self.warm,
         }
     }
+}
+
+/// The order of the largest units, of folios of up to `folio_max`, that can be afforded under a limit (bytes): zstd's workspace grows
+/// with them, to tens of megabytes at high levels, and each thread that compresses has one. So it is to be a 64th of the limit at
+/// most, or no more than twice what the usual units take.
+pub(crate) fn largest_unit(algorithm: Algorithm, folio_max: u8, limit: usize) -> u8 {
+    let takes = |order: u8| Compressor::workspace_bytes(algorithm, PAGE << order);
+    let most = (limit / 64).max(2 * takes(USUAL_UNIT));
+    (USUAL_UNIT..=folio_max).rev().find(|order| takes(*order) <= most).unwrap_or(USUAL_UNIT)
 }
 
 impl Pager {
@@ -73,7 +98,10 @@ impl Pager {
         self.start_helpers(s);
         let mut tools = self.tools.lock();
         while tools.len() < HELPERS_MOST.min(self.crew.helpers()) {
-            tools.push(Tools { warm: s.new_compressor(), dense: None });
+            tools.push(Tools::new(s.new_compressor()));
+        }
+        if batch.largest > USUAL_UNIT {
+            tools.iter_mut().for_each(|t| t.reserve(batch.largest));
         }
         if batch.use_dense {
             tools.iter_mut().for_each(|t| {
@@ -391,6 +419,16 @@ mod tests {
                 }
             }
         });
+    }
+
+    #[test]
+    fn large_units_must_be_affordable() {
+        const GIB: usize = 1 << 30;
+        assert_eq!(largest_unit(Algorithm::Lz4, 9, 64 << 20), 9);
+        assert_eq!(largest_unit(Algorithm::Zstd(1), 9, 128 << 20), 9);
+        let high = [128 << 20, GIB, 16 * GIB].map(|limit| largest_unit(Algorithm::Zstd(19), 9, limit));
+        println!("zstd:19: {high:?}");
+        assert!(high[0] < 9 && high.is_sorted() && high[2] == 9, "{high:?}");
     }
 
     /// Where one leads the other compresses alone; and after a fork, which may come while one leads, all do.

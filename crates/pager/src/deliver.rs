@@ -11,6 +11,7 @@
 
 use crate::arena::PAGE;
 use crate::fault::{EventPending, Request};
+use crate::folio::{MAX_ORDER, USUAL_UNIT};
 use crate::inject::Site;
 use crate::object::{self, Header};
 use crate::pager::Pager;
@@ -69,7 +70,9 @@ impl Pager {
         while n < max && comes(s.pt.get(vpn + n as u64).tag()) {
             n += 1;
         }
-        let order = n.ilog2() as u8;
+        // (Only what lies like a huge page comes as large as one.)
+        let most = if vpn.is_multiple_of(FOLIO_PAGES as u64) { MAX_ORDER } else { MAX_ORDER - 1 };
+        let order = (n.ilog2() as u8).min(most);
         let short = match self.without_move {
             false => s.zone.free_slots(Kind::Frame) < n && self.excess(s) + self.margin() as isize > 0,
             // (What comes takes memory from the kernel, frames or not.)
@@ -143,7 +146,7 @@ impl Pager {
             // Past the end of its mapping, read-only, or a neighbour is there: by copy, as much of a block as goes.
             // (The frames were not moved, and nobody else has had them since.)
             libc::EEXIST | libc::EINVAL | libc::ENOENT | libc::EBUSY | libc::EFAULT => {
-                let n = if frames.is_some() { filled.min(BLOCK_PAGES) } else { 1 };
+                let n = if frames.is_some() { filled.min(1 << s.largest_block) } else { 1 };
                 self.copy_some(s, vpn, src, n)
             }
             _ => Ok(0),
@@ -286,7 +289,8 @@ impl Pager {
         let known = s.decoded.iter().position(|d| d.handle == Some(handle));
         let at = known.unwrap_or_else(|| {
             s.decoded_next = (s.decoded_next + 1) % s.decoded.len();
-            s.decoded_next
+            // (One buffer for large blocks is enough memory.)
+            if object::order(s.object(handle)) > USUAL_UNIT { 0 } else { s.decoded_next }
         });
         if known.is_none() || s.decoded[at].pages <= index {
             let pages = 1usize << object::order(s.object(handle));

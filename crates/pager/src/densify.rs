@@ -16,7 +16,7 @@ use crate::inject::Site;
 use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::relocate;
-use crate::state::{BLOCK, State};
+use crate::state::State;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::{Algorithm, Encoding};
 use uzswap_mm::pagetable::Tag;
@@ -92,12 +92,12 @@ impl Pager {
     /// Replaces an object; returns the bytes it got smaller.
     fn recompress(&self, s: &mut State, handle: u32, head: Header, batch: &mut Batch) -> usize {
         let pages = 1usize << head.order;
-        let (compressor, room) = batch.dense();
-        let (plain, packed) = room.split_at_mut(BLOCK);
-        let plain = &mut plain[..pages * PAGE];
+        let (compressor, room) = batch.block_room(true, head.order);
+        let (plain, packed) = room.split_at_mut(room.len() / 2);
+        let (plain, live) = (&mut plain[..pages * PAGE], object::live(s.object(handle)));
         // (What is being written, or is on disk already, will leave anyway. After mremap of a part its pages are elsewhere: such objects stay.)
         if head.flags & (object::HELD | object::ON_DISK) != 0
-            || !relocate::is_found(&s.pt, handle, &head)
+            || !relocate::is_found(&s.pt, handle, &head, &live)
             || !decode(s, handle, plain)
         {
             return 0;
@@ -110,20 +110,16 @@ impl Pager {
             return 0;
         }
         let before = s.pool.used_bytes();
-        let at = object::head_bytes(head.order);
         let old = s.object(handle);
-        let copy_hashes =
-            |place: &mut [u8]| place[object::HEADER_BYTES..at].copy_from_slice(&old[object::HEADER_BYTES..at]);
-        let Some(new) = s.put_object(Header { len, encoding, ..head }, copy_hashes, &packed[..len]) else {
+        let copy_hashes = |place: &mut [u8]| object::set_hashes(place, 0, object::hashes(old));
+        let Some(new) = s.put_object(Header { len, encoding, ..head }, live, copy_hashes, &packed[..len]) else {
             return 0;
         };
         s.note(Record::of_object(Kind::Resize, head.vpn, head.order, len));
-        relocate::repoint(&mut s.pt, &Header { encoding, ..head }, new.raw());
-        for i in (0..pages).filter(|i| head.live & (1 << i) != 0) {
-            s.release(handle, i);
-        }
+        relocate::repoint(&mut s.pt, &Header { encoding, ..head }, &live, new.raw());
+        live.iter().for_each(|i| s.release(handle, i));
         s.entered_pool(head.vpn, new.raw());
-        self.counters().recompressed_pages.fetch_add(u64::from(head.live.count_ones()), Relaxed);
+        self.counters().recompressed_pages.fetch_add(live.len() as u64, Relaxed);
         before.saturating_sub(s.pool.used_bytes())
     }
 }
@@ -147,11 +143,11 @@ mod tests {
             let handle = pte.copy().expect("its copy");
             (handle, s.copy_index(vpn, handle))
         } else {
-            assert_eq!((pte.tag(), pte.evicted_at()), (Tag::Compressed, 5));
+            assert_eq!((pte.tag(), pte.evicted_at()), (Tag::Compressed, testing::EVICTED_AT));
             (pte.handle(), pte.index())
         };
         let head = Header::read(s.object(handle));
-        assert!(head.live & (1 << index) != 0);
+        assert!(object::live(s.object(handle)).has(index));
         assert!(copy || pte.state().tier() == object::tier(head.encoding), "page {vpn:x}: {:?}", pte.state());
         let mut out = vec![0; PAGE << head.order];
         assert!(decode(s, handle, &mut out), "page {vpn:x}");

@@ -23,6 +23,7 @@
 
 use crate::arena::PAGE;
 use crate::deliver::{Delivery, SMALL_BLOCK};
+use crate::folio::USUAL_UNIT;
 use crate::object;
 use crate::pager::Pager;
 use crate::state::{BLOCK_PAGES, FOLIO_PAGES, State};
@@ -264,7 +265,7 @@ fn is_near(s: &State, vpn: u64) -> bool {
 }
 
 /// The pages to bring for a fault that wants `n` from `vpn` on: blocks that must be decompressed for them come whole,
-/// so that none is decompressed twice for one use.
+/// so that none is decompressed twice for one use. (One of more than 64 KiB behind the first page is left to a fault of its own.)
 fn whole_blocks(s: &State, vpn: u64, n: usize) -> (u64, u64) {
     let block = |at: u64| {
         let pte = Some(s.pt.get(at)).filter(|p| p.tag() == Tag::Compressed)?;
@@ -273,9 +274,15 @@ fn whole_blocks(s: &State, vpn: u64, n: usize) -> (u64, u64) {
             let other = s.pt.get(*at);
             other.tag() == Tag::Compressed && other.handle() == pte.handle()
         };
-        let pages = first..first + (1 << object::order(s.object(pte.handle())));
-        Some((pages.clone().find(in_it)?, pages.rev().find(in_it)? + 1))
+        let order = object::order(s.object(pte.handle()));
+        let pages = first..first + (1 << order);
+        Some((pages.clone().find(in_it)?, pages.rev().find(in_it)? + 1, order))
     };
     let end = vpn + n as u64;
-    (block(vpn).map_or(vpn, |(first, _)| first), block(end - 1).map_or(end, |(_, end)| end))
+    let end = match block(end - 1) {
+        Some((first, _, order)) if order > USUAL_UNIT && first > vpn => first,
+        Some((_, end, _)) => end,
+        None => end,
+    };
+    (block(vpn).map_or(vpn, |(first, ..)| first), end)
 }

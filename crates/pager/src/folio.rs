@@ -14,8 +14,8 @@ pub const MAX_ORDER: u8 = 9;
 pub const LARGE_ORDER: u8 = 2;
 /// Orders with counters of their own.
 pub const LARGE_ORDERS: usize = (MAX_ORDER - LARGE_ORDER) as usize + 1;
-/// The largest unit of compression: 64 KiB.
-pub const MAX_UNIT_ORDER: u8 = 4;
+/// The largest unit of compression that nobody asked for: 64 KiB. (Larger ones store a few percent less, and make each fault bring more.)
+pub const USUAL_UNIT: u8 = 4;
 
 /// What a group says about folios.
 #[repr(C)]
@@ -44,7 +44,12 @@ impl FolioSettings {
     /// The order of the units that a folio is compressed in, where it was set.
     pub fn unit(&self, order: u8) -> Option<u8> {
         let set = self.units[order.min(MAX_ORDER) as usize].load(Relaxed);
-        (set != 0).then(|| (set - 1).min(MAX_UNIT_ORDER).min(order))
+        (set != 0).then(|| (set - 1).min(order))
+    }
+
+    /// The order of the largest units that were asked for, in folios of up to `folio_max`; 0 where none were.
+    pub fn largest_unit(&self, folio_max: u8) -> u8 {
+        (0..=folio_max).filter_map(|order| self.unit(order)).max().unwrap_or(0)
     }
 }
 
@@ -62,6 +67,8 @@ pub struct OrderCounters {
     pub swpin: AtomicU64,
     /// Split because they could not leave whole.
     pub swpout_fallback: AtomicU64,
+    /// Blocks of this size compressed into the pool (blocks).
+    pub block_write: AtomicU64,
     /// Mapped by one fault.
     pub anon_fault_alloc: AtomicU64,
     /// Faults for which there were no contiguous frames, or which could not be charged: smaller folios came.
@@ -70,17 +77,26 @@ pub struct OrderCounters {
 
 impl OrderCounters {
     /// Names, in the order of [`OrderCounters::all`].
-    pub const NAMES: [&'static str; 7] =
-        ["zswpout", "zswpin", "swpout", "swpin", "swpout_fallback", "anon_fault_alloc", "anon_fault_fallback"];
+    pub const NAMES: [&'static str; 8] = [
+        "zswpout",
+        "zswpin",
+        "swpout",
+        "swpin",
+        "swpout_fallback",
+        "block_write",
+        "anon_fault_alloc",
+        "anon_fault_fallback",
+    ];
 
     /// All of them.
-    pub fn all(&self) -> [&AtomicU64; 7] {
+    pub fn all(&self) -> [&AtomicU64; 8] {
         [
             &self.zswpout,
             &self.zswpin,
             &self.swpout,
             &self.swpin,
             &self.swpout_fallback,
+            &self.block_write,
             &self.anon_fault_alloc,
             &self.anon_fault_fallback,
         ]
@@ -111,6 +127,8 @@ pub struct FolioCounters {
     pub block_failed: AtomicU64,
     /// Faults that decompressed a block and did not deliver all of it: they could not, or the page was read at random (blocks).
     pub block_partial_read: AtomicU64,
+    /// Blocks of more than 64 KiB stored anew as smaller ones: most of their pages had gone, or they were to go to disk (blocks).
+    pub block_cut: AtomicU64,
     /// Blocks decompressed again for what an earlier partial read could not deliver (blocks).
     pub block_read_again: AtomicU64,
     /// Blocks left by a page that was written to, which is compressed anew (pages).
@@ -129,7 +147,7 @@ pub struct FolioCounters {
 
 impl FolioCounters {
     /// Names, in the order of [`FolioCounters::all`].
-    pub const NAMES: [&'static str; 16] = [
+    pub const NAMES: [&'static str; 17] = [
         "swpin_zero",
         "reject_compress_poor",
         "reject_compress_fail",
@@ -139,6 +157,7 @@ impl FolioCounters {
         "block_read",
         "block_failed",
         "block_partial_read",
+        "block_cut",
         "block_read_again",
         "block_partial_write",
         "block_missed_free",
@@ -149,7 +168,7 @@ impl FolioCounters {
     ];
 
     /// All but those by order.
-    pub fn all(&self) -> [&AtomicU64; 16] {
+    pub fn all(&self) -> [&AtomicU64; 17] {
         [
             &self.swpin_zero,
             &self.reject_compress_poor,
@@ -160,6 +179,7 @@ impl FolioCounters {
             &self.block_read,
             &self.block_failed,
             &self.block_partial_read,
+            &self.block_cut,
             &self.block_read_again,
             &self.block_partial_write,
             &self.block_missed_free,
@@ -222,7 +242,8 @@ mod tests {
         assert_eq!(s.unit(9), None);
         s.units[9].store(9 + 1, Relaxed);
         s.units[2].store(4 + 1, Relaxed);
-        assert_eq!((s.unit(9), s.unit(2)), (Some(MAX_UNIT_ORDER), Some(2)));
+        assert_eq!((s.unit(9), s.unit(2)), (Some(9), Some(2)));
+        assert_eq!((s.largest_unit(9), s.largest_unit(8), s.largest_unit(1)), (9, 2, 0));
         s.large_off.store(1 << 4, Relaxed);
         assert!(s.allows(9) && s.allows(0) && !s.allows(4));
     }

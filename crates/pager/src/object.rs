@@ -1,17 +1,20 @@
 //! Objects in the pool: a header, a 128-bit hash for each page, the compressed bytes.
 //!
 //! ```text
-//! len u24 │ encoding u4 order u4 │ live u16 │ vpn u40 │ flags u8 │ hash u128 × 2^order │ bytes │ place on disk, if any
+//! len u24 │ encoding u4 order u4 │ live u16 │ vpn u40 │ flags u8 │ live, of more than 16 pages │ hash u128 × 2^order │ bytes │ place on disk, if any
 //! ```
 //! `vpn` is where the first of its pages is (or was) in the program: the way back from an object to the page-table
 //! entries that name it, which compaction of the pool needs. It is a hint; see `relocate`.
-//! `live` has a bit for each page that still refers to the object; the object goes with the last. The hashes are those
+//! `live` has a bit for each page that still refers to the object; the object goes with the last. (Where 16 bits do not do it is
+//! behind the header, as long as it must be, and the 16 bits are not used.) The hashes are those
 //! of the pages as stored: an evicted page whose hash is unchanged is clean, and its kept copy serves again without
 //! compression. (A false match has a probability of 2^-128 per eviction, far below that of memory errors; in return no
 //! page need be write-protected: see ARCHITECTURE.md.) The hash also checks every decompression.
 
+use core::ops::Range;
 use uzswap_mm::codec::Encoding;
 use uzswap_mm::pagemap::Tier;
+use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::Pte;
 
 /// The decoded header.
@@ -23,8 +26,6 @@ pub struct Header {
     pub encoding: Encoding,
     /// Pages as a power of two.
     pub order: u8,
-    /// Pages that still refer to it.
-    pub live: u16,
     /// The page of the program that page 0 is.
     pub vpn: u64,
     /// [`REFERENCED`], [`WRITING_BY`], [`SEEN`], [`AHEAD`], [`PACKING`], [`TRIED`], [`ON_DISK`].
@@ -56,9 +57,22 @@ pub const HELD: u8 = WRITING | PACKING;
 /// Bytes of the header alone.
 pub const HEADER_BYTES: usize = 12;
 
-/// Bytes of the header and the hashes.
+/// The largest order whose live pages have their bits in the header.
+pub const SMALL: u8 = 4;
+
+/// Where the bits of live pages are.
+const fn live_at(order: u8) -> Range<usize> {
+    if order <= SMALL { 4..6 } else { HEADER_BYTES..HEADER_BYTES + (1 << order) / 8 }
+}
+
+/// Where the hashes are.
+const fn hashes_at(order: u8) -> usize {
+    if order <= SMALL { HEADER_BYTES } else { live_at(order).end }
+}
+
+/// Bytes of all that is in front of the compressed ones.
 pub const fn head_bytes(order: u8) -> usize {
-    HEADER_BYTES + (16 << order)
+    hashes_at(order) + (16 << order)
 }
 
 impl Header {
@@ -69,17 +83,15 @@ impl Header {
             len: u32::from_le_bytes([b[0], b[1], b[2], 0]) as usize,
             encoding: Encoding::try_from(b[3] & 15).unwrap_or(Encoding::Raw),
             order: order(b),
-            live: u16::from_le_bytes([b[4], b[5]]),
             vpn: u64::from_le_bytes([b[6], b[7], b[8], b[9], b[10], 0, 0, 0]),
             flags: b[11],
         }
     }
 
-    /// Writes a header.
+    /// Writes a header; which pages are live stays as it stands there ([`set_live`]).
     pub fn write(&self, b: &mut [u8]) {
         b[0..3].copy_from_slice(&(self.len as u32).to_le_bytes()[..3]);
         b[3] = self.encoding as u8 | self.order << 4;
-        b[4..6].copy_from_slice(&self.live.to_le_bytes());
         b[6..11].copy_from_slice(&self.vpn.to_le_bytes()[..5]);
         b[11] = self.flags;
     }
@@ -111,16 +123,51 @@ pub fn set_flags(b: &mut [u8], set: u8, clear: u8) {
     b[11] = (b[11] & !clear) | set;
 }
 
+/// The pages that still refer to an object.
+pub fn live(b: &[u8]) -> PageSet {
+    PageSet::read(&b[live_at(order(b))])
+}
+
+/// Says which pages refer to an object whose header was written.
+pub fn set_live(b: &mut [u8], live: PageSet) {
+    let at = live_at(order(b));
+    live.write(&mut b[at]);
+}
+
+/// Page `index` refers to the object no more; whether another does.
+///
+/// # Panics
+/// When it did not refer to it.
+pub fn leave(b: &mut [u8], index: usize) -> bool {
+    let at = live_at(order(b));
+    let bits = &mut b[at];
+    let bit = 1 << (index % 8);
+    assert!(bits[index / 8] & bit != 0, "a page left an object it was not in");
+    bits[index / 8] &= !bit;
+    bits.iter().any(|bits| *bits != 0)
+}
+
+/// The hashes of all pages, as they are stored.
+pub fn hashes(b: &[u8]) -> &[u8] {
+    let order = order(b);
+    &b[hashes_at(order)..head_bytes(order)]
+}
+
+/// Sets the hashes of pages from `index` on to what [`hashes`] gave of so many.
+pub fn set_hashes(b: &mut [u8], index: usize, hashes: &[u8]) {
+    let at = hashes_at(order(b)) + 16 * index;
+    b[at..at + hashes.len()].copy_from_slice(hashes);
+}
+
 /// The stored hash of page `index`.
 pub fn stored_hash(b: &[u8], index: usize) -> u128 {
-    let at = HEADER_BYTES + 16 * index;
+    let at = hashes_at(order(b)) + 16 * index;
     u128::from_le_bytes(*b[at..].first_chunk().expect("a hash for each page"))
 }
 
 /// Sets the stored hash of page `index`.
 pub fn set_hash(b: &mut [u8], index: usize, hash: u128) {
-    let at = HEADER_BYTES + 16 * index;
-    b[at..at + 16].copy_from_slice(&hash.to_le_bytes());
+    set_hashes(b, index, &hash.to_le_bytes());
 }
 
 /// The hash of a page's contents.
@@ -145,18 +192,36 @@ mod tests {
     use super::*;
 
     #[test]
-    fn header_round_trips() {
-        let mut b = vec![0; head_bytes(2)];
-        let h =
-            Header { len: 12345, encoding: Encoding::Lz4, order: 2, live: 0b1011, vpn: 0x7_ffff_fffe, flags: WRITING };
-        h.write(&mut b);
-        set_hash(&mut b, 3, 7 << 100);
-        let r = Header::read(&b);
-        assert_eq!((r.vpn, order(&b), r.flags), (0x7_ffff_fffe, 2, WRITING));
-        set_flags(&mut b, REFERENCED, WRITING);
-        assert_eq!(Header::read(&b).flags, REFERENCED);
-        assert_eq!((r.len, r.encoding as u8, r.order, r.live), (12345, Encoding::Lz4 as u8, 2, 0b1011));
-        assert_eq!((stored_hash(&b, 3), stored_hash(&b, 0)), (7 << 100, 0));
+    fn an_object_of_any_order_round_trips() {
+        for order in 0..=9u8 {
+            let pages = 1 << order;
+            let mut b = vec![0xaa; head_bytes(order)];
+            let vpn = 0x7_ffff_fffe;
+            Header { len: 12345, encoding: Encoding::Lz4, order, vpn, flags: WRITING }.write(&mut b);
+            let set: PageSet = (0..pages).filter(|i| i % 3 != 1).collect();
+            set_live(&mut b, set);
+            (0..pages).for_each(|i| set_hash(&mut b, i, (i as u128) << 100 | 5));
+            assert_eq!((live(&b), super::order(&b)), (set, order));
+            set_flags(&mut b, REFERENCED, WRITING);
+            let r = Header::read(&b);
+            assert_eq!((r.vpn, r.flags, r.len, r.encoding, r.order), (vpn, REFERENCED, 12345, Encoding::Lz4, order));
+            assert!((0..pages).all(|i| stored_hash(&b, i) == (i as u128) << 100 | 5), "order {order}");
+            let copied = hashes(&b)[16..].to_vec();
+            set_hashes(&mut b, 0, &copied);
+            assert_eq!((copied.len(), live(&b)), (16 * (pages - 1), set));
+            let left = set.iter().map(|i| leave(&mut b, i)).filter(|any| *any).count();
+            assert_eq!((left, live(&b)), (set.len() - 1, PageSet::default()), "order {order}: it goes with the last");
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "a page left an object it was not in")]
+    fn no_page_leaves_twice() {
+        let mut b = vec![0; head_bytes(7)];
+        Header { len: 1, encoding: Encoding::Raw, order: 7, vpn: 0, flags: 0 }.write(&mut b);
+        set_live(&mut b, PageSet::first(128));
+        leave(&mut b, 100);
+        leave(&mut b, 100);
     }
 
     #[test]

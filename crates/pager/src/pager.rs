@@ -13,11 +13,10 @@
 use crate::arena::{Layout, PAGE};
 use crate::calls::Calls;
 use crate::compress::{HELPERS_MOST, Tools};
-use crate::folio::MAX_ORDER;
 use crate::group::{GroupPage, NODES};
 use crate::huge::Blocks;
 use crate::member::Chain;
-use crate::state::{BLOCK_PAGES, State};
+use crate::state::State;
 use crate::swap::clusters::{ClusterMap, Rows};
 use crate::swap::readers::Readers;
 use crate::trace::{Recorder, Rings};
@@ -252,8 +251,7 @@ impl Pager {
             swap_began: [AtomicU64::new(0), AtomicU64::new(0)],
         };
         pager.claim_slot()?;
-        let most = (pager.limit() / PAGE / 64).max(BLOCK_PAGES);
-        pager.state.lock().folio_max = most.ilog2().min(u32::from(MAX_ORDER)) as u8;
+        pager.state.lock().size_folios(pager.limit());
         Ok(pager)
     }
 

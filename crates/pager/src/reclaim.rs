@@ -107,6 +107,7 @@ impl Pager {
                 progress |= self.give_back(&mut s, over.min(spare - low / 2)) > 0;
             }
             progress |= self.compact_pool(&mut s);
+            self.cut_sparse(&mut s);
             if over > 0 {
                 progress |= self.densify(&mut s, 16);
             }
@@ -189,6 +190,7 @@ impl Pager {
         }
         // (Also where the group is just below its limit: what the pool wastes the program does without.)
         self.compact_pool(s);
+        self.cut_sparse(s);
         self.densify(s, 4);
         let spare = s.zone.free_slots(Kind::Frame);
         // (Without MOVE a page that leaves gives its memory back at once.)

@@ -24,6 +24,7 @@ use crate::state::{Decoded, State};
 use crate::swap::kept::OnDisk;
 use core::sync::atomic::Ordering::*;
 use std::collections::BTreeSet;
+use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
 use uzswap_mm::zone::BLOCK_FRAMES;
 use uzswap_mm::zsmalloc::{Compacted, Freed, Handle, Relocate, ZsPool};
@@ -39,19 +40,14 @@ fn refers(vpn: u64, pte: Pte, handle: u32, order: u8, index: usize) -> bool {
     out || (pte.copy() == Some(handle) && (vpn & ((1 << order) - 1)) as usize == index)
 }
 
-fn live(head: &Header) -> impl Iterator<Item = usize> + use<> {
-    let (bits, pages) = (head.live, 1usize << head.order);
-    (0..pages).filter(move |i| bits & (1 << i) != 0)
+/// Whether every page that refers to an object, which are `live`, is where the object says.
+pub fn is_found(pt: &PageTable, handle: u32, head: &Header, live: &PageSet) -> bool {
+    live.iter().all(|i| refers(head.vpn + i as u64, pt.get(head.vpn + i as u64), handle, head.order, i))
 }
 
-/// Whether every page that refers to an object is where the object says.
-pub fn is_found(pt: &PageTable, handle: u32, head: &Header) -> bool {
-    live(head).all(|i| refers(head.vpn + i as u64, pt.get(head.vpn + i as u64), handle, head.order, i))
-}
-
-/// Makes the entries of all pages of an object name its new place; `head` is of the object there.
-pub fn repoint(pt: &mut PageTable, head: &Header, to: u32) {
-    for i in live(head) {
+/// Makes the entries of an object's pages, which are `live`, name its new place; `head` is of the object there.
+pub fn repoint(pt: &mut PageTable, head: &Header, live: &PageSet, to: u32) {
+    for i in live.iter() {
         let vpn = head.vpn + i as u64;
         let pte = pt.get(vpn);
         let changed =
@@ -84,15 +80,15 @@ impl Relocate for Mover<'_> {
         // SAFETY: both are objects of the pool, which the pager's lock protects (the page table is borrowed from it);
         // the pool says that they are of `len` bytes and apart.
         let (src, dst) = unsafe { (core::slice::from_raw_parts(src, len), core::slice::from_raw_parts_mut(dst, len)) };
-        let head = Header::read(src);
+        let (head, live) = (Header::read(src), object::live(src));
         // (What is being written or recompressed must be found again by its place.)
-        if head.flags & object::HELD != 0 || !is_found(self.pt, from.raw(), &head) {
+        if head.flags & object::HELD != 0 || !is_found(self.pt, from.raw(), &head, &live) {
             return false;
         }
         let behind = if head.flags & object::ON_DISK != 0 { OnDisk::BYTES } else { 0 };
         let used = object::head_bytes(head.order) + head.len + behind;
         dst[..used].copy_from_slice(&src[..used]);
-        repoint(self.pt, &head, to.raw());
+        repoint(self.pt, &head, &live, to.raw());
         self.moved.push((head.vpn, to.raw()));
         for d in self.decoded.iter_mut().filter(|d| d.handle == Some(from.raw())) {
             d.handle = Some(to.raw());
@@ -181,8 +177,10 @@ mod tests {
     /// Stores a page raw, as one that has left the program or as one that is in it and kept its copy.
     fn put(s: &mut State, vpn: u64, copy: bool) {
         let page = content(vpn);
-        let head = Header { len: PAGE, encoding: Encoding::Raw, order: 0, live: 1, vpn, flags: 0 };
-        let handle = s.put_object(head, |place| object::set_hash(place, 0, object::hash(&page)), &page).expect("room");
+        let head = Header { len: PAGE, encoding: Encoding::Raw, order: 0, vpn, flags: 0 };
+        let handle =
+            s.put_object(head, PageSet::first(1), |place| object::set_hash(place, 0, object::hash(&page)), &page);
+        let handle = handle.expect("room");
         let pte = Pte::new(Tag::Resident, 0).with_copy(handle.raw());
         s.pt.set(vpn, if copy { pte } else { Pte::compressed(handle.raw(), 0, 0) });
     }

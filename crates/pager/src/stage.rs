@@ -50,6 +50,7 @@ impl Pager {
 
     fn stage_victims(&self, s: &mut State, want: usize) -> Result<usize, EventPending> {
         let (mut moved, mut tries) = (0, 0);
+        let unit = self.group.folios.largest_unit(s.folio_max).min(s.unit_max);
         let refused = || self.counters().move_refused.load(Relaxed);
         let enough = refused() + SHARED_TRIES;
         // (After a fork everything is shared: what a few tries show, more would only confirm, at a system call each.)
@@ -61,8 +62,10 @@ impl Pager {
                 continue;
             }
             let (start, mut n) = (first.vpn(), 1usize << first.order());
-            // Neighbours that came right after it go in the same call.
-            while n < want.clamp(16, RUN_PAGES) {
+            // Neighbours that came right after it go in the same call; as many as make one unit where large ones are wanted.
+            let border = 1 << unit;
+            let most = want.clamp(16, RUN_PAGES).max(border - start as usize % border);
+            while n < most {
                 let next = s.lru.peek_victim().filter(|e| e.vpn() == start + n as u64 && e.order() < MAX_ORDER);
                 let Some(next) = next else { break };
                 if !is_whole(s, next) || must_stay(s, next) || s.resident < n + FEW_LEFT {

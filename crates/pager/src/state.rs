@@ -5,8 +5,9 @@
 
 use crate::arena::{self, Layout, PAGE};
 use crate::batch::Batch;
+use crate::compress::largest_unit;
 use crate::densify::Sweep;
-use crate::folio::MAX_ORDER;
+use crate::folio::{MAX_ORDER, USUAL_UNIT};
 use crate::mapfile::MapFile;
 use crate::notify::Notified;
 use crate::object::{self, Header};
@@ -21,16 +22,18 @@ use uzswap_mm::codec::{Algorithm, Compressor, Decompressor};
 use uzswap_mm::compaction::Compactor;
 use uzswap_mm::compaction::policy::Emptiest;
 use uzswap_mm::lru::{Entry, List, Lru};
+use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
+use uzswap_mm::shrinker;
 use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::{Kind, Zone};
 use uzswap_mm::zsmalloc::{Handle, ZsPool};
 
 /// Pages faulted on last that stay whatever else there is.
 const LAST_TOUCHED: usize = 8;
-/// Bytes of the largest block.
-pub const BLOCK: usize = 64 << 10;
-/// Pages of the largest block.
+/// Bytes of the largest block that nobody asked for.
+pub const BLOCK: usize = PAGE << USUAL_UNIT;
+/// Pages of it.
 pub const BLOCK_PAGES: usize = BLOCK / PAGE;
 
 /// Pages of the largest folio.
@@ -129,6 +132,12 @@ pub struct State {
     pub algorithm: Algorithm,
     /// Order of the largest folio: what leaves at once must be little against the limit.
     pub folio_max: u8,
+    /// Order of the largest unit of compression: no more than what is asked for, and its compressor must be affordable.
+    pub unit_max: u8,
+    /// Order of the largest block there was; the usual one at least.
+    pub largest_block: u8,
+    /// Blocks of more than 64 KiB most of whose pages have gone: see `cut`.
+    pub sparse: Vec<shrinker::Entry>,
     /// Blocks of which a partial read left something behind (handles; at most [`LEFT_MOST`]).
     pub left_behind: BTreeSet<u32>,
     /// Buffers of the fault path's own reclaim.
@@ -198,6 +207,9 @@ impl State {
             sweep: Sweep::default(),
             algorithm,
             folio_max: MAX_ORDER,
+            unit_max: MAX_ORDER,
+            largest_block: USUAL_UNIT,
+            sparse: Vec::new(),
             left_behind: BTreeSet::new(),
             direct: None,
             swap: None,
@@ -211,6 +223,13 @@ impl State {
             remapping: Remapping::default(),
             lost: Vec::new(),
         }
+    }
+
+    /// Bounds folios and units by a limit (bytes): a folio is a 64th of it at most.
+    pub fn size_folios(&mut self, limit: usize) {
+        let most = (limit / PAGE / 64).max(BLOCK_PAGES);
+        self.folio_max = most.ilog2().min(u32::from(MAX_ORDER)) as u8;
+        self.unit_max = largest_unit(self.algorithm, self.folio_max, limit);
     }
 
     /// Notes an event, when events are recorded.
@@ -273,11 +292,11 @@ impl State {
     /// When the page did not refer to it.
     pub(crate) fn release_object(&mut self, handle: u32, index: usize) {
         let object = self.object(handle);
-        let mut head = Header::read(object);
-        assert!(head.live & (1 << index) != 0, "a page left an object it was not in");
-        head.live &= !(1 << index);
-        head.write(object);
-        if head.live == 0 {
+        let any_left = object::leave(object, index);
+        if any_left && object::order(object) > USUAL_UNIT {
+            self.note_sparse(handle);
+        }
+        if !any_left {
             for d in self.decoded.iter_mut().filter(|d| d.handle == Some(handle)) {
                 d.handle = None;
             }
@@ -410,15 +429,23 @@ impl State {
         self.evictions = (self.evictions + n as u32) & STAMP_MASK;
     }
 
-    /// Stores an object in the pool: `hashes` writes those of its pages. None when the pool is full.
-    pub fn put_object(&mut self, head: Header, hashes: impl FnOnce(&mut [u8]), bytes: &[u8]) -> Option<Handle> {
-        self.put_object_on_disk(head, hashes, bytes, None)
+    /// Stores an object in the pool, to which the pages `live` refer: `hashes` writes those of its pages. None when the pool is
+    /// full.
+    pub fn put_object(
+        &mut self,
+        head: Header,
+        live: PageSet,
+        hashes: impl FnOnce(&mut [u8]),
+        bytes: &[u8],
+    ) -> Option<Handle> {
+        self.put_object_on_disk(head, live, hashes, bytes, None)
     }
 
     /// The same of an object that may be on disk too.
     pub(crate) fn put_object_on_disk(
         &mut self,
         head: Header,
+        live: PageSet,
         hashes: impl FnOnce(&mut [u8]),
         bytes: &[u8],
         on_disk: Option<OnDisk>,
@@ -427,11 +454,13 @@ impl State {
         let (end, held) = (at + bytes.len(), self.pool.held_bytes());
         let len = end + if on_disk.is_some() { OnDisk::BYTES } else { 0 };
         let handle = self.pool.alloc(len)?;
+        self.largest_block = self.largest_block.max(head.order);
         self.rss += self.pool.held_bytes() - held;
         // SAFETY: the object was just allocated, and the lock is held (self is borrowed).
         let place = unsafe { self.layout.pool(handle.offset(), len) };
         let flag = if on_disk.is_some() { object::ON_DISK } else { 0 };
         Header { flags: head.flags & !object::ON_DISK | flag, ..head }.write(place);
+        object::set_live(place, live);
         hashes(place);
         place[at..end].copy_from_slice(bytes);
         if let Some(on_disk) = on_disk {

@@ -12,14 +12,15 @@
 
 use crate::arena::PAGE;
 use crate::batch::{Batch, Folio, Outcome, Unit};
-use crate::folio::LARGE_ORDER;
+use crate::folio::{LARGE_ORDER, USUAL_UNIT};
 use crate::inject::Site;
 use crate::object::{self, Header, REFERENCED};
 use crate::pager::Pager;
-use crate::state::{BLOCK, State};
+use crate::state::State;
 use core::sync::atomic::Ordering::*;
-use uzswap_mm::codec::{Algorithm, Decompressor, Encoding};
+use uzswap_mm::codec::{Algorithm, Encoding};
 use uzswap_mm::lru::Entry;
+use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Pte, Tag};
 use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
@@ -74,7 +75,7 @@ impl zswap::Store for Tables<'_> {
             return Err(Refused::Compressor);
         };
         let (out, hashes) = (&self.out[out_at..][..len], &self.hashes[page_at..][..1 << order]);
-        let head = Header { len, encoding, order, live: unit.live, vpn: unit.vpn, flags: REFERENCED };
+        let head = Header { len, encoding, order, vpn: unit.vpn, flags: REFERENCED };
         let set = |place: &mut [u8]| hashes.iter().enumerate().for_each(|(i, h)| object::set_hash(place, i, *h));
         if !self.pager.may_zswap(self.s, len) {
             return Err(Refused::Limit);
@@ -83,7 +84,7 @@ impl zswap::Store for Tables<'_> {
             return Err(Refused::NoPlace);
         }
         let on_disk = self.s.kept_place(unit.pages(), hashes);
-        let handle = self.s.put_object_on_disk(head, set, out, on_disk).ok_or(Refused::NoPlace)?;
+        let handle = self.s.put_object_on_disk(head, unit.live, set, out, on_disk).ok_or(Refused::NoPlace)?;
         if on_disk.is_some() {
             unit.pages().for_each(|(_, vpn)| self.s.hand_over_place(vpn));
         }
@@ -92,8 +93,7 @@ impl zswap::Store for Tables<'_> {
     }
 
     fn take_back(&mut self, handle: u32) {
-        let live = Header::read(self.s.object(handle)).live;
-        (0..16).filter(|i| live & (1 << i) != 0).for_each(|i| self.s.release(handle, i));
+        object::live(self.s.object(handle)).iter().for_each(|i| self.s.release(handle, i));
     }
 
     fn index(&mut self, vpn: u64, place: Option<(u32, usize)>) -> Result<(), Refused> {
@@ -140,10 +140,10 @@ impl Pager {
     pub fn prepare(&self, s: &mut State, batch: &mut Batch, want: usize, keep: usize) -> bool {
         batch.use_dense = s.algorithm == Algorithm::Lz4 && self.crowded(s);
         if batch.use_dense {
-            batch.dense();
+            batch.tools.dense();
         }
-        if self.group.folios.verify.load(Relaxed) != 0 && batch.verifier.is_none() {
-            batch.verifier = Some((Decompressor::new(), vec![0; BLOCK]));
+        if self.group.folios.verify.load(Relaxed) != 0 {
+            batch.verify();
         }
         let (mut taken, mut done) = (0, false);
         while taken < want && s.idle_staged() > keep {
@@ -238,13 +238,14 @@ impl Pager {
                 let pte = s.pt.get(at + i);
                 s.pt.set(at + i, pte.tagged(Tag::Busy));
             }
+            batch.make_room_for(unit);
             batch.units.push(Unit {
                 vpn: at,
                 order: unit,
                 slot,
                 page_at: before + count,
                 out_at: 0,
-                moved: 0,
+                moved: PageSet::default(),
                 outcome: Outcome::Pending,
             });
             count += 1 << unit;
@@ -299,7 +300,7 @@ impl Pager {
         let hints = s.pt.hints(vpn);
         let strong = dense || s.algorithm != Algorithm::Lz4;
         let want = match set {
-            Some(order) => order,
+            Some(order) => order.min(s.unit_max),
             None if hints & HINT_RANDOM != 0 => 0,
             None if strong && (hints & HINT_SEQUENTIAL != 0 || folio >= 4) => 4,
             None => 2,
@@ -310,6 +311,7 @@ impl Pager {
         let together = |order: u8| {
             vpn.is_multiple_of(1 << order)
                 && vpn + (1 << order) <= end
+                && (order <= USUAL_UNIT || place.is_none())
                 && (1..1u32 << order).all(|i| {
                     let (at, index) = (vpn + u64::from(i), i as usize);
                     let pte = s.pt.get(at);
@@ -324,6 +326,7 @@ impl Pager {
     /// Stores a compressed batch; returns the pages that left.
     pub fn commit(&self, s: &mut State, batch: &mut Batch) -> usize {
         let mut left = 0;
+        batch.cut_raw();
         for f in batch.folios.drain(..) {
             let units = &mut batch.units[f.units.clone()];
             if !s.moved_busy.is_empty() {
@@ -373,14 +376,15 @@ impl Pager {
         let c = self.counters();
         let mut any = false;
         for (u, (unit, _)) in units.iter().zip(plan) {
-            let live = u64::from(unit.live.count_ones());
+            let live = unit.live.len() as u64;
             match u.outcome {
                 Outcome::Packed { encoding, len } if live > 0 => {
                     any = true;
-                    note_store(s, u, len, unit.live);
+                    note_store(s, u, len, &unit.live);
                     c.zswpout.fetch_add(live, Relaxed);
                     if u.order > 0 {
                         c.folios.block_write.fetch_add(1, Relaxed);
+                        c.folios.count(u.order, |c| &c.block_write);
                     }
                     if matches!(encoding, Encoding::Raw) {
                         c.stored_incompressible_pages.fetch_add(live, Relaxed);
@@ -443,16 +447,19 @@ impl Pager {
         }
         for (u, (unit, _)) in units.iter().zip(plan) {
             for i in 0..1u32 << u.order {
-                if unit.live & (1 << i) != 0 {
+                if unit.live.has(i as usize) {
                     s.busy -= 1;
                     let at = u.vpn + u64::from(i);
                     s.pt.set(at, s.pt.get(at).tagged(Tag::Staged));
-                } else if u.moved & (1 << i) == 0 {
+                } else if !u.moved.has(i as usize) {
                     s.zone.free(Kind::Frame, u.slot + i, 0);
                 }
             }
             if split {
-                s.lru.staged.push(Entry::new(u.vpn, u.order, 0));
+                // (A folio of one large unit would come to the same again.)
+                let order = u.order.min(USUAL_UNIT);
+                let parts = (u.vpn..u.vpn + (1 << u.order)).step_by(1 << order);
+                parts.for_each(|at| s.lru.staged.push(Entry::new(at, order, 0)));
             }
         }
         if !split {
@@ -463,13 +470,11 @@ impl Pager {
 
 /// A unit as it is to be stored: less the pages the program took back while it was being compressed.
 fn planned(s: &State, u: &Unit) -> (zswap::Unit, Packed) {
-    let mut live = 0;
-    for i in 0..1u32 << u.order {
-        let pte = s.pt.get(u.vpn + u64::from(i));
-        if pte.tag() == Tag::Busy && pte.aux() == u.slot + i {
-            live |= 1 << i;
-        }
-    }
+    let is_there = |i: &usize| {
+        let pte = s.pt.get(u.vpn + *i as u64);
+        pte.tag() == Tag::Busy && pte.aux() == u.slot + *i as u32
+    };
+    let live = (0..1 << u.order).filter(is_there).collect();
     let packed = match u.outcome {
         Outcome::Zero => Packed::Zero,
         Outcome::Packed { .. } => Packed::Bytes,
@@ -481,17 +486,18 @@ fn planned(s: &State, u: &Unit) -> (zswap::Unit, Packed) {
 
 /// The frames of a unit that was stored are free, but for those that are staged elsewhere now.
 fn free_frames(s: &mut State, u: &Unit) {
-    if u.moved == 0 {
+    if u.moved.is_empty() {
         s.zone.free_run(Kind::Frame, u.slot, 1 << u.order);
     } else {
-        (0..1u32 << u.order).filter(|i| u.moved & (1 << i) == 0).for_each(|i| s.zone.free(Kind::Frame, u.slot + i, 0));
+        let here = (0..1u32 << u.order).filter(|i| !u.moved.has(*i as usize));
+        here.for_each(|i| s.zone.free(Kind::Frame, u.slot + i, 0));
     }
 }
 
 /// The pages of a unit that mremap has taken elsewhere since: they are staged there, in the frames they have.
 #[cold]
-fn elsewhere(s: &mut State, u: &Unit) -> u16 {
-    let mut moved = 0;
+fn elsewhere(s: &mut State, u: &Unit) -> PageSet {
+    let mut moved = PageSet::default();
     for i in 0..1u32 << u.order {
         let Some(k) = s.moved_busy.iter().position(|(slot, _)| *slot == u.slot + i) else { continue };
         let (slot, vpn) = s.moved_busy.swap_remove(k);
@@ -501,19 +507,19 @@ fn elsewhere(s: &mut State, u: &Unit) -> u16 {
             s.busy -= 1;
             s.pt.set(vpn, Pte::new(Tag::Staged, slot));
             s.lru.staged.push(Entry::new(vpn, 0, 0));
-            moved |= 1 << i;
+            moved.put(i as usize, true);
         }
     }
     moved
 }
 
-fn note_store(s: &State, u: &Unit, len: usize, live: u16) {
+fn note_store(s: &State, u: &Unit, len: usize, live: &PageSet) {
     if s.recorder.is_none() {
         return;
     }
     s.note(Record::of_object(trace::Kind::Store, u.vpn, u.order, len));
     // Pages that the program took back, or dropped, while they were compressed.
-    for i in (0..1u64 << u.order).filter(|i| live & (1 << i) == 0) {
-        s.note_pages(trace::Kind::Drop, u.vpn + i, 1);
+    for i in (0..1usize << u.order).filter(|i| !live.has(*i)) {
+        s.note_pages(trace::Kind::Drop, u.vpn + i as u64, 1);
     }
 }

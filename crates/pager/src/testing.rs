@@ -8,6 +8,7 @@ use crate::state::State;
 use crate::swap::clusters::ClusterMap;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
+use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{Pte, Tag};
 use uzswap_sys::uffd::{self, Uffd};
 use uzswap_sys::{raw, sys};
@@ -137,28 +138,32 @@ pub(crate) fn half_noise(vpn: u64) -> [u8; PAGE] {
     page
 }
 
-/// Stores `1 << order` pages at `vpn` as one lz4 object (or raw, if they do not compress), idle, and lists it; those in `copies` are kept copies of resident
+/// When the pages of [`store`] were evicted.
+pub(crate) const EVICTED_AT: u32 = 48;
+
+/// Stores `1 << order` pages at `vpn` as one lz4 object (or raw, if they do not compress), idle, and lists it; those in `copies` (of the first 16) are kept copies of resident
 /// pages, the others are out. The object.
 pub(crate) fn store(s: &mut State, vpn: u64, order: u8, copies: u16, content: fn(u64) -> [u8; PAGE]) -> u32 {
     let pages = 1u64 << order;
     let plain: Vec<u8> = (0..pages).flat_map(|i| content(vpn + i)).collect();
     let mut packed = vec![0; plain.len()];
-    let (encoding, len) = Compressor::new(Algorithm::Lz4).compress(&plain, &mut packed).unwrap_or_else(|| {
-        packed.copy_from_slice(&plain);
-        (Encoding::Raw, plain.len())
-    });
-    let head = Header { len, encoding, order, live: ((1u32 << pages) - 1) as u16, vpn, flags: 0 };
+    let (encoding, len) =
+        Compressor::with_source_max(Algorithm::Lz4, plain.len()).compress(&plain, &mut packed).unwrap_or_else(|| {
+            packed.copy_from_slice(&plain);
+            (Encoding::Raw, plain.len())
+        });
+    let head = Header { len, encoding, order, vpn, flags: 0 };
     let set = |place: &mut [u8]| {
         plain.chunks(PAGE).enumerate().for_each(|(i, p)| object::set_hash(place, i, object::hash(p)));
     };
-    let handle = s.put_object(head, set, &packed[..len]).expect("room").raw();
+    let handle = s.put_object(head, PageSet::first(pages as usize), set, &packed[..len]).expect("room").raw();
     for i in 0..pages {
-        let pte = if copies & (1 << i) != 0 {
+        let pte = if i < 16 && copies & (1 << i) != 0 {
             s.resident += 1;
             Pte::new(Tag::Resident, 0).with_copy(handle)
         } else {
             s.swapped += 1;
-            Pte::compressed(handle, i as usize, 5)
+            Pte::compressed(handle, i as usize, EVICTED_AT)
         };
         s.pt.set(vpn + i, pte);
     }

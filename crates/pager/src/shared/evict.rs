@@ -246,8 +246,8 @@ impl Engine {
         let handle = match u.outcome {
             Outcome::Zero | Outcome::Clean => None,
             Outcome::Packed { encoding, at, len } => {
-                let head = Header { len, encoding, order: u.order, live, vpn: first, flags: 0 };
-                match self.store.put(head, &batch.hashes[u.first..u.first + n], &batch.out[at..at + len]) {
+                let head = Header { len, encoding, order: u.order, vpn: first, flags: 0 };
+                match self.store.put(head, live, &batch.hashes[u.first..u.first + n], &batch.out[at..at + len]) {
                     None => return 0,
                     handle => handle,
                 }

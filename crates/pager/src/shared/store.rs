@@ -38,14 +38,15 @@ impl Store {
         self.pool.metadata_bytes()
     }
 
-    /// Stores an object: `hashes` are those of its pages. None when the pool is full.
-    pub fn put(&mut self, head: Header, hashes: &[u128], bytes: &[u8]) -> Option<u32> {
+    /// Stores an object to which the pages `live` refer: `hashes` are those of its pages. None when the pool is full.
+    pub fn put(&mut self, head: Header, live: u16, hashes: &[u128], bytes: &[u8]) -> Option<u32> {
         let at = object::head_bytes(head.order);
         let handle = self.pool.alloc(at + bytes.len())?;
         // SAFETY: the place was just given to us, inside our mapping, and self is borrowed mutably.
         let place =
             unsafe { core::slice::from_raw_parts_mut((self.base + handle.offset()) as *mut u8, at + bytes.len()) };
         head.write(place);
+        object::set_live(place, live.into());
         for (i, hash) in hashes.iter().enumerate() {
             object::set_hash(place, i, *hash);
         }
@@ -65,13 +66,10 @@ impl Store {
 
     /// Ends the reference of page `index`; frees the object with the last and says so.
     pub fn release(&mut self, handle: u32, index: usize) -> bool {
-        let mut head = Header::read(self.object(handle));
-        assert!(head.live & (1 << index) != 0, "a page left an object it was not in");
-        head.live &= !(1 << index);
+        let len = self.object(handle).len();
         let at = (self.base + Handle::from_raw(handle).offset()) as *mut u8;
         // SAFETY: a live object, of which no slice is left, and self is borrowed mutably.
-        head.write(unsafe { core::slice::from_raw_parts_mut(at, object::HEADER_BYTES) });
-        if head.live != 0 {
+        if object::leave(unsafe { core::slice::from_raw_parts_mut(at, len) }, index) {
             return false;
         }
         if let Some(freed) = self.pool.free(Handle::from_raw(handle)) {

@@ -30,6 +30,7 @@ use crate::relocate;
 use crate::state::{BLOCK, State};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
+use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, Tag};
 use uzswap_mm::shrinker::Entry;
 use uzswap_mm::trace::{Kind, Record};
@@ -122,7 +123,8 @@ impl State {
     fn unit_of(&self, entry: Entry, may: impl Fn(u8) -> bool) -> Option<Unit> {
         let (out, copies) = self.pages_of(entry)?;
         let head = self.header_of(entry);
-        if !is_warm(&head) || out != head.live || copies != 0 {
+        // (What was set aside may have gone, and a large block lie there.)
+        if head.order > object::SMALL || !is_warm(&head) || out != self.live_of(entry.handle) || copies != 0 {
             return None;
         }
         let hints = self.pt.hints(entry.vpn);
@@ -151,9 +153,18 @@ impl State {
                 return None;
             }
             let part = Entry { vpn, handle: pte.handle() };
+            if self.header_of(part).order > object::SMALL {
+                return None;
+            }
             let (head, (out, copies)) = (self.header_of(part), self.pages_of(part)?);
             let all = ((1u32 << (1 << head.order)) - 1) as u16;
-            if !is_warm(&head) || out != all || copies != 0 || at + (1 << head.order) > unit.pages() {
+            // (What was set aside may have gone, and a large block lie there.)
+            if head.order > object::SMALL
+                || !is_warm(&head)
+                || out != all
+                || copies != 0
+                || at + (1 << head.order) > unit.pages()
+            {
                 return None;
             }
             unit.add(part.handle, &head, out, at);
@@ -320,7 +331,7 @@ impl Pager {
     /// An object that is not to be had denser is the next to be met, and is then written as it is.
     fn leave_warm(&self, s: &mut State, swap: &mut Swap, entry: Entry) {
         object::set_flags(s.object(entry.handle), object::TRIED, 0);
-        let pages = u64::from(s.header_of(entry).live.count_ones());
+        let pages = u64::from(s.live_of(entry.handle).count_ones());
         self.counters().reject_recompress_poor.fetch_add(pages, Relaxed);
         swap.shrinker.put_back(entry);
     }
@@ -337,16 +348,15 @@ impl Pager {
             return None;
         }
         let unit = &lot.unit;
-        let head = Header { len, encoding, order: unit.order, live: unit.live, vpn: unit.vpn, flags: 0 };
+        let head = Header { len, encoding, order: unit.order, vpn: unit.vpn, flags: 0 };
         let mut hashes = [0; 16 * MOST_PAGES];
         for (part, from, order) in unit.parts() {
             let hashes = &mut hashes[16 * from..][..16 << order];
-            hashes.copy_from_slice(&s.object(part.handle)[object::HEADER_BYTES..object::head_bytes(order)]);
+            hashes.copy_from_slice(object::hashes(s.object(part.handle)));
         }
         let hashes = &hashes[..16 << unit.order];
-        let set =
-            |place: &mut [u8]| place[object::HEADER_BYTES..object::head_bytes(unit.order)].copy_from_slice(hashes);
-        let new = s.put_object(head, set, &tools.packed[lot.at..][..len])?.raw();
+        let (live, set) = (PageSet::from(unit.live), |place: &mut [u8]| object::set_hashes(place, 0, hashes));
+        let new = s.put_object(head, live, set, &tools.packed[lot.at..][..len])?.raw();
         if self.group.folios.verify.load(Relaxed) != 0
             && !decode(s, new, &mut tools.plain[lot.at..][..unit.pages() * PAGE])
         {
@@ -358,7 +368,7 @@ impl Pager {
             let share = len * (1 << order) / unit.pages();
             s.note(Record::of_object(Kind::Resize, part.vpn, order, share));
         }
-        relocate::repoint(&mut s.pt, &head, new);
+        relocate::repoint(&mut s.pt, &head, &live, new);
         for (part, from, order) in unit.parts() {
             let mine = |i: &usize| unit.live & (1 << (from + i)) != 0;
             (0..1usize << order).filter(mine).for_each(|i| s.release(part.handle, i));

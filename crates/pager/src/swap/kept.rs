@@ -32,6 +32,7 @@ use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::Encoding;
+use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_REUSED, Pte, Tag};
 use uzswap_mm::shrinker::Entry;
 use uzswap_mm::swapfile::Place;
@@ -168,10 +169,10 @@ impl State {
 
     fn put_stub(&mut self, vpn: u64, of: &Header, at: OnDisk, handle: u32, index: usize) -> Option<u32> {
         let hash = object::stored_hash(self.object(handle), index);
-        let head = Header { len: 0, order: 0, live: 1, vpn, flags: 0, ..*of };
+        let head = Header { len: 0, order: 0, vpn, flags: 0, ..*of };
         let at = OnDisk { place: at.place, first: at.first + index as u8 };
         let set = |to: &mut [u8]| object::set_hash(to, 0, hash);
-        self.put_object_on_disk(head, set, &[], Some(at)).map(|handle| handle.raw())
+        self.put_object_on_disk(head, PageSet::first(1), set, &[], Some(at)).map(|handle| handle.raw())
     }
 
     /// A staged page is what its stub says it was: its entry is that of a page on disk. Its frame is the caller's to free.
@@ -199,8 +200,9 @@ impl State {
         for (vpn, handle) in &found {
             // (Several pages may name one object, of which the first to be met ends the place.)
             let Some(at) = self.on_disk(*handle) else { continue };
-            let head = Header::read(self.object(*handle));
-            (0..MOST_PAGES).filter(|i| head.live & (1 << i) != 0).for_each(|i| swap.release(at.place, at.bit(i)));
+            let object = self.object(*handle);
+            let head = Header::read(object);
+            object::live(object).iter().for_each(|i| swap.release(at.place, at.bit(i)));
             object::set_flags(self.object(*handle), 0, object::ON_DISK);
             if head.len == 0 {
                 let pte = self.pt.get(*vpn);

@@ -63,10 +63,10 @@ use writeback::RUN_BYTES;
 const FRONT: usize = 8;
 /// Pages due to be met from which on a round of the writing thread is worth while; in a small pool it is an eighth of it.
 const MOST_DUE: usize = 512;
-/// Pages of the largest object.
-const MOST_PAGES: usize = 16;
+/// Pages of the largest object on disk: larger ones are cut before they go there ([`crate::cut`]).
+const MOST_PAGES: usize = 1 << object::SMALL;
 /// Bytes of the largest object on disk: one stored raw.
-const MOST_OBJECT: usize = SEAL + FRONT + object::head_bytes(4) + PAGE * MOST_PAGES;
+const MOST_OBJECT: usize = SEAL + FRONT + object::head_bytes(object::SMALL) + PAGE * MOST_PAGES;
 
 /// An object that is being written.
 #[derive(Clone, Copy)]
@@ -97,6 +97,8 @@ pub struct Swap {
     writing: [(u64, u64); pipeline::DEPTH],
     /// Objects to be recompressed rather than written, taken off the list.
     aside: Vec<Entry>,
+    /// A block too large for the disk, met by the round that is being planned and to be cut when that ends.
+    to_cut: Option<Entry>,
     /// What is being recompressed.
     packing: Vec<dense::Unit>,
     /// How far the member was whom it last waited for, and since when (monotonic nanoseconds): see [`turns`].
@@ -132,6 +134,7 @@ impl Swap {
             flights: Default::default(),
             writing: Default::default(),
             aside: Vec::with_capacity(dense::MOST_ASIDE),
+            to_cut: None,
             packing: Vec::with_capacity(dense::MOST_ASIDE),
             waits_for: (0, 0),
             bad: Vec::new(),
@@ -200,7 +203,7 @@ impl State {
     fn prune(&self, shrinker: &mut Shrinker) {
         let flags = |e: Entry, set, clear| object::set_flags(self.object(e.handle), set, clear);
         shrinker.prune(|e| {
-            let first = self.pages_of(e).is_some() && self.header_of(e).flags & object::SEEN == 0;
+            let first = (self.pages_of(e).is_some() || self.is_large(e)) && self.header_of(e).flags & object::SEEN == 0;
             if first {
                 flags(e, object::SEEN, 0);
             }
@@ -241,7 +244,7 @@ impl State {
         swap.release(place, pages);
     }
 
-    /// The pages of an entry's object that are out, and those whose kept copy it is (a bit for each); None when no page
+    /// The pages of an entry's object, which is no [large one](State::is_large), that are out, and those whose kept copy it is (a bit for each); None when no page
     /// at its place refers to it, so that the entry is stale.
     fn pages_of(&self, e: Entry) -> Option<(u16, u16)> {
         let (mut out, mut copies) = (0u16, 0u16);
@@ -254,6 +257,11 @@ impl State {
             }
         }
         (out | copies != 0).then_some((out, copies))
+    }
+
+    /// The pages that refer to an object of at most 16 (a bit for each).
+    fn live_of(&self, handle: u32) -> u16 {
+        object::live(self.object(handle)).first_16()
     }
 
     /// The header of an entry's object, which some page refers to.

@@ -22,7 +22,7 @@ use super::io::Trouble;
 use super::kept::OnDisk;
 use super::reads::{BUFFER, Read, Reads};
 use super::seal::SEAL;
-use super::{FRONT, MOST_PAGES, Swap, checksum};
+use super::{FRONT, Swap, checksum};
 use crate::fault::Request;
 use crate::object::{self, Header};
 use crate::pager::Pager;
@@ -200,8 +200,8 @@ impl Pager {
     /// False when nobody wants the object any more, or there is no room for it.
     fn install_object(&self, s: &mut State, place: Place, stored: &[u8], base: u64, is_wanted: bool) -> bool {
         let head = Header::read(stored);
-        let body = object::head_bytes(head.order.min(4));
-        if 1 << head.order > MOST_PAGES || body + head.len > stored.len() {
+        let body = object::head_bytes(head.order.min(object::SMALL));
+        if head.order > object::SMALL || body + head.len > stored.len() {
             return false;
         }
         let belongs = |s: &State, i: u64| {
@@ -213,13 +213,11 @@ impl Pager {
             return false;
         }
         let ahead = if is_wanted { 0 } else { object::AHEAD };
-        let new = Header { live: pages, flags: object::REFERENCED | ahead, ..head };
-        let hashes = |to: &mut [u8]| {
-            to[object::HEADER_BYTES..body].copy_from_slice(&stored[object::HEADER_BYTES..body]);
-        };
+        let new = Header { flags: object::REFERENCED | ahead, ..head };
+        let hashes = |to: &mut [u8]| object::set_hashes(to, 0, object::hashes(stored));
         let keeps = s.swap.as_ref().is_some_and(|swap| swap.keeps);
         let at = keeps.then_some(OnDisk { place, first: 0 });
-        let Some(handle) = s.put_object_on_disk(new, hashes, &stored[body..body + head.len], at) else {
+        let Some(handle) = s.put_object_on_disk(new, pages.into(), hashes, &stored[body..body + head.len], at) else {
             self.counters().reject_alloc_fail.fetch_add(1, Relaxed);
             return false;
         };

@@ -62,7 +62,7 @@ impl Scene {
 /// The page is out, in the pool, and what it was; how its object is compressed, and its order.
 fn check(s: &mut State, vpn: u64, content: Content) -> (Encoding, u8) {
     let pte = s.pt.get(vpn);
-    assert_eq!((pte.tag(), pte.evicted_at()), (Tag::Compressed, 5), "page {vpn:x}");
+    assert_eq!((pte.tag(), pte.evicted_at()), (Tag::Compressed, testing::EVICTED_AT), "page {vpn:x}");
     let head = Header::read(s.object(pte.handle()));
     assert_eq!(head.vpn + pte.index() as u64, vpn);
     assert_eq!(pte.state().tier(), object::tier(head.encoding));
@@ -121,6 +121,43 @@ fn idle_objects_are_made_dense_and_written_when_met_again() {
     assert!((FIRST..FIRST + 48).all(|vpn| s.pt.get(vpn).tag() == Tag::Disk));
     assert_eq!((scene.count(|c| &c.zswpwb), s.pool.used_bytes()), (48, 0));
     end(s, FIRST..FIRST + 48);
+}
+
+/// On disk there are blocks of 64 KiB at most: a larger one is cut when its turn comes, after its second chance.
+#[test]
+fn large_blocks_are_cut_and_their_parts_written() {
+    let mut scene = Scene::new();
+    let s = &mut *scene.pager.state.lock();
+    // A block of which there are copies only just goes.
+    let copies = testing::store(s, FIRST + 512, 5, 0xffff, half_noise);
+    for vpn in FIRST + 512 + 16..FIRST + 512 + 32 {
+        s.pt.set(vpn, Pte::new(Tag::Resident, 0).with_copy(copies));
+        (s.swapped, s.resident) = (s.swapped - 1, s.resident + 1);
+    }
+    let handle = testing::store(s, FIRST, 9, 0, half_noise);
+    object::set_flags(s.object(handle), object::REFERENCED, 0);
+    let all = FIRST..FIRST + 512;
+    let is_bare = |s: &State| (FIRST + 512..FIRST + 544).all(|vpn| s.pt.get(vpn) == Pte::new(Tag::Resident, 0));
+    // While there is no place for its parts it stays, and nothing is written.
+    scene.pager.group.faults.set("pool=1/1", 1).unwrap();
+    assert!((0..4).all(|_| scene.plan(s, 0).is_none()));
+    assert!(is_bare(s));
+    assert_eq!((s.pt.get(FIRST).handle(), s.swap.as_ref().unwrap().shrinker.len()), (handle, 1));
+    scene.pager.group.faults.set("pool=0/1", 1).unwrap();
+    let mut rounds = 0;
+    while all.clone().any(|vpn| s.pt.get(vpn).tag() != Tag::Disk) {
+        if scene.plan(s, 0).is_some() {
+            scene.pager.complete(s, 0, true);
+        }
+        while scene.pack(s).is_some() {}
+        rounds += 1;
+        assert!(rounds < 1000, "it is written in the end");
+        let pool = all.clone().filter(|vpn| s.pt.get(*vpn).tag() == Tag::Compressed).collect::<Vec<_>>();
+        pool.into_iter().step_by(37).for_each(|vpn| assert!(check(s, vpn, half_noise).1 <= 4));
+    }
+    assert_eq!((scene.count(|c| &c.folios.block_cut), scene.count(|c| &c.zswpwb)), (1, 512));
+    assert_eq!(s.pool.used_bytes(), 0);
+    end(s, FIRST..FIRST + 544);
 }
 
 #[test]

@@ -20,10 +20,12 @@ use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
+use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{HINT_REUSED, Pte, Tag};
 use uzswap_mm::shrinker::{Entry, Verdict};
 use uzswap_mm::swapfile::{BLOCK, GRAIN, Run, offset};
 use uzswap_mm::trace::{Kind, Record};
+use uzswap_mm::zswap::Refused;
 use uzswap_sys::process::Identity;
 use uzswap_sys::{lock, thread};
 
@@ -129,7 +131,11 @@ impl Pager {
     pub(super) fn plan_round(&self, s: &mut State, slot: usize, buffer: &mut [u8]) -> Round {
         let Some(mut swap) = s.swap.take() else { return Round::Rest(REST_NS) };
         let round = self.plan_run(s, &mut swap, slot, buffer);
+        let to_cut = swap.to_cut.take();
         s.swap = Some(swap);
+        if let Some(block) = to_cut {
+            self.cut_for_disk(s, block);
+        }
         round
     }
 
@@ -172,7 +178,7 @@ impl Pager {
         let (more, freed) = self.fill_run(s, swap, slot, &mut run, buffer, task);
         self.me().pool.store(s.pool.held_bytes() as u64, Relaxed);
         if swap.flights[slot].is_empty() {
-            let again = more || freed || !swap.aside.is_empty();
+            let again = more || freed || !swap.aside.is_empty() || swap.to_cut.is_some();
             return if again { Round::Again } else { Round::Rest(IDLE_NS) };
         }
         let (at, len) = swap.books.extent(&run);
@@ -245,7 +251,7 @@ impl Pager {
         let (mut met, mut freed, mut hoped, mut turn) = (0, 0, 0, 0);
         // (Dense takes longer than the disk does: not while somebody waits for room.)
         let hurry = self.excess(s) > 0;
-        while met < MOST_MET {
+        while met < MOST_MET && swap.to_cut.is_none() {
             let for_room = freed + hoped + run.filled() < task.bytes && turn < task.pages;
             let for_pressure = task.due && swap.shrinker.due() > 0;
             if !for_room && !for_pressure {
@@ -253,14 +259,15 @@ impl Pager {
             }
             let Some(entry) = swap.shrinker.pop() else { break };
             met += 1;
-            let Some((out, copies)) = s.pages_of(entry) else { continue };
-            let head = s.header_of(entry);
-            if head.flags & object::HELD != 0 {
-                // (An older entry of what is on its way: that one comes back to the list if the object does.)
+            if s.is_large(entry) {
+                freed += set_to_cut(s, swap, entry);
                 continue;
             }
-            if (out | copies) != head.live {
-                // (After mremap of a part its pages are elsewhere: such an object stays.)
+            let Some((out, copies)) = s.pages_of(entry) else { continue };
+            let head = s.header_of(entry);
+            // (An older entry of what is on its way: that one comes back to the list if the object does. And after mremap of a
+            // part an object's pages are elsewhere: it stays.)
+            if head.flags & object::HELD != 0 || (out | copies) != s.live_of(entry.handle) {
                 continue;
             }
             let warm = !hurry && copies == 0 && is_warm(&head);
@@ -289,7 +296,7 @@ impl Pager {
                 swap.shrinker.put_back(entry);
                 break;
             }
-            drop_copies(s, entry, copies);
+            drop_copies(s, entry, copies.into());
             if out == 0 {
                 freed += bytes;
                 continue;
@@ -301,6 +308,19 @@ impl Pager {
         self.took_turn(&task, turn);
         // (Where all that was met had its second chance only, that was progress too.)
         (met == MOST_MET || turn > 0, freed > 0)
+    }
+
+    /// Cuts a block that was set aside: its parts are the next to be met. (What cannot be cut for want of room is met again;
+    /// for other reasons, never.)
+    fn cut_for_disk(&self, s: &mut State, entry: Entry) {
+        let parts = self.cut(s, entry);
+        let Some(swap) = s.swap.as_mut() else { return };
+        match parts {
+            Ok(parts) => parts.into_iter().rev().for_each(|part| swap.shrinker.put_back(part)),
+            Err(Refused::NoPlace) => swap.shrinker.rotate(entry),
+            // (As what mremap has torn apart it stays.)
+            Err(_) => {}
+        }
     }
 
     /// Puts an object, which fits, into the run.
@@ -429,13 +449,34 @@ impl State {
     }
 }
 
+/// Sets a block that was met, and is too large for the disk, aside to be cut, unless it has a second chance, or nothing of it is
+/// out: what its copies took is freed then.
+fn set_to_cut(s: &mut State, swap: &mut Swap, entry: Entry) -> usize {
+    let head = s.header_of(entry);
+    if s.has_second_chance(swap, entry, &head) {
+        swap.shrinker.met(1 << head.order);
+        return 0;
+    }
+    let block = s.object(entry.handle);
+    let (bytes, live) = (block.len(), object::live(block));
+    let is_copy = |i: &usize| s.pt.get(entry.vpn + *i as u64).copy() == Some(entry.handle);
+    let copies: PageSet = live.iter().filter(is_copy).collect();
+    drop_copies(s, entry, copies);
+    if copies == live {
+        swap.shrinker.met(1 << head.order);
+        return bytes;
+    }
+    swap.to_cut = Some(entry);
+    0
+}
+
 /// Pages that are resident give up their kept copy.
-fn drop_copies(s: &mut State, entry: Entry, copies: u16) {
-    for i in (0..16).filter(|i| copies & (1 << i) != 0) {
-        let at = entry.vpn + i;
+fn drop_copies(s: &mut State, entry: Entry, copies: PageSet) {
+    for i in copies.iter() {
+        let at = entry.vpn + i as u64;
         let pte = s.pt.get(at);
         s.pt.set(at, Pte::new(pte.tag(), pte.aux()));
-        s.release(entry.handle, i as usize);
+        s.release(entry.handle, i);
         debug_assert!(matches!(pte.tag(), Tag::Resident | Tag::Staged | Tag::Busy));
     }
 }

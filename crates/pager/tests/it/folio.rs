@@ -214,7 +214,8 @@ fn a9_zero_folios_take_no_pool_memory() {
 fn b1_the_unit_of_compression_is_selectable() {
     let _one = alone();
     let mut pages_per_block = Vec::new();
-    for unit in [0u8, 2, 3, 4] {
+    // (A folio is a 64th of the limit at most: see below for larger ones.)
+    for unit in [0u8, 2, 3, 4, 5, 6] {
         let mut region = region("");
         region.group().folios.units.iter().for_each(|u| u.store(unit + 1, Relaxed));
         fill(&mut region, 1);
@@ -224,10 +225,81 @@ fn b1_the_unit_of_compression_is_selectable() {
         println!("order {unit}: {blocks} blocks, {pages} pages");
         pages_per_block.push(pages / blocks.max(1));
         assert_eq!(blocks == 0, unit == 0);
+        let of_this_size = unit.checked_sub(2).map(|i| get(&folios(&region).orders[i as usize].block_write));
+        assert!(of_this_size.is_none_or(|n| n > blocks / 4), "{of_this_size:?} of {blocks} blocks are that large");
         let mut rng = Rng::new(seed());
         against_model(&mut region, 1, rng.next(), 500);
     }
-    assert!(pages_per_block[1] < pages_per_block[2] && pages_per_block[2] < pages_per_block[3]);
+    assert!(pages_per_block[1..].is_sorted_by(|a, b| a < b), "{pages_per_block:?}");
+}
+
+/// A region whose folios and units are of up to 2 MiB.
+fn large(faults: &str, unit: u8, verify: bool) -> Region {
+    let region = Region::new(224 * MIB, &Options::new(128 * MIB)).unwrap();
+    let settings = &region.group().folios;
+    settings.units.iter().for_each(|u| u.store(unit + 1, Relaxed));
+    settings.verify.store(u32::from(verify), Relaxed);
+    if !faults.is_empty() {
+        region.group().faults.set(faults, 1).unwrap();
+    }
+    region
+}
+
+/// B1, B3: units of up to 2 MiB are stored whole, come back whole, and are written to and read in part.
+#[test]
+fn b1_units_of_up_to_2_mib() {
+    let _one = alone();
+    for unit in [7u8, 8, 9] {
+        let mut region = large("", unit, false);
+        fill(&mut region, 1);
+        verify(&region, 1);
+        let f = folios(&region);
+        let [written, whole] = [&f.orders[unit as usize - 2].block_write, &f.orders[unit as usize - 2].zswpin].map(get);
+        println!("order {unit}: {written} written, {whole} came back whole; {} read", get(&f.block_read));
+        assert!(written as usize * (PAGE << unit) > 64 * MIB, "{written} units of order {unit}");
+        assert!(whole > 0);
+        assert_eq!(get(&f.block_read_again), 0, "no block is decompressed twice for one use");
+        against_model(&mut region, 2, seed(), 3000);
+        assert!(get(&folios(&region).block_partial_write) > 0);
+    }
+}
+
+/// A2, A8, B2: stores and loads of large units fail at every step, and no byte is lost: all of a unit is stored or none,
+/// and where there are no frames it is decompressed once and comes as small folios.
+#[test]
+fn a2_b2_large_units_fail_at_every_step() {
+    let _one = alone();
+    let steps = [
+        ("pool=1/4,limit=1/20", 9),
+        ("index=1/2000,limit=1/20", 9),
+        ("compress=1/4", 9),
+        ("frames=1/2,charge=1/2", 9),
+        ("pool=1/8,index=1/5000,compress=1/8,frames=1/3,charge=1/7,copy=1/20,move_out=1/50,move_in=1/50", 7),
+    ];
+    for (faults, unit) in steps {
+        let before = rss_anon();
+        let mut region = large(faults, unit, faults.contains("compress"));
+        fill(&mut region, 1);
+        verify(&region, 1);
+        against_model(&mut region, 2, seed(), 1000);
+        let f = folios(&region);
+        let written = get(&f.orders[unit as usize - 2].block_write);
+        let [refused, wrong, failed, small] =
+            [&f.pool_limit_hit, &f.reject_verify_fail, &f.block_failed, &f.block_fallback].map(get);
+        println!("{faults}: {written} units; {refused} at a limit, {wrong} wrong, {failed} failed, {small} in parts");
+        assert!(written > 10, "{faults}");
+        assert!(!faults.contains("limit") || refused > 0, "{faults}");
+        assert!(!faults.contains("compress") || wrong > 0, "{faults}");
+        assert!(!faults.contains("pool") && !faults.contains("index") || failed > 0, "{faults}");
+        assert!(!faults.contains("frames") || small > 0, "{faults}");
+        assert_eq!(get(&counters(&region).poisoned), 0, "{faults}");
+        let stats = region.stats();
+        let held = stats.resident + stats.staged + stats.free + stats.pool;
+        assert_eq!(stats.charged, held, "{faults}: the charge is what is held");
+        // (Of the model as much is the test's.)
+        let seen = rss_anon().saturating_sub(before);
+        assert!(seen < held + 24 * MIB, "{faults}: {seen} bytes resident, of which {held} are accounted for");
+    }
 }
 
 /// B2: when there are no contiguous frames the block is decompressed once and delivered as small folios, all in that
