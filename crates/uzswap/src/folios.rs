@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use uzswap_pager::folio::{
-    FolioCounters, FolioSettings, LARGE_ORDER, LARGE_ORDERS, MAX_ORDER, MAX_UNIT_ORDER, OrderCounters, directory,
+    FolioCounters, FolioSettings, LARGE_ORDER, LARGE_ORDERS, MAX_ORDER, OrderCounters, directory,
 };
 use uzswap_pager::group::{GroupPage, NODES};
 
@@ -16,7 +16,8 @@ pub struct FolioOptions {
     /// Which large folios enter the compressed pool whole: on (the default), off, or sizes, as 16K,64K,2M
     #[arg(long, value_name = "WHICH")]
     pub large_folios: Option<String>,
-    /// Unit of compression: 4K, 16K, 32K or 64K for all folios, or FOLIO:UNIT pairs, as 64K:16K,2M:64K
+    /// Unit of compression: 4K, or 16K to 2M, for all folios, or FOLIO:UNIT pairs, as 64K:16K,2M:512K. A folio, so a unit, is
+    /// at most a 64th of the limit
     #[arg(long, value_name = "SIZE")]
     pub unit: Option<String>,
     /// Decompress and compare what was compressed before its memory is given up
@@ -72,9 +73,12 @@ fn orders_off(text: &str) -> Result<u32, String> {
 
 /// What `--unit` says, as in `FolioSettings::units`.
 fn units(text: &str) -> Result<[u8; MAX_ORDER as usize + 1], String> {
-    let wrong =
-        |one: &str| format!("`{one}` in --unit is no unit of compression: it is 4K, 16K, 32K or 64K, or FOLIO:UNIT");
-    let unit = |text: &str| order(text).filter(|o| *o <= MAX_UNIT_ORDER && *o != 1);
+    let wrong = |one: &str| {
+        format!(
+            "`{one}` in --unit is no unit of compression: write 4K, or a power of two from 16K to 2M, or FOLIO:UNIT"
+        )
+    };
+    let unit = |text: &str| order(text).filter(|o| *o <= MAX_ORDER && *o != 1);
     let mut set = [0; MAX_ORDER as usize + 1];
     for one in text.split(',') {
         match one.split_once(':') {
@@ -147,9 +151,10 @@ mod tests {
     #[test]
     fn b1_units_for_all_and_by_order() {
         assert_eq!(units("16K").unwrap(), [3; 10]);
-        let some = units("16K:4K,2M:64K").unwrap();
-        assert_eq!((some[2], some[9], some[4]), (1, 5, 0));
-        for bad in ["", "8K", "128K", "2M", "16K:128K", "4M:4K", "16K:", "x"] {
+        assert_eq!((units("128K").unwrap(), units("2M").unwrap()), ([6; 10], [10; 10]));
+        let some = units("16K:4K,2M:64K,1M:512K").unwrap();
+        assert_eq!((some[2], some[9], some[8], some[4]), (1, 5, 8, 0));
+        for bad in ["", "8K", "48K", "4M", "2M:8K", "4M:4K", "16K:", "x"] {
             assert!(units(bad).is_err(), "{bad}");
         }
     }

@@ -224,6 +224,7 @@ fn own_stat(usage: &Usage, totals: &Totals) -> Lines {
         ("block_partial_read", folio(totals, "block_partial_read")),
         ("block_partial_write", folio(totals, "block_partial_write")),
         ("block_read_again", folio(totals, "block_read_again")),
+        ("block_cut", folio(totals, "block_cut")),
         ("block_missed_free", folio(totals, "block_missed_free")),
         ("block_fallback", folio(totals, "block_fallback")),
         ("block_fallback_single", folio(totals, "block_fallback_single")),

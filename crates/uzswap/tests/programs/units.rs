@@ -1,0 +1,69 @@
+//! `--unit` larger than 64 KiB: what is compressed as one of up to 2 MiB is written to, dropped, moved and inherited in part,
+//! and goes to disk and comes back.
+
+use crate::harness::*;
+
+/// How many of `counter` a report counts for folios of a size.
+fn of_size(run: &Outcome, size: &str, counter: &str) -> u64 {
+    let report: serde_json::Value = serde_json::from_str(run.report.as_deref().expect("a report")).expect("JSON");
+    report["folios"][format!("hugepages-{size}kB")][counter].as_u64().expect("a counter")
+}
+
+fn number(run: &Outcome, key: &str) -> u64 {
+    report_number(run.report.as_deref().expect("a report"), key).expect("a number") as u64
+}
+
+/// Runs the program, of whose words one in `noise` is noise, at half of its memory; nothing of it may be wrong, and units of this size must have been met.
+fn check(mib: u64, unit: (&str, &str), noise: &str, options: &[&str], faults: &str) -> Option<Outcome> {
+    let units = compile_c("units")?;
+    let subject = Subject::new("units", &[&units, &mib.to_string(), &"1", &noise]);
+    let subject = subject.with(&["--unit", unit.0]).with(options);
+    let variables: &[_] = if faults.is_empty() { &[] } else { &[("UZSWAP_TEST_FAULTS", faults)] };
+    let run = subject.start_limited_with(mib / 2 * MIB, variables).finish();
+    let [stored, cut] = [of_size(&run, unit.1, "block_write"), number(&run, "block_cut")];
+    run.say("units", &format!("{} {options:?} {faults}: {stored} units, {cut} cut", unit.0), Some(mib / 2 * MIB));
+    assert!(!run.timed_out && run.status.success(), "{}", run.describe());
+    assert_eq!(run.stdout.text(), "0 wrong\n", "{}", run.describe());
+    assert_eq!(number(&run, "poisoned"), 0, "{}", run.describe());
+    assert!(stored > 20 && number(&run, "block_read") > 0, "{stored} units\n{}", run.describe());
+    Some(run)
+}
+
+#[test]
+fn units_of_2_mib_and_of_256_kib() {
+    let _alone = alone();
+    for (mib, unit) in [(256, ("2M", "2048")), (96, ("256K", "256"))] {
+        for codec in ["lz4", "zstd"] {
+            let Some(run) = check(mib, unit, "8", &["--verify-compression", "-c", codec], "") else { return };
+            assert!(number(&run, "block_partial_write") > 0 && number(&run, "block_cut") > 0, "{}", run.describe());
+            assert_eq!(number(&run, "reject_verify_fail"), 0);
+        }
+    }
+}
+
+#[test]
+fn large_units_and_a_disk() {
+    let _alone = alone();
+    for (mib, unit) in [(256, ("2M", "2048")), (96, ("256K", "256"))] {
+        // (What compresses to half is more than the pools may take.)
+        let Some(run) = check(mib, unit, "3", &["--swap", "1G"], "") else { return };
+        assert!(number(&run, "pswpout") > 0 && number(&run, "pswpin") > 0, "the disk was not used\n{}", run.describe());
+        assert!(number(&run, "block_cut") > 0);
+    }
+}
+
+/// Every step of storing and loading a large unit fails, and nothing is wrong.
+#[test]
+fn large_units_under_injected_failures() {
+    const FAULTS: &str = "pool=1/20,limit=1/40,index=1/5000,compress=1/10,frames=1/4,charge=1/4,copy=1/50,move_out=1/100,\
+                          move_in=1/100,swap_read=1/20,swap_write=1/20";
+    let _alone = alone();
+    for (mib, unit) in [(256, ("2M", "2048")), (96, ("256K", "256"))] {
+        let faults = format!("seed={mib},{FAULTS}");
+        let Some(run) = check(mib, unit, "3", &["--verify-compression", "--swap", "1G"], &faults) else { return };
+        for site in ["pool", "limit", "index", "compress", "frames", "charge"] {
+            assert!(number(&run, site) > 0, "{site} never failed\n{}", run.describe());
+        }
+        assert!(number(&run, "reject_verify_fail") > 0, "{}", run.describe());
+    }
+}
