@@ -359,7 +359,7 @@ fn meeting_inside_one_block_loses_nothing() {
 #[test]
 fn counters_count_what_they_say() {
     // Between the two blocks lies one that stays: it has the room without which there would be no attempt.
-    let used = |f: u32| f < 8 || f >= BLOCK && f % if f < 2 * BLOCK { 4 } else { 2 } == 0;
+    let used = |f: u32| f < 8 || f >= BLOCK && f.is_multiple_of(if f < 2 * BLOCK { 4 } else { 2 });
     let (mut zone, mut memory) = zone_with(0, 3 * BLOCK, used);
     memory.pinned[BLOCK as usize..2 * BLOCK as usize].fill(true);
     memory.fail_every = 5;
