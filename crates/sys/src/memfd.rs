@@ -57,6 +57,21 @@ pub fn punch(fd: &OwnedFd, at: u64, len: u64) -> io::Result<()> {
     check(unsafe { libc::fallocate(fd.as_raw_fd(), mode, at as i64, len as i64) }.into()).map(drop)
 }
 
+/// Whether the object has a page at byte `at`, a multiple of the page size; what the kernel has swapped out counts, what [`populate`]
+/// has made and nobody has used yet does not. Takes the object's lock, as [`punch`] does: a hole that is being punched is waited for.
+///
+/// # Errors
+/// The kernel's.
+pub fn has(fd: &OwnedFd, at: u64) -> io::Result<bool> {
+    // SAFETY: no memory is involved.
+    match check(unsafe { libc::lseek(fd.as_raw_fd(), at as i64, libc::SEEK_DATA) }) {
+        Ok(data) => Ok(data as u64 == at),
+        // Nothing from there on.
+        Err(e) if e.raw_os_error() == Some(libc::ENXIO) => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
 /// Maps an object, shared, at an address of the kernel's choice, or at `fixed` over what is there.
 ///
 /// # Errors

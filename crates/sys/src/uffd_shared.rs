@@ -4,6 +4,12 @@
 //! `CONTINUE` with write-protection 6.4. A *minor* fault is one on a page that the memory object holds and the mapping
 //! does not: with it registered, no page of the object becomes visible in the mapping but by `CONTINUE`. So a page can be
 //! filled through the object itself while every mapping waits.
+//!
+//! # Remove events
+//! With [`FEATURE_EVENT_REMOVE`](crate::uffd::FEATURE_EVENT_REMOVE) `madvise` with DONTNEED or REMOVE on the mapping tells of its
+//! range *before* it acts, and waits until that was read; which of the two it is is not said. From before the event is queued until
+//! its caller has run again CONTINUE, WRITEPROTECT, COPY and POISON answer `EAGAIN` ([`Uffd::is_changing`]). A caller that is killed
+//! takes its unread event back, and acts all the same. Reading hands out faults first.
 
 use crate::raw::{self, Errno};
 use crate::sys;
@@ -16,6 +22,22 @@ const REGISTER: u64 = 0xc020_aa00;
 const WRITEPROTECT: u64 = 0xc018_aa06;
 const CONTINUE: u64 = 0xc020_aa07;
 const MODES_ALL: u64 = 1 | 2 | 4;
+
+/// A message of a shared mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SharedMessage {
+    /// A thread waits for a page.
+    Fault(SharedFault),
+    /// A thread is about to drop page-table entries (DONTNEED) or contents (REMOVE) from `start` up to `end`.
+    Removed {
+        /// First byte.
+        start: usize,
+        /// One past the last byte.
+        end: usize,
+    },
+    /// Something this code does not ask for.
+    Other,
+}
 
 /// A fault in a shared mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,28 +87,51 @@ impl Uffd {
         ioctl(self.fd(), WRITEPROTECT, &mut [start as u64, len as u64, u64::from(protect)]).map(drop)
     }
 
-    /// Reads one fault, if there is one; other messages are not asked for.
+    /// Reads one message, if there is one.
     ///
     /// # Errors
     /// The kernel's, other than `EAGAIN`.
-    pub fn read_shared(&self) -> Result<Option<SharedFault>, Errno> {
+    pub fn read_shared(&self) -> Result<Option<SharedMessage>, Errno> {
         let mut m = [0u64; 4];
         // SAFETY: the buffer holds one message (32 bytes).
         match unsafe { sys!(libc::SYS_read, self.fd(), m.as_mut_ptr(), 32) } {
-            Ok(_) => Ok(decode(&m)),
+            Ok(_) => Ok(Some(decode(&m))),
             Err(libc::EAGAIN) => Ok(None),
             Err(e) => Err(e),
         }
     }
+
+    /// Whether a remove event is about to be queued, or unread, or its caller has not run again since it was read. Changes nothing:
+    /// CONTINUE is asked for an impossible range, and looks for events first.
+    pub fn is_changing(&self) -> bool {
+        ioctl(self.fd(), CONTINUE, &mut [1, 0, 0, 0]) == Err(libc::EAGAIN)
+    }
+
+    /// Whether the memory object holds a page of this process's own registered mapping of it; maps the page if so. Waits for
+    /// nobody: not for the object's lock either, so a hole that is being punched may be there in part.
+    ///
+    /// # Errors
+    /// `ENOMEM`, or what else kept the kernel from telling.
+    pub fn is_held(&self, at: usize) -> Result<bool, Errno> {
+        match self.continue_pages(at, 4096, false) {
+            Ok(()) | Err((_, libc::EEXIST)) => Ok(true),
+            Err((_, libc::EFAULT)) => Ok(false),
+            Err((_, errno)) => Err(errno),
+        }
+    }
 }
 
-fn decode(m: &[u64; 4]) -> Option<SharedFault> {
-    (m[0] as u8 == 0x12).then_some(SharedFault {
-        address: (m[2] & !4095) as usize,
-        write: m[1] & 1 != 0,
-        protected: m[1] & 2 != 0,
-        minor: m[1] & 4 != 0,
-    })
+fn decode(m: &[u64; 4]) -> SharedMessage {
+    match m[0] as u8 {
+        0x12 => SharedMessage::Fault(SharedFault {
+            address: (m[2] & !4095) as usize,
+            write: m[1] & 1 != 0,
+            protected: m[1] & 2 != 0,
+            minor: m[1] & 4 != 0,
+        }),
+        0x15 => SharedMessage::Removed { start: m[1] as usize, end: m[2] as usize },
+        _ => SharedMessage::Other,
+    }
 }
 
 /// Whether a descriptor is a userfaultfd: whoever got it from another process should look.
@@ -110,10 +155,12 @@ mod tests {
     #[test]
     fn faults_decode() {
         let minor = SharedFault { address: 0x7000_0000, write: true, protected: false, minor: true };
-        assert_eq!(decode(&[0x12, 5, 0x7000_0123, 0]), Some(minor));
+        assert_eq!(decode(&[0x12, 5, 0x7000_0123, 0]), SharedMessage::Fault(minor));
         let protected = SharedFault { address: 0x1000, write: true, protected: true, minor: false };
-        assert_eq!(decode(&[0x12, 3, 0x1000, 0]), Some(protected));
-        assert_eq!(decode(&[0x14, 0, 0, 0]), None);
+        assert_eq!(decode(&[0x12, 3, 0x1000, 0]), SharedMessage::Fault(protected));
+        let removed = SharedMessage::Removed { start: 0x1000, end: 0x3000 };
+        assert_eq!(decode(&[0x15, 0x1000, 0x3000, 0]), removed);
+        assert_eq!(decode(&[0x14, 0, 0, 0]), SharedMessage::Other);
     }
 
     #[test]
