@@ -1,7 +1,7 @@
 //! The page map as a memory object: written by its owner, mapped read-only by whoever wants to know.
 //!
 //! ```text
-//! page 0: MAGIC │ kind │ base │ pages │ sequence │ limit │ tracking │ …      page 1…: a byte a page (uzswap_mm::pagemap)
+//! page 0: MAGIC │ kind │ base │ pages │ sequence │ limit │ tracking │ doubts │ …      page 1…: a byte a page (uzswap_mm::pagemap)
 //! ```
 //! The object is called [`NAME`], which is how it is found among a process's descriptors. It is sparse: only parts of the
 //! table that were ever written take memory, so a process's whole address space is one object of 2^35 bytes. It is sealed
@@ -54,6 +54,7 @@ const PAGES: usize = 3;
 const SEQUENCE: usize = 4;
 const LIMIT: usize = 5;
 const TRACKING: usize = 6;
+const DOUBTS: usize = 7;
 
 /// A map, mapped.
 #[derive(Debug)]
@@ -197,6 +198,16 @@ impl MapFile {
     /// Sets that.
     pub fn set_tracking(&self, on: bool) {
         self.head()[TRACKING].store(u64::from(on), Release);
+    }
+    /// Ranges of which it is open whether their contents were just removed: while there are any the owner is asked before the map is
+    /// believed. (In [`Kind::Shared`] only.)
+    #[must_use]
+    pub fn doubts(&self) -> u64 {
+        self.head()[DOUBTS].load(Acquire)
+    }
+    /// Sets that.
+    pub fn set_doubts(&self, n: u64) {
+        self.head()[DOUBTS].store(n, Release);
     }
     /// Sets the address of the first page.
     pub fn set_base(&self, base: usize) {

@@ -2,8 +2,12 @@
 //!
 //! Its *watcher*, a thread with a descriptor table of its own, holds a second descriptor of the userfaultfd, so that the
 //! registration outlives the owner: between the owner's death and the watcher's answer threads wait, and read no zeros.
-//! When the owner's end of the watcher's socket closes, the watcher says so on standard error, maps an empty memory object
-//! over the region (every touch is SIGBUS from then on), and lets the waiting threads go by closing the userfaultfd.
+//! When the owner's end of the watcher's socket closes, the watcher says so on standard error, maps an empty memory object over the
+//! region (every touch is SIGBUS from then on), and lets the waiting threads go by closing the userfaultfd.
+//!
+//! A call of madvise on the region waits until the owner has been told (`removes`), that of the watcher's for ageing too. It is made by
+//! a thread of its own, so that the watcher is free when the owner ends; the watcher then reads what the owner did not, until
+//! that thread has let go of the region's place.
 //!
 //! fork: the region is not inherited (`MADV_DONTFORK`), since the kernel would drop its registration in the child,
 //! where pages that are out would read as zeros. Instead the child attaches by itself, at the same address, before the
@@ -11,7 +15,7 @@
 //! the child has SIGBUS in the region's place. A child made by a raw `clone` has nothing there: SIGSEGV.
 
 use super::owner::{isolate_descriptors, say, spawn};
-use super::view::View;
+use super::view::{Asker, View};
 use super::wire::{self, FOR_CONTROL, FOR_MAPPING, HELLO, op};
 use crate::arena::PAGE;
 use crate::mapfile::MapFile;
@@ -20,10 +24,11 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::*};
-use std::sync::{Arc, Once};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, TryLockError};
 use std::time::Duration;
 use uzswap_sys::lock::Lock;
-use uzswap_sys::uffd::Uffd;
+use uzswap_sys::uffd::{FEATURE_EVENT_REMOVE, Uffd};
 use uzswap_sys::uffd_shared::FEATURES_SHARED;
 use uzswap_sys::{memfd, socket, sys};
 
@@ -36,6 +41,10 @@ pub(super) struct Control {
     pub socket: OwnedFd,
     pub pages: u64,
     pub map: Arc<MapFile>,
+    /// For readers of the map.
+    pub asker: Arc<Asker>,
+    /// Whether removes by the kernel's call are seen: by the owner at all, in a mapping's case in it.
+    pub sees_removes: bool,
 }
 
 /// Whether the other end of a connection is one whose word counts: this user, or root.
@@ -56,12 +65,13 @@ pub(super) fn connect(path: &Path) -> io::Result<OwnedFd> {
 /// Greets for a connection without a mapping.
 pub(super) fn control(socket: OwnedFd) -> io::Result<Control> {
     let (welcome, fds) = wire::call(&socket, &[HELLO, FOR_CONTROL])?;
-    let map = fds.into_iter().next().ok_or_else(|| os(libc::EPROTO))?;
+    let [map, look] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| os(libc::EPROTO))?;
     let map = MapFile::open(map.into_raw_fd()).map_err(os)?;
     if map.pages() != welcome[1] {
         return Err(os(libc::EPROTO));
     }
-    Ok(Control { socket, pages: welcome[1], map: Arc::new(map) })
+    let asker = Arc::new(Asker::new(look));
+    Ok(Control { socket, pages: welcome[1], map: Arc::new(map), asker, sees_removes: welcome[2] != 0 })
 }
 
 /// What a process has of its attachment; a forked child gets another.
@@ -69,9 +79,12 @@ struct Attachment {
     control: Control,
     markers: Arc<MapFile>,
     id: u64,
-    place: Arc<Lock<Place>>,
+    place: Arc<Mutex<Place>>,
     kernel_faults: bool,
 }
+
+/// Bytes behind the region that its mapping has, and that are nobody's to use: see `WATCH_AGE` in `wire`.
+const SPARE: usize = PAGE;
 
 /// Where the region is, for the watcher too: nobody advises or maps there once it is given up.
 struct Place {
@@ -116,10 +129,10 @@ fn map_error(base: usize, len: usize) {
     }
 }
 
-fn open_uffd() -> io::Result<(OwnedFd, bool)> {
-    let (uffd, kernel_faults) = match Uffd::open(FEATURES_SHARED) {
+fn open_uffd(features: u64) -> io::Result<(OwnedFd, bool)> {
+    let (uffd, kernel_faults) = match Uffd::open(features) {
         Ok((uffd, _)) => (uffd, true),
-        Err(_) => (Uffd::open_for_program(FEATURES_SHARED).map_err(os)?, false),
+        Err(_) => (Uffd::open_for_program(features).map_err(os)?, false),
     };
     // SAFETY: just made, owned by nobody.
     Ok((unsafe { OwnedFd::from_raw_fd(uffd.fd()) }, kernel_faults))
@@ -128,7 +141,7 @@ fn open_uffd() -> io::Result<(OwnedFd, bool)> {
 /// Maps the region, hands its faults to the owner, starts the watcher.
 fn attach(socket: OwnedFd, token: u64, at: Option<usize>) -> io::Result<(usize, usize, Attachment)> {
     let (welcome, fds) = wire::call(&socket, &[HELLO, FOR_MAPPING, token])?;
-    let [object, map, markers, watch] = <[OwnedFd; 4]>::try_from(fds).map_err(|_| os(libc::EPROTO))?;
+    let [object, map, markers, watch, look] = <[OwnedFd; 5]>::try_from(fds).map_err(|_| os(libc::EPROTO))?;
     let pages = welcome[1];
     let map = MapFile::open(map.into_raw_fd()).map_err(os)?;
     let markers = MapFile::open(markers.into_raw_fd()).map_err(os)?;
@@ -136,34 +149,41 @@ fn attach(socket: OwnedFd, token: u64, at: Option<usize>) -> io::Result<(usize, 
         return Err(os(libc::EPROTO));
     }
     let len = pages as usize * PAGE;
-    let (uffd, kernel_faults) = open_uffd()?;
-    let base = map_object(&object, len, at)?;
+    let with_removes = if welcome[2] != 0 { open_uffd(FEATURES_SHARED | FEATURE_EVENT_REMOVE).ok() } else { None };
+    let sees_removes = with_removes.is_some();
+    let (uffd, kernel_faults) = with_removes.map_or_else(|| open_uffd(FEATURES_SHARED), Ok)?;
+    let base = map_object(&object, len + SPARE, at)?;
     drop(object);
     let rest = (|| {
-        Uffd::from_raw(uffd.as_raw_fd()).register_shared(base, len).map_err(os)?;
+        Uffd::from_raw(uffd.as_raw_fd()).register_shared(base, len + SPARE).map_err(os)?;
         wire::send(&socket, &wire::words(&[0, base as u64]), &[uffd.as_raw_fd()])?;
         let (answer, _) = wire::receive(&socket)?;
         if answer[0] != 0 {
             return Err(os(answer[0] as i32));
         }
-        let place = Arc::new(Lock::new(Place { base, len, gone: false }));
+        let place = Arc::new(Mutex::new(Place { base, len: len + SPARE, gone: false }));
         start_watcher(place.clone(), uffd, watch)?;
         Ok((answer[1], place))
     })();
     match rest {
         Ok((id, place)) => {
-            let control = Control { socket, pages, map: Arc::new(map) };
+            let asker = Arc::new(Asker::new(look));
+            let control = Control { socket, pages, map: Arc::new(map), asker, sees_removes };
             Ok((base, len, Attachment { control, markers: Arc::new(markers), id, place, kernel_faults }))
         }
         Err(e) => {
             // SAFETY: our mapping, of which nobody knows yet.
-            let _ = unsafe { sys!(libc::SYS_munmap, base, len) };
+            let _ = unsafe { sys!(libc::SYS_munmap, base, len + SPARE) };
             Err(e)
         }
     }
 }
 
-fn start_watcher(place: Arc<Lock<Place>>, uffd: OwnedFd, watch: OwnedFd) -> io::Result<()> {
+fn lock(place: &Mutex<Place>) -> MutexGuard<'_, Place> {
+    place.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn start_watcher(place: Arc<Mutex<Place>>, uffd: OwnedFd, watch: OwnedFd) -> io::Result<()> {
     let numbers: [RawFd; 2] = [uffd.as_raw_fd(), watch.as_raw_fd()];
     let (said, heard) = std::sync::mpsc::channel();
     spawn("uzswap-watcher", move || {
@@ -173,7 +193,7 @@ fn start_watcher(place: Arc<Lock<Place>>, uffd: OwnedFd, watch: OwnedFd) -> io::
         if ok {
             // SAFETY: open in this thread's own table, and owned by nobody in it.
             let [uffd, watch] = numbers.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
-            watcher(&place, uffd, &watch);
+            watcher(&place, uffd, &Arc::new(watch));
         }
     })?;
     let done = heard.recv().unwrap_or_else(|_| Err(io::ErrorKind::BrokenPipe.into()));
@@ -182,20 +202,29 @@ fn start_watcher(place: Arc<Lock<Place>>, uffd: OwnedFd, watch: OwnedFd) -> io::
     done
 }
 
-fn watcher(place: &Lock<Place>, uffd: OwnedFd, watch: &OwnedFd) {
+fn watcher(place: &Arc<Mutex<Place>>, uffd: OwnedFd, watch: &Arc<OwnedFd>) {
+    let (ask, asked) = channel();
+    let (aging, answers) = (place.clone(), watch.clone());
+    // Without it nothing is known to be idle, and that is all.
+    let _ = spawn("uzswap-ager", move || ager(&asked, &aging, &answers));
     while let Ok((words, _)) = wire::receive(watch) {
-        if words[0] != wire::WATCH_AGE {
-            continue;
+        if words[0] == wire::WATCH_AGE {
+            let _ = ask.send(words[1]);
         }
-        let p = place.lock();
-        if !p.gone {
-            // SAFETY: shared memory: only the mapping's PTEs go, no contents.
-            let _ = unsafe { sys!(libc::SYS_madvise, p.base, p.len, libc::MADV_DONTNEED) };
-        }
-        drop(p);
-        let _ = wire::send(watch, &wire::words(&[wire::WATCH_AGE, words[1]]), &[]);
     }
-    let p = place.lock();
+    let handle = Uffd::from_raw(uffd.as_raw_fd());
+    let p = loop {
+        match place.try_lock() {
+            Ok(p) => break p,
+            Err(TryLockError::Poisoned(p)) => break p.into_inner(),
+            // Somebody waits in madvise until its event is read. (A fault that is read is answered by the descriptor's end.)
+            Err(TryLockError::WouldBlock) => {
+                if handle.wait(10) {
+                    let _ = handle.read_shared();
+                }
+            }
+        }
+    };
     if !p.gone {
         // Said first: the signal may end the process before anything else can be said.
         say("uzswap: the owner of a shared region has ended; the region is lost, and touching it is SIGBUS\n");
@@ -204,6 +233,19 @@ fn watcher(place: &Lock<Place>, uffd: OwnedFd, watch: &OwnedFd) {
     drop(p);
     // The last descriptor of it in the process: whoever waits goes on, to find the error.
     drop(uffd);
+}
+
+/// Drops the mapping's PTEs for each round that is asked for.
+fn ager(asked: &Receiver<u64>, place: &Mutex<Place>, watch: &OwnedFd) {
+    while let Ok(round) = asked.recv() {
+        let p = lock(place);
+        if !p.gone {
+            // SAFETY: shared memory: only the mapping's PTEs go, no contents.
+            let _ = unsafe { sys!(libc::SYS_madvise, p.base, p.len, libc::MADV_DONTNEED) };
+        }
+        drop(p);
+        let _ = wire::send(watch, &wire::words(&[wire::WATCH_AGE, round]), &[]);
+    }
 }
 
 /// The attachments of this process, for fork. Lock order: this, then each one's `now`.
@@ -237,7 +279,7 @@ impl Attached {
 
     pub fn view(&self) -> View {
         let now = self.now.lock();
-        View::new(now.control.map.clone(), Some(now.markers.clone()))
+        View::new(now.control.map.clone(), Some(now.markers.clone()), now.control.asker.clone())
     }
 
     pub fn id(&self) -> u64 {
@@ -246,6 +288,10 @@ impl Attached {
 
     pub fn kernel_faults(&self) -> bool {
         self.now.lock().kernel_faults
+    }
+
+    pub fn sees_removes(&self) -> bool {
+        self.now.lock().control.sees_removes
     }
 }
 
@@ -262,10 +308,10 @@ impl Drop for Attached {
         let me = core::ptr::from_ref(self) as usize;
         ALL.lock().retain(|a| *a != me);
         let now = self.now.lock();
-        let mut place = now.place.lock();
+        let mut place = lock(&now.place);
         place.gone = true;
         // SAFETY: our mapping, whose user gives it up.
-        let _ = unsafe { sys!(libc::SYS_munmap, self.base, self.len) };
+        let _ = unsafe { sys!(libc::SYS_munmap, self.base, self.len + SPARE) };
         drop(place);
         let _ = socket::time_out(&now.control.socket, 5);
         let _ = wire::call(&now.control.socket, &[op::DETACH]);
@@ -316,7 +362,8 @@ fn reserve(base: usize, len: usize) {
 
 extern "C" fn in_child() {
     // SAFETY: before_fork took the lock, in this thread; what is in the list is alive.
-    unsafe { ALL.assume_locked().iter().map(|a| &*(*a as *const Attached)) }.for_each(|a| reserve(a.base, a.len));
+    unsafe { ALL.assume_locked().iter().map(|a| &*(*a as *const Attached)) }
+        .for_each(|a| reserve(a.base, a.len + SPARE));
     after_fork(|a| {
         let path = a.path.as_deref().ok_or_else(|| os(libc::ENOTCONN));
         let attached = path.and_then(connect).and_then(|socket| {
@@ -336,7 +383,7 @@ extern "C" fn in_child() {
                 say(&format!(
                     "uzswap: a forked child could not attach a shared region again ({e}); touching it is SIGBUS\n"
                 ));
-                map_error(a.base, a.len);
+                map_error(a.base, a.len + SPARE);
             }
         }
     });

@@ -20,6 +20,8 @@ const MOST_FORKS: usize = 64;
 const MOST_ROUNDS: usize = 256;
 /// How long a client that waits to be told of writes may be gone before that is noticed.
 const LOOK: Duration = Duration::from_millis(100);
+/// How long a call is tried that a process must run for first.
+const PATIENCE: Duration = Duration::from_secs(20);
 /// Pages brought in with the lock held.
 pub(super) const BRING: u64 = 16;
 
@@ -60,6 +62,7 @@ fn try_answer(
     let n = match request[0] {
         op::PAGEOUT => {
             let (from, to) = range()?;
+            server.engine().settle(from, to);
             server.page_out(|e| leavable(e, from, to))? as u64
         }
         op::PAGEIN => {
@@ -72,12 +75,12 @@ fn try_answer(
             0
         }
         op::CLEAR_SOFT_DIRTY => {
-            let (from, to) = range()?;
-            return take_soft_dirty(&mut server.engine(), mine()?, from, to);
+            let ((from, to), id) = (range()?, mine()?);
+            return patiently(|| take_soft_dirty(&mut server.engine(), id, from, to));
         }
         op::PROTECT => {
             let (from, to) = range()?;
-            protect(&mut server.engine(), from, to, request[3], connection)?;
+            patiently(|| protect(&mut server.engine(), from, to, request[3], connection))?;
             0
         }
         op::UNPROTECT => {
@@ -86,14 +89,7 @@ fn try_answer(
             0
         }
         op::NEXT_WRITE => return Ok(next_write(server, request[1], connection, socket)),
-        op::STATS => return Ok(stats(&server.engine())),
         op::FORK => fork(&mut server.engine(), mine()?)?,
-        op::AGE => age(&mut server.engine()),
-        op::IDLE => {
-            let time = Duration::from_millis(request[1]);
-            server.page_out(|e| idle(e, time))? as u64
-        }
-        op::WORKING_SET => working_set(&server.engine(), Duration::from_millis(request[1])),
         op::DETACH => {
             let id = mine()?;
             let mut engine = server.engine();
@@ -101,13 +97,6 @@ fn try_answer(
                 m.dead = true;
                 super::owner::shut(&m.watch);
             }
-            0
-        }
-        op::INJECT_MARKER => {
-            let (id, page) = (mine()?, request[1]);
-            let mut engine = server.engine();
-            let m = engine.mapping(id).filter(|_| page < pages).ok_or_else(|| refuse(libc::EINVAL))?;
-            m.markers.map().set(page, PageState(request[2] as u8));
             0
         }
         op::PIN => {
@@ -120,9 +109,76 @@ fn try_answer(
             }
             0
         }
+        _ => return about_all(server, request, pages, mapping),
+    };
+    Ok(wire::words(&[n]))
+}
+
+/// Calls that are about no range.
+fn about_all(server: &Server, request: &Words, pages: u64, mapping: Option<u64>) -> io::Result<Words> {
+    let n = match request[0] {
+        op::STATS => {
+            let mut engine = server.engine();
+            engine.settle(0, pages);
+            return Ok(stats(&engine));
+        }
+        op::AGE => age(&mut server.engine()),
+        op::IDLE => {
+            let time = Duration::from_millis(request[1]);
+            server.page_out(|e| idle(e, time))? as u64
+        }
+        op::WORKING_SET => {
+            let mut engine = server.engine();
+            engine.settle(0, pages);
+            working_set(&engine, Duration::from_millis(request[1]))
+        }
+        op::SETTLE => {
+            server.engine().settle(0, pages);
+            0
+        }
+        op::REMOVES => {
+            let removes = &server.engine().removes;
+            return Ok(wire::words(&[u64::from(removes.gate.is_some()), removes.len() as u64, removes.unvouched]));
+        }
+        op::INJECT => {
+            if !server.engine().options.injectable {
+                return Err(refuse(libc::EPERM));
+            }
+            inject(server, request[1], request[2]);
+            0
+        }
+        op::INJECT_MARKER => {
+            let (id, page) = (mapping.ok_or_else(|| refuse(libc::EBADF))?, request[1]);
+            let mut engine = server.engine();
+            let m = engine.mapping(id).filter(|_| page < pages).ok_or_else(|| refuse(libc::EINVAL))?;
+            m.markers.map().set(page, PageState(request[2] as u8));
+            0
+        }
         _ => return Err(refuse(libc::ENOSYS)),
     };
     Ok(wire::words(&[n]))
+}
+
+/// Tries again while a process whose mapping is about to change has yet to run, with the lock given up in between.
+fn patiently<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        match call() {
+            Err(e) if e.raw_os_error() == Some(libc::EAGAIN) && Instant::now() < end => std::thread::yield_now(),
+            other => return other,
+        }
+    }
+}
+
+/// For tests: see `wire`.
+fn inject(server: &Server, what: u64, n: u64) {
+    match what {
+        wire::INJECT_BLIND => server.engine().removes.blind = n,
+        wire::INJECT_GATE => server.engine().removes.gate.iter_mut().for_each(|gate| gate.failing = n),
+        wire::INJECT_HELD => server.held.wait(),
+        wire::INJECT_HOLD | wire::INJECT_DEAF => server.held.set(what, n != 0),
+        _ => {}
+    }
 }
 
 /// What a connection that has ended leaves behind.
@@ -143,7 +199,7 @@ fn resident(e: &Engine, from: u64, to: u64) -> Vec<u64> {
 /// Those that may go out.
 fn leavable(e: &Engine, from: u64, to: u64) -> Vec<u64> {
     let mut pages = resident(e, from, to);
-    pages.retain(|p| !e.pins.has(*p));
+    pages.retain(|p| !e.pins.has(*p) && !e.removes.is_witness(*p));
     pages
 }
 
@@ -163,6 +219,7 @@ fn page_in(server: &Server, from: u64, to: u64, mapping: Option<u64>) -> io::Res
         let mut engine = server.engine();
         engine.make_room(BRING);
         let end = to.min(at + BRING);
+        engine.settle(at, end);
         while at < end {
             if matches!(engine.pt.get(at).tag(), Tag::Compressed | Tag::Zero) {
                 let n = hold_mapped(&mut engine, at, end, mapping)?;
@@ -183,12 +240,12 @@ fn page_in(server: &Server, from: u64, to: u64, mapping: Option<u64>) -> io::Res
 /// lock, and sets the bit anew. None is missed.
 fn take_soft_dirty(e: &mut Engine, id: u64, from: u64, to: u64) -> io::Result<Words> {
     let known = |e: &Engine, p: u64| e.pt.get(p).tag() != Tag::None;
+    e.settle(from, to);
     let written: Vec<bool> = (from..to).map(|p| known(e, p)).collect();
     let pages = e.pages;
-    let m = e.mapping(id).ok_or_else(|| refuse(libc::EBADF))?;
-    if !m.protect_mapped(from, to) {
-        return Err(refuse(libc::EAGAIN));
-    }
+    let k = e.mappings.iter().position(|m| m.id == id).ok_or_else(|| refuse(libc::EBADF))?;
+    e.protect_mapped(k, from, to).map_err(refuse)?;
+    let m = &e.mappings[k];
     let map = m.markers.map();
     if !m.markers.tracking() {
         // Until now everything counted as written.
@@ -220,14 +277,16 @@ fn protect(e: &mut Engine, from: u64, to: u64, which: u64, connection: u64) -> i
         (from..to).for_each(|p| watch.everywhere.put(p, true));
     }
     let mut found = which == ALL;
-    for m in e.mappings.iter_mut().filter(|m| which == ALL || m.id == which) {
+    for k in 0..e.mappings.len() {
+        let m = &e.mappings[k];
+        if which != ALL && m.id != which {
+            continue;
+        }
         found = true;
         // The marker first: a write that faults from now on is told.
         let map = m.markers.map();
         (from..to).for_each(|p| map.change(p, WRITE_PROTECTED, 0));
-        if !m.protect_mapped(from, to) {
-            return Err(refuse(libc::EAGAIN));
-        }
+        e.protect_mapped(k, from, to).map_err(refuse)?;
     }
     if found { Ok(()) } else { Err(refuse(libc::ENOENT)) }
 }
@@ -274,6 +333,8 @@ fn fork(e: &mut Engine, id: u64) -> io::Result<u64> {
     let token = e.next_id;
     e.next_id += 1;
     let pages = e.pages;
+    // What was removed has no markers to inherit.
+    e.settle(0, pages);
     let m = e.mapping(id).ok_or_else(|| refuse(libc::EBADF))?;
     let map = m.markers.map();
     let markers = (0..pages).map(|p| map.get(p).0).collect();

@@ -6,8 +6,10 @@
 
 use super::SharedOptions;
 use super::evict::Batch;
+use super::gate::Gate;
 use super::mapping::{Mapping, Pages};
 use super::pins::Pins;
+use super::removes::Removes;
 use super::store::Store;
 use crate::arena::PAGE;
 use crate::mapfile::{Kind, MapFile};
@@ -61,6 +63,7 @@ pub(super) struct Engine {
     pub map: MapFile,
     pub mappings: Vec<Mapping>,
     pub pins: Pins,
+    pub removes: Removes,
     pub next_id: u64,
     pub watch: Option<Watch>,
     /// Markers of processes about to fork: token, whether tracked, and the bytes.
@@ -89,10 +92,13 @@ impl Engine {
     pub fn new(size: usize, options: SharedOptions) -> io::Result<Self> {
         let pages = size.div_ceil(PAGE) as u64;
         let bytes = pages as usize * PAGE;
-        let object = memfd::create(c"uzswap-shared", bytes as u64)?;
+        // A page more than there are: see `gate`, and `WATCH_AGE` in `wire`.
+        let object = memfd::create(c"uzswap-shared", (bytes + PAGE) as u64)?;
         memfd::seal(&object, memfd::SEAL_SIZE)?;
         let os = io::Error::from_raw_os_error;
         Ok(Self {
+            // Where the kernel does not allow it all works but that, as is said.
+            removes: Removes::new(Gate::new(&object, bytes as u64).ok()),
             object,
             pages,
             // Objects carry a header and hashes, and slabs are partly filled.
@@ -235,20 +241,37 @@ impl Engine {
         self.mappings.iter_mut().find(|m| m.id == id)
     }
 
+    /// Ends a mapping.
+    pub fn detach(&mut self, id: u64) {
+        self.mappings.retain(|m| m.id != id);
+        self.end_doubts_of(id);
+    }
+
     /// Drops a range's contents: for every mapping, those to come included, it is as if never touched.
     pub fn remove(&mut self, from: u64, to: u64) -> io::Result<()> {
         if (from..to).any(|p| self.pins.has(p)) {
             return Err(io::Error::from_raw_os_error(libc::EBUSY));
         }
+        self.end_doubts(from, to);
         // The object's pages first: a process that faults meanwhile waits for our lock.
         memfd::punch(&self.object, from * PAGE as u64, (to - from) * PAGE as u64)?;
         self.map.map().begin();
+        self.emptied(from, to);
+        self.map.map().end();
+        Ok(())
+    }
+
+    /// Books that the object has nothing of `[from, to)` and that what was out of it is dropped. (A part of a change of the page
+    /// map, or each page one of its own.)
+    pub fn emptied(&mut self, from: u64, to: u64) {
+        if from == to {
+            return;
+        }
         let mut at = from;
         while let Some(page) = self.pt.next_used(at).filter(|p| *p < to) {
             self.forget(page);
             at = page + 1;
         }
-        self.map.map().end();
         for m in &mut self.mappings {
             for page in from..to {
                 m.mapped.put(page, false);
@@ -264,7 +287,6 @@ impl Engine {
             (from..to).for_each(|p| watch.everywhere.put(p, false));
             watch.queue.retain(|p| !(from..to).contains(p));
         }
-        Ok(())
     }
 
     /// Bytes of the tables.
@@ -275,6 +297,7 @@ impl Engine {
             + self.store.metadata_bytes()
             + self.map.metadata_bytes()
             + self.pins.metadata_bytes()
+            + self.removes.metadata_bytes()
             + self.touched.len() * 4
             + self.mappings.iter().map(Mapping::metadata_bytes).sum::<usize>()
     }

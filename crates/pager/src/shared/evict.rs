@@ -168,18 +168,20 @@ impl Engine {
         batch.number = self.batches;
         batch.use_dense = self.crowded();
         batch.pages.clear();
-        let mut taken = 0;
+        let (mut taken, mut settled) = (0, 0);
         for page in pages.iter().copied() {
             if batch.pages.len() == BATCH_PAGES {
                 break;
             }
             taken += 1;
+            // What was written after it was removed must be known for it.
+            settled = self.settle_beyond(page, settled);
             let pte = self.pt.get(page);
             if pte.tag() != Tag::Resident {
                 continue;
             }
-            if self.pins.has(page) {
-                // It is listed again when the pin ends.
+            if self.pins.has(page) || self.removes.is_witness(page) {
+                // It is listed again when the pin, or the doubt, ends.
                 continue;
             }
             let copy = pte.copy().map(|handle| {
@@ -197,13 +199,24 @@ impl Engine {
             let first = batch.pages[i].number;
             let n = batch.pages[i..].iter().zip(first..).take_while(|(p, at)| p.number == *at).count();
             for k in 0..self.mappings.len() {
-                if !self.mappings[k].protect_mapped(first, first + n as u64) {
+                if self.protect_mapped(k, first, first + n as u64).is_err() {
                     // It can be written to there: the run stays.
                     (first..first + n as u64).for_each(|p| self.rescue(p));
                     break;
                 }
             }
             i += n;
+        }
+    }
+
+    /// Write-protects the pages `[from, to)` that have a PTE in mapping `k`. (Where its process is gone nobody writes.)
+    ///
+    /// # Errors
+    /// `EAGAIN`: its process must run first. The kernel's: not all of it was done.
+    pub fn protect_mapped(&mut self, k: usize, from: u64, to: u64) -> Result<(), i32> {
+        match self.ask(k, |m| m.protect_mapped(from, to)) {
+            Err(libc::ESRCH) => Ok(()),
+            other => other,
         }
     }
 
@@ -228,6 +241,8 @@ impl Engine {
             left += self.finish_unit(batch, &u);
         }
         self.map.map().end();
+        // What was removed while it was on its way must not be kept.
+        batch.pages.iter().fold(0, |settled, page| self.settle_beyond(page.number, settled));
         // What could not be stored or read stays.
         for page in core::mem::take(&mut batch.pages) {
             if self.is_busy_with(page.number, batch.number) {

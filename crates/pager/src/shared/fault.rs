@@ -3,7 +3,7 @@
 //! Every page becomes visible in a mapping here and nowhere else, by CONTINUE, after the object's page is whole.
 
 use super::engine::Engine;
-use super::mapping::Marker;
+use super::mapping::{Mapping, Marker};
 use crate::arena::PAGE;
 use crate::object::{self, Header};
 use crate::state::BLOCK_PAGES;
@@ -24,6 +24,18 @@ pub(super) enum Served {
     Told,
     /// The kernel is short of memory: again later.
     Later,
+    /// The mapping is about to change, and its process must run first.
+    Soon,
+}
+
+/// How far pages were mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mapped {
+    All,
+    /// The rest is to be left.
+    Part,
+    /// As [`Served::Soon`].
+    Soon,
 }
 
 impl Engine {
@@ -32,9 +44,10 @@ impl Engine {
         let m = &self.mappings[k];
         let Some(page) = fault.address.checked_sub(m.base).map(|b| (b / PAGE) as u64).filter(|p| *p < self.pages)
         else {
-            m.uffd().wake(fault.address, PAGE);
-            return Served::Done;
+            // The page behind the region is nobody's to use.
+            return self.refuse(k, fault.address);
         };
+        self.settle(page, page + 1);
         self.counts.faults += 1;
         self.touched[page as usize] = self.round;
         if self.mappings[k].marker(page) == Marker::Unknown {
@@ -43,8 +56,7 @@ impl Engine {
             let mut batch = self.take_direct();
             self.evict_now(page, &mut batch);
             self.direct = Some(batch);
-            self.mappings[k].poison(page);
-            return Served::Done;
+            return self.refuse(k, self.mappings[k].address(page));
         }
         self.rescue(page);
         let resident = self.pt.get(page).tag() == Tag::Resident;
@@ -55,20 +67,49 @@ impl Engine {
         self.bring(k, page, fault.write)
     }
 
+    /// Makes a touch of the page at an address of mapping `k` a SIGBUS in its process.
+    fn refuse(&mut self, k: usize, address: usize) -> Served {
+        match self.ask(k, |m| m.poison(address)) {
+            Err(libc::EAGAIN) => Served::Soon,
+            _ => {
+                self.mappings[k].uffd().wake(address, PAGE);
+                Served::Done
+            }
+        }
+    }
+
+    /// Does an ioctl on mapping `k`, again where its process does something to the mapping that we are to see first, and notes when
+    /// the process is gone. `EAGAIN` where it must run before it can be done: with the lock given up.
+    pub fn ask(&mut self, k: usize, call: impl Fn(&Mapping) -> Result<(), i32>) -> Result<(), i32> {
+        loop {
+            match call(&self.mappings[k]) {
+                Err(libc::EAGAIN) if self.wait_out(k) => {}
+                Err(libc::ESRCH) => {
+                    self.mappings[k].dead = true;
+                    return Err(libc::ESRCH);
+                }
+                other => return other,
+            }
+        }
+    }
+
     /// A write to a page that is mapped read-only.
     fn write_to_protected(&mut self, k: usize, page: u64) -> Served {
-        self.counts.wp_faults += 1;
         let m = &mut self.mappings[k];
         if m.marker(page) == Marker::Notify
             && let Some(watch) = &mut self.watch
         {
+            self.counts.wp_faults += 1;
             if !watch.queue.contains(&page) {
                 watch.queue.push_back(page);
             }
             return Served::Told;
         }
         m.note_write(page);
-        m.unprotect(page);
+        if self.ask(k, |m| m.unprotect(page)) == Err(libc::EAGAIN) {
+            return Served::Soon;
+        }
+        self.counts.wp_faults += 1;
         self.pt.hint(page, HINT_WRITTEN, 0);
         Served::Done
     }
@@ -79,30 +120,30 @@ impl Engine {
         let n = match self.hold(page, n, write) {
             Ok(n) => n,
             Err(_) if self.pt.get(page).tag() == Tag::Poisoned => {
-                self.mappings[k].poison(page);
-                return Served::Done;
+                return self.refuse(k, self.mappings[k].address(page));
             }
             Err(_) => return Served::Later,
         };
         if write && self.mappings[k].marker(page) == Marker::Track {
             self.mappings[k].note_write(page);
         }
-        self.bring_in(k, page, page + n as u64);
-        Served::Done
+        if self.bring_in(k, page, page + n as u64) { Served::Done } else { Served::Soon }
     }
 
-    /// Maps pages that the object holds in mapping `k`, as their markers want.
-    pub fn bring_in(&mut self, k: usize, from: u64, to: u64) {
+    /// Maps pages that the object holds in mapping `k`, as their markers want. False when its process must run first.
+    pub fn bring_in(&mut self, k: usize, from: u64, to: u64) -> bool {
         let mut at = from;
         while at < to {
             let protect = self.mappings[k].marker(at) != Marker::Plain;
             let same = |p: &u64| (self.mappings[k].marker(*p) != Marker::Plain) == protect;
             let stop = (at..to).find(|p| !same(p)).unwrap_or(to);
-            if !self.map_run(k, at, stop, protect) {
-                return;
+            match self.map_run(k, at, stop, protect) {
+                Mapped::All => at = stop,
+                Mapped::Part => return true,
+                Mapped::Soon => return false,
             }
-            at = stop;
         }
+        true
     }
 
     /// How many pages to bring for a fault: up to 64 KiB where faults run in sequence, one page elsewhere.
@@ -135,6 +176,15 @@ impl Engine {
     /// # Errors
     /// No memory, or the page is lost (its tag says so).
     pub fn hold(&mut self, page: u64, n: usize, write: bool) -> io::Result<usize> {
+        self.settle(page, page + n as u64);
+        self.bring_back(page, n, write, false)
+    }
+
+    /// The same, where doubts are settled; `gated`: with the gate closed, for the first page.
+    ///
+    /// # Errors
+    /// As [`Engine::hold`].
+    pub fn bring_back(&mut self, page: u64, n: usize, write: bool, gated: bool) -> io::Result<usize> {
         // What nobody has touched stays that way: it is not brought along.
         let out = |e: &Self, p: u64| matches!(e.pt.get(p).tag(), Tag::Zero | Tag::Compressed);
         match self.pt.get(page).tag() {
@@ -153,6 +203,9 @@ impl Engine {
         let written = if filled == 0 {
             self.lose(page);
             Err(io::ErrorKind::InvalidData.into())
+        } else if gated {
+            let gate = self.removes.gate.as_ref().expect("it is closed");
+            gate.fill(page, &scratch[..PAGE]).map(drop).map_err(io::Error::from_raw_os_error)
         } else if compressed {
             write_at(&self.object, &scratch[..filled * PAGE], page)
         } else {
@@ -160,10 +213,24 @@ impl Engine {
         };
         self.scratch = scratch;
         written?;
+        if !gated && self.removes.covers(page, page + filled as u64) && !self.still_there(page, filled)? {
+            return self.hold(page, n, write);
+        }
         let close = self.brought(page, filled, write, &mut copies);
         self.resident += filled;
         self.list_resident(page, filled, close, |i| copies[i]);
         Ok(filled)
+    }
+
+    /// Pages in doubt were filled just now: whether they may be booked. If a hole was punched before or after, they are taken out
+    /// again (nobody can have mapped them), and what they were is settled.
+    fn still_there(&mut self, page: u64, n: usize) -> io::Result<bool> {
+        if self.witnesses_are_there(page, page + n as u64) {
+            return Ok(true);
+        }
+        memfd::punch(&self.object, page * PAGE as u64, (n * PAGE) as u64)?;
+        self.settle(page, page + n as u64);
+        Ok(false)
     }
 
     /// Books pages as no longer out: keeps their copies where they may serve again. True: they left only lately.
@@ -233,8 +300,8 @@ impl Engine {
         );
     }
 
-    /// Maps `[from, to)`, which the object holds. False when the rest of the window is to be left.
-    fn map_run(&mut self, k: usize, from: u64, to: u64, protect: bool) -> bool {
+    /// Maps `[from, to)`, which the object holds.
+    fn map_run(&mut self, k: usize, from: u64, to: u64, protect: bool) -> Mapped {
         let m = &mut self.mappings[k];
         // Before the kernel does it: `mapped` never says too little. From now on the process may use them all unseen.
         for p in from..to {
@@ -246,36 +313,40 @@ impl Engine {
         while at < to {
             let m = &mut self.mappings[k];
             let result = m.uffd().continue_pages(m.address(at), (to - at) as usize * PAGE, protect);
-            let Err((done, errno)) = result else { return true };
+            let Err((done, errno)) = result else { return Mapped::All };
             at += (done / PAGE) as u64;
             tries += 1;
             match errno {
-                libc::EAGAIN if tries < 10_000 => std::thread::yield_now(),
-                _ if at >= to => return true,
+                _ if at >= to => return Mapped::All,
+                libc::EAGAIN if tries < 10_000 => {
+                    if !self.wait_out(k) {
+                        return Mapped::Soon;
+                    }
+                }
                 // Somebody else's fault was first.
                 libc::EEXIST => {
                     m.wake(at);
                     at += 1;
                 }
-                // Not in the object: punched behind our back, so it reads as zeros.
-                libc::EFAULT if tries < 100 => {
-                    self.forget(at);
-                    if self.hold(at, 1, false).is_err() {
-                        return false;
-                    }
+                // Not in the object: punched just now, so it reads as zeros, and its markers are gone.
+                libc::EFAULT => {
+                    // (It may be a witness: that is seen to before it is made anew.)
+                    self.settle(at, at + 1);
+                    self.emptied(at, at + 1);
+                    return Mapped::Soon;
                 }
                 libc::ESRCH => {
                     m.dead = true;
-                    return false;
+                    return Mapped::Part;
                 }
                 // The program has unmapped it, or it is a page poisoned before.
                 _ => {
                     m.wake(at);
-                    return false;
+                    return Mapped::Part;
                 }
             }
         }
-        true
+        Mapped::All
     }
 }
 

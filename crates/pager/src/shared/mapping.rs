@@ -6,9 +6,12 @@
 use super::engine::Engine;
 use crate::arena::PAGE;
 use crate::mapfile::MapFile;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use uzswap_mm::pagemap::{PageState, SOFT_DIRTY, WRITE_PROTECTED};
 use uzswap_sys::uffd::Uffd;
+use uzswap_sys::uffd_shared::SharedFault;
 
 /// A set of pages.
 pub(super) struct Pages(Vec<u64>);
@@ -56,6 +59,10 @@ pub(super) struct Mapping {
     pub stream_next: usize,
     /// The process is gone (`ESRCH`).
     pub dead: bool,
+    /// Faults that somebody else read, for the mapping's own thread.
+    pub kept: VecDeque<SharedFault>,
+    /// Readable when there are such.
+    kick: OwnedFd,
 }
 
 /// What a mapping's marker asks for when its page is mapped.
@@ -72,9 +79,19 @@ pub(super) enum Marker {
 }
 
 impl Mapping {
-    pub fn new(id: u64, uffd: OwnedFd, watch: OwnedFd, base: usize, markers: MapFile, engine: &Engine) -> Self {
+    pub fn new(
+        id: u64,
+        uffd: OwnedFd,
+        watch: OwnedFd,
+        base: usize,
+        markers: MapFile,
+        engine: &Engine,
+    ) -> io::Result<Self> {
         let pages = engine.pages;
-        Self {
+        let kick = uzswap_sys::eventfd::create().map_err(io::Error::from_raw_os_error)?;
+        // SAFETY: just made, and owned by nobody.
+        let kick = unsafe { OwnedFd::from_raw_fd(kick) };
+        Ok(Self {
             id,
             uffd,
             watch,
@@ -86,7 +103,14 @@ impl Mapping {
             streams: [(u64::MAX, 0); 8],
             stream_next: 0,
             dead: false,
-        }
+            kept: VecDeque::new(),
+            kick,
+        })
+    }
+
+    /// What becomes readable when there are faults in `kept`.
+    pub fn kick_fd(&self) -> RawFd {
+        self.kick.as_raw_fd()
     }
 
     /// Its userfaultfd.
@@ -120,8 +144,11 @@ impl Mapping {
         }
     }
 
-    /// Write-protects the pages `[from, to)` that have a PTE here. False when that could not be done.
-    pub fn protect_mapped(&mut self, from: u64, to: u64) -> bool {
+    /// Write-protects the pages `[from, to)` that have a PTE here.
+    ///
+    /// # Errors
+    /// `EAGAIN`, `ESRCH`: as [`Engine::ask`] wants them. The kernel's: not all of it was done.
+    pub fn protect_mapped(&self, from: u64, to: u64) -> Result<(), i32> {
         let mut at = from;
         while at < to {
             if !self.mapped.has(at) {
@@ -129,28 +156,28 @@ impl Mapping {
                 continue;
             }
             let end = (at..to).find(|p| !self.mapped.has(*p)).unwrap_or(to);
-            if !self.protect_run(at, end) {
-                return false;
-            }
+            self.protect_run(at, end)?;
             at = end;
         }
-        true
+        Ok(())
     }
 
-    fn protect_run(&mut self, from: u64, to: u64) -> bool {
-        match self.ioctl(|m| m.uffd().write_protect(m.address(from), (to - from) as usize * PAGE, true)) {
-            Ok(()) => true,
+    fn protect_run(&self, from: u64, to: u64) -> Result<(), i32> {
+        match self.uffd().write_protect(self.address(from), (to - from) as usize * PAGE, true) {
             // The program has unmapped a part, or put something else there: page by page. What is not registered has no
             // PTE of this mapping.
-            Err(libc::ENOENT) if to - from > 1 => (from..to).all(|p| self.protect_run(p, p + 1)),
-            Err(libc::ENOENT | libc::ESRCH) => true,
-            Err(_) => false,
+            Err(libc::ENOENT) if to - from > 1 => (from..to).try_for_each(|p| self.protect_run(p, p + 1)),
+            Err(libc::ENOENT) => Ok(()),
+            other => other,
         }
     }
 
     /// Ends a page's write-protection, and wakes its writers.
-    pub fn unprotect(&mut self, page: u64) {
-        let _ = self.ioctl(|m| m.uffd().write_protect(m.address(page), PAGE, false));
+    ///
+    /// # Errors
+    /// As [`Mapping::protect_mapped`].
+    pub fn unprotect(&self, page: u64) -> Result<(), i32> {
+        self.uffd().write_protect(self.address(page), PAGE, false)
     }
 
     /// Wakes who waits for a page.
@@ -158,34 +185,24 @@ impl Mapping {
         self.uffd().wake(self.address(page), PAGE);
     }
 
-    /// Makes every touch of the page a SIGBUS in this process.
-    pub fn poison(&mut self, page: u64) {
-        if let Err((_, libc::EEXIST)) = self.uffd().poison(self.address(page), PAGE) {
-            // A write-protection marker of the kernel's is left in the PTE: ending the protection takes it away.
-            self.unprotect(page);
-            let _ = self.uffd().poison(self.address(page), PAGE);
-        }
-        self.wake(page);
-    }
-
-    /// Does an ioctl again while the kernel says so, and sees when the process is gone.
-    fn ioctl(&mut self, call: impl Fn(&Self) -> Result<(), i32>) -> Result<(), i32> {
-        for _ in 0..10_000 {
-            match call(self) {
-                Err(libc::EAGAIN) => std::thread::yield_now(),
-                Err(libc::ESRCH) => {
-                    self.dead = true;
-                    return Err(libc::ESRCH);
-                }
-                other => return other,
+    /// Makes every touch of the page at an address a SIGBUS in this process; wakes nobody.
+    ///
+    /// # Errors
+    /// As [`Mapping::protect_mapped`].
+    pub fn poison(&self, address: usize) -> Result<(), i32> {
+        match self.uffd().poison(address, PAGE) {
+            Err((_, libc::EEXIST)) => {
+                // A write-protection marker of the kernel's is left in the PTE: ending the protection takes it away.
+                self.uffd().write_protect(address, PAGE, false)?;
+                self.uffd().poison(address, PAGE).map_err(|(_, errno)| errno)
             }
+            other => other.map_err(|(_, errno)| errno),
         }
-        Err(libc::EAGAIN)
     }
 
     /// Whether the process is there. (Protecting a page too much costs a fault; ending its protection could lose a write.)
-    pub fn is_alive(&mut self) -> bool {
-        self.ioctl(|m| m.uffd().write_protect(m.address(0), PAGE, true)) != Err(libc::ESRCH)
+    pub fn is_alive(&self) -> bool {
+        self.uffd().write_protect(self.base, PAGE, true) != Err(libc::ESRCH)
     }
 
     /// Bytes of its tables.

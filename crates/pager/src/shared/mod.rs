@@ -29,10 +29,11 @@
 //!    they fail with EFAULT. What *pins* pages (direct I/O, registered buffers of io_uring, VFIO) writes to the frame
 //!    past all PTEs, and user space cannot see a pin of shared memory: a page punched under a pin loses what the device
 //!    writes. Such buffers must be pinned here first ([`SharedMapping::pin`]), which keeps their pages in memory.
-//! 4. *Behind our back.* `munmap` of a mapping costs nobody anything. `MADV_DONTNEED` drops PTEs only. A hole punched in
-//!    the object by `MADV_REMOVE` or through a descriptor kept from attaching is noticed where the page was in memory, but
-//!    a page that was out comes back: contents are dropped by [`SharedMapping::remove`]. `mremap` loses the registration
-//!    and must not be used.
+//! 4. *Behind our back.* `munmap` of a mapping costs nobody anything. `MADV_DONTNEED` drops PTEs only. What `MADV_REMOVE` drops is
+//!    dropped also where it is out, as [`SharedMapping::remove`] does it, if the owner can see it
+//!    ([`SharedMapping::sees_removes`], and how: `removes`); of a call that was killed half way a part may be done. A hole punched
+//!    through a descriptor kept from attaching is noticed where the page was in memory, but a page that was out comes back.
+//!    `mremap` loses the registration and must not be used.
 //!
 //! # Markers
 //! Whether a page is out is a fact about the object, kept once, so every mapping has the same answer, whoever touched,
@@ -47,17 +48,19 @@
 //! need no answer, and nobody waits for its sockets. When the *owner* ends, the others get SIGBUS and a message: `attach`.
 //!
 //! Read on: `engine` (tables), `evict`, `fault`, `mapping` (one mapping, as the owner sees it), `owner` (threads), `calls`
-//! (what can be asked), `attach` (the other side), `wire` (messages).
+//! (what can be asked), `removes` (with `gate`: MADV_REMOVE), `attach` (the other side), `wire` (messages).
 
 mod attach;
 mod calls;
 mod engine;
 mod evict;
 mod fault;
+mod gate;
 mod mapping;
 mod owner;
 mod pin;
 mod pins;
+mod removes;
 mod store;
 mod view;
 mod wire;
@@ -84,13 +87,16 @@ pub struct SharedOptions {
     pub compressor: Compressor,
     /// Whether the page map tells swapped pages from those never touched; without, neither is present and that is all.
     pub markers: bool,
+    /// Whether what hardly ever happens can be made to happen, by whoever may attach: for tests.
+    #[doc(hidden)]
+    pub injectable: bool,
 }
 
 impl SharedOptions {
     /// A limit, and the defaults.
     #[must_use]
     pub fn new(limit: usize) -> Self {
-        Self { limit, compressor: Compressor::Lz4, markers: true }
+        Self { limit, compressor: Compressor::Lz4, markers: true, injectable: false }
     }
 }
 
@@ -127,6 +133,10 @@ pub struct SharedStats {
     pub over_limit: u64,
     /// Pages lost.
     pub poisoned: u64,
+    /// Ranges of which it is open whether `madvise` has removed them: see [`SharedControl::sees_removes`].
+    pub doubts: u64,
+    /// Pages lost because it could not be seen whether they were removed.
+    pub unvouched: u64,
 }
 
 impl SharedStats {
@@ -148,6 +158,8 @@ impl SharedStats {
             direct_reclaims: w[12],
             over_limit: w[13],
             poisoned: w[14],
+            doubts: 0,
+            unvouched: 0,
         }
     }
 }
@@ -244,6 +256,7 @@ pub struct SharedControl {
     socket: Mutex<OwnedFd>,
     pages: u64,
     view: View,
+    sees_removes: bool,
 }
 
 impl std::fmt::Debug for SharedControl {
@@ -262,8 +275,9 @@ impl SharedControl {
     }
 
     fn of(control: Control) -> Self {
-        let view = View::new(control.map, None);
-        Self { socket: Mutex::new(control.socket), pages: control.pages, view }
+        let view = View::new(control.map, None, control.asker);
+        let sees_removes = control.sees_removes;
+        Self { socket: Mutex::new(control.socket), pages: control.pages, view, sees_removes }
     }
 
     fn call(&self, request: &[u64]) -> io::Result<wire::Words> {
@@ -349,7 +363,25 @@ impl SharedControl {
     /// # Errors
     /// The owner is gone.
     pub fn stats(&self) -> io::Result<SharedStats> {
-        self.call(&[op::STATS]).map(|w| SharedStats::of(&w))
+        let stats = SharedStats::of(&self.call(&[op::STATS])?);
+        let removes = self.call(&[op::REMOVES])?;
+        Ok(SharedStats { doubts: removes[2], unvouched: removes[3], ..stats })
+    }
+
+    /// Whether the owner sees what processes remove by `madvise(MADV_REMOVE)`. It does where it may serve the kernel's own faults:
+    /// elsewhere such a call drops what is in memory only, and [`SharedControl::remove`] is to be used.
+    #[must_use]
+    pub fn sees_removes(&self) -> bool {
+        self.sees_removes
+    }
+
+    /// Makes something happen that hardly ever does: for tests.
+    ///
+    /// # Errors
+    /// `PermissionDenied`: the region was not made for that. The owner is gone.
+    #[doc(hidden)]
+    pub fn inject(&self, what: u64, n: u64) -> io::Result<()> {
+        self.call(&[op::INJECT, what, n]).map(drop)
     }
 
     /// Write-protects a range in every mapping, those made later included, or in the one with number `mapping`: who writes
@@ -432,6 +464,12 @@ impl SharedMapping {
     #[must_use]
     pub fn kernel_faults(&self) -> bool {
         self.attached.kernel_faults()
+    }
+
+    /// Whether what this process removes by `madvise(MADV_REMOVE)` is seen: see [`SharedControl::sees_removes`].
+    #[must_use]
+    pub fn sees_removes(&self) -> bool {
+        self.attached.sees_removes()
     }
 
     /// The page map of this mapping.

@@ -7,12 +7,14 @@
 //! | thread | does |
 //! |---|---|
 //! | server | takes connections and the owner's own orders |
-//! | one for each connection | its calls; a caller that stalls stalls nobody else |
+//! | one for each connection | its calls; a caller that stalls stalls nobody else. (Each process has one more, for `View`) |
 //! | one for each mapping | its faults |
 //! | reclaim | pages out ahead of demand |
+//! | gate | holds the object's lock for whoever closes the gate (`gate`) |
 //!
 //! One lock, the engine's. No thread waits for another process while it holds it: sockets are written without it or
-//! without blocking, and ioctls on a userfaultfd need nothing of its process but its memory map.
+//! without blocking, and ioctls on a userfaultfd need nothing of its process but its memory map. Where they answer `EAGAIN`, as a
+//! call of madvise waits to be told of, whoever has the lock reads that ([`Engine::wait_out`]).
 
 use super::engine::Engine;
 use super::evict::Batch;
@@ -44,6 +46,65 @@ pub(super) struct Server {
     /// Open connections by number.
     connections: Mutex<Vec<(u64, Arc<OwnedFd>)>>,
     next_connection: AtomicU64,
+    pub held: Held,
+}
+
+/// Threads stopped at places of their work: for tests.
+#[derive(Default)]
+pub(super) struct Held {
+    state: Mutex<HeldState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct HeldState {
+    /// Page-outs are to stop between reading and storing.
+    evictions: bool,
+    /// Such that have.
+    waiting: u64,
+    /// Mappings' threads are not to read.
+    deaf: bool,
+}
+
+impl Held {
+    fn state(&self) -> MutexGuard<'_, HeldState> {
+        self.state.lock().expect("no thread of the owner has panicked")
+    }
+
+    fn wait_while(&self, state: MutexGuard<'_, HeldState>, still: impl Fn(&HeldState) -> bool) {
+        drop(self.changed.wait_while(state, |s| still(s)).expect("no thread of the owner has panicked"));
+    }
+
+    /// Sets what is held.
+    pub fn set(&self, what: u64, on: bool) {
+        let mut state = self.state();
+        match what {
+            wire::INJECT_HOLD => state.evictions = on,
+            _ => state.deaf = on,
+        }
+        self.changed.notify_all();
+    }
+
+    /// Returns when a page-out is held.
+    pub fn wait(&self) {
+        self.wait_while(self.state(), |s| s.waiting == 0);
+    }
+
+    /// The place between reading and storing.
+    fn eviction(&self) {
+        let mut state = self.state();
+        if state.evictions {
+            state.waiting += 1;
+            self.changed.notify_all();
+            self.wait_while(state, |s| s.evictions);
+            self.state().waiting -= 1;
+        }
+    }
+
+    /// The place before reading messages.
+    fn reading(&self) {
+        self.wait_while(self.state(), |s| s.deaf);
+    }
 }
 
 /// Writes a line to the program's standard error, from whatever descriptor table.
@@ -130,6 +191,7 @@ impl Server {
             stopping: AtomicBool::new(false),
             connections: Mutex::new(Vec::new()),
             next_connection: AtomicU64::new(1),
+            held: Held::default(),
         })
     }
 
@@ -159,7 +221,7 @@ impl Server {
                 if p.revents != 0
                     && let Ok(connection) = socket::accept(socket)
                 {
-                    self.take(connection);
+                    self.take(connection, false);
                 }
             }
             if polls[0].revents == 0 {
@@ -196,19 +258,20 @@ impl Server {
         match socket::pair() {
             Ok((ours, theirs)) => {
                 let _ = wire::send(orders, &wire::words(&[0]), &[theirs.as_raw_fd()]);
-                self.take(ours);
+                self.take(ours, false);
             }
             Err(e) => drop(wire::send(orders, &wire::words(&[errno_of(&e) as u64]), &[])),
         }
     }
 
-    /// Serves a connection in a thread of its own.
-    fn take(self: &Arc<Self>, connection: OwnedFd) {
+    /// Serves a connection in a thread of its own; `greeted`: it is one for questions, of somebody who was let in.
+    fn take(self: &Arc<Self>, connection: OwnedFd, greeted: bool) {
         let (server, connection) = (self.clone(), Arc::new(connection));
         let number = self.next_connection.fetch_add(1, Relaxed);
         self.connections().push((number, connection.clone()));
         let _ = spawn("uzswap-client", move || {
-            if let Err(e) = server.serve(&connection, number) {
+            let mapping = if greeted { Ok(None) } else { server.greet(&connection) };
+            if let Err(e) = mapping.and_then(|mapping| server.serve(&connection, number, mapping)) {
                 let _ = wire::send(&connection, &wire::words(&[errno_of(&e) as u64]), &[]);
             }
             server.connections().retain(|c| c.0 != number);
@@ -216,8 +279,15 @@ impl Server {
         });
     }
 
-    /// A connection, from its greeting to its end.
-    fn serve(self: &Arc<Self>, connection: &OwnedFd, number: u64) -> io::Result<()> {
+    /// A second connection for somebody who has one, for the readers of the page map.
+    fn look(self: &Arc<Self>) -> io::Result<OwnedFd> {
+        let (ours, theirs) = socket::pair()?;
+        self.take(ours, true);
+        Ok(theirs)
+    }
+
+    /// The greeting of a connection; returns its mapping if it is for one.
+    fn greet(self: &Arc<Self>, connection: &OwnedFd) -> io::Result<Option<u64>> {
         // Nobody who stalls in the greeting keeps a thread.
         socket::time_out(connection, 10)?;
         let (hello, _) = wire::receive(connection)?;
@@ -232,15 +302,22 @@ impl Server {
         let mapping = match hello[1] {
             FOR_MAPPING => Some(self.attach(connection, hello[2])?),
             FOR_CONTROL => {
+                let look = self.look()?;
                 let engine = self.engine();
-                let (welcome, map) = (wire::words(&[0, engine.pages, 0, 0]), engine.map.fd());
+                let sees_removes = u64::from(engine.removes.gate.is_some());
+                let (welcome, map) = (wire::words(&[0, engine.pages, sees_removes]), engine.map.fd());
                 drop(engine);
-                wire::send(connection, &welcome, &[map])?;
+                wire::send(connection, &welcome, &[map, look.as_raw_fd()])?;
                 None
             }
             _ => return Err(io::Error::from_raw_os_error(libc::EPROTO)),
         };
         socket::time_out(connection, 0)?;
+        Ok(mapping)
+    }
+
+    /// A connection, from its greeting to its end.
+    fn serve(&self, connection: &OwnedFd, number: u64, mapping: Option<u64>) -> io::Result<()> {
         while let Ok((request, _)) = wire::receive(connection) {
             let answer = calls::answer(self, &request, mapping, (number, connection));
             wire::send(connection, &answer, &[])?;
@@ -251,27 +328,29 @@ impl Server {
     /// Gives a process what it needs to map the region, and takes over its faults.
     fn attach(self: &Arc<Self>, connection: &OwnedFd, token: u64) -> io::Result<u64> {
         let os = io::Error::from_raw_os_error;
-        let (watch, theirs) = socket::pair()?;
-        let (pages, object, map, markers) = {
+        let ((watch, theirs), look) = (socket::pair()?, self.look()?);
+        let (pages, object, map, markers, sees_removes) = {
             let engine = self.engine();
             let markers = MapFile::create(Kind::Markers, 0, engine.pages, 0).map_err(os)?;
-            (engine.pages, engine.object.as_raw_fd(), engine.map.fd(), markers)
+            let sees_removes = u64::from(engine.removes.gate.is_some());
+            (engine.pages, engine.object.as_raw_fd(), engine.map.fd(), markers, sees_removes)
         };
-        wire::send(connection, &wire::words(&[0, pages]), &[object, map, markers.fd(), theirs.as_raw_fd()])?;
-        drop(theirs);
+        let fds = [object, map, markers.fd(), theirs.as_raw_fd(), look.as_raw_fd()];
+        wire::send(connection, &wire::words(&[0, pages, sees_removes]), &fds)?;
+        drop((theirs, look));
         let (words, fds) = wire::receive(connection)?;
         let uffd =
             fds.into_iter().next().filter(|fd| uffd_shared::is_uffd(fd.as_raw_fd())).ok_or_else(|| os(libc::EBADF))?;
         nonblocking(&watch)?;
         let base = words[1] as usize;
-        if !base.is_multiple_of(4096) || base.checked_add(pages as usize * 4096).is_none() {
+        if !base.is_multiple_of(4096) || base.checked_add((pages as usize + 1) * 4096).is_none() {
             return Err(os(libc::EINVAL));
         }
         markers.set_base(base);
         let mut engine = self.engine();
         let id = engine.next_id;
         engine.next_id += 1;
-        let mapping = Mapping::new(id, uffd, watch, base, markers, &engine);
+        let mapping = Mapping::new(id, uffd, watch, base, markers, &engine)?;
         // The whole range must be registered with this very descriptor.
         mapping.uffd().write_protect(base, pages as usize * 4096, false).map_err(os)?;
         inherit_markers(&mut engine, &mapping, token);
@@ -279,7 +358,7 @@ impl Server {
         drop(engine);
         let server = self.clone();
         if let Err(e) = spawn("uzswap-faults", move || server.serve_faults(id)) {
-            self.engine().mappings.retain(|m| m.id != id);
+            self.engine().detach(id);
             return Err(e);
         }
         wire::send(connection, &wire::words(&[0, id]), &[])?;
@@ -288,22 +367,21 @@ impl Server {
 
     /// The thread of a mapping's faults: until its process is gone, or it has detached.
     fn serve_faults(&self, id: u64) {
-        let (uffd, watch) = {
+        let fds = {
             let mut engine = self.engine();
             let Some(m) = engine.mapping(id) else { return };
-            (m.uffd.as_raw_fd(), m.watch.as_raw_fd())
+            [m.uffd.as_raw_fd(), m.kick_fd(), m.watch.as_raw_fd()]
         };
-        let (mut closed, mut later) = (false, Vec::new());
+        let (mut closed, mut later, mut soon) = (false, Vec::new(), false);
         loop {
-            let mut polls = [uffd, watch].map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
-            let (timeout, n) = if !later.is_empty() {
-                (10, 1)
-            } else if closed {
-                (5, 1)
-            } else {
-                (-1, 2)
+            let mut polls = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
+            let timeout = match (soon, later.is_empty(), closed) {
+                (true, ..) => 1,
+                (_, false, _) => 10,
+                (_, _, true) => 5,
+                _ => -1,
             };
-            wait(&mut polls[..n], timeout);
+            wait(&mut polls[..if timeout < 0 { 3 } else { 2 }], timeout);
             if self.stopping.load(SeqCst) {
                 // Closing the descriptor here would end the registration: the process's own copy must outlive it,
                 // until its watcher has put an error in the region's place.
@@ -314,32 +392,46 @@ impl Server {
                 self.engine().mapping(id).expect("removed here only").dead = true;
             }
             if polls[1].revents != 0 {
+                uzswap_sys::eventfd::take(fds[1]);
+            }
+            if polls[2].revents != 0 {
                 closed |= !self.hear_watcher(id);
             }
-            later = self.serve_all(id, uffd, later);
+            self.held.reading();
+            (later, soon) = self.serve_all(id, later, polls[0].revents & libc::POLLIN != 0);
             if closed {
                 let mut engine = self.engine();
                 let m = engine.mapping(id).expect("removed here only");
                 // A process that ends stops answering a moment after its sockets close.
                 if m.dead || !m.is_alive() {
-                    engine.mappings.retain(|m| m.id != id);
+                    engine.detach(id);
                     return;
                 }
             }
         }
     }
 
-    /// Serves what waits; returns what could not be served now.
-    fn serve_all(&self, id: u64, uffd: RawFd, mut waiting: Vec<SharedFault>) -> Vec<SharedFault> {
-        let (mut later, mut told) = (Vec::new(), false);
-        let handle = uzswap_sys::uffd::Uffd::from_raw(uffd);
-        while let Some(fault) = waiting.pop().or_else(|| handle.read_shared().ok().flatten()) {
+    /// Serves what waits, and one message more where the descriptor is `readable`; returns what could not be served now, and whether
+    /// it soon can be.
+    fn serve_all(&self, id: u64, mut waiting: Vec<SharedFault>, mut readable: bool) -> (Vec<SharedFault>, bool) {
+        let (mut later, mut told, mut soon) = (Vec::new(), false, false);
+        loop {
+            // Messages are read under the lock: what an event says is so until we have taken it down.
             let mut engine = self.engine();
-            let Some(k) = engine.mappings.iter().position(|m| m.id == id) else { return Vec::new() };
+            let Some(k) = engine.mappings.iter().position(|m| m.id == id) else { return (Vec::new(), false) };
+            let mut next = engine.mappings[k].kept.pop_front();
+            if core::mem::take(&mut readable) && next.is_none() {
+                next = engine.next_fault(k);
+            }
+            let Some(fault) = next.or_else(|| waiting.pop()) else { break };
             match engine.serve(k, fault) {
                 Served::Done => {}
                 Served::Told => told = true,
                 Served::Later => later.push(fault),
+                Served::Soon => {
+                    later.push(fault);
+                    soon = true;
+                }
             }
             let near = engine.charged() + engine.margin() > engine.options.limit;
             drop(engine);
@@ -353,7 +445,7 @@ impl Server {
         if told {
             self.news.notify_all();
         }
-        later
+        (later, soon)
     }
 
     /// Reads what a watcher says; false when it is gone.
@@ -423,6 +515,7 @@ impl Server {
                 engine.begin(&mut batch, &mut wanted);
                 drop(engine);
                 let _ = batch.compress();
+                self.held.eviction();
                 engine = self.engine();
                 left += engine.finish(&mut batch);
             }

@@ -1,29 +1,60 @@
 //! The page map of a region, of a shared one as one mapping sees it: read without asking anybody.
 
+use super::wire::{self, op};
 use crate::mapfile::MapFile;
-use std::sync::Arc;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, PoisonError};
 use uzswap_mm::pagemap::{PageMap, PageState, Query, Run, Summary};
 
+/// A connection on which nothing is asked but that the owner settle its doubts.
+#[derive(Debug)]
+pub(super) struct Asker {
+    socket: Mutex<OwnedFd>,
+    process: u32,
+}
+
+impl Asker {
+    pub fn new(socket: OwnedFd) -> Self {
+        Self { socket: Mutex::new(socket), process: std::process::id() }
+    }
+
+    fn settle(&self) {
+        // A forked child has this too, and would take its parent's answers.
+        if std::process::id() == self.process {
+            // (When the owner is gone the map is what it was last.)
+            let _ = wire::call(&self.socket.lock().unwrap_or_else(PoisonError::into_inner), &[op::SETTLE]);
+        }
+    }
+}
+
 /// A page map to read from. What may be relied on while it changes is said at [`uzswap_mm::pagemap`].
+///
+/// Of a shared region it is exact also for what was just removed by `madvise(MADV_REMOVE)`: while it is open what such a call has done
+/// (after one of MADV_DONTNEED this may be for as long as its mapping exists), reading begins with a question to the owner.
 #[derive(Clone, Debug)]
 pub struct View {
     map: Arc<MapFile>,
     markers: Option<Arc<MapFile>>,
+    asker: Option<Arc<Asker>>,
 }
 
 impl View {
-    pub(super) fn new(map: Arc<MapFile>, markers: Option<Arc<MapFile>>) -> Self {
-        Self { map, markers }
+    pub(super) fn new(map: Arc<MapFile>, markers: Option<Arc<MapFile>>, asker: Arc<Asker>) -> Self {
+        Self { map, markers, asker: Some(asker) }
     }
 
     /// The map of a region that is not shared.
     pub(crate) fn of_private(map: Arc<MapFile>, markers: Option<Arc<MapFile>>) -> Self {
-        Self { map, markers }
+        Self { map, markers, asker: None }
     }
 
-    /// The map itself.
+    /// The map itself, with all that was removed before the call. (What is removed later is in it when the owner has seen it: who
+    /// wants to know calls this again.)
     #[must_use]
     pub fn map(&self) -> PageMap<'_> {
+        if let Some(asker) = self.asker.as_ref().filter(|_| self.map.doubts() != 0) {
+            asker.settle();
+        }
         match &self.markers {
             Some(markers) => self.map.map().with_markers(markers.map().words(), !markers.tracking()),
             None => self.map.map(),

@@ -11,7 +11,7 @@ use uzswap_sys::socket;
 pub(super) type Words = [u64; 16];
 
 /// First word of a connection: protocol and version.
-pub(super) const HELLO: u64 = 0x757a_7368_0000_0001;
+pub(super) const HELLO: u64 = 0x757a_7368_0000_0002;
 
 /// What a connection is for: the second word of HELLO.
 pub(super) const FOR_MAPPING: u64 = 1;
@@ -52,19 +52,37 @@ pub(super) mod op {
     pub const PIN: u64 = 16;
     /// End that: the number.
     pub const UNPIN: u64 = 17;
+    /// See whether doubtful ranges were removed.
+    pub const SETTLE: u64 = 18;
+    /// Figures of removes → whether they are seen, doubts, pages lost for one.
+    pub const REMOVES: u64 = 19;
     /// Of the owner only: a new connection, as a descriptor.
     pub const CONNECT: u64 = 20;
     /// Of the owner only: listen at a path, whose bytes follow.
     pub const SERVE: u64 = 21;
     /// Of the owner only: end.
     pub const STOP: u64 = 22;
+    /// For tests: what is to happen, and how often or whether. See [`INJECT_BLIND`](super::INJECT_BLIND) and those after it.
+    pub const INJECT: u64 = 30;
 }
 
 /// Every mapping, also those to come.
 pub(super) const ALL: u64 = u64::MAX;
 
-/// To a mapping's watcher: forget the PTEs of (first byte, length) and answer with the number.
+/// To a mapping's watcher: forget all PTEs and answer with the number. It drops them together with that of the page behind the
+/// region, which no program uses: so the event that this raises is known for what it is.
 pub(super) const WATCH_AGE: u64 = 1;
+
+/// So many events are read without having been expected.
+pub(super) const INJECT_BLIND: u64 = 1;
+/// So many closings of the gate fail.
+pub(super) const INJECT_GATE: u64 = 2;
+/// Page-outs on request stop (1) between reading their pages and storing them, until they may go on (0).
+pub(super) const INJECT_HOLD: u64 = 3;
+/// Answers when a page-out is held.
+pub(super) const INJECT_HELD: u64 = 4;
+/// No thread of a mapping reads its messages (1), until they may again (0).
+pub(super) const INJECT_DEAF: u64 = 5;
 
 /// Bytes of a message.
 pub(super) const BYTES: usize = size_of::<Words>();

@@ -146,6 +146,8 @@ fn describe(pid: u32, map: MapFile, markers: &mut Vec<MapFile>) -> Option<Found>
     let what = match map.kind()? {
         Kind::Process => format!("process {pid}"),
         Kind::Region => format!("region of process {pid} at {base:#x}"),
+        // (Only its owner can say whether what it saw a process drop is gone; asked by the socket it does.)
+        Kind::Shared if map.doubts() != 0 => format!("shared region known to process {pid} (removals may be missing)"),
         Kind::Shared => format!("shared region known to process {pid}"),
         Kind::Markers | Kind::Cleared => return None,
     };

@@ -6,11 +6,15 @@ use std::time::Duration;
 use uzswap_mm::pagemap::{PRESENT, Query, SWAPPED};
 
 /// The sequence of acceptance D: what is asked after each step, of which mapping.
-fn sequence(markers: bool) {
+fn sequence(markers: bool, by_kernel: bool) {
     let options = SharedOptions { markers, ..SharedOptions::new(16 * MIB) };
     let region = SharedRegion::create(4 * MIB, &options).unwrap();
     let control = region.control();
     let (a, b) = (region.map().unwrap(), region.map().unwrap());
+    let remove = |m: &SharedMapping| match by_kernel {
+        true => super::removes::remove(m, 5..6),
+        false => m.remove(at(5)).unwrap(),
+    };
     let check = |step: &str, present: bool, swapped: bool| {
         // One that is made now answers the same.
         let later = region.map().unwrap();
@@ -27,26 +31,28 @@ fn sequence(markers: bool) {
     check("PAGEOUT", false, true);
     assert_eq!(touch(&b, 5), 0);
     check("FAULT2, in the other process", true, false);
-    b.remove(at(5)).unwrap();
+    remove(&b);
     check("REMOVE", false, false);
     assert_eq!(a.page_out(at(5)).unwrap(), 0);
     check("PAGEOUT of nothing", false, false);
     write(&b, 5, 2);
     a.page_out(at(5)).unwrap();
     check("PAGEOUT", false, true);
-    a.remove(at(5)).unwrap();
+    remove(&a);
     check("REMOVE", false, false);
     assert_eq!(words(&b, 5)[7].load(Relaxed), 0, "removed contents came back");
 }
 
 #[test]
 fn every_mapping_answers_the_same_at_every_step() {
-    sequence(true);
+    sequence(true, false);
+    sequence(true, true);
 }
 
 #[test]
 fn without_markers_nothing_is_ever_swapped() {
-    sequence(false);
+    sequence(false, false);
+    sequence(false, true);
 }
 
 #[test]
@@ -60,8 +66,16 @@ fn unmapping_one_mapping_leaves_the_others_answers() {
     // The PTEs (and the kernel's own markers) of A go.
     // SAFETY: shared memory: no contents are dropped.
     unsafe { libc::madvise(a.as_mut_ptr().cast(), a.len(), libc::MADV_DONTNEED) };
-    assert_eq!(state(a.page_map().get(3)), (false, true));
+    // (It is in memory again: the owner cannot tell this call from MADV_REMOVE before it has acted, and keeps an eye on the page.)
+    assert_eq!(state(a.page_map().get(3)), state(b.page_map().get(3)));
+    assert_eq!(words(&a, 3)[7].load(Relaxed), 9);
     drop(a);
+    let end = std::time::Instant::now() + Duration::from_secs(20);
+    while region.control().stats().unwrap().mappings > 1 {
+        assert!(std::time::Instant::now() < end, "a mapping that was dropped stays");
+        std::thread::yield_now();
+    }
+    region.control().page_out(at(3)).unwrap();
     assert_eq!(state(b.page_map().get(3)), (false, true));
     let c = region.map().unwrap();
     assert_eq!(state(c.page_map().get(3)), (false, true));

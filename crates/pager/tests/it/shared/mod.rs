@@ -2,6 +2,8 @@
 mod markers;
 mod pins;
 mod processes;
+mod removes;
+mod removes_stress;
 mod ring;
 
 use std::path::PathBuf;
@@ -32,7 +34,7 @@ pub fn at(page: usize) -> std::ops::Range<usize> {
 }
 
 pub fn region(size: usize, limit: usize) -> SharedRegion {
-    SharedRegion::create(size, &SharedOptions::new(limit)).unwrap()
+    SharedRegion::create(size, &SharedOptions { injectable: true, ..SharedOptions::new(limit) }).unwrap()
 }
 
 /// (present, swapped) of a page.

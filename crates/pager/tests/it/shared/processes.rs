@@ -11,7 +11,7 @@ use uzswap_pager::shared::SharedControl;
 const ROLE: &str = "UZSWAP_TEST_ROLE";
 
 /// Starts a worker: `role` and what it is to know.
-fn worker(role: &str, path: &std::path::Path, number: usize) -> Command {
+pub fn worker(role: &str, path: &std::path::Path, number: usize) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "shared::processes::be_a_worker", "--nocapture", "--test-threads=1"]);
     command.env(ROLE, role).env("UZSWAP_TEST_PATH", path).env("UZSWAP_TEST_NUMBER", number.to_string());
@@ -20,13 +20,13 @@ fn worker(role: &str, path: &std::path::Path, number: usize) -> Command {
 }
 
 /// Lines that a worker says, after the harness's own.
-struct Lines(BufReader<std::process::ChildStdout>);
+pub struct Lines(BufReader<std::process::ChildStdout>);
 
 impl Lines {
-    fn of(child: &mut Child) -> Self {
+    pub fn of(child: &mut Child) -> Self {
         Self(BufReader::new(child.stdout.take().unwrap()))
     }
-    fn next(&mut self) -> Option<String> {
+    pub fn next(&mut self) -> Option<String> {
         loop {
             let mut line = String::new();
             if self.0.read_line(&mut line).unwrap() == 0 {
@@ -40,12 +40,12 @@ impl Lines {
     }
 }
 
-fn say(text: &str) {
+pub fn say(text: &str) {
     println!("> {text}");
 }
 
 /// Waits for a byte on standard input, or its end.
-fn wait_for_word() {
+pub fn wait_for_word() {
     let _ = std::io::stdin().read(&mut [0]);
 }
 
@@ -98,11 +98,11 @@ fn be_a_worker() {
             assert_eq!(unsafe { libc::setuid(65534) }, 0);
             say(&format!("{:?}", SharedMapping::attach(&path).map(|_| ()).unwrap_err().kind()));
         }
-        other => panic!("no such role: {other}"),
+        other => super::removes::be(other, &path, number),
     }
 }
 
-fn wait_within(child: &mut Child, time: Duration) -> std::process::ExitStatus {
+pub fn wait_within(child: &mut Child, time: Duration) -> std::process::ExitStatus {
     let end = Instant::now() + time;
     loop {
         if let Some(status) = child.try_wait().unwrap() {
@@ -446,7 +446,7 @@ fn nonsense_at_the_socket_is_answered_and_forgotten() {
         message.iter_mut().for_each(|b| *b = rng.next() as u8);
         if rng.below(2) == 0 && message.len() == 128 {
             // A good beginning.
-            message[..8].copy_from_slice(&0x757a_7368_0000_0001u64.to_ne_bytes());
+            message[..8].copy_from_slice(&0x757a_7368_0000_0002u64.to_ne_bytes());
             message[8..16].copy_from_slice(&(1 + rng.next() % 2).to_ne_bytes());
         }
         let _ = uzswap_sys::socket::send(&socket, &message, &[0, 1][..rng.below(3)]);

@@ -1,0 +1,270 @@
+//! Holding the lock of the memory object against everybody who would punch holes in it.
+//!
+//! `fallocate` and `madvise(MADV_REMOVE)` hold the kernel's lock of the object (its inode's) from the first page that they drop to
+//! the last, and so does `pwrite`. User space cannot take that lock by name. But a write from a buffer that is missing under a
+//! userfaultfd of our own takes it and then waits in the copy, until we fill the buffer:
+//!
+//! ```text
+//! owner (engine's lock)      gate's thread                      a client
+//! close: ask ──────────────▶ pwrite(object, buffer): lock
+//!   ◀──────── fault ──────── waits in the copy                  madvise(REMOVE): waits for the lock
+//! ... the gate is closed: no page leaves the object ...
+//! open: fill the buffer ───▶ goes on: unlock ─────────────────▶ goes on
+//! ```
+//! While it is closed the owner must not write to, populate or punch the object itself, nor seek in it: it would wait for itself.
+//! Whether a page is there, and filling one that is not, goes through a registered mapping of the owner's, which asks for no lock of
+//! the object's ([`Gate::holds`], [`Gate::fill`]). All of the owner's own writes and punches are made under the engine's lock, and so
+//! is all between `close` and `open`: hence they never meet. The gate's thread takes no lock of ours; all it can wait for is a punch
+//! that is under way, which waits for nobody.
+
+use super::owner::spawn;
+use crate::arena::PAGE;
+use std::fs::File;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use uzswap_sys::raw::Errno;
+use uzswap_sys::uffd::Uffd;
+use uzswap_sys::uffd_shared::{FEATURES_SHARED, SharedMessage};
+use uzswap_sys::{eventfd, memfd, sys};
+
+/// The gate of an object. Owner: the engine's lock.
+pub(super) struct Gate {
+    /// Of the owner's own: serves the kernel's faults.
+    uffd: OwnedFd,
+    /// The object, mapped and registered, and what it has in bytes.
+    base: usize,
+    len: usize,
+    /// One page, registered, missing while the gate is closed.
+    buffer: usize,
+    /// Asks the thread to write.
+    ask: Sender<()>,
+    /// Readable when it has written, or could not.
+    done: Arc<OwnedFd>,
+    /// It was let go on, and `done` not taken yet.
+    unfinished: bool,
+    /// The next closings that are to fail: for tests.
+    pub failing: u64,
+}
+
+impl Gate {
+    /// A gate for an object whose last page, at byte `spare`, nobody uses.
+    ///
+    /// # Errors
+    /// `EPERM`: the kernel's own faults may not be served by this process. The kernel's.
+    pub fn new(object: &OwnedFd, spare: u64) -> Result<Self, Errno> {
+        let errno = |e: std::io::Error| super::owner::errno_of(&e);
+        let (uffd, _) = Uffd::open(FEATURES_SHARED)?;
+        // SAFETY: just made, and owned by nobody.
+        let uffd = unsafe { OwnedFd::from_raw_fd(uffd.fd()) };
+        // SAFETY: as above.
+        let done = Arc::new(unsafe { OwnedFd::from_raw_fd(eventfd::create()?) });
+        let file = File::from(object.try_clone().map_err(errno)?);
+        // The page is there from the beginning, so that the write needs no memory.
+        memfd::populate(object, spare, PAGE as u64).map_err(errno)?;
+        let len = spare as usize + PAGE;
+        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: new mappings, and advice on them.
+        let (base, buffer) = unsafe {
+            let base = memfd::map(object, len, true, None).map_err(errno)?;
+            let buffer = sys!(libc::SYS_mmap, 0, PAGE, prot, flags, -1isize, 0);
+            for (at, len) in [(base, len)].into_iter().chain(buffer.map(|b| (b, PAGE))) {
+                let _ = sys!(libc::SYS_madvise, at, len, libc::MADV_DONTFORK);
+                let _ = sys!(libc::SYS_madvise, at, len, libc::MADV_NOHUGEPAGE);
+            }
+            (base, buffer)
+        };
+        let (ask, asked) = channel();
+        let gate = Self { uffd, base, len, buffer: buffer.unwrap_or(0), ask, done, unfinished: false, failing: 0 };
+        buffer?;
+        gate.uffd().register_shared(base, len)?;
+        gate.uffd().register(gate.buffer, PAGE)?;
+        let (done, buffer) = (gate.done.clone(), gate.buffer);
+        spawn("uzswap-gate", move || work(&asked, &file, spare, buffer, &done)).map_err(errno)?;
+        Ok(gate)
+    }
+
+    fn uffd(&self) -> Uffd {
+        Uffd::from_raw(self.uffd.as_raw_fd())
+    }
+
+    /// Closes the gate: when this returns without an error nobody punches a hole, until [`Gate::open`].
+    ///
+    /// # Errors
+    /// The kernel refuses the write; the gate is open.
+    pub fn close(&mut self) -> Result<(), Errno> {
+        if self.failing > 0 {
+            self.failing -= 1;
+            return Err(libc::EIO);
+        }
+        if self.unfinished {
+            self.wait_done(false);
+            self.unfinished = false;
+        }
+        // SAFETY: our page, which nobody uses now.
+        unsafe { sys!(libc::SYS_madvise, self.buffer, PAGE, libc::MADV_DONTNEED) }?;
+        self.ask.send(()).map_err(|_| libc::EIO)?;
+        loop {
+            if self.wait_done(true) {
+                return Err(libc::EIO);
+            }
+            if let Ok(Some(SharedMessage::Fault(fault))) = self.uffd().read_shared()
+                && fault.address == self.buffer
+            {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Waits until the thread has written, or (`or_fault`) waits in the copy. Whether it has written.
+    fn wait_done(&self, or_fault: bool) -> bool {
+        loop {
+            let mut polls = [&*self.done, &self.uffd].map(|fd| libc::pollfd {
+                fd: fd.as_raw_fd(),
+                events: libc::POLLIN,
+                revents: 0,
+            });
+            // SAFETY: pollfds of ours, as many as said.
+            let _ = unsafe { sys!(libc::SYS_poll, polls.as_mut_ptr(), if or_fault { 2 } else { 1 }, -1isize) };
+            if polls[0].revents != 0 && eventfd::take(self.done.as_raw_fd()) {
+                return true;
+            }
+            if or_fault && polls[1].revents != 0 {
+                return false;
+            }
+        }
+    }
+
+    /// Opens it again.
+    pub fn open(&mut self) {
+        self.unfinished = true;
+        while let Err((_, errno)) = self.uffd().zero(self.buffer, PAGE) {
+            if errno == libc::EEXIST {
+                self.uffd().wake(self.buffer, PAGE);
+                return;
+            }
+            // No memory for a page table: there is some sooner or later, as the kernel kills for it.
+            std::thread::yield_now();
+        }
+    }
+
+    fn at(&self, page: u64) -> usize {
+        let at = self.base + page as usize * PAGE;
+        assert!(at < self.base + self.len, "a page beyond the object");
+        at
+    }
+
+    /// Whether the object has a page: certain only while the gate is closed.
+    ///
+    /// # Errors
+    /// The kernel could not tell.
+    pub fn holds(&self, page: u64) -> Result<bool, Errno> {
+        self.uffd().is_held(self.at(page))
+    }
+
+    /// Gives the object a page that it has not; false, and nothing is changed, where it has it.
+    ///
+    /// # Errors
+    /// No memory.
+    pub fn fill(&self, page: u64, bytes: &[u8]) -> Result<bool, Errno> {
+        assert_eq!(bytes.len(), PAGE, "whole pages only");
+        // SAFETY: the source is a slice of that length.
+        match unsafe { self.uffd().copy(self.at(page), bytes.as_ptr() as usize, PAGE) } {
+            Ok(()) => Ok(true),
+            Err((_, libc::EEXIST)) => Ok(false),
+            Err((_, errno)) => Err(errno),
+        }
+    }
+
+    /// Which of the pages `[from, to)` the object surely has, waiting for nobody. (One that the kernel has swapped out, or
+    /// that was populated and never used, is missing here: ask [`Gate::holds`].)
+    pub fn surely_has(&self, from: u64, to: u64) -> Vec<bool> {
+        let mut bytes = vec![0u8; (to - from) as usize];
+        let len = bytes.len() * PAGE;
+        // SAFETY: a byte for each page of our mapping.
+        let told = unsafe { sys!(libc::SYS_mincore, self.at(from), len, bytes.as_mut_ptr()) };
+        bytes.into_iter().map(|b| told.is_ok() && b & 1 != 0).collect()
+    }
+}
+
+fn work(asked: &Receiver<()>, object: &File, spare: u64, buffer: usize, done: &OwnedFd) {
+    // (It ends with the gate, which has the other end.)
+    while let Ok(()) = asked.recv() {
+        // By the system call: the buffer is missing memory, to which no reference is formed.
+        // SAFETY: reads one byte of a mapping that is the gate's, whichever it is.
+        let _ = unsafe { sys!(libc::SYS_pwrite64, object.as_raw_fd(), buffer, 1, spare) };
+        eventfd::raise(done.as_raw_fd());
+    }
+}
+
+impl Drop for Gate {
+    fn drop(&mut self) {
+        // SAFETY: our mappings. (The thread may still copy from the buffer; it gets an error then.)
+        unsafe {
+            let _ = sys!(libc::SYS_munmap, self.base, self.len);
+            let _ = sys!(libc::SYS_munmap, self.buffer, PAGE);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::FileExt;
+    use std::sync::atomic::{AtomicBool, Ordering::*};
+
+    fn object() -> (OwnedFd, Gate) {
+        let object = memfd::create(c"uzswap-test", 9 * PAGE as u64).unwrap();
+        let gate = Gate::new(&object, 8 * PAGE as u64).expect("this test needs a userfaultfd for the kernel's faults");
+        (object, gate)
+    }
+
+    #[test]
+    fn nobody_punches_while_it_is_closed() {
+        let (object, mut gate) = object();
+        memfd::populate(&object, 0, 8 * PAGE as u64).unwrap();
+        // What was populated only is no data yet to those who look without the gate, and is from the first question through it on.
+        assert!(!memfd::has(&object, 0).unwrap() && !gate.surely_has(0, 8).into_iter().any(|has| has));
+        assert!((0..8).all(|page| gate.holds(page).unwrap() && memfd::has(&object, page * PAGE as u64).unwrap()));
+        for round in 0..200u64 {
+            let (page, gone) = (round % 8, AtomicBool::new(false));
+            gate.close().unwrap();
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    memfd::punch(&object, page * PAGE as u64, PAGE as u64).unwrap();
+                    gone.store(true, SeqCst);
+                });
+                (0..100).for_each(|_| {
+                    std::thread::yield_now();
+                    assert!(gate.holds(page).unwrap() && !gone.load(SeqCst), "round {round}");
+                });
+                gate.open();
+            });
+            assert!(!gate.holds(page).unwrap() && !memfd::has(&object, page * PAGE as u64).unwrap());
+            assert!(gate.fill(page, &[7; PAGE]).unwrap() && !gate.fill(page, &[8; PAGE]).unwrap());
+            assert!(gate.surely_has(0, 8).into_iter().all(|has| has));
+            assert!(memfd::has(&object, page * PAGE as u64).unwrap());
+        }
+    }
+
+    #[test]
+    fn a_page_filled_while_it_is_closed_is_the_objects() {
+        let (object, mut gate) = object();
+        gate.close().unwrap();
+        assert!(!gate.holds(3).unwrap() && gate.fill(3, &[9; PAGE]).unwrap() && gate.holds(3).unwrap());
+        gate.open();
+        let mut bytes = vec![0; PAGE];
+        File::from(object).read_exact_at(&mut bytes, 3 * PAGE as u64).unwrap();
+        assert!(bytes.iter().all(|b| *b == 9));
+        assert_eq!(gate.surely_has(0, 8), [false, false, false, true, false, false, false, false]);
+    }
+
+    #[test]
+    fn where_the_write_is_refused_it_is_open() {
+        let (object, mut gate) = object();
+        memfd::seal(&object, libc::F_SEAL_FUTURE_WRITE).unwrap();
+        assert_eq!(gate.close(), Err(libc::EIO));
+        gate.failing = 1;
+        assert_eq!((gate.close(), gate.failing), (Err(libc::EIO), 0));
+    }
+}
