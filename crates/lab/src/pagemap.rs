@@ -41,7 +41,7 @@ const SUBJECT: usize = 5;
 pub fn run(args: &Args) -> Result<bool, Stop> {
     let size = args.size.unwrap_or(if args.common.quick { 128 << 20 } else { 1 << 30 }) as usize / PAGE * PAGE;
     let mut notes = Vec::new();
-    let mut lab = Lab { rows: Vec::new(), verdicts: Vec::new(), wrong: 0, asked: 0 };
+    let mut lab = Lab { rows: Vec::new(), verdicts: Vec::new(), wrong: 0, asked: 0, blind: false };
     lab.sequences(&mut notes)?;
     let shared_size = (size / 8).max(16 << 20);
     go_on()?;
@@ -69,6 +69,8 @@ struct Lab {
     verdicts: Vec<Verdict>,
     wrong: u64,
     asked: u64,
+    /// MADV_REMOVE could not be tried: owners may not serve the kernel's faults here, and do not see it.
+    blind: bool,
 }
 
 fn words_at(base: *mut u8, page: usize) -> &'static AtomicU64 {
@@ -102,6 +104,9 @@ impl Lab {
         } else {
             notes.push("after THP: not done, the kernel makes no huge page of the object here".to_owned());
         }
+        let removes =
+            if self.blind { "not done, as removes are not seen here" } else { "done on pages out and in memory" };
+        notes.push(format!("MADV_REMOVE: {removes}"));
         self.private_sequence()?;
         let wrong = self.wrong as f64;
         self.verdicts.push(Verdict::at_most("wrong answers in the functional sequences", 0.0, wrong));
@@ -145,8 +150,30 @@ impl Lab {
         touch(&b, 2);
         a.page_out(range.clone()).map_err(failed)?;
         step(self, "PAGEOUT", false, true)?;
-        a.remove(range).map_err(failed)?;
+        a.remove(range.clone()).map_err(failed)?;
         step(self, "REMOVE", false, false)?;
+        // The same by the kernel's own call: of a page that is out, and of one in memory.
+        let remove = |m: &SharedMapping| {
+            // SAFETY: a page of the mapping, which is used as atomics only.
+            match unsafe { libc::madvise(m.as_mut_ptr().add(range.start).cast(), PAGE, libc::MADV_REMOVE) } {
+                0 => Ok(()),
+                _ => Err(failed(std::io::Error::last_os_error())),
+            }
+        };
+        if a.sees_removes() {
+            for out in [true, false] {
+                touch(&b, 3);
+                step(self, "FAULT", true, false)?;
+                if out {
+                    a.page_out(range.clone()).map_err(failed)?;
+                    step(self, "PAGEOUT", false, true)?;
+                }
+                remove(&b)?;
+                step(self, "MADV_REMOVE", false, false)?;
+            }
+        } else {
+            self.blind = true;
+        }
         self.asked += 2;
         self.wrong += u64::from(read != 1) + u64::from(words_at(b.as_mut_ptr(), SUBJECT).load(Relaxed) != 0);
         Ok(true)
