@@ -11,7 +11,7 @@ use core::sync::atomic::Ordering::*;
 use uzswap_pager::group::unmanaged;
 use uzswap_pager::pager::Pager;
 use uzswap_sys::lock::Lock;
-use uzswap_sys::{raw, thread};
+use uzswap_sys::{raw, sys, thread};
 
 /// What uzswap reserved in a process that locks all its memory, again and again perhaps.
 static RESERVED: Lock<Option<(usize, usize)>> = Lock::new(None);
@@ -81,9 +81,41 @@ pub fn before_fork(p: &Pager) {
     }
 }
 
+/// Makes a call that changes the user of all threads that libc knows of, and has uzswap's `follow`; `real` makes the call, and
+/// returns 0 when it was made. Where they cannot follow the process is let go of.
+pub fn changes_user(real: impl FnOnce() -> c_int, follow: impl FnOnce(&Pager) -> bool) -> c_int {
+    const WHY: &[u8] = b" changes its user while its memory is managed, and no thread of uzswap's may remain the former user's; it runs without a limit from now on\n";
+    let Some(p) = pager().filter(|p| p.is_of_this_process()) else { return real() };
+    // (libc's own signals are let through: by one of them it has the other threads change their user, and waits for them.)
+    let mask = set_mask(!(1 << 31 | 1 << 32));
+    let one = p.following.one.lock();
+    if pager().is_some() && !p.can_follow() {
+        let_go(p, unmanaged::USER, WHY);
+        if pager().is_some() {
+            drop(one);
+            set_mask(mask);
+            // SAFETY: the calling thread is libc's.
+            unsafe { *libc::__errno_location() = libc::EAGAIN };
+            return -1;
+        }
+    }
+    let done = real();
+    if done == 0 && pager().is_some() && !follow(p) {
+        let_go(p, unmanaged::USER, WHY);
+        if pager().is_some() {
+            p.say(b"uzswap: a process changed its user, and its memory cannot be given back; it is ended rather than keep threads of the former user\n");
+            // SAFETY: ends the process.
+            let _ = unsafe { sys!(libc::SYS_exit_group, 125) };
+        }
+    }
+    drop(one);
+    set_mask(mask);
+    done
+}
+
 fn let_go(p: &Pager, reason: u32, why: &[u8]) {
     // (In a vfork child the memory is the parent's.)
-    if p.me().owner().is_none_or(|owner| owner.pid() != thread::getpid() as u32) {
+    if !p.is_of_this_process() {
         return;
     }
     let mask = set_mask(!0);

@@ -4,7 +4,9 @@
 //! runs on the program's threads (the hooks) blocks signals while it holds the pager's lock, since a signal handler
 //! could touch managed memory, whose fault needs that lock.
 
+mod bytes;
 mod calls;
+mod environment;
 mod exec;
 mod heap;
 mod leaving;
@@ -14,6 +16,7 @@ mod patch;
 mod pins;
 mod rawfork;
 mod threads;
+mod users;
 
 use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
 use uzswap_pager::arena::Layout;
@@ -93,8 +96,10 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     )?;
     heap::init(layout.base);
     exec::init();
+    environment::init();
     rawfork::init();
     threads::init();
+    users::init();
     pins::init();
     leaving::init();
     let mut pager = Pager::new(group, node, layout)

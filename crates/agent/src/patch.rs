@@ -7,6 +7,7 @@
 //! keeps.
 
 use core::arch::global_asm;
+use core::ffi::{CStr, c_void};
 use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;
 
@@ -27,6 +28,13 @@ global_asm!(
     "UZ_SAVE", "call {before_fork}", "UZ_RESTORE",
     "mov eax, 56", "syscall",
     "UZ_SAVE", "mov rdi, rax", "call {after_fork}", "UZ_RESTORE",
+    "ret",
+    // execve, with room on the stack for another environment (when it returns nothing of it is used any more).
+    ".globl uz_thunk_execve", "uz_thunk_execve:",
+    "push rdx", "push rbp", "mov rbp, rsp", "sub rsp, {environment_bytes}",
+    "UZ_SAVE", "mov rdi, rdx", "lea rsi, [rbp + 8]", "call {environment}", "mov [rbp - 24], rax", "UZ_RESTORE",
+    "mov eax, 59", "syscall",
+    "mov rsp, rbp", "pop rbp", "pop rdx",
     "ret",
     // A call that is kept in order: 16 bytes of the stack say how it is, between what begins and what ends it.
     ".macro UZ_ORDERED nr",
@@ -63,6 +71,8 @@ global_asm!(
     "call {end_madvise}", "UZ_RESTORE",
     "lea rsp, [rsp + 16]",
     "ret",
+    environment = sym crate::environment::completed,
+    environment_bytes = const size_of::<crate::environment::Room>(),
     before_fork = sym crate::before_fork,
     after_fork = sym crate::after_fork,
     after_mmap = sym crate::after_mmap,
@@ -76,6 +86,7 @@ global_asm!(
 
 unsafe extern "C" {
     fn uz_thunk_clone();
+    fn uz_thunk_execve();
     fn uz_thunk_mmap();
     fn uz_thunk_brk();
     fn uz_thunk_munmap();
@@ -92,7 +103,7 @@ pub enum PatchError {
     Memory(#[allow(dead_code)] Errno),
 }
 
-/// Wraps `_Fork`, `mmap`, `brk`, `munmap`, `mremap` and `madvise` of libc.
+/// Wraps `_Fork`, `execve`, `mmap`, `brk`, `munmap`, `mremap` and `madvise` of libc.
 ///
 /// # Errors
 /// [`PatchError`]; then nothing was changed in the function concerned.
@@ -100,24 +111,33 @@ pub enum PatchError {
 /// # Safety
 /// No other thread may run in libc meanwhile (a preload constructor).
 pub unsafe fn install() -> Result<(), PatchError> {
+    // (libc's own, whatever else is preloaded: allocators and sanitizers have an `mmap` that comes before it.)
+    // SAFETY: a constant name; it is loaded already.
+    let libc = unsafe { libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
+    if libc.is_null() {
+        return Err(PatchError::Pattern);
+    }
     // SAFETY: as the caller says; the names are functions of libc.
     unsafe {
-        wrap(c"_Fork", 56, uz_thunk_clone as *const () as usize)?;
-        wrap(c"mmap64", 9, uz_thunk_mmap as *const () as usize)?;
-        wrap(c"brk", 12, uz_thunk_brk as *const () as usize)?;
-        wrap(c"munmap", 11, uz_thunk_munmap as *const () as usize)?;
-        wrap(c"mremap", 25, uz_thunk_mremap as *const () as usize)?;
-        wrap(c"madvise", 28, uz_thunk_madvise as *const () as usize)
+        crate::bytes::init(libc);
+        // (Where it cannot be wrapped a program is started with the environment that it is given.)
+        let _ = wrap(libc, c"execve", 59, uz_thunk_execve as *const () as usize);
+        wrap(libc, c"_Fork", 56, uz_thunk_clone as *const () as usize)?;
+        wrap(libc, c"mmap64", 9, uz_thunk_mmap as *const () as usize)?;
+        wrap(libc, c"brk", 12, uz_thunk_brk as *const () as usize)?;
+        wrap(libc, c"munmap", 11, uz_thunk_munmap as *const () as usize)?;
+        wrap(libc, c"mremap", 25, uz_thunk_mremap as *const () as usize)?;
+        wrap(libc, c"madvise", 28, uz_thunk_madvise as *const () as usize)
     }
 }
 
-/// Makes the system call `nr` in libc's function `name` go to `thunk`.
+/// Makes the system call `nr` in the function `name` of `libc` go to `thunk`.
 ///
 /// # Safety
 /// As [`install`]; `thunk` keeps every register that a system call keeps.
-unsafe fn wrap(name: &core::ffi::CStr, nr: u32, thunk: usize) -> Result<(), PatchError> {
+unsafe fn wrap(libc: *mut c_void, name: &CStr, nr: u32, thunk: usize) -> Result<(), PatchError> {
     // SAFETY: dlsym of a constant name.
-    let f = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) } as usize;
+    let f = unsafe { libc::dlsym(libc, name.as_ptr()) } as usize;
     if f == 0 {
         return Err(PatchError::Pattern);
     }

@@ -4,7 +4,7 @@
 //! system call with instructions of its own (or has libc make it on a new stack through `syscall`).
 
 use crate::next::Next;
-use crate::{after_fork, before_fork, calls, leaving, pager, pins};
+use crate::{after_fork, after_mmap, before_fork, calls, leaving, pager, pins};
 use core::ffi::{c_int, c_long, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
 use uzswap_pager::arena::PAGE;
@@ -74,6 +74,10 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             let ret = unsafe { raw::syscall(nr, args) };
             match nr {
                 libc::SYS_madvise => calls::end_advice(held, a, b, c, ret),
+                libc::SYS_mmap => {
+                    calls::end_one(held);
+                    after_mmap(ret as usize, b, c as i32, d as i32);
+                }
                 _ => calls::end_one(held),
             }
             ret

@@ -113,6 +113,7 @@ impl Pager {
         }
         // (The parent's ticker, which may have been asked, is not here.)
         self.letting.store(KEEPS, Relaxed);
+        self.following.forget();
         let engaged = self.engaged.load(Relaxed);
         self.calls.forget_others();
         // SAFETY: before_fork took the lock in this thread.
@@ -137,6 +138,8 @@ impl Pager {
             }
             spawned && self.ready.load(Acquire) == 1
         } else {
+            // (What its parent has opened already is not in the child's table.)
+            self.uffd.store(-1, Relaxed);
             self.spawn_ticker(ticker::start).is_ok()
         };
         // SAFETY: before_fork took the lock in this thread, of which the child's copy is held by nobody else.

@@ -432,6 +432,12 @@ pub mod unmanaged {
     pub const RIGHTS: u32 = 4;
     /// It locks all its memory.
     pub const LOCKED: u32 = 8;
+    /// It changed its user while its memory was managed.
+    pub const USER: u32 = 16;
+    /// It was started where uzswap's library cannot be loaded.
+    pub const STARTED: u32 = 32;
+    /// It could not open a userfaultfd.
+    pub const REFUSED: u32 = 64;
 }
 
 /// The shared page.

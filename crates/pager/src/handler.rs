@@ -54,7 +54,13 @@ struct Handler {
 impl Pager {
     /// The handler thread.
     pub fn handler_loop(&self) -> ! {
-        thread::set_idle_policy(0, true);
+        // (Who cannot be taken out of that policy would get next to nothing of a CPU that others want: with one program that
+        // computes beside it a fault took seconds. What is slower then is the fault of a machine with nothing else to do.)
+        let idles = thread::may_leave_idle_policy();
+        self.idles.store(idles, Relaxed);
+        if idles {
+            thread::set_idle_policy(0, true);
+        }
         let mut handler = Handler::default();
         {
             let s = self.state.lock();
@@ -148,7 +154,7 @@ impl Handler {
             && let Some(cpu) = thread::cpu_of(tid)
         {
             let (ticker, reclaimer) = (p.ticker.load(Relaxed), p.reclaimer.load(Relaxed));
-            let helpers = Helpers { handler: Some(0), ticker, reclaimer, crew: p.crew_tids() };
+            let helpers = Helpers { handler: Some(0), ticker, reclaimer, crew: p.crew_tids(), idles: p.idles.load(Relaxed) };
             let busy = p.kin.load(Relaxed) || p.excess(&s) > 0;
             s.placement.fault_on(cpu, tid, helpers, busy);
         }

@@ -6,6 +6,7 @@ pub mod batch;
 pub mod calls;
 pub mod compact;
 pub mod compress;
+pub mod credentials;
 mod cut;
 pub mod deliver;
 pub mod densify;

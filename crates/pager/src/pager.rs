@@ -12,6 +12,7 @@
 
 use crate::arena::{Layout, PAGE};
 use crate::calls::Calls;
+use crate::credentials::Following;
 use crate::compress::{HELPERS_MOST, Tools};
 use crate::group::{GroupPage, NODES};
 use crate::huge::Blocks;
@@ -96,6 +97,8 @@ pub struct Pager {
     pub progress: AtomicU64,
     /// Whether the handler sleeps in poll.
     pub asleep: AtomicBool,
+    /// Whether the handler is at idle policy, which whoever may not leave it again must not take.
+    pub idles: AtomicBool,
     /// Whether the ticker looks after the handler now.
     pub watched: AtomicBool,
     /// Looks of the ticker that program threads asked for, having mapped much memory.
@@ -143,6 +146,8 @@ pub struct Pager {
     pub control_block: AtomicUsize,
     /// Ends the helpers: of a region, and of a process that is let go of.
     pub stopping: AtomicBool,
+    /// What the helpers are to do as the program did: see `credentials`.
+    pub following: Following,
     /// Whether memory is let go of (a futex word): see `letgo`.
     pub letting: AtomicU32,
     /// The address by whose event the handler is told to end; 0 for none.
@@ -213,6 +218,7 @@ impl Pager {
             writer: AtomicI32::new(0),
             progress: AtomicU64::new(0),
             asleep: AtomicBool::new(false),
+            idles: AtomicBool::new(false),
             watched: AtomicBool::new(false),
             looks_wanted: AtomicU32::new(0),
             looks_done: AtomicU32::new(0),
@@ -236,6 +242,7 @@ impl Pager {
             wipes: AtomicBool::new(false),
             control_block: AtomicUsize::new(crate::fork::CONTROL_BLOCK),
             stopping: AtomicBool::new(false),
+            following: Following::default(),
             letting: AtomicU32::new(0),
             farewell: AtomicUsize::new(0),
             page_map: Lock::new(None),

@@ -59,6 +59,8 @@ pub struct Helpers {
     pub ticker: i32,
     /// On the program's CPU while the handler reclaims, free where the work is its own.
     pub reclaimer: i32,
+    /// Whether a thread may be put at idle policy: see [`thread::may_leave_idle_policy`].
+    pub idles: bool,
     /// Compress, on any CPU but the program's.
     pub crew: [i32; HELPERS_MOST],
 }
@@ -123,7 +125,7 @@ impl Placement {
         for helper in [helpers.ticker, helpers.reclaimer].into_iter().filter(|tid| *tid != 0) {
             cpus.confine(helper);
         }
-        if helpers.reclaimer != 0 {
+        if helpers.reclaimer != 0 && (helpers.idles || !matches!(to, With(_))) {
             // (A CPU that runs only idle-policy threads counts as idle: see `fault`.)
             thread::set_idle_policy(helpers.reclaimer, matches!(to, With(_)));
         }

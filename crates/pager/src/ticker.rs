@@ -10,6 +10,7 @@
 //! userfaultfd, and the helpers hold none of the program's pipes open.
 
 use crate::arena::PAGE;
+use crate::group::unmanaged;
 use crate::inject::Site;
 use crate::mapfile::{ADDRESS_SPACE_PAGES, Kind, MapFile};
 use crate::member::SIGNAL;
@@ -65,7 +66,7 @@ impl Pager {
     }
 
     /// Opens what says how this process's memory is mapped (a forked child's is another).
-    fn open_page_files(&self) -> Result<(), Errno> {
+    pub(crate) fn open_page_files(&self) -> Result<(), Errno> {
         self.pagemap.store(raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY)?, Release);
         self.maps.store(raw::open(b"/proc/self/maps\0", libc::O_RDONLY)?, Release);
         Ok(())
@@ -80,6 +81,7 @@ impl Pager {
             if self.lets_go() {
                 self.let_go_now();
             }
+            self.change_ticker();
             // Requests made from now on are not served by this look: it may be past what they are about.
             let ticket = self.looks_wanted.load(Acquire);
             let Some(mut nap) = self.look(&mut unknown_before, ticket != self.looks_done.load(Relaxed)) else {
@@ -113,9 +115,10 @@ impl Pager {
             let (room, until_look) = self.headroom(rss, planned, engage_threshold);
             // (What is to be put out on request must be managed first, however far the limit is.)
             if room == 0 || self.is_asked() {
-                if let Err(e) = self.engage() {
-                    self.say(b"uzswap: memory cannot be managed in this process (userfaultfd refused); it runs without a limit; see `uzswap doctor`\n");
-                    let _ = e;
+                if self.engage().is_err() {
+                    if self.group.warns_first(unmanaged::REFUSED) {
+                        self.say(b"uzswap: memory cannot be managed in this process (userfaultfd refused); it runs without a limit; see `uzswap doctor`\n");
+                    }
                     self.refuse_request();
                     return Some(u64::MAX >> 1);
                 }
@@ -160,10 +163,14 @@ impl Pager {
 
     /// Registers memory and starts the helpers.
     fn engage(&'static self) -> Result<(), Errno> {
-        let (uffd, _) = Uffd::open(self.features())?;
+        // (Before the process became another user's, perhaps: see `credentials`.)
+        if self.uffd.load(Relaxed) < 0 {
+            let (uffd, _) = Uffd::open(self.features())?;
+            self.uffd.store(uffd.fd(), Release);
+            self.open_page_files()?;
+        }
+        let uffd = self.uffd();
         self.calls.order();
-        self.uffd.store(uffd.fd(), Release);
-        self.open_page_files()?;
         self.register_own(&uffd)?;
         if self.without_move {
             // What a call moves meanwhile would not be registered where it comes to be.
@@ -343,7 +350,7 @@ impl Watch {
         if (late && self.late) || (!moved && !asleep && (waiting || p.state.is_locked())) {
             // Runnable, with work, and not run for a whole look, or hardly: compete as everybody else does.
             thread::set_idle_policy(handler, false);
-            self.lifted = 25;
+            self.lifted = if p.idles.load(Relaxed) { 25 } else { 0 };
         } else if self.lifted > 0 {
             self.lifted -= 1;
             if self.lifted == 0 {

@@ -152,6 +152,28 @@ pub fn set_idle_policy(tid: i32, idle: bool) {
     let _ = unsafe { sys!(libc::SYS_sched_setscheduler, tid, policy, &raw const param) };
 }
 
+/// Whether the calling thread could leave the policy `SCHED_IDLE` again that it took (or another thread could have it leave).
+///
+/// The kernel allows that to who has `CAP_SYS_NICE`, or a limit on niceness (`RLIMIT_NICE`) that the thread's own is within;
+/// by default users have neither.
+pub fn may_leave_idle_policy() -> bool {
+    let mut most = [0u64; 2];
+    // SAFETY: a limit of ours to be filled.
+    let asked = unsafe { sys!(libc::SYS_prlimit64, 0, libc::RLIMIT_NICE, 0, most.as_mut_ptr()) };
+    // SAFETY: numbers only. (The kernel's own call says 20 less the niceness: 1 to 40.)
+    let Ok(own) = (unsafe { sys!(libc::SYS_getpriority, libc::PRIO_PROCESS, 0) }) else { return false };
+    if asked.is_ok() && most[0] >= own as u64 {
+        return true;
+    }
+    let set = |nice: isize| {
+        // SAFETY: numbers only; the caller's own niceness.
+        unsafe { sys!(libc::SYS_setpriority, libc::PRIO_PROCESS, 0, nice) }.is_ok()
+    };
+    // (The same is asked of who wants to be a little less nice. Who is the least nice there is cannot ask.)
+    let nice = 20 - own as isize;
+    own < 40 && set(nice - 1) && set(nice)
+}
+
 /// A set of CPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cpus([u64; 16]);

@@ -155,9 +155,16 @@ fn start_program(
         preload.push(":");
         preload.push(others);
     }
+    // (An address sanitizer that is not the first library of all refuses to run, for fear that others wrap its allocator.)
+    let mut sanitizer = env::var_os("ASAN_OPTIONS").unwrap_or_default();
+    if !sanitizer.to_string_lossy().contains("verify_asan_link_order") {
+        sanitizer.push(if sanitizer.is_empty() { "" } else { ":" });
+        sanitizer.push("verify_asan_link_order=0");
+    }
     let inherited = blocked.inherited;
     let mut start = Command::new(program);
-    start.arg0(&command[0]).args(&command[1..]).env("LD_PRELOAD", preload).env(ENV_GROUP, group.file.path());
+    start.arg0(&command[0]).args(&command[1..]).env("LD_PRELOAD", preload).env("ASAN_OPTIONS", sanitizer);
+    start.env(ENV_GROUP, group.file.path());
     match swap {
         Some(swap) => start.env(ENV_SWAP, swap.path()),
         None => start.env_remove(ENV_SWAP),

@@ -1,0 +1,141 @@
+//! Changes of user: the helpers give up what the program gives up.
+//!
+//! Credentials belong to threads; libc has all threads that it knows of make the system call, and the helpers are none of
+//! them. A server that began as root and became somebody else would have had threads of root's in its process for good. So:
+//!
+//! - Before memory is managed the ticker is the only helper: it makes the same call, having opened what it will not be allowed
+//!   to open any more (the userfaultfd). The helpers that it starts later have its credentials. A forked child's ticker
+//!   has the credentials of who forked.
+//! - Once memory is managed the process is let go of before the call is made (`letgo`), as its helpers are in the midst of work.
+//!
+//! Either way the program's call returns when no thread is left that has more rights than were asked for; where that cannot be
+//! had the call fails (EAGAIN) or, if it was made already, the process is ended.
+
+use crate::pager::Pager;
+use core::sync::atomic::{AtomicI32, AtomicU32, AtomicUsize, Ordering::*};
+use uzswap_sys::lock::{self, Lock};
+use uzswap_sys::raw::Errno;
+use uzswap_sys::uffd::Uffd;
+use uzswap_sys::{sys, thread};
+
+const NOTHING: u32 = 0;
+const ASKED: u32 = 1;
+const DONE: u32 = 2;
+const REFUSED: u32 = 3;
+
+/// A system call that changes the credentials of the thread which makes it.
+#[derive(Clone, Copy, Debug)]
+pub struct Change {
+    /// Its number: `setresuid`, `setgroups`, …, or `capset`, whose second argument is the structure with the capabilities.
+    pub nr: i64,
+    /// Its arguments; what they point to stays as long as the caller waits.
+    pub args: [usize; 3],
+}
+
+/// What the ticker is asked to do.
+pub struct Following {
+    /// Held by the thread of the program that changes its user.
+    pub one: Lock<()>,
+    /// How far it is (a futex word).
+    state: AtomicU32,
+    nr: AtomicI32,
+    args: [AtomicUsize; 3],
+}
+
+impl Default for Following {
+    fn default() -> Self {
+        Self {
+            one: Lock::new(()),
+            state: AtomicU32::new(NOTHING),
+            nr: AtomicI32::new(0),
+            args: Default::default(),
+        }
+    }
+}
+
+impl Following {
+    /// In a forked child: nobody asks.
+    pub(crate) fn forget(&self) {
+        self.state.store(NOTHING, Relaxed);
+        // SAFETY: who held it in the parent is not here.
+        unsafe { self.one.force_unlock() };
+    }
+}
+
+impl Pager {
+    /// Whether the helpers can change their user with the program, as far as is known: before memory is managed.
+    pub fn can_follow(&self) -> bool {
+        // (With a server there are connections yet to be made, which another user may not.)
+        !self.engaged.load(Acquire) && self.swap_link.load(Acquire) < 0
+    }
+
+    /// Has the ticker make the call that the calling thread has made; false when it could not, or memory is managed by
+    /// now. With [`Following::one`] held.
+    pub fn change_helpers(&self, change: Change) -> bool {
+        let f = &self.following;
+        f.nr.store(change.nr as i32, Relaxed);
+        f.args.iter().zip(change.args).for_each(|(to, arg)| to.store(arg, Relaxed));
+        f.state.store(ASKED, SeqCst);
+        self.poke_ticker();
+        while f.state.load(SeqCst) == ASKED {
+            lock::futex_wait(&f.state, ASKED, None, false);
+        }
+        f.state.swap(NOTHING, SeqCst) == DONE
+    }
+
+    /// In the ticker: makes the call it is asked to make.
+    pub(crate) fn change_ticker(&self) {
+        let f = &self.following;
+        if f.state.load(SeqCst) != ASKED {
+            return;
+        }
+        let change = Change { nr: i64::from(f.nr.load(Relaxed)), args: [0, 1, 2].map(|n| f.args[n].load(Relaxed)) };
+        let done = self.can_follow() && {
+            self.open_ahead();
+            makes(change).is_ok()
+        };
+        f.state.store(if done { DONE } else { REFUSED }, SeqCst);
+        lock::futex_wake(&f.state, u32::MAX >> 1, false);
+    }
+
+    /// Whether the calling thread is of the process whose memory this is, not of a vfork child's, which has credentials of its
+    /// own.
+    pub fn is_of_this_process(&self) -> bool {
+        self.me().owner().is_some_and(|owner| owner.pid() == thread::getpid() as u32)
+    }
+
+    /// Opens what another user may not. (Where that fails memory cannot be managed later, which is then said.)
+    fn open_ahead(&self) {
+        if self.uffd.load(Relaxed) < 0
+            && let Ok((uffd, _)) = Uffd::open(self.features())
+        {
+            self.uffd.store(uffd.fd(), Release);
+            let _ = self.open_page_files();
+        }
+    }
+}
+
+/// Makes the call in the calling thread.
+fn makes(change: Change) -> Result<(), Errno> {
+    if change.nr == libc::SYS_capset {
+        return caps_within(change.args[1]);
+    }
+    let [a, b, c] = change.args;
+    // SAFETY: a call that changes credentials, with numbers, or a list that its caller keeps meanwhile.
+    unsafe { sys!(change.nr, a, b, c) }.map(drop)
+}
+
+/// Gives up all capabilities but those in the structure at `asked`. (The thread need not have them: its own may be fewer.)
+fn caps_within(asked: usize) -> Result<(), Errno> {
+    // _LINUX_CAPABILITY_VERSION_3; the caller.
+    let header = [0x2008_0522u32, 0];
+    // Effective, permitted, inheritable; twice.
+    let mut own = [0u32; 6];
+    // SAFETY: structures of ours, as this version has them.
+    unsafe { sys!(libc::SYS_capget, header.as_ptr(), own.as_mut_ptr()) }?;
+    // SAFETY: who asks has passed it to the kernel, which has read as much from it.
+    let asked = unsafe { (asked as *const [u32; 6]).read_unaligned() };
+    let within: [u32; 6] = core::array::from_fn(|n| own[n] & asked[n]);
+    // SAFETY: as above.
+    unsafe { sys!(libc::SYS_capset, header.as_ptr(), within.as_ptr()) }.map(drop)
+}
