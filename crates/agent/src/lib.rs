@@ -59,7 +59,7 @@ extern "C" fn init() {
 }
 
 fn start(path: *const libc::c_char) -> Result<(), &'static str> {
-    const GONE: &str = "uzswap: this process runs without a limit: its group is gone (was `uzswap run` killed?)\n";
+    const GONE: &str = "uzswap: this process runs without a limit: its group is out of reach (was `uzswap run` killed, or has it a /proc of its own, as containers have?)\n";
     const DENIED: &str = "uzswap: this process runs without a limit: its group belongs to another user (start `uzswap run` as the user whom the program runs as)\n";
     // SAFETY: the environment's string.
     let path = unsafe { core::ffi::CStr::from_ptr(path) };

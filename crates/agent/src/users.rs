@@ -78,16 +78,54 @@ macro_rules! interpose {
     (@one $arg:ident $id:ty) => { $id };
 }
 
-use libc::{SYS_getresgid, SYS_getresuid, SYS_setgid, SYS_setregid, SYS_setresgid, SYS_setresuid, SYS_setreuid, SYS_setuid};
+use libc::{
+    SYS_getresgid, SYS_getresuid, SYS_setgid, SYS_setregid, SYS_setresgid, SYS_setresuid, SYS_setreuid, SYS_setuid,
+};
 
 interpose!(setuid, SETUID, uid_t, SYS_getresuid, SYS_setuid, (id), [id; 3], [id, 0, 0]);
 interpose!(seteuid, SETEUID, uid_t, SYS_getresuid, SYS_setresuid, (id), [SAME, id, SAME], [SAME, id, SAME]);
-interpose!(setreuid, SETREUID, uid_t, SYS_getresuid, SYS_setreuid, (id, effective), pair(id, effective), [id, effective, 0]);
-interpose!(setresuid, SETRESUID, uid_t, SYS_getresuid, SYS_setresuid, (id, effective, saved), [id, effective, saved], [id, effective, saved]);
+interpose!(
+    setreuid,
+    SETREUID,
+    uid_t,
+    SYS_getresuid,
+    SYS_setreuid,
+    (id, effective),
+    pair(id, effective),
+    [id, effective, 0]
+);
+interpose!(
+    setresuid,
+    SETRESUID,
+    uid_t,
+    SYS_getresuid,
+    SYS_setresuid,
+    (id, effective, saved),
+    [id, effective, saved],
+    [id, effective, saved]
+);
 interpose!(setgid, SETGID, gid_t, SYS_getresgid, SYS_setgid, (id), [id; 3], [id, 0, 0]);
 interpose!(setegid, SETEGID, gid_t, SYS_getresgid, SYS_setresgid, (id), [SAME, id, SAME], [SAME, id, SAME]);
-interpose!(setregid, SETREGID, gid_t, SYS_getresgid, SYS_setregid, (id, effective), pair(id, effective), [id, effective, 0]);
-interpose!(setresgid, SETRESGID, gid_t, SYS_getresgid, SYS_setresgid, (id, effective, saved), [id, effective, saved], [id, effective, saved]);
+interpose!(
+    setregid,
+    SETREGID,
+    gid_t,
+    SYS_getresgid,
+    SYS_setregid,
+    (id, effective),
+    pair(id, effective),
+    [id, effective, 0]
+);
+interpose!(
+    setresgid,
+    SETRESGID,
+    gid_t,
+    SYS_getresgid,
+    SYS_setresgid,
+    (id, effective, saved),
+    [id, effective, saved],
+    [id, effective, saved]
+);
 
 /// Has uzswap's threads have the groups that the calling thread has now.
 fn follow_groups(p: &Pager) -> bool {

@@ -44,12 +44,7 @@ pub struct Following {
 
 impl Default for Following {
     fn default() -> Self {
-        Self {
-            one: Lock::new(()),
-            state: AtomicU32::new(NOTHING),
-            nr: AtomicI32::new(0),
-            args: Default::default(),
-        }
+        Self { one: Lock::new(()), state: AtomicU32::new(NOTHING), nr: AtomicI32::new(0), args: Default::default() }
     }
 }
 

@@ -154,7 +154,8 @@ impl Handler {
             && let Some(cpu) = thread::cpu_of(tid)
         {
             let (ticker, reclaimer) = (p.ticker.load(Relaxed), p.reclaimer.load(Relaxed));
-            let helpers = Helpers { handler: Some(0), ticker, reclaimer, crew: p.crew_tids(), idles: p.idles.load(Relaxed) };
+            let helpers =
+                Helpers { handler: Some(0), ticker, reclaimer, crew: p.crew_tids(), idles: p.idles.load(Relaxed) };
             let busy = p.kin.load(Relaxed) || p.excess(&s) > 0;
             s.placement.fault_on(cpu, tid, helpers, busy);
         }

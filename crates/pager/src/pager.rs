@@ -12,8 +12,8 @@
 
 use crate::arena::{Layout, PAGE};
 use crate::calls::Calls;
-use crate::credentials::Following;
 use crate::compress::{HELPERS_MOST, Tools};
+use crate::credentials::Following;
 use crate::group::{GroupPage, NODES};
 use crate::huge::Blocks;
 use crate::member::Chain;

@@ -62,6 +62,9 @@ impl Pager {
         let _ = raw::open(b"/dev/null\0", libc::O_RDWR);
         self.statm.store(raw::open(b"/proc/self/statm\0", libc::O_RDONLY).unwrap_or(-1), Release);
         self.rollup.store(raw::open(b"/proc/self/smaps_rollup\0", libc::O_RDONLY).unwrap_or(-1), Release);
+        if self.statm.load(Relaxed) < 0 && self.group.warns_first(unmanaged::REFUSED) {
+            self.say(b"uzswap: memory cannot be managed in this process (there is no /proc in its root directory); it runs without a limit\n");
+        }
         self.open_swap_file();
     }
 
@@ -117,7 +120,7 @@ impl Pager {
             if room == 0 || self.is_asked() {
                 if self.engage().is_err() {
                     if self.group.warns_first(unmanaged::REFUSED) {
-                        self.say(b"uzswap: memory cannot be managed in this process (userfaultfd refused); it runs without a limit; see `uzswap doctor`\n");
+                        self.say(b"uzswap: memory cannot be managed in this process (userfaultfd refused, or no /proc); it runs without a limit; see `uzswap doctor`\n");
                     }
                     self.refuse_request();
                     return Some(u64::MAX >> 1);

@@ -131,6 +131,8 @@ pub struct Subject {
     pub stdout_compared: bool,
     /// Further options of `uzswap run`.
     pub options: Vec<OsString>,
+    /// What `uzswap` is started by.
+    pub before: Vec<OsString>,
     /// What is to fail in it (`UZSWAP_TEST_FAULTS`), if anything.
     pub faults: Option<&'static str>,
     /// The limits it is checked at, in percent of its peak.
@@ -148,6 +150,7 @@ impl Subject {
             succeeds: true,
             stdout_compared: true,
             options: Vec::new(),
+            before: Vec::new(),
             faults: None,
             percents: &[50, 25],
         }
@@ -197,7 +200,8 @@ impl Subject {
             REPORTS.fetch_add(1, Ordering::Relaxed)
         ));
         let _ = fs::remove_file(&report);
-        let mut argv: Vec<OsString> = vec![uzswap().into(), "run".into(), "--memory".into()];
+        let mut argv = self.before.clone();
+        argv.extend([uzswap().into(), "run".into(), "--memory".into()]);
         argv.push(format!("{}M", limit_bytes.div_ceil(MIB)).into());
         argv.push("--report".into());
         argv.push(report.clone().into());

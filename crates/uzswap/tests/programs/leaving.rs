@@ -24,8 +24,63 @@ fn programs_that_give_up_rights_are_let_go() {
             assert!(run.status.success() && said.starts_with("right\n"), "{how}\n{}", run.describe());
             let forks = if ["lock", "user", "root"].contains(&how) { 2 } else { 0 };
             assert_eq!(said.matches("the child was right\n").count(), forks, "{how}\n{}", run.describe());
+            if how == "user" {
+                assert!(said.contains("all threads are nobody's\n"), "{}", run.describe());
+            }
             let told = "without a limit from now on";
             assert_eq!(run.stderr.text().matches(told).count(), 1, "{how}\n{}", run.describe());
         }
     }
+}
+
+/// The story: uzswap's threads kept the credentials that the program began with, so a server that gave up root's still had
+/// threads of root's in its process. And what it then was not allowed to do (to leave the idle policy) uzswap counted on.
+#[test]
+fn a_server_that_gives_up_root_is_limited_by_threads_that_did_too() {
+    let _alone = alone();
+    let Some(leaves) = compile_c("leaves") else { return };
+    for options in [&[][..], &["--swap", "256M"][..]] {
+        let run = Subject::new("server", &[&leaves, &"server"]).with(options).start_limited(24 * MIB).finish();
+        run.say("leaves", "server", Some(24 * MIB));
+        if run.status.code() == Some(77) {
+            return say(&format!("SKIPPED server: {}", run.stdout.text().trim()));
+        }
+        let said = "right\nall threads are nobody's\nnot at idle policy\nthe child was right\nthe child was right\n";
+        assert!(run.status.success() && run.stdout.text() == said, "{}", run.describe());
+        assert_limited("server", &run, 24 * MIB, false);
+    }
+}
+
+/// The story: only who has CAP_SYS_NICE (or a limit on niceness that says so) may leave the idle policy. The thread that
+/// serves faults takes it, and is taken out of it where the CPUs are wanted by others; users other than root could not do that,
+/// and their programs stood still beside any that computed.
+#[test]
+fn who_may_not_leave_the_idle_policy_does_not_take_it() {
+    let _alone = alone();
+    let (Some(leaves), Some(setpriv)) = (compile_c("leaves"), need("setpriv")) else { return };
+    let without = ["--bounding-set", "-sys_nice", "--inh-caps", "-sys_nice", "--"];
+    let mut subject = Subject::new("idle", &[&leaves, &"idle"]);
+    let run = subject.start_limited(24 * MIB).finish();
+    assert!(run.status.success() && run.stdout.text().starts_with("right\n"), "{}", run.describe());
+    subject.before =
+        [setpriv.as_os_str()].into_iter().chain(without.iter().map(|o| o.as_ref())).map(Into::into).collect();
+    let run = subject.start_limited(24 * MIB).finish();
+    run.say("leaves", "idle", Some(24 * MIB));
+    assert!(run.status.success() && run.stdout.text().starts_with("right\nnot at idle policy\n"), "{}", run.describe());
+    assert_limited("idle", &run, 24 * MIB, false);
+}
+
+/// The story: in a root directory without /proc a child could not see what it holds, took it for nothing, and ran without a
+/// limit, unsaid.
+#[test]
+fn a_cell_without_proc_is_told_to_have_no_limit() {
+    let _alone = alone();
+    let Some(leaves) = compile_c("leaves") else { return };
+    let run = Subject::new("cell", &[&leaves, &"cell"]).start_limited(24 * MIB).finish();
+    run.say("leaves", "cell", Some(24 * MIB));
+    if run.status.code() == Some(77) {
+        return say(&format!("SKIPPED cell: {}", run.stdout.text().trim()));
+    }
+    assert!(run.status.success() && run.stdout.text() == "right\n", "{}", run.describe());
+    assert_eq!(run.stderr.text().matches("it runs without a limit").count(), 1, "{}", run.describe());
 }

@@ -10,6 +10,7 @@ mod harness;
 mod injected;
 mod leaving;
 mod pageout;
+mod preloads;
 mod qemu;
 mod redis;
 mod remote;

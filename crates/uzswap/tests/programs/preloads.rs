@@ -1,0 +1,47 @@
+//! Programs that bring libraries of their own where uzswap has hooks: other allocators, sanitizers, another environment.
+
+use crate::harness::*;
+use std::path::PathBuf;
+use std::process::Command;
+
+/// Compiles a C program of the fixtures with further options; None where this compiler has not what they ask for.
+fn compile_with(source: &str, name: &str, options: &[&str]) -> Option<PathBuf> {
+    let cc = need("cc")?;
+    let out = scratch(name).join(name);
+    let mut command = Command::new(cc);
+    command.args(["-O1", "-g", "-pthread", "-Wall", "-Werror"]).args(options).arg("-o").arg(&out);
+    let made = command.arg(fixture(source)).output().expect("the compiler starts");
+    if !made.status.success() {
+        skip(&format!("{name} cannot be built: {}", String::from_utf8_lossy(&made.stderr)));
+        return None;
+    }
+    Some(out)
+}
+
+/// The story: where another library had an `mmap` of its own (tcmalloc, the sanitizers) it was taken for libc's, which "uzswap
+/// does not know how to hook", and the program ran without a limit. A program started with another environment (`env -i`, or a
+/// script that preloads another allocator) ran without one too, unsaid.
+#[test]
+fn another_allocator_in_an_environment_of_its_own() {
+    let _alone = alone();
+    let Some(mallocs) = compile_with("mallocs.c", "mallocs", &[]) else { return };
+    let Some(library) = compile_with("ownmmap.c", "ownmmap.so", &["-shared", "-fPIC"]) else { return };
+    let Some(env) = need("env") else { return };
+    let preload = format!("LD_PRELOAD={}", library.display());
+    Subject::new("own allocator", &[&env, &"-i", &preload, &mallocs]).check();
+}
+
+/// The story: AddressSanitizer refused to run where its library was not the first of all. Once it did, the program waited for
+/// ever when its memory was to be managed: sanitizers have a `memcpy` of their own, which looks at shadow memory of the
+/// program's, and uzswap's thread that was to serve its faults called it.
+#[test]
+fn programs_built_with_sanitizers() {
+    let _alone = alone();
+    for sanitizer in ["address", "thread"] {
+        let option = format!("-fsanitize={sanitizer}");
+        let Some(program) = compile_with("mallocs.c", sanitizer, &[&option]) else { continue };
+        let mut subject = Subject::new("sanitized", &[&program]);
+        subject.percents = &[50];
+        subject.check();
+    }
+}
