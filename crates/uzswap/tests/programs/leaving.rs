@@ -70,8 +70,8 @@ fn who_may_not_leave_the_idle_policy_does_not_take_it() {
     assert_limited("idle", &run, 24 * MIB, false);
 }
 
-/// The story: in a root directory without /proc a child could not see what it holds, took it for nothing, and ran without a
-/// limit, unsaid.
+/// The story: in a root directory without /proc a child could not see what it holds. What was said of that, if anything, was that
+/// a userfaultfd had been refused, by each process anew.
 #[test]
 fn a_cell_without_proc_is_told_to_have_no_limit() {
     let _alone = alone();
