@@ -14,7 +14,7 @@ use uzswap_sys::sys;
 pub const PAGE: usize = 4096;
 /// Bytes kept for the agent's own allocations (address space, not memory).
 pub const HEAP_BYTES: usize = 8 << 30;
-const STACKS_BYTES: usize = 6 << 20;
+const STACKS_BYTES: usize = 7 << 20;
 const GUARD: usize = 2 << 20;
 /// Bytes of the place to which pages are taken on a kernel without MOVE: see `without_move`.
 pub const SCRATCH_BYTES: usize = 2 << 20;

@@ -184,6 +184,7 @@ impl Pager {
             s.lru.staged.push(Entry::new(vpn, 0, 0));
         }
         self.forget_helpers();
+        self.relief.reset();
         self.readers.forget();
         self.reads_fd.store(-1, Relaxed);
         s.end_flights();

@@ -87,6 +87,8 @@ pub struct Counters {
     pub pgmajfault: AtomicU64,
     /// Faults on a staged folio: moved back, no decompression (events).
     pub refault_staged: AtomicU64,
+    /// Times the thread that serves faults was taken out of the idle policy, as others wanted its CPU (events).
+    pub handler_lifted: AtomicU64,
     /// Faults on memory never touched, or zero (events).
     pub fault_zero: AtomicU64,
     /// Pages stored in the compressed pool (4 KiB pages, cumulative).
@@ -186,11 +188,12 @@ impl Counters {
         self.folios.move_to(&to.folios);
     }
 
-    fn cumulative(&self) -> [&AtomicU64; 38] {
+    fn cumulative(&self) -> [&AtomicU64; 39] {
         [
             &self.pgfault,
             &self.pgmajfault,
             &self.refault_staged,
+            &self.handler_lifted,
             &self.fault_zero,
             &self.zswpout,
             &self.zswpin,

@@ -36,7 +36,7 @@ const DISK_WAIT_NS: u64 = 20_000_000;
 
 /// What the thread keeps.
 #[derive(Default)]
-struct Handler {
+pub(crate) struct Handler {
     /// Faults that were read and not served yet, the oldest first.
     waiting: Vec<Waiting>,
     reads: Reads,
@@ -52,16 +52,11 @@ struct Handler {
 }
 
 impl Pager {
-    /// The handler thread.
+    /// The handler thread, the first one (see `watch`).
     pub fn handler_loop(&self) -> ! {
-        // (Who cannot be taken out of that policy would get next to nothing of a CPU that others want: with one program that
-        // computes beside it a fault took seconds. What is slower then is the fault of a machine with nothing else to do.)
-        let idles = thread::may_leave_idle_policy();
-        self.idles.store(idles, Relaxed);
-        if idles {
-            thread::set_idle_policy(0, true);
-        }
-        let mut handler = Handler::default();
+        self.may_leave_idle.store(thread::may_leave_idle_policy(), Relaxed);
+        thread::set_idle_policy(0, true);
+        let mut handler = Box::new(Handler::default());
         {
             let s = self.state.lock();
             handler.waiting.reserve(1024);
@@ -69,16 +64,18 @@ impl Pager {
                 handler.reads = Reads::new(self);
             }
         }
-        while !handler.ended {
-            handler.turn(self);
-        }
-        thread::exit()
+        self.serve_until_relieved(handler)
     }
 }
 
 impl Handler {
+    /// Whether the process is let go of.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.ended
+    }
+
     /// Reads a message, if there is one, and serves what can be; sleeps if there is nothing to do.
-    fn turn(&mut self, p: &Pager) {
+    pub(crate) fn turn(&mut self, p: &Pager) {
         let mut s = p.state.lock();
         let message = if p.inject(Site::Event).is_some() { Err(libc::EIO) } else { p.uffd().read() };
         self.reads.look(p);
@@ -154,8 +151,13 @@ impl Handler {
             && let Some(cpu) = thread::cpu_of(tid)
         {
             let (ticker, reclaimer) = (p.ticker.load(Relaxed), p.reclaimer.load(Relaxed));
-            let helpers =
-                Helpers { handler: Some(0), ticker, reclaimer, crew: p.crew_tids(), idles: p.idles.load(Relaxed) };
+            let helpers = Helpers {
+                handler: Some(0),
+                ticker,
+                reclaimer,
+                crew: p.crew_tids(),
+                idles: p.may_leave_idle.load(Relaxed),
+            };
             let busy = p.kin.load(Relaxed) || p.excess(&s) > 0;
             s.placement.fault_on(cpu, tid, helpers, busy);
         }

@@ -89,14 +89,14 @@ impl Pager {
     }
 
     /// In the ticker: lets go, and ends it. Returns when that cannot be done.
-    pub(crate) fn let_go_now(&self) {
+    pub(crate) fn let_go_now(&'static self) {
         while !self.calls.try_stop() {
             thread::sleep_ns(PAUSE_NS);
         }
         let engaged = self.engaged.load(Acquire);
         if engaged {
             // (It reads the events that are waited for, and nobody sees to it meanwhile that it runs.)
-            thread::set_idle_policy(self.handler.load(Relaxed), false);
+            self.lift_handler();
             if !self.bring_all_back() {
                 self.calls.go_on();
                 self.has_let_go(KEEPS);

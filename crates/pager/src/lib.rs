@@ -45,6 +45,7 @@ pub mod swap;
 pub mod ticker;
 pub mod trace;
 mod transfer;
+mod watch;
 mod without_move;
 mod writes;
 

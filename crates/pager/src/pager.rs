@@ -21,6 +21,7 @@ use crate::state::State;
 use crate::swap::clusters::{ClusterMap, Rows};
 use crate::swap::readers::Readers;
 use crate::trace::{Recorder, Rings};
+use crate::watch::Relief;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::trace::{Kind, Record};
 use uzswap_sys::crew::Crew;
@@ -97,8 +98,10 @@ pub struct Pager {
     pub progress: AtomicU64,
     /// Whether the handler sleeps in poll.
     pub asleep: AtomicBool,
-    /// Whether the handler is at idle policy, which whoever may not leave it again must not take.
-    pub idles: AtomicBool,
+    /// Whether a thread of this process may leave the idle policy: see [`uzswap_sys::thread::may_leave_idle_policy`].
+    pub may_leave_idle: AtomicBool,
+    /// How one handler takes over from another.
+    pub relief: Relief,
     /// Whether the ticker looks after the handler now.
     pub watched: AtomicBool,
     /// Looks of the ticker that program threads asked for, having mapped much memory.
@@ -218,7 +221,8 @@ impl Pager {
             writer: AtomicI32::new(0),
             progress: AtomicU64::new(0),
             asleep: AtomicBool::new(false),
-            idles: AtomicBool::new(false),
+            may_leave_idle: AtomicBool::new(false),
+            relief: Relief::new(),
             watched: AtomicBool::new(false),
             looks_wanted: AtomicU32::new(0),
             looks_done: AtomicU32::new(0),

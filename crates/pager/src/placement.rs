@@ -87,6 +87,11 @@ impl Placement {
         self.suspect = true;
     }
 
+    /// Another thread is the handler now: it goes where the program is at the next fault.
+    pub fn new_handler(&mut self) {
+        (self.cpu, self.suspect) = (None, true);
+    }
+
     /// Counts a fault; true when the CPU is to be looked at.
     pub fn due(&mut self) -> bool {
         self.faults = self.faults.wrapping_add(1);

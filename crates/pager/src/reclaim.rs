@@ -42,7 +42,7 @@ impl Pager {
             let s = self.state.lock();
             Batch::new(s.new_compressor())
         };
-        self.idles.store(thread::may_leave_idle_policy(), Relaxed);
+        self.may_leave_idle.store(thread::may_leave_idle_policy(), Relaxed);
         self.reclaimer.store(thread::gettid(), Release);
         let mut failures = 0u32;
         loop {

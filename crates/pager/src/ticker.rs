@@ -16,6 +16,7 @@ use crate::mapfile::{ADDRESS_SPACE_PAGES, Kind, MapFile};
 use crate::member::SIGNAL;
 use crate::pager::Pager;
 use crate::state::State;
+use crate::watch::Watch;
 use core::sync::atomic::Ordering::*;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::uffd::Uffd;
@@ -24,14 +25,14 @@ use uzswap_sys::{lock, sys, thread};
 /// How fast a program may fill memory: bounds what can happen unseen between two looks (bytes per second of CPU).
 const FASTEST_FILL: usize = 3 << 30;
 /// How often the ticker looks after the handler.
-const LOOK_NS: u64 = 16_000_000;
+pub(crate) const LOOK_NS: u64 = 16_000_000;
 /// How often what was unevictable is tried again while memory is short.
 const RESCUE_NS: u64 = 500_000_000;
 /// When a scan is tried again that mapping calls under way did not let through.
 const SCAN_AGAIN_NS: u64 = 500_000;
 
 /// Stack of helper `n`: 0 ticker, 1 handler, 2 reclaim, 3 the writer of the swap file, from 4 on those that compress, from 7
-/// on those that read the swap file.
+/// on those that read the swap file, 11 a handler that relieved another.
 pub fn stack(pager: &Pager, n: usize) -> usize {
     pager.layout.stacks + n * (thread::STACK_BYTES + PAGE)
 }
@@ -278,7 +279,7 @@ fn engage_threshold(limit: usize) -> usize {
     (limit / 4 * 3).min(limit.saturating_sub(64 << 20)).max(limit / 2)
 }
 
-fn pager(arg: usize) -> &'static Pager {
+pub(crate) fn pager(arg: usize) -> &'static Pager {
     // SAFETY: the argument is the leaked pager that started the thread.
     unsafe { &*(arg as *const Pager) }
 }
@@ -313,59 +314,6 @@ extern "C" fn run_swap(arg: usize) -> ! {
 
 extern "C" fn run_reclaim(arg: usize) -> ! {
     pager(arg).reclaim_loop()
-}
-
-/// Sees to it that the handler runs.
-#[derive(Default)]
-struct Watch {
-    seen: u64,
-    /// When `seen` was read (monotonic nanoseconds).
-    at: u64,
-    /// CPU time the handler had used then (nanoseconds).
-    used: u64,
-    /// Whether a fault was waiting then though the handler had little of the CPU.
-    late: bool,
-    quiet: u32,
-    lifted: u32,
-}
-
-impl Watch {
-    fn look_after_handler(&mut self, p: &Pager) {
-        if !p.watched.load(Relaxed) {
-            return;
-        }
-        // The CPU timer may end a nap early: two looks at one moment would always find no progress.
-        let now = thread::now_ns();
-        if now - self.at < LOOK_NS / 4 * 3 {
-            return;
-        }
-        let handler = p.handler.load(Relaxed);
-        let used = thread::cpu_ns(handler);
-        // What computes on this CPU leaves an idle-policy thread a little, so each look finds some progress.
-        let little = used.saturating_sub(self.used) < (now - self.at) / 2;
-        (self.at, self.used) = (now, used);
-        let progress = p.progress.load(Relaxed);
-        let moved = core::mem::replace(&mut self.seen, progress) != progress;
-        let asleep = p.asleep.load(SeqCst);
-        // (Also asleep: it may have been woken long ago, by a fault or a read, and not run since.)
-        let waiting = p.uffd().wait(0) || p.a_read_has_ended();
-        let late = core::mem::replace(&mut self.late, waiting && little);
-        if (late && self.late) || (!moved && !asleep && (waiting || p.state.is_locked())) {
-            // Runnable, with work, and not run for a whole look, or hardly: compete as everybody else does.
-            thread::set_idle_policy(handler, false);
-            self.lifted = if p.idles.load(Relaxed) { 25 } else { 0 };
-        } else if self.lifted > 0 {
-            self.lifted -= 1;
-            if self.lifted == 0 {
-                thread::set_idle_policy(handler, true);
-            }
-        }
-        self.quiet = if moved || !asleep { 0 } else { self.quiet + 1 };
-        if self.quiet > 25 {
-            self.quiet = 0;
-            p.watched.store(false, SeqCst);
-        }
-    }
 }
 
 struct Timer(i32);

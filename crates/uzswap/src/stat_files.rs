@@ -188,6 +188,7 @@ fn own_stat(usage: &Usage, totals: &Totals) -> Lines {
         ("joined", totals.joined.into()),
         ("engaged", totals.engaged.into()),
         ("refault_staged", c.refault_staged),
+        ("handler_lifted", c.handler_lifted),
         ("fault_zero", c.fault_zero),
         ("swpout_clean", c.swpout_clean),
         ("recompressed_pages", c.recompressed_pages),

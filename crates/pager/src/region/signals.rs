@@ -198,8 +198,12 @@ impl Pager {
             // SAFETY: no arguments; read from the thread's own data.
             let cpu = unsafe { libc::sched_getcpu() };
             let reclaimer = self.reclaimer.load(Relaxed);
-            let helpers =
-                Helpers { reclaimer, idles: self.idles.load(Relaxed), crew: self.crew_tids(), ..Helpers::default() };
+            let helpers = Helpers {
+                reclaimer,
+                idles: self.may_leave_idle.load(Relaxed),
+                crew: self.crew_tids(),
+                ..Helpers::default()
+            };
             let tid = uzswap_sys::thread::gettid() as u32;
             s.placement.fault_on(usize::try_from(cpu).unwrap_or(0), tid, helpers, false);
         }

@@ -1,6 +1,8 @@
 //! Programs that give up what the management of their memory takes: they are let go of, and said to be.
 
 use crate::harness::*;
+use std::path::Path;
+use std::process::{Child, Command};
 
 /// The story: a filter for system calls that was for all threads held for uzswap's as well. They were killed by it, or could
 /// serve no fault any more, and the program waited for ever; one for a single thread killed it in the next hook; and with a
@@ -45,29 +47,76 @@ fn a_server_that_gives_up_root_is_limited_by_threads_that_did_too() {
         if run.status.code() == Some(77) {
             return say(&format!("SKIPPED server: {}", run.stdout.text().trim()));
         }
-        let said = "right\nall threads are nobody's\nnot at idle policy\nthe child was right\nthe child was right\n";
+        let said = "right\nall threads are nobody's\nthe child was right\nthe child was right\n";
         assert!(run.status.success() && run.stdout.text() == said, "{}", run.describe());
         assert_limited("server", &run, 24 * MIB, false);
     }
 }
 
+/// Options of `setpriv` that take CAP_SYS_NICE, as most containers do.
+const WITHOUT_NICE: [&str; 5] = ["--bounding-set", "-sys_nice", "--inh-caps", "-sys_nice", "--"];
+
+/// `subject` without CAP_SYS_NICE.
+fn without_nice(mut subject: Subject, setpriv: &Path) -> Subject {
+    subject.before = [setpriv.as_os_str()].into_iter().chain(WITHOUT_NICE.map(AsRef::as_ref)).map(Into::into).collect();
+    subject
+}
+
+/// Processes that want all of every CPU, until this is dropped.
+struct Hogs(Vec<Child>);
+
+impl Hogs {
+    fn new() -> Self {
+        let cpus = std::thread::available_parallelism().unwrap().get();
+        let one = || Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap();
+        Self((0..cpus).map(|_| one()).collect())
+    }
+}
+
+impl Drop for Hogs {
+    fn drop(&mut self) {
+        for hog in &mut self.0 {
+            let _ = hog.kill().and_then(|()| hog.wait());
+        }
+    }
+}
+
 /// The story: only who has CAP_SYS_NICE (or a limit on niceness that says so) may leave the idle policy. The thread that
-/// serves faults takes it, and is taken out of it where the CPUs are wanted by others; users other than root could not do that,
-/// and their programs stood still beside any that computed.
+/// serves faults takes it, and is taken out of it where the CPUs are wanted by others; who could not do that, so everybody in most
+/// containers, had programs stand still beside any that computed. Now another thread relieves it.
 #[test]
-fn who_may_not_leave_the_idle_policy_does_not_take_it() {
+fn beside_programs_that_compute_the_handler_is_lifted_or_relieved() {
     let _alone = alone();
     let (Some(leaves), Some(setpriv)) = (compile_c("leaves"), need("setpriv")) else { return };
-    let without = ["--bounding-set", "-sys_nice", "--inh-caps", "-sys_nice", "--"];
-    let mut subject = Subject::new("idle", &[&leaves, &"idle"]);
-    let run = subject.start_limited(24 * MIB).finish();
-    assert!(run.status.success() && run.stdout.text().starts_with("right\n"), "{}", run.describe());
-    subject.before =
-        [setpriv.as_os_str()].into_iter().chain(without.iter().map(|o| o.as_ref())).map(Into::into).collect();
-    let run = subject.start_limited(24 * MIB).finish();
-    run.say("leaves", "idle", Some(24 * MIB));
-    assert!(run.status.success() && run.stdout.text().starts_with("right\nnot at idle policy\n"), "{}", run.describe());
-    assert_limited("idle", &run, 24 * MIB, false);
+    let subject = || Subject::new("leaves", &[&leaves, &"nothing"]);
+    let _hogs = Hogs::new();
+    for (how, relieved) in [("lifted", false), ("relieved", true)] {
+        for options in [&[][..], &["--swap", "256M"][..]] {
+            let subject = subject().with(options);
+            let subject = if relieved { without_nice(subject, &setpriv) } else { subject };
+            let run = subject.start_limited(24 * MIB).finish();
+            run.say("leaves", how, Some(24 * MIB));
+            let said = "right\nthe child was right\nthe child was right\n";
+            assert!(run.status.success() && run.stdout.text() == said, "{how}\n{}", run.describe());
+            let lifted = run.report.as_deref().and_then(|report| report_number(report, "handler_lifted"));
+            assert!(lifted.is_some_and(|n| n > 0.0), "{how}\n{}", run.describe());
+        }
+    }
+}
+
+/// Also a process whose handler was relieved, or is about to be, can be let go of.
+#[test]
+fn who_cannot_leave_the_idle_policy_is_let_go_of() {
+    let _alone = alone();
+    let (Some(leaves), Some(setpriv)) = (compile_c("leaves"), need("setpriv")) else { return };
+    for hogs in [false, true] {
+        let _hogs = hogs.then(Hogs::new);
+        let subject = without_nice(Subject::new("leaves", &[&leaves, &"filter"]), &setpriv);
+        let run = subject.start_limited(24 * MIB).finish();
+        run.say("leaves", "filter", Some(24 * MIB));
+        assert!(run.status.success() && run.stdout.text().starts_with("right\n"), "{}", run.describe());
+        assert_eq!(run.stderr.text().matches("without a limit from now on").count(), 1, "{}", run.describe());
+    }
 }
 
 /// The story: in a root directory without /proc a child could not see what it holds. What was said of that, if anything, was that

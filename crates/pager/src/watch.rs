@@ -1,0 +1,231 @@
+//! Seeing to it that the handler runs: at idle policy, which makes faults cheap (`fault`), a thread gets next to nothing of a CPU
+//! that others want.
+//!
+//! The ticker looks every 16 ms while faults occur. A handler that has work and does not get on is *lifted* to the normal policy,
+//! and lowered again after a while. To leave the idle policy takes `CAP_SYS_NICE` or a limit on niceness, which in most containers
+//! nobody has, root neither. There the handler is *relieved*: the ticker, of normal policy itself, starts another thread, and the
+//! old one gives it what it has to do (the faults it has read, the reads under way) and ends.
+//!
+//! ```text
+//! ticker             old handler                      new one
+//! start it ────────────────────────────────────────▶ waits for the duty
+//! WANTED ──────────▶ at the end of its turn,
+//!                    with the pager's lock held:
+//!                    duty put down, HANDED ─────────▶ takes it, NOBODY; goes on
+//! ```
+//! Invariants: one thread at a time has the duty, and no fault that was read is lost with a thread. A relief takes as long as the old
+//! handler needs to come to the end of its turn, so it stays for longer each time: see [`Watch::hold`]. Lock order: the
+//! pager's lock, then `duty`; so a fork, which is made with the pager's lock held, finds `duty` free.
+
+use crate::handler::Handler;
+use crate::pager::Pager;
+use crate::ticker::{LOOK_NS, pager, stack};
+use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering::*};
+use uzswap_sys::lock::{self, Lock};
+use uzswap_sys::{sys, thread};
+
+/// The second stack of the handlers, which take turns on two.
+const SECOND_STACK: usize = 11;
+/// Looks that a handler stays lifted for.
+const LIFTED: u32 = 25;
+/// And one that relieved another, at most: a minute or so.
+const LIFTED_MOST: u32 = 4000;
+/// When the handler has done without for so long the last relief is forgotten (nanoseconds).
+const FORGOTTEN_NS: u64 = 10_000_000_000;
+
+const NOBODY: u32 = 0;
+const WANTED: u32 = 1;
+const HANDED: u32 = 2;
+
+/// One handler taking over from another.
+pub struct Relief {
+    /// Whether one is to hand over, or has (a futex word).
+    state: AtomicU32,
+    /// What it put down.
+    duty: Lock<Option<Box<Handler>>>,
+    /// Who was relieved last (0: nobody).
+    former: AtomicI32,
+    /// Whether the handler is on the second stack.
+    second: AtomicBool,
+}
+
+impl Relief {
+    /// Nobody was relieved.
+    #[allow(clippy::new_without_default)]
+    pub fn new() -> Self {
+        Self {
+            state: AtomicU32::new(NOBODY),
+            duty: Lock::new(None),
+            former: AtomicI32::new(0),
+            second: AtomicBool::new(false),
+        }
+    }
+
+    /// In a forked child, which has a handler of its own on the first stack.
+    pub(crate) fn reset(&self) {
+        // (What the parent's put down is the parent's.)
+        core::mem::forget(self.duty.lock().take());
+        self.state.store(NOBODY, Relaxed);
+        self.former.store(0, Relaxed);
+        self.second.store(false, Relaxed);
+    }
+}
+
+impl Pager {
+    /// Serves until the process is let go of, or another handler takes over.
+    pub(crate) fn serve_until_relieved(&self, mut handler: Box<Handler>) -> ! {
+        loop {
+            if self.relief.state.load(Acquire) == WANTED {
+                let mut s = self.state.lock();
+                s.placement.new_handler();
+                *self.relief.duty.lock() = Some(handler);
+                self.relief.state.store(HANDED, Release);
+                drop(s);
+                lock::futex_wake(&self.relief.state, 1, false);
+                thread::exit()
+            }
+            if handler.has_ended() {
+                thread::exit()
+            }
+            handler.turn(self);
+        }
+    }
+
+    fn take_duty(&self) -> Box<Handler> {
+        loop {
+            let state = self.relief.state.load(Acquire);
+            if state == HANDED {
+                let _s = self.state.lock();
+                if let Some(handler) = self.relief.duty.lock().take() {
+                    self.relief.state.store(NOBODY, Release);
+                    return handler;
+                }
+            }
+            lock::futex_wait(&self.relief.state, state, None, false);
+        }
+    }
+
+    /// In the ticker: has the handler compete for its CPU as everybody else does. False when that cannot be had now.
+    pub(crate) fn lift_handler(&'static self) -> bool {
+        let handler = self.handler.load(Relaxed);
+        if self.may_leave_idle.load(Relaxed) {
+            thread::set_idle_policy(handler, false);
+        } else if self.relief.state.load(Relaxed) == NOBODY && !self.relieve(handler) {
+            return false;
+        }
+        self.counters().handler_lifted.fetch_add(1, Relaxed);
+        true
+    }
+
+    fn relieve(&'static self, handler: i32) -> bool {
+        let former = self.relief.former.load(Relaxed);
+        // SAFETY: no signal is sent, it is only asked whether the thread is there. (The next one is to have its stack.)
+        if former > 0 && unsafe { sys!(libc::SYS_tgkill, thread::getpid(), former, 0) }.is_ok() {
+            return false;
+        }
+        let second = !self.relief.second.load(Relaxed);
+        let (at, me) = (stack(self, if second { SECOND_STACK } else { 1 }), core::ptr::from_ref(self) as usize);
+        // SAFETY: a stack of ours that nobody is on; the entry never returns.
+        let Ok(tid) = (unsafe { thread::spawn(at, false, run_relief, me) }) else { return false };
+        self.relief.second.store(second, Relaxed);
+        self.relief.former.store(handler, Relaxed);
+        self.handler.store(tid, Release);
+        self.relief.state.store(WANTED, Release);
+        true
+    }
+}
+
+extern "C" fn run_relief(arg: usize) -> ! {
+    let p = pager(arg);
+    p.serve_until_relieved(p.take_duty())
+}
+
+/// The ticker's view of the handler.
+#[derive(Default)]
+pub(crate) struct Watch {
+    seen: u64,
+    /// When `seen` was read (monotonic nanoseconds).
+    at: u64,
+    /// CPU time the handler had used then (nanoseconds).
+    used: u64,
+    /// Whether a fault was waiting then though the handler had little of the CPU.
+    late: bool,
+    quiet: u32,
+    /// Looks that the handler stays lifted for.
+    lifted: u32,
+    /// For how many it was relieved last.
+    hold: u32,
+    /// When it was lowered last (monotonic nanoseconds).
+    lowered_at: u64,
+}
+
+impl Watch {
+    pub(crate) fn look_after_handler(&mut self, p: &'static Pager) {
+        if !p.watched.load(Relaxed) {
+            return;
+        }
+        // The CPU timer may end a nap early: two looks at one moment would always find no progress.
+        let now = thread::now_ns();
+        if now - self.at < LOOK_NS / 4 * 3 {
+            return;
+        }
+        let used = thread::cpu_ns(p.handler.load(Relaxed));
+        // What computes on this CPU leaves an idle-policy thread a little, so each look finds some progress.
+        let little = used.saturating_sub(self.used) < (now - self.at) / 2;
+        (self.at, self.used) = (now, used);
+        let progress = p.progress.load(Relaxed);
+        let moved = core::mem::replace(&mut self.seen, progress) != progress;
+        let asleep = p.asleep.load(SeqCst);
+        // (Also asleep: it may have been woken long ago, by a fault or a read, and not run since.)
+        let waiting = p.uffd().wait(0) || p.a_read_has_ended();
+        let late = core::mem::replace(&mut self.late, waiting && little);
+        if (late && self.late) || (!moved && !asleep && (waiting || p.state.is_locked())) {
+            // Runnable, with work, and not run for a whole look, or hardly.
+            self.lift(p, now);
+        } else if self.lifted > 0 {
+            self.lifted -= 1;
+            if self.lifted == 0 {
+                thread::set_idle_policy(p.handler.load(Relaxed), true);
+                self.lowered_at = now;
+            }
+        }
+        self.quiet = if moved || !asleep { 0 } else { self.quiet + 1 };
+        if self.quiet > 25 {
+            self.quiet = 0;
+            p.watched.store(false, SeqCst);
+        }
+    }
+
+    fn lift(&mut self, p: &'static Pager, now: u64) {
+        if p.may_leave_idle.load(Relaxed) {
+            p.lift_handler();
+            self.lifted = LIFTED;
+        } else if self.lifted > 0 {
+            self.lifted = self.hold;
+        } else if p.lift_handler() {
+            self.hold = hold(self.hold, now - self.lowered_at);
+            self.lifted = self.hold;
+        }
+    }
+}
+
+/// For how many looks a handler that relieved another stays lifted: twice as long as the last one, who was lowered so many
+/// nanoseconds ago, unless that is long ago.
+fn hold(last: u32, since_lowered_ns: u64) -> u32 {
+    if since_lowered_ns > FORGOTTEN_NS { LIFTED } else { (last * 2).clamp(LIFTED, LIFTED_MOST) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_is_relieved_again_and_again_stays_lifted_for_longer() {
+        let mut last = 0;
+        for expected in [25, 50, 100, 200, 400, 800, 1600, 3200, 4000, 4000] {
+            last = hold(last, 1_000_000);
+            assert_eq!(last, expected);
+        }
+        assert_eq!(hold(last, FORGOTTEN_NS + 1), LIFTED);
+    }
+}
