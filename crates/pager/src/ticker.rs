@@ -78,6 +78,10 @@ impl Pager {
 
     fn ticker_loop(&'static self) -> ! {
         let timer = Timer::new();
+        let set = 1u64 << (SIGNAL - 1);
+        // SAFETY: a signal set of 8 bytes, ours. (In the ticker's own table.)
+        let signals = unsafe { sys!(libc::SYS_signalfd4, -1isize, &raw const set, 8, libc::SFD_CLOEXEC) };
+        let signals = signals.map_or(-1, |fd| fd as i32);
         thread::wake_soon();
         let mut unknown_before = 0;
         let mut watch = Watch::default();
@@ -99,11 +103,32 @@ impl Pager {
                 nap = nap.min(LOOK_NS);
             }
             timer.arm(nap);
-            wait_signal(self.watched.load(Relaxed).then_some(LOOK_NS));
+            if self.watched.load(Relaxed) {
+                wait_signal(Some(LOOK_NS))
+            } else {
+                self.wait_unwatched(signals)
+            }
             watch.look_after_handler(self);
             self.cover_lost();
             self.look_for_stalls();
         }
+    }
+
+    /// Waits for a signal, or a fault: while nobody looks after the handler it may come when other programs have all of the CPU,
+    /// and a program that waits for it uses no CPU time, by which the ticker would be woken. (So each one stood still for seconds
+    /// that had not faulted for a while, beside two that compute.)
+    fn wait_unwatched(&self, signals: i32) {
+        let uffd = self.uffd.load(Relaxed);
+        if signals < 0 || uffd < 0 {
+            return wait_signal(None);
+        }
+        let mut polls = [signals, uffd].map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
+        // SAFETY: pollfds of ours, as many as said.
+        let _ = unsafe { sys!(libc::SYS_poll, polls.as_mut_ptr(), 2, -1isize) };
+        if polls[1].revents != 0 {
+            self.watched.store(true, SeqCst);
+        }
+        wait_signal(Some(0));
     }
 
     /// Reads where the process stands, engages or scans when it is time (a scan is made when `wanted`); returns the CPU
@@ -236,6 +261,7 @@ impl Pager {
     }
 
     fn spawn_helpers(&'static self) -> Result<(), Errno> {
+        self.watched.store(true, SeqCst);
         let me = core::ptr::from_ref(self) as usize;
         // SAFETY: stacks of ours; the entries never return.
         unsafe {

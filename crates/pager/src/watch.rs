@@ -144,7 +144,7 @@ extern "C" fn run_relief(arg: usize) -> ! {
 #[derive(Default)]
 pub(crate) struct Watch {
     seen: u64,
-    /// When `seen` was read (monotonic nanoseconds).
+    /// When `seen` was read (monotonic nanoseconds); 0 while nobody looks.
     at: u64,
     /// CPU time the handler had used then (nanoseconds).
     used: u64,
@@ -162,6 +162,7 @@ pub(crate) struct Watch {
 impl Watch {
     pub(crate) fn look_after_handler(&mut self, p: &'static Pager) {
         if !p.watched.load(Relaxed) {
+            self.at = 0;
             return;
         }
         // The CPU timer may end a nap early: two looks at one moment would always find no progress.
@@ -170,6 +171,11 @@ impl Watch {
             return;
         }
         let used = thread::cpu_ns(p.handler.load(Relaxed));
+        if self.at == 0 {
+            // What is woken just now has not run yet.
+            (self.at, self.used, self.seen, self.late) = (now, used, p.progress.load(Relaxed), false);
+            return;
+        }
         // What computes on this CPU leaves an idle-policy thread a little, so each look finds some progress.
         let little = used.saturating_sub(self.used) < (now - self.at) / 2;
         (self.at, self.used) = (now, used);
