@@ -14,8 +14,10 @@ use uzswap_sys::sys;
 pub const PAGE: usize = 4096;
 /// Bytes kept for the agent's own allocations (address space, not memory).
 pub const HEAP_BYTES: usize = 8 << 30;
-const STACKS_BYTES: usize = 7 << 20;
+const STACKS_BYTES: usize = 8 << 20;
 const GUARD: usize = 2 << 20;
+// What lies in front of the arena keeps it where huge pages begin.
+const _: () = assert!((HEAP_BYTES | STACKS_BYTES | SCRATCH_BYTES) & (GUARD - 1) == 0);
 /// Bytes of the place to which pages are taken on a kernel without MOVE: see `without_move`.
 pub const SCRATCH_BYTES: usize = 2 << 20;
 /// How many there are: one that was lost is not used again.
