@@ -5,6 +5,7 @@
 //! AddressSanitizer waited for itself when it engaged, and the program for ever. So the names are defined here, hidden (the
 //! program does not see them), and lead to what libc has; before that is found, to plain instructions.
 
+use crate::symbols::Libc;
 use core::arch::global_asm;
 use core::ffi::{CStr, c_void};
 use core::sync::atomic::{AtomicPtr, Ordering::Relaxed};
@@ -49,17 +50,13 @@ const fn at(function: unsafe extern "C" fn()) -> AtomicPtr<c_void> {
     AtomicPtr::new(function as *const () as *mut c_void)
 }
 
-/// Finds what libc has, in the constructor; `libc` is its handle.
-///
-/// # Safety
-/// The handle is one of dlopen's.
-pub unsafe fn init(libc: *mut c_void) {
+/// Finds what libc has, in the constructor.
+pub fn init(libc: &Libc) {
     let names: [&CStr; 6] = [c"memcpy", c"memmove", c"memset", c"memcmp", c"bcmp", c"strlen"];
     for (place, name) in TABLE.iter().zip(names) {
-        // SAFETY: as the caller says; a constant name.
-        let found = unsafe { libc::dlsym(libc, name.as_ptr()) };
-        if !found.is_null() {
-            place.store(found, Relaxed);
+        let found = libc.symbol(name);
+        if found != 0 {
+            place.store(found as *mut c_void, Relaxed);
         }
     }
 }

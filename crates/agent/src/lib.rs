@@ -15,6 +15,7 @@ mod next;
 mod patch;
 mod pins;
 mod rawfork;
+mod symbols;
 mod threads;
 mod users;
 

@@ -6,8 +6,9 @@
 //! exact pattern is patched; where it is missing the caller is told. The thunks keep every register that a system call
 //! keeps.
 
+use crate::symbols::Libc;
 use core::arch::global_asm;
-use core::ffi::{CStr, c_void};
+use core::ffi::CStr;
 use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;
 
@@ -111,23 +112,18 @@ pub enum PatchError {
 /// # Safety
 /// No other thread may run in libc meanwhile (a preload constructor).
 pub unsafe fn install() -> Result<(), PatchError> {
-    // (libc's own, whatever else is preloaded: allocators and sanitizers have an `mmap` that comes before it.)
-    // SAFETY: a constant name; it is loaded already.
-    let libc = unsafe { libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
-    if libc.is_null() {
-        return Err(PatchError::Pattern);
-    }
+    let Some(libc) = Libc::find() else { return Err(PatchError::Pattern) };
     // SAFETY: as the caller says; the names are functions of libc.
     unsafe {
-        crate::bytes::init(libc);
+        crate::bytes::init(&libc);
         // (Where it cannot be wrapped a program is started with the environment that it is given.)
-        let _ = wrap(libc, c"execve", 59, uz_thunk_execve as *const () as usize);
-        wrap(libc, c"_Fork", 56, uz_thunk_clone as *const () as usize)?;
-        wrap(libc, c"mmap64", 9, uz_thunk_mmap as *const () as usize)?;
-        wrap(libc, c"brk", 12, uz_thunk_brk as *const () as usize)?;
-        wrap(libc, c"munmap", 11, uz_thunk_munmap as *const () as usize)?;
-        wrap(libc, c"mremap", 25, uz_thunk_mremap as *const () as usize)?;
-        wrap(libc, c"madvise", 28, uz_thunk_madvise as *const () as usize)
+        let _ = wrap(&libc, c"execve", 59, uz_thunk_execve as *const () as usize);
+        wrap(&libc, c"_Fork", 56, uz_thunk_clone as *const () as usize)?;
+        wrap(&libc, c"mmap64", 9, uz_thunk_mmap as *const () as usize)?;
+        wrap(&libc, c"brk", 12, uz_thunk_brk as *const () as usize)?;
+        wrap(&libc, c"munmap", 11, uz_thunk_munmap as *const () as usize)?;
+        wrap(&libc, c"mremap", 25, uz_thunk_mremap as *const () as usize)?;
+        wrap(&libc, c"madvise", 28, uz_thunk_madvise as *const () as usize)
     }
 }
 
@@ -135,9 +131,8 @@ pub unsafe fn install() -> Result<(), PatchError> {
 ///
 /// # Safety
 /// As [`install`]; `thunk` keeps every register that a system call keeps.
-unsafe fn wrap(libc: *mut c_void, name: &CStr, nr: u32, thunk: usize) -> Result<(), PatchError> {
-    // SAFETY: dlsym of a constant name.
-    let f = unsafe { libc::dlsym(libc, name.as_ptr()) } as usize;
+unsafe fn wrap(libc: &Libc, name: &CStr, nr: u32, thunk: usize) -> Result<(), PatchError> {
+    let f = libc.symbol(name);
     if f == 0 {
         return Err(PatchError::Pattern);
     }
