@@ -1,7 +1,7 @@
 //! The program's mapping calls are kept in order (why: `uzswap_pager::calls`), and `mremap` is made good where the kernel
 //! does not tell of it (`uzswap_pager::remapped`).
 
-use crate::{pager, set_mask};
+use crate::{fails, pager, set_mask};
 use core::ffi::{c_int, c_long};
 use core::sync::atomic::Ordering::Relaxed;
 use uzswap_pager::calls::Held;
@@ -116,10 +116,7 @@ macro_rules! interpose_lock {
             // SAFETY: as the caller says.
             let done = unsafe { sys!($nr $(, $argument)*) };
             end_one(call);
-            let Err(errno) = done else { return 0 };
-            // SAFETY: the calling thread is libc's.
-            unsafe { *libc::__errno_location() = errno };
-            -1
+            done.map_or_else(fails, |_| 0)
         }
     };
 }

@@ -5,7 +5,7 @@
 //! instructions of its own is not seen.
 
 use crate::next::Next;
-use crate::{PAGER, pager, set_mask};
+use crate::{PAGER, fails, pager, set_mask};
 use core::ffi::{c_int, c_long};
 use core::sync::atomic::Ordering::*;
 use uzswap_pager::group::unmanaged;
@@ -94,9 +94,7 @@ pub fn changes_user(real: impl FnOnce() -> c_int, follow: impl FnOnce(&Pager) ->
         if pager().is_some() {
             drop(one);
             set_mask(mask);
-            // SAFETY: the calling thread is libc's.
-            unsafe { *libc::__errno_location() = libc::EAGAIN };
-            return -1;
+            return fails(libc::EAGAIN);
         }
     }
     let done = real();

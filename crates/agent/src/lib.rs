@@ -19,6 +19,7 @@ mod symbols;
 mod threads;
 mod users;
 
+use core::ffi::c_int;
 use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
 use uzswap_pager::arena::Layout;
 use uzswap_pager::group::{ENV_GROUP, ENV_NODE, GroupPage, MAGIC, NO_LIMIT, NODES};
@@ -34,6 +35,13 @@ static PAGER: AtomicPtr<Pager> = AtomicPtr::new(core::ptr::null_mut());
 fn pager() -> Option<&'static Pager> {
     // SAFETY: null, or the leaked pager.
     unsafe { PAGER.load(Acquire).as_ref() }
+}
+
+/// What a function of libc's returns that failed: -1, with the reason in `errno`.
+fn fails(errno: raw::Errno) -> c_int {
+    // SAFETY: the calling thread is libc's.
+    unsafe { *libc::__errno_location() = errno };
+    -1
 }
 
 #[used]

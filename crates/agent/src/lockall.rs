@@ -3,7 +3,7 @@
 //! The kernel would lock, and fill, what uzswap reserved as well: more than 70 GiB. So what is there is locked mapping by
 //! mapping, without uzswap's; what the program maps later the kernel locks.
 
-use crate::leaving;
+use crate::{fails, leaving};
 use core::ffi::c_int;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{maps, sys};
@@ -22,10 +22,7 @@ pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
         // SAFETY: flags only.
         None => unsafe { sys!(libc::SYS_mlockall, flags) }.map(drop),
     };
-    let Err(errno) = done else { return 0 };
-    // SAFETY: the calling thread is libc's.
-    unsafe { *libc::__errno_location() = errno };
-    -1
+    done.map_or_else(fails, |()| 0)
 }
 
 /// Locks what there is but the range `reserved`, and what comes, as the flags say.

@@ -4,7 +4,7 @@
 //! system call with instructions of its own (or has libc make it on a new stack through `syscall`).
 
 use crate::next::Next;
-use crate::{after_fork, after_mmap, before_fork, calls, leaving, pager, pins};
+use crate::{after_fork, after_mmap, before_fork, calls, fails, leaving, pager, pins};
 use core::ffi::{c_int, c_long, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
 use uzswap_pager::arena::PAGE;
@@ -85,11 +85,7 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
     };
     match raw::check(ret) {
         Ok(value) => value as c_long,
-        Err(errno) => {
-            // SAFETY: the calling thread is libc's.
-            unsafe { *libc::__errno_location() = errno };
-            -1
-        }
+        Err(errno) => fails(errno).into(),
     }
 }
 
@@ -112,9 +108,7 @@ pub unsafe extern "C" fn clone(
     child_tid: *mut c_void,
 ) -> c_int {
     let (Some(entry), false, real @ 1..) = (entry, stack.is_null(), CLONE.found()) else {
-        // SAFETY: the calling thread is libc's.
-        unsafe { *libc::__errno_location() = libc::EINVAL };
-        return -1;
+        return fails(libc::EINVAL);
     };
     // SAFETY: the function found under this name.
     let real = unsafe { core::mem::transmute::<usize, RealClone>(real) };

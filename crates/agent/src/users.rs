@@ -5,12 +5,12 @@
 
 use crate::leaving::changes_user;
 use crate::next::Next;
-use crate::pager;
+use crate::{fails, pager};
 use core::ffi::{c_char, c_int, c_void};
 use libc::{gid_t, uid_t};
 use uzswap_pager::credentials::Change;
 use uzswap_pager::pager::Pager;
-use uzswap_sys::{raw, sys};
+use uzswap_sys::{raw, sys, thread};
 
 static SETUID: Next = Next::new(c"setuid");
 static SETEUID: Next = Next::new(c"seteuid");
@@ -179,19 +179,14 @@ pub unsafe extern "C" fn capset(header: *mut c_void, data: *const c_void) -> c_i
     let real = || {
         // SAFETY: the caller's arguments.
         let done = raw::check(unsafe { raw::syscall(libc::SYS_capset, [header as usize, data as usize, 0, 0, 0, 0]) });
-        let Err(errno) = done else { return 0 };
-        // SAFETY: the calling thread is libc's.
-        unsafe { *libc::__errno_location() = errno };
-        -1
+        done.map_or_else(fails, |_| 0)
     };
     if pager().is_none() {
         return real();
     }
     changes_user(real, |p| {
         // (The structure may be of an older version, with half of it: what is asked for is what the thread has now.)
-        let (header, mut now) = ([0x2008_0522u32, 0], [0u32; 6]);
-        // SAFETY: structures of ours, as this version has them.
-        let asked = unsafe { sys!(libc::SYS_capget, header.as_ptr(), now.as_mut_ptr()) };
-        asked.is_ok() && p.change_helpers(Change { nr: libc::SYS_capset, args: [0, now.as_ptr() as usize, 0] })
+        thread::capabilities()
+            .is_ok_and(|now| p.change_helpers(Change { nr: libc::SYS_capset, args: [0, now.as_ptr() as usize, 0] }))
     })
 }

@@ -122,15 +122,9 @@ fn makes(change: Change) -> Result<(), Errno> {
 
 /// Gives up all capabilities but those in the structure at `asked`. (The thread need not have them: its own may be fewer.)
 fn caps_within(asked: usize) -> Result<(), Errno> {
-    // _LINUX_CAPABILITY_VERSION_3; the caller.
-    let header = [0x2008_0522u32, 0];
-    // Effective, permitted, inheritable; twice.
-    let mut own = [0u32; 6];
-    // SAFETY: structures of ours, as this version has them.
-    unsafe { sys!(libc::SYS_capget, header.as_ptr(), own.as_mut_ptr()) }?;
+    let own = thread::capabilities()?;
     // SAFETY: who asks has passed it to the kernel, which has read as much from it.
     let asked = unsafe { (asked as *const [u32; 6]).read_unaligned() };
     let within: [u32; 6] = core::array::from_fn(|n| own[n] & asked[n]);
-    // SAFETY: as above.
-    unsafe { sys!(libc::SYS_capset, header.as_ptr(), within.as_ptr()) }.map(drop)
+    thread::set_capabilities(within)
 }

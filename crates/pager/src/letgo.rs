@@ -225,8 +225,7 @@ fn next_out(s: &State, mut at: u64) -> Option<u64> {
 
 /// Waits until a helper of this process has ended.
 pub(crate) fn await_end(tid: i32) {
-    // SAFETY: no signal is sent, it is only asked whether the thread is there.
-    while tid > 0 && unsafe { sys!(libc::SYS_tgkill, thread::getpid(), tid, 0) }.is_ok() {
+    while tid > 0 && thread::is_there(thread::getpid(), tid) {
         thread::sleep_ns(PAUSE_NS);
     }
 }

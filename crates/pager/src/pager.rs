@@ -222,7 +222,7 @@ impl Pager {
             progress: AtomicU64::new(0),
             asleep: AtomicBool::new(false),
             may_leave_idle: AtomicBool::new(false),
-            relief: Relief::new(),
+            relief: Relief::default(),
             watched: AtomicBool::new(false),
             looks_wanted: AtomicU32::new(0),
             looks_done: AtomicU32::new(0),

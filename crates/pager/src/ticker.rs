@@ -118,14 +118,11 @@ impl Pager {
     /// and a program that waits for it uses no CPU time, by which the ticker would be woken. (So each one stood still for seconds
     /// that had not faulted for a while, beside two that compute.)
     fn wait_unwatched(&self, signals: i32) {
-        let uffd = self.uffd.load(Relaxed);
-        if signals < 0 || uffd < 0 {
+        if signals < 0 || self.uffd.load(Relaxed) < 0 {
             return wait_signal(None);
         }
-        let mut polls = [signals, uffd].map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
-        // SAFETY: pollfds of ours, as many as said.
-        let _ = unsafe { sys!(libc::SYS_poll, polls.as_mut_ptr(), 2, -1isize) };
-        if polls[1].revents != 0 {
+        self.uffd().wait_or(signals, -1);
+        if self.uffd().wait(0) {
             self.watched.store(true, SeqCst);
         }
         wait_signal(Some(0));

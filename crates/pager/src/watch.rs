@@ -14,7 +14,7 @@
 //!                    duty put down, HANDED ─────────▶ takes it, NOBODY; goes on
 //! ```
 //! Invariants: one thread at a time has the duty, and no fault that was read is lost with a thread. A relief takes as long as the old
-//! handler needs to come to the end of its turn, so it stays for longer each time: see [`Watch::hold`]. Lock order: the
+//! handler needs to come to the end of its turn, so it stays for longer each time: see `hold`. Lock order: the
 //! pager's lock, then `duty`; so a fork, which is made with the pager's lock held, finds `duty` free.
 
 use crate::handler::Handler;
@@ -22,7 +22,7 @@ use crate::pager::Pager;
 use crate::ticker::{LOOK_NS, pager, stack};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering::*};
 use uzswap_sys::lock::{self, Lock};
-use uzswap_sys::{sys, thread};
+use uzswap_sys::thread;
 
 /// The second stack of the handlers, which take turns on two.
 const SECOND_STACK: usize = 11;
@@ -49,10 +49,9 @@ pub struct Relief {
     second: AtomicBool,
 }
 
-impl Relief {
+impl Default for Relief {
     /// Nobody was relieved.
-    #[allow(clippy::new_without_default)]
-    pub fn new() -> Self {
+    fn default() -> Self {
         Self {
             state: AtomicU32::new(NOBODY),
             duty: Lock::new(None),
@@ -60,7 +59,9 @@ impl Relief {
             second: AtomicBool::new(false),
         }
     }
+}
 
+impl Relief {
     /// In a forked child, which has a handler of its own on the first stack.
     pub(crate) fn reset(&self) {
         // (What the parent's put down is the parent's.)
@@ -119,8 +120,8 @@ impl Pager {
 
     fn relieve(&'static self, handler: i32) -> bool {
         let former = self.relief.former.load(Relaxed);
-        // SAFETY: no signal is sent, it is only asked whether the thread is there. (The next one is to have its stack.)
-        if former > 0 && unsafe { sys!(libc::SYS_tgkill, thread::getpid(), former, 0) }.is_ok() {
+        // (The next one is to have its stack.)
+        if former > 0 && thread::is_there(thread::getpid(), former) {
             return false;
         }
         let second = !self.relief.second.load(Relaxed);
@@ -203,15 +204,15 @@ impl Watch {
     }
 
     fn lift(&mut self, p: &'static Pager, now: u64) {
-        if p.may_leave_idle.load(Relaxed) {
-            p.lift_handler();
-            self.lifted = LIFTED;
-        } else if self.lifted > 0 {
-            self.lifted = self.hold;
-        } else if p.lift_handler() {
-            self.hold = hold(self.hold, now - self.lowered_at);
-            self.lifted = self.hold;
+        if self.lifted == 0 {
+            if !p.lift_handler() {
+                return;
+            }
+            // (To lift it costs nothing; to relieve it a thread, and its faults a while.)
+            let at_no_cost = p.may_leave_idle.load(Relaxed);
+            self.hold = if at_no_cost { LIFTED } else { hold(self.hold, now - self.lowered_at) };
         }
+        self.lifted = self.hold;
     }
 }
 

@@ -144,6 +144,13 @@ pub fn wake_soon() {
     let _ = unsafe { sys!(libc::SYS_sched_setattr, 0, attr.as_ptr(), 0) };
 }
 
+/// Whether thread `tid` of process `pid` is there (not waited for yet, or another that has its number by now, included).
+pub fn is_there(pid: i32, tid: i32) -> bool {
+    // SAFETY: no signal is sent by number 0, it is only asked whether one could be.
+    let asked = unsafe { sys!(libc::SYS_tgkill, pid, tid, 0) };
+    asked != Err(libc::ESRCH)
+}
+
 /// Sets the scheduling policy of a thread: `SCHED_IDLE` or `SCHED_OTHER`.
 pub fn set_idle_policy(tid: i32, idle: bool) {
     let policy = if idle { libc::SCHED_IDLE } else { libc::SCHED_OTHER };
@@ -173,6 +180,28 @@ pub fn may_leave_idle_policy() -> bool {
     let nice = 20 - own as isize;
     own < 40 && set(nice - 1) && set(nice)
 }
+
+/// What the calling thread may do: its capabilities in the kernel's layout (effective, permitted, inheritable; twice).
+///
+/// # Errors
+/// The kernel's.
+pub fn capabilities() -> Result<[u32; 6], Errno> {
+    let mut own = [0u32; 6];
+    // SAFETY: structures of ours, as this version has them.
+    unsafe { sys!(libc::SYS_capget, CAPABILITY_HEADER.as_ptr(), own.as_mut_ptr()) }.map(|_| own)
+}
+
+/// Sets the calling thread's capabilities.
+///
+/// # Errors
+/// The kernel's: `EPERM` for any that it does not have.
+pub fn set_capabilities(to: [u32; 6]) -> Result<(), Errno> {
+    // SAFETY: as above.
+    unsafe { sys!(libc::SYS_capset, CAPABILITY_HEADER.as_ptr(), to.as_ptr()) }.map(drop)
+}
+
+/// `_LINUX_CAPABILITY_VERSION_3`; the calling thread.
+const CAPABILITY_HEADER: [u32; 2] = [0x2008_0522, 0];
 
 /// A set of CPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -22,7 +22,7 @@ use crate::pager::Pager;
 use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::swapfile::{Geometry, MOST_CLUSTERS};
 use uzswap_sys::process::Identity;
-use uzswap_sys::sys;
+use uzswap_sys::thread;
 
 /// Environment variable with the path of the swap file's books, a memory object of the command's.
 pub const ENV_SWAP: &str = "UZSWAP_SWAP";
@@ -234,8 +234,7 @@ impl Row {
     fn is_dead(&self) -> bool {
         let Some(owner) = Identity::from_raw(self.owner.load(SeqCst)) else { return false };
         let ticker = self.ticker.load(SeqCst);
-        // SAFETY: signal 0 only asks.
-        let left = || ticker != 0 && unsafe { sys!(libc::SYS_tgkill, owner.pid(), ticker, 0) } == Err(libc::ESRCH);
+        let left = || ticker != 0 && !thread::is_there(owner.pid() as i32, ticker as i32);
         owner.is_dead() || left()
     }
 }

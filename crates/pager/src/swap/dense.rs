@@ -111,10 +111,11 @@ impl Unit {
     }
 }
 
-/// Whether an object is worth trying: stored by lz4, idle, not held, not tried before, and not on disk already.
+/// Whether an object is worth trying: stored by lz4, idle, not held, not tried before, and not on disk already. (What was set
+/// aside may have gone, and a large block lie there.)
 pub(super) fn is_warm(head: &Header) -> bool {
     let flags = object::HELD | object::REFERENCED | object::TRIED | object::ON_DISK;
-    matches!(head.encoding, Encoding::Lz4) && head.flags & flags == 0
+    head.order <= object::SMALL && matches!(head.encoding, Encoding::Lz4) && head.flags & flags == 0
 }
 
 impl State {
@@ -123,8 +124,7 @@ impl State {
     fn unit_of(&self, entry: Entry, may: impl Fn(u8) -> bool) -> Option<Unit> {
         let (out, copies) = self.pages_of(entry)?;
         let head = self.header_of(entry);
-        // (What was set aside may have gone, and a large block lie there.)
-        if head.order > object::SMALL || !is_warm(&head) || out != self.live_of(entry.handle) || copies != 0 {
+        if !is_warm(&head) || out != self.live_of(entry.handle) || copies != 0 {
             return None;
         }
         let hints = self.pt.hints(entry.vpn);
@@ -158,13 +158,7 @@ impl State {
             }
             let (head, (out, copies)) = (self.header_of(part), self.pages_of(part)?);
             let all = ((1u32 << (1 << head.order)) - 1) as u16;
-            // (What was set aside may have gone, and a large block lie there.)
-            if head.order > object::SMALL
-                || !is_warm(&head)
-                || out != all
-                || copies != 0
-                || at + (1 << head.order) > unit.pages()
-            {
+            if !is_warm(&head) || out != all || copies != 0 || at + (1 << head.order) > unit.pages() {
                 return None;
             }
             unit.add(part.handle, &head, out, at);

@@ -58,24 +58,40 @@ const WITHOUT_NICE: [&str; 5] = ["--bounding-set", "-sys_nice", "--inh-caps", "-
 
 /// `subject` without CAP_SYS_NICE.
 fn without_nice(mut subject: Subject, setpriv: &Path) -> Subject {
-    subject.before = [setpriv.as_os_str()].into_iter().chain(WITHOUT_NICE.map(AsRef::as_ref)).map(Into::into).collect();
+    subject.before.push(setpriv.into());
+    subject.before.extend(WITHOUT_NICE.map(Into::into));
     subject
 }
 
-/// Processes that want all of every CPU, until this is dropped.
-struct Hogs(Vec<Child>);
+/// Two processes that want all of one CPU, until this is dropped. (Of the others nothing is known: on the machine of somebody else
+/// they may idle, or what this process may use of them be limited in other ways.)
+struct Hogs {
+    cpu: String,
+    them: Vec<Child>,
+}
 
 impl Hogs {
-    fn new() -> Self {
-        let cpus = std::thread::available_parallelism().unwrap().get();
-        let one = || Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap();
-        Self((0..cpus).map(|_| one()).collect())
+    /// None where processes cannot be kept on a CPU.
+    fn new() -> Option<Self> {
+        need("taskset")?;
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap().trim();
+        let cpu = allowed.split(['-', ',']).next().unwrap().to_owned();
+        let one = || Command::new("taskset").args(["-c", &cpu, "sh", "-c", "while :; do :; done"]).spawn().unwrap();
+        let them = (0..2).map(|_| one()).collect();
+        Some(Self { cpu, them })
+    }
+
+    /// `subject`, on the same CPU.
+    fn with(&self, mut subject: Subject) -> Subject {
+        subject.before.extend(["taskset", "-c", &self.cpu].map(Into::into));
+        subject
     }
 }
 
 impl Drop for Hogs {
     fn drop(&mut self) {
-        for hog in &mut self.0 {
+        for hog in &mut self.them {
             let _ = hog.kill().and_then(|()| hog.wait());
         }
     }
@@ -87,9 +103,8 @@ impl Drop for Hogs {
 #[test]
 fn beside_programs_that_compute_the_handler_is_lifted_or_relieved() {
     let _alone = alone();
-    let (Some(leaves), Some(setpriv)) = (compile_c("leaves"), need("setpriv")) else { return };
-    let subject = || Subject::new("leaves", &[&leaves, &"nothing"]);
-    let _hogs = Hogs::new();
+    let (Some(leaves), Some(setpriv), Some(hogs)) = (compile_c("leaves"), need("setpriv"), Hogs::new()) else { return };
+    let subject = || hogs.with(Subject::new("leaves", &[&leaves, &"nothing"]));
     for (how, relieved) in [("lifted", false), ("relieved", true)] {
         for options in [&[][..], &["--swap", "256M"][..]] {
             let subject = subject().with(options);
@@ -109,10 +124,11 @@ fn beside_programs_that_compute_the_handler_is_lifted_or_relieved() {
 fn who_cannot_leave_the_idle_policy_is_let_go_of() {
     let _alone = alone();
     let (Some(leaves), Some(setpriv)) = (compile_c("leaves"), need("setpriv")) else { return };
-    for hogs in [false, true] {
-        let _hogs = hogs.then(Hogs::new);
-        let subject = without_nice(Subject::new("leaves", &[&leaves, &"filter"]), &setpriv);
-        let run = subject.start_limited(24 * MIB).finish();
+    for busy in [false, true] {
+        let hogs = if busy { Hogs::new() } else { None };
+        let subject = Subject::new("leaves", &[&leaves, &"filter"]);
+        let subject = hogs.iter().fold(subject, |subject, hogs| hogs.with(subject));
+        let run = without_nice(subject, &setpriv).start_limited(24 * MIB).finish();
         run.say("leaves", "filter", Some(24 * MIB));
         assert!(run.status.success() && run.stdout.text().starts_with("right\n"), "{}", run.describe());
         assert_eq!(run.stderr.text().matches("without a limit from now on").count(), 1, "{}", run.describe());
