@@ -149,6 +149,8 @@ pub(crate) struct Watch {
     at: u64,
     /// CPU time the handler had used then (nanoseconds).
     used: u64,
+    /// And how long it had waited for a CPU (nanoseconds).
+    waited: u64,
     /// Whether a fault was waiting then though the handler had little of the CPU.
     late: bool,
     quiet: u32,
@@ -171,13 +173,16 @@ impl Watch {
         if now - self.at < LOOK_NS / 4 * 3 {
             return;
         }
-        let used = thread::cpu_ns(p.handler.load(Relaxed));
+        let handler = p.handler.load(Relaxed);
+        let used = thread::cpu_ns(handler);
+        let before = core::mem::replace(&mut self.waited, thread::waited_ns(handler));
         if self.at == 0 {
             // What is woken just now has not run yet.
             (self.at, self.used, self.seen, self.late) = (now, used, p.progress.load(Relaxed), false);
             return;
         }
         // What computes on this CPU leaves an idle-policy thread a little, so each look finds some progress.
+        let held_up = self.waited.saturating_sub(before) > (now - self.at) / 2;
         let little = used.saturating_sub(self.used) < (now - self.at) / 2;
         (self.at, self.used) = (now, used);
         let progress = p.progress.load(Relaxed);
@@ -186,13 +191,13 @@ impl Watch {
         // (Also asleep: it may have been woken long ago, by a fault or a read, and not run since.)
         let waiting = p.uffd().wait(0) || p.a_read_has_ended();
         let late = core::mem::replace(&mut self.late, waiting && little);
-        if (late && self.late) || (!moved && !asleep && (waiting || p.state.is_locked())) {
+        if held_up || (late && self.late) || (!moved && !asleep && (waiting || p.state.is_locked())) {
             // Runnable, with work, and not run for a whole look, or hardly.
             self.lift(p, now);
         } else if self.lifted > 0 {
             self.lifted -= 1;
             if self.lifted == 0 {
-                thread::set_idle_policy(p.handler.load(Relaxed), true);
+                thread::set_idle_policy(handler, true);
                 self.lowered_at = now;
             }
         }

@@ -245,22 +245,75 @@ impl Cpus {
     }
 }
 
-/// The CPU on which thread `tid` of this process last ran.
-pub fn cpu_of(tid: u32) -> Option<usize> {
+/// How long thread `tid` of this process has waited for a CPU, all its life, as far as it got one in the end (nanoseconds); 0 when
+/// the kernel does not say.
+pub fn waited_ns(tid: i32) -> u64 {
+    let mut text = [0u8; 512];
+    // Time on a CPU, time waited for one, how often it ran.
+    let waited = read_of(tid as u32, b"/schedstat\0", &mut text).and_then(|text| text.split(|c| *c == b' ').nth(1));
+    waited.and_then(|digits| core::str::from_utf8(digits).ok()?.parse().ok()).unwrap_or(0)
+}
+
+/// Reads a file of the kernel's about thread `tid` of this process; `name` ends with NUL.
+fn read_of<'a>(tid: u32, name: &[u8], text: &'a mut [u8]) -> Option<&'a [u8]> {
     let mut path = [0u8; 64];
     let mut n = 0;
     let mut buf = [0; 20];
-    for part in [b"/proc/self/task/".as_slice(), crate::raw::decimal(tid as u64, &mut buf), b"/stat\0"] {
+    for part in [b"/proc/self/task/".as_slice(), crate::raw::decimal(tid as u64, &mut buf), name] {
         path[n..n + part.len()].copy_from_slice(part);
         n += part.len();
     }
     let fd = crate::raw::open(&path[..n], libc::O_RDONLY).ok()?;
-    let mut text = [0u8; 512];
-    let got = crate::raw::pread(fd, &mut text, 0);
+    let got = crate::raw::pread(fd, text, 0);
     crate::raw::close(fd);
-    let text = &text[..got.ok()?];
+    text.get(..got.ok()?)
+}
+
+/// The CPU on which thread `tid` of this process last ran.
+pub fn cpu_of(tid: u32) -> Option<usize> {
+    let mut text = [0u8; 512];
+    let text = read_of(tid, b"/stat\0", &mut text)?;
     let after = text.iter().rposition(|c| *c == b')')? + 2;
     // Field 39 of proc_pid_stat(5) is the processor; the state after the name is field 3.
     let field = text[after..].split(|c| *c == b' ').nth(36)?;
     core::str::from_utf8(field).ok()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use core::sync::atomic::{AtomicBool, Ordering::*};
+    use std::sync::Barrier;
+
+    /// Two threads that want all of one CPU: one of them waits, the kernel says how long, and the time on the CPU is not in it.
+    #[test]
+    fn a_thread_that_others_keep_off_the_cpu_has_waited() {
+        let cpu = cpu_of(gettid() as u32).unwrap();
+        let (begin, done) = (Barrier::new(2), AtomicBool::new(false));
+        let compute = || {
+            let tid = gettid();
+            Cpus::only(cpu).confine(tid);
+            let (since, waited) = (now_ns(), waited_ns(tid));
+            begin.wait();
+            // (The longest slice is a few milliseconds, and each waits for the other's.)
+            while !done.load(Relaxed) && waited_ns(tid) < waited + 20_000_000 {
+                core::hint::spin_loop();
+            }
+            done.store(true, Relaxed);
+            (waited_ns(tid) - waited, now_ns() - since)
+        };
+        let both: Vec<(u64, u64)> = std::thread::scope(|scope| {
+            let threads = [scope.spawn(compute), scope.spawn(compute)];
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        assert!(both.iter().any(|(waited, _)| *waited >= 20_000_000), "{both:?}");
+        assert!(both.iter().all(|(waited, all)| waited <= all), "{both:?}");
+    }
+
+    #[test]
+    fn nothing_is_known_of_a_thread_that_is_not_there() {
+        assert_eq!(waited_ns(i32::MAX), 0);
+        assert_eq!(cpu_of(i32::MAX as u32), None);
+        assert!(!is_there(getpid(), i32::MAX) && is_there(getpid(), gettid()));
+    }
 }
