@@ -248,7 +248,9 @@ impl Pager {
                 thread::sleep_ns(PAUSE_NS);
                 continue;
             }
-            while store && self.store_batch(batch) {}
+            if store {
+                self.store_backlog(work, batch);
+            }
             work.r.tell(known, moved, stayed);
             (at, tries) = (end, 0);
         }
@@ -266,7 +268,17 @@ impl Pager {
             work.r.tell(known, staged, 0);
             at = end;
         }
-        while work.goes_on() && self.store_batch(batch) {
+        self.store_backlog(work, batch);
+    }
+
+    /// Stores as many pages as are staged now, the oldest first. (Not until none is: under pressure the handler stages others all the
+    /// time, and this would not end while the program runs.)
+    fn store_backlog(&self, work: &Work, batch: &mut Batch) {
+        let staged = self.state.lock().staged;
+        for _ in 0..staged.div_ceil(BATCH_PAGES) {
+            if !work.goes_on() || !self.store_batch(batch) {
+                break;
+            }
             work.r.tell(0, 0, 0);
         }
     }
