@@ -65,7 +65,7 @@ impl Pager {
     /// A run of holes of an order; where there is none, after compaction, or else the largest there is.
     pub fn take_holes(&self, s: &mut State, order: u8) -> Option<(u32, u8)> {
         let order = order.min(MAX_ORDER);
-        if order >= LEAST_ORDER && !s.zone.has_run(Kind::Hole, order) && !self.kin.load(Relaxed) {
+        if order >= LEAST_ORDER && !s.zone.has_run(Kind::Hole, order) && !self.has_kin() {
             let goal = Goal { kind: Kind::Hole, order, score: None, budget: BUDGET };
             let State { zone, compactor, pt, .. } = s;
             let outcome = compactor.direct(zone, goal, &mut Arena { pager: self, pt });
@@ -79,7 +79,7 @@ impl Pager {
     /// Compacts in the background, a little, when a run was wanted in vain since it last came to an end; true when there is
     /// more to do.
     pub fn compact_behind(&self, s: &mut State) -> bool {
-        if !s.runs_wanted || self.kin.load(Relaxed) {
+        if !s.runs_wanted || self.has_kin() {
             return false;
         }
         s.runs_wanted = self.compact_towards(s, SCORE, BUDGET) == Outcome::Partial;

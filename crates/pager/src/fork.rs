@@ -96,8 +96,7 @@ impl Pager {
     /// After clone, in the parent; `child` is what clone returned.
     pub fn after_fork_in_parent(&self, child: isize) {
         self.end_fork(child);
-        self.kin.store(true, Relaxed);
-        self.shared_due.store(0, Relaxed);
+        self.gains_kin();
         // SAFETY: before_fork took the lock in this thread.
         unsafe { self.state.force_unlock() };
         self.calls.go_on();
@@ -122,8 +121,7 @@ impl Pager {
         }
         // SAFETY: before_fork took the lock in this thread.
         self.record_as_child(unsafe { self.state.assume_locked() });
-        self.kin.store(true, Relaxed);
-        self.shared_due.store(0, Relaxed);
+        self.gains_kin();
         self.watched.store(false, Relaxed);
         self.reclaiming.store(false, Relaxed);
         self.asleep.store(false, Relaxed);
@@ -230,6 +228,7 @@ fn is_in(s: &State, page: usize) -> bool {
 mod tests {
     use super::*;
     use crate::testing;
+    use uzswap_sys::raw;
 
     /// The story: a page that a program had only read was shown as written to, once in many runs with threads, forks and
     /// page-outs on request. A thread's stack had been found before it was excluded, so that its pages were made writable
@@ -250,5 +249,45 @@ mod tests {
         // Nothing of what is not managed, but the managed half of a control block.
         assert!(stack_pages(&s, at + 65 * K, at + 65 * K).is_empty() && managed_pages(&s, 0, 5 * K).is_empty());
         assert_eq!(managed_pages(&s, at - 65 * K, at - 62 * K), (at - 64 * K) >> 12..(at - 60 * K) >> 12);
+    }
+
+    /// The story: who had forked once, be it to execute another program, was taken to share its memory for ever: nobody who faulted
+    /// had to make room first, and the limit was exceeded by a fifth.
+    #[test]
+    fn who_shares_nothing_any_more_has_no_kin() {
+        const SHARED: usize = 8 << 20;
+        let p = testing::pager(16 << 20);
+        let all = raw::open(b"/proc/self/smaps_rollup\0", libc::O_RDONLY).expect("smaps_rollup");
+        p.rollup.store(all, Relaxed);
+        p.statm.store(raw::open(b"/proc/self/statm\0", libc::O_RDONLY).expect("statm"), Relaxed);
+        let measured = || {
+            p.shared_due.store(0, Relaxed);
+            p.read_rss();
+            p.has_kin()
+        };
+        let memory = std::hint::black_box(vec![1u8; SHARED]);
+        let mut ends = [0; 2];
+        // SAFETY: fills two descriptors.
+        assert_eq!(unsafe { libc::pipe(ends.as_mut_ptr()) }, 0);
+        // SAFETY: the child waits, and leaves, by system calls alone.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            raw::close(ends[1]);
+            let mut end = [0];
+            // SAFETY: one byte of ours; it comes to nothing when the parent closes its end.
+            unsafe { libc::read(ends[0], end.as_mut_ptr().cast(), 1) };
+            // SAFETY: ends the child at once.
+            unsafe { libc::_exit(0) };
+        }
+        p.gains_kin();
+        assert!(measured() && p.shared.load(Relaxed) >= SHARED / 2, "{} bytes are shared", p.shared.load(Relaxed));
+        raw::close(ends[1]);
+        // SAFETY: a child of ours.
+        assert_eq!(unsafe { libc::waitpid(child, core::ptr::null_mut(), 0) }, child);
+        // (Other tests of this process may fork too, and share all of it for a while.)
+        let alone = (0..10_000).any(|_| !measured());
+        assert!(alone, "{} bytes are shared with nobody", p.shared.load(Relaxed));
+        raw::close(ends[0]);
+        drop(memory);
     }
 }

@@ -158,7 +158,7 @@ impl Handler {
                 crew: p.crew_tids(),
                 idles: p.may_leave_idle.load(Relaxed),
             };
-            let busy = p.kin.load(Relaxed) || p.excess(&s) > 0;
+            let busy = p.has_kin() || p.excess(&s) > 0;
             s.placement.fault_on(cpu, tid, helpers, busy);
         }
         p.make_room(&mut s, r.vpn);

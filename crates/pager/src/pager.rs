@@ -39,6 +39,8 @@ const PLAN_NS: u64 = 8_000_000;
 
 /// Growth that other members are told of at once.
 const SAY_BYTES: u64 = 256 << 10;
+/// Where less than this is shared with parents and children, reclaim need not care (bytes).
+const LITTLE_SHARED: usize = 1 << 20;
 
 /// The pager of a process.
 pub struct Pager {
@@ -78,8 +80,8 @@ pub struct Pager {
     pub statm: AtomicI32,
     /// /proc/self/smaps_rollup, likewise.
     pub rollup: AtomicI32,
-    /// Whether memory may be shared with a parent or child (after fork).
-    pub kin: AtomicBool,
+    /// When memory came to be shared with a parent or child (the last fork; monotonic nanoseconds); 0 while hardly any is.
+    pub kin: AtomicU64,
     /// What RssAnon counts and another process counts too (bytes), as last measured.
     pub shared: AtomicUsize,
     /// When `shared` is to be measured again (monotonic nanoseconds).
@@ -211,7 +213,7 @@ impl Pager {
             maps: AtomicI32::new(-1),
             statm: AtomicI32::new(-1),
             rollup: AtomicI32::new(-1),
-            kin: AtomicBool::new(false),
+            kin: AtomicU64::new(0),
             shared: AtomicUsize::new(0),
             shared_due: AtomicU64::new(0),
             engaged: AtomicBool::new(false),
@@ -300,9 +302,9 @@ impl Pager {
         let resident = numbers.nth(1).unwrap_or(0);
         let shared = numbers.next().unwrap_or(0);
         let mut rss = resident.saturating_sub(shared) * PAGE;
-        if self.kin.load(Relaxed) {
+        if self.has_kin() {
             if thread::now_ns() >= self.shared_due.load(Relaxed) {
-                self.measure_shared(rss);
+                self.measure_shared();
             }
             rss = rss.saturating_sub(self.shared.load(Relaxed));
         }
@@ -338,26 +340,43 @@ impl Pager {
         rss
     }
 
-    fn measure_shared(&self, rss: usize) {
+    /// Whether memory is shared with a process that this one forked, or was forked by: as far as known, more than a little.
+    pub(crate) fn has_kin(&self) -> bool {
+        self.kin.load(Relaxed) != 0
+    }
+
+    /// After fork, on either side.
+    pub(crate) fn gains_kin(&self) {
+        self.kin.store(thread::now_ns(), Relaxed);
+        self.shared_due.store(0, Relaxed);
+    }
+
+    fn measure_shared(&self) {
+        let kin = self.kin.load(Relaxed);
         let mut text = [0u8; 2048];
         let start = thread::now_ns();
         let n = raw::pread(self.rollup.load(Relaxed), &mut text, 0).unwrap_or(0);
-        let pss = text[..n].split(|c| *c == b'\n').find_map(|l| {
-            let kib = core::str::from_utf8(l.strip_prefix(b"Pss_Anon:")?.trim_ascii()).ok()?.strip_suffix(" kB")?;
-            kib.parse::<usize>().ok()
-        });
-        let shared = pss.map_or(0, |kib| rss.saturating_sub(kib << 10));
-        self.shared.store(shared, Relaxed);
+        let bytes = |name: &[u8]| {
+            let digits =
+                text[..n].split(|c| *c == b'\n').find_map(|line| line.strip_prefix(name)?.strip_suffix(b" kB"))?;
+            Some(core::str::from_utf8(digits.trim_ascii()).ok()?.parse::<usize>().ok()? << 10)
+        };
+        // (Both of one look: the program may fill or free memory between two.)
+        let shared = bytes(b"Anonymous:").zip(bytes(b"Pss_Anon:")).map(|(all, own)| all.saturating_sub(own));
+        self.shared.store(shared.unwrap_or(0), Relaxed);
         let end = thread::now_ns();
-        // At most a twentieth of the time goes into measuring; where nothing is shared, one look a second.
-        let pause = if shared < 1 << 20 { 1_000_000_000 } else { ((end - start) * 20).max(20_000_000) };
-        self.shared_due.store(end + pause, Relaxed);
+        // At most a twentieth of the time goes into measuring.
+        self.shared_due.store(end + ((end - start) * 20).max(20_000_000), Relaxed);
+        // (What little is left is un-shared where it is met. A fork meanwhile was not measured.)
+        if shared.is_some_and(|shared| shared < LITTLE_SHARED) {
+            let _ = self.kin.compare_exchange(kin, 0, Relaxed, Relaxed);
+        }
     }
 
     /// Whether the thread that serves faults also reclaims: see `placement`. Not after fork: what is shared must first be
     /// un-shared by another thread, and the children compete for the CPUs anyway.
     pub fn handler_reclaims(&self, s: &State) -> bool {
-        s.placement.alone() && !self.kin.load(Relaxed)
+        s.placement.alone() && !self.has_kin()
     }
 
     /// Frames kept free ahead of demand: (low, high), in pages.

@@ -152,7 +152,7 @@ impl Pager {
     /// be un-shared first would be tried in vain before each fault.)
     pub fn make_room(&self, s: &mut State, vpn: u64) {
         self.charge_growth(s);
-        let behind = self.excess(s) > 0 && !self.kin.load(Relaxed);
+        let behind = self.excess(s) > 0 && !self.has_kin();
         if !behind && !self.handler_reclaims(s) {
             return;
         }
