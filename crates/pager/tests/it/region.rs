@@ -103,6 +103,12 @@ pub(crate) fn rss_anon() -> usize {
     line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() << 10
 }
 
+/// Says why a test cannot run here, where the test runner does not keep it to itself.
+pub(crate) fn skip(reason: &str) {
+    let test = std::thread::current().name().unwrap_or("?").to_owned();
+    let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("    SKIPPED {test}: {reason}\n"));
+}
+
 /// Tests that look at the whole process, or need much memory, run one at a time.
 pub(crate) fn alone() -> std::sync::MutexGuard<'static, ()> {
     static ONE: std::sync::Mutex<()> = std::sync::Mutex::new(());

@@ -25,7 +25,7 @@ impl Ring {
         // SAFETY: the structure has 120 bytes.
         let fd = unsafe { libc::syscall(libc::SYS_io_uring_setup, ENTRIES, parameters.as_mut_ptr()) } as i32;
         if fd < 0 {
-            println!("SKIPPED: io_uring is refused here: {}", std::io::Error::last_os_error());
+            crate::region::skip(&format!("io_uring is refused here: {}", std::io::Error::last_os_error()));
             return None;
         }
         // IORING_FEAT_SINGLE_MMAP, since 5.4: both queues are in one mapping.
