@@ -165,6 +165,8 @@ fn a5_the_switch_keeps_large_folios_out_of_the_pool() {
     // Up to 64 KiB: larger ones are split into the largest that may enter. (They were split into pages: with this setting most
     // of what a program writes in sequence was compressed 4 KiB at a time.)
     region.group().folios.large_off.store(u32::MAX << 5, Relaxed);
+    // (What was on its way into the pool by then is there after this.)
+    fill(&mut region, 5);
     let stored = |region: &Region| folios(region).orders.each_ref().map(|o| get(&o.zswpout));
     let before = stored(&region);
     fill(&mut region, 4);
