@@ -6,7 +6,7 @@ use core::ffi::{c_int, c_long};
 use core::sync::atomic::Ordering::Relaxed;
 use uzswap_pager::calls::Held;
 use uzswap_pager::remapped::Remap;
-use uzswap_sys::{raw, sys};
+use uzswap_sys::{raw, sys, thread};
 
 /// How a call that is under way is ordered, on the stack of its thread.
 #[repr(C)]
@@ -75,8 +75,7 @@ pub fn end_remap(call: InOrder, ret: isize) {
         && !p.after_remap(raw::check(ret).ok())
     {
         p.say(b"uzswap: memory that was moved could not be registered; the process is ended rather than read wrong data\n");
-        // SAFETY: ends the process.
-        let _ = unsafe { sys!(libc::SYS_exit_group, 125) };
+        thread::end_process(125);
     }
     end_one(call);
 }

@@ -28,6 +28,7 @@ use uzswap_pager::pager::Pager;
 use uzswap_pager::swap::clusters::{self as swap_books, ClusterMap, ENV_SWAP};
 use uzswap_pager::ticker;
 use uzswap_pager::trace::{OBJECT_BYTES, RINGS_AT, Rings};
+use uzswap_sys::thread::set_signal_mask as set_mask;
 use uzswap_sys::{raw, sys, thread};
 
 static PAGER: AtomicPtr<Pager> = AtomicPtr::new(core::ptr::null_mut());
@@ -67,31 +68,9 @@ extern "C" fn init() {
     }
 }
 
+/// Makes this process a member of the group whose object `path` names. The error is what to say on stderr.
 fn start(path: *const libc::c_char) -> Result<(), &'static str> {
-    const GONE: &str = "uzswap: this process runs without a limit: its group is out of reach (was `uzswap run` killed, or has it a /proc of its own, as containers have?)\n";
-    const DENIED: &str = "uzswap: this process runs without a limit: its group belongs to another user (start `uzswap run` as the user whom the program runs as)\n";
-    // SAFETY: the environment's string.
-    let path = unsafe { core::ffi::CStr::from_ptr(path) };
-    let fd = raw::open(path.to_bytes_with_nul(), libc::O_RDWR).map_err(|e| match e {
-        libc::EACCES | libc::EPERM => DENIED,
-        _ => GONE,
-    })?;
-    let rw = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping of the group's object.
-    let at = unsafe { sys!(libc::SYS_mmap, 0, size_of::<GroupPage>(), rw, libc::MAP_SHARED, fd, 0) };
-    let Ok(at) = at else {
-        raw::close(fd);
-        return Err(GONE);
-    };
-    // SAFETY: the mapping is as large as the page, all atomics, and stays for good.
-    let group: &'static GroupPage = unsafe { &*(at as *const GroupPage) };
-    let rings = rings(group, fd);
-    raw::close(fd);
-    if group.magic.load(Acquire) != MAGIC {
-        return Err(
-            "uzswap: this process runs without a limit: the command and the library are of different versions; rebuild both\n",
-        );
-    }
+    let (group, rings) = group_at(path)?;
     // Before the reservation, which may take all addresses within reach of libc. Without a pager the hooks do nothing.
     // SAFETY: a preload constructor: no other thread of libc's runs.
     if unsafe { patch::install() }.is_err() {
@@ -137,6 +116,35 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     pager
         .spawn_ticker(ticker::start)
         .map_err(|_| "uzswap: this process runs without a limit: no thread could be started\n")
+}
+
+/// The group's page in the object that `path` names, and the rings behind it where the group records.
+fn group_at(path: *const libc::c_char) -> Result<(&'static GroupPage, Option<&'static Rings>), &'static str> {
+    const GONE: &str = "uzswap: this process runs without a limit: its group is out of reach (was `uzswap run` killed, or has it a /proc of its own, as containers have?)\n";
+    const DENIED: &str = "uzswap: this process runs without a limit: its group belongs to another user (start `uzswap run` as the user whom the program runs as)\n";
+    // SAFETY: the environment's string.
+    let path = unsafe { core::ffi::CStr::from_ptr(path) };
+    let fd = raw::open(path.to_bytes_with_nul(), libc::O_RDWR).map_err(|e| match e {
+        libc::EACCES | libc::EPERM => DENIED,
+        _ => GONE,
+    })?;
+    let rw = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new mapping of the group's object.
+    let at = unsafe { sys!(libc::SYS_mmap, 0, size_of::<GroupPage>(), rw, libc::MAP_SHARED, fd, 0) };
+    let Ok(at) = at else {
+        raw::close(fd);
+        return Err(GONE);
+    };
+    // SAFETY: the mapping is as large as the page, all atomics, and stays for good.
+    let group: &'static GroupPage = unsafe { &*(at as *const GroupPage) };
+    let rings = rings(group, fd);
+    raw::close(fd);
+    if group.magic.load(Acquire) != MAGIC {
+        return Err(
+            "uzswap: this process runs without a limit: the command and the library are of different versions; rebuild both\n",
+        );
+    }
+    Ok((group, rings))
 }
 
 /// The books of the run's swap file, if it has one. Without them the process runs without swap.
@@ -200,13 +208,6 @@ extern "C" fn fini() {
     }
 }
 
-fn set_mask(new: u64) -> u64 {
-    let mut old = 0u64;
-    // SAFETY: masks of 8 bytes, ours.
-    let _ = unsafe { sys!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const new, &raw mut old, 8) };
-    old
-}
-
 /// Signals as they were before the fork under way (in the thread that holds the pager's lock).
 static MASK: core::sync::atomic::AtomicU64 = core::sync::atomic::AtomicU64::new(0);
 
@@ -230,8 +231,7 @@ extern "C" fn after_fork(ret: isize) {
         p.after_fork_in_parent(ret);
     } else if !p.after_fork_in_child() {
         p.say(b"uzswap: a forked child could not be given its memory; it is ended rather than read wrong data\n");
-        // SAFETY: ends the child.
-        let _ = unsafe { sys!(libc::SYS_exit_group, 125) };
+        thread::end_process(125);
     }
     set_mask(old);
 }

@@ -43,7 +43,7 @@ pub struct Args {
     /// Only these programs: build, bursts
     #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = ["build", "bursts"])]
     only: Vec<String>,
-    /// Where files are made meanwhile, swap files among them: no tmpfs [default: /var/tmp]
+    /// Where files are made meanwhile, swap files among them: no tmpfs
     #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
     dir: PathBuf,
     /// The command whose `run` is measured [default: this one]

@@ -264,7 +264,10 @@ impl Decompressor {
         Self { zstd: zstd::Decompressor::new(), deflate: deflate::Decompressor::new() }
     }
 
-    /// Decodes `src`, all of it, into `dst`, which it fills. What `dst` holds after [`Corrupt`] is undefined.
+    /// Decodes `src`, all of it, into `dst`, which it fills.
+    ///
+    /// # Errors
+    /// [`Corrupt`]: `src` is no such encoding, or of another length than `dst`; what `dst` holds then is undefined.
     pub fn decompress(&mut self, encoding: Encoding, src: &[u8], dst: &mut [u8]) -> Result<(), Corrupt> {
         let len = match encoding {
             Encoding::Raw if src.len() == dst.len() => {
@@ -281,6 +284,9 @@ impl Decompressor {
 
     /// Decodes `src`, which decodes to as many bytes as `dst` has, until the first `wanted` of them are there; returns how
     /// many are (all, where the codec cannot stop half way). What `dst` holds behind them is undefined.
+    ///
+    /// # Errors
+    /// As [`Decompressor::decompress`].
     pub fn decompress_start(
         &mut self,
         encoding: Encoding,

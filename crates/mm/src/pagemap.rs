@@ -32,8 +32,6 @@ pub const ZERO: u8 = 1 << 2;
 pub const SOFT_DIRTY: u8 = 1 << 3;
 /// Writes to the page are told to somebody first.
 pub const WRITE_PROTECTED: u8 = 1 << 4;
-/// Bits a byte is made of besides the tier.
-pub const CATEGORIES: u8 = 0x1f;
 const TIER_SHIFT: u32 = 5;
 
 /// Where the contents of a page that is out are.

@@ -14,7 +14,6 @@
 //!   unmovable frame spoils a whole block. A type that has run out takes from another's block, the largest run there is
 //!   (so that a block is spoilt as seldom as possible), and takes the block over when half of it is free; what cannot be
 //!   moved does so always (`steal`).
-//! - **Lists of ready frames** ([`pcp::Pcp`]) in front of the zone, for orders 0 and 2.
 //! - **Watermarks** ([`Watermarks`]).
 //!
 //! Slots that nothing was in yet are holes of which there are no tables: a page block is begun when no other has a run.
@@ -24,7 +23,6 @@
 //! kind. Cost: allocating and freeing look at no more than the orders. Owner: the pager's lock.
 
 pub mod block;
-pub mod pcp;
 
 pub use block::{Block, MigrateType};
 

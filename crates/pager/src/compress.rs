@@ -327,7 +327,7 @@ mod tests {
         let p = testing::pager(128 << 20);
         let mut s = p.state.lock();
         if p.helpers_wanted(&s) == 0 {
-            return println!("skipped: one CPU");
+            return testing::skip("it takes two CPUs");
         }
         let helper = std::thread::spawn(|| p.help(0));
         while p.crew.helpers() == 0 {

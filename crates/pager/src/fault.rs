@@ -32,7 +32,7 @@ use uzswap_mm::lru::List;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Pte, Tag};
 use uzswap_mm::trace;
 use uzswap_mm::zone::Kind;
-use uzswap_sys::{sys, thread};
+use uzswap_sys::thread;
 
 /// Pages one fault brings at most. Mapping 64 KiB in one call costs 5 µs in all, 512 KiB 16: beyond that little is won.
 const WINDOW_PAGES: usize = 128;
@@ -252,8 +252,8 @@ impl Pager {
             Err((_, libc::EAGAIN)) => return Err(EventPending),
             // The page is there, or its mapping is gone: whoever waits may look again.
             Err((_, libc::EEXIST | libc::ENOENT)) => self.uffd().wake(vpn as usize * PAGE, PAGE),
-            // SAFETY: a signal. (Whatever the kernel has against it, the thread that asked must not wait for ever.)
-            Err(_) => drop(unsafe { sys!(libc::SYS_kill, thread::getpid(), libc::SIGBUS) }),
+            // (Whatever the kernel has against it, the thread that asked must not wait for ever.)
+            Err(_) => thread::kill(thread::getpid(), libc::SIGBUS),
         }
         Ok(())
     }

@@ -18,8 +18,7 @@ use crate::pager::Pager;
 use crate::state::State;
 use core::fmt::Write;
 use core::sync::atomic::Ordering::*;
-use uzswap_sys::process::Identity;
-use uzswap_sys::{sys, thread};
+use uzswap_sys::thread;
 
 /// What each fault waits when the charge is twice `memory.high`, and in proportion otherwise: at 10 % above it a program
 /// that takes page after page gets 2 MB/s.
@@ -300,13 +299,8 @@ impl Pager {
         let mut line = Line::default();
         let _ = writeln!(line, "uzswap: process {} is killed, which holds {}", victim.pid(), Mib(charge as usize));
         self.say(line.text());
-        kill(victim);
+        thread::kill(victim.pid() as i32, libc::SIGKILL);
     }
-}
-
-fn kill(victim: Identity) {
-    // SAFETY: a signal touches no memory.
-    let _ = unsafe { sys!(libc::SYS_kill, victim.pid(), libc::SIGKILL) };
 }
 
 /// The wait at a charge above `high`.

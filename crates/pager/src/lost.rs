@@ -9,7 +9,7 @@ use crate::pager::Pager;
 use crate::state::State;
 use uzswap_mm::pagetable::Tag;
 use uzswap_sys::raw::{self, Errno};
-use uzswap_sys::sys;
+use uzswap_sys::{sys, thread};
 
 impl Pager {
     /// A page is lost: it is to raise SIGBUS.
@@ -39,8 +39,7 @@ impl Pager {
             if covered.is_err() {
                 // It would read as zeros otherwise, or wait for ever.
                 self.say(b"uzswap: a lost page could not be made to raise SIGBUS; the process is ended\n");
-                // SAFETY: ends the process.
-                let _ = unsafe { sys!(libc::SYS_exit_group, 125) };
+                thread::end_process(125);
             }
         }
     }

@@ -14,7 +14,7 @@ use crate::pager::Pager;
 use core::sync::atomic::{AtomicU64, Ordering::*};
 use uzswap_sys::process::{self, Identity};
 use uzswap_sys::raw::Errno;
-use uzswap_sys::{lock, sys, thread};
+use uzswap_sys::{lock, thread};
 
 /// The signal that makes a ticker look; it is only ever sent to such a thread, which blocks it.
 pub const SIGNAL: i32 = 64;
@@ -234,8 +234,7 @@ pub fn wake_member(slot: &Slot, poke: bool) {
     let ticker = slot.ticker.load(Relaxed);
     // The signal would end what is no ticker (any more): sent only to a thread that waits for it.
     if ticker != 0 && process::awaits(owner.pid(), ticker, SIGNAL) {
-        // SAFETY: a signal touches no memory.
-        let _ = unsafe { sys!(libc::SYS_tgkill, owner.pid(), ticker, SIGNAL) };
+        thread::kill_thread(owner.pid() as i32, ticker as i32, SIGNAL);
     }
 }
 
@@ -251,15 +250,15 @@ mod tests {
     use super::*;
     use crate::testing;
     use std::sync::mpsc;
+    use uzswap_sys::sys;
 
     /// A thread that waits for the ticker's signal, as a ticker does; what it says is whether the signal came in time.
     fn ticker(times: usize) -> (u32, mpsc::Receiver<bool>) {
         let (say, hear) = mpsc::channel();
         let (say_tid, tid) = mpsc::channel();
         std::thread::spawn(move || {
-            let (all, signal) = (u64::MAX, 1u64 << (SIGNAL - 1));
-            // SAFETY: a signal set of 8 bytes.
-            unsafe { sys!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const all, 0, 8) }.expect("a mask");
+            let signal = 1u64 << (SIGNAL - 1);
+            thread::set_signal_mask(u64::MAX);
             say_tid.send(thread::gettid() as u32).unwrap();
             for _ in 0..times {
                 let ts = libc::timespec { tv_sec: 10, tv_nsec: 0 };

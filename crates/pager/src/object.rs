@@ -77,6 +77,9 @@ pub const fn head_bytes(order: u8) -> usize {
 
 impl Header {
     /// Reads a header.
+    ///
+    /// # Panics
+    /// `b` is shorter than a header.
     pub fn read(b: &[u8]) -> Self {
         let b: &[u8; HEADER_BYTES] = b.first_chunk().expect("an object begins with its header");
         Self {
@@ -160,6 +163,9 @@ pub fn set_hashes(b: &mut [u8], index: usize, hashes: &[u8]) {
 }
 
 /// The stored hash of page `index`.
+///
+/// # Panics
+/// The object has no such page.
 pub fn stored_hash(b: &[u8], index: usize) -> u128 {
     let at = hashes_at(order(b)) + 16 * index;
     u128::from_le_bytes(*b[at..].first_chunk().expect("a hash for each page"))

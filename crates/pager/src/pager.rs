@@ -23,6 +23,7 @@ use crate::swap::readers::Readers;
 use crate::trace::{Recorder, Rings};
 use crate::watch::Relief;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
+use uzswap_mm::codec::Algorithm;
 use uzswap_mm::trace::{Kind, Record};
 use uzswap_sys::crew::Crew;
 use uzswap_sys::lock::{self, Lock};
@@ -194,7 +195,15 @@ impl Pager {
         }
         let n = &group.nodes[node];
         let algorithm = crate::group::algorithm(n.codec.load(Relaxed), n.level.load(Relaxed)).ok_or(libc::EINVAL)?;
-        let pager = Self {
+        let pager = Self::idle(group, node, layout, algorithm);
+        pager.claim_slot()?;
+        pager.state.lock().size_folios(pager.limit());
+        Ok(pager)
+    }
+
+    /// A pager that has claimed nothing: no slot, no descriptor, no thread.
+    fn idle(group: &'static GroupPage, node: usize, layout: Layout, algorithm: Algorithm) -> Self {
+        Self {
             state: Lock::new(State::new(layout, algorithm)),
             layout,
             blocks: Blocks::new(layout.slots),
@@ -262,10 +271,7 @@ impl Pager {
             readers: Readers::default(),
             reads_fd: AtomicI32::new(-1),
             swap_began: [AtomicU64::new(0), AtomicU64::new(0)],
-        };
-        pager.claim_slot()?;
-        pager.state.lock().size_folios(pager.limit());
-        Ok(pager)
+        }
     }
 
     /// The features that this process's userfaultfd is to have.

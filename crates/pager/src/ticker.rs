@@ -53,8 +53,8 @@ impl Pager {
 
     /// Makes the ticker look now.
     pub fn poke_ticker(&self) {
-        // SAFETY: a signal to our own thread, which waits for it.
-        let _ = unsafe { sys!(libc::SYS_tgkill, thread::getpid(), self.ticker.load(Acquire), SIGNAL) };
+        // (It is a thread of ours, which waits for it.)
+        thread::kill_thread(thread::getpid(), self.ticker.load(Acquire), SIGNAL);
     }
 
     fn open_own_files(&self) {

@@ -170,8 +170,7 @@ impl Pager {
             // SAFETY: as above.
             if unsafe { take(scratch, at, len) }.is_err() {
                 self.say(b"uzswap: memory that was taken could not be put back; the process is ended\n");
-                // SAFETY: ends the process.
-                let _ = unsafe { sys!(libc::SYS_exit_group, 125) };
+                thread::end_process(125);
             }
             return Err(libc::ENOENT);
         }

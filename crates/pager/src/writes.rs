@@ -377,6 +377,10 @@ mod tests {
     /// After fork pages are shared and cannot be moved. The kernel's own way to un-share them is to write.
     #[test]
     fn unsharing_is_no_write() {
+        // (A fork has all that other tests have in memory shared, too, so that it cannot be moved: they waited for ever.)
+        if !testing::by_itself("writes::tests::unsharing_is_no_write") {
+            return;
+        }
         let p = testing::tracking_pager(16 << 20);
         let first = written(p);
         let (at, end) = (first as usize * PAGE, first + N as u64);

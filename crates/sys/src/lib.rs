@@ -16,3 +16,10 @@ pub mod thread;
 pub mod uffd;
 pub mod uffd_shared;
 pub mod uring;
+
+/// Says why a test cannot run here, where the test runner does not keep it to itself.
+#[cfg(test)]
+pub(crate) fn skip(reason: &str) {
+    let test = std::thread::current().name().unwrap_or("?").to_owned();
+    let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("    SKIPPED {test}: {reason}\n"));
+}

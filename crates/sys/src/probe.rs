@@ -6,10 +6,8 @@ use std::ffi::CStr;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
-/// Write-protect notifications on anonymous memory (Linux 5.7).
-pub const FEATURE_WP: u64 = 1 << 0;
-/// UFFDIO_MOVE (Linux 6.8).
-pub const FEATURE_MOVE: u64 = 1 << 16;
+pub use crate::uffd::{FEATURE_MOVE, FEATURE_WRITE_PROTECT as FEATURE_WP};
+
 /// Names of the feature bits, lowest first, as in `linux/userfaultfd.h`.
 pub const FEATURE_NAMES: [&str; 17] = [
     "PAGEFAULT_FLAG_WP",
@@ -41,6 +39,9 @@ const PAGE_IS_PRESENT: u64 = 1 << 3;
 const FLAGS: libc::c_int = libc::O_CLOEXEC | libc::O_NONBLOCK;
 
 /// Opens a userfaultfd through `/dev/userfaultfd` (Linux 6.1).
+///
+/// # Errors
+/// `ENOENT`: no such device (an older kernel, a container that was not given it); `EACCES`: it may not be opened.
 pub fn by_device() -> io::Result<OwnedFd> {
     // SAFETY: a constant path; the descriptor is owned at once.
     let device = owned(unsafe { libc::open(DEVICE.as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) })?;
@@ -49,18 +50,27 @@ pub fn by_device() -> io::Result<OwnedFd> {
 }
 
 /// Opens a userfaultfd through the system call.
+///
+/// # Errors
+/// `ENOSYS`: not in this kernel, or filtered; `EPERM`: without CAP_SYS_PTRACE, where vm.unprivileged_userfaultfd is 0.
 pub fn by_syscall() -> io::Result<OwnedFd> {
     // SAFETY: userfaultfd(2) takes the flags by value and returns a new descriptor.
     owned(unsafe { libc::syscall(libc::SYS_userfaultfd, FLAGS) } as libc::c_int)
 }
 
 /// Opens a userfaultfd that sees faults of user mode only (Linux 5.11): system calls on evicted buffers fail.
+///
+/// # Errors
+/// `ENOSYS` as above; `EINVAL`: an older kernel.
 pub fn by_syscall_user_mode_only() -> io::Result<OwnedFd> {
     // SAFETY: as in `by_syscall`.
     owned(unsafe { libc::syscall(libc::SYS_userfaultfd, FLAGS | UFFD_USER_MODE_ONLY) } as libc::c_int)
 }
 
 /// Makes the UFFDIO_API handshake and returns the features the kernel has.
+///
+/// # Errors
+/// `EINVAL`: it was made already, or is of another version.
 pub fn features(uffd: &OwnedFd) -> io::Result<u64> {
     #[repr(C)]
     struct Api {
@@ -75,6 +85,9 @@ pub fn features(uffd: &OwnedFd) -> io::Result<u64> {
 }
 
 /// Tries `mremap` with MREMAP_DONTUNMAP (Linux 5.7) on a page of our own.
+///
+/// # Errors
+/// `EINVAL`: an older kernel.
 pub fn mremap_keeps() -> io::Result<()> {
     const PAGE: usize = 4096;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -94,6 +107,9 @@ pub fn mremap_keeps() -> io::Result<()> {
 }
 
 /// Tries PAGEMAP_SCAN (Linux 6.7) on one page of our own.
+///
+/// # Errors
+/// `ENOTTY`: an older kernel; what /proc has against it.
 pub fn pagemap_scan() -> io::Result<()> {
     // SAFETY: a constant path; the descriptor is owned at once.
     let pagemap = owned(unsafe { libc::open(c"/proc/self/pagemap".as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC) })?;

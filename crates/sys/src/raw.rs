@@ -21,6 +21,9 @@ pub unsafe fn syscall(nr: i64, a: [usize; 6]) -> isize {
 }
 
 /// Splits a kernel return value.
+///
+/// # Errors
+/// What the kernel returned.
 #[inline]
 pub fn check(ret: isize) -> Result<usize, Errno> {
     if (-4095..0).contains(&ret) { Err(-ret as Errno) } else { Ok(ret as usize) }

@@ -112,6 +112,15 @@ pub fn peer(socket: &OwnedFd) -> io::Result<(u32, i32)> {
     Ok((cred.uid, cred.pid))
 }
 
+/// Whether the other end is this user, or root.
+///
+/// # Errors
+/// As [`peer`].
+pub fn is_trusted(socket: &OwnedFd) -> io::Result<bool> {
+    let (user, _) = peer(socket)?;
+    Ok(user == crate::thread::user() || user == 0)
+}
+
 /// Makes reads and writes give up after a time (zero: never).
 ///
 /// # Errors

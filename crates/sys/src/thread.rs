@@ -83,6 +83,49 @@ pub fn getpid() -> i32 {
     unsafe { sys!(libc::SYS_getpid) }.unwrap_or(0) as i32
 }
 
+/// The effective user.
+pub fn user() -> u32 {
+    // SAFETY: no arguments.
+    unsafe { sys!(libc::SYS_geteuid) }.unwrap_or(0) as u32
+}
+
+/// Ends the process, all its threads included, and runs nothing of its own any more.
+pub fn end_process(status: i32) -> ! {
+    loop {
+        // SAFETY: ends the process.
+        let _ = unsafe { sys!(libc::SYS_exit_group, status) };
+    }
+}
+
+/// Sends a signal to a process. What the kernel has against it is of no consequence to who asks.
+pub fn kill(pid: i32, signal: i32) {
+    // SAFETY: a signal touches no memory of ours.
+    let _ = unsafe { sys!(libc::SYS_kill, pid, signal) };
+}
+
+/// Sends a signal to thread `tid` of process `pid`, as [`kill`].
+pub fn kill_thread(pid: i32, tid: i32, signal: i32) {
+    // SAFETY: a signal touches no memory of ours.
+    let _ = unsafe { sys!(libc::SYS_tgkill, pid, tid, signal) };
+}
+
+/// Sets which signals are blocked in this thread, a bit each, signal 1 the lowest; returns which were.
+pub fn set_signal_mask(mask: u64) -> u64 {
+    change_signal_mask(libc::SIG_SETMASK, mask)
+}
+
+/// Blocks signals in this thread besides those that are; returns which were.
+pub fn block_signals(mask: u64) -> u64 {
+    change_signal_mask(libc::SIG_BLOCK, mask)
+}
+
+fn change_signal_mask(how: i32, mask: u64) -> u64 {
+    let mut old = 0u64;
+    // SAFETY: masks of 8 bytes, ours.
+    let _ = unsafe { sys!(libc::SYS_rt_sigprocmask, how, &raw const mask, &raw mut old, 8) };
+    old
+}
+
 /// Sleeps.
 pub fn sleep_ns(ns: u64) {
     let ts = libc::timespec { tv_sec: (ns / 1_000_000_000) as i64, tv_nsec: (ns % 1_000_000_000) as i64 };

@@ -238,7 +238,7 @@ mod tests {
     fn ring(entries: u32) -> Option<Uring> {
         match Uring::new(entries) {
             Err(libc::ENOSYS | libc::EPERM) => {
-                eprintln!("SKIPPED: io_uring is refused here");
+                crate::skip("io_uring is refused here");
                 None
             }
             other => Some(other.unwrap()),

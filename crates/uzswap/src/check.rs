@@ -61,12 +61,9 @@ pub fn limit(config: &Config) -> Result<Option<u64>, Refused> {
     };
     let bytes = Size::parse(text)?.resolve(machine::available_memory());
     if bytes < MINIMUM {
-        return Err(format!(
-            "a limit of {} is too small to run a program in: the minimum is {}",
-            human(bytes),
-            human(MINIMUM)
-        )
-        .into());
+        return Err(
+            format!("`{text}` is too small a limit to run a program in: the minimum is {}", human(MINIMUM)).into()
+        );
     }
     Ok(Some(bytes))
 }

@@ -43,8 +43,11 @@ pub enum Command {
         /// The shell
         shell: clap_complete::Shell,
     },
-    /// Print the manual page (roff)
-    Man,
+    /// Print the manual page of this command, or of a subcommand (roff)
+    Man {
+        /// The subcommand, such as `run` or `lab kernel`
+        command: Vec<String>,
+    },
     /// Measure uzswap and the kernel's own compressed swap side by side
     #[command(disable_help_flag = true)]
     Lab {
@@ -74,7 +77,7 @@ pub struct RunArgs {
     /// redis://HOST:PORT/DB?size=4G, by TLS with rediss://. Without it nothing leaves memory
     #[arg(long, value_name = "SIZE")]
     pub swap: Option<String>,
-    /// Directory of the swap file, which has no name there and is gone at the end [default: /var/tmp]
+    /// Directory of the swap file, which has no name there and is gone at the end [default: /var/tmp, or /tmp where that is in memory]
     #[arg(long, value_name = "DIR")]
     pub swap_dir: Option<PathBuf>,
     /// Allow a --swap-dir that is in memory
@@ -86,7 +89,7 @@ pub struct RunArgs {
     /// Encrypt what goes to disk, with a key that only the process which wrote it has
     #[arg(long)]
     pub encrypt_swap: bool,
-    /// Keep which pages were written to, for `uzswap pagemap --soft-dirty` and --clear-soft-dirty
+    /// Keep which pages were written to, for `uzswap pagemap --soft-dirty` and --clear-soft-dirty, and allow `uzswap protect`
     #[arg(long)]
     pub track_writes: bool,
     /// Folios

@@ -98,8 +98,8 @@ fn parse(text: &str) -> Result<Setting, String> {
                 .map_err(|e| format!("{e}, or `max` for no limit"))?
                 .resolve(machine::available_memory());
             if matches!(key, "memory.high" | "memory.max") && bytes < MINIMUM {
-                let (wanted, least) = (human(bytes), human(MINIMUM));
-                return Err(format!("a {key} of {wanted} is too small to run a program in: the minimum is {least}"));
+                let least = human(MINIMUM);
+                return Err(format!("`{value}` is too small a {key} to run a program in: the minimum is {least}"));
             }
             Ok(Setting::Limit(key, bytes.min(NO_LIMIT)))
         }

@@ -13,8 +13,7 @@ use uzswap_pager::group::Slot;
 /// # Errors
 /// It is not this user's alone, or cannot be made.
 pub fn open() -> Result<PathBuf, String> {
-    // SAFETY: no memory is involved.
-    let me = unsafe { libc::geteuid() };
+    let me = uzswap_sys::thread::user();
     let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
     let own = |dir: &PathBuf| dir.is_absolute() && fs::metadata(dir).is_ok_and(|m| m.is_dir() && m.uid() == me);
     let dir = match runtime.filter(own) {

@@ -13,6 +13,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 use uzswap_pager::group::{GroupPage, MAGIC};
 use uzswap_pager::trace::{OBJECT_BYTES, RINGS_AT, Rings};
+use uzswap_sys::thread;
 
 /// Name of the object, which the kernel shows in `/proc/PID/fd`.
 const OBJECT: &str = "uzswap-group";
@@ -63,8 +64,7 @@ impl GroupFile {
         }
         let file = OpenOptions::new().read(true).write(true).open(path)?;
         let found = file.metadata()?;
-        // SAFETY: no memory is involved.
-        let me = unsafe { libc::geteuid() };
+        let me = thread::user();
         let size = found.len() as usize;
         if ![size_of::<GroupPage>(), OBJECT_BYTES].contains(&size) || (found.uid() != me && me != 0) {
             return Err(io::ErrorKind::NotFound.into());

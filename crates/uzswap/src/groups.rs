@@ -288,8 +288,7 @@ mod tests {
 
     fn registry() -> (tempfile::TempDir, Registry) {
         let dir = tempfile::tempdir().unwrap();
-        // SAFETY: no memory is involved.
-        let me = unsafe { libc::geteuid() };
+        let me = uzswap_sys::thread::user();
         let registry = Registry::at(dir.path().join("groups"), me).unwrap();
         (dir, registry)
     }
@@ -389,8 +388,7 @@ mod tests {
     #[test]
     fn directories_of_others_are_not_trusted() {
         let (dir, registry) = registry();
-        // SAFETY: no memory is involved.
-        let me = unsafe { libc::geteuid() };
+        let me = uzswap_sys::thread::user();
         fs::set_permissions(&registry.dir, fs::Permissions::from_mode(0o755)).unwrap();
         assert!(Registry::at(registry.dir.clone(), me).map(|_| ()).unwrap_err().contains("not yours alone"));
         fs::set_permissions(&registry.dir, fs::Permissions::from_mode(0o700)).unwrap();

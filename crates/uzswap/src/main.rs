@@ -26,6 +26,7 @@ mod totals;
 
 use clap::{CommandFactory, Parser, error::ErrorKind};
 use cli::{Cli, Command};
+use config::plain;
 use std::process::ExitCode;
 
 /// Exit status of every failure of our own, as `env` and `timeout` have it: the program was not started.
@@ -67,37 +68,48 @@ fn main() -> ExitCode {
             ExitCode::from(EXIT_OWN_FAILURE)
         }),
         Command::Doctor(args) => doctor::doctor(&args),
-        Command::Handover { socket, memory } => handover(&socket, &memory),
-        Command::Pagemap(args) => pagemap::pagemap(&args),
+        Command::Handover { socket, memory } => own(handover(&socket, &memory)),
+        Command::Pagemap(args) => own(pagemap::pagemap(&args)),
         Command::Protect(args) => own(protect::protect(&args)),
         Command::Completions { shell } => {
-            clap_complete::generate(shell, &mut Cli::command(), "uzswap", &mut std::io::stdout());
+            clap_complete::generate(shell, &mut whole(), "uzswap", &mut std::io::stdout());
             ExitCode::SUCCESS
         }
-        Command::Man => match clap_mangen::Man::new(Cli::command()).render(&mut std::io::stdout()) {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(_) => ExitCode::from(EXIT_OWN_FAILURE),
-        },
+        Command::Man { command } => own(man(&command)),
     }
 }
 
+/// The command with all its subcommands, those of `uzswap lab` too, as completions and manual pages know it.
+fn whole() -> clap::Command {
+    let mut whole = Cli::command().mut_subcommand("lab", |_| uzswap_lab::command().name("lab"));
+    whole.build();
+    whole
+}
+
+/// `uzswap man`: one page, of the command or of the subcommand that these words name.
+fn man(words: &[String]) -> Result<(), String> {
+    let whole = whole();
+    let page = words.iter().try_fold(&whole, |of, name| {
+        of.find_subcommand(name).ok_or_else(|| {
+            let names: Vec<&str> = of.get_subcommands().map(clap::Command::get_name).collect();
+            match names.is_empty() {
+                true => format!("no subcommand is called `{name}`: there are none below `{}`", of.get_name()),
+                false => format!("no subcommand is called `{name}`: choose one of {}", names.join(", ")),
+            }
+        })
+    })?;
+    let printed = clap_mangen::Man::new(page.clone()).render(&mut std::io::stdout());
+    printed.map_err(|e| format!("the page cannot be printed: {}", plain(&e)))
+}
+
 /// `uzswap handover`: serves until it is stopped.
-fn handover(socket: &std::path::Path, memory: &std::path::Path) -> ExitCode {
-    let done = std::fs::File::open(memory)
+fn handover(socket: &std::path::Path, memory: &std::path::Path) -> Result<(), String> {
+    let image = std::fs::File::open(memory)
         .and_then(|file| uzswap::handover::Image::read(&file))
-        .map_err(|e| format!("`{}`: {e}", memory.display()))
-        .and_then(|image| {
-            let listener = std::os::unix::net::UnixListener::bind(socket)
-                .map_err(|e| format!("cannot listen at `{}`: {e}", socket.display()))?;
-            let (held, whole) = (size::human(image.held() as u64), size::human(image.len()));
-            eprintln!("uzswap: {whole} held in {held}; waiting for monitors at {}", socket.display());
-            uzswap::handover::serve(&listener, &std::sync::Arc::new(image)).map_err(|e| e.to_string())
-        });
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(sentence) => {
-            eprintln!("uzswap: {sentence}");
-            ExitCode::FAILURE
-        }
-    }
+        .map_err(|e| format!("the memory file `{}` cannot be read: {}", memory.display(), plain(&e)))?;
+    let listener = std::os::unix::net::UnixListener::bind(socket)
+        .map_err(|e| format!("nothing can listen at `{}`: {}", socket.display(), plain(&e)))?;
+    let (held, all) = (size::human(image.held() as u64), size::human(image.len()));
+    eprintln!("uzswap: {all} held in {held}; waiting for monitors at {}", socket.display());
+    uzswap::handover::serve(&listener, &std::sync::Arc::new(image)).map_err(|e| plain(&e))
 }

@@ -50,7 +50,7 @@ impl Member {
         let (file, slot) =
             directory::member(&directory::open()?, pid).ok_or_else(|| match std::fs::metadata(format!("/proc/{pid}")) {
                 Ok(_) => format!(
-                    "process {pid} is in no `uzswap run` of yours, and has no region: only of those pages are put out and in"
+                    "process {pid} is in no `uzswap run` of yours, and has no region: only memory of those can be moved or protected"
                 ),
                 Err(_) => format!("there is no process {pid}"),
             })?;

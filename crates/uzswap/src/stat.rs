@@ -25,7 +25,7 @@ pub fn stat(args: &StatArgs) -> Result<(), String> {
     if !args.files.is_empty() {
         shown.retain(|(name, _)| args.files.contains(name));
     } else if !args.json {
-        // (Seven counters of eight orders, of which most are idle.)
+        // (Counters of eight orders, of which most are idle.)
         shown.retain(|(name, content)| !name.starts_with("hugepages-") || *content != Content::Number(0));
     }
     print(&match (args.json, &shown[..]) {

@@ -284,7 +284,8 @@ mod tests {
     #[test]
     fn the_file_is_ours_alone() {
         let dir = env!("CARGO_MANIFEST_DIR");
-        let swap = of(Some("64M"), Some(dir), false).unwrap().unwrap();
+        // (The sources may lie in memory.)
+        let swap = of(Some("64M"), Some(dir), true).unwrap().unwrap();
         let Store::File(file) = &swap.store else { panic!("no file") };
         let meta = file.metadata().unwrap();
         assert_eq!((meta.mode() & 0o7777, meta.nlink()), (0o600, 0));

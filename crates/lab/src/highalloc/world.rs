@@ -35,9 +35,11 @@ pub struct World<'a> {
 }
 
 impl World<'_> {
+    /// A frame's place in the memory, in pages.
     pub fn at(&self, frame: u32) -> usize {
         (frame - self.start) as usize
     }
+    /// The bytes of a frame.
     pub fn frame(&mut self, frame: u32) -> &mut [u8] {
         let at = self.at(frame) * PAGE;
         &mut self.memory[at..at + PAGE]

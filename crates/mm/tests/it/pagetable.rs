@@ -77,15 +77,109 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     proptest::collection::vec(step, 1..200)
 }
 
+/// The first page that is published: of those from here on some are.
+const FIRST: u64 = 1000;
+
+/// What the table is to hold.
+#[derive(Default)]
+struct Model {
+    entries: BTreeMap<u64, Pte>,
+    clean: BTreeSet<u64>,
+    protected: BTreeSet<u64>,
+}
+
+impl Model {
+    fn get(&self, vpn: u64) -> Pte {
+        self.entries.get(&vpn).copied().unwrap_or(Pte::NONE)
+    }
+
+    /// Does a step with both, and compares what the table says of it.
+    fn step(&mut self, table: &mut PageTable, step: Step) -> Result<(), TestCaseError> {
+        match step {
+            Step::Set(vpn, pte) => {
+                table.set(vpn, pte);
+                if pte == Pte::NONE {
+                    self.entries.remove(&vpn);
+                    self.clean.remove(&vpn);
+                    self.protected.remove(&vpn);
+                } else {
+                    self.entries.insert(vpn, pte);
+                }
+                prop_assert_eq!(table.get(vpn), pte);
+            }
+            Step::SetRun(vpn, n, pte) => {
+                let entry = |i: usize| if i.is_multiple_of(3) { pte } else { Pte::new(Tag::Resident, i as u32) };
+                table.set_run(vpn, n, entry);
+                self.entries.extend((0..n).map(|i| (vpn + i as u64, entry(i))));
+            }
+            Step::Clear(from, to) => {
+                let mut gone = vec![];
+                table.clear(from, to, |vpn, pte| gone.push((vpn, pte)));
+                let want: Vec<_> = self.entries.range(from..to).map(|(vpn, pte)| (*vpn, *pte)).collect();
+                prop_assert_eq!(gone, want, "clear of {}..{}", from, to);
+                self.entries.retain(|vpn, _| !(from..to).contains(vpn));
+                self.clean.retain(|vpn| !(from..to).contains(vpn));
+                self.protected.retain(|vpn| !(from..to).contains(vpn));
+            }
+            Step::Clean(vpn, is) => {
+                table.set_clean(vpn, is);
+                if is {
+                    self.clean.insert(vpn)
+                } else {
+                    self.clean.remove(&vpn)
+                };
+            }
+            Step::Protect(vpn, is) => {
+                table.set_protected(vpn, is);
+                if is {
+                    self.protected.insert(vpn)
+                } else {
+                    self.protected.remove(&vpn)
+                };
+            }
+            Step::Hint(vpn, set, clear) => {
+                let before = table.hints(vpn);
+                table.hint(vpn, set, clear);
+                // One byte for the 64 KiB block; entries are untouched, as the final comparison shows.
+                for page in [vpn & !15, vpn | 15] {
+                    prop_assert_eq!(table.hints(page), (before & !clear) | set);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares all that the table and its page map hold.
+    fn agrees(&self, table: &PageTable, map: &PageMap<'_>, soft_dirty: bool) -> Result<(), TestCaseError> {
+        let mut all = vec![];
+        table.for_each(|vpn, pte| all.push((vpn, pte)));
+        prop_assert_eq!(all, self.entries.iter().map(|(vpn, pte)| (*vpn, *pte)).collect::<Vec<_>>());
+        for page in 0..map.pages() {
+            let pte = self.get(FIRST + page);
+            let written = soft_dirty && pte != Pte::NONE && !self.clean.contains(&(FIRST + page));
+            let protects = self.protected.contains(&(FIRST + page));
+            let bits = if written { SOFT_DIRTY } else { 0 } | if protects { WRITE_PROTECTED } else { 0 };
+            let state = PageState(pte.state().0 | bits);
+            prop_assert_eq!(map.get(page), state, "page {} of the map", page);
+        }
+        prop_assert!(map.sequence().is_multiple_of(2));
+        prop_assert!(self.clean.iter().all(|vpn| table.is_clean(*vpn)));
+        let (mut found, mut at) = (Vec::new(), 0);
+        while let Some(vpn) = table.next_protected(at) {
+            found.push(vpn);
+            at = vpn + 1;
+        }
+        prop_assert_eq!(found, self.protected.iter().copied().collect::<Vec<_>>());
+        Ok(())
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 100, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn agrees_with_a_map(steps in steps(), probes in proptest::collection::vec(vpn(), 20), soft_dirty in any::<bool>()) {
-        let (mut table, mut model, mut clean) = (PageTable::new(), BTreeMap::new(), BTreeSet::new());
-        let mut protected = BTreeSet::new();
-        // Of the pages from 1000 on some are published.
-        const FIRST: u64 = 1000;
+        let (mut table, mut model) = (PageTable::new(), Model::default());
         let words: &'static [AtomicU64] = Box::leak((0..128).map(|_| AtomicU64::new(0)).collect());
         let map = PageMap::new(Box::leak(Box::new(AtomicU64::new(0))), words, 1021);
         table.publish(map, FIRST);
@@ -93,73 +187,13 @@ proptest! {
             table.publish_soft_dirty();
         }
         for step in steps {
-            match step {
-                Step::Set(vpn, pte) => {
-                    table.set(vpn, pte);
-                    if pte == Pte::NONE {
-                        model.remove(&vpn);
-                        clean.remove(&vpn);
-                        protected.remove(&vpn);
-                    } else {
-                        model.insert(vpn, pte);
-                    }
-                    prop_assert_eq!(table.get(vpn), pte);
-                }
-                Step::SetRun(vpn, n, pte) => {
-                    let entry = |i: usize| if i.is_multiple_of(3) { pte } else { Pte::new(Tag::Resident, i as u32) };
-                    table.set_run(vpn, n, entry);
-                    model.extend((0..n).map(|i| (vpn + i as u64, entry(i))));
-                }
-                Step::Clear(from, to) => {
-                    let mut gone = vec![];
-                    table.clear(from, to, |vpn, pte| gone.push((vpn, pte)));
-                    let want: Vec<_> = model.range(from..to).map(|(vpn, pte)| (*vpn, *pte)).collect();
-                    prop_assert_eq!(gone, want, "clear of {}..{}", from, to);
-                    model.retain(|vpn, _| !(from..to).contains(vpn));
-                    clean.retain(|vpn| !(from..to).contains(vpn));
-                    protected.retain(|vpn| !(from..to).contains(vpn));
-                }
-                Step::Clean(vpn, is) => {
-                    table.set_clean(vpn, is);
-                    if is { clean.insert(vpn) } else { clean.remove(&vpn) };
-                }
-                Step::Protect(vpn, is) => {
-                    table.set_protected(vpn, is);
-                    if is { protected.insert(vpn) } else { protected.remove(&vpn) };
-                }
-                Step::Hint(vpn, set, clear) => {
-                    let before = table.hints(vpn);
-                    table.hint(vpn, set, clear);
-                    // One byte for the 64 KiB block; entries are untouched, as the final comparison shows.
-                    for page in [vpn & !15, vpn | 15] {
-                        prop_assert_eq!(table.hints(page), (before & !clear) | set);
-                    }
-                }
-            }
+            model.step(&mut table, step)?;
         }
-        let mut all = vec![];
-        table.for_each(|vpn, pte| all.push((vpn, pte)));
-        prop_assert_eq!(all, model.iter().map(|(vpn, pte)| (*vpn, *pte)).collect::<Vec<_>>());
-        for page in 0..map.pages() {
-            let pte = model.get(&(FIRST + page)).copied().unwrap_or(Pte::NONE);
-            let written = soft_dirty && pte != Pte::NONE && !clean.contains(&(FIRST + page));
-            let protects = protected.contains(&(FIRST + page));
-            let bits = if written { SOFT_DIRTY } else { 0 } | if protects { WRITE_PROTECTED } else { 0 };
-            let state = PageState(pte.state().0 | bits);
-            prop_assert_eq!(map.get(page), state, "page {} of the map", page);
-        }
-        prop_assert!(map.sequence().is_multiple_of(2));
+        model.agrees(&table, &map, soft_dirty)?;
         for vpn in probes {
-            prop_assert_eq!(table.get(vpn), model.get(&vpn).copied().unwrap_or(Pte::NONE));
-            prop_assert_eq!(table.is_clean(vpn), clean.contains(&vpn));
+            prop_assert_eq!(table.get(vpn), model.get(vpn));
+            prop_assert_eq!(table.is_clean(vpn), model.clean.contains(&vpn));
         }
-        prop_assert!(clean.iter().all(|vpn| table.is_clean(*vpn)));
-        let (mut found, mut at) = (Vec::new(), 0);
-        while let Some(vpn) = table.next_protected(at) {
-            found.push(vpn);
-            at = vpn + 1;
-        }
-        prop_assert_eq!(found, protected.into_iter().collect::<Vec<_>>());
     }
 
     #[test]

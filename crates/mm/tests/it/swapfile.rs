@@ -34,6 +34,8 @@ struct Model {
     /// Clusters given to the planner.
     given: BTreeSet<u32>,
     shared: BTreeSet<u32>,
+    /// The number that the next object gets for its checksum.
+    number: u32,
 }
 
 impl Model {
@@ -45,6 +47,87 @@ impl Model {
             .flat_map(|(p, (len, ..))| offset(*p) / block..(offset(*p) + *len as u64).div_ceil(block))
             .collect()
     }
+
+    /// One write of `objects`, as many as fit into the run that the file gives.
+    fn write(&mut self, file: &mut SwapFile, objects: Vec<(usize, u8)>) -> Result<(), TestCaseError> {
+        let shared = self.shared.clone();
+        let mine = |c: u32| !shared.contains(&c);
+        let mut run = file.run_behind_last(LEAST, LEAST_CLUSTER, mine);
+        if run.is_none()
+            && let Some(fresh) = (0..CLUSTERS).find(|c| !self.given.contains(c) && mine(*c))
+        {
+            file.add_cluster(fresh);
+            self.given.insert(fresh);
+            run = file.run_behind_last(LEAST, LEAST_CLUSTER, mine);
+            prop_assert!(run.is_some());
+        }
+        let Some(mut run) = run.or_else(|| file.run_in_hole(LEAST, LEAST_CLUSTER, mine)) else { return Ok(()) };
+        prop_assert!(mine(run.cluster()) && run.bytes() >= LEAST);
+        let occupied = self.blocks();
+        for (len, pages) in objects {
+            let live = (1u16 << pages) - 1;
+            let filled = run.filled();
+            let Some(place) = file.put(&mut run, len, live, self.number) else {
+                prop_assert!(filled + len.next_multiple_of(GRAIN) > run.bytes());
+                break;
+            };
+            let object = file.get(place).unwrap();
+            prop_assert_eq!(object.len, len.next_multiple_of(GRAIN));
+            prop_assert!(self.objects.insert(place, (object.len, live, self.number)).is_none());
+            self.number += 1;
+        }
+        let (at, len) = file.extent(&run);
+        prop_assert!(at.is_multiple_of(BLOCK as u64) && len.is_multiple_of(BLOCK));
+        let (first, last) = (at / BLOCK as u64, (at + len as u64) / BLOCK as u64);
+        prop_assert!(!(first..last).any(|b| occupied.contains(&b)), "a write covers what was there");
+        let cluster = LEAST_CLUSTER as u64;
+        prop_assert!(at / cluster == (at + len as u64 - 1) / cluster, "a write crosses clusters");
+        if file.drop_if_empty(run.cluster()) {
+            self.given.remove(&run.cluster());
+        }
+        Ok(())
+    }
+
+    /// One page's reference to the n-th object ends, if it has one.
+    fn release(&mut self, file: &mut SwapFile, n: usize, page: u8) -> Result<(), TestCaseError> {
+        let bit = 1u16 << page;
+        let nth = self.objects.iter().nth(n % self.objects.len().max(1));
+        let Some((&place, &(len, live, check))) = nth.filter(|(_, (_, live, _))| live & bit != 0) else {
+            return Ok(());
+        };
+        let emptied = file.release(place, bit);
+        if live & !bit == 0 {
+            self.objects.remove(&place);
+            prop_assert!(file.get(place).is_none());
+        } else {
+            self.objects.insert(place, (len, live & !bit, check));
+        }
+        let cluster = (offset(place) / LEAST_CLUSTER as u64) as u32;
+        let last = !self.objects.keys().any(|p| offset(*p) / LEAST_CLUSTER as u64 == u64::from(cluster));
+        prop_assert_eq!(emptied, last.then_some(cluster));
+        if last {
+            self.given.remove(&cluster);
+        }
+        Ok(())
+    }
+
+    /// Compares all that both hold, and what is found in a range.
+    fn agrees(&self, file: &SwapFile) -> Result<(), TestCaseError> {
+        prop_assert_eq!(file.clusters().collect::<BTreeSet<_>>(), self.given.clone());
+        prop_assert_eq!(file.used_bytes(), self.objects.values().map(|(len, ..)| *len).sum::<usize>());
+        let (from, len) = (u64::from(self.number % 90) * 20_000, (self.number as usize % 7) * 50_000);
+        let within = self
+            .objects
+            .iter()
+            .filter(|(p, (l, ..))| offset(**p) >= from && offset(**p) + *l as u64 <= from + len as u64);
+        let found: Vec<u32> = file.objects_within(from, len).map(|(place, _)| place).collect();
+        prop_assert_eq!(found, within.map(|(p, _)| *p).collect::<Vec<_>>());
+        for (place, (len, live, check)) in &self.objects {
+            let object = file.get(*place).unwrap();
+            prop_assert_eq!((object.len, object.live, object.check), (*len, *live, *check));
+        }
+        Ok(())
+    }
 }
 
 proptest! {
@@ -54,85 +137,17 @@ proptest! {
     fn no_object_is_ever_overwritten(steps in steps()) {
         let mut file = SwapFile::new(Geometry::of(u64::from(CLUSTERS) * LEAST_CLUSTER as u64).unwrap());
         let mut model = Model::default();
-        let mut number = 0u32;
         for step in steps {
             match step {
-                Step::Write(objects) => {
-                    let shared = model.shared.clone();
-                    let mine = |c: u32| !shared.contains(&c);
-                    let mut run = file.run_behind_last(LEAST, LEAST_CLUSTER, mine);
-                    if run.is_none() && let Some(fresh) = (0..CLUSTERS).find(|c| !model.given.contains(c) && mine(*c)) {
-                        file.add_cluster(fresh);
-                        model.given.insert(fresh);
-                        run = file.run_behind_last(LEAST, LEAST_CLUSTER, mine);
-                        prop_assert!(run.is_some());
-                    }
-                    let Some(mut run) = run.or_else(|| file.run_in_hole(LEAST, LEAST_CLUSTER, mine)) else { continue };
-                    prop_assert!(mine(run.cluster()) && run.bytes() >= LEAST);
-                    let occupied = model.blocks();
-                    for (len, pages) in objects {
-                        let live = (1u16 << pages) - 1;
-                        let filled = run.filled();
-                        let Some(place) = file.put(&mut run, len, live, number) else {
-                            prop_assert!(filled + len.next_multiple_of(GRAIN) > run.bytes());
-                            break;
-                        };
-                        let object = file.get(place).unwrap();
-                        prop_assert_eq!(object.len, len.next_multiple_of(GRAIN));
-                        prop_assert!(model.objects.insert(place, (object.len, live, number)).is_none());
-                        number += 1;
-                    }
-                    let (at, len) = file.extent(&run);
-                    prop_assert!(at.is_multiple_of(BLOCK as u64) && len.is_multiple_of(BLOCK));
-                    let (first, last) = (at / BLOCK as u64, (at + len as u64) / BLOCK as u64);
-                    prop_assert!(!(first..last).any(|b| occupied.contains(&b)), "a write covers what was there");
-                    let cluster = LEAST_CLUSTER as u64;
-                    prop_assert!(at / cluster == (at + len as u64 - 1) / cluster, "a write crosses clusters");
-                    if file.drop_if_empty(run.cluster()) {
-                        model.given.remove(&run.cluster());
-                    }
-                }
-                Step::Release(n, page) => {
-                    let Some((&place, &(len, live, check))) = model.objects.iter().nth(n % model.objects.len().max(1))
-                    else {
-                        continue;
-                    };
-                    let bit = 1u16 << page;
-                    if live & bit == 0 {
-                        continue;
-                    }
-                    let emptied = file.release(place, bit);
-                    if live & !bit == 0 {
-                        model.objects.remove(&place);
-                        prop_assert!(file.get(place).is_none());
-                    } else {
-                        model.objects.insert(place, (len, live & !bit, check));
-                    }
-                    let cluster = (offset(place) / LEAST_CLUSTER as u64) as u32;
-                    let last = !model.objects.keys().any(|p| offset(*p) / LEAST_CLUSTER as u64 == u64::from(cluster));
-                    prop_assert_eq!(emptied, last.then_some(cluster));
-                    if last {
-                        model.given.remove(&cluster);
-                    }
-                }
+                Step::Write(objects) => model.write(&mut file, objects)?,
+                Step::Release(n, page) => model.release(&mut file, n, page)?,
                 Step::Share(cluster) => {
                     if !model.shared.remove(&cluster) {
                         model.shared.insert(cluster);
                     }
                 }
             }
-            prop_assert_eq!(file.clusters().collect::<BTreeSet<_>>(), model.given.clone());
-            prop_assert_eq!(file.used_bytes(), model.objects.values().map(|(len, ..)| *len).sum::<usize>());
-            let (from, len) = (u64::from(number % 90) * 20_000, (number as usize % 7) * 50_000);
-            let within = model.objects.iter().filter(|(p, (l, ..))| {
-                offset(**p) >= from && offset(**p) + *l as u64 <= from + len as u64
-            });
-            let found: Vec<u32> = file.objects_within(from, len).map(|(place, _)| place).collect();
-            prop_assert_eq!(found, within.map(|(p, _)| *p).collect::<Vec<_>>());
-            for (place, (len, live, check)) in &model.objects {
-                let object = file.get(*place).unwrap();
-                prop_assert_eq!((object.len, object.live, object.check), (*len, *live, *check));
-            }
+            model.agrees(&file)?;
         }
     }
 

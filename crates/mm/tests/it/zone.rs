@@ -1,7 +1,6 @@
 //! The zone against a map of single slots.
 
 use proptest::prelude::*;
-use uzswap_mm::zone::pcp::Pcp;
 use uzswap_mm::zone::{Kind, MAX_ORDER, MigrateType, Watermarks, Zone};
 
 const SLOTS: usize = 2048;
@@ -248,35 +247,6 @@ fn a_block_that_is_mostly_others_keeps_its_type() {
     (0..500).for_each(|_| assert!(zone.alloc(Kind::Frame, 0).is_some()));
     assert!(zone.alloc_typed(Kind::Frame, MigrateType::Unmovable, 0).is_some());
     assert_eq!(zone.blocks()[0].migrate_type(), MigrateType::Unmovable);
-}
-
-#[test]
-fn lists_of_ready_frames_take_and_give_batches() {
-    let mut zone = Zone::spanning(1, 4 * 512, Kind::Frame);
-    let all = zone.free_slots(Kind::Frame);
-    let mut pcp = Pcp::new(Kind::Frame, 32, 96);
-    let mut held = vec![];
-    for i in 0..600usize {
-        let order = [0, 2, 1][i % 3];
-        held.push((pcp.alloc(&mut zone, order).unwrap(), order));
-        let out: usize = held.iter().map(|(_, o)| 1 << o).sum();
-        assert_eq!(zone.free_slots(Kind::Frame) + pcp.frames() + out, all);
-        assert!(pcp.frames() <= 2 * 96 + 2 * 32);
-        if i % 5 > 2 {
-            let (frame, order) = held.swap_remove(i % held.len());
-            pcp.free(&mut zone, frame, order);
-        }
-    }
-    held.drain(..).for_each(|(frame, order)| pcp.free(&mut zone, frame, order));
-    assert!(pcp.frames() > 0 && pcp.frames() <= 2 * 96);
-    pcp.drain(&mut zone);
-    assert_eq!((pcp.frames(), zone.free_slots(Kind::Frame), zone.runs(Kind::Frame, 9)), (0, all, 3));
-    // What is left when the zone is empty is handed out to the last frame.
-    let mut got = 0;
-    while pcp.alloc(&mut zone, 0).is_some() {
-        got += 1;
-    }
-    assert_eq!(got, all);
 }
 
 #[test]

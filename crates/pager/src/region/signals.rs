@@ -16,7 +16,7 @@ use crate::placement::Helpers;
 use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
 use std::sync::{Mutex, OnceLock};
 use uzswap_mm::pagetable::Tag;
-use uzswap_sys::sys;
+use uzswap_sys::thread;
 
 use super::MOST_REGIONS;
 
@@ -27,17 +27,13 @@ impl SignalsBlocked {
     pub(super) fn new() -> Self {
         // SIGBUS and SIGSEGV stay: a fault of the thread's own is not to be put off.
         let mask = !((1u64 << (libc::SIGBUS - 1)) | (1 << (libc::SIGSEGV - 1)));
-        let mut old = 0u64;
-        // SAFETY: masks of 8 bytes.
-        let _ = unsafe { sys!(libc::SYS_rt_sigprocmask, libc::SIG_BLOCK, &raw const mask, &raw mut old, 8) };
-        Self(old)
+        Self(thread::block_signals(mask))
     }
 }
 
 impl Drop for SignalsBlocked {
     fn drop(&mut self) {
-        // SAFETY: as above.
-        let _ = unsafe { sys!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const self.0, 0, 8) };
+        thread::set_signal_mask(self.0);
     }
 }
 

@@ -49,10 +49,7 @@ pub(super) struct Control {
 
 /// Whether the other end of a connection is one whose word counts: this user, or root.
 fn check_owner(socket: &OwnedFd) -> io::Result<()> {
-    let (uid, _) = socket::peer(socket)?;
-    // SAFETY: no arguments.
-    let me = unsafe { libc::geteuid() };
-    if uid == me || uid == 0 { Ok(()) } else { Err(os(libc::EACCES)) }
+    if socket::is_trusted(socket)? { Ok(()) } else { Err(os(libc::EACCES)) }
 }
 
 /// Connects to the region served at a path.
@@ -277,19 +274,23 @@ impl Attached {
         self.call(&[what, from, to, more])
     }
 
+    /// The page map as this mapping sees it.
     pub fn view(&self) -> View {
         let now = self.now.lock();
         View::new(now.control.map.clone(), Some(now.markers.clone()), now.control.asker.clone())
     }
 
+    /// The number that the owner has given the mapping.
     pub fn id(&self) -> u64 {
         self.now.lock().id
     }
 
+    /// Whether system calls may be given its memory.
     pub fn kernel_faults(&self) -> bool {
         self.now.lock().kernel_faults
     }
 
+    /// Whether `madvise(MADV_REMOVE)` drops what is out, too.
     pub fn sees_removes(&self) -> bool {
         self.now.lock().control.sees_removes
     }

@@ -89,6 +89,7 @@ pub(super) struct Engine {
 }
 
 impl Engine {
+    /// The engine of a region of `size` bytes that nobody has mapped yet. Fails for want of memory or descriptors.
     pub fn new(size: usize, options: SharedOptions) -> io::Result<Self> {
         let pages = size.div_ceil(PAGE) as u64;
         let bytes = pages as usize * PAGE;

@@ -59,6 +59,7 @@ pub(super) struct Batch {
 }
 
 impl Batch {
+    /// An empty batch, which reads the pages from the object. Fails where its descriptor cannot be duplicated.
     pub fn new(object: &OwnedFd, algorithm: Algorithm) -> io::Result<Self> {
         let bytes = BATCH_PAGES * PAGE;
         Ok(Self {

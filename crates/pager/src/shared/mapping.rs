@@ -17,19 +17,24 @@ use uzswap_sys::uffd_shared::SharedFault;
 pub(super) struct Pages(Vec<u64>);
 
 impl Pages {
+    /// None of so many pages.
     pub fn new(pages: u64) -> Self {
         Self(vec![0; pages.div_ceil(64) as usize])
     }
+    /// Whether a page is in it.
     pub fn has(&self, page: u64) -> bool {
         self.0[(page / 64) as usize] & (1 << (page % 64)) != 0
     }
+    /// Puts a page in, or takes it out.
     pub fn put(&mut self, page: u64, is: bool) {
         let (word, bit) = (&mut self.0[(page / 64) as usize], 1 << (page % 64));
         if is { *word |= bit } else { *word &= !bit }
     }
+    /// Takes all out.
     pub fn clear(&mut self) {
         self.0.fill(0);
     }
+    /// What it takes itself.
     pub fn bytes(&self) -> usize {
         self.0.len() * 8
     }
@@ -79,6 +84,7 @@ pub(super) enum Marker {
 }
 
 impl Mapping {
+    /// A mapping at `base` of another process, whose userfaultfd this is. Fails as making an eventfd does.
     pub fn new(
         id: u64,
         uffd: OwnedFd,

@@ -33,7 +33,7 @@ use std::time::Duration;
 use uzswap_mm::pagemap::WRITE_PROTECTED;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::uffd_shared::{self, SharedFault};
-use uzswap_sys::{socket, sys};
+use uzswap_sys::{socket, sys, thread};
 
 /// Everything the threads share.
 pub(super) struct Server {
@@ -142,13 +142,10 @@ pub(super) fn isolate_descriptors(keep: &[RawFd]) -> io::Result<()> {
 
 /// Starts a thread in which no signal of the program's is delivered.
 pub(super) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    let all = !0u64;
-    let mut old = 0u64;
-    // SAFETY: masks of 8 bytes; the thread inherits what is blocked.
-    let _ = unsafe { sys!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const all, &raw mut old, 8) };
+    // (It inherits what is blocked.)
+    let old = thread::set_signal_mask(!0);
     let made = std::thread::Builder::new().name(name.to_owned()).stack_size(1 << 20).spawn(work);
-    // SAFETY: as above.
-    let _ = unsafe { sys!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, &raw const old, 0, 8) };
+    thread::set_signal_mask(old);
     made.map(drop)
 }
 
@@ -291,9 +288,7 @@ impl Server {
         // Nobody who stalls in the greeting keeps a thread.
         socket::time_out(connection, 10)?;
         let (hello, _) = wire::receive(connection)?;
-        // SAFETY: no arguments.
-        let me = unsafe { libc::geteuid() };
-        if !socket::peer(connection).is_ok_and(|(uid, _)| uid == me || uid == 0) {
+        if !socket::is_trusted(connection).is_ok_and(|is| is) {
             return Err(io::Error::from_raw_os_error(libc::EACCES));
         }
         if hello[0] != HELLO {

@@ -28,6 +28,7 @@ pub(super) struct Pins {
 }
 
 impl Pins {
+    /// No pins on so many pages.
     pub fn new(pages: u64) -> Self {
         Self { list: Vec::new(), pages: Pages::new(pages), pinned: 0 }
     }

@@ -14,6 +14,7 @@ pub(super) struct Asker {
 }
 
 impl Asker {
+    /// Asks the owner, at the other end of a connection.
     pub fn new(socket: OwnedFd) -> Self {
         Self { socket: Mutex::new(socket), process: std::process::id() }
     }

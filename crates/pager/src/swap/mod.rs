@@ -238,6 +238,9 @@ impl State {
     }
 
     /// Pages on disk that are given up.
+    ///
+    /// # Panics
+    /// There is no swap.
     pub fn leave_disk(&mut self, place: Place, pages: u16) {
         let swap = self.swap.as_mut().expect("only with swap a page is on disk");
         swap.on_disk -= pages.count_ones() as usize;

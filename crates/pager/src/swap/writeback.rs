@@ -301,9 +301,7 @@ impl Pager {
                 freed += bytes;
                 continue;
             }
-            object::set_flags(s.object(entry.handle), object::WRITING_BY[slot], 0);
-            let flight = self.board(s, swap, run, buffer, entry, out);
-            swap.flights[slot].push(flight);
+            board(s, swap, slot, run, buffer, entry, out);
         }
         self.took_turn(&task, turn);
         // (Where all that was met had its second chance only, that was progress too.)
@@ -321,31 +319,6 @@ impl Pager {
             // (As what mremap has torn apart it stays.)
             Err(_) => {}
         }
-    }
-
-    /// Puts an object, which fits, into the run.
-    fn board(
-        &self,
-        s: &mut State,
-        swap: &mut Swap,
-        run: &mut Run,
-        buffer: &mut [u8],
-        entry: Entry,
-        out: u16,
-    ) -> Flight {
-        let object = s.object(entry.handle);
-        let (at, front) = (run.filled(), swap.front());
-        let len = front + object.len();
-        let padded = len.next_multiple_of(GRAIN);
-        let space = &mut buffer[at..at + padded];
-        space[front - FRONT..front].copy_from_slice(&entry.vpn.to_le_bytes());
-        space[front..len].copy_from_slice(object);
-        space[len..].fill(0);
-        if let Some(seal) = &mut swap.seal {
-            seal.close(space, swap.books.next_place(run));
-        }
-        let place = swap.books.put(run, len, out, checksum(space)).expect("the caller saw that it fits");
-        Flight { entry, place, bytes: len - front, pages: out }
     }
 
     /// A write has ended.
@@ -447,6 +420,24 @@ impl State {
         swap.shrinker.rotate(entry);
         true
     }
+}
+
+/// Puts an object, which fits, into the run of write `slot`: it is in flight from now on.
+fn board(s: &mut State, swap: &mut Swap, slot: usize, run: &mut Run, buffer: &mut [u8], entry: Entry, out: u16) {
+    object::set_flags(s.object(entry.handle), object::WRITING_BY[slot], 0);
+    let object = s.object(entry.handle);
+    let (at, front) = (run.filled(), swap.front());
+    let len = front + object.len();
+    let padded = len.next_multiple_of(GRAIN);
+    let space = &mut buffer[at..at + padded];
+    space[front - FRONT..front].copy_from_slice(&entry.vpn.to_le_bytes());
+    space[front..len].copy_from_slice(object);
+    space[len..].fill(0);
+    if let Some(seal) = &mut swap.seal {
+        seal.close(space, swap.books.next_place(run));
+    }
+    let place = swap.books.put(run, len, out, checksum(space)).expect("the caller saw that it fits");
+    swap.flights[slot].push(Flight { entry, place, bytes: len - front, pages: out });
 }
 
 /// Sets a block that was met, and is too large for the disk, aside to be cut, unless it has a second chance, or nothing of it is

@@ -1,6 +1,6 @@
 //! Folios and blocks in a region of the library: lines A and B of the acceptance list, each test naming its line.
 
-use crate::region::{Rng, against_model, alone, rss_anon, seed};
+use crate::region::{Rng, against_model, alone, by_itself, rss_anon, seed};
 use std::sync::atomic::{AtomicU64, Ordering::*};
 use uzswap_pager::folio::{FolioCounters, LARGE_ORDERS, OrderCounters};
 use uzswap_pager::group::Counters;
@@ -124,6 +124,9 @@ fn a1_what_is_read_at_random_comes_page_by_page() {
 #[test]
 fn a2_a4_refused_stores_lose_nothing_and_leak_nothing() {
     let _one = alone();
+    if !by_itself("folio::a2_a4_refused_stores_lose_nothing_and_leak_nothing") {
+        return;
+    }
     for site in ["pool=1/40", "index=1/300", "limit=1/8", "pool=1/60,index=1/500,limit=1/20"] {
         let before = rss_anon();
         let mut region = region(site);
@@ -162,6 +165,8 @@ fn a5_the_switch_keeps_large_folios_out_of_the_pool() {
     // Up to 64 KiB: larger ones are split into the largest that may enter. (They were split into pages: with this setting most
     // of what a program writes in sequence was compressed 4 KiB at a time.)
     region.group().folios.large_off.store(u32::MAX << 5, Relaxed);
+    // (What was on its way into the pool by then is there after this.)
+    fill(&mut region, 5);
     let stored = |region: &Region| folios(region).orders.each_ref().map(|o| get(&o.zswpout));
     let before = stored(&region);
     fill(&mut region, 4);
@@ -269,6 +274,9 @@ fn b1_units_of_up_to_2_mib() {
 #[test]
 fn a2_b2_large_units_fail_at_every_step() {
     let _one = alone();
+    if !by_itself("folio::a2_b2_large_units_fail_at_every_step") {
+        return;
+    }
     let steps = [
         ("pool=1/4,limit=1/20", 9),
         ("index=1/2000,limit=1/20", 9),
@@ -348,6 +356,9 @@ fn b2_without_the_fallback_blocks_are_decompressed_again() {
 #[test]
 fn b2_frames_and_charges_fail_at_every_step() {
     let _one = alone();
+    if !by_itself("folio::b2_frames_and_charges_fail_at_every_step") {
+        return;
+    }
     for faults in ["frames=1/1,charge=1/1", "frames=1/2,charge=1/2", "frames=1/3,charge=1/7,pool=1/50,copy=1/20"] {
         let before = rss_anon();
         let mut region = region(faults);

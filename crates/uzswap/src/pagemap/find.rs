@@ -1,5 +1,6 @@
 //! Where page maps are: among the descriptors of a process, or at a shared region's socket.
 
+use crate::config::plain;
 use std::collections::HashSet;
 use std::fs;
 use std::os::fd::IntoRawFd;
@@ -84,7 +85,8 @@ impl Source {
 pub fn of_region(path: &Path, region: &SharedControl) -> Result<Vec<Found>, String> {
     let view = region.page_map().clone();
     let parts = vec![Part { from: 0, to: view.pages() }];
-    let stats = region.stats().map_err(|e| format!("the owner of `{}` does not answer: {e}", path.display()))?;
+    let stats =
+        region.stats().map_err(|e| format!("the owner of `{}` does not answer: {}", path.display(), plain(&e)))?;
     let what = format!("shared region {} ({} mappings)", path.display(), stats.mappings);
     Ok(vec![Found { what, base: 0, map: Source::Shared(view), parts, cleared: Vec::new() }])
 }

