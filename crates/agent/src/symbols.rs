@@ -15,6 +15,10 @@ const DT_NULL: i64 = 0;
 const DT_STRTAB: i64 = 5;
 const DT_SYMTAB: i64 = 6;
 const DT_GNU_HASH: i64 = 0x6fff_fef5;
+const DT_VERSYM: i64 = 0x6fff_fff0;
+/// Of a symbol's version: who does not ask for it does not get it.
+const VERSION_HIDDEN: u16 = 0x8000;
+const STT_FUNC: u8 = 2;
 /// A symbol whose value is a function that returns the function.
 const STT_GNU_IFUNC: u8 = 10;
 
@@ -43,6 +47,8 @@ pub struct Libc {
     symbols: *const Symbol,
     strings: *const c_char,
     hash: *const u32,
+    /// For each symbol.
+    versions: *const u16,
 }
 
 impl Libc {
@@ -58,21 +64,22 @@ impl Libc {
                 return None;
             }
             let map = &*map.cast::<LinkMap>();
-            let mut found = [0usize; 3];
+            let mut found = [0usize; 4];
             let mut at = map.dynamic;
             while (*at).0 != DT_NULL {
-                if let Some(i) = [DT_SYMTAB, DT_STRTAB, DT_GNU_HASH].iter().position(|tag| *tag == (*at).0) {
+                if let Some(i) = [DT_SYMTAB, DT_STRTAB, DT_GNU_HASH, DT_VERSYM].iter().position(|tag| *tag == (*at).0) {
                     found[i] = (*at).1;
                 }
                 at = at.add(1);
             }
-            let [symbols, strings, hash] = found;
+            let [symbols, strings, hash, versions] = found;
+            let (symbols, strings, hash, versions) = (symbols as _, strings as _, hash as _, versions as _);
             let here = found.iter().all(|at| *at >= map.base);
-            here.then_some(Self { base: map.base, symbols: symbols as _, strings: strings as _, hash: hash as _ })
+            here.then_some(Self { base: map.base, symbols, strings, hash, versions })
         }
     }
 
-    /// The address of a function; 0 where there is none.
+    /// The address of a function, of its default version; 0 where there is none.
     pub fn symbol(&self, name: &CStr) -> usize {
         let wanted = name.to_bytes().iter().fold(5381u32, |h, c| h.wrapping_mul(33).wrapping_add(u32::from(*c)));
         // SAFETY: the tables of a library that is loaded, as the format says: four numbers, the filter (64-bit words), a list of
@@ -85,12 +92,13 @@ impl Libc {
                 let hash = *lists.add(buckets + i - first);
                 let symbol = *self.symbols.add(i);
                 let is_it = hash | 1 == wanted | 1 && CStr::from_ptr(self.strings.add(symbol.name as usize)) == name;
-                if is_it && symbol.section != 0 && symbol.value != 0 {
+                if is_it && self.is_default(i) {
                     let at = self.base + symbol.value;
-                    if symbol.info & 15 != STT_GNU_IFUNC {
-                        return at;
+                    match symbol.info & 15 {
+                        STT_FUNC => return at,
+                        STT_GNU_IFUNC => return core::mem::transmute::<usize, extern "C" fn() -> usize>(at)(),
+                        _ => {}
                     }
-                    return core::mem::transmute::<usize, extern "C" fn() -> usize>(at)();
                 }
                 if hash & 1 == 1 {
                     break;
@@ -99,5 +107,112 @@ impl Libc {
             }
         }
         0
+    }
+
+    /// Whether symbol `i` is defined, and is the one meant by who names no version.
+    ///
+    /// # Safety
+    /// There is such a symbol.
+    unsafe fn is_default(&self, i: usize) -> bool {
+        // SAFETY: as the caller says; there are as many versions.
+        let (symbol, version) = unsafe { (*self.symbols.add(i), *self.versions.add(i)) };
+        symbol.section != 0 && symbol.value != 0 && version & VERSION_HIDDEN == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    /// What the loader says of libc itself.
+    struct Loader(*mut c_void);
+
+    impl Loader {
+        fn new() -> Self {
+            // SAFETY: a constant name of what is loaded.
+            let handle = unsafe { libc::dlopen(c"libc.so.6".as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY) };
+            assert!(!handle.is_null());
+            Self(handle)
+        }
+
+        fn symbol(&self, name: &CStr) -> usize {
+            // SAFETY: a library that stays, and a name.
+            unsafe { libc::dlsym(self.0, name.as_ptr()) as usize }
+        }
+
+        fn version(&self, name: &CStr, version: &CStr) -> usize {
+            // SAFETY: as above.
+            unsafe { libc::dlvsym(self.0, name.as_ptr(), version.as_ptr()) as usize }
+        }
+    }
+
+    /// All functions of libc's table: names, and whether they are resolved by a function.
+    fn all(libc: &Libc) -> Vec<(&'static CStr, bool)> {
+        // SAFETY: as in `Libc::symbol`; the names stay as long as libc.
+        unsafe {
+            let [buckets, first, filter] = [0, 1, 2].map(|i| *libc.hash.add(i) as usize);
+            let lists = libc.hash.add(4 + 2 * filter);
+            let last = (0..buckets).map(|b| *lists.add(b) as usize).max().unwrap();
+            let end = (last..).find(|i| *lists.add(buckets + i - first) & 1 == 1).unwrap();
+            let symbols = (first..=end).filter(|i| libc.is_default(*i)).map(|i| *libc.symbols.add(i));
+            let functions = symbols.filter(|s| [STT_FUNC, STT_GNU_IFUNC].contains(&(s.info & 15)));
+            let named = |s: Symbol| CStr::from_ptr(libc.strings.add(s.name as usize));
+            functions.map(|s| (named(s), s.info & 15 == STT_GNU_IFUNC)).collect()
+        }
+    }
+
+    #[test]
+    fn every_function_is_what_the_loader_says() {
+        let (libc, loader) = (Libc::find().expect("glibc"), Loader::new());
+        let functions = all(&libc);
+        let resolved = functions.iter().filter(|(_, resolved)| *resolved).count();
+        assert!(functions.len() > 2000 && resolved > 20, "{} functions, {resolved} of them resolved", functions.len());
+        for (name, _) in &functions {
+            assert_eq!(libc.symbol(name), loader.symbol(name), "{name:?}");
+        }
+        let names: BTreeSet<_> = functions.iter().map(|(name, _)| *name).collect();
+        assert_eq!(names.len(), functions.len(), "one default version of each");
+        for name in [c"mmap64", c"brk", c"munmap", c"mremap", c"madvise", c"_Fork", c"execve", c"memcpy", c"memset"] {
+            assert!(names.contains(name) && libc.symbol(name) != 0, "{name:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_found_is_libcs_own() {
+        let libc = Libc::find().expect("glibc");
+        for name in [c"prctl", c"mlockall", c"setuid", c"syscall", c"clone", c"malloc"] {
+            let found = libc.symbol(name);
+            // SAFETY: an address is looked up, and zeros are such a structure.
+            let of = unsafe {
+                let mut info: libc::Dl_info = core::mem::zeroed();
+                assert_ne!(libc::dladdr(found as *const c_void, &raw mut info), 0, "{name:?}");
+                CStr::from_ptr(info.dli_fname).to_str().unwrap()
+            };
+            assert!(of.contains("libc.so"), "{name:?} is of {of}");
+        }
+    }
+
+    #[test]
+    fn of_several_versions_the_default_is_found() {
+        let (libc, loader) = (Libc::find().expect("glibc"), Loader::new());
+        for (name, old, new) in
+            [(c"realpath", c"GLIBC_2.2.5", c"GLIBC_2.3"), (c"posix_spawn", c"GLIBC_2.2.5", c"GLIBC_2.15")]
+        {
+            let [old, new] = [old, new].map(|version| loader.version(name, version));
+            assert!(old != 0 && new != 0 && old != new, "{name:?}: two versions");
+            assert_eq!(libc.symbol(name), new, "{name:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_function_of_libcs_is_not_found() {
+        let libc = Libc::find().expect("glibc");
+        let none = [c"", c"m", c"mma", c"mmap65", c"uzswap_no_such_function", c"dlopen_of_another_library"];
+        // Data, and a variable of each thread's.
+        let data = [c"environ", c"stdout", c"__libc_single_threaded", c"errno"];
+        for name in none.into_iter().chain(data) {
+            assert_eq!(libc.symbol(name), 0, "{name:?}");
+        }
     }
 }
