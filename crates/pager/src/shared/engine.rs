@@ -225,6 +225,8 @@ impl Engine {
             }
             at += 1 << order;
         }
+        // (What leaves on request, or is removed, leaves its entries behind.)
+        self.tidy_lists();
     }
 
     /// Refault distance of a compressed page: evictions since it left.

@@ -358,11 +358,12 @@ impl Engine {
             .unwrap_or_else(|| Box::new(Batch::new(&self.object, self.algorithm()).expect("a descriptor is to be had")))
     }
 
-    /// Drops list entries whose pages have gone on, when they outnumber the others.
+    /// Drops list entries whose pages have gone on, when they outnumber the others. (Each that stays has a page of its own, so this
+    /// is not done again before as many have come as there are pages, and 4096 more.)
     pub fn tidy_lists(&mut self) {
         let Self { lru, pt, resident, .. } = self;
         for ring in [&mut lru.inactive, &mut lru.active] {
-            if ring.len() > 4096 && ring.pages() > 2 * *resident + 4096 {
+            if ring.len() > 2 * *resident + 4096 {
                 let fresh = |e: Entry| {
                     (e.vpn()..e.vpn() + (1 << e.order())).any(|p| {
                         let pte = pt.get(p);

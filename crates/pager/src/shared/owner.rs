@@ -513,6 +513,7 @@ impl Server {
                 self.held.eviction();
                 engine = self.engine();
                 left += engine.finish(&mut batch);
+                engine.tidy_lists();
             }
             // What another thread had in hand is out by now, or was rescued by a fault.
             rounds += 1;

@@ -168,3 +168,29 @@ fn what_is_not_touched_goes_out_when_idle() {
     assert!((100..120).all(|p| map.get(p).present()) && map.get(0).swapped() && map.get(500).swapped());
     assert!((0..512).all(|p| words(&m, p)[7].load(Relaxed) == 1));
 }
+
+/// The story: what left on request, or was removed, left its entries in the lists behind, which only reclaim looked through: the
+/// tables of a region that had room, and was put out by its clients again and again, grew without end (8 MB were seen).
+#[test]
+fn what_leaves_on_request_leaves_no_entries_behind() {
+    const PAGES: usize = 1024;
+    const MOST_GROWTH: usize = 256 << 10;
+    let region = region(8 * MIB, 16 * MIB);
+    let m = region.map().unwrap();
+    let control = region.control();
+    let fill = |round: usize| (0..PAGES).for_each(|page| write(&m, 2 * page, round as u64 + 1));
+    fill(0);
+    let before = control.stats().unwrap().metadata;
+    for round in 1..100 {
+        fill(round);
+        assert_eq!(control.page_out(0..8 * MIB).unwrap(), PAGES as u64);
+    }
+    let after = control.stats().unwrap().metadata;
+    assert!(after < before + MOST_GROWTH, "{before} -> {after} bytes by page-outs");
+    for round in 1..100 {
+        fill(round);
+        control.remove(0..8 * MIB).unwrap();
+    }
+    let after = control.stats().unwrap().metadata;
+    assert!(after < before + MOST_GROWTH, "{before} -> {after} bytes by removes");
+}
