@@ -45,7 +45,14 @@ pub fn begin_one(nr: c_long, third: usize, fourth: usize) -> InOrder {
         return InOrder { held: Some(Held::Counted), remaps: false, mask: 0 };
     }
     let mask = set_mask(!0);
-    InOrder { held: Some(p.calls.begin(alone)), remaps: false, mask }
+    let held = p.calls.begin(alone);
+    if pager().is_none() {
+        // The process was let go of while it waited. (From here on it is not before the call has ended.)
+        p.calls.end(held);
+        set_mask(mask);
+        return InOrder { held: None, remaps: false, mask: 0 };
+    }
+    InOrder { held: Some(held), remaps: false, mask }
 }
 
 /// After it.

@@ -30,15 +30,15 @@ pub fn init() {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: usize) -> c_int {
     type Real = unsafe extern "C" fn(c_int, usize, usize, usize, usize) -> c_int;
-    if option == libc::PR_SET_SECCOMP {
-        restricts_calls();
+    if option == libc::PR_SET_SECCOMP && !may_restrict_calls() {
+        return fails(libc::ENOMEM);
     }
     // SAFETY: the function found under this name, with the caller's arguments. (All are passed in registers, given or not.)
     unsafe { core::mem::transmute::<usize, Real>(PRCTL.find())(option, a, b, c, d) }
 }
 
-/// Before a system call that the program makes by its number.
-pub fn before_call(nr: c_long, a: usize, c: usize) {
+/// Before a system call that the program makes by its number: whether it may be made. (If not it fails with `ENOMEM`.)
+pub fn before_call(nr: c_long, a: usize, c: usize) -> bool {
     let restricts = match nr {
         libc::SYS_seccomp => match a as u32 {
             libc::SECCOMP_SET_MODE_STRICT => true,
@@ -49,15 +49,16 @@ pub fn before_call(nr: c_long, a: usize, c: usize) {
         libc::SYS_prctl => a as c_int == libc::PR_SET_SECCOMP,
         _ => false,
     };
-    if restricts {
-        restricts_calls();
-    }
+    !restricts || may_restrict_calls()
 }
 
-fn restricts_calls() {
-    let Some(p) = pager() else { return };
+/// Lets go of the process, which is about to restrict its system calls. False when it stays managed: its threads would wait for
+/// ever for pages that are out, as uzswap's may be forbidden what brings them.
+fn may_restrict_calls() -> bool {
+    let Some(p) = pager() else { return true };
     let why = b" restricts its system calls (seccomp), which the management of its memory does not survive; it runs without a limit from now on\n";
     let_go(p, unmanaged::FILTER, why);
+    pager().is_none() || !p.is_of_this_process()
 }
 
 /// Before a program locks all its memory; the range that uzswap has reserved, and which is not to be locked, if it has.
@@ -118,10 +119,15 @@ fn let_go(p: &Pager, reason: u32, why: &[u8]) {
     }
     let mask = set_mask(!0);
     if p.let_go() {
+        // Mapping calls and forks that have begun with a pager end with it.
+        p.calls.stop();
         PAGER.store(core::ptr::null_mut(), Release);
+        p.calls.go_on();
         if p.group.warns_first(reason) {
             say(p, why);
         }
+    } else if p.group.warns_first(unmanaged::STAYS) {
+        say(p, b": its memory cannot be given back now, as pages do not come back; it stays managed, and what it asked for (a filter for system calls, another user) is refused if that takes it\n");
     }
     set_mask(mask);
 }

@@ -220,6 +220,12 @@ extern "C" fn before_fork() {
             return;
         }
         p.before_fork();
+        if pager().is_none() {
+            // Another thread has had the process let go of meanwhile. (From here on none does before the fork has ended.)
+            p.after_fork_in_parent(-1);
+            set_mask(old);
+            return;
+        }
         MASK.store(old, Relaxed);
     }
 }
@@ -232,6 +238,9 @@ extern "C" fn after_fork(ret: isize) {
     } else if !p.after_fork_in_child() {
         p.say(b"uzswap: a forked child could not be given its memory; it is ended rather than read wrong data\n");
         thread::end_process(125);
+    } else if p.has_gone() {
+        // (The thread that had it let go of is not here.)
+        PAGER.store(core::ptr::null_mut(), Release);
     }
     set_mask(old);
 }

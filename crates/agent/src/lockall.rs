@@ -8,6 +8,9 @@ use core::ffi::c_int;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{maps, sys};
 
+/// How often the mappings are gone through at most while other threads unmap some of them.
+const PASSES: u32 = 8;
+
 /// mlockall(2).
 ///
 /// # Safety
@@ -34,7 +37,18 @@ fn lock(flags: c_int, (base, end): (usize, usize)) -> Result<(), Errno> {
     if flags & libc::MCL_CURRENT == 0 {
         return Ok(());
     }
-    let mut text = Vec::with_capacity(128 << 10);
+    for _ in 0..PASSES {
+        if lock_mappings(flags, (base, end))? {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Locks the mappings that there are but those in `[base, end)`; false where one of them is there no more, or not all of it, so that
+/// it must be looked again.
+fn lock_mappings(flags: c_int, (base, end): (usize, usize)) -> Result<bool, Errno> {
+    let (mut text, mut all) = (Vec::with_capacity(128 << 10), true);
     raw::read_file(b"/proc/self/maps\0", &mut text)?;
     for m in maps::parse(&text) {
         let ours = (base..end).contains(&m.start) || m.name.starts_with(b"/memfd:uzswap");
@@ -43,7 +57,14 @@ fn lock(flags: c_int, (base, end): (usize, usize)) -> Result<(), Errno> {
         }
         let len = m.end - m.start;
         // SAFETY: locking changes no contents.
-        unsafe { sys!(libc::SYS_mlock2, m.start, len, libc::MLOCK_ONFAULT) }?;
+        if let Err(e) = unsafe { sys!(libc::SYS_mlock2, m.start, len, libc::MLOCK_ONFAULT) } {
+            // (Other threads may have unmapped it since. The kernel says the same of more than may be locked.)
+            if e != libc::ENOMEM || is_mapped(m.start, len) {
+                return Err(e);
+            }
+            all = false;
+            continue;
+        }
         if flags & libc::MCL_ONFAULT != 0 {
             continue;
         }
@@ -53,5 +74,11 @@ fn lock(flags: c_int, (base, end): (usize, usize)) -> Result<(), Errno> {
         // SAFETY: populating changes no contents.
         let _ = unsafe { sys!(libc::SYS_madvise, m.start, len, advice) };
     }
-    Ok(())
+    Ok(all)
+}
+
+/// Whether all of a range is mapped.
+fn is_mapped(at: usize, len: usize) -> bool {
+    // SAFETY: the call changes nothing with this flag, but says what is not there.
+    unsafe { sys!(libc::SYS_msync, at, len, libc::MS_ASYNC) }.is_ok()
 }

@@ -65,7 +65,9 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             ret
         }
         _ => {
-            leaving::before_call(nr, a, c);
+            if !leaving::before_call(nr, a, c) {
+                return fails(libc::ENOMEM).into();
+            }
             if nr == libc::SYS_io_uring_setup {
                 pins::may_pin();
             }

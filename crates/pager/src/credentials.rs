@@ -11,6 +11,7 @@
 //! Either way the program's call returns when no thread is left that has more rights than were asked for; where that cannot be
 //! had the call fails (EAGAIN) or, if it was made already, the process is ended.
 
+use crate::inject::Site;
 use crate::pager::Pager;
 use core::sync::atomic::{AtomicI32, AtomicU32, AtomicUsize, Ordering::*};
 use uzswap_sys::lock::{self, Lock};
@@ -49,6 +50,19 @@ impl Default for Following {
 }
 
 impl Following {
+    /// The ticker ends: who asks has no answer from it.
+    pub(crate) fn refuse(&self) {
+        if self.state.compare_exchange(ASKED, REFUSED, SeqCst, SeqCst).is_ok() {
+            lock::futex_wake(&self.state, u32::MAX >> 1, false);
+        }
+    }
+
+    /// Whether the ticker is to answer.
+    #[cfg(test)]
+    pub(crate) fn is_asked(&self) -> bool {
+        self.state.load(SeqCst) == ASKED
+    }
+
     /// In a forked child: nobody asks.
     pub(crate) fn forget(&self) {
         self.state.store(NOTHING, Relaxed);
@@ -71,6 +85,10 @@ impl Pager {
         f.nr.store(change.nr as i32, Relaxed);
         f.args.iter().zip(change.args).for_each(|(to, arg)| to.store(arg, Relaxed));
         f.state.store(ASKED, SeqCst);
+        if self.has_gone() {
+            // (Its ticker may have ended before it was asked.)
+            f.refuse();
+        }
         self.poke_ticker();
         while f.state.load(SeqCst) == ASKED {
             lock::futex_wait(&f.state, ASKED, None, false);
@@ -79,13 +97,17 @@ impl Pager {
     }
 
     /// In the ticker: makes the call it is asked to make.
-    pub(crate) fn change_ticker(&self) {
+    pub(crate) fn change_ticker(&'static self) {
         let f = &self.following;
         if f.state.load(SeqCst) != ASKED {
             return;
         }
         let change = Change { nr: i64::from(f.nr.load(Relaxed)), args: [0, 1, 2].map(|n| f.args[n].load(Relaxed)) };
-        let done = self.can_follow() && {
+        let injected = self.inject(Site::Follow);
+        if injected.is_some_and(|bits| bits % 2 == 0) && !self.engaged.load(Acquire) {
+            let _ = self.engage();
+        }
+        let done = injected.is_none() && self.can_follow() && {
             self.open_ahead();
             makes(change).is_ok()
         };

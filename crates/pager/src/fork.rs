@@ -187,6 +187,7 @@ impl Pager {
         self.reads_fd.store(-1, Relaxed);
         s.end_flights();
         s.unshare.clear();
+        s.asked.clear();
         s.compactor.counters = Counters::default();
         s.moved_busy.clear();
         s.placement = Placement::new();

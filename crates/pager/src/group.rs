@@ -441,6 +441,8 @@ pub mod unmanaged {
     pub const STARTED: u32 = 32;
     /// It could not open a userfaultfd.
     pub const REFUSED: u32 = 64;
+    /// It does not: it was to be let go of, which failed.
+    pub const STAYS: u32 = 128;
 }
 
 /// The shared page.

@@ -77,6 +77,7 @@ impl Handler {
     /// Reads a message, if there is one, and serves what can be; sleeps if there is nothing to do.
     pub(crate) fn turn(&mut self, p: &Pager) {
         let mut s = p.state.lock();
+        self.take_asked(&mut s);
         let message = if p.inject(Site::Event).is_some() { Err(libc::EIO) } else { p.uffd().read() };
         self.reads.look(p);
         let mut fault = false;
@@ -132,6 +133,14 @@ impl Handler {
         } else if self.retry {
             // The thread that waits for its event has been woken by our read and must run before MOVE works.
             thread::sleep_ns(10_000);
+        }
+    }
+
+    /// What is wanted though nobody has touched it is on the list as a fault would be.
+    fn take_asked(&mut self, s: &mut State) {
+        for vpn in s.asked.drain(..) {
+            self.waiting.push(Waiting::new(Request { vpn, write: false, protected: false }));
+            self.retry = true;
         }
     }
 

@@ -50,6 +50,10 @@ pub enum Site {
     Uffd,
     /// A process gets no slot in the group.
     Slot,
+    /// A process is let go of: an event that is unread keeps a page from coming back, or a lost one from being marked.
+    LetGo,
+    /// The helpers cannot follow a change of user: they may not, or memory has come to be managed meanwhile.
+    Follow,
     /// Reading from the swap file: EIO, EIO after a part, another bit than was written, or two short reads.
     SwapRead,
     /// Writing to the swap file: EIO, ENOSPC, EIO after a part, or two short writes.
@@ -64,7 +68,7 @@ pub enum Site {
 }
 
 /// Every site and its name.
-pub const SITES: [(Site, &str); 19] = [
+pub const SITES: [(Site, &str); 21] = [
     (Site::Pool, "pool"),
     (Site::Damage, "damage"),
     (Site::MoveOut, "move_out"),
@@ -74,6 +78,8 @@ pub const SITES: [(Site, &str); 19] = [
     (Site::Register, "register"),
     (Site::Uffd, "uffd"),
     (Site::Slot, "slot"),
+    (Site::LetGo, "let_go"),
+    (Site::Follow, "follow"),
     (Site::Limit, "limit"),
     (Site::Compress, "compress"),
     (Site::Index, "index"),

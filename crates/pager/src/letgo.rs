@@ -10,12 +10,18 @@
 //! KEEPS ─ a thread of the program asks, and waits ─▶ ASKED ─ the ticker: all pages come in; helpers end ─▶ GONE
 //!   ▲                                                  └──── a page cannot come in ────▶ KEEPS
 //! ```
-//! From ASKED on nothing is taken out. All is back when a whole pass finds nothing out with the mapping calls stopped; then
+//! From ASKED on nothing is taken out. What is on disk the handler is asked for, as if it were touched. A page that is lost on the way is
+//! marked, so that it raises SIGBUS for good. All is back when a whole pass finds nothing out with the mapping calls stopped; then
 //! the helpers end one by one, the userfaultfd is closed, which ends all registrations, and the ticker ends last. Who asked
-//! goes on when none of them is left. The agent then forgets the pager: its hooks make no system call any more.
+//! goes on when none of them is left. The agent then forgets the pager, between mapping calls and forks: what began with a pager
+//! ends with it. Its hooks make no system call any more.
+//!
+//! A page cannot come where an event stays unread, or nothing comes from the disk (or its server) for a while. Then the agent
+//! refuses what it was asked for, where the program would not survive it: see its `leaving`.
 
 use crate::arena::{PAGE, discard};
 use crate::events::forget_range;
+use crate::inject::Site;
 use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
@@ -34,10 +40,14 @@ pub const GONE: u32 = 2;
 
 /// Pages brought in under the lock at a time.
 const PIECE: u64 = 64;
+/// Pages on disk that the handler is asked for at a time: more than it has reads under way at once.
+const AT_ONCE: usize = 64;
 /// Times the whole table is gone through, and pauses while events are to be read, before it is given up.
 const PASSES: u32 = 8;
 const PAUSES: u32 = 20_000;
 pub(crate) const PAUSE_NS: u64 = 50_000;
+/// When nothing has come from the disk for so long it is given up (nanoseconds): twice as long as a server is given for a read.
+const GIVE_UP_NS: u64 = 20_000_000_000;
 /// Descriptors that a forked child's helpers need.
 const DESCRIPTORS: u64 = 12;
 
@@ -55,6 +65,11 @@ impl Pager {
         }
         await_end(self.ticker.load(Relaxed));
         true
+    }
+
+    /// Whether this process was let go of.
+    pub fn has_gone(&self) -> bool {
+        self.letting.load(SeqCst) == GONE
     }
 
     /// Whether this process is let go of, or was.
@@ -90,13 +105,16 @@ impl Pager {
 
     /// In the ticker: lets go, and ends it. Returns when that cannot be done.
     pub(crate) fn let_go_now(&'static self) {
+        let engaged = self.engaged.load(Acquire);
+        if engaged {
+            // (It reads the events that are waited for, and that mapping calls under way wait for, and nobody sees to it meanwhile
+            // that it runs.)
+            self.lift_handler();
+        }
         while !self.calls.try_stop() {
             thread::sleep_ns(PAUSE_NS);
         }
-        let engaged = self.engaged.load(Acquire);
         if engaged {
-            // (It reads the events that are waited for, and nobody sees to it meanwhile that it runs.)
-            self.lift_handler();
             if !self.bring_all_back() {
                 self.calls.go_on();
                 self.has_let_go(KEEPS);
@@ -123,6 +141,10 @@ impl Pager {
     fn has_let_go(&self, how: u32) {
         self.letting.store(how, SeqCst);
         lock::futex_wake(&self.letting, u32::MAX >> 1, false);
+        if how == GONE {
+            // (Who has asked for something else meanwhile would wait for ever.)
+            self.following.refuse();
+        }
     }
 
     /// Whether an event tells the handler to end.
@@ -133,7 +155,7 @@ impl Pager {
 
     /// Brings every page back that is out; false when one cannot come.
     fn bring_all_back(&self) -> bool {
-        let mut pauses = 0;
+        let mut patience = Patience::new(GIVE_UP_NS);
         for _ in 0..PASSES {
             let (mut at, mut any) = (0, false);
             loop {
@@ -142,44 +164,99 @@ impl Pager {
                 any = true;
                 if s.pt.get(vpn).tag() == Tag::Disk {
                     drop(s);
-                    // (As whoever touches it would.)
-                    thread::reads(vpn as usize * PAGE);
+                    if !self.bring_from_disk(vpn, &mut patience) {
+                        return false;
+                    }
                     at = vpn + 1;
                     continue;
                 }
-                let (_, stopped) = self.bring_range(&mut s, vpn, vpn + PIECE);
+                at = match self.inject(Site::LetGo) {
+                    Some(_) => vpn,
+                    None => self.bring_range(&mut s, vpn, vpn + PIECE).1,
+                };
                 drop(s);
-                at = stopped;
-                if stopped == vpn {
-                    // An event is to be read first.
-                    if !pause(&mut pauses) {
-                        return false;
-                    }
+                // (Where it stopped at once an event is to be read first.)
+                if at == vpn && !patience.pause() {
+                    return false;
                 }
             }
             if !any {
-                return self.mark_lost();
+                return self.mark_lost(&mut patience);
             }
         }
         false
     }
 
+    /// Has the handler bring what is on disk from `first` on, some of it, as for who touches it: several reads are under way
+    /// at once, and memory that may not be read (PROT_NONE) has its pages back too. (Nor does this thread wait in a fault: where a
+    /// page is lost it may have to see to it, see `lost`.) False when nothing came for too long.
+    fn bring_from_disk(&self, first: u64, patience: &mut Patience) -> bool {
+        let (mut asked, mut n) = ([0; AT_ONCE], 0);
+        {
+            let mut s = self.state.lock();
+            let mut at = first;
+            while n < AT_ONCE
+                && let Some(vpn) = s.pt.next_used(at)
+            {
+                if s.pt.get(vpn).tag() == Tag::Disk {
+                    (asked[n], n) = (vpn, n + 1);
+                }
+                at = vpn + 1;
+            }
+            s.asked.extend_from_slice(&asked[..n]);
+        }
+        self.wake_handler(|_| {});
+        let mut most = 0;
+        loop {
+            self.cover_lost_now();
+            let (mut left, mut came) = (0, 0);
+            {
+                let s = self.state.lock();
+                for vpn in &asked[..n] {
+                    match s.pt.get(*vpn).tag() {
+                        Tag::Disk => left += 1,
+                        Tag::Poisoned => {}
+                        _ => came += 1,
+                    }
+                }
+            }
+            if came > most {
+                most = came;
+                patience.renew();
+            }
+            if left == 0 {
+                return true;
+            }
+            if patience.is_at_end() {
+                return false;
+            }
+            thread::sleep_ns(PAUSE_NS);
+        }
+    }
+
     /// Puts the mark of a lost page, which the kernel keeps, wherever nobody has met it yet: there would be zeros. False when
     /// an event kept it from that.
-    fn mark_lost(&self) -> bool {
-        let (mut at, mut pauses) = (0, 0);
+    fn mark_lost(&self, patience: &mut Patience) -> bool {
+        let mut at = 0;
         loop {
             let mut s = self.state.lock();
-            let Some(vpn) = s.pt.next_used(at) else { return true };
-            if s.pt.get(vpn).tag() != Tag::Poisoned || self.poison(&mut s, vpn).is_ok() {
-                at = vpn + 1;
-                continue;
+            let waits = self.inject(Site::LetGo).is_some();
+            match s.pt.next_used(at) {
+                _ if waits => {}
+                None => break,
+                Some(vpn) if s.pt.get(vpn).tag() != Tag::Poisoned || self.poison(&mut s, vpn).is_ok() => {
+                    at = vpn + 1;
+                    continue;
+                }
+                Some(_) => {}
             }
             drop(s);
-            if !pause(&mut pauses) {
+            if !patience.pause() {
                 return false;
             }
         }
+        self.cover_lost_now();
+        true
     }
 
     /// Ends all helpers but the ticker, which calls this.
@@ -190,26 +267,61 @@ impl Pager {
         await_end(self.reclaimer.load(Relaxed));
         self.crew.end();
         self.crew_tids().into_iter().for_each(await_end);
-        // An event wakes the handler, which may sleep and has no other reason to look; the advice ends when it was read.
-        let hole = match self.without_move {
-            true => Some(self.layout.bells),
-            false => self.state.lock().zone.alloc(Kind::Hole, 0).map(|slot| self.layout.slot(slot)),
-        };
-        if let Some(at) = hole {
-            self.farewell.store(at, SeqCst);
-            // SAFETY: nothing is there, and nobody uses it any more.
-            unsafe { discard(at, PAGE) };
-        }
+        self.wake_handler(|at| self.farewell.store(at, SeqCst));
         await_end(self.handler.load(Relaxed));
         self.end_swap();
     }
+
+    /// Has the handler look, which may sleep and have no other reason to: by an event for the address that `before` is told
+    /// of, where there is nothing. Returns when it was read.
+    fn wake_handler(&self, before: impl FnOnce(usize)) {
+        let hole = match self.without_move {
+            true => None,
+            false => self.state.lock().zone.alloc(Kind::Hole, 0),
+        };
+        let at = hole.map(|slot| self.layout.slot(slot)).or(self.without_move.then_some(self.layout.bells));
+        if let Some(at) = at {
+            before(at);
+            // SAFETY: nothing is there, and nobody uses it now.
+            unsafe { discard(at, PAGE) };
+        }
+        if let Some(slot) = hole {
+            self.state.lock().zone.free(Kind::Hole, slot, 0);
+        }
+    }
 }
 
-/// Waits a little for events to be read; false when that has been done too often.
-fn pause(pauses: &mut u32) -> bool {
-    *pauses += 1;
-    thread::sleep_ns(PAUSE_NS);
-    *pauses <= PAUSES
+/// For how long it is tried.
+struct Patience {
+    /// Times that an event was waited for.
+    pauses: u32,
+    /// When something came last (monotonic nanoseconds).
+    came_at: u64,
+    /// How long nothing may come (nanoseconds).
+    most_ns: u64,
+}
+
+impl Patience {
+    fn new(most_ns: u64) -> Self {
+        Self { pauses: 0, came_at: thread::now_ns(), most_ns }
+    }
+
+    /// Waits a little for events to be read; false when that has been done too often.
+    fn pause(&mut self) -> bool {
+        self.pauses += 1;
+        thread::sleep_ns(PAUSE_NS);
+        self.pauses <= PAUSES
+    }
+
+    /// Something has come from disk.
+    fn renew(&mut self) {
+        self.came_at = thread::now_ns();
+    }
+
+    /// Whether nothing has for too long.
+    fn is_at_end(&self) -> bool {
+        thread::now_ns() - self.came_at > self.most_ns
+    }
 }
 
 /// The first page from `at` on that is out.
@@ -233,6 +345,7 @@ pub(crate) fn await_end(tid: i32) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::credentials::Change;
     use crate::testing;
     use uzswap_mm::pagetable::Pte;
 
@@ -244,7 +357,7 @@ mod tests {
         testing::put(p, at + PAGE, &[7; PAGE]);
         let first = (at / PAGE) as u64;
         p.state.lock().pt.set(first, Pte::new(Tag::Poisoned, 0));
-        assert!(p.mark_lost());
+        assert!(p.mark_lost(&mut Patience::new(GIVE_UP_NS)));
         // (process_vm_readv meets what a touch would, without the signal.)
         let read = |page: usize| {
             let mut byte = 0u8;
@@ -258,5 +371,35 @@ mod tests {
         // SAFETY: nobody else uses the descriptor; what comes after belongs to the kernel alone.
         raw::close(p.uffd.swap(-1, SeqCst));
         assert_eq!(read(0), None);
+    }
+
+    /// Where a read of the disk never ends it is given up, and who asked is told.
+    #[test]
+    fn what_does_not_come_from_disk_is_given_up() {
+        let p = testing::pager_with_swap(16 << 20);
+        let at = (testing::memory(p, 3) / PAGE) as u64;
+        [0, 2].iter().for_each(|i| p.state.lock().pt.set(at + i, Pte::new(Tag::Disk, 0)));
+        assert!(!p.bring_from_disk(at, &mut Patience::new(1_000_000)));
+        assert_eq!(core::mem::take(&mut p.state.lock().asked), [at, at + 2], "what is on disk, and nothing else");
+        // One has come and the other is lost: that is all there is to wait for.
+        p.state.lock().pt.set(at, Pte::new(Tag::Resident, 0));
+        p.state.lock().pt.set(at + 2, Pte::new(Tag::Poisoned, 0));
+        assert!(p.bring_from_disk(at, &mut Patience::new(0)));
+        assert!(p.state.lock().asked.is_empty());
+    }
+
+    /// The story: who changed its user in the moment in which another thread had the process let go of asked a ticker that had
+    /// ended, and waited for ever.
+    #[test]
+    fn who_asks_a_ticker_that_has_ended_is_answered() {
+        let change = Change { nr: libc::SYS_setuid, args: [usize::MAX; 3] };
+        let p = testing::pager(16 << 20);
+        let asks = std::thread::spawn(move || p.change_helpers(change));
+        while !p.following.is_asked() {
+            std::thread::yield_now();
+        }
+        p.has_let_go(GONE);
+        assert!(!asks.join().unwrap(), "asked before it ended");
+        assert!(!p.change_helpers(change), "and after");
     }
 }

@@ -26,15 +26,23 @@ impl Pager {
 
     /// Covers what is lost: in the ticker.
     pub(crate) fn cover_lost(&self) {
-        if !self.without_move {
-            return;
-        }
-        loop {
-            let Some(vpn) = self.state.lock().lost.pop() else { return };
+        while self.without_move && !self.state.lock().lost.is_empty() {
             self.calls.stop();
-            let lost = self.state.lock().pt.get(vpn).tag() == Tag::Poisoned;
-            let covered = if lost { cover(vpn as usize * PAGE) } else { Ok(()) };
+            self.cover_lost_now();
             self.calls.go_on();
+        }
+    }
+
+    /// The same where it has stopped the program's mapping calls already. Not for a thread that holds the lock, or that events
+    /// are read by.
+    pub(crate) fn cover_lost_now(&self) {
+        while self.without_move {
+            let (vpn, lost) = {
+                let mut s = self.state.lock();
+                let Some(vpn) = s.lost.pop() else { return };
+                (vpn, s.pt.get(vpn).tag() == Tag::Poisoned)
+            };
+            let covered = if lost { cover(vpn as usize * PAGE) } else { Ok(()) };
             self.uffd().wake(vpn as usize * PAGE, PAGE);
             if covered.is_err() {
                 // It would read as zeros otherwise, or wait for ever.

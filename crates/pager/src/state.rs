@@ -148,6 +148,8 @@ pub struct State {
     pub recorder: Option<Recorder>,
     /// The number of the fork under way: what the child says it was born of.
     pub fork_number: u64,
+    /// Pages on disk that the handler is to bring though nobody has touched them: see `letgo`.
+    pub asked: Vec<u64>,
     /// Whether soft-dirty bits were ever cleared: from then on there are clean pages, which are write-protected.
     pub tracking: bool,
     /// Who is told of writes to protected pages, while any page is protected: see `notify`.
@@ -198,6 +200,7 @@ impl State {
             excluded: Vec::new(),
             managed: Vec::new(),
             unshare: Vec::new(),
+            asked: Vec::new(),
             moved_busy: Vec::new(),
             missed_frees: 0,
             streams: [(u64::MAX, 0); 8],

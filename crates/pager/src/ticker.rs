@@ -188,7 +188,7 @@ impl Pager {
     }
 
     /// Registers memory and starts the helpers.
-    fn engage(&'static self) -> Result<(), Errno> {
+    pub(crate) fn engage(&'static self) -> Result<(), Errno> {
         // (Before the process became another user's, perhaps: see `credentials`.)
         if self.uffd.load(Relaxed) < 0 {
             let (uffd, _) = Uffd::open(self.features())?;
