@@ -175,6 +175,7 @@ fn inject(server: &Server, what: u64, n: u64) {
     match what {
         wire::INJECT_BLIND => server.engine().removes.blind = n,
         wire::INJECT_GATE => server.engine().removes.gate.iter_mut().for_each(|gate| gate.failing = n),
+        wire::INJECT_REFUSE => server.engine().removes.gate.iter().for_each(|gate| gate.refusing.set(n)),
         wire::INJECT_HELD => server.held.wait(),
         wire::INJECT_HOLD | wire::INJECT_DEAF => server.held.set(what, n != 0),
         _ => {}

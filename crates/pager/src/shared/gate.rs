@@ -19,6 +19,7 @@
 
 use super::owner::spawn;
 use crate::arena::PAGE;
+use std::cell::Cell;
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
@@ -45,6 +46,8 @@ pub(super) struct Gate {
     unfinished: bool,
     /// The next closings that are to fail: for tests.
     pub failing: u64,
+    /// Of the next questions and fillings through it those that are refused (bit 0: the next one): for tests.
+    pub refusing: Cell<u64>,
 }
 
 impl Gate {
@@ -75,7 +78,17 @@ impl Gate {
             (base, buffer)
         };
         let (ask, asked) = channel();
-        let gate = Self { uffd, base, len, buffer: buffer.unwrap_or(0), ask, done, unfinished: false, failing: 0 };
+        let gate = Self {
+            uffd,
+            base,
+            len,
+            buffer: buffer.unwrap_or(0),
+            ask,
+            done,
+            unfinished: false,
+            failing: 0,
+            refusing: Cell::new(0),
+        };
         buffer?;
         gate.uffd().register_shared(base, len)?;
         gate.uffd().register(gate.buffer, PAGE)?;
@@ -159,6 +172,7 @@ impl Gate {
     /// # Errors
     /// The kernel could not tell.
     pub fn holds(&self, page: u64) -> Result<bool, Errno> {
+        self.refused()?;
         self.uffd().is_held(self.at(page))
     }
 
@@ -168,12 +182,20 @@ impl Gate {
     /// No memory.
     pub fn fill(&self, page: u64, bytes: &[u8]) -> Result<bool, Errno> {
         assert_eq!(bytes.len(), PAGE, "whole pages only");
+        self.refused()?;
         // SAFETY: the source is a slice of that length.
         match unsafe { self.uffd().copy(self.at(page), bytes.as_ptr() as usize, PAGE) } {
             Ok(()) => Ok(true),
             Err((_, libc::EEXIST)) => Ok(false),
             Err((_, errno)) => Err(errno),
         }
+    }
+
+    /// For tests: the kernel has no memory for what is asked now.
+    fn refused(&self) -> Result<(), Errno> {
+        let coming = self.refusing.get();
+        self.refusing.set(coming >> 1);
+        if coming & 1 == 0 { Ok(()) } else { Err(libc::ENOMEM) }
     }
 
     /// Which of the pages `[from, to)` the object surely has, waiting for nobody. (One that the kernel has swapped out, or
@@ -266,5 +288,14 @@ mod tests {
         assert_eq!(gate.close(), Err(libc::EIO));
         gate.failing = 1;
         assert_eq!((gate.close(), gate.failing), (Err(libc::EIO), 0));
+    }
+
+    #[test]
+    fn what_is_to_be_refused_is_and_changes_nothing() {
+        let (_object, gate) = object();
+        gate.refusing.set(0b1101);
+        assert_eq!((gate.fill(3, &[9; PAGE]), gate.holds(3)), (Err(libc::ENOMEM), Ok(false)));
+        assert_eq!((gate.holds(3), gate.fill(3, &[9; PAGE])), (Err(libc::ENOMEM), Err(libc::ENOMEM)));
+        assert_eq!((gate.holds(3), gate.fill(3, &[9; PAGE]), gate.holds(3)), (Ok(false), Ok(true), Ok(true)));
     }
 }

@@ -38,6 +38,11 @@
 //! witnesses by themselves; where there are none, or they are gone, it cannot be known whether the others are older than the punch:
 //! they are lost, and whoever touches them is told. [`Removes::unvouched`] counts them.
 //!
+//! # When it cannot be looked
+//! Where the gate cannot be closed, or the kernel has no memory for a question or a witness, what is out of the range is lost as well.
+//! What is in memory stays there, what was on its way out included: if it left before the call's punch the punch would find nothing,
+//! and it would come back as it was. So the doubt is a *blind* one, which holds all of its pages, until a later look succeeds.
+//!
 //! # What it costs
 //! A question for each message read. A doubt keeps two pages in memory (one, where it is of one page). A call of MADV_REMOVE ends it;
 //! one of MADV_DONTNEED keeps it as long as its mapping. Their number is bounded only by the pages in use: none may be forgotten, as
@@ -62,6 +67,16 @@ struct Doubt {
     to: u64,
     /// Mappings whose calls it stands for.
     of: Vec<u64>,
+    /// Without witnesses, as it could not be seen what is there: nothing of it is out, and nothing of it leaves.
+    blind: bool,
+}
+
+impl Doubt {
+    /// Pages that must stay in the object while it stands.
+    fn held(&self) -> impl Iterator<Item = u64> + use<> {
+        let step = if self.blind { 1 } else { (self.to - 1 - self.from).max(1) };
+        (self.from..self.to).step_by(step as usize)
+    }
 }
 
 /// The doubts of a region. Owner: the engine's lock.
@@ -108,7 +123,7 @@ impl Removes {
     pub fn is_witness(&self, page: u64) -> bool {
         self.covers(page, page + 1) && {
             let d = &self.doubts[self.meeting(page, page + 1).start];
-            page == d.from || page == d.to - 1
+            d.blind || page == d.from || page == d.to - 1
         }
     }
 
@@ -128,7 +143,8 @@ impl Engine {
         if !self.removes.covers(from, to) {
             return;
         }
-        if !self.witnesses_are_there(from, to) && !self.gated(|e| e.evaluate(from, to)) {
+        let blind = || self.removes.doubts[self.removes.meeting(from, to)].iter().any(|d| d.blind);
+        if (blind() || !self.witnesses_are_there(from, to)) && !self.gated(|e| e.evaluate(from, to)) {
             self.give_up(from, to);
         }
     }
@@ -147,7 +163,7 @@ impl Engine {
     pub fn witnesses_are_there(&self, from: u64, to: u64) -> bool {
         let there = |page: u64| memfd::has(&self.object, page * PAGE as u64).unwrap_or(false);
         let doubts = &self.removes.doubts[self.removes.meeting(from, to)];
-        doubts.iter().all(|d| there(d.from) && there(d.to - 1))
+        doubts.iter().all(|d| d.blind || there(d.from) && there(d.to - 1))
     }
 
     /// Does something with the gate closed; false when it cannot be closed.
@@ -168,6 +184,12 @@ impl Engine {
     /// Gate closed: what has become of the doubts about `[from, to)`.
     fn evaluate(&mut self, from: u64, to: u64) {
         for d in self.take_doubts(from, to) {
+            if d.blind {
+                self.list_witnesses(&d);
+                self.punched(d.from, d.to, false);
+                self.cover(d.from, d.to, d.of);
+                continue;
+            }
             match (self.removes.gate().holds(d.from), self.removes.gate().holds(d.to - 1)) {
                 (Ok(true), Ok(true)) => self.removes.insert(d),
                 (Ok(false), Ok(false)) => {
@@ -179,10 +201,7 @@ impl Engine {
                     self.punched(d.from, d.to, false);
                     self.cover(d.from, d.to, d.of);
                 }
-                _ => {
-                    self.list_witnesses(&d);
-                    self.lose_out(d.from, d.to);
-                }
+                _ => self.hold_all(d.from, d.to, d.of),
             }
         }
     }
@@ -195,15 +214,14 @@ impl Engine {
     /// The gate cannot be closed: nothing can be known of what is out.
     fn give_up(&mut self, from: u64, to: u64) {
         for d in self.take_doubts(from, to) {
-            self.list_witnesses(&d);
-            self.lose_out(d.from, d.to);
+            self.hold_all(d.from, d.to, d.of);
         }
         self.map.set_doubts(self.removes.len() as u64);
     }
 
     /// The witnesses of a doubt that has ended (and is in the list no more) may leave again.
     fn list_witnesses(&mut self, d: &Doubt) {
-        for page in [d.from, d.to - 1] {
+        for page in d.held() {
             let pte = self.pt.get(page);
             if pte.tag() == Tag::Resident && !self.pins.has(page) {
                 self.list_resident(page, 1, true, |_| pte.copy());
@@ -258,6 +276,24 @@ impl Engine {
         }
     }
 
+    /// A call in mappings `of` is under way, or may be, about `[from, to)`, where there is no doubt, and it cannot be seen what it
+    /// takes. What is out is lost; the rest stays in memory, lest the call find it gone, and what was taken come back: until it can be
+    /// seen again, or they end. (A page that was on its way out just then had its former contents after it was removed.)
+    fn hold_all(&mut self, from: u64, to: u64, of: Vec<u64>) {
+        self.lose_out(from, to);
+        let (mut at, mut held) = (from, None);
+        while let Some(page) = self.pt.next_used(at).filter(|p| *p < to) {
+            at = page + 1;
+            self.rescue(page);
+            if self.pt.get(page).tag() == Tag::Resident {
+                held = Some((held.map_or(page, |(first, _)| first), at));
+            }
+        }
+        if let Some((from, to)) = held {
+            self.removes.insert(Doubt { from, to, of, blind: true });
+        }
+    }
+
     /// Gate closed: takes down a doubt about what has contents in `[from, to)`, where there is none yet.
     fn cover(&mut self, from: u64, to: u64, of: Vec<u64>) {
         let mut first = from;
@@ -268,7 +304,7 @@ impl Engine {
                 Some(true) => break,
                 // It is empty, as is now seen, or lost.
                 Some(false) => first += 1,
-                None => return self.lose_out(from, to),
+                None => return self.hold_all(from, to, of),
             }
         }
         let mut last = to - 1;
@@ -276,10 +312,10 @@ impl Engine {
             match self.make_witness(last) {
                 Some(true) => break,
                 Some(false) => last -= 1,
-                None => return self.lose_out(from, to),
+                None => return self.hold_all(from, to, of),
             }
         }
-        self.removes.insert(Doubt { from: first, to: last + 1, of });
+        self.removes.insert(Doubt { from: first, to: last + 1, of, blind: false });
     }
 
     /// Gate closed: sees to it that the object has the page. False: it has no contents. None: no memory.
@@ -310,6 +346,13 @@ impl Engine {
         self.evaluate(from, to);
         self.cut(from);
         self.cut(to);
+        for (from, to) in self.doubted_too(id, from, to) {
+            self.cover(from, to, vec![id]);
+        }
+    }
+
+    /// The doubts about `[from, to)` stand for a call in another mapping as well; what of it they leave out.
+    fn doubted_too(&mut self, id: u64, from: u64, to: u64) -> Vec<(u64, u64)> {
         let (mut at, mut gaps) = (from, Vec::new());
         let meeting = self.removes.meeting(from, to);
         for d in &mut self.removes.doubts[meeting] {
@@ -320,9 +363,8 @@ impl Engine {
             at = d.to;
         }
         gaps.push((at, to));
-        for (from, to) in gaps.into_iter().filter(|(from, to)| from < to) {
-            self.cover(from, to, vec![id]);
-        }
+        gaps.retain(|(from, to)| from < to);
+        gaps
     }
 
     /// Gate closed: makes two of the doubt that page `at` is inside of.
@@ -462,7 +504,10 @@ impl Engine {
         });
         if !done {
             self.give_up(from, to);
-            self.lose_out(from, to);
+            for (from, to) in self.doubted_too(id, from, to) {
+                self.hold_all(from, to, vec![id]);
+            }
+            self.map.set_doubts(self.removes.len() as u64);
         }
     }
 

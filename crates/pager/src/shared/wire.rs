@@ -83,6 +83,8 @@ pub(super) const INJECT_HOLD: u64 = 3;
 pub(super) const INJECT_HELD: u64 = 4;
 /// No thread of a mapping reads its messages (1), until they may again (0).
 pub(super) const INJECT_DEAF: u64 = 5;
+/// With the gate closed the kernel has no memory for some of what is asked next: a bit for each, the lowest for the first.
+pub(super) const INJECT_REFUSE: u64 = 6;
 
 /// Bytes of a message.
 pub(super) const BYTES: usize = size_of::<Words>();

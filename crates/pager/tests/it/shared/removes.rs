@@ -18,6 +18,7 @@ const GATE: u64 = 2;
 const HOLD: u64 = 3;
 const HELD: u64 = 4;
 const DEAF: u64 = 5;
+const REFUSE: u64 = 6;
 
 fn advise(m: &SharedMapping, pages: Range<usize>, advice: i32) {
     assert!(pages.end * PAGE <= m.len());
@@ -127,7 +128,9 @@ fn what_is_only_unmapped_is_kept_wherever_it_was() {
 }
 
 /// What happens to pages while they are on their way out: read already, and not stored yet.
-fn on_the_way(meanwhile: impl Fn(&SharedMapping, &SharedMapping)) -> (SharedRegion, SharedMapping, SharedMapping) {
+fn on_the_way(
+    meanwhile: impl Fn(&SharedControl, &SharedMapping, &SharedMapping),
+) -> (SharedRegion, SharedMapping, SharedMapping) {
     let (region, a, b) = set_up();
     let path = socket_path("busy");
     region.serve(&path).unwrap();
@@ -138,7 +141,7 @@ fn on_the_way(meanwhile: impl Fn(&SharedMapping, &SharedMapping)) -> (SharedRegi
     std::thread::scope(|scope| {
         let out = scope.spawn(|| pager.page_out(bytes(0..16)).unwrap());
         control.inject(HELD, 0).unwrap();
-        meanwhile(&a, &b);
+        meanwhile(control, &a, &b);
         control.inject(HOLD, 0).unwrap();
         out.join().unwrap();
     });
@@ -147,7 +150,7 @@ fn on_the_way(meanwhile: impl Fn(&SharedMapping, &SharedMapping)) -> (SharedRegi
 
 #[test]
 fn what_is_removed_on_its_way_out_does_not_come_back() {
-    let (region, a, b) = on_the_way(|a, _| remove(a, 4..12));
+    let (region, a, b) = on_the_way(|_, a, _| remove(a, 4..12));
     let now = states(&region, &[&a, &b], 0..16);
     assert!(now[4..12] == [NONE; 8] && now[..4].iter().chain(&now[12..]).all(|s| *s != NONE), "{now:?}");
     for page in 0..16 {
@@ -157,7 +160,7 @@ fn what_is_removed_on_its_way_out_does_not_come_back() {
 
 #[test]
 fn what_is_written_after_it_was_removed_stays() {
-    let (region, a, b) = on_the_way(|a, b| {
+    let (region, a, b) = on_the_way(|_, a, b| {
         remove(a, 4..12);
         [4, 7, 11].iter().for_each(|page| write(b, *page, 7));
     });
@@ -178,7 +181,7 @@ fn what_is_written_after_it_was_removed_stays() {
 
 #[test]
 fn what_is_unmapped_on_its_way_out_is_kept() {
-    let (region, a, b) = on_the_way(|a, b| {
+    let (region, a, b) = on_the_way(|_, a, b| {
         unmap(a, 0..16);
         unmap(b, 3..9);
     });
@@ -358,6 +361,70 @@ fn without_the_gate_nothing_old_is_served() {
             assert_eq!(stats.unvouched, control.stats().unwrap().poisoned);
         }
     }
+}
+
+/// The story: what was on its way out when it was removed, and the gate could not be closed or the kernel had no memory for a
+/// witness, was stored as it had been, and read again.
+#[test]
+fn what_was_on_its_way_out_and_could_not_be_looked_at_serves_nothing_old() {
+    for (what, n) in [(GATE, 1000), (REFUSE, u64::MAX), (REFUSE, 1), (REFUSE, 2)] {
+        let (region, a, b) = on_the_way(|control, a, _| {
+            control.inject(what, n).unwrap();
+            remove(a, 4..12);
+        });
+        for page in 0..16 {
+            let inside = (4..12).contains(&page);
+            let lost = region.control().page_map().get(page as u64).tier() == Tier::Lost;
+            assert!(!lost || inside, "{what} {n}: page {page}");
+            for m in [&a, &b] {
+                assert!(
+                    lost || value(m, page) == if inside { 0 } else { 100 + page as u64 },
+                    "{what} {n}: page {page}"
+                );
+            }
+        }
+    }
+}
+
+/// The kernel has no memory for one or another of the questions and pages that are needed while the gate is closed, or for all of
+/// them. What is not lost, and said to be, is right, and in the end nothing is held in memory for it.
+#[test]
+fn without_memory_under_the_gate_nothing_old_is_served() {
+    let (mut unvouched, mut told) = (0, 0);
+    for refused in (0..16).map(|n| 1 << n).chain([3, 0b1010, 0xff00, u64::MAX]) {
+        for advice in [libc::MADV_REMOVE, libc::MADV_DONTNEED] {
+            let (region, a, b) = set_up();
+            let model = mixed(&region, &a);
+            let control = region.control();
+            // A doubt that the call has a part of.
+            unmap(&b, 0..8);
+            control.page_out(bytes(0..20)).unwrap();
+            control.inject(REFUSE, refused).unwrap();
+            advise(&a, 2..12, advice);
+            // (What is asked for each time is refused as well, until there is memory again.)
+            (0..3).for_each(|_| assert!(control.stats().is_ok()));
+            control.inject(REFUSE, 0).unwrap();
+            for (page, old) in model.into_iter().enumerate() {
+                let lost = control.page_map().get(page as u64).tier() == Tier::Lost;
+                assert!(!lost || page < 12, "{refused:b}: page {page}");
+                if !lost {
+                    let expected = if (2..12).contains(&page) && advice == libc::MADV_REMOVE { 0 } else { old };
+                    assert_eq!((value(&b, page), value(&a, page)), (expected, expected), "{refused:b}: page {page}");
+                }
+            }
+            let stats = control.stats().unwrap();
+            assert_eq!(stats.unvouched, stats.poisoned, "{refused:b}");
+            unvouched += stats.unvouched;
+            told += u64::from(stats.unvouched > 0);
+            // (By the owner: to the kernel's call a page that is lost may lie at an end, and stay so.)
+            control.remove(bytes(0..20)).unwrap();
+            assert_eq!(control.stats().unwrap().doubts, 0, "{refused:b}");
+            (0..20).for_each(|page| write(&a, page, 7));
+            assert_eq!(control.page_out(bytes(0..20)).unwrap(), 20, "{refused:b}");
+            assert!((0..20).all(|page| value(&a, page) == 7 && value(&b, page) == 7), "{refused:b}");
+        }
+    }
+    assert!(unvouched > 0 && told > 10, "{unvouched} pages were lost, in {told} runs");
 }
 
 /// Who may not serve the kernel's own faults cannot see removes, and says so; nothing else is different.
