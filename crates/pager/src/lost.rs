@@ -36,7 +36,8 @@ impl Pager {
     /// The same where it has stopped the program's mapping calls already. Not for a thread that holds the lock, or that events
     /// are read by.
     pub(crate) fn cover_lost_now(&self) {
-        while self.without_move {
+        // (None where the kernel can poison a page.)
+        loop {
             let (vpn, lost) = {
                 let mut s = self.state.lock();
                 let Some(vpn) = s.lost.pop() else { return };
