@@ -167,7 +167,7 @@ fn lost_of(said: &str) -> u64 {
 /// the process could not be let go of.
 #[test]
 fn what_fails_while_a_process_is_let_go_of_is_made_good_or_told() {
-    const TRANSFERS: &str = "let_go=1/20,move_in=1/20,copy=1/20,event=1/50";
+    const TRANSFERS: &str = "let_go=1/20,move_in=1/10,copy=1/5,event=1/10";
     let _alone = alone();
     let Some(leaves) = compile_c("leaves") else { return };
     let mut lost_somewhere = 0;
@@ -184,6 +184,7 @@ fn what_fails_while_a_process_is_let_go_of_is_made_good_or_told() {
             &["let_go", "swap_read"],
         ),
     ] {
+        let mut failed = vec![0; sites.len()];
         for how in ["filter", "user", "lock", "root"] {
             let mut subject = Subject::new("leaves", &[&leaves, &how]).with(options);
             subject.argv.extend(content.iter().map(Into::into));
@@ -196,14 +197,14 @@ fn what_fails_while_a_process_is_let_go_of_is_made_good_or_told() {
             assert!(run.status.success() && said.starts_with("right\n"), "{how}\n{}", run.describe());
             assert!(!said.contains("wrong") && !said.contains("another user"), "{how}\n{}", run.describe());
             assert_eq!(run.stderr.text().matches(TOLD_OF_NO_LIMIT).count(), 1, "{how}\n{}", run.describe());
-            for site in sites {
-                assert!(number(&run, site) > 0, "{how}: {site} never failed\n{}", run.describe());
-            }
+            sites.iter().zip(&mut failed).for_each(|(site, n)| *n += number(&run, site));
             // (Let go of at its first fork, after it has said what it has lost, it may lose more.)
             let (lost, counted) = (lost_of(&said), number(&run, "poisoned"));
             assert!(lost == counted || (how == "root" && lost < counted), "{how}\n{}", run.describe());
             lost_somewhere += lost;
         }
+        // (A run is short: not each one enters every path.)
+        assert!(failed.iter().all(|n| *n > 0), "{faults}: {sites:?} failed {failed:?} times");
     }
     assert!(lost_somewhere > 0, "nothing was lost in any run");
 }
