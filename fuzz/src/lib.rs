@@ -117,7 +117,8 @@ pub fn trace(data: &[u8]) {
 pub fn zone(data: &[u8]) {
     let [start, ends, policy, steps @ ..] = data else { return };
     let (start, end) = (u32::from(*start), 600 + u32::from(*ends) * 5);
-    let zone = Zone::spanning(start, end, Kind::Frame);
+    let mut zone = Zone::spanning(start, end, Kind::Frame);
+    zone.keep_ready(usize::from(*policy) % 3 * 8);
     if policy % 2 == 0 {
         Pages::new(&zone, Emptiest::new()).run(zone, steps);
     } else {

@@ -204,6 +204,7 @@ impl<P: Policy> Compactor<P> {
     }
 
     fn run(&mut self, zone: &mut Zone, goal: Goal, mover: &mut impl Migrate) -> Outcome {
+        zone.coalesce();
         if Self::is_done(zone, &goal) {
             return Outcome::Success;
         }
@@ -284,7 +285,11 @@ impl<P: Policy> Compactor<P> {
     /// The block that pages were just isolated from is not worth it: they stay.
     fn spoilt(&mut self, zone: &mut Zone, kind: Kind, mover: &mut impl Migrate) {
         for page in self.from.drain(..) {
-            if page & OTHER_KIND != 0 { zone.free(other(kind), page & !OTHER_KIND, 0) } else { mover.putback(page) }
+            if page & OTHER_KIND != 0 {
+                zone.free_merged(other(kind), page & !OTHER_KIND, 0)
+            } else {
+                mover.putback(page)
+            }
         }
     }
 
@@ -344,9 +349,9 @@ impl<P: Policy> Compactor<P> {
             match (moved, target) {
                 (true, Some(to)) => {
                     self.count_move(zone, page, to);
-                    zone.free(kind, page, 0);
+                    zone.free_merged(kind, page, 0);
                     if free {
-                        zone.free(other(kind), to, 0);
+                        zone.free_merged(other(kind), to, 0);
                     }
                 }
                 (_, target) => {
@@ -354,7 +359,7 @@ impl<P: Policy> Compactor<P> {
                         self.counters.pgmigrate_fail += 1;
                         self.to.push(to);
                     }
-                    if free { zone.free(other(kind), page, 0) } else { mover.putback(page) }
+                    if free { zone.free_merged(other(kind), page, 0) } else { mover.putback(page) }
                 }
             }
         }
@@ -378,7 +383,7 @@ impl<P: Policy> Compactor<P> {
             self.policy.targets_returned();
         }
         for frame in self.to.drain(..) {
-            zone.free(kind, frame, 0);
+            zone.free_merged(kind, frame, 0);
         }
     }
 }

@@ -19,10 +19,11 @@
 //! Slots that nothing was in yet are holes of which there are no tables: a page block is begun when no other has a run.
 //!
 //! Invariants: a frame is in at most one free run; a free run's buddy of the same kind, order and block type is never
-//! free too (they would have merged); runs never cross the zone's ends; a block's `free` counts its free frames by
+//! free too (they would have merged; but see `ready`); runs never cross the zone's ends; a block's `free` counts its free frames by
 //! kind. Cost: allocating and freeing look at no more than the orders. Owner: the pager's lock.
 
 pub mod block;
+mod ready;
 
 pub use block::{Block, MigrateType};
 
@@ -78,6 +79,7 @@ pub struct Zone {
     /// A bit for each frame that is free, from frame `start / 64 * 64` on: what compaction looks free frames up in.
     map: Vec<u64>,
     blocks: Vec<Block>,
+    ready: ready::Ready,
     /// The watermarks, for [`Zone::watermark_ok`].
     pub watermarks: Watermarks,
 }
@@ -115,6 +117,7 @@ impl Zone {
             tag: Vec::new(),
             map: Vec::new(),
             blocks: Vec::new(),
+            ready: ready::Ready::default(),
             watermarks: Watermarks::default(),
         }
     }
@@ -181,7 +184,11 @@ impl Zone {
 
     /// Bytes of the zone's own tables.
     pub fn metadata_bytes(&self) -> usize {
-        self.links.len() * 8 + self.tag.len() + self.map.len() * 8 + self.blocks.len() * size_of::<Block>()
+        self.links.len() * 8
+            + self.tag.len()
+            + self.map.len() * 8
+            + self.blocks.len() * size_of::<Block>()
+            + self.ready.bytes()
     }
 
     fn at(&self, frame: u32) -> usize {
@@ -358,6 +365,9 @@ impl Zone {
     /// Takes a run for something of a migrate type: from blocks of that type, else from another's.
     pub fn alloc_typed(&mut self, kind: Kind, mt: MigrateType, order: u8) -> Option<u32> {
         let fitting = |zone: &Self| zone.areas[kind as usize][mt as usize].orders >> order << order;
+        if fitting(self) == 0 && kind == Kind::Frame {
+            self.coalesce();
+        }
         if fitting(self) == 0 && self.unused(kind) >> order != 0 {
             self.grow(kind);
         }
@@ -422,7 +432,11 @@ impl Zone {
 
     /// Takes the largest run of an order up to `order`.
     pub fn alloc_up_to(&mut self, kind: Kind, order: u8) -> Option<(u32, u8)> {
-        if !self.areas[kind as usize].iter().any(|area| area.orders >> order != 0) {
+        let has_run = |zone: &Self| zone.areas[kind as usize].iter().any(|area| area.orders >> order != 0);
+        if !has_run(self) && kind == Kind::Frame {
+            self.coalesce();
+        }
+        if !has_run(self) {
             self.grow(kind);
         }
         let orders = self.areas[kind as usize].iter().fold(0, |all, area| all | area.orders);
@@ -454,10 +468,30 @@ impl Zone {
     /// # Panics
     /// When the first slot is free already, or misaligned.
     pub fn free(&mut self, kind: Kind, frame: u32, order: u8) {
+        if self.ready.takes(kind, order) {
+            self.check_used(frame, order);
+            self.push(kind, frame, order);
+            self.note_ready(frame, order);
+        } else {
+            self.free_merged(kind, frame, order);
+        }
+    }
+
+    /// The same, and it is not kept ready: for compaction, which is about the runs.
+    pub(crate) fn free_merged(&mut self, kind: Kind, frame: u32, order: u8) {
+        self.check_used(frame, order);
+        self.merge(kind, frame, order);
+    }
+
+    fn check_used(&self, frame: u32, order: u8) {
         assert!(
             self.tag[self.at(frame)] == 0 && frame.is_multiple_of(1 << order),
             "slot {frame} freed twice or misaligned"
         );
+    }
+
+    /// Puts a run, which is in no list, together with its buddies that are free.
+    fn merge(&mut self, kind: Kind, frame: u32, order: u8) {
         let wanted = tag(kind, self.blocks[self.block_of(frame)].migrate_type(), 0);
         let (mut frame, mut order) = (frame, order);
         while order < MAX_ORDER {

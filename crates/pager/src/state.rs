@@ -29,6 +29,8 @@ use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::{Kind, Zone};
 use uzswap_mm::zsmalloc::{Handle, ZsPool};
 
+/// Frames that were freed last and are not merged: see `uzswap_mm::zone`.
+const READY_FRAMES: usize = 64;
 /// Pages faulted on last that stay whatever else there is.
 const LAST_TOUCHED: usize = 8;
 /// Bytes of the largest block that nobody asked for.
@@ -169,7 +171,8 @@ pub struct State {
 impl State {
     /// Empty tables over a layout.
     pub fn new(layout: Layout, algorithm: Algorithm) -> Self {
-        let zone = Zone::new(layout.slots);
+        let mut zone = Zone::new(layout.slots);
+        zone.keep_ready(READY_FRAMES);
         Self {
             layout,
             pt: PageTable::new(),

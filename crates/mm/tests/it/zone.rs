@@ -84,6 +84,17 @@ impl Model {
         }
     }
 
+    /// All that could merge has.
+    fn check_merged(&self) {
+        let zone = &self.zone;
+        for frame in zone.start()..zone.end() {
+            let Some((kind, order)) = zone.free_run_at(frame).filter(|(_, order)| *order < MAX_ORDER) else { continue };
+            let buddy = frame ^ (1 << order);
+            let there = (zone.start()..zone.end()).contains(&buddy);
+            assert!(!there || zone.free_run_at(buddy) != Some((kind, order)), "{frame} and {buddy}, order {order}");
+        }
+    }
+
     fn count(&self, kind: Kind) -> usize {
         self.free.iter().filter(|slot| **slot == Some(kind)).count()
     }
@@ -176,16 +187,23 @@ proptest! {
     fn agrees_with_a_map_of_slots(
         steps in steps(),
         start in prop_oneof![Just(None), Just(Some(0)), Just(Some(1)), (0..600usize).prop_map(Some)],
+        ready in prop_oneof![Just(0), Just(1), Just(8), Just(64)],
     ) {
         let mut model = Model::new(start);
+        model.zone.keep_ready(ready);
         let start = start.unwrap_or(0);
         for step in steps {
             model.step(step);
             for kind in [Kind::Frame, Kind::Hole] {
                 prop_assert_eq!(model.zone.free_slots(kind), model.count(kind));
             }
+            prop_assert!(model.zone.ready() <= ready);
         }
         model.check();
+        model.zone.coalesce();
+        prop_assert_eq!(model.zone.ready(), 0);
+        model.check();
+        model.check_merged();
         // Everything held comes back as holes, every frame becomes one: what is left is whole blocks of 2 MiB.
         while let Some((slot, order)) = model.take_held(0) {
             model.zone.free(Kind::Hole, slot, order);
@@ -201,6 +219,24 @@ proptest! {
         prop_assert_eq!(blocks, (first..SLOTS as u32).step_by(512).collect::<Vec<_>>());
         prop_assert_eq!(model.zone.free_slots(Kind::Hole), first as usize - start);
     }
+}
+
+/// What comes and goes is neither split nor merged; a run that needs it is there all the same.
+#[test]
+fn single_frames_are_kept_ready() {
+    let mut zone = Zone::spanning(0, 512, Kind::Frame);
+    zone.keep_ready(16);
+    let four: Vec<u32> = (0..4).map(|_| zone.alloc(Kind::Frame, 0).unwrap()).collect();
+    four.iter().for_each(|frame| zone.free(Kind::Frame, *frame, 0));
+    assert_eq!((zone.ready(), zone.runs(Kind::Frame, 0), zone.free_slots(Kind::Frame)), (4, 4, 512));
+    // The one freed last is warm.
+    assert_eq!(zone.alloc(Kind::Frame, 0), four.last().copied());
+    zone.free(Kind::Frame, four[3], 0);
+    let block = zone.alloc(Kind::Frame, 2).unwrap();
+    zone.free(Kind::Frame, block, 2);
+    assert_eq!(zone.free_run_at(block), Some((Kind::Frame, 2)), "it has not merged");
+    assert_eq!(zone.alloc(Kind::Frame, MAX_ORDER), Some(0));
+    assert_eq!((zone.ready(), zone.free_slots(Kind::Frame)), (0, 0));
 }
 
 #[test]
