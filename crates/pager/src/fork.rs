@@ -125,6 +125,7 @@ impl Pager {
         self.watched.store(false, Relaxed);
         self.reclaiming.store(false, Relaxed);
         self.asleep.store(false, Relaxed);
+        self.owes.store(false, Relaxed);
         self.looks_done.store(self.looks_wanted.load(Relaxed), Relaxed);
         let ok = if engaged {
             self.reset_inherited();

@@ -118,6 +118,7 @@ impl Handler {
         let began = (fault && self.seen.is_multiple_of(8)).then(thread::now_ns);
         p.land(&mut s, &mut self.reads, &mut self.waiting);
         self.serve_waiting(p, &mut s);
+        p.owes.store(!self.waiting.is_empty(), Relaxed);
         if let Some(began) = began {
             p.counters().stall_ns.fetch_add((thread::now_ns() - began) * 8, Relaxed);
         }
@@ -151,6 +152,7 @@ impl Handler {
         let mut waiting = Waiting::new(r);
         p.want(&s, &mut self.reads, &mut waiting);
         self.waiting.push(waiting);
+        p.owes.store(true, Relaxed);
         if self.reads.any_planned() {
             drop(s);
             self.reads.begin(p);

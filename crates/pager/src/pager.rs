@@ -101,6 +101,8 @@ pub struct Pager {
     pub progress: AtomicU64,
     /// Whether the handler sleeps in poll.
     pub asleep: AtomicBool,
+    /// Whether it has read a fault that it has not served yet.
+    pub owes: AtomicBool,
     /// Whether a thread of this process may leave the idle policy: see [`uzswap_sys::thread::may_leave_idle_policy`].
     pub may_leave_idle: AtomicBool,
     /// How one handler takes over from another.
@@ -232,6 +234,7 @@ impl Pager {
             writer: AtomicI32::new(0),
             progress: AtomicU64::new(0),
             asleep: AtomicBool::new(false),
+            owes: AtomicBool::new(false),
             may_leave_idle: AtomicBool::new(false),
             relief: Relief::default(),
             watched: AtomicBool::new(false),

@@ -182,7 +182,7 @@ impl Watch {
             return;
         }
         // What computes on this CPU leaves an idle-policy thread a little, so each look finds some progress.
-        let held_up = self.waited.saturating_sub(before) > (now - self.at) / 2;
+        let delayed = self.waited.saturating_sub(before) > (now - self.at) / 2;
         let little = used.saturating_sub(self.used) < (now - self.at) / 2;
         (self.at, self.used) = (now, used);
         let progress = p.progress.load(Relaxed);
@@ -191,6 +191,8 @@ impl Watch {
         // (Also asleep: it may have been woken long ago, by a fault or a read, and not run since.)
         let waiting = p.uffd().wait(0) || p.a_read_has_ended();
         let late = core::mem::replace(&mut self.late, waiting && little);
+        // (What it has to do when all are served may wait for a program that computes.)
+        let held_up = delayed && (waiting || (!asleep && p.owes.load(Relaxed)));
         if held_up || (late && self.late) || (!moved && !asleep && (waiting || p.state.is_locked())) {
             // Runnable, with work, and not run for a whole look, or hardly.
             self.lift(p, now);
