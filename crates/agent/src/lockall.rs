@@ -10,6 +10,8 @@ use uzswap_sys::{maps, sys};
 
 /// How often the mappings are gone through at most while other threads unmap some of them.
 const PASSES: u32 = 8;
+/// Times one mapping is tried while others are mapped and unmapped there.
+const TRIES: u32 = 200;
 
 /// mlockall(2).
 ///
@@ -56,12 +58,7 @@ fn lock_mappings(flags: c_int, (base, end): (usize, usize)) -> Result<bool, Errn
             continue;
         }
         let len = m.end - m.start;
-        // SAFETY: locking changes no contents.
-        if let Err(e) = unsafe { sys!(libc::SYS_mlock2, m.start, len, libc::MLOCK_ONFAULT) } {
-            // (Other threads may have unmapped it since. The kernel says the same of more than may be locked.)
-            if e != libc::ENOMEM || is_mapped(m.start, len) {
-                return Err(e);
-            }
+        if !lock_mapping(m.start, len)? {
             all = false;
             continue;
         }
@@ -75,6 +72,23 @@ fn lock_mappings(flags: c_int, (base, end): (usize, usize)) -> Result<bool, Errn
         let _ = unsafe { sys!(libc::SYS_madvise, m.start, len, advice) };
     }
     Ok(all)
+}
+
+/// Locks a mapping; false where not all of it is there any more. (The kernel says the same of that and of more than may be locked; and
+/// what is not there may be mapped anew, by another thread, before that is asked: so it is tried again.)
+fn lock_mapping(at: usize, len: usize) -> Result<bool, Errno> {
+    let mut done = Ok(0);
+    for _ in 0..TRIES {
+        // SAFETY: locking changes no contents.
+        done = unsafe { sys!(libc::SYS_mlock2, at, len, libc::MLOCK_ONFAULT) };
+        if done != Err(libc::ENOMEM) {
+            break;
+        }
+        if !is_mapped(at, len) {
+            return Ok(false);
+        }
+    }
+    done.map(|_| true)
 }
 
 /// Whether all of a range is mapped.
