@@ -287,6 +287,28 @@ fn a_page_whose_reads_all_fail_is_lost_alone() {
     end(s, FIRST..FIRST + 8);
 }
 
+/// What was read and is right waits for room in the pool, as often as it takes. (It was a failed read, and lost after four.)
+#[test]
+fn a_page_for_which_the_pool_has_no_room_is_not_lost() {
+    let mut scene = Scene::new(1);
+    let s = &mut *scene.pager.state.lock();
+    scene.pager.group.faults.set("pool=1/1", 1).unwrap();
+    scene.fault(s, FIRST);
+    for tried in 1..=9 {
+        while scene.ask(s) {}
+        let reads = scene.begin();
+        assert_eq!((reads.len(), s.pt.get(FIRST).tag()), (1, Tag::Disk), "try {tried}");
+        scene.end(s, &reads[0], Ok(()));
+    }
+    assert_eq!((scene.count(|c| &c.poisoned), scene.count(|c| &c.reject_alloc_fail)), (0, 9));
+    scene.pager.group.faults.set("pool=0/1", 1).unwrap();
+    while scene.ask(s) {}
+    let reads = scene.begin();
+    scene.end(s, &reads[0], Ok(()));
+    check(s, FIRST, FIRST);
+    end(s, FIRST..FIRST + 1);
+}
+
 /// A block next to the page's own cannot be read, so a read of its window fails: the page is read by itself then. (It was tried
 /// with its window each time, and lost.)
 #[test]

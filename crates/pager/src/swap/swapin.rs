@@ -12,7 +12,8 @@
 //! read along with another, or its place is given up and has another object now) needs no word to anybody: when the read
 //! ends, what was read is believed only if the checksum is that of the books *then*, and installed only for pages whose
 //! entries name the place *then*. A read that fails, or gives something else, is tried again a few times, each time from
-//! the start; then the page is lost, for this process alone, and it is told. The tries of a fault are those of reads that
+//! the start; then the page is lost, for this process alone, and it is told. (What was right and found no room in the pool is
+//! not lost: it is read again until there is.) The tries of a fault are those of reads that
 //! were begun for its page; where it only waited for another's window it has a read of its own next.
 //!
 //! Where reads follow each other in the file the next range is read before anybody asks ([`Pager::read_ahead`]), so that
@@ -24,6 +25,7 @@ use super::reads::{BUFFER, Read, Reads};
 use super::seal::SEAL;
 use super::{FRONT, Swap, checksum};
 use crate::fault::Request;
+use crate::inject::Site;
 use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::state::State;
@@ -37,9 +39,21 @@ use uzswap_sys::thread;
 
 /// Reads of one object before it is given up.
 const TRIES: u32 = 4;
+/// When an object that was read and found no room in the pool is read again (nanoseconds).
+const NO_ROOM_NS: u64 = 4_000_000;
 /// Reads ahead of all faults under way at once, at most: in all streams, and in one.
 const MOST_AHEAD: usize = 5;
 const MOST_IN_STREAM: usize = 2;
+
+/// What became of an object that was read.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Installed {
+    Yes,
+    /// Nobody wants it any more, or it is none.
+    No,
+    /// The pool has no room for it.
+    NoRoom,
+}
 
 /// A fault that was read and not served yet.
 #[derive(Clone, Copy)]
@@ -122,19 +136,20 @@ impl Pager {
     /// Ends the reads that have ended: what they brought goes to the pool, and what they did not is tried again or lost.
     pub(crate) fn land(&self, s: &mut State, reads: &mut Reads, waiting: &mut [Waiting]) {
         while reads.take(|read, bytes, result| {
+            let mut room = true;
             match (result, s.swap.as_mut()) {
-                (Ok(()), _) => self.install(s, read, bytes, waiting),
+                (Ok(()), _) => room = self.install(s, read, bytes, waiting),
                 (Err(_), Some(swap)) if read.place.is_none() => {
                     swap.readahead.read_ahead(read.stream, read.at, read.len, 0);
                 }
                 _ => {}
             }
-            waiting.iter_mut().for_each(|w| self.read_ended(s, read, w));
+            waiting.iter_mut().for_each(|w| self.read_ended(s, read, w, room));
         }) {}
     }
 
-    /// What a read that has ended means for a fault.
-    fn read_ended(&self, s: &mut State, read: &Read, w: &mut Waiting) {
+    /// What a read that has ended means for a fault; `room`: the pool had room for what it was begun for.
+    fn read_ended(&self, s: &mut State, read: &Read, w: &mut Waiting, room: bool) {
         let pte = s.pt.get(w.r.vpn);
         if pte.tag() != Tag::Disk {
             if w.since != 0 {
@@ -145,6 +160,11 @@ impl Pager {
         }
         if read.place != Some(pte.handle()) {
             w.alone |= read.covers(offset(pte.handle()), 1);
+            return;
+        }
+        if !room {
+            // It is there, and right: it waits for the pool, however long that takes.
+            w.retry_at = thread::now_ns() + NO_ROOM_NS;
             return;
         }
         self.tell(Trouble::Read);
@@ -162,13 +182,14 @@ impl Pager {
         fd >= 0 && uzswap_sys::uffd::is_readable(fd)
     }
 
-    /// Puts what was read where it belongs: the objects that are waited for, and what came along.
-    fn install(&self, s: &mut State, read: &Read, bytes: &mut [u8], waiting: &[Waiting]) {
-        let Some(swap) = s.swap.as_mut() else { return };
+    /// Puts what was read where it belongs: the objects that are waited for, and what came along. False when what it was
+    /// begun for is right and found no room in the pool.
+    fn install(&self, s: &mut State, read: &Read, bytes: &mut [u8], waiting: &[Waiting]) -> bool {
+        let Some(swap) = s.swap.as_mut() else { return true };
         swap.look_for_room(self);
         let objects: Vec<(Place, Object)> =
             swap.books.objects_within(read.at, read.len).filter(|o| is_wanting(&o.1)).collect();
-        let mut brought = 0;
+        let (mut brought, mut room) = (0, true);
         for (place, object) in objects {
             // A page that is waited for says itself where its object belongs: it may have been moved since (mremap).
             let wanted = waiting.iter().find_map(|w| {
@@ -187,7 +208,8 @@ impl Pager {
             }
             let base = wanted.unwrap_or_else(|| u64::from_le_bytes(core::array::from_fn(|i| bytes[i])));
             let installed = self.install_object(s, place, &bytes[FRONT..], base, wanted.is_some());
-            brought += usize::from(installed && wanted.is_none());
+            brought += usize::from(installed == Installed::Yes && wanted.is_none());
+            room &= installed != Installed::NoRoom || read.place != Some(place);
         }
         if let Some(swap) = s.swap.as_mut() {
             match read.place {
@@ -195,14 +217,14 @@ impl Pager {
                 None => swap.readahead.read_ahead(read.stream, read.at, read.len, brought),
             }
         }
+        room
     }
 
-    /// False when nobody wants the object any more, or there is no room for it.
-    fn install_object(&self, s: &mut State, place: Place, stored: &[u8], base: u64, is_wanted: bool) -> bool {
+    fn install_object(&self, s: &mut State, place: Place, stored: &[u8], base: u64, is_wanted: bool) -> Installed {
         let head = Header::read(stored);
         let body = object::head_bytes(head.order.min(object::SMALL));
         if head.order > object::SMALL || body + head.len > stored.len() {
-            return false;
+            return Installed::No;
         }
         let belongs = |s: &State, i: u64| {
             let pte = s.pt.get(base + i);
@@ -210,16 +232,21 @@ impl Pager {
         };
         let pages = (0..1u64 << head.order).filter(|i| belongs(s, *i)).fold(0u16, |mask, i| mask | 1 << i);
         if pages == 0 {
-            return false;
+            return Installed::No;
         }
         let ahead = if is_wanted { 0 } else { object::AHEAD };
         let new = Header { flags: object::REFERENCED | ahead, ..head };
         let hashes = |to: &mut [u8]| object::set_hashes(to, 0, object::hashes(stored));
         let keeps = s.swap.as_ref().is_some_and(|swap| swap.keeps);
         let at = keeps.then_some(OnDisk { place, first: 0 });
-        let Some(handle) = s.put_object_on_disk(new, pages.into(), hashes, &stored[body..body + head.len], at) else {
+        let stored = &stored[body..body + head.len];
+        let handle = match self.inject(Site::Pool) {
+            None => s.put_object_on_disk(new, pages.into(), hashes, stored, at),
+            Some(_) => None,
+        };
+        let Some(handle) = handle else {
             self.counters().reject_alloc_fail.fetch_add(1, Relaxed);
-            return false;
+            return Installed::NoRoom;
         };
         for i in (0..16).filter(|i| pages & (1 << i) != 0) {
             let pte = s.pt.get(base + i);
@@ -237,7 +264,7 @@ impl Pager {
         swap.disk_reads.add(n as usize);
         s.entered_pool(base, handle.raw());
         debug_assert!(s.pages_of(Entry { vpn: base, handle: handle.raw() }).is_some());
-        true
+        Installed::Yes
     }
 }
 
