@@ -1,5 +1,9 @@
 //! A pager for unit tests: real memory, a real userfaultfd, no threads.
 
+mod alone;
+
+pub(crate) use alone::{by_itself, skip};
+
 use crate::arena::{Layout, PAGE};
 use crate::group::GroupPage;
 use crate::object::{self, Header};
@@ -12,26 +16,6 @@ use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{Pte, Tag};
 use uzswap_sys::uffd::{self, Uffd};
 use uzswap_sys::{raw, sys};
-
-/// Says why a test cannot run here, where the test runner does not keep it to itself.
-pub(crate) fn skip(reason: &str) {
-    let test = std::thread::current().name().unwrap_or("?").to_owned();
-    let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("    SKIPPED {test}: {reason}\n"));
-}
-
-/// Whether this test has its process for itself. Where it has not, it is run in one that is started for it, and has passed
-/// there when this returns false.
-pub(crate) fn by_itself(test: &str) -> bool {
-    const SET: &str = "UZSWAP_TEST_BY_ITSELF";
-    if std::env::var_os(SET).is_some_and(|name| name == test) {
-        return true;
-    }
-    let mut command = std::process::Command::new(std::env::current_exe().expect("the test's program"));
-    let done = command.args(["--exact", test, "--nocapture"]).env(SET, test).output().expect("it starts");
-    let said = String::from_utf8_lossy(&done.stdout);
-    assert!(done.status.success() && said.contains("1 passed"), "{said}{}", String::from_utf8_lossy(&done.stderr));
-    false
-}
 
 /// A pager with a limit in bytes, whose arena is registered.
 pub(crate) fn pager(limit: usize) -> &'static Pager {

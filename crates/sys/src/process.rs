@@ -104,15 +104,9 @@ pub fn awaits(pid: u32, tid: u32, signal: i32) -> bool {
     mask.is_some_and(|mask| mask | always | 1 << (signal - 1) == u64::MAX)
 }
 
-/// Reads the file whose path is these parts together.
-fn read(parts: &[&[u8]], out: &mut [u8]) -> Option<usize> {
-    let mut path = [0u8; 64];
-    let mut n = 0;
-    for part in parts {
-        path.get_mut(n..n + part.len())?.copy_from_slice(part);
-        n += part.len();
-    }
-    let fd = raw::open(&path[..n], libc::O_RDONLY).ok()?;
+/// Reads the file whose path is these parts together, the last of which ends with NUL.
+pub(crate) fn read(parts: &[&[u8]], out: &mut [u8]) -> Option<usize> {
+    let fd = raw::open(raw::path_of(parts, &mut [0; raw::PATH])?, libc::O_RDONLY).ok()?;
     let got = raw::pread(fd, out, 0);
     raw::close(fd);
     got.ok()

@@ -124,6 +124,19 @@ pub fn read_file(path: &[u8], out: &mut Vec<u8>) -> Result<(), Errno> {
     Ok(())
 }
 
+/// Longest path that [`path_of`] puts together, its NUL included (bytes).
+pub const PATH: usize = 64;
+
+/// Puts a path together from its parts, the last of which ends with NUL (no allocation). None when it is longer than [`PATH`].
+pub fn path_of<'a>(parts: &[&[u8]], path: &'a mut [u8; PATH]) -> Option<&'a [u8]> {
+    let mut n = 0;
+    for part in parts {
+        path.get_mut(n..n + part.len())?.copy_from_slice(part);
+        n += part.len();
+    }
+    Some(&path[..n])
+}
+
 /// Writes a decimal number into a buffer and returns what it wrote (no allocation).
 pub fn decimal(mut v: u64, buf: &mut [u8; 20]) -> &[u8] {
     let mut i = 20;

@@ -299,17 +299,9 @@ pub fn waited_ns(tid: i32) -> u64 {
 
 /// Reads a file of the kernel's about thread `tid` of this process; `name` ends with NUL.
 fn read_of<'a>(tid: u32, name: &[u8], text: &'a mut [u8]) -> Option<&'a [u8]> {
-    let mut path = [0u8; 64];
-    let mut n = 0;
-    let mut buf = [0; 20];
-    for part in [b"/proc/self/task/".as_slice(), crate::raw::decimal(tid as u64, &mut buf), name] {
-        path[n..n + part.len()].copy_from_slice(part);
-        n += part.len();
-    }
-    let fd = crate::raw::open(&path[..n], libc::O_RDONLY).ok()?;
-    let got = crate::raw::pread(fd, text, 0);
-    crate::raw::close(fd);
-    text.get(..got.ok()?)
+    let mut number = [0; 20];
+    let n = crate::process::read(&[b"/proc/self/task/", crate::raw::decimal(tid.into(), &mut number), name], text)?;
+    text.get(..n)
 }
 
 /// The CPU on which thread `tid` of this process last ran.

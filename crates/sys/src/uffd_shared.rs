@@ -136,14 +136,10 @@ fn decode(m: &[u64; 4]) -> SharedMessage {
 
 /// Whether a descriptor is a userfaultfd: whoever got it from another process should look.
 pub fn is_uffd(fd: i32) -> bool {
-    let mut path = [0u8; 64];
-    let mut digits = [0u8; 20];
-    let number = raw::decimal(fd as u64, &mut digits);
-    let prefix = b"/proc/thread-self/fd/";
-    path[..prefix.len()].copy_from_slice(prefix);
-    path[prefix.len()..prefix.len() + number.len()].copy_from_slice(number);
-    let mut target = [0u8; 64];
-    // SAFETY: a NUL-terminated path (the buffer is longer than what was written), and a buffer of its length.
+    let (mut path, mut number, mut target) = ([0; raw::PATH], [0; 20], [0u8; 64]);
+    let parts = [b"/proc/thread-self/fd/", raw::decimal(fd as u64, &mut number), b"\0"];
+    let Some(path) = raw::path_of(&parts, &mut path) else { return false };
+    // SAFETY: a NUL-terminated path, and a buffer of its length.
     let got = unsafe { sys!(libc::SYS_readlinkat, libc::AT_FDCWD, path.as_ptr(), target.as_mut_ptr(), target.len()) };
     got.is_ok_and(|n| &target[..n] == b"anon_inode:[userfaultfd]")
 }

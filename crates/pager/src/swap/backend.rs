@@ -134,19 +134,16 @@ pub(super) fn connect(map: &ClusterMap) -> Result<i32, Errno> {
 
 impl ClusterMap {
     /// The command's descriptor as a path: the file, or the socket's file. With its terminating NUL.
-    pub(super) fn path<'a>(&self, path: &'a mut [u8; 64]) -> &'a [u8] {
-        let (mut n, mut pid, mut fd) = (0, [0; 20], [0; 20]);
-        for part in [
+    pub(super) fn path<'a>(&self, path: &'a mut [u8; raw::PATH]) -> &'a [u8] {
+        let (mut pid, mut fd) = ([0; 20], [0; 20]);
+        let parts = [
             b"/proc/".as_slice(),
             raw::decimal(u64::from(self.pid.load(Relaxed)), &mut pid),
             b"/fd/",
             raw::decimal(self.fd.load(Relaxed) as u64, &mut fd),
             b"\0",
-        ] {
-            path[n..n + part.len()].copy_from_slice(part);
-            n += part.len();
-        }
-        &path[..n]
+        ];
+        raw::path_of(&parts, path).expect("two numbers of at most 20 digits, and 13 bytes")
     }
 
     /// Whether what is swapped goes to a server.

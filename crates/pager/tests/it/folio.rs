@@ -1,6 +1,7 @@
 //! Folios and blocks in a region of the library: lines A and B of the acceptance list, each test naming its line.
 
-use crate::region::{Rng, against_model, alone, by_itself, rss_anon, seed};
+use crate::alone::by_itself;
+use crate::region::{Rng, against_model, alone, rss_anon, seed};
 use std::sync::atomic::{AtomicU64, Ordering::*};
 use uzswap_pager::folio::{FolioCounters, LARGE_ORDERS, OrderCounters};
 use uzswap_pager::group::Counters;

@@ -1,4 +1,6 @@
 //! The pager's integration tests, one binary.
+#[path = "../../src/testing/alone.rs"]
+mod alone;
 mod folio;
 mod region;
 mod shared;

@@ -103,27 +103,6 @@ pub(crate) fn rss_anon() -> usize {
     line.trim().trim_end_matches(" kB").parse::<usize>().unwrap() << 10
 }
 
-/// Says why a test cannot run here, where the test runner does not keep it to itself.
-pub(crate) fn skip(reason: &str) {
-    let test = std::thread::current().name().unwrap_or("?").to_owned();
-    let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("    SKIPPED {test}: {reason}\n"));
-}
-
-/// Whether this test has its process for itself, so that what it sees of that (memory, descriptors, threads) is its own. Where it
-/// has not, it is run in one that is started for it, and has passed there when this returns false.
-pub(crate) fn by_itself(test: &str) -> bool {
-    const SET: &str = "UZSWAP_TEST_BY_ITSELF";
-    if std::env::var_os(SET).is_some_and(|name| name == test) {
-        return true;
-    }
-    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
-    let done = command.args(["--exact", test, "--nocapture"]).env(SET, test).output().unwrap();
-    let said = String::from_utf8_lossy(&done.stdout);
-    println!("{said}");
-    assert!(done.status.success() && said.contains("1 passed"), "{}", String::from_utf8_lossy(&done.stderr));
-    false
-}
-
 /// Tests that need much memory run one at a time.
 pub(crate) fn alone() -> std::sync::MutexGuard<'static, ()> {
     static ONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
@@ -327,7 +306,7 @@ fn threads_that_touch_the_same_pages_agree() {
 #[test]
 fn dropping_a_region_returns_its_memory() {
     let _one = alone();
-    if !by_itself("region::dropping_a_region_returns_its_memory") {
+    if !crate::alone::by_itself("region::dropping_a_region_returns_its_memory") {
         return;
     }
     let fill = || {

@@ -102,7 +102,7 @@ fn the_kernel_reads_and_writes_pages_that_are_out() {
     let region = region(8 * MIB, 8 * MIB);
     let m = region.map().unwrap();
     if !m.kernel_faults() {
-        return crate::region::skip("the kernel's own faults may not be served here");
+        return crate::alone::skip("the kernel's own faults may not be served here");
     }
     for page in 0..64 {
         words(&m, page).iter().for_each(|w| w.store(page as u64 + 1, Relaxed));

@@ -68,7 +68,7 @@ fn direct_reads_into_pinned_pages_while_everything_goes_out() {
     std::fs::remove_file(&path).unwrap();
     let direct = match direct {
         Ok(file) => file,
-        Err(e) => return crate::region::skip(&format!("no direct I/O in {}: {e}", path.display())),
+        Err(e) => return crate::alone::skip(&format!("no direct I/O in {}: {e}", path.display())),
     };
     let region = region(8 * MIB, 8 * MIB);
     let (m, other) = (region.map().unwrap(), region.map().unwrap());

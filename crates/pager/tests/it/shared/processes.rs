@@ -353,7 +353,7 @@ fn nobody_waits_for_a_client_that_was_killed_while_it_waited() {
 fn another_user_is_refused() {
     // SAFETY: no arguments.
     if unsafe { libc::geteuid() } != 0 {
-        return crate::region::skip("only root can become another user");
+        return crate::alone::skip("only root can become another user");
     }
     let path = socket_path("refused");
     let region = region(4 * MIB, 8 * MIB);

@@ -25,7 +25,7 @@ impl Ring {
         // SAFETY: the structure has 120 bytes.
         let fd = unsafe { libc::syscall(libc::SYS_io_uring_setup, ENTRIES, parameters.as_mut_ptr()) } as i32;
         if fd < 0 {
-            crate::region::skip(&format!("io_uring is refused here: {}", std::io::Error::last_os_error()));
+            crate::alone::skip(&format!("io_uring is refused here: {}", std::io::Error::last_os_error()));
             return None;
         }
         // IORING_FEAT_SINGLE_MMAP, since 5.4: both queues are in one mapping.
@@ -109,7 +109,7 @@ fn a_ring_reads_and_writes_pages_that_are_out() {
     let region = region(4 * MIB, 8 * MIB);
     let (m, other) = (region.map().unwrap(), region.map().unwrap());
     if !m.kernel_faults() {
-        return crate::region::skip("the kernel's own faults may not be served here");
+        return crate::alone::skip("the kernel's own faults may not be served here");
     }
     let content = |round: u64, page: usize, i: usize| (round << 32 | page as u64) * 0x9e37 + i as u64 / 16;
     let file = tempfile();
