@@ -57,10 +57,8 @@ impl Pager {
     /// The same between mapping calls of the program: while one runs, from its event to its end, there may be pages that are
     /// about to go. False when calls cannot be kept from running now.
     pub(crate) fn scan_between_calls(&self) -> bool {
-        if !self.calls.try_stop() {
-            return false;
-        }
-        let _ = self.scan(&mut self.state.lock());
+        let Some(mut s) = self.lock_between_calls() else { return false };
+        let _ = self.scan(&mut s);
         self.calls.go_on();
         true
     }

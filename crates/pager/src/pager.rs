@@ -115,6 +115,8 @@ pub struct Pager {
     pub looks_done: AtomicU32,
     /// Keeps the program's mapping calls in order.
     pub calls: Calls,
+    /// Whether calls are stopped for somebody who waits for the lock, so that who has it may use that.
+    pub calls_lent: AtomicBool,
     /// Who compresses together.
     pub crew: Crew,
     /// What its helpers compress with.
@@ -241,6 +243,7 @@ impl Pager {
             looks_wanted: AtomicU32::new(0),
             looks_done: AtomicU32::new(0),
             calls: Calls::default(),
+            calls_lent: AtomicBool::new(false),
             crew: Crew::new(),
             tools: Lock::new(Vec::new()),
             crew_tids: Default::default(),

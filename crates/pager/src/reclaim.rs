@@ -98,9 +98,10 @@ impl Pager {
     pub(crate) fn reclaim_step(&self, batch: &mut Batch) -> bool {
         let (low, high) = self.watermarks();
         let mut progress = false;
-        let stopped = self.without_move && self.calls.try_stop();
+        let between = if self.without_move { self.lock_between_calls() } else { None };
+        let stopped = between.is_some();
         {
-            let mut s = self.state.lock();
+            let mut s = between.unwrap_or_else(|| self.state.lock());
             s.calls_stopped = stopped;
             let over = ((self.excess(&s) + self.margin() as isize).max(0) as usize) / PAGE;
             let spare = s.zone.free_slots(Kind::Frame);
@@ -124,9 +125,10 @@ impl Pager {
                 progress |= self.prepare(&mut s, batch, want, keep) && !refusing;
             }
             s.calls_stopped = false;
-        }
-        if stopped {
-            self.calls.go_on();
+            // (Before the lock is given up: who has it next, and runs instead of this thread, takes pages too.)
+            if stopped {
+                self.calls.go_on();
+            }
         }
         batch.compress(self);
         let mut s = self.state.lock();
