@@ -146,8 +146,6 @@ pub struct Pager {
     /// Whether a device may write to the program's memory behind the kernel's page tables, which without MOVE forbids to
     /// take any of it: see `pins`.
     pub pins: AtomicBool,
-    /// Which of the places is used that pages are taken to.
-    pub scratch: AtomicUsize,
     /// Whether the program has locked memory.
     pub locks: AtomicBool,
     /// Whether some of the program's memory is to be zeros in forked children (MADV_WIPEONFORK).
@@ -258,7 +256,6 @@ impl Pager {
             notifies: AtomicBool::new(false),
             without_move: group.without_move.load(Relaxed) != 0 || group.faults.never_move.load(Relaxed) != 0,
             pins: AtomicBool::new(false),
-            scratch: AtomicUsize::new(0),
             locks: AtomicBool::new(false),
             wipes: AtomicBool::new(false),
             control_block: AtomicUsize::new(crate::fork::CONTROL_BLOCK),
