@@ -17,6 +17,7 @@ mod pins;
 mod rawfork;
 mod symbols;
 mod threads;
+mod userfaults;
 mod users;
 
 use core::ffi::c_int;
@@ -87,6 +88,7 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     environment::init();
     rawfork::init();
     threads::init();
+    userfaults::init();
     users::init();
     pins::init();
     leaving::init();

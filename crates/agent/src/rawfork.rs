@@ -4,7 +4,7 @@
 //! system call with instructions of its own (or has libc make it on a new stack through `syscall`).
 
 use crate::next::Next;
-use crate::{after_fork, after_mmap, before_fork, calls, fails, leaving, pager, pins};
+use crate::{after_fork, after_mmap, before_fork, calls, fails, leaving, pager, pins, userfaults};
 use core::ffi::{c_int, c_long, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
 use uzswap_pager::arena::PAGE;
@@ -72,8 +72,9 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
                 pins::may_pin();
             }
             let held = calls::begin_one(nr, c, d);
+            let registered = if nr == libc::SYS_ioctl { userfaults::call(a, b, c) } else { None };
             // SAFETY: as the caller says.
-            let ret = unsafe { raw::syscall(nr, args) };
+            let ret = registered.unwrap_or_else(|| unsafe { raw::syscall(nr, args) });
             match nr {
                 libc::SYS_madvise => calls::end_advice(held, a, b, c, ret),
                 libc::SYS_mmap => {

@@ -78,7 +78,7 @@ impl Pager {
             // (What comes takes memory from the kernel, frames or not.)
             true => self.excess(s) + (n * PAGE) as isize > 0,
         };
-        if short && !self.at_floor(s) {
+        if short && !s.keeps_all && !self.at_floor(s) {
             self.direct_reclaim(s, n)?;
         }
         let (frames, n) = self.frames_for(s, vpn, order, d);

@@ -46,6 +46,7 @@ impl Pager {
                 continue;
             }
             let parts = without(vec![(m.start, m.end)], &s.pinned);
+            let parts = without(parts, self.ceding.kept().as_slice());
             for (start, end) in without(parts, &s.excluded) {
                 // The others are registered all the same.
                 found = self.take_over(s, start, end).and_then(|new| Ok(found? + new));
@@ -73,9 +74,13 @@ impl Pager {
             }
             // What is there must not leave either: MOVE does not ask whether its source is registered.
             s.managed.retain(|(a, b)| *b <= start || *a >= end);
+            if errno == libc::EBUSY {
+                s.note_ceded(start, end);
+            }
             forget_range(s, (start / PAGE) as u64, (end / PAGE) as u64);
             return Ok(0);
         }
+        s.note_taken_over(start, end);
         if s.managed.contains(&(start, end)) {
             return Ok(0);
         }

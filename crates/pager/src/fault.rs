@@ -127,11 +127,12 @@ impl Pager {
             s.pt.hint(r.vpn, set, clear);
         }
         let huge = self.wants_huge(s, r.vpn) && self.huge_frames(s)?;
-        let (mut at, end) = match (huge, alone || s.remapping.is_under_way()) {
+        let (mut at, until) = match (huge, alone || s.remapping.is_under_way()) {
             (true, _) => (r.vpn, r.vpn + FOLIO_PAGES as u64),
             (_, true) => (r.vpn, r.vpn + 1),
             _ => whole_blocks(s, r.vpn, n),
         };
+        let end = s.before_ceded(r.vpn, until);
         // Who goes on in sequence meets the next fault there.
         s.streams[stream].0 = end;
         let mut d = Delivery::of(r, alone && !huge);

@@ -113,6 +113,8 @@ impl Pager {
         // (The parent's ticker, which may have been asked, is not here.)
         self.letting.store(KEEPS, Relaxed);
         self.following.forget();
+        self.ceding.forget();
+        self.unsharing.store(false, Relaxed);
         let engaged = self.engaged.load(Relaxed);
         self.calls.forget_others();
         // SAFETY: before_fork took the lock in this thread.
@@ -188,6 +190,9 @@ impl Pager {
         self.reads_fd.store(-1, Relaxed);
         s.end_flights();
         s.unshare.clear();
+        // (The program's registrations are not inherited, unless it asked for that; a scan is told so then.)
+        s.ceded.clear();
+        s.withdrawn.clear();
         s.asked.clear();
         s.compactor.counters = Counters::default();
         s.moved_busy.clear();

@@ -199,6 +199,9 @@ impl Handler {
     /// Serves what can be served now, and sees to it that what is on disk is read.
     fn serve_waiting(&mut self, p: &Pager, s: &mut State) {
         (self.retry, self.wake_at) = (false, None);
+        if !s.withdrawn.is_empty() {
+            self.drop_withdrawn(p, s);
+        }
         let mut i = 0;
         while i < self.waiting.len() {
             let waiting = &mut self.waiting[i];
@@ -214,6 +217,19 @@ impl Handler {
             }
             self.waiting.remove(i);
         }
+    }
+
+    /// Faults on what was ceded to the program since they were read are not served any more. Who waits faults again.
+    fn drop_withdrawn(&mut self, p: &Pager, s: &mut State) {
+        let withdrawn = core::mem::take(&mut s.withdrawn);
+        self.waiting.retain(|waiting| {
+            let vpn = waiting.r.vpn;
+            let stays = !withdrawn.iter().any(|(from, to)| (*from..*to).contains(&vpn));
+            if !stays {
+                p.uffd().wake(vpn as usize * PAGE, PAGE);
+            }
+            stays
+        });
     }
 
     /// Whether nothing is to be done before a message comes or a read ends.

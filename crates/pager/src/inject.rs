@@ -52,6 +52,9 @@ pub enum Site {
     Slot,
     /// A process is let go of: an event that is unread keeps a page from coming back, or a lost one from being marked.
     LetGo,
+    /// A range is ceded to a userfaultfd of the program's: an event that is unread keeps a page from coming back, or the kernel has no
+    /// memory to end the registration.
+    Cede,
     /// The helpers cannot follow a change of user: they may not, or memory has come to be managed meanwhile.
     Follow,
     /// Reading from the swap file: EIO, EIO after a part, another bit than was written, or two short reads.
@@ -68,7 +71,7 @@ pub enum Site {
 }
 
 /// Every site and its name.
-pub const SITES: [(Site, &str); 21] = [
+pub const SITES: [(Site, &str); 22] = [
     (Site::Pool, "pool"),
     (Site::Damage, "damage"),
     (Site::MoveOut, "move_out"),
@@ -79,6 +82,7 @@ pub const SITES: [(Site, &str); 21] = [
     (Site::Uffd, "uffd"),
     (Site::Slot, "slot"),
     (Site::LetGo, "let_go"),
+    (Site::Cede, "cede"),
     (Site::Follow, "follow"),
     (Site::Limit, "limit"),
     (Site::Compress, "compress"),

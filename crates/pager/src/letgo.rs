@@ -47,7 +47,7 @@ const PASSES: u32 = 8;
 const PAUSES: u32 = 20_000;
 pub(crate) const PAUSE_NS: u64 = 50_000;
 /// When nothing has come from the disk for so long it is given up (nanoseconds): twice as long as a server is given for a read.
-const GIVE_UP_NS: u64 = 20_000_000_000;
+pub(crate) const GIVE_UP_NS: u64 = 20_000_000_000;
 /// Descriptors that a forked child's helpers need.
 const DESCRIPTORS: u64 = 12;
 
@@ -144,6 +144,7 @@ impl Pager {
         if how == GONE {
             // (Who has asked for something else meanwhile would wait for ever.)
             self.following.refuse();
+            self.ceding.answer(Err(libc::EBUSY));
         }
     }
 
@@ -164,7 +165,7 @@ impl Pager {
                 any = true;
                 if s.pt.get(vpn).tag() == Tag::Disk {
                     drop(s);
-                    if !self.bring_from_disk(vpn, &mut patience) {
+                    if !self.bring_from_disk(vpn, u64::MAX, &mut patience) {
                         return false;
                     }
                     at = vpn + 1;
@@ -187,16 +188,16 @@ impl Pager {
         false
     }
 
-    /// Has the handler bring what is on disk from `first` on, some of it, as for who touches it: several reads are under way
+    /// Has the handler bring what is on disk of the pages `[first, end)`, some of it, as for who touches it: several reads are under way
     /// at once, and memory that may not be read (PROT_NONE) has its pages back too. (Nor does this thread wait in a fault: where a
     /// page is lost it may have to see to it, see `lost`.) False when nothing came for too long.
-    fn bring_from_disk(&self, first: u64, patience: &mut Patience) -> bool {
+    pub(crate) fn bring_from_disk(&self, first: u64, end: u64, patience: &mut Patience) -> bool {
         let (mut asked, mut n) = ([0; AT_ONCE], 0);
         {
             let mut s = self.state.lock();
             let mut at = first;
             while n < AT_ONCE
-                && let Some(vpn) = s.pt.next_used(at)
+                && let Some(vpn) = s.pt.next_used(at).filter(|vpn| *vpn < end)
             {
                 if s.pt.get(vpn).tag() == Tag::Disk {
                     (asked[n], n) = (vpn, n + 1);
@@ -292,7 +293,7 @@ impl Pager {
 }
 
 /// For how long it is tried.
-struct Patience {
+pub(crate) struct Patience {
     /// Times that an event was waited for.
     pauses: u32,
     /// When something came last (monotonic nanoseconds).
@@ -302,12 +303,12 @@ struct Patience {
 }
 
 impl Patience {
-    fn new(most_ns: u64) -> Self {
+    pub(crate) fn new(most_ns: u64) -> Self {
         Self { pauses: 0, came_at: thread::now_ns(), most_ns }
     }
 
     /// Waits a little for events to be read; false when that has been done too often.
-    fn pause(&mut self) -> bool {
+    pub(crate) fn pause(&mut self) -> bool {
         self.pauses += 1;
         thread::sleep_ns(PAUSE_NS);
         self.pauses <= PAUSES
@@ -325,7 +326,7 @@ impl Patience {
 }
 
 /// The first page from `at` on that is out.
-fn next_out(s: &State, mut at: u64) -> Option<u64> {
+pub(crate) fn next_out(s: &State, mut at: u64) -> Option<u64> {
     loop {
         at = s.pt.next_used(at)?;
         if !matches!(s.pt.get(at).tag(), Tag::None | Tag::Resident | Tag::Poisoned) {
@@ -379,12 +380,12 @@ mod tests {
         let p = testing::pager_with_swap(16 << 20);
         let at = (testing::memory(p, 3) / PAGE) as u64;
         [0, 2].iter().for_each(|i| p.state.lock().pt.set(at + i, Pte::new(Tag::Disk, 0)));
-        assert!(!p.bring_from_disk(at, &mut Patience::new(1_000_000)));
+        assert!(!p.bring_from_disk(at, u64::MAX, &mut Patience::new(1_000_000)));
         assert_eq!(core::mem::take(&mut p.state.lock().asked), [at, at + 2], "what is on disk, and nothing else");
         // One has come and the other is lost: that is all there is to wait for.
         p.state.lock().pt.set(at, Pte::new(Tag::Resident, 0));
         p.state.lock().pt.set(at + 2, Pte::new(Tag::Poisoned, 0));
-        assert!(p.bring_from_disk(at, &mut Patience::new(0)));
+        assert!(p.bring_from_disk(at, u64::MAX, &mut Patience::new(0)));
         assert!(p.state.lock().asked.is_empty());
     }
 

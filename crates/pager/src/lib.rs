@@ -4,6 +4,7 @@
 pub mod arena;
 pub mod batch;
 pub mod calls;
+pub mod ceded;
 pub mod compact;
 pub mod compress;
 pub mod credentials;

@@ -5,13 +5,14 @@
 //! hints of which an old value costs time and nothing else. A forked child has all of it as its parent had, and sets anew what is
 //! another process's (`fork`).
 //!
-//! Lock order: the program's mapping calls (`calls`), the pager's lock (`state`), then those that lead nowhere: the helpers'
-//! tools, the page map, a region's queue of markers, the agent's allocator. The pager's lock is not held while the program's
-//! memory is touched: that may fault, and who serves the fault needs it. What other processes read or write (the group's page,
-//! the books of the swap file) are atomics.
+//! Lock order: the program's registering call (`ceded`), its mapping calls (`calls`), the pager's lock (`state`), then those that
+//! lead nowhere: the helpers' tools, the page map, a region's queue of markers, the agent's allocator. The pager's lock is not held
+//! while the program's memory is touched: that may fault, and who serves the fault needs it. What other processes read or write (the
+//! group's page, the books of the swap file) are atomics.
 
 use crate::arena::{Layout, PAGE};
 use crate::calls::Calls;
+use crate::ceded::Ceding;
 use crate::compress::{HELPERS_MOST, Tools};
 use crate::credentials::Following;
 use crate::group::{GroupPage, NODES};
@@ -156,6 +157,10 @@ pub struct Pager {
     pub stopping: AtomicBool,
     /// What the helpers are to do as the program did: see `credentials`.
     pub following: Following,
+    /// What is given up for a userfaultfd of the program's: see `ceded`.
+    pub ceding: Ceding,
+    /// Whether the reclaim thread is un-sharing memory (set with the lock held).
+    pub unsharing: AtomicBool,
     /// Whether memory is let go of (a futex word): see `letgo`.
     pub letting: AtomicU32,
     /// The address by whose event the handler is told to end; 0 for none.
@@ -261,6 +266,8 @@ impl Pager {
             control_block: AtomicUsize::new(crate::fork::CONTROL_BLOCK),
             stopping: AtomicBool::new(false),
             following: Following::default(),
+            ceding: Ceding::default(),
+            unsharing: AtomicBool::new(false),
             letting: AtomicU32::new(0),
             farewell: AtomicUsize::new(0),
             page_map: Lock::new(None),

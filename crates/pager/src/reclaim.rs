@@ -140,8 +140,10 @@ impl Pager {
     /// Makes what was found to be shared this process's own, having released the lock; whether there was any.
     pub(crate) fn unshare_noted(&self, mut s: Guard<'_, State>) -> bool {
         let shared = core::mem::take(&mut s.unshare);
+        self.unsharing.store(true, SeqCst);
         drop(s);
         let any = self.unshare(&shared);
+        self.unsharing.store(false, SeqCst);
         // Freed under the lock, as everything is: a child must find the allocator at rest.
         let s = self.state.lock();
         drop(shared);
@@ -334,6 +336,10 @@ impl Pager {
     /// Makes pages shared with a child this process's own, so that they can be moved: the kernel copies them.
     fn unshare(&self, ranges: &[(usize, usize)]) -> bool {
         for (at, len) in ranges {
+            // (Who cedes memory waits for this. What is left is found to be shared again.)
+            if self.ceding.is_asked() {
+                break;
+            }
             // (To write to a protected page would be to wait for the client, which this thread looks after.)
             if self.tracks && (self.unshare_unwritten(*at, *len) || self.notifies.load(Acquire)) {
                 continue;

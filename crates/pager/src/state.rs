@@ -114,6 +114,12 @@ pub struct State {
     pub excluded: Vec<(usize, usize)>,
     /// Ranges registered, as they were found.
     pub managed: Vec<(usize, usize)>,
+    /// Ranges that the program has registered with a userfaultfd of its own, or had once: see `ceded`.
+    pub ceded: Vec<(usize, usize)>,
+    /// Ranges of pages that were ceded: faults on them that were read before are no longer this pager's.
+    pub withdrawn: Vec<(u64, u64)>,
+    /// Whether nothing is to be taken out for what the lock's owner brings.
+    pub keeps_all: bool,
     /// Ranges whose frames are shared after fork: to be un-shared outside the lock.
     pub unshare: Vec<(usize, usize)>,
     /// Pages moved by mremap while they were being compressed: slot, and where they are now. `commit` asks.
@@ -202,6 +208,9 @@ impl State {
             pinned: Vec::new(),
             excluded: Vec::new(),
             managed: Vec::new(),
+            ceded: Vec::new(),
+            withdrawn: Vec::new(),
+            keeps_all: false,
             unshare: Vec::new(),
             asked: Vec::new(),
             moved_busy: Vec::new(),

@@ -90,6 +90,7 @@ impl Pager {
                 self.let_go_now();
             }
             self.change_ticker();
+            self.cede_asked(|| watch.look_after_handler(self));
             // Requests made from now on are not served by this look: it may be past what they are about.
             let ticket = self.looks_wanted.load(Acquire);
             let Some(mut nap) = self.look(&mut unknown_before, ticket != self.looks_done.load(Relaxed)) else {

@@ -16,6 +16,7 @@ mod redis;
 mod remote;
 mod snapshot;
 mod units;
+mod userfaults;
 mod without_move;
 mod written;
 
