@@ -284,6 +284,9 @@ pub struct Slot {
     pub writer: AtomicU32,
     /// How far it has gone in the round over full pools (pages).
     pub turn: AtomicU64,
+    /// When the member last found nothing to take out though a group of its was over its limit (monotonic nanoseconds); 0 while
+    /// it gets on: see `full`.
+    pub stuck: AtomicU64,
     /// What a command asks of the member.
     pub request: PageRequest,
     /// Who is told of writes to the member's pages.
@@ -308,6 +311,7 @@ impl Slot {
         self.engaged.store(0, Relaxed);
         self.writer.store(0, Relaxed);
         self.turn.store(0, Relaxed);
+        self.stuck.store(0, Relaxed);
     }
 }
 
@@ -319,7 +323,7 @@ pub struct Events {
     pub high: AtomicU64,
     /// Reclaims because the charge was above `memory.max`.
     pub max: AtomicU64,
-    /// Times `memory.max` was exceeded and nothing more could be reclaimed.
+    /// Times `memory.max` was exceeded and nothing more could be reclaimed, in all of the group.
     pub oom: AtomicU64,
     /// Members killed for that.
     pub oom_kill: AtomicU64,

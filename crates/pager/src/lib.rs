@@ -16,6 +16,7 @@ pub mod events;
 pub mod fault;
 pub mod folio;
 pub mod fork;
+pub mod full;
 pub mod group;
 mod handler;
 pub mod holder;

@@ -4,7 +4,7 @@
 //!        memory.high                        memory.max
 //! ────────────┼──────────────────────────────────┼───────────────▶ charge: resident + pool + metadata
 //!  nothing    │ reclaim; the faulting threads    │ reclaim; when nothing more can be taken out:
-//!             │ wait in proportion to the excess │ --on-full
+//!             │ wait in proportion to the excess │ --on-full: see `full`
 //! ```
 //! Every group above a member's has its limits too: the one that is exceeded most decides. Limits are read anew each
 //! time, so changing one takes effect at once; `uzswap ctl` wakes the members for it.
@@ -13,10 +13,9 @@
 //! [`Pager::may_swap`] are asked before something is put there.
 
 use crate::arena::PAGE;
-use crate::group::{NO_LIMIT, Node, ON_FULL_KILL, ON_FULL_WAIT};
+use crate::group::{NO_LIMIT, Node, ON_FULL_WAIT};
 use crate::pager::Pager;
 use crate::state::State;
-use core::fmt::Write;
 use core::sync::atomic::Ordering::*;
 use uzswap_sys::thread;
 
@@ -29,8 +28,6 @@ const THROTTLE_MOST_NS: u64 = 100_000_000;
 const THROTTLE_LEAST_NS: u64 = 50_000;
 /// How far above `memory.max`, where that is little, faults go on before they wait.
 const FAR_BYTES: usize = 4 << 20;
-/// After a member was killed nobody else is for this long: it takes time to die.
-const KILL_PAUSE_NS: u64 = 2_000_000_000;
 
 /// A group of the chain whose `memory.max` is exceeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -208,24 +205,6 @@ impl Pager {
         self.group.count(self.node, |e| &e.swap_fail, pages);
     }
 
-    /// Nothing more can be reclaimed: if a `memory.max` is exceeded that is counted, said once, and acted upon.
-    pub fn full(&self, s: &State) {
-        let Some(over) = self.over_max(s) else { return };
-        let n = &self.group.nodes[over.node];
-        self.group.count(over.node, |e| &e.oom, 1);
-        let on_full = n.on_full.load(Relaxed);
-        if n.full_said.swap(1, AcqRel) == 0 {
-            self.say_full(s, over, on_full);
-        }
-        // (A quarter more, as what does not compress takes more in the pool than it did.)
-        let shrunk = over.charge as u64 <= n.grace.load(Relaxed) / 4 * 5;
-        match on_full {
-            ON_FULL_WAIT => self.waits.store(true, SeqCst),
-            ON_FULL_KILL if !shrunk => self.kill_largest(over.node),
-            _ => {}
-        }
-    }
-
     /// Far above a `memory.max` whose members are to wait (`--on-full=wait`), faults wait for reclaim, whether or not it
     /// knows yet that there is nothing more to take.
     pub fn hold_back(&self, s: &State) {
@@ -251,56 +230,6 @@ impl Pager {
         self.waits.store(wait, SeqCst);
         wait
     }
-
-    fn say_full(&self, s: &State, over: Over, on_full: u32) {
-        let mut line = Line::default();
-        let n = &self.group.nodes[over.node];
-        let (name, len) = n.name();
-        let name = core::str::from_utf8(&name[..len]).unwrap_or("?");
-        let (pool, most) = (s.pool.held_bytes(), Mib(over.max));
-        let _ = write!(line, "uzswap: the group `{name}` is full: {} are used of memory.max {most}", Mib(over.charge));
-        let _ = write!(line, ", {} too much, and nothing more can be taken out of memory", Mib(over.charge - over.max));
-        if self.zswap_is_full(s) {
-            let _ = write!(line, " (memory.zswap.max is full too: the pool holds {})", Mib(pool));
-        } else {
-            let _ = write!(
-                line,
-                " (of process {}: resident {}, pool {})",
-                thread::getpid(),
-                Mib(self.program_bytes(s)),
-                Mib(pool)
-            );
-        }
-        let what = match on_full {
-            ON_FULL_WAIT => "its threads wait until there is room (--on-full=wait)",
-            ON_FULL_KILL => "the member that holds most is killed (--on-full=kill)",
-            _ => "it goes on above its limit (--on-full=exceed)",
-        };
-        let _ = writeln!(line, "; {what}");
-        self.say(line.text());
-    }
-
-    fn program_bytes(&self, s: &State) -> usize {
-        self.charged(s).saturating_sub(s.pool.held_bytes())
-    }
-
-    /// Kills the member of a group that is charged most.
-    fn kill_largest(&self, node: usize) {
-        let n = &self.group.nodes[node];
-        let (now, due) = (thread::now_ns(), n.kill_due.load(Relaxed));
-        if now < due || n.kill_due.compare_exchange(due, now + KILL_PAUSE_NS, AcqRel, Relaxed).is_err() {
-            return;
-        }
-        let within = |slot: &&crate::group::Slot| self.group.is_within(slot.node.load(Relaxed) as usize, node);
-        let members = self.group.used().iter().filter(within);
-        let alive = members.filter_map(|slot| Some((slot.rss.load(Relaxed), slot.owner().filter(|o| !o.is_dead())?)));
-        let Some((charge, victim)) = alive.max_by_key(|(charge, _)| *charge) else { return };
-        self.group.count(node, |e| &e.oom_kill, 1);
-        let mut line = Line::default();
-        let _ = writeln!(line, "uzswap: process {} is killed, which holds {}", victim.pid(), Mib(charge as usize));
-        self.say(line.text());
-        thread::kill(victim.pid() as i32, libc::SIGKILL);
-    }
 }
 
 /// The wait at a charge above `high`.
@@ -314,47 +243,9 @@ fn throttle(charge: u64, high: u64) -> u64 {
     if wait < THROTTLE_LEAST_NS { 0 } else { wait }
 }
 
-/// A size for people, in MiB.
-struct Mib(usize);
-
-impl core::fmt::Display for Mib {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        let tenths = self.0 / (PAGE * 256 / 10);
-        write!(f, "{}.{} MiB", tenths / 10, tenths % 10)
-    }
-}
-
-/// A line of text without an allocation; what does not fit is left out.
-struct Line {
-    bytes: [u8; 512],
-    len: usize,
-}
-
-impl Default for Line {
-    fn default() -> Self {
-        Self { bytes: [0; 512], len: 0 }
-    }
-}
-
-impl Line {
-    fn text(&self) -> &[u8] {
-        &self.bytes[..self.len]
-    }
-}
-
-impl Write for Line {
-    fn write_str(&mut self, s: &str) -> core::fmt::Result {
-        let n = s.len().min(self.bytes.len() - self.len);
-        self.bytes[self.len..self.len + n].copy_from_slice(&s.as_bytes()[..n]);
-        self.len += n;
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{Line, Mib, THROTTLE_LEAST_NS, THROTTLE_MOST_NS, THROTTLE_NS, throttle};
-    use core::fmt::Write;
+    use super::{THROTTLE_LEAST_NS, THROTTLE_MOST_NS, THROTTLE_NS, throttle};
 
     #[test]
     fn waits_are_in_proportion_to_the_excess() {
@@ -368,14 +259,5 @@ mod tests {
         assert_eq!(throttle(2 * high, high), THROTTLE_NS);
         assert_eq!(throttle(100 * high, high), THROTTLE_MOST_NS);
         assert_eq!(throttle(1 << 60, 0), THROTTLE_MOST_NS);
-    }
-
-    #[test]
-    fn lines_are_cut_not_overrun() {
-        let mut line = Line::default();
-        write!(line, "{} and {}", Mib(64 << 20), Mib(3 << 19)).unwrap();
-        assert_eq!(line.text(), b"64.0 MiB and 1.5 MiB");
-        write!(line, "{:600}", "x").unwrap();
-        assert_eq!(line.text().len(), 512);
     }
 }

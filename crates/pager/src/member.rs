@@ -8,6 +8,7 @@
 //! Invariants: only the owner writes a slot's charges, and only while it lives; what dead members were charged with is returned
 //! by whoever looks. `group` explains how a slot changes hands. Nothing here takes a lock.
 
+use crate::full::LITTLE_BYTES;
 use crate::group::{Counters, DEPTH, GroupPage, NODES, SLOTS, Slot};
 use crate::inject::Site;
 use crate::pager::Pager;
@@ -135,7 +136,7 @@ impl Pager {
     }
 
     /// The other members' slots that are somebody's.
-    fn others(&self) -> impl Iterator<Item = &Slot> {
+    pub(crate) fn others(&self) -> impl Iterator<Item = &Slot> {
         let mine = self.slot.load(Relaxed);
         let all = self.group.used().iter().enumerate();
         all.filter(move |(i, s)| *i != mine && s.owner.load(Relaxed) != 0).map(|(_, s)| s)
@@ -192,7 +193,7 @@ impl Pager {
         if due(&self.poke_due, every.clamp(POKE_LEAST_NS, SEARCH_NS)) {
             self.rally();
         }
-        for other in self.others().filter(|o| o.rss.load(Relaxed) > 4 << 20) {
+        for other in self.others().filter(|o| o.rss.load(Relaxed) > LITTLE_BYTES) {
             wake_member(other, false);
         }
     }

@@ -15,6 +15,7 @@ use crate::calls::Calls;
 use crate::ceded::Ceding;
 use crate::compress::{HELPERS_MOST, Tools};
 use crate::credentials::Following;
+use crate::full::Waiting;
 use crate::group::{GroupPage, NODES};
 use crate::huge::Blocks;
 use crate::member::Chain;
@@ -68,6 +69,8 @@ pub struct Pager {
     pub poke_due: AtomicU64,
     /// Whether faults wait until the group has room (`--on-full=wait`).
     pub waits: AtomicBool,
+    /// What was seen while this member found nothing to take out and another got on: see `full`.
+    pub waiting: Waiting,
     /// Whether the pool was refused room by `memory.zswap.max` when it last asked.
     pub zswap_full: AtomicBool,
     /// Faults (as `pgfault` counts them) up to which a full pool is not tried again.
@@ -222,6 +225,7 @@ impl Pager {
             bury_due: AtomicU64::new(0),
             poke_due: AtomicU64::new(0),
             waits: AtomicBool::new(false),
+            waiting: Waiting::default(),
             zswap_full: AtomicBool::new(false),
             refused_until: AtomicU64::new(0),
             uffd: AtomicI32::new(-1),

@@ -54,6 +54,7 @@ impl Pager {
             let nap = self.look_after_client();
             if !self.wants_reclaim() {
                 failures = 0;
+                self.gets_on();
                 if self.compact_behind(&mut self.state.lock()) {
                     continue;
                 }
@@ -64,6 +65,7 @@ impl Pager {
             }
             if self.reclaim_step(&mut batch) {
                 failures = 0;
+                self.gets_on();
                 continue;
             }
             failures += 1;
@@ -189,6 +191,9 @@ impl Pager {
         if !floor && !refused {
             let keep = self.stage_target(s);
             let (left, _) = self.direct_round(s, BATCH_PAGES.max(need), keep, Some(need));
+            if left > 0 {
+                self.gets_on();
+            }
             if left < BATCH_PAGES / 4 && self.zswap_is_full(s) {
                 self.refused_until.store(faults + 32, Relaxed);
             }

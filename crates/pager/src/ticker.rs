@@ -143,6 +143,7 @@ impl Pager {
             // (What is to be put out on request must be managed first, however far the limit is.)
             if room == 0 || self.is_asked() {
                 if self.engage().is_err() {
+                    self.never_gets_on();
                     if self.group.warns_first(unmanaged::REFUSED) {
                         self.say(b"uzswap: memory cannot be managed in this process (userfaultfd refused, or no /proc); it runs without a limit; see `uzswap doctor`\n");
                     }

@@ -253,6 +253,30 @@ fn on_full_kill_kills_the_largest() {
     assert!(said.contains("is full") && said.contains("is killed, which holds"), "{said}");
 }
 
+/// Who is stopped has plenty to give, and gives nothing: the group is full all the same, until it goes on.
+#[test]
+fn a_group_is_full_whose_largest_member_is_stopped() {
+    let place = Place::new();
+    let mut large = place.start(&["--group", "g", "-m", "64M"]);
+    large.tell("c 45");
+    eventually("its charge is known", || place.number("g", "memory.current") > 45 * MIB);
+    let signal = |pid: u32, signal: i32| {
+        // SAFETY: a signal to a process of this test's.
+        assert_eq!(unsafe { libc::kill(pid as i32, signal) }, 0);
+    };
+    signal(large.pid(), libc::SIGSTOP);
+    let mut small = place.start(&["--group", "g"]);
+    small.tell("r 35");
+    eventually("the group is full", || place.event("g", "memory.events", "oom") > 0);
+    // (The command stops with its program.)
+    [large.pid(), large.command()].into_iter().for_each(|pid| signal(pid, libc::SIGCONT));
+    eventually("it gives what it can", || place.number("g", "memory.current") <= 64 * MIB);
+    small.tell("v");
+    large.tell("v");
+    let said = small.ends_well() + &large.ends_well();
+    assert_eq!(said.matches("the group `g` is full").count(), 1, "{said}");
+}
+
 #[test]
 fn on_full_wait_waits_for_room() {
     let place = Place::new();
