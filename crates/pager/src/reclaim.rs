@@ -345,6 +345,7 @@ impl Pager {
             if self.ceding.is_asked() {
                 break;
             }
+            self.show_progress();
             // (To write to a protected page would be to wait for the client, which this thread looks after.)
             if self.tracks && (self.unshare_unwritten(*at, *len) || self.notifies.load(Acquire)) {
                 continue;
@@ -359,7 +360,7 @@ impl Pager {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing;
+    use crate::{request, testing};
 
     /// The story: Java at half of its memory was left 125 pages, as its code and stacks and the pool filled the limit, and did
     /// nothing but fault. The pool alone was less than half, so nothing had to stay.
@@ -372,5 +373,22 @@ mod tests {
             assert_eq!(p.at_floor(&s), floor, "{resident} of {rss} MiB");
         }
         s.resident = 0;
+    }
+
+    /// The story: a program that forked all the time on a busy machine was asked to page out, which un-shared its pages for more than
+    /// five seconds: who asked was told that it does not answer.
+    #[test]
+    fn who_asks_sees_that_unsharing_goes_on() {
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, 3);
+        (0..3).for_each(|page| testing::put(p, at + page * PAGE, &[1; PAGE]));
+        let ranges = [0, 1, 2].map(|page| (at + page * PAGE, PAGE));
+        let r = &p.me().request;
+        for (state, shown) in [(request::IDLE, 0), (request::ASKED, 3), (request::SERVING, 3), (request::DONE, 0)] {
+            r.state.store(state, Relaxed);
+            let before = r.progress.load(Relaxed);
+            assert!(p.unshare(&ranges));
+            assert_eq!(r.progress.load(Relaxed).wrapping_sub(before), shown, "state {state}");
+        }
     }
 }

@@ -101,7 +101,7 @@ pub struct PageRequest {
     pub pages: AtomicU64,
     /// As in [`Moved`], so far.
     pub stayed: AtomicU64,
-    /// Pieces done (wrapping): that it goes on.
+    /// Pieces done, and parts of what comes before one is (wrapping): that it goes on.
     pub progress: AtomicU32,
 }
 
@@ -186,6 +186,14 @@ impl Pager {
         let r = &self.me().request;
         if r.state.compare_exchange(ASKED, DONE, AcqRel, Relaxed).is_ok() {
             lock::futex_wake(&r.state, u32::MAX >> 1, true);
+        }
+    }
+
+    /// Shows who asks, if anybody does, that the reclaim thread is at work: it does not answer before that is done.
+    pub(crate) fn show_progress(&self) {
+        let r = &self.me().request;
+        if matches!(r.state.load(Relaxed), ASKED | SERVING) {
+            r.progress.fetch_add(1, Release);
         }
     }
 

@@ -245,6 +245,7 @@ impl Pager {
     pub(crate) fn unshare_unwritten(&self, start: usize, len: usize) -> bool {
         let (mut at, end) = (start, start + len);
         while at < end {
+            self.show_progress();
             let n = ((end - at) / PAGE).min(UNSHARE_PAGES);
             let mut pages = [0; UNSHARE_PAGES];
             pages.iter_mut().enumerate().for_each(|(i, page)| *page = at + i * PAGE);
