@@ -55,11 +55,20 @@ impl Layout {
     /// Reserves the range for a limit of `limit` bytes and makes the heap and the stacks usable.
     ///
     /// # Errors
-    /// `ENOMEM` when there is no address space (a small `ulimit -v`).
+    /// `ENOMEM` when there is no address space (a small `ulimit -v` or `-d`). Nothing is left of it then: what the program may
+    /// have is less than this.
     pub fn reserve(limit: usize) -> Result<Self, Errno> {
         let slots = ((limit + (64 << 20)).max(128 << 20) / PAGE).next_multiple_of(512).min((1 << 25) - 512);
         let len = HEAP_BYTES + STACKS_BYTES + slots * PAGE + POOL_BYTES + 6 * GUARD;
         let raw = map(0, len, libc::PROT_NONE, false)?;
+        Self::within(raw, len, slots).inspect_err(|_| {
+            // SAFETY: our reservation, or what is left of it, in which nothing is yet.
+            let _ = unsafe { sys!(libc::SYS_munmap, raw, len) };
+        })
+    }
+
+    /// The lay-out in a reservation of `len` bytes at `raw`.
+    fn within(raw: usize, len: usize, slots: usize) -> Result<Self, Errno> {
         let base = raw.next_multiple_of(GUARD);
         if base > raw {
             // SAFETY: the head of our reservation, which alignment leaves over.

@@ -139,8 +139,11 @@ pub fn on_full_name(value: u32) -> &'static str {
 /// An I/O error in words, without the number.
 pub fn plain(error: &std::io::Error) -> String {
     let text = error.to_string();
-    let text = text.split(" (os error").next().unwrap_or_default();
-    text.to_lowercase()
+    let text = text.split(" (os error").next().unwrap_or_default().to_lowercase();
+    match error.raw_os_error() {
+        Some(libc::EFBIG) => format!("{text} (raise `ulimit -f`)"),
+        _ => text,
+    }
 }
 
 #[cfg(test)]

@@ -85,15 +85,16 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
         check::without_move(&config)?;
         group.page().without_move.store(1, Relaxed);
     }
-    let report = config.report.as_deref().map(|path| create("report", path)).transpose()?;
-    let trace = config.record.as_deref().map(|path| create("trace", path)).transpose()?;
+    let report = config.report.as_deref().map(|path| Output::open("report", path)).transpose()?;
+    let trace = config.record.as_deref().map(|path| Output::open("trace", path)).transpose()?;
+    let outputs: Vec<_> = report.iter().chain(&trace).filter(|output| output.is_new).map(|o| o.path.clone()).collect();
 
     let blocked = Blocked::new();
-    let trace = trace.map(|(path, file)| start_recording(&group, path, file)).transpose()?;
+    let trace = trace.map(|trace| start_recording(&group, trace)).transpose()?;
     let keeper = swap.as_ref().map_or(Ok(None), Swap::serve)?;
     let start = Instant::now();
     let child = start_program(&program, &args.command, &agent, &group, swap.as_ref(), &blocked).inspect_err(|_| {
-        for path in report.iter().map(|(path, _)| path).chain(trace.iter().map(|(path, _)| path)) {
+        for path in &outputs {
             let _ = std::fs::remove_file(path);
         }
     })?;
@@ -116,30 +117,56 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     if let Some((path, recorded)) = &trace {
         summary::print_trace(path, recorded, config.quiet == Some(true));
     }
-    if let Some((path, file)) = report {
+    if let Some(output) = report {
         let n = &group.page().nodes[group.node];
         let compressor = Compressor { codec: n.codec.load(Relaxed), level: n.level.load(Relaxed) };
         let report =
             Report::new(&args.command, ended, wall, usage, compressor, &totals, trace.map(|(_, recorded)| recorded));
-        if let Err(e) = report::write(&report, file) {
-            summary::say(&format!("uzswap: the report `{}` cannot be written: {}\n", path.display(), plain(&e)));
+        if let Err(e) = output.emptied().and_then(|file| report::write(&report, file)) {
+            summary::say(&format!("uzswap: the report `{}` cannot be written: {}\n", output.path.display(), plain(&e)));
         }
     }
     blocked.inherited.restore();
     Ok(ended)
 }
 
-fn create(what: &str, path: &Path) -> Result<(PathBuf, File), Refused> {
-    let file = File::create(path).map_err(|e| {
-        format!("the {what} `{}` cannot be written: {}; choose another file", path.display(), plain(&e))
-    })?;
-    Ok((path.to_path_buf(), file))
+/// A file that the command writes. It is opened before the program starts, so that what cannot be written is said in time.
+struct Output {
+    path: PathBuf,
+    file: File,
+    /// Whether it was not there before. (What was, a device perhaps, is not removed should the program not start.)
+    is_new: bool,
 }
 
-fn start_recording(group: &Group, path: PathBuf, file: File) -> Result<(PathBuf, Recording), Refused> {
-    let recording = Recording::start(&group.file, group.node, file)
-        .map_err(|e| format!("the trace `{}` cannot be written: {}", path.display(), plain(&e)))?;
-    Ok((path, recording))
+impl Output {
+    /// Opens `path`, for a file that is called `what`. What is in it stays for now.
+    fn open(what: &str, path: &Path) -> Result<Output, Refused> {
+        let (file, is_new) = match File::create_new(path) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                (File::options().write(true).create(true).truncate(false).open(path), false)
+            }
+            file => (file, true),
+        };
+        let file = file.map_err(|e| {
+            format!("the {what} `{}` cannot be written: {}; choose another file", path.display(), plain(&e))
+        })?;
+        Ok(Output { path: path.to_path_buf(), file, is_new })
+    }
+
+    /// The file, without what was in it.
+    fn emptied(&self) -> io::Result<&File> {
+        if self.file.metadata()?.is_file() {
+            self.file.set_len(0)?;
+        }
+        Ok(&self.file)
+    }
+}
+
+fn start_recording(group: &Group, trace: Output) -> Result<(PathBuf, Recording), Refused> {
+    let started = trace.emptied().and_then(|file| Recording::start(&group.file, group.node, file.try_clone()?));
+    let recording =
+        started.map_err(|e| format!("the trace `{}` cannot be written: {}", trace.path.display(), plain(&e)))?;
+    Ok((trace.path, recording))
 }
 
 fn start_program(

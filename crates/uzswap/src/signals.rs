@@ -21,16 +21,21 @@ const OWN: [libc::c_int; 8] = [
 
 /// Whether SIGPIPE was ignored before Rust's start-up code ignored it.
 static PIPE_IGNORED: AtomicBool = AtomicBool::new(false);
+/// Whether SIGXFSZ was ignored before we ignored it: what is larger than `ulimit -f` is an error that can be said.
+static FILE_SIZE_IGNORED: AtomicBool = AtomicBool::new(false);
 
 /// Runs before `main`, while dispositions are still those we were started with.
 #[used]
 // SAFETY: a function of C's calling convention, as the loader calls them there; it needs nothing that main sets up.
 #[unsafe(link_section = ".init_array")]
-static NOTE_PIPE: extern "C" fn() = {
-    extern "C" fn note_pipe() {
+static NOTE_IGNORED: extern "C" fn() = {
+    extern "C" fn note_ignored() {
         PIPE_IGNORED.store(is_ignored(libc::SIGPIPE), Relaxed);
+        FILE_SIZE_IGNORED.store(is_ignored(libc::SIGXFSZ), Relaxed);
+        // SAFETY: a constant disposition.
+        unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     }
-    note_pipe
+    note_ignored
 };
 
 /// Signals as we were started with them; what the program is to get.
@@ -39,6 +44,7 @@ pub struct Inherited {
     mask: libc::sigset_t,
     child_ignored: bool,
     pipe_ignored: bool,
+    file_size_ignored: bool,
 }
 
 /// Signals blocked in the supervisor.
@@ -64,7 +70,8 @@ impl Blocked {
             libc::sigprocmask(libc::SIG_BLOCK, set.as_ptr(), mask.as_mut_ptr());
             (set.assume_init(), mask.assume_init())
         };
-        Blocked { set, inherited: Inherited { mask, child_ignored, pipe_ignored: PIPE_IGNORED.load(Relaxed) } }
+        let (pipe_ignored, file_size_ignored) = (PIPE_IGNORED.load(Relaxed), FILE_SIZE_IGNORED.load(Relaxed));
+        Blocked { set, inherited: Inherited { mask, child_ignored, pipe_ignored, file_size_ignored } }
     }
 
     /// Waits for a signal: its number, and whether somebody sent it to us (rather than the kernel to the group).
@@ -91,6 +98,7 @@ impl Inherited {
         unsafe {
             libc::signal(libc::SIGCHLD, disposition(self.child_ignored));
             libc::signal(libc::SIGPIPE, disposition(self.pipe_ignored));
+            libc::signal(libc::SIGXFSZ, disposition(self.file_size_ignored));
             libc::sigprocmask(libc::SIG_SETMASK, &raw const self.mask, std::ptr::null_mut());
         }
     }

@@ -284,6 +284,70 @@ fn summary_unless_quiet() {
     assert!(run(&["-q", "--", "/bin/true"]).stderr.is_empty());
 }
 
+/// The story: where the program could not be started the report was removed, whatever it was: `/dev/null` too, by root.
+#[test]
+fn what_was_there_before_stays_where_nothing_starts() {
+    let dir = TempDir::new().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    // A program whose loader is missing: only the kernel finds that out.
+    let mut program = fs::read("/bin/true").unwrap();
+    let at = program.windows(15).position(|w| w == b"/lib64/ld-linux").expect("a dynamic program");
+    program[at + 1] = b'X';
+    fs::write(path("broken"), program).unwrap();
+    fs::set_permissions(path("broken"), fs::Permissions::from_mode(0o755)).unwrap();
+    std::os::unix::fs::symlink("/dev/null", path("link")).unwrap();
+    for option in ["--report", "--record"] {
+        fs::write(path("old"), "old").unwrap();
+        for name in ["old", "link", "new"] {
+            let out = run(&[option, &path(name), "--", &path("broken")]);
+            assert_eq!(out.status.code(), Some(127), "{}", String::from_utf8_lossy(&out.stderr));
+        }
+        assert!(fs::symlink_metadata(path("link")).is_ok() && fs::metadata("/dev/null").is_ok(), "{option}");
+        assert!(fs::exists(path("old")).unwrap() && !fs::exists(path("new")).unwrap(), "{option}");
+        // (A trace begins before the program does.)
+        assert!(option == "--record" || fs::read(path("old")).unwrap() == b"old", "{option}");
+    }
+    // What starts has all of it for itself.
+    fs::write(path("old"), vec![b'x'; 1 << 20]).unwrap();
+    assert!(run(&["-q", "--report", &path("old"), "--", "/bin/true"]).status.success());
+    serde_json::from_slice::<serde_json::Value>(&fs::read(path("old")).unwrap()).expect("one report");
+}
+
+/// What a shell says and how it ends where `limits` hold for it, and for `uzswap run` with these arguments.
+fn run_limited(limits: &str, args: &str) -> Output {
+    agent_built();
+    let script = format!("{limits}; exec '{UZSWAP}' run -m 64M {args}");
+    std::process::Command::new("/bin/sh").args(["-c", &script]).env_remove("UZSWAP_GROUP").output().unwrap()
+}
+
+/// The story: where files may not be that large the command was ended by a signal, without a word.
+#[test]
+fn files_larger_than_allowed_are_refused_in_words() {
+    for options in ["", "--swap 1G"] {
+        let out = run_limited("ulimit -f 0", &format!("{options} -- /bin/true"));
+        assert_eq!(out.status.code(), Some(125), "{}", String::from_utf8_lossy(&out.stderr));
+        assert!(sentence(&out).contains("ulimit -f"), "{}", sentence(&out));
+    }
+    // The program has the signal as ever.
+    let dir = TempDir::new().unwrap();
+    let grow = format!("-q -- truncate -s 1G {}/large", dir.path().display());
+    assert_eq!(run_limited("ulimit -f 200000", &grow).status.signal(), Some(libc::SIGXFSZ));
+}
+
+/// The story: where a process may have little memory that it can write to (`ulimit -d`), it was to run without a limit, but what
+/// had been reserved of uzswap's stayed and took all it might have.
+#[test]
+fn who_may_not_reserve_runs_without_a_limit() {
+    let Some(python) = python() else { return };
+    let program = format!("-q -- {} -c 'print(len(bytearray(100 << 20)))'", python.display());
+    for limits in ["ulimit -d 400000", "ulimit -v 4000000"] {
+        let out = run_limited(limits, &program);
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.success() && out.stdout == b"104857600\n", "{limits}: {said}");
+        assert_eq!(said.matches("without a limit").count(), 1, "{limits}: {said}");
+    }
+}
+
 #[test]
 fn report_says_how_it_ended() {
     let dir = TempDir::new().unwrap();
