@@ -2,7 +2,7 @@
 //! does not tell of it (`uzswap_pager::remapped`).
 
 use crate::{fails, pager, set_mask};
-use core::ffi::{c_int, c_long};
+use core::ffi::{c_int, c_long, c_uint};
 use core::sync::atomic::Ordering::Relaxed;
 use uzswap_pager::calls::Held;
 use uzswap_pager::remapped::Remap;
@@ -19,10 +19,16 @@ pub struct InOrder {
     mask: u64,
 }
 
+/// Makes guard pages: what was there is dropped, and who touches them gets SIGSEGV (Linux 6.13).
+const MADV_GUARD_INSTALL: c_int = 102;
+
+/// Advice that drops contents.
+const DROPS: [c_int; 5] =
+    [libc::MADV_DONTNEED, libc::MADV_FREE, libc::MADV_REMOVE, libc::MADV_DONTNEED_LOCKED, MADV_GUARD_INSTALL];
+
 /// Whether a call makes events, and whether it is `mremap`.
 fn kind(nr: c_long, third: usize, fourth: usize) -> Option<bool> {
     let fixed = libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE;
-    let drops = [libc::MADV_DONTNEED, libc::MADV_FREE, libc::MADV_REMOVE, libc::MADV_DONTNEED_LOCKED];
     match nr {
         libc::SYS_mremap => Some(true),
         libc::SYS_munmap | libc::SYS_brk => Some(false),
@@ -31,7 +37,8 @@ fn kind(nr: c_long, third: usize, fourth: usize) -> Option<bool> {
             pager().filter(|p| p.without_move).map(|_| false)
         }
         libc::SYS_mmap => (fourth as i32 & fixed == libc::MAP_FIXED).then_some(false),
-        libc::SYS_madvise => drops.contains(&(third as i32)).then_some(false),
+        libc::SYS_madvise => DROPS.contains(&(third as i32)).then_some(false),
+        libc::SYS_process_madvise => DROPS.contains(&(fourth as i32)).then_some(false),
         _ => None,
     }
 }
@@ -41,6 +48,11 @@ pub fn begin_one(nr: c_long, third: usize, fourth: usize) -> InOrder {
     let (Some(p), Some(alone)) = (pager(), kind(nr, third, fourth)) else {
         return InOrder { held: None, remaps: false, mask: 0 };
     };
+    if (nr, third as i32) == (libc::SYS_madvise, MADV_GUARD_INSTALL)
+        || (nr, fourth as i32) == (libc::SYS_process_madvise, MADV_GUARD_INSTALL)
+    {
+        p.guards.fetch_add(1, Relaxed);
+    }
     if p.calls.begin_unordered() {
         return InOrder { held: Some(Held::Counted), remaps: false, mask: 0 };
     }
@@ -88,10 +100,6 @@ pub fn end_remap(call: InOrder, ret: isize) {
 }
 
 /// After `madvise`; `ret` is what the kernel returned.
-///
-/// What MADV_FREE gives up stays until the kernel wants it, and counts for nothing meanwhile: a page that the program used
-/// again was in no table of uzswap's, neither kept below the limit nor known to be written to. It may go at once, too, so it
-/// does. (Only where the kernel took the advice: it does so for private anonymous memory alone.)
 pub fn end_advice(call: InOrder, at: usize, len: usize, advice: usize, ret: isize) {
     if advice as i32 == libc::MADV_WIPEONFORK
         && ret == 0
@@ -99,12 +107,80 @@ pub fn end_advice(call: InOrder, at: usize, len: usize, advice: usize, ret: isiz
     {
         p.wipes.store(true, Relaxed);
     }
-    let managed = matches!(call.held, Some(Held::Shared | Held::Alone));
-    if managed && advice as i32 == libc::MADV_FREE && ret == 0 {
+    // (ENOMEM: it was done where something is mapped.)
+    let done = ret == 0 || raw::check(ret) == Err(libc::ENOMEM);
+    if advice as i32 == MADV_GUARD_INSTALL
+        && let Some(p) = pager()
+    {
+        let mask = set_mask(!0);
+        // (libc makes the guards of stacks so, of which nothing is managed.)
+        if !done || p.is_excluded(at, at.wrapping_add(len)) {
+            p.guards.fetch_sub(1, Relaxed);
+        }
+        set_mask(mask);
+    }
+    if done && is_followed(call, advice) {
         // SAFETY: the program has given the contents up; who writes there meanwhile cannot know that the call has not ended.
         let _ = unsafe { sys!(libc::SYS_madvise, at, len, libc::MADV_DONTNEED) };
     }
     end_one(call);
+}
+
+/// Whether advice must be followed by MADV_DONTNEED, as the kernel does not tell what it drops.
+///
+/// What MADV_FREE gives up stays until the kernel wants it, and counts for nothing meanwhile: a page that the program used
+/// again was in no table of uzswap's, neither kept below the limit nor known to be written to. It may go at once, too, so it
+/// does. (Only where the kernel took the advice: it does so for private anonymous memory alone.)
+///
+/// Guard pages make no event at all: what was out there came back when the guards were removed, where there should be zeros.
+/// MADV_DONTNEED leaves the guards.
+fn is_followed(call: InOrder, advice: usize) -> bool {
+    let managed = matches!(call.held, Some(Held::Shared | Held::Alone));
+    managed && [libc::MADV_FREE, MADV_GUARD_INSTALL].contains(&(advice as i32))
+}
+
+/// process_madvise(2), by which a process may advise on its own memory: `call` was begun for it, and `args` are its arguments.
+///
+/// # Safety
+/// As the system call's.
+pub unsafe fn process_advice(call: InOrder, args: [usize; 6]) -> isize {
+    let [pidfd, ranges, count, advice, ..] = args;
+    // SAFETY: as the caller says.
+    let ret = unsafe { raw::syscall(libc::SYS_process_madvise, args) };
+    if is_followed(call, advice) && ret > 0 {
+        let mut left = ret as usize;
+        for i in 0..count {
+            // SAFETY: the kernel has read them.
+            let mut range = unsafe { (ranges as *const libc::iovec).add(i).read() };
+            range.iov_len = range.iov_len.min(left);
+            left -= range.iov_len;
+            if range.iov_len > 0 {
+                // (Of another process it is refused, which makes nothing: its memory is its own.)
+                // SAFETY: as in `end_advice`.
+                let _ = unsafe { sys!(libc::SYS_process_madvise, pidfd, &raw const range, 1, libc::MADV_DONTNEED, 0) };
+            }
+        }
+    }
+    end_one(call);
+    ret
+}
+
+/// process_madvise(2) of libc.
+///
+/// # Safety
+/// As the system call's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn process_madvise(
+    pidfd: c_int,
+    ranges: *const libc::iovec,
+    count: usize,
+    advice: c_int,
+    flags: c_uint,
+) -> isize {
+    let call = begin_one(libc::SYS_process_madvise, count, advice as usize);
+    let args = [pidfd as usize, ranges as usize, count, advice as usize, flags as usize, 0];
+    // SAFETY: as the caller says.
+    raw::check(unsafe { process_advice(call, args) }).map_or_else(|errno| fails(errno) as isize, |n| n as isize)
 }
 
 macro_rules! interpose_lock {

@@ -10,6 +10,7 @@ mod environment;
 mod exec;
 mod heap;
 mod leaving;
+mod lent;
 mod lockall;
 mod next;
 mod patch;
@@ -81,7 +82,7 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     }
     let node = node(group)?;
     let layout = Layout::reserve(arena_limit(group, node)).map_err(
-        |_| "uzswap: this process runs without a limit: no address space could be reserved (raise `ulimit -v`)\n",
+        |_| "uzswap: this process runs without a limit: no address space could be reserved (raise `ulimit -v` and `ulimit -d`)\n",
     )?;
     heap::init(layout.base);
     exec::init();
@@ -92,6 +93,7 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     users::init();
     pins::init();
     leaving::init();
+    lent::init();
     let mut pager = Pager::new(group, node, layout)
         .map_err(|_| "uzswap: this process runs without a limit: its group has too many members\n")?;
     pager.tracks = group.track_writes.load(Relaxed) != 0;

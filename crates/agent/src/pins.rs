@@ -5,7 +5,7 @@
 //! with instructions of its own. With MOVE all of them only pass on.
 
 use crate::next::Next;
-use crate::{pager, set_mask};
+use crate::{fails, lent, pager, set_mask};
 use core::ffi::{c_char, c_int, c_long, c_uint, c_void};
 use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;
@@ -211,13 +211,16 @@ pub unsafe extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> 
     unsafe { core::mem::transmute::<usize, Real>(SOCKET.find())(domain, kind, protocol) }
 }
 
-/// setsockopt(2): TLS in the kernel decrypts in place.
+/// setsockopt(2): TLS in the kernel decrypts in place, and sockets may send what is lent to them (`lent`).
 ///
 /// # Safety
 /// As libc's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, name: c_int, value: *const c_void, len: c_uint) -> c_int {
     type Real = unsafe extern "C" fn(c_int, c_int, c_int, *const c_void, c_uint) -> c_int;
+    if lent::is_refused(level, name) {
+        return fails(libc::EOPNOTSUPP);
+    }
     if level == SOL_TLS {
         may_pin();
     }

@@ -4,8 +4,8 @@
 //! system call with instructions of its own (or has libc make it on a new stack through `syscall`).
 
 use crate::next::Next;
-use crate::{after_fork, after_mmap, before_fork, calls, fails, leaving, pager, pins, userfaults};
-use core::ffi::{c_int, c_long, c_void};
+use crate::{after_fork, after_mmap, before_fork, calls, fails, leaving, lent, pager, pins, userfaults};
+use core::ffi::{c_int, c_long, c_uint, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
 use uzswap_pager::arena::PAGE;
 use uzswap_sys::{raw, sys};
@@ -64,6 +64,16 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             calls::end_remap(call, ret);
             ret
         }
+        _ if nr == libc::SYS_process_madvise => {
+            let call = calls::begin_one(nr, c, d);
+            // SAFETY: as the caller says.
+            unsafe { calls::process_advice(call, args) }
+        }
+        _ if nr == libc::SYS_vmsplice && lent::copies(a as c_int) => {
+            // SAFETY: as the caller says.
+            unsafe { lent::give(a as c_int, b as *const libc::iovec, c, d as c_uint) }
+        }
+        _ if nr == libc::SYS_setsockopt && lent::is_refused(b as c_int, c as c_int) => -(libc::EOPNOTSUPP as isize),
         _ => {
             if !leaving::before_call(nr, a, c) {
                 return fails(libc::ENOMEM).into();

@@ -1,4 +1,8 @@
-//! Threads of the program: each has its control block pinned before it runs (why: `Pager::pin_control_block`).
+//! Threads of the program: each has its control block pinned before it runs (why: `Pager::pin_control_block`), and the robust
+//! mutexes that it holds when it ends.
+//!
+//! Those the kernel marks as a dead owner's when the thread is gone, which it serves no more fault for: who waited for one that
+//! was out waited for ever.
 //!
 //! `pthread_create` is interposed. Threads that libc makes by itself (C11's `thrd_create`, timers that notify by a thread)
 //! are on stacks of libc's, which are excluded.
@@ -6,13 +10,24 @@
 use crate::next::Next;
 use crate::{pager, set_mask};
 use core::ffi::{c_int, c_void};
+use core::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use uzswap_pager::arena::PAGE;
 use uzswap_pager::fork::CONTROL_BLOCK;
+use uzswap_pager::pager::Pager;
+use uzswap_sys::{sys, thread};
 
 /// What is written to in any case: the thread's number and the head of its robust list.
 const CONTROL_LEAST: usize = 1 << 10;
 
 type Entry = extern "C" fn(*mut c_void) -> *mut c_void;
 type Create = unsafe extern "C" fn(*mut c_void, *const c_void, Entry, *mut c_void) -> c_int;
+
+/// Entries of a robust list that the kernel looks at.
+const ROBUST_MOST: usize = 2048;
+
+/// What has libc call `ends` when a thread ends that has a value for it.
+static AT_END: AtomicU32 = AtomicU32::new(NO_KEY);
+const NO_KEY: u32 = u32::MAX;
 
 static PTHREAD_CREATE: Next = Next::new(c"pthread_create");
 
@@ -22,9 +37,73 @@ struct Start {
     arg: *mut c_void,
 }
 
+/// `struct robust_list_head` of the kernel's.
+#[repr(C)]
+struct RobustHead {
+    /// The first entry, whose first word is the next one's address; the last names the head.
+    next: usize,
+    /// From an entry to its futex.
+    futex: isize,
+    /// What is being taken or released.
+    pending: usize,
+}
+
 /// Finds the wrapped function, in the constructor.
 pub fn init() {
     PTHREAD_CREATE.find();
+    let mut key = 0;
+    // SAFETY: room for the key; what it calls stays loaded.
+    if unsafe { libc::pthread_key_create(&raw mut key, Some(ends)) } == 0 {
+        AT_END.store(key, Relaxed);
+    }
+}
+
+/// A thread ends: its destructors run.
+unsafe extern "C" fn ends(_: *mut c_void) {
+    if let Some(p) = pager() {
+        let old = set_mask(!0);
+        pin_robust(p);
+        set_mask(old);
+    }
+}
+
+/// Keeps in memory what the calling thread's robust list leads through.
+fn pin_robust(p: &Pager) {
+    let (mut head, mut bytes) = (core::ptr::null::<RobustHead>(), 0usize);
+    // SAFETY: room for both; the thread is the calling one.
+    let told = unsafe { sys!(libc::SYS_get_robust_list, 0, &raw mut head, &raw mut bytes) };
+    if told.is_err() || head.is_null() || bytes < size_of::<RobustHead>() {
+        return;
+    }
+    // SAFETY: the list is the calling thread's, whose code alone changes it; its mutexes are there as long as they are held.
+    let RobustHead { next, futex, pending } = unsafe { head.read() };
+    let keep = |entry: usize| {
+        let word = entry.wrapping_add_signed(futex);
+        let (from, to) = (entry.min(word) & !(PAGE - 1), (entry.max(word) + 8).next_multiple_of(PAGE));
+        p.pin(from, to, || populate(from, to));
+    };
+    let mut entry = next & !1;
+    for _ in 0..ROBUST_MOST {
+        if entry == 0 || entry == head as usize {
+            break;
+        }
+        keep(entry);
+        // SAFETY: as above.
+        entry = unsafe { (entry as *const usize).read() } & !1;
+    }
+    if pending & !1 != 0 {
+        keep(pending & !1);
+    }
+}
+
+/// Brings pages, to be written to where the kernel can say so.
+fn populate(from: usize, to: usize) {
+    // SAFETY: populating changes no contents, and does nothing where there is no memory.
+    if unsafe { sys!(libc::SYS_madvise, from, to - from, libc::MADV_POPULATE_WRITE) }.is_err() {
+        (from..to).step_by(PAGE).for_each(|page| {
+            thread::reads(page);
+        });
+    }
 }
 
 /// The bytes of a thread's control block from its thread pointer on that the kernel writes to: to the end of the rseq area,
@@ -87,6 +166,11 @@ extern "C" fn run(start: *mut c_void) -> *mut c_void {
         let old = set_mask(!0);
         p.pin_control_block();
         set_mask(old);
+        let key = AT_END.load(Relaxed);
+        if key != NO_KEY {
+            // SAFETY: a key of ours; the value is only to be another than null.
+            let _ = unsafe { libc::pthread_setspecific(key, core::ptr::from_ref(p).cast()) };
+        }
     }
     entry(arg)
 }

@@ -100,7 +100,7 @@ impl Pager {
             }
             return if vpn == d.r.vpn { self.poison(s, vpn).map(|()| 0) } else { Ok(0) };
         }
-        let brought = self.map_filled(s, vpn, frames, src, filled)?;
+        let brought = self.map_filled(s, vpn, frames, src, filled, d.r.vpn)?;
         if brought <= BLOCK_PAGES {
             self.brought_out::<BLOCK_PAGES>(s, vpn, brought, d);
         } else {
@@ -109,7 +109,7 @@ impl Pager {
         Ok(brought)
     }
 
-    /// Maps pages that were filled: the frames they are in, or copies of what is at `src`. How many came.
+    /// Maps pages that were filled for the fault on `touched`: the frames they are in, or copies of what is at `src`. How many came.
     fn map_filled(
         &self,
         s: &mut State,
@@ -117,7 +117,12 @@ impl Pager {
         frames: Option<(u32, u8)>,
         src: usize,
         filled: usize,
+        touched: u64,
     ) -> Result<usize, EventPending> {
+        let filled = if frames.is_some() { filled } else { self.copyable(vpn, filled, touched) };
+        if filled == 0 {
+            return Ok(0);
+        }
         let result = match frames {
             Some((slot, _)) => self.move_in_up_to(s, vpn, slot, filled),
             // SAFETY: the caller filled the buffer, which is readable.
@@ -147,10 +152,19 @@ impl Pager {
             // (The frames were not moved, and nobody else has had them since.)
             libc::EEXIST | libc::EINVAL | libc::ENOENT | libc::EBUSY | libc::EFAULT => {
                 let n = if frames.is_some() { filled.min(1 << s.largest_block) } else { 1 };
-                self.copy_some(s, vpn, src, n)
+                match self.copyable(vpn, n, touched) {
+                    0 => Ok(0),
+                    n => self.copy_some(s, vpn, src, n),
+                }
             }
             _ => Ok(0),
         }
+    }
+
+    /// How many of `n` pages from `vpn` on may be copied for the fault on `touched`: that page alone where the program makes guard
+    /// pages. COPY takes those for missing (MOVE does not), and the event of one just made is yet to come.
+    fn copyable(&self, vpn: u64, n: usize, touched: u64) -> usize {
+        if self.guards.load(Relaxed) == 0 { n } else { usize::from(vpn == touched) }
     }
 
     /// Copies as many of `n` pages as go, and fit into the mapping; wakes who waits when none does.

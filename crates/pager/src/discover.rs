@@ -172,9 +172,18 @@ impl Pager {
     /// To be called with all signals blocked.
     pub fn pin_control_block(&self) {
         let at = thread::pointer();
-        let (start, end) = (at & !(PAGE - 1), (at + PINNED_BYTES).next_multiple_of(PAGE));
+        // (There already: the thread runs.)
+        self.pin(at, at + PINNED_BYTES, || {});
+    }
+
+    /// Keeps the pages of `[from, to)` in memory for as long as they are mapped; `touch` brings them, as far as it takes that.
+    ///
+    /// To be called with all signals blocked.
+    pub fn pin(&self, from: usize, to: usize, touch: impl Fn()) {
+        let (start, end) = (from & !(PAGE - 1), to.next_multiple_of(PAGE));
         let pages = || (start / PAGE) as u64..(end / PAGE) as u64;
         for _ in 0..PIN_TRIES {
+            touch();
             let mut s = self.lock_in_hook();
             let within = |ranges: &[(usize, usize)]| ranges.iter().any(|(a, b)| *a <= start && end <= *b);
             if within(&s.excluded) || within(&s.pinned) {
@@ -191,6 +200,11 @@ impl Pager {
                 return;
             }
         }
+    }
+
+    /// Whether all of a range is excluded: a stack of libc's. To be called with all signals blocked.
+    pub fn is_excluded(&self, start: usize, end: usize) -> bool {
+        self.lock_in_hook().excluded.iter().any(|(a, b)| *a <= start && end <= *b)
     }
 
     /// A mapping that is no stack was made: the range may be managed.

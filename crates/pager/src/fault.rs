@@ -141,8 +141,8 @@ impl Pager {
             let got = match s.pt.get(at).tag() {
                 Tag::Staged => self.bring_staged(s, at, left),
                 Tag::Busy if at == r.vpn => self.bring_busy(s, at),
-                // (A page never touched would not be known to be clean.)
-                Tag::None if s.tracking && at != r.vpn => Ok(0),
+                // (A page never touched would not be known to be clean; and it may be a guard, which a copy would replace.)
+                Tag::None if at != r.vpn && (s.tracking || self.guards.load(Relaxed) != 0) => Ok(0),
                 Tag::None | Tag::Zero | Tag::Compressed => self.bring_out(s, at, left, &mut d),
                 // Another fault on the page was first, or the page vanished (MADV_FREE): zeros if missing.
                 Tag::Resident if at == r.vpn => self.bring_lost(s, at),

@@ -154,6 +154,8 @@ pub struct Pager {
     pub locks: AtomicBool,
     /// Whether some of the program's memory is to be zeros in forked children (MADV_WIPEONFORK).
     pub wipes: AtomicBool,
+    /// How often the program has made guard pages (MADV_GUARD_INSTALL) or is about to, elsewhere than on stacks of libc's.
+    pub guards: AtomicUsize,
     /// Bytes of a thread's control block from its thread pointer on that the kernel or a hook may write to.
     pub control_block: AtomicUsize,
     /// Ends the helpers: of a region, and of a process that is let go of.
@@ -267,6 +269,7 @@ impl Pager {
             pins: AtomicBool::new(false),
             locks: AtomicBool::new(false),
             wipes: AtomicBool::new(false),
+            guards: AtomicUsize::new(0),
             control_block: AtomicUsize::new(crate::fork::CONTROL_BLOCK),
             stopping: AtomicBool::new(false),
             following: Following::default(),

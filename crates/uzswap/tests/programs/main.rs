@@ -9,6 +9,7 @@ mod disk;
 mod harness;
 mod injected;
 mod leaving;
+mod lends;
 mod pageout;
 mod preloads;
 mod qemu;

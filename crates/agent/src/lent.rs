@@ -1,0 +1,107 @@
+//! Memory that a program lends to the kernel until somebody has read it: by `vmsplice` to a pipe, by MSG_ZEROCOPY to a socket.
+//!
+//! The kernel holds such pages by a reference, not by a pin, which UFFDIO_MOVE does not see: a page moves out of the program while
+//! a pipe has it, its frame is used again, and the reader gets another page's bytes. So a managed process does not lend:
+//!
+//! - `vmsplice` copies, as a write does. It still waits for room for the first bytes only, and takes what there is room for: who
+//!   empties the pipe may be the caller. (What the program writes there afterwards is not seen by the reader, which it must not
+//!   rely on.)
+//! - SO_ZEROCOPY is refused with EOPNOTSUPP, as by sockets that cannot do it. Without it the kernel ignores MSG_ZEROCOPY.
+//!
+//! Both also before memory is managed: a page lent now may be managed before it is read. Without MOVE neither is done: what the
+//! kernel holds is then a page of its own, which is not used again.
+
+use crate::next::Next;
+use crate::{fails, pager};
+use core::ffi::{c_int, c_uint};
+use uzswap_sys::{raw, sys};
+
+/// `struct iovec`s in one call at most (UIO_MAXIOV).
+const RANGES: usize = 1024;
+/// What is written to a pipe in one piece, and has room where there is any.
+const PIECE: usize = 4096;
+
+static VMSPLICE: Next = Next::new(c"vmsplice");
+
+/// Finds the interposed function, in the constructor.
+pub fn init() {
+    VMSPLICE.find();
+}
+
+/// Whether a socket's option would have it send what it is lent.
+pub fn is_refused(level: c_int, name: c_int) -> bool {
+    (level, name) == (libc::SOL_SOCKET, libc::SO_ZEROCOPY) && pager().is_some_and(|p| !p.without_move)
+}
+
+/// Whether what is given to `pipe` by `vmsplice` is to be copied. (Out of a pipe it is copied by the kernel; what is no pipe it refuses.)
+pub fn copies(pipe: c_int) -> bool {
+    if pager().is_none_or(|p| p.without_move) {
+        return false;
+    }
+    // SAFETY: zeros are a stat; the call fills it.
+    let mut stat: libc::stat = unsafe { core::mem::zeroed() };
+    // SAFETY: as above.
+    let stated = unsafe { sys!(libc::SYS_fstat, pipe, &raw mut stat) }.is_ok();
+    // SAFETY: numbers only.
+    let flags = unsafe { sys!(libc::SYS_fcntl, pipe, libc::F_GETFL) };
+    let writes = flags.is_ok_and(|f| f as i32 & libc::O_ACCMODE != libc::O_RDONLY);
+    stated && stat.st_mode & libc::S_IFMT == libc::S_IFIFO && writes
+}
+
+/// Writes to a pipe as `vmsplice` gives to it; returns what the system call would.
+///
+/// # Safety
+/// As vmsplice's.
+pub unsafe fn give(pipe: c_int, ranges: *const libc::iovec, count: usize, flags: c_uint) -> isize {
+    const FLAGS: c_uint = libc::SPLICE_F_MOVE | libc::SPLICE_F_NONBLOCK | libc::SPLICE_F_MORE | libc::SPLICE_F_GIFT;
+    if flags & !FLAGS != 0 || count > RANGES {
+        return -(libc::EINVAL as isize);
+    }
+    // At the file's own place (a pipe has no other).
+    const HERE: isize = -1;
+    let args = [pipe as usize, ranges as usize, count, HERE as usize, 0, libc::RWF_NOWAIT as usize];
+    // SAFETY: as the caller says.
+    match unsafe { raw::syscall(libc::SYS_pwritev2, args) } {
+        full if full == -(libc::EAGAIN as isize) && flags & libc::SPLICE_F_NONBLOCK != 0 => full,
+        // (EOPNOTSUPP: kernels before 6.4, and pipes with a name.)
+        told if [-libc::EAGAIN, -libc::EOPNOTSUPP].contains(&(told as c_int)) => {
+            let wait = flags & libc::SPLICE_F_NONBLOCK == 0;
+            // SAFETY: as the caller says; the kernel has found the ranges readable.
+            unsafe { give_piece(pipe, core::slice::from_raw_parts(ranges, count), wait) }
+        }
+        done => done,
+    }
+}
+
+/// Writes the first bytes, for which there is room wherever there is any; `wait`: until there is.
+///
+/// # Safety
+/// The ranges must be readable by the kernel.
+unsafe fn give_piece(pipe: c_int, ranges: &[libc::iovec], wait: bool) -> isize {
+    let Some(first) = ranges.iter().find(|range| range.iov_len > 0) else { return 0 };
+    if !wait {
+        let mut asked = libc::pollfd { fd: pipe, events: libc::POLLOUT, revents: 0 };
+        // SAFETY: one structure, filled by the call.
+        if unsafe { sys!(libc::SYS_poll, &raw mut asked, 1, 0) } == Ok(0) {
+            return -(libc::EAGAIN as isize);
+        }
+    }
+    let args = [pipe as usize, first.iov_base as usize, first.iov_len.min(PIECE), 0, 0, 0];
+    // SAFETY: as the caller says.
+    unsafe { raw::syscall(libc::SYS_write, args) }
+}
+
+/// vmsplice(2).
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vmsplice(pipe: c_int, ranges: *const libc::iovec, count: usize, flags: c_uint) -> isize {
+    type Real = unsafe extern "C" fn(c_int, *const libc::iovec, usize, c_uint) -> isize;
+    if !copies(pipe) {
+        // SAFETY: the function found under this name, with the caller's arguments.
+        return unsafe { core::mem::transmute::<usize, Real>(VMSPLICE.find())(pipe, ranges, count, flags) };
+    }
+    // SAFETY: as the caller says.
+    raw::check(unsafe { give(pipe, ranges, count, flags) }).map_or_else(|errno| fails(errno) as isize, |n| n as isize)
+}
