@@ -140,8 +140,8 @@ pub fn on_full_name(value: u32) -> &'static str {
 pub fn plain(error: &std::io::Error) -> String {
     let text = error.to_string();
     let text = text.split(" (os error").next().unwrap_or_default().to_lowercase();
-    match error.raw_os_error() {
-        Some(libc::EFBIG) => format!("{text} (raise `ulimit -f`)"),
+    match error.kind() {
+        std::io::ErrorKind::FileTooLarge => format!("{text} (raise `ulimit -f`)"),
         _ => text,
     }
 }
