@@ -46,13 +46,16 @@ fn what_the_program_registers_is_ceded() {
 fn what_cannot_be_ceded_is_refused() {
     let _alone = alone();
     let Some((often, said)) = subject("userfaults", "100", &[]) else { return };
-    // (16 pieces a time.)
-    let faults = "cede=1/25,move_in=1/20,copy=1/20,event=1/100";
+    // (There are 16 pieces a time, and one registration in eight that is not tried twice.)
+    let faults = "cede=1/8,move_in=1/20,copy=1/20,event=1/100";
     for faults in [faults.to_owned(), format!("{faults},move=never")] {
-        let run = with_faults(&often, LIMIT, &faults);
-        assert!(run.status.success() && run.stdout.text() == said, "{faults}\n{}", run.describe());
-        assert!(number(&run, "cede") > 0, "{faults}\n{}", run.describe());
-        assert_eq!(number(&run, "poisoned"), 0, "{faults}\n{}", run.describe());
+        let refused = (0..10).any(|_| {
+            let run = with_faults(&often, LIMIT, &faults);
+            assert!(run.status.success() && run.stdout.text() == said, "{faults}\n{}", run.describe());
+            assert_eq!(number(&run, "poisoned"), 0, "{faults}\n{}", run.describe());
+            number(&run, "cede") > 0
+        });
+        assert!(refused, "{faults}: nothing was ever refused");
     }
     let Some((once, _)) = subject("userfaults", "1", &[]) else { return };
     let run = with_faults(&once, LIMIT, "cede=1/1");
