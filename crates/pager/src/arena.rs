@@ -1,7 +1,7 @@
 //! The address range uzswap keeps for itself, and the only place where its bytes become slices.
 //!
 //! ```text
-//! base ─ heap (the agent's allocator) ─ stacks ─ bells ─┬ guard ┬─ arena: slots of 4 KiB ─┬ guard ┬─ pool: compressed objects ─
+//! base ─ heap (the agent's allocator) ─ stacks ─ scratch, bells ─┬ guard ┬─ arena: slots of 4 KiB ─┬ guard ┬─ pool: compressed objects ─
 //! ```
 //! One reservation, so a range check tells uzswap's memory from the program's; guards keep the arena's mapping from
 //! merging (UFFDIO_MOVE refuses to cross mappings). The arena is registered with the pager's userfaultfd, as the target
@@ -17,7 +17,11 @@ pub const HEAP_BYTES: usize = 8 << 30;
 const STACKS_BYTES: usize = 8 << 20;
 const GUARD: usize = 2 << 20;
 // What lies in front of the arena keeps it where huge pages begin.
-const _: () = assert!((HEAP_BYTES | STACKS_BYTES) & (GUARD - 1) == 0);
+const _: () = assert!((HEAP_BYTES | STACKS_BYTES | SCRATCH_BYTES) & (GUARD - 1) == 0);
+/// Bytes of the place to which pages are taken on a kernel without MOVE: see `without_move`.
+pub const SCRATCH_BYTES: usize = 2 << 20;
+/// How many there are: one that was lost is not used again.
+pub const SCRATCHES: usize = 64;
 /// Bytes of the two pages by which a thread of the program calls the handler: see `remapped`.
 pub const BELL_BYTES: usize = 2 * PAGE;
 /// Bytes of address space for compressed objects (a handle reaches 128 GiB).
@@ -32,7 +36,9 @@ pub struct Layout {
     pub end: usize,
     /// Stacks of the helper threads.
     pub stacks: usize,
-    /// Two pages to call the handler by, on a kernel without MOVE (inaccessible elsewhere).
+    /// Where pages are taken out to on a kernel without MOVE (inaccessible elsewhere).
+    pub scratch: usize,
+    /// Two pages to call the handler by, on such a kernel.
     pub bells: usize,
     /// First slot.
     pub arena: usize,
@@ -59,7 +65,7 @@ impl Layout {
     /// have is less than this.
     pub fn reserve(limit: usize) -> Result<Self, Errno> {
         let slots = ((limit + (64 << 20)).max(128 << 20) / PAGE).next_multiple_of(512).min((1 << 25) - 512);
-        let len = HEAP_BYTES + STACKS_BYTES + slots * PAGE + POOL_BYTES + 6 * GUARD;
+        let len = HEAP_BYTES + STACKS_BYTES + SCRATCHES * SCRATCH_BYTES + slots * PAGE + POOL_BYTES + 7 * GUARD;
         let raw = map(0, len, libc::PROT_NONE, false)?;
         Self::within(raw, len, slots).inspect_err(|_| {
             // SAFETY: our reservation, or what is left of it, in which nothing is yet.
@@ -75,8 +81,8 @@ impl Layout {
             let _ = unsafe { sys!(libc::SYS_munmap, raw, base - raw) };
         }
         let stacks = base + HEAP_BYTES;
-        // (In front of it there is nothing to read: see `unreadable`.)
-        let bells = stacks + STACKS_BYTES + GUARD;
+        let scratch = stacks + STACKS_BYTES + GUARD;
+        let bells = scratch + SCRATCHES * SCRATCH_BYTES + GUARD;
         let arena = bells + 2 * GUARD;
         let pool = (arena + slots * PAGE).next_multiple_of(GUARD) + GUARD;
         let rw = libc::PROT_READ | libc::PROT_WRITE;
@@ -90,7 +96,7 @@ impl Layout {
                 let _ = sys!(libc::SYS_madvise, at, n, libc::MADV_DONTDUMP);
             }
         }
-        Ok(Self { base, end: raw + len, stacks, bells, arena, slots, pool })
+        Ok(Self { base, end: raw + len, stacks, scratch, bells, arena, slots, pool })
     }
 
     /// Whether an address is uzswap's own.
@@ -168,6 +174,13 @@ pub unsafe fn touch_huge(at: usize, len: usize) -> bool {
     unsafe { (at as *mut u8).write_volatile(0) };
     // (As its neighbours are, so that they are one mapping, which a MOVE may not leave.)
     advise(libc::MADV_NOHUGEPAGE).is_ok()
+}
+
+/// Reserves a part of uzswap's range that may have come to be unmapped; whether it is uzswap's.
+pub fn reserve_again(at: usize, len: usize) -> bool {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
+    // SAFETY: a new mapping, where there is none.
+    unsafe { sys!(libc::SYS_mmap, at, len, libc::PROT_NONE, flags, -1isize, 0) }.is_ok()
 }
 
 /// Gives plain memory back to the kernel.

@@ -150,6 +150,8 @@ pub struct Pager {
     /// Whether a device may write to the program's memory behind the kernel's page tables, which without MOVE forbids to
     /// take any of it: see `pins`.
     pub pins: AtomicBool,
+    /// Which of the places is used that pages are taken to.
+    pub scratch: AtomicUsize,
     /// Whether the program has locked memory.
     pub locks: AtomicBool,
     /// Whether some of the program's memory is to be zeros in forked children (MADV_WIPEONFORK).
@@ -267,6 +269,7 @@ impl Pager {
             notifies: AtomicBool::new(false),
             without_move: group.without_move.load(Relaxed) != 0 || group.faults.never_move.load(Relaxed) != 0,
             pins: AtomicBool::new(false),
+            scratch: AtomicUsize::new(0),
             locks: AtomicBool::new(false),
             wipes: AtomicBool::new(false),
             guards: AtomicUsize::new(0),

