@@ -37,8 +37,15 @@ fn kind(nr: c_long, third: usize, fourth: usize) -> Option<bool> {
             pager().filter(|p| p.without_move).map(|_| false)
         }
         libc::SYS_mmap => (fourth as i32 & fixed == libc::MAP_FIXED).then_some(false),
-        libc::SYS_madvise => DROPS.contains(&(third as i32)).then_some(false),
-        libc::SYS_process_madvise => DROPS.contains(&(fourth as i32)).then_some(false),
+        _ => advice(nr, third, fourth).filter(|advice| DROPS.contains(advice)).map(|_| false),
+    }
+}
+
+/// What a call advises, if it does.
+fn advice(nr: c_long, third: usize, fourth: usize) -> Option<c_int> {
+    match nr {
+        libc::SYS_madvise => Some(third as c_int),
+        libc::SYS_process_madvise => Some(fourth as c_int),
         _ => None,
     }
 }
@@ -48,9 +55,7 @@ pub fn begin_one(nr: c_long, third: usize, fourth: usize) -> InOrder {
     let (Some(p), Some(alone)) = (pager(), kind(nr, third, fourth)) else {
         return InOrder { held: None, remaps: false, mask: 0 };
     };
-    if (nr, third as i32) == (libc::SYS_madvise, MADV_GUARD_INSTALL)
-        || (nr, fourth as i32) == (libc::SYS_process_madvise, MADV_GUARD_INSTALL)
-    {
+    if advice(nr, third, fourth) == Some(MADV_GUARD_INSTALL) {
         p.guards.fetch_add(1, Relaxed);
     }
     if p.calls.begin_unordered() {

@@ -75,7 +75,7 @@ impl Pager {
     /// Whether the helpers can change their user with the program, as far as is known: before memory is managed.
     pub fn can_follow(&self) -> bool {
         // (With a server there are connections yet to be made, which another user may not.)
-        !self.engaged.load(Acquire) && self.swap_link.load(Acquire) < 0
+        !self.engaged.load(Acquire) && self.tier.link.load(Acquire) < 0
     }
 
     /// Has the ticker make the call that the calling thread has made; false when it could not, or memory is managed by

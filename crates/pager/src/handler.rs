@@ -183,13 +183,13 @@ impl Handler {
                 break;
             }
             if tried == DISK_WAITS {
-                p.disk_helps.store(false, Relaxed);
+                p.tier.helps.store(false, Relaxed);
                 break;
             }
-            let seen = p.swap_progress.load(Acquire);
+            let seen = p.tier.progress.load(Acquire);
             p.poke_writer(&s);
             drop(s);
-            lock::futex_wait(&p.swap_progress, seen, Some(DISK_WAIT_NS), false);
+            lock::futex_wait(&p.tier.progress, seen, Some(DISK_WAIT_NS), false);
             s = p.state.lock();
             p.make_room(&mut s, vpn);
         }

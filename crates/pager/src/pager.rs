@@ -21,7 +21,7 @@ use crate::huge::Blocks;
 use crate::member::Chain;
 use crate::state::State;
 use crate::swap::clusters::{ClusterMap, Rows};
-use crate::swap::readers::Readers;
+use crate::swap::io::Tier;
 use crate::trace::{Recorder, Rings};
 use crate::watch::Relief;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
@@ -180,21 +180,8 @@ pub struct Pager {
     pub clusters: Option<&'static ClusterMap>,
     /// This process's rows in them.
     pub rows: Rows,
-    /// The swap file, in the helpers' own descriptor table, or the reading thread's connection to the command that speaks
-    /// to a server; -1 without one.
-    pub swap_file: AtomicI32,
-    /// With a server: the writing thread's connection.
-    pub swap_link: AtomicI32,
-    /// Bumped when it has written, or failed to (a futex word).
-    pub swap_progress: AtomicU32,
-    /// Whether waiting for the swap file has helped: false from a wait in vain to the next write that succeeds.
-    pub disk_helps: AtomicBool,
-    /// The threads that read where io_uring cannot be used.
-    pub readers: Readers,
-    /// What is readable when a read of the swap file has ended (the handler polls it); -1 where none can be under way.
-    pub reads_fd: AtomicI32,
-    /// When the reads and the writes under way were begun or went on last (monotonic nanoseconds), 0 when there is none.
-    pub swap_began: [AtomicU64; 2],
+    /// The swap file or server, where there is one.
+    pub tier: Tier,
 }
 
 impl Pager {
@@ -284,13 +271,7 @@ impl Pager {
             rings: None,
             clusters: None,
             rows: Rows::default(),
-            swap_file: AtomicI32::new(-1),
-            swap_link: AtomicI32::new(-1),
-            swap_progress: AtomicU32::new(0),
-            disk_helps: AtomicBool::new(true),
-            readers: Readers::default(),
-            reads_fd: AtomicI32::new(-1),
-            swap_began: [AtomicU64::new(0), AtomicU64::new(0)],
+            tier: Tier::default(),
         }
     }
 

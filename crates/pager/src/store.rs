@@ -283,7 +283,7 @@ impl Pager {
     fn is_clean(&self, s: &State, vpn: u64, pte: Pte) -> bool {
         let Some(handle) = pte.copy() else { return false };
         // (What compresses has its turn in the pool. A child that cannot open the swap file must not come to need it.)
-        if s.is_packed_stub(handle) || (s.is_stub(handle) && self.swap_file.load(Relaxed) < 0) {
+        if s.is_packed_stub(handle) || (s.is_stub(handle) && self.tier.file.load(Relaxed) < 0) {
             return false;
         }
         let index = s.copy_index(vpn, handle);

@@ -266,7 +266,7 @@ impl Pager {
         unsafe {
             self.handler.store(thread::spawn(stack(self, 1), false, run_handler, me)?, Release);
             self.reclaimer.store(thread::spawn(stack(self, 2), false, run_reclaim, me)?, Release);
-            if self.swap_file.load(Acquire) >= 0 {
+            if self.tier.file.load(Acquire) >= 0 {
                 self.writer.store(thread::spawn(stack(self, 3), false, run_swap, me)?, Release);
             }
         }
@@ -284,7 +284,7 @@ impl Pager {
         self.register_own(&uffd)?;
         // SAFETY: the forking thread holds the lock and waits for us.
         let s: &mut State = unsafe { self.state.assume_locked() };
-        if self.swap_file.load(Acquire) < 0 && s.swap.as_ref().is_some_and(|swap| swap.on_disk() > 0) {
+        if self.tier.file.load(Acquire) < 0 && s.swap.as_ref().is_some_and(|swap| swap.on_disk() > 0) {
             return Err(libc::EBADF);
         }
         s.managed.clear();

@@ -155,7 +155,7 @@ impl ClusterMap {
 impl Pager {
     /// What the writing thread uses.
     pub(super) fn backend_to_write(&self) -> Backend<'_> {
-        self.backend(&self.swap_link)
+        self.backend(&self.tier.link)
     }
 
     /// What reading thread `i` uses.
@@ -165,7 +165,7 @@ impl Pager {
 
     /// The connection of reading thread `i`. (The first one's is what says that there is a backend at all.)
     fn read_link(&self, i: usize) -> &AtomicI32 {
-        i.checked_sub(1).map_or(&self.swap_file, |i| &self.readers.links[i])
+        i.checked_sub(1).map_or(&self.tier.file, |i| &self.tier.readers.links[i])
     }
 
     /// Whether reading thread `i` can ask: only the first is sure to, as it is connected from the start.
@@ -187,7 +187,7 @@ impl Pager {
                 let (owner, row) = self.own_row_if_any().map_or((0, u64::MAX), |row| (map.owner_of(row), row as u64));
                 Backend::Remote { map, link, owner, row }
             }
-            _ => Backend::File(self.swap_file.load(Acquire)),
+            _ => Backend::File(self.tier.file.load(Acquire)),
         }
     }
 
@@ -196,17 +196,17 @@ impl Pager {
     /// # Errors
     /// The kernel's.
     pub(super) fn open_backend(&self, map: &ClusterMap) -> Result<(), Errno> {
-        self.swap_file.store(-1, Release);
-        self.swap_link.store(-1, Release);
-        self.readers.links.iter().for_each(|link| link.store(-1, Release));
+        self.tier.file.store(-1, Release);
+        self.tier.link.store(-1, Release);
+        self.tier.readers.links.iter().for_each(|link| link.store(-1, Release));
         if map.is_remote() {
             // (Both now: later the program may be where /proc is not.)
-            self.swap_link.store(connect(map)?, Release);
-            self.swap_file.store(connect(map)?, Release);
+            self.tier.link.store(connect(map)?, Release);
+            self.tier.file.store(connect(map)?, Release);
             return Ok(());
         }
         let direct = if map.direct.load(Relaxed) != 0 { libc::O_DIRECT } else { 0 };
-        self.swap_file.store(raw::open(map.path(&mut [0; 64]), libc::O_RDWR | direct)?, Release);
+        self.tier.file.store(raw::open(map.path(&mut [0; 64]), libc::O_RDWR | direct)?, Release);
         Ok(())
     }
 }

@@ -1,11 +1,12 @@
-//! The swap file itself: opening it, transfers, preallocation, and what is said when the disk fails.
+//! The swap file itself: what is known of it without the lock, transfers, preallocation, and what is said when the disk fails.
 //!
 //! Nothing here touches the tables or needs the lock. Each kind of trouble is told once for the group; the counters have
 //! all of it.
 
 use crate::inject::Site;
 use crate::pager::Pager;
-use core::sync::atomic::Ordering::*;
+use crate::swap::readers::Readers;
+use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::*};
 use uzswap_mm::swapfile::BLOCK;
 use uzswap_sys::raw::Errno;
 use uzswap_sys::{blockio, thread};
@@ -14,13 +15,46 @@ use uzswap_sys::{blockio, thread};
 const EXTENT: u64 = 16 << 20;
 /// A transfer that takes longer than this is told (nanoseconds).
 const STALL_NS: u64 = 10_000_000_000;
-/// Which of [`Pager::swap_began`] a transfer is: there is one entry for all reads under way, and one for all writes.
+/// Which of [`Tier::began`] a transfer is: there is one entry for all reads under way, and one for all writes.
 pub(super) const READ: usize = 0;
 pub(super) const WRITE: usize = 1;
 
 /// A part of a transfer that is cut short on purpose: whole blocks, as direct I/O wants them.
 pub(super) fn some_blocks(bits: u64, len: usize) -> usize {
     (bits >> 8) as usize % (len / BLOCK) * BLOCK
+}
+
+/// The swap file or server of a process, as far as it is asked about without the lock.
+pub struct Tier {
+    /// The file, in the helpers' own descriptor table, or the reading thread's connection to the command that speaks to a
+    /// server; -1 without one.
+    pub file: AtomicI32,
+    /// With a server: the writing thread's connection.
+    pub link: AtomicI32,
+    /// Bumped when the writer has written, or failed to (a futex word).
+    pub progress: AtomicU32,
+    /// Whether waiting for it has helped: false from a wait in vain to the next write that succeeds.
+    pub helps: AtomicBool,
+    /// The threads that read where io_uring cannot be used.
+    pub readers: Readers,
+    /// What is readable when a read has ended (the handler polls it); -1 where none can be under way.
+    pub reads_fd: AtomicI32,
+    /// When the reads and the writes under way were begun or went on last (monotonic nanoseconds), 0 when there is none.
+    pub began: [AtomicU64; 2],
+}
+
+impl Default for Tier {
+    fn default() -> Self {
+        Self {
+            file: AtomicI32::new(-1),
+            link: AtomicI32::new(-1),
+            progress: AtomicU32::new(0),
+            helps: AtomicBool::new(true),
+            readers: Readers::default(),
+            reads_fd: AtomicI32::new(-1),
+            began: [AtomicU64::new(0), AtomicU64::new(0)],
+        }
+    }
 }
 
 /// What can be told about the swap file, once each.
@@ -95,7 +129,7 @@ impl Pager {
 
     /// Tells when a transfer has taken very long: called by the ticker.
     pub(crate) fn look_for_stalls(&self) {
-        for began in &self.swap_began {
+        for began in &self.tier.began {
             let began = began.load(Relaxed);
             if began != 0 && thread::now_ns().saturating_sub(began) > STALL_NS {
                 self.tell(Trouble::Stall);
@@ -108,7 +142,7 @@ impl Pager {
     /// # Errors
     /// The kernel's.
     pub(super) fn swap_write(&self, at: u64, bytes: &[u8]) -> Result<(), Errno> {
-        self.swap_began[WRITE].store(thread::now_ns(), Relaxed);
+        self.tier.began[WRITE].store(thread::now_ns(), Relaxed);
         let to = self.backend_to_write();
         let result = match self.inject(Site::SwapWrite) {
             None => to.write_all(bytes, at),
@@ -123,7 +157,7 @@ impl Pager {
                 }
             }
         };
-        self.swap_began[WRITE].store(0, Relaxed);
+        self.tier.began[WRITE].store(0, Relaxed);
         self.wrote(bytes.len(), result);
         result
     }
@@ -188,7 +222,7 @@ impl Pager {
             map.allocated.fetch_max(to, Relaxed);
             return Ok(());
         }
-        let fd = self.swap_file.load(Acquire);
+        let fd = self.tier.file.load(Acquire);
         let size = map.geometry().map_or(0, |g| u64::from(g.clusters) << g.cluster_shift);
         let end = to.next_multiple_of(EXTENT).min(size);
         let injected = self.inject(Site::SwapSpace).is_some();

@@ -81,7 +81,7 @@ fn without_room_on_disk_no_place_is_kept() {
 fn a_page_of_the_program_that_did_not_change_is_not_written_again() {
     let mut scene = Scene::new(0);
     // (A file, so that pages may come to be there: nothing is read from it.)
-    scene.pager.swap_file.store(0, Relaxed);
+    scene.pager.tier.file.store(0, Relaxed);
     let pages = 16;
     let at = testing::memory(scene.pager, pages);
     let first = (at / PAGE) as u64;
@@ -119,7 +119,7 @@ fn a_page_of_the_program_that_did_not_change_is_not_written_again() {
 fn a_page_that_compresses_and_did_not_change_is_not_written_again_either() {
     for order in [0u8, 2] {
         let mut scene = Scene::new(0);
-        scene.pager.swap_file.store(0, Relaxed);
+        scene.pager.tier.file.store(0, Relaxed);
         let pages = 16u64;
         let at = testing::memory(scene.pager, 2 * pages as usize).next_multiple_of(pages as usize * PAGE);
         let first = (at / PAGE) as u64;

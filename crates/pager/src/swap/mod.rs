@@ -27,7 +27,7 @@
 pub mod backend;
 pub mod clusters;
 mod dense;
-mod io;
+pub mod io;
 pub mod kept;
 #[cfg(test)]
 mod kept_tests;
@@ -364,9 +364,9 @@ impl Pager {
     /// Whether writing back makes room: it may be done, it does not fail, and there is something to write.
     pub(crate) fn disk_takes_over(&self, s: &State) -> bool {
         s.swap.as_ref().is_some_and(|swap| {
-            self.swap_file.load(Relaxed) >= 0
+            self.tier.file.load(Relaxed) >= 0
                 && swap.failures == 0
-                && self.disk_helps.load(Relaxed)
+                && self.tier.helps.load(Relaxed)
                 && !swap.shrinker.is_empty()
                 && !self.writeback_forbidden(swap)
         })
@@ -376,7 +376,7 @@ impl Pager {
     pub(crate) fn end_swap(&self) {
         turns::wake_writer(self.me());
         crate::letgo::await_end(self.writer.load(Relaxed));
-        self.readers.end();
+        self.tier.readers.end();
     }
 
     /// Whether the limit is exceeded because the pools are full, and writing back helps.

@@ -79,9 +79,9 @@ impl Pager {
             // What fails has reached the disk in part.
             let part = injected.map_or(len, |bits| some_blocks(bits, len).max(BLOCK));
             if ring.under_way() == 0 {
-                self.swap_began[WRITE].store(thread::now_ns(), Relaxed);
+                self.tier.began[WRITE].store(thread::now_ns(), Relaxed);
             }
-            let fd = self.swap_file.load(Acquire);
+            let fd = self.tier.file.load(Acquire);
             // SAFETY: the buffer is not touched, and not freed, until the write is found ended.
             if unsafe { ring.write(fd, bytes.as_ptr(), part, at, slot as u64) }.is_ok() {
                 writes.writes[slot] = Some(Write { at, len, done: None, injected });
@@ -106,7 +106,7 @@ impl Pager {
                 Err(_) => thread::sleep_ns(1_000_000),
             }
         };
-        self.swap_began[WRITE].store(if ring.under_way() > 0 { thread::now_ns() } else { 0 }, Relaxed);
+        self.tier.began[WRITE].store(if ring.under_way() > 0 { thread::now_ns() } else { 0 }, Relaxed);
         let slot = slot as usize;
         let write = writes.writes[slot].take()?;
         let result = self.settle(write, ended, &bytes_of(&mut writes.buffers[slot])[..write.len]);
@@ -132,6 +132,6 @@ impl Pager {
         if write.injected.is_some_and(|bits| bits % 4 == 2) {
             return Err(libc::EIO);
         }
-        blockio::write_all(self.swap_file.load(Acquire), &bytes[done..], write.at + done as u64)
+        blockio::write_all(self.tier.file.load(Acquire), &bytes[done..], write.at + done as u64)
     }
 }

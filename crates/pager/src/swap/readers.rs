@@ -110,9 +110,9 @@ impl Pager {
     /// Starts reader `i` if it does not run, with the lock held.
     pub(super) fn start_reader(&self, s: &State, i: usize) {
         const RUN: [extern "C" fn(usize) -> !; READERS] = [run::<0>, run::<1>, run::<2>, run::<3>];
-        let tid = &self.readers.jobs[i].tid;
+        let tid = &self.tier.readers.jobs[i].tid;
         // (The tests' pagers have no stacks for threads of their own: nobody runs there.)
-        if tid.load(Relaxed) != 0 || self.readers.event.load(Relaxed) < 0 {
+        if tid.load(Relaxed) != 0 || self.tier.readers.event.load(Relaxed) < 0 {
             return;
         }
         let me = core::ptr::from_ref(self) as usize;
@@ -127,7 +127,7 @@ impl Pager {
     }
 
     fn read_for_ever(&self, i: usize) -> ! {
-        let job = &self.readers.jobs[i];
+        let job = &self.tier.readers.jobs[i];
         loop {
             let state = job.state.load(Acquire);
             if state == ENDED {
@@ -143,7 +143,7 @@ impl Pager {
             let result = if self.can_read(i) { self.swap_read(i, job.at.load(Relaxed), bytes) } else { Err(NOT_TRIED) };
             job.result.store(result.err().unwrap_or(0), Relaxed);
             job.state.store(DONE, Release);
-            eventfd::raise(self.readers.event.load(Acquire));
+            eventfd::raise(self.tier.readers.event.load(Acquire));
         }
     }
 }

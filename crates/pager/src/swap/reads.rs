@@ -141,13 +141,13 @@ pub(crate) struct Reads {
 impl Reads {
     /// None under way; to be called with the lock held, as all that allocates.
     pub(crate) fn new(pager: &Pager) -> Self {
-        let map = pager.clusters.filter(|_| pager.swap_file.load(Acquire) >= 0);
+        let map = pager.clusters.filter(|_| pager.tier.file.load(Acquire) >= 0);
         let may = map.is_some_and(|map| map.plain.load(Relaxed) == 0 && !map.is_remote());
         let ring = if may { Uring::new(DEPTH as u32).ok() } else { None };
         let event = if map.is_some() && ring.is_none() { eventfd::create().ok() } else { None };
-        pager.readers.event.store(event.unwrap_or(-1), Release);
+        pager.tier.readers.event.store(event.unwrap_or(-1), Release);
         let reads = Self { ring, event, ..Self::default() };
-        pager.reads_fd.store(reads.fd(), Release);
+        pager.tier.reads_fd.store(reads.fd(), Release);
         reads
     }
 
@@ -229,8 +229,8 @@ impl Reads {
     fn begin_one(&mut self, pager: &Pager, i: usize) {
         let Slot { buffer, read: Some(read), .. } = &mut self.slots[i] else { return };
         let bytes = &mut bytes_of(buffer)[..read.len];
-        if pager.swap_began[super::io::READ].load(Relaxed) == 0 {
-            pager.swap_began[super::io::READ].store(thread::now_ns(), Relaxed);
+        if pager.tier.began[super::io::READ].load(Relaxed) == 0 {
+            pager.tier.began[super::io::READ].store(thread::now_ns(), Relaxed);
         }
         if read.done == 0
             && read.fruitless == 0
@@ -246,7 +246,7 @@ impl Reads {
             if read.injected.is_some_and(|bits| bits % 4 == 0) {
                 return self.end(pager, i, Err(libc::EIO));
             }
-            let (fd, from, part) = (pager.swap_file.load(Acquire), read.done, read.part());
+            let (fd, from, part) = (pager.tier.file.load(Acquire), read.done, read.part());
             // SAFETY: the buffer is not touched, and not freed, until the read is found ended.
             let begun =
                 unsafe { ring.read(fd, bytes[from..].as_mut_ptr(), part, read.at + from as u64, i as u64) }.is_ok();
@@ -255,7 +255,7 @@ impl Reads {
             }
             // (The kernel has no memory for it just now.)
             read.injected = None;
-        } else if self.event.is_some() && pager.readers.post(i, read.at, bytes) {
+        } else if self.event.is_some() && pager.tier.readers.post(i, read.at, bytes) {
             return;
         }
         let result = pager.swap_read(0, read.at, bytes);
@@ -279,7 +279,7 @@ impl Reads {
             return;
         }
         for i in 0..READERS {
-            match pager.readers.take(i) {
+            match pager.tier.readers.take(i) {
                 Some(Err(NOT_TRIED)) => {
                     (self.slots[i].closed, self.slots[i].read) = (true, None);
                 }
@@ -301,7 +301,7 @@ impl Reads {
             read.stage = Stage::Ended(result);
         }
         let more = self.iter().any(|read| read.stage == Stage::UnderWay);
-        pager.swap_began[super::io::READ].store(if more { thread::now_ns() } else { 0 }, Relaxed);
+        pager.tier.began[super::io::READ].store(if more { thread::now_ns() } else { 0 }, Relaxed);
     }
 
     /// Takes a read that has ended, its bytes and what became of it, by `take`; false when there is none.

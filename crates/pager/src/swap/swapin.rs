@@ -178,7 +178,7 @@ impl Pager {
 
     /// Whether a read has ended that the handler has not seen.
     pub(crate) fn a_read_has_ended(&self) -> bool {
-        let fd = self.reads_fd.load(Relaxed);
+        let fd = self.tier.reads_fd.load(Relaxed);
         fd >= 0 && uzswap_sys::uffd::is_readable(fd)
     }
 

@@ -124,8 +124,8 @@ impl Pager {
     }
 
     pub(super) fn swap_progressed(&self) {
-        self.swap_progress.fetch_add(1, Release);
-        lock::futex_wake(&self.swap_progress, u32::MAX >> 1, false);
+        self.tier.progress.fetch_add(1, Release);
+        lock::futex_wake(&self.tier.progress, u32::MAX >> 1, false);
     }
 
     pub(super) fn plan_round(&self, s: &mut State, slot: usize, buffer: &mut [u8]) -> Round {
@@ -360,7 +360,7 @@ impl Pager {
         c.zswpwb.fetch_add(gone as u64, Relaxed);
         if written {
             swap.failures = 0;
-            self.disk_helps.store(true, Relaxed);
+            self.tier.helps.store(true, Relaxed);
         } else {
             if let Some(flight) = flights.first() {
                 let cluster = (offset(flight.place) / swap.books.cluster_bytes() as u64) as u32;
