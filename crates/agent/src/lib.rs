@@ -18,6 +18,7 @@ mod pins;
 mod rawfork;
 mod symbols;
 mod threads;
+mod unwind;
 mod userfaults;
 mod users;
 

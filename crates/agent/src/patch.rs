@@ -95,43 +95,65 @@ unsafe extern "C" {
     fn uz_thunk_madvise();
 }
 
-/// Why a function could not be wrapped.
+/// Why libc could not be patched.
 #[derive(Debug)]
 pub enum PatchError {
-    /// Its code has no `mov eax, NR; syscall`.
+    /// A function's code has no `mov eax, NR; syscall`.
     Pattern,
     /// No memory near libc, or its code cannot be made writable.
     Memory(#[allow(dead_code)] Errno),
 }
 
-/// Wraps `_Fork`, `execve`, `mmap`, `brk`, `munmap`, `mremap` and `madvise` of libc.
+const PAGE: usize = 4096;
+/// Functions that are wrapped at most.
+const MOST: usize = 7;
+/// Bytes between the jumps of a page.
+const JUMP: usize = 16;
+
+/// A system call in libc's code, and where it is to go.
+#[derive(Clone, Copy)]
+struct Site {
+    at: usize,
+    thunk: usize,
+}
+
+/// Wraps `_Fork`, `execve`, `mmap`, `brk`, `munmap`, `mremap` and `madvise` of libc. Every process pays for this when it starts,
+/// so all of them share a page of jumps, and libc's code is made writable once.
 ///
 /// # Errors
-/// [`PatchError`]; then nothing was changed in the function concerned.
+/// [`PatchError`]; then nothing was changed.
 ///
 /// # Safety
 /// No other thread may run in libc meanwhile (a preload constructor).
 pub unsafe fn install() -> Result<(), PatchError> {
-    let Some(libc) = Libc::find() else { return Err(PatchError::Pattern) };
-    // SAFETY: as the caller says; the names are functions of libc.
-    unsafe {
-        crate::bytes::init(&libc);
-        // (Where it cannot be wrapped a program is started with the environment that it is given.)
-        let _ = wrap(&libc, c"execve", 59, uz_thunk_execve as *const () as usize);
-        wrap(&libc, c"_Fork", 56, uz_thunk_clone as *const () as usize)?;
-        wrap(&libc, c"mmap64", 9, uz_thunk_mmap as *const () as usize)?;
-        wrap(&libc, c"brk", 12, uz_thunk_brk as *const () as usize)?;
-        wrap(&libc, c"munmap", 11, uz_thunk_munmap as *const () as usize)?;
-        wrap(&libc, c"mremap", 25, uz_thunk_mremap as *const () as usize)?;
-        wrap(&libc, c"madvise", 28, uz_thunk_madvise as *const () as usize)
+    let libc = Libc::find().ok_or(PatchError::Pattern)?;
+    crate::bytes::init(&libc);
+    let needed: [(&CStr, u32, usize); MOST - 1] = [
+        (c"_Fork", 56, uz_thunk_clone as *const () as usize),
+        (c"mmap64", 9, uz_thunk_mmap as *const () as usize),
+        (c"brk", 12, uz_thunk_brk as *const () as usize),
+        (c"munmap", 11, uz_thunk_munmap as *const () as usize),
+        (c"mremap", 25, uz_thunk_mremap as *const () as usize),
+        (c"madvise", 28, uz_thunk_madvise as *const () as usize),
+    ];
+    let mut sites = [Site { at: 0, thunk: 0 }; MOST];
+    for (site, (name, nr, thunk)) in sites.iter_mut().zip(needed) {
+        *site = Site { at: call_in(&libc, name, nr)?, thunk };
     }
+    // (Where it cannot be wrapped a program is started with the environment that it is given.)
+    let n = match call_in(&libc, c"execve", 59) {
+        Ok(at) => {
+            sites[MOST - 1] = Site { at, thunk: uz_thunk_execve as *const () as usize };
+            MOST
+        }
+        Err(_) => MOST - 1,
+    };
+    // SAFETY: as the caller says; these are such calls, and the thunks keep what a system call keeps.
+    unsafe { redirect(&sites[..n]) }
 }
 
-/// Makes the system call `nr` in the function `name` of `libc` go to `thunk`.
-///
-/// # Safety
-/// As [`install`]; `thunk` keeps every register that a system call keeps.
-unsafe fn wrap(libc: &Libc, name: &CStr, nr: u32, thunk: usize) -> Result<(), PatchError> {
+/// Where the function `name` of `libc` makes the system call `nr`.
+fn call_in(libc: &Libc, name: &CStr, nr: u32) -> Result<usize, PatchError> {
     let f = libc.symbol(name);
     if f == 0 {
         return Err(PatchError::Pattern);
@@ -140,41 +162,64 @@ unsafe fn wrap(libc: &Libc, name: &CStr, nr: u32, thunk: usize) -> Result<(), Pa
     pattern[1..5].copy_from_slice(&nr.to_le_bytes());
     // SAFETY: libc's text goes on for more than this after any of its functions.
     let code = unsafe { core::slice::from_raw_parts(f as *const u8, 160) };
-    let site = f + code.windows(7).position(|w| w == pattern).ok_or(PatchError::Pattern)?;
-    let stub = near(site, thunk)?;
-    let mut new = [0xe8, 0, 0, 0, 0, 0x66, 0x90];
-    new[1..5].copy_from_slice(&((stub as isize - (site as isize + 5)) as i32).to_le_bytes());
-    let start = site & !4095;
-    let len = (site + 7).next_multiple_of(4096) - start;
+    code.windows(7).position(|w| w == pattern).map(|i| f + i).ok_or(PatchError::Pattern)
+}
+
+/// Makes the calls at `sites` go to their thunks.
+///
+/// # Safety
+/// No other thread may run there; at each is such a call, in one mapping all of them, and each thunk keeps every register that a
+/// system call keeps.
+unsafe fn redirect(sites: &[Site]) -> Result<(), PatchError> {
+    let first = sites.iter().map(|site| site.at).min().unwrap_or(0) & !(PAGE - 1);
+    let end = sites.iter().map(|site| site.at + 7).max().unwrap_or(0).next_multiple_of(PAGE);
+    let jumps = jumps(sites, first, end)?;
     let set = |prot: i32| {
         // SAFETY: the pages are libc's text, which stays executable throughout.
-        unsafe { sys!(libc::SYS_mprotect, start, len, prot) }.map_err(PatchError::Memory)
+        unsafe { sys!(libc::SYS_mprotect, first, end - first, prot) }.map_err(PatchError::Memory)
     };
     set(libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC)?;
-    // SAFETY: writable now, and nobody runs it (see install).
-    unsafe { core::ptr::copy_nonoverlapping(new.as_ptr(), site as *mut u8, 7) };
+    for (site, jump) in sites.iter().zip((jumps..).step_by(JUMP)) {
+        let mut new = [0xe8, 0, 0, 0, 0, 0x66, 0x90];
+        new[1..5].copy_from_slice(&(jump.wrapping_sub(site.at + 5) as u32).to_le_bytes());
+        // SAFETY: writable now, and nobody runs it (see install).
+        unsafe { core::ptr::copy_nonoverlapping(new.as_ptr(), site.at as *mut u8, 7) };
+    }
     set(libc::PROT_READ | libc::PROT_EXEC)?;
     Ok(())
 }
 
-/// A jump to `target` within reach of `site`.
-fn near(site: usize, target: usize) -> Result<usize, PatchError> {
-    for k in 2..4000 {
-        // Below and above in turn, up to about 1 GiB away.
-        let (step, page) = ((k / 2) * (512 << 10), site & !0xffff);
-        let hint = if k % 2 == 0 { page - step } else { page + step };
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
-        let prot = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: NOREPLACE maps only free addresses.
-        let Ok(at) = (unsafe { sys!(libc::SYS_mmap, hint, 4096, prot, flags, -1isize, 0) }) else { continue };
-        let mut jump = [0xff, 0x25, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
-        jump[6..].copy_from_slice(&target.to_le_bytes());
-        // SAFETY: a fresh page of ours, made executable afterwards.
-        unsafe {
-            core::ptr::copy_nonoverlapping(jump.as_ptr(), at as *mut u8, jump.len());
-            sys!(libc::SYS_mprotect, at, 4096, libc::PROT_READ | libc::PROT_EXEC).map_err(PatchError::Memory)?;
-        }
+/// A page of jumps to the thunks of `sites`, in their order, within reach of all that is from `first` to `end`.
+fn jumps(sites: &[Site], first: usize, end: usize) -> Result<usize, PatchError> {
+    let at = page_near(first, end)?;
+    for (site, jump) in sites.iter().zip((at..).step_by(JUMP)) {
+        let mut code = [0xff, 0x25, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+        code[6..].copy_from_slice(&site.thunk.to_le_bytes());
+        // SAFETY: a fresh page of ours, in which there is room for all of them.
+        unsafe { core::ptr::copy_nonoverlapping(code.as_ptr(), jump as *mut u8, code.len()) };
+    }
+    // SAFETY: a page of ours.
+    unsafe { sys!(libc::SYS_mprotect, at, PAGE, libc::PROT_READ | libc::PROT_EXEC) }.map_err(PatchError::Memory)?;
+    Ok(at)
+}
+
+/// A fresh page within reach of what is from `first` to `end`.
+fn page_near(first: usize, end: usize) -> Result<usize, PatchError> {
+    const REACH: usize = 1 << 30;
+    let map = |hint: usize, flags: i32| {
+        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | flags);
+        // SAFETY: only free addresses are mapped.
+        unsafe { sys!(libc::SYS_mmap, hint, PAGE, prot, flags, -1isize, 0) }
+    };
+    // Where the kernel likes best is next to the libraries, mostly.
+    let at = map(0, 0).map_err(PatchError::Memory)?;
+    if at.abs_diff(first).max(at.abs_diff(end)) < REACH {
         return Ok(at);
     }
-    Err(PatchError::Memory(libc::ENOMEM))
+    // SAFETY: a page of ours.
+    let _ = unsafe { sys!(libc::SYS_munmap, at, PAGE) };
+    // Below and above in turn.
+    let step = 512 << 10;
+    let hints = (1..REACH / step).flat_map(|k| [first.checked_sub(k * step), end.checked_add(k * step)]);
+    hints.flatten().find_map(|hint| map(hint, libc::MAP_FIXED_NOREPLACE).ok()).ok_or(PatchError::Memory(libc::ENOMEM))
 }

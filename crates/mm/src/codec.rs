@@ -1,9 +1,9 @@
 //! Codecs: how a folio's bytes become a smaller object and come back.
 //!
 //! They run in the agent: in threads cloned raw that have no TLS of their own, while the program's malloc may be
-//! holding its lock. So nothing here calls libc's malloc or a thread-local. Each [`Compressor`] and [`Decompressor`]
-//! takes its workspace from Rust's global allocator in `new` (the agent has its own) and nothing per call. All three
-//! libraries are C; each has its wall, a submodule that holds the FFI and is all the `unsafe` there is:
+//! holding its lock. So nothing here calls libc's malloc or a thread-local. Each [`Compressor`] takes its workspace from
+//! Rust's global allocator in `new` (the agent has its own), each [`Decompressor`] at the first object of a codec, as most
+//! processes end before they have stored anything; neither takes anything per call. All three libraries are C; each has its wall, a submodule that holds the FFI and is all the `unsafe` there is:
 //! `lz4` (`LZ4_compress_fast_extState` on our state), `zstd` (`ZSTD_initStatic*`: never allocates) and `deflate`
 //! (libdeflate with our allocator). gcc's stack protector reads `%fs:0x28`: where it is on by default (Ubuntu, not
 //! Debian) and such a thread's fs base is not valid, build with `CFLAGS=-fno-stack-protector`.
@@ -252,16 +252,18 @@ impl Compressor {
     }
 }
 
-/// Decompresses every [`Encoding`], with a workspace of its own (about 110 KiB).
+/// Decompresses every [`Encoding`], with workspaces of its own: about 100 KiB from the first object of zstd's on, 10 KiB from the
+/// first of deflate's.
+#[derive(Default)]
 pub struct Decompressor {
-    zstd: zstd::Decompressor,
-    deflate: deflate::Decompressor,
+    zstd: Option<zstd::Decompressor>,
+    deflate: Option<deflate::Decompressor>,
 }
 
 impl Decompressor {
     /// A decompressor.
     pub fn new() -> Self {
-        Self { zstd: zstd::Decompressor::new(), deflate: deflate::Decompressor::new() }
+        Self::default()
     }
 
     /// Decodes `src`, all of it, into `dst`, which it fills.
@@ -276,8 +278,8 @@ impl Decompressor {
             }
             Encoding::Raw => None,
             Encoding::Lz4 => lz4::decompress(src, dst),
-            Encoding::Zstd => self.zstd.decompress(src, dst),
-            Encoding::Deflate => self.deflate.decompress(src, dst),
+            Encoding::Zstd => self.zstd.get_or_insert_with(zstd::Decompressor::new).decompress(src, dst),
+            Encoding::Deflate => self.deflate.get_or_insert_with(deflate::Decompressor::new).decompress(src, dst),
         };
         if len == Some(dst.len()) { Ok(()) } else { Err(Corrupt) }
     }
@@ -299,11 +301,5 @@ impl Decompressor {
             return self.decompress(encoding, src, dst).map(|()| dst.len());
         }
         lz4::decompress_start(src, dst, wanted).filter(|len| *len >= wanted).ok_or(Corrupt)
-    }
-}
-
-impl Default for Decompressor {
-    fn default() -> Self {
-        Self::new()
     }
 }

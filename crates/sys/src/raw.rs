@@ -97,6 +97,9 @@ pub fn pread(fd: i32, buf: &mut [u8], at: u64) -> Result<usize, Errno> {
     unsafe { sys!(libc::SYS_pread64, fd, buf.as_mut_ptr(), buf.len(), at) }
 }
 
+/// What [`read_file`] has room for when it asks (bytes).
+const READ_BYTES: usize = 64 << 10;
+
 /// Reads a whole small file (procfs) into `out`.
 ///
 /// # Errors
@@ -104,24 +107,20 @@ pub fn pread(fd: i32, buf: &mut [u8], at: u64) -> Result<usize, Errno> {
 pub fn read_file(path: &[u8], out: &mut Vec<u8>) -> Result<(), Errno> {
     let fd = open(path, libc::O_RDONLY)?;
     out.clear();
-    loop {
-        let old = out.len();
-        out.resize(old + 65536, 0);
-        // SAFETY: the range just added is ours.
-        match unsafe { sys!(libc::SYS_read, fd, out[old..].as_mut_ptr(), 65536) } {
-            Ok(0) => {
-                out.truncate(old);
-                break;
-            }
-            Ok(n) => out.truncate(old + n),
-            Err(e) => {
-                close(fd);
-                return Err(e);
-            }
+    let done = loop {
+        // (Not cleared first: a page is touched only where there is text for it.)
+        out.reserve(READ_BYTES);
+        let room = out.spare_capacity_mut();
+        // SAFETY: the room is ours.
+        match unsafe { sys!(libc::SYS_read, fd, room.as_mut_ptr(), room.len()) } {
+            Ok(0) => break Ok(()),
+            // SAFETY: so many bytes were written there.
+            Ok(n) => unsafe { out.set_len(out.len() + n) },
+            Err(e) => break Err(e),
         }
-    }
+    };
     close(fd);
-    Ok(())
+    done
 }
 
 /// Longest path that [`path_of`] puts together, its NUL included (bytes).

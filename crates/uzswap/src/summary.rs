@@ -8,6 +8,10 @@ use std::io::Write as _;
 use std::path::Path;
 use std::time::Duration;
 
+/// A program whose threads stalled for this share of its time, and that ran for so long, was slow (seconds).
+const SLOW_SHARE: f64 = 0.75;
+const SLOW_SECONDS: f64 = 5.0;
+
 /// Prints the summary.
 pub fn print(totals: &Totals, wall: Duration) {
     say(&text(totals, wall));
@@ -71,12 +75,31 @@ pub fn text(totals: &Totals, wall: Duration) -> String {
         let (stalled, seconds) = (totals.counters.stall_ns as f64 / 1e9, wall.as_secs_f64());
         let share = percent(stalled, seconds);
         line("cost", &format!("threads stalled for {stalled:.2} s, {share} of the {seconds:.2} s it ran"));
+        if stalled >= SLOW_SHARE * seconds && seconds >= SLOW_SECONDS {
+            line("slow", &why_slow(totals));
+        }
     }
     if totals.joined > 1 {
         line("processes", &format!("{}, {} of them managed", totals.joined, totals.engaged));
     }
     what_went_wrong(totals, line);
     out
+}
+
+/// Why a program that did little but fault did so, and what to do.
+fn why_slow(totals: &Totals) -> String {
+    let limit = totals.limit.unwrap_or_default();
+    let mut text = "it did little but fault, as it works on more memory than there was room for".to_owned();
+    if limit > 0 {
+        let _ = write!(text, "; give it more than {}", human(limit));
+    }
+    // What is held is resident + pool x ratio, and resident + pool is the limit.
+    let beyond = totals.peak_held.saturating_sub(limit) as f64;
+    let pool = totals.compression_ratio.map_or(0.0, |ratio| beyond / (ratio - 1.0).max(0.01));
+    if totals.swap == 0 && limit > 0 && pool > limit as f64 / 2.0 {
+        text.push_str(", or `--swap` (`--swap 4G`, say): what was compressed took most of it");
+    }
+    text
 }
 
 fn what_went_wrong(totals: &Totals, mut line: impl FnMut(&str, &str)) {
@@ -216,6 +239,37 @@ mod tests {
         totals.counters.swap_read_errors = 2;
         assert!(super::disk(&totals).ends_with("; 0 writes and 2 reads failed"));
         assert_eq!(super::disk(&Totals::default()), "nothing had to be written");
+    }
+
+    #[test]
+    fn slow() {
+        let counters = Sums { stall_ns: 8_000_000_000, ..Sums::default() };
+        let limit = Some(64 << 20);
+        let mut totals = Totals {
+            limit,
+            peak_held: 112 << 20,
+            engaged: 1,
+            joined: 1,
+            compression_ratio: Some(2.0),
+            counters,
+            ..Totals::default()
+        };
+        let said = |totals: &Totals, seconds| {
+            text(totals, Duration::from_secs(seconds))
+                .lines()
+                .find_map(|l| l.strip_prefix("uzswap: slow         ").map(str::to_owned))
+        };
+        let line = said(&totals, 10).expect("it stalled for most of the time");
+        assert!(line.contains("more than 64 MiB, or `--swap`"), "{line}");
+        assert_eq!(said(&totals, 11), None, "it did something else too");
+        assert_eq!(said(&totals, 4), None, "it was soon over");
+        // Four to one: the pool takes a quarter of the limit.
+        totals.compression_ratio = Some(4.0);
+        assert!(!said(&totals, 10).unwrap().contains("--swap"));
+        (totals.compression_ratio, totals.swap) = (Some(2.0), 1 << 30);
+        assert!(!said(&totals, 10).unwrap().contains("--swap"), "it has one");
+        totals.limit = None;
+        assert!(!said(&totals, 10).unwrap().contains("more than "), "there is none to raise");
     }
 
     #[test]

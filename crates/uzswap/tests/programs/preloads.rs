@@ -51,3 +51,14 @@ fn programs_built_with_sanitizers() {
         subject.check();
     }
 }
+
+/// The story: every process under uzswap had libgcc's unwinder loaded, which the standard library names and the agent never calls:
+/// a sixth of what starting a process cost. Now a program loads it when it wants it, and its threads unwind through the agent.
+#[test]
+fn the_unwinder_is_the_programs_own() {
+    let _alone = alone();
+    let Some(program) = compile_c("unwinds") else { return };
+    let mut subject = Subject::new("unwinds", &[&program]);
+    subject.percents = &[50];
+    subject.check();
+}
