@@ -12,6 +12,7 @@ mod heap;
 mod leaving;
 mod lent;
 mod lockall;
+mod near;
 mod next;
 mod patch;
 mod pins;

@@ -6,6 +6,7 @@
 //! exact pattern is patched; where it is missing the caller is told. The thunks keep every register that a system call
 //! keeps.
 
+use crate::near::{self, PAGE};
 use crate::symbols::Libc;
 use core::arch::global_asm;
 use core::ffi::CStr;
@@ -104,7 +105,6 @@ pub enum PatchError {
     Memory(#[allow(dead_code)] Errno),
 }
 
-const PAGE: usize = 4096;
 /// Functions that are wrapped at most.
 const MOST: usize = 7;
 /// Bytes between the jumps of a page.
@@ -191,7 +191,7 @@ unsafe fn redirect(sites: &[Site]) -> Result<(), PatchError> {
 
 /// A page of jumps to the thunks of `sites`, in their order, within reach of all that is from `first` to `end`.
 fn jumps(sites: &[Site], first: usize, end: usize) -> Result<usize, PatchError> {
-    let at = page_near(first, end)?;
+    let at = near::page(first, end).map_err(PatchError::Memory)?;
     for (site, jump) in sites.iter().zip((at..).step_by(JUMP)) {
         let mut code = [0xff, 0x25, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
         code[6..].copy_from_slice(&site.thunk.to_le_bytes());
@@ -201,25 +201,4 @@ fn jumps(sites: &[Site], first: usize, end: usize) -> Result<usize, PatchError> 
     // SAFETY: a page of ours.
     unsafe { sys!(libc::SYS_mprotect, at, PAGE, libc::PROT_READ | libc::PROT_EXEC) }.map_err(PatchError::Memory)?;
     Ok(at)
-}
-
-/// A fresh page within reach of what is from `first` to `end`.
-fn page_near(first: usize, end: usize) -> Result<usize, PatchError> {
-    const REACH: usize = 1 << 30;
-    let map = |hint: usize, flags: i32| {
-        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | flags);
-        // SAFETY: only free addresses are mapped.
-        unsafe { sys!(libc::SYS_mmap, hint, PAGE, prot, flags, -1isize, 0) }
-    };
-    // Where the kernel likes best is next to the libraries, mostly.
-    let at = map(0, 0).map_err(PatchError::Memory)?;
-    if at.abs_diff(first).max(at.abs_diff(end)) < REACH {
-        return Ok(at);
-    }
-    // SAFETY: a page of ours.
-    let _ = unsafe { sys!(libc::SYS_munmap, at, PAGE) };
-    // Below and above in turn.
-    let step = 512 << 10;
-    let hints = (1..REACH / step).flat_map(|k| [first.checked_sub(k * step), end.checked_add(k * step)]);
-    hints.flatten().find_map(|hint| map(hint, libc::MAP_FIXED_NOREPLACE).ok()).ok_or(PatchError::Memory(libc::ENOMEM))
 }
