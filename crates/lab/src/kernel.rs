@@ -160,6 +160,9 @@ impl Lab<'_> {
             if let (true, Some(program)) = (wants("overhead"), programs.first()) {
                 self.overhead(program)?;
             }
+            if wants("overhead") {
+                self.starts()?;
+            }
             if wants("programs") {
                 self.programs(&programs)?;
             }

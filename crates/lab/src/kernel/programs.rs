@@ -14,6 +14,8 @@ use std::time::Duration;
 
 use Subject::{Plain, Run, RunCharged, Zram, Zswap};
 
+/// Processes that a shell starts one after the other, to see what one costs.
+const STARTS: u32 = 300;
 /// The least limit that `uzswap run` takes.
 const LEAST: u64 = 16 * MIB;
 
@@ -150,6 +152,36 @@ impl Lab<'_> {
             let what = "run: time of a program under its limit, times without uzswap";
             self.verdicts.push(Verdict::at_most(what, 1.01, ratio));
         }
+        Ok(())
+    }
+}
+
+impl Lab<'_> {
+    /// What `uzswap run` costs a process from its start to its end: a shell runs one after the other that does nothing. Their
+    /// memory is far below the limit. (No target speaks of it; builds and scripts are made of such processes.)
+    pub(super) fn starts(&mut self) -> Result<(), Stop> {
+        let script = format!("i=0; while [ $i -lt {STARTS} ]; do /bin/true; i=$((i+1)); done");
+        let argv = ["/bin/sh".into(), "-c".into(), script.into()];
+        let mut times: BTreeMap<Subject, Vec<f64>> = BTreeMap::new();
+        for run in 0..=2 * self.runs {
+            for subject in if run % 2 == 0 { [Plain, RunCharged] } else { [RunCharged, Plain] } {
+                if self.out.contains_key(&subject) {
+                    continue;
+                }
+                self.say(&format!("{STARTS} processes one after the other, {}", subject.title()));
+                let limit = self.limit * 8;
+                match self.run(subject, &argv, limit, &With::default()).and_then(|o| Ok(o.ok().map(|()| o)?)) {
+                    Ok(outcome) => times.entry(subject).or_default().push(outcome.seconds),
+                    Err(failure) => return fail(self, "starting processes", subject, failure),
+                }
+                go_on()?;
+            }
+        }
+        let mut row = Row::new("a process that does nothing".to_owned(), "us");
+        for (subject, times) in &times {
+            row.put(subject.key(), median(times).map(|seconds| seconds * 1e6 / f64::from(STARTS)));
+        }
+        self.rows.push(row);
         Ok(())
     }
 }
