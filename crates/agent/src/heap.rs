@@ -7,6 +7,7 @@ use core::sync::atomic::{AtomicUsize, Ordering::*};
 use dlmalloc::{Allocator, Dlmalloc};
 use uzswap_pager::arena;
 use uzswap_sys::lock::Lock;
+use uzswap_sys::sys;
 
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 static END: AtomicUsize = AtomicUsize::new(0);
@@ -16,6 +17,11 @@ pub fn init(base: usize) {
     NEXT.store(base, Release);
     END.store(base + arena::HEAP_BYTES, Release);
 }
+
+/// From this size on zeroed memory is not written to before it is used. dlmalloc clears what it does not know to be fresh, which is
+/// everything here: two buffers for what batches are compressed to, of 320 KiB each, were most of what a small process paid
+/// for being managed, and it never used more than a page or two of them.
+const LARGE: usize = 64 << 10;
 
 struct Reservation;
 
@@ -49,6 +55,24 @@ unsafe impl Allocator for Reservation {
     }
 }
 
+/// Sets memory to zeros by giving its whole pages back: they take memory again as they are touched.
+///
+/// # Safety
+/// The caller owns the range, which lies in the heap.
+unsafe fn clear(at: *mut u8, len: usize) {
+    let (start, end) = (at as usize, at as usize + len);
+    let (first, last) = (start.next_multiple_of(arena::PAGE), end & !(arena::PAGE - 1));
+    // SAFETY: as the caller says; the range has a whole page, being `LARGE`.
+    unsafe {
+        at.write_bytes(0, first - start);
+        (last as *mut u8).write_bytes(0, end - last);
+        if sys!(libc::SYS_madvise, first, last - first, libc::MADV_DONTNEED).is_err() {
+            // (Memory that is locked stays.)
+            (first as *mut u8).write_bytes(0, last - first);
+        }
+    }
+}
+
 struct Heap(Lock<Dlmalloc<Reservation>>);
 
 // SAFETY: dlmalloc meets the contract; the lock serialises it.
@@ -62,8 +86,17 @@ unsafe impl GlobalAlloc for Heap {
         unsafe { self.0.lock().free(p, l.size(), l.align()) }
     }
     unsafe fn alloc_zeroed(&self, l: Layout) -> *mut u8 {
-        // SAFETY: the caller's layout is valid.
-        unsafe { self.0.lock().calloc(l.size(), l.align()) }
+        if l.size() < LARGE {
+            // SAFETY: the caller's layout is valid.
+            return unsafe { self.0.lock().calloc(l.size(), l.align()) };
+        }
+        // SAFETY: as above.
+        let at = unsafe { self.alloc(l) };
+        if !at.is_null() {
+            // SAFETY: it was allocated now, with that size.
+            unsafe { clear(at, l.size()) };
+        }
+        at
     }
     unsafe fn realloc(&self, p: *mut u8, l: Layout, n: usize) -> *mut u8 {
         // SAFETY: as the caller says.
@@ -71,5 +104,69 @@ unsafe impl GlobalAlloc for Heap {
     }
 }
 
-#[global_allocator]
+#[cfg_attr(not(test), global_allocator)]
+#[cfg_attr(test, allow(dead_code))]
 static HEAP: Heap = Heap(Lock::new(Dlmalloc::new_with_allocator(Reservation)));
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Pages of `[at, at + len)` that are in memory.
+    fn resident(at: *mut u8, len: usize) -> usize {
+        let start = at as usize & !(arena::PAGE - 1);
+        let pages = (at as usize + len - start).div_ceil(arena::PAGE);
+        let mut seen = vec![0u8; pages];
+        // SAFETY: a byte for each page, ours.
+        unsafe { sys!(libc::SYS_mincore, start, pages * arena::PAGE, seen.as_mut_ptr()) }.expect("mincore");
+        seen.iter().filter(|page| **page & 1 != 0).count()
+    }
+
+    /// The story: a process that was managed had a mebibyte of books before it had any page out, most of it buffers of zeros of which
+    /// it used a page or two. Thirty small ones took more for that than their limit.
+    #[test]
+    fn large_zeros_take_no_memory_before_they_are_used() {
+        let (flags, rw) =
+            (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, libc::PROT_READ | libc::PROT_WRITE);
+        // SAFETY: a new mapping.
+        let base = unsafe { sys!(libc::SYS_mmap, 0, arena::HEAP_BYTES, rw, flags, -1isize, 0) }.expect("mmap");
+        init(base);
+        let heap = Heap(Lock::new(Dlmalloc::new_with_allocator(Reservation)));
+        let lens = [LARGE - 1, LARGE, LARGE + 1, (320 << 10) - 8, 320 << 10, (1 << 20) + 100];
+        let mut reused = 0;
+        for (len, align) in lens.into_iter().flat_map(|len| [1, 64, arena::PAGE].map(|align| (len, align))) {
+            let layout = Layout::from_size_align(len, align).expect("a layout");
+            // SAFETY: what is allocated is used within its bounds, and freed once.
+            unsafe {
+                let (used, behind) = (heap.alloc(layout), heap.alloc(layout));
+                assert!(!used.is_null() && !behind.is_null());
+                used.write_bytes(0xa5, len);
+                behind.write_bytes(0x5a, len);
+                heap.dealloc(used, layout);
+                let zeros = heap.alloc_zeroed(layout);
+                assert!((zeros as usize).is_multiple_of(align), "{len} {align}");
+                reused += usize::from(zeros == used);
+                if len >= LARGE {
+                    let pages = resident(zeros, len);
+                    assert!(pages <= 2, "{len} {align}: {pages} pages");
+                }
+                assert!(core::slice::from_raw_parts(zeros, len).iter().all(|byte| *byte == 0), "{len} {align}");
+                assert!(core::slice::from_raw_parts(behind, len).iter().all(|byte| *byte == 0x5a), "{len} {align}");
+                zeros.write_bytes(0xa5, len);
+                // (Where the test may lock memory: what is locked cannot be given back.)
+                let locked = sys!(libc::SYS_mlock, zeros, len).is_ok();
+                heap.dealloc(zeros, layout);
+                let again = heap.alloc_zeroed(layout);
+                assert!(
+                    core::slice::from_raw_parts(again, len).iter().all(|byte| *byte == 0),
+                    "{len} {align} {locked}"
+                );
+                again.write_bytes(0xa5, len);
+                let _ = sys!(libc::SYS_munlock, zeros, len);
+                heap.dealloc(again, layout);
+                heap.dealloc(behind, layout);
+            }
+        }
+        assert!(reused > 0, "nothing was met that had been used before");
+    }
+}
