@@ -270,12 +270,19 @@ extern "C" fn after_mmap(ret: usize, len: usize, prot: i32, flags: i32) {
         drop(s);
         set_mask(old);
     }
-    if !stack && prot & libc::PROT_WRITE != 0 {
+    if stack {
+        return;
+    }
+    if prot & libc::PROT_WRITE != 0 {
         // Where it will not fit any more management starts before it is filled. (Reserved memory says nothing.)
         if flags & libc::MAP_NORESERVE == 0 {
             p.plan(len);
         }
         grew(p, len);
+    } else if prot == libc::PROT_NONE && flags & libc::MAP_FIXED == 0 {
+        // What is reserved in small pieces is about to be opened up by mprotect, and filled. V8 has its heap so, by 256 KiB: four
+        // threads that filled theirs took tens of MiB from the kernel before any of it was found.
+        grew(p, len.min(MUCH));
     }
 }
 
@@ -304,9 +311,9 @@ fn grew(p: &Pager, bytes: usize) {
     if UNSEEN.fetch_add(bytes, Relaxed) + bytes < enough {
         return;
     }
-    UNSEEN.store(0, Relaxed);
+    let unseen = UNSEEN.swap(0, Relaxed);
     // (Huge pages fill faster than the ticker looks.)
-    p.ask_look(engaged || bytes >= p.limit() / 64);
+    p.ask_look(p.outruns_looks(unseen) || engaged || bytes >= p.limit() / 64);
     if engaged {
         p.throttle_allocation();
     }

@@ -311,6 +311,20 @@ mod tests {
         }
     }
 
+    /// The story: the ticker of a busy machine waited for a CPU while several threads mapped and filled as much as the limit.
+    #[test]
+    fn who_maps_more_than_half_of_the_room_waits_for_a_look() {
+        let p = testing::pager(64 << 20);
+        assert!(!p.outruns_looks(1 << 40), "no look has said yet how much room there is");
+        p.mapped.store(0, Relaxed);
+        p.room.store(16 << 20, Relaxed);
+        let waits = [0; 10].map(|_| p.outruns_looks(1 << 20));
+        assert_eq!(waits.iter().position(|waits| *waits), Some(8));
+        // A look begins.
+        p.mapped.store(0, Relaxed);
+        assert!(!p.outruns_looks(1 << 20));
+    }
+
     /// What was mapped is expected to be filled while the process has had no time to; then less and less of it.
     #[test]
     fn plans_are_forgotten_as_time_passes_without() {

@@ -133,6 +133,10 @@ pub struct Pager {
     pub reclaiming: AtomicBool,
     /// Bytes of the largest mapping made since the ticker last looked, before engaging.
     pub planned: AtomicUsize,
+    /// Bytes mapped since the ticker last looked, before engaging.
+    pub mapped: AtomicUsize,
+    /// How far the process might grow when it did, before memory is managed (bytes).
+    pub room: AtomicUsize,
     /// CPU time of the process (nanoseconds) when what is planned was last halved.
     pub plans_halved: AtomicU64,
     /// Set when a forked child's helpers are ready (a futex word).
@@ -248,6 +252,8 @@ impl Pager {
             crew_rest: AtomicU32::new(0),
             reclaiming: AtomicBool::new(false),
             planned: AtomicUsize::new(0),
+            mapped: AtomicUsize::new(0),
+            room: AtomicUsize::new(usize::MAX),
             plans_halved: AtomicU64::new(0),
             ready: AtomicU32::new(0),
             own_frames: false,
@@ -403,6 +409,15 @@ impl Pager {
         if !self.engaged.load(Relaxed) && self.me().planned.fetch_add(len as u64, Relaxed) == 0 {
             self.plans_halved.store(thread::process_cpu_ns(), Relaxed);
         }
+    }
+
+    /// Notes that `bytes` were mapped: whether more has been since the ticker last looked than half of what there was room for then,
+    /// so that it must look before more is.
+    ///
+    /// The story: on a busy machine the ticker waits for a CPU like any other thread, and several threads meanwhile filled as much as
+    /// the limit, unmanaged.
+    pub fn outruns_looks(&self, bytes: usize) -> bool {
+        self.mapped.fetch_add(bytes, Relaxed) + bytes > self.room.load(Relaxed) / 2
     }
 
     /// Takes what was filled since the last look, when less was resident, off what is planned. Of the rest half is believed

@@ -133,6 +133,8 @@ impl Pager {
     /// time until the next look; None when a scan could not be made now.
     fn look(&'static self, unknown_before: &mut usize, wanted: bool) -> Option<u64> {
         let before = self.me().rss.load(Relaxed) as usize;
+        // (First: what is mapped from now on may not be seen.)
+        self.mapped.store(0, Relaxed);
         let rss = self.read_rss();
         if !self.engaged.load(Acquire) {
             self.raise_peaks(rss, rss, 0);
@@ -140,10 +142,12 @@ impl Pager {
             let left = if self.others_count() > 0 { self.me().planned.load(Relaxed) as usize } else { 0 };
             let planned = self.planned.swap(0, Relaxed).max(left);
             let (room, until_look) = self.headroom(rss, planned, engage_threshold);
+            self.room.store(room, Relaxed);
             // (What is to be put out on request must be managed first, however far the limit is.)
             if room == 0 || self.is_asked() {
                 if self.engage().is_err() {
                     self.never_gets_on();
+                    self.room.store(usize::MAX, Relaxed);
                     if self.group.warns_first(unmanaged::REFUSED) {
                         self.say(b"uzswap: memory cannot be managed in this process (userfaultfd refused, or no /proc); it runs without a limit; see `uzswap doctor`\n");
                     }

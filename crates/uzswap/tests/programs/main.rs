@@ -203,6 +203,18 @@ fn what_is_wiped_on_fork() {
     Subject::new("wiped on fork", &[&wipes]).check();
 }
 
+/// The story: V8 reserves its heap in pieces of 256 KiB and opens each up later. Only memory that was mapped writable had anybody
+/// look, so the heaps of several workers were filled from the kernel before they were found, on a busy machine to twice the limit.
+#[test]
+fn memory_reserved_in_pieces() {
+    let _alone = alone();
+    let Some(pieces) = compile_c("pieces") else { return };
+    let run = Subject::new("pieces", &[&pieces]).start_limited(24 * MIB).finish();
+    run.say("pieces", "", Some(24 * MIB));
+    assert!(run.status.success(), "{}", run.describe());
+    assert_eq!(run.stdout.text(), "managed before it is filled\n", "{}", run.describe());
+}
+
 /// A thread whose stack or control block was out waited for ever when it forked: it held the lock, or was the only one
 /// woken to take it, and who could have served its fault waited for that lock.
 #[test]
