@@ -1,9 +1,10 @@
 //! The program's mapping calls are kept in order (why: `uzswap_pager::calls`), and `mremap` is made good where the kernel
 //! does not tell of it (`uzswap_pager::remapped`).
 
-use crate::{fails, pager, set_mask};
+use crate::{fails, is_no_stack, pager, set_mask};
 use core::ffi::{c_int, c_long, c_uint};
 use core::sync::atomic::Ordering::Relaxed;
+use uzswap_pager::arena::PAGE;
 use uzswap_pager::calls::Held;
 use uzswap_pager::remapped::Remap;
 use uzswap_sys::{raw, sys, thread};
@@ -15,6 +16,8 @@ pub struct InOrder {
     held: Option<Held>,
     /// Whether it is a move that must be made good.
     remaps: bool,
+    /// Of `mremap`: the pages that there are to be.
+    pages: u32,
     /// Signals as they were before, where they are blocked meanwhile.
     mask: u64,
 }
@@ -53,13 +56,13 @@ fn advice(nr: c_long, third: usize, fourth: usize) -> Option<c_int> {
 /// Before the call `nr`, whose third and fourth argument are given.
 pub fn begin_one(nr: c_long, third: usize, fourth: usize) -> InOrder {
     let (Some(p), Some(alone)) = (pager(), kind(nr, third, fourth)) else {
-        return InOrder { held: None, remaps: false, mask: 0 };
+        return InOrder { held: None, remaps: false, pages: 0, mask: 0 };
     };
     if advice(nr, third, fourth) == Some(MADV_GUARD_INSTALL) {
         p.guards.fetch_add(1, Relaxed);
     }
     if p.calls.begin_unordered() {
-        return InOrder { held: Some(Held::Counted), remaps: false, mask: 0 };
+        return InOrder { held: Some(Held::Counted), remaps: false, pages: 0, mask: 0 };
     }
     let mask = set_mask(!0);
     let held = p.calls.begin(alone);
@@ -67,9 +70,9 @@ pub fn begin_one(nr: c_long, third: usize, fourth: usize) -> InOrder {
         // The process was let go of while it waited. (From here on it is not before the call has ended.)
         p.calls.end(held);
         set_mask(mask);
-        return InOrder { held: None, remaps: false, mask: 0 };
+        return InOrder { held: None, remaps: false, pages: 0, mask: 0 };
     }
-    InOrder { held: Some(held), remaps: false, mask }
+    InOrder { held: Some(held), remaps: false, pages: 0, mask }
 }
 
 /// After it.
@@ -84,6 +87,7 @@ pub fn end_one(call: InOrder) {
 /// Before `mremap`.
 pub fn begin_remap(from: usize, old_len: usize, new_len: usize, flags: usize) -> InOrder {
     let mut call = begin_one(libc::SYS_mremap, new_len, flags);
+    call.pages = u32::try_from(new_len.div_ceil(PAGE)).unwrap_or(u32::MAX);
     if call.held == Some(Held::Alone)
         && let (Some(p), Some(remap)) = (pager(), Remap::of(from, old_len, new_len, flags))
     {
@@ -100,6 +104,9 @@ pub fn end_remap(call: InOrder, ret: isize) {
     {
         p.say(b"uzswap: memory that was moved could not be registered; the process is ended rather than read wrong data\n");
         thread::end_process(125);
+    }
+    if let (Some(p), Ok(at)) = (pager(), raw::check(ret)) {
+        is_no_stack(p, at, at + call.pages as usize * PAGE);
     }
     end_one(call);
 }

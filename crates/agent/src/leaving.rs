@@ -1,8 +1,12 @@
 //! What comes before a process can no longer be managed, which is then let go of (`uzswap_pager::letgo`): a filter for
-//! system calls, and a fork by a program that has given up the rights that its child needs.
+//! system calls, a fork by a program that has given up the rights that its child needs, and a look for leaks.
 //!
 //! Filters are made by libc's `prctl` and `syscall`, which are interposed. A program that makes the system call with
 //! instructions of its own is not seen.
+//!
+//! LeakSanitizer (a part of AddressSanitizer, at work when a program ends) stops all threads of the process by ptrace, uzswap's
+//! too, and has another process that shares its memory read all of it: that waited for ever for what was out. Before, it asks a
+//! function that programs may have, whether it is turned off.
 
 use crate::next::Next;
 use crate::{PAGER, fails, pager, set_mask};
@@ -17,10 +21,12 @@ use uzswap_sys::{raw, sys, thread};
 static RESERVED: Lock<Option<(usize, usize)>> = Lock::new(None);
 
 static PRCTL: Next = Next::new(c"prctl");
+static TURNED_OFF: Next = Next::new(c"__lsan_is_turned_off");
 
 /// Finds the interposed function, in the constructor.
 pub fn init() {
     PRCTL.find();
+    TURNED_OFF.find();
 }
 
 /// prctl(2): by it a filter can be made.
@@ -72,6 +78,21 @@ pub fn locks_all() -> Option<(usize, usize)> {
         let_go(p, unmanaged::LOCKED, why);
     }
     *reserved
+}
+
+/// LeakSanitizer's question, which comes before it stops all threads: whether it is not to look for leaks. (It is not where the
+/// process cannot be let go of, as it would not come to an end.)
+#[unsafe(no_mangle)]
+pub extern "C" fn __lsan_is_turned_off() -> c_int {
+    type Real = unsafe extern "C" fn() -> c_int;
+    let next = TURNED_OFF.found();
+    // SAFETY: the function found under this name, which has no arguments.
+    if next != 0 && unsafe { core::mem::transmute::<usize, Real>(next)() } != 0 {
+        return 1;
+    }
+    let Some(p) = pager() else { return 0 };
+    let_go(p, unmanaged::LEAKS, b" is looked through for leaks (LeakSanitizer), which stops uzswap's threads; it runs without a limit from now on\n");
+    c_int::from(pager().is_some_and(Pager::is_of_this_process))
 }
 
 /// Before a fork, with all signals blocked: lets go where the child could not go on managing what it is given.

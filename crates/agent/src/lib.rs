@@ -259,20 +259,13 @@ extern "C" fn after_mmap(ret: usize, len: usize, prot: i32, flags: i32) {
     let Some(p) = pager() else { return };
     let stack = flags & (libc::MAP_STACK | libc::MAP_GROWSDOWN) != 0;
     let end = ret + len.next_multiple_of(4096);
-    if stack || len >= MUCH {
-        let old = set_mask(!0);
-        let mut s = p.lock_in_hook();
-        if stack {
-            p.exclude(&mut s, ret, end)
-        } else {
-            p.include(&mut s, ret, end)
-        }
-        drop(s);
-        set_mask(old);
-    }
     if stack {
+        let old = set_mask(!0);
+        p.exclude(&mut p.lock_in_hook(), ret, end);
+        set_mask(old);
         return;
     }
+    is_no_stack(p, ret, end);
     if prot & libc::PROT_WRITE != 0 {
         // Where it will not fit any more management starts before it is filled. (Reserved memory says nothing.)
         if flags & libc::MAP_NORESERVE == 0 {
@@ -283,6 +276,15 @@ extern "C" fn after_mmap(ret: usize, len: usize, prot: i32, flags: i32) {
         // What is reserved in small pieces is about to be opened up by mprotect, and filled. V8 has its heap so, by 256 KiB: four
         // threads that filled theirs took tens of MiB from the kernel before any of it was found.
         grew(p, len.min(MUCH));
+    }
+}
+
+/// There is memory at a range now that is no stack's, as there may have been one before.
+fn is_no_stack(p: &Pager, start: usize, end: usize) {
+    if p.may_be_excluded(start, end) {
+        let old = set_mask(!0);
+        p.include(&mut p.lock_in_hook(), start, end);
+        set_mask(old);
     }
 }
 

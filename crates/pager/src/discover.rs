@@ -38,6 +38,7 @@ impl Pager {
     pub fn scan(&self, s: &mut State) -> Result<usize, Errno> {
         let mut text = Vec::with_capacity(128 << 10);
         raw::read_file(b"/proc/self/maps\0", &mut text)?;
+        drop_stale(s);
         let mut found = Ok(0);
         for m in maps::parse(&text).filter(maps::Mapping::is_anonymous) {
             // (What a program makes executable later, as compilers at run time do, has been managed before.)
@@ -162,7 +163,14 @@ impl Pager {
         let found = s.managed.iter().any(|(a, b)| *a < end && start < *b);
         if !found && !s.excluded.contains(&(start, end)) {
             s.excluded.push((start, end));
+            self.excluded_from.fetch_min(start, Relaxed);
+            self.excluded_to.fetch_max(end, Relaxed);
         }
+    }
+
+    /// Whether any of a range may ever have been excluded.
+    pub fn may_be_excluded(&self, start: usize, end: usize) -> bool {
+        start < self.excluded_to.load(Relaxed) && self.excluded_from.load(Relaxed) < end
     }
 
     /// Keeps the calling thread's control block in memory for good: the kernel's last write for a thread that ends goes there
@@ -207,9 +215,10 @@ impl Pager {
         self.lock_in_hook().excluded.iter().any(|(a, b)| *a <= start && end <= *b)
     }
 
-    /// A mapping that is no stack was made: the range may be managed.
+    /// A mapping that is no stack was made, or moved to: the range may be managed. (Nothing tells when a stack is unmapped, as it was
+    /// not registered.)
     pub fn include(&self, s: &mut State, start: usize, end: usize) {
-        s.excluded.retain(|(a, b)| *b <= start || *a >= end);
+        s.excluded = without(core::mem::take(&mut s.excluded), &[(start, end)]);
     }
 
     /// Excludes what the loader and libc mapped before the agent came, and the caller's TLS block at `tls`.
@@ -228,6 +237,18 @@ impl Pager {
         s.pinned.push((page - (128 << 10), page + 4 * PAGE));
         Ok(())
     }
+}
+
+/// Drops what says that a range is not managed where pages of it are: the stack was unmapped, and memory moved or grew to its
+/// place, or the program dropped what had been pinned.
+///
+/// The story: a block that `mremap` moved to where threads' stacks had been was managed on, and zeros in forked children, which
+/// register all but what is excluded.
+fn drop_stale(s: &mut State) {
+    let (mut excluded, mut pinned) = (core::mem::take(&mut s.excluded), core::mem::take(&mut s.pinned));
+    excluded.retain(|(start, end)| !s.knows_any(*start, *end));
+    pinned.retain(|(start, end)| !any_out(s, *start, *end));
+    (s.excluded, s.pinned) = (excluded, pinned);
 }
 
 /// Whether a page of the range is out of the program.
@@ -300,5 +321,28 @@ mod tests {
         assert_eq!((&s.managed[..], &s.excluded[..]), (&[(at, at + 16 * PAGE)][..], &[][..]));
         p.exclude(&mut s, at + 32 * PAGE, at + 40 * PAGE);
         assert_eq!(s.excluded, [(at + 32 * PAGE, at + 40 * PAGE)]);
+        assert!(
+            p.may_be_excluded(at + 39 * PAGE, at + 41 * PAGE) && !p.may_be_excluded(at + 40 * PAGE, at + 41 * PAGE)
+        );
+        // Where it was there is something else now, which is smaller.
+        p.include(&mut s, at + 34 * PAGE, at + 36 * PAGE);
+        assert_eq!(s.excluded, [(at + 32 * PAGE, at + 34 * PAGE), (at + 36 * PAGE, at + 40 * PAGE)]);
+    }
+
+    /// What is known of a range is managed, so it is registered whatever was there before; what is out, whatever was pinned.
+    #[test]
+    fn what_is_managed_is_neither_excluded_nor_pinned() {
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, 16);
+        let range = |from: usize| (at + from * PAGE, at + (from + 2) * PAGE);
+        let mut s = p.state.lock();
+        s.excluded = vec![range(0), range(4)];
+        s.pinned = vec![range(8), range(12)];
+        for page in [5, 9, 12] {
+            let tag = if page == 12 { Tag::Resident } else { Tag::Poisoned };
+            s.pt.set((at / PAGE + page) as u64, uzswap_mm::pagetable::Pte::new(tag, 0));
+        }
+        drop_stale(&mut s);
+        assert_eq!((&s.excluded[..], &s.pinned[..]), (&[range(0)][..], &[range(12)][..]));
     }
 }

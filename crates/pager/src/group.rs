@@ -447,6 +447,8 @@ pub mod unmanaged {
     pub const REFUSED: u32 = 64;
     /// It does not: it was to be let go of, which failed.
     pub const STAYS: u32 = 128;
+    /// It is looked through for leaks, with all its threads stopped.
+    pub const LEAKS: u32 = 256;
 }
 
 /// The shared page.

@@ -162,6 +162,9 @@ pub struct Pager {
     pub wipes: AtomicBool,
     /// How often the program has made guard pages (MADV_GUARD_INSTALL) or is about to, elsewhere than on stacks of libc's.
     pub guards: AtomicUsize,
+    /// Where the lowest range begins that was ever excluded, and where the highest ends.
+    pub(crate) excluded_from: AtomicUsize,
+    pub(crate) excluded_to: AtomicUsize,
     /// Bytes of a thread's control block from its thread pointer on that the kernel or a hook may write to.
     pub control_block: AtomicUsize,
     /// Ends the helpers: of a region, and of a process that is let go of.
@@ -266,6 +269,8 @@ impl Pager {
             locks: AtomicBool::new(false),
             wipes: AtomicBool::new(false),
             guards: AtomicUsize::new(0),
+            excluded_from: AtomicUsize::new(usize::MAX),
+            excluded_to: AtomicUsize::new(0),
             control_block: AtomicUsize::new(crate::fork::CONTROL_BLOCK),
             stopping: AtomicBool::new(false),
             following: Following::default(),

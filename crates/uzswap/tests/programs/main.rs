@@ -224,6 +224,15 @@ fn threads_on_their_own_stacks() {
     Subject::new("own stacks", &[&stacks]).check();
 }
 
+/// The story: what was a thread's stack stayed excluded when it was unmapped, as nothing tells of that. A block that `mremap` moved
+/// to its place was managed all the same, and zeros in forked children; small mappings there were not managed at all.
+#[test]
+fn memory_where_stacks_were() {
+    let _alone = alone();
+    let Some(gone) = compile_c("stacksgone") else { return };
+    Subject::new("stacks gone", &[&gone]).check();
+}
+
 #[test]
 fn fork_storm() {
     let _alone = alone();

@@ -62,3 +62,35 @@ fn the_unwinder_is_the_programs_own() {
     subject.percents = &[50];
     subject.check();
 }
+
+/// The story: LeakSanitizer, which AddressSanitizer has at work when a program ends, stops all threads of the process by ptrace,
+/// those that serve its faults too, and has all memory read: it waited for ever for what was out.
+#[test]
+fn programs_that_look_for_their_leaks() {
+    let _alone = alone();
+    for (sanitizer, name) in [("address", "leaks-address"), ("leak", "leaks-leak")] {
+        let option = format!("-fsanitize={sanitizer}");
+        let Some(program) = compile_with("leaks.c", name, &[&option]) else { continue };
+        let subject = Subject::new("leaks", &[&program]);
+        let plain = subject.start_plain().finish();
+        let found = "624 byte(s) leaked in 3 allocation(s)";
+        if plain.stderr.text().matches(found).count() != 2 {
+            skip(&format!(
+                "leaks are not found here without uzswap (may processes trace others?)\n{}",
+                plain.describe()
+            ));
+            continue;
+        }
+        for percent in [50, 25] {
+            let limit = limit_of(plain.peak_anon_bytes / 2, percent);
+            let run = subject.start_limited(limit).finish();
+            run.say("leaks", sanitizer, Some(limit));
+            assert!(!run.timed_out && run.status == plain.status, "{sanitizer}\n{}", run.describe());
+            assert_eq!(run.stdout.text(), plain.stdout.text(), "{sanitizer}\n{}", run.describe());
+            assert_eq!(run.stderr.text().matches(found).count(), 2, "{sanitizer}\n{}", run.describe());
+            assert_limited(sanitizer, &run, limit, false);
+            let told = run.stderr.text().matches("is looked through for leaks").count();
+            assert_eq!(told, 1, "{sanitizer}\n{}", run.describe());
+        }
+    }
+}
