@@ -5,6 +5,8 @@
 //! that cleans up, a script that preloads another allocator and forgets what was there) would otherwise run without a limit,
 //! unsaid. libc makes all its `exec…` and `posix_spawn` calls by one `execve`, whose system call is wrapped (`patch`).
 //!
+//! A program that is linked with musl gets one without this library instead, which its loader would fail to load and the program with it.
+//!
 //! The hook may run in a vfork child, whose memory is its parent's: it allocates nothing, and what it makes is on the stack.
 
 use crate::pager;
@@ -12,7 +14,7 @@ use core::ffi::{CStr, c_char, c_void};
 use core::sync::atomic::{AtomicPtr, Ordering::*};
 use uzswap_pager::group::{ENV_GROUP, ENV_NODE, unmanaged};
 use uzswap_pager::swap::clusters::ENV_SWAP;
-use uzswap_sys::sys;
+use uzswap_sys::{raw, sys};
 
 /// Variables of an environment that can be completed, and bytes of an `LD_PRELOAD`.
 const VARIABLES: usize = 1020;
@@ -46,7 +48,7 @@ pub fn init() {
     }
     // SAFETY: zeros are such a structure; the call fills it.
     let mut found: libc::Dl_info = unsafe { core::mem::zeroed() };
-    let inside: extern "C" fn(*const *const c_char, *mut Room) -> *const *const c_char = completed;
+    let inside: extern "C" fn(*const *const c_char, *mut Room, *const c_char) -> *const *const c_char = completed;
     // SAFETY: an address of this library.
     if unsafe { libc::dladdr(inside as *const c_void, &raw mut found) } != 0 && !found.dli_fname.is_null() {
         // SAFETY: the loader's string.
@@ -67,9 +69,15 @@ fn text<'a>(at: &AtomicPtr<c_char>) -> Option<&'a [u8]> {
     (!at.is_null()).then(|| unsafe { CStr::from_ptr(at) }.to_bytes())
 }
 
-/// The environment to start a program with that was given `given`: that one, or one in `room`.
-pub extern "C" fn completed(given: *const *const c_char, room: *mut Room) -> *const *const c_char {
+/// The environment to start the program in the file `path` with that was given `given`: that one, or one in `room`.
+pub extern "C" fn completed(given: *const *const c_char, room: *mut Room, path: *const c_char) -> *const *const c_char {
     let (Some(group), Some(library)) = (text(&OWN[0]), text(&LIBRARY)) else { return given };
+    // SAFETY: the caller of exec passes a string, or what the kernel refuses (in whose place nothing is read).
+    if !path.is_null() && is_musl(unsafe { CStr::from_ptr(path) }.to_bytes_with_nul()) {
+        say_lost(b"uzswap: a program was started that is linked with musl, and uzswap's library with glibc, so it runs without a limit\n");
+        // SAFETY: the thunk's room on the stack.
+        return unsafe { without(given, room, library) };
+    }
     let name_bytes = ENV_GROUP.len() + 1;
     let (mut count, mut has_group, mut preload) = (0, false, None);
     // SAFETY: the caller of exec passes strings, and a null pointer behind them (or none at all).
@@ -89,7 +97,7 @@ pub extern "C" fn completed(given: *const *const c_char, room: *mut Room) -> *co
     let bytes = PRELOAD.len() + library.len() + 1 + others.len() + 1;
     // (Where this library is not to be found the loader would complain, and load nothing.)
     if count > VARIABLES || bytes > PRELOAD_BYTES || !can_be_loaded() {
-        say_lost();
+        say_lost(b"uzswap: a program was started that cannot load uzswap's library (it has another root directory, or an environment without room), so it runs without a limit\n");
         return given;
     }
     // SAFETY: the thunk's room on the stack, which nobody else uses; all that is written to it fits, as was asked above.
@@ -142,9 +150,75 @@ fn can_be_loaded() -> bool {
     unsafe { sys!(libc::SYS_access, path, libc::R_OK) }.is_ok()
 }
 
-fn say_lost() {
+fn say_lost(why: &[u8]) {
     let Some(p) = pager() else { return };
     if p.group.warns_first(unmanaged::STARTED) {
-        p.say(b"uzswap: a program was started that cannot load uzswap's library (it has another root directory, or an environment without room), so it runs without a limit\n");
+        p.say(why);
+    }
+}
+
+/// Whether a program's loader is musl's (PT_INTERP = 3, in a 64-bit ELF file).
+fn is_musl(path: &[u8]) -> bool {
+    const ENTRY: usize = 56;
+    let mut head = [0u8; 1024];
+    let Ok(fd) = raw::open(path, libc::O_RDONLY | libc::O_CLOEXEC | libc::O_NONBLOCK) else { return false };
+    let read = |to: &mut [u8], at: usize| raw::pread(fd, to, at as u64).unwrap_or(0);
+    let got = read(&mut head, 0);
+    let number = |at: usize| usize::from_le_bytes(core::array::from_fn(|i| head[at + i]));
+    let mut loader = [0u8; 128];
+    if got >= 64 && head[..5] == *b"\x7fELF\x02" {
+        let (table, count) = (number(32), usize::from(u16::from_le_bytes([head[56], head[57]])));
+        let mut entries = (0..count).map(|n| table.saturating_add(n * ENTRY)).take_while(|at| at + ENTRY <= got);
+        if let Some(entry) = entries.find(|at| head[*at..*at + 4] == [3, 0, 0, 0]) {
+            let len = number(entry + 32).min(loader.len());
+            read(&mut loader[..len], number(entry + 8));
+        }
+    }
+    raw::close(fd);
+    loader.windows(8).any(|name| name == b"/ld-musl")
+}
+
+/// The environment without this library.
+///
+/// # Safety
+/// `given` is an environment; nobody else uses `room`.
+unsafe fn without(given: *const *const c_char, room: *mut Room, library: &[u8]) -> *const *const c_char {
+    let (mut count, mut from) = (0, 0);
+    // SAFETY: as the caller says; all that is written fits, as is asked before.
+    unsafe {
+        let variables = (&raw mut (*room).variables).cast::<*const c_char>();
+        while let Some(variable) = nth(given, from) {
+            if count == VARIABLES {
+                return given;
+            }
+            variables.add(count).write(*given.add(from));
+            from += 1;
+            let Some(value) = variable.strip_prefix(PRELOAD) else {
+                count += 1;
+                continue;
+            };
+            if variable.len() + 1 > PRELOAD_BYTES {
+                return given;
+            }
+            let line = (&raw mut (*room).preload).cast::<u8>();
+            let mut end = 0;
+            let mut add = |part: &[u8]| {
+                line.add(end).copy_from_nonoverlapping(part.as_ptr(), part.len());
+                end += part.len();
+            };
+            let mut separator = PRELOAD;
+            for path in value.split(|c| b": ".contains(c)).filter(|path| !path.is_empty() && *path != library) {
+                add(separator);
+                add(path);
+                separator = b":";
+            }
+            if separator != PRELOAD {
+                add(b"\0");
+                variables.add(count).write(line.cast());
+                count += 1;
+            }
+        }
+        variables.add(count).write(core::ptr::null());
+        variables
     }
 }

@@ -21,11 +21,15 @@ use uzswap_sys::{raw, sys, thread};
 static RESERVED: Lock<Option<(usize, usize)>> = Lock::new(None);
 
 static PRCTL: Next = Next::new(c"prctl");
+static UNSHARE: Next = Next::new(c"unshare");
+static SETNS: Next = Next::new(c"setns");
 static TURNED_OFF: Next = Next::new(c"__lsan_is_turned_off");
 
 /// Finds the interposed function, in the constructor.
 pub fn init() {
     PRCTL.find();
+    UNSHARE.find();
+    SETNS.find();
     TURNED_OFF.find();
 }
 
@@ -41,6 +45,40 @@ pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: u
     }
     // SAFETY: the function found under this name, with the caller's arguments. (All are passed in registers, given or not.)
     unsafe { core::mem::transmute::<usize, Real>(PRCTL.find())(option, a, b, c, d) }
+}
+
+/// unshare(2): only a process of one thread may have a namespace of users of its own.
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unshare(flags: c_int) -> c_int {
+    type Real = unsafe extern "C" fn(c_int) -> c_int;
+    let wants_one = flags & (libc::CLONE_NEWUSER | libc::CLONE_THREAD | libc::CLONE_SIGHAND | libc::CLONE_VM) != 0;
+    // SAFETY: the function found under this name, with the caller's arguments.
+    with_one_thread(wants_one, || unsafe { core::mem::transmute::<usize, Real>(UNSHARE.find())(flags) })
+}
+
+/// setns(2): the same.
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn setns(fd: c_int, kind: c_int) -> c_int {
+    type Real = unsafe extern "C" fn(c_int, c_int) -> c_int;
+    let wants_one = kind == 0 || kind & (libc::CLONE_NEWUSER | libc::CLONE_NEWNS) != 0;
+    // SAFETY: as above.
+    with_one_thread(wants_one, || unsafe { core::mem::transmute::<usize, Real>(SETNS.find())(fd, kind) })
+}
+
+/// Makes a call that is refused (EINVAL) where there are several threads; then once more, when the process was let go of.
+fn with_one_thread(wants_one: bool, call: impl Fn() -> c_int) -> c_int {
+    let done = call();
+    // SAFETY: the calling thread is libc's.
+    let refused = done != 0 && unsafe { *libc::__errno_location() } == libc::EINVAL;
+    let Some(p) = pager().filter(|_| refused && wants_one) else { return done };
+    let_go(p, unmanaged::ALONE, b" enters a namespace that is open to processes of one thread only, so uzswap's have to end; it runs without a limit from now on\n");
+    if pager().is_some() { fails(libc::EINVAL) } else { call() }
 }
 
 /// Before a system call that the program makes by its number: whether it may be made. (If not it fails with `ENOMEM`.)

@@ -34,7 +34,7 @@ global_asm!(
     // execve, with room on the stack for another environment (when it returns nothing of it is used any more).
     ".globl uz_thunk_execve", "uz_thunk_execve:",
     "push rdx", "push rbp", "mov rbp, rsp", "sub rsp, {environment_bytes}",
-    "UZ_SAVE", "mov rdi, rdx", "lea rsi, [rbp + 8]", "call {environment}", "mov [rbp - 24], rax", "UZ_RESTORE",
+    "UZ_SAVE", "xchg rdi, rdx", "lea rsi, [rbp + 8]", "call {environment}", "mov [rbp - 24], rax", "UZ_RESTORE",
     "mov eax, 59", "syscall",
     "mov rsp, rbp", "pop rbp", "pop rdx",
     "ret",

@@ -4,7 +4,7 @@
 //! system call with instructions of its own (or has libc make it on a new stack through `syscall`).
 
 use crate::next::Next;
-use crate::{after_fork, after_mmap, before_fork, calls, fails, leaving, lent, pager, pins, userfaults};
+use crate::{after_fork, after_mmap, before_fork, calls, fails, leaving, lent, pager, pins, threads, userfaults};
 use core::ffi::{c_int, c_long, c_uint, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
 use uzswap_pager::arena::PAGE;
@@ -125,6 +125,9 @@ pub unsafe extern "C" fn clone(
     };
     // SAFETY: the function found under this name.
     let real = unsafe { core::mem::transmute::<usize, RealClone>(real) };
+    if flags & (libc::CLONE_VM | libc::CLONE_CHILD_CLEARTID) == libc::CLONE_VM | libc::CLONE_CHILD_CLEARTID {
+        threads::pin_number(child_tid as usize);
+    }
     if flags & libc::CLONE_VM != 0 || pager().is_none() {
         // SAFETY: the caller's arguments.
         return unsafe { real(entry, stack, flags, arg, parent_tid, tls, child_tid) };

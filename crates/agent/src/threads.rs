@@ -96,6 +96,17 @@ fn pin_robust(p: &Pager) {
     }
 }
 
+/// Keeps the place in memory where the kernel is to write that a thread or process that shares this memory has ended: it serves no
+/// fault of who ends, and who waited for that waited for ever.
+pub fn pin_number(at: usize) {
+    if let Some(p) = pager() {
+        let old = set_mask(!0);
+        let from = at & !(PAGE - 1);
+        p.pin(from, from + PAGE, || populate(from, from + PAGE));
+        set_mask(old);
+    }
+}
+
 /// Brings pages, to be written to where the kernel can say so.
 fn populate(from: usize, to: usize) {
     // SAFETY: populating changes no contents, and does nothing where there is no memory.

@@ -449,6 +449,8 @@ pub mod unmanaged {
     pub const STAYS: u32 = 128;
     /// It is looked through for leaks, with all its threads stopped.
     pub const LEAKS: u32 = 256;
+    /// It is to have one thread only.
+    pub const ALONE: u32 = 512;
 }
 
 /// The shared page.

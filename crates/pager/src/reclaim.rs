@@ -147,7 +147,10 @@ impl Pager {
         let any = self.unshare(&shared);
         self.unsharing.store(false, SeqCst);
         // Freed under the lock, as everything is: a child must find the allocator at rest.
-        let s = self.state.lock();
+        let mut s = self.state.lock();
+        if !self.has_kin() {
+            self.rescue_unshared(&mut s, &shared);
+        }
         drop(shared);
         drop(s);
         any

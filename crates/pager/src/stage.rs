@@ -2,7 +2,7 @@
 //!
 //! Moving a page out is atomic, so there is no torn read and nothing to write-protect. What cannot be moved now (shared
 //! with a forked child, an unread event) goes back to a list: a resident page is always on one, or it would never be
-//! reclaimed. What cannot be moved as it is mapped (read-only, locked: the kernel answers EINVAL) is set aside on the
+//! reclaimed. What cannot be moved as it is mapped (read-only, locked: the kernel answers EINVAL) or is pinned is set aside on the
 //! unevictable list, from which `look` of the ticker rescues it now and then.
 //!
 //! An instruction may need several pages at once, where its operands cross from one to the next. Where next to nothing is
@@ -26,6 +26,8 @@ const RUN_PAGES: usize = 128;
 const FEW_LEFT: usize = 64;
 /// Runs of pages that are found to be shared with another process, and none that is not, before a round is given up.
 const SHARED_TRIES: u64 = 16;
+/// Pages that are taken to be pinned where one is: each would take a call to be tried.
+const PINNED_PAGES: u64 = 16;
 /// Ranges noted at most to be un-shared: while the reclaim thread gets at none the same ones are found again and again.
 const UNSHARE_MOST: usize = 1024;
 
@@ -53,8 +55,10 @@ impl Pager {
         let unit = self.group.folios.largest_unit(s.folio_max).min(s.unit_max);
         let refused = || self.counters().move_refused.load(Relaxed);
         let enough = refused() + SHARED_TRIES;
-        // (After a fork everything is shared: what a few tries show, more would only confirm, at a system call each.)
-        while moved < want && tries < want * 2 + 64 && (moved > 0 || refused() < enough) {
+        // (After a fork everything is shared: what a few tries show, more would only confirm, at a system call each. What is pinned is
+        // set aside, and the next may not be.)
+        let few = self.has_kin();
+        while moved < want && tries < want * 2 + 64 && (moved > 0 || !few || refused() < enough) {
             tries += 1;
             let Some(first) = s.lru.pop_victim() else { break };
             if !is_whole(s, first) || must_stay(s, first) {
@@ -180,11 +184,18 @@ impl Pager {
             libc::ENOENT if resident => self.was_dropped(s, at),
             libc::EBUSY => {
                 self.counters().move_refused.fetch_add(1, Relaxed);
-                let len = s.resident_run(at, end).max(1);
+                let pinned = !self.has_kin();
+                let most = if pinned { at + PINNED_PAGES } else { end };
+                let len = s.resident_run(at, end.min(most)).max(1);
                 if s.unshare.len() < UNSHARE_MOST {
                     s.unshare.push((at as usize * PAGE, len * PAGE));
                 }
-                self.requeue(s, at, len);
+                // (Of who shares nothing it is pinned, unless a fork has left it so: see `rescue_unshared`.)
+                if pinned {
+                    self.set_aside(s, at, len);
+                } else {
+                    self.requeue(s, at, len);
+                }
                 run.at += len as u64;
                 return Ok(());
             }
@@ -198,6 +209,23 @@ impl Pager {
         }
         run.at += 1;
         Ok(())
+    }
+
+    /// After ranges were un-shared, in a process that shares nothing with a child: where that helped what was set aside is tried again.
+    /// What it did not help is pinned, and remains set aside.
+    ///
+    /// The story: of memory half of which was pinned (registered buffers of io_uring) nothing was taken out at all. Pinned pages went
+    /// back to *active*, which was then the larger list, and nothing else was tried.
+    pub(crate) fn rescue_unshared(&self, s: &mut State, ranges: &[(usize, usize)]) {
+        let noted = s.unshare.len();
+        let tried = ranges.iter().take(SHARED_TRIES as usize).map(|(at, _)| (at / PAGE) as u64);
+        let helped = tried
+            .into_iter()
+            .any(|vpn| s.pt.get(vpn).tag() == Tag::Resident && matches!(self.stage_run(s, vpn, 1), Ok(1)));
+        s.unshare.truncate(noted);
+        if helped {
+            s.lru.rescue();
+        }
     }
 
     /// Stages the next pages of a run each by itself.
@@ -331,6 +359,61 @@ mod tests {
         s.lru.rescue();
         assert_eq!(p.stage(&mut s, N).ok(), Some(N));
         assert_eq!((s.lru.unevictable.pages(), s.resident, s.staged), (0, 0, 2 * N));
+    }
+
+    /// See `rescue_unshared`: pinned pages keep no others in memory, and come when they are pinned no more; what a child that has
+    /// ended left shared comes as soon as it was un-shared.
+    #[test]
+    fn what_is_pinned_is_set_aside_and_what_was_shared_comes() {
+        const REGISTER_BUFFERS: usize = 0;
+        const UNREGISTER_BUFFERS: usize = 1;
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, 2 * N);
+        let first = (at / PAGE) as u64;
+        (0..2 * N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
+        let Ok(ring) = uzswap_sys::uring::Uring::new(1) else {
+            return println!("SKIPPED: io_uring is not to be had");
+        };
+        let pinned = libc::iovec { iov_base: at as *mut _, iov_len: N * PAGE };
+        // SAFETY: the kernel pins the range, which stays mapped.
+        let done = unsafe { sys!(libc::SYS_io_uring_register, ring.fd(), REGISTER_BUFFERS, &raw const pinned, 1) };
+        done.expect("buffers are registered");
+        // (More than once: other tests of this process may fork meanwhile, and share all of it for a while.)
+        let leaves = |most: usize, rescues: bool| {
+            for _ in 0..10_000 {
+                let mut s = p.state.lock();
+                if rescues {
+                    s.lru.rescue();
+                }
+                let _ = p.stage(&mut s, 2 * N);
+                p.unshare_noted(s);
+                if p.state.lock().resident <= most {
+                    return;
+                }
+                std::thread::yield_now();
+            }
+            panic!("{} pages stay, not at most {most}", p.state.lock().resident);
+        };
+        p.state.lock().list_resident(first, N + N / 2, List::Inactive, |_| None);
+        leaves(N + PINNED_PAGES as usize - 1, true);
+        let tags = |s: &State| (first..first + N as u64).map(|vpn| s.pt.get(vpn).tag()).collect::<Vec<_>>();
+        assert_eq!(tags(&p.state.lock()), [Tag::Resident; N]);
+        // SAFETY: ends what was registered above.
+        let done = unsafe { sys!(libc::SYS_io_uring_register, ring.fd(), UNREGISTER_BUFFERS, 0, 0) };
+        done.expect("buffers are no longer registered");
+        leaves(0, true);
+
+        // The rest is shared with a child, which ends.
+        // SAFETY: the child does nothing but end.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: as above.
+            unsafe { libc::_exit(0) };
+        }
+        // SAFETY: waits for it.
+        assert_eq!(unsafe { libc::waitpid(child, core::ptr::null_mut(), 0) }, child);
+        p.state.lock().list_resident(first + (N + N / 2) as u64, N / 2, List::Inactive, |_| None);
+        leaves(0, false);
     }
 
     /// See `must_stay`: whichever list the pages are on that were faulted on last, and however many others there are.

@@ -12,12 +12,12 @@ const TOLD_OF_NO_LIMIT: &str = "without a limit from now on";
 /// serve no fault any more, and the program waited for ever; one for a single thread killed it in the next hook; and with a
 /// strict one the process never ended, as uzswap's threads were still there. A program that changed its user or its root
 /// forked children that could not manage what they were given, and were ended. One that locked all its memory (`mlockall`) had the
-/// kernel fill what uzswap had reserved, 72 GiB.
+/// kernel fill what uzswap had reserved, 72 GiB. One that made a namespace of users (`unshare -U`) was refused it, for its threads.
 #[test]
 fn programs_that_give_up_rights_are_let_go() {
     let _alone = alone();
     let Some(leaves) = compile_c("leaves") else { return };
-    for how in ["filter", "strict", "lock", "user", "caps", "root"] {
+    for how in ["filter", "strict", "lock", "user", "caps", "root", "namespace", "mounts"] {
         for options in [&[][..], &["--swap", "256M"][..]] {
             let subject = Subject::new("leaves", &[&leaves, &how]).with(options);
             let run = subject.start_limited(24 * MIB).finish();

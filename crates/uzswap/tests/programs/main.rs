@@ -233,6 +233,15 @@ fn memory_where_stacks_were() {
     Subject::new("stacks gone", &[&gone]).check();
 }
 
+/// The story: the kernel notes the end of a thread that `clone` made where it was told to, and serves no fault of a thread that ends:
+/// where that was out, who waited for it waited for ever.
+#[test]
+fn threads_made_by_clone_are_seen_to_end() {
+    let _alone = alone();
+    let Some(threads) = compile_c("ownthread") else { return };
+    Subject::new("own threads", &[&threads]).check();
+}
+
 #[test]
 fn fork_storm() {
     let _alone = alone();

@@ -4,6 +4,16 @@ use crate::harness::*;
 use std::path::PathBuf;
 use std::process::Command;
 
+/// A file of the system's; skips the test where there is none.
+fn need_file(path: &str) -> Option<PathBuf> {
+    let found = PathBuf::from(path);
+    if !found.is_file() {
+        skip(&format!("there is no {path}"));
+        return None;
+    }
+    Some(found)
+}
+
 /// Compiles a C program of the fixtures with further options; None where this compiler has not what they ask for.
 fn compile_with(source: &str, name: &str, options: &[&str]) -> Option<PathBuf> {
     let cc = need("cc")?;
@@ -93,4 +103,23 @@ fn programs_that_look_for_their_leaks() {
             assert_eq!(told, 1, "{sanitizer}\n{}", run.describe());
         }
     }
+}
+
+/// The story: a child linked with musl was given an `LD_PRELOAD` that musl's loader cannot load, and ended before it began (127).
+#[test]
+fn a_child_whose_loader_is_musls() {
+    let _alone = alone();
+    let (Some(sh), Some(loader)) = (need("sh"), need_file("/lib64/ld-linux-x86-64.so.2")) else { return };
+    let Some(library) = compile_with("ownmmap.c", "foreign.so", &["-shared", "-fPIC"]) else { return };
+    // (glibc's, by musl's name: what counts is what the program is given.)
+    let musl = scratch("foreign-loader").join("ld-musl-x86_64.so.1");
+    std::os::unix::fs::symlink(loader, &musl).expect("a link");
+    let option = format!("-Wl,--dynamic-linker={}", musl.display());
+    let Some(program) = compile_with("foreign.c", "foreign", &[&option]) else { return };
+    let (program, library) = (program.display(), library.display());
+    let script = format!("{program}; LD_PRELOAD={library} {program}; LD_PRELOAD=\"$LD_PRELOAD:{library}\" {program}");
+    let run = Subject::new("foreign", &[&sh, &"-c", &script]).start_limited(24 * MIB).finish();
+    let said = format!("none, right\n{library}, right\n{library}, right\n");
+    assert!(run.status.success() && run.stdout.text() == said, "{}", run.describe());
+    assert_eq!(run.stderr.text().matches("linked with musl").count(), 1, "{}", run.describe());
 }
