@@ -72,8 +72,7 @@ fn text<'a>(at: &AtomicPtr<c_char>) -> Option<&'a [u8]> {
 /// The environment to start the program in the file `path` with that was given `given`: that one, or one in `room`.
 pub extern "C" fn completed(given: *const *const c_char, room: *mut Room, path: *const c_char) -> *const *const c_char {
     let (Some(group), Some(library)) = (text(&OWN[0]), text(&LIBRARY)) else { return given };
-    // SAFETY: the caller of exec passes a string, or what the kernel refuses (in whose place nothing is read).
-    if !path.is_null() && is_musl(unsafe { CStr::from_ptr(path) }.to_bytes_with_nul()) {
+    if is_musl(path) {
         say_lost(b"uzswap: a program was started that is linked with musl, and uzswap's library with glibc, so it runs without a limit\n");
         // SAFETY: the thunk's room on the stack.
         return unsafe { without(given, room, library) };
@@ -157,11 +156,15 @@ fn say_lost(why: &[u8]) {
     }
 }
 
-/// Whether a program's loader is musl's (PT_INTERP = 3, in a 64-bit ELF file).
-fn is_musl(path: &[u8]) -> bool {
+/// Whether a program's loader is musl's (PT_INTERP = 3, in a 64-bit ELF file). `path` is as exec was given it, perhaps no string at
+/// all: only the kernel reads it.
+fn is_musl(path: *const c_char) -> bool {
     const ENTRY: usize = 56;
     let mut head = [0u8; 1024];
-    let Ok(fd) = raw::open(path, libc::O_RDONLY | libc::O_CLOEXEC | libc::O_NONBLOCK) else { return false };
+    let flags = libc::O_RDONLY | libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_NOCTTY;
+    // SAFETY: the kernel says EFAULT of what it cannot read.
+    let Ok(fd) = (unsafe { sys!(libc::SYS_openat, libc::AT_FDCWD, path, flags, 0) }) else { return false };
+    let fd = fd as i32;
     let read = |to: &mut [u8], at: usize| raw::pread(fd, to, at as u64).unwrap_or(0);
     let got = read(&mut head, 0);
     let number = |at: usize| usize::from_le_bytes(core::array::from_fn(|i| head[at + i]));
