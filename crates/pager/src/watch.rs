@@ -141,10 +141,6 @@ extern "C" fn run_relief(arg: usize) -> ! {
     p.serve_until_relieved(p.take_duty())
 }
 
-/// For how long the CPU is left to a handler that seems to stand still, before it is lifted (nanoseconds): it serves tens of faults
-/// in it, and others who compute have longer slices.
-const LEAVE_NS: u64 = 500_000;
-
 /// The ticker's view of the handler.
 #[derive(Default)]
 pub(crate) struct Watch {
@@ -197,8 +193,7 @@ impl Watch {
         let late = core::mem::replace(&mut self.late, waiting && little);
         // (What it has to do when all are served may wait for a program that computes.)
         let held_up = delayed && (waiting || (!asleep && p.owes.load(Relaxed)));
-        let suspect = held_up || (late && self.late) || (!moved && !asleep && (waiting || p.state.is_locked()));
-        if suspect && stands_still(p) {
+        if held_up || (late && self.late) || (!moved && !asleep && (waiting || p.state.is_locked())) {
             // Runnable, with work, and not run for a whole look, or hardly.
             self.lift(p, now);
         } else if self.lifted > 0 {
@@ -226,18 +221,6 @@ impl Watch {
         }
         self.lifted = self.hold;
     }
-}
-
-/// Whether the handler does not get the CPU now either, which this thread leaves to it.
-///
-/// The story: the ticker is on the CPU of the program and of the handler, and gets it before the handler when the program waits for a
-/// fault. So it found a fault waiting now and then where nothing else ran, and the handler, which had waited for a CPU while the program
-/// computed, was lifted for half a second at a time: the kernel then wakes the program on the other CPU, fault for fault. A third of
-/// the time that Python filled a big dict was lost so.
-fn stands_still(p: &Pager) -> bool {
-    let before = p.progress.load(Relaxed);
-    thread::sleep_ns(LEAVE_NS);
-    p.progress.load(Relaxed) == before
 }
 
 /// For how many looks a handler that relieved another stays lifted: twice as long as the last one, who was lowered so many
