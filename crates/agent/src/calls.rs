@@ -11,7 +11,7 @@ use uzswap_sys::{raw, sys, thread};
 
 /// How a call that is under way is ordered, on the stack of its thread.
 #[repr(C)]
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub struct InOrder {
     held: Option<Held>,
     /// Whether it is a move that must be made good.
@@ -56,13 +56,13 @@ fn advice(nr: c_long, third: usize, fourth: usize) -> Option<c_int> {
 /// Before the call `nr`, whose third and fourth argument are given.
 pub fn begin_one(nr: c_long, third: usize, fourth: usize) -> InOrder {
     let (Some(p), Some(alone)) = (pager(), kind(nr, third, fourth)) else {
-        return InOrder { held: None, remaps: false, pages: 0, mask: 0 };
+        return InOrder::default();
     };
     if advice(nr, third, fourth) == Some(MADV_GUARD_INSTALL) {
         p.guards.fetch_add(1, Relaxed);
     }
     if p.calls.begin_unordered() {
-        return InOrder { held: Some(Held::Counted), remaps: false, pages: 0, mask: 0 };
+        return InOrder { held: Some(Held::Counted), ..InOrder::default() };
     }
     let mask = set_mask(!0);
     let held = p.calls.begin(alone);
@@ -70,9 +70,9 @@ pub fn begin_one(nr: c_long, third: usize, fourth: usize) -> InOrder {
         // The process was let go of while it waited. (From here on it is not before the call has ended.)
         p.calls.end(held);
         set_mask(mask);
-        return InOrder { held: None, remaps: false, pages: 0, mask: 0 };
+        return InOrder::default();
     }
-    InOrder { held: Some(held), remaps: false, pages: 0, mask }
+    InOrder { held: Some(held), mask, ..InOrder::default() }
 }
 
 /// After it.

@@ -7,7 +7,6 @@ use core::sync::atomic::{AtomicUsize, Ordering::*};
 use dlmalloc::{Allocator, Dlmalloc};
 use uzswap_pager::arena;
 use uzswap_sys::lock::Lock;
-use uzswap_sys::sys;
 
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 static END: AtomicUsize = AtomicUsize::new(0);
@@ -66,7 +65,7 @@ unsafe fn clear(at: *mut u8, len: usize) {
     unsafe {
         at.write_bytes(0, first - start);
         (last as *mut u8).write_bytes(0, end - last);
-        if sys!(libc::SYS_madvise, first, last - first, libc::MADV_DONTNEED).is_err() {
+        if !arena::discard(first, last - first) {
             // (Memory that is locked stays.)
             (first as *mut u8).write_bytes(0, last - first);
         }
@@ -111,6 +110,7 @@ static HEAP: Heap = Heap(Lock::new(Dlmalloc::new_with_allocator(Reservation)));
 #[cfg(test)]
 mod tests {
     use super::*;
+    use uzswap_sys::sys;
 
     /// Pages of `[at, at + len)` that are in memory.
     fn resident(at: *mut u8, len: usize) -> usize {

@@ -1,10 +1,9 @@
 //! Memory near code that is to jump there: a call's operand reaches 2 GiB.
 
+use uzswap_pager::arena::PAGE;
 use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;
 
-/// Bytes of a page.
-pub const PAGE: usize = 4096;
 /// How far a page may be from what it is to be reached from (bytes).
 const REACH: usize = 1 << 30;
 /// Bytes between the places that are tried.

@@ -6,10 +6,11 @@
 //! exact pattern is patched; where it is missing the caller is told. The thunks keep every register that a system call
 //! keeps.
 
-use crate::near::{self, PAGE};
+use crate::near;
 use crate::symbols::Libc;
 use core::arch::global_asm;
 use core::ffi::CStr;
+use uzswap_pager::arena::PAGE;
 use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;
 

@@ -79,8 +79,7 @@ fn pin_robust(p: &Pager) {
     let RobustHead { next, futex, pending } = unsafe { head.read() };
     let keep = |entry: usize| {
         let word = entry.wrapping_add_signed(futex);
-        let (from, to) = (entry.min(word) & !(PAGE - 1), (entry.max(word) + 8).next_multiple_of(PAGE));
-        p.pin(from, to, || populate(from, to));
+        pin_written(p, entry.min(word), entry.max(word) + 8);
     };
     let mut entry = next & !1;
     for _ in 0..ROBUST_MOST {
@@ -101,10 +100,15 @@ fn pin_robust(p: &Pager) {
 pub fn pin_number(at: usize) {
     if let Some(p) = pager() {
         let old = set_mask(!0);
-        let from = at & !(PAGE - 1);
-        p.pin(from, from + PAGE, || populate(from, from + PAGE));
+        pin_written(p, at, at + 1);
         set_mask(old);
     }
+}
+
+/// Keeps the pages of `[from, to)` in memory, which the kernel is to write to. To be called with all signals blocked.
+fn pin_written(p: &Pager, from: usize, to: usize) {
+    let (from, to) = (from & !(PAGE - 1), to.next_multiple_of(PAGE));
+    p.pin(from, to, || populate(from, to));
 }
 
 /// Brings pages, to be written to where the kernel can say so.

@@ -3,10 +3,11 @@
 //! They run in the agent: in threads cloned raw that have no TLS of their own, while the program's malloc may be
 //! holding its lock. So nothing here calls libc's malloc or a thread-local. Each [`Compressor`] takes its workspace from
 //! Rust's global allocator in `new` (the agent has its own), each [`Decompressor`] at the first object of a codec, as most
-//! processes end before they have stored anything; neither takes anything per call. All three libraries are C; each has its wall, a submodule that holds the FFI and is all the `unsafe` there is:
-//! `lz4` (`LZ4_compress_fast_extState` on our state), `zstd` (`ZSTD_initStatic*`: never allocates) and `deflate`
-//! (libdeflate with our allocator). gcc's stack protector reads `%fs:0x28`: where it is on by default (Ubuntu, not
-//! Debian) and such a thread's fs base is not valid, build with `CFLAGS=-fno-stack-protector`.
+//! processes end before they have stored anything; neither takes anything per call. All three libraries are C; each has
+//! its wall, a submodule that holds the FFI and is all the `unsafe` there is: `lz4` (`LZ4_compress_fast_extState` on our
+//! state), `zstd` (`ZSTD_initStatic*`: never allocates) and `deflate` (libdeflate with our allocator). gcc's stack protector
+//! reads `%fs:0x28`: where it is on by default (Ubuntu, not Debian) and such a thread's fs base is not valid, build with
+//! `CFLAGS=-fno-stack-protector`.
 //!
 //! An object carries no header. Whoever stores it keeps its [`Encoding`] and exact length; the length of what it
 //! decodes to is known from where it goes.

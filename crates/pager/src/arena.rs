@@ -183,11 +183,11 @@ pub fn reserve_again(at: usize, len: usize) -> bool {
     unsafe { sys!(libc::SYS_mmap, at, len, libc::PROT_NONE, flags, -1isize, 0) }.is_ok()
 }
 
-/// Gives plain memory back to the kernel.
+/// Gives plain memory back to the kernel; false where that is refused (locked memory).
 ///
 /// # Safety
 /// Nobody may need the contents.
-pub unsafe fn discard(at: usize, len: usize) {
+pub unsafe fn discard(at: usize, len: usize) -> bool {
     // SAFETY: as the caller says.
-    let _ = unsafe { sys!(libc::SYS_madvise, at, len, libc::MADV_DONTNEED) };
+    unsafe { sys!(libc::SYS_madvise, at, len, libc::MADV_DONTNEED) }.is_ok()
 }

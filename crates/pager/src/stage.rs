@@ -218,10 +218,9 @@ impl Pager {
     /// back to *active*, which was then the larger list, and nothing else was tried.
     pub(crate) fn rescue_unshared(&self, s: &mut State, ranges: &[(usize, usize)]) {
         let noted = s.unshare.len();
-        let tried = ranges.iter().take(SHARED_TRIES as usize).map(|(at, _)| (at / PAGE) as u64);
-        let helped = tried
-            .into_iter()
-            .any(|vpn| s.pt.get(vpn).tag() == Tag::Resident && matches!(self.stage_run(s, vpn, 1), Ok(1)));
+        let mut tried = ranges.iter().take(SHARED_TRIES as usize).map(|(at, _)| (at / PAGE) as u64);
+        let helped =
+            tried.any(|vpn| s.pt.get(vpn).tag() == Tag::Resident && matches!(self.stage_run(s, vpn, 1), Ok(1)));
         s.unshare.truncate(noted);
         if helped {
             s.lru.rescue();

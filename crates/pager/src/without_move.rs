@@ -198,7 +198,7 @@ impl Pager {
         // (Locked behind uzswap's back it would stay in memory.)
         // SAFETY: the contents have been copied.
         unsafe {
-            if sys!(libc::SYS_madvise, scratch, len, libc::MADV_DONTNEED).is_err() {
+            if !discard(scratch, len) {
                 let _ = sys!(libc::SYS_munlock, scratch, len);
                 discard(scratch, len);
             }

@@ -4,11 +4,13 @@ use super::subject::{Failure, Subject, With, counted};
 use super::{Lab, fail};
 use crate::experiment::{Stop, go_on};
 use crate::json::{Row, Verdict};
+use crate::process::Outcome;
 use crate::programs::Program;
 use crate::report;
 use crate::size::{MIB, mib};
 use crate::stats::{geometric_mean, median};
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::hash::{DefaultHasher, Hasher};
 use std::time::Duration;
 
@@ -48,8 +50,7 @@ impl Lab<'_> {
         let mut with = With { stdin: program.stdin.clone(), ..With::default() };
         let mut seconds: BTreeMap<Subject, Vec<f64>> = BTreeMap::new();
         self.say(&format!("{}, without a limit", program.name));
-        let first = self.run(Plain, &program.argv, 0, &with).and_then(|o| Ok(o.ok().map(|()| o)?));
-        let first = match first {
+        let first = match self.run_well(Plain, &program.argv, 0, &with) {
             Ok(outcome) => outcome,
             Err(failure) => return fail(self, program.name, Plain, failure).map(|()| None),
         };
@@ -100,8 +101,7 @@ impl Lab<'_> {
         right: (usize, u64),
         with: &With,
     ) -> Result<f64, Failure> {
-        let outcome = self.run(subject, &program.argv, limit, with)?;
-        outcome.ok()?;
+        let outcome = self.run_well(subject, &program.argv, limit, with)?;
         if checksum(&outcome.stdout) != right {
             self.right = false;
             return Err("WRONG OUTPUT".to_owned().into());
@@ -128,8 +128,7 @@ impl Lab<'_> {
             // The first has to be plain: its peak makes the limit.
             for subject in if pair % 2 == 0 { [Plain, RunCharged] } else { [RunCharged, Plain] } {
                 self.say(&format!("pair {}: {} under its limit, {}", pair + 1, program.name, subject.title()));
-                let outcome = self.run(subject, &program.argv, limit, &with).and_then(|o| Ok(o.ok().map(|()| o)?));
-                match outcome {
+                match self.run_well(subject, &program.argv, limit, &with) {
                     Ok(outcome) => {
                         if pair == 0 && subject == Plain {
                             limit = (4 * outcome.peak_anon).next_multiple_of(MIB);
@@ -154,9 +153,7 @@ impl Lab<'_> {
         }
         Ok(())
     }
-}
 
-impl Lab<'_> {
     /// What `uzswap run` costs a process from its start to its end: a shell runs one after the other that does nothing. Their
     /// memory is far below the limit. (No target speaks of it; builds and scripts are made of such processes.)
     pub(super) fn starts(&mut self) -> Result<(), Stop> {
@@ -170,7 +167,7 @@ impl Lab<'_> {
                 }
                 self.say(&format!("{STARTS} processes one after the other, {}", subject.title()));
                 let limit = self.limit * 8;
-                match self.run(subject, &argv, limit, &With::default()).and_then(|o| Ok(o.ok().map(|()| o)?)) {
+                match self.run_well(subject, &argv, limit, &With::default()) {
                     Ok(outcome) => times.entry(subject).or_default().push(outcome.seconds),
                     Err(failure) => return fail(self, "starting processes", subject, failure),
                 }
@@ -183,6 +180,13 @@ impl Lab<'_> {
         }
         self.rows.push(row);
         Ok(())
+    }
+
+    /// A run that ended well.
+    fn run_well(&self, subject: Subject, argv: &[OsString], limit: u64, with: &With) -> Result<Outcome, Failure> {
+        let outcome = self.run(subject, argv, limit, with)?;
+        outcome.ok()?;
+        Ok(outcome)
     }
 }
 
