@@ -29,6 +29,9 @@ use uzswap_sys::uffd::Uffd;
 use uzswap_sys::uffd_shared::{FEATURES_SHARED, SharedMessage};
 use uzswap_sys::{eventfd, memfd, sys};
 
+/// Times that a question is put again while a page table is being changed.
+const BUSY_TRIES: usize = 1000;
+
 /// The gate of an object. Owner: the engine's lock.
 pub(super) struct Gate {
     /// Of the owner's own: serves the kernel's faults.
@@ -173,7 +176,7 @@ impl Gate {
     /// The kernel could not tell.
     pub fn holds(&self, page: u64) -> Result<bool, Errno> {
         self.refused()?;
-        self.uffd().is_held(self.at(page))
+        while_busy(|| self.uffd().is_held(self.at(page)))
     }
 
     /// Gives the object a page that it has not; false, and nothing is changed, where it has it.
@@ -184,11 +187,11 @@ impl Gate {
         assert_eq!(bytes.len(), PAGE, "whole pages only");
         self.refused()?;
         // SAFETY: the source is a slice of that length.
-        match unsafe { self.uffd().copy(self.at(page), bytes.as_ptr() as usize, PAGE) } {
+        while_busy(|| match unsafe { self.uffd().copy(self.at(page), bytes.as_ptr() as usize, PAGE) } {
             Ok(()) => Ok(true),
             Err((_, libc::EEXIST)) => Ok(false),
             Err((_, errno)) => Err(errno),
-        }
+        })
     }
 
     /// For tests: the kernel has no memory for what is asked now.
@@ -207,6 +210,19 @@ impl Gate {
         let told = unsafe { sys!(libc::SYS_mincore, self.at(from), len, bytes.as_mut_ptr()) };
         bytes.into_iter().map(|b| told.is_ok() && b & 1 != 0).collect()
     }
+}
+
+/// Asks again where the kernel answers `EAGAIN`: as the gate's descriptor asks for no events, a page table was just being changed.
+fn while_busy(ask: impl Fn() -> Result<bool, Errno>) -> Result<bool, Errno> {
+    let mut answer = ask();
+    for _ in 0..BUSY_TRIES {
+        if answer != Err(libc::EAGAIN) {
+            break;
+        }
+        std::thread::yield_now();
+        answer = ask();
+    }
+    answer
 }
 
 fn work(asked: &Receiver<()>, object: &File, spare: u64, buffer: usize, done: &OwnedFd) {

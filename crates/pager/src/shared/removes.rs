@@ -32,11 +32,11 @@
 //!
 //! # When an event is read unawares
 //! Closing the gate takes two thread switches, too much for each fault. So it is asked first whether an event is coming
-//! ([`Uffd::is_changing`](uzswap_sys::uffd::Uffd)), and if not, and something was there to be read before the question, one message is
-//! read: a fault. If that fault's thread was interrupted and a call of `madvise` came in the same microsecond, an event is read with
-//! the gate open. Pages that were in memory are then
-//! witnesses by themselves; where there are none, or they are gone, it cannot be known whether the others are older than the punch:
-//! they are lost, and whoever touches them is told. [`Removes::unvouched`] counts them.
+//! ([`Uffd::is_changing`](uzswap_sys::uffd::Uffd)), and if not, and something was there to be read before the question (with the
+//! lock held, so that nobody else has read it since), one message is read: a fault. If that fault's thread was interrupted and a call
+//! of `madvise` came in the same microsecond, an event is read with the gate open. Pages that were in memory are then witnesses by
+//! themselves; where there are none, or they are gone, it cannot be known whether the others are older than the punch: they are lost,
+//! and whoever touches them is told. [`Removes::unvouched`] counts them.
 //!
 //! # When it cannot be looked
 //! Where the gate cannot be closed, or the kernel has no memory for a question or a witness, what is out of the range is lost as well.
@@ -60,6 +60,11 @@ use uzswap_sys::uffd_shared::{SharedFault, SharedMessage};
 const CLOSINGS: usize = 3;
 /// Looks at a mapping that is about to change, with the lock held, before its work is put off.
 const LOOKS: usize = 200;
+
+/// Why it may be that it cannot be seen what was removed.
+const GATE_OPEN: &str = "the kernel refuses the write that keeps others from removing";
+const NO_ANSWER: &str = "the kernel does not tell, or has no memory for, which pages there are";
+const UNAWARES: &str = "a thread was interrupted in a fault and called madvise just when its fault was to be read";
 
 /// A range of which it is not known whether it was removed. Its first and its last page are its witnesses.
 struct Doubt {
@@ -201,7 +206,7 @@ impl Engine {
                     self.punched(d.from, d.to, false);
                     self.cover(d.from, d.to, d.of);
                 }
-                _ => self.hold_all(d.from, d.to, d.of),
+                _ => self.hold_all(d.from, d.to, d.of, NO_ANSWER),
             }
         }
     }
@@ -214,7 +219,7 @@ impl Engine {
     /// The gate cannot be closed: nothing can be known of what is out.
     fn give_up(&mut self, from: u64, to: u64) {
         for d in self.take_doubts(from, to) {
-            self.hold_all(d.from, d.to, d.of);
+            self.hold_all(d.from, d.to, d.of, GATE_OPEN);
         }
         self.map.set_doubts(self.removes.len() as u64);
     }
@@ -255,8 +260,8 @@ impl Engine {
         self.map.map().end();
     }
 
-    /// What is out of `[from, to)` may have been removed, or not: nobody gets it.
-    fn lose_out(&mut self, from: u64, to: u64) {
+    /// What is out of `[from, to)` may have been removed, or not, as `why` says: nobody gets it.
+    fn lose_out(&mut self, from: u64, to: u64, why: &str) {
         let (mut at, mut lost) = (from, 0);
         while let Some(page) = self.pt.next_used(at).filter(|p| *p < to) {
             at = page + 1;
@@ -269,18 +274,18 @@ impl Engine {
         if lost > 0 {
             self.counts.poisoned += lost;
             self.removes.unvouched += lost;
-            super::owner::say(
-                "uzswap: it could not be seen whether pages of a shared region were removed while they were out; who touches \
-                 them gets SIGBUS\n",
-            );
+            super::owner::say(&format!(
+                "uzswap: it could not be seen whether {lost} pages of a shared region were removed while they were out ({why}); who \
+                 touches them gets SIGBUS\n",
+            ));
         }
     }
 
     /// A call in mappings `of` is under way, or may be, about `[from, to)`, where there is no doubt, and it cannot be seen what it
     /// takes. What is out is lost; the rest stays in memory, lest the call find it gone, and what was taken come back: until it can be
     /// seen again, or they end. (A page that was on its way out just then had its former contents after it was removed.)
-    fn hold_all(&mut self, from: u64, to: u64, of: Vec<u64>) {
-        self.lose_out(from, to);
+    fn hold_all(&mut self, from: u64, to: u64, of: Vec<u64>, why: &str) {
+        self.lose_out(from, to, why);
         let (mut at, mut held) = (from, None);
         while let Some(page) = self.pt.next_used(at).filter(|p| *p < to) {
             at = page + 1;
@@ -304,7 +309,7 @@ impl Engine {
                 Some(true) => break,
                 // It is empty, as is now seen, or lost.
                 Some(false) => first += 1,
-                None => return self.hold_all(from, to, of),
+                None => return self.hold_all(from, to, of, NO_ANSWER),
             }
         }
         let mut last = to - 1;
@@ -312,7 +317,7 @@ impl Engine {
             match self.make_witness(last) {
                 Some(true) => break,
                 Some(false) => last -= 1,
-                None => return self.hold_all(from, to, of),
+                None => return self.hold_all(from, to, of, NO_ANSWER),
             }
         }
         self.removes.insert(Doubt { from: first, to: last + 1, of, blind: false });
@@ -421,15 +426,16 @@ impl Engine {
         }
     }
 
-    /// The next fault of mapping `k` of the list, whose descriptor was just found readable: of something that came before this call.
-    /// Events are seen to.
+    /// The next fault of mapping `k` of the list. Events are seen to.
     pub fn next_fault(&mut self, k: usize) -> Option<SharedFault> {
         let uffd = self.mappings[k].uffd();
+        // Asked with the lock held: what the thread's poll had found may have been read since by whoever had the lock, or its
+        // page may have been mapped, and then the next message could as well be an event that comes after the question below.
+        if !uffd.wait(0) {
+            return None;
+        }
         if self.removes.gate.is_some() && self.removes.blind == 0 && uffd.is_changing() {
-            // (If its caller was killed meanwhile, or somebody else has read it, there is nothing.)
-            if uffd.wait(0) {
-                self.read_events(k);
-            }
+            self.read_events(k);
             return self.mappings[k].kept.pop_front();
         }
         match uffd.read_shared() {
@@ -496,7 +502,7 @@ impl Engine {
                 }
             }
             if gone || !there {
-                e.lose_out(from, to);
+                e.lose_out(from, to, UNAWARES);
             }
             e.evaluate(from, to);
             e.punched(from, to, false);
@@ -505,7 +511,7 @@ impl Engine {
         if !done {
             self.give_up(from, to);
             for (from, to) in self.doubted_too(id, from, to) {
-                self.hold_all(from, to, vec![id]);
+                self.hold_all(from, to, vec![id], GATE_OPEN);
             }
             self.map.set_doubts(self.removes.len() as u64);
         }
