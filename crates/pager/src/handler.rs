@@ -153,6 +153,7 @@ impl Handler {
         p.want(&s, &mut self.reads, &mut waiting);
         self.waiting.push(waiting);
         p.owes.store(true, Relaxed);
+        p.faulted.store(tid, Relaxed);
         if self.reads.any_planned() {
             drop(s);
             self.reads.begin(p);

@@ -103,6 +103,8 @@ pub struct Pager {
     pub writer: AtomicI32,
     /// Faults handled: the ticker's evidence that the handler gets to run.
     pub progress: AtomicU64,
+    /// The thread whose fault was read last.
+    pub faulted: AtomicU32,
     /// Whether the handler sleeps in poll.
     pub asleep: AtomicBool,
     /// Whether it has read a fault that it has not served yet.
@@ -240,6 +242,7 @@ impl Pager {
             reclaimer: AtomicI32::new(0),
             writer: AtomicI32::new(0),
             progress: AtomicU64::new(0),
+            faulted: AtomicU32::new(0),
             asleep: AtomicBool::new(false),
             owes: AtomicBool::new(false),
             may_leave_idle: AtomicBool::new(false),

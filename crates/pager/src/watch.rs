@@ -32,6 +32,12 @@ const LIFTED: u32 = 25;
 const LIFTED_MOST: u32 = 4000;
 /// When the handler has done without for so long the last relief is forgotten (nanoseconds).
 const FORGOTTEN_NS: u64 = 10_000_000_000;
+/// For how long the CPU is left to a handler that seems to be starved, before it is lifted (nanoseconds).
+const LEAVE_NS: u64 = 1_000_000;
+/// Turns in that time by which one shows that it is not: some 10 µs each, and a program's.
+const TURNS: u64 = 8;
+/// Times that it may have done what there was, which was little.
+const UNCLEAR: u32 = 3;
 
 const NOBODY: u32 = 0;
 const WANTED: u32 = 1;
@@ -158,6 +164,8 @@ pub(crate) struct Watch {
     lifted: u32,
     /// For how many it was relieved last.
     hold: u32,
+    /// Looks at which it seemed to be starved, and had nothing to do a moment later; less those at which it did not.
+    unclear: u32,
     /// When it was lowered last (monotonic nanoseconds).
     lowered_at: u64,
 }
@@ -193,7 +201,9 @@ impl Watch {
         let late = core::mem::replace(&mut self.late, waiting && little);
         // (What it has to do when all are served may wait for a program that computes.)
         let held_up = delayed && (waiting || (!asleep && p.owes.load(Relaxed)));
-        if held_up || (late && self.late) || (!moved && !asleep && (waiting || p.state.is_locked())) {
+        let suspect = held_up || (late && self.late) || (!moved && !asleep && (waiting || p.state.is_locked()));
+        // (One that was lifted for good reason gets on, and would be starved again.)
+        if suspect && (self.lifted > 0 || self.is_starved(p, handler)) {
             // Runnable, with work, and not run for a whole look, or hardly.
             self.lift(p, now);
         } else if self.lifted > 0 {
@@ -203,6 +213,9 @@ impl Watch {
                 self.lowered_at = now;
             }
         }
+        if !suspect {
+            self.unclear = self.unclear.saturating_sub(1);
+        }
         self.quiet = if moved || !asleep { 0 } else { self.quiet + 1 };
         if self.quiet > 25 {
             self.quiet = 0;
@@ -210,7 +223,40 @@ impl Watch {
         }
     }
 
+    /// Whether the handler does not get on when this thread leaves it the CPU either.
+    ///
+    /// The story: the ticker is on the CPU of the program and of the handler, and gets it before the handler when the program waits for
+    /// a fault. So it found a fault waiting now and then where nothing else ran, and the handler, which had waited for a CPU while the
+    /// program computed, was lifted for half a second at a time: the kernel then wakes the program on the other CPU, fault for fault. To
+    /// lift it only when it made no step at all in this time let those starve that others keep from the CPU: who has waited for long
+    /// gets it at once, serves a fault or two (what an idle-policy thread may be behind by in 16 ms is 50 µs of it), and is starved
+    /// again, together with the program, which waits for a CPU as well. (One that computes for long after a fault has a CPU.)
+    fn is_starved(&mut self, p: &Pager, handler: i32) -> bool {
+        let of = p.faulted.load(Relaxed);
+        let look = || (p.progress.load(Relaxed), thread::cpu_ns(handler), thread::cpu_ns(of as i32));
+        let (before, until) = (look(), thread::now_ns() + LEAVE_NS);
+        // (The timer of CPU time may end a nap early.)
+        while let left @ 1.. = until.saturating_sub(thread::now_ns()) {
+            if p.looks_wanted.load(Relaxed) != p.looks_done.load(Relaxed) {
+                // Somebody waits for this thread, and cannot show anything meanwhile.
+                return false;
+            }
+            thread::sleep_ns(left);
+        }
+        let now = look();
+        let served = !p.uffd().wait(0);
+        let idle = served && p.asleep.load(SeqCst);
+        let (ran, computed) = (now.1.saturating_sub(before.1), now.2.saturating_sub(before.2));
+        match shown(now.0 - before.0, ran, computed, served, idle) {
+            Shown::GetsOn => self.unclear = 0,
+            Shown::Starved => return true,
+            Shown::Unclear => self.unclear += 1,
+        }
+        self.unclear >= UNCLEAR
+    }
+
     fn lift(&mut self, p: &'static Pager, now: u64) {
+        self.unclear = 0;
         if self.lifted == 0 {
             if !p.lift_handler() {
                 return;
@@ -220,6 +266,26 @@ impl Watch {
             self.hold = if at_no_cost { LIFTED } else { hold(self.hold, now - self.lowered_at) };
         }
         self.lifted = self.hold;
+    }
+}
+
+/// What a handler shows when it is left the CPU for a moment.
+#[derive(Debug, PartialEq, Eq)]
+enum Shown {
+    GetsOn,
+    Starved,
+    Unclear,
+}
+
+/// By having made so many turns, and had the CPU for `ran` while the last thread it served had one for `computed` (nanoseconds), when
+/// in the end all faults are `served`, or were read, and it is `idle` or is not.
+fn shown(turns: u64, ran: u64, computed: u64, served: bool, idle: bool) -> Shown {
+    if turns >= TURNS || ran >= LEAVE_NS / 8 || ((turns > 0 || served) && ran + computed >= LEAVE_NS / 2) {
+        Shown::GetsOn
+    } else if turns > 0 && idle {
+        Shown::Unclear
+    } else {
+        Shown::Starved
     }
 }
 
@@ -241,5 +307,26 @@ mod tests {
             assert_eq!(last, expected);
         }
         assert_eq!(hold(last, FORGOTTEN_NS + 1), LIFTED);
+    }
+
+    #[test]
+    fn a_fault_or_two_do_not_show_that_a_handler_gets_on() {
+        let starved = [
+            shown(0, 0, 900_000, false, false),
+            shown(2, 50_000, 200_000, false, false),
+            shown(0, 0, 0, true, true),
+            shown(0, 40_000, 0, true, false),
+        ];
+        assert_eq!(starved, [const { Shown::Starved }; 4]);
+        // Either there is little to do, or the program waits for a CPU itself.
+        assert_eq!(shown(1, 7_000, 100_000, true, true), Shown::Unclear);
+        // Small faults; one that makes room or brings much; a program that computes, with a fault behind it or work put off.
+        let gets_on = [
+            shown(20, 200_000, 0, true, true),
+            shown(1, 700_000, 0, false, false),
+            shown(1, 7_000, 900_000, false, false),
+            shown(0, 0, 900_000, true, false),
+        ];
+        assert_eq!(gets_on, [const { Shown::GetsOn }; 4]);
     }
 }
