@@ -16,6 +16,7 @@ mod near;
 mod next;
 mod patch;
 mod pins;
+mod populated;
 mod rawfork;
 mod symbols;
 mod threads;
@@ -251,7 +252,7 @@ extern "C" fn after_fork(ret: isize) {
     set_mask(old);
 }
 
-extern "C" fn after_mmap(ret: usize, len: usize, prot: i32, flags: i32) {
+fn mapped(ret: usize, len: usize, prot: i32, flags: i32) {
     const MUCH: usize = 1 << 20;
     if flags & libc::MAP_ANONYMOUS == 0 || flags & libc::MAP_PRIVATE == 0 || raw::check(ret as isize).is_err() {
         return;

@@ -4,7 +4,7 @@
 //! system call with instructions of its own (or has libc make it on a new stack through `syscall`).
 
 use crate::next::Next;
-use crate::{after_fork, after_mmap, before_fork, calls, fails, leaving, lent, pager, pins, threads, userfaults};
+use crate::{after_fork, before_fork, calls, fails, leaving, lent, pager, pins, populated, threads, userfaults};
 use core::ffi::{c_int, c_long, c_uint, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
 use uzswap_pager::arena::PAGE;
@@ -74,6 +74,15 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             unsafe { lent::give(a as c_int, b as *const libc::iovec, c, d as c_uint) }
         }
         _ if nr == libc::SYS_setsockopt && lent::is_refused(b as c_int, c as c_int) => -(libc::EOPNOTSUPP as isize),
+        _ if nr == libc::SYS_mmap => {
+            let call = calls::begin_one(nr, c, d);
+            let flags = populated::flags_of_mmap(c as c_int, d as c_int) as usize;
+            // SAFETY: as the caller says.
+            let ret = unsafe { raw::syscall(nr, [a, b, c, flags, e, f]) };
+            calls::end_one(call);
+            populated::after_mmap(ret as usize, b, c as c_int, d as c_int);
+            ret
+        }
         _ => {
             if !leaving::before_call(nr, a, c) {
                 return fails(libc::ENOMEM).into();
@@ -87,10 +96,6 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             let ret = registered.unwrap_or_else(|| unsafe { raw::syscall(nr, args) });
             match nr {
                 libc::SYS_madvise => calls::end_advice(held, a, b, c, ret),
-                libc::SYS_mmap => {
-                    calls::end_one(held);
-                    after_mmap(ret as usize, b, c as i32, d as i32);
-                }
                 _ => calls::end_one(held),
             }
             ret

@@ -215,6 +215,20 @@ fn memory_reserved_in_pieces() {
     assert_eq!(run.stdout.text(), "managed before it is filled\n", "{}", run.describe());
 }
 
+/// The story: the kernel fills memory that is mapped with MAP_POPULATE within the call, so 64 MiB under a limit of 32 came to twice
+/// and three times the limit before any of it was managed.
+#[test]
+fn memory_mapped_filled() {
+    let _alone = alone();
+    let Some(populates) = compile_c("populates") else { return };
+    let (limit, slack) = (32 * MIB, 16 * MIB);
+    let run = Subject::new("populates", &[&populates]).start_limited(limit).finish();
+    run.say("populates", "", Some(limit));
+    assert!(run.status.success(), "{}", run.describe());
+    let most: u64 = run.stdout.text().trim().parse().unwrap_or_else(|_| panic!("{}", run.describe()));
+    assert!(most * 1024 < limit + slack, "it held {most} KiB when the call returned\n{}", run.describe());
+}
+
 /// A thread whose stack or control block was out waited for ever when it forked: it held the lock, or was the only one
 /// woken to take it, and who could have served its fault waited for that lock.
 #[test]
