@@ -40,7 +40,7 @@ pub fn init() {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: usize) -> c_int {
     type Real = unsafe extern "C" fn(c_int, usize, usize, usize, usize) -> c_int;
-    if option == libc::PR_SET_SECCOMP && !may_restrict_calls() {
+    if option == libc::PR_SET_SECCOMP && restricts(a, b) && !may_restrict_calls() {
         return fails(libc::ENOMEM);
     }
     // SAFETY: the function found under this name, with the caller's arguments. (All are passed in registers, given or not.)
@@ -82,7 +82,7 @@ fn with_one_thread(wants_one: bool, call: impl Fn() -> c_int) -> c_int {
 }
 
 /// Before a system call that the program makes by its number: whether it may be made. (If not it fails with `ENOMEM`.)
-pub fn before_call(nr: c_long, a: usize, c: usize) -> bool {
+pub fn before_call(nr: c_long, a: usize, b: usize, c: usize) -> bool {
     let restricts = match nr {
         libc::SYS_seccomp => match a as u32 {
             libc::SECCOMP_SET_MODE_STRICT => true,
@@ -90,10 +90,17 @@ pub fn before_call(nr: c_long, a: usize, c: usize) -> bool {
             libc::SECCOMP_SET_MODE_FILTER => c != 0,
             _ => false,
         },
-        libc::SYS_prctl => a as c_int == libc::PR_SET_SECCOMP,
+        libc::SYS_prctl => a as c_int == libc::PR_SET_SECCOMP && restricts(b, c),
         _ => false,
     };
     !restricts || may_restrict_calls()
+}
+
+/// Whether prctl's PR_SET_SECCOMP restricts anything. Without a filter it only asks whether the kernel knows filters (EFAULT).
+///
+/// The story: Firefox asks so when it starts, and all of it ran without a limit.
+fn restricts(mode: usize, filter: usize) -> bool {
+    mode != libc::SECCOMP_MODE_FILTER as usize || filter != 0
 }
 
 /// Lets go of the process, which is about to restrict its system calls. False when it stays managed: its threads would wait for

@@ -84,7 +84,7 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             ret
         }
         _ => {
-            if !leaving::before_call(nr, a, c) {
+            if !leaving::before_call(nr, a, b, c) {
                 return fails(libc::ENOMEM).into();
             }
             if nr == libc::SYS_io_uring_setup {

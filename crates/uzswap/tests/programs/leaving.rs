@@ -38,6 +38,18 @@ fn programs_that_give_up_rights_are_let_go() {
     }
 }
 
+/// The story: Firefox asks by `prctl` whether the kernel knows filters, giving none, and was let go of as if it had made one.
+#[test]
+fn who_only_asks_for_filters_is_limited() {
+    let _alone = alone();
+    let Some(asks) = compile_c("asks") else { return };
+    let run = Subject::new("asks", &[&asks]).start_limited(32 * MIB).finish();
+    run.say("asks", "", Some(32 * MIB));
+    let said = "prctl: known\nprctl by number: known\nseccomp: known\n";
+    assert!(run.status.success() && run.stdout.text() == said, "{}", run.describe());
+    assert_limited("asks", &run, 32 * MIB, false);
+}
+
 /// The story: uzswap's threads kept the credentials that the program began with, so a server that gave up root's still had
 /// threads of root's in its process. And what it then was not allowed to do (to leave the idle policy) uzswap counted on.
 #[test]
