@@ -26,7 +26,8 @@ use crate::deliver::{Delivery, SMALL_BLOCK};
 use crate::folio::USUAL_UNIT;
 use crate::object;
 use crate::pager::Pager;
-use crate::state::{BLOCK_PAGES, FOLIO_PAGES, State};
+use crate::state::{FOLIO_PAGES, State};
+use crate::streams::Way;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::lru::List;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Pte, Tag};
@@ -34,11 +35,8 @@ use uzswap_mm::trace;
 use uzswap_mm::zone::Kind;
 use uzswap_sys::thread;
 
-/// Pages one fault brings at most. Mapping 64 KiB in one call costs 5 µs in all, 512 KiB 16: beyond that little is won.
-const WINDOW_PAGES: usize = 128;
-
-/// A fault in the same aligned run of so many pages as one of the last is near it.
-const NEAR_PAGES: u64 = 4;
+/// Folios listed since a page came, at most, for it to have come lately.
+const LATELY: usize = 1024;
 
 /// The kernel answered EAGAIN: an event must be read first.
 pub struct EventPending;
@@ -67,22 +65,6 @@ impl Pager {
         let few = !self.without_move && s.zone.free_slots(Kind::Frame) < low;
         let short = few && self.excess(s) + 2 * self.margin() as isize > 0;
         short || self.excess(s) + self.margin() as isize > 0
-    }
-
-    /// How many pages to bring for a fault, the stream it belongs to, and whether it was sequential.
-    fn window(&self, s: &mut State, vpn: u64) -> (usize, usize, bool) {
-        let hit = s.streams.iter().position(|(next, _)| *next == vpn);
-        let (i, log) = match hit {
-            Some(i) => (i, (s.streams[i].1 + 2).min(WINDOW_PAGES.ilog2() as u8)),
-            None => {
-                s.stream_next = (s.stream_next + 1) % s.streams.len();
-                (s.stream_next, 0)
-            }
-        };
-        let most = BLOCK_PAGES.max(1 << log);
-        let n = (1 << log).min(most - vpn as usize % most);
-        s.streams[i] = (vpn + n as u64, log);
-        (n, i, hit.is_some())
     }
 
     /// Brings the page of a fault, and what goes with it.
@@ -117,8 +99,10 @@ impl Pager {
 
     fn bring(&self, s: &mut State, r: Request, first: Pte) -> Result<(), EventPending> {
         s.touch(r.vpn);
-        let scattered = s.pt.hints(r.vpn) & HINT_RANDOM != 0 && !is_near(s, r.vpn);
-        let (n, stream, sequential) = self.window(s, r.vpn);
+        let scattered = s.pt.hints(r.vpn) & HINT_RANDOM != 0 && !s.streams.is_near(r.vpn);
+        let follows = follows(s, r.vpn);
+        let window = s.streams.window(r.vpn, follows);
+        let sequential = window.way != Way::Anew;
         let alone = scattered && !sequential && first.tag() == Tag::Compressed && !self.crowded_out(s) && {
             object::order(s.object(first.handle())) <= SMALL_BLOCK
         };
@@ -130,11 +114,12 @@ impl Pager {
         let (mut at, until) = match (huge, alone || s.remapping.is_under_way()) {
             (true, _) => (r.vpn, r.vpn + FOLIO_PAGES as u64),
             (_, true) => (r.vpn, r.vpn + 1),
-            _ => whole_blocks(s, r.vpn, n),
+            _ if window.way == Way::Down => blocks_down(s, r.vpn, window.pages),
+            _ => whole_blocks(s, r.vpn, window.pages),
         };
         let end = s.before_ceded(r.vpn, until);
         // Who goes on in sequence meets the next fault there.
-        s.streams[stream].0 = end;
+        s.streams.brought(window.stream, at, end);
         let mut d = Delivery::of(r, alone && !huge);
         while at < end {
             let left = (end - at) as usize;
@@ -160,7 +145,7 @@ impl Pager {
             }
         }
         if d.only_touched {
-            s.streams[stream].0 = r.vpn + 1;
+            s.streams.brought(window.stream, r.vpn, r.vpn + 1);
         }
         if r.write && matches!(first.tag(), Tag::Compressed) {
             s.pt.hint(r.vpn, HINT_WRITTEN, 0);
@@ -260,9 +245,22 @@ impl Pager {
     }
 }
 
-/// Whether one of the last faults was close by.
-fn is_near(s: &State, vpn: u64) -> bool {
-    s.streams.iter().any(|(next, _)| next.wrapping_sub(1) / NEAR_PAGES == vpn / NEAR_PAGES)
+/// Whether a page follows two that came lately, one after the other. (Where memory is used at random in between, as a collector of garbage
+/// does, and merges of sorted runs, the streams' ends are forgotten between two faults. By chance it is so for one fault in 250.)
+fn follows(s: &State, vpn: u64) -> Way {
+    let lately = (s.resident / 16).min(LATELY) as u32;
+    let age = |at: Option<u64>| {
+        let pte = s.pt.get(at?);
+        (pte.tag() == Tag::Resident).then(|| s.stamp.wrapping_sub(pte.aux()) & 0xffff)
+    };
+    let in_order = |last, before| matches!((age(last), age(before)), (Some(a), Some(b)) if a < b && b <= lately);
+    if in_order(vpn.checked_sub(1), vpn.checked_sub(2)) {
+        Way::Up
+    } else if in_order(Some(vpn + 1), Some(vpn + 2)) {
+        Way::Down
+    } else {
+        Way::Anew
+    }
 }
 
 /// The pages to bring for a fault that wants `n` from `vpn` on: blocks that must be decompressed for them come whole,
@@ -286,4 +284,11 @@ fn whole_blocks(s: &State, vpn: u64, n: usize) -> (u64, u64) {
         None => end,
     };
     (block(vpn).map_or(vpn, |(first, ..)| first), end)
+}
+
+/// The same for one that wants `n` up to and with `vpn`. What was never touched ends it: it may be anything.
+fn blocks_down(s: &State, vpn: u64, n: usize) -> (u64, u64) {
+    let known = |at: &u64| s.pt.get(*at).tag() != Tag::None;
+    let first = (vpn + 1 - n as u64..vpn).rev().take_while(known).last().unwrap_or(vpn);
+    (whole_blocks(s, first, 1).0, whole_blocks(s, vpn, 1).1)
 }

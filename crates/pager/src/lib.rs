@@ -43,6 +43,7 @@ pub mod shared;
 pub mod stage;
 pub mod state;
 pub mod store;
+pub mod streams;
 pub mod swap;
 pub mod ticker;
 pub mod trace;

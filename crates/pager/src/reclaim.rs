@@ -169,7 +169,7 @@ impl Pager {
         // from it) while the group stays within a band below its limit.
         let margin = self.margin() as isize;
         let spare = s.zone.free_slots(Kind::Frame);
-        let need = s.expected(vpn);
+        let need = s.streams.expected(vpn);
         // What the program takes from the kernel unmanaged shows only when it is asked for.
         if self.counters().pgfault.load(Relaxed).is_multiple_of(32) {
             s.rss = self.rss_now(s);

@@ -13,6 +13,7 @@ use crate::notify::Notified;
 use crate::object::{self, Header};
 use crate::placement::Placement;
 use crate::remapped::Remapping;
+use crate::streams::Streams;
 use crate::swap::Swap;
 use crate::swap::kept::OnDisk;
 use crate::trace::Recorder;
@@ -126,10 +127,8 @@ pub struct State {
     pub moved_busy: Vec<(u32, u64)>,
     /// Pages dropped while they were compressed, not yet counted: their frames are freed at commit.
     pub missed_frees: u64,
-    /// Recent ends of faults: a fault at one of them is sequential.
-    pub streams: [(u64, u8); 8],
-    /// Next of `streams` to reuse.
-    pub stream_next: usize,
+    /// Faults that run in sequence.
+    pub streams: Streams,
     /// Pages that were faulted on last, the last one first: see `stage`.
     touched: [u64; 16],
     /// Where faults come from, and who reclaims.
@@ -215,9 +214,8 @@ impl State {
             asked: Vec::new(),
             moved_busy: Vec::new(),
             missed_frees: 0,
-            streams: [(u64::MAX, 0); 8],
+            streams: Streams::default(),
             touched: [u64::MAX; 16],
-            stream_next: 0,
             placement: Placement::new(),
             sweep: Sweep::default(),
             algorithm,
@@ -513,12 +511,6 @@ impl State {
     /// Whether one of them is among the last few: as many as an instruction or two may need at once.
     pub fn touched_last(&self, pages: Range<u64>) -> bool {
         self.touched[..LAST_TOUCHED].iter().any(|vpn| pages.contains(vpn))
-    }
-
-    /// Pages that a fault is likely to bring: a block, or what goes with the stream it belongs to.
-    pub fn expected(&self, vpn: u64) -> usize {
-        let stream = self.streams.iter().find(|(next, _)| *next == vpn);
-        stream.map_or(BLOCK_PAGES, |(_, log)| BLOCK_PAGES.max(1 << (log + 2).min(7)))
     }
 
     /// The fault path's own batch, to be put back with `direct`.
