@@ -115,6 +115,7 @@ impl Pager {
             (true, _) => (r.vpn, r.vpn + FOLIO_PAGES as u64),
             (_, true) => (r.vpn, r.vpn + 1),
             _ if window.way == Way::Down => blocks_down(s, r.vpn, window.pages),
+            _ if window.known_only => whole_blocks(s, r.vpn, known_run(s, r.vpn, window.pages)),
             _ => whole_blocks(s, r.vpn, window.pages),
         };
         let end = s.before_ceded(r.vpn, until);
@@ -286,7 +287,12 @@ fn whole_blocks(s: &State, vpn: u64, n: usize) -> (u64, u64) {
     (block(vpn).map_or(vpn, |(first, ..)| first), end)
 }
 
-/// The same for one that wants `n` up to and with `vpn`. What was never touched ends it: it may be anything.
+/// How many of the `n` pages from `vpn` on come before one that was never touched; one at least.
+fn known_run(s: &State, vpn: u64, n: usize) -> usize {
+    (1..n).find(|i| s.pt.get(vpn + *i as u64).tag() == Tag::None).unwrap_or(n)
+}
+
+/// The pages to bring for a fault that wants `n` up to and with `vpn`, as [`whole_blocks`]. What was never touched ends it: it may be anything.
 fn blocks_down(s: &State, vpn: u64, n: usize) -> (u64, u64) {
     let known = |at: &u64| s.pt.get(*at).tag() != Tag::None;
     let first = (vpn + 1 - n as u64..vpn).rev().take_while(known).last().unwrap_or(vpn);

@@ -25,9 +25,13 @@ struct Stream {
     log: u8,
     /// When that was.
     used: u64,
+    /// Which way it goes; any, while nothing has followed.
+    way: Way,
+    /// Whether it began with what the table told.
+    told: bool,
 }
 
-const NONE: Stream = Stream { above: u64::MAX, below: u64::MAX, log: 0, used: 0 };
+const NONE: Stream = Stream { above: u64::MAX, below: u64::MAX, log: 0, used: 0, way: Way::Anew, told: false };
 
 /// How a fault follows an earlier one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +51,8 @@ pub struct Window {
     pub pages: usize,
     /// Whether it goes on in sequence.
     pub way: Way,
+    /// Whether what was never touched does not belong to it: only the table told that it goes on.
+    pub known_only: bool,
     /// The stream, for [`Streams::brought`].
     pub stream: usize,
 }
@@ -83,29 +89,32 @@ impl Streams {
     pub fn window(&mut self, page: u64, follows: Way) -> Window {
         self.clock += 1;
         let most = WINDOW_PAGES.ilog2() as u8;
-        let (stream, way, log) = match self.of(page) {
+        let (stream, way, log, told) = match self.of(page) {
             Some((i, way)) if i < ENDS => {
                 let log = (self.list[i].log + 2).min(most);
                 self.list[i] = NONE;
-                (self.place(), way, log)
+                (self.place(), way, log, false)
             }
-            Some((i, way)) => (i, way, (self.list[i].log + 2).min(most)),
-            None if follows != Way::Anew => (self.place(), follows, 2),
+            Some((i, way)) => (i, way, (self.list[i].log + 2).min(most), self.list[i].told),
+            None if follows != Way::Anew => (self.place(), follows, 2, true),
             None => {
                 self.last = (self.last + 1) % ENDS;
-                (self.last, Way::Anew, 0)
+                (self.last, Way::Anew, 0, false)
             }
         };
         let border = BLOCK_PAGES.max(1 << log);
         let before = page as usize % border;
         let pages = (1 << log).min(if way == Way::Down { before + 1 } else { border - before });
-        (self.list[stream].log, self.list[stream].used) = (log, self.clock);
-        Window { pages, way, stream }
+        self.list[stream] = Stream { log, used: self.clock, way, told, ..self.list[stream] };
+        Window { pages, way, known_only: told || way == Way::Down, stream }
     }
 
     /// The fault of a window is served: pages `[from, to)` came, or were there.
     pub fn brought(&mut self, stream: usize, from: u64, to: u64) {
-        (self.list[stream].above, self.list[stream].below) = (to, from.wrapping_sub(1));
+        let stream = &mut self.list[stream];
+        // (One that goes one way does not turn round: that its other end is met again says nothing.)
+        stream.above = if stream.way == Way::Down { u64::MAX } else { to };
+        stream.below = if stream.way == Way::Up { u64::MAX } else { from.wrapping_sub(1) };
     }
 
     /// Whether a page is near the end of a stream.
@@ -149,7 +158,7 @@ mod tests {
     #[test]
     fn what_follows_nothing_brings_one_page() {
         let mut streams = Streams::default();
-        let one = |stream| Window { pages: 1, way: Way::Anew, stream };
+        let one = |stream| Window { pages: 1, way: Way::Anew, known_only: false, stream };
         assert_eq!(streams.window(1000, Way::Anew), one(1));
         streams.brought(1, 1000, 1001);
         assert_eq!(streams.window(1002, Way::Anew), one(2));
