@@ -30,7 +30,7 @@ use crate::state::{FOLIO_PAGES, State};
 use crate::streams::Way;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::lru::List;
-use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Pte, Tag};
+use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, PageTable, Pte, Tag};
 use uzswap_mm::trace;
 use uzswap_mm::zone::Kind;
 use uzswap_sys::thread;
@@ -100,8 +100,8 @@ impl Pager {
     fn bring(&self, s: &mut State, r: Request, first: Pte) -> Result<(), EventPending> {
         s.touch(r.vpn);
         let scattered = s.pt.hints(r.vpn) & HINT_RANDOM != 0 && !s.streams.is_near(r.vpn);
-        let follows = follows(s, r.vpn);
-        let window = s.streams.window(r.vpn, follows);
+        let lately = (s.resident / 16).min(LATELY) as u32;
+        let window = s.streams.window(r.vpn, || follows(&s.pt, s.stamp, r.vpn, lately));
         let sequential = window.way != Way::Anew;
         let alone = scattered && !sequential && first.tag() == Tag::Compressed && !self.crowded_out(s) && {
             object::order(s.object(first.handle())) <= SMALL_BLOCK
@@ -246,13 +246,13 @@ impl Pager {
     }
 }
 
-/// Whether a page follows two that came lately, one after the other. (Where memory is used at random in between, as a collector of garbage
+/// Whether a page follows two that came lately, one after the other: within so many `lately` listed folios, the last of which has
+/// `stamp`. (Where memory is used at random in between, as a collector of garbage
 /// does, and merges of sorted runs, the streams' ends are forgotten between two faults. By chance it is so for one fault in 250.)
-fn follows(s: &State, vpn: u64) -> Way {
-    let lately = (s.resident / 16).min(LATELY) as u32;
+fn follows(pt: &PageTable, stamp: u32, vpn: u64, lately: u32) -> Way {
     let age = |at: Option<u64>| {
-        let pte = s.pt.get(at?);
-        (pte.tag() == Tag::Resident).then(|| s.stamp.wrapping_sub(pte.aux()) & 0xffff)
+        let pte = pt.get(at?);
+        (pte.tag() == Tag::Resident).then(|| stamp.wrapping_sub(pte.aux()) & 0xffff)
     };
     let in_order = |last, before| matches!((age(last), age(before)), (Some(a), Some(b)) if a < b && b <= lately);
     if in_order(vpn.checked_sub(1), vpn.checked_sub(2)) {
@@ -264,27 +264,29 @@ fn follows(s: &State, vpn: u64) -> Way {
     }
 }
 
+/// The compressed block that a page is part of: the first of its pages that is still there, the one behind the last, and its order.
+fn block_of(s: &State, at: u64) -> Option<(u64, u64, u8)> {
+    let pte = Some(s.pt.get(at)).filter(|p| p.tag() == Tag::Compressed)?;
+    let first = at.checked_sub(pte.index() as u64)?;
+    let in_it = |at: &u64| {
+        let other = s.pt.get(*at);
+        other.tag() == Tag::Compressed && other.handle() == pte.handle()
+    };
+    let order = object::order(s.object(pte.handle()));
+    let pages = first..first + (1 << order);
+    Some((pages.clone().find(in_it)?, pages.rev().find(in_it)? + 1, order))
+}
+
 /// The pages to bring for a fault that wants `n` from `vpn` on: blocks that must be decompressed for them come whole,
 /// so that none is decompressed twice for one use. (One of more than 64 KiB behind the first page is left to a fault of its own.)
 fn whole_blocks(s: &State, vpn: u64, n: usize) -> (u64, u64) {
-    let block = |at: u64| {
-        let pte = Some(s.pt.get(at)).filter(|p| p.tag() == Tag::Compressed)?;
-        let first = at.checked_sub(pte.index() as u64)?;
-        let in_it = |at: &u64| {
-            let other = s.pt.get(*at);
-            other.tag() == Tag::Compressed && other.handle() == pte.handle()
-        };
-        let order = object::order(s.object(pte.handle()));
-        let pages = first..first + (1 << order);
-        Some((pages.clone().find(in_it)?, pages.rev().find(in_it)? + 1, order))
-    };
     let end = vpn + n as u64;
-    let end = match block(end - 1) {
+    let end = match block_of(s, end - 1) {
         Some((first, _, order)) if order > USUAL_UNIT && first > vpn => first,
         Some((_, end, _)) => end,
         None => end,
     };
-    (block(vpn).map_or(vpn, |(first, ..)| first), end)
+    (block_of(s, vpn).map_or(vpn, |(first, ..)| first), end)
 }
 
 /// How many of the `n` pages from `vpn` on come before one that was never touched; one at least.
@@ -296,5 +298,5 @@ fn known_run(s: &State, vpn: u64, n: usize) -> usize {
 fn blocks_down(s: &State, vpn: u64, n: usize) -> (u64, u64) {
     let known = |at: &u64| s.pt.get(*at).tag() != Tag::None;
     let first = (vpn + 1 - n as u64..vpn).rev().take_while(known).last().unwrap_or(vpn);
-    (whole_blocks(s, first, 1).0, whole_blocks(s, vpn, 1).1)
+    (block_of(s, first).map_or(first, |(first, ..)| first), block_of(s, vpn).map_or(vpn + 1, |(_, end, _)| end))
 }

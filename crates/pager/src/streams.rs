@@ -2,7 +2,11 @@
 //!
 //! A fault right behind, or right before, what an earlier one brought goes on with its stream. Each such fault brings four times as
 //! much as the one before, up to [`WINDOW_PAGES`]; any other brings one page. (Downwards go stacks of work, and whoever fills an array from its
-//! end: GNU sort has its lines there, and merges them so.) Owner: the pager's lock.
+//! end: GNU sort has its lines there, and merges them so.)
+//!
+//! A fault that follows nothing is remembered for the next few only, but what has proved to be a stream is, whatever comes in between, until
+//! others take its place. Where the page table tells that a page goes on with others, though none is remembered, that is a stream, too:
+//! of what was there before, not of what was never touched. Owner: the pager's lock.
 
 use crate::state::BLOCK_PAGES;
 
@@ -51,7 +55,7 @@ pub struct Window {
     pub pages: usize,
     /// Whether it goes on in sequence.
     pub way: Way,
-    /// Whether what was never touched does not belong to it: only the table told that it goes on.
+    /// Whether what was never touched does not belong to it: only the table told that it goes on. (Downwards it never does.)
     pub known_only: bool,
     /// The stream, for [`Streams::brought`].
     pub stream: usize,
@@ -75,6 +79,7 @@ impl Default for Streams {
 }
 
 impl Streams {
+    /// The stream that a fault on `page` goes on with, and which way.
     fn of(&self, page: u64) -> Option<(usize, Way)> {
         let up = self.list.iter().position(|stream| stream.above == page).map(|i| (i, Way::Up));
         up.or_else(|| self.list.iter().position(|stream| stream.below == page).map(|i| (i, Way::Down)))
@@ -85,28 +90,29 @@ impl Streams {
         (ENDS..ENDS + STREAMS).min_by_key(|i| self.list[*i].used).expect("there are some")
     }
 
-    /// What to bring for a fault on `page`, never across a border of its size; `follows`: what is known of it where no stream goes on there.
-    pub fn window(&mut self, page: u64, follows: Way) -> Window {
+    /// What to bring for a fault on `page`, never across a border of its size; `follows` is asked where no stream goes on there.
+    pub fn window(&mut self, page: u64, follows: impl FnOnce() -> Way) -> Window {
         self.clock += 1;
-        let most = WINDOW_PAGES.ilog2() as u8;
         let (stream, way, log, told) = match self.of(page) {
             Some((i, way)) if i < ENDS => {
-                let log = (self.list[i].log + 2).min(most);
+                let log = wider(self.list[i].log);
                 self.list[i] = NONE;
                 (self.place(), way, log, false)
             }
-            Some((i, way)) => (i, way, (self.list[i].log + 2).min(most), self.list[i].told),
-            None if follows != Way::Anew => (self.place(), follows, 2, true),
-            None => {
-                self.last = (self.last + 1) % ENDS;
-                (self.last, Way::Anew, 0, false)
-            }
+            Some((i, way)) => (i, way, wider(self.list[i].log), self.list[i].told),
+            None => match follows() {
+                Way::Anew => {
+                    self.last = (self.last + 1) % ENDS;
+                    (self.last, Way::Anew, 0, false)
+                }
+                way => (self.place(), way, wider(0), true),
+            },
         };
         let border = BLOCK_PAGES.max(1 << log);
         let before = page as usize % border;
         let pages = (1 << log).min(if way == Way::Down { before + 1 } else { border - before });
         self.list[stream] = Stream { log, used: self.clock, way, told, ..self.list[stream] };
-        Window { pages, way, known_only: told || way == Way::Down, stream }
+        Window { pages, way, known_only: told, stream }
     }
 
     /// The fault of a window is served: pages `[from, to)` came, or were there.
@@ -125,8 +131,13 @@ impl Streams {
 
     /// Pages that a fault on `page` is likely to bring: a block, or what goes with the stream it belongs to.
     pub fn expected(&self, page: u64) -> usize {
-        self.of(page).map_or(BLOCK_PAGES, |(i, _)| BLOCK_PAGES.max(1 << (self.list[i].log + 2).min(7)))
+        self.of(page).map_or(BLOCK_PAGES, |(i, _)| BLOCK_PAGES.max(1 << wider(self.list[i].log)))
     }
+}
+
+/// How many pages the next fault of a stream is to bring, as a power of two.
+fn wider(log: u8) -> u8 {
+    (log + 2).min(WINDOW_PAGES.ilog2() as u8)
 }
 
 #[cfg(test)]
@@ -137,7 +148,7 @@ mod tests {
     fn run(streams: &mut Streams, first: u64, faults: usize, down: bool) -> Vec<usize> {
         let mut page = first;
         let one = |_| {
-            let w = streams.window(page, Way::Anew);
+            let w = streams.window(page, || Way::Anew);
             let (from, to) = match w.way {
                 Way::Down => (page + 1 - w.pages as u64, page + 1),
                 _ => (page, page + w.pages as u64),
@@ -159,13 +170,13 @@ mod tests {
     fn what_follows_nothing_brings_one_page() {
         let mut streams = Streams::default();
         let one = |stream| Window { pages: 1, way: Way::Anew, known_only: false, stream };
-        assert_eq!(streams.window(1000, Way::Anew), one(1));
+        assert_eq!(streams.window(1000, || Way::Anew), one(1));
         streams.brought(1, 1000, 1001);
-        assert_eq!(streams.window(1002, Way::Anew), one(2));
+        assert_eq!(streams.window(1002, || Way::Anew), one(2));
         streams.brought(2, 1002, 1003);
         assert!(streams.is_near(1001) && streams.is_near(1003) && !streams.is_near(1004));
         // Both are before 1001; behind comes first.
-        assert_eq!(streams.window(1001, Way::Anew).way, Way::Up);
+        assert_eq!(streams.window(1001, || Way::Anew).way, Way::Up);
         assert_eq!((streams.expected(999), streams.expected(5)), (BLOCK_PAGES, BLOCK_PAGES));
     }
 
@@ -176,7 +187,7 @@ mod tests {
         for round in 0..5 {
             for (i, page) in pages.iter_mut().enumerate() {
                 let down = i % 2 == 1;
-                let w = streams.window(*page, Way::Anew);
+                let w = streams.window(*page, || Way::Anew);
                 let expected = [Way::Anew, if down { Way::Down } else { Way::Up }][usize::from(round > 0)];
                 assert_eq!(w.way, expected, "round {round}, stream {i}");
                 let n = w.pages as u64;
@@ -186,12 +197,13 @@ mod tests {
             }
         }
     }
+
     #[test]
     fn faults_at_random_in_between_end_no_stream() {
         let mut streams = Streams::default();
         let at_random = |streams: &mut Streams| {
             for i in 0..100 {
-                let w = streams.window(1_000_000 + 1000 * i, Way::Anew);
+                let w = streams.window(1_000_000 + 1000 * i, || Way::Anew);
                 assert_eq!((w.pages, w.way), (1, Way::Anew));
                 streams.brought(w.stream, 1_000_000 + 1000 * i, 1_000_001 + 1000 * i);
             }
@@ -199,13 +211,13 @@ mod tests {
         // What began is forgotten, but that it follows others tells.
         assert_eq!(run(&mut streams, 64, 1, false), [1]);
         at_random(&mut streams);
-        assert_eq!(streams.window(65, Way::Anew).way, Way::Anew);
-        let w = streams.window(66, Way::Up);
+        assert_eq!(streams.window(65, || Way::Anew).way, Way::Anew);
+        let w = streams.window(66, || Way::Up);
         assert_eq!((w.pages, w.way), (4, Way::Up));
         streams.brought(w.stream, 66, 70);
         at_random(&mut streams);
         assert_eq!(run(&mut streams, 70, 3, false), [10, 48, 128]);
-        let w = streams.window(5000, Way::Down);
+        let w = streams.window(5000, || Way::Down);
         assert_eq!((w.pages, w.way), (4, Way::Down));
     }
 }

@@ -429,14 +429,16 @@ impl Engine {
     /// The next fault of mapping `k` of the list. Events are seen to.
     pub fn next_fault(&mut self, k: usize) -> Option<SharedFault> {
         let uffd = self.mappings[k].uffd();
-        // Asked with the lock held: what the thread's poll had found may have been read since by whoever had the lock, or its
-        // page may have been mapped, and then the next message could as well be an event that comes after the question below.
-        if !uffd.wait(0) {
-            return None;
-        }
-        if self.removes.gate.is_some() && self.removes.blind == 0 && uffd.is_changing() {
-            self.read_events(k);
-            return self.mappings[k].kept.pop_front();
+        if self.removes.gate.is_some() && self.removes.blind == 0 {
+            // Asked with the lock held: what the thread's poll had found may have been read since by whoever had the lock, or its
+            // page may have been mapped, and then the next message could as well be an event that comes after the next question.
+            if !uffd.wait(0) {
+                return None;
+            }
+            if uffd.is_changing() {
+                self.read_events(k);
+                return self.mappings[k].kept.pop_front();
+            }
         }
         match uffd.read_shared() {
             Ok(Some(SharedMessage::Fault(fault))) => Some(fault),
