@@ -5,13 +5,20 @@
 //! a folio comes to the tail of *inactive*; from its head it is staged; refaulted it comes to the tail of *active*,
 //! which is aged only when inactive is the smaller part (the rule of the kernel's inactive_is_low, ratio 1:1 at these
 //! sizes). A folio read back from the pool whose refault distance (evictions since it left) is within the size of
-//! active goes to active at once, as in the kernel's workingset. What cannot be moved out as it is mapped (read-only,
+//! active goes to active at once, as in the kernel's workingset. What is read in sequence is on *passing*, of which all but the last
+//! few windows leave before anything else does: so it drives nothing out, and of what is read over and over, and is larger than memory, a
+//! part stays, instead of nothing. What cannot be moved out as it is mapped (read-only,
 //! locked) waits on *unevictable*, where nobody meets it, and is tried again now and then.
 //!
 //! Invariant: entries are hints. An entry whose page-table entry has gone on (another stamp) is stale and skipped, so
 //! nothing has to be unlinked when memory is unmapped. Owner: the pager's lock.
 
 use std::collections::VecDeque;
+
+/// Pages that came in sequence that stay for a while: some windows of read-ahead, which were not reached yet.
+const PASSING_PAGES: usize = 512;
+/// Of the others, one in so many is as much at most.
+const PASSING_PART: usize = 8;
 
 /// A folio in a list: first page, order, and the stamp its pages carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,6 +98,8 @@ pub struct Lru {
     pub inactive: Ring,
     /// Proved to be in use.
     pub active: Ring,
+    /// Came in sequence, and is not expected to be used again soon.
+    pub passing: Ring,
     /// Moved out, not yet compressed.
     pub staged: Ring,
     /// Cannot be moved out as it is mapped now.
@@ -104,6 +113,8 @@ pub enum List {
     Inactive,
     /// [`Lru::active`].
     Active,
+    /// [`Lru::passing`].
+    Passing,
     /// [`Lru::unevictable`].
     Unevictable,
 }
@@ -114,6 +125,7 @@ impl Lru {
         match list {
             List::Inactive => self.inactive.push(e),
             List::Active => self.active.push(e),
+            List::Passing => self.passing.push(e),
             List::Unevictable => self.unevictable.push(e),
         }
     }
@@ -130,15 +142,20 @@ impl Lru {
 
     /// Bytes of the lists themselves.
     pub fn metadata_bytes(&self) -> usize {
-        [&self.inactive, &self.active, &self.staged, &self.unevictable].map(Ring::metadata_bytes).iter().sum()
+        let rings = [&self.inactive, &self.active, &self.passing, &self.staged, &self.unevictable];
+        rings.map(Ring::metadata_bytes).iter().sum()
     }
 
     fn oldest(&mut self) -> &mut Ring {
+        if self.passing.pages() > PASSING_PAGES.min((self.inactive.pages() + self.active.pages()) / PASSING_PART) {
+            return &mut self.passing;
+        }
         let from_active = self.active.pages() > self.inactive.pages();
         if from_active || self.inactive.is_empty() { &mut self.active } else { &mut self.inactive }
     }
 
-    /// Takes the next folio to move out: from active only while it is the larger part.
+    /// Takes the next folio to move out: what came in sequence, but for the last of it; then from active only while it is the larger
+    /// part.
     pub fn pop_victim(&mut self) -> Option<Entry> {
         self.oldest().pop()
     }

@@ -48,11 +48,23 @@ pub(crate) struct Delivery {
     pub(crate) only_touched: bool,
     /// Whether the page touched comes alone by choice: what is around it is read at random.
     alone: bool,
+    /// A random number where the pages are part of a sequence that is known for a while.
+    pub(crate) passing: Option<u32>,
 }
 
 impl Delivery {
     pub(crate) fn of(r: Request, alone: bool) -> Self {
-        Self { r, pages: 0, from_pool: 0, largest: 0, wanted: 0, missed: false, only_touched: false, alone }
+        Self {
+            r,
+            passing: None,
+            pages: 0,
+            from_pool: 0,
+            largest: 0,
+            wanted: 0,
+            missed: false,
+            only_touched: false,
+            alone,
+        }
     }
 }
 
@@ -346,7 +358,7 @@ impl Pager {
         let crowded = self.crowded_out(s);
         let random = s.pt.hints(vpn) & HINT_RANDOM != 0;
         let mut copies = [None; MOST];
-        let (mut from_pool, mut close) = ([0usize; MOST], false);
+        let (mut from_pool, mut distance) = ([0usize; MOST], None);
         for (i, copy) in copies.iter_mut().enumerate().take(n) {
             let at = vpn + i as u64;
             let pte = s.pt.get(at);
@@ -354,7 +366,8 @@ impl Pager {
                 Tag::Compressed => {
                     from_pool[i / 16] += 1;
                     s.swapped -= 1;
-                    close |= s.refault_distance(pte) < s.lru.active.pages();
+                    let this = s.refault_distance(pte);
+                    distance = Some(distance.map_or(this, |least: usize| least.min(this)));
                     let head = Header::read(s.object(pte.handle()));
                     if head.flags & object::AHEAD != 0 {
                         s.wanted_ahead(pte.handle());
@@ -383,7 +396,8 @@ impl Pager {
                 _ => {}
             }
         }
-        s.list_resident(vpn, n, if close { List::Active } else { List::Inactive }, |i| copies[i]);
+        let list = distance.map_or(List::Inactive, |distance| s.list_of_refault(distance, d.passing));
+        s.list_resident(vpn, n, list, |i| copies[i]);
         for ((at, some), loaded) in (vpn..).step_by(16).zip(copies[..n].chunks(16)).zip(from_pool) {
             note_brought(s, at, some, loaded > 0, d.r.write && (at..at + 16).contains(&d.r.vpn));
             d.from_pool += loaded;

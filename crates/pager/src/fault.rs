@@ -26,7 +26,7 @@ use crate::deliver::{Delivery, SMALL_BLOCK};
 use crate::folio::USUAL_UNIT;
 use crate::object;
 use crate::pager::Pager;
-use crate::state::{FOLIO_PAGES, State};
+use crate::state::{BLOCK_PAGES, FOLIO_PAGES, State};
 use crate::streams::Way;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::lru::List;
@@ -120,8 +120,9 @@ impl Pager {
         };
         let end = s.before_ceded(r.vpn, until);
         // Who goes on in sequence meets the next fault there.
-        s.streams.brought(window.stream, at, end);
+        s.streams.brought(window.stream, at, end, |vpn| s.pt.get(vpn).tag() == Tag::Resident);
         let mut d = Delivery::of(r, alone && !huge);
+        d.passing = (sequential && window.pages >= BLOCK_PAGES).then(|| s.random());
         while at < end {
             let left = (end - at) as usize;
             let got = match s.pt.get(at).tag() {
@@ -146,7 +147,7 @@ impl Pager {
             }
         }
         if d.only_touched {
-            s.streams.brought(window.stream, r.vpn, r.vpn + 1);
+            s.streams.brought(window.stream, r.vpn, r.vpn + 1, |_| false);
         }
         if r.write && matches!(first.tag(), Tag::Compressed) {
             s.pt.hint(r.vpn, HINT_WRITTEN, 0);

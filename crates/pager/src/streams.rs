@@ -6,7 +6,8 @@
 //!
 //! A fault that follows nothing is remembered for the next few only, but what has proved to be a stream is, whatever comes in between, until
 //! others take its place. Where the page table tells that a page goes on with others, though none is remembered, that is a stream, too:
-//! of what was there before, not of what was never touched. Owner: the pager's lock.
+//! of what was there before, not of what was never touched. And where pages behind what came are there already, the next fault of the
+//! stream is behind them: of what is read over and over a part stays, here and there. Owner: the pager's lock.
 
 use crate::state::BLOCK_PAGES;
 
@@ -16,6 +17,8 @@ const WINDOW_PAGES: usize = 128;
 const NEAR_PAGES: u64 = 4;
 /// Faults that may turn out to begin a stream.
 const ENDS: usize = 8;
+/// Pages that are there already, behind those that came, that a stream is followed across.
+const ACROSS_PAGES: u64 = 512;
 /// Streams at a time.
 const STREAMS: usize = 8;
 
@@ -23,8 +26,12 @@ const STREAMS: usize = 8;
 struct Stream {
     /// The page behind what it brought last.
     above: u64,
+    /// The first from there on that was not there then.
+    over: u64,
     /// The page before it.
     below: u64,
+    /// The first from there on, downwards, that was not there then.
+    under: u64,
     /// How many pages its last fault was to bring, as a power of two.
     log: u8,
     /// When that was.
@@ -35,7 +42,17 @@ struct Stream {
     told: bool,
 }
 
-const NONE: Stream = Stream { above: u64::MAX, below: u64::MAX, log: 0, used: 0, way: Way::Anew, told: false };
+const NOWHERE: u64 = u64::MAX;
+const NONE: Stream = Stream {
+    above: NOWHERE,
+    over: NOWHERE,
+    below: NOWHERE,
+    under: NOWHERE,
+    log: 0,
+    used: 0,
+    way: Way::Anew,
+    told: false,
+};
 
 /// How a fault follows an earlier one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,8 +98,10 @@ impl Default for Streams {
 impl Streams {
     /// The stream that a fault on `page` goes on with, and which way.
     fn of(&self, page: u64) -> Option<(usize, Way)> {
-        let up = self.list.iter().position(|stream| stream.above == page).map(|i| (i, Way::Up));
-        up.or_else(|| self.list.iter().position(|stream| stream.below == page).map(|i| (i, Way::Down)))
+        let up = |stream: &Stream| (stream.above..=stream.over).contains(&page);
+        let down = |stream: &Stream| (stream.under..=stream.below).contains(&page);
+        let up = self.list.iter().position(up).map(|i| (i, Way::Up));
+        up.or_else(|| self.list.iter().position(down).map(|i| (i, Way::Down)))
     }
 
     /// The place for one that has proved to be a stream: of the one that went on longest ago.
@@ -115,12 +134,20 @@ impl Streams {
         Window { pages, way, known_only: told, stream }
     }
 
-    /// The fault of a window is served: pages `[from, to)` came, or were there.
-    pub fn brought(&mut self, stream: usize, from: u64, to: u64) {
+    /// The fault of a window is served: pages `[from, to)` came, or were there, as others may be, which `is_there` tells.
+    pub fn brought(&mut self, stream: usize, from: u64, to: u64, is_there: impl Fn(u64) -> bool) {
         let stream = &mut self.list[stream];
+        let (above, below) = (to, from.checked_sub(1).unwrap_or(NOWHERE));
+        let there = |run: &dyn Fn(u64) -> Option<u64>| {
+            (0..ACROSS_PAGES).take_while(|n| run(*n).is_some_and(&is_there)).count() as u64
+        };
         // (One that goes one way does not turn round: that its other end is met again says nothing.)
-        stream.above = if stream.way == Way::Down { u64::MAX } else { to };
-        stream.below = if stream.way == Way::Up { u64::MAX } else { from.wrapping_sub(1) };
+        let ends = match stream.way {
+            Way::Anew => (above, above, below, below),
+            Way::Up => (above, above + there(&|n| Some(above + n)), NOWHERE, NOWHERE),
+            Way::Down => (NOWHERE, NOWHERE, below, below - there(&|n| from.checked_sub(1 + n))),
+        };
+        (stream.above, stream.over, stream.below, stream.under) = ends;
     }
 
     /// Whether a page is near the end of a stream.
@@ -153,7 +180,7 @@ mod tests {
                 Way::Down => (page + 1 - w.pages as u64, page + 1),
                 _ => (page, page + w.pages as u64),
             };
-            streams.brought(w.stream, from, to);
+            streams.brought(w.stream, from, to, |_| false);
             page = if down { from - 1 } else { to };
             w.pages
         };
@@ -171,9 +198,9 @@ mod tests {
         let mut streams = Streams::default();
         let one = |stream| Window { pages: 1, way: Way::Anew, known_only: false, stream };
         assert_eq!(streams.window(1000, || Way::Anew), one(1));
-        streams.brought(1, 1000, 1001);
+        streams.brought(1, 1000, 1001, |_| false);
         assert_eq!(streams.window(1002, || Way::Anew), one(2));
-        streams.brought(2, 1002, 1003);
+        streams.brought(2, 1002, 1003, |_| false);
         assert!(streams.is_near(1001) && streams.is_near(1003) && !streams.is_near(1004));
         // Both are before 1001; behind comes first.
         assert_eq!(streams.window(1001, || Way::Anew).way, Way::Up);
@@ -192,7 +219,7 @@ mod tests {
                 assert_eq!(w.way, expected, "round {round}, stream {i}");
                 let n = w.pages as u64;
                 let (from, to) = if w.way == Way::Down { (*page + 1 - n, *page + 1) } else { (*page, *page + n) };
-                streams.brought(w.stream, from, to);
+                streams.brought(w.stream, from, to, |_| false);
                 *page = if down { from - 1 } else { to };
             }
         }
@@ -205,7 +232,7 @@ mod tests {
             for i in 0..100 {
                 let w = streams.window(1_000_000 + 1000 * i, || Way::Anew);
                 assert_eq!((w.pages, w.way), (1, Way::Anew));
-                streams.brought(w.stream, 1_000_000 + 1000 * i, 1_000_001 + 1000 * i);
+                streams.brought(w.stream, 1_000_000 + 1000 * i, 1_000_001 + 1000 * i, |_| false);
             }
         };
         // What began is forgotten, but that it follows others tells.
@@ -214,10 +241,46 @@ mod tests {
         assert_eq!(streams.window(65, || Way::Anew).way, Way::Anew);
         let w = streams.window(66, || Way::Up);
         assert_eq!((w.pages, w.way), (4, Way::Up));
-        streams.brought(w.stream, 66, 70);
+        streams.brought(w.stream, 66, 70, |_| false);
         at_random(&mut streams);
         assert_eq!(run(&mut streams, 70, 3, false), [10, 48, 128]);
         let w = streams.window(5000, || Way::Down);
         assert_eq!((w.pages, w.way), (4, Way::Down));
+    }
+
+    /// The story: one page of each window had stayed, here and there, when memory was read over and over. Each was taken for the end of the
+    /// sequence, which began anew behind it with one page, and with five faults where one had done.
+    #[test]
+    fn what_is_there_already_ends_no_stream() {
+        let mut streams = Streams::default();
+        run(&mut streams, 64, 2, false);
+        // Some pages behind those that come are there, and one of them leaves before the program comes to it.
+        for (page, there) in [(69, 80..84), (82, 100..110), (110, 128..1 << 20)] {
+            let w = streams.window(page, || Way::Anew);
+            assert_eq!(w.way, Way::Up, "page {page}");
+            streams.brought(w.stream, page, there.start, |page| there.contains(&page));
+        }
+        // They are not looked at for ever.
+        let w = streams.window(128 + ACROSS_PAGES, || Way::Anew);
+        assert_eq!(w.way, Way::Up);
+        streams.brought(w.stream, 128 + ACROSS_PAGES, 256 + ACROSS_PAGES, |_| true);
+        assert_eq!(streams.window(257 + 2 * ACROSS_PAGES, || Way::Anew).way, Way::Anew);
+    }
+
+    #[test]
+    fn what_is_there_already_ends_no_stream_downwards() {
+        let mut streams = Streams::default();
+        run(&mut streams, 1000, 3, true);
+        let w = streams.window(977, || Way::Anew);
+        assert_eq!(w.way, Way::Anew, "nothing was said to be there");
+        let mut streams = Streams::default();
+        run(&mut streams, 1000, 2, true);
+        let w = streams.window(995, || Way::Anew);
+        assert_eq!(w.way, Way::Down);
+        streams.brought(w.stream, 990, 996, |page| page >= 980);
+        assert_eq!(streams.window(979, || Way::Anew).way, Way::Down);
+        let w = streams.window(3, || Way::Down);
+        streams.brought(w.stream, 0, 4, |_| true);
+        assert_eq!(streams.window(0, || Way::Anew).way, Way::Anew, "there is nothing below the first page");
     }
 }

@@ -40,6 +40,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 enum Move {
     Inactive(Folio),
     Active(Folio),
+    Passing(Folio),
     Unevictable(Folio),
     Rescue,
     Victim,
@@ -49,6 +50,7 @@ fn moves() -> impl Strategy<Value = Vec<Move>> {
     let step = prop_oneof![
         4 => folio().prop_map(Move::Inactive),
         4 => folio().prop_map(Move::Active),
+        3 => folio().prop_map(Move::Passing),
         2 => folio().prop_map(Move::Unevictable),
         4 => Just(Move::Victim),
         1 => Just(Move::Rescue),
@@ -94,9 +96,10 @@ proptest! {
     }
 
     #[test]
-    fn victims_come_from_the_larger_list_or_inactive(moves in moves()) {
+    fn victims_are_what_passes_then_of_the_larger_list_or_inactive(moves in moves()) {
         let mut lru = Lru::default();
         let (mut inactive, mut active, mut unevictable) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
+        let mut passing = VecDeque::new();
         for step in moves {
             match step {
                 Move::Inactive(folio) => {
@@ -107,6 +110,10 @@ proptest! {
                     lru.push(List::Active, entry(folio));
                     active.push_back(folio);
                 }
+                Move::Passing(folio) => {
+                    lru.push(List::Passing, entry(folio));
+                    passing.push_back(folio);
+                }
                 Move::Unevictable(folio) => {
                     lru.push(List::Unevictable, entry(folio));
                     unevictable.push_back(folio);
@@ -116,30 +123,35 @@ proptest! {
                     inactive.append(&mut unevictable);
                 }
                 Move::Victim => {
+                    // (Two MiB of what passes stay, or an eighth of the rest.)
+                    let passes = pages(&passing) > ((pages(&active) + pages(&inactive)) / 8).min(512);
                     let from_active = pages(&active) > pages(&inactive);
-                    let want = if from_active { active.pop_front() } else { inactive.pop_front() };
+                    let from = if passes { &mut passing } else if from_active { &mut active } else { &mut inactive };
+                    let want = from.pop_front();
                     prop_assert_eq!(lru.peek_victim(), want.map(entry));
                     prop_assert_eq!(lru.pop_victim(), want.map(entry));
                 }
             }
             prop_assert_eq!((lru.inactive.pages(), lru.active.pages()), (pages(&inactive), pages(&active)));
-            prop_assert_eq!(lru.unevictable.pages(), pages(&unevictable));
+            prop_assert_eq!((lru.passing.pages(), lru.unevictable.pages()), (pages(&passing), pages(&unevictable)));
             prop_assert!(lru.staged.is_empty());
         }
     }
 
     #[test]
     fn nothing_is_left_behind(inactive in proptest::collection::vec(folio(), 0..50),
-                              active in proptest::collection::vec(folio(), 0..50)) {
+                              active in proptest::collection::vec(folio(), 0..50),
+                              passing in proptest::collection::vec(folio(), 0..50)) {
         let mut lru = Lru::default();
         inactive.iter().for_each(|f| lru.inactive.push(entry(*f)));
         active.iter().for_each(|f| lru.active.push(entry(*f)));
+        passing.iter().for_each(|f| lru.passing.push(entry(*f)));
         let mut taken = 0;
         while let Some(next) = lru.peek_victim() {
             prop_assert_eq!(lru.pop_victim(), Some(next));
             taken += 1;
         }
-        prop_assert_eq!(taken, inactive.len() + active.len());
-        prop_assert_eq!((lru.pop_victim(), lru.inactive.pages(), lru.active.pages()), (None, 0, 0));
+        prop_assert_eq!(taken, inactive.len() + active.len() + passing.len());
+        prop_assert_eq!((lru.pop_victim(), lru.inactive.pages(), lru.active.pages(), lru.passing.pages()), (None, 0, 0, 0));
     }
 }

@@ -3,5 +3,6 @@
 mod alone;
 mod folio;
 mod region;
+mod sequences;
 mod shared;
 mod tracking;
