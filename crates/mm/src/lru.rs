@@ -104,6 +104,8 @@ pub struct Lru {
     pub staged: Ring,
     /// Cannot be moved out as it is mapped now.
     pub unevictable: Ring,
+    /// Whether what passes is to wait, while there is anything else to move out: all of it was faulted on just now.
+    pub passing_waits: bool,
 }
 
 /// A list of the resident set.
@@ -146,8 +148,14 @@ impl Lru {
         rings.map(Ring::metadata_bytes).iter().sum()
     }
 
+    /// Whether the next folio to move out is one that passes.
+    pub fn victim_passes(&self) -> bool {
+        let used = self.inactive.pages() + self.active.pages();
+        self.passing.pages() > PASSING_PAGES.min(used / PASSING_PART) && (used == 0 || !self.passing_waits)
+    }
+
     fn oldest(&mut self) -> &mut Ring {
-        if self.passing.pages() > PASSING_PAGES.min((self.inactive.pages() + self.active.pages()) / PASSING_PART) {
+        if self.victim_passes() {
             return &mut self.passing;
         }
         let from_active = self.active.pages() > self.inactive.pages();

@@ -52,6 +52,8 @@ impl Pager {
 
     fn stage_victims(&self, s: &mut State, want: usize) -> Result<usize, EventPending> {
         let (mut moved, mut tries) = (0, 0);
+        let mut waiting = None;
+        s.lru.passing_waits = false;
         let unit = self.group.folios.largest_unit(s.folio_max).min(s.unit_max);
         let refused = || self.counters().move_refused.load(Relaxed);
         let enough = refused() + SHARED_TRIES;
@@ -60,7 +62,14 @@ impl Pager {
         let few = self.has_kin();
         while moved < want && tries < want * 2 + 64 && (moved > 0 || !few || refused() < enough) {
             tries += 1;
+            let passes = s.lru.victim_passes();
             let Some(first) = s.lru.pop_victim() else { break };
+            if passes && !s.lru.passing_waits && is_whole(s, first) && must_stay(s, first) {
+                s.lru.passing_waits = waiting == Some(first);
+                waiting.get_or_insert(first);
+                pass_over(s, first);
+                continue;
+            }
             if !is_whole(s, first) || must_stay(s, first) {
                 moved += self.stage_pages(s, first)?;
                 continue;
@@ -319,6 +328,23 @@ fn must_stay(s: &State, e: Entry) -> bool {
     let n = 1 << e.order();
     let pages = e.vpn()..e.vpn() + n as u64;
     s.touched_last(pages.clone()) || (s.resident < n + FEW_LEFT && s.touched_in(pages))
+}
+
+/// Has a folio that passes, and what follows it, wait behind the others that pass.
+///
+/// The story: what passes leaves a few faults after it came, so the pages faulted on were among what had to stay. They were listed as
+/// active, each by itself: a hole in what was read the next time, in what was stored then, and so on.
+fn pass_over(s: &mut State, first: Entry) {
+    let mut e = first;
+    loop {
+        s.lru.push(List::Passing, e);
+        let end = e.vpn() + (1 << e.order());
+        match s.lru.passing.peek() {
+            Some(next) if next.vpn() == end => e = next,
+            _ => break,
+        }
+        let _ = s.lru.passing.pop();
+    }
 }
 
 fn is_whole(s: &State, e: Entry) -> bool {

@@ -18,7 +18,7 @@ const NEAR_PAGES: u64 = 4;
 /// Faults that may turn out to begin a stream.
 const ENDS: usize = 8;
 /// Pages that are there already, behind those that came, that a stream is followed across.
-const ACROSS_PAGES: u64 = 512;
+const ACROSS_PAGES: u64 = 4096;
 /// Streams at a time.
 const STREAMS: usize = 8;
 
