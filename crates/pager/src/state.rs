@@ -453,7 +453,8 @@ impl State {
     /// is a bit larger than memory each would put out another just before it is read. And a few stay of those that had not been there,
     /// or what is never used again would stay for ever. (As in the bimodal insertion of Qureshi et al., ISCA 2007.)
     pub fn list_of_refault(&self, distance: usize, passing: Option<u32>) -> List {
-        let stays = if distance < self.lru.active.pages() { List::Active } else { List::Inactive };
+        let used = distance < if passing.is_some() { self.resident } else { self.lru.active.pages() };
+        let stays = if used { List::Active } else { List::Inactive };
         let one_in = match distance {
             near if near < self.resident / 2 => CLOSE_STAY,
             near if near < self.resident => NEAR_STAY,
