@@ -232,7 +232,7 @@ impl Pager {
     /// Pages to keep staged as the second chance.
     fn stage_target(&self, s: &State) -> usize {
         // (A limit raised after the start may be large for the arena.)
-        (s.resident / 32).min(self.limit() / PAGE / 32).min(self.layout.slots / 4)
+        (s.resident / 64).min(self.limit() / PAGE / 64).min(self.layout.slots / 4)
     }
 
     /// Makes room for `n` pages in the fault path.
