@@ -2,12 +2,12 @@
 //!
 //! User space has no accessed bits, so the second chance is the staged list: a folio leaves the program (its frame is
 //! moved out, uncompressed) and waits; a fault on it meanwhile moves it back cheaply and proves that it is in use. So
-//! a folio comes to the tail of *inactive*; from its head it is staged; refaulted it comes to the tail of *active*,
-//! which is aged only when it is more than seven times as large as inactive (the rule of the kernel's inactive_is_low, but
-//! for the ratio, which there is 1:1 at these sizes: a page in use gets its chance on the staged list here, not on inactive,
-//! and what comes back from the pool soon is known to be used. The small queue of S3-FIFO, Yang et al., SOSP 2023, is a
-//! tenth.) A folio read back from the pool whose refault distance (evictions since it left) is within the size of active
-//! goes to active at once, as in the kernel's workingset.
+//! a folio comes to the tail of *inactive*; from its head it is staged; refaulted it comes to the tail of *active*. What is
+//! oldest there is listed as inactive again while active is more than three times as large: so all leave by inactive, what
+//! was in use too when it is not any more, and what came once has a quarter of memory to pass through. (The rule of the
+//! kernel's inactive_is_low, but for the ratio, which there is 1:1 at these sizes; as in 2Q, Johnson and Shasha, VLDB 1994.) A
+//! folio read back from the pool whose refault distance (evictions since it left) is within the size of active goes to
+//! active at once, as in the kernel's workingset.
 //!
 //! What is read in sequence is on *passing*, of which all but the last few windows leave before anything else does: so it
 //! drives nothing out, and of what is read over and over, and is larger than memory, a part stays, instead of nothing. What
@@ -23,8 +23,8 @@ use std::collections::VecDeque;
 const PASSING_PAGES: usize = 512;
 /// Of the others, one in so many is as much at most.
 const PASSING_PART: usize = 8;
-/// Active is not aged before it is so many times as large as inactive.
-const ACTIVE_RATIO: usize = 7;
+/// Active is so many times as large as inactive at most.
+const ACTIVE_RATIO: usize = 3;
 
 /// A folio in a list: first page, order, and the stamp its pages carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -164,12 +164,14 @@ impl Lru {
         if self.victim_passes() {
             return &mut self.passing;
         }
-        let from_active = self.active.pages() > ACTIVE_RATIO * self.inactive.pages();
-        if from_active || self.inactive.is_empty() { &mut self.active } else { &mut self.inactive }
+        while self.active.pages() > ACTIVE_RATIO * self.inactive.pages() {
+            let Some(e) = self.active.pop() else { break };
+            self.inactive.push(e);
+        }
+        &mut self.inactive
     }
 
-    /// Takes the next folio to move out: what came in sequence, but for the last of it; then from active only while it is by far
-    /// the larger part.
+    /// Takes the next folio to move out: of what came in sequence, but for the last of it; then what has been inactive longest.
     pub fn pop_victim(&mut self) -> Option<Entry> {
         self.oldest().pop()
     }
