@@ -122,7 +122,7 @@ impl Pager {
         // Who goes on in sequence meets the next fault there.
         s.streams.brought(window.stream, at, end, |vpn| s.pt.get(vpn).tag() == Tag::Resident);
         let mut d = Delivery::of(r, alone && !huge);
-        d.passing = (sequential && window.pages >= BLOCK_PAGES).then(|| s.random());
+        d.passing = (sequential && !huge && window.pages >= BLOCK_PAGES).then(|| s.random());
         while at < end {
             let left = (end - at) as usize;
             let got = match s.pt.get(at).tag() {
