@@ -49,7 +49,7 @@ pub(crate) struct Delivery {
     /// Whether the page touched comes alone by choice: what is around it is read at random.
     alone: bool,
     /// A random number where the pages are part of a sequence that is known for a while.
-    pub(crate) passing: Option<u32>,
+    pub(crate) passing: Option<u64>,
 }
 
 impl Delivery {
@@ -367,7 +367,7 @@ impl Pager {
                     from_pool[i / 16] += 1;
                     s.swapped -= 1;
                     let this = s.refault_distance(pte);
-                    distance = Some(distance.map_or(this, |least: usize| least.min(this)));
+                    distance = Some(distance.unwrap_or(this).min(this));
                     let head = Header::read(s.object(pte.handle()));
                     if head.flags & object::AHEAD != 0 {
                         s.wanted_ahead(pte.handle());

@@ -24,6 +24,7 @@
 use crate::arena::PAGE;
 use crate::deliver::{Delivery, SMALL_BLOCK};
 use crate::folio::USUAL_UNIT;
+use crate::inject::mix;
 use crate::object;
 use crate::pager::Pager;
 use crate::state::{BLOCK_PAGES, FOLIO_PAGES, State};
@@ -122,7 +123,8 @@ impl Pager {
         // Who goes on in sequence meets the next fault there.
         s.streams.brought(window.stream, at, end, |vpn| s.pt.get(vpn).tag() == Tag::Resident);
         let mut d = Delivery::of(r, alone && !huge);
-        d.passing = (sequential && !huge && window.pages >= BLOCK_PAGES).then(|| s.random());
+        d.passing =
+            (sequential && !huge && window.pages >= BLOCK_PAGES).then(|| mix(self.counters().pgfault.load(Relaxed)));
         while at < end {
             let left = (end - at) as usize;
             let got = match s.pt.get(at).tag() {

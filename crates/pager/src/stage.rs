@@ -64,13 +64,14 @@ impl Pager {
             tries += 1;
             let passes = s.lru.victim_passes();
             let Some(first) = s.lru.pop_victim() else { break };
-            if passes && !s.lru.passing_waits && is_whole(s, first) && must_stay(s, first) {
+            let (whole, stays) = (is_whole(s, first), must_stay(s, first));
+            if passes && !s.lru.passing_waits && whole && stays {
                 s.lru.passing_waits = waiting == Some(first);
                 waiting.get_or_insert(first);
                 pass_over(s, first);
                 continue;
             }
-            if !is_whole(s, first) || must_stay(s, first) {
+            if !whole || stays {
                 moved += self.stage_pages(s, first)?;
                 continue;
             }

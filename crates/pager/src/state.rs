@@ -48,9 +48,9 @@ pub const LEFT_MOST: usize = 4096;
 const STAMP_MASK: u32 = 0x1f_ffff;
 /// Of the faults in sequence one in so many brings pages to stay: of those on pages that left lately, on others that would still be there
 /// if nothing passed, and on the rest.
-const CLOSE_STAY: u32 = 2;
-const NEAR_STAY: u32 = 8;
-const FAR_STAY: u32 = 64;
+const CLOSE_STAY: u64 = 2;
+const NEAR_STAY: u64 = 8;
+const FAR_STAY: u64 = 64;
 
 /// A decompressed block kept for the neighbours of a page: a block is decompressed once.
 pub struct Decoded {
@@ -74,8 +74,6 @@ pub struct State {
     pub pt: PageTable,
     /// Lists of resident and staged folios.
     pub lru: Lru,
-    /// The last random number.
-    random: u32,
     /// Slots of the arena.
     pub zone: Zone,
     /// Whether a large run of holes was wanted and not found.
@@ -189,7 +187,6 @@ impl State {
             layout,
             pt: PageTable::new(),
             lru: Lru::default(),
-            random: 1,
             runs_wanted: false,
             compactor: Compactor::new(Emptiest::new()),
             zone,
@@ -452,7 +449,7 @@ impl State {
     /// some come to stay, the more the nearer that was, and each time more of them. Not all at once: of what is read over and over and
     /// is a bit larger than memory each would put out another just before it is read. And a few stay of those that had not been there,
     /// or what is never used again would stay for ever. (As in the bimodal insertion of Qureshi et al., ISCA 2007.)
-    pub fn list_of_refault(&self, distance: usize, passing: Option<u32>) -> List {
+    pub fn list_of_refault(&self, distance: usize, passing: Option<u64>) -> List {
         let used = distance < if passing.is_some() { self.resident } else { self.lru.active.pages() };
         let stays = if used { List::Active } else { List::Inactive };
         let one_in = match distance {
@@ -461,14 +458,6 @@ impl State {
             _ => FAR_STAY,
         };
         if passing.is_none_or(|random| random.is_multiple_of(one_in)) { stays } else { List::Passing }
-    }
-
-    /// A random number for [`State::list_of_refault`] (xorshift32).
-    pub fn random(&mut self) -> u32 {
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 17;
-        self.random ^= self.random << 5;
-        self.random
     }
 
     /// Counts `n` pages evicted.

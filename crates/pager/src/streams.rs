@@ -138,14 +138,17 @@ impl Streams {
     pub fn brought(&mut self, stream: usize, from: u64, to: u64, is_there: impl Fn(u64) -> bool) {
         let stream = &mut self.list[stream];
         let (above, below) = (to, from.checked_sub(1).unwrap_or(NOWHERE));
-        let there = |run: &dyn Fn(u64) -> Option<u64>| {
-            (0..ACROSS_PAGES).take_while(|n| run(*n).is_some_and(&is_there)).count() as u64
+        let over = || (above..above + ACROSS_PAGES).find(|page| !is_there(*page)).unwrap_or(above + ACROSS_PAGES);
+        let under = || {
+            let last = from.saturating_sub(ACROSS_PAGES);
+            (last..from).rev().find(|page| !is_there(*page)).unwrap_or(last)
         };
         // (One that goes one way does not turn round: that its other end is met again says nothing.)
         let ends = match stream.way {
             Way::Anew => (above, above, below, below),
-            Way::Up => (above, above + there(&|n| Some(above + n)), NOWHERE, NOWHERE),
-            Way::Down => (NOWHERE, NOWHERE, below, below - there(&|n| from.checked_sub(1 + n))),
+            Way::Up => (above, over(), NOWHERE, NOWHERE),
+            Way::Down if from == 0 => (NOWHERE, NOWHERE, NOWHERE, NOWHERE),
+            Way::Down => (NOWHERE, NOWHERE, below, under()),
         };
         (stream.above, stream.over, stream.below, stream.under) = ends;
     }
