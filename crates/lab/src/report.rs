@@ -16,6 +16,13 @@ pub fn pool(report: &Value) -> Option<u64> {
     report.pointer("/counters/pool_total_size")?.as_u64()
 }
 
+/// The most that was charged against the limit at once, in bytes: what the kernel said at the members' looks, less the pool where
+/// that is not charged.
+#[must_use]
+pub fn peak(report: &Value) -> Option<u64> {
+    report.get("peak")?.as_u64()
+}
+
 /// The most metadata, in bytes.
 #[must_use]
 pub fn metadata(report: &Value) -> Option<u64> {
@@ -38,10 +45,10 @@ mod tests {
 
     #[test]
     fn what_a_report_says() {
-        let report = json!({"counters": {"metadata_size": 4096, "pool_total_size": 7}});
-        assert_eq!((metadata(&report), pool(&report)), (Some(4096), Some(7)));
+        let report = json!({"peak": 9, "counters": {"metadata_size": 4096, "pool_total_size": 7}});
+        assert_eq!((metadata(&report), pool(&report), peak(&report)), (Some(4096), Some(7), Some(9)));
         assert_eq!(metadata(&json!({"counters": {"metadata_size": 0}})), None);
-        assert_eq!((metadata(&json!([1])), pool(&json!([1]))), (None, None));
+        assert_eq!((metadata(&json!([1])), pool(&json!([1])), peak(&json!([1]))), (None, None, None));
         assert_eq!(read(Path::new("/nonexistent")), None);
     }
 

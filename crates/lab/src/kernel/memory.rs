@@ -95,10 +95,9 @@ impl Lab<'_> {
                 return fail(self, "memory", subject, failure);
             }
         };
-        let pool = if subject == Run { self.report().and_then(|r| report::pool(&r)) } else { Some(done.pool_peak) };
         let (anon, held) = seen.peaks.entry(subject).or_default();
         *anon = outcome.peak_anon.max(*anon);
-        *held = counted(subject, outcome.peak_anon, pool.unwrap_or(0)).max(*held);
+        *held = counted(subject, outcome.peak_anon, done.pool_peak, self.report().as_ref()).max(*held);
         for (workload, figure) in done.done.iter().filter_map(worker::Done::figure) {
             seen.figures.entry((workload, subject)).or_default().push(figure);
         }

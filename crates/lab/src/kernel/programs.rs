@@ -106,8 +106,7 @@ impl Lab<'_> {
             self.right = false;
             return Err("WRONG OUTPUT".to_owned().into());
         }
-        let pool = self.report().and_then(|report| report::pool(&report)).unwrap_or(0);
-        let held = counted(subject, outcome.peak_anon, pool);
+        let held = counted(subject, outcome.peak_anon, 0, self.report().as_ref());
         match report::unlimited(subject.title(), held, whole).filter(|_| subject == Run) {
             Some(said) => Err(said.into()),
             None => Ok(outcome.seconds),

@@ -4,6 +4,7 @@ use super::Lab;
 use crate::peers::{self, Peer};
 use crate::process::{self, Outcome, Spec};
 use crate::{report, worker};
+use serde_json::Value;
 use std::ffi::OsString;
 use std::fmt;
 use std::path::PathBuf;
@@ -211,7 +212,7 @@ impl Lab<'_> {
     }
 
     /// What the last `uzswap run` reported, if it did.
-    pub(super) fn report(&self) -> Option<serde_json::Value> {
+    pub(super) fn report(&self) -> Option<Value> {
         report::read(&self.report_path())
     }
 
@@ -261,22 +262,31 @@ impl Lab<'_> {
 }
 
 /// Of the most anonymous memory a subject's processes were seen to hold, what counts against the limit: without the
-/// pool where that is not charged (it lies in the same processes, and would make a subject look unlimited that is not).
-pub fn counted(subject: Subject, peak_anon: u64, pool: u64) -> u64 {
-    if subject.uncharged() { peak_anon.saturating_sub(pool) } else { peak_anon }
+/// pool where that is not charged (it lies in the same processes, and would make a subject look unlimited that is not). A region
+/// says how large its `pool` was; what `run` charged at the most is in its `report`, for its pool at the end is not that at
+/// the peak.
+pub fn counted(subject: Subject, peak_anon: u64, pool: u64, report: Option<&Value>) -> u64 {
+    match subject {
+        Run => report.and_then(report::peak).unwrap_or(peak_anon),
+        Library => peak_anon.saturating_sub(pool),
+        _ => peak_anon,
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::size::MIB;
+    use serde_json::json;
 
     /// A pool of 30 MiB beside 34 of the program made the sum look like no limit at all (64 of 64 MiB).
     #[test]
     fn an_uncharged_pool_is_not_held_against_its_subject() {
-        assert_eq!(counted(Run, 64 * MIB, 30 * MIB), 34 * MIB);
-        assert_eq!(counted(Library, 64 * MIB, 30 * MIB), 34 * MIB);
-        assert_eq!(counted(RunCharged, 64 * MIB, 30 * MIB), 64 * MIB, "charged: the pool counts");
+        let report = json!({"peak": 34 * MIB, "counters": {"pool_total_size": 20 * MIB}});
+        assert_eq!(counted(Run, 64 * MIB, 0, Some(&report)), 34 * MIB, "not the pool at the end, which is smaller");
+        assert_eq!(counted(Run, 64 * MIB, 0, None), 64 * MIB);
+        assert_eq!(counted(Library, 64 * MIB, 30 * MIB, None), 34 * MIB);
+        assert_eq!(counted(RunCharged, 64 * MIB, 30 * MIB, Some(&report)), 64 * MIB, "charged: the pool counts");
     }
 
     #[test]
