@@ -102,7 +102,7 @@ impl Pager {
         s.touch(r.vpn);
         let scattered = s.pt.hints(r.vpn) & HINT_RANDOM != 0 && !s.streams.is_near(r.vpn);
         let lately = (s.resident / 16).min(LATELY) as u32;
-        let window = s.streams.window(r.vpn, || follows(&s.pt, s.stamp, r.vpn, lately));
+        let window = s.streams.window(r.vpn, first.tag() == Tag::None, || follows(&s.pt, s.stamp, r.vpn, lately));
         let sequential = window.way != Way::Anew;
         let alone = scattered && !sequential && first.tag() == Tag::Compressed && !self.crowded_out(s) && {
             object::order(s.object(first.handle())) <= SMALL_BLOCK

@@ -38,8 +38,10 @@ struct Stream {
     used: u64,
     /// Which way it goes; any, while nothing has followed.
     way: Way,
-    /// Whether it began with what the table told.
+    /// Whether it began with what the table told, and has not proved since to go on where nothing was.
     told: bool,
+    /// Whether its last fault was on a page never touched.
+    new: bool,
 }
 
 const NOWHERE: u64 = u64::MAX;
@@ -52,6 +54,7 @@ const NONE: Stream = Stream {
     used: 0,
     way: Way::Anew,
     told: false,
+    new: false,
 };
 
 /// How a fault follows an earlier one.
@@ -109,8 +112,13 @@ impl Streams {
         (ENDS..ENDS + STREAMS).min_by_key(|i| self.list[*i].used).expect("there are some")
     }
 
-    /// What to bring for a fault on `page`, never across a border of its size; `follows` is asked where no stream goes on there.
-    pub fn window(&mut self, page: u64, follows: impl FnOnce() -> Way) -> Window {
+    /// What to bring for a fault on `page`, never across a border of its size. `new`: nothing was there yet; `follows` is asked where
+    /// no stream goes on.
+    ///
+    /// The story: who filled memory, and was managed when half of it was there, at times had a fault for each page of the rest. The
+    /// table told that the first of them went on with what was found there, and of such a stream nothing new was brought, ever. Now two faults
+    /// on new pages in a row prove it, as they prove any stream.
+    pub fn window(&mut self, page: u64, new: bool, follows: impl FnOnce() -> Way) -> Window {
         self.clock += 1;
         let (stream, way, log, told) = match self.of(page) {
             Some((i, way)) if i < ENDS => {
@@ -118,7 +126,7 @@ impl Streams {
                 self.list[i] = NONE;
                 (self.place(), way, log, false)
             }
-            Some((i, way)) => (i, way, wider(self.list[i].log), self.list[i].told),
+            Some((i, way)) => (i, way, wider(self.list[i].log), self.list[i].told && !(new && self.list[i].new)),
             None => match follows() {
                 Way::Anew => {
                     self.last = (self.last + 1) % ENDS;
@@ -130,7 +138,7 @@ impl Streams {
         let border = BLOCK_PAGES.max(1 << log);
         let before = page as usize % border;
         let pages = (1 << log).min(if way == Way::Down { before + 1 } else { border - before });
-        self.list[stream] = Stream { log, used: self.clock, way, told, ..self.list[stream] };
+        self.list[stream] = Stream { log, used: self.clock, way, told, new, ..self.list[stream] };
         Window { pages, way, known_only: told, stream }
     }
 
@@ -178,7 +186,7 @@ mod tests {
     fn run(streams: &mut Streams, first: u64, faults: usize, down: bool) -> Vec<usize> {
         let mut page = first;
         let one = |_| {
-            let w = streams.window(page, || Way::Anew);
+            let w = streams.window(page, false, || Way::Anew);
             let (from, to) = match w.way {
                 Way::Down => (page + 1 - w.pages as u64, page + 1),
                 _ => (page, page + w.pages as u64),
@@ -200,13 +208,13 @@ mod tests {
     fn what_follows_nothing_brings_one_page() {
         let mut streams = Streams::default();
         let one = |stream| Window { pages: 1, way: Way::Anew, known_only: false, stream };
-        assert_eq!(streams.window(1000, || Way::Anew), one(1));
+        assert_eq!(streams.window(1000, false, || Way::Anew), one(1));
         streams.brought(1, 1000, 1001, |_| false);
-        assert_eq!(streams.window(1002, || Way::Anew), one(2));
+        assert_eq!(streams.window(1002, false, || Way::Anew), one(2));
         streams.brought(2, 1002, 1003, |_| false);
         assert!(streams.is_near(1001) && streams.is_near(1003) && !streams.is_near(1004));
         // Both are before 1001; behind comes first.
-        assert_eq!(streams.window(1001, || Way::Anew).way, Way::Up);
+        assert_eq!(streams.window(1001, false, || Way::Anew).way, Way::Up);
         assert_eq!((streams.expected(999), streams.expected(5)), (BLOCK_PAGES, BLOCK_PAGES));
     }
 
@@ -217,7 +225,7 @@ mod tests {
         for round in 0..5 {
             for (i, page) in pages.iter_mut().enumerate() {
                 let down = i % 2 == 1;
-                let w = streams.window(*page, || Way::Anew);
+                let w = streams.window(*page, false, || Way::Anew);
                 let expected = [Way::Anew, if down { Way::Down } else { Way::Up }][usize::from(round > 0)];
                 assert_eq!(w.way, expected, "round {round}, stream {i}");
                 let n = w.pages as u64;
@@ -233,7 +241,7 @@ mod tests {
         let mut streams = Streams::default();
         let at_random = |streams: &mut Streams| {
             for i in 0..100 {
-                let w = streams.window(1_000_000 + 1000 * i, || Way::Anew);
+                let w = streams.window(1_000_000 + 1000 * i, false, || Way::Anew);
                 assert_eq!((w.pages, w.way), (1, Way::Anew));
                 streams.brought(w.stream, 1_000_000 + 1000 * i, 1_000_001 + 1000 * i, |_| false);
             }
@@ -241,13 +249,13 @@ mod tests {
         // What began is forgotten, but that it follows others tells.
         assert_eq!(run(&mut streams, 64, 1, false), [1]);
         at_random(&mut streams);
-        assert_eq!(streams.window(65, || Way::Anew).way, Way::Anew);
-        let w = streams.window(66, || Way::Up);
+        assert_eq!(streams.window(65, false, || Way::Anew).way, Way::Anew);
+        let w = streams.window(66, false, || Way::Up);
         assert_eq!((w.pages, w.way), (4, Way::Up));
         streams.brought(w.stream, 66, 70, |_| false);
         at_random(&mut streams);
         assert_eq!(run(&mut streams, 70, 3, false), [10, 48, 128]);
-        let w = streams.window(5000, || Way::Down);
+        let w = streams.window(5000, false, || Way::Down);
         assert_eq!((w.pages, w.way), (4, Way::Down));
     }
 
@@ -259,31 +267,47 @@ mod tests {
         run(&mut streams, 64, 2, false);
         // Some pages behind those that come are there, and one of them leaves before the program comes to it.
         for (page, there) in [(69, 80..84), (82, 100..110), (110, 128..1 << 20)] {
-            let w = streams.window(page, || Way::Anew);
+            let w = streams.window(page, false, || Way::Anew);
             assert_eq!(w.way, Way::Up, "page {page}");
             streams.brought(w.stream, page, there.start, |page| there.contains(&page));
         }
         // They are not looked at for ever.
-        let w = streams.window(128 + ACROSS_PAGES, || Way::Anew);
+        let w = streams.window(128 + ACROSS_PAGES, false, || Way::Anew);
         assert_eq!(w.way, Way::Up);
         streams.brought(w.stream, 128 + ACROSS_PAGES, 256 + ACROSS_PAGES, |_| true);
-        assert_eq!(streams.window(257 + 2 * ACROSS_PAGES, || Way::Anew).way, Way::Anew);
+        assert_eq!(streams.window(257 + 2 * ACROSS_PAGES, false, || Way::Anew).way, Way::Anew);
     }
 
     #[test]
     fn what_is_there_already_ends_no_stream_downwards() {
         let mut streams = Streams::default();
         run(&mut streams, 1000, 3, true);
-        let w = streams.window(977, || Way::Anew);
+        let w = streams.window(977, false, || Way::Anew);
         assert_eq!(w.way, Way::Anew, "nothing was said to be there");
         let mut streams = Streams::default();
         run(&mut streams, 1000, 2, true);
-        let w = streams.window(995, || Way::Anew);
+        let w = streams.window(995, false, || Way::Anew);
         assert_eq!(w.way, Way::Down);
         streams.brought(w.stream, 990, 996, |page| page >= 980);
-        assert_eq!(streams.window(979, || Way::Anew).way, Way::Down);
-        let w = streams.window(3, || Way::Down);
+        assert_eq!(streams.window(979, false, || Way::Anew).way, Way::Down);
+        let w = streams.window(3, false, || Way::Down);
         streams.brought(w.stream, 0, 4, |_| true);
-        assert_eq!(streams.window(0, || Way::Anew).way, Way::Anew, "there is nothing below the first page");
+        assert_eq!(streams.window(0, false, || Way::Anew).way, Way::Anew, "there is nothing below the first page");
+    }
+
+    /// See `Streams::window`.
+    #[test]
+    fn what_the_table_told_is_proved_by_two_faults_on_new_pages() {
+        let mut streams = Streams::default();
+        let known = |streams: &mut Streams, page: u64, new: bool| {
+            let w = streams.window(page, new, || Way::Up);
+            streams.brought(w.stream, page, page + 1, |_| false);
+            assert_eq!(w.way, Way::Up);
+            w.known_only
+        };
+        assert_eq!([64, 65, 66].map(|page| known(&mut streams, page, false)), [true; 3]);
+        assert!(known(&mut streams, 67, true), "the end of what is known, perhaps");
+        assert!(!known(&mut streams, 68, true));
+        assert!(!known(&mut streams, 69, false), "once and for all");
     }
 }
