@@ -40,8 +40,6 @@ pub(crate) struct Handler {
     /// Faults that were read and not served yet, the oldest first.
     waiting: Vec<Waiting>,
     reads: Reads,
-    /// Faults read (wrapping).
-    seen: u32,
     /// Whether a fault is to be tried again though nothing may come: it waits for an event to be read first, or for room
     /// in the group.
     retry: bool,
@@ -85,6 +83,7 @@ impl Handler {
             Ok(Some(Message::Fault { address, .. })) if p.without_move && p.is_of_remap(&mut s, address) => {}
             Ok(Some(Message::Fault { address, write, protected, tid })) => {
                 fault = true;
+                p.stall.begin((address / PAGE) as u64, p.counters().pgfault.load(Relaxed));
                 s = self.take_fault(p, s, Request { vpn: (address / PAGE) as u64, write, protected }, tid);
             }
             Ok(Some(event)) => {
@@ -114,13 +113,12 @@ impl Handler {
             p.counters().stall_ns.fetch_add(throttle, Relaxed);
             s = p.state.lock();
         }
-        // One fault in eight is timed, for all. (What waits for the disk is timed by itself.)
-        let began = (fault && self.seen.is_multiple_of(8)).then(thread::now_ns);
         p.land(&mut s, &mut self.reads, &mut self.waiting);
         self.serve_waiting(p, &mut s);
         p.owes.store(!self.waiting.is_empty(), Relaxed);
-        if let Some(began) = began {
-            p.counters().stall_ns.fetch_add((thread::now_ns() - began) * 8, Relaxed);
+        if fault {
+            let stalled = p.stall.end(throttle, !self.waiting.is_empty());
+            p.counters().stall_ns.fetch_add(stalled, Relaxed);
         }
         p.progress.fetch_add(1, Relaxed);
         p.read_ahead(&s, &mut self.reads);
@@ -147,7 +145,6 @@ impl Handler {
 
     /// A fault was read: what it needs from disk is asked for, and room is made for it meanwhile.
     fn take_fault<'a>(&mut self, p: &'a Pager, mut s: Guard<'a, State>, r: Request, tid: u32) -> Guard<'a, State> {
-        self.seen = self.seen.wrapping_add(1);
         self.reads.count_message();
         let mut waiting = Waiting::new(r);
         p.want(&s, &mut self.reads, &mut waiting);

@@ -41,6 +41,7 @@ pub mod remapped;
 pub mod request;
 pub mod shared;
 pub mod stage;
+mod stall;
 pub mod state;
 pub mod store;
 pub mod streams;

@@ -19,6 +19,7 @@ use crate::full::Waiting;
 use crate::group::{GroupPage, NODES};
 use crate::huge::Blocks;
 use crate::member::Chain;
+use crate::stall::Stall;
 use crate::state::State;
 use crate::swap::clusters::{ClusterMap, Rows};
 use crate::swap::io::Tier;
@@ -103,6 +104,8 @@ pub struct Pager {
     pub writer: AtomicI32,
     /// Faults handled: the ticker's evidence that the handler gets to run.
     pub progress: AtomicU64,
+    /// The fault whose stall is being timed.
+    pub stall: Stall,
     /// The thread whose fault was read last.
     pub faulted: AtomicU32,
     /// Whether the handler sleeps in poll.
@@ -242,6 +245,7 @@ impl Pager {
             reclaimer: AtomicI32::new(0),
             writer: AtomicI32::new(0),
             progress: AtomicU64::new(0),
+            stall: Stall::new(),
             faulted: AtomicU32::new(0),
             asleep: AtomicBool::new(false),
             owes: AtomicBool::new(false),

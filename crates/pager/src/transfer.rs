@@ -45,6 +45,7 @@ impl Pager {
                 return Err((0, libc::EAGAIN));
             }
             let from = self.layout.slot(slot);
+            self.stall.mapping(vpn, len);
             // SAFETY: the slots hold frames, which nobody else refers to.
             let copied = unsafe { self.uffd().copy_protected(vpn as usize * PAGE, from, len * PAGE) };
             if self.marks.is_some() {
@@ -61,6 +62,7 @@ impl Pager {
             return self.copy_in(vpn, slot, n);
         }
         self.blocks.moved(slot, n);
+        self.stall.mapping(vpn, n);
         let (dst, src) = (vpn as usize * PAGE, self.layout.slot(slot));
         // SAFETY: as the caller says.
         let mut result = unsafe { self.ask_move(Site::MoveIn, dst, src, n) };
@@ -98,6 +100,7 @@ impl Pager {
         }
         let copy = |at: usize, pages: usize, protect: bool| {
             let (dst, src) = (vpn as usize * PAGE + at * PAGE, src + at * PAGE);
+            self.stall.mapping(vpn + at as u64, pages);
             // SAFETY: as the caller says.
             unsafe {
                 match protect {

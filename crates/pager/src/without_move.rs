@@ -223,6 +223,7 @@ impl Pager {
         }
         let (at, whole) = (vpn as usize * PAGE, n);
         loop {
+            self.stall.mapping(vpn, n);
             // SAFETY: the slots hold frames.
             match unsafe { self.uffd().copy(at, self.layout.slot(slot), n * PAGE) } {
                 // (Of a range in two mappings the kernel says no more than that.)

@@ -8,8 +8,9 @@ use std::io::Write as _;
 use std::path::Path;
 use std::time::Duration;
 
-/// A program whose threads stalled for this share of its time, and that ran for so long, was slow (seconds).
-const SLOW_SHARE: f64 = 0.75;
+/// A program whose threads stalled for this share of its time, and that ran for so long, was slow (seconds). (One that does nothing but
+/// read at random from what is out stalls for half of it: the rest are its faults in the kernel, and the switches to the handler and back.)
+const SLOW_SHARE: f64 = 0.4;
 const SLOW_SECONDS: f64 = 5.0;
 
 /// Prints the summary.
@@ -261,7 +262,7 @@ mod tests {
         };
         let line = said(&totals, 10).expect("it stalled for most of the time");
         assert!(line.contains("more than 64 MiB, or `--swap`"), "{line}");
-        assert_eq!(said(&totals, 11), None, "it did something else too");
+        assert_eq!(said(&totals, 21), None, "it did something else too");
         assert_eq!(said(&totals, 4), None, "it was soon over");
         // Four to one: the pool takes a quarter of the limit.
         totals.compression_ratio = Some(4.0);

@@ -1,0 +1,111 @@
+//! How long the program's threads wait for their faults (`stall_ns`).
+//!
+//! One fault in eight, by chance, is timed for all: from when it was read until its page is mapped, which wakes the thread. That moment is
+//! noted *before* the call which maps it: the thread then preempts the handler, which shares its CPU and is of the idle policy, and
+//! the call returns when the program faults the next time.
+//!
+//! The story: time was taken when the call had returned, and not before there was room. A compiler of which each fault took 0.1 ms was
+//! said to have stalled for 7 of 10 s, of which it computed 8.6.
+//!
+//! Faults are served under the pager's lock, so one is timed at a time. What waits for the disk is timed by itself (`swap::swapin`).
+
+use crate::inject::mix;
+use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use uzswap_sys::thread;
+
+/// Of so many faults one is timed.
+const ONE_IN: u64 = 8;
+/// No page.
+const NONE: u64 = u64::MAX;
+
+/// The fault being timed.
+pub struct Stall {
+    /// Its page, until that is about to be mapped.
+    page: AtomicU64,
+    /// When it was read, and when its page was about to be mapped (monotonic nanoseconds).
+    began: AtomicU64,
+    ended: AtomicU64,
+}
+
+impl Stall {
+    /// None is timed.
+    pub const fn new() -> Self {
+        Self { page: AtomicU64::new(NONE), began: AtomicU64::new(0), ended: AtomicU64::new(0) }
+    }
+
+    /// A fault on `page` was read, of which `count` were before.
+    pub fn begin(&self, page: u64, count: u64) {
+        let timed = mix(count).is_multiple_of(ONE_IN);
+        self.page.store(if timed { page } else { NONE }, Relaxed);
+        if timed {
+            self.began.store(thread::now_ns(), Relaxed);
+            self.ended.store(0, Relaxed);
+        }
+    }
+
+    /// `n` pages from `page` on are about to be mapped.
+    pub fn mapping(&self, page: u64, n: usize) {
+        let timed = self.page.load(Relaxed);
+        if timed != NONE && (page..page + n as u64).contains(&timed) && self.ended.load(Relaxed) == 0 {
+            self.ended.store(thread::now_ns(), Relaxed);
+        }
+    }
+
+    /// The fault was dealt with: what all that are read meanwhile waited (nanoseconds), less the `slept` that is counted by itself; 0 if
+    /// it was not timed. It `waits` still for the disk, or an event, if nothing was mapped.
+    pub fn end(&self, slept: u64, waits: bool) -> u64 {
+        if self.page.swap(NONE, Relaxed) == NONE {
+            return 0;
+        }
+        let ended = match self.ended.load(Relaxed) {
+            0 if waits => return 0,
+            0 => thread::now_ns(),
+            at => at,
+        };
+        ended.saturating_sub(self.began.load(Relaxed) + slept) * ONE_IN
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    /// A count whose fault is timed, or is not.
+    fn count(timed: bool) -> u64 {
+        (0..).find(|n| mix(*n).is_multiple_of(ONE_IN) == timed).unwrap()
+    }
+
+    /// The story at the head: what comes behind the mapping is the program's own time. (No time is asserted but which came first.)
+    #[test]
+    fn what_the_program_does_once_it_is_woken_is_no_stall() {
+        let stall = Stall::new();
+        stall.begin(10, count(true));
+        stall.mapping(12, 4);
+        let before = thread::now_ns();
+        stall.mapping(8, 4);
+        let mapped = stall.ended.load(Relaxed);
+        assert!(mapped >= before, "the call that maps the page ends it");
+        std::thread::sleep(Duration::from_millis(2));
+        stall.mapping(8, 4);
+        assert_eq!(stall.end(0, false), (mapped - stall.began.load(Relaxed)) * ONE_IN);
+        assert_eq!(stall.end(0, false), 0, "once");
+    }
+
+    #[test]
+    fn what_is_not_timed_or_waits_still_counts_nothing() {
+        let stall = Stall::new();
+        stall.begin(10, count(false));
+        stall.mapping(10, 1);
+        assert_eq!(stall.end(0, false), 0);
+        stall.begin(10, count(true));
+        assert_eq!(stall.end(0, true), 0, "for the disk");
+        stall.begin(10, count(true));
+        assert_eq!(stall.end(u64::MAX / 2, false), 0, "no more than it was");
+        stall.begin(10, count(true));
+        assert!(stall.end(0, false) > 0, "what is served in another way ends when that is done");
+        // About one in so many.
+        let timed = (0..80_000).filter(|n| mix(*n).is_multiple_of(ONE_IN)).count();
+        assert!((9_000..11_000).contains(&timed), "{timed}");
+    }
+}
