@@ -115,7 +115,7 @@ impl Pager {
         let (mut at, until) = match (huge, alone || s.remapping.is_under_way()) {
             (true, _) => (r.vpn, r.vpn + FOLIO_PAGES as u64),
             (_, true) => (r.vpn, r.vpn + 1),
-            _ if window.way == Way::Down => blocks_down(s, r.vpn, window.pages),
+            _ if window.way == Way::Down => blocks_down(s, r.vpn, window.pages, window.known_only),
             _ if window.known_only => whole_blocks(s, r.vpn, known_run(s, r.vpn, window.pages)),
             _ => whole_blocks(s, r.vpn, window.pages),
         };
@@ -297,9 +297,10 @@ fn known_run(s: &State, vpn: u64, n: usize) -> usize {
     (1..n).find(|i| s.pt.get(vpn + *i as u64).tag() == Tag::None).unwrap_or(n)
 }
 
-/// The pages to bring for a fault that wants `n` up to and with `vpn`, as [`whole_blocks`]. What was never touched ends it: it may be anything.
-fn blocks_down(s: &State, vpn: u64, n: usize) -> (u64, u64) {
-    let known = |at: &u64| s.pt.get(*at).tag() != Tag::None;
+/// The pages to bring for a fault that wants `n` up to and with `vpn`, as [`whole_blocks`]. What was never touched ends them if only what is
+/// known is wanted.
+fn blocks_down(s: &State, vpn: u64, n: usize, known_only: bool) -> (u64, u64) {
+    let known = |at: &u64| !known_only || s.pt.get(*at).tag() != Tag::None;
     let first = (vpn + 1 - n as u64..vpn).rev().take_while(known).last().unwrap_or(vpn);
     (block_of(s, first).map_or(first, |(first, ..)| first), block_of(s, vpn).map_or(vpn + 1, |(_, end, _)| end))
 }
