@@ -34,7 +34,7 @@ use uzswap_mm::lru::List;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, PageTable, Pte, Tag};
 use uzswap_mm::trace;
 use uzswap_mm::zone::Kind;
-use uzswap_sys::thread;
+use uzswap_sys::{maps, thread};
 
 /// Folios listed since a page came, at most, for it to have come lately.
 const LATELY: usize = 1024;
@@ -115,7 +115,10 @@ impl Pager {
         let (mut at, until) = match (huge, alone || s.remapping.is_under_way()) {
             (true, _) => (r.vpn, r.vpn + FOLIO_PAGES as u64),
             (_, true) => (r.vpn, r.vpn + 1),
-            _ if window.way == Way::Down => blocks_down(s, r.vpn, window.pages, window.known_only),
+            _ if window.way == Way::Down => {
+                let new_from = if window.known_only { r.vpn } else { self.mapping_start(s, r.vpn) };
+                blocks_down(s, r.vpn, window.pages, new_from)
+            }
             _ if window.known_only => whole_blocks(s, r.vpn, known_run(s, r.vpn, window.pages)),
             _ => whole_blocks(s, r.vpn, window.pages),
         };
@@ -156,6 +159,19 @@ impl Pager {
         }
         self.count_delivery(s, &d);
         Ok(())
+    }
+
+    /// The first page of the mapping that page `vpn` is in; `vpn` where that cannot be known. What is below may be a guard, or another's:
+    /// to where a run begins behind it the kernel would map what it is given. (Upwards it begins in the mapping of the page
+    /// touched, and the kernel takes none that goes on beyond.)
+    fn mapping_start(&self, s: &State, vpn: u64) -> u64 {
+        let at = vpn as usize * PAGE;
+        let start = match self.maps.load(Relaxed) {
+            // A region's memory is one mapping.
+            -1 => s.managed.iter().find(|(from, to)| (*from..*to).contains(&at)).map(|(from, _)| *from),
+            maps => maps::mapping_at(maps, at).map(|(start, ..)| start),
+        };
+        start.map_or(vpn, |start| (start / PAGE) as u64)
     }
 
     pub(crate) fn bring_staged(&self, s: &mut State, vpn: u64, max: usize) -> Result<usize, EventPending> {
@@ -297,10 +313,42 @@ fn known_run(s: &State, vpn: u64, n: usize) -> usize {
     (1..n).find(|i| s.pt.get(vpn + *i as u64).tag() == Tag::None).unwrap_or(n)
 }
 
-/// The pages to bring for a fault that wants `n` up to and with `vpn`, as [`whole_blocks`]. What was never touched ends them if only what is
-/// known is wanted.
-fn blocks_down(s: &State, vpn: u64, n: usize, known_only: bool) -> (u64, u64) {
-    let known = |at: &u64| !known_only || s.pt.get(*at).tag() != Tag::None;
+/// The pages to bring for a fault that wants `n` up to and with `vpn`, as [`whole_blocks`]. What was never touched ends them below `new_from`.
+fn blocks_down(s: &State, vpn: u64, n: usize, new_from: u64) -> (u64, u64) {
+    let known = |at: &u64| *at >= new_from || s.pt.get(*at).tag() != Tag::None;
     let first = (vpn + 1 - n as u64..vpn).rev().take_while(known).last().unwrap_or(vpn);
     (block_of(s, first).map_or(first, |(first, ..)| first), block_of(s, vpn).map_or(vpn + 1, |(_, end, _)| end))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+    use uzswap_sys::sys;
+
+    const N: u64 = 64;
+
+    /// See `mapping_start`: what lies below the mapping that is filled downwards, or a page that another has, is not touched.
+    #[test]
+    fn who_fills_memory_downwards_is_brought_no_guards() {
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, 2 * N as usize);
+        let (first, own) = ((at / PAGE) as u64, (at / PAGE) as u64 + N);
+        // SAFETY: memory of the test's own.
+        unsafe { sys!(libc::SYS_mprotect, at, N as usize * PAGE, libc::PROT_NONE) }.expect("mprotect");
+        let s = &mut *p.state.lock();
+        let mut faults = 0;
+        for vpn in (own..own + N).rev() {
+            if s.pt.get(vpn).tag() != Tag::Resident {
+                assert!(p.serve(s, Request { vpn, write: true, protected: false }).is_ok());
+                faults += 1;
+            }
+        }
+        let known = (first..own).filter(|vpn| s.pt.get(*vpn).tag() != Tag::None).count();
+        assert_eq!((known, s.resident), (0, N as usize));
+        if maps::mapping_at(p.maps.load(Relaxed), at).is_some() {
+            // (One, four, sixteen, the rest: never across a border.)
+            assert!(faults <= 10, "{faults} faults");
+        }
+    }
 }

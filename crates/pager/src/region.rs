@@ -293,6 +293,7 @@ impl Region {
             false => uffd.register(self.base, self.mapped),
         };
         registered.map_err(kernel("registering a region"))?;
+        pager.state.lock().managed.push((self.base, self.base + self.mapped));
         self.index = Some(REGISTRY.add(self.base, self.mapped, self.pager).ok_or(Error::TooMany)?);
         if options.page_map {
             let pages = (self.mapped / PAGE) as u64;

@@ -6,16 +6,21 @@ use crate::sys;
 const PROCMAP_QUERY: u64 = (3 << 30) | (104 << 16) | ((b'f' as u64) << 8) | 17;
 const WRITABLE: u64 = 2;
 
-/// The mapping at an address as `(start, end)`, if there is one and it is not writable. `fd` is an open maps file. None where
-/// the kernel cannot say (before 6.11).
-pub fn read_only_at(fd: i32, address: usize) -> Option<(usize, usize)> {
+/// The mapping at an address as `(start, end)`, if there is one, and whether it is writable. `fd` is an open maps file. None
+/// where the kernel cannot say (before 6.11).
+pub fn mapping_at(fd: i32, address: usize) -> Option<(usize, usize, bool)> {
     // size, query_flags, query_addr, vma_start, vma_end, vma_flags, page size, offset, inode, device, sizes and addresses
     // of name and build id (none wanted).
     let mut query = [0u64; 13];
     (query[0], query[2]) = (104, address as u64);
     // SAFETY: the structure is 104 bytes, ours.
     let asked = unsafe { sys!(libc::SYS_ioctl, fd, PROCMAP_QUERY, query.as_mut_ptr()) };
-    (asked.is_ok() && query[5] & WRITABLE == 0).then_some((query[3] as usize, query[4] as usize))
+    asked.is_ok().then_some((query[3] as usize, query[4] as usize, query[5] & WRITABLE != 0))
+}
+
+/// The mapping at an address as `(start, end)`, if [`mapping_at`] knows one and it is not writable.
+pub fn read_only_at(fd: i32, address: usize) -> Option<(usize, usize)> {
+    mapping_at(fd, address).filter(|(.., writable)| !writable).map(|(start, end, _)| (start, end))
 }
 
 /// Whether the mapping at an address is registered with a userfaultfd for missing pages; None when there is none, or that
@@ -132,6 +137,8 @@ mod tests {
             assert_eq!(known, None);
         } else {
             assert_eq!(known, Some((at + 4096, at + 3 * 4096)));
+            assert_eq!(mapping_at(fd, at + 4096), Some((at + 4096, at + 3 * 4096, false)));
+            assert_eq!(mapping_at(fd, at).map(|(_, end, writable)| (end, writable)), Some((at + 4096, true)));
         }
         assert_eq!((read_only_at(fd, at), read_only_at(fd, at + 3 * 4096), read_only_at(-1, at)), (None, None, None));
     }

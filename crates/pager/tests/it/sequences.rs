@@ -78,3 +78,23 @@ fn what_passes_puts_nothing_out() {
     // (It was three in ten.)
     assert!(missed * 7 <= 2 * (pages - used), "{missed} of {}", 2 * (pages - used));
 }
+
+/// The story: who filled memory downwards (GNU sort does, with its lines) had a fault for each page of it.
+#[test]
+fn who_fills_memory_faults_once_for_many_pages_upwards_and_downwards() {
+    let _one = alone();
+    let pages = 4 * LIMIT / PAGE;
+    for down in [false, true] {
+        let region = Region::new(pages * PAGE, &Options::new(LIMIT)).unwrap();
+        for i in 0..pages {
+            let page = if down { pages - 1 - i } else { i };
+            // SAFETY: inside the region, and aligned.
+            unsafe { region.as_mut_ptr().add(page * PAGE).cast::<u64>().write_volatile(page as u64 + 1) };
+        }
+        let faults = region.stats().faults as usize;
+        println!("{faults} faults for {pages} pages, downwards: {down}; {:?}", region.stats());
+        // (128 pages at a time, but for the first few, and pages that left early.)
+        assert!(faults < pages / 32, "{faults} faults for {pages} pages, downwards: {down}");
+        read(&region, 0..pages);
+    }
+}
