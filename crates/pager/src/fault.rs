@@ -116,7 +116,7 @@ impl Pager {
             (true, _) => (r.vpn, r.vpn + FOLIO_PAGES as u64),
             (_, true) => (r.vpn, r.vpn + 1),
             _ if window.way == Way::Down => {
-                let new_from = if window.known_only { r.vpn } else { self.mapping_start(s, r.vpn) };
+                let new_from = if window.known_only { r.vpn } else { self.new_from(s, r.vpn) };
                 blocks_down(s, r.vpn, window.pages, new_from)
             }
             _ if window.known_only => whole_blocks(s, r.vpn, known_run(s, r.vpn, window.pages)),
@@ -161,17 +161,18 @@ impl Pager {
         Ok(())
     }
 
-    /// The first page of the mapping that page `vpn` is in; `vpn` where that cannot be known. What is below may be a guard, or another's:
-    /// to where a run begins behind it the kernel would map what it is given. (Upwards it begins in the mapping of the page
-    /// touched, and the kernel takes none that goes on beyond.)
-    fn mapping_start(&self, s: &State, vpn: u64) -> u64 {
+    /// From which page on what was never touched comes with page `vpn`, which is filled downwards: 64 KiB at most (512 as upwards win
+    /// nothing, and GNU sort with a limit of 16 MiB and a disk then came to 19), of the mapping that it is in; `vpn` where that cannot be
+    /// known. What is below may be a guard, or another's: where a run begins there the kernel would map what it is given. (Upwards it begins
+    /// in the mapping of the page touched, and the kernel takes none that goes on beyond.)
+    fn new_from(&self, s: &State, vpn: u64) -> u64 {
         let at = vpn as usize * PAGE;
         let start = match self.maps.load(Relaxed) {
             // A region's memory is one mapping.
             -1 => s.managed.iter().find(|(from, to)| (*from..*to).contains(&at)).map(|(from, _)| *from),
             maps => maps::mapping_at(maps, at).map(|(start, ..)| start),
         };
-        start.map_or(vpn, |start| (start / PAGE) as u64)
+        start.map_or(vpn, |start| ((start / PAGE) as u64).max((vpn + 1).saturating_sub(BLOCK_PAGES as u64)))
     }
 
     pub(crate) fn bring_staged(&self, s: &mut State, vpn: u64, max: usize) -> Result<usize, EventPending> {
@@ -328,7 +329,7 @@ mod tests {
 
     const N: u64 = 64;
 
-    /// See `mapping_start`: what lies below the mapping that is filled downwards, or a page that another has, is not touched.
+    /// See `new_from`: what lies below the mapping that is filled downwards, or a page that another has, is not touched.
     #[test]
     fn who_fills_memory_downwards_is_brought_no_guards() {
         let p = testing::pager(16 << 20);
