@@ -124,11 +124,13 @@ impl Streams {
         let (stream, way, log, known_only) = match self.of(page) {
             Some((i, way)) => {
                 let last = self.list[i];
-                let doubtful = if i < ENDS { way == Way::Down } else { last.known_only };
-                if i < ENDS {
+                let (stream, doubtful) = if i < ENDS {
                     self.list[i] = NONE;
-                }
-                (if i < ENDS { self.place() } else { i }, way, wider(last.log), doubtful && !(new && last.new))
+                    (self.place(), way == Way::Down)
+                } else {
+                    (i, last.known_only)
+                };
+                (stream, way, wider(last.log), doubtful && !(new && last.new))
             }
             None => match follows() {
                 Way::Anew => {
