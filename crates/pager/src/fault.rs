@@ -133,8 +133,7 @@ impl Pager {
             let got = match s.pt.get(at).tag() {
                 Tag::Staged => self.bring_staged(s, at, left),
                 Tag::Busy if at == r.vpn => self.bring_busy(s, at),
-                // (A page never touched would not be known to be clean; and it may be a guard, which a copy would replace.)
-                Tag::None if at != r.vpn && (s.tracking || self.guards.load(Relaxed) != 0) => Ok(0),
+                Tag::None if at != r.vpn && !self.brings_new(s) => Ok(0),
                 Tag::None | Tag::Zero | Tag::Compressed => self.bring_out(s, at, left, &mut d),
                 // Another fault on the page was first, or the page vanished (MADV_FREE): zeros if missing.
                 Tag::Resident if at == r.vpn => self.bring_lost(s, at),
@@ -161,18 +160,28 @@ impl Pager {
         Ok(())
     }
 
+    /// Whether pages never touched come with others. (Such a page would not be known to be clean; and it may be a guard, which a copy
+    /// would replace.)
+    fn brings_new(&self, s: &State) -> bool {
+        !s.tracking && self.guards.load(Relaxed) == 0
+    }
+
     /// From which page on what was never touched comes with page `vpn`, which is filled downwards: 64 KiB at most (512 as upwards win
     /// nothing, and GNU sort with a limit of 16 MiB and a disk then came to 19), of the mapping that it is in; `vpn` where that cannot be
     /// known. What is below may be a guard, or another's: where a run begins there the kernel would map what it is given. (Upwards it begins
     /// in the mapping of the page touched, and the kernel takes none that goes on beyond.)
     fn new_from(&self, s: &State, vpn: u64) -> u64 {
+        let lowest = (vpn + 1).saturating_sub(BLOCK_PAGES as u64);
+        if !self.brings_new(s) || (lowest..vpn).all(|page| s.pt.get(page).tag() != Tag::None) {
+            return vpn;
+        }
         let at = vpn as usize * PAGE;
         let start = match self.maps.load(Relaxed) {
             // A region's memory is one mapping.
             -1 => s.managed.iter().find(|(from, to)| (*from..*to).contains(&at)).map(|(from, _)| *from),
             maps => maps::mapping_at(maps, at).map(|(start, ..)| start),
         };
-        start.map_or(vpn, |start| ((start / PAGE) as u64).max((vpn + 1).saturating_sub(BLOCK_PAGES as u64)))
+        start.map_or(vpn, |start| lowest.max((start / PAGE) as u64))
     }
 
     pub(crate) fn bring_staged(&self, s: &mut State, vpn: u64, max: usize) -> Result<usize, EventPending> {
@@ -348,7 +357,7 @@ mod tests {
         let known = (first..own).filter(|vpn| s.pt.get(*vpn).tag() != Tag::None).count();
         assert_eq!((known, s.resident), (0, N as usize));
         if maps::mapping_at(p.maps.load(Relaxed), at).is_some() {
-            // (One, four, sixteen, the rest: never across a border.)
+            // (One, one, then up to sixteen, never across a border.)
             assert!(faults <= 10, "{faults} faults");
         }
     }

@@ -300,36 +300,39 @@ mod tests {
         assert_eq!(streams.window(0, false, || Way::Anew).way, Way::Anew, "there is nothing below the first page");
     }
 
+    /// A fault that brings one page; `follows`: what the table tells.
+    fn one_page(streams: &mut Streams, page: u64, new: bool, follows: Way) -> Window {
+        let w = streams.window(page, new, || follows);
+        streams.brought(w.stream, page, page + 1, |_| false);
+        w
+    }
+
     /// See `Streams::window`.
     #[test]
     fn downwards_two_faults_on_new_pages_prove_what_was_never_touched() {
         let mut streams = Streams::default();
-        let known_only = |streams: &mut Streams, page: u64, new: bool| {
-            let w = streams.window(page, new, || Way::Anew);
-            streams.brought(w.stream, page, page + 1, |_| false);
-            w.known_only
-        };
-        assert!(!known_only(&mut streams, 1000, false), "no stream");
-        assert!(known_only(&mut streams, 999, true), "the end of what is known, perhaps");
-        assert!(!known_only(&mut streams, 998, true));
+        let mut known_only = |page: u64, new: bool| one_page(&mut streams, page, new, Way::Anew).known_only;
+        assert!(!known_only(1000, false), "no stream");
+        assert!(known_only(999, true), "the end of what is known, perhaps");
+        assert!(!known_only(998, true));
         // New from the start.
-        assert_eq!([2000, 1999].map(|page| known_only(&mut streams, page, true)), [false, false]);
+        assert_eq!([2000, 1999].map(|page| known_only(page, true)), [false, false]);
         // Never on new pages.
-        assert_eq!([3000, 2999, 2998].map(|page| known_only(&mut streams, page, false)), [false, true, true]);
+        assert_eq!([3000, 2999, 2998].map(|page| known_only(page, false)), [false, true, true]);
     }
 
+    /// See `Streams::window`.
     #[test]
     fn what_the_table_told_is_proved_by_two_faults_on_new_pages() {
         let mut streams = Streams::default();
-        let known = |streams: &mut Streams, page: u64, new: bool| {
-            let w = streams.window(page, new, || Way::Up);
-            streams.brought(w.stream, page, page + 1, |_| false);
+        let mut known_only = |page: u64, new: bool| {
+            let w = one_page(&mut streams, page, new, Way::Up);
             assert_eq!(w.way, Way::Up);
             w.known_only
         };
-        assert_eq!([64, 65, 66].map(|page| known(&mut streams, page, false)), [true; 3]);
-        assert!(known(&mut streams, 67, true), "the end of what is known, perhaps");
-        assert!(!known(&mut streams, 68, true));
-        assert!(!known(&mut streams, 69, false), "once and for all");
+        assert_eq!([64, 65, 66].map(|page| known_only(page, false)), [true; 3]);
+        assert!(known_only(67, true), "the end of what is known, perhaps");
+        assert!(!known_only(68, true));
+        assert!(!known_only(69, false), "once and for all");
     }
 }
