@@ -369,9 +369,14 @@ mod tests {
     fn what_another_version_runs_is_left_alone() {
         let (_dir, registry) = registry();
         // SAFETY: a C string; the descriptor is owned at once.
-        let other =
+        let low =
             unsafe { std::fs::File::from_raw_fd(libc::memfd_create(c"uzswap-group".as_ptr(), libc::MFD_CLOEXEC)) };
-        other.set_len(4096).unwrap();
+        low.set_len(4096).unwrap();
+        // By a number that nobody is given by chance: a test beside this one, whose object had the number of the one
+        // closed below, was taken for the other version's while it was being made.
+        // SAFETY: no memory is involved; the descriptor is owned at once.
+        let other = unsafe { std::fs::File::from_raw_fd(libc::fcntl(low.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 500)) };
+        drop(low);
         let entry = registry.dir.join("web@2");
         let target = format!("/proc/{}/fd/{}", std::process::id(), other.as_raw_fd());
         std::os::unix::fs::symlink(target, &entry).unwrap();
