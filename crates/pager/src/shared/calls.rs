@@ -303,7 +303,7 @@ fn unprotect(e: &mut Engine, from: u64, to: u64, which: u64) {
         let map = m.markers.map();
         (from..to).filter(|p| map.get(*p).write_protected()).for_each(|p| map.change(p, 0, WRITE_PROTECTED));
         // Who waits tries again. A page still protected in the PTE faults once more, and is found to be free.
-        m.uffd().wake(m.address(from), (to - from) as usize * PAGE);
+        m.wake(from, to);
     }
 }
 

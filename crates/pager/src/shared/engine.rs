@@ -284,7 +284,7 @@ impl Engine {
                 }
             }
             // Who waited to write to a protected page goes on, and finds a page that is not.
-            m.uffd().wake(m.address(from), (to - from) as usize * PAGE);
+            m.wake(from, to);
         }
         if let Some(watch) = &mut self.watch {
             (from..to).for_each(|p| watch.everywhere.put(p, false));

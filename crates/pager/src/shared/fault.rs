@@ -72,7 +72,9 @@ impl Engine {
         match self.ask(k, |m| m.poison(address)) {
             Err(libc::EAGAIN) => Served::Soon,
             _ => {
-                self.mappings[k].uffd().wake(address, PAGE);
+                let m = &mut self.mappings[k];
+                let page = ((address - m.base) / PAGE) as u64;
+                m.wake(page, page + 1);
                 Served::Done
             }
         }
@@ -109,6 +111,7 @@ impl Engine {
         if self.ask(k, |m| m.unprotect(page)) == Err(libc::EAGAIN) {
             return Served::Soon;
         }
+        self.mappings[k].answered(page, page + 1);
         self.counts.wp_faults += 1;
         self.pt.hint(page, HINT_WRITTEN, 0);
         Served::Done
@@ -313,8 +316,10 @@ impl Engine {
         while at < to {
             let m = &mut self.mappings[k];
             let result = m.uffd().continue_pages(m.address(at), (to - at) as usize * PAGE, protect);
-            let Err((done, errno)) = result else { return Mapped::All };
-            at += (done / PAGE) as u64;
+            let before = at;
+            at = result.map_or_else(|(done, _)| at + (done / PAGE) as u64, |()| to);
+            m.answered(before, at);
+            let Err((_, errno)) = result else { return Mapped::All };
             tries += 1;
             match errno {
                 _ if at >= to => return Mapped::All,
@@ -325,7 +330,7 @@ impl Engine {
                 }
                 // Somebody else's fault was first.
                 libc::EEXIST => {
-                    m.wake(at);
+                    m.wake(at, at + 1);
                     at += 1;
                 }
                 // Not in the object: punched just now, so it reads as zeros, and its markers are gone.
@@ -341,7 +346,7 @@ impl Engine {
                 }
                 // The program has unmapped it, or it is a page poisoned before.
                 _ => {
-                    m.wake(at);
+                    m.wake(at, at + 1);
                     return Mapped::Part;
                 }
             }

@@ -66,6 +66,8 @@ pub(super) struct Mapping {
     pub dead: bool,
     /// Faults that somebody else read, for the mapping's own thread.
     pub kept: VecDeque<SharedFault>,
+    /// Faults that could not be served yet, oldest first. (Not those that were answered meanwhile: see [`Mapping::answered`].)
+    pub later: VecDeque<SharedFault>,
     /// Readable when there are such.
     kick: OwnedFd,
 }
@@ -110,6 +112,7 @@ impl Mapping {
             stream_next: 0,
             dead: false,
             kept: VecDeque::new(),
+            later: VecDeque::new(),
             kick,
         })
     }
@@ -186,9 +189,19 @@ impl Mapping {
         self.uffd().write_protect(self.address(page), PAGE, false)
     }
 
-    /// Wakes who waits for a page.
-    pub fn wake(&self, page: u64) {
-        self.uffd().wake(self.address(page), PAGE);
+    /// Wakes who waits for pages `[from, to)`.
+    pub fn wake(&mut self, from: u64, to: u64) {
+        self.answered(from, to);
+        self.uffd().wake(self.address(from), (to - from) as usize * PAGE);
+    }
+
+    /// Whoever waited for pages `[from, to)` goes on, and faults again where that is not enough: what was read of theirs and could not
+    /// be served is no fault any more. (Served then, a page that was removed in between would be made again, which nobody has touched.)
+    pub fn answered(&mut self, from: u64, to: u64) {
+        let (from, to) = (self.address(from), self.address(to));
+        for faults in [&mut self.kept, &mut self.later] {
+            faults.retain(|fault| !(from..to).contains(&fault.address));
+        }
     }
 
     /// Makes every touch of the page at an address a SIGBUS in this process; wakes nobody.
@@ -214,5 +227,34 @@ impl Mapping {
     /// Bytes of its tables.
     pub fn metadata_bytes(&self) -> usize {
         self.mapped.bytes() + self.seen.bytes() + self.markers.metadata_bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mapfile::Kind;
+    use crate::shared::SharedOptions;
+    use uzswap_sys::eventfd;
+
+    fn fault(page: usize) -> SharedFault {
+        SharedFault { address: (100 + page) * PAGE, write: false, protected: false, minor: false }
+    }
+
+    #[test]
+    fn who_was_woken_is_not_served_for_an_earlier_fault() {
+        let mut engine = Engine::new(16 * PAGE, SharedOptions::new(16 << 20)).unwrap();
+        // SAFETY: just made, and owned by nobody.
+        let fd = || unsafe { OwnedFd::from_raw_fd(eventfd::create().unwrap()) };
+        let markers = MapFile::create(Kind::Markers, 100 * PAGE, 16, 0).unwrap();
+        let mut m = Mapping::new(1, fd(), fd(), 100 * PAGE, markers, &engine).unwrap();
+        m.later.extend([0, 3, 4, 5, 16, 3].map(fault));
+        m.kept.extend([2, 5].map(fault));
+        m.wake(3, 5);
+        assert_eq!((&m.later, &m.kept), (&[0, 5, 16].map(fault).into(), &[2, 5].map(fault).into()));
+        engine.mappings.push(m);
+        engine.emptied(4, 6);
+        let m = &engine.mappings[0];
+        assert_eq!((&m.later, &m.kept), (&[0, 16].map(fault).into(), &[2].map(fault).into()));
     }
 }

@@ -32,7 +32,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use uzswap_mm::pagemap::WRITE_PROTECTED;
 use uzswap_sys::raw::{self, Errno};
-use uzswap_sys::uffd_shared::{self, SharedFault};
+use uzswap_sys::uffd_shared;
 use uzswap_sys::{socket, sys, thread};
 
 /// Everything the threads share.
@@ -367,12 +367,12 @@ impl Server {
             let Some(m) = engine.mapping(id) else { return };
             [m.uffd.as_raw_fd(), m.kick_fd(), m.watch.as_raw_fd()]
         };
-        let (mut closed, mut later, mut soon) = (false, Vec::new(), false);
+        let (mut closed, mut later, mut soon) = (false, false, false);
         loop {
             let mut polls = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
-            let timeout = match (soon, later.is_empty(), closed) {
+            let timeout = match (soon, later, closed) {
                 (true, ..) => 1,
-                (_, false, _) => 10,
+                (_, true, _) => 10,
                 (_, _, true) => 5,
                 _ => -1,
             };
@@ -393,7 +393,7 @@ impl Server {
                 closed |= !self.hear_watcher(id);
             }
             self.held.reading();
-            (later, soon) = self.serve_all(id, later, polls[0].revents & libc::POLLIN != 0);
+            (later, soon) = self.serve_all(id, polls[0].revents & libc::POLLIN != 0);
             if closed {
                 let mut engine = self.engine();
                 let m = engine.mapping(id).expect("removed here only");
@@ -406,37 +406,43 @@ impl Server {
         }
     }
 
-    /// Serves what waits, and one message more where the descriptor is `readable`; returns what could not be served now, and whether
-    /// it soon can be.
-    fn serve_all(&self, id: u64, mut waiting: Vec<SharedFault>, mut readable: bool) -> (Vec<SharedFault>, bool) {
-        let (mut later, mut told, mut soon) = (Vec::new(), false, false);
-        loop {
+    /// Serves what waits, and one message more where the descriptor is `readable`; returns whether there is what could not be served
+    /// now, and whether it soon can be.
+    fn serve_all(&self, id: u64, mut readable: bool) -> (bool, bool) {
+        let (mut told, mut soon, mut tries) = (false, false, None);
+        let later = loop {
             // Messages are read under the lock: what an event says is so until we have taken it down.
             let mut engine = self.engine();
-            let Some(k) = engine.mappings.iter().position(|m| m.id == id) else { return (Vec::new(), false) };
+            let Some(k) = engine.mappings.iter().position(|m| m.id == id) else { return (false, false) };
+            let waiting = engine.mappings[k].later.len();
+            let tries = tries.get_or_insert(waiting);
             let mut next = engine.mappings[k].kept.pop_front();
             if core::mem::take(&mut readable) && next.is_none() {
                 next = engine.next_fault(k);
             }
-            let Some(fault) = next.or_else(|| waiting.pop()) else { break };
+            if next.is_none() && *tries > 0 {
+                *tries -= 1;
+                next = engine.mappings[k].later.pop_front();
+            }
+            let Some(fault) = next else { break waiting > 0 };
             match engine.serve(k, fault) {
                 Served::Done => {}
                 Served::Told => told = true,
-                Served::Later => later.push(fault),
-                Served::Soon => {
-                    later.push(fault);
-                    soon = true;
+                not_yet => {
+                    soon |= not_yet == Served::Soon;
+                    engine.mappings[k].later.push_back(fault);
                 }
             }
-            let near = engine.charged() + engine.margin() > engine.options.limit;
+            let (near, many) =
+                (engine.charged() + engine.margin() > engine.options.limit, engine.mappings[k].later.len() > 64);
             drop(engine);
             if near {
                 self.want_reclaim();
             }
-            if later.len() > 64 {
-                break;
+            if many {
+                break true;
             }
-        }
+        };
         if told {
             self.news.notify_all();
         }

@@ -3,6 +3,7 @@
 use super::processes::{Lines, say, wait_for_word, wait_within, worker};
 use super::*;
 use crate::region::{Rng, seed};
+use std::collections::VecDeque;
 use std::io::Read;
 use std::ops::Range;
 use std::os::unix::process::ExitStatusExt;
@@ -198,11 +199,16 @@ fn any_sequence_of_calls_does_what_it_says() {
     let mut rng = Rng::new(seed());
     let (mut model, mut known) = ([0u64; PAGES], [false; PAGES]);
     let mut mappings = [a, b];
+    // What was done last, for who has to find out why it went wrong.
+    let mut done = VecDeque::new();
     for step in 0..4000u64 {
         let from = rng.below(PAGES);
         let pages = from..from + 1 + rng.below((PAGES - from).min(12));
-        let m = &mappings[rng.below(2)];
-        match rng.below(11) {
+        let (which, what) = (rng.below(2), rng.below(11));
+        let m = &mappings[which];
+        done.push_front((step, what, which, pages.clone()));
+        done.truncate(40);
+        match what {
             0..4 => pages.clone().for_each(|page| {
                 write(m, page, step + 1);
                 (model[page], known[page]) = (step + 1, true);
@@ -236,8 +242,10 @@ fn any_sequence_of_calls_does_what_it_says() {
             let map = m.page_map();
             let map = map.map();
             for (page, known) in known.into_iter().enumerate() {
-                let is = state(map.get(page as u64)) != NONE;
-                assert_eq!(is, known, "step {step}, mapping {which}, page {page}, {pages:?}");
+                let is = map.get(page as u64);
+                let stats = || control.stats();
+                let right = (state(is) != NONE) == known;
+                assert!(right, "step {step}, mapping {which}, page {page}, {is:?}, {:?}, last {done:?}", stats());
             }
         }
         if rng.below(4) == 0 {
