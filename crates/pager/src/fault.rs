@@ -22,9 +22,9 @@
 //! small block are not expected to be wanted: the page comes alone, and the block stays as the copy of all its pages.
 
 use crate::arena::PAGE;
+use crate::chance::mix;
 use crate::deliver::{Delivery, SMALL_BLOCK};
 use crate::folio::USUAL_UNIT;
-use crate::inject::mix;
 use crate::object;
 use crate::pager::Pager;
 use crate::state::{BLOCK_PAGES, FOLIO_PAGES, State};

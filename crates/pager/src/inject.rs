@@ -13,6 +13,7 @@
 //! goes on where its parent was. Each site counts how often it failed, and the report says so: a test must see that
 //! what it is about has happened. When nothing is injected a place costs one load.
 
+use crate::chance::mix;
 use crate::pager::Pager;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 
@@ -159,14 +160,6 @@ impl Faults {
         self.fired[i].fetch_add(1, Relaxed);
         Some(mix(bits))
     }
-}
-
-/// Random bits of a number: splitmix64.
-pub(crate) fn mix(x: u64) -> u64 {
-    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
 }
 
 impl Pager {

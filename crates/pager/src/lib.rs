@@ -5,6 +5,7 @@ pub mod arena;
 pub mod batch;
 pub mod calls;
 pub mod ceded;
+mod chance;
 pub mod compact;
 pub mod compress;
 pub mod credentials;

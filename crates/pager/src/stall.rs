@@ -9,7 +9,7 @@
 //!
 //! Faults are served under the pager's lock, so one is timed at a time. What waits for the disk is timed by itself (`swap::swapin`).
 
-use crate::inject::mix;
+use crate::chance::mix;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use uzswap_sys::thread;
 

@@ -192,8 +192,15 @@ fn slots_that_move_are_followed() {
         assert_eq!(cluster.nodes[to].one(&["CLUSTER", "SETSLOT", &slot, "IMPORTING", &from_id]), "OK");
         assert_eq!(cluster.nodes[from].one(&["CLUSTER", "SETSLOT", &slot, "MIGRATING", &to_id]), "OK");
         let port = cluster.nodes[to].port.to_string();
-        let gone = cluster.nodes[from].one(&["MIGRATE", "127.0.0.1", &port, &key, "0", "5000"]);
-        asked += usize::from(gone == "OK");
+        // With all keys that are in it. The story: where by chance two keys were in a slot one stayed, and its node dropped it when
+        // it heard that the slot was another's, which Redis does and says nothing: 169 pages were lost.
+        let mut next = key;
+        while !next.is_empty() {
+            let gone = cluster.nodes[from].one(&["MIGRATE", "127.0.0.1", &port, &next, "0", "5000"]);
+            assert!(["OK", "NOKEY"].contains(&&*gone), "{next} stays: {gone}");
+            asked += usize::from(gone == "OK");
+            next = cluster.nodes[from].one(&["CLUSTER", "GETKEYSINSLOT", &slot, "1"]);
+        }
         // (Meanwhile who wants the key is sent on by each request.)
         std::thread::sleep(Duration::from_millis(20));
         for node in [to, from, 3 - from - to] {

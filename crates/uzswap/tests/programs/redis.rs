@@ -63,6 +63,11 @@ impl Client {
                 value
             }
             b'+' | b':' => line.split_off(1),
+            // One to a line.
+            b'*' => {
+                let length: usize = std::str::from_utf8(&line[1..]).expect("digits").parse().expect("a length");
+                (0..length).map(|_| self.answer()).collect::<Vec<_>>().join(&b'\n')
+            }
             // An error keeps its sign, and so equals nothing that is expected.
             _ => line,
         }
