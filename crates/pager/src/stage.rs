@@ -430,6 +430,7 @@ mod tests {
         leaves(0, true);
 
         // The rest is shared with a child, which ends.
+        testing::let_inherit(at, 2 * N);
         // SAFETY: the child does nothing but end.
         let child = unsafe { libc::fork() };
         if child == 0 {
@@ -516,14 +517,18 @@ mod tests {
         let (mut staged, mut pending) = (0, 0);
         for round in 0..ROUNDS {
             let [from, to] = [places[round % 2], places[(round + 1) % 2]].map(|at| (at / PAGE) as u64);
-            BEGUN.store(round + 1, Release);
-            // Page by page, until the event is there: in every third round it is from the start, in the others by luck.
+            // Page by page, until the event is there: in every third round it is from the start, in the others by luck, but for some pages
+            // of the next round.
             let mut s = p.state.lock();
-            let late = round % 3 == 0;
+            let (late, early) = (round % 3 == 0, if round % 3 == 1 { N as u64 / 4 } else { 0 });
+            for vpn in from..from + early {
+                staged += p.stage_run(&mut s, vpn, 1).unwrap_or_else(|_| panic!("nothing moves yet"));
+            }
+            BEGUN.store(round + 1, Release);
             while late && !p.event_is_unread(from) {
                 std::thread::yield_now();
             }
-            for vpn in from..from + N as u64 {
+            for vpn in from + early..from + N as u64 {
                 match p.stage_run(&mut s, vpn, 1) {
                     Ok(_) if late => panic!("round {round}: pages are taken while an event is unread"),
                     Ok(n) => staged += n,

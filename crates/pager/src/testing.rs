@@ -78,6 +78,7 @@ fn make(group: &'static GroupPage, node: usize, limit: usize, features: u64) -> 
     pager.tracks = features & uffd::FEATURE_WRITE_PROTECT != 0;
     let (uffd, _) = Uffd::open(features).expect("tests of the pager need access to userfaultfd");
     uffd.register(layout.arena, layout.slots * PAGE).expect("the arena");
+    keep_from_children(layout.arena, layout.slots * PAGE);
     pager.uffd.store(uffd.fd(), Relaxed);
     pager.pagemap.store(raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY).expect("pagemap"), Relaxed);
     pager.maps.store(raw::open(b"/proc/self/maps\0", libc::O_RDONLY).expect("maps"), Relaxed);
@@ -99,7 +100,21 @@ pub(crate) fn memory_at(pager: &Pager, place: usize, pages: usize) -> usize {
     // SAFETY: advice on it. (Pages are moved one by one here.)
     unsafe { sys!(libc::SYS_madvise, at, pages * PAGE, libc::MADV_NOHUGEPAGE) }.expect("advice");
     pager.register(at, pages * PAGE).expect("the memory");
+    keep_from_children(at, pages * PAGE);
     at
+}
+
+/// A child that a test beside this one forks is not given the memory: shared with it nothing could be moved out, and nobody un-shares
+/// it here (a test was in a loop for ever).
+fn keep_from_children(at: usize, len: usize) {
+    // SAFETY: advice on memory of a test.
+    unsafe { sys!(libc::SYS_madvise, at, len, libc::MADV_DONTFORK) }.expect("advice");
+}
+
+/// Children are given `pages` of such memory.
+pub(crate) fn let_inherit(at: usize, pages: usize) {
+    // SAFETY: as above.
+    unsafe { sys!(libc::SYS_madvise, at, pages * PAGE, libc::MADV_DOFORK) }.expect("advice");
 }
 
 /// Gives a missing page at `at` its content, by COPY, as nobody serves faults here.
