@@ -45,7 +45,9 @@ pub(super) struct Gate {
     ask: Sender<()>,
     /// Readable when it has written, or could not.
     done: Arc<OwnedFd>,
-    /// It was let go on, and `done` not taken yet.
+    /// It is closed: the thread waits in the copy.
+    closed: bool,
+    /// The thread was let go on, and `done` not taken yet.
     unfinished: bool,
     /// The next closings that are to fail: for tests.
     pub failing: u64,
@@ -88,6 +90,7 @@ impl Gate {
             buffer: buffer.unwrap_or(0),
             ask,
             done,
+            closed: false,
             unfinished: false,
             failing: 0,
             refusing: Cell::new(0),
@@ -113,10 +116,7 @@ impl Gate {
             self.failing -= 1;
             return Err(libc::EIO);
         }
-        if self.unfinished {
-            self.wait_done(false);
-            self.unfinished = false;
-        }
+        self.finish();
         // SAFETY: our page, which nobody uses now.
         unsafe { sys!(libc::SYS_madvise, self.buffer, PAGE, libc::MADV_DONTNEED) }?;
         self.ask.send(()).map_err(|_| libc::EIO)?;
@@ -127,8 +127,16 @@ impl Gate {
             if let Ok(Some(SharedMessage::Fault(fault))) = self.uffd().read_shared()
                 && fault.address == self.buffer
             {
+                self.closed = true;
                 return Ok(());
             }
+        }
+    }
+
+    /// Waits until the thread, if it was let go on, has left the buffer.
+    fn finish(&mut self) {
+        if core::mem::take(&mut self.unfinished) {
+            self.wait_done(false);
         }
     }
 
@@ -153,7 +161,7 @@ impl Gate {
 
     /// Opens it again.
     pub fn open(&mut self) {
-        self.unfinished = true;
+        (self.closed, self.unfinished) = (false, true);
         while let Err((_, errno)) = self.uffd().zero(self.buffer, PAGE) {
             if errno == libc::EEXIST {
                 self.uffd().wake(self.buffer, PAGE);
@@ -237,7 +245,12 @@ fn work(asked: &Receiver<()>, object: &File, spare: u64, buffer: usize, done: &O
 
 impl Drop for Gate {
     fn drop(&mut self) {
-        // SAFETY: our mappings. (The thread may still copy from the buffer; it gets an error then.)
+        // (What the thread met there later would be another's: the next gate's buffer, perhaps.)
+        if self.closed {
+            self.open();
+        }
+        self.finish();
+        // SAFETY: our mappings, which nobody uses any more.
         unsafe {
             let _ = sys!(libc::SYS_munmap, self.base, self.len);
             let _ = sys!(libc::SYS_munmap, self.buffer, PAGE);
@@ -304,6 +317,23 @@ mod tests {
         assert_eq!(gate.close(), Err(libc::EIO));
         gate.failing = 1;
         assert_eq!((gate.close(), gate.failing), (Err(libc::EIO), 0));
+    }
+
+    /// The story: a gate went while its thread was about to read the buffer again, and the next one's buffer was where it had been.
+    /// The thread's fault there was taken for that of the other's thread: that gate was thought to be closed, and was open.
+    #[test]
+    fn the_thread_of_one_that_is_gone_is_not_taken_for_anothers() {
+        for round in 0..1000 {
+            let (_object, mut gate) = object();
+            gate.close().unwrap();
+            if round % 2 == 0 {
+                gate.open();
+            }
+            drop(gate);
+            let (object, mut gate) = self::object();
+            memfd::seal(&object, libc::F_SEAL_FUTURE_WRITE).unwrap();
+            assert_eq!(gate.close(), Err(libc::EIO), "round {round}");
+        }
     }
 
     #[test]
