@@ -66,9 +66,10 @@ pub(super) struct Mapping {
     pub dead: bool,
     /// Faults that somebody else read, for the mapping's own thread.
     pub kept: VecDeque<SharedFault>,
-    /// Faults that could not be served yet, oldest first. (Not those that were answered meanwhile: see [`Mapping::answered`].)
+    /// Faults that could not be served yet, oldest first, and the one that is being served. (Not those that were answered meanwhile: see
+    /// [`Mapping::answered`].)
     pub later: VecDeque<SharedFault>,
-    /// Readable when there are such.
+    /// Readable when there are faults in `kept`.
     kick: OwnedFd,
 }
 

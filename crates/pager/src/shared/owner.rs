@@ -425,12 +425,14 @@ impl Server {
                 next = engine.mappings[k].later.pop_front();
             }
             let Some(fault) = next else { break waiting > 0 };
+            // It waits with the others while it is served: what wakes its thread on the way takes it out.
+            engine.mappings[k].later.push_back(fault);
             match engine.serve(k, fault) {
-                Served::Done => {}
-                Served::Told => told = true,
-                not_yet => {
-                    soon |= not_yet == Served::Soon;
-                    engine.mappings[k].later.push_back(fault);
+                Served::Later => {}
+                Served::Soon => soon = true,
+                served => {
+                    told |= served == Served::Told;
+                    engine.mappings[k].later.retain(|f| *f != fault);
                 }
             }
             let (near, many) =

@@ -51,9 +51,11 @@ impl Client {
         self.stream.read_until(b'\n', &mut line).expect("an answer from redis-server");
         assert!(line.ends_with(b"\r\n"), "redis-server closed the connection");
         line.truncate(line.len() - 2);
+        let number =
+            |line: &[u8]| -> i64 { std::str::from_utf8(&line[1..]).expect("digits").parse().expect("a length") };
         match line[0] {
             b'$' => {
-                let length: i64 = std::str::from_utf8(&line[1..]).expect("digits").parse().expect("a length");
+                let length = number(&line);
                 let mut value = vec![0; (length + 2).max(0) as usize];
                 if length < 0 {
                     return b"(nil)".to_vec();
@@ -64,10 +66,7 @@ impl Client {
             }
             b'+' | b':' => line.split_off(1),
             // One to a line.
-            b'*' => {
-                let length: usize = std::str::from_utf8(&line[1..]).expect("digits").parse().expect("a length");
-                (0..length).map(|_| self.answer()).collect::<Vec<_>>().join(&b'\n')
-            }
+            b'*' => (0..number(&line)).map(|_| self.answer()).collect::<Vec<_>>().join(&b'\n'),
             // An error keeps its sign, and so equals nothing that is expected.
             _ => line,
         }

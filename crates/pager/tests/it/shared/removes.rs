@@ -243,9 +243,12 @@ fn any_sequence_of_calls_does_what_it_says() {
             let map = map.map();
             for (page, known) in known.into_iter().enumerate() {
                 let is = map.get(page as u64);
-                let stats = || control.stats();
                 let right = (state(is) != NONE) == known;
-                assert!(right, "step {step}, mapping {which}, page {page}, {is:?}, {:?}, last {done:?}", stats());
+                assert!(
+                    right,
+                    "step {step}, mapping {which}, page {page}, {is:?}, {:?}, last {done:?}",
+                    control.stats()
+                );
             }
         }
         if rng.below(4) == 0 {
