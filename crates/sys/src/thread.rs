@@ -299,15 +299,29 @@ pub fn waited_ns(tid: i32) -> u64 {
 
 /// Reads a file of the kernel's about thread `tid` of this process; `name` ends with NUL.
 fn read_of<'a>(tid: u32, name: &[u8], text: &'a mut [u8]) -> Option<&'a [u8]> {
+    read_in(b"/proc/self/task/", tid, name, text)
+}
+
+fn read_in<'a>(folder: &[u8], tid: u32, name: &[u8], text: &'a mut [u8]) -> Option<&'a [u8]> {
     let mut number = [0; 20];
-    let n = crate::process::read(&[b"/proc/self/task/", crate::raw::decimal(tid.into(), &mut number), name], text)?;
+    let n = crate::process::read(&[folder, crate::raw::decimal(tid.into(), &mut number), name], text)?;
     text.get(..n)
 }
 
 /// The CPU on which thread `tid` of this process last ran.
 pub fn cpu_of(tid: u32) -> Option<usize> {
     let mut text = [0u8; 512];
-    let text = read_of(tid, b"/stat\0", &mut text)?;
+    cpu_in(read_of(tid, b"/stat\0", &mut text)?)
+}
+
+/// The CPU on which thread `tid`, of whatever process, last ran.
+pub fn cpu_of_any(tid: u32) -> Option<usize> {
+    let mut text = [0u8; 512];
+    cpu_in(read_in(b"/proc/", tid, b"/stat\0", &mut text)?)
+}
+
+/// What a file `stat` says of the CPU.
+fn cpu_in(text: &[u8]) -> Option<usize> {
     let after = text.iter().rposition(|c| *c == b')')? + 2;
     // Field 39 of proc_pid_stat(5) is the processor; the state after the name is field 3.
     let field = text[after..].split(|c| *c == b' ').nth(36)?;
@@ -348,7 +362,7 @@ mod tests {
     #[test]
     fn nothing_is_known_of_a_thread_that_is_not_there() {
         assert_eq!(waited_ns(i32::MAX), 0);
-        assert_eq!(cpu_of(i32::MAX as u32), None);
+        assert_eq!((cpu_of(i32::MAX as u32), cpu_of_any(i32::MAX as u32)), (None, None));
         assert!(!is_there(getpid(), i32::MAX) && is_there(getpid(), gettid()));
     }
 }

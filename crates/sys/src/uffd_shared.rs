@@ -13,10 +13,11 @@
 
 use crate::raw::{self, Errno};
 use crate::sys;
-use crate::uffd::{Partial, Uffd};
+use crate::uffd::{self, Partial, Uffd};
 
-/// What shared memory needs of the kernel: write-protection, missing and minor faults, write-protection of shared memory.
-pub const FEATURES_SHARED: u64 = 1 | 1 << 5 | 1 << 10 | 1 << 12 | crate::uffd::FEATURE_POISON;
+/// What shared memory needs of the kernel: write-protection, missing and minor faults, write-protection of shared memory, and who
+/// waits.
+pub const FEATURES_SHARED: u64 = 1 | 1 << 5 | 1 << 10 | 1 << 12 | uffd::FEATURE_THREAD_ID | uffd::FEATURE_POISON;
 
 const REGISTER: u64 = 0xc020_aa00;
 const WRITEPROTECT: u64 = 0xc018_aa06;
@@ -27,7 +28,12 @@ const MODES_ALL: u64 = 1 | 2 | 4;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SharedMessage {
     /// A thread waits for a page.
-    Fault(SharedFault),
+    Fault {
+        /// Which page.
+        fault: SharedFault,
+        /// Its number, as its own process knows it.
+        tid: u32,
+    },
     /// A thread is about to drop page-table entries (DONTNEED) or contents (REMOVE) from `start` up to `end`.
     Removed {
         /// First byte.
@@ -66,13 +72,13 @@ impl Uffd {
         ioctl(self.fd(), REGISTER, &mut [start as u64, len as u64, MODES_ALL, 0]).map(drop)
     }
 
-    /// Maps pages that the memory object holds, write-protected or not, and wakes who waits for them.
+    /// Maps pages that the memory object holds, write-protected or not, and wakes who waits for them (`wake`).
     ///
     /// # Errors
     /// `EEXIST`: a page is mapped; `EFAULT`: the object does not hold one; `ENOENT`: not (all) registered; `ESRCH`: the
     /// process is gone; `EAGAIN`: try again.
-    pub fn continue_pages(&self, start: usize, len: usize, protect: bool) -> Result<(), Partial> {
-        let mut a = [start as u64, len as u64, u64::from(protect) << 1, 0];
+    pub fn continue_pages(&self, start: usize, len: usize, protect: bool, wake: bool) -> Result<(), Partial> {
+        let mut a = [start as u64, len as u64, u64::from(protect) << 1 | u64::from(!wake), 0];
         match ioctl(self.fd(), CONTINUE, &mut a) {
             Ok(_) => Ok(()),
             Err(e) => Err((usize::try_from(a[3] as i64).unwrap_or(0).min(len), e)),
@@ -85,6 +91,14 @@ impl Uffd {
     /// `ENOENT`: not (all) registered; `ESRCH`: the process is gone; `EAGAIN`: try again.
     pub fn write_protect(&self, start: usize, len: usize, protect: bool) -> Result<(), Errno> {
         ioctl(self.fd(), WRITEPROTECT, &mut [start as u64, len as u64, u64::from(protect)]).map(drop)
+    }
+
+    /// Ends the write-protection of a range, and wakes nobody.
+    ///
+    /// # Errors
+    /// As [`Uffd::write_protect`].
+    pub fn unprotect_quietly(&self, start: usize, len: usize) -> Result<(), Errno> {
+        ioctl(self.fd(), WRITEPROTECT, &mut [start as u64, len as u64, 1 << 1]).map(drop)
     }
 
     /// Reads one message, if there is one.
@@ -113,7 +127,7 @@ impl Uffd {
     /// # Errors
     /// `ENOMEM`, or what else kept the kernel from telling.
     pub fn is_held(&self, at: usize) -> Result<bool, Errno> {
-        match self.continue_pages(at, 4096, false) {
+        match self.continue_pages(at, 4096, false, true) {
             Ok(()) | Err((_, libc::EEXIST)) => Ok(true),
             Err((_, libc::EFAULT)) => Ok(false),
             Err((_, errno)) => Err(errno),
@@ -123,12 +137,15 @@ impl Uffd {
 
 fn decode(m: &[u64; 4]) -> SharedMessage {
     match m[0] as u8 {
-        0x12 => SharedMessage::Fault(SharedFault {
-            address: (m[2] & !4095) as usize,
-            write: m[1] & 1 != 0,
-            protected: m[1] & 2 != 0,
-            minor: m[1] & 4 != 0,
-        }),
+        0x12 => SharedMessage::Fault {
+            fault: SharedFault {
+                address: (m[2] & !4095) as usize,
+                write: m[1] & 1 != 0,
+                protected: m[1] & 2 != 0,
+                minor: m[1] & 4 != 0,
+            },
+            tid: m[3] as u32,
+        },
         0x15 => SharedMessage::Removed { start: m[1] as usize, end: m[2] as usize },
         _ => SharedMessage::Other,
     }
@@ -151,9 +168,9 @@ mod tests {
     #[test]
     fn faults_decode() {
         let minor = SharedFault { address: 0x7000_0000, write: true, protected: false, minor: true };
-        assert_eq!(decode(&[0x12, 5, 0x7000_0123, 0]), SharedMessage::Fault(minor));
+        assert_eq!(decode(&[0x12, 5, 0x7000_0123, 9]), SharedMessage::Fault { fault: minor, tid: 9 });
         let protected = SharedFault { address: 0x1000, write: true, protected: true, minor: false };
-        assert_eq!(decode(&[0x12, 3, 0x1000, 0]), SharedMessage::Fault(protected));
+        assert_eq!(decode(&[0x12, 3, 0x1000, 0]), SharedMessage::Fault { fault: protected, tid: 0 });
         let removed = SharedMessage::Removed { start: 0x1000, end: 0x3000 };
         assert_eq!(decode(&[0x15, 0x1000, 0x3000, 0]), removed);
         assert_eq!(decode(&[0x14, 0, 0, 0]), SharedMessage::Other);

@@ -8,6 +8,7 @@ use crate::arena::PAGE;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering::*;
 use std::time::{Duration, Instant};
 use uzswap_mm::pagemap::{PageState, SOFT_DIRTY, WRITE_PROTECTED};
 use uzswap_mm::pagetable::Tag;
@@ -136,9 +137,10 @@ fn about_all(server: &Server, request: &Words, pages: u64, mapping: Option<u64>)
             server.engine().settle(0, pages);
             0
         }
-        op::REMOVES => {
-            let removes = &server.engine().removes;
-            return Ok(wire::words(&[u64::from(removes.gate.is_some()), removes.len() as u64, removes.unvouched]));
+        op::MORE_STATS => {
+            let e = server.engine();
+            let sees_removes = u64::from(e.removes.gate.is_some());
+            return Ok(wire::words(&[sees_removes, e.removes.len() as u64, e.removes.unvouched, e.counts.near_faults]));
         }
         op::INJECT => {
             if !server.engine().options.injectable {
@@ -177,7 +179,8 @@ fn inject(server: &Server, what: u64, n: u64) {
         wire::INJECT_GATE => server.engine().removes.gate.iter_mut().for_each(|gate| gate.failing = n),
         wire::INJECT_REFUSE => server.engine().removes.gate.iter().for_each(|gate| gate.refusing.set(n)),
         wire::INJECT_HELD => server.held.wait(),
-        wire::INJECT_HOLD | wire::INJECT_DEAF => server.held.set(what, n != 0),
+        wire::INJECT_HOLD | wire::INJECT_DEAF | wire::INJECT_STARVE => server.held.set(what, n),
+        wire::INJECT_NEAR => server.always_near.store(n != 0, Relaxed),
         _ => {}
     }
 }

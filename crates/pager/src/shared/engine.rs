@@ -32,6 +32,7 @@ const STAMP_MASK: u32 = 0x1f_ffff;
 #[derive(Clone, Copy, Default)]
 pub(super) struct Counts {
     pub faults: u64,
+    pub near_faults: u64,
     pub major_faults: u64,
     pub wp_faults: u64,
     pub swpout: u64,

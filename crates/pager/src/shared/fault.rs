@@ -111,7 +111,7 @@ impl Engine {
         if self.ask(k, |m| m.unprotect(page)) == Err(libc::EAGAIN) {
             return Served::Soon;
         }
-        self.mappings[k].answered(page, page + 1);
+        self.mappings[k].wake(page, page + 1);
         self.counts.wp_faults += 1;
         self.pt.hint(page, HINT_WRITTEN, 0);
         Served::Done
@@ -315,11 +315,8 @@ impl Engine {
         let (mut at, mut tries) = (from, 0);
         while at < to {
             let m = &mut self.mappings[k];
-            let result = m.uffd().continue_pages(m.address(at), (to - at) as usize * PAGE, protect);
-            let before = at;
-            at = result.map_or_else(|(done, _)| at + (done / PAGE) as u64, |()| to);
-            m.answered(before, at);
-            let Err((_, errno)) = result else { return Mapped::All };
+            let Err((done, errno)) = m.map(at, to, protect) else { return Mapped::All };
+            at += (done / PAGE) as u64;
             tries += 1;
             match errno {
                 _ if at >= to => return Mapped::All,

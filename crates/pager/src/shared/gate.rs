@@ -124,7 +124,7 @@ impl Gate {
             if self.wait_done(true) {
                 return Err(libc::EIO);
             }
-            if let Ok(Some(SharedMessage::Fault(fault))) = self.uffd().read_shared()
+            if let Ok(Some(SharedMessage::Fault { fault, .. })) = self.uffd().read_shared()
                 && fault.address == self.buffer
             {
                 self.closed = true;

@@ -9,8 +9,9 @@ use crate::mapfile::MapFile;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
 use uzswap_mm::pagemap::{PageState, SOFT_DIRTY, WRITE_PROTECTED};
-use uzswap_sys::uffd::Uffd;
+use uzswap_sys::uffd::{Partial, Uffd};
 use uzswap_sys::uffd_shared::SharedFault;
 
 /// A set of pages.
@@ -44,8 +45,8 @@ impl Pages {
 pub(super) struct Mapping {
     /// Its number, never used twice.
     pub id: u64,
-    /// Its faults. Closed with the mapping.
-    pub uffd: OwnedFd,
+    /// Its faults.
+    pub uffd: Arc<OwnedFd>,
     /// To its watcher.
     pub watch: OwnedFd,
     /// Its first byte, in its process.
@@ -69,9 +70,19 @@ pub(super) struct Mapping {
     /// Faults that could not be served yet, oldest first, and the one that is being served. (Not those that were answered meanwhile: see
     /// [`Mapping::answered`].)
     pub later: VecDeque<SharedFault>,
-    /// Readable when there are faults in `kept`.
-    kick: OwnedFd,
+    /// Wakes put off until the lock is given up, in addresses and bytes, while somebody serves for whom that is right: see `near`.
+    pub put_off: Option<Vec<(usize, usize)>>,
+    /// The thread whose fault was read last, and how much it is the only one that faults.
+    faulter: u32,
+    lone: u32,
+    /// Readable when there is something for the mapping's own thread to do.
+    pub kick: Arc<OwnedFd>,
 }
+
+/// A thread is taken to be the only one that faults from so many faults of its own in succession on; one of another thread's takes
+/// [`OTHERS`] off.
+const LONE: u32 = 64;
+const OTHERS: u32 = 16;
 
 /// What a mapping's marker asks for when its page is mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,7 +113,7 @@ impl Mapping {
         let kick = unsafe { OwnedFd::from_raw_fd(kick) };
         Ok(Self {
             id,
-            uffd,
+            uffd: Arc::new(uffd),
             watch,
             base,
             mapped: Pages::new(pages),
@@ -114,7 +125,10 @@ impl Mapping {
             dead: false,
             kept: VecDeque::new(),
             later: VecDeque::new(),
-            kick,
+            put_off: None,
+            faulter: 0,
+            lone: 0,
+            kick: Arc::new(kick),
         })
     }
 
@@ -182,18 +196,48 @@ impl Mapping {
         }
     }
 
-    /// Ends a page's write-protection, and wakes its writers.
+    /// Ends a page's write-protection; wakes nobody.
     ///
     /// # Errors
     /// As [`Mapping::protect_mapped`].
     pub fn unprotect(&self, page: u64) -> Result<(), i32> {
-        self.uffd().write_protect(self.address(page), PAGE, false)
+        self.uffd().unprotect_quietly(self.address(page), PAGE)
+    }
+
+    /// Maps pages that the object holds, write-protected or not, and wakes who waits for them.
+    ///
+    /// # Errors
+    /// As [`Uffd::continue_pages`].
+    pub fn map(&mut self, from: u64, to: u64, protect: bool) -> Result<(), Partial> {
+        let (at, len) = (self.address(from), (to - from) as usize * PAGE);
+        let mapped = self.uffd().continue_pages(at, len, protect, self.put_off.is_none());
+        let done = mapped.map_or_else(|(done, _)| done, |()| len);
+        if done > 0 {
+            self.answered(from, from + (done / PAGE) as u64);
+            self.put_off.iter_mut().for_each(|wakes| wakes.push((at, done)));
+        }
+        mapped
     }
 
     /// Wakes who waits for pages `[from, to)`.
     pub fn wake(&mut self, from: u64, to: u64) {
         self.answered(from, to);
-        self.uffd().wake(self.address(from), (to - from) as usize * PAGE);
+        let (at, len) = (self.address(from), (to - from) as usize * PAGE);
+        match &mut self.put_off {
+            Some(wakes) => wakes.push((at, len)),
+            None => self.uffd().wake(at, len),
+        }
+    }
+
+    /// A fault of thread `tid`'s was read.
+    pub fn faulted_by(&mut self, tid: u32) {
+        let same = core::mem::replace(&mut self.faulter, tid) == tid;
+        self.lone = if same { (self.lone + 1).min(LONE) } else { self.lone.saturating_sub(OTHERS) };
+    }
+
+    /// The thread that faults, where for some time it was the only one.
+    pub fn lone_faulter(&self) -> Option<u32> {
+        (self.lone == LONE).then_some(self.faulter)
     }
 
     /// Whoever waited for pages `[from, to)` goes on, and faults again where that is not enough: what was read of theirs and could not

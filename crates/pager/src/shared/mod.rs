@@ -57,10 +57,12 @@ mod evict;
 mod fault;
 mod gate;
 mod mapping;
+mod near;
 mod owner;
 mod pin;
 mod pins;
 mod removes;
+mod serve;
 mod store;
 mod view;
 mod wire;
@@ -137,6 +139,8 @@ pub struct SharedStats {
     pub doubts: u64,
     /// Pages lost because it could not be seen whether they were removed.
     pub unvouched: u64,
+    /// Of `faults`, those served on the CPU of the thread that faulted, as is done where one faults again and again.
+    pub near_faults: u64,
 }
 
 impl SharedStats {
@@ -160,6 +164,7 @@ impl SharedStats {
             poisoned: w[14],
             doubts: 0,
             unvouched: 0,
+            near_faults: 0,
         }
     }
 }
@@ -364,8 +369,8 @@ impl SharedControl {
     /// The owner is gone.
     pub fn stats(&self) -> io::Result<SharedStats> {
         let stats = SharedStats::of(&self.call(&[op::STATS])?);
-        let removes = self.call(&[op::REMOVES])?;
-        Ok(SharedStats { doubts: removes[2], unvouched: removes[3], ..stats })
+        let more = self.call(&[op::MORE_STATS])?;
+        Ok(SharedStats { doubts: more[2], unvouched: more[3], near_faults: more[4], ..stats })
     }
 
     /// Whether the owner sees what processes remove by `madvise(MADV_REMOVE)`. It does where it may serve the kernel's own faults:

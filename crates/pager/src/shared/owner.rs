@@ -8,7 +8,8 @@
 //! |---|---|
 //! | server | takes connections and the owner's own orders |
 //! | one for each connection | its calls; a caller that stalls stalls nobody else. (Each process has one more, for `View`) |
-//! | one for each mapping | its faults |
+//! | one for each mapping | its faults (`serve`) |
+//! | a second one for some | the same, beside the thread that faults (`near`) |
 //! | reclaim | pages out ahead of demand |
 //! | gate | holds the object's lock for whoever closes the gate (`gate`) |
 //!
@@ -18,8 +19,8 @@
 
 use super::engine::Engine;
 use super::evict::Batch;
-use super::fault::Served;
 use super::mapping::Mapping;
+use super::near::Guard;
 use super::wire::{self, FOR_CONTROL, FOR_MAPPING, HELLO, op};
 use super::{SharedOptions, calls};
 use crate::mapfile::{Kind, MapFile};
@@ -47,6 +48,8 @@ pub(super) struct Server {
     connections: Mutex<Vec<(u64, Arc<OwnedFd>)>>,
     next_connection: AtomicU64,
     pub held: Held,
+    /// For tests: see `wire::INJECT_NEAR`.
+    pub always_near: AtomicBool,
 }
 
 /// Threads stopped at places of their work: for tests.
@@ -64,6 +67,8 @@ struct HeldState {
     waiting: u64,
     /// Mappings' threads are not to read.
     deaf: bool,
+    /// Where the threads beside faulting ones are stopped.
+    starving: u64,
 }
 
 impl Held {
@@ -76,11 +81,12 @@ impl Held {
     }
 
     /// Sets what is held.
-    pub fn set(&self, what: u64, on: bool) {
+    pub fn set(&self, what: u64, n: u64) {
         let mut state = self.state();
         match what {
-            wire::INJECT_HOLD => state.evictions = on,
-            _ => state.deaf = on,
+            wire::INJECT_HOLD => state.evictions = n != 0,
+            wire::INJECT_STARVE => state.starving = n,
+            _ => state.deaf = n != 0,
         }
         self.changed.notify_all();
     }
@@ -102,8 +108,13 @@ impl Held {
     }
 
     /// The place before reading messages.
-    fn reading(&self) {
+    pub fn reading(&self) {
         self.wait_while(self.state(), |s| s.deaf);
+    }
+
+    /// A place in the work of a thread beside a faulting one.
+    pub fn beside(&self, place: u64) {
+        self.wait_while(self.state(), |s| s.starving == place);
     }
 }
 
@@ -189,6 +200,7 @@ impl Server {
             connections: Mutex::new(Vec::new()),
             next_connection: AtomicU64::new(1),
             held: Held::default(),
+            always_near: AtomicBool::new(false),
         })
     }
 
@@ -349,121 +361,16 @@ impl Server {
         // The whole range must be registered with this very descriptor.
         mapping.uffd().write_protect(base, pages as usize * 4096, false).map_err(os)?;
         inherit_markers(&mut engine, &mapping, token);
+        let guard = Guard::new(&mapping, (pages as usize + 1) * 4096)?;
         engine.mappings.push(mapping);
         drop(engine);
         let server = self.clone();
-        if let Err(e) = spawn("uzswap-faults", move || server.serve_faults(id)) {
+        if let Err(e) = spawn("uzswap-faults", move || server.serve_faults(id, guard)) {
             self.engine().detach(id);
             return Err(e);
         }
         wire::send(connection, &wire::words(&[0, id]), &[])?;
         Ok(id)
-    }
-
-    /// The thread of a mapping's faults: until its process is gone, or it has detached.
-    fn serve_faults(&self, id: u64) {
-        let fds = {
-            let mut engine = self.engine();
-            let Some(m) = engine.mapping(id) else { return };
-            [m.uffd.as_raw_fd(), m.kick_fd(), m.watch.as_raw_fd()]
-        };
-        let (mut closed, mut later, mut soon) = (false, false, false);
-        loop {
-            let mut polls = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
-            let timeout = match (soon, later, closed) {
-                (true, ..) => 1,
-                (_, true, _) => 10,
-                (_, _, true) => 5,
-                _ => -1,
-            };
-            wait(&mut polls[..if timeout < 0 { 3 } else { 2 }], timeout);
-            if self.stopping.load(SeqCst) {
-                // Closing the descriptor here would end the registration: the process's own copy must outlive it,
-                // until its watcher has put an error in the region's place.
-                return;
-            }
-            if polls[0].revents & (libc::POLLERR | libc::POLLNVAL) != 0 {
-                closed = true;
-                self.engine().mapping(id).expect("removed here only").dead = true;
-            }
-            if polls[1].revents != 0 {
-                uzswap_sys::eventfd::take(fds[1]);
-            }
-            if polls[2].revents != 0 {
-                closed |= !self.hear_watcher(id);
-            }
-            self.held.reading();
-            (later, soon) = self.serve_all(id, polls[0].revents & libc::POLLIN != 0);
-            if closed {
-                let mut engine = self.engine();
-                let m = engine.mapping(id).expect("removed here only");
-                // A process that ends stops answering a moment after its sockets close.
-                if m.dead || !m.is_alive() {
-                    engine.detach(id);
-                    return;
-                }
-            }
-        }
-    }
-
-    /// Serves what waits, and one message more where the descriptor is `readable`; returns whether there is what could not be served
-    /// now, and whether it soon can be.
-    fn serve_all(&self, id: u64, mut readable: bool) -> (bool, bool) {
-        let (mut told, mut soon, mut tries) = (false, false, None);
-        let later = loop {
-            // Messages are read under the lock: what an event says is so until we have taken it down.
-            let mut engine = self.engine();
-            let Some(k) = engine.mappings.iter().position(|m| m.id == id) else { return (false, false) };
-            let waiting = engine.mappings[k].later.len();
-            let tries = tries.get_or_insert(waiting);
-            let mut next = engine.mappings[k].kept.pop_front();
-            if core::mem::take(&mut readable) && next.is_none() {
-                next = engine.next_fault(k);
-            }
-            if next.is_none() && *tries > 0 {
-                *tries -= 1;
-                next = engine.mappings[k].later.pop_front();
-            }
-            let Some(fault) = next else { break waiting > 0 };
-            // It waits with the others while it is served: what wakes its thread on the way takes it out.
-            engine.mappings[k].later.push_back(fault);
-            match engine.serve(k, fault) {
-                Served::Later => {}
-                Served::Soon => soon = true,
-                served => {
-                    told |= served == Served::Told;
-                    engine.mappings[k].later.retain(|f| *f != fault);
-                }
-            }
-            let (near, many) =
-                (engine.charged() + engine.margin() > engine.options.limit, engine.mappings[k].later.len() > 64);
-            drop(engine);
-            if near {
-                self.want_reclaim();
-            }
-            if many {
-                break true;
-            }
-        };
-        if told {
-            self.news.notify_all();
-        }
-        (later, soon)
-    }
-
-    /// Reads what a watcher says; false when it is gone.
-    fn hear_watcher(&self, id: u64) -> bool {
-        let mut engine = self.engine();
-        let Some(m) = engine.mapping(id) else { return false };
-        match wire::receive(&m.watch) {
-            Ok((words, _)) => {
-                // It has dropped its PTEs in this round: what is touched from now on faults.
-                m.aged = m.aged.max(words[1] as u32);
-                m.seen.clear();
-                true
-            }
-            Err(e) => e.kind() == io::ErrorKind::WouldBlock,
-        }
     }
 
     /// Wakes the reclaim thread.
@@ -493,7 +400,7 @@ impl Server {
                 *wanted = false;
             }
             let (mut engine, mut fruitless) = (self.engine(), 0);
-            while engine.charged() + engine.margin() > engine.options.limit && !self.stopping.load(SeqCst) {
+            while engine.nears_limit() && !self.stopping.load(SeqCst) {
                 let taken = engine.begin_coldest(&mut batch);
                 drop(engine);
                 let _ = batch.compress();
@@ -564,11 +471,11 @@ pub(super) fn errno_of(e: &io::Error) -> Errno {
     e.raw_os_error().unwrap_or(if e.kind() == io::ErrorKind::InvalidInput { libc::EINVAL } else { libc::EIO })
 }
 
-fn poll_in(fd: &OwnedFd) -> libc::pollfd {
+pub(super) fn poll_in(fd: &OwnedFd) -> libc::pollfd {
     libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 }
 }
 
-fn wait(polls: &mut [libc::pollfd], timeout_ms: i32) {
+pub(super) fn wait(polls: &mut [libc::pollfd], timeout_ms: i32) {
     // SAFETY: pollfds of ours.
     unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, timeout_ms) };
 }

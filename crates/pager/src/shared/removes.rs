@@ -441,7 +441,10 @@ impl Engine {
             }
         }
         match uffd.read_shared() {
-            Ok(Some(SharedMessage::Fault(fault))) => Some(fault),
+            Ok(Some(SharedMessage::Fault { fault, tid })) => {
+                self.mappings[k].faulted_by(tid);
+                Some(fault)
+            }
             Ok(Some(SharedMessage::Removed { start, end })) => {
                 self.removes.blind = self.removes.blind.saturating_sub(1);
                 self.removing_unawares(k, start, end);
@@ -456,7 +459,7 @@ impl Engine {
         let done = self.gated(|e| {
             while let Ok(Some(message)) = e.mappings[k].uffd().read_shared() {
                 match message {
-                    SharedMessage::Fault(fault) => e.mappings[k].kept.push_back(fault),
+                    SharedMessage::Fault { fault, .. } => e.mappings[k].kept.push_back(fault),
                     SharedMessage::Removed { start, end } => {
                         if let Some((id, from, to)) = e.pages_told(k, start, end) {
                             e.removing(id, from, to);
@@ -469,7 +472,7 @@ impl Engine {
         if !done {
             // Then with the gate open, one at a time.
             match self.mappings[k].uffd().read_shared() {
-                Ok(Some(SharedMessage::Fault(fault))) => self.mappings[k].kept.push_back(fault),
+                Ok(Some(SharedMessage::Fault { fault, .. })) => self.mappings[k].kept.push_back(fault),
                 Ok(Some(SharedMessage::Removed { start, end })) => self.removing_unawares(k, start, end),
                 _ => {}
             }

@@ -54,8 +54,8 @@ pub(super) mod op {
     pub const UNPIN: u64 = 17;
     /// See whether doubtful ranges were removed.
     pub const SETTLE: u64 = 18;
-    /// Figures of removes → whether they are seen, doubts, pages lost for one.
-    pub const REMOVES: u64 = 19;
+    /// More figures → whether removes are seen, doubts, pages lost for one, faults served beside who faulted.
+    pub const MORE_STATS: u64 = 19;
     /// Of the owner only: a new connection, as a descriptor.
     pub const CONNECT: u64 = 20;
     /// Of the owner only: listen at a path, whose bytes follow.
@@ -85,6 +85,14 @@ pub(super) const INJECT_HELD: u64 = 4;
 pub(super) const INJECT_DEAF: u64 = 5;
 /// With the gate closed the kernel has no memory for some of what is asked next: a bit for each, the lowest for the first.
 pub(super) const INJECT_REFUSE: u64 = 6;
+/// Mappings' faults are served beside who faults from the first fault on, whatever that costs (1), or as it is best (0).
+pub(super) const INJECT_NEAR: u64 = 7;
+/// The threads that do so stop before they read ([`BEFORE_READING`]) or before they wake ([`BEFORE_WAKING`]), until they may go on (0).
+pub(super) const INJECT_STARVE: u64 = 8;
+/// See [`INJECT_STARVE`].
+pub(super) const BEFORE_READING: u64 = 1;
+/// See [`INJECT_STARVE`].
+pub(super) const BEFORE_WAKING: u64 = 2;
 
 /// Bytes of a message.
 pub(super) const BYTES: usize = size_of::<Words>();

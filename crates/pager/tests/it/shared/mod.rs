@@ -1,5 +1,6 @@
 //! Shared regions: several mappings, several processes.
 mod markers;
+mod near;
 mod pins;
 mod processes;
 mod removes;
@@ -50,10 +51,13 @@ pub fn socket_path(name: &str) -> PathBuf {
 
 #[test]
 fn one_mapping_reads_what_it_wrote_and_the_limit_holds() {
+    reads_what_it_wrote(&region(64 * MIB, 24 * MIB));
+}
+
+fn reads_what_it_wrote(region: &SharedRegion) {
     let _one = crate::region::alone();
     let seed = crate::region::seed();
     let mut rng = crate::region::Rng::new(seed);
-    let region = region(64 * MIB, 24 * MIB);
     let m = region.map().unwrap();
     let pages = m.len() / PAGE;
     let mut model = vec![0u64; pages];

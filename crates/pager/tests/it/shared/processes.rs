@@ -1,5 +1,6 @@
 //! Several processes: this test program, started again as a worker.
 
+use super::removes::NEAR;
 use super::*;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
@@ -205,6 +206,7 @@ fn processes_that_are_killed_and_stopped_at_random_lose_no_write_and_harm_nobody
     let end = Instant::now() + Duration::from_secs(8);
     while Instant::now() < end {
         std::thread::sleep(Duration::from_millis(20 + rng.below(200) as u64));
+        region.control().inject(NEAR, rng.below(2) as u64).unwrap();
         let i = rng.below(WORKERS);
         let pid = workers[i].0.id() as i32;
         assert_eq!(workers[i].0.try_wait().unwrap(), None, "worker {i} failed");

@@ -20,6 +20,7 @@ const HOLD: u64 = 3;
 const HELD: u64 = 4;
 const DEAF: u64 = 5;
 const REFUSE: u64 = 6;
+pub const NEAR: u64 = 7;
 
 fn advise(m: &SharedMapping, pages: Range<usize>, advice: i32) {
     assert!(pages.end * PAGE <= m.len());
@@ -190,12 +191,18 @@ fn what_is_unmapped_on_its_way_out_is_kept() {
     assert!(states(&region, &[&a, &b], 0..16).iter().all(|s| *s != NONE));
 }
 
-/// A model of one page after the other: every call has returned before the next begins, so everything is exact.
 #[test]
 fn any_sequence_of_calls_does_what_it_says() {
+    sequence_of_calls(false);
+}
+
+/// A model of one page after the other: every call has returned before the next begins, so everything is exact. `near`: faults are
+/// served beside who faults.
+pub fn sequence_of_calls(near: bool) {
     const PAGES: usize = 48;
     let (region, a, b) = set_up();
     let control = region.control();
+    control.inject(NEAR, near.into()).unwrap();
     let mut rng = Rng::new(seed());
     let (mut model, mut known) = ([0u64; PAGES], [false; PAGES]);
     let mut mappings = [a, b];

@@ -1,7 +1,7 @@
 //! MADV_REMOVE and MADV_DONTNEED from two processes at once, with page-outs, ageing and kills.
 
 use super::processes::{Lines, say, worker};
-use super::removes::{NONE, bytes, remove, unmap, value};
+use super::removes::{NEAR, NONE, bytes, remove, unmap, value};
 use super::*;
 use crate::region::{Rng, seed};
 use std::time::{Duration, Instant};
@@ -94,6 +94,7 @@ fn processes_that_remove_and_unmap_at_once_see_what_they_wrote() {
         control.page_out(0..mine.len()).unwrap();
         if rng.below(4) == 0 {
             control.age().unwrap();
+            control.inject(NEAR, rng.below(2) as u64).unwrap();
         }
         assert!((0..PART).step_by(7).all(|page| value(&mine, WORKERS * PART + page) == round));
         if rng.below(40) == 0 {
