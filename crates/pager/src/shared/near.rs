@@ -133,7 +133,10 @@ impl Server {
         match tid {
             Some(tid) if moved => go_to(cpu, tid),
             Some(_) => {}
-            None if !self.always_near.load(Relaxed) => near.set(&near.on, false),
+            None if !self.always_near.load(Relaxed) => {
+                near.set(&near.on, false);
+                eventfd::raise(near.guard.as_raw_fd());
+            }
             None => {}
         }
         self.held.beside(wire::BEFORE_WAKING);
