@@ -324,7 +324,7 @@ fn next_write(server: &Server, milliseconds: u64, connection: u64, socket: &Owne
             return wire::words(&[1, page]);
         }
         let left = end.saturating_duration_since(Instant::now());
-        let ended = server.stopping.load(std::sync::atomic::Ordering::SeqCst);
+        let ended = server.stopping.load(SeqCst);
         if left.is_zero() || ended || uzswap_sys::socket::is_hung_up(socket) {
             return wire::words(&[0]);
         }
