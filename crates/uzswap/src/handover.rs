@@ -7,8 +7,8 @@
 //! ```
 //! `offset` is where the region begins in the memory file of the snapshot; `page_size` is in bytes (older monitors say
 //! `page_size_kib`, and mean bytes too). From then on each missing page is asked for here. The snapshot is held
-//! compressed, in blocks of 16 KiB; a page is decompressed and copied in when the guest first touches it. What the balloon
-//! gives back (a *remove* event) reads as zeros afterwards.
+//! compressed, in blocks of 16 KiB; when the guest first touches a page its block is decompressed, the page copied in, and then
+//! the others of its block. What the balloon gives back (a *remove* event) reads as zeros afterwards.
 //!
 //! What this does not do: put pages of a running guest out again. The guest's memory is the monitor's private memory, and
 //! Linux lets no other process drop it; a monitor that attaches its guest's memory as a shared region can: [`crate::shared`].
@@ -263,7 +263,33 @@ impl<'a> Guest<'a> {
                 handle.wake(address, PAGE);
                 true
             }
-            Ok(()) => true,
+            Ok(()) => {
+                if !gone {
+                    self.bring_rest(handle, i, page);
+                }
+                true
+            }
+        }
+    }
+
+    /// Copies in what else there is of the block decompressed last, around a page of region `i`. (What fails is copied in when it is
+    /// touched; so is what is beyond a page that is there or was given back.)
+    fn bring_rest(&self, handle: &Uffd, i: usize, page: u64) {
+        let r = &self.regions[i];
+        let (first, in_block) = (r.offset / PAGE as u64, (BLOCK / PAGE) as u64);
+        let place = (first + page) % in_block;
+        let gone = |page: &u64| self.removed[i][(page / 64) as usize] & (1 << (page % 64)) != 0;
+        let end = (page + in_block - place).min(r.size / PAGE as u64);
+        let end = (page + 1..end).find(gone).unwrap_or(end);
+        let start = page.saturating_sub(place);
+        let start = (start..page).rfind(gone).map_or(start, |gone| gone + 1);
+        for (from, to) in [(page + 1, end), (start, page)].into_iter().filter(|(from, to)| from < to) {
+            let at = ((first + from) % in_block) as usize * PAGE;
+            let bytes = &self.block.1[at..at + (to - from) as usize * PAGE];
+            // SAFETY: bytes of ours.
+            let _ = unsafe {
+                handle.copy((r.base_host_virt_addr + from * PAGE as u64) as usize, bytes.as_ptr() as usize, bytes.len())
+            };
         }
     }
 

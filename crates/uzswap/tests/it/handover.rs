@@ -5,6 +5,7 @@ use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use uzswap::handover::{self, Image, parse_regions};
 use uzswap_sys::uffd::{FEATURE_EVENT_REMOVE, Uffd};
@@ -37,6 +38,13 @@ fn map(pages: usize) -> *mut u8 {
     at.cast()
 }
 
+fn is_there(base: *mut u8, i: usize) -> bool {
+    let mut byte = 0u8;
+    // SAFETY: a page of a mapping of ours, and a byte for it.
+    assert_eq!(unsafe { libc::mincore(base.add(i * PAGE).cast(), PAGE, &raw mut byte) }, 0);
+    byte & 1 != 0
+}
+
 #[test]
 fn a_guest_finds_its_snapshot_and_zeros_where_its_balloon_was() {
     let dir = TempDir::new().unwrap();
@@ -45,19 +53,19 @@ fn a_guest_finds_its_snapshot_and_zeros_where_its_balloon_was() {
     let path = dir.path().join("handler");
     let listener = UnixListener::bind(&path).unwrap();
     std::thread::spawn(move || handover::serve(&listener, &image));
-    // The monitor: two regions, the second of which comes first in the file.
-    let (low, high) = (map(100), map(200));
+    // The monitor: two regions, the second of which comes first in the file, and a block of which each has a part.
+    let (low, high) = (map(99), map(201));
     let (uffd, _) = Uffd::open(FEATURE_EVENT_REMOVE).unwrap();
-    uffd.register(low as usize, 100 * PAGE).unwrap();
-    uffd.register(high as usize, 200 * PAGE).unwrap();
+    uffd.register(low as usize, 99 * PAGE).unwrap();
+    uffd.register(high as usize, 201 * PAGE).unwrap();
     let json = format!(
         r#"[{{"base_host_virt_addr":{},"size":{},"offset":{},"page_size":4096}},
             {{"base_host_virt_addr":{},"size":{},"offset":0,"page_size_kib":4096}}]"#,
         low as usize,
-        100 * PAGE,
-        200 * PAGE,
+        99 * PAGE,
+        201 * PAGE,
         high as usize,
-        200 * PAGE
+        201 * PAGE
     );
     let socket = OwnedFd::from(UnixStream::connect(&path).unwrap());
     uzswap_sys::socket::send(&socket, json.as_bytes(), &[uffd.fd()]).unwrap();
@@ -67,14 +75,29 @@ fn a_guest_finds_its_snapshot_and_zeros_where_its_balloon_was() {
         unsafe { std::ptr::copy_nonoverlapping(base.add(i * PAGE), page.as_mut_ptr(), PAGE) };
         page
     };
+    // What is in the block of a page that is touched comes with it, and no more.
+    for (i, block) in [(6, 4..8), (0, 0..4), (200, 200..201)] {
+        assert!(read(high, i) == contents(i));
+        let begun = Instant::now();
+        while !block.clone().all(|i| is_there(high, i)) {
+            assert!(begun.elapsed() < Duration::from_secs(20), "the block of page {i} does not come");
+            std::thread::yield_now();
+        }
+    }
+    assert!(read(low, 1) == contents(202) && read(low, 0) == contents(201));
+    assert!((0..201).filter(|i| is_there(high, *i)).eq((0..8).chain([200])) && (3..99).all(|i| !is_there(low, i)));
+    // A page that was given back first does not: it is zeros.
+    // SAFETY: memory of ours.
+    assert_eq!(unsafe { libc::madvise(high.add(105 * PAGE).cast(), PAGE, libc::MADV_DONTNEED) }, 0);
+    assert!([104, 107, 106].iter().all(|i| read(high, *i) == contents(*i)));
+    assert!(!is_there(high, 105) && read(high, 105) == [0; PAGE]);
     // From several virtual CPUs, in no order.
     std::thread::scope(|scope| {
         for cpu in 0..4 {
             let (low, high) = (low as usize, high as usize);
             scope.spawn(move || {
-                for n in 0..300 {
-                    let i = (n * 77 + cpu * 31) % 300;
-                    let found = if i < 200 { read(high as *mut u8, i) } else { read(low as *mut u8, i - 200) };
+                for i in (0..300).map(|n| (n * 77 + cpu * 31) % 300).filter(|i| *i != 105) {
+                    let found = if i < 201 { read(high as *mut u8, i) } else { read(low as *mut u8, i - 201) };
                     assert!(found == contents(i), "page {i}");
                 }
             });
