@@ -32,6 +32,17 @@ use uzswap_sys::{eventfd, memfd, sys};
 /// Times that a question is put again while a page table is being changed.
 const BUSY_TRIES: usize = 1000;
 
+/// What the gate's thread does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Thread {
+    /// Waits to be asked.
+    Rests,
+    /// Waits in the copy: the gate is closed.
+    Copies,
+    /// Was let go on; `done` was not taken yet.
+    Leaves,
+}
+
 /// The gate of an object. Owner: the engine's lock.
 pub(super) struct Gate {
     /// Of the owner's own: serves the kernel's faults.
@@ -45,10 +56,7 @@ pub(super) struct Gate {
     ask: Sender<()>,
     /// Readable when it has written, or could not.
     done: Arc<OwnedFd>,
-    /// It is closed: the thread waits in the copy.
-    closed: bool,
-    /// The thread was let go on, and `done` not taken yet.
-    unfinished: bool,
+    thread: Thread,
     /// The next closings that are to fail: for tests.
     pub failing: u64,
     /// Of the next questions and fillings through it those that are refused (bit 0: the next one): for tests.
@@ -90,8 +98,7 @@ impl Gate {
             buffer: buffer.unwrap_or(0),
             ask,
             done,
-            closed: false,
-            unfinished: false,
+            thread: Thread::Rests,
             failing: 0,
             refusing: Cell::new(0),
         };
@@ -127,7 +134,7 @@ impl Gate {
             if let Ok(Some(SharedMessage::Fault { fault, .. })) = self.uffd().read_shared()
                 && fault.address == self.buffer
             {
-                self.closed = true;
+                self.thread = Thread::Copies;
                 return Ok(());
             }
         }
@@ -135,8 +142,9 @@ impl Gate {
 
     /// Waits until the thread, if it was let go on, has left the buffer.
     fn finish(&mut self) {
-        if core::mem::take(&mut self.unfinished) {
+        if self.thread == Thread::Leaves {
             self.wait_done(false);
+            self.thread = Thread::Rests;
         }
     }
 
@@ -161,7 +169,7 @@ impl Gate {
 
     /// Opens it again.
     pub fn open(&mut self) {
-        (self.closed, self.unfinished) = (false, true);
+        self.thread = Thread::Leaves;
         while let Err((_, errno)) = self.uffd().zero(self.buffer, PAGE) {
             if errno == libc::EEXIST {
                 self.uffd().wake(self.buffer, PAGE);
@@ -246,7 +254,7 @@ fn work(asked: &Receiver<()>, object: &File, spare: u64, buffer: usize, done: &O
 impl Drop for Gate {
     fn drop(&mut self) {
         // (What the thread met there later would be another's: the next gate's buffer, perhaps.)
-        if self.closed {
+        if self.thread == Thread::Copies {
             self.open();
         }
         self.finish();
