@@ -18,6 +18,7 @@ mod patch;
 mod pins;
 mod populated;
 mod rawfork;
+mod segments;
 mod symbols;
 mod threads;
 mod unwind;
@@ -97,6 +98,7 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     pins::init();
     leaving::init();
     lent::init();
+    segments::init();
     let mut pager = Pager::new(group, node, layout)
         .map_err(|_| "uzswap: this process runs without a limit: its group has too many members\n")?;
     pager.tracks = group.track_writes.load(Relaxed) != 0;

@@ -4,7 +4,9 @@
 //! system call with instructions of its own (or has libc make it on a new stack through `syscall`).
 
 use crate::next::Next;
-use crate::{after_fork, before_fork, calls, fails, leaving, lent, pager, pins, populated, threads, userfaults};
+use crate::{
+    after_fork, before_fork, calls, fails, leaving, lent, pager, pins, populated, segments, threads, userfaults,
+};
 use core::ffi::{c_int, c_long, c_uint, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
 use uzswap_pager::arena::PAGE;
@@ -91,9 +93,13 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
                 pins::may_pin();
             }
             let held = calls::begin_one(nr, c, d);
-            let registered = if nr == libc::SYS_ioctl { userfaults::call(a, b, c) } else { None };
+            let done = match nr {
+                libc::SYS_ioctl => userfaults::call(a, b, c),
+                libc::SYS_shmat => segments::call(a, b, c),
+                _ => None,
+            };
             // SAFETY: as the caller says.
-            let ret = registered.unwrap_or_else(|| unsafe { raw::syscall(nr, args) });
+            let ret = done.unwrap_or_else(|| unsafe { raw::syscall(nr, args) });
             match nr {
                 libc::SYS_madvise => calls::end_advice(held, a, b, c, ret),
                 _ => calls::end_one(held),

@@ -203,6 +203,15 @@ fn what_is_wiped_on_fork() {
     Subject::new("wiped on fork", &[&wipes]).check();
 }
 
+/// The story: the kernel does not tell that memory was unmapped by shared memory attached over it (`shmat` with SHM_REMAP). What was
+/// mapped there after that had been detached was what had been out there before, where there should have been zeros.
+#[test]
+fn memory_attached_over() {
+    let _alone = alone();
+    let Some(segments) = compile_c("segments") else { return };
+    Subject::new("segments", &[&segments]).check();
+}
+
 /// The story: V8 reserves its heap in pieces of 256 KiB and opens each up later. Only memory that was mapped writable had anybody
 /// look, so the heaps of several workers were filled from the kernel before they were found, on a busy machine to twice the limit.
 #[test]

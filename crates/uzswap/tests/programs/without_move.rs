@@ -49,7 +49,7 @@ fn without_move_every_memory_call_is_followed() {
     let _alone = alone();
     let new = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |t| t.as_secs()).to_string();
     say(&format!("model: seed {new}"));
-    for (name, seed) in [("mix", "1"), ("remaps", "1"), ("model", "3"), ("model", &new)] {
+    for (name, seed) in [("mix", "1"), ("remaps", "1"), ("model", "3"), ("model", &new), ("segments", "")] {
         let Some(program) = compiled(name, &[&seed]) else { return };
         program.check();
     }
