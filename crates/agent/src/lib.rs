@@ -27,6 +27,7 @@ mod users;
 
 use core::ffi::c_int;
 use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
+use patch::PatchError;
 use uzswap_pager::arena::Layout;
 use uzswap_pager::group::{ENV_GROUP, ENV_NODE, GroupPage, MAGIC, NO_LIMIT, NODES};
 use uzswap_pager::member::Chain;
@@ -79,11 +80,15 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     let (group, rings) = group_at(path)?;
     // Before the reservation, which may take all addresses within reach of libc. Without a pager the hooks do nothing.
     // SAFETY: a preload constructor: no other thread of libc's runs.
-    if unsafe { patch::install() }.is_err() {
-        return Err(
-            "uzswap: this process runs without a limit: its C library is not one that uzswap knows how to hook (glibc 2.34 or later)\n",
-        );
-    }
+    unsafe { patch::install() }.map_err(|why| match why {
+        PatchError::Pattern => {
+            "uzswap: this process runs without a limit: its C library is not one that uzswap knows how to hook (glibc 2.34 or later)\n"
+        }
+        PatchError::Memory(_) => {
+            "uzswap: this process runs without a limit: it may not make code of its C library writable to hook it (lift what forbids it: \
+             systemd's MemoryDenyWriteExecute, or a security module)\n"
+        }
+    })?;
     let node = node(group)?;
     let layout = Layout::reserve(arena_limit(group, node)).map_err(
         |_| "uzswap: this process runs without a limit: no address space could be reserved (raise `ulimit -v` and `ulimit -d`)\n",

@@ -169,6 +169,22 @@ fn a_cell_without_proc_is_told_to_have_no_limit() {
     assert_eq!(run.stderr.text().matches("it runs without a limit").count(), 1, "{}", run.describe());
 }
 
+/// The story: where a process may not make memory executable that was written to (as systemd's MemoryDenyWriteExecute wants it) its
+/// C library was said to be an unknown one.
+#[test]
+fn who_may_not_change_code_is_told_so() {
+    let _alone = alone();
+    // (PR_SET_MDWE, before an exec.)
+    let script = "import ctypes, os, sys\nif ctypes.CDLL(None).prctl(65, 1, 0, 0, 0) != 0: sys.exit(77)\nos.execvp('echo', ['echo', 'right'])";
+    let run = Subject::new("python", &[&"python3", &"-c", &script]).start_limited(24 * MIB).finish();
+    if run.status.code() == Some(77) {
+        return say("SKIPPED PR_SET_MDWE: the kernel does not know it (since 6.3)");
+    }
+    assert!(run.status.success() && run.stdout.text() == "right\n", "{}", run.describe());
+    let said = run.stderr.text();
+    assert!(said.contains("runs without a limit") && said.contains("MemoryDenyWriteExecute"), "{}", run.describe());
+}
+
 /// What a run of `leaves` with failures said: its lines, and how many pages it lost.
 fn lost_of(said: &str) -> u64 {
     said.lines().find_map(|line| line.strip_prefix("lost ")).map_or(0, |n| n.parse().expect("a number"))
