@@ -240,6 +240,11 @@ impl Mapping {
         (self.lone == LONE).then_some(self.faulter)
     }
 
+    /// Whether others fault so often that there is no such thread any more.
+    pub fn many_fault(&self) -> bool {
+        self.lone < LONE / 2
+    }
+
     /// Whoever waited for pages `[from, to)` goes on, and faults again where that is not enough: what was read of theirs and could not
     /// be served is no fault any more. (Served then, a page that was removed in between would be made again, which nobody has touched.)
     pub fn answered(&mut self, from: u64, to: u64) {
@@ -286,13 +291,17 @@ mod tests {
         SharedFault { address: (100 + page) * PAGE, write: false, protected: false, minor: false }
     }
 
-    #[test]
-    fn who_was_woken_is_not_served_for_an_earlier_fault() {
-        let mut engine = Engine::new(16 * PAGE, SharedOptions::new(16 << 20)).unwrap();
+    fn mapping(engine: &Engine) -> Mapping {
         // SAFETY: just made, and owned by nobody.
         let fd = || unsafe { OwnedFd::from_raw_fd(eventfd::create().unwrap()) };
         let markers = MapFile::create(Kind::Markers, 100 * PAGE, 16, 0).unwrap();
-        let mut m = Mapping::new(1, fd(), fd(), 100 * PAGE, markers, &engine).unwrap();
+        Mapping::new(1, fd(), fd(), 100 * PAGE, markers, engine).unwrap()
+    }
+
+    #[test]
+    fn who_was_woken_is_not_served_for_an_earlier_fault() {
+        let mut engine = Engine::new(16 * PAGE, SharedOptions::new(16 << 20)).unwrap();
+        let mut m = mapping(&engine);
         m.later.extend([0, 3, 4, 5, 16, 3].map(fault));
         m.kept.extend([2, 5].map(fault));
         m.wake(3, 5);
@@ -301,5 +310,23 @@ mod tests {
         engine.emptied(4, 6);
         let m = &engine.mappings[0];
         assert_eq!((&m.later, &m.kept), (&[0, 16].map(fault).into(), &[2].map(fault).into()));
+    }
+
+    #[test]
+    fn a_fault_of_another_thread_now_and_then_makes_nobody_one_of_many() {
+        let mut m = mapping(&Engine::new(16 * PAGE, SharedOptions::new(16 << 20)).unwrap());
+        (0..LONE).for_each(|_| m.faulted_by(7));
+        assert_eq!((m.lone_faulter(), m.many_fault()), (None, false), "the first was another's than the one before");
+        m.faulted_by(7);
+        assert_eq!(m.lone_faulter(), Some(7));
+        for _ in 0..10 {
+            m.faulted_by(8);
+            assert_eq!((m.lone_faulter(), m.many_fault()), (None, false));
+            (0..=2 * OTHERS).for_each(|_| m.faulted_by(7));
+            assert_eq!(m.lone_faulter(), Some(7));
+        }
+        (0..2).for_each(|_| m.faulted_by(8));
+        (0..9).for_each(|i| m.faulted_by(7 + i % 2));
+        assert!(m.many_fault());
     }
 }

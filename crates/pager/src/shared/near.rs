@@ -121,8 +121,8 @@ impl Server {
         let served = engine.serve_waiting(k, fault);
         engine.counts.near_faults += 1;
         let m = &mut engine.mappings[k];
-        let (wakes, tid) = (m.put_off.take().unwrap_or_default(), m.lone_faulter());
-        let waits = !m.later.is_empty();
+        let wakes = m.put_off.take().unwrap_or_default();
+        let (lone, many, waits) = (m.lone_faulter(), m.many_fault(), !m.later.is_empty());
         drop(engine);
         if served == Served::Told {
             self.news.notify_all();
@@ -130,14 +130,12 @@ impl Server {
         if waits {
             eventfd::raise(near.guard.as_raw_fd());
         }
-        match tid {
-            Some(tid) if moved => go_to(cpu, tid),
-            Some(_) => {}
-            None if !self.always_near.load(Relaxed) => {
-                near.set(&near.on, false);
-                eventfd::raise(near.guard.as_raw_fd());
-            }
-            None => {}
+        if let Some(tid) = lone.filter(|_| moved) {
+            go_to(cpu, tid);
+        }
+        if many && !self.always_near.load(Relaxed) {
+            near.set(&near.on, false);
+            eventfd::raise(near.guard.as_raw_fd());
         }
         self.held.beside(wire::BEFORE_WAKING);
         near.served.fetch_add(1, Relaxed);
