@@ -238,13 +238,18 @@ impl<'a> Guest<'a> {
         }
     }
 
+    /// Whether a page of region `i` was given back.
+    fn is_removed(&self, i: usize, page: u64) -> bool {
+        self.removed[i][(page / 64) as usize] & (1 << (page % 64)) != 0
+    }
+
     /// Copies a page in; false when an event must be read first.
     fn bring(&mut self, handle: &Uffd, address: usize) -> bool {
         let Some((i, page)) = self.place(address) else {
             handle.wake(address, PAGE);
             return true;
         };
-        let gone = self.removed[i][(page / 64) as usize] & (1 << (page % 64)) != 0;
+        let gone = self.is_removed(i, page);
         let Some(bytes) = self.page(self.regions[i].offset + page * PAGE as u64, gone) else {
             // The compressed copy is damaged: an error, not wrong data.
             let _ = handle.poison(address, PAGE);
@@ -278,7 +283,7 @@ impl<'a> Guest<'a> {
         let r = &self.regions[i];
         let (first, in_block) = (r.offset / PAGE as u64, (BLOCK / PAGE) as u64);
         let place = (first + page) % in_block;
-        let gone = |page: &u64| self.removed[i][(page / 64) as usize] & (1 << (page % 64)) != 0;
+        let gone = |page: &u64| self.is_removed(i, *page);
         let end = (page + in_block - place).min(r.size / PAGE as u64);
         let end = (page + 1..end).find(gone).unwrap_or(end);
         let start = page.saturating_sub(place);

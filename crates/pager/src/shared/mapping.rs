@@ -8,7 +8,7 @@ use crate::arena::PAGE;
 use crate::mapfile::MapFile;
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 use uzswap_mm::pagemap::{PageState, SOFT_DIRTY, WRITE_PROTECTED};
 use uzswap_sys::uffd::{Partial, Uffd};
@@ -130,11 +130,6 @@ impl Mapping {
             lone: 0,
             kick: Arc::new(kick),
         })
-    }
-
-    /// What becomes readable when there are faults in `kept`.
-    pub fn kick_fd(&self) -> RawFd {
-        self.kick.as_raw_fd()
     }
 
     /// Its userfaultfd.

@@ -52,6 +52,7 @@ use super::engine::Engine;
 use super::gate::Gate;
 use crate::arena::PAGE;
 use std::ops::Range;
+use std::os::fd::AsRawFd;
 use uzswap_mm::pagetable::{Pte, Tag};
 use uzswap_sys::memfd;
 use uzswap_sys::uffd_shared::{SharedFault, SharedMessage};
@@ -534,7 +535,7 @@ impl Engine {
                 self.read_events(k);
                 if !self.mappings[k].kept.is_empty() {
                     // They are not in the queue any more: nothing else would wake the mapping's thread for them.
-                    uzswap_sys::eventfd::raise(self.mappings[k].kick_fd());
+                    uzswap_sys::eventfd::raise(self.mappings[k].kick.as_raw_fd());
                 }
             } else {
                 std::thread::yield_now();
