@@ -105,10 +105,12 @@ impl Pager {
         {
             let mut s = between.unwrap_or_else(|| self.state.lock());
             s.calls_stopped = stopped;
-            let over = ((self.excess(&s) + self.margin() as isize).max(0) as usize) / PAGE;
-            let spare = s.zone.free_slots(Kind::Frame);
+            let mut over = ((self.excess(&s) + self.margin() as isize).max(0) as usize) / PAGE;
+            let mut spare = s.zone.free_slots(Kind::Frame);
             if over > 0 && spare > low.min(high / 2) {
-                progress |= self.give_back(&mut s, over.min(spare - low / 2)) > 0;
+                let given = self.give_back(&mut s, over.min(spare - low / 2));
+                (over, spare) = (over.saturating_sub(given), spare - given);
+                progress |= given > 0;
             }
             progress |= self.compact_pool(&mut s);
             self.cut_sparse(&mut s);
@@ -183,6 +185,14 @@ impl Pager {
         let over = ((self.excess(s) + margin / 2).max(0) as usize) / PAGE;
         if over > 0 {
             self.count_excess(s);
+        }
+        // (Free frames go first: a round for each page by which the pool grew would fill the limit with them.)
+        let idle = spare.saturating_sub(need + BATCH_PAGES);
+        if over > 0 && idle > 0 && !self.without_move {
+            let given = self.give_back(s, (over + BLOCK_PAGES).min(idle));
+            if given >= over {
+                return;
+            }
         }
         let floor = over > 0 && self.at_floor(s);
         if floor {
