@@ -11,10 +11,9 @@ use crate::next::Next;
 use crate::{pager, set_mask};
 use core::ffi::{c_int, c_void};
 use core::sync::atomic::{AtomicU32, Ordering::Relaxed};
-use uzswap_pager::arena::PAGE;
 use uzswap_pager::fork::CONTROL_BLOCK;
 use uzswap_pager::pager::Pager;
-use uzswap_sys::{sys, thread};
+use uzswap_sys::sys;
 
 /// What is written to in any case: the thread's number and the head of its robust list.
 const CONTROL_LEAST: usize = 1 << 10;
@@ -107,18 +106,7 @@ pub fn pin_number(at: usize) {
 
 /// Keeps the pages of `[from, to)` in memory, which the kernel is to write to. To be called with all signals blocked.
 fn pin_written(p: &Pager, from: usize, to: usize) {
-    let (from, to) = (from & !(PAGE - 1), to.next_multiple_of(PAGE));
-    p.pin(from, to, || populate(from, to));
-}
-
-/// Brings pages, to be written to where the kernel can say so.
-fn populate(from: usize, to: usize) {
-    // SAFETY: populating changes no contents, and does nothing where there is no memory.
-    if unsafe { sys!(libc::SYS_madvise, from, to - from, libc::MADV_POPULATE_WRITE) }.is_err() {
-        (from..to).step_by(PAGE).for_each(|page| {
-            thread::reads(page);
-        });
-    }
+    p.pin(from, to, false);
 }
 
 /// The bytes of a thread's control block from its thread pointer on that the kernel writes to: to the end of the rseq area,

@@ -16,7 +16,7 @@ use core::sync::atomic::Ordering::*;
 use uzswap_mm::lru::List;
 use uzswap_mm::pagetable::Tag;
 use uzswap_sys::raw::{self, Errno};
-use uzswap_sys::{maps, pagemap, thread};
+use uzswap_sys::{maps, pagemap, sys, thread};
 
 /// Anonymous mappings older than the agent are managed from this size on.
 pub const OLD_MAPPING_BYTES: usize = 4 << 20;
@@ -180,18 +180,21 @@ impl Pager {
     /// To be called with all signals blocked.
     pub fn pin_control_block(&self) {
         let at = thread::pointer();
-        // (There already: the thread runs.)
-        self.pin(at, at + PINNED_BYTES, || {});
+        // (There a moment ago: the thread runs. It may have been put out since.)
+        self.pin(at, at + PINNED_BYTES, true);
     }
 
-    /// Keeps the pages of `[from, to)` in memory for as long as they are mapped; `touch` brings them, as far as it takes that.
+    /// Keeps the pages of `[from, to)` in memory for as long as they are mapped, to be written to. `touched`: they were a moment ago;
+    /// else, and where they have gone since, they are brought.
     ///
     /// To be called with all signals blocked.
-    pub fn pin(&self, from: usize, to: usize, touch: impl Fn()) {
+    pub fn pin(&self, from: usize, to: usize, mut touched: bool) {
         let (start, end) = (from & !(PAGE - 1), to.next_multiple_of(PAGE));
         let pages = || (start / PAGE) as u64..(end / PAGE) as u64;
         for _ in 0..PIN_TRIES {
-            touch();
+            if !core::mem::take(&mut touched) {
+                populate(start, end);
+            }
             let mut s = self.lock_in_hook();
             let within = |ranges: &[(usize, usize)]| ranges.iter().any(|(a, b)| *a <= start && end <= *b);
             if within(&s.excluded) || within(&s.pinned) {
@@ -236,6 +239,16 @@ impl Pager {
         let page = tls & !(PAGE - 1);
         s.pinned.push((page - (128 << 10), page + 4 * PAGE));
         Ok(())
+    }
+}
+
+/// Brings pages, to be written to where the kernel can say so.
+fn populate(from: usize, to: usize) {
+    // SAFETY: populating changes no contents, and does nothing where there is no memory.
+    if unsafe { sys!(libc::SYS_madvise, from, to - from, libc::MADV_POPULATE_WRITE) }.is_err() {
+        (from..to).step_by(PAGE).for_each(|page| {
+            thread::reads(page);
+        });
     }
 }
 

@@ -145,7 +145,14 @@ impl Pager {
                 Ok(n) if n > 0 && !d.only_touched => at += n as u64,
                 // The page touched comes whatever is with its neighbours, or its thread would wait for ever.
                 Ok(_) if at < r.vpn => at = r.vpn,
-                Ok(_) => break,
+                Ok(n) => {
+                    // (Nothing came: its mapping is gone, or the kernel refused. Whoever waits looks again; the kernel wakes nobody
+                    // for a mapping's end.)
+                    if n == 0 && at == r.vpn {
+                        self.uffd().wake(at as usize * PAGE, PAGE);
+                    }
+                    break;
+                }
                 Err(EventPending) if at <= r.vpn => return Err(EventPending),
                 Err(EventPending) => break,
             }
@@ -337,6 +344,37 @@ mod tests {
     use uzswap_sys::sys;
 
     const N: u64 = 64;
+
+    /// The story: found by reading. Who asked for a page that was staged, of memory that another thread unmapped just then, waited for
+    /// ever: the reclaim thread that un-shared pages, or a call that was given the memory.
+    #[test]
+    fn who_waits_for_what_was_unmapped_looks_again() {
+        use uzswap_sys::uffd::Message;
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, 1);
+        let vpn = (at / PAGE) as u64;
+        testing::put(p, at, &[7; PAGE]);
+        let mut s = p.state.lock();
+        s.list_resident(vpn, 1, List::Inactive, |_| None);
+        assert_eq!(p.stage_range(&mut s, vpn, vpn + 1), (1, vpn + 1));
+        let (told, answer) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            // SAFETY: populating changes no contents.
+            told.send(unsafe { sys!(libc::SYS_madvise, at, PAGE, libc::MADV_POPULATE_READ) }).unwrap();
+        });
+        let asked = loop {
+            match p.uffd().read().expect("messages are read") {
+                Some(Message::Fault { address, .. }) => break address,
+                _ => std::thread::yield_now(),
+            }
+        };
+        assert_eq!(asked, at);
+        // SAFETY: memory of the test's own.
+        unsafe { sys!(libc::SYS_munmap, at, PAGE) }.expect("munmap");
+        assert!(p.serve(&mut s, Request { vpn, write: false, protected: false }).is_ok());
+        let answer = answer.recv_timeout(std::time::Duration::from_secs(60)).expect("it waits no more");
+        assert_eq!(answer, Err(libc::ENOMEM));
+    }
 
     /// See `new_from`: what lies below the mapping that is filled downwards, or a page that another has, is not touched.
     #[test]

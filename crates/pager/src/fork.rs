@@ -24,6 +24,10 @@ use uzswap_sys::{sys, thread};
 
 /// Bytes of stack that a hook needs at most while it holds the lock.
 const HOOK_STACK: usize = 32 << 10;
+/// Bytes of stack, in pages, above where it takes the lock that a hook uses until it gives it back: the frames of who took it, and libc's
+/// around a fork.
+const HOOK_ABOVE: usize = 2 * arena::PAGE;
+const ABOVE_PAGES: usize = HOOK_ABOVE / arena::PAGE;
 /// Bytes of a thread's control block from the thread pointer on, in which its rseq area is, where libc does not say where
 /// that ends (glibc's block has 2.3 KiB).
 pub const CONTROL_BLOCK: usize = 3 << 10;
@@ -46,16 +50,32 @@ impl Pager {
     /// are in memory. (Those that the program made itself are managed as any other memory. A fault on them while this
     /// thread holds the lock would wait for ever, as who serves it needs the lock; and the kernel writes to a thread's
     /// rseq area, in its control block, whenever it has interrupted it.)
+    ///
+    /// The story: a program's stack was put out on request while it waited for the lock. With the lock it looked whether its stack was
+    /// there, and met that the frame it did that in was not; or what it looked at was there, and not the next page, with the frame of who
+    /// had called. All waited for ever, once in hundreds of runs of a test.
+    #[inline(never)]
     pub fn lock_in_hook(&self) -> Guard<'_, State> {
         let mut tries = 0;
         // (Read in the control block itself, so not with the lock.)
         let control = thread::pointer();
+        let last = match self.control_block.load(Relaxed) {
+            // (Where libc does not say how much it has the kernel does not write to it.)
+            CONTROL_BLOCK.. => control,
+            bytes => control + bytes - 1,
+        };
         loop {
-            let s = self.state.lock();
-            let [stack, control] = self.pages_of_hook(&s, control, 0);
+            // (What is asked now is this function's, and what it calls.)
+            // SAFETY: both bytes are the calling thread's control block's.
+            let s = unsafe { self.state.lock_on_stack([control as *mut u8, last as *mut u8]) };
+            let [stack, control] = self.pages_of_hook(&s, control, HOOK_ABOVE);
             if stack.is_empty() && control.is_empty() {
                 return s;
             }
+            // (What is above is there if it is known to be, as those frames are: it is not written to without need.)
+            let here = stack_address() / arena::PAGE;
+            let above: [bool; ABOVE_PAGES] = core::array::from_fn(|i| is_in(&s, here + 1 + i));
+            let is_there = |page: usize| page > here && page <= here + ABOVE_PAGES && above[page - here - 1];
             let pages = stack.chain(control);
             // (What cannot be had after so many tries is not needed: a guard page below the stack.)
             if tries > 0 && pages.clone().all(|page| is_in(&s, page)) || tries == 100 {
@@ -63,7 +83,7 @@ impl Pager {
             }
             drop(s);
             tries += 1;
-            for page in pages {
+            for page in pages.filter(|page| !is_there(*page)) {
                 if self.without_move {
                     // (Where pages are not written to unseen, reading one brings it as well.)
                     thread::reads(page * arena::PAGE);
@@ -79,8 +99,7 @@ impl Pager {
     /// The pages that the calling thread writes to while it is in a hook, and `above` bytes of the stack above it, as far as
     /// they are managed: of its stack, and of its control block, which is at `control`.
     fn pages_of_hook(&self, s: &State, control: usize, above: usize) -> [core::ops::Range<usize>; 2] {
-        let here = 0u8;
-        let top = core::ptr::from_ref(&here) as usize;
+        let top = stack_address();
         let end = control + self.control_block.load(Relaxed);
         [stack_pages(s, top, top + above), managed_pages(s, control, end)]
     }
@@ -205,6 +224,13 @@ impl Pager {
             s.zone.free(Kind::Hole, slot, order);
         }
     }
+}
+
+/// An address in the caller's frame, or right below it.
+#[inline(always)]
+fn stack_address() -> usize {
+    let here = 0u8;
+    core::ptr::from_ref(&here) as usize
 }
 
 /// The pages of a stack around `top`, up to the one with `end`, where it is managed: within its own mapping.

@@ -27,6 +27,12 @@ const PATIENCE: u32 = 1;
 /// How long it is let pass (nanoseconds): it must wake up, perhaps on another CPU, and take the lock.
 const LET_PASS_NS: u64 = 500_000;
 
+/// What [`Lock::lock_on_stack`] sees to below the caller's frame, and above the end of that (bytes): a page at most, as every page of the
+/// range is to hold one of the bytes that are written to.
+pub const BELOW_STACK: usize = 4096;
+/// See [`BELOW_STACK`].
+pub const ABOVE_STACK: usize = 1024;
+
 /// Waits while `*word == value`, at most `timeout_ns` (None: for ever).
 #[cfg(not(loom))]
 pub fn futex_wait(word: &AtomicU32, value: u32, timeout_ns: Option<u64>, shared: bool) {
@@ -51,6 +57,8 @@ pub struct Lock<T> {
     word: AtomicU32,
     /// Whether one that waits is to be let pass.
     hungry: AtomicU32,
+    /// How often it was taken (wrapping).
+    turns: AtomicU32,
     value: UnsafeCell<T>,
 }
 // SAFETY: the lock gives one thread at a time access to the value.
@@ -63,13 +71,23 @@ impl<T> Lock<T> {
     /// A free lock.
     #[cfg(not(loom))]
     pub const fn new(value: T) -> Self {
-        Self { word: AtomicU32::new(0), hungry: AtomicU32::new(0), value: UnsafeCell::new(value) }
+        Self {
+            word: AtomicU32::new(0),
+            hungry: AtomicU32::new(0),
+            turns: AtomicU32::new(0),
+            value: UnsafeCell::new(value),
+        }
     }
 
     /// The same in a model.
     #[cfg(loom)]
     pub fn new(value: T) -> Self {
-        Self { word: AtomicU32::new(0), hungry: AtomicU32::new(0), value: UnsafeCell::new(value) }
+        Self {
+            word: AtomicU32::new(0),
+            hungry: AtomicU32::new(0),
+            turns: AtomicU32::new(0),
+            value: UnsafeCell::new(value),
+        }
     }
 
     /// Takes the lock.
@@ -81,7 +99,7 @@ impl<T> Lock<T> {
         if self.word.compare_exchange(0, 1, Acquire, Relaxed).is_err() {
             for _ in 0..SPINS {
                 if self.word.load(Relaxed) == 0 && self.word.compare_exchange(0, 1, Acquire, Relaxed).is_ok() {
-                    return Guard(self);
+                    return self.taken();
                 }
                 core::hint::spin_loop();
             }
@@ -94,11 +112,102 @@ impl<T> Lock<T> {
                 woken += 1;
             }
             if woken > PATIENCE {
-                self.hungry.store(0, Relaxed);
-                futex_wake(&self.hungry, u32::MAX >> 1, false);
+                self.is_fed();
             }
         }
+        self.taken()
+    }
+
+    /// The lock was taken just now.
+    fn taken(&self) -> Guard<'_, T> {
+        self.turns.store(self.turns.load(Relaxed).wrapping_add(1), Relaxed);
         Guard(self)
+    }
+
+    /// Whoever was hungry has it.
+    fn is_fed(&self) {
+        self.hungry.store(0, Relaxed);
+        futex_wake(&self.hungry, u32::MAX >> 1, false);
+    }
+
+    /// Takes the lock at a moment when the pages of the calling thread's stack from [`BELOW_STACK`] bytes below the caller's frame to
+    /// [`ABOVE_STACK`] above its end, and those of the bytes at `also`, can be written to: for a thread whose memory whoever holds the
+    /// lock may take away.
+    ///
+    /// The pages are written to (with what they hold), and the lock is taken if nobody has had it since. Between the two there is
+    /// nothing but registers; so if it is to be given back nothing is needed for that either.
+    ///
+    /// # Safety
+    /// The addresses `also` must be mapped and writable.
+    #[cfg(not(loom))]
+    #[inline(always)]
+    pub unsafe fn lock_on_stack(&self, also: [*mut u8; 2]) -> Guard<'_, T> {
+        const TAKEN: u32 = 1;
+        const GIVEN_BACK: u32 = 2;
+        let mut tries = 0;
+        loop {
+            let result: u32;
+            // SAFETY: the word is the lock's own, and 2 is what one who waits takes it with. What is written to on the stack (or'ed with 0)
+            // is the caller's frame and what it would call, and `also` as the caller says.
+            unsafe {
+                core::arch::asm!(
+                    "xor {result:e}, {result:e}",
+                    "mov {seen:e}, dword ptr [{turns}]",
+                    "cmp dword ptr [{word}], 0",
+                    "jne 3f",
+                    "lock or byte ptr [rsp - {below}], 0",
+                    "lock or byte ptr [rsp], 0",
+                    "lock or byte ptr [rsp + {above}], 0",
+                    "lock or byte ptr [{first}], 0",
+                    "lock or byte ptr [{second}], 0",
+                    "xor eax, eax",
+                    "lock cmpxchg dword ptr [{word}], {two:e}",
+                    "jne 3f",
+                    "mov {result:e}, {taken}",
+                    "cmp {seen:e}, dword ptr [{turns}]",
+                    "je 3f",
+                    "xor eax, eax",
+                    "xchg dword ptr [{word}], eax",
+                    "mov {result:e}, {given_back}",
+                    "3:",
+                    word = in(reg) self.word.as_ptr(),
+                    turns = in(reg) self.turns.as_ptr(),
+                    first = in(reg) also[0],
+                    second = in(reg) also[1],
+                    two = in(reg) 2u32,
+                    seen = out(reg) _,
+                    result = out(reg) result,
+                    out("eax") _,
+                    below = const BELOW_STACK,
+                    above = const ABOVE_STACK,
+                    taken = const TAKEN,
+                    given_back = const GIVEN_BACK,
+                    options(nostack)
+                );
+            }
+            if result == TAKEN {
+                if tries > PATIENCE {
+                    self.is_fed();
+                }
+                return self.taken();
+            }
+            self.wait_for(result == GIVEN_BACK, &mut tries);
+        }
+    }
+
+    /// The lock could not be taken: waits until it is free, or a little. `given_back`: it was taken, and is free again.
+    #[cfg(not(loom))]
+    #[inline(never)]
+    fn wait_for(&self, given_back: bool, tries: &mut u32) {
+        if given_back {
+            futex_wake(&self.word, u32::MAX >> 1, false);
+        }
+        *tries += 1;
+        if *tries > PATIENCE {
+            self.hungry.store(1, Relaxed);
+        }
+        let _ = self.word.compare_exchange(1, 2, Relaxed, Relaxed);
+        futex_wait(&self.word, 2, Some(LET_PASS_NS), false);
     }
 
     /// Whether somebody holds it now (a hint).
@@ -146,6 +255,37 @@ impl<T> DerefMut for Guard<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
         // SAFETY: the guard proves exclusive access.
         unsafe { &mut *self.0.value.get() }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod stack_tests {
+    use super::Lock;
+
+    /// With threads that take it in the usual way: one at a time, and nobody sleeps for ever. (That the stack is there: `fixtures/depths.c`.)
+    #[test]
+    fn on_the_stack_it_is_taken_by_one_at_a_time() {
+        const TIMES: usize = 20_000;
+        let lock = Lock::new(0usize);
+        std::thread::scope(|threads| {
+            for number in 0..4 {
+                let lock = &lock;
+                threads.spawn(move || {
+                    let mut also = [0u8; 2];
+                    let also = also.each_mut().map(core::ptr::from_mut);
+                    for i in 0..TIMES {
+                        // SAFETY: bytes of this thread's.
+                        let mut guard = if number < 2 { unsafe { lock.lock_on_stack(also) } } else { lock.lock() };
+                        let before = core::hint::black_box(*guard);
+                        if i % 64 == 0 {
+                            std::thread::yield_now();
+                        }
+                        *guard = before + 1;
+                    }
+                });
+            }
+        });
+        assert_eq!(*lock.lock(), 4 * TIMES);
     }
 }
 

@@ -8,6 +8,7 @@
 //! Each run is a session of its own, so that every process of it can be found, measured and, when it is late, ended
 //! by its pid. Memory is measured from outside: RssAnon of every process of the session, read each 5 ms.
 
+use crate::hung::end_hung;
 use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Read, Write};
@@ -538,7 +539,7 @@ fn watch(pid: i32, started: Instant) -> Watched {
         }
         if started.elapsed() > RUN_TIMEOUT {
             timed_out = true;
-            end_all(pid);
+            end_hung(pid);
         }
         if samples.is_multiple_of(SAMPLES_PER_LISTING) {
             members = session(pid);

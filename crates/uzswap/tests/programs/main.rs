@@ -7,6 +7,7 @@
 mod cluster;
 mod disk;
 mod harness;
+mod hung;
 mod injected;
 mod leaving;
 mod lends;

@@ -6,6 +6,7 @@
 //! write that the client was not told of, or that did not wait, is a gap.
 
 use crate::harness::*;
+use crate::hung::end_hung;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -77,7 +78,7 @@ fn snapshots(program: &Path, limit: u64, faults: Option<&str>) {
     let (finished, end) = mpsc::channel::<()>();
     let watchdog = std::thread::spawn(move || {
         if end.recv_timeout(RUN_TIMEOUT) == Err(mpsc::RecvTimeoutError::Timeout) {
-            end_all(leader as i32);
+            end_hung(leader as i32);
         }
     });
     let first = lines.next().expect("its first line");

@@ -2,6 +2,7 @@
 //! `uzswap pagemap` says, at limits that press and at one that does not, while its pages are put out all the time.
 
 use crate::harness::*;
+use crate::hung::end_hung;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Write};
@@ -102,7 +103,7 @@ fn checked(program: &Path, seed: &str, limit: u64, page_outs: bool) {
         // (Whatever goes wrong here, the program must not be left behind.)
         threads.spawn(move || {
             if end.recv_timeout(RUN_TIMEOUT) != Ok(()) {
-                end_all(pid as i32);
+                end_hung(pid as i32);
             }
         });
         let outs = page_outs.then(|| threads.spawn(|| put_out_all(pid, &ended)));
