@@ -29,7 +29,7 @@ const LET_PASS_NS: u64 = 500_000;
 
 /// What [`Lock::lock_on_stack`] sees to below the caller's frame, and above the end of that (bytes): a page at most, as every page of the
 /// range is to hold one of the bytes that are written to; and no more than is needed, as a program's own stack may be small.
-pub const BELOW_STACK: usize = 2048;
+pub const BELOW_STACK: usize = 512;
 /// See [`BELOW_STACK`].
 pub const ABOVE_STACK: usize = 1024;
 
