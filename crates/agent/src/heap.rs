@@ -103,6 +103,24 @@ unsafe impl GlobalAlloc for Heap {
     }
 }
 
+/// Before a fork, with the pager's lock held: whoever was allocating has done so, and nobody does until [`go_on`]. A child would wait
+/// for ever for a thread that it does not have.
+///
+/// The story: a rule said that nothing is allocated without the pager's lock, which a fork takes. A thread that began to serve faults did,
+/// and one that gave others work to compress: a child stood still, twice in some fifteen runs of a program that forks under page-outs.
+pub fn stop() {
+    core::mem::forget(HEAP.0.lock());
+}
+
+/// After it, in the parent and in the child.
+///
+/// # Safety
+/// The calling thread must have called [`stop`], or its parent's copy of it.
+pub unsafe fn go_on() {
+    // SAFETY: as the caller says; the guard was forgotten.
+    unsafe { HEAP.0.force_unlock() }
+}
+
 #[cfg_attr(not(test), global_allocator)]
 #[cfg_attr(test, allow(dead_code))]
 static HEAP: Heap = Heap(Lock::new(Dlmalloc::new_with_allocator(Reservation)));

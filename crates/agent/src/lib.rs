@@ -241,11 +241,14 @@ extern "C" fn before_fork() {
             return;
         }
         MASK.store(old, Relaxed);
+        heap::stop();
     }
 }
 
 extern "C" fn after_fork(ret: isize) {
     let Some(p) = pager() else { return };
+    // SAFETY: `before_fork` stopped it in this thread, or it would have let go of the process.
+    unsafe { heap::go_on() };
     let old = MASK.load(Relaxed);
     if ret != 0 {
         p.after_fork_in_parent(ret);
