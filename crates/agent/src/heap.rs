@@ -140,6 +140,16 @@ mod tests {
         seen.iter().filter(|page| **page & 1 != 0).count()
     }
 
+    /// (With forks: `forks_under_page_outs`.)
+    #[test]
+    fn nobody_allocates_until_a_fork_is_made() {
+        stop();
+        assert!(HEAP.0.is_locked());
+        // SAFETY: stopped above.
+        unsafe { go_on() };
+        assert!(!HEAP.0.is_locked());
+    }
+
     /// The story: a process that was managed had a mebibyte of books before it had any page out, most of it buffers of zeros of which
     /// it used a page or two. Thirty small ones took more for that than their limit.
     #[test]
