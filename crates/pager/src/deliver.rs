@@ -135,23 +135,26 @@ impl Pager {
         if filled == 0 {
             return Ok(0);
         }
+        let copied = frames.is_none() || (self.comes_by_copy(s, filled) && self.may_charge(s, filled));
         let result = match frames {
-            Some((slot, _)) => self.move_in_up_to(s, vpn, slot, filled),
+            Some((slot, _)) if !copied => self.move_in_up_to(s, vpn, slot, filled),
             // SAFETY: the caller filled the buffer, which is readable.
-            None => unsafe { self.copy(s, vpn, src, filled * PAGE) },
+            _ => unsafe { self.copy(s, vpn, src, filled * PAGE) },
         };
         let (brought, error) = match result {
             Ok(()) => (filled, 0),
             Err((done, e)) => (done / PAGE, e),
         };
+        if copied {
+            s.rss += brought * PAGE;
+        }
         if let Some((slot, o)) = frames {
-            if brought == FOLIO_PAGES {
+            let moved = if copied { 0 } else { brought };
+            if moved == FOLIO_PAGES {
                 self.brought_huge(s, vpn, slot);
             }
-            self.free_slots_of(s, vpn, slot, brought);
-            s.zone.free_run(Kind::Frame, slot + brought as u32, (1 << o) - brought);
-        } else {
-            s.rss += brought * PAGE;
+            self.free_slots_of(s, vpn, slot, moved);
+            s.zone.free_run(Kind::Frame, slot + moved as u32, (1 << o) - moved);
         }
         match error {
             _ if brought > 0 => Ok(brought),
@@ -248,7 +251,7 @@ impl Pager {
     }
 
     /// Whether `n` pages more may be taken from the kernel.
-    fn may_charge(&self, s: &State, n: usize) -> bool {
+    pub(crate) fn may_charge(&self, s: &State, n: usize) -> bool {
         self.inject(Site::Charge).is_none() && self.excess(s) + (n * PAGE) as isize <= 0
     }
 

@@ -65,7 +65,7 @@ impl Pager {
         let (low, _) = self.watermarks();
         let few = !self.without_move && s.zone.free_slots(Kind::Frame) < low;
         let short = few && self.excess(s) + 2 * self.margin() as isize > 0;
-        short || self.excess(s) + self.margin() as isize > 0
+        short || self.over(s, self.margin() as isize) > 0
     }
 
     /// Brings the page of a fault, and what goes with it.
@@ -203,6 +203,9 @@ impl Pager {
         {
             n += 1;
         }
+        if self.comes_by_copy(s, n) && self.may_charge(s, n) {
+            return self.bring_staged_copy(s, vpn, slot, n);
+        }
         let moved = match self.move_in(s, vpn, slot, n) {
             Ok(()) => n,
             Err((done, _)) if done >= PAGE => done / PAGE,
@@ -214,19 +217,21 @@ impl Pager {
             }
             Err((_, libc::ENOENT | libc::ESRCH)) => return Ok(0),
             // Read-only now, or shared with a child: a copy always works.
-            Err(_) => {
-                let from = self.layout.slot(slot);
-                if self.copy_some(s, vpn, from, 1)? == 0 {
-                    return Ok(0);
-                }
-                s.zone.free_run(Kind::Frame, slot, 1);
-                self.staged_became_resident(s, vpn, 1);
-                return Ok(1);
-            }
+            Err(_) => return self.bring_staged_copy(s, vpn, slot, 1),
         };
         self.free_slots_of(s, vpn, slot, moved);
         self.staged_became_resident(s, vpn, moved);
         Ok(moved)
+    }
+
+    /// Copies up to `n` staged pages in, and leaves their frames free.
+    fn bring_staged_copy(&self, s: &mut State, vpn: u64, slot: u32, n: usize) -> Result<usize, EventPending> {
+        let copied = self.copy_some(s, vpn, self.layout.slot(slot), n)?;
+        if copied > 0 {
+            s.zone.free_run(Kind::Frame, slot, copied);
+            self.staged_became_resident(s, vpn, copied);
+        }
+        Ok(copied)
     }
 
     pub(crate) fn staged_became_resident(&self, s: &mut State, vpn: u64, n: usize) {

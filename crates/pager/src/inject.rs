@@ -7,7 +7,8 @@
 //! ```text
 //! UZSWAP_TEST_FAULTS="seed=7,pool=1/50,move_out=1/100"     one store in 50 fails, and one MOVE out in 100
 //! ```
-//! `move=never` has all members page without MOVE, as on a kernel that has none (see `without_move`).
+//! `move=never` has all members page without MOVE, as on a kernel that has none (see `without_move`), and `flushes=dear` as where
+//! each TLB flush interrupts another CPU (see `shootdown`).
 //!
 //! What is drawn is a hash of how many were drawn before in the whole group: no state of a process, so a forked child
 //! goes on where its parent was. Each site counts how often it failed, and the report says so: a test must see that
@@ -105,6 +106,8 @@ pub struct Faults {
     pub on: AtomicU32,
     /// Whether members are to do as on a kernel without MOVE.
     pub never_move: AtomicU32,
+    /// Whether members are to do as where TLB flushes are dear: see `shootdown`.
+    pub dear_flushes: AtomicU32,
     /// Where the draws began.
     pub seed: AtomicU64,
     /// Draws so far, in the whole group.
@@ -123,7 +126,9 @@ impl Faults {
     pub fn set(&self, text: &str, seed: u64) -> Result<(), String> {
         self.seed.store(seed, Relaxed);
         for item in text.split(',') {
-            let wrong = || format!("`{item}` in {ENV_FAULTS} is not SITE=N/M with N at most M, seed=N, or move=never");
+            let wrong = || {
+                format!("`{item}` in {ENV_FAULTS} is not SITE=N/M with N at most M, seed=N, move=never or flushes=dear")
+            };
             let (name, value) = item.split_once('=').ok_or_else(wrong)?;
             if name == "seed" {
                 self.seed.store(value.parse().map_err(|_| wrong())?, Relaxed);
@@ -131,6 +136,10 @@ impl Faults {
             }
             if item == "move=never" {
                 self.never_move.store(1, Relaxed);
+                continue;
+            }
+            if item == "flushes=dear" {
+                self.dear_flushes.store(1, Relaxed);
                 continue;
             }
             let site = SITES.iter().position(|(_, n)| *n == name).ok_or_else(wrong)?;

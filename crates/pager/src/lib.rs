@@ -41,6 +41,7 @@ mod relocate;
 pub mod remapped;
 pub mod request;
 pub mod shared;
+pub mod shootdown;
 pub mod stage;
 mod stall;
 pub mod state;
@@ -51,6 +52,7 @@ pub mod ticker;
 pub mod trace;
 mod transfer;
 mod watch;
+mod window;
 mod without_move;
 mod writes;
 

@@ -19,6 +19,7 @@ use crate::full::Waiting;
 use crate::group::{GroupPage, NODES};
 use crate::huge::Blocks;
 use crate::member::Chain;
+use crate::shootdown::Shootdowns;
 use crate::stall::Stall;
 use crate::state::State;
 use crate::swap::clusters::{ClusterMap, Rows};
@@ -126,6 +127,8 @@ pub struct Pager {
     pub calls: Calls,
     /// Whether calls are stopped for somebody who waits for the lock, so that who has it may use that.
     pub calls_lent: AtomicBool,
+    /// What taking mappings away costs.
+    pub shootdowns: Shootdowns,
     /// Who compresses together.
     pub crew: Crew,
     /// What its helpers compress with.
@@ -256,6 +259,7 @@ impl Pager {
             looks_done: AtomicU32::new(0),
             calls: Calls::default(),
             calls_lent: AtomicBool::new(false),
+            shootdowns: Shootdowns::default(),
             crew: Crew::new(),
             tools: Lock::new(Vec::new()),
             crew_tids: Default::default(),

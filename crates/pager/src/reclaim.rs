@@ -18,6 +18,7 @@
 use crate::arena::PAGE;
 use crate::batch::{BATCH_PAGES, Batch};
 use crate::fault::EventPending;
+use crate::folio::MAX_ORDER;
 use crate::inject::Site;
 use crate::pager::Pager;
 use crate::state::{BLOCK_PAGES, State};
@@ -25,6 +26,15 @@ use core::sync::atomic::Ordering::*;
 use uzswap_mm::zone::Kind;
 use uzswap_sys::lock::{self, Guard};
 use uzswap_sys::{sys, thread};
+
+/// Times that slots are tried to be made a target of MOVE again, before they are given up: the kernel may be short of memory for a moment.
+const REGISTER_TRIES: u32 = 3;
+/// Frames from which on a page block is given back as a whole, where flushes are dear.
+const IDLE_FRAMES: u32 = 4;
+/// Frames that are given back at once then: less than half of the margin below any limit (1 MiB).
+const MANY_FRAMES: usize = 192;
+/// Frames that are not counted upon meanwhile.
+const KEPT_FRAMES: usize = BATCH_PAGES + BLOCK_PAGES;
 
 /// What is left to a program of its memory that is managed, where other things fill the limit: as much, or a quarter of it.
 const LEAST_BYTES: usize = 8 << 20;
@@ -93,7 +103,8 @@ impl Pager {
         let margin = self.margin() as isize;
         let (_, high) = self.watermarks();
         let short = !self.without_move && s.zone.free_slots(Kind::Frame) < high && excess + 2 * margin > 0;
-        !s.unshare.is_empty() || excess > 0 || (!self.handler_reclaims(&s) && (excess + margin > 0 || short))
+        let over = self.over(&s, margin) > 0;
+        !s.unshare.is_empty() || excess > 0 || (!self.handler_reclaims(&s) && (over || short))
     }
 
     /// One round: stage, compress a batch, give frames back. False when nothing could be done.
@@ -105,9 +116,9 @@ impl Pager {
         {
             let mut s = between.unwrap_or_else(|| self.state.lock());
             s.calls_stopped = stopped;
-            let mut over = ((self.excess(&s) + self.margin() as isize).max(0) as usize) / PAGE;
+            let mut over = self.over(&s, self.margin() as isize);
             let mut spare = s.zone.free_slots(Kind::Frame);
-            if over > 0 && spare > low.min(high / 2) {
+            if over > 0 && spare > low.min(high / 2) && self.gives(&s, over) {
                 let given = self.give_back(&mut s, over.min(spare - low / 2));
                 (over, spare) = (over.saturating_sub(given), spare - given);
                 progress |= given > 0;
@@ -176,19 +187,19 @@ impl Pager {
         if self.counters().pgfault.load(Relaxed).is_multiple_of(32) {
             s.rss = self.rss_now(s);
         }
-        let over = self.excess(s) + margin / 2 > 0;
+        let over = self.over(s, margin / 2) > 0;
         if !over && (self.without_move || spare >= need || self.excess(s) + margin < 0) {
             return;
         }
         s.rss = self.rss_now(s);
         self.publish(s);
-        let over = ((self.excess(s) + margin / 2).max(0) as usize) / PAGE;
+        let over = self.over(s, margin / 2);
         if over > 0 {
             self.count_excess(s);
         }
         // (Free frames go first: a round for each page by which the pool grew would fill the limit with them.)
         let idle = spare.saturating_sub(need + BATCH_PAGES);
-        if over > 0 && idle > 0 && !self.without_move {
+        if over > 0 && idle > 0 && !self.without_move && self.gives(s, over) {
             let given = self.give_back(s, (over + BLOCK_PAGES).min(idle));
             if given >= over {
                 return;
@@ -216,9 +227,9 @@ impl Pager {
         self.cut_sparse(s);
         self.densify(s, 4);
         let spare = s.zone.free_slots(Kind::Frame);
-        // (Without MOVE a page that leaves gives its memory back at once.)
-        let over = match self.without_move {
-            true => ((self.excess(s) + margin / 2).max(0) as usize) / PAGE,
+        // (Without MOVE a page that leaves gives its memory back at once; and what is free now may be enough to wait for more.)
+        let over = match self.without_move || self.saves_flushes(s) {
+            true => self.over(s, margin / 2),
             false => over,
         };
         if over > 0 && spare > BLOCK_PAGES {
@@ -280,8 +291,9 @@ impl Pager {
         let mut left = self.store_posted(s);
         let mut batch = s.take_direct();
         let staged = self.take_more(s, &mut batch, want, keep);
-        // (At random a fault brings a page or a block: interrupting the helpers' CPUs for each costs more than they do.)
-        let need = later.filter(|need| batch.shared && *need > BLOCK_PAGES);
+        // (At random a fault brings a page or a block. The thread that serves a process's faults would lose the program to the CPU that
+        // a helper leaves; a region's own threads serve theirs.)
+        let need = later.filter(|need| batch.shared && (self.own_frames || *need > BLOCK_PAGES));
         if need.is_none_or(|need| !self.without_move && s.zone.free_slots(Kind::Frame) < need) {
             left += self.store_now(s, &mut batch);
             if need.is_some() {
@@ -319,36 +331,64 @@ impl Pager {
         left
     }
 
-    /// Gives up to `pages` free frames back to the kernel.
+    /// Pages by which the group is above what is `below` bytes under its limit. (Where giving frames back is dear, it is not for a few
+    /// that free frames would make up for: so many that few calls do, or none.)
+    pub(crate) fn over(&self, s: &State, below: isize) -> usize {
+        let over = ((self.excess(s) + below).max(0) as usize) / PAGE;
+        let waits = !self.gives(s, over) && s.zone.free_slots(Kind::Frame) >= over + KEPT_FRAMES;
+        if waits { 0 } else { over }
+    }
+
+    /// Whether frames are given back for so many pages that are to be.
+    fn gives(&self, s: &State, pages: usize) -> bool {
+        pages >= MANY_FRAMES || !self.saves_flushes(s)
+    }
+
+    /// Gives about `pages` free frames back to the kernel.
     ///
     /// The arena is registered, so discarding would raise an event to ourselves: the range leaves the registration for
     /// that moment. Nobody else touches free slots.
     pub(crate) fn give_back(&self, s: &mut State, pages: usize) -> usize {
         let mut given = 0;
         while given < pages {
-            let order = (pages - given).ilog2().min(9) as u8;
-            let Some((slot, order)) = s.zone.alloc_up_to(Kind::Frame, order) else { break };
+            let (slot, order, frames) = match self.idle_block(s) {
+                Some((slot, frames)) => (slot, MAX_ORDER, frames as usize),
+                None => {
+                    let order = (pages - given).ilog2().min(u32::from(MAX_ORDER)) as u8;
+                    let Some((slot, order)) = s.zone.alloc_up_to(Kind::Frame, order) else { break };
+                    (slot, order, 1 << order)
+                }
+            };
             let (at, len) = (self.layout.slot(slot), PAGE << order);
             let uffd = self.uffd();
             // (A region asks for no events and has none, and without MOVE the arena is not registered.)
             let registered = !self.own_frames && !self.without_move;
             if registered && uffd.unregister(at, len).is_err() {
-                s.zone.free(Kind::Frame, slot, order);
+                // (What was a hole would be touched, were it taken for a frame: it stays allocated.)
+                if frames == 1 << order {
+                    s.zone.free(Kind::Frame, slot, order);
+                }
                 break;
             }
             // SAFETY: free frames hold nothing of use.
             unsafe { crate::arena::discard(at, len) };
             self.blocks.given_back(slot, 1 << order);
-            s.rss = s.rss.saturating_sub(len);
-            let refused = self.inject(Site::Register).is_some();
-            if registered && (refused || uffd.register(at, len).is_err()) {
+            s.rss = s.rss.saturating_sub(frames * PAGE);
+            let register = |_| self.inject(Site::Register).is_none() && uffd.register(at, len).is_ok();
+            if registered && !(0..REGISTER_TRIES).any(register) {
                 // No target of a MOVE any more: the slots stay allocated for good, and nobody uses them.
                 break;
             }
             s.zone.free(Kind::Hole, slot, order);
-            given += 1 << order;
+            given += frames;
         }
         given
+    }
+
+    /// Where flushes are dear, a page block of which nothing is in use and much is frames, those it has: one call, and one flush,
+    /// gives them all back, in whatever runs they lie. (Windows leave holes between them.)
+    fn idle_block(&self, s: &mut State) -> Option<(u32, u32)> {
+        if self.saves_flushes(s) { s.zone.take_idle_block(IDLE_FRAMES) } else { None }
     }
 
     /// Makes pages shared with a child this process's own, so that they can be moved: the kernel copies them.

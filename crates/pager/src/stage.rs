@@ -75,6 +75,10 @@ impl Pager {
                 moved += self.stage_pages(s, first)?;
                 continue;
             }
+            if !passes && self.goes_by_window(s, first) {
+                moved += self.stage_window(s, first)?;
+                continue;
+            }
             let (start, mut n) = (first.vpn(), 1usize << first.order());
             // Neighbours that came right after it go in the same call; as many as make one unit where large ones are wanted.
             let border = 1 << unit;

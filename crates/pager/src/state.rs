@@ -78,6 +78,8 @@ pub struct State {
     pub zone: Zone,
     /// Whether a large run of holes was wanted and not found.
     pub runs_wanted: bool,
+    /// Holes that the next windows go to: see `window`.
+    pub windows: Range<u32>,
     /// Compaction of them.
     pub compactor: Compactor<Emptiest>,
     /// Places in the pool.
@@ -188,6 +190,7 @@ impl State {
             pt: PageTable::new(),
             lru: Lru::default(),
             runs_wanted: false,
+            windows: 0..0,
             compactor: Compactor::new(Emptiest::new()),
             zone,
             pool: ZsPool::new(arena::POOL_BYTES - (4 << 20)),

@@ -12,8 +12,12 @@ use crate::inject::Site;
 use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
-use uzswap_sys::pagemap;
-use uzswap_sys::uffd::Partial;
+use uzswap_sys::raw::Errno;
+use uzswap_sys::uffd::{Partial, Uffd};
+use uzswap_sys::{pagemap, thread};
+
+/// One of the calls that move pages: destination, source, bytes.
+type Call = unsafe fn(&Uffd, usize, usize, usize) -> Result<(), Partial>;
 
 impl Pager {
     /// Moves `n` pages of the program into consecutive holes.
@@ -21,10 +25,41 @@ impl Pager {
     /// # Errors
     /// The bytes that were moved, and why not all.
     pub(crate) fn move_out(&self, vpn: u64, slot: u32, n: usize) -> Result<(), Partial> {
-        self.blocks.moved(slot, n);
+        let (dst, src) = (self.layout.slot(slot), vpn as usize * PAGE);
         // SAFETY: the source is the program's memory, of which this code holds no references.
-        let result = unsafe { self.ask_move(Site::MoveOut, self.layout.slot(slot), vpn as usize * PAGE, n) };
+        let result =
+            self.moving_out(slot, n, || unsafe { self.ask_move(Site::MoveOut, Uffd::move_pages, dst, src, n) });
         result.or_else(|told| self.corrected(told, self.leading(slot, n, true), n))
+    }
+
+    /// Moves what is there of `n` pages of the program, each to its own of `n` consecutive holes, as far as goes; which are there
+    /// now, a bit each, and why not all that was. (At most 64.)
+    pub(crate) fn move_out_present(&self, vpn: u64, slot: u32, n: usize) -> (u64, Result<(), Errno>) {
+        let (dst, src) = (self.layout.slot(slot), vpn as usize * PAGE);
+        // SAFETY: the source is the program's memory, of which this code holds no references.
+        let result =
+            self.moving_out(slot, n, || unsafe { self.ask_move(Site::MoveOut, Uffd::move_present, dst, src, n) });
+        let mut there = 0u64;
+        let scanned = pagemap::present_runs(self.pagemap.load(Relaxed), dst, dst + n * PAGE, |from, to| {
+            for page in (from - dst) / PAGE..(to - dst) / PAGE {
+                there |= 1 << page;
+            }
+        });
+        // (The call is there on every kernel that can MOVE.)
+        debug_assert!(scanned.is_ok());
+        (there, result.map_err(|(_, errno)| errno))
+    }
+
+    /// Has a call move `n` pages out, to `slot` and those behind it, and notes now and then how long it takes.
+    fn moving_out(&self, slot: u32, n: usize, call: impl FnOnce() -> Result<(), Partial>) -> Result<(), Partial> {
+        self.blocks.moved(slot, n);
+        if !self.shootdowns.due(n) {
+            return call();
+        }
+        let began = thread::now_ns();
+        let result = call();
+        self.shootdowns.note(n, thread::now_ns() - began);
+        result
     }
 
     /// Moves the frames of `n` consecutive slots, which nobody refers to any more, to missing pages of the program.
@@ -65,7 +100,7 @@ impl Pager {
         self.stall.mapping(vpn, n);
         let (dst, src) = (vpn as usize * PAGE, self.layout.slot(slot));
         // SAFETY: as the caller says.
-        let mut result = unsafe { self.ask_move(Site::MoveIn, dst, src, n) };
+        let mut result = unsafe { self.ask_move(Site::MoveIn, Uffd::move_pages, dst, src, n) };
         if let Err((0, libc::EBUSY)) = result {
             // Shared with a forked child: writing makes the frames ours alone.
             for i in 0..n {
@@ -76,7 +111,7 @@ impl Pager {
                 }
             }
             // SAFETY: as above.
-            result = unsafe { self.ask_move(Site::MoveIn, dst, src, n) };
+            result = unsafe { self.ask_move(Site::MoveIn, Uffd::move_pages, dst, src, n) };
         }
         result.or_else(|told| {
             let moved = self.leading(slot, n, false);
@@ -115,13 +150,13 @@ impl Pager {
         }
     }
 
-    /// Asks the kernel to move `n` pages, or has it answer what a test wants.
+    /// Asks the kernel to move `n` pages by a call, or has it answer what a test wants.
     ///
     /// # Safety
     /// No reference into `src` may be alive.
-    unsafe fn ask_move(&self, site: Site, dst: usize, src: usize, n: usize) -> Result<(), Partial> {
+    unsafe fn ask_move(&self, site: Site, call: Call, dst: usize, src: usize, n: usize) -> Result<(), Partial> {
         // SAFETY: as the caller says.
-        let moved = |pages: usize| unsafe { self.uffd().move_pages(dst, src, pages * PAGE) };
+        let moved = |pages: usize| unsafe { call(&self.uffd(), dst, src, pages * PAGE) };
         let Some(bits) = self.inject(site) else { return moved(n) };
         match bits % 3 {
             0 => Err((0, libc::EBUSY)),

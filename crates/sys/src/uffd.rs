@@ -252,6 +252,18 @@ impl Uffd {
         self.fill(MOVE, &mut [dst as u64, src as u64, len as u64, 0, 0], len)
     }
 
+    /// The same where `src` may have missing pages: they stay missing in `dst`.
+    ///
+    /// # Errors
+    /// As [`Uffd::move_pages`], but for `ENOENT`. (Bytes done count what was passed over.)
+    ///
+    /// # Safety
+    /// No reference into `src` may be alive.
+    pub unsafe fn move_present(&self, dst: usize, src: usize, len: usize) -> Result<(), Partial> {
+        const ALLOW_SRC_HOLES: u64 = 2;
+        self.fill(MOVE, &mut [dst as u64, src as u64, len as u64, ALLOW_SRC_HOLES, 0], len)
+    }
+
     /// Makes every access to missing pages of the range raise SIGBUS.
     ///
     /// # Errors

@@ -1,6 +1,6 @@
 //! Page blocks: 2 MiB of a zone, the grain at which what can be moved is kept apart from what cannot.
 
-use super::Kind;
+use super::{BLOCK_FRAMES, Kind, MAX_ORDER, Zone};
 
 /// What lives in a page block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,5 +54,24 @@ impl Block {
 
     pub(super) fn set_migrate_type(&mut self, mt: MigrateType) {
         self.mt = mt as u8;
+    }
+}
+
+impl Zone {
+    /// Takes the page block that is all free with the most frames in it, `least` or more: its first slot and the frames. The
+    /// caller has all of it then, as from [`Zone::alloc`] of the largest order.
+    pub fn take_idle_block(&mut self, least: u32) -> Option<(u32, u32)> {
+        let idle = |b: &Block| b.free(Kind::Frame) + b.free(Kind::Hole) == BLOCK_FRAMES && b.free(Kind::Frame) >= least;
+        let all = self.blocks.iter().enumerate().filter(|(_, b)| idle(b));
+        let (block, frames) = all.map(|(i, b)| (i, b.free(Kind::Frame))).max_by_key(|(_, frames)| *frames)?;
+        let (first, end) = self.block_range(block);
+        let mut at = first;
+        while at < end {
+            let (kind, order) = self.free_run_at(at)?;
+            self.unlink(kind, at, order);
+            at += 1 << order;
+        }
+        debug_assert!(first.is_multiple_of(1 << MAX_ORDER), "a whole block is aligned");
+        Some((first, frames))
     }
 }

@@ -12,6 +12,8 @@ enum Step {
     AllocTyped(Kind, MigrateType, u8),
     /// That frame, whatever run it is in.
     TakeFrame(Kind, usize),
+    /// The block that is all free with the most frames, so many at least.
+    TakeIdle(u32),
     /// The block of that frame changes its type.
     SetType(usize, MigrateType),
     /// The run at that index (modulo how many are held), as being of that kind now.
@@ -29,6 +31,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         3 => (kind(), order()).prop_map(|(k, o)| Step::AllocUpTo(k, o)),
         3 => (kind(), 0..3usize, order()).prop_map(|(k, t, o)| Step::AllocTyped(k, MigrateType::ALL[t], o)),
         1 => (kind(), any::<usize>()).prop_map(|(k, f)| Step::TakeFrame(k, f)),
+        1 => (1..40u32).prop_map(Step::TakeIdle),
         1 => (any::<usize>(), 0..3usize).prop_map(|(f, t)| Step::SetType(f, MigrateType::ALL[t])),
         3 => (any::<usize>(), kind()).prop_map(|(i, k)| Step::Free(i, k)),
         2 => (any::<usize>(), any::<usize>(), kind(), kind()).prop_map(|(i, n, a, b)| Step::FreeRun(i, n, a, b)),
@@ -155,6 +158,19 @@ impl Model {
                 assert_eq!(self.zone.take_frame(kind, frame as u32), there);
                 if there {
                     self.took(kind, frame as u32, 0);
+                }
+            }
+            Step::TakeIdle(least) => {
+                let frames = |block: &[Option<Kind>]| block.iter().filter(|s| **s == Some(Kind::Frame)).count() as u32;
+                let idle = self.free.chunks(1 << MAX_ORDER).filter(|block| block.iter().all(Option::is_some));
+                let most = idle.map(frames).filter(|frames| *frames >= least).max();
+                let taken = self.zone.take_idle_block(least);
+                assert_eq!(taken.map(|(_, frames)| frames), most);
+                if let Some((first, n)) = taken {
+                    let block = &mut self.free[first as usize..][..1 << MAX_ORDER];
+                    assert_eq!(frames(block), n);
+                    block.fill(None);
+                    self.held.push((first, MAX_ORDER));
                 }
             }
             Step::SetType(frame, mt) => {

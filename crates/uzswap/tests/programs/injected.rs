@@ -53,6 +53,7 @@ fn threads_survive_failures_of_every_operation() {
             (&["move_out"], "move_out=1/20"),
             (&["move_in"], "move_in=1/5"),
             (&["copy"], "move_in=1/10,copy=1/5"),
+            (&["move_out", "copy"], "flushes=dear,move_out=1/10,copy=1/5"),
             (&["event"], "event=1/50"),
             (&["register"], "register=1/5"),
         ],
@@ -83,7 +84,10 @@ fn the_flat_model_survives_failures_of_everything_at_once() {
     survives(
         &Subject::new("flat model", &[&model, &"3"]),
         24 * MIB,
-        &[(&["pool", "move_out", "move_in", "copy", "event"], all)],
+        &[
+            (&["pool", "move_out", "move_in", "copy", "event"], all),
+            (&["pool", "move_out", "copy", "event"], &format!("flushes=dear,{all}")),
+        ],
     );
 }
 
