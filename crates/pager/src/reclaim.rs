@@ -91,6 +91,7 @@ impl Pager {
     }
 
     pub(crate) fn wants_reclaim(&self) -> bool {
+        self.count_sharers();
         let mut s = self.state.lock();
         s.rss = self.rss_now(&s);
         self.publish(&s);
