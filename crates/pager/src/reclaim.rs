@@ -23,13 +23,13 @@ use crate::inject::Site;
 use crate::pager::Pager;
 use crate::state::{BLOCK_PAGES, State};
 use core::sync::atomic::Ordering::*;
-use uzswap_mm::zone::Kind;
+use uzswap_mm::zone::{BLOCK_FRAMES, Kind};
 use uzswap_sys::lock::{self, Guard};
 use uzswap_sys::{sys, thread};
 
 /// Times that slots are tried to be made a target of MOVE again, before they are given up: the kernel may be short of memory for a moment.
 const REGISTER_TRIES: u32 = 3;
-/// Frames from which on a page block is given back as a whole, where flushes are dear.
+/// Frames from which on a page block is given back as a whole.
 const IDLE_FRAMES: u32 = 4;
 /// Frames that are given back at once then: less than half of the margin below any limit (1 MiB).
 const MANY_FRAMES: usize = 192;
@@ -332,8 +332,8 @@ impl Pager {
         left
     }
 
-    /// Pages by which the group is above what is `below` bytes under its limit. (Where giving frames back is dear, it is not for a few
-    /// that free frames would make up for: so many that few calls do, or none.)
+    /// Pages by which the group is above what is `below` bytes under its limit. (Frames are given back so many at a time that few calls
+    /// do: until there are as many it counts for nothing what free frames would make up for.)
     pub(crate) fn over(&self, s: &State, below: isize) -> usize {
         let over = ((self.excess(s) + below).max(0) as usize) / PAGE;
         let waits = !self.gives(s, over) && s.zone.free_slots(Kind::Frame) >= over + KEPT_FRAMES;
@@ -352,7 +352,7 @@ impl Pager {
     pub(crate) fn give_back(&self, s: &mut State, pages: usize) -> usize {
         let mut given = 0;
         while given < pages {
-            let (slot, order, frames) = match self.idle_block(s) {
+            let (slot, order, frames) = match self.idle_block(s, pages - given) {
                 Some((slot, frames)) => (slot, MAX_ORDER, frames as usize),
                 None => {
                     let order = (pages - given).ilog2().min(u32::from(MAX_ORDER)) as u8;
@@ -386,10 +386,11 @@ impl Pager {
         given
     }
 
-    /// Where flushes are dear, a page block of which nothing is in use and much is frames, those it has: one call, and one flush,
-    /// gives them all back, in whatever runs they lie. (Windows leave holes between them.)
-    fn idle_block(&self, s: &mut State) -> Option<(u32, u32)> {
-        if self.saves_flushes(s) { s.zone.take_idle_block(IDLE_FRAMES) } else { None }
+    /// A page block of which nothing is in use, and how many frames it has, where about `pages` are to be given back: one call, and one
+    /// flush, serves for them all, in whatever runs they lie. (Windows leave holes between them. One that is all frames may be a huge page.)
+    fn idle_block(&self, s: &mut State, pages: usize) -> Option<(u32, u32)> {
+        let most = (2 * pages as u32).clamp(2 * IDLE_FRAMES, BLOCK_FRAMES - 1);
+        if self.saves_flushes(s) { s.zone.take_idle_block(IDLE_FRAMES..=most) } else { None }
     }
 
     /// Makes pages shared with a child this process's own, so that they can be moved: the kernel copies them.

@@ -1,6 +1,7 @@
 //! Page blocks: 2 MiB of a zone, the grain at which what can be moved is kept apart from what cannot.
 
 use super::{BLOCK_FRAMES, Kind, MAX_ORDER, Zone};
+use core::ops::RangeInclusive;
 
 /// What lives in a page block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,10 +59,12 @@ impl Block {
 }
 
 impl Zone {
-    /// Takes the page block that is all free with the most frames in it, `least` or more: its first slot and the frames. The
-    /// caller has all of it then, as from [`Zone::alloc`] of the largest order.
-    pub fn take_idle_block(&mut self, least: u32) -> Option<(u32, u32)> {
-        let idle = |b: &Block| b.free(Kind::Frame) + b.free(Kind::Hole) == BLOCK_FRAMES && b.free(Kind::Frame) >= least;
+    /// Takes the page block that is all free with the most frames in it, of a number that `wanted` has: its first slot and the frames.
+    /// The caller has all of it then, as from [`Zone::alloc`] of the largest order.
+    pub fn take_idle_block(&mut self, wanted: RangeInclusive<u32>) -> Option<(u32, u32)> {
+        let idle = |b: &Block| {
+            b.free(Kind::Frame) + b.free(Kind::Hole) == BLOCK_FRAMES && wanted.contains(&b.free(Kind::Frame))
+        };
         let all = self.blocks.iter().enumerate().filter(|(_, b)| idle(b));
         let (block, frames) = all.map(|(i, b)| (i, b.free(Kind::Frame))).max_by_key(|(_, frames)| *frames)?;
         let (first, end) = self.block_range(block);

@@ -12,8 +12,8 @@ enum Step {
     AllocTyped(Kind, MigrateType, u8),
     /// That frame, whatever run it is in.
     TakeFrame(Kind, usize),
-    /// The block that is all free with the most frames, so many at least.
-    TakeIdle(u32),
+    /// The block that is all free with the most frames, between these numbers.
+    TakeIdle(u32, u32),
     /// The block of that frame changes its type.
     SetType(usize, MigrateType),
     /// The run at that index (modulo how many are held), as being of that kind now.
@@ -31,7 +31,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         3 => (kind(), order()).prop_map(|(k, o)| Step::AllocUpTo(k, o)),
         3 => (kind(), 0..3usize, order()).prop_map(|(k, t, o)| Step::AllocTyped(k, MigrateType::ALL[t], o)),
         1 => (kind(), any::<usize>()).prop_map(|(k, f)| Step::TakeFrame(k, f)),
-        1 => (1..40u32).prop_map(Step::TakeIdle),
+        1 => (1..40u32, 1..600u32).prop_map(|(least, most)| Step::TakeIdle(least, most)),
         1 => (any::<usize>(), 0..3usize).prop_map(|(f, t)| Step::SetType(f, MigrateType::ALL[t])),
         3 => (any::<usize>(), kind()).prop_map(|(i, k)| Step::Free(i, k)),
         2 => (any::<usize>(), any::<usize>(), kind(), kind()).prop_map(|(i, n, a, b)| Step::FreeRun(i, n, a, b)),
@@ -160,12 +160,13 @@ impl Model {
                     self.took(kind, frame as u32, 0);
                 }
             }
-            Step::TakeIdle(least) => {
+            Step::TakeIdle(least, most) => {
+                let wanted = least..=most;
                 let frames = |block: &[Option<Kind>]| block.iter().filter(|s| **s == Some(Kind::Frame)).count() as u32;
                 let idle = self.free.chunks(1 << MAX_ORDER).filter(|block| block.iter().all(Option::is_some));
-                let most = idle.map(frames).filter(|frames| *frames >= least).max();
-                let taken = self.zone.take_idle_block(least);
-                assert_eq!(taken.map(|(_, frames)| frames), most);
+                let expected = idle.map(frames).filter(|frames| wanted.contains(frames)).max();
+                let taken = self.zone.take_idle_block(wanted);
+                assert_eq!(taken.map(|(_, frames)| frames), expected);
                 if let Some((first, n)) = taken {
                     let block = &mut self.free[first as usize..][..1 << MAX_ORDER];
                     assert_eq!(frames(block), n);
