@@ -235,7 +235,7 @@ impl Watch {
     /// again, together with the program, which waits for a CPU as well. (One that computes for long after a fault has a CPU.)
     ///
     /// Nor is it enough that neither had the CPU once: on a virtual machine the host may have taken it, for a millisecond or so. `xz -9`
-    /// by itself on an idle machine was lifted in 7 of 24 runs for that, and took 2.2 to 8.3 s where it takes 1.8.
+    /// by itself on an idle machine was lifted in 18 of 46 runs for that, and took 2.2 to 8.3 s where it takes 1.8.
     fn is_starved(&mut self, p: &Pager, handler: i32) -> bool {
         for _ in 0..LEAVES {
             match self.leave_cpu(p, handler) {
