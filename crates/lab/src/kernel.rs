@@ -125,7 +125,7 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
     });
     let findings = Findings { rows: lab.rows, verdicts: lab.verdicts, ..Findings::new("kernel", settings) };
     println!(
-        "uzswap lab kernel: {} of memory under a limit of {}, holding {contents}; medians of {} {}, one thread\n",
+        "uzswap lab kernel: {} of memory under a limit of {}, holding {contents}; medians of {} {}, one thread where no more are named\n",
         mib(lab.size),
         mib(lab.limit),
         lab.runs,

@@ -4,6 +4,8 @@
 //! whole was written) with its first eight bytes replaced by a *stamp*: page number, generation, and the number of
 //! times the stamp itself was rewritten. So a page that comes back stale, zero, shifted or from somewhere else differs.
 
+mod threads;
+
 use crate::data::Source;
 use crate::size::PAGE;
 use std::fmt;
@@ -29,13 +31,17 @@ pub enum Workload {
     RandomWrite,
     /// Reads eight bytes of pages drawn by Zipf's law (theta 0.99), the popular ones scattered.
     ZipfRead,
+    /// [`Workload::RandomRead`] by two threads, half of the pages each.
+    TwoThreads,
+    /// [`Workload::RandomRead`] while another thread of the process computes.
+    Beside,
     /// Compares every page whole. Not a measurement: the last word on whether memory was kept.
     Verify,
 }
 
 impl Workload {
     /// All of them, in order.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 10] = [
         Self::Fill,
         Self::SequentialRead,
         Self::Umap,
@@ -43,6 +49,8 @@ impl Workload {
         Self::RandomRead,
         Self::RandomWrite,
         Self::ZipfRead,
+        Self::TwoThreads,
+        Self::Beside,
         Self::Verify,
     ];
 
@@ -57,6 +65,8 @@ impl Workload {
             Self::RandomRead => "random read",
             Self::RandomWrite => "random write",
             Self::ZipfRead => "zipf read",
+            Self::TwoThreads => "random read, two threads",
+            Self::Beside => "random read, one computes",
             Self::Verify => "verify",
         }
     }
@@ -64,7 +74,13 @@ impl Workload {
     /// Whether it is measured in nanoseconds per access, not in MB/s of memory passed over.
     #[must_use]
     pub const fn per_access(self) -> bool {
-        matches!(self, Self::RandomRead | Self::RandomWrite | Self::ZipfRead)
+        matches!(self, Self::RandomRead | Self::RandomWrite | Self::ZipfRead) || !self.is_of_one_thread()
+    }
+
+    /// Whether the process has no other thread meanwhile.
+    #[must_use]
+    pub const fn is_of_one_thread(self) -> bool {
+        !matches!(self, Self::TwoThreads | Self::Beside)
     }
 
     /// The unit of its figure.
@@ -176,13 +192,7 @@ impl<'a> Pages<'a> {
                     self.check_stamp(page)?;
                 }
             }
-            Workload::RandomRead => {
-                for _ in 0..pages {
-                    let page = random.below(pages) as usize;
-                    self.check_stamp(page)?;
-                    self.check_some(page, &mut random)?;
-                }
-            }
+            Workload::RandomRead => self.read_at_random(pages, &mut random)?,
             Workload::RandomWrite => {
                 for _ in 0..pages {
                     let page = random.below(pages) as usize;
@@ -202,6 +212,8 @@ impl<'a> Pages<'a> {
                     }
                 }
             }
+            Workload::TwoThreads => threads::read_by_two(self, [random.next(), random.next()])?,
+            Workload::Beside => threads::read_beside(self, &mut random)?,
             Workload::Verify => {
                 for page in 0..self.pages {
                     self.compare(page)?;
@@ -209,6 +221,16 @@ impl<'a> Pages<'a> {
             }
         }
         Ok(Timing { seconds: start.elapsed().as_secs_f64(), accesses: pages })
+    }
+
+    /// Reads eight bytes, and eight more, of so many pages.
+    fn read_at_random(&self, times: u64, random: &mut Random) -> Result<(), Corrupt> {
+        for _ in 0..times {
+            let page = random.below(self.pages as u64) as usize;
+            self.check_stamp(page)?;
+            self.check_some(page, random)?;
+        }
+        Ok(())
     }
 
     fn page(&self, page: usize) -> *mut u8 {

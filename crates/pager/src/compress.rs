@@ -26,8 +26,10 @@ use uzswap_sys::thread;
 
 /// Pages of a batch from which on it is shared: of lz4 those take 100 µs.
 const SHARE_FROM: usize = 16;
-/// The limit from which on there are helpers (bytes): what one needs takes up to 0.4 MiB.
+/// The limit from which on there are helpers (bytes), and its share for each member that is engaged: what one needs takes up to 0.4 MiB,
+/// and where there are many members the other CPUs have enough to do.
 const LEAST_LIMIT: usize = 64 << 20;
+const LEAST_SHARE: usize = 16 << 20;
 /// Batches that are not shared after one whose leader waited long.
 const REST: u32 = 64;
 /// The stack of the first helper: those before are the pager's other threads'.
@@ -119,7 +121,12 @@ impl Pager {
 impl Pager {
     /// How many helpers there are to be.
     pub(crate) fn helpers_wanted(&self, s: &State) -> usize {
-        if self.limit() < LEAST_LIMIT { 0 } else { s.placement.spare_cpus().min(HELPERS_MOST) }
+        let (limit, sharers) = (self.limit(), self.sharers.load(Relaxed));
+        if limit < LEAST_LIMIT || limit / sharers < LEAST_SHARE {
+            0
+        } else {
+            s.placement.spare_cpus().min(HELPERS_MOST)
+        }
     }
 
     /// What helper `i` of a region does until that ends.

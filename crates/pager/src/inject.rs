@@ -196,6 +196,16 @@ mod tests {
     }
 
     #[test]
+    fn what_a_machine_is_taken_for_is_set() {
+        let told = |text: &str| {
+            let faults = Faults::default();
+            faults.set(text, 0).unwrap();
+            (faults.never_move.load(Relaxed), faults.dear_flushes.load(Relaxed))
+        };
+        assert_eq!(["seed=1", "move=never", "flushes=dear,pool=1/2"].map(told), [(0, 0), (1, 0), (0, 1)]);
+    }
+
+    #[test]
     fn what_cannot_be_meant_is_refused() {
         for text in ["", "pool", "pool=1", "pool=2/1", "pool=1/0", "pol=1/2", "seed=x", "pool=1/2,", "pool=-1/2"] {
             let faults = Faults::default();

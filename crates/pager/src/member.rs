@@ -298,6 +298,25 @@ mod tests {
         assert!(woken.recv().unwrap());
     }
 
+    /// The story: each of 32 processes in a group kept free what one alone would, together half of the limit.
+    #[test]
+    fn members_share_what_is_kept_free() {
+        let p = testing::pager(128 << 20);
+        assert_eq!(p.watermarks(), (256, 512));
+        p.group.used.store(9, Relaxed);
+        for other in &p.group.slots[1..9] {
+            other.owner.store(Identity::own().raw(), Relaxed);
+        }
+        p.count_sharers();
+        assert_eq!(p.watermarks(), (256, 512), "none of the others has any");
+        p.group.slots[1].engaged.store(1, Relaxed);
+        p.count_sharers();
+        assert_eq!(p.watermarks(), (128, 256));
+        p.group.slots[1..9].iter().for_each(|other| other.engaged.store(1, Relaxed));
+        p.count_sharers();
+        assert_eq!(p.watermarks(), (64, 128), "no less than what one needs");
+    }
+
     /// The story: processes that filled a group at once each said every 32 faults, or 16 MiB, what they held.
     #[test]
     fn what_is_filled_is_said_before_it_is_much() {

@@ -31,8 +31,9 @@ use uzswap_sys::{sys, thread};
 const REGISTER_TRIES: u32 = 3;
 /// Frames from which on a page block is given back as a whole.
 const IDLE_FRAMES: u32 = 4;
-/// Frames that are given back at once then: less than half of the margin below any limit (1 MiB).
-const MANY_FRAMES: usize = 192;
+/// Frames that are given back at once then: a 128th of the limit, between these. (Less than half of the margin below any limit, 1 MiB.)
+const MANY_LEAST: usize = 64;
+const MANY_MOST: usize = 192;
 /// Frames that are not counted upon meanwhile.
 const KEPT_FRAMES: usize = BATCH_PAGES + BLOCK_PAGES;
 
@@ -342,7 +343,7 @@ impl Pager {
 
     /// Whether frames are given back for so many pages that are to be.
     fn gives(&self, s: &State, pages: usize) -> bool {
-        pages >= MANY_FRAMES || !self.saves_flushes(s)
+        pages >= (self.limit() / PAGE / 128).clamp(MANY_LEAST, MANY_MOST) || !self.saves_flushes(s)
     }
 
     /// Gives about `pages` free frames back to the kernel.
@@ -444,6 +445,56 @@ mod tests {
             let before = r.progress.load(Relaxed);
             assert!(p.unshare(&ranges));
             assert_eq!(r.progress.load(Relaxed).wrapping_sub(before), shown, "state {state}");
+        }
+    }
+
+    /// See `shootdown`: calls that take mappings away are few. What free frames would make up for is not given back until it is much.
+    #[test]
+    fn frames_are_given_back_many_at_a_time() {
+        let p = testing::pager(64 << 20);
+        let mut s = p.state.lock();
+        let margin = p.margin();
+        let over = |s: &mut State, pages: usize| {
+            s.rss = (64 << 20) - margin + pages * PAGE;
+            p.over(s, margin as isize)
+        };
+        assert_eq!([0, 10, 500].map(|pages| over(&mut s, pages)), [0, 10, 500], "there are none");
+        let first = s.zone.alloc(Kind::Hole, MAX_ORDER).expect("holes");
+        s.zone.free(Kind::Frame, first, MAX_ORDER);
+        assert_eq!([10, 127, 128, 500].map(|pages| over(&mut s, pages)), [0, 0, 128, 500]);
+        assert!(MANY_MOST * PAGE < margin / 2, "the limit is kept meanwhile");
+        // (They were none.)
+        let taken = s.zone.alloc(Kind::Frame, MAX_ORDER).expect("it is free");
+        s.zone.free(Kind::Hole, taken, MAX_ORDER);
+        s.rss = 0;
+    }
+
+    /// What windows leave lies here and there in a page block: it is given back all at once, and the block can be moved to again.
+    #[test]
+    fn a_page_block_is_given_back_as_a_whole() {
+        const PAGES: usize = 64;
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, PAGES);
+        let mut s = p.state.lock();
+        let block = s.zone.alloc(Kind::Hole, MAX_ORDER).expect("holes");
+        let slots = (0..PAGES as u32).map(|i| block + 7 * i).collect::<Vec<_>>();
+        for round in 0..2 {
+            for (i, slot) in slots.iter().enumerate() {
+                testing::put(p, at + i * PAGE, &[round; PAGE]);
+                p.move_out((at / PAGE + i) as u64, *slot, 1).expect("it is there, and goes to a hole");
+            }
+            let (mut from, end) = (block, block + BLOCK_FRAMES);
+            for slot in &slots {
+                s.zone.free_run(Kind::Hole, from, (slot - from) as usize);
+                s.zone.free(Kind::Frame, *slot, 0);
+                from = slot + 1;
+            }
+            s.zone.free_run(Kind::Hole, from, (end - from) as usize);
+            s.rss = 100 * PAGE;
+            assert_eq!(p.give_back(&mut s, PAGES / 2), PAGES, "all of it, in one call");
+            assert_eq!((s.zone.free_slots(Kind::Frame), s.rss), (0, 36 * PAGE));
+            assert_eq!(p.leading(block, BLOCK_FRAMES as usize, false), BLOCK_FRAMES as usize, "nothing is left");
+            s.zone.alloc(Kind::Hole, MAX_ORDER).filter(|again| *again == block).expect("the block is one hole again");
         }
     }
 }

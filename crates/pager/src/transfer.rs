@@ -191,7 +191,7 @@ impl Pager {
     }
 
     /// How many slots from `slot` on, of `n`, hold a frame (or hold none).
-    fn leading(&self, slot: u32, n: usize, frames: bool) -> usize {
+    pub(crate) fn leading(&self, slot: u32, n: usize, frames: bool) -> usize {
         let start = self.layout.slot(slot);
         let mut first = None;
         let scanned = pagemap::present_runs(self.pagemap.load(Relaxed), start, start + n * PAGE, |a, b| {

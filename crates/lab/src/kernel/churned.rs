@@ -42,7 +42,7 @@ impl Lab<'_> {
             }
         }
         for subject in SUBJECTS {
-            let measured = Workload::ALL.into_iter().filter(|w| *w != Workload::Verify);
+            let measured = Workload::ALL.into_iter().filter(|w| *w != Workload::Verify && w.is_of_one_thread());
             let worst = measured.filter_map(|w| kept(&seen, w, subject)).reduce(|a, b| if b.0 < a.0 { b } else { a });
             if let Some((least, workload)) = worst {
                 let what = format!(

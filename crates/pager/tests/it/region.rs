@@ -258,6 +258,21 @@ fn several_threads_read_what_they_wrote() {
     assert!(stats.charged <= 24 * MIB, "{stats:?}");
 }
 
+/// The same as where each TLB flush interrupts another CPU: pages go by windows, and come by copies; and where the kernel moves
+/// something else than it was asked for.
+#[test]
+fn threads_read_what_they_wrote_where_flushes_are_dear() {
+    let _one = alone();
+    for faults in ["flushes=dear", "flushes=dear,move_out=1/20"] {
+        let mut region = Region::new(64 * MIB, &Options::new(24 * MIB)).unwrap();
+        let seed = seed();
+        region.group().faults.set(faults, seed).unwrap();
+        against_model(&mut region, 4, seed, 5000);
+        let stats = region.stats();
+        assert!(stats.charged <= 24 * MIB && stats.major_faults > 1000, "{faults}: {stats:?}");
+    }
+}
+
 #[test]
 fn every_compressor_gives_the_bytes_back() {
     let _one = alone();
