@@ -48,6 +48,8 @@ pub(crate) struct Delivery {
     pub(crate) only_touched: bool,
     /// Whether the page touched comes alone by choice: what is around it is read at random.
     alone: bool,
+    /// Whether the piece in hand is mapped by a copy of what was filled.
+    copied: bool,
     /// A random number where the pages are part of a sequence that is known for a while.
     pub(crate) passing: Option<u64>,
 }
@@ -64,6 +66,7 @@ impl Delivery {
             missed: false,
             only_touched: false,
             alone,
+            copied: false,
         }
     }
 }
@@ -112,7 +115,9 @@ impl Pager {
             }
             return if vpn == d.r.vpn { self.poison(s, vpn).map(|()| 0) } else { Ok(0) };
         }
-        let brought = self.map_filled(s, vpn, frames, src, filled, d.r.vpn)?;
+        // (By what is to come, not by what single frames there are for it: those would be filled one after the other, and never go.)
+        d.copied = frames.is_none() || (self.comes_by_copy(s, 1 << order) && self.may_charge(s, filled));
+        let brought = self.map_filled(s, vpn, frames, src, filled, d)?;
         if brought <= BLOCK_PAGES {
             self.brought_out::<BLOCK_PAGES>(s, vpn, brought, d);
         } else {
@@ -121,7 +126,7 @@ impl Pager {
         Ok(brought)
     }
 
-    /// Maps pages that were filled for the fault on `touched`: the frames they are in, or copies of what is at `src`. How many came.
+    /// Maps pages that were filled for a delivery: the frames they are in, or copies of what is at `src`. How many came.
     fn map_filled(
         &self,
         s: &mut State,
@@ -129,13 +134,13 @@ impl Pager {
         frames: Option<(u32, u8)>,
         src: usize,
         filled: usize,
-        touched: u64,
+        d: &Delivery,
     ) -> Result<usize, EventPending> {
+        let (touched, copied) = (d.r.vpn, d.copied);
         let filled = if frames.is_some() { filled } else { self.copyable(vpn, filled, touched) };
         if filled == 0 {
             return Ok(0);
         }
-        let copied = frames.is_none() || (self.comes_by_copy(s, filled) && self.may_charge(s, filled));
         let result = match frames {
             Some((slot, _)) if !copied => self.move_in_up_to(s, vpn, slot, filled),
             // SAFETY: the caller filled the buffer, which is readable.

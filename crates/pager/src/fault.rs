@@ -65,7 +65,7 @@ impl Pager {
         let (low, _) = self.watermarks();
         let few = !self.without_move && s.zone.free_slots(Kind::Frame) < low;
         let short = few && self.excess(s) + 2 * self.margin() as isize > 0;
-        short || self.over(s, self.margin() as isize) > 0
+        short || self.over(s, self.margin() as isize, true) > 0
     }
 
     /// Brings the page of a fault, and what goes with it.

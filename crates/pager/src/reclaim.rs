@@ -105,7 +105,7 @@ impl Pager {
         let margin = self.margin() as isize;
         let (_, high) = self.watermarks();
         let short = !self.without_move && s.zone.free_slots(Kind::Frame) < high && excess + 2 * margin > 0;
-        let over = self.over(&s, margin) > 0;
+        let over = self.over(&s, margin, true) > 0;
         !s.unshare.is_empty() || excess > 0 || (!self.handler_reclaims(&s) && (over || short))
     }
 
@@ -118,7 +118,7 @@ impl Pager {
         {
             let mut s = between.unwrap_or_else(|| self.state.lock());
             s.calls_stopped = stopped;
-            let mut over = self.over(&s, self.margin() as isize);
+            let mut over = self.over(&s, self.margin() as isize, true);
             let mut spare = s.zone.free_slots(Kind::Frame);
             if over > 0 && spare > low.min(high / 2) && self.gives(&s, over) {
                 let given = self.give_back(&mut s, over.min(spare - low / 2));
@@ -185,23 +185,24 @@ impl Pager {
         let margin = self.margin() as isize;
         let spare = s.zone.free_slots(Kind::Frame);
         let need = s.streams.expected(vpn);
+        // (What comes in sequence wants runs of frames: single ones that wait to be given back are of no use to it.)
+        let waits = need <= BLOCK_PAGES;
         // What the program takes from the kernel unmanaged shows only when it is asked for.
         if self.counters().pgfault.load(Relaxed).is_multiple_of(32) {
             s.rss = self.rss_now(s);
         }
-        let over = self.over(s, margin / 2) > 0;
-        if !over && (self.without_move || spare >= need || self.excess(s) + margin < 0) {
+        if self.over(s, margin / 2, waits) == 0 && (self.without_move || spare >= need || self.excess(s) + margin < 0) {
             return;
         }
         s.rss = self.rss_now(s);
         self.publish(s);
-        let over = self.over(s, margin / 2);
+        let over = self.over(s, margin / 2, waits);
         if over > 0 {
             self.count_excess(s);
         }
         // (Free frames go first: a round for each page by which the pool grew would fill the limit with them.)
         let idle = spare.saturating_sub(need + BATCH_PAGES);
-        if over > 0 && idle > 0 && !self.without_move && self.gives(s, over) {
+        if over > 0 && idle > 0 && !self.without_move && (!waits || self.gives(s, over)) {
             let given = self.give_back(s, (over + BLOCK_PAGES).min(idle));
             if given >= over {
                 return;
@@ -231,7 +232,7 @@ impl Pager {
         let spare = s.zone.free_slots(Kind::Frame);
         // (Without MOVE a page that leaves gives its memory back at once; and what is free now may be enough to wait for more.)
         let over = match self.without_move || self.saves_flushes(s) {
-            true => self.over(s, margin / 2),
+            true => self.over(s, margin / 2, waits),
             false => over,
         };
         if over > 0 && spare > BLOCK_PAGES {
@@ -334,10 +335,10 @@ impl Pager {
     }
 
     /// Pages by which the group is above what is `below` bytes under its limit. (Frames are given back so many at a time that few calls
-    /// do: until there are as many it counts for nothing what free frames would make up for.)
-    pub(crate) fn over(&self, s: &State, below: isize) -> usize {
+    /// do: until there are as many it counts for nothing what free frames would make up for, where that `waits`.)
+    pub(crate) fn over(&self, s: &State, below: isize, waits: bool) -> usize {
         let over = ((self.excess(s) + below).max(0) as usize) / PAGE;
-        let waits = !self.gives(s, over) && s.zone.free_slots(Kind::Frame) >= over + KEPT_FRAMES;
+        let waits = waits && !self.gives(s, over) && s.zone.free_slots(Kind::Frame) >= over + KEPT_FRAMES;
         if waits { 0 } else { over }
     }
 
@@ -456,7 +457,7 @@ mod tests {
         let margin = p.margin();
         let over = |s: &mut State, pages: usize| {
             s.rss = (64 << 20) - margin + pages * PAGE;
-            p.over(s, margin as isize)
+            p.over(s, margin as isize, true)
         };
         assert_eq!([0, 10, 500].map(|pages| over(&mut s, pages)), [0, 10, 500], "there are none");
         let first = s.zone.alloc(Kind::Hole, MAX_ORDER).expect("holes");
