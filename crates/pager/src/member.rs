@@ -298,7 +298,7 @@ mod tests {
         assert!(woken.recv().unwrap());
     }
 
-    /// The story: each of 32 processes in a group kept free what one alone would, together half of the limit.
+    /// The story: each of 32 processes in a group would keep free what one alone would, together up to half of the limit.
     #[test]
     fn members_share_what_is_kept_free() {
         let p = testing::pager(128 << 20);

@@ -418,11 +418,11 @@ impl Pager {
 
     /// Frames kept free ahead of demand: (low, high), in pages. Members of a group that are engaged share what one alone would keep.
     ///
-    /// The story: each of 32 processes under 160 MiB kept 2.5 free for itself, so that half of the limit was free frames, and twice as
-    /// much was compressed as had to be.
+    /// The story: each of 32 processes under 160 MiB would keep up to 2.5 MiB free for itself, half of the limit in all; a tenth more was
+    /// compressed than is since.
     pub fn watermarks(&self) -> (usize, usize) {
         let high = (self.limit() / PAGE / 64).clamp(HIGH_LEAST, HIGH_MOST);
-        let high = (high / self.sharers.load(Relaxed).max(1)).max(HIGH_SHARED);
+        let high = (high / self.sharers.load(Relaxed)).max(HIGH_SHARED);
         (high / 2, high)
     }
 

@@ -352,9 +352,12 @@ impl Pager {
     /// The arena is registered, so discarding would raise an event to ourselves: the range leaves the registration for
     /// that moment. Nobody else touches free slots.
     pub(crate) fn give_back(&self, s: &mut State, pages: usize) -> usize {
-        let mut given = 0;
+        let (mut given, mut any_idle) = (0, true);
         while given < pages {
-            let (slot, order, frames) = match self.idle_block(s, pages - given) {
+            // (All blocks are looked at for one: where there is none there is none the next time either.)
+            let idle = if any_idle { self.idle_block(s, pages - given) } else { None };
+            any_idle = idle.is_some();
+            let (slot, order, frames) = match idle {
                 Some((slot, frames)) => (slot, MAX_ORDER, frames as usize),
                 None => {
                     let order = (pages - given).ilog2().min(u32::from(MAX_ORDER)) as u8;

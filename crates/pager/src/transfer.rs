@@ -32,21 +32,27 @@ impl Pager {
         result.or_else(|told| self.corrected(told, self.leading(slot, n, true), n))
     }
 
-    /// Moves what is there of `n` pages of the program, each to its own of `n` consecutive holes, as far as goes; which are there
-    /// now, a bit each, and why not all that was. (At most 64.)
-    pub(crate) fn move_out_present(&self, vpn: u64, slot: u32, n: usize) -> (u64, Result<(), Errno>) {
+    /// Moves what is there of `n` pages of the program (64 at most), each to its own of `n` consecutive holes, as far as goes; which
+    /// are there now, a bit each, and why not all that was. (`go` are those believed to be there: asked only where nobody can look.)
+    pub(crate) fn move_out_present(&self, vpn: u64, slot: u32, n: usize, go: u64) -> (u64, Result<(), Errno>) {
         let (dst, src) = (self.layout.slot(slot), vpn as usize * PAGE);
         // SAFETY: the source is the program's memory, of which this code holds no references.
         let result =
             self.moving_out(slot, n, || unsafe { self.ask_move(Site::MoveOut, Uffd::move_present, dst, src, n) });
         let mut there = 0u64;
-        let scanned = pagemap::present_runs(self.pagemap.load(Relaxed), dst, dst + n * PAGE, |from, to| {
+        let mut found = |from: usize, to: usize| {
             for page in (from - dst) / PAGE..(to - dst) / PAGE {
                 there |= 1 << page;
             }
-        });
-        // (The call is there on every kernel that can MOVE.)
-        debug_assert!(scanned.is_ok());
+        };
+        let (fd, end) = (self.pagemap.load(Relaxed), dst + n * PAGE);
+        // (What the kernel has no memory to scan it may be read from; what came of the first is found again.)
+        let scanned = pagemap::present_runs(fd, dst, end, &mut found)
+            .or_else(|_| pagemap::present_runs_read(fd, dst, end, &mut found));
+        if scanned.is_err() {
+            let done = result.map_or_else(|(bytes, _)| bytes / PAGE, |()| n);
+            there = go & (1u64 << done).wrapping_sub(1);
+        }
         (there, result.map_err(|(_, errno)| errno))
     }
 

@@ -49,7 +49,7 @@ impl Pager {
             return self.stage_run(s, vpn, 1);
         }
         let Some(slot) = self.take_window(s) else { return self.stage_run(s, vpn, 1) };
-        let (there, result) = self.move_out_present(pages.start, slot, len);
+        let (there, result) = self.move_out_present(pages.start, slot, len, go);
         let moved = self.take_moved(s, pages.start, slot, there, go);
         free_holes(s, slot, there);
         if s.pt.get(vpn).tag() != Tag::Resident {
@@ -163,11 +163,12 @@ mod tests {
     use crate::arena::PAGE;
     use crate::chance::mix;
     use crate::testing;
+    use core::sync::atomic::Ordering::Relaxed;
     use uzswap_mm::lru::List;
 
     const N: u64 = BLOCK_PAGES as u64;
 
-    /// Two windows of memory, of which the pages of the second are known to be zeros, and its first page.
+    /// A window of memory of which all pages are known to be zeros: its first page.
     fn memory(p: &Pager) -> u64 {
         let at = testing::memory(p, 3 * BLOCK_PAGES).next_multiple_of(BLOCK_PAGES * PAGE) / PAGE;
         let mut s = p.state.lock();
@@ -240,6 +241,23 @@ mod tests {
             assert!(staged(p, &s, first + i).iter().all(|b| *b == i as u8 + 1), "page {i}");
         }
         assert_eq!((s.resident, s.staged, s.zeros), (0, 3, zeros - 1));
+    }
+
+    /// Where nobody can look what was moved, as the kernel has no memory for that, it is what the kernel says.
+    #[test]
+    fn what_nobody_can_look_at_is_what_the_kernel_says() {
+        let p = testing::pager(16 << 20);
+        let first = memory(p);
+        let mut s = p.state.lock();
+        [2, 3, 7].into_iter().for_each(|i| comes(p, &mut s, first + i, i as u8));
+        let pagemap = p.pagemap.swap(-1, Relaxed);
+        let victim = s.lru.pop_victim().expect("a victim");
+        assert_eq!(p.stage_window(&mut s, victim).ok(), Some(3));
+        p.pagemap.store(pagemap, Relaxed);
+        for i in [2, 3, 7] {
+            assert!(staged(p, &s, first + i).iter().all(|b| *b == i as u8), "page {i}");
+        }
+        assert_eq!((s.resident, s.staged), (0, 3));
     }
 
     /// Whatever the kernel answers, and whatever it has done: what is known of each page is where it is, with every byte.
