@@ -158,10 +158,14 @@ pub const HINT_REUSED: u8 = 8;
 
 /// The block is part of a folio that left as a huge page.
 pub const HINT_HUGE: u8 = 16;
+/// How lately pages of the block were in use: a number of two bits, from [`HEAT_SHIFT`] on.
+pub const HINT_HEAT: u8 = 3 << HEAT_SHIFT;
+/// See [`HINT_HEAT`].
+pub const HEAT_SHIFT: u32 = 5;
 // (Two of them once had the same bit: with a swap file each block that was read back was taken for a huge page's.)
 const _: () = assert!(
-    HINT_SEQUENTIAL + HINT_WRITTEN + HINT_RANDOM + HINT_REUSED + HINT_HUGE
-        == HINT_SEQUENTIAL | HINT_WRITTEN | HINT_RANDOM | HINT_REUSED | HINT_HUGE
+    HINT_SEQUENTIAL + HINT_WRITTEN + HINT_RANDOM + HINT_REUSED + HINT_HUGE + HINT_HEAT
+        == HINT_SEQUENTIAL | HINT_WRITTEN | HINT_RANDOM | HINT_REUSED | HINT_HUGE | HINT_HEAT
 );
 
 struct Leaf {

@@ -183,6 +183,16 @@ pub fn reserve_again(at: usize, len: usize) -> bool {
     unsafe { sys!(libc::SYS_mmap, at, len, libc::PROT_NONE, flags, -1isize, 0) }.is_ok()
 }
 
+/// Gives the whole pages of a buffer back to the kernel. What was in them is lost; they take memory again as they are written to.
+pub fn vacate(buffer: &mut [u8]) {
+    let (start, end) = (buffer.as_ptr() as usize, buffer.as_ptr_range().end as usize);
+    let (first, last) = (start.next_multiple_of(PAGE), end & !(PAGE - 1));
+    if first < last {
+        // SAFETY: the caller's own memory, in which any bytes will do. (Where it is locked, or not plain, it keeps those it has.)
+        unsafe { discard(first, last - first) };
+    }
+}
+
 /// Gives plain memory back to the kernel; false where that is refused (locked memory).
 ///
 /// # Safety

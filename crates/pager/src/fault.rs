@@ -237,6 +237,7 @@ impl Pager {
     pub(crate) fn staged_became_resident(&self, s: &mut State, vpn: u64, n: usize) {
         s.staged -= n;
         s.list_with_copies(vpn, n, List::Active);
+        s.heat(vpn, n);
         s.note_pages(trace::Kind::Refault, vpn, n);
         self.counters().refault_staged.fetch_add(1, Relaxed);
     }
@@ -248,6 +249,7 @@ impl Pager {
         }
         s.end_busy(1);
         s.list_resident(vpn, 1, List::Active, |_| pte.copy());
+        s.heat(vpn, 1);
         s.note_pages(trace::Kind::Refault, vpn, 1);
         self.counters().refault_staged.fetch_add(1, Relaxed);
         Ok(1)

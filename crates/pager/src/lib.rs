@@ -20,6 +20,7 @@ pub mod fork;
 pub mod full;
 pub mod group;
 mod handler;
+mod heat;
 pub mod holder;
 pub mod huge;
 pub mod inject;

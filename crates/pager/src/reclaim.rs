@@ -37,6 +37,9 @@ const MANY_MOST: usize = 192;
 /// Frames that are not counted upon meanwhile.
 const KEPT_FRAMES: usize = BATCH_PAGES + BLOCK_PAGES;
 
+/// How long the reclaim thread has nothing to do before its buffers go back to the kernel.
+const REST_NS: u64 = 20_000_000;
+
 /// What is left to a program of its memory that is managed, where other things fill the limit: as much, or a quarter of it.
 const LEAST_BYTES: usize = 8 << 20;
 
@@ -70,8 +73,13 @@ impl Pager {
                     continue;
                 }
                 self.reclaiming.store(false, SeqCst);
+                let rests = batch.may_rest();
+                let nap = if rests { Some(nap.map_or(REST_NS, |ns| ns.min(REST_NS))) } else { nap };
                 lock::futex_wait(&self.me().wake, word, nap, true);
                 self.reclaiming.store(true, SeqCst);
+                if rests && self.me().wake.load(Acquire) == word {
+                    batch.rest();
+                }
                 continue;
             }
             if self.reclaim_step(&mut batch) {

@@ -11,6 +11,7 @@
 use crate::arena::PAGE;
 use crate::fault::EventPending;
 use crate::folio::MAX_ORDER;
+use crate::heat::{PASSED_OVER, is_fresh, is_whole};
 use crate::pager::Pager;
 use crate::state::{FOLIO_PAGES, State};
 use core::sync::atomic::Ordering::*;
@@ -51,7 +52,7 @@ impl Pager {
     }
 
     fn stage_victims(&self, s: &mut State, want: usize) -> Result<usize, EventPending> {
-        let (mut moved, mut tries) = (0, 0);
+        let (mut moved, mut tries, mut left) = (0, 0, want * PASSED_OVER);
         let mut waiting = None;
         s.lru.passing_waits = false;
         let unit = self.group.folios.largest_unit(s.folio_max).min(s.unit_max);
@@ -62,8 +63,7 @@ impl Pager {
         let few = self.has_kin();
         while moved < want && tries < want * 2 + 64 && (moved > 0 || !few || refused() < enough) {
             tries += 1;
-            let passes = s.lru.victim_passes();
-            let Some(first) = s.lru.pop_victim() else { break };
+            let Some((first, passes)) = s.pop_victim(&mut left) else { break };
             let (whole, stays) = (is_whole(s, first), must_stay(s, first));
             if passes && !s.lru.passing_waits && whole && stays {
                 s.lru.passing_waits = waiting == Some(first);
@@ -86,7 +86,8 @@ impl Pager {
             while n < most {
                 let next = s.lru.peek_victim().filter(|e| e.vpn() == start + n as u64 && e.order() < MAX_ORDER);
                 let Some(next) = next else { break };
-                if !is_whole(s, next) || must_stay(s, next) || s.resident < n + FEW_LEFT {
+                let hot = !passes && left > 0 && s.is_hot(next);
+                if hot || !is_whole(s, next) || must_stay(s, next) || s.resident < n + FEW_LEFT {
                     break;
                 }
                 let _ = s.lru.pop_victim();
@@ -319,11 +320,6 @@ impl Pager {
     }
 }
 
-fn is_fresh(s: &State, vpn: u64, stamp: u32) -> bool {
-    let pte = s.pt.get(vpn);
-    pte.tag() == Tag::Resident && pte.aux() == stamp
-}
-
 /// Whether a folio holds pages that must stay: see the file's head.
 ///
 /// The story: Java at half of its memory stood still. An instruction wrote to two pages, of which one had come from the pool
@@ -350,10 +346,6 @@ fn pass_over(s: &mut State, first: Entry) {
         }
         let _ = s.lru.passing.pop();
     }
-}
-
-fn is_whole(s: &State, e: Entry) -> bool {
-    (0..1u64 << e.order()).all(|i| is_fresh(s, e.vpn() + i, e.stamp()))
 }
 
 #[cfg(test)]

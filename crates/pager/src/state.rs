@@ -154,6 +154,8 @@ pub struct State {
     pub sparse: Vec<shrinker::Entry>,
     /// Blocks of which a partial read left something behind (handles; at most [`LEFT_MOST`]).
     pub left_behind: BTreeSet<u32>,
+    /// Times that a folio was passed over as it is in use: see `heat`.
+    pub passed_over: u64,
     /// Buffers of the fault path's own reclaim.
     pub direct: Option<Box<Batch>>,
     /// What is in the swap file, where there is one.
@@ -232,6 +234,7 @@ impl State {
             largest_block: USUAL_UNIT,
             sparse: Vec::new(),
             left_behind: BTreeSet::new(),
+            passed_over: 0,
             direct: None,
             swap: None,
             recorder: None,

@@ -155,7 +155,9 @@ impl Pager {
         let pages = batch.pages();
         if batch.hashes.len() < pages {
             batch.hashes.resize(pages, 0);
-            batch.out.resize(pages * PAGE, 0);
+        }
+        if pages > 0 {
+            batch.make_room(pages * PAGE);
         }
         self.call_helpers(s, batch);
         done
@@ -363,7 +365,7 @@ impl Pager {
                 }
             }
         }
-        batch.units.clear();
+        batch.is_stored();
         if s.missed_frees > 0 {
             let missed = core::mem::take(&mut s.missed_frees);
             self.counters().folios.block_missed_free.fetch_add(missed, Relaxed);

@@ -1,0 +1,167 @@
+//! Which blocks of 64 KiB are in use, told from the pages of them that came back while they were staged.
+//!
+//! ```text
+//! staged page is wanted back ─▶ its block's heat is 3
+//! victim in a block with heat ─▶ listed as active once more, and with one chance in 16 the block is a degree cooler
+//! ```
+//! User space has no accessed bits: what is staged is the only sample of what is in use, and a small one. Where a program uses its
+//! memory at random, hardly any page is wanted again in the short while that it is staged, and what is in use leaves with what is not, turn by
+//! turn. (To stage more finds more, at a fault for each page it finds; GNU sort in half of its memory lost by it.) But pages that lie
+//! together are mostly used by the same part of a program: one that comes back speaks for its block, of which 16 are then passed over some
+//! three times each before they are tried again. (That regions speak for their pages is DAMON's idea, Park et al., Middleware 2019.) What came in
+//! sequence passes whatever its heat.
+//!
+//! Invariants: heat is a hint; no more than [`PASSED_OVER`] pages are passed over for each that is wanted, so that one is found
+//! although all are hot. Owner: the pager's lock.
+
+use crate::chance::mix;
+use crate::state::{BLOCK_PAGES, State};
+use uzswap_mm::lru::{Entry, List};
+use uzswap_mm::pagetable::{HEAT_SHIFT, HINT_HEAT, Tag};
+
+/// Pages that are passed over at most for each that is to leave.
+pub(crate) const PASSED_OVER: usize = 16;
+
+impl State {
+    /// Staged pages came back: their blocks are in use.
+    pub(crate) fn heat(&mut self, vpn: u64, n: usize) {
+        blocks(vpn, n).for_each(|block| self.pt.hint(block, HINT_HEAT, 0));
+    }
+
+    /// Takes the next folio to move out, and whether it is one that passes. Those in blocks that are in use are passed over, up to `left`
+    /// pages of them.
+    pub(crate) fn pop_victim(&mut self, left: &mut usize) -> Option<(Entry, bool)> {
+        loop {
+            let passes = self.lru.victim_passes();
+            let e = self.lru.pop_victim()?;
+            let pages = 1 << e.order();
+            if passes || pages > *left || !self.is_hot(e) || !is_whole(self, e) {
+                return Some((e, passes));
+            }
+            *left -= pages;
+            self.cool(e);
+            self.lru.push(List::Active, e);
+        }
+    }
+
+    /// Whether a folio is in a block that is in use.
+    pub(crate) fn is_hot(&self, e: Entry) -> bool {
+        blocks(e.vpn(), 1 << e.order()).any(|block| self.pt.hints(block) & HINT_HEAT != 0)
+    }
+
+    /// A folio was passed over: when all pages of a block were, it is a degree cooler, more or less.
+    fn cool(&mut self, e: Entry) {
+        self.passed_over += 1;
+        let pages = 1u64 << e.order();
+        if mix(self.passed_over) % BLOCK_PAGES as u64 >= pages {
+            return;
+        }
+        for block in blocks(e.vpn(), pages as usize) {
+            let heat = (self.pt.hints(block) & HINT_HEAT) >> HEAT_SHIFT;
+            self.pt.hint(block, heat.saturating_sub(1) << HEAT_SHIFT, HINT_HEAT);
+        }
+    }
+}
+
+/// A page of each block that `n` pages from `vpn` on are in.
+fn blocks(vpn: u64, n: usize) -> impl Iterator<Item = u64> {
+    let block = BLOCK_PAGES as u64;
+    (vpn / block..(vpn + n as u64).div_ceil(block)).map(move |i| i * block)
+}
+
+/// Whether a page is resident as it was listed.
+pub(crate) fn is_fresh(s: &State, vpn: u64, stamp: u32) -> bool {
+    let pte = s.pt.get(vpn);
+    pte.tag() == Tag::Resident && pte.aux() == stamp
+}
+
+/// Whether all pages of a folio are resident as they were listed.
+pub(crate) fn is_whole(s: &State, e: Entry) -> bool {
+    (0..1u64 << e.order()).all(|i| is_fresh(s, e.vpn() + i, e.stamp()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+
+    /// Blocks of a test's memory, from a border on.
+    const FIRST: u64 = 1 << 20;
+
+    /// Lists each page of `n` blocks by itself, in order.
+    fn list(s: &mut State, n: u64) {
+        (FIRST..FIRST + n * BLOCK_PAGES as u64).for_each(|vpn| s.list_resident(vpn, 1, List::Inactive, |_| None));
+    }
+
+    /// The block of the next victim, from 0.
+    fn next(s: &mut State, left: &mut usize) -> Option<u64> {
+        s.pop_victim(left).map(|(e, _)| (e.vpn() - FIRST) / BLOCK_PAGES as u64)
+    }
+
+    /// The story: GNU sort in half of its memory faulted on its text at random. Of the lines it had used before as much as of the
+    /// text left, turn by turn, though nobody used them any more: 40,000 pages were decompressed where 20,000 are since.
+    #[test]
+    fn what_is_in_use_is_passed_over_until_it_is_cool() {
+        let p = testing::pager(16 << 20);
+        let mut s = p.state.lock();
+        list(&mut s, 8);
+        // One page of the first block was wanted back.
+        s.heat(FIRST + 5, 1);
+        let mut left = usize::MAX;
+        let cold = (0..4 * BLOCK_PAGES).map(|_| next(&mut s, &mut left)).collect::<Vec<_>>();
+        assert!(cold.iter().all(|block| matches!(block, Some(1..=4))), "{cold:?}");
+        assert_eq!(usize::MAX - left, BLOCK_PAGES, "its pages were passed over, once so far");
+        assert_eq!(s.lru.active.pages(), BLOCK_PAGES);
+        // The others leave, and it is passed over some times more, then leaves, too.
+        let last = (0..4 * BLOCK_PAGES).filter_map(|_| next(&mut s, &mut left)).collect::<Vec<_>>();
+        assert_eq!(last.iter().filter(|block| **block == 0).count(), BLOCK_PAGES, "{last:?}");
+        let passed = usize::MAX - left;
+        println!("passed over: {passed} of {BLOCK_PAGES}");
+        assert!((2 * BLOCK_PAGES..8 * BLOCK_PAGES).contains(&passed), "{passed}");
+        assert_eq!((next(&mut s, &mut left), s.pt.hints(FIRST) & HINT_HEAT), (None, 0));
+        s.resident = 0;
+    }
+
+    /// What is taken out never depends on what is cold.
+    #[test]
+    fn one_is_found_although_all_are_hot() {
+        let p = testing::pager(16 << 20);
+        let mut s = p.state.lock();
+        list(&mut s, 2);
+        s.heat(FIRST, 2 * BLOCK_PAGES);
+        let mut left = 4;
+        assert_eq!((next(&mut s, &mut left), left), (Some(0), 0));
+        assert_eq!((next(&mut s, &mut left), left), (Some(0), 0));
+        s.resident = 0;
+    }
+
+    /// Entries of pages that went on are not listed again, or they would pile up; and what is gone says nothing of what comes next.
+    #[test]
+    fn what_is_stale_is_not_passed_over() {
+        let p = testing::pager(16 << 20);
+        let mut s = p.state.lock();
+        list(&mut s, 1);
+        s.heat(FIRST, 1);
+        let (vpn, mut left) = (FIRST, usize::MAX);
+        s.list_resident(vpn, 1, List::Inactive, |_| None);
+        let (stale, _) = s.pop_victim(&mut left).expect("it is listed");
+        assert_eq!((stale.vpn(), left), (vpn, usize::MAX));
+        assert!(!is_whole(&s, stale));
+        s.pt.clear(FIRST, FIRST + BLOCK_PAGES as u64, |_, _| ());
+        assert!(!s.is_hot(stale));
+        s.resident = 0;
+    }
+
+    /// A folio of several blocks is in use if one of them is.
+    #[test]
+    fn large_folios_are_as_hot_as_their_hottest_block() {
+        let p = testing::pager(16 << 20);
+        let mut s = p.state.lock();
+        let e = Entry::new(FIRST, 6, 0);
+        assert!(!s.is_hot(e));
+        s.heat(FIRST + 3 * BLOCK_PAGES as u64, 1);
+        assert!(s.is_hot(e) && !s.is_hot(Entry::new(FIRST, 5, 0)));
+        (0..3).for_each(|_| s.cool(e));
+        assert!(!s.is_hot(e), "each time it is passed over counts for all of its pages");
+    }
+}
