@@ -55,6 +55,8 @@ pub struct Args {
 const SWAP: u64 = 4 << 30;
 /// The longest a program may take.
 const TIMEOUT: Duration = Duration::from_secs(120);
+/// The same where its trace is recorded: without a disk it does little but fault, for 15 to 120 seconds.
+const RECORD_TIMEOUT: Duration = Duration::from_secs(400);
 /// What each has beside the kernel's pool where both have as much memory.
 const EQUAL: u64 = 48 * MIB;
 
@@ -319,7 +321,7 @@ impl Lab<'_> {
         let mut argv: Vec<OsString> = vec![self.uzswap.clone().into(), "run".into(), "--quiet".into()];
         argv.extend(["--memory".into(), memory.into(), "--record".into(), trace.clone().into(), "--".into()]);
         argv.extend_from_slice(&program.argv);
-        process::run(self.keeper, &spec(&argv))?.ok()?;
+        process::run(self.keeper, &Spec { timeout: RECORD_TIMEOUT, ..spec(&argv) })?.ok()?;
         let pool = format!("{}", program.limit / 2);
         let argv: Vec<OsString> = vec![self.uzswap.clone().into(), "replay".into(), trace.into()];
         let argv = [&argv[..], &["--json", "--pool", &pool].map(OsString::from)].concat();

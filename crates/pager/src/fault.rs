@@ -115,6 +115,7 @@ impl Pager {
         let (mut at, until) = match (huge, alone || s.remapping.is_under_way()) {
             (true, _) => (r.vpn, r.vpn + FOLIO_PAGES as u64),
             (_, true) => (r.vpn, r.vpn + 1),
+            _ if !sequential && first.tag() == Tag::Staged => s.staged_around(r.vpn),
             _ if window.way == Way::Down => {
                 let new_from = if window.known_only { r.vpn } else { self.new_from(s, r.vpn) };
                 blocks_down(s, r.vpn, window.pages, new_from)

@@ -1,7 +1,7 @@
 //! Which blocks of 64 KiB are in use, told from the pages of them that came back while they were staged.
 //!
 //! ```text
-//! staged page is wanted back ─▶ its block's heat is 3
+//! staged page is wanted back ─▶ its block's heat is 3 (and if it had any, what is staged around it comes along)
 //! victim in a block with heat ─▶ listed as active once more, and with one chance in 16 the block is a degree cooler
 //! ```
 //! User space has no accessed bits: what is staged is the only sample of what is in use, and a small one. Where a program uses its
@@ -26,6 +26,19 @@ impl State {
     /// Staged pages came back: their blocks are in use.
     pub(crate) fn heat(&mut self, vpn: u64, n: usize) {
         blocks(vpn, n).for_each(|block| self.pt.hint(block, HINT_HEAT, 0));
+    }
+
+    /// The pages that come with one that is staged: it alone at first; what is staged around it in its block where another page
+    /// of that came back lately.
+    pub(crate) fn staged_around(&self, vpn: u64) -> (u64, u64) {
+        if self.pt.hints(vpn) & HINT_HEAT == 0 {
+            return (vpn, vpn + 1);
+        }
+        let block = vpn / BLOCK_PAGES as u64 * BLOCK_PAGES as u64;
+        let is_staged = |page: &u64| self.pt.get(*page).tag() == Tag::Staged;
+        let before = (block..vpn).rev().take_while(is_staged).count() as u64;
+        let behind = (vpn + 1..block + BLOCK_PAGES as u64).take_while(is_staged).count() as u64;
+        (vpn - before, vpn + 1 + behind)
     }
 
     /// Takes the next folio to move out, and whether it is one that passes. Those in blocks that are in use are passed over, up to `left`
@@ -84,6 +97,7 @@ pub(crate) fn is_whole(s: &State, e: Entry) -> bool {
 mod tests {
     use super::*;
     use crate::testing;
+    use uzswap_mm::pagetable::Pte;
 
     /// Blocks of a test's memory, from a border on.
     const FIRST: u64 = 1 << 20;
@@ -150,6 +164,24 @@ mod tests {
         s.pt.clear(FIRST, FIRST + BLOCK_PAGES as u64, |_, _| ());
         assert!(!s.is_hot(stale));
         s.resident = 0;
+    }
+
+    /// The first page of a block that comes back comes alone, as the others may be in use no more; those after it do not.
+    #[test]
+    fn what_is_staged_in_a_block_in_use_comes_together() {
+        let p = testing::pager(16 << 20);
+        let mut s = p.state.lock();
+        let block = BLOCK_PAGES as u64;
+        // (The neighbours of a block are not of it.)
+        for (vpn, slot) in (FIRST - 1..FIRST + block + 1).zip(0..).filter(|(vpn, _)| *vpn != FIRST + 9) {
+            s.pt.set(vpn, Pte::new(Tag::Staged, slot));
+        }
+        assert_eq!(s.staged_around(FIRST + 5), (FIRST + 5, FIRST + 6));
+        s.heat(FIRST + 5, 1);
+        assert_eq!(s.staged_around(FIRST + 4), (FIRST, FIRST + 9));
+        assert_eq!(s.staged_around(FIRST + 12), (FIRST + 10, FIRST + block));
+        assert_eq!(s.staged_around(FIRST + block), (FIRST + block, FIRST + block + 1), "another block");
+        (FIRST - 1..FIRST + block + 1).for_each(|vpn| s.pt.set(vpn, Pte::NONE));
     }
 
     /// A folio of several blocks is in use if one of them is.
