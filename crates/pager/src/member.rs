@@ -314,7 +314,11 @@ mod tests {
         assert_eq!(p.watermarks(), (128, 256));
         p.group.slots[1..9].iter().for_each(|other| other.engaged.store(1, Relaxed));
         p.count_sharers();
-        assert_eq!(p.watermarks(), (64, 128), "no less than what one needs");
+        assert_eq!(
+            (p.watermarks(), p.widest_window()),
+            ((48, 96), 6),
+            "no less than a batch and half of a window, which is smaller"
+        );
     }
 
     /// The story: processes that filled a group at once each said every 32 faults, or 16 MiB, what they held.

@@ -102,6 +102,7 @@ impl Pager {
     pub(crate) fn wants_reclaim(&self) -> bool {
         self.count_sharers();
         let mut s = self.state.lock();
+        s.streams.widest = self.widest_window();
         s.rss = self.rss_now(&s);
         self.publish(&s);
         let excess = self.excess(&s);

@@ -21,8 +21,6 @@ use uzswap_mm::trace;
 use uzswap_mm::zone::Kind;
 use uzswap_sys::maps;
 
-/// Pages from which on no further folio is added to one MOVE.
-const RUN_PAGES: usize = 128;
 /// Pages left to the program below which those that it touched last stay.
 const FEW_LEFT: usize = 64;
 /// Runs of pages that are found to be shared with another process, and none that is not, before a round is given up.
@@ -82,7 +80,7 @@ impl Pager {
             let (start, mut n) = (first.vpn(), 1usize << first.order());
             // Neighbours that came right after it go in the same call; as many as make one unit where large ones are wanted.
             let border = 1 << unit;
-            let most = want.clamp(16, RUN_PAGES).max(border - start as usize % border);
+            let most = want.clamp(16, 1 << s.streams.widest).max(border - start as usize % border);
             while n < most {
                 let next = s.lru.peek_victim().filter(|e| e.vpn() == start + n as u64 && e.order() < MAX_ORDER);
                 let Some(next) = next else { break };

@@ -1,7 +1,7 @@
 //! Which faults run in sequence, upwards or downwards, and how many pages one is to bring for that.
 //!
 //! A fault right behind, or right before, what an earlier one brought goes on with its stream. Each such fault brings four times as
-//! much as the one before, up to [`WINDOW_PAGES`]; any other brings one page. (Downwards go stacks of work, and whoever fills an array from its
+//! much as the one before, up to [`WINDOW_PAGES`] (less where many share a limit: [`Streams::widest`]); any other brings one page. (Downwards go stacks of work, and whoever fills an array from its
 //! end: GNU sort has its lines there, and merges them so.)
 //!
 //! A fault that follows nothing is remembered for the next few only, but what has proved to be a stream is, whatever comes in between, until
@@ -12,7 +12,7 @@
 use crate::state::BLOCK_PAGES;
 
 /// Pages one fault brings at most. Mapping 64 KiB in one call costs 5 µs in all, 512 KiB 16: beyond that little is won.
-const WINDOW_PAGES: usize = 128;
+pub const WINDOW_PAGES: usize = 128;
 /// A fault in the same aligned run of so many pages as one of the last is near it.
 const NEAR_PAGES: u64 = 4;
 /// Faults that may turn out to begin a stream.
@@ -89,12 +89,14 @@ pub struct Streams {
     last: usize,
     /// Faults.
     clock: u64,
+    /// Pages one fault brings at most, as a power of two: those of [`WINDOW_PAGES`], or less where there is little memory.
+    pub widest: u8,
 }
 
 impl Default for Streams {
     /// None yet.
     fn default() -> Self {
-        Self { list: [NONE; ENDS + STREAMS], last: 0, clock: 0 }
+        Self { list: [NONE; ENDS + STREAMS], last: 0, clock: 0, widest: WINDOW_PAGES.ilog2() as u8 }
     }
 }
 
@@ -130,14 +132,14 @@ impl Streams {
                 } else {
                     (i, last.known_only)
                 };
-                (stream, way, wider(last.log), doubtful && !(new && last.new))
+                (stream, way, self.wider(last.log), doubtful && !(new && last.new))
             }
             None => match follows() {
                 Way::Anew => {
                     self.last = (self.last + 1) % ENDS;
                     (self.last, Way::Anew, 0, false)
                 }
-                way => (self.place(), way, wider(0), true),
+                way => (self.place(), way, self.wider(0), true),
             },
         };
         let border = BLOCK_PAGES.max(1 << log);
@@ -174,13 +176,13 @@ impl Streams {
 
     /// Pages that a fault on `page` is likely to bring: a block, or what goes with the stream it belongs to.
     pub fn expected(&self, page: u64) -> usize {
-        self.of(page).map_or(BLOCK_PAGES, |(i, _)| BLOCK_PAGES.max(1 << wider(self.list[i].log)))
+        self.of(page).map_or(BLOCK_PAGES, |(i, _)| BLOCK_PAGES.max(1 << self.wider(self.list[i].log)))
     }
-}
 
-/// How many pages the next fault of a stream is to bring, as a power of two.
-fn wider(log: u8) -> u8 {
-    (log + 2).min(WINDOW_PAGES.ilog2() as u8)
+    /// How many pages the next fault of a stream is to bring, as a power of two.
+    fn wider(&self, log: u8) -> u8 {
+        (log + 2).min(self.widest)
+    }
 }
 
 #[cfg(test)]
@@ -207,6 +209,14 @@ mod tests {
     fn sequences_widen_in_both_directions_up_to_borders() {
         assert_eq!(run(&mut Streams::default(), 1 << 20, 6, false), [1, 4, 11, 48, 64, 128]);
         assert_eq!(run(&mut Streams::default(), (1 << 20) - 1, 6, true), [1, 4, 11, 48, 64, 128]);
+    }
+
+    /// Where there is little memory for each of many.
+    #[test]
+    fn sequences_widen_up_to_what_is_set() {
+        let mut streams = Streams { widest: 5, ..Streams::default() };
+        assert_eq!(run(&mut streams, 1 << 20, 6, false), [1, 4, 11, 16, 32, 32]);
+        assert_eq!(streams.expected((1 << 20) + 96), 32);
     }
 
     #[test]
