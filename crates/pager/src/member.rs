@@ -309,6 +309,11 @@ mod tests {
         }
         p.count_sharers();
         assert_eq!(p.watermarks(), (256, 512), "none of the others has any");
+        let folios = || {
+            p.wants_reclaim();
+            p.state.lock().folio_max
+        };
+        assert_eq!(folios(), 9);
         p.group.slots[1].engaged.store(1, Relaxed);
         p.count_sharers();
         assert_eq!(p.watermarks(), (128, 256));

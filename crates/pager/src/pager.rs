@@ -433,8 +433,12 @@ impl Pager {
     ///
     /// The story: of 32 processes that filled 280 MiB in 160 each had 2.5 of its 5 MiB as frames, buffers and pages brought ahead.
     pub(crate) fn widest_window(&self) -> u8 {
-        let share = self.limit() / PAGE / self.sharers.load(Relaxed);
-        (share / WINDOW_PARTS).clamp(BLOCK_PAGES, WINDOW_PAGES).ilog2() as u8
+        (self.share() / PAGE / WINDOW_PARTS).clamp(BLOCK_PAGES, WINDOW_PAGES).ilog2() as u8
+    }
+
+    /// What there is for each of those that share the limit (bytes).
+    pub(crate) fn share(&self) -> usize {
+        self.limit() / self.sharers.load(Relaxed)
     }
 
     /// Looks how many members are engaged.

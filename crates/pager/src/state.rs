@@ -249,11 +249,20 @@ impl State {
         }
     }
 
-    /// Bounds folios and units by a limit (bytes): a folio is a 64th of it at most.
+    /// Bounds folios and units by a limit (bytes).
     pub fn size_folios(&mut self, limit: usize) {
-        let most = (limit / PAGE / 64).max(BLOCK_PAGES);
-        self.folio_max = most.ilog2().min(u32::from(MAX_ORDER)) as u8;
+        self.bound_folios(limit);
         self.unit_max = largest_unit(self.algorithm, self.folio_max, limit);
+    }
+
+    /// Bounds folios by what there is for this process (bytes): one is a 64th of it at most, as what is compressed of a whole one waits in
+    /// a buffer until it can be stored.
+    ///
+    /// The story: of 32 processes under 160 MiB each listed what it had when it was managed as folios of 2 MiB, as one alone would, and
+    /// some had two buffers for them, of the 5 MiB that were their share.
+    pub fn bound_folios(&mut self, share: usize) {
+        let most = (share / PAGE / 64).max(BLOCK_PAGES);
+        self.folio_max = most.ilog2().min(u32::from(MAX_ORDER)) as u8;
     }
 
     /// Notes an event, when events are recorded.
