@@ -316,7 +316,7 @@ mod tests {
         assert_eq!(folios(), 9);
         p.group.slots[1].engaged.store(1, Relaxed);
         p.count_sharers();
-        assert_eq!(p.watermarks(), (128, 256));
+        assert_eq!((p.watermarks(), folios()), ((128, 256), 9), "64 MiB are enough for folios of 2");
         p.group.slots[1..9].iter().for_each(|other| other.engaged.store(1, Relaxed));
         p.count_sharers();
         assert_eq!(

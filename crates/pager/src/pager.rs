@@ -52,6 +52,8 @@ const LITTLE_SHARED: usize = 1 << 20;
 /// and a batch that makes others free.
 const HIGH_LEAST: usize = 256;
 const HIGH_MOST: usize = 2048;
+/// The share of the limit from which on a member has folios as large as one alone would (bytes).
+const AMPLE_SHARE: usize = 16 << 20;
 /// A window of sequence is so many parts of a member's share of the limit at most.
 const WINDOW_PARTS: usize = 32;
 
@@ -434,6 +436,12 @@ impl Pager {
     /// The story: of 32 processes that filled 280 MiB in 160 each had 2.5 of its 5 MiB as frames, buffers and pages brought ahead.
     pub(crate) fn widest_window(&self) -> u8 {
         (self.share() / PAGE / WINDOW_PARTS).clamp(BLOCK_PAGES, WINDOW_PAGES).ilog2() as u8
+    }
+
+    /// What bounds folios (bytes): see [`State::bound_folios`]. The limit, or a member's share of it where that is small.
+    pub(crate) fn folio_room(&self) -> usize {
+        let share = self.share();
+        if share < AMPLE_SHARE { share } else { self.limit() }
     }
 
     /// What there is for each of those that share the limit (bytes).

@@ -31,7 +31,8 @@ use uzswap_sys::{sys, thread};
 const REGISTER_TRIES: u32 = 3;
 /// Frames from which on a page block is given back as a whole.
 const IDLE_FRAMES: u32 = 4;
-/// Frames that are given back at once then: a 128th of the limit, or of a member's share of it, between these. (Less than half of the margin below any limit, 1 MiB.)
+/// Frames that are given back at once then: a 128th of the limit, or of a member's share of it, between these. (Less than half of the
+/// margin below any limit, 1 MiB.)
 const MANY_LEAST: usize = 64;
 const MANY_MOST: usize = 192;
 /// Frames that are not counted upon meanwhile.
@@ -103,7 +104,7 @@ impl Pager {
         self.count_sharers();
         let mut s = self.state.lock();
         s.streams.widest = self.widest_window();
-        s.bound_folios(self.share());
+        s.bound_folios(self.folio_room());
         s.rss = self.rss_now(&s);
         self.publish(&s);
         let excess = self.excess(&s);

@@ -260,8 +260,8 @@ impl State {
     ///
     /// The story: of 32 processes under 160 MiB each listed what it had when it was managed as folios of 2 MiB, as one alone would, and
     /// some had two buffers for them, of the 5 MiB that were their share.
-    pub fn bound_folios(&mut self, share: usize) {
-        let most = (share / PAGE / 64).max(BLOCK_PAGES);
+    pub fn bound_folios(&mut self, room: usize) {
+        let most = (room / PAGE / 64).max(BLOCK_PAGES);
         self.folio_max = most.ilog2().min(u32::from(MAX_ORDER)) as u8;
     }
 

@@ -1,8 +1,8 @@
 //! Which faults run in sequence, upwards or downwards, and how many pages one is to bring for that.
 //!
 //! A fault right behind, or right before, what an earlier one brought goes on with its stream. Each such fault brings four times as
-//! much as the one before, up to [`WINDOW_PAGES`] (less where many share a limit: [`Streams::widest`]); any other brings one page. (Downwards go stacks of work, and whoever fills an array from its
-//! end: GNU sort has its lines there, and merges them so.)
+//! much as the one before, up to [`WINDOW_PAGES`] (less where many share a limit: [`Streams::widest`]); any other brings one page.
+//! (Downwards go stacks of work, and whoever fills an array from its end: GNU sort has its lines there, and merges them so.)
 //!
 //! A fault that follows nothing is remembered for the next few only, but what has proved to be a stream is, whatever comes in between, until
 //! others take its place. Where the page table tells that a page goes on with others, though none is remembered, that is a stream, too:
