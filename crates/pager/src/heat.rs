@@ -8,8 +8,8 @@
 //! memory at random, hardly any page is wanted again in the short while that it is staged, and what is in use leaves with what is not, turn by
 //! turn. (To stage more finds more, at a fault for each page it finds; GNU sort in half of its memory lost by it.) But pages that lie
 //! together are mostly used by the same part of a program: one that comes back speaks for its block, of which 16 are then passed over some
-//! three times each before they are tried again. (That regions speak for their pages is DAMON's idea, Park et al., Middleware 2019.) What came in
-//! sequence passes whatever its heat.
+//! three times each before they are tried again. (That regions speak for their pages is DAMON's idea, Park et al., Middleware 2019.) What
+//! came in sequence passes whatever its heat.
 //!
 //! Invariants: heat is a hint; no more than [`PASSED_OVER`] pages are passed over for each that is wanted, so that one is found
 //! although all are hot. Owner: the pager's lock.
@@ -48,7 +48,7 @@ impl State {
             let passes = self.lru.victim_passes();
             let e = self.lru.pop_victim()?;
             let pages = 1 << e.order();
-            if passes || pages > *left || !self.is_hot(e) || !is_whole(self, e) {
+            if passes || pages > *left || !self.is_hot(e) || !self.is_whole(e) {
                 return Some((e, passes));
             }
             *left -= pages;
@@ -80,17 +80,6 @@ impl State {
 fn blocks(vpn: u64, n: usize) -> impl Iterator<Item = u64> {
     let block = BLOCK_PAGES as u64;
     (vpn / block..(vpn + n as u64).div_ceil(block)).map(move |i| i * block)
-}
-
-/// Whether a page is resident as it was listed.
-pub(crate) fn is_fresh(s: &State, vpn: u64, stamp: u32) -> bool {
-    let pte = s.pt.get(vpn);
-    pte.tag() == Tag::Resident && pte.aux() == stamp
-}
-
-/// Whether all pages of a folio are resident as they were listed.
-pub(crate) fn is_whole(s: &State, e: Entry) -> bool {
-    (0..1u64 << e.order()).all(|i| is_fresh(s, e.vpn() + i, e.stamp()))
 }
 
 #[cfg(test)]
@@ -160,7 +149,7 @@ mod tests {
         s.list_resident(vpn, 1, List::Inactive, |_| None);
         let (stale, _) = s.pop_victim(&mut left).expect("it is listed");
         assert_eq!((stale.vpn(), left), (vpn, usize::MAX));
-        assert!(!is_whole(&s, stale));
+        assert!(!s.is_whole(stale));
         s.pt.clear(FIRST, FIRST + BLOCK_PAGES as u64, |_, _| ());
         assert!(!s.is_hot(stale));
         s.resident = 0;

@@ -52,7 +52,7 @@ const LITTLE_SHARED: usize = 1 << 20;
 /// and a batch that makes others free.
 const HIGH_LEAST: usize = 256;
 const HIGH_MOST: usize = 2048;
-/// The share of the limit from which on a member has folios as large as one alone would (bytes).
+/// The share of the limit from which on a member has helpers, and folios as large, as one alone would (bytes).
 const AMPLE_SHARE: usize = 16 << 20;
 /// A window of sequence is so many parts of a member's share of the limit at most.
 const WINDOW_PARTS: usize = 32;
@@ -440,8 +440,12 @@ impl Pager {
 
     /// What bounds folios (bytes): see [`State::bound_folios`]. The limit, or a member's share of it where that is small.
     pub(crate) fn folio_room(&self) -> usize {
-        let share = self.share();
-        if share < AMPLE_SHARE { share } else { self.limit() }
+        if self.has_ample_share() { self.limit() } else { self.share() }
+    }
+
+    /// Whether there is about as much for this process as one alone would want.
+    pub(crate) fn has_ample_share(&self) -> bool {
+        self.share() >= AMPLE_SHARE
     }
 
     /// What there is for each of those that share the limit (bytes).

@@ -11,7 +11,7 @@
 use crate::arena::PAGE;
 use crate::fault::EventPending;
 use crate::folio::MAX_ORDER;
-use crate::heat::{PASSED_OVER, is_fresh, is_whole};
+use crate::heat::PASSED_OVER;
 use crate::pager::Pager;
 use crate::state::{FOLIO_PAGES, State};
 use core::sync::atomic::Ordering::*;
@@ -62,7 +62,7 @@ impl Pager {
         while moved < want && tries < want * 2 + 64 && (moved > 0 || !few || refused() < enough) {
             tries += 1;
             let Some((first, passes)) = s.pop_victim(&mut left) else { break };
-            let (whole, stays) = (is_whole(s, first), must_stay(s, first));
+            let (whole, stays) = (s.is_whole(first), must_stay(s, first));
             if passes && !s.lru.passing_waits && whole && stays {
                 s.lru.passing_waits = waiting == Some(first);
                 waiting.get_or_insert(first);
@@ -85,7 +85,7 @@ impl Pager {
                 let next = s.lru.peek_victim().filter(|e| e.vpn() == start + n as u64 && e.order() < MAX_ORDER);
                 let Some(next) = next else { break };
                 let hot = !passes && left > 0 && s.is_hot(next);
-                if hot || !is_whole(s, next) || must_stay(s, next) || s.resident < n + FEW_LEFT {
+                if hot || !s.is_whole(next) || must_stay(s, next) || s.resident < n + FEW_LEFT {
                     break;
                 }
                 let _ = s.lru.pop_victim();
@@ -103,7 +103,7 @@ impl Pager {
         let (mut at, end) = (e.vpn(), e.vpn() + (1 << e.order()));
         while at < end {
             let mut n = 0;
-            while at + n < end && is_fresh(s, at + n, e.stamp()) && !(stay && s.was_touched(at + n)) {
+            while at + n < end && s.is_fresh(at + n, e.stamp()) && !(stay && s.was_touched(at + n)) {
                 n += 1;
             }
             if n > 0 {
@@ -112,7 +112,7 @@ impl Pager {
                     Err(pending) => {
                         // (What it was asked for it has listed again.)
                         for later in at + n..end {
-                            if is_fresh(s, later, e.stamp()) {
+                            if s.is_fresh(later, e.stamp()) {
                                 self.requeue(s, later, 1);
                             }
                         }
@@ -121,7 +121,7 @@ impl Pager {
                 }
             }
             at += n;
-            if at < end && is_fresh(s, at, e.stamp()) {
+            if at < end && s.is_fresh(at, e.stamp()) {
                 self.requeue(s, at, 1);
             }
             at += 1;

@@ -441,6 +441,17 @@ impl State {
         self.pt.next_used((start / PAGE) as u64).is_some_and(|vpn| vpn < (end / PAGE) as u64)
     }
 
+    /// Whether a page is resident as it was listed, with that stamp.
+    pub fn is_fresh(&self, vpn: u64, stamp: u32) -> bool {
+        let pte = self.pt.get(vpn);
+        pte.tag() == Tag::Resident && pte.aux() == stamp
+    }
+
+    /// Whether all pages of a folio are resident as they were listed.
+    pub fn is_whole(&self, e: Entry) -> bool {
+        (0..1u64 << e.order()).all(|i| self.is_fresh(e.vpn() + i, e.stamp()))
+    }
+
     /// Pages from `at`, which is resident, up to `end` that are resident too.
     pub fn resident_run(&self, at: u64, end: u64) -> usize {
         (at..end).take_while(|v| self.pt.get(*v).tag() == Tag::Resident).count()
