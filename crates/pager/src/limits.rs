@@ -107,17 +107,19 @@ impl Pager {
             .max_by_key(|o| o.charge - o.max)
     }
 
-    /// Counts, in each group whose `memory.high` or `memory.max` is exceeded, a reclaim because of that.
-    pub fn count_excess(&self, s: &State) {
+    /// Counts a reclaim because of a group's `memory.max`, which the charge is about to exceed (the kernel's words: it has
+    /// no more than `margin` bytes to go, and mostly never gets there), or because its `memory.high` is exceeded.
+    pub fn count_excess(&self, s: &State, margin: usize) {
         let (own, others) = (self.charged(s), self.others_charge());
         for (i, (node, n)) in self.chain_nodes().enumerate() {
-            let charge = (own + others[i]) as u64;
-            if charge > n.max.load(Relaxed) {
-                self.group.count(node, |e| &e.max, 1);
-                continue;
+            let (charge, max, high) = ((own + others[i]) as u64, n.max.load(Relaxed), n.high.load(Relaxed));
+            if charge <= max {
+                n.grace.store(0, Relaxed);
             }
-            n.grace.store(0, Relaxed);
-            if charge > n.high.load(Relaxed) {
+            // (Below a `memory.high` it is that which takes memory out first.)
+            if charge > max || (max <= high && charge + margin as u64 > max) {
+                self.group.count(node, |e| &e.max, 1);
+            } else if charge > high {
                 self.group.count(node, |e| &e.high, 1);
             }
         }

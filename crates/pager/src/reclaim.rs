@@ -108,15 +108,17 @@ impl Pager {
         s.rss = self.rss_now(&s);
         self.publish(&s);
         let excess = self.excess(&s);
-        if excess > 0 {
-            self.count_excess(&s);
-            self.bury_the_dead();
-            self.wake_others();
-        }
         let margin = self.margin() as isize;
         let (_, high) = self.watermarks();
         let short = !self.without_move && s.zone.free_slots(Kind::Frame) < high && excess + 2 * margin > 0;
         let over = self.over(&s, margin, true) > 0;
+        if excess > 0 {
+            self.bury_the_dead();
+            self.wake_others();
+        }
+        if excess > 0 || (over && !self.handler_reclaims(&s)) {
+            self.count_excess(&s, margin as usize);
+        }
         !s.unshare.is_empty() || excess > 0 || (!self.handler_reclaims(&s) && (over || short))
     }
 
@@ -209,7 +211,7 @@ impl Pager {
         self.publish(s);
         let over = self.over(s, margin / 2, waits);
         if over > 0 {
-            self.count_excess(s);
+            self.count_excess(s, margin as usize / 2);
         }
         // (Free frames go first: a round for each page by which the pool grew would fill the limit with them.)
         let idle = spare.saturating_sub(need + BATCH_PAGES);
