@@ -20,7 +20,7 @@
 //!
 //! Invariants: a frame is in at most one free run; a free run's buddy of the same kind, order and block type is never
 //! free too (they would have merged; but see `ready`); runs never cross the zone's ends; a block's `free` counts its free frames by
-//! kind. Cost: allocating and freeing look at no more than the orders. Owner: the pager's lock.
+//! kind; a closed block has no free holes. Cost: allocating and freeing look at no more than the orders. Owner: the pager's lock.
 
 pub mod block;
 mod ready;
@@ -492,6 +492,9 @@ impl Zone {
 
     /// Puts a run, which is in no list, together with its buddies that are free.
     fn merge(&mut self, kind: Kind, frame: u32, order: u8) {
+        if kind == Kind::Hole && self.blocks[self.block_of(frame)].is_closed() {
+            return;
+        }
         let wanted = tag(kind, self.blocks[self.block_of(frame)].migrate_type(), 0);
         let (mut frame, mut order) = (frame, order);
         while order < MAX_ORDER {

@@ -48,6 +48,8 @@ pub enum Site {
     Event,
     /// A range of the program or of the arena cannot be registered.
     Register,
+    /// A page block of the arena cannot be taken out of the registration.
+    Unregister,
     /// A forked child gets no userfaultfd.
     Uffd,
     /// A process gets no slot in the group.
@@ -73,7 +75,7 @@ pub enum Site {
 }
 
 /// Every site and its name.
-pub const SITES: [(Site, &str); 22] = [
+pub const SITES: [(Site, &str); 23] = [
     (Site::Pool, "pool"),
     (Site::Damage, "damage"),
     (Site::MoveOut, "move_out"),
@@ -81,6 +83,7 @@ pub const SITES: [(Site, &str); 22] = [
     (Site::Copy, "copy"),
     (Site::Event, "event"),
     (Site::Register, "register"),
+    (Site::Unregister, "unregister"),
     (Site::Uffd, "uffd"),
     (Site::Slot, "slot"),
     (Site::LetGo, "let_go"),

@@ -18,6 +18,7 @@ pub mod fault;
 pub mod folio;
 pub mod fork;
 pub mod full;
+mod giveback;
 pub mod group;
 mod handler;
 mod heat;

@@ -18,19 +18,13 @@
 use crate::arena::PAGE;
 use crate::batch::{BATCH_PAGES, Batch};
 use crate::fault::EventPending;
-use crate::folio::MAX_ORDER;
-use crate::inject::Site;
 use crate::pager::Pager;
 use crate::state::{BLOCK_PAGES, State};
 use core::sync::atomic::Ordering::*;
-use uzswap_mm::zone::{BLOCK_FRAMES, Kind};
+use uzswap_mm::zone::Kind;
 use uzswap_sys::lock::{self, Guard};
 use uzswap_sys::{sys, thread};
 
-/// Times that slots are tried to be made a target of MOVE again, before they are given up: the kernel may be short of memory for a moment.
-const REGISTER_TRIES: u32 = 3;
-/// Frames from which on a page block is given back as a whole.
-const IDLE_FRAMES: u32 = 4;
 /// Frames that are given back at once then: a 128th of the limit, or of a member's share of it, between these. (Less than half of the
 /// margin below any limit, 1 MiB.)
 const MANY_LEAST: usize = 64;
@@ -360,57 +354,6 @@ impl Pager {
         pages >= (self.share() / PAGE / 128).clamp(MANY_LEAST, MANY_MOST) || !self.saves_flushes(s)
     }
 
-    /// Gives about `pages` free frames back to the kernel.
-    ///
-    /// The arena is registered, so discarding would raise an event to ourselves: the range leaves the registration for
-    /// that moment. Nobody else touches free slots.
-    pub(crate) fn give_back(&self, s: &mut State, pages: usize) -> usize {
-        let (mut given, mut any_idle) = (0, true);
-        while given < pages {
-            // (All blocks are looked at for one: where there is none there is none the next time either.)
-            let idle = if any_idle { self.idle_block(s, pages - given) } else { None };
-            any_idle = idle.is_some();
-            let (slot, order, frames) = match idle {
-                Some((slot, frames)) => (slot, MAX_ORDER, frames as usize),
-                None => {
-                    let order = (pages - given).ilog2().min(u32::from(MAX_ORDER)) as u8;
-                    let Some((slot, order)) = s.zone.alloc_up_to(Kind::Frame, order) else { break };
-                    (slot, order, 1 << order)
-                }
-            };
-            let (at, len) = (self.layout.slot(slot), PAGE << order);
-            let uffd = self.uffd();
-            // (A region asks for no events and has none, and without MOVE the arena is not registered.)
-            let registered = !self.own_frames && !self.without_move;
-            if registered && uffd.unregister(at, len).is_err() {
-                // (What was a hole would be touched, were it taken for a frame: it stays allocated.)
-                if frames == 1 << order {
-                    s.zone.free(Kind::Frame, slot, order);
-                }
-                break;
-            }
-            // SAFETY: free frames hold nothing of use.
-            unsafe { crate::arena::discard(at, len) };
-            self.blocks.given_back(slot, 1 << order);
-            s.rss = s.rss.saturating_sub(frames * PAGE);
-            let register = |_| self.inject(Site::Register).is_none() && uffd.register(at, len).is_ok();
-            if registered && !(0..REGISTER_TRIES).any(register) {
-                // No target of a MOVE any more: the slots stay allocated for good, and nobody uses them.
-                break;
-            }
-            s.zone.free(Kind::Hole, slot, order);
-            given += frames;
-        }
-        given
-    }
-
-    /// A page block of which nothing is in use, and how many frames it has, where about `pages` are to be given back: one call, and one
-    /// flush, serves for them all, in whatever runs they lie. (Windows leave holes between them. One that is all frames may be a huge page.)
-    fn idle_block(&self, s: &mut State, pages: usize) -> Option<(u32, u32)> {
-        let most = (2 * pages as u32).clamp(2 * IDLE_FRAMES, BLOCK_FRAMES - 1);
-        if self.saves_flushes(s) { s.zone.take_idle_block(IDLE_FRAMES..=most) } else { None }
-    }
-
     /// Makes pages shared with a child this process's own, so that they can be moved: the kernel copies them.
     fn unshare(&self, ranges: &[(usize, usize)]) -> bool {
         for (at, len) in ranges {
@@ -433,6 +376,7 @@ impl Pager {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::folio::MAX_ORDER;
     use crate::{request, testing};
 
     /// The story: Java at half of its memory was left 125 pages, as its code and stacks and the pool filled the limit, and did
@@ -484,34 +428,5 @@ mod tests {
         let taken = s.zone.alloc(Kind::Frame, MAX_ORDER).expect("it is free");
         s.zone.free(Kind::Hole, taken, MAX_ORDER);
         s.rss = 0;
-    }
-
-    /// What windows leave lies here and there in a page block: it is given back all at once, and the block can be moved to again.
-    #[test]
-    fn a_page_block_is_given_back_as_a_whole() {
-        const PAGES: usize = 64;
-        let p = testing::pager(16 << 20);
-        let at = testing::memory(p, PAGES);
-        let mut s = p.state.lock();
-        let block = s.zone.alloc(Kind::Hole, MAX_ORDER).expect("holes");
-        let slots = (0..PAGES as u32).map(|i| block + 7 * i).collect::<Vec<_>>();
-        for round in 0..2 {
-            for (i, slot) in slots.iter().enumerate() {
-                testing::put(p, at + i * PAGE, &[round; PAGE]);
-                p.move_out((at / PAGE + i) as u64, *slot, 1).expect("it is there, and goes to a hole");
-            }
-            let (mut from, end) = (block, block + BLOCK_FRAMES);
-            for slot in &slots {
-                s.zone.free_run(Kind::Hole, from, (slot - from) as usize);
-                s.zone.free(Kind::Frame, *slot, 0);
-                from = slot + 1;
-            }
-            s.zone.free_run(Kind::Hole, from, (end - from) as usize);
-            s.rss = 100 * PAGE;
-            assert_eq!(p.give_back(&mut s, PAGES / 2), PAGES, "all of it, in one call");
-            assert_eq!((s.zone.free_slots(Kind::Frame), s.rss), (0, 36 * PAGE));
-            assert_eq!(p.leading(block, BLOCK_FRAMES as usize, false), BLOCK_FRAMES as usize, "nothing is left");
-            s.zone.alloc(Kind::Hole, MAX_ORDER).filter(|again| *again == block).expect("the block is one hole again");
-        }
     }
 }

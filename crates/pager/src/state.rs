@@ -130,6 +130,8 @@ pub struct State {
     pub keeps_all: bool,
     /// Ranges whose frames are shared after fork: to be un-shared outside the lock.
     pub unshare: Vec<(usize, usize)>,
+    /// Free runs of frames that are given back: room for them.
+    pub giving: Vec<(u32, u8)>,
     /// Pages moved by mremap while they were being compressed: slot, and where they are now. `commit` asks.
     pub moved_busy: Vec<(u32, u64)>,
     /// Pages dropped while they were compressed, not yet counted: their frames are freed at commit.
@@ -221,6 +223,7 @@ impl State {
             withdrawn: Vec::new(),
             keeps_all: false,
             unshare: Vec::new(),
+            giving: Vec::new(),
             asked: Vec::new(),
             moved_busy: Vec::new(),
             missed_frees: 0,

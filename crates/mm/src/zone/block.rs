@@ -40,6 +40,8 @@ pub struct Block {
     mt: u8,
     /// Scanners have found nothing here since the bits were cleared: see `compaction`.
     pub(crate) skip: [bool; 2],
+    /// Nothing may be put into its holes any more: see [`Zone::close_block`].
+    pub(super) closed: bool,
 }
 
 impl Block {
@@ -51,6 +53,11 @@ impl Block {
     /// What lives in it.
     pub fn migrate_type(&self) -> MigrateType {
         MigrateType::ALL[self.mt as usize]
+    }
+
+    /// Whether it was closed.
+    pub fn is_closed(&self) -> bool {
+        self.closed
     }
 
     pub(super) fn set_migrate_type(&mut self, mt: MigrateType) {
@@ -76,5 +83,47 @@ impl Zone {
         }
         debug_assert!(first.is_multiple_of(1 << MAX_ORDER), "a whole block is aligned");
         Some((first, frames))
+    }
+
+    /// Takes free frames, up to `most`, out of one page block, that with the most of them, and appends their runs: first slots and
+    /// orders. Returns how many frames those are, of at least one when any is free.
+    pub fn take_block_frames(&mut self, most: usize, runs: &mut Vec<(u32, u8)>) -> usize {
+        let all = self.blocks.iter().enumerate().map(|(i, b)| (i, b.free(Kind::Frame)));
+        let Some((block, _)) = all.filter(|(_, n)| *n > 0).max_by_key(|(_, n)| *n) else { return 0 };
+        let (mut at, end) = self.block_range(block);
+        let mut taken = 0;
+        while at < end && taken < most {
+            let Some((kind, found)) = self.free_run_at(at) else {
+                at += 1;
+                continue;
+            };
+            if kind == Kind::Frame {
+                let order = found.min((most - taken).ilog2() as u8);
+                runs.push((self.take(kind, at, found, order), order));
+                taken += 1 << order;
+                at += 1 << order;
+            } else {
+                at += 1 << found;
+            }
+        }
+        taken
+    }
+
+    /// Closes a page block: nothing can be moved into its holes any more. Those that are free, and what is freed as holes from now on, stay
+    /// allocated for good. What is in use in it, and its frames, stay what they are.
+    pub fn close_block(&mut self, block: usize) {
+        self.blocks[block].closed = true;
+        let (mut at, end) = self.block_range(block);
+        while at < end {
+            match self.free_run_at(at) {
+                Some((kind, order)) => {
+                    if kind == Kind::Hole {
+                        self.unlink(kind, at, order);
+                    }
+                    at += 1 << order;
+                }
+                None => at += 1,
+            }
+        }
     }
 }

@@ -14,6 +14,10 @@ enum Step {
     TakeFrame(Kind, usize),
     /// The block that is all free with the most frames, between these numbers.
     TakeIdle(u32, u32),
+    /// Up to so many frames of the block that has the most free.
+    TakeOfBlock(usize),
+    /// The block of that frame is closed.
+    Close(usize),
     /// The block of that frame changes its type.
     SetType(usize, MigrateType),
     /// The run at that index (modulo how many are held), as being of that kind now.
@@ -32,6 +36,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         3 => (kind(), 0..3usize, order()).prop_map(|(k, t, o)| Step::AllocTyped(k, MigrateType::ALL[t], o)),
         1 => (kind(), any::<usize>()).prop_map(|(k, f)| Step::TakeFrame(k, f)),
         1 => (1..40u32, 1..600u32).prop_map(|(least, most)| Step::TakeIdle(least, most)),
+        1 => (1..700usize).prop_map(Step::TakeOfBlock),
+        1 => (0..SLOTS * 8).prop_map(Step::Close),
         1 => (any::<usize>(), 0..3usize).prop_map(|(f, t)| Step::SetType(f, MigrateType::ALL[t])),
         3 => (any::<usize>(), kind()).prop_map(|(i, k)| Step::Free(i, k)),
         2 => (any::<usize>(), any::<usize>(), kind(), kind()).prop_map(|(i, n, a, b)| Step::FreeRun(i, n, a, b)),
@@ -44,6 +50,8 @@ struct Model {
     /// What each slot is when free; None while it is held.
     free: Vec<Option<Kind>>,
     held: Vec<(u32, u8)>,
+    /// Which blocks were closed.
+    closed: [bool; SLOTS >> MAX_ORDER],
 }
 
 impl Model {
@@ -56,7 +64,7 @@ impl Model {
             Some(start) => Zone::spanning(start as u32, SLOTS as u32, Kind::Hole),
             None => Zone::growing(SLOTS as u32),
         };
-        Self { zone, free, held: vec![] }
+        Self { zone, free, held: vec![], closed: Default::default() }
     }
 
     /// What each block has free, and of what runs, by the zone and by the map.
@@ -118,8 +126,13 @@ impl Model {
 
     fn gave(&mut self, kind: Kind, slot: u32, n: usize) {
         for at in slot as usize..slot as usize + n {
-            assert!(self.free[at].replace(kind).is_none());
+            let free = self.is_open(at) || kind == Kind::Frame;
+            assert!(core::mem::replace(&mut self.free[at], free.then_some(kind)).is_none());
         }
+    }
+
+    fn is_open(&self, slot: usize) -> bool {
+        !self.closed[slot >> MAX_ORDER]
     }
 
     fn take_held(&mut self, index: usize) -> Option<(u32, u8)> {
@@ -174,6 +187,28 @@ impl Model {
                     self.held.push((first, MAX_ORDER));
                 }
             }
+            Step::TakeOfBlock(most) => {
+                let frames = |block: &[Option<Kind>]| block.iter().filter(|s| **s == Some(Kind::Frame)).count();
+                let there = self.free.chunks(1 << MAX_ORDER).map(frames).max().unwrap_or(0);
+                let mut runs = vec![];
+                assert_eq!(self.zone.take_block_frames(most, &mut runs), there.min(most));
+                assert_eq!(runs.iter().map(|(_, order)| 1 << order).sum::<usize>(), there.min(most));
+                assert!(runs.iter().all(|(slot, _)| self.zone.block_of(*slot) == self.zone.block_of(runs[0].0)));
+                runs.into_iter().for_each(|(slot, order)| self.took(Kind::Frame, slot, order));
+            }
+            // (Seldom one that there is.)
+            Step::Close(frame) => {
+                if !(self.zone.start() as usize..self.zone.end() as usize).contains(&frame) {
+                    return;
+                }
+                let block = self.zone.block_of(frame as u32);
+                self.zone.close_block(block);
+                assert!(self.zone.blocks()[block].is_closed());
+                self.closed[frame >> MAX_ORDER] = true;
+                let (from, to) = self.zone.block_range(block);
+                let slots = &mut self.free[from as usize..to as usize];
+                slots.iter_mut().filter(|slot| **slot == Some(Kind::Hole)).for_each(|slot| *slot = None);
+            }
             Step::SetType(frame, mt) => {
                 let Some(block) = frame.checked_rem(self.zone.blocks().len()) else { return };
                 self.zone.set_block_type(block, mt);
@@ -221,20 +256,23 @@ proptest! {
         prop_assert_eq!(model.zone.ready(), 0);
         model.check();
         model.check_merged();
-        // Everything held comes back as holes, every frame becomes one: what is left is whole blocks of 2 MiB.
+        // Everything held comes back as holes, every frame becomes one: what is left is whole blocks of 2 MiB, but for those
+        // that were closed.
         while let Some((slot, order)) = model.take_held(0) {
             model.zone.free(Kind::Hole, slot, order);
         }
         while let Some((slot, order)) = model.zone.alloc_up_to(Kind::Frame, MAX_ORDER) {
             model.zone.free(Kind::Hole, slot, order);
         }
-        prop_assert_eq!(model.zone.free_slots(Kind::Hole), SLOTS - start);
+        prop_assert_eq!(model.zone.free_slots(Kind::Hole), (start..SLOTS).filter(|slot| model.is_open(*slot)).count());
         prop_assert_eq!(model.zone.free_slots(Kind::Frame), 0);
         let mut blocks: Vec<_> = core::iter::from_fn(|| model.zone.alloc(Kind::Hole, MAX_ORDER)).collect();
         blocks.sort_unstable();
         let first = (start as u32).next_multiple_of(512);
-        prop_assert_eq!(blocks, (first..SLOTS as u32).step_by(512).collect::<Vec<_>>());
-        prop_assert_eq!(model.zone.free_slots(Kind::Hole), first as usize - start);
+        let whole = (first..SLOTS as u32).step_by(512).filter(|slot| model.is_open(*slot as usize));
+        prop_assert_eq!(blocks, whole.collect::<Vec<_>>());
+        let rest = (start..first as usize).filter(|slot| model.is_open(*slot)).count();
+        prop_assert_eq!(model.zone.free_slots(Kind::Hole), rest);
     }
 }
 

@@ -1,0 +1,185 @@
+//! Free frames go back to the kernel.
+//!
+//! The arena is registered, as only so pages can be moved to it, and to discard what is registered raises an event to ourselves. So what is
+//! discarded leaves the registration for that moment. Both are changes of the address space, 5 us each, and cost more than the
+//! discarding itself. Hence they are made for a page block at a time:
+//!
+//! ```text
+//! idle block (nothing in use)    unregister ─ discard all of it ─ register            one call each, in whatever runs frames lie
+//! the one with most frames       unregister ─ discard run, run, … ─ register          between them pages are in use, and stay so
+//! ```
+//! Who reads a page of the block meanwhile, to compress it without the lock, finds it there.
+//!
+//! Invariant: a free hole is a target of a MOVE. Where the kernel does not register a block again (it is short of memory) its holes
+//! are none any more: the block is closed ([`uzswap_mm::zone::Zone::close_block`]). What is staged in it can be moved back all the
+//! same. Everything here runs with the pager's lock held.
+
+use crate::arena::PAGE;
+use crate::folio::MAX_ORDER;
+use crate::inject::Site;
+use crate::pager::Pager;
+use crate::state::State;
+use uzswap_mm::zone::{BLOCK_FRAMES, Kind};
+
+/// Times that a block is tried to be made a target of MOVE again, before it is closed: the kernel may be short of memory for a moment.
+const REGISTER_TRIES: u32 = 3;
+/// Frames from which on a page block is given back as a whole.
+const IDLE_FRAMES: u32 = 4;
+
+impl Pager {
+    /// Gives about `pages` free frames back to the kernel; how many it were.
+    pub(crate) fn give_back(&self, s: &mut State, pages: usize) -> usize {
+        let (mut given, mut any_idle) = (0, true);
+        let mut runs = core::mem::take(&mut s.giving);
+        while given < pages {
+            runs.clear();
+            // (All blocks are looked at for one: where there is none there is none the next time either.)
+            let idle = if any_idle { self.idle_block(s, pages - given) } else { None };
+            any_idle = idle.is_some();
+            let frames = match idle {
+                Some((slot, frames)) => {
+                    runs.push((slot, MAX_ORDER));
+                    frames as usize
+                }
+                None => s.zone.take_block_frames(pages - given, &mut runs),
+            };
+            if frames == 0 || !self.discard_runs(s, &runs, frames) {
+                break;
+            }
+            given += frames;
+        }
+        s.giving = runs;
+        given
+    }
+
+    /// A page block of which nothing is in use, and how many frames it has, where about `pages` are to be given back: one call, and one
+    /// flush, serves for them all, in whatever runs they lie. (Windows leave holes between them. One that is all frames may be a huge page.)
+    fn idle_block(&self, s: &mut State, pages: usize) -> Option<(u32, u32)> {
+        let most = (2 * pages as u32).clamp(2 * IDLE_FRAMES, BLOCK_FRAMES - 1);
+        if self.saves_flushes(s) { s.zone.take_idle_block(IDLE_FRAMES..=most) } else { None }
+    }
+
+    /// Gives the memory of runs back, allocated ones of one page block in which `frames` are frames: they are free holes then. False
+    /// when the block could not be taken out of the registration.
+    fn discard_runs(&self, s: &mut State, runs: &[(u32, u8)], frames: usize) -> bool {
+        let block = s.zone.block_of(runs[0].0);
+        let (first, end) = s.zone.block_range(block);
+        let (at, len) = (self.layout.slot(first), (end - first) as usize * PAGE);
+        let uffd = self.uffd();
+        // (A region asks for no events and has none, and without MOVE the arena is not registered.)
+        let registered = !self.own_frames && !self.without_move && !s.zone.blocks()[block].is_closed();
+        if registered && (self.inject(Site::Unregister).is_some() || uffd.unregister(at, len).is_err()) {
+            // (What was a hole would be touched, were it taken for a frame: it stays allocated.)
+            let all_frames = frames == runs.iter().map(|(_, order)| 1 << order).sum::<usize>();
+            runs.iter().filter(|_| all_frames).for_each(|(slot, order)| s.zone.free(Kind::Frame, *slot, *order));
+            return false;
+        }
+        for (slot, order) in runs {
+            // SAFETY: free frames hold nothing of use.
+            unsafe { crate::arena::discard(self.layout.slot(*slot), PAGE << order) };
+            self.blocks.given_back(*slot, 1 << order);
+        }
+        s.rss = s.rss.saturating_sub(frames * PAGE);
+        let register = |_| self.inject(Site::Register).is_none() && uffd.register(at, len).is_ok();
+        if registered && !(0..REGISTER_TRIES).any(register) {
+            s.zone.close_block(block);
+        }
+        runs.iter().for_each(|(slot, order)| s.zone.free(Kind::Hole, *slot, *order));
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+
+    const PAGES: usize = 64;
+
+    /// What windows leave lies here and there in a page block: it is given back all at once, and the block can be moved to again.
+    #[test]
+    fn a_page_block_is_given_back_as_a_whole() {
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, PAGES);
+        let mut s = p.state.lock();
+        let block = s.zone.alloc(Kind::Hole, MAX_ORDER).expect("holes");
+        let slots = (0..PAGES as u32).map(|i| block + 7 * i).collect::<Vec<_>>();
+        for round in 0..2 {
+            for (i, slot) in slots.iter().enumerate() {
+                testing::put(p, at + i * PAGE, &[round; PAGE]);
+                p.move_out((at / PAGE + i) as u64, *slot, 1).expect("it is there, and goes to a hole");
+            }
+            let (mut from, end) = (block, block + BLOCK_FRAMES);
+            for slot in &slots {
+                s.zone.free_run(Kind::Hole, from, (slot - from) as usize);
+                s.zone.free(Kind::Frame, *slot, 0);
+                from = slot + 1;
+            }
+            s.zone.free_run(Kind::Hole, from, (end - from) as usize);
+            s.rss = 100 * PAGE;
+            assert_eq!(p.give_back(&mut s, PAGES / 2), PAGES, "all of it, in one call");
+            assert_eq!((s.zone.free_slots(Kind::Frame), s.rss), (0, 36 * PAGE));
+            assert_eq!(p.leading(block, BLOCK_FRAMES as usize, false), BLOCK_FRAMES as usize, "nothing is left");
+            s.zone.alloc(Kind::Hole, MAX_ORDER).filter(|again| *again == block).expect("the block is one hole again");
+        }
+    }
+
+    /// Frames of a block that is in use, in runs of one, and what is in use between them. Returns the block and the first slot in use.
+    fn half_used(p: &Pager, s: &mut State, at: usize) -> (u32, u32) {
+        let block = s.zone.alloc(Kind::Hole, MAX_ORDER).expect("holes");
+        for i in 0..PAGES {
+            testing::put(p, at + i * PAGE, &[i as u8 + 1; PAGE]);
+            p.move_out((at / PAGE + i) as u64, block + i as u32, 1).expect("it is there, and goes to a hole");
+        }
+        (0..PAGES as u32).step_by(2).for_each(|i| s.zone.free(Kind::Frame, block + i, 0));
+        s.rss = 100 * PAGE;
+        (block, block + 1)
+    }
+
+    /// What is in use stays, and can go back to where it was.
+    fn what_is_in_use_is_right(p: &Pager, s: &State, at: usize, block: u32) {
+        for i in (1..PAGES).step_by(2) {
+            p.move_in(s, (at / PAGE + i) as u64, block + i as u32, 1).expect("it comes back");
+            // SAFETY: the page was just moved in.
+            let page = unsafe { *((at + i * PAGE) as *const [u8; PAGE]) };
+            assert_eq!(page, [i as u8 + 1; PAGE]);
+        }
+    }
+
+    #[test]
+    fn frames_between_pages_in_use_are_given_back() {
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, PAGES);
+        let mut s = p.state.lock();
+        let (block, used) = half_used(p, &mut s, at);
+        assert_eq!(p.give_back(&mut s, 20), 20);
+        assert_eq!((s.zone.free_slots(Kind::Frame), s.rss), (PAGES / 2 - 20, 80 * PAGE));
+        assert_eq!(p.give_back(&mut s, PAGES), PAGES / 2 - 20, "there are no more");
+        what_is_in_use_is_right(p, &s, at, block);
+        // A page can be moved there again: to where one was given back, and to where one was in use.
+        (0..2).for_each(|i| p.move_out((at / PAGE) as u64 + 1 + 2 * i, used - 1 + i as u32, 1).expect("a hole"));
+    }
+
+    /// The kernel is short of memory: not even that may lose a page.
+    #[test]
+    fn a_block_that_is_not_registered_again_is_closed() {
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, PAGES);
+        let mut s = p.state.lock();
+        let (block, used) = half_used(p, &mut s, at);
+        let holes = s.zone.free_slots(Kind::Hole);
+        p.group.faults.set("unregister=1/1", 1).unwrap();
+        assert_eq!(p.give_back(&mut s, 8), 0);
+        assert_eq!((s.zone.free_slots(Kind::Frame), s.rss), (PAGES / 2, 100 * PAGE), "nothing has changed");
+        p.group.faults.set("unregister=0/1,register=1/1", 1).unwrap();
+        assert_eq!(p.give_back(&mut s, 8), 8);
+        assert_eq!(s.zone.free_slots(Kind::Hole), holes, "they are no holes");
+        p.group.faults.set("register=0/1", 1).unwrap();
+        assert_eq!(p.give_back(&mut s, PAGES), PAGES / 2 - 8, "the others of the block");
+        what_is_in_use_is_right(p, &s, at, block);
+        s.zone.free(Kind::Hole, used, 0);
+        assert_eq!(s.zone.free_slots(Kind::Hole), holes, "nothing goes there any more");
+        let refused = p.move_out((at / PAGE) as u64 + 1, used, 1);
+        assert!(refused.is_err(), "or the block need not have been closed");
+    }
+}
