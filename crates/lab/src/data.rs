@@ -39,7 +39,7 @@ impl Source {
         Ok(Self::fold(Bytes::Mapped { base: base.cast(), len }))
     }
 
-    /// `len` bytes of what is [written](write), in a file that is gone already; and what they hold.
+    /// `len` bytes of what is [written](fn@write), in a file that is gone already; and what they hold.
     ///
     /// # Errors
     /// As there; when the file cannot be read again.

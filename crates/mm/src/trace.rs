@@ -51,7 +51,7 @@ pub enum Kind {
     Fresh = 6,
     /// Pages left the program, uncompressed yet; wide: `n`.
     Evict = 7,
-    /// An object was stored; small: order; wide: its bytes, see [`Record::object`].
+    /// An object was stored; small: order; wide: its bytes, see [`Record::object_bytes`].
     Store = 8,
     /// Evicted pages were found unchanged and their kept copies serve again; wide: `n`.
     Clean = 9,

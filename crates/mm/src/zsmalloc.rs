@@ -13,7 +13,7 @@
 //!
 //! As in the kernel's zsmalloc, objects are rounded up to one of about a hundred size classes some 5 % apart, and
 //! objects of a class share *slabs* (the kernel's "zspages") of 1 to 32 contiguous 4 KiB pages. The number of pages is
-//! the smallest whose tail waste is below [`TAIL_WASTE_OK`]; the class is then widened to divide its slab evenly.
+//! the smallest whose tail waste is below `TAIL_WASTE_OK` (`classes`); the class is then widened to divide its slab evenly.
 //! Objects may straddle pages inside a slab: the range is contiguous in memory, so nobody notices.
 //!
 //! - The pages are those of a [`Zone`] that begins a page block when no run is left in others. A slab whose

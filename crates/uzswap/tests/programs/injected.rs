@@ -56,6 +56,7 @@ fn threads_survive_failures_of_every_operation() {
             (&["move_out", "copy"], "flushes=dear,move_out=1/10,copy=1/5"),
             (&["event"], "event=1/50"),
             (&["register"], "register=1/5"),
+            (&["register", "unregister"], "flushes=dear,register=3/4,unregister=1/5"),
         ],
     );
     let Some(remaps) = compile_c("remaps") else { return };
