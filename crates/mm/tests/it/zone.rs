@@ -139,6 +139,45 @@ impl Model {
         (!self.held.is_empty()).then(|| self.held.swap_remove(index % self.held.len()))
     }
 
+    fn take_idle(&mut self, least: u32, most: u32) {
+        let wanted = least..=most;
+        let frames = |block: &[Option<Kind>]| block.iter().filter(|s| **s == Some(Kind::Frame)).count() as u32;
+        let idle = self.free.chunks(1 << MAX_ORDER).filter(|block| block.iter().all(Option::is_some));
+        let expected = idle.map(frames).filter(|frames| wanted.contains(frames)).max();
+        let taken = self.zone.take_idle_block(wanted);
+        assert_eq!(taken.map(|(_, frames)| frames), expected);
+        if let Some((first, n)) = taken {
+            let block = &mut self.free[first as usize..][..1 << MAX_ORDER];
+            assert_eq!(frames(block), n);
+            block.fill(None);
+            self.held.push((first, MAX_ORDER));
+        }
+    }
+
+    fn take_of_block(&mut self, most: usize) {
+        let frames = |block: &[Option<Kind>]| block.iter().filter(|s| **s == Some(Kind::Frame)).count();
+        let there = self.free.chunks(1 << MAX_ORDER).map(frames).max().unwrap_or(0);
+        let mut runs = vec![];
+        assert_eq!(self.zone.take_block_frames(most, &mut runs), there.min(most));
+        assert_eq!(runs.iter().map(|(_, order)| 1 << order).sum::<usize>(), there.min(most));
+        assert!(runs.iter().all(|(slot, _)| self.zone.block_of(*slot) == self.zone.block_of(runs[0].0)));
+        runs.into_iter().for_each(|(slot, order)| self.took(Kind::Frame, slot, order));
+    }
+
+    /// (Seldom a block that there is.)
+    fn close(&mut self, frame: usize) {
+        if !(self.zone.start() as usize..self.zone.end() as usize).contains(&frame) {
+            return;
+        }
+        let block = self.zone.block_of(frame as u32);
+        self.zone.close_block(block);
+        assert!(self.zone.blocks()[block].is_closed());
+        self.closed[frame >> MAX_ORDER] = true;
+        let (from, to) = self.zone.block_range(block);
+        let slots = &mut self.free[from as usize..to as usize];
+        slots.iter_mut().filter(|slot| **slot == Some(Kind::Hole)).for_each(|slot| *slot = None);
+    }
+
     fn step(&mut self, step: Step) {
         match step {
             Step::Alloc(kind, order) => {
@@ -173,42 +212,9 @@ impl Model {
                     self.took(kind, frame as u32, 0);
                 }
             }
-            Step::TakeIdle(least, most) => {
-                let wanted = least..=most;
-                let frames = |block: &[Option<Kind>]| block.iter().filter(|s| **s == Some(Kind::Frame)).count() as u32;
-                let idle = self.free.chunks(1 << MAX_ORDER).filter(|block| block.iter().all(Option::is_some));
-                let expected = idle.map(frames).filter(|frames| wanted.contains(frames)).max();
-                let taken = self.zone.take_idle_block(wanted);
-                assert_eq!(taken.map(|(_, frames)| frames), expected);
-                if let Some((first, n)) = taken {
-                    let block = &mut self.free[first as usize..][..1 << MAX_ORDER];
-                    assert_eq!(frames(block), n);
-                    block.fill(None);
-                    self.held.push((first, MAX_ORDER));
-                }
-            }
-            Step::TakeOfBlock(most) => {
-                let frames = |block: &[Option<Kind>]| block.iter().filter(|s| **s == Some(Kind::Frame)).count();
-                let there = self.free.chunks(1 << MAX_ORDER).map(frames).max().unwrap_or(0);
-                let mut runs = vec![];
-                assert_eq!(self.zone.take_block_frames(most, &mut runs), there.min(most));
-                assert_eq!(runs.iter().map(|(_, order)| 1 << order).sum::<usize>(), there.min(most));
-                assert!(runs.iter().all(|(slot, _)| self.zone.block_of(*slot) == self.zone.block_of(runs[0].0)));
-                runs.into_iter().for_each(|(slot, order)| self.took(Kind::Frame, slot, order));
-            }
-            // (Seldom one that there is.)
-            Step::Close(frame) => {
-                if !(self.zone.start() as usize..self.zone.end() as usize).contains(&frame) {
-                    return;
-                }
-                let block = self.zone.block_of(frame as u32);
-                self.zone.close_block(block);
-                assert!(self.zone.blocks()[block].is_closed());
-                self.closed[frame >> MAX_ORDER] = true;
-                let (from, to) = self.zone.block_range(block);
-                let slots = &mut self.free[from as usize..to as usize];
-                slots.iter_mut().filter(|slot| **slot == Some(Kind::Hole)).for_each(|slot| *slot = None);
-            }
+            Step::TakeIdle(least, most) => self.take_idle(least, most),
+            Step::TakeOfBlock(most) => self.take_of_block(most),
+            Step::Close(frame) => self.close(frame),
             Step::SetType(frame, mt) => {
                 let Some(block) = frame.checked_rem(self.zone.blocks().len()) else { return };
                 self.zone.set_block_type(block, mt);
