@@ -196,6 +196,10 @@ impl Leaf {
     }
 }
 
+/// Pages of the address space that the table covers: the 47 bits that the kernel gives to who does not ask for more.
+pub const ADDRESS_SPACE_PAGES: u64 = 1 << 35;
+const _: () = assert!(ROOT as u64 * UPPER_LEAVES * LEAF_PAGES == ADDRESS_SPACE_PAGES);
+
 /// Entries of an inner node, and of the root: 8 bits of a leaf's number, then 9 and 9.
 const FANOUT: usize = 512;
 const ROOT: usize = 256;

@@ -13,7 +13,7 @@ use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::compaction::{Goal, Migrate, Outcome};
-use uzswap_mm::pagetable::{PageTable, Pte, Tag};
+use uzswap_mm::pagetable::{ADDRESS_SPACE_PAGES, PageTable, Pte, Tag};
 use uzswap_mm::zone::{Kind, MAX_ORDER, Zone};
 
 /// The smallest order worth compacting for: a huge page, which is split (375 µs, and it stays split) where there is no run
@@ -34,7 +34,7 @@ impl Arena<'_> {
     fn staged(&self, zone: &Zone, slot: u32) -> Option<(u64, Pte)> {
         let vpn = zone.user(slot);
         // (What is no page number at all was noted by the zone itself.)
-        let pte = if vpn < 1 << 35 { self.pt.get(vpn) } else { Pte::NONE };
+        let pte = if vpn < ADDRESS_SPACE_PAGES { self.pt.get(vpn) } else { Pte::NONE };
         (pte.tag() == Tag::Staged && pte.aux() == slot).then_some((vpn, pte))
     }
 }

@@ -14,7 +14,7 @@ use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::lru::List;
-use uzswap_mm::pagetable::Tag;
+use uzswap_mm::pagetable::{ADDRESS_SPACE_PAGES, Tag};
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{maps, pagemap, sys, thread};
 
@@ -43,6 +43,8 @@ impl Pager {
         for m in maps::parse(&text).filter(maps::Mapping::is_anonymous) {
             // (What a program makes executable later, as compilers at run time do, has been managed before.)
             let managed = m.is_private_anonymous() || s.knows_any(m.start, m.end);
+            // (Who asks for addresses beyond 47 bits, where the machine has them, keeps that memory.)
+            let managed = managed && (m.end / PAGE) as u64 <= ADDRESS_SPACE_PAGES;
             if self.layout.owns(m.start) || !managed {
                 continue;
             }
@@ -131,7 +133,7 @@ impl Pager {
             forget_range(s, at, (start / PAGE) as u64);
             at = (end / PAGE) as u64;
         }
-        forget_range(s, at, 1 << 35);
+        forget_range(s, at, ADDRESS_SPACE_PAGES);
     }
 
     /// In a forked child: forgets what its parent had in memory that is zeros in its children (MADV_WIPEONFORK), as the kernel

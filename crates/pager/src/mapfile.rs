@@ -21,8 +21,6 @@ pub const MAGIC: u64 = 0x757a_6d61_7000_0001;
 pub const NAME: &CStr = c"uzswap-pagemap";
 /// Bytes before the table.
 pub const HEAD: usize = 4096;
-/// Pages of a process's whole address space.
-pub const ADDRESS_SPACE_PAGES: u64 = 1 << 35;
 
 /// What a map is of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -254,6 +252,7 @@ impl Drop for MapFile {
 mod tests {
     use super::*;
     use uzswap_mm::pagemap::{PRESENT, PageState};
+    use uzswap_mm::pagetable::ADDRESS_SPACE_PAGES;
 
     #[test]
     fn a_reader_sees_what_the_owner_writes_and_cannot_write() {

@@ -29,7 +29,7 @@ use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 use std::collections::{BTreeSet, VecDeque};
-use uzswap_mm::pagetable::Tag;
+use uzswap_mm::pagetable::{ADDRESS_SPACE_PAGES, Tag};
 use uzswap_sys::process::Identity;
 use uzswap_sys::{lock, thread};
 
@@ -198,7 +198,7 @@ impl Pager {
     /// Nothing is protected any more, and nobody waits.
     pub(crate) fn end_protection(&self, s: &mut State) {
         if s.notified.is_some() {
-            self.release_pages(s, 0, 1 << 35);
+            self.release_pages(s, 0, ADDRESS_SPACE_PAGES);
             s.notified = None;
             self.notifies.store(false, Release);
             self.me().watch.serving.store(0, Release);

@@ -20,12 +20,12 @@
 use crate::batch::{BATCH_PAGES, Batch};
 use crate::group::Slot;
 use crate::holder::Holder;
-use crate::mapfile::{ADDRESS_SPACE_PAGES, Kind as MapKind, MapFile};
+use crate::mapfile::{Kind as MapKind, MapFile};
 use crate::pager::Pager;
 use crate::state::{FOLIO_PAGES, State};
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 use uzswap_mm::pagemap::{PageState, SOFT_DIRTY};
-use uzswap_mm::pagetable::Tag;
+use uzswap_mm::pagetable::{ADDRESS_SPACE_PAGES, Tag};
 use uzswap_sys::process::Identity;
 use uzswap_sys::{lock, sys, thread};
 
@@ -208,7 +208,7 @@ impl Pager {
         if let Some(holder) = r.holder.get()
             && r.target.load(Relaxed) == me.owner.load(Relaxed)
         {
-            let work = Work { r, holder, from: r.from.load(Relaxed), to: r.to.load(Relaxed).min(1 << 35) };
+            let work = Work { r, holder, from: r.from.load(Relaxed), to: r.to.load(Relaxed).min(ADDRESS_SPACE_PAGES) };
             self.serve_work(&work, batch);
         }
         r.state.store(DONE, Release);

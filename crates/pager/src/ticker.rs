@@ -12,12 +12,13 @@
 use crate::arena::PAGE;
 use crate::group::unmanaged;
 use crate::inject::Site;
-use crate::mapfile::{ADDRESS_SPACE_PAGES, Kind, MapFile};
+use crate::mapfile::{Kind, MapFile};
 use crate::member::SIGNAL;
 use crate::pager::Pager;
 use crate::state::State;
 use crate::watch::Watch;
 use core::sync::atomic::Ordering::*;
+use uzswap_mm::pagetable::ADDRESS_SPACE_PAGES;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::uffd::Uffd;
 use uzswap_sys::{lock, sys, thread};

@@ -29,7 +29,7 @@ use uzswap_sys::process::Identity;
 /// Bytes of a page.
 const PAGE: usize = 4096;
 /// Pages of the address space.
-const ALL: usize = 1 << 35;
+const ALL: usize = uzswap_mm::pagetable::ADDRESS_SPACE_PAGES as usize;
 /// How long nothing may happen before the process is said not to answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The same for one that is stopped, which may go on at any moment.
