@@ -106,8 +106,9 @@ fn without_move_pinned_and_locked_memory_stays() {
         }
         assert!(run.status.success() && run.stdout.text() == "0 wrong\n", "{how}\n{}", run.describe());
         assert_eq!(run.stderr.text().matches(TOLD).count(), usize::from(told), "{how}\n{}", run.describe());
-        let most = if told { 64 * MIB..200 * MIB } else { 0..62 * MIB };
-        assert!(most.contains(&run.peak_anon_bytes), "{how}: {}\n{}", run.peak_anon_bytes, run.describe());
+        // (All 64 MiB, as the kernel saw it: who looks from time to time misses the end of so short a run.)
+        let right = if told { run.rss_max_bytes >= 64 * MIB } else { run.peak_anon_bytes < 62 * MIB };
+        assert!(right, "{how}\n{}", run.describe());
     }
 }
 
