@@ -26,9 +26,9 @@ use uzswap_sys::thread;
 
 /// Pages of a batch from which on it is shared: of lz4 those take 100 µs.
 const SHARE_FROM: usize = 16;
-/// The limit from which on there are helpers (bytes), where a member's share of it is ample, too: what one needs takes up to 0.4 MiB, and
-/// where there are many members the other CPUs have enough to do.
-const LEAST_LIMIT: usize = 64 << 20;
+/// What there is to be of the limit for each helper, of a member's share of it (bytes): what one needs takes up to 0.4 MiB, and where
+/// there are many members the other CPUs have enough to do.
+const SHARE_OF_HELPER: usize = 16 << 20;
 /// Batches that are not shared after one whose leader waited long.
 const REST: u32 = 64;
 /// The stack of the first helper: those before are the pager's other threads'.
@@ -120,11 +120,7 @@ impl Pager {
 impl Pager {
     /// How many helpers there are to be.
     pub(crate) fn helpers_wanted(&self, s: &State) -> usize {
-        if self.limit() < LEAST_LIMIT || !self.has_ample_share() {
-            0
-        } else {
-            s.placement.spare_cpus().min(HELPERS_MOST)
-        }
+        s.placement.spare_cpus().min(HELPERS_MOST).min(self.share() / SHARE_OF_HELPER)
     }
 
     /// What helper `i` of a region does until that ends.

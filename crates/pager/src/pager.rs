@@ -52,7 +52,7 @@ const LITTLE_SHARED: usize = 1 << 20;
 /// and a batch that makes others free.
 const HIGH_LEAST: usize = 256;
 const HIGH_MOST: usize = 2048;
-/// The share of the limit from which on a member has helpers, and folios as large, as one alone would (bytes).
+/// The share of the limit from which on a member has folios as large as one alone would (bytes).
 const AMPLE_SHARE: usize = 16 << 20;
 /// A window of sequence is so many parts of a member's share of the limit at most.
 const WINDOW_PARTS: usize = 32;
