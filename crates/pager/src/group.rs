@@ -321,7 +321,7 @@ impl Slot {
 pub struct Events {
     /// Reclaims because the charge was above `memory.high`.
     pub high: AtomicU64,
-    /// Reclaims because the charge was above `memory.max`.
+    /// Reclaims because the charge was about to be above `memory.max`, or was.
     pub max: AtomicU64,
     /// Times `memory.max` was exceeded and nothing more could be reclaimed, in all of the group.
     pub oom: AtomicU64,
