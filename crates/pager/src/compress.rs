@@ -20,8 +20,10 @@ use crate::object;
 use crate::pager::Pager;
 use crate::state::State;
 use crate::ticker::stack;
-use core::sync::atomic::Ordering::*;
+use core::sync::atomic::{AtomicI32, AtomicU32, Ordering::*};
 use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
+use uzswap_sys::crew::Crew;
+use uzswap_sys::lock::Lock;
 use uzswap_sys::thread;
 
 /// Pages of a batch from which on it is shared: of lz4 those take 100 µs.
@@ -73,6 +75,25 @@ impl Tools {
     }
 }
 
+/// Who compresses together.
+pub struct CompressHelpers {
+    /// The helpers and their leader.
+    pub crew: Crew,
+    /// What the helpers compress with.
+    tools: Lock<Vec<Tools>>,
+    /// Their thread ids; 0 where there is none, and -1 for all when none could be started.
+    tids: [AtomicI32; HELPERS_MOST],
+    /// Batches that are compressed alone from now on.
+    rest: AtomicU32,
+}
+
+impl CompressHelpers {
+    /// None yet.
+    pub(crate) fn new() -> Self {
+        Self { crew: Crew::new(), tools: Lock::new(Vec::new()), tids: Default::default(), rest: AtomicU32::new(0) }
+    }
+}
+
 /// The order of the largest units, of folios of up to `folio_max`, that can be afforded under a limit (bytes): zstd's workspace grows
 /// with them, to tens of megabytes at high levels, and each thread that compresses has one. So it is to be a 64th of the limit at
 /// most, or no more than twice what the usual units take.
@@ -89,16 +110,16 @@ impl Pager {
         if !many || batch.verifier.is_some() || !s.placement.alone() || self.helpers_wanted(s) == 0 {
             return;
         }
-        if self.crew_rest.load(Relaxed) > 0 {
-            self.crew_rest.fetch_sub(1, Relaxed);
+        if self.helpers.rest.load(Relaxed) > 0 {
+            self.helpers.rest.fetch_sub(1, Relaxed);
             return;
         }
-        if !self.crew.lead() {
+        if !self.helpers.crew.lead() {
             return;
         }
         self.start_helpers(s);
-        let mut tools = self.tools.lock();
-        while tools.len() < HELPERS_MOST.min(self.crew.helpers()) {
+        let mut tools = self.helpers.tools.lock();
+        while tools.len() < HELPERS_MOST.min(self.helpers.crew.helpers()) {
             tools.push(Tools::new(s.new_compressor()));
         }
         if batch.largest > USUAL_UNIT {
@@ -112,7 +133,7 @@ impl Pager {
         batch.shared = !tools.is_empty();
         drop(tools);
         if !batch.shared {
-            self.crew.step_down();
+            self.helpers.crew.step_down();
         }
     }
 }
@@ -125,17 +146,17 @@ impl Pager {
 
     /// What helper `i` of a region does until that ends.
     pub(crate) fn help(&self, i: usize) {
-        self.crew_tids[i].store(thread::gettid(), Relaxed);
-        self.crew.help();
+        self.helpers.tids[i].store(thread::gettid(), Relaxed);
+        self.helpers.crew.help();
     }
 
     /// Starts the helpers of a process, once. (A region's are there from its start.)
     fn start_helpers(&self, s: &State) {
-        if self.own_frames || self.crew_tids[0].load(Relaxed) != 0 {
+        if self.own_frames || self.helpers.tids[0].load(Relaxed) != 0 {
             return;
         }
-        self.crew_tids[0].store(-1, Relaxed);
-        for (i, slot) in self.crew_tids.iter().enumerate().take(self.helpers_wanted(s)) {
+        self.helpers.tids[0].store(-1, Relaxed);
+        for (i, slot) in self.helpers.tids.iter().enumerate().take(self.helpers_wanted(s)) {
             let me = core::ptr::from_ref(self) as usize;
             // SAFETY: a stack of ours that no other helper has; the entry never returns.
             let Ok(tid) = (unsafe { thread::spawn(stack(self, FIRST_STACK + i), false, run_helper, me) }) else {
@@ -148,24 +169,24 @@ impl Pager {
 
     /// The helpers' thread ids.
     pub(crate) fn crew_tids(&self) -> [i32; HELPERS_MOST] {
-        self.crew_tids.each_ref().map(|tid| tid.load(Relaxed))
+        self.helpers.tids.each_ref().map(|tid| tid.load(Relaxed))
     }
 
     /// In a forked child: there are no helpers, and what they had may be half written.
     pub(crate) fn forget_helpers(&self) {
-        self.crew.reset();
-        self.crew_tids.iter().for_each(|tid| tid.store(0, Relaxed));
+        self.helpers.crew.reset();
+        self.helpers.tids.iter().for_each(|tid| tid.store(0, Relaxed));
         // SAFETY: no other thread of this process runs. (The lock may have been held by one that is not here.)
         unsafe {
-            core::mem::forget(core::mem::take(self.tools.assume_locked()));
-            self.tools.force_unlock();
+            core::mem::forget(core::mem::take(self.helpers.tools.assume_locked()));
+            self.helpers.tools.force_unlock();
         }
     }
 }
 
 extern "C" fn run_helper(pager: usize) -> ! {
     // SAFETY: the argument is the leaked pager that started the thread.
-    unsafe { &*(pager as *const Pager) }.crew.help();
+    unsafe { &*(pager as *const Pager) }.helpers.crew.help();
     thread::exit()
 }
 
@@ -212,9 +233,9 @@ impl Batch {
     pub(crate) fn post(&mut self, pager: &Pager) {
         self.shared = false;
         // (Held until the batch is finished, by whatever thread.)
-        core::mem::forget(pager.tools.lock());
+        core::mem::forget(pager.helpers.tools.lock());
         // SAFETY: the lock is held, and helpers use the tools only while the job is posted, each its own.
-        let tools = unsafe { pager.tools.assume_locked() };
+        let tools = unsafe { pager.helpers.tools.assume_locked() };
         let pages = self.pages();
         assert!(self.out.len() >= pages * PAGE && self.hashes.len() >= pages, "prepare made room");
         let parts = Parts {
@@ -229,18 +250,18 @@ impl Batch {
         // SAFETY: the crew gives each unit to one worker, and each worker its own number; the batch stays where it is, and as
         // it is, until it is finished.
         let work = move |worker, i| unsafe { parts.pack(worker, i) };
-        self.posted = Some(pager.crew.post(self.units.len(), tools.len(), Box::new(work)));
+        self.posted = Some(pager.helpers.crew.post(self.units.len(), tools.len(), Box::new(work)));
     }
 
     /// Compresses what helpers have left of a batch that was posted, and waits for them.
     pub(crate) fn finish(&mut self, pager: &Pager) {
         let Some(posted) = self.posted.take() else { return };
-        let late = pager.crew.finish(posted);
+        let late = pager.helpers.crew.finish(posted);
         // SAFETY: taken, and its guard forgotten, by `post`.
-        unsafe { pager.tools.force_unlock() };
-        pager.crew.step_down();
+        unsafe { pager.helpers.tools.force_unlock() };
+        pager.helpers.crew.step_down();
         if late {
-            pager.crew_rest.store(REST, Relaxed);
+            pager.helpers.rest.store(REST, Relaxed);
         }
     }
 }
@@ -331,12 +352,12 @@ mod tests {
             return testing::skip("it takes two CPUs");
         }
         let helper = std::thread::spawn(|| p.help(0));
-        while p.crew.helpers() == 0 {
+        while p.helpers.crew.helpers() == 0 {
             std::thread::yield_now();
         }
         test(p, &mut s);
         drop(s);
-        p.crew.end();
+        p.helpers.crew.end();
         helper.join().unwrap();
     }
 
@@ -399,7 +420,7 @@ mod tests {
             while s.resident + s.idle_staged() > 0 {
                 one_faults(s);
                 // (On a busy machine a helper may be late, for which it has a rest: none was asked then after the first round.)
-                p.crew_rest.store(0, Relaxed);
+                p.helpers.rest.store(0, Relaxed);
                 assert!(p.direct_round(s, 64, 0, Some(BLOCK_PAGES + 1)).1.is_ok());
                 if s.direct.as_ref().is_some_and(|batch| batch.is_posted()) {
                     posted += 1;
@@ -436,12 +457,12 @@ mod tests {
     #[test]
     fn one_leads_and_after_a_fork_nobody_helps() {
         let p = testing::pager(128 << 20);
-        assert!(p.crew.lead() && !p.crew.lead());
-        let tools = p.tools.lock();
+        assert!(p.helpers.crew.lead() && !p.helpers.crew.lead());
+        let tools = p.helpers.tools.lock();
         core::mem::forget(tools);
-        p.crew_tids[0].store(7, Relaxed);
+        p.helpers.tids[0].store(7, Relaxed);
         p.forget_helpers();
-        assert_eq!((p.crew.helpers(), p.crew_tids()), (0, [0; HELPERS_MOST]));
-        assert!(p.tools.lock().is_empty() && p.crew.lead());
+        assert_eq!((p.helpers.crew.helpers(), p.crew_tids()), (0, [0; HELPERS_MOST]));
+        assert!(p.helpers.tools.lock().is_empty() && p.helpers.crew.lead());
     }
 }

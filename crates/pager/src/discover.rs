@@ -90,7 +90,7 @@ impl Pager {
         s.managed.retain(|(a, b)| *b <= start || *a >= end);
         s.managed.push((start, end));
         let mut runs: Vec<(usize, usize)> = Vec::new();
-        let (fd, note) = (self.pagemap.load(Relaxed), |a, b| runs.push((a, b)));
+        let (fd, note) = (self.files.pagemap.load(Relaxed), |a, b| runs.push((a, b)));
         let found = match self.without_move {
             true => pagemap::present_runs_read(fd, start, end, note),
             false => pagemap::present_runs(fd, start, end, note),

@@ -184,7 +184,7 @@ impl Pager {
             return vpn;
         }
         let at = vpn as usize * PAGE;
-        let start = match self.maps.load(Relaxed) {
+        let start = match self.files.maps.load(Relaxed) {
             // A region's memory is one mapping.
             -1 => s.managed.iter().find(|(from, to)| (*from..*to).contains(&at)).map(|(from, _)| *from),
             maps => maps::mapping_at(maps, at).map(|(start, ..)| start),
@@ -402,7 +402,7 @@ mod tests {
         }
         let known = (first..own).filter(|vpn| s.pt.get(*vpn).tag() != Tag::None).count();
         assert_eq!((known, s.resident), (0, N as usize));
-        if maps::mapping_at(p.maps.load(Relaxed), at).is_some() {
+        if maps::mapping_at(p.files.maps.load(Relaxed), at).is_some() {
             // (One, one, then up to sixteen, never across a border.)
             assert!(faults <= 10, "{faults} faults");
         }

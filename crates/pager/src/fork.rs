@@ -143,11 +143,11 @@ impl Pager {
         // SAFETY: before_fork took the lock in this thread.
         self.record_as_child(unsafe { self.state.assume_locked() });
         self.gains_kin();
-        self.watched.store(false, Relaxed);
+        self.signs.watched.store(false, Relaxed);
         self.reclaiming.store(false, Relaxed);
-        self.asleep.store(false, Relaxed);
-        self.owes.store(false, Relaxed);
-        self.looks_done.store(self.looks_wanted.load(Relaxed), Relaxed);
+        self.signs.asleep.store(false, Relaxed);
+        self.signs.owes.store(false, Relaxed);
+        self.growth.looks_done.store(self.growth.looks_wanted.load(Relaxed), Relaxed);
         let ok = if engaged {
             self.reset_inherited();
             self.note_own_writes();
@@ -291,8 +291,8 @@ mod tests {
         const SHARED: usize = 8 << 20;
         let p = testing::pager(16 << 20);
         let all = raw::open(b"/proc/self/smaps_rollup\0", libc::O_RDONLY).expect("smaps_rollup");
-        p.rollup.store(all, Relaxed);
-        p.statm.store(raw::open(b"/proc/self/statm\0", libc::O_RDONLY).expect("statm"), Relaxed);
+        p.files.rollup.store(all, Relaxed);
+        p.files.statm.store(raw::open(b"/proc/self/statm\0", libc::O_RDONLY).expect("statm"), Relaxed);
         let measured = || {
             p.shared_due.store(0, Relaxed);
             p.read_rss();

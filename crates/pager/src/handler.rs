@@ -115,12 +115,12 @@ impl Handler {
         }
         p.land(&mut s, &mut self.reads, &mut self.waiting);
         self.serve_waiting(p, &mut s);
-        p.owes.store(!self.waiting.is_empty(), Relaxed);
+        p.signs.owes.store(!self.waiting.is_empty(), Relaxed);
         if fault {
             let stalled = p.stall.end(throttle, !self.waiting.is_empty());
             p.counters().stall_ns.fetch_add(stalled, Relaxed);
         }
-        p.progress.fetch_add(1, Relaxed);
+        p.signs.progress.fetch_add(1, Relaxed);
         p.read_ahead(&s, &mut self.reads);
         let reclaim = p.needs_reclaim(&s);
         drop(s);
@@ -149,8 +149,8 @@ impl Handler {
         let mut waiting = Waiting::new(r);
         p.want(&s, &mut self.reads, &mut waiting);
         self.waiting.push(waiting);
-        p.owes.store(true, Relaxed);
-        p.faulted.store(tid, Relaxed);
+        p.signs.owes.store(true, Relaxed);
+        p.signs.faulted.store(tid, Relaxed);
         if self.reads.any_planned() {
             drop(s);
             self.reads.begin(p);
@@ -240,10 +240,10 @@ impl Handler {
     fn sleep(&mut self, p: &Pager) {
         let until = self.wake_at.into_iter().chain(self.reads.look_at()).min();
         let ms = until.map_or(-1, |at| at.saturating_sub(thread::now_ns()).div_ceil(1_000_000) as i32);
-        p.asleep.store(true, SeqCst);
+        p.signs.asleep.store(true, SeqCst);
         p.uffd().wait_or(self.reads.fd(), ms);
-        p.asleep.store(false, SeqCst);
-        if !p.watched.swap(true, SeqCst) {
+        p.signs.asleep.store(false, SeqCst);
+        if !p.signs.watched.swap(true, SeqCst) {
             p.poke_ticker();
         }
         // (Who waits for the disk sleeps where its fault was served last.)

@@ -86,7 +86,7 @@ impl Pager {
     /// is no target of a MOVE any more, and must stay allocated.
     pub(crate) fn ready_for_huge(&self, vpn: u64, slot: u32) -> bool {
         let at = vpn as usize * PAGE;
-        let fd = self.pagemap.load(Relaxed);
+        let fd = self.files.pagemap.load(Relaxed);
         if !pagemap::is_huge(fd, at) || self.blocks.of(slot).load(Relaxed) & TORN == 0 {
             return true;
         }
@@ -109,7 +109,7 @@ impl Pager {
     /// Marks a block into which a whole aligned folio was moved, when it is one huge page there.
     pub(crate) fn note_huge(&self, s: &mut State, vpn: u64, slot: u32) {
         if self.blocks.of(slot).load(Relaxed) & TORN == 0
-            && pagemap::is_huge(self.pagemap.load(Relaxed), self.layout.slot(slot))
+            && pagemap::is_huge(self.files.pagemap.load(Relaxed), self.layout.slot(slot))
         {
             self.blocks.of(slot).store(HUGE, Relaxed);
             s.pt.hint(vpn, HINT_HUGE, 0);
@@ -228,7 +228,7 @@ impl Pager {
         // SAFETY: a hole holds nothing, nobody else touches it, and it is not registered.
         let huge = unsafe {
             let flat = self.blocks.of(slot).load(Relaxed) & TORN == 0 || arena::remap(at, len);
-            let huge = flat && arena::touch_huge(at, len) && pagemap::is_huge(self.pagemap.load(Relaxed), at);
+            let huge = flat && arena::touch_huge(at, len) && pagemap::is_huge(self.files.pagemap.load(Relaxed), at);
             if !huge {
                 arena::discard(at, len);
             }

@@ -266,7 +266,7 @@ impl Pager {
         self.stopping.store(true, SeqCst);
         self.wake_reclaim();
         await_end(self.reclaimer.load(Relaxed));
-        self.crew.end();
+        self.helpers.crew.end();
         self.crew_tids().into_iter().for_each(await_end);
         self.wake_handler(|at| self.farewell.store(at, SeqCst));
         await_end(self.handler.load(Relaxed));

@@ -20,6 +20,7 @@ pub mod fork;
 pub mod full;
 mod giveback;
 pub mod group;
+pub mod growth;
 mod handler;
 mod heat;
 pub mod holder;

@@ -338,36 +338,4 @@ mod tests {
             assert!(said <= s.rss && s.rss - said <= 256 << 10, "{said} said of {}", s.rss);
         }
     }
-
-    /// The story: the ticker of a busy machine waited for a CPU while several threads mapped and filled as much as the limit.
-    #[test]
-    fn who_maps_more_than_half_of_the_room_waits_for_a_look() {
-        let p = testing::pager(64 << 20);
-        assert!(!p.outruns_looks(1 << 40), "no look has said yet how much room there is");
-        p.mapped.store(0, Relaxed);
-        p.room.store(16 << 20, Relaxed);
-        let waits = [0; 10].map(|_| p.outruns_looks(1 << 20));
-        assert_eq!(waits.iter().position(|waits| *waits), Some(8));
-        // A look begins.
-        p.mapped.store(0, Relaxed);
-        assert!(!p.outruns_looks(1 << 20));
-    }
-
-    /// What was mapped is expected to be filled while the process has had no time to; then less and less of it.
-    #[test]
-    fn plans_are_forgotten_as_time_passes_without() {
-        let p = testing::pager(256 << 20);
-        p.plan(32 << 20);
-        let planned = || p.me().planned.load(Relaxed) >> 20;
-        // (The clock is the whole process's, in which other tests run: as if it stood still, and as if much had passed.)
-        p.plans_halved.store(u64::MAX, Relaxed);
-        p.forget_plans(8 << 20);
-        assert_eq!(planned(), 24, "what was filled is no plan any more");
-        while thread::process_cpu_ns() < 10_000_000 {}
-        for left in [12, 6, 3, 1, 0] {
-            p.plans_halved.store(0, Relaxed);
-            p.forget_plans(0);
-            assert_eq!(planned(), left);
-        }
-    }
 }

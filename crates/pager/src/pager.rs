@@ -14,10 +14,11 @@ use crate::arena::{Layout, PAGE};
 use crate::batch::BATCH_PAGES;
 use crate::calls::Calls;
 use crate::ceded::Ceding;
-use crate::compress::{HELPERS_MOST, Tools};
+use crate::compress::CompressHelpers;
 use crate::credentials::Following;
 use crate::full::Waiting;
 use crate::group::{GroupPage, NODES};
+use crate::growth::Growth;
 use crate::huge::Blocks;
 use crate::member::Chain;
 use crate::shootdown::Shootdowns;
@@ -27,11 +28,10 @@ use crate::streams::WINDOW_PAGES;
 use crate::swap::clusters::{ClusterMap, Rows};
 use crate::swap::io::Tier;
 use crate::trace::{Recorder, Rings};
-use crate::watch::Relief;
+use crate::watch::{Relief, Signs};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::codec::Algorithm;
 use uzswap_mm::trace::{Kind, Record};
-use uzswap_sys::crew::Crew;
 use uzswap_sys::lock::{self, Lock};
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::thread;
@@ -40,9 +40,6 @@ use uzswap_sys::uffd::{self, Uffd};
 /// The features every pager asks for.
 pub const FEATURES: u64 =
     uffd::FEATURE_THREAD_ID | uffd::FEATURE_EVENT_REMAP | uffd::FEATURE_EVENT_REMOVE | uffd::FEATURE_EVENT_UNMAP;
-
-/// CPU time (nanoseconds) in which a program that means to fill what it mapped does fill some of it: tens of MiB.
-const PLAN_NS: u64 = 8_000_000;
 
 /// Growth that other members are told of at once.
 const SAY_BYTES: u64 = 256 << 10;
@@ -56,6 +53,18 @@ const HIGH_MOST: usize = 2048;
 const AMPLE_SHARE: usize = 16 << 20;
 /// A window of sequence is so many parts of a member's share of the limit at most.
 const WINDOW_PARTS: usize = 32;
+
+/// Files of the process's own in /proc (descriptors): -1 before engaging, and where nobody asks.
+pub struct Files {
+    /// /proc/self/pagemap.
+    pub pagemap: AtomicI32,
+    /// /proc/self/maps, to ask about single mappings.
+    pub maps: AtomicI32,
+    /// /proc/self/statm.
+    pub statm: AtomicI32,
+    /// /proc/self/smaps_rollup.
+    pub rollup: AtomicI32,
+}
 
 /// The pager of a process.
 pub struct Pager {
@@ -89,14 +98,8 @@ pub struct Pager {
     pub refused_until: AtomicU64,
     /// The userfaultfd, in the helpers' own descriptor table; -1 before engaging.
     pub uffd: AtomicI32,
-    /// /proc/self/pagemap, likewise.
-    pub pagemap: AtomicI32,
-    /// /proc/self/maps, to ask about single mappings; -1 where nobody does.
-    pub maps: AtomicI32,
-    /// /proc/self/statm, likewise.
-    pub statm: AtomicI32,
-    /// /proc/self/smaps_rollup, likewise.
-    pub rollup: AtomicI32,
+    /// What the kernel says of the process, likewise.
+    pub files: Files,
     /// When memory came to be shared with a parent or child (the last fork; monotonic nanoseconds); 0 while hardly any is.
     pub kin: AtomicU64,
     /// What RssAnon counts and another process counts too (bytes), as last measured.
@@ -113,26 +116,14 @@ pub struct Pager {
     pub reclaimer: AtomicI32,
     /// The thread id of the swap file's writer, 0 without one.
     pub writer: AtomicI32,
-    /// Faults handled: the ticker's evidence that the handler gets to run.
-    pub progress: AtomicU64,
+    /// What the ticker can see of the handler.
+    pub signs: Signs,
     /// The fault whose stall is being timed.
     pub stall: Stall,
-    /// The thread whose fault was read last.
-    pub faulted: AtomicU32,
-    /// Whether the handler sleeps in poll.
-    pub asleep: AtomicBool,
-    /// Whether it has read a fault that it has not served yet.
-    pub owes: AtomicBool,
     /// Whether a thread of this process may leave the idle policy: see [`uzswap_sys::thread::may_leave_idle_policy`].
     pub may_leave_idle: AtomicBool,
     /// How one handler takes over from another.
     pub relief: Relief,
-    /// Whether the ticker looks after the handler now.
-    pub watched: AtomicBool,
-    /// Looks of the ticker that program threads asked for, having mapped much memory.
-    pub looks_wanted: AtomicU32,
-    /// The last request that a whole look has followed (a futex word): what was mapped before it is found.
-    pub looks_done: AtomicU32,
     /// Keeps the program's mapping calls in order.
     pub calls: Calls,
     /// Whether calls are stopped for somebody who waits for the lock, so that who has it may use that.
@@ -142,23 +133,11 @@ pub struct Pager {
     /// What taking mappings away costs.
     pub shootdowns: Shootdowns,
     /// Who compresses together.
-    pub crew: Crew,
-    /// What its helpers compress with.
-    pub tools: Lock<Vec<Tools>>,
-    /// The helpers' thread ids; 0 where there is none, and -1 for all when none could be started.
-    pub crew_tids: [AtomicI32; HELPERS_MOST],
-    /// Batches that are compressed alone from now on.
-    pub crew_rest: AtomicU32,
+    pub helpers: CompressHelpers,
     /// Whether the reclaim thread runs (it need not be woken).
     pub reclaiming: AtomicBool,
-    /// Bytes of the largest mapping made since the ticker last looked, before engaging.
-    pub planned: AtomicUsize,
-    /// Bytes mapped since the ticker last looked, before engaging.
-    pub mapped: AtomicUsize,
-    /// How far the process might grow when it did, before memory is managed (bytes).
-    pub room: AtomicUsize,
-    /// CPU time of the process (nanoseconds) when what is planned was last halved.
-    pub plans_halved: AtomicU64,
+    /// What the program has mapped and may fill.
+    pub growth: Growth,
     /// Set when a forked child's helpers are ready (a futex word).
     pub ready: AtomicU32,
     /// A region of the library: what it holds is counted here, not asked of the kernel.
@@ -231,6 +210,7 @@ impl Pager {
 
     /// A pager that has claimed nothing: no slot, no descriptor, no thread.
     fn idle(group: &'static GroupPage, node: usize, layout: Layout, algorithm: Algorithm) -> Self {
+        let none = || AtomicI32::new(-1);
         Self {
             state: Lock::new(State::new(layout, algorithm)),
             layout,
@@ -246,11 +226,8 @@ impl Pager {
             waiting: Waiting::default(),
             zswap_full: AtomicBool::new(false),
             refused_until: AtomicU64::new(0),
-            uffd: AtomicI32::new(-1),
-            pagemap: AtomicI32::new(-1),
-            maps: AtomicI32::new(-1),
-            statm: AtomicI32::new(-1),
-            rollup: AtomicI32::new(-1),
+            uffd: none(),
+            files: Files { pagemap: none(), maps: none(), statm: none(), rollup: none() },
             kin: AtomicU64::new(0),
             shared: AtomicUsize::new(0),
             shared_due: AtomicU64::new(0),
@@ -259,29 +236,17 @@ impl Pager {
             handler: AtomicI32::new(0),
             reclaimer: AtomicI32::new(0),
             writer: AtomicI32::new(0),
-            progress: AtomicU64::new(0),
+            signs: Signs::default(),
             stall: Stall::new(),
-            faulted: AtomicU32::new(0),
-            asleep: AtomicBool::new(false),
-            owes: AtomicBool::new(false),
             may_leave_idle: AtomicBool::new(false),
             relief: Relief::default(),
-            watched: AtomicBool::new(false),
-            looks_wanted: AtomicU32::new(0),
-            looks_done: AtomicU32::new(0),
             calls: Calls::default(),
             calls_lent: AtomicBool::new(false),
             sharers: AtomicUsize::new(1),
             shootdowns: Shootdowns::default(),
-            crew: Crew::new(),
-            tools: Lock::new(Vec::new()),
-            crew_tids: Default::default(),
-            crew_rest: AtomicU32::new(0),
+            helpers: CompressHelpers::new(),
             reclaiming: AtomicBool::new(false),
-            planned: AtomicUsize::new(0),
-            mapped: AtomicUsize::new(0),
-            room: AtomicUsize::new(usize::MAX),
-            plans_halved: AtomicU64::new(0),
+            growth: Growth::new(),
             ready: AtomicU32::new(0),
             own_frames: false,
             marks: None,
@@ -337,7 +302,7 @@ impl Pager {
     /// measured now and then.
     pub fn read_rss(&self) -> usize {
         let mut text = [0u8; 128];
-        let Ok(n) = raw::pread(self.statm.load(Relaxed), &mut text, 0) else { return 0 };
+        let Ok(n) = raw::pread(self.files.statm.load(Relaxed), &mut text, 0) else { return 0 };
         let mut numbers = text[..n]
             .split(|c| *c == b' ')
             .map(|f| f.iter().take_while(|c| c.is_ascii_digit()).fold(0usize, |v, c| v * 10 + (c - b'0') as usize));
@@ -397,7 +362,7 @@ impl Pager {
         let kin = self.kin.load(Relaxed);
         let mut text = [0u8; 2048];
         let start = thread::now_ns();
-        let n = raw::pread(self.rollup.load(Relaxed), &mut text, 0).unwrap_or(0);
+        let n = raw::pread(self.files.rollup.load(Relaxed), &mut text, 0).unwrap_or(0);
         let bytes = |name: &[u8]| {
             let digits =
                 text[..n].split(|c| *c == b'\n').find_map(|line| line.strip_prefix(name)?.strip_suffix(b" kB"))?;
@@ -462,49 +427,6 @@ impl Pager {
     /// Bytes kept below the limit for what is found out late.
     pub fn margin(&self) -> usize {
         (self.limit() / 64).clamp(2 << 20, 16 << 20)
-    }
-
-    /// Notes that the program has mapped `len` bytes, which it may fill.
-    pub fn plan(&self, len: usize) {
-        self.planned.fetch_max(len, Relaxed);
-        if !self.engaged.load(Relaxed) && self.me().planned.fetch_add(len as u64, Relaxed) == 0 {
-            self.plans_halved.store(thread::process_cpu_ns(), Relaxed);
-        }
-    }
-
-    /// Notes that `bytes` were mapped: whether more has been since the ticker last looked than half of what there was room for then,
-    /// so that it must look before more is.
-    ///
-    /// The story: on a busy machine the ticker waits for a CPU like any other thread, and several threads meanwhile filled as much as
-    /// the limit, unmanaged.
-    pub fn outruns_looks(&self, bytes: usize) -> bool {
-        self.mapped.fetch_add(bytes, Relaxed) + bytes > self.room.load(Relaxed) / 2
-    }
-
-    /// Takes what was filled since the last look, when less was resident, off what is planned. Of the rest half is believed
-    /// to be filled later for each while of CPU time that passes without, a quarter the time after, and so on.
-    pub fn forget_plans(&self, grown: usize) {
-        let me = self.me();
-        let mut left = me.planned.load(Relaxed).saturating_sub(grown as u64);
-        let used = thread::process_cpu_ns();
-        if used.saturating_sub(self.plans_halved.load(Relaxed)) > PLAN_NS {
-            self.plans_halved.store(used, Relaxed);
-            left = if left < 1 << 20 { 0 } else { left / 2 };
-        }
-        me.planned.store(if self.engaged.load(Relaxed) { 0 } else { left }, Relaxed);
-    }
-
-    /// Has the ticker look at what was mapped; with `wait`, returns when it has (or is too late: 200 ms).
-    pub fn ask_look(&self, wait: bool) {
-        let ticket = self.looks_wanted.fetch_add(1, AcqRel) + 1;
-        self.poke_ticker();
-        for _ in 0..4 {
-            let done = self.looks_done.load(Acquire);
-            if !wait || (done.wrapping_sub(ticket) as i32) >= 0 {
-                return;
-            }
-            lock::futex_wait(&self.looks_done, done, Some(50_000_000), false);
-        }
     }
 
     /// Wakes the reclaim thread.

@@ -284,7 +284,7 @@ impl Region {
         }
         let pagemap =
             uzswap_sys::raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY).map_err(kernel("/proc/self/pagemap"))?;
-        pager.pagemap.store(pagemap, Release);
+        pager.files.pagemap.store(pagemap, Release);
         if !without_move {
             uffd.register(layout.arena, layout.slots * PAGE).map_err(kernel("registering a region's arena"))?;
         }
@@ -478,7 +478,7 @@ impl Drop for Region {
             pager.stopping.store(true, Release);
             pager.store_posted(&mut pager.state.lock());
             pager.wake_reclaim();
-            pager.crew.end();
+            pager.helpers.crew.end();
             self.threads.drain(..).for_each(|thread| drop(thread.join()));
         }
         if let Some(index) = self.index {
@@ -491,7 +491,7 @@ impl Drop for Region {
             // SAFETY: made by Box::into_raw; no thread uses it any more: reclaim has ended, and nobody touches the
             // region while it is dropped.
             let pager = unsafe { Box::from_raw(self.pager) };
-            let descriptors = [pager.uffd.load(Acquire), pager.pagemap.load(Acquire)];
+            let descriptors = [pager.uffd.load(Acquire), pager.files.pagemap.load(Acquire)];
             let layout = pager.layout;
             drop(pager);
             for fd in descriptors.into_iter().filter(|fd| *fd >= 0) {

@@ -290,7 +290,7 @@ impl Pager {
 
     /// How many resident pages from `at` on, before `end`, are in one mapping that is read-only; None when the first is not.
     fn read_only(&self, s: &State, at: u64, end: u64) -> Option<usize> {
-        let (_, to) = maps::read_only_at(self.maps.load(Relaxed), at as usize * PAGE)?;
+        let (_, to) = maps::read_only_at(self.files.maps.load(Relaxed), at as usize * PAGE)?;
         Some(s.resident_run(at, end.min((to / PAGE) as u64))).filter(|n| *n > 0)
     }
 

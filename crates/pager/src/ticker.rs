@@ -62,9 +62,9 @@ impl Pager {
         // SAFETY: this thread's table is a copy that nobody else uses.
         let _ = unsafe { sys!(libc::SYS_close_range, 0, u32::MAX, 0) };
         let _ = raw::open(b"/dev/null\0", libc::O_RDWR);
-        self.statm.store(raw::open(b"/proc/self/statm\0", libc::O_RDONLY).unwrap_or(-1), Release);
-        self.rollup.store(raw::open(b"/proc/self/smaps_rollup\0", libc::O_RDONLY).unwrap_or(-1), Release);
-        if self.statm.load(Relaxed) < 0 && self.group.warns_first(unmanaged::REFUSED) {
+        self.files.statm.store(raw::open(b"/proc/self/statm\0", libc::O_RDONLY).unwrap_or(-1), Release);
+        self.files.rollup.store(raw::open(b"/proc/self/smaps_rollup\0", libc::O_RDONLY).unwrap_or(-1), Release);
+        if self.files.statm.load(Relaxed) < 0 && self.group.warns_first(unmanaged::REFUSED) {
             self.say(b"uzswap: memory cannot be managed in this process (there is no /proc in its root directory); it runs without a limit\n");
         }
         self.open_swap_file();
@@ -72,8 +72,8 @@ impl Pager {
 
     /// Opens what says how this process's memory is mapped (a forked child's is another).
     pub(crate) fn open_page_files(&self) -> Result<(), Errno> {
-        self.pagemap.store(raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY)?, Release);
-        self.maps.store(raw::open(b"/proc/self/maps\0", libc::O_RDONLY)?, Release);
+        self.files.pagemap.store(raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY)?, Release);
+        self.files.maps.store(raw::open(b"/proc/self/maps\0", libc::O_RDONLY)?, Release);
         Ok(())
     }
 
@@ -93,19 +93,19 @@ impl Pager {
             self.change_ticker();
             self.cede_asked(|| watch.look_after_handler(self));
             // Requests made from now on are not served by this look: it may be past what they are about.
-            let ticket = self.looks_wanted.load(Acquire);
-            let Some(mut nap) = self.look(&mut unknown_before, ticket != self.looks_done.load(Relaxed)) else {
+            let ticket = self.growth.looks_wanted.load(Acquire);
+            let Some(mut nap) = self.look(&mut unknown_before, ticket != self.growth.looks_done.load(Relaxed)) else {
                 thread::sleep_ns(SCAN_AGAIN_NS);
                 watch.look_after_handler(self);
                 continue;
             };
-            self.looks_done.store(ticket, Release);
-            lock::futex_wake(&self.looks_done, u32::MAX >> 1, false);
-            if self.watched.load(Relaxed) {
+            self.growth.looks_done.store(ticket, Release);
+            lock::futex_wake(&self.growth.looks_done, u32::MAX >> 1, false);
+            if self.signs.watched.load(Relaxed) {
                 nap = nap.min(LOOK_NS);
             }
             timer.arm(nap);
-            if self.watched.load(Relaxed) {
+            if self.signs.watched.load(Relaxed) {
                 wait_signal(Some(LOOK_NS))
             } else {
                 self.wait_unwatched(signals)
@@ -125,7 +125,7 @@ impl Pager {
         }
         self.uffd().wait_or(signals, -1);
         if self.uffd().wait(0) {
-            self.watched.store(true, SeqCst);
+            self.signs.watched.store(true, SeqCst);
         }
         wait_signal(Some(0));
     }
@@ -135,20 +135,20 @@ impl Pager {
     fn look(&'static self, unknown_before: &mut usize, wanted: bool) -> Option<u64> {
         let before = self.me().rss.load(Relaxed) as usize;
         // (First: what is mapped from now on may not be seen.)
-        self.mapped.store(0, Relaxed);
+        self.growth.mapped.store(0, Relaxed);
         let rss = self.read_rss();
         if !self.engaged.load(Acquire) {
             self.raise_peaks(rss, rss, 0);
             // (Alone it looks often enough; others may fill theirs meanwhile.)
             let left = if self.others_count() > 0 { self.me().planned.load(Relaxed) as usize } else { 0 };
-            let planned = self.planned.swap(0, Relaxed).max(left);
+            let planned = self.growth.planned.swap(0, Relaxed).max(left);
             let (room, until_look) = self.headroom(rss, planned, engage_threshold);
-            self.room.store(room, Relaxed);
+            self.growth.room.store(room, Relaxed);
             // (What is to be put out on request must be managed first, however far the limit is.)
             if room == 0 || self.is_asked() {
                 if self.engage().is_err() {
                     self.never_gets_on();
-                    self.room.store(usize::MAX, Relaxed);
+                    self.growth.room.store(usize::MAX, Relaxed);
                     if self.group.warns_first(unmanaged::REFUSED) {
                         self.say(b"uzswap: memory cannot be managed in this process (userfaultfd refused, or no /proc); it runs without a limit; see `uzswap doctor`\n");
                     }
@@ -265,7 +265,7 @@ impl Pager {
     }
 
     fn spawn_helpers(&'static self) -> Result<(), Errno> {
-        self.watched.store(true, SeqCst);
+        self.signs.watched.store(true, SeqCst);
         let me = core::ptr::from_ref(self) as usize;
         // SAFETY: stacks of ours; the entries never return.
         unsafe {

@@ -45,7 +45,7 @@ impl Pager {
                 there |= 1 << page;
             }
         };
-        let (fd, end) = (self.pagemap.load(Relaxed), dst + n * PAGE);
+        let (fd, end) = (self.files.pagemap.load(Relaxed), dst + n * PAGE);
         // (What the kernel has no memory to scan it may be read from; what came of the first is found again.)
         let scanned = pagemap::present_runs(fd, dst, end, &mut found)
             .or_else(|_| pagemap::present_runs_read(fd, dst, end, &mut found));
@@ -200,7 +200,7 @@ impl Pager {
     pub(crate) fn leading(&self, slot: u32, n: usize, frames: bool) -> usize {
         let start = self.layout.slot(slot);
         let mut first = None;
-        let scanned = pagemap::present_runs(self.pagemap.load(Relaxed), start, start + n * PAGE, |a, b| {
+        let scanned = pagemap::present_runs(self.files.pagemap.load(Relaxed), start, start + n * PAGE, |a, b| {
             first.get_or_insert((a, b));
         });
         match (scanned, first, frames) {

@@ -20,7 +20,7 @@
 use crate::handler::Handler;
 use crate::pager::Pager;
 use crate::ticker::{LOOK_NS, pager, stack};
-use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering::*};
+use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::*};
 use uzswap_sys::lock::{self, Lock};
 use uzswap_sys::thread;
 
@@ -44,6 +44,21 @@ const UNCLEAR: u32 = 3;
 const NOBODY: u32 = 0;
 const WANTED: u32 = 1;
 const HANDED: u32 = 2;
+
+/// What the ticker can see of the handler, and the handler of the ticker.
+#[derive(Default)]
+pub struct Signs {
+    /// Faults handled: the evidence that the handler gets to run.
+    pub progress: AtomicU64,
+    /// The thread whose fault was read last.
+    pub faulted: AtomicU32,
+    /// Whether the handler sleeps in poll.
+    pub asleep: AtomicBool,
+    /// Whether it has read a fault that it has not served yet.
+    pub owes: AtomicBool,
+    /// Whether the ticker looks after the handler now.
+    pub watched: AtomicBool,
+}
 
 /// One handler taking over from another.
 pub struct Relief {
@@ -174,7 +189,7 @@ pub(crate) struct Watch {
 
 impl Watch {
     pub(crate) fn look_after_handler(&mut self, p: &'static Pager) {
-        if !p.watched.load(Relaxed) {
+        if !p.signs.watched.load(Relaxed) {
             self.at = 0;
             return;
         }
@@ -188,21 +203,21 @@ impl Watch {
         let before = core::mem::replace(&mut self.waited, thread::waited_ns(handler));
         if self.at == 0 {
             // What is woken just now has not run yet.
-            (self.at, self.used, self.seen, self.late) = (now, used, p.progress.load(Relaxed), false);
+            (self.at, self.used, self.seen, self.late) = (now, used, p.signs.progress.load(Relaxed), false);
             return;
         }
         // What computes on this CPU leaves an idle-policy thread a little, so each look finds some progress.
         let delayed = self.waited.saturating_sub(before) > (now - self.at) / 2;
         let little = used.saturating_sub(self.used) < (now - self.at) / 2;
         (self.at, self.used) = (now, used);
-        let progress = p.progress.load(Relaxed);
+        let progress = p.signs.progress.load(Relaxed);
         let moved = core::mem::replace(&mut self.seen, progress) != progress;
-        let asleep = p.asleep.load(SeqCst);
+        let asleep = p.signs.asleep.load(SeqCst);
         // (Also asleep: it may have been woken long ago, by a fault or a read, and not run since.)
         let waiting = p.uffd().wait(0) || p.a_read_has_ended();
         let late = core::mem::replace(&mut self.late, waiting && little);
         // (What it has to do when all are served may wait for a program that computes.)
-        let held_up = delayed && (waiting || (!asleep && p.owes.load(Relaxed)));
+        let held_up = delayed && (waiting || (!asleep && p.signs.owes.load(Relaxed)));
         let suspect = held_up || (late && self.late) || (!moved && !asleep && (waiting || p.state.is_locked()));
         // (One that was lifted for good reason gets on, and would be starved again.)
         if suspect && (self.lifted > 0 || self.is_starved(p, handler)) {
@@ -221,7 +236,7 @@ impl Watch {
         self.quiet = if moved || !asleep { 0 } else { self.quiet + 1 };
         if self.quiet > 25 {
             self.quiet = 0;
-            p.watched.store(false, SeqCst);
+            p.signs.watched.store(false, SeqCst);
         }
     }
 
@@ -256,12 +271,12 @@ impl Watch {
 
     /// What the handler shows while this thread leaves it the CPU for a moment; None when somebody waits for this thread.
     fn leave_cpu(&self, p: &Pager, handler: i32) -> Option<Shown> {
-        let of = p.faulted.load(Relaxed);
-        let look = || (p.progress.load(Relaxed), thread::cpu_ns(handler), thread::cpu_ns(of as i32));
+        let of = p.signs.faulted.load(Relaxed);
+        let look = || (p.signs.progress.load(Relaxed), thread::cpu_ns(handler), thread::cpu_ns(of as i32));
         let (before, until) = (look(), thread::now_ns() + LEAVE_NS);
         // (The timer of CPU time may end a nap early.)
         while let left @ 1.. = until.saturating_sub(thread::now_ns()) {
-            if p.looks_wanted.load(Relaxed) != p.looks_done.load(Relaxed) {
+            if p.growth.looks_wanted.load(Relaxed) != p.growth.looks_done.load(Relaxed) {
                 // (Who waits cannot show anything meanwhile.)
                 return None;
             }
@@ -269,7 +284,7 @@ impl Watch {
         }
         let now = look();
         let served = !p.uffd().wait(0);
-        let idle = served && p.asleep.load(SeqCst);
+        let idle = served && p.signs.asleep.load(SeqCst);
         let (ran, computed) = (now.1.saturating_sub(before.1), now.2.saturating_sub(before.2));
         Some(shown(now.0 - before.0, ran, computed, served, idle))
     }

@@ -250,10 +250,10 @@ mod tests {
         let first = memory(p);
         let mut s = p.state.lock();
         [2, 3, 7].into_iter().for_each(|i| comes(p, &mut s, first + i, i as u8));
-        let pagemap = p.pagemap.swap(-1, Relaxed);
+        let pagemap = p.files.pagemap.swap(-1, Relaxed);
         let victim = s.lru.pop_victim().expect("a victim");
         assert_eq!(p.stage_window(&mut s, victim).ok(), Some(3));
-        p.pagemap.store(pagemap, Relaxed);
+        p.files.pagemap.store(pagemap, Relaxed);
         for i in [2, 3, 7] {
             assert!(staged(p, &s, first + i).iter().all(|b| *b == i as u8), "page {i}");
         }

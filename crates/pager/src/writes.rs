@@ -200,7 +200,7 @@ impl Pager {
     pub(crate) fn find_unwritten(&self, s: &mut State, from: u64, to: u64) {
         let zeros = |start, end| {
             let mut runs = Vec::new();
-            let _ = pagemap::zero_runs(self.pagemap.load(Relaxed), start, end, |a, b| runs.push((a, b)));
+            let _ = pagemap::zero_runs(self.files.pagemap.load(Relaxed), start, end, |a, b| runs.push((a, b)));
             runs
         };
         for (start, end) in zeros(from as usize * PAGE, to as usize * PAGE) {
@@ -282,7 +282,7 @@ mod tests {
     /// Whether the kernel has a page there that is write-protected for us (bits 63 and 57 of its pagemap).
     fn is_protected(p: &Pager, vpn: u64) -> bool {
         let mut word = [0; 8];
-        assert_eq!(raw::pread(p.pagemap.load(Relaxed), &mut word, vpn * 8), Ok(8));
+        assert_eq!(raw::pread(p.files.pagemap.load(Relaxed), &mut word, vpn * 8), Ok(8));
         let word = u64::from_le_bytes(word);
         assert!(word >> 63 == 1, "page {vpn:#x} is not there");
         word >> 57 & 1 == 1
@@ -302,7 +302,8 @@ mod tests {
     fn frames_are_accounted_for(p: &Pager) {
         let (mut there, s) = (0, p.state.lock());
         let end = p.layout.arena + p.layout.slots * PAGE;
-        pagemap::present_runs(p.pagemap.load(Relaxed), p.layout.arena, end, |a, b| there += (b - a) / PAGE).unwrap();
+        pagemap::present_runs(p.files.pagemap.load(Relaxed), p.layout.arena, end, |a, b| there += (b - a) / PAGE)
+            .unwrap();
         assert_eq!(there, s.zone.free_slots(Kind::Frame) + s.staged);
     }
 

@@ -1,0 +1,129 @@
+//! What the program has mapped and may fill before its memory is managed.
+//!
+//! Memory is managed from near the limit on, and until then the ticker looks from time to time how much there is. A program can map and
+//! fill more between two looks than there is room for. So its mapping calls say what they map:
+//!
+//! - the largest mapping is *planned*: memory is managed at once when it would not fit (`limits::headroom`), and other members are told;
+//! - who maps more than half of the room since the last look has the ticker look, and waits for it.
+//!
+//! Owner: atomics, each by itself; an old value costs a look.
+
+use crate::pager::Pager;
+use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
+use uzswap_sys::{lock, thread};
+
+/// CPU time (nanoseconds) in which a program that means to fill what it mapped does fill some of it: tens of MiB.
+const PLAN_NS: u64 = 8_000_000;
+
+/// What was mapped, and how far the ticker knows of it.
+pub struct Growth {
+    /// Bytes of the largest mapping made since the ticker last looked, before engaging.
+    pub planned: AtomicUsize,
+    /// Bytes mapped since the ticker last looked, before engaging.
+    pub mapped: AtomicUsize,
+    /// How far the process might grow when it did, before memory is managed (bytes).
+    pub room: AtomicUsize,
+    /// CPU time of the process (nanoseconds) when what is planned was last halved.
+    plans_halved: AtomicU64,
+    /// Looks of the ticker that program threads asked for, having mapped much memory.
+    pub looks_wanted: AtomicU32,
+    /// The last request that a whole look has followed (a futex word): what was mapped before it is found.
+    pub looks_done: AtomicU32,
+}
+
+impl Growth {
+    /// Nothing is mapped, and no look was taken.
+    pub(crate) fn new() -> Self {
+        Self {
+            planned: AtomicUsize::new(0),
+            mapped: AtomicUsize::new(0),
+            room: AtomicUsize::new(usize::MAX),
+            plans_halved: AtomicU64::new(0),
+            looks_wanted: AtomicU32::new(0),
+            looks_done: AtomicU32::new(0),
+        }
+    }
+}
+
+impl Pager {
+    /// Notes that the program has mapped `len` bytes, which it may fill.
+    pub fn plan(&self, len: usize) {
+        self.growth.planned.fetch_max(len, Relaxed);
+        if !self.engaged.load(Relaxed) && self.me().planned.fetch_add(len as u64, Relaxed) == 0 {
+            self.growth.plans_halved.store(thread::process_cpu_ns(), Relaxed);
+        }
+    }
+
+    /// Notes that `bytes` were mapped: whether more has been since the ticker last looked than half of what there was room for then,
+    /// so that it must look before more is.
+    ///
+    /// The story: on a busy machine the ticker waits for a CPU like any other thread, and several threads meanwhile filled as much as
+    /// the limit, unmanaged.
+    pub fn outruns_looks(&self, bytes: usize) -> bool {
+        self.growth.mapped.fetch_add(bytes, Relaxed) + bytes > self.growth.room.load(Relaxed) / 2
+    }
+
+    /// Takes what was filled since the last look, when less was resident, off what is planned. Of the rest half is believed
+    /// to be filled later for each while of CPU time that passes without, a quarter the time after, and so on.
+    pub fn forget_plans(&self, grown: usize) {
+        let me = self.me();
+        let mut left = me.planned.load(Relaxed).saturating_sub(grown as u64);
+        let used = thread::process_cpu_ns();
+        if used.saturating_sub(self.growth.plans_halved.load(Relaxed)) > PLAN_NS {
+            self.growth.plans_halved.store(used, Relaxed);
+            left = if left < 1 << 20 { 0 } else { left / 2 };
+        }
+        me.planned.store(if self.engaged.load(Relaxed) { 0 } else { left }, Relaxed);
+    }
+
+    /// Has the ticker look at what was mapped; with `wait`, returns when it has (or is too late: 200 ms).
+    pub fn ask_look(&self, wait: bool) {
+        let ticket = self.growth.looks_wanted.fetch_add(1, AcqRel) + 1;
+        self.poke_ticker();
+        for _ in 0..4 {
+            let done = self.growth.looks_done.load(Acquire);
+            if !wait || (done.wrapping_sub(ticket) as i32) >= 0 {
+                return;
+            }
+            lock::futex_wait(&self.growth.looks_done, done, Some(50_000_000), false);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+
+    /// The story: the ticker of a busy machine waited for a CPU while several threads mapped and filled as much as the limit.
+    #[test]
+    fn who_maps_more_than_half_of_the_room_waits_for_a_look() {
+        let p = testing::pager(64 << 20);
+        assert!(!p.outruns_looks(1 << 40), "no look has said yet how much room there is");
+        p.growth.mapped.store(0, Relaxed);
+        p.growth.room.store(16 << 20, Relaxed);
+        let waits = [0; 10].map(|_| p.outruns_looks(1 << 20));
+        assert_eq!(waits.iter().position(|waits| *waits), Some(8));
+        // A look begins.
+        p.growth.mapped.store(0, Relaxed);
+        assert!(!p.outruns_looks(1 << 20));
+    }
+
+    /// What was mapped is expected to be filled while the process has had no time to; then less and less of it.
+    #[test]
+    fn plans_are_forgotten_as_time_passes_without() {
+        let p = testing::pager(256 << 20);
+        p.plan(32 << 20);
+        let planned = || p.me().planned.load(Relaxed) >> 20;
+        // (The clock is the whole process's, in which other tests run: as if it stood still, and as if much had passed.)
+        p.growth.plans_halved.store(u64::MAX, Relaxed);
+        p.forget_plans(8 << 20);
+        assert_eq!(planned(), 24, "what was filled is no plan any more");
+        while thread::process_cpu_ns() < 10_000_000 {}
+        for left in [12, 6, 3, 1, 0] {
+            p.growth.plans_halved.store(0, Relaxed);
+            p.forget_plans(0);
+            assert_eq!(planned(), left);
+        }
+    }
+}
