@@ -221,6 +221,11 @@ impl Zone {
         (t != 0).then(|| (if t >> 4 & 1 == 0 { Kind::Frame } else { Kind::Hole }, (t & 15) - 1))
     }
 
+    /// The first free run that starts from `at` on and before `end`: its first frame, kind and order.
+    fn next_free_run(&self, at: u32, end: u32) -> Option<(u32, Kind, u8)> {
+        (at..end).find_map(|frame| self.free_run_at(frame).map(|(kind, order)| (frame, kind, order)))
+    }
+
     /// The free run that a frame is in: its kind, first frame and order.
     pub fn free_run_around(&self, frame: u32) -> Option<(Kind, u32, u8)> {
         (0..=MAX_ORDER).find_map(|o| {
@@ -418,14 +423,10 @@ impl Zone {
             return;
         }
         let (mut at, end) = self.block_range(block);
-        while at < end {
-            let Some((kind, order)) = self.free_run_at(at) else {
-                at += 1;
-                continue;
-            };
-            self.unlink(kind, at, order);
-            self.push_as(kind, at, order, mt);
-            at += 1 << order;
+        while let Some((run, kind, order)) = self.next_free_run(at, end) {
+            self.unlink(kind, run, order);
+            self.push_as(kind, run, order, mt);
+            at = run + (1 << order);
         }
         self.blocks[block].set_migrate_type(mt);
     }

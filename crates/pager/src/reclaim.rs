@@ -105,15 +105,17 @@ impl Pager {
         let margin = self.margin() as isize;
         let (_, high) = self.watermarks();
         let short = !self.without_move && s.zone.free_slots(Kind::Frame) < high && excess + 2 * margin > 0;
-        let over = self.over(&s, margin, true) > 0;
+        // (What is to be done before the limit is exceeded the handler does where it can.)
+        let ahead = !self.handler_reclaims(&s);
+        let over = excess > 0 || (ahead && self.over(&s, margin, true) > 0);
         if excess > 0 {
             self.bury_the_dead();
             self.wake_others();
         }
-        if excess > 0 || (over && !self.handler_reclaims(&s)) {
+        if over {
             self.count_excess(&s, margin as usize);
         }
-        !s.unshare.is_empty() || excess > 0 || (!self.handler_reclaims(&s) && (over || short))
+        !s.unshare.is_empty() || over || (ahead && short)
     }
 
     /// One round: stage, compress a batch, give frames back. False when nothing could be done.

@@ -66,44 +66,51 @@ impl Block {
 }
 
 impl Zone {
-    /// Takes the page block that is all free with the most frames in it, of a number that `wanted` has: its first slot and the frames.
-    /// The caller has all of it then, as from [`Zone::alloc`] of the largest order.
-    pub fn take_idle_block(&mut self, wanted: RangeInclusive<u32>) -> Option<(u32, u32)> {
-        let idle = |b: &Block| {
+    /// The page block that is all free with the most frames in it, of a number that `wanted` has.
+    pub fn idle_block(&self, wanted: RangeInclusive<u32>) -> Option<usize> {
+        self.fullest(|b| {
             b.free(Kind::Frame) + b.free(Kind::Hole) == BLOCK_FRAMES && wanted.contains(&b.free(Kind::Frame))
-        };
-        let all = self.blocks.iter().enumerate().filter(|(_, b)| idle(b));
-        let (block, frames) = all.map(|(i, b)| (i, b.free(Kind::Frame))).max_by_key(|(_, frames)| *frames)?;
-        let (first, end) = self.block_range(block);
-        let mut at = first;
-        while at < end {
-            let (kind, order) = self.free_run_at(at)?;
-            self.unlink(kind, at, order);
-            at += 1 << order;
-        }
-        debug_assert!(first.is_multiple_of(1 << MAX_ORDER), "a whole block is aligned");
-        Some((first, frames))
+        })
     }
 
-    /// Takes free frames, up to `most`, out of one page block, that with the most of them, and appends their runs: first slots and
-    /// orders. Returns how many frames those are, of at least one when any is free.
-    pub fn take_block_frames(&mut self, most: usize, runs: &mut Vec<(u32, u8)>) -> usize {
-        let all = self.blocks.iter().enumerate().map(|(i, b)| (i, b.free(Kind::Frame)));
-        let Some((block, _)) = all.filter(|(_, n)| *n > 0).max_by_key(|(_, n)| *n) else { return 0 };
+    /// The page block with the most free frames, of those that have any.
+    pub fn fullest_block(&self) -> Option<usize> {
+        self.fullest(|b| b.free(Kind::Frame) > 0)
+    }
+
+    /// The block with the most free frames, of those that are wanted.
+    fn fullest(&self, wanted: impl Fn(&Block) -> bool) -> Option<usize> {
+        let all = self.blocks.iter().enumerate().filter(|(_, b)| wanted(b));
+        all.max_by_key(|(_, b)| b.free(Kind::Frame)).map(|(block, _)| block)
+    }
+
+    /// Takes a page block that is all free: its first slot. The caller has all of it then, as from [`Zone::alloc`] of the largest order.
+    pub fn take_idle_block(&mut self, block: usize) -> u32 {
+        let (first, end) = self.block_range(block);
+        debug_assert!(first.is_multiple_of(1 << MAX_ORDER), "a whole block is aligned");
+        let mut at = first;
+        while let Some((run, kind, order)) = self.next_free_run(at, end) {
+            debug_assert_eq!(run, at, "all of it is free");
+            self.unlink(kind, run, order);
+            at = run + (1 << order);
+        }
+        first
+    }
+
+    /// Takes free frames, up to `most`, out of a page block, and appends their runs: first slots and orders. Returns how many frames
+    /// those are.
+    pub fn take_block_frames(&mut self, block: usize, most: usize, runs: &mut Vec<(u32, u8)>) -> usize {
         let (mut at, end) = self.block_range(block);
         let mut taken = 0;
-        while at < end && taken < most {
-            let Some((kind, found)) = self.free_run_at(at) else {
-                at += 1;
-                continue;
-            };
+        while taken < most {
+            let Some((run, kind, found)) = self.next_free_run(at, end) else { break };
+            at = run + (1 << found);
             if kind == Kind::Frame {
                 let order = found.min((most - taken).ilog2() as u8);
-                runs.push((self.take(kind, at, found, order), order));
+                runs.push((self.take(kind, run, found, order), order));
                 taken += 1 << order;
-                at += 1 << order;
-            } else {
-                at += 1 << found;
+                // (What is left of it may be wanted yet.)
+                at = run + (1 << order);
             }
         }
         taken
@@ -114,16 +121,11 @@ impl Zone {
     pub fn close_block(&mut self, block: usize) {
         self.blocks[block].closed = true;
         let (mut at, end) = self.block_range(block);
-        while at < end {
-            match self.free_run_at(at) {
-                Some((kind, order)) => {
-                    if kind == Kind::Hole {
-                        self.unlink(kind, at, order);
-                    }
-                    at += 1 << order;
-                }
-                None => at += 1,
+        while let Some((run, kind, order)) = self.next_free_run(at, end) {
+            if kind == Kind::Hole {
+                self.unlink(kind, run, order);
             }
+            at = run + (1 << order);
         }
     }
 }

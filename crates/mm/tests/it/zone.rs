@@ -144,9 +144,11 @@ impl Model {
         let frames = |block: &[Option<Kind>]| block.iter().filter(|s| **s == Some(Kind::Frame)).count() as u32;
         let idle = self.free.chunks(1 << MAX_ORDER).filter(|block| block.iter().all(Option::is_some));
         let expected = idle.map(frames).filter(|frames| wanted.contains(frames)).max();
-        let taken = self.zone.take_idle_block(wanted);
+        let found = self.zone.idle_block(wanted);
+        let taken = found.map(|block| (block, self.zone.blocks()[block].free(Kind::Frame)));
         assert_eq!(taken.map(|(_, frames)| frames), expected);
-        if let Some((first, n)) = taken {
+        if let Some((block, n)) = taken {
+            let first = self.zone.take_idle_block(block);
             let block = &mut self.free[first as usize..][..1 << MAX_ORDER];
             assert_eq!(frames(block), n);
             block.fill(None);
@@ -158,9 +160,12 @@ impl Model {
         let frames = |block: &[Option<Kind>]| block.iter().filter(|s| **s == Some(Kind::Frame)).count();
         let there = self.free.chunks(1 << MAX_ORDER).map(frames).max().unwrap_or(0);
         let mut runs = vec![];
-        assert_eq!(self.zone.take_block_frames(most, &mut runs), there.min(most));
+        let found = self.zone.fullest_block();
+        assert_eq!(found.is_some(), there > 0);
+        let Some(block) = found else { return };
+        assert_eq!(self.zone.take_block_frames(block, most, &mut runs), there.min(most));
         assert_eq!(runs.iter().map(|(_, order)| 1 << order).sum::<usize>(), there.min(most));
-        assert!(runs.iter().all(|(slot, _)| self.zone.block_of(*slot) == self.zone.block_of(runs[0].0)));
+        assert!(runs.iter().all(|(slot, _)| self.zone.block_of(*slot) == block));
         runs.into_iter().for_each(|(slot, order)| self.took(Kind::Frame, slot, order));
     }
 
