@@ -39,6 +39,8 @@ pub(crate) struct Delivery {
     /// Pages mapped, and those of them that came from the pool.
     pages: usize,
     from_pool: usize,
+    /// Whether staged pages were taken back.
+    pub(crate) taken_back: bool,
     /// Order of the largest folio mapped in one piece, and of the largest wanted.
     largest: u8,
     wanted: u8,
@@ -61,6 +63,7 @@ impl Delivery {
             passing: None,
             pages: 0,
             from_pool: 0,
+            taken_back: false,
             largest: 0,
             wanted: 0,
             missed: false,
@@ -417,10 +420,11 @@ impl Pager {
         d.largest = d.largest.max(n.ilog2() as u8);
     }
 
-    /// Counts what a fault brought: one fault, however many pieces it came in.
+    /// Counts what a fault brought: one fault, of one kind, however many pieces it came in: the dearest of them says which.
     pub(crate) fn count_delivery(&self, s: &mut State, d: &Delivery) {
         let c = self.counters();
         if d.pages == 0 {
+            c.refault_staged.fetch_add(u64::from(d.taken_back), Relaxed);
             return;
         }
         if d.from_pool > 0 {

@@ -132,8 +132,8 @@ impl Pager {
         while at < end {
             let left = (end - at) as usize;
             let got = match s.pt.get(at).tag() {
-                Tag::Staged => self.bring_staged(s, at, left),
-                Tag::Busy if at == r.vpn => self.bring_busy(s, at),
+                Tag::Staged => self.bring_staged(s, at, left).inspect(|n| d.taken_back |= *n > 0),
+                Tag::Busy if at == r.vpn => self.bring_busy(s, at).inspect(|n| d.taken_back |= *n > 0),
                 Tag::None if at != r.vpn && !self.brings_new(s) => Ok(0),
                 Tag::None | Tag::Zero | Tag::Compressed => self.bring_out(s, at, left, &mut d),
                 // Another fault on the page was first, or the page vanished (MADV_FREE): zeros if missing.
@@ -240,7 +240,6 @@ impl Pager {
         s.list_with_copies(vpn, n, List::Active);
         s.heat(vpn, n);
         s.note_pages(trace::Kind::Refault, vpn, n);
-        self.counters().refault_staged.fetch_add(1, Relaxed);
     }
 
     pub(crate) fn bring_busy(&self, s: &mut State, vpn: u64) -> Result<usize, EventPending> {
@@ -252,7 +251,6 @@ impl Pager {
         s.list_resident(vpn, 1, List::Active, |_| pte.copy());
         s.heat(vpn, 1);
         s.note_pages(trace::Kind::Refault, vpn, 1);
-        self.counters().refault_staged.fetch_add(1, Relaxed);
         Ok(1)
     }
 

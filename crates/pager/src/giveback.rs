@@ -54,11 +54,10 @@ impl Pager {
     fn give_back_of(&self, s: &mut State, block: usize, most: Option<usize>) -> Option<usize> {
         let (first, end) = s.zone.block_range(block);
         let (at, len) = (self.layout.slot(first), (end - first) as usize * PAGE);
-        let uffd = self.uffd();
         // (A region asks for no events and has none, and without MOVE the arena is not registered.)
         let registered = !self.own_frames && !self.without_move && !s.zone.blocks()[block].is_closed();
         // (Before anything is taken: where this fails nothing has changed.)
-        if registered && (self.inject(Site::Unregister).is_some() || uffd.unregister(at, len).is_err()) {
+        if registered && !self.unregister_frames(at, len) {
             return None;
         }
         let mut runs = core::mem::take(&mut s.giving);
@@ -76,13 +75,23 @@ impl Pager {
             self.blocks.given_back(*slot, 1 << order);
         }
         s.rss = s.rss.saturating_sub(frames * PAGE);
-        let register = |_| self.inject(Site::Register).is_none() && uffd.register(at, len).is_ok();
-        if registered && !(0..REGISTER_TRIES).any(register) {
+        if registered && !self.register_frames(at, len) {
             s.zone.close_block(block);
         }
         runs.drain(..).for_each(|(slot, order)| s.zone.free(Kind::Hole, slot, order));
         s.giving = runs;
         Some(frames)
+    }
+
+    /// Takes a part of the arena out of the registration, so that it can be discarded or mapped anew without an event to ourselves;
+    /// false when the kernel refuses, and nothing has changed.
+    pub(crate) fn unregister_frames(&self, at: usize, len: usize) -> bool {
+        self.inject(Site::Unregister).is_none() && self.uffd().unregister(at, len).is_ok()
+    }
+
+    /// Makes a part of the arena a target of MOVE again; false when the kernel has no memory for that.
+    pub(crate) fn register_frames(&self, at: usize, len: usize) -> bool {
+        (0..REGISTER_TRIES).any(|_| self.inject(Site::Register).is_none() && self.uffd().register(at, len).is_ok())
     }
 }
 

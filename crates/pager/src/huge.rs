@@ -92,12 +92,12 @@ impl Pager {
         }
         let (hole, len) = (self.layout.slot(slot), FOLIO_PAGES * PAGE);
         // (Unmapping what is registered would raise an event to ourselves.)
-        if self.uffd().unregister(hole, len).is_err() {
+        if !self.unregister_frames(hole, len) {
             return true;
         }
         // SAFETY: a hole holds nothing, and nobody else touches it.
         let fresh = unsafe { arena::remap(hole, len) };
-        if self.inject(Site::Register).is_some() || self.uffd().register(hole, len).is_err() {
+        if !self.register_frames(hole, len) {
             return false;
         }
         if fresh {
@@ -221,7 +221,7 @@ impl Pager {
         }
         let Some(slot) = s.zone.alloc(Kind::Hole, MAX_ORDER) else { return false };
         let (at, len) = (self.layout.slot(slot), HUGE_BYTES);
-        if self.uffd().unregister(at, len).is_err() {
+        if !self.unregister_frames(at, len) {
             s.zone.free(Kind::Hole, slot, MAX_ORDER);
             return false;
         }
@@ -235,8 +235,7 @@ impl Pager {
             self.blocks.of(slot).store(if huge { HUGE } else { TORN }, Relaxed);
             huge
         };
-        let refused = self.inject(Site::Register).is_some();
-        if refused || self.uffd().register(at, len).is_err() {
+        if !self.register_frames(at, len) {
             // No target of a MOVE any more: the slots stay allocated for good, and nobody uses them.
             // SAFETY: as above.
             unsafe { arena::discard(at, len) };

@@ -58,7 +58,9 @@ fn the_trace_agrees_with_the_counters() {
     assert!(events(Kind::Load) >= faults("pgmajfault"));
     assert!(events(Kind::Fresh) >= faults("fault_zero"));
     assert!(events(Kind::Load) + events(Kind::Fresh) <= 2 * (faults("pgmajfault") + faults("fault_zero")));
-    assert_eq!(events(Kind::Refault), counters["refault_staged"]);
+    assert!(events(Kind::Refault) >= faults("refault_staged") && faults("refault_staged") > 0);
+    // Each is of one kind at most.
+    assert!(faults("pgmajfault") + faults("fault_zero") + faults("refault_staged") <= faults("pgfault"));
     assert_eq!(sum(Kind::Clean), counters["swpout_clean"]);
     assert_eq!(sum(Kind::Zero), counters["swpout_zero"]);
     // A page that was taken back while it was compressed is in the object and dropped at once.
