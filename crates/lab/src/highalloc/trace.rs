@@ -267,21 +267,31 @@ mod tests {
 
     #[test]
     fn a_program_is_seen_to_allocate_and_to_free() {
-        let script = "
+        // (On a busy machine who watches may sleep through a pause: then once more, with longer ones.)
+        let seen_well = |seen: &(usize, usize, usize)| seen.0 > 4 * 2000 && seen.1 > 3 * 2000;
+        let mut tries = ["0.03", "0.3", "2"].into_iter().map(allocations_seen).inspect(|seen| println!("{seen:?}"));
+        let (came, went, peak) = tries.find(seen_well).expect("in none of three tries they were seen");
+        assert!((2048..9 * 2048).contains(&peak), "{came} came, {went} went, {peak}");
+    }
+
+    /// What is seen of a program that allocates 2,048 pages four times, and frees them, with so many seconds between: pages that
+    /// came, that went, and the most at a time.
+    fn allocations_seen(pause: &str) -> (usize, usize, usize) {
+        let script = format!(
+            "
 import mmap, time
 for i in range(4):
     # (Not malloc, which keeps what is freed.)
     m = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for at in range(0, len(m), 4096): m[at] = 1
-    time.sleep(0.03); m.close(); time.sleep(0.03)
-";
-        let trace = watch("python", &["python3", "-c", script], Duration::from_millis(3)).unwrap();
+    time.sleep({pause}); m.close(); time.sleep({pause})
+"
+        );
+        let trace = watch("python", &["python3", "-c", &script], Duration::from_millis(3)).unwrap();
         let count = |of: fn(&Step) -> &Vec<(u32, u32)>| {
             trace.steps.iter().flat_map(of).map(|(_, n)| *n as usize).sum::<usize>()
         };
-        assert!(count(|s| &s.came) > 4 * 2000, "{} pages came", count(|s| &s.came));
-        assert!(count(|s| &s.went) > 3 * 2000, "{} pages went", count(|s| &s.went));
-        assert!((2048..9 * 2048).contains(&trace.peak), "{}", trace.peak);
+        (count(|s| &s.came), count(|s| &s.went), trace.peak)
     }
 
     #[test]

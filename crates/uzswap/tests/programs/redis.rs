@@ -191,7 +191,7 @@ fn load(client: &mut Client) -> Vec<u32> {
     let answer = client.one(&["BGSAVE"]);
     assert_eq!(String::from_utf8_lossy(&answer), "Background saving started");
     let saved = versions.clone();
-    let deadline = Instant::now() + Duration::from_secs(60);
+    let deadline = Instant::now() + RUN_TIMEOUT;
     let mut seed = 2;
     loop {
         change(client, seed, &mut versions);
