@@ -163,8 +163,13 @@ impl Placement {
     pub fn look(&mut self, reclaimer: i32, over: bool) {
         self.quiet = core::mem::replace(&mut self.seen, self.faults) == self.faults;
         if self.quiet || over {
-            self.place(Anywhere, Helpers { reclaimer, ..Helpers::default() });
+            self.set_free_others(reclaimer);
         }
+    }
+
+    /// The reclaim thread is not to wait for the program's CPU.
+    pub fn set_free_others(&mut self, reclaimer: i32) {
+        self.place(Anywhere, Helpers { reclaimer, ..Helpers::default() });
     }
 }
 

@@ -181,6 +181,11 @@ impl Pager {
         self.me().request.state.load(Acquire) == ASKED
     }
 
+    /// Whether a command waits for the reclaim thread.
+    pub(crate) fn has_request(&self) -> bool {
+        matches!(self.me().request.state.load(Relaxed), ASKED | SERVING)
+    }
+
     /// This process's memory cannot be managed: what was asked comes to nothing.
     pub(crate) fn refuse_request(&self) {
         let r = &self.me().request;

@@ -19,6 +19,7 @@ use crate::state::State;
 use crate::watch::Watch;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::pagetable::ADDRESS_SPACE_PAGES;
+use uzswap_sys::lock::Guard;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::uffd::Uffd;
 use uzswap_sys::{lock, sys, thread};
@@ -94,7 +95,8 @@ impl Pager {
             self.cede_asked(|| watch.look_after_handler(self));
             // Requests made from now on are not served by this look: it may be past what they are about.
             let ticket = self.growth.looks_wanted.load(Acquire);
-            let Some(mut nap) = self.look(&mut unknown_before, ticket != self.growth.looks_done.load(Relaxed)) else {
+            let wanted = ticket != self.growth.looks_done.load(Relaxed);
+            let Some(mut nap) = self.look(&mut unknown_before, wanted, &mut watch) else {
                 thread::sleep_ns(SCAN_AGAIN_NS);
                 watch.look_after_handler(self);
                 continue;
@@ -132,7 +134,7 @@ impl Pager {
 
     /// Reads where the process stands, engages or scans when it is time (a scan is made when `wanted`); returns the CPU
     /// time until the next look; None when a scan could not be made now.
-    fn look(&'static self, unknown_before: &mut usize, wanted: bool) -> Option<u64> {
+    fn look(&'static self, unknown_before: &mut usize, wanted: bool, watch: &mut Watch) -> Option<u64> {
         let before = self.me().rss.load(Relaxed) as usize;
         // (First: what is mapped from now on may not be seen.)
         self.growth.mapped.store(0, Relaxed);
@@ -165,7 +167,7 @@ impl Pager {
             return Some((ns.min(u128::from(u64::MAX >> 1)) as u64).max(1_000_000));
         }
         // (Read again, under the lock: faults served while this thread waited for it, or for a CPU, were counted.)
-        let mut s = self.state.lock();
+        let mut s = self.lock_and_lift(watch);
         let rss = self.read_rss();
         s.rss = rss;
         let unknown = rss.saturating_sub(s.known_bytes());
@@ -174,14 +176,14 @@ impl Pager {
             if !self.scan_between_calls() {
                 return None;
             }
-            s = self.state.lock();
+            s = self.lock_and_lift(watch);
             *unknown_before = rss.saturating_sub(s.known_bytes());
         } else {
             *unknown_before = unknown.min(*unknown_before);
         }
         self.publish(&s);
         let excess = self.excess(&s);
-        s.placement.look(self.reclaimer.load(Relaxed), excess > 0);
+        s.placement.look(self.reclaimer.load(Relaxed), excess > 0 || self.has_request());
         let over = excess > 0 || (!self.handler_reclaims(&s) && excess + self.margin() as isize > 0);
         if over && thread::now_ns() - s.rescued_ns > RESCUE_NS {
             s.rescued_ns = thread::now_ns();
@@ -220,6 +222,26 @@ impl Pager {
             return Err(e);
         }
         Ok(())
+    }
+
+    /// Takes the lock. Who has it for long may be a thread of idle policy that waits for a CPU, and then everybody waits for it: it is made a
+    /// normal one.
+    ///
+    /// The story: the reclaim thread served a request while the program faulted on the same CPU, beside others that computed. The program
+    /// waited for the handler, the handler for the lock, and so did the ticker: for more than five seconds.
+    fn lock_and_lift(&'static self, watch: &mut Watch) -> Guard<'static, State> {
+        if let Some(s) = self.state.lock_within(LOOK_NS) {
+            return s;
+        }
+        loop {
+            let reclaimer = self.reclaimer.load(Relaxed);
+            thread::set_idle_policy(reclaimer, false);
+            watch.look_after_handler(self);
+            if let Some(mut s) = self.state.lock_within(LOOK_NS) {
+                s.placement.set_free_others(reclaimer);
+                return s;
+            }
+        }
     }
 
     /// Registers the program's memory and starts the helpers, with the userfaultfd that is there now.

@@ -118,6 +118,24 @@ impl<T> Lock<T> {
         self.taken()
     }
 
+    /// Takes the lock if it can be had within so many nanoseconds: for who can do something about it when it cannot, as where the holder
+    /// waits for a CPU.
+    #[cfg(not(loom))]
+    pub fn lock_within(&self, ns: u64) -> Option<Guard<'_, T>> {
+        let (mut tries, end) = (0, crate::thread::now_ns() + ns);
+        // (Others may be waiting besides: 2.)
+        while self.word.compare_exchange(0, 2, Acquire, Relaxed).is_err() {
+            if crate::thread::now_ns() >= end {
+                return None;
+            }
+            self.wait_for(false, &mut tries);
+        }
+        if tries > PATIENCE {
+            self.is_fed();
+        }
+        Some(self.taken())
+    }
+
     /// The lock was taken just now.
     fn taken(&self) -> Guard<'_, T> {
         self.turns.store(self.turns.load(Relaxed).wrapping_add(1), Relaxed);
@@ -286,6 +304,19 @@ mod stack_tests {
             }
         });
         assert_eq!(*lock.lock(), 4 * TIMES);
+    }
+
+    #[test]
+    fn who_waits_for_so_long_only_gets_it_when_it_is_released_in_time() {
+        let lock = Lock::new(0usize);
+        let held = lock.lock();
+        assert!(lock.lock_within(2_000_000).is_none());
+        std::thread::scope(|threads| {
+            let waits = threads.spawn(|| *lock.lock_within(u64::MAX >> 1).expect("it is released") += 1);
+            drop(held);
+            waits.join().unwrap();
+        });
+        assert_eq!(*lock.lock_within(0).expect("it is free"), 1);
     }
 }
 

@@ -117,10 +117,17 @@ fn for_programs() -> TempDir {
 
 /// A file in `dir` with these permissions.
 fn file(dir: &TempDir, name: &str, bytes: &[u8], mode: u32) -> PathBuf {
-    let path = dir.path().join(name);
-    fs::write(&path, bytes).unwrap();
+    let (path, written) = (dir.path().join(name), dir.path().join(format!("{name}.written")));
+    fs::write(&written, bytes).unwrap();
+    copy(&written, &path);
     fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
     path
+}
+
+/// Copies a file that is to be executed, perhaps. (By another process: a child that a neighbouring test forks meanwhile would hold the
+/// copy open for writing, and it could not be executed.)
+fn copy(from: &Path, to: &Path) {
+    assert!(std::process::Command::new("cp").arg(from).arg(to).status().unwrap().success());
 }
 
 /// A statically linked program: compiled, or where libc.a is missing its ELF header.
@@ -293,8 +300,7 @@ fn what_was_there_before_stays_where_nothing_starts() {
     let mut program = fs::read("/bin/true").unwrap();
     let at = program.windows(15).position(|w| w == b"/lib64/ld-linux").expect("a dynamic program");
     program[at + 1] = b'X';
-    fs::write(path("broken"), program).unwrap();
-    fs::set_permissions(path("broken"), fs::Permissions::from_mode(0o755)).unwrap();
+    file(&dir, "broken", &program, 0o755);
     std::os::unix::fs::symlink("/dev/null", path("link")).unwrap();
     for option in ["--report", "--record"] {
         fs::write(path("old"), "old").unwrap();
@@ -478,9 +484,7 @@ fn a_missing_agent_is_refused_and_found_by_the_environment() {
     agent_built();
     let dir = for_programs();
     let alone = dir.path().join("uzswap");
-    // (By another process: a child that a neighbouring test forks meanwhile would hold the copy open for writing, and
-    // it could not be executed.)
-    assert!(std::process::Command::new("cp").arg(UZSWAP).arg(&alone).status().unwrap().success());
+    copy(Path::new(UZSWAP), &alone);
     let start = || {
         let mut command = Command::new(&alone);
         command.env_remove("UZSWAP_AGENT").args(["run", "-q", "-m", "64M", "/bin/true"]);
@@ -507,11 +511,11 @@ fn without_access_all_ways_to_grant_it_are_said() {
     }
     agent_built();
     let dir = tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o755)).tempdir().unwrap();
-    let copy = dir.path().join("uzswap");
-    fs::copy(UZSWAP, &copy).unwrap();
-    fs::copy(Path::new(UZSWAP).with_file_name(AGENT), dir.path().join(AGENT)).unwrap();
+    let its = dir.path().join("uzswap");
+    copy(Path::new(UZSWAP), &its);
+    copy(&Path::new(UZSWAP).with_file_name(AGENT), &dir.path().join(AGENT));
     let as_nobody = |args: &[&str]| {
-        std::process::Command::new(&copy).args(args).current_dir("/").uid(65534).gid(65534).output().unwrap()
+        std::process::Command::new(&its).args(args).current_dir("/").uid(65534).gid(65534).output().unwrap()
     };
     let text = sentence(&as_nobody(&["run", "-m", "64M", "/bin/true"]));
     for way in ["/dev/userfaultfd", "vm.unprivileged_userfaultfd=1", "CAP_SYS_PTRACE"] {

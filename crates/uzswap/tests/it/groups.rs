@@ -165,7 +165,7 @@ fn rss_anon(pid: u32) -> u64 {
 
 /// Until it holds; panics when it does not come true.
 pub(crate) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(30);
+    let deadline = Instant::now() + Duration::from_secs(120);
     while !holds() {
         assert!(Instant::now() < deadline, "never: {what}");
         std::thread::sleep(Duration::from_millis(20));
@@ -188,8 +188,9 @@ fn limits_are_shown_and_set_live() {
     assert_eq!(place.file("web", "memory.high"), "max\n");
     let said = place.ctl(&["web", "memory.max=64M"]);
     assert_eq!(said, "");
-    // The command has waited until the idle program was down to it; seen from outside too.
-    assert!(place.number("web", "memory.current") <= 64 * MIB);
+    // The command has waited until the idle program was down to it; seen from outside too. (What is stored takes room before its
+    // frames go, so while reclaim goes on below it may be above for a moment.)
+    eventually("it is down to it", || place.number("web", "memory.current") <= 64 * MIB);
     let rss = rss_anon(member.pid());
     assert!(rss <= 64 * MIB + slack(64 * MIB), "{rss}");
     assert!(place.number("web", "memory.zswap.current") > 0);
@@ -245,7 +246,8 @@ fn on_full_kill_kills_the_largest() {
     large.send("r 120");
     // (Perhaps it is done filling by then, as reclaim has to find out first.)
     eventually("a member is killed", || place.event("g", "memory.events", "oom_kill") > 0);
-    let (status, said) = large.end();
+    // (It is not told to end: it might do so before it is killed.)
+    let (said, status) = (large.stderr(), large.child.wait().unwrap());
     assert_eq!(status.signal(), Some(libc::SIGKILL), "{said}");
     small.tell("v");
     assert_eq!(place.event("g", "memory.events", "oom_kill"), 1);
@@ -493,9 +495,10 @@ fn what_goes_to_disk_is_bounded_by_the_group() {
         assert!(used() <= 8 * MIB, "{policy}: {}", used());
         place.ctl(&["g", "memory.swap.max=max"]);
         member.tell("v");
-        assert!(used() > 16 * MIB, "{policy}: {}", used());
+        // (A disk that others keep busy is not waited for without end.)
+        eventually("more is on disk", || used() > 16 * MIB);
         let limit = 64 * MIB;
-        assert!(place.number("g", "memory.current") <= limit + slack(limit), "{policy}: with a disk the limit is kept");
+        eventually("the limit is kept", || place.number("g", "memory.current") <= limit + slack(limit));
         for counter in ["zswpwb", "pswpin", "pswpout"] {
             assert!(place.event("g", "memory.stat", counter) > 0, "{policy}: {counter}");
         }

@@ -1,6 +1,7 @@
 //! Write-protect notification: `uzswap protect` and `uzswap::WriteWatch`.
 
 use crate::cli::{UZSWAP, start_python};
+use crate::groups::eventually;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -289,7 +290,8 @@ fn what_becomes_of_protected_memory_is_defined() {
     // Protection moves along.
     p.tell("move");
     p.at = p.says("move");
-    assert_eq!(p.pages_with("write-protected"), 99);
+    // (The call returns when it has been read, and perhaps not noted yet.)
+    eventually("it has moved along", || p.pages_with("write-protected") == 99);
     p.tell("late 7");
     assert_eq!(watch.next_write(LONG).unwrap(), Some(p.page(7)));
     // What is dropped is protected no more, and who waited there goes on.

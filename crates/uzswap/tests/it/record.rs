@@ -143,7 +143,7 @@ fn a_trace_is_replayed_under_every_policy() {
     let all = replay(&[]);
     println!("{all:#}");
     assert_eq!(all["trace"]["records"], report["trace"]["records"]);
-    assert!(all["trace"]["loads"].as_u64() >= report["counters"]["pgmajfault"].as_u64());
+    assert!(lost > 0 || all["trace"]["loads"].as_u64() >= report["counters"]["pgmajfault"].as_u64());
     assert!(lost > 0 || all["trace"]["unknown_loads"] == 0);
     assert_eq!(all["policies"].as_array().unwrap().len(), 5);
     for policy in all["policies"].as_array().unwrap() {
