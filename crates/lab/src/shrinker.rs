@@ -91,6 +91,7 @@ impl Subject {
                 Policy::Fifo => "fifo",
                 Policy::S3Fifo => "s3_fifo",
                 Policy::Reuse => "reuse",
+                Policy::Balanced => "balanced",
             },
         }
     }

@@ -1,6 +1,6 @@
 //! The shrinker: which objects of the pool go to disk, and how many may.
 //!
-//! Objects stand in a list in the order they were stored. The default policy is the *second chance*: an object's
+//! Objects stand in a list in the order they were stored. The policy that the others are compared with is the *second chance*: an object's
 //! reference bit is set when it enters the list; the shrinker that meets a set bit clears it and rotates the object to
 //! the tail, and one that meets a clear bit writes the object back. So objects age with memory pressure and with
 //! nothing else. Reads from disk say that too much was written: they are counted and *consumed* when it is asked how
@@ -10,10 +10,17 @@
 //!
 //! Memory pressure meets objects in two ways. When the pool is full it is shrunk until it is not ([`PoolFull`]). And
 //! whatever reclaim takes from the program presses the pool too ([`Shrinker::press`]): of what is freeable twice the
-//! share that was taken of the resident set is met, the weight the kernel gives its shrinkers. (Policies of our own
+//! share that was taken of the resident set is met, the weight the kernel gives its shrinkers (`DEFAULT_SEEKS`). (Policies of our own
 //! waited for the pool to be full once, as a page on disk that would have fitted into memory is a read too many. Replayed
 //! traces bore that out; but what is in the pool is not in the program, and real programs then did nothing but fault:
 //! a build took minutes that takes seconds.)
+//!
+//! *Balanced*, the default, is the second chance with a quarter of that weight. The kernel's says that what is taken from the one costs as
+//! much to bring back as what is taken from the other. A page of the pool that the program wants is there in some 15 µs; one on disk takes ten
+//! times as long, and makes two or three such faults of what else waits. With the weight as it is the two come to take about as much memory,
+//! whatever they are worth. With a quarter the pool is larger by a third, and about half as much is read back of a build; with less still
+//! nothing more is gained, as the pool-full path bounds it. Where nothing but the resident set is of use (a sort that is far below what it
+//! works on) it loses some percent. (Figures in ARCHITECTURE.md.)
 //!
 //! *S3-FIFO* is a policy of our own. A page that leaves the pool enters it again as a new object, so what has been of
 //! use cannot be told by the object; it is told by its block of 64 KiB, which is marked when one of its pages is read
@@ -37,6 +44,8 @@
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::collections::VecDeque;
 
+/// Parts of a page that is to be met: what is due for a few pages taken from the program may be less than one.
+const PART: u64 = 256;
 /// Entries from which on stale ones are worth looking for.
 const LEAST_PRUNE: usize = 4096;
 
@@ -44,7 +53,6 @@ const LEAST_PRUNE: usize = 4096;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Policy {
     /// Those that memory pressure has met twice since they were stored.
-    #[default]
     SecondChance,
     /// The oldest beyond a protected number that each store and load raises, and that decays.
     Decaying,
@@ -54,11 +62,15 @@ pub enum Policy {
     S3Fifo,
     /// As second chance, with a third for those whose block was read back since it was last written back.
     Reuse,
+    /// As second chance, under less pressure: what is on disk is dearer to bring back than what is in the pool.
+    #[default]
+    Balanced,
 }
 
 impl Policy {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::SecondChance, Self::Decaying, Self::Fifo, Self::S3Fifo, Self::Reuse];
+    pub const ALL: [Self; 6] =
+        [Self::Balanced, Self::SecondChance, Self::Decaying, Self::Fifo, Self::S3Fifo, Self::Reuse];
 
     /// Its number in a group's page.
     pub fn number(self) -> u32 {
@@ -68,6 +80,15 @@ impl Policy {
             Self::Fifo => 2,
             Self::S3Fifo => 3,
             Self::Reuse => 4,
+            Self::Balanced => 5,
+        }
+    }
+
+    /// Eighths of the share taken of the resident set that are met of the pool for it.
+    fn weight(self) -> u64 {
+        match self {
+            Self::Balanced => 4,
+            _ => 16,
         }
     }
 
@@ -79,17 +100,19 @@ impl Policy {
             Self::Fifo => "fifo",
             Self::S3Fifo => "s3-fifo",
             Self::Reuse => "reuse",
+            Self::Balanced => "balanced",
         }
     }
 
     /// The policy of a number, as a group's page holds it; an unknown one is the default.
     pub fn from_number(n: u32) -> Self {
         match n {
+            0 => Self::SecondChance,
             1 => Self::Decaying,
             2 => Self::Fifo,
             3 => Self::S3Fifo,
             4 => Self::Reuse,
-            _ => Self::SecondChance,
+            _ => Self::Balanced,
         }
     }
 }
@@ -182,8 +205,8 @@ pub struct Shrinker {
     main: VecDeque<Packed>,
     /// Whether the entry last taken was on it.
     from_main: bool,
-    /// Pages to be met for what reclaim has taken from the program.
-    due: usize,
+    /// Pages to be met for what reclaim has taken from the program, in parts of one ([`PART`]).
+    due: u64,
     prune_at: usize,
     /// Objects the old policy protects.
     protected: usize,
@@ -226,7 +249,7 @@ impl Shrinker {
     /// reads.
     pub fn freeable(&self, stored: usize, pool: usize, reads: &DiskReads) -> usize {
         let lru = match self.policy {
-            Policy::SecondChance | Policy::S3Fifo | Policy::Reuse => reads.consume(stored),
+            Policy::Balanced | Policy::SecondChance | Policy::S3Fifo | Policy::Reuse => reads.consume(stored),
             Policy::Decaying => stored.saturating_sub(self.protected),
             Policy::Fifo => stored,
         };
@@ -234,21 +257,22 @@ impl Shrinker {
     }
 
     /// Reclaim has taken `evicted` pages from the program, in which `resident` remain: as large a part of the pool is to
-    /// be met, times two. `stored` pages take `pool` pages of memory.
+    /// be met, times two, or half of it ([`Policy::Balanced`]). `stored` pages take `pool` pages of memory.
     pub fn press(&mut self, evicted: usize, resident: usize, stored: usize, pool: usize, reads: &DiskReads) {
         let freeable = self.freeable(stored, pool, reads);
-        let share = 2 * freeable as u128 * evicted as u128 / resident.max(evicted).max(1) as u128;
-        self.due = (self.due + share as usize).min(freeable);
+        let share = u128::from(PART / 8 * self.policy.weight()) * freeable as u128 * evicted as u128;
+        let share = share / resident.max(evicted).max(1) as u128;
+        self.due = (self.due + share as u64).min(PART * freeable as u64);
     }
 
     /// Pages that are to be met because of [`Shrinker::press`].
     pub fn due(&self) -> usize {
-        self.due
+        (self.due / PART) as usize
     }
 
     /// An object of `pages` pages was met.
     pub fn met(&mut self, pages: usize) {
-        self.due = self.due.saturating_sub(pages);
+        self.due = self.due.saturating_sub(PART * pages as u64);
     }
 
     /// What is to be done with the object just taken, whose reference bit is `referenced`, and of whose block a page was
@@ -256,7 +280,7 @@ impl Shrinker {
     /// clears the reference bit, or if that is clear the mark of the block.)
     pub fn verdict(&self, referenced: bool, reused: bool) -> Verdict {
         let chance = match self.policy {
-            Policy::SecondChance => referenced,
+            Policy::Balanced | Policy::SecondChance => referenced,
             Policy::Decaying | Policy::Fifo => false,
             Policy::Reuse => referenced || reused,
             Policy::S3Fifo if self.from_main => referenced || reused,
@@ -368,6 +392,8 @@ mod tests {
             (SecondChance, true, false, Verdict::Rotate),
             (SecondChance, false, false, Verdict::WriteBack),
             (SecondChance, false, true, Verdict::WriteBack),
+            (Balanced, true, false, Verdict::Rotate),
+            (Balanced, false, true, Verdict::WriteBack),
             (Decaying, true, true, Verdict::WriteBack),
             (Decaying, false, false, Verdict::WriteBack),
             (Fifo, true, true, Verdict::WriteBack),
@@ -387,7 +413,7 @@ mod tests {
             assert_eq!(policy.name().parse(), Ok(policy));
             assert_eq!(Policy::from_number(policy.number()), policy);
         }
-        assert!("lru".parse::<Policy>().unwrap_err().contains("second-chance, decaying"));
+        assert!("lru".parse::<Policy>().unwrap_err().contains("balanced, second-chance, decaying"));
         assert_eq!(Policy::from_number(99), Policy::default());
     }
 
@@ -422,6 +448,8 @@ mod tests {
             (Policy::SecondChance, 0, 0, 1000, 500, 0),
             (Policy::S3Fifo, 100, 1000, 1000, 500, 100),
             (Policy::Reuse, 100, 1000, 1000, 500, 100),
+            (Policy::Balanced, 100, 1000, 1000, 500, 25),
+            (Policy::Balanced, 1000, 1000, 1000, 500, 250),
         ] {
             let mut s = filled(policy, 10);
             s.press(evicted, resident, stored, pool, &DiskReads::new());
@@ -437,6 +465,10 @@ mod tests {
         assert_eq!(s.due(), 0);
         s.press(100, 1000, 1000, 1000, &reads);
         assert_eq!(s.due(), 200);
+        // What is less than a page is not forgotten.
+        let mut s = filled(Policy::Balanced, 10);
+        (0..100).for_each(|_| s.press(1, 1000, 1000, 500, &reads));
+        assert_eq!(s.due(), 25);
     }
 
     #[test]

@@ -83,7 +83,7 @@ pub struct RunArgs {
     /// Allow a --swap-dir that is in memory
     #[arg(long)]
     pub swap_in_ram: bool,
-    /// What goes to disk first: second-chance (the default), decaying, fifo, s3-fifo or reuse
+    /// What goes to disk first: balanced (the default), second-chance, decaying, fifo, s3-fifo or reuse
     #[arg(long, value_name = "NAME")]
     pub swap_policy: Option<String>,
     /// Encrypt what goes to disk, with a key that only the process which wrote it has
@@ -149,7 +149,7 @@ pub struct DoctorArgs {
 pub struct ReplayArgs {
     /// The trace
     pub file: PathBuf,
-    /// Who decides what is written to disk: second-chance, decaying, fifo, s3-fifo, reuse, several of them, or all
+    /// Who decides what is written to disk: balanced, second-chance, decaying, fifo, s3-fifo, reuse, several of them, or all
     #[arg(short, long, value_name = "NAME", default_value = "all")]
     pub policy: String,
     /// What the compressed pools may take together: 64M, or 30% of what they took [default: 50%]

@@ -478,7 +478,7 @@ fn a_group_outlives_the_command_that_made_it() {
 #[test]
 fn what_goes_to_disk_is_bounded_by_the_group() {
     let place = Place::new();
-    for policy in ["second-chance", "reuse"] {
+    for policy in ["balanced", "second-chance", "reuse"] {
         let mut member = place.start(&["--group", "g", "-m", "64M", "--swap", "1G", "--swap-policy", policy]);
         member.tell("c 1");
         place.ctl(&["g", "memory.zswap.writeback=0"]);

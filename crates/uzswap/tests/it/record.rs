@@ -145,7 +145,7 @@ fn a_trace_is_replayed_under_every_policy() {
     assert_eq!(all["trace"]["records"], report["trace"]["records"]);
     assert!(lost > 0 || all["trace"]["loads"].as_u64() >= report["counters"]["pgmajfault"].as_u64());
     assert!(lost > 0 || all["trace"]["unknown_loads"] == 0);
-    assert_eq!(all["policies"].as_array().unwrap().len(), 5);
+    assert_eq!(all["policies"].as_array().unwrap().len(), 6);
     for policy in all["policies"].as_array().unwrap() {
         let number = |key: &str| policy[key].as_f64().unwrap();
         assert!(number("pool_peak") <= 1.02 * all["settings"]["pool"].as_f64().unwrap());
