@@ -10,7 +10,7 @@
 //! met, idle, lz4 ─▶ aside ─ parts found, marked, decompressed ─▶ compressed ─▶ all as before? stored, parts released
 //!                              with the lock, several           without it       with it; else nothing changes
 //! ```
-//! Without a disk tier nothing is about to be written, and nothing is recompressed here (see `densify` for what is). Nor is
+//! It is done where it costs less than the bytes that it spares the disk (`worth`). Without a disk tier nothing is about to be written, and nothing is recompressed here (see `densify` for what is). Nor is
 //! it while the limit is exceeded: what waits then waits for room, which a write makes sooner.
 //!
 //! Rules:
@@ -34,6 +34,7 @@ use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, Tag};
 use uzswap_mm::shrinker::Entry;
 use uzswap_mm::trace::{Kind, Record};
+use uzswap_sys::thread;
 
 /// Objects set aside at once: some two milliseconds of work, for which writes that ended wait.
 pub(super) const MOST_ASIDE: usize = 8;
@@ -42,7 +43,11 @@ const ROOM: usize = 2 * BLOCK;
 
 /// What the writing thread recompresses with; made when it is first needed, with the lock held.
 #[derive(Default)]
-pub(super) struct Packer(Option<Box<Tools>>);
+pub(super) struct Packer {
+    tools: Option<Box<Tools>>,
+    /// When what is in hand was begun (monotonic nanoseconds).
+    began: u64,
+}
 
 struct Tools {
     compressor: Compressor,
@@ -65,6 +70,13 @@ struct Lot {
     at: usize,
     /// What that came to.
     packed: Option<(Encoding, usize)>,
+}
+
+impl Lot {
+    /// Bytes that it takes less.
+    fn gained(&self) -> usize {
+        self.packed.map_or(0, |(_, len)| self.unit.bytes.saturating_sub(len))
+    }
 }
 
 /// Objects side by side that are to become one.
@@ -211,7 +223,7 @@ impl Swap {
 impl Packer {
     /// Room for the pages of one more unit, if there is any; to be called with the lock held, as it may allocate.
     fn plain(&mut self, unit: &Unit) -> Option<&mut [u8]> {
-        let tools = self.0.get_or_insert_with(|| {
+        let tools = self.tools.get_or_insert_with(|| {
             let compressor = Compressor::new(Algorithm::Zstd(1));
             Box::new(Tools {
                 compressor,
@@ -227,13 +239,13 @@ impl Packer {
 
     /// A unit whose pages were put there.
     fn add(&mut self, unit: Unit) {
-        let Some(tools) = &mut self.0 else { return };
+        let Some(tools) = &mut self.tools else { return };
         tools.lots.push(Lot { unit, at: tools.end(), packed: None });
     }
 
     /// Compresses what was put there, but for what gains less than an eighth of what the parts take.
     pub(super) fn compress(&mut self) {
-        let Some(Tools { compressor, plain, packed, lots }) = self.0.as_deref_mut() else { return };
+        let Some(Tools { compressor, plain, packed, lots }) = self.tools.as_deref_mut() else { return };
         for lot in lots {
             let bytes = PAGE * lot.unit.pages();
             let most = (lot.unit.bytes - lot.unit.bytes / 8).min(bytes);
@@ -244,7 +256,7 @@ impl Packer {
     /// What is being recompressed, first to last, and whether it has come to something.
     #[cfg(test)]
     pub(super) fn units(&self) -> impl Iterator<Item = (&Unit, bool)> {
-        self.0.iter().flat_map(|tools| &tools.lots).map(|lot| (&lot.unit, lot.packed.is_some()))
+        self.tools.iter().flat_map(|tools| &tools.lots).map(|lot| (&lot.unit, lot.packed.is_some()))
     }
 }
 
@@ -267,6 +279,7 @@ impl Pager {
     /// any. (Several under one hold of the lock, as others want it too.)
     pub(super) fn begin_dense(&self, s: &mut State, packer: &mut Packer) -> bool {
         let Some(mut swap) = s.swap.take() else { return false };
+        packer.began = thread::now_ns();
         let folios = &self.group.folios;
         let may = |order: u8| folios.allows(order) && folios.unit(order).is_none_or(|unit| unit >= order);
         while let Some(entry) = swap.aside.first().copied() {
@@ -291,10 +304,13 @@ impl Pager {
 
     /// Stores what the units were compressed to, of those that are as they were.
     pub(super) fn end_dense(&self, s: &mut State, packer: &mut Packer) {
-        let Some(tools) = packer.0.as_deref_mut() else { return };
+        let Some(tools) = packer.tools.as_deref_mut() else { return };
         let Some(mut swap) = s.swap.take() else { return };
         swap.packing.clear();
         let mut lots = core::mem::take(&mut tools.lots);
+        let (pages, gained) =
+            lots.iter().fold((0, 0), |(pages, gained), lot| (pages + lot.unit.pages(), gained + lot.gained()));
+        swap.worth.tried(pages, gained, thread::now_ns() - packer.began);
         for lot in lots.drain(..) {
             self.end_lot(s, &mut swap, tools, &lot);
         }

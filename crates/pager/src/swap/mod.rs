@@ -41,6 +41,7 @@ mod swapin;
 #[cfg(test)]
 mod tests;
 pub mod turns;
+mod worth;
 mod writeback;
 
 pub(crate) use reads::Reads;
@@ -57,6 +58,7 @@ use uzswap_mm::pagetable::{HINT_REUSED, Tag};
 use uzswap_mm::readahead::Readahead;
 use uzswap_mm::shrinker::{DiskReads, Entry, Policy, Shrinker};
 use uzswap_mm::swapfile::{Place, SwapFile, offset};
+use worth::Worth;
 use writeback::RUN_BYTES;
 
 /// Bytes in front of an object on disk: the number of its first page. (Encrypted, it has [`SEAL`] more in front.)
@@ -101,6 +103,8 @@ pub struct Swap {
     to_cut: Option<Entry>,
     /// What is being recompressed.
     packing: Vec<dense::Unit>,
+    /// Whether that is worth while.
+    worth: Worth,
     /// How far the member was whom it last waited for, and since when (monotonic nanoseconds): see [`turns`].
     waits_for: (u64, u64),
     /// Clusters that a write failed in: nothing more is written there.
@@ -136,6 +140,7 @@ impl Swap {
             aside: Vec::with_capacity(dense::MOST_ASIDE),
             to_cut: None,
             packing: Vec::with_capacity(dense::MOST_ASIDE),
+            worth: Worth::default(),
             waits_for: (0, 0),
             bad: Vec::new(),
             failures: 0,

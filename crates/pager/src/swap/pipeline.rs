@@ -40,6 +40,8 @@ pub(super) struct Writes {
     ring: Option<Uring>,
     buffers: [Vec<Block>; DEPTH],
     writes: [Option<Write>; DEPTH],
+    /// For how long a free buffer was waited for since this was last taken (nanoseconds).
+    waited_ns: u64,
 }
 
 impl Writes {
@@ -50,7 +52,7 @@ impl Writes {
         // (Without a ring the first buffer is always free again.)
         let size = |i| if i == 0 || ring.is_some() { RUN_BYTES } else { 0 };
         let buffers = core::array::from_fn(|i| blocks(size(i)));
-        Self { ring, buffers, writes: [None; DEPTH] }
+        Self { ring, buffers, writes: [None; DEPTH], waited_ns: 0 }
     }
 
     /// A buffer that is free.
@@ -61,6 +63,11 @@ impl Writes {
     /// Whether a write is under way.
     pub(super) fn under_way(&self) -> bool {
         self.writes.iter().any(Option::is_some)
+    }
+
+    /// For how long a free buffer was waited for since this was last asked (nanoseconds).
+    pub(super) fn take_waited_ns(&mut self) -> u64 {
+        core::mem::take(&mut self.waited_ns)
     }
 
     /// A free buffer's bytes.
@@ -88,8 +95,21 @@ impl Pager {
                 return;
             }
         }
+        let began = thread::now_ns();
         let done = Some(self.swap_write(at, bytes));
+        writes.waited_ns += thread::now_ns() - began;
         writes.writes[slot] = Some(Write { at, len, done, injected: None });
+    }
+
+    /// A write that has ended, if a buffer is to be had by it; None when one is free and none has ended.
+    pub(super) fn ended_or_free(&self, writes: &mut Writes) -> Option<(usize, bool)> {
+        if writes.free().is_some() {
+            return self.next_ended(writes, false);
+        }
+        let began = thread::now_ns();
+        let ended = self.next_ended(writes, true);
+        writes.waited_ns += thread::now_ns() - began;
+        ended
     }
 
     /// A write that has ended, and whether all of it is in the file. With `wait` there is one if any is under way.

@@ -81,18 +81,15 @@ impl Pager {
             if self.stopping.load(Acquire) && !writes.under_way() {
                 thread::exit();
             }
-            let slot = loop {
-                let free = writes.free();
-                match self.next_ended(&mut writes, free.is_none()) {
-                    Some(ended) => self.write_ended(ended),
-                    None => break free.expect("waited for one to end"),
-                }
-            };
+            while let Some(ended) = self.ended_or_free(&mut writes) {
+                self.write_ended(&mut writes, ended);
+            }
+            let slot = writes.free().expect("waited for one to end");
             let round = self.plan_round(&mut self.state.lock(), slot, writes.buffer(slot));
             match round {
                 Round::Rest(_) | Round::NotYet if writes.under_way() => {
                     if let Some(ended) = self.next_ended(&mut writes, true) {
-                        self.write_ended(ended);
+                        self.write_ended(&mut writes, ended);
                     }
                 }
                 Round::Rest(ns) => {
@@ -118,8 +115,14 @@ impl Pager {
         }
     }
 
-    fn write_ended(&self, (slot, written): (usize, bool)) {
-        self.complete(&mut self.state.lock(), slot, written);
+    fn write_ended(&self, writes: &mut Writes, (slot, written): (usize, bool)) {
+        let mut s = self.state.lock();
+        if let Some(swap) = s.swap.as_mut() {
+            let (from, to) = swap.writing[slot];
+            swap.worth.wrote(to - from, writes.take_waited_ns());
+        }
+        self.complete(&mut s, slot, written);
+        drop(s);
         self.swap_progressed();
     }
 
@@ -251,6 +254,8 @@ impl Pager {
         let (mut met, mut freed, mut hoped, mut turn) = (0, 0, 0, 0);
         // (Dense takes longer than the disk does: not while somebody waits for room.)
         let hurry = self.excess(s) > 0;
+        let used = swap.books.used_bytes();
+        let short = swap.map.is_half_full() || !self.has_swap_room(used, used);
         while met < MOST_MET && swap.to_cut.is_none() {
             let for_room = freed + hoped + run.filled() < task.bytes && turn < task.pages;
             let for_pressure = task.due && swap.shrinker.due() > 0;
@@ -270,7 +275,7 @@ impl Pager {
             if head.flags & object::HELD != 0 || (out | copies) != s.live_of(entry.handle) {
                 continue;
             }
-            let warm = !hurry && copies == 0 && is_warm(&head);
+            let warm = !hurry && copies == 0 && is_warm(&head) && (short || swap.worth.is_dense());
             if !warm {
                 // (What is to be recompressed counts when that is done, by what it gave.)
                 swap.shrinker.met(1 << head.order);
