@@ -15,12 +15,11 @@
 //! traces bore that out; but what is in the pool is not in the program, and real programs then did nothing but fault:
 //! a build took minutes that takes seconds.)
 //!
-//! *Balanced*, the default, is the second chance with a quarter of that weight. The kernel's says that what is taken from the one costs as
-//! much to bring back as what is taken from the other. A page of the pool that the program wants is there in some 15 µs; one on disk takes ten
-//! times as long, and makes two or three such faults of what else waits. With the weight as it is the two come to take about as much memory,
-//! whatever they are worth. With a quarter the pool is larger by a third, and about half as much is read back of a build; with less still
-//! nothing more is gained, as the pool-full path bounds it. Where nothing but the resident set is of use (a sort that is far below what it
-//! works on) it loses some percent. (Figures in ARCHITECTURE.md.)
+//! *Balanced*, the default, is the second chance with a quarter of that weight. The kernel's says that what is taken from the pool costs as
+//! much to bring back as what is taken from the program, and makes the two come to about as much memory, whatever they are worth. Here a page
+//! of the pool is there in some 15 µs, and one on disk takes ten times as long. With a quarter about half as much of a build is read back; with
+//! less still nothing more is gained, as the pool-full path bounds it. Where nothing but the resident set is of use (a sort that is far
+//! below what it works on) it loses some percent. (Figures in ARCHITECTURE.md.)
 //!
 //! *S3-FIFO* is a policy of our own. A page that leaves the pool enters it again as a new object, so what has been of
 //! use cannot be told by the object; it is told by its block of 64 KiB, which is marked when one of its pages is read
