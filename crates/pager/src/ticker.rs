@@ -230,17 +230,18 @@ impl Pager {
     /// The story: the reclaim thread served a request while the program faulted on the same CPU, beside others that computed. The program
     /// waited for the handler, the handler for the lock, and so did the ticker: for more than five seconds.
     fn lock_and_lift(&'static self, watch: &mut Watch) -> Guard<'static, State> {
-        if let Some(s) = self.state.lock_within(LOOK_NS) {
-            return s;
-        }
+        let mut lifted = None;
         loop {
-            let reclaimer = self.reclaimer.load(Relaxed);
-            thread::set_idle_policy(reclaimer, false);
-            watch.look_after_handler(self);
             if let Some(mut s) = self.state.lock_within(LOOK_NS) {
-                s.placement.set_free_others(reclaimer);
+                if let Some(reclaimer) = lifted {
+                    s.placement.set_free_others(reclaimer);
+                }
                 return s;
             }
+            let reclaimer = self.reclaimer.load(Relaxed);
+            thread::set_idle_policy(reclaimer, false);
+            lifted = Some(reclaimer);
+            watch.look_after_handler(self);
         }
     }
 

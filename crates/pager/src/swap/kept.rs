@@ -79,8 +79,13 @@ impl Swap {
             return;
         }
         self.until_look = LOOK_EVERY;
+        self.keeps = !self.is_short_of_room(pager);
+    }
+
+    /// Whether half of the file is in use, or of what the group may have there.
+    pub(super) fn is_short_of_room(&self, pager: &Pager) -> bool {
         let used = self.books.used_bytes();
-        self.keeps = !self.map.is_half_full() && pager.has_swap_room(used, used);
+        self.map.is_half_full() || !pager.has_swap_room(used, used)
     }
 
     /// The places of pages are kept: they are in memory too.

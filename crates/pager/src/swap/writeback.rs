@@ -254,8 +254,7 @@ impl Pager {
         let (mut met, mut freed, mut hoped, mut turn) = (0, 0, 0, 0);
         // (Dense takes longer than the disk does: not while somebody waits for room.)
         let hurry = self.excess(s) > 0;
-        let used = swap.books.used_bytes();
-        let short = swap.map.is_half_full() || !self.has_swap_room(used, used);
+        let short = swap.is_short_of_room(self);
         while met < MOST_MET && swap.to_cut.is_none() {
             let for_room = freed + hoped + run.filled() < task.bytes && turn < task.pages;
             let for_pressure = task.due && swap.shrinker.due() > 0;
