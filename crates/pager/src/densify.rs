@@ -49,9 +49,13 @@ impl Pager {
         self.pool_takes(s, self.limit() / 4 * 3)
     }
 
-    /// Whether the pool takes more than so many bytes from the program.
+    /// Whether the pool takes more than so many bytes from the program: its own, with those of the other members of its group.
+    ///
+    /// The story: four processes of 100 MiB each under 220 had pools of up to 110 MiB, of lz4, which all but failed to compress what
+    /// they held: none of them alone took more than half of the limit, together they took twice as much as it.
     fn pool_takes(&self, s: &State, bytes: usize) -> bool {
-        s.pool.held_bytes() > bytes && self.group.pool_uncharged.load(Relaxed) == 0
+        let pools = || s.pool.held_bytes() + self.others_pool.load(Relaxed);
+        self.group.pool_uncharged.load(Relaxed) == 0 && pools() > bytes
     }
 
     /// Recompresses up to `units` objects; true when the pool got smaller.
@@ -227,6 +231,39 @@ mod tests {
         let head = Header::read(s.object(handle));
         assert!(matches!(head.encoding, Encoding::Lz4) && head.flags == object::WRITING_BY[1]);
         check_all(&mut s, last);
+    }
+
+    /// See [`Pager::pool_takes`].
+    #[test]
+    fn members_crowd_each_other_out_together() {
+        let p = testing::pager(64 << 20);
+        let mut s = p.state.lock();
+        store(&mut s, 0x1000, 2, 0);
+        p.group.used.store(9, Relaxed);
+        let others = &p.group.slots[1..9];
+        let all_hold = |s: &State, pool: u64| {
+            others.iter().for_each(|other| other.pool.store(pool, Relaxed));
+            p.count_sharers();
+            (p.crowded(s), p.crowded_out(s))
+        };
+        for other in others {
+            other.owner.store(uzswap_sys::process::Identity::own().raw(), Relaxed);
+            other.engaged.store(1, Relaxed);
+        }
+        assert_eq!(all_hold(&s, 4 << 20), (true, false), "half of the limit, and what is here");
+        assert_eq!(all_hold(&s, 3 << 20), (false, false));
+        assert_eq!(all_hold(&s, 6 << 20), (true, true));
+        // A floor is left to each: an eighth of its share, with next to nothing in its own pool.
+        let least = (p.share() / 8).div_ceil(PAGE);
+        let floor = |s: &mut State, resident: usize| {
+            s.resident = resident;
+            let floor = p.at_floor(s);
+            s.resident = 0;
+            floor
+        };
+        assert_eq!([least - 1, least].map(|resident| floor(&mut s, resident)), [true, false]);
+        all_hold(&s, 3 << 20);
+        assert!(!floor(&mut s, least - 1));
     }
 
     #[test]

@@ -46,6 +46,12 @@ impl Pager {
         self.chain_nodes().map(|(_, n)| n.target()).min().unwrap_or(NO_LIMIT) as usize
     }
 
+    /// What the pools of the other members take of that limit (bytes).
+    pub(crate) fn others_pool_now(&self) -> usize {
+        let tightest = self.chain_nodes().enumerate().min_by_key(|(_, (_, n))| n.target());
+        tightest.map_or(0, |(level, _)| self.others_use().pool[level])
+    }
+
     fn chain_nodes(&self) -> impl Iterator<Item = (usize, &Node)> {
         self.chain.nodes().iter().map(|at| (*at, &self.group.nodes[*at]))
     }

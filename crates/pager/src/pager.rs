@@ -130,6 +130,8 @@ pub struct Pager {
     pub calls_lent: AtomicBool,
     /// Members that are engaged, this one too, when last looked at.
     pub(crate) sharers: AtomicUsize,
+    /// What the pools of the others take of the limit (bytes), when last looked at.
+    pub(crate) others_pool: AtomicUsize,
     /// What taking mappings away costs.
     pub shootdowns: Shootdowns,
     /// Who compresses together.
@@ -243,6 +245,7 @@ impl Pager {
             calls: Calls::default(),
             calls_lent: AtomicBool::new(false),
             sharers: AtomicUsize::new(1),
+            others_pool: AtomicUsize::new(0),
             shootdowns: Shootdowns::default(),
             helpers: CompressHelpers::new(),
             reclaiming: AtomicBool::new(false),
@@ -418,10 +421,11 @@ impl Pager {
         self.limit() / self.sharers.load(Relaxed)
     }
 
-    /// Looks how many members are engaged.
+    /// Looks how many members are engaged, and what their pools take.
     pub(crate) fn count_sharers(&self) {
         let others = self.others().filter(|o| o.engaged.load(Relaxed) != 0).count();
         self.sharers.store(others + 1, Relaxed);
+        self.others_pool.store(if others > 0 { self.others_pool_now() } else { 0 }, Relaxed);
     }
 
     /// Bytes kept below the limit for what is found out late.
