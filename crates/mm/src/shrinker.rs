@@ -264,7 +264,12 @@ impl Shrinker {
         self.due = (self.due + share as u64).min(PART * freeable as u64);
     }
 
-    /// Pages that are to be met because of [`Shrinker::press`].
+    /// So many pages, at least, are to be met: there is nothing left to take from the program.
+    pub fn owe(&mut self, pages: usize) {
+        self.due = self.due.max(PART * pages as u64);
+    }
+
+    /// Pages that are to be met because of [`Shrinker::press`] and [`Shrinker::owe`].
     pub fn due(&self) -> usize {
         (self.due / PART) as usize
     }
@@ -468,6 +473,11 @@ mod tests {
         let mut s = filled(Policy::Balanced, 10);
         (0..100).for_each(|_| s.press(1, 1000, 1000, 500, &reads));
         assert_eq!(s.due(), 25);
+        // What is owed is not added up.
+        (0..2).for_each(|_| s.owe(20));
+        assert_eq!(s.due(), 25);
+        (0..2).for_each(|_| s.owe(30));
+        assert_eq!(s.due(), 30);
     }
 
     #[test]

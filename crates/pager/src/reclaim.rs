@@ -89,8 +89,10 @@ impl Pager {
             }
             failures += 1;
             if failures > 20 {
-                let s = self.state.lock();
-                self.full(&s);
+                let mut s = self.state.lock();
+                if !self.has_disk_make_room(&mut s) {
+                    self.full(&s);
+                }
                 drop(s);
                 lock::futex_wait(&self.me().wake, self.me().wake.load(Acquire), Some(20_000_000), true);
             } else {
@@ -145,6 +147,9 @@ impl Pager {
                 progress |= self.densify(&mut s, 16);
             }
             let squeezed = self.at_floor(&s);
+            if over > 0 && squeezed {
+                self.has_disk_make_room(&mut s);
+            }
             // (Not even for frames: there are few for as long as the limit is exceeded, since they are given back.)
             let few = !self.without_move && spare < high;
             let want = if (over > 0 || few) && !squeezed { BATCH_PAGES } else { 0 };
@@ -229,7 +234,7 @@ impl Pager {
             }
         }
         let floor = over > 0 && self.at_floor(s);
-        if floor {
+        if floor && !self.has_disk_make_room(s) {
             self.full(s);
         }
         // A full pool takes zeros only: where there were few that is tried again later.

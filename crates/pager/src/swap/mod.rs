@@ -181,7 +181,7 @@ impl Swap {
 
     /// Whether so many objects are due to be met that a round is worth while.
     fn is_pressed(&self, s: &State) -> bool {
-        self.shrinker.due() >= (s.pool.used_bytes() / PAGE / 8).clamp(16, MOST_DUE)
+        self.shrinker.due() >= worth_a_round(s)
     }
 
     /// Ends the references of pages to an object on disk.
@@ -366,6 +366,22 @@ impl Pager {
         }
     }
 
+    /// Has the disk take some of the pool where nothing can be taken from the program and the limit is exceeded; whether it can.
+    ///
+    /// The story: GNU sort in 16 MiB was told that its group is full, with a disk of 4 GiB all but empty. The pool was a little
+    /// smaller than from where on it is written, and pressed only by what is taken from the program.
+    pub(crate) fn has_disk_make_room(&self, s: &mut State) -> bool {
+        if !self.disk_takes_over(s) {
+            return false;
+        }
+        let due = worth_a_round(s);
+        if let Some(swap) = s.swap.as_mut() {
+            swap.shrinker.owe(due);
+        }
+        self.poke_writer(s);
+        true
+    }
+
     /// Whether writing back makes room: it may be done, it does not fail, and there is something to write.
     pub(crate) fn disk_takes_over(&self, s: &State) -> bool {
         s.swap.as_ref().is_some_and(|swap| {
@@ -402,6 +418,11 @@ impl Pager {
         }
         self.say(io::Trouble::Lost.sentence(self.clusters.is_some_and(ClusterMap::is_remote)));
     }
+}
+
+/// Pages that are to be due to be met for a round to be worth while.
+fn worth_a_round(s: &State) -> usize {
+    (s.pool.used_bytes() / PAGE / 8).clamp(16, MOST_DUE)
 }
 
 /// What an object's bytes on disk are known by.

@@ -160,6 +160,35 @@ fn large_blocks_are_cut_and_their_parts_written() {
     end(s, FIRST..FIRST + 544);
 }
 
+/// See [`Pager::has_disk_make_room`]: no group is full while its disk can take more.
+#[test]
+fn a_program_with_nothing_left_has_the_disk_take_some_of_the_pool() {
+    let scene = Scene::new();
+    let p = scene.pager;
+    let s = &mut *p.state.lock();
+    (0..100).for_each(|i| _ = testing::store(s, FIRST + 4 * i, 2, 0, half_noise));
+    p.tier.file.store(0, Relaxed);
+    p.tier.helps.store(true, Relaxed);
+    // (What another holds, which has nothing to give.)
+    let other = &p.group.slots[7];
+    p.group.used.store(8, Relaxed);
+    other.owner.store(uzswap_sys::process::Identity::own().raw(), Relaxed);
+    other.rss.store(2 << 20, Relaxed);
+    p.group.nodes[0].max.store(1 << 20, Relaxed);
+    let mut full = |may_write: bool| {
+        p.group.nodes[0].zswap_writeback.store(u32::from(may_write), Relaxed);
+        assert!(p.at_floor(s) && p.excess(s) > 0);
+        p.make_room(s, FIRST);
+        (p.group.nodes[0].events.oom.load(Relaxed), s.swap.as_ref().unwrap().shrinker.due())
+    };
+    let due = full(true).1;
+    assert!(due >= 16, "{due}");
+    assert_eq!(full(true), (0, due), "it is not more for being asked twice");
+    assert_eq!(full(false), (1, due), "forbidden");
+    p.group.nodes[0].zswap_writeback.store(1, Relaxed);
+    end(s, FIRST..FIRST + 400);
+}
+
 #[test]
 fn what_is_not_idle_is_given_its_second_chance_only() {
     let mut scene = Scene::new();
