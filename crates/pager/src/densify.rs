@@ -53,7 +53,7 @@ impl Pager {
     ///
     /// The story: four processes of 100 MiB each under 220 had pools of up to 110 MiB, of lz4, which all but failed to compress what
     /// they held: none of them alone took more than half of the limit, together they took twice as much as it.
-    fn pool_takes(&self, s: &State, bytes: usize) -> bool {
+    pub(crate) fn pool_takes(&self, s: &State, bytes: usize) -> bool {
         let pools = || s.pool.held_bytes() + self.others_pool.load(Relaxed);
         self.group.pool_uncharged.load(Relaxed) == 0 && pools() > bytes
     }

@@ -11,10 +11,10 @@
 //! for a fault that finds no free frame, is the last resort of both.
 //!
 //! lz4 is the warm codec; see `densify` for what happens when the pool crowds the program out. Where even that is not
-//! enough the resident set is not squeezed below an eighth of the limit (of a member's share, where
-//! several share it): the program would do nothing but fault. It then
-//! exceeds its limit by what the pool needs, which is counted and said in the summary. So it is where what cannot be taken out
-//! (code made at run time, stacks, locked memory) fills the limit together with the pool: a few MiB stay.
+//! enough the resident set is not squeezed below an eighth of the limit (of a member's share,
+//! where several share it): the program would do nothing but fault. It then exceeds its limit by what the pool needs, which is
+//! counted and said in the summary. So it is where what cannot be taken out (code made at run time, stacks, locked memory) fills
+//! the limit together with the pool: a few MiB stay.
 //!
 //! The story: the background thread kept to that where the limit was exceeded, but not where frames were few, and at the floor
 //! they always are. A program that reads 400 MiB by Zipf's law in 220 had 3 % of its memory resident and faulted 745,000 times in 86 s;
@@ -272,9 +272,8 @@ impl Pager {
             return false;
         }
         let (limit, managed) = (self.limit(), (s.resident + s.staged) * PAGE);
-        let crowded = |room: usize, pools: usize| managed < room / 8 && pools > limit / 2;
-        let own = s.pool.held_bytes();
-        let crowded = crowded(limit, own) || crowded(self.share(), own + self.others_pool.load(Relaxed));
+        let crowded = (managed < limit / 8 && s.pool.held_bytes() > limit / 2)
+            || (managed < self.share() / 8 && self.pool_takes(s, limit / 2));
         // (What cannot be taken out at all: code made at run time, stacks, read-only and locked memory, and the books.)
         let fixed = || self.charged(s).saturating_sub(managed + s.zone.free_slots(Kind::Frame) * PAGE);
         crowded || managed < (limit / 4).min(LEAST_BYTES) && fixed() > limit / 2
