@@ -9,7 +9,8 @@
 //! Bias: the kernel's pool is limited to a share of the machine's memory, not of the cgroup's, and a cgroup v1 does not
 //! charge it to the program (nor does the shrinker then know what to shrink): the kernel has more memory. So the program
 //! with bursts runs once more with as much memory for both: the smallest pool the kernel can have, 1 % of the machine's
-//! memory, and 48 MiB; of which the kernel's cgroup has the 48.
+//! memory, and 48 MiB; of which the kernel's cgroup has the 48. What the kernel can do with the very limit, everything counted, is to
+//! swap to a file without compressing: each program runs so, too.
 
 use crate::experiment::{Common, Stop};
 use crate::json::{Findings, Row, Verdict};
@@ -65,12 +66,15 @@ enum Subject {
     Under(u32),
     /// The default policy, and what goes to disk is encrypted.
     Encrypted,
+    /// zswap with its shrinker on.
     Kernel,
+    /// The kernel's swap file, without zswap.
+    SwapFile,
 }
 
 impl Subject {
     fn all() -> impl Iterator<Item = Self> {
-        Policy::ALL.into_iter().map(|p| Self::Under(p.number())).chain([Self::Encrypted, Self::Kernel])
+        Policy::ALL.into_iter().map(|p| Self::Under(p.number())).chain([Self::Encrypted, Self::Kernel, Self::SwapFile])
     }
 
     fn title(self) -> &'static str {
@@ -78,6 +82,7 @@ impl Subject {
             Self::Under(number) => Policy::from_number(number).name(),
             Self::Encrypted => "default, encrypted",
             Self::Kernel => "zswap, shrinker",
+            Self::SwapFile => "swap file",
         }
     }
 
@@ -85,6 +90,7 @@ impl Subject {
         match self {
             Self::Encrypted => "encrypted",
             Self::Kernel => "zswap",
+            Self::SwapFile => "swap_file",
             Self::Under(number) => match Policy::from_number(number) {
                 Policy::SecondChance => "second_chance",
                 Policy::Decaying => "decaying",
@@ -207,7 +213,7 @@ impl Lab<'_> {
         let program = Program { name: "bursts, equal memory", kernel_limit: EQUAL, ..self.bursts(exe, limit, 2)? };
         self.notes.push(format!("With equal memory the kernel has {} of it as its pool.", mib(pool)));
         let default = Subject::Under(Policy::default().number());
-        self.measure_all(&program, &[default, Subject::Kernel], self.runs.min(3))
+        self.measure_all(&program, &[default, Subject::Kernel, Subject::SwapFile], self.runs.min(3))
     }
 
     /// Several files of C, two compilers at a time; the limit is a part of what they use.
@@ -310,9 +316,12 @@ impl Lab<'_> {
             }
         }
         let default = under(Policy::default());
-        if let (Some(own), Some(kernel)) = (of(default, REAL), of(Subject::Kernel, REAL)) {
-            let what = format!("{name}: real time of the default policy, times the kernel's");
-            self.verdicts.push(Verdict::at_most(&what, 0.5, own / kernel));
+        for (peer, whose) in [(Subject::Kernel, "the kernel's"), (Subject::SwapFile, "that of the kernel's swap file")]
+        {
+            if let (Some(own), Some(kernel)) = (of(default, REAL), of(peer, REAL)) {
+                let what = format!("{name}: real time of the default policy, times {whose}");
+                self.verdicts.push(Verdict::at_most(&what, 0.5, own / kernel));
+            }
         }
     }
 
@@ -394,39 +403,27 @@ impl Lab<'_> {
 
     fn measure(&self, subject: Subject, program: &Program) -> Result<(Figures, Vec<u8>), String> {
         let (policy, encrypt) = match subject {
-            Subject::Kernel => (None, None),
-            Subject::Under(number) => (Some(Policy::from_number(number)), None),
-            Subject::Encrypted => (Some(Policy::default()), Some("--encrypt-swap".into())),
+            Subject::Kernel => return self.measure_kernel(program, Peer::ZswapShrinker, program.kernel_limit),
+            Subject::SwapFile => return self.measure_kernel(program, Peer::SwapFile, program.limit),
+            Subject::Under(number) => (Policy::from_number(number), None),
+            Subject::Encrypted => (Policy::default(), Some("--encrypt-swap".into())),
         };
-        match policy {
-            None => self.measure_kernel(program),
-            Some(policy) => {
-                let report = self.dir.join("report.json");
-                let more: Vec<OsString> =
-                    ["--report".into(), report.clone().into()].into_iter().chain(encrypt).collect();
-                let argv = self.under(policy, program, &more);
-                let (outcome, user, sys) = timed(|| process::run(self.keeper, &spec(&argv)))?;
-                outcome.ok()?;
-                let text = fs::read_to_string(&report).map_err(|e| format!("no report: {e}"))?;
-                let report: Value = serde_json::from_str(&text).map_err(|e| format!("the report: {e}"))?;
-                let counter = |name: &str| report["counters"][name].as_f64().ok_or(format!("no counter {name}"));
-                let (written, read) = (counter("swap_write_bytes")?, counter("swap_read_bytes")?);
-                let figures = [
-                    counter("pswpin")?,
-                    counter("zswpwb")?,
-                    outcome.seconds,
-                    user,
-                    sys,
-                    written / MIB as f64,
-                    read / MIB as f64,
-                ];
-                Ok((figures, outcome.stdout))
-            }
-        }
+        let report = self.dir.join("report.json");
+        let more: Vec<OsString> = ["--report".into(), report.clone().into()].into_iter().chain(encrypt).collect();
+        let argv = self.under(policy, program, &more);
+        let (outcome, user, sys) = timed(|| process::run(self.keeper, &spec(&argv)))?;
+        outcome.ok()?;
+        let text = fs::read_to_string(&report).map_err(|e| format!("no report: {e}"))?;
+        let report: Value = serde_json::from_str(&text).map_err(|e| format!("the report: {e}"))?;
+        let counter = |name: &str| report["counters"][name].as_f64().ok_or(format!("no counter {name}"));
+        let bytes = |name: &str| counter(name).map(|bytes| bytes / MIB as f64);
+        let (written, read) = (bytes("swap_write_bytes")?, bytes("swap_read_bytes")?);
+        let figures = [counter("pswpin")?, counter("zswpwb")?, outcome.seconds, user, sys, written, read];
+        Ok((figures, outcome.stdout))
     }
 
-    fn measure_kernel(&self, program: &Program) -> Result<(Figures, Vec<u8>), String> {
-        let ready = peers::set_up(self.keeper, Peer::ZswapShrinker, program.kernel_limit, SWAP, &self.dir, true)?;
+    fn measure_kernel(&self, program: &Program, peer: Peer, limit: u64) -> Result<(Figures, Vec<u8>), String> {
+        let ready = peers::set_up(self.keeper, peer, limit, SWAP, &self.dir, true)?;
         let argv = program.argv.clone();
         let spec = Spec { cgroup: Some(ready.cgroup().to_owned()), ..spec(&argv) };
         let before = vmstat();
@@ -471,7 +468,7 @@ mod tests {
     #[test]
     fn every_subject_has_a_name_of_its_own() {
         let keys: std::collections::BTreeSet<_> = Subject::all().map(Subject::key).collect();
-        assert_eq!(keys.len(), Policy::ALL.len() + 2);
+        assert_eq!(keys.len(), Policy::ALL.len() + 3);
     }
 
     #[test]

@@ -15,7 +15,8 @@
 //! again now and then.
 //!
 //! Invariant: entries are hints. An entry whose page-table entry has gone on (another stamp) is stale and skipped, so
-//! nothing has to be unlinked when memory is unmapped. Owner: the pager's lock.
+//! nothing has to be unlinked when memory is unmapped; stale ones are dropped when they outnumber the others (`Lru::tidy`).
+//! Owner: the pager's lock.
 
 use std::collections::VecDeque;
 
@@ -26,26 +27,46 @@ const PASSING_PART: usize = 8;
 /// Active is so many times as large as inactive at most.
 const ACTIVE_RATIO: usize = 3;
 
+/// Bits of a stamp: what is left of an entry beside 35 for a page of 47 bits of addresses, and 4 for the order. Ages are told
+/// from stamps, so more folios than these count must not be listed while one waits: 2^25 are 128 GiB of single pages.
+///
+/// The story: they were of 16 bits. Where more than 256 MiB of single pages were resident ages were what they are modulo that: young
+/// pages left with an old neighbour as if they had been older still.
+const STAMP_BITS: u32 = 25;
+const ORDER_BITS: u32 = 4;
+
+/// The stamp of what is listed after something of `stamp`.
+pub fn next_stamp(stamp: u32) -> u32 {
+    stamp.wrapping_add(1) & ((1 << STAMP_BITS) - 1)
+}
+
+/// How many folios were listed after one of `stamp`, where `now` is the stamp given last.
+pub fn age(now: u32, stamp: u32) -> u32 {
+    now.wrapping_sub(stamp) & ((1 << STAMP_BITS) - 1)
+}
+
 /// A folio in a list: first page, order, and the stamp its pages carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry(u64);
 
 impl Entry {
-    /// Packs an entry. `stamp` keeps its low 16 bits.
+    /// Packs an entry: a page of 35 bits, an order of 4, a stamp of 25 (what is above is lost).
     pub fn new(vpn: u64, order: u8, stamp: u32) -> Self {
-        Self((vpn << 24) | ((u64::from(order) & 0xff) << 16) | u64::from(stamp & 0xffff))
+        let order = u64::from(order) & ((1 << ORDER_BITS) - 1);
+        let stamp = u64::from(stamp) & ((1 << STAMP_BITS) - 1);
+        Self(vpn << (ORDER_BITS + STAMP_BITS) | order << STAMP_BITS | stamp)
     }
     /// First page number.
     pub fn vpn(self) -> u64 {
-        self.0 >> 24
+        self.0 >> (ORDER_BITS + STAMP_BITS)
     }
     /// Pages as a power of two.
     pub fn order(self) -> u8 {
-        (self.0 >> 16) as u8
+        (self.0 >> STAMP_BITS) as u8 & ((1 << ORDER_BITS) - 1)
     }
     /// The stamp.
     pub fn stamp(self) -> u32 {
-        (self.0 & 0xffff) as u32
+        self.0 as u32 & ((1 << STAMP_BITS) - 1)
     }
 }
 
@@ -85,7 +106,7 @@ impl Ring {
     pub fn is_empty(&self) -> bool {
         self.queue.is_empty()
     }
-    /// Drops the entries `keep` refuses: when stale ones have piled up.
+    /// Drops the entries `keep` refuses.
     pub fn retain(&mut self, mut keep: impl FnMut(Entry) -> bool) {
         self.queue.retain(|e| keep(*e));
         self.pages = self.queue.iter().map(|e| 1usize << e.order()).sum();
@@ -146,6 +167,22 @@ impl Lru {
         }
         self.unevictable = Ring::default();
         pages
+    }
+
+    /// Drops stale entries of each list of the resident set where they outnumber the others: where it has more than twice as many as
+    /// there are `resident` pages, and 4096 besides. `is_fresh` says whether a page is resident under a stamp. (Each entry that
+    /// stays has a page of its own, so this is not done again before as many have come as there are pages.)
+    ///
+    /// The story: they went only as victims were taken. A program that is managed and stays below its limit, and uses memory
+    /// and drops it again, left an entry for each page it ever touched: eight bytes of its limit, for good; and when it came to its limit after
+    /// all, so many stale ones stood before what could leave that nothing was found, its group was called full, and with
+    /// `--on-full=kill` it was killed.
+    pub fn tidy(&mut self, resident: usize, is_fresh: impl Fn(u64, u32) -> bool) {
+        for ring in [&mut self.inactive, &mut self.active, &mut self.passing, &mut self.unevictable] {
+            if ring.len() > 2 * resident + 4096 {
+                ring.retain(|e| (e.vpn()..e.vpn() + (1 << e.order())).any(|page| is_fresh(page, e.stamp())));
+            }
+        }
     }
 
     /// Bytes of the lists themselves.

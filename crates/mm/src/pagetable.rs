@@ -120,9 +120,13 @@ impl Pte {
             Tag::Poisoned => SWAPPED | Tier::Lost.bits(),
         })
     }
-    /// The slot (25 bits) or stamp.
+    /// The slot or stamp (25 bits).
     pub fn aux(self) -> u32 {
         ((self.0 >> AUX_SHIFT) & AUX_MASK) as u32
+    }
+    /// Whether the page is in the program since it was listed under a stamp.
+    pub fn is_listed_as(self, stamp: u32) -> bool {
+        self.tag() == Tag::Resident && self.aux() == stamp
     }
     /// The kept copy, if there is one.
     pub fn copy(self) -> Option<u32> {
@@ -185,6 +189,13 @@ fn in_leaf(vpn: u64) -> usize {
 impl Leaf {
     fn is_protected(&self, vpn: u64) -> bool {
         self.protected.as_ref().is_some_and(|bits| bits.has(in_leaf(vpn)))
+    }
+
+    /// Whether nothing is known of any of its pages.
+    fn is_empty(&self) -> bool {
+        self.ptes.iter().all(|pte| *pte == Pte::NONE)
+            && self.clean.is_empty()
+            && self.protected.as_ref().is_none_or(|bits| bits.is_empty())
     }
 
     /// Nothing is known of a page any more.
@@ -409,7 +420,10 @@ impl PageTable {
     }
 
     /// Empties the entries of `[from, to)` pages and returns through `gone` those that were not empty. The hints of blocks that
-    /// lie wholly inside are cleared, and leaves freed.
+    /// lie wholly inside are cleared, and leaves and inner nodes freed in which nothing is left.
+    ///
+    /// The story: only a leaf that was emptied by one call went, and inner nodes never did. V8 maps its heap in pieces of 256 KiB, each at an
+    /// address of its own choice at random: each that came and went left some 8 KiB behind.
     pub fn clear(&mut self, from: u64, to: u64, mut gone: impl FnMut(u64, Pte)) {
         let mut vpn = from;
         while vpn < to {
@@ -445,14 +459,28 @@ impl PageTable {
                 gone(v, pte);
             }
         }
-        if end - from == LEAF_PAGES {
+        if leaf.is_empty() {
             *slot = None;
             self.leaves -= 1;
+            self.free_nodes(i, j);
             return;
         }
         // How memory that is gone was used says nothing of what comes in its place.
         let blocks = (from % LEAF_PAGES).div_ceil(BLOCK_PAGES)..(from % LEAF_PAGES + (end - from)) / BLOCK_PAGES;
         blocks.for_each(|block| leaf.hints[block as usize] = 0);
+    }
+
+    /// A leaf below these nodes was freed: they are if they have no other.
+    fn free_nodes(&mut self, i: usize, j: usize) {
+        let Some(upper) = self.root[i].as_mut() else { return };
+        if upper[j].as_ref().is_some_and(|lower| lower.iter().all(Option::is_none)) {
+            upper[j] = None;
+            self.nodes -= 1;
+        }
+        if upper.iter().all(Option::is_none) {
+            self.root[i] = None;
+            self.nodes -= 1;
+        }
     }
 
     /// The first page from `from` on whose entry is not empty.

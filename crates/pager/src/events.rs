@@ -41,8 +41,20 @@ impl Pager {
     }
 }
 
+/// Pages that are forgotten or moved at a time: what is collected of them is in the heap meanwhile, and counts.
+const AT_A_TIME: u64 = 1 << 16;
+
 /// All that is known of `pages` pages is true of others from now on: they have moved.
 pub(crate) fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
+    if s.recorder.is_some() {
+        note_move(s, from, to, pages);
+    }
+    for at in (0..pages).step_by(AT_A_TIME as usize) {
+        remap_some(s, from + at, to + at, (pages - at).min(AT_A_TIME));
+    }
+}
+
+fn remap_some(s: &mut State, from: u64, to: u64, pages: u64) {
     let (mut moved, mut clean, mut protected) = (Vec::new(), Vec::new(), Vec::new());
     if s.protects() {
         let mut at = from;
@@ -57,9 +69,6 @@ pub(crate) fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
         }
     }
     s.pt.clear(from, from + pages, |vpn, pte| moved.push((vpn, pte)));
-    if s.recorder.is_some() {
-        note_move(s, from, to, pages);
-    }
     for (vpn, pte) in moved {
         let target = vpn - from + to;
         // (Before its entry: who reads the page map sees no page as written to that is not.)
@@ -106,14 +115,18 @@ pub(crate) fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
 
 /// Forgets all that is known of the pages `[from, to)`.
 pub(crate) fn forget_range(s: &mut State, from: u64, to: u64) {
-    let mut gone = Vec::new();
-    s.pt.clear(from, to, |vpn, pte| gone.push((vpn, pte)));
-    // (From the first page to the last: the range itself may be terabytes of nothing.)
-    if let (Some((first, _)), Some((last, _))) = (gone.first(), gone.last()) {
-        s.note_pages(Kind::Free, *first, (last - first) as usize + 1);
-    }
-    for (vpn, pte) in gone {
-        s.forget(vpn, pte);
+    let (mut at, mut gone) = (from, Vec::new());
+    while at < to {
+        let end = to.min((at / AT_A_TIME + 1) * AT_A_TIME);
+        s.pt.clear(at, end, |vpn, pte| gone.push((vpn, pte)));
+        // (From the first page to the last: the range itself may be terabytes of nothing.)
+        if let (Some((first, _)), Some((last, _))) = (gone.first(), gone.last()) {
+            s.note_pages(Kind::Free, *first, (last - first) as usize + 1);
+        }
+        for (vpn, pte) in gone.drain(..) {
+            s.forget(vpn, pte);
+        }
+        at = end;
     }
 }
 

@@ -30,7 +30,7 @@ use crate::pager::Pager;
 use crate::state::{BLOCK_PAGES, FOLIO_PAGES, State};
 use crate::streams::Way;
 use core::sync::atomic::Ordering::*;
-use uzswap_mm::lru::List;
+use uzswap_mm::lru::{List, age};
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, PageTable, Pte, Tag};
 use uzswap_mm::trace;
 use uzswap_mm::zone::Kind;
@@ -247,7 +247,7 @@ impl Pager {
         if self.copy_some(s, vpn, self.layout.slot(pte.aux()), 1)? == 0 {
             return Ok(0);
         }
-        s.end_busy(1);
+        s.leave_busy(pte.aux());
         s.list_resident(vpn, 1, List::Active, |_| pte.copy());
         s.heat(vpn, 1);
         s.note_pages(trace::Kind::Refault, vpn, 1);
@@ -294,7 +294,7 @@ impl Pager {
 fn follows(pt: &PageTable, stamp: u32, vpn: u64, lately: u32) -> Way {
     let age = |at: Option<u64>| {
         let pte = pt.get(at?);
-        (pte.tag() == Tag::Resident).then(|| stamp.wrapping_sub(pte.aux()) & 0xffff)
+        (pte.tag() == Tag::Resident).then(|| age(stamp, pte.aux()))
     };
     let in_order = |last, before| matches!((age(last), age(before)), (Some(a), Some(b)) if a < b && b <= lately);
     if in_order(vpn.checked_sub(1), vpn.checked_sub(2)) {

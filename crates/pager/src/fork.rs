@@ -199,6 +199,10 @@ impl Pager {
             }
         });
         s.busy = 0;
+        // (Of what was being compressed nobody else knows these.)
+        for slot in core::mem::take(&mut s.left_busy) {
+            s.zone.free(Kind::Frame, slot, 0);
+        }
         for (vpn, pte) in busy {
             s.pt.set(vpn, pte.tagged(Tag::Staged));
             s.lru.staged.push(Entry::new(vpn, 0, 0));
@@ -260,7 +264,10 @@ fn is_in(s: &State, page: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::batch::Batch;
+    use crate::events::forget_range;
     use crate::testing;
+    use uzswap_mm::lru::List;
     use uzswap_sys::raw;
 
     /// The story: a page that a program had only read was shown as written to, once in many runs with threads, forks and
@@ -282,6 +289,53 @@ mod tests {
         // Nothing of what is not managed, but the managed half of a control block.
         assert!(stack_pages(&s, at + 65 * K, at + 65 * K).is_empty() && managed_pages(&s, 0, 5 * K).is_empty());
         assert_eq!(managed_pages(&s, at - 65 * K, at - 62 * K), (at - 64 * K) >> 12..(at - 60 * K) >> 12);
+    }
+
+    /// The story: pages that were taken back or dropped while the reclaim thread compressed them left their slots to it. In a child
+    /// there is no such thread: each fork at such a moment lost some frames of every process that came of it.
+    #[test]
+    fn slots_that_only_the_parents_batch_knows_are_free_in_the_child() {
+        const N: usize = 16;
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, N);
+        let first = (at / arena::PAGE) as u64;
+        (0..N).for_each(|page| testing::put(p, at + page * arena::PAGE, &[page as u8 + 1; arena::PAGE]));
+        let mut s = p.state.lock();
+        let free = |s: &State| s.zone.free_slots(Kind::Frame) + s.zone.free_slots(Kind::Hole);
+        let all = free(&s);
+        s.list_resident(first, N, List::Inactive, |_| None);
+        assert_eq!(p.stage(&mut s, N).ok(), Some(N));
+        let mut batch = Batch::new(s.new_compressor());
+        assert!(p.prepare(&mut s, &mut batch, N, 0));
+        assert_eq!(s.busy, N);
+        assert_eq!(p.bring_busy(&mut s, first + 3).ok(), Some(1));
+        forget_range(&mut s, first + 5, first + 7);
+        // (In the parent the batch gives them back. What windows have taken is nobody's yet.)
+        let windows = s.windows.len();
+        p.reset_inherited();
+        assert_eq!((s.busy, s.staged, s.resident), (0, N - 3, 1));
+        assert_eq!(free(&s) + windows + s.staged, all);
+    }
+
+    /// And in the parent they are freed once, by the batch.
+    #[test]
+    fn slots_of_what_was_taken_back_are_freed_once() {
+        const N: usize = 16;
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, N);
+        let first = (at / arena::PAGE) as u64;
+        (0..N).for_each(|page| testing::put(p, at + page * arena::PAGE, &[page as u8 + 1; arena::PAGE]));
+        let mut s = p.state.lock();
+        s.list_resident(first, N, List::Inactive, |_| None);
+        assert_eq!(p.stage(&mut s, N).ok(), Some(N));
+        let mut batch = Batch::new(s.new_compressor());
+        assert!(p.prepare(&mut s, &mut batch, N, 0));
+        assert_eq!(p.bring_busy(&mut s, first + 3).ok(), Some(1));
+        assert_eq!(s.left_busy.len(), 1);
+        batch.compress(p);
+        assert_eq!(p.commit(&mut s, &mut batch), N);
+        assert!(s.left_busy.is_empty());
+        assert_eq!((s.busy, s.staged, s.swapped + s.zeros, s.resident), (0, 0, N - 1, 1));
     }
 
     /// The story: who had forked once, be it to execute another program, was taken to share its memory for ever: nobody who faulted

@@ -43,6 +43,7 @@ pub mod region;
 mod relocate;
 pub mod remapped;
 pub mod request;
+mod resident;
 pub mod shared;
 pub mod shootdown;
 pub mod stage;

@@ -272,8 +272,8 @@ impl Pager {
             return false;
         }
         let (limit, managed) = (self.limit(), (s.resident + s.staged) * PAGE);
-        let crowded = (managed < limit / 8 && s.pool.held_bytes() > limit / 2)
-            || (managed < self.share() / 8 && self.pool_takes(s, limit / 2));
+        let own = || managed < limit / 8 && s.pool.held_bytes() > limit / 2;
+        let crowded = self.pool_takes(s, limit / 2) && (managed < self.share() / 8 || own());
         // (What cannot be taken out at all: code made at run time, stacks, read-only and locked memory, and the books.)
         let fixed = || self.charged(s).saturating_sub(managed + s.zone.free_slots(Kind::Frame) * PAGE);
         crowded || managed < (limit / 4).min(LEAST_BYTES) && fixed() > limit / 2

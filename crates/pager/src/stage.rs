@@ -60,9 +60,14 @@ impl Pager {
         // set aside, and the next may not be.)
         let few = self.has_kin();
         while moved < want && tries < want * 2 + 64 && (moved > 0 || !few || refused() < enough) {
-            tries += 1;
             let Some((first, passes)) = s.pop_victim(&mut left) else { break };
-            let (whole, stays) = (s.is_whole(first), must_stay(s, first));
+            let whole = s.is_whole(first);
+            // (What is left of folios that have gone is no try: there may be thousands, see `Lru::tidy`.)
+            if !whole && s.is_stale(first) {
+                continue;
+            }
+            tries += 1;
+            let stays = must_stay(s, first);
             if passes && !s.lru.passing_waits && whole && stays {
                 s.lru.passing_waits = waiting == Some(first);
                 waiting.get_or_insert(first);
@@ -379,6 +384,20 @@ mod tests {
         s.lru.rescue();
         assert_eq!(p.stage(&mut s, N).ok(), Some(N));
         assert_eq!((s.lru.unevictable.pages(), s.resident, s.staged), (0, 0, 2 * N));
+    }
+
+    /// The story: of a program that used memory and dropped it again, and then came to its limit, so many entries of what had gone stood
+    /// before what was there that nothing was found to put out: the group was called full.
+    #[test]
+    fn what_is_left_of_pages_that_have_gone_is_no_try() {
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, N);
+        (0..N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
+        let mut s = p.state.lock();
+        // (As many as there may be before they are dropped; a folio's pages, too.)
+        (0..4_000).for_each(|i| s.lru.push(List::Inactive, Entry::new(1 << 20 | i << 9, (i % 10) as u8, 5)));
+        s.list_resident((at / PAGE) as u64, N, List::Inactive, |_| None);
+        assert_eq!(p.stage(&mut s, N).ok(), Some(N));
     }
 
     /// See `rescue_unshared`: pinned pages keep no others in memory, and come when they are pinned no more; what a child that has

@@ -22,7 +22,7 @@ use std::collections::BTreeSet;
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor};
 use uzswap_mm::compaction::Compactor;
 use uzswap_mm::compaction::policy::Emptiest;
-use uzswap_mm::lru::{Entry, List, Lru};
+use uzswap_mm::lru::Lru;
 use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
 use uzswap_mm::shrinker;
@@ -32,8 +32,6 @@ use uzswap_mm::zsmalloc::{Handle, ZsPool};
 
 /// Frames that were freed last and are not merged: see `uzswap_mm::zone`.
 const READY_FRAMES: usize = 64;
-/// Pages faulted on last that stay whatever else there is.
-const LAST_TOUCHED: usize = 8;
 /// Bytes of the largest block that nobody asked for.
 pub const BLOCK: usize = PAGE << USUAL_UNIT;
 /// Pages of it.
@@ -43,14 +41,6 @@ pub const BLOCK_PAGES: usize = BLOCK / PAGE;
 pub const FOLIO_PAGES: usize = 1 << MAX_ORDER;
 /// Blocks remembered as partly read at most.
 pub const LEFT_MOST: usize = 4096;
-
-/// Eviction stamps are of 21 bits.
-const STAMP_MASK: u32 = 0x1f_ffff;
-/// Of the faults in sequence one in so many brings pages to stay: of those on pages that left lately, on others that would still be there
-/// if nothing passed, and on the rest.
-const CLOSE_STAY: u64 = 2;
-const NEAR_STAY: u64 = 8;
-const FAR_STAY: u64 = 64;
 
 /// A decompressed block kept for the neighbours of a page: a block is decompressed once.
 pub struct Decoded {
@@ -134,12 +124,14 @@ pub struct State {
     pub giving: Vec<(u32, u8)>,
     /// Pages moved by mremap while they were being compressed: slot, and where they are now. `commit` asks.
     pub moved_busy: Vec<(u32, u64)>,
-    /// Pages dropped while they were compressed, not yet counted: their frames are freed at commit.
+    /// Slots of pages that were dropped or taken back while they were compressed: `commit` frees them.
+    pub left_busy: Vec<u32>,
+    /// Pages dropped so that are not yet counted.
     pub missed_frees: u64,
     /// Faults that run in sequence.
     pub streams: Streams,
     /// Pages that were faulted on last, the last one first: see `stage`.
-    touched: [u64; 16],
+    pub(crate) touched: [u64; 16],
     /// Where faults come from, and who reclaims.
     pub placement: Placement,
     /// Where recompression is.
@@ -226,6 +218,7 @@ impl State {
             giving: Vec::new(),
             asked: Vec::new(),
             moved_busy: Vec::new(),
+            left_busy: Vec::new(),
             missed_frees: 0,
             streams: Streams::default(),
             touched: [u64::MAX; 16],
@@ -358,7 +351,7 @@ impl State {
             Tag::Resident => self.resident -= 1,
             // A Busy page's slot belongs to the thread that compresses it, which gives it back.
             Tag::Busy => {
-                self.end_busy(1);
+                self.leave_busy(pte.aux());
                 self.missed_frees += 1;
             }
             Tag::Staged => {
@@ -377,6 +370,12 @@ impl State {
         self.staged -= n;
     }
 
+    /// The page in a slot was dropped or taken back while it is compressed: the slot is that thread's, who gives it back.
+    pub fn leave_busy(&mut self, slot: u32) {
+        self.end_busy(1);
+        self.left_busy.push(slot);
+    }
+
     /// Pages staged that nobody compresses yet.
     pub fn idle_staged(&self) -> usize {
         self.staged - self.busy
@@ -386,23 +385,6 @@ impl State {
     pub fn copy_index(&self, vpn: u64, handle: u32) -> usize {
         let order = object::order(self.object(handle));
         (vpn & ((1 << order) - 1)) as usize
-    }
-
-    /// Makes `n` pages resident (their entries become `pte_of(i)` plus a stamp) and lists them as folios.
-    pub fn list_resident(&mut self, vpn: u64, n: usize, list: List, mut copy_of: impl FnMut(usize) -> Option<u32>) {
-        let (mut at, end) = (0, n as u64);
-        while at < end {
-            let order = self.folio_order(vpn + at, (end - at) as usize);
-            self.stamp = (self.stamp + 1) & 0xffff;
-            let pte = Pte::new(Tag::Resident, self.stamp);
-            self.pt.set_run(vpn + at, 1 << order, |i| match copy_of(at as usize + i) {
-                Some(handle) => pte.with_copy(handle),
-                None => pte,
-            });
-            self.lru.push(list, Entry::new(vpn + at, order, self.stamp));
-            at += 1 << order;
-        }
-        self.resident += n;
     }
 
     /// Whether there may be pages that come in write-protected.
@@ -415,83 +397,14 @@ impl State {
         !self.pt.is_protected(vpn)
     }
 
-    /// The order of the folio that begins a run of `n` pages at `vpn`: the largest that is aligned and fits.
-    pub fn folio_order(&self, vpn: u64, n: usize) -> u8 {
-        (vpn.trailing_zeros().min(n.ilog2()) as u8).min(self.folio_max)
-    }
-
-    /// Lists pages, whose entries may have kept copies, as resident and keeps the copies.
-    pub fn list_with_copies(&mut self, vpn: u64, n: usize, list: List) {
-        // (Mostly a page or a few, for which 4 KiB of copies would take longer than all the rest.)
-        match n {
-            0..=16 => self.list_some::<16>(vpn, n, list),
-            _ => (0..n).step_by(FOLIO_PAGES).for_each(|from| {
-                self.list_some::<FOLIO_PAGES>(vpn + from as u64, (n - from).min(FOLIO_PAGES), list);
-            }),
-        }
-    }
-
-    fn list_some<const MOST: usize>(&mut self, vpn: u64, n: usize, list: List) {
-        let mut copies = [None; MOST];
-        for (i, copy) in copies.iter_mut().enumerate().take(n) {
-            *copy = self.pt.get(vpn + i as u64).copy();
-        }
-        self.list_resident(vpn, n, list, |i| copies[i]);
-    }
-
     /// Whether anything is known of a page between two addresses.
     pub fn knows_any(&self, start: usize, end: usize) -> bool {
         self.pt.next_used((start / PAGE) as u64).is_some_and(|vpn| vpn < (end / PAGE) as u64)
     }
 
-    /// Whether a page is resident as it was listed, with that stamp.
-    pub fn is_fresh(&self, vpn: u64, stamp: u32) -> bool {
-        let pte = self.pt.get(vpn);
-        pte.tag() == Tag::Resident && pte.aux() == stamp
-    }
-
-    /// Whether all pages of a folio are resident as they were listed.
-    pub fn is_whole(&self, e: Entry) -> bool {
-        (0..1u64 << e.order()).all(|i| self.is_fresh(e.vpn() + i, e.stamp()))
-    }
-
-    /// Pages from `at`, which is resident, up to `end` that are resident too.
-    pub fn resident_run(&self, at: u64, end: u64) -> usize {
-        (at..end).take_while(|v| self.pt.get(*v).tag() == Tag::Resident).count()
-    }
-
     /// Bytes of memory that are accounted for: in the program, staged, free frames, and the pool.
     pub fn known_bytes(&self) -> usize {
         (self.resident + self.staged + self.zone.free_slots(Kind::Frame)) * PAGE + self.pool.held_bytes()
-    }
-
-    /// Refault distance: pages evicted since the compressed page of `pte` was (refault distance as in the kernel's
-    /// workingset, modulo 2^21).
-    pub fn refault_distance(&self, pte: Pte) -> usize {
-        (self.evictions.wrapping_sub(pte.evicted_at()) & STAMP_MASK) as usize
-    }
-
-    /// The list for pages that come from the pool, of which the last left `distance` evictions ago. `passing`: they are part of a
-    /// sequence, and this is a random number of their fault.
-    ///
-    /// Pages in sequence pass. But had they still been there if those that passed had not been put out first, they may be in use: then
-    /// some come to stay, the more the nearer that was, and each time more of them. Not all at once: of what is read over and over and
-    /// is a bit larger than memory each would put out another just before it is read. And a few stay of those that had not been there,
-    /// or what is never used again would stay for ever. (As in the bimodal insertion of Qureshi et al., ISCA 2007.)
-    pub fn list_of_refault(&self, distance: usize, passing: Option<u64>) -> List {
-        let used = distance < if passing.is_some() { self.resident } else { self.lru.active.pages() };
-        let stays = if used { List::Active } else { List::Inactive };
-        let one_in = match distance {
-            near if near < self.resident / 2 => CLOSE_STAY,
-            near if near < self.resident => NEAR_STAY,
-            _ => FAR_STAY,
-        };
-        if passing.is_none_or(|random| random.is_multiple_of(one_in)) { stays } else { List::Passing }
-    }
-
-    /// Counts `n` pages evicted.
-    pub fn count_evictions(&mut self, n: usize) {
-        self.evictions = (self.evictions + n as u32) & STAMP_MASK;
     }
 
     /// Stores an object in the pool, to which the pages `live` refer: `hashes` writes those of its pages. None when the pool is
@@ -540,29 +453,6 @@ impl State {
             self.scratch = vec![0; len];
         }
         &mut self.scratch[..len]
-    }
-
-    /// A page is faulted on.
-    pub fn touch(&mut self, vpn: u64) {
-        let last = self.touched.len() - 1;
-        let before = self.touched.iter().position(|page| *page == vpn).unwrap_or(last);
-        self.touched.copy_within(..before, 1);
-        self.touched[0] = vpn;
-    }
-
-    /// Whether a page is one of those that were faulted on last.
-    pub fn was_touched(&self, vpn: u64) -> bool {
-        self.touched.contains(&vpn)
-    }
-
-    /// Whether one of these pages was.
-    pub fn touched_in(&self, pages: Range<u64>) -> bool {
-        self.touched.iter().any(|vpn| pages.contains(vpn))
-    }
-
-    /// Whether one of them is among the last few: as many as an instruction or two may need at once.
-    pub fn touched_last(&self, pages: Range<u64>) -> bool {
-        self.touched[..LAST_TOUCHED].iter().any(|vpn| pages.contains(vpn))
     }
 
     /// The fault path's own batch, to be put back with `direct`.

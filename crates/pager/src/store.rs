@@ -365,6 +365,10 @@ impl Pager {
                 }
             }
         }
+        if !s.left_busy.is_empty() {
+            let is_ours = |slot: u32| batch.units.iter().any(|u| (u.slot..u.slot + (1 << u.order)).contains(&slot));
+            s.left_busy.retain(|slot| !is_ours(*slot));
+        }
         batch.is_stored();
         if s.missed_frees > 0 {
             let missed = core::mem::take(&mut s.missed_frees);

@@ -23,7 +23,7 @@ use crate::folio::MAX_ORDER;
 use crate::pager::Pager;
 use crate::state::{BLOCK_PAGES, State};
 use core::ops::Range;
-use uzswap_mm::lru::Entry;
+use uzswap_mm::lru::{self, Entry};
 use uzswap_mm::pagetable::{Pte, Tag};
 use uzswap_mm::zone::Kind;
 
@@ -106,7 +106,7 @@ impl Pager {
 fn window(s: &State, victim: Entry, dear: bool) -> (Range<u64>, u64) {
     const PAGES: u64 = BLOCK_PAGES as u64;
     let base = victim.vpn() / PAGES * PAGES;
-    let age = |stamp: u32| s.stamp.wrapping_sub(stamp) & 0xffff;
+    let age = |stamp: u32| lru::age(s.stamp, stamp);
     let least = age(victim.stamp()) / 4 * if dear { 2 } else { 3 };
     // Whether a page goes; None ends the window.
     let goes = |i: u64| {
@@ -224,6 +224,23 @@ mod tests {
         // Its neighbours' entries are stale: the next victims are others, young ones last.
         assert_eq!(p.stage(&mut s, 16).ok(), Some(3));
         assert_eq!((s.resident, s.staged), (0, 6));
+    }
+
+    /// The story: stamps were of 16 bits. With more pages than that listed one by one what was young left with an old neighbour, as its
+    /// age seemed greater.
+    #[test]
+    fn what_is_young_stays_however_old_its_neighbour_is() {
+        let p = testing::pager(16 << 20);
+        let first = memory(p);
+        let mut s = p.state.lock();
+        comes(p, &mut s, first + 4, 4);
+        for _ in 0..(1 << 16) + 100 {
+            s.stamp = lru::next_stamp(s.stamp);
+        }
+        comes(p, &mut s, first + 5, 5);
+        s.touched.fill(u64::MAX);
+        let victim = s.lru.pop_victim().expect("a victim");
+        assert_eq!(window(&s, victim, false), (first + 4..first + 5, 1));
     }
 
     /// What was not to be there is the program's, and newer than what is known of it.

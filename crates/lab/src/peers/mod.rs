@@ -1,4 +1,4 @@
-//! The kernel's side: a memory cgroup with the limit, and one of the kernel's two compressed swaps under it.
+//! The kernel's side: a memory cgroup with the limit, and one of the kernel's swaps under it.
 //!
 //! Each peer exists while its value does: made before a run, undone after it (see [`crate::undo`]), so that the two
 //! never meet and a machine interrupted is a machine as it was.
@@ -11,13 +11,15 @@ pub mod zswap;
 use crate::undo::Keeper;
 use std::path::Path;
 
-/// The kernel's compressed swaps.
+/// The kernel's swaps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Peer {
     /// Compressed pool in front of a swap file.
     Zswap,
     /// The same, with its shrinker on and its pool as small as the kernel lets it be: 1 % of the machine's memory.
     ZswapShrinker,
+    /// A swap file, and nothing compressed. Of the three with a file the only one whose limit holds all there is in memory.
+    SwapFile,
     /// Compressed block device as swap.
     Zram,
 }
@@ -54,6 +56,7 @@ pub fn set_up(keeper: &Keeper, peer: Peer, limit: u64, swap: u64, dir: &Path, wa
             let shrinker = [zswap::set(keeper, "shrinker_enabled", "Y")?, zswap::set(keeper, "max_pool_percent", "1")?];
             Box::new((zswap::Zswap::set_up(keeper, swap, dir)?, shrinker))
         }
+        Peer::SwapFile => Box::new(zswap::Without::set_up(keeper, swap, dir)?),
         Peer::Zram => Box::new(zram::Zram::set_up(keeper, swap)?),
     };
     Ok(Ready { cgroup: cgroup::Cgroup::make(keeper, limit, wait)?, _swap: swap })

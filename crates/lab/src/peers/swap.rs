@@ -2,8 +2,9 @@
 
 use crate::undo::{Keeper, Step, Todo};
 use std::ffi::CString;
-use std::fs::OpenOptions;
+use std::fs::{self, File, OpenOptions};
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -43,6 +44,28 @@ pub fn on(keeper: &Keeper, path: &Path, bytes: u64) -> Result<Todo, String> {
     } else {
         Err(format!("cannot swap to {}: {}", path.display(), io::Error::last_os_error()))
     }
+}
+
+/// Starts to swap to a file of `bytes` in `dir`, made once and kept for the next time.
+///
+/// # Errors
+/// When it cannot be made, or the kernel refuses it.
+pub fn file(keeper: &Keeper, bytes: u64, dir: &Path) -> Result<Todo, String> {
+    let file = dir.join("swapfile");
+    if !file.exists() {
+        allocate(&file, bytes).map_err(|e| format!("cannot make a swap file of {bytes} bytes: {e}"))?;
+    }
+    on(keeper, &file, bytes)
+}
+
+fn allocate(path: &Path, bytes: u64) -> io::Result<()> {
+    use std::os::unix::fs::OpenOptionsExt;
+    let file: File = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+    // SAFETY: the descriptor is open.
+    if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, bytes as libc::off_t) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    file.sync_all()
 }
 
 #[cfg(test)]

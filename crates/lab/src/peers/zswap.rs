@@ -2,9 +2,7 @@
 
 use super::swap;
 use crate::undo::{Keeper, Step, Todo};
-use std::fs::{self, File};
-use std::io;
-use std::os::fd::AsRawFd;
+use std::fs;
 use std::path::Path;
 
 const PARAMETERS: &str = "/sys/module/zswap/parameters";
@@ -26,11 +24,25 @@ impl Zswap {
             return Err("this kernel has no zswap".to_owned());
         }
         let parameters = [set(keeper, "compressor", "lzo")?, set(keeper, "enabled", "Y")?];
-        let file = dir.join("swapfile");
-        if !file.exists() {
-            allocate(&file, bytes).map_err(|e| format!("cannot make a swap file of {bytes} bytes: {e}"))?;
-        }
-        Ok(Self { _swap: swap::on(keeper, &file, bytes)?, _parameters: parameters })
+        Ok(Self { _swap: swap::file(keeper, bytes, dir)?, _parameters: parameters })
+    }
+}
+
+/// The swap file alone: zswap, where the kernel has it, is off.
+pub struct Without {
+    // Undone in this order.
+    _swap: Todo,
+    _parameter: Option<Todo>,
+}
+
+impl Without {
+    /// Swaps to a file of `bytes` in `dir` (made once, kept for the next time).
+    ///
+    /// # Errors
+    /// When zswap cannot be switched off, or the file is refused.
+    pub fn set_up(keeper: &Keeper, bytes: u64, dir: &Path) -> Result<Self, String> {
+        let parameter = if Path::new(PARAMETERS).exists() { Some(set(keeper, "enabled", "N")?) } else { None };
+        Ok(Self { _swap: swap::file(keeper, bytes, dir)?, _parameter: parameter })
     }
 }
 
@@ -44,14 +56,4 @@ pub fn set(keeper: &Keeper, name: &str, value: &str) -> Result<Todo, String> {
     let restore = keeper.will_undo(Step::Restore(path.clone(), before.trim().to_owned()))?;
     fs::write(&path, value).map_err(|e| format!("cannot set zswap's `{name}` to `{value}`: {e}"))?;
     Ok(restore)
-}
-
-fn allocate(path: &Path, bytes: u64) -> io::Result<()> {
-    use std::os::unix::fs::OpenOptionsExt;
-    let file: File = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
-    // SAFETY: the descriptor is open.
-    if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, bytes as libc::off_t) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    file.sync_all()
 }

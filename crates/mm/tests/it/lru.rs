@@ -2,13 +2,13 @@
 
 use proptest::prelude::*;
 use std::collections::VecDeque;
-use uzswap_mm::lru::{Entry, List, Lru, Ring};
+use uzswap_mm::lru::{Entry, List, Lru, Ring, age, next_stamp};
 
 /// A folio: first page, order, stamp.
 type Folio = (u64, u8, u32);
 
 fn folio() -> impl Strategy<Value = Folio> {
-    (0..1u64 << 35, 0..=9u8, 0..=0xffffu32)
+    (0..1u64 << 35, 0..=9u8, 0..1u32 << 25)
 }
 
 fn entry((vpn, order, stamp): Folio) -> Entry {
@@ -31,7 +31,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
         5 => folio().prop_map(Step::Push),
         3 => Just(Step::Pop),
-        1 => (0..16u32).prop_map(Step::Retain),
+        1 => (0..25u32).prop_map(Step::Retain),
     ];
     proptest::collection::vec(step, 1..300)
 }
@@ -68,9 +68,9 @@ proptest! {
     }
 
     #[test]
-    fn stamps_are_cut_to_16_bits(vpn in 0..1u64 << 35, order in 0..=9u8, stamp in any::<u32>()) {
+    fn stamps_are_cut_to_25_bits(vpn in 0..1u64 << 35, order in 0..=9u8, stamp in any::<u32>()) {
         let e = Entry::new(vpn, order, stamp);
-        prop_assert_eq!((e.vpn(), e.order(), e.stamp()), (vpn, order, stamp & 0xffff));
+        prop_assert_eq!((e.vpn(), e.order(), e.stamp()), (vpn, order, stamp & ((1 << 25) - 1)));
     }
 
     #[test]
@@ -168,4 +168,37 @@ fn what_passes_can_wait() {
     lru.passing_waits = true;
     assert_eq!((lru.victim_passes(), lru.pop_victim()), (false, Some(other)));
     assert_eq!((lru.victim_passes(), lru.pop_victim(), lru.pop_victim()), (true, Some(passes), None));
+}
+
+/// Ages are exact as long as fewer folios were listed since than stamps count.
+#[test]
+fn ages_are_what_was_listed_since() {
+    let first = 0u32.wrapping_sub(3) & ((1 << 25) - 1);
+    let mut now = first;
+    for since in 0..200_000 {
+        assert_eq!((age(now, first), Entry::new(5, 9, now).stamp()), (since, now));
+        now = next_stamp(now);
+    }
+}
+
+/// Stale entries are dropped when there are many more than pages, and nothing else is.
+#[test]
+fn what_is_stale_does_not_pile_up() {
+    let mut lru = Lru::default();
+    // Page 8 is listed once for all, the others over and over.
+    lru.push(List::Inactive, Entry::new(8, 3, 1));
+    let is_fresh = |now: u32| move |page: u64, stamp: u32| if page < 16 { page == 12 } else { stamp == now };
+    for round in 2..100 {
+        for page in 0..1_000 {
+            lru.push([List::Active, List::Inactive][page as usize % 2], Entry::new(16 + page, 0, round));
+            lru.tidy(1_001, is_fresh(round));
+        }
+        assert!(lru.inactive.len() + lru.active.len() <= 2 * (2 * 1_001 + 4096), "round {round}");
+    }
+    let mut left = Vec::new();
+    while let Some(e) = lru.pop_victim() {
+        left.push(e);
+    }
+    let fresh = left.iter().filter(|e| e.stamp() == 99).count();
+    assert_eq!((fresh, left.iter().filter(|e| e.vpn() == 8).count()), (1_000, 1), "one page of a folio is enough");
 }

@@ -20,7 +20,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
 use uzswap_mm::codec::{Algorithm, Decompressor};
-use uzswap_mm::lru::{Entry, Lru};
+use uzswap_mm::lru::{Entry, Lru, next_stamp};
 use uzswap_mm::pagemap::{PRESENT, PageState, SWAPPED, Tier, ZERO};
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
 use uzswap_sys::memfd;
@@ -212,7 +212,7 @@ impl Engine {
         let (mut at, end) = (0, n as u64);
         while at < end {
             let order = ((page + at).trailing_zeros().min(4)).min((end - at).ilog2()) as u8;
-            self.stamp = (self.stamp + 1) & 0xffff;
+            self.stamp = next_stamp(self.stamp);
             for i in at..at + (1 << order) {
                 let pte = Pte::new(Tag::Resident, self.stamp);
                 self.set(page + i, copy_of(i as usize).map_or(pte, |handle| pte.with_copy(handle)));

@@ -12,7 +12,6 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
-use uzswap_mm::lru::Entry;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN, Pte, Tag};
 use uzswap_sys::memfd;
 
@@ -358,20 +357,9 @@ impl Engine {
             .unwrap_or_else(|| Box::new(Batch::new(&self.object, self.algorithm()).expect("a descriptor is to be had")))
     }
 
-    /// Drops list entries whose pages have gone on, when they outnumber the others. (Each that stays has a page of its own, so this
-    /// is not done again before as many have come as there are pages, and 4096 more.)
+    /// Drops list entries whose pages have gone on, when they outnumber the others.
     pub fn tidy_lists(&mut self) {
         let Self { lru, pt, resident, .. } = self;
-        for ring in [&mut lru.inactive, &mut lru.active] {
-            if ring.len() > 2 * *resident + 4096 {
-                let fresh = |e: Entry| {
-                    (e.vpn()..e.vpn() + (1 << e.order())).any(|p| {
-                        let pte = pt.get(p);
-                        pte.tag() == Tag::Resident && pte.aux() == e.stamp()
-                    })
-                };
-                ring.retain(fresh);
-            }
-        }
+        lru.tidy(*resident, |page, stamp| pt.get(page).is_listed_as(stamp));
     }
 }
