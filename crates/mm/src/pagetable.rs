@@ -1,14 +1,13 @@
 //! The page table: one word for each 4 KiB page of the program that was ever evicted, staged or brought in.
 //!
-//! A radix tree over the 47-bit address space whose leaves cover 2 MiB (512 words, a byte of access hints for each
-//! 64 KiB, a bit for each page that says whether it is clean, and where it was ever needed one that says whether it is
-//! write-protected), so memory is used only where the program has some: 8.2
-//! bytes a page. Its inner nodes are a page each, as
-//! programs scatter (a node of 64 KiB for each 16 GiB cost Node.js 16 MiB). Address ranges need not be known
-//! beforehand: a page never seen is [`Tag::None`]. Owner: the pager's lock.
+//! A radix tree over the 47-bit address space (`tree`), so memory is used only where the program has some: 8.5 bytes a page. Address
+//! ranges need not be known beforehand: a page never seen is [`Tag::None`]. Owner: the pager's lock.
+
+mod tree;
 
 use crate::pagemap::{PRESENT, PageMap, PageState, SOFT_DIRTY, SWAPPED, Tier, WRITE_PROTECTED, ZERO};
-use crate::pageset::PageSet;
+pub use tree::STRETCH_PAGES;
+use tree::{Leaf, Tree, in_leaf};
 
 /// What is known of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -147,7 +146,7 @@ impl Pte {
 }
 
 /// Pages of a leaf.
-pub const LEAF_PAGES: u64 = 512;
+pub const LEAF_PAGES: u64 = 64;
 /// Pages of the block that hints are kept for.
 const BLOCK_PAGES: u64 = 16;
 
@@ -172,76 +171,24 @@ const _: () = assert!(
         == HINT_SEQUENTIAL | HINT_WRITTEN | HINT_RANDOM | HINT_REUSED | HINT_HUGE | HINT_HEAT
 );
 
-struct Leaf {
-    ptes: [Pte; LEAF_PAGES as usize],
-    hints: [u8; 32],
-    /// Pages that are clean: see [`PageTable::set_clean`].
-    clean: PageSet,
-    /// Pages that are protected: see [`PageTable::set_protected`]. None where none ever was.
-    protected: Option<Box<PageSet>>,
-}
-
-/// The place of a page in its leaf.
-fn in_leaf(vpn: u64) -> usize {
-    (vpn % LEAF_PAGES) as usize
-}
-
-impl Leaf {
-    fn is_protected(&self, vpn: u64) -> bool {
-        self.protected.as_ref().is_some_and(|bits| bits.has(in_leaf(vpn)))
-    }
-
-    /// Whether nothing is known of any of its pages.
-    fn is_empty(&self) -> bool {
-        self.ptes.iter().all(|pte| *pte == Pte::NONE)
-            && self.clean.is_empty()
-            && self.protected.as_ref().is_none_or(|bits| bits.is_empty())
-    }
-
-    /// Nothing is known of a page any more.
-    fn forget(&mut self, vpn: u64) {
-        self.clean.put(in_leaf(vpn), false);
-        if let Some(bits) = &mut self.protected {
-            bits.put(in_leaf(vpn), false);
-        }
-    }
-}
-
 /// Pages of the address space that the table covers: the 47 bits that the kernel gives to who does not ask for more.
 pub const ADDRESS_SPACE_PAGES: u64 = 1 << 35;
-const _: () = assert!(ROOT as u64 * UPPER_LEAVES * LEAF_PAGES == ADDRESS_SPACE_PAGES);
-
-/// Entries of an inner node, and of the root: 8 bits of a leaf's number, then 9 and 9.
-const FANOUT: usize = 512;
-const ROOT: usize = 256;
-/// Leaves below an entry of the root.
-const UPPER_LEAVES: u64 = (FANOUT * FANOUT) as u64;
-/// Leaves below a lower node.
-const LOWER_LEAVES: u64 = FANOUT as u64;
-
-type Lower = [Option<Box<Leaf>>; FANOUT];
-type Upper = [Option<Box<Lower>>; FANOUT];
+const _: () = assert!(tree::LEAVES * LEAF_PAGES == ADDRESS_SPACE_PAGES);
 
 /// The state of a page, soft-dirty where it was written to, and write-protected.
 fn with_bits(state: PageState, written: bool, protected: bool) -> PageState {
     PageState(state.0 | if written { SOFT_DIRTY } else { 0 } | if protected { WRITE_PROTECTED } else { 0 })
 }
 
-/// Where a leaf is: its places in the root, the upper and the lower node.
-fn places(leaf: u64) -> (usize, usize, usize) {
-    ((leaf / UPPER_LEAVES) as usize, (leaf / LOWER_LEAVES) as usize % FANOUT, leaf as usize % FANOUT)
-}
-
-/// The tree.
+/// The table.
 pub struct PageTable {
-    root: [Option<Box<Upper>>; ROOT],
-    leaves: usize,
-    /// Inner nodes, of both kinds.
-    nodes: usize,
+    tree: Tree,
     /// Where states are published, and the page that comes first there.
     published: Option<(PageMap<'static>, u64)>,
     /// Whether soft-dirty bits are published too.
     soft_dirty: bool,
+    /// Stretches of which nothing is known any more, where that is asked for.
+    emptied: Option<Vec<u64>>,
 }
 
 impl Default for PageTable {
@@ -253,7 +200,7 @@ impl Default for PageTable {
 impl PageTable {
     /// An empty table.
     pub fn new() -> Self {
-        Self { root: [const { None }; ROOT], leaves: 0, nodes: 0, published: None, soft_dirty: false }
+        Self { tree: Tree::default(), published: None, soft_dirty: false, emptied: None }
     }
 
     /// Has what is published say of each page known whether it is soft-dirty: it is unless it is clean.
@@ -271,7 +218,20 @@ impl PageTable {
 
     /// Publishes no more: the map may go.
     pub fn unpublish(&mut self) {
-        self.published = None;
+        (self.published, self.emptied) = (None, None);
+    }
+
+    /// Notes from now on of which stretches nothing is known any more: see [`PageTable::take_emptied`].
+    pub fn note_emptied(&mut self) {
+        self.emptied.get_or_insert_default();
+    }
+
+    /// Those stretches, [`STRETCH_PAGES`] long, by number, since that was last asked: what is published of them is all zeros.
+    pub fn take_emptied(&mut self) -> Vec<u64> {
+        let mut emptied = self.emptied.as_mut().map(core::mem::take).unwrap_or_default();
+        // (Something may have come there since.)
+        emptied.retain(|n| self.next_known(n * STRETCH_PAGES).is_none_or(|vpn| vpn >= (n + 1) * STRETCH_PAGES));
+        emptied
     }
 
     #[inline]
@@ -287,12 +247,12 @@ impl PageTable {
 
     /// Whether a page is known not to have been written to since that was last asked: see [`PageTable::set_clean`].
     pub fn is_clean(&self, vpn: u64) -> bool {
-        self.leaf(vpn).is_some_and(|l| l.clean.has(in_leaf(vpn)))
+        self.leaf(vpn).is_some_and(|l| l.clean.has(vpn))
     }
 
     /// Whether who writes to a page is to wait: see [`PageTable::set_protected`].
     pub fn is_protected(&self, vpn: u64) -> bool {
-        self.leaf(vpn).is_some_and(|l| l.is_protected(vpn))
+        self.leaf(vpn).is_some_and(|l| l.protected.has(vpn))
     }
 
     /// Says of a page whether who writes to it is to wait until somebody was told. What becomes of the page's entry changes
@@ -302,14 +262,14 @@ impl PageTable {
     /// When the page is beyond the 47-bit address space.
     pub fn set_protected(&mut self, vpn: u64, protected: bool) {
         if self.is_protected(vpn) != protected {
-            self.leaf_mut(vpn).protected.get_or_insert_default().put(in_leaf(vpn), protected);
+            self.leaf_mut(vpn).protected.put(vpn, protected);
             self.tell(vpn, self.get(vpn));
         }
     }
 
     /// The first page from `from` on that is protected.
     pub fn next_protected(&self, from: u64) -> Option<u64> {
-        self.next(from, |leaf, vpn| leaf.is_protected(vpn))
+        self.next(from, |leaf, vpn| leaf.protected.has(vpn))
     }
 
     /// Says of a page whether it is clean: nobody has written to it since then, or it is set otherwise. What becomes of the
@@ -319,41 +279,17 @@ impl PageTable {
     /// When the page is beyond the 47-bit address space.
     pub fn set_clean(&mut self, vpn: u64, clean: bool) {
         if self.is_clean(vpn) != clean {
-            self.leaf_mut(vpn).clean.put(in_leaf(vpn), clean);
+            self.leaf_mut(vpn).clean.put(vpn, clean);
             self.tell(vpn, self.get(vpn));
         }
     }
 
     fn leaf(&self, vpn: u64) -> Option<&Leaf> {
-        let (i, j, k) = places(vpn / LEAF_PAGES);
-        self.root.get(i)?.as_ref()?[j].as_ref()?[k].as_deref()
+        self.tree.leaf(vpn / LEAF_PAGES)
     }
 
     fn leaf_mut(&mut self, vpn: u64) -> &mut Leaf {
-        let (i, j, k) = places(vpn / LEAF_PAGES);
-        let (leaves, nodes) = (&mut self.leaves, &mut self.nodes);
-        let upper = self.root[i].get_or_insert_with(|| {
-            *nodes += 1;
-            Box::new([const { None }; FANOUT])
-        });
-        let lower = upper[j].get_or_insert_with(|| {
-            *nodes += 1;
-            Box::new([const { None }; FANOUT])
-        });
-        lower[k].get_or_insert_with(|| {
-            *leaves += 1;
-            let ptes = [Pte::NONE; LEAF_PAGES as usize];
-            Box::new(Leaf { ptes, hints: [0; 32], clean: PageSet::default(), protected: None })
-        })
-    }
-
-    /// The lower node that covers a leaf, or the first leaf that another might cover.
-    fn lower(&self, leaf: u64) -> Result<&Lower, u64> {
-        let (i, j, _) = places(leaf);
-        let Some(upper) = self.root.get(i).and_then(Option::as_ref) else {
-            return Err((leaf / UPPER_LEAVES + 1) * UPPER_LEAVES);
-        };
-        upper[j].as_deref().ok_or((leaf / LOWER_LEAVES + 1) * LOWER_LEAVES)
+        self.tree.leaf_mut(vpn / LEAF_PAGES)
     }
 
     /// The entry of a page.
@@ -387,7 +323,7 @@ impl PageTable {
             let stop = end.min((at / LEAF_PAGES + 1) * LEAF_PAGES);
             let first = (at % LEAF_PAGES) as usize;
             let leaf = self.leaf_mut(at);
-            let (clean, protected) = (leaf.clean, leaf.protected.as_deref().copied());
+            let (clean, protected) = (leaf.clean, leaf.protected);
             let entries = &mut leaf.ptes[first..first + (stop - at) as usize];
             for (i, entry) in entries.iter_mut().enumerate() {
                 *entry = pte((at - vpn) as usize + i);
@@ -397,9 +333,8 @@ impl PageTable {
                 if from < to {
                     let state = |i: u64| {
                         let page = from + i;
-                        let protected = protected.is_some_and(|bits| bits.has(in_leaf(page)));
                         let state = entries[(page - at) as usize].state();
-                        with_bits(state, soft_dirty && !clean.has(in_leaf(page)), protected)
+                        with_bits(state, soft_dirty && !clean.has(page), protected.has(page))
                     };
                     map.publish_run(from - origin, to - from, state);
                 }
@@ -425,30 +360,20 @@ impl PageTable {
     /// The story: only a leaf that was emptied by one call went, and inner nodes never did. V8 maps its heap in pieces of 256 KiB, each at an
     /// address of its own choice at random: each that came and went left some 8 KiB behind.
     pub fn clear(&mut self, from: u64, to: u64, mut gone: impl FnMut(u64, Pte)) {
-        let mut vpn = from;
-        while vpn < to {
-            let leaf = vpn / LEAF_PAGES;
-            if let Err(next) = self.lower(leaf) {
-                vpn = next * LEAF_PAGES;
-                continue;
-            }
-            let end = to.min((leaf + 1) * LEAF_PAGES);
-            self.clear_in_leaf(vpn, end, &mut gone);
-            vpn = end;
+        let mut at = from;
+        while let Some(start) = self.next_known(at).filter(|vpn| *vpn < to) {
+            at = to.min((start / LEAF_PAGES + 1) * LEAF_PAGES);
+            self.clear_in_leaf(start, at, &mut gone);
         }
     }
 
     /// Empties `[from, end)`, which one leaf covers.
     fn clear_in_leaf(&mut self, from: u64, end: u64, gone: &mut impl FnMut(u64, Pte)) {
-        let (i, j, k) = places(from / LEAF_PAGES);
-        let Some(slot) = self.root[i].as_mut().and_then(|upper| upper[j].as_mut()).map(|lower| &mut lower[k]) else {
-            return;
-        };
-        let Some(leaf) = slot.as_mut() else { return };
+        let Some(leaf) = self.tree.existing(from / LEAF_PAGES) else { return };
         for v in from..end {
-            let protected = leaf.is_protected(v);
+            let protected = leaf.protected.has(v);
             leaf.forget(v);
-            let pte = core::mem::take(&mut leaf.ptes[(v % LEAF_PAGES) as usize]);
+            let pte = core::mem::take(&mut leaf.ptes[in_leaf(v)]);
             if (pte != Pte::NONE || protected)
                 && let Some((map, first)) = &self.published
                 && v.wrapping_sub(*first) < map.pages()
@@ -460,9 +385,11 @@ impl PageTable {
             }
         }
         if leaf.is_empty() {
-            *slot = None;
-            self.leaves -= 1;
-            self.free_nodes(i, j);
+            if self.tree.remove(from / LEAF_PAGES)
+                && let Some(emptied) = &mut self.emptied
+            {
+                emptied.push(from / STRETCH_PAGES);
+            }
             return;
         }
         // How memory that is gone was used says nothing of what comes in its place.
@@ -470,17 +397,10 @@ impl PageTable {
         blocks.for_each(|block| leaf.hints[block as usize] = 0);
     }
 
-    /// A leaf below these nodes was freed: they are if they have no other.
-    fn free_nodes(&mut self, i: usize, j: usize) {
-        let Some(upper) = self.root[i].as_mut() else { return };
-        if upper[j].as_ref().is_some_and(|lower| lower.iter().all(Option::is_none)) {
-            upper[j] = None;
-            self.nodes -= 1;
-        }
-        if upper.iter().all(Option::is_none) {
-            self.root[i] = None;
-            self.nodes -= 1;
-        }
+    /// The first page from `from` on of which anything may be known.
+    pub fn next_known(&self, from: u64) -> Option<u64> {
+        let (leaf, _) = self.tree.next(from / LEAF_PAGES)?;
+        Some(from.max(leaf * LEAF_PAGES))
     }
 
     /// The first page from `from` on whose entry is not empty.
@@ -490,46 +410,31 @@ impl PageTable {
 
     /// The first page from `from` on of which `is` says so, among those that have a leaf.
     fn next(&self, from: u64, is: impl Fn(&Leaf, u64) -> bool) -> Option<u64> {
-        const LEAVES: u64 = ROOT as u64 * UPPER_LEAVES;
-        let mut vpn = from;
-        while vpn / LEAF_PAGES < LEAVES {
-            let leaf = vpn / LEAF_PAGES;
-            let lower = match self.lower(leaf) {
-                Ok(lower) => lower,
-                Err(next) => {
-                    vpn = next * LEAF_PAGES;
-                    continue;
-                }
-            };
-            let end = (leaf + 1) * LEAF_PAGES;
-            if let Some(leaf) = &lower[places(leaf).2] {
-                let found = (vpn..end).find(|v| is(leaf, *v));
-                if found.is_some() {
-                    return found;
-                }
+        let mut at = from;
+        while let Some((n, leaf)) = self.tree.next(at / LEAF_PAGES) {
+            let end = (n + 1) * LEAF_PAGES;
+            let found = (at.max(n * LEAF_PAGES)..end).find(|vpn| is(leaf, *vpn));
+            if found.is_some() {
+                return found;
             }
-            vpn = end;
+            at = end;
         }
         None
     }
 
     /// Calls `f` for every page that is not [`Tag::None`].
     pub fn for_each(&self, mut f: impl FnMut(u64, Pte)) {
-        for (i, upper) in self.root.iter().enumerate() {
-            for (j, lower) in upper.iter().flat_map(|upper| upper.iter().enumerate()) {
-                for (k, leaf) in lower.iter().flat_map(|lower| lower.iter().enumerate()) {
-                    let Some(leaf) = leaf else { continue };
-                    let base = ((i * FANOUT + j) * FANOUT + k) as u64 * LEAF_PAGES;
-                    for (at, pte) in leaf.ptes.iter().enumerate().filter(|(_, p)| **p != Pte::NONE) {
-                        f(base + at as u64, *pte);
-                    }
-                }
+        let mut at = 0;
+        while let Some((n, leaf)) = self.tree.next(at) {
+            for (i, pte) in leaf.ptes.iter().enumerate().filter(|(_, pte)| **pte != Pte::NONE) {
+                f(n * LEAF_PAGES + i as u64, *pte);
             }
+            at = n + 1;
         }
     }
 
-    /// Bytes of the tree.
+    /// Bytes of the table.
     pub fn metadata_bytes(&self) -> usize {
-        self.leaves * size_of::<Leaf>() + self.nodes * size_of::<Lower>() + size_of::<Self>()
+        self.tree.metadata_bytes() + size_of::<Self>()
     }
 }

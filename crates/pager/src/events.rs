@@ -52,6 +52,7 @@ pub(crate) fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
     for at in (0..pages).step_by(AT_A_TIME as usize) {
         remap_some(s, from + at, to + at, (pages - at).min(AT_A_TIME));
     }
+    s.tidy_page_map();
 }
 
 fn remap_some(s: &mut State, from: u64, to: u64, pages: u64) {
@@ -116,18 +117,18 @@ fn remap_some(s: &mut State, from: u64, to: u64, pages: u64) {
 /// Forgets all that is known of the pages `[from, to)`.
 pub(crate) fn forget_range(s: &mut State, from: u64, to: u64) {
     let (mut at, mut gone) = (from, Vec::new());
-    while at < to {
-        let end = to.min((at / AT_A_TIME + 1) * AT_A_TIME);
-        s.pt.clear(at, end, |vpn, pte| gone.push((vpn, pte)));
-        // (From the first page to the last: the range itself may be terabytes of nothing.)
+    // (The range itself may be terabytes of nothing.)
+    while let Some(start) = s.pt.next_known(at).filter(|vpn| *vpn < to) {
+        at = to.min((start / AT_A_TIME + 1) * AT_A_TIME);
+        s.pt.clear(start, at, |vpn, pte| gone.push((vpn, pte)));
         if let (Some((first, _)), Some((last, _))) = (gone.first(), gone.last()) {
             s.note_pages(Kind::Free, *first, (last - first) as usize + 1);
         }
         for (vpn, pte) in gone.drain(..) {
             s.forget(vpn, pte);
         }
-        at = end;
     }
+    s.tidy_page_map();
 }
 
 fn note_move(s: &State, from: u64, to: u64, pages: u64) {

@@ -189,6 +189,7 @@ impl Pager {
         let s = unsafe { self.state.assume_locked() };
         // The parent's page map is not inherited: its place is empty here, or taken by something else.
         s.pt.unpublish();
+        s.page_map = None;
         core::mem::forget(self.page_map.lock().take());
         core::mem::forget(s.cleared.take());
         self.inherit_unprotected(s);

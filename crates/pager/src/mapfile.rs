@@ -5,13 +5,15 @@
 //! ```
 //! The object is called [`NAME`], which is how it is found among a process's descriptors. It is sparse: only parts of the
 //! table that were ever written take memory, so a process's whole address space is one object of 2^35 bytes. It is sealed
-//! so that nobody can map it writable later; the owner's mapping is older.
+//! so that nobody can map it writable later; the owner's mapping is older. A process's is not: pages of the table that are all
+//! zeros go back to the kernel ([`give_back`]), which a seal would forbid. (Who may open it may write to the process as well.)
 //!
 //! Made with plain system calls, as the agent's threads must.
 
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicU64, Ordering::*};
 use uzswap_mm::pagemap::PageMap;
+use uzswap_mm::pagetable::STRETCH_PAGES;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::sys;
 
@@ -78,7 +80,8 @@ impl MapFile {
             let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_NORESERVE);
             // SAFETY: a new mapping.
             let at = unsafe { sys!(libc::SYS_mmap, 0, len, prot, flags, fd, 0) }?;
-            let seals = uzswap_sys::memfd::SEAL_SIZE | uzswap_sys::memfd::SEAL_FUTURE_WRITE;
+            let read_only = if kind == Kind::Process { 0 } else { uzswap_sys::memfd::SEAL_FUTURE_WRITE };
+            let seals = uzswap_sys::memfd::SEAL_SIZE | read_only;
             // SAFETY: as above.
             unsafe {
                 let _ = sys!(libc::SYS_fcntl, fd, libc::F_ADD_SEALS, seals);
@@ -162,6 +165,11 @@ impl MapFile {
         unsafe { core::mem::transmute::<PageMap<'_>, PageMap<'static>>(self.map()) }
     }
 
+    /// The address of the table in this mapping.
+    pub(crate) fn table(&self) -> usize {
+        self.at + HEAD
+    }
+
     /// The descriptor.
     #[must_use]
     pub fn fd(&self) -> i32 {
@@ -240,6 +248,23 @@ impl MapFile {
     }
 }
 
+/// Bytes of a table that go back to the kernel at a time: a page.
+const PIECE: usize = 4096;
+const _: () = assert!(PIECE as u64 == STRETCH_PAGES);
+
+/// Gives a page of a table's memory back to the kernel, its `n`-th: that of `n`-th [`STRETCH_PAGES`], which must be all zeros. `table`
+/// is where its owner's mapping begins.
+///
+/// The story: V8 maps its heap in pieces of 256 KiB at ever new addresses. Each took a page of the table for good: half a megabyte a second,
+/// of shared memory that no limit counts.
+///
+/// # Safety
+/// `table` is that of a map that is mapped, and writable; nobody writes to it meanwhile.
+pub(crate) unsafe fn give_back(table: usize, n: u64) {
+    // SAFETY: as the caller promises. Where it is refused (the program locks its memory) the page stays.
+    let _ = unsafe { sys!(libc::SYS_madvise, table + n as usize * PIECE, PIECE, libc::MADV_REMOVE) };
+}
+
 impl Drop for MapFile {
     fn drop(&mut self) {
         // SAFETY: our mapping; what borrows from it has ended.
@@ -251,8 +276,10 @@ impl Drop for MapFile {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::events::{forget_range, remap};
+    use uzswap_mm::lru::List;
     use uzswap_mm::pagemap::{PRESENT, PageState};
-    use uzswap_mm::pagetable::ADDRESS_SPACE_PAGES;
+    use uzswap_mm::pagetable::{ADDRESS_SPACE_PAGES, Pte, Tag};
 
     #[test]
     fn a_reader_sees_what_the_owner_writes_and_cannot_write() {
@@ -273,5 +300,42 @@ mod tests {
         // SAFETY: no memory is involved.
         let other = unsafe { sys!(libc::SYS_dup, 0) }.unwrap() as i32;
         assert!(MapFile::open(other).is_err());
+    }
+
+    /// See `give_back`.
+    #[test]
+    fn what_is_forgotten_takes_no_memory_in_the_map() {
+        let p = crate::testing::pager(16 << 20);
+        let map = MapFile::create(Kind::Process, 0, ADDRESS_SPACE_PAGES, 5).unwrap();
+        // (Read by a system call: to touch a page of the mapping would make it.)
+        let said = |vpn: u64| {
+            let mut byte = [0xff];
+            assert_eq!(raw::pread(map.fd(), &mut byte, HEAD as u64 + vpn), Ok(1));
+            PageState(byte[0])
+        };
+        let mut s = p.state.lock();
+        // SAFETY: unpublished below.
+        s.pt.publish(unsafe { map.map_unbound() }, 0);
+        s.pt.note_emptied();
+        s.page_map = Some(map.table());
+        // A page that stays, and pieces of 256 KiB all over the place that come and go.
+        s.pt.set(77, Pte::new(Tag::Zero, 0));
+        s.zeros += 1;
+        let before = map.metadata_bytes();
+        for i in 1..500u64 {
+            let first = i.wrapping_mul(0x9e37_79b9_7f4a_7c15) % ADDRESS_SPACE_PAGES / 64 * 64;
+            s.list_resident(first, 64, List::Inactive, |_| None);
+            assert_eq!(said(first + 5), PageState(PRESENT));
+            let to = i.wrapping_mul(0xd6e8_feb8_6659_fd93) % ADDRESS_SPACE_PAGES / 64 * 64;
+            remap(&mut s, first, to, 64);
+            assert_eq!([first, to].map(|at| said(at + 5)), [PageState(0), PageState(PRESENT)]);
+            forget_range(&mut s, to, to + 40);
+            forget_range(&mut s, to + 40, to + 64);
+            assert_eq!(said(to + 5), PageState(0));
+        }
+        assert_eq!(map.metadata_bytes(), before);
+        assert_eq!(said(77), Pte::new(Tag::Zero, 0).state());
+        s.pt.unpublish();
+        s.page_map = None;
     }
 }

@@ -8,7 +8,7 @@ use crate::batch::Batch;
 use crate::compress::largest_unit;
 use crate::densify::Sweep;
 use crate::folio::{MAX_ORDER, USUAL_UNIT};
-use crate::mapfile::MapFile;
+use crate::mapfile::{self, MapFile};
 use crate::notify::Notified;
 use crate::object::{self, Header};
 use crate::placement::Placement;
@@ -62,6 +62,8 @@ pub struct State {
     pub layout: Layout,
     /// State of every page.
     pub pt: PageTable,
+    /// Where its states are published, if pages of that go back to the kernel: see `mapfile`.
+    pub page_map: Option<usize>,
     /// Lists of resident and staged folios.
     pub lru: Lru,
     /// Slots of the arena.
@@ -184,6 +186,7 @@ impl State {
         Self {
             layout,
             pt: PageTable::new(),
+            page_map: None,
             lru: Lru::default(),
             runs_wanted: false,
             windows: 0..0,
@@ -361,6 +364,15 @@ impl State {
         }
         if let Some(handle) = pte.copy() {
             self.release(handle, self.copy_index(vpn, handle));
+        }
+    }
+
+    /// What is published of pages that are forgotten takes no memory.
+    pub fn tidy_page_map(&mut self) {
+        let Some(table) = self.page_map else { return };
+        for n in self.pt.take_emptied() {
+            // SAFETY: the map is in the pager as long as it is published; who writes to it has the lock.
+            unsafe { mapfile::give_back(table, n) };
         }
     }
 

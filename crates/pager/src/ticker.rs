@@ -283,6 +283,8 @@ impl Pager {
             }
             // SAFETY: kept in the pager, which is never dropped, until the table no longer uses it (`reset_inherited`).
             s.pt.publish(unsafe { map.map_unbound() }, 0);
+            s.pt.note_emptied();
+            s.page_map = Some(map.table());
             *self.page_map.lock() = Some(map);
         }
     }

@@ -1,0 +1,195 @@
+//! The page table's tree: leaves of 256 KiB, and where they are.
+//!
+//! ```text
+//! root: 2048 × 64 GiB ─▶ 64 × 1 GiB ─▶ 64 × 16 MiB ─▶ 64 leaves of 64 pages
+//! ```
+//! Leaves and nodes are small, as programs scatter: V8 asks for 256 KiB at a time, at addresses of its own choice anywhere in the 46 bits there
+//! are. (The story: nodes of 64 KiB for each 16 GiB cost Node.js 16 MiB; then leaves of 2 MiB and nodes of a page 8 KiB for each
+//! such piece, of a heap of 340 MiB under 90 MiB 11 of them, and what had gone left as much again.) A leaf or node in which nothing is left goes.
+//!
+//! Invariant: a node has a child, a leaf was asked for with [`Tree::leaf_mut`] and not removed since. Owner: the page table.
+
+use super::{BLOCK_PAGES, LEAF_PAGES, Pte};
+
+/// A bit for each page of a leaf.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Bits(u64);
+
+impl Bits {
+    /// Whether a page, by its number in the address space, is among them.
+    pub fn has(self, vpn: u64) -> bool {
+        self.0 & 1 << in_leaf(vpn) != 0
+    }
+
+    /// Has it be, or not.
+    pub fn put(&mut self, vpn: u64, is_in: bool) {
+        let bit = 1 << in_leaf(vpn);
+        self.0 = if is_in { self.0 | bit } else { self.0 & !bit };
+    }
+}
+
+/// What is known of 64 pages.
+pub struct Leaf {
+    /// Their entries.
+    pub ptes: [Pte; LEAF_PAGES as usize],
+    /// Hints of their blocks.
+    pub hints: [u8; (LEAF_PAGES / BLOCK_PAGES) as usize],
+    /// Pages that are clean: see [`super::PageTable::set_clean`].
+    pub clean: Bits,
+    /// Pages that are protected: see [`super::PageTable::set_protected`].
+    pub protected: Bits,
+}
+
+impl Leaf {
+    const EMPTY: Self = Self {
+        ptes: [Pte::NONE; LEAF_PAGES as usize],
+        hints: [0; (LEAF_PAGES / BLOCK_PAGES) as usize],
+        clean: Bits(0),
+        protected: Bits(0),
+    };
+
+    /// Whether nothing is known of any of its pages.
+    pub fn is_empty(&self) -> bool {
+        self.ptes.iter().all(|pte| *pte == Pte::NONE) && self.clean == Bits(0) && self.protected == Bits(0)
+    }
+
+    /// Nothing is known of a page any more.
+    pub fn forget(&mut self, vpn: u64) {
+        self.clean.put(vpn, false);
+        self.protected.put(vpn, false);
+    }
+}
+
+/// The place of a page in its leaf.
+pub fn in_leaf(vpn: u64) -> usize {
+    (vpn % LEAF_PAGES) as usize
+}
+
+/// Entries of a node.
+const FANOUT: usize = 64;
+/// Entries of the root.
+const ROOT: usize = 2048;
+/// Leaves below an entry of the third level, the second (the root's), and all there may be.
+const LOW: u64 = FANOUT as u64;
+const MIDDLE: u64 = LOW * FANOUT as u64;
+const HIGH: u64 = MIDDLE * FANOUT as u64;
+/// Leaves of the address space.
+pub const LEAVES: u64 = HIGH * ROOT as u64;
+
+/// Pages below a node of the lowest level.
+pub const STRETCH_PAGES: u64 = LOW * LEAF_PAGES;
+
+type Node<T> = [Option<Box<T>>; FANOUT];
+type Lower = Node<Leaf>;
+type Middle = Node<Lower>;
+type Upper = Node<Middle>;
+
+/// Where a leaf is: its places in the root and in the three nodes below it.
+fn places(leaf: u64) -> (usize, usize, usize, usize) {
+    let place = |below: u64| (leaf / below) as usize % FANOUT;
+    ((leaf / HIGH) as usize, place(MIDDLE), place(LOW), place(1))
+}
+
+/// The tree.
+#[derive(Default)]
+pub struct Tree {
+    /// Empty as long as there is no leaf: most processes never need one.
+    root: Vec<Option<Box<Upper>>>,
+    leaves: usize,
+    nodes: usize,
+}
+
+/// The child at a place, made if there is none.
+fn child<'a, T>(slot: &'a mut Option<Box<T>>, count: &mut usize, new: impl FnOnce() -> T) -> &'a mut T {
+    slot.get_or_insert_with(|| {
+        *count += 1;
+        Box::new(new())
+    })
+}
+
+/// Removes a node in which nothing is left; whether there was nothing.
+fn prune<T>(slot: &mut Option<Box<Node<T>>>, count: &mut usize) -> bool {
+    let empty = slot.as_ref().is_some_and(|node| node.iter().all(Option::is_none));
+    if empty {
+        *slot = None;
+        *count -= 1;
+    }
+    empty
+}
+
+impl Tree {
+    /// A leaf by its number, if there is one.
+    #[inline]
+    pub fn leaf(&self, leaf: u64) -> Option<&Leaf> {
+        let (i, j, k, l) = places(leaf);
+        self.root.get(i)?.as_ref()?[j].as_ref()?[k].as_ref()?[l].as_deref()
+    }
+
+    /// The same, to change it.
+    pub fn existing(&mut self, leaf: u64) -> Option<&mut Leaf> {
+        let (i, j, k, l) = places(leaf);
+        self.root.get_mut(i)?.as_mut()?[j].as_mut()?[k].as_mut()?[l].as_deref_mut()
+    }
+
+    /// The same, made if there is none.
+    ///
+    /// # Panics
+    /// When it is beyond the address space.
+    pub fn leaf_mut(&mut self, leaf: u64) -> &mut Leaf {
+        let (i, j, k, l) = places(leaf);
+        let nodes = &mut self.nodes;
+        if self.root.is_empty() {
+            self.root.resize_with(ROOT, || None);
+        }
+        let upper = child(&mut self.root[i], nodes, || [const { None }; FANOUT]);
+        let middle = child(&mut upper[j], nodes, || [const { None }; FANOUT]);
+        let lower = child(&mut middle[k], nodes, || [const { None }; FANOUT]);
+        child(&mut lower[l], &mut self.leaves, || Leaf::EMPTY)
+    }
+
+    /// Removes a leaf, and the nodes above it that have no other child; whether there is no other in its [`STRETCH_PAGES`].
+    pub fn remove(&mut self, leaf: u64) -> bool {
+        let (i, j, k, l) = places(leaf);
+        let Some(upper) = self.root.get_mut(i).and_then(Option::as_mut) else { return false };
+        let Some(middle) = upper[j].as_mut() else { return false };
+        let Some(lower) = middle[k].as_mut() else { return false };
+        if lower[l].take().is_none() {
+            return false;
+        }
+        self.leaves -= 1;
+        let nodes = &mut self.nodes;
+        let alone = prune(&mut middle[k], nodes);
+        let _ = alone && prune(&mut upper[j], nodes) && prune(&mut self.root[i], nodes);
+        alone
+    }
+
+    /// The first leaf that there is from a number on, and its own.
+    pub fn next(&self, from: u64) -> Option<(u64, &Leaf)> {
+        let mut at = from;
+        while at < LEAVES {
+            let (i, j, k, l) = places(at);
+            let Some(upper) = self.root.get(i)? else {
+                at = (at / HIGH + 1) * HIGH;
+                continue;
+            };
+            let Some(middle) = &upper[j] else {
+                at = (at / MIDDLE + 1) * MIDDLE;
+                continue;
+            };
+            let Some(lower) = &middle[k] else {
+                at = (at / LOW + 1) * LOW;
+                continue;
+            };
+            if let Some(leaf) = &lower[l] {
+                return Some((at, leaf));
+            }
+            at += 1;
+        }
+        None
+    }
+
+    /// Bytes of the tree.
+    pub fn metadata_bytes(&self) -> usize {
+        self.leaves * size_of::<Leaf>() + self.nodes * size_of::<Lower>() + self.root.len() * 8
+    }
+}
