@@ -51,7 +51,7 @@ fn lock(flags: c_int, (base, end): (usize, usize)) -> Result<(), Errno> {
 /// it must be looked again.
 fn lock_mappings(flags: c_int, (base, end): (usize, usize)) -> Result<bool, Errno> {
     let (mut text, mut all) = (Vec::with_capacity(128 << 10), true);
-    raw::read_file(b"/proc/self/maps\0", &mut text)?;
+    raw::read_file(b"/proc/thread-self/maps\0", &mut text)?;
     for m in maps::parse(&text) {
         let ours = (base..end).contains(&m.start) || m.name.starts_with(b"/memfd:uzswap");
         if ours || m.name.starts_with(b"[v") {

@@ -37,7 +37,7 @@ impl Pager {
     /// they would read as zeros). What else cannot be registered stays the kernel's.
     pub fn scan(&self, s: &mut State) -> Result<usize, Errno> {
         let mut text = Vec::with_capacity(128 << 10);
-        raw::read_file(b"/proc/self/maps\0", &mut text)?;
+        raw::read_file(b"/proc/thread-self/maps\0", &mut text)?;
         drop_stale(s);
         let mut found = Ok(0);
         for m in maps::parse(&text).filter(maps::Mapping::is_anonymous) {
@@ -149,7 +149,7 @@ impl Pager {
             return Ok(());
         }
         let mut text = Vec::with_capacity(1 << 20);
-        raw::read_file(b"/proc/self/smaps\0", &mut text)?;
+        raw::read_file(b"/proc/thread-self/smaps\0", &mut text)?;
         for (start, end) in maps::wiped_on_fork(&text) {
             forget_range(s, (start / PAGE) as u64, (end / PAGE) as u64);
         }
@@ -232,7 +232,7 @@ impl Pager {
     /// When the maps cannot be read.
     pub fn exclude_old(&self, s: &mut State, tls: usize) -> Result<(), Errno> {
         let mut text = Vec::with_capacity(128 << 10);
-        raw::read_file(b"/proc/self/maps\0", &mut text)?;
+        raw::read_file(b"/proc/thread-self/maps\0", &mut text)?;
         for m in maps::parse(&text).filter(maps::Mapping::is_private_anonymous) {
             if !self.layout.owns(m.start) && m.name != b"[heap]" && m.end - m.start < OLD_MAPPING_BYTES {
                 s.pinned.push((m.start, m.end));

@@ -345,9 +345,9 @@ mod tests {
     fn who_shares_nothing_any_more_has_no_kin() {
         const SHARED: usize = 8 << 20;
         let p = testing::pager(16 << 20);
-        let all = raw::open(b"/proc/self/smaps_rollup\0", libc::O_RDONLY).expect("smaps_rollup");
+        let all = raw::open(b"/proc/thread-self/smaps_rollup\0", libc::O_RDONLY).expect("smaps_rollup");
         p.files.rollup.store(all, Relaxed);
-        p.files.statm.store(raw::open(b"/proc/self/statm\0", libc::O_RDONLY).expect("statm"), Relaxed);
+        p.files.statm.store(raw::open(b"/proc/thread-self/statm\0", libc::O_RDONLY).expect("statm"), Relaxed);
         let measured = || {
             p.shared_due.store(0, Relaxed);
             p.read_rss();

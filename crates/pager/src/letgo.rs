@@ -88,7 +88,7 @@ impl Pager {
         // (A table of the program's that is full is not the helpers'.)
         let full = |e: &Errno| [libc::EMFILE, libc::ENFILE].contains(e);
         let opens = |path: &[u8], flags: i32| raw::open(path, flags | libc::O_CLOEXEC).map(raw::close);
-        if opens(b"/proc/self/pagemap\0", libc::O_RDONLY).is_err_and(|e| !full(&e)) {
+        if opens(b"/proc/thread-self/pagemap\0", libc::O_RDONLY).is_err_and(|e| !full(&e)) {
             return false;
         }
         if opens(b"/dev/userfaultfd\0", libc::O_RDWR).is_ok() {

@@ -60,7 +60,7 @@ pub struct Files {
     pub pagemap: AtomicI32,
     /// /proc/self/maps, to ask about single mappings.
     pub maps: AtomicI32,
-    /// /proc/self/statm.
+    /// /proc/thread-self/statm, of the ticker: that of a process says nothing any more when its first thread has ended.
     pub statm: AtomicI32,
     /// /proc/self/smaps_rollup.
     pub rollup: AtomicI32,

@@ -282,8 +282,8 @@ impl Region {
                 let _ = sys!(libc::SYS_madvise, at, n, libc::MADV_DONTFORK);
             }
         }
-        let pagemap =
-            uzswap_sys::raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY).map_err(kernel("/proc/self/pagemap"))?;
+        let pagemap = uzswap_sys::raw::open(b"/proc/thread-self/pagemap\0", libc::O_RDONLY)
+            .map_err(kernel("/proc/thread-self/pagemap"))?;
         pager.files.pagemap.store(pagemap, Release);
         if !without_move {
             uffd.register(layout.arena, layout.slots * PAGE).map_err(kernel("registering a region's arena"))?;

@@ -80,8 +80,8 @@ fn make(group: &'static GroupPage, node: usize, limit: usize, features: u64) -> 
     uffd.register(layout.arena, layout.slots * PAGE).expect("the arena");
     keep_from_children(layout.arena, layout.slots * PAGE);
     pager.uffd.store(uffd.fd(), Relaxed);
-    pager.files.pagemap.store(raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY).expect("pagemap"), Relaxed);
-    pager.files.maps.store(raw::open(b"/proc/self/maps\0", libc::O_RDONLY).expect("maps"), Relaxed);
+    pager.files.pagemap.store(raw::open(b"/proc/thread-self/pagemap\0", libc::O_RDONLY).expect("pagemap"), Relaxed);
+    pager.files.maps.store(raw::open(b"/proc/thread-self/maps\0", libc::O_RDONLY).expect("maps"), Relaxed);
     pager
 }
 

@@ -63,8 +63,8 @@ impl Pager {
         // SAFETY: this thread's table is a copy that nobody else uses.
         let _ = unsafe { sys!(libc::SYS_close_range, 0, u32::MAX, 0) };
         let _ = raw::open(b"/dev/null\0", libc::O_RDWR);
-        self.files.statm.store(raw::open(b"/proc/self/statm\0", libc::O_RDONLY).unwrap_or(-1), Release);
-        self.files.rollup.store(raw::open(b"/proc/self/smaps_rollup\0", libc::O_RDONLY).unwrap_or(-1), Release);
+        self.files.statm.store(raw::open(b"/proc/thread-self/statm\0", libc::O_RDONLY).unwrap_or(-1), Release);
+        self.files.rollup.store(raw::open(b"/proc/thread-self/smaps_rollup\0", libc::O_RDONLY).unwrap_or(-1), Release);
         if self.files.statm.load(Relaxed) < 0 && self.group.warns_first(unmanaged::REFUSED) {
             self.say(b"uzswap: memory cannot be managed in this process (there is no /proc in its root directory); it runs without a limit\n");
         }
@@ -73,8 +73,8 @@ impl Pager {
 
     /// Opens what says how this process's memory is mapped (a forked child's is another).
     pub(crate) fn open_page_files(&self) -> Result<(), Errno> {
-        self.files.pagemap.store(raw::open(b"/proc/self/pagemap\0", libc::O_RDONLY)?, Release);
-        self.files.maps.store(raw::open(b"/proc/self/maps\0", libc::O_RDONLY)?, Release);
+        self.files.pagemap.store(raw::open(b"/proc/thread-self/pagemap\0", libc::O_RDONLY)?, Release);
+        self.files.maps.store(raw::open(b"/proc/thread-self/maps\0", libc::O_RDONLY)?, Release);
         Ok(())
     }
 

@@ -27,7 +27,7 @@ pub fn read_only_at(fd: i32, address: usize) -> Option<(usize, usize)> {
 /// cannot be known.
 pub fn is_registered(address: usize) -> Option<bool> {
     let mut text = Vec::new();
-    crate::raw::read_file(b"/proc/self/smaps\0", &mut text).ok()?;
+    crate::raw::read_file(b"/proc/thread-self/smaps\0", &mut text).ok()?;
     registered_in(&text, address)
 }
 
@@ -116,7 +116,7 @@ mod tests {
 
     #[test]
     fn what_is_read_only_is_known() {
-        let fd = crate::raw::open(b"/proc/self/maps\0", libc::O_RDONLY).expect("maps");
+        let fd = crate::raw::open(b"/proc/thread-self/maps\0", libc::O_RDONLY).expect("maps");
         // SAFETY: a mapping of the test's own.
         let at = unsafe {
             let at = libc::mmap(

@@ -14,7 +14,7 @@ impl Identity {
     /// The calling process; its start time is left out (0) where /proc cannot be read.
     pub fn own() -> Self {
         let pid = crate::thread::getpid() as u32;
-        Self::new(pid, read_stat(pid).map_or(0, |(_, start)| start))
+        Self::new(pid, read_stat(pid).map_or(0, |stat| stat.start))
     }
 
     fn new(pid: u32, start: u32) -> Self {
@@ -43,14 +43,18 @@ impl Identity {
         asked == Err(libc::ESRCH)
     }
 
-    /// Whether the process has ended, zombies included.
+    /// Whether the process has ended, zombies included. One of which only the first thread has ended (`pthread_exit` in `main`), or of which
+    /// threads still do (it was killed, and one of them is in a write), has not.
+    ///
+    /// The story: the kernel says `Z` of such a process, too. Its charge was returned and its slot and its clusters of the swap file given to
+    /// others, while it went on using them.
     pub fn is_dead(self) -> bool {
         if self.is_gone() {
             return true;
         }
         let start = (self.0 >> 32) as u32;
         match read_stat(self.pid()) {
-            Some((state, now)) => matches!(state, b'Z' | b'X') || (start != 0 && now != 0 && now != start),
+            Some(now) => now.has_ended() || (start != 0 && now.start != 0 && now.start != start),
             // It ended meanwhile, or /proc is hidden from us: the next look tells.
             None => false,
         }
@@ -73,19 +77,36 @@ pub fn read_bytes(pid: i32, addresses: &[usize]) -> Result<usize, Errno> {
     unsafe { sys!(libc::SYS_process_vm_readv, pid, local.as_ptr(), 1, remote.as_ptr(), n, 0) }
 }
 
-/// State letter and start time of a process.
-fn read_stat(pid: u32) -> Option<(u8, u32)> {
+/// What /proc/PID/stat says of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Stat {
+    /// State letter, of its first thread.
+    state: u8,
+    /// Threads that have not been waited for, the first included.
+    threads: u32,
+    /// When it started (ticks).
+    start: u32,
+}
+
+impl Stat {
+    fn has_ended(self) -> bool {
+        self.state == b'X' || (self.state == b'Z' && self.threads <= 1)
+    }
+}
+
+fn read_stat(pid: u32) -> Option<Stat> {
     let mut text = [0u8; 512];
     let n = read(&[b"/proc/", raw::decimal(u64::from(pid), &mut [0; 20]), b"/stat\0"], &mut text)?;
     parse_stat(&text[..n])
 }
 
-/// Fields 3 (state) and 22 (start time) of proc_pid_stat(5).
-fn parse_stat(text: &[u8]) -> Option<(u8, u32)> {
+/// Fields 3 (state), 20 (threads) and 22 (start time) of proc_pid_stat(5).
+fn parse_stat(text: &[u8]) -> Option<Stat> {
     let after = text.get(text.iter().rposition(|c| *c == b')')? + 2..)?;
-    let start = after.split(|c| *c == b' ').nth(19)?;
-    let ticks: u64 = core::str::from_utf8(start).ok()?.parse().ok()?;
-    Some((*after.first()?, ticks as u32))
+    let number = |field: usize| -> Option<u64> {
+        core::str::from_utf8(after.split(|c| *c == b' ').nth(field - 3)?).ok()?.parse().ok()
+    };
+    Some(Stat { state: *after.first()?, threads: number(20)? as u32, start: number(22)? as u32 })
 }
 
 /// Whether a thread blocks all signals but perhaps this one, as a thread does that waits for it with sigtimedwait (which
@@ -114,7 +135,7 @@ pub(crate) fn read(parts: &[&[u8]], out: &mut [u8]) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Identity, awaits, parse_stat};
+    use super::{Identity, Stat, awaits, parse_stat};
 
     #[test]
     fn a_process_is_told_from_its_pid() {
@@ -140,9 +161,16 @@ mod tests {
     #[test]
     fn stat_is_parsed_after_the_name() {
         let text = b"7 (a ) R b) S 1 1 1 0 -1 4 0 0 0 0 0 0 0 0 20 0 1 0 12345 999 1";
-        assert_eq!(parse_stat(text), Some((b'S', 12345)));
+        assert_eq!(parse_stat(text), Some(Stat { state: b'S', threads: 1, start: 12345 }));
         assert_eq!(parse_stat(b""), None);
         assert_eq!(parse_stat(b"7 (x)"), None);
+    }
+
+    #[test]
+    fn who_has_threads_left_has_not_ended() {
+        let ended = |state, threads| Stat { state, threads, start: 1 }.has_ended();
+        assert_eq!([ended(b'Z', 1), ended(b'Z', 0), ended(b'X', 3)], [true; 3]);
+        assert_eq!([ended(b'Z', 2), ended(b'S', 1), ended(b'R', 5)], [false; 3]);
     }
 
     #[test]
