@@ -250,7 +250,7 @@ impl Pager {
             Err(_) => return Ok(Piece::Waits),
         }
         forget_range(s, first, end);
-        s.managed = without(core::mem::take(&mut s.managed), &[(from, to)]);
+        s.managed.cut(from, to);
         s.note_ceded(from, to);
         match s.withdrawn.last_mut().filter(|last| last.1 == first) {
             Some(last) => last.1 = end,
@@ -317,8 +317,8 @@ impl State {
 
 /// The first part of `[at, end)` that is managed.
 fn managed_part(s: &State, at: usize, end: usize) -> Option<(usize, usize)> {
-    let parts = s.managed.iter().map(|(a, b)| (at.max(*a), end.min(*b)));
-    parts.filter(|(a, b)| a < b).min()
+    let parts = s.managed.overlapping(at, end).map(|(a, b)| (at.max(a), end.min(b)));
+    parts.min()
 }
 
 #[cfg(test)]
@@ -396,8 +396,7 @@ mod tests {
         assert_eq!(theirs.register(from, to - from), Ok(()));
         let all = (at, at + PAGES as usize * PAGE);
         assert_eq!(theirs.register(at, PAGE), Err(libc::EBUSY));
-        let mut left = p.state.lock().managed.clone();
-        left.sort_unstable();
+        let left: Vec<_> = p.state.lock().managed.iter().collect();
         assert_eq!(left, [(at, from), (to, all.1)]);
         assert!(p.page_in((at / PAGE) as u64, (all.1 / PAGE) as u64) > 50, "the rest was out");
         assert_eq!(wrong(at), 0);

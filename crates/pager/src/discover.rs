@@ -28,6 +28,36 @@ const PINNED_BYTES: usize = 1 << 10;
 /// Looks at a thread's control block, touched before each, until it is left as it is.
 const PIN_TRIES: usize = 100;
 
+/// Memory that nobody knows of is looked for from this size on.
+const UNKNOWN_BYTES: usize = 1 << 20;
+/// A scan is made again after so many times what it took, where little is unknown.
+const PAUSES: u64 = 8;
+
+/// When the ticker scans. A scan takes as long as a program has mappings (30,000 of them: 50 ms), and one that maps memory piece by piece
+/// has a MiB of it unknown again right away.
+#[derive(Default)]
+pub struct Scans {
+    /// What was unknown after the last one (bytes).
+    pub unknown_before: usize,
+    /// When that ended, and what it took (nanoseconds).
+    ended: u64,
+    took: u64,
+}
+
+impl Scans {
+    /// Whether it is time for one, where so much is unknown in a process whose share of the limit is this.
+    pub fn are_due(&self, unknown: usize, share: usize, now: u64) -> bool {
+        let new = unknown.saturating_sub(self.unknown_before);
+        let rested = now.saturating_sub(self.ended) >= PAUSES * self.took;
+        new > UNKNOWN_BYTES && (rested || new > share / 16)
+    }
+
+    /// One was made.
+    pub fn note(&mut self, begun: u64, ended: u64) {
+        (self.ended, self.took) = (ended, ended.saturating_sub(begun));
+    }
+}
+
 impl Pager {
     /// Registers what is not registered yet and lists its pages, while no mapping call of the program is under way.
     /// Returns the bytes newly found present.
@@ -76,7 +106,7 @@ impl Pager {
                 return Err(errno);
             }
             // What is there must not leave either: MOVE does not ask whether its source is registered.
-            s.managed.retain(|(a, b)| *b <= start || *a >= end);
+            s.managed.remove_overlapping(start, end);
             if errno == libc::EBUSY {
                 s.note_ceded(start, end);
             }
@@ -84,10 +114,10 @@ impl Pager {
             return Ok(0);
         }
         s.note_taken_over(start, end);
-        if s.managed.contains(&(start, end)) {
+        if s.managed.has(start, end) {
             return Ok(0);
         }
-        s.managed.retain(|(a, b)| *b <= start || *a >= end);
+        s.managed.remove_overlapping(start, end);
         s.managed.push((start, end));
         let mut runs: Vec<(usize, usize)> = Vec::new();
         let (fd, note) = (self.files.pagemap.load(Relaxed), |a, b| runs.push((a, b)));
@@ -126,10 +156,8 @@ impl Pager {
     /// In a forked child, when all that is mapped has been registered: forgets what the parent had and the child has not
     /// (MADV_DONTFORK). What the child maps there is new.
     pub(crate) fn forget_unmapped(&self, s: &mut State) {
-        let mut managed = s.managed.clone();
-        managed.sort_unstable();
         let mut at = 0;
-        for (start, end) in managed {
+        for (start, end) in s.managed.clone().iter() {
             forget_range(s, at, (start / PAGE) as u64);
             at = (end / PAGE) as u64;
         }
@@ -162,7 +190,7 @@ impl Pager {
     /// itself is: it cannot be let go of here, as only the helpers have the userfaultfd. Excluded as well it would be managed
     /// in this process, and read as zeros in forked children, which go by what is excluded.
     pub fn exclude(&self, s: &mut State, start: usize, end: usize) {
-        let found = s.managed.iter().any(|(a, b)| *a < end && start < *b);
+        let found = s.managed.overlapping(start, end).next().is_some();
         if !found && !s.excluded.contains(&(start, end)) {
             s.excluded.push((start, end));
             self.excluded_from.fetch_min(start, Relaxed);
@@ -283,9 +311,7 @@ pub(crate) fn no_longer_managed(s: &mut State, start: usize, end: usize) {
     if s.pinned.iter().any(|(a, b)| *a < end && start < *b) {
         s.pinned = without(core::mem::take(&mut s.pinned), &[(start, end)]);
     }
-    if s.managed.iter().any(|(a, b)| *a < end && start < *b) {
-        s.managed = without(core::mem::take(&mut s.managed), &[(start, end)]);
-    }
+    s.managed.cut(start, end);
 }
 
 /// The parts less the excluded ranges.
@@ -322,6 +348,18 @@ mod tests {
         assert_eq!(without(vec![(10, 20)], &[(0, 10), (20, 30)]), [(10, 20)]);
     }
 
+    #[test]
+    fn what_takes_long_is_not_done_all_the_time() {
+        const MIB: usize = 1 << 20;
+        let mut scans = Scans::default();
+        let due = |scans: &Scans, mib: usize, now| scans.are_due(mib * MIB, 64 * MIB, now);
+        assert_eq!([due(&scans, 1, 0), due(&scans, 2, 0)], [false, true]);
+        scans.note(1000, 2000);
+        scans.unknown_before = 3 * MIB;
+        assert_eq!([due(&scans, 5, 3000), due(&scans, 5, 10_000), due(&scans, 4, 10_000)], [false, true, false]);
+        assert!(due(&scans, 8, 2001), "more than a sixteenth of the limit");
+    }
+
     /// The story: the ticker found a thread's stack between its mapping and the hook that excludes it. It was managed from
     /// then on, and excluded; a child forked while its first page was out read zeros there, and libc's fork went by them
     /// (SIGSEGV). Then the hook was to unregister it, from a thread of the program, which does not have the userfaultfd.
@@ -333,7 +371,7 @@ mod tests {
         let mut s = p.state.lock();
         p.take_over(&mut s, at, at + 16 * PAGE).expect("registers");
         p.exclude(&mut s, start, end);
-        assert_eq!((&s.managed[..], &s.excluded[..]), (&[(at, at + 16 * PAGE)][..], &[][..]));
+        assert!(s.managed.has(at, at + 16 * PAGE) && s.managed.iter().count() == 1 && s.excluded.is_empty());
         p.exclude(&mut s, at + 32 * PAGE, at + 40 * PAGE);
         assert_eq!(s.excluded, [(at + 32 * PAGE, at + 40 * PAGE)]);
         assert!(

@@ -186,7 +186,7 @@ impl Pager {
         let at = vpn as usize * PAGE;
         let start = match self.files.maps.load(Relaxed) {
             // A region's memory is one mapping.
-            -1 => s.managed.iter().find(|(from, to)| (*from..*to).contains(&at)).map(|(from, _)| *from),
+            -1 => s.managed.holding(at).map(|(from, _)| from),
             maps => maps::mapping_at(maps, at).map(|(start, ..)| start),
         };
         start.map_or(vpn, |start| lowest.max((start / PAGE) as u64))

@@ -240,13 +240,13 @@ fn stack_address() -> usize {
 
 /// The pages of a stack around `top`, up to the one with `end`, where it is managed: within its own mapping.
 fn stack_pages(s: &State, top: usize, end: usize) -> core::ops::Range<usize> {
-    let Some((from, to)) = s.managed.iter().find(|(a, b)| (*a..*b).contains(&top)) else { return 0..0 };
-    (top - HOOK_STACK).max(*from) / arena::PAGE..(end / arena::PAGE + 1).min(to / arena::PAGE)
+    let Some((from, to)) = s.managed.holding(top) else { return 0..0 };
+    (top - HOOK_STACK).max(from) / arena::PAGE..(end / arena::PAGE + 1).min(to / arena::PAGE)
 }
 
 /// The pages of `[from, to)` from the first to the last that is managed.
 fn managed_pages(s: &State, from: usize, to: usize) -> core::ops::Range<usize> {
-    let managed = |page: &usize| s.managed.iter().any(|(a, b)| (*a..*b).contains(&(page * arena::PAGE)));
+    let managed = |page: &usize| s.managed.holding(page * arena::PAGE).is_some();
     let pages = from / arena::PAGE..to.div_ceil(arena::PAGE);
     match (pages.clone().find(managed), pages.rev().find(managed)) {
         (Some(first), Some(last)) => first..last + 1,
@@ -282,7 +282,9 @@ mod tests {
         let mut s = p.state.lock();
         // 16 KiB of stack between two other mappings; the control block ends where the stack's mapping does.
         let at = 1 << 30;
-        s.managed.extend([(at - 64 * K, at), (at, at + 16 * K), (at + 16 * K, at + 64 * K)]);
+        for range in [(at - 64 * K, at), (at, at + 16 * K), (at + 16 * K, at + 64 * K)] {
+            s.managed.push(range);
+        }
         let (top, end) = (at + 14 * K, at + 16 * K);
         assert_eq!(stack_pages(&s, top, top), at >> 12..end >> 12);
         assert_eq!(stack_pages(&s, top, top + 8 * K), at >> 12..end >> 12, "above it there is another's");

@@ -38,6 +38,7 @@ pub mod pageout;
 pub mod pager;
 mod pins;
 pub mod placement;
+mod ranges;
 pub mod reclaim;
 pub mod region;
 mod relocate;

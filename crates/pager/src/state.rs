@@ -12,6 +12,7 @@ use crate::mapfile::{self, MapFile};
 use crate::notify::Notified;
 use crate::object::{self, Header};
 use crate::placement::Placement;
+use crate::ranges::Ranges;
 use crate::remapped::Remapping;
 use crate::streams::Streams;
 use crate::swap::Swap;
@@ -113,7 +114,7 @@ pub struct State {
     /// Ranges that must stay out while they are mapped as they are: thread stacks.
     pub excluded: Vec<(usize, usize)>,
     /// Ranges registered, as they were found.
-    pub managed: Vec<(usize, usize)>,
+    pub managed: Ranges,
     /// Ranges that the program has registered with a userfaultfd of its own, or had once: see `ceded`.
     pub ceded: Vec<(usize, usize)>,
     /// Ranges of pages that were ceded: faults on them that were read before are no longer this pager's.
@@ -213,7 +214,7 @@ impl State {
             rss: 0,
             pinned: Vec::new(),
             excluded: Vec::new(),
-            managed: Vec::new(),
+            managed: Ranges::default(),
             ceded: Vec::new(),
             withdrawn: Vec::new(),
             keeps_all: false,

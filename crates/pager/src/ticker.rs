@@ -10,6 +10,7 @@
 //! userfaultfd, and the helpers hold none of the program's pipes open.
 
 use crate::arena::PAGE;
+use crate::discover::Scans;
 use crate::group::unmanaged;
 use crate::inject::Site;
 use crate::mapfile::{Kind, MapFile};
@@ -85,7 +86,7 @@ impl Pager {
         let signals = unsafe { sys!(libc::SYS_signalfd4, -1isize, &raw const set, 8, libc::SFD_CLOEXEC) };
         let signals = signals.map_or(-1, |fd| fd as i32);
         thread::wake_soon();
-        let mut unknown_before = 0;
+        let mut scans = Scans::default();
         let mut watch = Watch::default();
         loop {
             if self.lets_go() {
@@ -96,7 +97,7 @@ impl Pager {
             // Requests made from now on are not served by this look: it may be past what they are about.
             let ticket = self.growth.looks_wanted.load(Acquire);
             let wanted = ticket != self.growth.looks_done.load(Relaxed);
-            let Some(mut nap) = self.look(&mut unknown_before, wanted, &mut watch) else {
+            let Some(mut nap) = self.look(&mut scans, wanted, &mut watch) else {
                 thread::sleep_ns(SCAN_AGAIN_NS);
                 watch.look_after_handler(self);
                 continue;
@@ -134,7 +135,7 @@ impl Pager {
 
     /// Reads where the process stands, engages or scans when it is time (a scan is made when `wanted`); returns the CPU
     /// time until the next look; None when a scan could not be made now.
-    fn look(&'static self, unknown_before: &mut usize, wanted: bool, watch: &mut Watch) -> Option<u64> {
+    fn look(&'static self, scans: &mut Scans, wanted: bool, watch: &mut Watch) -> Option<u64> {
         let before = self.me().rss.load(Relaxed) as usize;
         // (First: what is mapped from now on may not be seen.)
         self.growth.mapped.store(0, Relaxed);
@@ -171,15 +172,17 @@ impl Pager {
         let rss = self.read_rss();
         s.rss = rss;
         let unknown = rss.saturating_sub(s.known_bytes());
-        if wanted || unknown > *unknown_before + (1 << 20) {
+        if wanted || scans.are_due(unknown, self.share(), thread::now_ns()) {
             drop(s);
+            let begun = thread::now_ns();
             if !self.scan_between_calls() {
                 return None;
             }
+            scans.note(begun, thread::now_ns());
             s = self.lock_and_lift(watch);
-            *unknown_before = rss.saturating_sub(s.known_bytes());
+            scans.unknown_before = rss.saturating_sub(s.known_bytes());
         } else {
-            *unknown_before = unknown.min(*unknown_before);
+            scans.unknown_before = unknown.min(scans.unknown_before);
         }
         self.publish(&s);
         let excess = self.excess(&s);

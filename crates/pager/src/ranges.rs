@@ -1,0 +1,123 @@
+//! Ranges of addresses that do not overlap, by where they begin.
+//!
+//! What is managed is asked for at each mapping that a look finds, and at each that the program takes away; programs have tens of thousands
+//! of them (a guard page after each block makes two). The story: they were in a list. One with 30,000 mappings took 318 s under a limit, and
+//! 0.5 without.
+
+use std::collections::BTreeMap;
+
+/// Ranges of addresses, each from its first to behind its last, of which no two overlap.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Ranges(BTreeMap<usize, usize>);
+
+impl Ranges {
+    /// Adds a range, which overlaps with none.
+    pub fn push(&mut self, (start, end): (usize, usize)) {
+        debug_assert!(self.last_of(start, end).is_none());
+        self.0.insert(start, end);
+    }
+
+    /// Whether this very range is among them.
+    pub fn has(&self, start: usize, end: usize) -> bool {
+        self.0.get(&start) == Some(&end)
+    }
+
+    /// The range that an address is in.
+    pub fn holding(&self, at: usize) -> Option<(usize, usize)> {
+        self.last_of(at, at + 1)
+    }
+
+    fn last_of(&self, start: usize, end: usize) -> Option<(usize, usize)> {
+        self.overlapping(start, end).next()
+    }
+
+    /// Those that overlap with a range, from the last to the first.
+    pub fn overlapping(&self, start: usize, end: usize) -> impl Iterator<Item = (usize, usize)> {
+        self.0.range(..end).rev().map(|(a, b)| (*a, *b)).take_while(move |(_, b)| *b > start)
+    }
+
+    /// Removes those that overlap with a range, whole.
+    pub fn remove_overlapping(&mut self, start: usize, end: usize) {
+        while let Some((a, _)) = self.last_of(start, end) {
+            self.0.remove(&a);
+        }
+    }
+
+    /// Removes a range from them: of those that overlap with it what is outside stays.
+    pub fn cut(&mut self, start: usize, end: usize) {
+        while let Some((a, b)) = self.last_of(start, end) {
+            self.0.remove(&a);
+            if a < start {
+                self.0.insert(a, start);
+            }
+            if b > end {
+                self.0.insert(end, b);
+            }
+        }
+    }
+
+    /// All of them, ascending.
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = (usize, usize)> {
+        self.0.iter().map(|(a, b)| (*a, *b))
+    }
+
+    /// Removes all.
+    pub fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::chance::mix;
+
+    /// Against a flag for each address.
+    #[test]
+    fn agrees_with_a_flat_model() {
+        const N: usize = 64;
+        for seed in 0..200 {
+            let (mut ranges, mut model) = (Ranges::default(), [0u32; N]);
+            for step in 0..60 {
+                let random = mix(seed * 1000 + step) as usize;
+                let start = random % N;
+                let end = start + 1 + random / N % (N - start);
+                match random / 10_000 % 3 {
+                    0 => {
+                        ranges.remove_overlapping(start, end);
+                        let gone: Vec<u32> = model[start..end].to_vec();
+                        model.iter_mut().filter(|of| gone.contains(of)).for_each(|of| *of = 0);
+                        ranges.push((start, end));
+                        model[start..end].fill(step as u32 + 1);
+                    }
+                    1 => {
+                        ranges.cut(start, end);
+                        // (What is right of the cut is a range of its own.)
+                        let right =
+                            (end..N).take_while(|i| start > 0 && model[*i] != 0 && model[*i] == model[start - 1]);
+                        let right: Vec<usize> = right.collect();
+                        right.iter().for_each(|i| model[*i] = step as u32 + 1);
+                        model[start..end].fill(0);
+                    }
+                    _ => {
+                        let want = (start..end).any(|i| model[i] != 0);
+                        assert_eq!(ranges.overlapping(start, end).next().is_some(), want, "seed {seed}");
+                    }
+                }
+                for (i, of) in model.iter().enumerate() {
+                    let range = ranges.holding(i);
+                    assert_eq!(range.is_some(), *of != 0, "seed {seed}, address {i}");
+                    if let Some((a, b)) = range {
+                        assert!(ranges.has(a, b) && model[a..b].iter().all(|other| other == of), "seed {seed}");
+                    }
+                }
+                assert_eq!(ranges.iter().count() == 0, ranges.is_empty());
+            }
+        }
+    }
+}
