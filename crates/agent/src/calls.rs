@@ -89,6 +89,11 @@ pub fn begin_remap(from: usize, old_len: usize, new_len: usize, flags: usize) ->
     let mut call = begin_one(libc::SYS_mremap, new_len, flags);
     call.pages = u32::try_from(new_len.div_ceil(PAGE)).unwrap_or(u32::MAX);
     if call.held == Some(Held::Alone)
+        && let Some(p) = pager()
+    {
+        p.calls.begin_remap(from, new_len);
+    }
+    if call.held == Some(Held::Alone)
         && let (Some(p), Some(remap)) = (pager(), Remap::of(from, old_len, new_len, flags))
     {
         call.remaps = p.before_remap(remap);
@@ -104,6 +109,11 @@ pub fn end_remap(call: InOrder, ret: isize) {
     {
         p.say(b"uzswap: memory that was moved could not be registered; the process is ended rather than read wrong data\n");
         thread::end_process(125);
+    }
+    if call.held == Some(Held::Alone)
+        && let Some(p) = pager()
+    {
+        p.calls.end_remap();
     }
     if let (Some(p), Ok(at)) = (pager(), raw::check(ret)) {
         is_no_stack(p, at, at + call.pages as usize * PAGE);

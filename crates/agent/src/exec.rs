@@ -23,7 +23,8 @@ pub fn init() {
 }
 
 fn header(path: &[u8]) -> Option<[u8; 4096]> {
-    let fd = raw::open(path, libc::O_RDONLY).ok()?;
+    // (The kernel executes regular files only. A pipe is not waited for.)
+    let fd = raw::open(path, libc::O_RDONLY | libc::O_NONBLOCK | libc::O_NOCTTY).ok()?;
     let mut head = [0u8; 4096];
     let got = raw::pread(fd, &mut head, 0);
     raw::close(fd);
@@ -54,6 +55,11 @@ fn is_static(head: &[u8; 4096]) -> bool {
 fn warn_if_static(path: *const c_char, search: bool) {
     let Some(p) = crate::pager() else { return };
     if path.is_null() || p.group.warned_unmanaged.load(Relaxed) & unmanaged::STATIC != 0 {
+        return;
+    }
+    // (A bad address is an error of the call's, which is to say so.)
+    // SAFETY: the kernel checks the address.
+    if unsafe { sys!(libc::SYS_access, path, libc::F_OK) } == Err(libc::EFAULT) {
         return;
     }
     // SAFETY: the caller of exec passes a string.

@@ -11,14 +11,13 @@
 use crate::next::Next;
 use crate::{PAGER, fails, pager, set_mask};
 use core::ffi::{c_int, c_long};
-use core::sync::atomic::Ordering::*;
+use core::sync::atomic::{AtomicUsize, Ordering::*};
 use uzswap_pager::group::unmanaged;
 use uzswap_pager::pager::Pager;
-use uzswap_sys::lock::Lock;
 use uzswap_sys::{raw, sys, thread};
 
 /// What uzswap reserved in a process that locks all its memory, again and again perhaps.
-static RESERVED: Lock<Option<(usize, usize)>> = Lock::new(None);
+static RESERVED: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
 
 static PRCTL: Next = Next::new(c"prctl");
 static UNSHARE: Next = Next::new(c"unshare");
@@ -114,15 +113,16 @@ fn may_restrict_calls() -> bool {
 
 /// Before a program locks all its memory; the range that uzswap has reserved, and which is not to be locked, if it has.
 pub fn locks_all() -> Option<(usize, usize)> {
-    let mut reserved = RESERVED.lock();
     if let Some(p) = pager() {
-        *reserved = Some((p.layout.base, p.layout.end));
+        RESERVED[0].store(p.layout.base, Relaxed);
+        RESERVED[1].store(p.layout.end, Relaxed);
         // (Should it stay managed, as a page cannot come back.)
         p.locks.store(true, Relaxed);
         let why = b" locks all its memory (mlockall), so that nothing can be taken out of it; it runs without a limit from now on\n";
         let_go(p, unmanaged::LOCKED, why);
     }
-    *reserved
+    let [base, end] = [0, 1].map(|i| RESERVED[i].load(Relaxed));
+    (end != 0).then_some((base, end))
 }
 
 /// LeakSanitizer's question, which comes before it stops all threads: whether it is not to look for leaks. (It is not where the

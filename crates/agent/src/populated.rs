@@ -12,7 +12,13 @@ use uzswap_sys::{raw, sys};
 /// stacks, locked memory and huge pages of the system's pool are not managed.)
 fn is_filled_later(prot: c_int, flags: c_int) -> bool {
     let asked = libc::MAP_POPULATE | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    let never = libc::MAP_SHARED | libc::MAP_STACK | libc::MAP_GROWSDOWN | libc::MAP_LOCKED | libc::MAP_HUGETLB;
+    // (With MAP_NONBLOCK the kernel does not fill it either.)
+    let never = libc::MAP_SHARED
+        | libc::MAP_STACK
+        | libc::MAP_GROWSDOWN
+        | libc::MAP_LOCKED
+        | libc::MAP_HUGETLB
+        | libc::MAP_NONBLOCK;
     prot & libc::PROT_WRITE != 0 && flags & (asked | never) == asked
 }
 

@@ -10,6 +10,7 @@ use crate::{
 use core::ffi::{c_int, c_long, c_uint, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
 use uzswap_pager::arena::PAGE;
+use uzswap_pager::discover::populate;
 use uzswap_sys::{raw, sys};
 
 static SYSCALL: Next = Next::new(c"syscall");
@@ -23,6 +24,11 @@ pub fn init() {
     SYSCALL.find();
     CLONE.find();
 }
+
+/// Times that memory is brought which has left again by the time the lock is had.
+const TRIES: u32 = 100;
+/// What the child uses of its new stack until its memory is managed, and libc before there is a child.
+const STACK_BYTES: usize = 32 << 10;
 
 /// Flags and stack of a call that makes a process or a thread.
 fn cloning(nr: c_long, a: [usize; 6]) -> Option<(u64, u64)> {
@@ -48,7 +54,7 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
     let args = [a, b, c, d, e, f];
     let ret = match cloning(nr, args) {
         Some((flags, 0)) if flags & libc::CLONE_VM as u64 == 0 && pager().is_some() => {
-            before_fork();
+            hold_with(&used_by(nr, args, flags));
             // SAFETY: the caller's arguments; the child returns here on its copy of this stack.
             let ret = unsafe { raw::syscall(nr, args) };
             after_fork(ret);
@@ -143,7 +149,10 @@ pub unsafe extern "C" fn clone(
         // SAFETY: the caller's arguments.
         return unsafe { real(entry, stack, flags, arg, parent_tid, tls, child_tid) };
     }
-    hold_with(stack as usize);
+    let mut used = [(0, 0); 5];
+    used[..3].copy_from_slice(&thread_ids(flags as u64, parent_tid as usize, parent_tid as usize, child_tid as usize));
+    used[3] = ((stack as usize).saturating_sub(STACK_BYTES), STACK_BYTES);
+    hold_with(&used);
     ENTRY.store(entry as usize, Relaxed);
     ARGUMENT.store(arg as usize, Relaxed);
     // SAFETY: the caller's arguments, with an entry of ours that goes on to the caller's.
@@ -152,17 +161,49 @@ pub unsafe extern "C" fn clone(
     pid
 }
 
-/// Takes the lock as for a fork at a moment when the last page of the new stack is in memory: libc writes there before
-/// the child exists, and nobody could serve the fault.
-fn hold_with(stack: usize) {
-    let last = (stack - 1) / PAGE;
-    loop {
-        let byte = (last * PAGE) as *mut u8;
-        // SAFETY: libc writes to this page too.
-        unsafe { byte.write_volatile(byte.read_volatile()) };
+/// Where the kernel puts the number of what it makes: in the parent (the first two) and in the child. Each an address and a number of
+/// bytes, 0 for none.
+fn thread_ids(flags: u64, pidfd: usize, parent_tid: usize, child_tid: usize) -> [(usize, usize); 3] {
+    let asked =
+        [(libc::CLONE_PIDFD, pidfd), (libc::CLONE_PARENT_SETTID, parent_tid), (libc::CLONE_CHILD_SETTID, child_tid)];
+    asked.map(|(flag, at)| if flags & flag as u64 != 0 { (at, size_of::<c_int>()) } else { (0, 0) })
+}
+
+/// The memory that a call uses which makes a process: [`thread_ids`], and what it reads of `clone3`'s arguments.
+fn used_by(nr: c_long, a: [usize; 6], flags: u64) -> [(usize, usize); 5] {
+    let mut used = [(0, 0); 5];
+    let ids = match nr {
+        libc::SYS_clone => thread_ids(flags, a[2], a[2], a[3]),
+        libc::SYS_clone3 => {
+            // SAFETY: the caller passes a structure of that size, which is not less than 8 words (see `cloning`).
+            let args = unsafe { core::slice::from_raw_parts(a[0] as *const usize, a[1].min(PAGE) / 8) };
+            used[3] = (a[0], a[1].min(PAGE));
+            // Numbers that the child is to have, and how many.
+            if let [set_tid, count] = args.get(8..10).unwrap_or_default() {
+                used[4] = (*set_tid, (*count).min(PAGE / 4) * size_of::<c_int>());
+            }
+            thread_ids(flags, args[1], args[3], args[2])
+        }
+        _ => [(0, 0); 3],
+    };
+    used[..3].copy_from_slice(&ids);
+    used
+}
+
+/// Takes the lock as for a fork at a moment when memory is there that is used until it is given back: nobody could serve a fault on it,
+/// and where the child writes to it before its memory is managed, the page must be its own already.
+///
+/// The story: only the new stack was made sure of. A program that had the number of its child put where its memory was out stood still
+/// for ever, and where the child put its own, the rest of that page was zeros.
+fn hold_with(used: &[(usize, usize)]) {
+    let used = used.iter().filter(|(at, len)| *at != 0 && *len != 0);
+    let pages = used.flat_map(|(at, len)| at / PAGE..at.saturating_add(*len).div_ceil(PAGE));
+    for left in (0..TRIES).rev() {
+        pages.clone().for_each(|page| populate(page * PAGE, (page + 1) * PAGE));
         before_fork();
         let Some(p) = pager() else { return };
-        if p.is_in_memory(stack - 1) {
+        // (What cannot be had after so many tries is no memory that the kernel could use.)
+        if left == 0 || pages.clone().all(|page| p.is_in_memory(page * PAGE)) {
             return;
         }
         after_fork(-1);

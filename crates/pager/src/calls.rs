@@ -16,7 +16,8 @@
 //! the ticker, which sees to it that the handler runs, waits for it a moment only. Its holder has all signals blocked: a
 //! signal handler might make such calls, or never return.
 
-use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
+use crate::arena::PAGE;
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::*};
 use uzswap_sys::rwlock::RwLock;
 use uzswap_sys::thread;
 
@@ -48,6 +49,8 @@ pub struct Calls {
     ordered: AtomicBool,
     /// Calls under way that did not.
     unordered: AtomicU32,
+    /// The `mremap` under way: from where, and how many bytes are to be there afterwards (0: none).
+    remaps: [AtomicUsize; 2],
 }
 
 impl Calls {
@@ -71,6 +74,29 @@ impl Calls {
         } else {
             self.lock.share();
             Held::Shared
+        }
+    }
+
+    /// The call that has begun alone is an `mremap` of memory at `from`, which is to be of `new_len` bytes.
+    pub fn begin_remap(&self, from: usize, new_len: usize) {
+        self.remaps[0].store(from, Relaxed);
+        self.remaps[1].store(new_len, Release);
+    }
+
+    /// That call has ended.
+    pub fn end_remap(&self) {
+        self.remaps[1].store(0, Release);
+    }
+
+    /// How many bytes have moved by the `mremap` of memory at `from`, of which an event says `len`.
+    ///
+    /// The story: kernels before 6.15 unmap what a shrinking call with MREMAP_FIXED leaves out, and then tell that all there was before
+    /// has moved. What was known of the rest was put down for what lies behind the new place, and read there.
+    pub fn moved_bytes(&self, from: usize, len: usize) -> usize {
+        match self.remaps[1].load(Acquire) {
+            0 => len,
+            new_len if self.remaps[0].load(Relaxed) == from => len.min(new_len.next_multiple_of(PAGE)),
+            _ => len,
         }
     }
 

@@ -272,8 +272,8 @@ impl Pager {
     }
 }
 
-/// Brings pages, to be written to where the kernel can say so.
-fn populate(from: usize, to: usize) {
+/// Brings pages, to be written to where the kernel can say so; nothing happens where there is no memory.
+pub fn populate(from: usize, to: usize) {
     // SAFETY: populating changes no contents, and does nothing where there is no memory.
     if unsafe { sys!(libc::SYS_madvise, from, to - from, libc::MADV_POPULATE_WRITE) }.is_err() {
         (from..to).step_by(PAGE).for_each(|page| {

@@ -32,6 +32,7 @@ impl Pager {
                 self.wake_waiting(s, start, end);
             }
             Message::Remap { from, to, len } => {
+                let len = self.calls.moved_bytes(from, len);
                 remap(s, (from / PAGE) as u64, (to / PAGE) as u64, len.div_ceil(PAGE) as u64);
                 no_longer_managed(s, from, from + len);
                 self.wake_waiting(s, from, from + len);
@@ -136,5 +137,42 @@ fn note_move(s: &State, from: u64, to: u64, pages: u64) {
         let n = (pages - at).min(0xffff) as usize;
         s.note(Record::pages(Kind::MoveFrom, from + at, n));
         s.note(Record::pages(Kind::MoveTo, to + at, n));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+
+    /// See `Calls::moved_bytes`: what kernels before 6.15 tell of a call that moves and shrinks.
+    #[test]
+    fn what_a_shrinking_move_leaves_out_does_not_move() {
+        const N: u64 = 16;
+        let p = testing::pager(16 << 20);
+        let mut s = p.state.lock();
+        let (from, to) = (1u64 << 20, 1u64 << 21);
+        let zeros = |s: &mut State, at: u64, n: u64| {
+            (at..at + n).for_each(|vpn| s.pt.set(vpn, Pte::new(Tag::Zero, 0)));
+            s.zeros += n as usize;
+        };
+        let address = |vpn: u64| vpn as usize * PAGE;
+        s.list_resident(from, 2 * N as usize, List::Inactive, |_| None);
+        zeros(&mut s, to + N, N);
+        p.calls.begin_remap(address(from), address(N) - 5);
+        p.event(&mut s, Message::Unmapped { start: address(to), end: address(to + N) });
+        p.event(&mut s, Message::Remap { from: address(from), to: address(to), len: address(2 * N) });
+        p.event(&mut s, Message::Unmapped { start: address(from + N), end: address(from + 2 * N) });
+        p.event(&mut s, Message::Unmapped { start: address(from), end: address(from + N) });
+        p.calls.end_remap();
+        let tags = |s: &State, at: u64| [at, at + N - 1].map(|vpn| s.pt.get(vpn).tag());
+        assert_eq!(tags(&s, to), [Tag::Resident; 2]);
+        assert_eq!(tags(&s, to + N), [Tag::Zero; 2], "another's");
+        assert_eq!([tags(&s, from), tags(&s, from + N)], [[Tag::None; 2]; 2]);
+        assert_eq!((s.resident, s.zeros), (N as usize, N as usize));
+        // Another call's, and one that nobody announced, are as they are told.
+        assert_eq!(p.calls.moved_bytes(address(from), 77), 77);
+        p.calls.begin_remap(5 * PAGE, PAGE);
+        assert_eq!((p.calls.moved_bytes(address(from), 77), p.calls.moved_bytes(5 * PAGE, 3 * PAGE)), (77, PAGE));
     }
 }

@@ -290,6 +290,18 @@ fn free_frames_do_not_pile_up() {
     assert!((96 * MIB..104 * MIB).contains(&held), "{} MiB for 96\n{}", held / MIB, run.describe());
 }
 
+/// The story: who executed a pipe waited for somebody to write to it, where the kernel refuses.
+#[test]
+fn calls_with_strange_arguments() {
+    let _alone = alone();
+    let Some(edges) = compile_c("edges") else { return };
+    let pipe = scratch("edges").join("pipe");
+    let subject = Subject::new("edges", &[&edges, &pipe]);
+    let (plain, run) = (subject.start_plain().finish(), subject.start_limited(32 * MIB).finish());
+    assert_eq!(plain.stdout.text(), "a pipe: 1, a bad address: 1\nspawned: 1\n0 pages filled\n");
+    assert_eq!((run.status, run.stdout.text()), (plain.status, plain.stdout.text()), "{}", run.describe());
+}
+
 /// The story: a process whose first thread has ended, while others go on, is a zombie by all that /proc says of it, and has no memory: its
 /// limit was given up, and it was taken for dead by all others.
 #[test]
