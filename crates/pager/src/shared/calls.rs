@@ -1,6 +1,6 @@
 //! What an attached process (or the owner's own handle) can ask for.
 
-use super::engine::{Engine, Watch};
+use super::engine::{Engine, Fork, Watch};
 use super::mapping::Pages;
 use super::owner::{Server, errno_of};
 use super::wire::{self, ALL, Words, op};
@@ -308,6 +308,9 @@ fn unprotect(e: &mut Engine, from: u64, to: u64, which: u64) {
         // Who waits tries again. A page still protected in the PTE faults once more, and is found to be free.
         m.wake(from, to);
     }
+    for f in e.forks.iter_mut().filter(|f| which == ALL || f.parent == which) {
+        f.markers[from as usize..to as usize].iter_mut().for_each(|byte| *byte &= !WRITE_PROTECTED);
+    }
 }
 
 /// Waits for a write to a page that this connection protected, as long as there is somebody at its other end.
@@ -334,9 +337,8 @@ fn next_write(server: &Server, milliseconds: u64, connection: u64, socket: &Owne
 
 /// A process is about to fork: what its child will have is kept until the child asks for it.
 fn fork(e: &mut Engine, id: u64) -> io::Result<u64> {
-    let token = e.next_id;
+    let (token, pages) = (e.next_id, e.pages);
     e.next_id += 1;
-    let pages = e.pages;
     // What was removed has no markers to inherit.
     e.settle(0, pages);
     let m = e.mapping(id).ok_or_else(|| refuse(libc::EBADF))?;
@@ -346,7 +348,7 @@ fn fork(e: &mut Engine, id: u64) -> io::Result<u64> {
     if e.forks.len() == MOST_FORKS {
         e.forks.pop_front();
     }
-    e.forks.push_back((token, tracking, markers));
+    e.forks.push_back(Fork { token, parent: id, tracking, markers });
     Ok(token)
 }
 

@@ -443,11 +443,11 @@ impl Server {
 /// Gives a new mapping the markers of the one that its process was forked from, and those that are everywhere.
 fn inherit_markers(engine: &mut Engine, mapping: &Mapping, token: u64) {
     let map = mapping.markers.map();
-    if let Some(at) = engine.forks.iter().position(|f| f.0 == token && token != 0)
-        && let Some((_, tracking, bytes)) = engine.forks.remove(at)
+    if let Some(at) = engine.forks.iter().position(|f| f.token == token && token != 0)
+        && let Some(fork) = engine.forks.remove(at)
     {
-        mapping.markers.set_tracking(tracking);
-        for (page, byte) in bytes.into_iter().enumerate().filter(|(_, b)| *b != 0) {
+        mapping.markers.set_tracking(fork.tracking);
+        for (page, byte) in fork.markers.into_iter().enumerate().filter(|(_, b)| *b != 0) {
             map.set(page as u64, uzswap_mm::pagemap::PageState(byte));
         }
     }

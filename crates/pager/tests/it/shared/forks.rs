@@ -6,7 +6,9 @@ use std::io::Read;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::process::Stdio;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
+use uzswap_pager::shared::SharedControl;
 
 /// How long a worker may take, with a child that it waits for.
 const LONGEST: Duration = Duration::from_secs(60);
@@ -38,10 +40,11 @@ fn in_child(work: impl FnOnce() -> bool) -> bool {
 }
 
 /// Roles of this file's workers; false: it is none.
-pub fn be(role: &str, _path: &Path, _number: usize) -> bool {
+pub fn be(role: &str, path: &Path, number: usize) -> bool {
     match role {
         "orphan" => orphan(),
         "fork-after-end" => fork_after_end(),
+        "fork-between" => fork_between(path, number),
         _ => return false,
     }
     true
@@ -107,4 +110,69 @@ fn fork_after_end() {
 fn a_process_that_has_lost_its_region_may_fork() {
     let error = works("fork-after-end", &socket_path("fork-after-end"), 0);
     assert!(error.contains("has ended") && !error.contains("took"), "{error}");
+}
+
+type Between = Option<Box<dyn FnOnce() + Send>>;
+static BETWEEN: Mutex<Between> = Mutex::new(None);
+
+/// Registered before the handler of shared regions, this is called after it.
+extern "C" fn between() {
+    if let Some(work) = BETWEEN.lock().unwrap().take() {
+        work();
+    }
+}
+
+fn fork_between(path: &Path, what: usize) {
+    // SAFETY: the handler lives as long as the program.
+    assert_eq!(unsafe { libc::pthread_atfork(Some(between), None, None) }, 0);
+    let m = SharedMapping::attach(path).unwrap();
+    (0..8).for_each(|page| write(&m, page, 50));
+    m.clear_soft_dirty(0..m.len()).unwrap();
+    write(&m, 6, 60);
+    let (client, other) = (SharedControl::connect(path).unwrap(), SharedControl::connect(path).unwrap());
+    let all = 0..8 * PAGE;
+    client.protect(all.clone(), None).unwrap();
+    *BETWEEN.lock().unwrap() = Some(Box::new(move || {
+        match what {
+            0 => client.unprotect(all, None).unwrap(),
+            1 => {
+                drop(client);
+                let begun = Instant::now();
+                // (Until it is noticed.)
+                while other.protect(0..0, None).is_err() {
+                    assert!(begun.elapsed() < LONGEST / 3, "the client that is gone is not missed");
+                    std::thread::yield_now();
+                }
+                return std::mem::forget(other);
+            }
+            _ => other.remove(all).unwrap(),
+        }
+        // It goes on watching.
+        std::mem::forget(client);
+    }));
+    assert!(in_child(|| {
+        let map = m.page_map();
+        let free = (0..8).all(|p| !map.get(p).write_protected());
+        let dirty: Vec<u64> = (0..8).filter(|p| map.get(*p).soft_dirty()).collect();
+        if !free || dirty != if what == 2 { vec![] } else { vec![6] } {
+            eprintln!("{free}, {dirty:?}");
+            return false;
+        }
+        (0..8).for_each(|page| write(&m, page, 70));
+        true
+    }));
+    assert!((0..8).all(|page| words(&m, page)[7].load(Relaxed) == 70));
+    say("well");
+}
+
+/// The story: what a child was to inherit was taken down before its parent forked, and what was unprotected or removed until it asked
+/// stayed protected, or dirty, for it: a write of the child's waited for a client that knew of no protection.
+#[test]
+fn what_ends_while_a_process_forks_has_ended_for_its_child() {
+    for what in 0..3 {
+        let path = socket_path("fork-between");
+        let region = region(4 * MIB, 8 * MIB);
+        region.serve(&path).unwrap();
+        works("fork-between", &path, what);
+    }
 }
