@@ -302,10 +302,13 @@ fn unprotect(e: &mut Engine, from: u64, to: u64, which: u64) {
         }
         watch.queue.retain(|p| !(from..to).contains(p));
     }
-    for m in e.mappings.iter_mut().filter(|m| which == ALL || m.id == which) {
-        let map = m.markers.map();
-        (from..to).filter(|p| map.get(*p).write_protected()).for_each(|p| map.change(p, 0, WRITE_PROTECTED));
-        // Who waits tries again. A page still protected in the PTE faults once more, and is found to be free.
+    for m in &mut e.mappings {
+        if which == ALL || m.id == which {
+            let map = m.markers.map();
+            (from..to).filter(|p| map.get(*p).write_protected()).for_each(|p| map.change(p, 0, WRITE_PROTECTED));
+        }
+        // Who waits tries again. A page still protected in the PTE faults once more, and is found to be free. Those of other
+        // mappings do, too: the queue does not say whose writes it told of, so what of it was another's must come in anew.
         m.wake(from, to);
     }
     for f in e.forks.iter_mut().filter(|f| which == ALL || f.parent == which) {
