@@ -13,7 +13,8 @@
 //! - A system call given a pointer into a region fails with `EFAULT` where the page is not resident: the kernel's own
 //!   faults raise no signal. Copy through a buffer of the program's.
 //! - `madvise`, `mremap`, `munmap` and `mprotect` on a region are not seen and must not be used.
-//! - After `fork` the child has no access to regions (`MADV_DONTFORK`): touching one is SIGSEGV.
+//! - After `fork` the child has no access to regions (`MADV_DONTFORK`): touching one is SIGSEGV. Nor may it ask anything of one, as
+//!   the lock may be held by a thread that it does not have. It may drop one, which then does nothing.
 //! - SIGBUS must stay handled by this module and unblocked in threads that touch a region. A program that installs its
 //!   own handler later must chain to the one it replaces.
 //!
@@ -204,6 +205,8 @@ pub struct Region {
     pager: *mut Pager,
     group: Published,
     threads: Vec<std::thread::JoinHandle<()>>,
+    /// The process that made it.
+    process: u32,
     /// Outlives the pager, whose table writes to it (as the group does): fields are dropped after [`Drop::drop`].
     page_map: Option<std::sync::Arc<MapFile>>,
 }
@@ -246,6 +249,7 @@ impl Region {
             pager: core::ptr::null_mut(),
             group: published,
             threads: Vec::new(),
+            process: std::process::id(),
             page_map: None,
         };
         region.build(options)?;
@@ -472,6 +476,12 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
+        if std::process::id() != self.process {
+            // A forked child has neither the threads nor the memory, the page map's included: what is in its place is somebody else's.
+            core::mem::take(&mut self.threads).into_iter().for_each(core::mem::forget);
+            core::mem::forget(self.page_map.take());
+            return;
+        }
         if !self.threads.is_empty() {
             // SAFETY: alive until below.
             let pager = unsafe { &*self.pager };

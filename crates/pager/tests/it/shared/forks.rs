@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::Stdio;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
+use uzswap_pager::region::{Options, Region};
 use uzswap_pager::shared::SharedControl;
 
 /// How long a worker may take, with a child that it waits for.
@@ -45,6 +46,7 @@ pub fn be(role: &str, path: &Path, number: usize) -> bool {
         "orphan" => orphan(),
         "fork-after-end" => fork_after_end(),
         "fork-between" => fork_between(path, number),
+        "fork-region" => fork_region(),
         _ => return false,
     }
     true
@@ -175,4 +177,36 @@ fn what_ends_while_a_process_forks_has_ended_for_its_child() {
         region.serve(&path).unwrap();
         works("fork-between", &path, what);
     }
+}
+
+fn fork_region() {
+    let region = Region::new(4 * MIB, &Options::new(8 * MIB)).unwrap();
+    let at = region.as_mut_ptr();
+    // SAFETY: the only user of the region.
+    unsafe { at.write_volatile(5) };
+    let mut region = Some(region);
+    assert!(in_child(|| {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+        // SAFETY: a new mapping, where fork has left nothing.
+        let own = unsafe { libc::mmap(at.cast(), PAGE, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
+        if own != at.cast() {
+            return false;
+        }
+        // SAFETY: just mapped.
+        unsafe { at.write_volatile(9) };
+        drop(region.take());
+        // SAFETY: as above.
+        unsafe { at.read_volatile() == 9 }
+    }));
+    // SAFETY: as above.
+    assert_eq!(unsafe { at.read_volatile() }, 5);
+    drop(region);
+    say("well");
+}
+
+/// The story: a child that dropped its parent's region waited for threads that it does not have, and unmapped what it had mapped where
+/// the region had been.
+#[test]
+fn a_child_may_drop_its_parents_region() {
+    works("fork-region", &socket_path("fork-region"), 0);
 }
