@@ -143,15 +143,14 @@ fn about_all(server: &Server, request: &Words, pages: u64, mapping: Option<u64>)
             return Ok(wire::words(&[sees_removes, e.removes.len() as u64, e.removes.unvouched, e.counts.near_faults]));
         }
         op::INJECT => {
-            if !server.engine().options.injectable {
-                return Err(refuse(libc::EPERM));
-            }
+            injectable(&server.engine())?;
             inject(server, request[1], request[2]);
             0
         }
         op::INJECT_MARKER => {
             let (id, page) = (mapping.ok_or_else(|| refuse(libc::EBADF))?, request[1]);
             let mut engine = server.engine();
+            injectable(&engine)?;
             let m = engine.mapping(id).filter(|_| page < pages).ok_or_else(|| refuse(libc::EINVAL))?;
             m.markers.map().set(page, PageState(request[2] as u8));
             0
@@ -170,6 +169,11 @@ fn patiently<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
             other => return other,
         }
     }
+}
+
+/// Whether the region is one for tests.
+fn injectable(e: &Engine) -> io::Result<()> {
+    if e.options.injectable { Ok(()) } else { Err(refuse(libc::EPERM)) }
 }
 
 /// For tests: see `wire`.

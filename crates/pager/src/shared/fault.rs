@@ -50,6 +50,8 @@ impl Engine {
         self.settle(page, page + 1);
         self.counts.faults += 1;
         self.touched[page as usize] = self.round;
+        // (What another batch has in hand is not put out by ours, and must not be written to.)
+        self.rescue(page);
         if self.mappings[k].marker(page) == Marker::Unknown {
             // Whatever the page holds, this process alone is told; nobody else's view changes.
             // A page that is mapped must be unmapped first, which only paging out does.
@@ -58,7 +60,6 @@ impl Engine {
             self.direct = Some(batch);
             return self.refuse(k, self.mappings[k].address(page));
         }
-        self.rescue(page);
         let resident = self.pt.get(page).tag() == Tag::Resident;
         if fault.protected && resident {
             return self.write_to_protected(k, page);
@@ -71,6 +72,9 @@ impl Engine {
     fn refuse(&mut self, k: usize, address: usize) -> Served {
         match self.ask(k, |m| m.poison(address)) {
             Err(libc::EAGAIN) => Served::Soon,
+            // A page that is kept in memory (a pin, a witness) stays mapped, and only its leaving makes room for an error: who wants
+            // to write waits for that.
+            Err(libc::EBUSY) => Served::Later,
             _ => {
                 let m = &mut self.mappings[k];
                 let page = ((address - m.base) / PAGE) as u64;
@@ -137,9 +141,18 @@ impl Engine {
     pub fn bring_in(&mut self, k: usize, from: u64, to: u64) -> bool {
         let mut at = from;
         while at < to {
-            let protect = self.mappings[k].marker(at) != Marker::Plain;
-            let same = |p: &u64| (self.mappings[k].marker(*p) != Marker::Plain) == protect;
-            let stop = (at..to).find(|p| !same(p)).unwrap_or(to);
+            let wanted = |p| match self.mappings[k].marker(p) {
+                Marker::Plain => Some(false),
+                Marker::Track | Marker::Notify => Some(true),
+                // Whoever touches it is to be told.
+                Marker::Unknown => None,
+            };
+            let protect = wanted(at);
+            let stop = (at..to).find(|p| wanted(*p) != protect).unwrap_or(to);
+            let Some(protect) = protect else {
+                at = stop;
+                continue;
+            };
             match self.map_run(k, at, stop, protect) {
                 Mapped::All => at = stop,
                 Mapped::Part => return true,

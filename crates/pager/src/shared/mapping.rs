@@ -252,9 +252,12 @@ impl Mapping {
     /// Makes every touch of the page at an address a SIGBUS in this process; wakes nobody.
     ///
     /// # Errors
-    /// As [`Mapping::protect_mapped`].
+    /// As [`Mapping::protect_mapped`]. `EBUSY`: a page is mapped there, as far as is known.
     pub fn poison(&self, address: usize) -> Result<(), i32> {
+        let page = (address - self.base) as u64 / PAGE as u64;
         match self.uffd().poison(address, PAGE) {
+            // Its write-protection is not ours to end then. (Of the page behind the region there is no such mark.)
+            Err((_, libc::EEXIST)) if page < self.markers.pages() && self.mapped.has(page) => Err(libc::EBUSY),
             Err((_, libc::EEXIST)) => {
                 // A write-protection marker of the kernel's is left in the PTE: ending the protection takes it away.
                 self.uffd().write_protect(address, PAGE, false)?;

@@ -1,4 +1,5 @@
 //! Shared regions: several mappings, several processes.
+mod errors;
 mod forks;
 mod markers;
 mod near;
