@@ -276,6 +276,9 @@ fn take_soft_dirty(e: &mut Engine, id: u64, from: u64, to: u64) -> io::Result<Wo
 
 fn protect(e: &mut Engine, from: u64, to: u64, which: u64, connection: u64) -> io::Result<()> {
     let pages = e.pages;
+    if which != ALL && e.mapping(which).is_none() {
+        return Err(refuse(libc::ENOENT));
+    }
     let watch =
         e.watch.get_or_insert_with(|| Watch { connection, everywhere: Pages::new(pages), queue: VecDeque::new() });
     if watch.connection != connection {
@@ -284,19 +287,17 @@ fn protect(e: &mut Engine, from: u64, to: u64, which: u64, connection: u64) -> i
     if which == ALL {
         (from..to).for_each(|p| watch.everywhere.put(p, true));
     }
-    let mut found = which == ALL;
     for k in 0..e.mappings.len() {
         let m = &e.mappings[k];
         if which != ALL && m.id != which {
             continue;
         }
-        found = true;
         // The marker first: a write that faults from now on is told.
         let map = m.markers.map();
         (from..to).for_each(|p| map.change(p, WRITE_PROTECTED, 0));
         e.protect_mapped(k, from, to).map_err(refuse)?;
     }
-    if found { Ok(()) } else { Err(refuse(libc::ENOENT)) }
+    Ok(())
 }
 
 fn unprotect(e: &mut Engine, from: u64, to: u64, which: u64) {

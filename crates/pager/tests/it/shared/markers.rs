@@ -226,6 +226,18 @@ fn who_writes_through_another_mapping_is_told_of_after_one_is_unprotected() {
     assert_eq!(words(&a, 3)[7].load(Relaxed), 2);
 }
 
+/// The story: who asked for protection in a mapping that there is not was told so, and kept everybody else from protecting anything.
+#[test]
+fn who_protects_nothing_keeps_nobody_from_it() {
+    let path = socket_path("protects-nothing");
+    let region = region(MIB, 8 * MIB);
+    region.serve(&path).unwrap();
+    let other = uzswap_pager::shared::SharedControl::connect(&path).unwrap();
+    let error = region.control().protect(at(0), Some(u64::MAX - 1)).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::NotFound);
+    other.protect(at(0), None).unwrap();
+}
+
 #[test]
 fn runs_and_sums_are_of_what_happened() {
     let region = region(4 * MIB, 8 * MIB);
