@@ -36,6 +36,7 @@ use crate::state::BLOCK;
 use core::fmt;
 use core::ops::Range;
 use core::sync::atomic::Ordering::*;
+use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use uzswap_mm::codec::Algorithm;
 use uzswap_mm::zone::Kind;
 use uzswap_sys::raw::Errno;
@@ -258,13 +259,16 @@ impl Region {
 
     fn build(&mut self, options: &Options) -> Result<(), Error> {
         install_handler();
+        // What is most likely refused comes first, and goes with this value until there is a pager for it.
+        let (uffd, without_move) = open_uffd(options)?;
+        // SAFETY: just made, and owned by nobody.
+        let owned = unsafe { OwnedFd::from_raw_fd(uffd.fd()) };
         self.base = map_aligned(self.mapped).map_err(kernel("no address space for a region"))?;
         let marks = options.track_writes.then(|| Marks::new(self.base, (self.mapped / PAGE) as u64));
         let marks = marks.transpose().map_err(kernel("a region's markers"))?;
         let layout = Layout::reserve(options.limit).map_err(kernel("no address space for a region"))?;
         // SAFETY: the group lives until the pager is gone: see drop.
         let group: &'static GroupPage = unsafe { &*core::ptr::from_ref(self.group.page()) };
-        let (uffd, without_move) = open_uffd(options)?;
         let mut pager = match Pager::new(group, 0, layout) {
             Ok(pager) => pager,
             Err(errno) => {
@@ -274,7 +278,7 @@ impl Region {
         };
         pager.own_frames = true;
         pager.without_move = without_move;
-        pager.uffd.store(uffd.fd(), Release);
+        pager.uffd.store(owned.into_raw_fd(), Release);
         pager.marks = marks;
         self.pager = Box::into_raw(Box::new(pager));
         // SAFETY: just made, freed in drop only.
@@ -307,6 +311,10 @@ impl Region {
             pager.state.lock().pt.publish(unsafe { map.map_unbound() }, (self.base / PAGE) as u64);
             self.page_map = Some(std::sync::Arc::new(map));
         }
+        self.start_threads(pager)
+    }
+
+    fn start_threads(&mut self, pager: &Pager) -> Result<(), Error> {
         let address = self.pager as usize;
         let all = SignalsBlocked::new();
         let run = |name: &str, f: fn(&Pager, usize), i: usize| {

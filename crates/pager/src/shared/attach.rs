@@ -184,7 +184,9 @@ fn attach(socket: OwnedFd, token: u64, at: Option<usize>) -> io::Result<(usize, 
             Ok((base, len, Attachment { socket, map, asker, sees_removes, markers, id, place, kernel_faults }))
         }
         Err(e) => {
-            // SAFETY: our mapping, of which nobody knows yet.
+            // The owner may have the mapping by now, and would look after it as long as this process lives.
+            let _ = wire::send(&socket, &wire::words(&[op::DETACH]), &[]);
+            // SAFETY: our mapping, of which nobody else in this process knows yet.
             let _ = unsafe { sys!(libc::SYS_munmap, base, len + SPARE) };
             Err(e)
         }

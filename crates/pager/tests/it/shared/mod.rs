@@ -8,6 +8,7 @@ mod processes;
 mod removes;
 mod removes_stress;
 mod ring;
+mod scarce;
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering::*};
