@@ -72,7 +72,7 @@ fn try_answer(
         }
         op::REMOVE => {
             let (from, to) = range()?;
-            server.engine().remove(from, to)?;
+            patiently(|| server.engine().remove(from, to))?;
             0
         }
         op::CLEAR_SOFT_DIRTY => {

@@ -264,17 +264,22 @@ impl Engine {
     }
 
     /// Drops a range's contents: for every mapping, those to come included, it is as if never touched.
+    ///
+    /// # Errors
+    /// `EBUSY`: there is a pin. `EAGAIN`: it is done, but for a page that is still an error where it was: to be tried again.
     pub fn remove(&mut self, from: u64, to: u64) -> io::Result<()> {
         if (from..to).any(|p| self.pins.has(p)) {
             return Err(io::Error::from_raw_os_error(libc::EBUSY));
         }
+        // Before doubts end: a process that must be waited for may begin one.
+        let all = self.end_errors(from, to);
         self.end_doubts(from, to);
         // The object's pages first: a process that faults meanwhile waits for our lock.
         memfd::punch(&self.object, from * PAGE as u64, (to - from) * PAGE as u64)?;
         self.map.map().begin();
         self.emptied(from, to);
         self.map.map().end();
-        Ok(())
+        if all { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EAGAIN)) }
     }
 
     /// Books that the object has nothing of `[from, to)` and that what was out of it is dropped. (A part of a change of the page

@@ -75,13 +75,35 @@ impl Engine {
             // A page that is kept in memory (a pin, a witness) stays mapped, and only its leaving makes room for an error: who wants
             // to write waits for that.
             Err(libc::EBUSY) => Served::Later,
-            _ => {
+            done => {
                 let m = &mut self.mappings[k];
                 let page = ((address - m.base) / PAGE) as u64;
+                if done.is_ok() {
+                    m.poisoned.insert(page);
+                }
                 m.wake(page, page + 1);
                 Served::Done
             }
         }
+    }
+
+    /// Ends the errors that touches of pages `[from, to)` are in some mappings, of pages that are then punched: a punch takes what is
+    /// mapped, and no errors, so an error is made way for by a page of zeros, which nobody can write to. False when a process must run
+    /// first: then it is to be tried again.
+    pub fn end_errors(&mut self, from: u64, to: u64) -> bool {
+        let mut all = true;
+        for k in 0..self.mappings.len() {
+            for page in self.mappings[k].poisoned.range(from..to).copied().collect::<Vec<_>>() {
+                // (Where there is no memory for it, or the kernel refuses, the error stays.)
+                let _ = memfd::populate(&self.object, page * PAGE as u64, PAGE as u64);
+                self.mappings[k].mapped.put(page, true);
+                match self.ask(k, |m| m.replace_error(page)) {
+                    Ok(()) => drop(self.mappings[k].poisoned.remove(&page)),
+                    Err(errno) => all &= errno != libc::EAGAIN,
+                }
+            }
+        }
+        all
     }
 
     /// Does an ioctl on mapping `k`, again where its process does something to the mapping that we are to see first, and notes when

@@ -6,7 +6,7 @@
 use super::engine::Engine;
 use crate::arena::PAGE;
 use crate::mapfile::MapFile;
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
@@ -63,6 +63,8 @@ pub(super) struct Mapping {
     pub streams: [(u64, u8); 8],
     /// Next of `streams` to reuse.
     pub stream_next: usize,
+    /// Pages, touches of which are made an error; and some that were, where the kernel has forgotten it.
+    pub poisoned: BTreeSet<u64>,
     /// The process is gone (`ESRCH`).
     pub dead: bool,
     /// Faults that somebody else read, for the mapping's own thread.
@@ -122,6 +124,7 @@ impl Mapping {
             aged: engine.round,
             streams: [(u64::MAX, 0); 8],
             stream_next: 0,
+            poisoned: BTreeSet::new(),
             dead: false,
             kept: VecDeque::new(),
             later: VecDeque::new(),
@@ -267,6 +270,18 @@ impl Mapping {
         }
     }
 
+    /// Maps a page that the object holds, write-protected, in the place of an error; wakes nobody.
+    ///
+    /// # Errors
+    /// As [`Mapping::protect_mapped`].
+    pub fn replace_error(&self, page: u64) -> Result<(), i32> {
+        match self.uffd().continue_pages(self.address(page), PAGE, true, false) {
+            // There is none any more, and somebody has mapped it.
+            Ok(()) | Err((_, libc::EEXIST)) => Ok(()),
+            Err((_, errno)) => Err(errno),
+        }
+    }
+
     /// Whether the process is there. (Protecting a page too much costs a fault; ending its protection could lose a write.)
     pub fn is_alive(&self) -> bool {
         self.uffd().write_protect(self.base, PAGE, true) != Err(libc::ESRCH)
@@ -274,7 +289,7 @@ impl Mapping {
 
     /// Bytes of its tables.
     pub fn metadata_bytes(&self) -> usize {
-        self.mapped.bytes() + self.seen.bytes() + self.markers.metadata_bytes()
+        self.mapped.bytes() + self.seen.bytes() + self.markers.metadata_bytes() + self.poisoned.len() * 8
     }
 }
 

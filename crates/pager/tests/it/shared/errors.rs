@@ -1,8 +1,9 @@
 //! Pages that are an error for who touches them: unknown markers, and what is lost.
 
 use super::processes::{Lines, say, wait_for_word, wait_within, worker};
-use super::removes::{HELD, HOLD, value};
+use super::removes::{BLIND, HELD, HOLD, NONE, bytes, unmap, value};
 use super::*;
+use std::os::fd::AsRawFd;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::Child;
@@ -115,4 +116,50 @@ fn unknown_markers_are_set_in_regions_for_tests_only() {
     let m = region.map().unwrap();
     let error = m.inject_marker(BAD as u64, UNKNOWN).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied);
+}
+
+/// Has the kernel read a word of a page: for an error without a signal.
+fn read_by_kernel(m: &SharedMapping, page: usize, file: &std::fs::File) -> Option<u64> {
+    let mut word = [0u8; 8];
+    // SAFETY: within the mapping; what the kernel copies is its affair.
+    let wrote = unsafe { libc::pwrite(file.as_raw_fd(), words(m, page)[7..].as_ptr().cast(), word.len(), 0) };
+    if wrote < 0 {
+        assert_eq!(std::io::Error::last_os_error().raw_os_error(), Some(libc::EFAULT));
+        return None;
+    }
+    std::os::unix::fs::FileExt::read_exact_at(file, &mut word, 0).unwrap();
+    Some(u64::from_ne_bytes(word))
+}
+
+/// The story: who had touched a page that was an error had the error there for ever, as the kernel keeps it through a hole that is
+/// punched, also where the page had been removed, and was zeros for everybody else.
+#[test]
+fn what_is_removed_is_no_error_any_more() {
+    let region = region(4 * MIB, 8 * MIB);
+    let (a, b) = (region.map().unwrap(), region.map().unwrap());
+    if !a.kernel_faults() || !region.control().sees_removes() {
+        return crate::alone::skip("the kernel's own faults may not be served here");
+    }
+    let (control, file) = (region.control(), super::tempfile());
+    let read = |m: &SharedMapping, page| read_by_kernel(m, page, &file);
+    // One process's own, by an unknown marker; and lost for all, as it could not be seen whether it was removed.
+    (0..16).for_each(|page| write(&a, page, BEFORE));
+    a.inject_marker(BAD as u64, UNKNOWN).unwrap();
+    control.page_out(bytes(0..16)).unwrap();
+    assert_eq!((read(&a, BAD), value(&b, BAD)), (None, BEFORE));
+    control.inject(BLIND, 1).unwrap();
+    unmap(&a, 2..6);
+    assert_eq!([&a, &b].map(|m| (read(m, 3), read(m, 4))), [(None, None); 2]);
+    for remove_again in [false, true] {
+        control.remove(bytes(0..16)).unwrap();
+        let states: Vec<_> = (0..16).map(|p| state(a.page_map().get(p))).collect();
+        assert_eq!(states, [NONE; 16], "{remove_again}");
+    }
+    assert_eq!(control.stats().unwrap().resident, 0);
+    for page in 0..16 {
+        assert_eq!((read(&a, page), read(&b, page)), (Some(0), Some(0)), "page {page}");
+        write(&a, page, AFTER);
+    }
+    assert_eq!(control.page_out(bytes(0..16)).unwrap(), 16);
+    assert!((0..16).all(|page| value(&a, page) == AFTER && value(&b, page) == AFTER));
 }

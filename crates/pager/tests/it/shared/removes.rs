@@ -14,7 +14,7 @@ use uzswap_mm::pagemap::Tier;
 use uzswap_pager::shared::SharedControl;
 
 /// What [`SharedControl::inject`] takes.
-const BLIND: u64 = 1;
+pub const BLIND: u64 = 1;
 const GATE: u64 = 2;
 pub const HOLD: u64 = 3;
 pub const HELD: u64 = 4;
