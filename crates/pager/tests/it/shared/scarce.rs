@@ -29,7 +29,23 @@ fn address_space() -> u64 {
     pages.split(' ').next().unwrap().parse::<u64>().unwrap() * PAGE as u64
 }
 
+/// Returns when all other threads wait for something: none is about to allocate.
+fn wait_for_rest() {
+    // SAFETY: no arguments.
+    let me = unsafe { libc::gettid() }.to_string();
+    let awake = |task: std::fs::DirEntry| {
+        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        task.file_name() != *me && stat.rsplit(") ").next().is_some_and(|state| state.starts_with(['R', 'D']))
+    };
+    let begun = Instant::now();
+    while std::fs::read_dir("/proc/self/task").unwrap().any(|task| awake(task.unwrap())) {
+        assert!(begun.elapsed() < LONGEST / 2, "a thread does not come to rest");
+        std::thread::yield_now();
+    }
+}
+
 fn without_threads<T>(work: impl FnOnce() -> T) -> T {
+    wait_for_rest();
     limit(libc::RLIMIT_AS, Some(address_space() + LEFT));
     let done = work();
     limit(libc::RLIMIT_AS, None);
