@@ -52,8 +52,8 @@ impl Drop for Holding<'_> {
 }
 
 /// A worker has a page with an unknown marker mapped, that page is on its way out, and the worker is to write to it when its input ends.
-fn write_to_unknown(work: impl FnOnce(&SharedRegion, &mut Child, Holding<'_>)) {
-    let path = socket_path("marked-write");
+fn write_to_unknown(name: &str, work: impl FnOnce(&SharedRegion, &mut Child, Holding<'_>)) {
+    let path = socket_path(name);
     let region = region(4 * MIB, 8 * MIB);
     region.serve(&path).unwrap();
     let mine = region.map().unwrap();
@@ -78,7 +78,7 @@ fn write_to_unknown(work: impl FnOnce(&SharedRegion, &mut Child, Holding<'_>)) {
 /// for everybody.
 #[test]
 fn an_unknown_marker_is_an_error_on_the_way_out_too() {
-    write_to_unknown(|_, child, holding| {
+    write_to_unknown("marked-busy", |_, child, holding| {
         drop(child.stdin.take());
         let begun = Instant::now();
         while child.try_wait().unwrap().is_none() {
@@ -92,7 +92,7 @@ fn an_unknown_marker_is_an_error_on_the_way_out_too() {
 /// The story: one that is pinned, and could not be put out, was let be written to as if nothing were wrong.
 #[test]
 fn who_writes_to_a_pinned_page_with_an_unknown_marker_waits_for_the_error() {
-    write_to_unknown(|region, child, holding| {
+    write_to_unknown("marked-pinned", |region, child, holding| {
         // (It keeps the write-protection of the page-out that it is taken from.)
         let pin = region.control().pin(at(BAD)).unwrap();
         holding.let_go();
