@@ -13,7 +13,8 @@
 //! - A system call given a pointer into a region fails with `EFAULT` where the page is not resident: the kernel's own
 //!   faults raise no signal. Copy through a buffer of the program's.
 //! - `madvise`, `mremap`, `munmap` and `mprotect` on a region are not seen and must not be used.
-//! - After `fork` the child has no access to regions (`MADV_DONTFORK`): touching one is SIGSEGV.
+//! - After `fork` the child has no access to regions (`MADV_DONTFORK`): touching one is SIGSEGV. Nor may it ask anything of one, as
+//!   the lock may be held by a thread that it does not have. It may drop one, which then does nothing.
 //! - SIGBUS must stay handled by this module and unblocked in threads that touch a region. A program that installs its
 //!   own handler later must chain to the one it replaces.
 //!
@@ -35,6 +36,7 @@ use crate::state::BLOCK;
 use core::fmt;
 use core::ops::Range;
 use core::sync::atomic::Ordering::*;
+use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use uzswap_mm::codec::Algorithm;
 use uzswap_mm::zone::Kind;
 use uzswap_sys::raw::Errno;
@@ -204,6 +206,8 @@ pub struct Region {
     pager: *mut Pager,
     group: Published,
     threads: Vec<std::thread::JoinHandle<()>>,
+    /// The process that made it.
+    process: u32,
     /// Outlives the pager, whose table writes to it (as the group does): fields are dropped after [`Drop::drop`].
     page_map: Option<std::sync::Arc<MapFile>>,
 }
@@ -246,6 +250,7 @@ impl Region {
             pager: core::ptr::null_mut(),
             group: published,
             threads: Vec::new(),
+            process: std::process::id(),
             page_map: None,
         };
         region.build(options)?;
@@ -254,13 +259,16 @@ impl Region {
 
     fn build(&mut self, options: &Options) -> Result<(), Error> {
         install_handler();
+        // What is most likely refused comes first, and goes with this value until there is a pager for it.
+        let (uffd, without_move) = open_uffd(options)?;
+        // SAFETY: just made, and owned by nobody.
+        let owned = unsafe { OwnedFd::from_raw_fd(uffd.fd()) };
         self.base = map_aligned(self.mapped).map_err(kernel("no address space for a region"))?;
         let marks = options.track_writes.then(|| Marks::new(self.base, (self.mapped / PAGE) as u64));
         let marks = marks.transpose().map_err(kernel("a region's markers"))?;
         let layout = Layout::reserve(options.limit).map_err(kernel("no address space for a region"))?;
         // SAFETY: the group lives until the pager is gone: see drop.
         let group: &'static GroupPage = unsafe { &*core::ptr::from_ref(self.group.page()) };
-        let (uffd, without_move) = open_uffd(options)?;
         let mut pager = match Pager::new(group, 0, layout) {
             Ok(pager) => pager,
             Err(errno) => {
@@ -270,7 +278,7 @@ impl Region {
         };
         pager.own_frames = true;
         pager.without_move = without_move;
-        pager.uffd.store(uffd.fd(), Release);
+        pager.uffd.store(owned.into_raw_fd(), Release);
         pager.marks = marks;
         self.pager = Box::into_raw(Box::new(pager));
         // SAFETY: just made, freed in drop only.
@@ -303,6 +311,10 @@ impl Region {
             pager.state.lock().pt.publish(unsafe { map.map_unbound() }, (self.base / PAGE) as u64);
             self.page_map = Some(std::sync::Arc::new(map));
         }
+        self.start_threads(pager)
+    }
+
+    fn start_threads(&mut self, pager: &Pager) -> Result<(), Error> {
         let address = self.pager as usize;
         let all = SignalsBlocked::new();
         let run = |name: &str, f: fn(&Pager, usize), i: usize| {
@@ -472,6 +484,12 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
+        if std::process::id() != self.process {
+            // A forked child has neither the threads nor the memory, the page map's included: what is in its place is somebody else's.
+            core::mem::take(&mut self.threads).into_iter().for_each(core::mem::forget);
+            core::mem::forget(self.page_map.take());
+            return;
+        }
         if !self.threads.is_empty() {
             // SAFETY: alive until below.
             let pager = unsafe { &*self.pager };

@@ -13,6 +13,7 @@ pub(crate) use self::model::{AtomicU32, futex_wait, futex_wake};
 #[cfg(not(loom))]
 use crate::sys;
 use core::cell::UnsafeCell;
+use core::marker::PhantomData;
 use core::ops::{Deref, DerefMut};
 #[cfg(not(loom))]
 use core::sync::atomic::AtomicU32;
@@ -65,7 +66,10 @@ pub struct Lock<T> {
 unsafe impl<T: Send> Sync for Lock<T> {}
 
 /// Holds the lock.
-pub struct Guard<'a, T>(&'a Lock<T>);
+///
+/// As a reference to the value does, it goes to another thread where the value may, and is used by several at once only where the value
+/// may be.
+pub struct Guard<'a, T>(&'a Lock<T>, PhantomData<&'a mut T>);
 
 impl<T> Lock<T> {
     /// A free lock.
@@ -139,7 +143,7 @@ impl<T> Lock<T> {
     /// The lock was taken just now.
     fn taken(&self) -> Guard<'_, T> {
         self.turns.store(self.turns.load(Relaxed).wrapping_add(1), Relaxed);
-        Guard(self)
+        Guard(self, PhantomData)
     }
 
     /// Whoever was hungry has it.
@@ -278,7 +282,24 @@ impl<T> DerefMut for Guard<'_, T> {
 
 #[cfg(all(test, not(loom)))]
 mod stack_tests {
-    use super::Lock;
+    use super::{Guard, Lock};
+    use core::cell::Cell;
+
+    /// The story: a guard could be shared by threads whatever it guards, a Cell for one, to which several then wrote at once.
+    #[test]
+    fn a_guard_is_shared_only_where_its_value_may_be() {
+        // Of a type that is Sync there are two, and which is meant cannot be told: it does not compile.
+        trait NotSync<Which> {
+            const IS: bool = true;
+        }
+        impl<T: ?Sized> NotSync<()> for T {}
+        impl<T: ?Sized + Sync> NotSync<u8> for T {}
+        fn is_sync<T: Sync>() {}
+        fn is_send<T: Send>() {}
+        const { assert!(<Guard<'static, Cell<u32>> as NotSync<_>>::IS) };
+        is_sync::<Guard<'static, u32>>();
+        is_send::<Guard<'static, Cell<u32>>>();
+    }
 
     /// With threads that take it in the usual way: one at a time, and nobody sleeps for ever. (That the stack is there: `fixtures/depths.c`.)
     #[test]

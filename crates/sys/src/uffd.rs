@@ -111,10 +111,15 @@ impl Uffd {
             // SAFETY: the call takes flags only.
             Err(_) => (unsafe { sys!(libc::SYS_userfaultfd, flags) }?, Via::Syscall),
         };
+        Self::agreed(fd, features).map(|uffd| (uffd, via))
+    }
+
+    /// A descriptor just made, when the kernel has agreed on `features`; otherwise it is closed.
+    fn agreed(fd: usize, features: u64) -> Result<Self, Errno> {
         let uffd = Self { fd: fd as i32 };
         let mut api = [0xaa_u64, features, 0];
-        uffd.ioctl(API, api.as_mut_ptr())?;
-        Ok((uffd, via))
+        uffd.ioctl(API, api.as_mut_ptr()).inspect_err(|_| raw::close(uffd.fd))?;
+        Ok(uffd)
     }
 
     /// Opens a non-blocking descriptor that serves faults of the program's own instructions only: everybody may.
@@ -125,13 +130,7 @@ impl Uffd {
         const USER_MODE_ONLY: i32 = 1;
         // SAFETY: the call takes flags only.
         let fd = unsafe { sys!(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | USER_MODE_ONLY) }?;
-        let uffd = Self { fd: fd as i32 };
-        let mut api = [0xaa_u64, features, 0];
-        if let Err(e) = uffd.ioctl(API, api.as_mut_ptr()) {
-            raw::close(uffd.fd);
-            return Err(e);
-        }
-        Ok(uffd)
+        Self::agreed(fd, features)
     }
 
     /// Wraps a descriptor that is open.
@@ -331,6 +330,25 @@ fn decode(m: &[u64; 4]) -> Message {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The story: a descriptor that the kernel had refused a feature for stayed open, one for each try.
+    #[test]
+    fn what_is_refused_a_feature_is_closed() {
+        const TRIES: usize = 100;
+        const NO_SUCH_FEATURE: u64 = 1 << 60;
+        let open = || {
+            let is = |e: std::io::Result<std::fs::DirEntry>| {
+                std::fs::read_link(e.unwrap().path()).is_ok_and(|to| to.as_os_str() == "anon_inode:[userfaultfd]")
+            };
+            std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|e| is(e).then_some(())).count()
+        };
+        let before = open();
+        for _ in 0..TRIES {
+            assert!(Uffd::open(NO_SUCH_FEATURE).is_err() && Uffd::open_for_program(NO_SUCH_FEATURE).is_err());
+        }
+        // (Other tests have some open at times.)
+        assert!(open() < before + TRIES / 2, "{before} descriptors before, {} after", open());
+    }
 
     #[test]
     fn messages_decode() {

@@ -12,7 +12,8 @@
 //! fork: the region is not inherited (`MADV_DONTFORK`), since the kernel would drop its registration in the child,
 //! where pages that are out would read as zeros. Instead the child attaches by itself, at the same address, before the
 //! program's code runs in it (`pthread_atfork`), and its mapping has the markers that the parent's had. Where that fails
-//! the child has SIGBUS in the region's place. A child made by a raw `clone` has nothing there: SIGSEGV.
+//! the child has SIGBUS in the region's place, and no connection: the parent's is the parent's mapping to the owner. A child made by
+//! a raw `clone` has nothing there: SIGSEGV.
 
 use super::owner::{isolate_descriptors, say, spawn};
 use super::view::{Asker, View};
@@ -73,7 +74,11 @@ pub(super) fn control(socket: OwnedFd) -> io::Result<Control> {
 
 /// What a process has of its attachment; a forked child gets another.
 struct Attachment {
-    control: Control,
+    /// None: a forked child that could not attach again has no mapping that the owner knows of.
+    socket: Option<OwnedFd>,
+    map: Arc<MapFile>,
+    asker: Arc<Asker>,
+    sees_removes: bool,
     markers: Arc<MapFile>,
     id: u64,
     place: Arc<Mutex<Place>>,
@@ -89,6 +94,13 @@ struct Place {
     len: usize,
     /// The program has unmapped it.
     gone: bool,
+}
+
+impl Place {
+    /// That of a region of `len` bytes.
+    fn new(base: usize, len: usize) -> Arc<Mutex<Self>> {
+        Arc::new(Mutex::new(Self { base, len: len + SPARE, gone: false }))
+    }
 }
 
 /// A shared region, mapped: see [`SharedMapping`](super::SharedMapping).
@@ -117,6 +129,9 @@ fn map_error(base: usize, len: usize) {
         // SAFETY: the place is the region's, whose users get what they are promised.
         unsafe { memfd::map(&empty, len, true, Some(base)) }
     });
+    // A child takes the place before it attaches, or has an error of its own there, and would find it taken.
+    // SAFETY: advice on the mapping just made.
+    let _ = unsafe { sys!(libc::SYS_madvise, base, len, libc::MADV_DONTFORK) };
     if done.is_err() {
         // SAFETY: as above; SIGSEGV then, but never zeros.
         let none = unsafe { sys!(libc::SYS_mprotect, base, len, libc::PROT_NONE) };
@@ -158,18 +173,20 @@ fn attach(socket: OwnedFd, token: u64, at: Option<usize>) -> io::Result<(usize, 
         if answer[0] != 0 {
             return Err(os(answer[0] as i32));
         }
-        let place = Arc::new(Mutex::new(Place { base, len: len + SPARE, gone: false }));
+        let place = Place::new(base, len);
         start_watcher(place.clone(), uffd, watch)?;
         Ok((answer[1], place))
     })();
     match rest {
         Ok((id, place)) => {
-            let asker = Arc::new(Asker::new(look));
-            let control = Control { socket, pages, map: Arc::new(map), asker, sees_removes };
-            Ok((base, len, Attachment { control, markers: Arc::new(markers), id, place, kernel_faults }))
+            let (map, markers, asker) = (Arc::new(map), Arc::new(markers), Arc::new(Asker::new(look)));
+            let socket = Some(socket);
+            Ok((base, len, Attachment { socket, map, asker, sees_removes, markers, id, place, kernel_faults }))
         }
         Err(e) => {
-            // SAFETY: our mapping, of which nobody knows yet.
+            // The owner may have the mapping by now, and would look after it as long as this process lives.
+            let _ = wire::send(&socket, &wire::words(&[op::DETACH]), &[]);
+            // SAFETY: our mapping, of which nobody else in this process knows yet.
             let _ = unsafe { sys!(libc::SYS_munmap, base, len + SPARE) };
             Err(e)
         }
@@ -248,6 +265,13 @@ fn ager(asked: &Receiver<u64>, place: &Mutex<Place>, watch: &OwnedFd) {
 /// The attachments of this process, for fork. Lock order: this, then each one's `now`.
 static ALL: Lock<Vec<usize>> = Lock::new(Vec::new());
 
+impl Attachment {
+    fn call(&self, request: &[u64]) -> io::Result<wire::Words> {
+        let socket = self.socket.as_ref().ok_or_else(|| os(libc::ENOTCONN))?;
+        wire::call(socket, request).map(|(words, _)| words)
+    }
+}
+
 impl Attached {
     /// Maps the region at the other end of a connection; `path` is where a forked child finds it.
     pub fn new(socket: OwnedFd, path: Option<PathBuf>) -> io::Result<Box<Self>> {
@@ -262,10 +286,9 @@ impl Attached {
         Ok(attached)
     }
 
-    /// Makes a call.
+    /// Makes a call. `ENOTCONN`: in a forked child that could not attach again.
     pub fn call(&self, request: &[u64]) -> io::Result<wire::Words> {
-        let now = self.now.lock();
-        wire::call(&now.control.socket, request).map(|(words, _)| words)
+        self.now.lock().call(request)
     }
 
     /// A call on a range of bytes, which are widened to pages.
@@ -277,7 +300,7 @@ impl Attached {
     /// The page map as this mapping sees it.
     pub fn view(&self) -> View {
         let now = self.now.lock();
-        View::new(now.control.map.clone(), Some(now.markers.clone()), now.control.asker.clone())
+        View::new(now.map.clone(), Some(now.markers.clone()), now.asker.clone())
     }
 
     /// The number that the owner has given the mapping.
@@ -292,7 +315,7 @@ impl Attached {
 
     /// Whether `madvise(MADV_REMOVE)` drops what is out, too.
     pub fn sees_removes(&self) -> bool {
-        self.now.lock().control.sees_removes
+        self.now.lock().sees_removes
     }
 }
 
@@ -314,9 +337,16 @@ impl Drop for Attached {
         // SAFETY: our mapping, whose user gives it up.
         let _ = unsafe { sys!(libc::SYS_munmap, self.base, self.len + SPARE) };
         drop(place);
-        let _ = socket::time_out(&now.control.socket, 5);
-        let _ = wire::call(&now.control.socket, &[op::DETACH]);
+        if let Some(socket) = &now.socket {
+            detach(socket);
+        }
     }
+}
+
+/// Tells the owner that the mapping at this end of a connection is no more.
+fn detach(socket: &OwnedFd) {
+    let _ = socket::time_out(socket, 5);
+    let _ = wire::call(socket, &[op::DETACH]);
 }
 
 extern "C" fn before_fork() {
@@ -325,7 +355,7 @@ extern "C" fn before_fork() {
         // SAFETY: in the list as long as it lives, and the list is locked.
         let a = unsafe { &*(*a as *const Attached) };
         let now = a.now.lock();
-        let token = wire::call(&now.control.socket, &[op::FORK]).map_or(0, |(words, _)| words[1]);
+        let token = now.call(&[op::FORK]).map_or(0, |words| words[1]);
         a.token.store(token, Relaxed);
         core::mem::forget(now);
     }
@@ -370,17 +400,17 @@ extern "C" fn in_child() {
         let attached = path.and_then(connect).and_then(|socket| {
             socket::time_out(&socket, 10)?;
             let done = attach(socket, a.token.load(Relaxed), Some(a.base))?;
-            socket::time_out(&done.2.control.socket, 0)?;
+            done.2.socket.iter().try_for_each(|socket| socket::time_out(socket, 0))?;
             Ok(done)
         });
+        // SAFETY: the lock is held since before_fork; the parent's attachment ends here, in the child only.
+        let now = unsafe { a.now.assume_locked() };
         match attached {
-            Ok((_, _, attachment)) => {
-                // SAFETY: the lock is held since before_fork; the parent's attachment ends here, in the child only.
-                let old = core::mem::replace(unsafe { a.now.assume_locked() }, attachment);
-                // Only its descriptors: the mapping was not inherited, and the owner is not to be told.
-                drop(old);
-            }
+            // Of the old one only its descriptors go: the mapping was not inherited, and the owner is not to be told.
+            Ok((_, _, attachment)) => *now = attachment,
             Err(e) => {
+                // The socket is the parent's mapping to the owner, and a thread of the parent's may have had the place.
+                (now.socket, now.place) = (None, Place::new(a.base, a.len));
                 say(&format!(
                     "uzswap: a forked child could not attach a shared region again ({e}); touching it is SIGBUS\n"
                 ));

@@ -1,6 +1,6 @@
 //! What an attached process (or the owner's own handle) can ask for.
 
-use super::engine::{Engine, Watch};
+use super::engine::{Engine, Fork, Watch};
 use super::mapping::Pages;
 use super::owner::{Server, errno_of};
 use super::wire::{self, ALL, Words, op};
@@ -72,7 +72,7 @@ fn try_answer(
         }
         op::REMOVE => {
             let (from, to) = range()?;
-            server.engine().remove(from, to)?;
+            patiently(|| server.engine().remove(from, to))?;
             0
         }
         op::CLEAR_SOFT_DIRTY => {
@@ -143,15 +143,14 @@ fn about_all(server: &Server, request: &Words, pages: u64, mapping: Option<u64>)
             return Ok(wire::words(&[sees_removes, e.removes.len() as u64, e.removes.unvouched, e.counts.near_faults]));
         }
         op::INJECT => {
-            if !server.engine().options.injectable {
-                return Err(refuse(libc::EPERM));
-            }
+            injectable(&server.engine())?;
             inject(server, request[1], request[2]);
             0
         }
         op::INJECT_MARKER => {
             let (id, page) = (mapping.ok_or_else(|| refuse(libc::EBADF))?, request[1]);
             let mut engine = server.engine();
+            injectable(&engine)?;
             let m = engine.mapping(id).filter(|_| page < pages).ok_or_else(|| refuse(libc::EINVAL))?;
             m.markers.map().set(page, PageState(request[2] as u8));
             0
@@ -170,6 +169,11 @@ fn patiently<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
             other => return other,
         }
     }
+}
+
+/// Whether the region is one for tests.
+fn injectable(e: &Engine) -> io::Result<()> {
+    if e.options.injectable { Ok(()) } else { Err(refuse(libc::EPERM)) }
 }
 
 /// For tests: see `wire`.
@@ -272,6 +276,9 @@ fn take_soft_dirty(e: &mut Engine, id: u64, from: u64, to: u64) -> io::Result<Wo
 
 fn protect(e: &mut Engine, from: u64, to: u64, which: u64, connection: u64) -> io::Result<()> {
     let pages = e.pages;
+    if which != ALL && e.mapping(which).is_none() {
+        return Err(refuse(libc::ENOENT));
+    }
     let watch =
         e.watch.get_or_insert_with(|| Watch { connection, everywhere: Pages::new(pages), queue: VecDeque::new() });
     if watch.connection != connection {
@@ -280,19 +287,17 @@ fn protect(e: &mut Engine, from: u64, to: u64, which: u64, connection: u64) -> i
     if which == ALL {
         (from..to).for_each(|p| watch.everywhere.put(p, true));
     }
-    let mut found = which == ALL;
     for k in 0..e.mappings.len() {
         let m = &e.mappings[k];
         if which != ALL && m.id != which {
             continue;
         }
-        found = true;
         // The marker first: a write that faults from now on is told.
         let map = m.markers.map();
         (from..to).for_each(|p| map.change(p, WRITE_PROTECTED, 0));
         e.protect_mapped(k, from, to).map_err(refuse)?;
     }
-    if found { Ok(()) } else { Err(refuse(libc::ENOENT)) }
+    Ok(())
 }
 
 fn unprotect(e: &mut Engine, from: u64, to: u64, which: u64) {
@@ -302,11 +307,17 @@ fn unprotect(e: &mut Engine, from: u64, to: u64, which: u64) {
         }
         watch.queue.retain(|p| !(from..to).contains(p));
     }
-    for m in e.mappings.iter_mut().filter(|m| which == ALL || m.id == which) {
-        let map = m.markers.map();
-        (from..to).filter(|p| map.get(*p).write_protected()).for_each(|p| map.change(p, 0, WRITE_PROTECTED));
-        // Who waits tries again. A page still protected in the PTE faults once more, and is found to be free.
+    for m in &mut e.mappings {
+        if which == ALL || m.id == which {
+            let map = m.markers.map();
+            (from..to).filter(|p| map.get(*p).write_protected()).for_each(|p| map.change(p, 0, WRITE_PROTECTED));
+        }
+        // Who waits tries again. A page still protected in the PTE faults once more, and is found to be free. Those of other
+        // mappings do, too: the queue does not say whose writes it told of, so what of it was another's must come in anew.
         m.wake(from, to);
+    }
+    for f in e.forks.iter_mut().filter(|f| which == ALL || f.parent == which) {
+        f.markers[from as usize..to as usize].iter_mut().for_each(|byte| *byte &= !WRITE_PROTECTED);
     }
 }
 
@@ -334,9 +345,8 @@ fn next_write(server: &Server, milliseconds: u64, connection: u64, socket: &Owne
 
 /// A process is about to fork: what its child will have is kept until the child asks for it.
 fn fork(e: &mut Engine, id: u64) -> io::Result<u64> {
-    let token = e.next_id;
+    let (token, pages) = (e.next_id, e.pages);
     e.next_id += 1;
-    let pages = e.pages;
     // What was removed has no markers to inherit.
     e.settle(0, pages);
     let m = e.mapping(id).ok_or_else(|| refuse(libc::EBADF))?;
@@ -346,7 +356,7 @@ fn fork(e: &mut Engine, id: u64) -> io::Result<u64> {
     if e.forks.len() == MOST_FORKS {
         e.forks.pop_front();
     }
-    e.forks.push_back((token, tracking, markers));
+    e.forks.push_back(Fork { token, parent: id, tracking, markers });
     Ok(token)
 }
 

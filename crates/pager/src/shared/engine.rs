@@ -52,6 +52,18 @@ pub(super) struct Watch {
     pub queue: VecDeque<u64>,
 }
 
+/// A mapping whose process was about to fork, for the child's.
+pub(super) struct Fork {
+    /// What the child is to say.
+    pub token: u64,
+    /// The mapping.
+    pub parent: u64,
+    /// Whether its soft-dirty bits say anything.
+    pub tracking: bool,
+    /// Its markers, a byte a page. What is removed or unprotected before the child asks is so here, too.
+    pub markers: Vec<u8>,
+}
+
 /// The tables.
 pub(super) struct Engine {
     pub object: OwnedFd,
@@ -67,8 +79,8 @@ pub(super) struct Engine {
     pub removes: Removes,
     pub next_id: u64,
     pub watch: Option<Watch>,
-    /// Markers of processes about to fork: token, whether tracked, and the bytes.
-    pub forks: VecDeque<(u64, bool, Vec<u8>)>,
+    /// Forks whose child has not asked yet, oldest first.
+    pub forks: VecDeque<Fork>,
     pub resident: usize,
     pub swapped: usize,
     pub zeros: usize,
@@ -252,17 +264,22 @@ impl Engine {
     }
 
     /// Drops a range's contents: for every mapping, those to come included, it is as if never touched.
+    ///
+    /// # Errors
+    /// `EBUSY`: there is a pin. `EAGAIN`: it is done, but for a page that is still an error where it was: to be tried again.
     pub fn remove(&mut self, from: u64, to: u64) -> io::Result<()> {
         if (from..to).any(|p| self.pins.has(p)) {
             return Err(io::Error::from_raw_os_error(libc::EBUSY));
         }
+        // Before doubts end: a process that must be waited for may begin one.
+        let all = self.end_errors(from, to);
         self.end_doubts(from, to);
         // The object's pages first: a process that faults meanwhile waits for our lock.
         memfd::punch(&self.object, from * PAGE as u64, (to - from) * PAGE as u64)?;
         self.map.map().begin();
         self.emptied(from, to);
         self.map.map().end();
-        Ok(())
+        if all { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EAGAIN)) }
     }
 
     /// Books that the object has nothing of `[from, to)` and that what was out of it is dropped. (A part of a change of the page
@@ -286,6 +303,9 @@ impl Engine {
             }
             // Who waited to write to a protected page goes on, and finds a page that is not.
             m.wake(from, to);
+        }
+        for f in &mut self.forks {
+            f.markers[from as usize..to as usize].fill(0);
         }
         if let Some(watch) = &mut self.watch {
             (from..to).for_each(|p| watch.everywhere.put(p, false));

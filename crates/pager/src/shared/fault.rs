@@ -50,6 +50,8 @@ impl Engine {
         self.settle(page, page + 1);
         self.counts.faults += 1;
         self.touched[page as usize] = self.round;
+        // (What another batch has in hand is not put out by ours, and must not be written to.)
+        self.rescue(page);
         if self.mappings[k].marker(page) == Marker::Unknown {
             // Whatever the page holds, this process alone is told; nobody else's view changes.
             // A page that is mapped must be unmapped first, which only paging out does.
@@ -58,7 +60,6 @@ impl Engine {
             self.direct = Some(batch);
             return self.refuse(k, self.mappings[k].address(page));
         }
-        self.rescue(page);
         let resident = self.pt.get(page).tag() == Tag::Resident;
         if fault.protected && resident {
             return self.write_to_protected(k, page);
@@ -71,13 +72,38 @@ impl Engine {
     fn refuse(&mut self, k: usize, address: usize) -> Served {
         match self.ask(k, |m| m.poison(address)) {
             Err(libc::EAGAIN) => Served::Soon,
-            _ => {
+            // A page that is kept in memory (a pin, a witness) stays mapped, and only its leaving makes room for an error: who wants
+            // to write waits for that.
+            Err(libc::EBUSY) => Served::Later,
+            done => {
                 let m = &mut self.mappings[k];
                 let page = ((address - m.base) / PAGE) as u64;
+                if done.is_ok() {
+                    m.poisoned.insert(page);
+                }
                 m.wake(page, page + 1);
                 Served::Done
             }
         }
+    }
+
+    /// Ends the errors that touches of pages `[from, to)` are in some mappings, of pages that are then punched: a punch takes what is
+    /// mapped, and no errors, so an error is made way for by a page of zeros, which nobody can write to. False when a process must run
+    /// first: then it is to be tried again.
+    pub fn end_errors(&mut self, from: u64, to: u64) -> bool {
+        let mut all = true;
+        for k in 0..self.mappings.len() {
+            for page in self.mappings[k].poisoned.range(from..to).copied().collect::<Vec<_>>() {
+                // (Where there is no memory for it, or the kernel refuses, the error stays.)
+                let _ = memfd::populate(&self.object, page * PAGE as u64, PAGE as u64);
+                self.mappings[k].mapped.put(page, true);
+                match self.ask(k, |m| m.replace_error(page)) {
+                    Ok(()) => drop(self.mappings[k].poisoned.remove(&page)),
+                    Err(errno) => all &= errno != libc::EAGAIN,
+                }
+            }
+        }
+        all
     }
 
     /// Does an ioctl on mapping `k`, again where its process does something to the mapping that we are to see first, and notes when
@@ -137,9 +163,18 @@ impl Engine {
     pub fn bring_in(&mut self, k: usize, from: u64, to: u64) -> bool {
         let mut at = from;
         while at < to {
-            let protect = self.mappings[k].marker(at) != Marker::Plain;
-            let same = |p: &u64| (self.mappings[k].marker(*p) != Marker::Plain) == protect;
-            let stop = (at..to).find(|p| !same(p)).unwrap_or(to);
+            let wanted = |p| match self.mappings[k].marker(p) {
+                Marker::Plain => Some(false),
+                Marker::Track | Marker::Notify => Some(true),
+                // Whoever touches it is to be told.
+                Marker::Unknown => None,
+            };
+            let protect = wanted(at);
+            let stop = (at..to).find(|p| wanted(*p) != protect).unwrap_or(to);
+            let Some(protect) = protect else {
+                at = stop;
+                continue;
+            };
             match self.map_run(k, at, stop, protect) {
                 Mapped::All => at = stop,
                 Mapped::Part => return true,

@@ -6,7 +6,7 @@
 use super::engine::Engine;
 use crate::arena::PAGE;
 use crate::mapfile::MapFile;
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
@@ -63,6 +63,8 @@ pub(super) struct Mapping {
     pub streams: [(u64, u8); 8],
     /// Next of `streams` to reuse.
     pub stream_next: usize,
+    /// Pages, touches of which are made an error; and some that were, where the kernel has forgotten it.
+    pub poisoned: BTreeSet<u64>,
     /// The process is gone (`ESRCH`).
     pub dead: bool,
     /// Faults that somebody else read, for the mapping's own thread.
@@ -122,6 +124,7 @@ impl Mapping {
             aged: engine.round,
             streams: [(u64::MAX, 0); 8],
             stream_next: 0,
+            poisoned: BTreeSet::new(),
             dead: false,
             kept: VecDeque::new(),
             later: VecDeque::new(),
@@ -252,15 +255,30 @@ impl Mapping {
     /// Makes every touch of the page at an address a SIGBUS in this process; wakes nobody.
     ///
     /// # Errors
-    /// As [`Mapping::protect_mapped`].
+    /// As [`Mapping::protect_mapped`]. `EBUSY`: a page is mapped there, as far as is known.
     pub fn poison(&self, address: usize) -> Result<(), i32> {
+        let page = (address - self.base) as u64 / PAGE as u64;
         match self.uffd().poison(address, PAGE) {
+            // Its write-protection is not ours to end then. (Of the page behind the region there is no such mark.)
+            Err((_, libc::EEXIST)) if page < self.markers.pages() && self.mapped.has(page) => Err(libc::EBUSY),
             Err((_, libc::EEXIST)) => {
                 // A write-protection marker of the kernel's is left in the PTE: ending the protection takes it away.
                 self.uffd().write_protect(address, PAGE, false)?;
                 self.uffd().poison(address, PAGE).map_err(|(_, errno)| errno)
             }
             other => other.map_err(|(_, errno)| errno),
+        }
+    }
+
+    /// Maps a page that the object holds, write-protected, in the place of an error; wakes nobody.
+    ///
+    /// # Errors
+    /// As [`Mapping::protect_mapped`].
+    pub fn replace_error(&self, page: u64) -> Result<(), i32> {
+        match self.uffd().continue_pages(self.address(page), PAGE, true, false) {
+            // There is none any more, and somebody has mapped it.
+            Ok(()) | Err((_, libc::EEXIST)) => Ok(()),
+            Err((_, errno)) => Err(errno),
         }
     }
 
@@ -271,7 +289,7 @@ impl Mapping {
 
     /// Bytes of its tables.
     pub fn metadata_bytes(&self) -> usize {
-        self.mapped.bytes() + self.seen.bytes() + self.markers.metadata_bytes()
+        self.mapped.bytes() + self.seen.bytes() + self.markers.metadata_bytes() + self.poisoned.len() * 8
     }
 }
 

@@ -40,7 +40,8 @@
 //! dropped or removed what, mappings made later and forked children included. Soft-dirty and write-protection belong to a
 //! mapping: a byte for each page in the mapping's own map, which page-out does not touch, and which CONTINUE obeys when it
 //! comes back. Both maps are memory objects that everybody reads ([`View`]), and only the owner writes. A marker that is
-//! none of ours is an error for its process alone: SIGBUS at that page.
+//! none of ours is an error for its process alone: SIGBUS at that page. (While the page must stay in memory, for a pin, who writes to
+//! it waits.)
 //!
 //! # Who can harm whom
 //! A process may attach when it is of the owner's user, or root's. It can write to the memory (that is what it is for) and
@@ -329,10 +330,12 @@ impl SharedControl {
         self.call_range(op::PAGEIN, range, 0).map(|w| w[1])
     }
 
-    /// Drops a range's contents, in memory and out: it reads as zeros, and for every mapping is as if never touched.
+    /// Drops a range's contents, in memory and out: it reads as zeros, and for every mapping is as if never touched. So does what
+    /// was lost, also in a process that has had SIGBUS there.
     ///
     /// # Errors
-    /// As [`SharedControl::page_out`].
+    /// `ResourceBusy`: there is a pin. `WouldBlock`: it is done, but a process that is stopped in a call of `madvise` still has SIGBUS
+    /// where it had it before. As [`SharedControl::page_out`].
     pub fn remove(&self, range: Range<usize>) -> io::Result<()> {
         self.call_range(op::REMOVE, range, 0).map(drop)
     }

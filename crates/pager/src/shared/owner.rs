@@ -278,7 +278,8 @@ impl Server {
         let (server, connection) = (self.clone(), Arc::new(connection));
         let number = self.next_connection.fetch_add(1, Relaxed);
         self.connections().push((number, connection.clone()));
-        let _ = spawn("uzswap-client", move || {
+        let registered = self.clone();
+        let started = spawn("uzswap-client", move || {
             let mapping = if greeted { Ok(None) } else { server.greet(&connection) };
             if let Err(e) = mapping.and_then(|mapping| server.serve(&connection, number, mapping)) {
                 let _ = wire::send(&connection, &wire::words(&[errno_of(&e) as u64]), &[]);
@@ -286,6 +287,10 @@ impl Server {
             server.connections().retain(|c| c.0 != number);
             calls::disconnected(&server, number);
         });
+        if started.is_err() {
+            // Its end closes with the last who has it: who waits for an answer is told.
+            registered.connections().retain(|c| c.0 != number);
+        }
     }
 
     /// A second connection for somebody who has one, for the readers of the page map.
@@ -443,11 +448,11 @@ impl Server {
 /// Gives a new mapping the markers of the one that its process was forked from, and those that are everywhere.
 fn inherit_markers(engine: &mut Engine, mapping: &Mapping, token: u64) {
     let map = mapping.markers.map();
-    if let Some(at) = engine.forks.iter().position(|f| f.0 == token && token != 0)
-        && let Some((_, tracking, bytes)) = engine.forks.remove(at)
+    if let Some(at) = engine.forks.iter().position(|f| f.token == token && token != 0)
+        && let Some(fork) = engine.forks.remove(at)
     {
-        mapping.markers.set_tracking(tracking);
-        for (page, byte) in bytes.into_iter().enumerate().filter(|(_, b)| *b != 0) {
+        mapping.markers.set_tracking(fork.tracking);
+        for (page, byte) in fork.markers.into_iter().enumerate().filter(|(_, b)| *b != 0) {
             map.set(page as u64, uzswap_mm::pagemap::PageState(byte));
         }
     }

@@ -200,6 +200,44 @@ fn writers_wait_until_a_snapshot_has_the_page() {
     assert_eq!(words(&a, 0)[7].load(Relaxed), 2);
 }
 
+/// The story: ending the protection of one mapping forgot what was to be told of writes through others. Their writers waited, and nobody
+/// was told.
+#[test]
+fn who_writes_through_another_mapping_is_told_of_after_one_is_unprotected() {
+    let region = region(MIB, 8 * MIB);
+    let (a, b) = (region.map().unwrap(), region.map().unwrap());
+    let control = region.control();
+    write(&b, 3, 1);
+    control.protect(at(3), Some(a.id())).unwrap();
+    control.protect(at(3), Some(b.id())).unwrap();
+    let begun = std::time::Instant::now();
+    let (told, waits) = std::thread::scope(|scope| {
+        let writer = scope.spawn(|| write(&b, 3, 2));
+        while control.stats().unwrap().wp_faults == 0 && begun.elapsed() < Duration::from_secs(20) {
+            std::thread::yield_now();
+        }
+        control.unprotect(at(3), Some(a.id())).unwrap();
+        let told = control.next_write(Duration::from_secs(5)).unwrap();
+        let waits = !writer.is_finished();
+        control.unprotect(at(3), Some(b.id())).unwrap();
+        (told, waits)
+    });
+    assert_eq!((told, waits), (Some(3 * PAGE), true));
+    assert_eq!(words(&a, 3)[7].load(Relaxed), 2);
+}
+
+/// The story: who asked for protection in a mapping that there is not was told so, and kept everybody else from protecting anything.
+#[test]
+fn who_protects_nothing_keeps_nobody_from_it() {
+    let path = socket_path("protects-nothing");
+    let region = region(MIB, 8 * MIB);
+    region.serve(&path).unwrap();
+    let other = uzswap_pager::shared::SharedControl::connect(&path).unwrap();
+    let error = region.control().protect(at(0), Some(u64::MAX - 1)).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::NotFound);
+    other.protect(at(0), None).unwrap();
+}
+
 #[test]
 fn runs_and_sums_are_of_what_happened() {
     let region = region(4 * MIB, 8 * MIB);

@@ -1,4 +1,6 @@
 //! Shared regions: several mappings, several processes.
+mod errors;
+mod forks;
 mod markers;
 mod near;
 mod pins;
@@ -6,6 +8,7 @@ mod processes;
 mod removes;
 mod removes_stress;
 mod ring;
+mod scarce;
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering::*};

@@ -14,10 +14,10 @@ use uzswap_mm::pagemap::Tier;
 use uzswap_pager::shared::SharedControl;
 
 /// What [`SharedControl::inject`] takes.
-const BLIND: u64 = 1;
+pub const BLIND: u64 = 1;
 const GATE: u64 = 2;
-const HOLD: u64 = 3;
-const HELD: u64 = 4;
+pub const HOLD: u64 = 3;
+pub const HELD: u64 = 4;
 const DEAF: u64 = 5;
 const REFUSE: u64 = 6;
 pub const NEAR: u64 = 7;

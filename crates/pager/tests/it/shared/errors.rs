@@ -1,0 +1,165 @@
+//! Pages that are an error for who touches them: unknown markers, and what is lost.
+
+use super::processes::{Lines, say, wait_for_word, wait_within, worker};
+use super::removes::{BLIND, HELD, HOLD, NONE, bytes, unmap, value};
+use super::*;
+use std::os::fd::AsRawFd;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::Child;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+/// A marker that is none.
+const UNKNOWN: u8 = 0x80;
+/// The page that is the error, what it holds, and what is written to it.
+const BAD: usize = 9;
+const BEFORE: u64 = 5;
+const AFTER: u64 = 6;
+/// How long may be waited for something.
+const LONGEST: Duration = Duration::from_secs(20);
+
+/// Roles of this file's workers; false: it is none.
+pub fn be(role: &str, path: &Path, _number: usize) -> bool {
+    if role != "marked-write" {
+        return false;
+    }
+    let m = SharedMapping::attach(path).unwrap();
+    write(&m, BAD, BEFORE);
+    m.inject_marker(BAD as u64, UNKNOWN).unwrap();
+    say("marked");
+    wait_for_word();
+    write(&m, BAD, AFTER);
+    say("written");
+    true
+}
+
+/// Page-outs that are held, until they are let go.
+struct Holding<'a>(&'a SharedRegion, &'a Receiver<u64>);
+
+impl Holding<'_> {
+    fn let_go(self) {
+        let out = self.1;
+        drop(self);
+        out.recv_timeout(LONGEST).expect("the page-out ends");
+    }
+}
+
+impl Drop for Holding<'_> {
+    fn drop(&mut self) {
+        let _ = self.0.control().inject(HOLD, 0);
+    }
+}
+
+/// A worker has a page with an unknown marker mapped, that page is on its way out, and the worker is to write to it when its input ends.
+fn write_to_unknown(name: &str, work: impl FnOnce(&SharedRegion, &mut Child, Holding<'_>)) {
+    let path = socket_path(name);
+    let region = region(4 * MIB, 8 * MIB);
+    region.serve(&path).unwrap();
+    let mine = region.map().unwrap();
+    let mut child = worker("marked-write", &path, BAD).spawn().unwrap();
+    let mut lines = Lines::of(&mut child);
+    assert_eq!(lines.next().as_deref(), Some("marked"));
+    region.control().inject(HOLD, 1).unwrap();
+    let (done, out) = channel();
+    std::thread::scope(|scope| {
+        let holding = Holding(&region, &out);
+        let mine = &mine;
+        scope.spawn(move || done.send(mine.page_out(at(BAD)).unwrap()));
+        region.control().inject(HELD, 0).unwrap();
+        work(&region, &mut child, holding);
+    });
+    let status = wait_within(&mut child, LONGEST);
+    assert_eq!((status.signal(), lines.next()), (Some(libc::SIGBUS), None));
+    assert_eq!(value(&mine, BAD), BEFORE);
+}
+
+/// The story: a page with an unknown marker that another page-out had in hand was let be written to, and what was written then was lost
+/// for everybody.
+#[test]
+fn an_unknown_marker_is_an_error_on_the_way_out_too() {
+    write_to_unknown("marked-busy", |_, child, holding| {
+        drop(child.stdin.take());
+        let begun = Instant::now();
+        while child.try_wait().unwrap().is_none() {
+            assert!(begun.elapsed() < LONGEST, "who writes waits");
+            std::thread::yield_now();
+        }
+        holding.let_go();
+    });
+}
+
+/// The story: one that is pinned, and could not be put out, was let be written to as if nothing were wrong.
+#[test]
+fn who_writes_to_a_pinned_page_with_an_unknown_marker_waits_for_the_error() {
+    write_to_unknown("marked-pinned", |region, child, holding| {
+        // (It keeps the write-protection of the page-out that it is taken from.)
+        let pin = region.control().pin(at(BAD)).unwrap();
+        holding.let_go();
+        let faults = || region.control().stats().unwrap().faults;
+        let (before, begun) = (faults(), Instant::now());
+        drop(child.stdin.take());
+        // It is met more than once, so it waits.
+        while faults() < before + 2 && child.try_wait().unwrap().is_none() {
+            assert!(begun.elapsed() < LONGEST, "who writes is not met");
+            std::thread::yield_now();
+        }
+        assert_eq!(child.try_wait().unwrap(), None);
+        assert!(region.control().page_map().get(BAD as u64).present());
+        drop(pin);
+    });
+}
+
+#[test]
+fn unknown_markers_are_set_in_regions_for_tests_only() {
+    let region = SharedRegion::create(MIB, &SharedOptions::new(8 * MIB)).unwrap();
+    let m = region.map().unwrap();
+    let error = m.inject_marker(BAD as u64, UNKNOWN).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied);
+}
+
+/// Has the kernel read a word of a page: for an error without a signal.
+fn read_by_kernel(m: &SharedMapping, page: usize, file: &std::fs::File) -> Option<u64> {
+    let mut word = [0u8; 8];
+    // SAFETY: within the mapping; what the kernel copies is its affair.
+    let wrote = unsafe { libc::pwrite(file.as_raw_fd(), words(m, page)[7..].as_ptr().cast(), word.len(), 0) };
+    if wrote < 0 {
+        assert_eq!(std::io::Error::last_os_error().raw_os_error(), Some(libc::EFAULT));
+        return None;
+    }
+    std::os::unix::fs::FileExt::read_exact_at(file, &mut word, 0).unwrap();
+    Some(u64::from_ne_bytes(word))
+}
+
+/// The story: who had touched a page that was an error had the error there for ever, as the kernel keeps it through a hole that is
+/// punched, also where the page had been removed, and was zeros for everybody else.
+#[test]
+fn what_is_removed_is_no_error_any_more() {
+    let region = region(4 * MIB, 8 * MIB);
+    let (a, b) = (region.map().unwrap(), region.map().unwrap());
+    if !a.kernel_faults() || !region.control().sees_removes() {
+        return crate::alone::skip("the kernel's own faults may not be served here");
+    }
+    let (control, file) = (region.control(), super::tempfile());
+    let read = |m: &SharedMapping, page| read_by_kernel(m, page, &file);
+    // One process's own, by an unknown marker; and lost for all, as it could not be seen whether it was removed.
+    (0..16).for_each(|page| write(&a, page, BEFORE));
+    a.inject_marker(BAD as u64, UNKNOWN).unwrap();
+    control.page_out(bytes(0..16)).unwrap();
+    assert_eq!((read(&a, BAD), value(&b, BAD)), (None, BEFORE));
+    control.inject(BLIND, 1).unwrap();
+    unmap(&a, 2..6);
+    assert_eq!([&a, &b].map(|m| (read(m, 3), read(m, 4))), [(None, None); 2]);
+    for remove_again in [false, true] {
+        control.remove(bytes(0..16)).unwrap();
+        let states: Vec<_> = (0..16).map(|p| state(a.page_map().get(p))).collect();
+        assert_eq!(states, [NONE; 16], "{remove_again}");
+    }
+    assert_eq!(control.stats().unwrap().resident, 0);
+    for page in 0..16 {
+        assert_eq!((read(&a, page), read(&b, page)), (Some(0), Some(0)), "page {page}");
+        write(&a, page, AFTER);
+    }
+    assert_eq!(control.page_out(bytes(0..16)).unwrap(), 16);
+    assert!((0..16).all(|page| value(&a, page) == AFTER && value(&b, page) == AFTER));
+}

@@ -1,0 +1,212 @@
+//! Forked children, where not all goes well. They are forked from workers, as this process has mappings of other tests'.
+
+use super::processes::{Lines, say, wait_within, worker};
+use super::*;
+use std::io::Read;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::process::Stdio;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+use uzswap_pager::region::{Options, Region};
+use uzswap_pager::shared::SharedControl;
+
+/// How long a worker may take, with a child that it waits for.
+const LONGEST: Duration = Duration::from_secs(60);
+/// How long a child may take (milliseconds).
+const CHILDS_LONGEST: i32 = 20_000;
+
+/// Does something in a forked child: whether it ended in time, and said that all was well.
+fn in_child(work: impl FnOnce() -> bool) -> bool {
+    // SAFETY: the child leaves without the harness.
+    let child = unsafe { libc::fork() };
+    assert!(child >= 0);
+    if child == 0 {
+        // (What is not caught ends this thread, the only one, and that well.)
+        let well = catch_unwind(AssertUnwindSafe(work)).unwrap_or(false);
+        // SAFETY: ends the child at once.
+        unsafe { libc::_exit(if well { 0 } else { 1 }) };
+    }
+    let mut status = 0;
+    // SAFETY: a child of ours, and a pollfd of ours; the descriptor is closed by the process's end.
+    unsafe {
+        let fd = libc::syscall(libc::SYS_pidfd_open, child, 0) as i32;
+        let ended = libc::poll(&mut libc::pollfd { fd, events: libc::POLLIN, revents: 0 }, 1, CHILDS_LONGEST) == 1;
+        if !ended {
+            libc::kill(child, libc::SIGKILL);
+        }
+        libc::waitpid(child, &raw mut status, 0);
+        ended && status == 0
+    }
+}
+
+/// Roles of this file's workers; false: it is none.
+pub fn be(role: &str, path: &Path, number: usize) -> bool {
+    match role {
+        "orphan" => orphan(),
+        "fork-after-end" => fork_after_end(),
+        "fork-between" => fork_between(path, number),
+        "fork-region" => fork_region(),
+        _ => return false,
+    }
+    true
+}
+
+/// Has a worker do its work; returns what is on its standard error.
+fn works(role: &str, path: &Path, number: usize) -> String {
+    let mut child = worker(role, path, number).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = Lines::of(&mut child);
+    let status = wait_within(&mut child, LONGEST);
+    let mut error = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut error).unwrap();
+    assert!(status.success() && lines.next().as_deref() == Some("well"), "{number}: {status}, {error}");
+    error
+}
+
+fn orphan() {
+    let region = region(MIB, 8 * MIB);
+    let mut m = Some(region.map().unwrap());
+    write(m.as_ref().unwrap(), 3, 7);
+    assert!(in_child(|| {
+        let m = m.take().unwrap();
+        // Its own child is no worse off.
+        let forks = in_child(|| true);
+        let alone = m.page_out(at(3)).is_err() && m.take_soft_dirty(at(3)).is_err();
+        drop(m);
+        forks && alone
+    }));
+    let m = m.unwrap();
+    for round in 7..50 {
+        assert_eq!(m.page_out(at(3)).unwrap(), 1);
+        assert_eq!(words(&m, 3)[7].load(Relaxed), round);
+        write(&m, 3, round + 1);
+    }
+    assert_eq!(region.control().stats().unwrap().mappings, 1);
+    say("well");
+}
+
+/// The story: a child that could not attach again kept its parent's connection. When it dropped its mapping the owner ended the
+/// parent's, which raised SIGBUS from then on; what it asked was asked for the parent, who missed the answer. A child that such a
+/// child forked was ended.
+#[test]
+fn a_child_that_cannot_attach_again_leaves_its_parents_mapping_alone() {
+    let error = works("orphan", &socket_path("orphan"), 0);
+    assert!(error.contains("could not attach") && !error.contains("has ended"), "{error}");
+}
+
+fn fork_after_end() {
+    let region = region(MIB, 8 * MIB);
+    let _m = region.map().unwrap();
+    drop(region);
+    let begun = Instant::now();
+    while !std::fs::read_to_string("/proc/self/maps").unwrap().contains("uzswap-gone") {
+        assert!(begun.elapsed() < LONGEST / 3, "the watcher has not seen the owner's end");
+        std::thread::yield_now();
+    }
+    assert!(in_child(|| true));
+    say("well");
+}
+
+/// The story: the error in a lost region's place was inherited, so that a child found the place taken, and was ended.
+#[test]
+fn a_process_that_has_lost_its_region_may_fork() {
+    let error = works("fork-after-end", &socket_path("fork-after-end"), 0);
+    assert!(error.contains("has ended") && !error.contains("took"), "{error}");
+}
+
+type Between = Option<Box<dyn FnOnce() + Send>>;
+static BETWEEN: Mutex<Between> = Mutex::new(None);
+
+/// Registered before the handler of shared regions, this is called after it.
+extern "C" fn between() {
+    if let Some(work) = BETWEEN.lock().unwrap().take() {
+        work();
+    }
+}
+
+fn fork_between(path: &Path, what: usize) {
+    // SAFETY: the handler lives as long as the program.
+    assert_eq!(unsafe { libc::pthread_atfork(Some(between), None, None) }, 0);
+    let m = SharedMapping::attach(path).unwrap();
+    (0..8).for_each(|page| write(&m, page, 50));
+    m.clear_soft_dirty(0..m.len()).unwrap();
+    write(&m, 6, 60);
+    let (client, other) = (SharedControl::connect(path).unwrap(), SharedControl::connect(path).unwrap());
+    let all = 0..8 * PAGE;
+    client.protect(all.clone(), None).unwrap();
+    *BETWEEN.lock().unwrap() = Some(Box::new(move || {
+        match what {
+            0 => client.unprotect(all, None).unwrap(),
+            1 => {
+                drop(client);
+                let begun = Instant::now();
+                // (Until it is noticed.)
+                while other.protect(0..0, None).is_err() {
+                    assert!(begun.elapsed() < LONGEST / 3, "the client that is gone is not missed");
+                    std::thread::yield_now();
+                }
+                return std::mem::forget(other);
+            }
+            _ => other.remove(all).unwrap(),
+        }
+        // It goes on watching.
+        std::mem::forget(client);
+    }));
+    assert!(in_child(|| {
+        let map = m.page_map();
+        let free = (0..8).all(|p| !map.get(p).write_protected());
+        let dirty: Vec<u64> = (0..8).filter(|p| map.get(*p).soft_dirty()).collect();
+        if !free || dirty != if what == 2 { vec![] } else { vec![6] } {
+            eprintln!("{free}, {dirty:?}");
+            return false;
+        }
+        (0..8).for_each(|page| write(&m, page, 70));
+        true
+    }));
+    assert!((0..8).all(|page| words(&m, page)[7].load(Relaxed) == 70));
+    say("well");
+}
+
+/// The story: what a child was to inherit was taken down before its parent forked, and what was unprotected or removed until it asked
+/// stayed protected, or dirty, for it: a write of the child's waited for a client that knew of no protection.
+#[test]
+fn what_ends_while_a_process_forks_has_ended_for_its_child() {
+    for what in 0..3 {
+        let path = socket_path("fork-between");
+        let region = region(4 * MIB, 8 * MIB);
+        region.serve(&path).unwrap();
+        works("fork-between", &path, what);
+    }
+}
+
+fn fork_region() {
+    let region = Region::new(4 * MIB, &Options::new(8 * MIB)).unwrap();
+    let at = region.as_mut_ptr();
+    // SAFETY: the only user of the region.
+    unsafe { at.write_volatile(5) };
+    let mut region = Some(region);
+    assert!(in_child(|| {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+        // SAFETY: a new mapping, where fork has left nothing.
+        let own = unsafe { libc::mmap(at.cast(), PAGE, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
+        if own != at.cast() {
+            return false;
+        }
+        // SAFETY: just mapped.
+        unsafe { at.write_volatile(9) };
+        drop(region.take());
+        // SAFETY: as above.
+        unsafe { at.read_volatile() == 9 }
+    }));
+    // SAFETY: as above.
+    assert_eq!(unsafe { at.read_volatile() }, 5);
+    drop(region);
+    say("well");
+}
+
+/// The story: a child that dropped its parent's region waited for threads that it does not have, and unmapped what it had mapped where
+/// the region had been.
+#[test]
+fn a_child_may_drop_its_parents_region() {
+    works("fork-region", &socket_path("fork-region"), 0);
+}

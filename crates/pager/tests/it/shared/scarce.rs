@@ -1,0 +1,135 @@
+//! Where descriptors or threads are not to be had: what cannot be made leaves nothing behind, and nobody waiting.
+
+use super::processes::{Lines, say, wait_for_word, wait_within, worker};
+use super::*;
+use std::path::Path;
+use std::time::{Duration, Instant};
+use uzswap_pager::region::{Options, Region};
+
+/// How long a worker may take.
+const LONGEST: Duration = Duration::from_secs(20);
+
+/// Bytes of address space that are left where no thread is to be had: less than its stack.
+const LEFT: u64 = 512 << 10;
+
+/// Sets a limit of this process, or takes it away.
+fn limit(resource: libc::__rlimit_resource_t, to: Option<u64>) {
+    // SAFETY: limits of ours, written by the first call.
+    unsafe {
+        let mut both: libc::rlimit = std::mem::zeroed();
+        assert_eq!(libc::getrlimit(resource, &raw mut both), 0);
+        both.rlim_cur = to.unwrap_or(both.rlim_max);
+        assert_eq!(libc::setrlimit(resource, &raw const both), 0);
+    }
+}
+
+/// Bytes of address space in use.
+fn address_space() -> u64 {
+    let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+    pages.split(' ').next().unwrap().parse::<u64>().unwrap() * PAGE as u64
+}
+
+/// Returns when all other threads wait for something: none is about to allocate.
+fn wait_for_rest() {
+    // SAFETY: no arguments.
+    let me = unsafe { libc::gettid() }.to_string();
+    let awake = |task: std::fs::DirEntry| {
+        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        task.file_name() != *me && stat.rsplit(") ").next().is_some_and(|state| state.starts_with(['R', 'D']))
+    };
+    let begun = Instant::now();
+    while std::fs::read_dir("/proc/self/task").unwrap().any(|task| awake(task.unwrap())) {
+        assert!(begun.elapsed() < LONGEST / 2, "a thread does not come to rest");
+        std::thread::yield_now();
+    }
+}
+
+fn without_threads<T>(work: impl FnOnce() -> T) -> T {
+    wait_for_rest();
+    limit(libc::RLIMIT_AS, Some(address_space() + LEFT));
+    let done = work();
+    limit(libc::RLIMIT_AS, None);
+    done
+}
+
+/// Roles of this file's workers; false: it is none.
+pub fn be(role: &str, path: &Path, _number: usize) -> bool {
+    match role {
+        "few-descriptors" => few_descriptors(),
+        "no-client-thread" => {
+            let region = region(16 * PAGE, 8 * MIB);
+            assert!(without_threads(|| region.map()).is_err());
+            let m = region.map().unwrap();
+            write(&m, 1, 1);
+            say("well");
+        }
+        "no-watcher" => {
+            assert!(without_threads(|| SharedMapping::attach(path)).is_err());
+            say("refused");
+            wait_for_word();
+        }
+        _ => return false,
+    }
+    true
+}
+
+fn few_descriptors() {
+    const TRIES: usize = 3;
+    const MOST: u64 = 100;
+    let options = Options { track_writes: true, ..Options::new(8 * MIB) };
+    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    // (What is made once a process is made.)
+    drop(Region::new(MIB, &options).unwrap());
+    let (descriptors, bytes) = (open(), address_space());
+    let enough = (1..MOST).find(|few| {
+        (0..TRIES).all(|_| {
+            limit(libc::RLIMIT_NOFILE, Some(*few));
+            let made = Region::new(MIB, &options);
+            limit(libc::RLIMIT_NOFILE, None);
+            made.is_ok()
+        })
+    });
+    assert!(enough.is_some_and(|few| few > 4), "{enough:?}");
+    assert_eq!(open(), descriptors);
+    // (Threads that have ended leave a stack to the next.)
+    assert!(address_space() < bytes + 64 * MIB as u64, "{bytes} -> {}", address_space());
+    say("well");
+}
+
+fn works(role: &str) {
+    let mut child = worker(role, &socket_path(role), 0).spawn().unwrap();
+    let mut lines = Lines::of(&mut child);
+    assert!(wait_within(&mut child, LONGEST).success());
+    assert_eq!(lines.next().as_deref(), Some("well"));
+}
+
+/// The story: each region that could not be made for want of a userfaultfd left its reservation behind, tens of gigabytes of
+/// addresses, and one that failed later the userfaultfd.
+#[test]
+fn a_region_that_cannot_be_made_leaves_nothing() {
+    works("few-descriptors");
+}
+
+/// The story: where the owner had no thread for a connection its client waited for ever.
+#[test]
+fn who_cannot_be_served_is_told() {
+    works("no-client-thread");
+}
+
+/// The story: a process that could not start its watcher said nothing, and the owner kept its mapping as long as it lived.
+#[test]
+fn who_has_no_watcher_leaves_no_mapping() {
+    let path = socket_path("no-watcher");
+    let region = region(16 * PAGE, 8 * MIB);
+    region.serve(&path).unwrap();
+    let mut child = worker("no-watcher", &path, 0).spawn().unwrap();
+    let mut lines = Lines::of(&mut child);
+    assert_eq!(lines.next().as_deref(), Some("refused"));
+    let begun = Instant::now();
+    while region.control().stats().unwrap().mappings > 0 {
+        assert!(begun.elapsed() < LONGEST, "the owner keeps a mapping that is none");
+        std::thread::yield_now();
+    }
+    drop(child.stdin.take());
+    assert!(wait_within(&mut child, LONGEST).success());
+}
