@@ -25,6 +25,8 @@
 //! descriptor table.
 
 pub mod backend;
+#[cfg(test)]
+mod cluster_tests;
 pub mod clusters;
 mod dense;
 pub mod io;
