@@ -9,6 +9,9 @@ use crate::deliver::decode;
 use crate::events;
 use crate::fault::Request;
 use crate::testing::{self, half_noise};
+use std::io::Read as _;
+use std::os::fd::IntoRawFd;
+use std::os::unix::net::UnixStream;
 use uzswap_mm::pagetable::Pte;
 use uzswap_mm::swapfile::BLOCK;
 use uzswap_sys::uffd::Message;
@@ -238,6 +241,38 @@ fn what_is_moved_meanwhile_is_installed_where_it_is() {
     assert_eq!(scene.read(s, to + 1), 1);
     check(s, to + 1, FIRST + 1);
     end(s, to..to + 8);
+}
+
+/// The story: where a thread could not be started for a second read, the handler made it by itself, over the connection on which the
+/// first thread was in the middle of a request. From then on each had the other's answers, and pages were lost.
+#[test]
+fn where_a_reader_cannot_be_started_nobody_uses_another_s_connection() {
+    let mut scene = Scene::new(64);
+    let p = scene.pager;
+    let (link, mut peer) = UnixStream::pair().unwrap();
+    peer.set_nonblocking(true).unwrap();
+    // (Who waits for an answer finds the end.)
+    peer.shutdown(std::net::Shutdown::Write).unwrap();
+    p.clusters.unwrap().remote.store(1, Relaxed);
+    p.tier.file.store(link.into_raw_fd(), Relaxed);
+    [1, -1].iter().enumerate().for_each(|(i, tid)| p.tier.readers.set_tid(i, *tid));
+    let s = &mut *p.state.lock();
+    narrow(s);
+    let pages = [FIRST, FIRST + 20];
+    pages.iter().for_each(|vpn| scene.fault(s, *vpn));
+    scene.reads.begin(p);
+    assert_eq!(peer.read(&mut [0; 64]).map_err(|e| e.kind()), Err(std::io::ErrorKind::WouldBlock), "it was asked");
+    assert!(p.tier.file.load(Relaxed) >= 0);
+    // The second is asked for again when the first, whose thread there is, has ended.
+    let under_way: Vec<Read> = scene.reads.iter().copied().collect();
+    assert_eq!((under_way.len(), scene.reads.free()), (1, super::readers::READERS - 2));
+    scene.end(s, &under_way[0], Ok(()));
+    scene.ask(s);
+    let reads = scene.begin();
+    assert_eq!(reads.len(), 1);
+    scene.end(s, &reads[0], Ok(()));
+    pages.iter().for_each(|vpn| check(s, *vpn, *vpn));
+    end(s, FIRST..FIRST + 64);
 }
 
 /// The place is given up while it is read, and another page's object is written there: what was read before is not it.
