@@ -243,6 +243,43 @@ fn what_is_moved_meanwhile_is_installed_where_it_is() {
     end(s, to..to + 8);
 }
 
+/// The story: a read brought its object for the first of those who waited for it, and only where that one says that it belongs. Where
+/// mremap has taken the pages apart the others read it again, each failure of which was told, and after four the page was lost.
+#[test]
+fn pages_of_one_object_that_are_apart_are_brought_together() {
+    let mut scene = Scene::new(0);
+    let s = &mut *scene.pager.state.lock();
+    let handle = testing::store(s, FIRST, 4, 0, half_noise);
+    object::set_flags(s.object(handle), object::TRIED, 0);
+    scene.write_out(s);
+    let to = |i: u64| FIRST + 0x1000 * i + i;
+    let page = |vpn: u64| vpn as usize * PAGE;
+    for i in 1..=6 {
+        scene.pager.event(s, Message::Remap { from: page(FIRST + i), to: page(to(i)), len: PAGE });
+    }
+    (1..=6).for_each(|i| scene.fault(s, to(i)));
+    let mut reads = 0;
+    for _ in 0..10 {
+        while scene.ask(s) {}
+        for read in scene.begin() {
+            reads += 1;
+            scene.end(s, &read, Ok(()));
+        }
+    }
+    for i in 1..=6 {
+        let pte = s.pt.get(to(i));
+        assert_eq!((pte.tag(), pte.index()), (Tag::Compressed, i as usize));
+        assert_eq!(Header::read(s.object(pte.handle())).vpn, to(i) - i, "it can be found, and moved");
+        let mut out = vec![0; 16 * PAGE];
+        assert!(decode(s, pte.handle(), &mut out) && out[i as usize * PAGE..][..PAGE] == half_noise(FIRST + i));
+    }
+    assert_eq!((reads, scene.count(|c| &c.poisoned)), (1, 0));
+    let told = scene.pager.clusters.unwrap().told.load(Relaxed);
+    assert_eq!(told & 1 << io::Trouble::Read as u32, 0);
+    (1..=6).for_each(|i| events::forget_range(s, to(i), to(i) + 1));
+    end(s, FIRST..FIRST + 16);
+}
+
 /// The story: where a thread could not be started for a second read, the handler made it by itself, over the connection on which the
 /// first thread was in the middle of a request. From then on each had the other's answers, and pages were lost.
 #[test]
