@@ -246,6 +246,7 @@ impl Handler {
         p.signs.asleep.store(true, SeqCst);
         p.uffd().wait_or(self.reads.fd(), ms);
         p.signs.asleep.store(false, SeqCst);
+        self.reads.slept();
         if !p.signs.watched.swap(true, SeqCst) {
             p.poke_ticker();
         }
@@ -260,10 +261,24 @@ impl Handler {
 mod tests {
     use super::*;
     use crate::testing;
-    use uzswap_sys::eventfd;
+    use uzswap_sys::{eventfd, uffd};
 
-    fn handler() -> Handler {
-        Handler { reads: Reads::by_threads(eventfd::create().unwrap()), ..Handler::default() }
+    fn handler(p: &Pager) -> (Handler, i32) {
+        let event = eventfd::create().unwrap();
+        p.signs.watched.store(true, Relaxed);
+        (Handler { reads: Reads::by_threads(event), ..Handler::default() }, event)
+    }
+
+    /// The story: a reading thread had stored its result and not yet raised its event when the handler took both results by
+    /// another's event. What was raised then nobody took, as no read was under way: the handler looked for messages for
+    /// ever, with all of a CPU, until the next read.
+    #[test]
+    fn an_event_that_comes_late_keeps_nobody_awake() {
+        let p = testing::pager_with_swap(8 << 20);
+        let (mut handler, event) = handler(p);
+        eventfd::raise(event);
+        handler.turn(p);
+        assert!(!uffd::is_readable(event));
     }
 
     /// The story: the last read under way was one that its thread could not make. The handler slept until there was some other
@@ -271,7 +286,7 @@ mod tests {
     #[test]
     fn what_could_not_be_tried_is_asked_for_again() {
         let p = testing::pager_with_swap(8 << 20);
-        let mut handler = handler();
+        let (mut handler, _) = handler(p);
         handler.reads.be_refused(p);
         handler.reads.look(p);
         assert!(!handler.is_idle(), "who waits for it asks again");

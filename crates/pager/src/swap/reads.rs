@@ -309,6 +309,14 @@ impl Reads {
         }
     }
 
+    /// The handler has slept: takes an event that no read is left for, which would not let it sleep again. (A thread stores its
+    /// result before it raises the event, so the result may be taken by another's; then the event comes late.)
+    pub(crate) fn slept(&self) {
+        if let Some(event) = self.event.filter(|_| !self.any_under_way()) {
+            eventfd::take(event);
+        }
+    }
+
     fn any_under_way(&self) -> bool {
         self.iter().any(|read| read.stage == Stage::UnderWay)
     }
