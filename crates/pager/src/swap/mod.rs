@@ -38,6 +38,8 @@ mod pipeline;
 mod read_tests;
 pub mod readers;
 mod reads;
+#[cfg(test)]
+mod room_tests;
 mod seal;
 mod swapin;
 #[cfg(test)]
@@ -115,6 +117,8 @@ pub struct Swap {
     failures: u32,
     /// When the next write may be tried (monotonic nanoseconds).
     rest_until: u64,
+    /// Until when the disk is taken to have no room for a larger file (monotonic nanoseconds).
+    full_until: u64,
     /// Pages on disk.
     on_disk: usize,
     /// How much is read around what is wanted.
@@ -147,6 +151,7 @@ impl Swap {
             bad: Vec::new(),
             failures: 0,
             rest_until: 0,
+            full_until: 0,
             on_disk: 0,
             readahead: Readahead::default(),
             keeps: false,

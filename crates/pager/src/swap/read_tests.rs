@@ -61,14 +61,19 @@ impl Scene {
 
     /// Plans a write of what is in the pool, all of which is due.
     fn plan(&mut self, s: &mut State) -> Round {
-        s.swap.as_mut().unwrap().shrinker.press(1 << 20, 1, 1 << 20, 1 << 20, &DiskReads::new());
-        let round = self.pager.plan_round(s, 0, bytes_of(&mut self.buffer));
+        let round = self.plan_with_little_room(s);
         assert!(!matches!(round, Round::Extend(_)), "the file has all its room");
         round
     }
 
+    /// The same where the file may need more room.
+    pub(super) fn plan_with_little_room(&mut self, s: &mut State) -> Round {
+        s.swap.as_mut().unwrap().shrinker.press(1 << 20, 1, 1 << 20, 1 << 20, &DiskReads::new());
+        self.pager.plan_round(s, 0, bytes_of(&mut self.buffer))
+    }
+
     /// What was planned is on disk.
-    fn write(&mut self, s: &mut State, at: u64, len: usize) {
+    pub(super) fn write(&mut self, s: &mut State, at: u64, len: usize) {
         self.disk[at as usize..][..len].copy_from_slice(&bytes_of(&mut self.buffer)[..len]);
         self.pager.complete(s, 0, true);
     }
