@@ -14,7 +14,7 @@
 //! - The file belongs to the group; who may write where is settled in `clusters`. A forked child inherits its parent's
 //!   places. It never reads what has been overwritten, since nobody writes into a cluster others refer to.
 //! - Between planning a write and completing it the pages stay *Compressed* and in the pool: a fault wins, and what has
-//!   left the pool meanwhile only gives its place up. [`object::WRITING_BY`] tells the object that was written from
+//!   left the pool meanwhile, or was moved by mremap, only gives its place up. [`object::WRITING_BY`] tells the object that was written from
 //!   another that came to lie at the same place of the pool, also if that one is being written meanwhile.
 //! - An object is in one place: on the shrinker's list, aboard a write, or being recompressed. What a write or a
 //!   recompression leaves in the pool goes back to the tail of the list under the hold of the lock that ends it, so one
