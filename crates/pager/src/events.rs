@@ -71,6 +71,7 @@ fn remap_some(s: &mut State, from: u64, to: u64, pages: u64) {
         }
     }
     s.pt.clear(from, from + pages, |vpn, pte| moved.push((vpn, pte)));
+    let mut listed = None;
     for (vpn, pte) in moved {
         let target = vpn - from + to;
         // (Before its entry: who reads the page map sees no page as written to that is not.)
@@ -105,9 +106,12 @@ fn remap_some(s: &mut State, from: u64, to: u64, pages: u64) {
             Tag::Compressed => {
                 s.pt.set(target, pte);
                 relocate::moved(s, target, pte);
-                // The shrinker finds an object by its first page; of a block it is listed once.
-                if pte.index() == 0 {
-                    s.entered_pool(target, pte.handle());
+                // The shrinker finds an object by where its first page is, or would be (the program may have that one). A block is
+                // listed once, but where another's pages are among its own: of entries that are the same one counts.
+                if listed.replace(pte.handle()) != Some(pte.handle())
+                    && let Some(first) = target.checked_sub(pte.index() as u64)
+                {
+                    s.entered_pool(first, pte.handle());
                 }
             }
             Tag::Disk | Tag::Zero | Tag::Poisoned => s.pt.set(target, pte),

@@ -197,6 +197,8 @@ impl Handler {
     /// Serves what can be served now, and sees to it that what is on disk is read.
     fn serve_waiting(&mut self, p: &Pager, s: &mut State) {
         (self.retry, self.wake_at) = (false, None);
+        // (Each asks for what it needs, here.)
+        self.reads.take_given_up();
         if !s.withdrawn.is_empty() {
             self.drop_withdrawn(p, s);
         }
@@ -234,7 +236,8 @@ impl Handler {
     fn is_idle(&self) -> bool {
         let due = || self.wake_at.is_some_and(|at| thread::now_ns() >= at);
         // (A read that came in part is planned again for the rest.)
-        !self.retry && !self.reads.any_ended() && !self.reads.any_planned() && !due()
+        let reads = &self.reads;
+        !self.retry && !reads.any_ended() && !reads.any_planned() && !reads.any_given_up() && !due()
     }
 
     fn sleep(&mut self, p: &Pager) {
@@ -243,6 +246,7 @@ impl Handler {
         p.signs.asleep.store(true, SeqCst);
         p.uffd().wait_or(self.reads.fd(), ms);
         p.signs.asleep.store(false, SeqCst);
+        self.reads.slept();
         if !p.signs.watched.swap(true, SeqCst) {
             p.poke_ticker();
         }
@@ -250,5 +254,44 @@ impl Handler {
         if self.waiting.is_empty() {
             p.state.lock().placement.slept();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+    use uzswap_sys::{eventfd, uffd};
+
+    fn handler(p: &Pager) -> (Handler, i32) {
+        let event = eventfd::create().unwrap();
+        p.signs.watched.store(true, Relaxed);
+        (Handler { reads: Reads::by_threads(event), ..Handler::default() }, event)
+    }
+
+    /// The story: a reading thread had stored its result and not yet raised its event when the handler took both results by
+    /// another's event. What was raised then nobody took, as no read was under way: the handler looked for messages for
+    /// ever, with all of a CPU, until the next read.
+    #[test]
+    fn an_event_that_comes_late_keeps_nobody_awake() {
+        let p = testing::pager_with_swap(8 << 20);
+        let (mut handler, event) = handler(p);
+        eventfd::raise(event);
+        handler.turn(p);
+        assert!(!uffd::is_readable(event));
+    }
+
+    /// The story: the last read under way was one that its thread could not make. The handler slept until there was some other
+    /// message, and the fault that the read was for waited; and the disk was said not to have answered for 10 seconds.
+    #[test]
+    fn what_could_not_be_tried_is_asked_for_again() {
+        let p = testing::pager_with_swap(8 << 20);
+        let (mut handler, _) = handler(p);
+        handler.reads.be_refused(p);
+        handler.reads.look(p);
+        assert!(!handler.is_idle(), "who waits for it asks again");
+        assert!(p.tier.began.iter().all(|began| began.load(Relaxed) == 0), "nothing is under way");
+        handler.serve_waiting(p, &mut p.state.lock());
+        assert!(handler.is_idle());
     }
 }

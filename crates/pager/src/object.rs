@@ -183,14 +183,8 @@ pub fn hash(page: &[u8]) -> u128 {
 
 /// Whether a page is all zeros.
 pub fn is_zero(page: &[u8]) -> bool {
-    let (head, words, tail) = zerocopy_words(page);
-    head.iter().chain(tail).all(|b| *b == 0)
-        && words.chunks(64).all(|c| c.iter().fold(0, |a, w| a | u64::from_ne_bytes(*w)) == 0)
-}
-
-fn zerocopy_words(b: &[u8]) -> (&[u8], &[[u8; 8]], &[u8]) {
-    let (words, tail) = b.as_chunks::<8>();
-    (&[], words, tail)
+    let (words, tail) = page.as_chunks::<8>();
+    tail.iter().all(|b| *b == 0) && words.chunks(64).all(|c| c.iter().fold(0, |a, w| a | u64::from_ne_bytes(*w)) == 0)
 }
 
 #[cfg(test)]

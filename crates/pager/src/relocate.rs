@@ -56,11 +56,15 @@ pub fn repoint(pt: &mut PageTable, head: &Header, live: &PageSet, to: u32) {
     }
 }
 
-/// A compressed page is at `vpn` now, with its entry unchanged: its object shall be found there.
+/// A compressed page is at `vpn` now, with its entry unchanged: its object shall be found there, and by nobody who looks for it
+/// where it was.
 pub fn moved(s: &State, vpn: u64, pte: Pte) {
     let object = s.object(pte.handle());
     let mut head = Header::read(object);
     head.vpn = vpn.wrapping_sub(pte.index() as u64);
+    // (Who writes or recompresses it would not find it again where it was, to take the mark off: found without one, or not found, it
+    // gives it up as one that has gone.)
+    head.flags &= !object::HELD;
     head.write(object);
 }
 

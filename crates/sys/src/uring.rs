@@ -1,7 +1,8 @@
 //! io_uring: transfers that are begun now and looked for later. Linux 5.6 has all that is used here.
 //!
-//! The least of it: one ring, used by one thread, with ordinary descriptors and buffers, entered by one system call that
-//! submits and waits. No kernel thread polls.
+//! The least of it: one ring, used by one thread at a time, with ordinary descriptors and buffers, entered by one system call
+//! that submits and waits. No kernel thread polls. A thread may hand its ring to another, with transfers under way, and
+//! end; what the first one did the second must see, as by a lock.
 //!
 //! `io_uring_setup` is refused with ENOSYS (not built in, or an old seccomp profile), EPERM (sysctl
 //! `kernel.io_uring_disabled`, seccomp: most container runtimes) or ENOMEM; who uses this must do without then. A ring is
@@ -78,7 +79,8 @@ const _: () = assert!(size_of::<Params>() == 120 && size_of::<Sqe>() == 64 && si
 /// The tag of a transfer that has ended, and its result: bytes.
 pub type Ended = (u64, Result<usize, Errno>);
 
-/// A ring. It is not closed: it lives as long as the thread that uses it, which is as long as the process.
+/// A ring. It is not closed: it is used as long as the process lives, if not always by the same thread (the handler of faults
+/// may be relieved by another).
 pub struct Uring {
     fd: i32,
     memory: usize,

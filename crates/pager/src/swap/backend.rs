@@ -36,6 +36,8 @@ pub struct Request {
 pub const OP_READ: u32 = 1;
 /// [`Request::op`]: the answer is an error number or 0.
 pub const OP_WRITE: u32 = 2;
+/// One past the largest error number (the kernel's).
+const MOST_ERRORS: Errno = 4096;
 
 impl Request {
     /// Bytes of it.
@@ -112,9 +114,9 @@ impl Backend<'_> {
             .and_then(|()| if status == [0; 4] { receive(fd) } else { Ok(()) });
         match (answered, i32::from_ne_bytes(status)) {
             (Ok(()), 0) => Ok(()),
-            (Ok(()), e) => Err(e),
-            (Err(_), _) => {
-                // (Half a message may be in it.)
+            (Ok(()), e @ 1..MOST_ERRORS) => Err(e),
+            _ => {
+                // (Half a message may be in it, or what is in it is no answer.)
                 raw::close(fd);
                 link.store(-1, Release);
                 Err(libc::EIO)
@@ -214,10 +216,32 @@ impl Pager {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing;
+    use std::io::Write;
+    use std::os::fd::IntoRawFd;
+    use std::os::unix::net::UnixStream;
 
     #[test]
     fn requests_are_read_as_they_were_written() {
         let request = Request { op: OP_WRITE, len: 4096, at: 0x1234_5678_9abc, owner: u64::MAX - 5, row: 7 };
         assert_eq!(Request::from_bytes(&request.to_bytes()), request);
+    }
+
+    /// The story: what came was the bytes of another read, as two threads had asked by one connection. They were taken for
+    /// an error number, and the next request was answered by what was left of them.
+    #[test]
+    fn a_connection_that_answers_nonsense_is_closed() {
+        for (status, stays) in [(libc::EIO, true), (4095, true), (4096, false), (-5, false), (0x2020_2020, false)] {
+            let (link, mut peer) = UnixStream::pair().unwrap();
+            peer.write_all(&i32::to_ne_bytes(status)).unwrap();
+            let link = AtomicI32::new(link.into_raw_fd());
+            let backend = Backend::Remote { map: testing::books(), link: &link, owner: 1, row: 0 };
+            let result = backend.read_full(&mut [0; 4096], 0);
+            assert_eq!(
+                (result, link.load(Relaxed) >= 0),
+                (Err(if stays { status } else { libc::EIO }), stays),
+                "{status}"
+            );
+        }
     }
 }

@@ -13,6 +13,10 @@
 //! - A row belongs to the process named in it. A parent makes its child's row before it forks (the child's reference must
 //!   be there before the parent can give up its own); until the child takes it over it is the parent's. Who finds a row
 //!   whose process is dead takes it over and empties it; killed meanwhile, it is itself the dead one.
+//! - Several may find the same row, and a process that is alive may be one of them: it executed another program, and empties what
+//!   it had before. So who is about to change whose a row is, and to empty it, first puts its name to it as its *taker*, and
+//!   looks again then. Nobody else touches the row until that is over, or the taker is dead itself. (One that
+//!   executes another program in the midst of it keeps the row until that program is managed too, or ends.)
 //! - A cluster whose claimer died between claiming it and setting its bit is found when its row is emptied.
 //! - *release* clears the bit first and looks at the other rows then: of two that release at once one sees that it was
 //!   the last. A reference that passes from row to row by a fork under way could be missed, so `forks` counts the rows
@@ -27,7 +31,7 @@ use uzswap_sys::thread;
 /// Environment variable with the path of the swap file's books, a memory object of the command's.
 pub const ENV_SWAP: &str = "UZSWAP_SWAP";
 /// First word of the books: refuses those of another version.
-pub const MAGIC: u64 = 0x757a_7377_6469_0002;
+pub const MAGIC: u64 = 0x757a_7377_6469_0003;
 /// Processes that can have something in a swap file at once.
 pub const ROWS: usize = 1024;
 /// No row.
@@ -41,8 +45,12 @@ const _: () = assert!(ROWS < 1 << OWNER_BITS);
 /// What one process refers to.
 #[repr(C)]
 struct Row {
-    /// Whose it is ([`Identity::raw`]), 0 when free.
+    /// Whose it is ([`Identity::raw`]), 0 when free. Changed by its taker only, or by a forked child that takes over what its
+    /// parent made for it.
     owner: AtomicU64,
+    /// Who is changing whose it is, and empties it, 0 for nobody. A process that is there: what else shows that one is dead
+    /// (the ticker) is of the owner, and may be of the former one still.
+    taker: AtomicU64,
     /// The thread id of its ticker, once known: without it the process executes a program that is not managed.
     ticker: AtomicU32,
     bits: [AtomicU64; WORDS],
@@ -188,58 +196,125 @@ impl ClusterMap {
                 self.release_cluster(row, cluster);
             }
         }
-        self.rows[row].ticker.store(0, SeqCst);
+    }
+
+    /// Becomes the taker of a row; false while another is.
+    fn hold(&self, row: usize, me: Identity) -> bool {
+        let taker = &self.rows[row].taker;
+        let held = taker.load(SeqCst);
+        let may = Identity::from_raw(held).is_none_or(Identity::is_dead);
+        may && taker.compare_exchange(held, me.raw(), SeqCst, Relaxed).is_ok()
+    }
+
+    /// Is its taker no more, and leaves it to whom it belongs.
+    fn let_go(&self, row: usize, me: Identity) {
+        let _ = self.rows[row].taker.compare_exchange(me.raw(), 0, SeqCst, Relaxed);
+    }
+
+    /// Makes a row that is free or a dead process's `me`'s own, and empties it; false when it is neither, or another's by now.
+    fn take(&self, row: usize, me: Identity) -> bool {
+        let r = &self.rows[row];
+        if !r.is_to_be_had() || !self.hold(row, me) {
+            return false;
+        }
+        // (It may have been taken, and even used, between the first look and the hold. A forked child that takes over
+        // what its parent, killed at once, made for it does so without one.)
+        let owner = r.owner.load(SeqCst);
+        let taken = r.is_to_be_had() && r.owner.compare_exchange(owner, me.raw(), SeqCst, Relaxed).is_ok();
+        if taken {
+            r.ticker.store(0, SeqCst);
+            self.empty(row);
+        }
+        self.let_go(row, me);
+        taken
+    }
+
+    /// Empties a row and frees it, if it is `me`'s; false when it is not, or another has come to take it.
+    fn give_up(&self, row: usize, me: Identity) -> bool {
+        let r = &self.rows[row];
+        if r.owner.load(SeqCst) != me.raw() || !self.hold(row, me) {
+            return false;
+        }
+        let is_mine = r.owner.load(SeqCst) == me.raw();
+        if is_mine {
+            self.empty(row);
+            r.ticker.store(0, SeqCst);
+            let _ = r.owner.compare_exchange(me.raw(), 0, SeqCst, Relaxed);
+        }
+        self.let_go(row, me);
+        is_mine
     }
 
     /// Takes a row, free or a dead process's, and leaves it empty in the hands of `me`.
     pub fn take_row(&self, me: Identity) -> Option<usize> {
-        let row = (0..ROWS).find(|i| {
-            let r = &self.rows[*i];
-            let owner = r.owner.load(SeqCst);
-            let free = owner == 0 || r.is_dead();
-            free && r.owner.compare_exchange(owner, me.raw(), SeqCst, Relaxed).is_ok()
-        })?;
-        self.used.fetch_max(row as u32 + 1, SeqCst);
-        self.empty(row);
-        Some(row)
+        (0..ROWS).find(|row| {
+            // (Counted as used before it is: who looks at a cluster's other rows must not miss it.)
+            self.rows[*row].is_to_be_had() && {
+                self.used.fetch_max(*row as u32 + 1, SeqCst);
+                self.take(*row, me)
+            }
+        })
     }
 
-    /// Empties the rows that this process had before it executed another program.
+    /// Empties the rows that this process had before it executed another program. To be called before any thread of it takes one.
     pub fn forget_own(&self, me: Identity) {
-        for row in (0..self.used_rows()).filter(|r| self.rows[*r].owner.load(SeqCst) == me.raw()) {
-            self.empty(row);
-            self.rows[row].owner.store(0, SeqCst);
+        for row in 0..self.used_rows() {
+            // What was being taken then nobody takes any more.
+            self.let_go(row, me);
+            self.give_up(row, me);
         }
     }
 
     /// Empties the rows of processes that died, or execute a program that is not managed.
     pub fn bury_the_dead(&self, me: Identity) {
         for row in 0..self.used_rows() {
-            let r = &self.rows[row];
-            let owner = r.owner.load(SeqCst);
-            if owner != 0
-                && owner != me.raw()
-                && r.is_dead()
-                && r.owner.compare_exchange(owner, me.raw(), SeqCst, Relaxed).is_ok()
-            {
-                self.empty(row);
-                r.owner.store(0, SeqCst);
+            let owner = self.rows[row].owner.load(SeqCst);
+            if owner != 0 && owner != me.raw() && self.take(row, me) {
+                self.give_up(row, me);
             }
         }
     }
 }
 
+#[cfg(test)]
+impl ClusterMap {
+    /// Nobody has anything.
+    pub(super) fn reset(&self) {
+        self.owner.iter().for_each(|owner| owner.store(0, SeqCst));
+        for row in &self.rows[..self.used_rows()] {
+            row.owner.store(0, SeqCst);
+            row.taker.store(0, SeqCst);
+            row.ticker.store(0, SeqCst);
+            row.bits.iter().for_each(|bits| bits.store(0, SeqCst));
+        }
+    }
+
+    /// A row is a process's whose ticker has this number.
+    pub(super) fn set_row(&self, row: usize, owner: Identity, ticker: u32) {
+        self.used.fetch_max(row as u32 + 1, SeqCst);
+        self.rows[row].owner.store(owner.raw(), SeqCst);
+        self.rows[row].ticker.store(ticker, SeqCst);
+    }
+
+    /// A process takes a row.
+    pub(super) fn set_taker(&self, row: usize, taker: Identity) {
+        self.rows[row].taker.store(taker.raw(), SeqCst);
+    }
+}
+
 impl Row {
-    /// Whether nobody is left of its process: it is gone, or its helpers are (it executed another program).
-    fn is_dead(&self) -> bool {
-        let Some(owner) = Identity::from_raw(self.owner.load(SeqCst)) else { return false };
+    /// Whether it is free, or nobody is left of its process: it is gone, or its helpers are (it executed another program). To be
+    /// relied on by its taker only: while another takes it the ticker may be the former owner's.
+    fn is_to_be_had(&self) -> bool {
+        let Some(owner) = Identity::from_raw(self.owner.load(SeqCst)) else { return true };
         let ticker = self.ticker.load(SeqCst);
         let left = || ticker != 0 && !thread::is_there(owner.pid() as i32, ticker as i32);
         owner.is_dead() || left()
     }
 }
 
-/// This process's rows. Atomics only because the pager is shared: they change with the pager's lock held.
+/// Which rows are this process's. Atomics only because the pager is shared: they change with the pager's lock held. The rows
+/// themselves other processes contend for, which have locks of their own: see [`ClusterMap`].
 pub struct Rows {
     /// Its own; `NONE` until it needs one.
     own: AtomicUsize,
@@ -293,9 +368,10 @@ impl Pager {
     /// killed before it gets to that, the row is in use as long as the parent lives.)
     pub(crate) fn end_fork(&self, child: isize) {
         let row = self.rows.child.swap(NONE, Relaxed);
-        if let Some(map) = self.clusters.filter(|_| row != NONE && child < 0) {
-            map.empty(row);
-            map.rows[row].owner.store(0, SeqCst);
+        if let Some(map) = self.clusters.filter(|_| row != NONE && child < 0)
+            && let Some(me) = Identity::from_raw(self.rows.parent.load(Relaxed))
+        {
+            map.give_up(row, me);
         }
     }
 
@@ -307,7 +383,7 @@ impl Pager {
         if row == NONE {
             return clusters == 0;
         }
-        map.rows[row].ticker.store(0, SeqCst);
+        // (No ticker stands there yet: the parent took it so.)
         let (parent, me) = (self.rows.parent.load(Relaxed), Identity::own().raw());
         // (A parent that was killed at once may have been buried.)
         map.rows[row].owner.compare_exchange(parent, me, SeqCst, Relaxed).is_ok()

@@ -14,7 +14,7 @@
 //! - The file belongs to the group; who may write where is settled in `clusters`. A forked child inherits its parent's
 //!   places. It never reads what has been overwritten, since nobody writes into a cluster others refer to.
 //! - Between planning a write and completing it the pages stay *Compressed* and in the pool: a fault wins, and what has
-//!   left the pool meanwhile only gives its place up. [`object::WRITING_BY`] tells the object that was written from
+//!   left the pool meanwhile, or was moved by mremap, only gives its place up. [`object::WRITING_BY`] tells the object that was written from
 //!   another that came to lie at the same place of the pool, also if that one is being written meanwhile.
 //! - An object is in one place: on the shrinker's list, aboard a write, or being recompressed. What a write or a
 //!   recompression leaves in the pool goes back to the tail of the list under the hold of the lock that ends it, so one
@@ -25,6 +25,8 @@
 //! descriptor table.
 
 pub mod backend;
+#[cfg(test)]
+mod cluster_tests;
 pub mod clusters;
 mod dense;
 pub mod io;
@@ -36,6 +38,8 @@ mod pipeline;
 mod read_tests;
 pub mod readers;
 mod reads;
+#[cfg(test)]
+mod room_tests;
 mod seal;
 mod swapin;
 #[cfg(test)]
@@ -113,6 +117,8 @@ pub struct Swap {
     failures: u32,
     /// When the next write may be tried (monotonic nanoseconds).
     rest_until: u64,
+    /// Until when the disk is taken to have no room for a larger file (monotonic nanoseconds).
+    full_until: u64,
     /// Pages on disk.
     on_disk: usize,
     /// How much is read around what is wanted.
@@ -145,6 +151,7 @@ impl Swap {
             bad: Vec::new(),
             failures: 0,
             rest_until: 0,
+            full_until: 0,
             on_disk: 0,
             readahead: Readahead::default(),
             keeps: false,

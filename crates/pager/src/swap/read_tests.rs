@@ -9,6 +9,9 @@ use crate::deliver::decode;
 use crate::events;
 use crate::fault::Request;
 use crate::testing::{self, half_noise};
+use std::io::Read as _;
+use std::os::fd::IntoRawFd;
+use std::os::unix::net::UnixStream;
 use uzswap_mm::pagetable::Pte;
 use uzswap_mm::swapfile::BLOCK;
 use uzswap_sys::uffd::Message;
@@ -58,14 +61,19 @@ impl Scene {
 
     /// Plans a write of what is in the pool, all of which is due.
     fn plan(&mut self, s: &mut State) -> Round {
-        s.swap.as_mut().unwrap().shrinker.press(1 << 20, 1, 1 << 20, 1 << 20, &DiskReads::new());
-        let round = self.pager.plan_round(s, 0, bytes_of(&mut self.buffer));
+        let round = self.plan_with_little_room(s);
         assert!(!matches!(round, Round::Extend(_)), "the file has all its room");
         round
     }
 
+    /// The same where the file may need more room.
+    pub(super) fn plan_with_little_room(&mut self, s: &mut State) -> Round {
+        s.swap.as_mut().unwrap().shrinker.press(1 << 20, 1, 1 << 20, 1 << 20, &DiskReads::new());
+        self.pager.plan_round(s, 0, bytes_of(&mut self.buffer))
+    }
+
     /// What was planned is on disk.
-    fn write(&mut self, s: &mut State, at: u64, len: usize) {
+    pub(super) fn write(&mut self, s: &mut State, at: u64, len: usize) {
         self.disk[at as usize..][..len].copy_from_slice(&bytes_of(&mut self.buffer)[..len]);
         self.pager.complete(s, 0, true);
     }
@@ -238,6 +246,75 @@ fn what_is_moved_meanwhile_is_installed_where_it_is() {
     assert_eq!(scene.read(s, to + 1), 1);
     check(s, to + 1, FIRST + 1);
     end(s, to..to + 8);
+}
+
+/// The story: a read brought its object for the first of those who waited for it, and only where that one says that it belongs. Where
+/// mremap has taken the pages apart the others read it again, each failure of which was told, and after four the page was lost.
+#[test]
+fn pages_of_one_object_that_are_apart_are_brought_together() {
+    let mut scene = Scene::new(0);
+    let s = &mut *scene.pager.state.lock();
+    let handle = testing::store(s, FIRST, 4, 0, half_noise);
+    object::set_flags(s.object(handle), object::TRIED, 0);
+    scene.write_out(s);
+    let to = |i: u64| FIRST + 0x1000 * i + i;
+    let page = |vpn: u64| vpn as usize * PAGE;
+    for i in 1..=6 {
+        scene.pager.event(s, Message::Remap { from: page(FIRST + i), to: page(to(i)), len: PAGE });
+    }
+    (1..=6).for_each(|i| scene.fault(s, to(i)));
+    let mut reads = 0;
+    for _ in 0..10 {
+        while scene.ask(s) {}
+        for read in scene.begin() {
+            reads += 1;
+            scene.end(s, &read, Ok(()));
+        }
+    }
+    for i in 1..=6 {
+        let pte = s.pt.get(to(i));
+        assert_eq!((pte.tag(), pte.index()), (Tag::Compressed, i as usize));
+        assert_eq!(Header::read(s.object(pte.handle())).vpn, to(i) - i, "it can be found, and moved");
+        let mut out = vec![0; 16 * PAGE];
+        assert!(decode(s, pte.handle(), &mut out) && out[i as usize * PAGE..][..PAGE] == half_noise(FIRST + i));
+    }
+    assert_eq!((reads, scene.count(|c| &c.poisoned)), (1, 0));
+    let told = scene.pager.clusters.unwrap().told.load(Relaxed);
+    assert_eq!(told & 1 << io::Trouble::Read as u32, 0);
+    (1..=6).for_each(|i| events::forget_range(s, to(i), to(i) + 1));
+    end(s, FIRST..FIRST + 16);
+}
+
+/// The story: where a thread could not be started for a second read, the handler made it by itself, over the connection on which the
+/// first thread was in the middle of a request. From then on each had the other's answers, and pages were lost.
+#[test]
+fn where_a_reader_cannot_be_started_nobody_uses_another_s_connection() {
+    let mut scene = Scene::new(64);
+    let p = scene.pager;
+    let (link, mut peer) = UnixStream::pair().unwrap();
+    peer.set_nonblocking(true).unwrap();
+    // (Who waits for an answer finds the end.)
+    peer.shutdown(std::net::Shutdown::Write).unwrap();
+    p.clusters.unwrap().remote.store(1, Relaxed);
+    p.tier.file.store(link.into_raw_fd(), Relaxed);
+    [1, -1].iter().enumerate().for_each(|(i, tid)| p.tier.readers.set_tid(i, *tid));
+    let s = &mut *p.state.lock();
+    narrow(s);
+    let pages = [FIRST, FIRST + 20];
+    pages.iter().for_each(|vpn| scene.fault(s, *vpn));
+    scene.reads.begin(p);
+    assert_eq!(peer.read(&mut [0; 64]).map_err(|e| e.kind()), Err(std::io::ErrorKind::WouldBlock), "it was asked");
+    assert!(p.tier.file.load(Relaxed) >= 0);
+    // The second is asked for again when the first, whose thread there is, has ended.
+    let under_way: Vec<Read> = scene.reads.iter().copied().collect();
+    assert_eq!((under_way.len(), scene.reads.free()), (1, super::readers::READERS - 2));
+    scene.end(s, &under_way[0], Ok(()));
+    scene.ask(s);
+    let reads = scene.begin();
+    assert_eq!(reads.len(), 1);
+    scene.end(s, &reads[0], Ok(()));
+    pages.iter().for_each(|vpn| check(s, *vpn, *vpn));
+    end(s, FIRST..FIRST + 64);
 }
 
 /// The place is given up while it is read, and another page's object is written there: what was read before is not it.

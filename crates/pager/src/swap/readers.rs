@@ -106,6 +106,20 @@ impl Readers {
     }
 }
 
+#[cfg(test)]
+impl Readers {
+    /// Thread `i` has this id, or could not be started.
+    pub(super) fn set_tid(&self, i: usize, tid: i32) {
+        self.jobs[i].tid.store(tid, Relaxed);
+    }
+
+    /// The read of thread `i` has ended.
+    pub(super) fn end_by_hand(&self, i: usize, result: Errno) {
+        self.jobs[i].result.store(result, Relaxed);
+        self.jobs[i].state.store(DONE, Release);
+    }
+}
+
 impl Pager {
     /// Starts reader `i` if it does not run, with the lock held.
     pub(super) fn start_reader(&self, s: &State, i: usize) {

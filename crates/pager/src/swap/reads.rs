@@ -7,8 +7,9 @@
 //! ```
 //! By io_uring where it may be used: one system call to begin a read, and the ring's descriptor is readable when one has
 //! ended. Elsewhere, and where the other end is a server, up to [`READERS`] threads (`readers`) each make one read at a
-//! time; they are started when so many reads are wanted at once. Where not even that can be had a read is made on the
-//! spot, and the handler waits for it.
+//! time; they are started when so many reads are wanted at once. Of a thread that cannot be started, or cannot reach the
+//! server, the slot is closed: the read is given up and asked for again. Only the first one's reads are made on the spot then, and
+//! the handler waits for them; it makes no other's, whose connection it does not have.
 //!
 //! A slot's buffer is the kernel's (or the thread's) from the moment its read is begun until that is found ended.
 //! Used by the handler alone; a forked child has none of its parent's.
@@ -123,7 +124,7 @@ impl Read {
 struct Slot {
     buffer: Vec<Block>,
     read: Option<Read>,
-    /// Its thread cannot reach the server: it is used no more.
+    /// Its thread cannot reach the server, or is not there: it is used no more.
     closed: bool,
 }
 
@@ -136,6 +137,8 @@ pub(crate) struct Reads {
     event: Option<i32>,
     /// Messages that the handler has read.
     messages: u64,
+    /// Whether a read was given up, of which nobody will say that it has ended: who needs it is to ask again.
+    given_up: bool,
 }
 
 impl Reads {
@@ -257,9 +260,28 @@ impl Reads {
             read.injected = None;
         } else if self.event.is_some() && pager.tier.readers.post(i, read.at, bytes) {
             return;
+        } else if i > 0 {
+            // (Not on the spot: the first thread may be in the middle of a request over the connection that would take.)
+            return self.close(pager, i);
         }
         let result = pager.swap_read(0, read.at, bytes);
         self.finish(pager, i, result);
+    }
+
+    /// A slot is of no use: its read is given up.
+    fn close(&mut self, pager: &Pager, i: usize) {
+        (self.slots[i].closed, self.slots[i].read, self.given_up) = (true, None, true);
+        self.goes_on(pager);
+    }
+
+    /// Whether something is to be asked for again, which the caller sees to.
+    pub(crate) fn take_given_up(&mut self) -> bool {
+        core::mem::take(&mut self.given_up)
+    }
+
+    /// Whether something is to be asked for again.
+    pub(crate) fn any_given_up(&self) -> bool {
+        self.given_up
     }
 
     /// Finds which reads have ended.
@@ -274,19 +296,29 @@ impl Reads {
                 stage => read.stage = stage,
             }
         }
-        let Some(event) = self.event.filter(|_| self.iter().any(|read| read.stage == Stage::UnderWay)) else { return };
+        let Some(event) = self.event.filter(|_| self.any_under_way()) else { return };
         if !eventfd::take(event) {
             return;
         }
         for i in 0..READERS {
             match pager.tier.readers.take(i) {
-                Some(Err(NOT_TRIED)) => {
-                    (self.slots[i].closed, self.slots[i].read) = (true, None);
-                }
+                Some(Err(NOT_TRIED)) => self.close(pager, i),
                 Some(result) => self.finish(pager, i, result),
                 None => {}
             }
         }
+    }
+
+    /// The handler has slept: takes an event that no read is left for, which would not let it sleep again. (A thread stores its
+    /// result before it raises the event, so the result may be taken by another's; then the event comes late.)
+    pub(crate) fn slept(&self) {
+        if let Some(event) = self.event.filter(|_| !self.any_under_way()) {
+            eventfd::take(event);
+        }
+    }
+
+    fn any_under_way(&self) -> bool {
+        self.iter().any(|read| read.stage == Stage::UnderWay)
     }
 
     /// A read by the ring has ended: it is counted.
@@ -300,7 +332,12 @@ impl Reads {
         if let Some(read) = &mut self.slots[i].read {
             read.stage = Stage::Ended(result);
         }
-        let more = self.iter().any(|read| read.stage == Stage::UnderWay);
+        self.goes_on(pager);
+    }
+
+    /// One read less is under way.
+    fn goes_on(&self, pager: &Pager) {
+        let more = self.any_under_way();
         pager.tier.began[super::io::READ].store(if more { thread::now_ns() } else { 0 }, Relaxed);
     }
 
@@ -323,6 +360,19 @@ impl Reads {
     /// As a handler has it that makes no transfers: the test says what was read.
     pub(super) fn by_hand() -> Self {
         Self { event: Some(-1), ..Self::default() }
+    }
+
+    /// The same where threads raise `event`.
+    pub(crate) fn by_threads(event: i32) -> Self {
+        Self { event: Some(event), ..Self::default() }
+    }
+
+    /// A read is under way by thread 1, which cannot reach the server and has just said so.
+    pub(crate) fn be_refused(&mut self, pager: &Pager) {
+        self.slots[1].read = Some(Read { stage: Stage::UnderWay, ..Read::new(0, BLOCK, 0) });
+        pager.tier.began[super::io::READ].store(thread::now_ns(), Relaxed);
+        pager.tier.readers.end_by_hand(1, NOT_TRIED);
+        self.event.into_iter().for_each(eventfd::raise);
     }
 
     /// What is planned, oldest slot first, is under way now.

@@ -191,11 +191,6 @@ impl Pager {
             swap.books.objects_within(read.at, read.len).filter(|o| is_wanting(&o.1)).collect();
         let (mut brought, mut room) = (0, true);
         for (place, object) in objects {
-            // A page that is waited for says itself where its object belongs: it may have been moved since (mremap).
-            let wanted = waiting.iter().find_map(|w| {
-                let pte = s.pt.get(w.r.vpn);
-                (pte.tag() == Tag::Disk && pte.handle() == place).then(|| w.r.vpn - pte.index() as u64)
-            });
             let from = (offset(place) - read.at) as usize;
             let bytes = &mut bytes[from..from + object.len];
             let seal = s.swap.as_ref().and_then(|swap| swap.seal.as_ref());
@@ -206,10 +201,15 @@ impl Pager {
                 self.counters().swap_read_errors.fetch_add(u64::from(read.place == Some(place)), Relaxed);
                 continue;
             }
-            let base = wanted.unwrap_or_else(|| u64::from_le_bytes(core::array::from_fn(|i| bytes[i])));
-            let installed = self.install_object(s, place, &bytes[FRONT..], base, wanted.is_some());
-            brought += usize::from(installed == Installed::Yes && wanted.is_none());
-            room &= installed != Installed::NoRoom || read.place != Some(place);
+            let bases = bases(s, place, waiting);
+            if bases.is_empty() {
+                let base = u64::from_le_bytes(core::array::from_fn(|i| bytes[i]));
+                brought += usize::from(self.install_object(s, place, &bytes[FRONT..], base, false) == Installed::Yes);
+            }
+            for base in bases {
+                let installed = self.install_object(s, place, &bytes[FRONT..], base, true);
+                room &= installed != Installed::NoRoom || read.place != Some(place);
+            }
         }
         if let Some(swap) = s.swap.as_mut() {
             match read.place {
@@ -235,7 +235,8 @@ impl Pager {
             return Installed::No;
         }
         let ahead = if is_wanted { 0 } else { object::AHEAD };
-        let new = Header { flags: object::REFERENCED | ahead, ..head };
+        // (Its pages may be elsewhere than when it was written.)
+        let new = Header { flags: object::REFERENCED | ahead, vpn: base, ..head };
         let hashes = |to: &mut [u8]| object::set_hashes(to, 0, object::hashes(stored));
         let keeps = s.swap.as_ref().is_some_and(|swap| swap.keeps);
         let at = keeps.then_some(OnDisk { place, first: 0 });
@@ -266,6 +267,20 @@ impl Pager {
         debug_assert!(s.pages_of(Entry { vpn: base, handle: handle.raw() }).is_some());
         Installed::Yes
     }
+}
+
+/// Where an object belongs: a page that is waited for says so itself, as it may have been moved since (mremap), and where its
+/// object's pages were moved apart each may say something else.
+fn bases(s: &State, place: Place, waiting: &[Waiting]) -> Vec<u64> {
+    let mut bases = Vec::new();
+    for w in waiting {
+        let pte = s.pt.get(w.r.vpn);
+        let base = w.r.vpn.wrapping_sub(pte.index() as u64);
+        if pte.tag() == Tag::Disk && pte.handle() == place && !bases.contains(&base) {
+            bases.push(base);
+        }
+    }
+    bases
 }
 
 /// Whether an object has pages that are on disk only.

@@ -6,9 +6,11 @@ use super::writeback::{Block, RUN_BYTES, Round, blocks, bytes_of};
 use super::*;
 use crate::arena::PAGE;
 use crate::deliver::decode;
+use crate::events;
 use crate::testing::{self, half_noise, words};
 use uzswap_mm::codec::Encoding;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, Pte};
+use uzswap_sys::uffd::Message;
 
 const LIMIT: usize = 8 << 20;
 const FIRST: u64 = 0x1_0000;
@@ -393,6 +395,80 @@ fn an_object_whose_write_fails_is_met_again() {
     scene.pager.complete(s, 1, true);
     assert_eq!((s.pt.get(FIRST).tag(), scene.count(|c| &c.zswpwb)), (Tag::Disk, 4));
     end(s, FIRST..FIRST + 4);
+}
+
+/// mremap moves `pages` pages.
+fn remap(scene: &Scene, s: &mut State, from: u64, to: u64, pages: u64) {
+    let (from, to, len) = (from as usize * PAGE, to as usize * PAGE, pages as usize * PAGE);
+    scene.pager.event(s, Message::Remap { from, to, len });
+}
+
+/// The story: an object that mremap moved while it was being written, or recompressed, was not found when that ended, and kept its mark
+/// for ever. Whatever met it took it for one that is being written: it was on no list, and never written again.
+#[test]
+fn what_is_moved_while_it_is_written_is_written_later() {
+    let mut scene = Scene::new();
+    let s = &mut *scene.pager.state.lock();
+    let (to, back) = (FIRST + 0x1000, FIRST + 0x2000);
+    let handle = testing::store(s, FIRST, 2, 0, half_noise);
+    object::set_flags(s.object(handle), object::TRIED, 0);
+    assert!(scene.plan(s, 0).is_some());
+    remap(&scene, s, FIRST, to, 4);
+    // (It may board the next write before that one ends; and be moved again.)
+    assert!(scene.plan(s, 1).is_some());
+    remap(&scene, s, to, back, 4);
+    remap(&scene, s, back, FIRST, 4);
+    [0, 1].iter().for_each(|slot| scene.pager.complete(s, *slot, true));
+    assert_eq!(Header::read(s.object(handle)).flags & object::HELD, 0);
+    check_all(s, FIRST..FIRST + 4, half_noise, Encoding::Lz4, 2);
+    assert_eq!(s.swap.as_ref().unwrap().books.used_bytes(), 0, "the places are given up");
+    assert!(scene.plan(s, 0).is_some());
+    // A forked child has none of its parent's marks either.
+    remap(&scene, s, FIRST, to, 4);
+    s.end_flights();
+    assert_eq!(Header::read(s.object(handle)).flags & object::HELD, 0);
+    assert!(scene.plan(s, 0).is_some());
+    scene.pager.complete(s, 0, true);
+    assert!((to..to + 4).all(|vpn| s.pt.get(vpn).tag() == Tag::Disk));
+    end(s, to..to + 4);
+}
+
+#[test]
+fn what_is_moved_while_it_is_recompressed_is_met_again() {
+    let mut scene = Scene::new();
+    let s = &mut *scene.pager.state.lock();
+    let (to, handle) = (FIRST + 0x1000, testing::store(s, FIRST, 2, 0, words));
+    assert!(scene.plan(s, 0).is_none());
+    assert!(scene.pager.begin_dense(s, &mut scene.packer));
+    remap(&scene, s, FIRST, to, 4);
+    scene.packer.compress();
+    scene.pager.end_dense(s, &mut scene.packer);
+    assert_eq!((s.pt.get(to).handle(), Header::read(s.object(handle)).flags & object::HELD), (handle, 0));
+    assert!(scene.plan(s, 0).is_none() && scene.pack(s).is_some());
+    (to..to + 4).for_each(|vpn| _ = check(s, vpn, |vpn| words(vpn - 0x1000)));
+    assert!(scene.plan(s, 0).is_some());
+    scene.pager.complete(s, 0, true);
+    end(s, to..to + 4);
+}
+
+/// The story: a block that mremap moved was listed at its first page. Where that one was in the program the block was on no list.
+#[test]
+fn a_block_without_its_first_page_is_met_after_a_move() {
+    let mut scene = Scene::new();
+    let s = &mut *scene.pager.state.lock();
+    let to = FIRST + 0x1000;
+    for i in 0..2 {
+        let handle = testing::store(s, FIRST + 4 * i, 2, 0, half_noise);
+        object::set_flags(s.object(handle), object::TRIED, 0);
+    }
+    events::forget_range(s, FIRST, FIRST + 1);
+    while s.swap.as_mut().unwrap().shrinker.pop().is_some() {}
+    remap(&scene, s, FIRST, to, 8);
+    assert_eq!(s.swap.as_ref().unwrap().shrinker.len(), 2, "each is listed once");
+    assert!(scene.plan(s, 0).is_some());
+    scene.pager.complete(s, 0, true);
+    assert!((to + 1..to + 8).all(|vpn| s.pt.get(vpn).tag() == Tag::Disk));
+    end(s, to + 1..to + 8);
 }
 
 /// The pools of a group are full, another member is behind: it is woken and waited for, then passed over. All stop when the

@@ -2,7 +2,8 @@
 //!
 //! A thread of its own, so that a slow disk holds up neither faults nor compression. A round is
 //!
-//! 1. with the lock: find a run in the file (behind the last one, else in a cluster of its own, else in a hole), and fill
+//! 1. with the lock: find a run in the file (behind the last one, else in a cluster of its own, else in a hole; where the disk has
+//!    no room for a larger file a hole comes before a cluster), and fill
 //!    the buffer with the objects the shrinker gives up; they stay where they are, marked as being written;
 //! 2. without the lock: begin to write the run; meanwhile the next one is planned where io_uring allows (`pipeline`);
 //! 3. with the lock: what is still as it was becomes *Disk* and leaves the pool. If the write failed the places are given
@@ -35,6 +36,8 @@ pub(super) const RUN_BYTES: usize = 256 << 10;
 const LEAST_RUN: usize = MOST_OBJECT.next_multiple_of(BLOCK);
 /// Objects looked at under one hold of the lock.
 const MOST_MET: usize = 2048;
+/// For how long the file is not extended when the disk had no room for that, as long as there is room in it (nanoseconds).
+const FULL_NS: u64 = 10_000_000_000;
 /// Longest rest after failures, and the rest while there is nothing to write (nanoseconds).
 const REST_NS: u64 = 1_000_000_000;
 const IDLE_NS: u64 = 100_000_000;
@@ -176,6 +179,10 @@ impl Pager {
                 (swap.failures, swap.rest_until) = (0, 0);
                 return Round::Again;
             }
+            Err(Round::Extend(cluster)) if swap.disk_is_full() && s.give_up_kept(swap) => {
+                swap.drop_cluster(cluster);
+                return Round::Again;
+            }
             Err(round) => return round,
         };
         let (more, freed) = self.fill_run(s, swap, slot, &mut run, buffer, task);
@@ -198,6 +205,10 @@ impl Pager {
         let bad = core::mem::take(&mut swap.bad);
         let may_write = |c: u32| !bad.contains(&c) && map.alone_with(me, c);
         let mut found = swap.books.run_behind_last(LEAST_RUN, RUN_BYTES, may_write).map(Ok);
+        // (A free cluster there is then, too, but beyond the end of the file.)
+        if found.is_none() && swap.disk_is_full() {
+            found = swap.books.run_in_hole(LEAST_RUN, RUN_BYTES, may_write).map(Ok);
+        }
         if found.is_none() {
             found = swap.claim(&bad).map(|cluster| {
                 let end = (u64::from(cluster) + 1) * swap.books.cluster_bytes() as u64;
@@ -222,17 +233,22 @@ impl Pager {
     }
 
     /// Preallocates a cluster that was just added; gives it up when that fails.
-    fn extend(&self, cluster: u32) {
+    pub(super) fn extend(&self, cluster: u32) {
         let bytes = self.clusters.and_then(|map| map.geometry()).map_or(0, |g| 1u64 << g.cluster_shift);
         let done = self.preallocate(cluster, bytes);
         let mut s = self.state.lock();
         let Some(swap) = s.swap.as_mut() else { return };
         if done.is_err() {
             swap.failures += 1;
-            swap.rest_until = thread::now_ns() + REST_NS;
-            if swap.books.drop_if_empty(cluster) {
-                swap.map.release_cluster(swap.row, cluster);
+            let now = thread::now_ns();
+            // Known to be full, all else was tried before. Otherwise that is done at once.
+            if swap.disk_is_full() {
+                swap.rest_until = now + REST_NS;
             }
+            swap.full_until = now + FULL_NS;
+            swap.drop_cluster(cluster);
+        } else {
+            swap.full_until = 0;
         }
         drop(s);
         self.swap_progressed();
@@ -382,6 +398,18 @@ impl Pager {
 }
 
 impl Swap {
+    /// Whether a moment ago the disk had no room for a larger file.
+    fn disk_is_full(&self) -> bool {
+        thread::now_ns() < self.full_until
+    }
+
+    /// Gives up a cluster that was just claimed.
+    fn drop_cluster(&mut self, cluster: u32) {
+        if self.books.drop_if_empty(cluster) {
+            self.map.release_cluster(self.row, cluster);
+        }
+    }
+
     /// Claims a cluster that is not `bad`.
     fn claim(&mut self, bad: &[u32]) -> Option<u32> {
         loop {

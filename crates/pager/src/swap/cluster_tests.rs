@@ -1,0 +1,127 @@
+//! The books of which process has which cluster, used by several processes at once: threads here, each in the name of a
+//! process of its own.
+
+use super::clusters::{ClusterMap, ROWS};
+use crate::testing;
+use core::sync::atomic::{AtomicUsize, Ordering::*};
+use std::process::{Child, Command};
+use std::sync::Barrier;
+use uzswap_sys::process::Identity;
+
+/// A thread that no process has.
+const NO_THREAD: u32 = 1 << 23;
+
+/// Processes that are there as long as they are wanted.
+struct Processes(Vec<Child>);
+
+impl Processes {
+    fn new(n: usize) -> Self {
+        Self((0..n).map(|_| Command::new("sleep").arg("600").spawn().expect("a process")).collect())
+    }
+
+    fn identity(&self, i: usize) -> Identity {
+        // (Without its start time, as where /proc cannot be read.)
+        Identity::from_raw(self.0[i].id().into()).expect("a pid")
+    }
+
+    fn end(&mut self, i: usize) {
+        self.0[i].kill().expect("a child");
+        self.0[i].wait().expect("a child");
+    }
+}
+
+impl Drop for Processes {
+    fn drop(&mut self) {
+        (0..self.0.len()).for_each(|i| self.end(i));
+    }
+}
+
+/// Books of a large file: to empty a row takes its time.
+fn books() -> &'static ClusterMap {
+    let map = testing::books();
+    map.bytes.store(4 << 30, Relaxed);
+    map
+}
+
+/// The story: who takes a dead process's row is its owner from the first moment, and the thread id of the dead one's ticker
+/// stood there until it was emptied. Whoever looked meanwhile found a process without that thread, so a dead one, and took
+/// the row as well. Each freed the other's clusters, which others overwrote.
+#[test]
+fn a_row_has_one_taker() {
+    const DEAD: usize = 3;
+    const TAKERS: usize = 4;
+    const ROUNDS: usize = 200;
+    let (map, mut processes) = (books(), Processes::new(TAKERS + 3));
+    // (One has ended. One executes another program, of which its first thread says that it had rows: what was its ticker
+    // is not there any more. One only looks who is dead.)
+    let (dead, executes, buries) = (TAKERS, processes.identity(TAKERS + 1), processes.identity(TAKERS + 2));
+    processes.end(dead);
+    let dead = processes.identity(dead);
+    let (barrier, wrong) = (Barrier::new(TAKERS + 2), AtomicUsize::new(0));
+    let rows: Vec<AtomicUsize> = (0..ROWS).map(|_| AtomicUsize::new(0)).collect();
+    let clusters: Vec<AtomicUsize> = (0..TAKERS + DEAD + 1).map(|_| AtomicUsize::new(0)).collect();
+    let check = |ok: bool| wrong.fetch_add(usize::from(!ok), Relaxed);
+    let take = |me: Identity| {
+        for _ in 0..ROUNDS {
+            barrier.wait();
+            let row = map.take_row(me).expect("a row");
+            check(rows[row].fetch_add(1, SeqCst) == 0);
+            let cluster = map.claim_cluster(row).expect("a cluster");
+            check(clusters[cluster as usize].fetch_add(1, SeqCst) == 0);
+            barrier.wait();
+            // Whatever the others were about they have done.
+            check(map.is_claimed_by(cluster, row, me.raw()) && !map.is_free(cluster));
+            barrier.wait();
+        }
+    };
+    std::thread::scope(|scope| {
+        let take = &take;
+        (0..TAKERS).map(|i| processes.identity(i)).for_each(|me| _ = scope.spawn(move || take(me)));
+        scope.spawn(|| {
+            for _ in 0..ROUNDS {
+                barrier.wait();
+                map.bury_the_dead(buries);
+                barrier.wait();
+                barrier.wait();
+            }
+        });
+        for _ in 0..ROUNDS {
+            map.reset();
+            (0..DEAD).for_each(|row| map.set_row(row, dead, NO_THREAD));
+            map.set_row(DEAD, executes, NO_THREAD);
+            (0..=DEAD).for_each(|row| _ = map.claim_cluster(row));
+            rows.iter().chain(&clusters).for_each(|n| n.store(0, Relaxed));
+            barrier.wait();
+            map.forget_own(executes);
+            barrier.wait();
+            barrier.wait();
+        }
+    });
+    assert_eq!(wrong.load(Relaxed), 0);
+}
+
+/// As the row is while one empties it that took it from a dead process: nobody else touches it, but when the taker is dead itself.
+#[test]
+fn a_row_that_is_being_emptied_is_nobody_else_s() {
+    let (map, mut processes) = (books(), Processes::new(3));
+    let [taker, other, third] = [0, 1, 2].map(|i| processes.identity(i));
+    map.set_row(0, taker, NO_THREAD);
+    let cluster = map.claim_cluster(0).unwrap();
+    map.set_taker(0, taker);
+    map.bury_the_dead(other);
+    assert_eq!(map.take_row(other), Some(1));
+    assert!(map.is_claimed_by(cluster, 0, taker.raw()));
+    // A process that has executed another program finds that others are about to take what it had.
+    map.set_row(1, third, NO_THREAD);
+    map.set_taker(1, other);
+    map.forget_own(third);
+    assert_eq!(map.owner_of(1), third.raw());
+    // Or it was taking one itself: that it had before.
+    map.set_taker(1, third);
+    map.forget_own(third);
+    assert_eq!(map.owner_of(1), 0);
+    processes.end(0);
+    map.bury_the_dead(other);
+    assert_eq!((map.owner_of(0), map.is_free(cluster)), (0, true));
+    assert_eq!(map.take_row(third), Some(0));
+}

@@ -1,0 +1,137 @@
+//! Where is written what the disk has no room to extend the file for: the file has one cluster and cannot grow.
+
+use super::read_tests::{FIRST, Scene, check, end};
+use super::writeback::Round;
+use super::*;
+use crate::events;
+use crate::testing::half_noise;
+
+/// Bytes of the file's only cluster, and pages that fill it.
+const CLUSTER: u64 = 256 << 10;
+const PAGES: u64 = 110;
+
+/// What a round came to.
+#[derive(Debug, PartialEq, Eq)]
+enum Came {
+    /// This cluster was written to.
+    Wrote(u64),
+    /// The file was to be extended, and could not be.
+    Extended,
+    Nothing,
+}
+
+fn round(scene: &mut Scene) -> Came {
+    let pager = scene.pager;
+    let cluster = {
+        let s = &mut *pager.state.lock();
+        match scene.plan_with_little_room(s) {
+            Round::Write(at, len) => {
+                scene.write(s, at, len);
+                return Came::Wrote(at / CLUSTER);
+            }
+            Round::Extend(cluster) => cluster,
+            Round::Rest(_) | Round::NotYet | Round::Again => return Came::Nothing,
+        }
+    };
+    pager.extend(cluster);
+    Came::Extended
+}
+
+/// Rounds until these pages are on disk, at most so many; what they came to.
+fn write_out(scene: &mut Scene, pages: core::ops::Range<u64>, most: usize) -> Vec<Came> {
+    let mut came = Vec::new();
+    while pages.clone().any(|vpn| scene.pager.state.lock().pt.get(vpn).tag() != Tag::Disk) {
+        assert!(came.len() < most, "{came:?}");
+        came.push(round(scene));
+    }
+    came
+}
+
+/// A file whose only cluster is full.
+fn scene() -> Scene {
+    let mut scene = Scene::new(0);
+    scene.pager.clusters.unwrap().allocated.store(CLUSTER, Relaxed);
+    scene.pager.group.faults.set("swap_space=1/1", 1).unwrap();
+    store(&scene, FIRST..FIRST + PAGES);
+    let came = write_out(&mut scene, FIRST..FIRST + PAGES, 8);
+    assert!(came.iter().all(|came| matches!(came, Came::Wrote(0) | Came::Nothing)), "{came:?}");
+    scene
+}
+
+fn store(scene: &Scene, pages: core::ops::Range<u64>) {
+    let s = &mut *scene.pager.state.lock();
+    pages.for_each(|vpn| scene.store(s, vpn, half_noise));
+}
+
+fn extensions(came: &[Came]) -> usize {
+    came.iter().filter(|came| **came == Came::Extended).count()
+}
+
+/// The story: the file system was full before `--swap` was used up. There was always a free cluster, beyond the end of the file,
+/// for which the file could not be extended, once a second; and what the program had freed in its own clusters was never
+/// written to again.
+#[test]
+fn on_a_full_disk_holes_are_written_to() {
+    let mut scene = scene();
+    events::forget_range(&mut scene.pager.state.lock(), FIRST, FIRST + PAGES / 2);
+    let new = FIRST + 0x1000;
+    store(&scene, new..new + 10);
+    let came = write_out(&mut scene, new..new + 10, 4);
+    assert_eq!((extensions(&came), came.last()), (1, Some(&Came::Wrote(0))), "{came:?}");
+    assert_eq!(
+        scene.pager.state.lock().swap.as_ref().unwrap().failures,
+        0,
+        "who waits for the disk waits for something"
+    );
+    // It is not tried again for each run.
+    store(&scene, new + 10..new + 20);
+    assert_eq!(extensions(&write_out(&mut scene, new + 10..new + 20, 4)), 0);
+    let s = &mut *scene.pager.state.lock();
+    for vpn in [new, new + 15, FIRST + PAGES - 1] {
+        scene.read(s, vpn);
+        check(s, vpn, vpn);
+    }
+    assert_eq!(scene.pager.clusters.unwrap().clusters_used(), 1);
+    events::forget_range(s, new, new + 20);
+    end(s, FIRST..FIRST + PAGES);
+}
+
+/// And what only keeps its place gives it up.
+#[test]
+fn on_a_full_disk_no_place_is_kept() {
+    let mut scene = scene();
+    {
+        let s = &mut *scene.pager.state.lock();
+        (FIRST..FIRST + PAGES).for_each(|vpn| _ = scene.read(s, vpn));
+        // (As if the program used all of them.)
+        while s.swap.as_mut().unwrap().shrinker.pop().is_some() {}
+        assert_eq!(s.swap.as_ref().unwrap().on_disk(), 0);
+    }
+    let new = FIRST + 0x1000;
+    store(&scene, new..new + 10);
+    let came = write_out(&mut scene, new..new + 10, 6);
+    assert_eq!((extensions(&came), came.last()), (1, Some(&Came::Wrote(0))), "{came:?}");
+    let s = &mut *scene.pager.state.lock();
+    events::forget_range(s, new, new + 10);
+    end(s, FIRST..FIRST + PAGES);
+}
+
+/// Where there is nothing of that the file is to be extended, now and then.
+#[test]
+fn on_a_full_disk_without_holes_it_is_tried_again() {
+    let mut scene = scene();
+    let new = FIRST + 0x1000;
+    store(&scene, new..new + 10);
+    let came: Vec<Came> = (0..6).map(|_| round(&mut scene)).collect();
+    assert!((1..=2).contains(&extensions(&came)), "{came:?}");
+    assert!(!came.iter().any(|came| matches!(came, Came::Wrote(_))) && came.last() == Some(&Came::Nothing), "{came:?}");
+    scene.pager.group.faults.set("swap_space=0/1", 1).unwrap();
+    // There is room again, and the second is over.
+    scene.pager.clusters.unwrap().allocated.store(64 << 20, Relaxed);
+    scene.pager.state.lock().swap.as_mut().unwrap().rest_until = 0;
+    let came = write_out(&mut scene, new..new + 10, 4);
+    assert_eq!(came.last(), Some(&Came::Wrote(1)), "{came:?}");
+    let s = &mut *scene.pager.state.lock();
+    events::forget_range(s, new, new + 10);
+    end(s, FIRST..FIRST + PAGES);
+}
