@@ -81,14 +81,15 @@ pub fn command() -> clap::Command {
 
 /// Runs `uzswap lab ARGS…` (`args` are what follows `lab`) and returns the exit status.
 ///
-/// 0: done, whatever the verdicts; 1: something failed or read wrong; 2: usage; 130: interrupted.
+/// 0: done, whatever the verdicts; 1: something failed or read wrong; 125: called wrongly, as with all of `uzswap`; 130:
+/// interrupted.
 #[must_use]
 pub fn main(args: Vec<String>) -> i32 {
     let cli = match Cli::try_parse_from(std::iter::once("uzswap lab".to_owned()).chain(args)) {
         Ok(cli) => cli,
         Err(error) => {
             let _ = error.print();
-            return error.exit_code();
+            return if error.exit_code() == 0 { 0 } else { 125 };
         }
     };
     match cli.experiment {

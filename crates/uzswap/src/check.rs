@@ -4,7 +4,7 @@ use crate::config::{Compressor, Config, on_full, plain};
 use crate::elf::{self, Kind};
 use crate::groups::{self, Group, Registry, Wanted};
 use crate::size::{Size, human};
-use crate::{EXIT_OWN_FAILURE, machine};
+use crate::{EXIT_CANNOT_RUN, EXIT_NO_PROGRAM, EXIT_OWN_FAILURE, machine};
 use std::env;
 use std::ffi::OsStr;
 use std::fs;
@@ -76,6 +76,7 @@ pub fn wanted(config: &Config) -> Result<Wanted, Refused> {
         on_full: config.on_full.as_deref().map(on_full).transpose()?,
         record: config.record.is_some(),
         track_writes: config.track_writes == Some(true),
+        folios: config.folios.parse()?,
     })
 }
 
@@ -91,27 +92,15 @@ pub fn group(config: &Config, wanted: &Wanted) -> Result<Group, Refused> {
 /// The file of a program that can be preloaded, found as execvp finds it.
 pub fn program(name: &OsStr) -> Result<PathBuf, Refused> {
     let shown = name.to_string_lossy();
-    let path = find(name).map_err(|e| match e.kind() {
-        io::ErrorKind::PermissionDenied => {
-            format!("`{shown}` cannot be run: it is not an executable file; give it the x permission with chmod +x")
-        }
-        io::ErrorKind::NotFound if name.as_bytes().contains(&b'/') => {
-            format!("no such program: there is no file `{shown}`; check the path")
-        }
-        io::ErrorKind::NotFound => {
-            format!("no such program: `{shown}` is in no directory of PATH; check the name or give a path")
-        }
-        _ => format!("`{shown}` cannot be run: {}; check the path", plain(&e)),
-    })?;
+    let path = find(name).map_err(|e| not_found(name, &e))?;
     let (loaded, kind) = match elf::resolve(&path) {
         Ok(found) => found,
         // What may be run but not read: the kernel decides.
         Err(e) if e.kind() == io::ErrorKind::PermissionDenied => return Ok(path),
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            return Err(format!(
-                "`{shown}` cannot be run: it is a script whose interpreter is missing; correct its first line"
-            )
-            .into());
+            let sentence =
+                format!("`{shown}` cannot be run: it is a script whose interpreter is missing; correct its first line");
+            return Err(Refused { sentence, status: EXIT_NO_PROGRAM });
         }
         Err(e) => {
             return Err(format!("`{shown}` cannot be read: {}; check the file", plain(&e)).into());
@@ -125,6 +114,26 @@ pub fn program(name: &OsStr) -> Result<PathBuf, Refused> {
     linked(&kind, &shown, &what)?;
     rights(&loaded, &what)?;
     Ok(path)
+}
+
+/// Why a program was not found, with the exit status that shells, `env` and `timeout` have for it.
+fn not_found(name: &OsStr, e: &io::Error) -> Refused {
+    let shown = name.to_string_lossy();
+    let sentence = match e.kind() {
+        io::ErrorKind::IsADirectory => format!("`{shown}` cannot be run: it is a directory; name a program"),
+        io::ErrorKind::PermissionDenied => {
+            format!("`{shown}` cannot be run: it is not an executable file; give it the x permission with chmod +x")
+        }
+        io::ErrorKind::NotFound if name.as_bytes().contains(&b'/') => {
+            format!("no such program: there is no file `{shown}`; check the path")
+        }
+        io::ErrorKind::NotFound => {
+            format!("no such program: `{shown}` is in no directory of PATH; check the name or give a path")
+        }
+        _ => format!("`{shown}` cannot be run: {}; check the path", plain(e)),
+    };
+    let missing = e.kind() == io::ErrorKind::NotFound;
+    Refused { sentence, status: if missing { EXIT_NO_PROGRAM } else { EXIT_CANNOT_RUN } }
 }
 
 /// What is done about a program that nothing can be preloaded into.
@@ -179,7 +188,9 @@ fn find(name: &OsStr) -> io::Result<PathBuf> {
         let dir = if dir.as_os_str().is_empty() { PathBuf::from(".") } else { dir };
         match runnable(dir.join(name)) {
             Ok(path) => return Ok(path),
-            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => denied = Some(e),
+            Err(e) if matches!(e.kind(), io::ErrorKind::PermissionDenied | io::ErrorKind::IsADirectory) => {
+                denied = Some(e);
+            }
             Err(_) => {}
         }
     }
@@ -187,11 +198,14 @@ fn find(name: &OsStr) -> io::Result<PathBuf> {
 }
 
 fn runnable(path: PathBuf) -> io::Result<PathBuf> {
-    let is_file = fs::metadata(&path)?.is_file();
+    let found = fs::metadata(&path)?;
+    if found.is_dir() {
+        return Err(io::ErrorKind::IsADirectory.into());
+    }
     let c_path = std::ffi::CString::new(path.as_os_str().as_bytes())?;
     // SAFETY: `c_path` is a C string that outlives the call.
     let denied = unsafe { libc::faccessat(libc::AT_FDCWD, c_path.as_ptr(), libc::X_OK, libc::AT_EACCESS) } != 0;
-    if !is_file || denied { Err(io::ErrorKind::PermissionDenied.into()) } else { Ok(path) }
+    if !found.is_file() || denied { Err(io::ErrorKind::PermissionDenied.into()) } else { Ok(path) }
 }
 
 fn has_capabilities(path: &Path) -> bool {
@@ -283,12 +297,18 @@ pub const GRANT: &str = "either allow /dev/userfaultfd (chmod or a udev rule; --
 pub fn agent() -> Result<PathBuf, Refused> {
     let own = env::current_exe().ok();
     let beside = own.as_deref().and_then(Path::parent).into_iter();
+    let named = env::var_os(ENV_AGENT).map(PathBuf::from);
     let found = beside
         .flat_map(|dir| ["", "deps", "../lib"].map(|sub| dir.join(sub).join(AGENT)))
-        .chain(env::var_os(ENV_AGENT).map(PathBuf::from))
+        .chain(named.clone())
         .find(|path| path.is_file())
-        .ok_or_else(|| {
-            format!("{AGENT} is missing beside the command: build it with `cargo build --release`, or name it in {ENV_AGENT}")
+        .ok_or_else(|| match named {
+            Some(path) => {
+                format!("{ENV_AGENT} names `{}`, which is no file: correct it, or put {AGENT} beside the command", path.display())
+            }
+            None => format!(
+                "{AGENT} is missing beside the command: build it with `cargo build --release`, or name it in {ENV_AGENT}"
+            ),
         })?;
     let found = found.canonicalize().unwrap_or(found);
     // The loader splits LD_PRELOAD at these.

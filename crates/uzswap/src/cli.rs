@@ -63,7 +63,8 @@ pub struct RunArgs {
     /// Memory for the program and its children: 512M, 1.5GiB, or 50% of what the machine or its cgroup has
     #[arg(short, long, value_name = "SIZE")]
     pub memory: Option<String>,
-    /// Join the running group NAME, or create it with --memory; NAME/CHILD is a group inside another
+    /// Join the running group NAME, or create it with --memory (an equal --memory joins as well, another is refused); NAME/CHILD
+    /// is a group inside another
     #[arg(short, long, value_name = "NAME")]
     pub group: Option<String>,
     /// When the limit is exceeded and nothing more can be taken out of memory: exceed (the default: go on and report it),
@@ -73,7 +74,7 @@ pub struct RunArgs {
     /// Compressor of the pool: lz4 (the default), zstd[:LEVEL], deflate[:LEVEL]
     #[arg(short, long, value_name = "NAME")]
     pub compressor: Option<String>,
-    /// Disk for what does not compress into the limit: 4G; or the memory of a server or cluster:
+    /// Disk for what does not compress into the limit: 4G (256 KiB to 256 GiB); or the memory of a server or cluster:
     /// redis://HOST:PORT/DB?size=4G, by TLS with rediss://. Without it nothing leaves memory
     #[arg(long, value_name = "SIZE")]
     pub swap: Option<String>,
@@ -108,7 +109,9 @@ pub struct RunArgs {
     #[arg(long, value_name = "FILE")]
     pub record: Option<PathBuf>,
     /// The program and its arguments
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
+    // (No `allow_hyphen_values`: with it options that are mistyped, or have their value attached, are taken for the program.
+    // Behind the program everything is its own all the same.)
+    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
     pub command: Vec<OsString>,
 }
 
@@ -117,7 +120,8 @@ pub struct RunArgs {
 pub struct CtlArgs {
     /// The group, as `uzswap stat` lists it
     pub name: String,
-    /// What to set: memory.high, memory.max, memory.zswap.max or memory.swap.max to a size or `max`;
+    /// What to set: memory.high, memory.max, memory.zswap.max or memory.swap.max to a size, a percentage of what the machine or
+    /// its cgroup has, or `max` for no limit;
     /// memory.zswap.writeback to 0 or 1; uzswap.on_full to exceed, wait or kill. Nothing: show them
     #[arg(value_name = "KEY=VALUE")]
     pub settings: Vec<String>,

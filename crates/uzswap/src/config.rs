@@ -44,8 +44,12 @@ pub struct Config {
 impl Config {
     /// Reads a file. The error is one sentence.
     pub fn read(path: &Path) -> Result<Config, String> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|e| format!("the configuration file `{}` cannot be read: {}", path.display(), plain(&e)))?;
+        let text = std::fs::read_to_string(path).map_err(|e| match e.kind() {
+            std::io::ErrorKind::InvalidData => {
+                format!("the configuration file `{}` is wrong: it is not a text file (UTF-8)", path.display())
+            }
+            _ => format!("the configuration file `{}` cannot be read: {}", path.display(), plain(&e)),
+        })?;
         Config::parse(&text).map_err(|e| format!("the configuration file `{}` is wrong: {e}", path.display()))
     }
 
@@ -54,7 +58,8 @@ impl Config {
         toml::from_str(text).map_err(|e| {
             let at = e.span().map_or(0, |span| span.start.min(text.len()));
             let line = 1 + text.as_bytes()[..at].iter().filter(|&&b| b == b'\n').count();
-            format!("line {line}: {}", e.message().replace('\n', ", "))
+            let message = e.message().replace('\n', ", ");
+            format!("line {line}: {message}{}", hint(&message))
         })
     }
 
@@ -77,6 +82,20 @@ impl Config {
             report: args.report.clone().or(file.report),
             record: args.record.clone().or(file.record),
         })
+    }
+}
+
+/// What to do about mistakes that are easily made in a file.
+fn hint(message: &str) -> String {
+    let field = message.strip_prefix("unknown field `").and_then(|rest| rest.split('`').next());
+    match field {
+        Some(field @ ("large-folios" | "unit" | "verify-compression")) => {
+            format!(" (`{field}` belongs in the table `[folios]`)")
+        }
+        None if message.starts_with("invalid type: integer") && message.ends_with("expected a string") => {
+            "; write sizes in quotes, as memory = \"64M\"".to_owned()
+        }
+        _ => String::new(),
     }
 }
 
@@ -183,6 +202,16 @@ mod tests {
             let error = Config::parse(text).unwrap_err();
             assert!(error.starts_with(want) && !error.contains('\n'), "{error}");
         }
+        for (text, want) in [
+            ("unit = '64K'\n", "(`unit` belongs in the table `[folios]`)"),
+            ("verify-compression = true\n", "in the table `[folios]`)"),
+            ("memory = 64\n", "; write sizes in quotes, as memory = \"64M\""),
+        ] {
+            let error = Config::parse(text).unwrap_err();
+            assert!(error.ends_with(want) && !error.contains('\n'), "{error}");
+        }
+        let known = Config::parse("[folios]\nmemory = '1G'\n").unwrap_err();
+        assert!(!known.contains("in the table"), "{known}");
     }
 
     #[test]

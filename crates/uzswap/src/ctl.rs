@@ -8,6 +8,7 @@ use crate::cli::CtlArgs;
 use crate::config::{on_full, on_full_name};
 use crate::groups::{Group, Registry};
 use crate::machine;
+use crate::output::print;
 use crate::size::{Size, human};
 use crate::stat_files::Usage;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
@@ -34,8 +35,7 @@ pub fn ctl(args: &CtlArgs) -> Result<(), String> {
     let settings: Vec<Setting> = args.settings.iter().map(|text| parse(text)).collect::<Result<_, _>>()?;
     let group = Registry::open()?.find(&args.name)?;
     if settings.is_empty() {
-        print!("{}", shown(&group));
-        return Ok(());
+        return print(shown(&group).as_bytes());
     }
     group.refresh();
     for setting in &settings {

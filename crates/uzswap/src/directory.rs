@@ -38,7 +38,12 @@ pub fn at(dir: PathBuf, me: u32) -> Result<PathBuf, String> {
     }
     let found = fs::symlink_metadata(&dir)
         .map_err(|e| format!("the directory of groups `{shown}` cannot be read: {}", plain(&e)))?;
-    if !found.is_dir() || found.uid() != me || found.mode() & 0o077 != 0 {
+    if found.is_dir() && found.uid() == me && found.mode() & 0o077 != 0 {
+        return Err(format!(
+            "the directory of groups `{shown}` is not yours alone, so it is not trusted: chmod 700 it, or remove it"
+        ));
+    }
+    if !found.is_dir() || found.uid() != me {
         return Err(format!(
             "the directory of groups `{shown}` is not yours alone (a directory of yours with mode 0700), so it is not trusted: remove it"
         ));

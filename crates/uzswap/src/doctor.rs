@@ -4,6 +4,7 @@ use crate::check;
 use crate::cli::DoctorArgs;
 use crate::config::plain;
 use crate::machine;
+use crate::output::print;
 use crate::size::human;
 use serde::Serialize;
 use std::fs;
@@ -45,7 +46,10 @@ pub fn doctor(args: &DoctorArgs) -> ExitCode {
     let findings = examine();
     let text =
         if args.json { serde_json::to_string_pretty(&findings).unwrap_or_default() + "\n" } else { text(&findings) };
-    let _ = io::Write::write_all(&mut io::stdout(), text.as_bytes());
+    if let Err(sentence) = print(text.as_bytes()) {
+        eprintln!("uzswap: {sentence}");
+        return ExitCode::FAILURE;
+    }
     if findings.works { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 

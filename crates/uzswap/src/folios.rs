@@ -35,17 +35,51 @@ impl FolioOptions {
         }
     }
 
-    /// Tells a group. The error is one sentence.
-    pub fn tell(&self, group: &FolioSettings) -> Result<(), String> {
-        let off = self.large_folios.as_deref().map(orders_off).transpose()?;
-        let units = self.unit.as_deref().map(units).transpose()?;
-        // (What is not said stays as it is, in a group that runs already.)
-        off.iter().for_each(|off| group.large_off.store(*off, Relaxed));
-        units.iter().flatten().zip(&group.units).for_each(|(set, unit)| unit.store(*set, Relaxed));
-        if self.verify_compression {
+    /// What they mean. The error is one sentence.
+    pub fn parse(&self) -> Result<FolioWanted, String> {
+        Ok(FolioWanted {
+            off: self.large_folios.as_deref().map(orders_off).transpose()?,
+            units: self.unit.as_deref().map(units).transpose()?,
+            verify: self.verify_compression,
+        })
+    }
+}
+
+/// What is wanted of a tree of groups; what is not said stays as it is.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct FolioWanted {
+    /// As in `FolioSettings::large_off`.
+    off: Option<u32>,
+    /// As in `FolioSettings::units`.
+    units: Option<[u8; MAX_ORDER as usize + 1]>,
+    /// Whether what was compressed is verified.
+    verify: bool,
+}
+
+impl FolioWanted {
+    /// Nothing is said.
+    #[cfg(test)]
+    pub const NONE: FolioWanted = FolioWanted { off: None, units: None, verify: false };
+
+    /// Tells a new tree.
+    pub fn tell(&self, group: &FolioSettings) {
+        self.off.iter().for_each(|off| group.large_off.store(*off, Relaxed));
+        self.units.iter().flatten().zip(&group.units).for_each(|(set, unit)| unit.store(*set, Relaxed));
+        if self.verify {
             group.verify.store(1, Relaxed);
         }
-        Ok(())
+    }
+
+    /// The option that a running tree, which has other settings, does not agree with.
+    pub fn differs(&self, group: &FolioSettings) -> Option<&'static str> {
+        let units = |set: [u8; MAX_ORDER as usize + 1]| group.units.iter().zip(set).any(|(u, s)| u.load(Relaxed) != s);
+        if self.off.is_some_and(|off| off != group.large_off.load(Relaxed)) {
+            Some("--large-folios")
+        } else if self.units.is_some_and(units) {
+            Some("--unit")
+        } else {
+            (self.verify && group.verify.load(Relaxed) == 0).then_some("--verify-compression")
+        }
     }
 }
 
@@ -86,6 +120,9 @@ fn units(text: &str) -> Result<[u8; MAX_ORDER as usize + 1], String> {
             Some((folio, of)) => {
                 let (folio, of) = (order(folio).filter(|o| *o <= MAX_ORDER), unit(of));
                 let (Some(folio), Some(of)) = (folio, of) else { return Err(wrong(one)) };
+                if of > folio {
+                    return Err(format!("`{one}` in --unit: a unit cannot be larger than its folio"));
+                }
                 set[folio as usize] = of + 1;
             }
         }
@@ -157,6 +194,7 @@ mod tests {
         for bad in ["", "8K", "48K", "4M", "2M:8K", "4M:4K", "16K:", "x"] {
             assert!(units(bad).is_err(), "{bad}");
         }
+        assert!(units("64K:2M").unwrap_err().contains("larger than its folio"));
     }
 
     #[test]
@@ -166,8 +204,11 @@ mod tests {
         let both = line.over(&file);
         assert_eq!((both.large_folios.as_deref(), both.unit.as_deref()), (Some("off"), Some("64K")));
         let group = FolioSettings::default();
-        both.tell(&group).unwrap();
+        both.parse().unwrap().tell(&group);
         assert!(!group.allows(9) && group.allows(0));
         assert_eq!((group.unit(9), group.verify.load(Relaxed)), (Some(4), 1));
+        let differs = |options: FolioOptions| options.parse().unwrap().differs(&group);
+        assert_eq!((differs(both), differs(FolioOptions::default())), (None, None));
+        assert_eq!(differs(FolioOptions { unit: Some("16K".into()), ..FolioOptions::default() }), Some("--unit"));
     }
 }

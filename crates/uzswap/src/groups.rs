@@ -7,6 +7,7 @@
 //! same name at once.
 
 use crate::config::{Compressor, plain};
+use crate::folios::FolioWanted;
 use crate::size::human;
 use std::fs::{self, File};
 use std::io;
@@ -104,6 +105,8 @@ pub struct Wanted {
     pub record: bool,
     /// Whether it is to be kept which pages are written to.
     pub track_writes: bool,
+    /// What folios are to be; of the whole tree, as the two before.
+    pub folios: FolioWanted,
 }
 
 /// The components of a name, checked. The error is one sentence.
@@ -115,7 +118,7 @@ fn components(name: &str) -> Result<Vec<&str>, String> {
     };
     if !parts.iter().all(|part| good(part)) || parts.len() > DEPTH {
         return Err(format!(
-            "`{name}` is no name for a group: use letters, digits, `-`, `_` and `.`, and `/` for a group inside another, at most {DEPTH} deep"
+            "`{name}` is no name for a group: use letters, digits, `-`, `_` and `.`, up to {NAME_BYTES} each, not beginning with `.`, and `/` for a group inside another, at most {DEPTH} deep"
         ));
     }
     Ok(parts)
@@ -206,6 +209,13 @@ impl Registry {
                 "the group `{name}` runs already and does not track writes: leave out --track-writes, or choose another name"
             ));
         }
+        let differs = running.as_ref().and_then(|(_, file)| wanted.folios.differs(&file.page().folios));
+        if let Some(option) = differs {
+            return Err(format!(
+                "the name `{}` is taken by a running group with other folio settings: leave out {option} to join it, or choose another name",
+                parts[0]
+            ));
+        }
         let file = match running {
             Some((_, file)) => file,
             None => GroupFile::create(parts[0], wanted.record)
@@ -244,6 +254,7 @@ pub fn unnamed(wanted: &Wanted) -> io::Result<Group> {
 
 fn set_up(page: &GroupPage, node: usize, wanted: &Wanted) {
     page.track_writes.fetch_or(u32::from(wanted.track_writes), Relaxed);
+    wanted.folios.tell(&page.folios);
     let node = &page.nodes[node];
     if let Some(max) = wanted.max {
         node.max.store(max, Relaxed);
@@ -282,6 +293,7 @@ fn agrees(page: &GroupPage, node: usize, name: &str, wanted: &Wanted) -> Result<
 #[cfg(test)]
 mod tests {
     use super::{Registry, Wanted, components};
+    use crate::folios::{FolioOptions, FolioWanted};
     use std::fs;
     use std::os::fd::{AsRawFd, FromRawFd};
     use std::os::unix::fs::PermissionsExt;
@@ -293,9 +305,15 @@ mod tests {
         (dir, registry)
     }
 
-    const LIMIT: Wanted =
-        Wanted { max: Some(64 << 20), compressor: None, on_full: None, record: false, track_writes: false };
-    const ANY: Wanted = Wanted { max: None, compressor: None, on_full: None, record: false, track_writes: false };
+    const ANY: Wanted = Wanted {
+        max: None,
+        compressor: None,
+        on_full: None,
+        record: false,
+        track_writes: false,
+        folios: FolioWanted::NONE,
+    };
+    const LIMIT: Wanted = Wanted { max: Some(64 << 20), ..ANY };
 
     #[test]
     fn names() {
@@ -328,6 +346,24 @@ mod tests {
         drop((web, again, worker));
         assert!(registry.find("web").is_err());
         assert_eq!(fs::read_dir(&registry.dir).unwrap().count(), 0);
+    }
+
+    /// The story: who joined a group with options on folios changed them for all who ran in it, without a word.
+    #[test]
+    fn folios_are_as_the_group_was_made() {
+        let (_dir, registry) = registry();
+        let unit = |unit: &str| Wanted {
+            folios: FolioOptions { unit: Some(unit.to_owned()), ..FolioOptions::default() }.parse().unwrap(),
+            ..LIMIT
+        };
+        let web = registry.join("web", &unit("64K")).unwrap();
+        for name in ["web", "web/worker"] {
+            let sentence = registry.join(name, &unit("16K")).map(|_| ()).unwrap_err();
+            assert!(sentence.contains("leave out --unit") && !sentence.contains('\n'), "{sentence}");
+        }
+        assert!(web.page().child(0, b"worker").is_none());
+        let _others = [registry.join("web", &ANY).unwrap(), registry.join("web/worker", &unit("64K")).unwrap()];
+        assert_eq!(web.page().folios.unit(9), Some(4));
     }
 
     #[test]
@@ -395,7 +431,12 @@ mod tests {
         let (dir, registry) = registry();
         let me = uzswap_sys::thread::user();
         fs::set_permissions(&registry.dir, fs::Permissions::from_mode(0o755)).unwrap();
-        assert!(Registry::at(registry.dir.clone(), me).map(|_| ()).unwrap_err().contains("not yours alone"));
+        assert!(
+            Registry::at(registry.dir.clone(), me)
+                .map(|_| ())
+                .unwrap_err()
+                .contains("not yours alone, so it is not trusted: chmod 700")
+        );
         fs::set_permissions(&registry.dir, fs::Permissions::from_mode(0o700)).unwrap();
         assert!(Registry::at(registry.dir.clone(), me + 1).is_err());
         let link = dir.path().join("link");

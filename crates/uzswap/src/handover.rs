@@ -84,7 +84,8 @@ impl Image {
     /// Reads and compresses a memory file.
     ///
     /// # Errors
-    /// The kernel's.
+    /// The kernel's: also where it is a directory, or became shorter meanwhile. (An empty file, and a device, which has no length,
+    /// make an empty image: see [`Image::is_empty`].)
     pub fn read(file: &File) -> io::Result<Self> {
         let len = file.metadata()?.len();
         let mut compressor = Compressor::new(Algorithm::Zstd(1));

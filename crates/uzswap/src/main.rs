@@ -9,6 +9,7 @@ mod elf;
 mod folios;
 mod groups;
 mod machine;
+mod output;
 mod pagemap;
 mod protect;
 mod record;
@@ -24,13 +25,20 @@ mod summary;
 mod swap;
 mod totals;
 
-use clap::{CommandFactory, Parser, error::ErrorKind};
+use clap::error::ErrorKind as Said;
+use clap::{CommandFactory, Parser};
 use cli::{Cli, Command};
 use config::plain;
+use std::io::ErrorKind;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::ExitCode;
 
-/// Exit status of every failure of our own, as `env` and `timeout` have it: the program was not started.
+/// Exit status of what uzswap itself refuses, as `env` and `timeout` have it: the program was not started, or the command was
+/// called wrongly.
 const EXIT_OWN_FAILURE: u8 = 125;
+/// The same where the program cannot be run, and where there is none.
+const EXIT_CANNOT_RUN: u8 = 126;
+const EXIT_NO_PROGRAM: u8 = 127;
 
 /// Says what is wrong, in one sentence.
 fn own(result: Result<(), String>) -> ExitCode {
@@ -48,7 +56,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => {
             let _ = error.print();
-            let asked_for = matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
+            let asked_for = matches!(error.kind(), Said::DisplayHelp | Said::DisplayVersion);
             return if asked_for { ExitCode::SUCCESS } else { ExitCode::from(EXIT_OWN_FAILURE) };
         }
     };
@@ -63,17 +71,15 @@ fn main() -> ExitCode {
         Command::Ctl(args) => own(ctl::ctl(&args)),
         Command::Stat(args) => own(stat::stat(&args)),
         Command::Lab { args } => ExitCode::from(uzswap_lab::main(args).clamp(0, 255) as u8),
-        Command::Replay(args) => replay::main(&args).unwrap_or_else(|sentence| {
-            eprintln!("uzswap: {sentence}");
-            ExitCode::from(EXIT_OWN_FAILURE)
-        }),
+        Command::Replay(args) => own(replay::replay(&args)),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::Handover { socket, memory } => own(handover(&socket, &memory)),
         Command::Pagemap(args) => own(pagemap::pagemap(&args)),
         Command::Protect(args) => own(protect::protect(&args)),
         Command::Completions { shell } => {
-            clap_complete::generate(shell, &mut whole(), "uzswap", &mut std::io::stdout());
-            ExitCode::SUCCESS
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut whole(), "uzswap", &mut script);
+            own(output::print(&script))
         }
         Command::Man { command } => own(man(&command)),
     }
@@ -91,15 +97,32 @@ fn man(words: &[String]) -> Result<(), String> {
     let whole = whole();
     let page = words.iter().try_fold(&whole, |of, name| {
         of.find_subcommand(name).ok_or_else(|| {
-            let names: Vec<&str> = of.get_subcommands().map(clap::Command::get_name).collect();
+            let shown = of.get_subcommands().filter(|sub| !sub.is_hide_set());
+            let names: Vec<&str> = shown.map(clap::Command::get_name).collect();
             match names.is_empty() {
                 true => format!("no subcommand is called `{name}`: there are none below `{}`", of.get_name()),
                 false => format!("no subcommand is called `{name}`: choose one of {}", names.join(", ")),
             }
         })
     })?;
-    let printed = clap_mangen::Man::new(page.clone()).render(&mut std::io::stdout());
-    printed.map_err(|e| format!("the page cannot be printed: {}", plain(&e)))
+    let mut text = Vec::new();
+    let made = clap_mangen::Man::new(page.clone()).render(&mut text);
+    made.map_err(|e| format!("the page cannot be made: {}", plain(&e)))?;
+    output::print(&text)
+}
+
+/// Listens at a socket; one that an ended command left is made anew, as nothing else removes it.
+fn listen(socket: &std::path::Path) -> std::io::Result<UnixListener> {
+    use std::os::unix::fs::FileTypeExt;
+    let is_socket = || std::fs::symlink_metadata(socket).is_ok_and(|m| m.file_type().is_socket());
+    let is_left = || UnixStream::connect(socket).is_err_and(|e| e.kind() == ErrorKind::ConnectionRefused);
+    match UnixListener::bind(socket) {
+        Err(e) if e.kind() == ErrorKind::AddrInUse && is_socket() && is_left() => {
+            std::fs::remove_file(socket)?;
+            UnixListener::bind(socket)
+        }
+        bound => bound,
+    }
 }
 
 /// `uzswap handover`: serves until it is stopped.
@@ -107,8 +130,12 @@ fn handover(socket: &std::path::Path, memory: &std::path::Path) -> Result<(), St
     let image = std::fs::File::open(memory)
         .and_then(|file| uzswap::handover::Image::read(&file))
         .map_err(|e| format!("the memory file `{}` cannot be read: {}", memory.display(), plain(&e)))?;
-    let listener = std::os::unix::net::UnixListener::bind(socket)
-        .map_err(|e| format!("nothing can listen at `{}`: {}", socket.display(), plain(&e)))?;
+    if image.is_empty() {
+        // (A device says that it has no bytes, too.)
+        return Err(format!("the memory file `{}` is empty: name the snapshot's memory file", memory.display()));
+    }
+    let listener =
+        listen(socket).map_err(|e| format!("nothing can listen at `{}`: {}", socket.display(), plain(&e)))?;
     let (held, all) = (size::human(image.held() as u64), size::human(image.len()));
     eprintln!("uzswap: {all} held in {held}; waiting for monitors at {}", socket.display());
     uzswap::handover::serve(&listener, &std::sync::Arc::new(image)).map_err(|e| plain(&e))

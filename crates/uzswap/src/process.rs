@@ -120,18 +120,33 @@ impl Member {
     }
 }
 
+/// Whether it is kept of a process which pages it writes to. The error is one sentence.
+///
+/// # Errors
+/// It is not, or there is no such process under `uzswap run`.
+#[doc(hidden)]
+pub fn tracks_writes(pid: u32) -> Result<(), String> {
+    all_of(pid)?.iter().map(Member::tracks_writes).reduce(Result::or).unwrap_or(Ok(()))
+}
+
+/// The process as a member of a group, and its regions: one of them at least.
+fn all_of(pid: u32) -> Result<Vec<Member>, String> {
+    let mut all = Member::regions(pid);
+    match Member::find(pid) {
+        Ok(member) => all.push(member),
+        Err(sentence) if all.is_empty() => return Err(sentence),
+        Err(_) => {}
+    }
+    Ok(all)
+}
+
 /// Has a process do something with pages of its memory, and waits until it has. The error is one sentence.
 ///
 /// # Errors
 /// There is no such process, or it does not answer, or none of its memory there is managed.
 #[doc(hidden)]
 pub fn ask(pid: u32, op: Op, pages: Range<u64>) -> Result<Moved, String> {
-    let mut asked = Member::regions(pid);
-    match Member::find(pid) {
-        Ok(member) => asked.push(member),
-        Err(sentence) if asked.is_empty() => return Err(sentence),
-        Err(_) => {}
-    }
+    let mut asked = all_of(pid)?;
     if op == Op::Clean {
         let untracked = asked.iter().find_map(|member| member.tracks_writes().err());
         asked.retain(|member| member.tracks_writes().is_ok());
@@ -259,7 +274,12 @@ impl WriteWatch {
     /// # Errors
     /// It is no process of this user's under `uzswap run --track-writes`, or watched already.
     pub fn of(pid: u32) -> io::Result<Self> {
-        let member = Member::find(pid).map_err(io::Error::other)?;
+        let member = Member::find(pid).map_err(|sentence| match Member::regions(pid).is_empty() {
+            true => io::Error::other(sentence),
+            false => io::Error::other(format!(
+                "process {pid} is in no `uzswap run` of yours: only those can be protected from outside (a region: `Region::watch_writes`)"
+            )),
+        })?;
         member.tracks_writes().map_err(io::Error::other)?;
         let me = Identity::own();
         if !member.slot().watch.holder.take(me) {
@@ -281,10 +301,10 @@ impl WriteWatch {
     }
 
     /// Ends the protection of the pages that a range touches, and lets whoever waits to write there go on. Returns how many
-    /// pages were protected.
+    /// pages were protected: none, where nothing is known.
     ///
     /// # Errors
-    /// As [`WriteWatch::protect`].
+    /// The process has ended, become another program, or does not answer.
     pub fn release(&self, range: Range<usize>) -> io::Result<u64> {
         self.is_there()?;
         self.member.ask(Op::Release, pages_of(range)).map(|moved| moved.pages).map_err(io::Error::other)

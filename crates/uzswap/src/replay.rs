@@ -2,18 +2,17 @@
 
 use crate::cli::ReplayArgs;
 use crate::config::plain;
+use crate::output::print;
 use crate::size::{Size, human};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::fs;
-use std::io::{self, Write as _};
-use std::process::ExitCode;
 use uzswap_mm::replay::{Cost, Outcome, Replay, Settings};
 use uzswap_mm::shrinker::Policy;
 use uzswap_mm::trace::{Error, Trace};
 
-/// Runs the command.
-pub fn main(args: &ReplayArgs) -> Result<ExitCode, String> {
+/// Runs the command. The error is one sentence.
+pub fn replay(args: &ReplayArgs) -> Result<(), String> {
     let name = args.file.display();
     let bytes = fs::read(&args.file).map_err(|e| format!("the trace `{name}` cannot be read: {}", plain(&e)))?;
     let trace = Trace::parse(&bytes).map_err(|e| format!("`{name}` cannot be replayed: {e}"))?;
@@ -33,9 +32,7 @@ pub fn main(args: &ReplayArgs) -> Result<ExitCode, String> {
     } else {
         as_text(&trace, &all, error, pool, &done)
     };
-    // (Who reads may have had enough.)
-    let _ = io::stdout().write_all(text.as_bytes());
-    Ok(ExitCode::SUCCESS)
+    print(text.as_bytes())
 }
 
 fn policies(text: &str) -> Result<Vec<Policy>, String> {

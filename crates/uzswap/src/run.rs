@@ -9,18 +9,18 @@ use crate::check::{self, Refused};
 use crate::cli::RunArgs;
 use crate::config::{Compressor, Config, plain};
 use crate::groups::Group;
+use crate::output::Output;
 use crate::record::Recording;
 use crate::report::{self, Report};
 use crate::signals::{self, Blocked};
 use crate::swap::Swap;
-use crate::{summary, totals::Totals};
+use crate::{EXIT_CANNOT_RUN, EXIT_NO_PROGRAM, summary, totals::Totals};
 use std::env;
 use std::ffi::OsString;
-use std::fs::File;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -70,34 +70,20 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     let swap = Swap::of(&config)?;
     let program = check::program(&args.command[0])?;
     let without_move = check::machine()?;
-    let agent = check::agent()?;
-    let group = check::group(&config, &wanted)?;
-    config.folios.tell(&group.page().folios)?;
-    // As a cgroup v1 counts the kernel's compressed swap, for `uzswap lab` to compare like with like.
-    if env::var_os("UZSWAP_POOL_UNCHARGED").is_some_and(|value| value == "1") {
-        group.page().pool_uncharged.store(1, Relaxed);
-    }
-    if let Some(faults) = env::var_os(ENV_FAULTS) {
-        let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| u64::from(t.subsec_nanos()));
-        group.page().faults.set(&faults.to_string_lossy(), seed)?;
-    }
-    if without_move || group.page().faults.never_move.load(Relaxed) != 0 {
+    if without_move {
         check::without_move(&config)?;
-        group.page().without_move.store(1, Relaxed);
     }
-    let report = config.report.as_deref().map(|path| Output::open("report", path)).transpose()?;
-    let trace = config.record.as_deref().map(|path| Output::open("trace", path)).transpose()?;
-    let outputs: Vec<_> = report.iter().chain(&trace).filter(|output| output.is_new).map(|o| o.path.clone()).collect();
-
+    let agent = check::agent()?;
+    let mut outputs = Outputs::open(&config)?;
+    // (Last, as a group inside another stays, whatever becomes of this run.)
+    let group = check::group(&config, &wanted)?;
+    tell(&group, without_move, &config)?;
     let blocked = Blocked::new();
-    let trace = trace.map(|trace| start_recording(&group, trace)).transpose()?;
+    let trace = outputs.trace.as_ref().map(|trace| start_recording(&group, trace)).transpose()?;
     let keeper = swap.as_ref().map_or(Ok(None), Swap::serve)?;
     let start = Instant::now();
-    let child = start_program(&program, &args.command, &agent, &group, swap.as_ref(), &blocked).inspect_err(|_| {
-        for path in &outputs {
-            let _ = std::fs::remove_file(path);
-        }
-    })?;
+    let child = start_program(&program, &args.command, &agent, &group, swap.as_ref(), &blocked)?;
+    outputs.keep();
     let (ended, usage) = supervise(child, &blocked);
     let wall = start.elapsed();
     if let Some((left @ 1.., seconds)) = keeper.map(|keeper| keeper.finish()) {
@@ -106,7 +92,7 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
         ));
     }
 
-    let trace = trace.map(|(path, recording)| (path, recording.finish()));
+    let recorded = trace.map(Recording::finish);
     let mut totals = Totals::of(group.page(), group.node);
     if let Some(swap) = &swap {
         (totals.swap, totals.swap_used, totals.swap_io) = (swap.bytes(), swap.used(), Some(swap.io()));
@@ -114,59 +100,70 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     if config.quiet != Some(true) {
         summary::print(&totals, wall);
     }
-    if let Some((path, recorded)) = &trace {
-        summary::print_trace(path, recorded, config.quiet == Some(true));
+    if let (Some(trace), Some(recorded)) = (&outputs.trace, &recorded) {
+        summary::print_trace(trace.path(), recorded, config.quiet == Some(true));
     }
-    if let Some(output) = report {
+    if let Some(output) = &outputs.report {
         let n = &group.page().nodes[group.node];
         let compressor = Compressor { codec: n.codec.load(Relaxed), level: n.level.load(Relaxed) };
-        let report =
-            Report::new(&args.command, ended, wall, usage, compressor, &totals, trace.map(|(_, recorded)| recorded));
+        let report = Report::new(&args.command, ended, wall, usage, compressor, &totals, recorded);
         if let Err(e) = output.emptied().and_then(|file| report::write(&report, file)) {
-            summary::say(&format!("uzswap: the report `{}` cannot be written: {}\n", output.path.display(), plain(&e)));
+            summary::say(&format!(
+                "uzswap: the report `{}` cannot be written: {}\n",
+                output.path().display(),
+                plain(&e)
+            ));
         }
     }
     blocked.inherited.restore();
     Ok(ended)
 }
 
-/// A file that the command writes. It is opened before the program starts, so that what cannot be written is said in time.
-struct Output {
-    path: PathBuf,
-    file: File,
-    /// Whether it was not there before. (What was, a device perhaps, is not removed should the program not start.)
-    is_new: bool,
+/// Tells a group what the machine cannot do, and what the lab and tests want of it.
+fn tell(group: &Group, without_move: bool, config: &Config) -> Result<(), Refused> {
+    let page = group.page();
+    // As a cgroup v1 counts the kernel's compressed swap, for `uzswap lab` to compare like with like.
+    if env::var_os("UZSWAP_POOL_UNCHARGED").is_some_and(|value| value == "1") {
+        page.pool_uncharged.store(1, Relaxed);
+    }
+    if let Some(faults) = env::var_os(ENV_FAULTS) {
+        let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| u64::from(t.subsec_nanos()));
+        page.faults.set(&faults.to_string_lossy(), seed)?;
+    }
+    if without_move || page.faults.never_move.load(Relaxed) != 0 {
+        check::without_move(config)?;
+        page.without_move.store(1, Relaxed);
+    }
+    Ok(())
 }
 
-impl Output {
-    /// Opens `path`, for a file that is called `what`. What is in it stays for now.
-    fn open(what: &str, path: &Path) -> Result<Output, Refused> {
-        let (file, is_new) = match File::create_new(path) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                (File::options().write(true).create(true).truncate(false).open(path), false)
-            }
-            file => (file, true),
-        };
-        let file = file.map_err(|e| {
-            format!("the {what} `{}` cannot be written: {}; choose another file", path.display(), plain(&e))
-        })?;
-        Ok(Output { path: path.to_path_buf(), file, is_new })
-    }
+/// The files that a run writes.
+struct Outputs {
+    report: Option<Output>,
+    trace: Option<Output>,
+}
 
-    /// The file, without what was in it.
-    fn emptied(&self) -> io::Result<&File> {
-        if self.file.metadata()?.is_file() {
-            self.file.set_len(0)?;
+impl Outputs {
+    fn open(config: &Config) -> Result<Outputs, String> {
+        let report = config.report.as_deref().map(|path| Output::open("report", path)).transpose()?;
+        let trace = config.record.as_deref().map(|path| Output::open("trace", path)).transpose()?;
+        if let (Some(report), Some(trace)) = (&report, &trace)
+            && report.is_same(trace)
+        {
+            return Err(format!("--report and --record name the same file `{}`: choose two", report.path().display()));
         }
-        Ok(&self.file)
+        Ok(Outputs { report, trace })
+    }
+
+    /// The program was started: they stay.
+    fn keep(&mut self) {
+        self.report.iter_mut().chain(&mut self.trace).for_each(Output::keep);
     }
 }
 
-fn start_recording(group: &Group, trace: Output) -> Result<(PathBuf, Recording), Refused> {
+fn start_recording(group: &Group, trace: &Output) -> Result<Recording, Refused> {
     let started = trace.emptied().and_then(|file| Recording::start(&group.file, group.node, file.try_clone()?));
-    let recording =
-        started.map_err(|e| format!("the trace `{}` cannot be written: {}", trace.path.display(), plain(&e)))?;
-    Ok((trace.path, recording))
+    started.map_err(|e| format!("the trace `{}` cannot be written: {}", trace.path().display(), plain(&e)).into())
 }
 
 fn start_program(
@@ -211,7 +208,7 @@ fn start_program(
         Ok(child) => Ok(child.id() as libc::pid_t),
         Err(e) => {
             blocked.inherited.restore();
-            let status = if e.kind() == io::ErrorKind::NotFound { 127 } else { 126 };
+            let status = if e.kind() == io::ErrorKind::NotFound { EXIT_NO_PROGRAM } else { EXIT_CANNOT_RUN };
             let sentence = format!("`{}` could not be started: {}", program.display(), plain(&e));
             Err(Refused { sentence, status })
         }

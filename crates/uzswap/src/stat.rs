@@ -2,9 +2,9 @@
 
 use crate::cli::StatArgs;
 use crate::groups::{Registry, name_of};
+use crate::output::print;
 use crate::stat_files::{Content, Usage, files};
 use serde_json::{Value, json};
-use std::io::Write;
 use std::sync::atomic::Ordering::Relaxed;
 use uzswap_pager::group::{GroupPage, NODES};
 
@@ -13,7 +13,8 @@ pub fn stat(args: &StatArgs) -> Result<(), String> {
     let registry = Registry::open()?;
     let Some(name) = &args.name else {
         let groups = list(&registry);
-        return print(&if args.json { pretty(&Value::Array(groups.json)) } else { groups.table });
+        let text = if args.json { pretty(&Value::Array(groups.json)) } else { groups.table };
+        return print(text.as_bytes());
     };
     let group = registry.find(name)?;
     group.refresh();
@@ -28,7 +29,7 @@ pub fn stat(args: &StatArgs) -> Result<(), String> {
         // (Counters of eight orders, of which most are idle.)
         shown.retain(|(name, content)| !name.starts_with("hugepages-") || *content != Content::Number(0));
     }
-    print(&match (args.json, &shown[..]) {
+    let text = match (args.json, &shown[..]) {
         (true, _) => pretty(&as_json(name, &shown)),
         (false, [(_, only)]) => only.text(),
         // Several are headed as head(1) does it.
@@ -37,13 +38,8 @@ pub fn stat(args: &StatArgs) -> Result<(), String> {
                 shown.iter().map(|(name, content)| format!("==> {name} <==\n{}", content.text())).collect();
             parts.join("\n")
         }
-    })
-}
-
-fn print(text: &str) -> Result<(), String> {
-    // A reader that has seen enough is no error.
-    let _ = std::io::stdout().write_all(text.as_bytes());
-    Ok(())
+    };
+    print(text.as_bytes())
 }
 
 fn pretty(value: &Value) -> String {

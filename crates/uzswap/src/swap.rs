@@ -53,27 +53,27 @@ pub struct Swap {
 impl Swap {
     /// Makes the swap file that is asked for, if one is. The error is one sentence.
     pub fn of(config: &Config) -> Result<Option<Swap>, String> {
+        let ram = config.swap_in_ram == Some(true);
         let Some(text) = &config.swap else {
             if config.encrypt_swap == Some(true) {
                 return Err("--encrypt-swap encrypts what goes to disk, but there is none: add --swap SIZE".to_owned());
             }
-            return match (&config.swap_dir, &config.swap_policy) {
-                (None, None) => Ok(None),
-                (Some(_), _) => {
+            return match (&config.swap_dir, &config.swap_policy, ram) {
+                (None, None, false) => Ok(None),
+                (Some(_), ..) => {
                     Err("--swap-dir names a place for swap, but none is asked for: add --swap SIZE".to_owned())
                 }
-                _ => Err("--swap-policy says what goes to disk, but there is none: add --swap SIZE".to_owned()),
+                (_, Some(_), _) => {
+                    Err("--swap-policy says what goes to disk, but there is none: add --swap SIZE".to_owned())
+                }
+                _ => Err("--swap-in-ram is about a place for swap, but none is asked for: add --swap SIZE".to_owned()),
             };
         };
         let policy = config.swap_policy.as_deref().map_or(Ok(Policy::default()), str::parse)?;
         if is_address(text) {
             return Swap::remote(config, text, policy).map(Some);
         }
-        let Size::Bytes(bytes) = Size::parse(text)? else {
-            return Err(format!("`{text}` is no size for the swap file: give bytes, such as --swap 4G"));
-        };
-        usable(bytes)?;
-        let ram = config.swap_in_ram == Some(true);
+        let bytes = size(text)?;
         let dir = match &config.swap_dir {
             Some(dir) => suits(dir, ram)?,
             None => DIRS.iter().find_map(|dir| suits(Path::new(dir), false).ok()).ok_or(
@@ -103,7 +103,12 @@ impl Swap {
     fn remote(config: &Config, text: &str, policy: Policy) -> Result<Swap, String> {
         let address = Address::parse(text)?;
         if config.swap_dir.is_some() {
-            return Err("--swap-dir names a place for a swap file, but --swap names a server".to_owned());
+            return Err("--swap-dir names a place for a swap file, but --swap names a server: leave one out".to_owned());
+        }
+        if config.swap_in_ram == Some(true) {
+            return Err(
+                "--swap-in-ram is about a place for a swap file, but --swap names a server: leave it out".to_owned()
+            );
         }
         usable(address.size)?;
         let bytes = address.size;
@@ -207,12 +212,25 @@ impl Drop for Swap {
     }
 }
 
+/// How large a swap file is to be. The error is one sentence.
+fn size(text: &str) -> Result<u64, String> {
+    match Size::parse(text) {
+        Ok(Size::Bytes(bytes)) => usable(bytes).map(|()| bytes),
+        Err(_) if text.contains('/') => Err(format!(
+            "`{text}` is no size for the swap file: --swap takes a size or redis://HOST:PORT/DB?size=4G; where the file goes is --swap-dir"
+        )),
+        _ => Err(format!(
+            "`{text}` is no size for the swap file: give bytes, such as --swap 4G, or the address of a server"
+        )),
+    }
+}
+
 /// Refuses sizes that there are no books for.
 fn usable(bytes: u64) -> Result<(), String> {
     match Geometry::of(bytes) {
         Some(_) => Ok(()),
         None => Err(format!(
-            "a swap file of {} cannot be used: choose {} to {}",
+            "a size of {} cannot be used for swap: choose {} to {}",
             human(bytes),
             human(LEAST_CLUSTER as u64),
             human(MOST_BYTES)
@@ -311,7 +329,12 @@ mod tests {
         let key = Config { encrypt_swap: Some(true), ..Config::default() };
         assert!(refusal(key).contains("--encrypt-swap") && Swap::of(&Config::default()).unwrap().is_none());
         assert!(refused(Some("50%"), None, false).contains("give bytes"));
-        assert!(refused(Some("1x"), None, false).contains("no unit"));
+        assert!(refused(Some("1x"), None, false).contains("such as --swap 4G, or the address"));
+        assert!(refused(Some("/dev/sda"), None, false).contains("where the file goes is --swap-dir"));
+        assert!(refused(Some("http://h"), None, false).contains("`http` is no kind of swap server"));
+        assert!(refused(Some("redis://h?size=1K"), None, false).contains("a size of 1 KiB cannot be used for swap"));
+        assert!(refused(None, None, true).contains("--swap-in-ram"));
+        assert!(refused(Some("redis://h?size=1G"), None, true).contains("--swap-in-ram"));
         assert!(refused(Some("redis://h"), None, false).contains("?size=4G"));
         assert!(refused(Some("redis://h?size=1G"), Some("/"), false).contains("names a server"));
         // (Nobody listens at port 1.)

@@ -45,7 +45,7 @@ pub struct Totals {
     pub group: String,
     /// The limit (`memory.max`) as it is now, in bytes; none where there is none.
     pub limit: Option<u64>,
-    /// Highest charge seen, in bytes.
+    /// Highest charge seen, in bytes: resident memory, what the pools hold and metadata of all processes together.
     pub peak: u64,
     /// Most memory held, resident or not, in bytes.
     pub peak_held: u64,
@@ -59,7 +59,7 @@ pub struct Totals {
     pub oom_kill: u64,
     /// Reclaims because the charge was above `memory.high`.
     pub high: u64,
-    /// Reclaims because the charge was above `memory.max`.
+    /// Reclaims because the charge was about to exceed `memory.max`.
     pub max: u64,
     /// Pages that could go nowhere.
     pub swap_fail: u64,

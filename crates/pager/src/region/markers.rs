@@ -26,7 +26,8 @@ impl Region {
     }
 
     /// Clears the soft-dirty bits of the pages that a range of bytes touches: the next write to each sets it again. Before
-    /// bits are first cleared every page counts as written, as in the kernel.
+    /// bits are first cleared every page counts as written, as in the kernel. What of the range lies beyond the region's end is
+    /// ignored, here and in all that follows.
     ///
     /// # Errors
     /// [`Error::NotTracked`]; the kernel's.
@@ -45,7 +46,8 @@ impl Region {
         })
     }
 
-    /// What is protected and told through the value returned ends with it.
+    /// What is protected and told through the value returned ends with it. Dropping it ends *all* write-protection of the
+    /// region, whoever asked for it: have one at a time, and no [`Region::protect`] of one's own beside it.
     ///
     /// # Errors
     /// [`Error::NotTracked`].

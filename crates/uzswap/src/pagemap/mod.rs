@@ -6,6 +6,7 @@ pub mod process;
 
 use crate::cli::PagemapArgs;
 use crate::config::plain;
+use crate::output::{Output, print};
 use crate::size::{Size, human};
 use find::{Found, Part};
 use serde_json::{Value, json};
@@ -22,34 +23,40 @@ const PAGE: u64 = 4096;
 
 /// Does what was asked, then prints. The error is one sentence.
 pub fn pagemap(args: &PagemapArgs) -> Result<(), String> {
-    let text = shown(args)?;
-    let _ = std::io::stdout().write_all(text.as_bytes());
-    Ok(())
+    print(shown(args)?.as_bytes())
 }
 
 fn shown(args: &PagemapArgs) -> Result<String, String> {
-    let found = match args.target.parse::<u32>() {
+    let (found, svg) = match args.target.parse::<u32>() {
         Ok(pid) => {
-            act_on_process(args, pid)?;
-            find::of_process(pid)?
+            let asked = Asked::of(args, process::parse_range)?;
+            if args.soft_dirty || asked.clean.is_some() {
+                is_tracked(pid)?;
+            }
+            let svg = open_svg(args)?;
+            act_on_process(&asked, pid)?;
+            (find::of_process(pid)?, svg)
         }
         Err(_) => {
             let path = Path::new(&args.target);
+            if args.soft_dirty || args.clear_soft_dirty.is_some() {
+                return Err(format!(
+                    "the soft-dirty bits of `{}` belong to each of its mappings: the program that has one reads and clears them",
+                    args.target
+                ));
+            }
             let region = SharedControl::connect(path)
                 .map_err(|e| format!("`{}` is neither a process nor a shared region: {}", args.target, plain(&e)))?;
-            act(args, &region)?;
-            find::of_region(path, &region)?
+            let asked = Asked::of(args, |text| parse_range(text, region.len()))?;
+            let svg = open_svg(args)?;
+            act(&asked, &args.target, &region)?;
+            (find::of_region(path, &region)?, svg)
         }
     };
-    if args.soft_dirty && !found.iter().any(|f| f.map.tracks_writes()) {
-        return Err(format!(
-            "of `{}` it is not kept which pages were written to: start it with `uzswap run --track-writes`",
-            args.target
-        ));
-    }
-    if let Some(file) = &args.svg {
-        std::fs::write(file, picture::svg(&found, args.soft_dirty))
-            .map_err(|e| format!("`{}` cannot be written: {}", file.display(), plain(&e)))?;
+    if let Some(mut file) = svg {
+        let drawn = file.emptied().and_then(|mut f| f.write_all(picture::svg(&found, args.soft_dirty).as_bytes()));
+        drawn.map_err(|e| format!("the drawing `{}` cannot be written: {}", file.path().display(), plain(&e)))?;
+        file.keep();
     }
     if args.json {
         let all: Vec<Value> = found.iter().map(|f| as_json(f, args)).collect();
@@ -59,32 +66,63 @@ fn shown(args: &PagemapArgs) -> Result<String, String> {
     Ok(found.iter().map(|f| as_text(f, args, colour)).collect::<Vec<_>>().join("\n"))
 }
 
-/// Puts pages out and in.
-fn act(args: &PagemapArgs, region: &SharedControl) -> Result<(), String> {
-    if args.clear_soft_dirty.is_some() {
-        return Err(format!(
-            "the soft-dirty bits of `{}` belong to each of its mappings: the program that has one clears them",
-            args.target
-        ));
+/// What is to be done first: all of it understood before any of it is done. A range is of bytes or of pages.
+struct Asked<R> {
+    out: Option<R>,
+    idle: Option<Duration>,
+    back: Option<R>,
+    clean: Option<R>,
+}
+
+impl<R> Asked<R> {
+    fn of(args: &PagemapArgs, parse: impl Fn(&str) -> Result<R, String>) -> Result<Self, String> {
+        let range = |text: &Option<String>| text.as_deref().map(&parse).transpose();
+        Ok(Self {
+            out: range(&args.page_out)?,
+            idle: args.idle.map(seconds_of).transpose()?,
+            back: range(&args.page_in)?,
+            clean: range(&args.clear_soft_dirty)?,
+        })
     }
-    let failed = |e: std::io::Error| format!("`{}` refused: {}", args.target, plain(&e));
-    if let Some(range) = &args.page_out {
-        let pages = region.page_out(parse_range(range, region.len())?).map_err(failed)?;
+}
+
+fn open_svg(args: &PagemapArgs) -> Result<Option<Output>, String> {
+    args.svg.as_deref().map(|path| Output::open("drawing", path)).transpose()
+}
+
+/// Refuses a process of which it is not kept which pages were written to.
+fn is_tracked(pid: u32) -> Result<(), String> {
+    // (One that is far below its limit has no page map yet.)
+    match find::of_process(pid).is_ok_and(|found| found.iter().any(|f| f.map.tracks_writes())) {
+        true => Ok(()),
+        false => uzswap::process::tracks_writes(pid),
+    }
+}
+
+/// Puts pages of a shared region out and in.
+fn act(asked: &Asked<Range<usize>>, target: &str, region: &SharedControl) -> Result<(), String> {
+    let failed = |e: std::io::Error| format!("`{target}` refused: {}", plain(&e));
+    if let Some(range) = &asked.out {
+        let pages = region.page_out(range.clone()).map_err(failed)?;
         eprintln!("uzswap: {} put out", human(pages * PAGE));
     }
-    if let Some(seconds) = args.idle {
-        let time = seconds_of(seconds)?;
+    if let Some(time) = asked.idle {
         region.age().map_err(failed)?;
         std::thread::sleep(time);
         let used = region.working_set(time).map_err(failed)?;
         let pages = region.page_out_idle(time).map_err(failed)?;
-        eprintln!("uzswap: {} in use within {seconds} s; {} put out as idle", human(used * PAGE), human(pages * PAGE));
+        say_idle(time, used, pages);
     }
-    if let Some(range) = &args.page_in {
-        let pages = region.page_in(parse_range(range, region.len())?).map_err(failed)?;
+    if let Some(range) = &asked.back {
+        let pages = region.page_in(range.clone()).map_err(failed)?;
         eprintln!("uzswap: {} brought in", human(pages * PAGE));
     }
     Ok(())
+}
+
+fn say_idle(time: Duration, used: u64, idle: u64) {
+    let (used, idle) = (human(used * PAGE), human(idle * PAGE));
+    eprintln!("uzswap: {used} in use within {} s; {idle} put out as idle", time.as_secs_f64());
 }
 
 /// The runs to be shown.
@@ -101,32 +139,30 @@ fn seconds_of(seconds: f64) -> Result<Duration, String> {
 }
 
 /// Has a process put its pages out and in.
-fn act_on_process(args: &PagemapArgs, pid: u32) -> Result<(), String> {
-    let all = process::parse_range("all")?;
-    if let Some(range) = &args.page_out {
-        let moved = uzswap::process::ask(pid, Op::Out, process::parse_range(range)?)?;
+fn act_on_process(asked: &Asked<Range<u64>>, pid: u32) -> Result<(), String> {
+    if let Some(range) = &asked.out {
+        let moved = uzswap::process::ask(pid, Op::Out, range.clone())?;
         let stay = match moved.stayed {
             0 => String::new(),
             n => format!("; {} stay: used again at once, locked, or in use by a device", human(n * PAGE)),
         };
         eprintln!("uzswap: {} put out{stay}", human(moved.pages * PAGE));
     }
-    if let Some(seconds) = args.idle {
-        let time = seconds_of(seconds)?;
+    if let Some(time) = asked.idle {
+        let all = process::parse_range("all")?;
         uzswap::process::ask(pid, Op::Stage, all.clone())?;
         std::thread::sleep(time);
         // (All was moved out: what is there now was used, or could not leave.)
         let used: u64 = find::of_process(pid)?.iter().filter(|f| f.is_private()).map(|f| summary(f).present).sum();
         let idle = uzswap::process::ask(pid, Op::Store, all)?;
-        let (used, idle) = (human(used * PAGE), human(idle.pages * PAGE));
-        eprintln!("uzswap: {used} in use within {seconds} s; {idle} put out as idle");
+        say_idle(time, used, idle.pages);
     }
-    if let Some(range) = &args.page_in {
-        let moved = uzswap::process::ask(pid, Op::In, process::parse_range(range)?)?;
+    if let Some(range) = &asked.back {
+        let moved = uzswap::process::ask(pid, Op::In, range.clone())?;
         eprintln!("uzswap: {} brought in", human(moved.pages * PAGE));
     }
-    if let Some(range) = &args.clear_soft_dirty {
-        let cleared = uzswap::process::ask(pid, Op::Clean, process::parse_range(range)?)?;
+    if let Some(range) = &asked.clean {
+        let cleared = uzswap::process::ask(pid, Op::Clean, range.clone())?;
         eprintln!("uzswap: {} had been written to", human(cleared.pages * PAGE));
     }
     Ok(())

@@ -48,7 +48,12 @@ impl Address {
         let tls = match url.split_once("://").map(|(scheme, _)| scheme) {
             Some("redis" | "valkey") => None,
             Some("rediss" | "valkeys") => Some(Tls::default()),
-            _ => return Err("the address of a swap server is redis://HOST:PORT/DB?size=4G".to_owned()),
+            other => {
+                return Err(format!(
+                    "`{}` is no kind of swap server: its address is redis://HOST:PORT/DB?size=4G, or by TLS rediss://…",
+                    other.unwrap_or_default()
+                ));
+            }
         };
         if url.contains('#') {
             return Err("the address of a swap server has no part behind `#` (in a password write %23)".to_owned());

@@ -271,7 +271,8 @@ fn certificates(tls: &Tls) -> Result<TlsCertificates, String> {
 
 /// What went wrong, in a half-sentence.
 pub(super) fn said(e: &RedisError) -> String {
-    let text = e.to_string();
+    // (What kind of error it is, as the client's code calls it, says nothing to people.)
+    let text = e.to_string().replacen(&format!(" - {:?}", e.kind()), "", 1);
     text.split(" (os error").next().unwrap_or_default().trim_end_matches('.').to_owned()
 }
 

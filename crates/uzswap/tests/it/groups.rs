@@ -50,7 +50,7 @@ impl Place {
     }
 
     /// The one sentence of a failure.
-    fn refusal(&self, args: &[&str]) -> String {
+    pub(crate) fn refusal(&self, args: &[&str]) -> String {
         let output = self.call(args);
         let text = String::from_utf8(output.stderr).unwrap();
         assert!(!output.status.success(), "{args:?}: {text}");
@@ -541,7 +541,7 @@ fn one_sentence_for_each_mistake() {
     }
     assert!(place.refusal(&["stat", "web", "memory.low"]).contains("no file is called `memory.low`"));
     fs::set_permissions(place.0.path().join("uzswap"), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
-    assert!(place.refusal(&["stat"]).contains("not yours alone"));
+    assert!(place.refusal(&["stat"]).contains("not yours alone, so it is not trusted: chmod 700"));
     // A run without a name needs no directory.
     assert!(place.call(&["run", "-q", "-m", "64M", "--", "/bin/true"]).status.success());
     fs::set_permissions(place.0.path().join("uzswap"), std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();

@@ -1,0 +1,141 @@
+//! What is refused leaves nothing behind: no file, no group, no page moved; and what an ended command left is no hindrance.
+
+use crate::cli::{UZSWAP, agent_built, refused, start_python, uzswap};
+use crate::groups::Place;
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use tempfile::TempDir;
+
+#[test]
+fn a_refused_run_writes_no_file() {
+    let dir = TempDir::new().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    refused(&["-m", "64M", "--report", &path("new"), "--record", "/no/such/dir/t"], &["trace", "cannot be written"]);
+    refused(&["-m", "64M", "--report", &path("new"), "--record", &path("new")], &["name the same file", "choose two"]);
+    refused(&["-m", "64M", "--report", &path("new"), "--group", "no-such-group-/"], &["no name for a group"]);
+    refused(&["-m", "64M", "--report", &path("new"), "--record", "/dev/full"], &["no space left"]);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    // What was there is neither removed nor emptied; another name for it is the same file.
+    fs::write(path("old"), "old").unwrap();
+    std::os::unix::fs::symlink(path("old"), path("link")).unwrap();
+    refused(&["-m", "64M", "--report", &path("old"), "--record", &path("link")], &["name the same file"]);
+    assert_eq!(fs::read(path("old")).unwrap(), b"old");
+    let both = ["run", "-qm64M", "--report", "/dev/null", "--record", "/dev/null", "--", "/bin/true"];
+    assert!(uzswap().args(both).output().unwrap().status.success());
+}
+
+/// The story: the command waited for ever for somebody to read its report.
+#[test]
+fn a_pipe_that_nobody_reads_is_refused() {
+    let dir = TempDir::new().unwrap();
+    let pipe = dir.path().join("ff");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let name = pipe.to_str().unwrap();
+    refused(&["-m", "64M", "--report", name], &["nobody reads the pipe", "ff`"]);
+    let mut reader = Command::new("cat").arg(&pipe).stdout(Stdio::piped()).spawn().unwrap();
+    let output = uzswap().args(["run", "-qm64M", "--report", name, "--", "/bin/true"]).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let mut text = Vec::new();
+    reader.stdout.take().unwrap().read_to_end(&mut text).unwrap();
+    reader.wait().unwrap();
+    serde_json::from_slice::<serde_json::Value>(&text).expect("a report");
+}
+
+/// The story: each run that was refused left a group without a process behind, up to 64.
+#[test]
+fn a_refused_run_makes_no_group() {
+    let place = Place::new();
+    let mut web = place.start(&["--group", "web", "-m", "64M", "--unit", "64K"]);
+    web.tell("c 1");
+    for (options, part) in [
+        (&["--unit", "12K"][..], "no unit of compression"),
+        (&["--unit", "16K"], "leave out --unit to join it"),
+        (&["--large-folios", "off"], "leave out --large-folios"),
+        (&["--report", "/no/such/dir/r"], "cannot be written"),
+        (&["--record", "/no/such/dir/r"], "cannot be written"),
+    ] {
+        let args = [&["run", "-q", "-g", "web/worker", "-m", "32M"], options, &["--", "/bin/true"]].concat();
+        assert!(place.refusal(&args).contains(part), "{options:?}");
+    }
+    let listed = String::from_utf8(place.call(&["stat"]).stdout).unwrap();
+    assert!(!listed.contains("worker") && listed.contains("web"), "{listed}");
+    // Who says the same joins.
+    let same = ["run", "-q", "-g", "web/worker", "-m", "32M", "--unit", "64K", "--", "/bin/true"];
+    assert!(place.call(&same).status.success());
+    web.ends_well();
+}
+
+#[test]
+fn pages_are_moved_only_where_all_can_be_done() {
+    let script =
+        "import os, sys\nb = bytearray(os.urandom(1 << 20) * 8)\nprint(os.getpid(), flush=True)\nsys.stdin.read()";
+    let Some(mut run) = start_python(&["--memory", "256M"], script) else { return };
+    let mut pid = String::new();
+    BufReader::new(run.stdout.take().unwrap()).read_line(&mut pid).unwrap();
+    let dir = TempDir::new().unwrap();
+    let new = dir.path().join("new").to_str().unwrap().to_owned();
+    for (args, part) in [
+        (&["--svg", "/tmp"][..], "`/tmp` cannot be written"),
+        (&["--svg", &new, "--page-in", "x"], "is not a range"),
+        (&["--svg", &new, "--idle", "nan"], "is not a time"),
+        (&["--svg", &new, "--soft-dirty"], "start it with --track-writes"),
+        (&["--svg", &new, "--clear-soft-dirty"], "start it with --track-writes"),
+    ] {
+        let asked = uzswap().args(["pagemap", pid.trim(), "--page-out", "all"]).args(args).output().unwrap();
+        let text = String::from_utf8(asked.stderr).unwrap();
+        assert!(asked.status.code() == Some(1) && text.contains(part) && text.lines().count() == 1, "{args:?}: {text}");
+    }
+    assert!(!Path::new(&new).exists());
+    // (Nothing was asked of it, so that it is not even managed.)
+    let shown = uzswap().args(["pagemap", pid.trim()]).output().unwrap();
+    assert!(String::from_utf8_lossy(&shown.stderr).contains("has no page map"));
+    let drawn = uzswap().args(["pagemap", pid.trim(), "--page-out", "all", "--svg", &new]).output().unwrap();
+    assert!(drawn.status.success() && fs::read_to_string(&new).unwrap().starts_with("<svg"));
+    drop(run.stdin.take());
+    assert!(run.wait().unwrap().success());
+}
+
+/// Starts a handler, and waits until it takes monitors.
+fn handler(socket: &Path, memory: &Path) -> Child {
+    agent_built();
+    let mut handler = Command::new(UZSWAP);
+    handler.arg("handover").args([socket, memory]).stderr(Stdio::piped());
+    let mut handler = handler.spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(handler.stderr.take().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.contains("waiting for monitors"), "{line}");
+    handler
+}
+
+/// The story: a handler that was ended left its socket, at which none could be started again.
+#[test]
+fn a_handler_begins_again_where_one_was_ended() {
+    let dir = TempDir::new().unwrap();
+    let (socket, memory) = (dir.path().join("socket"), dir.path().join("memory"));
+    fs::write(&memory, vec![7; 64 << 10]).unwrap();
+    let said = |socket: &Path, memory: &Path| {
+        let output = uzswap().arg("handover").args([socket, memory]).output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        String::from_utf8(output.stderr).unwrap()
+    };
+    for _ in 0..2 {
+        let mut handler = handler(&socket, &memory);
+        assert!(said(&socket, &memory).contains("in use"), "one is there");
+        handler.kill().unwrap();
+        handler.wait().unwrap();
+        assert!(socket.exists());
+    }
+    // Nothing but a socket at which nobody listens is removed.
+    assert!(said(&memory, &memory).contains("in use") && memory.exists());
+    let other = dir.path().join("other");
+    let _listens = UnixListener::bind(&other).unwrap();
+    assert!(said(&other, &memory).contains("in use"));
+    fs::write(&memory, "").unwrap();
+    for empty in [memory.as_path(), Path::new("/dev/zero")] {
+        assert!(said(&dir.path().join("new"), empty).contains("is empty: name the snapshot's memory file"));
+    }
+    assert!(!dir.path().join("new").exists());
+}

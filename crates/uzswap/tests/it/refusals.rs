@@ -1,0 +1,177 @@
+//! What is refused before anything is started: each in one sentence, with a status that says whose fault it is.
+
+use crate::cli::{
+    AGENT, UZSWAP, agent_built, copy, file, for_programs, refused, run, sentence, sentence_of, skip, uzswap,
+};
+use assert_cmd::Command;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+/// A statically linked program: compiled, or where libc.a is missing its ELF header.
+fn static_program(dir: &TempDir) -> PathBuf {
+    let path = dir.path().join("static");
+    let source = file(dir, "static.c", b"int main(void) { return 0; }\n", 0o644);
+    let built = std::process::Command::new("cc").arg("-static").arg(source).arg("-o").arg(&path).output();
+    if !built.is_ok_and(|output| output.status.success()) {
+        let mut elf = fs::read("/bin/true").unwrap()[..64].to_vec();
+        elf[56] = 0;
+        file(dir, "static", &elf, 0o755);
+    }
+    path
+}
+
+#[test]
+fn bad_options_are_refused() {
+    refused(&[], &["no limit", "--memory"]);
+    refused(&["-m", "lots"], &["`lots` is not a size", "512M"]);
+    refused(&["-m", "101%"], &["out of range"]);
+    refused(&["-m", "1M"], &["too small", "minimum is 16 MiB"]);
+    refused(&["-m", "256M", "-c", "lzo"], &["no compressor is called `lzo`", "zstd"]);
+    refused(&["-m", "256M", "-c", "zstd:99"], &["1 to 22"]);
+    refused(&["-m", "256M", "--config", "/no/such/file"], &["/no/such/file", "cannot be read"]);
+    refused(&["-m", "256M", "--report", "/no/such/dir/r"], &["report", "cannot be written"]);
+    let dir = TempDir::new().unwrap();
+    let config = file(&dir, "c.toml", b"memory = '1G'\nmemroy = '1G'\n", 0o644);
+    refused(&["--config", config.to_str().unwrap()], &["line 2", "memroy"]);
+    let binary = file(&dir, "b.toml", b"memory = '\xff'\n", 0o644);
+    refused(&["--config", binary.to_str().unwrap()], &["not a text file (UTF-8)"]);
+}
+
+/// The story: options that were mistyped, or had their value attached, were taken for the program.
+#[test]
+fn mistyped_options_are_no_programs() {
+    for args in [
+        &["-m", "64M", "--sawp", "4G", "--", "/bin/true"][..],
+        &["--memroy", "64M", "--", "/bin/true"],
+        &["-m", "64M", "--no-such-option", "/bin/true"],
+        &["-m64M", "-x", "/bin/true"],
+    ] {
+        let output = uzswap().arg("run").args(args).output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(125) && text.contains("unexpected argument"), "{args:?}: {text}");
+    }
+    for args in [
+        &["-m64M", "-q", "--", "echo", "-l"][..],
+        &["-m64M", "-czstd", "-q", "echo", "-l"],
+        &["-q", "-m", "64M", "echo", "-l"],
+        &["-qm64M", "--", "echo", "-l"],
+    ] {
+        let output = uzswap().arg("run").args(args).output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success() && text.is_empty() && output.stdout == b"-l\n", "{args:?}: {text}");
+    }
+}
+
+#[test]
+fn missing_programs_are_refused() {
+    for (program, status, part) in [
+        ("/no/such/program", 127, "no such program"),
+        ("no-such-program-at-all", 127, "PATH"),
+        ("", 127, "no such program"),
+        ("/etc/passwd", 126, "chmod +x"),
+        ("/etc/passwd/program", 126, "not a directory"),
+        ("/", 126, "`/` cannot be run: it is a directory"),
+    ] {
+        let text = sentence_of(&run(&["--", program]), status);
+        assert!(text.contains(part), "{text}");
+    }
+}
+
+#[test]
+fn programs_that_cannot_be_preloaded_are_refused() {
+    let dir = for_programs();
+    let said = |path: &Path, part: &str| {
+        let text = sentence(&run(&["--", path.to_str().unwrap()]));
+        assert!(text.contains(part), "{text}");
+    };
+    let program = static_program(&dir);
+    said(&program, "statically linked");
+    let script = file(&dir, "script", format!("#!{}\n", program.display()).as_bytes(), 0o755);
+    said(&script, "the interpreter of");
+    let orphan = file(&dir, "orphan", b"#!/no/such/interpreter\n", 0o755);
+    assert!(sentence_of(&run(&["--", orphan.to_str().unwrap()]), 127).contains("interpreter is missing"));
+
+    let own = fs::read("/bin/true").unwrap();
+    said(&file(&dir, "setuid", &own, 0o4755), "setuid");
+    said(&file(&dir, "setgid", &own, 0o2755), "setgid");
+    let mut foreign = own.clone();
+    foreign[18..20].copy_from_slice(&243u16.to_le_bytes());
+    said(&file(&dir, "foreign", &foreign, 0o755), "built for RISC-V");
+
+    let capable = file(&dir, "capable", &own, 0o755);
+    let set = std::process::Command::new("setcap").arg("cap_net_raw+ep").arg(&capable).output();
+    if set.is_ok_and(|output| output.status.success()) {
+        said(&capable, "capabilities");
+    }
+}
+
+#[test]
+fn what_the_kernel_refuses_is_said_after_a_shells_fashion() {
+    let dir = for_programs();
+    let nonsense = file(&dir, "nonsense", b"\x01\x02\x00nonsense", 0o755);
+    let output = run(&["--", nonsense.to_str().unwrap()]);
+    let text = String::from_utf8(output.stderr).unwrap();
+    // execvp may hand it to the shell, which refuses it with 126 or 127 too.
+    assert!(matches!(output.status.code(), Some(126 | 127)), "{:?} {text}", output.status);
+}
+
+#[test]
+fn nesting_is_refused() {
+    let output = run(&["-q", "--", UZSWAP, "run", "-m", "128M", "--", "/bin/true"]);
+    assert!(sentence(&output).contains("nested"));
+    let stale =
+        uzswap().args(["run", "-q", "-m", "128M", "/bin/true"]).env("UZSWAP_GROUP", "/proc/1/fd/99999").output();
+    assert!(stale.unwrap().status.success(), "a group that is gone is no nesting");
+}
+
+#[test]
+fn a_missing_agent_is_refused_and_found_by_the_environment() {
+    agent_built();
+    let dir = for_programs();
+    let alone = dir.path().join("uzswap");
+    copy(Path::new(UZSWAP), &alone);
+    let start = || {
+        let mut command = Command::new(&alone);
+        command.env_remove("UZSWAP_AGENT").args(["run", "-q", "-m", "64M", "/bin/true"]);
+        command
+    };
+    let text = sentence(&start().output().unwrap());
+    assert!(text.contains(AGENT) && text.contains("cargo build --release"), "{text}");
+    let named = sentence(&start().env("UZSWAP_AGENT", "/nope/x.so").output().unwrap());
+    assert!(named.contains("UZSWAP_AGENT names `/nope/x.so`, which is no file"), "{named}");
+    let agent = Path::new(UZSWAP).with_file_name(AGENT);
+    assert!(start().env("UZSWAP_AGENT", &agent).output().unwrap().status.success());
+    fs::create_dir(dir.path().join("with space")).unwrap();
+    let spaced = dir.path().join("with space").join(AGENT);
+    fs::copy(&agent, &spaced).unwrap();
+    assert!(sentence(&start().env("UZSWAP_AGENT", &spaced).output().unwrap()).contains("space or colon"));
+}
+
+#[test]
+fn without_access_all_ways_to_grant_it_are_said() {
+    // SAFETY: no memory is involved.
+    let root = unsafe { libc::geteuid() } == 0;
+    let denied_to_others = fs::metadata("/dev/userfaultfd").map_or(true, |m| m.permissions().mode() & 0o006 == 0);
+    let sysctl = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
+    if !root || !denied_to_others || sysctl.trim() != "0" {
+        return skip("this machine grants userfaultfd to everybody, or we are not root");
+    }
+    agent_built();
+    let dir = tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o755)).tempdir().unwrap();
+    let its = dir.path().join("uzswap");
+    copy(Path::new(UZSWAP), &its);
+    copy(&Path::new(UZSWAP).with_file_name(AGENT), &dir.path().join(AGENT));
+    let as_nobody = |args: &[&str]| {
+        std::process::Command::new(&its).args(args).current_dir("/").uid(65534).gid(65534).output().unwrap()
+    };
+    let text = sentence(&as_nobody(&["run", "-m", "64M", "/bin/true"]));
+    for way in ["/dev/userfaultfd", "vm.unprivileged_userfaultfd=1", "CAP_SYS_PTRACE"] {
+        assert!(text.contains(way), "{text}");
+    }
+    let output = as_nobody(&["doctor"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8(output.stdout).unwrap().contains("✗ access"));
+}
