@@ -39,14 +39,14 @@ fn shown(args: &PagemapArgs) -> Result<String, String> {
         }
         Err(_) => {
             let path = Path::new(&args.target);
+            let region = SharedControl::connect(path)
+                .map_err(|e| format!("`{}` is neither a process nor a shared region: {}", args.target, plain(&e)))?;
             if args.soft_dirty || args.clear_soft_dirty.is_some() {
                 return Err(format!(
                     "the soft-dirty bits of `{}` belong to each of its mappings: the program that has one reads and clears them",
                     args.target
                 ));
             }
-            let region = SharedControl::connect(path)
-                .map_err(|e| format!("`{}` is neither a process nor a shared region: {}", args.target, plain(&e)))?;
             let asked = Asked::of(args, |text| parse_range(text, region.len()))?;
             let svg = open_svg(args)?;
             act(&asked, &args.target, &region)?;
