@@ -295,7 +295,7 @@ fn free_frames_do_not_pile_up() {
 fn calls_with_strange_arguments() {
     let _alone = alone();
     let Some(edges) = compile_c("edges") else { return };
-    let pipe = scratch("edges").join("pipe");
+    let pipe = scratch("edges-pipe").join("pipe");
     let subject = Subject::new("edges", &[&edges, &pipe]);
     let (plain, run) = (subject.start_plain().finish(), subject.start_limited(32 * MIB).finish());
     assert_eq!(plain.stdout.text(), "a pipe: 1, a bad address: 1\nspawned: 1\n0 pages filled\n");
