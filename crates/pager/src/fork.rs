@@ -294,51 +294,50 @@ mod tests {
         assert_eq!(managed_pages(&s, at - 65 * K, at - 62 * K), (at - 64 * K) >> 12..(at - 60 * K) >> 12);
     }
 
+    const BUSY: usize = 16;
+
+    /// Pages from the first one on are being compressed, by the batch.
+    fn being_compressed(p: &Pager, s: &mut State) -> (u64, Batch) {
+        let at = testing::memory(p, BUSY);
+        (0..BUSY).for_each(|page| testing::put(p, at + page * arena::PAGE, &[page as u8 + 1; arena::PAGE]));
+        let first = (at / arena::PAGE) as u64;
+        s.list_resident(first, BUSY, List::Inactive, |_| None);
+        assert_eq!(p.stage(s, BUSY).ok(), Some(BUSY));
+        let mut batch = Batch::new(s.new_compressor());
+        assert!(p.prepare(s, &mut batch, BUSY, 0) && s.busy == BUSY);
+        (first, batch)
+    }
+
     /// The story: pages that were taken back or dropped while the reclaim thread compressed them left their slots to it. In a child
     /// there is no such thread: each fork at such a moment lost some frames of every process that came of it.
     #[test]
     fn slots_that_only_the_parents_batch_knows_are_free_in_the_child() {
-        const N: usize = 16;
         let p = testing::pager(16 << 20);
-        let at = testing::memory(p, N);
-        let first = (at / arena::PAGE) as u64;
-        (0..N).for_each(|page| testing::put(p, at + page * arena::PAGE, &[page as u8 + 1; arena::PAGE]));
         let mut s = p.state.lock();
         let free = |s: &State| s.zone.free_slots(Kind::Frame) + s.zone.free_slots(Kind::Hole);
         let all = free(&s);
-        s.list_resident(first, N, List::Inactive, |_| None);
-        assert_eq!(p.stage(&mut s, N).ok(), Some(N));
-        let mut batch = Batch::new(s.new_compressor());
-        assert!(p.prepare(&mut s, &mut batch, N, 0));
-        assert_eq!(s.busy, N);
+        let (first, _batch) = being_compressed(p, &mut s);
         assert_eq!(p.bring_busy(&mut s, first + 3).ok(), Some(1));
         forget_range(&mut s, first + 5, first + 7);
         // (In the parent the batch gives them back. What windows have taken is nobody's yet.)
         let windows = s.windows.len();
         p.reset_inherited();
-        assert_eq!((s.busy, s.staged, s.resident), (0, N - 3, 1));
+        assert_eq!((s.busy, s.staged, s.resident), (0, BUSY - 3, 1));
         assert_eq!(free(&s) + windows + s.staged, all);
     }
 
     /// And in the parent they are freed once, by the batch.
     #[test]
     fn slots_of_what_was_taken_back_are_freed_once() {
-        const N: usize = 16;
         let p = testing::pager(16 << 20);
-        let at = testing::memory(p, N);
-        let first = (at / arena::PAGE) as u64;
-        (0..N).for_each(|page| testing::put(p, at + page * arena::PAGE, &[page as u8 + 1; arena::PAGE]));
         let mut s = p.state.lock();
-        s.list_resident(first, N, List::Inactive, |_| None);
-        assert_eq!(p.stage(&mut s, N).ok(), Some(N));
-        let mut batch = Batch::new(s.new_compressor());
-        assert!(p.prepare(&mut s, &mut batch, N, 0));
+        let (first, mut batch) = being_compressed(p, &mut s);
         assert_eq!(p.bring_busy(&mut s, first + 3).ok(), Some(1));
         assert_eq!(s.left_busy.len(), 1);
         batch.compress(p);
-        assert_eq!(p.commit(&mut s, &mut batch), N);
+        assert_eq!(p.commit(&mut s, &mut batch), BUSY);
         assert!(s.left_busy.is_empty());
-        assert_eq!((s.busy, s.staged, s.swapped + s.zeros, s.resident), (0, 0, N - 1, 1));
+        assert_eq!((s.busy, s.staged, s.swapped + s.zeros, s.resident), (0, 0, BUSY - 1, 1));
     }
 
     /// The story: who had forked once, be it to execute another program, was taken to share its memory for ever: nobody who faulted
