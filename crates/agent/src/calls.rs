@@ -92,11 +92,7 @@ pub fn begin_remap(from: usize, old_len: usize, new_len: usize, flags: usize) ->
         && let Some(p) = pager()
     {
         p.calls.begin_remap(from, new_len);
-    }
-    if call.held == Some(Held::Alone)
-        && let (Some(p), Some(remap)) = (pager(), Remap::of(from, old_len, new_len, flags))
-    {
-        call.remaps = p.before_remap(remap);
+        call.remaps = Remap::of(from, old_len, new_len, flags).is_some_and(|remap| p.before_remap(remap));
     }
     call
 }
@@ -109,11 +105,6 @@ pub fn end_remap(call: InOrder, ret: isize) {
     {
         p.say(b"uzswap: memory that was moved could not be registered; the process is ended rather than read wrong data\n");
         thread::end_process(125);
-    }
-    if call.held == Some(Held::Alone)
-        && let Some(p) = pager()
-    {
-        p.calls.end_remap();
     }
     if let (Some(p), Ok(at)) = (pager(), raw::check(ret)) {
         is_no_stack(p, at, at + call.pages as usize * PAGE);

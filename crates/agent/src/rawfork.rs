@@ -11,6 +11,7 @@ use core::ffi::{c_int, c_long, c_uint, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
 use uzswap_pager::arena::PAGE;
 use uzswap_pager::discover::populate;
+use uzswap_pager::fork::HOOK_STACK;
 use uzswap_sys::{raw, sys};
 
 static SYSCALL: Next = Next::new(c"syscall");
@@ -27,8 +28,6 @@ pub fn init() {
 
 /// Times that memory is brought which has left again by the time the lock is had.
 const TRIES: u32 = 100;
-/// What the child uses of its new stack until its memory is managed, and libc before there is a child.
-const STACK_BYTES: usize = 32 << 10;
 
 /// Flags and stack of a call that makes a process or a thread.
 fn cloning(nr: c_long, a: [usize; 6]) -> Option<(u64, u64)> {
@@ -151,7 +150,8 @@ pub unsafe extern "C" fn clone(
     }
     let mut used = [(0, 0); 5];
     used[..3].copy_from_slice(&thread_ids(flags as u64, parent_tid as usize, parent_tid as usize, child_tid as usize));
-    used[3] = ((stack as usize).saturating_sub(STACK_BYTES), STACK_BYTES);
+    // (libc writes to the new stack, too, before there is a child.)
+    used[3] = ((stack as usize).saturating_sub(HOOK_STACK), HOOK_STACK);
     hold_with(&used);
     ENTRY.store(entry as usize, Relaxed);
     ARGUMENT.store(arg as usize, Relaxed);

@@ -77,15 +77,10 @@ impl Calls {
         }
     }
 
-    /// The call that has begun alone is an `mremap` of memory at `from`, which is to be of `new_len` bytes.
+    /// The call that has begun alone is an `mremap` of memory at `from`, which is to be of `new_len` bytes; until it ends.
     pub fn begin_remap(&self, from: usize, new_len: usize) {
         self.remaps[0].store(from, Relaxed);
         self.remaps[1].store(new_len, Release);
-    }
-
-    /// That call has ended.
-    pub fn end_remap(&self) {
-        self.remaps[1].store(0, Release);
     }
 
     /// How many bytes have moved by the `mremap` of memory at `from`, of which an event says `len`.
@@ -105,7 +100,10 @@ impl Calls {
         match held {
             Held::Counted => drop(self.unordered.fetch_sub(1, Release)),
             Held::Shared => self.lock.unshare(),
-            Held::Alone => self.lock.release(),
+            Held::Alone => {
+                self.remaps[1].store(0, Release);
+                self.lock.release();
+            }
         }
     }
 

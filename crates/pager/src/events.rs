@@ -163,12 +163,13 @@ mod tests {
         let address = |vpn: u64| vpn as usize * PAGE;
         s.list_resident(from, 2 * N as usize, List::Inactive, |_| None);
         zeros(&mut s, to + N, N);
+        let held = p.calls.begin(true);
         p.calls.begin_remap(address(from), address(N) - 5);
         p.event(&mut s, Message::Unmapped { start: address(to), end: address(to + N) });
         p.event(&mut s, Message::Remap { from: address(from), to: address(to), len: address(2 * N) });
         p.event(&mut s, Message::Unmapped { start: address(from + N), end: address(from + 2 * N) });
         p.event(&mut s, Message::Unmapped { start: address(from), end: address(from + N) });
-        p.calls.end_remap();
+        p.calls.end(held);
         let tags = |s: &State, at: u64| [at, at + N - 1].map(|vpn| s.pt.get(vpn).tag());
         assert_eq!(tags(&s, to), [Tag::Resident; 2]);
         assert_eq!(tags(&s, to + N), [Tag::Zero; 2], "another's");
@@ -176,7 +177,9 @@ mod tests {
         assert_eq!((s.resident, s.zeros), (N as usize, N as usize));
         // Another call's, and one that nobody announced, are as they are told.
         assert_eq!(p.calls.moved_bytes(address(from), 77), 77);
+        let held = p.calls.begin(true);
         p.calls.begin_remap(5 * PAGE, PAGE);
         assert_eq!((p.calls.moved_bytes(address(from), 77), p.calls.moved_bytes(5 * PAGE, 3 * PAGE)), (77, PAGE));
+        p.calls.end(held);
     }
 }

@@ -22,8 +22,8 @@ use uzswap_mm::zone::Kind;
 use uzswap_sys::lock::{self, Guard};
 use uzswap_sys::{sys, thread};
 
-/// Bytes of stack that a hook needs at most while it holds the lock.
-const HOOK_STACK: usize = 32 << 10;
+/// Bytes of stack that a hook needs at most while it holds the lock; so does a child until its memory is managed.
+pub const HOOK_STACK: usize = 32 << 10;
 /// Bytes of stack, in pages, above where it takes the lock that a hook uses until it gives it back: the frames of who took it, and libc's
 /// around a fork.
 const HOOK_ABOVE: usize = 2 * arena::PAGE;

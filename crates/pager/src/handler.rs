@@ -198,7 +198,7 @@ impl Handler {
     fn serve_waiting(&mut self, p: &Pager, s: &mut State) {
         (self.retry, self.wake_at) = (false, None);
         // (Each asks for what it needs, here.)
-        self.reads.take_given_up();
+        self.reads.forget_given_up();
         if !s.withdrawn.is_empty() {
             self.drop_withdrawn(p, s);
         }

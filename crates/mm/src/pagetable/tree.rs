@@ -69,7 +69,7 @@ pub fn in_leaf(vpn: u64) -> usize {
 const FANOUT: usize = 64;
 /// Entries of the root.
 const ROOT: usize = 2048;
-/// Leaves below an entry of the third level, the second (the root's), and all there may be.
+/// Leaves below a lower node, a middle and an upper one.
 const LOW: u64 = FANOUT as u64;
 const MIDDLE: u64 = LOW * FANOUT as u64;
 const HIGH: u64 = MIDDLE * FANOUT as u64;

@@ -211,8 +211,9 @@ impl ClusterMap {
         let _ = self.rows[row].taker.compare_exchange(me.raw(), 0, SeqCst, Relaxed);
     }
 
-    /// Makes a row that is free or a dead process's `me`'s own, and empties it; false when it is neither, or another's by now.
-    fn take(&self, row: usize, me: Identity) -> bool {
+    /// Makes a row that is free or a dead process's `me`'s own, empties it, and frees it unless it `keeps` it; false when it is
+    /// neither, or another's by now.
+    fn take(&self, row: usize, me: Identity, keeps: bool) -> bool {
         let r = &self.rows[row];
         if !r.is_to_be_had() || !self.hold(row, me) {
             return false;
@@ -224,6 +225,9 @@ impl ClusterMap {
         if taken {
             r.ticker.store(0, SeqCst);
             self.empty(row);
+        }
+        if taken && !keeps {
+            let _ = r.owner.compare_exchange(me.raw(), 0, SeqCst, Relaxed);
         }
         self.let_go(row, me);
         taken
@@ -251,7 +255,7 @@ impl ClusterMap {
             // (Counted as used before it is: who looks at a cluster's other rows must not miss it.)
             self.rows[*row].is_to_be_had() && {
                 self.used.fetch_max(*row as u32 + 1, SeqCst);
-                self.take(*row, me)
+                self.take(*row, me, true)
             }
         })
     }
@@ -269,8 +273,8 @@ impl ClusterMap {
     pub fn bury_the_dead(&self, me: Identity) {
         for row in 0..self.used_rows() {
             let owner = self.rows[row].owner.load(SeqCst);
-            if owner != 0 && owner != me.raw() && self.take(row, me) {
-                self.give_up(row, me);
+            if owner != 0 && owner != me.raw() {
+                self.take(row, me, false);
             }
         }
     }

@@ -274,9 +274,9 @@ impl Reads {
         self.goes_on(pager);
     }
 
-    /// Whether something is to be asked for again, which the caller sees to.
-    pub(crate) fn take_given_up(&mut self) -> bool {
-        core::mem::take(&mut self.given_up)
+    /// The caller sees to it that all that is waited for is asked for again.
+    pub(crate) fn forget_given_up(&mut self) {
+        self.given_up = false;
     }
 
     /// Whether something is to be asked for again.

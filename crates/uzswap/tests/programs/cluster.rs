@@ -4,7 +4,7 @@
 
 use crate::harness::*;
 use crate::redis::{self, Client};
-use crate::remote::{ended_well, number};
+use crate::remote::ended_well;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};

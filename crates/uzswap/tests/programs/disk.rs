@@ -5,11 +5,6 @@ use std::process::Command;
 
 const SWAP: [&str; 2] = ["--swap", "1G"];
 
-fn number(run: &Outcome, key: &str) -> u64 {
-    let report = run.report.as_deref().unwrap_or_else(|| panic!("no report\n{}", run.describe()));
-    report_number(report, key).unwrap_or_else(|| panic!("no {key} in the report\n{}", run.describe())) as u64
-}
-
 /// Same output as without uzswap under this limit, kept, with pages written to disk and read back.
 fn check(subject: &Subject, limit: u64, one_process: bool) {
     let plain = subject.start_plain().finish();

@@ -301,6 +301,12 @@ pub fn report_number(json: &str, key: &str) -> Option<f64> {
     value[..end].parse().ok()
 }
 
+/// That number of a run's report.
+pub fn number(run: &Outcome, key: &str) -> u64 {
+    let report = run.report.as_deref().unwrap_or_else(|| panic!("no report\n{}", run.describe()));
+    report_number(report, key).unwrap_or_else(|| panic!("no {key} in the report\n{}", run.describe())) as u64
+}
+
 /// Equal, where a shell's `128 + signal` counts as the signal.
 fn same_status(plain: ExitStatus, limited: ExitStatus) -> bool {
     plain == limited || plain.signal().is_some_and(|s| limited.code() == Some(128 + s))

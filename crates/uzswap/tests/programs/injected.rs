@@ -16,11 +16,6 @@ pub fn with_faults(subject: &Subject, limit: u64, faults: &str) -> Outcome {
     run
 }
 
-pub fn number(run: &Outcome, key: &str) -> u64 {
-    let report = run.report.as_deref().unwrap_or_else(|| panic!("no report\n{}", run.describe()));
-    report_number(report, key).unwrap_or_else(|| panic!("no {key} in the report\n{}", run.describe())) as u64
-}
-
 /// Nothing that can be made good may show in the program.
 pub fn survives(subject: &Subject, limit: u64, cases: &[(&[&str], &str)]) {
     let plain = subject.start_plain().finish();

@@ -1,7 +1,7 @@
 //! Programs that give up what the management of their memory takes: they are let go of, and said to be.
 
 use crate::harness::*;
-use crate::injected::{number, with_faults};
+use crate::injected::with_faults;
 use std::path::Path;
 use std::process::{Child, Command};
 

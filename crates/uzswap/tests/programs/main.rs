@@ -275,18 +275,23 @@ fn fork_storm() {
     Subject::new("fork storm", &[&storm, &"1"]).check();
 }
 
+/// Runs a program without a limit and with one, for what [`Subject::check`] does not ask: both end well and say the same.
+fn same_under(subject: &Subject, limit_bytes: u64, how: &str) -> Outcome {
+    let (plain, run) = (subject.start_plain().finish(), subject.start_limited(limit_bytes).finish());
+    run.say(subject.name, how, Some(limit_bytes));
+    let same = run.status == plain.status && run.stdout.hash == plain.stdout.hash;
+    assert!(plain.status.success() && same, "{}", run.describe());
+    run
+}
+
 /// The story: a program that read and wrote at random within three quarters of its memory was left much less than that, as each page by
 /// which the pool grew made a whole batch of frames free, of which one was given back; 17 MiB of 72 were free frames.
 #[test]
 fn free_frames_do_not_pile_up() {
     let _alone = alone();
     let Some(random) = compile_c("random") else { return };
-    let subject = Subject::new("random", &[&random, &"96", &"300000"]);
-    let (plain, run) = (subject.start_plain().finish(), subject.start_limited(72 * MIB).finish());
-    run.say(subject.name, "72 MiB", Some(72 * MIB));
-    let same = run.status == plain.status && run.stdout.hash == plain.stdout.hash;
-    assert!(plain.status.success() && same, "{}", run.describe());
-    let held = report_number(run.report.as_deref().unwrap_or_default(), "peak_held").expect("peak_held") as u64;
+    let run = same_under(&Subject::new("random", &[&random, &"96", &"300000"]), 72 * MIB, "72 MiB");
+    let held = number(&run, "peak_held");
     assert!((96 * MIB..104 * MIB).contains(&held), "{} MiB for 96\n{}", held / MIB, run.describe());
 }
 
@@ -296,10 +301,8 @@ fn calls_with_strange_arguments() {
     let _alone = alone();
     let Some(edges) = compile_c("edges") else { return };
     let pipe = scratch("edges-pipe").join("pipe");
-    let subject = Subject::new("edges", &[&edges, &pipe]);
-    let (plain, run) = (subject.start_plain().finish(), subject.start_limited(32 * MIB).finish());
-    assert_eq!(plain.stdout.text(), "a pipe: 1, a bad address: 1\nspawned: 1\n0 pages filled\n");
-    assert_eq!((run.status, run.stdout.text()), (plain.status, plain.stdout.text()), "{}", run.describe());
+    let run = same_under(&Subject::new("edges", &[&edges, &pipe]), 32 * MIB, "32 MiB");
+    assert_eq!(run.stdout.text(), "a pipe: 1, a bad address: 1\nspawned: 1\n0 pages filled\n");
 }
 
 /// The story: a process whose first thread has ended, while others go on, is a zombie by all that /proc says of it, and has no memory: its
@@ -308,13 +311,9 @@ fn calls_with_strange_arguments() {
 fn first_threads_that_end() {
     let _alone = alone();
     let Some(ends) = compile_c("firstends") else { return };
-    let subject = Subject::new("first thread ends", &[&ends, &"64", &"4"]);
-    let (plain, run) = (subject.start_plain().finish(), subject.start_limited(24 * MIB).finish());
-    run.say(subject.name, "24 MiB", Some(24 * MIB));
-    let same = run.status == plain.status && run.stdout.hash == plain.stdout.hash;
-    assert!(plain.status.success() && same, "{}", run.describe());
-    let number = |key| report_number(run.report.as_deref().unwrap_or_default(), key).expect("a number") as u64;
-    assert!(number("peak_held") > 60 * MIB && number("peak") < 26 * MIB, "{}", run.describe());
+    let run = same_under(&Subject::new("first thread ends", &[&ends, &"64", &"4"]), 24 * MIB, "24 MiB");
+    let (held, peak) = (number(&run, "peak_held"), number(&run, "peak"));
+    assert!(held > 60 * MIB && peak < 26 * MIB, "{}", run.describe());
     // Beside one that begins when it has ended, on disk.
     let script =
         format!("{0} 32 2 all & until grep -q ') Z' /proc/$!/stat; do :; done; {0} 24 2 all; wait $!", ends.display());

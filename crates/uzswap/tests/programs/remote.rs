@@ -8,12 +8,6 @@ use std::time::{Duration, Instant};
 /// What `secret.py` has in each page.
 const WORD: &[u8] = b"a word that only this program has to know";
 
-/// A number of the report.
-pub fn number(run: &Outcome, key: &str) -> u64 {
-    let report = run.report.as_deref().unwrap_or_else(|| panic!("no report\n{}", run.describe()));
-    report_number(report, key).unwrap_or_else(|| panic!("no {key} in the report\n{}", run.describe())) as u64
-}
-
 /// A server that runs, and how a run names it.
 struct Server {
     running: Running,

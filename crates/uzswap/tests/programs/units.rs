@@ -9,10 +9,6 @@ fn of_size(run: &Outcome, size: &str, counter: &str) -> u64 {
     report["folios"][format!("hugepages-{size}kB")][counter].as_u64().expect("a counter")
 }
 
-fn number(run: &Outcome, key: &str) -> u64 {
-    report_number(run.report.as_deref().expect("a report"), key).expect("a number") as u64
-}
-
 /// Runs the program, of whose words one in `noise` is noise, at half of its memory; nothing of it may be wrong, and units of this size must have been met.
 fn check(mib: u64, unit: (&str, &str), noise: &str, options: &[&str], faults: &str) -> Option<Outcome> {
     let units = compile_c("units")?;

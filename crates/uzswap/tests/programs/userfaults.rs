@@ -1,7 +1,7 @@
 //! Programs with a userfaultfd of their own: what uzswap has registered is ceded to it.
 
 use crate::harness::*;
-use crate::injected::{number, with_faults};
+use crate::injected::with_faults;
 
 /// What such a program uses is 64 MiB, of which an eighth cannot be taken out while it is registered.
 const LIMIT: u64 = 32 * MIB;

@@ -3,7 +3,7 @@
 //! and such a kernel is booted, where the package of one can be had.
 
 use crate::harness::*;
-use crate::injected::{number, survives, with_faults};
+use crate::injected::{survives, with_faults};
 use crate::{python, python_with_numpy, redis};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
