@@ -15,15 +15,12 @@ mod folios;
 #[allow(dead_code)]
 #[path = "../../crates/uzswap/src/elf.rs"]
 mod program_file;
-#[allow(dead_code)]
-#[path = "../../crates/uzswap/src/size.rs"]
-mod size;
 
-use size::Size;
 use std::io::Cursor;
 use uzswap_mm::codec::{Algorithm, Decompressor, Encoding};
 use uzswap_mm::compaction::policy::{Emptiest, Linear, Policy};
 use uzswap_mm::compaction::{Compactor, Goal, Migrate};
+use uzswap_mm::size::{self, Size};
 use uzswap_mm::trace::{BLOCK_BYTES, HEADER_BYTES, Record, Trace};
 use uzswap_mm::zone::{Kind, MigrateType, Zone};
 

@@ -13,6 +13,7 @@ pub mod pagetable;
 pub mod readahead;
 pub mod replay;
 pub mod shrinker;
+pub mod size;
 pub mod swapfile;
 pub mod trace;
 pub mod zone;

@@ -3,7 +3,6 @@
 use crate::config::{Compressor, Config, on_full, plain};
 use crate::elf::{self, Kind};
 use crate::groups::{self, Group, Registry, Wanted};
-use crate::size::{Size, human};
 use crate::{EXIT_CANNOT_RUN, EXIT_NO_PROGRAM, EXIT_OWN_FAILURE, machine};
 use std::env;
 use std::ffi::OsStr;
@@ -14,6 +13,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use uzswap::group_file;
+use uzswap_mm::size::{Size, human};
 use uzswap_pager::group::ENV_GROUP;
 use uzswap_sys::probe;
 use uzswap_sys::uffd::{FEATURE_EVENT_REMOVE, FEATURE_EVENT_UNMAP, FEATURE_THREAD_ID};

@@ -9,10 +9,10 @@ use crate::config::{on_full, on_full_name};
 use crate::groups::{Group, Registry};
 use crate::machine;
 use crate::output::print;
-use crate::size::{Size, human};
 use crate::stat_files::Usage;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::time::{Duration, Instant};
+use uzswap_mm::size::{Size, human};
 use uzswap_pager::group::{NO_LIMIT, Node};
 
 /// What can be set.

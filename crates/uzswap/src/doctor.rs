@@ -5,11 +5,11 @@ use crate::cli::DoctorArgs;
 use crate::config::plain;
 use crate::machine;
 use crate::output::print;
-use crate::size::human;
 use serde::Serialize;
 use std::fs;
 use std::io;
 use std::process::ExitCode;
+use uzswap_mm::size::human;
 use uzswap_sys::probe;
 
 /// One thing looked at.

@@ -1,9 +1,9 @@
 //! What `uzswap run` is told about folios, and what it reports of them.
 
-use crate::size::Size;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use uzswap_mm::size::Size;
 use uzswap_pager::folio::{
     FolioCounters, FolioSettings, LARGE_ORDER, LARGE_ORDERS, MAX_ORDER, OrderCounters, directory,
 };

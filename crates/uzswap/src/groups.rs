@@ -8,7 +8,6 @@
 
 use crate::config::{Compressor, plain};
 use crate::folios::FolioWanted;
-use crate::size::human;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -18,6 +17,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::time::{Duration, Instant};
 use uzswap::directory;
 use uzswap::group_file::GroupFile;
+use uzswap_mm::size::human;
 use uzswap_pager::group::{DEPTH, GroupPage, NAME_BYTES, NODES, Slot};
 use uzswap_pager::member::wake_member;
 

@@ -18,7 +18,6 @@ mod replay;
 mod report;
 mod run;
 mod signals;
-mod size;
 mod stat;
 mod stat_files;
 mod summary;

@@ -3,12 +3,12 @@
 use crate::cli::ReplayArgs;
 use crate::config::plain;
 use crate::output::print;
-use crate::size::{Size, human};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::fs;
 use uzswap_mm::replay::{Cost, Outcome, Replay, Settings};
 use uzswap_mm::shrinker::Policy;
+use uzswap_mm::size::{Size, human};
 use uzswap_mm::trace::{Error, Trace};
 
 /// Runs the command. The error is one sentence.

@@ -1,12 +1,12 @@
 //! The few lines on stderr at the end of a run.
 
 use crate::record::Recorded;
-use crate::size::human;
 use crate::totals::Totals;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::Path;
 use std::time::Duration;
+use uzswap_mm::size::human;
 
 /// A program whose threads stalled for this share of its time, and that ran for so long, was slow (seconds). (One that does nothing but
 /// read at random from what is out stalls for half of it: the rest are its faults in the kernel, and the switches to the handler and back.)

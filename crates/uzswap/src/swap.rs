@@ -7,7 +7,6 @@ use crate::config::{Config, plain};
 use crate::remote::Server;
 use crate::remote::address::{Address, is_address};
 use crate::remote::gateway::{Gateway, Keeper};
-use crate::size::{Size, human};
 use std::ffi::CString;
 use std::fs::{File, Permissions};
 use std::io;
@@ -19,6 +18,7 @@ use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 use uzswap_mm::shrinker::Policy;
+use uzswap_mm::size::{Size, human};
 use uzswap_mm::swapfile::{BLOCK, Geometry, LEAST_CLUSTER, MOST_BYTES};
 use uzswap_pager::swap::clusters::{ClusterMap, MAGIC};
 

@@ -7,7 +7,6 @@ pub mod process;
 use crate::cli::PagemapArgs;
 use crate::config::plain;
 use crate::output::{Output, print};
-use crate::size::{Size, human};
 use find::{Found, Part};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
@@ -17,6 +16,7 @@ use std::path::Path;
 use std::time::Duration;
 use uzswap::shared::SharedControl;
 use uzswap_mm::pagemap::{PageState, Query, Run, SOFT_DIRTY, Summary, TIERS, Tier};
+use uzswap_mm::size::{Size, human};
 use uzswap_pager::request::Op;
 
 const PAGE: u64 = 4096;

@@ -2,9 +2,9 @@
 //! `redis://[USER:PASSWORD@]HOST[:PORT][,HOST[:PORT]…][/DB]?size=4G[&timeout=10][&ttl=3600]`; `rediss://` by TLS, with
 //! `[&ca=FILE][&cert=FILE&key=FILE]`.
 
-use crate::size::Size;
 use std::path::PathBuf;
 use std::time::Duration;
+use uzswap_mm::size::Size;
 
 /// Seconds an operation is tried for, and seconds after which blocks expire when the command has died.
 const TIMEOUT: u64 = 10;

@@ -11,7 +11,11 @@ pub enum Size {
 
 impl Size {
     /// Parses a size. `K M G T` and `KiB MiB GiB TiB` are powers of 1024, `kB MB GB TB` powers of 1000; case does
-    /// not matter, a bare number is bytes. The error is a half-sentence.
+    /// not matter, a bare number is bytes.
+    ///
+    /// # Errors
+    /// A sentence without a full stop that names the text and says what is wrong with it: no number, no such unit, a share that is
+    /// not above 0 and at most 100 %, or 2^62 bytes or more.
     pub fn parse(text: &str) -> Result<Size, String> {
         let text = text.trim();
         let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
@@ -49,6 +53,7 @@ impl Size {
     }
 
     /// The size in bytes, where there are `total`; whole pages of 4 KiB.
+    #[must_use]
     pub fn resolve(self, total: u64) -> u64 {
         let bytes = match self {
             Size::Bytes(bytes) => bytes,
@@ -59,6 +64,7 @@ impl Size {
 }
 
 /// A number of bytes for people: `498.2 MiB`.
+#[must_use]
 pub fn human(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["bytes", "KiB", "MiB", "GiB", "TiB"];
     let mut value = bytes as f64;
