@@ -19,7 +19,7 @@
 //! much to bring back as what is taken from the program, and makes the two come to about as much memory, whatever they are worth. Here a page
 //! of the pool is there in some 15 µs, and one on disk takes ten times as long. With a quarter about half as much of a build is read back; with
 //! less still nothing more is gained, as the pool-full path bounds it. Where nothing but the resident set is of use (a sort that is far
-//! below what it works on) it loses some percent. (Figures in ARCHITECTURE.md.)
+//! below what it works on) it loses some percent. (Figures in MEASUREMENTS.md.)
 //!
 //! *S3-FIFO* is a policy of our own. A page that leaves the pool enters it again as a new object, so what has been of
 //! use cannot be told by the object; it is told by its block of 64 KiB, which is marked when one of its pages is read
