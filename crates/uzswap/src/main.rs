@@ -135,7 +135,7 @@ fn handover(socket: &std::path::Path, memory: &std::path::Path) -> Result<(), St
     }
     let listener =
         listen(socket).map_err(|e| format!("nothing can listen at `{}`: {}", socket.display(), plain(&e)))?;
-    let (held, all) = (size::human(image.held() as u64), size::human(image.len()));
+    let (held, all) = (uzswap_mm::size::human(image.held() as u64), uzswap_mm::size::human(image.len()));
     eprintln!("uzswap: {all} held in {held}; waiting for monitors at {}", socket.display());
     uzswap::handover::serve(&listener, &std::sync::Arc::new(image)).map_err(|e| plain(&e))
 }
