@@ -167,7 +167,7 @@ fn a_server_that_lies_or_forgets() {
     let Some(disk) = compile_c("disk") else { return };
     for how in ["changed", "exchanged", "dropped"] {
         let Some(mut server) = Server::start("remote-lies") else { return };
-        let subject = Subject::new("server lies", &[&disk, &"48", &"4"]).with(&["--swap", &server.swap("&timeout=2")]);
+        let subject = Subject::new("server lies", &[&disk, &"48", &"2"]).with(&["--swap", &server.swap("&timeout=2")]);
         let running = subject.start_limited(32 * MIB);
         server.wait_for_keys(&running);
         for _ in 0..10 {
