@@ -31,9 +31,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_amount_parses_and_a_share_does_not() {
-        assert_eq!((parse("512M"), parse("1.5GiB")), (Ok(512 << 20), Ok(3 << 29)));
-        for bad in ["", "0", "50%", "12X", "-5M"] {
+    fn amounts_parse_and_shares_and_nonsense_do_not() {
+        assert_eq!(parse("65536"), Ok(65536));
+        assert_eq!(parse("512M"), Ok(512 << 20));
+        assert_eq!(parse("1.5GiB"), Ok(3 << 29));
+        assert_eq!(parse("4k"), Ok(4096));
+        assert_eq!((parse("4kB"), parse("2TB"), parse("1TiB")), (Ok(4000), Ok(2_000_000_000_000), Ok(1 << 40)));
+        for bad in ["", "M", "0", "0.5", "50%", "12X", "-5M", "1e3q", "nan", "1..2M"] {
             assert!(parse(bad).is_err(), "{bad}");
         }
         assert_eq!(mib(256 << 20), "256 MiB");
