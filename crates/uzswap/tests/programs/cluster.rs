@@ -124,7 +124,7 @@ impl Cluster {
 
 #[test]
 fn a_cluster_has_the_keys_on_all_nodes() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(disk) = compile_c("disk") else { return };
     let Some(mut cluster) = Cluster::start("cluster", &[]) else { return };
     let running = cluster.start_run("cluster", &disk, ["96", "1"], "");
@@ -154,7 +154,7 @@ fn a_cluster_has_the_keys_on_all_nodes() {
 /// One of three nodes is killed in the middle: what it had is lost, and told; the others go on.
 #[test]
 fn a_node_of_a_cluster_that_dies() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(disk) = compile_c("disk") else { return };
     let Some(mut cluster) = Cluster::start("cluster-dies", &[]) else { return };
     let running = cluster.start_run("node dies", &disk, ["64", "3"], "&timeout=1");
@@ -175,7 +175,7 @@ fn a_node_of_a_cluster_that_dies() {
 /// way, for good (MOVED) when they have come. No page is lost.
 #[test]
 fn slots_that_move_are_followed() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(disk) = compile_c("disk") else { return };
     let Some(mut cluster) = Cluster::start("cluster-moves", &[]) else { return };
     let running = cluster.start_run("slots move", &disk, ["64", "6"], "");
@@ -223,7 +223,7 @@ fn slots_that_move_are_followed() {
 /// A replica takes over from its master, which asks for it: who writes is told that the other is read-only now, or sent on.
 #[test]
 fn a_replica_that_takes_over_is_followed() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(disk) = compile_c("disk") else { return };
     let Some(mut cluster) = Cluster::start("cluster-fails-over", &[]) else { return };
     let mut replica = Node::start("cluster-replica", &[]);
@@ -262,7 +262,7 @@ fn a_replica_that_takes_over_is_followed() {
 /// A node does not answer for a while: it is waited for, and the others are not.
 #[test]
 fn a_node_of_a_cluster_that_stalls() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(disk) = compile_c("disk") else { return };
     let Some(mut cluster) = Cluster::start("cluster-stalls", &[]) else { return };
     let running = cluster.start_run("node stalls", &disk, ["48", "3"], "&timeout=9");
@@ -345,7 +345,7 @@ impl TlsServer {
 
 #[test]
 fn by_tls_with_those_who_can_show_who_they_are() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(disk) = compile_c("disk") else { return };
     let (Some(_), Some(files)) = (need("redis-server"), Certificates::make()) else { return };
     let (ca, stranger) = (format!("&ca={}", files.path("ca.crt")), format!("&ca={}", files.path("stranger.crt")));

@@ -9,6 +9,7 @@
 //! by its pid. Memory is measured from outside: RssAnon of every process of the session, read each 5 ms.
 
 use crate::hung::end_hung;
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Read, Write};
@@ -16,7 +17,7 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -36,12 +37,17 @@ const KEPT_OUTPUT_BYTES: usize = 6000;
 /// What has uzswap do as on a kernel without UFFDIO_MOVE.
 pub const WITHOUT_MOVE: &str = "move=never";
 
-static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+static RUNNING: RwLock<()> = RwLock::new(());
 
-/// Held by each test while it runs: measured programs must not compete for two CPUs.
-pub fn alone() -> MutexGuard<'static, ()> {
+/// Held while it runs by a test whose programs' memory is measured against a limit: they must not compete for two CPUs.
+pub fn alone() -> RwLockWriteGuard<'static, ()> {
     // A failed test poisons the lock; the next one is none the worse for it.
-    ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner())
+    RUNNING.write().unwrap_or_else(|e| e.into_inner())
+}
+
+/// Held while it runs by a test of what programs do and are told, beside which another such test may run.
+pub fn beside() -> RwLockReadGuard<'static, ()> {
+    RUNNING.read().unwrap_or_else(|e| e.into_inner())
 }
 
 /// Writes a line that the test runner does not capture.
@@ -83,10 +89,14 @@ pub fn fixture(name: &str) -> PathBuf {
 
 /// A new, empty directory; kept after the run so that a failure can be looked into.
 pub fn scratch(name: &str) -> PathBuf {
-    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("programs").join(name);
+    let dir = scratch_path(name);
     let _ = fs::remove_dir_all(&dir);
     fs::create_dir_all(&dir).expect("a scratch directory");
     dir
+}
+
+fn scratch_path(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join("programs").join(name)
 }
 
 /// Runs a build tool to its end; panics with its output when it fails.
@@ -102,9 +112,14 @@ pub fn build(command: &mut Command) {
     );
 }
 
-/// Compiles a C program of the fixtures.
+/// A C program of the fixtures, compiled by the first test that needs it.
 pub fn compile_c(name: &str) -> Option<PathBuf> {
+    static COMPILED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let cc = need("cc")?;
+    let mut compiled = COMPILED.lock().unwrap_or_else(|e| e.into_inner());
+    if compiled.contains(name) {
+        return Some(scratch_path(name).join(name));
+    }
     let out = scratch(name).join(name);
     build(
         Command::new(cc)
@@ -112,6 +127,7 @@ pub fn compile_c(name: &str) -> Option<PathBuf> {
             .arg(&out)
             .arg(fixture(&format!("{name}.c"))),
     );
+    compiled.insert(name.to_owned());
     Some(out)
 }
 

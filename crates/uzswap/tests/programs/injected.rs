@@ -38,7 +38,7 @@ pub fn survives(subject: &Subject, limit: u64, cases: &[(&[&str], &str)]) {
 
 #[test]
 fn threads_survive_failures_of_every_operation() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(mix) = compile_c("mix") else { return };
     survives(
         &Subject::new("memory calls", &[&mix, &"1"]),
@@ -60,7 +60,7 @@ fn threads_survive_failures_of_every_operation() {
 
 #[test]
 fn forks_survive_failures_of_moves_and_stores() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(storm) = compile_c("forkstorm") else { return };
     survives(
         &Subject::new("fork storm", &[&storm, &"1"]),
@@ -74,7 +74,7 @@ fn forks_survive_failures_of_moves_and_stores() {
 
 #[test]
 fn the_flat_model_survives_failures_of_everything_at_once() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(model) = compile_c("model") else { return };
     let all = "pool=1/10,move_out=1/100,move_in=1/20,copy=1/20,event=1/100";
     survives(
@@ -91,7 +91,7 @@ fn the_flat_model_survives_failures_of_everything_at_once() {
 #[test]
 fn damaged_pages_raise_sigbus_and_are_told() {
     const TOLD: &str = "uzswap: a compressed page was found damaged in memory";
-    let _alone = alone();
+    let _beside = beside();
     let Some(lost) = compile_c("lost") else { return };
     let run = with_faults(&Subject::new("damage, caught", &[&lost, &"catch"]), 32 * MIB, "damage=1/100");
     let poisoned = number(&run, "poisoned");
@@ -113,7 +113,7 @@ fn children_that_cannot_be_managed_end_with_a_message() {
     const RIGHT: &str = "child: executable 0, read-only 0, moved 0, much 0 wrong\n\
                          child: at the same address 1, not zero 0\n\
                          child ended with 0; parent: 0, 0, 0, 0, 0 wrong\n";
-    let _alone = alone();
+    let _beside = beside();
     let Some(ways) = compile_c("forkways") else { return };
     let ways = Subject::new("ways to fork", &[&ways]);
     assert_eq!(ways.start_plain().finish().stdout.text(), RIGHT);
@@ -134,7 +134,7 @@ fn children_that_cannot_be_managed_end_with_a_message() {
 /// A group without room is no reason to end a program: it runs, and is told that it has no limit.
 #[test]
 fn a_process_without_a_slot_runs_without_a_limit() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(lost) = compile_c("lost") else { return };
     let run = with_faults(&Subject::new("no slot", &[&lost]), 32 * MIB, "slot=1/1");
     assert!(run.status.success(), "{}", run.describe());

@@ -15,7 +15,7 @@ const TOLD_OF_NO_LIMIT: &str = "without a limit from now on";
 /// kernel fill what uzswap had reserved, 72 GiB. One that made a namespace of users (`unshare -U`) was refused it, for its threads.
 #[test]
 fn programs_that_give_up_rights_are_let_go() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(leaves) = compile_c("leaves") else { return };
     for how in ["filter", "strict", "lock", "user", "caps", "root", "namespace", "mounts"] {
         for options in [&[][..], &["--swap", "256M"][..]] {
@@ -41,7 +41,7 @@ fn programs_that_give_up_rights_are_let_go() {
 /// The story: Firefox asks by `prctl` whether the kernel knows filters, giving none, and was let go of as if it had made one.
 #[test]
 fn who_only_asks_for_filters_is_limited() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(asks) = compile_c("asks") else { return };
     let run = Subject::new("asks", &[&asks]).start_limited(32 * MIB).finish();
     run.say("asks", "", Some(32 * MIB));
@@ -54,7 +54,7 @@ fn who_only_asks_for_filters_is_limited() {
 /// threads of root's in its process. And what it then was not allowed to do (to leave the idle policy) uzswap counted on.
 #[test]
 fn a_server_that_gives_up_root_is_limited_by_threads_that_did_too() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(leaves) = compile_c("leaves") else { return };
     for (how, none) in [("server", "all threads are nobody's"), ("capless", "no capable thread")] {
         for options in [&[][..], &["--swap", "256M"][..]] {
@@ -120,7 +120,7 @@ impl Drop for Hogs {
 /// containers, had programs stand still beside any that computed. Now another thread relieves it.
 #[test]
 fn beside_programs_that_compute_the_handler_is_lifted_or_relieved() {
-    let _alone = alone();
+    let _beside = beside();
     let (Some(leaves), Some(setpriv), Some(hogs)) = (compile_c("leaves"), need("setpriv"), Hogs::new()) else { return };
     // (In sequence a fault brings so much that the little which an idle thread gets at times is enough.)
     let subject = || hogs.with(Subject::new("leaves", &[&leaves, &"nothing", &"scattered"]));
@@ -141,7 +141,7 @@ fn beside_programs_that_compute_the_handler_is_lifted_or_relieved() {
 /// Also a process whose handler was relieved, or is about to be, can be let go of.
 #[test]
 fn who_cannot_leave_the_idle_policy_is_let_go_of() {
-    let _alone = alone();
+    let _beside = beside();
     let (Some(leaves), Some(setpriv)) = (compile_c("leaves"), need("setpriv")) else { return };
     for busy in [false, true] {
         let hogs = if busy { Hogs::new() } else { None };
@@ -158,7 +158,7 @@ fn who_cannot_leave_the_idle_policy_is_let_go_of() {
 /// a userfaultfd had been refused, by each process anew.
 #[test]
 fn a_cell_without_proc_is_told_to_have_no_limit() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(leaves) = compile_c("leaves") else { return };
     let run = Subject::new("cell", &[&leaves, &"cell"]).start_limited(24 * MIB).finish();
     run.say("leaves", "cell", Some(24 * MIB));
@@ -173,7 +173,7 @@ fn a_cell_without_proc_is_told_to_have_no_limit() {
 /// C library was said to be an unknown one.
 #[test]
 fn who_may_not_change_code_is_told_so() {
-    let _alone = alone();
+    let _beside = beside();
     // (PR_SET_MDWE, before an exec.)
     let script = "import ctypes, os, sys\nif ctypes.CDLL(None).prctl(65, 1, 0, 0, 0) != 0: sys.exit(77)\nos.execvp('echo', ['echo', 'right'])";
     let run = Subject::new("python", &[&"python3", &"-c", &script]).start_limited(24 * MIB).finish();
@@ -197,7 +197,7 @@ fn lost_of(said: &str) -> u64 {
 #[test]
 fn what_fails_while_a_process_is_let_go_of_is_made_good_or_told() {
     const TRANSFERS: &str = "let_go=1/20,move_in=1/10,copy=1/5,event=1/10";
-    let _alone = alone();
+    let _beside = beside();
     let Some(leaves) = compile_c("leaves") else { return };
     let mut lost_somewhere = 0;
     for (faults, options, content, sites) in [
@@ -243,7 +243,7 @@ fn what_fails_while_a_process_is_let_go_of_is_made_good_or_told() {
 fn who_cannot_be_let_go_of_is_told() {
     const TOLD: &str = "its memory cannot be given back now";
     const ENDED: &str = "uzswap: a forked child could not be given its memory";
-    let _alone = alone();
+    let _beside = beside();
     let Some(leaves) = compile_c("leaves") else { return };
     let children = |how| format!("the child was {how}\nthe child was {how}\n");
     for (how, said) in [
@@ -278,7 +278,7 @@ fn who_cannot_be_let_go_of_is_told() {
 #[test]
 fn helpers_that_cannot_follow_a_change_of_user_do_not_remain() {
     const ENDED: &str = "it is ended rather than keep threads of the former user";
-    let _alone = alone();
+    let _beside = beside();
     let Some(leaves) = compile_c("leaves") else { return };
     let (mut gone, mut ended) = (0, 0);
     let ways = [("server", "all threads are nobody's"), ("capless", "no capable thread")];
@@ -310,7 +310,7 @@ fn helpers_that_cannot_follow_a_change_of_user_do_not_remain() {
 /// blocked, and the lock of mapping calls held for ever. And mappings that others unmapped meanwhile made `mlockall` fail.
 #[test]
 fn threads_that_map_and_fork_meanwhile_go_on_as_before() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(leaves) = compile_c("leaves") else { return };
     for round in 0..5 {
         let run = Subject::new("busy", &[&leaves, &"busy"]).start_limited(24 * MIB).finish();

@@ -29,7 +29,7 @@ fn same(name: &'static str, arguments: &str, options: &[&str]) -> Option<Outcome
 /// third. A copy that waited for room for all of it would hang where the caller empties the pipe.
 #[test]
 fn what_is_lent_to_pipes_and_sockets() {
-    let _alone = alone();
+    let _beside = beside();
     for how in ["pipe", "pipe raw", "narrow", "narrow raw", "full", "full raw", "socket", "socket raw"] {
         for options in [&[][..], &["--swap", "256M"]] {
             same("lends", how, options);
@@ -41,7 +41,7 @@ fn what_is_lent_to_pipes_and_sockets() {
 /// there should be zeros; and a guard within what a fault brought by a copy was replaced by it, so that nobody met it any more.
 #[test]
 fn guard_pages_stay_guards_and_end_as_zeros() {
-    let _alone = alone();
+    let _beside = beside();
     for how in ["8", "2 raw", "3 process", "33 rawprocess", "513"] {
         for options in [&[][..], &["--swap", "256M"], &["--track-writes"]] {
             same("guards", how, options);
@@ -53,7 +53,7 @@ fn guard_pages_stay_guards_and_end_as_zeros() {
 /// as a dead owner's, and who wanted it next waited for ever.
 #[test]
 fn robust_mutexes_of_threads_that_end() {
-    let _alone = alone();
+    let _beside = beside();
     for options in [&[][..], &["--swap", "256M"], &["--track-writes"]] {
         same("robust", "", options);
     }

@@ -33,7 +33,7 @@ fn compile_with(source: &str, name: &str, options: &[&str]) -> Option<PathBuf> {
 /// script that preloads another allocator) ran without one too, unsaid.
 #[test]
 fn another_allocator_in_an_environment_of_its_own() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(mallocs) = compile_with("mallocs.c", "mallocs", &[]) else { return };
     let Some(library) = compile_with("ownmmap.c", "ownmmap.so", &["-shared", "-fPIC"]) else { return };
     let Some(env) = need("env") else { return };
@@ -46,7 +46,7 @@ fn another_allocator_in_an_environment_of_its_own() {
 /// program's, and uzswap's thread that was to serve its faults called it.
 #[test]
 fn programs_built_with_sanitizers() {
-    let _alone = alone();
+    let _beside = beside();
     for sanitizer in ["address", "thread"] {
         let option = format!("-fsanitize={sanitizer}");
         let Some(program) = compile_with("mallocs.c", sanitizer, &[&option]) else { continue };
@@ -66,7 +66,7 @@ fn programs_built_with_sanitizers() {
 /// a sixth of what starting a process cost. Now a program loads it when it wants it, and its threads unwind through the agent.
 #[test]
 fn the_unwinder_is_the_programs_own() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(program) = compile_c("unwinds") else { return };
     let mut subject = Subject::new("unwinds", &[&program]);
     subject.percents = &[50];
@@ -77,7 +77,7 @@ fn the_unwinder_is_the_programs_own() {
 /// those that serve its faults too, and has all memory read: it waited for ever for what was out.
 #[test]
 fn programs_that_look_for_their_leaks() {
-    let _alone = alone();
+    let _beside = beside();
     for (sanitizer, name) in [("address", "leaks-address"), ("leak", "leaks-leak")] {
         let option = format!("-fsanitize={sanitizer}");
         let Some(program) = compile_with("leaks.c", name, &[&option]) else { continue };
@@ -108,7 +108,7 @@ fn programs_that_look_for_their_leaks() {
 /// The story: a child linked with musl was given an `LD_PRELOAD` that musl's loader cannot load, and ended before it began (127).
 #[test]
 fn a_child_whose_loader_is_musls() {
-    let _alone = alone();
+    let _beside = beside();
     let (Some(sh), Some(loader)) = (need("sh"), need_file("/lib64/ld-linux-x86-64.so.2")) else { return };
     let Some(library) = compile_with("ownmmap.c", "foreign.so", &["-shared", "-fPIC"]) else { return };
     // (glibc's, by musl's name: what counts is what the program is given.)

@@ -29,7 +29,7 @@ fn guest() -> Option<PathBuf> {
 
 #[test]
 fn qemu_guest_verifies_its_memory() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(qemu) = need("qemu-system-x86_64") else { return };
     let Some(guest) = guest() else { return };
     let ram = RAM_MIB.to_string();

@@ -66,7 +66,7 @@ pub fn ended_well(run: &Outcome) -> u64 {
 
 #[test]
 fn what_does_not_fit_goes_to_a_server_and_comes_back() {
-    let _alone = alone();
+    let _beside = beside();
     let (Some(python), Some(disk)) = (need("python3"), compile_c("disk")) else { return };
     let Some(mut server) = Server::start("remote") else { return };
     let swap = ["--swap", &server.swap("")];
@@ -93,7 +93,7 @@ fn what_does_not_fit_goes_to_a_server_and_comes_back() {
 /// The word that is in each page of the program is in no key, and every key expires if the command cannot see to it.
 #[test]
 fn what_leaves_is_sealed_and_expires() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(python) = need("python3") else { return };
     let Some(mut server) = Server::start("remote-sealed") else { return };
     let secret = Subject::new("secret", &[&python, &fixture("secret.py"), &"64"]).with(&["--swap", &server.swap("")]);
@@ -118,7 +118,7 @@ fn what_leaves_is_sealed_and_expires() {
 /// Killed in the middle: what is there is lost, and told; what would have gone there stays in memory.
 #[test]
 fn a_server_that_dies() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(disk) = compile_c("disk") else { return };
     let Some(mut server) = Server::start("remote-dies") else { return };
     let subject = Subject::new("server dies", &[&disk, &"48", &"8"]).with(&["--swap", &server.swap("&timeout=1")]);
@@ -136,7 +136,7 @@ fn a_server_that_dies() {
 /// the keys expire by themselves.
 #[test]
 fn a_command_that_is_killed() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(disk) = compile_c("disk") else { return };
     let Some(mut server) = Server::start("remote-orphan") else { return };
     let said = scratch("remote-orphan-said").join("result");
@@ -163,7 +163,7 @@ fn a_command_that_is_killed() {
 /// Bytes changed, blocks exchanged, keys dropped: each is found out.
 #[test]
 fn a_server_that_lies_or_forgets() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(disk) = compile_c("disk") else { return };
     for how in ["changed", "exchanged", "dropped"] {
         let Some(mut server) = Server::start("remote-lies") else { return };
@@ -195,7 +195,7 @@ fn a_server_that_lies_or_forgets() {
 /// A server that does not answer for a while is waited for, by new connections; no page is lost.
 #[test]
 fn a_server_that_stalls() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(disk) = compile_c("disk") else { return };
     let Some(mut server) = Server::start("remote-stalls") else { return };
     let subject = Subject::new("server stalls", &[&disk, &"64", &"4"]).with(&["--swap", &server.swap("&timeout=9")]);
@@ -212,7 +212,7 @@ fn a_server_that_stalls() {
 /// A server without memory refuses to write: what it was to take stays here. One that would throw pages away is refused.
 #[test]
 fn a_server_without_memory() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(disk) = compile_c("disk") else { return };
     let Some(mut server) = Server::start("remote-full") else { return };
     let subject = Subject::new("server full", &[&disk, &"64", &"1"]).with(&["--swap", &server.swap("")]);

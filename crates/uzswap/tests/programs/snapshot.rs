@@ -119,7 +119,7 @@ fn snapshots(program: &Path, limit: u64, faults: Option<&str>) {
 
 #[test]
 fn a_snapshot_is_of_one_moment() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(program) = compile_c("snapshot") else { return };
     for (limit, faults) in
         [(16, None), (256, None), (18, Some("seed=9,move_in=1/60,move_out=1/60,copy=1/60,event=1/80"))]

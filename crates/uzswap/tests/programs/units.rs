@@ -27,7 +27,7 @@ fn check(mib: u64, unit: (&str, &str), noise: &str, options: &[&str], faults: &s
 
 #[test]
 fn units_of_2_mib_and_of_256_kib() {
-    let _alone = alone();
+    let _beside = beside();
     for (mib, unit) in [(256, ("2M", "2048")), (96, ("256K", "256"))] {
         for codec in ["lz4", "zstd"] {
             let Some(run) = check(mib, unit, "8", &["--verify-compression", "-c", codec], "") else { return };
@@ -39,7 +39,7 @@ fn units_of_2_mib_and_of_256_kib() {
 
 #[test]
 fn large_units_and_a_disk() {
-    let _alone = alone();
+    let _beside = beside();
     for (mib, unit) in [(256, ("2M", "2048")), (96, ("256K", "256"))] {
         // (What compresses to half is more than the pools may take.)
         let Some(run) = check(mib, unit, "3", &["--swap", "1G"], "") else { return };
@@ -54,7 +54,7 @@ fn large_units_and_a_disk() {
 fn large_units_under_injected_failures() {
     const FAULTS: &str = "pool=1/20,limit=1/40,index=1/5000,compress=1/10,frames=1/4,charge=1/4,copy=1/50,move_out=1/100,\
                           move_in=1/100,swap_read=1/150,swap_write=1/20";
-    let _alone = alone();
+    let _beside = beside();
     for (mib, unit) in [(256, ("2M", "2048")), (96, ("256K", "256"))] {
         let faults = format!("seed={mib},{FAULTS}");
         let Some(run) = check(mib, unit, "3", &["--verify-compression", "--swap", "1G"], &faults) else { return };

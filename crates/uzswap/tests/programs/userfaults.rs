@@ -24,7 +24,7 @@ fn subject(name: &'static str, tries: &str, more: &[&str]) -> Option<(Subject, S
 /// The story: a program that registered memory with a userfaultfd of its own was told EBUSY, as uzswap had been first.
 #[test]
 fn what_the_program_registers_is_ceded() {
-    let _alone = alone();
+    let _beside = beside();
     for (name, more) in [("userfaults", &[][..]), ("userfaults, huge pages", &["huge"][..])] {
         let Some((subject, said)) = subject(name, "1", more) else { return };
         for (how, faults) in [("", "seed=1"), (", without MOVE", "seed=1,move=never")] {
@@ -44,7 +44,7 @@ fn what_the_program_registers_is_ceded() {
 /// A registration that cannot be ceded is refused as ever, and nothing is lost by it; tried again it succeeds.
 #[test]
 fn what_cannot_be_ceded_is_refused() {
-    let _alone = alone();
+    let _beside = beside();
     let Some((often, said)) = subject("userfaults", "100", &[]) else { return };
     // (There are 16 pieces a time, and one registration in eight that is not tried twice.)
     let faults = "cede=1/8,move_in=1/20,copy=1/20,event=1/100";

@@ -19,7 +19,7 @@ fn compiled(name: &'static str, arguments: &[&dyn AsRef<std::ffi::OsStr>]) -> Op
 
 #[test]
 fn without_move_arrays_are_right() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(python) = python_with_numpy() else { return };
     for what in ["sort", "random"] {
         Subject::new("numpy", &[&python, &fixture("arrays.py"), &what]).keeps_limit().without_move().check();
@@ -28,7 +28,7 @@ fn without_move_arrays_are_right() {
 
 #[test]
 fn without_move_forked_children_are_right() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(python) = python() else { return };
     Subject::new("multiprocessing", &[&python, &fixture("forks.py")]).without_move().check();
     for (name, seed) in [("rawfork", "1"), ("forkstorm", "1"), ("ownstack", "1")] {
@@ -46,7 +46,7 @@ fn without_move_redis_saves_what_it_had() {
 /// moved read as zeros, in one of ten runs of `model`.
 #[test]
 fn without_move_every_memory_call_is_followed() {
-    let _alone = alone();
+    let _beside = beside();
     let new = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |t| t.as_secs()).to_string();
     say(&format!("model: seed {new}"));
     for (name, seed) in [("mix", "1"), ("remaps", "1"), ("model", "3"), ("model", &new), ("segments", "")] {
@@ -57,7 +57,7 @@ fn without_move_every_memory_call_is_followed() {
 
 #[test]
 fn without_move_stress_ng_verifies() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(stress) = need("stress-ng") else { return };
     let dir = env!("CARGO_TARGET_TMPDIR");
     let mut subject = Subject::new("stress-ng", &[&stress, &"--temp-path", &dir]).prints_anything().without_move();
@@ -68,7 +68,7 @@ fn without_move_stress_ng_verifies() {
 
 #[test]
 fn without_move_failures_are_survived() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(mix) = compiled("mix", &[&"1"]) else { return };
     let all = "move=never,move_out=1/20,move_in=1/10,copy=1/10,pool=1/10,event=1/50";
     survives(&mix, 40 * MIB, &[(&["move_out", "move_in", "copy", "pool", "event"], all)]);
@@ -77,7 +77,7 @@ fn without_move_failures_are_survived() {
 /// Such a kernel cannot poison a page either.
 #[test]
 fn without_move_lost_pages_raise_sigbus() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(lost) = compile_c("lost") else { return };
     let run = with_faults(&Subject::new("damage, caught", &[&lost, &"catch"]), 32 * MIB, "move=never,damage=1/100");
     let poisoned = number(&run, "poisoned");
@@ -93,7 +93,7 @@ fn without_move_lost_pages_raise_sigbus() {
 #[test]
 fn without_move_pinned_and_locked_memory_stays() {
     const TOLD: &str = "its memory is no longer limited";
-    let _alone = alone();
+    let _beside = beside();
     let Some(pinned) = compile_c("pinned") else { return };
     for (how, told) in [("direct", true), ("setfl", true), ("ring", true), ("locked", false), ("plain", false)] {
         let file = scratch("pinned-file").join("data");
@@ -126,7 +126,7 @@ fn without_move_writes_are_not_tracked() {
 /// Linux 5.10, the oldest that is not refused, and 6.1, with `uzswap` and what it runs in their first file system.
 #[test]
 fn kernels_without_move_are_booted() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(qemu) = need("qemu-system-x86_64") else { return };
     let kernels = old_kernels();
     if kernels.is_empty() {

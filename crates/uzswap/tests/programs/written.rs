@@ -160,7 +160,7 @@ impl Drop for Stops<'_> {
 
 #[test]
 fn what_was_written_to_is_known_exactly() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(program) = compile_c("written") else { return };
     // Pages leave all the time, by the limit or on request, or hardly ever.
     for (seed, limit, page_outs) in [("1", 24, false), ("2", 1024, true), ("3", 24, true), ("4", 1024, false)] {
