@@ -120,6 +120,15 @@ pub fn end_advice(call: InOrder, at: usize, len: usize, advice: usize, ret: isiz
     {
         p.wipes.store(true, Relaxed);
     }
+    if matches!(advice as i32, libc::MADV_HUGEPAGE | libc::MADV_NOHUGEPAGE)
+        && ret == 0
+        && let Some(p) = pager()
+    {
+        let mask = set_mask(!0);
+        let end = at.saturating_add(len.next_multiple_of(PAGE));
+        p.note_thp(&mut p.lock_in_hook(), at, end, advice as i32 == libc::MADV_HUGEPAGE);
+        set_mask(mask);
+    }
     // (ENOMEM: it was done where something is mapped.)
     let done = ret == 0 || raw::check(ret) == Err(libc::ENOMEM);
     if advice as i32 == MADV_GUARD_INSTALL

@@ -277,6 +277,7 @@ fn mapped(ret: usize, len: usize, prot: i32, flags: i32) {
         return;
     }
     is_no_stack(p, ret, end);
+    p.growth.noted.note(ret, len);
     if prot & libc::PROT_WRITE != 0 {
         // Where it will not fit any more management starts before it is filled. (Reserved memory says nothing.)
         if flags & libc::MAP_NORESERVE == 0 {
@@ -292,7 +293,7 @@ fn mapped(ret: usize, len: usize, prot: i32, flags: i32) {
 
 /// There is memory at a range now that is no stack's, as there may have been one before.
 fn is_no_stack(p: &Pager, start: usize, end: usize) {
-    if p.may_be_excluded(start, end) {
+    if p.may_be_excluded(start, end) || p.thp.may_know(start, end) {
         let old = set_mask(!0);
         p.include(&mut p.lock_in_hook(), start, end);
         set_mask(old);
@@ -311,6 +312,7 @@ extern "C" fn after_brk(now: usize) {
         && let Some(p) = pager()
     {
         p.plan(now - before);
+        p.growth.noted.note(before, now - before);
         grew(p, now - before);
     }
 }

@@ -357,7 +357,7 @@ impl Pager {
         object::hash(page) == object::stored_hash(s.object(handle), index)
     }
 
-    fn brought_out<const MOST: usize>(&self, s: &mut State, vpn: u64, n: usize, d: &mut Delivery) {
+    pub(crate) fn brought_out<const MOST: usize>(&self, s: &mut State, vpn: u64, n: usize, d: &mut Delivery) {
         if n == 0 {
             return;
         }

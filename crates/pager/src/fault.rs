@@ -111,6 +111,9 @@ impl Pager {
         if first.tag() != Tag::None || sequential {
             s.pt.hint(r.vpn, set, clear);
         }
+        if first.tag() == Tag::None && self.bring_new_huge(s, r, window)? {
+            return Ok(());
+        }
         let huge = self.wants_huge(s, r.vpn) && self.huge_frames(s)?;
         let (mut at, until) = match (huge, alone || s.remapping.is_under_way()) {
             (true, _) => (r.vpn, r.vpn + FOLIO_PAGES as u64),
@@ -170,7 +173,7 @@ impl Pager {
 
     /// Whether pages never touched come with others. (Such a page would not be known to be clean; and it may be a guard, which a copy
     /// would replace.)
-    fn brings_new(&self, s: &State) -> bool {
+    pub(crate) fn brings_new(&self, s: &State) -> bool {
         !s.tracking && self.guards.load(Relaxed) == 0
     }
 

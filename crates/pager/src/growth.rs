@@ -6,14 +6,20 @@
 //! - the largest mapping is *planned*: memory is managed at once when it would not fit (`limits::headroom`), and other members are told;
 //! - who maps more than half of the room since the last look has the ticker look, and waits for it.
 //!
+//! From then on they say where, too, so that the ticker need not go through all mappings to find the new ones (`discover`).
+//!
 //! Owner: atomics, each by itself; an old value costs a look.
 
 use crate::pager::Pager;
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
+use uzswap_sys::noted::Noted;
 use uzswap_sys::{lock, thread};
 
 /// CPU time (nanoseconds) in which a program that means to fill what it mapped does fill some of it: tens of MiB.
 const PLAN_NS: u64 = 8_000_000;
+
+/// Mappings noted between two looks: a look is asked for at each MiB, which may be of mappings of 16 KiB.
+const NOTED: usize = 64;
 
 /// What was mapped, and how far the ticker knows of it.
 pub struct Growth {
@@ -29,6 +35,9 @@ pub struct Growth {
     pub looks_wanted: AtomicU32,
     /// The last request that a whole look has followed (a futex word): what was mapped before it is found.
     pub looks_done: AtomicU32,
+    /// What the program mapped since it was last taken. (Before memory is managed, too: what is mapped while all there is is being
+    /// registered may be missed by that.)
+    pub noted: Noted<NOTED>,
 }
 
 impl Growth {
@@ -41,6 +50,7 @@ impl Growth {
             plans_halved: AtomicU64::new(0),
             looks_wanted: AtomicU32::new(0),
             looks_done: AtomicU32::new(0),
+            noted: Noted::default(),
         }
     }
 }

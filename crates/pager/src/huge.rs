@@ -20,22 +20,34 @@
 //! does so once in 512 times. Marks are hints: what the kernel splits after all still moves, page by page, in the same
 //! call.
 //!
+//! New memory comes as huge pages, too, where a stream goes on to one that was never touched, the kernel would have given
+//! one (`thp`), and there is room for it: 300 µs for 2 MiB, where four times 512 KiB of small pages take 800. Nothing is
+//! reclaimed for that: small pages do as well, and what was put out may be wanted.
+//!
 //! Owner: the pager's lock, though the marks are atomics (a MOVE has no access to the tables).
 
 use crate::arena::{self, PAGE};
 use crate::batch::BATCH_PAGES;
-use crate::fault::EventPending;
+use crate::deliver::Delivery;
+use crate::fault::{EventPending, Request};
 use crate::folio::MAX_ORDER;
 use crate::inject::Site;
 use crate::pager::Pager;
 use crate::state::{FOLIO_PAGES, State};
+use crate::streams::{WINDOW_PAGES, Way, Window};
 use core::sync::atomic::{AtomicU8, Ordering::*};
 use uzswap_mm::pagetable::{HINT_HUGE, Tag};
 use uzswap_mm::zone::Kind;
-use uzswap_sys::pagemap;
+use uzswap_sys::{maps, pagemap};
 
 /// Bytes of a huge page.
 const HUGE_BYTES: usize = FOLIO_PAGES * PAGE;
+
+/// Order of the largest folio from which on new memory comes as huge pages, of which 16 then are the limit: they leave in parts, so that
+/// the kernel splits them, which is paid for by what is dropped or stays.
+const LEAST_FOLIO: u8 = MAX_ORDER - 2;
+/// Faults after which a huge page is asked for again when the kernel did not have one.
+const ASK_EVERY: u64 = 256;
 
 const TORN: u8 = 1;
 const HUGE: u8 = 2;
@@ -216,14 +228,87 @@ impl Pager {
 
     /// Takes a huge page from the kernel as a free block of frames; true too where a victim's has become one.
     fn new_huge(&self, s: &mut State) -> bool {
-        if self.has_huge_frames(s) {
-            return true;
+        self.has_huge_frames(s)
+            || self.take_huge(s).is_some_and(|slot| {
+                s.zone.free(Kind::Frame, slot, MAX_ORDER);
+                true
+            })
+    }
+
+    /// Brings a huge page of zeros for a fault on new memory, and counts it; false where that is not to be had.
+    ///
+    /// # Errors
+    /// [`EventPending`], as [`Pager::serve`].
+    pub(crate) fn bring_new_huge(&self, s: &mut State, r: Request, window: Window) -> Result<bool, EventPending> {
+        if !self.wants_new_huge(s, r.vpn, window) {
+            return Ok(false);
         }
-        let Some(slot) = s.zone.alloc(Kind::Hole, MAX_ORDER) else { return false };
+        let Some(slot) = self.huge_of_zeros(s) else {
+            s.huge_due = self.counters().pgfault.load(Relaxed) + ASK_EVERY;
+            return Ok(false);
+        };
+        let (moved, pending) = match self.move_in(s, r.vpn, slot, FOLIO_PAGES) {
+            Ok(()) => (FOLIO_PAGES, false),
+            Err((done, e)) => (done / PAGE, e == libc::EAGAIN),
+        };
+        self.free_slots_of(s, r.vpn, slot, moved);
+        s.zone.free_run(Kind::Frame, slot + moved as u32, FOLIO_PAGES - moved);
+        match moved {
+            0 if pending => return Err(EventPending),
+            0 => return Ok(false),
+            FOLIO_PAGES => self.blocks.of(slot).store(0, Relaxed),
+            _ => self.blocks.of(slot).store(TORN, Relaxed),
+        }
+        s.streams.brought(window.stream, r.vpn, r.vpn + moved as u64, |vpn| s.pt.get(vpn).tag() == Tag::Resident);
+        let mut d = Delivery::of(r, false);
+        self.brought_out::<FOLIO_PAGES>(s, r.vpn, moved, &mut d);
+        self.count_delivery(s, &d);
+        Ok(true)
+    }
+
+    /// Whether a fault on new memory is to bring a huge page: see the file's head.
+    fn wants_new_huge(&self, s: &State, vpn: u64, window: Window) -> bool {
+        let (end, at) = (vpn + FOLIO_PAGES as u64, vpn as usize * PAGE);
+        let goes_on = window.way == Way::Up && !window.known_only && window.pages == WINDOW_PAGES;
+        goes_on
+            && vpn.is_multiple_of(FOLIO_PAGES as u64)
+            && s.folio_max >= LEAST_FOLIO
+            && !self.without_move
+            && self.brings_new(s)
+            && self.may_be_huge(s, at, at + HUGE_BYTES)
+            && self.counters().pgfault.load(Relaxed) >= s.huge_due
+            && s.pt.next_used(vpn).is_none_or(|used| used >= end)
+            && !s.remapping.is_under_way()
+            && s.before_ceded(vpn, end) == end
+            // (A MOVE goes into one mapping.)
+            && maps::mapping_at(self.files.maps.load(Relaxed), at).is_some_and(|(_, to, _)| to >= at + HUGE_BYTES)
+    }
+
+    /// A block of frames, allocated, that is a huge page of zeros: one that is there, or a new one of the kernel's where that keeps the
+    /// limit.
+    fn huge_of_zeros(&self, s: &mut State) -> Option<u32> {
+        if self.inject(Site::Frames).is_some() {
+            return None;
+        }
+        if self.has_huge_frames(s) {
+            let slot = s.zone.alloc(Kind::Frame, MAX_ORDER)?;
+            // SAFETY: frames just allocated are this function's alone.
+            unsafe { self.layout.frames_mut(slot, FOLIO_PAGES) }.fill(0);
+            return Some(slot);
+        }
+        if self.excess(s) + (HUGE_BYTES + self.margin() / 2) as isize > 0 {
+            return None;
+        }
+        self.take_huge(s)
+    }
+
+    /// Takes a huge page from the kernel: a block of the arena, allocated, that is all zeros.
+    fn take_huge(&self, s: &mut State) -> Option<u32> {
+        let slot = s.zone.alloc(Kind::Hole, MAX_ORDER)?;
         let (at, len) = (self.layout.slot(slot), HUGE_BYTES);
         if !self.unregister_frames(at, len) {
             s.zone.free(Kind::Hole, slot, MAX_ORDER);
-            return false;
+            return None;
         }
         // SAFETY: a hole holds nothing, nobody else touches it, and it is not registered.
         let huge = unsafe {
@@ -239,21 +324,103 @@ impl Pager {
             // No target of a MOVE any more: the slots stay allocated for good, and nobody uses them.
             // SAFETY: as above.
             unsafe { arena::discard(at, len) };
-            return false;
+            return None;
         }
         if huge {
             s.rss += len;
+            return Some(slot);
         }
-        s.zone.free(if huge { Kind::Frame } else { Kind::Hole }, slot, MAX_ORDER);
-        huge
+        s.zone.free(Kind::Hole, slot, MAX_ORDER);
+        None
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing;
+    use uzswap_sys::thp::Policy;
 
     const N: u32 = FOLIO_PAGES as u32;
+
+    /// New memory comes as a huge page where a stream goes on to one, it is allowed, and there is room; all of it is zeros, also where
+    /// the huge page was used before. Whatever is missing, and whatever fails, small pages come.
+    #[test]
+    fn a_stream_goes_on_to_huge_pages_of_zeros() {
+        const PAGES: usize = 4 * FOLIO_PAGES;
+        let p = testing::pager(256 << 20);
+        p.thp.set(Policy::Always);
+        // (Where the kernel maps nothing by itself.)
+        let first = (testing::memory_at(p, 0x2200_0000_0000, PAGES + FOLIO_PAGES - 1) / PAGE) as u64;
+        let window = |pages: usize| Window { pages, way: Way::Up, known_only: false, stream: 1 };
+        let come = |s: &mut State, at: u64, window: Window| {
+            let r = Request { vpn: at, write: true, protected: false };
+            s.huge_due = 0;
+            p.bring_new_huge(s, r, window).unwrap_or_else(|_| panic!("no event is unread"))
+        };
+        let is_huge = |at: u64| pagemap::is_huge(p.files.pagemap.load(Relaxed), at as usize * PAGE);
+        let s = &mut *p.state.lock();
+        let full = window(WINDOW_PAGES);
+        for refused in [Window { way: Way::Down, ..full }, Window { known_only: true, ..full }, window(64)] {
+            assert!(!come(s, first, refused), "{refused:?}");
+        }
+        assert!(!come(s, first + 128, full), "not the first page");
+        p.thp.set(Policy::Advised);
+        assert!(!come(s, first, full), "nobody advised it");
+        p.thp.set(Policy::Always);
+        s.rss = 256 << 20;
+        assert!(!come(s, first, full), "no room");
+        s.rss = 0;
+        p.group.faults.set("unregister=1/1", 1).unwrap();
+        assert!(!come(s, first, full), "the arena stays as it is");
+        p.group.faults.set("unregister=0/1,frames=1/1", 1).unwrap();
+        assert!(!come(s, first, full), "no frames");
+        p.group.faults.set("frames=0/1", 1).unwrap();
+        assert_eq!((s.resident, s.rss, s.zone.free_slots(Kind::Frame)), (0, 0, 0), "nothing is lost meanwhile");
+        if !come(s, first, full) {
+            return testing::skip("the kernel has no huge page to give");
+        }
+        assert!(is_huge(first) && (s.resident, s.rss) == (FOLIO_PAGES, HUGE_BYTES));
+        assert!(!come(s, first, full), "it is there");
+        // SAFETY: just brought, and nobody else's.
+        let bytes = |at: u64| unsafe { core::slice::from_raw_parts_mut((at as usize * PAGE) as *mut u8, HUGE_BYTES) };
+        assert!(bytes(first).iter().all(|b| *b == 0));
+        // Written to, put out, and its frames used again.
+        bytes(first).fill(7);
+        let slot = s.zone.alloc(Kind::Hole, MAX_ORDER).expect("holes");
+        assert!(p.ready_for_huge(first, slot));
+        p.move_out(first, slot, FOLIO_PAGES).expect("it is there");
+        p.note_huge(s, first, slot);
+        s.zone.free(Kind::Frame, slot, MAX_ORDER);
+        let second = first + FOLIO_PAGES as u64;
+        s.rss = 256 << 20;
+        assert!(come(s, second, full), "there are frames, whatever the limit");
+        assert!(is_huge(second) && bytes(second).iter().all(|b| *b == 0));
+        // Part of the next was touched before, and the one behind goes beyond the mapping.
+        s.rss = 0;
+        let third = second + FOLIO_PAGES as u64;
+        testing::put(p, (third + 7) as usize * PAGE, &[1; PAGE]);
+        s.list_resident(third + 7, 1, uzswap_mm::lru::List::Inactive, |_| None);
+        assert!(!come(s, third, full) && !come(s, first + PAGES as u64, full));
+        // What the kernel refuses to move comes small, and the frames stay.
+        let fourth = third + FOLIO_PAGES as u64;
+        p.group.faults.set("move_in=1/1", 1).unwrap();
+        for _ in 0..20 {
+            let (frames, resident) = (s.zone.free_slots(Kind::Frame), s.resident);
+            let r = Request { vpn: fourth, write: true, protected: false };
+            let came = p.bring_new_huge(s, r, full);
+            let moved = s.resident - resident;
+            assert_eq!(matches!(came, Ok(true)), moved > 0);
+            let there =
+                (fourth..fourth + FOLIO_PAGES as u64).filter(|vpn| s.pt.get(*vpn).tag() == Tag::Resident).count();
+            assert_eq!(there, moved);
+            let given = if frames == 0 { FOLIO_PAGES } else { frames };
+            assert_eq!(s.zone.free_slots(Kind::Frame), given - moved, "no frame is lost");
+            if moved > 0 {
+                break;
+            }
+        }
+    }
 
     fn marks(blocks: &Blocks) -> Vec<u8> {
         blocks.0.iter().map(|mark| mark.load(Relaxed)).collect()

@@ -53,6 +53,7 @@ pub mod state;
 pub mod store;
 pub mod streams;
 pub mod swap;
+pub mod thp;
 pub mod ticker;
 pub mod trace;
 mod transfer;

@@ -27,6 +27,7 @@ use crate::state::{BLOCK_PAGES, State};
 use crate::streams::WINDOW_PAGES;
 use crate::swap::clusters::{ClusterMap, Rows};
 use crate::swap::io::Tier;
+use crate::thp::Thp;
 use crate::trace::{Recorder, Rings};
 use crate::watch::{Relief, Signs};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
@@ -140,6 +141,8 @@ pub struct Pager {
     pub reclaiming: AtomicBool,
     /// What the program has mapped and may fill.
     pub growth: Growth,
+    /// Whether new memory may come as huge pages.
+    pub thp: Thp,
     /// Set when a forked child's helpers are ready (a futex word).
     pub ready: AtomicU32,
     /// A region of the library: what it holds is counted here, not asked of the kernel.
@@ -250,6 +253,7 @@ impl Pager {
             helpers: CompressHelpers::new(),
             reclaiming: AtomicBool::new(false),
             growth: Growth::new(),
+            thp: Thp::default(),
             ready: AtomicU32::new(0),
             own_frames: false,
             marks: None,

@@ -36,6 +36,17 @@ impl Ranges {
         self.0.range(..end).rev().map(|(a, b)| (*a, *b)).take_while(move |(_, b)| *b > start)
     }
 
+    /// Whether all of a range is in them.
+    pub fn covers(&self, start: usize, mut end: usize) -> bool {
+        for (a, b) in self.overlapping(start, end) {
+            if b < end || a <= start {
+                return b >= end;
+            }
+            end = a;
+        }
+        start >= end
+    }
+
     /// Removes those that overlap with a range, whole.
     pub fn remove_overlapping(&mut self, start: usize, end: usize) {
         while let Some((a, _)) = self.last_of(start, end) {
@@ -107,6 +118,8 @@ mod tests {
                     _ => {
                         let want = (start..end).any(|i| model[i] != 0);
                         assert_eq!(ranges.overlapping(start, end).next().is_some(), want, "seed {seed}");
+                        let all = model[start..end].iter().all(|of| *of != 0);
+                        assert_eq!(ranges.covers(start, end), all, "seed {seed}, {start} to {end}");
                     }
                 }
                 for (i, of) in model.iter().enumerate() {

@@ -17,6 +17,7 @@ use crate::remapped::Remapping;
 use crate::streams::Streams;
 use crate::swap::Swap;
 use crate::swap::kept::OnDisk;
+use crate::thp::Advice;
 use crate::trace::Recorder;
 use core::ops::Range;
 use std::collections::BTreeSet;
@@ -113,6 +114,10 @@ pub struct State {
     pub pinned: Vec<(usize, usize)>,
     /// Ranges that must stay out while they are mapped as they are: thread stacks.
     pub excluded: Vec<(usize, usize)>,
+    /// Which memory the program wants as huge pages, and which not: see `thp`.
+    pub advice: Advice,
+    /// The fault (as `pgfault` counts them) from which on a huge page is asked for again that the kernel did not have.
+    pub huge_due: u64,
     /// Ranges registered, as they were found.
     pub managed: Ranges,
     /// Ranges that the program has registered with a userfaultfd of its own, or had once: see `ceded`.
@@ -214,6 +219,8 @@ impl State {
             rss: 0,
             pinned: Vec::new(),
             excluded: Vec::new(),
+            advice: Advice::default(),
+            huge_due: 0,
             managed: Ranges::default(),
             ceded: Vec::new(),
             withdrawn: Vec::new(),

@@ -172,16 +172,19 @@ impl Pager {
         let rss = self.read_rss();
         s.rss = rss;
         let unknown = rss.saturating_sub(s.known_bytes());
-        if wanted || scans.are_due(unknown, self.share(), thread::now_ns()) {
+        let due = scans.are_due(unknown, self.share(), thread::now_ns());
+        let mut whole = false;
+        if due || wanted {
             drop(s);
             let begun = thread::now_ns();
-            if !self.scan_between_calls() {
-                return None;
-            }
-            scans.note(begun, thread::now_ns());
+            whole = if due { self.scan_between_calls().then_some(true) } else { self.scan_noted_between_calls() }?;
             s = self.lock_and_lift(watch);
-            scans.unknown_before = rss.saturating_sub(s.known_bytes());
-        } else {
+            if whole {
+                scans.note(begun, thread::now_ns());
+                scans.unknown_before = rss.saturating_sub(s.known_bytes());
+            }
+        }
+        if !whole {
             scans.unknown_before = unknown.min(scans.unknown_before);
         }
         self.publish(&s);
@@ -252,6 +255,7 @@ impl Pager {
     fn take_charge(&'static self) -> Result<(), Errno> {
         // First of all the program stops filling unseen what is registered: where processes compete for the CPUs the handler,
         // for which its faults wait, may be tens of milliseconds away.
+        self.thp.look();
         let mut s = self.state.lock();
         self.scan(&mut s)?;
         self.spawn_helpers()?;

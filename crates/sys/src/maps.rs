@@ -1,21 +1,66 @@
 //! /proc/self/maps: the parser, which mappings can be managed, and questions about single ones.
 
+use crate::raw::Errno;
 use crate::sys;
 
 /// `PROCMAP_QUERY` (Linux 6.11).
 const PROCMAP_QUERY: u64 = (3 << 30) | (104 << 16) | ((b'f' as u64) << 8) | 17;
+/// A mapping's flags, and that the next one is wanted where there is none.
+const READABLE: u64 = 1;
 const WRITABLE: u64 = 2;
+const EXECUTABLE: u64 = 4;
+const SHARED: u64 = 8;
+const OR_NEXT: u64 = 16;
+
+/// Bytes of the longest name that anonymous memory has, with some to spare: `[anon:` and 80 letters.
+pub const NAME_BYTES: usize = 128;
+
+/// Asks about the mapping at an address. size, query_flags, query_addr, vma_start, vma_end, vma_flags, page size, offset, inode, device,
+/// sizes and addresses of name and build id.
+fn query(fd: i32, address: usize, flags: u64, name: &mut [u8]) -> Result<[u64; 13], Errno> {
+    let mut query = [0u64; 13];
+    (query[0], query[1], query[2]) = (104, flags, address as u64);
+    if !name.is_empty() {
+        (query[10], query[11]) = (name.len() as u64, name.as_mut_ptr() as u64);
+    }
+    // SAFETY: the structure is 104 bytes, and it and the name are ours.
+    unsafe { sys!(libc::SYS_ioctl, fd, PROCMAP_QUERY, query.as_mut_ptr()) }.map(|_| query)
+}
 
 /// The mapping at an address as `(start, end)`, if there is one, and whether it is writable. `fd` is an open maps file. None
 /// where the kernel cannot say (before 6.11).
 pub fn mapping_at(fd: i32, address: usize) -> Option<(usize, usize, bool)> {
-    // size, query_flags, query_addr, vma_start, vma_end, vma_flags, page size, offset, inode, device, sizes and addresses
-    // of name and build id (none wanted).
-    let mut query = [0u64; 13];
-    (query[0], query[2]) = (104, address as u64);
-    // SAFETY: the structure is 104 bytes, ours.
-    let asked = unsafe { sys!(libc::SYS_ioctl, fd, PROCMAP_QUERY, query.as_mut_ptr()) };
-    asked.is_ok().then_some((query[3] as usize, query[4] as usize, query[5] & WRITABLE != 0))
+    let answer = query(fd, address, 0, &mut []).ok()?;
+    Some((answer[3] as usize, answer[4] as usize, answer[5] & WRITABLE != 0))
+}
+
+/// The mapping at an address, or the first one behind it; None when there is none. `fd` is an open maps file; `name` is for the name
+/// column, which only anonymous memory has here.
+///
+/// # Errors
+/// ENOTTY where the kernel cannot say (before 6.11); others where it has no memory for the answer.
+pub fn mapping_from(fd: i32, address: usize, name: &mut [u8; NAME_BYTES]) -> Result<Option<Mapping<'_>>, Errno> {
+    let mut answer = match query(fd, address, OR_NEXT, &mut []) {
+        Err(libc::ENOENT) => return Ok(None),
+        answer => answer?,
+    };
+    // (The name of a file may be longer than there is room for.)
+    let mut letters = 0;
+    if answer[8] == 0 {
+        answer = query(fd, answer[3] as usize, 0, name)?;
+        // (With the zero behind it.)
+        letters = (answer[10] as u32 as usize).saturating_sub(1);
+    }
+    let flags = answer[5];
+    let letter = |flag, letter| if flags & flag != 0 { letter } else { b'-' };
+    let shared = if flags & SHARED != 0 { b's' } else { b'p' };
+    Ok(Some(Mapping {
+        start: answer[3] as usize,
+        end: answer[4] as usize,
+        perms: [letter(READABLE, b'r'), letter(WRITABLE, b'w'), letter(EXECUTABLE, b'x'), shared],
+        inode: answer[8],
+        name: &name[..letters],
+    }))
 }
 
 /// The mapping at an address as `(start, end)`, if [`mapping_at`] knows one and it is not writable.
@@ -141,6 +186,47 @@ mod tests {
             assert_eq!(mapping_at(fd, at).map(|(_, end, writable)| (end, writable)), Some((at + 4096, true)));
         }
         assert_eq!((read_only_at(fd, at), read_only_at(fd, at + 3 * 4096), read_only_at(-1, at)), (None, None, None));
+    }
+
+    /// What the kernel answers is what it writes.
+    #[test]
+    fn mappings_asked_for_are_those_of_the_text() {
+        let fd = crate::raw::open(b"/proc/thread-self/maps\0", libc::O_RDONLY).expect("maps");
+        let mut name = [0; NAME_BYTES];
+        if mapping_from(fd, 0, &mut name) == Err(libc::ENOTTY) {
+            return crate::skip("this kernel cannot be asked (before 6.11)");
+        }
+        // SAFETY: a mapping of the test's own, which is given a name.
+        let at = unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            let at = libc::mmap(core::ptr::null_mut(), 3 * 4096, libc::PROT_READ, flags, -1, 0) as usize;
+            let _ = libc::prctl(libc::PR_SET_VMA, libc::PR_SET_VMA_ANON_NAME, at + 4096, 4096, c"a name".as_ptr());
+            at
+        };
+        // (Other tests map and unmap meanwhile: those that are there before and after.)
+        let read = || {
+            let mut text = Vec::new();
+            crate::raw::read_file(b"/proc/thread-self/maps\0", &mut text).expect("maps");
+            text
+        };
+        let before = read();
+        let mut asked = Vec::new();
+        let mut from = 0;
+        while let Some(m) = mapping_from(fd, from, &mut name).expect("it can be asked") {
+            asked.push((m.start, m.end, m.perms, m.inode, m.is_anonymous().then(|| m.name.to_vec())));
+            from = m.end;
+        }
+        let after = read();
+        let after: Vec<_> = parse(&after).collect();
+        let mut anonymous = 0;
+        for m in parse(&before).filter(|m| after.contains(m) && m.name != b"[vsyscall]") {
+            let same = (m.start, m.end, m.perms, m.inode, m.is_anonymous().then(|| m.name.to_vec()));
+            assert!(asked.contains(&same), "{m:x?}");
+            anonymous += usize::from(m.is_anonymous());
+        }
+        assert!(anonymous > 0 && asked.iter().any(|m| (m.0..m.1).contains(&(at + 4096))));
+        assert_eq!(mapping_from(fd, 1 << 47, &mut name), Ok(None));
+        assert!(mapping_from(-1, 0, &mut name).is_err());
     }
 
     #[test]

@@ -106,3 +106,35 @@ print(before >> 10, out >> 10, huge() >> 10)
     assert!(folios["hugepages-2048kB"]["zswpout"].as_u64().unwrap() >= 10);
     assert!(folios["hugepages-2048kB"]["zswpin"].as_u64().unwrap() >= 10);
 }
+
+/// New memory of a managed program comes as huge pages where it would be given some: what it advised against, or did not advise where
+/// the system asks for that, comes as small ones. What it filled is what it reads.
+#[test]
+fn new_memory_comes_as_huge_pages_where_they_are_wanted() {
+    const SCRIPT: &str = "
+import mmap
+def huge():
+    with open('/proc/self/smaps') as f: return sum(int(l.split()[1]) for l in f if l.startswith('AnonHugePages')) >> 10
+b = bytearray(200 << 20)
+for i in range(0, len(b), 4096): b[i:i + 8] = b'%08x' % i
+del b
+for advice in mmap.MADV_NOHUGEPAGE, mmap.MADV_HUGEPAGE:
+    before = huge()
+    m = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS); m.madvise(advice)
+    for i in range(0, len(m), 4096): m[i:i + 8] = b'%08x' % i
+    for i in range(0, len(m), 4096): assert m[i:i + 4096] == b'%08x' % i + bytes(4088), i
+    print(huge() - before)
+    m.close()
+";
+    let Some(python) = python() else { return };
+    let policy = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+    if !policy.contains("[madvise]") && !policy.contains("[always]") {
+        return skip("the system allows no huge pages");
+    }
+    let (text, report) = run(&python, "192M", &[], SCRIPT);
+    let mib: Vec<u64> = text.split_whitespace().map(|n| n.parse().unwrap()).collect();
+    let brought = report["folios"]["hugepages-2048kB"]["anon_fault_alloc"].as_u64().unwrap();
+    println!("huge pages: {mib:?} MiB, of which {brought} came by faults");
+    assert_eq!(mib[0], 0, "it did not want them");
+    assert!(mib[1] >= 40 && brought >= 20, "it wanted them");
+}
