@@ -57,6 +57,11 @@ pub(crate) struct Delivery {
 }
 
 impl Delivery {
+    /// The fault it is for.
+    pub(crate) fn request(&self) -> Request {
+        self.r
+    }
+
     pub(crate) fn of(r: Request, alone: bool) -> Self {
         Self {
             r,

@@ -115,7 +115,7 @@ impl Pager {
             return Ok(());
         }
         let huge = self.wants_huge(s, r.vpn) && self.huge_frames(s)?;
-        let (mut at, until) = match (huge, alone || s.remapping.is_under_way()) {
+        let (at, until) = match (huge, alone || s.remapping.is_under_way()) {
             (true, _) => (r.vpn, r.vpn + FOLIO_PAGES as u64),
             (_, true) => (r.vpn, r.vpn + 1),
             _ if !sequential && first.tag() == Tag::Staged => s.staged_around(r.vpn),
@@ -132,13 +132,27 @@ impl Pager {
         let mut d = Delivery::of(r, alone && !huge);
         d.passing =
             (sequential && !huge && window.pages >= BLOCK_PAGES).then(|| mix(self.counters().pgfault.load(Relaxed)));
+        self.all_at_once(end.saturating_sub(at) > BLOCK_PAGES as u64, || self.bring_pieces(s, at, end, &mut d))?;
+        if d.only_touched {
+            s.streams.brought(window.stream, r.vpn, r.vpn + 1, |_| false);
+        }
+        if r.write && matches!(first.tag(), Tag::Compressed) {
+            s.pt.hint(r.vpn, HINT_WRITTEN, 0);
+        }
+        self.count_delivery(s, &d);
+        Ok(())
+    }
+
+    /// Brings pages up to `end`, piece by piece: the one touched in any case, the others as far as they go.
+    fn bring_pieces(&self, s: &mut State, mut at: u64, end: u64, d: &mut Delivery) -> Result<(), EventPending> {
+        let r = d.request();
         while at < end {
             let left = (end - at) as usize;
             let got = match s.pt.get(at).tag() {
                 Tag::Staged => self.bring_staged(s, at, left).inspect(|n| d.taken_back |= *n > 0),
                 Tag::Busy if at == r.vpn => self.bring_busy(s, at).inspect(|n| d.taken_back |= *n > 0),
                 Tag::None if at != r.vpn && !self.brings_new(s) => Ok(0),
-                Tag::None | Tag::Zero | Tag::Compressed => self.bring_out(s, at, left, &mut d),
+                Tag::None | Tag::Zero | Tag::Compressed => self.bring_out(s, at, left, d),
                 // Another fault on the page was first, or the page vanished (MADV_FREE): zeros if missing.
                 Tag::Resident if at == r.vpn => self.bring_lost(s, at),
                 // What is there already ends neither a block nor a sequence.
@@ -161,13 +175,6 @@ impl Pager {
                 Err(EventPending) => break,
             }
         }
-        if d.only_touched {
-            s.streams.brought(window.stream, r.vpn, r.vpn + 1, |_| false);
-        }
-        if r.write && matches!(first.tag(), Tag::Compressed) {
-            s.pt.hint(r.vpn, HINT_WRITTEN, 0);
-        }
-        self.count_delivery(s, &d);
         Ok(())
     }
 

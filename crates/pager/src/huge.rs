@@ -43,9 +43,11 @@ use uzswap_sys::{maps, pagemap};
 /// Bytes of a huge page.
 const HUGE_BYTES: usize = FOLIO_PAGES * PAGE;
 
-/// Order of the largest folio from which on new memory comes as huge pages, of which 16 then are the limit: they leave in parts, so that
-/// the kernel splits them, which is paid for by what is dropped or stays.
-const LEAST_FOLIO: u8 = MAX_ORDER - 2;
+/// New memory comes as huge pages where so many of them are a member's share of the limit, or less: one is brought ahead of need.
+const OF_SHARE: usize = 16;
+/// New huge pages that one fault brings at most. (Before it asks anybody the kernel takes one and clears it, for nothing: 100 µs a fault.
+/// Where it is told not to it makes a page table first, and what is moved there is split.)
+const NEW_MOST: usize = 4;
 /// Faults after which a huge page is asked for again when the kernel did not have one.
 const ASK_EVERY: u64 = 256;
 
@@ -94,12 +96,17 @@ impl Blocks {
 }
 
 impl Pager {
+    /// Whether a part of the arena may be mapped anew. (A region's would no longer be kept from children, and so no longer be one mapping.)
+    fn may_remap(&self) -> bool {
+        !self.own_frames
+    }
+
     /// Makes an aligned hole of 2 MiB ready for the huge page at `vpn`, where there is one. False when the hole is lost: it
     /// is no target of a MOVE any more, and must stay allocated.
     pub(crate) fn ready_for_huge(&self, vpn: u64, slot: u32) -> bool {
         let at = vpn as usize * PAGE;
         let fd = self.files.pagemap.load(Relaxed);
-        if !pagemap::is_huge(fd, at) || self.blocks.of(slot).load(Relaxed) & TORN == 0 {
+        if !self.may_remap() || !pagemap::is_huge(fd, at) || self.blocks.of(slot).load(Relaxed) & TORN == 0 {
             return true;
         }
         let (hole, len) = (self.layout.slot(slot), FOLIO_PAGES * PAGE);
@@ -235,53 +242,97 @@ impl Pager {
             })
     }
 
-    /// Brings a huge page of zeros for a fault on new memory, and counts it; false where that is not to be had.
+    /// Brings huge pages of zeros for a fault on new memory, and counts them; false where that is not to be had.
     ///
     /// # Errors
     /// [`EventPending`], as [`Pager::serve`].
     pub(crate) fn bring_new_huge(&self, s: &mut State, r: Request, window: Window) -> Result<bool, EventPending> {
-        if !self.wants_new_huge(s, r.vpn, window) {
+        let goes_on = window.way == Way::Up && !window.known_only && window.pages == WINDOW_PAGES;
+        if !goes_on || self.counters().pgfault.load(Relaxed) < s.huge_due {
             return Ok(false);
         }
-        let Some(slot) = self.huge_of_zeros(s) else {
-            s.huge_due = self.counters().pgfault.load(Relaxed) + ASK_EVERY;
-            return Ok(false);
-        };
-        let (moved, pending) = match self.move_in(s, r.vpn, slot, FOLIO_PAGES) {
+        let mut d = Delivery::of(r, false);
+        let n =
+            self.all_at_once(true, || self.bring_new_huge_pages(s, r.vpn, self.new_huge_pages(s, r.vpn), &mut d))?;
+        if n > 0 {
+            s.streams.brought(window.stream, r.vpn, r.vpn + n as u64, |vpn| s.pt.get(vpn).tag() == Tag::Resident);
+            self.count_delivery(s, &d);
+        }
+        Ok(n > 0)
+    }
+
+    /// Brings up to so many new huge pages, as far as goes; how many small ones that are.
+    fn bring_new_huge_pages(
+        &self,
+        s: &mut State,
+        vpn: u64,
+        most: usize,
+        d: &mut Delivery,
+    ) -> Result<usize, EventPending> {
+        let mut n = 0;
+        while n < most * FOLIO_PAGES && self.wants_new_huge(s, vpn + n as u64) {
+            let Some(slot) = self.huge_of_zeros(s) else {
+                if n == 0 {
+                    s.huge_due = self.counters().pgfault.load(Relaxed) + ASK_EVERY;
+                }
+                break;
+            };
+            let (moved, pending) = self.move_in_huge(s, vpn + n as u64, slot);
+            self.brought_out::<FOLIO_PAGES>(s, vpn + n as u64, moved, d);
+            n += moved;
+            if pending && n == 0 {
+                return Err(EventPending);
+            }
+            if moved < FOLIO_PAGES {
+                break;
+            }
+        }
+        Ok(n)
+    }
+
+    /// How many huge pages a fault on new memory brings: one, and where the stream came through another just now several.
+    fn new_huge_pages(&self, s: &State, vpn: u64) -> usize {
+        let is_there = |pages: u64| vpn.checked_sub(pages).is_some_and(|at| s.pt.get(at).tag() == Tag::Resident);
+        let most = (self.share() / (OF_SHARE * HUGE_BYTES)).min(NEW_MOST);
+        if is_there(1) && is_there(FOLIO_PAGES as u64) { most } else { most.min(1) }
+    }
+
+    /// Moves a block of frames that was allocated in, as far as goes. How many pages came, and whether an event must be read first.
+    fn move_in_huge(&self, s: &mut State, vpn: u64, slot: u32) -> (usize, bool) {
+        let (moved, pending) = match self.move_in(s, vpn, slot, FOLIO_PAGES) {
             Ok(()) => (FOLIO_PAGES, false),
             Err((done, e)) => (done / PAGE, e == libc::EAGAIN),
         };
-        self.free_slots_of(s, r.vpn, slot, moved);
+        self.free_slots_of(s, vpn, slot, moved);
         s.zone.free_run(Kind::Frame, slot + moved as u32, FOLIO_PAGES - moved);
         match moved {
-            0 if pending => return Err(EventPending),
-            0 => return Ok(false),
+            0 => {}
             FOLIO_PAGES => self.blocks.of(slot).store(0, Relaxed),
             _ => self.blocks.of(slot).store(TORN, Relaxed),
         }
-        s.streams.brought(window.stream, r.vpn, r.vpn + moved as u64, |vpn| s.pt.get(vpn).tag() == Tag::Resident);
-        let mut d = Delivery::of(r, false);
-        self.brought_out::<FOLIO_PAGES>(s, r.vpn, moved, &mut d);
-        self.count_delivery(s, &d);
-        Ok(true)
+        (moved, pending)
     }
 
-    /// Whether a fault on new memory is to bring a huge page: see the file's head.
-    fn wants_new_huge(&self, s: &State, vpn: u64, window: Window) -> bool {
+    /// Whether new memory at a page may come as a huge page: see the file's head.
+    fn wants_new_huge(&self, s: &State, vpn: u64) -> bool {
         let (end, at) = (vpn + FOLIO_PAGES as u64, vpn as usize * PAGE);
-        let goes_on = window.way == Way::Up && !window.known_only && window.pages == WINDOW_PAGES;
-        goes_on
-            && vpn.is_multiple_of(FOLIO_PAGES as u64)
-            && s.folio_max >= LEAST_FOLIO
+        vpn.is_multiple_of(FOLIO_PAGES as u64)
             && !self.without_move
             && self.brings_new(s)
             && self.may_be_huge(s, at, at + HUGE_BYTES)
-            && self.counters().pgfault.load(Relaxed) >= s.huge_due
             && s.pt.next_used(vpn).is_none_or(|used| used >= end)
             && !s.remapping.is_under_way()
             && s.before_ceded(vpn, end) == end
-            // (A MOVE goes into one mapping.)
-            && maps::mapping_at(self.files.maps.load(Relaxed), at).is_some_and(|(_, to, _)| to >= at + HUGE_BYTES)
+            && self.is_one_mapping(s, at, at + HUGE_BYTES)
+    }
+
+    /// Whether a range is in one mapping, out of which a MOVE may not lead.
+    fn is_one_mapping(&self, s: &State, start: usize, end: usize) -> bool {
+        match self.files.maps.load(Relaxed) {
+            // A region's memory is one.
+            -1 => s.managed.covers(start, end),
+            maps => maps::mapping_at(maps, start).is_some_and(|(_, to, _)| to >= end),
+        }
     }
 
     /// A block of frames, allocated, that is a huge page of zeros: one that is there, or a new one of the kernel's where that keeps the
@@ -312,7 +363,7 @@ impl Pager {
         }
         // SAFETY: a hole holds nothing, nobody else touches it, and it is not registered.
         let huge = unsafe {
-            let flat = self.blocks.of(slot).load(Relaxed) & TORN == 0 || arena::remap(at, len);
+            let flat = self.blocks.of(slot).load(Relaxed) & TORN == 0 || self.may_remap() && arena::remap(at, len);
             let huge = flat && arena::touch_huge(at, len) && pagemap::is_huge(self.files.pagemap.load(Relaxed), at);
             if !huge {
                 arena::discard(at, len);

@@ -57,6 +57,7 @@ pub mod thp;
 pub mod ticker;
 pub mod trace;
 mod transfer;
+mod wakes;
 mod watch;
 mod window;
 mod without_move;

@@ -29,6 +29,7 @@ use crate::swap::clusters::{ClusterMap, Rows};
 use crate::swap::io::Tier;
 use crate::thp::Thp;
 use crate::trace::{Recorder, Rings};
+use crate::wakes::Wakes;
 use crate::watch::{Relief, Signs};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::codec::Algorithm;
@@ -119,6 +120,8 @@ pub struct Pager {
     pub writer: AtomicI32,
     /// What the ticker can see of the handler.
     pub signs: Signs,
+    /// Wake-ups that are kept back.
+    pub(crate) wakes: Wakes,
     /// The fault whose stall is being timed.
     pub stall: Stall,
     /// Whether a thread of this process may leave the idle policy: see [`uzswap_sys::thread::may_leave_idle_policy`].
@@ -242,6 +245,7 @@ impl Pager {
             reclaimer: AtomicI32::new(0),
             writer: AtomicI32::new(0),
             signs: Signs::default(),
+            wakes: Wakes::default(),
             stall: Stall::new(),
             may_leave_idle: AtomicBool::new(false),
             relief: Relief::default(),

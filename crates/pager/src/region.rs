@@ -284,7 +284,7 @@ impl Region {
         // SAFETY: just made, freed in drop only.
         let pager: &'static Pager = unsafe { &*self.pager };
         for (at, n) in [(layout.base, layout.end - layout.base), (self.base, self.mapped)] {
-            // SAFETY: advice on our own mappings. Small pages only, and nothing of it in a forked child.
+            // SAFETY: advice on our own mappings. No huge pages but those asked for (`huge`), and nothing of it in a forked child.
             unsafe {
                 let _ = sys!(libc::SYS_madvise, at, n, libc::MADV_NOHUGEPAGE);
                 let _ = sys!(libc::SYS_madvise, at, n, libc::MADV_DONTFORK);
@@ -301,6 +301,7 @@ impl Region {
             false => uffd.register(self.base, self.mapped),
         };
         registered.map_err(kernel("registering a region"))?;
+        pager.thp.look_for_region();
         pager.state.lock().managed.push((self.base, self.base + self.mapped));
         self.index = Some(REGISTRY.add(self.base, self.mapped, self.pager).ok_or(Error::TooMany)?);
         if options.page_map {

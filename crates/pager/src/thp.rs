@@ -34,6 +34,11 @@ impl Thp {
         self.set(thp::policy());
     }
 
+    /// The same for a region of the library's, which wants them wherever the system lets it.
+    pub(crate) fn look_for_region(&self) {
+        self.set(if thp::policy() == Policy::Never { Policy::Never } else { Policy::Always });
+    }
+
     pub(crate) fn set(&self, policy: Policy) {
         self.policy.store(policy as u8, Relaxed);
     }

@@ -103,10 +103,14 @@ impl Pager {
             return self.copy_in(vpn, slot, n);
         }
         self.blocks.moved(slot, n);
-        self.stall.mapping(vpn, n);
+        let quietly = self.wakes.are_held(vpn, n);
+        if !quietly {
+            self.stall.mapping(vpn, n);
+        }
+        let call: Call = if quietly { Uffd::move_quietly } else { Uffd::move_pages };
         let (dst, src) = (vpn as usize * PAGE, self.layout.slot(slot));
         // SAFETY: as the caller says.
-        let mut result = unsafe { self.ask_move(Site::MoveIn, Uffd::move_pages, dst, src, n) };
+        let mut result = unsafe { self.ask_move(Site::MoveIn, call, dst, src, n) };
         if let Err((0, libc::EBUSY)) = result {
             // Shared with a forked child: writing makes the frames ours alone.
             for i in 0..n {
@@ -117,7 +121,7 @@ impl Pager {
                 }
             }
             // SAFETY: as above.
-            result = unsafe { self.ask_move(Site::MoveIn, Uffd::move_pages, dst, src, n) };
+            result = unsafe { self.ask_move(Site::MoveIn, call, dst, src, n) };
         }
         result.or_else(|told| {
             let moved = self.leading(slot, n, false);
@@ -141,12 +145,16 @@ impl Pager {
         }
         let copy = |at: usize, pages: usize, protect: bool| {
             let (dst, src) = (vpn as usize * PAGE + at * PAGE, src + at * PAGE);
-            self.stall.mapping(vpn + at as u64, pages);
+            let quietly = !protect && self.wakes.are_held(vpn + at as u64, pages);
+            if !quietly {
+                self.stall.mapping(vpn + at as u64, pages);
+            }
             // SAFETY: as the caller says.
             unsafe {
-                match protect {
-                    true => self.uffd().copy_protected(dst, src, pages * PAGE),
-                    false => self.uffd().copy(dst, src, pages * PAGE),
+                match (protect, quietly) {
+                    (true, _) => self.uffd().copy_protected(dst, src, pages * PAGE),
+                    (_, true) => self.uffd().copy_quietly(dst, src, pages * PAGE),
+                    _ => self.uffd().copy(dst, src, pages * PAGE),
                 }
             }
         };

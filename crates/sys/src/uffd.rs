@@ -32,6 +32,8 @@ const UNREGISTER: u64 = iowr(2, 1, 16);
 const WAKE: u64 = iowr(2, 2, 16);
 const COPY: u64 = iowr(3, 3, 40);
 const ZEROPAGE: u64 = iowr(3, 4, 32);
+/// Of COPY and MOVE: nobody is woken.
+const DONT_WAKE: u64 = 1;
 const MOVE: u64 = iowr(3, 5, 40);
 const POISON: u64 = iowr(3, 8, 32);
 
@@ -204,6 +206,17 @@ impl Uffd {
         self.fill(COPY, &mut [dst as u64, src as u64, len as u64, 0, 0], len)
     }
 
+    /// The same, which wakes nobody: see [`Uffd::wake`].
+    ///
+    /// # Errors
+    /// As [`Uffd::copy`].
+    ///
+    /// # Safety
+    /// `src` must be readable for `len` bytes.
+    pub unsafe fn copy_quietly(&self, dst: usize, src: usize, len: usize) -> Result<(), Partial> {
+        self.fill(COPY, &mut [dst as u64, src as u64, len as u64, DONT_WAKE, 0], len)
+    }
+
     /// The same, write-protected from the first moment on. The range must be registered for that.
     ///
     /// # Errors
@@ -249,6 +262,17 @@ impl Uffd {
     /// No reference into `src` may be alive.
     pub unsafe fn move_pages(&self, dst: usize, src: usize, len: usize) -> Result<(), Partial> {
         self.fill(MOVE, &mut [dst as u64, src as u64, len as u64, 0, 0], len)
+    }
+
+    /// The same, which wakes nobody: see [`Uffd::wake`].
+    ///
+    /// # Errors
+    /// As [`Uffd::move_pages`].
+    ///
+    /// # Safety
+    /// No reference into `src` may be alive.
+    pub unsafe fn move_quietly(&self, dst: usize, src: usize, len: usize) -> Result<(), Partial> {
+        self.fill(MOVE, &mut [dst as u64, src as u64, len as u64, DONT_WAKE, 0], len)
     }
 
     /// The same where `src` may have missing pages: they stay missing in `dst`.
