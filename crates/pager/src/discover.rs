@@ -121,6 +121,21 @@ impl Pager {
         Some(whole)
     }
 
+    /// The same by the handler, which waits for no call to end; false where it has not been done.
+    pub(crate) fn scan_noted_now(&self) -> bool {
+        let Some(mut s) = self.lock_between_calls_now() else { return false };
+        let noted = self.growth.noted.take();
+        let done = noted.and_then(|noted| self.scan_ranges(&mut s, noted).ok()).is_some();
+        if !done {
+            self.growth.noted.lose();
+        }
+        // (What was unmapped since shows only when it is asked for: without that there would be no room for what is mapped now.)
+        s.rss = self.rss_now(&s);
+        self.publish(&s);
+        self.calls.go_on();
+        done
+    }
+
     /// Registers the mappings in these ranges that are not managed yet, and lists their pages.
     ///
     /// # Errors

@@ -132,7 +132,10 @@ impl Pager {
         let mut d = Delivery::of(r, alone && !huge);
         d.passing =
             (sequential && !huge && window.pages >= BLOCK_PAGES).then(|| mix(self.counters().pgfault.load(Relaxed)));
-        self.all_at_once(end.saturating_sub(at) > BLOCK_PAGES as u64, || self.bring_pieces(s, at, end, &mut d))?;
+        // (A block, or a page, mostly comes in one piece.)
+        let n = end.saturating_sub(at);
+        let in_pieces = n > BLOCK_PAGES as u64 || !n.is_power_of_two();
+        self.all_at_once(in_pieces, || self.bring_pieces(s, at, end, &mut d))?;
         if d.only_touched {
             s.streams.brought(window.stream, r.vpn, r.vpn + 1, |_| false);
         }

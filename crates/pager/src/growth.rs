@@ -6,10 +6,14 @@
 //! - the largest mapping is *planned*: memory is managed at once when it would not fit (`limits::headroom`), and other members are told;
 //! - who maps more than half of the room since the last look has the ticker look, and waits for it.
 //!
-//! From then on they say where, too, so that the ticker need not go through all mappings to find the new ones (`discover`).
+//! From then on they say where, too, so that nobody need go through all mappings to find the new ones (`discover`). The handler looks
+//! there then: it runs on the program's CPU, where it is not in the program's way, and has what it takes. (The ticker, elsewhere, is
+//! woken by an interrupt of the other CPU and wakes the program by another, which the kernel then moves between them: mapping 2 MiB,
+//! touching 64 KiB and unmapping took a millisecond.) The ticker looks where the handler gets no CPU, or cannot keep calls from running.
 //!
 //! Owner: atomics, each by itself; an old value costs a look.
 
+use crate::member::SIGNAL;
 use crate::pager::Pager;
 use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_sys::noted::Noted;
@@ -18,6 +22,8 @@ use uzswap_sys::{lock, thread};
 /// CPU time (nanoseconds) in which a program that means to fill what it mapped does fill some of it: tens of MiB.
 const PLAN_NS: u64 = 8_000_000;
 
+/// How long the handler is waited for before the ticker is asked (nanoseconds).
+const HANDLER_LOOKS_NS: u64 = 1_000_000;
 /// Mappings noted between two looks: a look is asked for at each MiB, which may be of mappings of 16 KiB.
 const NOTED: usize = 64;
 
@@ -86,9 +92,12 @@ impl Pager {
         me.planned.store(if self.engaged.load(Relaxed) { 0 } else { left }, Relaxed);
     }
 
-    /// Has the ticker look at what was mapped; with `wait`, returns when it has (or is too late: 200 ms).
+    /// Has somebody look at what was mapped; with `wait`, returns when that is done (or it is too late: 200 ms).
     pub fn ask_look(&self, wait: bool) {
         let ticket = self.growth.looks_wanted.fetch_add(1, AcqRel) + 1;
+        if wait && self.handler_looks(ticket) {
+            return;
+        }
         self.poke_ticker();
         for _ in 0..4 {
             let done = self.growth.looks_done.load(Acquire);
@@ -97,6 +106,46 @@ impl Pager {
             }
             lock::futex_wait(&self.growth.looks_done, done, Some(50_000_000), false);
         }
+    }
+
+    /// Has the handler look, and waits a moment for it; whether it has.
+    fn handler_looks(&self, ticket: u32) -> bool {
+        if !self.engaged.load(Acquire) || self.files.signals.load(Relaxed) < 0 {
+            return false;
+        }
+        let done = self.growth.looks_done.load(Acquire);
+        thread::kill_thread(thread::getpid(), self.handler.load(Acquire), SIGNAL);
+        lock::futex_wait(&self.growth.looks_done, done, Some(HANDLER_LOOKS_NS), false);
+        self.growth.is_looked(ticket)
+    }
+
+    /// For the handler: looks at what was mapped, if anybody asks for it.
+    pub(crate) fn look_if_asked(&self) {
+        let growth = &self.growth;
+        if growth.is_looked(growth.looks_wanted.load(Relaxed)) {
+            return;
+        }
+        thread::take_signal(SIGNAL);
+        let ticket = growth.looks_wanted.load(Acquire);
+        match self.scan_noted_now() {
+            true => growth.looked(ticket),
+            false => self.poke_ticker(),
+        }
+    }
+}
+
+impl Growth {
+    /// A look has followed the request `ticket`, and those before it: who waits for it goes on.
+    pub(crate) fn looked(&self, ticket: u32) {
+        // (The handler and the ticker may both have looked; the later request counts.)
+        let newer = |done: u32| (ticket.wrapping_sub(done) as i32 > 0).then_some(ticket);
+        if self.looks_done.fetch_update(AcqRel, Relaxed, newer).is_ok() {
+            lock::futex_wake(&self.looks_done, u32::MAX >> 1, false);
+        }
+    }
+
+    fn is_looked(&self, ticket: u32) -> bool {
+        self.looks_done.load(Acquire).wrapping_sub(ticket) as i32 >= 0
     }
 }
 

@@ -74,6 +74,7 @@ impl Handler {
 
     /// Reads a message, if there is one, and serves what can be; sleeps if there is nothing to do.
     pub(crate) fn turn(&mut self, p: &Pager) {
+        p.look_if_asked();
         let mut s = p.state.lock();
         self.take_asked(&mut s);
         let message = if p.inject(Site::Event).is_some() { Err(libc::EIO) } else { p.uffd().read() };
@@ -244,7 +245,7 @@ impl Handler {
         let until = self.wake_at.into_iter().chain(self.reads.look_at()).min();
         let ms = until.map_or(-1, |at| at.saturating_sub(thread::now_ns()).div_ceil(1_000_000) as i32);
         p.signs.asleep.store(true, SeqCst);
-        p.uffd().wait_or(self.reads.fd(), ms);
+        p.uffd().wait_or([self.reads.fd(), p.files.signals.load(Relaxed)], ms);
         p.signs.asleep.store(false, SeqCst);
         self.reads.slept();
         if !p.signs.watched.swap(true, SeqCst) {

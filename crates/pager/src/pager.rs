@@ -66,6 +66,8 @@ pub struct Files {
     pub statm: AtomicI32,
     /// /proc/self/smaps_rollup.
     pub rollup: AtomicI32,
+    /// A signalfd: readable for a helper whom the program has sent [`SIGNAL`](crate::member::SIGNAL).
+    pub signals: AtomicI32,
 }
 
 /// The pager of a process.
@@ -235,7 +237,7 @@ impl Pager {
             zswap_full: AtomicBool::new(false),
             refused_until: AtomicU64::new(0),
             uffd: none(),
-            files: Files { pagemap: none(), maps: none(), statm: none(), rollup: none() },
+            files: Files { pagemap: none(), maps: none(), statm: none(), rollup: none(), signals: none() },
             kin: AtomicU64::new(0),
             shared: AtomicUsize::new(0),
             shared_due: AtomicU64::new(0),

@@ -85,6 +85,7 @@ impl Pager {
         // SAFETY: a signal set of 8 bytes, ours. (In the ticker's own table.)
         let signals = unsafe { sys!(libc::SYS_signalfd4, -1isize, &raw const set, 8, libc::SFD_CLOEXEC) };
         let signals = signals.map_or(-1, |fd| fd as i32);
+        self.files.signals.store(signals, Release);
         thread::wake_soon();
         let mut scans = Scans::default();
         let mut watch = Watch::default();
@@ -102,8 +103,7 @@ impl Pager {
                 watch.look_after_handler(self);
                 continue;
             };
-            self.growth.looks_done.store(ticket, Release);
-            lock::futex_wake(&self.growth.looks_done, u32::MAX >> 1, false);
+            self.growth.looked(ticket);
             if self.signs.watched.load(Relaxed) {
                 nap = nap.min(LOOK_NS);
             }
@@ -126,7 +126,7 @@ impl Pager {
         if signals < 0 || self.uffd.load(Relaxed) < 0 {
             return wait_signal(None);
         }
-        self.uffd().wait_or(signals, -1);
+        self.uffd().wait_or([signals, -1], -1);
         if self.uffd().wait(0) {
             self.signs.watched.store(true, SeqCst);
         }

@@ -103,7 +103,7 @@ impl Pager {
             return self.copy_in(vpn, slot, n);
         }
         self.blocks.moved(slot, n);
-        let quietly = self.wakes.are_held(vpn, n);
+        let quietly = self.wakes.are_held();
         if !quietly {
             self.stall.mapping(vpn, n);
         }
@@ -123,13 +123,17 @@ impl Pager {
             // SAFETY: as above.
             result = unsafe { self.ask_move(Site::MoveIn, call, dst, src, n) };
         }
-        result.or_else(|told| {
+        let result = result.or_else(|told| {
             let moved = self.leading(slot, n, false);
             if moved * PAGE > told.0 {
                 self.uffd().wake(dst, moved * PAGE);
             }
             self.corrected(told, moved, n)
-        })
+        });
+        if quietly {
+            self.wakes.note(vpn, result.map_or_else(|(done, _)| done / PAGE, |()| n));
+        }
+        result
     }
 
     /// Copies to missing pages of the program.
@@ -145,16 +149,18 @@ impl Pager {
         }
         let copy = |at: usize, pages: usize, protect: bool| {
             let (dst, src) = (vpn as usize * PAGE + at * PAGE, src + at * PAGE);
-            let quietly = !protect && self.wakes.are_held(vpn + at as u64, pages);
-            if !quietly {
-                self.stall.mapping(vpn + at as u64, pages);
+            if !protect && self.wakes.are_held() {
+                // SAFETY: as the caller says.
+                let copied = unsafe { self.uffd().copy_quietly(dst, src, pages * PAGE) };
+                self.wakes.note(vpn + at as u64, copied.map_or_else(|(done, _)| done / PAGE, |()| pages));
+                return copied;
             }
+            self.stall.mapping(vpn + at as u64, pages);
             // SAFETY: as the caller says.
             unsafe {
-                match (protect, quietly) {
-                    (true, _) => self.uffd().copy_protected(dst, src, pages * PAGE),
-                    (_, true) => self.uffd().copy_quietly(dst, src, pages * PAGE),
-                    _ => self.uffd().copy(dst, src, pages * PAGE),
+                match protect {
+                    true => self.uffd().copy_protected(dst, src, pages * PAGE),
+                    false => self.uffd().copy(dst, src, pages * PAGE),
                 }
             }
         };

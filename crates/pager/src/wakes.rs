@@ -15,22 +15,28 @@ use core::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 #[derive(Debug, Default)]
 pub struct Wakes {
     held: AtomicBool,
-    /// The first page that was mapped, or tried, and the one behind the last; equal while there is none.
+    /// The first page that was mapped, and the one behind the last; equal while there is none.
     from: AtomicU64,
     to: AtomicU64,
 }
 
 impl Wakes {
-    /// Whether pages that are about to be mapped are to wake nobody yet, which then is noted.
-    pub(crate) fn are_held(&self, vpn: u64, n: usize) -> bool {
-        let held = self.held.load(Relaxed);
-        if held {
-            let (from, to, end) = (self.from.load(Relaxed), self.to.load(Relaxed), vpn + n as u64);
+    /// Whether pages that are about to be mapped are to wake nobody yet.
+    pub(crate) fn are_held(&self) -> bool {
+        self.held.load(Relaxed)
+    }
+
+    /// So many pages were mapped quietly.
+    ///
+    /// The story: those that were tried were woken as well. While an event was unread nothing came, and with each try its thread was
+    /// woken, faulted again, and was tried twice: Node.js had 167,000 faults for 17,000.
+    pub(crate) fn note(&self, vpn: u64, n: usize) {
+        let (from, to, end) = (self.from.load(Relaxed), self.to.load(Relaxed), vpn + n as u64);
+        if n > 0 {
             let none = from == to;
             self.from.store(if none { vpn } else { from.min(vpn) }, Relaxed);
             self.to.store(if none { end } else { to.max(end) }, Relaxed);
         }
-        held
     }
 }
 
@@ -79,8 +85,16 @@ mod tests {
         });
         waits.join().expect("it is woken");
         assert_eq!(BYTE.load(SeqCst), 7);
+        // What could not be mapped wakes nobody.
+        p.group.faults.set("copy=1/1", 1).unwrap();
+        p.all_at_once(true, || {
+            // SAFETY: as above.
+            unsafe { p.copy(&s, vpn + 4, bytes.as_ptr() as usize, PAGE) }.expect_err("it is to fail");
+            assert_eq!((p.wakes.from.load(SeqCst), p.wakes.to.load(SeqCst)), (0, 0));
+        });
+        p.group.faults.set("copy=0/1", 1).unwrap();
         // Nothing is held any more, and nothing is left to be woken.
-        assert!(!p.wakes.are_held(vpn, 1));
+        assert!(!p.wakes.are_held());
         // SAFETY: as above.
         p.all_at_once(false, || unsafe { p.copy(&s, vpn + 4, bytes.as_ptr() as usize, PAGE) }).expect("a missing page");
         assert_eq!((p.wakes.from.load(SeqCst), p.wakes.to.load(SeqCst)), (0, 0));

@@ -74,13 +74,19 @@ impl Pager {
     /// faults again and again takes the lock as often. Each fault found the calls stopped for somebody who waited for it, took
     /// nothing out, and the limit was exceeded for as long as that went on: a region of 16 MiB came to 43.)
     pub(crate) fn lock_between_calls(&self) -> Option<Guard<'_, State>> {
-        if !self.calls.try_stop() {
-            return None;
-        }
+        self.calls.try_stop().then(|| self.lock_calls_stopped())
+    }
+
+    /// The same, if no call is under way.
+    pub(crate) fn lock_between_calls_now(&self) -> Option<Guard<'_, State>> {
+        self.calls.try_stop_now().then(|| self.lock_calls_stopped())
+    }
+
+    fn lock_calls_stopped(&self) -> Guard<'_, State> {
         self.calls_lent.store(true, Release);
         let s = self.state.lock();
         self.calls_lent.store(false, Relaxed);
-        Some(s)
+        s
     }
 
     /// Moves resident pages out of the program; returns how many. The others are on a list again.

@@ -45,6 +45,11 @@ impl<const SLOTS: usize> Noted<SLOTS> {
         }
     }
 
+    /// What was taken could not be looked at: the next who takes is told that some are missing.
+    pub fn lose(&self) {
+        self.next.fetch_add(SLOTS + 1, AcqRel);
+    }
+
     /// Takes the ranges noted since, as `(start, end)` of bytes, in any order; None when some are missing. To be called by one thread at
     /// a time.
     pub fn take(&self) -> Option<Vec<(usize, usize)>> {
@@ -80,6 +85,9 @@ mod tests {
         let noted = Noted::<3>::default();
         (1..=4).for_each(|i| noted.note(i << PAGE_SHIFT, 1));
         assert_eq!(noted.take(), None, "more than there are slots");
+        assert_eq!(noted.take(), Some(vec![]));
+        noted.lose();
+        assert_eq!(noted.take(), None);
         assert_eq!(noted.take(), Some(vec![]));
         for (start, len) in [(0x1000, 1 << 40), (1 << 48, 0x1000), (usize::MAX - 1, 0x1000), (0x1000, 0)] {
             noted.note(start, len);

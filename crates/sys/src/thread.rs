@@ -103,6 +103,13 @@ pub fn kill(pid: i32, signal: i32) {
     let _ = unsafe { sys!(libc::SYS_kill, pid, signal) };
 }
 
+/// Takes a signal that is pending for the calling thread, where it is blocked; nothing happens without one.
+pub fn take_signal(signal: i32) {
+    let (set, now) = (1u64 << (signal - 1), libc::timespec { tv_sec: 0, tv_nsec: 0 });
+    // SAFETY: a signal set of 8 bytes and a timespec, ours.
+    let _ = unsafe { sys!(libc::SYS_rt_sigtimedwait, &raw const set, 0, &raw const now, 8) };
+}
+
 /// Sends a signal to thread `tid` of process `pid`, as [`kill`].
 pub fn kill_thread(pid: i32, tid: i32, signal: i32) {
     // SAFETY: a signal touches no memory of ours.

