@@ -41,6 +41,8 @@ pub struct Growth {
     pub looks_wanted: AtomicU32,
     /// The last request that a whole look has followed (a futex word): what was mapped before it is found.
     pub looks_done: AtomicU32,
+    /// The last request that the handler left to the ticker.
+    left_to_ticker: AtomicU32,
     /// What the program mapped since it was last taken. (Before memory is managed, too: what is mapped while all there is is being
     /// registered may be missed by that.)
     pub noted: Noted<NOTED>,
@@ -56,6 +58,7 @@ impl Growth {
             plans_halved: AtomicU64::new(0),
             looks_wanted: AtomicU32::new(0),
             looks_done: AtomicU32::new(0),
+            left_to_ticker: AtomicU32::new(0),
             noted: Noted::default(),
         }
     }
@@ -122,15 +125,15 @@ impl Pager {
     /// For the handler: looks at what was mapped, if anybody asks for it.
     pub(crate) fn look_if_asked(&self) {
         let growth = &self.growth;
-        if growth.is_looked(growth.looks_wanted.load(Relaxed)) {
+        let ticket = growth.looks_wanted.load(Acquire);
+        if growth.is_looked(ticket) || growth.left_to_ticker.load(Relaxed) == ticket {
             return;
         }
-        thread::take_signal(SIGNAL);
-        let ticket = growth.looks_wanted.load(Acquire);
-        match self.scan_noted_now() {
-            true => growth.looked(ticket),
-            false => self.poke_ticker(),
+        if self.scan_noted_now() {
+            return growth.looked(ticket);
         }
+        growth.left_to_ticker.store(ticket, Relaxed);
+        self.poke_ticker();
     }
 }
 
@@ -166,6 +169,42 @@ mod tests {
         // A look begins.
         p.growth.mapped.store(0, Relaxed);
         assert!(!p.outruns_looks(1 << 20));
+    }
+
+    /// Who asks is answered by the handler, or by the ticker where a mapping call is under way; each request is once left to it.
+    #[test]
+    fn the_handler_looks_unless_a_call_is_under_way() {
+        let p = testing::pager(64 << 20);
+        let growth = &p.growth;
+        p.look_if_asked();
+        assert_eq!(growth.looks_done.load(Acquire), 0, "nobody asks");
+        let done = |ticket: u32| {
+            growth.looks_wanted.store(ticket, Release);
+            p.look_if_asked();
+            (growth.looks_done.load(Acquire), growth.left_to_ticker.load(Acquire))
+        };
+        let held = p.calls.begin(false);
+        growth.noted.note(1 << 20, 4096);
+        assert_eq!(done(1), (0, 1), "a call is under way");
+        p.calls.end(held);
+        p.look_if_asked();
+        assert_eq!(growth.looks_done.load(Acquire), 0, "the ticker does");
+        assert_eq!(growth.noted.take(), Some(vec![(1 << 20, (1 << 20) + 4096)]), "which finds what was noted");
+        let mut name = [0; uzswap_sys::maps::NAME_BYTES];
+        let known = uzswap_sys::maps::mapping_from(p.files.maps.load(Relaxed), 0, &mut name).is_ok();
+        if !known {
+            return testing::skip("this kernel cannot be asked about single mappings (before 6.11)");
+        }
+        growth.noted.note(1 << 20, 4096);
+        assert_eq!(done(2), (2, 1));
+        // What could not all be noted is looked for everywhere, by the ticker.
+        growth.noted.lose();
+        assert_eq!(done(3), (2, 3));
+        assert_eq!(growth.noted.take(), None, "which is told");
+        // An older request that another ends late takes nothing back.
+        growth.looked(3);
+        growth.looked(2);
+        assert_eq!(growth.looks_done.load(Acquire), 3);
     }
 
     /// What was mapped is expected to be filled while the process has had no time to; then less and less of it.

@@ -16,6 +16,7 @@
 use crate::arena::PAGE;
 use crate::fault::Request;
 use crate::inject::Site;
+use crate::member::SIGNAL;
 use crate::pager::Pager;
 use crate::placement::Helpers;
 use crate::state::State;
@@ -245,8 +246,12 @@ impl Handler {
         let until = self.wake_at.into_iter().chain(self.reads.look_at()).min();
         let ms = until.map_or(-1, |at| at.saturating_sub(thread::now_ns()).div_ceil(1_000_000) as i32);
         p.signs.asleep.store(true, SeqCst);
-        p.uffd().wait_or([self.reads.fd(), p.files.signals.load(Relaxed)], ms);
+        let [_, asked] = p.uffd().wait_or([self.reads.fd(), p.files.signals.load(Relaxed)], ms);
         p.signs.asleep.store(false, SeqCst);
+        // (Whoever looks: a signal that nobody takes would keep this thread awake.)
+        if asked {
+            thread::take_signal(SIGNAL);
+        }
         self.reads.slept();
         if !p.signs.watched.swap(true, SeqCst) {
             p.poke_ticker();

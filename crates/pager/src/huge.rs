@@ -271,12 +271,7 @@ impl Pager {
     ) -> Result<usize, EventPending> {
         let mut n = 0;
         while n < most * FOLIO_PAGES && self.wants_new_huge(s, vpn + n as u64) {
-            let Some(slot) = self.huge_of_zeros(s) else {
-                if n == 0 {
-                    s.huge_due = self.counters().pgfault.load(Relaxed) + ASK_EVERY;
-                }
-                break;
-            };
+            let Some(slot) = self.huge_of_zeros(s) else { break };
             let (moved, pending) = self.move_in_huge(s, vpn + n as u64, slot);
             self.brought_out::<FOLIO_PAGES>(s, vpn + n as u64, moved, d);
             n += moved;
@@ -350,7 +345,11 @@ impl Pager {
         if self.excess(s) + (HUGE_BYTES + self.margin() / 2) as isize > 0 {
             return None;
         }
-        self.take_huge(s)
+        let slot = self.take_huge(s);
+        if slot.is_none() {
+            s.huge_due = self.counters().pgfault.load(Relaxed) + ASK_EVERY;
+        }
+        slot
     }
 
     /// Takes a huge page from the kernel: a block of the arena, allocated, that is all zeros.

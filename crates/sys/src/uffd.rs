@@ -314,12 +314,13 @@ impl Uffd {
         poll(self.fd, timeout_ms)
     }
 
-    /// The same, also until one of `others` is readable (-1: none).
-    pub fn wait_or(&self, others: [i32; 2], timeout_ms: i32) {
+    /// The same, also until one of `others` is readable (-1: none). Tells which of them are.
+    pub fn wait_or(&self, others: [i32; 2], timeout_ms: i32) -> [bool; 2] {
         let of = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
         let mut p = [of(self.fd), of(others[0]), of(others[1])];
         // SAFETY: so many pollfds of ours.
         let _ = unsafe { sys!(libc::SYS_poll, p.as_mut_ptr(), p.len(), timeout_ms) };
+        [p[1], p[2]].map(|p| p.revents & libc::POLLIN != 0)
     }
 }
 
