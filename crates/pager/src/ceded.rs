@@ -330,6 +330,21 @@ mod tests {
 
     const PAGES: u64 = 200;
 
+    /// See `scan_noted_now`: nobody registers again what the ticker is about to give up.
+    #[test]
+    fn the_handler_does_not_look_while_the_ticker_cedes() {
+        let p = testing::pager(16 << 20);
+        p.growth.looks_wanted.store(1, Relaxed);
+        p.growth.noted.note(1 << 20, PAGE);
+        p.ceding.state.store(ASKED, SeqCst);
+        p.look_if_asked();
+        assert_eq!(p.growth.looks_done.load(Relaxed), 0);
+        assert!(p.growth.noted.take().is_some_and(|noted| noted.len() == 1), "it is the ticker's to look at");
+        p.ceding.state.store(NOTHING, SeqCst);
+        assert!(p.calls.try_stop_now(), "calls go on");
+        p.calls.go_on();
+    }
+
     /// Memory of a program that is managed, all of it out but each fifth page; its first address.
     fn memory_out(p: &Pager) -> usize {
         let at = testing::memory(p, PAGES as usize);

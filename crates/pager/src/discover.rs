@@ -122,8 +122,15 @@ impl Pager {
     }
 
     /// The same by the handler, which waits for no call to end; false where it has not been done.
+    ///
+    /// The story: while the ticker ceded a range to the program, piece by piece, the handler registered again what had been ceded, and the
+    /// program was refused. What the ticker gives up is not to be looked at by others meanwhile.
     pub(crate) fn scan_noted_now(&self) -> bool {
         let Some(mut s) = self.lock_between_calls_now() else { return false };
+        if self.ceding.is_asked() || self.lets_go() {
+            self.calls.go_on();
+            return false;
+        }
         let noted = self.growth.noted.take();
         let done = noted.and_then(|noted| self.scan_ranges(&mut s, noted).ok()).is_some();
         if !done {

@@ -37,7 +37,7 @@ fn data_that_does_not_compress() {
 /// A forked child has its parent's pages on disk: neither may free what the other still reads.
 #[test]
 fn children_read_what_their_parent_put_on_disk() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(python) = need("python3") else { return };
     check(&Subject::new("forks over disk", &[&python, &fixture("forkdisk.py"), &"48"]), 32 * MIB, false);
 }
@@ -68,7 +68,7 @@ fn arrays_of_five_times_the_limit() {
 #[test]
 fn an_encrypted_swap_file_says_nothing() {
     const ENCRYPTED: [&str; 3] = [SWAP[0], SWAP[1], "--encrypt-swap"];
-    let _alone = alone();
+    let _beside = beside();
     let Some(python) = need("python3") else { return };
     let secret = Subject::new("a secret on disk", &[&python, &fixture("secret.py"), &"64"]);
     for (options, readable) in [(&SWAP[..], "readable"), (&ENCRYPTED[..], "unreadable")] {
@@ -92,7 +92,7 @@ fn an_encrypted_swap_file_says_nothing() {
 #[test]
 fn a_disk_that_fails_loses_nothing_in_silence() {
     const TOLD: &str = "uzswap: a page could not be read back from the swap file";
-    let _alone = alone();
+    let _beside = beside();
     let Some(disk) = compile_c("disk") else { return };
     let subject = Subject::new("failing disk", &[&disk, &"48", &"10"]).with(&SWAP);
     // (A disk without room is left alone for a second each time: more often than this the run would be all rest.)
@@ -154,7 +154,7 @@ fn without_direct_io() {
 #[test]
 fn with_io_uring_and_where_it_is_refused() {
     const FAULTS: &str = "seed=12,swap_write=1/4";
-    let _alone = alone();
+    let _beside = beside();
     let (Some(disk), Some(nouring)) = (compile_c("disk"), compile_c("nouring")) else { return };
     let with = Subject::new("io_uring", &[&disk, &"64", &"1"]).with(&SWAP);
     let refused = Subject::new("no io_uring", &[&nouring, &disk, &"64", &"1"]).with(&SWAP);
@@ -184,7 +184,7 @@ fn with_io_uring_and_where_it_is_refused() {
 /// fail: by io_uring, and by threads where that is refused. Reads are held back by a hook until something else has happened.
 #[test]
 fn what_happens_to_pages_while_they_are_read() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(reads) = compile_c("reads") else { return };
     let subject = Subject::new("reads under way", &[&reads, &"4", &"40", &"1200"]).with(&SWAP);
     // (io_uring may be refused here in any case.)

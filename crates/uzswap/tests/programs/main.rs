@@ -156,7 +156,7 @@ fn exit_status_and_signal_are_the_programs_own() {
 
 #[test]
 fn threads_and_every_memory_call() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(mix) = compile_c("mix") else { return };
     for seed in ["1", "2"] {
         Subject::new("memory calls", &[&mix, &seed]).check();
@@ -167,7 +167,7 @@ fn threads_and_every_memory_call() {
 /// was left and be told first. Nine runs of ten read zeros or another piece's pages until the calls were ordered.
 #[test]
 fn what_moves_to_where_another_was() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(remaps) = compile_c("remaps") else { return };
     for seed in ["1", "2"] {
         Subject::new("remaps", &[&remaps, &seed]).check();
@@ -177,7 +177,7 @@ fn what_moves_to_where_another_was() {
 /// The seeds are in the messages: `model SEED` does the same again.
 #[test]
 fn every_call_agrees_with_a_flat_model() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(model) = compile_c("model") else { return };
     let new = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |t| t.as_secs());
     for seed in [1, new] {
@@ -190,7 +190,7 @@ fn every_call_agrees_with_a_flat_model() {
 /// child its memory.
 #[test]
 fn forks_made_without_fork() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(ways) = compile_c("rawfork") else { return };
     Subject::new("raw forks", &[&ways]).check();
 }
@@ -199,7 +199,7 @@ fn forks_made_without_fork() {
 /// was out.
 #[test]
 fn what_is_wiped_on_fork() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(wipes) = compile_c("wipes") else { return };
     Subject::new("wiped on fork", &[&wipes]).check();
 }
@@ -243,7 +243,7 @@ fn memory_mapped_filled() {
 /// woken to take it, and who could have served its fault waited for that lock.
 #[test]
 fn threads_on_their_own_stacks() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(stacks) = compile_c("ownstack") else { return };
     Subject::new("own stacks", &[&stacks]).check();
 }
@@ -252,7 +252,7 @@ fn threads_on_their_own_stacks() {
 /// to its place was managed all the same, and zeros in forked children; small mappings there were not managed at all.
 #[test]
 fn memory_where_stacks_were() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(gone) = compile_c("stacksgone") else { return };
     Subject::new("stacks gone", &[&gone]).check();
 }
@@ -261,14 +261,14 @@ fn memory_where_stacks_were() {
 /// where that was out, who waited for it waited for ever.
 #[test]
 fn threads_made_by_clone_are_seen_to_end() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(threads) = compile_c("ownthread") else { return };
     Subject::new("own threads", &[&threads]).check();
 }
 
 #[test]
 fn fork_storm() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(storm) = compile_c("forkstorm") else {
         return;
     };
@@ -298,7 +298,7 @@ fn free_frames_do_not_pile_up() {
 /// The story: who executed a pipe waited for somebody to write to it, where the kernel refuses.
 #[test]
 fn calls_with_strange_arguments() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(edges) = compile_c("edges") else { return };
     let pipe = scratch("edges-pipe").join("pipe");
     let run = same_under(&Subject::new("edges", &[&edges, &pipe]), 32 * MIB, "32 MiB");
@@ -309,7 +309,7 @@ fn calls_with_strange_arguments() {
 /// limit was given up, and it was taken for dead by all others.
 #[test]
 fn first_threads_that_end() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(ends) = compile_c("firstends") else { return };
     let run = same_under(&Subject::new("first thread ends", &[&ends, &"64", &"4"]), 24 * MIB, "24 MiB");
     let (held, peak) = (number(&run, "peak_held"), number(&run, "peak"));

@@ -27,7 +27,7 @@ fn under_page_outs(subject: &Subject, limits: &[u64]) {
 
 #[test]
 fn every_memory_call_under_page_outs() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(mix) = compile_c("mix") else { return };
     // At a limit that presses, and at one that is never near.
     under_page_outs(&Subject::new("memory calls", &[&mix, &"3"]), &[40, 1024]);
@@ -35,7 +35,7 @@ fn every_memory_call_under_page_outs() {
 
 #[test]
 fn forks_under_page_outs() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(storm) = compile_c("forkstorm") else { return };
     under_page_outs(&Subject::new("fork storm", &[&storm, &"1"]), &[48, 1024]);
 }
@@ -43,7 +43,7 @@ fn forks_under_page_outs() {
 /// The story: see `Pager::lock_in_hook`. A program stood still for ever, once in hundreds of runs of another test.
 #[test]
 fn who_maps_on_a_stack_that_is_put_out_waits_for_nobody() {
-    let _alone = alone();
+    let _beside = beside();
     let Some(depths) = compile_c("depths") else { return };
     under_page_outs(&Subject::new("depths", &[&depths]), &[1024]);
 }
