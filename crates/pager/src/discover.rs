@@ -112,8 +112,7 @@ impl Pager {
     /// took 31 s, 28 of them for that.
     pub(crate) fn scan_noted_between_calls(&self) -> Option<bool> {
         let mut s = self.lock_between_calls()?;
-        let noted = self.growth.noted.take();
-        let whole = noted.and_then(|noted| self.scan_ranges(&mut s, noted).ok()).is_none();
+        let whole = !self.scan_noted(&mut s);
         if whole {
             let _ = self.scan(&mut s);
         }
@@ -131,8 +130,7 @@ impl Pager {
             self.calls.go_on();
             return false;
         }
-        let noted = self.growth.noted.take();
-        let done = noted.and_then(|noted| self.scan_ranges(&mut s, noted).ok()).is_some();
+        let done = self.scan_noted(&mut s);
         if !done {
             self.growth.noted.lose();
         }
@@ -141,6 +139,12 @@ impl Pager {
         self.publish(&s);
         self.calls.go_on();
         done
+    }
+
+    /// Registers what was noted; false where that is not all, or could not be looked at.
+    fn scan_noted(&self, s: &mut State) -> bool {
+        let noted = self.growth.noted.take();
+        noted.is_some_and(|noted| self.scan_ranges(s, noted).is_ok())
     }
 
     /// Registers the mappings in these ranges that are not managed yet, and lists their pages.
@@ -432,8 +436,7 @@ mod tests {
         assert!(due(&scans, 8, 2001), "more than a sixteenth of the limit");
     }
 
-    /// What calls said that they mapped is managed after a look, and nothing else is looked at; where they could not say all of it, or
-    /// nothing was ever noted of it, all there is.
+    /// What calls said that they mapped is managed after a look at that, and nothing else is looked at.
     #[test]
     fn what_calls_noted_is_found_without_looking_at_the_rest() {
         let p = testing::pager(16 << 20);

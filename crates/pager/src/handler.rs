@@ -250,7 +250,7 @@ impl Handler {
         p.signs.asleep.store(false, SeqCst);
         // (Whoever looks: a signal that nobody takes would keep this thread awake.)
         if asked {
-            thread::take_signal(SIGNAL);
+            thread::take_signal(SIGNAL, Some(0));
         }
         self.reads.slept();
         if !p.signs.watched.swap(true, SeqCst) {

@@ -84,8 +84,7 @@ impl Pager {
         let set = 1u64 << (SIGNAL - 1);
         // SAFETY: a signal set of 8 bytes, ours. (In the ticker's own table.)
         let signals = unsafe { sys!(libc::SYS_signalfd4, -1isize, &raw const set, 8, libc::SFD_CLOEXEC) };
-        let signals = signals.map_or(-1, |fd| fd as i32);
-        self.files.signals.store(signals, Release);
+        self.files.signals.store(signals.map_or(-1, |fd| fd as i32), Release);
         thread::wake_soon();
         let mut scans = Scans::default();
         let mut watch = Watch::default();
@@ -109,9 +108,9 @@ impl Pager {
             }
             timer.arm(nap);
             if self.signs.watched.load(Relaxed) {
-                wait_signal(Some(LOOK_NS))
+                thread::take_signal(SIGNAL, Some(LOOK_NS))
             } else {
-                self.wait_unwatched(signals)
+                self.wait_unwatched()
             }
             watch.look_after_handler(self);
             self.cover_lost();
@@ -122,15 +121,16 @@ impl Pager {
     /// Waits for a signal, or a fault: while nobody looks after the handler it may come when other programs have all of the CPU,
     /// and a program that waits for it uses no CPU time, by which the ticker would be woken. (So each one stood still for seconds
     /// that had not faulted for a while, beside two that compute.)
-    fn wait_unwatched(&self, signals: i32) {
+    fn wait_unwatched(&self) {
+        let signals = self.files.signals.load(Relaxed);
         if signals < 0 || self.uffd.load(Relaxed) < 0 {
-            return wait_signal(None);
+            return thread::take_signal(SIGNAL, None);
         }
         self.uffd().wait_or([signals, -1], -1);
         if self.uffd().wait(0) {
             self.signs.watched.store(true, SeqCst);
         }
-        wait_signal(Some(0));
+        thread::take_signal(SIGNAL, Some(0));
     }
 
     /// Reads where the process stands, engages or scans when it is time (a scan is made when `wanted`); returns the CPU
@@ -397,12 +397,4 @@ impl Timer {
         // SAFETY: an itimerspec of ours.
         let _ = unsafe { sys!(libc::SYS_timer_settime, self.0, 0, spec.as_ptr(), 0) };
     }
-}
-
-fn wait_signal(timeout_ns: Option<u64>) {
-    let set = 1u64 << (SIGNAL - 1);
-    let ts = timeout_ns.map(|ns| libc::timespec { tv_sec: 0, tv_nsec: ns as i64 });
-    let ptr = ts.as_ref().map_or(core::ptr::null(), core::ptr::from_ref);
-    // SAFETY: a signal set of 8 bytes and a timespec, ours.
-    let _ = unsafe { sys!(libc::SYS_rt_sigtimedwait, &raw const set, 0, ptr, 8) };
 }

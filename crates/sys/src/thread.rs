@@ -103,11 +103,14 @@ pub fn kill(pid: i32, signal: i32) {
     let _ = unsafe { sys!(libc::SYS_kill, pid, signal) };
 }
 
-/// Takes a signal that is pending for the calling thread, where it is blocked; nothing happens without one.
-pub fn take_signal(signal: i32) {
-    let (set, now) = (1u64 << (signal - 1), libc::timespec { tv_sec: 0, tv_nsec: 0 });
+/// Takes a signal that is sent to the calling thread, where it is blocked: waits for one for so long (nanoseconds, less than a second;
+/// None: for ever).
+pub fn take_signal(signal: i32, timeout_ns: Option<u64>) {
+    let set = 1u64 << (signal - 1);
+    let ts = timeout_ns.map(|ns| libc::timespec { tv_sec: 0, tv_nsec: ns as i64 });
+    let ptr = ts.as_ref().map_or(core::ptr::null(), core::ptr::from_ref);
     // SAFETY: a signal set of 8 bytes and a timespec, ours.
-    let _ = unsafe { sys!(libc::SYS_rt_sigtimedwait, &raw const set, 0, &raw const now, 8) };
+    let _ = unsafe { sys!(libc::SYS_rt_sigtimedwait, &raw const set, 0, ptr, 8) };
 }
 
 /// Sends a signal to thread `tid` of process `pid`, as [`kill`].
