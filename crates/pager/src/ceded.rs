@@ -6,9 +6,11 @@
 //!
 //! ```text
 //! thread of the program                                     ticker
-//! UFFDIO_REGISTER ─ EBUSY ─▶ ASKED ── and waits ──────────▶ piece by piece, under the lock: what is out comes in, the
+//! UFFDIO_REGISTER ─ EBUSY ─▶ ASKED ── and waits ──────────▶ a scan: what was mapped or moved meanwhile is registered, too
+//!                                        CEDING ◀────────── from here on no scan, whoever makes it, registers any of the range
+//!                                                           piece by piece, under the lock: what is out comes in, the
 //!                                                           registration ends, the pages are forgotten
-//! UFFDIO_REGISTER again ◀─ CEDED (no scan registers it) ──── ▼
+//! UFFDIO_REGISTER again ◀─────────────── CEDED ◀──────────── ▼
 //!          └─▶ NOTHING      (REFUSED: a piece could not come in, or its registration not end)
 //! ```
 //! What makes a page present for the program's own handler is that it was touched: pages that are out, zeros too, come back, and
@@ -39,8 +41,9 @@ use uzswap_sys::thread;
 
 const NOTHING: u32 = 0;
 const ASKED: u32 = 1;
-const CEDED: u32 = 2;
-const REFUSED: u32 = 3;
+const CEDING: u32 = 2;
+const CEDED: u32 = 3;
+const REFUSED: u32 = 4;
 
 /// Bytes ceded under the lock at a time.
 const PIECE: usize = 64 * PAGE;
@@ -83,9 +86,15 @@ impl Ceding {
                 REFUSED
             }
         };
-        if self.state.compare_exchange(ASKED, state, SeqCst, SeqCst).is_ok() {
+        let answered = |before: u32| is_open(before).then_some(state);
+        if self.state.fetch_update(SeqCst, SeqCst, answered).is_ok() {
             lock::futex_wake(&self.state, u32::MAX >> 1, false);
         }
+    }
+
+    /// The ticker begins with what it is asked for; false when that was answered meanwhile.
+    fn begin(&self) -> bool {
+        self.state.compare_exchange(ASKED, CEDING, SeqCst, SeqCst).is_ok()
     }
 
     /// In a forked child: nobody asks.
@@ -95,19 +104,28 @@ impl Ceding {
         unsafe { self.one.force_unlock() };
     }
 
-    /// What was ceded and is about to be registered by the program: no scan takes it.
+    /// What is being ceded, or was and is about to be registered by the program: no scan takes it. (What is of it still is managed,
+    /// and stays so until its turn comes.)
+    ///
+    /// The story: while the ticker ceded a range, piece by piece, the handler looked at what had been mapped, registered again what had
+    /// been ceded, and the program was refused.
     pub(crate) fn kept(&self) -> Option<(usize, usize)> {
-        (self.state.load(SeqCst) == CEDED).then(|| self.range())
+        matches!(self.state.load(SeqCst), CEDING | CEDED).then(|| self.range())
     }
 
-    /// Whether something is to be ceded now.
-    pub(crate) fn is_asked(&self) -> bool {
-        self.state.load(SeqCst) == ASKED
+    /// Whether somebody waits for something to be ceded.
+    pub(crate) fn is_wanted(&self) -> bool {
+        is_open(self.state.load(SeqCst))
     }
 
     fn range(&self) -> (usize, usize) {
         (self.start.load(Relaxed), self.end.load(Relaxed))
     }
+}
+
+/// Whether who asked has no answer yet.
+fn is_open(state: u32) -> bool {
+    matches!(state, ASKED | CEDING)
 }
 
 /// What became of a piece.
@@ -171,18 +189,24 @@ impl Pager {
             c.answer(Err(libc::EBUSY));
         }
         self.poke_ticker();
-        while c.is_asked() {
-            lock::futex_wait(&c.state, ASKED, None, false);
+        loop {
+            match c.state.load(SeqCst) {
+                CEDED => return Ok(()),
+                state if is_open(state) => lock::futex_wait(&c.state, state, None, false),
+                _ => return Err(c.errno.load(Relaxed)),
+            }
         }
-        if c.state.load(SeqCst) == CEDED { Ok(()) } else { Err(c.errno.load(Relaxed)) }
     }
 
     /// In the ticker: cedes what it is asked to cede; `between` is called now and then.
     pub(crate) fn cede_asked(&self, mut between: impl FnMut()) {
-        if self.ceding.is_asked() {
+        if !self.ceding.is_wanted() {
+            return;
+        }
+        // What was mapped or moved since the ticker last looked is registered too, perhaps.
+        let _ = (0..SCAN_TRIES).any(|_| self.scan_between_calls());
+        if self.ceding.begin() {
             let (start, end) = self.ceding.range();
-            // What was mapped or moved since the ticker last looked is registered too, perhaps.
-            let _ = (0..SCAN_TRIES).any(|_| self.scan_between_calls());
             let done = if self.engaged.load(Acquire) { self.cede_range(start, end, &mut between) } else { Ok(()) };
             self.ceding.answer(done);
         }
@@ -326,23 +350,47 @@ mod tests {
     use super::*;
     use crate::testing;
     use uzswap_mm::lru::List;
+    use uzswap_sys::maps;
     use uzswap_sys::uffd::Uffd;
 
     const PAGES: u64 = 200;
 
-    /// See `scan_noted_now`: nobody registers again what the ticker is about to give up.
-    #[test]
-    fn the_handler_does_not_look_while_the_ticker_cedes() {
-        let p = testing::pager(16 << 20);
-        p.growth.looks_wanted.store(1, Relaxed);
-        p.growth.noted.note(1 << 20, PAGE);
+    /// Asked for `[start, end)`, as a thread of the program asks.
+    fn ask(p: &Pager, start: usize, end: usize) {
+        p.ceding.start.store(start, Relaxed);
+        p.ceding.end.store(end, Relaxed);
         p.ceding.state.store(ASKED, SeqCst);
-        p.look_if_asked();
-        assert_eq!(p.growth.looks_done.load(Relaxed), 0);
-        assert!(p.growth.noted.take().is_some_and(|noted| noted.len() == 1), "it is the ticker's to look at");
-        p.ceding.state.store(NOTHING, SeqCst);
-        assert!(p.calls.try_stop_now(), "calls go on");
-        p.calls.go_on();
+    }
+
+    /// See [`Ceding::kept`]: whoever looks while the ticker gives something up registers none of it again, nor is what has not been
+    /// given up yet forgotten for it.
+    #[test]
+    fn nobody_registers_again_what_is_being_ceded() {
+        let p = testing::pager(16 << 20);
+        let (at, theirs) = (memory_out(p), other());
+        let (from, to, end) = (at + 10 * PAGE, at + 190 * PAGE, at + PAGES as usize * PAGE);
+        let mut name = [0; maps::NAME_BYTES];
+        if maps::mapping_from(p.files.maps.load(Relaxed), 0, &mut name) == Err(libc::ENOTTY) {
+            return testing::skip("this kernel cannot be asked about single mappings (before 6.11)");
+        }
+        ask(p, from, to);
+        assert!(p.ceding.begin() && p.ceding.is_wanted() && !p.ceding.begin());
+        let mut looks = 0;
+        let looked = p.cede_range(from, to, &mut || {
+            p.growth.noted.note(at, end - at);
+            assert!(p.scan_noted_now(), "the handler looks");
+            looks += 1;
+        });
+        assert!(looked == Ok(()) && looks > 3, "{looked:?}, {looks} looks");
+        p.ceding.answer(looked);
+        p.growth.noted.note(at, end - at);
+        assert!(p.scan_noted_now() && !p.ceding.is_wanted());
+        assert_eq!(p.ceding.kept(), Some((from, to)));
+        let left: Vec<_> = p.state.lock().managed.iter().collect();
+        assert_eq!(left, [(at, from), (to, end)]);
+        assert_eq!(theirs.register(from, to - from), Ok(()));
+        assert!(p.page_in((at / PAGE) as u64, (end / PAGE) as u64) > 0, "the rest was out");
+        assert_eq!(wrong(at), 0);
     }
 
     /// Memory of a program that is managed, all of it out but each fifth page; its first address.
@@ -486,7 +534,7 @@ mod tests {
                 };
                 (p.register_of_program((1 << 30, (1 << 30) + PAGE), busy), calls)
             });
-            while !p.ceding.is_asked() {
+            while !p.ceding.is_wanted() {
                 std::thread::yield_now();
             }
             assert_eq!(p.ceding.kept(), None);

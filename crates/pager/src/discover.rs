@@ -120,13 +120,11 @@ impl Pager {
         Some(whole)
     }
 
-    /// The same by the handler, which waits for no call to end; false where it has not been done.
-    ///
-    /// The story: while the ticker ceded a range to the program, piece by piece, the handler registered again what had been ceded, and the
-    /// program was refused. What the ticker gives up is not to be looked at by others meanwhile.
+    /// The same by the handler, which waits for no call to end; false where it has not been done. (What the ticker gives up, as the process
+    /// is let go of, is not to be looked at.)
     pub(crate) fn scan_noted_now(&self) -> bool {
         let Some(mut s) = self.lock_between_calls_now() else { return false };
-        if self.ceding.is_asked() || self.lets_go() {
+        if self.lets_go() {
             self.calls.go_on();
             return false;
         }
@@ -180,7 +178,7 @@ impl Pager {
                 return Err(errno);
             }
             // What is there must not leave either: MOVE does not ask whether its source is registered.
-            s.managed.remove_overlapping(start, end);
+            s.managed.cut(start, end);
             if errno == libc::EBUSY {
                 s.note_ceded(start, end);
             }
@@ -191,7 +189,8 @@ impl Pager {
         if s.managed.has(start, end) {
             return Ok(0);
         }
-        s.managed.remove_overlapping(start, end);
+        // (What is managed beyond it, of a mapping that was split since, stays: not all who look see that one.)
+        s.managed.cut(start, end);
         s.managed.push((start, end));
         let mut runs: Vec<(usize, usize)> = Vec::new();
         let (fd, note) = (self.files.pagemap.load(Relaxed), |a, b| runs.push((a, b)));
@@ -465,6 +464,13 @@ mod tests {
         let tag = |page: usize| p.state.lock().pt.get((noted / PAGE + page) as u64).tag();
         assert_eq!([tag(2), tag(3), tag(4)], [Tag::None, Tag::Resident, Tag::None]);
         assert_eq!(p.state.lock().resident, 1);
+        // What is managed beyond a mapping that is found, as that was split, stays so: nobody looked at it.
+        let half = 8 * PAGE;
+        // SAFETY: the test's own, of which nothing is needed.
+        unsafe { sys!(libc::SYS_mprotect, noted + half, half, libc::PROT_READ) }.expect("mprotect");
+        p.state.lock().managed.cut(noted, noted + PAGE);
+        p.scan_ranges(&mut p.state.lock(), vec![(noted, noted + PAGE)]).expect("the kernel can be asked");
+        assert!(managed(noted));
         // Unmapped, and noted once more: nothing is there.
         // SAFETY: nobody uses it.
         unsafe { sys!(libc::SYS_munmap, other, 16 * PAGE) }.expect("munmap");

@@ -47,13 +47,6 @@ impl Ranges {
         start >= end
     }
 
-    /// Removes those that overlap with a range, whole.
-    pub fn remove_overlapping(&mut self, start: usize, end: usize) {
-        while let Some((a, _)) = self.last_of(start, end) {
-            self.0.remove(&a);
-        }
-    }
-
     /// Removes a range from them: of those that overlap with it what is outside stays.
     pub fn cut(&mut self, start: usize, end: usize) {
         while let Some((a, b)) = self.last_of(start, end) {
@@ -99,21 +92,18 @@ mod tests {
                 let start = random % N;
                 let end = start + 1 + random / N % (N - start);
                 match random / 10_000 % 3 {
-                    0 => {
-                        ranges.remove_overlapping(start, end);
-                        let gone: Vec<u32> = model[start..end].to_vec();
-                        model.iter_mut().filter(|of| gone.contains(of)).for_each(|of| *of = 0);
-                        ranges.push((start, end));
-                        model[start..end].fill(step as u32 + 1);
-                    }
-                    1 => {
+                    added @ (0 | 1) => {
                         ranges.cut(start, end);
                         // (What is right of the cut is a range of its own.)
                         let right =
                             (end..N).take_while(|i| start > 0 && model[*i] != 0 && model[*i] == model[start - 1]);
                         let right: Vec<usize> = right.collect();
-                        right.iter().for_each(|i| model[*i] = step as u32 + 1);
+                        right.iter().for_each(|i| model[*i] = 2 * step as u32 + 1);
                         model[start..end].fill(0);
+                        if added == 0 {
+                            ranges.push((start, end));
+                            model[start..end].fill(2 * step as u32 + 2);
+                        }
                     }
                     _ => {
                         let want = (start..end).any(|i| model[i] != 0);

@@ -377,7 +377,7 @@ impl Pager {
     fn unshare(&self, ranges: &[(usize, usize)]) -> bool {
         for (at, len) in ranges {
             // (Who cedes memory waits for this. What is left is found to be shared again.)
-            if self.ceding.is_asked() {
+            if self.ceding.is_wanted() {
                 break;
             }
             self.show_progress();
