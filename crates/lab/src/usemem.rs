@@ -185,8 +185,8 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
             all.iter().for_each(|(key, figures)| row.put(key, figures.get(name).copied()));
             rows.push(row);
         }
+        verdicts.extend(lab.kept(contents, &all));
         if *contents == "real" {
-            verdicts.extend(lab.kept(&all));
             compare(&lab.limited(&all), &mut verdicts);
         }
     }
@@ -259,13 +259,13 @@ fn compare(all: &BTreeMap<&'static str, Figures>, verdicts: &mut Vec<Verdict>) {
 
 impl Lab<'_> {
     /// The most that any subject of ours held over the limit.
-    fn kept(&self, all: &BTreeMap<&'static str, Figures>) -> Option<Verdict> {
+    fn kept(&self, contents: &str, all: &BTreeMap<&'static str, Figures>) -> Option<Verdict> {
         let own = all.iter().filter(|(key, _)| !key.starts_with("kernel"));
         let most = own.filter_map(|(_, figures)| figures.get(HELD)).copied().reduce(f64::max)?;
         let limit = self.limit as f64 / MIB as f64;
         let allowed = (limit * 0.05).max(16.0);
-        let what = "memory over the limit, MiB, the most of any subject (5 % or 16 MiB)";
-        Some(Verdict::at_most(what, allowed, (most - limit).max(0.0)))
+        let what = format!("{contents}: memory over the limit, MiB, the most of any subject (5 % or 16 MiB)");
+        Some(Verdict::at_most(&what, allowed, (most - limit).max(0.0)))
     }
 
     /// The subjects that the limit made do with less memory than they use; the others are noted. How fast something is that

@@ -311,14 +311,18 @@ mod tests {
         assert_eq!(p.watermarks(), (256, 512), "none of the others has any");
         let folios = || {
             p.wants_reclaim();
-            p.state.lock().folio_max
+            let s = p.state.lock();
+            (s.folio_max, s.unit_max)
         };
-        assert_eq!(folios(), 9);
+        assert_eq!(folios(), (9, 9));
         p.group.slots[1].engaged.store(1, Relaxed);
         p.count_sharers();
-        assert_eq!((p.watermarks(), folios()), ((128, 256), 9), "64 MiB are enough for folios of 2");
+        assert_eq!((p.watermarks(), folios()), ((128, 256), (9, 8)), "64 MiB are enough for folios of 2");
+        p.group.slots[1..6].iter().for_each(|other| other.engaged.store(1, Relaxed));
+        assert_eq!(folios(), (9, 6), "and an ample share is, but not for units");
         p.group.slots[1..9].iter().for_each(|other| other.engaged.store(1, Relaxed));
         p.count_sharers();
+        assert_eq!(folios(), (5, 5));
         assert_eq!(
             (p.watermarks(), p.widest_window()),
             ((48, 96), 6),

@@ -105,7 +105,7 @@ impl Pager {
         self.count_sharers();
         let mut s = self.state.lock();
         s.streams.widest = self.widest_window();
-        s.bound_folios(self.folio_room());
+        s.bound_folios(self.folio_room(), self.share());
         s.rss = self.rss_now(&s);
         self.publish(&s);
         let excess = self.excess(&s);

@@ -148,8 +148,10 @@ pub struct State {
     pub algorithm: Algorithm,
     /// Order of the largest folio: what leaves at once must be little against the limit.
     pub folio_max: u8,
-    /// Order of the largest unit of compression: no more than what is asked for, and its compressor must be affordable.
+    /// Order of the largest unit of compression: no more than what is asked for.
     pub unit_max: u8,
+    /// And of the largest whose compressor can be afforded.
+    unit_affordable: u8,
     /// Order of the largest block there was; the usual one at least.
     pub largest_block: u8,
     /// Blocks of more than 64 KiB most of whose pages have gone: see `cut`.
@@ -238,6 +240,7 @@ impl State {
             algorithm,
             folio_max: MAX_ORDER,
             unit_max: MAX_ORDER,
+            unit_affordable: MAX_ORDER,
             largest_block: USUAL_UNIT,
             sparse: Vec::new(),
             left_behind: BTreeSet::new(),
@@ -258,18 +261,19 @@ impl State {
 
     /// Bounds folios and units by a limit (bytes).
     pub fn size_folios(&mut self, limit: usize) {
-        self.bound_folios(limit);
-        self.unit_max = largest_unit(self.algorithm, self.folio_max, limit);
+        self.unit_affordable = largest_unit(self.algorithm, bound(limit), limit);
+        self.bound_folios(limit, limit);
     }
 
     /// Bounds folios by what there is for this process (bytes): one is a 64th of it at most, as what is compressed of a whole one waits in
-    /// a buffer until it can be stored.
+    /// a buffer until it can be stored. And units by its share: one is in memory twice meanwhile, compressed and as it was, whoever has
+    /// an ample share.
     ///
     /// The story: of 32 processes under 160 MiB each listed what it had when it was managed as folios of 2 MiB, as one alone would, and
-    /// some had two buffers for them, of the 5 MiB that were their share.
-    pub fn bound_folios(&mut self, room: usize) {
-        let most = (room / PAGE / 64).max(BLOCK_PAGES);
-        self.folio_max = most.ilog2().min(u32::from(MAX_ORDER)) as u8;
+    /// some had two buffers for them, of the 5 MiB that were their share. Eight with units of 2 MiB held 178 to 211 MiB.
+    pub fn bound_folios(&mut self, room: usize, share: usize) {
+        self.folio_max = bound(room);
+        self.unit_max = self.unit_affordable.min(bound(share));
     }
 
     /// Notes an event, when events are recorded.
@@ -491,4 +495,9 @@ impl State {
             + self.decoded.iter().map(|d| d.bytes.capacity()).sum::<usize>()
             + self.scratch.capacity()
     }
+}
+
+/// The order of what is a 64th of so many bytes, of 64 KiB to 2 MiB.
+fn bound(room: usize) -> u8 {
+    (room / PAGE / 64).max(BLOCK_PAGES).ilog2().min(u32::from(MAX_ORDER)) as u8
 }

@@ -17,7 +17,7 @@ pub struct FolioOptions {
     #[arg(long, value_name = "WHICH")]
     pub large_folios: Option<String>,
     /// Unit of compression: 4K, or 16K to 2M, for all folios, or FOLIO:UNIT pairs, as 64K:16K,2M:512K. A folio, so a unit, is
-    /// at most a 64th of the limit
+    /// at most a 64th of the limit, and a unit of a process's share of that
     #[arg(long, value_name = "SIZE")]
     pub unit: Option<String>,
     /// Decompress and compare what was compressed before its memory is given up
