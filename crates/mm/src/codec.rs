@@ -267,6 +267,15 @@ impl Decompressor {
         Self::default()
     }
 
+    /// Makes the workspace that an encoding needs, if it is not there yet: to decode it allocates nothing then.
+    pub fn prepare(&mut self, encoding: Encoding) {
+        match encoding {
+            Encoding::Raw | Encoding::Lz4 => {}
+            Encoding::Zstd => _ = self.zstd.get_or_insert_with(zstd::Decompressor::new),
+            Encoding::Deflate => _ = self.deflate.get_or_insert_with(deflate::Decompressor::new),
+        }
+    }
+
     /// Decodes `src`, all of it, into `dst`, which it fills.
     ///
     /// # Errors

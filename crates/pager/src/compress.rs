@@ -21,29 +21,31 @@ use crate::pager::Pager;
 use crate::state::State;
 use crate::ticker::stack;
 use core::sync::atomic::{AtomicI32, AtomicU32, Ordering::*};
-use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
+use uzswap_mm::codec::{Algorithm, Compressor, Decompressor, Encoding};
 use uzswap_sys::crew::Crew;
 use uzswap_sys::lock::Lock;
 use uzswap_sys::thread;
 
 /// Pages of a batch from which on it is shared: of lz4 those take 100 µs.
-const SHARE_FROM: usize = 16;
+pub(crate) const SHARE_FROM: usize = 16;
 /// What there is to be of the limit for each helper, of a member's share of it (bytes): what one needs takes up to 0.4 MiB, and where
 /// there are many members the other CPUs have enough to do.
 const SHARE_OF_HELPER: usize = 16 << 20;
 /// Batches that are not shared after one whose leader waited long.
-const REST: u32 = 64;
+pub(crate) const REST: u32 = 64;
 /// The stack of the first helper: those before are the pager's other threads'.
 const FIRST_STACK: usize = 4;
 /// Helpers at most.
 pub const HELPERS_MOST: usize = 3;
 
-/// What one thread compresses with.
+/// What one thread compresses with, and decompresses (`decompress`).
 pub struct Tools {
     /// The agreed compressor.
     pub warm: Compressor,
     /// zstd, made when the pool first grows large.
     pub dense: Option<Compressor>,
+    /// What decompresses.
+    pub(crate) decompressor: Decompressor,
     /// The order of the largest units they take.
     largest: u8,
 }
@@ -51,7 +53,7 @@ pub struct Tools {
 impl Tools {
     /// What compresses as was agreed.
     pub fn new(warm: Compressor) -> Self {
-        Self { warm, dense: None, largest: USUAL_UNIT }
+        Self { warm, dense: None, decompressor: Decompressor::new(), largest: USUAL_UNIT }
     }
 
     /// The dense one, made now if it is not there.
@@ -80,11 +82,11 @@ pub struct CompressHelpers {
     /// The helpers and their leader.
     pub crew: Crew,
     /// What the helpers compress with.
-    tools: Lock<Vec<Tools>>,
+    pub(crate) tools: Lock<Vec<Tools>>,
     /// Their thread ids; 0 where there is none, and -1 for all when none could be started.
     tids: [AtomicI32; HELPERS_MOST],
-    /// Batches that are compressed alone from now on.
-    rest: AtomicU32,
+    /// Batches that are compressed alone from now on, and runs that are decompressed alone.
+    pub(crate) rest: AtomicU32,
 }
 
 impl CompressHelpers {
@@ -107,21 +109,10 @@ impl Pager {
     /// Decides whether helpers take part in compressing a batch that was prepared, and sees to it that they can.
     pub(crate) fn call_helpers(&self, s: &mut State, batch: &mut Batch) {
         let many = batch.pages() >= SHARE_FROM && batch.units.len() > 1;
-        if !many || batch.verifier.is_some() || !s.placement.alone() || self.helpers_wanted(s) == 0 {
+        if !many || batch.verifier.is_some() || !s.placement.alone() || !self.lead_helpers(s) {
             return;
         }
-        if self.helpers.rest.load(Relaxed) > 0 {
-            self.helpers.rest.fetch_sub(1, Relaxed);
-            return;
-        }
-        if !self.helpers.crew.lead() {
-            return;
-        }
-        self.start_helpers(s);
         let mut tools = self.helpers.tools.lock();
-        while tools.len() < HELPERS_MOST.min(self.helpers.crew.helpers()) {
-            tools.push(Tools::new(s.new_compressor()));
-        }
         if batch.largest > USUAL_UNIT {
             tools.iter_mut().for_each(|t| t.reserve(batch.largest));
         }
@@ -130,15 +121,32 @@ impl Pager {
                 t.dense();
             });
         }
-        batch.shared = !tools.is_empty();
-        drop(tools);
-        if !batch.shared {
+        batch.shared = true;
+    }
+
+    /// Makes the caller the leader of the helpers, where there are some and it is worth while; each has tools then.
+    pub(crate) fn lead_helpers(&self, s: &State) -> bool {
+        if self.helpers_wanted(s) == 0 {
+            return false;
+        }
+        if self.helpers.rest.load(Relaxed) > 0 {
+            self.helpers.rest.fetch_sub(1, Relaxed);
+            return false;
+        }
+        if !self.helpers.crew.lead() {
+            return false;
+        }
+        self.start_helpers(s);
+        let mut tools = self.helpers.tools.lock();
+        while tools.len() < HELPERS_MOST.min(self.helpers.crew.helpers()) {
+            tools.push(Tools::new(s.new_compressor()));
+        }
+        if tools.is_empty() {
             self.helpers.crew.step_down();
         }
+        !tools.is_empty()
     }
-}
 
-impl Pager {
     /// How many helpers there are to be.
     pub(crate) fn helpers_wanted(&self, s: &State) -> usize {
         s.placement.spare_cpus().min(HELPERS_MOST).min(self.share() / SHARE_OF_HELPER)
@@ -344,23 +352,6 @@ mod tests {
         bytes
     }
 
-    /// A pager with a helper that has joined; none on a machine with one CPU.
-    fn with_helper(test: impl FnOnce(&'static Pager, &mut State)) {
-        let p = testing::pager(128 << 20);
-        let mut s = p.state.lock();
-        if p.helpers_wanted(&s) == 0 {
-            return testing::skip("it takes two CPUs");
-        }
-        let helper = std::thread::spawn(|| p.help(0));
-        while p.helpers.crew.helpers() == 0 {
-            std::thread::yield_now();
-        }
-        test(p, &mut s);
-        drop(s);
-        p.helpers.crew.end();
-        helper.join().unwrap();
-    }
-
     /// `N` resident pages with their contents; the number of the first.
     fn resident(p: &Pager, s: &mut State, round: usize) -> u64 {
         let at = testing::memory(p, N);
@@ -385,7 +376,7 @@ mod tests {
     /// Pages compressed with helpers come back bit for bit; with lz4, and with zstd where the pool crowds the program out.
     #[test]
     fn what_helpers_compressed_is_right() {
-        with_helper(|p, s| {
+        testing::with_helper(|p, s| {
             let mut batch = Batch::new(s.new_compressor());
             let mut shared = 0;
             for round in 0..4 {
@@ -413,7 +404,7 @@ mod tests {
     /// stored.
     #[test]
     fn what_was_posted_is_stored_later() {
-        with_helper(|p, s| {
+        testing::with_helper(|p, s| {
             let first = resident(p, s, 0);
             let all = first..first + N as u64;
             let (mut posted, mut dropped) = (0, Vec::new());

@@ -10,6 +10,7 @@
 //! here runs with the pager's lock held.
 
 use crate::arena::PAGE;
+use crate::decompress::{decode_object, whole_block};
 use crate::fault::{EventPending, Request};
 use crate::folio::{MAX_ORDER, USUAL_UNIT};
 use crate::inject::Site;
@@ -279,6 +280,7 @@ impl Pager {
     /// no more is decompressed than that takes.
     fn fill(&self, s: &mut State, vpn: u64, buffer: &mut [u8], alone: bool) -> usize {
         let n = buffer.len() / PAGE;
+        let read = self.read_shared(s, vpn, buffer);
         let mut i = 0;
         while i < n {
             let pte = s.pt.get(vpn + i as u64);
@@ -287,17 +289,15 @@ impl Pager {
                 i += 1;
                 continue;
             }
-            let (handle, index) = (pte.handle(), pte.index());
-            let pages = 1usize << object::order(s.object(handle));
-            let whole = index == 0
-                && i + pages <= n
-                && (1..pages).all(|k| {
-                    let p = s.pt.get(vpn + (i + k) as u64);
-                    p.tag() == Tag::Compressed && p.handle() == handle && p.index() == k
-                });
-            if whole && self.read_block(s, handle, &mut buffer[i * PAGE..(i + pages) * PAGE]) {
-                i += pages;
-                continue;
+            if let Some(block) = whole_block(s, vpn, i, n) {
+                let out = &mut buffer[i * PAGE..(i + block.pages) * PAGE];
+                if block.pages > 1 {
+                    self.count_read(s, block.handle);
+                }
+                if read.binary_search(&i).is_ok() || decode(s, block.handle, out) {
+                    i += block.pages;
+                    continue;
+                }
             }
             // (A damaged block may still have pages that are right.)
             if !self.fill_part(s, vpn + i as u64, pte, &mut buffer[i * PAGE..(i + 1) * PAGE], alone) {
@@ -306,14 +306,6 @@ impl Pager {
             i += 1;
         }
         i
-    }
-
-    /// Decompresses a whole object.
-    fn read_block(&self, s: &mut State, handle: u32, out: &mut [u8]) -> bool {
-        if out.len() > PAGE {
-            self.count_read(s, handle);
-        }
-        decode(s, handle, out)
     }
 
     fn count_read(&self, s: &State, handle: u32) {
@@ -493,14 +485,8 @@ fn note_brought(s: &State, vpn: u64, copies: &[Option<u32>], from_pool: bool, wr
 
 /// Decompresses an object into `out`, checking every page against its hash.
 pub(crate) fn decode(s: &mut State, handle: u32, out: &mut [u8]) -> bool {
-    decompress(s, handle, out) && {
-        let object = s.object(handle);
-        out.chunks(PAGE).enumerate().all(|(i, page)| object::hash(page) == object::stored_hash(object, i))
-    }
-}
-
-fn decompress(s: &mut State, handle: u32, out: &mut [u8]) -> bool {
-    decompress_start(s, handle, out, out.len()).is_some()
+    let object = s.object(handle);
+    decode_object(&mut s.decompressor, object, out)
 }
 
 /// Decompresses an object, which has as many bytes as `out`, until `wanted` of them are there; returns how many are.

@@ -10,6 +10,7 @@ pub mod compact;
 pub mod compress;
 pub mod credentials;
 mod cut;
+mod decompress;
 pub mod deliver;
 pub mod densify;
 pub mod discover;

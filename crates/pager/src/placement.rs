@@ -29,6 +29,8 @@ pub struct Placement {
     /// The thread that faulted when the CPU was last looked at.
     tid: u32,
     steady: u32,
+    /// Whether the last look found another thread on another CPU than the look before.
+    apart: bool,
     faults: u32,
     /// Faults when the ticker last looked, and whether there had been none since the look before.
     seen: u32,
@@ -73,6 +75,7 @@ impl Placement {
             cpu: None,
             tid: 0,
             steady: 0,
+            apart: false,
             faults: 0,
             seen: 0,
             quiet: false,
@@ -104,6 +107,7 @@ impl Placement {
     pub fn fault_on(&mut self, cpu: usize, tid: u32, helpers: Helpers, kin: bool) {
         // (One thread is followed wherever it goes.)
         let one = self.cpu == Some(cpu) || self.tid == tid;
+        self.apart = !one && self.cpu.is_some();
         self.steady = if one { (self.steady + 1).min(64) } else { self.steady.saturating_sub(2) };
         self.tid = tid;
         if self.cpu != Some(cpu) {
@@ -158,6 +162,12 @@ impl Placement {
         self.steady >= STEADY && !self.quiet
     }
 
+    /// Whether several threads fault on several CPUs, as far as is known: helpers would wait for a CPU. (Long before it is known that there
+    /// is one thread alone, which takes a thousand faults.)
+    pub fn is_scattered(&self) -> bool {
+        self.apart
+    }
+
     /// Called now and then by the ticker: where no fault comes the handler reclaims nothing, and the thread must.
     /// Above the limit (`over`) it must not wait for the program's CPU either.
     pub fn look(&mut self, reclaimer: i32, over: bool) {
@@ -187,16 +197,17 @@ mod tests {
     #[test]
     fn who_reclaims() {
         let mut p = Placement::new();
-        assert!(!p.alone(), "nothing is known");
+        assert!(!p.alone() && !p.is_scattered(), "nothing is known");
         p.fault_on(0, 7, Helpers::default(), false);
         for look in 1..=STEADY {
             assert_eq!(p.alone(), look > STEADY, "after {look} looks");
             p.fault_on(0, 7, Helpers::default(), false);
         }
-        assert!(p.alone());
+        assert!(p.alone() && !p.is_scattered());
         p.fault_on(1, 8, Helpers::default(), false);
-        assert!(!p.alone(), "another thread on another CPU");
+        assert!(!p.alone() && p.is_scattered(), "another thread on another CPU");
         (0..2).for_each(|_| p.fault_on(1, 8, Helpers::default(), false));
+        assert!(!p.is_scattered());
         assert!(p.alone(), "that is made up for by two looks");
         (0..9).for_each(|cpu| p.fault_on(cpu, 8, Helpers::default(), false));
         assert!(p.alone(), "one thread is followed");
@@ -207,7 +218,7 @@ mod tests {
         let mut p = Placement::new();
         for i in 0..10_000 {
             p.fault_on(i % 2, 7 + (i % 2) as u32, Helpers::default(), false);
-            assert!(!p.alone());
+            assert!(!p.alone() && p.is_scattered() == (i > 0));
         }
     }
 

@@ -157,17 +157,46 @@ pub(crate) fn half_noise(vpn: u64) -> [u8; PAGE] {
     page
 }
 
+/// A pager of 128 MiB with a helper that has joined; none on a machine with one CPU.
+pub(crate) fn with_helper(test: impl FnOnce(&'static Pager, &mut State)) {
+    let p = pager(128 << 20);
+    let mut s = p.state.lock();
+    if p.helpers_wanted(&s) == 0 {
+        return skip("it takes two CPUs");
+    }
+    let helper = std::thread::spawn(|| p.help(0));
+    while p.helpers.crew.helpers() == 0 {
+        std::thread::yield_now();
+    }
+    test(p, &mut s);
+    drop(s);
+    p.helpers.crew.end();
+    helper.join().unwrap();
+}
+
 /// When the pages of [`store`] were evicted.
 pub(crate) const EVICTED_AT: u32 = 48;
 
 /// Stores `1 << order` pages at `vpn` as one lz4 object (or raw, if they do not compress), idle, and lists it; those in `copies` (of the first 16) are kept copies of resident
 /// pages, the others are out. The object.
 pub(crate) fn store(s: &mut State, vpn: u64, order: u8, copies: u16, content: fn(u64) -> [u8; PAGE]) -> u32 {
+    store_by(Algorithm::Lz4, s, vpn, order, copies, content)
+}
+
+/// The same as an object of another codec.
+pub(crate) fn store_by(
+    algorithm: Algorithm,
+    s: &mut State,
+    vpn: u64,
+    order: u8,
+    copies: u16,
+    content: fn(u64) -> [u8; PAGE],
+) -> u32 {
     let pages = 1u64 << order;
     let plain: Vec<u8> = (0..pages).flat_map(|i| content(vpn + i)).collect();
     let mut packed = vec![0; plain.len()];
     let (encoding, len) =
-        Compressor::with_source_max(Algorithm::Lz4, plain.len()).compress(&plain, &mut packed).unwrap_or_else(|| {
+        Compressor::with_source_max(algorithm, plain.len()).compress(&plain, &mut packed).unwrap_or_else(|| {
             packed.copy_from_slice(&plain);
             (Encoding::Raw, plain.len())
         });
