@@ -50,7 +50,9 @@ impl Pager {
     /// of those that are right.
     pub(crate) fn read_shared(&self, s: &mut State, vpn: u64, buffer: &mut [u8]) -> Vec<usize> {
         let n = buffer.len() / PAGE;
-        if n < SHARE_RUNS_FROM || s.placement.is_scattered() || !self.lead_helpers(s) {
+        // (New memory is looked at in three places only.)
+        let is_out = |i: usize| s.pt.get(vpn + i as u64).tag() == Tag::Compressed;
+        if n < SHARE_RUNS_FROM || s.placement.is_scattered() || ![0, n / 2, n - 1].into_iter().any(is_out) {
             return Vec::new();
         }
         let (mut blocks, mut i) = (Vec::new(), 0);
@@ -60,8 +62,10 @@ impl Pager {
             blocks.extend(block);
         }
         let pages: usize = blocks.iter().map(|b| b.pages).sum();
-        let read =
-            if pages >= SHARE_FROM && blocks.len() > 1 { self.read_together(s, &blocks, buffer) } else { Vec::new() };
+        if pages < SHARE_FROM || blocks.len() < 2 || !self.lead_helpers(s) {
+            return Vec::new();
+        }
+        let read = self.read_together(s, &blocks, buffer);
         self.helpers.crew.step_down();
         read
     }
