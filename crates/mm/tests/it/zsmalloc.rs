@@ -404,26 +404,3 @@ fn a_handle_that_is_not_allocated_panics() {
         assert_eq!(child.status.success(), passes, "{which}");
     }
 }
-
-/// Not a check of speed, which depends on the machine: `cargo test --release -- --ignored --nocapture speed`.
-#[test]
-#[ignore = "prints a figure"]
-fn speed() {
-    let mut pool = ZsPool::new(1 << 30);
-    let mut seed = 1u64;
-    let mut random = || {
-        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        (seed >> 33) as usize
-    };
-    let mut live: Vec<_> = (0..200_000).map(|_| pool.alloc(200 + random() % 3000).unwrap()).collect();
-    let rounds = 5_000_000u32;
-    let start = std::time::Instant::now();
-    for _ in 0..rounds {
-        let slot = random() % live.len();
-        pool.free(live[slot]);
-        live[slot] = pool.alloc(200 + random() % 3000).unwrap();
-    }
-    let took = start.elapsed() / rounds;
-    let (used, held, books) = (pool.used_bytes(), pool.held_bytes(), pool.metadata_bytes());
-    println!("free + alloc {took:?}, used {used}, held {held}, books {books} for {} objects", live.len());
-}
