@@ -43,7 +43,8 @@ use uzswap_sys::{maps, pagemap};
 /// Bytes of a huge page.
 const HUGE_BYTES: usize = FOLIO_PAGES * PAGE;
 
-/// New memory comes as huge pages where so many of them are a member's share of the limit, or less: one is brought ahead of need.
+/// New memory comes as huge pages where so many of them are what the limit has for each member, or less: one is brought ahead of need.
+/// (Engaged or not. Of eight that begin at once under 160 MiB the first would take what the others fill unmanaged: see MEASUREMENTS.md.)
 const OF_SHARE: usize = 16;
 /// New huge pages that one fault brings at most. (Before it asks anybody the kernel takes one and clears it, for nothing: 100 µs a fault.
 /// Where it is told not to it makes a page table first, and what is moved there is split.)
@@ -288,7 +289,8 @@ impl Pager {
     /// How many huge pages a fault on new memory brings: one, and where the stream came through another just now several.
     fn new_huge_pages(&self, s: &State, vpn: u64) -> usize {
         let is_there = |pages: u64| vpn.checked_sub(pages).is_some_and(|at| s.pt.get(at).tag() == Tag::Resident);
-        let most = (self.share() / (OF_SHARE * HUGE_BYTES)).min(NEW_MOST);
+        let each = self.limit() / (1 + self.others_count());
+        let most = (each / (OF_SHARE * HUGE_BYTES)).min(NEW_MOST);
         if is_there(1) && is_there(FOLIO_PAGES as u64) { most } else { most.min(1) }
     }
 
