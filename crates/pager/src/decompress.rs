@@ -17,8 +17,8 @@ use core::sync::atomic::{AtomicBool, Ordering::*};
 use uzswap_mm::codec::Decompressor;
 use uzswap_mm::pagetable::Tag;
 
-/// Pages of a run from which on helpers take part: to decompress and check those takes four times as long as a helper is slow to wake.
-pub(crate) const SHARE_RUNS_FROM: usize = 64;
+/// Pages of a run from which on helpers take part: of lz4 those take some 100 µs.
+const SHARE_RUNS_FROM: usize = 64;
 
 /// A block of a run that comes whole. (For as long as the lock is held: see [`State::object`].)
 pub(crate) struct Block {

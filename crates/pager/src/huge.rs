@@ -344,7 +344,7 @@ impl Pager {
             unsafe { self.layout.frames_mut(slot, FOLIO_PAGES) }.fill(0);
             return Some(slot);
         }
-        // (Each of the other members may take one at this moment. Eight that filled 280 MiB at once under 160 held up to 182.)
+        // (Each of the other members may take one at this moment.)
         let taken = HUGE_BYTES * (1 + self.others_count());
         if self.excess(s) + (taken + self.margin() / 2) as isize > 0 {
             return None;

@@ -350,6 +350,21 @@ mod tests {
     use crate::testing;
     use uzswap_mm::pagetable::Pte;
 
+    /// See `scan_noted_now`: nobody registers again what the ticker is about to give up.
+    #[test]
+    fn the_handler_does_not_look_while_the_process_is_let_go_of() {
+        let p = testing::pager(16 << 20);
+        p.growth.looks_wanted.store(1, Relaxed);
+        p.growth.noted.note(1 << 20, PAGE);
+        p.letting.store(ASKED, SeqCst);
+        p.look_if_asked();
+        assert_eq!(p.growth.looks_done.load(Relaxed), 0);
+        assert!(p.growth.noted.take().is_some_and(|noted| noted.len() == 1), "it is the ticker's to look at");
+        p.letting.store(KEEPS, SeqCst);
+        assert!(p.calls.try_stop_now(), "calls go on");
+        p.calls.go_on();
+    }
+
     /// The story: what was lost and not touched yet would have read as zeros once nobody served its faults any more.
     #[test]
     fn what_is_lost_is_told_of_later_too() {

@@ -148,9 +148,9 @@ pub struct State {
     pub algorithm: Algorithm,
     /// Order of the largest folio: what leaves at once must be little against the limit.
     pub folio_max: u8,
-    /// Order of the largest unit of compression: no more than what is asked for.
+    /// Order of the largest unit of compression that a process's share has room for, and whose compressor can be afforded.
     pub unit_max: u8,
-    /// And of the largest whose compressor can be afforded.
+    /// Order of the largest one whose compressor can be, whatever the share.
     unit_affordable: u8,
     /// Order of the largest block there was; the usual one at least.
     pub largest_block: u8,
@@ -270,7 +270,8 @@ impl State {
     /// an ample share.
     ///
     /// The story: of 32 processes under 160 MiB each listed what it had when it was managed as folios of 2 MiB, as one alone would, and
-    /// some had two buffers for them, of the 5 MiB that were their share. Eight with units of 2 MiB held 178 to 211 MiB.
+    /// some had two buffers for them, of the 5 MiB that were their share. Eight with units of 2 MiB
+    /// had 10 to 17 MiB of buffers, and have 4 since.
     pub fn bound_folios(&mut self, room: usize, share: usize) {
         self.folio_max = bound(room);
         self.unit_max = self.unit_affordable.min(bound(share));
