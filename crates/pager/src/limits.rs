@@ -67,21 +67,21 @@ impl Pager {
         if self.lets_go() {
             return isize::MIN / 2;
         }
-        let (own, others) = (self.charged(s), self.others_charge());
+        let (own, others) = (self.charged(s), self.others_charge_soon());
         let over = |(i, (_, n)): (usize, (usize, &Node))| (own + others[i]) as isize - n.target() as isize;
         self.chain_nodes().enumerate().map(over).max().unwrap_or(isize::MIN / 2)
     }
 
     /// How far a process that charges `own` may grow, in the worst group of the chain, before memory must be managed
     /// (0: now), where `engage_at` says at which charge of a limit that is: at once where `planned` more, and what others
-    /// have planned, would not fit. And how far until it should look again, as others grow too: while this process uses
-    /// a second of CPU time each of them may.
+    /// have planned, would not fit below where those that are managed keep the limit (`over`: they count with all of it). And
+    /// how far until it should look again, as others grow too: while this process uses a second of CPU time each of them may.
     pub fn headroom(&self, own: usize, planned: usize, engage_at: impl Fn(usize) -> usize) -> (usize, usize) {
         let others = self.others_use();
         let (mut room, mut until_look) = (usize::MAX, usize::MAX);
         for (i, (_, n)) in self.chain_nodes().enumerate() {
             let (charge, limit) = (own + others.charge[i], n.target() as usize);
-            let tight = charge + planned + others.planned[i] > limit;
+            let tight = charge + planned + others.planned[i] + 2 * self.margin() > limit;
             let left = if tight { 0 } else { engage_at(limit).saturating_sub(charge) };
             room = room.min(left);
             until_look = until_look.min(left.saturating_sub(others.planned[i]));

@@ -147,13 +147,25 @@ impl Pager {
         self.others().count()
     }
 
-    /// What the other members charge, as they last said it, in each group of the chain. (Asked at every fault.)
+    /// What the other members charge, as they last said it, in each group of the chain.
     pub fn others_charge(&self) -> [usize; DEPTH] {
+        self.sum_others(charge_of)
+    }
+
+    /// The same, and what those may have filled since whose memory is not managed yet: what they planned. (Asked at every fault.)
+    ///
+    /// The story: of eight processes that filled a group at once the first three had room for all of theirs, and so their memory was
+    /// not managed yet when the others began. These were, and knew of what the three filled when those said it, after it was too much.
+    pub fn others_charge_soon(&self) -> [usize; DEPTH] {
+        self.sum_others(|s, uncharged| charge_of(s, uncharged) + s.planned.load(Relaxed) as usize)
+    }
+
+    fn sum_others(&self, of: impl Fn(&Slot, bool) -> usize) -> [usize; DEPTH] {
         let mut sums = [0; DEPTH];
         let uncharged = self.group.pool_uncharged.load(Relaxed) != 0;
         for s in self.others() {
             let ancestors = self.ancestors(s);
-            let charge = charge_of(s, uncharged);
+            let charge = of(s, uncharged);
             let levels = sums.iter_mut().zip(self.chain.nodes());
             levels.filter(|(_, at)| ancestors & 1 << **at != 0).for_each(|(sum, _)| *sum += charge);
         }
@@ -204,8 +216,17 @@ impl Pager {
         self.others().filter(idle).for_each(|o| wake_member(o, true));
     }
 
+    /// Before memory is taken out: what others are charged with should be what they hold. Who died holds nothing; who has planned
+    /// and not filled it, and uses no CPU time, would not look by itself any more.
+    pub(crate) fn look_at_others(&self) {
+        self.bury_the_dead();
+        if self.others().any(|o| o.planned.load(Relaxed) != 0) {
+            self.wake_others();
+        }
+    }
+
     /// Returns the charges of members that died without a word, now and then.
-    pub fn bury_the_dead(&self) {
+    fn bury_the_dead(&self) {
         if due(&self.bury_due, SEARCH_NS) {
             self.group.bury_the_dead(Identity::own());
         }
@@ -296,6 +317,39 @@ mod tests {
         other.owner.store(Identity::own().raw(), Relaxed);
         p.rally();
         assert!(woken.recv().unwrap());
+    }
+
+    /// See [`Pager::others_charge_soon`], and [`Pager::look_at_others`]: a plan counts with those whose memory is managed, and it has
+    /// who made it looked after, so that it does not count for good.
+    #[test]
+    fn what_others_plan_counts_until_they_have_looked() {
+        let p = testing::pager(64 << 20);
+        let (tid, woken) = ticker(1);
+        let other = &p.group.slots[7];
+        p.group.used.store(8, Relaxed);
+        other.owner.store(Identity::own().raw(), Relaxed);
+        other.ticker.store(tid, Relaxed);
+        let mut s = p.state.lock();
+        s.rss = 40 << 20;
+        let excess = |planned: u64| {
+            other.planned.store(planned << 20, Relaxed);
+            (p.excess(&s) >> 20, p.over_max(&s).is_some())
+        };
+        assert_eq!([0, 20, 30].map(excess), [(-24, false), (-4, false), (6, false)], "nothing is exceeded yet");
+        p.look_at_others();
+        assert!(woken.recv().unwrap(), "it is asked to look");
+        // Which it sees as those do who keep the limit with a margin: it has its memory managed, and plans nothing any more.
+        let room = |planned: usize| p.headroom(20 << 20, planned << 20, |limit| limit).0 >> 20;
+        other.planned.store(0, Relaxed);
+        assert_eq!([30, 41].map(room), [44, 0]);
+        other.planned.store(11 << 20, Relaxed);
+        assert_eq!([28, 30].map(room), [44, 0]);
+        p.poke_due.store(0, Relaxed);
+        other.planned.store(0, Relaxed);
+        let before = other.wake.load(Relaxed);
+        p.look_at_others();
+        assert_eq!(other.wake.load(Relaxed), before, "nobody plans anything");
+        s.rss = 0;
     }
 
     /// The story: each of 32 processes in a group would keep free what one alone would, together up to half of the limit.

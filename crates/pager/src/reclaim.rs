@@ -119,7 +119,7 @@ impl Pager {
             self.wake_others();
         }
         if over {
-            self.bury_the_dead();
+            self.look_at_others();
             self.count_excess(&s, margin as usize);
         }
         !s.unshare.is_empty() || over || (ahead && short)
@@ -221,7 +221,7 @@ impl Pager {
             // (The story: Redis had 3 MiB of 72 in memory for minutes, in a group of 63 that used 12. By all that could be seen a child had
             // ended and left its charge; the handler kept the parent just below the limit in what that left, and who is dead was only
             // looked for above it.)
-            self.bury_the_dead();
+            self.look_at_others();
             self.count_sharers();
             self.count_excess(s, margin as usize / 2);
         }
