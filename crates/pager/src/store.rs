@@ -138,7 +138,7 @@ impl Pager {
     /// Takes staged folios beyond `keep` pages: clean ones are done at once, the others become a batch. Whether
     /// anything came of it.
     pub fn prepare(&self, s: &mut State, batch: &mut Batch, want: usize, keep: usize) -> bool {
-        batch.use_dense = s.algorithm == Algorithm::Lz4 && self.crowded(s);
+        batch.use_dense = s.algorithm == Algorithm::Lz4 && self.wants_dense(s);
         if batch.use_dense {
             batch.tools.dense();
         }
