@@ -280,6 +280,26 @@ mod tests {
         assert!(!floor(&mut s, least - 1));
     }
 
+    /// See [`DENSE_PART`]: it is worth its time long before the pool crowds the program out.
+    #[test]
+    fn from_an_eighth_of_the_limit_on_the_pool_is_made_dense() {
+        let p = testing::pager(8 << 20);
+        let mut s = p.state.lock();
+        let mut vpn = 0x1000;
+        while !p.wants_dense(&s) {
+            assert!(s.pool.held_bytes() <= 1 << 20 && !p.densify(&mut s, 64));
+            store(&mut s, vpn, 2, 0);
+            vpn += 4;
+        }
+        assert!(s.pool.held_bytes() > 1 << 20 && !p.crowded(&s));
+        assert!(p.densify(&mut s, 4));
+        let dense = (0x1000..vpn).filter(|at| matches!(check(&mut s, *at, false), Encoding::Zstd)).count();
+        assert_eq!(dense, 16, "four objects of four pages");
+        let mut batch = Batch::new(s.new_compressor());
+        p.prepare(&mut s, &mut batch, 0, 0);
+        assert!(batch.use_dense, "and what is stored from now on is");
+    }
+
     #[test]
     fn a_pool_that_crowds_nobody_out_is_left_alone() {
         let p = testing::pager(8 << 20);
