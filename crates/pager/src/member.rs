@@ -292,16 +292,22 @@ mod tests {
         (tid.recv().unwrap(), hear)
     }
 
+    /// Another member, of which a [`ticker`] waits.
+    fn member(p: &Pager, times: usize) -> (&Slot, mpsc::Receiver<bool>) {
+        let (tid, woken) = ticker(times);
+        let other = &p.group.slots[7];
+        p.group.used.store(8, Relaxed);
+        other.owner.store(Identity::own().raw(), Relaxed);
+        other.ticker.store(tid, Relaxed);
+        (other, woken)
+    }
+
     /// The story: of eight processes that filled a group at once one was done before it looked again. It was charged with next
     /// to nothing, so nobody woke it, and being idle it never looked: its 36 MiB stayed above the limit for good.
     #[test]
     fn who_is_not_engaged_is_asked_whatever_it_last_said() {
         let p = testing::pager(16 << 20);
-        let (tid, woken) = ticker(2);
-        let other = &p.group.slots[7];
-        p.group.used.store(8, Relaxed);
-        other.owner.store(Identity::own().raw(), Relaxed);
-        other.ticker.store(tid, Relaxed);
+        let (other, woken) = member(p, 2);
         other.rss.store(1 << 20, Relaxed);
         assert_eq!(p.others_count(), 1);
         let seen = other.wake.load(Relaxed);
@@ -324,11 +330,7 @@ mod tests {
     #[test]
     fn what_others_plan_counts_until_they_have_looked() {
         let p = testing::pager(64 << 20);
-        let (tid, woken) = ticker(1);
-        let other = &p.group.slots[7];
-        p.group.used.store(8, Relaxed);
-        other.owner.store(Identity::own().raw(), Relaxed);
-        other.ticker.store(tid, Relaxed);
+        let (other, woken) = member(p, 1);
         let mut s = p.state.lock();
         s.rss = 40 << 20;
         let excess = |planned: u64| {

@@ -152,6 +152,8 @@ impl Pager {
                 if self.engage().is_err() {
                     self.never_gets_on();
                     self.growth.room.store(usize::MAX, Relaxed);
+                    // (What it planned would count with the others for good.)
+                    self.me().planned.store(0, Relaxed);
                     if self.group.warns_first(unmanaged::REFUSED) {
                         self.say(b"uzswap: memory cannot be managed in this process (userfaultfd refused, or no /proc); it runs without a limit; see `uzswap doctor`\n");
                     }
