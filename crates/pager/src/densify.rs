@@ -25,7 +25,7 @@ use uzswap_mm::trace::{Kind, Record};
 /// The pool is made dense where it takes more than one part of the limit in so many.
 ///
 /// The story: it was half. Programs that use all of their memory at random lost more by what lz4 took from them than zstd takes of time:
-/// Ruby at half of its memory faulted 1.36 million times in 25 s, and 0.2 million in 8 since.
+/// Ruby at half of its memory faulted 1.36 million times in 25 s, and 0.27 million in 8.5 since.
 const DENSE_PART: usize = 8;
 /// Page-table entries looked at per call at most.
 const LOOK: usize = 4096;
