@@ -62,7 +62,8 @@ impl Pager {
         if self.group.pool_uncharged.load(Relaxed) != 0 { held.saturating_sub(s.pool.held_bytes()) } else { held }
     }
 
-    /// Bytes the group is over (positive) or under what reclaim keeps; of the chain, the group that is worst off.
+    /// Bytes the group is over (positive) or under what reclaim keeps, what others plan and may have filled already included; of the
+    /// chain, the group that is worst off.
     pub fn excess(&self, s: &State) -> isize {
         if self.lets_go() {
             return isize::MIN / 2;

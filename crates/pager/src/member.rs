@@ -157,7 +157,7 @@ impl Pager {
     /// The story: of eight processes that filled a group at once the first three had room for all of theirs, and so their memory was
     /// not managed yet when the others began. These were, and knew of what the three filled when those said it, after it was too much.
     pub fn others_charge_soon(&self) -> [usize; DEPTH] {
-        self.sum_others(|s, uncharged| charge_of(s, uncharged) + s.planned.load(Relaxed) as usize)
+        self.sum_others(|s, uncharged| charge_of(s, uncharged) + planned_by(s))
     }
 
     fn sum_others(&self, of: impl Fn(&Slot, bool) -> usize) -> [usize; DEPTH] {
@@ -191,7 +191,7 @@ impl Pager {
                 sums.swapped[i] += s.swapped.load(Relaxed) as usize;
                 sums.pool[i] += pool;
                 sums.swap[i] += s.swap.load(Relaxed) as usize;
-                sums.planned[i] += s.planned.load(Relaxed) as usize;
+                sums.planned[i] += planned_by(s);
             }
         }
         sums
@@ -201,12 +201,16 @@ impl Pager {
     /// look whether they should be, now and then. (What those hold is not known: one that filled its memory since it last
     /// looked, and uses no CPU time any more, would never look again by itself.)
     pub fn wake_others(&self) {
+        self.rally_now_and_then();
+        for other in self.others().filter(|o| o.rss.load(Relaxed) > LITTLE_BYTES) {
+            wake_member(other, false);
+        }
+    }
+
+    fn rally_now_and_then(&self) {
         let every = POKE_NS * self.others_count() as u64;
         if due(&self.poke_due, every.clamp(POKE_LEAST_NS, SEARCH_NS)) {
             self.rally();
-        }
-        for other in self.others().filter(|o| o.rss.load(Relaxed) > LITTLE_BYTES) {
-            wake_member(other, false);
         }
     }
 
@@ -220,8 +224,8 @@ impl Pager {
     /// and not filled it, and uses no CPU time, would not look by itself any more.
     pub(crate) fn look_at_others(&self) {
         self.bury_the_dead();
-        if self.others().any(|o| o.planned.load(Relaxed) != 0) {
-            self.wake_others();
+        if self.others().any(|o| planned_by(o) != 0) {
+            self.rally_now_and_then();
         }
     }
 
@@ -246,6 +250,12 @@ impl Pager {
 fn charge_of(s: &Slot, uncharged: bool) -> usize {
     let pool = if uncharged { s.pool.load(Relaxed) as usize } else { 0 };
     (s.rss.load(Relaxed) as usize).saturating_sub(pool)
+}
+
+/// What a member has planned and may fill unmanaged. (One that is engaged does not, though a thread that planned just as it engaged may
+/// have left a figure behind.)
+fn planned_by(s: &Slot) -> usize {
+    if s.engaged.load(Relaxed) == 0 { s.planned.load(Relaxed) as usize } else { 0 }
 }
 
 /// Wakes a member's reclaim thread, and with `poke` its ticker.
@@ -346,7 +356,11 @@ mod tests {
         assert_eq!([30, 41].map(room), [44, 0]);
         other.planned.store(11 << 20, Relaxed);
         assert_eq!([28, 30].map(room), [44, 0]);
+        // The story: a thread that planned just as its process engaged left that behind, which nobody takes back any more.
+        other.engaged.store(1, Relaxed);
+        assert_eq!((excess(30), room(30)), ((-24, false), 44), "who is managed fills nothing unseen");
         p.poke_due.store(0, Relaxed);
+        other.engaged.store(0, Relaxed);
         other.planned.store(0, Relaxed);
         let before = other.wake.load(Relaxed);
         p.look_at_others();
