@@ -337,6 +337,19 @@ impl State {
         let pages = self.ceded.iter().map(|(a, b)| ((a / PAGE) as u64, (b / PAGE) as u64));
         pages.filter(|(a, b)| *b > vpn && *a < end).map(|(a, _)| a.max(vpn + 1)).min().unwrap_or(end)
     }
+
+    /// The same downwards: from which page on a fault on page `vpn` may bring pages that begins at `first`.
+    ///
+    /// The story: of a block in the middle of which lay memory of the program's own userfaultfd all came, from its first page on. COPY filled
+    /// what the program had dropped there with zeros, and its handler was never asked.
+    #[inline]
+    pub(crate) fn behind_ceded(&self, vpn: u64, first: u64) -> u64 {
+        if self.ceded.is_empty() {
+            return first;
+        }
+        let pages = self.ceded.iter().map(|(a, b)| ((a / PAGE) as u64, (b / PAGE) as u64));
+        pages.filter(|(a, b)| *a < vpn && *b > first).map(|(_, b)| b.min(vpn)).max().unwrap_or(first)
+    }
 }
 
 /// The first part of `[at, end)` that is managed.
@@ -513,10 +526,43 @@ mod tests {
         assert_eq!(s.before_ceded(5, 20), 20);
         // (Where a fault is on such a page after all it is an old entry: that page comes.)
         assert_eq!(s.before_ceded(25, 28), 26);
+        assert_eq!(
+            [(15, 10), (50, 41), (50, 39), (80, 10), (25, 18)].map(|(vpn, from)| s.behind_ceded(vpn, from)),
+            [10, 41, 40, 70, 25]
+        );
         s.note_taken_over(0, 25 * PAGE);
         assert_eq!(s.before_ceded(5, 100), 25);
         s.note_taken_over(0, 100 * PAGE);
         assert_eq!(s.before_ceded(5, 100), 100);
+    }
+
+    /// See [`State::behind_ceded`].
+    #[test]
+    fn a_block_around_what_is_the_programs_comes_without_it() {
+        const BLOCK: u64 = 16;
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, 2 * BLOCK as usize).next_multiple_of(BLOCK as usize * PAGE);
+        let first = (at / PAGE) as u64;
+        let (from, to) = (at + 5 * PAGE, at + 8 * PAGE);
+        {
+            let s = &mut *p.state.lock();
+            s.managed.push((at, at + BLOCK as usize * PAGE));
+            testing::store(s, first, BLOCK.ilog2() as u8, 0, testing::words);
+        }
+        assert_eq!(p.cede_range(from, to, &mut || {}), Ok(()));
+        let theirs = other();
+        assert_eq!(theirs.register(from, to - from), Ok(()));
+        // SAFETY: memory of this test; its owner drops what it is to fill itself.
+        unsafe { crate::arena::discard(from, to - from) };
+        let s = &mut *p.state.lock();
+        assert!(p.serve(s, crate::fault::Request { vpn: first + 10, write: false, protected: false }).is_ok());
+        let brought: Vec<u64> = (0..BLOCK).filter(|page| s.pt.get(first + page).tag() == Tag::Resident).collect();
+        assert!(brought.contains(&10) && !brought.iter().any(|page| (5..8).contains(page)), "{brought:?}");
+        let mut there = [0u8; BLOCK as usize];
+        // SAFETY: asks about memory of this test, with room for each page's answer.
+        unsafe { uzswap_sys::sys!(libc::SYS_mincore, at, BLOCK as usize * PAGE, there.as_mut_ptr()) }.expect("mincore");
+        let missing: Vec<usize> = (0..BLOCK as usize).filter(|page| there[*page] & 1 == 0).collect();
+        assert!([5, 6, 7].iter().all(|page| missing.contains(page)), "its handler is to be asked: {there:?}");
     }
 
     /// The story: who registers memory while the process is let go of asked a ticker that had ended, and would have waited for ever.

@@ -126,7 +126,7 @@ impl Pager {
             _ if window.known_only => whole_blocks(s, r.vpn, known_run(s, r.vpn, window.pages)),
             _ => whole_blocks(s, r.vpn, window.pages),
         };
-        let end = s.before_ceded(r.vpn, until);
+        let (at, end) = (s.behind_ceded(r.vpn, at), s.before_ceded(r.vpn, until));
         // Who goes on in sequence meets the next fault there.
         s.streams.brought(window.stream, at, end, |vpn| s.pt.get(vpn).tag() == Tag::Resident);
         let mut d = Delivery::of(r, alone && !huge);
