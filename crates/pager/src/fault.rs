@@ -28,7 +28,7 @@ use crate::folio::USUAL_UNIT;
 use crate::object;
 use crate::pager::Pager;
 use crate::state::{BLOCK_PAGES, FOLIO_PAGES, State};
-use crate::streams::Way;
+use crate::streams::{Way, Window};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::lru::{List, age};
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, PageTable, Pte, Tag};
@@ -73,8 +73,12 @@ impl Pager {
     /// # Errors
     /// [`EventPending`]: nothing was done; read messages, then call again.
     pub fn serve(&self, s: &mut State, r: Request) -> Result<(), EventPending> {
-        let c = self.counters();
-        c.pgfault.fetch_add(1, Relaxed);
+        self.serve_now(s, r).inspect(|()| {
+            self.counters().pgfault.fetch_add(1, Relaxed);
+        })
+    }
+
+    fn serve_now(&self, s: &mut State, r: Request) -> Result<(), EventPending> {
         let first = s.pt.get(r.vpn);
         if self.without_move && s.remapping.has(r.vpn) {
             // Who waits is woken when it is known what is there.
@@ -98,9 +102,14 @@ impl Pager {
         brought
     }
 
+    /// Decides how much comes, and brings it.
+    ///
+    /// The story: a fault of a sequence that was asked again, as another thread's call had an event unread, began anew with one page, and
+    /// had its block stored in single pages from then on.
     fn bring(&self, s: &mut State, r: Request, first: Pte) -> Result<(), EventPending> {
         s.touch(r.vpn);
-        let scattered = s.pt.hints(r.vpn) & HINT_RANDOM != 0 && !s.streams.is_near(r.vpn);
+        let hints = s.pt.hints(r.vpn);
+        let scattered = hints & HINT_RANDOM != 0 && !s.streams.is_near(r.vpn);
         let lately = (s.resident / 16).min(LATELY) as u32;
         let window = s.streams.window(r.vpn, first.tag() == Tag::None, || follows(&s.pt, s.stamp, r.vpn, lately));
         let sequential = window.way != Way::Anew;
@@ -108,9 +117,29 @@ impl Pager {
             object::order(s.object(first.handle())) <= SMALL_BLOCK
         };
         let (set, clear) = if sequential { (HINT_SEQUENTIAL, HINT_RANDOM) } else { (HINT_RANDOM, HINT_SEQUENTIAL) };
-        if first.tag() != Tag::None || sequential {
+        let hinted = first.tag() != Tag::None || sequential;
+        if hinted {
             s.pt.hint(r.vpn, set, clear);
         }
+        let brought = self.bring_window(s, r, first, (window, alone));
+        if brought.is_err() {
+            s.streams.undo();
+            if hinted {
+                s.pt.hint(r.vpn, hints & (set | clear), !hints & (set | clear));
+            }
+        }
+        brought
+    }
+
+    /// Brings a window, or, where that is to come `alone`, the page touched.
+    fn bring_window(
+        &self,
+        s: &mut State,
+        r: Request,
+        first: Pte,
+        (window, alone): (Window, bool),
+    ) -> Result<(), EventPending> {
+        let sequential = window.way != Way::Anew;
         if first.tag() == Tag::None && self.bring_new_huge(s, r, window)? {
             return Ok(());
         }
@@ -393,6 +422,33 @@ mod tests {
         assert!(p.serve(&mut s, Request { vpn, write: false, protected: false }).is_ok());
         let answer = answer.recv_timeout(std::time::Duration::from_secs(60)).expect("it waits no more");
         assert_eq!(answer, Err(libc::ENOMEM));
+    }
+
+    /// See `Pager::bring`.
+    #[test]
+    fn a_sequence_goes_on_behind_a_fault_that_is_asked_again() {
+        let p = testing::pager_told_of_moves(16 << 20);
+        let (at, beside) = (testing::memory(p, 2 * N as usize).next_multiple_of(16 * PAGE), testing::memory(p, 1));
+        let s = &mut *p.state.lock();
+        let serve = |s: &mut State, vpn| {
+            let before = s.resident;
+            p.serve(s, Request { vpn, write: true, protected: false }).map(|()| s.resident - before)
+        };
+        let mut vpn = (at / PAGE) as u64;
+        for _ in 0..3 {
+            vpn += serve(s, vpn).unwrap_or_else(|_| panic!("no event is unread")) as u64;
+        }
+        let (hints, faults) = (s.pt.hints(vpn - 1), p.counters().pgfault.load(Relaxed));
+        // SAFETY: memory of this test, of which nothing is needed.
+        let drops = std::thread::spawn(move || unsafe { crate::arena::discard(beside, PAGE) });
+        assert!(p.uffd().wait(-1), "the event");
+        (0..20).for_each(|_| assert!(serve(s, vpn).is_err()));
+        let event = p.uffd().read().expect("a message").expect("one");
+        p.event(s, event);
+        drops.join().expect("its call ends");
+        let brought = serve(s, vpn).unwrap_or_else(|_| panic!("no event is unread"));
+        assert!(brought >= 32, "{brought} pages");
+        assert_eq!((p.counters().pgfault.load(Relaxed), s.pt.hints(vpn - 1)), (faults + 1, hints));
     }
 
     /// See `new_from`: what lies below the mapping that is filled downwards, or a page that another has, is not touched.

@@ -37,6 +37,12 @@ const FALL_BYTES: u64 = 256 << 10;
 /// After a member was killed nobody else is for this long: it takes time to die.
 const KILL_PAUSE_NS: u64 = 2_000_000_000;
 
+/// Whether a member has found nothing to take out since a moment ago.
+pub(crate) fn finds_nothing(member: &Slot, now: u64) -> bool {
+    let stuck = member.stuck.load(Acquire);
+    stuck != 0 && now < stuck.saturating_add(STUCK_NS)
+}
+
 /// What a stuck member has seen while another seems to get on.
 #[derive(Default)]
 pub struct Waiting {
@@ -95,12 +101,8 @@ impl Pager {
     /// Whether another member of a group may have something to give.
     fn another_gets_on(&self, over: Over, now: u64) -> bool {
         let (w, charge) = (&self.waiting, over.charge as u64);
-        let finds_nothing = |other: &Slot| {
-            let stuck = other.stuck.load(Acquire);
-            stuck != 0 && now < stuck.saturating_add(STUCK_NS)
-        };
         let mut others = self.others_within(over.node).filter(|o| o.rss.load(Relaxed) > LITTLE_BYTES);
-        let any = others.any(|o| !finds_nothing(o) && o.owner().is_some_and(|owner| !owner.is_dead()));
+        let any = others.any(|o| !finds_nothing(o, now) && o.owner().is_some_and(|owner| !owner.is_dead()));
         let since = w.since.load(Relaxed);
         if !any {
             w.since.store(0, Relaxed);

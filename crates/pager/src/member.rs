@@ -8,7 +8,7 @@
 //! Invariants: only the owner writes a slot's charges, and only while it lives; what dead members were charged with is returned
 //! by whoever looks. `group` explains how a slot changes hands. Nothing here takes a lock.
 
-use crate::full::LITTLE_BYTES;
+use crate::full::{LITTLE_BYTES, finds_nothing};
 use crate::group::{Counters, DEPTH, GroupPage, NODES, SLOTS, Slot};
 use crate::inject::Site;
 use crate::pager::Pager;
@@ -200,11 +200,14 @@ impl Pager {
     /// Wakes the reclaim threads of the other members that hold something worth while; those that are not engaged yet
     /// look whether they should be, now and then. (What those hold is not known: one that filled its memory since it last
     /// looked, and uses no CPU time any more, would never look again by itself.)
+    ///
+    /// The story: the members of a group that was full woke each other, who looked in vain and woke the others. Four that slept took a
+    /// CPU between them. Who finds nothing looks by itself, 50 times a second.
     pub fn wake_others(&self) {
         self.rally_now_and_then();
-        for other in self.others().filter(|o| o.rss.load(Relaxed) > LITTLE_BYTES) {
-            wake_member(other, false);
-        }
+        let now = thread::now_ns();
+        let has_some = |o: &&Slot| o.rss.load(Relaxed) > LITTLE_BYTES && !finds_nothing(o, now);
+        self.others().filter(has_some).for_each(|o| wake_member(o, false));
     }
 
     fn rally_now_and_then(&self) {
@@ -310,6 +313,29 @@ mod tests {
         other.owner.store(Identity::own().raw(), Relaxed);
         other.ticker.store(tid, Relaxed);
         (other, woken)
+    }
+
+    /// See [`Pager::wake_others`].
+    #[test]
+    fn who_has_just_found_nothing_is_not_woken() {
+        let p = testing::pager(16 << 20);
+        let other = &p.group.slots[7];
+        p.group.used.store(8, Relaxed);
+        other.owner.store(Identity::own().raw(), Relaxed);
+        other.engaged.store(1, Relaxed);
+        let woken = |rss: u64, stuck: u64| {
+            other.rss.store(rss, Relaxed);
+            other.stuck.store(stuck, Relaxed);
+            let seen = other.wake.load(Relaxed);
+            p.wake_others();
+            other.wake.load(Relaxed) != seen
+        };
+        let (much, now) = (LITTLE_BYTES + 1, thread::now_ns());
+        assert_eq!(
+            [(much, 0), (much, 1), (much, now), (1, 0)].map(|(rss, stuck)| woken(rss, stuck)),
+            [true, true, false, false]
+        );
+        other.owner.store(0, Relaxed);
     }
 
     /// The story: of eight processes that filled a group at once one was done before it looked again. It was charged with next

@@ -89,14 +89,27 @@ pub struct Streams {
     last: usize,
     /// Faults.
     clock: u64,
+    /// What the last window changed: [`Streams::undo`].
+    before: Before,
     /// Pages one fault brings at most, as a power of two: those of [`WINDOW_PAGES`], or less where there is little memory.
     pub widest: u8,
+}
+
+/// What a window changed, as it was before.
+#[derive(Clone, Copy)]
+struct Before {
+    /// The stream.
+    stream: (usize, Stream),
+    /// What became that stream.
+    young: Option<(usize, Stream)>,
+    last: usize,
 }
 
 impl Default for Streams {
     /// None yet.
     fn default() -> Self {
-        Self { list: [NONE; ENDS + STREAMS], last: 0, clock: 0, widest: WINDOW_PAGES.ilog2() as u8 }
+        let before = Before { stream: (0, NONE), young: None, last: 0 };
+        Self { list: [NONE; ENDS + STREAMS], last: 0, clock: 0, before, widest: WINDOW_PAGES.ilog2() as u8 }
     }
 }
 
@@ -123,10 +136,12 @@ impl Streams {
     /// sort does with its lines: a fault for each of 57 MiB of them).
     pub fn window(&mut self, page: u64, new: bool, follows: impl FnOnce() -> Way) -> Window {
         self.clock += 1;
+        let (last_young, mut young) = (self.last, None);
         let (stream, way, log, known_only) = match self.of(page) {
             Some((i, way)) => {
                 let last = self.list[i];
                 let (stream, doubtful) = if i < ENDS {
+                    young = Some((i, last));
                     self.list[i] = NONE;
                     (self.place(), way == Way::Down)
                 } else {
@@ -145,8 +160,18 @@ impl Streams {
         let border = BLOCK_PAGES.max(1 << log);
         let before = page as usize % border;
         let pages = (1 << log).min(if way == Way::Down { before + 1 } else { border - before });
+        self.before = Before { stream: (stream, self.list[stream]), young, last: last_young };
         self.list[stream] = Stream { log, used: self.clock, way, known_only, new, ..self.list[stream] };
         Window { pages, way, known_only, stream }
+    }
+
+    /// The last fault was not served, and will be asked about again.
+    pub fn undo(&mut self) {
+        let Before { stream, young, last } = self.before;
+        for (i, was) in [Some(stream), young].into_iter().flatten() {
+            self.list[i] = was;
+        }
+        self.last = last;
     }
 
     /// The fault of a window is served: pages `[from, to)` came, or were there, as others may be, which `is_there` tells.
@@ -308,6 +333,23 @@ mod tests {
         let w = streams.window(3, false, || Way::Down);
         streams.brought(w.stream, 0, 4, |_| true);
         assert_eq!(streams.window(0, false, || Way::Anew).way, Way::Anew, "there is nothing below the first page");
+    }
+
+    /// See `Pager::serve`: what was not served goes on where it was.
+    #[test]
+    fn who_asks_again_is_told_the_same() {
+        let mut streams = Streams::default();
+        let mut page = 64;
+        for fault in 0..6 {
+            let first = streams.window(page, false, || Way::Anew);
+            for _ in 0..2 * ENDS {
+                streams.brought(first.stream, page, page + first.pages as u64, |_| false);
+                streams.undo();
+                assert_eq!(streams.window(page, false, || Way::Anew), first, "fault {fault}");
+            }
+            page += first.pages as u64;
+            streams.brought(first.stream, page - 1, page, |_| false);
+        }
     }
 
     /// A fault that brings one page; `follows`: what the table tells.
