@@ -174,21 +174,25 @@ impl Pager {
         progress
     }
 
-    /// Makes what was found to be shared this process's own, having released the lock; whether there was any.
+    /// Makes what was found to be shared this process's own, having released the lock; whether any of it can be taken out now.
+    ///
+    /// The story: that there was any counted. Of a process with a child nobody can tell pages that are pinned from those that are shared, so
+    /// where all was pinned the reclaim thread never rested, and a group that was full was not said to be.
     pub(crate) fn unshare_noted(&self, mut s: Guard<'_, State>) -> bool {
         let shared = core::mem::take(&mut s.unshare);
+        if shared.is_empty() {
+            return false;
+        }
         self.unsharing.store(true, SeqCst);
         drop(s);
-        let any = self.unshare(&shared);
+        self.unshare(&shared);
         self.unsharing.store(false, SeqCst);
         // Freed under the lock, as everything is: a child must find the allocator at rest.
         let mut s = self.state.lock();
-        if !self.has_kin() {
-            self.rescue_unshared(&mut s, &shared);
-        }
+        let helped = self.rescue_unshared(&mut s, &shared);
         drop(shared);
         drop(s);
-        any
+        helped
     }
 
     /// Reclaims before a fault is served, where the thread that serves it is to do so by itself, or where the reclaim
@@ -374,7 +378,7 @@ impl Pager {
     }
 
     /// Makes pages shared with a child this process's own, so that they can be moved: the kernel copies them.
-    fn unshare(&self, ranges: &[(usize, usize)]) -> bool {
+    fn unshare(&self, ranges: &[(usize, usize)]) {
         for (at, len) in ranges {
             // (Who cedes memory waits for this. What is left is found to be shared again.)
             if self.ceding.is_wanted() {
@@ -388,7 +392,6 @@ impl Pager {
             // SAFETY: populating changes no contents. Without the lock, as a missing page is served by the handler.
             let _ = unsafe { sys!(libc::SYS_madvise, *at, *len, libc::MADV_POPULATE_WRITE) };
         }
-        !ranges.is_empty()
     }
 }
 
@@ -491,7 +494,7 @@ mod tests {
         for (state, shown) in [(request::IDLE, 0), (request::ASKED, 3), (request::SERVING, 3), (request::DONE, 0)] {
             r.state.store(state, Relaxed);
             let before = r.progress.load(Relaxed);
-            assert!(p.unshare(&ranges));
+            p.unshare(&ranges);
             assert_eq!(r.progress.load(Relaxed).wrapping_sub(before), shown, "state {state}");
         }
     }

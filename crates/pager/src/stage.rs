@@ -229,20 +229,21 @@ impl Pager {
         Ok(())
     }
 
-    /// After ranges were un-shared, in a process that shares nothing with a child: where that helped what was set aside is tried again.
-    /// What it did not help is pinned, and remains set aside.
+    /// After ranges were un-shared: whether any of them can be taken out now. Where it helped, what a process set aside that shares nothing
+    /// with a child is tried again. What it did not help is pinned, and remains set aside.
     ///
     /// The story: of memory half of which was pinned (registered buffers of io_uring) nothing was taken out at all. Pinned pages went
     /// back to *active*, which was then the larger list, and nothing else was tried.
-    pub(crate) fn rescue_unshared(&self, s: &mut State, ranges: &[(usize, usize)]) {
+    pub(crate) fn rescue_unshared(&self, s: &mut State, ranges: &[(usize, usize)]) -> bool {
         let noted = s.unshare.len();
-        let mut tried = ranges.iter().take(SHARED_TRIES as usize).map(|(at, _)| (at / PAGE) as u64);
+        let mut tried = ranges.iter().map(|(at, _)| (at / PAGE) as u64);
         let helped =
             tried.any(|vpn| s.pt.get(vpn).tag() == Tag::Resident && matches!(self.stage_run(s, vpn, 1), Ok(1)));
         s.unshare.truncate(noted);
-        if helped {
+        if helped && !self.has_kin() {
             s.lru.rescue();
         }
+        helped
     }
 
     /// Stages the next pages of a run each by itself.
@@ -454,6 +455,31 @@ mod tests {
         assert_eq!(unsafe { libc::waitpid(child, core::ptr::null_mut(), 0) }, child);
         p.state.lock().list_resident(first + (N + N / 2) as u64, N / 2, List::Inactive, |_| None);
         leaves(0, false);
+    }
+
+    /// See `Pager::unshare_noted`: where all is pinned there is no more to be done, whether a child may share it or not.
+    #[test]
+    fn to_unshare_what_is_pinned_is_no_progress() {
+        const REGISTER_BUFFERS: usize = 0;
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, N);
+        (0..N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
+        let Ok(ring) = uzswap_sys::uring::Uring::new(1) else {
+            return testing::skip("io_uring is not to be had");
+        };
+        let pinned = libc::iovec { iov_base: at as *mut _, iov_len: N * PAGE };
+        // SAFETY: the kernel pins the range, which stays mapped.
+        let done = unsafe { sys!(libc::SYS_io_uring_register, ring.fd(), REGISTER_BUFFERS, &raw const pinned, 1) };
+        done.expect("buffers are registered");
+        p.state.lock().list_resident((at / PAGE) as u64, N, List::Inactive, |_| None);
+        p.gains_kin();
+        for round in 0..20 {
+            let mut s = p.state.lock();
+            assert_eq!(p.stage(&mut s, N).ok(), Some(0));
+            assert!(!s.unshare.is_empty(), "round {round}: it is tried again");
+            assert!(!p.unshare_noted(s), "round {round}");
+        }
+        assert_eq!(p.state.lock().resident, N);
     }
 
     /// See `must_stay`: whichever list the pages are on that were faulted on last, and however many others there are.
