@@ -39,8 +39,11 @@ impl State {
     pub(crate) fn note_sparse(&mut self, handle: u32) {
         let block = self.object(handle);
         let head = Header::read(block);
-        // (Asked at each page that leaves: once it is true.)
-        if object::live(block).len() == 1 << (head.order - SPARSE) && self.sparse.len() < MOST_SPARSE {
+        // (Asked at each page that leaves: again, where there was no place to cut it, or no room to remember it.)
+        if object::live(block).len() <= 1 << (head.order - SPARSE)
+            && self.sparse.len() < MOST_SPARSE
+            && !self.sparse.iter().any(|e| e.handle == handle)
+        {
             self.sparse.push(Entry { vpn: head.vpn, handle });
         }
     }
@@ -277,6 +280,32 @@ mod tests {
         p.cut_sparse(s);
         assert!((FIRST + 1024..FIRST + 1536).all(|vpn| check(s, vpn) == 9));
         assert_eq!(p.counters().folios.block_cut.load(Relaxed), 1);
+    }
+
+    /// The story: it was remembered once, by the place that its object had. Where the pool was compacted before it was cut, or where there was
+    /// no place to cut it, all of its bytes stayed until its last page went.
+    #[test]
+    fn a_sparse_block_is_cut_though_it_moves_or_there_was_no_place() {
+        let p = testing::pager(LIMIT);
+        let s = &mut *p.state.lock();
+        let (pages, block) = (1u64 << 5, |i: u64| FIRST + (i << 5));
+        let handles: Vec<u32> = (0..64).map(|i| testing::store(s, block(i), 5, 0, words)).collect();
+        // Those between go, so that there is something to compact.
+        let kept: Vec<u64> = (0..64).step_by(8).collect();
+        (0..64).filter(|i| !kept.contains(i)).for_each(|i| drop_pages(s, block(i)..block(i) + pages));
+        s.sparse.clear();
+        kept.iter().for_each(|i| drop_pages(s, block(*i) + pages / 4..block(*i) + pages));
+        assert_eq!(s.sparse.len(), kept.len());
+        while p.compact_pool(s) {}
+        assert!(kept.iter().any(|i| s.pt.get(block(*i)).handle() != handles[*i as usize]), "none moved");
+        p.group.faults.set("pool=1/1", 1).unwrap();
+        p.cut_sparse(s);
+        assert_eq!(p.counters().folios.block_cut.load(Relaxed), 0);
+        p.group.faults.set("pool=0/1", 1).unwrap();
+        kept.iter().for_each(|i| drop_pages(s, block(*i)..block(*i) + 1));
+        p.cut_sparse(s);
+        assert_eq!(p.counters().folios.block_cut.load(Relaxed), kept.len() as u64);
+        assert!(kept.iter().all(|i| (1..pages / 4).all(|page| check(s, block(*i) + page) <= 3)));
     }
 
     /// What lz4 stored is made dense in blocks of any size, where the pool crowds the program out.

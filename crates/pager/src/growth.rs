@@ -91,7 +91,8 @@ impl Pager {
     /// The story: who filled 35 MiB took 20 ms of CPU time for it, and so planned next to nothing any more while the last 8 were to come.
     pub fn forget_plans(&self, grown: usize) {
         let (me, growth) = (self.me(), &self.growth);
-        let mut left = me.planned.load(Relaxed).saturating_sub(grown as u64);
+        let planned = me.planned.load(Relaxed);
+        let mut left = planned.saturating_sub(grown as u64);
         let filled = growth.filled.fetch_add(grown, Relaxed) + grown;
         let used = thread::process_cpu_ns();
         if used.saturating_sub(growth.plans_halved.load(Relaxed)) > PLAN_NS {
@@ -103,7 +104,9 @@ impl Pager {
                 left /= 2;
             }
         }
-        me.planned.store(if self.engaged.load(Relaxed) { 0 } else { left }, Relaxed);
+        let goes = if self.engaged.load(Relaxed) { u64::MAX } else { planned - left };
+        // (What a thread plans meanwhile stays.)
+        let _ = me.planned.fetch_update(Relaxed, Relaxed, |planned| Some(planned.saturating_sub(goes)));
     }
 
     /// Has somebody look at what was mapped; with `wait`, returns when that is done (or it is too late: 200 ms).

@@ -6,7 +6,7 @@
 //! last byte, and so does whoever moves one: copying it and changing its entries is one step for all readers. There is no
 //! lock-free protocol for handles, and none is needed: a read takes 2 to 10 µs, and the lock is held for those anyway to
 //! serve the fault. What the lock demands of readers is that no handle is kept over it - it is a place, not a name, and
-//! may be another's by then. What does outlive a hold (`decoded`, `left_behind`, entries of pages being compressed) lies in
+//! may be another's by then. What does outlive a hold (`decoded`, `left_behind`, `sparse`, entries of pages being compressed) lies in
 //! the state and is changed with the move. The page map, which is read without the lock, has states and no handles, and a
 //! move publishes the state it found. (Modelled with loom below.)
 //!
@@ -26,6 +26,7 @@ use core::sync::atomic::Ordering::*;
 use std::collections::BTreeSet;
 use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
+use uzswap_mm::shrinker;
 use uzswap_mm::zone::BLOCK_FRAMES;
 use uzswap_mm::zsmalloc::{Compacted, Freed, Handle, Relocate, ZsPool};
 
@@ -74,6 +75,7 @@ struct Mover<'a> {
     pt: &'a mut PageTable,
     decoded: &'a mut [Decoded],
     left_behind: &'a mut BTreeSet<u32>,
+    sparse: &'a mut [shrinker::Entry],
     /// Where objects are now, by their first page.
     moved: Vec<(u64, u32)>,
 }
@@ -100,6 +102,7 @@ impl Relocate for Mover<'_> {
         if self.left_behind.remove(&from.raw()) {
             self.left_behind.insert(to.raw());
         }
+        self.sparse.iter_mut().filter(|e| e.handle == from.raw()).for_each(|e| e.handle = to.raw());
         true
     }
 
@@ -146,8 +149,8 @@ impl Pager {
 /// Moves objects of the pool, and what names them.
 fn relocate(s: &mut State, act: impl FnOnce(&mut ZsPool, &mut Mover) -> Compacted) -> Compacted {
     let held = s.pool.held_bytes();
-    let State { pool, pt, decoded, left_behind, layout, .. } = s;
-    let mut mover = Mover { pool: layout.pool, pt, decoded, left_behind, moved: Vec::with_capacity(STEP) };
+    let State { pool, pt, decoded, left_behind, sparse, layout, .. } = s;
+    let mut mover = Mover { pool: layout.pool, pt, decoded, left_behind, sparse, moved: Vec::with_capacity(STEP) };
     let done = act(pool, &mut mover);
     let moved = mover.moved;
     // The shrinker's entries name objects by their place.
