@@ -98,7 +98,10 @@ impl Handler {
                 return self.sleep(p);
             }
             Ok(None) => {}
-            Err(_) => thread::sleep_ns(1_000_000),
+            Err(_) => {
+                drop(s);
+                return thread::sleep_ns(1_000_000);
+            }
         }
         p.hold_back(&s);
         if !self.waiting.is_empty() && p.must_wait(&mut s) {

@@ -198,7 +198,7 @@ impl Pager {
     /// Whether there is a block of frames for a huge page, once one was made where there was none.
     pub(crate) fn huge_frames(&self, s: &mut State) -> Result<bool, EventPending> {
         let found = self.inject(Site::Frames).is_none()
-            && (self.has_huge_frames(s) || (self.room_for_huge(s)? && self.new_huge(s)));
+            && (self.has_huge_frames(s) || (self.may_ask_for_huge(s) && self.room_for_huge(s)? && self.new_huge(s)));
         if !found {
             self.counters().folios.count(MAX_ORDER, |c| &c.anon_fault_fallback);
         }
@@ -237,7 +237,7 @@ impl Pager {
     /// Takes a huge page from the kernel as a free block of frames; true too where a victim's has become one.
     fn new_huge(&self, s: &mut State) -> bool {
         self.has_huge_frames(s)
-            || self.take_huge(s).is_some_and(|slot| {
+            || self.ask_for_huge(s).is_some_and(|slot| {
                 s.zone.free(Kind::Frame, slot, MAX_ORDER);
                 true
             })
@@ -249,7 +249,7 @@ impl Pager {
     /// [`EventPending`], as [`Pager::serve`].
     pub(crate) fn bring_new_huge(&self, s: &mut State, r: Request, window: Window) -> Result<bool, EventPending> {
         let goes_on = window.way == Way::Up && !window.known_only && window.pages == WINDOW_PAGES;
-        if !goes_on || self.counters().pgfault.load(Relaxed) < s.huge_due {
+        if !goes_on || !self.may_ask_for_huge(s) {
             return Ok(false);
         }
         let mut d = Delivery::of(r, false);
@@ -349,6 +349,16 @@ impl Pager {
         if self.excess(s) + (taken + self.margin() / 2) as isize > 0 {
             return None;
         }
+        self.ask_for_huge(s)
+    }
+
+    /// Whether the kernel may have a huge page by now, where it had none.
+    fn may_ask_for_huge(&self, s: &State) -> bool {
+        self.counters().pgfault.load(Relaxed) >= s.huge_due
+    }
+
+    /// As [`Pager::take_huge`]; where the kernel has none it is not asked again for a while.
+    fn ask_for_huge(&self, s: &mut State) -> Option<u32> {
         let slot = self.take_huge(s);
         if slot.is_none() {
             s.huge_due = self.counters().pgfault.load(Relaxed) + ASK_EVERY;
