@@ -402,6 +402,8 @@ impl Zone {
         let from = mt
             .fallbacks()
             .into_iter()
+            // (Of equals the last one is the largest.)
+            .rev()
             .filter(|other| areas[*other as usize].orders >> order != 0)
             .max_by_key(|other| areas[*other as usize].orders.ilog2())?;
         let found = areas[from as usize].orders.ilog2() as u8;

@@ -367,3 +367,14 @@ fn watermarks_are_kept_for_the_order_asked() {
     assert!(zone.watermark_ok(Kind::Frame, 0, 300) && !zone.watermark_ok(Kind::Frame, 1, 0));
     assert_eq!((zone.fragmentation(Kind::Frame, 1), zone.fragmentation(Kind::Frame, 0)), (100, 0));
 }
+
+/// Of runs that are as large the first choice is taken. (It was the last: pages that move went among those that do not.)
+#[test]
+fn what_can_be_moved_goes_beside_what_can_be_dropped_first() {
+    let mut zone = Zone::spanning(0, 3 * 512, Kind::Frame);
+    zone.set_block_type(0, MigrateType::Reclaimable);
+    zone.set_block_type(1, MigrateType::Unmovable);
+    assert_eq!(zone.alloc(Kind::Frame, MAX_ORDER), Some(2 * 512));
+    let page = zone.alloc(Kind::Frame, 0).unwrap();
+    assert_eq!((zone.block_of(page), zone.blocks()[1].migrate_type()), (0, MigrateType::Unmovable));
+}
