@@ -134,7 +134,7 @@ impl<P: Policy> Compactor<P> {
     }
 
     /// Direct compaction, for an allocation of `goal.order` that failed. The caller tries to allocate afterwards and says
-    /// how that went by [`Compactor::allocated`].
+    /// that it could by [`Compactor::allocated`].
     pub fn direct(&mut self, zone: &mut Zone, goal: Goal, mover: &mut impl Migrate) -> Outcome {
         // The kernel's compact_gap: twice the run, above the reserve. (With less the pass is likely to be in vain, and the next
         // attempt, which reclaim has made room for, would be deferred: that used to cost `uzswap lab highalloc` every tenth
@@ -151,7 +151,10 @@ impl<P: Policy> Compactor<P> {
         }
         let outcome = self.run(zone, goal, mover);
         match outcome {
-            Outcome::Success => self.counters.compact_success += 1,
+            Outcome::Success => {
+                self.counters.compact_success += 1;
+                self.deferral.reset(goal.order, false);
+            }
             _ => self.counters.compact_fail += 1,
         }
         if outcome == Outcome::Complete {
@@ -160,9 +163,9 @@ impl<P: Policy> Compactor<P> {
         outcome
     }
 
-    /// Whether the allocation that direct compaction was for succeeded in the end.
-    pub fn allocated(&mut self, order: u8, success: bool) {
-        self.deferral.reset(order, success);
+    /// The allocation that direct compaction was for succeeded in the end.
+    pub fn allocated(&mut self, order: u8) {
+        self.deferral.reset(order, true);
     }
 
     /// Background compaction towards `goal.score`. Whoever calls it decides when.

@@ -69,7 +69,9 @@ impl Pager {
             let goal = Goal { kind: Kind::Hole, order, score: None, budget: BUDGET };
             let State { zone, compactor, pt, .. } = s;
             let outcome = compactor.direct(zone, goal, &mut Arena { pager: self, pt });
-            compactor.allocated(order, outcome == Outcome::Success);
+            if outcome == Outcome::Success {
+                compactor.allocated(order);
+            }
             s.runs_wanted = outcome != Outcome::Success;
             self.count_compaction(s);
         }

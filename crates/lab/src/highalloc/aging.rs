@@ -407,7 +407,7 @@ impl<'a, P: Policy> Machine<'a, P> {
         self.compactor.direct(&mut self.zone, goal, &mut self.world);
         let taken = self.take_huge();
         if taken {
-            self.compactor.allocated(MAX_ORDER, true);
+            self.compactor.allocated(MAX_ORDER);
         }
         taken
     }

@@ -336,6 +336,27 @@ fn the_pivot_moves_only_on_a_restart_after_the_longest_deferral() {
     }
 }
 
+/// E4: a run that was found ends the deferral of its order (of smaller ones there was none), whoever then gets it. The attempts that
+/// follow are no restarts.
+#[test]
+fn a_run_that_is_found_ends_deferral() {
+    let (mut zone, mut memory) = zone_with(0, 8 * BLOCK, |f| f % 2 == 0);
+    memory.pinned.fill(true);
+    let mut compactor = Compactor::new(ZoneEnds::new());
+    while compactor.deferral.shift() < MAX_SHIFT {
+        compactor.direct(&mut zone, goal(9), &mut memory);
+    }
+    memory.pinned.fill(false);
+    while compactor.direct(&mut zone, goal(9), &mut memory) == Outcome::Deferred {
+        assert!(!zone.has_run(Kind::Frame, 9));
+    }
+    assert!(zone.has_run(Kind::Frame, 9));
+    assert!(!compactor.deferral.is_deferred(9) && !compactor.deferral.is_restarting(9));
+    assert_eq!(compactor.deferral.shift(), MAX_SHIFT, "nobody has allocated it yet");
+    compactor.allocated(9);
+    assert_eq!(compactor.deferral.shift(), 0);
+}
+
 /// The scanners meeting inside one block: no frame is looked at by both, and what was isolated goes back.
 #[test]
 fn meeting_inside_one_block_loses_nothing() {
@@ -429,7 +450,7 @@ fn no_page_moves_twice_in_a_pass<P: Policy>(policy: P, used: &[bool], pins: &[us
         assert_eq!(c.migrated_twice, 0);
         assert_eq!(c.pgmigrate_success, memory.moves.len() as u64);
         if let Some(frame) = zone.alloc(Kind::Frame, 9) {
-            compactor.allocated(9, true);
+            compactor.allocated(9);
             zone.free(Kind::Frame, frame, 9);
         }
     }
