@@ -29,8 +29,8 @@
 //! # Invariants
 //! A frame is isolated by at most one side; what was isolated is moved, or put back, before [`Compactor::run`] returns;
 //! free frames taken as targets and not used go back to the zone. The number of frames in use never changes. Nothing here
-//! runs on the fault path; a run looks at no more than [`Goal::budget`] frames and finishes the block it is in. Owner: the
-//! pager's lock.
+//! runs on the fault path; a run looks at no more than [`Goal::budget`] frames, but finishes the block it is in, and finds a place for
+//! each of the handful it took last. Every run gets on by a block at least, so a pass ends. Owner: the pager's lock.
 
 pub mod counters;
 pub mod deferral;
@@ -77,7 +77,8 @@ pub struct Goal {
     /// Stop when the fragmentation for `order` is at or below this, instead of at the first run of `order`: background
     /// compaction. (0 to 100, see [`Zone::fragmentation`].)
     pub score: Option<u32>,
-    /// Frames that both scanners may look at.
+    /// Frames that both scanners may look at before the migrate scanner is not to begin another block. (What a policy looks at to choose,
+    /// once in a pass, comes on top.)
     pub budget: u64,
 }
 
@@ -88,7 +89,7 @@ pub enum Outcome {
     Success,
     /// The scanners have met: a whole pass is done.
     Complete,
-    /// The budget is spent; the next run goes on from here.
+    /// The budget is spent; the next run goes on from here, in the same pass.
     Partial,
     /// Not tried: it failed too often lately.
     Deferred,
@@ -107,6 +108,10 @@ pub struct Compactor<P> {
     /// For each frame the pass (modulo 255, plus one) in which a page was last moved into it; 0 none.
     moved_in: Vec<u8>,
     pass: u8,
+    /// Pages moved before the pass.
+    moved_before: u64,
+    /// The kind that the last run was about, if it stopped in the middle of its pass.
+    stopped: Option<Kind>,
     /// Whether a pass has come to its end since the skip bits were cleared.
     flush: bool,
     from: Vec<u32>,
@@ -122,6 +127,8 @@ impl<P: Policy> Compactor<P> {
             counters: Counters::default(),
             moved_in: Vec::new(),
             pass: 1,
+            moved_before: 0,
+            stopped: None,
             flush: false,
             from: Vec::with_capacity(CLUSTER),
             to: Vec::with_capacity(BLOCK_FRAMES as usize),
@@ -188,8 +195,11 @@ impl<P: Policy> Compactor<P> {
         }
     }
 
+    /// Begins a pass, or goes on with the one that the last run stopped in.
     fn begin(&mut self, zone: &mut Zone, kind: Kind) {
-        if self.policy.begin(zone, kind) {
+        let goes_on = self.stopped.take() == Some(kind);
+        if self.policy.begin(zone, kind, goes_on) {
+            self.moved_before = self.counters.pgmigrate_success;
             self.pass = self.pass % 255 + 1;
             if self.pass == 1 {
                 // Marks of 255 passes ago would be taken for this one's.
@@ -211,20 +221,23 @@ impl<P: Policy> Compactor<P> {
         if Self::is_done(zone, &goal) {
             return Outcome::Success;
         }
-        let began = self.counters.scanned();
         self.begin(zone, goal.kind);
-        let mut moved = self.counters.pgmigrate_success;
+        // (What was looked at to choose is not of the budget: with many blocks there would be nothing left of it.)
+        let upto = self.counters.scanned().saturating_add(goal.budget);
         let outcome = loop {
             if Self::is_done(zone, &goal) {
                 break Outcome::Success;
             }
-            if self.counters.scanned() - began > goal.budget {
+            if self.counters.scanned() > upto {
+                self.stopped = Some(goal.kind);
                 break Outcome::Partial;
             }
-            if !self.isolate_pages(zone, goal.kind, mover) {
+            if !self.isolate_pages(zone, goal.kind, upto, mover) {
+                if self.counters.scanned() > upto {
+                    continue;
+                }
                 // (Every pass that moves something leaves less to move.)
-                if self.counters.pgmigrate_success > moved && self.policy.is_worth_another_pass() {
-                    moved = self.counters.pgmigrate_success;
+                if self.counters.pgmigrate_success > self.moved_before && self.policy.is_worth_another_pass() {
                     self.release_targets(zone, goal.kind);
                     self.begin(zone, goal.kind);
                     continue;
@@ -241,10 +254,13 @@ impl<P: Policy> Compactor<P> {
         outcome
     }
 
-    /// Isolates up to a cluster of pages to be moved; false when the scanners have met.
-    fn isolate_pages(&mut self, zone: &mut Zone, kind: Kind, mover: &mut impl Migrate) -> bool {
+    /// Isolates up to a cluster of pages to be moved; false when the scanners have met, or have looked at more than is to be
+    /// looked at, `upto`.
+    fn isolate_pages(&mut self, zone: &mut Zone, kind: Kind, upto: u64, mover: &mut impl Migrate) -> bool {
         debug_assert!(self.from.is_empty());
-        while let Some((mut at, end)) = self.policy.next_source(zone, kind) {
+        while self.counters.scanned() <= upto
+            && let Some((mut at, end)) = self.policy.next_source(zone, kind)
+        {
             let mut scanned = 0;
             // Where it goes on may be inside a run by now.
             let mut around = zone.free_run_around(at);

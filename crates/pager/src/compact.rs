@@ -19,7 +19,7 @@ use uzswap_mm::zone::{Kind, MAX_ORDER, Zone};
 /// The smallest order worth compacting for: a huge page, which is split (375 µs, and it stays split) where there is no run
 /// for it. Moving one page takes 2 µs; for smaller runs an allocation in two or three parts is cheaper than that.
 const LEAST_ORDER: u8 = MAX_ORDER;
-/// Frames looked at under one hold of the lock: at most some 300 µs.
+/// Frames looked at under one hold of the lock: at most some 300 µs. (At the beginning of a pass also at all page blocks.)
 const BUDGET: u64 = 256;
 /// Share of the holes, in percent, that may lie outside of runs of 2 MiB before the background does something.
 const SCORE: u32 = 50;
@@ -108,5 +108,67 @@ impl Pager {
         c.compact_isolated.store(now.compact_isolated, Relaxed);
         c.pgmigrate_success.store(now.pgmigrate_success, Relaxed);
         c.pgmigrate_fail.store(now.pgmigrate_fail, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arena::PAGE;
+    use crate::testing;
+
+    /// All holes of the arena are taken but for those `free` names, by block and place in it. The number of blocks.
+    fn break_up(p: &Pager, s: &mut State, free: impl Fn(u32) -> bool) -> usize {
+        let blocks: Vec<u32> = core::iter::from_fn(|| s.zone.alloc(Kind::Hole, MAX_ORDER)).collect();
+        assert_eq!(blocks.len() << MAX_ORDER, p.layout.slots);
+        for block in &blocks {
+            (0..1 << MAX_ORDER).filter(|at| free(*at)).for_each(|at| s.zone.free(Kind::Hole, block + at, 0));
+        }
+        blocks.len()
+    }
+
+    /// The story: after every compaction the pager said that no page could be allocated, and that ended the deferral of its order. Where
+    /// nothing could be moved every folio of 2 MiB that went paid for a whole pass.
+    #[test]
+    fn compaction_in_vain_is_deferred() {
+        let p = testing::pager(64 << 20);
+        let mut s = p.state.lock();
+        // (The slots between are in nobody's hands that could be asked to move.)
+        break_up(p, &mut s, |at| at % 2 == 0);
+        let stalls: Vec<u64> = (0..8)
+            .map(|_| {
+                let (slot, order) = p.take_holes(&mut s, MAX_ORDER).expect("single ones");
+                s.zone.free(Kind::Hole, slot, order);
+                s.compactor.counters.compact_stall
+            })
+            .collect();
+        assert_eq!(stalls, [1, 1, 2, 2, 2, 2, 3, 3], "after one failure the second, after two the fourth");
+    }
+
+    /// The story: from a limit of 448 MiB on the arena has more blocks than a step looks at frames. No step moved anything, and the
+    /// reclaim thread, which had more to do each time, never slept.
+    #[test]
+    fn a_large_arena_is_compacted_behind_and_that_ends() {
+        let p = testing::pager(512 << 20);
+        let mut s = p.state.lock();
+        let blocks = break_up(p, &mut s, |at| at != 7);
+        assert!(blocks as u64 > BUDGET, "{blocks}");
+        for block in 0..blocks as u32 {
+            let slot = block << MAX_ORDER | 7;
+            testing::put(p, p.layout.slot(slot), &[1; PAGE]);
+            s.zone.free(Kind::Frame, slot, 0);
+        }
+        // (One block is emptied in the step itself.)
+        let (slot, order) = p.take_holes(&mut s, MAX_ORDER).expect("holes");
+        assert_eq!(order, MAX_ORDER);
+        s.zone.free(Kind::Hole, slot, order);
+        s.runs_wanted = true;
+        let mut steps = 0;
+        while p.compact_behind(&mut s) {
+            steps += 1;
+            assert!(steps < 10 * blocks, "it does not end");
+        }
+        assert!(s.zone.fragmentation(Kind::Hole, MAX_ORDER) <= SCORE);
+        assert_eq!(s.zone.free_slots(Kind::Frame), blocks);
     }
 }

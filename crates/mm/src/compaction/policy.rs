@@ -6,7 +6,8 @@
 //! is one with little to move; a block in which something refuses to move is left at once. Targets are the fullest blocks
 //! that have free frames, which the zone's map of free frames shows without looking at the others. They must be at least as
 //! full as the source, so the sum of the squares of the blocks' free frames grows with every move: what one pass
-//! did the next does not undo.
+//! did the next does not undo. Sorting is once in a pass, however many runs of a small budget it takes; what programs do between two
+//! of them it sees in each block as it comes to it.
 
 use super::pivot::{Cached, clear_skip};
 use super::scanner::Position;
@@ -14,8 +15,8 @@ use crate::zone::{Kind, MAX_ORDER, MigrateType, Zone};
 
 /// What a policy decides. Ranges of frames are within one page block.
 pub trait Policy {
-    /// A run begins; true when a new pass begins with it.
-    fn begin(&mut self, zone: &mut Zone, kind: Kind) -> bool;
+    /// A run begins, which `goes_on` where the last one has stopped for want of budget; true when a new pass begins with it.
+    fn begin(&mut self, zone: &mut Zone, kind: Kind, goes_on: bool) -> bool;
     /// Frames to look for pages to be moved; none when the scanners have met.
     fn next_source(&mut self, zone: &mut Zone, kind: Kind) -> Option<(u32, u32)>;
     /// Sources were looked for up to `at`; whether there were any.
@@ -104,7 +105,7 @@ impl Linear {
 }
 
 impl Policy for Linear {
-    fn begin(&mut self, zone: &mut Zone, _kind: Kind) -> bool {
+    fn begin(&mut self, zone: &mut Zone, _kind: Kind, _goes_on: bool) -> bool {
         let fresh = self.cached.scanners.is_none();
         self.cached.resume(zone);
         fresh
@@ -179,8 +180,8 @@ impl Policy for Linear {
 /// Our own rule: the emptiest block first, into the fullest.
 #[derive(Default)]
 pub struct Emptiest {
-    /// Blocks to take from, the emptiest first, and how far that is.
-    sources: Vec<u32>,
+    /// Blocks to take from, the emptiest first, with the frames free in them when the pass began; and how far that is.
+    sources: Vec<(u32, u32)>,
     source: Place,
     /// Blocks to move to, best first, and how far that is.
     targets: Vec<u32>,
@@ -220,20 +221,24 @@ impl Emptiest {
 }
 
 impl Policy for Emptiest {
-    fn begin(&mut self, zone: &mut Zone, kind: Kind) -> bool {
+    fn begin(&mut self, zone: &mut Zone, kind: Kind, goes_on: bool) -> bool {
+        if goes_on {
+            return false;
+        }
         let blocks = zone.blocks();
-        let free = |b: &u32| blocks[*b as usize].free(kind);
         self.looked += blocks.len() as u64;
         self.sources.clear();
         // (A block that is all free, or all full, is neither.)
-        self.sources.extend((0..blocks.len() as u32).filter(|b| {
+        let all = (0..blocks.len() as u32).map(|b| (b, blocks[b as usize].free(kind)));
+        self.sources.extend(all.filter(|(b, free)| {
             let (start, end) = zone.block_range(*b as usize);
-            (1..end - start).contains(&free(b))
+            (1..end - start).contains(free)
         }));
-        self.targets.clone_from(&self.sources);
         // Equals by address, from both ends.
-        self.sources.sort_unstable_by_key(|b| (core::cmp::Reverse(free(b)), *b));
-        self.targets.sort_unstable_by_key(|b| (free(b), core::cmp::Reverse(*b)));
+        self.sources.sort_unstable_by_key(|(b, free)| (*free, core::cmp::Reverse(*b)));
+        self.targets.clear();
+        self.targets.extend(self.sources.iter().map(|(b, _)| *b));
+        self.sources.reverse();
         (self.source, self.target) = Default::default();
         self.touched.clear();
         self.touched.resize(blocks.len(), Side::Neither);
@@ -241,9 +246,11 @@ impl Policy for Emptiest {
     }
 
     fn next_source(&mut self, zone: &mut Zone, kind: Kind) -> Option<(u32, u32)> {
-        while let Some(block) = self.sources.get(self.source.index).map(|b| *b as usize) {
+        while let Some((block, free)) = self.sources.get(self.source.index).map(|(b, free)| (*b as usize, *free)) {
             let (start, end) = zone.block_range(block);
-            let usable = is_source(zone, block, kind) && self.touched[block] != Side::Target;
+            // (Between two runs of a pass it may have been filled: then it is none of the emptiest any more.)
+            let still = is_source(zone, block, kind) && zone.blocks()[block].free(kind) >= free;
+            let usable = still && self.touched[block] != Side::Target;
             if usable && start + self.source.done < end {
                 self.touched[block] = Side::Source;
                 return Some((start + self.source.done, end));
@@ -254,7 +261,7 @@ impl Policy for Emptiest {
     }
 
     fn source_done(&mut self, zone: &mut Zone, at: u32, _found: bool) {
-        if let Some(block) = self.sources.get(self.source.index) {
+        if let Some((block, _)) = self.sources.get(self.source.index) {
             self.source.done = at - zone.block_range(*block as usize).0;
         }
     }
@@ -267,7 +274,7 @@ impl Policy for Emptiest {
     }
 
     fn next_target(&mut self, zone: &mut Zone, kind: Kind) -> Option<(u32, u32)> {
-        let source = *self.sources.get(self.source.index)? as usize;
+        let source = self.sources.get(self.source.index)?.0 as usize;
         while let Some(block) = self.targets.get(self.target.index).map(|b| *b as usize) {
             let (start, end) = zone.block_range(block);
             let fuller = zone.blocks()[block].free(kind) <= zone.blocks()[source].free(kind);

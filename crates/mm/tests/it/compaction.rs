@@ -37,6 +37,22 @@ impl Memory {
         pages.sort_unstable();
         pages
     }
+    /// The program goes on between two runs: some pages go, and others come. Those that there are then.
+    fn churn(&mut self, zone: &mut Zone, round: u32) -> Vec<u64> {
+        let n = self.frames.len();
+        for i in 0..n as u32 / 16 {
+            let at = (i.wrapping_add(round * 977).wrapping_mul(0x9e37_79b9) >> 4) as usize % n;
+            let frame = self.start + at as u32;
+            if self.frames[at].is_none() {
+                assert!(zone.take_frame(Kind::Frame, frame));
+                self.frames[at] = Some(u64::from(frame) << 32 | u64::from(round));
+            } else if !self.pinned[at] {
+                self.frames[at] = None;
+                zone.free(Kind::Frame, frame, 0);
+            }
+        }
+        self.used()
+    }
 }
 
 impl Migrate for Memory {
@@ -425,14 +441,68 @@ fn frames_are_moved_out_of_the_way_of_holes() {
     assert!(zone.alloc(Kind::Hole, 9).is_some());
 }
 
+/// The story: the looks at all page blocks by which [`Emptiest`] chooses were charged to the budget. From as many blocks as that on
+/// (the pager's arena above a limit of 448 MiB) each run ended before it took a page, and there was more to do for ever.
+#[test]
+fn every_run_gets_on_however_many_blocks_there_are() {
+    let (mut zone, mut memory) = zone_with(0, 600 * BLOCK, |f| f % 64 == 0);
+    let mut compactor = Compactor::new(Emptiest::new());
+    let aim = Goal { score: Some(50), budget: 256, ..goal(9) };
+    loop {
+        let moved = memory.moves.len();
+        let outcome = compactor.background(&mut zone, aim, &mut memory);
+        assert!(memory.moves.len() > moved, "{outcome:?} without a move after {moved}");
+        if outcome != Outcome::Partial {
+            break assert_eq!(outcome, Outcome::Success);
+        }
+    }
+    assert!(zone.fragmentation(Kind::Frame, 9) <= 50);
+    assert_eq!(compactor.counters.migrated_twice, 0);
+}
+
+/// A pass in parts of a budget looks at as much as one at once, and no part at much more than its budget. (Where nothing could be moved a
+/// run went on through all blocks, and each chose among all of them anew.)
+fn parts_of_a_pass_are_as_large_as_their_budget<P: Policy>(policy: impl Fn() -> P) {
+    const BLOCKS: u64 = 600;
+    let looks = |budget| {
+        let (mut zone, mut memory) = zone_with(0, BLOCKS as u32 * BLOCK, |f| f % 64 == 0);
+        memory.pinned.fill(true);
+        let mut compactor = Compactor::new(policy());
+        let aim = Goal { score: Some(0), budget, ..goal(9) };
+        let mut most = 0;
+        loop {
+            let before = compactor.counters.scanned();
+            let outcome = compactor.background(&mut zone, aim, &mut memory);
+            most = most.max(compactor.counters.scanned() - before);
+            match outcome {
+                Outcome::Partial => continue,
+                _ => assert_eq!(outcome, Outcome::Complete),
+            }
+            return (compactor.counters.scanned(), most);
+        }
+    };
+    let (at_once, _) = looks(u64::MAX);
+    let (in_parts, most) = looks(256);
+    assert_eq!(in_parts, at_once);
+    // (The first looks at every block to choose.)
+    assert!(most <= BLOCKS + 256 + u64::from(BLOCK), "{most} at once");
+}
+
+#[test]
+fn a_run_looks_at_its_budget_and_goes_on_where_the_last_one_stopped() {
+    parts_of_a_pass_are_as_large_as_their_budget(ZoneEnds::new);
+    parts_of_a_pass_are_as_large_as_their_budget(|| Linear::starting_at(300, true));
+    parts_of_a_pass_are_as_large_as_their_budget(Emptiest::new);
+}
+
 /// The second objection: pages migrated back and forth. Bound: no page moves twice in a pass.
 fn no_page_moves_twice_in_a_pass<P: Policy>(policy: P, used: &[bool], pins: &[usize], fail_every: usize) {
     let end = used.len() as u32 + 1;
     let (mut zone, mut memory) = zone_with(1, end, |f| used[f as usize - 1]);
     pins.iter().for_each(|p| memory.pinned[p % used.len()] = used[p % used.len()]);
     memory.fail_every = fail_every;
-    let pages = memory.used();
-    let free = zone.free_slots(Kind::Frame);
+    let mut pages = memory.used();
+    let mut free = zone.free_slots(Kind::Frame);
     let mut compactor = Compactor::new(policy);
     for round in 0..20 {
         let budget = if round % 3 == 0 { 300 } else { u64::MAX };
@@ -453,6 +523,8 @@ fn no_page_moves_twice_in_a_pass<P: Policy>(policy: P, used: &[bool], pins: &[us
             compactor.allocated(9);
             zone.free(Kind::Frame, frame, 9);
         }
+        pages = memory.churn(&mut zone, round);
+        free = zone.free_slots(Kind::Frame);
     }
 }
 
