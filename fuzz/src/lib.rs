@@ -20,8 +20,10 @@ use std::io::Cursor;
 use uzswap_mm::codec::{Algorithm, Decompressor, Encoding};
 use uzswap_mm::compaction::policy::{Emptiest, Linear, Policy};
 use uzswap_mm::compaction::{Compactor, Goal, Migrate};
+use uzswap_mm::replay::{Cost, Replay, Settings};
+use uzswap_mm::shrinker;
 use uzswap_mm::size::{self, Size};
-use uzswap_mm::trace::{BLOCK_BYTES, HEADER_BYTES, Record, Trace};
+use uzswap_mm::trace::{self, BLOCK_BYTES, BlockHead, HEADER_BYTES, Header, Record, Trace};
 use uzswap_mm::zone::{Kind, MigrateType, Zone};
 
 /// Names of codecs: what parses displays as something that parses to the same.
@@ -89,24 +91,57 @@ pub fn size(data: &[u8]) {
     }
 }
 
-/// Traces: whatever is read would be written the same, and reading ends.
+/// Replays: each nine bytes are a record and what is done with it (another slot's, records lost before it). Few pages and few forks, so
+/// that they meet. Whatever a trace says can be played.
+pub fn replay(data: &[u8]) {
+    let mut bytes = Header { limit: 1 << 20, codec: 0 }.write().to_vec();
+    let (mut words, mut head) = (Vec::new(), BlockHead { slot: 0, time_ns: 0, lost: 0 });
+    for [word @ .., what] in data.as_chunks::<9>().0 {
+        let word = u64::from_le_bytes(*word);
+        let Some(record) = Record::unpack(word) else { continue };
+        let few = Record { vpn: record.vpn % 64, wide: record.wide % 64, ..record };
+        words.extend(Some(few.pack()).filter(|word| Record::unpack(*word).is_some()));
+        if what & 3 == 0 {
+            trace::write_block(&mut bytes, head, &words);
+            words.clear();
+            head = BlockHead { slot: u32::from(what >> 2 & 3), time_ns: 0, lost: u64::from(what >> 6) };
+        }
+    }
+    trace::write_block(&mut bytes, head, &words);
+    play(&Trace::parse(&bytes).expect("it was just written"));
+}
+
+/// Plays a trace under every policy, with a pool of a few pages.
+fn play(trace: &Trace<'_>) {
+    for policy in shrinker::Policy::ALL {
+        let limit = usize::try_from(trace.header.limit).unwrap_or(usize::MAX);
+        let settings = Settings { policy, pool: 1 << 14, accept_percent: 90, limit, cost: Cost::default() };
+        let mut replay = Replay::new(settings);
+        trace.blocks().map_while(Result::ok).for_each(|block| replay.block(&block));
+        let played = replay.finish();
+        assert!(played.unknown <= played.loads && played.loads <= played.records);
+    }
+}
+
+/// Traces: whatever is read would be written the same, reading ends, and what was read can be played.
 pub fn trace(data: &[u8]) {
-    let trace = match Trace::parse(data) {
-        Ok(trace) => trace,
+    let read = match Trace::parse(data) {
+        Ok(read) => read,
         Err(error) => return assert!(!error.to_string().is_empty()),
     };
     let mut at = HEADER_BYTES;
-    for block in trace.blocks() {
+    for block in read.blocks() {
         let Ok(block) = block else { break };
         assert_eq!(block.records().count(), block.len());
         assert!(block.records().all(|r| Record::unpack(r.pack()) == Some(r)));
         let words: Vec<u64> = block.records().map(|r| r.pack()).collect();
         let mut again = Vec::new();
-        uzswap_mm::trace::write_block(&mut again, block.head, &words);
+        trace::write_block(&mut again, block.head, &words);
         assert_eq!(again, data[at..at + BLOCK_BYTES + 8 * block.len()]);
         at += again.len();
     }
     assert!(at <= data.len());
+    play(&read);
 }
 
 /// The zone and its compaction: each three bytes are a step (what, and which). Frames are neither lost nor handed out

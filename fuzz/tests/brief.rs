@@ -114,6 +114,29 @@ fn maps() {
 }
 
 #[test]
+fn replay() {
+    let record = |r: Record, what: u8| [&r.pack().to_le_bytes()[..], &[what]].concat();
+    // A page stored, moved and read back, on either side of a fork; and much that is stored, so that the oldest goes to disk.
+    let mut seeds = vec![
+        [
+            record(Record::number(Kind::Start, 1), 4),
+            record(Record::of_object(Kind::Store, 8, 2, 5432), 1),
+            record(Record::number(Kind::Fork, 1), 8),
+            record(Record::number(Kind::Born, 1), 1),
+            record(Record::pages(Kind::MoveFrom, 8, 4), 1),
+            record(Record::pages(Kind::MoveTo, 12, 4), 1),
+            record(Record::load(12, 4, true, 0b101), 1),
+            record(Record::pages(Kind::Clean, 12, 4), 0),
+        ]
+        .concat(),
+    ];
+    let stores = (0..32).map(|i| record(Record::of_object(Kind::Store, i * 7 % 32, 0, 1000), 1));
+    seeds.push(stores.chain((0..16).map(|i| record(Record::load(i * 2, 2, false, 1), 1))).flatten().collect());
+    seeds.push([&seeds[1][..], &seeds[0][..], &seeds[1][..]].concat());
+    run("replay", uzswap_fuzz::replay, &seeds);
+}
+
+#[test]
 fn size() {
     run("size", uzswap_fuzz::size, &texts(&["512M", "1.5GiB", "50%", "12.5 %", ".5G", "4096", "2TB", " 1 kB "]));
 }

@@ -14,14 +14,23 @@
 //! What it cannot show: with more or less memory for the pool the program would have had less or more, and would have
 //! faulted more or less often. Policies are compared on equal terms all the same, as all see the same events and memory.
 //!
-//! Invariant: `in_pool` is the sum of the objects that are not on disk; a page refers to one object at most.
+//! Children. A member begins with what its parent had where it forked, and its block can come before its parent's: its records wait for
+//! that then. Either may have been lost, so a slot waits until its next owner starts at most, and what is kept is bounded.
+//!
+//! Invariants: `in_pool` is the sum of the objects that are not on disk; a page refers to one object at most. Nothing that a file can say
+//! makes it panic, and what it keeps is in proportion to the file, but for members that fork ([`MOST_FORKED`]).
 
 mod world;
 
 use crate::shrinker::{DiskReads, Policy, PoolFull};
 use crate::trace::{Block, Kind, Record};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use world::{MOST_PAGES, PAGE, Page, World, read_in, write_back};
+
+/// Pages and objects that members as they forked may have together: beyond that the oldest are forgotten.
+const MOST_FORKED: usize = 1 << 22;
+/// Records of a slot that wait for its owner's parent: as many as a ring holds many times over.
+const MOST_WAITING: usize = 1 << 20;
 
 /// What the disk costs.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -97,10 +106,14 @@ pub struct Outcome {
 pub struct Replay {
     settings: Settings,
     worlds: BTreeMap<u32, World>,
-    /// Members as they were when they forked, by the fork's number.
-    forked: HashMap<u64, World>,
-    /// Blocks of children whose parent's block is still to come.
-    waiting: Vec<(u32, Vec<Record>)>,
+    /// Members as they were when they forked, by the fork's number: the oldest first.
+    forked: BTreeMap<u64, World>,
+    /// Pages and objects of those together.
+    forked_size: usize,
+    /// By slot, the records of children whose parent's block is still to come: the first one is the [`Kind::Born`].
+    waiting: BTreeMap<u32, Vec<Record>>,
+    /// Slots that wait for a fork that was played.
+    awaited: Vec<u32>,
     pool_full: PoolFull,
     /// What all members read back: they are one group.
     disk_reads: DiskReads,
@@ -113,8 +126,10 @@ impl Replay {
         Self {
             settings,
             worlds: BTreeMap::new(),
-            forked: HashMap::new(),
-            waiting: Vec::new(),
+            forked: BTreeMap::new(),
+            forked_size: 0,
+            waiting: BTreeMap::new(),
+            awaited: Vec::new(),
             pool_full: PoolFull::default(),
             disk_reads: DiskReads::new(),
             out: Outcome::default(),
@@ -125,32 +140,91 @@ impl Replay {
     pub fn block(&mut self, block: &Block<'_>) {
         self.out.lost = self.out.lost.saturating_add(block.head.lost);
         self.out.end_ns = self.out.end_ns.max(block.head.time_ns);
-        self.play(block.head.slot, block.records().collect());
-        // A child's block can come before the one in which its parent forks: it has waited for that.
-        for (slot, records) in core::mem::take(&mut self.waiting) {
-            self.play(slot, records);
+        // (It is not known where in the block they are missing: before or behind it, most likely.)
+        if block.head.lost > 0 {
+            self.forget_move(block.head.slot);
+        }
+        self.play(block.head.slot, block.records());
+        if block.head.lost > 0 {
+            self.forget_move(block.head.slot);
+        }
+        self.play_awaited();
+    }
+
+    /// Plays records of a slot, or has them wait. An owner that nobody waits for ends the wait of the one before.
+    fn play(&mut self, slot: u32, records: impl Iterator<Item = Record>) {
+        for r in records {
+            let is_known = match r.kind {
+                Kind::Start => true,
+                Kind::Born => self.forked.contains_key(&r.vpn),
+                _ => false,
+            };
+            if is_known {
+                self.give_up(slot);
+            }
+            match self.waiting.get_mut(&slot) {
+                Some(queue) => {
+                    queue.push(r);
+                    if queue.len() >= MOST_WAITING {
+                        self.give_up(slot);
+                    }
+                }
+                None if r.kind == Kind::Born && !is_known => drop(self.waiting.insert(slot, vec![r])),
+                None => self.record(slot, r),
+            }
         }
     }
 
-    fn play(&mut self, slot: u32, records: Vec<Record>) {
-        if self.waiting.iter().any(|(s, _)| *s == slot) {
-            return self.waiting.push((slot, records));
-        }
-        for (i, r) in records.iter().enumerate() {
-            if r.kind == Kind::Born && !self.forked.contains_key(&r.vpn) {
-                return self.waiting.push((slot, records[i..].to_vec()));
+    /// A child's block can come before the one in which its parent forks: it has waited for that.
+    fn play_awaited(&mut self) {
+        while let Some(slot) = self.awaited.pop() {
+            if let Some(records) = self.waiting.remove(&slot) {
+                self.play(slot, records.into_iter());
             }
-            self.record(slot, *r);
         }
+    }
+
+    /// The records of a child's parent were lost: it starts with nothing.
+    fn give_up(&mut self, slot: u32) {
+        let records = self.waiting.remove(&slot).unwrap_or_default();
+        records.into_iter().for_each(|r| self.record(slot, r));
+    }
+
+    /// Records of a slot were lost: where pages move from is half of nothing.
+    fn forget_move(&mut self, slot: u32) {
+        if let Some(world) = self.worlds.get_mut(&slot) {
+            world.move_from = None;
+        }
+        if let Some(queue) = self.waiting.get_mut(&slot) {
+            queue.pop_if(|r| r.kind == Kind::MoveFrom);
+        }
+    }
+
+    /// Keeps a member as it is where it forks.
+    fn keep_forked(&mut self, fork: u64, world: World) {
+        self.take_forked(fork);
+        self.forked_size += world.size();
+        self.forked.insert(fork, world);
+        while self.forked_size > MOST_FORKED
+            && let Some((_, oldest)) = self.forked.pop_first()
+        {
+            self.forked_size -= oldest.size();
+        }
+        self.awaited.extend(self.waiting.iter().filter(|(_, queue)| queue[0].vpn == fork).map(|(slot, _)| slot));
+    }
+
+    fn take_forked(&mut self, fork: u64) -> Option<World> {
+        self.forked.remove(&fork).inspect(|world| self.forked_size -= world.size())
     }
 
     /// Ends the replay.
     pub fn finish(mut self) -> Outcome {
-        // Children whose parents' records were lost: they start with nothing.
-        for (slot, records) in core::mem::take(&mut self.waiting) {
-            records.into_iter().for_each(|r| self.record(slot, r));
+        while let Some((slot, _)) = self.waiting.first_key_value() {
+            let slot = *slot;
+            self.give_up(slot);
+            self.play_awaited();
         }
-        self.out.end_ns += self.out.wait_ns;
+        self.out.end_ns = self.out.end_ns.saturating_add(self.out.wait_ns);
         self.out
     }
 
@@ -160,10 +234,17 @@ impl Replay {
         let policy = self.settings.policy;
         let world = self.worlds.entry(slot).or_insert_with(|| World::new(policy));
         let (vpn, n) = (r.vpn, r.count());
+        let moves_from = world.move_from.take();
         match r.kind {
             Kind::Start => *world = World::new(policy),
-            Kind::Fork => drop(self.forked.insert(r.vpn, world.clone())),
-            Kind::Born => *world = self.forked.remove(&r.vpn).unwrap_or_else(|| World::new(policy)),
+            Kind::Fork => {
+                let as_it_forks = world.clone();
+                self.keep_forked(r.vpn, as_it_forks);
+            }
+            Kind::Born => {
+                let world = self.take_forked(r.vpn).unwrap_or_else(|| World::new(policy));
+                self.worlds.insert(slot, world);
+            }
             Kind::Store => {
                 world.store(vpn, n, r.object_bytes());
                 self.out.stored += n as u64;
@@ -177,9 +258,10 @@ impl Replay {
             }
             Kind::Evict => self.evict(slot, n),
             Kind::Free | Kind::Drop => world.forget_range(vpn, n),
-            Kind::MoveFrom => world.move_from = Some(vpn),
+            Kind::MoveFrom => world.move_from = Some((vpn, n)),
+            // (They are noted together. Where there is another one between, the other half of each was lost.)
             Kind::MoveTo => {
-                if let Some(from) = world.move_from.take() {
+                if let Some((from, _)) = moves_from.filter(|(_, pages)| *pages == n) {
                     world.moved(from, vpn, n);
                 }
             }

@@ -177,3 +177,108 @@ fn moved_pages_are_found_where_they_went() {
     check(&replay);
     assert_eq!(replay.finish().unknown, 1);
 }
+
+fn play(replay: &mut Replay, slot: u32, lost: u64, records: &[Record]) {
+    let words: Vec<u64> = records.iter().map(Record::pack).collect();
+    let mut bytes = crate::trace::Header { limit: 1, codec: 0 }.write().to_vec();
+    crate::trace::write_block(&mut bytes, crate::trace::BlockHead { slot, time_ns: 0, lost }, &words);
+    crate::trace::Trace::parse(&bytes).unwrap().blocks().for_each(|b| replay.block(&b.unwrap()));
+}
+
+/// The story: of two moves the target of the first and the source of the second were lost. The first one's source was moved to the
+/// second one's target, and where the two were the same the books named an object that was gone.
+#[test]
+fn half_a_move_is_none() {
+    let [from, other] = [Record::pages(Kind::MoveFrom, 0, 4), Record::pages(Kind::Evict, 0, 4)];
+    let to = Record::pages(Kind::MoveTo, 100, 4);
+    for (first, lost, second) in [
+        (vec![from], 1, vec![to]),
+        (vec![from, other], 0, vec![to]),
+        (vec![from], 0, vec![Record::pages(Kind::MoveTo, 100, 3)]),
+        (vec![Record::number(Kind::Start, 1)], 0, vec![to]),
+    ] {
+        for lost_first in [false, true] {
+            for waits in [false, true] {
+                let mut replay = Replay::new(settings(Policy::Fifo, 1 << 20));
+                if waits {
+                    play(&mut replay, 0, 0, &[Record::number(Kind::Born, 5)]);
+                }
+                let stored: Vec<_> = (0..4).map(|vpn| Record::of_object(Kind::Store, vpn, 0, 1000)).collect();
+                play(&mut replay, 0, 0, &stored);
+                let (before, after) = if lost_first { (lost, 0) } else { (0, lost) };
+                play(&mut replay, 0, before, &first);
+                play(&mut replay, 0, after, &second);
+                play(&mut replay, 0, 0, &[Record::load(100, 4, false, 0)]);
+                assert_eq!(replay.finish().unknown, 1, "{first:?} {second:?}");
+            }
+        }
+    }
+}
+
+/// A file may say anything.
+#[test]
+fn a_move_onto_itself_is_none() {
+    for to in 0..5 {
+        let mut replay = Replay::new(settings(Policy::Fifo, 6000));
+        (0..4).for_each(|vpn| store(&mut replay, vpn));
+        replay.record(0, Record::pages(Kind::MoveFrom, 0, 4));
+        replay.record(0, Record::pages(Kind::MoveTo, to, 4));
+        // (What is oldest goes to disk.)
+        (100..104).for_each(|vpn| store(&mut replay, vpn));
+        check(&replay);
+        (0..9).for_each(|vpn| replay.record(0, Record::load(vpn, 1, false, 0)));
+        check(&replay);
+        assert_eq!((replay.out.loads, replay.out.unknown), (9, 5), "moved to {to}");
+    }
+}
+
+/// The story: where the block in which a parent forks was lost its child waited until the trace's end, and so did every later owner of
+/// the child's slot.
+#[test]
+fn a_slot_is_free_when_its_next_owner_starts() {
+    let mut replay = Replay::new(settings(Policy::Fifo, 1 << 20));
+    play(&mut replay, 9, 0, &[Record::number(Kind::Born, 7), Record::load(5, 1, false, 0)]);
+    assert_eq!(replay.out.loads, 0, "it waits for its parent");
+    let next = [Record::of_object(Kind::Store, 6, 0, 1000), Record::load(6, 1, false, 0)];
+    play(&mut replay, 9, 0, &[&[Record::load(5, 1, false, 0), Record::number(Kind::Start, 2)], &next[..]].concat());
+    assert_eq!((replay.out.loads, replay.out.unknown), (3, 2));
+    check(&replay);
+    // So it is with an owner that was forked, if it is known where.
+    play(&mut replay, 9, 0, &[Record::number(Kind::Born, 7), Record::load(5, 1, false, 0)]);
+    assert_eq!(replay.out.loads, 3);
+    play(&mut replay, 1, 0, &[Record::of_object(Kind::Store, 5, 0, 1000), Record::number(Kind::Fork, 8)]);
+    play(&mut replay, 9, 0, &[Record::number(Kind::Born, 8), Record::load(5, 1, false, 0)]);
+    assert_eq!((replay.out.loads, replay.out.unknown), (5, 3));
+    assert_eq!(replay.finish().records, 12);
+}
+
+/// A child whose block waits may itself be a parent others wait for.
+#[test]
+fn children_of_a_child_that_waits_inherit_too() {
+    let mut replay = Replay::new(settings(Policy::Fifo, 1 << 20));
+    let load = Record::load(5, 1, false, 0);
+    play(&mut replay, 3, 0, &[Record::number(Kind::Born, 2), load]);
+    play(&mut replay, 2, 0, &[Record::number(Kind::Born, 1), Record::number(Kind::Fork, 2)]);
+    play(&mut replay, 2, 0, &[load]);
+    assert_eq!(replay.out.loads, 0);
+    play(&mut replay, 1, 0, &[Record::of_object(Kind::Store, 5, 0, 1000), Record::number(Kind::Fork, 1), load]);
+    assert_eq!((replay.out.loads, replay.out.unknown), (3, 0));
+    assert!(replay.forked.is_empty() && replay.waiting.is_empty());
+}
+
+/// Children that never say they were born, and children that nobody bore, are not kept for ever.
+#[test]
+fn what_is_kept_for_children_is_bounded() {
+    let mut replay = Replay::new(settings(Policy::Fifo, 1 << 30));
+    for vpn in 0..1000 {
+        store(&mut replay, vpn);
+    }
+    let forks = 2 * MOST_FORKED / 1000;
+    (0..forks as u64).for_each(|fork| replay.record(0, Record::number(Kind::Fork, fork)));
+    assert!(replay.forked.len() < forks);
+    assert!(replay.forked.contains_key(&(forks as u64 - 1)) && !replay.forked.contains_key(&0), "the oldest go first");
+    play(&mut replay, 1, 0, &[Record::number(Kind::Born, 1 << 30)]);
+    let many = vec![Record::load(5, 1, false, 0); MOST_WAITING / 4];
+    (0..5).for_each(|_| play(&mut replay, 1, 0, &many));
+    assert!(replay.waiting.is_empty() && replay.out.loads == many.len() as u64 * 5);
+}

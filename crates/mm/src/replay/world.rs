@@ -66,7 +66,8 @@ pub(super) struct World {
     pub(super) in_pool: usize,
     /// Pages out that are in the pool.
     pub(super) stored: usize,
-    pub(super) move_from: Option<u64>,
+    /// First page and number of those that move to where the next record says, if the last one was that.
+    pub(super) move_from: Option<(u64, usize)>,
 }
 
 impl World {
@@ -191,7 +192,16 @@ impl World {
         }
     }
 
+    /// What it takes, in pages and objects.
+    pub(super) fn size(&self) -> usize {
+        self.pages.len() + self.objects.len() + 1
+    }
+
+    /// Pages are at another address now. (mremap refuses ranges that overlap: who says so made it up.)
     pub(super) fn moved(&mut self, from: u64, to: u64, n: usize) {
+        if from.abs_diff(to) < n as u64 {
+            return;
+        }
         let pages: Vec<(u64, Page)> =
             (from..from + n as u64).filter_map(|at| self.pages.get(&at).map(|p| (at, *p))).collect();
         for (at, page) in pages {
