@@ -107,7 +107,7 @@ impl Pte {
             _ => Tag::Disk,
         }
     }
-    /// What the page map says of it.
+    /// What the page map says of it. (What is on a server is on disk for the entry: see [`PageTable::disk_is_remote`].)
     pub fn state(self) -> PageState {
         PageState(match self.tag() {
             Tag::None => 0,
@@ -119,7 +119,7 @@ impl Pte {
             Tag::Poisoned => SWAPPED | Tier::Lost.bits(),
         })
     }
-    /// The slot or stamp (25 bits).
+    /// The slot or stamp, or index and stamp (26 bits).
     pub fn aux(self) -> u32 {
         ((self.0 >> AUX_SHIFT) & AUX_MASK) as u32
     }
@@ -175,6 +175,11 @@ const _: () = assert!(
 pub const ADDRESS_SPACE_PAGES: u64 = 1 << 35;
 const _: () = assert!(tree::LEAVES * LEAF_PAGES == ADDRESS_SPACE_PAGES);
 
+/// What is published of a page, if what is on disk is on that tier.
+fn state_of(pte: Pte, disk: Tier) -> PageState {
+    if pte.tag() == Tag::Disk { PageState(SWAPPED | disk.bits()) } else { pte.state() }
+}
+
 /// The state of a page, soft-dirty where it was written to, and write-protected.
 fn with_bits(state: PageState, written: bool, protected: bool) -> PageState {
     PageState(state.0 | if written { SOFT_DIRTY } else { 0 } | if protected { WRITE_PROTECTED } else { 0 })
@@ -187,6 +192,8 @@ pub struct PageTable {
     published: Option<(PageMap<'static>, u64)>,
     /// Whether soft-dirty bits are published too.
     soft_dirty: bool,
+    /// What is published of pages on disk: the tier.
+    disk: Tier,
     /// Stretches of which nothing is known any more, where that is asked for.
     emptied: Option<Vec<u64>>,
 }
@@ -200,7 +207,12 @@ impl Default for PageTable {
 impl PageTable {
     /// An empty table.
     pub fn new() -> Self {
-        Self { tree: Tree::default(), published: None, soft_dirty: false, emptied: None }
+        Self { tree: Tree::default(), published: None, soft_dirty: false, disk: Tier::Disk, emptied: None }
+    }
+
+    /// What is called the disk is on a server: so it is published from now on.
+    pub fn disk_is_remote(&mut self) {
+        self.disk = Tier::Remote;
     }
 
     /// Has what is published say of each page known whether it is soft-dirty: it is unless it is clean.
@@ -240,7 +252,7 @@ impl PageTable {
             let page = vpn.wrapping_sub(*first);
             if page < map.pages() {
                 let written = self.soft_dirty && pte.tag() != Tag::None && !self.is_clean(vpn);
-                map.publish(page, with_bits(pte.state(), written, self.is_protected(vpn)));
+                map.publish(page, with_bits(state_of(pte, self.disk), written, self.is_protected(vpn)));
             }
         }
     }
@@ -318,7 +330,8 @@ impl PageTable {
     /// # Panics
     /// As [`PageTable::set`].
     pub fn set_run(&mut self, vpn: u64, n: usize, mut pte: impl FnMut(usize) -> Pte) {
-        let (mut at, end, published, soft_dirty) = (vpn, vpn + n as u64, self.published, self.soft_dirty);
+        let (mut at, end, published) = (vpn, vpn + n as u64, self.published);
+        let (soft_dirty, disk) = (self.soft_dirty, self.disk);
         while at < end {
             let stop = end.min((at / LEAF_PAGES + 1) * LEAF_PAGES);
             let first = (at % LEAF_PAGES) as usize;
@@ -333,7 +346,7 @@ impl PageTable {
                 if from < to {
                     let state = |i: u64| {
                         let page = from + i;
-                        let state = entries[(page - at) as usize].state();
+                        let state = state_of(entries[(page - at) as usize], disk);
                         with_bits(state, soft_dirty && !clean.has(page), protected.has(page))
                     };
                     map.publish_run(from - origin, to - from, state);
@@ -349,6 +362,9 @@ impl PageTable {
     }
 
     /// Sets and clears hints of the 64 KiB block of a page.
+    ///
+    /// # Panics
+    /// When the page is beyond the 47-bit address space.
     pub fn hint(&mut self, vpn: u64, set: u8, clear: u8) {
         let h = &mut self.leaf_mut(vpn).hints[(vpn % LEAF_PAGES / BLOCK_PAGES) as usize];
         *h = (*h & !clear) | set;

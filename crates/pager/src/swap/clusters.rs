@@ -405,6 +405,10 @@ impl Pager {
     pub fn swap_to(&mut self, map: &'static ClusterMap) {
         map.forget_own(Identity::own());
         self.clusters = Some(map);
-        self.state.lock().swap = super::Swap::of(map, &self.group.nodes[self.node].nr_disk_swapins);
+        let mut s = self.state.lock();
+        s.swap = super::Swap::of(map, &self.group.nodes[self.node].nr_disk_swapins);
+        if map.is_remote() {
+            s.pt.disk_is_remote();
+        }
     }
 }

@@ -520,3 +520,26 @@ fn a_full_pool_is_written_back_in_turns() {
     // (The slot is nobody's.)
     other.owner.store(0, Relaxed);
 }
+
+/// (It was said to be on disk.)
+#[test]
+fn what_is_on_a_server_is_said_to_be_there() {
+    use core::sync::atomic::AtomicU64;
+    use uzswap_mm::pagemap::{PageMap, Tier};
+    for (remote, tier) in [(0, Tier::Disk), (1, Tier::Remote)] {
+        let mut pager = testing::member(testing::group(), 0, LIMIT);
+        let books = testing::books();
+        books.remote.store(remote, Relaxed);
+        pager.swap_to(books);
+        let words: &'static [AtomicU64] = Box::leak((0..4).map(|_| AtomicU64::new(0)).collect());
+        let map = PageMap::new(Box::leak(Box::new(AtomicU64::new(0))), words, 32);
+        let mut s = pager.state.lock();
+        s.pt.publish(map, FIRST);
+        s.pt.set(FIRST, Pte::new(Tag::Disk, 0));
+        s.pt.set_run(FIRST + 7, 9, |_| Pte::new(Tag::Disk, 0));
+        s.pt.set(FIRST + 1, Pte::compressed(8, 0, 0));
+        assert_eq!([0, 7, 15, 1].map(|page| map.get(page).tier()), [tier, tier, tier, Tier::Warm]);
+        drop(s);
+        Box::leak(Box::new(pager));
+    }
+}
