@@ -11,7 +11,8 @@
 //! ```
 //! `slot` says whose records follow: a member of the group, who says [`Kind::Start`] or [`Kind::Born`] when the slot
 //! gets a new owner. `time` is nanoseconds from the start of the recording to when the block was drained. `lost` counts
-//! the records of the slot that were overwritten unread just before this block. `check` is over the records.
+//! the records of the slot that found no place since the block before: those that wait to be drained stay, the newest are missing, from
+//! before, within or behind this block. `check` is over the records.
 //!
 //! A file whose recorder was killed ends in the middle of a block: what is before it is good ([`Error::Cut`]).
 
@@ -228,7 +229,7 @@ pub struct BlockHead {
     pub slot: u32,
     /// When they were drained (nanoseconds from the start).
     pub time_ns: u64,
-    /// Records lost before them.
+    /// Records that found no place since the block before.
     pub lost: u64,
 }
 

@@ -13,8 +13,9 @@
 //! folio is refused, or is not to enter the pool at all. So what is found at a page's entry is what was stored there
 //! last, or nothing. (In the kernel the invalidation came after the early returns once, and stale data could be read.)
 //!
-//! Limits are asked for once, when the folio begins; while its units are put only the pool itself can say no. So a limit
-//! is overshot by one folio at most: 2 MiB of contents and their headers.
+//! The pool's own limit is asked for once, when the folio begins, so it is overshot by one folio at most: 2 MiB of contents and their
+//! headers. While its units are put only what has no such slack can say no, for each: the groups' `memory.zswap.max`, and the pool
+//! when it has no place.
 //!
 //! Charges balance by construction: a unit is charged where it is put and uncharged where it is taken back, by the same
 //! [`Store`], and this file is the only caller of both for a store under way. (The kernel once uncharged pages of a
@@ -90,7 +91,7 @@ pub trait Store {
     /// # Errors
     /// Why not; the page is as before then.
     fn index(&mut self, vpn: u64, place: Option<(u32, usize)>) -> Result<(), Refused>;
-    /// Undoes [`Store::index`]: the page is what it was, without a reference to the unit.
+    /// Undoes [`Store::index`]: the page's contents are where they were, and its entry refers to no unit, nor to a kept copy any more.
     fn unindex(&mut self, vpn: u64);
 }
 
@@ -115,7 +116,9 @@ pub fn begin(store: &mut impl Store, pages: impl Iterator<Item = u64>, allowed: 
 /// `places` is scratch, for the handles of the units.
 ///
 /// # Errors
-/// Why not. The folio's pages are then as before the call, and nothing of it is in the pool.
+/// Why not. Nothing of the folio is in the pool then, and its contents are where they were. What the pager kept of its pages beside them
+/// may be gone: a copy in the pool ([`Store::index`] ends it), or a place on disk that holds the same (which the unit that was put took
+/// over). It would have saved work, and was nobody's only copy.
 pub fn finish(store: &mut impl Store, units: &[(Unit, Packed)], places: &mut Vec<Option<u32>>) -> Result<(), Refused> {
     places.clear();
     for (at, (unit, packed)) in units.iter().enumerate() {
