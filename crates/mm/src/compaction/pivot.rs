@@ -17,12 +17,14 @@ pub struct Cached {
     pub scanners: Option<Scanners>,
     /// The block where they last met.
     pub met_at: Option<usize>,
+    /// How often the pivot has moved.
+    pub moves: u64,
 }
 
 impl Cached {
     /// Starts at a block.
     pub fn new(pivot: usize) -> Self {
-        Self { pivot, scanners: None, met_at: None }
+        Self { pivot, scanners: None, met_at: None, moves: 0 }
     }
 
     /// The positions to go on from. What does not lie in the zone (it may have shrunk, or never been set) is
@@ -49,6 +51,7 @@ impl Cached {
     pub fn restart(&mut self, zone: &mut Zone, move_pivot: bool) {
         clear_skip(zone);
         if move_pivot && let Some(met_at) = self.met_at.take() {
+            self.moves += u64::from(self.pivot != met_at);
             self.pivot = met_at;
         }
         self.scanners = None;

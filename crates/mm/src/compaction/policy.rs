@@ -41,6 +41,10 @@ pub trait Policy {
     fn is_worth_another_pass(&self) -> bool {
         false
     }
+    /// The block where the scanners start, and how often that has moved; none where it does not move.
+    fn pivot(&self) -> Option<(usize, u64)> {
+        None
+    }
     /// Page blocks looked at to decide since the last call.
     fn looked_at(&mut self) -> u64 {
         0
@@ -174,6 +178,10 @@ impl Policy for Linear {
 
     fn restart(&mut self, zone: &mut Zone) {
         self.cached.restart(zone, self.moves);
+    }
+
+    fn pivot(&self) -> Option<(usize, u64)> {
+        self.moves.then_some((self.cached.pivot, self.cached.moves))
     }
 }
 

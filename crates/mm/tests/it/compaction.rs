@@ -348,6 +348,7 @@ fn the_pivot_moves_only_on_a_restart_after_the_longest_deferral() {
         // The seventh came after 64 refusals: it was a restart.
         let scanned = compactor.counters.compact_migrate_scanned;
         assert_eq!(compactor.policy.cached.pivot != 0, moves);
+        assert_eq!(compactor.policy.pivot(), moves.then_some((compactor.policy.cached.pivot, 1)));
         assert!(scanned >= 2 * 7 * 512 - 512, "the skip bits were not cleared: {scanned}");
     }
 }
