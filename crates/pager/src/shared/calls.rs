@@ -284,7 +284,9 @@ fn protect(e: &mut Engine, from: u64, to: u64, which: u64, connection: u64) -> i
     if watch.connection != connection {
         return Err(refuse(libc::EBUSY));
     }
-    if which == ALL {
+    // What was removed takes what its markers said with it: not what they say from now on.
+    e.settle(from, to);
+    if let Some(watch) = e.watch.as_mut().filter(|_| which == ALL) {
         (from..to).for_each(|p| watch.everywhere.put(p, true));
     }
     for k in 0..e.mappings.len() {

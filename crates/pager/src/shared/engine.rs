@@ -21,7 +21,7 @@ use std::os::fd::OwnedFd;
 use std::time::Instant;
 use uzswap_mm::codec::{Algorithm, Decompressor};
 use uzswap_mm::lru::{Entry, Lru, next_stamp};
-use uzswap_mm::pagemap::{PRESENT, PageState, SWAPPED, Tier, ZERO};
+use uzswap_mm::pagemap::{PRESENT, PageState, SWAPPED, Tier, WRITE_PROTECTED, ZERO};
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
 use uzswap_sys::memfd;
 
@@ -285,6 +285,11 @@ impl Engine {
     /// Books that the object has nothing of `[from, to)` and that what was out of it is dropped. (A part of a change of the page
     /// map, or each page one of its own.)
     pub fn emptied(&mut self, from: u64, to: u64) {
+        self.emptied_but(from, to, 0);
+    }
+
+    /// The same, but for the bits `keep` of the markers.
+    pub fn emptied_but(&mut self, from: u64, to: u64, keep: u8) {
         if from == to {
             return;
         }
@@ -297,17 +302,18 @@ impl Engine {
             for page in from..to {
                 m.mapped.put(page, false);
                 m.seen.put(page, false);
-                if m.markers.map().get(page).0 != 0 {
-                    m.markers.map().set(page, PageState(0));
+                let PageState(marker) = m.markers.map().get(page);
+                if marker & !keep != 0 {
+                    m.markers.map().set(page, PageState(marker & keep));
                 }
             }
             // Who waited to write to a protected page goes on, and finds a page that is not.
             m.wake(from, to);
         }
         for f in &mut self.forks {
-            f.markers[from as usize..to as usize].fill(0);
+            f.markers[from as usize..to as usize].iter_mut().for_each(|byte| *byte &= keep);
         }
-        if let Some(watch) = &mut self.watch {
+        if let Some(watch) = self.watch.as_mut().filter(|_| keep & WRITE_PROTECTED == 0) {
             (from..to).for_each(|p| watch.everywhere.put(p, false));
             watch.queue.retain(|p| !(from..to).contains(p));
         }

@@ -11,6 +11,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
+use uzswap_mm::pagemap::WRITE_PROTECTED;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, Tag};
 use uzswap_sys::memfd;
 use uzswap_sys::uffd_shared::SharedFault;
@@ -365,11 +366,11 @@ impl Engine {
                     m.wake(at, at + 1);
                     at += 1;
                 }
-                // Not in the object: punched just now, so it reads as zeros, and its markers are gone.
+                // Not in the object: punched unseen, so it reads as zeros. It may have been protected since, and that stays.
                 libc::EFAULT => {
                     // (It may be a witness: that is seen to before it is made anew.)
                     self.settle(at, at + 1);
-                    self.emptied(at, at + 1);
+                    self.emptied_but(at, at + 1, WRITE_PROTECTED);
                     return Mapped::Soon;
                 }
                 libc::ESRCH => {

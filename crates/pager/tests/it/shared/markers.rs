@@ -1,5 +1,6 @@
 //! Page state: what each mapping answers, and that it is exact.
 
+use super::removes::{bytes, remove};
 use super::*;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -236,6 +237,46 @@ fn who_protects_nothing_keeps_nobody_from_it() {
     let error = region.control().protect(at(0), Some(u64::MAX - 1)).unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::NotFound);
     other.protect(at(0), None).unwrap();
+}
+
+/// The story: what a call of madvise had removed was protected before it was seen that it was gone. Then its protection went with it, and
+/// nobody was told of who wrote there.
+#[test]
+fn what_was_just_removed_is_protected_as_well() {
+    let region = region(4 * MIB, 8 * MIB);
+    let a = region.map().unwrap();
+    assert!(a.sees_removes(), "this needs a userfaultfd for the kernel's faults");
+    (0..16).for_each(|page| write(&a, page, 1));
+    region.control().page_out(bytes(4..12)).unwrap();
+    remove(&a, 0..16);
+    region.control().protect(bytes(0..16), None).unwrap();
+    let later = region.map().unwrap();
+    for m in [&a, &later] {
+        assert!((0..16).all(|p| m.page_map().get(p).write_protected()));
+    }
+    tells_of_a_write(&region, &a, 3);
+    tells_of_a_write(&region, &later, 15);
+}
+
+/// A write to a protected page is told, and waits.
+fn tells_of_a_write(region: &SharedRegion, m: &SharedMapping, page: usize) {
+    let control = region.control();
+    let told = std::thread::scope(|scope| {
+        scope.spawn(|| write(m, page, 2));
+        let told = control.next_write(Duration::from_secs(10)).unwrap();
+        control.unprotect(at(page), None).unwrap();
+        told
+    });
+    assert_eq!(told, Some(page * PAGE));
+}
+
+/// The same where the owner does not see what the call removes.
+pub fn what_was_removed_unseen_is_protected_as_well(region: &SharedRegion, m: &SharedMapping) {
+    (0..4).for_each(|page| write(m, page, 5));
+    remove(m, 0..4);
+    region.control().protect(bytes(0..4), None).unwrap();
+    tells_of_a_write(region, m, 2);
+    region.control().unprotect(bytes(0..4), None).unwrap();
 }
 
 #[test]

@@ -481,6 +481,7 @@ fn unprivileged() {
     region.control().page_out(bytes(0..8)).unwrap();
     m.remove(bytes(0..8)).unwrap();
     assert!((0..8).all(|page| value(&m, page) == 0));
+    super::markers::what_was_removed_unseen_is_protected_as_well(&region, &m);
     assert_eq!(region.control().stats().unwrap().doubts, 0);
     say("right");
 }
