@@ -7,11 +7,19 @@
 //! merging (UFFDIO_MOVE refuses to cross mappings). The arena is registered with the pager's userfaultfd, as the target
 //! of a MOVE must be: a missing slot must therefore never be touched. The heap and the pool are plain memory.
 
+use core::ops::Range;
 use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;
 
 /// Bytes of a page.
 pub const PAGE: usize = 4096;
+
+/// The pages that a range of bytes touches, by number: none, where it has no bytes.
+#[must_use]
+pub fn pages_of(bytes: &Range<usize>) -> Range<u64> {
+    let first = (bytes.start / PAGE) as u64;
+    if bytes.is_empty() { first..first } else { first..bytes.end.div_ceil(PAGE) as u64 }
+}
 /// Bytes kept for the agent's own allocations (address space, not memory).
 pub const HEAP_BYTES: usize = 8 << 30;
 const STACKS_BYTES: usize = 8 << 20;

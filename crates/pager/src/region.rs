@@ -27,7 +27,7 @@
 //! Counted against the limit is what can be counted exactly without asking the kernel: resident, staged and free
 //! frames, and the pool. The tables come on top (see [`Stats::metadata`]).
 
-use crate::arena::{Layout, PAGE};
+use crate::arena::{Layout, PAGE, pages_of};
 use crate::group::{CODEC_DEFLATE, CODEC_LZ4, CODEC_ZSTD, GroupPage, MAGIC, algorithm};
 use crate::mapfile::{Kind as MapKind, MapFile};
 use crate::marks::Marks;
@@ -436,8 +436,9 @@ impl Region {
 
     /// Page numbers of a range of bytes of the region.
     fn pages_of(&self, range: &Range<usize>) -> (u64, u64) {
-        let to = range.end.min(self.len).next_multiple_of(PAGE);
-        (((self.base + range.start.min(to)) / PAGE) as u64, ((self.base + to) / PAGE) as u64)
+        let end = range.end.min(self.len);
+        let pages = pages_of(&(self.base + range.start.min(end)..self.base + end));
+        (pages.start, pages.end)
     }
 
     /// Moves the region's frames together, as far as that is possible: what is done in the background anyway when there is

@@ -20,16 +20,15 @@ use std::io;
 use std::ops::Range;
 use std::sync::atomic::Ordering::Acquire;
 use std::time::{Duration, Instant};
+use uzswap_pager::arena::{self, PAGE};
 use uzswap_pager::group::Slot;
 use uzswap_pager::member::wake_member;
 use uzswap_pager::request::{ASKED, DONE, IDLE, Moved, Op, PageRequest, SERVING};
 use uzswap_sys::lock::futex_wait;
 use uzswap_sys::process::Identity;
 
-/// Bytes of a page.
-const PAGE: usize = 4096;
 /// Pages of the address space.
-const ALL: usize = uzswap_mm::pagetable::ADDRESS_SPACE_PAGES as usize;
+const ALL: u64 = uzswap_mm::pagetable::ADDRESS_SPACE_PAGES;
 /// How long nothing may happen before the process is said not to answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The same for one that is stopped, which may go on at any moment.
@@ -355,10 +354,10 @@ impl Drop for WriteWatch {
     }
 }
 
-/// The pages of a range of addresses.
+/// The pages of a range of addresses, as far as there are any.
 fn pages_of(range: Range<usize>) -> Range<u64> {
-    let end = range.end.div_ceil(PAGE).min(ALL);
-    (range.start / PAGE).min(end) as u64..end as u64
+    let pages = arena::pages_of(&range);
+    pages.start.min(ALL)..pages.end.min(ALL)
 }
 
 #[cfg(test)]
@@ -369,6 +368,7 @@ mod tests {
     fn addresses_become_pages() {
         assert_eq!(pages_of(0..usize::MAX), 0..1 << 35);
         assert_eq!(pages_of(4097..8193), 1..3);
+        assert!(pages_of(5..5).is_empty() && pages_of(4096..4096).is_empty());
         let end = 1 << 47;
         assert_eq!(pages_of(end + 1..usize::MAX), 1 << 35..1 << 35);
     }

@@ -18,7 +18,7 @@
 use super::owner::{isolate_descriptors, say, spawn};
 use super::view::{Asker, View};
 use super::wire::{self, FOR_CONTROL, FOR_MAPPING, HELLO, op};
-use crate::arena::PAGE;
+use crate::arena::{self, PAGE};
 use crate::mapfile::MapFile;
 use std::io;
 use std::ops::Range;
@@ -324,7 +324,8 @@ pub(super) fn pages_of(range: Range<usize>, len: usize) -> io::Result<(u64, u64)
     if range.start > range.end || range.end > len {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "the range is not within the region"));
     }
-    Ok(((range.start / PAGE) as u64, range.end.div_ceil(PAGE) as u64))
+    let pages = arena::pages_of(&range);
+    Ok((pages.start, pages.end))
 }
 
 impl Drop for Attached {

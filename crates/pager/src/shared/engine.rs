@@ -268,6 +268,9 @@ impl Engine {
     /// # Errors
     /// `EBUSY`: there is a pin. `EAGAIN`: it is done, but for a page that is still an error where it was: to be tried again.
     pub fn remove(&mut self, from: u64, to: u64) -> io::Result<()> {
+        if from == to {
+            return Ok(());
+        }
         if (from..to).any(|p| self.pins.has(p)) {
             return Err(io::Error::from_raw_os_error(libc::EBUSY));
         }

@@ -1,6 +1,6 @@
 //! Regions against plain memory.
 
-use std::sync::atomic::{AtomicUsize, Ordering::*};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::pagemap::Tier;
 use uzswap_pager::region::{Compressor, Error, Options, Region};
 use uzswap_pager::shared::{SharedOptions, SharedRegion};
@@ -531,6 +531,27 @@ fn what_an_instruction_needs_is_there_at_once() {
         // (What compaction of the pool has just freed is the program's for a while.)
         assert!(least < MIB, "there is more room than this is about: {least}");
     }
+}
+
+/// The story: a range of no bytes in the middle of a page was taken for that page, and removed it.
+#[test]
+fn a_range_of_no_bytes_is_of_no_pages_of_a_region() {
+    let _one = alone();
+    let region = Region::new(MIB, &Options { track_writes: true, ..Options::new(8 * MIB) }).unwrap();
+    // SAFETY: the first word of the region, used as an atomic only.
+    let word = unsafe { &*region.as_mut_ptr().cast::<AtomicU64>() };
+    word.store(7, Relaxed);
+    #[allow(clippy::reversed_empty_ranges)]
+    let backwards = 6..5;
+    for nothing in [5..5, 0..0, PAGE..PAGE, MIB..MIB, 2 * MIB..3 * MIB, backwards] {
+        region.remove(nothing.clone());
+        assert_eq!((region.page_out(nothing.clone()), region.page_in(nothing.clone())), (0, 0), "{nothing:?}");
+        assert!(region.take_soft_dirty(nothing.clone()).unwrap().is_empty(), "{nothing:?}");
+        region.protect(nothing).unwrap();
+    }
+    let state = region.page_map().unwrap().get(0);
+    assert!(state.present() && state.soft_dirty() && !state.write_protected(), "{state:?}");
+    assert_eq!(word.load(Relaxed), 7);
 }
 
 /// As on a kernel without UFFDIO_MOVE, where a region's pages are taken by `mremap` and come back by copies.

@@ -138,6 +138,30 @@ fn the_kernel_reads_and_writes_pages_that_are_out() {
     }
 }
 
+/// The story: a range of no bytes in the middle of a page was taken for that page, and removed it; one at a page's beginning was refused.
+#[test]
+fn a_range_of_no_bytes_is_of_no_pages() {
+    let region = region(MIB, 8 * MIB);
+    let (m, control) = (region.map().unwrap(), region.control());
+    (0..4).for_each(|page| write(&m, page, 7));
+    for nothing in [5..5, 0..0, PAGE..PAGE, PAGE + 1..PAGE + 1, MIB..MIB] {
+        control.remove(nothing.clone()).unwrap();
+        m.remove(nothing.clone()).unwrap();
+        assert_eq!((control.page_out(nothing.clone()).unwrap(), m.page_in(nothing.clone()).unwrap()), (0, 0));
+        assert!(m.take_soft_dirty(nothing.clone()).unwrap().is_empty());
+        m.clear_soft_dirty(nothing.clone()).unwrap();
+        control.protect(nothing.clone(), None).unwrap();
+        let _pins = (m.pin(nothing.clone()).unwrap(), control.pin(nothing).unwrap());
+        assert_eq!((control.page_out(at(0)).unwrap(), control.page_out(at(1)).unwrap()), (1, 1), "there are no pins");
+        assert!((0..4).all(|page| words(&m, page)[7].load(Relaxed) == 7));
+    }
+    let sum = m.page_map().summary();
+    assert_eq!((sum.present, sum.soft_dirty, sum.write_protected), (4, 4, 0));
+    #[allow(clippy::reversed_empty_ranges)]
+    let backwards = control.remove(6..5);
+    assert_eq!(backwards.unwrap_err().kind(), std::io::ErrorKind::InvalidInput);
+}
+
 fn tempfile() -> std::fs::File {
     let path = socket_path("file");
     let file = std::fs::File::options().read(true).write(true).create_new(true).open(&path).unwrap();
