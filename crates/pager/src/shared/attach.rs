@@ -15,6 +15,7 @@
 //! the child has SIGBUS in the region's place, and no connection: the parent's is the parent's mapping to the owner. A child made by
 //! a raw `clone` has nothing there: SIGSEGV.
 
+use super::line;
 use super::owner::{isolate_descriptors, say, spawn};
 use super::view::{Asker, View};
 use super::wire::{self, FOR_CONTROL, FOR_MAPPING, HELLO, op};
@@ -275,11 +276,7 @@ impl Attachment {
 impl Attached {
     /// Maps the region at the other end of a connection; `path` is where a forked child finds it.
     pub fn new(socket: OwnedFd, path: Option<PathBuf>) -> io::Result<Box<Self>> {
-        static FORK: Once = Once::new();
-        FORK.call_once(|| {
-            // SAFETY: the handlers live as long as the program.
-            unsafe { libc::pthread_atfork(Some(before_fork), Some(in_parent), Some(in_child)) };
-        });
+        see_forks();
         let (base, len, now) = attach(socket, 0, None)?;
         let attached = Box::new(Self { base, len, path, now: Lock::new(now), token: AtomicU64::new(0) });
         ALL.lock().push(core::ptr::from_ref(&*attached) as usize);
@@ -350,6 +347,15 @@ fn detach(socket: &OwnedFd) {
     let _ = wire::call(socket, &[op::DETACH]);
 }
 
+/// Has what is to be done about forks done from now on.
+pub(super) fn see_forks() {
+    static FORK: Once = Once::new();
+    FORK.call_once(|| {
+        // SAFETY: the handlers live as long as the program.
+        unsafe { libc::pthread_atfork(Some(before_fork), Some(in_parent), Some(in_child)) };
+    });
+}
+
 extern "C" fn before_fork() {
     let all = ALL.lock();
     for a in all.iter() {
@@ -393,6 +399,7 @@ fn reserve(base: usize, len: usize) {
 }
 
 extern "C" fn in_child() {
+    line::close_all();
     // SAFETY: before_fork took the lock, in this thread; what is in the list is alive.
     unsafe { ALL.assume_locked().iter().map(|a| &*(*a as *const Attached)) }
         .for_each(|a| reserve(a.base, a.len + SPARE));

@@ -49,7 +49,8 @@
 //! need no answer, and nobody waits for its sockets. When the *owner* ends, the others get SIGBUS and a message: `attach`.
 //!
 //! Read on: `engine` (tables), `evict`, `fault`, `mapping` (one mapping, as the owner sees it), `owner` (threads), `calls`
-//! (what can be asked), `removes` (with `gate`: MADV_REMOVE), `attach` (the other side), `wire` (messages).
+//! (what can be asked), `removes` (with `gate`: MADV_REMOVE), `attach` (the other side; `line`: its questions), `wire`
+//! (messages).
 
 mod attach;
 mod calls;
@@ -57,6 +58,7 @@ mod engine;
 mod evict;
 mod fault;
 mod gate;
+mod line;
 mod mapping;
 mod near;
 mod owner;
@@ -70,6 +72,7 @@ mod wire;
 
 use crate::region::{Compressor, LEAST_LIMIT};
 use attach::{Attached, Control, milliseconds, pages_of};
+use line::Line;
 pub use pin::SharedPin;
 use std::io;
 use std::ops::Range;
@@ -257,9 +260,10 @@ impl Drop for SharedRegion {
 
 /// Questions and orders about a shared region, of its owner or anybody who may attach.
 ///
-/// Ranges are bytes of the region, widened to pages.
+/// Ranges are bytes of the region, widened to pages. A forked child has no part in its parent's connection: all that it asks is
+/// refused (`NotConnected`), and what it wants to know of its own it asks by a new one. (The page map it can read.)
 pub struct SharedControl {
-    socket: Mutex<OwnedFd>,
+    line: Line,
     pages: u64,
     view: View,
     sees_removes: bool,
@@ -283,12 +287,11 @@ impl SharedControl {
     fn of(control: Control) -> Self {
         let view = View::new(control.map, None, control.asker);
         let sees_removes = control.sees_removes;
-        Self { socket: Mutex::new(control.socket), pages: control.pages, view, sees_removes }
+        Self { line: Line::new(control.socket), pages: control.pages, view, sees_removes }
     }
 
     fn call(&self, request: &[u64]) -> io::Result<wire::Words> {
-        let socket = self.socket.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        wire::call(&socket, request).map(|(words, _)| words)
+        self.line.call(request)
     }
 
     fn call_range(&self, what: u64, range: Range<usize>, more: u64) -> io::Result<wire::Words> {

@@ -1,6 +1,6 @@
 //! Forked children, where not all goes well. They are forked from workers, as this process has mappings of other tests'.
 
-use super::processes::{Lines, say, wait_within, worker};
+use super::processes::{Lines, say, wait_for_word, wait_within, worker};
 use super::*;
 use std::io::Read;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -47,6 +47,7 @@ pub fn be(role: &str, path: &Path, number: usize) -> bool {
         "fork-after-end" => fork_after_end(),
         "fork-between" => fork_between(path, number),
         "fork-region" => fork_region(),
+        "fork-watching" => fork_watching(path),
         _ => return false,
     }
     true
@@ -209,4 +210,66 @@ fn fork_region() {
 #[test]
 fn a_child_may_drop_its_parents_region() {
     works("fork-region", &socket_path("fork-region"), 0);
+}
+
+/// Waits until a thread of this process waits for a message.
+fn wait_for_reader() {
+    let begun = Instant::now();
+    let reads = |task: std::fs::DirEntry| {
+        let call = std::fs::read_to_string(task.path().join("syscall")).unwrap_or_default();
+        call.split(' ').next() == Some("47")
+    };
+    while !std::fs::read_dir("/proc/self/task").unwrap().flatten().any(reads) {
+        assert!(begun.elapsed() < LONGEST / 3, "nobody waits for an answer");
+        std::thread::yield_now();
+    }
+}
+
+fn fork_watching(path: &Path) {
+    let control = SharedControl::connect(path).unwrap();
+    control.protect(at(0), None).unwrap();
+    std::thread::scope(|scope| {
+        // It has the connection to itself while this thread forks.
+        scope.spawn(|| control.next_write(LONGEST).unwrap());
+        wait_for_reader();
+        // SAFETY: the child leaves without the harness.
+        let child = unsafe { libc::fork() };
+        assert!(child >= 0);
+        if child == 0 {
+            // SAFETY: no memory is involved.
+            unsafe { libc::alarm(CHILDS_LONGEST as u32 / 1000) };
+            let refused = control.stats().unwrap_err().raw_os_error() == Some(libc::ENOTCONN);
+            say(if refused && control.page_map().get(0).present() { "alone" } else { "connected" });
+            wait_for_word();
+            // SAFETY: ends the child at once.
+            unsafe { libc::_exit(0) };
+        }
+        // SAFETY: a child of ours.
+        unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
+        say("gone");
+    });
+}
+
+/// The story: a forked child had its parent's connection as well. What it asked there took the answer that its parent waited for, or
+/// waited for ever for a thread that it did not have; and when the parent was killed its protections and pins stayed as long as the
+/// child lived.
+#[test]
+fn a_child_has_no_part_in_its_parents_connection() {
+    let path = socket_path("fork-watching");
+    let region = region(MIB, 8 * MIB);
+    region.serve(&path).unwrap();
+    write(&region.map().unwrap(), 0, 1);
+    let mut child = worker("fork-watching", &path, 0).spawn().unwrap();
+    let mut lines = Lines::of(&mut child);
+    let input = child.stdin.take();
+    assert_eq!(lines.next().as_deref(), Some("alone"));
+    assert_eq!(region.control().protect(at(1), None).unwrap_err().kind(), std::io::ErrorKind::ResourceBusy);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let begun = Instant::now();
+    while region.control().protect(at(1), None).is_err() {
+        assert!(begun.elapsed() < LONGEST / 4, "a client that was killed is not missed while its child lives");
+        std::thread::yield_now();
+    }
+    drop(input);
 }
