@@ -64,7 +64,7 @@ fn try_answer(
         op::PAGEOUT => {
             let (from, to) = range()?;
             server.engine().settle(from, to);
-            server.page_out(|e| leavable(e, from, to))? as u64
+            server.page_out(|e| leavable(e, from, to)) as u64
         }
         op::PAGEIN => {
             let (from, to) = range()?;
@@ -126,7 +126,7 @@ fn about_all(server: &Server, request: &Words, pages: u64, mapping: Option<u64>)
         op::AGE => age(&mut server.engine()),
         op::IDLE => {
             let time = Duration::from_millis(request[1]);
-            server.page_out(|e| idle(e, time))? as u64
+            server.page_out(|e| idle(e, time)) as u64
         }
         op::WORKING_SET => {
             let mut engine = server.engine();

@@ -18,6 +18,7 @@ use crate::state::BLOCK;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::Instant;
 use uzswap_mm::codec::{Algorithm, Decompressor};
 use uzswap_mm::lru::{Entry, Lru, next_stamp};
@@ -66,7 +67,8 @@ pub(super) struct Fork {
 
 /// The tables.
 pub(super) struct Engine {
-    pub object: OwnedFd,
+    /// Also of whoever reads pages on their way out.
+    pub object: Arc<OwnedFd>,
     pub pages: u64,
     pub options: SharedOptions,
     pub pt: PageTable,
@@ -113,7 +115,7 @@ impl Engine {
         Ok(Self {
             // Where the kernel does not allow it all works but that, as is said.
             removes: Removes::new(Gate::new(&object, bytes as u64).ok()),
-            object,
+            object: Arc::new(object),
             pages,
             // Objects carry a header and hashes, and slabs are partly filled.
             store: Store::new(bytes + bytes / 4 + (16 << 20)).map_err(os)?,

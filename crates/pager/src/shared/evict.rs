@@ -7,13 +7,12 @@
 use super::engine::Engine;
 use crate::arena::PAGE;
 use crate::object::{self, Header};
-use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
-use std::os::unix::fs::FileExt;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
 use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN, Pte, Tag};
-use uzswap_sys::memfd;
+use uzswap_sys::{memfd, raw};
 
 /// Pages of a batch.
 pub(super) const BATCH_PAGES: usize = 64;
@@ -53,15 +52,15 @@ pub(super) struct Batch {
     compressor: Compressor,
     dense: Option<Compressor>,
     use_dense: bool,
-    /// A second descriptor of the object.
-    object: File,
+    object: Arc<OwnedFd>,
 }
 
 impl Batch {
-    /// An empty batch, which reads the pages from the object. Fails where its descriptor cannot be duplicated.
-    pub fn new(object: &OwnedFd, algorithm: Algorithm) -> io::Result<Self> {
+    /// An empty batch, which reads the pages from the object. (Without a descriptor of its own: that may be the last, and pages must
+    /// leave all the same.)
+    pub fn new(object: Arc<OwnedFd>, algorithm: Algorithm) -> Self {
         let bytes = BATCH_PAGES * PAGE;
-        Ok(Self {
+        Self {
             number: 0,
             pages: Vec::with_capacity(BATCH_PAGES),
             bytes: vec![0; bytes],
@@ -71,8 +70,8 @@ impl Batch {
             compressor: Compressor::new(algorithm),
             dense: (algorithm == Algorithm::Lz4).then(|| Compressor::new(Algorithm::Zstd(1))),
             use_dense: false,
-            object: File::from(object.try_clone()?),
-        })
+            object,
+        }
     }
 
     /// Reads the pages and settles what becomes of each; needs no lock, as nobody can write to them.
@@ -86,7 +85,7 @@ impl Batch {
         while i < self.pages.len() {
             let n = self.pages[i..].iter().zip(self.pages[i].number..).take_while(|(p, at)| p.number == *at).count();
             let bytes = &mut self.bytes[i * PAGE..(i + n) * PAGE];
-            self.object.read_exact_at(bytes, self.pages[i].number * PAGE as u64)?;
+            read_at(&self.object, bytes, self.pages[i].number)?;
             i += n;
         }
         self.hashes.extend(self.bytes[..self.pages.len() * PAGE].chunks(PAGE).map(object::hash));
@@ -134,6 +133,19 @@ impl Batch {
         *at += len;
         Outcome::Packed { encoding, at: *at - len, len }
     }
+}
+
+fn read_at(object: &OwnedFd, bytes: &mut [u8], page: u64) -> io::Result<()> {
+    let (mut done, at) = (0, page * PAGE as u64);
+    while done < bytes.len() {
+        match raw::pread(object.as_raw_fd(), &mut bytes[done..], at + done as u64) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(n) => done += n,
+            Err(libc::EINTR) => {}
+            Err(errno) => return Err(io::Error::from_raw_os_error(errno)),
+        }
+    }
+    Ok(())
 }
 
 impl Engine {
@@ -352,9 +364,12 @@ impl Engine {
 
     /// The buffers of whoever reclaims with the lock held; to be put back.
     pub fn take_direct(&mut self) -> Box<Batch> {
-        self.direct
-            .take()
-            .unwrap_or_else(|| Box::new(Batch::new(&self.object, self.algorithm()).expect("a descriptor is to be had")))
+        self.direct.take().unwrap_or_else(|| Box::new(self.new_batch()))
+    }
+
+    /// A batch of this region's pages.
+    pub fn new_batch(&self) -> Batch {
+        Batch::new(self.object.clone(), self.algorithm())
     }
 
     /// Drops list entries whose pages have gone on, when they outnumber the others.

@@ -18,7 +18,6 @@
 //! call of madvise waits to be told of, whoever has the lock reads that ([`Engine::wait_out`]).
 
 use super::engine::Engine;
-use super::evict::Batch;
 use super::mapping::Mapping;
 use super::near::Guard;
 use super::wire::{self, FOR_CONTROL, FOR_MAPPING, HELLO, op};
@@ -35,6 +34,11 @@ use uzswap_mm::pagemap::WRITE_PROTECTED;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::uffd_shared;
 use uzswap_sys::{socket, sys, thread};
+
+/// How long the server leaves those alone who want to connect, where it has no descriptor for them.
+const FULL_MS: i32 = 100;
+/// Errors by which it is known.
+const SCARCE: [Errno; 4] = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM];
 
 /// Everything the threads share.
 pub(super) struct Server {
@@ -222,15 +226,17 @@ impl Server {
     /// The server thread.
     fn listen(self: &Arc<Self>, orders: &OwnedFd) {
         let mut listening: Vec<(OwnedFd, PathBuf)> = Vec::new();
+        let mut full = false;
         loop {
-            let mut polls: Vec<_> =
-                std::iter::once(orders).chain(listening.iter().map(|l| &l.0)).map(poll_in).collect();
-            wait(&mut polls, -1);
-            for (p, (socket, _)) in polls[1..].iter().zip(&listening) {
-                if p.revents != 0
-                    && let Ok(connection) = socket::accept(socket)
-                {
-                    self.take(connection, false);
+            // (Who waits to be taken is there at once, for as long as there is no descriptor for him.)
+            let open = if full { &[][..] } else { &listening };
+            let mut polls: Vec<_> = std::iter::once(orders).chain(open.iter().map(|l| &l.0)).map(poll_in).collect();
+            wait(&mut polls, if full { FULL_MS } else { -1 });
+            full = false;
+            for (_, (socket, _)) in polls[1..].iter().zip(open).filter(|(p, _)| p.revents != 0) {
+                match socket::accept(socket) {
+                    Ok(connection) => self.take(connection, false),
+                    Err(e) => full |= SCARCE.contains(&errno_of(&e)),
                 }
             }
             if polls[0].revents == 0 {
@@ -389,14 +395,7 @@ impl Server {
 
     /// The reclaim thread.
     fn reclaim(&self) {
-        let mut batch = {
-            let engine = self.engine();
-            match Batch::new(&engine.object, engine.algorithm()) {
-                Ok(batch) => batch,
-                // Faults then make room by themselves.
-                Err(_) => return,
-            }
-        };
+        let mut batch = self.engine().new_batch();
         while !self.stopping.load(SeqCst) {
             {
                 let wanted = self.wanted.0.lock().expect("no thread of the owner has panicked");
@@ -420,10 +419,10 @@ impl Server {
     }
 
     /// Pages a range out; returns how many pages went.
-    pub fn page_out(&self, pages: impl Fn(&Engine) -> Vec<u64>) -> io::Result<usize> {
+    pub fn page_out(&self, pages: impl Fn(&Engine) -> Vec<u64>) -> usize {
         let (mut left, mut rounds) = (0, 0);
         let mut engine = self.engine();
-        let mut batch = Batch::new(&engine.object, engine.algorithm())?;
+        let mut batch = engine.new_batch();
         let mut wanted = pages(&engine);
         loop {
             while !wanted.is_empty() {
@@ -439,7 +438,7 @@ impl Server {
             rounds += 1;
             wanted = pages(&engine);
             if wanted.is_empty() || rounds == 3 {
-                return Ok(left);
+                return left;
             }
         }
     }

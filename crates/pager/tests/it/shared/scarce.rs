@@ -2,15 +2,20 @@
 
 use super::processes::{Lines, say, wait_for_word, wait_within, worker};
 use super::*;
+use std::io::Write;
 use std::path::Path;
 use std::time::{Duration, Instant};
 use uzswap_pager::region::{Options, Region};
+use uzswap_pager::shared::SharedControl;
 
 /// How long a worker may take.
 const LONGEST: Duration = Duration::from_secs(20);
 
 /// Bytes of address space that are left where no thread is to be had: less than its stack.
 const LEFT: u64 = 512 << 10;
+
+/// How long a thread runs to see that another does not (nanoseconds of its own time).
+const SHARE_NS: u64 = 300_000_000;
 
 /// Sets a limit of this process, or takes it away.
 fn limit(resource: libc::__rlimit_resource_t, to: Option<u64>) {
@@ -68,6 +73,7 @@ pub fn be(role: &str, path: &Path, _number: usize) -> bool {
             say("refused");
             wait_for_word();
         }
+        "full" => full(path),
         _ => return false,
     }
     true
@@ -94,6 +100,68 @@ fn few_descriptors() {
     // (Threads that have ended leave a stack to the next.)
     assert!(address_space() < bytes + 64 * MIB as u64, "{bytes} -> {}", address_space());
     say("well");
+}
+
+/// Descriptors that an owner whose table is to be full may have.
+const FEW: u64 = 64;
+
+fn full(path: &Path) {
+    let region = region(32 * MIB, 8 * MIB);
+    region.serve(path).unwrap();
+    let m = region.map().unwrap();
+    limit(libc::RLIMIT_NOFILE, Some(FEW));
+    say("serving");
+    wait_for_word();
+    // (Where the owner ends, who faults in this process waits for ever.)
+    // SAFETY: no memory is involved.
+    unsafe { libc::alarm(LONGEST.as_secs() as u32) };
+    let name = |task: &Path| std::fs::read_to_string(task.join("comm")).unwrap_or_default();
+    let mut tasks = std::fs::read_dir("/proc/self/task").unwrap().map(|task| task.unwrap().path());
+    let server = tasks.find(|task| name(task).trim_end() == "uzswap-shared").unwrap();
+    let begun = Instant::now();
+    while std::fs::read_dir(server.join("fd")).unwrap().count() < FEW as usize {
+        assert!(begun.elapsed() < LONGEST / 2, "the table does not become full");
+        std::thread::yield_now();
+    }
+    // Who can take nobody rests: this thread runs all the time, and that one hardly ever.
+    let ran = |task: &Path| -> u64 {
+        let stat = std::fs::read_to_string(task.join("schedstat")).unwrap();
+        stat.split(' ').next().unwrap().parse().unwrap()
+    };
+    let me = Path::new("/proc/thread-self");
+    let (mine, its) = (ran(me), ran(&server));
+    while ran(me) < mine + SHARE_NS {}
+    assert!(ran(&server) - its < SHARE_NS / 4, "the server runs though it can do nothing");
+    // And what the region is for goes on.
+    for round in 1..4 {
+        (0..m.len() / PAGE).for_each(|page| write(&m, page, (round * page) as u64));
+        assert!((0..m.len() / PAGE).all(|page| words(&m, page)[7].load(Relaxed) == (round * page) as u64));
+        m.page_out(0..m.len()).unwrap();
+    }
+    println!("{:?}", region.control().stats().unwrap());
+    say("well");
+    wait_for_word();
+}
+
+/// The story: an owner whose table of descriptors was full of its clients' connections, which anybody of its user's may open, asked
+/// without pause for the next connection, and was ended when it had to make room: the buffers for that had a descriptor of their own.
+#[test]
+fn an_owner_with_no_descriptor_left_goes_on() {
+    let path = socket_path("full");
+    let mut child = worker("full", &path, 0).spawn().unwrap();
+    let mut lines = Lines::of(&mut child);
+    assert_eq!(lines.next().as_deref(), Some("serving"));
+    // Clients, until the next has no room for all of its own; then some who say nothing, one of whom has.
+    let clients: Vec<_> = std::iter::from_fn(|| SharedControl::connect(&path).ok()).collect();
+    let mute: Vec<_> = (0..8).map(|_| uzswap_sys::socket::connect(&path).unwrap()).collect();
+    let mut input = child.stdin.take().unwrap();
+    input.write_all(b"\n").unwrap();
+    assert_eq!(lines.next().as_deref(), Some("well"));
+    drop((clients, mute));
+    // There is room again.
+    SharedControl::connect(&path).unwrap().stats().unwrap();
+    drop(input);
+    assert!(wait_within(&mut child, LONGEST).success());
 }
 
 fn works(role: &str) {
