@@ -184,12 +184,12 @@ impl Pager {
         let s = self.state.lock();
         self.write_protect(from, to, true)?;
         let map = marks.map.map();
+        let known = |vpn: &u64| s.pt.get(*vpn).tag() != Tag::None;
         if !marks.map.tracking() {
-            // Until now everything counted as written.
-            (0..map.pages()).for_each(|page| map.change(page, SOFT_DIRTY, 0));
+            // Until now everything counted as written. (What nobody has touched was not, and is noted when it is.)
+            (marks.first..marks.first + map.pages()).filter(known).for_each(|vpn| marks.change(vpn, SOFT_DIRTY, 0));
             marks.map.set_tracking(true);
         }
-        let known = |vpn: &u64| s.pt.get(*vpn).tag() != Tag::None;
         let pages = (from..to).filter(known).map(|vpn| vpn - marks.first);
         let dirty = pages.filter(|page| map.get(*page).soft_dirty()).collect();
         (from..to).for_each(|vpn| marks.change(vpn, 0, SOFT_DIRTY));

@@ -256,8 +256,8 @@ fn take_soft_dirty(e: &mut Engine, id: u64, from: u64, to: u64) -> io::Result<Wo
     let m = &e.mappings[k];
     let map = m.markers.map();
     if !m.markers.tracking() {
-        // Until now everything counted as written.
-        (0..pages).for_each(|p| map.change(p, SOFT_DIRTY, 0));
+        // Until now everything counted as written. (What nobody has touched was not, and is noted when it is.)
+        (0..pages).filter(|p| known(e, *p)).for_each(|p| map.change(p, SOFT_DIRTY, 0));
         m.markers.set_tracking(true);
     }
     let mut answer = [0u64; 16];

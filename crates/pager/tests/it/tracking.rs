@@ -74,6 +74,24 @@ fn soft_dirty_bits_survive_page_out_and_page_in() {
     assert_eq!(word(&region, 3).load(Relaxed), 0);
 }
 
+/// The story: where the bits of some pages were cleared first, pages that nobody had touched became dirty in the page map.
+#[test]
+fn what_nobody_has_touched_is_not_dirty() {
+    let region = region(4 * MIB, 8 * MIB);
+    // (Not side by side, which would bring their neighbours along.)
+    for page in [9, 5] {
+        word(&region, page).store(1, Relaxed);
+    }
+    region.clear_soft_dirty(at(5)).unwrap();
+    assert_eq!((dirty(&region), region.page_map().unwrap().summary().soft_dirty), (vec![9], 1));
+    assert_eq!(word(&region, 14).load(Relaxed), 0);
+    word(&region, 12).store(1, Relaxed);
+    assert_eq!(dirty(&region), [9, 12]);
+    region.page_out(0..region.len());
+    word(&region, 14).store(1, Relaxed);
+    assert_eq!(region.take_soft_dirty(0..region.len()).unwrap(), [9, 12, 14]);
+}
+
 /// What a live migration does, on memory twice its limit: copy, then copy again what was written meanwhile, until nobody
 /// writes any more. A write that is missed is a page that differs in the end.
 #[test]

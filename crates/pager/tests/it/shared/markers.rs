@@ -279,6 +279,27 @@ pub fn what_was_removed_unseen_is_protected_as_well(region: &SharedRegion, m: &S
     region.control().unprotect(bytes(0..4), None).unwrap();
 }
 
+/// The story: where the bits of some pages were cleared first, pages that nobody had touched became dirty in the page map.
+#[test]
+fn what_nobody_has_touched_is_not_dirty() {
+    let region = region(4 * MIB, 8 * MIB);
+    let (a, b) = (region.map().unwrap(), region.map().unwrap());
+    write(&a, 5, 1);
+    write(&a, 6, 1);
+    a.clear_soft_dirty(at(5)).unwrap();
+    let dirty = |m: &SharedMapping| (0..1024).filter(|p| m.page_map().get(*p).soft_dirty()).collect::<Vec<_>>();
+    assert_eq!((dirty(&a), a.page_map().summary().soft_dirty), (vec![6], 1));
+    // Read, written by another, written.
+    assert_eq!(touch(&a, 20), 0);
+    write(&b, 30, 1);
+    assert_eq!(touch(&a, 30), 0);
+    write(&a, 40, 1);
+    assert_eq!(dirty(&a), [6, 40]);
+    assert_eq!(dirty(&b), [5, 6, 20, 30, 40], "there nobody has cleared anything");
+    region.control().page_out(0..a.len()).unwrap();
+    assert_eq!(a.take_soft_dirty(0..a.len()).unwrap(), [6, 40]);
+}
+
 #[test]
 fn runs_and_sums_are_of_what_happened() {
     let region = region(4 * MIB, 8 * MIB);
