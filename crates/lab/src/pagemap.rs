@@ -10,7 +10,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
-use uzswap_mm::pagemap::{PRESENT, PageMap, PageState, SWAPPED};
+use uzswap_mm::pagemap::{PRESENT, PageMapWriter, PageState, SWAPPED};
 use uzswap_pager::region::{Options, Region};
 use uzswap_pager::shared::{SharedMapping, SharedOptions, SharedRegion};
 
@@ -351,7 +351,7 @@ fn publish_cost(run: u64) -> f64 {
     const PAGES: u64 = 1 << 18;
     let words: Vec<AtomicU64> = (0..PAGES / 8).map(|_| AtomicU64::new(0)).collect();
     let sequence = AtomicU64::new(0);
-    let map = PageMap::new(&sequence, &words, PAGES);
+    let map = PageMapWriter::new(&sequence, &words, PAGES);
     let start = Instant::now();
     for round in 0..8 {
         let state = PageState(if round % 2 == 0 { PRESENT } else { SWAPPED });

@@ -13,13 +13,14 @@
 //!   never goes back in time.
 //! - *Several pages*: [`PageMap::get`] and the scans read them one after the other, so they may be of different moments.
 //!   [`PageMap::snapshot`] reads a range as it was at one moment: the writer brackets each change of several pages by
-//!   [`PageMap::begin`] and [`PageMap::end`], which count in [`PageMap::sequence`] (odd: a change is on its way), and
+//!   [`PageMapWriter::begin`] and [`PageMapWriter::end`], which count in [`PageMap::sequence`] (odd: a change is on its way), and
 //!   the reader tries again when the count has moved.
 //!
 //! One writer at a time (the owner's lock), any number of readers. The bytes are packed in words, eight to one, lowest
 //! page in the lowest byte; a writer loads, changes and stores a word, which is right as there is one. The words are
 //! behind the trait [`Word`], so that `tests/it/pagemap.rs` runs this very code under loom, over every interleaving.
 
+use core::ops::Deref;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 /// The page is in memory.
@@ -148,7 +149,7 @@ const ONES: u64 = 0x0101_0101_0101_0101;
 /// Times [`PageMap::snapshot`] tries.
 const TRIES: usize = 1000;
 
-/// A page map over words that are elsewhere.
+/// A page map over words that are elsewhere, to be read.
 pub struct PageMap<'a, W: Word = AtomicU64> {
     sequence: &'a W,
     words: &'a [W],
@@ -280,23 +281,17 @@ impl<'a, W: Word> PageMap<'a, W> {
         Self { sequence, words, pages, markers: &[], all_dirty: false }
     }
 
-    /// The same for a view that has bits of its own (a mapping's soft-dirty and write-protected bits), read together with
+    /// The same for a view that has bits of its own (a mapping's soft-dirty and write-protected bits, in another map), read together with
     /// the others: one after the other, so that the two may be of different moments. With `all_dirty` every page that is
-    /// present or swapped counts as written (nobody has cleared the bits yet). For reading only.
+    /// present or swapped counts as written (nobody has cleared the bits yet).
     ///
     /// # Panics
-    /// When there are too few words.
+    /// When it has fewer pages.
     #[must_use]
-    pub fn with_markers(mut self, markers: &'a [W], all_dirty: bool) -> Self {
-        assert!(markers.len() as u64 >= self.pages.div_ceil(LANES));
-        (self.markers, self.all_dirty) = (markers, all_dirty);
+    pub fn with_markers(mut self, markers: Self, all_dirty: bool) -> Self {
+        assert!(markers.pages >= self.pages);
+        (self.markers, self.all_dirty) = (markers.words, all_dirty);
         self
-    }
-
-    /// The words themselves.
-    #[must_use]
-    pub fn words(&self) -> &'a [W] {
-        self.words
     }
 
     fn word(&self, index: usize) -> u64 {
@@ -327,83 +322,7 @@ impl<'a, W: Word> PageMap<'a, W> {
         PageState((self.word((page / LANES) as usize) >> (8 * (page % LANES))) as u8)
     }
 
-    /// Sets the state of a page. Only by the one writer.
-    ///
-    /// # Panics
-    /// When the page is beyond the last.
-    pub fn set(&self, page: u64, state: PageState) {
-        assert!(page < self.pages);
-        let (word, shift) = (&self.words[(page / LANES) as usize], 8 * (page % LANES));
-        let old = word.load(Ordering::Relaxed);
-        word.store(old & !(0xff << shift) | u64::from(state.0) << shift, Ordering::Release);
-    }
-
-    /// Sets the state of a page as a change of its own, or as a part of the one on its way. Only by the one writer.
-    ///
-    /// # Panics
-    /// When the page is beyond the last.
-    pub fn publish(&self, page: u64, state: PageState) {
-        let alone = self.sequence.load(Ordering::Relaxed).is_multiple_of(2);
-        if alone {
-            self.begin();
-        }
-        self.set(page, state);
-        if alone {
-            self.end();
-        }
-    }
-
-    /// The same for `n` pages from `from` on, `state(i)` that of the i-th: a store for eight of them. Only by the one writer.
-    ///
-    /// # Panics
-    /// When a page is beyond the last.
-    pub fn publish_run(&self, from: u64, n: u64, state: impl Fn(u64) -> PageState) {
-        assert!(from + n <= self.pages);
-        let alone = self.sequence.load(Ordering::Relaxed).is_multiple_of(2);
-        if alone {
-            self.begin();
-        }
-        let (mut at, end) = (from, from + n);
-        while at < end {
-            let word = &self.words[(at / LANES) as usize];
-            let stop = ((at / LANES + 1) * LANES).min(end);
-            let (mut new, mut mask) = (0, 0);
-            for page in at..stop {
-                let shift = 8 * (page % LANES);
-                new |= u64::from(state(page - from).0) << shift;
-                mask |= 0xff << shift;
-            }
-            let old = if stop - at == LANES { 0 } else { word.load(Ordering::Relaxed) };
-            word.store(old & !mask | new, Ordering::Release);
-            at = stop;
-        }
-        if alone {
-            self.end();
-        }
-    }
-
-    /// Sets and clears bits of a page. Only by the one writer.
-    ///
-    /// # Panics
-    /// When the page is beyond the last.
-    pub fn change(&self, page: u64, set: u8, clear: u8) {
-        self.set(page, PageState(self.get(page).0 & !clear | set));
-    }
-
-    /// Changes to be seen at once begin. Only by the one writer.
-    pub fn begin(&self) {
-        let at = self.sequence.load(Ordering::Relaxed);
-        // Released by the words' own stores, which come after: see `snapshot`.
-        self.sequence.store(at | 1, Ordering::Release);
-    }
-
-    /// They are all made.
-    pub fn end(&self) {
-        let at = self.sequence.load(Ordering::Relaxed);
-        self.sequence.store((at | 1) + 1, Ordering::Release);
-    }
-
-    /// The count of [`PageMap::begin`] and [`PageMap::end`]: odd while a change is on its way.
+    /// The count of [`PageMapWriter::begin`] and [`PageMapWriter::end`]: odd while a change is on its way.
     #[must_use]
     pub fn sequence(&self) -> u64 {
         self.sequence.load(Ordering::Acquire)
@@ -520,5 +439,109 @@ impl<'a, W: Word> PageMap<'a, W> {
                 at = stop;
             }
         }
+    }
+}
+
+/// A page map for its one writer, who owns the words: to be read as any, and written.
+pub struct PageMapWriter<'a, W: Word = AtomicU64>(PageMap<'a, W>);
+
+impl<W: Word> Clone for PageMapWriter<'_, W> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<W: Word> Copy for PageMapWriter<'_, W> {}
+
+impl<'a, W: Word> Deref for PageMapWriter<'a, W> {
+    type Target = PageMap<'a, W>;
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
+}
+
+impl<'a, W: Word> PageMapWriter<'a, W> {
+    /// A map of `pages` pages, of which there is no other writer.
+    ///
+    /// # Panics
+    /// When there are too few words.
+    #[must_use]
+    pub fn new(sequence: &'a W, words: &'a [W], pages: u64) -> Self {
+        Self(PageMap::new(sequence, words, pages))
+    }
+
+    /// Sets the state of a page.
+    ///
+    /// # Panics
+    /// When the page is beyond the last.
+    pub fn set(&self, page: u64, state: PageState) {
+        assert!(page < self.pages);
+        let (word, shift) = (&self.words[(page / LANES) as usize], 8 * (page % LANES));
+        let old = word.load(Ordering::Relaxed);
+        word.store(old & !(0xff << shift) | u64::from(state.0) << shift, Ordering::Release);
+    }
+
+    /// Sets the state of a page as a change of its own, or as a part of the one on its way.
+    ///
+    /// # Panics
+    /// When the page is beyond the last.
+    pub fn publish(&self, page: u64, state: PageState) {
+        let alone = self.sequence.load(Ordering::Relaxed).is_multiple_of(2);
+        if alone {
+            self.begin();
+        }
+        self.set(page, state);
+        if alone {
+            self.end();
+        }
+    }
+
+    /// The same for `n` pages from `from` on, `state(i)` that of the i-th: a store for eight of them.
+    ///
+    /// # Panics
+    /// When a page is beyond the last.
+    pub fn publish_run(&self, from: u64, n: u64, state: impl Fn(u64) -> PageState) {
+        assert!(from + n <= self.pages);
+        let alone = self.sequence.load(Ordering::Relaxed).is_multiple_of(2);
+        if alone {
+            self.begin();
+        }
+        let (mut at, end) = (from, from + n);
+        while at < end {
+            let word = &self.words[(at / LANES) as usize];
+            let stop = ((at / LANES + 1) * LANES).min(end);
+            let (mut new, mut mask) = (0, 0);
+            for page in at..stop {
+                let shift = 8 * (page % LANES);
+                new |= u64::from(state(page - from).0) << shift;
+                mask |= 0xff << shift;
+            }
+            let old = if stop - at == LANES { 0 } else { word.load(Ordering::Relaxed) };
+            word.store(old & !mask | new, Ordering::Release);
+            at = stop;
+        }
+        if alone {
+            self.end();
+        }
+    }
+
+    /// Sets and clears bits of a page.
+    ///
+    /// # Panics
+    /// When the page is beyond the last.
+    pub fn change(&self, page: u64, set: u8, clear: u8) {
+        self.set(page, PageState(self.get(page).0 & !clear | set));
+    }
+
+    /// Changes to be seen at once begin.
+    pub fn begin(&self) {
+        let at = self.sequence.load(Ordering::Relaxed);
+        // Released by the words' own stores, which come after: see `snapshot`.
+        self.sequence.store(at | 1, Ordering::Release);
+    }
+
+    /// They are all made.
+    pub fn end(&self) {
+        let at = self.sequence.load(Ordering::Relaxed);
+        self.sequence.store((at | 1) + 1, Ordering::Release);
     }
 }

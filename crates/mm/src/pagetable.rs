@@ -5,7 +5,7 @@
 
 mod tree;
 
-use crate::pagemap::{PRESENT, PageMap, PageState, SOFT_DIRTY, SWAPPED, Tier, WRITE_PROTECTED, ZERO};
+use crate::pagemap::{PRESENT, PageMapWriter, PageState, SOFT_DIRTY, SWAPPED, Tier, WRITE_PROTECTED, ZERO};
 pub use tree::STRETCH_PAGES;
 use tree::{Leaf, Tree, in_leaf};
 
@@ -189,7 +189,7 @@ fn with_bits(state: PageState, written: bool, protected: bool) -> PageState {
 pub struct PageTable {
     tree: Tree,
     /// Where states are published, and the page that comes first there.
-    published: Option<(PageMap<'static>, u64)>,
+    published: Option<(PageMapWriter<'static>, u64)>,
     /// Whether soft-dirty bits are published too.
     soft_dirty: bool,
     /// What is published of pages on disk: the tier.
@@ -223,7 +223,7 @@ impl PageTable {
 
     /// Publishes the state of every page from now on (and as it is now) in a map whose first page is `first`. Pages that
     /// the map does not reach are left out.
-    pub fn publish(&mut self, map: PageMap<'static>, first: u64) {
+    pub fn publish(&mut self, map: PageMapWriter<'static>, first: u64) {
         self.published = Some((map, first));
         self.for_each(|vpn, pte| self.tell(vpn, pte));
     }

@@ -12,7 +12,7 @@
 
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicU64, Ordering::*};
-use uzswap_mm::pagemap::PageMap;
+use uzswap_mm::pagemap::{PageMap, PageMapWriter};
 use uzswap_mm::pagetable::STRETCH_PAGES;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::sys;
@@ -62,6 +62,8 @@ pub struct MapFile {
     at: usize,
     len: usize,
     fd: i32,
+    /// Whether it is this process's own: another's can only be read.
+    own: bool,
 }
 
 impl MapFile {
@@ -97,7 +99,7 @@ impl MapFile {
                 return Err(e);
             }
         };
-        let map = Self { at, len, fd };
+        let map = Self { at, len, fd, own: true };
         let head = map.head();
         for (word, value) in [(KIND, kind as u64), (BASE, base as u64), (PAGES, pages), (LIMIT, limit)] {
             head[word].store(value, Relaxed);
@@ -129,7 +131,7 @@ impl MapFile {
                 return Err(e);
             }
         };
-        let map = Self { at, len, fd };
+        let map = Self { at, len, fd, own: false };
         // Its size cannot shrink below what it says, or reading would be SIGBUS.
         // SAFETY: no memory is involved.
         let seals = unsafe { sys!(libc::SYS_fcntl, fd, libc::F_GET_SEALS) }.unwrap_or(0);
@@ -145,24 +147,42 @@ impl MapFile {
         unsafe { core::slice::from_raw_parts(self.at as *const AtomicU64, HEAD / 8) }
     }
 
-    /// The map itself. Setting pages is for the owner: a reader's mapping is read-only and would fault.
-    #[must_use]
-    pub fn map(&self) -> PageMap<'_> {
+    fn words(&self) -> &[AtomicU64] {
         let words = PageMap::<AtomicU64>::words_for(self.pages());
         // SAFETY: the mapping has room for the pages (checked when opened), aligned, alive as long as self; only used as
-        // atomics.
-        let words = unsafe { core::slice::from_raw_parts((self.at + HEAD) as *const AtomicU64, words) };
-        PageMap::new(&self.head()[SEQUENCE], words, self.pages())
+        // atomics, and only read where it is another process's.
+        unsafe { core::slice::from_raw_parts((self.at + HEAD) as *const AtomicU64, words) }
     }
 
-    /// The map, for a table that lives as long as this.
+    /// The map itself.
+    #[must_use]
+    pub fn map(&self) -> PageMap<'_> {
+        PageMap::new(&self.head()[SEQUENCE], self.words(), self.pages())
+    }
+
+    /// The map, to be written.
+    ///
+    /// # Panics
+    /// When it is another process's.
+    #[must_use]
+    pub(crate) fn writer(&self) -> PageMapWriter<'_> {
+        PageMapWriter::new(&self.own_head()[SEQUENCE], self.words(), self.pages())
+    }
+
+    /// The head, to be written.
+    fn own_head(&self) -> &[AtomicU64] {
+        assert!(self.own, "another process's map cannot be written");
+        self.head()
+    }
+
+    /// The map, to be written, for a table that lives as long as this.
     ///
     /// # Safety
     /// It must not be used after this is dropped.
     #[must_use]
-    pub unsafe fn map_unbound(&self) -> PageMap<'static> {
+    pub(crate) unsafe fn writer_unbound(&self) -> PageMapWriter<'static> {
         // SAFETY: the caller promises the lifetime.
-        unsafe { core::mem::transmute::<PageMap<'_>, PageMap<'static>>(self.map()) }
+        unsafe { core::mem::transmute::<PageMapWriter<'_>, PageMapWriter<'static>>(self.writer()) }
     }
 
     /// The address of the table in this mapping.
@@ -201,9 +221,9 @@ impl MapFile {
     pub fn tracking(&self) -> bool {
         self.head()[TRACKING].load(Acquire) != 0
     }
-    /// Sets that.
-    pub fn set_tracking(&self, on: bool) {
-        self.head()[TRACKING].store(u64::from(on), Release);
+    /// Sets that, in a map of this process.
+    pub(crate) fn set_tracking(&self, on: bool) {
+        self.own_head()[TRACKING].store(u64::from(on), Release);
     }
     /// Ranges of which it is open whether their contents were just removed: while there are any the owner is asked before the map is
     /// believed. (In [`Kind::Shared`] only.)
@@ -211,13 +231,13 @@ impl MapFile {
     pub fn doubts(&self) -> u64 {
         self.head()[DOUBTS].load(Acquire)
     }
-    /// Sets that.
-    pub fn set_doubts(&self, n: u64) {
-        self.head()[DOUBTS].store(n, Release);
+    /// Sets that, in a map of this process.
+    pub(crate) fn set_doubts(&self, n: u64) {
+        self.own_head()[DOUBTS].store(n, Release);
     }
-    /// Sets the address of the first page.
-    pub fn set_base(&self, base: usize) {
-        self.head()[BASE].store(base as u64, Release);
+    /// Sets the address of the first page, in a map of this process.
+    pub(crate) fn set_base(&self, base: usize) {
+        self.own_head()[BASE].store(base as u64, Release);
     }
 
     /// The parts of the table that were ever written, as ranges of pages.
@@ -287,7 +307,7 @@ mod tests {
         // SAFETY: no memory is involved.
         let fd = unsafe { sys!(libc::SYS_dup, owner.fd()) }.unwrap() as i32;
         let reader = MapFile::open(fd).unwrap();
-        owner.map().set(1 << 34, PageState(PRESENT));
+        owner.writer().set(1 << 34, PageState(PRESENT));
         owner.set_tracking(true);
         assert_eq!(reader.map().get(1 << 34), PageState(PRESENT));
         assert_eq!((reader.kind(), reader.base(), reader.limit()), (Some(Kind::Region), 0x7000_0000, 5));
@@ -315,7 +335,7 @@ mod tests {
         };
         let mut s = p.state.lock();
         // SAFETY: unpublished below.
-        s.pt.publish(unsafe { map.map_unbound() }, 0);
+        s.pt.publish(unsafe { map.writer_unbound() }, 0);
         s.pt.note_emptied();
         s.page_map = Some(map.table());
         // A page that stays, and pieces of 256 KiB all over the place that come and go.

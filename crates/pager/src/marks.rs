@@ -100,7 +100,7 @@ impl Marks {
     }
 
     fn change(&self, vpn: u64, set: u8, clear: u8) {
-        self.map.map().change(vpn - self.first, set, clear);
+        self.map.writer().change(vpn - self.first, set, clear);
     }
 
     /// Whether a page is to be mapped write-protected.
@@ -230,7 +230,7 @@ impl Pager {
         to: u64,
         change: impl Fn(PageState) -> PageState,
     ) -> Result<(), Errno> {
-        let map = marks.map.map();
+        let map = marks.map.writer();
         for page in from - marks.first..to - marks.first {
             let (old, new) = (map.get(page), change(map.get(page)));
             if old != new {

@@ -309,7 +309,7 @@ impl Region {
             let map = MapFile::create(MapKind::Region, self.base, pages, options.limit as u64)
                 .map_err(kernel("a region's page map"))?;
             // SAFETY: the pager is gone before this value's fields are dropped.
-            pager.state.lock().pt.publish(unsafe { map.map_unbound() }, (self.base / PAGE) as u64);
+            pager.state.lock().pt.publish(unsafe { map.writer_unbound() }, (self.base / PAGE) as u64);
             self.page_map = Some(std::sync::Arc::new(map));
         }
         self.start_threads(pager)

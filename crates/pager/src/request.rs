@@ -305,7 +305,7 @@ impl Pager {
             let mut s = self.state.lock();
             let Some((start, end)) = work.piece(&s, at, FOLIO_PAGES as u64) else { break };
             let was = |vpn| {
-                map.iter().for_each(|map| map.map().set(vpn, PageState(SOFT_DIRTY)));
+                map.iter().for_each(|map| map.writer().set(vpn, PageState(SOFT_DIRTY)));
                 cleared += 1;
             };
             if self.clear_soft_dirty(&mut s, start, end, was).is_err() {

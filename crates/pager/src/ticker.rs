@@ -291,7 +291,7 @@ impl Pager {
                 map.set_tracking(true);
             }
             // SAFETY: kept in the pager, which is never dropped, until the table no longer uses it (`reset_inherited`).
-            s.pt.publish(unsafe { map.map_unbound() }, 0);
+            s.pt.publish(unsafe { map.writer_unbound() }, 0);
             s.pt.note_emptied();
             s.page_map = Some(map.table());
             *self.page_map.lock() = Some(map);

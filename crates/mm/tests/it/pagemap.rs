@@ -4,7 +4,8 @@ use loom::sync::Arc;
 use proptest::prelude::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 use uzswap_mm::pagemap::{
-    PRESENT, PageMap, PageState, Query, Run, SOFT_DIRTY, SWAPPED, Summary, TIERS, Tier, WRITE_PROTECTED, Word,
+    PRESENT, PageMap, PageMapWriter, PageState, Query, Run, SOFT_DIRTY, SWAPPED, Summary, TIERS, Tier, WRITE_PROTECTED,
+    Word,
 };
 
 struct Loomed(loom::sync::atomic::AtomicU64);
@@ -23,8 +24,8 @@ fn loomed(n: usize) -> Arc<Vec<Loomed>> {
 }
 
 /// The first word is the sequence.
-fn over(words: &[Loomed], pages: u64) -> PageMap<'_, Loomed> {
-    PageMap::new(&words[0], &words[1..], pages)
+fn over(words: &[Loomed], pages: u64) -> PageMapWriter<'_, Loomed> {
+    PageMapWriter::new(&words[0], &words[1..], pages)
 }
 
 const IN: PageState = PageState(PRESENT);
@@ -142,7 +143,7 @@ proptest! {
     fn what_is_set_is_read(changes in prop::collection::vec((0u64..100, any::<u8>(), any::<u8>()), 1..200)) {
         let words: Vec<AtomicU64> = (0..13).map(|_| AtomicU64::new(0)).collect();
         let sequence = AtomicU64::new(0);
-        let map = PageMap::new(&sequence, &words, 100);
+        let map = PageMapWriter::new(&sequence, &words, 100);
         let mut model = [0u8; 100];
         for (page, set, clear) in changes {
             map.change(page, set, clear);
@@ -158,12 +159,12 @@ fn a_views_own_bits_are_read_with_the_others() {
     let (words, own) = (words_of(&[PRESENT, 0, OUT.0]), words_of(&[0, SOFT_DIRTY, WRITE_PROTECTED]));
     let sequence = AtomicU64::new(0);
     let map = PageMap::new(&sequence, &words, 3);
-    let view = map.with_markers(&own, false);
+    let view = map.with_markers(PageMap::new(&sequence, &own, 3), false);
     let read = |m: &PageMap| [m.get(0).0, m.get(1).0, m.get(2).0];
     assert_eq!(read(&view), [PRESENT, SOFT_DIRTY, OUT.0 | WRITE_PROTECTED]);
     // Only what is known of can have been written to.
     let none = words_of(&[0; 3]);
-    let dirty = map.with_markers(&none, true);
+    let dirty = map.with_markers(PageMap::new(&sequence, &none, 3), true);
     assert_eq!(read(&dirty), [PRESENT | SOFT_DIRTY, 0, OUT.0 | SOFT_DIRTY]);
     assert_eq!(dirty.summary(0, 3).soft_dirty, 2);
 }

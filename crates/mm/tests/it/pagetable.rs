@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicU64;
-use uzswap_mm::pagemap::{PageMap, PageState, SOFT_DIRTY, Tier, WRITE_PROTECTED};
+use uzswap_mm::pagemap::{PageMap, PageMapWriter, PageState, SOFT_DIRTY, Tier, WRITE_PROTECTED};
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, LEAF_PAGES, PageTable, Pte, Tag};
 
 /// Pages of a lower node, 64 leaves, and of an upper one.
@@ -181,7 +181,7 @@ proptest! {
     fn agrees_with_a_map(steps in steps(), probes in proptest::collection::vec(vpn(), 20), soft_dirty in any::<bool>()) {
         let (mut table, mut model) = (PageTable::new(), Model::default());
         let words: &'static [AtomicU64] = Box::leak((0..128).map(|_| AtomicU64::new(0)).collect());
-        let map = PageMap::new(Box::leak(Box::new(AtomicU64::new(0))), words, 1021);
+        let map = PageMapWriter::new(Box::leak(Box::new(AtomicU64::new(0))), words, 1021);
         table.publish(map, FIRST);
         if soft_dirty {
             table.publish_soft_dirty();

@@ -152,7 +152,7 @@ fn about_all(server: &Server, request: &Words, pages: u64, mapping: Option<u64>)
             let mut engine = server.engine();
             injectable(&engine)?;
             let m = engine.mapping(id).filter(|_| page < pages).ok_or_else(|| refuse(libc::EINVAL))?;
-            m.markers.map().set(page, PageState(request[2] as u8));
+            m.markers.writer().set(page, PageState(request[2] as u8));
             0
         }
         _ => return Err(refuse(libc::ENOSYS)),
@@ -254,7 +254,7 @@ fn take_soft_dirty(e: &mut Engine, id: u64, from: u64, to: u64) -> io::Result<Wo
     let k = e.mappings.iter().position(|m| m.id == id).ok_or_else(|| refuse(libc::EBADF))?;
     e.protect_mapped(k, from, to).map_err(refuse)?;
     let m = &e.mappings[k];
-    let map = m.markers.map();
+    let map = m.markers.writer();
     if !m.markers.tracking() {
         // Until now everything counted as written. (What nobody has touched was not, and is noted when it is.)
         (0..pages).filter(|p| known(e, *p)).for_each(|p| map.change(p, SOFT_DIRTY, 0));
@@ -295,7 +295,7 @@ fn protect(e: &mut Engine, from: u64, to: u64, which: u64, connection: u64) -> i
             continue;
         }
         // The marker first: a write that faults from now on is told.
-        let map = m.markers.map();
+        let map = m.markers.writer();
         (from..to).for_each(|p| map.change(p, WRITE_PROTECTED, 0));
         e.protect_mapped(k, from, to).map_err(refuse)?;
     }
@@ -311,7 +311,7 @@ fn unprotect(e: &mut Engine, from: u64, to: u64, which: u64) {
     }
     for m in &mut e.mappings {
         if which == ALL || m.id == which {
-            let map = m.markers.map();
+            let map = m.markers.writer();
             (from..to).filter(|p| map.get(*p).write_protected()).for_each(|p| map.change(p, 0, WRITE_PROTECTED));
         }
         // Who waits tries again. A page still protected in the PTE faults once more, and is found to be free. Those of other

@@ -183,7 +183,7 @@ impl Engine {
         self.pt.set(page, pte);
         let hide = if self.options.markers { 0 } else { SWAPPED };
         let state = if state & hide != 0 { 0 } else { state };
-        self.map.map().publish(page, PageState(state));
+        self.map.writer().publish(page, PageState(state));
     }
 
     fn tier(&self, handle: u32) -> Tier {
@@ -281,9 +281,9 @@ impl Engine {
         self.end_doubts(from, to);
         // The object's pages first: a process that faults meanwhile waits for our lock.
         memfd::punch(&self.object, from * PAGE as u64, (to - from) * PAGE as u64)?;
-        self.map.map().begin();
+        self.map.writer().begin();
         self.emptied(from, to);
-        self.map.map().end();
+        self.map.writer().end();
         if all { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EAGAIN)) }
     }
 
@@ -309,7 +309,7 @@ impl Engine {
                 m.seen.put(page, false);
                 let PageState(marker) = m.markers.map().get(page);
                 if marker & !keep != 0 {
-                    m.markers.map().set(page, PageState(marker & keep));
+                    m.markers.writer().set(page, PageState(marker & keep));
                 }
             }
             // Who waited to write to a protected page goes on, and finds a page that is not.

@@ -248,11 +248,11 @@ impl Engine {
     /// Stores a batch and takes its pages out of the object and every mapping; returns how many left.
     pub fn finish(&mut self, batch: &mut Batch) -> usize {
         let mut left = 0;
-        self.map.map().begin();
+        self.map.writer().begin();
         for u in core::mem::take(&mut batch.units) {
             left += self.finish_unit(batch, &u);
         }
-        self.map.map().end();
+        self.map.writer().end();
         // What was removed while it was on its way must not be kept.
         batch.pages.iter().fold(0, |settled, page| self.settle_beyond(page.number, settled));
         // What could not be stored or read stays.

@@ -162,7 +162,7 @@ impl Mapping {
     /// Marks a page as written to.
     pub fn note_write(&self, page: u64) {
         if self.markers.tracking() {
-            self.markers.map().change(page, SOFT_DIRTY, 0);
+            self.markers.writer().change(page, SOFT_DIRTY, 0);
         }
     }
 

@@ -446,7 +446,7 @@ impl Server {
 
 /// Gives a new mapping the markers of the one that its process was forked from, and those that are everywhere.
 fn inherit_markers(engine: &mut Engine, mapping: &Mapping, token: u64) {
-    let map = mapping.markers.map();
+    let map = mapping.markers.writer();
     if let Some(at) = engine.forks.iter().position(|f| f.token == token && token != 0)
         && let Some(fork) = engine.forks.remove(at)
     {

@@ -239,7 +239,7 @@ impl Engine {
     fn punched(&mut self, from: u64, to: u64, out: bool) {
         let sure = self.removes.gate().surely_has(from, to);
         let (mut at, mut run) = (from, from..from);
-        self.map.map().begin();
+        self.map.writer().begin();
         while let Some(page) = self.pt.next_used(at).filter(|p| *p < to) {
             at = page + 1;
             let gone = match self.pt.get(page).tag() {
@@ -258,7 +258,7 @@ impl Engine {
             run.end = page + 1;
         }
         self.emptied(run.start, run.end);
-        self.map.map().end();
+        self.map.writer().end();
     }
 
     /// What is out of `[from, to)` may have been removed, or not, as `why` says: nobody gets it.

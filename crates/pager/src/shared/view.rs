@@ -57,7 +57,7 @@ impl View {
             asker.settle();
         }
         match &self.markers {
-            Some(markers) => self.map.map().with_markers(markers.map().words(), !markers.tracking()),
+            Some(markers) => self.map.map().with_markers(markers.map(), !markers.tracking()),
             None => self.map.map(),
         }
     }

@@ -57,7 +57,7 @@ impl Source {
     pub fn map(&self) -> PageMap<'_> {
         match self {
             Self::Own(file, None) => file.map(),
-            Self::Own(file, Some(markers)) => file.map().with_markers(markers.map().words(), !markers.tracking()),
+            Self::Own(file, Some(markers)) => file.map().with_markers(markers.map(), !markers.tracking()),
             Self::Shared(view) => view.map(),
         }
     }
