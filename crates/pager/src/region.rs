@@ -354,8 +354,8 @@ impl Region {
     /// The memory.
     ///
     /// # Safety
-    /// Nobody may write to it meanwhile (through [`Region::as_mut_ptr`]), and the slice must not be given to a system
-    /// call.
+    /// Nobody may write to it meanwhile, neither through [`Region::as_mut_ptr`] nor by [`Region::remove`], which makes zeros of it. (What
+    /// puts it out and brings it in changes nothing.) The slice must not be given to a system call.
     #[must_use]
     pub unsafe fn as_slice(&self) -> &[u8] {
         // SAFETY: mapped, zero at first, served on access; the rest is the caller's promise.
@@ -365,7 +365,8 @@ impl Region {
     /// The memory, to be written.
     ///
     /// # Safety
-    /// Nobody may use it through [`Region::as_mut_ptr`] meanwhile, and the slice must not be given to a system call.
+    /// Nobody may use it through [`Region::as_mut_ptr`] meanwhile (the borrow sees to the rest), and the slice must not be given to a
+    /// system call.
     #[must_use]
     pub unsafe fn as_slice_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above.
