@@ -62,6 +62,9 @@ pub struct MapFile {
     at: usize,
     len: usize,
     fd: i32,
+    /// Pages, and what it is of: as they were when it was mapped. What is in the object another process may change.
+    pages: u64,
+    kind: Option<Kind>,
     /// Whether it is this process's own: another's can only be read.
     own: bool,
 }
@@ -99,7 +102,7 @@ impl MapFile {
                 return Err(e);
             }
         };
-        let map = Self { at, len, fd, own: true };
+        let map = Self { at, len, fd, pages, kind: Some(kind), own: true };
         let head = map.head();
         for (word, value) in [(KIND, kind as u64), (BASE, base as u64), (PAGES, pages), (LIMIT, limit)] {
             head[word].store(value, Relaxed);
@@ -131,12 +134,14 @@ impl MapFile {
                 return Err(e);
             }
         };
-        let map = Self { at, len, fd, own: false };
+        let mut map = Self { at, len, fd, pages: 0, kind: None, own: false };
+        map.pages = map.head()[PAGES].load(Relaxed);
+        map.kind = Kind::of(map.head()[KIND].load(Relaxed));
         // Its size cannot shrink below what it says, or reading would be SIGBUS.
         // SAFETY: no memory is involved.
         let seals = unsafe { sys!(libc::SYS_fcntl, fd, libc::F_GET_SEALS) }.unwrap_or(0);
         let shrinks = seals & libc::F_SEAL_SHRINK as usize == 0;
-        if map.head()[0].load(Acquire) != MAGIC || map.pages() > (len - HEAD) as u64 || shrinks {
+        if map.head()[0].load(Acquire) != MAGIC || map.pages > (len - HEAD) as u64 || shrinks {
             return Err(libc::EINVAL);
         }
         Ok(map)
@@ -148,7 +153,7 @@ impl MapFile {
     }
 
     fn words(&self) -> &[AtomicU64] {
-        let words = PageMap::<AtomicU64>::words_for(self.pages());
+        let words = PageMap::<AtomicU64>::words_for(self.pages);
         // SAFETY: the mapping has room for the pages (checked when opened), aligned, alive as long as self; only used as
         // atomics, and only read where it is another process's.
         unsafe { core::slice::from_raw_parts((self.at + HEAD) as *const AtomicU64, words) }
@@ -157,7 +162,7 @@ impl MapFile {
     /// The map itself.
     #[must_use]
     pub fn map(&self) -> PageMap<'_> {
-        PageMap::new(&self.head()[SEQUENCE], self.words(), self.pages())
+        PageMap::new(&self.head()[SEQUENCE], self.words(), self.pages)
     }
 
     /// The map, to be written.
@@ -166,7 +171,7 @@ impl MapFile {
     /// When it is another process's.
     #[must_use]
     pub(crate) fn writer(&self) -> PageMapWriter<'_> {
-        PageMapWriter::new(&self.own_head()[SEQUENCE], self.words(), self.pages())
+        PageMapWriter::new(&self.own_head()[SEQUENCE], self.words(), self.pages)
     }
 
     /// The head, to be written.
@@ -198,12 +203,12 @@ impl MapFile {
     /// Pages.
     #[must_use]
     pub fn pages(&self) -> u64 {
-        self.head()[PAGES].load(Relaxed)
+        self.pages
     }
     /// What it is of.
     #[must_use]
     pub fn kind(&self) -> Option<Kind> {
-        Kind::of(self.head()[KIND].load(Relaxed))
+        self.kind
     }
     /// The address of its first page.
     #[must_use]
@@ -250,7 +255,7 @@ impl MapFile {
         };
         while let Ok(from) = seek(at, libc::SEEK_DATA) {
             let to = seek(from, libc::SEEK_HOLE).unwrap_or(self.len);
-            ranges.push(((from - HEAD) as u64, ((to - HEAD) as u64).min(self.pages())));
+            ranges.push(((from - HEAD) as u64, ((to - HEAD) as u64).min(self.pages)));
             at = to;
         }
         ranges
@@ -320,6 +325,22 @@ mod tests {
         // SAFETY: no memory is involved.
         let other = unsafe { sys!(libc::SYS_dup, 0) }.unwrap() as i32;
         assert!(MapFile::open(other).is_err());
+    }
+
+    /// The story: the number of pages was read anew for each look, from memory that its owner can write to, and led whoever looks at a
+    /// process of another user out of the mapping.
+    #[test]
+    fn what_the_owner_says_of_its_size_later_changes_nothing() {
+        let owner = MapFile::create(Kind::Process, 0, 4096, 5).unwrap();
+        owner.writer().set(7, PageState(PRESENT));
+        // SAFETY: no memory is involved.
+        let fd = unsafe { sys!(libc::SYS_dup, owner.fd()) }.unwrap() as i32;
+        let reader = MapFile::open(fd).unwrap();
+        owner.head()[PAGES].store(1 << 40, Relaxed);
+        owner.head()[KIND].store(Kind::Region as u64, Relaxed);
+        let sum = reader.map().summary(0, u64::MAX);
+        assert_eq!((sum.pages, sum.present, reader.pages()), (4096, 1, 4096));
+        assert_eq!((reader.kind(), reader.written_ranges()), (Some(Kind::Process), vec![(0, 4096)]));
     }
 
     /// See `give_back`.
