@@ -187,11 +187,21 @@ fn attach(socket: OwnedFd, token: u64, at: Option<usize>) -> io::Result<(usize, 
         Err(e) => {
             // The owner may have the mapping by now, and would look after it as long as this process lives.
             let _ = wire::send(&socket, &wire::words(&[op::DETACH]), &[]);
-            // SAFETY: our mapping, of which nobody else in this process knows yet.
-            let _ = unsafe { sys!(libc::SYS_munmap, base, len + SPARE) };
+            give_up(base, len + SPARE, at.is_some());
             Err(e)
         }
     }
+}
+
+/// Ends a mapping that was just made. A place that was reserved stays so: what another thread mapped there meanwhile would be overwritten.
+fn give_up(base: usize, len: usize, reserved: bool) {
+    // SAFETY: our mapping, of which nobody else in this process knows yet.
+    let _ = unsafe {
+        match reserved {
+            true => sys!(libc::SYS_mmap, base, len, libc::PROT_NONE, RESERVED | libc::MAP_FIXED, -1isize, 0),
+            false => sys!(libc::SYS_munmap, base, len),
+        }
+    };
 }
 
 fn lock(place: &Mutex<Place>) -> MutexGuard<'_, Place> {
@@ -387,9 +397,12 @@ extern "C" fn in_parent() {
     after_fork(|_| {});
 }
 
+/// The kind of mapping that a reservation is.
+const RESERVED: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+
 /// Takes a region's place, which fork has left empty, before anything else can be mapped there.
 fn reserve(base: usize, len: usize) {
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
+    let flags = RESERVED | libc::MAP_FIXED_NOREPLACE;
     // SAFETY: a new mapping that replaces nothing.
     let at = unsafe { sys!(libc::SYS_mmap, base, len, libc::PROT_NONE, flags, -1isize, 0) };
     if at != Ok(base) {
@@ -431,4 +444,29 @@ extern "C" fn in_child() {
 /// How long a call may wait at the owner.
 pub(super) fn milliseconds(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The story: the place of a region that a forked child could not attach again was free for a moment, and then overwritten.
+    #[test]
+    fn a_reserved_place_is_not_free_between_mapping_and_error() {
+        const LEN: usize = 16 * PAGE;
+        let object = memfd::create(c"uzswap-test", LEN as u64).unwrap();
+        let base = map_object(&object, LEN, None).unwrap();
+        let free = || {
+            let flags = RESERVED | libc::MAP_FIXED_NOREPLACE;
+            // SAFETY: a new mapping that replaces nothing.
+            unsafe { sys!(libc::SYS_mmap, base + 3 * PAGE, PAGE, libc::PROT_NONE, flags, -1isize, 0) }
+        };
+        give_up(base, LEN, true);
+        assert_eq!(free(), Err(libc::EEXIST));
+        map_error(base, LEN);
+        assert_eq!(free(), Err(libc::EEXIST));
+        give_up(base, LEN, false);
+        // (Unless another test's thread was there first.)
+        assert!(matches!(free(), Ok(_) | Err(libc::EEXIST)));
+    }
 }
