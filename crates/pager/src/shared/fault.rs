@@ -334,9 +334,8 @@ impl Engine {
         self.forget(page);
         self.set(page, uzswap_mm::pagetable::Pte::new(Tag::Poisoned, 0));
         self.counts.poisoned += 1;
-        super::owner::say(
-            "uzswap: a compressed page of a shared region was found damaged; who touches it gets SIGBUS\n",
-        );
+        let text = "uzswap: a compressed page of a shared region was found damaged; who touches it gets SIGBUS\n";
+        super::owner::say_at_once(text.to_owned());
     }
 
     /// Maps `[from, to)`, which the object holds.

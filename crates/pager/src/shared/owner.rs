@@ -13,8 +13,8 @@
 //! | reclaim | pages out ahead of demand |
 //! | gate | holds the object's lock for whoever closes the gate (`gate`) |
 //!
-//! One lock, the engine's. No thread waits for another process while it holds it: sockets are written without it or
-//! without blocking, and ioctls on a userfaultfd need nothing of its process but its memory map. Where they answer `EAGAIN`, as a
+//! One lock, the engine's. No thread waits for another process while it holds it: sockets and standard error are written
+//! without it or without blocking, and ioctls on a userfaultfd need nothing of its process but its memory map. Where they answer `EAGAIN`, as a
 //! call of madvise waits to be told of, whoever has the lock reads that ([`Engine::wait_out`]).
 
 use super::engine::Engine;
@@ -128,6 +128,30 @@ pub(super) fn say(text: &str) {
         // SAFETY: a new descriptor, ours alone.
         let mut file = std::fs::File::from(unsafe { OwnedFd::from_raw_fd(fd) });
         let _ = io::Write::write_all(&mut file, text.as_bytes());
+    }
+}
+
+/// The same from a thread that others wait for: where nobody reads standard error (a pipe that is full) another one waits. What is
+/// to be said while it does is not said.
+pub(super) fn say_at_once(text: String) {
+    static WAITS: AtomicBool = AtomicBool::new(false);
+    let writable = raw::standard_error().is_ok_and(|fd| {
+        // SAFETY: a new descriptor, ours alone.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        let mut polls = [libc::pollfd { events: libc::POLLOUT, ..poll_in(&fd) }];
+        wait(&mut polls, 0);
+        polls[0].revents != 0
+    });
+    if writable {
+        say(&text);
+    } else if !WAITS.swap(true, AcqRel) {
+        let waiting = spawn("uzswap-says", move || {
+            say(&text);
+            WAITS.store(false, Release);
+        });
+        if waiting.is_err() {
+            WAITS.store(false, Release);
+        }
     }
 }
 

@@ -275,7 +275,7 @@ impl Engine {
         if lost > 0 {
             self.counts.poisoned += lost;
             self.removes.unvouched += lost;
-            super::owner::say(&format!(
+            super::owner::say_at_once(format!(
                 "uzswap: it could not be seen whether {lost} pages of a shared region were removed while they were out ({why}); who \
                  touches them gets SIGBUS\n",
             ));

@@ -1,12 +1,13 @@
 //! Pages that are an error for who touches them: unknown markers, and what is lost.
 
 use super::processes::{Lines, say, wait_for_word, wait_within, worker};
-use super::removes::{BLIND, HELD, HOLD, NONE, bytes, unmap, value};
+use super::removes::{BLIND, HELD, HOLD, NONE, REFUSE, bytes, unmap, value};
 use super::*;
+use std::io::Read;
 use std::os::fd::AsRawFd;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::Child;
+use std::process::{Child, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -21,9 +22,15 @@ const LONGEST: Duration = Duration::from_secs(20);
 
 /// Roles of this file's workers; false: it is none.
 pub fn be(role: &str, path: &Path, _number: usize) -> bool {
-    if role != "marked-write" {
-        return false;
+    match role {
+        "marked-write" => marked_write(path),
+        "unread" => unread(),
+        _ => return false,
     }
+    true
+}
+
+fn marked_write(path: &Path) {
     let m = SharedMapping::attach(path).unwrap();
     write(&m, BAD, BEFORE);
     m.inject_marker(BAD as u64, UNKNOWN).unwrap();
@@ -31,7 +38,51 @@ pub fn be(role: &str, path: &Path, _number: usize) -> bool {
     wait_for_word();
     write(&m, BAD, AFTER);
     say("written");
-    true
+}
+
+fn unread() {
+    // SAFETY: no memory but of a byte that is read; nobody else writes to standard error.
+    unsafe {
+        let flags = libc::fcntl(2, libc::F_GETFL);
+        libc::fcntl(2, libc::F_SETFL, flags | libc::O_NONBLOCK);
+        while libc::write(2, c".".as_ptr().cast(), 1) == 1 {}
+        libc::fcntl(2, libc::F_SETFL, flags);
+    }
+    let region = region(4 * MIB, 8 * MIB);
+    let (m, control) = (region.map().unwrap(), region.control());
+    for _ in 0..2 {
+        (0..16).for_each(|page| write(&m, page, 1));
+        control.page_out(bytes(4..12)).unwrap();
+        control.inject(REFUSE, u64::MAX).unwrap();
+        unmap(&m, 0..16);
+        assert!(control.stats().unwrap().unvouched > 0);
+        control.inject(REFUSE, 0).unwrap();
+        control.remove(bytes(0..16)).unwrap();
+    }
+    say("served");
+    wait_for_word();
+}
+
+/// The story: that pages were lost was said with the region's lock held. Where standard error was a pipe that nobody read, whoever used
+/// the region waited.
+#[test]
+fn who_does_not_read_what_is_said_holds_nobody_up() {
+    let mut child = worker("unread", &socket_path("unread"), 0).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = Lines::of(&mut child);
+    let (say, said) = channel();
+    std::thread::spawn(move || say.send(lines.next()));
+    let served = said.recv_timeout(LONGEST);
+    // And it is said to who reads.
+    let (mut read, mut error) = (child.stderr.take().unwrap(), String::new());
+    let mut some = [0; 4096];
+    while served.is_ok() && !error.contains("it could not be seen whether") {
+        let n = read.read(&mut some).unwrap();
+        error.push_str(std::str::from_utf8(&some[..n]).unwrap());
+    }
+    drop(read);
+    let _ = child.kill();
+    child.wait().unwrap();
+    assert_eq!(served.unwrap().as_deref(), Some("served"));
 }
 
 /// Page-outs that are held, until they are let go.

@@ -19,7 +19,7 @@ const GATE: u64 = 2;
 pub const HOLD: u64 = 3;
 pub const HELD: u64 = 4;
 const DEAF: u64 = 5;
-const REFUSE: u64 = 6;
+pub const REFUSE: u64 = 6;
 pub const NEAR: u64 = 7;
 
 fn advise(m: &SharedMapping, pages: Range<usize>, advice: i32) {
