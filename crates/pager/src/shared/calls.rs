@@ -325,10 +325,10 @@ fn unprotect(e: &mut Engine, from: u64, to: u64, which: u64) {
 
 /// Waits for a write to a page that this connection protected, as long as there is somebody at its other end.
 ///
-/// The story: a client that was killed while it waited here was not missed before its time was up, an hour at most, and the
+/// The story: a client that was killed while it waited here was not missed before its time was up, and the
 /// writers to what it had protected waited as long.
 fn next_write(server: &Server, milliseconds: u64, connection: u64, socket: &OwnedFd) -> Words {
-    let end = Instant::now() + Duration::from_millis(milliseconds.min(3_600_000));
+    let end = Instant::now().checked_add(Duration::from_millis(milliseconds));
     let mut engine = server.engine();
     loop {
         if let Some(watch) = engine.watch.as_mut().filter(|w| w.connection == connection)
@@ -336,7 +336,7 @@ fn next_write(server: &Server, milliseconds: u64, connection: u64, socket: &Owne
         {
             return wire::words(&[1, page]);
         }
-        let left = end.saturating_duration_since(Instant::now());
+        let left = end.map_or(LOOK, |end| end.saturating_duration_since(Instant::now()));
         let ended = server.stopping.load(SeqCst);
         if left.is_zero() || ended || uzswap_sys::socket::is_hung_up(socket) {
             return wire::words(&[0]);
