@@ -544,7 +544,7 @@ fn unmap(at: usize, len: usize) {
     let _ = unsafe { sys!(libc::SYS_munmap, at, len) };
 }
 
-/// Maps `len` bytes aligned to a block, with inaccessible pages before and after.
+/// Maps `len` bytes aligned to a block. (What is before and behind is free for other mappings.)
 fn map_aligned(len: usize) -> Result<usize, Errno> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     let whole = len.checked_add(2 * BLOCK).ok_or(libc::ENOMEM)?;

@@ -400,12 +400,14 @@ impl SharedControl {
     /// region can do that at a time. When the connection ends so does the protection.
     ///
     /// # Errors
-    /// `ResourceBusy`: another does it. `NotFound`: no such mapping. As [`SharedControl::page_out`].
+    /// `ResourceBusy`: another does it. `NotFound`: no such mapping. `WouldBlock`: a process that is stopped in a call of `madvise` was
+    /// waited for in vain, for 20 seconds. Then a part of the range may be protected, which [`SharedControl::unprotect`] ends. As
+    /// [`SharedControl::page_out`].
     pub fn protect(&self, range: Range<usize>, mapping: Option<u64>) -> io::Result<()> {
         self.call_range(op::PROTECT, range, mapping.unwrap_or(wire::ALL)).map(drop)
     }
 
-    /// Ends write-protection and lets the writers go on.
+    /// Ends write-protection and lets the writers go on, whichever connection asked for it.
     ///
     /// # Errors
     /// As [`SharedControl::page_out`].
@@ -517,7 +519,7 @@ impl SharedMapping {
     /// cleared every page counts as written, as in the kernel.
     ///
     /// # Errors
-    /// As [`SharedControl::page_out`].
+    /// `WouldBlock`: a call of `madvise` of this process's has not gone on for 20 seconds; no bit is cleared. As [`SharedControl::page_out`].
     pub fn clear_soft_dirty(&self, range: Range<usize>) -> io::Result<()> {
         self.attached.call_range(op::CLEAR_SOFT_DIRTY, range, 0).map(drop)
     }
@@ -526,7 +528,7 @@ impl SharedMapping {
     /// so that no write is missed.
     ///
     /// # Errors
-    /// As [`SharedControl::page_out`].
+    /// As [`SharedMapping::clear_soft_dirty`]; of a range of more than 896 pages the bits of a part may be cleared, and are lost.
     pub fn take_soft_dirty(&self, range: Range<usize>) -> io::Result<Vec<u64>> {
         let (mut at, to) = pages_of(range, self.len())?;
         let mut dirty = Vec::new();
