@@ -46,6 +46,15 @@ const INDEX_BITS: u32 = 9;
 const STAMP_SHIFT: u32 = 4;
 const TIER_MASK: u64 = 3 << TIER_SHIFT;
 
+/// Eviction stamps are of 21 bits.
+const STAMP_MASK: u32 = 0x1f_ffff;
+
+/// The eviction stamp after `n` more pages were evicted.
+#[must_use]
+pub fn next_eviction(stamp: u32, n: usize) -> u32 {
+    (stamp + n as u32) & STAMP_MASK
+}
+
 impl Pte {
     /// A page that was never seen.
     pub const NONE: Self = Self(0);
@@ -142,6 +151,11 @@ impl Pte {
     /// The eviction stamp of a compressed page (21 bits, the low 4 of them clear).
     pub fn evicted_at(self) -> u32 {
         self.aux() >> INDEX_BITS << STAMP_SHIFT
+    }
+    /// The refault distance of a compressed page, as in the kernel's workingset: pages evicted since it was, where the last one's stamp is
+    /// `evictions`.
+    pub fn refault_distance(self, evictions: u32) -> usize {
+        (evictions.wrapping_sub(self.evicted_at()) & STAMP_MASK) as usize
     }
 }
 

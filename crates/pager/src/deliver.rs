@@ -374,7 +374,7 @@ impl Pager {
                 Tag::Compressed => {
                     from_pool[i / 16] += 1;
                     s.swapped -= 1;
-                    let this = s.refault_distance(pte);
+                    let this = pte.refault_distance(s.evictions);
                     distance = Some(distance.unwrap_or(this).min(this));
                     let head = Header::read(s.object(pte.handle()));
                     if head.flags & object::AHEAD != 0 {

@@ -6,12 +6,10 @@
 use crate::state::{FOLIO_PAGES, State};
 use core::ops::Range;
 use uzswap_mm::lru::{Entry, List, next_stamp};
-use uzswap_mm::pagetable::{Pte, Tag};
+use uzswap_mm::pagetable::{Pte, Tag, next_eviction};
 
 /// Pages faulted on last that stay whatever else there is.
 const LAST_TOUCHED: usize = 8;
-/// Eviction stamps are of 21 bits.
-const STAMP_MASK: u32 = 0x1f_ffff;
 /// Of the faults in sequence one in so many brings pages to stay: of those on pages that left lately, on others that would still be there
 /// if nothing passed, and on the rest.
 const CLOSE_STAY: u64 = 2;
@@ -83,12 +81,6 @@ impl State {
         (at..end).take_while(|v| self.pt.get(*v).tag() == Tag::Resident).count()
     }
 
-    /// Refault distance: pages evicted since the compressed page of `pte` was (refault distance as in the kernel's
-    /// workingset, modulo 2^21).
-    pub fn refault_distance(&self, pte: Pte) -> usize {
-        (self.evictions.wrapping_sub(pte.evicted_at()) & STAMP_MASK) as usize
-    }
-
     /// The list for pages that come from the pool, of which the last left `distance` evictions ago. `passing`: they are part of a
     /// sequence, and this is a random number of their fault.
     ///
@@ -109,7 +101,7 @@ impl State {
 
     /// Counts `n` pages evicted.
     pub fn count_evictions(&mut self, n: usize) {
-        self.evictions = (self.evictions + n as u32) & STAMP_MASK;
+        self.evictions = next_eviction(self.evictions, n);
     }
 
     /// A page is faulted on.

@@ -54,8 +54,6 @@ pub struct SharedFault {
     pub write: bool,
     /// The page is mapped, but write-protected.
     pub protected: bool,
-    /// The memory object holds the page.
-    pub minor: bool,
 }
 
 fn ioctl(fd: i32, nr: u64, arg: &mut [u64]) -> Result<usize, Errno> {
@@ -138,12 +136,7 @@ impl Uffd {
 fn decode(m: &[u64; 4]) -> SharedMessage {
     match m[0] as u8 {
         0x12 => SharedMessage::Fault {
-            fault: SharedFault {
-                address: (m[2] & !4095) as usize,
-                write: m[1] & 1 != 0,
-                protected: m[1] & 2 != 0,
-                minor: m[1] & 4 != 0,
-            },
+            fault: SharedFault { address: (m[2] & !4095) as usize, write: m[1] & 1 != 0, protected: m[1] & 2 != 0 },
             tid: m[3] as u32,
         },
         0x15 => SharedMessage::Removed { start: m[1] as usize, end: m[2] as usize },
@@ -167,9 +160,9 @@ mod tests {
 
     #[test]
     fn faults_decode() {
-        let minor = SharedFault { address: 0x7000_0000, write: true, protected: false, minor: true };
+        let minor = SharedFault { address: 0x7000_0000, write: true, protected: false };
         assert_eq!(decode(&[0x12, 5, 0x7000_0123, 9]), SharedMessage::Fault { fault: minor, tid: 9 });
-        let protected = SharedFault { address: 0x1000, write: true, protected: true, minor: false };
+        let protected = SharedFault { address: 0x1000, write: true, protected: true };
         assert_eq!(decode(&[0x12, 3, 0x1000, 0]), SharedMessage::Fault { fault: protected, tid: 0 });
         let removed = SharedMessage::Removed { start: 0x1000, end: 0x3000 };
         assert_eq!(decode(&[0x15, 0x1000, 0x3000, 0]), removed);

@@ -23,11 +23,8 @@ use std::time::Instant;
 use uzswap_mm::codec::{Algorithm, Decompressor};
 use uzswap_mm::lru::{Entry, Lru, next_stamp};
 use uzswap_mm::pagemap::{PRESENT, PageState, SWAPPED, Tier, WRITE_PROTECTED, ZERO};
-use uzswap_mm::pagetable::{PageTable, Pte, Tag};
+use uzswap_mm::pagetable::{PageTable, Pte, Tag, next_eviction};
 use uzswap_sys::memfd;
-
-/// Eviction stamps are of 21 bits.
-const STAMP_MASK: u32 = 0x1f_ffff;
 
 /// What happened, since the region was made.
 #[derive(Clone, Copy, Default)]
@@ -244,14 +241,9 @@ impl Engine {
         self.tidy_lists();
     }
 
-    /// Refault distance of a compressed page: evictions since it left.
-    pub fn refault_distance(&self, pte: Pte) -> usize {
-        (self.evictions.wrapping_sub(pte.evicted_at()) & STAMP_MASK) as usize
-    }
-
     /// Counts a page as evicted.
     pub fn count_eviction(&mut self) {
-        self.evictions = (self.evictions + 1) & STAMP_MASK;
+        self.evictions = next_eviction(self.evictions, 1);
     }
 
     /// The mapping of a number.

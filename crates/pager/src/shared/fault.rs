@@ -283,7 +283,7 @@ impl Engine {
                 Tag::Compressed => {
                     major = true;
                     self.swapped -= 1;
-                    close |= self.refault_distance(pte) <= self.lru.active.pages();
+                    close |= pte.refault_distance(self.evictions) <= self.lru.active.pages();
                     let written = write && i == 0 || self.pt.hints(at) & HINT_WRITTEN != 0;
                     if written || crowded {
                         self.release(pte.handle(), pte.index());

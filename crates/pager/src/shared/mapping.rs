@@ -301,7 +301,7 @@ mod tests {
     use uzswap_sys::eventfd;
 
     fn fault(page: usize) -> SharedFault {
-        SharedFault { address: (100 + page) * PAGE, write: false, protected: false, minor: false }
+        SharedFault { address: (100 + page) * PAGE, write: false, protected: false }
     }
 
     fn mapping(engine: &Engine) -> Mapping {
