@@ -210,8 +210,7 @@ impl Pager {
         }
         self.forget_helpers();
         self.relief.reset();
-        self.tier.readers.forget();
-        self.tier.reads_fd.store(-1, Relaxed);
+        self.tier.forget_transfers();
         s.end_flights();
         s.unshare.clear();
         // (The program's registrations are not inherited, unless it asked for that; a scan is told so then.)

@@ -37,7 +37,7 @@ pub const ENV_GROUP: &str = "UZSWAP_GROUP";
 /// Environment variable with the number of the group in its tree; absent for 0.
 pub const ENV_NODE: &str = "UZSWAP_GROUP_NODE";
 /// First word of the page: refuses a page of another version.
-pub const MAGIC: u64 = 0x757a_7377_6170_000a;
+pub const MAGIC: u64 = 0x757a_7377_6170_000b;
 /// Processes that can be members at once.
 pub const SLOTS: usize = 1024;
 /// Groups in one tree, of which ancestors are a set of 64 bits.
@@ -173,6 +173,8 @@ pub struct Counters {
     pub swap_read_errors: AtomicU64,
     /// Writes to the swap file that failed (events).
     pub swap_write_errors: AtomicU64,
+    /// Times the swap file did not answer for 10 seconds (events).
+    pub swap_stalls: AtomicU64,
     /// Pages in the swap file (4 KiB pages, at the moment when they were most).
     pub swap_pages: AtomicU64,
     /// Bytes of objects in the swap file (bytes, at that moment).
@@ -188,7 +190,7 @@ impl Counters {
         self.folios.move_to(&to.folios);
     }
 
-    fn cumulative(&self) -> [&AtomicU64; 39] {
+    fn cumulative(&self) -> [&AtomicU64; 40] {
         [
             &self.pgfault,
             &self.pgmajfault,
@@ -229,6 +231,7 @@ impl Counters {
             &self.swap_uring_reads,
             &self.swap_read_errors,
             &self.swap_write_errors,
+            &self.swap_stalls,
         ]
     }
 

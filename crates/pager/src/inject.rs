@@ -72,10 +72,12 @@ pub enum Site {
     /// A read of the swap file is not found ended before some more messages of the userfaultfd were read (faults, or what the
     /// program did to its mappings), or 3 ms: what happens while a read is under way happens in each of such reads.
     SwapHold,
+    /// A read of the swap file stands still until after it is told. (Where any may, that is soon.)
+    SwapStall,
 }
 
 /// Every site and its name.
-pub const SITES: [(Site, &str); 23] = [
+pub const SITES: [(Site, &str); 24] = [
     (Site::Pool, "pool"),
     (Site::Damage, "damage"),
     (Site::MoveOut, "move_out"),
@@ -99,6 +101,7 @@ pub const SITES: [(Site, &str); 23] = [
     (Site::SwapSpace, "swap_space"),
     (Site::SwapDamage, "swap_damage"),
     (Site::SwapHold, "swap_hold"),
+    (Site::SwapStall, "swap_stall"),
 ];
 
 /// What is to fail, and what has: part of the group's page.
@@ -157,6 +160,12 @@ impl Faults {
         Ok(())
     }
 
+    /// Whether a site fails at all.
+    #[cold]
+    fn may_fail(&self, site: Site) -> bool {
+        SITES.iter().zip(&self.rates).any(|((s, _), rate)| *s == site && rate.load(Relaxed) > 0)
+    }
+
     /// Draws for a site: random bits when it is to fail.
     #[cold]
     fn draw(&self, site: Site) -> Option<u64> {
@@ -180,6 +189,17 @@ impl Pager {
     pub(crate) fn inject(&self, site: Site) -> Option<u64> {
         let faults = &self.group.faults;
         if faults.on.load(Relaxed) == 0 { None } else { faults.draw(site) }
+    }
+
+    /// The same for a read of the swap file, which may be the last try.
+    pub(super) fn inject_read(&self, last: bool) -> Option<u64> {
+        if last && self.group.faults.pass.load(Relaxed) != 0 { None } else { self.inject(Site::SwapRead) }
+    }
+
+    /// Whether a test wants this site to fail now and then.
+    pub(crate) fn is_injected(&self, site: Site) -> bool {
+        let faults = &self.group.faults;
+        faults.on.load(Relaxed) != 0 && faults.may_fail(site)
     }
 }
 

@@ -120,13 +120,15 @@ impl Pager {
 
     /// Waits for a signal, or a fault: while nobody looks after the handler it may come when other programs have all of the CPU,
     /// and a program that waits for it uses no CPU time, by which the ticker would be woken. (So each one stood still for seconds
-    /// that had not faulted for a while, beside two that compute.)
+    /// that had not faulted for a while, beside two that compute.) Or until a transfer that is under way will have taken very long:
+    /// of a disk that stands still nobody else would tell.
     fn wait_unwatched(&self) {
         let signals = self.files.signals.load(Relaxed);
         if signals < 0 || self.uffd.load(Relaxed) < 0 {
             return thread::take_signal(SIGNAL, None);
         }
-        self.uffd().wait_or([signals, -1], -1);
+        let ms = self.until_stall_ns().map_or(-1, |ns| ns.div_ceil(1_000_000) as i32);
+        self.uffd().wait_or([signals, -1], ms);
         if self.uffd().wait(0) {
             self.signs.watched.store(true, SeqCst);
         }
@@ -398,5 +400,40 @@ impl Timer {
         let spec = [0i64, 0, (ns / 1_000_000_000) as i64, (ns % 1_000_000_000) as i64];
         // SAFETY: an itimerspec of ours.
         let _ = unsafe { sys!(libc::SYS_timer_settime, self.0, 0, spec.as_ptr(), 0) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::swap::io::READ;
+    use crate::testing;
+    use std::sync::mpsc;
+    use std::time::Duration;
+    use uzswap_sys::eventfd;
+
+    /// The story: a disk stood still while a program's only thread waited for it. After half a second nobody looked after the handler,
+    /// which had nothing to do, and the ticker slept until the program would have used some CPU time: nobody was told.
+    #[test]
+    fn a_disk_that_stands_still_wakes_the_ticker() {
+        let p = testing::pager_with_swap(8 << 20);
+        // (No signal comes.)
+        p.files.signals.store(eventfd::create().unwrap(), Relaxed);
+        p.group.faults.set("swap_stall=1/1", 0).unwrap();
+        let (say, said) = mpsc::channel();
+        p.tier.began[READ].store(thread::now_ns(), Relaxed);
+        std::thread::spawn(move || {
+            p.wait_unwatched();
+            p.look_for_stalls();
+            say.send(p.counters().swap_stalls.load(Relaxed)).unwrap();
+            // Told once, it does not wake anybody again; another is counted.
+            p.look_for_stalls();
+            let told = p.until_stall_ns().is_none();
+            p.tier.began[READ].store(1, Relaxed);
+            p.look_for_stalls();
+            say.send(p.counters().swap_stalls.load(Relaxed) * u64::from(told)).unwrap();
+        });
+        let next = || said.recv_timeout(Duration::from_secs(60)).expect("the ticker wakes");
+        assert_eq!((next(), next()), (1, 2));
     }
 }

@@ -35,7 +35,7 @@ sums! {
     pool_used_size, metadata_size, stall_ns, direct_reclaim, move_refused, move_concealed, reject_alloc_fail, poisoned,
     pswpin, pswpout, pswpout_clean, zswpwb, reject_reclaim_fail, swap_read_bytes, swap_write_bytes, swap_uring_writes,
     swap_uring_reads,
-    swap_read_errors, swap_write_errors, swap_pages, swap_used_size,
+    swap_read_errors, swap_write_errors, swap_stalls, swap_pages, swap_used_size,
 }
 
 /// What a group and those below it did.

@@ -15,8 +15,11 @@ use uzswap_sys::{blockio, thread};
 const EXTENT: u64 = 16 << 20;
 /// A transfer that takes longer than this is told (nanoseconds).
 const STALL_NS: u64 = 10_000_000_000;
+/// For tests: what takes its place, and for how long a read stands still that is to (nanoseconds).
+const SOON_STALLED_NS: u64 = 700_000_000;
+pub(super) const STANDS_NS: u64 = 3 * SOON_STALLED_NS;
 /// Which of [`Tier::began`] a transfer is: there is one entry for all reads under way, and one for all writes.
-pub(super) const READ: usize = 0;
+pub(crate) const READ: usize = 0;
 pub(super) const WRITE: usize = 1;
 
 /// A part of a transfer that is cut short on purpose: whole blocks, as direct I/O wants them.
@@ -41,6 +44,8 @@ pub struct Tier {
     pub reads_fd: AtomicI32,
     /// When the reads and the writes under way were begun or went on last (monotonic nanoseconds), 0 when there is none.
     pub began: [AtomicU64; 2],
+    /// What `began` was when it was last counted as a stall.
+    pub stalled: [AtomicU64; 2],
 }
 
 impl Default for Tier {
@@ -53,7 +58,17 @@ impl Default for Tier {
             readers: Readers::default(),
             reads_fd: AtomicI32::new(-1),
             began: [AtomicU64::new(0), AtomicU64::new(0)],
+            stalled: [AtomicU64::new(0), AtomicU64::new(0)],
         }
+    }
+}
+
+impl Tier {
+    /// In a forked child: no transfer is under way, and nobody makes any.
+    pub(crate) fn forget_transfers(&self) {
+        self.readers.forget();
+        self.reads_fd.store(-1, Relaxed);
+        self.began.iter().for_each(|began| began.store(0, Relaxed));
     }
 }
 
@@ -127,14 +142,29 @@ impl Pager {
         }
     }
 
-    /// Tells when a transfer has taken very long: called by the ticker.
+    /// Counts, and tells, when a transfer has taken very long: called by the ticker.
     pub(crate) fn look_for_stalls(&self) {
-        for began in &self.tier.began {
+        for (began, stalled) in self.tier.began.iter().zip(&self.tier.stalled) {
             let began = began.load(Relaxed);
-            if began != 0 && thread::now_ns().saturating_sub(began) > STALL_NS {
+            let late = began != 0 && thread::now_ns().saturating_sub(began) >= self.stall_ns();
+            if late && stalled.swap(began, Relaxed) != began {
+                self.counters().swap_stalls.fetch_add(1, Relaxed);
                 self.tell(Trouble::Stall);
             }
         }
+    }
+
+    /// In how many nanoseconds a transfer that is under way will have taken very long; None when there is none, or it was told.
+    pub(crate) fn until_stall_ns(&self) -> Option<u64> {
+        let began = self.tier.began.iter().zip(&self.tier.stalled).filter_map(|(began, stalled)| {
+            let began = began.load(Relaxed);
+            (began != 0 && began != stalled.load(Relaxed)).then_some(began)
+        });
+        began.min().map(|began| (began + self.stall_ns()).saturating_sub(thread::now_ns()))
+    }
+
+    fn stall_ns(&self) -> u64 {
+        if self.is_injected(Site::SwapStall) { SOON_STALLED_NS } else { STALL_NS }
     }
 
     /// Writes to the file, and says what became of it.

@@ -472,6 +472,9 @@ fn a_child_has_none_of_its_parent_s_reads() {
     assert_eq!(scene.begin().len(), 1);
     // (As in the child: the state is its parent's, the handler's list and reads are not.)
     s.end_flights();
+    scene.pager.tier.began[0].store(1, Relaxed);
+    scene.pager.tier.forget_transfers();
+    assert_eq!(scene.pager.until_stall_ns(), None, "the child has none that could stall");
     (scene.reads, scene.waiting) = (Reads::by_hand(), Vec::new());
     assert_eq!(scene.read(s, FIRST), 1);
     check(s, FIRST, FIRST);

@@ -14,7 +14,7 @@
 //! A slot's buffer is the kernel's (or the thread's) from the moment its read is begun until that is found ended.
 //! Used by the handler alone; a forked child has none of its parent's.
 
-use super::io::some_blocks;
+use super::io::{STANDS_NS, some_blocks};
 use super::readers::READERS;
 use super::writeback::{Block, bytes_of};
 use crate::inject::Site;
@@ -42,6 +42,8 @@ const HOLD_MESSAGES: u64 = 8;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     Planned,
+    /// (For tests.) Under way, and not begun before this moment (monotonic nanoseconds).
+    Stalled(u64),
     UnderWay,
     Ended(Result<(), Errno>),
 }
@@ -65,6 +67,10 @@ pub(super) struct Read {
     injected: Option<u64>,
     /// It is not found ended before so many messages were read, or this moment (monotonic nanoseconds).
     held: Option<(u64, u64)>,
+    /// It has stood still.
+    stalled: bool,
+    /// The page that it is for is lost when it fails.
+    last: bool,
 }
 
 impl Read {
@@ -76,7 +82,19 @@ impl Read {
     /// One that is to be begun ahead of all faults.
     pub(super) fn ahead(at: u64, len: usize, stream: u32) -> Self {
         let stage = Stage::Planned;
-        Self { at, len, place: None, stream, stage, done: 0, fruitless: 0, injected: None, held: None }
+        Self {
+            at,
+            len,
+            place: None,
+            stream,
+            stage,
+            done: 0,
+            fruitless: 0,
+            injected: None,
+            held: None,
+            stalled: false,
+            last: false,
+        }
     }
 
     /// Where it ends.
@@ -208,7 +226,8 @@ impl Reads {
 
     /// When to look again for what is withheld (monotonic nanoseconds).
     pub(crate) fn look_at(&self) -> Option<u64> {
-        self.iter().filter_map(|read| read.held.map(|(_, until)| until)).min()
+        let stalled = |read: &Read| if let Stage::Stalled(until) = read.stage { Some(until) } else { None };
+        self.iter().filter_map(|read| stalled(read).or(read.held.map(|(_, until)| until))).min()
     }
 
     fn is_held(&self, read: &Read) -> bool {
@@ -240,6 +259,10 @@ impl Reads {
             && let Some(bits) = pager.inject(Site::SwapHold)
         {
             read.held = Some((self.messages + 1 + bits % HOLD_MESSAGES, thread::now_ns() + HOLD_NS));
+        }
+        if !core::mem::replace(&mut read.stalled, true) && pager.inject(Site::SwapStall).is_some() {
+            read.stage = Stage::Stalled(thread::now_ns() + STANDS_NS);
+            return;
         }
         read.stage = Stage::UnderWay;
         if let Some(ring) = &mut self.ring {
@@ -286,6 +309,12 @@ impl Reads {
 
     /// Finds which reads have ended.
     pub(crate) fn look(&mut self, pager: &Pager) {
+        for read in self.slots.iter_mut().filter_map(|slot| slot.read.as_mut()) {
+            if matches!(read.stage, Stage::Stalled(until) if thread::now_ns() >= until) {
+                read.stage = Stage::Planned;
+                pager.tier.began[super::io::READ].store(thread::now_ns(), Relaxed);
+            }
+        }
         while let Some(ring) = &mut self.ring {
             let Ok(Some((tag, ended))) = ring.next(false) else { break };
             let i = tag as usize;
@@ -318,7 +347,7 @@ impl Reads {
     }
 
     fn any_under_way(&self) -> bool {
-        self.iter().any(|read| read.stage == Stage::UnderWay)
+        self.iter().any(|read| matches!(read.stage, Stage::UnderWay | Stage::Stalled(_)))
     }
 
     /// A read by the ring has ended: it is counted.

@@ -122,6 +122,22 @@ fn a_disk_that_lies_is_found_out() {
     assert_eq!(run.stdout.text(), format!("lost {lost}, wrong 0\n"), "{}", run.describe());
 }
 
+/// A disk that stands still is told once, and each time is counted; the program goes on when the disk does.
+#[test]
+fn a_disk_that_stands_still_is_told() {
+    let _alone = alone();
+    let Some(disk) = compile_c("disk") else { return };
+    let subject = Subject::new("still disk", &[&disk, &"40", &"1"]).with(&SWAP);
+    let run = subject.start_limited_with(32 * MIB, &[("UZSWAP_TEST_FAULTS", "seed=9,swap_stall=1/1500")]).finish();
+    run.say(subject.name, "disk", None);
+    assert!(run.status.success(), "{}", run.describe());
+    assert_eq!(run.stdout.text(), "lost 0, wrong 0\n", "{}", run.describe());
+    // (One that other reads end beside is not counted.)
+    let (stalled, told) = (number(&run, "swap_stall"), number(&run, "swap_stalls"));
+    assert!(told > 0 && told <= stalled, "{told} of {stalled} were counted\n{}", run.describe());
+    assert_eq!(run.stderr.text().matches("has not answered for 10 seconds").count(), 1, "{}", run.describe());
+}
+
 /// Where the file system cannot do direct I/O everything is as it is with it; the report and the summary say which.
 #[test]
 fn without_direct_io() {
