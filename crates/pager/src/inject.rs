@@ -8,7 +8,8 @@
 //! UZSWAP_TEST_FAULTS="seed=7,pool=1/50,move_out=1/100"     one store in 50 fails, and one MOVE out in 100
 //! ```
 //! `move=never` has all members page without MOVE, as on a kernel that has none (see `without_move`), and `flushes=dear` as where
-//! each TLB flush interrupts another CPU (see `shootdown`).
+//! each TLB flush interrupts another CPU (see `shootdown`). With `failures=pass` the last try of a read of the swap file never fails:
+//! no page is lost by that.
 //!
 //! What is drawn is a hash of how many were drawn before in the whole group: no state of a process, so a forked child
 //! goes on where its parent was. Each site counts how often it failed, and the report says so: a test must see that
@@ -114,6 +115,8 @@ pub struct Faults {
     pub never_move: AtomicU32,
     /// Whether members are to do as where TLB flushes are dear: see `shootdown`.
     pub dear_flushes: AtomicU32,
+    /// Whether a read of the swap file is spared when it is a page's last try.
+    pub pass: AtomicU32,
     /// Where the draws began.
     pub seed: AtomicU64,
     /// Draws so far, in the whole group.
@@ -133,7 +136,9 @@ impl Faults {
         self.seed.store(seed, Relaxed);
         for item in text.split(',') {
             let wrong = || {
-                format!("`{item}` in {ENV_FAULTS} is not SITE=N/M with N at most M, seed=N, move=never or flushes=dear")
+                format!(
+                    "`{item}` in {ENV_FAULTS} is not SITE=N/M with N at most M, seed=N, move=never, flushes=dear or failures=pass"
+                )
             };
             let (name, value) = item.split_once('=').ok_or_else(wrong)?;
             if name == "seed" {
@@ -146,6 +151,10 @@ impl Faults {
             }
             if item == "flushes=dear" {
                 self.dear_flushes.store(1, Relaxed);
+                continue;
+            }
+            if item == "failures=pass" {
+                self.pass.store(1, Relaxed);
                 continue;
             }
             let site = SITES.iter().position(|(_, n)| *n == name).ok_or_else(wrong)?;
@@ -223,9 +232,10 @@ mod tests {
         let told = |text: &str| {
             let faults = Faults::default();
             faults.set(text, 0).unwrap();
-            (faults.never_move.load(Relaxed), faults.dear_flushes.load(Relaxed))
+            [&faults.never_move, &faults.dear_flushes, &faults.pass].map(|set| set.load(Relaxed))
         };
-        assert_eq!(["seed=1", "move=never", "flushes=dear,pool=1/2"].map(told), [(0, 0), (1, 0), (0, 1)]);
+        let texts = ["seed=1", "move=never", "flushes=dear,pool=1/2", "failures=pass"];
+        assert_eq!(texts.map(told), [[0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]]);
     }
 
     #[test]

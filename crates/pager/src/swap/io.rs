@@ -203,13 +203,13 @@ impl Pager {
         };
     }
 
-    /// Reads from the file, as reading thread `i`.
+    /// Reads from the file, as reading thread `i`; `last`: nobody will try again.
     ///
     /// # Errors
     /// The kernel's, and `EIO` where the file ends.
-    pub(super) fn swap_read(&self, i: usize, at: u64, bytes: &mut [u8]) -> Result<(), Errno> {
+    pub(super) fn swap_read(&self, i: usize, at: u64, bytes: &mut [u8], last: bool) -> Result<(), Errno> {
         let from = self.backend_to_read(i);
-        let result = match self.inject(Site::SwapRead) {
+        let result = match self.inject_read(last) {
             None => from.read_full(bytes, at),
             Some(bits) => {
                 // Nothing comes, or only the beginning; or all, with one bit changed, or in two transfers.

@@ -15,7 +15,7 @@ use crate::letgo::{PAUSE_NS, await_end};
 use crate::pager::Pager;
 use crate::state::State;
 use crate::ticker::stack;
-use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
+use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_sys::raw::Errno;
 use uzswap_sys::{eventfd, lock, thread};
 
@@ -40,6 +40,7 @@ struct Job {
     at: AtomicU64,
     to: AtomicUsize,
     len: AtomicUsize,
+    last: AtomicBool,
     /// An error number, 0 for none.
     result: AtomicI32,
 }
@@ -60,8 +61,9 @@ impl Default for Readers {
 }
 
 impl Readers {
-    /// Has thread `i` fill `bytes`, which are its own until the result was taken; false when there is no such thread.
-    pub(super) fn post(&self, i: usize, at: u64, bytes: &mut [u8]) -> bool {
+    /// Has thread `i` fill `bytes`, which are its own until the result was taken, in a last try or another; false when there is no
+    /// such thread.
+    pub(super) fn post(&self, i: usize, at: u64, bytes: &mut [u8], last: bool) -> bool {
         let job = &self.jobs[i];
         if job.tid.load(Relaxed) <= 0 || job.state.load(Acquire) != IDLE {
             return false;
@@ -69,6 +71,7 @@ impl Readers {
         job.at.store(at, Relaxed);
         job.to.store(bytes.as_mut_ptr() as usize, Relaxed);
         job.len.store(bytes.len(), Relaxed);
+        job.last.store(last, Relaxed);
         job.state.store(POSTED, Release);
         lock::futex_wake(&job.state, 1, false);
         true
@@ -154,7 +157,8 @@ impl Pager {
             let (to, len) = (job.to.load(Relaxed) as *mut u8, job.len.load(Relaxed));
             // SAFETY: the handler has lent these bytes until it takes the result.
             let bytes = unsafe { core::slice::from_raw_parts_mut(to, len) };
-            let result = if self.can_read(i) { self.swap_read(i, job.at.load(Relaxed), bytes) } else { Err(NOT_TRIED) };
+            let (at, last) = (job.at.load(Relaxed), job.last.load(Relaxed));
+            let result = if self.can_read(i) { self.swap_read(i, at, bytes, last) } else { Err(NOT_TRIED) };
             job.result.store(result.err().unwrap_or(0), Relaxed);
             job.state.store(DONE, Release);
             eventfd::raise(self.tier.readers.event.load(Acquire));

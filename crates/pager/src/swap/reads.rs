@@ -79,6 +79,11 @@ impl Read {
         Self { place: Some(place), ..Self::ahead(at, len, 0) }
     }
 
+    /// The same, which is the last try or is not.
+    pub(super) fn tried(self, last: bool) -> Self {
+        Self { last, ..self }
+    }
+
     /// One that is to be begun ahead of all faults.
     pub(super) fn ahead(at: u64, len: usize, stream: u32) -> Self {
         let stage = Stage::Planned;
@@ -267,7 +272,7 @@ impl Reads {
         read.stage = Stage::UnderWay;
         if let Some(ring) = &mut self.ring {
             if read.done == 0 && read.fruitless == 0 {
-                read.injected = pager.inject(Site::SwapRead);
+                read.injected = pager.inject_read(read.last);
             }
             if read.injected.is_some_and(|bits| bits % 4 == 0) {
                 return self.end(pager, i, Err(libc::EIO));
@@ -281,13 +286,13 @@ impl Reads {
             }
             // (The kernel has no memory for it just now.)
             read.injected = None;
-        } else if self.event.is_some() && pager.tier.readers.post(i, read.at, bytes) {
+        } else if self.event.is_some() && pager.tier.readers.post(i, read.at, bytes, read.last) {
             return;
         } else if i > 0 {
             // (Not on the spot: the first thread may be in the middle of a request over the connection that would take.)
             return self.close(pager, i);
         }
-        let result = pager.swap_read(0, read.at, bytes);
+        let result = pager.swap_read(0, read.at, bytes, read.last);
         self.finish(pager, i, result);
     }
 

@@ -105,7 +105,7 @@ impl Pager {
             _ => (offset(place), object.len),
         };
         let (at, len) = swap.trimmed(at, len).expect("the object itself is there");
-        reads.plan(self, s, Read::new(at, len, place));
+        reads.plan(self, s, Read::new(at, len, place).tried(waiting.tries + 1 == TRIES));
         None
     }
 
