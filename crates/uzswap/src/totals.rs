@@ -65,7 +65,7 @@ pub struct Totals {
     pub swap_fail: u64,
     /// Whether some child could not be managed.
     pub unmanaged: bool,
-    /// Uncompressed bytes per compressed byte in the pool as it was last; none if it was empty.
+    /// Uncompressed bytes per compressed byte in the pool, each process's when it had most there; none if nothing ever was.
     pub compression_ratio: Option<f64>,
     /// The size of the run's swap file as asked for, in bytes; 0 without one.
     pub swap: u64,
