@@ -112,8 +112,8 @@ pub fn files(page: &GroupPage, node: usize) -> Vec<(String, Content)> {
         ("cgroup.procs", List(usage.pids.clone())),
     ];
     let mut files: Vec<_> = files.into_iter().map(|(name, content)| (name.to_owned(), content)).collect();
-    files.extend(zswap(&usage, &totals, e).into_iter().map(|(name, n)| (format!("zswap/{name}"), Number(n))));
-    files.push(("uzswap.stat".to_owned(), Keyed(own_stat(&usage, &totals))));
+    files.extend(zswap(&usage, &totals).into_iter().map(|(name, n)| (format!("zswap/{name}"), Number(n))));
+    files.push(("uzswap.stat".to_owned(), Keyed(own_stat(&usage, &totals, e))));
     for (directory, counters) in &totals.folios.orders {
         files.extend(counters.iter().map(|(counter, n)| (format!("{directory}/stats/{counter}"), Number(*n))));
     }
@@ -165,10 +165,10 @@ fn stat(usage: &Usage, totals: &Totals) -> Lines {
 }
 
 /// The files under `zswap`.
-fn zswap(usage: &Usage, totals: &Totals, e: &Events) -> Lines {
+fn zswap(usage: &Usage, totals: &Totals) -> Lines {
     let c = &totals.counters;
     vec![
-        ("pool_limit_hit", e.zswap_max.load(Relaxed)),
+        ("pool_limit_hit", folio(totals, "pool_limit_hit")),
         ("pool_total_size", usage.pool),
         ("reject_alloc_fail", c.reject_alloc_fail),
         ("reject_compress_fail", folio(totals, "reject_compress_fail")),
@@ -181,12 +181,18 @@ fn zswap(usage: &Usage, totals: &Totals, e: &Events) -> Lines {
 }
 
 /// `uzswap.stat`: what uzswap counts and the kernel does not.
-fn own_stat(usage: &Usage, totals: &Totals) -> Lines {
+fn own_stat(usage: &Usage, totals: &Totals, e: &Events) -> Lines {
     let c = &totals.counters;
     vec![
         ("metadata", usage.metadata),
         ("joined", totals.joined.into()),
         ("engaged", totals.engaged.into()),
+        ("unmanaged", totals.unmanaged.into()),
+        ("peak_held", totals.peak_held),
+        ("pool_used_size", c.pool_used_size),
+        ("metadata_size", c.metadata_size),
+        ("zswap_max", e.zswap_max.load(Relaxed)),
+        ("reject_verify_fail", folio(totals, "reject_verify_fail")),
         ("refault_staged", c.refault_staged),
         ("handler_lifted", c.handler_lifted),
         ("fault_zero", c.fault_zero),
@@ -238,6 +244,7 @@ fn own_stat(usage: &Usage, totals: &Totals) -> Lines {
 #[cfg(test)]
 mod tests {
     use super::{Content, Usage, files};
+    use crate::totals::Totals;
     use std::sync::atomic::Ordering::Relaxed;
     use uzswap::group_file::GroupFile;
     use uzswap_pager::group::NO_LIMIT;
@@ -295,5 +302,35 @@ mod tests {
         let number = |name: &str| files.iter().find(|(n, _)| n == name).map(|(_, c)| c.text()).unwrap();
         assert_eq!(number("hugepages-64kB/stats/zswpout"), "1\n");
         assert_eq!(number("hugepages-2048kB/stats/anon_fault_alloc"), "0\n");
+    }
+
+    /// What the report counts is to be had while the group runs; and what each file has is explained.
+    #[test]
+    fn all_that_the_report_counts_is_in_a_file() {
+        let group = GroupFile::create("web", false).unwrap();
+        let page = group.page();
+        page.slots[0].counters.folios.pool_limit_hit.store(3, Relaxed);
+        page.used.store(1, Relaxed);
+        let files = super::files(page, 0);
+        let names: Vec<&str> = (files.iter())
+            .flat_map(|(name, content)| match content {
+                Content::Keyed(lines) => lines.iter().map(|(name, _)| *name).collect(),
+                _ => vec![name.rsplit('/').next().unwrap()],
+            })
+            .collect();
+        let report = serde_json::to_value(Totals::of(page, 0)).unwrap();
+        let counted = report["counters"].as_object().unwrap().iter().chain(report["folios"].as_object().unwrap());
+        for (name, _) in counted.filter(|(_, value)| value.is_u64()) {
+            assert!(names.contains(&name.as_str()), "{name} is in no file");
+        }
+        for name in ["peak_held", "joined", "engaged", "unmanaged"] {
+            assert!(names.contains(&name), "{name} is in no file");
+        }
+        let limit_hit = files.iter().find(|(name, _)| name == "zswap/pool_limit_hit").unwrap();
+        assert_eq!(limit_hit.1, Content::Number(3), "as in the report");
+        let explained = include_str!("../REPORT.md");
+        for name in names {
+            assert!(explained.contains(&format!("`{name}`")), "{name} is not in REPORT.md");
+        }
     }
 }
