@@ -73,12 +73,12 @@ impl Config {
             swap: args.swap.clone().or(file.swap),
             swap_dir: args.swap_dir.clone().or(file.swap_dir),
             swap_policy: args.swap_policy.clone().or(file.swap_policy),
-            encrypt_swap: Some(args.encrypt_swap || file.encrypt_swap.unwrap_or(false)),
-            swap_in_ram: Some(args.swap_in_ram || file.swap_in_ram.unwrap_or(false)),
+            encrypt_swap: args.encrypt_swap.or(file.encrypt_swap),
+            swap_in_ram: args.swap_in_ram.or(file.swap_in_ram),
             compressor: args.compressor.clone().or(file.compressor),
             folios: args.folios.over(&file.folios),
-            track_writes: Some(args.track_writes || file.track_writes.unwrap_or(false)),
-            quiet: Some(args.quiet || file.quiet.unwrap_or(false)),
+            track_writes: args.track_writes.or(file.track_writes),
+            quiet: args.quiet.or(file.quiet),
             report: args.report.clone().or(file.report),
             record: args.record.clone().or(file.record),
         })
@@ -168,6 +168,8 @@ pub fn plain(error: &std::io::Error) -> String {
 #[cfg(test)]
 mod tests {
     use super::{Compressor, Config};
+    use crate::cli::RunArgs;
+    use clap::{Args, Command, FromArgMatches};
     use proptest::prelude::*;
     use uzswap_pager::group::algorithm;
 
@@ -190,6 +192,28 @@ mod tests {
         );
         assert_eq!(config.swap_dir.as_deref(), Some("/d".as_ref()));
         assert_eq!(Config::parse("").unwrap(), Config::default());
+    }
+
+    /// The story: what a file switched on no command line switched off.
+    #[test]
+    fn the_command_line_wins_over_what_the_file_switches_on() {
+        let dir = tempfile::TempDir::new().unwrap();
+        let path = dir.path().join("uzswap.toml");
+        let on = "quiet = true\nswap-in-ram = true\nencrypt-swap = true\ntrack-writes = true\n";
+        std::fs::write(&path, format!("{on}[folios]\nverify-compression = true\n")).unwrap();
+        let of = |args: &[&str]| {
+            let line = [&["run", "--config", path.to_str().unwrap()], args, &["--", "true"]].concat();
+            let args = RunArgs::augment_args(Command::new("run")).try_get_matches_from(line).unwrap();
+            let c = Config::of(&RunArgs::from_arg_matches(&args).unwrap()).unwrap();
+            [c.quiet, c.swap_in_ram, c.encrypt_swap, c.track_writes, c.folios.verify_compression]
+        };
+        assert_eq!(of(&[]), [Some(true); 5]);
+        let off = ["--quiet=false", "--swap-in-ram=false", "--encrypt-swap=false", "--track-writes=false"];
+        assert_eq!(of(&[&off[..], &["--verify-compression=false"]].concat()), [Some(false); 5]);
+        assert_eq!(of(&["-q=false", "-m64M"])[0], Some(false));
+        std::fs::write(&path, on.replace("true", "false")).unwrap();
+        let all = ["-qm64M", "--swap-in-ram", "--encrypt-swap", "--track-writes", "--verify-compression=true"];
+        assert_eq!(of(&all), [Some(true); 5]);
     }
 
     #[test]

@@ -21,8 +21,8 @@ pub struct FolioOptions {
     #[arg(long, value_name = "SIZE")]
     pub unit: Option<String>,
     /// Decompress and compare what was compressed before its memory is given up
-    #[arg(long)]
-    pub verify_compression: bool,
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
+    pub verify_compression: Option<bool>,
 }
 
 impl FolioOptions {
@@ -31,7 +31,7 @@ impl FolioOptions {
         FolioOptions {
             large_folios: self.large_folios.clone().or_else(|| file.large_folios.clone()),
             unit: self.unit.clone().or_else(|| file.unit.clone()),
-            verify_compression: self.verify_compression || file.verify_compression,
+            verify_compression: self.verify_compression.or(file.verify_compression),
         }
     }
 
@@ -40,7 +40,7 @@ impl FolioOptions {
         Ok(FolioWanted {
             off: self.large_folios.as_deref().map(orders_off).transpose()?,
             units: self.unit.as_deref().map(units).transpose()?,
-            verify: self.verify_compression,
+            verify: self.verify_compression == Some(true),
         })
     }
 }
@@ -199,7 +199,8 @@ mod tests {
 
     #[test]
     fn the_command_line_wins() {
-        let file = FolioOptions { large_folios: Some("off".into()), unit: Some("4K".into()), verify_compression: true };
+        let file =
+            FolioOptions { large_folios: Some("off".into()), unit: Some("4K".into()), verify_compression: Some(true) };
         let line = FolioOptions { unit: Some("64K".into()), ..FolioOptions::default() };
         let both = line.over(&file);
         assert_eq!((both.large_folios.as_deref(), both.unit.as_deref()), (Some("off"), Some("64K")));
