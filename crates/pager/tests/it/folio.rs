@@ -199,6 +199,26 @@ fn a8_verification_refuses_what_does_not_decompress_to_what_it_was() {
     assert_eq!(get(&counters(&region).poisoned), 0);
 }
 
+/// A8: what is read in sequence is brought as a batch by one fault, ahead of those who would fault on it, also where the unit of
+/// compression is a page; and a folio's units leave as a batch, stored whole though there are many.
+#[test]
+fn a8_units_come_and_go_in_batches() {
+    let _one = alone();
+    let mut region = region("");
+    region.group().folios.units.iter().for_each(|u| u.store(1, Relaxed));
+    fill(&mut region, 1);
+    let c = counters(&region);
+    let now = || [&c.pgmajfault, &c.zswpin].map(get);
+    let before = now();
+    verify(&region, 1);
+    let after = now();
+    let [faults, pages] = std::array::from_fn(|i| after[i] - before[i]);
+    assert!(pages > 4000, "{pages} pages came back");
+    assert!(faults * 8 <= pages, "{faults} faults for {pages} pages");
+    assert_eq!(get(&folios(&region).block_write), 0, "each page is a unit");
+    assert!(over_orders(&region, |o| &o.zswpout) > 100, "folios leave whole");
+}
+
 /// A9: zero folios take no pool memory, whatever their order.
 #[test]
 fn a9_zero_folios_take_no_pool_memory() {

@@ -157,7 +157,7 @@ impl Member {
     }
 }
 
-fn rss_anon(pid: u32) -> u64 {
+pub(crate) fn rss_anon(pid: u32) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
     line.map_or(0, |line| line.trim_end_matches("kB").trim().parse::<u64>().unwrap() * 1024)

@@ -1,5 +1,6 @@
 //! Integration tests of the command.
 
+mod charges;
 mod cli;
 mod folios;
 mod groups;

@@ -355,7 +355,7 @@ fn xz_9() {
     let Some(xz) = need("xz") else { return };
     let input = text_file(&scratch("xz"), 2 << 20);
     // (What -9 is, but for how far it looks for matches: it uses all its memory at random for each step, 1.9 million faults of 35 us.)
-    Subject::new("xz -9", &[&xz, &"--lzma2=preset=9,depth=2", &"-T1", &"-c", &input]).check();
+    Subject::new("xz -9, depth 2", &[&xz, &"--lzma2=preset=9,depth=2", &"-T1", &"-c", &input]).check();
 }
 
 #[test]

@@ -1,0 +1,61 @@
+//! What a member's group is charged with, and what a member costs that does nothing.
+
+use crate::groups::{MIB, Place, eventually, rss_anon};
+use std::fs;
+use std::time::Duration;
+
+/// CPU time of a process, all its threads, in ticks of 10 ms.
+fn ticks(pid: u32) -> u64 {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    // After the name, which is in parentheses, utime and stime are the 12th and the 13th.
+    let fields = stat.rsplit(')').next().unwrap().split_whitespace();
+    fields.skip(11).take(2).map(|n| n.parse::<u64>().unwrap()).sum()
+}
+
+/// Most of the program's memory is out, and it waits for input. When what was begun is done, nothing of uzswap runs in it.
+#[test]
+fn an_idle_program_costs_no_cpu() {
+    // (A look every 16 ms, as while it faults, costs a hundredth of a CPU or more: two ticks and up.)
+    const MOST_TICKS: u64 = 1;
+    let place = Place::new();
+    let mut member = place.start(&["--group", "g", "-m", "48M"]);
+    member.tell("c 100");
+    member.tell("v");
+    let pid = member.pid();
+    assert!(place.event("g", "memory.stat", "zswapped") > 0);
+    // (The time itself is what is waited for. Windows of it until one is quiet: the pool may still be made dense.)
+    eventually("it uses no CPU for two seconds", || {
+        let before = ticks(pid);
+        std::thread::sleep(Duration::from_secs(2));
+        ticks(pid) - before <= MOST_TICKS
+    });
+    member.tell("v");
+    member.ends_well();
+}
+
+/// A7: the pool's bytes are charged to the group that stored them, next to its resident bytes, and to those above it.
+#[test]
+fn a7_the_pool_is_charged_to_the_group_that_stored_it() {
+    let place = Place::new();
+    let mut one = place.start(&["--group", "p/one", "-m", "48M"]);
+    let mut two = place.start(&["--group", "p/two", "-m", "48M"]);
+    one.tell("c 100");
+    two.tell("c 8");
+    let pool = |group: &str| place.number(group, "memory.zswap.current");
+    eventually("they are at rest", || {
+        let (current, real) = (place.number("p/one", "memory.current"), rss_anon(one.pid()));
+        // What is resident, the pool and the metadata are all of the process's memory.
+        current.abs_diff(real) <= MIB && pool("p/one") > 8 * MIB
+    });
+    assert_eq!((pool("p/two"), pool("p")), (0, pool("p/one")), "who stored it, and who is above");
+    let current = place.number("p/one", "memory.current");
+    let stat = |name: &str| place.event("p/one", "memory.stat", name);
+    let parts = stat("anon") + stat("zswap") + place.event("p/one", "uzswap.stat", "metadata");
+    assert!(current.abs_diff(parts) <= MIB && current <= 49 * MIB, "{current} charged, {parts} in parts");
+    // What is charged of it goes with it.
+    one.tell("f");
+    place.ctl(&["p/one", "memory.zswap.max=max"]);
+    eventually("its charge is returned", || pool("p/one") < MIB / 2 && pool("p") < MIB / 2);
+    one.ends_well();
+    two.ends_well();
+}
