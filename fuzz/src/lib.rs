@@ -16,6 +16,26 @@ mod folios;
 #[path = "../../crates/uzswap/src/elf.rs"]
 mod program_file;
 
+#[allow(dead_code)]
+#[path = "../../crates/uzswap/src/group_name.rs"]
+mod group_name;
+#[allow(dead_code)]
+#[path = "../../crates/uzswap/src/protect/lines.rs"]
+mod lines;
+#[allow(dead_code)]
+#[path = "../../crates/uzswap/src/remote/address.rs"]
+mod server_address;
+#[allow(dead_code)]
+#[path = "../../crates/uzswap/src/remote/redirect.rs"]
+mod server_redirect;
+#[allow(dead_code)]
+#[path = "../../crates/uzswap/src/pagemap"]
+mod pagemap {
+    //! (As the included modules name it.)
+    pub const PAGE: u64 = 4096;
+    pub mod process;
+}
+
 use std::io::Cursor;
 use uzswap_mm::codec::{Algorithm, Decompressor, Encoding};
 use uzswap_mm::compaction::policy::{Emptiest, Linear, Policy};
@@ -68,6 +88,69 @@ pub fn config(data: &[u8]) {
 /// Program files: reading from memory cannot fail, so neither may this.
 pub fn elf(data: &[u8]) {
     program_file::kind(&mut Cursor::new(data)).expect("nothing to fail");
+}
+
+/// Addresses of swap servers: there is a server and a size; an error is one line, and has no password in it.
+pub fn address(data: &[u8]) {
+    const PASSWORD: &str = "s3cr3tpassw0rd";
+    let text = String::from_utf8_lossy(data);
+    // (What is put before the hosts is one, whatever is around it.)
+    let with = text.replacen("://", &format!("://user:{PASSWORD}@"), 1);
+    for text in [&*text, &with] {
+        match server_address::Address::parse(text) {
+            Ok(address) => assert!(address.size > 0 && !address.urls.is_empty() && !address.timeout.is_zero()),
+            Err(error) => assert!(!error.is_empty() && !error.contains(PASSWORD), "{error}"),
+        }
+    }
+}
+
+/// Where a server says that a slot is, a word and the rest: a slot that there is, and no brackets about the host.
+pub fn redirect(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    let (code, details) = text.split_once(' ').unwrap_or((&text, ""));
+    if let Some(to) = server_redirect::Redirect::parse(code, details) {
+        assert!(to.slot < server_redirect::SLOTS && to.ask == (code == "ASK"));
+        assert!(!to.host.starts_with('[') && !to.host.ends_with(']'));
+    }
+}
+
+/// Descriptions of guests: regions of whole pages, all of which can be.
+pub fn guest(data: &[u8]) {
+    match uzswap::handover::parse_regions(data) {
+        Ok(regions) => {
+            assert!(!regions.is_empty());
+            for r in regions {
+                assert!(r.size > 0 && r.base_host_virt_addr + r.size < 1 << 47);
+                assert!([r.base_host_virt_addr, r.size, r.offset].iter().all(|n| n.is_multiple_of(4096)));
+                assert!(r.offset.checked_add(r.size).is_some());
+            }
+        }
+        Err(error) => assert!(!error.is_empty()),
+    }
+}
+
+/// Names of groups: no component leads elsewhere in the file system.
+pub fn group(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    if let Ok(parts) = group_name::components(&text) {
+        assert_eq!(parts.join("/"), text);
+        assert!(parts.iter().all(|part| !part.is_empty() && !part.starts_with('.') && !part.contains(['/', '\0'])));
+    }
+}
+
+/// What clients of `uzswap protect` say, and ranges of a process: within the address space.
+pub fn protect(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    if let Ok(pages) = pagemap::process::parse_range(&text) {
+        assert!(pages.start < pages.end && pages.end <= 1 << 35);
+    }
+    match lines::parse(&text) {
+        Ok(lines::Wanted::Protect(range) | lines::Wanted::Release(range)) => {
+            assert!(range.start < range.end && range.end <= 1 << 47);
+        }
+        Ok(lines::Wanted::End) => assert_eq!(text.trim(), "end"),
+        Err(error) => assert!(!error.is_empty()),
+    }
 }
 
 /// /proc/PID/maps: every mapping is a range.

@@ -75,6 +75,44 @@ fn algorithm() {
 }
 
 #[test]
+fn address() {
+    let seeds = [
+        "redis://user:secret@host:7000/3?size=4G&timeout=2&ttl=60",
+        "rediss://a,b:7000,[::1]:7001/0?size=1G&ca=/x/ca.pem&cert=c&key=k",
+        "valkey://host?size=1M",
+        "http://host",
+    ];
+    run("address", uzswap_fuzz::address, &texts(&seeds));
+}
+
+#[test]
+fn redirect() {
+    let seeds = ["MOVED 3999 127.0.0.1:6381", "ASK 16383 [::1]:6381", "MOVED 1 :7000", "MOVED 16384 a:1"];
+    run("redirect", uzswap_fuzz::redirect, &texts(&seeds));
+}
+
+#[test]
+fn guest() {
+    let seeds = [
+        r#"[{"base_host_virt_addr":140000000000000,"size":134217728,"offset":0,"page_size":4096}]"#,
+        r#"[{"base_host_virt_addr":4096,"size":4096,"offset":18446744073709547520,"page_size_kib":4096},{}]"#,
+    ];
+    run("guest", uzswap_fuzz::guest, &texts(&seeds));
+}
+
+#[test]
+fn group() {
+    run("group", uzswap_fuzz::group, &texts(&["web", "web/worker", "../a", "a/./b", "a//b", "-x_1.y/z"]));
+}
+
+#[test]
+fn protect() {
+    let seeds =
+        ["protect all", "release 7f0000001000", "protect 0x1000-0x3000", "end", "7f0000001fff-800000000000", "all"];
+    run("protect", uzswap_fuzz::protect, &texts(&seeds));
+}
+
+#[test]
 fn codec() {
     let page: Vec<u8> = (0..4096u32).flat_map(|i| (i * i % 977 / 8).to_le_bytes()).take(4096).collect();
     let mut seeds = vec![vec![0, 4, 0, 1, 2, 3, 4]];

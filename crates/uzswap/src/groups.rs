@@ -8,6 +8,7 @@
 
 use crate::config::{Compressor, plain};
 use crate::folios::FolioWanted;
+use crate::group_name::components;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -18,7 +19,7 @@ use std::time::{Duration, Instant};
 use uzswap::directory;
 use uzswap::group_file::GroupFile;
 use uzswap_mm::size::human;
-use uzswap_pager::group::{DEPTH, GroupPage, NAME_BYTES, NODES, Slot};
+use uzswap_pager::group::{GroupPage, NODES, Slot};
 use uzswap_pager::member::wake_member;
 
 /// The directory of running groups.
@@ -107,21 +108,6 @@ pub struct Wanted {
     pub track_writes: bool,
     /// What folios are to be; of the whole tree, as the two before.
     pub folios: FolioWanted,
-}
-
-/// The components of a name, checked. The error is one sentence.
-fn components(name: &str) -> Result<Vec<&str>, String> {
-    let parts: Vec<&str> = name.split('/').collect();
-    let good = |part: &str| {
-        let plain = part.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b));
-        (1..=NAME_BYTES).contains(&part.len()) && plain && !part.starts_with('.')
-    };
-    if !parts.iter().all(|part| good(part)) || parts.len() > DEPTH {
-        return Err(format!(
-            "`{name}` is no name for a group: use letters, digits, `-`, `_` and `.`, up to {NAME_BYTES} each, not beginning with `.`, and `/` for a group inside another, at most {DEPTH} deep"
-        ));
-    }
-    Ok(parts)
 }
 
 impl Registry {
@@ -292,8 +278,9 @@ fn agrees(page: &GroupPage, node: usize, name: &str, wanted: &Wanted) -> Result<
 
 #[cfg(test)]
 mod tests {
-    use super::{Registry, Wanted, components};
+    use super::{Registry, Wanted};
     use crate::folios::{FolioOptions, FolioWanted};
+    use crate::group_name::components;
     use std::fs;
     use std::os::fd::{AsRawFd, FromRawFd};
     use std::os::unix::fs::PermissionsExt;

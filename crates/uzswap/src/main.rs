@@ -7,6 +7,7 @@ mod ctl;
 mod doctor;
 mod elf;
 mod folios;
+mod group_name;
 mod groups;
 mod machine;
 mod output;

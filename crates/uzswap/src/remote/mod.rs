@@ -11,6 +11,7 @@
 pub mod address;
 pub mod gateway;
 mod nodes;
+mod redirect;
 mod server;
 mod session;
 

@@ -10,6 +10,7 @@
 //! which connection it was, so that it can be ended before the next one (see `session`).
 
 use super::address::{Address, Tls};
+use super::redirect::{Redirect, SLOTS};
 use redis::{Client, ClientTlsConfig, Connection, ConnectionAddr, ConnectionInfo, RedisError, RedisResult};
 use redis::{IntoConnectionInfo, TlsCertificates, Value};
 use std::collections::BTreeMap;
@@ -18,8 +19,6 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::*};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Slots of a cluster.
-const SLOTS: u16 = 16_384;
 /// How often at most a cluster is asked who has which slot.
 const ASK_EVERY: Duration = Duration::from_millis(200);
 
@@ -38,35 +37,10 @@ pub(super) struct Node {
     pub abandoned: Mutex<Vec<i64>>,
 }
 
-/// What a node answers that does not have the slot of a key.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) struct Redirect {
-    /// For this time only, and the node is to be told so.
-    pub ask: bool,
-    slot: u16,
-    /// Its host is empty where it is that of who answered.
-    host: String,
-    port: u16,
-}
-
-impl Redirect {
-    /// What an error says, if it is one. (Of several commands sent at once, the first that was sent elsewhere.)
-    pub fn of(e: &RedisError) -> Option<Self> {
-        let errors = e.clone().into_server_errors()?;
-        errors.iter().find_map(|(_, e)| Self::parse(e.code(), e.details()?))
-    }
-
-    fn parse(code: &str, details: &str) -> Option<Self> {
-        let ask = match code {
-            "MOVED" => false,
-            "ASK" => true,
-            _ => return None,
-        };
-        let (slot, node) = details.split_once(' ')?;
-        let (host, port) = node.trim().rsplit_once(':')?;
-        let slot = slot.parse().ok().filter(|slot| *slot < SLOTS)?;
-        Some(Self { ask, slot, host: host.trim_matches(['[', ']']).to_owned(), port: port.parse().ok()? })
-    }
+/// What an error says, if it is a redirect. (Of several commands sent at once, the first that was sent elsewhere.)
+pub(super) fn redirect_of(e: &RedisError) -> Option<Redirect> {
+    let errors = e.clone().into_server_errors()?;
+    errors.iter().find_map(|(_, e)| Redirect::parse(e.code(), e.details()?))
 }
 
 /// All nodes that are known of.

@@ -11,7 +11,7 @@
 //! too short is an error, never zeros; what else may be wrong with it, its process finds out.
 
 use super::address::Address;
-use super::nodes::{Node, Nodes, Redirect, lock, said};
+use super::nodes::{Node, Nodes, lock, redirect_of, said};
 use super::session::{Commands, PAUSE, Session};
 use redis::{Connection, RedisError};
 use std::collections::BTreeSet;
@@ -154,7 +154,7 @@ impl Server {
                     pipe.add_command(expire(key)).ignore();
                 }
                 let done = session.on(&node, false, |con| pipe.query::<()>(con));
-                if done.is_err_and(|e| Redirect::of(&e).is_some()) {
+                if done.is_err_and(|e| redirect_of(&e).is_some()) {
                     // (Some are elsewhere by now.)
                     some.iter().for_each(|key| drop(session.once(key, &Commands::reading(expire(key)))));
                 }

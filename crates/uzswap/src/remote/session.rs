@@ -14,7 +14,7 @@
 //! (CLIENT KILL): then it has been carried out by then, or never is. (Where that is not permitted such a write would be
 //! found out as a wrong block. A node that has lost a slot to another refuses what comes so late.)
 
-use super::nodes::{Node, Redirect, lock};
+use super::nodes::{Node, lock, redirect_of};
 use super::server::Server;
 use redis::{Connection, ErrorKind, Pipeline, RedisError, RedisResult, ServerErrorKind, Value};
 use std::sync::Arc;
@@ -134,7 +134,7 @@ impl<'a> Session<'a> {
         let (mut node, mut asking) = (self.server.nodes.of(key), false);
         let mut done = self.on(&node, commands.changes, |con| commands.send(con, asking));
         for _ in 0..MOST_REDIRECTS {
-            let Some(to) = done.as_ref().err().and_then(Redirect::of) else { break };
+            let Some(to) = done.as_ref().err().and_then(redirect_of) else { break };
             (node, asking) = (self.server.nodes.redirected(&node, &to), to.ask);
             done = self.on(&node, commands.changes, |con| commands.send(con, asking));
         }
@@ -228,7 +228,7 @@ enum Failure {
 
 impl From<RedisError> for Failure {
     fn from(e: RedisError) -> Self {
-        if !is_refusal(&e) || Redirect::of(&e).is_some() {
+        if !is_refusal(&e) || redirect_of(&e).is_some() {
             return Self::Broken;
         }
         let errors = e.into_server_errors().unwrap_or_default();
