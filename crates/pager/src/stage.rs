@@ -412,7 +412,7 @@ mod tests {
         let first = (at / PAGE) as u64;
         (0..2 * N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
         let Ok(ring) = uzswap_sys::uring::Uring::new(1) else {
-            return println!("SKIPPED: io_uring is not to be had");
+            return testing::skip("io_uring is not to be had");
         };
         let pinned = libc::iovec { iov_base: at as *mut _, iov_len: N * PAGE };
         // SAFETY: the kernel pins the range, which stays mapped.

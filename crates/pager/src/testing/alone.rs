@@ -1,6 +1,7 @@
 //! Tests that say why they cannot run, and tests that have a process for themselves. The integration tests include it too.
 
-/// Says why a test cannot run here, where the test runner does not keep it to itself.
+/// Says why a test cannot run on this machine, or with these rights, where the test runner does not keep it to itself. (All that can be
+/// installed is asked for by the command's tests, which fail without it where everything is required.)
 pub(crate) fn skip(reason: &str) {
     let test = std::thread::current().name().unwrap_or("?").to_owned();
     let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("    SKIPPED {test}: {reason}\n"));

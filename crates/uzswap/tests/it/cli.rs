@@ -39,11 +39,16 @@ pub fn agent_built() {
     });
 }
 
-/// Says why a test cannot run here, where the test runner does not keep it to itself. Under `UZSWAP_TEST_REQUIRE=1` (as in CI) it
-/// fails.
-pub fn skip(reason: &str) {
+/// Says what is not installed that a test needs. Under `UZSWAP_TEST_REQUIRE=1` (as in CI) the test fails.
+fn missing(reason: &str) {
     let test = std::thread::current().name().unwrap_or("?").to_owned();
     assert!(std::env::var_os("UZSWAP_TEST_REQUIRE").is_none(), "{test}: {reason}, and UZSWAP_TEST_REQUIRE is set");
+    skip(reason);
+}
+
+/// Says why a test cannot run on this machine, or with these rights, where the test runner does not keep it to itself.
+pub fn skip(reason: &str) {
+    let test = std::thread::current().name().unwrap_or("?").to_owned();
     let _ = writeln!(std::io::stderr(), "    SKIPPED {test}: {reason}");
 }
 
@@ -51,7 +56,7 @@ pub fn skip(reason: &str) {
 pub fn python() -> Option<PathBuf> {
     let python = uzswap_lab::programs::python();
     if python.is_none() {
-        skip("python3 is not installed (./test installs it when run as root)");
+        missing("python3 is not installed (./test installs it when run as root)");
     }
     python
 }

@@ -64,16 +64,22 @@ pub fn need(program: &str) -> Option<PathBuf> {
     match dirs.iter().map(|d| d.join(program)).find(|p| p.is_file()) {
         Some(path) => Some(path),
         None => {
-            skip(&format!("{program} is not installed (./test installs it when run as root)"));
+            missing(&format!("{program} is not installed (./test installs it when run as root)"));
             None
         }
     }
 }
 
-/// Reports a test that cannot run here; fails it where everything is required.
-pub fn skip(reason: &str) {
+/// Reports a test for which something is not installed; fails it where everything is required.
+pub fn missing(reason: &str) {
     let test = thread::current().name().unwrap_or("?").to_owned();
     assert!(std::env::var_os("UZSWAP_TEST_REQUIRE").is_none(), "{test}: {reason}, and UZSWAP_TEST_REQUIRE is set");
+    skip(reason);
+}
+
+/// Reports a test that cannot run on this machine, or with these rights, whatever is installed.
+pub fn skip(reason: &str) {
+    let test = thread::current().name().unwrap_or("?").to_owned();
     say(&format!("SKIPPED {test}: {reason}"));
 }
 

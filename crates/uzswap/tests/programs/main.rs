@@ -37,7 +37,7 @@ pub fn python_with_numpy() -> Option<PathBuf> {
     let python = python()?;
     let found = Command::new(&python).args(["-c", "import numpy"]).output();
     if !found.is_ok_and(|o| o.status.success()) {
-        skip("NumPy is not installed (./test installs it when run as root)");
+        missing("NumPy is not installed (./test installs it when run as root)");
         return None;
     }
     Some(python)

@@ -8,7 +8,7 @@ use std::process::Command;
 fn need_file(path: &str) -> Option<PathBuf> {
     let found = PathBuf::from(path);
     if !found.is_file() {
-        skip(&format!("there is no {path}"));
+        missing(&format!("there is no {path}"));
         return None;
     }
     Some(found)
@@ -22,7 +22,7 @@ fn compile_with(source: &str, name: &str, options: &[&str]) -> Option<PathBuf> {
     command.args(["-O1", "-g", "-pthread", "-Wall", "-Werror"]).args(options).arg("-o").arg(&out);
     let made = command.arg(fixture(source)).output().expect("the compiler starts");
     if !made.status.success() {
-        skip(&format!("{name} cannot be built: {}", String::from_utf8_lossy(&made.stderr)));
+        missing(&format!("{name} cannot be built: {}", String::from_utf8_lossy(&made.stderr)));
         return None;
     }
     Some(out)
