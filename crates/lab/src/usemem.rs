@@ -3,14 +3,16 @@
 //! The experiment of large folios in zswap (70 × 1 GiB in 40 GiB) scaled to this machine: N processes ([`crate::usemem_worker`])
 //! each write their share of 70/40 of the limit, all at once, into one group - or for the kernel's zswap into one cgroup.
 //! Throughput and CPU time are those of the writing; afterwards everything is read back and compared. Which folios
-//! enter the pool whole is `uzswap run`'s `--large-folios`; `split` is the same work with it off.
+//! enter the pool whole is `uzswap run`'s `--large-folios`; `split` is the same work with it off. The memory itself is of small pages
+//! for uzswap's subjects of 4K and 64K: what it takes out together it finds by how the memory is used. So `split` is 4K, too, and there
+//! is no other subject of 4K. The kernel's subject of 64K has folios of 64 KiB (`hugepages-64kB`, switched on meanwhile).
 //!
 //! Scale is looked at in two ways: more processes that write as much each, under a limit that grows with them (more work of
 //! the same kind, the original's way from one process to 70), and more that write as much together, under one limit.
 
 use crate::experiment::{Common, Runs, Stop};
 use crate::json::{Findings, Row, Verdict};
-use crate::peers::{self, Peer, zswap};
+use crate::peers::{self, Peer, thp, zswap};
 use crate::process::{self, Spec};
 use crate::size::{self, MIB, mib};
 use crate::stats::median;
@@ -71,7 +73,6 @@ const M2: u64 = 2 << 20;
 
 /// All subjects; those whose last member is true are measured with `--quick` too.
 const SUBJECTS: [(Subject, bool); 14] = [
-    (Subject { key: "zstd 4K", folio: K4, how: How::Run(&["-c", "zstd", "--large-folios", "off"]) }, true),
     (Subject { key: "before, zstd 4K", folio: K4, how: How::Before(&["-c", "zstd"]) }, false),
     (Subject { key: "zstd 64K split", folio: K64, how: How::Run(&["-c", "zstd", "--large-folios", "off"]) }, true),
     (
@@ -104,11 +105,12 @@ const SUBJECTS: [(Subject, bool); 14] = [
     (Subject { key: "defaults", folio: K64, how: How::Run(&[]) }, true),
     (Subject { key: "kernel lzo 4K", folio: K4, how: How::Kernel("lzo") }, true),
     (Subject { key: "kernel deflate 4K", folio: K4, how: How::Kernel("deflate") }, true),
+    (Subject { key: "kernel deflate 64K", folio: K64, how: How::Kernel("deflate") }, false),
     (Subject { key: "kernel lzo 2M", folio: M2, how: How::Kernel("lzo") }, false),
 ];
 
 /// Rows: name and unit, in the order of the published tables.
-const ROWS: [(&str, &str); 17] = [
+const ROWS: [(&str, &str); 18] = [
     ("throughput", "MB/s"),
     ("sys time", "s"),
     ("user time", "s"),
@@ -126,10 +128,13 @@ const ROWS: [(&str, &str); 17] = [
     ("SWPOUT-64kB", "folios"),
     ("peak", "MiB"),
     (HELD, "MiB"),
+    (MOST, "MiB"),
 ];
 
 /// The row of what counts against the limit.
-const HELD: &str = "peak, less uncharged pool";
+const HELD: &str = "charged peak";
+/// The same in the run in which it was most.
+const MOST: &str = "charged peak of all runs";
 
 /// Figures of one run, by the name of the row.
 type Figures = BTreeMap<&'static str, f64>;
@@ -197,6 +202,16 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
              millisecond or so each, in its figures) instead of being killed, and reclaim was tried again."
         ));
     }
+    if lab.before.is_none() {
+        lab.notes.push(
+            "Not measured: 4K with large folios off against uzswap before there were any (target 0.98): give an earlier `uzswap` with \
+             --before."
+                .to_owned(),
+        );
+    }
+    lab.notes.push(
+        "The memory of uzswap's subjects is of small pages but for those of 2M: `split` is what 4K is.".to_owned(),
+    );
     lab.notes.push(
         "All subjects but `kernel` leave the pool out of the limit (UZSWAP_POOL_UNCHARGED=1), as a cgroup v1 does with \
          the kernel's: they are compared alike."
@@ -237,14 +252,14 @@ fn compare(all: &BTreeMap<&'static str, Figures>, verdicts: &mut Vec<Verdict>) {
         1.62,
         ratio("zstd 2M whole", "zstd 2M split", "throughput"),
     );
-    for kernel in ["kernel lzo 4K", "kernel deflate 4K"] {
+    for kernel in ["kernel lzo 4K", "kernel deflate 4K", "kernel deflate 64K"] {
         let own = if kernel.contains("lzo") { "defaults" } else { "deflate 64K whole" };
         at_least(&format!("{own}: throughput, times {kernel}"), 3.0, ratio(own, kernel, "throughput"));
     }
     at_least(
-        "4K with large folios off: throughput, times that of --before",
+        "4K (zstd 64K split, the same) with large folios off: throughput, times that of --before",
         0.98,
-        ratio("zstd 4K", "before, zstd 4K", "throughput"),
+        ratio("zstd 64K split", "before, zstd 4K", "throughput"),
     );
     let sys = ratio("zstd 64K whole", "zstd 64K split", "sys time");
     verdicts.extend(sys.map(|m| Verdict::at_most("64K zstd: sys time of whole folios, times split ones", 0.77, m)));
@@ -261,10 +276,11 @@ impl Lab<'_> {
     /// The most that any subject of ours held over the limit.
     fn kept(&self, contents: &str, all: &BTreeMap<&'static str, Figures>) -> Option<Verdict> {
         let own = all.iter().filter(|(key, _)| !key.starts_with("kernel"));
-        let most = own.filter_map(|(_, figures)| figures.get(HELD)).copied().reduce(f64::max)?;
+        let most = own.filter_map(|(_, figures)| figures.get(MOST)).copied().reduce(f64::max)?;
         let limit = self.limit as f64 / MIB as f64;
         let allowed = (limit * 0.05).max(16.0);
-        let what = format!("{contents}: memory over the limit, MiB, the most of any subject (5 % or 16 MiB)");
+        let what =
+            format!("{contents}: memory over the limit, MiB, the most of any run of any subject (5 % or 16 MiB)");
         Some(Verdict::at_most(&what, allowed, (most - limit).max(0.0)))
     }
 
@@ -309,12 +325,12 @@ impl Lab<'_> {
     fn scale(&mut self, rows: &mut Vec<Row>, verdicts: &mut Vec<Verdict>) -> Result<(), String> {
         for (how, each) in [("as much each", true), ("as much together", false)] {
             let mut throughput = Row::new(format!("scale, {how}: throughput"), "MB/s");
-            let mut held = Row::new(format!("scale, {how}: {HELD}, over the limit"), "MiB");
+            let mut held = Row::new(format!("scale, {how}: {MOST}, over the limit"), "MiB");
             for processes in SCALE {
                 let limit = if each { self.limit / u64::from(PROCESSES) * u64::from(processes) } else { self.limit };
                 let Some(figures) = self.scaled(processes, limit)? else { continue };
                 throughput.put(&processes.to_string(), figures.get("throughput").copied());
-                let over = figures.get(HELD).map(|held| (held - limit as f64 / MIB as f64).max(0.0));
+                let over = figures.get(MOST).map(|held| (held - limit as f64 / MIB as f64).max(0.0));
                 held.put(&processes.to_string(), over);
             }
             if let (Some(two), Some(many)) = (throughput.get("2"), throughput.get("32")) {
@@ -373,7 +389,10 @@ impl Lab<'_> {
             "--processes".into(),
             processes.to_string(),
         ]);
-        argv.extend(["--size".into(), share.to_string(), "--folio".into(), subject.folio.to_string()]);
+        // (uzswap's subject of 64K has small pages: see above.)
+        let small = subject.folio == K64 && !matches!(subject.how, How::Kernel(_));
+        let folio = if small { K4 } else { subject.folio };
+        argv.extend(["--size".into(), share.to_string(), "--folio".into(), folio.to_string()]);
         if contents == "real" {
             argv.extend(["--source".into(), text(&self.dir.join("source"))]);
         }
@@ -389,7 +408,8 @@ impl Lab<'_> {
             How::Kernel(compressor) => {
                 let ready = peers::set_up(self.keeper, Peer::Zswap, limit, (1 << 30).max(limit * 4), &self.dir, true)?;
                 let set = zswap::set(self.keeper, "compressor", compressor)?;
-                Some((set, ready))
+                let folios = if subject.folio == K64 { thp::of_64k(self.keeper)? } else { Vec::new() };
+                Some((folios, set, ready))
             }
             _ => None,
         };
@@ -397,7 +417,7 @@ impl Lab<'_> {
             argv: argv.into_iter().map(Into::into).collect(),
             env: vec![("UZSWAP_POOL_UNCHARGED", "1".to_owned())],
             stdin: None,
-            cgroup: peer.as_ref().map(|(_, ready)| ready.cgroup().to_owned()),
+            cgroup: peer.as_ref().map(|(.., ready)| ready.cgroup().to_owned()),
             sample: Some(Duration::from_millis(20)),
             timeout: TIMEOUT,
         };
@@ -420,8 +440,7 @@ impl Lab<'_> {
             ("user time", said.user),
             ("peak", outcome.peak_anon as f64 / MIB as f64),
         ]);
-        // (Not charged, here: see the note.)
-        let mut pool = 0;
+        let mut held = outcome.peak_anon;
         if peer.is_some() {
             let known = ["pswpin", "pswpout", "zswpin", "zswpout", "thp_swpout", "thp_swpout_fallback", "pgmajfault"];
             for name in known {
@@ -430,13 +449,19 @@ impl Lab<'_> {
             }
         } else {
             let report = report::read(&report).ok_or("no report that can be read")?;
-            pool = report::pool(&report).unwrap_or(0);
+            held = charged(held, &report);
             figures.extend(counted(&report));
         }
-        let held = outcome.peak_anon.saturating_sub(pool);
         figures.insert(HELD, held as f64 / MIB as f64);
         Ok(figures)
     }
+}
+
+/// What counts against the limit of the most memory that was seen: what the members said that they are charged with, which is without
+/// the pool, as that is not charged here (see the note). (The pools' sizes in the report are of each process's own moment: less their sum
+/// the peak would look lower than it was.)
+fn charged(peak_anon: u64, report: &Value) -> u64 {
+    report::peak(report).unwrap_or(peak_anon)
 }
 
 /// The figures of a report.
@@ -467,13 +492,16 @@ fn vmstat() -> Map<String, Value> {
     text.lines().filter_map(line).collect()
 }
 
+/// The medians of runs, and the most that was held in any.
 fn medians(runs: &[Figures]) -> Figures {
     let names = runs.iter().flat_map(|run| run.keys().copied());
+    let most = runs.iter().filter_map(|run| run.get(HELD)).copied().reduce(f64::max);
     names
         .filter_map(|name| {
             let values: Vec<f64> = runs.iter().filter_map(|run| run.get(name).copied()).collect();
             Some((name, median(&values)?))
         })
+        .chain(most.map(|most| (MOST, most)))
         .collect()
 }
 
@@ -493,6 +521,17 @@ mod tests {
         let both = [("zstd 64K whole", figures(170.0, 0.5)), ("zstd 64K split", figures(100.0, 1.0))];
         compare(&BTreeMap::from(both), &mut verdicts);
         assert!(verdicts.iter().all(|v| v.met) && verdicts.len() == 4);
+    }
+
+    /// Two processes with 30 MiB of pool each, one after the other, held 60 of 100 MiB at no moment.
+    #[test]
+    fn what_is_charged_is_what_the_members_said() {
+        let report = json!({"peak": 68 * MIB, "counters": {"pool_total_size": 60 * MIB}});
+        assert_eq!(charged(100 * MIB, &report), 68 * MIB);
+        assert_eq!(charged(100 * MIB, &json!({})), 100 * MIB);
+        let runs = [64.0, 99.0, 65.0].map(|mib| Figures::from([(HELD, mib)]));
+        let figures = medians(&runs);
+        assert_eq!((figures[HELD], figures[MOST]), (65.0, 99.0), "one run in three over the limit is no median");
     }
 
     #[test]

@@ -151,9 +151,12 @@ fn contents(source: Option<&Source>, index: u64, i: usize, page: &mut [u8]) {
     }
 }
 
-/// Memory of folios of this size where the kernel makes them: huge pages from 2 MiB on, small ones below.
+/// Memory of folios of this size where the kernel makes them: huge pages from 2 MiB on, what it makes unasked from 64 KiB on, small ones
+/// below.
 fn map(len: usize, folio: u64) -> io::Result<&'static mut [u8]> {
     const HUGE: usize = 2 << 20;
+    const HUGE_BYTES: u64 = HUGE as u64;
+    const K64: u64 = 64 << 10;
     let (rw, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
     // SAFETY: a new mapping at an address of the kernel's choice; advice about it; a slice of it that nobody else has,
     // from an address aligned to a huge page, with `len` bytes left.
@@ -163,8 +166,14 @@ fn map(len: usize, folio: u64) -> io::Result<&'static mut [u8]> {
             return Err(io::Error::last_os_error());
         }
         let at = (at as usize).next_multiple_of(HUGE);
-        let advice = if folio >= HUGE as u64 { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
-        libc::madvise(at as *mut libc::c_void, len, advice);
+        let advice = match folio {
+            K64..HUGE_BYTES => None,
+            HUGE_BYTES.. => Some(libc::MADV_HUGEPAGE),
+            _ => Some(libc::MADV_NOHUGEPAGE),
+        };
+        if let Some(advice) = advice {
+            libc::madvise(at as *mut libc::c_void, len, advice);
+        }
         Ok(std::slice::from_raw_parts_mut(at as *mut u8, len))
     }
 }

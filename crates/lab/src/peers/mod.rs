@@ -5,6 +5,7 @@
 
 pub mod cgroup;
 pub mod swap;
+pub mod thp;
 pub mod zram;
 pub mod zswap;
 
