@@ -18,9 +18,8 @@ fn check(subject: &Subject, limit: u64, one_process: bool) {
     assert_eq!((number(&run, "poisoned"), number(&run, "swap_write_errors")), (0, 0), "{}", run.describe());
     assert!(number(&run, "pswpout") > 0 && number(&run, "pswpin") > 0, "the disk was not used\n{}", run.describe());
     assert_eq!(number(&run, "pswpout"), number(&run, "zswpwb"));
-    let slack = (limit / 20).max(16 * MIB);
     assert!(
-        !one_process || run.peak_anon_bytes <= limit + slack,
+        !one_process || run.peak_anon_bytes <= with_slack(limit),
         "RssAnon reached {} bytes of {limit}\n{}",
         run.peak_anon_bytes,
         run.describe()
