@@ -525,14 +525,14 @@ fn a_full_pool_is_written_back_in_turns() {
 #[test]
 fn what_is_on_a_server_is_said_to_be_there() {
     use core::sync::atomic::AtomicU64;
-    use uzswap_mm::pagemap::{PageMap, Tier};
+    use uzswap_mm::pagemap::{PageMapWriter, Tier};
     for (remote, tier) in [(0, Tier::Disk), (1, Tier::Remote)] {
         let mut pager = testing::member(testing::group(), 0, LIMIT);
         let books = testing::books();
         books.remote.store(remote, Relaxed);
         pager.swap_to(books);
         let words: &'static [AtomicU64] = Box::leak((0..4).map(|_| AtomicU64::new(0)).collect());
-        let map = PageMap::new(Box::leak(Box::new(AtomicU64::new(0))), words, 32);
+        let map = PageMapWriter::new(Box::leak(Box::new(AtomicU64::new(0))), words, 32);
         let mut s = pager.state.lock();
         s.pt.publish(map, FIRST);
         s.pt.set(FIRST, Pte::new(Tag::Disk, 0));
