@@ -130,7 +130,7 @@ pub fn locks_all() -> Option<(usize, usize)> {
 #[unsafe(no_mangle)]
 pub extern "C" fn __lsan_is_turned_off() -> c_int {
     type Real = unsafe extern "C" fn() -> c_int;
-    let next = TURNED_OFF.found();
+    let next = TURNED_OFF.find();
     // SAFETY: the function found under this name, which has no arguments.
     if next != 0 && unsafe { core::mem::transmute::<usize, Real>(next)() } != 0 {
         return 1;

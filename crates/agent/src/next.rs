@@ -26,7 +26,7 @@ impl Next {
     }
 
     /// Its address if it was found before, else 0.
-    pub fn found(&self) -> usize {
+    fn found(&self) -> usize {
         self.found.load(Relaxed)
     }
 }

@@ -59,10 +59,10 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             after_fork(ret);
             ret
         }
-        Some(_) if SYSCALL.found() != 0 => {
+        Some(_) if SYSCALL.find() != 0 => {
             type Real = unsafe extern "C" fn(c_long, usize, usize, usize, usize, usize, usize) -> c_long;
             // SAFETY: the function found under this name, with the caller's arguments.
-            return unsafe { core::mem::transmute::<usize, Real>(SYSCALL.found())(nr, a, b, c, d, e, f) };
+            return unsafe { core::mem::transmute::<usize, Real>(SYSCALL.find())(nr, a, b, c, d, e, f) };
         }
         _ if nr == libc::SYS_mremap => {
             let call = calls::begin_remap(a, b, c, d);
@@ -136,7 +136,7 @@ pub unsafe extern "C" fn clone(
     tls: *mut c_void,
     child_tid: *mut c_void,
 ) -> c_int {
-    let (Some(entry), false, real @ 1..) = (entry, stack.is_null(), CLONE.found()) else {
+    let (Some(entry), false, real @ 1..) = (entry, stack.is_null(), CLONE.find()) else {
         return fails(libc::EINVAL);
     };
     // SAFETY: the function found under this name.

@@ -123,3 +123,20 @@ fn a_child_whose_loader_is_musls() {
     assert!(run.status.success() && run.stdout.text() == said, "{}", run.describe());
     assert_eq!(run.stderr.text().matches("linked with musl").count(), 1, "{}", run.describe());
 }
+
+/// The library of the command under test.
+fn agent() -> PathBuf {
+    uzswap().with_file_name("libuzswap_agent.so")
+}
+
+/// The story: in a process that the library is loaded into and that is not to be managed, or cannot be, libc's `clone` failed (EINVAL), and
+/// a child on a new stack returned into a frame of the library's that was not on it: what stood before libc's functions had not looked
+/// for them.
+#[test]
+fn who_is_in_no_group_clones_as_ever() {
+    let _beside = beside();
+    let (Some(clones), Some(env)) = (compile_c("clones"), need("env")) else { return };
+    let preload = format!("LD_PRELOAD={}", agent().display());
+    let run = Subject::new("clones", &[&env, &preload, &clones]).start_plain().finish();
+    assert_eq!(run.stdout.text(), "clone: made, 700\nsyscall: made, 800\n", "{}", run.describe());
+}
