@@ -127,9 +127,12 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     }
     PAGER.store(core::ptr::from_ref(pager).cast_mut(), Release);
     pins::look_at_inherited();
-    pager
-        .spawn_ticker(ticker::start)
-        .map_err(|_| "uzswap: this process runs without a limit: no thread could be started\n")
+    pager.spawn_ticker(ticker::start).map_err(|_| {
+        // (Who asked the ticker for something would wait for ever.)
+        PAGER.store(core::ptr::null_mut(), Release);
+        pager.leave();
+        "uzswap: this process runs without a limit: no thread could be started\n"
+    })
 }
 
 /// The group's page in the object that `path` names, and the rings behind it where the group records.

@@ -7,6 +7,7 @@
 //! Frames and compressed objects are inherited copy-on-write. Afterwards MOVE answers EBUSY for frames that are still
 //! shared: see `move_in` and `unshare`.
 
+use crate::group::unmanaged;
 use crate::letgo::{GONE, KEEPS};
 use crate::pager::Pager;
 use crate::placement::Placement;
@@ -121,7 +122,8 @@ impl Pager {
         self.calls.go_on();
     }
 
-    /// After clone, in the child: returns when memory is managed again; false when it cannot be.
+    /// After clone, in the child: returns when memory is managed again, or when it is known that the child goes on unmanaged (it has
+    /// gone then, see [`Pager::has_gone`]); false when it cannot go on, as what is out cannot be managed.
     pub fn after_fork_in_child(&'static self) -> bool {
         if self.letting.load(Relaxed) == GONE {
             // SAFETY: before_fork took the lock in this thread.
@@ -136,6 +138,30 @@ impl Pager {
         self.unsharing.store(false, Relaxed);
         let engaged = self.engaged.load(Relaxed);
         self.calls.forget_others();
+        let managed = self.begins_as_child(engaged);
+        if !managed && !engaged {
+            self.go_unmanaged();
+        }
+        // SAFETY: before_fork took the lock in this thread, of which the child's copy is held by nobody else.
+        unsafe { self.state.force_unlock() };
+        self.calls.go_on();
+        managed || !engaged
+    }
+
+    /// A child of a process that was not managed has nothing out: it needs nobody.
+    ///
+    /// The story: where no thread could be started (RLIMIT_NPROC, pids.max), or the group was full, such a child was ended.
+    fn go_unmanaged(&self) {
+        // (Perhaps it has a place.)
+        self.leave();
+        self.letting.store(GONE, SeqCst);
+        if self.group.warns_first(unmanaged::FORKED) {
+            self.say(b"uzswap: a forked child found no place in its group, or no thread could be started in it; it runs without a limit\n");
+        }
+    }
+
+    /// The child takes its place in the group, and has its own helpers; false when it cannot.
+    fn begins_as_child(&'static self, engaged: bool) -> bool {
         // SAFETY: before_fork took the lock in this thread.
         if self.claim_slot().is_err() || !self.inherit_swap(unsafe { self.state.assume_locked() }) {
             return false;
@@ -148,7 +174,7 @@ impl Pager {
         self.signs.asleep.store(false, Relaxed);
         self.signs.owes.store(false, Relaxed);
         self.growth.looks_done.store(self.growth.looks_wanted.load(Relaxed), Relaxed);
-        let ok = if engaged {
+        if engaged {
             self.reset_inherited();
             self.note_own_writes();
             self.ready.store(0, Release);
@@ -161,11 +187,7 @@ impl Pager {
             // (What its parent has opened already is not in the child's table.)
             self.uffd.store(-1, Relaxed);
             self.spawn_ticker(ticker::start).is_ok()
-        };
-        // SAFETY: before_fork took the lock in this thread, of which the child's copy is held by nobody else.
-        unsafe { self.state.force_unlock() };
-        self.calls.go_on();
-        ok
+        }
     }
 
     /// The parent's ring is the parent's: a child writes to that of its own slot.

@@ -454,6 +454,8 @@ pub mod unmanaged {
     pub const LEAKS: u32 = 256;
     /// It is to have one thread only.
     pub const ALONE: u32 = 512;
+    /// It was forked, and found no place in its group, or no thread could be started.
+    pub const FORKED: u32 = 1024;
 }
 
 /// The shared page.

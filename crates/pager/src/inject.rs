@@ -55,6 +55,8 @@ pub enum Site {
     Uffd,
     /// A process gets no slot in the group.
     Slot,
+    /// A thread of uzswap's cannot be started: the one that is there from the start, or one of those that manage memory.
+    Thread,
     /// A process is let go of: an event that is unread keeps a page from coming back, or a lost one from being marked.
     LetGo,
     /// A range is ceded to a userfaultfd of the program's: an event that is unread keeps a page from coming back, or the kernel has no
@@ -89,6 +91,7 @@ pub const SITES: [(Site, &str); 24] = [
     (Site::Unregister, "unregister"),
     (Site::Uffd, "uffd"),
     (Site::Slot, "slot"),
+    (Site::Thread, "thread"),
     (Site::LetGo, "let_go"),
     (Site::Cede, "cede"),
     (Site::Follow, "follow"),

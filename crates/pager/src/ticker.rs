@@ -46,6 +46,9 @@ impl Pager {
     /// # Errors
     /// `clone`'s.
     pub fn spawn_ticker(&'static self, entry: extern "C" fn(usize) -> !) -> Result<(), Errno> {
+        if self.inject(Site::Thread).is_some() {
+            return Err(libc::EAGAIN);
+        }
         // SAFETY: the stack is ours and unused (in a forked child: its former user does not exist here).
         let tid = unsafe { thread::spawn(stack(self, 0), true, entry, core::ptr::from_ref(self) as usize) }?;
         self.ticker.store(tid, Release);

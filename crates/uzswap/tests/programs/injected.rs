@@ -142,3 +142,39 @@ fn a_process_without_a_slot_runs_without_a_limit() {
     assert!(run.stderr.text().contains("runs without a limit: its group has too many members"), "{}", run.describe());
     assert_eq!(number(&run, "engaged"), 0);
 }
+
+/// The story: who had no thread of uzswap's, as none more could be started (RLIMIT_NPROC, pids.max), was said to run without a limit, and
+/// waited for that thread for ever when it changed its user, filtered its system calls or locked its memory.
+#[test]
+fn a_process_without_a_ticker_waits_for_none() {
+    let _beside = beside();
+    let Some(leaves) = compile_c("leaves") else { return };
+    for how in ["filter", "user", "lock"] {
+        let run = with_faults(&Subject::new("no thread", &[&leaves, &how]), 32 * MIB, "thread=1/1");
+        if run.status.code() == Some(77) {
+            say(&format!("SKIPPED {how}: {}", run.stdout.text().trim()));
+            continue;
+        }
+        assert!(run.status.success() && run.stdout.text().starts_with("right\n"), "{how}\n{}", run.describe());
+        assert!(run.stderr.text().contains("runs without a limit: no thread could be started"), "{}", run.describe());
+        assert_eq!(number(&run, "engaged"), 0);
+    }
+}
+
+/// The story: a child that could have no thread of uzswap's, or no slot, was ended though nothing of its memory was managed yet.
+#[test]
+fn children_that_need_not_be_managed_go_on_without_a_limit() {
+    const TOLD: &str = "uzswap: a forked child found no place in its group";
+    let _beside = beside();
+    let Some(sh) = need("sh") else { return };
+    let subject = Subject::new("children", &[&sh, &"-c", &"(exit 3); echo $?; (exit 4); echo $?"]);
+    for site in ["thread", "slot"] {
+        let mut told = 0;
+        for seed in 1..=8 {
+            let run = with_faults(&subject, 32 * MIB, &format!("seed={seed},{site}=1/2"));
+            assert!(run.status.success() && run.stdout.text() == "3\n4\n", "{site}\n{}", run.describe());
+            told += run.stderr.text().matches(TOLD).count();
+        }
+        assert!(told > 0, "{site}: no child had to do without in eight runs");
+    }
+}
