@@ -133,8 +133,9 @@ impl Pager {
         self.me().engaged.store(0, Relaxed);
         self.me().ticker.store(0, Relaxed);
         self.leave();
-        self.calls.go_on();
+        // (Before calls and forks go on: a child made in between would take over helpers that have ended.)
         self.has_let_go(GONE);
+        self.calls.go_on();
         thread::exit()
     }
 
