@@ -2,7 +2,8 @@
 //!
 //! libc does not know them: they hold none of its locks, own no TLS of its, do not keep the process alive after
 //! `pthread_exit`, and may be started in a forked child before libc has put itself in order. They may therefore use
-//! nothing of libc or std that needs TLS. All signals are blocked in them.
+//! nothing of libc or std that needs TLS. All signals are blocked in them. Who traces the program and follows its new threads (`strace -f`)
+//! does not get them: it would stop the one that it waits for itself when it reads memory that is out.
 
 use crate::raw::Errno;
 use crate::sys;
@@ -35,7 +36,8 @@ pub unsafe fn spawn(stack: usize, own_files: bool, entry: extern "C" fn(usize) -
         | libc::CLONE_SIGHAND
         | libc::CLONE_THREAD
         | libc::CLONE_SYSVSEM
-        | libc::CLONE_SETTLS;
+        | libc::CLONE_SETTLS
+        | libc::CLONE_UNTRACED;
     if !own_files {
         flags |= libc::CLONE_FILES;
     }
