@@ -18,7 +18,12 @@ use uzswap_sys::raw::Errno;
 use uzswap_sys::{lock, thread};
 
 /// The signal that makes a ticker look; it is only ever sent to such a thread, which blocks it.
-pub const SIGNAL: i32 = 64;
+///
+/// It is one of libc's own (by which it cancels threads), which programs cannot use and nobody sends to a process: who waits for a
+/// signal takes those of the whole process, too. libc sends it to threads that it knows of, so to none of uzswap's.
+///
+/// The story: it was the last one, 64. A program that blocked that and read it by `sigwait` or a signalfd missed most of them.
+pub const SIGNAL: i32 = 32;
 /// Nanoseconds between two searches for dead members.
 const SEARCH_NS: u64 = 100_000_000;
 /// Nanoseconds between two pokes at members that are not engaged: so many for each, as each costs some tens of microseconds.

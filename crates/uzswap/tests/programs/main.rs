@@ -432,3 +432,51 @@ fn stress_ng_vm_verified() {
         Subject::new("stress-ng", &argv).prints_anything().keeps_limit().check();
     }
 }
+
+/// The story: uzswap's threads took a signal for themselves that programs may use, the last one. Who waits for a signal takes those
+/// for the whole process, too: a program that blocked it and took it when it liked found most of them gone.
+#[test]
+fn all_signals_are_the_programs_own() {
+    let _beside = beside();
+    let Some(python) = python() else { return };
+    let script = "import os, signal\n\
+                  memory = [bytes([n % 251]) * 4096 for n in range(10240)]\n\
+                  signals = range(signal.SIGRTMIN, signal.SIGRTMAX + 1)\n\
+                  signal.pthread_sigmask(signal.SIG_BLOCK, signals)\n\
+                  for n in signals:\n\
+                  \x20   came = 0\n\
+                  \x20   for i in range(300):\n\
+                  \x20       os.kill(os.getpid(), n)\n\
+                  \x20       os.sched_yield()\n\
+                  \x20       came += signal.sigtimedwait([n], 0) is not None\n\
+                  \x20   if came != 300: print(n, 'came', came, 'times')\n\
+                  print(sum(page[7] for page in memory))";
+    for limit in [16, 256] {
+        let subject = Subject::new("signals", &[&python, &"-c", &script]);
+        let plain = subject.start_plain().finish();
+        let run = subject.start_limited(limit * MIB).finish();
+        assert!(run.status.success() && run.stdout.text() == plain.stdout.text(), "{}", run.describe());
+        assert_eq!(plain.stdout.text().lines().count(), 1, "{}", plain.describe());
+    }
+}
+
+/// The story: `strace -f` got uzswap's threads, too. When it read what a call was given, and that was out, it waited for the one
+/// that brings it, which had stopped to tell strace of a call of its own: both for ever.
+#[test]
+fn a_tracer_reads_what_is_out() {
+    let _beside = beside();
+    let (Some(python), Some(strace)) = (python(), need("strace")) else { return };
+    let script = "import os\n\
+                  memory = bytearray(b'\\x07') * (48 << 20)\n\
+                  null = os.open('/dev/null', os.O_WRONLY)\n\
+                  view = memoryview(memory)\n\
+                  print(sum(os.write(null, view[at:at + 1]) for at in range(0, len(memory), 4096)))";
+    let mut subject = Subject::new("strace", &[&python, &"-c", &script]);
+    subject.before = [strace.as_os_str(), "-f".as_ref(), "-o".as_ref(), "/dev/null".as_ref()].map(Into::into).into();
+    let run = subject.start_limited(24 * MIB).finish();
+    if run.stderr.text().contains("ptrace") {
+        return skip(&format!("programs cannot be traced here: {}", run.stderr.text()));
+    }
+    assert!(run.status.success() && run.stdout.text() == "12288\n", "{}", run.describe());
+    assert_limited("strace", &run, 24 * MIB, false);
+}
