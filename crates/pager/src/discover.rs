@@ -42,6 +42,8 @@ pub struct Scans {
     /// When that ended, and what it took (nanoseconds).
     ended: u64,
     took: u64,
+    /// When memory may be tried to be managed, after that could not be (monotonic nanoseconds).
+    pub engage_from: u64,
 }
 
 impl Scans {

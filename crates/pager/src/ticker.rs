@@ -31,6 +31,9 @@ const FASTEST_FILL: usize = 3 << 30;
 pub(crate) const LOOK_NS: u64 = 16_000_000;
 /// How often what was unevictable is tried again while memory is short.
 const RESCUE_NS: u64 = 500_000_000;
+/// For how long it is not tried again to have memory managed where that could not be, whoever asks for it: each time all of it is
+/// registered.
+const ENGAGE_AGAIN_NS: u64 = 100_000_000;
 /// When a scan is tried again that mapping calls under way did not let through.
 const SCAN_AGAIN_NS: u64 = 500_000;
 
@@ -154,13 +157,17 @@ impl Pager {
             self.growth.room.store(room, Relaxed);
             // (What is to be put out on request must be managed first, however far the limit is.)
             if room == 0 || self.is_asked() {
-                if self.engage().is_err() {
+                let now = thread::now_ns();
+                if now < scans.engage_from || self.engage().is_err() {
+                    if now >= scans.engage_from {
+                        scans.engage_from = now + ENGAGE_AGAIN_NS;
+                    }
                     self.never_gets_on();
                     self.growth.room.store(usize::MAX, Relaxed);
                     // (What it planned would count with the others for good.)
                     self.me().planned.store(0, Relaxed);
                     if self.group.warns_first(unmanaged::REFUSED) {
-                        self.say(b"uzswap: memory cannot be managed in this process (userfaultfd refused, or no /proc); it runs without a limit; see `uzswap doctor`\n");
+                        self.say(b"uzswap: memory cannot be managed in this process (userfaultfd or threads refused, or no /proc); it runs without a limit; see `uzswap doctor`\n");
                     }
                     self.refuse_request();
                     return Some(u64::MAX >> 1);
@@ -229,6 +236,7 @@ impl Pager {
             self.calls.go_on();
         }
         if let Err(e) = begun {
+            self.end_started();
             // (Nothing has left the program. With the descriptor its registration goes, and whoever waits goes on.)
             self.uffd.store(-1, Release);
             raw::close(uffd.fd());
@@ -303,18 +311,44 @@ impl Pager {
         }
     }
 
+    /// Starts the helpers, all of which first take the lock, which the caller has. Where one cannot be had, those that were started find
+    /// that they are to end.
     fn spawn_helpers(&'static self) -> Result<(), Errno> {
-        self.signs.watched.store(true, SeqCst);
-        let me = core::ptr::from_ref(self) as usize;
-        // SAFETY: stacks of ours; the entries never return.
-        unsafe {
-            self.handler.store(thread::spawn(stack(self, 1), false, run_handler, me)?, Release);
-            self.reclaimer.store(thread::spawn(stack(self, 2), false, run_reclaim, me)?, Release);
-            if self.tier.file.load(Acquire) >= 0 {
-                self.writer.store(thread::spawn(stack(self, 3), false, run_swap, me)?, Release);
-            }
+        let started = self.spawn_each();
+        if started.is_err() {
+            self.stopping.store(true, SeqCst);
         }
+        started
+    }
+
+    fn spawn_each(&'static self) -> Result<(), Errno> {
+        let spawn = |n: usize, entry: extern "C" fn(usize) -> !| {
+            if self.inject(Site::Thread).is_some() {
+                return Err(libc::EAGAIN);
+            }
+            // SAFETY: a stack of ours that nobody is on; the entries never return.
+            unsafe { thread::spawn(stack(self, n), false, entry, core::ptr::from_ref(self) as usize) }
+        };
+        self.reclaimer.store(spawn(2, run_reclaim)?, Release);
+        if self.tier.file.load(Acquire) >= 0 {
+            self.writer.store(spawn(3, run_swap)?, Release);
+        }
+        // (Last: nobody can end it that has not begun to read messages.)
+        self.handler.store(spawn(1, run_handler)?, Release);
+        self.signs.watched.store(true, SeqCst);
         Ok(())
+    }
+
+    /// Waits until the helpers have ended that were started before one could not be: others may be started on their stacks later.
+    ///
+    /// The story: of a process that could have a handler and no more threads the handler went on, without a userfaultfd, and the next one
+    /// was started on its stack.
+    fn end_started(&self) {
+        for helper in [&self.reclaimer, &self.writer] {
+            crate::letgo::await_end(helper.load(Acquire));
+            helper.store(0, Release);
+        }
+        self.stopping.store(false, SeqCst);
     }
 
     /// In a forked child, before the program's code runs: a new userfaultfd, everything registered again.

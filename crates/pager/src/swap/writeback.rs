@@ -74,6 +74,11 @@ pub(super) enum Round {
 impl Pager {
     /// The writing thread.
     pub(crate) fn swap_loop(&self) -> ! {
+        self.write_until_stopped();
+        thread::exit()
+    }
+
+    fn write_until_stopped(&self) {
         let mut writes = {
             let _s = self.state.lock();
             Writes::new(self)
@@ -82,7 +87,7 @@ impl Pager {
         loop {
             let word = self.me().swap_wake.load(Acquire);
             if self.stopping.load(Acquire) && !writes.under_way() {
-                thread::exit();
+                return;
             }
             while let Some(ended) = self.ended_or_free(&mut writes) {
                 self.write_ended(&mut writes, ended);

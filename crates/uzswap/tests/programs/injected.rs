@@ -178,3 +178,23 @@ fn children_that_need_not_be_managed_go_on_without_a_limit() {
         assert!(told > 0, "{site}: no child had to do without in eight runs");
     }
 }
+
+/// The story: where one thread could be started that memory takes to be managed, and not the next, the first went on without a userfaultfd.
+/// It was tried again at once, and as soon as there could be threads a second one was started on the first one's stack.
+#[test]
+fn threads_that_cannot_be_started_leave_none_behind() {
+    let _beside = beside();
+    let Some(mix) = compile_c("mix") else { return };
+    for options in [&[][..], &["--swap", "256M"][..]] {
+        let subject = Subject::new("memory calls", &[&mix, &"1"]).with(options);
+        let plain = subject.start_plain().finish();
+        let mut managed_later = 0;
+        for seed in 1..=8 {
+            let run = with_faults(&subject, 40 * MIB, &format!("seed={seed},thread=1/2"));
+            let same = run.status == plain.status && run.stdout.hash == plain.stdout.hash;
+            assert!(same && number(&run, "poisoned") == 0, "{}", run.describe());
+            managed_later += u64::from(number(&run, "thread") > 0 && number(&run, "engaged") > 0);
+        }
+        assert!(managed_later > 0, "no process was managed at a later try");
+    }
+}
