@@ -143,9 +143,20 @@ pub extern "C" fn __lsan_is_turned_off() -> c_int {
 /// Before a fork, with all signals blocked: lets go where the child could not go on managing what it is given.
 pub fn before_fork(p: &Pager) {
     if p.engaged.load(Acquire) && !p.child_could_manage() {
-        let why = b" forks, and its child could not manage its memory (for want of rights that it gave up, of /proc, or of descriptors); both run without a limit from now on\n";
-        let_go(p, unmanaged::RIGHTS, why);
+        lets_children_go(p);
     }
+}
+
+/// Before a fork into a new namespace of process numbers: as [`before_fork`], where that would not see it.
+pub fn before_fork_apart() {
+    if let Some(p) = pager().filter(|p| p.engaged.load(Acquire)) {
+        lets_children_go(p);
+    }
+}
+
+fn lets_children_go(p: &Pager) {
+    let why = b" forks, and its child could not manage its memory (for want of rights that it gave up, of /proc, or of descriptors, or in a namespace of its own); both run without a limit from now on\n";
+    let_go(p, unmanaged::RIGHTS, why);
 }
 
 /// Makes a call that changes the user of all threads that libc knows of, and has uzswap's `follow`; `real` makes the call, and

@@ -29,14 +29,14 @@ use core::ffi::c_int;
 use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
 use patch::PatchError;
 use uzswap_pager::arena::Layout;
-use uzswap_pager::group::{ENV_GROUP, ENV_NODE, GroupPage, MAGIC, NO_LIMIT, NODES};
+use uzswap_pager::group::{ENV_GROUP, ENV_NODE, GroupPage, MAGIC, NO_LIMIT, NODES, unmanaged};
 use uzswap_pager::member::Chain;
 use uzswap_pager::pager::Pager;
 use uzswap_pager::swap::clusters::{self as swap_books, ClusterMap, ENV_SWAP};
 use uzswap_pager::ticker;
 use uzswap_pager::trace::{OBJECT_BYTES, RINGS_AT, Rings};
 use uzswap_sys::thread::set_signal_mask as set_mask;
-use uzswap_sys::{raw, sys, thread};
+use uzswap_sys::{process, raw, sys, thread};
 
 static PAGER: AtomicPtr<Pager> = AtomicPtr::new(core::ptr::null_mut());
 
@@ -78,6 +78,15 @@ extern "C" fn init() {
 /// Makes this process a member of the group whose object `path` names. The error is what to say on stderr.
 fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     let (group, rings) = group_at(path)?;
+    if !is_beside_its_group(path) {
+        // (Each process of a container would say it.)
+        let first = group.warns_first(unmanaged::APART);
+        return Err(if first {
+            "uzswap: this process runs without a limit: it is in a namespace of process numbers (without a /proc of its own) or of clocks, and its group is not\n"
+        } else {
+            ""
+        });
+    }
     // Before the reservation, which may take all addresses within reach of libc. Without a pager the hooks do nothing.
     // SAFETY: a preload constructor: no other thread of libc's runs.
     unsafe { patch::install() }.map_err(|why| match why {
@@ -133,6 +142,18 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
         pager.leave();
         "uzswap: this process runs without a limit: no thread could be started\n"
     })
+}
+
+/// Whether this process and the others of the group, whose object `path` names, know each other by their numbers and by when they started.
+///
+/// The story: in a PID namespace that had the /proc of before, a program took the numbers there for its own. It took a living member's
+/// slot and clusters of the swap file, which held its pages.
+fn is_beside_its_group(path: *const libc::c_char) -> bool {
+    // SAFETY: the environment's string.
+    let path = unsafe { core::ffi::CStr::from_ptr(path) }.to_bytes();
+    // (Of the command's process: `/proc/PID/fd/N`.)
+    let command = path.strip_prefix(b"/proc/").and_then(|rest| rest.split(|c| *c == b'/').next());
+    process::is_in_own_proc() && command.is_none_or(process::has_clocks_of)
 }
 
 /// The group's page in the object that `path` names, and the rings behind it where the group records.

@@ -53,7 +53,7 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
     let args = [a, b, c, d, e, f];
     let ret = match cloning(nr, args) {
         Some((flags, 0)) if flags & libc::CLONE_VM as u64 == 0 && pager().is_some() => {
-            hold_with(&used_by(nr, args, flags));
+            hold_with(&used_by(nr, args, flags), flags);
             // SAFETY: the caller's arguments; the child returns here on its copy of this stack.
             let ret = unsafe { raw::syscall(nr, args) };
             after_fork(ret);
@@ -152,7 +152,7 @@ pub unsafe extern "C" fn clone(
     used[..3].copy_from_slice(&thread_ids(flags as u64, parent_tid as usize, parent_tid as usize, child_tid as usize));
     // (libc writes to the new stack, too, before there is a child.)
     used[3] = ((stack as usize).saturating_sub(HOOK_STACK), HOOK_STACK);
-    hold_with(&used);
+    hold_with(&used, flags as u64);
     ENTRY.store(entry as usize, Relaxed);
     ARGUMENT.store(arg as usize, Relaxed);
     // SAFETY: the caller's arguments, with an entry of ours that goes on to the caller's.
@@ -195,7 +195,10 @@ fn used_by(nr: c_long, a: [usize; 6], flags: u64) -> [(usize, usize); 5] {
 ///
 /// The story: only the new stack was made sure of. A program that had the number of its child put where its memory was out stood still
 /// for ever, and where the child put its own, the rest of that page was zeros.
-fn hold_with(used: &[(usize, usize)]) {
+fn hold_with(used: &[(usize, usize)], flags: u64) {
+    if flags & libc::CLONE_NEWPID as u64 != 0 {
+        leaving::before_fork_apart();
+    }
     let used = used.iter().filter(|(at, len)| *at != 0 && *len != 0);
     let pages = used.flat_map(|(at, len)| at / PAGE..at.saturating_add(*len).div_ceil(PAGE));
     for left in (0..TRIES).rev() {

@@ -21,7 +21,7 @@ use uzswap_mm::pagetable::Tag;
 use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
 use uzswap_sys::lock::{self, Guard};
-use uzswap_sys::{sys, thread};
+use uzswap_sys::{process, sys, thread};
 
 /// Bytes of stack that a hook needs at most while it holds the lock; so does a child until its memory is managed.
 pub const HOOK_STACK: usize = 32 << 10;
@@ -156,12 +156,16 @@ impl Pager {
         self.leave();
         self.letting.store(GONE, SeqCst);
         if self.group.warns_first(unmanaged::FORKED) {
-            self.say(b"uzswap: a forked child found no place in its group, or no thread could be started in it; it runs without a limit\n");
+            self.say(b"uzswap: a forked child found no place in its group, is in another namespace of process numbers, or could have no more threads; it runs without a limit\n");
         }
     }
 
     /// The child takes its place in the group, and has its own helpers; false when it cannot.
     fn begins_as_child(&'static self, engaged: bool) -> bool {
+        // (Another process, in this namespace or in the group's, has its number.)
+        if !process::is_in_own_proc() {
+            return false;
+        }
         // SAFETY: before_fork took the lock in this thread.
         if self.claim_slot().is_err() || !self.inherit_swap(unsafe { self.state.assume_locked() }) {
             return false;

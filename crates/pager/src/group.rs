@@ -456,6 +456,8 @@ pub mod unmanaged {
     pub const ALONE: u32 = 512;
     /// It was forked, and found no place in its group, or no thread could be started.
     pub const FORKED: u32 = 1024;
+    /// It is in a namespace of process numbers or of clocks that is not the group's.
+    pub const APART: u32 = 2048;
 }
 
 /// The shared page.

@@ -29,7 +29,7 @@ use uzswap_mm::pagetable::{ADDRESS_SPACE_PAGES, Tag};
 use uzswap_mm::zone::Kind;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::uffd::{Message, Uffd};
-use uzswap_sys::{lock, sys, thread};
+use uzswap_sys::{lock, process, sys, thread};
 
 /// Memory is managed, or may come to be.
 pub const KEEPS: u32 = 0;
@@ -79,6 +79,9 @@ impl Pager {
 
     /// Whether a child forked now could manage the memory that it is given, as far as that can be told.
     pub fn child_could_manage(&self) -> bool {
+        if !process::has_children_beside_it() {
+            return false;
+        }
         let mut most = [0u64; 2];
         // SAFETY: a limit of ours to be filled.
         let asked = unsafe { sys!(libc::SYS_prlimit64, 0, libc::RLIMIT_NOFILE, 0, most.as_mut_ptr()) };

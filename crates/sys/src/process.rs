@@ -61,6 +61,39 @@ impl Identity {
     }
 }
 
+/// Whether /proc knows the calling process by the number that it has itself: it does not where it is that of another PID namespace than the
+/// process's. There nobody can be told by an [`Identity`]. True where /proc cannot be read.
+pub fn is_in_own_proc() -> bool {
+    let (mut number, mut name) = ([0; 20], [0; 20]);
+    let own = raw::decimal(crate::thread::getpid() as u64, &mut number);
+    raw::readlink(b"/proc/self\0", &mut name).map_or(true, |name| name == own)
+}
+
+/// Whether the calling process has the clocks of the process `pid`, by which both tell when a process has started. True where that cannot
+/// be asked.
+pub fn has_clocks_of(pid: &[u8]) -> bool {
+    let own = &mut [0; raw::PATH];
+    let (mut path, other) = ([0; raw::PATH], &mut [0; raw::PATH]);
+    let Some(path) = raw::path_of(&[b"/proc/", pid, b"/ns/time\0"], &mut path) else { return true };
+    match (raw::readlink(b"/proc/self/ns/time\0", own), raw::readlink(path, other)) {
+        (Ok(own), Ok(other)) => own == other,
+        _ => true,
+    }
+}
+
+/// Whether a child forked by the calling thread would be in its namespaces of process numbers and of clocks.
+pub fn has_children_beside_it() -> bool {
+    let (own, children) = (&mut [0; raw::PATH], &mut [0; raw::PATH]);
+    let mut same = |of_own: &[u8], of_children: &[u8]| match raw::readlink(of_own, own) {
+        // (One in which there is no process yet has no name.)
+        Ok(own) => raw::readlink(of_children, children) == Ok(own),
+        // The kernel has no such namespaces.
+        Err(_) => true,
+    };
+    same(b"/proc/thread-self/ns/pid\0", b"/proc/thread-self/ns/pid_for_children\0")
+        && same(b"/proc/thread-self/ns/time\0", b"/proc/thread-self/ns/time_for_children\0")
+}
+
 /// Reads one byte at each address of a process's memory, without looking at it: how many could be read, of the first ones.
 ///
 /// # Errors
@@ -171,6 +204,12 @@ mod tests {
         let ended = |state, threads| Stat { state, threads, start: 1 }.has_ended();
         assert_eq!([ended(b'Z', 1), ended(b'Z', 0), ended(b'X', 3)], [true; 3]);
         assert_eq!([ended(b'Z', 2), ended(b'S', 1), ended(b'R', 5)], [false; 3]);
+    }
+
+    #[test]
+    fn who_is_in_the_namespaces_of_its_proc_is_known_to_be() {
+        assert!(super::is_in_own_proc() && super::has_children_beside_it());
+        assert!(super::has_clocks_of(b"self") && super::has_clocks_of(b"0") && super::has_clocks_of(&[b'1'; 99]));
     }
 
     #[test]

@@ -97,6 +97,17 @@ pub fn pread(fd: i32, buf: &mut [u8], at: u64) -> Result<usize, Errno> {
     unsafe { sys!(libc::SYS_pread64, fd, buf.as_mut_ptr(), buf.len(), at) }
 }
 
+/// Reads where a link leads to; `path` ends with NUL. Of a longer name the end is cut off.
+///
+/// # Errors
+/// The kernel's.
+pub fn readlink<'a>(path: &[u8], out: &'a mut [u8]) -> Result<&'a [u8], Errno> {
+    debug_assert_eq!(path.last(), Some(&0));
+    // SAFETY: a path with its end, and a buffer of ours that is as long as said.
+    let n = unsafe { sys!(libc::SYS_readlinkat, libc::AT_FDCWD, path.as_ptr(), out.as_mut_ptr(), out.len()) }?;
+    Ok(&out[..n])
+}
+
 /// What [`read_file`] has room for when it asks (bytes).
 const READ_BYTES: usize = 64 << 10;
 

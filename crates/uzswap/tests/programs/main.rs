@@ -4,6 +4,7 @@
 //! the pager's own operations fail meanwhile, `without_move.rs` has programs paged as on kernels before 6.8 and boots one, `fixtures/` holds the programs written for this. `./test` installs what is missing. To see each run's time and memory:
 //! `cargo test --release --test programs`.
 
+mod apart;
 mod cluster;
 mod disk;
 mod harness;
