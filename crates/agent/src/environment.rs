@@ -3,18 +3,22 @@
 //!
 //! The limit is for a program and its children together. A child that is given an environment of its own (`env -i`, a server
 //! that cleans up, a script that preloads another allocator and forgets what was there) would otherwise run without a limit,
-//! unsaid. libc makes all its `exec…` and `posix_spawn` calls by one `execve`, whose system call is wrapped (`patch`).
+//! unsaid. libc makes its `exec…` and `posix_spawn` calls by one `execve`, whose system call is wrapped (`patch`). `fexecve` and `execveat`,
+//! which make another, are interposed.
 //!
 //! A program that is linked with musl gets one without this library instead, which its loader would fail to load and the program with it.
 //!
 //! The hook may run in a vfork child, whose memory is its parent's: it allocates nothing, and what it makes is on the stack.
 
+use crate::next::Next;
 use crate::pager;
-use core::ffi::{CStr, c_char, c_void};
-use core::sync::atomic::{AtomicPtr, Ordering::*};
+use crate::program::{self, Kind};
+use core::ffi::{CStr, c_char, c_int, c_void};
+use core::mem::MaybeUninit;
+use core::sync::atomic::{AtomicBool, AtomicPtr, Ordering::*};
 use uzswap_pager::group::{ENV_GROUP, ENV_NODE, unmanaged};
 use uzswap_pager::swap::clusters::ENV_SWAP;
-use uzswap_sys::{raw, sys};
+use uzswap_sys::sys;
 
 /// Variables of an environment that can be completed, and bytes of an `LD_PRELOAD`.
 const VARIABLES: usize = 1020;
@@ -28,6 +32,9 @@ pub struct Room {
     preload: [u8; PRELOAD_BYTES],
 }
 
+static FEXECVE: Next = Next::new(c"fexecve");
+static EXECVEAT: Next = Next::new(c"execveat");
+
 /// The variables that name the group, its node, and the swap file: `NAME=value` each, null where there is none.
 static OWN: [AtomicPtr<c_char>; 3] = [const { AtomicPtr::new(core::ptr::null_mut()) }; 3];
 /// The path of this library.
@@ -35,6 +42,8 @@ static LIBRARY: AtomicPtr<c_char> = AtomicPtr::new(core::ptr::null_mut());
 
 /// Notes what children need, in the constructor (programs write over their environment's memory later).
 pub fn init() {
+    FEXECVE.find();
+    EXECVEAT.find();
     for (own, name) in OWN.iter().zip([ENV_GROUP, ENV_NODE, ENV_SWAP]) {
         let mut text = Vec::from(name);
         text.push(0);
@@ -48,7 +57,7 @@ pub fn init() {
     }
     // SAFETY: zeros are such a structure; the call fills it.
     let mut found: libc::Dl_info = unsafe { core::mem::zeroed() };
-    let inside: extern "C" fn(*const *const c_char, *mut Room, *const c_char) -> *const *const c_char = completed;
+    let inside: extern "C" fn(*const *const c_char, *mut Room, u32) -> *const *const c_char = completed;
     // SAFETY: an address of this library.
     if unsafe { libc::dladdr(inside as *const c_void, &raw mut found) } != 0 && !found.dli_fname.is_null() {
         // SAFETY: the loader's string.
@@ -69,37 +78,98 @@ fn text<'a>(at: &AtomicPtr<c_char>) -> Option<&'a [u8]> {
     (!at.is_null()).then(|| unsafe { CStr::from_ptr(at) }.to_bytes())
 }
 
-/// The environment to start the program in the file `path` with that was given `given`: that one, or one in `room`.
-pub extern "C" fn completed(given: *const *const c_char, room: *mut Room, path: *const c_char) -> *const *const c_char {
-    let (Some(group), Some(library)) = (text(&OWN[0]), text(&LIBRARY)) else { return given };
-    if is_musl(path) {
-        say_lost(b"uzswap: a program was started that is linked with musl, and uzswap's library with glibc, so it runs without a limit\n");
-        // SAFETY: the thunk's room on the stack.
-        return unsafe { without(given, room, library) };
+/// The environment that was given serves.
+const NOTHING: u32 = 0;
+/// What programs need to be under the limit is to be added.
+const ADDED: u32 = 1;
+/// This library is to be taken out.
+const REMOVED: u32 = 2;
+
+/// Whether a filter for system calls may forbid what is asked for here.
+static FILTERED: AtomicBool = AtomicBool::new(false);
+
+/// This process is about to restrict its system calls: from now on none is made here.
+pub fn filters() {
+    FILTERED.store(true, Relaxed);
+}
+
+/// What is to become of the environment to start the program in the file `path` with that was given `given`; says so where the program
+/// cannot be managed. It is asked before any room is taken, as most environments are complete and there may be little: in a signal handler
+/// on a stack of its own.
+///
+/// The story: each `exec` took 14 KiB of stack. On an alternate stack of 8 KiB it wrote over what was below.
+pub extern "C" fn asks(given: *const *const c_char, path: *const c_char) -> u32 {
+    asks_at(libc::AT_FDCWD, path, given)
+}
+
+fn asks_at(dir: c_int, path: *const c_char, given: *const *const c_char) -> u32 {
+    let (Some(group), Some(library)) = (text(&OWN[0]), text(&LIBRARY)) else { return NOTHING };
+    if FILTERED.load(Relaxed) {
+        return NOTHING;
     }
-    let name_bytes = ENV_GROUP.len() + 1;
-    let (mut count, mut has_group, mut preload) = (0, false, None);
-    // SAFETY: the caller of exec passes strings, and a null pointer behind them (or none at all).
-    while let Some(variable) = unsafe { nth(given, count) } {
-        has_group |= variable.starts_with(&group[..name_bytes]);
-        if let Some(value) = variable.strip_prefix(PRELOAD) {
-            // (The loader goes by the last.)
-            preload = Some((count, value));
+    match program::kind(dir, path) {
+        Kind::Musl => {
+            say_lost(b"uzswap: a program was started that is linked with musl, and uzswap's library with glibc, so it runs without a limit\n");
+            return REMOVED;
         }
-        count += 1;
+        Kind::Static => program::warn_of_static(path),
+        Kind::Other => {}
     }
-    let others = preload.map_or(&[][..], |(_, value)| value);
-    let has_library = others.split(|c| b": ".contains(c)).any(|path| path == library);
+    // SAFETY: the caller of exec passes an environment.
+    let Given { count, has_group, others, has_library, .. } = unsafe { Given::look(given, group, library) };
     if has_group && has_library {
-        return given;
+        return NOTHING;
     }
     let bytes = PRELOAD.len() + library.len() + 1 + others.len() + 1;
     // (Where this library is not to be found the loader would complain, and load nothing.)
     if count > VARIABLES || bytes > PRELOAD_BYTES || !can_be_loaded() {
         say_lost(b"uzswap: a program was started that cannot load uzswap's library (it has another root directory, or an environment without room), so it runs without a limit\n");
-        return given;
+        return NOTHING;
     }
-    // SAFETY: the thunk's room on the stack, which nobody else uses; all that is written to it fits, as was asked above.
+    ADDED
+}
+
+/// What there is of an environment.
+struct Given<'a> {
+    /// Variables.
+    count: usize,
+    has_group: bool,
+    /// Which of them is `LD_PRELOAD`.
+    preload: Option<usize>,
+    /// And its value.
+    others: &'a [u8],
+    has_library: bool,
+}
+
+impl Given<'_> {
+    /// # Safety
+    /// Strings, and a null pointer behind them (or none at all), which stay as they are.
+    unsafe fn look(given: *const *const c_char, group: &[u8], library: &[u8]) -> Self {
+        let mut found = Self { count: 0, has_group: false, preload: None, others: &[], has_library: false };
+        // SAFETY: as the caller says.
+        while let Some(variable) = unsafe { nth(given, found.count) } {
+            found.has_group |= variable.starts_with(&group[..ENV_GROUP.len() + 1]);
+            if let Some(value) = variable.strip_prefix(PRELOAD) {
+                // (The loader goes by the last.)
+                (found.preload, found.others) = (Some(found.count), value);
+            }
+            found.count += 1;
+        }
+        found.has_library = found.others.split(|c| b": ".contains(c)).any(|path| path == library);
+        found
+    }
+}
+
+/// The environment `given` as it is to be, by what [`asks`] said, in `room`.
+pub extern "C" fn completed(given: *const *const c_char, room: *mut Room, what: u32) -> *const *const c_char {
+    let (Some(group), Some(library)) = (text(&OWN[0]), text(&LIBRARY)) else { return given };
+    if what == REMOVED {
+        // SAFETY: the caller's room on the stack.
+        return unsafe { without(given, room, library) };
+    }
+    // SAFETY: the caller of exec passes an environment.
+    let Given { mut count, has_group, preload, others, has_library } = unsafe { Given::look(given, group, library) };
+    // SAFETY: the caller's room on the stack, which nobody else uses; all that is written to it fits, as was asked before.
     unsafe {
         let variables = (&raw mut (*room).variables).cast::<*const c_char>();
         if count > 0 {
@@ -119,7 +189,7 @@ pub extern "C" fn completed(given: *const *const c_char, room: *mut Room, path: 
                 line.add(end).copy_from_nonoverlapping(part.as_ptr(), part.len());
                 end += part.len();
             }
-            let at = preload.map_or(count, |(at, _)| at);
+            let at = preload.unwrap_or(count);
             variables.add(at).write(line.cast());
             count = count.max(at + 1);
         }
@@ -154,31 +224,6 @@ fn say_lost(why: &[u8]) {
     if p.group.warns_first(unmanaged::STARTED) {
         p.say(why);
     }
-}
-
-/// Whether a program's loader is musl's (PT_INTERP = 3, in a 64-bit ELF file). `path` is as exec was given it, perhaps no string at
-/// all: only the kernel reads it.
-fn is_musl(path: *const c_char) -> bool {
-    const ENTRY: usize = 56;
-    let mut head = [0u8; 1024];
-    let flags = libc::O_RDONLY | libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_NOCTTY;
-    // SAFETY: the kernel says EFAULT of what it cannot read.
-    let Ok(fd) = (unsafe { sys!(libc::SYS_openat, libc::AT_FDCWD, path, flags, 0) }) else { return false };
-    let fd = fd as i32;
-    let read = |to: &mut [u8], at: usize| raw::pread(fd, to, at as u64).unwrap_or(0);
-    let got = read(&mut head, 0);
-    let number = |at: usize| usize::from_le_bytes(core::array::from_fn(|i| head[at + i]));
-    let mut loader = [0u8; 128];
-    if got >= 64 && head[..5] == *b"\x7fELF\x02" {
-        let (table, count) = (number(32), usize::from(u16::from_le_bytes([head[56], head[57]])));
-        let mut entries = (0..count).map(|n| table.saturating_add(n * ENTRY)).take_while(|at| at + ENTRY <= got);
-        if let Some(entry) = entries.find(|at| head[*at..*at + 4] == [3, 0, 0, 0]) {
-            let len = number(entry + 32).min(loader.len());
-            read(&mut loader[..len], number(entry + 8));
-        }
-    }
-    raw::close(fd);
-    loader.windows(8).any(|name| name == b"/ld-musl")
 }
 
 /// The environment without this library.
@@ -224,4 +269,50 @@ unsafe fn without(given: *const *const c_char, room: *mut Room, library: &[u8]) 
         variables.add(count).write(core::ptr::null());
         variables
     }
+}
+
+type Strings = *const *const c_char;
+
+/// Makes a call that starts the program at `path`, of the directory `dir`, with the environment that it is to have instead of `given`.
+pub fn start<R>(dir: c_int, path: *const c_char, given: Strings, call: impl FnOnce(Strings) -> R) -> R {
+    match asks_at(dir, path, given) {
+        NOTHING => call(given),
+        what => start_with_room(given, what, call),
+    }
+}
+
+#[inline(never)]
+fn start_with_room<R>(given: Strings, what: u32, call: impl FnOnce(Strings) -> R) -> R {
+    let mut room = MaybeUninit::<Room>::uninit();
+    call(completed(given, room.as_mut_ptr(), what))
+}
+
+/// fexecve(3), with the environment completed.
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fexecve(fd: c_int, argv: Strings, envp: Strings) -> c_int {
+    type Real = unsafe extern "C" fn(c_int, Strings, Strings) -> c_int;
+    // SAFETY: the function found under this name, with the caller's arguments.
+    start(fd, c"".as_ptr(), envp, |envp| unsafe { core::mem::transmute::<usize, Real>(FEXECVE.find())(fd, argv, envp) })
+}
+
+/// execveat(2), with the environment completed.
+///
+/// # Safety
+/// As libc's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn execveat(
+    dir: c_int,
+    path: *const c_char,
+    argv: Strings,
+    envp: Strings,
+    flags: c_int,
+) -> c_int {
+    type Real = unsafe extern "C" fn(c_int, *const c_char, Strings, Strings, c_int) -> c_int;
+    // SAFETY: as above.
+    start(dir, path, envp, |envp| unsafe {
+        core::mem::transmute::<usize, Real>(EXECVEAT.find())(dir, path, argv, envp, flags)
+    })
 }

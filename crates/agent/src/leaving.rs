@@ -9,7 +9,7 @@
 //! function that programs may have, whether it is turned off.
 
 use crate::next::Next;
-use crate::{PAGER, fails, pager, set_mask};
+use crate::{PAGER, environment, fails, pager, set_mask};
 use core::ffi::{c_int, c_long};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
 use uzswap_pager::group::unmanaged;
@@ -105,9 +105,15 @@ fn restricts(mode: usize, filter: usize) -> bool {
 /// Lets go of the process, which is about to restrict its system calls. False when it stays managed: its threads would wait for
 /// ever for pages that are out, as uzswap's may be forbidden what brings them.
 fn may_restrict_calls() -> bool {
-    let Some(p) = pager() else { return true };
+    let Some(p) = pager() else {
+        environment::filters();
+        return true;
+    };
     let why = b" restricts its system calls (seccomp), which the management of its memory does not survive; it runs without a limit from now on\n";
     let_go(p, unmanaged::FILTER, why);
+    if pager().is_none() {
+        environment::filters();
+    }
     pager().is_none() || !p.is_of_this_process()
 }
 

@@ -7,7 +7,6 @@
 mod bytes;
 mod calls;
 mod environment;
-mod exec;
 mod heap;
 mod leaving;
 mod lent;
@@ -17,6 +16,7 @@ mod next;
 mod patch;
 mod pins;
 mod populated;
+mod program;
 mod rawfork;
 mod segments;
 mod symbols;
@@ -103,7 +103,6 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
         |_| "uzswap: this process runs without a limit: no address space could be reserved (raise `ulimit -v` and `ulimit -d`)\n",
     )?;
     heap::init(layout.base);
-    exec::init();
     environment::init();
     rawfork::init();
     threads::init();

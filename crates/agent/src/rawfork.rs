@@ -5,7 +5,8 @@
 
 use crate::next::Next;
 use crate::{
-    after_fork, before_fork, calls, fails, leaving, lent, pager, pins, populated, segments, threads, userfaults,
+    after_fork, before_fork, calls, environment, fails, leaving, lent, pager, pins, populated, segments, threads,
+    userfaults,
 };
 use core::ffi::{c_int, c_long, c_uint, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
@@ -81,6 +82,14 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             unsafe { lent::give(a as c_int, b as *const libc::iovec, c, d as c_uint) }
         }
         _ if nr == libc::SYS_setsockopt && lent::is_refused(b as c_int, c as c_int) => -(libc::EOPNOTSUPP as isize),
+        // SAFETY: as the caller says.
+        _ if nr == libc::SYS_execve => environment::start(libc::AT_FDCWD, a as _, c as _, |envp| unsafe {
+            raw::syscall(nr, [a, b, envp as usize, d, e, f])
+        }),
+        // SAFETY: as the caller says.
+        _ if nr == libc::SYS_execveat => environment::start(a as c_int, b as _, d as _, |envp| unsafe {
+            raw::syscall(nr, [a, b, c, envp as usize, e, f])
+        }),
         _ if nr == libc::SYS_mmap => {
             let call = calls::begin_one(nr, c, d);
             let flags = populated::flags_of_mmap(c as c_int, d as c_int) as usize;

@@ -14,7 +14,7 @@
 //! marked, so that it raises SIGBUS for good. All is back when a whole pass finds nothing out with the mapping calls stopped; then
 //! the helpers end one by one, the userfaultfd is closed, which ends all registrations, and the ticker ends last. Who asked
 //! goes on when none of them is left. The agent then forgets the pager, between mapping calls and forks: what began with a pager
-//! ends with it. Its hooks make no system call any more.
+//! ends with it. Its hooks make no system call any more; those of `exec` do, unless a filter may forbid what they ask for.
 //!
 //! A page cannot come where an event stays unread, or nothing comes from the disk (or its server) for a while. Then the agent
 //! refuses what it was asked for, where the program would not survive it: see its `leaving`.

@@ -140,3 +140,52 @@ fn who_is_in_no_group_clones_as_ever() {
     let run = Subject::new("clones", &[&env, &preload, &clones]).start_plain().finish();
     assert_eq!(run.stdout.text(), "clone: made, 700\nsyscall: made, 800\n", "{}", run.describe());
 }
+
+/// The story: each `exec` took 14 KiB of stack for the environment that most programs need not be given, as theirs is complete. In a signal
+/// handler on a stack of its own that was written over what lay below.
+#[test]
+fn exec_takes_little_of_a_small_stack() {
+    use std::os::unix::fs::PermissionsExt;
+    let _beside = beside();
+    let Some(program) = compile_c("smallstack") else { return };
+    let file = scratch("not-executable").join("program");
+    std::fs::copy(&program, &file).expect("a copy");
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o644)).expect("its mode");
+    let run = Subject::new("small stack", &[&program, &file]).start_limited(24 * MIB).finish();
+    assert_eq!(run.stdout.text(), "refused 2 times, 0 bytes below the stack are others\n", "{}", run.describe());
+}
+
+/// The story: what was started by a descriptor of its file (`fexecve`, `execveat`), or by libc's `syscall`, with an environment of its own
+/// ran without a limit, unsaid; and nobody was told of static programs that were started by `execl`, which the warning did not know.
+#[test]
+fn programs_are_started_in_every_way_with_what_they_need() {
+    let _beside = beside();
+    let (Some(python), Some(grep), Some(cc)) = (crate::python(), need("grep"), need("cc")) else { return };
+    let script = "import ctypes, os, sys\n\
+        libc, grep = ctypes.CDLL(None), sys.argv[1]\n\
+        argv = ['grep', '-q', 'libuzswap_agent', '/proc/self/maps']\n\
+        strings = lambda list: (ctypes.c_char_p * (len(list) + 1))(*[text.encode() for text in list], None)\n\
+        fd = os.open(grep, os.O_RDONLY)\n\
+        for exec in [\n\
+        \x20   lambda: os.execve(grep, argv, {}),\n\
+        \x20   lambda: os.execve(fd, argv, {}),\n\
+        \x20   lambda: libc.execveat(-100, grep.encode(), strings(argv), strings([]), 0),\n\
+        \x20   lambda: libc.execveat(fd, b'', strings(argv), strings([]), 0x1000),\n\
+        \x20   lambda: libc.syscall(59, grep.encode(), strings(argv), strings([]), 0, 0, 0),\n\
+        \x20   lambda: libc.syscall(322, -100, grep.encode(), strings(argv), strings([]), 0, 0),\n\
+        \x20   lambda: libc.execle(sys.argv[2].encode(), b'static', None, strings([])),\n\
+        ]:\n\
+        \x20   child = os.fork()\n\
+        \x20   if child == 0: exec(), os._exit(99)\n\
+        \x20   print(os.waitpid(child, 0)[1])";
+    let dir = scratch("static");
+    let program = dir.join("static");
+    std::fs::write(dir.join("static.c"), "int main(void) { return 0; }\n").expect("a source");
+    let made = Command::new(cc).arg("-static").arg(dir.join("static.c")).arg("-o").arg(&program).output();
+    if !made.is_ok_and(|made| made.status.success()) {
+        return skip("static programs cannot be built here");
+    }
+    let run = Subject::new("started", &[&python, &"-c", &script, &grep, &program]).start_limited(64 * MIB).finish();
+    assert!(run.status.success() && run.stdout.text() == "0\n".repeat(7), "{}", run.describe());
+    assert_eq!(run.stderr.text().matches("is statically linked").count(), 1, "{}", run.describe());
+}
