@@ -12,11 +12,14 @@ use crate::next::Next;
 use crate::{PAGER, environment, fails, pager, set_mask};
 use core::ffi::{c_int, c_long};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
+use uzswap_pager::arena::Layout;
 use uzswap_pager::group::unmanaged;
 use uzswap_pager::pager::Pager;
 use uzswap_sys::{raw, sys, thread};
 
-/// What uzswap reserved in a process that locks all its memory, again and again perhaps.
+/// What uzswap has reserved, also in a process that is not managed, or not any more: it may lock all its memory.
+///
+/// The story: of a process that had no place in its group, or no thread of uzswap's, `mlockall` had the kernel fill all of it, 72 GiB.
 static RESERVED: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
 
 static PRCTL: Next = Next::new(c"prctl");
@@ -24,8 +27,10 @@ static UNSHARE: Next = Next::new(c"unshare");
 static SETNS: Next = Next::new(c"setns");
 static TURNED_OFF: Next = Next::new(c"__lsan_is_turned_off");
 
-/// Finds the interposed function, in the constructor.
-pub fn init() {
+/// Finds the interposed functions, in the constructor; notes what is reserved.
+pub fn init(layout: &Layout) {
+    RESERVED[0].store(layout.base, Relaxed);
+    RESERVED[1].store(layout.end, Relaxed);
     PRCTL.find();
     UNSHARE.find();
     SETNS.find();
@@ -120,8 +125,6 @@ fn may_restrict_calls() -> bool {
 /// Before a program locks all its memory; the range that uzswap has reserved, and which is not to be locked, if it has.
 pub fn locks_all() -> Option<(usize, usize)> {
     if let Some(p) = pager() {
-        RESERVED[0].store(p.layout.base, Relaxed);
-        RESERVED[1].store(p.layout.end, Relaxed);
         // (Should it stay managed, as a page cannot come back.)
         p.locks.store(true, Relaxed);
         let why = b" locks all its memory (mlockall), so that nothing can be taken out of it; it runs without a limit from now on\n";

@@ -109,7 +109,7 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     userfaults::init();
     users::init();
     pins::init();
-    leaving::init();
+    leaving::init(&layout);
     lent::init();
     segments::init();
     let mut pager = Pager::new(group, node, layout)
