@@ -12,7 +12,7 @@ use crate::relocate;
 use crate::state::State;
 use uzswap_mm::lru::Entry;
 use uzswap_mm::lru::List;
-use uzswap_mm::pagetable::{Pte, Tag};
+use uzswap_mm::pagetable::{ADDRESS_SPACE_PAGES, Pte, Tag};
 use uzswap_mm::trace::{Kind, Record};
 use uzswap_sys::uffd::Message;
 
@@ -117,6 +117,16 @@ fn remap_some(s: &mut State, from: u64, to: u64, pages: u64) {
             Tag::Disk | Tag::Zero | Tag::Poisoned => s.pt.set(target, pte),
         }
     }
+}
+
+/// Forgets all that is known of the program's memory, which is managed no longer, or could not come to be: it is not known either what
+/// becomes of it from now on.
+///
+/// The story: where memory could not be managed at the first try what was found then was taken for managed at the next, and was not
+/// registered. What was taken out of it read as zeros.
+pub(crate) fn forget_all(s: &mut State) {
+    forget_range(s, 0, ADDRESS_SPACE_PAGES);
+    s.managed.clear();
 }
 
 /// Forgets all that is known of the pages `[from, to)`.

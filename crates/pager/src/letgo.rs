@@ -20,12 +20,12 @@
 //! refuses what it was asked for, where the program would not survive it: see its `leaving`.
 
 use crate::arena::{PAGE, discard};
-use crate::events::forget_range;
+use crate::events::forget_all;
 use crate::inject::Site;
 use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
-use uzswap_mm::pagetable::{ADDRESS_SPACE_PAGES, Tag};
+use uzswap_mm::pagetable::Tag;
 use uzswap_mm::zone::Kind;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::uffd::{Message, Uffd};
@@ -127,8 +127,7 @@ impl Pager {
             // (Whoever waits for a fault or an event goes on.)
             raw::close(self.uffd.swap(-1, SeqCst));
             let mut s = self.state.lock();
-            forget_range(&mut s, 0, ADDRESS_SPACE_PAGES);
-            s.managed.clear();
+            forget_all(&mut s);
             // SAFETY: all frames are free, and nobody takes one any more.
             unsafe { discard(self.layout.arena, self.layout.slots * PAGE) };
         }

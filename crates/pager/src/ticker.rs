@@ -11,6 +11,7 @@
 
 use crate::arena::PAGE;
 use crate::discover::Scans;
+use crate::events::forget_all;
 use crate::group::unmanaged;
 use crate::inject::Site;
 use crate::mapfile::{Kind, MapFile};
@@ -240,6 +241,8 @@ impl Pager {
             // (Nothing has left the program. With the descriptor its registration goes, and whoever waits goes on.)
             self.uffd.store(-1, Release);
             raw::close(uffd.fd());
+            // (Nor is it known what becomes of what was found, until it is found anew.)
+            forget_all(&mut self.state.lock());
             return Err(e);
         }
         Ok(())
