@@ -84,6 +84,9 @@ impl Pte {
     pub fn back_in_pool(self, handle: u32) -> Self {
         Self(Self::new(Tag::Compressed, self.aux()).with_handle(handle).0 | self.0 & TIER_MASK)
     }
+    fn is_raw(self) -> bool {
+        self.tag() == Tag::Compressed && self.pool_tier() == Tier::Raw
+    }
     fn pool_tier(self) -> Tier {
         match (self.0 & TIER_MASK) >> TIER_SHIFT {
             0 => Tier::Warm,
@@ -210,6 +213,8 @@ pub struct PageTable {
     disk: Tier,
     /// Stretches of which nothing is known any more, where that is asked for.
     emptied: Option<Vec<u64>>,
+    /// Pages in the pool that did not compress.
+    raw: usize,
 }
 
 impl Default for PageTable {
@@ -221,7 +226,7 @@ impl Default for PageTable {
 impl PageTable {
     /// An empty table.
     pub fn new() -> Self {
-        Self { tree: Tree::default(), published: None, soft_dirty: false, disk: Tier::Disk, emptied: None }
+        Self { tree: Tree::default(), published: None, soft_dirty: false, disk: Tier::Disk, emptied: None, raw: 0 }
     }
 
     /// What is called the disk is on a server: so it is published from now on.
@@ -332,10 +337,11 @@ impl PageTable {
             return;
         }
         let leaf = self.leaf_mut(vpn);
-        leaf.ptes[in_leaf(vpn)] = pte;
+        let old = core::mem::replace(&mut leaf.ptes[in_leaf(vpn)], pte);
         if pte == Pte::NONE {
             leaf.forget(vpn);
         }
+        self.raw = self.raw + usize::from(pte.is_raw()) - usize::from(old.is_raw());
         self.tell(vpn, pte);
     }
 
@@ -352,8 +358,11 @@ impl PageTable {
             let leaf = self.leaf_mut(at);
             let (clean, protected) = (leaf.clean, leaf.protected);
             let entries = &mut leaf.ptes[first..first + (stop - at) as usize];
+            let (mut more, mut fewer) = (0, 0);
             for (i, entry) in entries.iter_mut().enumerate() {
+                fewer += usize::from(entry.is_raw());
                 *entry = pte((at - vpn) as usize + i);
+                more += usize::from(entry.is_raw());
             }
             if let Some((map, origin)) = published {
                 let (from, to) = (at.max(origin), stop.min(origin + map.pages()));
@@ -366,6 +375,7 @@ impl PageTable {
                     map.publish_run(from - origin, to - from, state);
                 }
             }
+            self.raw = self.raw + more - fewer;
             at = stop;
         }
     }
@@ -404,6 +414,7 @@ impl PageTable {
             let protected = leaf.protected.has(v);
             leaf.forget(v);
             let pte = core::mem::take(&mut leaf.ptes[in_leaf(v)]);
+            self.raw -= usize::from(pte.is_raw());
             if (pte != Pte::NONE || protected)
                 && let Some((map, first)) = &self.published
                 && v.wrapping_sub(*first) < map.pages()
@@ -461,6 +472,11 @@ impl PageTable {
             }
             at = n + 1;
         }
+    }
+
+    /// Pages in the pool that did not compress ([`Tier::Raw`]).
+    pub fn raw_pages(&self) -> usize {
+        self.raw
     }
 
     /// Bytes of the table.

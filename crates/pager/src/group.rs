@@ -37,7 +37,7 @@ pub const ENV_GROUP: &str = "UZSWAP_GROUP";
 /// Environment variable with the number of the group in its tree; absent for 0.
 pub const ENV_NODE: &str = "UZSWAP_GROUP_NODE";
 /// First word of the page: refuses a page of another version.
-pub const MAGIC: u64 = 0x757a_7377_6170_000c;
+pub const MAGIC: u64 = 0x757a_7377_6170_000d;
 /// Processes that can be members at once.
 pub const SLOTS: usize = 1024;
 /// Groups in one tree, of which ancestors are a set of 64 bits.
@@ -99,10 +99,10 @@ pub struct Counters {
     pub swpout_zero: AtomicU64,
     /// Clean pages evicted with their kept compressed copy (4 KiB pages, cumulative).
     pub swpout_clean: AtomicU64,
-    /// Pages stored raw because they did not compress (4 KiB pages, now).
-    pub stored_incompressible_pages: AtomicU64,
     /// Pages out in the pool (4 KiB pages, at the moment when they were most).
     pub stored_pages: AtomicU64,
+    /// Of them, those that did not compress and are stored as they are (4 KiB pages, at that moment).
+    pub stored_incompressible_pages: AtomicU64,
     /// Bytes the pool held from the kernel (bytes, at that moment).
     pub pool_total_size: AtomicU64,
     /// Bytes of compressed data in the pool, kept copies included (bytes, at that moment).
@@ -269,7 +269,9 @@ pub struct Slot {
     pub swapped: AtomicU64,
     /// Of that, the part that is in the compressed pool.
     pub zswapped: AtomicU64,
-    /// Of that, the part that is in the swap file.
+    /// Of `zswapped`, what did not compress and is stored as it is.
+    pub incompressible: AtomicU64,
+    /// Of `swapped`, the part that is in the swap file.
     pub swap: AtomicU64,
     /// Of `rss`, uzswap's own tables.
     pub metadata: AtomicU64,
@@ -306,8 +308,16 @@ impl Slot {
 
     /// Returns the charges. For the owner only.
     pub fn uncharge(&self) {
-        for charge in [&self.rss, &self.pool, &self.swapped, &self.zswapped, &self.swap, &self.metadata, &self.planned]
-        {
+        for charge in [
+            &self.rss,
+            &self.pool,
+            &self.swapped,
+            &self.zswapped,
+            &self.incompressible,
+            &self.swap,
+            &self.metadata,
+            &self.planned,
+        ] {
             charge.store(0, Relaxed);
         }
         self.ticker.store(0, Relaxed);

@@ -457,8 +457,10 @@ impl Pager {
     pub fn publish(&self, s: &State) {
         let c = self.counters();
         // The figures of the moment when most was stored: at the end there is nothing left to show.
+        let raw = s.pt.raw_pages();
         if s.swapped as u64 >= c.stored_pages.load(Relaxed) {
             c.stored_pages.store(s.swapped as u64, Relaxed);
+            c.stored_incompressible_pages.store(raw as u64, Relaxed);
             c.pool_total_size.store(s.pool.held_bytes() as u64, Relaxed);
             c.pool_used_size.store(s.pool.used_bytes() as u64, Relaxed);
         }
@@ -466,9 +468,13 @@ impl Pager {
         c.metadata_size.fetch_max(metadata, Relaxed);
         let on_disk = self.publish_swap(s);
         let (me, out, pool) = (self.me(), (s.swapped + s.zeros + on_disk) * PAGE, s.pool.held_bytes());
-        for (charge, bytes) in
-            [(&me.swapped, out), (&me.zswapped, s.swapped * PAGE), (&me.pool, pool), (&me.metadata, metadata as usize)]
-        {
+        for (charge, bytes) in [
+            (&me.swapped, out),
+            (&me.zswapped, s.swapped * PAGE),
+            (&me.incompressible, raw * PAGE),
+            (&me.pool, pool),
+            (&me.metadata, metadata as usize),
+        ] {
             charge.store(bytes as u64, Relaxed);
         }
         self.raise_peaks(self.charged(s), s.rss.saturating_sub(pool), out);

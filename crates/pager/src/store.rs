@@ -393,7 +393,6 @@ impl Pager {
                         c.folios.count(u.order, |c| &c.block_write);
                     }
                     if matches!(encoding, Encoding::Raw) {
-                        c.stored_incompressible_pages.fetch_add(live, Relaxed);
                         c.folios.reject_compress_poor.fetch_add(1, Relaxed);
                     }
                 }

@@ -211,7 +211,7 @@ pub(crate) fn store_by(
             Pte::new(Tag::Resident, 0).with_copy(handle)
         } else {
             s.swapped += 1;
-            Pte::compressed(handle, i as usize, EVICTED_AT)
+            Pte::compressed(handle, i as usize, EVICTED_AT).packed(object::tier(encoding))
         };
         s.pt.set(vpn + i, pte);
     }

@@ -22,6 +22,8 @@ pub struct Usage {
     pub metadata: u64,
     /// Program memory in the pools, uncompressed.
     pub zswapped: u64,
+    /// Of that, what did not compress.
+    pub incompressible: u64,
     /// Program memory in swap files.
     pub swap: u64,
     /// The members.
@@ -43,6 +45,7 @@ impl Usage {
             usage.pool += pool;
             usage.metadata += slot.metadata.load(Relaxed);
             usage.zswapped += slot.zswapped.load(Relaxed);
+            usage.incompressible += slot.incompressible.load(Relaxed);
             usage.swap += slot.swap.load(Relaxed);
         }
         usage.pids.sort_unstable();
@@ -174,7 +177,7 @@ fn zswap(usage: &Usage, totals: &Totals) -> Lines {
         ("reject_compress_fail", folio(totals, "reject_compress_fail")),
         ("reject_compress_poor", folio(totals, "reject_compress_poor")),
         ("reject_reclaim_fail", c.reject_reclaim_fail),
-        ("stored_incompressible_pages", c.stored_incompressible_pages),
+        ("stored_incompressible_pages", usage.incompressible / 4096),
         ("stored_pages", usage.zswapped / 4096),
         ("written_back_pages", c.zswpwb),
     ]

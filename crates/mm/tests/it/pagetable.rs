@@ -54,8 +54,13 @@ fn pte() -> impl Strategy<Value = Pte> {
     prop_oneof![
         6 => (tag(), any::<u32>()).prop_map(|(tag, aux)| Pte::new(tag, aux)),
         2 => (tag(), any::<u32>(), any::<u32>()).prop_map(|(tag, aux, copy)| Pte::new(tag, aux).with_copy(copy)),
+        2 => (any::<u32>(), 0..512usize, tier()).prop_map(|(handle, i, tier)| Pte::compressed(handle, i, 0).packed(tier)),
         1 => Just(Pte::NONE),
     ]
+}
+
+fn tier() -> impl Strategy<Value = Tier> {
+    prop_oneof![Just(Tier::Warm), Just(Tier::Dense), Just(Tier::Raw)]
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -66,8 +71,9 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     ];
     let step = prop_oneof![
         10 => (vpn(), pte()).prop_map(|(vpn, pte)| Step::Set(vpn, pte)),
-        2 => (vpn(), 1..600usize, (tag(), any::<u32>())).prop_map(|(vpn, n, (tag, aux))| {
-            Step::SetRun(vpn, n.min((END - vpn) as usize), Pte::new(tag, aux))
+        2 => (vpn(), 1..600usize, (tag(), any::<u32>(), tier())).prop_map(|(vpn, n, (tag, aux, tier))| {
+            let pte = Pte::new(tag, aux);
+            Step::SetRun(vpn, n.min((END - vpn) as usize), if tag == Tag::Compressed { pte.packed(tier) } else { pte })
         }),
         1 => range.prop_map(|(from, to)| Step::Clear(from, to)),
         1 => (vpn(), 0..8u8, 0..8u8).prop_map(|(vpn, set, clear)| Step::Hint(vpn, set, clear)),
@@ -154,6 +160,8 @@ impl Model {
         let mut all = vec![];
         table.for_each(|vpn, pte| all.push((vpn, pte)));
         prop_assert_eq!(all, self.entries.iter().map(|(vpn, pte)| (*vpn, *pte)).collect::<Vec<_>>());
+        let raw = self.entries.values().filter(|pte| pte.state().tier() == Tier::Raw).count();
+        prop_assert_eq!(table.raw_pages(), raw);
         for page in 0..map.pages() {
             let pte = self.get(FIRST + page);
             let written = soft_dirty && pte != Pte::NONE && !self.clean.contains(&(FIRST + page));

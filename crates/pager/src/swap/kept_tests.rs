@@ -168,3 +168,31 @@ fn a_page_that_compresses_and_did_not_change_is_not_written_again_either() {
         end(s, first..first + pages);
     }
 }
+
+/// The story: what did not compress was counted each time it was stored, and never less: the more often it came and went, the more was
+/// said to be in the pool, and more than there was of all pages.
+#[test]
+fn what_did_not_compress_is_counted_while_it_is_in_the_pool() {
+    let mut scene = Scene::new(0);
+    let pages = 16;
+    let at = testing::memory(scene.pager, pages);
+    let first = (at / PAGE) as u64;
+    let s = &mut *scene.pager.state.lock();
+    (0..pages).for_each(|i| testing::put(scene.pager, at + i * PAGE, &noise(first + i as u64)));
+    s.list_resident(first, pages, uzswap_mm::lru::List::Inactive, |_| None);
+    let counts = |scene: &Scene, s: &State| {
+        scene.pager.publish(s);
+        let now = scene.pager.me().incompressible.load(Relaxed) as usize / PAGE;
+        (now, scene.count(|c| &c.stored_incompressible_pages), scene.count(|c| &c.stored_pages))
+    };
+    for _ in 0..3 {
+        scene.put_all_out(s);
+        assert_eq!(counts(&scene, s), (pages, 16, 16));
+        (0..pages as u64).for_each(|i| _ = scene.page(s, first + i));
+        assert_eq!(counts(&scene, s), (0, 16, 16), "as it was when most was stored");
+    }
+    scene.put_all_out(s);
+    scene.write_out(s);
+    assert_eq!((counts(&scene, s).0, scene.count(|c| &c.pswpout)), (0, 16), "on disk it is not in the pool");
+    end(s, first..first + pages as u64);
+}
