@@ -51,6 +51,18 @@ pub fn read_full(fd: i32, bytes: &mut [u8], at: u64) -> Result<(), Errno> {
     whole(bytes.len(), |done| crate::raw::pread(fd, &mut bytes[done..], at + done as u64))
 }
 
+/// Which file a descriptor is of: its device's number and its own there, which no other has while it is open.
+///
+/// # Errors
+/// `EBADF`.
+pub fn identity(fd: i32) -> Result<[u64; 2], Errno> {
+    let mut stat = [0u64; 32];
+    // SAFETY: `struct stat` has 144 bytes.
+    unsafe { sys!(libc::SYS_fstat, fd, stat.as_mut_ptr()) }?;
+    // st_dev and st_ino are the first two words.
+    Ok([stat[0], stat[1]])
+}
+
 /// Makes sure that a range of a file has room on disk.
 ///
 /// # Errors

@@ -159,6 +159,8 @@ impl Swap {
             Store::Remote(gateway) => gateway.fd(),
         };
         map.fd.store(fd, Relaxed);
+        let identity = uzswap_sys::blockio::identity(fd).map_err(io::Error::from_raw_os_error)?;
+        map.file.iter().zip(identity).for_each(|(to, part)| to.store(part, Relaxed));
         map.policy.store(policy.number(), Relaxed);
         map.encrypt.store(u32::from(encrypt), Relaxed);
         map.max_pool_percent.store(MAX_POOL_PERCENT, Relaxed);

@@ -134,18 +134,32 @@ pub(super) fn connect(map: &ClusterMap) -> Result<i32, Errno> {
     stream::connect(map.path(&mut path))
 }
 
+/// The path of these parts, numbers of up to ten digits among a few letters; the last ends with NUL.
+fn path_to<'a>(parts: &[&[u8]], path: &'a mut [u8; raw::PATH]) -> &'a [u8] {
+    raw::path_of(parts, path).expect("three numbers at most")
+}
+
 impl ClusterMap {
     /// The command's descriptor as a path: the file, or the socket's file. With its terminating NUL.
     pub(super) fn path<'a>(&self, path: &'a mut [u8; raw::PATH]) -> &'a [u8] {
         let (mut pid, mut fd) = ([0; 20], [0; 20]);
-        let parts = [
-            b"/proc/".as_slice(),
-            raw::decimal(u64::from(self.pid.load(Relaxed)), &mut pid),
-            b"/fd/",
-            raw::decimal(self.fd.load(Relaxed) as u64, &mut fd),
-            b"\0",
-        ];
-        raw::path_of(&parts, path).expect("two numbers of at most 20 digits, and 13 bytes")
+        let pid = raw::decimal(self.pid.load(Relaxed).into(), &mut pid);
+        path_to(&[b"/proc/", pid, b"/fd/", raw::decimal(self.fd.load(Relaxed) as u64, &mut fd), b"\0"], path)
+    }
+
+    /// Opens the swap file where a descriptor of it is said to be; what is there is not even opened if it is another file.
+    ///
+    /// # Errors
+    /// `ESTALE`: it is another. The kernel's.
+    fn open_file(&self, path: &[u8]) -> Result<i32, Errno> {
+        let found = raw::open(path, libc::O_PATH)?;
+        let is_it = blockio::identity(found).is_ok_and(|file| file == [0, 1].map(|i| self.file[i].load(Relaxed)));
+        let direct = if self.direct.load(Relaxed) != 0 { libc::O_DIRECT } else { 0 };
+        let (mut path, mut digits) = ([0; 64], [0; 20]);
+        let path = path_to(&[b"/proc/thread-self/fd/", raw::decimal(found as u64, &mut digits), b"\0"], &mut path);
+        let opened = if is_it { raw::open(path, libc::O_RDWR | direct) } else { Err(libc::ESTALE) };
+        raw::close(found);
+        opened
     }
 
     /// Whether what is swapped goes to a server.
@@ -198,7 +212,7 @@ impl Pager {
     /// # Errors
     /// The kernel's.
     pub(super) fn open_backend(&self, map: &ClusterMap) -> Result<(), Errno> {
-        self.tier.file.store(-1, Release);
+        let parents = self.tier.file.swap(-1, AcqRel);
         self.tier.link.store(-1, Release);
         self.tier.readers.links.iter().for_each(|link| link.store(-1, Release));
         if map.is_remote() {
@@ -207,9 +221,23 @@ impl Pager {
             self.tier.file.store(connect(map)?, Release);
             return Ok(());
         }
-        let direct = if map.direct.load(Relaxed) != 0 { libc::O_DIRECT } else { 0 };
-        self.tier.file.store(raw::open(map.path(&mut [0; 64]), libc::O_RDWR | direct)?, Release);
+        let opened = map.open_file(map.path(&mut [0; 64]));
+        self.tier.file.store(opened.or_else(|e| self.file_of_a_member(map, parents).ok_or(e))?, Release);
         Ok(())
+    }
+
+    /// The swap file by way of another member, where the command has ended: its helpers, which all open the same files first, have it
+    /// in their own table, as `fd`.
+    fn file_of_a_member(&self, map: &ClusterMap, fd: i32) -> Option<i32> {
+        let fd = u64::try_from(fd).ok()?;
+        let (mut a, mut b, mut c) = ([0; 20], [0; 20], [0; 20]);
+        let fd = raw::decimal(fd, &mut c);
+        self.others().find_map(|other| {
+            let pid = raw::decimal(other.owner()?.pid().into(), &mut a);
+            let ticker = raw::decimal(other.ticker.load(Relaxed).into(), &mut b);
+            let mut path = [0; 64];
+            map.open_file(path_to(&[b"/proc/", pid, b"/task/", ticker, b"/fd/", fd, b"\0"], &mut path)).ok()
+        })
     }
 }
 
@@ -218,8 +246,35 @@ mod tests {
     use super::*;
     use crate::testing;
     use std::io::Write;
-    use std::os::fd::IntoRawFd;
+    use std::os::fd::{AsRawFd, IntoRawFd};
     use std::os::unix::net::UnixStream;
+    use uzswap_sys::memfd;
+
+    /// The story: the file was opened by the command's number and descriptor, whatever was there: another's file, which was written to.
+    #[test]
+    fn only_the_swap_file_is_opened_whoever_has_it() {
+        let files = (memfd::create(c"swap", 0).unwrap(), memfd::create(c"other", 0).unwrap());
+        let (file, other) = (files.0.as_raw_fd(), files.1.as_raw_fd());
+        let (p, map) = (testing::pager(16 << 20), testing::books());
+        map.file.iter().zip(blockio::identity(file).unwrap()).for_each(|(to, part)| to.store(part, Relaxed));
+        map.pid.store(std::process::id(), Relaxed);
+        let open = |fd: i32, parents: i32| {
+            map.fd.store(fd, Relaxed);
+            p.tier.file.store(parents, Relaxed);
+            p.open_backend(map).map(|()| blockio::identity(p.tier.file.load(Relaxed)) == blockio::identity(file))
+        };
+        assert_eq!(open(file, -1), Ok(true));
+        assert_eq!(open(other, -1), Err(libc::ESTALE));
+        assert_eq!((open(other, file), p.tier.file.load(Relaxed)), (Err(libc::ESTALE), -1), "there is no other member");
+        // A member that has it among its helpers' files, and one that has another file there.
+        for (i, ticker) in [(7, 0), (8, uzswap_sys::thread::gettid())] {
+            p.group.slots[i].owner.store(u64::from(std::process::id()), Relaxed);
+            p.group.slots[i].ticker.store(ticker as u32, Relaxed);
+        }
+        p.group.used.store(9, Relaxed);
+        assert_eq!((open(other, file), open(other, other)), (Ok(true), Err(libc::ESTALE)));
+        assert_eq!(open(other, -1), Err(libc::ESTALE), "who has no parent has it from the command only");
+    }
 
     #[test]
     fn requests_are_read_as_they_were_written() {

@@ -31,7 +31,7 @@ use uzswap_sys::thread;
 /// Environment variable with the path of the swap file's books, a memory object of the command's.
 pub const ENV_SWAP: &str = "UZSWAP_SWAP";
 /// First word of the books: refuses those of another version.
-pub const MAGIC: u64 = 0x757a_7377_6469_0003;
+pub const MAGIC: u64 = 0x757a_7377_6469_0004;
 /// Processes that can have something in a swap file at once.
 pub const ROWS: usize = 1024;
 /// No row.
@@ -68,6 +68,9 @@ pub struct ClusterMap {
     pub pid: AtomicU32,
     /// See `pid`.
     pub fd: AtomicI32,
+    /// Which file that is ([`uzswap_sys::blockio::identity`]): when the command has ended, its number may be another's, and `fd` be
+    /// another file there.
+    pub file: [AtomicU64; 2],
     /// Policy of the shrinker: see [`uzswap_mm::shrinker::Policy::from_number`].
     pub policy: AtomicU32,
     /// 1: not a file, but a server: `fd` names the socket at which the command takes requests (`swap::backend`).

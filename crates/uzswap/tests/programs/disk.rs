@@ -2,6 +2,7 @@
 
 use crate::harness::*;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 const SWAP: [&str; 2] = ["--swap", "1G"];
 /// Most pages that are lost where one read in three fails for good: some 100 of the 12,288 are.
@@ -41,6 +42,28 @@ fn children_read_what_their_parent_put_on_disk() {
     let _beside = beside();
     let Some(python) = need("python3") else { return };
     check(&Subject::new("forks over disk", &[&python, &fixture("forkdisk.py"), &"48"]), 32 * MIB, false);
+}
+
+/// The story: a program that outlived the command could not fork any more once it had a page on disk. Its child opened the swap file
+/// by the command's descriptor, which was gone, or was another file's where another process had the command's number.
+#[test]
+fn a_program_that_outlives_the_command_forks() {
+    let _beside = beside();
+    let Some(python) = need("python3") else { return };
+    let said = scratch("disk-orphan").join("result");
+    let subject = Subject::new("orphan forks", &[&python, &fixture("orphanfork.py"), &"48", &said]).with(&SWAP);
+    let run = subject.start_limited(32 * MIB).finish();
+    assert!(!run.status.success(), "the command was to be killed\n{}", run.describe());
+    let deadline = Instant::now() + Duration::from_secs(120);
+    let text = loop {
+        let text = std::fs::read_to_string(&said).unwrap_or_default();
+        if text.ends_with('\n') {
+            break text;
+        }
+        assert!(Instant::now() < deadline, "the program does not end");
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    assert_eq!(text, "children [0, 0, 0] wrong 0\n", "{}", run.stderr.text());
 }
 
 #[test]
