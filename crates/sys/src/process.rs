@@ -13,7 +13,11 @@ pub struct Identity(u64);
 impl Identity {
     /// The calling process; its start time is left out (0) where /proc cannot be read.
     pub fn own() -> Self {
-        let pid = crate::thread::getpid() as u32;
+        Self::of(crate::thread::getpid() as u32)
+    }
+
+    /// The process that has this pid now; its start time is left out (0) where it is gone already, or /proc cannot be read.
+    pub fn of(pid: u32) -> Self {
         Self::new(pid, read_stat(pid).map_or(0, |stat| stat.start))
     }
 

@@ -125,3 +125,43 @@ fn a_row_that_is_being_emptied_is_nobody_else_s() {
     assert_eq!((map.owner_of(0), map.is_free(cluster)), (0, true));
     assert_eq!(map.take_row(third), Some(0));
 }
+
+/// What a fork leaves to a child is the child's, before it has taken it over: its parent executes another program, or the child ends
+/// before it gets to that.
+#[test]
+fn a_row_made_for_a_child_is_the_child_s() {
+    let (p, mut processes) = (testing::pager_with_swap(16 << 20), Processes::new(3));
+    let (map, me) = (p.clusters.unwrap(), Identity::own());
+    let own = p.own_row(map).expect("a row");
+    let cluster = map.claim_cluster(own).unwrap();
+    let fork = |child: isize| {
+        p.make_row_for_child(1);
+        p.end_fork(child);
+    };
+    fork(-1);
+    assert_eq!(map.take_row(me), Some(1), "without a child its row is free");
+    map.forget_own(me);
+    map.set_row(own, me, 0);
+    assert_eq!(map.claim_cluster(own), Some(cluster));
+    fork(processes.0[0].id() as isize);
+    map.forget_own(me);
+    assert!(!map.is_free(cluster), "the child refers to it");
+    [me, processes.identity(1)].into_iter().for_each(|me| map.bury_the_dead(me));
+    assert!(!map.is_free(cluster), "nor is it a dead process's");
+    processes.end(0);
+    map.bury_the_dead(me);
+    assert!(map.is_free(cluster), "the child has ended");
+    // One that has taken it over owns it, named as the heir or not yet.
+    for named_first in [true, false] {
+        let (row, child) = (map.take_row(me).expect("a row"), processes.identity(2));
+        if named_first {
+            map.leave_to(row, me, child);
+        }
+        assert!(map.take_over(row, me.raw(), child));
+        map.leave_to(row, me, child);
+        map.forget_own(me);
+        assert_eq!(map.owner_of(row), child.raw());
+        map.forget_own(child);
+        assert_eq!(map.owner_of(row), 0, "its own as any other when it executes a program");
+    }
+}

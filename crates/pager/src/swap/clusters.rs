@@ -11,7 +11,8 @@
 //! ```
 //! Nobody holds a lock, and a member may be killed at any instruction:
 //! - A row belongs to the process named in it. A parent makes its child's row before it forks (the child's reference must
-//!   be there before the parent can give up its own); until the child takes it over it is the parent's. Who finds a row
+//!   be there before the parent can give up its own). Once there is a child the row names it as its *heir*: it is the child's,
+//!   whatever becomes of the parent, and a dead process's when the child ends before it has taken it over. Who finds a row
 //!   whose process is dead takes it over and empties it; killed meanwhile, it is itself the dead one.
 //! - Several may find the same row, and a process that is alive may be one of them: it executed another program, and empties what
 //!   it had before. So who is about to change whose a row is, and to empty it, first puts its name to it as its *taker*, and
@@ -51,6 +52,8 @@ struct Row {
     /// Who is changing whose it is, and empties it, 0 for nobody. A process that is there: what else shows that one is dead
     /// (the ticker) is of the owner, and may be of the former one still.
     taker: AtomicU64,
+    /// The forked child that its owner made it for, and that is to take it over; 0 for nobody.
+    heir: AtomicU64,
     /// The thread id of its ticker, once known: without it the process executes a program that is not managed.
     ticker: AtomicU32,
     bits: [AtomicU64; WORDS],
@@ -226,6 +229,7 @@ impl ClusterMap {
         let owner = r.owner.load(SeqCst);
         let taken = r.is_to_be_had() && r.owner.compare_exchange(owner, me.raw(), SeqCst, Relaxed).is_ok();
         if taken {
+            r.heir.store(0, SeqCst);
             r.ticker.store(0, SeqCst);
             self.empty(row);
         }
@@ -236,13 +240,15 @@ impl ClusterMap {
         taken
     }
 
-    /// Empties a row and frees it, if it is `me`'s; false when it is not, or another has come to take it.
+    /// Empties a row and frees it, if it is `me`'s and not a child's that is to take it over; false when it is not, or another has come to
+    /// take it.
     fn give_up(&self, row: usize, me: Identity) -> bool {
         let r = &self.rows[row];
-        if r.owner.load(SeqCst) != me.raw() || !self.hold(row, me) {
+        let is_mine = || r.owner.load(SeqCst) == me.raw() && r.heir.load(SeqCst) == 0;
+        if !is_mine() || !self.hold(row, me) {
             return false;
         }
-        let is_mine = r.owner.load(SeqCst) == me.raw();
+        let is_mine = is_mine();
         if is_mine {
             self.empty(row);
             r.ticker.store(0, SeqCst);
@@ -250,6 +256,25 @@ impl ClusterMap {
         }
         self.let_go(row, me);
         is_mine
+    }
+
+    /// Names the child that is to take over a row which `me` made for it, unless it has done so already.
+    pub(super) fn leave_to(&self, row: usize, me: Identity, child: Identity) {
+        let r = &self.rows[row];
+        r.heir.store(child.raw(), SeqCst);
+        if r.owner.load(SeqCst) != me.raw() {
+            let _ = r.heir.compare_exchange(child.raw(), 0, SeqCst, Relaxed);
+        }
+    }
+
+    /// A forked child becomes the owner of a row that `parent` made for it; false when it is another's.
+    pub(super) fn take_over(&self, row: usize, parent: u64, me: Identity) -> bool {
+        let r = &self.rows[row];
+        let taken = r.owner.compare_exchange(parent, me.raw(), SeqCst, Relaxed).is_ok();
+        if taken {
+            r.heir.store(0, SeqCst);
+        }
+        taken
     }
 
     /// Takes a row, free or a dead process's, and leaves it empty in the hands of `me`.
@@ -275,8 +300,9 @@ impl ClusterMap {
     /// Empties the rows of processes that died, or execute a program that is not managed.
     pub fn bury_the_dead(&self, me: Identity) {
         for row in 0..self.used_rows() {
-            let owner = self.rows[row].owner.load(SeqCst);
-            if owner != 0 && owner != me.raw() {
+            let r = &self.rows[row];
+            let owner = r.owner.load(SeqCst);
+            if owner != 0 && (owner != me.raw() || r.heir.load(SeqCst) != 0) {
                 self.take(row, me, false);
             }
         }
@@ -291,6 +317,7 @@ impl ClusterMap {
         for row in &self.rows[..self.used_rows()] {
             row.owner.store(0, SeqCst);
             row.taker.store(0, SeqCst);
+            row.heir.store(0, SeqCst);
             row.ticker.store(0, SeqCst);
             row.bits.iter().for_each(|bits| bits.store(0, SeqCst));
         }
@@ -314,6 +341,9 @@ impl Row {
     /// relied on by its taker only: while another takes it the ticker may be the former owner's.
     fn is_to_be_had(&self) -> bool {
         let Some(owner) = Identity::from_raw(self.owner.load(SeqCst)) else { return true };
+        if let Some(heir) = Identity::from_raw(self.heir.load(SeqCst)) {
+            return heir.is_dead();
+        }
         let ticker = self.ticker.load(SeqCst);
         let left = || ticker != 0 && !thread::is_there(owner.pid() as i32, ticker as i32);
         owner.is_dead() || left()
@@ -371,14 +401,20 @@ impl Pager {
         }
     }
 
-    /// After fork, in the parent: where there is no child its row is given up. (Otherwise the child takes it. Should it be
-    /// killed before it gets to that, the row is in use as long as the parent lives.)
+    /// After fork, in the parent: where there is no child its row is given up, otherwise it is left to the child.
+    ///
+    /// The story: until the child took it, it was only the parent's. One that executed another program at once emptied it as its own, and
+    /// the child was ended; a child that ended before it got to that left it in use as long as the parent lived.
     pub(crate) fn end_fork(&self, child: isize) {
         let row = self.rows.child.swap(NONE, Relaxed);
-        if let Some(map) = self.clusters.filter(|_| row != NONE && child < 0)
+        if let Some(map) = self.clusters.filter(|_| row != NONE)
             && let Some(me) = Identity::from_raw(self.rows.parent.load(Relaxed))
         {
-            map.give_up(row, me);
+            if child < 0 {
+                map.give_up(row, me);
+            } else {
+                map.leave_to(row, me, Identity::of(child as u32));
+            }
         }
     }
 
@@ -391,9 +427,8 @@ impl Pager {
             return clusters == 0;
         }
         // (No ticker stands there yet: the parent took it so.)
-        let (parent, me) = (self.rows.parent.load(Relaxed), Identity::own().raw());
-        // (A parent that was killed at once may have been buried.)
-        map.rows[row].owner.compare_exchange(parent, me, SeqCst, Relaxed).is_ok()
+        // (A parent that was killed at once, before it could name its child, may have been buried.)
+        map.take_over(row, self.rows.parent.load(Relaxed), Identity::own())
     }
 
     /// The ticker is another now.
