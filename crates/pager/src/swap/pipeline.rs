@@ -35,6 +35,9 @@ struct Write {
     injected: Option<u64>,
 }
 
+/// A write that has ended, and whether all of it is in the file.
+pub(super) type Ended = (usize, Result<(), Errno>);
+
 /// The writes under way and their buffers.
 pub(super) struct Writes {
     ring: Option<Uring>,
@@ -102,7 +105,7 @@ impl Pager {
     }
 
     /// A write that has ended, if a buffer is to be had by it; None when one is free and none has ended.
-    pub(super) fn ended_or_free(&self, writes: &mut Writes) -> Option<(usize, bool)> {
+    pub(super) fn ended_or_free(&self, writes: &mut Writes) -> Option<Ended> {
         if writes.free().is_some() {
             return self.next_ended(writes, false);
         }
@@ -112,11 +115,11 @@ impl Pager {
         ended
     }
 
-    /// A write that has ended, and whether all of it is in the file. With `wait` there is one if any is under way.
-    pub(super) fn next_ended(&self, writes: &mut Writes, wait: bool) -> Option<(usize, bool)> {
+    /// A write that has ended. With `wait` there is one if any is under way.
+    pub(super) fn next_ended(&self, writes: &mut Writes, wait: bool) -> Option<Ended> {
         if let Some(slot) = writes.writes.iter().position(|w| w.is_some_and(|w| w.done.is_some())) {
             let ended = writes.writes[slot].take()?.done?;
-            return Some((slot, ended.is_ok()));
+            return Some((slot, ended));
         }
         let ring = writes.ring.as_mut()?;
         let (slot, ended) = loop {
@@ -132,7 +135,7 @@ impl Pager {
         let result = self.settle(write, ended, &bytes_of(&mut writes.buffers[slot])[..write.len]);
         self.counters().swap_uring_writes.fetch_add(1, Relaxed);
         self.wrote(write.len, result);
-        Some((slot, result.is_ok()))
+        Some((slot, result))
     }
 
     /// What became of a write: one that was cut short is gone on with.

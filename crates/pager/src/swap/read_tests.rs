@@ -75,7 +75,7 @@ impl Scene {
     /// What was planned is on disk.
     pub(super) fn write(&mut self, s: &mut State, at: u64, len: usize) {
         self.disk[at as usize..][..len].copy_from_slice(&bytes_of(&mut self.buffer)[..len]);
-        self.pager.complete(s, 0, true);
+        self.pager.complete(s, 0, Ok(()));
     }
 
     /// A fault on a page.

@@ -96,6 +96,37 @@ fn on_a_full_disk_holes_are_written_to() {
     end(s, FIRST..FIRST + PAGES);
 }
 
+/// The story: see [`Swap::failed`].
+#[test]
+fn where_nothing_can_be_preallocated_a_full_disk_shows_in_writes() {
+    let mut scene = scene();
+    scene.pager.clusters.unwrap().allocated.store(64 << 20, Relaxed);
+    events::forget_range(&mut scene.pager.state.lock(), FIRST, FIRST + PAGES / 2);
+    let new = FIRST + 0x1000;
+    store(&scene, new..new + 10);
+    let mut failed = 0;
+    let s = &mut *scene.pager.state.lock();
+    loop {
+        match scene.plan_with_little_room(s) {
+            Round::Write(at, len) if at < CLUSTER => break scene.write(s, at, len),
+            Round::Write(..) => {
+                scene.pager.complete(s, 0, Err(libc::ENOSPC));
+                failed += 1;
+                assert!(failed < 3, "the disk has no room there");
+                s.swap.as_mut().unwrap().rest_until = 0;
+            }
+            Round::Extend(_) => panic!("all of it is taken to be there"),
+            Round::Again | Round::NotYet | Round::Rest(_) => {}
+        }
+    }
+    assert_eq!((failed, s.swap.as_ref().unwrap().failures), (1, 0));
+    assert!((new..new + 10).all(|vpn| s.pt.get(vpn).tag() == Tag::Disk));
+    assert!(s.swap.as_ref().unwrap().bad.is_empty(), "the cluster is not at fault");
+    assert_eq!(scene.pager.clusters.unwrap().clusters_used(), 1);
+    events::forget_range(s, new, new + 10);
+    end(s, FIRST..FIRST + PAGES);
+}
+
 /// And what only keeps its place gives it up.
 #[test]
 fn on_a_full_disk_no_place_is_kept() {

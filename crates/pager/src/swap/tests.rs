@@ -116,9 +116,9 @@ fn idle_objects_are_made_dense_and_written_when_met_again() {
     assert_eq!(scene.count(|c| &c.recompressed_idle_pages), 48);
     assert_eq!(scene.count(|c| &c.recompressed_pages), 48);
     // That round of the list is over; what is met now is written, as it was stored.
-    scene.pager.complete(s, 0, true);
+    scene.pager.complete(s, 0, Ok(()));
     while scene.plan(s, 0).is_some() {
-        scene.pager.complete(s, 0, true);
+        scene.pager.complete(s, 0, Ok(()));
     }
     assert!((FIRST..FIRST + 48).all(|vpn| s.pt.get(vpn).tag() == Tag::Disk));
     assert_eq!((scene.count(|c| &c.zswpwb), s.pool.used_bytes()), (48, 0));
@@ -149,7 +149,7 @@ fn large_blocks_are_cut_and_their_parts_written() {
     let mut rounds = 0;
     while all.clone().any(|vpn| s.pt.get(vpn).tag() != Tag::Disk) {
         if scene.plan(s, 0).is_some() {
-            scene.pager.complete(s, 0, true);
+            scene.pager.complete(s, 0, Ok(()));
         }
         while scene.pack(s).is_some() {}
         rounds += 1;
@@ -234,7 +234,7 @@ fn what_gains_little_is_written_as_it_is() {
     check_all(s, FIRST..FIRST + 4, half_noise, Encoding::Lz4, 2);
     // It is the next to be met, and tried no more.
     assert!(scene.plan(s, 0).is_some() && scene.pack(s).is_none());
-    scene.pager.complete(s, 0, true);
+    scene.pager.complete(s, 0, Ok(()));
     assert_eq!((s.pt.get(FIRST).tag(), scene.count(|c| &c.recompressed_pages)), (Tag::Disk, 0));
     end(s, FIRST..FIRST + 4);
 }
@@ -370,9 +370,9 @@ fn a_write_does_not_end_for_what_the_next_one_has_aboard() {
     let place = s.swap.as_ref().unwrap().flights[1][0].place;
     assert_ne!(place, s.swap.as_ref().unwrap().flights[0][0].place);
 
-    scene.pager.complete(s, 0, true);
+    scene.pager.complete(s, 0, Ok(()));
     check(s, FIRST, |vpn| half_noise(vpn ^ 0xff00));
-    scene.pager.complete(s, 1, true);
+    scene.pager.complete(s, 1, Ok(()));
     let pte = s.pt.get(FIRST);
     assert_eq!((pte.tag(), pte.handle(), scene.count(|c| &c.zswpwb)), (Tag::Disk, place, 1));
     end(s, FIRST..FIRST + 1);
@@ -388,11 +388,11 @@ fn an_object_whose_write_fails_is_met_again() {
     object::set_flags(s.object(handle), object::TRIED, 0);
     assert!(scene.plan(s, 0).is_some());
     assert!(scene.plan(s, 1).is_none(), "it is written once");
-    scene.pager.complete(s, 0, false);
+    scene.pager.complete(s, 0, Err(libc::EIO));
     assert_eq!(scene.count(|c| &c.reject_reclaim_fail), 4);
     check_all(s, FIRST..FIRST + 4, half_noise, Encoding::Lz4, 2);
     assert!(scene.plan(s, 1).is_some());
-    scene.pager.complete(s, 1, true);
+    scene.pager.complete(s, 1, Ok(()));
     assert_eq!((s.pt.get(FIRST).tag(), scene.count(|c| &c.zswpwb)), (Tag::Disk, 4));
     end(s, FIRST..FIRST + 4);
 }
@@ -418,7 +418,7 @@ fn what_is_moved_while_it_is_written_is_written_later() {
     assert!(scene.plan(s, 1).is_some());
     remap(&scene, s, to, back, 4);
     remap(&scene, s, back, FIRST, 4);
-    [0, 1].iter().for_each(|slot| scene.pager.complete(s, *slot, true));
+    [0, 1].iter().for_each(|slot| scene.pager.complete(s, *slot, Ok(())));
     assert_eq!(Header::read(s.object(handle)).flags & object::HELD, 0);
     check_all(s, FIRST..FIRST + 4, half_noise, Encoding::Lz4, 2);
     assert_eq!(s.swap.as_ref().unwrap().books.used_bytes(), 0, "the places are given up");
@@ -428,7 +428,7 @@ fn what_is_moved_while_it_is_written_is_written_later() {
     s.end_flights();
     assert_eq!(Header::read(s.object(handle)).flags & object::HELD, 0);
     assert!(scene.plan(s, 0).is_some());
-    scene.pager.complete(s, 0, true);
+    scene.pager.complete(s, 0, Ok(()));
     assert!((to..to + 4).all(|vpn| s.pt.get(vpn).tag() == Tag::Disk));
     end(s, to..to + 4);
 }
@@ -447,7 +447,7 @@ fn what_is_moved_while_it_is_recompressed_is_met_again() {
     assert!(scene.plan(s, 0).is_none() && scene.pack(s).is_some());
     (to..to + 4).for_each(|vpn| _ = check(s, vpn, |vpn| words(vpn - 0x1000)));
     assert!(scene.plan(s, 0).is_some());
-    scene.pager.complete(s, 0, true);
+    scene.pager.complete(s, 0, Ok(()));
     end(s, to..to + 4);
 }
 
@@ -466,7 +466,7 @@ fn a_block_without_its_first_page_is_met_after_a_move() {
     remap(&scene, s, FIRST, to, 8);
     assert_eq!(s.swap.as_ref().unwrap().shrinker.len(), 2, "each is listed once");
     assert!(scene.plan(s, 0).is_some());
-    scene.pager.complete(s, 0, true);
+    scene.pager.complete(s, 0, Ok(()));
     assert!((to + 1..to + 8).all(|vpn| s.pt.get(vpn).tag() == Tag::Disk));
     end(s, to + 1..to + 8);
 }

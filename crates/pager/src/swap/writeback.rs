@@ -13,7 +13,7 @@
 
 use super::dense::{MOST_ASIDE, Packer, is_warm};
 use super::io::Trouble;
-use super::pipeline::Writes;
+use super::pipeline::{Ended, Writes};
 use super::turns::{LOOK_NS, Task, Wanted};
 use super::{FRONT, Flight, MOST_OBJECT, Swap, checksum};
 use crate::inject::Site;
@@ -24,10 +24,11 @@ use core::sync::atomic::Ordering::*;
 use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{HINT_REUSED, Pte, Tag};
 use uzswap_mm::shrinker::{Entry, Verdict};
-use uzswap_mm::swapfile::{BLOCK, GRAIN, Run, offset};
+use uzswap_mm::swapfile::{BLOCK, GRAIN, Place, Run, offset};
 use uzswap_mm::trace::{Kind, Record};
 use uzswap_mm::zswap::Refused;
 use uzswap_sys::process::Identity;
+use uzswap_sys::raw::Errno;
 use uzswap_sys::{lock, thread};
 
 /// Bytes of the largest write.
@@ -123,13 +124,13 @@ impl Pager {
         }
     }
 
-    fn write_ended(&self, writes: &mut Writes, (slot, written): (usize, bool)) {
+    fn write_ended(&self, writes: &mut Writes, (slot, result): Ended) {
         let mut s = self.state.lock();
         if let Some(swap) = s.swap.as_mut() {
             let (from, to) = swap.writing[slot];
             swap.worth.wrote(to - from, writes.take_waited_ns());
         }
-        self.complete(&mut s, slot, written);
+        self.complete(&mut s, slot, result);
         drop(s);
         self.swap_progressed();
     }
@@ -178,6 +179,11 @@ impl Pager {
             return Round::Rest(rest);
         }
         let mut run = match self.find_run(swap) {
+            // (The disk may have no room for a new cluster.)
+            Ok(run) if swap.disk_is_full() && swap.is_new(run.cluster()) && s.give_up_kept(swap) => {
+                swap.drop_cluster(run.cluster());
+                return Round::Again;
+            }
             Ok(run) => run,
             // (Room that is only kept is there for what must be written.)
             Err(Round::Rest(_)) if s.give_up_kept(swap) => {
@@ -347,9 +353,9 @@ impl Pager {
     }
 
     /// A write has ended.
-    pub(super) fn complete(&self, s: &mut State, slot: usize, written: bool) {
+    pub(super) fn complete(&self, s: &mut State, slot: usize, result: Result<(), Errno>) {
         let Some(mut swap) = s.swap.take() else { return };
-        let c = self.counters();
+        let (c, written) = (self.counters(), result.is_ok());
         let mut flights = core::mem::take(&mut swap.flights[slot]);
         swap.writing[slot] = (0, 0);
         let mut gone = 0;
@@ -383,17 +389,12 @@ impl Pager {
         swap.on_disk += gone;
         c.pswpout.fetch_add(gone as u64, Relaxed);
         c.zswpwb.fetch_add(gone as u64, Relaxed);
-        if written {
-            swap.failures = 0;
-            self.tier.helps.store(true, Relaxed);
-        } else {
-            if let Some(flight) = flights.first() {
-                let cluster = (offset(flight.place) / swap.books.cluster_bytes() as u64) as u32;
-                swap.put_aside(cluster);
+        match result {
+            Ok(()) => {
+                swap.failures = 0;
+                self.tier.helps.store(true, Relaxed);
             }
-            swap.failures += 1;
-            let rest = if swap.failures < 3 { 0 } else { (1_000_000 << swap.failures.min(10)).min(REST_NS) };
-            swap.rest_until = thread::now_ns() + rest;
+            Err(e) => swap.failed(e, flights.first().map(|flight| flight.place)),
         }
         flights.clear();
         swap.flights[slot] = flights;
@@ -406,6 +407,34 @@ impl Swap {
     /// Whether a moment ago the disk had no room for a larger file.
     fn disk_is_full(&self) -> bool {
         thread::now_ns() < self.full_until
+    }
+
+    /// A write failed, to a run that begins at a place, and its objects have left the books.
+    ///
+    /// The story: where the file system cannot preallocate, that the disk has no room shows when a cluster is written to. Such a write
+    /// was one that failed as any other, and the next was to the next cluster beyond the end, for ever; what was free in clusters that the
+    /// disk has was never written to again.
+    fn failed(&mut self, error: Errno, at: Option<Place>) {
+        let (now, full) = (thread::now_ns(), matches!(error, libc::ENOSPC | libc::EDQUOT));
+        if full {
+            self.full_until = now + FULL_NS;
+        }
+        if let Some(place) = at {
+            let cluster = (offset(place) / self.books.cluster_bytes() as u64) as u32;
+            // (A new one is not at fault: it has its turn when there is room.)
+            if !full || self.books.clusters().any(|c| c == cluster) {
+                self.put_aside(cluster);
+            }
+        }
+        self.failures += 1;
+        let rest = if self.failures < 3 { 0 } else { (1_000_000 << self.failures.min(10)).min(REST_NS) };
+        self.rest_until = now + rest;
+    }
+
+    /// Whether nothing is in a cluster.
+    fn is_new(&self, cluster: u32) -> bool {
+        let bytes = self.books.cluster_bytes();
+        self.books.objects_within(u64::from(cluster) * bytes as u64, bytes).next().is_none()
     }
 
     /// Gives up a cluster that was just claimed.
