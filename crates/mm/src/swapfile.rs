@@ -11,7 +11,7 @@
 //! ```
 //! A write goes on behind the last one in its cluster, then to a new cluster, and only when there is none to a hole: the
 //! largest of a cluster that nobody else reads (after fork a child may still need what its parent has freed: the caller
-//! says which clusters are its alone).
+//! says which clusters are its alone). Where no hole is large enough for a write worth while, to the largest of all.
 //!
 //! Invariants:
 //! - A page that is in memory too and *keeps* its place refers to the object as one that is on disk only does.
@@ -187,7 +187,7 @@ impl SwapFile {
     }
 
     /// A run in the largest hole of the emptiest cluster that has one of `least` bytes; at most `most` bytes.
-    pub fn run_in_hole(&mut self, least: usize, most: usize, may_write: impl Fn(u32) -> bool) -> Option<Run> {
+    pub fn run_in_hole(&self, least: usize, most: usize, may_write: impl Fn(u32) -> bool) -> Option<Run> {
         let mut best: Option<(usize, Run)> = None;
         for (&index, cluster) in &self.clusters {
             if best.as_ref().is_some_and(|(used, _)| *used <= cluster.used)
@@ -196,25 +196,36 @@ impl SwapFile {
             {
                 continue;
             }
-            let mut at = 0;
-            let ends = cluster.slots.iter().map(|s| (s.at as usize, s.end())).chain([(self.grains, self.grains)]);
-            let mut largest: Option<Run> = None;
-            for (from, to) in ends {
-                let (start, end) =
-                    (usize::next_multiple_of(at, GRAINS_PER_BLOCK), from / GRAINS_PER_BLOCK * GRAINS_PER_BLOCK);
-                at = to;
-                if start < end {
-                    let run = clip(index, start, end, most);
-                    if run.bytes() >= least && largest.is_none_or(|l| run.bytes() > l.bytes()) {
-                        largest = Some(run);
-                    }
-                }
-            }
+            let largest = self.largest_hole(index, cluster, most).filter(|run| run.bytes() >= least);
             if let Some(run) = largest {
                 best = Some((cluster.used, run));
             }
         }
         best.map(|(_, run)| run)
+    }
+
+    /// A run in the largest hole there is, a block at least; at most `most` bytes.
+    pub fn run_in_largest_hole(&self, most: usize, may_write: impl Fn(u32) -> bool) -> Option<Run> {
+        let writable = self.clusters.iter().filter(|(index, _)| may_write(**index));
+        writable.filter_map(|(index, cluster)| self.largest_hole(*index, cluster, most)).max_by_key(Run::bytes)
+    }
+
+    /// A run in the first of the largest holes of a cluster, if one has a block.
+    fn largest_hole(&self, index: u32, cluster: &Cluster, most: usize) -> Option<Run> {
+        let (mut at, mut largest) = (0, None);
+        let ends = cluster.slots.iter().map(|s| (s.at as usize, s.end())).chain([(self.grains, self.grains)]);
+        for (from, to) in ends {
+            let (start, end) =
+                (usize::next_multiple_of(at, GRAINS_PER_BLOCK), from / GRAINS_PER_BLOCK * GRAINS_PER_BLOCK);
+            at = to;
+            if start < end {
+                let run = clip(index, start, end, most);
+                if largest.is_none_or(|l: Run| run.bytes() > l.bytes()) {
+                    largest = Some(run);
+                }
+            }
+        }
+        largest
     }
 
     /// Places an object of `len` bytes, `live` of whose pages refer to it, next in a run; None when it does not fit.

@@ -61,8 +61,11 @@ impl Model {
             run = file.run_behind_last(LEAST, LEAST_CLUSTER, mine);
             prop_assert!(run.is_some());
         }
-        let Some(mut run) = run.or_else(|| file.run_in_hole(LEAST, LEAST_CLUSTER, mine)) else { return Ok(()) };
-        prop_assert!(mine(run.cluster()) && run.bytes() >= LEAST);
+        let run = run.or_else(|| file.run_in_hole(LEAST, LEAST_CLUSTER, mine));
+        let least = if run.is_some() { LEAST } else { BLOCK };
+        let Some(mut run) = run.or_else(|| file.run_in_largest_hole(LEAST_CLUSTER, mine)) else { return Ok(()) };
+        prop_assert!(mine(run.cluster()) && run.bytes() >= least);
+        prop_assert!(least == LEAST || run.bytes() < LEAST, "there was a larger one");
         let occupied = self.blocks();
         for (len, pages) in objects {
             let live = (1u16 << pages) - 1;
@@ -75,6 +78,10 @@ impl Model {
             prop_assert_eq!(object.len, len.next_multiple_of(GRAIN));
             prop_assert!(self.objects.insert(place, (object.len, live, self.number)).is_none());
             self.number += 1;
+        }
+        if run.filled() == 0 {
+            // (None fits into a small hole: nothing is written.)
+            return Ok(());
         }
         let (at, len) = file.extent(&run);
         prop_assert!(at.is_multiple_of(BLOCK as u64) && len.is_multiple_of(BLOCK));

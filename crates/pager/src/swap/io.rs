@@ -85,6 +85,8 @@ pub enum Trouble {
     Stall,
     /// All of `--swap` is used.
     Full,
+    /// As many processes as can have something in the file.
+    Rows,
     /// A process cannot open the file.
     Open,
     /// A page could not be read back.
@@ -104,6 +106,7 @@ impl Trouble {
             Self::Read => b"uzswap: reading from the swap file failed, or gave something else than was written; it is tried again\n",
             Self::Stall => b"uzswap: the disk of the swap file has not answered for 10 seconds; the program waits for it\n",
             Self::Full => b"uzswap: the swap file is full: the limit may be exceeded; give it more with --swap\n",
+            Self::Rows => b"uzswap: more than 1024 processes have something in the swap file or on their way there: others run without swap, and the limit may be exceeded\n",
             Self::Open => b"uzswap: a process cannot open the swap file (its rights changed, or `uzswap run` is gone): it runs without swap\n",
             Self::Lost => b"uzswap: a page could not be read back from the swap file and is lost; the program gets SIGBUS when it touches it (more such pages are only counted)\n",
         }
@@ -116,6 +119,7 @@ impl Trouble {
             Self::Read => b"uzswap: reading from the swap server failed, or gave something else than was written; it is tried again\n",
             Self::Stall => b"uzswap: the swap server has not answered for 10 seconds; the program waits for it\n",
             Self::Full => b"uzswap: all that the swap server was to take is used: the limit may be exceeded; give it more with size= in --swap\n",
+            Self::Rows => b"uzswap: more than 1024 processes have something on the swap server or on their way there: others run without swap, and the limit may be exceeded\n",
             Self::Open => b"uzswap: a process cannot reach `uzswap run`, which speaks to the swap server: it runs without swap\n",
             Self::Lost => b"uzswap: a page could not be read back from the swap server and is lost; the program gets SIGBUS when it touches it (more such pages are only counted)\n",
         }

@@ -1,10 +1,11 @@
 //! Where is written what the disk has no room to extend the file for: the file has one cluster and cannot grow.
 
+use super::io::Trouble;
 use super::read_tests::{FIRST, Scene, check, end};
 use super::writeback::Round;
 use super::*;
 use crate::events;
-use crate::testing::half_noise;
+use crate::testing::{self, half_noise, noise};
 
 /// Bytes of the file's only cluster, and pages that fill it.
 const CLUSTER: u64 = 256 << 10;
@@ -124,6 +125,38 @@ fn where_nothing_can_be_preallocated_a_full_disk_shows_in_writes() {
     assert!(s.swap.as_ref().unwrap().bad.is_empty(), "the cluster is not at fault");
     assert_eq!(scene.pager.clusters.unwrap().clusters_used(), 1);
     events::forget_range(s, new, new + 10);
+    end(s, FIRST..FIRST + PAGES);
+}
+
+/// The story: the file was said to be full with half of it free, as no hole had room for the largest object there might be.
+#[test]
+fn a_full_file_has_its_small_holes_written_to() {
+    let mut scene = scene();
+    let map = scene.pager.clusters.unwrap();
+    map.bytes.store(CLUSTER, Relaxed);
+    // One page in ten stays: nine objects of some 2 KiB leave three blocks or four.
+    let stays = |vpn: &u64| (vpn - FIRST).is_multiple_of(10);
+    (FIRST..FIRST + PAGES)
+        .filter(|vpn| !stays(vpn))
+        .for_each(|vpn| events::forget_range(&mut scene.pager.state.lock(), vpn, vpn + 1));
+    let new = FIRST + 0x1000;
+    // (What no hole is large enough for stays, and is not in the way of the others.)
+    let large = new + 0x100;
+    _ = testing::store(&mut scene.pager.state.lock(), large, 4, 0, noise);
+    store(&scene, new..new + 40);
+    write_out(&mut scene, new..new + 40, 40);
+    assert_eq!(map.told.load(Relaxed) & 1 << Trouble::Full as u32, 0);
+    for _ in 0..40 {
+        round(&mut scene);
+    }
+    let s = &mut *scene.pager.state.lock();
+    assert_eq!(s.pt.get(large).tag(), Tag::Compressed);
+    assert_ne!(map.told.load(Relaxed) & 1 << Trouble::Full as u32, 0, "it waits for a larger one");
+    for vpn in [new, new + 39, FIRST + PAGES - 10] {
+        scene.read(s, vpn);
+        check(s, vpn, vpn);
+    }
+    events::forget_range(s, new, large + 16);
     end(s, FIRST..FIRST + PAGES);
 }
 

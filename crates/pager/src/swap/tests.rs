@@ -2,7 +2,7 @@
 
 use super::dense::Packer;
 use super::turns::{Task, Wanted};
-use super::writeback::{Block, RUN_BYTES, Round, blocks, bytes_of};
+use super::writeback::{Block, Filled, RUN_BYTES, Round, blocks, bytes_of};
 use super::*;
 use crate::arena::PAGE;
 use crate::deliver::decode;
@@ -201,11 +201,11 @@ fn what_is_not_idle_is_given_its_second_chance_only() {
     let swap = s.swap.as_mut().unwrap();
     swap.shrinker.press(1, 1, 4, 4, &DiskReads::new());
     swap.shrinker.met(swap.shrinker.due() - 4);
-    let mut run = scene.pager.find_run(s.swap.as_mut().unwrap()).ok().expect("an empty file");
+    let mut run = scene.pager.find_run(s.swap.as_mut().unwrap()).expect("an empty file");
     let mut swap = s.swap.take().unwrap();
     let task = Task { due: true, ..Task::default() };
     let met = scene.pager.fill_run(s, &mut swap, 0, &mut run, bytes_of(&mut scene.buffers[0]), task);
-    assert_eq!((met, swap.aside.len(), swap.shrinker.len()), ((false, false), 0, 1));
+    assert_eq!((met, swap.aside.len(), swap.shrinker.len()), (Filled::default(), 0, 1));
     s.swap = Some(swap);
     assert!(scene.pack(s).is_none());
     assert_eq!(Header::read(s.object(handle)).flags, 0);

@@ -33,7 +33,7 @@ use uzswap_sys::{lock, thread};
 
 /// Bytes of the largest write.
 pub(super) const RUN_BYTES: usize = 256 << 10;
-/// Bytes of the smallest worth while: the largest object must fit, or the one that is next would be in the way for ever.
+/// Bytes of the smallest worth while, in which the largest object fits; smaller ones are for when there is no other.
 const LEAST_RUN: usize = MOST_OBJECT.next_multiple_of(BLOCK);
 /// Objects looked at under one hold of the lock.
 const MOST_MET: usize = 2048;
@@ -70,6 +70,28 @@ pub(super) enum Round {
     Extend(u32),
     /// So many bytes of the buffer are to be written at this offset.
     Write(u64, usize),
+}
+
+/// Why there is no run.
+#[derive(Debug)]
+pub(super) enum NoRun {
+    /// This cluster, which was just claimed, needs room on disk.
+    Extend(u32),
+    /// It is to be looked for again.
+    Again,
+    /// There is no room, and this is what to tell of it.
+    Full(Trouble),
+}
+
+/// What filling a run came to.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Filled {
+    /// There is more to be met.
+    more: bool,
+    /// Memory was freed already.
+    freed: bool,
+    /// Objects were met that are larger than all of the run.
+    too_large: bool,
 }
 
 impl Pager {
@@ -185,22 +207,23 @@ impl Pager {
                 return Round::Again;
             }
             Ok(run) => run,
+            Err(NoRun::Full(trouble)) => return self.file_is_full(s, swap, trouble),
             // (Room that is only kept is there for what must be written.)
-            Err(Round::Rest(_)) if s.give_up_kept(swap) => {
-                (swap.failures, swap.rest_until) = (0, 0);
-                return Round::Again;
-            }
-            Err(Round::Extend(cluster)) if swap.disk_is_full() && s.give_up_kept(swap) => {
+            Err(NoRun::Extend(cluster)) if swap.disk_is_full() && s.give_up_kept(swap) => {
                 swap.drop_cluster(cluster);
                 return Round::Again;
             }
-            Err(round) => return round,
+            Err(NoRun::Extend(cluster)) => return Round::Extend(cluster),
+            Err(NoRun::Again) => return Round::Again,
         };
-        let (more, freed) = self.fill_run(s, swap, slot, &mut run, buffer, task);
+        let filled = self.fill_run(s, swap, slot, &mut run, buffer, task);
         self.me().pool.store(s.pool.held_bytes() as u64, Relaxed);
         if swap.flights[slot].is_empty() {
-            let again = more || freed || !swap.aside.is_empty() || swap.to_cut.is_some();
-            return if again { Round::Again } else { Round::Rest(IDLE_NS) };
+            let other = filled.freed || !swap.aside.is_empty() || swap.to_cut.is_some();
+            if filled.too_large && !other {
+                return self.file_is_full(s, swap, Trouble::Full);
+            }
+            return if filled.more || other { Round::Again } else { Round::Rest(IDLE_NS) };
         }
         let (at, len) = swap.books.extent(&run);
         buffer[run.filled()..len].fill(0);
@@ -209,9 +232,9 @@ impl Pager {
     }
 
     /// Where the next run goes; a cluster that has no room on disk yet is to be extended first.
-    pub(super) fn find_run(&self, swap: &mut Swap) -> Result<Run, Round> {
+    pub(super) fn find_run(&self, swap: &mut Swap) -> Result<Run, NoRun> {
         let map = swap.map;
-        let Some(me) = self.own_row(map) else { return Err(self.file_is_full(swap)) };
+        let Some(me) = self.own_row(map) else { return Err(NoRun::Full(Trouble::Rows)) };
         swap.row = me;
         let bad = core::mem::take(&mut swap.bad);
         let may_write = |c: u32| !bad.contains(&c) && map.alone_with(me, c);
@@ -224,20 +247,28 @@ impl Pager {
             found = swap.claim(&bad).map(|cluster| {
                 let end = (u64::from(cluster) + 1) * swap.books.cluster_bytes() as u64;
                 if end > map.allocated.load(Relaxed) {
-                    return Err(Round::Extend(cluster));
+                    return Err(NoRun::Extend(cluster));
                 }
-                swap.books.run_behind_last(LEAST_RUN, RUN_BYTES, may_write).ok_or(Round::Again)
+                swap.books.run_behind_last(LEAST_RUN, RUN_BYTES, may_write).ok_or(NoRun::Again)
             });
         }
         if found.is_none() {
             found = swap.books.run_in_hole(LEAST_RUN, RUN_BYTES, may_write).map(Ok);
         }
+        if found.is_none() {
+            found = swap.books.run_in_largest_hole(RUN_BYTES, may_write).map(Ok);
+        }
         swap.bad = bad;
-        found.unwrap_or_else(|| Err(self.file_is_full(swap)))
+        found.unwrap_or(Err(NoRun::Full(Trouble::Full)))
     }
 
-    fn file_is_full(&self, swap: &mut Swap) -> Round {
-        self.tell(Trouble::Full);
+    /// There is no room for what is next; unless some is only kept.
+    fn file_is_full(&self, s: &mut State, swap: &mut Swap, trouble: Trouble) -> Round {
+        if s.give_up_kept(swap) {
+            (swap.failures, swap.rest_until) = (0, 0);
+            return Round::Again;
+        }
+        self.tell(trouble);
         swap.failures += 1;
         swap.rest_until = thread::now_ns() + REST_NS;
         Round::Rest(REST_NS)
@@ -266,8 +297,7 @@ impl Pager {
     }
 
     /// Fills a run with objects that are to go, until the task is done: about as many bytes are, or as many pages have been
-    /// met as it may for that, and what was due has been. Returns whether there is more to be met, and
-    /// whether memory was freed already.
+    /// met as it may for that, and what was due has been.
     pub(super) fn fill_run(
         &self,
         s: &mut State,
@@ -276,9 +306,9 @@ impl Pager {
         run: &mut Run,
         buffer: &mut [u8],
         task: Task,
-    ) -> (bool, bool) {
+    ) -> Filled {
         // (What is set aside gets smaller by a quarter or more.)
-        let (mut met, mut freed, mut hoped, mut turn) = (0, 0, 0, 0);
+        let (mut met, mut freed, mut hoped, mut turn, mut too_large) = (0, 0, 0, 0, false);
         // (Dense takes longer than the disk does: not while somebody waits for room.)
         let hurry = self.excess(s) > 0;
         let short = swap.is_short_of_room(self);
@@ -324,6 +354,12 @@ impl Pager {
                 continue;
             }
             if out != 0 && run.filled() + (swap.front() + bytes).next_multiple_of(GRAIN) > run.bytes() {
+                // (In a small hole the next may fit.)
+                if run.filled() == 0 {
+                    too_large = true;
+                    swap.shrinker.rotate(entry);
+                    continue;
+                }
                 swap.shrinker.put_back(entry);
                 break;
             }
@@ -336,7 +372,7 @@ impl Pager {
         }
         self.took_turn(&task, turn);
         // (Where all that was met had its second chance only, that was progress too.)
-        (met == MOST_MET || turn > 0, freed > 0)
+        Filled { more: met == MOST_MET || turn > 0, freed: freed > 0, too_large }
     }
 
     /// Cuts a block that was set aside: its parts are the next to be met. (What cannot be cut for want of room is met again;
