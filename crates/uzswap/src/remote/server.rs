@@ -128,35 +128,58 @@ impl Server {
         true
     }
 
-    /// The keeper's round: drops keys of clusters that are free, and renews the others' time when `renew`. What fails is
+    /// The keeper's round: renews the keys' time when `renew`, and drops those of clusters that are free. What fails is
     /// done the next time.
+    ///
+    /// The story: keys of free clusters came first, one by one. Where a node of a cluster did not answer each took a third of the time
+    /// limit, and the keys on all other nodes expired meanwhile.
     pub fn keep(&self, session: &mut Session, is_free: impl Fn(u32) -> bool, renew: bool) {
         let all: Vec<u32> = lock(&self.written).iter().copied().collect();
-        for cluster in all.iter().copied().filter(|c| is_free(*c)) {
+        let (free, used): (Vec<u32>, Vec<u32>) = all.into_iter().partition(|c| is_free(*c));
+        if renew {
+            self.renew(session, &used);
+        }
+        let mut silent: Vec<Arc<Node>> = Vec::new();
+        for cluster in free {
+            let node = self.nodes.of(&self.key(cluster));
+            let given_up = node.down.load(Relaxed) && !renew;
+            if given_up || silent.iter().any(|n| Arc::ptr_eq(n, &node)) {
+                continue;
+            }
             let _held = lock(self.lock_of(cluster));
             // (Who claims it from now on writes to it after us.)
-            if is_free(cluster) && self.unlink(session, cluster) {
+            if !is_free(cluster) {
+                continue;
+            }
+            if self.unlink(session, cluster) {
                 lock(&self.written).remove(&cluster);
+            } else {
+                silent.push(node);
             }
         }
-        if !renew {
-            return;
-        }
+    }
+
+    /// Renews the time of these clusters' keys.
+    fn renew(&self, session: &mut Session, clusters: &[u32]) {
         let expire = |key: &String| {
             let mut expire = redis::cmd("EXPIRE");
             expire.arg(key).arg(self.address.ttl);
             expire
         };
-        for (node, keys) in self.nodes.divide(all.iter().map(|c| self.key(*c))) {
+        for (node, keys) in self.nodes.divide(clusters.iter().map(|c| self.key(*c))) {
             for some in keys.chunks(BATCH) {
                 let mut pipe = redis::pipe();
                 for key in some {
                     pipe.add_command(expire(key)).ignore();
                 }
-                let done = session.on(&node, false, |con| pipe.query::<()>(con));
-                if done.is_err_and(|e| redirect_of(&e).is_some()) {
+                match session.on(&node, false, |con| pipe.query::<()>(con)) {
+                    Ok(()) => {}
                     // (Some are elsewhere by now.)
-                    some.iter().for_each(|key| drop(session.once(key, &Commands::reading(expire(key)))));
+                    Err(e) if redirect_of(&e).is_some() => {
+                        some.iter().for_each(|key| drop(session.once(key, &Commands::reading(expire(key)))));
+                    }
+                    // (Nor would it answer for the others.)
+                    Err(_) => break,
                 }
             }
         }
@@ -202,4 +225,80 @@ impl Server {
 
 fn failed(e: &RedisError) -> String {
     format!("the swap server cannot be used: {}; look at the address after --swap, and whether it runs", said(e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use redis::Value;
+    use std::io::{BufRead, BufReader, Write};
+    use std::net::TcpListener;
+
+    /// A node that takes every command, and what it was told.
+    fn answering(listener: TcpListener) -> Arc<Mutex<Vec<String>>> {
+        let told: Arc<Mutex<Vec<String>>> = Arc::default();
+        let all = Arc::clone(&told);
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let (mut answers, told) = (stream.unwrap(), Arc::clone(&all));
+                let mut lines = BufReader::new(answers.try_clone().unwrap()).lines();
+                std::thread::spawn(move || {
+                    // *WORDS, and $LENGTH and the word for each.
+                    while let Some(Ok(words)) = lines.next() {
+                        let words: usize = words.trim_start_matches('*').parse().unwrap();
+                        let all: Vec<String> = (0..2 * words).map(|_| lines.next().unwrap().unwrap()).collect();
+                        lock(&told).push(all.iter().skip(1).step_by(2).cloned().collect::<Vec<_>>().join(" "));
+                        answers.write_all(b":1\r\n").unwrap();
+                    }
+                });
+            }
+        });
+        told
+    }
+
+    /// A cluster of two nodes at these ports, each with half of the slots.
+    fn cluster_of(ports: [u16; 2]) -> Server {
+        let urls = ports.map(|port| format!("127.0.0.1:{port}")).join(",");
+        let address = Address::parse(&format!("redis://{urls}?size=1G&timeout=1&ttl=60")).unwrap();
+        let nodes = Nodes::new(&address).unwrap();
+        let part = |first: i64, last: i64, port: u16| {
+            let node = Value::Array(vec![Value::BulkString(b"127.0.0.1".to_vec()), Value::Int(port.into())]);
+            Value::Array(vec![Value::Int(first), Value::Int(last), node])
+        };
+        let slots = Value::Array(vec![part(0, 8191, ports[0]), part(8192, 16_383, ports[1])]);
+        assert!(nodes.learn(&nodes.named()[0], &slots));
+        let locks = (0..256).map(|_| Mutex::new(())).collect();
+        let run = "run".to_owned();
+        Server { nodes, address, run, over: AtomicBool::new(false), written: Mutex::default(), locks }
+    }
+
+    /// See [`Server::keep`].
+    #[test]
+    fn a_node_that_does_not_answer_does_not_keep_the_others_keys_from_being_renewed() {
+        let listeners = [0, 1].map(|_| TcpListener::bind("127.0.0.1:0").unwrap());
+        let server = cluster_of([0, 1].map(|i| listeners[i].local_addr().unwrap().port()));
+        let [silent, other] = listeners;
+        let told = answering(other);
+        (0..40).for_each(|cluster| assert!(server.note_written(cluster)));
+        let is_silent = |c: u32| Arc::ptr_eq(&server.nodes.of(&server.key(c)), &server.nodes.named()[0]);
+        let of_silent = (0..40).filter(|c| is_silent(*c)).count();
+        assert!((5..35).contains(&of_silent));
+        let free = |c: u32| is_silent(c) || c.is_multiple_of(2);
+        let mut session = Session::new(&server);
+        server.keep(&mut session, free, true);
+        silent.set_nonblocking(true).unwrap();
+        let tries = || std::iter::from_fn(|| silent.accept().ok()).count();
+        assert_eq!(tries(), 1, "for {of_silent} free clusters there");
+        let commands = std::mem::take(&mut *lock(&told));
+        let of = |name: &str| commands.iter().filter(|c| c.starts_with(name)).count();
+        let expected = |freed: bool| (0..40).filter(|c| !is_silent(*c) && free(*c) == freed).count();
+        assert_eq!((of("EXPIRE"), of("UNLINK")), (expected(false), expected(true)));
+        assert_eq!(lock(&server.written).len(), 40 - expected(true), "those of the silent one are tried again");
+        // One that was given up is left alone until keys are renewed the next time.
+        server.nodes.named()[0].down.store(true, Relaxed);
+        server.keep(&mut session, free, false);
+        assert_eq!(tries(), 0);
+        server.keep(&mut session, free, true);
+        assert_eq!(tries(), 1);
+    }
 }
