@@ -4,6 +4,7 @@ mod check;
 mod cli;
 mod config;
 mod ctl;
+mod descriptors;
 mod doctor;
 mod elf;
 mod folios;

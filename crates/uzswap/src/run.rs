@@ -8,6 +8,7 @@
 use crate::check::{self, Refused};
 use crate::cli::RunArgs;
 use crate::config::{Compressor, Config, plain};
+use crate::descriptors::Limit;
 use crate::groups::Group;
 use crate::output::Output;
 use crate::record::Recording;
@@ -81,8 +82,9 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     let blocked = Blocked::new();
     let trace = outputs.trace.as_ref().map(|trace| start_recording(&group, trace)).transpose()?;
     let keeper = swap.as_ref().map_or(Ok(None), Swap::serve)?;
+    let files = keeper.as_ref().and_then(|_| Limit::raise().ok());
     let start = Instant::now();
-    let child = start_program(&program, &args.command, &agent, &group, swap.as_ref(), &blocked)?;
+    let child = start_program(&program, &args.command, &agent, &group, swap.as_ref(), &blocked, files)?;
     outputs.keep();
     let (ended, usage) = supervise(child, &blocked);
     let wall = start.elapsed();
@@ -173,6 +175,7 @@ fn start_program(
     group: &Group,
     swap: Option<&Swap>,
     blocked: &Blocked,
+    files: Option<Limit>,
 ) -> Result<libc::pid_t, Refused> {
     let mut preload = agent.as_os_str().to_owned();
     if let Some(others) = env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
@@ -201,7 +204,7 @@ fn start_program(
     unsafe {
         start.pre_exec(move || {
             inherited.restore();
-            Ok(())
+            files.map_or(Ok(()), Limit::restore)
         });
     }
     match start.spawn() {

@@ -77,7 +77,9 @@ impl Backend<'_> {
         match self {
             Self::File(fd) => blockio::write_all(*fd, bytes, at),
             Self::Remote { .. } if bytes.is_empty() => Ok(()),
-            Self::Remote { .. } => self.ask(OP_WRITE, at, bytes.len(), |fd| stream::send_all(fd, bytes), |_| Ok(())),
+            Self::Remote { .. } => {
+                self.ask(OP_WRITE, at, bytes.len(), &mut |fd| stream::send_all(fd, bytes), &mut |_| Ok(()))
+            }
         }
     }
 
@@ -89,41 +91,46 @@ impl Backend<'_> {
         match self {
             Self::File(fd) => blockio::read_full(*fd, bytes, at),
             Self::Remote { .. } if bytes.is_empty() => Ok(()),
-            Self::Remote { .. } => self.ask(OP_READ, at, bytes.len(), |_| Ok(()), |fd| stream::receive_all(fd, bytes)),
+            Self::Remote { .. } => {
+                let len = bytes.len();
+                self.ask(OP_READ, at, len, &mut |_| Ok(()), &mut |fd| stream::receive_all(fd, bytes))
+            }
         }
     }
 
-    fn ask(
-        &self,
-        op: u32,
-        at: u64,
-        len: usize,
-        send: impl FnOnce(i32) -> Result<(), Errno>,
-        receive: impl FnOnce(i32) -> Result<(), Errno>,
-    ) -> Result<(), Errno> {
+    /// Asks the command; once more where the connection is found closed, which the command does to those that it has too many of.
+    fn ask(&self, op: u32, at: u64, len: usize, send: Transfer<'_>, receive: Transfer<'_>) -> Result<(), Errno> {
         let Self::Remote { map, link, owner, row } = self else { return Err(libc::EBADF) };
-        if link.load(Acquire) < 0 {
-            link.store(connect(map).or(Err(libc::EIO))?, Release);
-        }
-        let fd = link.load(Acquire);
         let request = Request { op, len: len as u32, at, owner: *owner, row: *row };
-        let mut status = [0; 4];
-        let answered = stream::send_all(fd, &request.to_bytes())
-            .and_then(|()| send(fd))
-            .and_then(|()| stream::receive_all(fd, &mut status))
-            .and_then(|()| if status == [0; 4] { receive(fd) } else { Ok(()) });
-        match (answered, i32::from_ne_bytes(status)) {
-            (Ok(()), 0) => Ok(()),
-            (Ok(()), e @ 1..MOST_ERRORS) => Err(e),
-            _ => {
-                // (Half a message may be in it, or what is in it is no answer.)
-                raw::close(fd);
-                link.store(-1, Release);
-                Err(libc::EIO)
+        loop {
+            let kept = link.load(Acquire) >= 0;
+            if !kept {
+                link.store(connect(map).or(Err(libc::EIO))?, Release);
+            }
+            let fd = link.load(Acquire);
+            let mut status = [0; 4];
+            let answered = stream::send_all(fd, &request.to_bytes())
+                .and_then(|()| send(fd))
+                .and_then(|()| stream::receive_all(fd, &mut status))
+                .and_then(|()| if status == [0; 4] { receive(fd) } else { Ok(()) });
+            match (answered, i32::from_ne_bytes(status)) {
+                (Ok(()), 0) => return Ok(()),
+                (Ok(()), e @ 1..MOST_ERRORS) => return Err(e),
+                _ => {
+                    // (Half a message may be in it, or what is in it is no answer.)
+                    raw::close(fd);
+                    link.store(-1, Release);
+                    if answered.is_ok() || !kept {
+                        return Err(libc::EIO);
+                    }
+                }
             }
         }
     }
 }
+
+/// Sends or receives what belongs to a request.
+type Transfer<'a> = &'a mut dyn FnMut(i32) -> Result<(), Errno>;
 
 /// A connection to the command.
 ///
@@ -245,9 +252,10 @@ impl Pager {
 mod tests {
     use super::*;
     use crate::testing;
-    use std::io::Write;
+    use std::io::{Read, Write};
     use std::os::fd::{AsRawFd, IntoRawFd};
-    use std::os::unix::net::UnixStream;
+    use std::os::unix::fs::OpenOptionsExt;
+    use std::os::unix::net::{UnixListener, UnixStream};
     use uzswap_sys::memfd;
 
     /// The story: the file was opened by the command's number and descriptor, whatever was there: another's file, which was written to.
@@ -280,6 +288,33 @@ mod tests {
     fn requests_are_read_as_they_were_written() {
         let request = Request { op: OP_WRITE, len: 4096, at: 0x1234_5678_9abc, owner: u64::MAX - 5, row: 7 };
         assert_eq!(Request::from_bytes(&request.to_bytes()), request);
+    }
+
+    /// The command closes connections by which nothing is asked when it has too many: who comes to use one asks by another, once.
+    #[test]
+    fn a_connection_that_is_found_closed_is_made_anew() {
+        let path = std::env::temp_dir().join(format!("uzswap-asked-{}", std::process::id()));
+        let listener = UnixListener::bind(&path).unwrap();
+        let file = std::fs::File::options().read(true).custom_flags(libc::O_PATH).open(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let map = testing::books();
+        map.pid.store(std::process::id(), Relaxed);
+        map.fd.store(file.as_raw_fd(), Relaxed);
+        // It answers two requests, each by a connection of its own, and then closes one that was asked by.
+        let command = std::thread::spawn(move || {
+            for status in [0, libc::ENOSPC, -1] {
+                let mut stream = listener.accept().unwrap().0;
+                stream.read_exact(&mut [0; Request::BYTES + 4096]).unwrap();
+                if status >= 0 {
+                    stream.write_all(&i32::to_ne_bytes(status)).unwrap();
+                }
+            }
+        });
+        let link = AtomicI32::new(-1);
+        let backend = Backend::Remote { map, link: &link, owner: 1, row: 0 };
+        let results = [(); 3].map(|()| backend.write_all(&[7; 4096], 0));
+        assert_eq!(results, [Ok(()), Err(libc::ENOSPC), Err(libc::EIO)]);
+        command.join().unwrap();
     }
 
     /// The story: what came was the bytes of another read, as two threads had asked by one connection. They were taken for

@@ -5,14 +5,19 @@
 //! `/proc/PID/fd/N` of a descriptor, which only who may trace the command can.
 //!
 //! One thread waits for connections, most of which are never used (each process has two); one that is gets a thread of its
-//! own, with a connection to the server. A third kind, the keeper, looks after the keys.
+//! own; for each request it takes a connection to the server that no other uses. A third kind, the keeper, looks after the keys.
+//!
+//! Half of the descriptors that we may have are for members. When they have more connections those go that were never used, and those by
+//! which nothing is asked for a moment; a member that comes to use one finds it closed, and asks again by a new one.
 
 use super::{Server, Session};
+use crate::descriptors;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 use uzswap_mm::swapfile::Geometry;
@@ -21,6 +26,8 @@ use uzswap_pager::swap::clusters::ClusterMap;
 
 /// How often the keeper looks.
 const LOOK: Duration = Duration::from_secs(1);
+/// For how long nothing is asked by a connection that others may have the descriptor of.
+const QUIET: Duration = Duration::from_secs(1);
 /// (A handshake of TLS wants some.)
 const STACK: usize = 1 << 20;
 
@@ -101,6 +108,7 @@ fn keep(server: &Server, map: &ClusterMap, (stop, wake): &(Mutex<bool>, Condvar)
 
 fn accept(listener: &UnixListener, server: &Arc<Server>, map: &'static ClusterMap, geometry: Geometry) {
     let mut idle: Vec<UnixStream> = Vec::new();
+    let crowd = Arc::<Crowd>::default();
     loop {
         let fds = std::iter::once(listener.as_raw_fd()).chain(idle.iter().map(AsRawFd::as_raw_fd));
         let mut polls: Vec<_> = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
@@ -110,13 +118,29 @@ fn accept(listener: &UnixListener, server: &Arc<Server>, map: &'static ClusterMa
         }
         for i in (0..idle.len()).rev().filter(|i| polls[i + 1].revents != 0) {
             let stream = idle.swap_remove(i);
-            let server = Arc::clone(server);
+            let (server, crowd) = (Arc::clone(server), Arc::clone(&crowd));
+            crowd.used.fetch_add(1, Relaxed);
+            let of_thread = Arc::clone(&crowd);
             // (Without a thread the connection is closed, and the member's request fails.)
-            let _ = thread("uzswap-swap", move || {
-                let _ = Member { stream, session: Session::new(&server), map, geometry }.serve();
+            let started = thread("uzswap-swap", move || {
+                let _ = Member { stream, session: Session::new(&server), map, geometry, crowd: &of_thread }.serve();
+                of_thread.used.fetch_sub(1, Relaxed);
             });
+            if started.is_err() {
+                crowd.used.fetch_sub(1, Relaxed);
+            }
         }
+        let full = idle.len() + crowd.used.load(Relaxed) >= descriptors::most() / 2;
+        crowd.full.store(full, Relaxed);
         if polls[0].revents != 0 {
+            if full && idle.is_empty() {
+                // (Until somebody is quiet for a moment.)
+                std::thread::sleep(Duration::from_millis(20));
+                continue;
+            }
+            if full {
+                idle.remove(0);
+            }
             match listener.accept() {
                 Ok((stream, _)) => idle.push(stream),
                 // (Out of descriptors: who waits is served when others end.)
@@ -126,8 +150,18 @@ fn accept(listener: &UnixListener, server: &Arc<Server>, map: &'static ClusterMa
     }
 }
 
+/// How many connections there are.
+#[derive(Default)]
+struct Crowd {
+    /// Those that were used, each with a thread.
+    used: AtomicUsize,
+    /// There are as many as there may be.
+    full: AtomicBool,
+}
+
 /// A member's connection.
 struct Member<'a> {
+    crowd: &'a Crowd,
     stream: UnixStream,
     session: Session<'a>,
     map: &'static ClusterMap,
@@ -135,10 +169,25 @@ struct Member<'a> {
 }
 
 impl Member<'_> {
+    /// Whether a request comes, or the member ends, within a moment.
+    fn is_asked(&self) -> io::Result<bool> {
+        let mut poll = libc::pollfd { fd: self.stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one pollfd, ours.
+        match unsafe { libc::poll(&raw mut poll, 1, QUIET.as_millis() as libc::c_int) } {
+            -1 => Err(io::Error::last_os_error()),
+            n => Ok(n > 0),
+        }
+    }
+
     /// Serves requests until the member ends, or asks for what cannot be.
     fn serve(&mut self) -> io::Result<()> {
         let mut buffer = Vec::new();
         loop {
+            while !self.is_asked()? {
+                if self.crowd.full.load(Relaxed) {
+                    return Ok(());
+                }
+            }
             let mut request = [0; Request::BYTES];
             self.stream.read_exact(&mut request)?;
             let request = Request::from_bytes(&request);

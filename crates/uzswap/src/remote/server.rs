@@ -12,7 +12,7 @@
 
 use super::address::Address;
 use super::nodes::{Node, Nodes, lock, redirect_of, said};
-use super::session::{Commands, PAUSE, Session};
+use super::session::{Commands, Idle, PAUSE, Session};
 use redis::{Connection, RedisError};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering::*};
@@ -31,6 +31,8 @@ pub struct Server {
     run: String,
     /// The run is over: nothing more is written.
     over: AtomicBool,
+    /// Connections that no session uses just now.
+    pub(super) idle: Mutex<Vec<Idle>>,
     /// Clusters that have a key.
     written: Mutex<BTreeSet<u32>>,
     /// Held while a cluster is written to or its key dropped, by the cluster's number.
@@ -45,7 +47,15 @@ impl Server {
         uzswap_sys::raw::random(&mut run).map_err(|_| "the kernel gives no random numbers".to_owned())?;
         let run = run.iter().map(|b| format!("{b:02x}")).collect();
         let locks = (0..256).map(|_| Mutex::new(())).collect();
-        let server = Self { nodes, address, run, over: AtomicBool::new(false), written: Mutex::default(), locks };
+        let server = Self {
+            nodes,
+            address,
+            run,
+            over: AtomicBool::new(false),
+            idle: Mutex::default(),
+            written: Mutex::default(),
+            locks,
+        };
         server.try_out()?;
         Ok(server)
     }
@@ -269,7 +279,15 @@ mod tests {
         assert!(nodes.learn(&nodes.named()[0], &slots));
         let locks = (0..256).map(|_| Mutex::new(())).collect();
         let run = "run".to_owned();
-        Server { nodes, address, run, over: AtomicBool::new(false), written: Mutex::default(), locks }
+        Server {
+            nodes,
+            address,
+            run,
+            over: AtomicBool::new(false),
+            idle: Mutex::default(),
+            written: Mutex::default(),
+            locks,
+        }
     }
 
     /// See [`Server::keep`].

@@ -1,9 +1,9 @@
-//! A session: connections to the nodes, and how an operation is tried.
+//! A session: how an operation is tried.
 //!
 //! ```text
 //! persist   until it succeeds, is refused, or its time is over; with pauses that double
 //!   once      the node that has the key, and wherever it sends us
-//!     on        one try at one node, by a connection that is not used again when it failed
+//!     on        one try at one node, by a connection that nobody else uses just then, and not again when it failed
 //! ```
 //! When its time is over a node is taken for dead, and each operation there is tried once only, until one succeeds. What
 //! the server refuses (no memory, no permission) is not tried again. A cluster is asked anew who has what after each
@@ -17,6 +17,7 @@
 use super::nodes::{Node, lock, redirect_of};
 use super::server::Server;
 use redis::{Connection, ErrorKind, Pipeline, RedisError, RedisResult, ServerErrorKind, Value};
+use std::error::Error;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::*;
 use std::time::{Duration, Instant};
@@ -61,34 +62,57 @@ impl Commands {
     }
 }
 
-/// Connections to the nodes.
+/// Who asks the nodes. Sessions share connections: as many are open as were ever used at once.
 pub struct Session<'a> {
     server: &'a Server,
-    /// Each with its number there.
-    cons: Vec<(Arc<Node>, Connection, i64)>,
+}
+
+/// A connection that nobody uses just now.
+pub(super) struct Idle {
+    node: Arc<Node>,
+    con: Connection,
+    /// Its number there.
+    id: i64,
 }
 
 impl<'a> Session<'a> {
     /// Not connected yet.
     pub fn new(server: &'a Server) -> Self {
-        Self { server, cons: Vec::new() }
+        Self { server }
     }
 
-    fn connection(&mut self, node: &Arc<Node>, within: Duration) -> RedisResult<(&mut Connection, i64)> {
-        let i = match self.cons.iter().position(|(n, ..)| Arc::ptr_eq(n, node)) {
-            Some(i) => i,
-            None => {
-                let mut con = self.server.nodes.connect(node, within)?;
-                let id = match redis::cmd("CLIENT").arg("ID").query(&mut con) {
-                    Err(e) if !is_refusal(&e) => return Err(e),
-                    id => id.unwrap_or(-1),
-                };
-                self.cons.push((Arc::clone(node), con, id));
-                self.cons.len() - 1
-            }
+    fn connection(&self, node: &Arc<Node>, within: Duration) -> RedisResult<Idle> {
+        let mut idle = lock(&self.server.idle);
+        if let Some(i) = idle.iter().rposition(|idle| Arc::ptr_eq(&idle.node, node)) {
+            return Ok(idle.swap_remove(i));
+        }
+        drop(idle);
+        let mut con = self.server.nodes.connect(node, within)?;
+        let id = match redis::cmd("CLIENT").arg("ID").query(&mut con) {
+            Err(e) if !is_refusal(&e) => return Err(e),
+            id => id.unwrap_or(-1),
         };
-        let (_, con, id) = &mut self.cons[i];
-        Ok((con, *id))
+        Ok(Idle { node: Arc::clone(node), con, id })
+    }
+
+    /// Does something by a connection to a node, which others may use then; if it failed, neither it nor those like it.
+    fn by_connection<T>(
+        &self,
+        node: &Arc<Node>,
+        within: Duration,
+        op: impl FnOnce(&mut Connection) -> RedisResult<T>,
+        failed: impl FnOnce(i64),
+    ) -> RedisResult<T> {
+        let mut taken = self.connection(node, within)?;
+        let done = op(&mut taken.con);
+        let mut idle = lock(&self.server.idle);
+        if done.as_ref().is_err_and(|e| !is_refusal(e)) {
+            idle.retain(|idle| !Arc::ptr_eq(&idle.node, node));
+            failed(taken.id);
+        } else {
+            idle.push(taken);
+        }
+        done
     }
 
     /// One try at a node.
@@ -102,15 +126,11 @@ impl<'a> Session<'a> {
         if changes {
             self.end_abandoned(node, within)?;
         }
-        let (con, id) = self.connection(node, within)?;
-        let done = op(con);
-        if done.as_ref().is_err_and(|e| !is_refusal(e)) {
-            self.cons.retain(|(n, ..)| !Arc::ptr_eq(n, node));
+        self.by_connection(node, within, op, |id| {
             if changes && id >= 0 {
                 lock(&node.abandoned).push(id);
             }
-        }
-        done
+        })
     }
 
     /// Ends the connections to a node on which a write was given up.
@@ -118,11 +138,8 @@ impl<'a> Session<'a> {
         let ids: Vec<i64> = lock(&node.abandoned).clone();
         for id in ids {
             let kill = |con: &mut Connection| redis::cmd("CLIENT").arg("KILL").arg("ID").arg(id).query::<i64>(con);
-            match kill(self.connection(node, within)?.0) {
-                Err(e) if !is_refusal(&e) => {
-                    self.cons.retain(|(n, ..)| !Arc::ptr_eq(n, node));
-                    return Err(e);
-                }
+            match self.by_connection(node, within, kill, |_| {}) {
+                Err(e) if !is_refusal(&e) => return Err(e),
                 _ => lock(&node.abandoned).retain(|i| *i != id),
             }
         }
@@ -178,7 +195,12 @@ impl<'a> Session<'a> {
                     return Ok(value);
                 }
                 Err(Failure::Refused(errno)) => return Err(errno),
-                Err(Failure::Broken) => {}
+                // (For as long as it takes: the node is well, and those who use the others give them back.)
+                Err(Failure::Starved) if !server.is_over() => {
+                    std::thread::sleep(PAUSE);
+                    continue;
+                }
+                Err(Failure::Starved | Failure::Broken) => {}
             }
             let node = server.nodes.of(key);
             self.look();
@@ -224,10 +246,15 @@ enum Failure {
     Refused(i32),
     /// It may go better the next time.
     Broken,
+    /// This process has as many descriptors as it may.
+    Starved,
 }
 
 impl From<RedisError> for Failure {
     fn from(e: RedisError) -> Self {
+        if is_starved(&e) {
+            return Self::Starved;
+        }
         if !is_refusal(&e) || redirect_of(&e).is_some() {
             return Self::Broken;
         }
@@ -245,5 +272,28 @@ fn is_refusal(e: &RedisError) -> bool {
         ) => false,
         ErrorKind::Server(_) | ErrorKind::Extension => true,
         _ => false,
+    }
+}
+
+/// Whether there was no descriptor for a connection.
+///
+/// The story: a run with a hundred processes had none left, and the node to which no connection could be made was taken for dead. Reads
+/// there failed, and their pages were lost.
+fn is_starved(e: &RedisError) -> bool {
+    // (That is how the client keeps it.)
+    let cause = e.source().and_then(|e| e.downcast_ref::<Arc<dyn Error + Send + Sync>>());
+    let cause = cause.and_then(|e| e.downcast_ref::<std::io::Error>()).and_then(std::io::Error::raw_os_error);
+    matches!(cause, Some(libc::EMFILE | libc::ENFILE))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn that_there_are_no_descriptors_is_not_the_node_s_fault() {
+        let of = |errno| Failure::from(RedisError::from(std::io::Error::from_raw_os_error(errno)));
+        assert!([libc::EMFILE, libc::ENFILE].into_iter().all(|errno| matches!(of(errno), Failure::Starved)));
+        assert!([libc::ECONNREFUSED, libc::ETIMEDOUT].into_iter().all(|errno| matches!(of(errno), Failure::Broken)));
     }
 }

@@ -232,3 +232,30 @@ fn a_server_without_memory() {
     assert!(!run.status.success() && run.stderr.text().contains("maxmemory-policy volatile-lru"), "{}", run.describe());
     server.stop();
 }
+
+/// The story: a hundred processes had all the descriptors that the command may have. New connections were never taken, and who waited
+/// for what it had asked by one stood still; and where none was left for the server, the server was taken for dead, and pages were lost.
+#[test]
+fn many_processes_and_few_descriptors() {
+    let _beside = beside();
+    let Some(python) = need("python3") else { return };
+    let Some(server) = Server::start("remote-many") else { return };
+    let subject = Subject::new("many processes", &[&python, &fixture("manyforks.py"), &"10", &"12"]);
+    // (The second may not have more: connections come and go.)
+    for limit in ["ulimit -Sn 64", "ulimit -n 64"] {
+        let mut subject = subject.clone().with(&["--swap", &server.swap("")]);
+        subject.before = ["sh", "-c", &format!("{limit} && exec \"$@\""), "sh"].map(Into::into).to_vec();
+        let run = subject.start_limited(96 * MIB).finish();
+        run.say(subject.name, limit, None);
+        assert!(run.status.success() && !run.timed_out, "{}", run.describe());
+        assert_eq!(
+            run.stdout.text(),
+            "descriptors 64\nchildren [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]\n",
+            "{}",
+            run.describe()
+        );
+        assert!(number(&run, "pswpout") > 0 && number(&run, "pswpin") > 0, "{}", run.describe());
+        assert_eq!(number(&run, "poisoned"), 0, "{}", run.describe());
+    }
+    server.stop();
+}
