@@ -80,7 +80,7 @@ pub enum Site {
 }
 
 /// Every site and its name.
-pub const SITES: [(Site, &str); 24] = [
+pub const SITES: [(Site, &str); 25] = [
     (Site::Pool, "pool"),
     (Site::Damage, "damage"),
     (Site::MoveOut, "move_out"),

@@ -479,5 +479,5 @@ fn a_tracer_reads_what_is_out() {
         return skip(&format!("programs cannot be traced here: {}", run.stderr.text()));
     }
     assert!(run.status.success() && run.stdout.text() == "12288\n", "{}", run.describe());
-    assert_limited("strace", &run, 24 * MIB, false);
+    assert_limited("strace", &run, Some(with_slack(24 * MIB)));
 }
