@@ -9,15 +9,14 @@
 //! by its pid. Memory is measured from outside: RssAnon of every process of the session, read each 5 ms.
 
 use crate::hung::end_hung;
-use std::collections::BTreeSet;
+pub use crate::needs::*;
 use std::ffi::OsString;
 use std::fs;
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -36,106 +35,6 @@ const KEPT_OUTPUT_BYTES: usize = 6000;
 
 /// What has uzswap do as on a kernel without UFFDIO_MOVE.
 pub const WITHOUT_MOVE: &str = "move=never";
-
-static RUNNING: RwLock<()> = RwLock::new(());
-
-/// Held while it runs by a test whose programs' memory is measured against a limit: they must not compete for two CPUs.
-pub fn alone() -> RwLockWriteGuard<'static, ()> {
-    // A failed test poisons the lock; the next one is none the worse for it.
-    RUNNING.write().unwrap_or_else(|e| e.into_inner())
-}
-
-/// Held while it runs by a test of what programs do and are told, beside which another such test may run.
-pub fn beside() -> RwLockReadGuard<'static, ()> {
-    RUNNING.read().unwrap_or_else(|e| e.into_inner())
-}
-
-/// Writes a line that the test runner does not capture.
-pub fn say(line: &str) {
-    let _ = writeln!(io::stderr(), "    {line}");
-}
-
-/// The path of a program these tests need. When it is missing the test is skipped, and says so; under
-/// `UZSWAP_TEST_REQUIRE=1` (as in CI) a missing program is a failure.
-pub fn need(program: &str) -> Option<PathBuf> {
-    let mut dirs: Vec<PathBuf> =
-        ["/usr/bin", "/usr/local/bin", "/bin", "/usr/local/go/bin"].iter().map(PathBuf::from).collect();
-    dirs.extend(std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()));
-    match dirs.iter().map(|d| d.join(program)).find(|p| p.is_file()) {
-        Some(path) => Some(path),
-        None => {
-            missing(&format!("{program} is not installed (./test installs it when run as root)"));
-            None
-        }
-    }
-}
-
-/// Reports a test for which something is not installed; fails it where everything is required.
-pub fn missing(reason: &str) {
-    let test = thread::current().name().unwrap_or("?").to_owned();
-    assert!(std::env::var_os("UZSWAP_TEST_REQUIRE").is_none(), "{test}: {reason}, and UZSWAP_TEST_REQUIRE is set");
-    skip(reason);
-}
-
-/// Reports a test that cannot run on this machine, or with these rights, whatever is installed.
-pub fn skip(reason: &str) {
-    let test = thread::current().name().unwrap_or("?").to_owned();
-    say(&format!("SKIPPED {test}: {reason}"));
-}
-
-/// The command under test. `UZSWAP_TEST_BIN` names another one, for instance an installed one.
-pub fn uzswap() -> PathBuf {
-    std::env::var_os("UZSWAP_TEST_BIN").map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_uzswap")), PathBuf::from)
-}
-
-/// A file of the fixtures.
-pub fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs/fixtures").join(name)
-}
-
-/// A new, empty directory; kept after the run so that a failure can be looked into.
-pub fn scratch(name: &str) -> PathBuf {
-    let dir = scratch_path(name);
-    let _ = fs::remove_dir_all(&dir);
-    fs::create_dir_all(&dir).expect("a scratch directory");
-    dir
-}
-
-fn scratch_path(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_TARGET_TMPDIR")).join("programs").join(name)
-}
-
-/// Runs a build tool to its end; panics with its output when it fails.
-pub fn build(command: &mut Command) {
-    let out = command.stdin(Stdio::null()).output();
-    let out = out.unwrap_or_else(|e| panic!("cannot start {command:?}: {e}"));
-    assert!(
-        out.status.success(),
-        "{command:?}: {}\n{}{}",
-        out.status,
-        String::from_utf8_lossy(&out.stdout),
-        String::from_utf8_lossy(&out.stderr)
-    );
-}
-
-/// A C program of the fixtures, compiled by the first test that needs it.
-pub fn compile_c(name: &str) -> Option<PathBuf> {
-    static COMPILED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-    let cc = need("cc")?;
-    let mut compiled = COMPILED.lock().unwrap_or_else(|e| e.into_inner());
-    if compiled.contains(name) {
-        return Some(scratch_path(name).join(name));
-    }
-    let out = scratch(name).join(name);
-    build(
-        Command::new(cc)
-            .args(["-O2", "-g", "-pthread", "-Wall", "-Werror", "-o"])
-            .arg(&out)
-            .arg(fixture(&format!("{name}.c"))),
-    );
-    compiled.insert(name.to_owned());
-    Some(out)
-}
 
 /// A program to run, with all it depends on.
 #[derive(Clone)]

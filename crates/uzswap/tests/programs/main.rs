@@ -12,6 +12,7 @@ mod hung;
 mod injected;
 mod leaving;
 mod lends;
+mod needs;
 mod pageout;
 mod preloads;
 mod qemu;
