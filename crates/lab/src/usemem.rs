@@ -457,11 +457,13 @@ impl Lab<'_> {
     }
 }
 
-/// What counts against the limit of the most memory that was seen: what the members said that they are charged with, which is without
-/// the pool, as that is not charged here (see the note). (The pools' sizes in the report are of each process's own moment: less their sum
-/// the peak would look lower than it was.)
+/// What counts against the limit of the most memory that was seen, without the pool, as that is not charged here (see the note): what the
+/// members said that they are charged with, or what was seen from outside less what their pools held at most, whichever is more. (The
+/// latter is too little, as each pool's most is of its process's own moment. Where nobody was managed all that was seen counts.)
 fn charged(peak_anon: u64, report: &Value) -> u64 {
-    report::peak(report).unwrap_or(peak_anon)
+    let managed = report.get("engaged").and_then(Value::as_u64).is_some_and(|n| n > 0);
+    let pool = report.pointer("/counters/pool_total_size").and_then(Value::as_u64).filter(|_| managed).unwrap_or(0);
+    report::peak(report).unwrap_or(0).max(peak_anon.saturating_sub(pool))
 }
 
 /// The figures of a report.
@@ -526,9 +528,12 @@ mod tests {
     /// Two processes with 30 MiB of pool each, one after the other, held 60 of 100 MiB at no moment.
     #[test]
     fn what_is_charged_is_what_the_members_said() {
-        let report = json!({"peak": 68 * MIB, "counters": {"pool_total_size": 60 * MIB}});
-        assert_eq!(charged(100 * MIB, &report), 68 * MIB);
-        assert_eq!(charged(100 * MIB, &json!({})), 100 * MIB);
+        let report = |engaged: u64, peak: u64| {
+            json!({"engaged": engaged, "peak": peak * MIB, "counters": {"pool_total_size": 60 * MIB}})
+        };
+        assert_eq!(charged(100 * MIB, &report(2, 68)), 68 * MIB);
+        assert_eq!(charged(100 * MIB, &report(2, 12)), 40 * MIB, "they looked too late");
+        assert_eq!([report(0, 0), json!({})].map(|report| charged(100 * MIB, &report)), [100 * MIB; 2]);
         let runs = [64.0, 99.0, 65.0].map(|mib| Figures::from([(HELD, mib)]));
         let figures = medians(&runs);
         assert_eq!((figures[HELD], figures[MOST]), (65.0, 99.0), "one run in three over the limit is no median");

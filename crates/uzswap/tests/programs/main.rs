@@ -348,7 +348,7 @@ fn sqlite_in_memory() {
 fn gnu_sort() {
     let _alone = alone();
     let Some(sort) = need("sort") else { return };
-    let input = text_file(&scratch("sort"), 10 << 20);
+    let input = text_file(&scratch("sort"), 20 << 20);
     Subject::new("sort", &[&sort, &"--parallel=2", &"-S", &"400M", &"-k2", &input]).keeps_limit().check();
 }
 
@@ -466,7 +466,7 @@ fn all_signals_are_the_programs_own() {
 /// that brings it, which had stopped to tell strace of a call of its own: both for ever.
 #[test]
 fn a_tracer_reads_what_is_out() {
-    let _beside = beside();
+    let _alone = alone();
     let (Some(python), Some(strace)) = (python(), need("strace")) else { return };
     let script = "import os\n\
                   memory = bytearray(b'\\x07') * (48 << 20)\n\

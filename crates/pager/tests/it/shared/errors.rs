@@ -73,16 +73,21 @@ fn who_does_not_read_what_is_said_holds_nobody_up() {
     std::thread::spawn(move || say.send(lines.next()));
     let served = said.recv_timeout(LONGEST);
     // And it is said to who reads.
-    let (mut read, mut error) = (child.stderr.take().unwrap(), String::new());
-    let mut some = [0; 4096];
-    while served.is_ok() && !error.contains("it could not be seen whether") {
-        let n = read.read(&mut some).unwrap();
-        error.push_str(std::str::from_utf8(&some[..n]).unwrap());
-    }
-    drop(read);
+    let (mut read, (say, said)) = (child.stderr.take().unwrap(), channel());
+    std::thread::spawn(move || {
+        let (mut error, mut some) = (String::new(), [0; 4096]);
+        while let Ok(n @ 1..) = read.read(&mut some) {
+            error.push_str(std::str::from_utf8(&some[..n]).unwrap());
+            if error.contains("it could not be seen whether") {
+                return say.send(()).unwrap();
+            }
+        }
+    });
+    let read = served.is_ok().then(|| said.recv_timeout(LONGEST));
     let _ = child.kill();
     child.wait().unwrap();
     assert_eq!(served.unwrap().as_deref(), Some("served"));
+    assert_eq!(read, Some(Ok(())));
 }
 
 /// Page-outs that are held, until they are let go.
