@@ -104,10 +104,9 @@ pub extern "C" fn asks(given: *const *const c_char, path: *const c_char) -> u32 
 
 fn asks_at(dir: c_int, path: *const c_char, given: *const *const c_char) -> u32 {
     let (Some(group), Some(library)) = (text(&OWN[0]), text(&LIBRARY)) else { return NOTHING };
-    if FILTERED.load(Relaxed) {
-        return NOTHING;
-    }
-    match program::kind(dir, path) {
+    // (Under a filter no file is looked at, and nothing said.)
+    let filtered = FILTERED.load(Relaxed);
+    match if filtered { Kind::Other } else { program::kind(dir, path) } {
         Kind::Musl => {
             say_lost(b"uzswap: a program was started that is linked with musl, and uzswap's library with glibc, so it runs without a limit\n");
             return REMOVED;
@@ -122,7 +121,11 @@ fn asks_at(dir: c_int, path: *const c_char, given: *const *const c_char) -> u32 
     }
     let bytes = PRELOAD.len() + library.len() + 1 + others.len() + 1;
     // (Where this library is not to be found the loader would complain, and load nothing.)
-    if count > VARIABLES || bytes > PRELOAD_BYTES || !can_be_loaded() {
+    let has_room = count <= VARIABLES && bytes <= PRELOAD_BYTES;
+    if filtered {
+        return if has_room { ADDED } else { NOTHING };
+    }
+    if !has_room || !can_be_loaded() {
         say_lost(b"uzswap: a program was started that cannot load uzswap's library (it has another root directory, or an environment without room), so it runs without a limit\n");
         return NOTHING;
     }

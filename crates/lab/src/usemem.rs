@@ -528,9 +528,7 @@ mod tests {
     /// Two processes with 30 MiB of pool each, one after the other, held 60 of 100 MiB at no moment.
     #[test]
     fn what_is_charged_is_what_the_members_said() {
-        let report = |engaged: u64, peak: u64| {
-            json!({"engaged": engaged, "peak": peak * MIB, "counters": {"pool_total_size": 60 * MIB}})
-        };
+        let report = |engaged: u64, peak: u64| json!({"engaged": engaged, "peak": peak * MIB, "counters": {"pool_total_size": 60 * MIB}});
         assert_eq!(charged(100 * MIB, &report(2, 68)), 68 * MIB);
         assert_eq!(charged(100 * MIB, &report(2, 12)), 40 * MIB, "they looked too late");
         assert_eq!([report(0, 0), json!({})].map(|report| charged(100 * MIB, &report)), [100 * MIB; 2]);

@@ -219,6 +219,8 @@ impl<P: Policy> Compactor<P> {
     fn run(&mut self, zone: &mut Zone, goal: Goal, mover: &mut impl Migrate) -> Outcome {
         zone.coalesce();
         if Self::is_done(zone, &goal) {
+            // (By the next run what was chosen is out of date.)
+            self.stopped = None;
             return Outcome::Success;
         }
         self.begin(zone, goal.kind);

@@ -7,6 +7,7 @@
 //! Frames and compressed objects are inherited copy-on-write. Afterwards MOVE answers EBUSY for frames that are still
 //! shared: see `move_in` and `unshare`.
 
+use crate::events::forget_all;
 use crate::group::unmanaged;
 use crate::letgo::{GONE, KEEPS};
 use crate::pager::Pager;
@@ -21,7 +22,7 @@ use uzswap_mm::pagetable::Tag;
 use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
 use uzswap_sys::lock::{self, Guard};
-use uzswap_sys::{process, sys, thread};
+use uzswap_sys::{process, raw, sys, thread};
 
 /// Bytes of stack that a hook needs at most while it holds the lock; so does a child until its memory is managed.
 pub const HOOK_STACK: usize = 32 << 10;
@@ -152,8 +153,6 @@ impl Pager {
     ///
     /// The story: where no thread could be started (RLIMIT_NPROC, pids.max), or the group was full, such a child was ended.
     fn go_unmanaged(&self) {
-        // (Perhaps it has a place.)
-        self.leave();
         self.letting.store(GONE, SeqCst);
         if self.group.warns_first(unmanaged::FORKED) {
             self.say(b"uzswap: a forked child found no place in its group, is in another namespace of process numbers, or could have no more threads; it runs without a limit\n");
@@ -162,12 +161,17 @@ impl Pager {
 
     /// The child takes its place in the group, and has its own helpers; false when it cannot.
     fn begins_as_child(&'static self, engaged: bool) -> bool {
-        // (Another process, in this namespace or in the group's, has its number.)
-        if !process::is_in_own_proc() {
+        // (Another process, in this namespace or in the group's, has its number, or others read another time of its start.)
+        let (mut digits, parent) = ([0; 20], thread::getppid());
+        if !process::is_in_own_proc() || !process::has_clocks_of(raw::decimal(parent as u64, &mut digits)) {
+            return false;
+        }
+        if self.claim_slot().is_err() {
             return false;
         }
         // SAFETY: before_fork took the lock in this thread.
-        if self.claim_slot().is_err() || !self.inherit_swap(unsafe { self.state.assume_locked() }) {
+        if !self.inherit_swap(unsafe { self.state.assume_locked() }) {
+            self.leave();
             return false;
         }
         // SAFETY: before_fork took the lock in this thread.
@@ -188,10 +192,27 @@ impl Pager {
             }
             spawned && self.ready.load(Acquire) == 1
         } else {
-            // (What its parent has opened already is not in the child's table.)
-            self.uffd.store(-1, Relaxed);
-            self.spawn_ticker(ticker::start).is_ok()
+            self.forget_engaging();
+            let started = self.spawn_ticker(ticker::start).is_ok();
+            if !started {
+                self.leave();
+            }
+            started
         }
+    }
+
+    /// What its parent had opened, found and begun, to manage its memory, is none of the child's.
+    ///
+    /// The story: where that had failed (no more threads) and another thread forked before it was taken back, the child took what had been
+    /// found for managed, and its helpers, when it had some, for told to end.
+    fn forget_engaging(&self) {
+        self.uffd.store(-1, Relaxed);
+        self.stopping.store(false, Relaxed);
+        for helper in [&self.handler, &self.reclaimer, &self.writer] {
+            helper.store(0, Relaxed);
+        }
+        // SAFETY: before_fork took the lock in this thread.
+        forget_all(unsafe { self.state.assume_locked() });
     }
 
     /// The parent's ring is the parent's: a child writes to that of its own slot.
@@ -213,6 +234,8 @@ impl Pager {
     fn reset_inherited(&self) {
         // SAFETY: before_fork took the lock in this thread.
         let s = unsafe { self.state.assume_locked() };
+        // (Of the faults that its parent's slot counts.)
+        s.huge_due = 0;
         // The parent's page map is not inherited: its place is empty here, or taken by something else.
         s.pt.unpublish();
         s.page_map = None;

@@ -171,7 +171,8 @@ impl Pager {
                         self.say(b"uzswap: memory cannot be managed in this process (userfaultfd or threads refused, or no /proc); it runs without a limit; see `uzswap doctor`\n");
                     }
                     self.refuse_request();
-                    return Some(u64::MAX >> 1);
+                    // (Threads may be had by then. Who is idle does not fill anything.)
+                    return Some(ENGAGE_AGAIN_NS);
                 }
                 self.forget_plans(0);
                 // What made it tight for this one may do so for others, which fill what they mapped before.

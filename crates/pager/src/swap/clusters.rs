@@ -261,10 +261,18 @@ impl ClusterMap {
     /// Names the child that is to take over a row which `me` made for it, unless it has done so already.
     pub(super) fn leave_to(&self, row: usize, me: Identity, child: Identity) {
         let r = &self.rows[row];
-        r.heir.store(child.raw(), SeqCst);
-        if r.owner.load(SeqCst) != me.raw() {
-            let _ = r.heir.compare_exchange(child.raw(), 0, SeqCst, Relaxed);
+        // (Who takes it just now does so because the child has it, and has ended.)
+        if !self.hold(row, me) {
+            return;
         }
+        if r.owner.load(SeqCst) == me.raw() {
+            r.heir.store(child.raw(), SeqCst);
+            // (Taken over meanwhile, which is done without a hold.)
+            if r.owner.load(SeqCst) != me.raw() {
+                let _ = r.heir.compare_exchange(child.raw(), 0, SeqCst, Relaxed);
+            }
+        }
+        self.let_go(row, me);
     }
 
     /// A forked child becomes the owner of a row that `parent` made for it; false when it is another's.

@@ -41,6 +41,8 @@ const MOST_MET: usize = 2048;
 const FULL_NS: u64 = 10_000_000_000;
 /// Longest rest after failures, and the rest while there is nothing to write (nanoseconds).
 const REST_NS: u64 = 1_000_000_000;
+/// Of the time in which small holes are looked for and written to, looking has one part in so many.
+const WALK_PART: u64 = 20;
 const IDLE_NS: u64 = 100_000_000;
 
 /// A block of the file in memory, aligned as direct I/O wants it.
@@ -236,6 +238,7 @@ impl Pager {
         let map = swap.map;
         let Some(me) = self.own_row(map) else { return Err(NoRun::Full(Trouble::Rows)) };
         swap.row = me;
+        let began = thread::now_ns();
         let bad = core::mem::take(&mut swap.bad);
         let may_write = |c: u32| !bad.contains(&c) && map.alone_with(me, c);
         let mut found = swap.books.run_behind_last(LEAST_RUN, RUN_BYTES, may_write).map(Ok);
@@ -257,6 +260,9 @@ impl Pager {
         }
         if found.is_none() {
             found = swap.books.run_in_largest_hole(RUN_BYTES, may_write).map(Ok);
+            // (All books were gone through, with the lock held, for little: that is not to take more than a small part of the time.)
+            let now = thread::now_ns();
+            swap.rest_until = now + ((now - began) * WALK_PART).min(REST_NS);
         }
         swap.bad = bad;
         found.unwrap_or(Err(NoRun::Full(Trouble::Full)))

@@ -182,7 +182,12 @@ impl Server {
                 for key in some {
                     pipe.add_command(expire(key)).ignore();
                 }
-                match session.on(&node, false, |con| pipe.query::<()>(con)) {
+                // (A connection that nobody has used for long may have been closed: the next one is new.)
+                let mut renewed = session.on(&node, false, |con| pipe.query::<()>(con));
+                if renewed.as_ref().is_err_and(|e| redirect_of(e).is_none()) {
+                    renewed = session.on(&node, false, |con| pipe.query::<()>(con));
+                }
+                match renewed {
                     Ok(()) => {}
                     // (Some are elsewhere by now.)
                     Err(e) if redirect_of(&e).is_some() => {

@@ -195,9 +195,12 @@ impl<'a> Session<'a> {
                     return Ok(value);
                 }
                 Err(Failure::Refused(errno)) => return Err(errno),
-                // (For as long as it takes: the node is well, and those who use the others give them back.)
+                // (For as long as it takes: the node is well, and those who use the others give them back. What nobody uses is
+                // another node's.)
                 Err(Failure::Starved) if !server.is_over() => {
-                    std::thread::sleep(PAUSE);
+                    if lock(&server.idle).pop().is_none() {
+                        std::thread::sleep(PAUSE);
+                    }
                     continue;
                 }
                 Err(Failure::Starved | Failure::Broken) => {}
