@@ -46,18 +46,22 @@ impl Server {
         let mut run = [0; 8];
         uzswap_sys::raw::random(&mut run).map_err(|_| "the kernel gives no random numbers".to_owned())?;
         let run = run.iter().map(|b| format!("{b:02x}")).collect();
-        let locks = (0..256).map(|_| Mutex::new(())).collect();
-        let server = Self {
+        let server = Self::of(nodes, address, run);
+        server.try_out()?;
+        Ok(server)
+    }
+
+    /// One that nobody has asked yet.
+    fn of(nodes: Nodes, address: Address, run: String) -> Self {
+        Self {
             nodes,
             address,
             run,
             over: AtomicBool::new(false),
             idle: Mutex::default(),
             written: Mutex::default(),
-            locks,
-        };
-        server.try_out()?;
-        Ok(server)
+            locks: (0..256).map(|_| Mutex::new(())).collect(),
+        }
     }
 
     fn try_out(&self) -> Result<(), String> {
@@ -282,17 +286,7 @@ mod tests {
         };
         let slots = Value::Array(vec![part(0, 8191, ports[0]), part(8192, 16_383, ports[1])]);
         assert!(nodes.learn(&nodes.named()[0], &slots));
-        let locks = (0..256).map(|_| Mutex::new(())).collect();
-        let run = "run".to_owned();
-        Server {
-            nodes,
-            address,
-            run,
-            over: AtomicBool::new(false),
-            idle: Mutex::default(),
-            written: Mutex::default(),
-            locks,
-        }
+        Server::of(nodes, address, "run".to_owned())
     }
 
     /// See [`Server::keep`].

@@ -2,7 +2,6 @@
 
 use crate::harness::*;
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 const SWAP: [&str; 2] = ["--swap", "1G"];
 /// Most pages that are lost where one read in three fails for good: some 100 of the 12,288 are.
@@ -54,15 +53,7 @@ fn a_program_that_outlives_the_command_forks() {
     let subject = Subject::new("orphan forks", &[&python, &fixture("orphanfork.py"), &"48", &said]).with(&SWAP);
     let run = subject.start_limited(32 * MIB).finish();
     assert!(!run.status.success(), "the command was to be killed\n{}", run.describe());
-    let deadline = Instant::now() + Duration::from_secs(120);
-    let text = loop {
-        let text = std::fs::read_to_string(&said).unwrap_or_default();
-        if text.ends_with('\n') {
-            break text;
-        }
-        assert!(Instant::now() < deadline, "the program does not end");
-        std::thread::sleep(Duration::from_millis(20));
-    };
+    let text = line_in(&said);
     assert_eq!(text, "children [0, 0, 0] wrong 0\n", "{}", run.stderr.text());
 }
 

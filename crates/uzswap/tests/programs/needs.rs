@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread;
+use std::time::{Duration, Instant};
 
 static RUNNING: RwLock<()> = RwLock::new(());
 
@@ -106,4 +107,17 @@ pub fn compile_c(name: &str) -> Option<PathBuf> {
     );
     compiled.insert(name.to_owned());
     Some(out)
+}
+
+/// The line that a program which outlives the command writes to a file at its end.
+pub fn line_in(file: &Path) -> String {
+    let deadline = Instant::now() + Duration::from_secs(120);
+    loop {
+        let text = fs::read_to_string(file).unwrap_or_default();
+        if text.ends_with('\n') {
+            return text;
+        }
+        assert!(Instant::now() < deadline, "the program does not end");
+        thread::sleep(Duration::from_millis(20));
+    }
 }

@@ -146,15 +146,7 @@ fn a_command_that_is_killed() {
     let key = server.some_key().expect("keys that nobody dropped");
     let ttl: i64 = server.one(&["TTL", &key]).parse().expect("seconds");
     assert!((500..=600).contains(&ttl), "{key} expires in {ttl} s");
-    let deadline = Instant::now() + Duration::from_secs(120);
-    let text = loop {
-        let text = std::fs::read_to_string(&said).unwrap_or_default();
-        if text.ends_with('\n') {
-            break text;
-        }
-        assert!(Instant::now() < deadline, "the program does not end");
-        std::thread::sleep(Duration::from_millis(20));
-    };
+    let text = line_in(&said);
     let lost: Option<u64> = text.strip_prefix("lost ").and_then(|t| t.strip_suffix(", wrong 0\n")?.parse().ok());
     assert!(lost.is_some_and(|lost| lost > 0), "{text}");
     server.stop();
