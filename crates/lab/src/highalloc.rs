@@ -23,7 +23,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 use trace::Trace;
 use uzswap_mm::compaction::Counters;
-use uzswap_mm::compaction::policy::{Emptiest, Linear, Policy, ZoneEnds};
+use uzswap_mm::compaction::policy::{Emptiest, Linear, Pivot, Policy, ZoneEnds};
 use uzswap_mm::zone::BLOCK_FRAMES;
 
 /// `uzswap lab highalloc`.
@@ -170,7 +170,7 @@ fn describe(settings: &Settings, traces: &[Trace]) -> Value {
 
 /// The published rule with the pivot in the middle of a machine: from there on it moves as published.
 fn middle(frames: u32) -> Linear {
-    Linear::starting_at((frames / BLOCK_FRAMES / 2) as usize, true)
+    Pivot::new((frames / BLOCK_FRAMES / 2) as usize)
 }
 
 /// One machine through all iterations.
@@ -375,7 +375,7 @@ mod tests {
         assert!(old[0].pivot_at.is_none() && pivot[0].pivot_at.is_some());
         assert_ne!(old[0].compaction, pivot[0].compaction);
         // From the machine's start it is the old way, until it moves.
-        let from_start = age(&settings, || Linear::starting_at(0, true), &traces, &contents).ok().unwrap();
+        let from_start = age(&settings, || Pivot::new(0), &traces, &contents).ok().unwrap();
         assert_eq!((from_start[0].pivot_moves, from_start[0].pivot_at), (Some(0), Some(0.0)));
         assert_eq!(from_start[0].compaction, old[0].compaction);
     }

@@ -462,7 +462,7 @@ impl Lab<'_> {
 /// latter is too little, as each pool's most is of its process's own moment. Where nobody was managed all that was seen counts.)
 fn charged(peak_anon: u64, report: &Value) -> u64 {
     let managed = report.get("engaged").and_then(Value::as_u64).is_some_and(|n| n > 0);
-    let pool = report.pointer("/counters/pool_total_size").and_then(Value::as_u64).filter(|_| managed).unwrap_or(0);
+    let pool = report::pool(report).filter(|_| managed).unwrap_or(0);
     report::peak(report).unwrap_or(0).max(peak_anon.saturating_sub(pool))
 }
 

@@ -357,6 +357,7 @@ mod tests {
     use super::*;
     use crate::testing;
     use uzswap_sys::sys;
+    use uzswap_sys::uring::Uring;
 
     const N: usize = 64;
 
@@ -401,23 +402,30 @@ mod tests {
         assert_eq!(p.stage(&mut s, N).ok(), Some(N));
     }
 
-    /// See `rescue_unshared`: pinned pages keep no others in memory, and come when they are pinned no more; what a child that has
-    /// ended left shared comes as soon as it was un-shared.
-    #[test]
-    fn what_is_pinned_is_set_aside_and_what_was_shared_comes() {
+    /// Has the kernel pin N pages, until the ring is dropped; None, which is said, where it makes none.
+    fn pin(at: usize) -> Option<Uring> {
         const REGISTER_BUFFERS: usize = 0;
-        const UNREGISTER_BUFFERS: usize = 1;
-        let p = testing::pager(16 << 20);
-        let at = testing::memory(p, 2 * N);
-        let first = (at / PAGE) as u64;
-        (0..2 * N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
-        let Ok(ring) = uzswap_sys::uring::Uring::new(1) else {
-            return testing::skip("io_uring is not to be had");
+        let Ok(ring) = Uring::new(1) else {
+            testing::skip("io_uring is not to be had");
+            return None;
         };
         let pinned = libc::iovec { iov_base: at as *mut _, iov_len: N * PAGE };
         // SAFETY: the kernel pins the range, which stays mapped.
         let done = unsafe { sys!(libc::SYS_io_uring_register, ring.fd(), REGISTER_BUFFERS, &raw const pinned, 1) };
         done.expect("buffers are registered");
+        Some(ring)
+    }
+
+    /// See `rescue_unshared`: pinned pages keep no others in memory, and come when they are pinned no more; what a child that has
+    /// ended left shared comes as soon as it was un-shared.
+    #[test]
+    fn what_is_pinned_is_set_aside_and_what_was_shared_comes() {
+        const UNREGISTER_BUFFERS: usize = 1;
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, 2 * N);
+        let first = (at / PAGE) as u64;
+        (0..2 * N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
+        let Some(ring) = pin(at) else { return };
         // (More than once: other tests of this process may fork meanwhile, and share all of it for a while.)
         let leaves = |most: usize, rescues: bool| {
             for _ in 0..10_000 {
@@ -460,17 +468,10 @@ mod tests {
     /// See `Pager::unshare_noted`: where all is pinned there is no more to be done, whether a child may share it or not.
     #[test]
     fn to_unshare_what_is_pinned_is_no_progress() {
-        const REGISTER_BUFFERS: usize = 0;
         let p = testing::pager(16 << 20);
         let at = testing::memory(p, N);
         (0..N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
-        let Ok(ring) = uzswap_sys::uring::Uring::new(1) else {
-            return testing::skip("io_uring is not to be had");
-        };
-        let pinned = libc::iovec { iov_base: at as *mut _, iov_len: N * PAGE };
-        // SAFETY: the kernel pins the range, which stays mapped.
-        let done = unsafe { sys!(libc::SYS_io_uring_register, ring.fd(), REGISTER_BUFFERS, &raw const pinned, 1) };
-        done.expect("buffers are registered");
+        let Some(_ring) = pin(at) else { return };
         p.state.lock().list_resident((at / PAGE) as u64, N, List::Inactive, |_| None);
         p.gains_kin();
         for round in 0..20 {

@@ -50,15 +50,21 @@ impl Pager {
     /// # Errors
     /// `clone`'s.
     pub fn spawn_ticker(&'static self, entry: extern "C" fn(usize) -> !) -> Result<(), Errno> {
-        if self.inject(Site::Thread).is_some() {
-            return Err(libc::EAGAIN);
-        }
-        // SAFETY: the stack is ours and unused (in a forked child: its former user does not exist here).
-        let tid = unsafe { thread::spawn(stack(self, 0), true, entry, core::ptr::from_ref(self) as usize) }?;
+        // (In a forked child the stack's former user does not exist.)
+        let tid = self.spawn_on(0, true, entry)?;
         self.ticker.store(tid, Release);
         self.me().ticker.store(tid as u32, Release);
         self.row_has_ticker(tid);
         Ok(())
+    }
+
+    /// Starts a thread on the stack of this number, which nobody is on; with `own_files`, with a descriptor table of its own.
+    fn spawn_on(&'static self, n: usize, own_files: bool, entry: extern "C" fn(usize) -> !) -> Result<i32, Errno> {
+        if self.inject(Site::Thread).is_some() {
+            return Err(libc::EAGAIN);
+        }
+        // SAFETY: the stack is ours and unused; the entries never return.
+        unsafe { thread::spawn(stack(self, n), own_files, entry, core::ptr::from_ref(self) as usize) }
     }
 
     /// Makes the ticker look now.
@@ -159,10 +165,11 @@ impl Pager {
             // (What is to be put out on request must be managed first, however far the limit is.)
             if room == 0 || self.is_asked() {
                 let now = thread::now_ns();
-                if now < scans.engage_from || self.engage().is_err() {
-                    if now >= scans.engage_from {
-                        scans.engage_from = now + ENGAGE_AGAIN_NS;
-                    }
+                let tries = now >= scans.engage_from;
+                if tries {
+                    scans.engage_from = now + ENGAGE_AGAIN_NS;
+                }
+                if !tries || self.engage().is_err() {
                     self.never_gets_on();
                     self.growth.room.store(usize::MAX, Relaxed);
                     // (What it planned would count with the others for good.)
@@ -326,19 +333,12 @@ impl Pager {
     }
 
     fn spawn_each(&'static self) -> Result<(), Errno> {
-        let spawn = |n: usize, entry: extern "C" fn(usize) -> !| {
-            if self.inject(Site::Thread).is_some() {
-                return Err(libc::EAGAIN);
-            }
-            // SAFETY: a stack of ours that nobody is on; the entries never return.
-            unsafe { thread::spawn(stack(self, n), false, entry, core::ptr::from_ref(self) as usize) }
-        };
-        self.reclaimer.store(spawn(2, run_reclaim)?, Release);
+        self.reclaimer.store(self.spawn_on(2, false, run_reclaim)?, Release);
         if self.tier.file.load(Acquire) >= 0 {
-            self.writer.store(spawn(3, run_swap)?, Release);
+            self.writer.store(self.spawn_on(3, false, run_swap)?, Release);
         }
         // (Last: nobody can end it that has not begun to read messages.)
-        self.handler.store(spawn(1, run_handler)?, Release);
+        self.handler.store(self.spawn_on(1, false, run_handler)?, Release);
         self.signs.watched.store(true, SeqCst);
         Ok(())
     }

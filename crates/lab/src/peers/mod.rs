@@ -62,3 +62,23 @@ pub fn set_up(keeper: &Keeper, peer: Peer, limit: u64, swap: u64, dir: &Path, wa
     };
     Ok(Ready { cgroup: cgroup::Cgroup::make(keeper, limit, wait)?, _swap: swap })
 }
+
+/// Which of several is set: the one in brackets, as in `[lzo-rle] lzo lz4` and `always inherit [madvise] never`.
+fn selected(list: &str) -> Option<&str> {
+    list.split_once('[')?.1.split_once(']').map(|(name, _)| name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_set_is_the_one_in_brackets() {
+        assert_eq!(selected("[lzo-rle] lzo lz4 \n"), Some("lzo-rle"));
+        assert_eq!(selected("lzo [lz4]"), Some("lz4"));
+        assert_eq!(selected("lzo lz4"), None);
+        assert_eq!(selected("always inherit [madvise] never\n"), Some("madvise"));
+        assert_eq!(selected("always madvise [never]\n"), Some("never"));
+        assert_eq!(selected("always\n"), None);
+    }
+}

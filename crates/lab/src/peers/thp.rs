@@ -1,5 +1,6 @@
 //! The kernel's folios of some size, for memory that nobody gave advice on.
 
+use super::selected;
 use crate::undo::{Keeper, Step, Todo};
 use std::fs;
 use std::path::Path;
@@ -21,25 +22,8 @@ pub fn of_64k(keeper: &Keeper) -> Result<Vec<Todo>, String> {
 fn set(keeper: &Keeper, name: &str, value: &str) -> Result<Todo, String> {
     let path = Path::new(DIRECTORY).join(name);
     let text = fs::read_to_string(&path).map_err(|e| format!("this kernel has no {name}: {e}"))?;
-    let before = chosen(&text).ok_or_else(|| format!("{name} is not understood: {}", text.trim()))?;
+    let before = selected(&text).ok_or_else(|| format!("{name} is not understood: {}", text.trim()))?;
     let restore = keeper.will_undo(Step::Restore(path.clone(), before.to_owned()))?;
     fs::write(&path, value).map_err(|e| format!("cannot set {name} to `{value}`: {e}"))?;
     Ok(restore)
-}
-
-/// Which of `always inherit [madvise] never` is set.
-fn chosen(text: &str) -> Option<&str> {
-    text.split_once('[')?.1.split_once(']').map(|(word, _)| word)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::chosen;
-
-    #[test]
-    fn what_is_set_is_in_brackets() {
-        assert_eq!(chosen("always inherit [madvise] never\n"), Some("madvise"));
-        assert_eq!(chosen("always madvise [never]\n"), Some("never"));
-        assert_eq!(chosen("always\n"), None);
-    }
 }

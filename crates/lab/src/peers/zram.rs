@@ -1,6 +1,6 @@
 //! The kernel's zram as swap.
 
-use super::{swap, zswap};
+use super::{selected, swap, zswap};
 use crate::undo::{Keeper, Step, Todo};
 use std::fs;
 use std::path::Path;
@@ -46,22 +46,5 @@ impl Zram {
         set("disksize", &bytes.to_string())?;
         let swap = swap::on(keeper, Path::new(DEVICE), bytes)?;
         Ok(Self { _swap: swap, _reset: reset, _algorithm: algorithm, _zswap: zswap })
-    }
-}
-
-/// The one in brackets of `[lzo-rle] lzo lz4`.
-fn selected(list: &str) -> Option<&str> {
-    list.split_once('[')?.1.split_once(']').map(|(name, _)| name)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_selected_algorithm_is_the_one_in_brackets() {
-        assert_eq!(selected("[lzo-rle] lzo lz4 \n"), Some("lzo-rle"));
-        assert_eq!(selected("lzo [lz4]"), Some("lz4"));
-        assert_eq!(selected("lzo lz4"), None);
     }
 }

@@ -94,10 +94,10 @@ impl ZoneEnds {
 }
 
 impl Pivot {
-    /// The policy, with the pivot at the zone's start until it moves.
+    /// The policy, with the pivot at this block until it moves. (At the zone's start it is the old way until then.)
     #[allow(clippy::new_ret_no_self)]
-    pub fn new() -> Linear {
-        Linear::starting_at(0, true)
+    pub fn new(block: usize) -> Linear {
+        Linear::starting_at(block, true)
     }
 }
 

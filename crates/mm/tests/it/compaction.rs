@@ -332,7 +332,7 @@ fn the_pivot_moves_only_on_a_restart_after_the_longest_deferral() {
     for moves in [true, false] {
         let (mut zone, mut memory) = zone_with(0, 8 * BLOCK, |f| f % 2 == 0);
         memory.pinned.fill(true);
-        let mut compactor = Compactor::new(if moves { Pivot::new() } else { ZoneEnds::new() });
+        let mut compactor = Compactor::new(if moves { Pivot::new(0) } else { ZoneEnds::new() });
         let mut complete = 0;
         while compactor.deferral.shift() < MAX_SHIFT || complete < 7 {
             let met_before = compactor.policy.cached.met_at;

@@ -12,7 +12,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN, Pte, Tag};
-use uzswap_sys::{memfd, raw};
+use uzswap_sys::{blockio, memfd};
 
 /// Pages of a batch.
 pub(super) const BATCH_PAGES: usize = 64;
@@ -85,7 +85,8 @@ impl Batch {
         while i < self.pages.len() {
             let n = self.pages[i..].iter().zip(self.pages[i].number..).take_while(|(p, at)| p.number == *at).count();
             let bytes = &mut self.bytes[i * PAGE..(i + n) * PAGE];
-            read_at(&self.object, bytes, self.pages[i].number)?;
+            blockio::read_full(self.object.as_raw_fd(), bytes, self.pages[i].number * PAGE as u64)
+                .map_err(io::Error::from_raw_os_error)?;
             i += n;
         }
         self.hashes.extend(self.bytes[..self.pages.len() * PAGE].chunks(PAGE).map(object::hash));
@@ -133,19 +134,6 @@ impl Batch {
         *at += len;
         Outcome::Packed { encoding, at: *at - len, len }
     }
-}
-
-fn read_at(object: &OwnedFd, bytes: &mut [u8], page: u64) -> io::Result<()> {
-    let (mut done, at) = (0, page * PAGE as u64);
-    while done < bytes.len() {
-        match raw::pread(object.as_raw_fd(), &mut bytes[done..], at + done as u64) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(n) => done += n,
-            Err(libc::EINTR) => {}
-            Err(errno) => return Err(io::Error::from_raw_os_error(errno)),
-        }
-    }
-    Ok(())
 }
 
 impl Engine {
