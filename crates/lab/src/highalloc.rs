@@ -23,7 +23,8 @@ use std::path::PathBuf;
 use std::time::Instant;
 use trace::Trace;
 use uzswap_mm::compaction::Counters;
-use uzswap_mm::compaction::policy::{Emptiest, Linear, Pivot, Policy, ZoneEnds};
+use uzswap_mm::compaction::policy::Policy;
+use uzswap_mm::compaction::rule::{Chosen, Rule};
 use uzswap_mm::zone::BLOCK_FRAMES;
 
 /// `uzswap lab highalloc`.
@@ -109,9 +110,9 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
     }
     let mut findings = Findings::new("highalloc", describe(&settings, &traces));
     let done = [
-        ("zone_ends", age(&settings, ZoneEnds::new, &traces, &contents)?),
-        ("pivot", age(&settings, || middle(settings.frames), &traces, &contents)?),
-        ("emptiest", age(&settings, Emptiest::new, &traces, &contents)?),
+        ("zone_ends", age(&settings, || by(Rule::ZoneEnds, &settings), &traces, &contents)?),
+        ("pivot", age(&settings, || by(Rule::Pivot, &settings), &traces, &contents)?),
+        ("emptiest", age(&settings, || by(Rule::Emptiest, &settings), &traces, &contents)?),
     ];
     findings.rows = rows(&done, &settings);
     findings.verdicts = verdicts(&done);
@@ -168,9 +169,9 @@ fn describe(settings: &Settings, traces: &[Trace]) -> Value {
     })
 }
 
-/// The published rule with the pivot in the middle of a machine: from there on it moves as published.
-fn middle(frames: u32) -> Linear {
-    Pivot::new((frames / BLOCK_FRAMES / 2) as usize)
+/// A rule as `uzswap run --compaction` has it, on a machine of this size.
+fn by(rule: Rule, settings: &Settings) -> Chosen {
+    rule.policy((settings.frames / BLOCK_FRAMES) as usize)
 }
 
 /// One machine through all iterations.
@@ -221,7 +222,7 @@ fn age<P: Policy>(
             phases,
             bound: percent(bound as f64, asked as f64),
             blocks,
-            compaction: less(m.compactor.counters, compaction),
+            compaction: m.compactor.counters.since(&compaction),
             counts: Counts {
                 zswpout: m.counts.zswpout - counts.zswpout,
                 zswpin: m.counts.zswpin - counts.zswpin,
@@ -238,21 +239,6 @@ fn age<P: Policy>(
     }
     eprintln!("{:.1} s", began.elapsed().as_secs_f64());
     Ok(done)
-}
-
-fn less(a: Counters, b: Counters) -> Counters {
-    Counters {
-        compact_stall: a.compact_stall - b.compact_stall,
-        compact_success: a.compact_success - b.compact_success,
-        compact_fail: a.compact_fail - b.compact_fail,
-        compact_migrate_scanned: a.compact_migrate_scanned - b.compact_migrate_scanned,
-        compact_free_scanned: a.compact_free_scanned - b.compact_free_scanned,
-        compact_isolated: a.compact_isolated - b.compact_isolated,
-        pgmigrate_success: a.pgmigrate_success - b.pgmigrate_success,
-        pgmigrate_fail: a.pgmigrate_fail - b.pgmigrate_fail,
-        migrated_twice: a.migrated_twice - b.migrated_twice,
-        migrated_again: a.migrated_again - b.migrated_again,
-    }
 }
 
 type Done = [(&'static str, Vec<Iteration>); 3];
@@ -353,6 +339,7 @@ fn verdicts(done: &Done) -> Vec<Verdict> {
 mod tests {
     use super::*;
     use trace::Step;
+    use uzswap_mm::compaction::policy::Pivot;
 
     /// A program that takes a MiB after the other, keeps every other one, and asks for them now and then.
     fn made_up() -> Trace {
@@ -370,8 +357,8 @@ mod tests {
     fn the_pivot_is_not_the_old_way_again() {
         let settings = Settings { frames: 16 * BLOCK_FRAMES, iterations: 1, seed: 1, warm_up: 40, references: 6 };
         let (traces, contents) = ([made_up()], Source::made(16 << 20, None).unwrap().0);
-        let old = age(&settings, ZoneEnds::new, &traces, &contents).ok().unwrap();
-        let pivot = age(&settings, || middle(settings.frames), &traces, &contents).ok().unwrap();
+        let old = age(&settings, || by(Rule::ZoneEnds, &settings), &traces, &contents).ok().unwrap();
+        let pivot = age(&settings, || by(Rule::Pivot, &settings), &traces, &contents).ok().unwrap();
         assert!(old[0].pivot_at.is_none() && pivot[0].pivot_at.is_some());
         assert_ne!(old[0].compaction, pivot[0].compaction);
         // From the machine's start it is the old way, until it moves.

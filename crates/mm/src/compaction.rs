@@ -36,6 +36,7 @@ pub mod counters;
 pub mod deferral;
 pub mod pivot;
 pub mod policy;
+pub mod rule;
 pub mod scanner;
 
 use crate::zone::{BLOCK_FRAMES, Kind, MAX_ORDER, Zone};

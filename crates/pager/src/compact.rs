@@ -2,7 +2,7 @@
 //!
 //! A folio moves out of the program in one call only where there are as many holes in a row, and a folio of 2 MiB needs a
 //! whole page block of them. The arena is mostly holes, but the frames in it are scattered by every fault. The engine's
-//! `compaction` chooses what goes where; here the frame is moved by UFFDIO_MOVE, within the arena, and the page-table
+//! `compaction` chooses what goes where, by one of three rules (`uzswap run --compaction`); here the frame is moved by UFFDIO_MOVE, within the arena, and the page-table
 //! entry of the staged page changed, both under the pager's lock, which whoever reads an entry holds.
 //!
 //! A slot's page is found through what was noted when it was staged (`Zone::set_user`), which is a hint: it counts only
@@ -12,7 +12,10 @@
 use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
-use uzswap_mm::compaction::{Goal, Migrate, Outcome};
+use uzswap_mm::compaction::counters::Counters;
+use uzswap_mm::compaction::policy::Policy;
+use uzswap_mm::compaction::rule::Chosen;
+use uzswap_mm::compaction::{Compactor, Goal, Migrate, Outcome};
 use uzswap_mm::pagetable::{ADDRESS_SPACE_PAGES, PageTable, Pte, Tag};
 use uzswap_mm::zone::{Kind, MAX_ORDER, Zone};
 
@@ -23,6 +26,19 @@ const LEAST_ORDER: u8 = MAX_ORDER;
 const BUDGET: u64 = 256;
 /// Share of the holes, in percent, that may lie outside of runs of 2 MiB before the background does something.
 const SCORE: u32 = 50;
+
+/// What compaction had counted when that was last added to the member's counters.
+#[derive(Clone, Copy, Default)]
+pub struct Counted {
+    counters: Counters,
+    pivot_moved: u64,
+}
+
+impl Counted {
+    fn by(compactor: &Compactor<Chosen>) -> Self {
+        Self { counters: compactor.counters, pivot_moved: compactor.policy.pivot().map_or(0, |(_, moved)| moved) }
+    }
+}
 
 struct Arena<'a> {
     pager: &'a Pager,
@@ -98,16 +114,22 @@ impl Pager {
         outcome
     }
 
-    fn count_compaction(&self, s: &State) {
-        let (c, now) = (self.counters(), &s.compactor.counters);
-        c.compact_stall.store(now.compact_stall, Relaxed);
-        c.compact_success.store(now.compact_success, Relaxed);
-        c.compact_fail.store(now.compact_fail, Relaxed);
-        c.compact_migrate_scanned.store(now.compact_migrate_scanned, Relaxed);
-        c.compact_free_scanned.store(now.compact_free_scanned, Relaxed);
-        c.compact_isolated.store(now.compact_isolated, Relaxed);
-        c.pgmigrate_success.store(now.pgmigrate_success, Relaxed);
-        c.pgmigrate_fail.store(now.pgmigrate_fail, Relaxed);
+    /// Adds what was counted since the last time. (A forked child begins with what its parent had counted, which is the parent's.)
+    fn count_compaction(&self, s: &mut State) {
+        let now = Counted::by(&s.compactor);
+        let before = core::mem::replace(&mut s.compacted, now);
+        let (c, new) = (self.counters(), now.counters.since(&before.counters));
+        c.compact_stall.fetch_add(new.compact_stall, Relaxed);
+        c.compact_success.fetch_add(new.compact_success, Relaxed);
+        c.compact_fail.fetch_add(new.compact_fail, Relaxed);
+        c.compact_migrate_scanned.fetch_add(new.compact_migrate_scanned, Relaxed);
+        c.compact_free_scanned.fetch_add(new.compact_free_scanned, Relaxed);
+        c.compact_isolated.fetch_add(new.compact_isolated, Relaxed);
+        c.pgmigrate_success.fetch_add(new.pgmigrate_success, Relaxed);
+        c.pgmigrate_fail.fetch_add(new.pgmigrate_fail, Relaxed);
+        c.migrated_twice.fetch_add(new.migrated_twice, Relaxed);
+        c.migrated_again.fetch_add(new.migrated_again, Relaxed);
+        c.pivot_moved.fetch_add(now.pivot_moved - before.pivot_moved, Relaxed);
     }
 }
 
@@ -116,6 +138,7 @@ mod tests {
     use super::*;
     use crate::arena::PAGE;
     use crate::testing;
+    use uzswap_mm::compaction::rule::Rule;
 
     /// All holes of the arena are taken but for those `free` names, by block and place in it. The number of blocks.
     fn break_up(p: &Pager, s: &mut State, free: impl Fn(u32) -> bool) -> usize {
@@ -125,6 +148,21 @@ mod tests {
             (0..1 << MAX_ORDER).filter(|at| free(*at)).for_each(|at| s.zone.free(Kind::Hole, block + at, 0));
         }
         blocks.len()
+    }
+
+    /// The story: a forked child began with what its parent had counted, and said it once more.
+    #[test]
+    fn what_a_parent_has_counted_is_not_its_childs() {
+        let p = testing::pager(64 << 20);
+        let mut s = p.state.lock();
+        break_up(p, &mut s, |at| at % 2 == 0);
+        p.take_holes(&mut s, MAX_ORDER).expect("single ones");
+        let stalls = &p.counters().compact_stall;
+        assert_eq!(stalls.swap(0, Relaxed), 1, "the counters of a child begin at 0");
+        while s.compactor.counters.compact_stall == 1 {
+            p.take_holes(&mut s, MAX_ORDER).expect("single ones");
+        }
+        assert_eq!(stalls.load(Relaxed), 1);
     }
 
     /// The story: after every compaction the pager said that no page could be allocated, and that ended the deferral of its order. Where
@@ -149,8 +187,13 @@ mod tests {
     /// reclaim thread, which had more to do each time, never slept.
     #[test]
     fn a_large_arena_is_compacted_behind_and_that_ends() {
+        Rule::ALL.into_iter().for_each(ends_under);
+    }
+
+    fn ends_under(rule: Rule) {
         let p = testing::pager(512 << 20);
         let mut s = p.state.lock();
+        s.compactor = Compactor::new(rule.policy(s.zone.blocks().len()));
         let blocks = break_up(p, &mut s, |at| at != 7);
         assert!(blocks as u64 > BUDGET, "{blocks}");
         for block in 0..blocks as u32 {
@@ -160,15 +203,18 @@ mod tests {
         }
         // (One block is emptied in the step itself.)
         let (slot, order) = p.take_holes(&mut s, MAX_ORDER).expect("holes");
-        assert_eq!(order, MAX_ORDER);
+        assert_eq!(order, MAX_ORDER, "{rule:?}");
         s.zone.free(Kind::Hole, slot, order);
         s.runs_wanted = true;
         let mut steps = 0;
         while p.compact_behind(&mut s) {
             steps += 1;
-            assert!(steps < 10 * blocks, "it does not end");
+            assert!(steps < 10 * blocks, "it does not end: {rule:?}");
         }
-        assert!(s.zone.fragmentation(Kind::Hole, MAX_ORDER) <= SCORE);
+        assert!(s.zone.fragmentation(Kind::Hole, MAX_ORDER) <= SCORE, "{rule:?}");
         assert_eq!(s.zone.free_slots(Kind::Frame), blocks);
+        let c = p.counters();
+        assert_eq!(c.pgmigrate_success.load(Relaxed), s.compactor.counters.pgmigrate_success, "{rule:?}");
+        assert_eq!(c.migrated_twice.load(Relaxed), 0, "{rule:?}");
     }
 }

@@ -27,6 +27,8 @@ pub struct FolioSettings {
     pub verify: AtomicU32,
     /// For each order of folio the order of its units of compression, plus one; 0 for the default.
     pub units: [AtomicU8; MAX_ORDER as usize + 1],
+    /// By which rule the arena is compacted, as `compaction::rule::Rule` numbers them.
+    pub compaction: AtomicU32,
     /// Only for the lab: of so many requests for contiguous frames one is granted (0: every one).
     pub scarce: AtomicU32,
     /// Only for the lab: 1 when a block whose frames cannot be had comes in page by page, a fault each.

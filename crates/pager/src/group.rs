@@ -37,7 +37,7 @@ pub const ENV_GROUP: &str = "UZSWAP_GROUP";
 /// Environment variable with the number of the group in its tree; absent for 0.
 pub const ENV_NODE: &str = "UZSWAP_GROUP_NODE";
 /// First word of the page: refuses a page of another version.
-pub const MAGIC: u64 = 0x757a_7377_6170_000d;
+pub const MAGIC: u64 = 0x757a_7377_6170_000e;
 /// Processes that can be members at once.
 pub const SLOTS: usize = 1024;
 /// Groups in one tree, of which ancestors are a set of 64 bits.
@@ -137,6 +137,12 @@ pub struct Counters {
     pub pgmigrate_success: AtomicU64,
     /// Frames that could not be moved (frames).
     pub pgmigrate_fail: AtomicU64,
+    /// Frames moved more than once in one pass of compaction (frames): none, see `compaction`.
+    pub migrated_twice: AtomicU64,
+    /// Frames moved that the pass before had moved (frames).
+    pub migrated_again: AtomicU64,
+    /// Times that the pivot of compaction moved, where that is the rule (events).
+    pub pivot_moved: AtomicU64,
     /// Time program threads waited for faults to be served, as the server saw it (nanoseconds, cumulative).
     pub stall_ns: AtomicU64,
     /// Direct reclaims: the fault path had to make room itself (events).
@@ -190,7 +196,7 @@ impl Counters {
         self.folios.move_to(&to.folios);
     }
 
-    fn cumulative(&self) -> [&AtomicU64; 40] {
+    fn cumulative(&self) -> [&AtomicU64; 43] {
         [
             &self.pgfault,
             &self.pgmajfault,
@@ -214,6 +220,9 @@ impl Counters {
             &self.compact_isolated,
             &self.pgmigrate_success,
             &self.pgmigrate_fail,
+            &self.migrated_twice,
+            &self.migrated_again,
+            &self.pivot_moved,
             &self.stall_ns,
             &self.direct_reclaim,
             &self.move_refused,

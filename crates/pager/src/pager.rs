@@ -33,6 +33,7 @@ use crate::wakes::Wakes;
 use crate::watch::{Relief, Signs};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::codec::Algorithm;
+use uzswap_mm::compaction::rule::Rule;
 use uzswap_mm::trace::{Kind, Record};
 use uzswap_sys::lock::{self, Lock};
 use uzswap_sys::raw::{self, Errno};
@@ -221,8 +222,9 @@ impl Pager {
     /// A pager that has claimed nothing: no slot, no descriptor, no thread.
     fn idle(group: &'static GroupPage, node: usize, layout: Layout, algorithm: Algorithm) -> Self {
         let none = || AtomicI32::new(-1);
+        let rule = Rule::from_number(group.folios.compaction.load(Relaxed));
         Self {
-            state: Lock::new(State::new(layout, algorithm)),
+            state: Lock::new(State::new(layout, algorithm, rule)),
             layout,
             blocks: Blocks::new(layout.slots),
             group,

@@ -38,6 +38,7 @@ use core::ops::Range;
 use core::sync::atomic::Ordering::*;
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use uzswap_mm::codec::Algorithm;
+pub use uzswap_mm::compaction::rule::Rule as Compaction;
 use uzswap_mm::zone::Kind;
 use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;
@@ -92,6 +93,8 @@ pub struct Options {
     pub limit: usize,
     /// How pages are compressed.
     pub compressor: Compressor,
+    /// By which rule its frames are compacted.
+    pub compaction: Compaction,
     /// Leaves the pool out of what the limit bounds: only for comparisons with the kernel's cgroup v1.
     pub pool_uncharged: bool,
     /// Publishes the state of each page: see [`Region::page_map`].
@@ -110,6 +113,7 @@ impl Options {
         Self {
             limit,
             compressor: Compressor::Lz4,
+            compaction: Compaction::default(),
             pool_uncharged: false,
             page_map: true,
             track_writes: false,
@@ -238,6 +242,7 @@ impl Region {
         group.nodes[0].max.store(options.limit as u64, Relaxed);
         group.nodes[0].codec.store(codec, Relaxed);
         group.nodes[0].level.store(level, Relaxed);
+        group.folios.compaction.store(options.compaction.number(), Relaxed);
         group.pool_uncharged.store(u32::from(options.pool_uncharged), Relaxed);
         group.track_writes.store(u32::from(options.track_writes), Relaxed);
         group.magic.store(MAGIC, Release);

@@ -173,6 +173,7 @@ mod tests {
     use loom::sync::{Arc, Mutex};
     use loom::thread;
     use uzswap_mm::codec::{Algorithm, Encoding};
+    use uzswap_mm::compaction::rule::Rule;
 
     // (Boxed: loom's threads have small stacks.)
     type Shared = Arc<Mutex<Box<State>>>;
@@ -212,7 +213,7 @@ mod tests {
 
     /// A pool of two slabs with one object left in each, out of many: one is to be drained into the other. The pages.
     fn sparse(pager: &Pager) -> (Box<State>, u64, u64) {
-        let mut s = Box::new(State::new(pager.layout, Algorithm::Lz4));
+        let mut s = Box::new(State::new(pager.layout, Algorithm::Lz4, Rule::default()));
         let (mut n, mut slabs) = (0, Vec::new());
         while slabs.len() < 3 {
             n += 1;

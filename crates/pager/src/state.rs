@@ -5,6 +5,7 @@
 
 use crate::arena::{self, Layout, PAGE};
 use crate::batch::Batch;
+use crate::compact::Counted;
 use crate::compress::largest_unit;
 use crate::densify::Sweep;
 use crate::folio::{MAX_ORDER, USUAL_UNIT};
@@ -23,7 +24,7 @@ use core::ops::Range;
 use std::collections::BTreeSet;
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor};
 use uzswap_mm::compaction::Compactor;
-use uzswap_mm::compaction::policy::Emptiest;
+use uzswap_mm::compaction::rule::{Chosen, Rule};
 use uzswap_mm::lru::Lru;
 use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{PageTable, Pte, Tag};
@@ -75,7 +76,9 @@ pub struct State {
     /// Holes that the next windows go to: see `window`.
     pub windows: Range<u32>,
     /// Compaction of them.
-    pub compactor: Compactor<Emptiest>,
+    pub compactor: Compactor<Chosen>,
+    /// What it had counted when that was last added to the member's counters.
+    pub compacted: Counted,
     /// Places in the pool.
     pub pool: ZsPool,
     /// Waste that compaction of the pool could not free (bytes).
@@ -187,8 +190,8 @@ pub struct State {
 }
 
 impl State {
-    /// Empty tables over a layout.
-    pub fn new(layout: Layout, algorithm: Algorithm) -> Self {
+    /// Empty tables over a layout, which is compacted by a rule.
+    pub fn new(layout: Layout, algorithm: Algorithm, rule: Rule) -> Self {
         let mut zone = Zone::new(layout.slots);
         zone.keep_ready(READY_FRAMES);
         Self {
@@ -198,7 +201,8 @@ impl State {
             lru: Lru::default(),
             runs_wanted: false,
             windows: 0..0,
-            compactor: Compactor::new(Emptiest::new()),
+            compacted: Counted::default(),
+            compactor: Compactor::new(rule.policy(zone.blocks().len())),
             zone,
             pool: ZsPool::new(arena::POOL_BYTES - (4 << 20)),
             pool_rest: 0,

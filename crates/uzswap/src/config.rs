@@ -18,7 +18,7 @@ pub struct Config {
     pub on_full: Option<String>,
     /// As `--compressor`.
     pub compressor: Option<String>,
-    /// As `--large-folios`, `--unit`, `--verify-compression`: a table.
+    /// As `--large-folios`, `--unit`, `--compaction`, `--verify-compression`: a table.
     #[serde(default)]
     pub folios: FolioOptions,
     /// As `--swap`.
@@ -89,7 +89,7 @@ impl Config {
 fn hint(message: &str) -> String {
     let field = message.strip_prefix("unknown field `").and_then(|rest| rest.split('`').next());
     match field {
-        Some(field @ ("large-folios" | "unit" | "verify-compression")) => {
+        Some(field @ ("large-folios" | "unit" | "compaction" | "verify-compression")) => {
             format!(" (`{field}` belongs in the table `[folios]`)")
         }
         None if message.starts_with("invalid type: integer") && message.ends_with("expected a string") => {

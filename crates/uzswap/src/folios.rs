@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use uzswap_mm::compaction::rule::Rule;
 use uzswap_mm::size::Size;
 use uzswap_pager::folio::{
     FolioCounters, FolioSettings, LARGE_ORDER, LARGE_ORDERS, MAX_ORDER, OrderCounters, directory,
@@ -20,6 +21,9 @@ pub struct FolioOptions {
     /// at most a 64th of the limit, and a unit of a process's share of that
     #[arg(long, value_name = "SIZE")]
     pub unit: Option<String>,
+    /// How room for large folios is made: emptiest (page blocks first; the default), pivot, or zone-ends (as the kernel)
+    #[arg(long, value_name = "RULE")]
+    pub compaction: Option<String>,
     /// Decompress and compare what was compressed before its memory is given up
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = switch, value_name = "true|false")]
     pub verify_compression: Option<bool>,
@@ -40,6 +44,7 @@ impl FolioOptions {
         FolioOptions {
             large_folios: self.large_folios.clone().or_else(|| file.large_folios.clone()),
             unit: self.unit.clone().or_else(|| file.unit.clone()),
+            compaction: self.compaction.clone().or_else(|| file.compaction.clone()),
             verify_compression: self.verify_compression.or(file.verify_compression),
         }
     }
@@ -49,6 +54,7 @@ impl FolioOptions {
         Ok(FolioWanted {
             off: self.large_folios.as_deref().map(orders_off).transpose()?,
             units: self.unit.as_deref().map(units).transpose()?,
+            compaction: self.compaction.as_deref().map(str::parse).transpose()?,
             verify: self.verify_compression == Some(true),
         })
     }
@@ -61,6 +67,8 @@ pub struct FolioWanted {
     off: Option<u32>,
     /// As in `FolioSettings::units`.
     units: Option<[u8; MAX_ORDER as usize + 1]>,
+    /// By which rule the arena is compacted.
+    compaction: Option<Rule>,
     /// Whether what was compressed is verified.
     verify: bool,
 }
@@ -68,12 +76,13 @@ pub struct FolioWanted {
 impl FolioWanted {
     /// Nothing is said.
     #[cfg(test)]
-    pub const NONE: FolioWanted = FolioWanted { off: None, units: None, verify: false };
+    pub const NONE: FolioWanted = FolioWanted { off: None, units: None, compaction: None, verify: false };
 
     /// Tells a new tree.
     pub fn tell(&self, group: &FolioSettings) {
         self.off.iter().for_each(|off| group.large_off.store(*off, Relaxed));
         self.units.iter().flatten().zip(&group.units).for_each(|(set, unit)| unit.store(*set, Relaxed));
+        self.compaction.iter().for_each(|rule| group.compaction.store(rule.number(), Relaxed));
         if self.verify {
             group.verify.store(1, Relaxed);
         }
@@ -86,6 +95,8 @@ impl FolioWanted {
             Some("--large-folios")
         } else if self.units.is_some_and(units) {
             Some("--unit")
+        } else if self.compaction.is_some_and(|rule| rule.number() != group.compaction.load(Relaxed)) {
+            Some("--compaction")
         } else {
             (self.verify && group.verify.load(Relaxed) == 0).then_some("--verify-compression")
         }
@@ -208,17 +219,24 @@ mod tests {
 
     #[test]
     fn the_command_line_wins() {
-        let file =
-            FolioOptions { large_folios: Some("off".into()), unit: Some("4K".into()), verify_compression: Some(true) };
+        let file = FolioOptions {
+            large_folios: Some("off".into()),
+            unit: Some("4K".into()),
+            compaction: Some("pivot".into()),
+            verify_compression: Some(true),
+        };
         let line = FolioOptions { unit: Some("64K".into()), ..FolioOptions::default() };
         let both = line.over(&file);
         assert_eq!((both.large_folios.as_deref(), both.unit.as_deref()), (Some("off"), Some("64K")));
         let group = FolioSettings::default();
         both.parse().unwrap().tell(&group);
         assert!(!group.allows(9) && group.allows(0));
+        assert_eq!(Rule::from_number(group.compaction.load(Relaxed)), Rule::Pivot);
         assert_eq!((group.unit(9), group.verify.load(Relaxed)), (Some(4), 1));
         let differs = |options: FolioOptions| options.parse().unwrap().differs(&group);
         assert_eq!((differs(both), differs(FolioOptions::default())), (None, None));
+        let other = FolioOptions { compaction: Some("emptiest".into()), ..FolioOptions::default() };
+        assert_eq!(differs(other), Some("--compaction"));
         assert_eq!(differs(FolioOptions { unit: Some("16K".into()), ..FolioOptions::default() }), Some("--unit"));
     }
 }

@@ -28,6 +28,22 @@ pub struct Counters {
 }
 
 impl Counters {
+    /// What was counted since: `before` is an earlier reading.
+    pub fn since(&self, before: &Self) -> Self {
+        Self {
+            compact_stall: self.compact_stall - before.compact_stall,
+            compact_success: self.compact_success - before.compact_success,
+            compact_fail: self.compact_fail - before.compact_fail,
+            compact_migrate_scanned: self.compact_migrate_scanned - before.compact_migrate_scanned,
+            compact_free_scanned: self.compact_free_scanned - before.compact_free_scanned,
+            compact_isolated: self.compact_isolated - before.compact_isolated,
+            pgmigrate_success: self.pgmigrate_success - before.pgmigrate_success,
+            pgmigrate_fail: self.pgmigrate_fail - before.pgmigrate_fail,
+            migrated_twice: self.migrated_twice - before.migrated_twice,
+            migrated_again: self.migrated_again - before.migrated_again,
+        }
+    }
+
     /// Frames looked at by both.
     pub fn scanned(&self) -> u64 {
         self.compact_migrate_scanned + self.compact_free_scanned

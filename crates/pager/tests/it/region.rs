@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::pagemap::Tier;
-use uzswap_pager::region::{Compressor, Error, Options, Region};
+use uzswap_pager::region::{Compaction, Compressor, Error, Options, Region};
 use uzswap_pager::shared::{SharedOptions, SharedRegion};
 
 const PAGE: usize = 4096;
@@ -207,11 +207,16 @@ fn page_blocks_of_the_pool_are_emptied() {
     assert!(stats.charged <= 40 * MIB, "{stats:?}");
 }
 
-/// Staged pages whose frames compaction moves must be found where they are then, also while other threads fault on them.
+/// E1: staged pages whose frames compaction moves must be found where they are then, also while other threads fault on them, by
+/// whichever rule they move.
 #[test]
-fn pages_are_found_after_their_frames_have_moved() {
+fn e1_pages_are_found_after_their_frames_have_moved() {
     let _one = alone();
-    let mut region = Region::new(64 * MIB, &Options::new(40 * MIB)).unwrap();
+    Compaction::ALL.into_iter().for_each(found_after_moves);
+}
+
+fn found_after_moves(rule: Compaction) {
+    let mut region = Region::new(64 * MIB, &Options { compaction: rule, ..Options::new(40 * MIB) }).unwrap();
     let seed = seed();
     let done = std::sync::atomic::AtomicBool::new(false);
     let shared = Shared(&raw mut region);
@@ -237,8 +242,8 @@ fn pages_are_found_after_their_frames_have_moved() {
         }
     });
     let (moved, stats) = (moved.into_inner(), region.stats());
-    println!("{moved} frames moved, {stats:?}");
-    assert!(moved > 100, "{moved} frames moved: {stats:?}");
+    println!("{rule:?}: {moved} frames moved, {stats:?}");
+    assert!(moved > 100, "{rule:?}: {moved} frames moved: {stats:?}");
     assert!(stats.pages_migrated >= moved);
     assert!(stats.charged <= 40 * MIB, "{stats:?}");
 }

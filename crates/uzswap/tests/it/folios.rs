@@ -48,7 +48,11 @@ fn a5_a6_the_switch_and_the_counters_of_a_program() {
     let Some(python) = python() else { return };
     let on = met_large(&python, &[], "zswpout");
     assert_eq!(sum(&on, "swpout_fallback"), 0);
-    let off = met_large(&python, &["--large-folios", "off", "--verify-compression"], "swpout_fallback");
+    let off = met_large(
+        &python,
+        &["--large-folios", "off", "--verify-compression", "--compaction", "pivot"],
+        "swpout_fallback",
+    );
     assert_eq!(sum(&off, "zswpout"), 0);
     assert_eq!(off["folios"]["block_write"], 0);
     assert_eq!(off["folios"]["reject_verify_fail"], 0);

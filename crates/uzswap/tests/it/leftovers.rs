@@ -54,6 +54,8 @@ fn a_refused_run_makes_no_group() {
         (&["--unit", "12K"][..], "no unit of compression"),
         (&["--unit", "16K"], "leave out --unit to join it"),
         (&["--large-folios", "off"], "leave out --large-folios"),
+        (&["--compaction", "pivot"], "leave out --compaction"),
+        (&["--compaction", "middle"], "choose one of emptiest, pivot, zone-ends"),
         (&["--report", "/no/such/dir/r"], "cannot be written"),
         (&["--record", "/no/such/dir/r"], "cannot be written"),
     ] {
