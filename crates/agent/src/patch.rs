@@ -141,7 +141,6 @@ struct Site {
 /// No other thread may run in libc meanwhile (a preload constructor).
 pub unsafe fn install() -> Result<(), PatchError> {
     let libc = Libc::find().ok_or(PatchError::Pattern)?;
-    crate::bytes::init(&libc);
     let needed: [(&CStr, u32, usize); MOST - 1] = [
         (c"_Fork", 56, uz_thunk_clone as *const () as usize),
         (c"mmap64", 9, uz_thunk_mmap as *const () as usize),

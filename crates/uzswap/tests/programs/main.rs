@@ -1,11 +1,12 @@
 //! Real programs, unmodified, at half and at a quarter of the memory they use: same output, same exit status.
 //!
-//! `harness.rs` runs and compares, `qemu.rs` boots a guest of its own, `redis.rs` is the one program that is talked to while it runs, `remote.rs` and `cluster.rs` swap to servers, `units.rs` has large units, `injected.rs` makes
+//! `harness.rs` runs and compares, `debuggers.rs` debugs them, `qemu.rs` boots a guest of its own, `redis.rs` is the one program that is talked to while it runs, `remote.rs` and `cluster.rs` swap to servers, `units.rs` has large units, `injected.rs` makes
 //! the pager's own operations fail meanwhile, `without_move.rs` has programs paged as on kernels before 6.8 and boots one, `fixtures/` holds the programs written for this. `./test` installs what is missing. To see each run's time and memory:
 //! `cargo test --release --test programs`.
 
 mod apart;
 mod cluster;
+mod debuggers;
 mod disk;
 mod harness;
 mod hung;

@@ -1,0 +1,33 @@
+//! Programs under a debugger, which does not have uzswap's threads.
+
+use crate::harness::*;
+
+/// What the compiler has called, and functions of libc's of whose names uzswap has some, too.
+const NAMES: [&str; 10] =
+    ["memcpy", "memmove", "memset", "memcmp", "bcmp", "strlen", "write", "read", "close", "gettid"];
+
+/// The story: a breakpoint at `memmove` was met by uzswap's threads in libc, and one at `write` in functions of uzswap's that the compiler
+/// had inlined, which gdb found by the library's symbols. gdb does not have those threads, so it ended the program (SIGTRAP).
+#[test]
+fn breakpoints_are_not_met_by_other_threads() {
+    let _alone = alone();
+    let (Some(gdb), Some(random)) = (need("gdb"), compile_c("random")) else { return };
+    let dir = scratch("debugged");
+    let (script, out) = (dir.join("script"), dir.join("out"));
+    let mut lines = String::from("set breakpoint pending on\nset confirm off\n");
+    for (n, name) in NAMES.iter().enumerate() {
+        lines += &format!("break {name}\nignore {} 1000000000\n", n + 1);
+    }
+    lines += &format!("run 96 20000 > {}\nprint $_exitcode\n", out.display());
+    std::fs::write(&script, lines).expect("the script");
+    let plain = Subject::new("random", &[&random, &"96", &"20000"]).start_plain().finish();
+    let argv: [&dyn AsRef<std::ffi::OsStr>; 6] = [&gdb, &"-nx", &"-batch", &"-x", &script, &random];
+    let run = Subject::new("debugged", &argv).start_limited(64 * MIB).finish();
+    run.say("debugged", "", Some(64 * MIB));
+    if run.stderr.text().contains("ptrace") {
+        return skip(&format!("programs cannot be traced here: {}", run.stderr.text()));
+    }
+    assert!(run.status.success() && run.stdout.text().ends_with("$1 = 0\n"), "{}", run.describe());
+    assert_eq!(std::fs::read_to_string(out).unwrap_or_default(), plain.stdout.text(), "{}", run.describe());
+    assert!(number(&run, "faults") > 1000, "{}", run.describe());
+}
