@@ -111,8 +111,7 @@ fn asks_at(dir: c_int, path: *const c_char, given: *const *const c_char) -> u32 
             say_lost(b"uzswap: a program was started that is linked with musl, and uzswap's library with glibc, so it runs without a limit\n");
             return REMOVED;
         }
-        Kind::Static => program::warn_of_static(path),
-        Kind::Other => {}
+        kind => program::warn(kind, path),
     }
     // SAFETY: the caller of exec passes an environment.
     let Given { count, has_group, others, has_library, .. } = unsafe { Given::look(given, group, library) };

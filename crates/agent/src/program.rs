@@ -1,5 +1,5 @@
-//! What is about to be executed. A static program, into which nothing can be preloaded, runs all the same; the group says so once. One
-//! whose loader is musl's does so without this library.
+//! What is about to be executed. A program into which nothing can be preloaded (a static one, one with other rights than who starts it,
+//! one of 32 bits) runs all the same; the group says so once. One whose loader is musl's does so without this library.
 //!
 //! This may run in a vfork child, or on a small stack: it allocates nothing, reads little at a time, and touches no state but the group's
 //! flag.
@@ -7,7 +7,8 @@
 use crate::pager;
 use core::ffi::{CStr, c_char, c_int};
 use uzswap_pager::group::unmanaged;
-use uzswap_sys::{raw, sys};
+use uzswap_sys::raw::{self, Errno};
+use uzswap_sys::sys;
 
 /// Bytes of the header of a 64-bit ELF file, and of an entry of its table of segments.
 const HEADER: usize = 64;
@@ -16,6 +17,10 @@ const ENTRY: usize = 56;
 const PT_INTERP: [u8; 4] = [3, 0, 0, 0];
 /// Entries that are looked at.
 const ENTRIES: usize = 64;
+/// Bytes of a script's first line that the kernel looks at.
+const LINE: usize = 256;
+/// Scripts that are followed to their interpreter, one from another, as by the kernel.
+const SCRIPTS: usize = 5;
 
 /// Of what kind a program is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,43 +29,79 @@ pub enum Kind {
     Static,
     /// Its loader is musl's.
     Musl,
-    /// It has another one, or is something else than a 64-bit ELF program, or cannot be read.
+    /// It runs with other rights than who starts it, so its loader preloads nothing.
+    Privileged,
+    /// It is one of 32 bits.
+    Short,
+    /// It has another loader, or is something else than an ELF program, or cannot be read.
     Other,
 }
 
-/// Of what kind the file `path` of the directory `dir` is, or the file `dir` itself where the path is empty. `path` is as exec was given it,
-/// perhaps no string at all: only the kernel reads it.
+/// Of what kind the file `path` of the directory `dir` is, or the file `dir` itself where the path is empty; of a script, what its
+/// interpreter is. `path` is as exec was given it, perhaps no string at all: only the kernel reads it.
+///
+/// The story: of a script's interpreter nothing was known. One linked with musl was given an `LD_PRELOAD` that its loader cannot load.
 pub fn kind(dir: c_int, path: *const c_char) -> Kind {
-    // (The kernel executes regular files only. A pipe is not waited for.)
+    let mut opened = open(dir, path);
+    if opened == Err(libc::ENOENT) && dir >= 0 {
+        opened = open_again(dir);
+    }
+    let mut line = [0; LINE];
+    for _ in 0..SCRIPTS {
+        let fd = match opened {
+            Ok(fd) => fd,
+            // (Who may only execute it is told by the file's mode what its rights are, which is all that there is to know.)
+            Err(libc::EACCES) => return if is_privileged_at(dir, path) { Kind::Privileged } else { Kind::Other },
+            Err(_) => return Kind::Other,
+        };
+        let kind = kind_of(fd, &mut line);
+        raw::close(fd);
+        match kind {
+            Some(kind) => return kind,
+            None => opened = open(libc::AT_FDCWD, line.as_ptr().cast()).map_err(|_| libc::ENOENT),
+        }
+    }
+    Kind::Other
+}
+
+/// Opens a file to be looked at. (The kernel executes regular files only. A pipe is not waited for.)
+fn open(dir: c_int, path: *const c_char) -> Result<i32, Errno> {
     let flags = libc::O_RDONLY | libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_NOCTTY;
-    // SAFETY: the kernel says EFAULT of what it cannot read.
-    let fd = match unsafe { sys!(libc::SYS_openat, dir, path, flags, 0) } {
-        Ok(fd) => fd as i32,
-        Err(libc::ENOENT) if dir >= 0 => match open_again(dir, flags) {
-            Some(fd) => fd,
-            None => return Kind::Other,
-        },
-        Err(_) => return Kind::Other,
-    };
-    let kind = kind_of(fd);
-    raw::close(fd);
-    kind
+    // SAFETY: the kernel says EFAULT of a path that it cannot read.
+    unsafe { sys!(libc::SYS_openat, dir, path, flags, 0) }.map(|fd| fd as i32)
 }
 
 /// Opens what a descriptor has open, which may not be one to be read.
-fn open_again(fd: c_int, flags: c_int) -> Option<i32> {
+fn open_again(fd: c_int) -> Result<i32, Errno> {
     let (mut path, mut number) = ([0; raw::PATH], [0; 20]);
-    raw::open(raw::path_of(&[b"/proc/self/fd/", raw::decimal(fd as u64, &mut number), b"\0"], &mut path)?, flags).ok()
+    let path = raw::path_of(&[b"/proc/self/fd/", raw::decimal(fd as u64, &mut number), b"\0"], &mut path);
+    path.map_or(Err(libc::ENOENT), |path| open(libc::AT_FDCWD, path.as_ptr().cast()))
 }
 
-fn kind_of(fd: i32) -> Kind {
+/// Of what kind an open file is; None where it is a script, whose interpreter's name `line` then begins with.
+fn kind_of(fd: i32, line: &mut [u8; LINE]) -> Option<Kind> {
     let read = |to: &mut [u8], at: usize| raw::pread(fd, to, at as u64).unwrap_or(0);
     let word = |bytes: &[u8], at: usize| usize::from_le_bytes(core::array::from_fn(|i| bytes[at + i]));
-    let mut head = [0u8; HEADER];
-    if read(&mut head, 0) < HEADER || head[..5] != *b"\x7fELF\x02" {
-        return Kind::Other;
+    line.fill(0);
+    let got = read(line, 0);
+    if line.starts_with(b"#!") {
+        return if keep_interpreter(line) { None } else { Some(Kind::Other) };
     }
-    let (table, count) = (word(&head, 32), usize::from(u16::from_le_bytes([head[56], head[57]])));
+    if got < HEADER || line[..4] != *b"\x7fELF" {
+        return Some(Kind::Other);
+    }
+    let (table, count) = (word(line, 32), usize::from(u16::from_le_bytes([line[56], line[57]])));
+    let of_loader = match line[4] {
+        2 => kind_by_loader(&read, table, count),
+        1 => Kind::Short,
+        _ => Kind::Other,
+    };
+    Some(if of_loader == Kind::Other && is_privileged(fd) { Kind::Privileged } else { of_loader })
+}
+
+/// Of what kind a 64-bit ELF program is, by its table of `count` segments at `table`.
+fn kind_by_loader(read: &impl Fn(&mut [u8], usize) -> usize, table: usize, count: usize) -> Kind {
+    let word = |bytes: &[u8], at: usize| usize::from_le_bytes(core::array::from_fn(|i| bytes[at + i]));
     let mut entry = [0u8; ENTRY];
     for n in 0..count.min(ENTRIES) {
         if read(&mut entry, table.saturating_add(n * ENTRY)) < ENTRY {
@@ -77,16 +118,82 @@ fn kind_of(fd: i32) -> Kind {
     if (1..=ENTRIES).contains(&count) { Kind::Static } else { Kind::Other }
 }
 
-/// Says, once in a group, of a static program whose path the kernel has read that it runs without a limit.
-pub fn warn_of_static(path: *const c_char) {
+/// Makes of a script's first line the name of its interpreter, with its end. False where it names none.
+fn keep_interpreter(line: &mut [u8; LINE]) -> bool {
+    let ends = |c: &u8| b" \t\n\0".contains(c);
+    let Some(start) = line[2..].iter().position(|c| !b" \t".contains(c)).map(|at| at + 2) else { return false };
+    let Some(len) = line[start..].iter().position(ends) else { return false };
+    line.copy_within(start..start + len, 0);
+    line[len] = 0;
+    len > 0
+}
+
+/// Whether the kernel has a program that is in this file run with other rights than those of who starts it: as another user or group than
+/// its real ones, or with capabilities of the file's.
+fn is_privileged(fd: i32) -> bool {
+    // SAFETY: zeros are a stat; the call fills it.
+    let mut stat: libc::stat = unsafe { core::mem::zeroed() };
+    // struct statfs: … its eleventh word the flags of the mount.
+    let mut fs = [0u64; 15];
+    // SAFETY: structures of ours.
+    let asked = unsafe { sys!(libc::SYS_fstat, fd, &raw mut stat).and(sys!(libc::SYS_fstatfs, fd, fs.as_mut_ptr())) };
+    let counts = asked.is_ok() && fs[10] & libc::ST_NOSUID == 0;
+    has_other_user(&stat, counts) || counts && !is_root() && has_capabilities(fd)
+}
+
+/// The same, of a file that may not be read, as far as its mode says it.
+fn is_privileged_at(dir: c_int, path: *const c_char) -> bool {
+    // SAFETY: zeros are a stat; the call fills it.
+    let mut stat: libc::stat = unsafe { core::mem::zeroed() };
+    // SAFETY: as above; the kernel has read the path, and says EFAULT if it cannot any more.
+    let asked = unsafe { sys!(libc::SYS_newfstatat, dir, path, &raw mut stat, libc::AT_EMPTY_PATH) };
+    asked.is_ok() && has_other_user(&stat, true)
+}
+
+/// Whether what is in a file of which this is known runs as another user or group than the calling thread's real ones. `counts`: what
+/// the file's mode says of that may count.
+fn has_other_user(stat: &libc::stat, counts: bool) -> bool {
+    // SAFETY: numbers only. (With no new rights the mode does not count, either.)
+    let counts = counts && unsafe { sys!(libc::SYS_prctl, libc::PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) } != Ok(1);
+    let becomes = |bits: u32, own: u32, effective: i64| {
+        // SAFETY: no arguments.
+        let effective = || unsafe { sys!(effective) }.unwrap_or(0) as u32;
+        if counts && stat.st_mode & bits == bits { own } else { effective() }
+    };
+    let user = becomes(libc::S_ISUID, stat.st_uid, libc::SYS_geteuid);
+    let group = becomes(libc::S_ISGID | libc::S_IXGRP, stat.st_gid, libc::SYS_getegid);
+    // SAFETY: no arguments.
+    unsafe { sys!(libc::SYS_getuid) != Ok(user as usize) || sys!(libc::SYS_getgid) != Ok(group as usize) }
+}
+
+fn is_root() -> bool {
+    // SAFETY: no arguments.
+    unsafe { sys!(libc::SYS_getuid) == Ok(0) }
+}
+
+fn has_capabilities(fd: i32) -> bool {
+    // SAFETY: a constant name; with a size of 0 nothing is written.
+    unsafe { sys!(libc::SYS_fgetxattr, fd, c"security.capability".as_ptr(), 0, 0) }.is_ok_and(|n| n > 0)
+}
+
+/// Says, once in a group for each of these kinds, of a program whose path the kernel has read that it runs without a limit.
+pub fn warn(kind: Kind, path: *const c_char) {
+    let (reason, why): (u32, &[u8]) = match kind {
+        Kind::Static => (unmanaged::STATIC, b" is statically linked"),
+        Kind::Privileged => {
+            (unmanaged::PRIVILEGED, b" runs with other rights than who starts it (setuid, setgid or file capabilities)")
+        }
+        Kind::Short => (unmanaged::SHORT, b" is a 32-bit program, and uzswap's library one of 64 bits"),
+        Kind::Musl | Kind::Other => return,
+    };
     let Some(p) = pager() else { return };
-    if !p.group.warns_first(unmanaged::STATIC) {
+    if !p.group.warns_first(reason) {
         return;
     }
     // SAFETY: a string, as the kernel has opened the file of that name.
     let name = unsafe { CStr::from_ptr(path) }.to_bytes();
     let name = if name.is_empty() { b"a program".as_slice() } else { name };
-    for part in [b"uzswap: ".as_slice(), name, b" is statically linked, so it runs without a limit\n"] {
+    for part in [b"uzswap: ".as_slice(), name, why, b", so it runs without a limit\n"] {
         // SAFETY: the part is readable.
         let _ = unsafe { sys!(libc::SYS_write, 2, part.as_ptr(), part.len()) };
     }

@@ -477,6 +477,10 @@ pub mod unmanaged {
     pub const FORKED: u32 = 1024;
     /// It is in a namespace of process numbers or of clocks that is not the group's.
     pub const APART: u32 = 2048;
+    /// It has other rights than who started it, and nothing is preloaded into it.
+    pub const PRIVILEGED: u32 = 4096;
+    /// It is a 32-bit program.
+    pub const SHORT: u32 = 8192;
 }
 
 /// The shared page.

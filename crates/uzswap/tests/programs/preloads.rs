@@ -1,7 +1,8 @@
 //! Programs that bring libraries of their own where uzswap has hooks: other allocators, sanitizers, another environment.
 
 use crate::harness::*;
-use std::path::PathBuf;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// A file of the system's; skips the test where there is none.
@@ -112,16 +113,28 @@ fn a_child_whose_loader_is_musls() {
     let (Some(sh), Some(loader)) = (need("sh"), need_file("/lib64/ld-linux-x86-64.so.2")) else { return };
     let Some(library) = compile_with("ownmmap.c", "foreign.so", &["-shared", "-fPIC"]) else { return };
     // (glibc's, by musl's name: what counts is what the program is given.)
-    let musl = scratch("foreign-loader").join("ld-musl-x86_64.so.1");
+    let dir = scratch("foreign-loader");
+    let musl = dir.join("ld-musl-x86_64.so.1");
     std::os::unix::fs::symlink(loader, &musl).expect("a link");
     let option = format!("-Wl,--dynamic-linker={}", musl.display());
     let Some(program) = compile_with("foreign.c", "foreign", &[&option]) else { return };
     let (program, library) = (program.display(), library.display());
     let script = format!("{program}; LD_PRELOAD={library} {program}; LD_PRELOAD=\"$LD_PRELOAD:{library}\" {program}");
+    // Its scripts, too.
+    let (one, two) =
+        (executable(&dir.join("script"), &program), executable(&dir.join("of-script"), &dir.join("script").display()));
+    let script = format!("{script}; {}; {}", one.display(), two.display());
     let run = Subject::new("foreign", &[&sh, &"-c", &script]).start_limited(24 * MIB).finish();
-    let said = format!("none, right\n{library}, right\n{library}, right\n");
+    let said = format!("none, right\n{library}, right\n{library}, right\nnone, right\nnone, right\n");
     assert!(run.status.success() && run.stdout.text() == said, "{}", run.describe());
     assert_eq!(run.stderr.text().matches("linked with musl").count(), 1, "{}", run.describe());
+}
+
+/// Writes a script of an interpreter.
+fn executable(script: &Path, interpreter: &impl std::fmt::Display) -> PathBuf {
+    std::fs::write(script, format!("#! {interpreter} \n")).expect("a script");
+    std::fs::set_permissions(script, std::fs::Permissions::from_mode(0o755)).expect("its mode");
+    script.to_owned()
 }
 
 /// The library of the command under test.
@@ -188,4 +201,54 @@ fn programs_are_started_in_every_way_with_what_they_need() {
     let run = Subject::new("started", &[&python, &"-c", &script, &grep, &program]).start_limited(64 * MIB).finish();
     assert!(run.status.success() && run.stdout.text() == "0\n".repeat(7), "{}", run.describe());
     assert_eq!(run.stderr.text().matches("is statically linked").count(), 1, "{}", run.describe());
+}
+
+/// A program of 32 bits that only ends: the header of its file, one segment, and the system call.
+fn ends_in_32_bits() -> Vec<u8> {
+    const AT: u32 = 0x0804_8000;
+    let code = [0x31, 0xdb, 0x31, 0xc0, 0x40, 0xcd, 0x80];
+    let (head, entry) = (52u32, 32u32);
+    let size = head + entry + code.len() as u32;
+    let mut file = b"\x7fELF\x01\x01\x01".to_vec();
+    file.resize(16, 0);
+    let words = |file: &mut Vec<u8>, words: &[u32]| words.iter().for_each(|word| file.extend(word.to_le_bytes()));
+    // Kind (a program) and machine (x86); version, where it begins, tables and flags; sizes and numbers of the tables.
+    words(&mut file, &[3 << 16 | 2, 1, AT + head + entry, head, 0, 0, entry << 16 | head, 1, 0]);
+    words(&mut file, &[1, 0, AT, AT, size, size, 5, 0x1000]);
+    file.extend(code);
+    file
+}
+
+/// The story: only of a static program was it said that it ran without a limit, and not where a script named it. Of one with other rights
+/// than who started it, and of one of 32 bits, nothing was said.
+#[test]
+fn who_cannot_be_preloaded_into_is_told_of() {
+    let _beside = beside();
+    let (Some(sh), Some(cc), Some(echo)) = (need("sh"), need("cc"), need("echo")) else { return };
+    let dir = scratch("unloaded");
+    let run = |program: &Path, told: &str, says: &str| {
+        let script = format!("{0}; {0}; true", program.display());
+        let run = Subject::new("unloaded", &[&sh, &"-c", &script]).start_limited(24 * MIB).finish();
+        assert!(run.status.success() && run.stdout.text() == says, "{}", run.describe());
+        assert_eq!(run.stderr.text().matches("runs without a limit").count(), 1, "{}", run.describe());
+        assert!(run.stderr.text().contains(told), "{}", run.describe());
+    };
+    std::fs::write(dir.join("static.c"), "int main(void) { return 0; }\n").expect("a source");
+    let made = Command::new(cc).arg("-static").arg(dir.join("static.c")).arg("-o").arg(dir.join("static")).output();
+    if made.is_ok_and(|made| made.status.success()) {
+        let script = executable(&dir.join("script"), &dir.join("static").display());
+        run(&script, &format!("{} is statically linked", script.display()), "");
+    } else {
+        skip("static programs cannot be built here");
+    }
+    let short = executable(&dir.join("short"), &"");
+    std::fs::write(&short, ends_in_32_bits()).expect("a program");
+    run(&short, "short is a 32-bit program", "");
+    let nobodys = dir.join("nobodys");
+    std::fs::copy(echo, &nobodys).expect("a copy");
+    if std::os::unix::fs::chown(&nobodys, Some(65534), None).is_err() {
+        return skip("files cannot be given away here");
+    }
+    std::fs::set_permissions(&nobodys, std::fs::Permissions::from_mode(0o4755)).expect("its mode");
+    run(&nobodys, "nobodys runs with other rights than who starts it (setuid", "\n\n");
 }
