@@ -36,6 +36,9 @@ mod pagemap {
     pub mod process;
 }
 
+mod owner;
+
+pub use owner::owner;
 use std::io::Cursor;
 use uzswap_mm::codec::{Algorithm, Decompressor, Encoding};
 use uzswap_mm::compaction::policy::{Emptiest, Linear, Policy};

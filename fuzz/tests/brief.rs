@@ -52,13 +52,17 @@ impl Random {
 }
 
 fn run(name: &str, target: fn(&[u8]), seeds: &[Vec<u8>]) {
+    run_so_often(name, target, seeds, 20_000);
+}
+
+fn run_so_often(name: &str, target: fn(&[u8]), seeds: &[Vec<u8>], runs: u64) {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     let now = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64;
     let seed = number("UZSWAP_FUZZ_SEED").unwrap_or(now);
     println!("{name}: UZSWAP_FUZZ_SEED={seed}");
     seeds.iter().for_each(|data| target(data));
     let mut random = Random(seed);
-    for i in 0..number("UZSWAP_FUZZ_RUNS").unwrap_or(20_000) {
+    for i in 0..number("UZSWAP_FUZZ_RUNS").unwrap_or(runs) {
         let data = random.input(seeds);
         let ended = catch_unwind(AssertUnwindSafe(|| target(&data)));
         assert!(ended.is_ok(), "{name}: input {i} of UZSWAP_FUZZ_SEED={seed}: {data:02x?}");
@@ -103,6 +107,41 @@ fn guest() {
 #[test]
 fn group() {
     run("group", uzswap_fuzz::group, &texts(&["web", "web/worker", "../a", "a/./b", "a//b", "-x_1.y/z"]));
+}
+
+#[test]
+fn owner() {
+    if uzswap_sys::uffd::Uffd::open_for_program(0).is_err() {
+        return println!("owner: skipped, as there is no userfaultfd here");
+    }
+    // Steps of `uzswap_fuzz::owner`: connect (0), call (2: connection, op, four arguments), write (10), touch (13), hang up (9).
+    let (control, mapping) = ([0, 1, 0], [0, 0, 0, 11]);
+    let write = |page: u8| [10, page, page + 1];
+    let call = |which: u8, op: u8, from: u8, to: u8| [2, which, op, from, to, 0xc0, 0];
+    let all_ops = (0..36).flat_map(|op| call(0, op, 3, 9)).collect::<Vec<_>>();
+    let written = (0..32).flat_map(write).collect::<Vec<_>>();
+    let seeds = [
+        [&control[..], &written, &all_ops].concat(),
+        [&mapping[..], &written, &call(0, 1, 0, 32), &[13, 5], &all_ops, &[13, 6, 13, 7]].concat(),
+        [&written[..], &mapping, &call(0, 9, 0, 0), &[0, 2, 3, 11], &call(1, 1, 0, 32), &call(1, 2, 4, 20), &[9, 0]]
+            .concat(),
+        [
+            &written[..],
+            &control,
+            &call(0, 5, 0, 8),
+            &mapping,
+            &call(1, 4, 0, 32),
+            &call(0, 7, 0, 0),
+            &[9, 0],
+            &write(3),
+        ]
+        .concat(),
+        // Lies about where it is, and of its descriptors.
+        [&written[..], &[0, 0, 0, 5], &call(0, 1, 0, 32), &call(0, 2, 0, 9), &call(0, 3, 1, 4), &[15, 8]].concat(),
+        (0..12).flat_map(|how| [0, 0, 0, how, 9, 0]).collect(),
+        [&mapping[..], &control, &[8, 0, 4, 2, 0, 8, 1, 7, 0, 1], &written].concat(),
+    ];
+    run_so_often("owner", uzswap_fuzz::owner, &seeds, 1_500);
 }
 
 #[test]

@@ -365,6 +365,11 @@ impl Engine {
                     m.wake(at, at + 1);
                     at += 1;
                 }
+                // What the object has is missing there: the mapping is of other pages than its process said, which alone is told.
+                libc::EFAULT if memfd::has(&self.object, at * PAGE as u64).is_ok_and(|has| has) => {
+                    let _ = self.refuse(k, self.mappings[k].address(at));
+                    return Mapped::Part;
+                }
                 // Not in the object: punched unseen, so it reads as zeros. It may have been protected since, and that stays.
                 libc::EFAULT => {
                     // (It may be a witness: that is seen to before it is made anew.)
