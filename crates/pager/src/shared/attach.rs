@@ -12,7 +12,7 @@
 //! fork: the region is not inherited (`MADV_DONTFORK`), since the kernel would drop its registration in the child,
 //! where pages that are out would read as zeros. Instead the child attaches by itself, at the same address, before the
 //! program's code runs in it (`pthread_atfork`), and its mapping has the markers that the parent's had. Where that fails
-//! the child has SIGBUS in the region's place, and no connection: the parent's is the parent's mapping to the owner. A child made by
+//! (also as another region is served there by now) the child has SIGBUS in the region's place, and no connection: the parent's is the parent's mapping to the owner. A child made by
 //! a raw `clone` has nothing there: SIGSEGV.
 
 use super::line;
@@ -21,13 +21,15 @@ use super::view::{Asker, View};
 use super::wire::{self, FOR_CONTROL, FOR_MAPPING, HELLO, op};
 use crate::arena::{self, PAGE};
 use crate::mapfile::MapFile;
+use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::*};
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError, TryLockError};
 use std::time::Duration;
 use uzswap_sys::lock::Lock;
 use uzswap_sys::uffd::{FEATURE_EVENT_REMOVE, Uffd};
@@ -108,9 +110,21 @@ impl Place {
 pub(super) struct Attached {
     pub base: usize,
     pub len: usize,
-    path: Option<PathBuf>,
+    object: Object,
+    path: Arc<OnceLock<PathBuf>>,
     now: Lock<Attachment>,
     token: AtomicU64,
+}
+
+/// Which memory object it is: device and inode, which no other has as long as it is mapped.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Object(u64, u64);
+
+impl Object {
+    fn of(object: &OwnedFd) -> io::Result<Self> {
+        let known = File::from(object.try_clone()?).metadata()?;
+        Ok(Self(known.dev(), known.ino()))
+    }
 }
 
 fn map_object(object: &OwnedFd, len: usize, at: Option<usize>) -> io::Result<usize> {
@@ -151,11 +165,19 @@ fn open_uffd(features: u64) -> io::Result<(OwnedFd, bool)> {
     Ok((unsafe { OwnedFd::from_raw_fd(uffd.fd()) }, kernel_faults))
 }
 
-/// Maps the region, hands its faults to the owner, starts the watcher.
-fn attach(socket: OwnedFd, token: u64, at: Option<usize>) -> io::Result<(usize, usize, Attachment)> {
+/// Maps the region, hands its faults to the owner, starts the watcher. `again`: where it is to be, and which object it was.
+fn attach(
+    socket: OwnedFd,
+    token: u64,
+    again: Option<(usize, Object)>,
+) -> io::Result<(usize, usize, Object, Attachment)> {
     let (welcome, fds) = wire::call(&socket, &[HELLO, FOR_MAPPING, token])?;
     let [object, map, markers, watch, look] = <[OwnedFd; 5]>::try_from(fds).map_err(|_| os(libc::EPROTO))?;
     let pages = welcome[1];
+    let (identity, at) = (Object::of(&object)?, again.map(|(at, _)| at));
+    if again.is_some_and(|(_, was)| was != identity) {
+        return Err(io::Error::other("another region is served in its place"));
+    }
     let map = MapFile::open(map.into_raw_fd()).map_err(os)?;
     let markers = MapFile::open(markers.into_raw_fd()).map_err(os)?;
     if map.pages() != pages || markers.pages() != pages {
@@ -182,7 +204,8 @@ fn attach(socket: OwnedFd, token: u64, at: Option<usize>) -> io::Result<(usize, 
         Ok((id, place)) => {
             let (map, markers, asker) = (Arc::new(map), Arc::new(markers), Arc::new(Asker::new(look)));
             let socket = Some(socket);
-            Ok((base, len, Attachment { socket, map, asker, sees_removes, markers, id, place, kernel_faults }))
+            let made = Attachment { socket, map, asker, sees_removes, markers, id, place, kernel_faults };
+            Ok((base, len, identity, made))
         }
         Err(e) => {
             // The owner may have the mapping by now, and would look after it as long as this process lives.
@@ -284,11 +307,11 @@ impl Attachment {
 }
 
 impl Attached {
-    /// Maps the region at the other end of a connection; `path` is where a forked child finds it.
-    pub fn new(socket: OwnedFd, path: Option<PathBuf>) -> io::Result<Box<Self>> {
+    /// Maps the region at the other end of a connection; `path` is where a forked child finds it, as soon as that is known.
+    pub fn new(socket: OwnedFd, path: Arc<OnceLock<PathBuf>>) -> io::Result<Box<Self>> {
         see_forks();
-        let (base, len, now) = attach(socket, 0, None)?;
-        let attached = Box::new(Self { base, len, path, now: Lock::new(now), token: AtomicU64::new(0) });
+        let (base, len, object, now) = attach(socket, 0, None)?;
+        let attached = Box::new(Self { base, len, object, path, now: Lock::new(now), token: AtomicU64::new(0) });
         ALL.lock().push(core::ptr::from_ref(&*attached) as usize);
         Ok(attached)
     }
@@ -417,18 +440,18 @@ extern "C" fn in_child() {
     unsafe { ALL.assume_locked().iter().map(|a| &*(*a as *const Attached)) }
         .for_each(|a| reserve(a.base, a.len + SPARE));
     after_fork(|a| {
-        let path = a.path.as_deref().ok_or_else(|| os(libc::ENOTCONN));
-        let attached = path.and_then(connect).and_then(|socket| {
+        let path = a.path.get().ok_or_else(|| os(libc::ENOTCONN));
+        let attached = path.and_then(|path| connect(path)).and_then(|socket| {
             socket::time_out(&socket, 10)?;
-            let done = attach(socket, a.token.load(Relaxed), Some(a.base))?;
-            done.2.socket.iter().try_for_each(|socket| socket::time_out(socket, 0))?;
+            let done = attach(socket, a.token.load(Relaxed), Some((a.base, a.object)))?;
+            done.3.socket.iter().try_for_each(|socket| socket::time_out(socket, 0))?;
             Ok(done)
         });
         // SAFETY: the lock is held since before_fork; the parent's attachment ends here, in the child only.
         let now = unsafe { a.now.assume_locked() };
         match attached {
             // Of the old one only its descriptors go: the mapping was not inherited, and the owner is not to be told.
-            Ok((_, _, attachment)) => *now = attachment,
+            Ok((_, _, _, attachment)) => *now = attachment,
             Err(e) => {
                 // The socket is the parent's mapping to the owner, and a thread of the parent's may have had the place.
                 (now.socket, now.place) = (None, Place::new(a.base, a.len));

@@ -79,7 +79,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 pub use view::View;
 use wire::op;
@@ -178,7 +178,8 @@ impl SharedStats {
 pub struct SharedRegion {
     orders: Mutex<OwnedFd>,
     control: SharedControl,
-    path: Mutex<Option<PathBuf>>,
+    /// Where it was served first.
+    path: Arc<OnceLock<PathBuf>>,
     process: u32,
 }
 
@@ -199,7 +200,7 @@ impl SharedRegion {
         let orders = owner::start(size, options.clone())?;
         let socket = new_connection(&orders)?;
         let control = SharedControl::of(attach::control(socket)?);
-        Ok(Self { orders: Mutex::new(orders), control, path: Mutex::new(None), process: std::process::id() })
+        Ok(Self { orders: Mutex::new(orders), control, path: Arc::default(), process: std::process::id() })
     }
 
     fn orders(&self) -> io::Result<std::sync::MutexGuard<'_, OwnedFd>> {
@@ -221,7 +222,8 @@ impl SharedRegion {
         uzswap_sys::socket::send(&orders, bytes, &[])?;
         match wire::receive(&orders)?.0[0] {
             0 => {
-                *self.path.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(path);
+                // (Of several each does.)
+                let _ = self.path.set(path);
                 Ok(())
             }
             errno => Err(io::Error::from_raw_os_error(errno as i32)),
@@ -234,8 +236,7 @@ impl SharedRegion {
     /// See [`SharedMapping::attach`].
     pub fn map(&self) -> io::Result<SharedMapping> {
         let socket = new_connection(&*self.orders()?)?;
-        let path = self.path.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
-        Ok(SharedMapping { attached: Attached::new(socket, path)? })
+        Ok(SharedMapping { attached: Attached::new(socket, self.path.clone())? })
     }
 
     /// Questions and orders.
@@ -446,7 +447,7 @@ impl SharedMapping {
     /// `PermissionDenied`: it is another user's, or userfaultfd is not to be had. The kernel's.
     pub fn attach(path: &Path) -> io::Result<Self> {
         let path = std::path::absolute(path)?;
-        Ok(Self { attached: Attached::new(attach::connect(&path)?, Some(path))? })
+        Ok(Self { attached: Attached::new(attach::connect(&path)?, Arc::new(path.into()))? })
     }
 
     /// The first byte. Others write to the memory meanwhile, so references into it must not be formed but to atomics.

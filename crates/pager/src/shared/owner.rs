@@ -25,7 +25,8 @@ use super::{SharedOptions, calls};
 use crate::mapfile::{Kind, MapFile};
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::*};
 use std::sync::mpsc;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -249,7 +250,7 @@ impl Server {
 
     /// The server thread.
     fn listen(self: &Arc<Self>, orders: &OwnedFd) {
-        let mut listening: Vec<(OwnedFd, PathBuf)> = Vec::new();
+        let mut listening: Vec<(OwnedFd, Place)> = Vec::new();
         let mut full = false;
         loop {
             // (Who waits to be taken is there at once, for as long as there is no descriptor for him.)
@@ -269,7 +270,7 @@ impl Server {
             match wire::receive(orders) {
                 Ok((words, _)) if words[0] == op::CONNECT => self.order_connect(orders),
                 Ok((words, _)) if words[0] == op::SERVE => {
-                    let result = path_of(&words, orders).and_then(|path| Ok((socket::listen(&path)?, path)));
+                    let result = path_of(&words, orders).and_then(|path| Ok((socket::listen(&path)?, Place::of(path))));
                     let answer = result.map(|l| listening.push(l)).map_or_else(|e| errno_of(&e), |()| 0);
                     let _ = wire::send(orders, &wire::words(&[answer as u64]), &[]);
                 }
@@ -280,9 +281,7 @@ impl Server {
         self.stopping.store(true, SeqCst);
         self.news.notify_all();
         self.want_reclaim();
-        for (_, path) in listening {
-            let _ = std::fs::remove_file(path);
-        }
+        listening.iter().for_each(|(_, place)| place.clear());
         // The others learn of the end by their sockets, which close with this table's last thread.
         for m in &self.engine().mappings {
             shut(&m.watch);
@@ -482,6 +481,31 @@ fn inherit_markers(engine: &mut Engine, mapping: &Mapping, token: u64) {
     if let Some(watch) = &engine.watch {
         for page in (0..engine.pages).filter(|p| watch.everywhere.has(*p)) {
             map.change(page, WRITE_PROTECTED, 0);
+        }
+    }
+}
+
+/// Where a socket was made.
+struct Place {
+    path: PathBuf,
+    /// Device and inode.
+    socket: Option<(u64, u64)>,
+}
+
+impl Place {
+    fn of(path: PathBuf) -> Self {
+        let socket = Self::found(&path);
+        Self { path, socket }
+    }
+
+    fn found(path: &Path) -> Option<(u64, u64)> {
+        std::fs::symlink_metadata(path).ok().map(|m| (m.dev(), m.ino()))
+    }
+
+    /// Takes the socket away, if it is still this one: another owner may have put its own there.
+    fn clear(&self) {
+        if self.socket.is_some() && Self::found(&self.path) == self.socket {
+            let _ = std::fs::remove_file(&self.path);
         }
     }
 }

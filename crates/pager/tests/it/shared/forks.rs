@@ -48,6 +48,8 @@ pub fn be(role: &str, path: &Path, number: usize) -> bool {
         "fork-between" => fork_between(path, number),
         "fork-region" => fork_region(),
         "fork-watching" => fork_watching(path),
+        "fork-late" => fork_late(path),
+        "fork-served" => fork_served(path),
         _ => return false,
     }
     true
@@ -272,4 +274,65 @@ fn a_child_has_no_part_in_its_parents_connection() {
         std::thread::yield_now();
     }
     drop(input);
+}
+
+fn fork_late(path: &Path) {
+    let m = SharedMapping::attach(path).unwrap();
+    say("attached");
+    wait_for_word();
+    // SAFETY: the child leaves without the harness.
+    let child = unsafe { libc::fork() };
+    assert!(child >= 0);
+    if child == 0 {
+        say(&format!("read {}", words(&m, 3)[7].load(Relaxed)));
+        // SAFETY: ends the child at once.
+        unsafe { libc::_exit(0) };
+    }
+    let mut status = 0;
+    // SAFETY: a child of ours.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGBUS, "{status:#x}");
+    assert_eq!(words(&m, 3)[7].load(Relaxed), 1);
+    say("well");
+}
+
+/// The story: a child attaches again where its parent did. Another region was served there by then: the child had that one's bytes in its
+/// region's place, and where it was the larger one it was mapped over whatever lay behind.
+#[test]
+fn a_child_does_not_get_another_region_in_its_parents_place() {
+    for size in [MIB, 4 * MIB] {
+        let path = socket_path("fork-late");
+        let first = region(MIB, 8 * MIB);
+        first.serve(&path).unwrap();
+        write(&first.map().unwrap(), 3, 1);
+        let mut child = worker("fork-late", &path, 0).stderr(Stdio::piped()).spawn().unwrap();
+        let mut lines = Lines::of(&mut child);
+        assert_eq!(lines.next().as_deref(), Some("attached"));
+        std::fs::remove_file(&path).unwrap();
+        let second = region(size, 8 * MIB);
+        second.serve(&path).unwrap();
+        write(&second.map().unwrap(), 3, 2);
+        drop(child.stdin.take());
+        let status = wait_within(&mut child, LONGEST);
+        let mut error = String::new();
+        child.stderr.take().unwrap().read_to_string(&mut error).unwrap();
+        assert!(status.success() && lines.next().as_deref() == Some("well"), "{status}, {error}");
+        assert!(error.contains("another region"), "{error}");
+    }
+}
+
+fn fork_served(path: &Path) {
+    let region = region(MIB, 8 * MIB);
+    let m = region.map().unwrap();
+    write(&m, 3, 7);
+    region.serve(path).unwrap();
+    assert!(in_child(|| words(&m, 3)[7].load(Relaxed) == 7 && m.page_out(at(3)).is_ok()));
+    say("well");
+}
+
+/// The story: the children of an owner that had mapped its region before it served it could not attach again.
+#[test]
+fn a_child_of_an_owner_has_what_was_mapped_before_it_was_served() {
+    let error = works("fork-served", &socket_path("fork-served"), 0);
+    assert!(error.is_empty(), "{error}");
 }

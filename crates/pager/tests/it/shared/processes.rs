@@ -442,6 +442,22 @@ fn pins_of_a_process_end_with_it() {
     }
 }
 
+/// The story: an owner that ended took away the socket of the next one, which had replaced its own.
+#[test]
+fn an_owner_that_ends_leaves_the_next_ones_socket() {
+    let path = socket_path("replaced");
+    let first = region(MIB, 8 * MIB);
+    first.serve(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let second = region(MIB, 8 * MIB);
+    second.serve(&path).unwrap();
+    drop(first);
+    write(&second.map().unwrap(), 3, 5);
+    assert_eq!(words(&SharedMapping::attach(&path).unwrap(), 3)[7].load(Relaxed), 5);
+    drop(second);
+    assert!(!path.exists());
+}
+
 #[test]
 fn nonsense_at_the_socket_is_answered_and_forgotten() {
     let path = socket_path("nonsense");
