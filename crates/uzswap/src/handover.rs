@@ -14,15 +14,19 @@
 //! Linux lets no other process drop it; a monitor that attaches its guest's memory as a shared region can: [`crate::shared`].
 //! Cloud Hypervisor and QEMU hand nothing over; HANDOVER.md says what to do instead.
 //!
-//! One thread for each guest. A guest that ends, or a monitor that sends nonsense, ends that thread only.
+//! One thread for each guest. A guest that ends, or a monitor that sends nonsense, ends that thread only. As pages that nobody serves
+//! read as zeros once the last has closed the userfaultfd, a guest is served until its process has ended, whatever the monitor does
+//! with its connection.
 
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
+use std::time::Duration;
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor, Encoding};
 use uzswap_sys::uffd::{Message, Uffd};
 use uzswap_sys::{socket, uffd_shared};
@@ -32,6 +36,10 @@ const PAGE: usize = 4096;
 const BLOCK: usize = 16 << 10;
 /// The largest message: some thousand regions.
 const MOST_JSON: usize = 256 << 10;
+/// How often it is looked whether a guest is there whose monitor has closed its connection (milliseconds).
+const LOOK_MS: i32 = 200;
+/// How long monitors wait for which there is no descriptor.
+const FULL: Duration = Duration::from_millis(100);
 
 /// One region of a guest, as its monitor describes it.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
@@ -127,14 +135,27 @@ impl Image {
 /// # Errors
 /// When connections can no longer be taken.
 pub fn serve(listener: &UnixListener, image: &Arc<Image>) -> io::Result<()> {
+    const SCARCE: [i32; 4] = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM];
     loop {
-        let (stream, _) = listener.accept()?;
+        let stream = match listener.accept() {
+            Ok((stream, _)) => stream,
+            // (For those that are served it must go on.)
+            Err(e) if e.raw_os_error().is_some_and(|errno| SCARCE.contains(&errno)) => {
+                std::thread::sleep(FULL);
+                continue;
+            }
+            Err(e) if e.raw_os_error() == Some(libc::ECONNABORTED) => continue,
+            Err(e) => return Err(e),
+        };
         let image = image.clone();
-        std::thread::Builder::new().name("uzswap-guest".to_owned()).spawn(move || {
+        let started = std::thread::Builder::new().name("uzswap-guest".to_owned()).spawn(move || {
             if let Err(sentence) = serve_guest(stream, &image) {
                 eprintln!("uzswap: a monitor was refused: {sentence}");
             }
-        })?;
+        });
+        if let Err(e) = started {
+            eprintln!("uzswap: a monitor was refused: {e}");
+        }
     }
 }
 
@@ -149,11 +170,10 @@ pub fn serve_guest(stream: UnixStream, image: &Image) -> Result<(), String> {
         return Err("it is another user's, and the snapshot is not".to_owned());
     }
     socket::time_out(&socket, 10).map_err(|e| e.to_string())?;
-    let mut json = vec![0; MOST_JSON];
-    let (n, fds) = socket::receive(&socket, &mut json).map_err(|e| format!("nothing was received: {e}"))?;
+    let (json, fds) = description(&socket).map_err(|e| format!("nothing was received: {e}"))?;
     let uffd = fds.into_iter().next().filter(|fd| uffd_shared::is_uffd(fd.as_raw_fd()));
     let uffd = uffd.ok_or("no userfaultfd came with the description")?;
-    let regions = parse_regions(&json[..n])?;
+    let regions = parse_regions(&json)?;
     if let Some(r) = regions.iter().find(|r| r.offset + r.size > image.len()) {
         return Err(format!("a region ends at {} of a memory file of {} bytes", r.offset + r.size, image.len()));
     }
@@ -161,10 +181,28 @@ pub fn serve_guest(stream: UnixStream, image: &Image) -> Result<(), String> {
     Ok(())
 }
 
+/// What a monitor says, and what comes with it. (The kernel hands out a long message in pieces.)
+fn description(socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+    let is_cut_off = |json: &[u8]| serde_json::from_slice::<IgnoredAny>(json).is_err_and(|e| e.is_eof());
+    let (mut json, mut at, mut fds) = (vec![0; MOST_JSON], 0, Vec::new());
+    while at < MOST_JSON {
+        let (n, came) = socket::receive(socket, &mut json[at..])?;
+        fds.extend(came);
+        at += n;
+        if n == 0 || !is_cut_off(&json[..at]) {
+            break;
+        }
+    }
+    json.truncate(at);
+    Ok((json, fds))
+}
+
 /// One guest.
 struct Guest<'a> {
     uffd: OwnedFd,
     socket: &'a OwnedFd,
+    /// The monitor has closed it.
+    hung_up: bool,
     regions: Vec<GuestRegion>,
     /// Pages given back, by region.
     removed: Vec<Vec<u64>>,
@@ -183,7 +221,18 @@ impl<'a> Guest<'a> {
         let removed = regions.iter().map(bits).collect();
         let block = (usize::MAX, vec![0; BLOCK]);
         let decompressor = Decompressor::new();
-        Self { uffd, socket, regions, removed, image, decompressor, block, waiting: Vec::new(), lost: false }
+        Self {
+            uffd,
+            socket,
+            hung_up: false,
+            regions,
+            removed,
+            image,
+            decompressor,
+            block,
+            waiting: Vec::new(),
+            lost: false,
+        }
     }
 
     fn run(&mut self) {
@@ -196,7 +245,7 @@ impl<'a> Guest<'a> {
                 }
                 Ok(Some(_)) => {}
                 Ok(None) if self.waiting.is_empty() => {
-                    if !self.sleep() {
+                    if !self.sleep(&handle) {
                         return;
                     }
                     continue;
@@ -213,14 +262,27 @@ impl<'a> Guest<'a> {
         }
     }
 
-    /// Sleeps until something happens; false when the monitor has closed its socket and nothing is to be read.
-    fn sleep(&self) -> bool {
-        let fds = [self.uffd.as_raw_fd(), self.socket.as_raw_fd()];
-        let mut polls = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
+    /// Sleeps until something happens; false when the guest is gone.
+    fn sleep(&mut self, handle: &Uffd) -> bool {
+        let socket = if self.hung_up { -1 } else { self.socket.as_raw_fd() };
+        let mut polls = [self.uffd.as_raw_fd(), socket].map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
         // SAFETY: two pollfds of ours.
-        unsafe { libc::poll(polls.as_mut_ptr(), 2, -1) };
-        let broken = polls[0].revents & (libc::POLLERR | libc::POLLNVAL) != 0;
-        !broken && (polls[0].revents != 0 || polls[1].revents & (libc::POLLHUP | libc::POLLIN) == 0)
+        unsafe { libc::poll(polls.as_mut_ptr(), 2, if self.hung_up { LOOK_MS } else { -1 }) };
+        if polls[0].revents & (libc::POLLERR | libc::POLLNVAL) != 0 {
+            return false;
+        }
+        if polls[1].revents != 0 {
+            // What else it says means nothing here.
+            self.hung_up = !matches!(socket::receive(self.socket, &mut [0; 512]), Ok((1.., _)));
+        }
+        polls[0].revents != 0 || !self.hung_up || self.is_there(handle)
+    }
+
+    /// Whether the process is there that has the guest's memory. (Of private memory there is nothing to map: that is refused after the
+    /// process was looked for.)
+    fn is_there(&self, handle: &Uffd) -> bool {
+        let at = self.regions[0].base_host_virt_addr as usize;
+        !matches!(handle.continue_pages(at, PAGE, false, true), Err((_, libc::ESRCH)))
     }
 
     fn place(&self, address: usize) -> Option<(usize, u64)> {

@@ -113,6 +113,93 @@ fn a_guest_finds_its_snapshot_and_zeros_where_its_balloon_was() {
     uzswap_sys::raw::close(uffd.fd());
 }
 
+/// A page of a mapping.
+fn read(base: *mut u8, i: usize) -> [u8; PAGE] {
+    let mut page = [0; PAGE];
+    // SAFETY: a page of one of the mappings, which nobody writes to meanwhile.
+    unsafe { std::ptr::copy_nonoverlapping(base.add(i * PAGE), page.as_mut_ptr(), PAGE) };
+    page
+}
+
+fn region(base: *mut u8, pages: usize, offset: usize) -> String {
+    let (base, size) = (base as usize, pages * PAGE);
+    format!(r#"{{"base_host_virt_addr":{base},"size":{size},"offset":{offset},"page_size":4096}}"#)
+}
+
+/// The story: a monitor that closed its connection, or said anything else there, was taken for one that had ended. Its guest was
+/// served no more: it stood still, or read zeros where nobody else had the userfaultfd.
+#[test]
+fn a_guest_is_served_as_long_as_its_process_lives() {
+    const PAGES: usize = 400;
+    let dir = TempDir::new().unwrap();
+    let image = snapshot(&dir, PAGES);
+    let memory = map(PAGES);
+    let json = format!("[{}]", region(memory, PAGES, 0));
+    for hangs_up in [false, true] {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let ours = OwnedFd::from(ours);
+        // SAFETY: the child makes system calls, looks at memory and leaves.
+        let monitor = unsafe { libc::fork() };
+        assert!(monitor >= 0);
+        if monitor == 0 {
+            drop(theirs);
+            // SAFETY: no memory is involved. (Should nobody serve it.)
+            unsafe { libc::alarm(60) };
+            let (uffd, _) = Uffd::open(0).unwrap();
+            uffd.register(memory as usize, PAGES * PAGE).unwrap();
+            uzswap_sys::socket::send(&ours, json.as_bytes(), &[uffd.fd()]).unwrap();
+            let mut well = read(memory, 0) == contents(0);
+            uzswap_sys::raw::close(uffd.fd());
+            if hangs_up {
+                drop(ours);
+            } else {
+                uzswap_sys::socket::send(&ours, b"hello", &[0]).unwrap();
+                std::mem::forget(ours);
+            }
+            for i in (0..PAGES).step_by(4) {
+                std::thread::yield_now();
+                well &= read(memory, i) == contents(i);
+            }
+            // SAFETY: ends the child at once.
+            unsafe { libc::_exit(if well { 0 } else { 1 }) };
+        }
+        drop(ours);
+        // (It ends with the monitor.)
+        handover::serve_guest(theirs, &image).unwrap();
+        let mut status = 0;
+        // SAFETY: a child of ours.
+        unsafe { libc::waitpid(monitor, &raw mut status, 0) };
+        assert_eq!(status, 0, "hangs up: {hangs_up}");
+    }
+}
+
+/// The story: of a long description only the piece was read that the kernel handed out first.
+#[test]
+fn a_guest_may_be_of_many_regions() {
+    const PAGES: usize = 2000;
+    let dir = TempDir::new().unwrap();
+    let image = snapshot(&dir, PAGES);
+    let memory = map(PAGES);
+    let (uffd, _) = Uffd::open(0).unwrap();
+    uffd.register(memory as usize, PAGES * PAGE).unwrap();
+    // SAFETY: within the mapping.
+    let all = (0..PAGES).map(|i| region(unsafe { memory.add(i * PAGE) }, 1, (PAGES - 1 - i) * PAGE));
+    let json = format!("[{}]", all.collect::<Vec<_>>().join(","));
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let served = std::thread::spawn(move || handover::serve_guest(theirs, &image));
+    uzswap_sys::socket::send(&OwnedFd::from(ours.try_clone().unwrap()), json.as_bytes(), &[uffd.fd()]).unwrap();
+    // (Who waits for the page is not waited for, should it not come.)
+    let (at, begun) = (memory as usize, Instant::now());
+    std::thread::spawn(move || read(at as *mut u8, PAGES - 1));
+    while !served.is_finished() && !is_there(memory, PAGES - 1) {
+        assert!(begun.elapsed() < Duration::from_secs(60), "nobody answers");
+        std::thread::yield_now();
+    }
+    assert!(!served.is_finished(), "{:?}", served.join());
+    assert!((0..PAGES).rev().all(|i| read(memory, i) == contents(PAGES - 1 - i)));
+    uzswap_sys::raw::close(uffd.fd());
+}
+
 #[test]
 fn nonsense_is_refused_in_a_sentence() {
     let dir = TempDir::new().unwrap();
