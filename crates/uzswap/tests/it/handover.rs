@@ -4,6 +4,8 @@ use std::fs::File;
 use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
@@ -198,6 +200,57 @@ fn a_guest_may_be_of_many_regions() {
     assert!(!served.is_finished(), "{:?}", served.join());
     assert!((0..PAGES).rev().all(|i| read(memory, i) == contents(PAGES - 1 - i)));
     uzswap_sys::raw::close(uffd.fd());
+}
+
+/// The story: a handler that had no descriptor for one monitor more ended, and nobody served the guests that it had.
+#[test]
+fn a_handler_with_no_descriptor_left_goes_on() {
+    const DESCRIPTORS: u64 = 12;
+    let dir = TempDir::new().unwrap();
+    drop(snapshot(&dir, 4));
+    let path = dir.path().join("handler");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_uzswap"));
+    command.arg("handover").arg(&path).arg(dir.path().join("memory")).stderr(Stdio::null());
+    // SAFETY: a plain call before the command is executed.
+    unsafe {
+        command.pre_exec(|| {
+            let few = libc::rlimit { rlim_cur: DESCRIPTORS, rlim_max: DESCRIPTORS };
+            assert_eq!(libc::setrlimit(libc::RLIMIT_NOFILE, &raw const few), 0);
+            Ok(())
+        })
+    };
+    let mut handler = command.spawn().unwrap();
+    let begun = Instant::now();
+    let connect = || loop {
+        match UnixStream::connect(&path) {
+            Ok(stream) => return stream,
+            Err(e) => assert!(begun.elapsed() < Duration::from_secs(60), "{e}"),
+        }
+        std::thread::yield_now();
+    };
+    let monitors: Vec<_> = (0..2 * DESCRIPTORS).map(|_| connect()).collect();
+    let open = || std::fs::read_dir(format!("/proc/{}/fd", handler.id())).map_or(0, Iterator::count) as u64;
+    while open() < DESCRIPTORS && !handler_has_ended(&handler) {
+        assert!(begun.elapsed() < Duration::from_secs(60), "it does not take them");
+        std::thread::yield_now();
+    }
+    drop(monitors);
+    let memory = map(4);
+    let (uffd, _) = Uffd::open(0).unwrap();
+    uffd.register(memory as usize, 4 * PAGE).unwrap();
+    let socket = OwnedFd::from(connect());
+    let json = format!("[{}]", region(memory, 4, 0));
+    uzswap_sys::socket::send(&socket, json.as_bytes(), &[uffd.fd()]).unwrap();
+    assert!((0..4).all(|i| read(memory, i) == contents(i)));
+    handler.kill().unwrap();
+    handler.wait().unwrap();
+    uzswap_sys::raw::close(uffd.fd());
+}
+
+/// Whether a child has ended (it is a zombie until it is waited for).
+fn handler_has_ended(child: &Child) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap_or_default();
+    stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'))
 }
 
 #[test]
