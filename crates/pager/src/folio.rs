@@ -63,9 +63,9 @@ pub struct OrderCounters {
     pub zswpout: AtomicU64,
     /// Brought back from the pool, whole and by one fault.
     pub zswpin: AtomicU64,
-    /// Written to the backing store, whole.
+    /// Written to the backing store, whole: as one object, which is of 64 KiB at most.
     pub swpout: AtomicU64,
-    /// Read from the backing store, whole.
+    /// Read from the backing store, whole: as one object.
     pub swpin: AtomicU64,
     /// Split because they could not leave whole.
     pub swpout_fallback: AtomicU64,

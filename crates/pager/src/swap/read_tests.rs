@@ -542,3 +542,56 @@ fn a_read_ahead_that_fails_loses_nothing() {
     assert!(failed > 0, "nothing was read ahead");
     end(s, FIRST..FIRST + 256);
 }
+
+/// A6: what goes to disk and comes back whole is counted by its size. (The counters were there, and stayed 0 whatever was written.) Of a
+/// block that lost a page before neither is.
+#[test]
+fn a6_blocks_are_counted_by_their_size_as_they_go_to_disk_and_come_back() {
+    let mut scene = Scene::new(0);
+    let s = &mut *scene.pager.state.lock();
+    for (vpn, order) in [(FIRST, 2), (FIRST + 16, 4), (FIRST + 32, 2), (FIRST + 40, 0)] {
+        let handle = testing::store(s, vpn, order, 0, half_noise);
+        object::set_flags(s.object(handle), object::TRIED, 0);
+    }
+    events::forget_range(s, FIRST + 33, FIRST + 34);
+    let pager = scene.pager;
+    let counted = |what: fn(&crate::folio::OrderCounters) -> &core::sync::atomic::AtomicU64| {
+        pager.counters().folios.orders.each_ref().map(|o| what(o).load(Relaxed))
+    };
+    let (none, one_each) = ([0; 8], [1, 0, 1, 0, 0, 0, 0, 0]);
+    assert_eq!((counted(|o| &o.swpout), counted(|o| &o.swpin)), (none, none));
+    scene.write_out(s);
+    assert_eq!((counted(|o| &o.swpout), counted(|o| &o.swpin)), (one_each, none));
+    [FIRST, FIRST + 16, FIRST + 32, FIRST + 40].iter().for_each(|vpn| _ = scene.read(s, *vpn));
+    assert_eq!((counted(|o| &o.swpout), counted(|o| &o.swpin)), (one_each, one_each));
+    assert_eq!(scene.count(|c| &c.pswpin), 4 + 16 + 3 + 1);
+    end(s, FIRST..FIRST + 41);
+}
+
+/// C2: what is read from disk is counted, with what came along; and zeros, which are out at no cost, are neither among what is freeable nor
+/// among what that is scaled by. (The original counted them: where there were many, reads held nothing back.)
+#[test]
+fn c2_reads_are_counted_with_what_came_along_and_zeros_are_left_out() {
+    let mut scene = Scene::new(8);
+    let s = &mut *scene.pager.state.lock();
+    let reads = &scene.pager.group.nodes[0].nr_disk_swapins;
+    assert_eq!((scene.read(s, FIRST + 2), reads.get()), (1, 8));
+    (8..400).for_each(|i| scene.store(s, FIRST + i, half_noise));
+    let due = |s: &mut State| {
+        reads.add(200 - reads.get() as usize);
+        s.press_pool(1);
+        let shrinker = &mut s.swap.as_mut().unwrap().shrinker;
+        let due = shrinker.due();
+        shrinker.met(due + 1);
+        due
+    };
+    let pool = s.pool.used_bytes() / PAGE;
+    // Half of the pages are spoken for; the others are met, as all of the program has left.
+    let without = due(s);
+    s.zeros += 4000;
+    let with = due(s);
+    s.zeros -= 4000;
+    assert!(pool > 100 && without.abs_diff(pool / 2) <= 1, "{without} of {pool}");
+    assert_eq!(with, without);
+    end(s, FIRST..FIRST + 400);
+}

@@ -261,6 +261,9 @@ impl Pager {
         let n = pages.count_ones();
         s.swapped += n as usize;
         self.counters().pswpin.fetch_add(u64::from(n), Relaxed);
+        if n == 1 << head.order {
+            self.counters().folios.count(head.order, |o| &o.swpin);
+        }
         let swap = s.swap.as_mut().expect("it was there a moment ago");
         swap.disk_reads.add(n as usize);
         s.entered_pool(base, handle.raw());

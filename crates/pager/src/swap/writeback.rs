@@ -413,6 +413,9 @@ impl Pager {
                 let head = s.header_of(flight.entry);
                 s.note(Record::of_object(Kind::WriteBack, flight.entry.vpn, head.order, head.len));
                 s.pt.hint(flight.entry.vpn, 0, HINT_REUSED);
+                if still.count_ones() == 1 << head.order {
+                    c.folios.count(head.order, |o| &o.swpout);
+                }
             }
             for i in (0..16).filter(|i| still & (1 << i) != 0) {
                 let at = flight.entry.vpn + i;
