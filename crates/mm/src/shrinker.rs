@@ -389,6 +389,7 @@ mod tests {
         s
     }
 
+    /// C1: who is met with a clear bit is written back, who has a set one is not.
     #[test]
     fn verdicts() {
         use Policy::*;
@@ -492,6 +493,7 @@ mod tests {
         assert!(s.pop().is_none());
     }
 
+    /// C2: what is freeable is less the reads from disk, which are consumed, and in proportion to how badly the pool compresses.
     #[test]
     fn disk_reads_are_consumed_once() {
         // (disk reads, stored, pool pages) -> freeable, then what is left of the reads
@@ -553,6 +555,7 @@ mod tests {
         assert_eq!((s.freeable(1000, 1000, &reads), reads.get()), (before, 900));
     }
 
+    /// C4: between the most and where stores are accepted again it goes on with what it was doing.
     #[test]
     fn full_until_accepted_again() {
         let mut pool = PoolFull::default();

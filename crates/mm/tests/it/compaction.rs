@@ -8,17 +8,17 @@ use uzswap_mm::compaction::scanner::{Position, Scanners};
 use uzswap_mm::compaction::{Compactor, Goal, Migrate, Outcome};
 use uzswap_mm::zone::{BLOCK_FRAMES, Kind, MigrateType, Zone};
 
-const BLOCK: u32 = BLOCK_FRAMES;
+pub const BLOCK: u32 = BLOCK_FRAMES;
 
 /// Memory in which each frame in use holds the number of the page it was allocated for.
-struct Memory {
+pub struct Memory {
     start: u32,
-    frames: Vec<Option<u64>>,
-    pinned: Vec<bool>,
+    pub frames: Vec<Option<u64>>,
+    pub pinned: Vec<bool>,
     isolated: Vec<bool>,
     /// Every so many moves fail; 0 none.
     fail_every: usize,
-    moves: Vec<(u32, u32)>,
+    pub moves: Vec<(u32, u32)>,
     asked: usize,
 }
 
@@ -29,7 +29,7 @@ impl Memory {
         let (frames, pinned, isolated) = (vec![None; n], vec![false; n], vec![false; n]);
         Self { start, frames, pinned, isolated, fail_every, moves: vec![], asked: 0 }
     }
-    fn at(&self, frame: u32) -> usize {
+    pub fn at(&self, frame: u32) -> usize {
         (frame - self.start) as usize
     }
     fn used(&self) -> Vec<u64> {
@@ -83,7 +83,7 @@ impl Migrate for Memory {
 }
 
 /// A zone in which exactly the frames that `used` names are taken.
-fn zone_with(start: u32, end: u32, used: impl Fn(u32) -> bool) -> (Zone, Memory) {
+pub fn zone_with(start: u32, end: u32, used: impl Fn(u32) -> bool) -> (Zone, Memory) {
     let mut zone = Zone::spanning(start, end, Kind::Frame);
     let mut memory = Memory::new(&zone);
     for frame in (start..end).filter(|f| used(*f)) {
@@ -94,7 +94,7 @@ fn zone_with(start: u32, end: u32, used: impl Fn(u32) -> bool) -> (Zone, Memory)
     (zone, memory)
 }
 
-fn goal(order: u8) -> Goal {
+pub fn goal(order: u8) -> Goal {
     Goal { kind: Kind::Frame, order, score: None, budget: u64::MAX }
 }
 
@@ -171,9 +171,24 @@ fn an_invalid_cached_pivot_is_reinitialised() {
         assert_eq!(*cached.resume(&zone), Scanners::at(0, 4));
         assert_eq!(cached.pivot, 0);
     }
-    let mut cached = Cached::new(2);
-    cached.scanners = Some(Scanners { migrate: position(9, true), free: position(1, false) });
-    assert_eq!(*cached.resume(&zone), Scanners::at(2, 4));
+    for (migrate, free) in [(9, 1), (3, 9), (4, 3), (3, 4)] {
+        let mut cached = Cached::new(2);
+        cached.scanners = Some(Scanners { migrate: position(migrate, true), free: position(free, false) });
+        assert_eq!(*cached.resume(&zone), Scanners::at(2, 4), "{migrate} and {free}");
+    }
+}
+
+/// E3: positions in the midst of a pass are forgotten on a restart.
+#[test]
+fn positions_are_reset_on_a_restart() {
+    for moves in [true, false] {
+        let mut zone = Zone::spanning(0, 4 * BLOCK, Kind::Frame);
+        let mut policy = Linear::starting_at(2, moves);
+        policy.begin(&mut zone, Kind::Frame, false);
+        policy.cached.scanners = Some(Scanners { migrate: position(3, false), free: position(0, false) });
+        policy.restart(&mut zone);
+        assert_eq!((policy.cached.scanners, policy.cached.pivot), (None, 2), "they have not met: the pivot stays");
+    }
 }
 
 /// E2: a zone that starts at frame 1: the first block is a frame short, the block below it is none.
@@ -323,6 +338,11 @@ fn deferral_doubles_up_to_64_attempts() {
     deferral.reset(9, true);
     assert_eq!(deferral.shift(), 0);
     assert!(!deferral.is_deferred(9));
+    // The smallest order that failed holds up all that are as large.
+    for order in [7, 5, 9] {
+        deferral.defer(order);
+    }
+    assert!(deferral.is_deferred(5) && !deferral.is_deferred(4));
 }
 
 /// E4 (and the last of E3): the pivot moves to where the scanners last met only on a restart after the longest deferral,

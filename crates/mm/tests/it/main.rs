@@ -5,6 +5,7 @@ mod compaction;
 mod lru;
 mod pagemap;
 mod pagetable;
+mod passes;
 mod swapfile;
 mod trace;
 mod zone;

@@ -1,4 +1,4 @@
-//! The zone against a map of single slots.
+//! The zone against a map of single slots (acceptance E1: a buddy allocator, and page blocks of a migrate type).
 
 use proptest::prelude::*;
 use uzswap_mm::zone::{Kind, MAX_ORDER, MigrateType, Watermarks, Zone};

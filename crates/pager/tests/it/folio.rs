@@ -143,6 +143,9 @@ fn a2_a4_refused_stores_lose_nothing_and_leak_nothing() {
         let refused = get(&counters(&region).reject_alloc_fail) + get(&folios(&region).pool_limit_hit);
         assert!(refused > 0, "{site}: nothing was refused");
         assert_eq!(get(&counters(&region).poisoned), 0);
+        // (What a store that was refused had put in would be there still: nobody refers to it.)
+        region.remove(0..SIZE);
+        assert_eq!(region.stats().pool, 0, "{site}: the pool holds what is nobody's");
     }
 }
 
