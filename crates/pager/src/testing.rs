@@ -92,11 +92,17 @@ pub(crate) fn memory(pager: &Pager, pages: usize) -> usize {
 
 /// The same at a place where nothing is, if it is not 0.
 pub(crate) fn memory_at(pager: &Pager, place: usize, pages: usize) -> usize {
-    let fixed = if place == 0 { 0 } else { libc::MAP_FIXED_NOREPLACE };
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | fixed;
-    let prot = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping.
-    let at = unsafe { sys!(libc::SYS_mmap, place, pages * PAGE, prot, flags, -1isize, 0) }.expect("memory");
+    let (rw, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    // SAFETY: a new mapping, or (fixed) one over another that was just made.
+    let map = |place: usize, pages: usize, prot: i32, fixed: i32| unsafe {
+        sys!(libc::SYS_mmap, place, pages * PAGE, prot, flags | fixed, -1isize, 0).expect("memory")
+    };
+    let at = match place {
+        // (Between two pages that are nobody's: what is brought ahead of a sequence would be zeros in another test's memory, as COPY fills
+        // what is missing whoever has registered it.)
+        0 => map(map(0, pages + 2, libc::PROT_NONE, 0) + PAGE, pages, rw, libc::MAP_FIXED),
+        place => map(place, pages, rw, libc::MAP_FIXED_NOREPLACE),
+    };
     // SAFETY: advice on it. (Pages are moved one by one here.)
     unsafe { sys!(libc::SYS_madvise, at, pages * PAGE, libc::MADV_NOHUGEPAGE) }.expect("advice");
     pager.register(at, pages * PAGE).expect("the memory");

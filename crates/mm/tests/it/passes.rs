@@ -107,7 +107,7 @@ fn pages_moved_in_two_passes_in_succession_are_counted() {
 fn what_changed_between_two_runs_of_a_pass_is_seen() {
     const BLOCKS: u32 = 400;
     // Two blocks with little room, the others nearly empty.
-    let used = |f: u32| if f / BLOCK < 2 { f % 4 != 0 } else { f % 16 == 0 };
+    let used = |f: u32| if f / BLOCK < 2 { !f.is_multiple_of(4) } else { f.is_multiple_of(16) };
     let aim = Goal { score: Some(0), budget: 20, ..goal(9) };
     let begin = || {
         let (mut zone, mut memory) = zone_with(0, BLOCKS * BLOCK, used);

@@ -196,3 +196,65 @@ fn what_did_not_compress_is_counted_while_it_is_in_the_pool() {
     assert_eq!((counts(&scene, s).0, scene.count(|c| &c.pswpout)), (0, 16), "on disk it is not in the pool");
     end(s, first..first + pages as u64);
 }
+
+/// A child that cannot open the swap file must not come to need it: what it has in memory and on disk is stored when it leaves, whether it
+/// has changed or not.
+#[test]
+fn without_the_file_nothing_goes_back_to_its_place() {
+    let mut scene = Scene::new(0);
+    scene.pager.tier.file.store(0, Relaxed);
+    let at = testing::memory(scene.pager, 16);
+    let all = (at / PAGE) as u64..(at / PAGE) as u64 + 16;
+    let s = &mut *scene.pager.state.lock();
+    all.clone().for_each(|vpn| scene.store(s, vpn, noise));
+    scene.write_out(s);
+    all.clone().for_each(|vpn| assert!(*scene.page(s, vpn) == noise(vpn)));
+    assert!(all.clone().all(|vpn| s.pt.get(vpn).copy().is_some()));
+    scene.pager.tier.file.store(-1, Relaxed);
+    scene.put_all_out(s);
+    assert!(all.clone().all(|vpn| s.pt.get(vpn).tag() == Tag::Compressed));
+    assert_eq!(scene.count(|c| &c.pswpout_clean), 0);
+    end(s, all);
+}
+
+/// C1: however an object comes into the pool's list, its reference bit is set: stored, left by its clean pages, or read from disk.
+#[test]
+fn c1_what_enters_the_list_has_its_second_chance() {
+    let mut scene = Scene::new(0);
+    scene.pager.tier.file.store(0, Relaxed);
+    let pages = 16u64;
+    let at = testing::memory(scene.pager, 32).next_multiple_of(16 * PAGE);
+    let first = (at / PAGE) as u64;
+    let all = first..first + pages;
+    all.clone().for_each(|vpn| testing::put(scene.pager, vpn as usize * PAGE, &half_noise(vpn)));
+    let s = &mut *scene.pager.state.lock();
+    s.list_resident(first, pages as usize, uzswap_mm::lru::List::Inactive, |_| None);
+    // Each object has its bit, which is spent then, as if it had been met.
+    let spend = |s: &mut State, how: &str| {
+        let handles: std::collections::BTreeSet<u32> = all
+            .clone()
+            .map(|vpn| {
+                assert_eq!(s.pt.get(vpn).tag(), Tag::Compressed, "{how}");
+                s.pt.get(vpn).handle()
+            })
+            .collect();
+        for handle in handles {
+            assert_ne!(Header::read(s.object(handle)).flags & object::REFERENCED, 0, "{how}");
+            object::set_flags(s.object(handle), object::TRIED, object::REFERENCED);
+        }
+    };
+    scene.put_all_out(s);
+    spend(s, "stored");
+    let clean = scene.count(|c| &c.swpout_clean);
+    all.clone().for_each(|vpn| assert!(*scene.page(s, vpn) == half_noise(vpn)));
+    scene.put_all_out(s);
+    // (What was read at random at first has kept none.)
+    assert!(scene.count(|c| &c.swpout_clean) > clean);
+    spend(s, "clean");
+    scene.write_out(s);
+    for vpn in all.clone() {
+        assert_eq!(s.pt.get(vpn).tag() == Tag::Disk, scene.read(s, vpn) > 0);
+    }
+    spend(s, "read");
+    end(s, all);
+}

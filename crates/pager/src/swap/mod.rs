@@ -40,6 +40,8 @@ pub mod readers;
 mod reads;
 #[cfg(test)]
 mod room_tests;
+#[cfg(test)]
+mod run_tests;
 mod seal;
 mod swapin;
 #[cfg(test)]

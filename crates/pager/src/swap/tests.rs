@@ -13,24 +13,24 @@ use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, Pte};
 use uzswap_sys::uffd::Message;
 
 const LIMIT: usize = 8 << 20;
-const FIRST: u64 = 0x1_0000;
+pub(super) const FIRST: u64 = 0x1_0000;
 
 type Content = fn(u64) -> [u8; PAGE];
 
 /// A process with some of its memory in the pool, and what its writing thread has.
-struct Scene {
-    pager: &'static Pager,
+pub(super) struct Scene {
+    pub(super) pager: &'static Pager,
     packer: Packer,
-    buffers: [Vec<Block>; 2],
+    pub(super) buffers: [Vec<Block>; 2],
 }
 
 impl Scene {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let pager = testing::pager_with_swap(LIMIT);
         Self { pager, packer: Packer::default(), buffers: [blocks(RUN_BYTES), blocks(RUN_BYTES)] }
     }
 
-    fn count(&self, what: impl Fn(&crate::group::Counters) -> &core::sync::atomic::AtomicU64) -> u64 {
+    pub(super) fn count(&self, what: impl Fn(&crate::group::Counters) -> &core::sync::atomic::AtomicU64) -> u64 {
         what(self.pager.counters()).load(Relaxed)
     }
 
@@ -41,7 +41,7 @@ impl Scene {
     }
 
     /// Plans a write; its length, if there is something to write.
-    fn plan(&mut self, s: &mut State, slot: usize) -> Option<usize> {
+    pub(super) fn plan(&mut self, s: &mut State, slot: usize) -> Option<usize> {
         self.press(s);
         match self.pager.plan_round(s, slot, bytes_of(&mut self.buffers[slot])) {
             Round::Write(_, len) => Some(len),
@@ -82,7 +82,7 @@ fn check_all(s: &mut State, pages: core::ops::Range<u64>, content: Content, enco
 }
 
 /// Nothing is left over when all pages have gone.
-fn end(s: &mut State, pages: core::ops::Range<u64>) {
+pub(super) fn end(s: &mut State, pages: core::ops::Range<u64>) {
     for vpn in pages {
         let pte = s.pt.get(vpn);
         s.pt.set(vpn, Pte::NONE);
@@ -191,6 +191,7 @@ fn a_program_with_nothing_left_has_the_disk_take_some_of_the_pool() {
     end(s, FIRST..FIRST + 400);
 }
 
+/// C1: who is met with its bit set is at the tail with a clear one, and is not written.
 #[test]
 fn what_is_not_idle_is_given_its_second_chance_only() {
     let mut scene = Scene::new();
@@ -378,7 +379,7 @@ fn a_write_does_not_end_for_what_the_next_one_has_aboard() {
     end(s, FIRST..FIRST + 1);
 }
 
-/// What is being written keeps its place on the list: where the list came round to it before its write failed, it was
+/// C3: what is being written keeps its place on the list: where the list came round to it before its write failed, it was
 /// dropped, and stayed in the pool for good.
 #[test]
 fn an_object_whose_write_fails_is_met_again() {
@@ -471,7 +472,7 @@ fn a_block_without_its_first_page_is_met_after_a_move() {
     end(s, to + 1..to + 8);
 }
 
-/// The pools of a group are full, another member is behind: it is woken and waited for, then passed over. All stop when the
+/// C4: the pools of a group are full, another member is behind: it is woken and waited for, then passed over. All stop when the
 /// pools are down to where stores are accepted again, not before.
 #[test]
 fn a_full_pool_is_written_back_in_turns() {
