@@ -34,6 +34,9 @@ pub struct Args {
     rounds: u32,
 }
 
+/// What it says, and what follows, when some memory did not hold what was written.
+pub const NOT_KEPT: &str = "MEMORY WAS NOT KEPT";
+
 /// Runs it; 0 when all that was read was what was written.
 #[must_use]
 pub fn main(args: &Args) -> i32 {
@@ -97,7 +100,7 @@ impl<'a> Pages<'a> {
         if bytes[..8] == stamp.to_ne_bytes() && bytes[8..] == contents[8..] {
             Ok(stamp)
         } else {
-            Err(format!("MEMORY WAS NOT KEPT: page {page} differs from what was written"))
+            Err(format!("{NOT_KEPT}: page {page} differs from what was written"))
         }
     }
 }

@@ -12,6 +12,7 @@
 //! memory, and 48 MiB; of which the kernel's cgroup has the 48. What the kernel can do with the very limit, everything counted, is to
 //! swap to a file without compressing: each program runs so, too.
 
+use crate::bursts::NOT_KEPT;
 use crate::experiment::{Common, Stop};
 use crate::json::{Findings, Row, Verdict};
 use crate::peers::{self, Peer};
@@ -245,6 +246,7 @@ impl Lab<'_> {
         self.measure_all(program, &Subject::all().collect::<Vec<_>>(), self.runs)?;
         match self.replay(program) {
             Err(reason) if !process::interrupted() => {
+                self.right &= !reason.contains(NOT_KEPT);
                 self.notes.push(format!("Not measured: {}, its trace: {reason}.", program.name));
                 Ok(())
             }
@@ -280,6 +282,7 @@ impl Lab<'_> {
                     }
                     Err(reason) if process::interrupted() => return Err(reason),
                     Err(reason) => {
+                        self.right &= !reason.contains(NOT_KEPT);
                         failed.insert(subject, reason);
                     }
                 }
@@ -305,7 +308,7 @@ impl Lab<'_> {
 
     fn verdicts_of(&mut self, name: &str, of: impl Fn(Subject, usize) -> Option<f64>) {
         let under = |policy: Policy| Subject::Under(policy.number());
-        let change = |figure, from, to| Some((of(to, figure)? / of(from, figure)?.max(1e-9) - 1.0) * 100.0);
+        let change = |figure, from, to| change(of(from, figure)?, of(to, figure)?);
         let old = under(Policy::Decaying);
         for policy in SECOND_CHANCES {
             for (figure, said, target) in [(SWAPINS, "disk swap-ins", -64.0), (REAL, "real time", -10.3)] {
@@ -333,7 +336,7 @@ impl Lab<'_> {
         let mut argv: Vec<OsString> = vec![self.uzswap.clone().into(), "run".into(), "--quiet".into()];
         argv.extend(["--memory".into(), memory.into(), "--record".into(), trace.clone().into(), "--".into()]);
         argv.extend_from_slice(&program.argv);
-        process::run(self.keeper, &Spec { timeout: RECORD_TIMEOUT, ..spec(&argv) })?.ok()?;
+        ended_well(&process::run(self.keeper, &Spec { timeout: RECORD_TIMEOUT, ..spec(&argv) })?)?;
         let pool = format!("{}", program.limit / 2);
         let argv: Vec<OsString> = vec![self.uzswap.clone().into(), "replay".into(), trace.into()];
         let argv = [&argv[..], &["--json", "--pool", &pool].map(OsString::from)].concat();
@@ -358,7 +361,7 @@ impl Lab<'_> {
                 };
                 row.put(Subject::Under(known.number()).key(), policy[key].as_f64());
                 if key == "disk_swapins" {
-                    swapins.insert(known.number(), policy[key].as_f64().unwrap_or(0.0));
+                    swapins.extend(policy[key].as_f64().map(|pages| (known.number(), pages)));
                 }
             }
             self.rows.push(row);
@@ -371,7 +374,7 @@ impl Lab<'_> {
                     program.name,
                     policy.name()
                 );
-                self.verdicts.push(Verdict::at_most(&what, -64.0, (second / old.max(1.0) - 1.0) * 100.0));
+                self.verdicts.extend(change(old, second).map(|percent| Verdict::at_most(&what, -64.0, percent)));
             }
         }
         self.replayed.push(swapins);
@@ -412,7 +415,7 @@ impl Lab<'_> {
         let more: Vec<OsString> = ["--report".into(), report.clone().into()].into_iter().chain(encrypt).collect();
         let argv = self.under(policy, program, &more);
         let (outcome, user, sys) = timed(|| process::run(self.keeper, &spec(&argv)))?;
-        outcome.ok()?;
+        ended_well(&outcome)?;
         let text = fs::read_to_string(&report).map_err(|e| format!("no report: {e}"))?;
         let report: Value = serde_json::from_str(&text).map_err(|e| format!("the report: {e}"))?;
         let counter = |name: &str| report["counters"][name].as_f64().ok_or(format!("no counter {name}"));
@@ -428,7 +431,7 @@ impl Lab<'_> {
         let spec = Spec { cgroup: Some(ready.cgroup().to_owned()), ..spec(&argv) };
         let before = vmstat();
         let (outcome, user, sys) = timed(|| process::run(self.keeper, &spec))?;
-        outcome.ok()?;
+        ended_well(&outcome)?;
         let after = vmstat();
         let of = |name: &str| (after.get(name).unwrap_or(&0) - before.get(name).unwrap_or(&0)) as f64;
         let mib = |pages: f64| pages * size::PAGE as f64 / MIB as f64;
@@ -456,6 +459,24 @@ fn timed(run: impl FnOnce() -> Result<Outcome, String>) -> Result<(Outcome, f64,
     Ok((outcome, used.user, used.system))
 }
 
+/// By how many percent a figure has changed; `None` where both are nothing, which compares nothing. (From nothing on each unit is as much
+/// again.)
+fn change(from: f64, to: f64) -> Option<f64> {
+    match (from, to) {
+        (0.0, 0.0) => None,
+        (0.0, to) => Some(to * 100.0),
+        (from, to) => Some((to / from - 1.0) * 100.0),
+    }
+}
+
+/// `Ok` when a program ended well, else why not: what it says of its memory first, whatever else was said.
+fn ended_well(outcome: &Outcome) -> Result<(), String> {
+    match outcome.stderr.lines().find(|line| line.contains(NOT_KEPT)) {
+        Some(line) => Err(line.trim().to_owned()),
+        None => outcome.ok(),
+    }
+}
+
 fn vmstat() -> BTreeMap<String, i64> {
     let text = fs::read_to_string("/proc/vmstat").unwrap_or_default();
     text.lines().filter_map(|l| l.split_once(' ')).filter_map(|(k, v)| Some((k.to_owned(), v.parse().ok()?))).collect()
@@ -464,11 +485,42 @@ fn vmstat() -> BTreeMap<String, i64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::ExitStatus;
 
     #[test]
     fn every_subject_has_a_name_of_its_own() {
         let keys: std::collections::BTreeSet<_> = Subject::all().map(Subject::key).collect();
         assert_eq!(keys.len(), Policy::ALL.len() + 3);
+    }
+
+    /// The story: where a quick run read nothing back under either policy, that was said to be 100 percent less: met.
+    #[test]
+    fn of_nothing_there_is_no_change() {
+        assert_eq!(change(0.0, 0.0), None);
+        assert_eq!(
+            [(200.0, 50.0), (50.0, 75.0), (0.0, 7.0)].map(|(a, b)| change(a, b)),
+            [-75.0, 50.0, 700.0].map(Some)
+        );
+    }
+
+    /// The story: a program with bursts that found its memory changed was one that was not measured, and the lab ended with 0.
+    #[test]
+    fn memory_that_was_not_kept_is_told_from_what_was_not_measured() {
+        let outcome = |status: i32, stderr: &str| Outcome {
+            status: ExitStatus::from_raw(status << 8),
+            stdout: Vec::new(),
+            stderr: stderr.to_owned(),
+            seconds: 1.0,
+            peak_anon: 0,
+            samples: 1,
+            timed_out: false,
+            rescues: 0,
+        };
+        let said = format!("uzswap: 3 pages were lost\nerror: {NOT_KEPT}: page 7 differs from what was written\n");
+        assert!(ended_well(&outcome(1, &said)).unwrap_err().contains(NOT_KEPT));
+        assert!(!ended_well(&outcome(1, "uzswap: no room")).unwrap_err().contains(NOT_KEPT));
+        assert_eq!(ended_well(&outcome(0, "")), Ok(()));
     }
 
     #[test]

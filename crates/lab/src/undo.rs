@@ -50,6 +50,8 @@ impl Step {
             }
             Self::RemoveCgroup(path) => remove_cgroup(path),
             Self::SwapOff(path) => swap_off(path),
+            // (Where the change was refused, so would this be.)
+            Self::Restore(path, value) if fs::read_to_string(path).is_ok_and(|now| now.trim() == value) => Ok(()),
             Self::Restore(path, value) => {
                 patiently(|| fs::write(path, value), |e| e.raw_os_error() == Some(libc::EBUSY))
                     .map_err(|e| format!("cannot write `{value}` to {}: {e}", path.display()))
@@ -188,9 +190,12 @@ impl Keeper {
     /// Makes a directory of the lab's own, in `parent` or the system's for what is temporary; it goes with the [`Todo`].
     ///
     /// # Errors
-    /// When the guard is gone, or the directory cannot be made.
+    /// When the guard is gone, there is no such parent, or the directory cannot be made.
     pub fn make_dir(&self, parent: Option<&Path>) -> Result<(PathBuf, Todo), String> {
         let parent = parent.map_or_else(std::env::temp_dir, Path::to_path_buf);
+        if !parent.is_dir() {
+            return Err(format!("{} is no directory", parent.display()));
+        }
         let dir = parent.join(format!("uzswap-lab-{}", std::process::id()));
         let todo = self.will_undo(Step::RemoveDir(dir.clone()))?;
         fs::create_dir_all(&dir).map_err(|e| format!("cannot make {}: {e}", dir.display()))?;
@@ -268,5 +273,24 @@ mod tests {
         let dir = std::env::temp_dir().join("uzswap-lab-never-made");
         Step::RemoveDir(dir.clone()).run().unwrap();
         Step::RemoveCgroup(dir.clone()).run().unwrap();
+        // (As for who is not root: what could not be set is as it was, and cannot be set again.)
+        let kernel = PathBuf::from("/proc/sys/kernel/osrelease");
+        let release = fs::read_to_string(&kernel).unwrap().trim().to_owned();
+        Step::Restore(kernel.clone(), release).run().unwrap();
+        assert!(Step::Restore(kernel, "another".to_owned()).run().is_err());
+    }
+
+    /// The story: `--dir` with a slip of the pen made that directory, and what was above it, and left them.
+    #[test]
+    fn a_directory_is_made_in_one_that_is_there() {
+        let inner = Rc::new(Inner { pipe: RefCell::new(None), next: Cell::new(0) });
+        let keeper = Keeper { inner, guard: None };
+        let missing = std::env::temp_dir().join("uzswap-lab-no-such-parent");
+        assert!(keeper.make_dir(Some(&missing.join("below"))).is_err_and(|error| error.ends_with("is no directory")));
+        assert!(!missing.exists());
+        let (made, todo) = keeper.make_dir(None).unwrap();
+        assert!(made.is_dir());
+        drop(todo);
+        assert!(!made.exists());
     }
 }
