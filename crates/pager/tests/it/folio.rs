@@ -79,6 +79,8 @@ fn a1_what_is_written_in_sequence_leaves_and_returns_as_large_folios() {
     let _one = alone();
     let mut region = region("");
     fill(&mut region, 1);
+    let new = over_orders(&region, |o| &o.zswpin);
+    assert!(new < 10, "what was never there did not come from the pool: {new}");
     verify(&region, 1);
     let (out, back) = (over_orders(&region, |o| &o.zswpout), over_orders(&region, |o| &o.zswpin));
     let whole: u64 = (2..).zip(&folios(&region).orders).map(|(order, o)| get(&o.zswpout) << order).sum();
@@ -420,20 +422,23 @@ fn b2_only_the_page_written_to_becomes_dirty() {
         region.group().folios.scarce.store(scarce, Relaxed);
         let counts = |region: &Region| [&counters(region).zswpin, &counters(region).swpout_clean].map(get);
         let before = counts(&region);
-        // The first page of each 64 KiB of a part that fits, which is out; then all of it leaves again, and nothing else does.
+        // A part that fits is gone through, and the first page of each 64 KiB written to, which most faults are on; then all of it leaves
+        // again, and nothing else does. (What comes at random keeps no copy of its block.)
         {
             // SAFETY: the only user, and no system call gets it.
             let memory = unsafe { region.as_slice_mut() };
-            for i in (0..SIZE / 4 / PAGE).step_by(16) {
-                write_page(&mut memory[i * PAGE..(i + 1) * PAGE], i, 2);
+            for i in 0..SIZE / 4 / PAGE {
+                match i % 16 {
+                    0 => write_page(&mut memory[i * PAGE..(i + 1) * PAGE], i, 2),
+                    _ => _ = std::hint::black_box(memory[i * PAGE]),
+                }
             }
         }
         region.page_out(0..SIZE / 4);
         let after = counts(&region);
         let [came, clean] = std::array::from_fn(|i| after[i] - before[i]);
-        let written = (SIZE / 4 / PAGE / 16) as u64;
-        println!("{came} pages came, {clean} left clean, {written} were written to");
-        assert!(came >= 3 * written && clean >= 2 * written, "{clean} left clean of {came} for {written}");
+        println!("{came} pages came, {clean} left clean");
+        assert!(came as usize * PAGE >= SIZE / 5 && clean * 2 > came, "{clean} left clean of {came}");
         // SAFETY: nobody writes meanwhile.
         let memory = unsafe { region.as_slice() };
         for i in 0..SIZE / PAGE {
