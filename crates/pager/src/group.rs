@@ -18,8 +18,9 @@
 //! A finder killed on the way leaves a slot that belongs to it, who is dead: the next one finds that. Owners are named
 //! by pid and start time, so another process with the pid of a dead one is not taken for it.
 //!
-//! Cumulative counters stay in the slot when it changes hands (a sum over slots remains right); only where it goes to
-//! another group they are added to [`Node::dead`], of which a kill in between may lose one.
+//! Counters stay in the slot when it changes hands (a sum over slots remains right; what was at the moment of most is then that
+//! of the owner who had most); only where it goes to another group they are added to [`Node::dead`], of which a kill in between
+//! may lose one.
 //!
 //! Sizes are bytes unless the name says otherwise.
 
@@ -188,12 +189,29 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// Adds the cumulative ones to another's and clears them.
+    /// Adds the cumulative ones to another's and clears them. Of those of the moment of most the greater stay there.
     pub fn retire_into(&self, to: &Counters) {
         for (f, t) in self.cumulative().into_iter().zip(to.cumulative()) {
             t.fetch_add(f.swap(0, Relaxed), Relaxed);
         }
         self.folios.move_to(&to.folios);
+        let most = |from: &[&AtomicU64], to: &[&AtomicU64]| {
+            let more = from[0].load(Relaxed) > to[0].load(Relaxed);
+            for (from, to) in from.iter().zip(to) {
+                let value = from.swap(0, Relaxed);
+                if more {
+                    to.store(value, Relaxed);
+                }
+            }
+        };
+        most(&self.stored(), &to.stored());
+        most(&[&self.metadata_size], &[&to.metadata_size]);
+        most(&[&self.swap_pages, &self.swap_used_size], &[&to.swap_pages, &to.swap_used_size]);
+    }
+
+    /// Those of the moment when most was stored.
+    fn stored(&self) -> [&AtomicU64; 4] {
+        [&self.stored_pages, &self.stored_incompressible_pages, &self.pool_total_size, &self.pool_used_size]
     }
 
     fn cumulative(&self) -> [&AtomicU64; 43] {
@@ -243,21 +261,6 @@ impl Counters {
             &self.swap_stalls,
         ]
     }
-
-    /// Clears those that say what is, or was at some moment, rather than what happened.
-    pub fn reset_gauges(&self) {
-        for now in [
-            &self.stored_incompressible_pages,
-            &self.stored_pages,
-            &self.pool_total_size,
-            &self.pool_used_size,
-            &self.metadata_size,
-            &self.swap_pages,
-            &self.swap_used_size,
-        ] {
-            now.store(0, Relaxed);
-        }
-    }
 }
 
 /// One member process. The first cache line is what others read.
@@ -280,7 +283,7 @@ pub struct Slot {
     pub zswapped: AtomicU64,
     /// Of `zswapped`, what did not compress and is stored as it is.
     pub incompressible: AtomicU64,
-    /// Of `swapped`, the part that is in the swap file.
+    /// Bytes of objects in the swap file, kept copies included.
     pub swap: AtomicU64,
     /// Of `rss`, uzswap's own tables.
     pub metadata: AtomicU64,
@@ -292,6 +295,8 @@ pub struct Slot {
     pub ticker: AtomicU32,
     /// Whether the member's memory is managed: if not, what it says it is charged with is what it was at its last look.
     pub engaged: AtomicU32,
+    /// Whether it is in the sums of those whose memory was managed: still after an exec, though it is not managed any more then.
+    pub was_engaged: AtomicU32,
     /// Bumped to wake the member's writing thread (a futex word): see `swap::turns`, as for the next two.
     pub swap_wake: AtomicU32,
     /// Whether it writes back when it is its turn: `WRITER_NONE` and the others there.
@@ -392,9 +397,9 @@ pub struct Node {
     pub peak: AtomicU64,
     /// Highest sum of charge and memory out of RAM seen: the most memory held.
     pub peak_held: AtomicU64,
-    /// Members that ever joined.
+    /// Processes that ever joined.
     pub joined: AtomicU32,
-    /// Members that reached the point where memory is managed (below it nothing is touched).
+    /// Processes that reached the point where memory is managed (below it nothing is touched), or were forked beyond it.
     pub engaged: AtomicU32,
     /// The charge when a limit was last set below it, 0 once that was met: up to there nobody is killed, as shrinking a
     /// limit never kills.

@@ -95,23 +95,33 @@ impl Pager {
                 slot.owner.store(0, Release);
             }
         }
+        // (After exec it is the same process.)
+        let joins = own.is_none();
         let index = own.or_else(|| self.take_slot(me)).ok_or(libc::EAGAIN)?;
         let slot = &page.slots[index];
         page.used.fetch_max(index as u32 + 1, AcqRel);
         slot.uncharge();
         slot.request.forsake();
         slot.watch.forsake();
-        slot.counters.reset_gauges();
         let before = slot.node.swap(self.node as u32, AcqRel) as usize;
         if before != self.node {
             slot.counters.retire_into(&page.nodes[before.min(NODES - 1)].dead);
         }
         slot.ticker.store(self.ticker.load(Relaxed) as u32, Relaxed);
         self.slot.store(index, Release);
-        for at in self.chain.nodes() {
-            page.nodes[*at].joined.fetch_add(1, Relaxed);
+        if joins {
+            slot.was_engaged.store(0, Relaxed);
+            self.chain.nodes().iter().for_each(|at| _ = page.nodes[*at].joined.fetch_add(1, Relaxed));
         }
         Ok(())
+    }
+
+    /// Says that this process's memory is managed, and counts it, once.
+    pub(crate) fn note_engaged(&self) {
+        self.me().engaged.store(1, Relaxed);
+        if self.me().was_engaged.swap(1, Relaxed) == 0 {
+            self.chain.nodes().iter().for_each(|at| _ = self.group.nodes[*at].engaged.fetch_add(1, Relaxed));
+        }
     }
 
     /// A slot that is now ours: one of our group if there is one, so that its counters can stay.
@@ -397,6 +407,61 @@ mod tests {
         p.look_at_others();
         assert_eq!(other.wake.load(Relaxed), before, "nobody plans anything");
         s.rss = 0;
+    }
+
+    /// The story: a shell that ran three programs was four processes and said to be seven, as what was forked and executed had joined
+    /// twice; and a child whose memory was managed from its beginning was not counted with those.
+    #[test]
+    fn a_process_joins_once_whatever_it_executes() {
+        let p = testing::pager(16 << 20);
+        let counted = || (p.group.nodes[0].joined.load(Relaxed), p.group.nodes[0].engaged.load(Relaxed));
+        assert_eq!(counted(), (1, 0));
+        for _ in 0..2 {
+            p.note_engaged();
+            assert_eq!(counted(), (1, 1));
+            p.claim_slot().unwrap();
+            assert_eq!(p.me().engaged.load(Relaxed), 0);
+        }
+        // Another, which is then in the slot, is another.
+        p.me().owner.store(0, Relaxed);
+        p.claim_slot().unwrap();
+        p.note_engaged();
+        assert_eq!(counted(), (2, 2));
+    }
+
+    /// The story: the report of a shell that ran a large program and then small ones said of the pool what the last of them had there, as
+    /// each had the slot of the one before.
+    #[test]
+    fn what_was_most_is_kept_when_a_slot_changes_hands() {
+        let p = testing::pager(16 << 20);
+        let most = |c: &Counters| {
+            let all = [&c.stored_pages, &c.stored_incompressible_pages, &c.pool_total_size, &c.pool_used_size];
+            let disk = [&c.metadata_size, &c.swap_pages, &c.swap_used_size];
+            all.into_iter().chain(disk).map(|n| n.load(Relaxed)).collect::<Vec<_>>()
+        };
+        let set = |pages: u64| {
+            let c = p.counters();
+            c.stored_pages.store(pages, Relaxed);
+            c.pool_used_size.store(pages * 1000, Relaxed);
+            c.metadata_size.store(7, Relaxed);
+            c.swap_pages.store(3, Relaxed);
+        };
+        set(100);
+        let before = most(p.counters());
+        for _ in 0..2 {
+            p.claim_slot().unwrap();
+            assert_eq!(most(p.counters()), before, "after exec");
+            p.me().owner.store(0, Relaxed);
+            p.claim_slot().unwrap();
+            assert_eq!(most(p.counters()), before, "and for who comes next");
+        }
+        // Where the slot goes to another group it stays in the first.
+        let dead = &p.group.nodes[0].dead;
+        p.counters().retire_into(dead);
+        assert_eq!((most(dead), most(p.counters())), (before.clone(), vec![0; 7]));
+        set(50);
+        p.counters().retire_into(dead);
+        assert_eq!(most(dead), before, "the most, of one moment");
     }
 
     /// The story: each of 32 processes in a group would keep free what one alone would, together up to half of the limit.

@@ -289,10 +289,7 @@ impl Pager {
         // The handler counts on from here; zero would let it fill as much again before anybody looks.
         s.rss = self.read_rss();
         self.engaged.store(true, Release);
-        self.me().engaged.store(1, Relaxed);
-        for at in self.chain.nodes() {
-            self.group.nodes[*at].engaged.fetch_add(1, Relaxed);
-        }
+        self.note_engaged();
         drop(s);
         self.wake_reclaim();
         Ok(())
@@ -376,7 +373,7 @@ impl Pager {
         self.protect_inherited(s);
         self.publish_pages(s);
         s.rss = self.read_rss();
-        self.me().engaged.store(1, Relaxed);
+        self.note_engaged();
         self.spawn_helpers()
     }
 }

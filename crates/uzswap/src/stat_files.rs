@@ -24,7 +24,7 @@ pub struct Usage {
     pub zswapped: u64,
     /// Of that, what did not compress.
     pub incompressible: u64,
-    /// Program memory in swap files.
+    /// What is in swap files, as it is stored.
     pub swap: u64,
     /// The members.
     pub pids: Vec<u32>,
