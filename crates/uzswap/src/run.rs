@@ -218,7 +218,7 @@ fn start_program(
     }
 }
 
-/// Forwards signals until the program ends; stops when it stops.
+/// Forwards signals until the program ends; stops when it stops, and goes on when it does.
 fn supervise(child: libc::pid_t, blocked: &Blocked) -> (Ended, Usage) {
     loop {
         let (signal, sent) = blocked.wait();
@@ -231,7 +231,7 @@ fn supervise(child: libc::pid_t, blocked: &Blocked) -> (Ended, Usage) {
         }
         while let Some((status, usage)) = changed(child) {
             if libc::WIFSTOPPED(status) {
-                signals::stop_self();
+                signals::stop_with(child);
             } else if libc::WIFEXITED(status) {
                 return (Ended::Exited(libc::WEXITSTATUS(status) as u8), usage);
             } else if libc::WIFSIGNALED(status) {

@@ -121,10 +121,83 @@ pub fn die_of(signal: libc::c_int) {
     }
 }
 
-/// Stops us until somebody continues us.
-pub fn stop_self() {
+/// How often it is looked whether a stopped program goes on (nanoseconds).
+const LOOK_NS: libc::c_long = 50_000_000;
+
+/// Stops us, as our child has stopped, until somebody continues us, or continues or ends it without us.
+///
+/// The story: who stopped a program by its own pid and continued it in the same way left its command stopped for good, and whoever
+/// waited for the command waited for ever.
+pub fn stop_with(child: libc::pid_t) {
+    let path = std::ffi::CString::new(format!("/proc/{child}/stat")).unwrap_or_default();
     // SAFETY: no memory is involved.
-    unsafe { libc::kill(libc::getpid(), libc::SIGSTOP) };
+    let me = unsafe { libc::getpid() };
+    // SAFETY: the child makes async-signal-safe calls only, and does not return.
+    let watcher = unsafe { libc::fork() };
+    if watcher == 0 {
+        continue_with(me, &path);
+    }
+    // SAFETY: no memory is involved.
+    unsafe { libc::kill(me, libc::SIGSTOP) };
+    if watcher > 0 {
+        // SAFETY: a child of ours that has not been reaped; nobody asks for its status.
+        unsafe {
+            libc::kill(watcher, libc::SIGKILL);
+            libc::waitpid(watcher, std::ptr::null_mut(), 0);
+        }
+    }
+    // What it sent is for us alone; what others sent is for the program too.
+    if sent_to_continue().is_some_and(|by| by != watcher) {
+        let _ = send(child, libc::SIGCONT);
+    }
+}
+
+/// In a process of its own: continues `stopped` when the process of which `path` says the state is not stopped any more. It is
+/// ended by `stopped`.
+fn continue_with(stopped: libc::pid_t, path: &std::ffi::CStr) -> ! {
+    // SAFETY: constants and a signal to our parent, which is there or has had us killed.
+    unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+    loop {
+        // SAFETY: as above.
+        unsafe {
+            if libc::getppid() != stopped {
+                libc::_exit(0);
+            }
+            if !is_stopped(path) {
+                libc::kill(stopped, libc::SIGCONT);
+            }
+            libc::nanosleep(&libc::timespec { tv_sec: 0, tv_nsec: LOOK_NS }, std::ptr::null_mut());
+        }
+    }
+}
+
+/// Whether a `/proc/PID/stat` says that its process is stopped. Only async-signal-safe calls.
+fn is_stopped(path: &std::ffi::CStr) -> bool {
+    let mut text = [0u8; 256];
+    // SAFETY: a C string, and a buffer of that size.
+    let read = unsafe {
+        let file = libc::open(path.as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC);
+        let read = libc::read(file, text.as_mut_ptr().cast(), text.len());
+        libc::close(file);
+        usize::try_from(read).unwrap_or(0)
+    };
+    // (The name, in brackets, may have some itself.)
+    let after = text[..read].iter().rposition(|b| *b == b')').and_then(|at| text.get(at + 2));
+    after.is_some_and(|state| b"Tt".contains(state))
+}
+
+/// Takes a pending SIGCONT, if there is one that a process sent: which.
+fn sent_to_continue() -> Option<libc::pid_t> {
+    let (mut set, mut info) = (MaybeUninit::uninit(), MaybeUninit::<libc::siginfo_t>::uninit());
+    let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: sigemptyset initialises the set; the kernel fills `info` when the call succeeds, of a signal that has a sender when
+    // its code says so.
+    unsafe {
+        libc::sigemptyset(set.as_mut_ptr());
+        libc::sigaddset(set.as_mut_ptr(), libc::SIGCONT);
+        let taken = libc::sigtimedwait(set.as_ptr(), info.as_mut_ptr(), &raw const now) > 0;
+        (taken && info.assume_init().si_code <= 0).then(|| info.assume_init().si_pid())
+    }
 }
 
 /// Sends a signal to our child, which has not been reaped.

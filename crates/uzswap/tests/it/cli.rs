@@ -271,6 +271,36 @@ fn stops_and_continues_with_the_program() {
     assert_eq!(child.wait().unwrap().code(), Some(7));
 }
 
+/// See `signals::stop_with`: the program is stopped, and continued or killed, by its own pid.
+#[test]
+fn goes_on_when_the_program_does_without_it() {
+    for (signal, code) in [(libc::SIGCONT, Some(7)), (libc::SIGKILL, None)] {
+        let (mut child, mut output) =
+            started("trap 'n=1$n' CONT; echo ready; echo $$; kill -STOP $$; sleep 0.3; exit $((n + 6))");
+        let mut line = String::new();
+        std::io::BufRead::read_line(&mut output, &mut line).unwrap();
+        let program: u32 = line.trim().parse().unwrap();
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while [child.id(), program].iter().any(|pid| state_and_parent(*pid).is_none_or(|(state, _)| state != 'T')) {
+            assert!(Instant::now() < deadline, "did not stop with its program");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        send(program, signal);
+        let ended = loop {
+            match child.try_wait().unwrap() {
+                Some(status) => break status,
+                None => std::thread::sleep(Duration::from_millis(5)),
+            }
+            if Instant::now() > deadline {
+                child.kill().unwrap();
+                panic!("the command did not go on");
+            }
+        };
+        // (One SIGCONT, its own.)
+        assert_eq!(ended.code(), code);
+    }
+}
+
 #[test]
 fn does_not_wait_for_what_the_program_leaves_behind() {
     let output = sh("sleep 300 >/dev/null 2>&1 & echo $!; exit 4");
