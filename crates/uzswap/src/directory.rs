@@ -1,5 +1,8 @@
 //! The directory of running groups: `$XDG_RUNTIME_DIR/uzswap`, else `/tmp/uzswap-UID`, with one symbolic link for each command
 //! and tree. The command's module `groups` says how they are made.
+//!
+//! A link is named `ROOT@PID.NAMESPACE`, where the last is the command's namespace of process numbers: what it leads to says
+//! nothing elsewhere (a container that shares the directory), so it is nobody's there to use or to remove.
 
 use crate::group_file::GroupFile;
 use std::fs::{self, DirBuilder};
@@ -51,33 +54,62 @@ pub fn at(dir: PathBuf, me: u32) -> Result<PathBuf, String> {
     Ok(dir)
 }
 
+/// The name of this command's link to a tree.
+#[must_use]
+pub fn entry_name(root: &str) -> String {
+    let namespace = own_namespace().map_or_else(String::new, |number| format!(".{number}"));
+    format!("{root}@{}{namespace}", std::process::id())
+}
+
+/// The number of our namespace of process numbers, where /proc shows it.
+fn own_namespace() -> Option<u64> {
+    fs::metadata("/proc/self/ns/pid").ok().map(|found| found.ino())
+}
+
+/// What the links of a directory lead to.
+#[derive(Default)]
+pub struct Found {
+    /// The running trees, each once, sorted by name.
+    pub trees: Vec<(String, GroupFile)>,
+    /// The names of trees of other versions of this command, which are neither ours to use nor to remove.
+    pub foreign: Vec<String>,
+    /// The names of trees of this user's that this command may not open, as theirs have capabilities that it lacks.
+    pub closed: Vec<String>,
+}
+
 /// The running trees, each once, sorted by name; what is left of killed commands is removed.
 #[must_use]
 pub fn list(dir: &Path) -> Vec<(String, GroupFile)> {
-    look(dir).0
+    look(dir).trees
 }
 
-/// The same, and the names of trees of other versions of this command, which are neither ours to use nor to remove.
+/// The same, and those that are there and cannot be had.
 #[must_use]
-pub fn look(dir: &Path) -> (Vec<(String, GroupFile)>, Vec<String>) {
-    let (mut trees, mut foreign): (Vec<(String, GroupFile)>, _) = (Vec::new(), Vec::new());
+pub fn look(dir: &Path) -> Found {
+    let mut found = Found::default();
+    let own = own_namespace();
     let mut entries: Vec<_> = fs::read_dir(dir).into_iter().flatten().flatten().map(|e| e.path()).collect();
     entries.sort();
     for path in entries {
-        let Some((root, _)) = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.rsplit_once('@')) else {
+        let Some((root, of)) = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.rsplit_once('@')) else {
             continue;
         };
-        let known = trees.iter().any(|(name, _)| name == root);
+        let namespace = of.split_once('.').and_then(|(_, number)| number.parse().ok());
+        if namespace.is_some() && namespace != own {
+            continue;
+        }
+        let known = found.trees.iter().any(|(name, _)| name == root);
         match open_entry(&path, root) {
-            Entered::Tree(file) if !known => trees.push((root.to_owned(), file)),
+            Entered::Tree(file) if !known => found.trees.push((root.to_owned(), file)),
             Entered::Tree(_) => {}
-            Entered::Foreign => foreign.push(root.to_owned()),
+            Entered::Foreign => found.foreign.push(root.to_owned()),
+            Entered::Closed => found.closed.push(root.to_owned()),
             Entered::Nothing => {
                 let _ = fs::remove_file(&path);
             }
         }
     }
-    (trees, foreign)
+    found
 }
 
 /// The tree of which a process is a member, and its slot there.
@@ -96,7 +128,9 @@ enum Entered {
     Tree(GroupFile),
     /// A tree of another version of uzswap.
     Foreign,
-    /// Neither: what a killed command left.
+    /// A process of ours that may not be looked into.
+    Closed,
+    /// None of these: what a killed command left.
     Nothing,
 }
 
@@ -107,6 +141,17 @@ fn open_entry(path: &Path, root: &str) -> Entered {
     match GroupFile::open(&target) {
         Ok(file) if file.page().nodes[0].is_named(root.as_bytes()) => Entered::Tree(file),
         Err(_) if GroupFile::is_at(&target) => Entered::Foreign,
+        Err(_) if is_closed(&target) => Entered::Closed,
         _ => Entered::Nothing,
     }
+}
+
+/// Whether a process of this user's has `target` (`/proc/PID/fd/N`), or not, and we may not see which.
+///
+/// The story: a command with CAP_SYS_PTRACE, as another user than root needs it, was not to be looked into by one without. Its entry
+/// was taken for left over and removed, and nobody found its group any more.
+fn is_closed(target: &Path) -> bool {
+    let denied = fs::read_link(target).is_err_and(|e| e.kind() == io::ErrorKind::PermissionDenied);
+    let process = target.ancestors().nth(2);
+    denied && process.is_some_and(|dir| fs::metadata(dir).is_ok_and(|m| m.uid() == uzswap_sys::thread::user()))
 }

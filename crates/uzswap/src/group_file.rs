@@ -156,14 +156,14 @@ mod tests {
         std::os::unix::fs::symlink(group.path(), &entry).unwrap();
         assert_eq!(crate::directory::list(dir.path()).len(), 1);
         group.page().magic.fetch_add(1, Relaxed);
-        let (trees, foreign) = crate::directory::look(dir.path());
-        assert!(trees.is_empty() && foreign == ["web"] && entry.is_symlink());
+        let found = crate::directory::look(dir.path());
+        assert!(found.trees.is_empty() && found.foreign == ["web"] && entry.is_symlink());
         // What is no group, or gone, is removed.
         for target in ["/proc/self/fd/0", "/proc/1/fd/99999"] {
             std::fs::remove_file(&entry).unwrap();
             std::os::unix::fs::symlink(target, &entry).unwrap();
-            let (trees, foreign) = crate::directory::look(dir.path());
-            assert!(trees.is_empty() && foreign.is_empty() && !entry.is_symlink());
+            let found = crate::directory::look(dir.path());
+            assert!(found.trees.is_empty() && found.foreign.is_empty() && !entry.is_symlink());
             std::os::unix::fs::symlink(target, &entry).unwrap();
         }
     }

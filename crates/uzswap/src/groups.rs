@@ -1,7 +1,7 @@
 //! Groups by name: where running ones are found, joined and created.
 //!
 //! A directory of the user's (`$XDG_RUNTIME_DIR/uzswap`, else `/tmp/uzswap-UID`) holds one symbolic link for each
-//! command and tree: `ROOT@PID`, to the object in `/proc/PID/fd`. A tree is there as long as one of its commands runs;
+//! command and tree: `ROOT@PID.NAMESPACE`, to the object in `/proc/PID/fd`. A tree is there as long as one of its commands runs;
 //! links of commands that were killed lead nowhere and are removed by whoever meets them. Permission is that of the
 //! directory (0700) and of `/proc/PID/fd`: the same user. A lock on the directory keeps two commands from creating the
 //! same name at once.
@@ -132,6 +132,11 @@ impl Registry {
         Ok(file)
     }
 
+    /// The names of running trees of this user's that this command may not look into.
+    pub fn closed(&self) -> Vec<String> {
+        directory::look(&self.dir).closed
+    }
+
     /// The running trees, each once, sorted by name; what is left of killed commands is removed.
     pub fn list(&self) -> Vec<(String, GroupFile)> {
         directory::list(&self.dir)
@@ -141,9 +146,14 @@ impl Registry {
     pub fn find(&self, name: &str) -> Result<Group, String> {
         let parts = components(name)?;
         let missing = || {
-            let (trees, foreign) = directory::look(&self.dir);
-            let foreign = foreign.into_iter().map(|name| format!("{name} by another version of uzswap"));
-            let running: Vec<String> = trees.into_iter().map(|(name, _)| name).chain(foreign).collect();
+            let found = directory::look(&self.dir);
+            if found.closed.iter().any(|root| root == parts[0]) {
+                return closed(parts[0]);
+            }
+            let foreign = found.foreign.into_iter().map(|name| format!("{name} by another version of uzswap"));
+            let closed = found.closed.into_iter().map(|name| format!("{name} with other capabilities"));
+            let running: Vec<String> =
+                found.trees.into_iter().map(|(name, _)| name).chain(foreign).chain(closed).collect();
             let running = if running.is_empty() { "none".to_owned() } else { running.join(", ") };
             format!("no such group: `{name}` is not running (running: {running})")
         };
@@ -154,7 +164,7 @@ impl Registry {
     }
 
     fn register(&self, root: &str, file: &GroupFile) -> Result<Entry, String> {
-        let path = self.dir.join(format!("{root}@{}", std::process::id()));
+        let path = self.dir.join(directory::entry_name(root));
         let _ = fs::remove_file(&path);
         std::os::unix::fs::symlink(file.path(), &path)
             .map_err(|e| format!("the group `{root}` cannot be made known: {}", plain(&e)))?;
@@ -170,7 +180,10 @@ impl Registry {
             ));
         }
         let _held = self.lock()?;
-        let (trees, foreign) = directory::look(&self.dir);
+        let directory::Found { trees, foreign, closed: not_ours } = directory::look(&self.dir);
+        if not_ours.iter().any(|root| root == parts[0]) {
+            return Err(closed(parts[0]));
+        }
         if foreign.iter().any(|root| root == parts[0]) {
             return Err(format!(
                 "a group `{}` of another version of uzswap runs: use that version's command, or choose another name",
@@ -227,6 +240,13 @@ impl Registry {
         let entry = self.register(parts[0], &file)?;
         Ok(Group { file: file.into(), node, _entry: Some(entry) })
     }
+}
+
+/// Why a tree that is there cannot be had.
+fn closed(root: &str) -> String {
+    format!(
+        "the group `{root}` was started with capabilities that this command has not, so it may not be looked into: use the same, or choose another name"
+    )
 }
 
 /// A tree for one run, without a name: known by the pid of the command where that can be arranged.
@@ -384,6 +404,24 @@ mod tests {
         assert!(registry.find("web").is_err());
         assert_eq!(fs::read_dir(&registry.dir).unwrap().count(), 1);
         assert!(registry.join("web", &LIMIT).is_ok());
+    }
+
+    /// The story: in a container that had the directory of the machine's `/tmp` every entry led nowhere, and `uzswap stat` removed them.
+    #[test]
+    fn what_runs_in_another_namespace_is_left_alone() {
+        let (_dir, registry) = registry();
+        let web = registry.join("web", &LIMIT).unwrap();
+        let own = fs::read_dir(&registry.dir).unwrap().flatten().next().unwrap().file_name().into_string().unwrap();
+        let namespace: u64 = own.rsplit_once('.').expect("it names the namespace").1.parse().unwrap();
+        let entry = |namespace: u64| registry.dir.join(format!("db@1.{namespace}"));
+        for namespace in [namespace, namespace + 1] {
+            std::os::unix::fs::symlink("/proc/1/fd/99999", entry(namespace)).unwrap();
+        }
+        assert_eq!(registry.list().len(), 1);
+        assert!([namespace, namespace + 1].map(|n| entry(n).is_symlink()) == [false, true]);
+        let db = registry.join("db", &LIMIT).unwrap();
+        assert_eq!((registry.list().len(), db.name().as_str()), (2, "db"));
+        drop((web, db));
     }
 
     /// Two versions on one machine: each took what the other had entered for left over and removed it, so that `stat`, `ctl` and

@@ -14,7 +14,15 @@ pub fn stat(args: &StatArgs) -> Result<(), String> {
     let Some(name) = &args.name else {
         let groups = list(&registry);
         let text = if args.json { pretty(&Value::Array(groups.json)) } else { groups.table };
-        return print(text.as_bytes());
+        print(text.as_bytes())?;
+        let closed = registry.closed();
+        if !closed.is_empty() {
+            eprintln!(
+                "uzswap: not shown, as this command has not the capabilities that they were started with: {}",
+                closed.join(", ")
+            );
+        }
+        return Ok(());
     };
     let group = registry.find(name)?;
     group.refresh();

@@ -3,11 +3,13 @@
 use crate::cli::{
     AGENT, UZSWAP, agent_built, copy, file, for_programs, refused, run, sentence, sentence_of, skip, uzswap,
 };
+use crate::groups::eventually;
 use assert_cmd::Command;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
 use tempfile::TempDir;
 
 /// A statically linked program: compiled, or where libc.a is missing its ELF header.
@@ -174,4 +176,50 @@ fn without_access_all_ways_to_grant_it_are_said() {
     let output = as_nobody(&["doctor"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(String::from_utf8(output.stdout).unwrap().contains("✗ access"));
+}
+
+/// The story: as another user than root needs it, a run had CAP_SYS_PTRACE. What the user's own shell called, without that, took the
+/// run's entry for left over and removed it: the group was not found any more, and its name could be had by another.
+#[test]
+fn who_may_not_look_into_a_group_leaves_it_alone() {
+    // SAFETY: no memory is involved.
+    if unsafe { libc::geteuid() } != 0 {
+        return skip("only root can start a run as another user with capabilities");
+    }
+    agent_built();
+    let dir = tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o755)).tempdir().unwrap();
+    let (its, runtime) = (dir.path().join("uzswap"), dir.path().join("runtime"));
+    for name in ["uzswap", AGENT] {
+        copy(&Path::new(UZSWAP).with_file_name(name), &dir.path().join(name));
+    }
+    fs::create_dir(&runtime).unwrap();
+    std::os::unix::fs::chown(&runtime, Some(65534), Some(65534)).unwrap();
+    let as_nobody = |capabilities: &[&str], args: &[&str]| {
+        let mut command = std::process::Command::new("setpriv");
+        command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]).args(capabilities).arg(&its).args(args);
+        command.current_dir("/").env("XDG_RUNTIME_DIR", &runtime).env_remove("UZSWAP_AGENT").env_remove("UZSWAP_GROUP");
+        command
+    };
+    let ptrace = ["--inh-caps=+sys_ptrace", "--ambient-caps=+sys_ptrace"];
+    let mut run = as_nobody(&ptrace, &["run", "-q", "-g", "g", "-m", "64M", "--", "/bin/cat"]);
+    let mut run = run.stdin(Stdio::piped()).spawn().unwrap();
+    let call = |capabilities: &[&str], args: &[&str]| {
+        let output = as_nobody(capabilities, args).output().unwrap();
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        (output.status.success(), text(output.stdout), text(output.stderr))
+    };
+    eventually("it runs", || call(&ptrace, &["stat", "g", "memory.max"]) == (true, "67108864\n".into(), String::new()));
+    let (_, listed, said) = call(&[], &["stat"]);
+    assert!(!listed.contains("g ") && said.contains("not shown") && said.ends_with(": g\n"), "{listed}{said}");
+    for args in [&["stat", "g"][..], &["ctl", "g", "memory.max=32M"]] {
+        let (done, _, said) = call(&[], args);
+        assert!(
+            !done && said.contains("capabilities that this command has not") && said.lines().count() == 1,
+            "{said}"
+        );
+    }
+    assert!(call(&ptrace, &["stat", "g"]).0, "it is still found");
+    drop(run.stdin.take());
+    assert!(run.wait().unwrap().success());
+    assert!(call(&[], &["stat", "g"]).2.contains("no such group"));
 }
