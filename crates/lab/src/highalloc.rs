@@ -24,8 +24,7 @@ use std::time::Instant;
 use trace::Trace;
 use uzswap_mm::compaction::Counters;
 use uzswap_mm::compaction::policy::Policy;
-use uzswap_mm::compaction::rule::{Chosen, Rule};
-use uzswap_mm::zone::BLOCK_FRAMES;
+use uzswap_mm::compaction::rule::Rule;
 
 /// `uzswap lab highalloc`.
 #[derive(clap::Args)]
@@ -110,9 +109,9 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
     }
     let mut findings = Findings::new("highalloc", describe(&settings, &traces));
     let done = [
-        ("zone_ends", age(&settings, || by(Rule::ZoneEnds, &settings), &traces, &contents)?),
-        ("pivot", age(&settings, || by(Rule::Pivot, &settings), &traces, &contents)?),
-        ("emptiest", age(&settings, || by(Rule::Emptiest, &settings), &traces, &contents)?),
+        ("zone_ends", age(&settings, || Rule::ZoneEnds.policy(), &traces, &contents)?),
+        ("pivot", age(&settings, || Rule::Pivot.policy(), &traces, &contents)?),
+        ("emptiest", age(&settings, || Rule::Emptiest.policy(), &traces, &contents)?),
     ];
     findings.rows = rows(&done, &settings);
     findings.verdicts = verdicts(&done);
@@ -167,11 +166,6 @@ fn describe(settings: &Settings, traces: &[Trace]) -> Value {
         "compressor": "lz4",
         "programs": programs,
     })
-}
-
-/// A rule as `uzswap run --compaction` has it, on a machine of this size.
-fn by(rule: Rule, settings: &Settings) -> Chosen {
-    rule.policy((settings.frames / BLOCK_FRAMES) as usize)
 }
 
 /// One machine through all iterations.
@@ -357,8 +351,8 @@ mod tests {
     fn the_pivot_is_not_the_old_way_again() {
         let settings = Settings { frames: 16 * BLOCK_FRAMES, iterations: 1, seed: 1, warm_up: 40, references: 6 };
         let (traces, contents) = ([made_up()], Source::made(16 << 20, None).unwrap().0);
-        let old = age(&settings, || by(Rule::ZoneEnds, &settings), &traces, &contents).ok().unwrap();
-        let pivot = age(&settings, || by(Rule::Pivot, &settings), &traces, &contents).ok().unwrap();
+        let old = age(&settings, || Rule::ZoneEnds.policy(), &traces, &contents).ok().unwrap();
+        let pivot = age(&settings, || Rule::Pivot.policy(), &traces, &contents).ok().unwrap();
         assert!(old[0].pivot_at.is_none() && pivot[0].pivot_at.is_some());
         assert_ne!(old[0].compaction, pivot[0].compaction);
         // From the machine's start it is the old way, until it moves.

@@ -193,7 +193,7 @@ mod tests {
     fn ends_under(rule: Rule) {
         let p = testing::pager(512 << 20);
         let mut s = p.state.lock();
-        s.compactor = Compactor::new(rule.policy(s.zone.blocks().len()));
+        s.compactor = Compactor::new(rule.policy());
         let blocks = break_up(p, &mut s, |at| at != 7);
         assert!(blocks as u64 > BUDGET, "{blocks}");
         for block in 0..blocks as u32 {

@@ -202,7 +202,7 @@ impl State {
             runs_wanted: false,
             windows: 0..0,
             compacted: Counted::default(),
-            compactor: Compactor::new(rule.policy(zone.blocks().len())),
+            compactor: Compactor::new(rule.policy()),
             zone,
             pool: ZsPool::new(arena::POOL_BYTES - (4 << 20)),
             pool_rest: 0,

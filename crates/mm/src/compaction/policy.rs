@@ -74,6 +74,8 @@ pub struct Linear {
     /// What is remembered.
     pub cached: Cached,
     moves: bool,
+    /// Whether the pivot is to be put in the middle of the zone when a run first begins.
+    centre: bool,
     /// Whether the migrate scanner found something in its block.
     found: [bool; 2],
     /// Where the free scanner was before the last look.
@@ -99,17 +101,26 @@ impl Pivot {
     pub fn new(block: usize) -> Linear {
         Linear::starting_at(block, true)
     }
+
+    /// The policy, with the pivot in the middle of what the zone has when it is first compacted, until it moves. (A zone's blocks are
+    /// begun one after the other: before that there is no middle.)
+    pub fn in_the_middle() -> Linear {
+        Linear { centre: true, ..Linear::starting_at(0, true) }
+    }
 }
 
 impl Linear {
     /// Scanners that start at a block; with `moves` it moves on restarts.
     pub fn starting_at(pivot: usize, moves: bool) -> Self {
-        Self { cached: Cached::new(pivot), moves, found: [false; 2], before: None }
+        Self { cached: Cached::new(pivot), moves, centre: false, found: [false; 2], before: None }
     }
 }
 
 impl Policy for Linear {
     fn begin(&mut self, zone: &mut Zone, _kind: Kind, _goes_on: bool) -> bool {
+        if core::mem::take(&mut self.centre) {
+            self.cached.pivot = zone.blocks().len() / 2;
+        }
         let fresh = self.cached.scanners.is_none();
         self.cached.resume(zone);
         fresh

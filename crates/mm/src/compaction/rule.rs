@@ -42,12 +42,12 @@ impl Rule {
         }
     }
 
-    /// The policy, for a zone of so many page blocks. (The pivot begins in the middle: at the zone's start it would be the
-    /// old way until it moves, which takes the longest deferral.)
-    pub fn policy(self, blocks: usize) -> Chosen {
+    /// The policy. (The pivot begins in the middle: at the zone's start it would be the old way until it moves, which takes the
+    /// longest deferral.)
+    pub fn policy(self) -> Chosen {
         match self {
             Self::Emptiest => Chosen::Emptiest(Emptiest::new()),
-            Self::Pivot => Chosen::Linear(Pivot::new(blocks / 2)),
+            Self::Pivot => Chosen::Linear(Pivot::in_the_middle()),
             Self::ZoneEnds => Chosen::Linear(ZoneEnds::new()),
         }
     }
@@ -146,6 +146,7 @@ impl Policy for Chosen {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::zone::BLOCK_FRAMES;
 
     #[test]
     fn e_rules_by_name_and_number() {
@@ -159,9 +160,15 @@ mod tests {
 
     #[test]
     fn e2_the_pivot_begins_in_the_middle_and_the_old_way_has_none() {
-        assert_eq!(Rule::Pivot.policy(8).pivot(), Some((4, 0)));
-        assert_eq!(Rule::Pivot.policy(1).pivot(), Some((0, 0)));
-        assert!(Rule::ALL.iter().all(|r| r.policy(8).pivot().is_some() == (*r == Rule::Pivot)));
-        assert!(Rule::ALL.iter().all(|r| r.policy(8).uses_map() == (*r == Rule::Emptiest)));
+        for (blocks, middle) in [(8, 4), (7, 3), (1, 0)] {
+            let mut zone = Zone::new(blocks * BLOCK_FRAMES as usize);
+            let mut pivot = Rule::Pivot.policy();
+            // (All blocks begin by being used.)
+            while zone.alloc(Kind::Hole, 0).is_some() {}
+            assert!(pivot.begin(&mut zone, Kind::Hole, false));
+            assert_eq!(pivot.pivot(), Some((middle, 0)));
+        }
+        assert!(Rule::ALL.iter().all(|r| r.policy().pivot().is_some() == (*r == Rule::Pivot)));
+        assert!(Rule::ALL.iter().all(|r| r.policy().uses_map() == (*r == Rule::Emptiest)));
     }
 }
