@@ -1,7 +1,7 @@
 //! The program's mapping calls are kept in order (why: `uzswap_pager::calls`), and `mremap` is made good where the kernel
 //! does not tell of it (`uzswap_pager::remapped`).
 
-use crate::{fails, is_no_stack, pager, set_mask};
+use crate::{fails, is_no_stack, locked, pager, set_mask};
 use core::ffi::{c_int, c_long, c_uint};
 use core::sync::atomic::Ordering::Relaxed;
 use uzswap_pager::arena::PAGE;
@@ -16,6 +16,8 @@ pub struct InOrder {
     held: Option<Held>,
     /// Whether it is a move that must be made good.
     remaps: bool,
+    /// Whether what it moves is to be locked again as it was (see `locked`).
+    locks: bool,
     /// Of `mremap`: the pages that there are to be.
     pages: u32,
     /// Signals as they were before, where they are blocked meanwhile.
@@ -92,6 +94,7 @@ pub fn begin_remap(from: usize, old_len: usize, new_len: usize, flags: usize) ->
         && let Some(p) = pager()
     {
         p.calls.begin_remap(from, new_len);
+        call.locks = locked::before(from, old_len, new_len);
         call.remaps = Remap::of(from, old_len, new_len, flags).is_some_and(|remap| p.before_remap(remap));
     }
     call
@@ -106,8 +109,12 @@ pub fn end_remap(call: InOrder, ret: isize) {
         p.say(b"uzswap: memory that was moved could not be registered; the process is ended rather than read wrong data\n");
         thread::end_process(125);
     }
-    if let (Some(p), Ok(at)) = (pager(), raw::check(ret)) {
-        is_no_stack(p, at, at + call.pages as usize * PAGE);
+    let moved = raw::check(ret).ok().map(|at| (at, call.pages as usize * PAGE));
+    if let (Some(p), Some((at, len))) = (pager(), moved) {
+        is_no_stack(p, at, at + len);
+    }
+    if call.locks {
+        locked::after(moved);
     }
     end_one(call);
 }

@@ -11,6 +11,7 @@ mod heap;
 mod leaving;
 mod lent;
 mod lockall;
+mod locked;
 mod near;
 mod next;
 mod patch;

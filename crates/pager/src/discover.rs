@@ -253,7 +253,7 @@ impl Pager {
         }
         let mut text = Vec::with_capacity(1 << 20);
         raw::read_file(b"/proc/thread-self/smaps\0", &mut text)?;
-        for (start, end) in maps::wiped_on_fork(&text) {
+        for (start, end) in maps::flagged(&text, maps::WIPED_ON_FORK) {
             forget_range(s, (start / PAGE) as u64, (end / PAGE) as u64);
         }
         Ok(())

@@ -127,12 +127,17 @@ pub fn parse(text: &[u8]) -> impl Iterator<Item = Mapping<'_>> {
     text.split(|c| *c == b'\n').filter_map(parse_line)
 }
 
-/// The ranges of `text`, as /proc/PID/smaps has it, that are zeros in forked children.
-pub fn wiped_on_fork(text: &[u8]) -> impl Iterator<Item = (usize, usize)> + '_ {
+/// What the kernel calls a mapping that is zeros in forked children (MADV_WIPEONFORK).
+pub const WIPED_ON_FORK: &[u8] = b"wf";
+/// And one of which what is touched is locked (MLOCK_ONFAULT).
+pub const LOCKED_ON_FAULT: &[u8] = b"lf";
+
+/// The ranges of `text`, as /proc/PID/smaps has it, that have a flag.
+pub fn flagged<'a>(text: &'a [u8], wanted: &'a [u8]) -> impl Iterator<Item = (usize, usize)> + 'a {
     let mut at = (0, 0);
     text.split(|c| *c == b'\n').filter_map(move |line| {
         if let Some(flags) = line.strip_prefix(b"VmFlags:") {
-            return flags.split(|c| *c == b' ').any(|flag| flag == b"wf").then_some(at);
+            return flags.split(|c| *c == b' ').any(|flag| flag == wanted).then_some(at);
         }
         if let Some(mapping) = parse_line(line) {
             at = (mapping.start, mapping.end);
@@ -251,9 +256,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wiped_on_fork_is_found() {
+    fn mappings_that_have_a_flag_are_found() {
         let text = b"1000-3000 rw-p 00000000 00:00 0 \nSize: 8 kB\nVmFlags: rd wr mr mw me wf ac \n\
-                     3000-4000 rw-p 00000000 00:00 0 [heap]\nRss: 4 kB\nVmFlags: rd wr mr mw me ac \n";
-        assert_eq!(wiped_on_fork(text).collect::<Vec<_>>(), [(0x1000, 0x3000)]);
+                     3000-4000 rw-p 00000000 00:00 0 [heap]\nRss: 4 kB\nVmFlags: rd wr mr mw me lo lf ac \n";
+        assert_eq!(flagged(text, WIPED_ON_FORK).collect::<Vec<_>>(), [(0x1000, 0x3000)]);
+        assert_eq!(flagged(text, LOCKED_ON_FAULT).collect::<Vec<_>>(), [(0x3000, 0x4000)]);
     }
 }

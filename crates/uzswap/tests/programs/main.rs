@@ -178,6 +178,16 @@ fn what_moves_to_where_another_was() {
     }
 }
 
+/// The story: what is new of locked memory that `mremap` makes larger the kernel fills before it tells that the memory has moved, and
+/// until then no page comes in. The call waited for ever, and all threads with it.
+#[test]
+fn locked_memory_that_grows_and_moves() {
+    let _beside = beside();
+    let Some(grows) = compile_c("growslocked") else { return };
+    Subject::new("grows locked", &[&grows]).check();
+    Subject::new("grows locked, without MOVE", &[&grows]).without_move().check();
+}
+
 /// The seeds are in the messages: `model SEED` does the same again.
 #[test]
 fn every_call_agrees_with_a_flat_model() {

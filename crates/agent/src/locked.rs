@@ -1,0 +1,44 @@
+//! Locked memory that `mremap` makes larger.
+//!
+//! The kernel fills what is new of it within the call, before it tells that the memory has moved. Until that is told no page comes in
+//! anywhere, and so the call waited for a page that waited for the call, and all of the process with them. So such memory is locked as
+//! it is touched for the time of the call, which fills nothing then, and as it was afterwards: that fills it, and it is never unlocked.
+
+use core::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use uzswap_sys::{maps, raw, sys};
+
+/// Where the memory of the call under way is, and how long (bytes). (One runs at a time.)
+static WAS: [AtomicUsize; 2] = [AtomicUsize::new(0), AtomicUsize::new(0)];
+
+/// Before an `mremap` that runs alone: whether [`after`] must follow.
+pub fn before(from: usize, old_len: usize, new_len: usize) -> bool {
+    // (Nothing else refuses this, which does nothing to memory of no file.)
+    let how = libc::MS_ASYNC | libc::MS_INVALIDATE;
+    // SAFETY: it changes no contents.
+    let asked = |len: usize| unsafe { sys!(libc::SYS_msync, from, len, how) };
+    if old_len == 0 || old_len >= new_len || asked(old_len) != Err(libc::EBUSY) || is_locked_on_fault(from) {
+        return false;
+    }
+    WAS[0].store(from, Relaxed);
+    WAS[1].store(old_len, Relaxed);
+    lock(from, old_len, libc::MLOCK_ONFAULT)
+}
+
+/// After it: `moved` is where the memory is now and how long, None where the call failed.
+pub fn after(moved: Option<(usize, usize)>) {
+    let (at, len) = moved.unwrap_or_else(|| (WAS[0].load(Relaxed), WAS[1].load(Relaxed)));
+    // (Of filling nobody hears how far it got, nor from `mremap`.)
+    let _ = lock(at, len, 0);
+}
+
+fn lock(at: usize, len: usize, how: libc::c_uint) -> bool {
+    // SAFETY: it changes no contents.
+    unsafe { sys!(libc::SYS_mlock2, at, len, how) }.is_ok()
+}
+
+/// Whether locked memory is so from when it is touched on: the kernel fills none of that. (Where it cannot be asked it is filled.)
+fn is_locked_on_fault(at: usize) -> bool {
+    let mut text = Vec::with_capacity(1 << 20);
+    raw::read_file(b"/proc/thread-self/smaps\0", &mut text).is_ok()
+        && maps::flagged(&text, maps::LOCKED_ON_FAULT).any(|(start, end)| (start..end).contains(&at))
+}
