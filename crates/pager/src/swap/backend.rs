@@ -154,7 +154,11 @@ impl ClusterMap {
         path_to(&[b"/proc/", pid, b"/fd/", raw::decimal(self.fd.load(Relaxed) as u64, &mut fd), b"\0"], path)
     }
 
-    /// Opens the swap file where a descriptor of it is said to be; what is there is not even opened if it is another file.
+    /// Opens the swap file where a descriptor of it is said to be; what is there is not even opened if it is another file. Where the file
+    /// system has become read-only it can be read from still, and writes fail.
+    ///
+    /// The story: a file system that has met an error becomes read-only. Programs went on, with what was on disk and the rest in memory,
+    /// but their forked children were ended, as the file could not be opened to be written to.
     ///
     /// # Errors
     /// `ESTALE`: it is another. The kernel's.
@@ -164,7 +168,11 @@ impl ClusterMap {
         let direct = if self.direct.load(Relaxed) != 0 { libc::O_DIRECT } else { 0 };
         let (mut path, mut digits) = ([0; 64], [0; 20]);
         let path = path_to(&[b"/proc/thread-self/fd/", raw::decimal(found as u64, &mut digits), b"\0"], &mut path);
-        let opened = if is_it { raw::open(path, libc::O_RDWR | direct) } else { Err(libc::ESTALE) };
+        let open = |mode| if is_it { raw::open(path, mode | direct) } else { Err(libc::ESTALE) };
+        let opened = match open(libc::O_RDWR) {
+            Err(libc::EROFS) => open(libc::O_RDONLY),
+            other => other,
+        };
         raw::close(found);
         opened
     }
@@ -282,6 +290,46 @@ mod tests {
         p.group.used.store(9, Relaxed);
         assert_eq!((open(other, file), open(other, other)), (Ok(true), Err(libc::ESTALE)));
         assert_eq!(open(other, -1), Err(libc::ESTALE), "who has no parent has it from the command only");
+    }
+
+    /// See [`ClusterMap::open_file`].
+    #[test]
+    fn what_can_only_be_read_is_opened_to_be_read() {
+        let path = std::env::temp_dir().join(format!("uzswap-readonly-{}", std::process::id()));
+        std::fs::create_dir(&path).unwrap();
+        std::fs::write(path.join("swap"), [7; 4096]).unwrap();
+        let dir = path.clone();
+        // (A thread of its own, as the mount is in its view of the files alone.)
+        let thread = std::thread::spawn(move || {
+            let (swap, path) =
+                (path.join("swap"), std::ffi::CString::new(path.into_os_string().into_encoded_bytes()).unwrap());
+            let mount = |at: &std::ffi::CStr, flags| {
+                // SAFETY: strings; no data.
+                unsafe { libc::mount(at.as_ptr(), at.as_ptr(), core::ptr::null(), flags, core::ptr::null()) }
+            };
+            // SAFETY: no memory is involved.
+            if unsafe { libc::unshare(libc::CLONE_NEWNS) } != 0 {
+                return testing::skip("a file system that is read-only cannot be had");
+            }
+            assert_eq!(mount(c"/", libc::MS_REC | libc::MS_PRIVATE), 0);
+            assert_eq!(mount(&path, libc::MS_BIND), 0);
+            assert_eq!(mount(&path, libc::MS_BIND | libc::MS_REMOUNT | libc::MS_RDONLY), 0);
+            let file = std::fs::File::open(swap).unwrap();
+            let (p, map) = (testing::pager(16 << 20), testing::books());
+            map.file
+                .iter()
+                .zip(blockio::identity(file.as_raw_fd()).unwrap())
+                .for_each(|(to, part)| to.store(part, Relaxed));
+            map.pid.store(std::process::id(), Relaxed);
+            map.fd.store(file.as_raw_fd(), Relaxed);
+            assert_eq!(p.open_backend(map), Ok(()));
+            let (mut bytes, fd) = ([0; 4096], p.tier.file.load(Relaxed));
+            assert_eq!((blockio::read_full(fd, &mut bytes, 0), bytes), (Ok(()), [7; 4096]));
+            assert_eq!(blockio::write_all(fd, &bytes, 0), Err(libc::EBADF));
+        });
+        let ended = thread.join();
+        std::fs::remove_dir_all(dir).unwrap();
+        ended.unwrap();
     }
 
     #[test]
