@@ -363,7 +363,7 @@ impl Pager {
         self.register_own(&uffd)?;
         // SAFETY: the forking thread holds the lock and waits for us.
         let s: &mut State = unsafe { self.state.assume_locked() };
-        if self.tier.file.load(Acquire) < 0 && s.swap.as_ref().is_some_and(|swap| swap.on_disk() > 0) {
+        if self.tier.file.load(Acquire) < 0 && !s.does_without_disk() {
             return Err(libc::EBADF);
         }
         s.managed.clear();

@@ -193,6 +193,19 @@ impl State {
         self.note(Record::of_object(Kind::WriteBack, vpn, 0, PAGE));
     }
 
+    /// In a process that cannot open the file: false when it has pages that are only there. Places that are only kept it gives up.
+    ///
+    /// The story: a page that left as its stub said was on disk again, where nobody could read it.
+    pub(crate) fn does_without_disk(&mut self) -> bool {
+        let Some(mut swap) = self.swap.take() else { return true };
+        let none = swap.on_disk == 0;
+        if none {
+            self.give_up_kept(&mut swap);
+        }
+        self.swap = Some(swap);
+        none
+    }
+
     /// Gives up the places of all that is in memory too; whether there were any. For when the file has no room left.
     pub(super) fn give_up_kept(&mut self, swap: &mut Swap) -> bool {
         let mut found = Vec::new();

@@ -53,6 +53,21 @@ fn what_was_read_back_leaves_the_pool_without_a_write() {
     end(s, FIRST + 2..FIRST + 8);
 }
 
+/// See [`State::does_without_disk`].
+#[test]
+fn who_cannot_open_the_file_keeps_no_place_there() {
+    let mut scene = Scene::new(8);
+    let s = &mut *scene.pager.state.lock();
+    assert_eq!(scene.read(s, FIRST), 1);
+    assert!(s.swap.as_ref().unwrap().books.used_bytes() > 0 && s.does_without_disk());
+    assert_eq!(s.swap.as_ref().unwrap().books.used_bytes(), 0);
+    (0..8).for_each(|i| check(s, FIRST + i, FIRST + i));
+    (0..8).for_each(|i| object::set_flags(s.object(s.pt.get(FIRST + i).handle()), object::TRIED, 0));
+    scene.write_out(s);
+    assert!(!s.does_without_disk(), "it cannot go on");
+    end(s, FIRST..FIRST + 8);
+}
+
 /// Places of what is in memory are given up when there is no room left for what must be written.
 #[test]
 fn without_room_on_disk_no_place_is_kept() {
