@@ -14,7 +14,7 @@ use super::{Server, Session};
 use crate::descriptors;
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
@@ -23,10 +23,11 @@ use std::time::{Duration, Instant};
 use uzswap_mm::swapfile::Geometry;
 use uzswap_pager::swap::backend::{OP_READ, OP_WRITE, Request};
 use uzswap_pager::swap::clusters::ClusterMap;
+use uzswap_sys::eventfd;
 
 /// How often the keeper looks.
 const LOOK: Duration = Duration::from_secs(1);
-/// For how long nothing is asked by a connection that others may have the descriptor of.
+/// For how long nothing is asked by a connection that others may have the descriptor of, where there are too many.
 const QUIET: Duration = Duration::from_secs(1);
 /// (A handshake of TLS wants some.)
 const STACK: usize = 1 << 20;
@@ -60,7 +61,8 @@ impl Gateway {
     pub fn serve(&self, map: &'static ClusterMap) -> io::Result<Keeper> {
         let geometry = map.geometry().ok_or(io::ErrorKind::InvalidInput)?;
         let (listener, server) = (self.listener.try_clone()?, Arc::clone(&self.server));
-        thread("uzswap-gateway", move || accept(&listener, &server, map, geometry))?;
+        let crowd = Arc::new(Crowd::new()?);
+        thread("uzswap-gateway", move || accept(&listener, &server, map, geometry, &crowd))?;
         let keeper = Keeper { stop: Arc::default(), server: Arc::clone(&self.server) };
         let (stop, server) = (Arc::clone(&keeper.stop), Arc::clone(&self.server));
         thread("uzswap-keeper", move || keep(&server, map, &stop))?;
@@ -106,9 +108,25 @@ fn keep(server: &Server, map: &ClusterMap, (stop, wake): &(Mutex<bool>, Condvar)
     }
 }
 
-fn accept(listener: &UnixListener, server: &Arc<Server>, map: &'static ClusterMap, geometry: Geometry) {
+/// Which of these descriptors can be read from, or are at their end, once one is or the time is over.
+fn readable<const N: usize>(fds: [RawFd; N], within: Option<Duration>) -> io::Result<[bool; N]> {
+    let mut polls = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
+    let ms = within.map_or(-1, |within| within.as_millis() as libc::c_int);
+    // SAFETY: as many pollfds as said, all ours.
+    match unsafe { libc::poll(polls.as_mut_ptr(), N as libc::nfds_t, ms) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(polls.map(|poll| poll.revents != 0)),
+    }
+}
+
+fn accept(
+    listener: &UnixListener,
+    server: &Arc<Server>,
+    map: &'static ClusterMap,
+    geometry: Geometry,
+    crowd: &Arc<Crowd>,
+) {
     let mut idle: Vec<UnixStream> = Vec::new();
-    let crowd = Arc::<Crowd>::default();
     loop {
         let fds = std::iter::once(listener.as_raw_fd()).chain(idle.iter().map(AsRawFd::as_raw_fd));
         let mut polls: Vec<_> = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
@@ -118,7 +136,7 @@ fn accept(listener: &UnixListener, server: &Arc<Server>, map: &'static ClusterMa
         }
         for i in (0..idle.len()).rev().filter(|i| polls[i + 1].revents != 0) {
             let stream = idle.swap_remove(i);
-            let (server, crowd) = (Arc::clone(server), Arc::clone(&crowd));
+            let (server, crowd) = (Arc::clone(server), Arc::clone(crowd));
             crowd.used.fetch_add(1, Relaxed);
             let of_thread = Arc::clone(&crowd);
             // (Without a thread the connection is closed, and the member's request fails.)
@@ -131,7 +149,7 @@ fn accept(listener: &UnixListener, server: &Arc<Server>, map: &'static ClusterMa
             }
         }
         let full = idle.len() + crowd.used.load(Relaxed) >= descriptors::most() / 2;
-        crowd.full.store(full, Relaxed);
+        crowd.set_full(full);
         if polls[0].revents != 0 {
             if full && idle.is_empty() {
                 // (Until somebody is quiet for a moment.)
@@ -151,12 +169,31 @@ fn accept(listener: &UnixListener, server: &Arc<Server>, map: &'static ClusterMa
 }
 
 /// How many connections there are.
-#[derive(Default)]
 struct Crowd {
     /// Those that were used, each with a thread.
     used: AtomicUsize,
     /// There are as many as there may be.
     full: AtomicBool,
+    /// Readable as long: threads by whose connections nothing is asked wait for it.
+    told: OwnedFd,
+}
+
+impl Crowd {
+    fn new() -> io::Result<Self> {
+        let told = eventfd::create().map_err(io::Error::from_raw_os_error)?;
+        // SAFETY: the kernel has just returned this descriptor to us.
+        let told = unsafe { OwnedFd::from_raw_fd(told) };
+        Ok(Self { used: AtomicUsize::new(0), full: AtomicBool::new(false), told })
+    }
+
+    /// Called by one thread.
+    fn set_full(&self, full: bool) {
+        match (self.full.swap(full, Relaxed), full) {
+            (false, true) => eventfd::raise(self.told.as_raw_fd()),
+            (true, false) => _ = eventfd::take(self.told.as_raw_fd()),
+            _ => {}
+        }
+    }
 }
 
 /// A member's connection.
@@ -169,13 +206,19 @@ struct Member<'a> {
 }
 
 impl Member<'_> {
-    /// Whether a request comes, or the member ends, within a moment.
+    /// Waits until a request comes, or the member ends; false where there are too many connections, and for a moment neither happens.
+    ///
+    /// The story: each thread whose connection had been used looked once a second whether there were too many.
     fn is_asked(&self) -> io::Result<bool> {
-        let mut poll = libc::pollfd { fd: self.stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: one pollfd, ours.
-        match unsafe { libc::poll(&raw mut poll, 1, QUIET.as_millis() as libc::c_int) } {
-            -1 => Err(io::Error::last_os_error()),
-            n => Ok(n > 0),
+        let stream = self.stream.as_raw_fd();
+        loop {
+            let [asked, _] = readable([stream, self.crowd.told.as_raw_fd()], None)?;
+            if asked || readable([stream], Some(QUIET))? == [true] {
+                return Ok(true);
+            }
+            if self.crowd.full.load(Relaxed) {
+                return Ok(false);
+            }
         }
     }
 
@@ -183,10 +226,8 @@ impl Member<'_> {
     fn serve(&mut self) -> io::Result<()> {
         let mut buffer = Vec::new();
         loop {
-            while !self.is_asked()? {
-                if self.crowd.full.load(Relaxed) {
-                    return Ok(());
-                }
+            if !self.is_asked()? {
+                return Ok(());
             }
             let mut request = [0; Request::BYTES];
             self.stream.read_exact(&mut request)?;
@@ -215,5 +256,56 @@ impl Member<'_> {
                 self.stream.write_all(bytes)?;
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::remote::address::Address;
+    use std::sync::mpsc;
+    use uzswap_sys::thread::gettid;
+
+    /// How often a thread has gone to sleep, and whether it sleeps.
+    fn sleeps(tid: i32) -> (u64, bool) {
+        let status = std::fs::read_to_string(format!("/proc/self/task/{tid}/status")).unwrap();
+        let field = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)).unwrap().trim();
+        (field("voluntary_ctxt_switches:").parse().unwrap(), field("State:").starts_with('S'))
+    }
+
+    /// See [`Member::is_asked`].
+    #[test]
+    fn who_is_not_asked_sleeps_until_there_are_too_many() {
+        let crowd = Crowd::new().unwrap();
+        let server = Server::unasked(Address::parse("redis://127.0.0.1:1/0?size=1G").unwrap()).unwrap();
+        let map: &'static ClusterMap = Box::leak(
+            // SAFETY: atomics.
+            unsafe { Box::<ClusterMap>::new_zeroed().assume_init() },
+        );
+        let (stream, mut other) = UnixStream::pair().unwrap();
+        let geometry = Geometry::of(1 << 30).unwrap();
+        let member = Member { crowd: &crowd, stream, session: Session::new(&server), map, geometry };
+        let (send, receive) = mpsc::channel();
+        std::thread::scope(|scope| {
+            let thread = scope.spawn(|| {
+                send.send(gettid()).unwrap();
+                let first = member.is_asked().unwrap();
+                (&member.stream).read_exact(&mut [0]).unwrap();
+                (first, member.is_asked().unwrap())
+            });
+            let tid = receive.recv().unwrap();
+            while !sleeps(tid).1 {
+                std::thread::yield_now();
+            }
+            let before = sleeps(tid);
+            // (What is tested is that nothing happens meanwhile.)
+            std::thread::sleep(QUIET * 5 / 2);
+            assert_eq!(sleeps(tid), before);
+            other.write_all(b"x").unwrap();
+            crowd.set_full(true);
+            assert_eq!(thread.join().unwrap(), (true, false));
+            crowd.set_full(false);
+            assert_eq!(readable([crowd.told.as_raw_fd()], Some(Duration::ZERO)).unwrap(), [false]);
+        });
     }
 }

@@ -64,6 +64,12 @@ impl Server {
         }
     }
 
+    /// The same by its address, for tests.
+    #[cfg(test)]
+    pub(super) fn unasked(address: Address) -> Result<Self, String> {
+        Ok(Self::of(Nodes::new(&address)?, address, "run".to_owned()))
+    }
+
     fn try_out(&self) -> Result<(), String> {
         let mut session = Session::new(self);
         let named = self.nodes.named();
