@@ -78,6 +78,23 @@ pub fn preallocate(fd: i32, at: u64, len: u64) -> Result<(), Errno> {
     }
 }
 
+/// Gives up what a file has on disk in a range, which reads as zeros then. It waits for all writes to the file that are under way, those
+/// of processes that have ended meanwhile, too.
+///
+/// # Errors
+/// `EOPNOTSUPP`: the file system cannot do that. The kernel's.
+pub fn punch(fd: i32, at: u64, len: u64) -> Result<(), Errno> {
+    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    loop {
+        // SAFETY: no memory is involved.
+        match unsafe { sys!(libc::SYS_fallocate, fd, mode, at, len) } {
+            Ok(_) => return Ok(()),
+            Err(libc::EINTR) => {}
+            Err(e) => return Err(e),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -105,5 +122,18 @@ mod tests {
         assert_eq!(run(8192, &[Ok(4096), Ok(0)]), (Err(libc::EIO), vec![0, 4096]));
         assert_eq!(run(8192, &[Err(libc::ENOSPC)]), (Err(libc::ENOSPC), vec![0]));
         assert_eq!(run(8192, &[Ok(512); MOST_FRUITLESS as usize + 1]).0, Err(libc::EIO));
+    }
+
+    #[test]
+    fn what_is_punched_is_zeros_and_of_nothing_it_is_refused() {
+        let file = crate::memfd::create(c"punched", 3 * BLOCK as u64).unwrap();
+        let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
+        let mut bytes = vec![7; 3 * BLOCK];
+        write_all(fd, &bytes, 0).unwrap();
+        punch(fd, BLOCK as u64, BLOCK as u64).unwrap();
+        read_full(fd, &mut bytes, 0).unwrap();
+        let filled = |block: usize| bytes[block * BLOCK..][..BLOCK].iter().all(|b| *b == 7);
+        assert_eq!([0, 1, 2].map(filled), [true, false, true]);
+        assert_eq!(punch(-1, 0, BLOCK as u64), Err(libc::EBADF));
     }
 }

@@ -21,6 +21,7 @@ use uzswap_mm::shrinker::Policy;
 use uzswap_mm::size::{Size, human};
 use uzswap_mm::swapfile::{BLOCK, Geometry, LEAST_CLUSTER, MOST_BYTES};
 use uzswap_pager::swap::clusters::{ClusterMap, MAGIC};
+use uzswap_sys::blockio;
 
 /// Where swap files are made when no directory is named, the first that will do: what lies in the second often is memory.
 const DIRS: [&str; 2] = ["/var/tmp", "/tmp"];
@@ -91,10 +92,13 @@ impl Swap {
         let private = file.set_permissions(Permissions::from_mode(0o600));
         private.map_err(|e| format!("the swap file cannot be made private: {}", plain(&e)))?;
         let direct = env_allows("buffered") && is_direct(&file);
+        let punches = blockio::punch(file.as_raw_fd(), 0, BLOCK as u64).is_ok();
         let swap = Swap::share(Store::File(file), bytes, policy, config.encrypt_swap == Some(true));
         if let Ok(swap) = &swap {
             swap.map().direct.store(u32::from(direct), Relaxed);
-            swap.map().plain.store(u32::from(!env_allows("plain")), Relaxed);
+            // (A direct write by io_uring may outlive its process: see `await_late` of the pager.)
+            let plain = !env_allows("plain") || (direct && !punches);
+            swap.map().plain.store(u32::from(plain), Relaxed);
         }
         Ok(Some(swap.map_err(|e| format!("the swap file's books cannot be made: {}", plain(&e)))?))
     }
@@ -159,7 +163,7 @@ impl Swap {
             Store::Remote(gateway) => gateway.fd(),
         };
         map.fd.store(fd, Relaxed);
-        let identity = uzswap_sys::blockio::identity(fd).map_err(io::Error::from_raw_os_error)?;
+        let identity = blockio::identity(fd).map_err(io::Error::from_raw_os_error)?;
         map.file.iter().zip(identity).for_each(|(to, part)| to.store(part, Relaxed));
         map.policy.store(policy.number(), Relaxed);
         map.encrypt.store(u32::from(encrypt), Relaxed);

@@ -165,3 +165,35 @@ fn a_row_made_for_a_child_is_the_child_s() {
         assert_eq!(map.owner_of(row), 0, "its own as any other when it executes a program");
     }
 }
+
+/// What was being written to when a process ended, or executed another program, is not written to by others: by who inherited it, or
+/// claims it.
+#[test]
+fn what_a_dead_process_may_be_writing_to_is_left_alone() {
+    let (p, mut processes) = (testing::pager_with_swap(16 << 20), Processes::new(2));
+    let (map, me) = (p.clusters.unwrap(), Identity::own());
+    let (own, last) = (p.own_row(map).expect("a row"), 255);
+    let [shared, alone] = [0, 1].map(|_| map.claim_cluster(own).unwrap());
+    p.make_row_for_child(1);
+    let child = map.take_row(processes.identity(0)).expect("a row") - 1;
+    p.end_fork(processes.0[0].id() as isize);
+    [shared, alone].iter().enumerate().for_each(|(slot, cluster)| map.note_writing(own, slot, Some(*cluster)));
+    assert!(!map.is_late(shared) && !map.may_write(own, alone), "the child reads there");
+    map.forget_own(me);
+    assert!(!map.is_free(shared) && map.alone_with(child, shared) && !map.may_write(child, shared));
+    processes.end(0);
+    map.bury_the_dead(me);
+    assert!(map.is_free(shared) && map.is_late(shared));
+    // The others are claimed first.
+    let row = map.take_row(me).expect("a row");
+    let claimed: Vec<u32> = std::iter::from_fn(|| map.claim_cluster(row)).collect();
+    assert_eq!((claimed.len(), &claimed[last - 1..]), (last + 1, &[shared, alone][..]));
+    assert!(map.may_write(row, claimed[0]) && !map.may_write(row, shared));
+    map.settled(shared);
+    assert!(map.may_write(row, shared) && !map.may_write(row, alone));
+    // A write that was found ended is no matter.
+    map.note_writing(row, 0, Some(claimed[0]));
+    map.note_writing(row, 0, None);
+    map.forget_own(me);
+    assert!(map.is_free(claimed[0]) && !map.is_late(claimed[0]));
+}

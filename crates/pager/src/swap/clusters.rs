@@ -22,7 +22,11 @@
 //! - *release* clears the bit first and looks at the other rows then: of two that release at once one sees that it was
 //!   the last. A reference that passes from row to row by a fork under way could be missed, so `forks` counts the rows
 //!   inherited, and who looks starts over when it changed.
+//! - A write that the kernel has may go on when its process has ended: of io_uring nobody waits for it then. So a row says which
+//!   clusters are being written to in that way. Who empties it marks them as *late*: nobody writes there before all such writes are
+//!   known to have ended, for which all references must be gone (`Pager::await_late`).
 
+use super::pipeline::DEPTH;
 use crate::pager::Pager;
 use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::swapfile::{Geometry, MOST_CLUSTERS};
@@ -32,7 +36,7 @@ use uzswap_sys::thread;
 /// Environment variable with the path of the swap file's books, a memory object of the command's.
 pub const ENV_SWAP: &str = "UZSWAP_SWAP";
 /// First word of the books: refuses those of another version.
-pub const MAGIC: u64 = 0x757a_7377_6469_0004;
+pub const MAGIC: u64 = 0x757a_7377_6469_0005;
 /// Processes that can have something in a swap file at once.
 pub const ROWS: usize = 1024;
 /// No row.
@@ -56,6 +60,8 @@ struct Row {
     heir: AtomicU64,
     /// The thread id of its ticker, once known: without it the process executes a program that is not managed.
     ticker: AtomicU32,
+    /// The clusters that it writes to just now by io_uring, each + 1; 0 for none.
+    writing: [AtomicU32; DEPTH],
     bits: [AtomicU64; WORDS],
 }
 
@@ -97,6 +103,8 @@ pub struct ClusterMap {
     /// One past the highest row ever used.
     used: AtomicU32,
     owner: [AtomicU32; MOST_CLUSTERS],
+    /// A bit for each cluster that was being written to by a process when that ended.
+    late: [AtomicU64; WORDS],
     rows: [Row; ROWS],
 }
 
@@ -118,13 +126,19 @@ impl ClusterMap {
         (&self.rows[row].bits[cluster as usize / 64], 1 << (cluster % 64))
     }
 
-    /// Claims the first free cluster for the process of row `me`.
+    /// Claims the first free cluster for the process of row `me`, a late one only where there is no other.
     pub fn claim_cluster(&self, me: usize) -> Option<u32> {
-        let free = self.owner[..self.clusters() as usize].iter().position(|owner| {
-            let old = owner.load(Relaxed);
-            let taken = (old >> OWNER_BITS).wrapping_add(1) << OWNER_BITS | (me as u32 + 1);
-            old & OWNER_MASK == 0 && owner.compare_exchange(old, taken, SeqCst, Relaxed).is_ok()
-        })? as u32;
+        let claim = |late: bool| {
+            (0..self.clusters()).find(|cluster| {
+                let owner = &self.owner[*cluster as usize];
+                let old = owner.load(Relaxed);
+                let taken = (old >> OWNER_BITS).wrapping_add(1) << OWNER_BITS | (me as u32 + 1);
+                old & OWNER_MASK == 0
+                    && self.is_late(*cluster) == late
+                    && owner.compare_exchange(old, taken, SeqCst, Relaxed).is_ok()
+            })
+        };
+        let free = claim(false).or_else(|| claim(true))?;
         let (bits, bit) = self.bit(me, free);
         bits.fetch_or(bit, SeqCst);
         Some(free)
@@ -152,6 +166,27 @@ impl ClusterMap {
                 return alone;
             }
         }
+    }
+
+    /// Whether a process may write to a cluster that it refers to: nobody else reads there, or may be writing still.
+    pub fn may_write(&self, me: usize, cluster: u32) -> bool {
+        // (In this order: who empties another's row marks what is late first.)
+        self.alone_with(me, cluster) && !self.is_late(cluster)
+    }
+
+    /// Whether a process that has ended may be writing to a cluster still.
+    pub fn is_late(&self, cluster: u32) -> bool {
+        self.late[cluster as usize / 64].load(SeqCst) & 1 << (cluster % 64) != 0
+    }
+
+    /// All writes to a cluster have ended, which nobody but the caller refers to.
+    pub(super) fn settled(&self, cluster: u32) {
+        self.late[cluster as usize / 64].fetch_and(!(1 << (cluster % 64)), SeqCst);
+    }
+
+    /// The process of row `me` writes to a cluster as its write `slot`, or does not any more.
+    pub(super) fn note_writing(&self, me: usize, slot: usize, cluster: Option<u32>) {
+        self.rows[me].writing[slot].store(cluster.map_or(0, |c| c + 1), SeqCst);
     }
 
     /// Whether nobody has claimed a cluster.
@@ -194,6 +229,13 @@ impl ClusterMap {
 
     /// Empties a row that the caller has, and frees what nobody refers to any more.
     fn empty(&self, row: usize) {
+        // (Killed in the midst of it, it is the next one's to do.)
+        for writing in &self.rows[row].writing {
+            if let Some(cluster) = writing.load(SeqCst).checked_sub(1).filter(|c| *c < self.clusters()) {
+                self.late[cluster as usize / 64].fetch_or(1 << (cluster % 64), SeqCst);
+            }
+            writing.store(0, SeqCst);
+        }
         for cluster in 0..self.clusters() {
             let (bits, bit) = self.bit(row, cluster);
             let owner = self.owner[cluster as usize].load(SeqCst);
@@ -322,11 +364,13 @@ impl ClusterMap {
     /// Nobody has anything.
     pub(super) fn reset(&self) {
         self.owner.iter().for_each(|owner| owner.store(0, SeqCst));
+        self.late.iter().for_each(|late| late.store(0, SeqCst));
         for row in &self.rows[..self.used_rows()] {
             row.owner.store(0, SeqCst);
             row.taker.store(0, SeqCst);
             row.heir.store(0, SeqCst);
             row.ticker.store(0, SeqCst);
+            row.writing.iter().for_each(|writing| writing.store(0, SeqCst));
             row.bits.iter().for_each(|bits| bits.store(0, SeqCst));
         }
     }

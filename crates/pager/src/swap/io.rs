@@ -91,9 +91,20 @@ pub enum Trouble {
     Open,
     /// A page could not be read back.
     Lost,
+    /// A process may not have files so large (`ulimit -f`).
+    Limit,
 }
 
 impl Trouble {
+    /// What it is that a write, or room on disk, was refused with this error.
+    fn of_write(e: Errno) -> Self {
+        match e {
+            libc::ENOSPC | libc::EDQUOT => Self::NoSpace,
+            libc::EFBIG => Self::Limit,
+            _ => Self::Write,
+        }
+    }
+
     /// What the user reads, of a file or of a server.
     pub(super) fn sentence(self, remote: bool) -> &'static [u8] {
         if remote { self.of_a_server() } else { self.of_a_file() }
@@ -109,13 +120,14 @@ impl Trouble {
             Self::Rows => b"uzswap: more than 1024 processes have something in the swap file or on their way there: others run without swap, and the limit may be exceeded\n",
             Self::Open => b"uzswap: a process cannot open the swap file (its rights changed, or `uzswap run` is gone): it runs without swap\n",
             Self::Lost => b"uzswap: a page could not be read back from the swap file and is lost; the program gets SIGBUS when it touches it (more such pages are only counted)\n",
+            Self::Limit => b"uzswap: a process may not write to the swap file, as it limits how large its files may be (`ulimit -f`): what was to be taken from it stays in memory, and the limit may be exceeded\n",
         }
     }
 
     fn of_a_server(self) -> &'static [u8] {
         match self {
             Self::NoSpace => b"uzswap: the swap server has no memory left: what it was to take stays here, and the limit may be exceeded\n",
-            Self::Write => b"uzswap: writing to the swap server failed: what it was to take stays in memory, and the limit may be exceeded; the report counts each failure\n",
+            Self::Write | Self::Limit => b"uzswap: writing to the swap server failed: what it was to take stays in memory, and the limit may be exceeded; the report counts each failure\n",
             Self::Read => b"uzswap: reading from the swap server failed, or gave something else than was written; it is tried again\n",
             Self::Stall => b"uzswap: the swap server has not answered for 10 seconds; the program waits for it\n",
             Self::Full => b"uzswap: all that the swap server was to take is used: the limit may be exceeded; give it more with size= in --swap\n",
@@ -201,7 +213,7 @@ impl Pager {
         match result {
             Ok(()) => self.counters().swap_write_bytes.fetch_add(len as u64, Relaxed),
             Err(e) => {
-                self.tell(if matches!(e, libc::ENOSPC | libc::EDQUOT) { Trouble::NoSpace } else { Trouble::Write });
+                self.tell(Trouble::of_write(e));
                 self.counters().swap_write_errors.fetch_add(1, Relaxed)
             }
         };
@@ -240,6 +252,28 @@ impl Pager {
         };
     }
 
+    /// Waits until nobody is writing to a late cluster any more, to which this process alone refers: by punching a hole, for which
+    /// a file system waits for all direct writes, as what they go to is free then.
+    ///
+    /// The story: a member was killed with a write under way, which io_uring leaves to the kernel, and the disk was slow. Another wrote
+    /// to the cluster, and then the dead one's write came: pages of a process that had nothing to do with it were lost.
+    ///
+    /// # Errors
+    /// The kernel's; of room on disk after it has waited.
+    pub(super) fn await_late(&self, cluster: u32, cluster_bytes: u64) -> Result<(), Errno> {
+        let Some(map) = self.clusters else { return Err(libc::EBADF) };
+        let (fd, from) = (self.tier.file.load(Acquire), u64::from(cluster) * cluster_bytes);
+        self.tier.began[WRITE].store(thread::now_ns(), Relaxed);
+        let waited = blockio::punch(fd, from, cluster_bytes).inspect(|()| map.settled(cluster));
+        let result = waited.and_then(|()| blockio::preallocate(fd, from, cluster_bytes));
+        self.tier.began[WRITE].store(0, Relaxed);
+        if let Err(e) = result {
+            self.counters().swap_write_errors.fetch_add(1, Relaxed);
+            self.tell(Trouble::of_write(e));
+        }
+        result
+    }
+
     /// Sees to it that a cluster has room on disk.
     ///
     /// # Errors
@@ -269,9 +303,9 @@ impl Pager {
             }
             other => other,
         };
-        if result.is_err() {
+        if let Err(e) = result {
             self.counters().swap_write_errors.fetch_add(1, Relaxed);
-            self.tell(Trouble::NoSpace);
+            self.tell(Trouble::of_write(e));
         }
         result
     }

@@ -92,16 +92,29 @@ impl Pager {
                 self.tier.began[WRITE].store(thread::now_ns(), Relaxed);
             }
             let fd = self.tier.file.load(Acquire);
+            self.note_writing(slot, Some(at));
             // SAFETY: the buffer is not touched, and not freed, until the write is found ended.
             if unsafe { ring.write(fd, bytes.as_ptr(), part, at, slot as u64) }.is_ok() {
                 writes.writes[slot] = Some(Write { at, len, done: None, injected });
                 return;
             }
+            self.note_writing(slot, None);
         }
         let began = thread::now_ns();
         let done = Some(self.swap_write(at, bytes));
         writes.waited_ns += thread::now_ns() - began;
         writes.writes[slot] = Some(Write { at, len, done, injected: None });
+    }
+
+    /// The others are to know where the kernel has a write of this process, or that it has none any more. (One through the page cache
+    /// is done by threads of the process.)
+    fn note_writing(&self, slot: usize, at: Option<u64>) {
+        if let (Some(map), Some(row)) = (self.clusters, self.own_row_if_any())
+            && let Some(geometry) = map.geometry()
+            && map.direct.load(Relaxed) != 0
+        {
+            map.note_writing(row, slot, at.map(|at| (at >> geometry.cluster_shift) as u32));
+        }
     }
 
     /// A write that has ended, if a buffer is to be had by it; None when one is free and none has ended.
@@ -131,6 +144,7 @@ impl Pager {
         };
         self.tier.began[WRITE].store(if ring.under_way() > 0 { thread::now_ns() } else { 0 }, Relaxed);
         let slot = slot as usize;
+        self.note_writing(slot, None);
         let write = writes.writes[slot].take()?;
         let result = self.settle(write, ended, &bytes_of(&mut writes.buffers[slot])[..write.len]);
         self.counters().swap_uring_writes.fetch_add(1, Relaxed);

@@ -6,6 +6,9 @@ use super::writeback::Round;
 use super::*;
 use crate::events;
 use crate::testing::{self, half_noise, noise};
+use std::os::fd::AsRawFd;
+use uzswap_sys::memfd;
+use uzswap_sys::process::Identity;
 
 /// Bytes of the file's only cluster, and pages that fill it.
 const CLUSTER: u64 = 256 << 10;
@@ -209,4 +212,31 @@ fn on_a_full_disk_without_holes_it_is_tried_again() {
     let s = &mut *scene.pager.state.lock();
     events::forget_range(s, new, new + 10);
     end(s, FIRST..FIRST + PAGES);
+}
+
+/// See [`Pager::await_late`].
+#[test]
+fn where_a_dead_process_may_be_writing_that_is_waited_for_first() {
+    let file = memfd::create(c"swap", 1 << 20).unwrap();
+    for (fd, can) in [(-1, false), (file.as_raw_fd(), true)] {
+        let mut scene = Scene::new(0);
+        let map = scene.pager.clusters.unwrap();
+        map.bytes.store(CLUSTER, Relaxed);
+        // (It has claimed one, and found nothing to write.)
+        scene.pager.state.lock().swap.as_mut().unwrap().drop_cluster(0);
+        scene.pager.tier.file.store(fd, Relaxed);
+        let mut process = std::process::Command::new("sleep").arg("600").spawn().expect("a process");
+        let row = map.take_row(Identity::of(process.id())).expect("a row");
+        let late = map.claim_cluster(row).expect("the only cluster");
+        map.note_writing(row, 0, Some(late));
+        process.kill().and_then(|()| process.wait()).expect("a child");
+        store(&scene, FIRST..FIRST + 10);
+        let came: Vec<Came> = (0..4).map(|_| round(&mut scene)).collect();
+        // (Where it cannot be waited for nothing is written there.)
+        let wrote = came.iter().any(|came| matches!(came, Came::Wrote(_)));
+        assert_eq!((extensions(&came), wrote, map.is_late(late)), (1, can, !can), "{came:?}");
+        let s = &mut *scene.pager.state.lock();
+        assert_eq!(s.pt.get(FIRST).tag() == Tag::Disk, can);
+        end(s, FIRST..FIRST + 10);
+    }
 }

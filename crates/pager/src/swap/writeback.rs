@@ -240,7 +240,7 @@ impl Pager {
         swap.row = me;
         let began = thread::now_ns();
         let bad = core::mem::take(&mut swap.bad);
-        let may_write = |c: u32| !bad.contains(&c) && map.alone_with(me, c);
+        let may_write = |c: u32| !bad.contains(&c) && map.may_write(me, c);
         let mut found = swap.books.run_behind_last(LEAST_RUN, RUN_BYTES, may_write).map(Ok);
         // (A free cluster there is then, too, but beyond the end of the file.)
         if found.is_none() && swap.disk_is_full() {
@@ -249,7 +249,7 @@ impl Pager {
         if found.is_none() {
             found = swap.claim(&bad).map(|cluster| {
                 let end = (u64::from(cluster) + 1) * swap.books.cluster_bytes() as u64;
-                if end > map.allocated.load(Relaxed) {
+                if end > map.allocated.load(Relaxed) || map.is_late(cluster) {
                     return Err(NoRun::Extend(cluster));
                 }
                 swap.books.run_behind_last(LEAST_RUN, RUN_BYTES, may_write).ok_or(NoRun::Again)
@@ -280,13 +280,19 @@ impl Pager {
         Round::Rest(REST_NS)
     }
 
-    /// Preallocates a cluster that was just added; gives it up when that fails.
+    /// Preallocates a cluster that was just added, or waits for what others have left under way there; gives it up when that
+    /// fails.
     pub(super) fn extend(&self, cluster: u32) {
-        let bytes = self.clusters.and_then(|map| map.geometry()).map_or(0, |g| 1u64 << g.cluster_shift);
-        let done = self.preallocate(cluster, bytes);
+        let Some(map) = self.clusters else { return };
+        let bytes = map.geometry().map_or(0, |g| 1u64 << g.cluster_shift);
+        let done =
+            if map.is_late(cluster) { self.await_late(cluster, bytes) } else { self.preallocate(cluster, bytes) };
         let mut s = self.state.lock();
         let Some(swap) = s.swap.as_mut() else { return };
-        if done.is_err() {
+        if map.is_late(cluster) {
+            // (It stays claimed: nobody meets it again.)
+            swap.put_aside(cluster);
+        } else if done.is_err() {
             swap.failures += 1;
             let now = thread::now_ns();
             // Known to be full, all else was tried before. Otherwise that is done at once.
@@ -483,7 +489,7 @@ impl Swap {
     }
 
     /// Gives up a cluster that was just claimed.
-    fn drop_cluster(&mut self, cluster: u32) {
+    pub(super) fn drop_cluster(&mut self, cluster: u32) {
         if self.books.drop_if_empty(cluster) {
             self.map.release_cluster(self.row, cluster);
         }

@@ -278,3 +278,21 @@ fn a_full_disk_is_survived() {
         assert_eq!(run.stderr.text().matches(told).count(), 1, "{}", run.describe());
     }
 }
+
+/// Nor is a limit on how large files may be (`ulimit -f`), which counts for the swap file too. It was told as a full disk.
+#[test]
+fn a_limit_on_files_is_survived() {
+    let _alone = alone();
+    let Some(disk) = compile_c("disk") else { return };
+    let program = format!("ulimit -f 1024; exec {} 40 1", disk.display());
+    let run = Subject::new("a limit on files", &[&"sh", &"-c", &program]).with(&SWAP).start_limited(32 * MIB).finish();
+    run.say("a limit on files", "disk", None);
+    assert!(run.status.success(), "{}", run.describe());
+    assert_eq!(run.stdout.text(), "lost 0, wrong 0\n", "{}", run.describe());
+    let said = run.stderr.text();
+    assert!(
+        said.matches("(`ulimit -f`)").count() == 1 && !said.contains("disk of the swap file is full"),
+        "{}",
+        run.describe()
+    );
+}
