@@ -428,7 +428,8 @@ mod tests {
     #[test]
     fn a_sequence_goes_on_behind_a_fault_that_is_asked_again() {
         let p = testing::pager_told_of_moves(16 << 20);
-        let (at, beside) = (testing::memory(p, 2 * N as usize).next_multiple_of(16 * PAGE), testing::memory(p, 1));
+        // (From where a run of 64 pages begins: what is brought ahead ends with it.)
+        let (at, beside) = (testing::memory(p, 2 * N as usize).next_multiple_of(64 * PAGE), testing::memory(p, 1));
         let s = &mut *p.state.lock();
         let serve = |s: &mut State, vpn| {
             let before = s.resident;
