@@ -334,6 +334,7 @@ mod tests {
     use super::*;
     use trace::Step;
     use uzswap_mm::compaction::policy::Pivot;
+    use uzswap_mm::zone::BLOCK_FRAMES;
 
     /// A program that takes a MiB after the other, keeps every other one, and asks for them now and then.
     fn made_up() -> Trace {
