@@ -342,7 +342,7 @@ impl State {
     pub(crate) fn release_object(&mut self, handle: u32, index: usize) {
         let object = self.object(handle);
         let any_left = object::leave(object, index);
-        if any_left && object::order(object) > USUAL_UNIT {
+        if any_left {
             self.note_sparse(handle);
         }
         if !any_left {
