@@ -8,6 +8,7 @@ use crate::images::{self, Image};
 use crate::json::{Findings, Row, Verdict};
 use crate::size::mib;
 use crate::stats::median;
+use crate::undo::Keeper;
 use serde_json::{Map, json};
 use std::time::Instant;
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor, Encoding};
@@ -52,10 +53,11 @@ struct Figure {
 pub fn run(args: &Args) -> Result<bool, Stop> {
     let len = args.image.unwrap_or(if args.common.quick { 6 << 20 } else { 32 << 20 }) as usize;
     let runs = args.runs.count(&args.common);
-    let dir = std::env::temp_dir().join(format!("uzswap-lab-blocks-{}", std::process::id()));
-    std::fs::create_dir(&dir).map_err(|e| format!("cannot make {}: {e}", dir.display()))?;
-    let (images, missing) = images::all(&dir, len);
-    let _ = std::fs::remove_dir_all(&dir);
+    let (images, missing) = {
+        let keeper = Keeper::start()?;
+        let (dir, _dir) = keeper.make_dir(None)?;
+        images::all(&dir, len)
+    };
     if images.is_empty() {
         return Err(Stop::Failed("no image could be made".to_owned()));
     }
