@@ -18,7 +18,7 @@
 //! left when the last one that got on is stuck, stopped or dead says it. Only waiting (`--on-full=wait`) is not put off: who
 //! faults and has nothing to give waits for room, whoever makes it.
 
-use crate::group::{GroupPage, ON_FULL_KILL, ON_FULL_WAIT, Slot};
+use crate::group::{DEPTH, GroupPage, ON_FULL_KILL, ON_FULL_WAIT, Slot};
 use crate::limits::Over;
 use crate::pager::Pager;
 use crate::state::State;
@@ -117,12 +117,10 @@ impl Pager {
 
     fn say_full(&self, s: &State, over: Over, on_full: u32) {
         let mut line = Line::default();
-        let n = &self.group.nodes[over.node];
-        let (name, len) = n.name();
-        let name = core::str::from_utf8(&name[..len]).unwrap_or("?");
         let _ = write!(
             line,
-            "uzswap: the group `{name}` is full: {} are used of memory.max {}",
+            "uzswap: the group `{}` is full: {} are used of memory.max {}",
+            Path(self.group, over.node),
             Mib(over.charge),
             Mib(over.max)
         );
@@ -206,6 +204,24 @@ fn is_within(group: &GroupPage, slot: &Slot, node: usize) -> bool {
     group.is_within(slot.node.load(Relaxed) as usize, node)
 }
 
+/// A group's name, with those of the groups that it is in.
+struct Path<'a>(&'a GroupPage, usize);
+
+impl core::fmt::Display for Path<'_> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let (mut path, mut n) = ([0; DEPTH], 0);
+        for (to, at) in path.iter_mut().zip(self.0.chain(self.1)) {
+            (*to, n) = (at, n + 1);
+        }
+        for (i, at) in path[..n].iter().rev().enumerate() {
+            let (name, len) = self.0.nodes[*at].name();
+            let name = core::str::from_utf8(&name[..len]).unwrap_or("?");
+            write!(f, "{}{name}", if i == 0 { "" } else { "/" })?;
+        }
+        Ok(())
+    }
+}
+
 /// A size for people, in MiB.
 struct Mib(usize);
 
@@ -246,6 +262,7 @@ impl Write for Line {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::group::BURIES;
     use crate::testing;
     use uzswap_sys::process::Identity;
 
@@ -310,6 +327,53 @@ mod tests {
         assert_eq!(full(p, 4), 2, "it is dead");
         other.owner.store(0, Relaxed);
         assert_eq!(full(p, 5), 3, "it is gone");
+    }
+
+    /// The story: who found a dead member had its slot while it returned the charge, and seemed to hold that, too. In that instant
+    /// another could take it for the largest, and kill it.
+    #[test]
+    fn who_returns_the_charge_of_the_dead_does_not_hold_it() {
+        const TIMES: u32 = 20_000;
+        let (p, other) = two();
+        let mut child = std::process::Command::new("true").spawn().expect("a process");
+        let dead = Identity::from_raw(child.id().into()).expect("a pid");
+        child.wait().expect("it ends");
+        let looks = std::thread::spawn(|| {
+            let (mut seen, mut blamed) = (0, 0);
+            while seen < TIMES {
+                match other.owner() {
+                    Some(owner) if owner == Identity::own() && other.rss.load(Relaxed) != 0 => blamed += 1,
+                    _ => {}
+                }
+                seen = other.ticker.load(Relaxed);
+            }
+            blamed
+        });
+        for round in 1..=TIMES {
+            other.owner.store(0, Release);
+            other.rss.store(40 << 20, Release);
+            other.owner.store(dead.raw(), Release);
+            p.group.bury_the_dead(Identity::own());
+            assert_eq!((other.owner.load(Relaxed), other.rss.load(Relaxed)), (0, 0));
+            other.ticker.store(round, Relaxed);
+        }
+        assert_eq!(looks.join().expect("it looks"), 0);
+        // What was broken off is begun again, and who did so, is not charged in the slot meanwhile.
+        other.rss.store(40 << 20, Relaxed);
+        other.owner.store(dead.raw() | BURIES, Relaxed);
+        assert_eq!(p.largest(0, &p.state.lock()).pid, thread::getpid() as u32);
+        p.group.bury_the_dead(Identity::own());
+        assert_eq!((other.owner.load(Relaxed), other.rss.load(Relaxed)), (0, 0));
+    }
+
+    #[test]
+    fn a_group_in_another_is_called_by_its_whole_name() {
+        let (p, _) = two();
+        p.group.set_up(b"k");
+        let sub = p.group.make_child(0, b"sub").expect("a group");
+        let below = p.group.make_child(sub, b"below").expect("a group");
+        let name = |node| Path(p.group, node).to_string();
+        assert_eq!([0, sub, below].map(name), ["k", "k/sub", "k/sub/below"]);
     }
 
     /// No member need be stuck where one is stopped, or takes out what takes as much room elsewhere: the group does not come down.

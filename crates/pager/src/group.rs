@@ -77,6 +77,8 @@ pub const ON_FULL_EXCEED: u32 = 0;
 pub const ON_FULL_WAIT: u32 = 1;
 /// The member that holds most is killed.
 pub const ON_FULL_KILL: u32 = 2;
+/// In a slot's owner: it only returns the charge of the one before, who died. (Above all pids.)
+pub(crate) const BURIES: u64 = 1 << 31;
 
 /// Counters of one member (or of all the dead ones). Names are the kernel's where it has one.
 #[repr(C)]
@@ -267,7 +269,7 @@ impl Counters {
 #[repr(C, align(64))]
 #[derive(Default)]
 pub struct Slot {
-    /// The owner, as `Identity::raw`; 0 when free.
+    /// The owner, as `Identity::raw`, with [`BURIES`] perhaps; 0 when free.
     pub owner: AtomicU64,
     /// The group of the member, an index of [`GroupPage::nodes`].
     pub node: AtomicU32,
@@ -315,9 +317,10 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// Who has it, if anybody.
+    /// Who has it, if anybody: nobody while the charge in it is that of one who died ([`GroupPage::bury_the_dead`]).
     pub fn owner(&self) -> Option<Identity> {
-        Identity::from_raw(self.owner.load(Acquire))
+        let raw = self.owner.load(Acquire);
+        Identity::from_raw(raw).filter(|_| raw & BURIES == 0)
     }
 
     /// Returns the charges. For the owner only.
@@ -587,9 +590,10 @@ impl GroupPage {
     /// Returns the charges of members that have ended. For a process, not one of its threads: `me` is its identity.
     pub fn bury_the_dead(&self, me: Identity) {
         for slot in self.used() {
-            let Some(owner) = slot.owner() else { continue };
+            let raw = slot.owner.load(Acquire);
+            let Some(owner) = Identity::from_raw(raw & !BURIES) else { continue };
             if owner != me && owner.is_dead() {
-                let taken = slot.owner.compare_exchange(owner.raw(), me.raw(), AcqRel, Relaxed);
+                let taken = slot.owner.compare_exchange(raw, me.raw() | BURIES, AcqRel, Relaxed);
                 if taken.is_ok() {
                     slot.uncharge();
                     slot.owner.store(0, Release);

@@ -9,7 +9,7 @@
 //! by whoever looks. `group` explains how a slot changes hands. Nothing here takes a lock.
 
 use crate::full::{LITTLE_BYTES, finds_nothing};
-use crate::group::{Counters, DEPTH, GroupPage, NODES, SLOTS, Slot};
+use crate::group::{BURIES, Counters, DEPTH, GroupPage, NODES, SLOTS, Slot};
 use crate::inject::Site;
 use crate::pager::Pager;
 use core::sync::atomic::{AtomicU64, Ordering::*};
@@ -84,11 +84,12 @@ impl Pager {
         let page = self.group;
         let mut own = None;
         for (i, slot) in page.used().iter().enumerate() {
-            if slot.owner.load(Acquire) != me.raw() {
+            let owner = slot.owner.load(Acquire);
+            if owner & !BURIES != me.raw() {
                 continue;
             }
             slot.uncharge();
-            if own.is_none() && slot.node.load(Relaxed) as usize == self.node {
+            if own.is_none() && owner & BURIES == 0 && slot.node.load(Relaxed) as usize == self.node {
                 own = Some(i);
             } else {
                 // A burial that exec broke off.
@@ -130,7 +131,7 @@ impl Pager {
         let take = |i: usize, same_group: bool, free: &dyn Fn(Identity) -> bool| {
             let owner = slots[i].owner.load(Acquire);
             let fits = !same_group || slots[i].node.load(Relaxed) as usize == self.node;
-            let free = Identity::from_raw(owner).is_none_or(free);
+            let free = Identity::from_raw(owner & !BURIES).is_none_or(free);
             fits && free && slots[i].owner.compare_exchange(owner, me.raw(), AcqRel, Relaxed).is_ok()
         };
         let used = self.group.used().len();
