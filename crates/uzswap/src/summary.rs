@@ -119,12 +119,18 @@ fn what_went_wrong(totals: &Totals, mut line: impl FnMut(&str, &str)) {
         line("over limit", &why);
     }
     if totals.oom_kill > 0 {
-        line("killed", &format!("{} processes, for that", grouped(totals.oom_kill)));
+        line("killed", &format!("{}, for that", counted(totals.oom_kill, "process", "processes")));
     }
     let lost = totals.counters.poisoned;
     if lost > 0 {
-        line("lost", &format!("{} pages could not be read back, please report this", grouped(lost)));
+        let pages = counted(lost, "page", "pages");
+        line("lost", &format!("{pages} could not be read back, please report this"));
     }
+}
+
+/// A number of things.
+fn counted(n: u64, one: &str, many: &str) -> String {
+    format!("{} {}", grouped(n), if n == 1 { one } else { many })
 }
 
 fn compression(totals: &Totals) -> String {
