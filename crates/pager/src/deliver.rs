@@ -45,8 +45,10 @@ pub(crate) struct Delivery {
     /// Order of the largest folio mapped in one piece, and of the largest wanted.
     largest: u8,
     wanted: u8,
-    /// Whether contiguous frames were wanted and not had.
+    /// Whether contiguous frames were wanted and not had; whether that is so of the piece in hand, and of one with pages of a block.
     missed: bool,
+    misses: bool,
+    block_missed: bool,
     /// Whether only the page touched is to come (the lab's comparison).
     pub(crate) only_touched: bool,
     /// Whether the page touched comes alone by choice: what is around it is read at random.
@@ -73,6 +75,8 @@ impl Delivery {
             largest: 0,
             wanted: 0,
             missed: false,
+            misses: false,
+            block_missed: false,
             only_touched: false,
             alone,
             copied: false,
@@ -244,7 +248,8 @@ impl Pager {
         };
         let got = frames.map_or(0, |(_, o)| o);
         d.wanted = d.wanted.max(order);
-        d.missed |= got < order;
+        d.misses = got < order;
+        d.missed |= d.misses;
         if got < order && folios.fallback_off.load(Relaxed) != 0 {
             // (The lab's comparison: the page touched, and a fault for each of the others.)
             if let Some((slot, o)) = frames {
@@ -260,6 +265,7 @@ impl Pager {
         if self.may_charge(s, n) {
             return (None, n);
         }
+        d.misses |= n > 1;
         d.missed |= n > 1;
         (None, usize::from(vpn == d.r.vpn || self.may_charge(s, 1)))
     }
@@ -377,6 +383,7 @@ impl Pager {
                     let this = pte.refault_distance(s.evictions);
                     distance = Some(distance.unwrap_or(this).min(this));
                     let head = Header::read(s.object(pte.handle()));
+                    d.block_missed |= d.misses && head.order > 0;
                     if head.flags & object::AHEAD != 0 {
                         s.wanted_ahead(pte.handle());
                     }
@@ -432,6 +439,9 @@ impl Pager {
         }
         if d.missed {
             c.folios.count(d.wanted, |o| &o.anon_fault_fallback);
+        }
+        // (What is wanted whole may be zeros, or single pages that lie together: nothing is decompressed twice for those.)
+        if d.block_missed {
             c.folios.block_fallback.fetch_add(1, Relaxed);
             if d.pages == 1 {
                 c.folios.block_fallback_single.fetch_add(1, Relaxed);

@@ -137,7 +137,7 @@ pub struct FolioCounters {
     pub block_partial_write: AtomicU64,
     /// Pages dropped by the program while they were being compressed: freed later than asked (4 KiB pages).
     pub block_missed_free: AtomicU64,
-    /// Faults that brought smaller folios than they wanted, for want of contiguous frames (events).
+    /// Faults that brought a block of the pool in smaller folios than they wanted, for want of contiguous frames (events).
     pub block_fallback: AtomicU64,
     /// Of those, where only the page touched could be had (events).
     pub block_fallback_single: AtomicU64,
