@@ -333,7 +333,8 @@ fn poll(fd: i32, timeout_ms: i32) -> bool {
     let mut p = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
     // SAFETY: one pollfd of ours.
     let ready = unsafe { sys!(libc::SYS_poll, &raw mut p, 1, timeout_ms) };
-    ready == Ok(1)
+    // (Of one that waits in `read`, as a client of a shared region may make its own, the kernel says POLLERR.)
+    ready == Ok(1) && p.revents & libc::POLLIN != 0
 }
 
 fn decode(m: &[u64; 4]) -> Message {
@@ -373,6 +374,18 @@ mod tests {
         }
         // (Other tests have some open at times.)
         assert!(open() < before + TRIES / 2, "{before} descriptors before, {} after", open());
+    }
+
+    /// The story: of one that waits in `read` (the kernel says POLLERR) there seemed to be a message, and who read it waited.
+    #[test]
+    fn one_that_waits_in_read_has_no_message() {
+        let Ok(uffd) = Uffd::open(0) else { return crate::skip("no userfaultfd") };
+        // SAFETY: a descriptor of ours.
+        let flags = unsafe { libc::fcntl(uffd.fd(), libc::F_GETFL) };
+        assert!(!uffd.wait(0));
+        // SAFETY: as above.
+        assert_eq!(unsafe { libc::fcntl(uffd.fd(), libc::F_SETFL, flags & !libc::O_NONBLOCK) }, 0);
+        assert!(!uffd.wait(0));
     }
 
     #[test]
