@@ -8,6 +8,7 @@ use crate::pager;
 use core::ffi::{CStr, c_char, c_int};
 use uzswap_pager::group::unmanaged;
 use uzswap_sys::raw::{self, Errno};
+use uzswap_sys::rights::{is_privileged, is_privileged_at};
 use uzswap_sys::sys;
 
 /// Bytes of the header of a 64-bit ELF file, and of an entry of its table of segments.
@@ -126,54 +127,6 @@ fn keep_interpreter(line: &mut [u8; LINE]) -> bool {
     line.copy_within(start..start + len, 0);
     line[len] = 0;
     len > 0
-}
-
-/// Whether the kernel has a program that is in this file run with other rights than those of who starts it: as another user or group than
-/// its real ones, or with capabilities of the file's.
-fn is_privileged(fd: i32) -> bool {
-    // SAFETY: zeros are a stat; the call fills it.
-    let mut stat: libc::stat = unsafe { core::mem::zeroed() };
-    // struct statfs: … its eleventh word the flags of the mount.
-    let mut fs = [0u64; 15];
-    // SAFETY: structures of ours.
-    let asked = unsafe { sys!(libc::SYS_fstat, fd, &raw mut stat).and(sys!(libc::SYS_fstatfs, fd, fs.as_mut_ptr())) };
-    let counts = asked.is_ok() && fs[10] & libc::ST_NOSUID == 0;
-    has_other_user(&stat, counts) || counts && !is_root() && has_capabilities(fd)
-}
-
-/// The same, of a file that may not be read, as far as its mode says it.
-fn is_privileged_at(dir: c_int, path: *const c_char) -> bool {
-    // SAFETY: zeros are a stat; the call fills it.
-    let mut stat: libc::stat = unsafe { core::mem::zeroed() };
-    // SAFETY: as above; the kernel has read the path, and says EFAULT if it cannot any more.
-    let asked = unsafe { sys!(libc::SYS_newfstatat, dir, path, &raw mut stat, libc::AT_EMPTY_PATH) };
-    asked.is_ok() && has_other_user(&stat, true)
-}
-
-/// Whether what is in a file of which this is known runs as another user or group than the calling thread's real ones. `counts`: what
-/// the file's mode says of that may count.
-fn has_other_user(stat: &libc::stat, counts: bool) -> bool {
-    // SAFETY: numbers only. (With no new rights the mode does not count, either.)
-    let counts = counts && unsafe { sys!(libc::SYS_prctl, libc::PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) } != Ok(1);
-    let becomes = |bits: u32, own: u32, effective: i64| {
-        // SAFETY: no arguments.
-        let effective = || unsafe { sys!(effective) }.unwrap_or(0) as u32;
-        if counts && stat.st_mode & bits == bits { own } else { effective() }
-    };
-    let user = becomes(libc::S_ISUID, stat.st_uid, libc::SYS_geteuid);
-    let group = becomes(libc::S_ISGID | libc::S_IXGRP, stat.st_gid, libc::SYS_getegid);
-    // SAFETY: no arguments.
-    unsafe { sys!(libc::SYS_getuid) != Ok(user as usize) || sys!(libc::SYS_getgid) != Ok(group as usize) }
-}
-
-fn is_root() -> bool {
-    // SAFETY: no arguments.
-    unsafe { sys!(libc::SYS_getuid) == Ok(0) }
-}
-
-fn has_capabilities(fd: i32) -> bool {
-    // SAFETY: a constant name; with a size of 0 nothing is written.
-    unsafe { sys!(libc::SYS_fgetxattr, fd, c"security.capability".as_ptr(), 0, 0) }.is_ok_and(|n| n > 0)
 }
 
 /// Says, once in a group for each of these kinds, of a program whose path the kernel has read that it runs without a limit.

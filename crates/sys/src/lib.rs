@@ -10,6 +10,7 @@ pub mod pagemap;
 pub mod probe;
 pub mod process;
 pub mod raw;
+pub mod rights;
 pub mod rwlock;
 pub mod socket;
 pub mod stream;

@@ -8,7 +8,7 @@ use std::env;
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -16,6 +16,7 @@ use uzswap::group_file;
 use uzswap_mm::size::{Size, human};
 use uzswap_pager::group::ENV_GROUP;
 use uzswap_sys::probe;
+use uzswap_sys::rights::{has_capabilities, is_privileged};
 use uzswap_sys::uffd::{FEATURE_EVENT_REMOVE, FEATURE_EVENT_UNMAP, FEATURE_THREAD_ID};
 
 /// The usable minimum of `--memory`.
@@ -161,17 +162,30 @@ fn linked(kind: &Kind, shown: &str, what: &str) -> Result<(), Refused> {
 }
 
 /// Whether the system preloads anything into a file, which is `what` to the user.
+///
+/// The story: a setuid program of root's was refused to root, too, whose rights it does not change.
 fn rights(file: &Path, what: &str) -> Result<(), Refused> {
-    let mode = fs::metadata(file).map_or(0, |m| m.permissions().mode());
+    let Ok(opened) = fs::File::open(file) else { return Ok(()) };
+    if !is_privileged(opened.as_raw_fd()) {
+        return Ok(());
+    }
+    let mode = opened.metadata().map_or(0, |m| m.permissions().mode());
     let setgid = mode & libc::S_ISGID != 0 && mode & libc::S_IXGRP != 0;
-    if mode & libc::S_ISUID != 0 || setgid {
-        let which = if setgid { "setgid" } else { "setuid" };
-        return Err(format!("{what} is {which}, and the system preloads nothing into programs with other rights than yours: run a copy without that bit or {ELSEWHERE}").into());
-    }
-    if has_capabilities(file) {
-        return Err(format!("{what} has file capabilities, and the system preloads nothing into programs with other rights than yours: run a copy without them or {ELSEWHERE}").into());
-    }
-    Ok(())
+    let (has, copy) = match mode & libc::S_ISUID != 0 {
+        true => ("is setuid", "run a copy without that bit"),
+        _ if setgid => ("is setgid", "run a copy without that bit"),
+        _ if has_capabilities(opened.as_raw_fd()) => ("has file capabilities", "run a copy without them"),
+        _ => {
+            return Err(
+                "uzswap itself was started with other rights than yours, and the system preloads nothing then: \
+                 run it as one user"
+                    .to_owned()
+                    .into(),
+            );
+        }
+    };
+    let why = "and the system preloads nothing into programs with other rights than yours";
+    Err(format!("{what} {has}, {why}: {copy} or {ELSEWHERE}").into())
 }
 
 /// Finds a program as execvp does.
@@ -206,14 +220,6 @@ fn runnable(path: PathBuf) -> io::Result<PathBuf> {
     // SAFETY: `c_path` is a C string that outlives the call.
     let denied = unsafe { libc::faccessat(libc::AT_FDCWD, c_path.as_ptr(), libc::X_OK, libc::AT_EACCESS) } != 0;
     if !found.is_file() || denied { Err(io::ErrorKind::PermissionDenied.into()) } else { Ok(path) }
-}
-
-fn has_capabilities(path: &Path) -> bool {
-    let Ok(path) = std::ffi::CString::new(path.as_os_str().as_bytes()) else {
-        return false;
-    };
-    // SAFETY: both are C strings; with a size of 0 nothing is written, only the length returned.
-    unsafe { libc::getxattr(path.as_ptr(), c"security.capability".as_ptr(), std::ptr::null_mut(), 0) > 0 }
 }
 
 /// Refuses a machine on which memory cannot be managed; whether it is one without UFFDIO_MOVE.

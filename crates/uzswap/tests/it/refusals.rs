@@ -97,8 +97,22 @@ fn programs_that_cannot_be_preloaded_are_refused() {
     assert!(sentence_of(&run(&["--", orphan.to_str().unwrap()]), 127).contains("interpreter is missing"));
 
     let own = fs::read("/bin/true").unwrap();
-    said(&file(&dir, "setuid", &own, 0o4755), "setuid");
-    said(&file(&dir, "setgid", &own, 0o2755), "setgid");
+    // Of who has started it, it is a program like any other: its rights are those that it has anyway.
+    let runs = |path: &Path| {
+        let output = run(&["-q", "--", path.to_str().unwrap()]);
+        assert!(output.status.success() && output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+    };
+    let (setuid, setgid) = (file(&dir, "setuid", &own, 0o4755), file(&dir, "setgid", &own, 0o2755));
+    runs(&setuid);
+    let is_root = std::os::unix::fs::MetadataExt::uid(&fs::metadata("/proc/self").unwrap()) == 0;
+    if is_root {
+        runs(&setgid);
+        for (path, mode, what) in [(&setuid, 0o4755, "is setuid"), (&setgid, 0o2755, "is setgid")] {
+            std::os::unix::fs::chown(path, Some(65534), Some(65534)).unwrap();
+            fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+            said(path, what);
+        }
+    }
     let mut foreign = own.clone();
     foreign[18..20].copy_from_slice(&243u16.to_le_bytes());
     said(&file(&dir, "foreign", &foreign, 0o755), "built for RISC-V");
@@ -106,7 +120,7 @@ fn programs_that_cannot_be_preloaded_are_refused() {
     let capable = file(&dir, "capable", &own, 0o755);
     let set = std::process::Command::new("setcap").arg("cap_net_raw+ep").arg(&capable).output();
     if set.is_ok_and(|output| output.status.success()) {
-        said(&capable, "capabilities");
+        if is_root { runs(&capable) } else { said(&capable, "capabilities") }
     }
 }
 
