@@ -24,6 +24,8 @@ impl Pager {
         let (mut at, mut left) = (from, 0);
         while at < to {
             let mut s = self.state.lock();
+            let Some(first) = s.pt.next_known(at).filter(|first| *first < to) else { break };
+            at = first;
             let end = to.min(at + BATCH_PAGES as u64);
             let (moved, stopped) = self.stage_range(&mut s, at, end);
             left += moved;
@@ -41,8 +43,10 @@ impl Pager {
     pub fn age(&self, from: u64, to: u64) -> usize {
         let (mut at, mut left) = (from, 0);
         while at < to {
-            let end = to.min(at + FOLIO_PAGES as u64);
-            left += self.stage_range(&mut self.state.lock(), at, end).0;
+            let mut s = self.state.lock();
+            let Some(first) = s.pt.next_known(at).filter(|first| *first < to) else { break };
+            let end = to.min((first / FOLIO_PAGES as u64 + 1) * FOLIO_PAGES as u64);
+            left += self.stage_range(&mut s, first, end).0;
             at = end;
         }
         left
@@ -150,6 +154,8 @@ impl Pager {
         let (mut at, mut came) = (from, 0);
         while at < to {
             let mut s = self.state.lock();
+            let Some(first) = s.pt.next_known(at).filter(|first| *first < to) else { break };
+            at = first;
             let end = to.min(at + BATCH_PAGES as u64 / 4);
             self.make_room(&mut s, at);
             let (n, stopped) = self.bring_range(&mut s, at, end);

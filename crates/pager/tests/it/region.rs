@@ -1,5 +1,6 @@
 //! Regions against plain memory.
 
+use crate::alone::skip;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::pagemap::Tier;
 use uzswap_pager::region::{Compaction, Compressor, Error, Options, Region};
@@ -107,6 +108,31 @@ pub(crate) fn rss_anon() -> usize {
 pub(crate) fn alone() -> std::sync::MutexGuard<'static, ()> {
     static ONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
     ONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// The story: pages that nobody has touched were looked at one by one, for 50 seconds where there are 64 TB of them.
+#[test]
+fn what_nobody_has_touched_of_a_huge_region_is_not_walked() {
+    const SIZE: usize = 64 << 40;
+    let region = match Region::new(SIZE, &Options::new(16 * MIB)) {
+        Ok(region) => region,
+        Err(e) => return skip(&format!("no region of 64 TB: {e}")),
+    };
+    let pages = [0, SIZE / 2 - PAGE, SIZE - 3 * PAGE];
+    for page in pages {
+        // SAFETY: inside the region.
+        unsafe { region.as_mut_ptr().add(page).cast::<usize>().write(page + 1) };
+    }
+    let began = std::time::Instant::now();
+    let out = region.page_out(0..usize::MAX);
+    assert!(out >= pages.len(), "{out} pages");
+    assert!(region.page_in(0..usize::MAX) >= pages.len());
+    assert!(region.age() >= pages.len());
+    assert!(began.elapsed().as_secs() < 20, "{:?}", began.elapsed());
+    for page in pages {
+        // SAFETY: as above.
+        assert_eq!(unsafe { region.as_mut_ptr().add(page).cast::<usize>().read() }, page + 1);
+    }
 }
 
 #[test]
