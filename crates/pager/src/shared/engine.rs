@@ -100,11 +100,19 @@ pub(super) struct Engine {
     pub touched: Vec<u32>,
 }
 
+/// No region is larger (bytes): half of what a process has addresses for.
+const MOST_BYTES: usize = 1 << 46;
+
 impl Engine {
     /// The engine of a region of `size` bytes that nobody has mapped yet. Fails for want of memory or descriptors.
     pub fn new(size: usize, options: SharedOptions) -> io::Result<Self> {
         let pages = size.div_ceil(PAGE) as u64;
         let bytes = pages as usize * PAGE;
+        // What cannot be had is refused here; the tables themselves, of zeros, end the process.
+        if size > MOST_BYTES || Vec::<u32>::new().try_reserve_exact(pages as usize / 4 * 5).is_err() {
+            let text = format!("a region of {size} bytes is too large: there is no memory for the tables of its pages");
+            return Err(io::Error::new(io::ErrorKind::OutOfMemory, text));
+        }
         // A page more than there are: see `gate`, and `WATCH_AGE` in `wire`.
         let object = memfd::create(c"uzswap-shared", (bytes + PAGE) as u64)?;
         memfd::seal(&object, memfd::SEAL_SIZE)?;

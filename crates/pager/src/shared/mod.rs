@@ -187,7 +187,8 @@ impl SharedRegion {
     /// Makes a region of `size` bytes (rounded up to pages), which nobody has mapped yet.
     ///
     /// # Errors
-    /// `InvalidInput`: no size, a limit below [`LEAST_LIMIT`], or a level the compressor has not. The kernel's.
+    /// `InvalidInput`: no size, a limit below [`LEAST_LIMIT`], or a level the compressor has not. `OutOfMemory`: it is so large that
+    /// there is no memory for its tables, some five bytes for each of its pages, touched or not. The kernel's.
     pub fn create(size: usize, options: &SharedOptions) -> io::Result<Self> {
         if size == 0 || options.limit < LEAST_LIMIT {
             let text = format!("a region needs a size, and a limit of at least {} MiB", LEAST_LIMIT >> 20);

@@ -65,6 +65,18 @@ fn unread() {
 
 /// The story: that pages were lost was said with the region's lock held. Where standard error was a pipe that nobody read, whoever used
 /// the region waited.
+/// The story: the owner ended the whole process where there was no memory for the tables of a region's pages.
+#[test]
+fn a_region_too_large_for_its_tables_is_refused() {
+    for size in [1 << 45, 1 << 46, 1 << 62, usize::MAX] {
+        match SharedRegion::create(size, &SharedOptions::new(8 * MIB)) {
+            // (Where memory is promised to anybody.)
+            Ok(_) => assert!(size < 1 << 46),
+            Err(e) => assert_eq!(e.kind(), std::io::ErrorKind::OutOfMemory, "{e}"),
+        }
+    }
+}
+
 #[test]
 fn who_does_not_read_what_is_said_holds_nobody_up() {
     let mut child = worker("unread", &socket_path("unread"), 0).stderr(Stdio::piped()).spawn().unwrap();
