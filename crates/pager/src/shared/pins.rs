@@ -9,6 +9,8 @@ use super::engine::Engine;
 use super::mapping::Pages;
 use super::owner::Server;
 use crate::arena::PAGE;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::io;
 use uzswap_mm::pagetable::Tag;
 
@@ -25,12 +27,14 @@ pub(super) struct Pins {
     pages: Pages,
     /// Pages that have one.
     pinned: usize,
+    /// Of pages that have several: how many more than one.
+    more: HashMap<u64, u32>,
 }
 
 impl Pins {
     /// No pins on so many pages.
     pub fn new(pages: u64) -> Self {
-        Self { list: Vec::new(), pages: Pages::new(pages), pinned: 0 }
+        Self { list: Vec::new(), pages: Pages::new(pages), pinned: 0, more: HashMap::new() }
     }
 
     /// Whether a page has a pin.
@@ -56,6 +60,9 @@ impl Engine {
         }
         self.pins.pinned += more;
         for page in from..to {
+            if self.pins.pages.has(page) {
+                *self.pins.more.entry(page).or_default() += 1;
+            }
             self.pins.pages.put(page, true);
             // What is on its way out stays.
             self.rescue(page);
@@ -68,25 +75,24 @@ impl Engine {
 
     /// Ends the pins of a connection: one, or all.
     pub fn unpin(&mut self, connection: u64, id: Option<u64>) -> bool {
-        let mut found = false;
-        while let Some(i) =
-            self.pins.list.iter().position(|p| p.connection == connection && id.is_none_or(|id| p.id == id))
-        {
-            found = true;
-            let Pin { from, to, .. } = self.pins.list.swap_remove(i);
-            for page in from..to {
-                if self.pins.list.iter().any(|p| p.from <= page && page < p.to) {
-                    continue;
+        let is_meant = |p: &mut Pin| p.connection == connection && id.is_none_or(|id| p.id == id);
+        let ended: Vec<Pin> = self.pins.list.extract_if(.., is_meant).collect();
+        for page in ended.iter().flat_map(|p| p.from..p.to) {
+            if let Entry::Occupied(mut more) = self.pins.more.entry(page) {
+                *more.get_mut() -= 1;
+                if *more.get() == 0 {
+                    more.remove();
                 }
-                self.pins.pages.put(page, false);
-                self.pins.pinned -= 1;
-                let pte = self.pt.get(page);
-                if pte.tag() == Tag::Resident {
-                    self.list_resident(page, 1, true, |_| pte.copy());
-                }
+                continue;
+            }
+            self.pins.pages.put(page, false);
+            self.pins.pinned -= 1;
+            let pte = self.pt.get(page);
+            if pte.tag() == Tag::Resident {
+                self.list_resident(page, 1, true, |_| pte.copy());
             }
         }
-        found
+        !ended.is_empty()
     }
 }
 

@@ -30,6 +30,33 @@ fn bytes(version: u64) -> Vec<u8> {
 }
 
 /// The story: what a device wrote into a page that was put out under it was lost.
+/// The story: when a connection with many pins ended, each was looked for in the list of all, and each of its pages in all the others.
+#[test]
+fn many_pins_of_the_same_pages_end_together() {
+    const PINS: usize = 2000;
+    let region = region(32 * MIB, 8 * MIB);
+    let (m, other) = (region.map().unwrap(), region.map().unwrap());
+    fill(&m, 1);
+    let one = other.pin(3 * PAGE..4 * PAGE).unwrap();
+    let pins: Vec<_> = (0..PINS).map(|_| m.pin(2 * PAGE..6 * PAGE).unwrap()).collect();
+    assert_eq!(region.control().page_out(2 * PAGE..6 * PAGE).unwrap(), 0);
+    pins.into_iter().for_each(core::mem::forget);
+    let began = std::time::Instant::now();
+    drop(m);
+    // Its connection ends: all but the other's go.
+    while region.control().page_out(2 * PAGE..6 * PAGE).unwrap() == 0 {
+        std::thread::yield_now();
+    }
+    region.control().page_out(2 * PAGE..6 * PAGE).unwrap();
+    println!("{:?}", began.elapsed());
+    let present = || region.control().page_map().map().summary(2, 6).present;
+    assert_eq!(present(), 1);
+    drop(one);
+    region.control().page_out(2 * PAGE..6 * PAGE).unwrap();
+    assert_eq!(present(), 0);
+    assert!(has(&other, 3, 1));
+}
+
 #[test]
 fn what_comes_through_a_registered_buffer_is_there() {
     let mut file = tempfile();
