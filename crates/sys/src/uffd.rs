@@ -379,7 +379,7 @@ mod tests {
     /// The story: of one that waits in `read` (the kernel says POLLERR) there seemed to be a message, and who read it waited.
     #[test]
     fn one_that_waits_in_read_has_no_message() {
-        let Ok(uffd) = Uffd::open(0) else { return crate::skip("no userfaultfd") };
+        let Ok((uffd, _)) = Uffd::open(0) else { return crate::skip("no userfaultfd") };
         // SAFETY: a descriptor of ours.
         let flags = unsafe { libc::fcntl(uffd.fd(), libc::F_GETFL) };
         assert!(!uffd.wait(0));
