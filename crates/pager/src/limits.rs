@@ -46,10 +46,11 @@ impl Pager {
         self.chain_nodes().map(|(_, n)| n.target()).min().unwrap_or(NO_LIMIT) as usize
     }
 
-    /// What the pools of the other members take of that limit (bytes).
-    pub(crate) fn others_pool_now(&self) -> usize {
+    /// What the other members are charged of that limit, and what of that is their pools (bytes).
+    pub(crate) fn others_hold_now(&self) -> (usize, usize) {
         let tightest = self.chain_nodes().enumerate().min_by_key(|(_, (_, n))| n.target());
-        tightest.map_or(0, |(level, _)| self.others_use().pool[level])
+        let others = self.others_use();
+        tightest.map_or((0, 0), |(level, _)| (others.charge[level], others.pool[level]))
     }
 
     fn chain_nodes(&self) -> impl Iterator<Item = (usize, &Node)> {

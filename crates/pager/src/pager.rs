@@ -139,6 +139,8 @@ pub struct Pager {
     pub(crate) sharers: AtomicUsize,
     /// What the pools of the others take of the limit (bytes), when last looked at.
     pub(crate) others_pool: AtomicUsize,
+    /// What they were charged then, with that (bytes).
+    pub(crate) others_held: AtomicUsize,
     /// What taking mappings away costs.
     pub shootdowns: Shootdowns,
     /// Who compresses together.
@@ -257,6 +259,7 @@ impl Pager {
             calls_lent: AtomicBool::new(false),
             sharers: AtomicUsize::new(1),
             others_pool: AtomicUsize::new(0),
+            others_held: AtomicUsize::new(0),
             shootdowns: Shootdowns::default(),
             helpers: CompressHelpers::new(),
             reclaiming: AtomicBool::new(false),
@@ -433,11 +436,13 @@ impl Pager {
         self.limit() / self.sharers.load(Relaxed)
     }
 
-    /// Looks how many members are engaged, and what their pools take.
+    /// Looks how many members are engaged, and what they hold.
     pub(crate) fn count_sharers(&self) {
         let others = self.others().filter(|o| o.engaged.load(Relaxed) != 0).count();
         self.sharers.store(others + 1, Relaxed);
-        self.others_pool.store(if others > 0 { self.others_pool_now() } else { 0 }, Relaxed);
+        let (held, pool) = self.others_hold_now();
+        self.others_held.store(held, Relaxed);
+        self.others_pool.store(pool, Relaxed);
     }
 
     /// Bytes kept below the limit for what is found out late.

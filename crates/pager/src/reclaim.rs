@@ -14,7 +14,7 @@
 //! enough the resident set is not squeezed below an eighth of the limit (of a member's share,
 //! where several share it): the program would do nothing but fault. It then exceeds its limit by what the pool needs, which is
 //! counted and said in the summary. So it is where what cannot be taken out (code made at run time, stacks, locked memory) fills
-//! the limit together with the pool: a few MiB stay.
+//! the limit together with the pool: a few MiB stay. Where other members fill it, whatever they hold, 1 MiB at most does.
 //!
 //! The story: the background thread kept to that where the limit was exceeded, but not where frames were few, and at the floor
 //! they always are. A program that reads 400 MiB by Zipf's law in 220 had 3 % of its memory resident and faulted 745,000 times in 86 s;
@@ -42,6 +42,8 @@ const REST_NS: u64 = 20_000_000;
 
 /// What is left to a program of its memory that is managed, where other things fill the limit: as much, or a quarter of it.
 const LEAST_BYTES: usize = 8 << 20;
+/// The same where it is other members that fill it: as much, or an eighth of its share. It is little, as they may have some to give.
+const LEAST_BESIDE_OTHERS: usize = 1 << 20;
 
 impl Pager {
     /// The background thread.
@@ -280,7 +282,14 @@ impl Pager {
         let crowded = self.pool_takes(s, limit / 2) && (managed < self.share() / 8 || own());
         // (What cannot be taken out at all: code made at run time, stacks, read-only and locked memory, and the books.)
         let fixed = || self.charged(s).saturating_sub(managed + s.zone.free_slots(Kind::Frame) * PAGE);
-        crowded || managed < (limit / 4).min(LEAST_BYTES) && fixed() > limit / 2
+        // (What others hold may be taken out of them, but not by this one. The story: a program's child had locked more than the limit.
+        // All but the last pages of its parent were put out again and again, so that eight threads, each of which needed four pages at
+        // once, did nothing but fault: 526,000 times in 30 s.)
+        let beside = || {
+            let least = (self.share() / 8).min(LEAST_BESIDE_OTHERS);
+            managed < least && fixed() + self.others_held.load(Relaxed) > limit / 2
+        };
+        crowded || managed < (limit / 4).min(LEAST_BYTES) && fixed() > limit / 2 || beside()
     }
 
     /// Pages to keep staged as the second chance.
@@ -411,6 +420,35 @@ mod tests {
         for (rss, resident, floor) in [(17, 1, true), (17, 5, false), (8, 1, false)] {
             (s.rss, s.resident) = (rss << 20, (resident << 20) / PAGE);
             assert_eq!(p.at_floor(&s), floor, "{resident} of {rss} MiB");
+        }
+        s.resident = 0;
+    }
+
+    /// See [`Pager::at_floor`]: its threads must be able to have several pages each at once.
+    #[test]
+    fn a_little_stays_where_other_members_fill_the_limit() {
+        const KIB: usize = 1 << 10;
+        let p = testing::pager(32 << 20);
+        p.group.used.store(2, Relaxed);
+        let other = &p.group.slots[1];
+        other.owner.store(uzswap_sys::process::Identity::own().raw(), Relaxed);
+        let mut s = p.state.lock();
+        for (others, engaged, resident, floor) in [
+            (40 << 10, 0, 600, true),
+            (40 << 10, 0, 1200, false),
+            (15 << 10, 0, 600, false),
+            (40 << 10, 15, 200, true),
+            (40 << 10, 15, 300, false),
+        ] {
+            other.rss.store((others * KIB) as u64, Relaxed);
+            p.count_sharers();
+            p.sharers.store(1 + engaged, Relaxed);
+            (s.rss, s.resident) = (resident * KIB, resident * KIB / PAGE);
+            assert_eq!(
+                p.at_floor(&s),
+                floor,
+                "{resident} KiB, beside {others} KiB of others, of which {engaged} are engaged"
+            );
         }
         s.resident = 0;
     }

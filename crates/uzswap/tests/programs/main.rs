@@ -188,6 +188,16 @@ fn locked_memory_that_grows_and_moves() {
     Subject::new("grows locked, without MOVE", &[&grows]).without_move().check();
 }
 
+/// The story: where another process of the group held what could not be taken out all but the last pages of this one were put out again
+/// and again. Eight threads that each needed four pages at once did nothing but fault.
+#[test]
+fn threads_that_need_several_pages_at_once_in_a_group_that_another_fills() {
+    let _beside = beside();
+    let Some(several) = compile_c("several") else { return };
+    Subject::new("several pages at once", &[&several]).check();
+    Subject::new("several pages at once, without MOVE", &[&several]).without_move().check();
+}
+
 /// The seeds are in the messages: `model SEED` does the same again.
 #[test]
 fn every_call_agrees_with_a_flat_model() {
