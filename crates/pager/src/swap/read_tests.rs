@@ -409,6 +409,33 @@ fn a_page_is_not_lost_for_its_neighbour_s_block() {
     end(s, FIRST..FIRST + 16);
 }
 
+/// A thread that waits is interrupted by signals and faults again and again, with a first try each: its page is not lost before the last
+/// try of one of them, which comes after pauses.
+#[test]
+fn a_page_is_not_lost_by_first_tries_of_faults_that_came_later() {
+    let mut scene = Scene::new(1);
+    let s = &mut *scene.pager.state.lock();
+    for _ in 0..20 {
+        scene.fault(s, FIRST);
+        for read in scene.begin() {
+            assert!(!read.lasts(), "none has waited");
+            scene.end(s, &read, Err(EIO));
+        }
+        assert_eq!(s.pt.get(FIRST).tag(), Tag::Disk);
+    }
+    let mut last = false;
+    while s.pt.get(FIRST).tag() == Tag::Disk {
+        scene.ask(s);
+        for read in scene.begin() {
+            last |= read.lasts();
+            scene.end(s, &read, Err(EIO));
+        }
+    }
+    assert!(last, "it is lost in the end");
+    assert_eq!(s.pt.get(FIRST).tag(), Tag::Poisoned);
+    end(s, FIRST..FIRST + 1);
+}
+
 /// The end of a file, or of a server's key, may be where something is just being written: a window does not reach there. (A
 /// server said that there was less than was asked for, four times, and a page was lost that it had.)
 #[test]

@@ -84,6 +84,14 @@ impl Read {
         Self { last, ..self }
     }
 
+    /// Whether who waits for it longest has waited as long as is to be waited, and loses the page when it fails.
+    ///
+    /// The story: a signal has a thread that waits for the disk fault again, which began a read at once, and each that failed counted for
+    /// the fault before as well. Its last two tries, which are to come after pauses, came without: a page was lost in no time.
+    pub(super) fn lasts(&self) -> bool {
+        self.last
+    }
+
     /// One that is to be begun ahead of all faults.
     pub(super) fn ahead(at: u64, len: usize, stream: u32) -> Self {
         let stage = Stage::Planned;

@@ -168,6 +168,10 @@ impl Pager {
             return;
         }
         self.tell(Trouble::Read);
+        // (What another fault on it began is no last try: see `lasts`.)
+        if w.tries + 1 == TRIES && !read.lasts() {
+            return;
+        }
         w.tries += 1;
         if w.tries == TRIES {
             return self.lose(s, w.r.vpn);
