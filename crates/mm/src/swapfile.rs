@@ -179,7 +179,11 @@ impl SwapFile {
 
     /// A run behind the last one in its cluster, of `least` to `most` bytes.
     pub fn run_behind_last(&self, least: usize, most: usize, may_write: impl Fn(u32) -> bool) -> Option<Run> {
-        let cluster = self.current?;
+        self.run_at_end(self.current?, least, most, may_write)
+    }
+
+    /// The same in a cluster that is known here.
+    pub fn run_at_end(&self, cluster: u32, least: usize, most: usize, may_write: impl Fn(u32) -> bool) -> Option<Run> {
         let last = self.clusters.get(&cluster)?.slots.last().map_or(0, Slot::end);
         let start = last.next_multiple_of(GRAINS_PER_BLOCK);
         let run = clip(cluster, start, self.grains, most);

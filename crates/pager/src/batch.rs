@@ -42,6 +42,8 @@ pub(crate) struct Folio {
     pub(crate) pages: usize,
     /// Its units in the batch.
     pub(crate) units: Range<usize>,
+    /// Whether it is not to enter the pool, and goes to the swap file whole.
+    pub(crate) whole: bool,
 }
 
 /// One unit of compression: `1 << order` pages in consecutive slots.

@@ -86,12 +86,12 @@ impl State {
 }
 
 /// The parts that a block is cut into: first page and order of each.
-fn parts(live: &PageSet, order: u8) -> Vec<(usize, u8)> {
+fn parts(live: &PageSet, order: u8, may: impl Fn(u8) -> bool) -> Vec<(usize, u8)> {
     let (mut parts, mut at) = (Vec::new(), 0usize);
     while at < 1 << order {
         // (8 KiB is no unit: it gains little.)
         let all = |order: &u8| at.is_multiple_of(1 << order) && (at..at + (1 << order)).all(|i| live.has(i));
-        match [USUAL_UNIT, 3, 2, 0].into_iter().find(all) {
+        match [USUAL_UNIT, 3, 2, 0].into_iter().filter(|order| *order == 0 || may(*order)).find(all) {
             Some(order) => {
                 parts.push((at, order));
                 at += 1 << order;
@@ -124,6 +124,15 @@ impl Pager {
         if !s.is_large(e) && !(s.is_there(e) && s.is_sparse(e.handle)) {
             return Err(Refused::NoIndex);
         }
+        self.cut_into(s, e, |_| true)
+    }
+
+    /// The same of a block of any size that is there, into parts of those orders that `may` be, or pages. (Nothing waits in the
+    /// fault path's own tools.)
+    ///
+    /// # Errors
+    /// As [`Pager::cut`].
+    pub(crate) fn cut_into(&self, s: &mut State, e: Entry, may: impl Fn(u8) -> bool) -> Result<Vec<Entry>, Refused> {
         let block = s.object(e.handle);
         let (head, live) = (Header::read(block), object::live(block));
         if !relocate::is_found(&s.pt, e.handle, &head, &live) {
@@ -136,7 +145,7 @@ impl Pager {
         let mut made = Vec::new();
         let right = decode(s, e.handle, plain);
         let placed = right
-            && parts(&live, head.order).into_iter().all(|(at, order)| {
+            && parts(&live, head.order, may).into_iter().all(|(at, order)| {
                 let plain = &plain[at * PAGE..][..PAGE << order];
                 let most = plain.len() - plain.len() / 16;
                 let packs = head.order > USUAL_UNIT || head.encoding != Encoding::Raw;
@@ -214,13 +223,14 @@ mod tests {
     fn only_live_pages_have_parts_and_each_has_one() {
         let sets = [PageSet::first(32), PageSet::from(0b1101_1111_0111_1010), (16..32).collect(), PageSet::default()];
         for live in sets {
-            let parts = parts(&live, 5);
+            let parts = parts(&live, 5, |_| true);
             let covered = parts.iter().flat_map(|(at, order)| *at..at + (1 << order));
             assert!(covered.eq(live.iter()), "{parts:?}");
             assert!(parts.iter().all(|(at, order)| at.is_multiple_of(1 << order) && *order != 1), "{parts:?}");
         }
-        assert_eq!(parts(&PageSet::first(32), 5), [(0, 4), (16, 4)]);
-        assert_eq!(parts(&(4..16).collect(), 5), [(4, 2), (8, 3)]);
+        assert_eq!(parts(&PageSet::first(32), 5, |_| true), [(0, 4), (16, 4)]);
+        assert_eq!(parts(&(4..16).collect(), 5, |_| true), [(4, 2), (8, 3)]);
+        assert_eq!(parts(&PageSet::first(8), 3, |order| order < 3), [(0, 2), (4, 2)]);
     }
 
     #[test]

@@ -63,7 +63,7 @@ pub struct OrderCounters {
     pub zswpout: AtomicU64,
     /// Brought back from the pool, whole and by one fault.
     pub zswpin: AtomicU64,
-    /// Written to the backing store, whole: as one object, which is of 64 KiB at most.
+    /// Written to the backing store, whole: as one object, which is of 64 KiB at most, or as a folio that is not to enter the pool.
     pub swpout: AtomicU64,
     /// Read from the backing store, whole: as one object.
     pub swpin: AtomicU64,

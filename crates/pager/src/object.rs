@@ -51,6 +51,9 @@ pub const PACKING: u8 = 32;
 pub const TRIED: u8 = 64;
 /// The object is on disk too, unchanged: its place there stands behind its bytes ([`crate::swap::kept`]).
 pub const ON_DISK: u8 = 128;
+/// The object is a part of a folio that goes to the swap file whole, and waits for its write. (What is being recompressed was not
+/// [`TRIED`], so it is not taken for one that came to lie at its place meanwhile and waits.)
+pub const WAITING: u8 = PACKING | TRIED;
 /// Somebody looks at the object without the lock, or will want to find it again by its place.
 pub const HELD: u8 = WRITING | PACKING;
 

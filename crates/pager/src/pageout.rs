@@ -79,6 +79,7 @@ impl Pager {
     /// The same for one batch, without the lock while it is compressed: for a thread of its own. False when nothing could
     /// be stored.
     pub(crate) fn store_batch(&self, batch: &mut Batch) -> bool {
+        self.let_writer_go_on();
         let mut s = self.state.lock();
         let before = s.staged;
         self.prepare(&mut s, batch, BATCH_PAGES, 0);

@@ -84,6 +84,7 @@ impl Pager {
                 }
                 continue;
             }
+            self.let_writer_go_on();
             if self.reclaim_step(&mut batch) {
                 failures = 0;
                 self.gets_on();

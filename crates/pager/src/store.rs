@@ -14,7 +14,7 @@ use crate::arena::PAGE;
 use crate::batch::{Batch, Folio, Outcome, Unit};
 use crate::folio::{LARGE_ORDER, USUAL_UNIT};
 use crate::inject::Site;
-use crate::object::{self, Header, REFERENCED};
+use crate::object::{self, Header, REFERENCED, WAITING};
 use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
@@ -30,6 +30,8 @@ use uzswap_mm::zswap::{self, Packed, Refused};
 struct Tables<'a> {
     /// Whether what is to be stored is known to be zeros.
     zeros: bool,
+    /// Whether it only waits in the pool, to be written to the swap file.
+    waits: bool,
     pager: &'a Pager,
     s: &'a mut State,
     units: &'a [Unit],
@@ -75,7 +77,8 @@ impl zswap::Store for Tables<'_> {
             return Err(Refused::Compressor);
         };
         let (out, hashes) = (&self.out[out_at..][..len], &self.hashes[page_at..][..1 << order]);
-        let head = Header { len, encoding, order, vpn: unit.vpn, flags: REFERENCED };
+        let flags = if self.waits { WAITING } else { REFERENCED };
+        let head = Header { len, encoding, order, vpn: unit.vpn, flags };
         let set = |place: &mut [u8]| hashes.iter().enumerate().for_each(|(i, h)| object::set_hash(place, i, *h));
         if !self.pager.may_zswap(self.s, len) {
             return Err(Refused::Limit);
@@ -186,25 +189,28 @@ impl Pager {
             // A full pool still takes zeros, which need no place in it: page by page.
             _ if dirty > 1 && self.zswap_is_full(s) => {
                 let staged = (start..end).filter(|at| s.pt.get(*at).tag() == Tag::Staged).collect::<Vec<_>>();
-                staged.into_iter().filter(|at| self.begin_folio(s, batch, (*at, at + 1), 0)).count() > 0
+                staged.into_iter().filter(|at| self.begin_folio(s, batch, (*at, at + 1), 0, false)).count() > 0
             }
-            _ if !large || self.group.folios.allows(order) => self.begin_folio(s, batch, (start, end), order),
+            _ if !large || self.group.folios.allows(order) => self.begin_folio(s, batch, (start, end), order, false),
+            _ if self.may_go_whole(s, order) => self.begin_folio(s, batch, (start, end), order, true),
             _ => {
-                // Folios as large as this one are not to enter the pool: it is split, into the largest that are. Whatever comes
+                // Folios as large as this one are not to enter the pool, and the disk does not take it: it is split, into the largest that are. Whatever comes
                 // of them, nothing older is found for it.
-                let mut tables = Tables { zeros: false, pager: self, s, units: &[], out: &[], hashes: &[] };
+                let mut tables =
+                    Tables { zeros: false, waits: false, pager: self, s, units: &[], out: &[], hashes: &[] };
                 let _ = zswap::begin(&mut tables, start..end, false);
                 self.counters().folios.count(order, |c| &c.swpout_fallback);
                 let part = (LARGE_ORDER..order).rev().find(|o| self.group.folios.allows(*o)).unwrap_or(0);
                 let parts = (start..end).step_by(1 << part);
-                parts.filter(|at| self.begin_folio(s, batch, (*at, at + (1 << part)), part)).count() > 0
+                parts.filter(|at| self.begin_folio(s, batch, (*at, at + (1 << part)), part, false)).count() > 0
             }
         };
         (dirty + clean, some || clean > 0)
     }
 
-    /// Makes what is staged in `[start, end)` a folio of the batch; false when it is refused and stays staged.
-    fn begin_folio(&self, s: &mut State, batch: &mut Batch, (start, end): (u64, u64), order: u8) -> bool {
+    /// Makes what is staged in `[start, end)` a folio of the batch, which goes to the swap file `whole`; false when it is refused and
+    /// stays staged.
+    fn begin_folio(&self, s: &mut State, batch: &mut Batch, (start, end): (u64, u64), order: u8, whole: bool) -> bool {
         let mut pages = [0u64; 8];
         for at in start..end {
             let staged = s.pt.get(at).tag() == Tag::Staged;
@@ -216,7 +222,7 @@ impl Pager {
             // SAFETY: a staged page's slot holds its frame, and the lock is held.
             object::is_zero(unsafe { self.layout.frames(s.pt.get(start).aux(), 1) })
         };
-        let mut tables = Tables { zeros, pager: self, s, units: &[], out: &[], hashes: &[] };
+        let mut tables = Tables { zeros, waits: false, pager: self, s, units: &[], out: &[], hashes: &[] };
         if let Err(why) = zswap::begin(&mut tables, (start..end).filter(staged), true) {
             self.refused(order, why);
             let count = (start..end).filter(staged).count();
@@ -235,7 +241,7 @@ impl Pager {
                 continue;
             }
             let slot = s.pt.get(at).aux();
-            let unit = self.unit_order(s, at, end, order, batch.use_dense);
+            let unit = self.unit_order(s, at, end, order, whole, batch.use_dense);
             for i in 0..1u64 << unit {
                 let pte = s.pt.get(at + i);
                 s.pt.set(at + i, pte.tagged(Tag::Busy));
@@ -254,7 +260,7 @@ impl Pager {
             at += 1 << unit;
         }
         s.busy += count;
-        batch.folios.push(Folio { vpn: start, order, pages: count, units: first..batch.units.len() });
+        batch.folios.push(Folio { vpn: start, order, pages: count, units: first..batch.units.len(), whole });
         true
     }
 
@@ -296,13 +302,14 @@ impl Pager {
 
     /// The unit of compression at `vpn` of a folio: as was set; else 16 KiB where four pages are staged side by side and
     /// the block is not read at random (64 KiB where it is read in sequence, or was filled so and is a whole folio that large,
-    /// and the codec gains by it), else 4 KiB.
-    fn unit_order(&self, s: &State, vpn: u64, end: u64, folio: u8, dense: bool) -> u8 {
+    /// and the codec gains by it), else 4 KiB. What goes to disk `whole` is as large there as anything is, as a fault brings it in one read.
+    fn unit_order(&self, s: &State, vpn: u64, end: u64, folio: u8, whole: bool, dense: bool) -> u8 {
         let set = self.group.folios.unit(folio);
         let hints = s.pt.hints(vpn);
         let strong = dense || s.algorithm != Algorithm::Lz4;
         let want = match set {
-            Some(order) => order.min(s.unit_max),
+            Some(order) => order.min(s.unit_max).min(if whole { USUAL_UNIT } else { order }),
+            None if whole => USUAL_UNIT,
             None if hints & HINT_RANDOM != 0 => 0,
             None if strong && (hints & HINT_SEQUENTIAL != 0 || folio >= 4) => 4,
             None => 2,
@@ -337,12 +344,17 @@ impl Pager {
             let units = &*units;
             batch.plan.clear();
             batch.plan.extend(units.iter().map(|u| planned(s, u)));
-            let mut tables = Tables { zeros: false, pager: self, s, units, out: &batch.out, hashes: &batch.hashes };
+            let (out, hashes) = (&batch.out, &batch.hashes);
+            let mut tables = Tables { zeros: false, waits: f.whole, pager: self, s, units, out, hashes };
             match zswap::finish(&mut tables, &batch.plan, &mut batch.places) {
                 Ok(()) => {
                     self.count_stored(s, &f, units, &batch.plan);
-                    for (u, place) in units.iter().zip(&batch.places) {
-                        place.iter().for_each(|handle| s.entered_pool(u.vpn, *handle));
+                    let placed = units.iter().zip(&batch.places);
+                    let entries = placed.filter_map(|(u, place)| Some((u.vpn, (*place)?)));
+                    if f.whole {
+                        self.goes_whole(s, f.order, entries);
+                    } else {
+                        entries.for_each(|(vpn, handle)| s.entered_pool(vpn, handle));
                     }
                     units.iter().for_each(|u| free_frames(s, u));
                     left += f.pages;
@@ -385,15 +397,19 @@ impl Pager {
             let live = unit.live.len() as u64;
             match u.outcome {
                 Outcome::Packed { encoding, len } if live > 0 => {
-                    any = true;
                     note_store(s, u, len, &unit.live);
+                    if matches!(encoding, Encoding::Raw) {
+                        c.folios.reject_compress_poor.fetch_add(1, Relaxed);
+                    }
+                    // (It only waits there to be written.)
+                    if f.whole {
+                        continue;
+                    }
+                    any = true;
                     c.zswpout.fetch_add(live, Relaxed);
                     if u.order > 0 {
                         c.folios.block_write.fetch_add(1, Relaxed);
                         c.folios.count(u.order, |c| &c.block_write);
-                    }
-                    if matches!(encoding, Encoding::Raw) {
-                        c.folios.reject_compress_poor.fetch_add(1, Relaxed);
                     }
                 }
                 Outcome::Zero => {
@@ -461,8 +477,8 @@ impl Pager {
                 }
             }
             if split {
-                // (A folio of one large unit would come to the same again.)
-                let order = u.order.min(USUAL_UNIT);
+                // (A folio of one large unit would come to the same again, and so would what did not go whole.)
+                let order = if f.whole { 0 } else { u.order.min(USUAL_UNIT) };
                 let parts = (u.vpn..u.vpn + (1 << u.order)).step_by(1 << order);
                 parts.for_each(|at| s.lru.staged.push(Entry::new(at, order, 0)));
             }

@@ -128,20 +128,35 @@ impl ClusterMap {
 
     /// Claims the first free cluster for the process of row `me`, a late one only where there is no other.
     pub fn claim_cluster(&self, me: usize) -> Option<u32> {
-        let claim = |late: bool| {
-            (0..self.clusters()).find(|cluster| {
-                let owner = &self.owner[*cluster as usize];
-                let old = owner.load(Relaxed);
-                let taken = (old >> OWNER_BITS).wrapping_add(1) << OWNER_BITS | (me as u32 + 1);
-                old & OWNER_MASK == 0
-                    && self.is_late(*cluster) == late
-                    && owner.compare_exchange(old, taken, SeqCst, Relaxed).is_ok()
-            })
-        };
-        let free = claim(false).or_else(|| claim(true))?;
-        let (bits, bit) = self.bit(me, free);
+        let any = |late: bool| (0..self.clusters()).find(|cluster| self.claim(*cluster, me, late));
+        any(false).or_else(|| any(true))
+    }
+
+    /// Claims the first `n` clusters side by side that are free, and not late; the first of them.
+    pub fn claim_side_by_side(&self, me: usize, n: u32) -> Option<u32> {
+        let all = self.clusters();
+        let mut first = 0;
+        while first + n <= all {
+            let taken = (first..first + n).find(|c| !self.claim(*c, me, false));
+            let Some(taken) = taken else { return Some(first) };
+            (first..taken).for_each(|c| self.release_cluster(me, c));
+            first = taken + 1;
+        }
+        None
+    }
+
+    /// Claims a cluster if it is free, and `late` or not.
+    fn claim(&self, cluster: u32, me: usize, late: bool) -> bool {
+        let owner = &self.owner[cluster as usize];
+        let old = owner.load(Relaxed);
+        let taken = (old >> OWNER_BITS).wrapping_add(1) << OWNER_BITS | (me as u32 + 1);
+        let free = old & OWNER_MASK == 0 && self.is_late(cluster) == late;
+        if !free || owner.compare_exchange(old, taken, SeqCst, Relaxed).is_err() {
+            return false;
+        }
+        let (bits, bit) = self.bit(me, cluster);
         bits.fetch_or(bit, SeqCst);
-        Some(free)
+        true
     }
 
     /// Gives up the reference of row `me` to a cluster, which is free with the last one.
@@ -372,6 +387,14 @@ impl ClusterMap {
             row.ticker.store(0, SeqCst);
             row.writing.iter().for_each(|writing| writing.store(0, SeqCst));
             row.bits.iter().for_each(|bits| bits.store(0, SeqCst));
+        }
+    }
+
+    /// A row refers to clusters, as one does that was inherited.
+    pub(super) fn share_for_test(&self, row: usize, clusters: core::ops::RangeInclusive<u32>) {
+        for cluster in clusters {
+            let (bits, bit) = self.bit(row, cluster);
+            bits.fetch_or(bit, SeqCst);
         }
     }
 

@@ -195,7 +195,7 @@ impl State {
         let mut intact = true;
         for (part, from, order) in unit.parts() {
             let pages = self.pages_of(part);
-            let marked = pages.is_some() && self.header_of(part).flags & object::PACKING != 0;
+            let marked = pages.is_some() && self.header_of(part).flags & object::WAITING == object::PACKING;
             let all = ((1u32 << (1 << order)) - 1) as u16;
             intact &= marked && pages == Some((unit.live >> from & all, 0));
             if marked {

@@ -47,6 +47,9 @@ mod swapin;
 #[cfg(test)]
 mod tests;
 pub mod turns;
+mod whole;
+#[cfg(test)]
+mod whole_tests;
 mod worth;
 mod writeback;
 
@@ -85,6 +88,8 @@ struct Flight {
     bytes: usize,
     /// Its pages that were in the pool when the write was planned (a bit for each).
     pages: u16,
+    /// The folio it is a part of that goes to disk whole ([`whole`]).
+    whole: Option<u32>,
 }
 
 /// What this process has in the swap file, and what the shrinker knows. Protected by the pager's lock.
@@ -107,6 +112,10 @@ pub struct Swap {
     aside: Vec<Entry>,
     /// A block too large for the disk, met by the round that is being planned and to be cut when that ends.
     to_cut: Option<Entry>,
+    /// Folios that go to disk whole.
+    whole: whole::Queue,
+    /// Objects of such folios that are to enter the pool after all, on no list yet.
+    to_pool: Vec<Entry>,
     /// What is being recompressed.
     packing: Vec<dense::Unit>,
     /// Whether that is worth while.
@@ -147,6 +156,8 @@ impl Swap {
             writing: Default::default(),
             aside: Vec::with_capacity(dense::MOST_ASIDE),
             to_cut: None,
+            whole: whole::Queue::default(),
+            to_pool: Vec::new(),
             packing: Vec::with_capacity(dense::MOST_ASIDE),
             worth: Worth::default(),
             waits_for: (0, 0),
@@ -180,6 +191,7 @@ impl Swap {
     pub fn metadata_bytes(&self) -> usize {
         self.books.metadata_bytes()
             + self.shrinker.metadata_bytes()
+            + self.whole.metadata_bytes()
             + self.flights.iter().map(Vec::capacity).sum::<usize>() * size_of::<Flight>()
     }
 
@@ -263,7 +275,7 @@ impl State {
 
     /// The pages of an entry's object, which is no [large one](State::is_large), that are out, and those whose kept copy it is (a bit for each); None when no page
     /// at its place refers to it, so that the entry is stale.
-    fn pages_of(&self, e: Entry) -> Option<(u16, u16)> {
+    pub(crate) fn pages_of(&self, e: Entry) -> Option<(u16, u16)> {
         let (mut out, mut copies) = (0u16, 0u16);
         for i in 0..MOST_PAGES {
             let pte = self.pt.get(e.vpn + i as u64);
@@ -298,6 +310,7 @@ impl State {
             }
         }
         swap.writing = Default::default();
+        swap.give_up_whole(self);
         swap.give_up_recompression(self);
         let clusters: Vec<u32> = swap.books.clusters().collect();
         for cluster in clusters {
@@ -370,7 +383,7 @@ impl Pager {
     /// Wakes the writing thread when there is something for it to do.
     pub(crate) fn poke_writer(&self, s: &State) {
         let Some(swap) = s.swap.as_ref() else { return };
-        if self.pools_are_full(s, swap) || swap.is_pressed(s) {
+        if !swap.whole.is_empty() || self.pools_are_full(s, swap) || swap.is_pressed(s) {
             turns::wake_writer(self.me());
         }
     }
@@ -397,7 +410,7 @@ impl Pager {
             self.tier.file.load(Relaxed) >= 0
                 && swap.failures == 0
                 && self.tier.helps.load(Relaxed)
-                && !swap.shrinker.is_empty()
+                && !(swap.shrinker.is_empty() && swap.whole.is_empty())
                 && !self.writeback_forbidden(swap)
         })
     }
@@ -409,11 +422,13 @@ impl Pager {
         self.tier.readers.end();
     }
 
-    /// Whether the limit is exceeded because the pools are full, and writing back helps.
+    /// Whether the limit is exceeded because the pools are full, or as much as may waits to be written whole; and writing helps.
     pub(crate) fn waits_for_disk(&self, s: &State) -> bool {
-        self.excess(s) > 0
-            && self.disk_takes_over(s)
-            && s.swap.as_ref().is_some_and(|swap| self.pools_are_full(s, swap))
+        let too_many = s.swap.as_ref().is_some_and(|swap| self.enough_waits(swap)) && self.disk_takes_over(s);
+        too_many
+            || self.excess(s) > 0
+                && self.disk_takes_over(s)
+                && s.swap.as_ref().is_some_and(|swap| self.pools_are_full(s, swap))
     }
 
     /// Remembers that a page is lost, and tells it, once for each process: it gets SIGBUS when it touches

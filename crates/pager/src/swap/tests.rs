@@ -50,6 +50,15 @@ impl Scene {
         }
     }
 
+    /// Recompresses what was set aside, with something done meanwhile; whether there was any.
+    pub(super) fn pack_with(&mut self, s: &mut State, meanwhile: impl FnOnce(&mut State)) -> bool {
+        let begun = self.pager.begin_dense(s, &mut self.packer);
+        self.packer.compress();
+        meanwhile(s);
+        self.pager.end_dense(s, &mut self.packer);
+        begun
+    }
+
     /// Recompresses some units of what was set aside, if any was; what the first was.
     fn pack(&mut self, s: &mut State) -> Option<super::dense::Unit> {
         let begun = self.pager.begin_dense(s, &mut self.packer);

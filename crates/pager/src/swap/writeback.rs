@@ -166,9 +166,11 @@ impl Pager {
 
     pub(super) fn plan_round(&self, s: &mut State, slot: usize, buffer: &mut [u8]) -> Round {
         let Some(mut swap) = s.swap.take() else { return Round::Rest(REST_NS) };
-        let round = self.plan_run(s, &mut swap, slot, buffer);
+        let round = self.plan_whole(s, &mut swap, slot, buffer);
+        let round = round.unwrap_or_else(|| self.plan_run(s, &mut swap, slot, buffer));
         let to_cut = swap.to_cut.take();
         s.swap = Some(swap);
+        self.let_into_pool(s);
         if let Some(block) = to_cut {
             self.cut_for_disk(s, block);
         }
@@ -227,10 +229,7 @@ impl Pager {
             }
             return if filled.more || other { Round::Again } else { Round::Rest(IDLE_NS) };
         }
-        let (at, len) = swap.books.extent(&run);
-        buffer[run.filled()..len].fill(0);
-        swap.writing[slot] = (at, at + len as u64);
-        Round::Write(at, len)
+        as_write(swap, slot, &run, buffer)
     }
 
     /// Where the next run goes; a cluster that has no room on disk yet is to be extended first.
@@ -406,11 +405,16 @@ impl Pager {
         let (c, written) = (self.counters(), result.is_ok());
         let mut flights = core::mem::take(&mut swap.flights[slot]);
         swap.writing[slot] = (0, 0);
-        let mut gone = 0;
+        let (mut gone, mut from_pool) = (0, 0);
         for flight in &flights {
             let still = s.landed(slot, *flight);
+            swap.landed_whole(flight, written, still);
             if !written {
-                swap.shrinker.rotate(flight.entry);
+                // (What was not to enter the pool is cut first.)
+                match flight.whole {
+                    Some(_) => swap.to_pool.push(flight.entry),
+                    None => swap.shrinker.rotate(flight.entry),
+                }
                 swap.release(flight.place, flight.pages);
                 c.reject_reclaim_fail.fetch_add(u64::from(still.count_ones()), Relaxed);
                 continue;
@@ -419,10 +423,11 @@ impl Pager {
                 let head = s.header_of(flight.entry);
                 s.note(Record::of_object(Kind::WriteBack, flight.entry.vpn, head.order, head.len));
                 s.pt.hint(flight.entry.vpn, 0, HINT_REUSED);
-                if still.count_ones() == 1 << head.order {
+                if flight.whole.is_none() && still.count_ones() == 1 << head.order {
                     c.folios.count(head.order, |o| &o.swpout);
                 }
             }
+            from_pool += if flight.whole.is_none() { still.count_ones() as usize } else { 0 };
             for i in (0..16).filter(|i| still & (1 << i) != 0) {
                 let at = flight.entry.vpn + i;
                 let pte = s.pt.get(at);
@@ -439,7 +444,7 @@ impl Pager {
         }
         swap.on_disk += gone;
         c.pswpout.fetch_add(gone as u64, Relaxed);
-        c.zswpwb.fetch_add(gone as u64, Relaxed);
+        c.zswpwb.fetch_add(from_pool as u64, Relaxed);
         match result {
             Ok(()) => {
                 swap.failures = 0;
@@ -449,14 +454,16 @@ impl Pager {
         }
         flights.clear();
         swap.flights[slot] = flights;
+        self.end_whole(&mut swap);
         s.swap = Some(swap);
+        self.let_into_pool(s);
         self.publish(s);
     }
 }
 
 impl Swap {
     /// Whether a moment ago the disk had no room for a larger file.
-    fn disk_is_full(&self) -> bool {
+    pub(super) fn disk_is_full(&self) -> bool {
         thread::now_ns() < self.full_until
     }
 
@@ -539,8 +546,24 @@ impl State {
     }
 }
 
+/// The write `slot` of a run that is filled.
+pub(super) fn as_write(swap: &mut Swap, slot: usize, run: &Run, buffer: &mut [u8]) -> Round {
+    let (at, len) = swap.books.extent(run);
+    buffer[run.filled()..len].fill(0);
+    swap.writing[slot] = (at, at + len as u64);
+    Round::Write(at, len)
+}
+
 /// Puts an object, which fits, into the run of write `slot`: it is in flight from now on.
-fn board(s: &mut State, swap: &mut Swap, slot: usize, run: &mut Run, buffer: &mut [u8], entry: Entry, out: u16) {
+pub(super) fn board(
+    s: &mut State,
+    swap: &mut Swap,
+    slot: usize,
+    run: &mut Run,
+    buffer: &mut [u8],
+    entry: Entry,
+    out: u16,
+) {
     object::set_flags(s.object(entry.handle), object::WRITING_BY[slot], 0);
     let object = s.object(entry.handle);
     let (at, front) = (run.filled(), swap.front());
@@ -554,7 +577,7 @@ fn board(s: &mut State, swap: &mut Swap, slot: usize, run: &mut Run, buffer: &mu
         seal.close(space, swap.books.next_place(run));
     }
     let place = swap.books.put(run, len, out, checksum(space)).expect("the caller saw that it fits");
-    swap.flights[slot].push(Flight { entry, place, bytes: len - front, pages: out });
+    swap.flights[slot].push(Flight { entry, place, bytes: len - front, pages: out, whole: None });
 }
 
 /// Sets a block that was met, and is too large for the disk, aside to be cut, unless it has a second chance, or nothing of it is
@@ -579,7 +602,7 @@ fn set_to_cut(s: &mut State, swap: &mut Swap, entry: Entry) -> usize {
 }
 
 /// Pages that are resident give up their kept copy.
-fn drop_copies(s: &mut State, entry: Entry, copies: PageSet) {
+pub(super) fn drop_copies(s: &mut State, entry: Entry, copies: PageSet) {
     for i in copies.iter() {
         let at = entry.vpn + i as u64;
         let pte = s.pt.get(at);

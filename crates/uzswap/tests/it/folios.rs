@@ -143,3 +143,40 @@ for advice in mmap.MADV_NOHUGEPAGE, mmap.MADV_HUGEPAGE:
     // (Several come by one fault.)
     assert!(mib[1] >= 40 && brought >= 4, "it wanted them");
 }
+
+/// A5: with a swap file what may not enter the pool goes there whole, and comes back with what was in it.
+#[test]
+fn a5_what_may_not_enter_the_pool_goes_to_disk_whole() {
+    let Some(python) = python() else { return };
+    // (Few lie so that 64 KiB are whole when little was filled before the memory was managed; and the disk may be too slow for all.)
+    let options = ["--swap", "1G", "--large-folios", "off"];
+    let report = met_large(&python, &options, "swpout");
+    let (folios, counters) = (&report["folios"], &report["counters"]);
+    println!("{folios:#}\n{counters:#}");
+    assert_eq!(sum(&report, "zswpout"), 0);
+    assert!(folios["hugepages-64kB"]["swpout"].as_u64().unwrap() > 0);
+    assert!(folios["hugepages-64kB"]["swpin"].as_u64().unwrap() > 0, "blocks of 64 KiB are read as such");
+    assert_eq!(folios["thp_swpout"], folios["hugepages-2048kB"]["swpout"]);
+    assert_eq!(counters["poisoned"], 0);
+    // As huge pages, where there are any: a limit of 128 MiB lets folios be as large as that.
+    let huge = "
+import mmap
+m = mmap.mmap(-1, 96 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS); m.madvise(mmap.MADV_HUGEPAGE)
+part = lambda i: (b'%08x' % (i * 40503 + 7)) * (1 << 18)
+for i in range(48): m[i << 21:(i + 1) << 21] = part(i)
+b = bytearray(160 << 20)
+for i in range(0, len(b), 4096): b[i:i + 8] = b'%08x' % i
+for i in range(48): assert m[i << 21:(i + 1) << 21] == part(i), i
+for i in range(0, len(b), 4096): assert b[i:i + 8] == b'%08x' % i, i
+";
+    let (_, report) = run(&python, "128M", &options, huge);
+    let folios = &report["folios"];
+    println!("{folios:#}");
+    assert_eq!(sum(&report, "zswpout"), 0);
+    let large =
+        ["64", "128", "256", "512", "1024", "2048"].map(|kib| folios[format!("hugepages-{kib}kB")]["swpout"].as_u64());
+    assert!(large.iter().flatten().sum::<u64>() > 16, "{large:?}");
+    if folios["thp_move_out"].as_u64().unwrap() > 8 {
+        assert!(folios["thp_swpout"].as_u64().unwrap() > 0);
+    }
+}
