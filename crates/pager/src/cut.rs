@@ -121,7 +121,7 @@ impl Pager {
     pub(crate) fn cut(&self, s: &mut State, e: Entry) -> Result<Vec<Entry>, Refused> {
         // (The fault path's own tools, as in `densify`. What waits there is stored first: it may change the block.)
         self.store_posted(s);
-        if !s.is_large(e) && !(s.is_there(e) && s.is_sparse(e.handle)) {
+        if !(s.is_large(e) || s.is_there(e) && s.is_sparse(e.handle)) {
             return Err(Refused::NoIndex);
         }
         self.cut_into(s, e, |_| true)
