@@ -159,6 +159,7 @@ mod tests {
         p.take_holes(&mut s, MAX_ORDER).expect("single ones");
         let stalls = &p.counters().compact_stall;
         assert_eq!(stalls.swap(0, Relaxed), 1, "the counters of a child begin at 0");
+        p.reset_inherited();
         while s.compactor.counters.compact_stall == 1 {
             p.take_holes(&mut s, MAX_ORDER).expect("single ones");
         }

@@ -16,7 +16,6 @@ use crate::state::State;
 use crate::trace::Recorder;
 use crate::{arena, ticker};
 use core::sync::atomic::Ordering::*;
-use uzswap_mm::compaction::Counters;
 use uzswap_mm::lru::Entry;
 use uzswap_mm::pagetable::Tag;
 use uzswap_mm::trace::{self, Record};
@@ -231,7 +230,7 @@ impl Pager {
     }
 
     /// What only the parent's threads were doing does not go on here.
-    fn reset_inherited(&self) {
+    pub(crate) fn reset_inherited(&self) {
         // SAFETY: before_fork took the lock in this thread.
         let s = unsafe { self.state.assume_locked() };
         // (Of the faults that its parent's slot counts.)
@@ -266,7 +265,6 @@ impl Pager {
         s.ceded.clear();
         s.withdrawn.clear();
         s.asked.clear();
-        s.compactor.counters = Counters::default();
         s.moved_busy.clear();
         s.placement = Placement::new();
         // Free frames are garbage that is shared with the parent: not ours to keep. No descriptor is registered here

@@ -20,6 +20,7 @@ use crate::inject::Site;
 use crate::pager::Pager;
 use crate::state::State;
 use uzswap_mm::zone::{BLOCK_FRAMES, Kind};
+use uzswap_sys::raw::Errno;
 
 /// Times that a block is tried to be made a target of MOVE again, before it is closed: the kernel may be short of memory for a moment.
 const REGISTER_TRIES: u32 = 3;
@@ -83,6 +84,20 @@ impl Pager {
         Some(frames)
     }
 
+    /// In a forked child, of which all of the arena has been registered: blocks that its parent had closed leave the registration again.
+    ///
+    /// The story: what was given back of such a block raised an event to ourselves, who had the lock that the handler needs to read
+    /// it. The child stood still for ever.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub(crate) fn leave_out_closed(&self, s: &State) -> Result<(), Errno> {
+        let closed = s.zone.blocks().iter().enumerate().filter(|_| !self.without_move).filter(|(_, b)| b.is_closed());
+        closed
+            .map(|(block, _)| s.zone.block_range(block))
+            .try_for_each(|(first, end)| self.uffd().unregister(self.layout.slot(first), (end - first) as usize * PAGE))
+    }
+
     /// Takes a part of the arena out of the registration, so that it can be discarded or mapped anew without an event to ourselves;
     /// false when the kernel refuses, and nothing has changed.
     pub(crate) fn unregister_frames(&self, at: usize, len: usize) -> bool {
@@ -101,6 +116,38 @@ mod tests {
     use crate::testing;
 
     const PAGES: usize = 64;
+
+    /// See [`Pager::leave_out_closed`].
+    #[test]
+    fn what_is_given_back_of_a_closed_block_is_no_event_in_a_child_either() {
+        let p = testing::pager_told_of_moves(16 << 20);
+        let at = testing::memory(p, 1);
+        let mut s = p.state.lock();
+        let slot = s.zone.alloc(Kind::Hole, MAX_ORDER).expect("holes");
+        testing::put(p, at, &[1; PAGE]);
+        p.move_out((at / PAGE) as u64, slot, 1).expect("it is there, and goes to a hole");
+        let block = s.zone.block_of(slot);
+        s.zone.close_block(block);
+        // As a child registers it.
+        p.uffd().register(p.layout.arena, p.layout.slots * PAGE).expect("the arena");
+        p.leave_out_closed(&s).expect("the block");
+        let frames = p.layout.slot(slot);
+        let (done, is_done) = std::sync::mpsc::channel();
+        // SAFETY: a staged page of this test, of which nothing is needed.
+        let gives = std::thread::spawn(move || done.send(unsafe { crate::arena::discard(frames, PAGE) }));
+        let given = loop {
+            if p.uffd().wait(1) {
+                // (Who waits for it goes on.)
+                let _ = p.uffd().read();
+                break false;
+            }
+            if let Ok(given) = is_done.try_recv() {
+                break given;
+            }
+        };
+        gives.join().expect("its call ends").expect("it is heard");
+        assert!(given, "an event to ourselves");
+    }
 
     /// What windows leave lies here and there in a page block: it is given back all at once, and the block can be moved to again.
     #[test]

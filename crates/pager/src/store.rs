@@ -194,8 +194,8 @@ impl Pager {
             _ if !large || self.group.folios.allows(order) => self.begin_folio(s, batch, (start, end), order, false),
             _ if self.may_go_whole(s, order) => self.begin_folio(s, batch, (start, end), order, true),
             _ => {
-                // Folios as large as this one are not to enter the pool, and the disk does not take it: it is split, into the largest that are. Whatever comes
-                // of them, nothing older is found for it.
+                // Folios as large as this one are not to enter the pool, and the disk does not take it: it is split, into the largest
+                // that are. Whatever comes of them, nothing older is found for it.
                 let mut tables =
                     Tables { zeros: false, waits: false, pager: self, s, units: &[], out: &[], hashes: &[] };
                 let _ = zswap::begin(&mut tables, start..end, false);

@@ -363,6 +363,7 @@ impl Pager {
         self.register_own(&uffd)?;
         // SAFETY: the forking thread holds the lock and waits for us.
         let s: &mut State = unsafe { self.state.assume_locked() };
+        self.leave_out_closed(s)?;
         if self.tier.file.load(Acquire) < 0 && !s.does_without_disk() {
             return Err(libc::EBADF);
         }

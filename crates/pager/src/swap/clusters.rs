@@ -148,7 +148,8 @@ impl ClusterMap {
     /// Claims a cluster if it is free, and `late` or not.
     fn claim(&self, cluster: u32, me: usize, late: bool) -> bool {
         let owner = &self.owner[cluster as usize];
-        let old = owner.load(Relaxed);
+        // (Who freed it had said before whether it is late.)
+        let old = owner.load(Acquire);
         let taken = (old >> OWNER_BITS).wrapping_add(1) << OWNER_BITS | (me as u32 + 1);
         let free = old & OWNER_MASK == 0 && self.is_late(cluster) == late;
         if !free || owner.compare_exchange(old, taken, SeqCst, Relaxed).is_err() {
