@@ -12,11 +12,7 @@ static WAS: [AtomicUsize; 2] = [AtomicUsize::new(0), AtomicUsize::new(0)];
 
 /// Before an `mremap` that runs alone: whether [`after`] must follow.
 pub fn before(from: usize, old_len: usize, new_len: usize) -> bool {
-    // (Nothing else refuses this, which does nothing to memory of no file.)
-    let how = libc::MS_ASYNC | libc::MS_INVALIDATE;
-    // SAFETY: it changes no contents.
-    let asked = |len: usize| unsafe { sys!(libc::SYS_msync, from, len, how) };
-    if old_len == 0 || old_len >= new_len || asked(old_len) != Err(libc::EBUSY) || is_locked_on_fault(from) {
+    if old_len == 0 || old_len >= new_len || !is_locked(from, old_len) || is_locked_on_fault(from) {
         return false;
     }
     WAS[0].store(from, Relaxed);
@@ -34,6 +30,14 @@ pub fn after(moved: Option<(usize, usize)>) {
 fn lock(at: usize, len: usize, how: libc::c_uint) -> bool {
     // SAFETY: it changes no contents.
     unsafe { sys!(libc::SYS_mlock2, at, len, how) }.is_ok()
+}
+
+/// Whether there is locked memory in a range.
+fn is_locked(at: usize, len: usize) -> bool {
+    // (Nothing else refuses this so, which does nothing to memory of no file.)
+    // SAFETY: it changes no contents.
+    let asked = unsafe { sys!(libc::SYS_msync, at, len, libc::MS_ASYNC | libc::MS_INVALIDATE) };
+    asked == Err(libc::EBUSY)
 }
 
 /// Whether locked memory is so from when it is touched on: the kernel fills none of that. (Where it cannot be asked it is filled.)

@@ -68,13 +68,9 @@ pub fn identity(fd: i32) -> Result<[u64; 2], Errno> {
 /// # Errors
 /// `ENOSPC`, `EDQUOT`, `EIO`. A file system that cannot say is believed to have room.
 pub fn preallocate(fd: i32, at: u64, len: u64) -> Result<(), Errno> {
-    loop {
-        // SAFETY: no memory is involved.
-        match unsafe { sys!(libc::SYS_fallocate, fd, 0, at, len) } {
-            Ok(_) | Err(libc::EOPNOTSUPP | libc::ENOSYS) => return Ok(()),
-            Err(libc::EINTR) => {}
-            Err(e) => return Err(e),
-        }
+    match fallocate(fd, 0, at, len) {
+        Err(libc::EOPNOTSUPP | libc::ENOSYS) => Ok(()),
+        other => other,
     }
 }
 
@@ -84,7 +80,11 @@ pub fn preallocate(fd: i32, at: u64, len: u64) -> Result<(), Errno> {
 /// # Errors
 /// `EOPNOTSUPP`: the file system cannot do that. The kernel's.
 pub fn punch(fd: i32, at: u64, len: u64) -> Result<(), Errno> {
-    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    fallocate(fd, libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, at, len)
+}
+
+/// The system call, until no signal interrupts it.
+fn fallocate(fd: i32, mode: i32, at: u64, len: u64) -> Result<(), Errno> {
     loop {
         // SAFETY: no memory is involved.
         match unsafe { sys!(libc::SYS_fallocate, fd, mode, at, len) } {
