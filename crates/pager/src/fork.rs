@@ -5,7 +5,7 @@
 //! which makes the tables and the pool consistent in the child's copy; in the child, before any of libc's or the
 //! program's code runs, a new ticker opens a new userfaultfd, registers everything again, and starts the other helpers.
 //! Frames and compressed objects are inherited copy-on-write. Afterwards MOVE answers EBUSY for frames that are still
-//! shared: see `move_in` and `unshare`.
+//! shared: see `move_in` and `unshare`; what is shared counts once: `kin`.
 
 use crate::events::forget_all;
 use crate::group::unmanaged;
@@ -116,7 +116,7 @@ impl Pager {
     /// After clone, in the parent; `child` is what clone returned.
     pub fn after_fork_in_parent(&self, child: isize) {
         self.end_fork(child);
-        self.gains_kin();
+        self.kin.gained();
         // SAFETY: before_fork took the lock in this thread.
         unsafe { self.state.force_unlock() };
         self.calls.go_on();
@@ -175,7 +175,7 @@ impl Pager {
         }
         // SAFETY: before_fork took the lock in this thread.
         self.record_as_child(unsafe { self.state.assume_locked() });
-        self.gains_kin();
+        self.kin.gained();
         self.signs.watched.store(false, Relaxed);
         self.reclaiming.store(false, Relaxed);
         self.signs.asleep.store(false, Relaxed);
@@ -315,7 +315,6 @@ mod tests {
     use crate::events::forget_range;
     use crate::testing;
     use uzswap_mm::lru::List;
-    use uzswap_sys::raw;
 
     /// The story: a page that a program had only read was shown as written to, once in many runs with threads, forks and
     /// page-outs on request. A thread's stack had been found before it was excluded, so that its pages were made writable
@@ -384,45 +383,5 @@ mod tests {
         assert_eq!(p.commit(&mut s, &mut batch), BUSY);
         assert!(s.left_busy.is_empty());
         assert_eq!((s.busy, s.staged, s.swapped + s.zeros, s.resident), (0, 0, BUSY - 1, 1));
-    }
-
-    /// The story: who had forked once, be it to execute another program, was taken to share its memory for ever: nobody who faulted
-    /// had to make room first, and the limit was exceeded by a fifth.
-    #[test]
-    fn who_shares_nothing_any_more_has_no_kin() {
-        const SHARED: usize = 8 << 20;
-        let p = testing::pager(16 << 20);
-        let all = raw::open(b"/proc/thread-self/smaps_rollup\0", libc::O_RDONLY).expect("smaps_rollup");
-        p.files.rollup.store(all, Relaxed);
-        p.files.statm.store(raw::open(b"/proc/thread-self/statm\0", libc::O_RDONLY).expect("statm"), Relaxed);
-        let measured = || {
-            p.shared_due.store(0, Relaxed);
-            p.read_rss();
-            p.has_kin()
-        };
-        let memory = std::hint::black_box(vec![1u8; SHARED]);
-        let mut ends = [0; 2];
-        // SAFETY: fills two descriptors.
-        assert_eq!(unsafe { libc::pipe(ends.as_mut_ptr()) }, 0);
-        // SAFETY: the child waits, and leaves, by system calls alone.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            raw::close(ends[1]);
-            let mut end = [0];
-            // SAFETY: one byte of ours; it comes to nothing when the parent closes its end.
-            unsafe { libc::read(ends[0], end.as_mut_ptr().cast(), 1) };
-            // SAFETY: ends the child at once.
-            unsafe { libc::_exit(0) };
-        }
-        p.gains_kin();
-        assert!(measured() && p.shared.load(Relaxed) >= SHARED / 2, "{} bytes are shared", p.shared.load(Relaxed));
-        raw::close(ends[1]);
-        // SAFETY: a child of ours.
-        assert_eq!(unsafe { libc::waitpid(child, core::ptr::null_mut(), 0) }, child);
-        // (Other tests of this process may fork too, and share all of it for a while.)
-        let alone = (0..10_000).any(|_| !measured());
-        assert!(alone, "{} bytes are shared with nobody", p.shared.load(Relaxed));
-        raw::close(ends[0]);
-        drop(memory);
     }
 }

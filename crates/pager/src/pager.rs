@@ -20,6 +20,7 @@ use crate::full::Waiting;
 use crate::group::{GroupPage, NODES};
 use crate::growth::Growth;
 use crate::huge::Blocks;
+use crate::kin::Kin;
 use crate::member::Chain;
 use crate::shootdown::Shootdowns;
 use crate::stall::Stall;
@@ -46,8 +47,6 @@ pub const FEATURES: u64 =
 
 /// Growth that other members are told of at once.
 const SAY_BYTES: u64 = 256 << 10;
-/// Where less than this is shared with parents and children, reclaim need not care (bytes).
-const LITTLE_SHARED: usize = 1 << 20;
 /// Frames that are kept free up to: of one member a 64th of the limit, from 1 to 8 MiB; of many no less than half of a window of sequence
 /// and a batch that makes others free.
 const HIGH_LEAST: usize = 256;
@@ -105,12 +104,8 @@ pub struct Pager {
     pub uffd: AtomicI32,
     /// What the kernel says of the process, likewise.
     pub files: Files,
-    /// When memory came to be shared with a parent or child (the last fork; monotonic nanoseconds); 0 while hardly any is.
-    pub kin: AtomicU64,
-    /// What RssAnon counts and another process counts too (bytes), as last measured.
-    pub shared: AtomicUsize,
-    /// When `shared` is to be measured again (monotonic nanoseconds).
-    pub shared_due: AtomicU64,
+    /// What is shared with other processes since a fork.
+    pub kin: Kin,
     /// Whether memory is registered and helpers run.
     pub engaged: AtomicBool,
     /// The ticker's thread id.
@@ -242,9 +237,7 @@ impl Pager {
             refused_until: AtomicU64::new(0),
             uffd: none(),
             files: Files { pagemap: none(), maps: none(), statm: none(), rollup: none(), signals: none() },
-            kin: AtomicU64::new(0),
-            shared: AtomicUsize::new(0),
-            shared_due: AtomicU64::new(0),
+            kin: Kin::default(),
             engaged: AtomicBool::new(false),
             ticker: AtomicI32::new(0),
             handler: AtomicI32::new(0),
@@ -315,9 +308,8 @@ impl Pager {
 
     /// Reads what this process holds and publishes it; 0 when it cannot be read.
     ///
-    /// That is RssAnon; after fork less its share of what other processes map too (RssAnon − Pss_Anon), or every page
-    /// shared copy-on-write would count once for each process. Pss is dear (the kernel walks the page tables), so it is
-    /// measured now and then.
+    /// That is RssAnon; after fork less its share of what other processes map too (see `kin`), or every page shared copy-on-write
+    /// would count once for each process.
     pub fn read_rss(&self) -> usize {
         let mut text = [0u8; 128];
         let Ok(n) = raw::pread(self.files.statm.load(Relaxed), &mut text, 0) else { return 0 };
@@ -328,10 +320,7 @@ impl Pager {
         let shared = numbers.next().unwrap_or(0);
         let mut rss = resident.saturating_sub(shared) * PAGE;
         if self.has_kin() {
-            if thread::now_ns() >= self.shared_due.load(Relaxed) {
-                self.measure_shared();
-            }
-            rss = rss.saturating_sub(self.shared.load(Relaxed));
+            rss = rss.saturating_sub(self.kin.shared(self.files.rollup.load(Relaxed)));
         }
         self.charge(rss);
         rss
@@ -367,35 +356,7 @@ impl Pager {
 
     /// Whether memory is shared with a process that this one forked, or was forked by: as far as known, more than a little.
     pub(crate) fn has_kin(&self) -> bool {
-        self.kin.load(Relaxed) != 0
-    }
-
-    /// After fork, on either side.
-    pub(crate) fn gains_kin(&self) {
-        self.kin.store(thread::now_ns(), Relaxed);
-        self.shared_due.store(0, Relaxed);
-    }
-
-    fn measure_shared(&self) {
-        let kin = self.kin.load(Relaxed);
-        let mut text = [0u8; 2048];
-        let start = thread::now_ns();
-        let n = raw::pread(self.files.rollup.load(Relaxed), &mut text, 0).unwrap_or(0);
-        let bytes = |name: &[u8]| {
-            let digits =
-                text[..n].split(|c| *c == b'\n').find_map(|line| line.strip_prefix(name)?.strip_suffix(b" kB"))?;
-            Some(core::str::from_utf8(digits.trim_ascii()).ok()?.parse::<usize>().ok()? << 10)
-        };
-        // (Both of one look: the program may fill or free memory between two.)
-        let shared = bytes(b"Anonymous:").zip(bytes(b"Pss_Anon:")).map(|(all, own)| all.saturating_sub(own));
-        self.shared.store(shared.unwrap_or(0), Relaxed);
-        let end = thread::now_ns();
-        // At most a twentieth of the time goes into measuring.
-        self.shared_due.store(end + ((end - start) * 20).max(20_000_000), Relaxed);
-        // (What little is left is un-shared where it is met. A fork meanwhile was not measured.)
-        if shared.is_some_and(|shared| shared < LITTLE_SHARED) {
-            let _ = self.kin.compare_exchange(kin, 0, Relaxed, Relaxed);
-        }
+        self.kin.is_there()
     }
 
     /// Whether the thread that serves faults also reclaims: see `placement`. Not after fork: what is shared must first be

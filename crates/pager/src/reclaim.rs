@@ -27,8 +27,7 @@ use crate::pager::Pager;
 use crate::state::{BLOCK_PAGES, State};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::zone::Kind;
-use uzswap_sys::lock::{self, Guard};
-use uzswap_sys::{sys, thread};
+use uzswap_sys::{lock, thread};
 
 /// Frames that are given back at once then: a 128th of the limit, or of a member's share of it, between these. (Less than half of the
 /// margin below any limit, 1 MiB.)
@@ -175,27 +174,6 @@ impl Pager {
         progress |= self.commit(&mut s, batch) > 0;
         progress |= self.unshare_noted(s);
         progress
-    }
-
-    /// Makes what was found to be shared this process's own, having released the lock; whether any of it can be taken out now.
-    ///
-    /// The story: that there was any counted. Of a process with a child nobody can tell pages that are pinned from those that are shared, so
-    /// where all was pinned the reclaim thread never rested, and a group that was full was not said to be.
-    pub(crate) fn unshare_noted(&self, mut s: Guard<'_, State>) -> bool {
-        let shared = core::mem::take(&mut s.unshare);
-        if shared.is_empty() {
-            return false;
-        }
-        self.unsharing.store(true, SeqCst);
-        drop(s);
-        self.unshare(&shared);
-        self.unsharing.store(false, SeqCst);
-        // Freed under the lock, as everything is: a child must find the allocator at rest.
-        let mut s = self.state.lock();
-        let helped = self.rescue_unshared(&mut s, &shared);
-        drop(shared);
-        drop(s);
-        helped
     }
 
     /// Reclaims before a fault is served, where the thread that serves it is to do so by itself, or where the reclaim
@@ -386,30 +364,13 @@ impl Pager {
     fn gives(&self, s: &State, pages: usize) -> bool {
         pages >= (self.share() / PAGE / 128).clamp(MANY_LEAST, MANY_MOST) || !self.saves_flushes(s)
     }
-
-    /// Makes pages shared with a child this process's own, so that they can be moved: the kernel copies them.
-    fn unshare(&self, ranges: &[(usize, usize)]) {
-        for (at, len) in ranges {
-            // (Who cedes memory waits for this. What is left is found to be shared again.)
-            if self.ceding.is_wanted() {
-                break;
-            }
-            self.show_progress();
-            // (To write to a protected page would be to wait for the client, which this thread looks after.)
-            if self.tracks && (self.unshare_unwritten(*at, *len) || self.notifies.load(Acquire)) {
-                continue;
-            }
-            // SAFETY: populating changes no contents. Without the lock, as a missing page is served by the handler.
-            let _ = unsafe { sys!(libc::SYS_madvise, *at, *len, libc::MADV_POPULATE_WRITE) };
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::folio::MAX_ORDER;
-    use crate::{request, testing};
+    use crate::testing;
     use uzswap_mm::lru::List;
 
     /// The story: Java at half of its memory was left 125 pages, as its code and stacks and the pool filled the limit, and did
@@ -519,23 +480,6 @@ mod tests {
             p.reclaim_step(&mut batch);
         }
         assert_eq!(left(p).0, floor.0, "of {PAGES}, and nothing more was taken");
-    }
-
-    /// The story: a program that forked all the time on a busy machine was asked to page out, which un-shared its pages for more than
-    /// five seconds: who asked was told that it does not answer.
-    #[test]
-    fn who_asks_sees_that_unsharing_goes_on() {
-        let p = testing::pager(16 << 20);
-        let at = testing::memory(p, 3);
-        (0..3).for_each(|page| testing::put(p, at + page * PAGE, &[1; PAGE]));
-        let ranges = [0, 1, 2].map(|page| (at + page * PAGE, PAGE));
-        let r = &p.me().request;
-        for (state, shown) in [(request::IDLE, 0), (request::ASKED, 3), (request::SERVING, 3), (request::DONE, 0)] {
-            r.state.store(state, Relaxed);
-            let before = r.progress.load(Relaxed);
-            p.unshare(&ranges);
-            assert_eq!(r.progress.load(Relaxed).wrapping_sub(before), shown, "state {state}");
-        }
     }
 
     /// See `shootdown`: calls that take mappings away are few. What free frames would make up for is not given back until it is much.

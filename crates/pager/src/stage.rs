@@ -26,9 +26,7 @@ const FEW_LEFT: usize = 64;
 /// Runs of pages that are found to be shared with another process, and none that is not, before a round is given up.
 const SHARED_TRIES: u64 = 16;
 /// Pages that are taken to be pinned where one is: each would take a call to be tried.
-const PINNED_PAGES: u64 = 16;
-/// Ranges noted at most to be un-shared: while the reclaim thread gets at none the same ones are found again and again.
-const UNSHARE_MOST: usize = 1024;
+pub(crate) const PINNED_PAGES: u64 = 16;
 
 /// Pages on their way out: `at` to `end` are left.
 struct Run {
@@ -58,8 +56,11 @@ impl Pager {
         let enough = refused() + SHARED_TRIES;
         // (After a fork everything is shared: what a few tries show, more would only confirm, at a system call each. What is pinned is
         // set aside, and the next may not be.)
-        let few = self.has_kin();
-        while moved < want && tries < want * 2 + 64 && (moved > 0 || !few || refused() < enough) {
+        let (few, full) = (self.has_kin(), s.copies_enough());
+        while moved < want
+            && tries < want * 2 + 64
+            && (moved > 0 || !few || (refused() < enough && (full || !s.copies_enough())))
+        {
             let Some((first, passes)) = s.pop_victim(&mut left) else { break };
             let whole = s.is_whole(first);
             // (What is left of folios that have gone is no try: there may be thousands, see `Lru::tidy`.)
@@ -205,10 +206,8 @@ impl Pager {
                 let pinned = !self.has_kin();
                 let most = if pinned { at + PINNED_PAGES } else { end };
                 let len = s.resident_run(at, end.min(most)).max(1);
-                if s.unshare.len() < UNSHARE_MOST {
-                    s.unshare.push((at as usize * PAGE, len * PAGE));
-                }
-                // (Of who shares nothing it is pinned, unless a fork has left it so: see `rescue_unshared`.)
+                s.note_shared(at, len, !pinned);
+                // (Of who shares nothing it is pinned, unless a fork has left it so: see `unshare`.)
                 if pinned {
                     self.set_aside(s, at, len);
                 } else {
@@ -227,23 +226,6 @@ impl Pager {
         }
         run.at += 1;
         Ok(())
-    }
-
-    /// After ranges were un-shared: whether any of them can be taken out now. Where it helped, what a process set aside that shares nothing
-    /// with a child is tried again. What it did not help is pinned, and remains set aside.
-    ///
-    /// The story: of memory half of which was pinned (registered buffers of io_uring) nothing was taken out at all. Pinned pages went
-    /// back to *active*, which was then the larger list, and nothing else was tried.
-    pub(crate) fn rescue_unshared(&self, s: &mut State, ranges: &[(usize, usize)]) -> bool {
-        let noted = s.unshare.len();
-        let mut tried = ranges.iter().map(|(at, _)| (at / PAGE) as u64);
-        let helped =
-            tried.any(|vpn| s.pt.get(vpn).tag() == Tag::Resident && matches!(self.stage_run(s, vpn, 1), Ok(1)));
-        s.unshare.truncate(noted);
-        if helped && !self.has_kin() {
-            s.lru.rescue();
-        }
-        helped
     }
 
     /// Stages the next pages of a run each by itself.
@@ -357,7 +339,6 @@ mod tests {
     use super::*;
     use crate::testing;
     use uzswap_sys::sys;
-    use uzswap_sys::uring::Uring;
 
     const N: usize = 64;
 
@@ -400,87 +381,6 @@ mod tests {
         (0..4_000).for_each(|i| s.lru.push(List::Inactive, Entry::new(1 << 20 | i << 9, (i % 10) as u8, 5)));
         s.list_resident((at / PAGE) as u64, N, List::Inactive, |_| None);
         assert_eq!(p.stage(&mut s, N).ok(), Some(N));
-    }
-
-    /// Has the kernel pin N pages, until the ring is dropped; None, which is said, where it makes none.
-    fn pin(at: usize) -> Option<Uring> {
-        const REGISTER_BUFFERS: usize = 0;
-        let Ok(ring) = Uring::new(1) else {
-            testing::skip("io_uring is not to be had");
-            return None;
-        };
-        let pinned = libc::iovec { iov_base: at as *mut _, iov_len: N * PAGE };
-        // SAFETY: the kernel pins the range, which stays mapped.
-        let done = unsafe { sys!(libc::SYS_io_uring_register, ring.fd(), REGISTER_BUFFERS, &raw const pinned, 1) };
-        done.expect("buffers are registered");
-        Some(ring)
-    }
-
-    /// See `rescue_unshared`: pinned pages keep no others in memory, and come when they are pinned no more; what a child that has
-    /// ended left shared comes as soon as it was un-shared.
-    #[test]
-    fn what_is_pinned_is_set_aside_and_what_was_shared_comes() {
-        const UNREGISTER_BUFFERS: usize = 1;
-        let p = testing::pager(16 << 20);
-        let at = testing::memory(p, 2 * N);
-        let first = (at / PAGE) as u64;
-        (0..2 * N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
-        let Some(ring) = pin(at) else { return };
-        // (More than once: other tests of this process may fork meanwhile, and share all of it for a while.)
-        let leaves = |most: usize, rescues: bool| {
-            for _ in 0..10_000 {
-                let mut s = p.state.lock();
-                if rescues {
-                    s.lru.rescue();
-                }
-                let _ = p.stage(&mut s, 2 * N);
-                p.unshare_noted(s);
-                if p.state.lock().resident <= most {
-                    return;
-                }
-                std::thread::yield_now();
-            }
-            panic!("{} pages stay, not at most {most}", p.state.lock().resident);
-        };
-        p.state.lock().list_resident(first, N + N / 2, List::Inactive, |_| None);
-        leaves(N + PINNED_PAGES as usize - 1, true);
-        let tags = |s: &State| (first..first + N as u64).map(|vpn| s.pt.get(vpn).tag()).collect::<Vec<_>>();
-        assert_eq!(tags(&p.state.lock()), [Tag::Resident; N]);
-        // SAFETY: ends what was registered above.
-        let done = unsafe { sys!(libc::SYS_io_uring_register, ring.fd(), UNREGISTER_BUFFERS, 0, 0) };
-        done.expect("buffers are no longer registered");
-        leaves(0, true);
-
-        // The rest is shared with a child, which ends.
-        testing::let_inherit(at, 2 * N);
-        // SAFETY: the child does nothing but end.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            // SAFETY: as above.
-            unsafe { libc::_exit(0) };
-        }
-        // SAFETY: waits for it.
-        assert_eq!(unsafe { libc::waitpid(child, core::ptr::null_mut(), 0) }, child);
-        p.state.lock().list_resident(first + (N + N / 2) as u64, N / 2, List::Inactive, |_| None);
-        leaves(0, false);
-    }
-
-    /// See `Pager::unshare_noted`: where all is pinned there is no more to be done, whether a child may share it or not.
-    #[test]
-    fn to_unshare_what_is_pinned_is_no_progress() {
-        let p = testing::pager(16 << 20);
-        let at = testing::memory(p, N);
-        (0..N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
-        let Some(_ring) = pin(at) else { return };
-        p.state.lock().list_resident((at / PAGE) as u64, N, List::Inactive, |_| None);
-        p.gains_kin();
-        for round in 0..20 {
-            let mut s = p.state.lock();
-            assert_eq!(p.stage(&mut s, N).ok(), Some(0));
-            assert!(!s.unshare.is_empty(), "round {round}: it is tried again");
-            assert!(!p.unshare_noted(s), "round {round}");
-        }
-        assert_eq!(p.state.lock().resident, N);
     }
 
     /// See `must_stay`: whichever list the pages are on that were faulted on last, and however many others there are.

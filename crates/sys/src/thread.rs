@@ -186,6 +186,15 @@ pub fn process_cpu_ns() -> u64 {
     clock_ns(libc::CLOCK_PROCESS_CPUTIME_ID)
 }
 
+/// Page faults of this process, and of no other, for which nothing had to be read: so new pages, and copies of shared ones.
+pub fn minor_faults() -> u64 {
+    // SAFETY: a plain structure of integers, for which zeros are valid.
+    let mut usage: libc::rusage = unsafe { core::mem::zeroed() };
+    // SAFETY: fills a structure of ours.
+    let _ = unsafe { sys!(libc::SYS_getrusage, libc::RUSAGE_SELF, &raw mut usage) };
+    usage.ru_minflt as u64
+}
+
 /// What a clock says (nanoseconds); 0 when there is no such clock.
 fn clock_ns(clock: i32) -> u64 {
     let mut ts = libc::timespec { tv_sec: 0, tv_nsec: 0 };

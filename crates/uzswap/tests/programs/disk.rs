@@ -20,7 +20,7 @@ fn check(subject: &Subject, limit: u64, one_process: bool) {
     assert_eq!(number(&run, "pswpout"), number(&run, "zswpwb"));
     assert!(
         !one_process || run.peak_anon_bytes <= with_slack(limit),
-        "RssAnon reached {} bytes of {limit}\n{}",
+        "anonymous memory reached {} bytes of {limit}\n{}",
         run.peak_anon_bytes,
         run.describe()
     );

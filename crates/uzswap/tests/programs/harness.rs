@@ -6,7 +6,9 @@
 //! its resident memory must have stayed under the limit.
 //!
 //! Each run is a session of its own, so that every process of it can be found, measured and, when it is late, ended
-//! by its pid. Memory is measured from outside: RssAnon of every process of the session, read each 5 ms.
+//! by its pid. Memory is measured from outside: the anonymous pages of the session, looked at each 5 ms. A page that
+//! several processes have since a fork counts once (`Pss_Anon`); that takes a walk through their pages, which is done
+//! only where their RssAnon, in which it counts once each, is above the peak so far.
 
 use crate::hung::end_hung;
 pub use crate::needs::*;
@@ -45,10 +47,10 @@ pub struct Subject {
     pub argv: Vec<OsString>,
     /// Where it runs.
     pub dir: PathBuf,
-    /// Its content compresses: the RssAnon of all its processes must stay under the limit.
+    /// Its content compresses: the anonymous memory of all its processes must stay under the limit.
     pub limit_kept: bool,
     /// Where even so more is held, as it works on more than what is left beside the pool: the limit's percent and the most
-    /// RssAnon then (bytes).
+    /// then (bytes).
     pub ceilings: &'static [(u64, u64)],
     /// It ends with status 0.
     pub succeeds: bool,
@@ -216,7 +218,7 @@ pub fn assert_limited(at: &str, run: &Outcome, most_bytes: Option<u64>) {
     if let Some(most) = most_bytes {
         assert!(
             run.peak_anon_bytes <= most,
-            "{at}: RssAnon reached {:.1} MiB, limit and tolerance are {:.1} MiB\n{}",
+            "{at}: anonymous memory reached {:.1} MiB, limit and tolerance are {:.1} MiB\n{}",
             mib(run.peak_anon_bytes),
             mib(most),
             run.describe()
@@ -311,7 +313,7 @@ pub struct Outcome {
     pub wall: Duration,
     /// `ru_maxrss` of the process and those it waited for: the largest one, file pages included.
     pub rss_max_bytes: u64,
-    /// Highest sum of the session's RssAnon among the samples.
+    /// The most anonymous memory the session had among the samples; what its processes share counts once.
     pub peak_anon_bytes: u64,
     /// What `--report` wrote.
     pub report: Option<String>,
@@ -322,7 +324,7 @@ impl Outcome {
     pub fn say(&self, name: &str, how: &str, limit_bytes: Option<u64>) {
         let limit = limit_bytes.map_or(String::new(), |l| format!(" of {} MiB", l.div_ceil(MIB)));
         say(&format!(
-            "{name:<18} {how:<5} {:6.2} s, RssAnon {:.0} MiB{limit}, largest process {:.0} MiB, {}",
+            "{name:<18} {how:<5} {:6.2} s, anonymous {:.0} MiB{limit}, largest process {:.0} MiB, {}",
             self.wall.as_secs_f64(),
             mib(self.peak_anon_bytes),
             mib(self.rss_max_bytes),
@@ -333,7 +335,7 @@ impl Outcome {
     /// All that helps to understand a failure.
     pub fn describe(&self) -> String {
         format!(
-            "command: {}\nended: {}{} after {:.2} s; RssAnon at most {:.1} MiB, largest process {:.1} MiB\n\
+            "command: {}\nended: {}{} after {:.2} s; anonymous memory at most {:.1} MiB, largest process {:.1} MiB\n\
              --- stdout ({} bytes, hash {:016x})\n{}\n--- stderr ({} bytes)\n{}\n--- report\n{}\n---",
             self.command,
             self.status,
@@ -487,7 +489,7 @@ fn watch(pid: i32, started: Instant) -> Watched {
             members = session(pid);
         }
         samples += 1;
-        peak_anon_bytes = peak_anon_bytes.max(members.iter().map(|&m| rss_anon_bytes(m)).sum());
+        peak_anon_bytes = peak_anon_bytes.max(anon_bytes(&members, peak_anon_bytes));
         thread::sleep(SAMPLE_PERIOD);
     }
 }
@@ -514,9 +516,17 @@ pub fn end_all(leader: i32) {
     }
 }
 
-fn rss_anon_bytes(pid: i32) -> u64 {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let value = status.lines().find_map(|l| l.strip_prefix("RssAnon:"));
+/// The anonymous memory processes have together (bytes), or any less than `known` where it is not more than that.
+fn anon_bytes(pids: &[i32], known: u64) -> u64 {
+    let sum_of = |file, field| pids.iter().map(|&pid| field_bytes(pid, file, field)).sum();
+    let each = sum_of("status", "RssAnon:");
+    if each <= known { 0 } else { sum_of("smaps_rollup", "Pss_Anon:") }
+}
+
+/// A field of a file of a process in /proc (bytes); 0 where there is none.
+fn field_bytes(pid: i32, file: &str, field: &str) -> u64 {
+    let text = fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
+    let value = text.lines().find_map(|l| l.strip_prefix(field));
     let kib: Option<u64> = value.and_then(|v| v.split_whitespace().next()?.parse().ok());
     kib.unwrap_or(0) * 1024
 }

@@ -255,7 +255,7 @@ pub fn saves_what_it_had(name: &str, percents: &[u64], change: impl Fn(Subject) 
             peak = outcome.peak_anon_bytes;
         } else {
             outcome.say("redis", &format!("{percent} %"), Some(limit));
-            // (What it shares with the child that saves is in RssAnon of both, so the sum says nothing of the limit.)
+            // (What the child that saves still has the server copies where it writes, which nobody tells of: see the known gaps.)
             assert_limited(&at, &outcome, None);
             let (largest, files) = (outcome.rss_max_bytes, 8 * MIB);
             assert!(largest <= with_slack(limit) + files, "{at}: {} MiB\n{}", largest / MIB, outcome.describe());

@@ -1,0 +1,145 @@
+//! What a process shares with its parent or children since a fork, which is to count once for all of them.
+//!
+//! RssAnon counts a shared page in each process, Pss_Anon its part of it: the difference is not charged. Pss is dear, as the kernel walks
+//! the page tables for it, so it is measured now and then, a twentieth of the time at most. Who writes to a shared page gets a copy of it,
+//! by a minor fault that nobody tells uzswap of: so as many pages as there were such faults since (an upper bound, new memory is among
+//! them) are taken to be this process's own, and where they are many it is measured sooner.
+//!
+//! The story: four processes that each wrote to 25 MiB they shared came to twice their limit before anybody knew of it.
+
+use crate::arena::PAGE;
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
+use uzswap_sys::{raw, thread};
+
+/// What is shared below which a process counts as sharing nothing (bytes). (What little is left is un-shared where it is met.)
+const LITTLE_SHARED: usize = 1 << 20;
+/// Time between two measurements at least, and in what one takes (nanoseconds).
+const LEAST_PAUSE_NS: u64 = 20_000_000;
+const PAUSES: u64 = 20;
+/// The same where a part of what was shared, so large, may not be any more.
+const PAUSES_SOON: u64 = 4;
+const MUCH: usize = 16;
+
+/// See the file's head.
+#[derive(Default)]
+pub struct Kin {
+    /// When memory came to be shared with a parent or child (the last fork; monotonic nanoseconds); 0 while hardly any is.
+    since: AtomicU64,
+    /// What RssAnon counts and another process counts too (bytes), as last measured.
+    shared: AtomicUsize,
+    /// Minor faults of this process until then.
+    faults: AtomicU64,
+    /// When that is to be measured again, and when if much of it has changed (monotonic nanoseconds).
+    due: AtomicU64,
+    due_soon: AtomicU64,
+}
+
+impl Kin {
+    /// Whether more than a little is shared, as far as known.
+    pub fn is_there(&self) -> bool {
+        self.since.load(Relaxed) != 0
+    }
+
+    /// After a fork, on either side.
+    pub fn gained(&self) {
+        self.since.store(thread::now_ns(), Relaxed);
+        self.due.store(0, Relaxed);
+    }
+
+    /// What is shared now (bytes), measured where that is due; `rollup` is the process's `smaps_rollup`.
+    pub fn shared(&self, rollup: i32) -> usize {
+        let (now, left) = (thread::now_ns(), self.left());
+        let much = left < self.shared.load(Relaxed) / MUCH * (MUCH - 1);
+        if now >= self.due.load(Relaxed) || (much && now >= self.due_soon.load(Relaxed)) {
+            self.measure(rollup);
+            return self.left();
+        }
+        left
+    }
+
+    /// What is left of what was shared, if each minor fault since has copied a page.
+    fn left(&self) -> usize {
+        let copied = thread::minor_faults().saturating_sub(self.faults.load(Relaxed)) as usize;
+        self.shared.load(Relaxed).saturating_sub(copied * PAGE)
+    }
+
+    fn measure(&self, rollup: i32) {
+        let since = self.since.load(Relaxed);
+        let mut text = [0u8; 2048];
+        let start = thread::now_ns();
+        let faults = thread::minor_faults();
+        let n = raw::pread(rollup, &mut text, 0).unwrap_or(0);
+        let bytes = |name: &[u8]| {
+            let digits =
+                text[..n].split(|c| *c == b'\n').find_map(|line| line.strip_prefix(name)?.strip_suffix(b" kB"))?;
+            Some(core::str::from_utf8(digits.trim_ascii()).ok()?.parse::<usize>().ok()? << 10)
+        };
+        // (Both of one look: the program may fill or free memory between two.)
+        let shared = bytes(b"Anonymous:").zip(bytes(b"Pss_Anon:")).map(|(all, own)| all.saturating_sub(own));
+        self.shared.store(shared.unwrap_or(0), Relaxed);
+        self.faults.store(faults, Relaxed);
+        let end = thread::now_ns();
+        for (due, pauses) in [(&self.due, PAUSES), (&self.due_soon, PAUSES_SOON)] {
+            due.store(end + ((end - start) * pauses).max(LEAST_PAUSE_NS), Relaxed);
+        }
+        // (A fork meanwhile was not measured.)
+        if shared.is_some_and(|shared| shared < LITTLE_SHARED) {
+            let _ = self.since.compare_exchange(since, 0, Relaxed, Relaxed);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+
+    /// The story: who had forked once, be it to execute another program, was taken to share its memory for ever: nobody who faulted
+    /// had to make room first, and the limit was exceeded by a fifth.
+    #[test]
+    fn who_shares_nothing_any_more_has_no_kin() {
+        const SHARED: usize = 8 << 20;
+        let p = testing::pager(16 << 20);
+        let all = raw::open(b"/proc/thread-self/smaps_rollup\0", libc::O_RDONLY).expect("smaps_rollup");
+        p.files.rollup.store(all, Relaxed);
+        p.files.statm.store(raw::open(b"/proc/thread-self/statm\0", libc::O_RDONLY).expect("statm"), Relaxed);
+        let measured = || {
+            p.kin.due.store(0, Relaxed);
+            p.read_rss();
+            p.has_kin()
+        };
+        let mut memory = std::hint::black_box(vec![1u8; SHARED]);
+        let mut ends = [0; 2];
+        // SAFETY: fills two descriptors.
+        assert_eq!(unsafe { libc::pipe(ends.as_mut_ptr()) }, 0);
+        // SAFETY: the child waits, and leaves, by system calls alone.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            raw::close(ends[1]);
+            let mut end = [0];
+            // SAFETY: one byte of ours; it comes to nothing when the parent closes its end.
+            unsafe { libc::read(ends[0], end.as_mut_ptr().cast(), 1) };
+            // SAFETY: ends the child at once.
+            unsafe { libc::_exit(0) };
+        }
+        p.kin.gained();
+        assert!(
+            measured() && p.kin.shared.load(Relaxed) >= SHARED / 2,
+            "{} bytes are shared",
+            p.kin.shared.load(Relaxed)
+        );
+        // What is written to since is not shared, which is known before it is measured again.
+        let before = p.kin.left();
+        memory[..SHARED / 2].chunks_mut(PAGE).for_each(|page| page[0] = 2);
+        let left = p.kin.left();
+        assert!(left <= before - SHARED / 2, "{left} of {before} bytes");
+        raw::close(ends[1]);
+        // SAFETY: a child of ours.
+        assert_eq!(unsafe { libc::waitpid(child, core::ptr::null_mut(), 0) }, child);
+        // (Other tests of this process may fork too, and share all of it for a while.)
+        let alone = (0..10_000).any(|_| !measured());
+        assert!(alone, "{} bytes are shared with nobody", p.kin.shared.load(Relaxed));
+        raw::close(ends[0]);
+        drop(memory);
+    }
+}
