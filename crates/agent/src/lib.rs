@@ -286,17 +286,29 @@ extern "C" fn after_fork(ret: isize) {
     set_mask(old);
 }
 
+/// Of `mmap`: memory that the kernel may drop, and does not give to forked children (Linux 6.11). It is not managed.
+///
+/// The story: kernels before 6.17 let it be registered, against their intention. Children had what was out of it: libc's state of the
+/// vDSO's `getrandom`, by which parent and child would come to the same random numbers.
+const MAP_DROPPABLE: i32 = 8;
+
 fn mapped(ret: usize, len: usize, prot: i32, flags: i32) {
     const MUCH: usize = 1 << 20;
-    if flags & libc::MAP_ANONYMOUS == 0 || flags & libc::MAP_PRIVATE == 0 || raw::check(ret as isize).is_err() {
+    let droppable = flags & libc::MAP_TYPE == MAP_DROPPABLE;
+    let private = flags & libc::MAP_PRIVATE != 0 || droppable;
+    if flags & libc::MAP_ANONYMOUS == 0 || !private || raw::check(ret as isize).is_err() {
         return;
     }
     let Some(p) = pager() else { return };
     let stack = flags & (libc::MAP_STACK | libc::MAP_GROWSDOWN) != 0;
     let end = ret + len.next_multiple_of(4096);
-    if stack {
+    if stack || droppable {
         let old = set_mask(!0);
         p.exclude(&mut p.lock_in_hook(), ret, end);
+        // (Found meanwhile it is managed: children look what they are not given.)
+        if droppable && !p.is_excluded(ret, end) {
+            p.wipes.store(true, Relaxed);
+        }
         set_mask(old);
         return;
     }
