@@ -57,12 +57,14 @@ fn advice(nr: c_long, third: usize, fourth: usize) -> Option<c_int> {
 
 /// Before the call `nr`, whose third and fourth argument are given.
 pub fn begin_one(nr: c_long, third: usize, fourth: usize) -> InOrder {
-    let (Some(p), Some(alone)) = (pager(), kind(nr, third, fourth)) else {
-        return InOrder::default();
-    };
-    if advice(nr, third, fourth) == Some(MADV_GUARD_INSTALL) {
-        p.guards.fetch_add(1, Relaxed);
+    let Some(p) = pager() else { return InOrder::default() };
+    match advice(nr, third, fourth) {
+        // (Before it is so: another thread may fork right after. And of a range with a hole, which is refused, the rest is.)
+        Some(libc::MADV_WIPEONFORK) => p.wipes.store(true, Relaxed),
+        Some(MADV_GUARD_INSTALL) => _ = p.guards.fetch_add(1, Relaxed),
+        _ => {}
     }
+    let Some(alone) = kind(nr, third, fourth) else { return InOrder::default() };
     if p.calls.begin_unordered() {
         return InOrder { held: Some(Held::Counted), ..InOrder::default() };
     }
@@ -121,12 +123,6 @@ pub fn end_remap(call: InOrder, ret: isize) {
 
 /// After `madvise`; `ret` is what the kernel returned.
 pub fn end_advice(call: InOrder, at: usize, len: usize, advice: usize, ret: isize) {
-    if advice as i32 == libc::MADV_WIPEONFORK
-        && ret == 0
-        && let Some(p) = pager()
-    {
-        p.wipes.store(true, Relaxed);
-    }
     if matches!(advice as i32, libc::MADV_HUGEPAGE | libc::MADV_NOHUGEPAGE)
         && ret == 0
         && let Some(p) = pager()

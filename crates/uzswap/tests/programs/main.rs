@@ -226,6 +226,8 @@ fn what_is_wiped_on_fork() {
     let _beside = beside();
     let Some(wipes) = compile_c("wipes") else { return };
     Subject::new("wiped on fork", &[&wipes]).check();
+    // (The story: what was advised by process_madvise was not noticed.)
+    Subject::new("wiped on fork", &[&wipes, &"process"]).check();
 }
 
 /// The story: the kernel does not tell that memory was unmapped by shared memory attached over it (`shmat` with SHM_REMAP). What was
