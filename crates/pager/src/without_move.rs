@@ -195,9 +195,11 @@ impl Pager {
             }
             return Err(libc::ENOENT);
         }
-        if !thread::reads(scratch) {
-            // SAFETY: it is ours now. (The place itself is not used for anything else.)
-            unsafe { sys!(libc::SYS_mprotect, scratch, len, libc::PROT_READ) }?;
+        // SAFETY: it is ours now. (The place itself is not used for anything else.)
+        if !thread::reads(scratch) && !unsafe { open_up(scratch, len) } {
+            // (Nor can it be put back: who unmaps what is registered waits for the event of that to be read.)
+            self.say(b"uzswap: memory that was taken cannot be read; the process is ended\n");
+            thread::end_process(125);
         }
         // SAFETY: both are plain memory of ours, apart from each other, of which no references are held.
         unsafe { core::ptr::copy_nonoverlapping(scratch as *const u8, self.layout.slot(slot) as *mut u8, len) };
@@ -274,6 +276,22 @@ impl Pager {
         }
         Ok(())
     }
+}
+
+/// Makes memory readable that was taken; whether it is now.
+///
+/// The story: a protection key stays with memory however it is protected, and what a program gives its own threads by one uzswap's are
+/// not given. They read it all the same, which ended the program (SIGSEGV).
+///
+/// # Safety
+/// Nobody but the caller may use the memory.
+unsafe fn open_up(at: usize, len: usize) -> bool {
+    // SAFETY: as the caller says. (Key 0 is every thread's.)
+    let opened = unsafe {
+        sys!(libc::SYS_pkey_mprotect, at, len, libc::PROT_READ, 0)
+            .or_else(|_| sys!(libc::SYS_mprotect, at, len, libc::PROT_READ))
+    };
+    opened.is_ok() && thread::reads(at)
 }
 
 /// Slots for up to 2^order pages, how many, and of which kind: frames, which have memory, or else holes.
