@@ -16,7 +16,6 @@ use crate::pager::Pager;
 use core::sync::atomic::{AtomicI32, AtomicU32, AtomicUsize, Ordering::*};
 use uzswap_sys::lock::{self, Lock};
 use uzswap_sys::raw::Errno;
-use uzswap_sys::uffd::Uffd;
 use uzswap_sys::{sys, thread};
 
 const NOTHING: u32 = 0;
@@ -123,11 +122,8 @@ impl Pager {
 
     /// Opens what another user may not. (Where that fails memory cannot be managed later, which is then said.)
     fn open_ahead(&self) {
-        if self.uffd.load(Relaxed) < 0
-            && let Ok((uffd, _)) = Uffd::open(self.features())
-        {
-            self.uffd.store(uffd.fd(), Release);
-            let _ = self.open_page_files();
+        if self.uffd.load(Relaxed) < 0 {
+            let _ = self.open_uffd();
         }
     }
 }

@@ -85,11 +85,27 @@ impl Pager {
         self.open_swap_file();
     }
 
-    /// Opens what says how this process's memory is mapped (a forked child's is another).
-    pub(crate) fn open_page_files(&self) -> Result<(), Errno> {
-        self.files.pagemap.store(raw::open(b"/proc/thread-self/pagemap\0", libc::O_RDONLY)?, Release);
-        self.files.maps.store(raw::open(b"/proc/thread-self/maps\0", libc::O_RDONLY)?, Release);
+    /// Opens the userfaultfd, and what says how this process's memory is mapped (a forked child's is another): all of it or nothing.
+    pub(crate) fn open_uffd(&self) -> Result<(), Errno> {
+        let mut opened = [Uffd::open(self.features())?.0.fd(), -1, -1];
+        for (i, path) in [(1, &b"/proc/thread-self/pagemap\0"[..]), (2, b"/proc/thread-self/maps\0")] {
+            let fd = raw::open(path, libc::O_RDONLY);
+            opened[i] = fd.inspect_err(|_| opened[..i].iter().for_each(|fd| raw::close(*fd)))?;
+        }
+        for (file, fd) in [&self.uffd, &self.files.pagemap, &self.files.maps].into_iter().zip(opened) {
+            file.store(fd, Release);
+        }
         Ok(())
+    }
+
+    /// Closes that again.
+    ///
+    /// The story: of what says how memory is mapped nothing was closed. A process that could have no more threads for a minute had no
+    /// descriptors left then, and its memory could not be managed when there were threads again.
+    fn close_uffd(&self) {
+        for file in [&self.uffd, &self.files.pagemap, &self.files.maps] {
+            raw::close(file.swap(-1, AcqRel));
+        }
     }
 
     fn ticker_loop(&'static self) -> ! {
@@ -229,9 +245,7 @@ impl Pager {
     pub(crate) fn engage(&'static self) -> Result<(), Errno> {
         // (Before the process became another user's, perhaps: see `credentials`.)
         if self.uffd.load(Relaxed) < 0 {
-            let (uffd, _) = Uffd::open(self.features())?;
-            self.uffd.store(uffd.fd(), Release);
-            self.open_page_files()?;
+            self.open_uffd()?;
         }
         let uffd = self.uffd();
         self.calls.order();
@@ -247,8 +261,7 @@ impl Pager {
         if let Err(e) = begun {
             self.end_started();
             // (Nothing has left the program. With the descriptor its registration goes, and whoever waits goes on.)
-            self.uffd.store(-1, Release);
-            raw::close(uffd.fd());
+            self.close_uffd();
             // (Nor is it known what becomes of what was found, until it is found anew.)
             forget_all(&mut self.state.lock());
             return Err(e);
@@ -357,10 +370,8 @@ impl Pager {
         if self.inject(Site::Uffd).is_some() {
             return Err(libc::EMFILE);
         }
-        let (uffd, _) = Uffd::open(self.features())?;
-        self.uffd.store(uffd.fd(), Release);
-        self.open_page_files()?;
-        self.register_own(&uffd)?;
+        self.open_uffd()?;
+        self.register_own(&self.uffd())?;
         // SAFETY: the forking thread holds the lock and waits for us.
         let s: &mut State = unsafe { self.state.assume_locked() };
         self.leave_out_closed(s)?;
@@ -450,6 +461,39 @@ mod tests {
     use std::sync::mpsc;
     use std::time::Duration;
     use uzswap_sys::eventfd;
+
+    /// See [`Pager::close_uffd`].
+    #[test]
+    fn who_could_not_be_managed_has_as_many_descriptors_as_before() {
+        if !testing::by_itself("ticker::tests::who_could_not_be_managed_has_as_many_descriptors_as_before") {
+            return;
+        }
+        let p = testing::pager(16 << 20);
+        // (Nothing of the test's own is to be managed.)
+        p.state.lock().pinned.push((0, usize::MAX));
+        p.close_uffd();
+        p.group.faults.set("thread=1/1", 0).unwrap();
+        let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+        let before = open();
+        (0..20).for_each(|_| assert_eq!(p.engage(), Err(libc::EAGAIN)));
+        assert_eq!(open(), before);
+        // And where not all could be opened.
+        let mut most = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: a limit of ours; it is this process's alone.
+        unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut most) };
+        let tries = (0..32).map(|few| {
+            // SAFETY: as above.
+            unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &libc::rlimit { rlim_cur: few, ..most }) };
+            let engaged = p.engage();
+            // SAFETY: as above.
+            unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &most) };
+            assert_eq!((open(), p.uffd.load(Relaxed)), (before, -1), "{few} descriptors");
+            engaged
+        });
+        let tries = tries.collect::<Vec<_>>();
+        let refused = tries.iter().take_while(|tried| **tried == Err(libc::EMFILE)).count();
+        assert!(refused > 3 && tries[refused..].iter().all(|tried| *tried == Err(libc::EAGAIN)), "{tries:?}");
+    }
 
     /// The story: a disk stood still while a program's only thread waited for it. After half a second nobody looked after the handler,
     /// which had nothing to do, and the ticker slept until the program would have used some CPU time: nobody was told.
