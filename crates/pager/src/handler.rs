@@ -91,6 +91,7 @@ impl Handler {
             Ok(Some(event)) => {
                 self.ended = p.is_farewell(&event);
                 self.reads.count_message();
+                self.drop_gone(p, &s, &event);
                 p.event(&mut s, event);
             }
             Ok(None) if self.is_idle() => {
@@ -227,11 +228,30 @@ impl Handler {
     /// Faults on what was ceded to the program since they were read are not served any more. Who waits faults again.
     fn drop_withdrawn(&mut self, p: &Pager, s: &mut State) {
         let withdrawn = core::mem::take(&mut s.withdrawn);
+        self.withdraw(p, |vpn| withdrawn.iter().any(|(from, to)| (*from..*to).contains(&vpn)));
+    }
+
+    /// Nor are those on what is gone, or elsewhere, since they were read, and pages asked for that were there.
+    ///
+    /// The story: such a fault was served with a page of zeros, wherever that came to be. Who waited for the disk may have been
+    /// interrupted, or nobody have touched the page, as it was asked for by a command. What was mapped there anew, and registered with a
+    /// userfaultfd of the program's, was filled so, its handler never asked; and guard pages were guards no more.
+    fn drop_gone(&mut self, p: &Pager, s: &State, event: &Message) {
+        let (start, end) = match *event {
+            Message::Unmapped { start, end } if s.remapping.is_of(start, end) => return,
+            Message::Removed { start, end } | Message::Unmapped { start, end } => (start, end),
+            Message::Remap { from, len, .. } => (from, from + p.calls.moved_bytes(from, len)),
+            Message::Fault { .. } | Message::Unknown(_) => return,
+        };
+        self.withdraw(p, |vpn| (start..end).contains(&(vpn as usize * PAGE)));
+    }
+
+    /// Faults on these pages are dropped. Who waits faults again.
+    fn withdraw(&mut self, p: &Pager, gone: impl Fn(u64) -> bool) {
         self.waiting.retain(|waiting| {
-            let vpn = waiting.r.vpn;
-            let stays = !withdrawn.iter().any(|(from, to)| (*from..*to).contains(&vpn));
+            let stays = !gone(waiting.r.vpn);
             if !stays {
-                p.uffd().wake(vpn as usize * PAGE, PAGE);
+                p.uffd().wake(waiting.r.vpn as usize * PAGE, PAGE);
             }
             stays
         });
@@ -270,7 +290,9 @@ impl Handler {
 mod tests {
     use super::*;
     use crate::testing;
-    use uzswap_sys::{eventfd, uffd};
+    use uzswap_mm::pagetable::Pte;
+    use uzswap_sys::uffd::Uffd;
+    use uzswap_sys::{eventfd, pagemap, sys, uffd};
 
     fn handler(p: &Pager) -> (Handler, i32) {
         let event = eventfd::create().unwrap();
@@ -288,6 +310,50 @@ mod tests {
         eventfd::raise(event);
         handler.turn(p);
         assert!(!uffd::is_readable(event));
+    }
+
+    /// See `drop_gone`. Of two pages that are asked for the first is dropped, or unmapped and mapped anew for another's userfaultfd.
+    #[test]
+    fn what_is_gone_is_not_brought() {
+        for anew in [false, true] {
+            let p = testing::pager_told_of_moves(16 << 20);
+            let (at, (theirs, _)) = (testing::memory(p, 2), Uffd::open(0).expect("access to userfaultfd"));
+            let first = (at / PAGE) as u64;
+            let (mut handler, _) = handler(p);
+            for vpn in [first, first + 1] {
+                let s = &mut *p.state.lock();
+                (s.zeros, handler.retry) = (s.zeros + 1, true);
+                s.pt.set(vpn, Pte::new(Tag::Zero, 0));
+                handler.waiting.push(Waiting::new(Request { vpn, write: false, protected: false }));
+            }
+            let program = std::thread::spawn(move || {
+                if !anew {
+                    // SAFETY: memory of the test's own, of which nothing is needed.
+                    return unsafe { sys!(libc::SYS_madvise, at, PAGE, libc::MADV_DONTNEED) }
+                        .map(drop)
+                        .expect("madvise");
+                }
+                let (rw, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+                // SAFETY: as above, and what is mapped where it was.
+                unsafe {
+                    sys!(libc::SYS_munmap, at, PAGE).expect("munmap");
+                    sys!(libc::SYS_mmap, at, PAGE, rw, flags | libc::MAP_FIXED_NOREPLACE, -1isize, 0).expect("mmap");
+                }
+                theirs.register(at, PAGE).expect("it is nobody's");
+            });
+            assert!(p.uffd().wait(-1), "the event");
+            handler.turn(p);
+            program.join().expect("its call ends");
+            while !handler.waiting.is_empty() {
+                handler.turn(p);
+            }
+            let tags = [first, first + 1].map(|vpn| p.state.lock().pt.get(vpn).tag());
+            assert_eq!(tags, [Tag::None, Tag::Resident], "mapped anew: {anew}");
+            let mut there = Vec::new();
+            let note = |from, to| there.push((from, to));
+            pagemap::present_runs_read(p.files.pagemap.load(Relaxed), at, at + 2 * PAGE, note).expect("pagemap");
+            assert_eq!(there, [(at + PAGE, at + 2 * PAGE)], "mapped anew: {anew}");
+        }
     }
 
     /// The story: the last read under way was one that its thread could not make. The handler slept until there was some other
