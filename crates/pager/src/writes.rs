@@ -150,9 +150,12 @@ impl Pager {
             let done = self.uffd().write_protect(from as usize * PAGE, (to - from) as usize * PAGE, true);
             if done == Err(libc::EAGAIN) { Err(EventPending) } else { Ok(done.is_ok()) }
         };
-        // (A thread that ends is not served when it writes to its control block.)
+        // (A thread that ends is not served when it writes to its control block; and the kernel does not ask whose userfaultfd it is.)
+        let (start, end) = (from as usize * PAGE, to as usize * PAGE);
+        let others =
+            s.pinned.iter().chain(&s.ceded).filter(|(a, b)| *a < end && start < *b).copied().collect::<Vec<_>>();
         let mut all = true;
-        for (start, end) in without(vec![(from as usize * PAGE, to as usize * PAGE)], &s.pinned) {
+        for (start, end) in without(vec![(start, end)], &others) {
             all &= protect((start / PAGE) as u64, (end / PAGE) as u64)?;
         }
         for vpn in from..to {
@@ -160,8 +163,10 @@ impl Pager {
             if tag == Tag::None || !wanted(s, vpn) {
                 continue;
             }
-            // (Some of the range is not registered: page by page then. What cannot be protected stays as it is.)
-            if tag != Tag::Resident || all || protect(vpn, vpn + 1)? {
+            // (Some of the range is not registered: page by page then. What cannot be protected stays as it is. And what is known is
+            // neither pinned nor another's, though it may have been that before.)
+            let protected = all && !others.iter().any(|(a, b)| (*a..*b).contains(&(vpn as usize * PAGE)));
+            if tag != Tag::Resident || protected || protect(vpn, vpn + 1)? {
                 done(s, vpn);
             }
         }
@@ -265,8 +270,8 @@ mod tests {
     use super::*;
     use crate::testing;
     use uzswap_mm::lru::List;
-    use uzswap_sys::uffd::Message;
-    use uzswap_sys::{raw, sys};
+    use uzswap_sys::uffd::{Message, Uffd};
+    use uzswap_sys::{raw, sys, uffd};
 
     const N: usize = 32;
 
@@ -318,6 +323,25 @@ mod tests {
         let cleared = p.clear_soft_dirty(&mut s, first, first + N as u64, |_| {}).ok();
         assert_eq!(cleared, Some(N - 1));
         (first..first + N as u64).for_each(|vpn| assert_eq!(is_protected(p, vpn), vpn != first + 5));
+    }
+
+    /// The story: what lies between, of a userfaultfd of the program's, was protected as well: its handler was told of writes that it
+    /// never asked for.
+    #[test]
+    fn what_is_anothers_is_not_protected() {
+        let p = testing::tracking_pager(16 << 20);
+        let first = written(p);
+        let (theirs, _) = Uffd::open(uffd::FEATURE_WRITE_PROTECT).expect("access to userfaultfd");
+        let (at, len) = ((first as usize + 5) * PAGE, 3 * PAGE);
+        p.uffd().unregister(at, len).expect("it is registered");
+        theirs.register_tracked(at, len).expect("it is nobody's");
+        let s = &mut *p.state.lock();
+        // (The page behind was its once, and the one behind that was pinned.)
+        s.note_ceded(at, at + len + PAGE);
+        s.pinned.push((at + len + PAGE, at + len + 2 * PAGE));
+        crate::events::forget_range(s, first + 5, first + 8);
+        assert_eq!(p.clear_soft_dirty(s, first, first + N as u64, |_| {}).ok(), Some(N - 3));
+        (0..N as u64).for_each(|i| assert_eq!(is_protected(p, first + i), !(5..8).contains(&i), "page {i}"));
     }
 
     #[test]
