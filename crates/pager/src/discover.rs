@@ -292,6 +292,9 @@ impl Pager {
     /// Keeps the pages of `[from, to)` in memory for as long as they are mapped, to be written to. `touched`: they were a moment ago;
     /// else, and where they have gone since, they are brought.
     ///
+    /// The story: what had been pinned, and dropped (MADV_DONTNEED) and used again since, as stacks and heaps are, was taken to be pinned
+    /// still. It was put out, and who joined the thread waited for ever.
+    ///
     /// To be called with all signals blocked.
     pub fn pin(&self, from: usize, to: usize, mut touched: bool) {
         let (start, end) = (from & !(PAGE - 1), to.next_multiple_of(PAGE));
@@ -302,7 +305,8 @@ impl Pager {
             }
             let mut s = self.lock_in_hook();
             let within = |ranges: &[(usize, usize)]| ranges.iter().any(|(a, b)| *a <= start && end <= *b);
-            if within(&s.excluded) || within(&s.pinned) {
+            let pinned = within(&s.pinned);
+            if within(&s.excluded) || pinned && !s.knows_any(start, end) {
                 return;
             }
             // There, and not write-protected, which the kernel's last write would meet as well.
@@ -311,7 +315,9 @@ impl Pager {
                 matches!(s.pt.get(vpn).tag(), Tag::Resident | Tag::None) && plain
             };
             if pages().all(there) {
-                s.pinned.push((start, end));
+                if !pinned {
+                    s.pinned.push((start, end));
+                }
                 forget_range(&mut s, pages().start, pages().end);
                 return;
             }
@@ -502,6 +508,27 @@ mod tests {
         // Where it was there is something else now, which is smaller.
         p.include(&mut s, at + 34 * PAGE, at + 36 * PAGE);
         assert_eq!(s.excluded, [(at + 32 * PAGE, at + 34 * PAGE), (at + 36 * PAGE, at + 40 * PAGE)]);
+    }
+
+    /// See [`Pager::pin`].
+    #[test]
+    fn what_was_dropped_and_used_again_is_pinned_anew() {
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, 2);
+        let first = (at / PAGE) as u64;
+        for page in 0..2 {
+            testing::put(p, at + page * PAGE, &[7; PAGE]);
+            p.state.lock().list_resident(first + page as u64, 1, List::Inactive, |_| None);
+        }
+        for round in 0..3 {
+            p.pin(at + 8, at + 16, round != 1);
+            let tags = [0, 1].map(|page| p.state.lock().pt.get(first + page).tag());
+            assert_eq!(tags, [Tag::None, Tag::Resident], "round {round}");
+            assert_eq!(p.state.lock().pinned, [(at, at + PAGE)]);
+            // (It comes anew, as a fault on what was dropped brings it.)
+            p.state.lock().list_resident(first, 1, List::Inactive, |_| None);
+        }
+        assert_eq!(p.state.lock().resident, 2);
     }
 
     /// What is known of a range is managed, so it is registered whatever was there before; what is out, whatever was pinned.
