@@ -138,7 +138,9 @@ impl Read {
                 self.fruitless = if n < BLOCK { self.fruitless + 1 } else { 0 };
                 self.done += n / BLOCK * BLOCK;
             }
-            Err(libc::EINTR | libc::EAGAIN) => self.fruitless += 1,
+            // (The last two are not the disk's: the thread that began the read has ended before the kernel was done with it, as a handler
+            // does that is relieved. Of reads through the page cache nearly all that are under way then come to that.)
+            Err(libc::EINTR | libc::EAGAIN | libc::EFAULT | libc::ECANCELED) => self.fruitless += 1,
             Err(e) => return Stage::Ended(Err(e)),
         }
         if self.done >= self.len {
@@ -454,6 +456,7 @@ mod tests {
             (&[Ok(5000)], Stage::Planned),
             (&[Ok(8192), Ok(0)], Stage::Ended(Err(libc::EIO))),
             (&[Err(libc::ENXIO)], Stage::Ended(Err(libc::ENXIO))),
+            (&[Err(libc::EFAULT), Ok(4096), Err(libc::ECANCELED), Ok(12288)], Stage::Ended(Ok(()))),
             (&[Ok(512); 9], Stage::Ended(Err(libc::EIO))),
             (&[Err(libc::EAGAIN); 9], Stage::Ended(Err(libc::EIO))),
         ] {
