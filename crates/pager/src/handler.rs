@@ -334,11 +334,8 @@ mod tests {
                         .expect("madvise");
                 }
                 let (rw, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-                // SAFETY: as above, and what is mapped where it was.
-                unsafe {
-                    sys!(libc::SYS_munmap, at, PAGE).expect("munmap");
-                    sys!(libc::SYS_mmap, at, PAGE, rw, flags | libc::MAP_FIXED_NOREPLACE, -1isize, 0).expect("mmap");
-                }
+                // SAFETY: as above.
+                unsafe { sys!(libc::SYS_mmap, at, PAGE, rw, flags | libc::MAP_FIXED, -1isize, 0) }.expect("mmap");
                 theirs.register(at, PAGE).expect("it is nobody's");
             });
             assert!(p.uffd().wait(-1), "the event");
