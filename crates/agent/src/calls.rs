@@ -59,7 +59,8 @@ fn advice(nr: c_long, third: usize, fourth: usize) -> Option<c_int> {
 pub fn begin_one(nr: c_long, third: usize, fourth: usize) -> InOrder {
     let Some(p) = pager() else { return InOrder::default() };
     match advice(nr, third, fourth) {
-        // (Before it is so: another thread may fork right after. And of a range with a hole, which is refused, the rest is.)
+        // (Before it is so: another thread may fork right after. And it is in force when the call has failed, as ENOMEM says that some of
+        // the range is not mapped, and EINVAL that some is of files.)
         Some(libc::MADV_WIPEONFORK) => p.wipes.store(true, Relaxed),
         Some(MADV_GUARD_INSTALL) => _ = p.guards.fetch_add(1, Relaxed),
         _ => {}
