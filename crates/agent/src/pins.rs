@@ -27,6 +27,14 @@ static OPENAT: Next = Next::new(c"openat");
 static OPENAT64: Next = Next::new(c"openat64");
 static FOPEN: Next = Next::new(c"fopen");
 static FOPEN64: Next = Next::new(c"fopen64");
+static MKSTEMP: Next = Next::new(c"mkstemp");
+static MKSTEMP64: Next = Next::new(c"mkstemp64");
+static MKOSTEMP: Next = Next::new(c"mkostemp");
+static MKOSTEMP64: Next = Next::new(c"mkostemp64");
+static MKSTEMPS: Next = Next::new(c"mkstemps");
+static MKSTEMPS64: Next = Next::new(c"mkstemps64");
+static MKOSTEMPS: Next = Next::new(c"mkostemps");
+static MKOSTEMPS64: Next = Next::new(c"mkostemps64");
 static FCNTL: Next = Next::new(c"fcntl");
 static FCNTL64: Next = Next::new(c"fcntl64");
 static SOCKET: Next = Next::new(c"socket");
@@ -37,6 +45,9 @@ static RING_PARAMS: Next = Next::new(c"io_uring_queue_init_params");
 /// Finds the interposed functions of libc, in the constructor.
 pub fn init() {
     for f in [&OPEN, &OPEN64, &OPENAT, &OPENAT64, &FOPEN, &FOPEN64, &FCNTL, &FCNTL64, &SOCKET, &SETSOCKOPT] {
+        f.find();
+    }
+    for f in [&MKSTEMP, &MKSTEMP64, &MKOSTEMP, &MKOSTEMP64, &MKSTEMPS, &MKSTEMPS64, &MKOSTEMPS, &MKOSTEMPS64] {
         f.find();
     }
 }
@@ -172,6 +183,37 @@ macro_rules! interpose_fopen {
     };
 }
 
+/// What the system call `nr` of libc's `syscall` answered: a descriptor, if it opens files.
+pub fn called(nr: c_long, ret: isize) {
+    let opens = [libc::SYS_open, libc::SYS_openat, libc::SYS_openat2].contains(&nr);
+    if let Some(fd) = c_int::try_from(ret).ok().filter(|_| opens) {
+        opened(fd);
+    }
+}
+
+macro_rules! interpose_temporary {
+    ($name:ident, $which:expr) => {
+        /// As libc's of that name, of which each opens a file by itself.
+        ///
+        /// # Safety
+        /// As libc's.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name(template: *mut c_char, second: c_int, third: c_int) -> c_int {
+            type Real = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_int;
+            // SAFETY: the function found under this name, with the caller's arguments. (In registers, given or not.)
+            opened(unsafe { core::mem::transmute::<usize, Real>($which.find())(template, second, third) })
+        }
+    };
+}
+
+interpose_temporary!(mkstemp, MKSTEMP);
+interpose_temporary!(mkstemp64, MKSTEMP64);
+interpose_temporary!(mkostemp, MKOSTEMP);
+interpose_temporary!(mkostemp64, MKOSTEMP64);
+interpose_temporary!(mkstemps, MKSTEMPS);
+interpose_temporary!(mkstemps64, MKSTEMPS64);
+interpose_temporary!(mkostemps, MKOSTEMPS);
+interpose_temporary!(mkostemps64, MKOSTEMPS64);
 interpose_fopen!(fopen, FOPEN);
 interpose_fopen!(fopen64, FOPEN64);
 

@@ -118,6 +118,7 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
                 libc::SYS_madvise => calls::end_advice(held, a, b, c, ret),
                 _ => calls::end_one(held),
             }
+            pins::called(nr, ret);
             ret
         }
     };
