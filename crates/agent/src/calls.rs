@@ -27,6 +27,9 @@ pub struct InOrder {
 /// Makes guard pages: what was there is dropped, and who touches them gets SIGSEGV (Linux 6.13).
 const MADV_GUARD_INSTALL: c_int = 102;
 
+/// More ranges than this the kernel does not read (UIO_MAXIOV).
+const MOST_RANGES: usize = 1024;
+
 /// Advice that drops contents.
 const DROPS: [c_int; 5] =
     [libc::MADV_DONTNEED, libc::MADV_FREE, libc::MADV_REMOVE, libc::MADV_DONTNEED_LOCKED, MADV_GUARD_INSTALL];
@@ -133,23 +136,56 @@ pub fn end_advice(call: InOrder, at: usize, len: usize, advice: usize, ret: isiz
         p.note_thp(&mut p.lock_in_hook(), at, end, advice as i32 == libc::MADV_HUGEPAGE);
         set_mask(mask);
     }
-    // (ENOMEM: it was done where something is mapped.)
-    let done = ret == 0 || raw::check(ret) == Err(libc::ENOMEM);
+    let pages = if ret == 0 { len.div_ceil(PAGE) } else { pages_taken(call, (at, len), advice, ret) };
     if advice as i32 == MADV_GUARD_INSTALL
         && let Some(p) = pager()
     {
         let mask = set_mask(!0);
         // (libc makes the guards of stacks so, of which nothing is managed.)
-        if !done || p.is_excluded(at, at.wrapping_add(len)) {
+        if pages == 0 || p.is_excluded(at, at.wrapping_add(len)) {
             p.guards.fetch_sub(1, Relaxed);
         }
         set_mask(mask);
     }
-    if done && is_followed(call, advice) {
+    if pages > 0 && is_followed(call, advice) {
         // SAFETY: the program has given the contents up; who writes there meanwhile cannot know that the call has not ended.
-        let _ = unsafe { sys!(libc::SYS_madvise, at, len, libc::MADV_DONTNEED) };
+        let _ = unsafe { sys!(libc::SYS_madvise, at, pages * PAGE, libc::MADV_DONTNEED) };
     }
     end_one(call);
+}
+
+/// Of how many pages advice was taken that answered an error, where that matters: of all that are mapped if some are not (ENOMEM).
+fn pages_taken(call: InOrder, (at, len): (usize, usize), advice: usize, ret: isize) -> usize {
+    if is_whole(ret) {
+        return len.div_ceil(PAGE);
+    }
+    let matters = is_followed(call, advice) || advice as i32 == MADV_GUARD_INSTALL;
+    if !matters || !at.is_multiple_of(PAGE) || at.checked_add(len).is_none() {
+        return 0;
+    }
+    taken(len.div_ceil(PAGE), |pages| {
+        // SAFETY: the program's own call, for less.
+        is_whole(unsafe { raw::syscall(libc::SYS_madvise, [at, pages * PAGE, advice, 0, 0, 0]) })
+    })
+}
+
+/// Whether advice was taken wherever something is mapped.
+fn is_whole(ret: isize) -> bool {
+    raw::check(ret).is_ok() || raw::check(ret) == Err(libc::ENOMEM)
+}
+
+/// For how many of `pages`, for which all together it was refused, advice was taken: it is so mapping by mapping, as far as the first
+/// for which it is not. `again` gives it for fewer, which changes nothing where it was taken before.
+///
+/// The story: guard pages over what was locked in its last page are refused (EINVAL), and made before that. They were not known of, and
+/// when they were removed what had been out there came back.
+fn taken(pages: usize, again: impl Fn(usize) -> bool) -> usize {
+    let (mut done, mut refused) = (0, pages);
+    while refused - done > 1 {
+        let middle = done.midpoint(refused);
+        *if again(middle) { &mut done } else { &mut refused } = middle;
+    }
+    done
 }
 
 /// Whether advice must be followed by MADV_DONTNEED, as the kernel does not tell what it drops.
@@ -173,18 +209,31 @@ pub unsafe fn process_advice(call: InOrder, args: [usize; 6]) -> isize {
     let [pidfd, ranges, count, advice, ..] = args;
     // SAFETY: as the caller says.
     let ret = unsafe { raw::syscall(libc::SYS_process_madvise, args) };
-    if is_followed(call, advice) && ret > 0 {
-        let mut left = ret as usize;
+    // (With other errors, or with flags, the kernel may not have been able to read them.)
+    let read = ret >= 0 || args[4] == 0 && matches!(raw::check(ret), Err(libc::EINVAL | libc::ENOMEM));
+    if is_followed(call, advice) && read && count <= MOST_RANGES {
+        // Of another process it is refused, which makes nothing: its memory is its own.
+        let advise = |range: libc::iovec, advice: usize| {
+            // SAFETY: the program has given the contents up, as in `end_advice`.
+            unsafe { raw::syscall(libc::SYS_process_madvise, [pidfd, &raw const range as usize, 1, advice, 0, 0]) }
+        };
+        let mut left = ret.max(0) as usize;
         for i in 0..count {
             // SAFETY: the kernel has read them.
             let mut range = unsafe { (ranges as *const libc::iovec).add(i).read() };
-            range.iov_len = range.iov_len.min(left);
-            left -= range.iov_len;
-            if range.iov_len > 0 {
-                // (Of another process it is refused, which makes nothing: its memory is its own.)
-                // SAFETY: as in `end_advice`.
-                let _ = unsafe { sys!(libc::SYS_process_madvise, pidfd, &raw const range, 1, libc::MADV_DONTNEED, 0) };
+            // What it says it has done are whole ranges: it has stopped in this one.
+            let stopped = range.iov_len > left;
+            if stopped && !is_whole(advise(range, advice)) {
+                let first = |pages| libc::iovec { iov_len: pages * PAGE, ..range };
+                range = first(taken(range.iov_len.div_ceil(PAGE), |pages| is_whole(advise(first(pages), advice))));
             }
+            if range.iov_len > 0 {
+                advise(range, libc::MADV_DONTNEED as usize);
+            }
+            if stopped {
+                break;
+            }
+            left -= range.iov_len;
         }
     }
     end_one(call);

@@ -38,7 +38,7 @@ fn what_is_lent_to_pipes_and_sockets() {
 }
 
 /// The story: the kernel tells nobody of guard pages that are made. What was out there came back when they were removed, where
-/// there should be zeros; and a guard within what a fault brought by a copy was replaced by it, so that nobody met it any more.
+/// there should be zeros; and a guard within what a fault brought by a copy was replaced by it, so that nobody met it any more. Those that are made before the call is refused for what follows are guards, too.
 #[test]
 fn guard_pages_stay_guards_and_end_as_zeros() {
     let _beside = beside();
@@ -46,6 +46,9 @@ fn guard_pages_stay_guards_and_end_as_zeros() {
         for options in [&[][..], &["--swap", "256M"], &["--track-writes"]] {
             same("guards", how, options);
         }
+    }
+    for how in ["", "process"] {
+        same("refused", how, &[]);
     }
 }
 
