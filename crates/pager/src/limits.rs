@@ -13,7 +13,7 @@
 //! [`Pager::may_swap`] are asked before something is put there.
 
 use crate::arena::PAGE;
-use crate::group::{NO_LIMIT, Node, ON_FULL_WAIT};
+use crate::group::{DEPTH, NO_LIMIT, Node, ON_FULL_WAIT};
 use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
@@ -38,6 +38,19 @@ pub struct Over {
     pub charge: usize,
     /// Its limit.
     pub max: usize,
+}
+
+impl Node {
+    /// Sets `memory.max` where so much is charged. Nobody is killed for what is above it now, if it cannot be taken out.
+    ///
+    /// The story: a member had just read the former limit, which was kept, when that was said; and took it back. So it is said once more,
+    /// by another number, which only who has read the new limit takes back.
+    pub fn set_max(&self, bytes: u64, charged: u64) {
+        let grace = if charged > bytes { charged & !1 } else { 0 };
+        self.grace.store(grace | u64::from(grace != 0), SeqCst);
+        self.max.store(bytes, SeqCst);
+        self.grace.store(grace, SeqCst);
+    }
 }
 
 impl Pager {
@@ -118,11 +131,15 @@ impl Pager {
     /// Counts a reclaim because of a group's `memory.max`, which the charge is about to exceed (the kernel's words: it has
     /// no more than `margin` bytes to go, and mostly never gets there), or because its `memory.high` is exceeded.
     pub fn count_excess(&self, s: &State, margin: usize) {
+        // (Before the limits are read and what is charged is summed up: see `Node::set_max`.)
+        let graces = self.chain.nodes().iter().map(|at| self.group.nodes[*at].grace.load(Acquire));
+        let mut grace = [0; DEPTH];
+        grace.iter_mut().zip(graces).for_each(|(to, grace)| *to = grace);
         let (own, others) = (self.charged(s), self.others_charge());
         for (i, (node, n)) in self.chain_nodes().enumerate() {
             let (charge, max, high) = ((own + others[i]) as u64, n.max.load(Relaxed), n.high.load(Relaxed));
-            if charge <= max {
-                n.grace.store(0, Relaxed);
+            if charge <= max && grace[i] != 0 {
+                let _ = n.grace.compare_exchange(grace[i], 0, Relaxed, Relaxed);
             }
             // (Below a `memory.high` it is that which takes memory out first.)
             if charge > max || (max <= high && charge + margin as u64 > max) {
@@ -256,6 +273,47 @@ fn throttle(charge: u64, high: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::{THROTTLE_LEAST_NS, THROTTLE_MOST_NS, THROTTLE_NS, throttle};
+    use crate::testing;
+    use core::sync::atomic::Ordering::*;
+
+    /// See [`super::Node::set_max`].
+    #[test]
+    fn what_is_spared_when_a_limit_shrinks_is_not_forgotten() {
+        const TIMES: u32 = 3_000;
+        const CHARGED: u64 = 40 << 20;
+        let p = testing::pager(64 << 20);
+        let n = &p.group.nodes[0];
+        let ends = core::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|threads| {
+            threads.spawn(|| {
+                let mut s = p.state.lock();
+                s.rss = CHARGED as usize;
+                while !ends.load(Relaxed) {
+                    p.count_excess(&s, 0);
+                }
+            });
+            let mut forgotten = 0;
+            for _ in 0..TIMES {
+                n.set_max(64 << 20, CHARGED);
+                while n.grace.load(Relaxed) != 0 {
+                    std::thread::yield_now();
+                }
+                n.set_max(32 << 20, CHARGED);
+                // (Whoever has still read the former limit is through by then.)
+                let counted = n.events.max.load(Relaxed);
+                while n.events.max.load(Relaxed) < counted + 2 {
+                    std::thread::yield_now();
+                }
+                forgotten += u32::from(n.grace.load(Relaxed) != CHARGED);
+            }
+            ends.store(true, Relaxed);
+            assert_eq!(forgotten, 0);
+        });
+        // When it is met it is forgotten.
+        p.state.lock().rss = 20 << 20;
+        p.count_excess(&p.state.lock(), 0);
+        assert_eq!(n.grace.load(Relaxed), 0);
+    }
 
     #[test]
     fn waits_are_in_proportion_to_the_excess() {

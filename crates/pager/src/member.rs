@@ -8,7 +8,7 @@
 //! Invariants: only the owner writes a slot's charges, and only while it lives; what dead members were charged with is returned
 //! by whoever looks. `group` explains how a slot changes hands. Nothing here takes a lock.
 
-use crate::full::{LITTLE_BYTES, finds_nothing};
+use crate::full::{LITTLE_BYTES, finds_nothing, little};
 use crate::group::{BURIES, Counters, DEPTH, GroupPage, NODES, SLOTS, Slot};
 use crate::inject::Site;
 use crate::pager::Pager;
@@ -218,17 +218,21 @@ impl Pager {
     /// looked, and uses no CPU time any more, would never look again by itself.)
     ///
     /// The story: the members of a group that was full woke each other, who looked in vain and woke the others. Four that slept took a
-    /// CPU between them. Who finds nothing looks by itself, 50 times a second.
+    /// CPU between them. Who finds nothing looks by itself, 50 times a second (of many members less often).
+    ///
+    /// The story: where many shared a limit each held less than what anybody was woken for. Members that slept kept what they had, and who
+    /// came last had nothing but its floor.
     pub fn wake_others(&self) {
         self.rally_now_and_then();
-        let now = thread::now_ns();
-        let has_some = |o: &&Slot| o.rss.load(Relaxed) > LITTLE_BYTES && !finds_nothing(o, now);
+        let (now, others) = (thread::now_ns(), self.others_count());
+        let all = due(&self.asked_for_little, poke_every(others));
+        let least = if all { little(self.limit(), others + 1) } else { LITTLE_BYTES };
+        let has_some = |o: &&Slot| o.rss.load(Relaxed) > least && !finds_nothing(o, now);
         self.others().filter(has_some).for_each(|o| wake_member(o, false));
     }
 
     fn rally_now_and_then(&self) {
-        let every = POKE_NS * self.others_count() as u64;
-        if due(&self.poke_due, every.clamp(POKE_LEAST_NS, SEARCH_NS)) {
+        if due(&self.poked, poke_every(self.others_count())) {
             self.rally();
         }
     }
@@ -242,17 +246,20 @@ impl Pager {
     /// Before memory is taken out: what others are charged with should be what they hold. Who died holds nothing; who has planned
     /// and not filled it, and uses no CPU time, would not look by itself any more.
     pub(crate) fn look_at_others(&self) {
-        self.bury_the_dead();
+        self.bury_the_dead_within(SEARCH_NS, false);
         if self.others().any(|o| planned_by(o) != 0) {
             self.rally_now_and_then();
         }
     }
 
-    /// Returns the charges of members that died without a word, now and then.
-    fn bury_the_dead(&self) {
-        if due(&self.bury_due, SEARCH_NS) {
+    /// Returns the charges of members that died without a word, if this process last did so as long ago (nanoseconds), or `at_once`;
+    /// whether it has.
+    pub(crate) fn bury_the_dead_within(&self, every: u64, at_once: bool) -> bool {
+        let looks = due(&self.buried, every) || at_once;
+        if looks {
             self.group.bury_the_dead(Identity::own());
         }
+        looks
     }
 
     /// This process ends: its charges are returned, and its helpers, which still run, charge nothing any more.
@@ -289,11 +296,16 @@ pub fn wake_member(slot: &Slot, poke: bool) {
     }
 }
 
-/// Whether the time has come, which is then put off by `every` nanoseconds.
-fn due(at: &AtomicU64, every: u64) -> bool {
+/// Nanoseconds between two pokes at members each of which may be asked in vain.
+fn poke_every(others: usize) -> u64 {
+    (POKE_NS * others as u64).clamp(POKE_LEAST_NS, SEARCH_NS)
+}
+
+/// Whether something was done `every` nanoseconds ago or earlier: now it is done again.
+fn due(last: &AtomicU64, every: u64) -> bool {
     let now = thread::now_ns();
-    let before = at.load(Relaxed);
-    now >= before && at.compare_exchange(before, now + every, Relaxed, Relaxed).is_ok()
+    let before = last.load(Relaxed);
+    now >= before.saturating_add(every) && last.compare_exchange(before, now, Relaxed, Relaxed).is_ok()
 }
 
 #[cfg(test)]
@@ -351,6 +363,18 @@ mod tests {
             [(much, 0), (much, 1), (much, now), (1, 0)].map(|(rss, stuck)| woken(rss, stuck)),
             [true, true, false, false]
         );
+        // Where many share the limit what each holds is less. It is asked for now and then.
+        for more in &p.group.slots[1..7] {
+            more.owner.store(Identity::own().raw(), Relaxed);
+        }
+        p.asked_for_little.store(0, Relaxed);
+        let least = little(16 << 20, 8);
+        assert!(least < 1 << 20, "{least}");
+        assert_eq!([(1 << 20, 0), (1 << 20, 0)].map(|(rss, stuck)| woken(rss, stuck)), [true, false]);
+        p.asked_for_little.store(0, Relaxed);
+        assert!(!woken(least, 0));
+        p.asked_for_little.store(0, Relaxed);
+        assert!(!woken(1 << 20, thread::now_ns()), "it has just found nothing");
         other.owner.store(0, Relaxed);
     }
 
@@ -401,7 +425,7 @@ mod tests {
         // The story: a thread that planned just as its process engaged left that behind, which nobody takes back any more.
         other.engaged.store(1, Relaxed);
         assert_eq!((excess(30), room(30)), ((-24, false), 44), "who is managed fills nothing unseen");
-        p.poke_due.store(0, Relaxed);
+        p.poked.store(0, Relaxed);
         other.engaged.store(0, Relaxed);
         other.planned.store(0, Relaxed);
         let before = other.wake.load(Relaxed);

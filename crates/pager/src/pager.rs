@@ -88,10 +88,12 @@ pub struct Pager {
     pub slot: AtomicUsize,
     /// Whether the process ends and charges nothing any more.
     pub left: AtomicBool,
-    /// When dead members are searched for again (monotonic nanoseconds).
-    pub bury_due: AtomicU64,
-    /// When members that are not engaged are poked again (monotonic nanoseconds).
-    pub poke_due: AtomicU64,
+    /// When dead members were last searched for (monotonic nanoseconds).
+    pub buried: AtomicU64,
+    /// When members that are not engaged were last poked (monotonic nanoseconds).
+    pub poked: AtomicU64,
+    /// When members were last woken that hold little (monotonic nanoseconds).
+    pub asked_for_little: AtomicU64,
     /// Whether faults wait until the group has room (`--on-full=wait`).
     pub waits: AtomicBool,
     /// What was seen while this member found nothing to take out and another got on: see `full`.
@@ -229,8 +231,9 @@ impl Pager {
             chain: Chain::of(group, node),
             slot: AtomicUsize::new(0),
             left: AtomicBool::new(false),
-            bury_due: AtomicU64::new(0),
-            poke_due: AtomicU64::new(0),
+            buried: AtomicU64::new(0),
+            poked: AtomicU64::new(0),
+            asked_for_little: AtomicU64::new(0),
             waits: AtomicBool::new(false),
             waiting: Waiting::default(),
             zswap_full: AtomicBool::new(false),

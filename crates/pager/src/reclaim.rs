@@ -39,6 +39,12 @@ const KEPT_FRAMES: usize = BATCH_PAGES + BLOCK_PAGES;
 /// How long the reclaim thread has nothing to do before its buffers go back to the kernel.
 const REST_NS: u64 = 20_000_000;
 
+/// How long who finds nothing to take out waits until it looks again: so long for each so many members, up to a part of how long it is
+/// believed (nanoseconds).
+const FULL_NAP_NS: u64 = 20_000_000;
+const FULL_NAP_MOST_NS: u64 = 200_000_000;
+const MANY_LOOK: u64 = 8;
+
 /// What is left to a program of its memory that is managed, where other things fill the limit: as much, or a quarter of it.
 const LEAST_BYTES: usize = 8 << 20;
 /// The same where it is other members that fill it: as much, or an eighth of its share. It is little, as they may have some to give.
@@ -96,11 +102,16 @@ impl Pager {
                     self.full(&s);
                 }
                 drop(s);
-                lock::futex_wait(&self.me().wake, self.me().wake.load(Acquire), Some(20_000_000), true);
+                lock::futex_wait(&self.me().wake, self.me().wake.load(Acquire), Some(self.full_nap_ns()), true);
             } else {
                 thread::sleep_ns(50_000);
             }
         }
+    }
+
+    /// How long who has found nothing to take out waits until it looks again. (Of many members each sums up what all others hold.)
+    fn full_nap_ns(&self) -> u64 {
+        (self.others_count() as u64 / MANY_LOOK * FULL_NAP_NS).clamp(FULL_NAP_NS, FULL_NAP_MOST_NS)
     }
 
     pub(crate) fn wants_reclaim(&self) -> bool {
@@ -219,9 +230,7 @@ impl Pager {
             }
         }
         let floor = over > 0 && self.at_floor(s);
-        if floor && !self.has_disk_make_room(s) {
-            self.full(s);
-        }
+        let disk_helps = floor && self.has_disk_make_room(s);
         // A full pool takes zeros only: where there were few that is tried again later.
         let faults = self.counters().pgfault.load(Relaxed);
         let refused = self.zswap_is_full(s) && faults < self.refused_until.load(Relaxed);
@@ -236,17 +245,19 @@ impl Pager {
             }
         }
         // (Also where the group is just below its limit: what the pool wastes the program does without.)
-        self.compact_pool(s);
+        let shrinks = self.compact_pool(s);
         self.cut_sparse(s);
-        self.densify(s, 4);
+        let shrinks = self.densify(s, 4) || shrinks;
         let spare = s.zone.free_slots(Kind::Frame);
         // (Without MOVE a page that leaves gives its memory back at once; and what is free now may be enough to wait for more.)
         let over = match self.without_move || self.saves_flushes(s) {
             true => self.over(s, margin / 2, waits),
             false => over,
         };
-        if over > 0 && spare > BLOCK_PAGES {
-            self.give_back(s, over.min(spare - BLOCK_PAGES));
+        let given = if over > 0 && spare > BLOCK_PAGES { self.give_back(s, over.min(spare - BLOCK_PAGES)) } else { 0 };
+        // (Whose pool shrinks, or who has had frames to spare, has not come to the end of what can be taken.)
+        if floor && !disk_helps {
+            if shrinks || given > 0 { self.gets_on() } else { self.full(s) }
         }
     }
 
@@ -384,6 +395,38 @@ mod tests {
             assert_eq!(p.at_floor(&s), floor, "{resident} of {rss} MiB");
         }
         s.resident = 0;
+    }
+
+    /// The story: who was at its floor said that it finds nothing, while its pool was still getting smaller.
+    #[test]
+    fn whose_pool_shrinks_gets_on_at_its_floor() {
+        let p = testing::pager(8 << 20);
+        p.group.used.store(2, Relaxed);
+        let other = &p.group.slots[1];
+        other.owner.store(uzswap_sys::process::Identity::own().raw(), Relaxed);
+        other.rss.store(9 << 20, Relaxed);
+        let mut s = p.state.lock();
+        let mut vpn = 0x1000;
+        while s.pool.held_bytes() <= p.limit() / 2 {
+            testing::store(&mut s, vpn, 0, 0, testing::words);
+            vpn += 1;
+        }
+        assert!(p.at_floor(&s));
+        let stuck = |s: &mut State| {
+            p.make_room(s, 1);
+            p.me().stuck.load(Relaxed) != 0
+        };
+        let (mut dense, recompressed) = (0, || p.counters().recompressed_pages.load(Relaxed));
+        while p.at_floor(&s) {
+            let is_stuck = stuck(&mut s);
+            let did = recompressed() > dense;
+            assert!(did != is_stuck, "{} pages are dense, stuck: {is_stuck}", recompressed());
+            if is_stuck {
+                break;
+            }
+            dense = recompressed();
+        }
+        assert!(dense > 0);
     }
 
     /// See [`Pager::at_floor`]: its threads must be able to have several pages each at once.

@@ -109,14 +109,9 @@ fn parse(text: &str) -> Result<Setting, String> {
 fn apply(group: &Group, setting: Setting) {
     let n = &group.page().nodes[group.node];
     match setting {
-        Setting::Limit(key, bytes) => {
-            if key == "memory.max" {
-                // Shrinking never kills: what is charged now may stay, if it cannot be taken out.
-                let used = Usage::of(group.page(), group.node).charge;
-                n.grace.store(if used > bytes { used } else { 0 }, SeqCst);
-            }
-            limit(n, key).store(bytes, SeqCst);
-        }
+        // (Shrinking never kills.)
+        Setting::Limit("memory.max", bytes) => n.set_max(bytes, Usage::of(group.page(), group.node).charge),
+        Setting::Limit(key, bytes) => limit(n, key).store(bytes, SeqCst),
         Setting::Writeback(on) => n.zswap_writeback.store(u32::from(on), SeqCst),
         Setting::OnFull(what) => n.on_full.store(what, SeqCst),
     }
