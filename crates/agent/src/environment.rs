@@ -109,9 +109,14 @@ fn asks_at(dir: c_int, path: *const c_char, given: *const *const c_char) -> u32 
     match if filtered { Kind::Other } else { program::kind(dir, path) } {
         Kind::Musl => {
             say_lost(b"uzswap: a program was started that is linked with musl, and uzswap's library with glibc, so it runs without a limit\n");
+            leaves_its_place();
             return REMOVED;
         }
-        kind => program::warn(kind, path),
+        Kind::Other => {}
+        kind => {
+            program::warn(kind, path);
+            leaves_its_place();
+        }
     }
     // SAFETY: the caller of exec passes an environment.
     let Given { count, has_group, others, has_library, .. } = unsafe { Given::look(given, group, library) };
@@ -126,6 +131,7 @@ fn asks_at(dir: c_int, path: *const c_char, given: *const *const c_char) -> u32 
     }
     if !has_room || !can_be_loaded() {
         say_lost(b"uzswap: a program was started that cannot load uzswap's library (it has another root directory, or an environment without room), so it runs without a limit\n");
+        leaves_its_place();
         return NOTHING;
     }
     ADDED
@@ -215,6 +221,20 @@ unsafe fn nth<'a>(given: *const *const c_char, n: usize) -> Option<&'a [u8]> {
     }
 }
 
+/// The program that is about to take this one's place will not be a member.
+fn leaves_its_place() {
+    if let Some(p) = pager() {
+        p.executes();
+    }
+}
+
+/// The call that was to start a program has returned.
+pub extern "C" fn goes_on() {
+    if let Some(p) = pager() {
+        p.goes_on();
+    }
+}
+
 fn can_be_loaded() -> bool {
     let path = LIBRARY.load(Acquire);
     // SAFETY: a string that stays.
@@ -277,10 +297,12 @@ type Strings = *const *const c_char;
 
 /// Makes a call that starts the program at `path`, of the directory `dir`, with the environment that it is to have instead of `given`.
 pub fn start<R>(dir: c_int, path: *const c_char, given: Strings, call: impl FnOnce(Strings) -> R) -> R {
-    match asks_at(dir, path, given) {
+    let returned = match asks_at(dir, path, given) {
         NOTHING => call(given),
         what => start_with_room(given, what, call),
-    }
+    };
+    goes_on();
+    returned
 }
 
 #[inline(never)]

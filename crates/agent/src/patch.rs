@@ -41,6 +41,7 @@ global_asm!(
     "UZ_SAVE", "mov rdi, rdx", "lea rsi, [rbp + 8]", "mov edx, eax", "call {environment}", "mov [rbp - 24], rax", "UZ_RESTORE",
     "2:",
     "mov eax, 59", "syscall",
+    "UZ_SAVE", "call {goes_on}", "UZ_RESTORE",
     "mov rsp, rbp", "pop rbp", "pop rdx",
     "ret",
     // A call that is kept in order: 16 bytes of the stack say how it is, between what begins and what ends it.
@@ -93,6 +94,7 @@ global_asm!(
     flags_of_mmap = sym crate::populated::flags_of_mmap,
     populate = const libc::MAP_POPULATE,
     after_brk = sym crate::after_brk,
+    goes_on = sym crate::environment::goes_on,
     begin = sym crate::calls::begin,
     end = sym crate::calls::end,
     begin_mremap = sym crate::calls::begin_mremap,

@@ -35,8 +35,6 @@ const STUCK_NS: u64 = 1_000_000_000;
 const PATIENCE_NS: u64 = 5_000_000_000;
 /// That it has come down: by so much (bytes).
 const FALL_BYTES: u64 = 256 << 10;
-/// For how long somebody may be charged who has died, when a group is found to be full (nanoseconds).
-const DEAD_NS: u64 = 10_000_000;
 /// After a member was killed nobody else is for this long: it takes time to die.
 const KILL_PAUSE_NS: u64 = 2_000_000_000;
 
@@ -103,7 +101,7 @@ impl Pager {
     /// The story: a child that held 40 MiB ended, and until its charge was returned, up to 100 ms later, its parent, which was at its floor,
     /// found the group full, and said so.
     fn over_without_the_dead(&self, s: &State, over: Over, acts: bool) -> Option<Over> {
-        if !self.bury_the_dead_within(DEAD_NS, acts) {
+        if !self.bury_the_dead(acts) {
             return Some(over);
         }
         self.over_max(s).filter(|now| now.node == over.node)
@@ -423,7 +421,7 @@ mod tests {
         let dead = Identity::from_raw(child.id().into()).expect("a pid");
         child.wait().expect("it ends");
         // (Somebody of this process has just looked for the dead.)
-        p.bury_the_dead_within(0, true);
+        p.bury_the_dead(true);
         other.owner.store(dead.raw(), Relaxed);
         assert_eq!(full(p, 1), 0);
         assert_eq!((other.owner.load(Relaxed), other.rss.load(Relaxed)), (0, 0));

@@ -14,6 +14,7 @@
 
 use crate::arena::PAGE;
 use crate::group::{DEPTH, NO_LIMIT, Node, ON_FULL_WAIT};
+use crate::member::Others;
 use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
@@ -91,7 +92,18 @@ impl Pager {
     /// (0: now), where `engage_at` says at which charge of a limit that is: at once where `planned` more, and what others
     /// have planned, would not fit below where those that are managed keep the limit (`over`: they count with all of it). And
     /// how far until it should look again, as others grow too: while this process uses a second of CPU time each of them may.
+    ///
+    /// The story: children of 40 MiB each ended, one after the other, and their parent filled as much. Who had died was not looked for below
+    /// the limit, so of 64 MiB the parent had 24 left, and was managed.
     pub fn headroom(&self, own: usize, planned: usize, engage_at: impl Fn(usize) -> usize) -> (usize, usize) {
+        let (room, until_look) = self.headroom_beside(own, planned, &engage_at);
+        if room == 0 && self.bury_the_dead(false) {
+            return self.headroom_beside(own, planned, &engage_at);
+        }
+        (room, until_look)
+    }
+
+    fn headroom_beside(&self, own: usize, planned: usize, engage_at: impl Fn(usize) -> usize) -> (usize, usize) {
         let others = self.others_use();
         let (mut room, mut until_look) = (usize::MAX, usize::MAX);
         for (i, (_, n)) in self.chain_nodes().enumerate() {
@@ -106,12 +118,25 @@ impl Pager {
 
     /// Raises the peaks of the chain's groups, where this process charges `own`, of which `resident` is not the pool,
     /// and has `out` bytes out of RAM.
+    ///
+    /// The story: of a program of 40 MiB whose child had held as much, and had ended, a peak of 81 MiB was told.
     pub fn raise_peaks(&self, own: usize, resident: usize, out: usize) {
-        let others = self.others_use();
-        for (i, (_, n)) in self.chain_nodes().enumerate() {
-            n.peak.fetch_max((own + others.charge[i]) as u64, Relaxed);
+        let mut others = self.others_use();
+        let sums = |others: &Others, i: usize| {
             let held = resident + others.resident[i] + out + others.swapped[i];
-            n.peak_held.fetch_max(held as u64, Relaxed);
+            ((own + others.charge[i]) as u64, held as u64)
+        };
+        let raises = |(i, (_, n)): (usize, (usize, &Node))| {
+            let (charge, held) = sums(&others, i);
+            charge > n.peak.load(Relaxed) || held > n.peak_held.load(Relaxed)
+        };
+        if self.chain_nodes().enumerate().any(raises) && self.bury_the_dead(false) {
+            others = self.others_use();
+        }
+        for (i, (_, n)) in self.chain_nodes().enumerate() {
+            let (charge, held) = sums(&others, i);
+            n.peak.fetch_max(charge, Relaxed);
+            n.peak_held.fetch_max(held, Relaxed);
         }
     }
 

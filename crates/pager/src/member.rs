@@ -24,7 +24,9 @@ use uzswap_sys::{lock, thread};
 ///
 /// The story: it was the last one, 64. A program that blocked that and read it by `sigwait` or a signalfd missed most of them.
 pub const SIGNAL: i32 = 32;
-/// Nanoseconds between two searches for dead members.
+/// Nanoseconds between two searches for dead members: so many for each that is asked about, by each that asks.
+const SEARCH_EACH_NS: u64 = 160_000;
+const SEARCH_LEAST_NS: u64 = 1_000_000;
 const SEARCH_NS: u64 = 100_000_000;
 /// Nanoseconds between two pokes at members that are not engaged: so many for each, as each costs some tens of microseconds.
 const POKE_NS: u64 = 1_000_000;
@@ -102,6 +104,7 @@ impl Pager {
         let slot = &page.slots[index];
         page.used.fetch_max(index as u32 + 1, AcqRel);
         slot.uncharge();
+        slot.owner.store(me.raw(), Release);
         slot.request.forsake();
         slot.watch.forsake();
         let before = slot.node.swap(self.node as u32, AcqRel) as usize;
@@ -125,14 +128,16 @@ impl Pager {
         }
     }
 
-    /// A slot that is now ours: one of our group if there is one, so that its counters can stay.
+    /// A slot that is now ours: one of our group if there is one, so that its counters can stay. What it is charged with is not ours yet.
+    ///
+    /// The story: who took a dead member's slot seemed to hold what that had held until it was returned, and could be killed for it.
     fn take_slot(&self, me: Identity) -> Option<usize> {
         let slots = &self.group.slots;
         let take = |i: usize, same_group: bool, free: &dyn Fn(Identity) -> bool| {
             let owner = slots[i].owner.load(Acquire);
             let fits = !same_group || slots[i].node.load(Relaxed) as usize == self.node;
             let free = Identity::from_raw(owner & !BURIES).is_none_or(free);
-            fits && free && slots[i].owner.compare_exchange(owner, me.raw(), AcqRel, Relaxed).is_ok()
+            fits && free && slots[i].owner.compare_exchange(owner, me.raw() | BURIES, AcqRel, Relaxed).is_ok()
         };
         let used = self.group.used().len();
         (0..used)
@@ -246,16 +251,17 @@ impl Pager {
     /// Before memory is taken out: what others are charged with should be what they hold. Who died holds nothing; who has planned
     /// and not filled it, and uses no CPU time, would not look by itself any more.
     pub(crate) fn look_at_others(&self) {
-        self.bury_the_dead_within(SEARCH_NS, false);
+        self.bury_the_dead(false);
         if self.others().any(|o| planned_by(o) != 0) {
             self.rally_now_and_then();
         }
     }
 
-    /// Returns the charges of members that died without a word, if this process last did so as long ago (nanoseconds), or `at_once`;
-    /// whether it has.
-    pub(crate) fn bury_the_dead_within(&self, every: u64, at_once: bool) -> bool {
-        let looks = due(&self.buried, every) || at_once;
+    /// Returns the charges of members that died without a word, now and then or `at_once`; whether it has looked.
+    pub(crate) fn bury_the_dead(&self, at_once: bool) -> bool {
+        let others = self.others_count() as u64;
+        let every = (SEARCH_EACH_NS * others * others).clamp(SEARCH_LEAST_NS, SEARCH_NS);
+        let looks = others > 0 && (due(&self.buried, every) || at_once);
         if looks {
             self.group.bury_the_dead(Identity::own());
         }
@@ -264,11 +270,36 @@ impl Pager {
 
     /// This process ends: its charges are returned, and its helpers, which still run, charge nothing any more.
     pub fn leave(&self) {
-        // (In a vfork child the memory is the parent's.)
-        if self.me().owner().is_some_and(|owner| owner.pid() == thread::getpid() as u32) {
+        if self.is_of_caller() {
             self.left.store(true, SeqCst);
             self.me().uncharge();
         }
+    }
+
+    /// This process is about to execute a program that will be no member: its charges are returned.
+    ///
+    /// The story: what had filled 47 MiB executed a statically linked program, and was charged with that for as long as this ran.
+    pub fn executes(&self) {
+        if self.is_of_caller() && !self.left.load(SeqCst) {
+            self.executing.store(true, SeqCst);
+            self.leave();
+        }
+    }
+
+    /// What was to be executed could not be.
+    pub fn goes_on(&self) {
+        if self.executing.load(SeqCst) && self.is_of_caller() && self.executing.swap(false, SeqCst) {
+            self.me().ticker.store(self.ticker.load(Relaxed) as u32, Relaxed);
+            self.me().engaged.store(u32::from(self.engaged.load(Relaxed)), Relaxed);
+            self.left.store(false, SeqCst);
+            // (It says what is held.)
+            self.poke_ticker();
+        }
+    }
+
+    /// Whether the calling process has this slot. (In a vfork child the memory is the parent's.)
+    fn is_of_caller(&self) -> bool {
+        self.me().owner().is_some_and(|owner| owner.pid() == thread::getpid() as u32)
     }
 }
 
@@ -432,6 +463,55 @@ mod tests {
         p.look_at_others();
         assert_eq!(other.wake.load(Relaxed), before, "nobody plans anything");
         s.rss = 0;
+    }
+
+    /// See [`Pager::take_slot`].
+    #[test]
+    fn who_takes_a_dead_members_slot_does_not_hold_what_that_held() {
+        const TIMES: u32 = 10_000;
+        let p = testing::pager(16 << 20);
+        let slot = p.me();
+        let mut child = std::process::Command::new("true").spawn().expect("a process");
+        let dead = Identity::from_raw(child.id().into()).expect("a pid");
+        child.wait().expect("it ends");
+        let (done, mut blamed) = (std::sync::atomic::AtomicBool::new(false), 0);
+        std::thread::scope(|threads| {
+            threads.spawn(|| {
+                for _ in 0..TIMES {
+                    slot.owner.store(0, Release);
+                    slot.rss.store(40 << 20, Release);
+                    slot.owner.store(dead.raw(), Release);
+                    p.claim_slot().unwrap();
+                    assert_eq!((slot.owner(), slot.rss.load(Relaxed)), (Some(Identity::own()), 0));
+                }
+                done.store(true, Release);
+            });
+            while !done.load(Acquire) {
+                blamed += u32::from(slot.owner() == Some(Identity::own()) && slot.rss.load(Relaxed) != 0);
+            }
+        });
+        assert_eq!(blamed, 0);
+    }
+
+    /// See [`Pager::raise_peaks`] and [`Pager::headroom`].
+    #[test]
+    fn what_the_dead_are_charged_is_no_peak_and_leaves_no_less_room() {
+        let p = testing::pager(64 << 20);
+        let mut child = std::process::Command::new("true").spawn().expect("a process");
+        let dead = Identity::from_raw(child.id().into()).expect("a pid");
+        child.wait().expect("it ends");
+        p.group.used.store(8, Relaxed);
+        let dies = || {
+            p.group.slots[7].rss.store(40 << 20, Relaxed);
+            p.group.slots[7].owner.store(dead.raw(), Relaxed);
+            p.buried.store(0, Relaxed);
+        };
+        dies();
+        p.raise_peaks(30 << 20, 30 << 20, 0);
+        let n = &p.group.nodes[0];
+        assert_eq!([&n.peak, &n.peak_held].map(|peak| peak.load(Relaxed)), [30 << 20; 2]);
+        dies();
+        assert_eq!(p.headroom(30 << 20, 0, |limit| limit).0, 34 << 20);
     }
 
     /// The story: a shell that ran three programs was four processes and said to be seven, as what was forked and executed had joined

@@ -88,6 +88,8 @@ pub struct Pager {
     pub slot: AtomicUsize,
     /// Whether the process ends and charges nothing any more.
     pub left: AtomicBool,
+    /// Whether it does so because another program is to take its place.
+    pub executing: AtomicBool,
     /// When dead members were last searched for (monotonic nanoseconds).
     pub buried: AtomicU64,
     /// When members that are not engaged were last poked (monotonic nanoseconds).
@@ -231,6 +233,7 @@ impl Pager {
             chain: Chain::of(group, node),
             slot: AtomicUsize::new(0),
             left: AtomicBool::new(false),
+            executing: AtomicBool::new(false),
             buried: AtomicU64::new(0),
             poked: AtomicU64::new(0),
             asked_for_little: AtomicU64::new(0),

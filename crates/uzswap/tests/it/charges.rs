@@ -1,7 +1,10 @@
 //! What a member's group is charged with, and what a member costs that does nothing.
 
+use crate::cli::skip;
 use crate::groups::{MIB, Place, eventually, rss_anon};
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
 use std::time::Duration;
 
 /// CPU time of a process, all its threads, in nanoseconds.
@@ -32,6 +35,34 @@ fn an_idle_program_costs_no_cpu() {
     });
     member.tell("v");
     member.ends_well();
+}
+
+/// The story: a program that had filled 47 MiB executed a statically linked one, which is no member, and was charged with them for as long
+/// as that ran. What cannot be executed changes nothing.
+#[test]
+fn what_a_program_held_is_not_charged_to_what_it_executes() {
+    let dir = tempfile::TempDir::new().unwrap();
+    let (source, program, other) = (dir.path().join("s.c"), dir.path().join("static"), dir.path().join("other"));
+    fs::write(&source, "#include <unistd.h>\nint main(void) { char c; return read(0, &c, 1) != 0; }\n").unwrap();
+    let built = Command::new("cc").arg("-static").arg(&source).arg("-o").arg(&program).status();
+    if !built.is_ok_and(|status| status.success()) {
+        return skip("no statically linked program can be made here");
+    }
+    fs::copy(&program, &other).unwrap();
+    fs::set_permissions(&other, fs::Permissions::from_mode(0o600)).unwrap();
+    let place = Place::new();
+    for (memory, limit) in [("c 40", "256M"), ("c 60", "48M")] {
+        let mut member = place.start(&["--group", "g", "-m", limit]);
+        member.tell(memory);
+        let charged = || place.number("g", "memory.current");
+        eventually("its charge is known", || charged() > 40 * MIB);
+        member.tell(&format!("x {}", other.display()));
+        eventually("it is charged still", || charged() > 40 * MIB);
+        member.tell("v");
+        member.send(&format!("x {}", program.display()));
+        eventually("nothing is charged any more", || charged() == 0);
+        member.ends_well();
+    }
 }
 
 /// A7: the pool's bytes are charged to the group that stored them, next to its resident bytes, and to those above it.

@@ -103,7 +103,7 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    fn send(&mut self, line: &str) {
+    pub(crate) fn send(&mut self, line: &str) {
         self.input.as_mut().unwrap().write_all(format!("{line}\n").as_bytes()).unwrap();
     }
 
