@@ -318,18 +318,20 @@ mod tests {
                 }
             });
             let mut forgotten = 0;
-            for _ in 0..TIMES {
-                n.set_max(64 << 20, CHARGED);
+            for round in 0..u64::from(TIMES) {
+                // (Each time it is another charge, as it would be.)
+                let charged = CHARGED + 2 * round;
+                n.set_max(64 << 20, charged);
                 while n.grace.load(Relaxed) != 0 {
                     std::thread::yield_now();
                 }
-                n.set_max(32 << 20, CHARGED);
+                n.set_max(32 << 20, charged);
                 // (Whoever has still read the former limit is through by then.)
                 let counted = n.events.max.load(Relaxed);
                 while n.events.max.load(Relaxed) < counted + 2 {
                     std::thread::yield_now();
                 }
-                forgotten += u32::from(n.grace.load(Relaxed) != CHARGED);
+                forgotten += u32::from(n.grace.load(Relaxed) != charged);
             }
             ends.store(true, Relaxed);
             assert_eq!(forgotten, 0);

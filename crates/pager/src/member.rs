@@ -468,29 +468,17 @@ mod tests {
     /// See [`Pager::take_slot`].
     #[test]
     fn who_takes_a_dead_members_slot_does_not_hold_what_that_held() {
-        const TIMES: u32 = 10_000;
         let p = testing::pager(16 << 20);
         let slot = p.me();
         let mut child = std::process::Command::new("true").spawn().expect("a process");
         let dead = Identity::from_raw(child.id().into()).expect("a pid");
         child.wait().expect("it ends");
-        let (done, mut blamed) = (std::sync::atomic::AtomicBool::new(false), 0);
-        std::thread::scope(|threads| {
-            threads.spawn(|| {
-                for _ in 0..TIMES {
-                    slot.owner.store(0, Release);
-                    slot.rss.store(40 << 20, Release);
-                    slot.owner.store(dead.raw(), Release);
-                    p.claim_slot().unwrap();
-                    assert_eq!((slot.owner(), slot.rss.load(Relaxed)), (Some(Identity::own()), 0));
-                }
-                done.store(true, Release);
-            });
-            while !done.load(Acquire) {
-                blamed += u32::from(slot.owner() == Some(Identity::own()) && slot.rss.load(Relaxed) != 0);
-            }
-        });
-        assert_eq!(blamed, 0);
+        slot.rss.store(40 << 20, Relaxed);
+        slot.owner.store(dead.raw(), Relaxed);
+        assert_eq!(p.take_slot(Identity::own()), Some(0));
+        assert_eq!((slot.owner(), slot.rss.load(Relaxed)), (None, 40 << 20), "nobody is charged with it");
+        p.claim_slot().unwrap();
+        assert_eq!((slot.owner(), slot.rss.load(Relaxed)), (Some(Identity::own()), 0));
     }
 
     /// See [`Pager::raise_peaks`] and [`Pager::headroom`].

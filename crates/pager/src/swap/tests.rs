@@ -185,6 +185,7 @@ fn a_program_with_nothing_left_has_the_disk_take_some_of_the_pool() {
     p.group.used.store(8, Relaxed);
     other.owner.store(uzswap_sys::process::Identity::own().raw(), Relaxed);
     other.rss.store(2 << 20, Relaxed);
+    other.stuck.store(u64::MAX, Relaxed);
     p.group.nodes[0].max.store(1 << 20, Relaxed);
     let mut full = |may_write: bool| {
         p.group.nodes[0].zswap_writeback.store(u32::from(may_write), Relaxed);
