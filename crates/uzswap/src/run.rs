@@ -204,6 +204,7 @@ fn start_program(
     unsafe {
         start.pre_exec(move || {
             inherited.restore();
+            inherited.close_streams();
             files.map_or(Ok(()), Limit::restore)
         });
     }

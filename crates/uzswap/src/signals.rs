@@ -5,7 +5,7 @@
 
 use std::io;
 use std::mem::MaybeUninit;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::Relaxed};
 
 /// Signals that say something about ourselves, never about the program.
 const OWN: [libc::c_int; 8] = [
@@ -24,24 +24,32 @@ static PIPE_IGNORED: AtomicBool = AtomicBool::new(false);
 /// Whether SIGXFSZ was ignored before we ignored it: what is larger than `ulimit -f` is an error that can be said.
 static FILE_SIZE_IGNORED: AtomicBool = AtomicBool::new(false);
 
-/// Runs before `main`, while dispositions are still those we were started with.
+/// Which of the standard streams were closed before Rust's start-up code opened /dev/null in their place: a bit each.
+static CLOSED: AtomicU8 = AtomicU8::new(0);
+
+/// Runs before `main`, while dispositions and descriptors are still those we were started with.
 #[used]
 // SAFETY: a function of C's calling convention, as the loader calls them there; it needs nothing that main sets up.
 #[unsafe(link_section = ".init_array")]
-static NOTE_IGNORED: extern "C" fn() = {
-    extern "C" fn note_ignored() {
+static NOTE_INHERITED: extern "C" fn() = {
+    extern "C" fn note_inherited() {
         PIPE_IGNORED.store(is_ignored(libc::SIGPIPE), Relaxed);
         FILE_SIZE_IGNORED.store(is_ignored(libc::SIGXFSZ), Relaxed);
         // SAFETY: a constant disposition.
         unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+        // SAFETY: no memory is involved.
+        let closed = (0..=2).filter(|&stream| unsafe { libc::fcntl(stream, libc::F_GETFD) } < 0);
+        CLOSED.store(closed.fold(0, |bits, stream| bits | 1 << stream), Relaxed);
     }
-    note_ignored
+    note_inherited
 };
 
-/// Signals as we were started with them; what the program is to get.
+/// Signals and standard streams as we were started with them; what the program is to get.
 #[derive(Clone, Copy)]
 pub struct Inherited {
     mask: libc::sigset_t,
+    /// See [`CLOSED`].
+    closed: u8,
     child_ignored: bool,
     pipe_ignored: bool,
     file_size_ignored: bool,
@@ -71,7 +79,10 @@ impl Blocked {
             (set.assume_init(), mask.assume_init())
         };
         let (pipe_ignored, file_size_ignored) = (PIPE_IGNORED.load(Relaxed), FILE_SIZE_IGNORED.load(Relaxed));
-        Blocked { set, inherited: Inherited { mask, child_ignored, pipe_ignored, file_size_ignored } }
+        Blocked {
+            set,
+            inherited: Inherited { mask, closed: CLOSED.load(Relaxed), child_ignored, pipe_ignored, file_size_ignored },
+        }
     }
 
     /// Waits for a signal: its number, and whether somebody sent it to us (rather than the kernel to the group).
@@ -89,6 +100,14 @@ impl Blocked {
 }
 
 impl Inherited {
+    /// Closes the standard streams that were closed: who writes to one is told so, as without us. As [`Self::restore`], in the child.
+    pub fn close_streams(&self) {
+        for stream in (0..=2).filter(|stream| self.closed & 1 << stream != 0) {
+            // SAFETY: what is open there is Rust's /dev/null, which nobody else uses in a child that is about to execute the program.
+            unsafe { libc::close(stream) };
+        }
+    }
+
     /// Puts signals back as they were. Only async-signal-safe calls: used between fork and exec.
     pub fn restore(&self) {
         let disposition = |ignored| {

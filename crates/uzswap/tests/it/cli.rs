@@ -159,6 +159,18 @@ fn death_by_signal_is_the_programs() {
     }
 }
 
+/// The story: standard streams that were closed were /dev/null for the program, so what it wrote there was lost without an error.
+#[test]
+fn closed_streams_are_closed_for_the_program() {
+    agent_built();
+    let script = format!(
+        "'{UZSWAP}' run -q -m 64M -- cat /etc/passwd 2>/dev/null >&-; echo $?; \
+        exec '{UZSWAP}' run -q -m 64M -- /bin/sh -c 'for n in 0 1 2; do [ ! -e /proc/$$/fd/$n ] || echo $n; done' <&- 2>&-"
+    );
+    let output = std::process::Command::new("/bin/sh").args(["-c", &script]).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "1\n1\n");
+}
+
 #[test]
 fn input_environment_and_name_are_passed_on() {
     let output = uzswap()
