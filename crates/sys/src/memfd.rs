@@ -1,4 +1,4 @@
-//! memfd_create(2): memory objects, their seals, and holes in them.
+//! memfd_create(2): memory objects, their seals, and holes in them; and whether a file is one, by its pages.
 //!
 //! Since 3.17; `F_SEAL_FUTURE_WRITE` 5.1. A hole punched is taken out of every mapping at once and reads as zeros.
 
@@ -85,4 +85,30 @@ pub unsafe fn map(fd: &OwnedFd, len: usize, writable: bool, fixed: Option<usize>
     // SAFETY: a new mapping, or as the caller promises.
     let at = unsafe { libc::mmap(fixed.unwrap_or(0) as *mut _, len, prot, flags, fd.as_raw_fd(), 0) };
     if at == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(at as usize) }
+}
+
+/// Whether the first `len` bytes of a file, which must have been written, lie in memory that is no cache of a disk's: in a tmpfs, by
+/// whatever name (an overlay on one has its own). The kernel counts such pages as shared memory where they are mapped.
+///
+/// # Errors
+/// The kernel's; `Unsupported` where it does not count them (before 5.4).
+pub fn is_shared_memory(fd: &OwnedFd, len: usize) -> io::Result<bool> {
+    let before = shared_kib()?;
+    let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
+    // SAFETY: a new mapping, which nobody reads.
+    let at = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, flags, fd.as_raw_fd(), 0) };
+    if at == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    let after = shared_kib();
+    // SAFETY: the mapping made above.
+    check(unsafe { libc::munmap(at, len) }.into())?;
+    Ok(after? >= before + len as u64 / 1024)
+}
+
+/// What this process has mapped of shared memory, its share of it where others have, too (KiB).
+fn shared_kib() -> io::Result<u64> {
+    let text = std::fs::read_to_string("/proc/self/smaps_rollup")?;
+    let line = text.lines().find_map(|line| line.strip_prefix("Pss_Shmem:"));
+    line.and_then(|kib| kib.trim().strip_suffix(" kB")?.parse().ok()).ok_or(io::ErrorKind::Unsupported.into())
 }

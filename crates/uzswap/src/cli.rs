@@ -78,7 +78,7 @@ pub struct RunArgs {
     /// redis://HOST:PORT/DB?size=4G, by TLS with rediss://. Without it nothing leaves memory
     #[arg(long, value_name = "SIZE")]
     pub swap: Option<String>,
-    /// Directory of the swap file, which has no name there and is gone at the end [default: /var/tmp, or /tmp where that is in memory]
+    /// Directory of the swap file, which has no name there and is gone at the end [default: /var/tmp, or /tmp where that is in memory or cannot be written]
     #[arg(long, value_name = "DIR")]
     pub swap_dir: Option<PathBuf>,
     /// Allow a --swap-dir that is in memory

@@ -14,14 +14,14 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::{Relaxed, Release};
 use uzswap_mm::shrinker::Policy;
 use uzswap_mm::size::{Size, human};
 use uzswap_mm::swapfile::{BLOCK, Geometry, LEAST_CLUSTER, MOST_BYTES};
 use uzswap_pager::swap::clusters::{ClusterMap, MAGIC};
-use uzswap_sys::blockio;
+use uzswap_sys::{blockio, memfd};
 
 /// Where swap files are made when no directory is named, the first that will do: what lies in the second often is memory.
 const DIRS: [&str; 2] = ["/var/tmp", "/tmp"];
@@ -33,6 +33,10 @@ const ACCEPT_THRESHOLD_PERCENT: u32 = 90;
 
 /// File systems that are memory: tmpfs, ramfs, hugetlbfs.
 const MEMORY: [i64; 3] = [0x0102_1994, 0x8584_58f6, 0x9584_58f6];
+/// overlayfs, which is where the directory is that it lies over: on a disk, or in memory (live systems, some containers).
+const OVERLAY: i64 = 0x794c_7630;
+/// What is written to a file on an overlay, to see where its pages are (bytes).
+const TRIED_BYTES: usize = 64 << 10;
 /// For tests: environment variable with fall-backs to use though they are not needed, separated by commas: `buffered` for
 /// no direct I/O, `plain` for no io_uring.
 const ENV_SWAP_IO: &str = "UZSWAP_TEST_SWAP_IO";
@@ -75,19 +79,12 @@ impl Swap {
             return Swap::remote(config, text, policy).map(Some);
         }
         let bytes = size(text)?;
-        let dir = match &config.swap_dir {
-            Some(dir) => suits(dir, ram)?,
-            None => DIRS.iter().find_map(|dir| suits(Path::new(dir), false).ok()).ok_or(
-                "no directory for the swap file was found: /var/tmp and /tmp are missing or in memory; name one on a disk with --swap-dir",
+        let file = match &config.swap_dir {
+            Some(dir) => file_in(dir, ram)?,
+            None => DIRS.iter().find_map(|dir| file_in(Path::new(dir), false).ok()).ok_or(
+                "no directory for the swap file was found: /var/tmp and /tmp are in memory or cannot be written; name one on a disk with --swap-dir",
             )?,
         };
-        let file = tempfile::tempfile_in(&dir).map_err(|e| {
-            format!(
-                "no swap file can be made in `{}`: {}; name another directory with --swap-dir",
-                dir.display(),
-                plain(&e)
-            )
-        })?;
         // (Where a file can be made without a name it has the permissions that any new file has.)
         let private = file.set_permissions(Permissions::from_mode(0o600));
         private.map_err(|e| format!("the swap file cannot be made private: {}", plain(&e)))?;
@@ -254,10 +251,7 @@ fn env_allows(fallback: &str) -> bool {
 fn is_direct(file: &File) -> bool {
     #[repr(C, align(4096))]
     struct Block([u8; BLOCK]);
-    let mut found = MaybeUninit::<libc::statfs>::zeroed();
-    // SAFETY: an out-parameter of the right type, for which zeros are valid.
-    let (ret, found) = unsafe { (libc::fstatfs(file.as_raw_fd(), found.as_mut_ptr()), found.assume_init()) };
-    if ret != 0 || MEMORY.contains(&found.f_type) {
+    if is_memory(file) {
         // (tmpfs takes the flag, and there is no disk.)
         return false;
     }
@@ -271,8 +265,8 @@ fn is_direct(file: &File) -> bool {
     file.set_len(0).is_ok() && same
 }
 
-/// Refuses a directory that is in memory, where swap frees nothing, unless that is what is wanted.
-fn suits(dir: &Path, ram_too: bool) -> Result<PathBuf, String> {
+/// Makes a file without a name in a directory, which must not be in memory, where swap frees nothing, unless that is what is wanted.
+fn file_in(dir: &Path, ram_too: bool) -> Result<File, String> {
     let shown = dir.display();
     let path = CString::new(dir.as_os_str().as_bytes()).map_err(|_| format!("`{shown}` is no directory"))?;
     let mut found = MaybeUninit::<libc::statfs>::zeroed();
@@ -284,12 +278,34 @@ fn suits(dir: &Path, ram_too: bool) -> Result<PathBuf, String> {
             "the swap file cannot be made in `{shown}`: {why}; name another directory with --swap-dir"
         ));
     }
-    if !ram_too && MEMORY.contains(&found.f_type) {
-        return Err(format!(
+    let in_memory = || {
+        format!(
             "`{shown}` is in memory, where a swap file frees nothing: name a directory on a disk, or add --swap-in-ram if you mean it"
-        ));
+        )
+    };
+    if !ram_too && MEMORY.contains(&found.f_type) {
+        return Err(in_memory());
     }
-    Ok(dir.to_path_buf())
+    let file = tempfile::tempfile_in(dir).map_err(|e| {
+        format!("no swap file can be made in `{shown}`: {}; name another directory with --swap-dir", plain(&e))
+    })?;
+    if !ram_too && is_memory(&file) { Err(in_memory()) } else { Ok(file) }
+}
+
+/// Whether a file, which is empty, is in memory: its file system is, or lies over one that is.
+fn is_memory(file: &File) -> bool {
+    let mut found = MaybeUninit::<libc::statfs>::zeroed();
+    // SAFETY: an out-parameter of the right type, for which zeros are valid.
+    let (ret, found) = unsafe { (libc::fstatfs(file.as_raw_fd(), found.as_mut_ptr()), found.assume_init()) };
+    if ret != 0 || found.f_type != OVERLAY {
+        return ret == 0 && MEMORY.contains(&found.f_type);
+    }
+    let tried = || {
+        file.write_all_at(&[0; TRIED_BYTES], 0)?;
+        memfd::is_shared_memory(&file.try_clone()?.into(), TRIED_BYTES)
+    };
+    let is_memory = tried().unwrap_or(false);
+    file.set_len(0).is_ok() && is_memory
 }
 
 #[cfg(test)]

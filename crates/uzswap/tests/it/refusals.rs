@@ -67,6 +67,35 @@ fn mistyped_options_are_no_programs() {
     }
 }
 
+/// The story: an overlay on a tmpfs, as live systems have for their root, was taken for a disk.
+#[test]
+fn swap_on_an_overlay_on_memory_is_refused() {
+    agent_built();
+    let dir = TempDir::new().unwrap();
+    // (Mounts of its own, which go with it.)
+    let run = |below: &str, options: &str| {
+        let script = format!(
+            "cd '{}' && mkdir -p m && mount -t tmpfs none m && mkdir -p {below}/l {below}/u {below}/w m/o && \
+            mount -t overlay -o lowerdir={below}/l,upperdir={below}/u,workdir={below}/w none m/o || exit 99; \
+            exec '{UZSWAP}' run -q -m 64M --swap 64M --swap-dir m/o {options} -- echo ran",
+            dir.path().display()
+        );
+        std::process::Command::new("unshare").args(["-m", "sh", "-c", &script]).output()
+    };
+    let memory = match run("m", "") {
+        Ok(output) if matches!(output.status.code(), Some(0 | 125)) => output,
+        other => return skip(&format!("no overlay can be mounted: {other:?}")),
+    };
+    assert!(sentence(&memory).contains("`m/o` is in memory, where a swap file frees nothing"), "{memory:?}");
+    assert_eq!(run("m", "--swap-in-ram").unwrap().stdout, b"ran\n");
+    // (Where the test's directory is on an overlay itself, or in memory, there is no telling.)
+    let below = run("d", "").unwrap();
+    let is_disk = std::process::Command::new("stat").args(["-fc", "%T"]).arg(dir.path()).output().unwrap();
+    if !["tmpfs", "overlayfs"].contains(&String::from_utf8_lossy(&is_disk.stdout).trim()) {
+        assert_eq!(below.stdout, b"ran\n", "{below:?}");
+    }
+}
+
 #[test]
 fn missing_programs_are_refused() {
     for (program, status, part) in [
