@@ -17,7 +17,7 @@ use uzswap_mm::codec::{Algorithm, Compressor, Decompressor, Encoding};
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    common: Common,
+    pub(crate) common: Common,
     /// Bytes of each image [default: 32M, 6M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = crate::size::parse)]
     image: Option<u64>,

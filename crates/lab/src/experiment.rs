@@ -1,7 +1,9 @@
 //! What all experiments share: the options every one has, and how one ends.
 
 use crate::process;
-use std::path::PathBuf;
+use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
 
 /// Options of every experiment.
 #[derive(clap::Args)]
@@ -55,11 +57,28 @@ pub fn go_on() -> Result<(), Stop> {
 }
 
 /// Runs an experiment, which says whether all it read was right, and returns the exit status: 0 done, whatever the
-/// verdicts; 1 something failed or read wrong; 130 interrupted.
+/// verdicts; 1 something failed or read wrong; 130 interrupted. A file of findings that cannot be written is said at once.
 #[must_use]
-pub fn run(experiment: impl FnOnce() -> Result<bool, Stop>) -> i32 {
+pub fn run(common: &Common, experiment: impl FnOnce() -> Result<bool, Stop>) -> i32 {
     process::unwind_on_signals();
-    status(experiment())
+    status(common.json.as_deref().map_or(Ok(()), writable).map_err(Stop::Failed).and_then(|()| experiment()))
+}
+
+/// Refuses a file that cannot be written, before hours of measuring whose figures would be lost. Nothing is left where nothing was.
+///
+/// # Errors
+/// One sentence.
+pub fn writable(path: &Path) -> Result<(), String> {
+    let is_new = path.symlink_metadata().is_err();
+    // (A pipe whose reader is not there yet is waited for when there is something to write.)
+    let opened = File::options().append(true).create(true).custom_flags(libc::O_NONBLOCK).open(path);
+    match opened {
+        Err(e) if e.raw_os_error() != Some(libc::ENXIO) => {
+            Err(format!("cannot write {}: {e}; choose another file", path.display()))
+        }
+        Ok(_) if is_new => std::fs::remove_file(path).map_err(|e| format!("cannot write {}: {e}", path.display())),
+        _ => Ok(()),
+    }
 }
 
 fn status(end: Result<bool, Stop>) -> i32 {
@@ -86,6 +105,30 @@ mod tests {
         assert_eq!(status(Ok(false)), 1, "something read wrong");
         assert_eq!(status(Err("no memory".to_owned().into())), 1);
         assert_eq!(status(Err(Stop::Interrupted)), 130);
+    }
+
+    /// The story: that the findings could not be written was said when everything had been measured.
+    #[test]
+    fn what_cannot_be_written_is_said_before_it_is_measured() {
+        let dir = std::env::temp_dir().join(format!("uzswap-lab-experiment-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let run = |path: &Path| {
+            let mut measured = false;
+            let common = Common { quick: true, json: Some(path.to_owned()) };
+            let status = run(&common, || {
+                measured = true;
+                Ok(true)
+            });
+            (status, measured)
+        };
+        assert_eq!(run(&dir.join("no/such")), (1, false));
+        assert_eq!(run(&dir), (1, false));
+        let (new, old) = (dir.join("new"), dir.join("old"));
+        std::fs::write(&old, "old").unwrap();
+        assert_eq!((run(&new), run(&old)), ((0, true), (0, true)));
+        assert!(!new.exists() && std::fs::read_to_string(&old).unwrap() == "old");
+        assert!(writable(&dir.join("no/such")).unwrap_err().ends_with("choose another file"));
+        std::fs::remove_dir_all(&dir).unwrap();
     }
 
     #[test]

@@ -25,7 +25,7 @@ use uzswap_pager::region::{Options, Region};
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    common: Common,
+    pub(crate) common: Common,
     /// Memory the work is on; its limit is a third [default: 96M, 36M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,

@@ -13,7 +13,7 @@ pub mod trace;
 mod world;
 
 use crate::data::Source;
-use crate::experiment::{Common, Stop, go_on};
+use crate::experiment::{Common, Stop, go_on, writable};
 use crate::json::{Findings, Row, Verdict};
 use crate::size;
 use crate::stats::percent;
@@ -30,7 +30,7 @@ use uzswap_mm::compaction::rule::Rule;
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    common: Common,
+    pub(crate) common: Common,
     /// Size of the machine [default: 256M, 64M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
@@ -140,6 +140,7 @@ fn traces(args: &Args) -> Result<Vec<Trace>, String> {
         }
         return Ok(traces);
     }
+    args.trace.as_deref().map_or(Ok(()), writable)?;
     // The command records; a lab built as an example has none.
     let own = std::env::current_exe().ok().filter(|exe| exe.file_name().is_some_and(|name| name == "uzswap"));
     let traces = trace::record_all(own.as_deref());

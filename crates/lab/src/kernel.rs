@@ -24,7 +24,7 @@ use subject::{Failure, Subject, With};
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    common: Common,
+    pub(crate) common: Common,
     /// The limit; the work is on twice as much [default: 128M, 32M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,

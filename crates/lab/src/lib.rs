@@ -93,14 +93,14 @@ pub fn main(args: Vec<String>) -> i32 {
         }
     };
     match cli.experiment {
-        Experiment::Kernel(args) => experiment::run(|| kernel::run(&args)),
-        Experiment::Blocks(args) => experiment::run(|| blocks::run(&args)),
-        Experiment::Fallback(args) => experiment::run(|| fallback::run(&args)),
-        Experiment::Pagemap(args) => experiment::run(|| pagemap::run(&args)),
-        Experiment::Highalloc(args) => experiment::run(|| highalloc::run(&args)),
-        Experiment::Usemem(args) => experiment::run(|| usemem::run(&args)),
+        Experiment::Kernel(args) => experiment::run(&args.common, || kernel::run(&args)),
+        Experiment::Blocks(args) => experiment::run(&args.common, || blocks::run(&args)),
+        Experiment::Fallback(args) => experiment::run(&args.common, || fallback::run(&args)),
+        Experiment::Pagemap(args) => experiment::run(&args.common, || pagemap::run(&args)),
+        Experiment::Highalloc(args) => experiment::run(&args.common, || highalloc::run(&args)),
+        Experiment::Usemem(args) => experiment::run(&args.common, || usemem::run(&args)),
         Experiment::UsememWorker(args) => usemem_worker::main(&args),
-        Experiment::Shrinker(args) => experiment::run(|| shrinker::run(&args)),
+        Experiment::Shrinker(args) => experiment::run(&args.common, || shrinker::run(&args)),
         Experiment::Bursts(args) => bursts::main(&args),
         Experiment::Worker(args) => worker::main(&args),
     }

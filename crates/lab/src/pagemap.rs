@@ -18,7 +18,7 @@ use uzswap_pager::shared::{SharedMapping, SharedOptions, SharedRegion};
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    common: Common,
+    pub(crate) common: Common,
     /// Memory that is faulted in and scanned [default: 1G, 128M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     size: Option<u64>,

@@ -35,7 +35,7 @@ use uzswap_mm::shrinker::Policy;
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    common: Common,
+    pub(crate) common: Common,
     /// The limit of the program with bursts [default: 48M, 16M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,

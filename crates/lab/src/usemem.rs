@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    common: Common,
+    pub(crate) common: Common,
     /// The limit of the group; the processes write 70/40 of it [default: 160M, 64M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
