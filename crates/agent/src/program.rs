@@ -26,9 +26,9 @@ const SCRIPTS: usize = 5;
 /// Of what kind a program is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// It has no loader.
+    /// It has no loader, and is none.
     Static,
-    /// Its loader is musl's.
+    /// Its loader is musl's, or it is that.
     Musl,
     /// It runs with other rights than who starts it, so its loader preloads nothing.
     Privileged,
@@ -97,7 +97,26 @@ fn kind_of(fd: i32, line: &mut [u8; LINE]) -> Option<Kind> {
         1 => Kind::Short,
         _ => Kind::Other,
     };
-    Some(if of_loader == Kind::Other && is_privileged(fd) { Kind::Privileged } else { of_loader })
+    let kind = if of_loader == Kind::Static { loader(fd).unwrap_or(of_loader) } else { of_loader };
+    Some(if kind == Kind::Other && is_privileged(fd) { Kind::Privileged } else { kind })
+}
+
+/// Of what kind a file without a loader is where it is one itself, executed by its name with the program to load (`ldd`, wrappers of
+/// what brings its own libc). It is told by its file's name.
+///
+/// The story: glibc's was taken for a static program, which was said to run without a limit, though it had one; and what musl's was to
+/// load was given an `LD_PRELOAD`.
+fn loader(fd: i32) -> Option<Kind> {
+    let (mut path, mut number, mut name) = ([0; raw::PATH], [0; 20], [0; LINE]);
+    let path = raw::path_of(&[b"/proc/thread-self/fd/", raw::decimal(fd as u64, &mut number), b"\0"], &mut path)?;
+    let path = raw::readlink(path, &mut name).ok()?;
+    let name = path.rsplit(|c| *c == b'/').next()?;
+    // (Debian's musl has the loader under a name that others have for something else.)
+    let is_musls = name.starts_with(b"ld-musl") || (name == b"libc.so" && path.windows(4).any(|part| part == b"musl"));
+    match name.starts_with(b"ld-linux-") {
+        true => Some(Kind::Other),
+        false => is_musls.then_some(Kind::Musl),
+    }
 }
 
 /// Of what kind a 64-bit ELF program is, by its table of `count` segments at `table`.

@@ -14,7 +14,7 @@ const MAX_PHDRS: usize = 1170;
 /// What a file is to execve.
 #[derive(Debug, PartialEq)]
 pub enum Kind {
-    /// An ELF program for this machine with this dynamic loader.
+    /// An ELF program for this machine with this dynamic loader, or the loader itself.
     Dynamic(PathBuf),
     /// An ELF program for this machine that names no loader.
     Static,
@@ -83,11 +83,26 @@ pub fn resolve(path: &Path) -> io::Result<(PathBuf, Kind)> {
     for _ in 0..SCRIPT_LEVELS {
         match kind(&mut File::open(&path)?)? {
             Kind::Script(interpreter) => path = interpreter,
+            Kind::Static => {
+                let kind = loader(&path).map_or(Kind::Static, Kind::Dynamic);
+                return Ok((path, kind));
+            }
             other => return Ok((path, other)),
         }
     }
     let kind = kind(&mut File::open(&path)?)?;
     Ok((path, kind))
+}
+
+/// The loader that a file without one is itself, if it is: run by its name, it loads the program it is given, and what is preloaded into
+/// that. (As in the agent's `program`; Debian's musl has it under a name that others have for something else.)
+fn loader(path: &Path) -> Option<PathBuf> {
+    let path = path.canonicalize().ok()?;
+    let name = path.file_name()?.as_bytes();
+    if name == b"libc.so" && path.as_os_str().as_bytes().windows(4).any(|part| part == b"musl") {
+        return Some("ld-musl".into());
+    }
+    (name.starts_with(b"ld-linux-") || name.starts_with(b"ld-musl")).then_some(path)
 }
 
 fn machine_name(class: u8, data: u8, machine: u16) -> String {
@@ -152,6 +167,24 @@ mod tests {
         assert_eq!(path, Path::new("/bin/true"));
         assert!(matches!(kind, Kind::Dynamic(loader) if loader.starts_with("/lib64") || loader.starts_with("/lib")));
         assert!(resolve(Path::new("/no/such/program")).is_err());
+    }
+
+    #[test]
+    fn loaders_are_no_static_programs() {
+        let dir = tempfile::tempdir().unwrap();
+        let musl = dir.path().join("x86_64-linux-musl");
+        fs::create_dir(&musl).unwrap();
+        let file = |path: std::path::PathBuf| {
+            fs::write(&path, elf(MACHINE, 1, b"")).unwrap();
+            let path = path.canonicalize().unwrap();
+            (resolve(&path).unwrap().1, path)
+        };
+        for name in ["ld-linux-x86-64.so.2", "ld-musl-x86_64.so.1"] {
+            let (kind, path) = file(dir.path().join(name));
+            assert_eq!(kind, Kind::Dynamic(path));
+        }
+        assert_eq!(file(musl.join("libc.so")).0, Kind::Dynamic("ld-musl".into()));
+        assert_eq!(file(dir.path().join("libc.so")).0, Kind::Static);
     }
 
     #[test]

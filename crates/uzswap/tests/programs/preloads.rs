@@ -130,6 +130,27 @@ fn a_child_whose_loader_is_musls() {
     assert_eq!(run.stderr.text().matches("linked with musl").count(), 1, "{}", run.describe());
 }
 
+/// The story: see `loader` of the agent's `program`.
+#[test]
+fn loaders_that_are_run_by_their_name() {
+    let _beside = beside();
+    let (Some(sh), Some(loader)) = (need("sh"), need_file("/lib64/ld-linux-x86-64.so.2")) else { return };
+    let Some(program) = compile_with("foreign.c", "loaded", &[]) else { return };
+    // (glibc's, by musl's name: what counts is what it is given.)
+    let musl = scratch("musls-loader").join("ld-musl-x86_64.so.1");
+    std::fs::copy(&loader, &musl).expect("a copy");
+    let script = format!("{} {program}; {} {program}", musl.display(), loader.display(), program = program.display());
+    let said = format!("none, right\n{}, right\n", agent().display());
+    let run = Subject::new("loaders", &[&sh, &"-c", &script]).start_limited(24 * MIB).finish();
+    assert!(run.status.success() && run.stdout.text() == said, "{}", run.describe());
+    assert_eq!(run.stderr.text().matches("linked with musl").count(), 1, "{}", run.describe());
+    assert_eq!(run.stderr.text().matches("statically linked").count(), 0, "{}", run.describe());
+    // As the program of the command, too.
+    let run = Subject::new("loader", &[&loader, &program]).start_limited(24 * MIB).finish();
+    let said = format!("{}, right\n", agent().display());
+    assert!(run.status.success() && run.stdout.text() == said, "{}", run.describe());
+}
+
 /// Writes a script of an interpreter.
 fn executable(script: &Path, interpreter: &impl std::fmt::Display) -> PathBuf {
     std::fs::write(script, format!("#! {interpreter} \n")).expect("a script");
