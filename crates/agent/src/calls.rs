@@ -1,25 +1,17 @@
-//! The program's mapping calls are kept in order (why: `uzswap_pager::calls`), and `mremap` is made good where the kernel
-//! does not tell of it (`uzswap_pager::remapped`).
+//! The program's mapping calls are kept in order (why: `uzswap_pager::calls`). `mremap` is in `remap`.
 
-use crate::{fails, is_no_stack, locked, pager, set_mask};
+use crate::{fails, pager, set_mask};
 use core::ffi::{c_int, c_long, c_uint};
 use core::sync::atomic::Ordering::Relaxed;
 use uzswap_pager::arena::PAGE;
 use uzswap_pager::calls::Held;
-use uzswap_pager::remapped::Remap;
-use uzswap_sys::{raw, sys, thread};
+use uzswap_sys::{raw, sys};
 
 /// How a call that is under way is ordered, on the stack of its thread.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub struct InOrder {
-    held: Option<Held>,
-    /// Whether it is a move that must be made good.
-    remaps: bool,
-    /// Whether what it moves is to be locked again as it was (see `locked`).
-    locks: bool,
-    /// Of `mremap`: the pages that there are to be.
-    pages: u32,
+    pub held: Option<Held>,
     /// Signals as they were before, where they are blocked meanwhile.
     mask: u64,
 }
@@ -90,39 +82,6 @@ pub fn end_one(call: InOrder) {
     if held != Held::Counted {
         set_mask(call.mask);
     }
-}
-
-/// Before `mremap`.
-pub fn begin_remap(from: usize, old_len: usize, new_len: usize, flags: usize) -> InOrder {
-    let mut call = begin_one(libc::SYS_mremap, new_len, flags);
-    call.pages = u32::try_from(new_len.div_ceil(PAGE)).unwrap_or(u32::MAX);
-    if call.held == Some(Held::Alone)
-        && let Some(p) = pager()
-    {
-        p.calls.begin_remap(from, new_len);
-        call.locks = locked::before(from, old_len, new_len);
-        call.remaps = Remap::of(from, old_len, new_len, flags).is_some_and(|remap| p.before_remap(remap));
-    }
-    call
-}
-
-/// After it; `ret` is what the kernel returned.
-pub fn end_remap(call: InOrder, ret: isize) {
-    if call.remaps
-        && let Some(p) = pager()
-        && !p.after_remap(raw::check(ret).ok())
-    {
-        p.say(b"uzswap: memory that was moved could not be registered; the process is ended rather than read wrong data\n");
-        thread::end_process(125);
-    }
-    let moved = raw::check(ret).ok().map(|at| (at, call.pages as usize * PAGE));
-    if let (Some(p), Some((at, len))) = (pager(), moved) {
-        is_no_stack(p, at, at + len);
-    }
-    if call.locks {
-        locked::after(moved);
-    }
-    end_one(call);
 }
 
 /// After `madvise`; `ret` is what the kernel returned.
@@ -282,18 +241,6 @@ interpose_lock!(mlock, libc::SYS_mlock, at, len);
 interpose_lock!(mlock2, libc::SYS_mlock2, at, len, flags);
 interpose_lock!(munlock, libc::SYS_munlock, at, len);
 interpose_lock!(munlockall, libc::SYS_munlockall);
-
-/// For the wrapped call of libc: before it.
-pub extern "C" fn begin_mremap(at: *mut InOrder, from: usize, old_len: usize, new_len: usize, flags: usize) {
-    // SAFETY: the thunk's room on the stack.
-    unsafe { at.write(begin_remap(from, old_len, new_len, flags)) }
-}
-
-/// After it.
-pub extern "C" fn end_mremap(at: *const InOrder, ret: isize) {
-    // SAFETY: as `begin_mremap` wrote it.
-    end_remap(unsafe { at.read() }, ret)
-}
 
 /// For the wrapped calls of libc: before one.
 pub extern "C" fn begin(at: *mut InOrder, nr: u32, third: usize, fourth: usize) {

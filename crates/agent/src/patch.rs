@@ -70,12 +70,7 @@ global_asm!(
     "UZ_ORDERED 11",
     "ret",
     ".globl uz_thunk_mremap", "uz_thunk_mremap:",
-    "lea rsp, [rsp - 16]",
-    "UZ_SAVE", "mov r8, r10", "mov rcx, rdx", "mov rdx, rsi", "mov rsi, rdi", "lea rdi, [rbp + 8]",
-    "call {begin_mremap}", "UZ_RESTORE",
-    "mov eax, 25", "syscall",
-    "UZ_SAVE", "lea rdi, [rbp + 8]", "mov rsi, rax", "call {end_mremap}", "UZ_RESTORE",
-    "lea rsp, [rsp + 16]",
+    "UZ_SAVE", "mov rcx, r10", "call {mremap}", "mov [rbp - 56], rax", "UZ_RESTORE",
     "ret",
     ".globl uz_thunk_madvise", "uz_thunk_madvise:",
     "lea rsp, [rsp - 16]",
@@ -97,8 +92,7 @@ global_asm!(
     goes_on = sym crate::environment::goes_on,
     begin = sym crate::calls::begin,
     end = sym crate::calls::end,
-    begin_mremap = sym crate::calls::begin_mremap,
-    end_mremap = sym crate::calls::end_mremap,
+    mremap = sym crate::remap::mremap,
     end_madvise = sym crate::calls::end_madvise,
 );
 

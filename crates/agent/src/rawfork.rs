@@ -5,8 +5,8 @@
 
 use crate::next::Next;
 use crate::{
-    after_fork, before_fork, calls, environment, fails, leaving, lent, pager, pins, populated, segments, threads,
-    userfaults,
+    after_fork, before_fork, calls, environment, fails, leaving, lent, pager, pins, populated, remap, segments,
+    threads, userfaults,
 };
 use core::ffi::{c_int, c_long, c_uint, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
@@ -65,13 +65,8 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             // SAFETY: the function found under this name, with the caller's arguments.
             return unsafe { core::mem::transmute::<usize, Real>(SYSCALL.find())(nr, a, b, c, d, e, f) };
         }
-        _ if nr == libc::SYS_mremap => {
-            let call = calls::begin_remap(a, b, c, d);
-            // SAFETY: as the caller says.
-            let ret = unsafe { raw::syscall(nr, args) };
-            calls::end_remap(call, ret);
-            ret
-        }
+        // SAFETY: as the caller says.
+        _ if nr == libc::SYS_mremap => unsafe { remap::mremap(a, b, c, d, e) },
         _ if nr == libc::SYS_process_madvise => {
             let call = calls::begin_one(nr, c, d);
             // SAFETY: as the caller says.

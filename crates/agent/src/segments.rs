@@ -5,7 +5,7 @@
 //! moved over it by `mremap`, which unmaps in the same step, and is told of. A segment that may not be attached changes nothing.
 
 use crate::next::Next;
-use crate::{calls, fails, pager};
+use crate::{fails, pager, remap};
 use core::ffi::{c_int, c_void};
 use uzswap_pager::arena::PAGE;
 use uzswap_sys::raw::Errno;
@@ -40,10 +40,8 @@ fn attach(id: c_int, at: usize, flags: c_int) -> Result<(), Errno> {
     // SAFETY: the kernel chooses a place where nothing is.
     let from = unsafe { sys!(libc::SYS_shmat, id, 0, flags & !(libc::SHM_REMAP | libc::SHM_RND)) }?;
     let how = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-    let order = calls::begin_remap(from, len, len, how as usize);
     // SAFETY: the segment just attached, over memory that the program gives up.
-    let ret = unsafe { raw::syscall(libc::SYS_mremap, [from, len, len, how as usize, at, 0]) };
-    calls::end_remap(order, ret);
+    let ret = unsafe { remap::mremap(from, len, len, how as usize, at) };
     raw::check(ret).map(drop).inspect_err(|_| {
         // SAFETY: the segment just attached, which nobody knows of.
         let _ = unsafe { sys!(libc::SYS_shmdt, from) };

@@ -65,6 +65,19 @@ impl Identity {
     }
 }
 
+/// The kernel's release: its first two numbers.
+pub fn kernel_release() -> Option<(u32, u32)> {
+    // SAFETY: a plain structure, for which zeros are a value.
+    let mut names: libc::utsname = unsafe { core::mem::zeroed() };
+    // SAFETY: a structure of ours.
+    unsafe { sys!(libc::SYS_uname, &raw mut names) }.ok()?;
+    let mut numbers = names
+        .release
+        .split(|c| !(*c as u8).is_ascii_digit())
+        .map(|digits| digits.iter().try_fold(0u32, |v, c| v.checked_mul(10)?.checked_add(u32::from(*c as u8 - b'0'))));
+    Some((numbers.next()??, numbers.next()??))
+}
+
 /// Whether /proc knows the calling process by the number that it has itself: it does not where it is that of another PID namespace than the
 /// process's. There nobody can be told by an [`Identity`]. True where /proc cannot be read.
 pub fn is_in_own_proc() -> bool {

@@ -189,6 +189,20 @@ fn locked_memory_that_grows_and_moves() {
     Subject::new("grows locked, without MOVE", &[&grows]).without_move().check();
 }
 
+/// The story: memory mapped beside other memory, as one piece, is two mappings where only one was managed when both had been written to.
+/// `mremap` of both was refused (EFAULT), as the kernel moves one; and so was what later kernels move, of several mappings at once.
+#[test]
+fn what_is_mapped_side_by_side_moves_as_one() {
+    let _beside = beside();
+    let Some(side) = compile_c("sidebyside") else { return };
+    for seed in ["1", "2"] {
+        Subject::new("side by side", &[&side, &seed]).check();
+    }
+    Subject::new("side by side, without MOVE", &[&side, &"3"]).without_move().check();
+    let events = Subject::new("side by side, events late", &[&side, &"4"]);
+    injected::survives(&events, 20 << 20, &[(&["event"], "event=1/50")]);
+}
+
 /// The story: where another process of the group held what could not be taken out all but the last pages of this one were put out again
 /// and again. Eight threads that each needed four pages at once did nothing but fault.
 #[test]

@@ -1,0 +1,253 @@
+//! `mremap` of what are several mappings for the kernel.
+//!
+//! Memory that is mapped beside other memory becomes one mapping with it, and may be resized and moved with it. Where only one of the two
+//! is registered they are two, and stay two when both are, once both have been written to. The kernel moves one mapping in a call:
+//! such a call was told EFAULT, and what it was to replace was gone. (From Linux 6.17 on several mappings that stay as large may be
+//! moved at once, but what is registered may not; the kernel moves those before it, and then says EFAULT.) So their parts are moved one by
+//! one:
+//!
+//! - What would be *one* without uzswap (private anonymous memory without a gap, of the same rights) is all moved or not at all: all
+//!   addresses are taken first; all parts but the last are moved so that their old places stay mapped, empty, and can be moved back to,
+//!   whatever other threads map meanwhile; the last is moved, and resized, as the call says; and then the old places go.
+//! - What would be several is moved as the kernel does where it does: one after the other, with what there is between them, until one
+//!   cannot be moved.
+//!
+//! For the tables each is a call of its own. Who touches what is moving, or where it comes to be, sees some of it moved and some not, as no
+//! program may do (it cannot know whether its memory is still there).
+//!
+//! Which mappings there are is asked before the call where it says where to: after it the place may be another thread's. Kernels before
+//! 6.11 answer that slowly; there it is asked only when the call was refused.
+
+use crate::remap::{Call, one};
+use core::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use uzswap_pager::arena::PAGE;
+use uzswap_pager::pager::Pager;
+use uzswap_sys::raw::{self, Errno};
+use uzswap_sys::{maps, process, sys, thread};
+
+const MREMAP_DONTUNMAP: i32 = 4;
+
+/// A range of addresses, from its first to behind its last.
+type Range = (usize, usize);
+
+/// The parts of what is to be moved: the mappings, or what is of it of the first and the last one.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Pieces {
+    /// They would be one mapping. The place they are to be moved to may (or, where false, must not) be in use.
+    One(Vec<Range>, bool),
+    /// They would be several.
+    Several(Vec<Range>),
+}
+
+/// Before the system call, with the lock of mapping calls held alone: the parts, where it is known that it must be made in parts.
+pub fn before(call: &Call) -> Option<Pieces> {
+    if !call.has(libc::MREMAP_FIXED) || !is_sane(call) {
+        return None;
+    }
+    let fd = raw::open(b"/proc/thread-self/maps\0", libc::O_RDONLY | libc::O_CLOEXEC).ok()?;
+    let found = asked(fd, call.from, end(call));
+    raw::close(fd);
+    of(call, &found.ok()?, true)
+}
+
+/// After it was refused (EFAULT).
+pub fn after(call: &Call) -> Option<Pieces> {
+    if !is_sane(call) {
+        return None;
+    }
+    let mut text = Vec::with_capacity(128 << 10);
+    raw::read_file(b"/proc/thread-self/maps\0", &mut text).ok()?;
+    let found = maps::parse(&text).filter(|m| m.end > call.from && m.start < end(call)).map(|m| Part::of(&m));
+    of(call, &found.collect::<Vec<_>>(), false)
+}
+
+/// What counts of a mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Part {
+    start: usize,
+    end: usize,
+    perms: [u8; 4],
+    anonymous: bool,
+}
+
+impl Part {
+    fn of(m: &maps::Mapping) -> Self {
+        Self { start: m.start, end: m.end, perms: m.perms, anonymous: m.is_anonymous() }
+    }
+}
+
+/// The mappings in a range; nothing of them where there is one.
+fn asked(fd: i32, from: usize, end: usize) -> Result<Vec<Part>, Errno> {
+    let (mut found, mut at, mut name) = (Vec::new(), from, [0; maps::NAME_BYTES]);
+    while at < end
+        && let Some(m) = maps::mapping_from(fd, at, &mut name)?.filter(|m| m.start < end)
+    {
+        at = m.end;
+        if at >= end && found.is_empty() {
+            break;
+        }
+        found.push(Part::of(&m));
+    }
+    Ok(found)
+}
+
+/// The end of the memory that a call is of.
+fn end(call: &Call) -> usize {
+    call.from + call.old_len.next_multiple_of(PAGE)
+}
+
+/// Whether the kernel does not refuse the arguments as such.
+fn is_sane(call: &Call) -> bool {
+    let fits = |at: usize, len: usize| {
+        let end = len.checked_next_multiple_of(PAGE).and_then(|len| at.checked_add(len));
+        at.is_multiple_of(PAGE) && end.is_some_and(|end| end <= 1 << 56)
+    };
+    let known = (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | MREMAP_DONTUNMAP) as usize;
+    let (fixed, keeps) = (call.has(libc::MREMAP_FIXED), call.has(MREMAP_DONTUNMAP));
+    let [old_len, new_len] = [call.old_len, call.new_len].map(|len| len.wrapping_add(PAGE - 1) & !(PAGE - 1));
+    // (What is kept cannot be resized; where to must not be where from.)
+    call.flags & !known == 0
+        && (call.has(libc::MREMAP_MAYMOVE) || !fixed && !keeps)
+        && fits(call.from, call.old_len)
+        && (old_len > 0 && new_len > 0 && new_len <= 1 << 56)
+        && (!keeps || old_len == new_len)
+        && (!fixed || fits(call.to, call.new_len))
+        && (!fixed || call.to + new_len <= call.from || call.from + old_len <= call.to)
+}
+
+/// The parts of a call's memory, where these mappings are there and it is to be made in parts.
+fn of(call: &Call, found: &[Part], may_replace: bool) -> Option<Pieces> {
+    let first = found.first().filter(|m| m.start <= call.from && found.len() > 1)?;
+    let parts = || found.iter().map(|m| (m.start.max(call.from), m.end.min(end(call)))).collect();
+    let alike = |m: &Part| m.anonymous && m.perms == first.perms;
+    let whole = found.windows(2).all(|m| m[0].end == m[1].start) && found.last().is_some_and(|m| m.end >= end(call));
+    if whole && found.iter().all(alike) {
+        return Some(Pieces::One(parts(), may_replace));
+    }
+    let stays_as_large = call.old_len.next_multiple_of(PAGE) == call.new_len.next_multiple_of(PAGE);
+    (may_replace && stays_as_large && moves_several()).then(|| Pieces::Several(parts()))
+}
+
+/// Whether the kernel moves several mappings at once (Linux 6.17).
+fn moves_several() -> bool {
+    static RELEASE: AtomicU32 = AtomicU32::new(0);
+    let known = RELEASE.load(Relaxed);
+    let release = if known != 0 { known } else { process::kernel_release().map_or(1, |(a, b)| a << 16 | b) };
+    RELEASE.store(release, Relaxed);
+    release >= 6 << 16 | 17
+}
+
+impl Pieces {
+    /// Makes the call in these parts; what the kernel would return.
+    ///
+    /// # Safety
+    /// As the system call's; with the lock of mapping calls held alone and all signals blocked.
+    pub unsafe fn remap(&self, p: &Pager, call: &Call) -> isize {
+        // SAFETY: as the caller says.
+        let done = unsafe {
+            match self {
+                Self::One(parts, may_replace) => as_one(p, call, parts, *may_replace),
+                Self::Several(parts) => in_turn(p, call, parts),
+            }
+        };
+        done.map_or_else(|errno| -(errno as isize), |at| at as isize)
+    }
+}
+
+/// Moves mappings one after the other.
+///
+/// # Safety
+/// As the system call's.
+unsafe fn in_turn(p: &Pager, call: &Call, parts: &[Range]) -> Result<usize, Errno> {
+    for (start, end) in parts {
+        let (len, to) = (end - start, call.to + (start - call.from));
+        // SAFETY: as the caller says.
+        raw::check(unsafe { one(p, &Call { from: *start, old_len: len, new_len: len, to, flags: call.flags }) })?;
+    }
+    Ok(call.to)
+}
+
+/// Resizes and moves parts as if they were one mapping: all of them, or none.
+///
+/// # Safety
+/// As the system call's.
+unsafe fn as_one(p: &Pager, call: &Call, parts: &[Range], may_replace: bool) -> Result<usize, Errno> {
+    let [old_len, new_len] = [call.old_len, call.new_len].map(|len| len.next_multiple_of(PAGE));
+    let (fixed, keeps) = (call.has(libc::MREMAP_FIXED), call.has(MREMAP_DONTUNMAP));
+    let (Some((last, end)), false) = (parts.last().copied(), !fixed && !keeps && new_len <= old_len) else {
+        // (In its place what does not grow is not moved, and the kernel does not mind how many mappings it is.)
+        return Err(libc::EFAULT);
+    };
+    if !fixed && !keeps {
+        let grown =
+            Call { from: last, old_len: end - last, new_len: end - last + (new_len - old_len), flags: 0, to: 0 };
+        // SAFETY: as the caller says.
+        match raw::check(unsafe { one(p, &grown) }) {
+            Ok(_) => return Ok(call.from),
+            // (There is something behind it.)
+            Err(libc::ENOMEM) if call.has(libc::MREMAP_MAYMOVE) => {}
+            Err(errno) => return Err(errno),
+        }
+    }
+    let place = take(call, new_len, may_replace)?;
+    // SAFETY: as the caller says; what is at the place is ours to replace.
+    unsafe { move_all(p, call, parts, place) }?;
+    let drop = |from: usize, to: usize| {
+        // SAFETY: what the program gives up by the call, and nobody else has mapped anything there since.
+        from >= to || unsafe { sys!(libc::SYS_munmap, from, to - from) }.is_ok()
+    };
+    let moved = call.from + old_len.min(new_len);
+    let last_moved = parts.iter().map(|part| part.0).rfind(|start| *start < moved).unwrap_or(call.from);
+    if !keeps && !(drop(call.from, last_moved) && drop(moved, end)) {
+        p.say(b"uzswap: memory that was moved in parts could not be unmapped where it was; it stays mapped, and empty, there\n");
+    }
+    Ok(place)
+}
+
+/// Takes the addresses where parts are to be.
+fn take(call: &Call, len: usize, may_replace: bool) -> Result<usize, Errno> {
+    let (to, how) = match (call.has(libc::MREMAP_FIXED), may_replace) {
+        (false, _) => (0, 0),
+        (true, true) => (call.to, libc::MAP_FIXED),
+        // (The kernel has unmapped what was there.)
+        (true, false) => (call.to, libc::MAP_FIXED_NOREPLACE),
+    };
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | how;
+    // SAFETY: where nothing is, or what the program gives up by the call.
+    unsafe { sys!(libc::SYS_mmap, to, len, libc::PROT_NONE, flags, usize::MAX, 0) }
+        .map_err(|errno| if errno == libc::EEXIST { libc::EFAULT } else { errno })
+}
+
+/// Moves parts to a place that was taken for them; all of them, or none, and then the place is given up.
+///
+/// # Safety
+/// As the system call's.
+unsafe fn move_all(p: &Pager, call: &Call, parts: &[Range], place: usize) -> Result<(), Errno> {
+    let new_len = call.new_len.next_multiple_of(PAGE);
+    let moved = call.from + new_len.min(end(call) - call.from);
+    let fixed = (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) as usize;
+    let keep = fixed | MREMAP_DONTUNMAP as usize;
+    let move_one = |from: usize, old_len: usize, new_len: usize, to: usize, flags: usize| {
+        // SAFETY: as the caller says; back, to where nothing but its empty mapping is.
+        raw::check(unsafe { one(p, &Call { from, old_len, new_len, flags, to }) })
+    };
+    let there = |start: usize| place + (start - call.from);
+    for (i, (start, end)) in
+        parts.iter().map(|(a, b)| (*a, (*b).min(moved))).take_while(|(a, _)| *a < moved).enumerate()
+    {
+        let is_last = end == moved;
+        let len = if is_last { new_len - (start - call.from) } else { end - start };
+        let flags = if is_last && !call.has(MREMAP_DONTUNMAP) { fixed } else { keep };
+        let Err(errno) = move_one(start, end - start, len, there(start), flags) else { continue };
+        for (start, end) in &parts[..i] {
+            if move_one(there(*start), end - start, end - start, *start, fixed).is_err() {
+                p.say(b"uzswap: memory of which a part was moved could not be moved back; the process is ended rather than read wrong data\n");
+                thread::end_process(125);
+            }
+        }
+        // SAFETY: the place that was taken, in which nothing is any more.
+        let _ = unsafe { sys!(libc::SYS_munmap, place, new_len) };
+        return Err(errno);
+    }
+    Ok(())
+}
