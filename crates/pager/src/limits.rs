@@ -212,7 +212,13 @@ impl Pager {
         true
     }
 
-    /// Whether the pool was refused room, and would be still: nothing that needs any is then worth trying.
+    /// Whether nothing may be in the pool (`memory.zswap.max` of a group is less than a page): what leaves goes to the swap file directly.
+    pub fn pool_is_forbidden(&self) -> bool {
+        self.chain_nodes().any(|(_, n)| n.zswap_max.load(Relaxed) < PAGE as u64)
+    }
+
+    /// Whether the pool was refused room, and would be still, and the swap file does not take what it is refused: nothing that needs any
+    /// is then worth trying.
     pub fn zswap_is_full(&self, s: &State) -> bool {
         if !self.zswap_full.load(Relaxed) {
             return false;
@@ -221,7 +227,7 @@ impl Pager {
         let mut levels = self.chain_nodes().enumerate();
         let full = levels.any(|(i, (_, n))| (own + others.pool[i] + PAGE) as u64 > n.zswap_max.load(Relaxed));
         self.zswap_full.store(full, Relaxed);
-        full
+        full && !(self.pool_is_forbidden() && self.goes_directly(s))
     }
 
     /// Whether `bytes` more may be put in the swap file: the groups' `memory.swap.max`, of which `own` are this

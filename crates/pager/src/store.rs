@@ -65,7 +65,7 @@ impl zswap::Store for Tables<'_> {
         if self.pager.inject(Site::Limit).is_some() {
             return Err(Refused::Limit);
         }
-        if self.zeros || !self.pager.zswap_is_full(self.s) {
+        if self.zeros || self.waits || !self.pager.zswap_is_full(self.s) {
             return Ok(());
         }
         self.pager.compact_pool(self.s);
@@ -80,7 +80,8 @@ impl zswap::Store for Tables<'_> {
         let flags = if self.waits { WAITING } else { REFERENCED };
         let head = Header { len, encoding, order, vpn: unit.vpn, flags };
         let set = |place: &mut [u8]| hashes.iter().enumerate().for_each(|(i, h)| object::set_hash(place, i, *h));
-        if !self.pager.may_zswap(self.s, len) {
+        // (What waits to be written is not the pool's: as much may wait as may.)
+        if !self.waits && !self.pager.may_zswap(self.s, len) {
             return Err(Refused::Limit);
         }
         if self.pager.inject(Site::Pool).is_some() {
@@ -183,16 +184,18 @@ impl Pager {
             }
         }
         let order = if dirty == 1 << e.order() { e.order() } else { 0 };
-        let large = order >= LARGE_ORDER;
+        let kept_out = order >= LARGE_ORDER && !self.group.folios.allows(order);
         let some = match dirty {
             0 => false,
+            _ if (kept_out || self.pool_is_forbidden()) && self.may_go_whole(s, order) => {
+                self.begin_folio(s, batch, (start, end), order, true)
+            }
             // A full pool still takes zeros, which need no place in it: page by page.
             _ if dirty > 1 && self.zswap_is_full(s) => {
                 let staged = (start..end).filter(|at| s.pt.get(*at).tag() == Tag::Staged).collect::<Vec<_>>();
                 staged.into_iter().filter(|at| self.begin_folio(s, batch, (*at, at + 1), 0, false)).count() > 0
             }
-            _ if !large || self.group.folios.allows(order) => self.begin_folio(s, batch, (start, end), order, false),
-            _ if self.may_go_whole(s, order) => self.begin_folio(s, batch, (start, end), order, true),
+            _ if !kept_out => self.begin_folio(s, batch, (start, end), order, false),
             _ => {
                 // Folios as large as this one are not to enter the pool, and the disk does not take it: it is split, into the largest
                 // that are. Whatever comes of them, nothing older is found for it.
@@ -222,7 +225,7 @@ impl Pager {
             // SAFETY: a staged page's slot holds its frame, and the lock is held.
             object::is_zero(unsafe { self.layout.frames(s.pt.get(start).aux(), 1) })
         };
-        let mut tables = Tables { zeros, waits: false, pager: self, s, units: &[], out: &[], hashes: &[] };
+        let mut tables = Tables { zeros, waits: whole, pager: self, s, units: &[], out: &[], hashes: &[] };
         if let Err(why) = zswap::begin(&mut tables, (start..end).filter(staged), true) {
             self.refused(order, why);
             let count = (start..end).filter(staged).count();

@@ -1,4 +1,4 @@
-//! Folios that are not to enter the pool (`--large-folios`) go to the swap file whole.
+//! Folios that are not to enter the pool (`--large-folios`; all, where `memory.zswap.max` is 0) go to the swap file whole.
 //!
 //! ```text
 //! staged ─ compressed ─▶ waits: objects in the pool, on no list ─ room for all, side by side ─▶ written ─▶ Disk
@@ -94,15 +94,28 @@ impl Pager {
 
     /// Whether a folio that is not to enter the pool goes to disk now.
     pub(crate) fn may_go_whole(&self, s: &State, order: u8) -> bool {
-        let Some(swap) = s.swap.as_ref() else { return false };
+        s.swap.as_ref().is_some_and(|swap| {
+            self.takes_whole(swap, order) && self.may_swap(swap.books.used_bytes() + swap.whole.bytes, PAGE << order)
+        })
+    }
+
+    /// Whether a page that is not to enter the pool would go to disk now.
+    pub(crate) fn goes_directly(&self, s: &State) -> bool {
+        s.swap.as_ref().is_some_and(|swap| {
+            self.takes_whole(swap, 0) && self.has_swap_room(swap.books.used_bytes() + swap.whole.bytes, PAGE)
+        })
+    }
+
+    fn takes_whole(&self, swap: &Swap, order: u8) -> bool {
         let (least, until) = swap.whole.no_room;
         self.tier.file.load(Relaxed) >= 0
             && !swap.map.is_remote()
             && swap.failures == 0
             && !(order >= least && thread::now_ns() < until)
+            // (What finds no room is in the pool then. Where nothing may be, no more comes before the disk has taken that.)
+            && (until == 0 || !self.pool_is_forbidden() || swap.whole.is_empty() && swap.shrinker.is_empty())
             && !self.enough_waits(swap)
             && self.may_write_back()
-            && self.may_swap(swap.books.used_bytes() + swap.whole.bytes, PAGE << order)
     }
 
     /// The objects of a folio were stored and wait to be written.
@@ -347,6 +360,9 @@ impl Swap {
             folio.aboard -= 1;
             folio.split |= !written;
             folio.gone += if written { pages.count_ones() as usize } else { 0 };
+            if written && folio.order >= self.whole.no_room.0 {
+                self.whole.no_room = (0, 0);
+            }
         }
     }
 

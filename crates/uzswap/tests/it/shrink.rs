@@ -77,3 +77,47 @@ fn a_stopped_member_holds_nobody_up() {
     }
     members.into_iter().for_each(|member| _ = member.ends_well());
 }
+
+/// The story: where nothing may be in the pool nothing but zeros left, as if there were no swap file. Memory that is refused by the pool
+/// goes to swap directly, as in the kernel.
+#[test]
+fn what_the_pool_may_not_hold_goes_to_the_swap_file() {
+    let place = Place::new();
+    let mut member = place.start(&[&["--group", "g", "-m", "48M"][..], &SWAP].concat());
+    let limit = 48 * MIB;
+    member.tell("c 1");
+    place.ctl(&["g", "memory.zswap.max=0"]);
+    for data in ["c 60", "r 60"] {
+        member.tell(data);
+        let (used, disk) = (place.number("g", "memory.current"), place.number("g", "memory.swap.current"));
+        let pool = place.number("g", "memory.zswap.current");
+        println!("{data}: {} of 48 MiB used, {} KiB on disk, {} KiB in the pool", used / MIB, disk >> 10, pool >> 10);
+        assert!(used <= limit + limit / 10 && disk > 0, "{data}: {used} bytes used, {disk} on disk");
+    }
+    member.tell("v");
+    eventually("what waits has been written, and what was read back has gone", || {
+        place.number("g", "memory.zswap.current") <= 8 * MIB
+    });
+    place.ctl(&["g", "memory.zswap.max=max"]);
+    member.tell("v");
+    let said = member.ends_well();
+    assert!(!said.contains("is full"), "{said}");
+}
+
+/// The same with less room on disk than it takes: what found none is in the pool, and no more comes after it.
+#[test]
+fn what_finds_no_room_on_disk_does_not_fill_a_pool_that_may_hold_nothing() {
+    let place = Place::new();
+    let mut member = place.start(&["--group", "g", "-m", "48M", "--swap", "16M"]);
+    member.tell("c 1");
+    place.ctl(&["g", "memory.zswap.max=0"]);
+    member.tell("r 100");
+    for _ in 0..3 {
+        member.tell("v");
+        let (pool, disk) = (place.number("g", "memory.zswap.current"), place.number("g", "memory.swap.current"));
+        println!("{} KiB on disk, {} KiB in the pool", disk >> 10, pool >> 10);
+        assert!(disk > 12 * MIB && pool <= 4 * MIB, "{disk} bytes on disk, {pool} in the pool");
+    }
+    let said = member.ends_well();
+    assert!(said.contains("is full"), "{said}");
+}
