@@ -251,3 +251,60 @@ unsafe fn move_all(p: &Pager, call: &Call, parts: &[Range], place: usize) -> Res
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FIXED: usize = (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) as usize;
+
+    fn call(from: usize, old: usize, new: usize, flags: usize, to: usize) -> Call {
+        let [from, old_len, new_len, to] = [from, old, new, to].map(|pages| pages * PAGE);
+        Call { from, old_len, new_len, flags, to }
+    }
+
+    fn part(start: usize, end: usize, perms: &[u8; 4]) -> Part {
+        Part { start: start * PAGE, end: end * PAGE, perms: *perms, anonymous: true }
+    }
+
+    #[test]
+    fn what_would_be_one_mapping_is_told_from_what_would_be_several() {
+        let ranges = |all: &[(usize, usize)]| all.iter().map(|(a, b)| (a * PAGE, b * PAGE)).collect::<Vec<_>>();
+        let grows = call(10, 8, 9, FIXED, 50);
+        let one = [part(5, 12, b"rw-p"), part(12, 14, b"rw-p"), part(14, 30, b"rw-p")];
+        let parts = ranges(&[(10, 12), (12, 14), (14, 18)]);
+        assert_eq!(of(&grows, &one, true), Some(Pieces::One(parts.clone(), true)));
+        assert_eq!(of(&grows, &one[..1], true), None, "one mapping is the kernel's to move");
+        assert_eq!(of(&grows, &one[..2], true), None, "some of it is not mapped");
+        // Of other rights, with something between them, or not there from the start.
+        let rights = [one[0], part(12, 14, b"r--p"), one[2]];
+        let gap = [one[0], one[2]];
+        let late = [part(11, 12, b"rw-p"), one[1], one[2]];
+        assert_eq!([&rights[..], &gap, &late].map(|found| of(&grows, found, true)), [None, None, None]);
+        let stays = Call { new_len: grows.old_len, ..grows };
+        let several = moves_several().then(|| Pieces::Several(parts));
+        assert_eq!(of(&stays, &rights, true), several);
+        assert_eq!((of(&stays, &rights, false), of(&stays, &late, true)), (None, None));
+    }
+
+    #[test]
+    fn what_the_kernel_refuses_as_such_is_left_to_it() {
+        assert!(is_sane(&call(10, 8, 9, FIXED, 50)) && is_sane(&call(10, 8, 9, 0, 0)));
+        let keeps = FIXED | MREMAP_DONTUNMAP as usize;
+        assert!(is_sane(&call(10, 8, 8, keeps, 18)) && is_sane(&call(10, 8, 8, keeps, 2)));
+        for (from, old, new, flags, to) in [
+            (10, 8, 8, keeps, 17),
+            (10, 8, 8, keeps, 3),
+            (10, 8, 9, keeps, 50),
+            (10, 0, 9, FIXED, 50),
+            (10, 8, 0, FIXED, 50),
+            (10, 8, 9, libc::MREMAP_FIXED as usize, 50),
+            (10, 8, 9, FIXED | 64, 50),
+            (10, 8, 9, FIXED, usize::MAX / PAGE),
+        ] {
+            assert!(!is_sane(&call(from, old, new, flags, to)), "{from} {old} {new} {flags} {to}");
+        }
+        assert!(!is_sane(&Call { to: 50 * PAGE + 1, ..call(10, 8, 9, FIXED, 50) }));
+        assert!(!is_sane(&Call { new_len: usize::MAX, ..call(10, 8, 9, 1, 50) }));
+    }
+}

@@ -38,34 +38,40 @@ impl Call {
 pub unsafe extern "C" fn mremap(from: usize, old_len: usize, new_len: usize, flags: usize, to: usize) -> isize {
     let call = Call { from, old_len, new_len, flags, to };
     let order = begin_one(libc::SYS_mremap, new_len, flags);
-    let Some(p) = pager().filter(|_| order.held == Some(Held::Alone)) else {
-        // SAFETY: as the caller says.
-        let ret = unsafe { system_call(&call) };
-        end_one(order);
-        return ret;
-    };
-    let mut pieces = pieces::before(&call);
-    let mut ret = -(libc::EFAULT as isize);
-    if pieces.is_none() {
-        // SAFETY: as the caller says.
-        ret = unsafe { one(p, &call) };
-        if raw::check(ret) == Err(libc::EFAULT) {
-            pieces = pieces::after(&call);
+    // SAFETY: as the caller says.
+    let (ret, in_pieces) = unsafe {
+        match pager().filter(|_| order.held == Some(Held::Alone)) {
+            Some(p) => alone(p, &call),
+            None => (system_call(&call), false),
         }
-    }
-    if let Some(pieces) = &pieces {
-        // SAFETY: as the caller says.
-        ret = unsafe { pieces.remap(p, &call) };
-    }
-    if let Ok(at) = raw::check(ret) {
+    };
+    if let (Some(p), Ok(at)) = (pager(), raw::check(ret)) {
         is_no_stack(p, at, at + new_len.next_multiple_of(PAGE));
-        if pieces.is_some() {
+        if in_pieces {
             // (Parts of it may not be managed yet, and were noted to be elsewhere.)
             p.growth.noted.note(at, new_len);
         }
     }
     end_one(order);
     ret
+}
+
+/// The call, with the lock of mapping calls held alone and all signals blocked; whether it was made in pieces.
+///
+/// # Safety
+/// As the system call's.
+unsafe fn alone(p: &Pager, call: &Call) -> (isize, bool) {
+    let mut pieces = pieces::before(call);
+    let mut ret = -(libc::EFAULT as isize);
+    if pieces.is_none() {
+        // SAFETY: as the caller says.
+        ret = unsafe { one(p, call) };
+        if raw::check(ret) == Err(libc::EFAULT) {
+            pieces = pieces::after(call);
+        }
+    }
+    // SAFETY: as the caller says.
+    pieces.map_or((ret, false), |pieces| (unsafe { pieces.remap(p, call) }, true))
 }
 
 /// The system call alone.

@@ -185,15 +185,21 @@ impl Pager {
         }
         let order = if dirty == 1 << e.order() { e.order() } else { 0 };
         let kept_out = order >= LARGE_ORDER && !self.group.folios.allows(order);
+        let forbidden = self.pool_is_forbidden();
         let some = match dirty {
             0 => false,
-            _ if (kept_out || self.pool_is_forbidden()) && self.may_go_whole(s, order) => {
+            _ if (kept_out || forbidden) && self.may_go_whole(s, order) => {
                 self.begin_folio(s, batch, (start, end), order, true)
             }
-            // A full pool still takes zeros, which need no place in it: page by page.
-            _ if dirty > 1 && self.zswap_is_full(s) => {
+            // A full pool still takes zeros, which need no place in it: page by page. And where nothing may be in it the disk may have
+            // room for single pages.
+            _ if dirty > 1 && (forbidden || self.zswap_is_full(s)) => {
+                let directly = forbidden && self.goes_directly(s);
+                if directly {
+                    self.counters().folios.count(order, |c| &c.swpout_fallback);
+                }
                 let staged = (start..end).filter(|at| s.pt.get(*at).tag() == Tag::Staged).collect::<Vec<_>>();
-                staged.into_iter().filter(|at| self.begin_folio(s, batch, (*at, at + 1), 0, false)).count() > 0
+                staged.into_iter().filter(|at| self.begin_folio(s, batch, (*at, at + 1), 0, directly)).count() > 0
             }
             _ if !kept_out => self.begin_folio(s, batch, (start, end), order, false),
             _ => {

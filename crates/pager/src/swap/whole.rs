@@ -113,7 +113,7 @@ impl Pager {
             && swap.failures == 0
             && !(order >= least && thread::now_ns() < until)
             // (What finds no room is in the pool then. Where nothing may be, no more comes before the disk has taken that.)
-            && (until == 0 || !self.pool_is_forbidden() || swap.whole.is_empty() && swap.shrinker.is_empty())
+            && (until == 0 || order < least || !self.pool_is_forbidden() || swap.whole.is_empty() && swap.shrinker.is_empty())
             && !self.enough_waits(swap)
             && self.may_write_back()
     }

