@@ -72,7 +72,7 @@ pub fn begin_one(nr: c_long, third: usize, fourth: usize) -> InOrder {
         set_mask(mask);
         return InOrder::default();
     }
-    InOrder { held: Some(held), mask, ..InOrder::default() }
+    InOrder { held: Some(held), mask }
 }
 
 /// After it.

@@ -198,7 +198,7 @@ unsafe fn as_one(p: &Pager, call: &Call, parts: &[Range], may_replace: bool) -> 
     };
     let moved = call.from + old_len.min(new_len);
     let last_moved = parts.iter().map(|part| part.0).rfind(|start| *start < moved).unwrap_or(call.from);
-    if !keeps && !(drop(call.from, last_moved) && drop(moved, end)) {
+    if !keeps && (!drop(call.from, last_moved) || !drop(moved, end)) {
         p.say(b"uzswap: memory that was moved in parts could not be unmapped where it was; it stays mapped, and empty, there\n");
     }
     Ok(place)
