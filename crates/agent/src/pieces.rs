@@ -282,7 +282,7 @@ mod tests {
         let late = [part(11, 12, b"rw-p"), one[1], one[2]];
         assert_eq!([&rights[..], &gap, &late].map(|found| of(&grows, found, true)), [None, None, None]);
         let stays = Call { new_len: grows.old_len, ..grows };
-        let several = moves_several().then(|| Pieces::Several(parts));
+        let several = moves_several().then_some(Pieces::Several(parts));
         assert_eq!(of(&stays, &rights, true), several);
         assert_eq!((of(&stays, &rights, false), of(&stays, &late, true)), (None, None));
     }
