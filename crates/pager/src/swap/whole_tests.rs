@@ -396,7 +396,8 @@ fn where_nothing_may_be_in_the_pool_all_goes_to_disk() {
     node.zswap_writeback.store(0, Relaxed);
     assert_eq!(store(s, first + 17..first + 33), 0);
     assert!(p.zswap_is_full(s) && s.pool.held_bytes() == 0);
-    (node.zswap_writeback.store(1, Relaxed), node.zswap_max.store(u64::MAX, Relaxed));
+    node.zswap_writeback.store(1, Relaxed);
+    node.zswap_max.store(u64::MAX, Relaxed);
     p.tier.file.store(-1, Relaxed);
     end(s, first..first + 33);
 }
