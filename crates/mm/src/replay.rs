@@ -250,7 +250,7 @@ impl Replay {
                 self.out.stored += n as u64;
                 self.shrink();
             }
-            Kind::Resize => world.resize(vpn, r.object_bytes()),
+            Kind::Resize => world.resize(vpn, n, r.object_bytes()),
             Kind::Load => self.load(slot, &r),
             Kind::Clean => {
                 (vpn..vpn + n as u64).for_each(|at| world.clean(at));

@@ -282,3 +282,32 @@ fn what_is_kept_for_children_is_bounded() {
     (0..5).for_each(|_| play(&mut replay, 1, 0, &many));
     assert!(replay.waiting.is_empty() && replay.out.loads == many.len() as u64 * 5);
 }
+
+/// The story: an object was looked for at its first page alone. Where the program had written to that page since, and it had been stored
+/// by itself, its own object was taken to be as large as the other; and of a large block, of which the replay makes several, the first was
+/// taken to be as large as all.
+#[test]
+fn an_object_is_replaced_by_a_denser_one_wherever_its_pages_are() {
+    let in_pool = |records: &[Record]| {
+        let mut replay = Replay::new(settings(Policy::Fifo, 1 << 30));
+        records.iter().for_each(|r| replay.record(0, *r));
+        check(&replay);
+        replay.in_pools()
+    };
+    let block = Record::of_object(Kind::Store, 0, 2, 8000);
+    let anew = [Record::load(0, 1, true, 0), Record::of_object(Kind::Store, 0, 0, 3000)];
+    let resized = Record::of_object(Kind::Resize, 0, 2, 5000);
+    let parts = [block, anew[0], anew[1]];
+    assert_eq!(in_pool(&parts) - in_pool(&[&parts[..], &[resized]].concat()), 3000);
+    // All of it is elsewhere, or nowhere.
+    let moved = [Record::pages(Kind::MoveFrom, 0, 4), Record::pages(Kind::MoveTo, 64, 4)];
+    let there = Record::of_object(Kind::Resize, 64, 2, 5000);
+    assert_eq!(in_pool(&[block]) - in_pool(&[block, moved[0], moved[1], there]), 3000);
+    assert_eq!(in_pool(&[block]), in_pool(&[block, moved[0], moved[1], resized]));
+    // A block of 2 MiB, as a whole and in parts.
+    let huge = |kind, len| Record::of_object(kind, 512, 9, len);
+    let before = in_pool(&[huge(Kind::Store, 1 << 20)]);
+    assert_eq!(before - in_pool(&[huge(Kind::Store, 1 << 20), huge(Kind::Resize, 1 << 19)]), 1 << 19);
+    let part = Record::of_object(Kind::Resize, 528, 4, 20_000);
+    assert_eq!(before - in_pool(&[huge(Kind::Store, 1 << 20), part]), 32_768 - 20_000);
+}

@@ -182,13 +182,23 @@ impl World {
         }
     }
 
-    pub(super) fn resize(&mut self, vpn: u64, bytes: usize) {
-        let Some(page) = self.pages.get(&vpn).filter(|p| p.object != NONE) else { return };
-        let object = &mut self.objects[page.object as usize];
-        let new = (HEAD + HASH * object.pages as usize + bytes) as u32;
-        if object.at.is_none() {
-            self.in_pool = self.in_pool - object.bytes as usize + new as usize;
-            object.bytes = new;
+    /// The object of `pages` pages was replaced by a denser one.
+    pub(super) fn resize(&mut self, vpn: u64, pages: usize, bytes: usize) {
+        for from in (0..pages).step_by(MOST_PAGES) {
+            let n = (pages - from).min(MOST_PAGES);
+            let base = vpn + from as u64;
+            // (Of its pages some may be others' by now: those are stored by themselves.)
+            let named = (base..base + n as u64).filter_map(|at| self.pages.get(&at)).map(|page| page.object);
+            let mut named = named.filter(|object| *object != NONE);
+            let Some(handle) = named.find(|object| self.objects[*object as usize].pages as usize == n) else {
+                continue;
+            };
+            let object = &mut self.objects[handle as usize];
+            let new = (HEAD + HASH * n + bytes * n / pages) as u32;
+            if object.at.is_none() {
+                self.in_pool = self.in_pool - object.bytes as usize + new as usize;
+                object.bytes = new;
+            }
         }
     }
 
