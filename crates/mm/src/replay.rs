@@ -48,12 +48,15 @@ impl Default for Cost {
     }
 }
 
+/// For [`Settings::pool`]: as much as they like, and nothing is written. That is how much they took.
+pub const NO_DISK: usize = usize::MAX;
+
 /// What to replay with.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
     /// Who decides.
     pub policy: Policy,
-    /// Bytes all pools together may take.
+    /// Bytes all pools together may take, or [`NO_DISK`].
     pub pool: usize,
     /// Down to how many percent of that they are shrunk.
     pub accept_percent: usize,
@@ -307,6 +310,9 @@ impl Replay {
     }
 
     fn evict(&mut self, slot: u32, n: usize) {
+        if self.settings.pool == NO_DISK {
+            return;
+        }
         let resident = (self.settings.limit.saturating_sub(self.in_pools()) / PAGE).max(1);
         let Some(world) = self.worlds.get_mut(&slot) else { return };
         world.shrinker.press(n, resident, world.stored, world.in_pool / PAGE, &self.disk_reads);

@@ -6,7 +6,7 @@ use crate::output::print;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 use std::fs;
-use uzswap_mm::replay::{Cost, Outcome, Replay, Settings};
+use uzswap_mm::replay::{Cost, NO_DISK, Outcome, Replay, Settings};
 use uzswap_mm::shrinker::Policy;
 use uzswap_mm::size::{Size, human};
 use uzswap_mm::trace::{Error, Trace};
@@ -20,8 +20,8 @@ pub fn replay(args: &ReplayArgs) -> Result<(), String> {
     let limit = trace.header.limit as usize;
     let cost = Cost { read_ns: args.read_latency * 1000, bytes_per_second: args.bandwidth << 20 };
     let settings = |policy, pool| Settings { policy, pool, accept_percent: args.accept_threshold.into(), limit, cost };
-    // Where nothing is ever full nothing is written: that is how much the pools took.
-    let (all, error) = play(&trace, settings(Policy::S3Fifo, usize::MAX));
+    // (Which policy decides nothing there.)
+    let (all, error) = play(&trace, settings(Policy::default(), NO_DISK));
     let pool = match &args.pool {
         Some(text) => Size::parse(text)?.resolve(all.pool_peak) as usize,
         None => all.pool_peak as usize / 2,

@@ -311,3 +311,19 @@ fn an_object_is_replaced_by_a_denser_one_wherever_its_pages_are() {
     let part = Record::of_object(Kind::Resize, 528, 4, 20_000);
     assert_eq!(before - in_pool(&[huge(Kind::Store, 1 << 20), part]), 32_768 - 20_000);
 }
+
+/// The story: what reclaim took from the program pressed the pool there too, so that pools were said to have taken a third less than they
+/// had; and `uzswap replay` replays with a part of that.
+#[test]
+fn how_much_the_pools_took_is_without_a_disk() {
+    for policy in Policy::ALL {
+        let mut replay = Replay::new(settings(policy, NO_DISK));
+        for vpn in 0..1000 {
+            store(&mut replay, vpn);
+            replay.record(0, Record::pages(Kind::Evict, 0, 100));
+        }
+        let taken = replay.in_pools() as u64;
+        let done = replay.finish();
+        assert_eq!((done.written_back, done.pool_peak), (0, taken), "{policy:?}");
+    }
+}
