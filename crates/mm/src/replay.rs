@@ -99,9 +99,9 @@ pub struct Outcome {
     pub lost: u64,
     /// Virtual time at the end: the trace's, and what was waited (nanoseconds).
     pub end_ns: u64,
-    /// What the recorded run itself wrote back (pages).
+    /// What the recorded run itself wrote back (pages, of which some may have been gone from their objects).
     pub recorded_written_back: u64,
-    /// What the recorded run itself read from disk (pages).
+    /// What the recorded run itself read from disk (the same).
     pub recorded_swapins: u64,
 }
 

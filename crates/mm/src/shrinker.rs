@@ -489,7 +489,8 @@ mod tests {
         s.put_back(first);
         assert_eq!(s.pop(), Some(first));
         s.rotate(first);
-        assert_eq!([s.pop(), s.pop(), s.pop()].map(|e| e.unwrap().handle), [1, 2, 0]);
+        let rest = [s.pop(), s.pop(), s.pop()].map(|e| e.unwrap());
+        assert_eq!(rest.map(|e| (e.vpn, e.handle)), [(1 << 33 | 5, 1), (2 << 33 | 5, 2), (5, 0)]);
         assert!(s.pop().is_none());
     }
 
@@ -553,6 +554,26 @@ mod tests {
         let before = s.freeable(1000, 1000, &reads);
         reads.add(900);
         assert_eq!((s.freeable(1000, 1000, &reads), reads.get()), (before, 900));
+    }
+
+    /// The old heuristic to the number: each store and load protects one more, up to a quarter of the list, beyond which a store halves it.
+    #[test]
+    fn old_policy_protects_as_many_as_the_kernel_did() {
+        let (mut s, reads) = (Shrinker::new(Policy::Decaying), DiskReads::new());
+        let (mut protected, mut listed) = (0usize, 0);
+        for step in 0..5000u32 {
+            // (Many stores, then many loads, and so on.)
+            if step % 700 < 500 {
+                s.stored(Entry { vpn: 5, handle: step });
+                listed += 1;
+                protected += 1;
+                protected = if protected > listed / 4 { protected / 2 } else { protected };
+            } else {
+                s.loaded();
+                protected = listed.min(protected + 1);
+            }
+            assert_eq!(listed - s.freeable(listed, listed, &reads), protected, "step {step}");
+        }
     }
 
     /// C4: between the most and where stores are accepted again it goes on with what it was doing.

@@ -125,7 +125,7 @@ pub struct FolioCounters {
     pub block_write: AtomicU64,
     /// Blocks of several pages decompressed (blocks).
     pub block_read: AtomicU64,
-    /// Blocks that could not be decompressed, or not be stored (blocks).
+    /// Blocks that could not be decompressed (blocks), and folios of several pages that could not be stored (folios).
     pub block_failed: AtomicU64,
     /// Faults that decompressed a block and did not deliver all of it: they could not, or the page was read at random (blocks).
     pub block_partial_read: AtomicU64,

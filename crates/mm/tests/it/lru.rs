@@ -187,7 +187,9 @@ fn what_is_stale_does_not_pile_up() {
     let mut lru = Lru::default();
     // Page 8 is listed once for all, the others over and over.
     lru.push(List::Inactive, Entry::new(8, 3, 1));
-    let is_fresh = |now: u32| move |page: u64, stamp: u32| if page < 16 { page == 12 } else { stamp == now };
+    // (Right before it, so that what stays of this is another's.)
+    lru.push(List::Inactive, Entry::new(4, 2, 1));
+    let is_fresh = |now: u32| move |page: u64, stamp: u32| if page < 16 { page == 8 } else { stamp == now };
     for round in 2..100 {
         for page in 0..1_000 {
             lru.push([List::Active, List::Inactive][page as usize % 2], Entry::new(16 + page, 0, round));
@@ -200,5 +202,19 @@ fn what_is_stale_does_not_pile_up() {
         left.push(e);
     }
     let fresh = left.iter().filter(|e| e.stamp() == 99).count();
-    assert_eq!((fresh, left.iter().filter(|e| e.vpn() == 8).count()), (1_000, 1), "one page of a folio is enough");
+    let stale = |vpn: u64| left.iter().filter(|e| e.vpn() == vpn).count();
+    assert_eq!((fresh, stale(8), stale(4)), (1_000, 1, 0), "one page of a folio is enough, and it must be its own");
+}
+
+/// What a list had when it was long it does not keep: it counts against the limit.
+#[test]
+fn what_leaves_a_list_leaves_its_memory() {
+    let mut lru = Lru::default();
+    for page in 0..10_000 {
+        lru.push(List::Active, Entry::new(page, 0, 1));
+        lru.push(List::Unevictable, Entry::new(1 << 20 | page, 0, 1));
+    }
+    assert_eq!((lru.rescue(), lru.unevictable.metadata_bytes()), (10_000, 0));
+    lru.tidy(100, |page, _| page < 100);
+    assert!(lru.active.len() == 100 && lru.metadata_bytes() <= 2 * 100 * 8);
 }

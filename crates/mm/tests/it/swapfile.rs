@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
-use uzswap_mm::swapfile::{BLOCK, GRAIN, Geometry, LEAST_CLUSTER, MOST_BYTES, MOST_CLUSTERS, SwapFile, offset};
+use uzswap_mm::swapfile::{BLOCK, GRAIN, Geometry, LEAST_CLUSTER, MOST_BYTES, MOST_CLUSTERS, Object, SwapFile, offset};
 
 const CLUSTERS: u32 = 6;
 const LEAST: usize = 20 << 10;
@@ -13,6 +13,8 @@ enum Step {
     Write(Vec<(usize, u8)>),
     /// Ends one page's reference to the n-th object.
     Release(usize, u8),
+    /// One page of the n-th object, if it has it, is in memory too from now on, or no longer.
+    Keep(usize, u8),
     /// From now on this cluster is shared with somebody, or no longer.
     Share(u32),
 }
@@ -22,6 +24,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
         2 => proptest::collection::vec(object, 1..40).prop_map(Step::Write),
         20 => (any::<usize>(), 0u8..4).prop_map(|(n, page)| Step::Release(n, page)),
+        5 => (any::<usize>(), 0u8..4).prop_map(|(n, page)| Step::Keep(n, page)),
         1 => (0..CLUSTERS).prop_map(Step::Share),
     ];
     proptest::collection::vec(step, 1..300)
@@ -31,6 +34,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 struct Model {
     /// Byte ranges of objects, by place.
     objects: BTreeMap<u32, (usize, u16, u32)>,
+    /// Of those, which pages are kept.
+    kept: BTreeMap<u32, u16>,
     /// Clusters given to the planner.
     given: BTreeSet<u32>,
     shared: BTreeSet<u32>,
@@ -46,6 +51,37 @@ impl Model {
             .iter()
             .flat_map(|(p, (len, ..))| offset(*p) / block..(offset(*p) + *len as u64).div_ceil(block))
             .collect()
+    }
+
+    /// Bytes of the largest run of free blocks in a cluster.
+    fn largest_hole(&self, cluster: u32) -> usize {
+        let blocks = LEAST_CLUSTER / BLOCK;
+        let (taken, first) = (self.blocks(), cluster as u64 * blocks as u64);
+        let free: Vec<bool> = (first..first + blocks as u64).map(|b| !taken.contains(&b)).collect();
+        free.split(|free| !free).map(|hole| hole.len() * BLOCK).max().unwrap_or(0)
+    }
+
+    /// What is found where no cluster is fresh: a large hole of the emptiest cluster that has one, else the largest there is.
+    fn holes(&self, file: &SwapFile, most: usize) -> Result<(), TestCaseError> {
+        let mine = |c: u32| !self.shared.contains(&c);
+        let writable = || self.given.iter().copied().filter(|c| mine(*c));
+        let used = |c: u32| -> usize {
+            let base = u64::from(c) * LEAST_CLUSTER as u64;
+            let inside =
+                self.objects.iter().filter(|(p, _)| (base..base + LEAST_CLUSTER as u64).contains(&offset(**p)));
+            inside.map(|(_, (len, ..))| *len).sum()
+        };
+        let most_blocks = most / BLOCK * BLOCK;
+        let large = writable().filter(|c| self.largest_hole(*c).min(most_blocks) >= LEAST).map(used).min();
+        let found = file.run_in_hole(LEAST, most, mine);
+        prop_assert_eq!(found.map(|run| used(run.cluster())), large);
+        let largest = |c: u32| self.largest_hole(c).min(most_blocks);
+        if let Some(run) = found {
+            prop_assert_eq!(run.bytes(), largest(run.cluster()));
+        }
+        let all = writable().map(largest).max().filter(|bytes| *bytes > 0);
+        prop_assert_eq!(file.run_in_largest_hole(most, mine).map(|run| run.bytes()), all);
+        Ok(())
     }
 
     /// One write of `objects`, as many as fit into the run that the file gives.
@@ -102,9 +138,13 @@ impl Model {
         let Some((&place, &(len, live, check))) = nth.filter(|(_, (_, live, _))| live & bit != 0) else {
             return Ok(());
         };
+        prop_assert!(!file.drop_if_empty((offset(place) / LEAST_CLUSTER as u64) as u32), "it is not empty");
+        prop_assert!(!file.drop_if_empty(CLUSTERS), "nobody has it");
         let emptied = file.release(place, bit);
+        *self.kept.entry(place).or_default() &= !bit;
         if live & !bit == 0 {
             self.objects.remove(&place);
+            self.kept.remove(&place);
             prop_assert!(file.get(place).is_none());
         } else {
             self.objects.insert(place, (len, live & !bit, check));
@@ -118,20 +158,51 @@ impl Model {
         Ok(())
     }
 
+    /// One page of the n-th object is in memory too, or no longer.
+    fn keep(&mut self, file: &mut SwapFile, n: usize, page: u8) {
+        let bit = 1u16 << page;
+        let nth = self.objects.iter().nth(n % self.objects.len().max(1));
+        let Some((&place, _)) = nth.filter(|(_, (_, live, _))| live & bit != 0) else { return };
+        let kept = self.kept.entry(place).or_default();
+        if *kept & bit == 0 {
+            file.keep(place, bit)
+        } else {
+            file.put_out(place, bit)
+        }
+        *kept ^= bit;
+    }
+
     /// Compares all that both hold, and what is found in a range.
     fn agrees(&self, file: &SwapFile) -> Result<(), TestCaseError> {
         prop_assert_eq!(file.clusters().collect::<BTreeSet<_>>(), self.given.clone());
         prop_assert_eq!(file.used_bytes(), self.objects.values().map(|(len, ..)| *len).sum::<usize>());
+        // What the books take: something for each object and cluster, and nothing where there are none.
+        let (least, books) = (12 * self.objects.len() + 64 * self.given.len(), file.metadata_bytes());
+        prop_assert!(
+            if least == 0 { books == 0 } else { (least..=4 * least + 4096).contains(&books) },
+            "{} {}",
+            least,
+            books
+        );
+        prop_assert_eq!(file.cluster_bytes(), LEAST_CLUSTER);
         let (from, len) = (u64::from(self.number % 90) * 20_000, (self.number as usize % 7) * 50_000);
         let within = self
             .objects
             .iter()
             .filter(|(p, (l, ..))| offset(**p) >= from && offset(**p) + *l as u64 <= from + len as u64);
+        // What is on disk only, before and behind.
+        let wanting = |p: &&u32| self.objects[*p].1 != self.kept.get(*p).copied().unwrap_or(0);
+        let only = |object: &Object| object.live != object.kept;
+        let behind = self.objects.keys().filter(wanting).find(|p| offset(**p) >= from).copied();
+        prop_assert_eq!(file.next_object(from, only).map(|(place, _)| place), behind);
+        let before = self.objects.keys().filter(wanting).rfind(|p| offset(**p) < from).copied();
+        prop_assert_eq!(file.previous_object(from, only).map(|(place, _)| place), before);
         let found: Vec<u32> = file.objects_within(from, len).map(|(place, _)| place).collect();
         prop_assert_eq!(found, within.map(|(p, _)| *p).collect::<Vec<_>>());
         for (place, (len, live, check)) in &self.objects {
             let object = file.get(*place).unwrap();
-            prop_assert_eq!((object.len, object.live, object.check), (*len, *live, *check));
+            let kept = self.kept.get(place).copied().unwrap_or(0);
+            prop_assert_eq!((object.len, object.live, object.kept, object.check), (*len, *live, kept, *check));
         }
         Ok(())
     }
@@ -148,6 +219,7 @@ proptest! {
             match step {
                 Step::Write(objects) => model.write(&mut file, objects)?,
                 Step::Release(n, page) => model.release(&mut file, n, page)?,
+                Step::Keep(n, page) => model.keep(&mut file, n, page),
                 Step::Share(cluster) => {
                     if !model.shared.remove(&cluster) {
                         model.shared.insert(cluster);
@@ -155,6 +227,7 @@ proptest! {
                 }
             }
             model.agrees(&file)?;
+            [LEAST_CLUSTER, 30_000].into_iter().try_for_each(|most| model.holes(&file, most))?;
         }
     }
 
