@@ -133,10 +133,10 @@ impl Recorder {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    fn rings() -> &'static Rings {
+    pub(crate) fn rings() -> &'static Rings {
         let layout = core::alloc::Layout::new::<Rings>();
         // SAFETY: zero bytes are empty rings; the memory is never freed.
         unsafe { &*std::alloc::alloc_zeroed(layout).cast::<Rings>() }

@@ -26,7 +26,6 @@
 //! places as it has its places: both refer to the clusters, and nobody writes into what another refers to.
 
 use super::{MOST_PAGES, Swap};
-use crate::arena::PAGE;
 use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::state::State;
@@ -36,7 +35,6 @@ use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_REUSED, Pte, Tag};
 use uzswap_mm::shrinker::Entry;
 use uzswap_mm::swapfile::Place;
-use uzswap_mm::trace::{Kind, Record};
 
 /// Reads after which it is looked again whether room on disk is short.
 const LOOK_EVERY: u32 = 64;
@@ -190,7 +188,6 @@ impl State {
         if let Some(swap) = self.swap.as_mut() {
             swap.put_out(at.place, at.bit(0));
         }
-        self.note(Record::of_object(Kind::WriteBack, vpn, 0, PAGE));
     }
 
     /// In a process that cannot open the file: false when it has pages that are only there. Places that are only kept it gives up.
@@ -263,7 +260,6 @@ impl Pager {
             }
         }
         if out != 0 {
-            s.note(Record::of_object(Kind::WriteBack, entry.vpn, head.order, head.len));
             s.pt.hint(entry.vpn, 0, HINT_REUSED);
         }
         self.counters().pswpout_clean.fetch_add(u64::from(out.count_ones()), Relaxed);
