@@ -30,10 +30,9 @@ use uzswap_sys::uffd::Message;
 /// How often a full group is looked at again while faults wait for room (milliseconds).
 const FULL_MS: i32 = 20;
 
-/// How long a fault waits for the writer of the swap file at most, when the limit is exceeded: so many times so long
-/// (nanoseconds).
-const DISK_WAITS: u32 = 50;
-const DISK_WAIT_NS: u64 = 20_000_000;
+/// How long a fault waits for the writer of the swap file at most, when the limit is exceeded, and how long at a time (nanoseconds).
+const DISK_WAIT_NS: u64 = 1_000_000_000;
+const DISK_LOOK_NS: u64 = 20_000_000;
 
 /// What the thread keeps.
 #[derive(Default)]
@@ -180,20 +179,26 @@ impl Handler {
         self.wait_for_writer(p, s, r.vpn)
     }
 
-    /// Waits until the writer of the swap file has made room, where the limit is exceeded and it does.
+    /// Waits until the writer of the swap file has made room, where the limit is exceeded and it does. In vain was the wait if it has
+    /// written nothing meanwhile.
+    ///
+    /// The story: each time that the writer got on counted as a wait as long as could be. Where it gave many objects their second chance,
+    /// or had no CPU of its own, fifty of them were over before it had written anything: the disk was taken to be of no help, the group was
+    /// called full, and all that was read back stayed in memory, up to 44 MiB under a limit of 16.
     fn wait_for_writer<'a>(&mut self, p: &'a Pager, mut s: Guard<'a, State>, vpn: u64) -> Guard<'a, State> {
-        for tried in 0..=DISK_WAITS {
-            if !p.waits_for_disk(&s) {
-                break;
-            }
-            if tried == DISK_WAITS {
-                p.tier.helps.store(false, Relaxed);
+        let (mut until, writes) = (None, p.tier.writes.load(Relaxed));
+        while p.waits_for_disk(&s) {
+            let now = thread::now_ns();
+            if now >= *until.get_or_insert(now + DISK_WAIT_NS) {
+                if p.tier.writes.load(Relaxed) == writes {
+                    p.tier.helps.store(false, Relaxed);
+                }
                 break;
             }
             let seen = p.tier.progress.load(Acquire);
             p.poke_writer(&s);
             drop(s);
-            lock::futex_wait(&p.tier.progress, seen, Some(DISK_WAIT_NS), false);
+            lock::futex_wait(&p.tier.progress, seen, Some(DISK_LOOK_NS), false);
             s = p.state.lock();
             p.make_room(&mut s, vpn);
         }
@@ -351,6 +356,54 @@ mod tests {
             pagemap::present_runs_read(p.files.pagemap.load(Relaxed), at, at + 2 * PAGE, note).expect("pagemap");
             assert_eq!(there, [(at + PAGE, at + 2 * PAGE)], "mapped anew: {anew}");
         }
+    }
+
+    /// See [`Handler::wait_for_writer`].
+    #[test]
+    fn who_waits_for_the_writer_waits_for_as_long_as_it_takes() {
+        let p = testing::pager_with_swap(8 << 20);
+        let (mut handler, _) = handler(p);
+        let vpn = 1 << 20;
+        {
+            let mut s = p.state.lock();
+            (0..100).for_each(|i| _ = testing::store(&mut s, vpn + 4 * i, 2, 0, testing::half_noise));
+            p.tier.file.store(0, Relaxed);
+        }
+        // (What another holds, which has nothing to give.)
+        let other = &p.group.slots[7];
+        p.group.used.store(8, Relaxed);
+        other.owner.store(uzswap_sys::process::Identity::own().raw(), Relaxed);
+        other.rss.store(2 << 20, Relaxed);
+        let full = |is: bool| p.group.nodes[0].max.store(if is { 1 << 20 } else { 1 << 40 }, Relaxed);
+        // (events of the writer's, how often it has written, whether it makes room): it helps
+        for (events, writes, room, helps) in [(true, 0, true, true), (true, 1, false, true), (false, 0, false, false)] {
+            full(true);
+            assert!(p.waits_for_disk(&p.state.lock()));
+            let (begin, begun) = std::sync::mpsc::channel();
+            let progress = move || {
+                p.tier.progress.fetch_add(1, Release);
+                lock::futex_wake(&p.tier.progress, 1, false);
+            };
+            let writer = std::thread::spawn(move || {
+                begun.recv().unwrap();
+                let began = thread::now_ns();
+                while events && thread::now_ns() - began < DISK_WAIT_NS / 4 && p.tier.helps.load(Relaxed) {
+                    progress();
+                    std::thread::yield_now();
+                }
+                p.tier.writes.fetch_add(writes, Relaxed);
+                full(!room);
+                progress();
+            });
+            let s = p.state.lock();
+            begin.send(()).unwrap();
+            drop(handler.wait_for_writer(p, s, vpn));
+            writer.join().unwrap();
+            assert_eq!(p.tier.helps.load(Relaxed), helps, "{events} {writes} {room}");
+        }
+        full(false);
+        p.tier.file.store(-1, Relaxed);
+        crate::events::forget_range(&mut p.state.lock(), vpn, vpn + 400);
     }
 
     /// The story: the last read under way was one that its thread could not make. The handler slept until there was some other

@@ -36,6 +36,8 @@ pub struct Tier {
     pub link: AtomicI32,
     /// Bumped when the writer has written, or failed to (a futex word).
     pub progress: AtomicU32,
+    /// Writes that succeeded.
+    pub writes: AtomicU32,
     /// Whether waiting for it has helped: false from a wait in vain to the next write that succeeds.
     pub helps: AtomicBool,
     /// The threads that read where io_uring cannot be used.
@@ -54,6 +56,7 @@ impl Default for Tier {
             file: AtomicI32::new(-1),
             link: AtomicI32::new(-1),
             progress: AtomicU32::new(0),
+            writes: AtomicU32::new(0),
             helps: AtomicBool::new(true),
             readers: Readers::default(),
             reads_fd: AtomicI32::new(-1),

@@ -452,6 +452,7 @@ impl Pager {
         match result {
             Ok(()) => {
                 swap.failures = 0;
+                self.tier.writes.fetch_add(1, Relaxed);
                 self.tier.helps.store(true, Relaxed);
             }
             Err(e) => swap.failed(e, flights.first().map(|flight| flight.place)),
