@@ -11,6 +11,7 @@ mod disk;
 mod harness;
 mod hung;
 mod injected;
+mod kin;
 mod leaving;
 mod lends;
 mod needs;
@@ -146,7 +147,6 @@ fn numpy_random_access() {
 fn python_multiprocessing_with_fork() {
     let _alone = alone();
     let Some(python) = python() else { return };
-    // (What parent and children share is in RssAnon of each, so the sum says nothing of the limit.)
     Subject::new("multiprocessing", &[&python, &fixture("forks.py")]).check();
 }
 
