@@ -128,12 +128,15 @@ fn beside_programs_that_compute_the_handler_is_lifted_or_relieved() {
         for options in [&[][..], &["--swap", "256M"][..]] {
             let subject = subject().with(options);
             let subject = if relieved { without_nice(subject, &setpriv) } else { subject };
-            let run = subject.start_limited(24 * MIB).finish();
-            run.say("leaves", how, Some(24 * MIB));
-            let said = "right\nthe child was right\nthe child was right\n";
-            assert!(run.status.success() && run.stdout.text() == said, "{how}\n{}", run.describe());
-            let lifted = run.report.as_deref().and_then(|report| report_number(report, "handler_lifted"));
-            assert!(lifted.is_some_and(|n| n > 0.0), "{how}\n{}", run.describe());
+            // (Once in hundreds of runs it is never late, by luck.)
+            let lifted = (0..3).any(|_| {
+                let run = subject.start_limited(24 * MIB).finish();
+                run.say("leaves", how, Some(24 * MIB));
+                let said = "right\nthe child was right\nthe child was right\n";
+                assert!(run.status.success() && run.stdout.text() == said, "{how}\n{}", run.describe());
+                number(&run, "handler_lifted") > 0
+            });
+            assert!(lifted, "{how}: in none of three runs");
         }
     }
 }

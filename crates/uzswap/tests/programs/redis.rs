@@ -224,7 +224,8 @@ fn verify_snapshot(dir: &Path, saved: &[u32]) {
 
 #[test]
 fn redis_under_load_with_bgsave() {
-    saves_what_it_had("redis", &[100, 50, 25], |subject| subject);
+    // (At a quarter, 26 MiB, the child takes half a minute to save, and all that is written to meanwhile is copied.)
+    saves_what_it_had("redis", &[100, 50, 30], |subject| subject);
 }
 
 /// Runs a server plain, which must come first, and at limits; `change` says how.
