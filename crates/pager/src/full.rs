@@ -337,9 +337,7 @@ mod tests {
     #[test]
     fn who_holds_little_or_is_dead_or_alone_is_not_waited_for() {
         let (p, other) = two();
-        let mut child = std::process::Command::new("true").spawn().expect("a process");
-        let dead = Identity::from_raw(child.id().into()).expect("a pid");
-        child.wait().expect("it ends");
+        let dead = testing::dead_process();
         // (As a group that others have filled, where nobody else matters.)
         p.state.lock().rss = LIMIT + (1 << 20);
         assert_eq!(full(p, 1), 0);
@@ -359,9 +357,7 @@ mod tests {
     fn who_returns_the_charge_of_the_dead_does_not_hold_it() {
         const TIMES: u32 = 20_000;
         let (p, other) = two();
-        let mut child = std::process::Command::new("true").spawn().expect("a process");
-        let dead = Identity::from_raw(child.id().into()).expect("a pid");
-        child.wait().expect("it ends");
+        let dead = testing::dead_process();
         let looks = std::thread::spawn(|| {
             let (mut seen, mut blamed) = (0, 0);
             while seen < TIMES {
@@ -417,9 +413,7 @@ mod tests {
     #[test]
     fn what_the_dead_are_charged_fills_no_group() {
         let (p, other) = two();
-        let mut child = std::process::Command::new("true").spawn().expect("a process");
-        let dead = Identity::from_raw(child.id().into()).expect("a pid");
-        child.wait().expect("it ends");
+        let dead = testing::dead_process();
         // (Somebody of this process has just looked for the dead.)
         p.bury_the_dead(true);
         other.owner.store(dead.raw(), Relaxed);

@@ -109,37 +109,22 @@ mod tests {
             p.has_kin()
         };
         let mut memory = std::hint::black_box(vec![1u8; SHARED]);
-        let mut ends = [0; 2];
-        // SAFETY: fills two descriptors.
-        assert_eq!(unsafe { libc::pipe(ends.as_mut_ptr()) }, 0);
-        // SAFETY: the child waits, and leaves, by system calls alone.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            raw::close(ends[1]);
-            let mut end = [0];
-            // SAFETY: one byte of ours; it comes to nothing when the parent closes its end.
-            unsafe { libc::read(ends[0], end.as_mut_ptr().cast(), 1) };
-            // SAFETY: ends the child at once.
-            unsafe { libc::_exit(0) };
-        }
-        p.kin.gained();
-        assert!(
-            measured() && p.kin.shared.load(Relaxed) >= SHARED / 2,
-            "{} bytes are shared",
-            p.kin.shared.load(Relaxed)
-        );
-        // What is written to since is not shared, which is known before it is measured again.
-        let before = p.kin.left();
-        memory[..SHARED / 2].chunks_mut(PAGE).for_each(|page| page[0] = 2);
-        let left = p.kin.left();
-        assert!(left <= before - SHARED / 2, "{left} of {before} bytes");
-        raw::close(ends[1]);
-        // SAFETY: a child of ours.
-        assert_eq!(unsafe { libc::waitpid(child, core::ptr::null_mut(), 0) }, child);
+        testing::beside_a_child(|| {
+            p.kin.gained();
+            assert!(
+                measured() && p.kin.shared.load(Relaxed) >= SHARED / 2,
+                "{} bytes are shared",
+                p.kin.shared.load(Relaxed)
+            );
+            // What is written to since is not shared, which is known before it is measured again.
+            let before = p.kin.left();
+            memory[..SHARED / 2].chunks_mut(PAGE).for_each(|page| page[0] = 2);
+            let left = p.kin.left();
+            assert!(left <= before - SHARED / 2, "{left} of {before} bytes");
+        });
         // (Other tests of this process may fork too, and share all of it for a while.)
         let alone = (0..10_000).any(|_| !measured());
         assert!(alone, "{} bytes are shared with nobody", p.kin.shared.load(Relaxed));
-        raw::close(ends[0]);
         drop(memory);
     }
 }

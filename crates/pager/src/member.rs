@@ -470,9 +470,7 @@ mod tests {
     fn who_takes_a_dead_members_slot_does_not_hold_what_that_held() {
         let p = testing::pager(16 << 20);
         let slot = p.me();
-        let mut child = std::process::Command::new("true").spawn().expect("a process");
-        let dead = Identity::from_raw(child.id().into()).expect("a pid");
-        child.wait().expect("it ends");
+        let dead = testing::dead_process();
         slot.rss.store(40 << 20, Relaxed);
         slot.owner.store(dead.raw(), Relaxed);
         assert_eq!(p.take_slot(Identity::own()), Some(0));
@@ -485,9 +483,7 @@ mod tests {
     #[test]
     fn what_the_dead_are_charged_is_no_peak_and_leaves_no_less_room() {
         let p = testing::pager(64 << 20);
-        let mut child = std::process::Command::new("true").spawn().expect("a process");
-        let dead = Identity::from_raw(child.id().into()).expect("a pid");
-        child.wait().expect("it ends");
+        let dead = testing::dead_process();
         p.group.used.store(8, Relaxed);
         let dies = || {
             p.group.slots[7].rss.store(40 << 20, Relaxed);

@@ -463,9 +463,7 @@ mod tests {
     fn who_reclaims_for_what_a_dead_member_charges_returns_that() {
         for by_handler in [false, true] {
             let p = testing::pager(64 << 20);
-            let mut child = std::process::Command::new("true").spawn().expect("`true`");
-            let dead = uzswap_sys::process::Identity::from_raw(child.id().into()).expect("a pid");
-            child.wait().expect("it ends");
+            let dead = testing::dead_process();
             let other = &p.group.slots[7];
             p.group.used.store(8, Relaxed);
             // Just below the limit, and just in reach of it.

@@ -10,10 +10,12 @@ use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::state::State;
 use crate::swap::clusters::ClusterMap;
+use crate::trace::Rings;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
 use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{Pte, Tag};
+use uzswap_sys::process::Identity;
 use uzswap_sys::uffd::{self, Uffd};
 use uzswap_sys::{raw, sys};
 
@@ -121,6 +123,43 @@ fn keep_from_children(at: usize, len: usize) {
 pub(crate) fn let_inherit(at: usize, pages: usize) {
     // SAFETY: as above.
     unsafe { sys!(libc::SYS_madvise, at, pages * PAGE, libc::MADV_DOFORK) }.expect("advice");
+}
+
+/// Runs `act` while a child has what this process has.
+pub(crate) fn beside_a_child<T>(act: impl FnOnce() -> T) -> T {
+    let mut ends = [0; 2];
+    // SAFETY: fills two descriptors.
+    assert_eq!(unsafe { libc::pipe(ends.as_mut_ptr()) }, 0);
+    // SAFETY: the child waits, and leaves, by system calls alone.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        raw::close(ends[1]);
+        // SAFETY: one byte of the child's own stack; it comes to nothing when the parent closes its end. Then it ends.
+        unsafe {
+            libc::read(ends[0], (&raw mut ends[0]).cast(), 1);
+            libc::_exit(0);
+        }
+    }
+    let done = act();
+    ends.into_iter().for_each(raw::close);
+    // SAFETY: a child of ours.
+    assert_eq!(unsafe { libc::waitpid(child, core::ptr::null_mut(), 0) }, child);
+    done
+}
+
+/// Empty rings for records, which are never freed.
+pub(crate) fn rings() -> &'static Rings {
+    let layout = core::alloc::Layout::new::<Rings>();
+    // SAFETY: zero bytes are empty rings; the memory is never freed.
+    unsafe { &*std::alloc::alloc_zeroed(layout).cast::<Rings>() }
+}
+
+/// A process that has ended, and was waited for.
+pub(crate) fn dead_process() -> Identity {
+    let mut child = std::process::Command::new("true").spawn().expect("a process");
+    let dead = Identity::from_raw(child.id().into()).expect("a pid");
+    child.wait().expect("it ends");
+    dead
 }
 
 /// Gives a missing page at `at` its content, by COPY, as nobody serves faults here.

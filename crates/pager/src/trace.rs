@@ -133,18 +133,13 @@ impl Recorder {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use super::*;
-
-    pub(crate) fn rings() -> &'static Rings {
-        let layout = core::alloc::Layout::new::<Rings>();
-        // SAFETY: zero bytes are empty rings; the memory is never freed.
-        unsafe { &*std::alloc::alloc_zeroed(layout).cast::<Rings>() }
-    }
+    use crate::testing;
 
     #[test]
     fn a_full_ring_loses_and_says_how_many() {
-        let rings = rings();
+        let rings = testing::rings();
         let recorder = Recorder::new(rings, 3);
         (0..RING_RECORDS as u64 + 10).for_each(|i| recorder.note(Record::pages(Kind::Evict, i, 1)));
         let mut out = Vec::new();
@@ -161,7 +156,7 @@ pub(crate) mod tests {
 
     #[test]
     fn the_reader_survives_a_member_that_scribbles() {
-        let rings = rings();
+        let rings = testing::rings();
         let (ring, recorder) = (rings.of(0), Recorder::new(rings, 0));
         recorder.note(Record::pages(Kind::Evict, 1, 1));
         ring.words.0[0].store(!0, Relaxed);
@@ -179,7 +174,7 @@ pub(crate) mod tests {
     #[test]
     fn nothing_is_read_twice_or_out_of_order() {
         const N: u64 = 400_000;
-        let rings = rings();
+        let rings = testing::rings();
         let writer = std::thread::spawn(move || {
             let recorder = Recorder::new(rings, 0);
             (1..=N).for_each(|i| recorder.note(Record::pages(Kind::Evict, i, 1)));

@@ -67,13 +67,11 @@ impl Pager {
         let noted = s.unshare.len();
         let mut left = 0;
         for (at, len) in ranges {
-            let first = (at / PAGE) as u64;
-            match self.stage_range(s, first, first + (len / PAGE) as u64) {
-                (n, end) if end == first + (len / PAGE) as u64 => left += n,
-                (n, _) => {
-                    left += n;
-                    break;
-                }
+            let (first, end) = ((at / PAGE) as u64, ((at + len) / PAGE) as u64);
+            let (n, stopped) = self.stage_range(s, first, end);
+            left += n;
+            if stopped < end {
+                break;
             }
         }
         // (What could not be un-shared is pinned, or was shared again: it is met again.)
@@ -178,38 +176,9 @@ mod tests {
 
         // The rest is shared with a child, which ends.
         testing::let_inherit(at, 2 * N);
-        // SAFETY: the child does nothing but end.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            // SAFETY: as above.
-            unsafe { libc::_exit(0) };
-        }
-        // SAFETY: waits for it.
-        assert_eq!(unsafe { libc::waitpid(child, core::ptr::null_mut(), 0) }, child);
+        testing::beside_a_child(|| ());
         p.state.lock().list_resident(first + (N + N / 2) as u64, N / 2, List::Inactive, |_| None);
         leaves(0, false);
-    }
-
-    /// Runs `act` while a child has what this process has.
-    fn beside_a_child<T>(act: impl FnOnce() -> T) -> T {
-        let mut ends = [0; 2];
-        // SAFETY: fills two descriptors.
-        assert_eq!(unsafe { libc::pipe(ends.as_mut_ptr()) }, 0);
-        // SAFETY: the child waits, and leaves, by system calls alone.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            raw::close(ends[1]);
-            // SAFETY: one byte of the child's own stack; it comes to nothing when the parent closes its end. Then it ends.
-            unsafe {
-                libc::read(ends[0], (&raw mut ends[0]).cast(), 1);
-                libc::_exit(0);
-            }
-        }
-        let done = act();
-        ends.into_iter().for_each(raw::close);
-        // SAFETY: a child of ours.
-        assert_eq!(unsafe { libc::waitpid(child, core::ptr::null_mut(), 0) }, child);
-        done
     }
 
     /// See the file's head: what is copied leaves before more is.
@@ -227,7 +196,7 @@ mod tests {
             assert_eq!(raw::pread(p.files.pagemap.load(Relaxed), &mut words, first * 8), Ok(MANY * 8));
             words.chunks_exact(8).filter(|w| w[7] & 0x81 == 0x81).count()
         };
-        let (most, rounds) = beside_a_child(|| {
+        let (most, rounds) = testing::beside_a_child(|| {
             p.kin.gained();
             p.state.lock().list_resident(first, MANY, List::Inactive, |_| None);
             assert_eq!(own(), 0);

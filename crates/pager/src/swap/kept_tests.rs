@@ -5,7 +5,7 @@ use super::*;
 use crate::events;
 use crate::fault::Request;
 use crate::testing::{self, half_noise, noise};
-use crate::trace::{self, Recorder, Rings};
+use crate::trace::{Recorder, Rings};
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN};
 use uzswap_mm::trace::{Kind, Record};
 
@@ -31,7 +31,7 @@ impl Scene {
 
 /// Has what happens recorded.
 fn record(s: &mut State) -> &'static Rings {
-    let rings = trace::tests::rings();
+    let rings = testing::rings();
     s.recorder = Some(Recorder::new(rings, 0));
     rings
 }
