@@ -9,7 +9,7 @@ use core::ffi::{CStr, c_char, c_int};
 use uzswap_pager::group::unmanaged;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::rights::{is_privileged, is_privileged_at};
-use uzswap_sys::sys;
+use uzswap_sys::{loader, sys};
 
 /// Bytes of the header of a 64-bit ELF file, and of an entry of its table of segments.
 const HEADER: usize = 64;
@@ -97,7 +97,7 @@ fn kind_of(fd: i32, line: &mut [u8; LINE]) -> Option<Kind> {
         1 => Kind::Short,
         _ => Kind::Other,
     };
-    let kind = if of_loader == Kind::Static { loader(fd).unwrap_or(of_loader) } else { of_loader };
+    let kind = if of_loader == Kind::Static { kind_of_loader(fd).unwrap_or(of_loader) } else { of_loader };
     Some(if kind == Kind::Other && is_privileged(fd) { Kind::Privileged } else { kind })
 }
 
@@ -106,17 +106,12 @@ fn kind_of(fd: i32, line: &mut [u8; LINE]) -> Option<Kind> {
 ///
 /// The story: glibc's was taken for a static program, which was said to run without a limit, though it had one; and what musl's was to
 /// load was given an `LD_PRELOAD`.
-fn loader(fd: i32) -> Option<Kind> {
+fn kind_of_loader(fd: i32) -> Option<Kind> {
     let (mut path, mut number, mut name) = ([0; raw::PATH], [0; 20], [0; LINE]);
     let path = raw::path_of(&[b"/proc/thread-self/fd/", raw::decimal(fd as u64, &mut number), b"\0"], &mut path)?;
     let path = raw::readlink(path, &mut name).ok()?;
-    let name = path.rsplit(|c| *c == b'/').next()?;
-    // (Debian's musl has the loader under a name that others have for something else.)
-    let is_musls = name.starts_with(b"ld-musl") || (name == b"libc.so" && path.windows(4).any(|part| part == b"musl"));
-    match name.starts_with(b"ld-linux-") {
-        true => Some(Kind::Other),
-        false => is_musls.then_some(Kind::Musl),
-    }
+    let is_glibcs = loader::name(path)?.starts_with(b"ld-linux-");
+    Some(if is_glibcs { Kind::Other } else { Kind::Musl })
 }
 
 /// Of what kind a 64-bit ELF program is, by its table of `count` segments at `table`.

@@ -2,6 +2,7 @@
 pub mod blockio;
 pub mod crew;
 pub mod eventfd;
+pub mod loader;
 pub mod lock;
 pub mod maps;
 pub mod memfd;

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use uzswap_sys::loader;
 
 /// Scripts followed to their interpreter, as the kernel does it.
 const SCRIPT_LEVELS: usize = 4;
@@ -84,7 +85,7 @@ pub fn resolve(path: &Path) -> io::Result<(PathBuf, Kind)> {
         match kind(&mut File::open(&path)?)? {
             Kind::Script(interpreter) => path = interpreter,
             Kind::Static => {
-                let kind = loader(&path).map_or(Kind::Static, Kind::Dynamic);
+                let kind = loader_itself(&path).map_or(Kind::Static, Kind::Dynamic);
                 return Ok((path, kind));
             }
             other => return Ok((path, other)),
@@ -94,15 +95,11 @@ pub fn resolve(path: &Path) -> io::Result<(PathBuf, Kind)> {
     Ok((path, kind))
 }
 
-/// The loader that a file without one is itself, if it is: run by its name, it loads the program it is given, and what is preloaded into
-/// that. (As in the agent's `program`; Debian's musl has it under a name that others have for something else.)
-fn loader(path: &Path) -> Option<PathBuf> {
+/// The loader that a file without one is itself, if it is, by the name that it goes by.
+fn loader_itself(path: &Path) -> Option<PathBuf> {
     let path = path.canonicalize().ok()?;
-    let name = path.file_name()?.as_bytes();
-    if name == b"libc.so" && path.as_os_str().as_bytes().windows(4).any(|part| part == b"musl") {
-        return Some("ld-musl".into());
-    }
-    (name.starts_with(b"ld-linux-") || name.starts_with(b"ld-musl")).then_some(path)
+    let name = Path::new(OsStr::from_bytes(loader::name(path.as_os_str().as_bytes())?));
+    Some(if path.ends_with(name) { path } else { name.into() })
 }
 
 fn machine_name(class: u8, data: u8, machine: u16) -> String {
