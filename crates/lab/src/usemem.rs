@@ -67,13 +67,18 @@ enum How {
     Kernel(&'static str),
 }
 
+/// What 4K folios cost, before there were others and since. One process writes all: before, several were not limited together.
+const BEFORE: [Subject; 2] = [
+    Subject { key: "before, zstd 4K", folio: K4, how: How::Before(&["-c", "zstd"]) },
+    Subject { key: "zstd 64K split", folio: K64, how: How::Run(&["-c", "zstd", "--large-folios", "off"]) },
+];
+
 const K4: u64 = 4 << 10;
 const K64: u64 = 64 << 10;
 const M2: u64 = 2 << 20;
 
 /// All subjects; those whose last member is true are measured with `--quick` too.
-const SUBJECTS: [(Subject, bool); 14] = [
-    (Subject { key: "before, zstd 4K", folio: K4, how: How::Before(&["-c", "zstd"]) }, false),
+const SUBJECTS: [(Subject, bool); 13] = [
     (Subject { key: "zstd 64K split", folio: K64, how: How::Run(&["-c", "zstd", "--large-folios", "off"]) }, true),
     (
         Subject { key: "zstd 64K whole", folio: K64, how: How::Run(&["-c", "zstd", "--large-folios", "16K,32K,64K"]) },
@@ -196,6 +201,7 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
         }
     }
     lab.scale(&mut rows, &mut verdicts)?;
+    lab.beside_before(&mut rows, &mut verdicts)?;
     for (subject, times) in &lab.rescues {
         lab.notes.push(format!(
             "{subject}: {times} times in all runs the kernel's reclaim gave up although there was swap; the processes waited (a \
@@ -231,6 +237,7 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
         lab.runs
     );
     let mut columns: Vec<(&str, &str)> = SUBJECTS.iter().map(|(s, _)| (s.key, s.key)).collect();
+    columns.push((BEFORE[0].key, BEFORE[0].key));
     columns.extend([("2", "2 processes"), ("8", "8 processes"), ("32", "32 processes")]);
     findings.publish(&columns, &lab.notes, args.common.json.as_deref())?;
     Ok(lab.right)
@@ -256,11 +263,6 @@ fn compare(all: &BTreeMap<&'static str, Figures>, verdicts: &mut Vec<Verdict>) {
         let own = if kernel.contains("lzo") { "defaults" } else { "deflate 64K whole" };
         at_least(&format!("{own}: throughput, times {kernel}"), 3.0, ratio(own, kernel, "throughput"));
     }
-    at_least(
-        "4K (zstd 64K split, the same) with large folios off: throughput, times that of --before",
-        0.98,
-        ratio("zstd 64K split", "before, zstd 4K", "throughput"),
-    );
     let sys = ratio("zstd 64K whole", "zstd 64K split", "sys time");
     verdicts.extend(sys.map(|m| Verdict::at_most("64K zstd: sys time of whole folios, times split ones", 0.77, m)));
     // (The kernel compresses in sys time, we in user time; most of our sys time is the first touch of new memory.)
@@ -303,7 +305,7 @@ impl Lab<'_> {
         let mut out: BTreeMap<&'static str, String> = BTreeMap::new();
         for run in 0..self.runs {
             for (subject, _) in SUBJECTS.iter().filter(|(_, in_quick)| *in_quick || !quick) {
-                if out.contains_key(subject.key) || (self.before.is_none() && matches!(subject.how, How::Before(_))) {
+                if out.contains_key(subject.key) {
                     continue;
                 }
                 eprintln!("uzswap lab: run {} of {}: {contents}, {}", run + 1, self.runs, subject.key);
@@ -348,16 +350,48 @@ impl Lab<'_> {
         let mut runs = Vec::new();
         for run in 0..self.runs {
             eprintln!("uzswap lab: run {} of {}: {processes} processes under {}", run + 1, self.runs, mib(limit));
-            match self.once(&subject, "real", processes, limit) {
-                Ok(figures) => runs.push(figures),
-                Err(reason) if process::interrupted() => return Err(reason),
-                Err(reason) => {
-                    self.notes.push(format!("Not measured: {processes} processes under {}: {reason}.", mib(limit)));
-                    return Ok(None);
-                }
-            }
+            let Some(figures) = self.once_or_noted(&subject, processes, limit)? else { return Ok(None) };
+            runs.push(figures);
         }
         Ok(Some(medians(&runs)))
+    }
+
+    /// What 4K folios cost before there were others, and now that these are switched off, in turn; when all runs went well.
+    fn beside_before(&mut self, rows: &mut Vec<Row>, verdicts: &mut Vec<Verdict>) -> Result<(), String> {
+        if self.before.is_none() {
+            return Ok(());
+        }
+        let mut runs: BTreeMap<&'static str, Vec<Figures>> = BTreeMap::new();
+        for run in 0..self.runs {
+            for subject in &BEFORE {
+                eprintln!("uzswap lab: run {} of {}: one process, {}", run + 1, self.runs, subject.key);
+                let Some(figures) = self.once_or_noted(subject, 1, self.limit)? else { return Ok(()) };
+                runs.entry(subject.key).or_default().push(figures);
+            }
+        }
+        let all = runs.into_iter().map(|(key, runs)| (key, medians(&runs))).collect();
+        let all = self.limited(&all);
+        let mut throughput = Row::new("one process: throughput".to_owned(), "MB/s");
+        all.iter().for_each(|(key, figures)| throughput.put(key, figures.get("throughput").copied()));
+        if let (Some(before), Some(since)) = (throughput.get(BEFORE[0].key), throughput.get(BEFORE[1].key)) {
+            let what = "one process, 4K (zstd 64K split, the same) with large folios off: throughput, times that of --before";
+            verdicts.push(Verdict::at_least(what, 0.98, since / before));
+        }
+        rows.push(throughput);
+        Ok(())
+    }
+
+    /// One run with real contents; None, and a note, when it did not go well.
+    fn once_or_noted(&mut self, subject: &Subject, processes: u32, limit: u64) -> Result<Option<Figures>, String> {
+        match self.once(subject, "real", processes, limit) {
+            Ok(figures) => Ok(Some(figures)),
+            Err(reason) if process::interrupted() => Err(reason),
+            Err(reason) => {
+                let (key, limit) = (subject.key, mib(limit));
+                self.notes.push(format!("Not measured: {key}, processes: {processes}, under {limit}: {reason}."));
+                Ok(None)
+            }
+        }
     }
 
     /// What is run: so many processes, of which each fills its share (bytes), under `uzswap run` where the subject is one.
