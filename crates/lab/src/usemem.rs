@@ -374,7 +374,8 @@ impl Lab<'_> {
         let mut throughput = Row::new("one process: throughput".to_owned(), "MB/s");
         all.iter().for_each(|(key, figures)| throughput.put(key, figures.get("throughput").copied()));
         if let (Some(before), Some(since)) = (throughput.get(BEFORE[0].key), throughput.get(BEFORE[1].key)) {
-            let what = "one process, 4K (zstd 64K split, the same) with large folios off: throughput, times that of --before";
+            let what =
+                "one process, 4K (zstd 64K split, the same) with large folios off: throughput, times that of --before";
             verdicts.push(Verdict::at_least(what, 0.98, since / before));
         }
         rows.push(throughput);

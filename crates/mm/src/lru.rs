@@ -12,7 +12,8 @@
 //! What is read in sequence is on *passing*, of which all but the last few windows leave before anything else does: so it
 //! drives nothing out, and of what is read over and over, and is larger than memory, a part stays, instead of nothing. What
 //! cannot be moved out as it is mapped (read-only, locked) waits on *unevictable*, where nobody meets it, and is tried
-//! again now and then.
+//! again now and then. What nothing is gained by moving out, as it does not compress, is on *incompressible*, of which now and then a
+//! little is tried again.
 //!
 //! Invariant: entries are hints. An entry whose page-table entry has gone on (another stamp) is stale and skipped, so
 //! nothing has to be unlinked when memory is unmapped; stale ones are dropped when they outnumber the others (`Lru::tidy`).
@@ -84,6 +85,11 @@ impl Ring {
         self.pages += 1 << e.order();
         self.queue.push_back(e);
     }
+    /// Adds at the head.
+    pub fn push_front(&mut self, e: Entry) {
+        self.pages += 1 << e.order();
+        self.queue.push_front(e);
+    }
     /// Takes from the head.
     pub fn pop(&mut self) -> Option<Entry> {
         let e = self.queue.pop_front()?;
@@ -131,6 +137,8 @@ pub struct Lru {
     pub staged: Ring,
     /// Cannot be moved out as it is mapped now.
     pub unevictable: Ring,
+    /// Did not compress when it was out.
+    pub incompressible: Ring,
     /// Whether what passes is to wait, while there is anything else to move out: all of it was faulted on just now.
     pub passing_waits: bool,
 }
@@ -146,6 +154,8 @@ pub enum List {
     Passing,
     /// [`Lru::unevictable`].
     Unevictable,
+    /// [`Lru::incompressible`].
+    Incompressible,
 }
 
 impl Lru {
@@ -156,6 +166,7 @@ impl Lru {
             List::Active => self.active.push(e),
             List::Passing => self.passing.push(e),
             List::Unevictable => self.unevictable.push(e),
+            List::Incompressible => self.incompressible.push(e),
         }
     }
 
@@ -178,7 +189,8 @@ impl Lru {
     /// all, so many stale ones stood before what could leave that nothing was found, its group was called full, and with
     /// `--on-full=kill` it was killed.
     pub fn tidy(&mut self, resident: usize, is_fresh: impl Fn(u64, u32) -> bool) {
-        for ring in [&mut self.inactive, &mut self.active, &mut self.passing, &mut self.unevictable] {
+        let Self { inactive, active, passing, unevictable, incompressible, .. } = self;
+        for ring in [inactive, active, passing, unevictable, incompressible] {
             if ring.len() > 2 * resident + 4096 {
                 ring.retain(|e| (e.vpn()..e.vpn() + (1 << e.order())).any(|page| is_fresh(page, e.stamp())));
             }
@@ -187,7 +199,8 @@ impl Lru {
 
     /// Bytes of the lists themselves.
     pub fn metadata_bytes(&self) -> usize {
-        let rings = [&self.inactive, &self.active, &self.passing, &self.staged, &self.unevictable];
+        let Self { inactive, active, passing, staged, unevictable, incompressible, .. } = self;
+        let rings = [inactive, active, passing, staged, unevictable, incompressible];
         rings.map(Ring::metadata_bytes).iter().sum()
     }
 
@@ -195,6 +208,11 @@ impl Lru {
     pub fn victim_passes(&self) -> bool {
         let used = self.inactive.pages() + self.active.pages();
         self.passing.pages() > PASSING_PAGES.min(used / PASSING_PART) && (used == 0 || !self.passing_waits)
+    }
+
+    /// Pages that nothing keeps from being moved out, stale entries included.
+    pub fn evictable(&self) -> usize {
+        [&self.inactive, &self.active, &self.passing].map(Ring::pages).iter().sum()
     }
 
     fn oldest(&mut self) -> &mut Ring {

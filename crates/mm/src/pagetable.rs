@@ -84,8 +84,13 @@ impl Pte {
     pub fn back_in_pool(self, handle: u32) -> Self {
         Self(Self::new(Tag::Compressed, self.aux()).with_handle(handle).0 | self.0 & TIER_MASK)
     }
-    fn is_raw(self) -> bool {
+    /// Whether the page is in the pool as it is, since it did not compress.
+    pub fn is_raw(self) -> bool {
         self.tag() == Tag::Compressed && self.pool_tier() == Tier::Raw
+    }
+    /// Whether the page is in the program, and was marked as one that did not compress ([`Pte::packed`] as [`Tier::Raw`]).
+    pub fn is_incompressible(self) -> bool {
+        self.tag() == Tag::Resident && self.pool_tier() == Tier::Raw
     }
     fn pool_tier(self) -> Tier {
         match (self.0 & TIER_MASK) >> TIER_SHIFT {

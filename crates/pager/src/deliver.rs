@@ -20,6 +20,7 @@ use crate::state::{BLOCK_PAGES, Decoded, FOLIO_PAGES, LEFT_MOST, State};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::Encoding;
 use uzswap_mm::lru::List;
+use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN, Pte, Tag};
 use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
@@ -265,6 +266,10 @@ impl Pager {
         if self.may_charge(s, n) {
             return (None, n);
         }
+        match self.leave_as_much(s, vpn, n) {
+            0 | 1 => {}
+            n => return (None, n),
+        }
         d.misses |= n > 1;
         d.missed |= n > 1;
         (None, usize::from(vpn == d.r.vpn || self.may_charge(s, 1)))
@@ -373,6 +378,7 @@ impl Pager {
         let random = s.pt.hints(vpn) & HINT_RANDOM != 0;
         let mut copies = [None; MOST];
         let (mut from_pool, mut distance) = ([0usize; MOST], None);
+        let (bound, mut apart) = (self.incompressible(s), PageSet::default());
         for (i, copy) in copies.iter_mut().enumerate().take(n) {
             let at = vpn + i as u64;
             let pte = s.pt.get(at);
@@ -383,6 +389,7 @@ impl Pager {
                     let this = pte.refault_distance(s.evictions);
                     distance = Some(distance.unwrap_or(this).min(this));
                     let head = Header::read(s.object(pte.handle()));
+                    apart.put(i, bound.is_met(s, pte));
                     d.block_missed |= d.misses && head.order > 0;
                     if head.flags & object::AHEAD != 0 {
                         s.wanted_ahead(pte.handle());
@@ -391,7 +398,7 @@ impl Pager {
                     // page by page, or each read would decompress more than it uses; and where memory is very short
                     // nothing has one. But a page that came alone has its place in the block anyway.
                     let worth = !matches!(head.encoding, Encoding::Raw) && (head.order == 0 || !random);
-                    let keep = unwritten && (d.alone && head.order > 0 || worth && !crowded);
+                    let keep = unwritten && !apart.has(i) && (d.alone && head.order > 0 || worth && !crowded);
                     // Each page has its own fate: only the one written to is known to change.
                     let written = d.r.write && at == d.r.vpn;
                     if written && head.order > 0 {
@@ -412,7 +419,7 @@ impl Pager {
             }
         }
         let list = distance.map_or(List::Inactive, |distance| s.list_of_refault(distance, d.passing));
-        s.list_resident(vpn, n, list, |i| copies[i]);
+        s.list_apart(vpn, n, list, &apart, |i| copies[i]);
         for ((at, some), loaded) in (vpn..).step_by(16).zip(copies[..n].chunks(16)).zip(from_pool) {
             note_brought(s, at, some, loaded > 0, d.r.write && (at..at + 16).contains(&d.r.vpn));
             d.from_pool += loaded;

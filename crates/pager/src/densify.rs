@@ -270,9 +270,9 @@ mod tests {
         // A floor is left to each: an eighth of its share, with next to nothing in its own pool.
         let least = (p.share() / 8).div_ceil(PAGE);
         let floor = |s: &mut State, resident: usize| {
-            s.resident = resident;
+            testing::seem_resident(s, resident);
             let floor = p.at_floor(s);
-            s.resident = 0;
+            testing::seem_resident(s, 0);
             floor
         };
         assert_eq!([least - 1, least].map(|resident| floor(&mut s, resident)), [true, false]);

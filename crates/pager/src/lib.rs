@@ -26,6 +26,7 @@ mod handler;
 mod heat;
 pub mod holder;
 pub mod huge;
+mod incompressible;
 pub mod inject;
 mod kin;
 pub mod letgo;

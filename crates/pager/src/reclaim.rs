@@ -165,9 +165,13 @@ impl Pager {
             }
             // (Not even for frames: there are few for as long as the limit is exceeded, since they are given back.)
             let few = !self.without_move && spare < high;
-            let want = if (over > 0 || few) && !squeezed { BATCH_PAGES } else { 0 };
+            let want = match (over > 0 || few, squeezed) {
+                (true, false) => BATCH_PAGES,
+                (true, true) => s.retries_waiting().min(BATCH_PAGES),
+                _ => 0,
+            };
             if want > 0 {
-                let keep = self.stage_target(&s);
+                let keep = if squeezed { 0 } else { self.stage_target(&s) };
                 let short = (keep + want).saturating_sub(s.idle_staged());
                 // (What a full pool refuses goes back: only what leaves is progress then.)
                 let refusing = self.zswap_is_full(&s);
@@ -267,10 +271,11 @@ impl Pager {
         if self.own_frames {
             return false;
         }
-        let (limit, managed) = (self.limit(), (s.resident + s.staged) * PAGE);
+        let (limit, managed) = (self.limit(), (s.evictable() + s.staged) * PAGE);
         let own = || managed < limit / 8 && s.pool.held_bytes() > limit / 2;
         let crowded = self.pool_takes(s, limit / 2) && (managed < self.share() / 8 || own());
-        // (What cannot be taken out at all: code made at run time, stacks, read-only and locked memory, and the books.)
+        // (What cannot be taken out at all: code made at run time, stacks, read-only and locked memory, what does not compress, and the
+        // books.)
         let fixed = || self.charged(s).saturating_sub(managed + s.zone.free_slots(Kind::Frame) * PAGE);
         // (What others hold may be taken out of them, but not by this one. The story: a program's child had locked more than the limit.
         // All but the last pages of its parent were put out again and again, so that eight threads, each of which needed four pages at
@@ -391,10 +396,11 @@ mod tests {
         let p = testing::pager(16 << 20);
         let mut s = p.state.lock();
         for (rss, resident, floor) in [(17, 1, true), (17, 5, false), (8, 1, false)] {
-            (s.rss, s.resident) = (rss << 20, (resident << 20) / PAGE);
+            s.rss = rss << 20;
+            testing::seem_resident(&mut s, (resident << 20) / PAGE);
             assert_eq!(p.at_floor(&s), floor, "{resident} of {rss} MiB");
         }
-        s.resident = 0;
+        testing::seem_resident(&mut s, 0);
     }
 
     /// The story: who was at its floor said that it finds nothing, while its pool was still getting smaller.
@@ -448,14 +454,15 @@ mod tests {
             other.rss.store((others * KIB) as u64, Relaxed);
             p.count_sharers();
             p.sharers.store(1 + engaged, Relaxed);
-            (s.rss, s.resident) = (resident * KIB, resident * KIB / PAGE);
+            s.rss = resident * KIB;
+            testing::seem_resident(&mut s, resident * KIB / PAGE);
             assert_eq!(
                 p.at_floor(&s),
                 floor,
                 "{resident} KiB, beside {others} KiB of others, of which {engaged} are engaged"
             );
         }
-        s.resident = 0;
+        testing::seem_resident(&mut s, 0);
     }
 
     /// See [`Pager::make_room`]: a limit that is kept, but by what a dead member is charged, is no reason to leave it charged.

@@ -6,6 +6,7 @@
 use crate::state::{FOLIO_PAGES, State};
 use core::ops::Range;
 use uzswap_mm::lru::{Entry, List, next_stamp};
+use uzswap_mm::pagemap::Tier;
 use uzswap_mm::pagetable::{Pte, Tag, next_eviction};
 
 /// Pages faulted on last that stay whatever else there is.
@@ -24,6 +25,7 @@ impl State {
             let order = self.folio_order(vpn + at, (end - at) as usize);
             self.stamp = next_stamp(self.stamp);
             let pte = Pte::new(Tag::Resident, self.stamp);
+            let pte = if list == List::Incompressible { pte.packed(Tier::Raw) } else { pte };
             self.pt.set_run(vpn + at, 1 << order, |i| match copy_of(at as usize + i) {
                 Some(handle) => pte.with_copy(handle),
                 None => pte,
@@ -35,6 +37,11 @@ impl State {
         // (What is unmapped or dropped leaves its entries behind.)
         let Self { lru, pt, resident, .. } = self;
         lru.tidy(*resident, |page, stamp| pt.get(page).is_listed_as(stamp));
+    }
+
+    /// Resident pages that nothing keeps from being put out. (Not less than there are, and mostly no more: see `Lru`.)
+    pub fn evictable(&self) -> usize {
+        self.resident.min(self.lru.evictable())
     }
 
     /// The order of the folio that begins a run of `n` pages at `vpn`: the largest that is aligned and fits.

@@ -9,6 +9,7 @@ use crate::compact::Counted;
 use crate::compress::largest_unit;
 use crate::densify::Sweep;
 use crate::folio::{MAX_ORDER, USUAL_UNIT};
+use crate::incompressible::Retries;
 use crate::mapfile::{self, MapFile};
 use crate::notify::Notified;
 use crate::object::{self, Header};
@@ -181,6 +182,8 @@ pub struct State {
     pub cleared: Option<MapFile>,
     /// When what was unevictable was last tried again (monotonic nanoseconds).
     pub rescued_ns: u64,
+    /// What did not compress, and is tried again: see `incompressible`.
+    pub(crate) retries: Retries,
     /// Whether the lock's owner keeps the program's mapping calls from running: see `without_move`.
     pub calls_stopped: bool,
     /// Memory that the program is moving, and what is to be done about it: see `remapped`.
@@ -257,6 +260,7 @@ impl State {
             notified: None,
             cleared: None,
             rescued_ns: 0,
+            retries: Retries::default(),
             calls_stopped: false,
             remapping: Remapping::default(),
             lost: Vec::new(),

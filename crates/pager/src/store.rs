@@ -358,6 +358,9 @@ impl Pager {
             match zswap::finish(&mut tables, &batch.plan, &mut batch.places) {
                 Ok(()) => {
                     self.count_stored(s, &f, units, &batch.plan);
+                    if s.retries.any() {
+                        self.judge_retries(s, units);
+                    }
                     let placed = units.iter().zip(&batch.places);
                     let entries = placed.filter_map(|(u, place)| Some((u.vpn, (*place)?)));
                     if f.whole {
@@ -430,6 +433,17 @@ impl Pager {
         }
         if any {
             c.folios.count(f.order, |c| &c.zswpout);
+        }
+    }
+
+    /// Tells of units that were stored whether they did not compress before and do now.
+    fn judge_retries(&self, s: &mut State, units: &[Unit]) {
+        for u in units {
+            let gained = match u.outcome {
+                Outcome::Packed { len, .. } => self.gains(s, 1 << u.order, len),
+                _ => true,
+            };
+            s.judge_retry(u.vpn, gained);
         }
     }
 

@@ -13,6 +13,7 @@ use crate::swap::clusters::ClusterMap;
 use crate::trace::Rings;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::{Algorithm, Compressor, Encoding};
+use uzswap_mm::lru::{Entry, Ring};
 use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{Pte, Tag};
 use uzswap_sys::process::Identity;
@@ -160,6 +161,13 @@ pub(crate) fn dead_process() -> Identity {
     let dead = Identity::from_raw(child.id().into()).expect("a pid");
     child.wait().expect("it ends");
     dead
+}
+
+/// Has so many pages seem resident, any of which might be put out next.
+pub(crate) fn seem_resident(s: &mut State, pages: usize) {
+    s.resident = pages;
+    s.lru.inactive = Ring::default();
+    (0..pages as u64).for_each(|vpn| s.lru.inactive.push(Entry::new(vpn, 0, 0)));
 }
 
 /// Gives a missing page at `at` its content, by COPY, as nobody serves faults here.

@@ -30,7 +30,7 @@ use uzswap_sys::{lock, sys, thread};
 const FASTEST_FILL: usize = 3 << 30;
 /// How often the ticker looks after the handler.
 pub(crate) const LOOK_NS: u64 = 16_000_000;
-/// How often what was unevictable is tried again while memory is short.
+/// How often what was unevictable, and a little of what did not compress, is tried again while memory is short.
 const RESCUE_NS: u64 = 500_000_000;
 /// For how long it is not tried again to have memory managed where that could not be, whoever asks for it: each time all of it is
 /// registered.
@@ -230,9 +230,13 @@ impl Pager {
         let excess = self.excess(&s);
         s.placement.look(self.reclaimer.load(Relaxed), excess > 0 || self.has_request());
         let over = excess > 0 || (!self.handler_reclaims(&s) && excess + self.margin() as isize > 0);
-        if over && thread::now_ns() - s.rescued_ns > RESCUE_NS {
+        let short = excess + 2 * self.margin() as isize > 0;
+        if short && thread::now_ns() - s.rescued_ns > RESCUE_NS {
             s.rescued_ns = thread::now_ns();
-            s.lru.rescue();
+            self.try_incompressible(&mut s);
+            if over {
+                s.lru.rescue();
+            }
         }
         drop(s);
         if over {

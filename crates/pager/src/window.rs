@@ -113,6 +113,7 @@ fn window(s: &State, victim: Entry, dear: bool) -> (Range<u64>, u64) {
         let (vpn, pte) = (base + i, s.pt.get(base + i));
         match pte.tag() {
             _ if vpn == victim.vpn() => Some(true),
+            Tag::Resident if pte.is_incompressible() => None,
             Tag::Resident if age(pte.aux()) >= least && !s.was_touched(vpn) => Some(true),
             Tag::Compressed | Tag::Zero | Tag::Disk | Tag::Staged | Tag::Busy => Some(false),
             Tag::None | Tag::Resident | Tag::Poisoned => None,

@@ -415,6 +415,13 @@ impl Pager {
         })
     }
 
+    /// Whether what leaves the pool may go to disk, now or before long.
+    pub(crate) fn disk_may_take(&self, s: &State) -> bool {
+        s.swap.as_ref().is_some_and(|swap| {
+            self.tier.file.load(Relaxed) >= 0 && !swap.disk_is_full() && !self.writeback_forbidden(swap)
+        })
+    }
+
     /// Ends the threads that write and read, when the handler has ended.
     pub(crate) fn end_swap(&self) {
         turns::wake_writer(self.me());

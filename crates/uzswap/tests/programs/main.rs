@@ -10,6 +10,7 @@ mod debuggers;
 mod disk;
 mod harness;
 mod hung;
+mod incompressible;
 mod injected;
 mod kin;
 mod leaving;
