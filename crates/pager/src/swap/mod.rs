@@ -415,11 +415,10 @@ impl Pager {
         })
     }
 
-    /// Whether what leaves the pool may go to disk, now or before long.
+    /// Whether what leaves the pool may go to disk, now or before long. (That a write failed, for want of room too, may pass.)
     pub(crate) fn disk_may_take(&self, s: &State) -> bool {
-        s.swap.as_ref().is_some_and(|swap| {
-            self.tier.file.load(Relaxed) >= 0 && !swap.disk_is_full() && !self.writeback_forbidden(swap)
-        })
+        let swap = s.swap.as_ref();
+        swap.is_some_and(|swap| self.tier.file.load(Relaxed) >= 0 && !self.writeback_forbidden(swap))
     }
 
     /// Ends the threads that write and read, when the handler has ended.
