@@ -15,7 +15,8 @@
 //! The story: ImageMagick with 144 MiB that do not compress in 72, without a disk, took 150 s for 28. Pages went in and out of a pool
 //! that gained nothing.
 //!
-//! A library region's limit is hard, and its owner sized it: there all goes round. So it does where the pool is not charged.
+//! A library region's limit is hard, and its owner sized it: there all goes round. So it does where the pool is not charged, and where
+//! events are recorded: what a trace tells is not to depend on whether there was a disk, as it is replayed with one.
 //! Owner: the pager's lock.
 
 use crate::arena::PAGE;
@@ -71,7 +72,8 @@ impl Bound {
 impl Pager {
     /// What counts as incompressible now.
     pub(crate) fn incompressible(&self, s: &State) -> Bound {
-        if self.own_frames || self.group.pool_uncharged.load(Relaxed) != 0 || self.disk_may_take(s) {
+        let uncharged = self.own_frames || self.group.pool_uncharged.load(Relaxed) != 0;
+        if uncharged || s.recorder.is_some() || self.disk_may_take(s) {
             return Bound::Nothing;
         }
         let is_barren = s.pool.held_bytes() > s.swapped * PAGE / 4 * 3;
@@ -184,6 +186,7 @@ mod tests {
     use crate::fault::Request;
     use crate::state::BLOCK_PAGES;
     use crate::testing::{self, half_noise, noise, words};
+    use crate::trace::Recorder;
 
     /// Where objects of tests are whose pages are never brought.
     const ELSEWHERE: u64 = 1 << 24;
@@ -226,6 +229,9 @@ mod tests {
         let (p, first) = with_block();
         let mut s = p.state.lock();
         assert!(p.incompressible(&s) == Bound::Raw);
+        s.recorder = Some(Recorder::new(testing::rings(), 0));
+        assert!(p.incompressible(&s) == Bound::Nothing, "what is recorded is as with a disk");
+        s.recorder = None;
         p.group.pool_uncharged.store(1, Relaxed);
         testing::store(&mut s, first, 0, 0, noise);
         bring(p, &mut s, first, 1);
