@@ -11,8 +11,8 @@
 //! the group    is full, for who has just found nothing, if each other member of it
 //!                - holds little, also for its share of the limit (nobody would wake it for that), or is dead; or
 //!                - is stuck, and was so a moment ago; or
-//!              or if the group has not come down for some seconds, as who might give something is stopped, or what it takes out
-//!              comes back or takes as much room where it is put
+//!              or if the group has not come down for some seconds in which nobody waits for a slow disk, as who might give something is
+//!              stopped, or what it takes out comes back or takes as much room where it is put
 //! ```
 //! Then it is counted (`oom`), said once, and acted upon (`--on-full`). Each stuck member looks 50 times a second, so whoever is
 //! left when the last one that got on is stuck, stopped or dead says it. Only waiting (`--on-full=wait`) is not put off: who
@@ -42,6 +42,12 @@ const KILL_PAUSE_NS: u64 = 2_000_000_000;
 pub(crate) fn finds_nothing(member: &Slot, now: u64) -> bool {
     let stuck = member.stuck.load(Acquire);
     stuck != 0 && now < stuck.saturating_add(STUCK_NS)
+}
+
+/// Whether a member has waited for its disk since a moment ago, which is slow to make room.
+fn waits_for_disk(member: &Slot, now: u64) -> bool {
+    let at = member.disk_at.load(Acquire);
+    at != 0 && now < at.saturating_add(STUCK_NS)
 }
 
 /// What a member holds at most that has nothing to give, where so many share a limit (bytes).
@@ -128,7 +134,11 @@ impl Pager {
         let mut others = self.others_within(over.node).filter(|o| o.rss.load(Relaxed) > little);
         let any = others.any(|o| !finds_nothing(o, now) && o.owner().is_some_and(|owner| !owner.is_dead()));
         let since = w.since.load(Relaxed);
-        if !any {
+        // (A slow disk may take longer than that for a write.)
+        if any && self.others_within(over.node).any(|o| waits_for_disk(o, now)) {
+            w.lowest.store(charge, Relaxed);
+            w.since.store(now, Relaxed);
+        } else if !any {
             w.since.store(0, Relaxed);
         } else if since == 0 || charge + FALL_BYTES <= w.lowest.load(Relaxed) {
             w.lowest.store(charge, Relaxed);
@@ -466,6 +476,22 @@ mod tests {
         assert_eq!(full(p, 20), 4);
         p.group.nodes[0].max.store(32 << 20, Relaxed);
         assert_eq!(full(p, PATIENCE_NS + 10), 4);
+    }
+
+    /// The story: a disk in a cloud took some seconds for a write. Whoever found nothing to take meanwhile saw that the group did not come
+    /// down, and the largest was killed, which waited for its disk to make room.
+    #[test]
+    fn a_group_whose_slow_disk_is_waited_for_is_not_full() {
+        let (p, other) = two();
+        let mut now = 1;
+        for _ in 0..20 {
+            now += PATIENCE_NS / 2;
+            other.disk_at.store(now, Relaxed);
+            assert_eq!(full(p, now + 1), 0, "its disk makes room");
+        }
+        // It stands still.
+        assert_eq!(full(p, now + STUCK_NS), 0, "it may get on without it");
+        assert_eq!(full(p, now + STUCK_NS + PATIENCE_NS), 1, "it does not");
     }
 
     /// What is done is what the group says, and to the largest of all.

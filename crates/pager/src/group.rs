@@ -308,6 +308,8 @@ pub struct Slot {
     /// When the member last found nothing to take out though a group of its was over its limit (monotonic nanoseconds); 0 while
     /// it gets on: see `full`.
     pub stuck: AtomicU64,
+    /// When it last waited for its disk to make room, which is slow (monotonic nanoseconds).
+    pub disk_at: AtomicU64,
     /// What a command asks of the member.
     pub request: PageRequest,
     /// Who is told of writes to the member's pages.
@@ -342,6 +344,7 @@ impl Slot {
         self.writer.store(0, Relaxed);
         self.turn.store(0, Relaxed);
         self.stuck.store(0, Relaxed);
+        self.disk_at.store(0, Relaxed);
     }
 }
 

@@ -47,6 +47,18 @@ pub(crate) struct Handler {
     ended: bool,
     /// When a read that failed is to be made again (monotonic nanoseconds).
     wake_at: Option<u64>,
+    /// What faults wait for where the disk is slow.
+    slow: Option<SlowWrite>,
+    /// For how long the writer was waited for in this turn (nanoseconds).
+    waited_ns: u64,
+}
+
+/// A write that takes long.
+struct SlowWrite {
+    /// Writes that had succeeded before.
+    writes: u32,
+    /// Since when it is waited for in this way (monotonic nanoseconds).
+    since: u64,
 }
 
 impl Pager {
@@ -103,8 +115,10 @@ impl Handler {
                 return thread::sleep_ns(1_000_000);
             }
         }
+        let waited = core::mem::take(&mut self.waited_ns);
+        p.counters().stall_ns.fetch_add(waited, Relaxed);
         p.hold_back(&s);
-        if !self.waiting.is_empty() && p.must_wait(&mut s) {
+        if !self.waiting.is_empty() && (p.must_wait(&mut s) || self.waits_for_slow_disk(p, &s)) {
             self.retry = true;
             drop(s);
             p.wake_reclaim();
@@ -122,7 +136,7 @@ impl Handler {
         self.serve_waiting(p, &mut s);
         p.signs.owes.store(!self.waiting.is_empty(), Relaxed);
         if fault {
-            let stalled = p.stall.end(throttle, !self.waiting.is_empty());
+            let stalled = p.stall.end(throttle + waited, !self.waiting.is_empty());
             p.counters().stall_ns.fetch_add(stalled, Relaxed);
         }
         p.signs.progress.fetch_add(1, Relaxed);
@@ -180,29 +194,52 @@ impl Handler {
     }
 
     /// Waits until the writer of the swap file has made room, where the limit is exceeded and it does. In vain was the wait if it has
-    /// written nothing meanwhile.
+    /// written nothing meanwhile, and is not writing. If it is the disk is slow, and the wait goes on in another way.
     ///
     /// The story: each time that the writer got on counted as a wait as long as could be. Where it gave many objects their second chance,
     /// or had no CPU of its own, fifty of them were over before it had written anything: the disk was taken to be of no help, the group was
     /// called full, and all that was read back stayed in memory, up to 44 MiB under a limit of 16.
     fn wait_for_writer<'a>(&mut self, p: &'a Pager, mut s: Guard<'a, State>, vpn: u64) -> Guard<'a, State> {
-        let (mut until, writes) = (None, p.tier.writes.load(Relaxed));
-        while p.waits_for_disk(&s) {
-            let now = thread::now_ns();
+        let (mut until, writes, mut was_writing) = (None, p.tier.writes.load(Relaxed), false);
+        while self.slow.is_none() && p.waits_for_disk(&s) {
+            let (now, writing) = (thread::now_ns(), p.disk_is_writing());
+            // (It may be between two writes.)
+            let at_work = core::mem::replace(&mut was_writing, writing) || writing;
             if now >= *until.get_or_insert(now + DISK_WAIT_NS) {
-                if p.tier.writes.load(Relaxed) == writes {
-                    p.tier.helps.store(false, Relaxed);
+                match p.tier.writes.load(Relaxed) == writes {
+                    true if at_work => self.slow = Some(SlowWrite { writes, since: now }),
+                    true => p.tier.helps.store(false, Relaxed),
+                    false => {}
                 }
                 break;
             }
+            p.note_slow_disk();
             let seen = p.tier.progress.load(Acquire);
             p.poke_writer(&s);
             drop(s);
             lock::futex_wait(&p.tier.progress, seen, Some(DISK_LOOK_NS), false);
             s = p.state.lock();
+            self.waited_ns += thread::now_ns().saturating_sub(now);
             p.make_room(&mut s, vpn);
         }
         s
+    }
+
+    /// Whether faults wait still for a slow disk: until a write has succeeded (or failed), there is room without it, or the disk stands
+    /// still. Events are read meanwhile.
+    ///
+    /// The story: a disk whose writes took longer than a fault waits, as one in a cloud that has used up its credit, was taken to be of no
+    /// help until one of them had ended. The group was called full, and with `--on-full=kill` the largest member was killed.
+    fn waits_for_slow_disk(&mut self, p: &Pager, s: &State) -> bool {
+        let Some(slow) = &self.slow else { return false };
+        if slow.writes == p.tier.writes.load(Relaxed) && p.disk_is_writing() && p.waits_for_disk(s) {
+            p.note_slow_disk();
+            p.poke_writer(s);
+            return true;
+        }
+        p.counters().stall_ns.fetch_add(thread::now_ns().saturating_sub(slow.since), Relaxed);
+        self.slow = None;
+        false
     }
 
     /// Serves what can be served now, and sees to it that what is on disk is read.
@@ -402,6 +439,48 @@ mod tests {
             assert_eq!(p.tier.helps.load(Relaxed), helps, "{events} {writes} {room}");
         }
         full(false);
+        p.tier.file.store(-1, Relaxed);
+        crate::events::forget_range(&mut p.state.lock(), vpn, vpn + 400);
+    }
+
+    /// See [`Handler::waits_for_slow_disk`]. The write ends well, there is room without it, it fails, or it stands still.
+    #[test]
+    fn who_waits_for_a_slow_disk_waits_for_its_write() {
+        let p = testing::pager_with_swap(8 << 20);
+        let (mut handler, _) = handler(p);
+        let vpn = 1 << 20;
+        (0..100).for_each(|i| _ = testing::store(&mut p.state.lock(), vpn + 4 * i, 2, 0, testing::half_noise));
+        p.tier.file.store(0, Relaxed);
+        let other = &p.group.slots[7];
+        p.group.used.store(8, Relaxed);
+        other.owner.store(uzswap_sys::process::Identity::own().raw(), Relaxed);
+        other.rss.store(2 << 20, Relaxed);
+        let full = |is: bool| p.group.nodes[0].max.store(if is { 1 << 20 } else { 1 << 40 }, Relaxed);
+        let began = &p.tier.began[1];
+        for end in 0..4 {
+            full(true);
+            p.tier.helps.store(true, Relaxed);
+            began.store(thread::now_ns(), Relaxed);
+            let s = handler.wait_for_writer(p, p.state.lock(), vpn);
+            assert!(p.tier.helps.load(Relaxed) && p.waits_for_disk(&s), "it is at work");
+            let stalled = p.counters().stall_ns.load(Relaxed);
+            for _ in 0..3 {
+                assert!(handler.waits_for_slow_disk(p, &s), "for as long as it takes");
+            }
+            assert!(p.me().disk_at.load(Relaxed) != 0, "the others know");
+            match end {
+                0 => _ = p.tier.writes.fetch_add(1, Relaxed),
+                1 => full(false),
+                2 => began.store(0, Relaxed),
+                // (Longer than any disk is waited for.)
+                _ => began.store(thread::now_ns() - 60_000_000_000, Relaxed),
+            }
+            assert!(!handler.waits_for_slow_disk(p, &s), "end {end}");
+            assert!(p.counters().stall_ns.load(Relaxed) > stalled, "it is told how long that was");
+            assert_eq!(p.disk_takes_over(&s), end < 3, "one that stands still makes no room");
+        }
+        full(false);
+        began.store(0, Relaxed);
         p.tier.file.store(-1, Relaxed);
         crate::events::forget_range(&mut p.state.lock(), vpn, vpn + 400);
     }

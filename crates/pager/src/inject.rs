@@ -77,10 +77,15 @@ pub enum Site {
     SwapHold,
     /// A read of the swap file stands still until after it is told. (Where any may, that is soon.)
     SwapStall,
+    /// Writing to the swap file takes longer, by as much as a disk takes that is slow ([`SLOW_NS`]).
+    SwapSlow,
 }
 
+/// How long a write takes that is to be slow: longer than a fault waits before it lets others be heard (nanoseconds).
+pub(crate) const SLOW_NS: u64 = 1_500_000_000;
+
 /// Every site and its name.
-pub const SITES: [(Site, &str); 25] = [
+pub const SITES: [(Site, &str); 26] = [
     (Site::Pool, "pool"),
     (Site::Damage, "damage"),
     (Site::MoveOut, "move_out"),
@@ -106,6 +111,7 @@ pub const SITES: [(Site, &str); 25] = [
     (Site::SwapDamage, "swap_damage"),
     (Site::SwapHold, "swap_hold"),
     (Site::SwapStall, "swap_stall"),
+    (Site::SwapSlow, "swap_slow"),
 ];
 
 /// What is to fail, and what has: part of the group's page.

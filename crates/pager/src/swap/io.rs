@@ -3,7 +3,7 @@
 //! Nothing here touches the tables or needs the lock. Each kind of trouble is told once for the group; the counters have
 //! all of it.
 
-use crate::inject::Site;
+use crate::inject::{SLOW_NS, Site};
 use crate::pager::Pager;
 use crate::swap::readers::Readers;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::*};
@@ -15,6 +15,8 @@ use uzswap_sys::{blockio, thread};
 const EXTENT: u64 = 16 << 20;
 /// A transfer that takes longer than this is told (nanoseconds).
 const STALL_NS: u64 = 10_000_000_000;
+/// A write that takes longer than this is one of a slow disk (nanoseconds).
+const LONG_NS: u64 = 250_000_000;
 /// For tests: what takes its place, and for how long a read stands still that is to (nanoseconds).
 const SOON_STALLED_NS: u64 = 700_000_000;
 pub(super) const STANDS_NS: u64 = 3 * SOON_STALLED_NS;
@@ -38,13 +40,14 @@ pub struct Tier {
     pub progress: AtomicU32,
     /// Writes that succeeded.
     pub writes: AtomicU32,
-    /// Whether waiting for it has helped: false from a wait in vain to the next write that succeeds.
+    /// Whether waiting for it has helped: false from a wait in vain, in which nothing was being written, to the next write that succeeds.
     pub helps: AtomicBool,
     /// The threads that read where io_uring cannot be used.
     pub readers: Readers,
     /// What is readable when a read has ended (the handler polls it); -1 where none can be under way.
     pub reads_fd: AtomicI32,
-    /// When the reads and the writes under way were begun or went on last (monotonic nanoseconds), 0 when there is none.
+    /// When the reads and the writes under way were begun or went on last (monotonic nanoseconds), 0 when there is none. A write is
+    /// under way until the books say what became of it, and so is making room on disk.
     pub began: [AtomicU64; 2],
     /// What `began` was when it was last counted as a stall.
     pub stalled: [AtomicU64; 2],
@@ -118,7 +121,7 @@ impl Trouble {
             Self::NoSpace => b"uzswap: the disk of the swap file is full: what it was to take stays in memory, and the limit may be exceeded; free some room, or name another directory with --swap-dir\n",
             Self::Write => b"uzswap: writing to the swap file failed: what it was to take stays in memory, and the limit may be exceeded; the report counts each failure\n",
             Self::Read => b"uzswap: reading from the swap file failed, or gave something else than was written; it is tried again\n",
-            Self::Stall => b"uzswap: the disk of the swap file has not answered for 10 seconds; the program waits for it\n",
+            Self::Stall => b"uzswap: the disk of the swap file has not answered for 10 seconds; the program waits for what is there, and what it was to take stays in memory meanwhile\n",
             Self::Full => b"uzswap: the swap file is full: the limit may be exceeded; give it more with --swap\n",
             Self::Rows => b"uzswap: more than 1024 processes have something in the swap file or on their way there: others run without swap, and the limit may be exceeded\n",
             Self::Open => b"uzswap: a process cannot open the swap file (its rights changed, or `uzswap run` is gone): it runs without swap\n",
@@ -132,7 +135,7 @@ impl Trouble {
             Self::NoSpace => b"uzswap: the swap server has no memory left: what it was to take stays here, and the limit may be exceeded\n",
             Self::Write | Self::Limit => b"uzswap: writing to the swap server failed: what it was to take stays in memory, and the limit may be exceeded; the report counts each failure\n",
             Self::Read => b"uzswap: reading from the swap server failed, or gave something else than was written; it is tried again\n",
-            Self::Stall => b"uzswap: the swap server has not answered for 10 seconds; the program waits for it\n",
+            Self::Stall => b"uzswap: the swap server has not answered for 10 seconds; the program waits for what is there, and what it was to take stays here meanwhile\n",
             Self::Full => b"uzswap: all that the swap server was to take is used: the limit may be exceeded; give it more with size= in --swap\n",
             Self::Rows => b"uzswap: more than 1024 processes have something on the swap server or on their way there: others run without swap, and the limit may be exceeded\n",
             Self::Open => b"uzswap: a process cannot reach `uzswap run`, which speaks to the swap server: it runs without swap\n",
@@ -182,6 +185,39 @@ impl Pager {
         began.min().map(|began| (began + self.stall_ns()).saturating_sub(thread::now_ns()))
     }
 
+    /// For how long what is being written has been (nanoseconds); None where nothing is.
+    fn writing_ns(&self) -> Option<u64> {
+        let began = self.tier.began[WRITE].load(Relaxed);
+        (began != 0).then(|| thread::now_ns().saturating_sub(began))
+    }
+
+    /// Whether something is being written, by a disk that does not stand still: what it takes will make room.
+    pub(crate) fn disk_is_writing(&self) -> bool {
+        self.writing_ns().is_some_and(|ns| ns < self.stall_ns())
+    }
+
+    /// The same, by one that takes long.
+    pub(super) fn writes_slowly(&self) -> bool {
+        self.writing_ns().is_some_and(|ns| (LONG_NS..self.stall_ns()).contains(&ns))
+    }
+
+    /// Whether what is being written has taken very long: nobody waits for that.
+    pub(super) fn writes_stand_still(&self) -> bool {
+        self.writing_ns().is_some_and(|ns| ns >= self.stall_ns())
+    }
+
+    /// Does what the writing thread waits for the disk to do, beside the writes under way perhaps.
+    fn beside_writes<T>(&self, act: impl FnOnce() -> T) -> T {
+        let began = &self.tier.began[WRITE];
+        let alone = began.load(Relaxed) == 0;
+        if alone {
+            began.store(thread::now_ns(), Relaxed);
+        }
+        let done = act();
+        began.store(if alone { 0 } else { thread::now_ns() }, Relaxed);
+        done
+    }
+
     fn stall_ns(&self) -> u64 {
         if self.is_injected(Site::SwapStall) { SOON_STALLED_NS } else { STALL_NS }
     }
@@ -191,7 +227,9 @@ impl Pager {
     /// # Errors
     /// The kernel's.
     pub(super) fn swap_write(&self, at: u64, bytes: &[u8]) -> Result<(), Errno> {
-        self.tier.began[WRITE].store(thread::now_ns(), Relaxed);
+        if self.inject(Site::SwapSlow).is_some() {
+            thread::sleep_ns(SLOW_NS);
+        }
         let to = self.backend_to_write();
         let result = match self.inject(Site::SwapWrite) {
             None => to.write_all(bytes, at),
@@ -206,7 +244,6 @@ impl Pager {
                 }
             }
         };
-        self.tier.began[WRITE].store(0, Relaxed);
         self.wrote(bytes.len(), result);
         result
     }
@@ -266,10 +303,10 @@ impl Pager {
     pub(super) fn await_late(&self, cluster: u32, cluster_bytes: u64) -> Result<(), Errno> {
         let Some(map) = self.clusters else { return Err(libc::EBADF) };
         let (fd, from) = (self.tier.file.load(Acquire), u64::from(cluster) * cluster_bytes);
-        self.tier.began[WRITE].store(thread::now_ns(), Relaxed);
-        let waited = blockio::punch(fd, from, cluster_bytes).inspect(|()| map.settled(cluster));
-        let result = waited.and_then(|()| blockio::preallocate(fd, from, cluster_bytes));
-        self.tier.began[WRITE].store(0, Relaxed);
+        let result = self.beside_writes(|| {
+            let waited = blockio::punch(fd, from, cluster_bytes).inspect(|()| map.settled(cluster));
+            waited.and_then(|()| blockio::preallocate(fd, from, cluster_bytes))
+        });
         if let Err(e) = result {
             self.counters().swap_write_errors.fetch_add(1, Relaxed);
             self.tell(Trouble::of_write(e));
@@ -297,7 +334,7 @@ impl Pager {
         let size = map.geometry().map_or(0, |g| u64::from(g.clusters) << g.cluster_shift);
         let end = to.next_multiple_of(EXTENT).min(size);
         let injected = self.inject(Site::SwapSpace).is_some();
-        let result = match blockio::preallocate(fd, done.min(from), end - done.min(from)) {
+        let made = || match blockio::preallocate(fd, done.min(from), end - done.min(from)) {
             _ if injected => Err(libc::ENOSPC),
             Err(libc::ENOSPC | libc::EDQUOT) => blockio::preallocate(fd, from, to - from),
             Ok(()) => {
@@ -306,6 +343,7 @@ impl Pager {
             }
             other => other,
         };
+        let result = self.beside_writes(made);
         if let Err(e) = result {
             self.counters().swap_write_errors.fetch_add(1, Relaxed);
             self.tell(Trouble::of_write(e));

@@ -67,6 +67,7 @@ use uzswap_mm::pagetable::{HINT_REUSED, Tag};
 use uzswap_mm::readahead::Readahead;
 use uzswap_mm::shrinker::{DiskReads, Entry, Policy, Shrinker};
 use uzswap_mm::swapfile::{Place, SwapFile, offset};
+use uzswap_sys::thread;
 use worth::Worth;
 use writeback::RUN_BYTES;
 
@@ -193,6 +194,11 @@ impl Swap {
             + self.shrinker.metadata_bytes()
             + self.whole.metadata_bytes()
             + self.flights.iter().map(Vec::capacity).sum::<usize>() * size_of::<Flight>()
+    }
+
+    /// Whether something waits to be written, or is being written.
+    fn has_something_to_write(&self) -> bool {
+        !(self.shrinker.is_empty() && self.whole.is_empty() && self.flights.iter().all(Vec::is_empty))
     }
 
     /// Bytes of the pool that writes under way will free.
@@ -401,16 +407,25 @@ impl Pager {
             swap.shrinker.owe(due);
         }
         self.poke_writer(s);
+        self.note_slow_disk();
         true
     }
 
-    /// Whether writing back makes room: it may be done, it does not fail, and there is something to write.
+    /// This member waits for its disk: the others are to know if that is slow.
+    pub(crate) fn note_slow_disk(&self) {
+        if self.writes_slowly() {
+            self.me().disk_at.store(thread::now_ns(), Release);
+        }
+    }
+
+    /// Whether writing back makes room: it may be done, it does not fail nor stand still, and there is something to write.
     pub(crate) fn disk_takes_over(&self, s: &State) -> bool {
         s.swap.as_ref().is_some_and(|swap| {
             self.tier.file.load(Relaxed) >= 0
                 && swap.failures == 0
                 && self.tier.helps.load(Relaxed)
-                && !(swap.shrinker.is_empty() && swap.whole.is_empty())
+                && !self.writes_stand_still()
+                && swap.has_something_to_write()
                 && !self.writeback_forbidden(swap)
         })
     }

@@ -83,14 +83,15 @@ impl Writes {
 impl Pager {
     /// Begins to write `len` bytes of a buffer.
     pub(super) fn begin_write(&self, writes: &mut Writes, slot: usize, at: u64, len: usize) {
+        if !writes.under_way() {
+            self.tier.began[WRITE].store(thread::now_ns(), Relaxed);
+        }
         let bytes = &bytes_of(&mut writes.buffers[slot])[..len];
-        if let Some(ring) = &mut writes.ring {
+        // (One that is to be slow is made by this thread.)
+        if let Some(ring) = writes.ring.as_mut().filter(|_| !self.is_injected(Site::SwapSlow)) {
             let injected = self.inject(Site::SwapWrite);
             // What fails has reached the disk in part.
             let part = injected.map_or(len, |bits| some_blocks(bits, len).max(BLOCK));
-            if ring.under_way() == 0 {
-                self.tier.began[WRITE].store(thread::now_ns(), Relaxed);
-            }
             let fd = self.tier.file.load(Acquire);
             self.note_writing(slot, Some(at));
             // SAFETY: the buffer is not touched, and not freed, until the write is found ended.
@@ -104,6 +105,12 @@ impl Pager {
         let done = Some(self.swap_write(at, bytes));
         writes.waited_ns += thread::now_ns() - began;
         writes.writes[slot] = Some(Write { at, len, done, injected: None });
+    }
+
+    /// The books have been told of a write that had ended.
+    pub(super) fn one_write_less(&self, writes: &Writes) {
+        let now = if writes.under_way() { thread::now_ns() } else { 0 };
+        self.tier.began[WRITE].store(now, Relaxed);
     }
 
     /// The others are to know where the kernel has a write of this process, or that it has none any more. (One through the page cache
@@ -142,7 +149,6 @@ impl Pager {
                 Err(_) => thread::sleep_ns(1_000_000),
             }
         };
-        self.tier.began[WRITE].store(if ring.under_way() > 0 { thread::now_ns() } else { 0 }, Relaxed);
         let slot = slot as usize;
         self.note_writing(slot, None);
         let write = writes.writes[slot].take()?;

@@ -28,8 +28,8 @@ use uzswap_sys::{eventfd, thread};
 
 /// Reads under way at once, at most.
 pub(super) const DEPTH: usize = 8;
-/// Bytes of a buffer: an object of the largest size and the blocks it begins and ends in.
-pub(super) const BUFFER: usize = 128 << 10;
+/// Bytes of a buffer: what is read ahead at once, so more than an object of the largest size and the blocks it begins and ends in.
+pub(super) const BUFFER: usize = uzswap_mm::readahead::STREAM_BYTES;
 /// Transfers of less than a block in a row after which a read has failed.
 const MOST_FRUITLESS: u32 = 8;
 /// A result of a read that was not made: by a thread that could not reach the server, which another can.

@@ -110,9 +110,12 @@ impl Pager {
     }
 
     /// Begins to read what comes next in the file, where faults have been in sequence there: in the streams of which
-    /// least is under way first.
+    /// least is under way first. Not while room is waited for, which it would take.
     pub(crate) fn read_ahead(&self, s: &State, reads: &mut Reads) {
         let Some(swap) = s.swap.as_ref() else { return };
+        if swap.readahead.ahead().next().is_none() || self.waits_for_disk(s) {
+            return;
+        }
         for under_way in 0..MOST_IN_STREAM {
             for ahead in swap.readahead.ahead() {
                 let all = reads.iter().filter(|read| read.place.is_none()).count();

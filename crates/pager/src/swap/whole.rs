@@ -12,7 +12,8 @@
 //!
 //! The writer takes them before what the shrinker chooses. Room for all of a folio is found at once: behind the last object
 //! of a cluster, or in clusters side by side that are claimed for it. So nothing else comes to lie between its objects, which are written
-//! in as many runs as it takes. With a server there is no such thing as room side by side: what may not enter the pool is split there.
+//! in as many runs as it takes. With a server there is no such thing as room side by side: what is only too large for the pool is split
+//! there. Where nothing may enter it all goes this way, with a server as with a file.
 
 use super::writeback::{NoRun, RUN_BYTES, Round, as_write, board, drop_copies};
 use super::{Flight, Swap};
@@ -109,7 +110,7 @@ impl Pager {
     fn takes_whole(&self, swap: &Swap, order: u8) -> bool {
         let (least, until) = swap.whole.no_room;
         self.tier.file.load(Relaxed) >= 0
-            && !swap.map.is_remote()
+            && (!swap.map.is_remote() || self.pool_is_forbidden())
             && swap.failures == 0
             && !(order >= least && thread::now_ns() < until)
             // (What finds no room is in the pool then. Where nothing may be, no more comes before the disk has taken that.)

@@ -252,6 +252,10 @@ fn a5_what_may_not_be_written_is_split() {
     let map = s.swap.as_ref().unwrap().map;
     map.remote.store(1, Relaxed);
     assert!(!p.may_go_whole(s, 4), "a server");
+    // (The story: with a server nothing but zeros left where nothing may be in the pool.)
+    node.zswap_max.store(0, Relaxed);
+    assert!(p.may_go_whole(s, 9) && p.goes_directly(s));
+    node.zswap_max.store(u64::MAX, Relaxed);
     map.remote.store(0, Relaxed);
     wait_whole(&scene, s, FIRST, 9);
     assert!(!p.may_go_whole(s, 4), "a megabyte waits");

@@ -159,6 +159,7 @@ impl Pager {
             swap.worth.wrote(to - from, writes.take_waited_ns());
         }
         self.complete(&mut s, slot, result);
+        self.one_write_less(writes);
         drop(s);
         self.swap_progressed();
     }

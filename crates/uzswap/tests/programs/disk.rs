@@ -173,6 +173,28 @@ fn a_disk_that_stands_still_is_told() {
     assert_eq!(run.stderr.text().matches("has not answered for 10 seconds").count(), 1, "{}", run.describe());
 }
 
+/// The story: see `Handler::waits_for_slow_disk`. Who waits for a disk whose writes take long is not killed; that nothing can be taken
+/// out is found when the disk has stood still for as long as is told.
+#[test]
+fn a_slow_disk_is_waited_for_and_one_that_stands_still_is_not() {
+    let _beside = beside();
+    let Some(disk) = compile_c("disk") else { return };
+    let subject = Subject::new("slow disk", &[&disk, &"20", &"0"]).with(&SWAP).with(&["--on-full", "kill"]);
+    // (With `swap_stall` that is told after 0.7 s instead of 10, whatever reads do.)
+    for (faults, killed) in [("seed=1,swap_slow=1/2", false), ("seed=1,swap_slow=1/1,swap_stall=1/1000000", true)] {
+        let run = subject.start_limited_with(16 * MIB, &[("UZSWAP_TEST_FAULTS", faults)]).finish();
+        run.say(subject.name, faults, None);
+        assert!(!run.timed_out && number(&run, "swap_slow") > 0, "{}", run.describe());
+        assert_eq!(run.status.success(), !killed, "{}", run.describe());
+        assert_eq!(number(&run, "oom_kill"), u64::from(killed), "{}", run.describe());
+        assert_eq!(run.stderr.text().contains("has not answered for 10 seconds"), killed, "{}", run.describe());
+        if !killed {
+            assert_eq!(run.stdout.text(), "lost 0, wrong 0\n", "{}", run.describe());
+            assert!(number(&run, "pswpout") > 0 && !run.stderr.text().contains("is full"), "{}", run.describe());
+        }
+    }
+}
+
 /// Where the file system cannot do direct I/O everything is as it is with it; the report and the summary say which.
 #[test]
 fn without_direct_io() {

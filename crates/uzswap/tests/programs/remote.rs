@@ -90,6 +90,30 @@ fn what_does_not_fit_goes_to_a_server_and_comes_back() {
     server.stop();
 }
 
+/// The story: where nothing may be in the pool (`memory.zswap.max=0`) nothing but zeros went to a server, and the limit was exceeded by all
+/// that was not. It goes there directly, as to a swap file.
+#[test]
+fn what_the_pool_may_not_hold_goes_to_a_server() {
+    let _beside = beside();
+    let Some(disk) = compile_c("disk") else { return };
+    let Some(mut server) = Server::start("remote-directly") else { return };
+    let name = format!("directly{}", std::process::id());
+    let program = format!(
+        "{} ctl {name} memory.zswap.max=0 && exec {} 64 1",
+        std::path::PathBuf::from(uzswap()).display(),
+        disk.display()
+    );
+    let options = ["--group", &name, "--swap", &server.swap("")];
+    let run = Subject::new("directly", &[&"sh", &"-c", &program]).with(&options).start_limited(32 * MIB).finish();
+    run.say("directly", "remote", Some(32 * MIB));
+    assert_eq!(ended_well(&run), 0);
+    assert!(number(&run, "pswpout") > 1000 && number(&run, "pswpin") > 1000, "{}", run.describe());
+    assert_eq!(number(&run, "zswpwb"), 0, "nothing went through the pool\n{}", run.describe());
+    assert!(run.peak_anon_bytes <= with_slack(32 * MIB), "{} bytes\n{}", run.peak_anon_bytes, run.describe());
+    assert_eq!(server.keys(), 0, "nothing is left there");
+    server.stop();
+}
+
 /// The word that is in each page of the program is in no key, and every key expires if the command cannot see to it.
 #[test]
 fn what_leaves_is_sealed_and_expires() {
