@@ -11,9 +11,11 @@
 //! the group    is full, for who has just found nothing, if each other member of it
 //!                - holds little, also for its share of the limit (nobody would wake it for that), or is dead; or
 //!                - is stuck, and was so a moment ago; or
-//!              or if the group has not come down for some seconds in which nobody waits for a slow disk, as who might give something is
-//!              stopped, or what it takes out comes back or takes as much room where it is put
+//!              or if the group has not come down for some seconds, as who might give something is stopped, or what it takes out
+//!              comes back or takes as much room where it is put
 //! ```
+//! Nor is it while a member's disk is slow to make room, for as long as it does not stand still.
+//!
 //! Then it is counted (`oom`), said once, and acted upon (`--on-full`). Each stuck member looks 50 times a second, so whoever is
 //! left when the last one that got on is stuck, stopped or dead says it. Only waiting (`--on-full=wait`) is not put off: who
 //! faults and has nothing to give waits for room, whoever makes it.
@@ -134,11 +136,13 @@ impl Pager {
         let mut others = self.others_within(over.node).filter(|o| o.rss.load(Relaxed) > little);
         let any = others.any(|o| !finds_nothing(o, now) && o.owner().is_some_and(|owner| !owner.is_dead()));
         let since = w.since.load(Relaxed);
-        // (A slow disk may take longer than that for a write.)
-        if any && self.others_within(over.node).any(|o| waits_for_disk(o, now)) {
+        // (What is being written makes room, whoever finds nothing else meanwhile, and may take longer than all of this.)
+        if self.writes_slowly() || self.others_within(over.node).any(|o| waits_for_disk(o, now)) {
             w.lowest.store(charge, Relaxed);
             w.since.store(now, Relaxed);
-        } else if !any {
+            return true;
+        }
+        if !any {
             w.since.store(0, Relaxed);
         } else if since == 0 || charge + FALL_BYTES <= w.lowest.load(Relaxed) {
             w.lowest.store(charge, Relaxed);
@@ -489,9 +493,19 @@ mod tests {
             other.disk_at.store(now, Relaxed);
             assert_eq!(full(p, now + 1), 0, "its disk makes room");
         }
-        // It stands still.
-        assert_eq!(full(p, now + STUCK_NS), 0, "it may get on without it");
-        assert_eq!(full(p, now + STUCK_NS + PATIENCE_NS), 1, "it does not");
+        // Nor while this one's does, or where the other finds nothing beside it.
+        other.stuck.store(now, Relaxed);
+        assert_eq!(full(p, now + 2), 0);
+        (other.stuck.store(0, Relaxed), other.disk_at.store(0, Relaxed));
+        p.tier.began[1].store(thread::now_ns() - 2_000_000_000, Relaxed);
+        assert_eq!(full(p, now + 2 * PATIENCE_NS), 0);
+        p.tier.began[1].store(thread::now_ns() - 11_000_000_000, Relaxed);
+        other.disk_at.store(now, Relaxed);
+        // Both stand still.
+        now += 2 * PATIENCE_NS;
+        assert_eq!(full(p, now), 0, "the other may get on without it");
+        assert_eq!(full(p, now + PATIENCE_NS), 1, "it does not");
+        p.tier.began[1].store(0, Relaxed);
     }
 
     /// What is done is what the group says, and to the largest of all.

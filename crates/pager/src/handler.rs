@@ -473,7 +473,7 @@ mod tests {
                 1 => full(false),
                 2 => began.store(0, Relaxed),
                 // (Longer than any disk is waited for.)
-                _ => began.store(thread::now_ns() - 60_000_000_000, Relaxed),
+                _ => began.store(thread::now_ns() - 11_000_000_000, Relaxed),
             }
             assert!(!handler.waits_for_slow_disk(p, &s), "end {end}");
             assert!(p.counters().stall_ns.load(Relaxed) > stalled, "it is told how long that was");

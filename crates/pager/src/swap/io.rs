@@ -197,7 +197,7 @@ impl Pager {
     }
 
     /// The same, by one that takes long.
-    pub(super) fn writes_slowly(&self) -> bool {
+    pub(crate) fn writes_slowly(&self) -> bool {
         self.writing_ns().is_some_and(|ns| (LONG_NS..self.stall_ns()).contains(&ns))
     }
 
