@@ -496,7 +496,8 @@ mod tests {
         // Nor while this one's does, or where the other finds nothing beside it.
         other.stuck.store(now, Relaxed);
         assert_eq!(full(p, now + 2), 0);
-        (other.stuck.store(0, Relaxed), other.disk_at.store(0, Relaxed));
+        other.stuck.store(0, Relaxed);
+        other.disk_at.store(0, Relaxed);
         p.tier.began[1].store(thread::now_ns() - 2_000_000_000, Relaxed);
         assert_eq!(full(p, now + 2 * PATIENCE_NS), 0);
         p.tier.began[1].store(thread::now_ns() - 11_000_000_000, Relaxed);

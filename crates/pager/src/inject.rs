@@ -77,7 +77,7 @@ pub enum Site {
     SwapHold,
     /// A read of the swap file stands still until after it is told. (Where any may, that is soon.)
     SwapStall,
-    /// Writing to the swap file takes longer, by as much as a disk takes that is slow ([`SLOW_NS`]).
+    /// Writing to the swap file takes longer, by as much as a disk takes that is slow: 1.5 s.
     SwapSlow,
 }
 
