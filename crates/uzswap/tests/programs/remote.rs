@@ -98,11 +98,7 @@ fn what_the_pool_may_not_hold_goes_to_a_server() {
     let Some(disk) = compile_c("disk") else { return };
     let Some(mut server) = Server::start("remote-directly") else { return };
     let name = format!("directly{}", std::process::id());
-    let program = format!(
-        "{} ctl {name} memory.zswap.max=0 && exec {} 64 1",
-        std::path::PathBuf::from(uzswap()).display(),
-        disk.display()
-    );
+    let program = format!("{} ctl {name} memory.zswap.max=0 && exec {} 64 1", uzswap().display(), disk.display());
     let options = ["--group", &name, "--swap", &server.swap("")];
     let run = Subject::new("directly", &[&"sh", &"-c", &program]).with(&options).start_limited(32 * MIB).finish();
     run.say("directly", "remote", Some(32 * MIB));
