@@ -85,11 +85,11 @@ fn status(end: Result<bool, Stop>) -> i32 {
     match end {
         Ok(right) => i32::from(!right),
         Err(Stop::Interrupted) => {
-            eprintln!("uzswap lab: interrupted; the machine is as it was");
+            tell!("uzswap lab: interrupted; the machine is as it was");
             130
         }
         Err(Stop::Failed(reason)) => {
-            eprintln!("uzswap lab: {reason}");
+            tell!("uzswap lab: {reason}");
             1
         }
     }

@@ -102,10 +102,10 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
         warm_up: if args.common.quick { 40 } else { 150 },
         references: if args.common.quick { 6 } else { 16 },
     };
-    eprintln!("seed {}", settings.seed);
+    tell!("seed {}", settings.seed);
     let (traces, contents) = (traces(args)?, Source::made(16 << 20, None)?.0);
     for t in &traces {
-        eprintln!("{}: {} steps, {} pages at most", t.program, t.steps.len(), t.peak);
+        tell!("{}: {} steps, {} pages at most", t.program, t.steps.len(), t.peak);
     }
     let mut findings = Findings::new("highalloc", describe(&settings, &traces));
     let done = [
@@ -232,7 +232,7 @@ fn age<P: Policy>(
             pivot_at: m.compactor.policy.pivot().map(|(block, _)| percent(block as f64, m.blocks() as f64)),
         });
     }
-    eprintln!("{:.1} s", began.elapsed().as_secs_f64());
+    tell!("{:.1} s", began.elapsed().as_secs_f64());
     Ok(done)
 }
 

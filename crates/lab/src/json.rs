@@ -3,7 +3,7 @@
 use serde::Serialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
-use std::io;
+use std::io::{self, Write as _};
 use std::path::Path;
 
 /// An experiment's findings.
@@ -125,7 +125,8 @@ impl Findings {
     /// # Errors
     /// When the file cannot be written: what, and why.
     pub fn publish(&self, subjects: &[(&str, &str)], notes: &[String], file: Option<&Path>) -> Result<(), String> {
-        print!("{}", crate::table::render(self, subjects, notes));
+        // (A reader that has seen enough is no reason to lose the file.)
+        let _ = io::stdout().write_all(crate::table::render(self, subjects, notes).as_bytes());
         let Some(path) = file else { return Ok(()) };
         self.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))
     }

@@ -124,7 +124,7 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
         "seconds": start.elapsed().as_secs(), "notes": lab.notes,
     });
     let findings = Findings { rows: lab.rows, verdicts: lab.verdicts, ..Findings::new("kernel", settings) };
-    println!(
+    show!(
         "uzswap lab kernel: {} of memory under a limit of {}, holding {contents}; medians of {} {}, one thread where no more are named\n",
         mib(lab.size),
         mib(lab.limit),
@@ -171,7 +171,7 @@ impl Lab<'_> {
     }
 
     fn say(&self, what: &str) {
-        eprintln!("uzswap lab: {what}");
+        tell!("uzswap lab: {what}");
     }
 
     /// Tells early whether there is a `run` to measure.

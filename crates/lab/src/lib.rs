@@ -8,6 +8,21 @@
 //! that does it), [`peers`] (the kernel's side, set up and undone), [`kernel`] (the experiment), [`programs`] (the
 //! real programs), [`table`] and [`json`] (what comes out).
 
+/// A line on stderr, as `eprintln!` has it; where nothing can be written there it is lost, and the lab goes on: a guard that panicked would
+/// leave the machine as it is.
+macro_rules! tell {
+    ($($part:tt)*) => {{
+        let _ = std::io::Write::write_all(&mut std::io::stderr(), (format!($($part)*) + "\n").as_bytes());
+    }};
+}
+
+/// A line on stdout, as `println!` has it, but for a reader that has seen enough.
+macro_rules! show {
+    ($($part:tt)*) => {{
+        let _ = std::io::Write::write_all(&mut std::io::stdout(), (format!($($part)*) + "\n").as_bytes());
+    }};
+}
+
 pub mod blocks;
 pub mod bursts;
 pub mod churn;

@@ -57,7 +57,7 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
     let settings =
         json!({ "size_bytes": size, "shared_size_bytes": shared_size, "loops": LOOPS, "scans": SCANS, "notes": notes });
     let findings = Findings { rows: lab.rows, verdicts: lab.verdicts, ..Findings::new("pagemap", settings) };
-    println!("uzswap lab pagemap: {} (shared: {})\n", mib(size as u64), mib(shared_size as u64));
+    show!("uzswap lab pagemap: {} (shared: {})\n", mib(size as u64), mib(shared_size as u64));
     let subjects =
         [("off", "off"), ("on", "on"), ("map", "page map"), ("pagemap", "pagemap file"), ("scan", "PAGEMAP_SCAN")];
     findings.publish(&subjects, &notes, args.common.json.as_deref())?;
@@ -84,7 +84,7 @@ impl Lab {
         self.asked += 1;
         if (state.present(), state.swapped()) != (present, swapped) {
             self.wrong += 1;
-            eprintln!(
+            tell!(
                 "{who}, {step}: {}/{} instead of {}/{}",
                 u8::from(state.present()),
                 u8::from(state.swapped()),

@@ -229,7 +229,7 @@ impl Lab<'_> {
             self.dir.display()
         );
         let argv: Vec<OsString> = ["/bin/sh", "-c", &script].map(OsString::from).into();
-        eprintln!("uzswap lab: build, without a limit");
+        tell!("uzswap lab: build, without a limit");
         let outcome = process::run(self.keeper, &spec(&argv))?;
         if outcome.ok().is_err() {
             return Ok(None);
@@ -265,13 +265,7 @@ impl Lab<'_> {
                     continue;
                 }
                 let title = subject.title();
-                eprintln!(
-                    "uzswap lab: run {} of {}: {} in {}, {title}",
-                    run + 1,
-                    runs,
-                    program.name,
-                    mib(program.limit)
-                );
+                tell!("uzswap lab: run {} of {}: {} in {}, {title}", run + 1, runs, program.name, mib(program.limit));
                 match self.measure(subject, program) {
                     Ok((figures, stdout)) if *right.get_or_insert_with(|| stdout.clone()) == stdout => {
                         all.entry(subject).or_default().push(figures);
@@ -330,7 +324,7 @@ impl Lab<'_> {
 
     /// Records one run, without a disk so that it favours no policy, and replays it under all.
     fn replay(&mut self, program: &Program) -> Result<(), String> {
-        eprintln!("uzswap lab: {}, recorded and replayed", program.name);
+        tell!("uzswap lab: {}, recorded and replayed", program.name);
         let trace = self.dir.join("trace");
         let memory = format!("{}K", program.limit / 1024);
         let mut argv: Vec<OsString> = vec![self.uzswap.clone().into(), "run".into(), "--quiet".into()];

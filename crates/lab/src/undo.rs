@@ -217,7 +217,7 @@ impl Drop for Todo {
         if let Some(step) = self.step.take()
             && let Err(error) = step.run()
         {
-            eprintln!("uzswap lab: {error}");
+            tell!("uzswap lab: {error}");
         }
         let _ = self.inner.tell(&Line::Done(self.id));
     }
@@ -229,7 +229,7 @@ impl Drop for Todo {
 pub fn guard() -> i32 {
     for step in left_over(io::stdin().lock()).into_iter().rev() {
         if let Err(error) = step.run() {
-            eprintln!("uzswap lab: {error}");
+            tell!("uzswap lab: {error}");
         }
     }
     0

@@ -229,7 +229,7 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
         "notes": lab.notes,
     });
     let findings = Findings { rows, verdicts, ..Findings::new("usemem", settings) };
-    println!(
+    show!(
         "uzswap lab usemem: {PROCESSES} processes write {} under a limit of {} (real: {contents}; pattern: usemem's own); \
          medians of {} runs\n",
         mib(limit / 40 * 70),
@@ -308,7 +308,7 @@ impl Lab<'_> {
                 if out.contains_key(subject.key) {
                     continue;
                 }
-                eprintln!("uzswap lab: run {} of {}: {contents}, {}", run + 1, self.runs, subject.key);
+                tell!("uzswap lab: run {} of {}: {contents}, {}", run + 1, self.runs, subject.key);
                 match self.once(subject, contents, PROCESSES, self.limit) {
                     Ok(figures) => runs.entry(subject.key).or_default().push(figures),
                     Err(reason) if process::interrupted() => return Err(reason),
@@ -349,7 +349,7 @@ impl Lab<'_> {
         let subject = Subject { key: "defaults", folio: K64, how: How::Run(&[]) };
         let mut runs = Vec::new();
         for run in 0..self.runs {
-            eprintln!("uzswap lab: run {} of {}: {processes} processes under {}", run + 1, self.runs, mib(limit));
+            tell!("uzswap lab: run {} of {}: {processes} processes under {}", run + 1, self.runs, mib(limit));
             let Some(figures) = self.once_or_noted(&subject, processes, limit)? else { return Ok(None) };
             runs.push(figures);
         }
@@ -364,7 +364,7 @@ impl Lab<'_> {
         let mut runs: BTreeMap<&'static str, Vec<Figures>> = BTreeMap::new();
         for run in 0..self.runs {
             for subject in &BEFORE {
-                eprintln!("uzswap lab: run {} of {}: one process, {}", run + 1, self.runs, subject.key);
+                tell!("uzswap lab: run {} of {}: one process, {}", run + 1, self.runs, subject.key);
                 let Some(figures) = self.once_or_noted(subject, 1, self.limit)? else { return Ok(()) };
                 runs.entry(subject.key).or_default().push(figures);
             }

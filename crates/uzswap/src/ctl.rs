@@ -130,7 +130,7 @@ fn report_what_stays(group: &Group) {
             (least, since) = (used, Instant::now());
         } else if since.elapsed() > PATIENCE {
             let limit = limit(n, key).load(Relaxed);
-            eprintln!(
+            say!(
                 "uzswap: {key} of `{}` is {}, but {} are still used, {} too much: no more can be taken out of memory now",
                 group.name(),
                 human(limit),

@@ -47,7 +47,7 @@ pub fn doctor(args: &DoctorArgs) -> ExitCode {
     let text =
         if args.json { serde_json::to_string_pretty(&findings).unwrap_or_default() + "\n" } else { text(&findings) };
     if let Err(sentence) = print(text.as_bytes()) {
-        eprintln!("uzswap: {sentence}");
+        say!("uzswap: {sentence}");
         return ExitCode::FAILURE;
     }
     if findings.works { ExitCode::SUCCESS } else { ExitCode::FAILURE }

@@ -21,7 +21,7 @@
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use std::fs::File;
-use std::io;
+use std::io::{self, Write as _};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -150,13 +150,18 @@ pub fn serve(listener: &UnixListener, image: &Arc<Image>) -> io::Result<()> {
         let image = image.clone();
         let started = std::thread::Builder::new().name("uzswap-guest".to_owned()).spawn(move || {
             if let Err(sentence) = serve_guest(stream, &image) {
-                eprintln!("uzswap: a monitor was refused: {sentence}");
+                say(&format!("uzswap: a monitor was refused: {sentence}\n"));
             }
         });
         if let Err(e) = started {
-            eprintln!("uzswap: a monitor was refused: {e}");
+            say(&format!("uzswap: a monitor was refused: {e}\n"));
         }
     }
+}
+
+/// Says it on stderr; where nothing can be written there, guests are served all the same.
+fn say(text: &str) {
+    let _ = io::stderr().write_all(text.as_bytes());
 }
 
 /// Serves one guest, until it ends.

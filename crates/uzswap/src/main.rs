@@ -1,5 +1,15 @@
 //! The command `uzswap`: runs a program in less memory than it asks for.
 
+/// A line on stderr, as `eprintln!` has it; where nothing can be written there (a full disk, a pipe that nobody reads any more) it is lost,
+/// and the command goes on and ends as it would.
+///
+/// The story: `eprintln!` panics there, and a program that could not be run ended by SIGABRT instead of the status 127.
+macro_rules! say {
+    ($($part:tt)*) => {
+        $crate::summary::say(&(format!($($part)*) + "\n"))
+    };
+}
+
 mod check;
 mod cli;
 mod config;
@@ -46,26 +56,22 @@ fn own(result: Result<(), String>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(sentence) => {
-            eprintln!("uzswap: {sentence}");
+            say!("uzswap: {sentence}");
             ExitCode::FAILURE
         }
     }
 }
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let cli = match roomy(Cli::try_parse) {
         Ok(cli) => cli,
-        Err(error) => {
-            let _ = error.print();
-            let asked_for = matches!(error.kind(), Said::DisplayHelp | Said::DisplayVersion);
-            return if asked_for { ExitCode::SUCCESS } else { ExitCode::from(EXIT_OWN_FAILURE) };
-        }
+        Err(error) => return explain(&error),
     };
     match cli.command {
         Command::Run(args) => match run::run(&args) {
             Ok(ended) => ended.leave(),
             Err(refused) => {
-                eprintln!("uzswap: {}", refused.sentence);
+                say!("uzswap: {}", refused.sentence);
                 ExitCode::from(refused.status)
             }
         },
@@ -77,13 +83,40 @@ fn main() -> ExitCode {
         Command::Handover { socket, memory } => own(handover(&socket, &memory)),
         Command::Pagemap(args) => own(pagemap::pagemap(&args)),
         Command::Protect(args) => own(protect::protect(&args)),
-        Command::Completions { shell } => {
+        Command::Completions { shell } => own(output::print(&roomy(|| {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut whole(), "uzswap", &mut script);
-            own(output::print(&script))
-        }
-        Command::Man { command } => own(man(&command)),
+            script
+        }))),
+        Command::Man { command } => own(roomy(|| man(&command)).and_then(|page| output::print(&page))),
     }
+}
+
+/// What clap says of a command line that it could not make anything of, or that asked for help.
+fn explain(error: &clap::Error) -> ExitCode {
+    if matches!(error.kind(), Said::DisplayHelp | Said::DisplayVersion) {
+        return match error.print() {
+            Err(e) if e.kind() != ErrorKind::BrokenPipe => {
+                own(Err(format!("nothing can be written to standard output: {}", plain(&e))))
+            }
+            _ => ExitCode::SUCCESS,
+        };
+    }
+    let _ = error.print();
+    ExitCode::from(EXIT_OWN_FAILURE)
+}
+
+/// The stack on which clap describes the command (bytes).
+const ROOM: usize = 1 << 20;
+
+/// Does what takes much stack, as clap's descriptions do, on one that is large enough; where there can be no thread, on ours.
+///
+/// The story: with a stack of 64 KiB (`ulimit -s 64`) the command ended by SIGSEGV before it did anything.
+fn roomy<T: Send>(work: impl Fn() -> T + Sync) -> T {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().stack_size(ROOM).spawn_scoped(scope, &work);
+        thread.ok().and_then(|thread| thread.join().ok()).unwrap_or_else(&work)
+    })
 }
 
 /// The command with all its subcommands, those of `uzswap lab` too, as completions and manual pages know it.
@@ -94,7 +127,7 @@ fn whole() -> clap::Command {
 }
 
 /// `uzswap man`: one page, of the command or of the subcommand that these words name.
-fn man(words: &[String]) -> Result<(), String> {
+fn man(words: &[String]) -> Result<Vec<u8>, String> {
     let whole = whole();
     let page = words.iter().try_fold(&whole, |of, name| {
         of.find_subcommand(name).ok_or_else(|| {
@@ -109,7 +142,7 @@ fn man(words: &[String]) -> Result<(), String> {
     let mut text = Vec::new();
     let made = clap_mangen::Man::new(page.clone()).render(&mut text);
     made.map_err(|e| format!("the page cannot be made: {}", plain(&e)))?;
-    output::print(&text)
+    Ok(text)
 }
 
 /// Listens at a socket; one that an ended command left is made anew, as nothing else removes it.
@@ -138,6 +171,6 @@ fn handover(socket: &std::path::Path, memory: &std::path::Path) -> Result<(), St
     let listener =
         listen(socket).map_err(|e| format!("nothing can listen at `{}`: {}", socket.display(), plain(&e)))?;
     let (held, all) = (uzswap_mm::size::human(image.held() as u64), uzswap_mm::size::human(image.len()));
-    eprintln!("uzswap: {all} held in {held}; waiting for monitors at {}", socket.display());
+    say!("uzswap: {all} held in {held}; waiting for monitors at {}", socket.display());
     uzswap::handover::serve(&listener, &std::sync::Arc::new(image)).map_err(|e| plain(&e))
 }

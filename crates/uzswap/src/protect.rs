@@ -47,7 +47,7 @@ pub fn protect(args: &ProtectArgs) -> Result<(), String> {
             Ok(None) => {}
             Err(e) => {
                 say("ended")?;
-                eprintln!("uzswap: {e}");
+                say!("uzswap: {e}");
                 return Ok(());
             }
         }
@@ -70,7 +70,7 @@ fn obey(watch: &WriteWatch, wanted: Wanted) -> Result<(), String> {
         Wanted::Protect(range) => {
             let protected = watch.protect(range).map_err(|e| e.to_string())?;
             if protected.stayed > 0 {
-                eprintln!("uzswap: {} pages can be written to all the same", protected.stayed);
+                say!("uzswap: {} pages can be written to all the same", protected.stayed);
             }
             say(&format!("protected {}", protected.pages))
         }

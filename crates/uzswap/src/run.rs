@@ -224,7 +224,7 @@ fn supervise(child: libc::pid_t, blocked: &Blocked) -> (Ended, Usage) {
     loop {
         let (signal, sent) = blocked.wait();
         if signal != libc::SIGCHLD {
-            if sent {
+            for signal in signals::passed_on(signal, sent) {
                 // It may have just ended: then SIGCHLD is next.
                 let _ = signals::send(child, signal);
             }

@@ -1,7 +1,8 @@
 //! Signals between the terminal, us, and the program.
 //!
 //! While the program runs all signals are blocked in the supervisor and taken one by one: what somebody sent to us
-//! is forwarded; what the kernel sent (Ctrl-C at the terminal) has reached the program by itself.
+//! is forwarded; what the kernel sent (Ctrl-C at the terminal) has reached the program by itself. But that the terminal is gone the
+//! kernel says to the session's leader alone, which we are where `ssh`, `tmux` or a terminal's window starts us.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -217,6 +218,17 @@ fn sent_to_continue() -> Option<libc::pid_t> {
         let taken = libc::sigtimedwait(set.as_ptr(), info.as_mut_ptr(), &raw const now) > 0;
         (taken && info.assume_init().si_code <= 0).then(|| info.assume_init().si_pid())
     }
+}
+
+/// What the program gets of a signal that came to us, which somebody sent or else the kernel.
+///
+/// The story: a terminal's window was closed in which `uzswap run` was all there was. The program, which would have ended, went on for good.
+pub fn passed_on(signal: libc::c_int, sent: bool) -> impl Iterator<Item = libc::c_int> {
+    // SAFETY: no memory is involved.
+    let for_us_alone = || signal == libc::SIGHUP && unsafe { libc::getsid(0) == libc::getpid() };
+    let hung_up = !sent && for_us_alone();
+    // (A program that is stopped goes on and ends, as the kernel has it.)
+    [(sent || hung_up).then_some(signal), hung_up.then_some(libc::SIGCONT)].into_iter().flatten()
 }
 
 /// Sends a signal to our child, which has not been reaped.

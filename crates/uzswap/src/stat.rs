@@ -17,7 +17,7 @@ pub fn stat(args: &StatArgs) -> Result<(), String> {
         print(text.as_bytes())?;
         let closed = registry.closed();
         if !closed.is_empty() {
-            eprintln!(
+            say!(
                 "uzswap: not shown, as this command has not the capabilities that they were started with: {}",
                 closed.join(", ")
             );
@@ -28,8 +28,7 @@ pub fn stat(args: &StatArgs) -> Result<(), String> {
     group.refresh();
     let mut shown = files(group.page(), group.node);
     if let Some(missing) = args.files.iter().find(|file| !shown.iter().any(|(known, _)| known == *file)) {
-        let known: Vec<&str> = shown.iter().map(|(name, _)| name.as_str()).collect();
-        return Err(format!("no file is called `{missing}`: there are {}", known.join(", ")));
+        return Err(format!("no file is called `{missing}`: there are {}", known(&shown)));
     }
     if !args.files.is_empty() {
         shown.retain(|(name, _)| args.files.contains(name));
@@ -48,6 +47,16 @@ pub fn stat(args: &StatArgs) -> Result<(), String> {
         }
     };
     print(text.as_bytes())
+}
+
+/// The names of all files, those that there are of each size of folio in one.
+fn known(files: &[(String, Content)]) -> String {
+    let (sized, mut names): (Vec<&str>, Vec<&str>) =
+        files.iter().map(|(name, _)| name.as_str()).partition(|name| name.starts_with("hugepages-"));
+    let counters: Vec<&str> = sized.iter().filter_map(|name| name.strip_prefix("hugepages-64kB/stats/")).collect();
+    let sizes = format!("hugepages-16kB/stats/FILE, to 2048kB, where FILE is one of {}", counters.join(", "));
+    names.push(&sizes);
+    names.join(", ")
 }
 
 fn pretty(value: &Value) -> String {

@@ -104,7 +104,7 @@ fn act(asked: &Asked<Range<usize>>, target: &str, region: &SharedControl) -> Res
     let failed = |e: std::io::Error| format!("`{target}` refused: {}", plain(&e));
     if let Some(range) = &asked.out {
         let pages = region.page_out(range.clone()).map_err(failed)?;
-        eprintln!("uzswap: {} put out", human(pages * PAGE));
+        say!("uzswap: {} put out", human(pages * PAGE));
     }
     if let Some(time) = asked.idle {
         region.age().map_err(failed)?;
@@ -115,14 +115,14 @@ fn act(asked: &Asked<Range<usize>>, target: &str, region: &SharedControl) -> Res
     }
     if let Some(range) = &asked.back {
         let pages = region.page_in(range.clone()).map_err(failed)?;
-        eprintln!("uzswap: {} brought in", human(pages * PAGE));
+        say!("uzswap: {} brought in", human(pages * PAGE));
     }
     Ok(())
 }
 
 fn say_idle(time: Duration, used: u64, idle: u64) {
     let (used, idle) = (human(used * PAGE), human(idle * PAGE));
-    eprintln!("uzswap: {used} in use within {} s; {idle} put out as idle", time.as_secs_f64());
+    say!("uzswap: {used} in use within {} s; {idle} put out as idle", time.as_secs_f64());
 }
 
 /// The runs to be shown.
@@ -146,7 +146,7 @@ fn act_on_process(asked: &Asked<Range<u64>>, pid: u32) -> Result<(), String> {
             0 => String::new(),
             n => format!("; {} stay: used again at once, locked, or in use by a device", human(n * PAGE)),
         };
-        eprintln!("uzswap: {} put out{stay}", human(moved.pages * PAGE));
+        say!("uzswap: {} put out{stay}", human(moved.pages * PAGE));
     }
     if let Some(time) = asked.idle {
         let all = process::parse_range("all")?;
@@ -159,11 +159,11 @@ fn act_on_process(asked: &Asked<Range<u64>>, pid: u32) -> Result<(), String> {
     }
     if let Some(range) = &asked.back {
         let moved = uzswap::process::ask(pid, Op::In, range.clone())?;
-        eprintln!("uzswap: {} brought in", human(moved.pages * PAGE));
+        say!("uzswap: {} brought in", human(moved.pages * PAGE));
     }
     if let Some(range) = &asked.clean {
         let cleared = uzswap::process::ask(pid, Op::Clean, range.clone())?;
-        eprintln!("uzswap: {} had been written to", human(cleared.pages * PAGE));
+        say!("uzswap: {} had been written to", human(cleared.pages * PAGE));
     }
     Ok(())
 }

@@ -379,6 +379,41 @@ fn files_larger_than_allowed_are_refused_in_words() {
     assert_eq!(run_limited("ulimit -f 200000", &grow).status.signal(), Some(libc::SIGXFSZ));
 }
 
+/// The story: with a stack of 64 KiB the command ended by SIGSEGV, or by SIGABRT, before it did anything.
+#[test]
+fn small_stacks_are_large_enough() {
+    for kib in [48, 64] {
+        let out = run_limited(&format!("ulimit -s {kib}"), "-q -- /bin/echo right");
+        assert!(out.status.success() && out.stdout == b"right\n", "{kib}: {out:?}");
+        for args in ["--help", "doctor", "man run", "completions bash"] {
+            let script = format!("ulimit -s {kib}; exec '{UZSWAP}' {args}");
+            let out = std::process::Command::new("/bin/sh").args(["-c", &script]).output().unwrap();
+            assert!(out.status.success() && !out.stdout.is_empty(), "{kib}, {args}: {:?}", out.status);
+        }
+    }
+}
+
+/// The story: where nothing could be written to stderr, what is said there ended the command by SIGABRT.
+#[test]
+fn who_hears_nothing_has_the_status_all_the_same() {
+    agent_built();
+    for (args, status) in [
+        ("run -m 64M -- no-such-program", 127),
+        ("run -m 64M -- /", 126),
+        ("run -m 1M -- true", 125),
+        ("run -m 64M -- /bin/sh -c 'exit 3'", 3),
+        ("run --no-such", 125),
+        ("stat no-such-group", 1),
+        ("pagemap 0", 1),
+        ("lab kernel --json /no/such/file", 1),
+    ] {
+        let script = format!("'{UZSWAP}' {args} 2>/dev/full");
+        let mut shell = std::process::Command::new("/bin/sh");
+        let out = shell.args(["-c", &script]).env_remove("UZSWAP_GROUP").output().unwrap();
+        assert_eq!(out.status.code(), Some(status), "{args}");
+    }
+}
+
 /// The story: where a process may have little memory that it can write to (`ulimit -d`), it was to run without a limit, but what
 /// had been reserved of uzswap's stayed and took all it might have.
 #[test]
@@ -497,7 +532,7 @@ fn help_manual_and_completions() {
 /// The story: completions that nobody read to their end ended in a panic.
 #[test]
 fn readers_may_have_enough_and_disks_may_be_full() {
-    for args in ["completions bash", "man run", "doctor", "stat"] {
+    for args in ["completions bash", "man run", "doctor", "stat", "--help", "run --help"] {
         // (The reader is gone before the first byte comes.)
         let script = format!("{{ sleep 0.2; '{UZSWAP}' {args}; echo $? >&2; }} | true");
         let output = std::process::Command::new("/bin/bash").args(["-c", &script]).output().unwrap();

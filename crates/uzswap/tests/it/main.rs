@@ -12,3 +12,4 @@ mod protect;
 mod record;
 mod refusals;
 mod shrink;
+mod terminal;
