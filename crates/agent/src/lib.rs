@@ -103,7 +103,10 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     })?;
     let node = node(group)?;
     let layout = Layout::reserve(arena_limit(group, node)).map_err(
-        |_| "uzswap: this process runs without a limit: no address space could be reserved (raise `ulimit -v` and `ulimit -d`)\n",
+        |_| match bounds_itself() {
+            true => "uzswap: this process runs without a limit: no address space could be reserved (raise `ulimit -v` and `ulimit -d`)\n",
+            false => "uzswap: this process runs without a limit: it has no 73 GiB of addresses left (as under valgrind's tools)\n",
+        },
     )?;
     heap::init(layout.base);
     environment::init();
@@ -217,6 +220,18 @@ fn rings(group: &GroupPage, fd: i32) -> Option<&'static Rings> {
         unsafe { sys!(libc::SYS_mmap, 0, len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED, fd, RINGS_AT) };
     // SAFETY: the mapping is page-aligned, as large as the rings, all atomics, and stays for good.
     at.ok().map(|at| unsafe { &*(at as *const Rings) })
+}
+
+/// Whether a limit that the process has (`ulimit -v`, `ulimit -d`) may be why nothing can be reserved.
+///
+/// The story: what ran in Valgrind was told to raise limits that it had not.
+fn bounds_itself() -> bool {
+    [libc::RLIMIT_AS, libc::RLIMIT_DATA].into_iter().any(|which| {
+        let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+        // SAFETY: an out-parameter of the right type.
+        unsafe { libc::getrlimit(which, &raw mut limit) };
+        limit.rlim_cur != libc::RLIM_INFINITY
+    })
 }
 
 /// The group of the tree that this process is to join.

@@ -156,7 +156,7 @@ pub struct ReplayArgs {
     /// Who decides what is written to disk: balanced, second-chance, decaying, fifo, s3-fifo, reuse, several of them, or all
     #[arg(short, long, value_name = "NAME", default_value = "all")]
     pub policy: String,
-    /// What the compressed pools may take together: 64M, or 30% of what they took [default: 50%]
+    /// What the compressed pools may take together: 64M, or 30% of what they take without a disk [default: 50%]
     #[arg(long, value_name = "SIZE")]
     pub pool: Option<String>,
     /// A full pool is shrunk to this part of it

@@ -42,6 +42,8 @@ pub struct Group {
     pub file: Arc<GroupFile>,
     /// The group's number in it.
     pub node: usize,
+    /// Whether it was there before.
+    pub joined: bool,
     /// Makes it known while it lives; none when nobody is to join.
     _entry: Option<Entry>,
 }
@@ -160,7 +162,7 @@ impl Registry {
         let (_, file) = self.list().into_iter().find(|(root, _)| root == parts[0]).ok_or_else(missing)?;
         let page = file.page();
         let node = parts[1..].iter().try_fold(0, |at, part| page.child(at, part.as_bytes())).ok_or_else(missing)?;
-        Ok(Group { file: file.into(), node, _entry: None })
+        Ok(Group { file: file.into(), node, joined: true, _entry: None })
     }
 
     fn register(&self, root: &str, file: &GroupFile) -> Result<Entry, String> {
@@ -220,7 +222,7 @@ impl Registry {
             None => GroupFile::create(parts[0], wanted.record)
                 .map_err(|e| format!("the memory shared with the program cannot be made: {}", plain(&e)))?,
         };
-        let page = file.page();
+        let (page, joined) = (file.page(), there.is_some());
         let node = match there {
             Some(node) => {
                 agrees(page, node, name, wanted)?;
@@ -238,7 +240,7 @@ impl Registry {
             }
         };
         let entry = self.register(parts[0], &file)?;
-        Ok(Group { file: file.into(), node, _entry: Some(entry) })
+        Ok(Group { file: file.into(), node, joined, _entry: Some(entry) })
     }
 }
 
@@ -255,7 +257,7 @@ pub fn unnamed(wanted: &Wanted) -> io::Result<Group> {
     let file = GroupFile::create(&name, wanted.record)?;
     set_up(file.page(), 0, wanted);
     let entry = Registry::open().and_then(|registry| registry.register(&name, &file)).ok();
-    Ok(Group { file: file.into(), node: 0, _entry: entry })
+    Ok(Group { file: file.into(), node: 0, joined: false, _entry: entry })
 }
 
 fn set_up(page: &GroupPage, node: usize, wanted: &Wanted) {

@@ -44,8 +44,16 @@ fn lowest_limit(root: &Path, line: &str) -> Option<u64> {
 }
 
 /// Release of the kernel, such as `6.18.44-generic`.
+///
+/// The story: it was read from /proc/sys, which some containers hide, and `doctor` said there that the kernel was too old.
 pub fn kernel_release() -> String {
-    fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_owned()
+    let mut names = std::mem::MaybeUninit::<libc::utsname>::zeroed();
+    // SAFETY: an out-parameter of the right type; what it has is zero where the call fails, and ends by zero else.
+    let release = unsafe {
+        libc::uname(names.as_mut_ptr());
+        std::ffi::CStr::from_ptr(names.assume_init_ref().release.as_ptr()).to_owned()
+    };
+    release.to_string_lossy().into_owned()
 }
 
 /// Major and minor number of a release; 0.0 when it has none.
@@ -56,8 +64,16 @@ pub fn version_of(release: &str) -> (u32, u32) {
 
 #[cfg(test)]
 mod tests {
-    use super::{lowest_limit, version_of};
+    use super::{kernel_release, lowest_limit, version_of};
     use std::fs;
+
+    #[test]
+    fn the_kernel_says_its_release_itself() {
+        assert!(version_of(&kernel_release()) >= (5, 10));
+        if let Ok(file) = fs::read_to_string("/proc/sys/kernel/osrelease") {
+            assert_eq!(kernel_release(), file.trim());
+        }
+    }
 
     #[test]
     fn versions() {

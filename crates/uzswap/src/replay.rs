@@ -91,7 +91,7 @@ fn as_text(trace: &Trace<'_>, all: &Outcome, error: Option<Error>, pool: usize, 
     let mut out = String::new();
     let _ = writeln!(
         out,
-        "{} records of {:.1} s under a limit of {}: {} pages stored, {} faults on them; the pools took up to {}",
+        "{} records of {:.1} s under a limit of {}: {} pages stored, {} faults on them; without a disk the pools took up to {}",
         all.records,
         all.end_ns as f64 / 1e9,
         human(trace.header.limit),

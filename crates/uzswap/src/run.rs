@@ -100,7 +100,7 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
         (totals.swap, totals.swap_used, totals.swap_io) = (swap.bytes(), swap.used(), Some(swap.io()));
     }
     if config.quiet != Some(true) {
-        summary::print(&totals, wall);
+        summary::print(&totals, (!group.joined).then_some(wall));
     }
     if let (Some(trace), Some(recorded)) = (&outputs.trace, &recorded) {
         summary::print_trace(trace.path(), recorded, config.quiet == Some(true));

@@ -13,8 +13,8 @@ use uzswap_mm::size::human;
 const SLOW_SHARE: f64 = 0.4;
 const SLOW_SECONDS: f64 = 5.0;
 
-/// Prints the summary.
-pub fn print(totals: &Totals, wall: Duration) {
+/// Prints the summary of a group that this run made, `wall` ago; without it of one that it joined.
+pub fn print(totals: &Totals, wall: Option<Duration>) {
     say(&text(totals, wall));
 }
 
@@ -43,7 +43,9 @@ pub fn say(text: &str) {
 }
 
 /// The lines of the summary.
-pub fn text(totals: &Totals, wall: Duration) -> String {
+///
+/// The story: of a program that ran for 0.3 s in a group of others it was said that it had stalled for 156 % of that.
+pub fn text(totals: &Totals, wall: Option<Duration>) -> String {
     let mut out = String::new();
     let mut line = |name: &str, value: &str| {
         let _ = writeln!(out, "uzswap: {name:<12} {value}");
@@ -73,10 +75,14 @@ pub fn text(totals: &Totals, wall: Duration) -> String {
         if totals.swap > 0 {
             line("disk", &disk(totals));
         }
-        let (stalled, seconds) = (totals.counters.stall_ns as f64 / 1e9, wall.as_secs_f64());
-        let share = percent(stalled, seconds);
-        line("cost", &format!("threads stalled for {stalled:.2} s, {share} of the {seconds:.2} s it ran"));
-        if stalled >= SLOW_SHARE * seconds && seconds >= SLOW_SECONDS {
+        let stalled = totals.counters.stall_ns as f64 / 1e9;
+        let (mut cost, mut slow) = (format!("threads stalled for {stalled:.2} s"), false);
+        if let Some(seconds) = wall.map(|wall| wall.as_secs_f64()) {
+            let _ = write!(cost, ", {} of the {seconds:.2} s it ran", percent(stalled, seconds));
+            slow = stalled >= SLOW_SHARE * seconds && seconds >= SLOW_SECONDS;
+        }
+        line("cost", &cost);
+        if slow {
             line("slow", &why_slow(totals));
         }
     }
@@ -112,10 +118,13 @@ fn what_went_wrong(totals: &Totals, mut line: impl FnMut(&str, &str)) {
             1 => "once".to_owned(),
             n => format!("{} times", grouped(n)),
         };
-        let limit = human(totals.limit.unwrap_or_default());
-        let why = format!(
-            "the limit could not be kept {often}: nothing more could be taken out of memory; give it more than {limit}"
-        );
+        let limit = totals.limit.unwrap_or(u64::MAX);
+        // (What was held is sampled.)
+        let advice = match totals.peak < limit - limit / 10 {
+            true => "it was lower then".to_owned(),
+            false => format!("give it more than {}", human(limit)),
+        };
+        let why = format!("the limit could not be kept {often}: nothing more could be taken out of memory; {advice}");
         line("over limit", &why);
     }
     if totals.oom_kill > 0 {
@@ -219,7 +228,7 @@ mod tests {
         let totals =
             Totals { limit: Some(512 << 20), peak: 128 << 20, peak_held: 128 << 20, joined: 1, ..Totals::default() };
         assert_eq!(
-            text(&totals, Duration::from_secs(1)),
+            text(&totals, Some(Duration::from_secs(1))),
             "uzswap: peak         128 MiB of 512 MiB allowed (25 %)\n\
              uzswap: most held    128 MiB (0.25 x the limit)\n\
              uzswap: compression  nothing had to be compressed\n\
@@ -262,7 +271,7 @@ mod tests {
             ..Totals::default()
         };
         let said = |totals: &Totals, seconds| {
-            text(totals, Duration::from_secs(seconds))
+            text(totals, Some(Duration::from_secs(seconds)))
                 .lines()
                 .find_map(|l| l.strip_prefix("uzswap: slow         ").map(str::to_owned))
         };
@@ -284,6 +293,7 @@ mod tests {
         let counters = Sums { pgfault: 4000, pgmajfault: 3000, stall_ns: 1_500_000_000, ..Sums::default() };
         let totals = Totals {
             limit: Some(1 << 30),
+            peak: 1 << 30,
             joined: 3,
             engaged: 2,
             over_limit: 2,
@@ -292,16 +302,23 @@ mod tests {
             counters,
             ..Totals::default()
         };
-        let text = text(&totals, Duration::from_secs(3));
+        let said = text(&totals, Some(Duration::from_secs(3)));
         for part in [
             "2.50 to 1",
             "4,000: 3,000 decompressed",
             "1.50 s, 50 % of the 3.00 s",
             "3, 2 of them",
             "2 times",
+            "give it more than 1 GiB",
             "outside",
         ] {
-            assert!(text.contains(part), "{part}: {text}");
+            assert!(said.contains(part), "{part}: {said}");
         }
+        // Who joined a group does not know how long that ran.
+        let joined = text(&totals, None);
+        assert!(joined.contains("threads stalled for 1.50 s\n") && !joined.contains("slow"), "{joined}");
+        // The story: a limit that had been lowered, and raised again, was to be raised above what it was.
+        let raised = text(&Totals { limit: Some(2 << 30), ..totals }, None);
+        assert!(raised.contains("it was lower then") && !raised.contains("more than 2 GiB"), "{raised}");
     }
 }

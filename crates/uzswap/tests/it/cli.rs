@@ -425,6 +425,7 @@ fn who_may_not_reserve_runs_without_a_limit() {
         let said = String::from_utf8_lossy(&out.stderr);
         assert!(out.status.success() && out.stdout == b"104857600\n", "{limits}: {said}");
         assert_eq!(said.matches("without a limit").count(), 1, "{limits}: {said}");
+        assert!(said.contains("raise `ulimit -v`"), "{limits}: {said}");
     }
 }
 

@@ -539,7 +539,10 @@ fn one_sentence_for_each_mistake() {
         assert!(place.refusal(&["ctl", "web", "memory.max=128M", setting]).contains(part), "{setting}");
         assert_eq!(place.number("web", "memory.max"), 64 * MIB);
     }
-    assert!(place.refusal(&["stat", "web", "memory.low"]).contains("no file is called `memory.low`"));
+    let unknown = place.refusal(&["stat", "web", "memory.low"]);
+    assert!(unknown.contains("no file is called `memory.low`") && unknown.contains("zswap/stored_pages"), "{unknown}");
+    // (Each counter of each size of folio made it a sentence of 3,700 characters.)
+    assert!(unknown.contains("hugepages-16kB/stats/FILE") && unknown.len() < 1000, "{unknown}");
     fs::set_permissions(place.0.path().join("uzswap"), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
     assert!(place.refusal(&["stat"]).contains("not yours alone, so it is not trusted: chmod 700"));
     // A run without a name needs no directory.
