@@ -58,7 +58,7 @@ impl Config {
         toml::from_str(text).map_err(|e| {
             let at = e.span().map_or(0, |span| span.start.min(text.len()));
             let line = 1 + text.as_bytes()[..at].iter().filter(|&&b| b == b'\n').count();
-            let message = e.message().replace('\n', ", ");
+            let message = e.message().replace('\n', ", ").replace("struct FolioOptions", "a table, [folios]");
             format!("line {line}: {message}{}", hint(&message))
         })
     }
@@ -94,6 +94,9 @@ fn hint(message: &str) -> String {
         }
         None if message.starts_with("invalid type: integer") && message.ends_with("expected a string") => {
             "; write sizes in quotes, as memory = \"64M\"".to_owned()
+        }
+        None if message.starts_with("invalid type: sequence") && message.ends_with("expected a string") => {
+            "; write several in one pair of quotes, as large-folios = \"16K,64K\"".to_owned()
         }
         _ => String::new(),
     }
@@ -222,6 +225,17 @@ mod tests {
             ("memory = '1G'\nmemroy = '2G'\n", "line 2: unknown field `memroy`"),
             ("quiet = 'yes'\n", "line 1: invalid type"),
             ("memory = \n", "line 1"),
+            ("memory = '1G'\nmemory = '2G'\n", "line 2: duplicate key"),
+            ("[folios]\nunit = '4K'\nunit = '16K'\n", "line 3: duplicate key"),
+            ("[folios]\nunit = '4K'\n[folios]\nlarge-folios = 'off'\n", "line 3: duplicate key"),
+            ("folios.unit = '4K'\n[folios]\nlarge-folios = 'off'\n", "line 2: duplicate key"),
+            ("folios = '4K'\n", "line 1: invalid type: string \"4K\", expected a table, [folios]"),
+            ("memory = -5\n", "line 1: invalid type: integer `-5`"),
+            ("memory = 99999999999999999999999\n", "line 1: invalid type: integer"),
+            ("mémoire = '1G'\n", "line 1: "),
+            ("'' = '1G'\n", "line 1: unknown field ``"),
+            ("\"me\\nmory\" = '1G'\n", "line 1: unknown field `me, mory`"),
+            ("memory = '1G'\0\n", "line 1"),
         ] {
             let error = Config::parse(text).unwrap_err();
             assert!(error.starts_with(want) && !error.contains('\n'), "{error}");
@@ -230,6 +244,11 @@ mod tests {
             ("unit = '64K'\n", "(`unit` belongs in the table `[folios]`)"),
             ("verify-compression = true\n", "in the table `[folios]`)"),
             ("memory = 64\n", "; write sizes in quotes, as memory = \"64M\""),
+            ("memory = -64\n", "; write sizes in quotes, as memory = \"64M\""),
+            (
+                "[folios]\nlarge-folios = ['16K', '64K']\n",
+                "; write several in one pair of quotes, as large-folios = \"16K,64K\"",
+            ),
         ] {
             let error = Config::parse(text).unwrap_err();
             assert!(error.ends_with(want) && !error.contains('\n'), "{error}");

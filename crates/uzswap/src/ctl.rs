@@ -30,9 +30,20 @@ enum Setting {
     OnFull(u32),
 }
 
+impl Setting {
+    /// Which of [`KEYS`] it sets.
+    fn key(&self) -> &'static str {
+        match self {
+            Setting::Limit(key, _) => key,
+            Setting::Writeback(_) => "memory.zswap.writeback",
+            Setting::OnFull(_) => "uzswap.on_full",
+        }
+    }
+}
+
 /// Shows or sets limits. The error is one sentence.
 pub fn ctl(args: &CtlArgs) -> Result<(), String> {
-    let settings: Vec<Setting> = args.settings.iter().map(|text| parse(text)).collect::<Result<_, _>>()?;
+    let settings = parse_all(&args.settings)?;
     let group = Registry::open()?.find(&args.name)?;
     if settings.is_empty() {
         return print(shown(&group).as_bytes());
@@ -73,6 +84,17 @@ fn limit<'a>(n: &'a Node, key: &str) -> &'a AtomicU64 {
         "memory.swap.max" => &n.swap_max,
         _ => &n.max,
     }
+}
+
+/// Parses all settings, of which no two may be of the same key. The error is one sentence.
+fn parse_all(texts: &[String]) -> Result<Vec<Setting>, String> {
+    let settings: Vec<Setting> = texts.iter().map(|text| parse(text)).collect::<Result<_, _>>()?;
+    for (i, setting) in settings.iter().enumerate() {
+        if settings[..i].iter().any(|earlier| earlier.key() == setting.key()) {
+            return Err(format!("{} is set twice: set it once", setting.key()));
+        }
+    }
+    Ok(settings)
 }
 
 /// Parses `KEY=VALUE`. The error is one sentence.
@@ -146,7 +168,7 @@ fn report_what_stays(group: &Group) {
 
 #[cfg(test)]
 mod tests {
-    use super::{Setting, parse};
+    use super::{KEYS, Setting, parse, parse_all};
     use proptest::prelude::*;
     use uzswap_pager::group::{NO_LIMIT, ON_FULL_KILL};
 
@@ -167,6 +189,10 @@ mod tests {
             ("memory.high=lots", "`lots` is not a size"),
             ("memory.max=-1", "is not a size"),
             ("memory.max=101%", "out of range"),
+            ("memory.max=0%", "out of range"),
+            ("memory.max=99999999T", "out of range"),
+            ("memory.max=٣M", "is not a size"),
+            ("memory.zswap.writeback=-1", "write 0 or 1"),
             ("memory.max=8M", "the minimum is 16 MiB"),
             ("memory.high=0", "the minimum is 16 MiB"),
             ("memory.zswap.writeback=yes", "write 0 or 1"),
@@ -174,6 +200,28 @@ mod tests {
         ] {
             let sentence = parse(bad).unwrap_err();
             assert!(sentence.contains(part) && !sentence.contains('\n'), "{bad}: {sentence}");
+        }
+    }
+
+    /// The story: of two values for one key the last one was taken, without a word.
+    #[test]
+    fn a_key_is_set_once() {
+        let all = |texts: &[&str]| parse_all(&texts.iter().map(|text| text.to_string()).collect::<Vec<_>>());
+        let one_each = KEYS.map(|key| format!("{key}={}", if key == "uzswap.on_full" { "wait" } else { "0" }));
+        let one_each =
+            one_each.map(|text| text.replace("high=0", "high=max").replace("memory.max=0", "memory.max=max"));
+        let set = all(&one_each.each_ref().map(String::as_str)).unwrap();
+        assert!(set.iter().map(Setting::key).eq(KEYS));
+        for (twice, key) in [
+            (["memory.high=300M", "memory.high=200M"], "memory.high"),
+            (["memory.max=max", " memory.max =max"], "memory.max"),
+            (["memory.zswap.writeback=0", "memory.zswap.writeback=1"], "memory.zswap.writeback"),
+            (["uzswap.on_full=kill", "uzswap.on_full=wait"], "uzswap.on_full"),
+        ] {
+            assert_eq!(
+                all(&[twice[0], "memory.swap.max=1G", twice[1]]),
+                Err(format!("{key} is set twice: set it once"))
+            );
         }
     }
 

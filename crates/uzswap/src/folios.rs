@@ -120,12 +120,15 @@ fn orders_off(text: &str) -> Result<u32, String> {
             let order = order.ok_or_else(|| {
                 format!("`{one}` in --large-folios is no size of a large folio: write on, off, or powers of two from 16K to 2M")
             })?;
+            if off & 1 << order == 0 {
+                return Err(format!("`{one}` in --large-folios is named twice: write each size once"));
+            }
             Ok(off & !(1 << order))
         }),
     }
 }
 
-/// What `--unit` says, as in `FolioSettings::units`.
+/// What `--unit` says, as in `FolioSettings::units`: a unit for all, units of single folios, or both, in any order.
 fn units(text: &str) -> Result<[u8; MAX_ORDER as usize + 1], String> {
     let wrong = |one: &str| {
         format!(
@@ -133,21 +136,25 @@ fn units(text: &str) -> Result<[u8; MAX_ORDER as usize + 1], String> {
         )
     };
     let unit = |text: &str| order(text).filter(|o| *o <= MAX_ORDER && *o != 1);
-    let mut set = [0; MAX_ORDER as usize + 1];
+    let (mut all, mut set) = (0, [0; MAX_ORDER as usize + 1]);
     for one in text.split(',') {
-        match one.split_once(':') {
-            None => set.fill(unit(one).ok_or_else(|| wrong(one))? + 1),
+        let (place, of) = match one.split_once(':') {
+            None => (&mut all, unit(one).ok_or_else(|| wrong(one))?),
             Some((folio, of)) => {
                 let (folio, of) = (order(folio).filter(|o| *o <= MAX_ORDER), unit(of));
                 let (Some(folio), Some(of)) = (folio, of) else { return Err(wrong(one)) };
                 if of > folio {
                     return Err(format!("`{one}` in --unit: a unit cannot be larger than its folio"));
                 }
-                set[folio as usize] = of + 1;
+                (&mut set[folio as usize], of)
             }
+        };
+        if *place != 0 {
+            return Err(format!("`{one}` in --unit is a second unit for the same folios: write one for each"));
         }
+        *place = of + 1;
     }
-    Ok(set)
+    Ok(set.map(|of| if of == 0 { all } else { of }))
 }
 
 /// Counters of folios and blocks, summed over a group.
@@ -199,9 +206,28 @@ mod tests {
         assert_eq!(orders_off("off"), Ok(u32::MAX << 2));
         let off = orders_off("64K,2M").unwrap();
         assert!([4, 9].iter().all(|o| off & (1 << o) == 0) && [2, 3, 5, 8].iter().all(|o| off & (1 << o) != 0));
-        for bad in ["", "yes", "4K", "48K", "4M", "64K,", "64K;2M"] {
+        for bad in [
+            "",
+            ",",
+            "yes",
+            "0",
+            "-16K",
+            "4K",
+            "48K",
+            "4M",
+            "200%",
+            "99999999T",
+            "64K,",
+            "64K;2M",
+            "on,64K",
+            "64K,off",
+            "١٦K",
+        ] {
             let error = orders_off(bad).unwrap_err();
-            assert!(error.contains("--large-folios") && !error.contains('\n'), "{bad}: {error}");
+            assert!(error.contains("is no size of a large folio") && !error.contains('\n'), "{bad}: {error}");
+        }
+        for twice in ["16K,16K", "64K,2M,65536"] {
+            assert!(orders_off(twice).unwrap_err().contains("--large-folios is named twice"), "{twice}");
         }
     }
 
@@ -211,10 +237,41 @@ mod tests {
         assert_eq!((units("128K").unwrap(), units("2M").unwrap()), ([6; 10], [10; 10]));
         let some = units("16K:4K,2M:64K,1M:512K").unwrap();
         assert_eq!((some[2], some[9], some[8], some[4]), (1, 5, 8, 0));
-        for bad in ["", "8K", "48K", "4M", "2M:8K", "4M:4K", "16K:", "x"] {
-            assert!(units(bad).is_err(), "{bad}");
+        for bad in [
+            "",
+            ",",
+            "0",
+            "0:0",
+            "-4K",
+            "8K",
+            "48K",
+            "4M",
+            "2M:8K",
+            "4M:4K",
+            "16K:",
+            ":16K",
+            "16K:4K:4K",
+            "50%",
+            "9999999999T",
+            "x",
+            "٤K",
+        ] {
+            let error = units(bad).unwrap_err();
+            assert!(error.contains("is no unit of compression") && !error.contains('\n'), "{bad}: {error}");
         }
         assert!(units("64K:2M").unwrap_err().contains("larger than its folio"));
+    }
+
+    /// The story: of two units for the same folios the last one was taken, and a unit for all behind those for single folios ended them.
+    #[test]
+    fn b1_a_folio_has_one_unit_whatever_the_order() {
+        let both = units("16K,2M:512K").unwrap();
+        assert_eq!((both[4], both[9]), (3, 8));
+        assert_eq!(units("2M:512K,16K"), Ok(both));
+        for twice in ["64K:16K,64K:32K", "64K:16K,64K:16K", "64K:16K,2M:64K,65536:4K", "64K,16K", "64K:16K,16K,4K"] {
+            let error = units(twice).unwrap_err();
+            assert!(error.ends_with("is a second unit for the same folios: write one for each"), "{twice}: {error}");
+        }
     }
 
     #[test]

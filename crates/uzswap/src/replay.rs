@@ -38,7 +38,14 @@ pub fn replay(args: &ReplayArgs) -> Result<(), String> {
 fn policies(text: &str) -> Result<Vec<Policy>, String> {
     match text {
         "all" => Ok(Policy::ALL.to_vec()),
-        list => list.split(',').map(|name| name.trim().parse()).collect(),
+        list => list.split(',').map(str::trim).try_fold(Vec::new(), |mut some, name| {
+            let policy = name.parse()?;
+            if some.contains(&policy) {
+                return Err(format!("the policy `{name}` is named twice: name each once"));
+            }
+            some.push(policy);
+            Ok(some)
+        }),
     }
 }
 
@@ -140,6 +147,15 @@ mod tests {
     fn names_of_policies() {
         assert_eq!(policies("all").unwrap(), Policy::ALL);
         assert_eq!(policies("fifo, s3-fifo").unwrap(), [Policy::Fifo, Policy::S3Fifo]);
-        assert!(policies("lru").unwrap_err().contains("`lru`"));
+        for (bad, part) in [
+            ("lru", "`lru`"),
+            ("", "``"),
+            ("fifo,", "``"),
+            ("all,fifo", "`all`"),
+            ("fifo,reuse, fifo", "the policy `fifo` is named twice"),
+        ] {
+            let error = policies(bad).unwrap_err();
+            assert!(error.contains(part) && !error.contains('\n'), "{bad}: {error}");
+        }
     }
 }

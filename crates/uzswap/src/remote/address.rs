@@ -59,7 +59,12 @@ impl Address {
             return Err("the address of a swap server has no part behind `#` (in a password write %23)".to_owned());
         }
         let mut found = Self { urls: urls(url)?, size: 0, timeout: Duration::from_secs(TIMEOUT), ttl: TTL, tls };
-        for option in options.split('&').filter(|o| !o.is_empty()) {
+        let options: Vec<&str> = options.split('&').filter(|o| !o.is_empty()).collect();
+        let name = |option: &'_ str| option.split('=').next().unwrap_or_default().to_owned();
+        for (i, option) in options.iter().enumerate() {
+            if options[..i].iter().any(|earlier| name(earlier) == name(option)) {
+                return Err(format!("`{}` is in the address of the swap server twice: give it once", name(option)));
+            }
             found.set(option)?;
         }
         if found.size == 0 {
@@ -140,6 +145,14 @@ mod tests {
             ("redis://host?size=1G&timeout=0", "give seconds"),
             ("redis://host?size=1G&ttl=5", "at least 60"),
             ("redis://host?size=1G&db=3", "no option `db`"),
+            ("redis://host?size=0", "?size=4G"),
+            ("redis://host?size=", "not a size"),
+            ("redis://host?size=-1G", "not a size"),
+            ("redis://host?size=99999999T", "out of range"),
+            ("redis://host?size=1G&timeout=99999999999999999999", "give seconds"),
+            ("redis://host?size=1G&timeout=", "give seconds"),
+            ("redis://:secret@host?size=1G&size=2G", "`size` is in the address of the swap server twice"),
+            ("rediss://host?size=1G&ca=a&ca=a", "`ca` is in the address of the swap server twice"),
             ("redis://host?size=1G&ca=x", "rediss://"),
             ("rediss://host?size=1G&cert=x", "its key"),
             ("rediss://:secret@host#insecure?size=1G", "behind `#`"),

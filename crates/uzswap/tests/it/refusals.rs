@@ -38,6 +38,33 @@ fn bad_options_are_refused() {
     let dir = TempDir::new().unwrap();
     let config = file(&dir, "c.toml", b"memory = '1G'\nmemroy = '1G'\n", 0o644);
     refused(&["--config", config.to_str().unwrap()], &["line 2", "memroy"]);
+    for (options, parts) in [
+        (&["--memory="][..], &["`` is not a size"][..]),
+        (&["-m", "0"], &["too small", "minimum is 16 MiB"]),
+        (&["-m=-64M"], &["`-64M` is not a size"]),
+        (&["-m", "200%"], &["out of range", "at most 100%"]),
+        (&["-m", "٦٤M"], &["`٦٤M` is not a size"]),
+        (&["-m", "99999999999999999999T"], &["out of range"]),
+        (&["-m", "64M", "--unit", "64K:16K,64K:32K"], &["`64K:32K` in --unit", "second unit for the same folios"]),
+        (&["-m", "64M", "--large-folios", "16K,16K"], &["`16K` in --large-folios is named twice"]),
+        (&["-m", "64M", "--large-folios="], &["no size of a large folio"]),
+        (&["-m", "64M", "--compaction="], &["no rule of compaction"]),
+        (&["-m", "64M", "--group="], &["no name for a group"]),
+        (&["-m", "64M", "--on-full="], &["choose exceed, wait or kill"]),
+        (&["-m", "64M", "--swap="], &["no size for the swap file"]),
+        (&["-m", "64M", "--swap", "0"], &["0 bytes", "256 KiB to 256 GiB"]),
+        (&["-m", "64M", "--swap", "50%"], &["no size for the swap file"]),
+        (&["-m", "64M", "--swap", "64M", "--swap-policy="], &["no policy is called ``"]),
+        (&["-m", "64M", "--swap", "redis://h?size=1G&size=2G"], &["`size`", "twice"]),
+        (&["-m", "64M", "--encrypt-swap"], &["add --swap SIZE"]),
+    ] {
+        refused(options, parts);
+    }
+    for text in ["memory = '64M'\nmemory = '128M'\n", "memory = '64M'\nswap = '64M'\nswap-dir = ''\n", "memory = ''\n"]
+    {
+        let config = file(&dir, "d.toml", text.as_bytes(), 0o644);
+        refused(&["--config", config.to_str().unwrap()], &["`"]);
+    }
     let binary = file(&dir, "b.toml", b"memory = '\xff'\n", 0o644);
     refused(&["--config", binary.to_str().unwrap()], &["not a text file (UTF-8)"]);
 }
