@@ -417,4 +417,163 @@ mod tests {
             }
         }
     }
+
+    /// An epoch is of 8 reads, and each is weighed by itself.
+    #[test]
+    fn the_window_changes_by_what_was_wanted_of_an_epoch() {
+        let epoch = |r: &mut Readahead, brought: usize, wanted: u32| {
+            let before = r.window();
+            for i in 0..u64::from(EPOCH) {
+                assert_eq!(r.window(), before, "read {i}");
+                // (What is wanted may come before the last read of the epoch, or in the midst of it.)
+                (0..wanted).filter(|_| i == 3).for_each(|_| r.wanted(None));
+                r.read((u64::from(r.clock) + 1) << 24, 4096, brought);
+            }
+            (before, r.window())
+        };
+        let mut r = Readahead::default();
+        assert_eq!(epoch(&mut r, 4, 15), (32 << 10, 32 << 10), "less than half of 32");
+        assert_eq!(epoch(&mut r, 4, 7), (32 << 10, 16 << 10), "less than a quarter");
+        assert_eq!(epoch(&mut r, 4, 8), (16 << 10, 16 << 10));
+        assert_eq!(epoch(&mut r, 4, 0), (16 << 10, 8 << 10));
+        assert_eq!(epoch(&mut r, 4, 16), (8 << 10, 16 << 10), "half");
+        assert_eq!(epoch(&mut r, 0, 1), (16 << 10, 16 << 10), "nothing came along");
+        assert_eq!(epoch(&mut r, 1, 8), (16 << 10, 32 << 10));
+        assert_eq!(epoch(&mut r, 1, 8), (32 << 10, 64 << 10));
+        assert_eq!(epoch(&mut r, 1, 8), (64 << 10, 64 << 10), "the most");
+        let mut least = Readahead { window: LEAST, ..Readahead::default() };
+        assert_eq!(epoch(&mut least, 4, 0), (4096, 4096));
+    }
+
+    /// What came along or ahead in a stream is behind its front, and not further than it may be in stock: in both directions.
+    #[test]
+    fn what_a_stream_has_passed_is_behind_its_front() {
+        let (front, reach) = (10 << 20, 384 << 10);
+        let passed = |s: &Stream, all: [u64; 4]| all.map(|at| s.has_passed(at));
+        let forward = Stream { number: 1, from: front - 4096, to: front, ..Stream::default() };
+        let edges = [front, front - 1, front - reach, front - reach - 1];
+        assert_eq!(passed(&forward, edges), [false, true, true, false]);
+        let backwards = Stream { number: 1, backwards: true, from: front, to: front + 4096, ..Stream::default() };
+        let edges = [front - 1, front, front + reach - 1, front + reach];
+        assert_eq!(passed(&backwards, edges), [false, true, true, false]);
+        // And what is wanted is booked there, in that of two streams that has gone on longer; where nothing is known of it, in the one
+        // that has most in stock.
+        let mut r = Readahead::default();
+        r.streams[3] = Stream { run: 2, stock: 2, ..backwards };
+        r.streams[5] = Stream { number: 2, run: 3, stock: 9, ..forward };
+        r.streams[6] = Stream { number: 3, run: 4, stock: 1, ..backwards };
+        let mut stocks = |at| {
+            r.wanted(at);
+            [3, 5, 6].map(|i| r.streams[i].stock)
+        };
+        let orders = [Some(front), Some(front), Some(front - 1), None].map(&mut stocks);
+        assert_eq!(orders, [[2, 9, 0], [1, 9, 0], [1, 8, 0], [1, 7, 0]]);
+        assert_eq!([Some(front), Some(front)].map(stocks), [[0, 7, 0]; 2], "the last was nobody's");
+        assert_eq!(r.wanted, 1);
+    }
+
+    /// Reads are near each other with up to 16 KiB between them; of two streams the one goes on that was used last.
+    #[test]
+    fn a_read_between_two_goes_on_with_the_later_one() {
+        let mut r = Readahead::default();
+        let (len, far) = (4096, (16 << 10) + 4096 + (16 << 10));
+        r.read(0, len, 0);
+        r.read(4096 + far, len, 0);
+        let spans = |r: &Readahead| {
+            let mut all: Vec<_> =
+                r.streams.iter().filter(|s| s.number != 0).map(|s| (s.number, s.from, s.run)).collect();
+            all.sort_unstable();
+            all
+        };
+        assert_eq!(spans(&r), [(1, 0, 0), (2, 4096 + far, 0)]);
+        let between = 4096 + (16 << 10);
+        r.read(between, len, 0);
+        assert_eq!(spans(&r), [(1, 0, 0), (2, between, 1)], "near both");
+        assert_eq!(
+            r.range(between - (16 << 10) - 4096, len, CLUSTER, 128 << 10).1,
+            MOST,
+            "what ends near one is near it"
+        );
+        // The same once more is a read onwards.
+        let mut again = Readahead::default();
+        (0..3).for_each(|_| again.read(1 << 20, len, 0));
+        assert_eq!(only(&again), Some(((1 << 20) + 4096, STREAM_BYTES, false)));
+        // One that is a byte too far away is another.
+        for (at, near) in [(20 << 10, true), ((20 << 10) + 1, false)] {
+            let mut r = Readahead::default();
+            r.read(0, len, 0);
+            r.read(at, len, 0);
+            assert_eq!(spans(&r).len() == 1, near, "{at}");
+            let mut r = Readahead::default();
+            r.read(at, len, 0);
+            r.read(0, len, 0);
+            assert_eq!(spans(&r).len() == 1, near, "{at} backwards");
+        }
+    }
+
+    /// How a stream begins, is given up and begins again.
+    #[test]
+    fn a_stream_is_two_reads_in_its_direction_and_ten_after_one_in_vain() {
+        let play = |r: &mut Readahead, reads: &[(u64, usize, usize)]| -> Vec<bool> {
+            let one = |(i, brought, wanted): &(u64, usize, usize)| {
+                r.read((1000 + i) * STEP, STEP as usize, *brought);
+                (0..*wanted).for_each(|_| r.wanted(Some((1000 + i) * STEP)));
+                only(r).is_some()
+            };
+            reads.iter().map(one).collect()
+        };
+        // Turned after one read, it is that one read in the other direction.
+        let turns = [(0, 0, 0), (1, 0, 0), (0, 0, 0), (1, 0, 0), (2, 0, 0)];
+        assert_eq!(play(&mut Readahead::default(), &turns), [false, false, false, false, true]);
+        // Half of what came was wanted, or a bit less.
+        for (wanted, in_vain) in [(2, false), (1, true)] {
+            let mut r = Readahead::default();
+            let start = play(&mut r, &[(0, 0, 0), (1, 4, wanted), (2, 0, 0)]);
+            assert_eq!(start, [false, false, !in_vain], "{wanted} of 4");
+            let next: Vec<_> = (3..=12).map(|i| (i, 0, 0)).collect();
+            let goes_on = play(&mut r, &next);
+            assert_eq!(goes_on.iter().position(|on| *on), Some(if in_vain { 9 } else { 0 }), "{wanted} of 4");
+            assert_eq!(
+                (r.reads, r.brought),
+                (if in_vain { 2 } else { 1 }, 0),
+                "only what was in vain says something of the window"
+            );
+        }
+        // Where nothing could be read ahead it has to begin anew.
+        let mut r = Readahead::default();
+        play(&mut r, &[(0, 0, 0), (1, 0, 0), (2, 0, 0)]);
+        let stream = r.ahead().next().unwrap().stream;
+        r.read_ahead(stream, 1003 * STEP, STREAM_BYTES, 0);
+        assert_eq!(play(&mut r, &[(5, 0, 0), (6, 0, 0)]), [false, true]);
+    }
+
+    /// What is no stream goes first, and a stream when it has had none of the last 64 reads; or all are streams.
+    #[test]
+    fn a_stream_makes_room_when_it_is_idle() {
+        let random = |r: &mut Readahead| r.read((u64::from(r.clock) + 1) << 24 | 1 << 50, 4096, 0);
+        let stream = |r: &mut Readahead, at: u64| (0..3).for_each(|i| r.read(at + i * STEP, STEP as usize, 0));
+        let mut r = Readahead::default();
+        stream(&mut r, 1 << 40);
+        (0..64).for_each(|_| random(&mut r));
+        assert_eq!(r.ahead().count(), 1);
+        random(&mut r);
+        assert_eq!(r.ahead().count(), 0);
+        // Sixteen at once, and one more read.
+        let mut r = Readahead::default();
+        (1..=16).for_each(|i| stream(&mut r, i << 40));
+        assert_eq!(r.ahead().count(), 16);
+        random(&mut r);
+        let left: Vec<u64> = r.ahead().map(|a| a.from >> 40).collect();
+        assert!(left.len() == 15 && !left.contains(&1), "the one longest idle: {left:?}");
+        random(&mut r);
+        assert_eq!(r.ahead().count(), 15, "what is no stream goes");
+    }
+
+    /// What may be read at most is not less than a window that is as large.
+    #[test]
+    fn a_window_may_be_as_large_as_the_most() {
+        let r = Readahead::default();
+        assert_eq!(r.range(20 << 10, 4096, CLUSTER, 32 << 10), (0, 32 << 10));
+        assert_eq!(r.range(20 << 10, 4096, CLUSTER, 28 << 10), (20 << 10, 12 << 10));
+    }
 }

@@ -74,11 +74,11 @@ pub enum Packed {
 pub trait Store {
     /// Drops the older entry of a page, if there is one.
     fn invalidate(&mut self, vpn: u64);
-    /// Whether limits let `pages` more pages in. May shrink once to make it so.
+    /// Whether limits let a folio in, whatever its size. May shrink once to make it so.
     ///
     /// # Errors
     /// Why not.
-    fn admit(&mut self, pages: usize) -> Result<(), Refused>;
+    fn admit(&mut self) -> Result<(), Refused>;
     /// Gives unit number `at` a place, copies its bytes there, and charges it.
     ///
     /// # Errors
@@ -100,15 +100,11 @@ pub trait Store {
 /// # Errors
 /// Why the folio may not enter. Its older entries are gone all the same.
 pub fn begin(store: &mut impl Store, pages: impl Iterator<Item = u64>, allowed: bool) -> Result<(), Refused> {
-    let mut count = 0;
-    for vpn in pages {
-        store.invalidate(vpn);
-        count += 1;
-    }
+    pages.for_each(|vpn| store.invalidate(vpn));
     if !allowed {
         return Err(Refused::SwitchedOff);
     }
-    store.admit(count)
+    store.admit()
 }
 
 /// Ends the store of a folio, when its units are compressed: places and entries for all, or for none.

@@ -58,10 +58,9 @@ impl zswap::Store for Tables<'_> {
         }
     }
 
-    fn admit(&mut self, pages: usize) -> Result<(), Refused> {
+    fn admit(&mut self) -> Result<(), Refused> {
         // What bounds resident memory and the pool together is kept by reclaim, which got us here; this is the pool's
         // own limit. Once it is hit, one attempt to shrink.
-        let _ = pages;
         if self.pager.inject(Site::Limit).is_some() {
             return Err(Refused::Limit);
         }

@@ -118,6 +118,119 @@ fn what_is_no_trace_is_told() {
     assert!(Trace::parse(&other).unwrap_err().to_string().contains("version 9"));
 }
 
+/// The format as it is described, byte for byte: a trace of an earlier build of this version is read by this one.
+#[test]
+fn the_format_is_as_described() {
+    let records = [
+        Record::number(Kind::Start, 4711),
+        Record::of_object(Kind::Store, 0x1234, 2, 8000),
+        Record::load(0x1234, 4, true, 0b101),
+        Record::pages(Kind::MoveTo, (1 << 35) - 1, 70_000),
+    ];
+    let words = records.map(|r| r.pack());
+    assert_eq!(
+        words,
+        [1 | 4711 << 5, 8 | 0x1234 << 5 | 2 << 40 | 8000 << 48, 4 | 0x1234 << 5 | 131 << 40 | 5 << 48, {
+            17 | ((1 << 35) - 1) << 5 | 0xffff << 48
+        }]
+    );
+    let bytes = file(&[(BlockHead { slot: 3, time_ns: 5, lost: 7 }, records.to_vec())]);
+    let mut want = b"uzswaptr".to_vec();
+    [1u32, 4096].iter().for_each(|n| want.extend(n.to_le_bytes()));
+    want.extend((64u64 << 20).to_le_bytes());
+    [1u32, 0].iter().for_each(|n| want.extend(n.to_le_bytes()));
+    [0x6b6c_6275u32, 3].iter().for_each(|n| want.extend(n.to_le_bytes()));
+    [5u64, 7].iter().for_each(|n| want.extend(n.to_le_bytes()));
+    [4u32, CHECK].iter().for_each(|n| want.extend(n.to_le_bytes()));
+    words.iter().for_each(|w| want.extend(w.to_le_bytes()));
+    assert_eq!(bytes, want);
+    // What each says.
+    assert_eq!(records.map(|r| r.count()), [0, 4, 4, 0xffff]);
+    assert_eq!(records.map(|r| (r.small, r.wide)), [(0, 0), (2, 8000), (131, 5), (0, 0xffff)]);
+    assert_eq!(Record::pages(Kind::Evict, 0, 5).count(), 5);
+    assert_eq!(
+        [1, 2, 16].map(|n| Record::load(0, n, false, 0)).map(|r| (r.small, r.count())),
+        [(0, 1), (1, 2), (15, 16)]
+    );
+    assert_eq!([0, 17].map(|n| Record::load(0, n, false, 0).count()), [1, 16], "as near as it can be said");
+    assert_eq!(Record::number(Kind::Fork, u64::MAX).vpn, (1 << 35) - 1);
+    for (order, len, told) in
+        [(3, 32_767, 32_767), (4, 65_535, 65_536), (9, 1, 64), (9, 65, 128), (9, 2 << 20, 64 * 0xffff)]
+    {
+        let r = Record::of_object(Kind::Store, 0, order, len);
+        assert_eq!((r.object_bytes(), r.count()), (told, 1 << order));
+    }
+    let trace = Trace::parse(&bytes).unwrap();
+    let block = trace.blocks().next().unwrap().unwrap();
+    assert_eq!((block.len(), block.is_empty()), (4, false));
+}
+
+/// Of the block above.
+const CHECK: u32 = 0x77fc_bfdc;
+
+/// Words in which a field has what its kind does not have.
+#[test]
+fn what_no_record_says_is_damage() {
+    let word = |kind: Kind, small: u64, wide: u64| kind as u64 | 7 << 5 | small << 40 | wide << 48;
+    for (kind, small, wide) in [
+        (Kind::Store, 10, 5),
+        (Kind::Store, 0, 0),
+        (Kind::DiskRead, 9, 0),
+        (Kind::Load, 16, 0),
+        (Kind::Load, 64, 1),
+        (Kind::Start, 1, 0),
+        (Kind::Fork, 0, 1),
+        (Kind::Born, 1, 1),
+        (Kind::Evict, 0, 0),
+        (Kind::Evict, 1, 1),
+    ] {
+        let bad = word(kind, small, wide);
+        assert_eq!(Record::unpack(bad), None, "{kind:?} {small} {wide}");
+        let mut bytes = Header { limit: 1, codec: 0 }.write().to_vec();
+        write_block(&mut bytes, BlockHead { slot: 0, time_ns: 0, lost: 0 }, &[bad]);
+        let read: Vec<_> = Trace::parse(&bytes).unwrap().blocks().map(|b| b.err()).collect();
+        assert_eq!(read, [Some(Error::Damaged(HEADER_BYTES))]);
+    }
+    assert!((0..18).all(|kind| Record::unpack(kind | 1 << 48).is_some() == !matches!(kind, 0..=3)));
+    assert!((18..32).all(|kind| Record::unpack(kind | 1 << 48).is_none()));
+    for (kind, small, wide) in [(Kind::Store, 9, 1), (Kind::Load, 143, 0), (Kind::Start, 0, 0), (Kind::Evict, 0, 1)] {
+        assert_eq!(
+            Record::unpack(word(kind, small, wide)),
+            Some(Record { kind, vpn: 7, small: small as u8, wide: wide as u16 })
+        );
+    }
+}
+
+#[test]
+fn what_a_header_cannot_say_is_damage() {
+    let mut other = Header { limit: 1, codec: 0 }.write();
+    other[13] = 0x40;
+    assert_eq!(Trace::parse(&other).unwrap_err(), Error::Damaged(12), "pages of another size");
+    let block = |count: usize| {
+        let mut bytes = Header { limit: 1, codec: 0 }.write().to_vec();
+        write_block(
+            &mut bytes,
+            BlockHead { slot: 0, time_ns: 0, lost: 0 },
+            &vec![Record::pages(Kind::Evict, 0, 1).pack(); count],
+        );
+        bytes
+    };
+    let read = |bytes: &[u8]| Trace::parse(bytes).unwrap().blocks().next().unwrap().map(|b| b.len());
+    let mut most = block(MOST_RECORDS);
+    assert_eq!((MOST_RECORDS, read(&most)), (1 << 20, Ok(1 << 20)));
+    most[HEADER_BYTES + 24..][..4].copy_from_slice(&(MOST_RECORDS as u32 + 1).to_le_bytes());
+    assert_eq!(read(&most), Err(Error::Damaged(HEADER_BYTES)), "not cut: it was never so long");
+    let mut marker = block(1);
+    marker[HEADER_BYTES] ^= 1;
+    assert_eq!(read(&marker), Err(Error::Damaged(HEADER_BYTES)));
+}
+
+#[test]
+#[should_panic(expected = "a block of 1048577 records")]
+fn a_block_holds_no_more_than_it_may() {
+    write_block(&mut Vec::new(), BlockHead { slot: 0, time_ns: 0, lost: 0 }, &vec![0; MOST_RECORDS + 1]);
+}
+
 #[test]
 fn no_record_is_zero() {
     // A slot of the ring that was never written must not look like an event.

@@ -153,7 +153,7 @@ impl Store for Tables {
             self.release(pte.handle(), pte.index());
         }
     }
-    fn admit(&mut self, _: usize) -> Result<(), Refused> {
+    fn admit(&mut self) -> Result<(), Refused> {
         self.admits += 1;
         if self.fail == Fail::Limit { Err(Refused::Limit) } else { Ok(()) }
     }
