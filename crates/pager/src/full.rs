@@ -300,8 +300,8 @@ impl Write for Line {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::group::BURIES;
     use crate::testing;
+    use uzswap_sys::owner::CLEANS;
     use uzswap_sys::process::Identity;
 
     const LIMIT: usize = 32 << 20;
@@ -394,7 +394,7 @@ mod tests {
         assert_eq!(looks.join().expect("it looks"), 0);
         // What was broken off is begun again, and who did so, is not charged in the slot meanwhile.
         other.rss.store(40 << 20, Relaxed);
-        other.owner.store(dead.raw() | BURIES, Relaxed);
+        other.owner.store(dead.raw() | CLEANS, Relaxed);
         assert_eq!(p.largest(0, &p.state.lock()).pid, thread::getpid() as u32);
         p.group.bury_the_dead(Identity::own());
         assert_eq!((other.owner.load(Relaxed), other.rss.load(Relaxed)), (0, 0));

@@ -11,12 +11,11 @@
 //! the moment, each written by its one owner. The charge of a dead member is returned by whoever notices (`member`).
 //!
 //! ```text
-//! slot: free (owner 0) ─ compare-exchange: owner = me ─▶ mine ─ I end ─▶ dead ─ compare-exchange: owner = the finder ─┐
-//!             ▲                                                                                                      │
-//!             └───────────────── owner = 0 ◀── charges = 0 ◀──────────────────────────────────────────────────────────┘
+//! slot: free ─ taken ─ charges = 0 ─▶ mine ─ I end ─▶ dead ─ taken by the finder ─ charges = 0 ─▶ free
 //! ```
-//! A finder killed on the way leaves a slot that belongs to it, who is dead: the next one finds that. Owners are named
-//! by pid and start time, so another process with the pid of a dead one is not taken for it.
+//! How a slot is taken and who has it is `uzswap_sys::owner`, which has a model. A finder killed on the way leaves a slot that
+//! belongs to it, who is dead: the next one finds that. Owners are named by pid and start time, so another process with the
+//! pid of a dead one is not taken for it.
 //!
 //! Counters stay in the slot when it changes hands (a sum over slots remains right; what was at the moment of most is then that
 //! of the owner who had most); only where it goes to another group they are added to [`Node::dead`], of which a kill in between
@@ -31,6 +30,7 @@ use crate::request::PageRequest;
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 use uzswap_mm::codec::Algorithm;
 use uzswap_mm::shrinker::DiskReads;
+use uzswap_sys::owner;
 use uzswap_sys::process::Identity;
 
 /// Environment variable with the path of the group's memory object.
@@ -77,9 +77,6 @@ pub const ON_FULL_EXCEED: u32 = 0;
 pub const ON_FULL_WAIT: u32 = 1;
 /// The member that holds most is killed.
 pub const ON_FULL_KILL: u32 = 2;
-/// In a slot's owner: it only returns the charge of the one before, who died. (Above all pids.)
-pub(crate) const BURIES: u64 = 1 << 31;
-
 /// Counters of one member (or of all the dead ones). Names are the kernel's where it has one.
 #[repr(C)]
 #[derive(Default)]
@@ -269,7 +266,7 @@ impl Counters {
 #[repr(C, align(64))]
 #[derive(Default)]
 pub struct Slot {
-    /// The owner, as `Identity::raw`, with [`BURIES`] perhaps; 0 when free.
+    /// Who has it, or returns the charges of the one before, who died: see [`owner`].
     pub owner: AtomicU64,
     /// The group of the member, an index of [`GroupPage::nodes`].
     pub node: AtomicU32,
@@ -321,8 +318,7 @@ pub struct Slot {
 impl Slot {
     /// Who has it, if anybody: nobody while the charge in it is that of one who died ([`GroupPage::bury_the_dead`]).
     pub fn owner(&self) -> Option<Identity> {
-        let raw = self.owner.load(Acquire);
-        Identity::from_raw(raw).filter(|_| raw & BURIES == 0)
+        owner::of(&self.owner)
     }
 
     /// Returns the charges. For the owner only.
@@ -593,14 +589,9 @@ impl GroupPage {
     /// Returns the charges of members that have ended. For a process, not one of its threads: `me` is its identity.
     pub fn bury_the_dead(&self, me: Identity) {
         for slot in self.used() {
-            let raw = slot.owner.load(Acquire);
-            let Some(owner) = Identity::from_raw(raw & !BURIES) else { continue };
-            if owner != me && owner.is_dead() {
-                let taken = slot.owner.compare_exchange(raw, me.raw() | BURIES, AcqRel, Relaxed);
-                if taken.is_ok() {
-                    slot.uncharge();
-                    slot.owner.store(0, Release);
-                }
+            if owner::take(&slot.owner, me, |who| who.is_some_and(|who| who != me && who.is_dead())) {
+                slot.uncharge();
+                owner::settle(&slot.owner, None);
             }
         }
     }

@@ -9,13 +9,13 @@
 //! by whoever looks. `group` explains how a slot changes hands. Nothing here takes a lock.
 
 use crate::full::{LITTLE_BYTES, finds_nothing, little};
-use crate::group::{BURIES, Counters, DEPTH, GroupPage, NODES, SLOTS, Slot};
+use crate::group::{Counters, DEPTH, GroupPage, NODES, SLOTS, Slot};
 use crate::inject::Site;
 use crate::pager::Pager;
 use core::sync::atomic::{AtomicU64, Ordering::*};
 use uzswap_sys::process::{self, Identity};
 use uzswap_sys::raw::Errno;
-use uzswap_sys::{lock, thread};
+use uzswap_sys::{lock, owner, thread};
 
 /// The signal that makes a ticker look; it is only ever sent to such a thread, which blocks it.
 ///
@@ -86,16 +86,13 @@ impl Pager {
         let page = self.group;
         let mut own = None;
         for (i, slot) in page.used().iter().enumerate() {
-            let owner = slot.owner.load(Acquire);
-            if owner & !BURIES != me.raw() {
-                continue;
-            }
+            let Some(whole) = owner::is_left_by(&slot.owner, me) else { continue };
             slot.uncharge();
-            if own.is_none() && owner & BURIES == 0 && slot.node.load(Relaxed) as usize == self.node {
+            if own.is_none() && whole && slot.node.load(Relaxed) as usize == self.node {
                 own = Some(i);
             } else {
                 // A burial that exec broke off.
-                slot.owner.store(0, Release);
+                owner::settle(&slot.owner, None);
             }
         }
         // (After exec it is the same process.)
@@ -104,7 +101,7 @@ impl Pager {
         let slot = &page.slots[index];
         page.used.fetch_max(index as u32 + 1, AcqRel);
         slot.uncharge();
-        slot.owner.store(me.raw(), Release);
+        owner::settle(&slot.owner, Some(me));
         slot.request.forsake();
         slot.watch.forsake();
         let before = slot.node.swap(self.node as u32, AcqRel) as usize;
@@ -134,10 +131,8 @@ impl Pager {
     fn take_slot(&self, me: Identity) -> Option<usize> {
         let slots = &self.group.slots;
         let take = |i: usize, same_group: bool, free: &dyn Fn(Identity) -> bool| {
-            let owner = slots[i].owner.load(Acquire);
             let fits = !same_group || slots[i].node.load(Relaxed) as usize == self.node;
-            let free = Identity::from_raw(owner & !BURIES).is_none_or(free);
-            fits && free && slots[i].owner.compare_exchange(owner, me.raw() | BURIES, AcqRel, Relaxed).is_ok()
+            fits && owner::take(&slots[i].owner, me, |who| who.is_none_or(free))
         };
         let used = self.group.used().len();
         (0..used)

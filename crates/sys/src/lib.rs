@@ -7,6 +7,7 @@ pub mod lock;
 pub mod maps;
 pub mod memfd;
 pub mod noted;
+pub mod owner;
 pub mod pagemap;
 pub mod probe;
 pub mod process;
