@@ -21,6 +21,7 @@ fn check(replay: &Replay) {
         let live_pages: usize = w.objects.iter().filter(live).map(|o| o.live as usize).sum();
         assert_eq!(live_pages, w.pages.values().filter(|p| p.object != NONE).count());
     }
+    assert_eq!(replay.forked_size, replay.forked.values().map(World::size).sum::<usize>());
 }
 
 /// xorshift.
@@ -179,9 +180,13 @@ fn moved_pages_are_found_where_they_went() {
 }
 
 fn play(replay: &mut Replay, slot: u32, lost: u64, records: &[Record]) {
+    play_at(replay, slot, 0, lost, records);
+}
+
+fn play_at(replay: &mut Replay, slot: u32, time_ns: u64, lost: u64, records: &[Record]) {
     let words: Vec<u64> = records.iter().map(Record::pack).collect();
     let mut bytes = crate::trace::Header { limit: 1, codec: 0 }.write().to_vec();
-    crate::trace::write_block(&mut bytes, crate::trace::BlockHead { slot, time_ns: 0, lost }, &words);
+    crate::trace::write_block(&mut bytes, crate::trace::BlockHead { slot, time_ns, lost }, &words);
     crate::trace::Trace::parse(&bytes).unwrap().blocks().for_each(|b| replay.block(&b.unwrap()));
 }
 
@@ -326,4 +331,91 @@ fn how_much_the_pools_took_is_without_a_disk() {
         let done = replay.finish();
         assert_eq!((done.written_back, done.pool_peak), (0, taken), "{policy:?}");
     }
+}
+
+/// All that an outcome says, of a trace whose every step can be worked out by hand.
+#[test]
+fn an_outcome_says_what_was_done() {
+    // A block of the disk takes a millisecond, and asking for one a microsecond.
+    let cost = Cost { read_ns: 1000, bytes_per_second: 4_096_000 };
+    let settings = Settings { policy: Policy::Fifo, pool: 10_000, accept_percent: 50, limit: LIMIT, cost };
+    let mut replay = Replay::new(settings);
+    // Three objects of 4,000 bytes, each with 24 in front: with the third it is 12,072, and down to 5,000 two of them go. On disk each
+    // takes 4,032, so the first one lies in the first block, the second in both.
+    let store = |vpn| Record::of_object(Kind::Store, vpn, 0, 4000);
+    play_at(&mut replay, 0, 5000, 2, &[store(0), store(16), store(32)]);
+    assert_eq!((replay.in_pools(), replay.out.written_back), (4024, 2));
+    // The first one is read, and nothing with it; of another page nothing is known; and what the recorded run itself did.
+    let own = [Record::of_object(Kind::WriteBack, 0, 2, 1), Record::of_object(Kind::DiskRead, 0, 1, 1)];
+    play_at(&mut replay, 0, 3000, 3, &[Record::load(0, 1, true, 0), Record::load(77, 1, false, 0), own[0], own[1]]);
+    check(&replay);
+    let mut want = Outcome {
+        disk_swapins: 1,
+        reads: 1,
+        written_back: 2,
+        bytes_read: 4096,
+        bytes_written: 8192,
+        rotated: 0,
+        stored: 3,
+        loads: 2,
+        unknown: 1,
+        pool_peak: 12_072,
+        wait_ns: 1_001_000,
+        write_ns: 2_000_000,
+        records: 7,
+        lost: 5,
+        end_ns: 5000 + 1_001_000,
+        recorded_written_back: 4,
+        recorded_swapins: 2,
+    };
+    assert_eq!(replay.finish(), want);
+    // With a policy of second chances each is met twice: once for its bit.
+    let mut replay = Replay::new(Settings { policy: Policy::SecondChance, ..settings });
+    play_at(&mut replay, 0, u64::MAX, u64::MAX, &[store(0), store(16), store(32)]);
+    play_at(&mut replay, 0, 1, 1, &[Record::load(0, 1, true, 0)]);
+    want = Outcome { rotated: 3, loads: 1, unknown: 0, records: 4, lost: u64::MAX, end_ns: u64::MAX, ..want };
+    assert_eq!(replay.finish(), Outcome { recorded_written_back: 0, recorded_swapins: 0, ..want });
+}
+
+/// Pages move from one block of the trace to the next, where nothing was lost between.
+#[test]
+fn a_move_may_be_in_two_blocks() {
+    let mut replay = Replay::new(settings(Policy::Fifo, 1 << 20));
+    (0..4).for_each(|vpn| store(&mut replay, vpn));
+    play(&mut replay, 0, 0, &[Record::pages(Kind::MoveFrom, 0, 4)]);
+    play(&mut replay, 0, 0, &[Record::pages(Kind::MoveTo, 100, 4)]);
+    play(&mut replay, 0, 0, &[Record::load(100, 4, false, 0)]);
+    assert_eq!(replay.finish().unknown, 0);
+}
+
+/// Forks that are taken, and those whose number comes again, make room for others.
+#[test]
+fn what_is_kept_for_children_is_given_up_with_them() {
+    let mut replay = Replay::new(settings(Policy::Fifo, 1 << 20));
+    let mut size = 0;
+    for round in 0..3 {
+        store(&mut replay, round);
+        play(&mut replay, 0, 0, &[Record::number(Kind::Fork, 1), Record::number(Kind::Fork, 2)]);
+        check(&replay);
+        // (A page and an object more each time, and one.)
+        size = 2 * (2 * (round as usize + 1) + 1);
+        assert_eq!((replay.forked_size, replay.forked.len()), (size, 2), "the later one of the same number");
+    }
+    play(&mut replay, 1, 0, &[Record::number(Kind::Born, 2)]);
+    check(&replay);
+    assert_eq!((replay.forked_size, replay.forked.len()), (size / 2, 1));
+}
+
+/// At the end of a trace the parents of those that wait are played first, whatever their slots: one whose own parent was lost starts with
+/// nothing, and its children with what it had.
+#[test]
+fn who_waits_at_the_end_begins_with_what_its_parent_had() {
+    let mut replay = Replay::new(settings(Policy::Fifo, 1 << 20));
+    let stored = Record::of_object(Kind::Store, 5, 0, 1000);
+    play(&mut replay, 3, 0, &[Record::number(Kind::Born, 2), Record::load(5, 1, false, 0)]);
+    play(&mut replay, 5, 0, &[Record::number(Kind::Born, 1), Record::number(Kind::Fork, 2)]);
+    play(&mut replay, 1, 0, &[Record::number(Kind::Born, 100), stored, Record::number(Kind::Fork, 1)]);
+    assert_eq!(replay.waiting.len(), 3);
+    let done = replay.finish();
+    assert_eq!((done.loads, done.unknown), (1, 0));
 }
