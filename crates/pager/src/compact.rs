@@ -184,6 +184,52 @@ mod tests {
         assert_eq!(stalls, [1, 1, 2, 2, 2, 2, 3, 3], "after one failure the second, after two the fourth");
     }
 
+    /// What the compactor counts, and how often the pivot moves, the member's counters say, each under its own name.
+    #[test]
+    fn what_compaction_counts_is_told_under_its_name() {
+        for (rule, can) in Rule::ALL.into_iter().flat_map(|rule| [(rule, false), (rule, true)]) {
+            let p = testing::pager(64 << 20);
+            let mut s = p.state.lock();
+            s.compactor = Compactor::new(rule.policy());
+            // One frame in each block can be moved, or each second slot cannot.
+            let blocks = break_up(p, &mut s, |at| if can { at != 7 } else { at % 2 == 0 });
+            for slot in (0..blocks as u32).filter(|_| can).map(|block| block << MAX_ORDER | 7) {
+                testing::put(p, p.layout.slot(slot), &[1; PAGE]);
+                s.zone.free(Kind::Frame, slot, 0);
+            }
+            for _ in 0..400 {
+                let (slot, order) = p.take_holes(&mut s, MAX_ORDER).expect("single ones");
+                s.zone.free(Kind::Hole, slot, order);
+            }
+            let (c, own, pivot) = (p.counters(), s.compactor.counters, Counted::by(&s.compactor).pivot_moved);
+            let said = [
+                (&c.compact_stall, own.compact_stall),
+                (&c.compact_success, own.compact_success),
+                (&c.compact_fail, own.compact_fail),
+                (&c.compact_migrate_scanned, own.compact_migrate_scanned),
+                (&c.compact_free_scanned, own.compact_free_scanned),
+                (&c.compact_isolated, own.compact_isolated),
+                (&c.pgmigrate_success, own.pgmigrate_success),
+                (&c.pgmigrate_fail, own.pgmigrate_fail),
+                (&c.migrated_twice, own.migrated_twice),
+                (&c.migrated_again, own.migrated_again),
+                (&c.pivot_moved, pivot),
+            ];
+            let said = said.map(|(told, own)| (told.load(Relaxed), own));
+            assert!(said.iter().all(|(told, own)| told == own), "{rule:?}: {said:?}");
+            assert_eq!(own.compact_stall, own.compact_success + own.compact_fail, "{rule:?}");
+            // (After the longest deferral, the sixth doubling, a run begins anew, by a pivot that has moved.)
+            let met = (
+                own.compact_success,
+                own.compact_isolated > 0,
+                own.pgmigrate_success > 0,
+                own.compact_fail > 3,
+                pivot > 0,
+            );
+            assert_eq!(met, (u64::from(can), can, can, !can, !can && rule == Rule::Pivot), "{rule:?}: {own:?}");
+        }
+    }
+
     /// The story: from a limit of 448 MiB on the arena has more blocks than a step looks at frames. No step moved anything, and the
     /// reclaim thread, which had more to do each time, never slept.
     #[test]

@@ -127,9 +127,9 @@ pub struct Counters {
     pub compact_success: AtomicU64,
     /// Those that did not (events).
     pub compact_fail: AtomicU64,
-    /// Frames looked at to be moved (frames).
+    /// Frames looked at to be moved (looks: a free run, a huge page, or a page block looked at to choose is one).
     pub compact_migrate_scanned: AtomicU64,
-    /// Frames looked at to be moved to (frames).
+    /// Frames looked at to be moved to (looks, likewise).
     pub compact_free_scanned: AtomicU64,
     /// Frames taken for either (frames).
     pub compact_isolated: AtomicU64,
@@ -147,7 +147,8 @@ pub struct Counters {
     pub stall_ns: AtomicU64,
     /// Direct reclaims: the fault path had to make room itself (events).
     pub direct_reclaim: AtomicU64,
-    /// Pages that could not be moved (shared after fork, pinned) and were un-shared or copied (4 KiB pages).
+    /// Times the kernel refused to move pages (shared after fork, pinned), each for a run of them, which is un-shared, copied or left
+    /// (events).
     pub move_refused: AtomicU64,
     /// Pages the kernel moved and said it had not (4 KiB pages, cumulative): see `transfer`.
     pub move_concealed: AtomicU64,

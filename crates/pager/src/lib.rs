@@ -68,4 +68,6 @@ mod without_move;
 mod writes;
 
 #[cfg(test)]
+mod counter_tests;
+#[cfg(test)]
 mod testing;

@@ -17,7 +17,7 @@ pub struct FolioOptions {
     /// Which large folios enter the compressed pool whole: on (the default), off, or sizes, as 16K,64K,2M
     #[arg(long, value_name = "WHICH")]
     pub large_folios: Option<String>,
-    /// Unit of compression: 4K, or 16K to 2M, for all folios, or FOLIO:UNIT pairs, as 64K:16K,2M:512K. A folio, so a unit, is
+    /// Unit of compression: 4K, or 16K to 2M, for all folios, FOLIO:UNIT pairs, as 64K:16K,2M:512K, or both. A folio, so a unit, is
     /// at most a 64th of the limit, and a unit of a process's share of that
     #[arg(long, value_name = "SIZE")]
     pub unit: Option<String>,

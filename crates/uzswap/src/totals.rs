@@ -162,4 +162,105 @@ mod tests {
         let injected = totals.injected.unwrap();
         assert_eq!((injected["seed"], injected["move_in"], injected["pool"]), (5, 8, 0));
     }
+
+    /// Gives each counter another number; names and numbers.
+    macro_rules! number {
+        ($counters:expr, $from:expr, $($field:ident)*) => {{
+            let names = [$(stringify!($field)),*];
+            let numbers = [$(&$counters.$field),*];
+            names.into_iter().zip(numbers).zip($from..).map(|((name, counter), n)| {
+                counter.store(n, Relaxed);
+                (name, n)
+            }).collect::<Vec<(&str, u64)>>()
+        }};
+    }
+
+    /// A counter is told under its own name, in the report and in the files, and still when the slot it is in went to another group.
+    #[test]
+    fn every_counter_is_told_under_its_own_name() {
+        let group = GroupFile::create("web", false).unwrap();
+        let page = group.page();
+        page.used.store(1, Relaxed);
+        let c = &page.slots[0].counters;
+        let all = number!(c, 1000, pgfault pgmajfault refault_staged handler_lifted fault_zero zswpout zswpin swpout_zero
+            swpout_clean recompressed_pages recompressed_idle_pages reject_recompress_poor pages_compacted pool_blocks_freed
+            compact_stall compact_success compact_fail compact_migrate_scanned compact_free_scanned compact_isolated
+            pgmigrate_success pgmigrate_fail migrated_twice migrated_again pivot_moved stored_pages
+            stored_incompressible_pages pool_total_size pool_used_size metadata_size stall_ns direct_reclaim move_refused
+            move_concealed reject_alloc_fail poisoned pswpin pswpout pswpout_clean zswpwb reject_reclaim_fail swap_read_bytes
+            swap_write_bytes swap_uring_writes swap_uring_reads swap_read_errors swap_write_errors swap_stalls swap_pages
+            swap_used_size);
+        let folios = number!(c.folios, 2000, swpin_zero reject_compress_poor reject_compress_fail reject_verify_fail
+            pool_limit_hit block_write block_read block_failed block_partial_read block_read_again block_cut
+            block_partial_write block_missed_free block_fallback block_fallback_single thp_move_out thp_move_in);
+        let orders = ["16", "32", "64", "128", "256", "512", "1024", "2048"].map(|kib| format!("hugepages-{kib}kB"));
+        let by_order = (c.folios.orders.iter().zip(3000..).map(|(o, n)| {
+            number!(o, 10 * n, zswpout zswpin swpout swpin swpout_fallback block_write anon_fault_alloc anon_fault_fallback)
+        }))
+        .collect::<Vec<_>>();
+        for retired in [false, true] {
+            let told = serde_json::to_value(Totals::of(page, 0)).unwrap();
+            let files: std::collections::BTreeMap<_, _> = crate::stat_files::files(page, 0).into_iter().collect();
+            let text: String = ["memory.stat", "uzswap.stat"].iter().map(|file| files[*file].text()).collect();
+            let in_files = |name: &str, n: u64| {
+                let own = files.get(&format!("zswap/{name}")).map(crate::stat_files::Content::text);
+                text.lines().any(|line| line == format!("{name} {n}")) || own == Some(format!("{n}\n"))
+            };
+            // (Of now there.)
+            let now = ["stored_pages", "stored_incompressible_pages", "pool_total_size"];
+            for (part, counters) in [("counters", &all), ("folios", &folios)] {
+                assert_eq!(
+                    told[part].as_object().unwrap().values().filter(|n| n.is_u64()).count(),
+                    counters.len()
+                        + match part {
+                            "counters" => ["nr_disk_swapins"].len(),
+                            _ => ["thp_swpout", "thp_swpout_fallback"].len(),
+                        },
+                    "each is asked for here"
+                );
+                for (name, n) in counters {
+                    assert_eq!(told[part][*name], *n, "{name}, retired: {retired}");
+                    assert!(now.contains(name) || in_files(name, *n), "{name}");
+                }
+            }
+            for (order, counters) in orders.iter().zip(&by_order) {
+                for (name, n) in counters {
+                    assert_eq!(told["folios"][order][*name], *n, "{order} {name}, retired: {retired}");
+                    assert_eq!(files[&format!("{order}/stats/{name}")].text(), format!("{n}\n"));
+                }
+            }
+            let huge = |name: &str| by_order[7].iter().find(|(other, _)| *other == name).unwrap().1;
+            for (thp, name) in [("thp_swpout", "swpout"), ("thp_swpout_fallback", "swpout_fallback")] {
+                assert_eq!(told["folios"][thp], huge(name));
+                assert!(in_files(thp, huge(name)));
+            }
+            let zswpwb = all.iter().find(|(name, _)| *name == "zswpwb").unwrap().1;
+            assert!(in_files("written_back_pages", zswpwb));
+            c.retire_into(&page.nodes[0].dead);
+        }
+    }
+
+    /// What happened to a group is told under the kernel's names for it, and in the report.
+    #[test]
+    fn every_event_is_told_under_its_own_name() {
+        let group = GroupFile::create("web", false).unwrap();
+        let page = group.page();
+        let child = page.make_child(0, b"worker").unwrap();
+        let n = &page.nodes[child];
+        drop(number!(n.events, 1, high max oom oom_kill zswap_max swap_max swap_fail));
+        drop(number!(n, 11, peak peak_held));
+        n.joined.store(13, Relaxed);
+        n.engaged.store(14, Relaxed);
+        let files: std::collections::BTreeMap<_, _> = crate::stat_files::files(page, child).into_iter().collect();
+        assert_eq!(files["memory.events"].text(), "low 0\nhigh 1\nmax 2\noom 3\noom_kill 4\noom_group_kill 0\n");
+        assert_eq!(files["memory.swap.events"].text(), "high 0\nmax 6\nfail 7\n");
+        assert_eq!(files["memory.peak"].text(), "11\n");
+        let own = files["uzswap.stat"].text();
+        for line in ["zswap_max 5", "peak_held 12", "joined 13", "engaged 14"] {
+            assert!(own.lines().any(|other| other == line), "{line}");
+        }
+        let told = serde_json::to_value(Totals::of(page, child)).unwrap();
+        let names = ["high", "max", "over_limit", "oom_kill", "swap_fail", "peak", "peak_held", "joined", "engaged"];
+        assert_eq!(names.map(|name| told[name].as_u64().unwrap()), [1, 2, 3, 4, 7, 11, 12, 13, 14]);
+    }
 }

@@ -2,11 +2,12 @@
 
 use super::read_tests::{FIRST, Scene, check, end};
 use super::*;
+use crate::deliver::decode;
 use crate::events;
 use crate::fault::Request;
 use crate::testing::{self, half_noise, noise};
 use crate::trace::{Recorder, Rings};
-use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN};
+use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN, Pte};
 use uzswap_mm::trace::{Kind, Record};
 
 impl Scene {
@@ -298,4 +299,88 @@ fn c1_what_enters_the_list_has_its_second_chance() {
     }
     spend(s, "read");
     end(s, all);
+}
+
+/// Pages of which each is where its stub says, some in one place and some in another (they left in two units, of which pages had gone by then),
+/// are not in one place: what is stored of them all must not be said to be in the first.
+#[test]
+fn pages_that_are_in_two_places_are_not_in_one() {
+    let mut scene = Scene::new(0);
+    let s = &mut *scene.pager.state.lock();
+    let all = FIRST..FIRST + 4;
+    // Four pages in one place, and the program has them, unchanged.
+    let mut in_a_place = |s: &mut State| {
+        let handle = testing::store(s, FIRST, 2, 0, half_noise);
+        object::set_flags(s.object(handle), object::TRIED, 0);
+        scene.write_out(s);
+        assert_eq!(scene.read(s, FIRST), 1);
+        all.clone().for_each(|vpn| {
+            let pte = s.pt.get(vpn);
+            let stub = s.release_or_stub(vpn, pte, true).expect("it is on disk");
+            s.pt.set(vpn, Pte::new(Tag::Resident, 0).with_copy(stub));
+            s.swapped -= 1;
+            s.resident += 1;
+        });
+    };
+    let forget = |s: &mut State, vpn: u64| {
+        let pte = s.pt.get(vpn);
+        s.pt.set(vpn, Pte::NONE);
+        s.forget(vpn, pte);
+    };
+    in_a_place(s);
+    let first_two = [FIRST, FIRST + 1].map(|vpn| s.pt.get(vpn));
+    (FIRST + 2..FIRST + 4).for_each(|vpn| forget(s, vpn));
+    (FIRST..FIRST + 2).for_each(|vpn| s.pt.set(vpn, Pte::NONE));
+    in_a_place(s);
+    let hashes: Vec<u128> = all.clone().map(|vpn| object::hash(&half_noise(vpn))).collect();
+    let place = |s: &State, pages: core::ops::Range<usize>| {
+        let pages = pages.map(|i| (i, FIRST + i as u64));
+        s.kept_place(pages, &hashes)
+    };
+    let second = place(s, 0..4).expect("all are in the second place");
+    // The first two are in the first place again.
+    for (vpn, pte) in (FIRST..).zip(first_two) {
+        forget(s, vpn);
+        s.pt.set(vpn, pte);
+    }
+    let first = place(s, 0..2).expect("both are in the first place");
+    assert_ne!(first.place, second.place);
+    assert_eq!((place(s, 2..4), place(s, 0..4)), (Some(second), None));
+    assert_eq!(s.kept_place([(0, FIRST)].into_iter(), &[hashes[1]]), None, "it has changed");
+    all.for_each(|vpn| forget(s, vpn));
+    s.resident = 0;
+    end(s, FIRST..FIRST);
+}
+
+/// Of a block that was read back, and of which the program has dropped a page and has another, what is left goes without a write, page by page
+/// counted, and is found again.
+#[test]
+fn what_is_left_of_a_block_leaves_without_a_write() {
+    let mut scene = Scene::new(0);
+    let s = &mut *scene.pager.state.lock();
+    let handle = testing::store(s, FIRST, 2, 0, half_noise);
+    object::set_flags(s.object(handle), object::TRIED, 0);
+    scene.write_out(s);
+    assert_eq!((scene.read(s, FIRST), scene.count(|c| &c.pswpout)), (1, 4));
+    let gone = s.pt.get(FIRST + 1);
+    s.pt.set(FIRST + 1, Pte::NONE);
+    s.forget(FIRST + 1, gone);
+    // (The program has it, with the copy that the pool keeps.)
+    let copy = s.pt.get(FIRST + 3).handle();
+    s.pt.set(FIRST + 3, Pte::new(Tag::Resident, 0).with_copy(copy));
+    s.swapped -= 1;
+    s.resident += 1;
+    scene.write_out(s);
+    assert_eq!((scene.count(|c| &c.pswpout_clean), scene.count(|c| &c.pswpout)), (2, 4));
+    // Of the copy it is known still where it is on disk.
+    let stub = s.pt.get(FIRST + 3).copy().expect("a stub");
+    assert!(s.is_packed_stub(stub) && s.on_disk(stub).is_some_and(|at| at.first == 3));
+    assert_eq!(s.kept_place([(0, FIRST + 3)].into_iter(), &[object::hash(&half_noise(FIRST + 3))]), s.on_disk(stub));
+    for vpn in [FIRST, FIRST + 2] {
+        assert_eq!(s.pt.get(vpn).tag() == Tag::Disk, scene.read(s, vpn) > 0);
+        let (pte, mut out) = (s.pt.get(vpn), vec![0; PAGE << 2]);
+        assert!(decode(s, pte.handle(), &mut out));
+        assert_eq!(out[pte.index() * PAGE..][..PAGE], half_noise(vpn), "page {vpn:x}");
+    }
+    end(s, FIRST..FIRST + 4);
 }

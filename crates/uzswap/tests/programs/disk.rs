@@ -18,12 +18,26 @@ fn check(subject: &Subject, limit: u64, one_process: bool) {
     assert_eq!((number(&run, "poisoned"), number(&run, "swap_write_errors")), (0, 0), "{}", run.describe());
     assert!(number(&run, "pswpout") > 0 && number(&run, "pswpin") > 0, "the disk was not used\n{}", run.describe());
     assert_eq!(number(&run, "pswpout"), number(&run, "zswpwb"));
+    bytes_fit_pages(&run);
     assert!(
         !one_process || run.peak_anon_bytes <= with_slack(limit),
         "anonymous memory reached {} bytes of {limit}\n{}",
         run.peak_anon_bytes,
         run.describe()
     );
+}
+
+/// What went over the disk is whole blocks, as much as the pages at least that were there, and not much more than those that went; and of the
+/// faults, of which one in eight is timed, some waited.
+fn bytes_fit_pages(run: &Outcome) {
+    let [written, read] = ["swap_write_bytes", "swap_read_bytes"].map(|name| number(run, name));
+    let [out, back] = ["pswpout", "pswpin"].map(|name| number(run, name));
+    assert!(written.is_multiple_of(4096) && read.is_multiple_of(4096), "{}", run.describe());
+    // (A page takes two blocks at most, should it be written by itself.)
+    assert!(written >= number(run, "swap_used_size") && written <= 8192 * out, "{}", run.describe());
+    // (Nearly all is noise.)
+    assert!(read >= 2048 * back, "{}", run.describe());
+    assert!(number(run, "stall_ns") > 0, "{}", run.describe());
 }
 
 #[test]
