@@ -155,7 +155,7 @@ fn the_format_is_as_described() {
     assert_eq!([0, 17].map(|n| Record::load(0, n, false, 0).count()), [1, 16], "as near as it can be said");
     assert_eq!(Record::number(Kind::Fork, u64::MAX).vpn, (1 << 35) - 1);
     for (order, len, told) in
-        [(3, 32_767, 32_767), (4, 65_535, 65_536), (9, 1, 64), (9, 65, 128), (9, 2 << 20, 64 * 0xffff)]
+        [(3, 32_767, 32_767), (4, 65_535, 65_536), (9, 1, 64), (9, 65, 128), (9, 2 << 20, 2 << 20)]
     {
         let r = Record::of_object(Kind::Store, 0, order, len);
         assert_eq!((r.object_bytes(), r.count()), (told, 1 << order));
