@@ -203,7 +203,7 @@ impl Pager {
     }
 
     /// The slots of a group's other members.
-    fn others_within(&self, node: usize) -> impl Iterator<Item = &Slot> {
+    pub(crate) fn others_within(&self, node: usize) -> impl Iterator<Item = &Slot> {
         self.others().filter(move |slot| is_within(self.group, slot, node))
     }
 

@@ -291,6 +291,8 @@ pub struct Slot {
     pub planned: AtomicU64,
     /// Times the member said what it is charged with (wrapping).
     pub said: AtomicU32,
+    /// Pages that members ask for which hold less: see `shares`.
+    pub asked: AtomicU32,
     /// Thread id of the member's ticker, 0 until it runs.
     pub ticker: AtomicU32,
     /// Whether the member's memory is managed: if not, what it says it is charged with is what it was at its last look.
@@ -342,6 +344,7 @@ impl Slot {
         self.turn.store(0, Relaxed);
         self.stuck.store(0, Relaxed);
         self.disk_at.store(0, Relaxed);
+        self.asked.store(0, Relaxed);
     }
 }
 

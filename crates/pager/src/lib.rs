@@ -49,6 +49,7 @@ pub mod remapped;
 pub mod request;
 mod resident;
 pub mod shared;
+pub mod shares;
 pub mod shootdown;
 pub mod stage;
 mod stall;

@@ -328,7 +328,7 @@ fn poke_every(others: usize) -> u64 {
 }
 
 /// Whether something was done `every` nanoseconds ago or earlier: now it is done again.
-fn due(last: &AtomicU64, every: u64) -> bool {
+pub(crate) fn due(last: &AtomicU64, every: u64) -> bool {
     let now = thread::now_ns();
     let before = last.load(Relaxed);
     now >= before.saturating_add(every) && last.compare_exchange(before, now, Relaxed, Relaxed).is_ok()

@@ -22,6 +22,7 @@ use crate::growth::Growth;
 use crate::huge::Blocks;
 use crate::kin::Kin;
 use crate::member::Chain;
+use crate::shares::Asking;
 use crate::shootdown::Shootdowns;
 use crate::stall::Stall;
 use crate::state::{BLOCK_PAGES, State};
@@ -94,6 +95,8 @@ pub struct Pager {
     pub buried: AtomicU64,
     /// When members that are not engaged were last poked (monotonic nanoseconds).
     pub poked: AtomicU64,
+    /// See `shares`.
+    pub asking: Asking,
     /// When members were last woken that hold little (monotonic nanoseconds).
     pub asked_for_little: AtomicU64,
     /// Whether faults wait until the group has room (`--on-full=wait`).
@@ -236,6 +239,7 @@ impl Pager {
             executing: AtomicBool::new(false),
             buried: AtomicU64::new(0),
             poked: AtomicU64::new(0),
+            asking: Asking::default(),
             asked_for_little: AtomicU64::new(0),
             waits: AtomicBool::new(false),
             waiting: Waiting::default(),

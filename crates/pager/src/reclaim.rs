@@ -97,6 +97,7 @@ impl Pager {
             }
             failures += 1;
             if failures > 20 {
+                self.gives_nothing();
                 let mut s = self.state.lock();
                 if !self.has_disk_make_room(&mut s) {
                     self.full(&s);
@@ -127,12 +128,13 @@ impl Pager {
         let short = !self.without_move && s.zone.free_slots(Kind::Frame) < high && excess + 2 * margin > 0;
         // (What is to be done before the limit is exceeded the handler does where it can.)
         let ahead = !self.handler_reclaims(&s);
-        let over = excess > 0 || (ahead && self.over(&s, margin, true) > 0);
+        let over = excess > 0 || (ahead && self.over(&s, margin, true) > 0) || self.asked_for(&s, excess) > 0;
         if excess > 0 {
             self.wake_others();
         }
         if over {
             self.look_at_others();
+            self.ask_the_largest(&s);
             self.count_excess(&s, margin as usize);
         }
         !s.unshare.is_empty() || over || (ahead && short)
@@ -223,6 +225,7 @@ impl Pager {
             // looked for above it.)
             self.look_at_others();
             self.count_sharers();
+            self.ask_the_largest(s);
             self.count_excess(s, margin as usize / 2);
         }
         // (Free frames go first: a round for each page by which the pool grew would fill the limit with them.)
@@ -371,14 +374,15 @@ impl Pager {
     /// Pages by which the group is above what is `below` bytes under its limit. (Frames are given back so many at a time that few calls
     /// do: until there are as many it counts for nothing what free frames would make up for, where that `waits`.)
     pub(crate) fn over(&self, s: &State, below: isize, waits: bool) -> usize {
-        let over = ((self.excess(s) + below).max(0) as usize) / PAGE;
+        let excess = self.excess(s);
+        let over = ((excess + below).max(0) as usize) / PAGE + self.asked_for(s, excess);
         let waits = waits && !self.gives(s, over) && s.zone.free_slots(Kind::Frame) >= over + KEPT_FRAMES;
         if waits { 0 } else { over }
     }
 
     /// Whether frames are given back for so many pages that are to be.
     fn gives(&self, s: &State, pages: usize) -> bool {
-        pages >= (self.share() / PAGE / 128).clamp(MANY_LEAST, MANY_MOST) || !self.saves_flushes(s)
+        pages >= (self.share() / PAGE / 128).clamp(MANY_LEAST, MANY_MOST) || !self.saves_flushes(s) || self.is_to_give()
     }
 }
 
