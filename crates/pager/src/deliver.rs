@@ -418,6 +418,9 @@ impl Pager {
                 _ => {}
             }
         }
+        if let Some(distance) = distance {
+            self.note_missed(from_pool.iter().sum(), distance);
+        }
         let list = distance.map_or(List::Inactive, |distance| s.list_of_refault(distance, d.passing));
         s.list_apart(vpn, n, list, &apart, |i| copies[i]);
         for ((at, some), loaded) in (vpn..).step_by(16).zip(copies[..n].chunks(16)).zip(from_pool) {
