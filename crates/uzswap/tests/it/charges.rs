@@ -1,10 +1,11 @@
 //! What a member's group is charged with, and what a member costs that does nothing.
 
-use crate::cli::skip;
-use crate::groups::{MIB, Place, eventually, rss_anon};
+use crate::cli::{python, skip};
+use crate::groups::{MIB, Place, eventually, rss_anon, slack};
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 /// CPU time of a process, all its threads, in nanoseconds.
@@ -27,7 +28,7 @@ fn an_idle_program_costs_no_cpu() {
     assert!(place.event("g", "memory.stat", "zswapped") > 0);
     // (The time itself is what is waited for. Windows of it until two in a row are quiet: the pool may still be made dense.)
     let mut quiet = 0;
-    eventually("it uses no CPU for four seconds", || {
+    eventually("it uses no CPU for four seconds of the second's CPU time", || {
         let before = cpu_ns(pid);
         std::thread::sleep(Duration::from_secs(2));
         quiet = if cpu_ns(pid) - before <= MOST_NS { quiet + 1 } else { 0 };
@@ -91,4 +92,51 @@ fn a7_the_pool_is_charged_to_the_group_that_stored_it() {
     eventually("its charge is returned", || pool("p/one") < MIB / 2 && pool("p") < MIB / 2);
     one.ends_well();
     two.ends_well();
+}
+
+/// The story: a program joined another that held 85 MiB of their 100 and was busy with them. It had 14, of the 90 that it used, for as long
+/// as one looked. Where there was a little less it had most after some seconds, and the first next to nothing.
+#[test]
+fn who_joins_a_full_group_gets_a_share_and_leaves_one() {
+    // Uses 70 MiB at random, of which some is noise, until its input ends.
+    const USES: &str = "
+import os, random, select, sys
+size = 70 << 20
+random.seed(1)
+memory = bytearray(b'words, ' * (size // 7))
+memory[::64] = random.randbytes(len(memory[::64]))
+print(os.getpid(), flush=True)
+while not select.select([sys.stdin], [], [], 0)[0]:
+    for _ in range(500):
+        at = random.randrange(size - 8)
+        memory[at] = (memory[at] + 1) & 255
+";
+    const LIMIT: u64 = 80 * MIB;
+    const LEAST: u64 = 28 * MIB;
+    let Some(python) = python() else { return };
+    let place = Place::new();
+    let run = ["run", "-q", "--group", "g", "-m", "80M", "--", python.to_str().unwrap(), "-I", "-c", USES];
+    let start = || {
+        let mut child = place.command(&run).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut pid = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut pid).unwrap();
+        (child, pid.trim().parse::<u32>().unwrap())
+    };
+    let first = start();
+    eventually("it has filled the group", || place.number("g", "memory.current") > 60 * MIB);
+    let both = [first, start()];
+    // (What each holds changes all the time; and once they had as much as each other for a moment, on the way.)
+    let mut since = cpu_ns(both[1].1);
+    eventually("both have had a third of the limit for four seconds of the second's CPU time", || {
+        let now = cpu_ns(both[1].1);
+        let held = [0, 1].map(|i| rss_anon(both[i].1));
+        if held.iter().any(|each| *each < LEAST) || held.iter().sum::<u64>() > LIMIT + slack(LIMIT) {
+            since = now;
+        }
+        now - since > 4_000_000_000
+    });
+    for (mut child, _) in both {
+        drop(child.stdin.take());
+        assert!(child.wait().unwrap().success());
+    }
 }

@@ -37,7 +37,7 @@ impl Place {
         Self(TempDir::new().unwrap())
     }
 
-    fn command(&self, args: &[&str]) -> Command {
+    pub(crate) fn command(&self, args: &[&str]) -> Command {
         agent_built();
         let mut command = Command::new(UZSWAP);
         command.args(args).env("XDG_RUNTIME_DIR", self.0.path());
