@@ -30,6 +30,7 @@ mod replay;
 mod report;
 mod run;
 mod signals;
+mod stack;
 mod stat;
 mod stat_files;
 mod summary;
@@ -63,7 +64,7 @@ fn own(result: Result<(), String>) -> ExitCode {
 }
 
 fn main() -> ExitCode {
-    let cli = match roomy(Cli::try_parse) {
+    let cli = match stack::roomy(Cli::try_parse) {
         Ok(cli) => cli,
         Err(error) => return explain(&error),
     };
@@ -83,12 +84,12 @@ fn main() -> ExitCode {
         Command::Handover { socket, memory } => own(handover(&socket, &memory)),
         Command::Pagemap(args) => own(pagemap::pagemap(&args)),
         Command::Protect(args) => own(protect::protect(&args)),
-        Command::Completions { shell } => own(output::print(&roomy(|| {
+        Command::Completions { shell } => own(output::print(&stack::roomy(|| {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut whole(), "uzswap", &mut script);
             script
         }))),
-        Command::Man { command } => own(roomy(|| man(&command)).and_then(|page| output::print(&page))),
+        Command::Man { command } => own(stack::roomy(|| man(&command)).and_then(|page| output::print(&page))),
     }
 }
 
@@ -104,19 +105,6 @@ fn explain(error: &clap::Error) -> ExitCode {
     }
     let _ = error.print();
     ExitCode::from(EXIT_OWN_FAILURE)
-}
-
-/// The stack on which clap describes the command (bytes).
-const ROOM: usize = 1 << 20;
-
-/// Does what takes much stack, as clap's descriptions do, on one that is large enough; where there can be no thread, on ours.
-///
-/// The story: with a stack of 64 KiB (`ulimit -s 64`) the command ended by SIGSEGV before it did anything.
-fn roomy<T: Send>(work: impl Fn() -> T + Sync) -> T {
-    std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new().stack_size(ROOM).spawn_scoped(scope, &work);
-        thread.ok().and_then(|thread| thread.join().ok()).unwrap_or_else(&work)
-    })
 }
 
 /// The command with all its subcommands, those of `uzswap lab` too, as completions and manual pages know it.

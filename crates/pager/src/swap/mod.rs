@@ -36,6 +36,8 @@ mod kept_tests;
 mod pipeline;
 #[cfg(test)]
 mod read_tests;
+#[cfg(test)]
+mod readahead_tests;
 pub mod readers;
 mod reads;
 #[cfg(test)]
