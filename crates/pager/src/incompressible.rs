@@ -9,6 +9,10 @@
 //! out what was wanted back wins no memory, and costs a fault each time. So it stays, the limit is exceeded by no more than it was, and
 //! what compresses is put out instead, down to the floor (`Pager::at_floor`), of which what stays is no part.
 //!
+//! At the floor, where the limit cannot be kept whatever leaves, and while the whole pool saves less than a quarter, what saves less than a
+//! quarter by itself stays as well: a page that is taken wins next to nothing then, and is wanted back at once. The program comes to hold
+//! its own size at most for that, which is up to a third more than it held.
+//!
 //! Contents change, of which nobody tells. What was freed by the program leaves the list by itself; of the rest a sample is
 //! the next to be put out. What still does not compress comes back when it is wanted, at one fault for each folio that was tried.
 //!
