@@ -92,6 +92,10 @@ impl Pager {
         }
         let acts = n.full_said.load(Relaxed) == 0 || (on_full == ON_FULL_KILL && now >= n.kill_due.load(Relaxed));
         let Some(over) = self.over_without_the_dead(s, over, acts) else { return };
+        // (Why comes first: a disk that stands still the ticker would tell of when somebody was killed for it.)
+        if acts {
+            self.look_for_stalls();
+        }
         self.group.count(over.node, |e| &e.oom, 1);
         if n.full_said.swap(1, AcqRel) == 0 {
             self.say_full(s, over, on_full);

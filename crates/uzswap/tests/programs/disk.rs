@@ -8,7 +8,7 @@ const SWAP: [&str; 2] = ["--swap", "1G"];
 const MOST_LOST: u64 = 300;
 
 /// Same output as without uzswap under this limit, kept, with pages written to disk and read back.
-fn check(subject: &Subject, limit: u64, one_process: bool) {
+fn check(subject: &Subject, limit: u64, one_process: bool) -> Outcome {
     let plain = subject.start_plain().finish();
     assert!(plain.status.success(), "{}", plain.describe());
     let run = subject.clone().with(&SWAP).start_limited(limit).finish();
@@ -25,18 +25,17 @@ fn check(subject: &Subject, limit: u64, one_process: bool) {
         run.peak_anon_bytes,
         run.describe()
     );
+    run
 }
 
-/// What went over the disk is whole blocks, as much as the pages at least that were there, and not much more than those that went; and of the
-/// faults, of which one in eight is timed, some waited.
+/// What went over the disk is whole blocks, as much as is there at least, and not much more than the pages that went; and of the faults, of
+/// which one in eight is timed, some waited.
 fn bytes_fit_pages(run: &Outcome) {
     let [written, read] = ["swap_write_bytes", "swap_read_bytes"].map(|name| number(run, name));
-    let [out, back] = ["pswpout", "pswpin"].map(|name| number(run, name));
+    let out = number(run, "pswpout");
     assert!(written.is_multiple_of(4096) && read.is_multiple_of(4096), "{}", run.describe());
     // (A page takes two blocks at most, should it be written by itself.)
     assert!(written >= number(run, "swap_used_size") && written <= 8192 * out, "{}", run.describe());
-    // (Nearly all is noise.)
-    assert!(read >= 2048 * back, "{}", run.describe());
     assert!(number(run, "stall_ns") > 0, "{}", run.describe());
 }
 
@@ -45,7 +44,12 @@ fn data_that_does_not_compress() {
     let _alone = alone();
     let Some(python) = need("python3") else { return };
     for (mib, limit) in [("96", 48 * MIB), ("128", 32 * MIB)] {
-        check(&Subject::new("random bytes", &[&python, &fixture("noise.py"), &mib]), limit, true);
+        let run = check(&Subject::new("random bytes", &[&python, &fixture("noise.py"), &mib]), limit, true);
+        assert!(
+            number(&run, "swap_read_bytes") >= 2048 * number(&run, "pswpin"),
+            "nearly all is noise\n{}",
+            run.describe()
+        );
     }
 }
 
