@@ -448,7 +448,7 @@ mod tests {
     /// What came along or ahead in a stream is behind its front, and not further than it may be in stock: in both directions.
     #[test]
     fn what_a_stream_has_passed_is_behind_its_front() {
-        let (front, reach) = (10 << 20, 384 << 10);
+        let (front, reach) = (10 << 20, 3 * STREAM_BYTES as u64);
         let passed = |s: &Stream, all: [u64; 4]| all.map(|at| s.has_passed(at));
         let forward = Stream { number: 1, from: front - 4096, to: front, ..Stream::default() };
         let edges = [front, front - 1, front - reach, front - reach - 1];

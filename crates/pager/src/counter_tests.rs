@@ -10,7 +10,7 @@ use crate::stage::PINNED_PAGES;
 use crate::state::State;
 use crate::testing;
 use core::sync::atomic::{AtomicU64, Ordering::*};
-use uzswap_mm::lru::List;
+use uzswap_mm::lru::{Entry, List};
 use uzswap_mm::pagetable::Tag;
 
 const LIMIT: usize = 16 << 20;
@@ -121,6 +121,7 @@ fn a_fault_without_frames_or_room_reclaims_directly() {
     while s.zone.alloc(uzswap_mm::zone::Kind::Frame, 0).is_some() {}
     s.rss = LIMIT + (1 << 20);
     s.resident += other;
+    (0..other as u64).for_each(|i| s.lru.inactive.push(Entry::new(1 << 30 | i, 0, 0)));
     assert!(serve(s, vpn + 2));
     assert_eq!(count(p, |c| &c.direct_reclaim), 1);
     assert!((first..first + 2 * N as u64).any(|vpn| s.pt.get(vpn).tag() != Tag::Resident), "it took something");
