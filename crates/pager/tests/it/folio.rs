@@ -419,7 +419,13 @@ fn b2_frames_and_charges_fail_at_every_step() {
         let mut region = region(faults);
         fill(&mut region, 1);
         verify(&region, 1);
-        against_model(&mut region, 4, seed(), 1000);
+        // (Where charges seldom fail a page comes alone some three times in so many steps, and in one run of twenty not at all.)
+        for _ in 0..10 {
+            against_model(&mut region, 4, seed(), 1000);
+            if get(&folios(&region).block_fallback_single) > 0 {
+                break;
+            }
+        }
         let f = folios(&region);
         println!("{faults}: {} fall-backs, {} single", get(&f.block_fallback), get(&f.block_fallback_single));
         assert!(get(&f.block_fallback) > 0 && get(&f.block_fallback_single) > 0, "{faults}");
