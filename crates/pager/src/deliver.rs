@@ -378,7 +378,7 @@ impl Pager {
         let random = s.pt.hints(vpn) & HINT_RANDOM != 0;
         let mut copies = [None; MOST];
         let (mut from_pool, mut distance) = ([0usize; MOST], None);
-        let (bound, mut apart) = (self.incompressible(s), PageSet::default());
+        let (mut bound, mut apart) = (None, PageSet::default());
         for (i, copy) in copies.iter_mut().enumerate().take(n) {
             let at = vpn + i as u64;
             let pte = s.pt.get(at);
@@ -389,7 +389,7 @@ impl Pager {
                     let this = pte.refault_distance(s.evictions);
                     distance = Some(distance.unwrap_or(this).min(this));
                     let head = Header::read(s.object(pte.handle()));
-                    apart.put(i, bound.is_met(s, pte));
+                    apart.put(i, self.is_incompressible(s, pte, &mut bound));
                     d.block_missed |= d.misses && head.order > 0;
                     if head.flags & object::AHEAD != 0 {
                         s.wanted_ahead(pte.handle());

@@ -42,13 +42,17 @@ const KILL_PAUSE_NS: u64 = 2_000_000_000;
 
 /// Whether a member has found nothing to take out since a moment ago.
 pub(crate) fn finds_nothing(member: &Slot, now: u64) -> bool {
-    let stuck = member.stuck.load(Acquire);
-    stuck != 0 && now < stuck.saturating_add(STUCK_NS)
+    is_recent(&member.stuck, now)
 }
 
 /// Whether a member has waited for its disk since a moment ago, which is slow to make room.
 fn waits_for_disk(member: &Slot, now: u64) -> bool {
-    let at = member.disk_at.load(Acquire);
+    is_recent(&member.disk_at, now)
+}
+
+/// Whether what a member says, when it looks, was so a moment ago; 0 where it is not so.
+fn is_recent(at: &AtomicU64, now: u64) -> bool {
+    let at = at.load(Acquire);
     at != 0 && now < at.saturating_add(STUCK_NS)
 }
 

@@ -116,7 +116,9 @@ impl Handler {
             }
         }
         let waited = core::mem::take(&mut self.waited_ns);
-        p.counters().stall_ns.fetch_add(waited, Relaxed);
+        if waited > 0 {
+            p.counters().stall_ns.fetch_add(waited, Relaxed);
+        }
         p.hold_back(&s);
         if !self.waiting.is_empty() && (p.must_wait(&mut s) || self.waits_for_slow_disk(p, &s)) {
             self.retry = true;
@@ -395,23 +397,38 @@ mod tests {
         }
     }
 
-    /// See [`Handler::wait_for_writer`].
-    #[test]
-    fn who_waits_for_the_writer_waits_for_as_long_as_it_takes() {
-        let p = testing::pager_with_swap(8 << 20);
-        let (mut handler, _) = handler(p);
-        let vpn = 1 << 20;
-        {
-            let mut s = p.state.lock();
-            (0..100).for_each(|i| _ = testing::store(&mut s, vpn + 4 * i, 2, 0, testing::half_noise));
-            p.tier.file.store(0, Relaxed);
-        }
-        // (What another holds, which has nothing to give.)
+    /// A pager that has 400 pages in its pool from the page on that it is told with, which may go to disk, beside a member that holds 2 MiB
+    /// and has nothing to give.
+    fn pool_of_400() -> (&'static Pager, u64) {
+        let (p, vpn) = (testing::pager_with_swap(8 << 20), 1 << 20);
+        let mut s = p.state.lock();
+        (0..100).for_each(|i| _ = testing::store(&mut s, vpn + 4 * i, 2, 0, testing::half_noise));
+        p.tier.file.store(0, Relaxed);
         let other = &p.group.slots[7];
         p.group.used.store(8, Relaxed);
         other.owner.store(uzswap_sys::process::Identity::own().raw(), Relaxed);
         other.rss.store(2 << 20, Relaxed);
-        let full = |is: bool| p.group.nodes[0].max.store(if is { 1 << 20 } else { 1 << 40 }, Relaxed);
+        (p, vpn)
+    }
+
+    /// Whether its limit is exceeded.
+    fn is_full(p: &Pager, is: bool) {
+        p.group.nodes[0].max.store(if is { 1 << 20 } else { 1 << 40 }, Relaxed);
+    }
+
+    /// It has nothing any more.
+    fn forget(p: &Pager, vpn: u64) {
+        is_full(p, false);
+        p.tier.file.store(-1, Relaxed);
+        crate::events::forget_range(&mut p.state.lock(), vpn, vpn + 400);
+    }
+
+    /// See [`Handler::wait_for_writer`].
+    #[test]
+    fn who_waits_for_the_writer_waits_for_as_long_as_it_takes() {
+        let (p, vpn) = pool_of_400();
+        let (mut handler, _) = handler(p);
+        let full = |is: bool| is_full(p, is);
         // (events of the writer's, how often it has written, whether it makes room): it helps
         for (events, writes, room, helps) in [(true, 0, true, true), (true, 1, false, true), (false, 0, false, false)] {
             full(true);
@@ -438,24 +455,15 @@ mod tests {
             writer.join().unwrap();
             assert_eq!(p.tier.helps.load(Relaxed), helps, "{events} {writes} {room}");
         }
-        full(false);
-        p.tier.file.store(-1, Relaxed);
-        crate::events::forget_range(&mut p.state.lock(), vpn, vpn + 400);
+        forget(p, vpn);
     }
 
     /// See [`Handler::waits_for_slow_disk`]. The write ends well, there is room without it, it fails, or it stands still.
     #[test]
     fn who_waits_for_a_slow_disk_waits_for_its_write() {
-        let p = testing::pager_with_swap(8 << 20);
+        let (p, vpn) = pool_of_400();
         let (mut handler, _) = handler(p);
-        let vpn = 1 << 20;
-        (0..100).for_each(|i| _ = testing::store(&mut p.state.lock(), vpn + 4 * i, 2, 0, testing::half_noise));
-        p.tier.file.store(0, Relaxed);
-        let other = &p.group.slots[7];
-        p.group.used.store(8, Relaxed);
-        other.owner.store(uzswap_sys::process::Identity::own().raw(), Relaxed);
-        other.rss.store(2 << 20, Relaxed);
-        let full = |is: bool| p.group.nodes[0].max.store(if is { 1 << 20 } else { 1 << 40 }, Relaxed);
+        let full = |is: bool| is_full(p, is);
         let began = &p.tier.began[1];
         for end in 0..4 {
             full(true);
@@ -479,10 +487,8 @@ mod tests {
             assert!(p.counters().stall_ns.load(Relaxed) > stalled, "it is told how long that was");
             assert_eq!(p.disk_takes_over(&s), end < 3, "one that stands still makes no room");
         }
-        full(false);
         began.store(0, Relaxed);
-        p.tier.file.store(-1, Relaxed);
-        crate::events::forget_range(&mut p.state.lock(), vpn, vpn + 400);
+        forget(p, vpn);
     }
 
     /// The story: the last read under way was one that its thread could not make. The handler slept until there was some other

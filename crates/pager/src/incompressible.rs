@@ -58,6 +58,11 @@ pub(crate) enum Bound {
     Poor,
 }
 
+/// Whether what is stored as so many bytes takes more than three quarters of so many pages. (What is stored as it is does.)
+fn is_poor(len: usize, pages: usize) -> bool {
+    len > pages * PAGE / 4 * 3
+}
+
 impl Bound {
     /// Whether a page that is in the pool counts.
     pub(crate) fn is_met(self, s: &State, pte: Pte) -> bool {
@@ -67,8 +72,17 @@ impl Bound {
             Self::Raw => pte.is_raw(),
             Self::Poor => {
                 let object = s.object(pte.handle());
-                Header::read(object).len > object::live(object).len() * PAGE / 4 * 3
+                is_poor(Header::read(object).len, object::live(object).len())
             }
+        }
+    }
+
+    /// Whether a unit of so many pages that is stored as so many bytes wins something by it.
+    pub(crate) fn gains(self, pages: usize, len: usize) -> bool {
+        match self {
+            Self::Nothing => true,
+            Self::Raw => len < pages * PAGE,
+            Self::Poor => !is_poor(len, pages),
         }
     }
 }
@@ -84,19 +98,16 @@ impl Pager {
         if is_barren && self.at_floor(s) { Bound::Poor } else { Bound::Raw }
     }
 
-    /// Whether a unit of so many pages that is stored as so many bytes won something by it.
-    pub(crate) fn gains(&self, s: &State, pages: usize, len: usize) -> bool {
-        match self.incompressible(s) {
-            Bound::Nothing => true,
-            Bound::Raw => len < pages * PAGE,
-            Bound::Poor => len <= pages * PAGE / 4 * 3,
-        }
+    /// Whether a page that is in the pool counts as incompressible now. What counts is asked for `bound` when it first matters: most pages
+    /// do not whatever counts, and it takes the sum of what all members hold.
+    pub(crate) fn is_incompressible(&self, s: &State, pte: Pte, bound: &mut Option<Bound>) -> bool {
+        Bound::Poor.is_met(s, pte) && bound.get_or_insert_with(|| self.incompressible(s)).is_met(s, pte)
     }
 
     /// How many of the `n` pages from `vpn` on leave as much room in the pool as they take in the program, or nearly so.
     pub(crate) fn leave_as_much(&self, s: &State, vpn: u64, n: usize) -> usize {
-        let bound = self.incompressible(s);
-        (vpn..vpn + n as u64).take_while(|at| bound.is_met(s, s.pt.get(*at))).count()
+        let mut bound = None;
+        (vpn..vpn + n as u64).take_while(|at| self.is_incompressible(s, s.pt.get(*at), &mut bound)).count()
     }
 
     /// Has some of what did not compress put out next, to see whether it does by now; all of it where it may go to disk now.
@@ -271,7 +282,7 @@ mod tests {
         let met = |s: &State, bound: Bound| [0, 4].map(|i| bound.is_met(s, s.pt.get(first + i)));
         assert_eq!(met(&s, Bound::Raw), [false, false]);
         assert_eq!(met(&s, Bound::Poor), [true, false]);
-        assert_eq!((p.gains(&s, 4, 4 * PAGE - 1), p.gains(&s, 4, 4 * PAGE)), (true, false));
+        assert_eq!([4 * PAGE - 1, 4 * PAGE].map(|len| p.incompressible(&s).gains(4, len)), [true, false]);
         // The pool fills most of the limit, and wins something, or nothing.
         let mut vpn = ELSEWHERE;
         while s.pool.held_bytes() < 9 << 20 {
@@ -284,7 +295,7 @@ mod tests {
             vpn += 1;
         }
         assert!(p.incompressible(&s) == Bound::Poor);
-        assert_eq!((p.gains(&s, 4, 3 * PAGE), p.gains(&s, 4, 3 * PAGE + 1)), (true, false));
+        assert_eq!([3 * PAGE, 3 * PAGE + 1].map(|len| p.incompressible(&s).gains(4, len)), [true, false]);
         assert_eq!([0, 1, 4].map(|i| p.leave_as_much(&s, first + i, 4)), [1, 0, 0]);
         let pages = (4 << 20) / PAGE;
         s.list_resident(1 << 25, pages, List::Inactive, |_| None);

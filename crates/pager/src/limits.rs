@@ -83,9 +83,15 @@ impl Pager {
         if self.lets_go() {
             return isize::MIN / 2;
         }
-        let (own, others) = (self.charged(s), self.others_charge_soon());
-        let over = |(i, (_, n)): (usize, (usize, &Node))| (own + others[i]) as isize - n.target() as isize;
-        self.chain_nodes().enumerate().map(over).max().unwrap_or(isize::MIN / 2)
+        self.excesses(s, self.others_charge_soon()).map(|(_, over)| over).max().unwrap_or(isize::MIN / 2)
+    }
+
+    /// The groups of the chain, and by how many bytes each is over (positive) or under what reclaim keeps, where the other members are
+    /// charged with so much.
+    pub(crate) fn excesses(&self, s: &State, others: [usize; DEPTH]) -> impl Iterator<Item = (usize, isize)> {
+        let own = self.charged(s);
+        let levels = self.chain_nodes().zip(others);
+        levels.map(move |((node, n), others)| (node, (own + others) as isize - n.target() as isize))
     }
 
     /// How far a process that charges `own` may grow, in the worst group of the chain, before memory must be managed

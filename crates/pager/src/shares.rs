@@ -53,13 +53,12 @@ impl Pager {
         if self.without_move || !due(&self.asking.last, ASK_NS) {
             return;
         }
-        let (own, others) = (self.charged(s), self.others_charge());
-        let over = |i: usize, at: &usize| (own + others[i]) as isize - self.group.nodes[*at].target() as isize;
-        let worst = self.chain.nodes().iter().enumerate().max_by_key(|(i, at)| over(*i, at));
-        let Some((_, node)) = worst else { return };
+        let worst = self.excesses(s, self.others_charge()).max_by_key(|(_, over)| *over);
+        let Some((node, _)) = worst else { return };
+        let own = self.charged(s);
         let (now, least) = (thread::now_ns(), (own + own / 4) as u64 + MORE);
         let gives = |o: &&crate::group::Slot| o.engaged.load(Relaxed) != 0 && !finds_nothing(o, now);
-        let largest = self.others_within(*node).filter(gives).max_by_key(|o| o.rss.load(Relaxed));
+        let largest = self.others_within(node).filter(gives).max_by_key(|o| o.rss.load(Relaxed));
         let largest = largest.filter(|o| o.rss.load(Relaxed) > least);
         let holds = largest.map_or(0, |o| o.rss.load(Relaxed) as usize / PAGE);
         self.asking.largest.store(holds as u32, Relaxed);

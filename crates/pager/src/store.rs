@@ -437,9 +437,10 @@ impl Pager {
 
     /// Tells of units that were stored whether they did not compress before and do now.
     fn judge_retries(&self, s: &mut State, units: &[Unit]) {
+        let bound = self.incompressible(s);
         for u in units {
             let gained = match u.outcome {
-                Outcome::Packed { len, .. } => self.gains(s, 1 << u.order, len),
+                Outcome::Packed { len, .. } => bound.gains(1 << u.order, len),
                 _ => true,
             };
             s.judge_retry(u.vpn, gained);
