@@ -403,9 +403,10 @@ impl Pager {
 
     fn count_stored(&self, s: &State, f: &Folio, units: &[Unit], plan: &[(zswap::Unit, Packed)]) {
         let c = self.counters();
-        let mut any = false;
+        let (mut any, mut stored) = (false, 0);
         for (u, (unit, _)) in units.iter().zip(plan) {
             let live = unit.live.len() as u64;
+            stored += live;
             match u.outcome {
                 Outcome::Packed { encoding, len } if live > 0 => {
                     note_store(s, u, len, &unit.live);
@@ -430,7 +431,8 @@ impl Pager {
                 _ => {}
             }
         }
-        if any {
+        // (One of which a page was taken back while it was compressed is not stored whole.)
+        if any && stored == 1 << f.order {
             c.folios.count(f.order, |c| &c.zswpout);
         }
     }
