@@ -232,7 +232,7 @@ fn supervise(child: libc::pid_t, blocked: &Blocked) -> (Ended, Usage) {
         }
         while let Some((status, usage)) = changed(child) {
             if libc::WIFSTOPPED(status) {
-                signals::stop_with(child);
+                blocked.stop_with(child);
             } else if libc::WIFEXITED(status) {
                 return (Ended::Exited(libc::WEXITSTATUS(status) as u8), usage);
             } else if libc::WIFSIGNALED(status) {

@@ -59,6 +59,8 @@ pub struct Inherited {
 /// Signals blocked in the supervisor.
 pub struct Blocked {
     set: libc::sigset_t,
+    /// Whether we lead a session of a terminal: the kernel tells us alone that it is gone.
+    leads_terminal: bool,
     /// How they were before.
     pub inherited: Inherited,
 }
@@ -82,6 +84,7 @@ impl Blocked {
         let (pipe_ignored, file_size_ignored) = (PIPE_IGNORED.load(Relaxed), FILE_SIZE_IGNORED.load(Relaxed));
         Blocked {
             set,
+            leads_terminal: leads_session() && has_terminal(),
             inherited: Inherited { mask, closed: CLOSED.load(Relaxed), child_ignored, pipe_ignored, file_size_ignored },
         }
     }
@@ -96,6 +99,35 @@ impl Blocked {
                 // SAFETY: filled by the successful call.
                 return (signal, unsafe { info.assume_init() }.si_code <= 0);
             }
+        }
+    }
+
+    /// Stops us, as our child has stopped, until somebody continues us, or continues or ends it without us, or our terminal is gone.
+    ///
+    /// The stories: who stopped a program by its own pid and continued it in the same way left its command stopped for good, and whoever
+    /// waited for the command waited for ever. So it did where a terminal went away just before we stopped: stopping discards the SIGCONT
+    /// by which the kernel sees to it that the hangup is heard.
+    pub fn stop_with(&self, child: libc::pid_t) {
+        let path = std::ffi::CString::new(format!("/proc/{child}/stat")).unwrap_or_default();
+        // SAFETY: no memory is involved.
+        let me = unsafe { libc::getpid() };
+        // SAFETY: the child makes async-signal-safe calls only, and does not return.
+        let watcher = unsafe { libc::fork() };
+        if watcher == 0 {
+            continue_when(me, || !is_stopped(&path) || self.leads_terminal && !has_terminal());
+        }
+        // SAFETY: no memory is involved.
+        unsafe { libc::kill(me, libc::SIGSTOP) };
+        if watcher > 0 {
+            // SAFETY: a child of ours that has not been reaped; nobody asks for its status.
+            unsafe {
+                libc::kill(watcher, libc::SIGKILL);
+                libc::waitpid(watcher, std::ptr::null_mut(), 0);
+            }
+        }
+        // What it sent is for us alone; what others sent is for the program too.
+        if sent_to_continue().is_some_and(|by| by != watcher) {
+            let _ = send(child, libc::SIGCONT);
         }
     }
 }
@@ -144,37 +176,8 @@ pub fn die_of(signal: libc::c_int) {
 /// How often it is looked whether a stopped program goes on (nanoseconds).
 const LOOK_NS: libc::c_long = 50_000_000;
 
-/// Stops us, as our child has stopped, until somebody continues us, or continues or ends it without us.
-///
-/// The story: who stopped a program by its own pid and continued it in the same way left its command stopped for good, and whoever
-/// waited for the command waited for ever.
-pub fn stop_with(child: libc::pid_t) {
-    let path = std::ffi::CString::new(format!("/proc/{child}/stat")).unwrap_or_default();
-    // SAFETY: no memory is involved.
-    let me = unsafe { libc::getpid() };
-    // SAFETY: the child makes async-signal-safe calls only, and does not return.
-    let watcher = unsafe { libc::fork() };
-    if watcher == 0 {
-        continue_with(me, &path);
-    }
-    // SAFETY: no memory is involved.
-    unsafe { libc::kill(me, libc::SIGSTOP) };
-    if watcher > 0 {
-        // SAFETY: a child of ours that has not been reaped; nobody asks for its status.
-        unsafe {
-            libc::kill(watcher, libc::SIGKILL);
-            libc::waitpid(watcher, std::ptr::null_mut(), 0);
-        }
-    }
-    // What it sent is for us alone; what others sent is for the program too.
-    if sent_to_continue().is_some_and(|by| by != watcher) {
-        let _ = send(child, libc::SIGCONT);
-    }
-}
-
-/// In a process of its own: continues `stopped` when the process of which `path` says the state is not stopped any more. It is
-/// ended by `stopped`.
-fn continue_with(stopped: libc::pid_t, path: &std::ffi::CStr) -> ! {
+/// In a process of its own: continues `stopped` when it `goes_on`, which makes async-signal-safe calls only. It is ended by `stopped`.
+fn continue_when(stopped: libc::pid_t, goes_on: impl Fn() -> bool) -> ! {
     // SAFETY: constants and a signal to our parent, which is there or has had us killed.
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
     loop {
@@ -183,11 +186,25 @@ fn continue_with(stopped: libc::pid_t, path: &std::ffi::CStr) -> ! {
             if libc::getppid() != stopped {
                 libc::_exit(0);
             }
-            if !is_stopped(path) {
+            if goes_on() {
                 libc::kill(stopped, libc::SIGCONT);
             }
             libc::nanosleep(&libc::timespec { tv_sec: 0, tv_nsec: LOOK_NS }, std::ptr::null_mut());
         }
+    }
+}
+
+fn leads_session() -> bool {
+    // SAFETY: no memory is involved.
+    unsafe { libc::getsid(0) == libc::getpid() }
+}
+
+/// Whether the session has a terminal. Only async-signal-safe calls.
+fn has_terminal() -> bool {
+    // SAFETY: a C string; no memory is involved in closing.
+    unsafe {
+        let terminal = libc::open(c"/dev/tty".as_ptr(), libc::O_RDONLY | libc::O_NONBLOCK | libc::O_CLOEXEC);
+        terminal >= 0 && libc::close(terminal) == 0
     }
 }
 
@@ -224,9 +241,7 @@ fn sent_to_continue() -> Option<libc::pid_t> {
 ///
 /// The story: a terminal's window was closed in which `uzswap run` was all there was. The program, which would have ended, went on for good.
 pub fn passed_on(signal: libc::c_int, sent: bool) -> impl Iterator<Item = libc::c_int> {
-    // SAFETY: no memory is involved.
-    let for_us_alone = || signal == libc::SIGHUP && unsafe { libc::getsid(0) == libc::getpid() };
-    let hung_up = !sent && for_us_alone();
+    let hung_up = !sent && signal == libc::SIGHUP && leads_session();
     // (A program that is stopped goes on and ends, as the kernel has it.)
     [(sent || hung_up).then_some(signal), hung_up.then_some(libc::SIGCONT)].into_iter().flatten()
 }
