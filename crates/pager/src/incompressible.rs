@@ -35,6 +35,8 @@ use uzswap_mm::pagetable::{Pte, Tag};
 /// Folios that are tried again at once at most. (As many compressed the time before. They may be of a page each: with 256, a program that
 /// had overwritten 96 MiB of noise with text came within its limit after a minute.)
 const MOST: usize = 4096;
+/// Folios that are tried again at once at most when nothing was learnt from those before: each costs a fault.
+const MOST_IN_VAIN: usize = 64;
 
 /// What is tried again.
 #[derive(Default)]
@@ -169,7 +171,8 @@ impl State {
         self.retries.tried.iter().map(pages).sum()
     }
 
-    /// How many folios are to be tried again: more when most of those tried last compressed, none while they were not put out yet.
+    /// How many folios are to be tried again: more when most of those tried last compressed (or all were taken back at once, as by a
+    /// program that goes round in what is tried first), none while they were not put out yet.
     fn retries_due(&mut self) -> usize {
         let Self { retries, pt, .. } = self;
         // (What the program has dropped, or taken back before it was compressed, was in vain.)
@@ -180,8 +183,12 @@ impl State {
         if retries.tried.len() > retries.next / 2 {
             return 0;
         }
-        let most_gained = retries.gained > retries.judged / 2;
-        let next = if most_gained { (retries.next * 2).min(MOST) } else { 1 };
+        let most = match retries.judged {
+            0 => MOST_IN_VAIN,
+            judged if retries.gained > judged / 2 => MOST,
+            _ => 1,
+        };
+        let next = (retries.next * 2).clamp(1, most);
         *retries = Retries { next, ..Retries::default() };
         next
     }
@@ -336,14 +343,23 @@ mod tests {
         // Of what is dropped, or was taken back, nobody waits to know, and nothing is learnt.
         s.pt.set(tried[0].vpn(), Pte::NONE);
         s.resident -= 1;
-        assert_eq!((tries(s).len(), s.retries.next), (1, 1));
+        assert_eq!((tries(s).len(), s.retries.next), (2, 2));
         // What has gone is no try.
         let gone = s.lru.incompressible.peek().expect("there are more");
-        s.judge_retry(s.retries.tried[0].vpn(), true);
+        for e in s.retries.tried.clone() {
+            s.judge_retry(e.vpn(), true);
+        }
         s.pt.set(gone.vpn(), Pte::NONE);
         s.resident -= 1;
         let tried = tries(s);
-        assert!(tried.len() == 2 && !tried.contains(&gone));
+        assert!(tried.len() == 4 && !tried.contains(&gone));
+        // More and more, but not without end, while all is in vain.
+        for expected in [8, 16, 32, 64, 64, 64] {
+            let Retries { tried, .. } = &s.retries;
+            tried.iter().for_each(|e| s.pt.set(e.vpn(), Pte::NONE));
+            s.resident -= tried.len();
+            assert_eq!(tries(s).len(), expected);
+        }
     }
 
     /// The story: a page that was to be tried again was staged, and the floor reached, where only what was resident still counted as
