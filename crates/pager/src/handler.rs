@@ -411,14 +411,14 @@ mod tests {
         (p, vpn)
     }
 
-    /// Whether its limit is exceeded.
-    fn is_full(p: &Pager, is: bool) {
+    /// Has its limit be exceeded, or not.
+    fn set_full(p: &Pager, is: bool) {
         p.group.nodes[0].max.store(if is { 1 << 20 } else { 1 << 40 }, Relaxed);
     }
 
     /// It has nothing any more.
     fn forget(p: &Pager, vpn: u64) {
-        is_full(p, false);
+        set_full(p, false);
         p.tier.file.store(-1, Relaxed);
         crate::events::forget_range(&mut p.state.lock(), vpn, vpn + 400);
     }
@@ -428,7 +428,7 @@ mod tests {
     fn who_waits_for_the_writer_waits_for_as_long_as_it_takes() {
         let (p, vpn) = pool_of_400();
         let (mut handler, _) = handler(p);
-        let full = |is: bool| is_full(p, is);
+        let full = |is: bool| set_full(p, is);
         // (events of the writer's, how often it has written, whether it makes room): it helps
         for (events, writes, room, helps) in [(true, 0, true, true), (true, 1, false, true), (false, 0, false, false)] {
             full(true);
@@ -463,7 +463,7 @@ mod tests {
     fn who_waits_for_a_slow_disk_waits_for_its_write() {
         let (p, vpn) = pool_of_400();
         let (mut handler, _) = handler(p);
-        let full = |is: bool| is_full(p, is);
+        let full = |is: bool| set_full(p, is);
         let began = &p.tier.began[1];
         for end in 0..4 {
             full(true);

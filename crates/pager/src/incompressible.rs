@@ -32,8 +32,8 @@ use uzswap_mm::lru::{Entry, List};
 use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{Pte, Tag};
 
-/// Folios that are tried again at once at most. (As many compressed the time before. They may be of a page each: with 256, a program that
-/// had overwritten 96 MiB of noise with text came within its limit after a minute.)
+/// Folios that are tried again at once at most. (Half as many were tried the time before, and most compressed. They may be of a page each:
+/// with 256, a program that had overwritten 96 MiB of noise with text came within its limit after a minute.)
 const MOST: usize = 4096;
 /// Folios that are tried again at once at most when nothing was learnt from those before: each costs a fault.
 const MOST_IN_VAIN: usize = 64;
@@ -163,12 +163,12 @@ impl State {
         }
     }
 
-    /// Pages that are to be tried again and were not stored yet. (Those that are staged are not by themselves at the floor, where nothing
-    /// else is put out.)
-    pub(crate) fn retries_waiting(&self) -> usize {
-        let waits = |pte: Pte, e: &Entry| pte.is_listed_as(e.stamp()) || pte.tag() == Tag::Staged;
-        let pages = |e: &Entry| (0..1 << e.order()).filter(|i| waits(self.pt.get(e.vpn() + i), e)).count();
-        self.retries.tried.iter().map(pages).sum()
+    /// Pages that are to be tried again and were not stored yet, of which it counts `most`. (Those that are staged are not by themselves at
+    /// the floor, where nothing else is put out.)
+    pub(crate) fn retries_waiting(&self, most: usize) -> usize {
+        let waits = |pte: Pte, e: Entry| pte.is_listed_as(e.stamp()) || pte.tag() == Tag::Staged;
+        let pages = |e: Entry| (0..1 << e.order()).filter(move |i| waits(self.pt.get(e.vpn() + i), e));
+        self.retries.tried.iter().copied().flat_map(pages).take(most).count()
     }
 
     /// How many folios are to be tried again: more when most of those tried last compressed (or all were taken back at once, as by a
@@ -196,7 +196,8 @@ impl State {
     /// A unit was stored, from a page on, with a gain or without: if it was tried again, that counts.
     pub(crate) fn judge_retry(&mut self, vpn: u64, gained: bool) {
         let retries = &mut self.retries;
-        let Some(k) = retries.tried.iter().position(|e| e.vpn() == vpn) else { return };
+        // (What was listed last is the first to leave.)
+        let Some(k) = retries.tried.iter().rposition(|e| e.vpn() == vpn) else { return };
         retries.tried.swap_remove(k);
         retries.judged += 1;
         retries.gained += usize::from(gained);
@@ -326,7 +327,7 @@ mod tests {
         };
         for expected in [1, 2, 4, 8] {
             let tried = tries(s);
-            assert_eq!((tried.len(), s.retries_waiting()), (expected, expected));
+            assert_eq!((tried.len(), s.retries_waiting(usize::MAX)), (expected, expected));
             assert_eq!(tries(s), tried, "they are not stored yet");
             // They are the next to leave.
             for e in tried.iter().rev() {
@@ -336,7 +337,7 @@ mod tests {
         }
         // Half of them do not compress.
         let tried = tries(s);
-        assert_eq!(tried.len(), 16);
+        assert_eq!((tried.len(), s.retries_waiting(5)), (16, 5));
         tried.iter().enumerate().for_each(|(i, e)| s.judge_retry(e.vpn(), i % 2 == 0));
         let tried = tries(s);
         assert_eq!(tried.len(), 1);
@@ -390,7 +391,7 @@ mod tests {
             [(1, [Tag::Compressed, Tag::Staged]), (1, [Tag::Compressed; 2]), (0, [Tag::Compressed; 2])]
         {
             let mut s = p.state.lock();
-            assert_eq!(s.retries_waiting(), waiting);
+            assert_eq!(s.retries_waiting(usize::MAX), waiting);
             s.rss = 64 << 20;
             drop(s);
             p.reclaim_step(&mut batch);

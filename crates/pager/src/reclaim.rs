@@ -169,7 +169,7 @@ impl Pager {
             let few = !self.without_move && spare < high;
             let want = match (over > 0 || few, squeezed) {
                 (true, false) => BATCH_PAGES,
-                (true, true) => s.retries_waiting().min(BATCH_PAGES),
+                (true, true) => s.retries_waiting(BATCH_PAGES),
                 _ => 0,
             };
             if want > 0 {
