@@ -139,15 +139,30 @@ fn map_object(object: &OwnedFd, len: usize, at: Option<usize>) -> io::Result<usi
 }
 
 /// Puts an error in a region's place: every touch is SIGBUS.
+///
+/// A child takes the place before it attaches, or has an error of its own there, so it must not inherit this one. The story: it was
+/// mapped in the place, and then excepted from forks. A child of another thread that was forked in between found its place taken, and
+/// was ended.
 fn map_error(base: usize, len: usize) {
+    let except = |at: usize| {
+        // SAFETY: advice on a mapping of our own.
+        unsafe { sys!(libc::SYS_madvise, at, len, libc::MADV_DONTFORK) }.map_err(os)
+    };
     let done = memfd::create(c"uzswap-gone", 0).and_then(|empty| {
-        // SAFETY: the place is the region's, whose users get what they are promised.
-        unsafe { memfd::map(&empty, len, true, Some(base)) }
+        // SAFETY: a new mapping that replaces nothing.
+        let at = unsafe { memfd::map(&empty, len, true, None) }?;
+        let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        // SAFETY: the place is the region's, whose users get what they are promised, at once; what moves there nobody knows yet.
+        let moved = except(at).and_then(|_| unsafe { sys!(libc::SYS_mremap, at, len, len, flags, base) }.map_err(os));
+        if moved.is_err() {
+            // SAFETY: as above.
+            let _ = unsafe { sys!(libc::SYS_munmap, at, len) };
+        }
+        moved
     });
-    // A child takes the place before it attaches, or has an error of its own there, and would find it taken.
-    // SAFETY: advice on the mapping just made.
-    let _ = unsafe { sys!(libc::SYS_madvise, base, len, libc::MADV_DONTFORK) };
     if done.is_err() {
+        // (What is there may be a child's reservation.)
+        let _ = except(base);
         // SAFETY: as above; SIGSEGV then, but never zeros.
         let none = unsafe { sys!(libc::SYS_mprotect, base, len, libc::PROT_NONE) };
         if none.is_err() {
