@@ -20,6 +20,7 @@ impl Pager {
     /// Applies an event.
     pub fn event(&self, s: &mut State, message: Message) {
         match message {
+            Message::Removed { start, end } if s.leaving.is_own(start, end) => {}
             Message::Removed { start, end } => {
                 forget_range(s, (start / PAGE) as u64, end.div_ceil(PAGE) as u64);
                 self.wake_waiting(s, start, end);

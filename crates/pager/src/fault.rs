@@ -56,7 +56,7 @@ pub struct Request {
 impl Pager {
     /// Whether the reclaim thread has something to do.
     pub(crate) fn needs_reclaim(&self, s: &State) -> bool {
-        if !s.unshare.is_empty() {
+        if !s.unshare.is_empty() || self.wants_read_only(s) {
             return true;
         }
         if self.handler_reclaims(s) {
@@ -82,6 +82,10 @@ impl Pager {
         let first = s.pt.get(r.vpn);
         if self.without_move && s.remapping.has(r.vpn) {
             // Who waits is woken when it is known what is there.
+            return Ok(());
+        }
+        if r.protected && s.leaving.has(r.vpn) {
+            self.write_to_leaving(s, r.vpn);
             return Ok(());
         }
         match first.tag() {

@@ -261,6 +261,7 @@ impl Pager {
         self.tier.forget_transfers();
         s.end_flights();
         s.unshare.clear();
+        s.leaving.forget();
         // (The program's registrations are not inherited, unless it asked for that; a scan is told so then.)
         s.ceded.clear();
         s.withdrawn.clear();

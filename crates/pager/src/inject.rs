@@ -45,6 +45,8 @@ pub enum Site {
     MoveIn,
     /// COPY answers EAGAIN.
     Copy,
+    /// Read-only memory that was copied is dropped in part, or not at all.
+    Drop,
     /// Reading a message of the userfaultfd fails.
     Event,
     /// A range of the program or of the arena cannot be registered.
@@ -85,12 +87,13 @@ pub enum Site {
 pub(crate) const SLOW_NS: u64 = 1_500_000_000;
 
 /// Every site and its name.
-pub const SITES: [(Site, &str); 26] = [
+pub const SITES: [(Site, &str); 27] = [
     (Site::Pool, "pool"),
     (Site::Damage, "damage"),
     (Site::MoveOut, "move_out"),
     (Site::MoveIn, "move_in"),
     (Site::Copy, "copy"),
+    (Site::Drop, "drop"),
     (Site::Event, "event"),
     (Site::Register, "register"),
     (Site::Unregister, "unregister"),

@@ -42,6 +42,7 @@ pub mod pager;
 mod pins;
 pub mod placement;
 mod ranges;
+mod read_only;
 pub mod reclaim;
 pub mod region;
 mod relocate;

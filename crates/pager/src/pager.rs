@@ -300,7 +300,8 @@ impl Pager {
     pub fn features(&self) -> u64 {
         // (Where moves of registered memory are told, those of uzswap's own would be as well: see `without_move`.)
         let told = if self.without_move { FEATURES & !uffd::FEATURE_EVENT_REMAP } else { FEATURES };
-        told | if self.tracks { uffd::FEATURE_WRITE_PROTECT } else { 0 }
+        // (Where pages are moved read-only memory is protected as it leaves.)
+        told | if self.tracks || !self.without_move { uffd::FEATURE_WRITE_PROTECT } else { 0 }
     }
 
     /// Records from now on, as the slot's new owner. Before other threads know of the pager.

@@ -137,7 +137,7 @@ impl Pager {
             self.ask_the_largest(&s);
             self.count_excess(&s, margin as usize);
         }
-        !s.unshare.is_empty() || over || (ahead && short)
+        !s.unshare.is_empty() || self.wants_read_only(&s) || over || (ahead && short)
     }
 
     /// One round: stage, compress a batch, give frames back. False when nothing could be done.
@@ -167,9 +167,10 @@ impl Pager {
             }
             // (Not even for frames: there are few for as long as the limit is exceeded, since they are given back.)
             let few = !self.without_move && spare < high;
+            let copied = s.leaving.take_staged();
             let want = match (over > 0 || few, squeezed) {
                 (true, false) => BATCH_PAGES,
-                (true, true) => s.retries_waiting(BATCH_PAGES),
+                (true, true) => s.retries_waiting(BATCH_PAGES).max(copied.min(s.idle_staged())),
                 _ => 0,
             };
             if want > 0 {
@@ -190,6 +191,7 @@ impl Pager {
         let mut s = self.state.lock();
         progress |= self.commit(&mut s, batch) > 0;
         progress |= self.unshare_noted(s);
+        progress |= self.take_read_only();
         progress
     }
 

@@ -247,10 +247,14 @@ impl Pager {
         loop {
             let mut s = self.state.lock();
             let Some((start, end)) = work.piece(&s, at, FOLIO_PAGES as u64) else { break };
+            s.leaving.refill();
             let (mut moved, stopped) = self.stage_range(&mut s, start, end);
             let tags = |s: &State, is: fn(Tag) -> bool| (start..end).filter(|vpn| is(s.pt.get(*vpn).tag())).count();
             let (known, mut stayed) = (tags(&s, |t| t != Tag::None), tags(&s, |t| t == Tag::Resident));
-            let shared = self.unshare_noted(s);
+            let mut shared = self.unshare_noted(s);
+            while self.take_read_only() {
+                shared = true;
+            }
             if shared {
                 // (What was un-shared has left with that.)
                 let left = stayed.saturating_sub(tags(&self.state.lock(), |t| t == Tag::Resident));

@@ -191,6 +191,7 @@ impl Pager {
             && let Some(len) = self.read_only(s, at, end)
         {
             self.set_aside(s, at, len);
+            self.note_read_only(s, at, len);
             run.at += len as u64;
             return Ok(());
         }

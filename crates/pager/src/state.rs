@@ -15,6 +15,7 @@ use crate::notify::Notified;
 use crate::object::{self, Header};
 use crate::placement::Placement;
 use crate::ranges::Ranges;
+use crate::read_only::Leaving;
 use crate::remapped::Remapping;
 use crate::streams::Streams;
 use crate::swap::Swap;
@@ -132,6 +133,8 @@ pub struct State {
     pub keeps_all: bool,
     /// Ranges whose frames are shared after fork: to be un-shared outside the lock.
     pub unshare: Vec<(usize, usize)>,
+    /// What is read-only and to leave: see `read_only`.
+    pub(crate) leaving: Leaving,
     /// Free runs of frames that are given back: room for them.
     pub giving: Vec<(u32, u8)>,
     /// Pages moved by mremap while they were being compressed: slot, and where they are now. `commit` asks.
@@ -235,6 +238,7 @@ impl State {
             withdrawn: Vec::new(),
             keeps_all: false,
             unshare: Vec::new(),
+            leaving: Leaving::default(),
             giving: Vec::new(),
             asked: Vec::new(),
             moved_busy: Vec::new(),

@@ -34,7 +34,9 @@ pub(crate) fn tracking_pager(limit: usize) -> &'static Pager {
 pub(crate) fn pager_told_of_moves(limit: usize) -> &'static Pager {
     let group = group();
     group.nodes[0].max.store(limit as u64, Relaxed);
-    Box::leak(Box::new(make(group, 0, limit, crate::pager::FEATURES)))
+    let mut pager = make(group, 0, limit, crate::pager::FEATURES | uffd::FEATURE_WRITE_PROTECT);
+    pager.tracks = false;
+    Box::leak(Box::new(pager))
 }
 
 fn limited(limit: usize, tracks: bool) -> Pager {

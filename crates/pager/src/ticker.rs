@@ -235,6 +235,7 @@ impl Pager {
             s.rescued_ns = thread::now_ns();
             self.try_incompressible(&mut s);
             if over {
+                s.leaving.refill();
                 s.lru.rescue();
             }
         }

@@ -19,6 +19,7 @@ mod needs;
 mod pageout;
 mod preloads;
 mod qemu;
+mod read_only;
 mod redis;
 mod remote;
 mod snapshot;

@@ -1,0 +1,38 @@
+//! Memory that a program made read-only once it was filled.
+
+use crate::harness::*;
+
+const LIMIT: u64 = 48 * MIB;
+
+/// The story: MOVE takes none of what is read-only. A program with 96 MiB of tables in 48 did little but fault in what was left, half a
+/// million times, and exceeded its limit by as much again.
+#[test]
+fn what_is_read_only_leaves_for_what_is_used() {
+    let _alone = alone();
+    let Some(constants) = compile_c("constants") else { return };
+    let most = (with_slack(LIMIT) / MIB).to_string();
+    let subject = Subject::new("constants", &[&constants, &"96", &most, &"30"]);
+    // (Without a limit it would wait in vain.)
+    let plain = Subject::new("constants", &[&constants, &"96", &"1000", &"30"]).start_plain().finish();
+    let run = subject.start_limited(LIMIT).finish();
+    run.say(subject.name, "", Some(LIMIT));
+    assert!(run.status.success(), "{}", run.describe());
+    assert!(run.stdout.text().starts_with("fits "), "{}", run.describe());
+    let sum = |run: &Outcome| run.stdout.text().split_whitespace().last().map(str::to_owned);
+    assert_eq!(sum(&run), sum(&plain), "{}", run.describe());
+    // (Of what it opens up and writes to all comes back; and all of it once, at the end.)
+    assert!(number(&run, "pgmajfault") < 100_000, "{}", run.describe());
+}
+
+/// The same where it can be copied, or dropped, in part or not at all.
+#[test]
+fn what_is_read_only_is_right_where_it_cannot_leave() {
+    let Some(constants) = compile_c("constants") else { return };
+    let subject = Subject::new("constants", &[&constants, &"64", &"1000", &"30"]);
+    let faults = ("UZSWAP_TEST_FAULTS", "seed=11,drop=1/3,copy=1/30,move_out=1/50,move_in=1/50,pool=1/50");
+    let plain = subject.start_plain().finish();
+    let run = subject.start_limited_with(32 * MIB, &[faults]).finish();
+    assert!(run.status.success(), "{}", run.describe());
+    assert_eq!(run.stdout.hash, plain.stdout.hash, "{}", run.describe());
+    assert!(number(&run, "drop") > 0, "{}", run.describe());
+}
