@@ -20,6 +20,7 @@ mod pins;
 mod populated;
 mod program;
 mod rawfork;
+mod relocated;
 mod remap;
 mod segments;
 mod symbols;
@@ -134,6 +135,7 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     {
         let mut s = pager.state.lock();
         let _ = pager.exclude_old(&mut s, thread::pointer());
+        s.relocated = relocated::tables();
     }
     if pager.without_move {
         // `mremap` is followed from the first page that is managed on.

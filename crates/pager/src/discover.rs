@@ -172,7 +172,7 @@ impl Pager {
     }
 
     /// Registers one range and lists the pages that are there and were not known.
-    fn take_over(&self, s: &mut State, start: usize, end: usize) -> Result<usize, Errno> {
+    pub(crate) fn take_over(&self, s: &mut State, start: usize, end: usize) -> Result<usize, Errno> {
         // Registering again what is registered already is a cheap no-op for the kernel.
         let refused = self.inject(Site::Register).map(|_| libc::ENOMEM);
         if let Some(errno) = refused.or(self.register(start, end - start).err()) {

@@ -46,6 +46,7 @@ mod read_only;
 pub mod reclaim;
 pub mod region;
 mod relocate;
+pub mod relocated;
 pub mod remapped;
 pub mod request;
 mod resident;

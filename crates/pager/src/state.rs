@@ -133,6 +133,8 @@ pub struct State {
     pub keeps_all: bool,
     /// Ranges whose frames are shared after fork: to be un-shared outside the lock.
     pub unshare: Vec<(usize, usize)>,
+    /// Tables that the linker relocated, and that nobody has looked at yet: see `relocated`.
+    pub relocated: Vec<(usize, usize)>,
     /// What is read-only and to leave: see `read_only`.
     pub(crate) leaving: Leaving,
     /// Free runs of frames that are given back: room for them.
@@ -185,6 +187,8 @@ pub struct State {
     pub cleared: Option<MapFile>,
     /// When what was unevictable was last tried again (monotonic nanoseconds).
     pub rescued_ns: u64,
+    /// How many times since then it was put off.
+    pub put_off: u32,
     /// What did not compress, and is tried again: see `incompressible`.
     pub(crate) retries: Retries,
     /// Whether the lock's owner keeps the program's mapping calls from running: see `without_move`.
@@ -238,6 +242,7 @@ impl State {
             withdrawn: Vec::new(),
             keeps_all: false,
             unshare: Vec::new(),
+            relocated: Vec::new(),
             leaving: Leaving::default(),
             giving: Vec::new(),
             asked: Vec::new(),
@@ -264,6 +269,7 @@ impl State {
             notified: None,
             cleared: None,
             rescued_ns: 0,
+            put_off: 0,
             retries: Retries::default(),
             calls_stopped: false,
             remapping: Remapping::default(),

@@ -32,6 +32,11 @@ const FASTEST_FILL: usize = 3 << 30;
 pub(crate) const LOOK_NS: u64 = 16_000_000;
 /// How often what was unevictable, and a little of what did not compress, is tried again while memory is short.
 const RESCUE_NS: u64 = 500_000_000;
+/// How many times that is put off where the limit is not exceeded, for what is unevictable: each page may take a call to be tried.
+///
+/// The story: tables became read-only when what else there was had been squeezed to a few MiB. With that the limit was kept, so they
+/// stayed, and the program did nothing but fault.
+const RESCUE_PUT_OFF: u32 = 4;
 /// For how long it is not tried again to have memory managed where that could not be, whoever asks for it: each time all of it is
 /// registered.
 const ENGAGE_AGAIN_NS: u64 = 100_000_000;
@@ -234,12 +239,18 @@ impl Pager {
         if short && thread::now_ns() - s.rescued_ns > RESCUE_NS {
             s.rescued_ns = thread::now_ns();
             self.try_incompressible(&mut s);
-            if over {
+            s.put_off += 1;
+            if over || s.put_off >= RESCUE_PUT_OFF {
+                s.put_off = 0;
                 s.leaving.refill();
                 s.lru.rescue();
             }
         }
+        let relocated = short && self.has_relocated(&s);
         drop(s);
+        if relocated {
+            self.take_over_relocated();
+        }
         if over {
             self.wake_reclaim();
         }

@@ -63,7 +63,29 @@ pub fn present_runs_read(fd: i32, start: usize, end: usize, mut found: impl FnMu
     Ok(())
 }
 
-/// The same for pages that were read and never written to: the kernel's page of zeros is mapped there.
+/// How many pages of a range are there that are no file's, of a private mapping: those that were written to.
+///
+/// # Errors
+/// The kernel's.
+pub fn anonymous_pages(fd: i32, start: usize, end: usize) -> Result<usize, Errno> {
+    const PAGE: usize = 4096;
+    const THERE: u64 = 3 << 62;
+    const FILE: u64 = 1 << 61;
+    let (mut entries, mut at, mut own) = ([0u64; 512], start, 0);
+    while at < end {
+        let want = ((end - at) / PAGE).min(entries.len());
+        // SAFETY: the buffer is ours and that long.
+        let read = unsafe { sys!(libc::SYS_pread64, fd, entries.as_mut_ptr(), want * 8, at / PAGE * 8) }? / 8;
+        if read == 0 {
+            break;
+        }
+        own += entries[..read].iter().filter(|entry| *entry & THERE != 0 && *entry & FILE == 0).count();
+        at += read * PAGE;
+    }
+    Ok(own)
+}
+
+/// As [`present_runs`] for pages that were read and never written to: the kernel's page of zeros is mapped there.
 ///
 /// # Errors
 /// As [`present_runs`].

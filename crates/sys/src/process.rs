@@ -127,6 +127,17 @@ pub fn read_bytes(pid: i32, addresses: &[usize]) -> Result<usize, Errno> {
     unsafe { sys!(libc::SYS_process_vm_readv, pid, local.as_ptr(), 1, remote.as_ptr(), n, 0) }
 }
 
+/// Reads a process's memory from an address on.
+///
+/// # Errors
+/// `EFAULT`: not all of it could be read; `EPERM`, `ENOSYS`: none can.
+pub fn read_memory(pid: i32, from: usize, to: &mut [u8]) -> Result<(), Errno> {
+    let (local, remote) = ([to.as_mut_ptr() as usize, to.len()], [from, to.len()]);
+    // SAFETY: two vectors of (address, length), the local one of the caller's buffer.
+    let read = unsafe { sys!(libc::SYS_process_vm_readv, pid, local.as_ptr(), 1, remote.as_ptr(), 1, 0) }?;
+    if read == to.len() { Ok(()) } else { Err(libc::EFAULT) }
+}
+
 /// What /proc/PID/stat says of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stat {

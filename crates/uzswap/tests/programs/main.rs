@@ -1,6 +1,6 @@
 //! Real programs, unmodified, at half and at a quarter of the memory they use: same output, same exit status.
 //!
-//! `harness.rs` runs and compares, `debuggers.rs` debugs them, `qemu.rs` boots a guest of its own, `redis.rs` is the one program that is talked to while it runs, `remote.rs` and `cluster.rs` swap to servers, `units.rs` has large units, `injected.rs` makes
+//! `harness.rs` runs and compares, `debuggers.rs` debugs them, `qemu.rs` boots a guest of its own, `redis.rs` is the one program that is talked to while it runs, `read_only.rs` has what a program or its linker made read-only, `remote.rs` and `cluster.rs` swap to servers, `units.rs` has large units, `injected.rs` makes
 //! the pager's own operations fail meanwhile, `without_move.rs` has programs paged as on kernels before 6.8 and boots one, `torture.rs` does to memory all that is allowed, `fixtures/` holds the programs written for this. `./test` installs what is missing. To see each run's time and memory:
 //! `cargo test --release --test programs`.
 

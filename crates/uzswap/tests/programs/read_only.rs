@@ -21,7 +21,7 @@ fn what_is_read_only_leaves_for_what_is_used() {
     let sum = |run: &Outcome| run.stdout.text().split_whitespace().last().map(str::to_owned);
     assert_eq!(sum(&run), sum(&plain), "{}", run.describe());
     // (Of what it opens up and writes to all comes back; and all of it once, at the end.)
-    assert!(number(&run, "pgmajfault") < 100_000, "{}", run.describe());
+    assert!(number(&run, "pgmajfault") < 200_000, "{}", run.describe());
 }
 
 /// The same where it can be copied, or dropped, in part or not at all.
@@ -35,4 +35,23 @@ fn what_is_read_only_is_right_where_it_cannot_leave() {
     assert!(run.status.success(), "{}", run.describe());
     assert_eq!(run.stdout.hash, plain.stdout.hash, "{}", run.describe());
     assert!(number(&run, "drop") > 0, "{}", run.describe());
+}
+
+/// The story: tables that the linker relocates were managed by nobody, half of what a browser's processes hold that are given half of what
+/// they use.
+#[test]
+fn what_the_linker_relocated_leaves_and_stays_read_only() {
+    let Some(relocated) = compile_c("relocated") else { return };
+    let subject = Subject::new("relocated", &[&relocated, &"30"]);
+    for faults in ["", "seed=5,drop=1/5,move_out=1/50,pool=1/50"] {
+        let faults = (!faults.is_empty()).then_some(("UZSWAP_TEST_FAULTS", faults));
+        let run = subject.start_limited_with(24 * MIB, faults.as_slice()).finish();
+        assert!(run.status.success(), "{}", run.describe());
+        let said = run.stdout.text();
+        let lines: Vec<_> = said.lines().collect();
+        assert_eq!((lines[0], lines[2]), ("r--p of a file", "who writes ends by signal 11, who reads by 0"), "{said}");
+        if faults.is_none() {
+            assert_eq!(lines[1], "r--p of nothing, little in memory", "{}", run.describe());
+        }
+    }
 }
