@@ -143,6 +143,8 @@ impl Pager {
             return false;
         }
         let Some(mut s) = self.lock_between_calls() else { return false };
+        // (Who cedes memory waits until nobody reads there.)
+        self.unsharing.store(true, SeqCst);
         let mut left = 0;
         while left < PIECE
             && let Some((vpn, n)) = s.leaving.noted.pop_front()
@@ -163,6 +165,7 @@ impl Pager {
             }
         }
         drop(s);
+        self.unsharing.store(false, SeqCst);
         self.calls.go_on();
         left > 0
     }
@@ -267,8 +270,10 @@ impl Pager {
     fn end_copy(&self, s: &mut Guard<'_, State>, piece: &Piece) {
         s.leaving.pages = 0..0;
         s.leaving.drops = false;
-        // (Where that fails a write is told of, and allowed.)
-        let _ = self.uffd().write_protect(piece.address(), piece.n * PAGE, false);
+        // (Where that fails a write is told of, and allowed. What was ceded meanwhile is not uzswap's to open up.)
+        if s.managed.covers(piece.address(), piece.address() + piece.n * PAGE) {
+            let _ = self.uffd().write_protect(piece.address(), piece.n * PAGE, false);
+        }
         self.uffd().wake(piece.address(), piece.n * PAGE);
     }
 
@@ -307,6 +312,7 @@ mod tests {
         let first = (at / PAGE) as u64;
         let s = &mut *p.state.lock();
         s.leaving.refill();
+        s.managed.push((at, at + N * PAGE));
         s.list_resident(first, N, List::Inactive, |_| None);
         assert_eq!((p.stage(s, 2 * N).ok(), s.lru.unevictable.pages()), (Some(0), N));
         first

@@ -10,7 +10,7 @@
 //! ```
 //! `mremap` puts it there in one step, so who reads meanwhile reads the one or the other. Nobody writes: the linker is done with what an
 //! object that the program started with has there, and never unmaps it. What is opened up by then (a program may) is no longer one
-//! read-only mapping, and left alone. It is done by 2 MiB, as so much is in memory twice meanwhile, and with the program's mapping
+//! read-only mapping, and left alone. It is done by 512 KiB, as so much is in memory twice meanwhile, and with the program's mapping
 //! calls stopped.
 //!
 //! Not of libc, the linker and this library, which uzswap's own threads run: their tables are small.
@@ -26,7 +26,7 @@ use uzswap_sys::{maps, pagemap, process, sys, thread};
 /// Tables from this size on are worth it.
 pub const LEAST_BYTES: usize = 512 << 10;
 /// Bytes that are in memory twice at a time.
-const PIECE: usize = 2 << 20;
+const PIECE: usize = 512 << 10;
 
 impl Pager {
     /// Whether there are tables that were not looked at yet.
@@ -37,22 +37,27 @@ impl Pager {
     /// Makes what the linker relocated memory that can leave. In the ticker, once memory is managed and short.
     pub(crate) fn take_over_relocated(&self) {
         let Some(mut s) = self.lock_between_calls() else { return };
-        for (start, end) in core::mem::take(&mut s.relocated) {
-            for at in (start..end).step_by(PIECE) {
-                if self.take_over_piece(&mut s, at, end.min(at + PIECE)).is_err() {
+        let tables = core::mem::take(&mut s.relocated);
+        drop(s);
+        for (start, end) in &tables {
+            for at in (*start..*end).step_by(PIECE) {
+                if self.take_over_piece(at, (*end).min(at + PIECE)).is_err() {
                     break;
                 }
             }
         }
+        // (Freed under the lock, as everything is: a child must find the allocator at rest.)
+        let s = self.state.lock();
+        drop(tables);
         drop(s);
         self.calls.go_on();
     }
 
-    /// Makes a piece of it anonymous memory, and manages that.
+    /// Makes a piece of it anonymous memory, and manages that. (Without the lock until then: what is copied may have to be read from disk.)
     ///
     /// # Errors
     /// The kernel's, and `EINVAL` where it is something else: nothing has changed.
-    fn take_over_piece(&self, s: &mut State, start: usize, end: usize) -> Result<(), Errno> {
+    fn take_over_piece(&self, start: usize, end: usize) -> Result<(), Errno> {
         let (len, fd) = (end - start, self.files.maps.load(Relaxed));
         let is_table = |m: &maps::Mapping| {
             m.start <= start && end <= m.end && m.perms == *b"r--p" && m.inode != 0 && m.name.is_empty()
@@ -83,7 +88,7 @@ impl Pager {
             unmap(new, len);
             return Err(errno);
         }
-        self.take_over(s, start, end).map(drop)
+        self.take_over(&mut self.state.lock(), start, end).map(drop)
     }
 }
 
@@ -165,7 +170,7 @@ mod tests {
         let p = testing::pager_told_of_moves(16 << 20);
         for (at, fault) in [(table(N, true), "0/1"), (table(N / 2 - 1, false), "0/1"), (table(N, false), "1/1")] {
             p.group.faults.set(&format!("register={fault}"), 1).unwrap();
-            assert!(p.take_over_piece(&mut p.state.lock(), at, at + N * PAGE).is_err());
+            assert!(p.take_over_piece(at, at + N * PAGE).is_err());
             assert!(!is_anonymous(p, at));
             assert_eq!((fault == "1/1" && !is_right(at), p.state.lock().resident), (false, 0));
         }
@@ -173,7 +178,7 @@ mod tests {
         // SAFETY: memory of the test's own.
         if unsafe { sys!(libc::SYS_mlock, at, N * PAGE) }.is_ok() {
             p.group.faults.set("register=0/1", 1).unwrap();
-            assert!(p.take_over_piece(&mut p.state.lock(), at, at + N * PAGE).is_err() && !is_anonymous(p, at));
+            assert!(p.take_over_piece(at, at + N * PAGE).is_err() && !is_anonymous(p, at));
         }
     }
 }
