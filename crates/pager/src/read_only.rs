@@ -175,8 +175,7 @@ impl Pager {
         let at = vpn as usize * PAGE;
         let (from, to) = maps::read_only_at(self.files.maps.load(Relaxed), at)?;
         let n = s.resident_run(vpn, (vpn + n.min(PIECE) as u64).min((to / PAGE) as u64));
-        // SAFETY: advice that drops nothing, and which is refused for locked memory.
-        let unlocked = n > 0 && unsafe { sys!(libc::SYS_madvise, at, n * PAGE, libc::MADV_COLD) }.is_ok();
+        let unlocked = n > 0 && maps::advise_unlocked(at, n * PAGE).is_ok();
         if !unlocked || self.lets_go() || self.uffd().register_tracked(from, to - from).is_err() {
             return None;
         }
@@ -245,10 +244,7 @@ impl Pager {
     fn stays(&self, s: &mut State, piece: &Piece) -> usize {
         let (fd, mut there) = (self.files.pagemap.load(Relaxed), Vec::new());
         let (start, end) = (piece.address(), piece.address() + piece.n * PAGE);
-        let mut note = |from: usize, to: usize| there.push(from / PAGE..to / PAGE);
-        // (What the kernel has no memory to scan it may be read from; what came of the first is found again.)
-        let scanned = pagemap::present_runs(fd, start, end, &mut note)
-            .or_else(|_| pagemap::present_runs_read(fd, start, end, &mut note));
+        let scanned = pagemap::present_runs_any_way(fd, start, end, |from, to| there.push(from / PAGE..to / PAGE));
         if scanned.is_err() {
             self.say(b"uzswap: what is left of memory that was to be dropped cannot be known; the process is ended\n");
             thread::end_process(125);

@@ -66,10 +66,9 @@ impl Pager {
         if !maps::mapping_from(fd, start, &mut name)?.is_some_and(|m| is_table(&m)) {
             return Err(libc::EINVAL);
         }
-        // (What nobody wrote to is the file's, and costs nothing. Locked memory refuses the advice, which drops nothing.)
+        // (What nobody wrote to is the file's, and costs nothing.)
         let own = pagemap::anonymous_pages(self.files.pagemap.load(Relaxed), start, end)?;
-        // SAFETY: advice that drops nothing.
-        unsafe { sys!(libc::SYS_madvise, start, len, libc::MADV_COLD) }?;
+        maps::advise_unlocked(start, len)?;
         if own < len / PAGE / 2 {
             return Err(libc::EINVAL);
         }

@@ -34,15 +34,15 @@ pub(crate) fn tracking_pager(limit: usize) -> &'static Pager {
 pub(crate) fn pager_told_of_moves(limit: usize) -> &'static Pager {
     let group = group();
     group.nodes[0].max.store(limit as u64, Relaxed);
-    let mut pager = make(group, 0, limit, crate::pager::FEATURES | uffd::FEATURE_WRITE_PROTECT);
-    pager.tracks = false;
-    Box::leak(Box::new(pager))
+    Box::leak(Box::new(make(group, 0, limit, crate::pager::FEATURES | uffd::FEATURE_WRITE_PROTECT)))
 }
 
 fn limited(limit: usize, tracks: bool) -> Pager {
     let group = group();
     group.nodes[0].max.store(limit as u64, Relaxed);
-    make(group, 0, limit, if tracks { uffd::FEATURE_WRITE_PROTECT } else { 0 })
+    let mut pager = make(group, 0, limit, if tracks { uffd::FEATURE_WRITE_PROTECT } else { 0 });
+    pager.tracks = tracks;
+    pager
 }
 
 /// A tree with a root without limits.
@@ -79,8 +79,7 @@ pub(crate) fn member(group: &'static GroupPage, node: usize, limit: usize) -> Pa
 
 fn make(group: &'static GroupPage, node: usize, limit: usize, features: u64) -> Pager {
     let layout = Layout::reserve(limit).expect("address space");
-    let mut pager = Pager::new(group, node, layout).expect("a slot");
-    pager.tracks = features & uffd::FEATURE_WRITE_PROTECT != 0;
+    let pager = Pager::new(group, node, layout).expect("a slot");
     let (uffd, _) = Uffd::open(features).expect("tests of the pager need access to userfaultfd");
     uffd.register(layout.arena, layout.slots * PAGE).expect("the arena");
     keep_from_children(layout.arena, layout.slots * PAGE);

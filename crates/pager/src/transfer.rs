@@ -46,9 +46,7 @@ impl Pager {
             }
         };
         let (fd, end) = (self.files.pagemap.load(Relaxed), dst + n * PAGE);
-        // (What the kernel has no memory to scan it may be read from; what came of the first is found again.)
-        let scanned = pagemap::present_runs(fd, dst, end, &mut found)
-            .or_else(|_| pagemap::present_runs_read(fd, dst, end, &mut found));
+        let scanned = pagemap::present_runs_any_way(fd, dst, end, &mut found);
         if scanned.is_err() {
             let done = result.map_or_else(|(bytes, _)| bytes / PAGE, |()| n);
             there = go & (1u64 << done).wrapping_sub(1);

@@ -167,10 +167,8 @@ impl Pager {
             return Err(libc::ENOMEM);
         }
         let scratch = self.layout.scratch + place * SCRATCH_BYTES;
-        // The kernel would end the lock of a whole mapping from which a page is taken. It refuses this advice for locked memory.
-        // SAFETY: advice that drops nothing.
-        let advised = || unsafe { sys!(libc::SYS_madvise, at, len, libc::MADV_COLD) };
-        if self.locks.load(Relaxed) && advised() == Err(libc::EINVAL) {
+        // The kernel would end the lock of a whole mapping from which a page is taken.
+        if self.locks.load(Relaxed) && maps::advise_unlocked(at, len) == Err(libc::EINVAL) {
             return Err(libc::EINVAL);
         }
         // (Where it can be told before that it would be refused, it is not tried: see below.)

@@ -68,6 +68,15 @@ pub fn read_only_at(fd: i32, address: usize) -> Option<(usize, usize)> {
     mapping_at(fd, address).filter(|(.., writable)| !writable).map(|(start, end, _)| (start, end))
 }
 
+/// Gives memory an advice that changes no contents (MADV_COLD), which the kernel refuses where it is locked.
+///
+/// # Errors
+/// `EINVAL`: some of it is locked; `ENOMEM`: some is not mapped.
+pub fn advise_unlocked(at: usize, len: usize) -> Result<(), Errno> {
+    // SAFETY: nothing is dropped.
+    unsafe { sys!(libc::SYS_madvise, at, len, libc::MADV_COLD) }.map(drop)
+}
+
 /// Whether the mapping at an address is registered with a userfaultfd for missing pages; None when there is none, or that
 /// cannot be known.
 pub fn is_registered(address: usize) -> Option<bool> {

@@ -8,6 +8,9 @@ const PRESENT: u64 = 1 << 3;
 const SWAPPED: u64 = 1 << 4;
 const PFNZERO: u64 = 1 << 5;
 const HUGE: u64 = 1 << 6;
+/// Of an entry of the pagemap file: the page is there, or swapped by the kernel.
+const THERE: u64 = 3 << 62;
+const PAGE: usize = 4096;
 /// Bytes of a huge page.
 const HUGE_BYTES: usize = 2 << 20;
 
@@ -33,9 +36,42 @@ pub fn present_runs(fd: i32, start: usize, end: usize, found: impl FnMut(usize, 
 ///
 /// # Errors
 /// The kernel's.
-pub fn present_runs_read(fd: i32, start: usize, end: usize, mut found: impl FnMut(usize, usize)) -> Result<(), Errno> {
-    const PAGE: usize = 4096;
-    const THERE: u64 = 3 << 62;
+pub fn present_runs_read(fd: i32, start: usize, end: usize, found: impl FnMut(usize, usize)) -> Result<(), Errno> {
+    runs_read(fd, start, end, |entry| entry & THERE != 0, found)
+}
+
+/// The same in one way or the other: what the kernel has no memory to scan may be read. What came of the first is found again then.
+///
+/// # Errors
+/// The kernel's: some may have been found.
+pub fn present_runs_any_way(
+    fd: i32,
+    start: usize,
+    end: usize,
+    mut found: impl FnMut(usize, usize),
+) -> Result<(), Errno> {
+    present_runs(fd, start, end, &mut found).or_else(|_| present_runs_read(fd, start, end, &mut found))
+}
+
+/// How many pages of a range are there that are no file's, of a private mapping: those that were written to.
+///
+/// # Errors
+/// The kernel's.
+pub fn anonymous_pages(fd: i32, start: usize, end: usize) -> Result<usize, Errno> {
+    const FILE: u64 = 1 << 61;
+    let mut own = 0;
+    runs_read(fd, start, end, |entry| entry & THERE != 0 && entry & FILE == 0, |from, to| own += (to - from) / PAGE)?;
+    Ok(own)
+}
+
+/// Calls `found(start, end)` for each run of pages whose entries `are` of a kind, at 8 bytes read for each page of the range.
+fn runs_read(
+    fd: i32,
+    start: usize,
+    end: usize,
+    are: impl Fn(u64) -> bool,
+    mut found: impl FnMut(usize, usize),
+) -> Result<(), Errno> {
     let mut entries = [0u64; 512];
     let (mut at, mut run) = (start, None);
     while at < end {
@@ -46,7 +82,7 @@ pub fn present_runs_read(fd: i32, start: usize, end: usize, mut found: impl FnMu
             break;
         }
         for entry in &entries[..read] {
-            match (entry & THERE != 0, run) {
+            match (are(*entry), run) {
                 (true, None) => run = Some(at),
                 (false, Some(from)) => {
                     found(from, at);
@@ -61,28 +97,6 @@ pub fn present_runs_read(fd: i32, start: usize, end: usize, mut found: impl FnMu
         found(from, at);
     }
     Ok(())
-}
-
-/// How many pages of a range are there that are no file's, of a private mapping: those that were written to.
-///
-/// # Errors
-/// The kernel's.
-pub fn anonymous_pages(fd: i32, start: usize, end: usize) -> Result<usize, Errno> {
-    const PAGE: usize = 4096;
-    const THERE: u64 = 3 << 62;
-    const FILE: u64 = 1 << 61;
-    let (mut entries, mut at, mut own) = ([0u64; 512], start, 0);
-    while at < end {
-        let want = ((end - at) / PAGE).min(entries.len());
-        // SAFETY: the buffer is ours and that long.
-        let read = unsafe { sys!(libc::SYS_pread64, fd, entries.as_mut_ptr(), want * 8, at / PAGE * 8) }? / 8;
-        if read == 0 {
-            break;
-        }
-        own += entries[..read].iter().filter(|entry| *entry & THERE != 0 && *entry & FILE == 0).count();
-        at += read * PAGE;
-    }
-    Ok(own)
 }
 
 /// As [`present_runs`] for pages that were read and never written to: the kernel's page of zeros is mapped there.
