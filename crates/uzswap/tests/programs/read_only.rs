@@ -27,6 +27,7 @@ fn what_is_read_only_leaves_for_what_is_used() {
 /// The same where it can be copied, or dropped, in part or not at all.
 #[test]
 fn what_is_read_only_is_right_where_it_cannot_leave() {
+    let _beside = beside();
     let Some(constants) = compile_c("constants") else { return };
     let subject = Subject::new("constants", &[&constants, &"64", &"1000", &"30"]);
     let faults = ("UZSWAP_TEST_FAULTS", "seed=11,drop=1/3,copy=1/30,move_out=1/50,move_in=1/50,pool=1/50");
@@ -41,6 +42,7 @@ fn what_is_read_only_is_right_where_it_cannot_leave() {
 /// they use.
 #[test]
 fn what_the_linker_relocated_leaves_and_stays_read_only() {
+    let _beside = beside();
     let Some(relocated) = compile_c("relocated") else { return };
     let subject = Subject::new("relocated", &[&relocated, &"30"]);
     for faults in ["", "seed=5,drop=1/5,move_out=1/50,pool=1/50"] {
