@@ -68,6 +68,11 @@ impl Pager {
         short || self.over(s, self.margin() as isize, true) > 0
     }
 
+    /// Whether the reclaim thread has something to do that must not wait for the program's CPU, or that it alone does.
+    pub(crate) fn reclaimer_is_wanted(&self, s: &State, excess: isize) -> bool {
+        excess > 0 || self.has_request() || self.wants_read_only(s)
+    }
+
     /// Brings the page of a fault, and what goes with it.
     ///
     /// # Errors

@@ -188,7 +188,7 @@ impl Handler {
                 crew: p.crew_tids(),
                 idles: p.may_leave_idle.load(Relaxed),
             };
-            let busy = p.has_kin() || p.excess(&s) > 0 || p.has_request();
+            let busy = p.has_kin() || p.reclaimer_is_wanted(&s, p.excess(&s));
             s.placement.fault_on(cpu, tid, helpers, busy);
         }
         p.make_room(&mut s, r.vpn);

@@ -233,7 +233,8 @@ impl Pager {
         }
         self.publish(&s);
         let excess = self.excess(&s);
-        s.placement.look(self.reclaimer.load(Relaxed), excess > 0 || self.has_request());
+        let wanted = self.reclaimer_is_wanted(&s, excess);
+        s.placement.look(self.reclaimer.load(Relaxed), wanted);
         let over = excess > 0 || (!self.handler_reclaims(&s) && excess + self.margin() as isize > 0);
         let short = excess + 2 * self.margin() as isize > 0;
         if short && thread::now_ns() - s.rescued_ns > RESCUE_NS {
