@@ -44,6 +44,8 @@ pub struct Scans {
     took: u64,
     /// When memory may be tried to be managed, after that could not be (monotonic nanoseconds).
     pub engage_from: u64,
+    /// How often it could not be, for what may pass.
+    pub refused: u32,
 }
 
 impl Scans {

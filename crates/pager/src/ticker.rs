@@ -40,6 +40,9 @@ const RESCUE_PUT_OFF: u32 = 4;
 /// For how long it is not tried again to have memory managed where that could not be, whoever asks for it: each time all of it is
 /// registered.
 const ENGAGE_AGAIN_NS: u64 = 100_000_000;
+/// The same where what refused it may have passed by then, and how often that is believed.
+const ENGAGE_SOON_NS: u64 = 10_000_000;
+const REFUSED_OFTEN: u32 = 3;
 /// When a scan is tried again that mapping calls under way did not let through.
 const SCAN_AGAIN_NS: u64 = 500_000;
 
@@ -185,27 +188,7 @@ impl Pager {
             self.growth.room.store(room, Relaxed);
             // (What is to be put out on request must be managed first, however far the limit is.)
             if room == 0 || self.is_asked() {
-                let now = thread::now_ns();
-                let tries = now >= scans.engage_from;
-                if tries {
-                    scans.engage_from = now + ENGAGE_AGAIN_NS;
-                }
-                if !tries || self.engage().is_err() {
-                    self.never_gets_on();
-                    self.growth.room.store(usize::MAX, Relaxed);
-                    // (What it planned would count with the others for good.)
-                    self.me().planned.store(0, Relaxed);
-                    if self.group.warns_first(unmanaged::REFUSED) {
-                        self.say(b"uzswap: memory cannot be managed in this process (userfaultfd or threads refused, or no /proc); it runs without a limit; see `uzswap doctor`\n");
-                    }
-                    self.refuse_request();
-                    // (Threads may be had by then. Who is idle does not fill anything.)
-                    return Some(ENGAGE_AGAIN_NS);
-                }
-                self.forget_plans(0);
-                // What made it tight for this one may do so for others, which fill what they mapped before.
-                self.rally();
-                return Some(1_000_000);
+                return Some(self.begin_to_manage(scans));
             }
             self.forget_plans(rss.saturating_sub(before));
             let ns = until_look as u128 * 1_000_000_000 / FASTEST_FILL as u128;
@@ -258,15 +241,51 @@ impl Pager {
         Some(8_000_000)
     }
 
+    /// Engages, where that can be; returns the CPU time until the next look.
+    fn begin_to_manage(&'static self, scans: &mut Scans) -> u64 {
+        let now = thread::now_ns();
+        // (None: it was refused a little ago.)
+        let engaged = if now >= scans.engage_from { self.engage().map_err(Some) } else { Err(None) };
+        match engaged {
+            Ok(()) => {
+                self.forget_plans(0);
+                // What made it tight for this one may do so for others, which fill what they mapped before.
+                self.rally();
+                return 1_000_000;
+            }
+            Err(None) if scans.refused <= REFUSED_OFTEN => return ENGAGE_SOON_NS,
+            Err(None) => {}
+            Err(Some(refused)) if refused.may_pass() && scans.refused < REFUSED_OFTEN => {
+                scans.refused += 1;
+                scans.engage_from = now + ENGAGE_SOON_NS;
+                return ENGAGE_SOON_NS;
+            }
+            Err(Some(refused)) => {
+                scans.refused = REFUSED_OFTEN + 1;
+                scans.engage_from = now + ENGAGE_AGAIN_NS;
+                if self.group.warns_first(unmanaged::REFUSED) {
+                    self.say(refused.sentence().as_bytes());
+                }
+            }
+        }
+        self.never_gets_on();
+        self.growth.room.store(usize::MAX, Relaxed);
+        // (What it planned would count with the others for good.)
+        self.me().planned.store(0, Relaxed);
+        self.refuse_request();
+        // (Threads may be had by then. Who is idle does not fill anything.)
+        ENGAGE_AGAIN_NS
+    }
+
     /// Registers memory and starts the helpers.
-    pub(crate) fn engage(&'static self) -> Result<(), Errno> {
+    pub(crate) fn engage(&'static self) -> Result<(), Refused> {
         // (Before the process became another user's, perhaps: see `credentials`.)
         if self.uffd.load(Relaxed) < 0 {
-            self.open_uffd()?;
+            self.open_uffd().map_err(Refused::of("userfaultfd or /proc"))?;
         }
         let uffd = self.uffd();
         self.calls.order();
-        self.register_own(&uffd)?;
+        self.register_own(&uffd).map_err(Refused::of("registration of uzswap's own memory"))?;
         if self.without_move {
             // What a call moves meanwhile would not be registered where it comes to be.
             self.calls.stop();
@@ -308,13 +327,13 @@ impl Pager {
     }
 
     /// Registers the program's memory and starts the helpers, with the userfaultfd that is there now.
-    fn take_charge(&'static self) -> Result<(), Errno> {
+    fn take_charge(&'static self) -> Result<(), Refused> {
         // First of all the program stops filling unseen what is registered: where processes compete for the CPUs the handler,
         // for which its faults wait, may be tens of milliseconds away.
         self.thp.look();
         let mut s = self.state.lock();
-        self.scan(&mut s)?;
-        self.spawn_helpers()?;
+        self.scan(&mut s).map_err(Refused::of("registration of the program's memory"))?;
+        self.spawn_helpers().map_err(Refused::of("a thread"))?;
         self.publish_pages(&mut s);
         // The handler counts on from here; zero would let it fill as much again before anybody looks.
         s.rss = self.read_rss();
@@ -407,6 +426,36 @@ impl Pager {
     }
 }
 
+/// Why management could not be started.
+#[derive(Debug)]
+pub(crate) struct Refused {
+    what: &'static str,
+    error: Errno,
+}
+
+impl Refused {
+    fn of(what: &'static str) -> impl FnOnce(Errno) -> Self {
+        move |error| Self { what, error }
+    }
+
+    /// Whether it is what a process is told that is starting another program: the kernel makes it no threads from the moment it reads
+    /// that program's file to the one at which all threads end, or the call fails.
+    ///
+    /// The story: of every fifth build one said that memory could not be managed in a process, of a shell that was about to be the
+    /// compiler.
+    fn may_pass(&self) -> bool {
+        self.error == libc::EAGAIN
+    }
+
+    /// What the user is told.
+    fn sentence(&self) -> String {
+        let Self { what, error } = self;
+        format!(
+            "uzswap: memory cannot be managed in this process ({what} refused, error {error}); it runs without a limit; see `uzswap doctor`\n"
+        )
+    }
+}
+
 /// Where management starts.
 fn engage_threshold(limit: usize) -> usize {
     (limit / 4 * 3).min(limit.saturating_sub(64 << 20)).max(limit / 2)
@@ -492,7 +541,8 @@ mod tests {
         p.group.faults.set("thread=1/1", 0).unwrap();
         let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
         let before = open();
-        (0..20).for_each(|_| assert_eq!(p.engage(), Err(libc::EAGAIN)));
+        let engage = || p.engage().map_err(|refused| refused.error);
+        (0..20).for_each(|_| assert_eq!(engage(), Err(libc::EAGAIN)));
         assert_eq!(open(), before);
         // And where not all could be opened.
         let mut most = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
@@ -501,7 +551,7 @@ mod tests {
         let tries = (0..32).map(|few| {
             // SAFETY: as above.
             unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &libc::rlimit { rlim_cur: few, ..most }) };
-            let engaged = p.engage();
+            let engaged = engage();
             // SAFETY: as above.
             unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &most) };
             assert_eq!((open(), p.uffd.load(Relaxed)), (before, -1), "{few} descriptors");
@@ -510,6 +560,26 @@ mod tests {
         let tries = tries.collect::<Vec<_>>();
         let refused = tries.iter().take_while(|tried| **tried == Err(libc::EMFILE)).count();
         assert!(refused > 3 && tries[refused..].iter().all(|tried| *tried == Err(libc::EAGAIN)), "{tries:?}");
+    }
+
+    /// See [`Refused::may_pass`].
+    #[test]
+    fn that_threads_are_refused_is_told_when_it_does_not_pass() {
+        if !testing::by_itself("ticker::tests::that_threads_are_refused_is_told_when_it_does_not_pass") {
+            return;
+        }
+        let p = testing::pager(16 << 20);
+        p.state.lock().pinned.push((0, usize::MAX));
+        p.group.faults.set("thread=1/1", 0).unwrap();
+        let told = || p.group.warned_unmanaged.load(Relaxed) & unmanaged::REFUSED != 0;
+        let mut scans = Scans::default();
+        for _ in 0..REFUSED_OFTEN {
+            assert_eq!((p.begin_to_manage(&mut scans), told()), (ENGAGE_SOON_NS, false));
+            assert_eq!((p.begin_to_manage(&mut scans), told()), (ENGAGE_SOON_NS, false), "it is too soon");
+            scans.engage_from = 0;
+        }
+        assert_eq!((p.begin_to_manage(&mut scans), told()), (ENGAGE_AGAIN_NS, true));
+        assert_eq!(p.begin_to_manage(&mut scans), ENGAGE_AGAIN_NS, "it is too soon");
     }
 
     /// The story: a disk stood still while a program's only thread waited for it. After half a second nobody looked after the handler,
