@@ -172,8 +172,8 @@ pub struct Counters {
     pub swap_read_bytes: AtomicU64,
     /// Bytes written to the swap file (bytes, cumulative).
     pub swap_write_bytes: AtomicU64,
-    /// Writes to the swap file that went by io_uring (events).
-    pub swap_uring_writes: AtomicU64,
+    /// Writes to the swap file that a second thread made, beside the one that plans them (events).
+    pub swap_side_writes: AtomicU64,
     /// Reads from the swap file that went by io_uring (events).
     pub swap_uring_reads: AtomicU64,
     /// Reads of the swap file that failed, or gave what had not been written (events).
@@ -254,7 +254,7 @@ impl Counters {
             &self.reject_reclaim_fail,
             &self.swap_read_bytes,
             &self.swap_write_bytes,
-            &self.swap_uring_writes,
+            &self.swap_side_writes,
             &self.swap_uring_reads,
             &self.swap_read_errors,
             &self.swap_write_errors,

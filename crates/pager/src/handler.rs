@@ -65,6 +65,7 @@ impl Pager {
     /// The handler thread, the first one (see `watch`).
     pub fn handler_loop(&self) -> ! {
         self.may_leave_idle.store(thread::may_leave_idle_policy(), Relaxed);
+        thread::keep_io_priority();
         thread::set_idle_policy(0, true);
         let mut handler = Box::new(Handler::default());
         {

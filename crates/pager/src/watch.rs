@@ -161,6 +161,7 @@ impl Pager {
 
 extern "C" fn run_relief(arg: usize) -> ! {
     let p = pager(arg);
+    thread::keep_io_priority();
     p.serve_until_relieved(p.take_duty())
 }
 

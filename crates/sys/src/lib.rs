@@ -18,6 +18,7 @@ pub mod socket;
 pub mod stream;
 pub mod thp;
 pub mod thread;
+pub mod transfer;
 pub mod uffd;
 pub mod uffd_shared;
 pub mod uring;

@@ -233,6 +233,28 @@ pub fn set_idle_policy(tid: i32, idle: bool) {
     let _ = unsafe { sys!(libc::SYS_sched_setscheduler, tid, policy, &raw const param) };
 }
 
+/// Keeps the I/O priority of the calling thread what it is, whatever its scheduling policy becomes.
+///
+/// Where none was set (`ionice`) the kernel goes by policy and niceness, and disk schedulers (mq-deadline, BFQ) let what a `SCHED_IDLE`
+/// thread reads wait for all that others do, up to ten seconds.
+pub fn keep_io_priority() {
+    const WHO_PROCESS: i32 = 1;
+    const CLASS_SHIFT: usize = 13;
+    const BEST_EFFORT: usize = 2;
+    // SAFETY: numbers only.
+    let Ok(set) = (unsafe { sys!(libc::SYS_ioprio_get, WHO_PROCESS, 0) }) else { return };
+    // (Of a thread of which none was set some kernels say what it comes to, others that none is.)
+    let priority = if set >> CLASS_SHIFT == 0 {
+        // SAFETY: numbers only. (The kernel says 20 less the niceness, and goes from 0 to 7 by the niceness: `task_nice_ioprio`.)
+        let Ok(nice) = (unsafe { sys!(libc::SYS_getpriority, libc::PRIO_PROCESS, 0) }) else { return };
+        (BEST_EFFORT << CLASS_SHIFT) + (40 - nice) / 5
+    } else {
+        set
+    };
+    // SAFETY: numbers only.
+    let _ = unsafe { sys!(libc::SYS_ioprio_set, WHO_PROCESS, 0, priority) };
+}
+
 /// Whether the calling thread could leave the policy `SCHED_IDLE` again that it took (or another thread could have it leave).
 ///
 /// The kernel allows that to who has `CAP_SYS_NICE`, or a limit on niceness (`RLIMIT_NICE`) that the thread's own is within;
@@ -364,6 +386,28 @@ mod tests {
     use super::*;
     use core::sync::atomic::{AtomicBool, Ordering::*};
     use std::sync::Barrier;
+
+    /// The story: what a fault waited for was read as the least important of all, and beside other processes' I/O took seconds.
+    #[test]
+    fn what_an_idle_thread_reads_is_as_urgent_as_before() {
+        let class = || {
+            // SAFETY: numbers only.
+            unsafe { sys!(libc::SYS_ioprio_get, 1, 0) }.unwrap() >> 13
+        };
+        let of_another = |keep: bool| {
+            let asked = std::thread::spawn(move || {
+                if keep {
+                    keep_io_priority();
+                }
+                set_idle_policy(0, true);
+                class()
+            });
+            asked.join().unwrap()
+        };
+        assert_eq!(of_another(true), 2, "best effort");
+        // (Older kernels do not say what none comes to.)
+        assert!([0, 3].contains(&of_another(false)), "idle");
+    }
 
     /// Two threads that want all of one CPU: one of them waits, the kernel says how long, and the time on the CPU is not in it.
     #[test]

@@ -1,4 +1,4 @@
-//! io_uring: transfers that are begun now and looked for later. Linux 5.6 has all that is used here.
+//! io_uring: reads that are begun now and looked for later. Linux 5.6 has all that is used here.
 //!
 //! The least of it: one ring, used by one thread at a time, with ordinary descriptors and buffers, entered by one system call
 //! that submits and waits. No kernel thread polls. A thread may hand its ring to another, with transfers under way, and
@@ -17,7 +17,6 @@ const OFF_SQ_RING: usize = 0;
 const OFF_SQES: usize = 0x1000_0000;
 const ENTER_GETEVENTS: u32 = 1;
 const OP_READ: u8 = 22;
-const OP_WRITE: u8 = 23;
 
 /// Offsets in the ring's memory, of the submission or the completion queue (`array` is where `cqes` are in the latter).
 #[repr(C)]
@@ -131,34 +130,14 @@ impl Uring {
         unsafe { AtomicU32::from_ptr((self.memory + offset as usize) as *mut u32) }
     }
 
-    /// Begins to write; the result is found by [`Uring::next`] under `tag`.
-    ///
-    /// # Errors
-    /// `EBUSY` when as many are under way as the ring is for; the kernel's. The write was not begun then.
-    ///
-    /// # Safety
-    /// `len` bytes from `from` on must stay as they are until the result was found.
-    pub unsafe fn write(&mut self, fd: i32, from: *const u8, len: usize, at: u64, tag: u64) -> Result<(), Errno> {
-        self.begin(OP_WRITE, fd, from as u64, len, at, tag)
-    }
-
     /// Begins to read; the result is found by [`Uring::next`] under `tag`.
     ///
     /// # Errors
-    /// As [`Uring::write`].
+    /// `EBUSY` when as many are under way as the ring is for; the kernel's. It was not begun then.
     ///
     /// # Safety
     /// `len` bytes from `to` on must be nobody else's until the result was found.
     pub unsafe fn read(&mut self, fd: i32, to: *mut u8, len: usize, at: u64, tag: u64) -> Result<(), Errno> {
-        self.begin(OP_READ, fd, to as u64, len, at, tag)
-    }
-
-    /// The ring's descriptor: readable, as poll(2) has it, while a transfer has ended whose result was not found yet.
-    pub fn fd(&self) -> i32 {
-        self.fd
-    }
-
-    fn begin(&mut self, opcode: u8, fd: i32, addr: u64, len: usize, at: u64, tag: u64) -> Result<(), Errno> {
         if self.under_way == self.params.sq_entries {
             return Err(libc::EBUSY);
         }
@@ -166,7 +145,8 @@ impl Uring {
         // (Only we move the tail, and the kernel has taken all there was: it is entered for each.)
         let tail = self.word(sq.tail).load(Relaxed);
         let i = tail & self.word(sq.mask).load(Relaxed);
-        let sqe = Sqe { opcode, fd, off: at, addr, len: len as u32, user_data: tag, ..Sqe::default() };
+        let sqe =
+            Sqe { opcode: OP_READ, fd, off: at, addr: to as u64, len: len as u32, user_data: tag, ..Sqe::default() };
         // SAFETY: entry `i` is within the mapped entries (the mask sees to it), and the kernel does not read it before
         // the tail says so.
         unsafe { (self.sqes as *mut Sqe).add(i as usize).write(sqe) };
@@ -190,10 +170,15 @@ impl Uring {
         }
     }
 
+    /// The ring's descriptor: readable, as poll(2) has it, while a transfer has ended whose result was not found yet.
+    pub fn fd(&self) -> i32 {
+        self.fd
+    }
+
     fn enter(&self, submit: u32, wait: u32) -> Result<usize, Errno> {
         let flags = if wait > 0 { ENTER_GETEVENTS } else { 0 };
         loop {
-            // SAFETY: no signal mask is given; what is submitted was vouched for by who called `write` or `read`.
+            // SAFETY: no signal mask is given; what is submitted was vouched for by who called `read`.
             match unsafe { sys!(libc::SYS_io_uring_enter, self.fd, submit, wait, flags, 0, 0) } {
                 Err(libc::EINTR) => {}
                 other => return other,
@@ -248,33 +233,9 @@ mod tests {
     }
 
     #[test]
-    fn writes_arrive_and_say_how_much() {
-        let Some(mut ring) = ring(2) else { return };
-        let file = tempfile();
-        assert_eq!(ring.next(true), Ok(None), "nothing is under way");
-        let bytes: Vec<u8> = (0..300_000).map(|i| (i % 251) as u8).collect();
-        for turn in 0..50u64 {
-            let at = turn * 600_000;
-            for tag in 0..2 {
-                // SAFETY: the bytes stay.
-                unsafe { ring.write(file.as_raw_fd(), bytes.as_ptr(), bytes.len(), at + tag * 300_000, tag) }.unwrap();
-            }
-            assert_eq!(ring.under_way(), 2);
-            // SAFETY: it is refused.
-            let more = unsafe { ring.write(file.as_raw_fd(), bytes.as_ptr(), 1, 0, 9) };
-            assert_eq!(more, Err(libc::EBUSY));
-            let mut tags = [0, 1].map(|_| ring.next(true).unwrap().unwrap());
-            tags.sort();
-            assert_eq!(tags, [(0, Ok(300_000)), (1, Ok(300_000))]);
-            let mut back = vec![0; 600_000];
-            file.read_exact_at(&mut back, at).unwrap();
-            assert!(back[..300_000] == bytes && back[300_000..] == bytes);
-        }
-    }
-
-    #[test]
     fn reads_bring_what_is_there_and_poll_says_when() {
         let Some(mut ring) = ring(4) else { return };
+        assert_eq!(ring.next(true), Ok(None), "nothing is under way");
         let file = tempfile();
         let bytes: Vec<u8> = (0..64 << 10).map(|i| (i / 4096 * 7 + i % 4096 % 13) as u8).collect();
         file.write_all_at(&bytes, 0).unwrap();
@@ -283,6 +244,9 @@ mod tests {
             // SAFETY: each has its own memory, which stays.
             unsafe { ring.read(file.as_raw_fd(), part.as_mut_ptr(), 16 << 10, (i as u64) << 14, i as u64) }.unwrap();
         }
+        assert_eq!(ring.under_way(), 4);
+        // SAFETY: it is refused.
+        assert_eq!(unsafe { ring.read(file.as_raw_fd(), bytes.as_ptr().cast_mut(), 1, 0, 9) }, Err(libc::EBUSY));
         let mut poll = libc::pollfd { fd: ring.fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: one pollfd.
         while unsafe { libc::poll(&raw mut poll, 1, 10_000) } != 1 {}
@@ -301,8 +265,8 @@ mod tests {
     #[test]
     fn errors_are_those_of_the_transfer() {
         let Some(mut ring) = ring(2) else { return };
-        // SAFETY: nothing is written.
-        unsafe { ring.write(-1, [0u8].as_ptr(), 1, 0, 7) }.unwrap();
+        // SAFETY: nothing is read.
+        unsafe { ring.read(-1, [0u8].as_mut_ptr(), 1, 0, 7) }.unwrap();
         assert_eq!(ring.next(true), Ok(Some((7, Err(libc::EBADF)))));
         assert_eq!(ring.next(false), Ok(None));
     }

@@ -225,7 +225,7 @@ fn own_stat(usage: &Usage, totals: &Totals, e: &Events) -> Lines {
         ("nr_disk_swapins", c.nr_disk_swapins),
         ("swap_read_bytes", c.swap_read_bytes),
         ("swap_write_bytes", c.swap_write_bytes),
-        ("swap_uring_writes", c.swap_uring_writes),
+        ("swap_side_writes", c.swap_side_writes),
         ("swap_uring_reads", c.swap_uring_reads),
         ("swap_read_errors", c.swap_read_errors),
         ("swap_write_errors", c.swap_write_errors),

@@ -93,7 +93,7 @@ impl Swap {
         let swap = Swap::share(Store::File(file), bytes, policy, config.encrypt_swap == Some(true));
         if let Ok(swap) = &swap {
             swap.map().direct.store(u32::from(direct), Relaxed);
-            // (A direct write by io_uring may outlive its process: see `await_late` of the pager.)
+            // (A direct write may outlive what its process seems to live: see `await_late` of the pager.)
             let plain = !env_allows("plain") || (direct && !punches);
             swap.map().plain.store(u32::from(plain), Relaxed);
         }

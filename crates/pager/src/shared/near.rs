@@ -85,6 +85,7 @@ impl Near {
 impl Server {
     /// The thread.
     fn serve_near(&self, id: u64, near: &Near) {
+        thread::keep_io_priority();
         thread::set_idle_policy(0, true);
         let mut cpu = None;
         loop {

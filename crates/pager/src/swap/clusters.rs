@@ -22,8 +22,8 @@
 //! - *release* clears the bit first and looks at the other rows then: of two that release at once one sees that it was
 //!   the last. A reference that passes from row to row by a fork under way could be missed, so `forks` counts the rows
 //!   inherited, and who looks starts over when it changed.
-//! - A write that the kernel has may go on when its process has ended: of io_uring nobody waits for it then. So a row says which
-//!   clusters are being written to in that way. Who empties it marks them as *late*: nobody writes there before all such writes are
+//! - A write past the page cache may go on when its process seems to have ended, or executes another program: the thread that makes it
+//!   ends last. So a row says which clusters are being written to. Who empties it marks them as *late*: nobody writes there before all such writes are
 //!   known to have ended, for which all references must be gone (`Pager::await_late`).
 
 use super::pipeline::DEPTH;
@@ -60,7 +60,7 @@ struct Row {
     heir: AtomicU64,
     /// The thread id of its ticker, once known: without it the process executes a program that is not managed.
     ticker: AtomicU32,
-    /// The clusters that it writes to just now by io_uring, each + 1; 0 for none.
+    /// The clusters that it writes to just now, each + 1; 0 for none.
     writing: [AtomicU32; DEPTH],
     bits: [AtomicU64; WORDS],
 }
@@ -86,7 +86,7 @@ pub struct ClusterMap {
     pub remote: AtomicU32,
     /// 1: transfers bypass the page cache (`O_DIRECT`), which the file system was seen to do.
     pub direct: AtomicU32,
-    /// 1: io_uring is not to be used.
+    /// 1: io_uring is not to be used, nor is it noted who writes where, as holes, by which that is waited for, cannot be punched.
     pub plain: AtomicU32,
     /// 1: what is written is encrypted, with a key of each process.
     pub encrypt: AtomicU32,

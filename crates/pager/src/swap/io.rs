@@ -5,6 +5,7 @@
 
 use crate::inject::{SLOW_NS, Site};
 use crate::pager::Pager;
+use crate::swap::pipeline::Second;
 use crate::swap::readers::Readers;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::*};
 use uzswap_mm::swapfile::BLOCK;
@@ -44,6 +45,8 @@ pub struct Tier {
     pub helps: AtomicBool,
     /// The threads that read where io_uring cannot be used.
     pub readers: Readers,
+    /// The second thread that writes.
+    pub second: Second,
     /// What is readable when a read has ended (the handler polls it); -1 where none can be under way.
     pub reads_fd: AtomicI32,
     /// When the reads and the writes under way were begun or went on last (monotonic nanoseconds), 0 when there is none. A write is
@@ -62,6 +65,7 @@ impl Default for Tier {
             writes: AtomicU32::new(0),
             helps: AtomicBool::new(true),
             readers: Readers::default(),
+            second: Second::default(),
             reads_fd: AtomicI32::new(-1),
             began: [AtomicU64::new(0), AtomicU64::new(0)],
             stalled: [AtomicU64::new(0), AtomicU64::new(0)],
@@ -73,6 +77,7 @@ impl Tier {
     /// In a forked child: no transfer is under way, and nobody makes any.
     pub(crate) fn forget_transfers(&self) {
         self.readers.forget();
+        self.second.forget();
         self.reads_fd.store(-1, Relaxed);
         self.began.iter().for_each(|began| began.store(0, Relaxed));
     }
@@ -295,7 +300,7 @@ impl Pager {
     /// Waits until nobody is writing to a late cluster any more, to which this process alone refers: by punching a hole, for which
     /// a file system waits for all direct writes, as what they go to is free then.
     ///
-    /// The story: a member was killed with a write under way, which io_uring leaves to the kernel, and the disk was slow. Another wrote
+    /// The story: a member was killed with a write under way, which was left to the kernel, and the disk was slow. Another wrote
     /// to the cluster, and then the dead one's write came: pages of a process that had nothing to do with it were lost.
     ///
     /// # Errors

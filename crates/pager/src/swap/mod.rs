@@ -442,6 +442,7 @@ impl Pager {
     pub(crate) fn end_swap(&self) {
         turns::wake_writer(self.me());
         crate::letgo::await_end(self.writer.load(Relaxed));
+        self.tier.second.end();
         self.tier.readers.end();
     }
 

@@ -1,48 +1,78 @@
-//! Writes under way: two at once by io_uring, so that the next run is planned while the disk has the last one; where
-//! io_uring is refused, one after the other.
+//! Writes under way: two at once, so that the next run is planned while the disk has the last one.
 //!
 //! ```text
-//! buffer 0   plan │ write ·················· │ complete, plan │ write ····
-//! buffer 1        │ plan │ write ················· │ complete, plan │ ···
+//! buffer 0   plan │ write (second thread) ····· │ complete, plan │ write ····
+//! buffer 1        │ plan │ write ······· │ complete, plan │ ···
 //! ```
-//! A buffer is the kernel's from `begin_write` to the end of that write, and its objects stay in the pool and in the
+//! The writing thread has a second one write, and goes on planning; when that is busy it writes by itself. The second one is started
+//! when several runs came one after the other: a process that writes now and then has none.
+//!
+//! Both wait in the system call. The story: writes went by io_uring, which leaves what a file system has to do when a write to new
+//! room has ended (it says in its tables that the room is written) to a thread of the kernel's. Where a process that faults competes
+//! for its CPU such threads get none for up to 15 seconds (kernel 6.18, in a group of tasks: see ARCHITECTURE.md). Nothing left the
+//! pool meanwhile, and of two builds on two CPUs every other one took twice as long. Who waits in the call does it by himself.
+//!
+//! A buffer is the second thread's from `begin_write` to the end of that write, and its objects stay in the pool and in the
 //! books as long: so two runs never cover the same block, and a read of a neighbour meets a run that is half written only
 //! in pages that nobody has on disk yet.
 //!
 //! Used by the writing thread alone.
 
-use super::io::{WRITE, some_blocks};
+use super::io::WRITE;
 use super::writeback::{Block, RUN_BYTES, blocks, bytes_of};
 use crate::inject::Site;
+use crate::letgo::await_end;
 use crate::pager::Pager;
-use core::sync::atomic::Ordering::*;
-use uzswap_mm::swapfile::BLOCK;
+use crate::ticker::{pager, stack};
+use core::sync::atomic::{AtomicI32, Ordering::*};
 use uzswap_sys::raw::Errno;
-use uzswap_sys::uring::Uring;
-use uzswap_sys::{blockio, thread};
+use uzswap_sys::thread;
+use uzswap_sys::transfer::{Job, Transfer};
 
 /// Writes under way at once, at most.
 pub(super) const DEPTH: usize = crate::object::WRITING_BY.len();
 
-/// A write that was begun.
-#[derive(Clone, Copy)]
-struct Write {
-    at: u64,
-    len: usize,
-    /// It was done at once: what became of it.
-    done: Option<Result<(), Errno>>,
-    /// It is to fail, and how (see [`Pager::swap_write`]).
-    injected: Option<u64>,
-}
+/// Runs written in a row from which on a second thread writes.
+const IN_A_ROW: u32 = 3;
+/// Its stack: after the one of a handler that relieved another.
+const STACK: usize = 12;
+
+/// What became of a write; None while the second thread is at it.
+type Write = Option<Result<(), Errno>>;
 
 /// A write that has ended, and whether all of it is in the file.
 pub(super) type Ended = (usize, Result<(), Errno>);
 
+/// The second thread that writes.
+#[derive(Default)]
+pub struct Second {
+    job: Job,
+    /// Its id, 0 until it is started, -1 if it could not be.
+    tid: AtomicI32,
+}
+
+impl Second {
+    /// Ends it, if it runs; for who has seen to it that nothing more is asked of it.
+    pub(super) fn end(&self) {
+        self.job.end();
+        await_end(self.tid.load(Relaxed));
+    }
+
+    /// In a forked child: there is none.
+    pub(super) fn forget(&self) {
+        self.tid.store(0, Relaxed);
+        self.job.forget();
+    }
+}
+
 /// The writes under way and their buffers.
 pub(super) struct Writes {
-    ring: Option<Uring>,
+    /// Whether there may be two.
+    pairs: bool,
     buffers: [Vec<Block>; DEPTH],
     writes: [Option<Write>; DEPTH],
+    /// Runs that were written without a rest between them.
+    in_a_row: u32,
     /// For how long a free buffer was waited for since this was last taken (nanoseconds).
     waited_ns: u64,
 }
@@ -50,17 +80,21 @@ pub(super) struct Writes {
 impl Writes {
     /// None under way; to be called with the lock held, as all that allocates.
     pub(super) fn new(pager: &Pager) -> Self {
-        let may = pager.clusters.is_some_and(|map| map.plain.load(Relaxed) == 0 && !map.is_remote());
-        let ring = if may { Uring::new(DEPTH as u32).ok() } else { None };
-        // (Without a ring the first buffer is always free again.)
-        let size = |i| if i == 0 || ring.is_some() { RUN_BYTES } else { 0 };
+        // (To a server there is one connection.)
+        let pairs = pager.clusters.is_some_and(|map| !map.is_remote());
+        let size = |i| if i == 0 || pairs { RUN_BYTES } else { 0 };
         let buffers = core::array::from_fn(|i| blocks(size(i)));
-        Self { ring, buffers, writes: [None; DEPTH], waited_ns: 0 }
+        Self { pairs, buffers, writes: [None; DEPTH], in_a_row: 0, waited_ns: 0 }
     }
 
     /// A buffer that is free.
     pub(super) fn free(&self) -> Option<usize> {
-        self.writes.iter().position(Option::is_none)
+        self.writes.iter().zip(&self.buffers).position(|(write, buffer)| write.is_none() && !buffer.is_empty())
+    }
+
+    /// There is nothing to write for now.
+    pub(super) fn rest(&mut self) {
+        self.in_a_row = 0;
     }
 
     /// Whether a write is under way.
@@ -75,7 +109,7 @@ impl Writes {
 
     /// A free buffer's bytes.
     pub(super) fn buffer(&mut self, slot: usize) -> &mut [u8] {
-        debug_assert!(self.writes[slot].is_none(), "the kernel has it");
+        debug_assert!(self.writes[slot].is_none(), "it is being written");
         bytes_of(&mut self.buffers[slot])
     }
 }
@@ -86,25 +120,44 @@ impl Pager {
         if !writes.under_way() {
             self.tier.began[WRITE].store(thread::now_ns(), Relaxed);
         }
-        let bytes = &bytes_of(&mut writes.buffers[slot])[..len];
-        // (One that is to be slow is made by this thread.)
-        if let Some(ring) = writes.ring.as_mut().filter(|_| !self.is_injected(Site::SwapSlow)) {
-            let injected = self.inject(Site::SwapWrite);
-            // What fails has reached the disk in part.
-            let part = injected.map_or(len, |bits| some_blocks(bits, len).max(BLOCK));
-            let fd = self.tier.file.load(Acquire);
-            self.note_writing(slot, Some(at));
-            // SAFETY: the buffer is not touched, and not freed, until the write is found ended.
-            if unsafe { ring.write(fd, bytes.as_ptr(), part, at, slot as u64) }.is_ok() {
-                writes.writes[slot] = Some(Write { at, len, done: None, injected });
+        writes.in_a_row += 1;
+        self.note_writing(slot, Some(at));
+        let bytes = &mut bytes_of(&mut writes.buffers[slot])[..len];
+        if writes.pairs && writes.in_a_row >= IN_A_ROW && self.has_second() {
+            let what = Transfer { at, bytes: bytes.as_mut_ptr(), len, last: false };
+            if self.tier.second.job.post(what) {
+                writes.writes[slot] = Some(None);
                 return;
             }
-            self.note_writing(slot, None);
         }
         let began = thread::now_ns();
-        let done = Some(self.swap_write(at, bytes));
+        let done = self.swap_write(at, bytes);
         writes.waited_ns += thread::now_ns() - began;
-        writes.writes[slot] = Some(Write { at, len, done, injected: None });
+        self.note_writing(slot, None);
+        writes.writes[slot] = Some(Some(done));
+    }
+
+    /// Starts the second thread, if it does not run; whether it does.
+    fn has_second(&self) -> bool {
+        let tid = &self.tier.second.tid;
+        // (The tests' pagers have no stacks for threads of their own.)
+        if tid.load(Relaxed) == 0 && self.writer.load(Relaxed) > 0 {
+            let me = core::ptr::from_ref(self) as usize;
+            let refused = self.inject(Site::Thread).is_some();
+            // SAFETY: a stack of ours that no other helper has; the entry never returns.
+            let spawn = || unsafe { thread::spawn(stack(self, STACK), false, run, me) };
+            tid.store(if refused { -1 } else { spawn().unwrap_or(-1) }, Relaxed);
+        }
+        tid.load(Relaxed) > 0
+    }
+
+    /// In the second thread, until it is to end.
+    fn write_for_another(&self) {
+        while let Some(what) = self.tier.second.job.next() {
+            // SAFETY: the writing thread has lent these bytes until it takes the result.
+            let bytes = unsafe { core::slice::from_raw_parts(what.bytes, what.len) };
+            self.tier.second.job.done(self.swap_write(what.at, bytes));
+        }
     }
 
     /// The books have been told of a write that had ended.
@@ -113,12 +166,13 @@ impl Pager {
         self.tier.began[WRITE].store(now, Relaxed);
     }
 
-    /// The others are to know where the kernel has a write of this process, or that it has none any more. (One through the page cache
-    /// is done by threads of the process.)
+    /// The others are to know where this process writes to, or that it does not any more: a thread that is in the middle of it ends
+    /// later than the process seems to have.
     fn note_writing(&self, slot: usize, at: Option<u64>) {
         if let (Some(map), Some(row)) = (self.clusters, self.own_row_if_any())
             && let Some(geometry) = map.geometry()
             && map.direct.load(Relaxed) != 0
+            && map.plain.load(Relaxed) == 0
         {
             map.note_writing(row, slot, at.map(|at| (at >> geometry.cluster_shift) as u32));
         }
@@ -137,44 +191,24 @@ impl Pager {
 
     /// A write that has ended. With `wait` there is one if any is under way.
     pub(super) fn next_ended(&self, writes: &mut Writes, wait: bool) -> Option<Ended> {
-        if let Some(slot) = writes.writes.iter().position(|w| w.is_some_and(|w| w.done.is_some())) {
-            let ended = writes.writes[slot].take()?.done?;
+        if let Some(slot) = writes.writes.iter().position(|write| write.is_some_and(|done| done.is_some())) {
+            let ended = writes.writes[slot].take()??;
             return Some((slot, ended));
         }
-        let ring = writes.ring.as_mut()?;
-        let (slot, ended) = loop {
-            match ring.next(wait) {
-                Ok(found) => break found?,
-                // (The kernel has no memory for it just now: the buffers stay its own.)
-                Err(_) => thread::sleep_ns(1_000_000),
-            }
-        };
-        let slot = slot as usize;
-        self.note_writing(slot, None);
-        let write = writes.writes[slot].take()?;
-        let result = self.settle(write, ended, &bytes_of(&mut writes.buffers[slot])[..write.len]);
-        self.counters().swap_uring_writes.fetch_add(1, Relaxed);
-        self.wrote(write.len, result);
-        Some((slot, result))
-    }
-
-    /// What became of a write: one that was cut short is gone on with.
-    fn settle(&self, write: Write, ended: Result<usize, Errno>, bytes: &[u8]) -> Result<(), Errno> {
-        let ended = match write.injected.map(|bits| bits % 4) {
-            Some(0) => Err(libc::EIO),
-            Some(1) => Err(libc::ENOSPC),
-            _ => ended,
-        };
-        let done = match ended {
-            Ok(n) if n == write.len => return Ok(()),
-            Ok(0) => return Err(libc::EIO),
-            Ok(n) => n / BLOCK * BLOCK,
-            Err(libc::EINTR | libc::EAGAIN) => 0,
-            Err(e) => return Err(e),
-        };
-        if write.injected.is_some_and(|bits| bits % 4 == 2) {
-            return Err(libc::EIO);
+        let slot = writes.writes.iter().position(Option::is_some)?;
+        let job = &self.tier.second.job;
+        if wait {
+            job.wait();
         }
-        blockio::write_all(self.tier.file.load(Acquire), &bytes[done..], write.at + done as u64)
+        let ended = job.take()?;
+        self.note_writing(slot, None);
+        writes.writes[slot] = None;
+        self.counters().swap_side_writes.fetch_add(1, Relaxed);
+        Some((slot, ended))
     }
+}
+
+extern "C" fn run(arg: usize) -> ! {
+    pager(arg).write_for_another();
+    thread::exit()
 }

@@ -4,50 +4,34 @@
 //! handler posts a read and goes on; the thread raises an event that the handler polls with its messages. A thread is
 //! started when its slot is first used, so a program of which one thread faults has one.
 //!
-//! ```text
-//! idle ─ the handler writes what and where ─▶ posted ─ the thread reads ─▶ done ─ the handler takes the result ─▶ idle
-//! ```
-//! The state's word orders it: what is written before it changes is the other side's afterwards. A forked child has no
-//! such threads: [`Readers::forget`].
+//! How a read is handed over: `sys`'s `transfer`. A forked child has no such threads: [`Readers::forget`].
 
 use super::reads::NOT_TRIED;
-use crate::letgo::{PAUSE_NS, await_end};
+use crate::letgo::await_end;
 use crate::pager::Pager;
 use crate::state::State;
 use crate::ticker::stack;
-use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
+use core::sync::atomic::{AtomicI32, Ordering::*};
 use uzswap_sys::raw::Errno;
-use uzswap_sys::{eventfd, lock, thread};
+use uzswap_sys::transfer::{Job, Transfer};
+use uzswap_sys::{eventfd, thread};
 
 /// Threads at most.
 pub const READERS: usize = 4;
 /// The stack of the first: after those of `compress`.
 const FIRST_STACK: usize = 7;
 
-const IDLE: u32 = 0;
-const POSTED: u32 = 1;
-const DONE: u32 = 2;
-/// The thread is to end.
-const ENDED: u32 = 3;
-
-/// What one thread is to read.
+/// One of them.
 #[derive(Default)]
-struct Job {
-    /// [`IDLE`] and the others (a futex word).
-    state: AtomicU32,
+struct Reader {
+    job: Job,
     /// The thread's id, 0 until it is started, -1 if it could not be.
     tid: AtomicI32,
-    at: AtomicU64,
-    to: AtomicUsize,
-    len: AtomicUsize,
-    last: AtomicBool,
-    /// An error number, 0 for none.
-    result: AtomicI32,
 }
 
 /// All of them.
 pub struct Readers {
-    jobs: [Job; READERS],
+    all: [Reader; READERS],
     /// What they raise; -1 for nothing.
     pub event: AtomicI32,
     /// Their connections to the command, where there is a server, but for the first's: -1 for none.
@@ -56,7 +40,7 @@ pub struct Readers {
 
 impl Default for Readers {
     fn default() -> Self {
-        Self { jobs: Default::default(), event: AtomicI32::new(-1), links: [const { AtomicI32::new(-1) }; READERS - 1] }
+        Self { all: Default::default(), event: AtomicI32::new(-1), links: [const { AtomicI32::new(-1) }; READERS - 1] }
     }
 }
 
@@ -64,46 +48,29 @@ impl Readers {
     /// Has thread `i` fill `bytes`, which are its own until the result was taken, in a last try or another; false when there is no
     /// such thread.
     pub(super) fn post(&self, i: usize, at: u64, bytes: &mut [u8], last: bool) -> bool {
-        let job = &self.jobs[i];
-        if job.tid.load(Relaxed) <= 0 || job.state.load(Acquire) != IDLE {
-            return false;
-        }
-        job.at.store(at, Relaxed);
-        job.to.store(bytes.as_mut_ptr() as usize, Relaxed);
-        job.len.store(bytes.len(), Relaxed);
-        job.last.store(last, Relaxed);
-        job.state.store(POSTED, Release);
-        lock::futex_wake(&job.state, 1, false);
-        true
+        let reader = &self.all[i];
+        reader.tid.load(Relaxed) > 0
+            && reader.job.post(Transfer { at, bytes: bytes.as_mut_ptr(), len: bytes.len(), last })
     }
 
     /// What became of the read of thread `i`, if it has ended.
     pub(super) fn take(&self, i: usize) -> Option<Result<(), Errno>> {
-        let job = &self.jobs[i];
-        (job.state.load(Acquire) == DONE).then(|| {
-            let result = job.result.load(Relaxed);
-            job.state.store(IDLE, Release);
-            if result == 0 { Ok(()) } else { Err(result) }
-        })
+        self.all[i].job.take()
     }
 
     /// Ends those that run; for who has seen to it that nothing more is asked of them.
     pub(super) fn end(&self) {
-        for job in &self.jobs {
-            while job.state.load(Acquire) == POSTED {
-                thread::sleep_ns(PAUSE_NS);
-            }
-            job.state.store(ENDED, SeqCst);
-            lock::futex_wake(&job.state, 1, false);
-            await_end(job.tid.load(Relaxed));
+        for reader in &self.all {
+            reader.job.end();
+            await_end(reader.tid.load(Relaxed));
         }
     }
 
     /// In a forked child: there are none.
     pub(crate) fn forget(&self) {
-        for job in &self.jobs {
-            job.tid.store(0, Relaxed);
-            job.state.store(IDLE, Relaxed);
+        for reader in &self.all {
+            reader.tid.store(0, Relaxed);
+            reader.job.forget();
         }
         self.event.store(-1, Relaxed);
     }
@@ -113,13 +80,12 @@ impl Readers {
 impl Readers {
     /// Thread `i` has this id, or could not be started.
     pub(super) fn set_tid(&self, i: usize, tid: i32) {
-        self.jobs[i].tid.store(tid, Relaxed);
+        self.all[i].tid.store(tid, Relaxed);
     }
 
     /// The read of thread `i` has ended.
     pub(super) fn end_by_hand(&self, i: usize, result: Errno) {
-        self.jobs[i].result.store(result, Relaxed);
-        self.jobs[i].state.store(DONE, Release);
+        self.all[i].job.done(if result == 0 { Ok(()) } else { Err(result) });
     }
 }
 
@@ -127,7 +93,7 @@ impl Pager {
     /// Starts reader `i` if it does not run, with the lock held.
     pub(super) fn start_reader(&self, s: &State, i: usize) {
         const RUN: [extern "C" fn(usize) -> !; READERS] = [run::<0>, run::<1>, run::<2>, run::<3>];
-        let tid = &self.tier.readers.jobs[i].tid;
+        let tid = &self.tier.readers.all[i].tid;
         // (The tests' pagers have no stacks for threads of their own: nobody runs there.)
         if tid.load(Relaxed) != 0 || self.tier.readers.event.load(Relaxed) < 0 {
             return;
@@ -144,25 +110,15 @@ impl Pager {
     }
 
     fn read_for_ever(&self, i: usize) -> ! {
-        let job = &self.tier.readers.jobs[i];
-        loop {
-            let state = job.state.load(Acquire);
-            if state == ENDED {
-                thread::exit();
-            }
-            if state != POSTED {
-                lock::futex_wait(&job.state, state, None, false);
-                continue;
-            }
-            let (to, len) = (job.to.load(Relaxed) as *mut u8, job.len.load(Relaxed));
+        let job = &self.tier.readers.all[i].job;
+        while let Some(what) = job.next() {
             // SAFETY: the handler has lent these bytes until it takes the result.
-            let bytes = unsafe { core::slice::from_raw_parts_mut(to, len) };
-            let (at, last) = (job.at.load(Relaxed), job.last.load(Relaxed));
-            let result = if self.can_read(i) { self.swap_read(i, at, bytes, last) } else { Err(NOT_TRIED) };
-            job.result.store(result.err().unwrap_or(0), Relaxed);
-            job.state.store(DONE, Release);
+            let bytes = unsafe { core::slice::from_raw_parts_mut(what.bytes, what.len) };
+            let result = if self.can_read(i) { self.swap_read(i, what.at, bytes, what.last) } else { Err(NOT_TRIED) };
+            job.done(result);
             eventfd::raise(self.tier.readers.event.load(Acquire));
         }
+        thread::exit()
     }
 }
 

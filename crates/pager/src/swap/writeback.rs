@@ -5,7 +5,7 @@
 //! 1. with the lock: find a run in the file (behind the last one, else in a cluster of its own, else in a hole; where the disk has
 //!    no room for a larger file a hole comes before a cluster), and fill
 //!    the buffer with the objects the shrinker gives up; they stay where they are, marked as being written;
-//! 2. without the lock: begin to write the run; meanwhile the next one is planned where io_uring allows (`pipeline`);
+//! 2. without the lock: begin to write the run; meanwhile the next one is planned where a second thread writes (`pipeline`);
 //! 3. with the lock: what is still as it was becomes *Disk* and leaves the pool. If the write failed the places are given
 //!    up and everything stays: the objects go to the tail of the shrinker's list, under the same hold of the lock.
 //!
@@ -130,6 +130,7 @@ impl Pager {
                     }
                 }
                 Round::Rest(ns) => {
+                    writes.rest();
                     self.swap_progressed();
                     lock::futex_wait(&self.me().swap_wake, word, Some(ns), true);
                 }
