@@ -14,6 +14,7 @@ mod decompress;
 pub mod deliver;
 pub mod densify;
 pub mod discover;
+mod engage;
 pub mod events;
 pub mod fault;
 pub mod folio;
