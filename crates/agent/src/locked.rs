@@ -1,9 +1,10 @@
-//! Locked memory that `mremap` makes larger.
+//! Locked memory that `mremap` makes larger, or of which it moves a part.
 //!
 //! The kernel fills what is new of it within the call, before it tells that the memory has moved. Until that is told no page comes in
 //! anywhere, and so the call waited for a page that waited for the call, and all of the process with them. So such memory is locked as
 //! it is touched for the time of the call, which fills nothing then, and as it was afterwards: that fills it, and it is never unlocked.
 
+use core::ops::Range;
 use core::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use uzswap_sys::{maps, raw, sys};
 
@@ -25,6 +26,26 @@ pub fn after(moved: Option<(usize, usize)>) {
     let (at, len) = moved.unwrap_or_else(|| (WAS[0].load(Relaxed), WAS[1].load(Relaxed)));
     // (Of filling nobody hears how far it got, nor from `mremap`.)
     let _ = lock(at, len, 0);
+}
+
+/// Memory that was locked, and how.
+pub struct Locked(Range<usize>, libc::c_uint);
+
+/// How a range is locked, which is of one mapping; None where it is not, or empty.
+pub fn of(range: Range<usize>) -> Option<Locked> {
+    let locked = !range.is_empty() && is_locked(range.start, range.len());
+    locked.then(|| {
+        let on_fault = is_locked_on_fault(range.start);
+        Locked(range, if on_fault { libc::MLOCK_ONFAULT } else { 0 })
+    })
+}
+
+impl Locked {
+    /// Locks it in the same way, if it is not any more; false where that is refused.
+    pub fn again(&self) -> bool {
+        let Self(range, how) = self;
+        is_locked(range.start, range.len()) || lock(range.start, range.len(), *how)
+    }
 }
 
 fn lock(at: usize, len: usize, how: libc::c_uint) -> bool {

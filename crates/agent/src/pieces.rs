@@ -12,12 +12,16 @@
 //! - What would be several is moved as the kernel does where it does: one after the other, with what there is between them, until one
 //!   cannot be moved.
 //!
+//! What stays where it is of the first mapping stays locked, if it was: the kernel unlocks all of a mapping of which a part is moved so that
+//! the old place stays (Linux 6.18; by itself it would have moved that part in one call, which unlocks nothing).
+//!
 //! For the tables each is a call of its own. Who touches what is moving, or where it comes to be, sees some of it moved and some not, as no
 //! program may do (it cannot know whether its memory is still there).
 //!
 //! Which mappings there are is asked before the call where it says where to: after it the place may be another thread's. Kernels before
 //! 6.11 answer that slowly; there it is asked only when the call was refused.
 
+use crate::locked;
 use crate::remap::{Call, one};
 use core::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use uzswap_pager::arena::PAGE;
@@ -33,8 +37,15 @@ type Range = (usize, usize);
 /// The parts of what is to be moved: the mappings, or what is of it of the first and the last one.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Pieces {
-    /// They would be one mapping. The place they are to be moved to may (or, where false, must not) be in use.
-    One(Vec<Range>, bool),
+    /// They would be one mapping.
+    One {
+        /// All of them.
+        parts: Vec<Range>,
+        /// What comes before the call's memory in the first mapping.
+        rest: Range,
+        /// Whether the place they are to be moved to may be in use, or must not.
+        may_replace: bool,
+    },
     /// They would be several.
     Several(Vec<Range>),
 }
@@ -122,7 +133,7 @@ fn of(call: &Call, found: &[Part], may_replace: bool) -> Option<Pieces> {
     let alike = |m: &Part| m.anonymous && m.perms == first.perms;
     let whole = found.windows(2).all(|m| m[0].end == m[1].start) && found.last().is_some_and(|m| m.end >= end(call));
     if whole && found.iter().all(alike) {
-        return Some(Pieces::One(parts(), may_replace));
+        return Some(Pieces::One { parts: parts(), rest: (first.start, call.from), may_replace });
     }
     let stays_as_large = call.old_len.next_multiple_of(PAGE) == call.new_len.next_multiple_of(PAGE);
     (may_replace && stays_as_large && moves_several()).then(|| Pieces::Several(parts()))
@@ -146,7 +157,14 @@ impl Pieces {
         // SAFETY: as the caller says.
         let done = unsafe {
             match self {
-                Self::One(parts, may_replace) => as_one(p, call, parts, *may_replace),
+                Self::One { parts, rest, may_replace } => {
+                    let locked = locked::of(rest.0..rest.1);
+                    let done = as_one(p, call, parts, *may_replace);
+                    if locked.is_some_and(|locked| !locked.again()) {
+                        p.say(b"uzswap: memory that was locked (mlock) could not be locked again when what lay behind it had been moved; the kernel may swap it out\n");
+                    }
+                    done
+                }
                 Self::Several(parts) => in_turn(p, call, parts),
             }
         };
@@ -273,7 +291,8 @@ mod tests {
         let grows = call(10, 8, 9, FIXED, 50);
         let one = [part(5, 12, b"rw-p"), part(12, 14, b"rw-p"), part(14, 30, b"rw-p")];
         let parts = ranges(&[(10, 12), (12, 14), (14, 18)]);
-        assert_eq!(of(&grows, &one, true), Some(Pieces::One(parts.clone(), true)));
+        let rest = (5 * PAGE, 10 * PAGE);
+        assert_eq!(of(&grows, &one, true), Some(Pieces::One { parts: parts.clone(), rest, may_replace: true }));
         assert_eq!(of(&grows, &one[..1], true), None, "one mapping is the kernel's to move");
         assert_eq!(of(&grows, &one[..2], true), None, "some of it is not mapped");
         // Of other rights, with something between them, or not there from the start.
