@@ -51,8 +51,8 @@ impl Pager {
         }
     }
 
-    /// Engages, where that can be; returns the CPU time until the next look.
-    pub(crate) fn begin_to_manage(&'static self, scans: &mut Scans) -> u64 {
+    /// Engages, where that can be; returns the CPU time until the next look, None for a look soon (whoever is idle may be asked for memory).
+    pub(crate) fn begin_to_manage(&'static self, scans: &mut Scans) -> Option<u64> {
         let now = thread::now_ns();
         // (None: it was refused a little ago.)
         let engaged = if now >= scans.engage_from { self.engage().map_err(Some) } else { Err(None) };
@@ -61,14 +61,14 @@ impl Pager {
                 self.forget_plans(0);
                 // What made it tight for this one may do so for others, which fill what they mapped before.
                 self.rally();
-                return 1_000_000;
+                return Some(1_000_000);
             }
-            Err(None) if scans.refused <= REFUSED_OFTEN => return ENGAGE_SOON_NS,
+            Err(None) if scans.refused <= REFUSED_OFTEN => return None,
             Err(None) => {}
             Err(Some(refused)) if refused.may_pass() && scans.refused < REFUSED_OFTEN => {
                 scans.refused += 1;
                 scans.engage_from = now + ENGAGE_SOON_NS;
-                return ENGAGE_SOON_NS;
+                return None;
             }
             Err(Some(refused)) => {
                 scans.refused = REFUSED_OFTEN + 1;
@@ -84,7 +84,7 @@ impl Pager {
         self.me().planned.store(0, Relaxed);
         self.refuse_request();
         // (Threads may be had by then. Who is idle does not fill anything.)
-        ENGAGE_AGAIN_NS
+        Some(ENGAGE_AGAIN_NS)
     }
 
     /// Registers memory and starts the helpers.
@@ -313,11 +313,11 @@ mod tests {
         let told = || p.group.warned_unmanaged.load(Relaxed) & unmanaged::REFUSED != 0;
         let mut scans = Scans::default();
         for _ in 0..REFUSED_OFTEN {
-            assert_eq!((p.begin_to_manage(&mut scans), told()), (ENGAGE_SOON_NS, false));
-            assert_eq!((p.begin_to_manage(&mut scans), told()), (ENGAGE_SOON_NS, false), "it is too soon");
+            assert_eq!((p.begin_to_manage(&mut scans), told()), (None, false));
+            assert_eq!((p.begin_to_manage(&mut scans), told()), (None, false), "it is too soon");
             scans.engage_from = 0;
         }
-        assert_eq!((p.begin_to_manage(&mut scans), told()), (ENGAGE_AGAIN_NS, true));
-        assert_eq!(p.begin_to_manage(&mut scans), ENGAGE_AGAIN_NS, "it is too soon");
+        assert_eq!((p.begin_to_manage(&mut scans), told()), (Some(ENGAGE_AGAIN_NS), true));
+        assert_eq!(p.begin_to_manage(&mut scans), Some(ENGAGE_AGAIN_NS), "it is too soon");
     }
 }

@@ -146,7 +146,7 @@ impl Pager {
     }
 
     /// Reads where the process stands, engages or scans when it is time (a scan is made when `wanted`); returns the CPU
-    /// time until the next look; None when a scan could not be made now.
+    /// time until the next look; None when a scan could not be made now, or what refuses that memory is managed may pass.
     fn look(&'static self, scans: &mut Scans, wanted: bool, watch: &mut Watch) -> Option<u64> {
         let before = self.me().rss.load(Relaxed) as usize;
         // (First: what is mapped from now on may not be seen.)
@@ -161,7 +161,7 @@ impl Pager {
             self.growth.room.store(room, Relaxed);
             // (What is to be put out on request must be managed first, however far the limit is.)
             if room == 0 || self.is_asked() {
-                return Some(self.begin_to_manage(scans));
+                return self.begin_to_manage(scans);
             }
             self.forget_plans(rss.saturating_sub(before));
             let ns = until_look as u128 * 1_000_000_000 / FASTEST_FILL as u128;
