@@ -212,3 +212,76 @@ extern "C" fn run(arg: usize) -> ! {
     pager(arg).write_for_another();
     thread::exit()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+    use std::os::fd::AsRawFd;
+    use uzswap_sys::{blockio, memfd};
+
+    /// A pager with a writing thread and a file.
+    fn scene() -> &'static Pager {
+        let p = testing::pager_with_swap(8 << 20);
+        let file = Box::leak(Box::new(memfd::create(c"swap", 16 * RUN_BYTES as u64).unwrap()));
+        p.tier.file.store(file.as_raw_fd(), Relaxed);
+        p.writer.store(1, Relaxed);
+        p
+    }
+
+    /// Begins a write of blocks that are all `byte`.
+    fn begin(p: &Pager, writes: &mut Writes, byte: u8, at: u64) -> usize {
+        let slot = writes.free().expect("one is free");
+        writes.buffer(slot)[..RUN_BYTES].fill(byte);
+        p.begin_write(writes, slot, at, RUN_BYTES);
+        slot
+    }
+
+    fn is_in_file(p: &Pager, byte: u8, at: u64) -> bool {
+        let mut room = blocks(RUN_BYTES);
+        let bytes = bytes_of(&mut room);
+        blockio::read_full(p.tier.file.load(Acquire), bytes, at).unwrap();
+        bytes.iter().all(|found| *found == byte)
+    }
+
+    #[test]
+    fn a_second_thread_writes_when_several_follow_each_other() {
+        let p = scene();
+        p.tier.second.tid.store(1, Relaxed);
+        let mut writes = Writes::new(p);
+        let mut ended = Vec::new();
+        for i in 0..u64::from(IN_A_ROW) - 1 {
+            let slot = begin(p, &mut writes, 7, i * RUN_BYTES as u64);
+            assert_eq!(p.next_ended(&mut writes, false), Some((slot, Ok(()))), "it wrote that itself");
+        }
+        // Nobody is there who would take it, so it is under way until there is.
+        let first = begin(p, &mut writes, 8, 8 * RUN_BYTES as u64);
+        assert_eq!(p.next_ended(&mut writes, false), None);
+        let second = begin(p, &mut writes, 9, 9 * RUN_BYTES as u64);
+        assert_eq!(writes.free(), None);
+        std::thread::scope(|threads| {
+            threads.spawn(|| p.write_for_another());
+            ended.push(p.next_ended(&mut writes, true).expect("the one it wrote itself"));
+            ended.push(p.next_ended(&mut writes, true).expect("the other one is waited for"));
+            p.tier.second.job.end();
+        });
+        assert_eq!(ended, [(second, Ok(())), (first, Ok(()))]);
+        assert!(
+            !writes.under_way() && is_in_file(p, 8, 8 * RUN_BYTES as u64) && is_in_file(p, 9, 9 * RUN_BYTES as u64)
+        );
+        assert_eq!(p.counters().swap_side_writes.load(Relaxed), 1);
+    }
+
+    #[test]
+    fn where_no_second_thread_is_to_be_had_one_writes() {
+        let p = scene();
+        p.group.faults.set("thread=1/1", 0).unwrap();
+        let mut writes = Writes::new(p);
+        for i in 0..2 * u64::from(IN_A_ROW) {
+            let slot = begin(p, &mut writes, i as u8, i * RUN_BYTES as u64);
+            assert_eq!(p.next_ended(&mut writes, true), Some((slot, Ok(()))));
+            assert!(is_in_file(p, i as u8, i * RUN_BYTES as u64));
+        }
+        assert_eq!(p.counters().swap_side_writes.load(Relaxed), 0);
+    }
+}

@@ -554,17 +554,3 @@ fn what_is_on_a_server_is_said_to_be_there() {
         Box::leak(Box::new(pager));
     }
 }
-
-/// The story: a process that could have a writer and no more threads had one ring more for each time that this was tried.
-#[test]
-fn a_writer_that_is_to_end_at_once_has_no_ring() {
-    if !testing::by_itself("swap::tests::a_writer_that_is_to_end_at_once_has_no_ring") {
-        return;
-    }
-    let p = testing::pager_with_swap(LIMIT);
-    p.stopping.store(true, Relaxed);
-    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
-    let before = open();
-    (0..3).for_each(|_| p.write_until_stopped());
-    assert_eq!(open(), before);
-}

@@ -106,10 +106,6 @@ impl Pager {
     pub(super) fn write_until_stopped(&self) {
         let mut writes = {
             let _s = self.state.lock();
-            // (Where not all helpers could be had: each that was started would leave a ring.)
-            if self.stopping.load(Acquire) {
-                return;
-            }
             Writes::new(self)
         };
         let mut packer = Packer::default();
