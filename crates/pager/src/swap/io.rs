@@ -5,8 +5,8 @@
 
 use crate::inject::{SLOW_NS, Site};
 use crate::pager::Pager;
-use crate::swap::pipeline::Second;
 use crate::swap::readers::Readers;
+use crate::swap::worker::Worker;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::*};
 use uzswap_mm::swapfile::BLOCK;
 use uzswap_sys::raw::Errno;
@@ -46,7 +46,7 @@ pub struct Tier {
     /// The threads that read where io_uring cannot be used.
     pub readers: Readers,
     /// The second thread that writes.
-    pub second: Second,
+    pub second: Worker,
     /// What is readable when a read has ended (the handler polls it); -1 where none can be under way.
     pub reads_fd: AtomicI32,
     /// When the reads and the writes under way were begun or went on last (monotonic nanoseconds), 0 when there is none. A write is
@@ -65,7 +65,7 @@ impl Default for Tier {
             writes: AtomicU32::new(0),
             helps: AtomicBool::new(true),
             readers: Readers::default(),
-            second: Second::default(),
+            second: Worker::default(),
             reads_fd: AtomicI32::new(-1),
             began: [AtomicU64::new(0), AtomicU64::new(0)],
             stalled: [AtomicU64::new(0), AtomicU64::new(0)],

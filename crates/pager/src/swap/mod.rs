@@ -52,6 +52,7 @@ pub mod turns;
 mod whole;
 #[cfg(test)]
 mod whole_tests;
+pub mod worker;
 mod worth;
 mod writeback;
 

@@ -20,14 +20,12 @@
 
 use super::io::WRITE;
 use super::writeback::{Block, RUN_BYTES, blocks, bytes_of};
-use crate::inject::Site;
-use crate::letgo::await_end;
 use crate::pager::Pager;
-use crate::ticker::{pager, stack};
-use core::sync::atomic::{AtomicI32, Ordering::*};
+use crate::ticker::pager;
+use core::sync::atomic::Ordering::*;
 use uzswap_sys::raw::Errno;
 use uzswap_sys::thread;
-use uzswap_sys::transfer::{Job, Transfer};
+use uzswap_sys::transfer::Transfer;
 
 /// Writes under way at once, at most.
 pub(super) const DEPTH: usize = crate::object::WRITING_BY.len();
@@ -43,32 +41,9 @@ type Write = Option<Result<(), Errno>>;
 /// A write that has ended, and whether all of it is in the file.
 pub(super) type Ended = (usize, Result<(), Errno>);
 
-/// The second thread that writes.
-#[derive(Default)]
-pub struct Second {
-    job: Job,
-    /// Its id, 0 until it is started, -1 if it could not be.
-    tid: AtomicI32,
-}
-
-impl Second {
-    /// Ends it, if it runs; for who has seen to it that nothing more is asked of it.
-    pub(super) fn end(&self) {
-        self.job.end();
-        await_end(self.tid.load(Relaxed));
-    }
-
-    /// In a forked child: there is none.
-    pub(super) fn forget(&self) {
-        self.tid.store(0, Relaxed);
-        self.job.forget();
-    }
-}
-
 /// The writes under way and their buffers.
 pub(super) struct Writes {
-    /// Whether there may be two.
-    pairs: bool,
+    /// All but the first are empty where there may be one write at a time.
     buffers: [Vec<Block>; DEPTH],
     writes: [Option<Write>; DEPTH],
     /// Runs that were written without a rest between them.
@@ -84,7 +59,7 @@ impl Writes {
         let pairs = pager.clusters.is_some_and(|map| !map.is_remote());
         let size = |i| if i == 0 || pairs { RUN_BYTES } else { 0 };
         let buffers = core::array::from_fn(|i| blocks(size(i)));
-        Self { pairs, buffers, writes: [None; DEPTH], in_a_row: 0, waited_ns: 0 }
+        Self { buffers, writes: [None; DEPTH], in_a_row: 0, waited_ns: 0 }
     }
 
     /// A buffer that is free.
@@ -95,6 +70,11 @@ impl Writes {
     /// There is nothing to write for now.
     pub(super) fn rest(&mut self) {
         self.in_a_row = 0;
+    }
+
+    /// Whether there may be two writes at once.
+    fn may_pair(&self) -> bool {
+        self.buffers.iter().all(|buffer| !buffer.is_empty())
     }
 
     /// Whether a write is under way.
@@ -116,14 +96,15 @@ impl Writes {
 
 impl Pager {
     /// Begins to write `len` bytes of a buffer.
-    pub(super) fn begin_write(&self, writes: &mut Writes, slot: usize, at: u64, len: usize) {
+    pub(super) fn begin_write(&'static self, writes: &mut Writes, slot: usize, at: u64, len: usize) {
         if !writes.under_way() {
             self.tier.began[WRITE].store(thread::now_ns(), Relaxed);
         }
         writes.in_a_row += 1;
         self.note_writing(slot, Some(at));
+        let has_second = writes.in_a_row >= IN_A_ROW && writes.may_pair() && self.has_second();
         let bytes = &mut bytes_of(&mut writes.buffers[slot])[..len];
-        if writes.pairs && writes.in_a_row >= IN_A_ROW && self.has_second() {
+        if has_second {
             let what = Transfer { at, bytes: bytes.as_mut_ptr(), len, last: false };
             if self.tier.second.job.post(what) {
                 writes.writes[slot] = Some(None);
@@ -138,15 +119,11 @@ impl Pager {
     }
 
     /// Starts the second thread, if it does not run; whether it does.
-    fn has_second(&self) -> bool {
+    fn has_second(&'static self) -> bool {
         let tid = &self.tier.second.tid;
         // (The tests' pagers have no stacks for threads of their own.)
         if tid.load(Relaxed) == 0 && self.writer.load(Relaxed) > 0 {
-            let me = core::ptr::from_ref(self) as usize;
-            let refused = self.inject(Site::Thread).is_some();
-            // SAFETY: a stack of ours that no other helper has; the entry never returns.
-            let spawn = || unsafe { thread::spawn(stack(self, STACK), false, run, me) };
-            tid.store(if refused { -1 } else { spawn().unwrap_or(-1) }, Relaxed);
+            tid.store(self.spawn_on(STACK, false, run).unwrap_or(-1), Relaxed);
         }
         tid.load(Relaxed) > 0
     }
@@ -230,7 +207,7 @@ mod tests {
     }
 
     /// Begins a write of blocks that are all `byte`.
-    fn begin(p: &Pager, writes: &mut Writes, byte: u8, at: u64) -> usize {
+    fn begin(p: &'static Pager, writes: &mut Writes, byte: u8, at: u64) -> usize {
         let slot = writes.free().expect("one is free");
         writes.buffer(slot)[..RUN_BYTES].fill(byte);
         p.begin_write(writes, slot, at, RUN_BYTES);

@@ -7,13 +7,13 @@
 //! How a read is handed over: `sys`'s `transfer`. A forked child has no such threads: [`Readers::forget`].
 
 use super::reads::NOT_TRIED;
-use crate::letgo::await_end;
+use super::worker::Worker;
 use crate::pager::Pager;
 use crate::state::State;
 use crate::ticker::stack;
 use core::sync::atomic::{AtomicI32, Ordering::*};
 use uzswap_sys::raw::Errno;
-use uzswap_sys::transfer::{Job, Transfer};
+use uzswap_sys::transfer::Transfer;
 use uzswap_sys::{eventfd, thread};
 
 /// Threads at most.
@@ -21,17 +21,9 @@ pub const READERS: usize = 4;
 /// The stack of the first: after those of `compress`.
 const FIRST_STACK: usize = 7;
 
-/// One of them.
-#[derive(Default)]
-struct Reader {
-    job: Job,
-    /// The thread's id, 0 until it is started, -1 if it could not be.
-    tid: AtomicI32,
-}
-
 /// All of them.
 pub struct Readers {
-    all: [Reader; READERS],
+    all: [Worker; READERS],
     /// What they raise; -1 for nothing.
     pub event: AtomicI32,
     /// Their connections to the command, where there is a server, but for the first's: -1 for none.
@@ -60,18 +52,12 @@ impl Readers {
 
     /// Ends those that run; for who has seen to it that nothing more is asked of them.
     pub(super) fn end(&self) {
-        for reader in &self.all {
-            reader.job.end();
-            await_end(reader.tid.load(Relaxed));
-        }
+        self.all.iter().for_each(Worker::end);
     }
 
     /// In a forked child: there are none.
     pub(crate) fn forget(&self) {
-        for reader in &self.all {
-            reader.tid.store(0, Relaxed);
-            reader.job.forget();
-        }
+        self.all.iter().for_each(Worker::forget);
         self.event.store(-1, Relaxed);
     }
 }

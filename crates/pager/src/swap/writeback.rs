@@ -98,12 +98,12 @@ pub(super) struct Filled {
 
 impl Pager {
     /// The writing thread.
-    pub(crate) fn swap_loop(&self) -> ! {
+    pub(crate) fn swap_loop(&'static self) -> ! {
         self.write_until_stopped();
         thread::exit()
     }
 
-    pub(super) fn write_until_stopped(&self) {
+    pub(super) fn write_until_stopped(&'static self) {
         let mut writes = {
             let _s = self.state.lock();
             Writes::new(self)
