@@ -9,9 +9,10 @@
 //! as well (the mapping is registered for that when it is first met). Who writes before the copy is known to be good makes it worth
 //! nothing; who writes afterwards waits, spinning, until the page is dropped, and has it brought back.
 //!
-//! The kernel tells of what is dropped as of any such advice, and waits until that is read. What is `untold` of is uzswap's own doing, and
-//! forgets nothing. The program's mapping calls are stopped from the first look to the last, so what is dropped is what was copied. The
-//! pages are there until they are dropped, so that none comes in before, whatever their entries say: COPY answers EEXIST.
+//! The kernel tells of what is dropped as of any such advice, and waits until that is read: once for each mapping that it finds, and again
+//! for what is left of one that was split meanwhile (mprotect). That is uzswap's own doing, and forgets nothing: the program's mapping calls
+//! are stopped from the first look to the last, so what is dropped is what was copied. The pages are there until they are dropped, so that
+//! none comes in before, whatever their entries say: COPY answers EEXIST.
 //!
 //! A piece takes several system calls and a message, whether it is of 512 KiB or of a page. What lies together and is hardly used, as
 //! relocated tables of a large program and constants do, leaves for next to nothing. What is in use comes back page by page, and would
@@ -29,7 +30,6 @@ use crate::arena::PAGE;
 use crate::events::forget_range;
 use crate::inject::Site;
 use crate::pager::Pager;
-use crate::ranges::Ranges;
 use crate::state::{BLOCK_PAGES, State};
 use core::ops::Range;
 use core::sync::atomic::Ordering::*;
@@ -58,8 +58,6 @@ pub(crate) struct Leaving {
     pages: Range<u64>,
     /// Whether one was written to before it was known that none was.
     written: bool,
-    /// What is being dropped of them, and was not told of yet (bytes).
-    untold: Ranges,
     /// Whether they are being dropped.
     drops: bool,
     /// Pages staged in this way that nobody has looked at since.
@@ -89,13 +87,10 @@ impl Leaving {
         self.small = SMALL_PIECES;
     }
 
-    /// An event tells that a range is about to be dropped: whether that is uzswap's own doing.
-    pub(crate) fn is_own(&mut self, start: usize, end: usize) -> bool {
-        let own = start < end && self.untold.covers(start, end);
-        if own {
-            self.untold.cut(start, end);
-        }
-        own
+    /// An event tells that a range of bytes is about to be dropped: whether that is uzswap's own doing, as the program's calls are stopped.
+    /// (More than once, where the program has made it several mappings since it was told of.)
+    pub(crate) fn is_own(&self, start: usize, end: usize) -> bool {
+        self.drops && self.pages.start <= (start / PAGE) as u64 && (end / PAGE) as u64 <= self.pages.end
     }
 
     /// How many pages were staged since this was last asked.
@@ -214,7 +209,6 @@ impl Pager {
         }
         self.became_staged(&mut s, piece.vpn, piece.n, piece.slot);
         s.leaving.staged += piece.n;
-        s.leaving.untold.push((piece.address(), piece.address() + len));
         s.leaving.drops = true;
         drop(s);
         let dropped = match self.inject(Site::Drop) {
@@ -222,7 +216,6 @@ impl Pager {
             None => drop_pages(piece.address(), piece.n),
         };
         let mut s = self.state.lock();
-        s.leaving.untold.clear();
         let left = match dropped {
             Ok(()) => piece.n,
             Err(_) => piece.n - self.stays(&mut s, &piece),
@@ -391,7 +384,7 @@ mod tests {
             take_all(p);
             assert_eq!((count(p, first, |t| t == Tag::Staged), there(p, first)), (N, 0), "round {round}");
             let mut s = p.state.lock();
-            assert!(!s.leaving.has(first) && s.leaving.untold.is_empty() && s.resident == 0);
+            assert!(!s.leaving.has(first) && !s.leaving.drops && s.resident == 0);
             let mut batch = Batch::new(s.new_compressor());
             if round > 0 {
                 p.prepare(&mut s, &mut batch, N, 0);
@@ -420,10 +413,13 @@ mod tests {
         take_all(p);
         let dropped = serving(p, || drop_pages(first as usize * PAGE, PIECE));
         assert_eq!((dropped, count(p, first, |t| t == Tag::None)), (Ok(()), PIECE));
-        let mut leaving = Leaving::default();
-        leaving.untold.push((8 * PAGE, 16 * PAGE));
-        let own = [(8, 10), (9, 11), (10, 16), (8, 16), (3, 3)].map(|(a, b)| leaving.is_own(a * PAGE, b * PAGE));
-        assert_eq!(own, [true, false, true, false, false], "each is told of once");
+        let mut leaving = Leaving { pages: 8..16, drops: true, ..Leaving::default() };
+        let own = |leaving: &Leaving| {
+            [(8, 10), (8, 16), (7, 11), (15, 17), (3, 4)].map(|(a, b)| leaving.is_own(a * PAGE, b * PAGE))
+        };
+        assert_eq!(own(&leaving), [true, true, false, false, false]);
+        leaving.drops = false;
+        assert_eq!(own(&leaving), [false; 5]);
     }
 
     /// It was made writable while it was copied: what was copied may be half of it.
@@ -443,6 +439,33 @@ mod tests {
         assert_eq!(serving(p, || p.copy_and_drop(piece)), 0);
         assert_eq!((count(p, first, |t| t == Tag::Resident), there(p, first), free()), (N, N, before + pages));
         is_right(p, first, &[(page, 9)]);
+    }
+
+    /// The story: a program made a part of it writable while it was being dropped. The kernel lets go of the mappings while it tells of that,
+    /// finds two then, and tells of what is left of them once more; that was taken for the program's own advice, and what had been copied
+    /// was forgotten: it read as zeros.
+    #[test]
+    fn what_is_made_two_mappings_while_it_is_dropped_is_not_forgotten() {
+        let p = testing::pager_told_of_moves(16 << 20);
+        let first = refused(p);
+        let large = p.state.lock().leaving.noted.iter().copied().find(|(_, n)| *n >= PIECE / 2);
+        let (vpn, n) = large.expect("more than a little was noted");
+        let piece = p.begin_copy(&mut p.state.lock(), vpn, n).expect("it may leave");
+        let (pages, half) = (piece.n, piece.address() + piece.n / 2 * PAGE);
+        std::thread::scope(|scope| {
+            let drops = scope.spawn(|| p.copy_and_drop(piece));
+            // (Its event is there, and not read.)
+            while !p.state.lock().leaving.drops || !p.uffd().wait(0) {
+                std::thread::yield_now();
+            }
+            // SAFETY: memory of the test's own.
+            unsafe { sys!(libc::SYS_mprotect, half, pages / 4 * PAGE, libc::PROT_READ | libc::PROT_WRITE) }
+                .expect("mprotect");
+            serve_until(p, || drops.is_finished());
+            assert_eq!(drops.join().unwrap(), pages);
+        });
+        assert_eq!((count(p, first, |t| t == Tag::Staged), there(p, first)), (pages, N - pages));
+        is_right(p, first, &[]);
     }
 
     /// It was made writable when it had been copied: who writes waits, and writes to what comes back.
