@@ -26,12 +26,14 @@ const MOST_RANGES: usize = 1024;
 const DROPS: [c_int; 5] =
     [libc::MADV_DONTNEED, libc::MADV_FREE, libc::MADV_REMOVE, libc::MADV_DONTNEED_LOCKED, MADV_GUARD_INSTALL];
 
-/// Whether a call makes events, and whether it is `mremap`.
+/// Whether a call is kept in order, and whether it is `mremap`.
 fn kind(nr: c_long, third: usize, fourth: usize) -> Option<bool> {
     let fixed = libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE;
     match nr {
         libc::SYS_mremap => Some(true),
         libc::SYS_munmap | libc::SYS_brk => Some(false),
+        // (Only of what the linker relocated: see `relocated`.)
+        libc::SYS_mprotect | libc::SYS_pkey_mprotect => Some(false),
         // (Without MOVE what was locked after it was taken would be locked no longer: see `without_move` of the pager.)
         libc::SYS_mlock | libc::SYS_mlock2 | libc::SYS_munlock | libc::SYS_mlockall | libc::SYS_munlockall => {
             pager().filter(|p| p.without_move).map(|_| false)

@@ -1,8 +1,20 @@
 //! Which tables of the program's objects the linker has relocated and made read-only: see the pager's `relocated`.
+//!
+//! Who hooks functions opens them up, changes a pointer, and closes them again. Such calls of `mprotect` wait while tables are taken over, or
+//! keep that from beginning.
+//!
+//! The story: a pointer that was changed between the copy and its being put in place was the linker's again, or who changed it got SIGSEGV.
 
-use core::ffi::{c_int, c_void};
+use crate::calls::{InOrder, begin_one, end_one};
+use crate::fails;
+use core::ffi::{c_int, c_long, c_void};
+use core::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use uzswap_pager::arena::PAGE;
 use uzswap_pager::relocated::LEAST_BYTES;
+use uzswap_sys::raw;
+
+/// From the first table to the end of the last, as far as there are any.
+static WITHIN: [AtomicUsize; 2] = [AtomicUsize::new(usize::MAX), AtomicUsize::new(0)];
 
 /// What is looked for, and what is not taken: the object that this address is in.
 struct Search {
@@ -15,7 +27,48 @@ pub fn tables() -> Vec<(usize, usize)> {
     let mut search = Search { own: tables as *const () as usize, found: Vec::new() };
     // SAFETY: the callback is given what it is called with here.
     unsafe { libc::dl_iterate_phdr(Some(look), (&raw mut search).cast()) };
+    for (start, end) in &search.found {
+        WITHIN[0].fetch_min(*start, Relaxed);
+        WITHIN[1].fetch_max(*end, Relaxed);
+    }
     search.found
+}
+
+/// Whether there may be tables in a range.
+fn may_be_in(at: usize, len: usize) -> bool {
+    at < WITHIN[1].load(Relaxed) && WITHIN[0].load(Relaxed) < at.saturating_add(len)
+}
+
+/// mprotect(2), or pkey_mprotect(2).
+///
+/// # Safety
+/// As the system call's.
+unsafe fn protect(nr: c_long, args: [usize; 6]) -> c_int {
+    let call = if may_be_in(args[0], args[1]) { begin_one(nr, 0, 0) } else { InOrder::default() };
+    // SAFETY: as the caller says.
+    let done = raw::check(unsafe { raw::syscall(nr, args) });
+    end_one(call);
+    done.map_or_else(fails, |_| 0)
+}
+
+/// mprotect(2) of libc.
+///
+/// # Safety
+/// As the system call's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mprotect(at: usize, len: usize, prot: c_int) -> c_int {
+    // SAFETY: as the caller says.
+    unsafe { protect(libc::SYS_mprotect, [at, len, prot as usize, 0, 0, 0]) }
+}
+
+/// pkey_mprotect(2) of libc.
+///
+/// # Safety
+/// As the system call's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pkey_mprotect(at: usize, len: usize, prot: c_int, key: c_int) -> c_int {
+    // SAFETY: as the caller says.
+    unsafe { protect(libc::SYS_pkey_mprotect, [at, len, prot as usize, key as usize, 0, 0]) }
 }
 
 unsafe extern "C" fn look(object: *mut libc::dl_phdr_info, _: usize, search: *mut c_void) -> c_int {

@@ -9,9 +9,9 @@
 //! file, private, written to ──copied──▶ new memory, made read-only ──mremap──▶ the same place: registered, listed
 //! ```
 //! `mremap` puts it there in one step, so who reads meanwhile reads the one or the other. Nobody writes: the linker is done with what an
-//! object that the program started with has there, and never unmaps it. What is opened up by then (a program may) is no longer one
-//! read-only mapping, and left alone. It is done by 512 KiB, as so much is in memory twice meanwhile, and with the program's mapping
-//! calls stopped.
+//! object that the program started with has there, and never unmaps it. What is opened up by then (a program may, to hook functions) is no
+//! longer one read-only mapping, and left alone. It is done by 512 KiB, as so much is in memory twice meanwhile, and with the program's
+//! mapping calls stopped, those of `mprotect` there among them (the agent's `relocated`).
 //!
 //! Not of libc, the linker and this library, which uzswap's own threads run: their tables are small.
 

@@ -57,3 +57,23 @@ fn what_the_linker_relocated_leaves_and_stays_read_only() {
         }
     }
 }
+
+/// The story: who hooked functions by changing such a table, at the moment at which it was taken over, lost what was changed or got SIGSEGV.
+#[test]
+fn what_is_changed_in_a_table_while_it_is_taken_over_stays_changed() {
+    let _beside = beside();
+    let Some(relocated) = compile_c("relocated") else { return };
+    let subject = Subject::new("relocated, with hooks", &[&relocated, &"2", &"hooks"]);
+    let plain = subject.start_plain().finish();
+    assert!(plain.status.success(), "fails without uzswap\n{}", plain.describe());
+    // (What is open when it is looked at stays as it was.)
+    let (mut taken, mut runs) = (0, 0);
+    while taken < 3 {
+        runs += 1;
+        assert!(runs <= 20, "of {runs} tables {taken} were taken over");
+        let run = subject.start_limited(24 * MIB).finish();
+        let said = run.stdout.text();
+        assert!(run.status.success() && said.ends_with("by signal 11, who reads by 0\n"), "{}", run.describe());
+        taken += usize::from(said.contains("r--p of nothing"));
+    }
+}
