@@ -63,7 +63,7 @@ fn what_the_linker_relocated_leaves_and_stays_read_only() {
 fn what_is_changed_in_a_table_while_it_is_taken_over_stays_changed() {
     let _beside = beside();
     let Some(relocated) = compile_c("relocated") else { return };
-    let subject = Subject::new("relocated, with hooks", &[&relocated, &"2", &"hooks"]);
+    let subject = Subject::new("relocated, with hooks", &[&relocated, &"1", &"hooks"]);
     let plain = subject.start_plain().finish();
     assert!(plain.status.success(), "fails without uzswap\n{}", plain.describe());
     // (What is open when it is looked at stays as it was.)
