@@ -8,6 +8,7 @@ use crate::harness::*;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 
 /// Short, as CI waits for it: 60 steps of four threads are some thousand pages written to, ten children and a hundred calls.
 const BRIEF: (u64, u32) = (11, 60);
@@ -137,6 +138,47 @@ fn torture() {
             assert!(number(&run, counter) > 0, "{what}: {counter} is 0\n{}", run.describe());
         }
     }
+}
+
+/// Limits are lowered and raised, and the disk is forbidden and allowed, while it runs.
+#[test]
+fn torture_while_limits_change() {
+    const CHANGES: [&str; 9] = [
+        "memory.max=24M",
+        "memory.max=48M",
+        "memory.max=200M",
+        "memory.zswap.max=4M",
+        "memory.zswap.max=max",
+        "memory.swap.max=2M",
+        "memory.swap.max=max",
+        "memory.zswap.writeback=0",
+        "memory.zswap.writeback=1",
+    ];
+    let _beside = beside();
+    let Some(program) = compile_c("torture") else { return };
+    let (seed, steps) = asked();
+    let (dir, groups) = (scratch("torture-changed"), scratch("torture-groups"));
+    let subject = subject(&program, &seed.to_string(), &(5 * steps).to_string(), &dir, &[])
+        .with(&["--swap", "1G", "--group", "torture"]);
+    let place = [("XDG_RUNTIME_DIR", groups.to_str().expect("a path of ours"))];
+    let running = subject.start_limited_with(48 * MIB, &place);
+    let (mut changes, mut rng) = (0, seed);
+    let run = std::thread::scope(|scope| {
+        let run = scope.spawn(|| running.finish());
+        while !run.is_finished() {
+            rng = rng.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+            let change = CHANGES[(rng >> 33) as usize % CHANGES.len()];
+            let mut ctl = Command::new(uzswap());
+            let done = ctl.args(["ctl", "torture", change]).envs(place).output().expect("uzswap ctl starts");
+            // (Before the group is there, and when it has gone, there is none.)
+            changes += u32::from(done.status.success());
+        }
+        run.join().expect("the run")
+    });
+    say(&format!("torture: seed {seed}, {} steps, {changes} changes of limits", 5 * steps));
+    assert!(!run.timed_out && run.status.success(), "seed {seed}\n{}", run.describe());
+    assert_eq!(number(&run, "poisoned"), 0, "a page was lost\n{}", run.describe());
+    assert!(changes > 4 && number(&run, "zswpin") > 0, "{changes} changes\n{}", run.describe());
 }
 
 /// The program, whose logs go to this directory.
