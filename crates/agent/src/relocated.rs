@@ -7,14 +7,17 @@
 
 use crate::calls::{InOrder, begin_one, end_one};
 use crate::fails;
+use core::cmp::Reverse;
 use core::ffi::{c_int, c_long, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use uzswap_pager::arena::PAGE;
 use uzswap_pager::relocated::LEAST_BYTES;
 use uzswap_sys::raw;
 
-/// From the first table to the end of the last, as far as there are any.
-static WITHIN: [AtomicUsize; 2] = [AtomicUsize::new(usize::MAX), AtomicUsize::new(0)];
+/// Tables at most that are taken over: the largest.
+const MOST: usize = 16;
+/// Where those begin and end, as far as there are any.
+static TABLES: [[AtomicUsize; 2]; MOST] = [const { [const { AtomicUsize::new(0) }; 2] }; MOST];
 
 /// What is looked for, and what is not taken: the object that this address is in.
 struct Search {
@@ -22,21 +25,24 @@ struct Search {
     found: Vec<(usize, usize)>,
 }
 
-/// The large ones of the objects that the program has started with, in the constructor: from first to last whole page.
+/// The large ones of the objects that the program has started with, in the constructor: from first to last whole page, the largest first.
 pub fn tables() -> Vec<(usize, usize)> {
     let mut search = Search { own: tables as *const () as usize, found: Vec::new() };
     // SAFETY: the callback is given what it is called with here.
     unsafe { libc::dl_iterate_phdr(Some(look), (&raw mut search).cast()) };
-    for (start, end) in &search.found {
-        WITHIN[0].fetch_min(*start, Relaxed);
-        WITHIN[1].fetch_max(*end, Relaxed);
+    search.found.sort_unstable_by_key(|(start, end)| Reverse(end - start));
+    search.found.truncate(MOST);
+    for (table, (start, end)) in TABLES.iter().zip(&search.found) {
+        table[0].store(*start, Relaxed);
+        table[1].store(*end, Relaxed);
     }
     search.found
 }
 
-/// Whether there may be tables in a range.
-fn may_be_in(at: usize, len: usize) -> bool {
-    at < WITHIN[1].load(Relaxed) && WITHIN[0].load(Relaxed) < at.saturating_add(len)
+/// Whether a range has some of them.
+fn has_some(at: usize, len: usize) -> bool {
+    let tables = TABLES.iter().map(|table| (table[0].load(Relaxed), table[1].load(Relaxed)));
+    tables.take_while(|(_, end)| *end != 0).any(|(start, end)| at < end && start < at.saturating_add(len))
 }
 
 /// mprotect(2), or pkey_mprotect(2).
@@ -44,7 +50,7 @@ fn may_be_in(at: usize, len: usize) -> bool {
 /// # Safety
 /// As the system call's.
 unsafe fn protect(nr: c_long, args: [usize; 6]) -> c_int {
-    let call = if may_be_in(args[0], args[1]) { begin_one(nr, 0, 0) } else { InOrder::default() };
+    let call = if has_some(args[0], args[1]) { begin_one(nr, 0, 0) } else { InOrder::default() };
     // SAFETY: as the caller says.
     let done = raw::check(unsafe { raw::syscall(nr, args) });
     end_one(call);
