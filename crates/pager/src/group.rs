@@ -89,6 +89,8 @@ pub struct Counters {
     pub refault_staged: AtomicU64,
     /// Times the thread that serves faults was taken out of the idle policy, as others wanted its CPU (events).
     pub handler_lifted: AtomicU64,
+    /// Times it left its CPU to others for half a millisecond (events).
+    pub handler_paused: AtomicU64,
     /// Faults on memory never touched, or zero (events).
     pub fault_zero: AtomicU64,
     /// Pages stored in the compressed pool (4 KiB pages, cumulative).
@@ -214,12 +216,13 @@ impl Counters {
         [&self.stored_pages, &self.stored_incompressible_pages, &self.pool_total_size, &self.pool_used_size]
     }
 
-    fn cumulative(&self) -> [&AtomicU64; 43] {
+    fn cumulative(&self) -> [&AtomicU64; 44] {
         [
             &self.pgfault,
             &self.pgmajfault,
             &self.refault_staged,
             &self.handler_lifted,
+            &self.handler_paused,
             &self.fault_zero,
             &self.zswpout,
             &self.zswpin,

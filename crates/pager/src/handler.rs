@@ -18,6 +18,7 @@ use crate::fault::Request;
 use crate::inject::Site;
 use crate::member::SIGNAL;
 use crate::pager::Pager;
+use crate::pauses::Pauses;
 use crate::placement::Helpers;
 use crate::state::State;
 use crate::swap::{Reads, Waiting};
@@ -51,6 +52,7 @@ pub(crate) struct Handler {
     slow: Option<SlowWrite>,
     /// For how long the writer was waited for in this turn (nanoseconds).
     waited_ns: u64,
+    pauses: Pauses,
 }
 
 /// A write that takes long.
@@ -66,6 +68,7 @@ impl Pager {
     pub fn handler_loop(&self) -> ! {
         self.may_leave_idle.store(thread::may_leave_idle_policy(), Relaxed);
         thread::keep_io_priority();
+        thread::allow_ticks();
         thread::set_idle_policy(0, true);
         let mut handler = Box::new(Handler::default());
         {
@@ -87,6 +90,7 @@ impl Handler {
 
     /// Reads a message, if there is one, and serves what can be; sleeps if there is nothing to do.
     pub(crate) fn turn(&mut self, p: &Pager) {
+        p.pause(&mut self.pauses);
         p.look_if_asked();
         let mut s = p.state.lock();
         self.take_asked(&mut s);

@@ -40,6 +40,7 @@ pub mod notify;
 pub mod object;
 pub mod pageout;
 pub mod pager;
+mod pauses;
 mod pins;
 pub mod placement;
 mod ranges;

@@ -162,6 +162,7 @@ impl Pager {
 extern "C" fn run_relief(arg: usize) -> ! {
     let p = pager(arg);
     thread::keep_io_priority();
+    thread::allow_ticks();
     p.serve_until_relieved(p.take_duty())
 }
 

@@ -111,6 +111,19 @@ pub fn has_children_beside_it() -> bool {
         && same(b"/proc/thread-self/ns/time\0", b"/proc/thread-self/ns/time_for_children\0")
 }
 
+/// Tasks of the whole machine that run, or wait for a CPU; None where the kernel does not say.
+pub fn running() -> Option<u32> {
+    let mut text = [0u8; 64];
+    let n = read(&[b"/proc/loadavg\0"], &mut text)?;
+    parse_running(&text[..n])
+}
+
+/// The fourth field of proc_loadavg(5): runnable tasks, a slash, and all there are.
+fn parse_running(text: &[u8]) -> Option<u32> {
+    let field = text.split(|c| *c == b' ').nth(3)?;
+    core::str::from_utf8(field.split(|c| *c == b'/').next()?).ok()?.parse().ok()
+}
+
 /// Reads one byte at each address of a process's memory, without looking at it: how many could be read, of the first ones.
 ///
 /// # Errors
@@ -216,7 +229,7 @@ pub(crate) fn read(parts: &[&[u8]], out: &mut [u8]) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Identity, Stat, awaits, blocked, parse_stat};
+    use super::{Identity, Stat, awaits, blocked, parse_running, parse_stat, running};
 
     #[test]
     fn a_process_is_told_from_its_pid() {
@@ -245,6 +258,14 @@ mod tests {
         assert_eq!(parse_stat(text), Some(Stat { state: b'S', threads: 1, start: 12345 }));
         assert_eq!(parse_stat(b""), None);
         assert_eq!(parse_stat(b"7 (x)"), None);
+    }
+
+    #[test]
+    fn who_asks_runs_itself() {
+        assert!(running().is_some_and(|tasks| tasks > 0));
+        assert_eq!(parse_running(b"0.86 2.90 4.08 3/150 27348\n"), Some(3));
+        assert_eq!(parse_running(b"0.86 2.90 4.08\n"), None);
+        assert_eq!(parse_running(b""), None);
     }
 
     #[test]

@@ -198,6 +198,7 @@ fn own_stat(usage: &Usage, totals: &Totals, e: &Events) -> Lines {
         ("reject_verify_fail", folio(totals, "reject_verify_fail")),
         ("refault_staged", c.refault_staged),
         ("handler_lifted", c.handler_lifted),
+        ("handler_paused", c.handler_paused),
         ("fault_zero", c.fault_zero),
         ("swpout_clean", c.swpout_clean),
         ("recompressed_pages", c.recompressed_pages),

@@ -29,7 +29,7 @@ macro_rules! sums {
 }
 
 sums! {
-    pgfault, pgmajfault, refault_staged, handler_lifted, fault_zero, zswpout, zswpin, swpout_zero, swpout_clean, recompressed_pages,
+    pgfault, pgmajfault, refault_staged, handler_lifted, handler_paused, fault_zero, zswpout, zswpin, swpout_zero, swpout_clean, recompressed_pages,
     recompressed_idle_pages, reject_recompress_poor, pages_compacted, pool_blocks_freed, compact_stall, compact_success, compact_fail, compact_migrate_scanned, compact_free_scanned,
     compact_isolated, pgmigrate_success, pgmigrate_fail, migrated_twice, migrated_again, pivot_moved, stored_incompressible_pages, stored_pages, pool_total_size,
     pool_used_size, metadata_size, stall_ns, direct_reclaim, move_refused, move_concealed, reject_alloc_fail, poisoned,
@@ -182,7 +182,7 @@ mod tests {
         let page = group.page();
         page.used.store(1, Relaxed);
         let c = &page.slots[0].counters;
-        let all = number!(c, 1000, pgfault pgmajfault refault_staged handler_lifted fault_zero zswpout zswpin swpout_zero
+        let all = number!(c, 1000, pgfault pgmajfault refault_staged handler_lifted handler_paused fault_zero zswpout zswpin swpout_zero
             swpout_clean recompressed_pages recompressed_idle_pages reject_recompress_poor pages_compacted pool_blocks_freed
             compact_stall compact_success compact_fail compact_migrate_scanned compact_free_scanned compact_isolated
             pgmigrate_success pgmigrate_fail migrated_twice migrated_again pivot_moved stored_pages

@@ -17,6 +17,7 @@ mod leaving;
 mod lends;
 mod needs;
 mod pageout;
+mod pauses;
 mod preloads;
 mod qemu;
 mod read_only;
