@@ -19,7 +19,7 @@ use crate::inject::Site;
 use crate::object;
 use crate::pager::Pager;
 use crate::state::State;
-use crate::ticker::stack;
+use crate::ticker;
 use core::sync::atomic::{AtomicI32, AtomicU32, Ordering::*};
 use uzswap_mm::codec::{Algorithm, Compressor, Decompressor, Encoding};
 use uzswap_sys::crew::Crew;
@@ -165,11 +165,7 @@ impl Pager {
         }
         self.helpers.tids[0].store(-1, Relaxed);
         for (i, slot) in self.helpers.tids.iter().enumerate().take(self.helpers_wanted(s)) {
-            let me = core::ptr::from_ref(self) as usize;
-            // SAFETY: a stack of ours that no other helper has; the entry never returns.
-            let Ok(tid) = (unsafe { thread::spawn(stack(self, FIRST_STACK + i), false, run_helper, me) }) else {
-                break;
-            };
+            let Ok(tid) = self.spawn_on(FIRST_STACK + i, false, run_helper) else { break };
             slot.store(tid, Relaxed);
             s.placement.keep_off(tid);
         }
@@ -193,8 +189,7 @@ impl Pager {
 }
 
 extern "C" fn run_helper(pager: usize) -> ! {
-    // SAFETY: the argument is the leaked pager that started the thread.
-    unsafe { &*(pager as *const Pager) }.helpers.crew.help();
+    ticker::pager(pager).helpers.crew.help();
     thread::exit()
 }
 

@@ -39,7 +39,7 @@ const SCAN_AGAIN_NS: u64 = 500_000;
 
 /// Stack of helper `n`: 0 ticker, 1 handler, 2 reclaim, 3 the writer of the swap file, from 4 on those that compress, from 7
 /// on those that read the swap file, 11 a handler that relieved another, 12 the second one that writes the swap file.
-pub fn stack(pager: &Pager, n: usize) -> usize {
+fn stack(pager: &Pager, n: usize) -> usize {
     pager.layout.stacks + n * (thread::STACK_BYTES + PAGE)
 }
 
@@ -57,17 +57,19 @@ impl Pager {
         Ok(())
     }
 
-    /// Starts a thread on the stack of this number, which nobody is on; with `own_files`, with a descriptor table of its own.
-    pub(crate) fn spawn_on(
-        &'static self,
-        n: usize,
-        own_files: bool,
-        entry: extern "C" fn(usize) -> !,
-    ) -> Result<i32, Errno> {
+    /// Starts a thread on the stack of this number, which nobody is on; with `own_files`, with a descriptor table of its own. It is told
+    /// the pager's address.
+    ///
+    /// # Errors
+    /// `clone`'s; `ENOTSUP`: this is a region's pager, whose threads are the region's.
+    pub(crate) fn spawn_on(&self, n: usize, own_files: bool, entry: extern "C" fn(usize) -> !) -> Result<i32, Errno> {
+        if self.own_frames {
+            return Err(libc::ENOTSUP);
+        }
         if self.inject(Site::Thread).is_some() {
             return Err(libc::EAGAIN);
         }
-        // SAFETY: the stack is ours and unused; the entries never return.
+        // SAFETY: the stack is ours and unused; the entries never return, and a process's pager is never freed.
         unsafe { thread::spawn(stack(self, n), own_files, entry, core::ptr::from_ref(self) as usize) }
     }
 

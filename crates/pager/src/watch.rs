@@ -19,7 +19,7 @@
 
 use crate::handler::Handler;
 use crate::pager::Pager;
-use crate::ticker::{LOOK_NS, pager, stack};
+use crate::ticker::{LOOK_NS, pager};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::*};
 use uzswap_sys::lock::{self, Lock};
 use uzswap_sys::thread;
@@ -148,9 +148,7 @@ impl Pager {
             return false;
         }
         let second = !self.relief.second.load(Relaxed);
-        let (at, me) = (stack(self, if second { SECOND_STACK } else { 1 }), core::ptr::from_ref(self) as usize);
-        // SAFETY: a stack of ours that nobody is on; the entry never returns.
-        let Ok(tid) = (unsafe { thread::spawn(at, false, run_relief, me) }) else { return false };
+        let Ok(tid) = self.spawn_on(if second { SECOND_STACK } else { 1 }, false, run_relief) else { return false };
         self.relief.second.store(second, Relaxed);
         self.relief.former.store(handler, Relaxed);
         self.handler.store(tid, Release);

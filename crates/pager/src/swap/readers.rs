@@ -10,7 +10,7 @@ use super::reads::NOT_TRIED;
 use super::worker::Worker;
 use crate::pager::Pager;
 use crate::state::State;
-use crate::ticker::stack;
+use crate::ticker;
 use core::sync::atomic::{AtomicI32, Ordering::*};
 use uzswap_sys::raw::Errno;
 use uzswap_sys::transfer::Transfer;
@@ -84,9 +84,7 @@ impl Pager {
         if tid.load(Relaxed) != 0 || self.tier.readers.event.load(Relaxed) < 0 {
             return;
         }
-        let me = core::ptr::from_ref(self) as usize;
-        // SAFETY: a stack of ours that no other helper has; the entry never returns.
-        let started = unsafe { thread::spawn(stack(self, FIRST_STACK + i), false, RUN[i], me) };
+        let started = self.spawn_on(FIRST_STACK + i, false, RUN[i]);
         tid.store(started.unwrap_or(-1), Relaxed);
         if let Ok(tid) = started {
             // (The handler, whose child it is, runs on one CPU and only when nobody else wants to.)
@@ -109,6 +107,5 @@ impl Pager {
 }
 
 extern "C" fn run<const I: usize>(pager: usize) -> ! {
-    // SAFETY: the argument is the leaked pager that started the thread.
-    unsafe { &*(pager as *const Pager) }.read_for_ever(I)
+    ticker::pager(pager).read_for_ever(I)
 }
