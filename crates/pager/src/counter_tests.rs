@@ -2,9 +2,9 @@
 
 use crate::arena::PAGE;
 use crate::batch::Batch;
+use crate::counters::Counters;
 use crate::events;
 use crate::fault::Request;
-use crate::group::Counters;
 use crate::pager::Pager;
 use crate::stage::PINNED_PAGES;
 use crate::state::State;

@@ -8,6 +8,7 @@ pub mod ceded;
 mod chance;
 pub mod compact;
 pub mod compress;
+pub mod counters;
 pub mod credentials;
 mod cut;
 mod decompress;

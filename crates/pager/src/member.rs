@@ -8,8 +8,9 @@
 //! Invariants: only the owner writes a slot's charges, and only while it lives; what dead members were charged with is returned
 //! by whoever looks. `group` explains how a slot changes hands. Nothing here takes a lock.
 
+use crate::counters::Counters;
 use crate::full::{LITTLE_BYTES, finds_nothing, little};
-use crate::group::{Counters, DEPTH, GroupPage, NODES, SLOTS, Slot};
+use crate::group::{DEPTH, GroupPage, NODES, SLOTS, Slot};
 use crate::inject::Site;
 use crate::pager::Pager;
 use core::sync::atomic::{AtomicU64, Ordering::*};

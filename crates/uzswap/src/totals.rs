@@ -4,7 +4,8 @@ use crate::folios::FolioTotals;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
-use uzswap_pager::group::{Counters, GroupPage, NO_LIMIT, NODES};
+use uzswap_pager::counters::Counters;
+use uzswap_pager::group::{GroupPage, NO_LIMIT, NODES};
 use uzswap_pager::inject::SITES;
 
 macro_rules! sums {

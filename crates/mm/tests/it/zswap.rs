@@ -39,6 +39,8 @@ struct Tables {
     indexes: usize,
     admits: usize,
     packed: Vec<(Encoding, Vec<u8>)>,
+    /// Scratch of all stores, as the pager has: what the last one left in it is nobody's.
+    places: Vec<Option<u32>>,
     /// The object decompressed last, until any goes.
     plain: RefCell<Option<(u32, Vec<u8>)>>,
 }
@@ -56,6 +58,7 @@ impl Tables {
             indexes: 0,
             admits: 0,
             packed: Vec::new(),
+            places: Vec::new(),
             plain: RefCell::new(None),
         }
     }
@@ -126,7 +129,10 @@ impl Tables {
             let live = (0..1usize << unit).filter(|p| lost & (1 << ((first + *p as u64) % 64)) == 0).collect();
             units.push((Unit { vpn: first, order: unit, live }, packed));
         }
-        zswap::finish(self, &units, &mut Vec::new())
+        let mut places = std::mem::take(&mut self.places);
+        let stored = zswap::finish(self, &units, &mut places);
+        self.places = places;
+        stored
     }
 
     /// Everything balances: the pool holds what entries refer to, and nothing else is charged.
@@ -319,6 +325,22 @@ fn a4_a_store_that_stops_half_way_uncharges_what_it_charged() {
         assert_eq!(tables.charged, before, "stopped at page {}", 4 * at);
         tables.check();
     }
+}
+
+/// The program took all of a unit back while it was compressed, and just that one failed.
+#[test]
+fn a_unit_that_nobody_needs_stored_refuses_no_folio() {
+    let (mut tables, bytes) = (Tables::new(), contents(2, 5, 8));
+    let taken_back = 0b1111_0000;
+    assert_eq!(tables.store(0, 3, 2, &bytes, taken_back, Fail::Compressor(1)), Ok(()));
+    assert!((0..4).all(|vpn| tables.load(vpn).unwrap() == bytes[vpn as usize * PAGE..][..PAGE]));
+    assert!((4..8).all(|vpn| tables.load(vpn).is_none()));
+    tables.check();
+    assert_eq!(
+        tables.store(0, 3, 2, &bytes, 0, Fail::Compressor(1)),
+        Err(Refused::Compressor),
+        "and if they are needed"
+    );
 }
 
 /// A9: zeros take no memory, at any order.

@@ -138,7 +138,7 @@ impl Scene {
         asked
     }
 
-    pub(super) fn count(&self, what: impl Fn(&crate::group::Counters) -> &core::sync::atomic::AtomicU64) -> u64 {
+    pub(super) fn count(&self, what: impl Fn(&crate::counters::Counters) -> &core::sync::atomic::AtomicU64) -> u64 {
         what(self.pager.counters()).load(Relaxed)
     }
 }

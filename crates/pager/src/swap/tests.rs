@@ -30,7 +30,7 @@ impl Scene {
         Self { pager, packer: Packer::default(), buffers: [blocks(RUN_BYTES), blocks(RUN_BYTES)] }
     }
 
-    pub(super) fn count(&self, what: impl Fn(&crate::group::Counters) -> &core::sync::atomic::AtomicU64) -> u64 {
+    pub(super) fn count(&self, what: impl Fn(&crate::counters::Counters) -> &core::sync::atomic::AtomicU64) -> u64 {
         what(self.pager.counters()).load(Relaxed)
     }
 
