@@ -35,6 +35,15 @@ impl Random {
     }
 }
 
+/// `n` pages of the flat model are at another address now; of those in the program nothing is known any more.
+fn move_in(out: &mut BTreeMap<u64, bool>, from: u64, to: u64, n: u64) {
+    for (at, is_out) in out.extract_if(from..from + n, |_, _| true).collect::<Vec<_>>() {
+        if is_out {
+            out.insert(at - from + to, true);
+        }
+    }
+}
+
 /// Whatever happens, in whatever order: sums are right, the pools keep to their size, and a page that was stored is
 /// found when it is wanted.
 #[test]
@@ -49,7 +58,7 @@ fn books_balance_under_every_policy() {
             for step in 0..20_000 {
                 let vpn = random.below(400);
                 let unknown = replay.out.unknown;
-                match random.below(10) {
+                match random.below(12) {
                     0..=3 => {
                         let order = if random.below(3) == 0 { 2 } else { 0 };
                         let base = vpn >> order << order;
@@ -83,6 +92,19 @@ fn books_balance_under_every_policy() {
                         let n = 1 + random.below(40);
                         replay.record(0, Record::pages(Kind::Free, vpn, n as usize));
                         out.retain(|at, _| !(vpn..vpn + n).contains(at));
+                    }
+                    9 => {
+                        let (n, to) = (1 + random.below(20), random.below(400));
+                        replay.record(0, Record::pages(Kind::MoveFrom, vpn, n as usize));
+                        replay.record(0, Record::pages(Kind::MoveTo, to, n as usize));
+                        if to.abs_diff(vpn) >= n {
+                            move_in(&mut out, vpn, to, n);
+                        }
+                    }
+                    10 => {
+                        let order = if random.below(3) == 0 { 2 } else { 0 };
+                        // (No object is smaller.)
+                        replay.record(0, Record::of_object(Kind::Resize, vpn >> order << order, order, 1));
                     }
                     _ => replay.record(0, Record::pages(Kind::Evict, vpn, 16)),
                 }
@@ -139,6 +161,23 @@ fn a_pool_that_is_large_enough_needs_no_disk() {
             assert_eq!(done.written_back > 0, written, "{policy:?}, {evicted} evicted: {}", done.written_back);
         }
     }
+}
+
+/// A page that leaves again unchanged makes its object young again.
+#[test]
+fn what_leaves_unchanged_is_referenced() {
+    let mut replay = Replay::new(settings(Policy::SecondChance, 1 << 20));
+    store(&mut replay, 7);
+    let referenced = |replay: &mut Replay, set: Option<bool>| {
+        let object = &mut replay.worlds.get_mut(&0).unwrap().objects[0];
+        object.referenced = set.unwrap_or(object.referenced);
+        object.referenced
+    };
+    replay.record(0, Record::load(7, 1, false, 1));
+    referenced(&mut replay, Some(false));
+    replay.record(0, Record::pages(Kind::Clean, 7, 1));
+    assert!(referenced(&mut replay, None));
+    check(&replay);
 }
 
 /// A child reads what its parent had put out before the fork, whichever of the two blocks was drained first.

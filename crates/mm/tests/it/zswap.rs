@@ -301,7 +301,16 @@ fn a2_a_refused_folio_leaves_no_older_entry() {
         let other = contents(2, 9, 4);
         tables.store(16, 2, 2, &other, 0, Fail::Nothing).unwrap();
         // (Of these contents every fourth page is zero, so that a folio has units of both kinds.)
-        tables.store(0, 4, 2, &new, 0, fail).unwrap_err();
+        let why = tables.store(0, 4, 2, &new, 0, fail).unwrap_err();
+        let expected = match fail {
+            Fail::SwitchedOff => Refused::SwitchedOff,
+            Fail::Limit => Refused::Limit,
+            Fail::Compressor(_) => Refused::Compressor,
+            Fail::Put(_) => Refused::NoPlace,
+            Fail::Index(_) => Refused::NoIndex,
+            Fail::Nothing => unreachable!("it is refused"),
+        };
+        assert_eq!(why, expected);
         for vpn in 0..16 {
             assert_eq!(tables.load(vpn), None, "{fail:?}: page {vpn} has an entry");
         }
