@@ -431,7 +431,7 @@ fn objects_of_several_pages_share_blocks() {
     let mut replay = Replay::new(Settings { accept_percent: 50, ..settings(Policy::Fifo, 10_000) });
     // With 72 bytes in front in the pool, and 8 more on disk: 4,096 and 1,024 and 1,984 bytes there. With the fourth there are 11,116.
     let store = |vpn, bytes| Record::of_object(Kind::Store, vpn, 2, bytes);
-    [store(0, 4000), store(16, 928), store(32, 1900)].map(|r| replay.record(0, r));
+    [store(0, 4000), store(16, 928), store(32, 1900)].into_iter().for_each(|r| replay.record(0, r));
     replay.worlds.get_mut(&0).unwrap().reused.insert(0);
     replay.record(0, store(48, 4000));
     assert_eq!((replay.in_pools(), replay.out.written_back, replay.out.bytes_written), (4072, 12, 8192));
