@@ -43,7 +43,7 @@ const LATELY: usize = 1024;
 pub struct EventPending;
 
 /// What one fault asked for.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Request {
     /// Page touched.
     pub vpn: u64,

@@ -25,6 +25,7 @@ use crate::swap::{Reads, Waiting};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::pagetable::Tag;
 use uzswap_sys::lock::{self, Guard};
+use uzswap_sys::raw::Errno;
 use uzswap_sys::thread;
 use uzswap_sys::uffd::Message;
 
@@ -34,6 +35,9 @@ const FULL_MS: i32 = 20;
 /// How long a fault waits for the writer of the swap file at most, when the limit is exceeded, and how long at a time (nanoseconds).
 const DISK_WAIT_NS: u64 = 1_000_000_000;
 const DISK_LOOK_NS: u64 = 20_000_000;
+
+/// Faults that are passed over in a turn at most: see `Handler::read`.
+const PASSED_OVER_MOST: usize = 1000;
 
 /// What the thread keeps.
 #[derive(Default)]
@@ -94,7 +98,7 @@ impl Handler {
         p.look_if_asked();
         let mut s = p.state.lock();
         self.take_asked(&mut s);
-        let message = if p.inject(Site::Event).is_some() { Err(libc::EIO) } else { p.uffd().read() };
+        let message = if p.inject(Site::Event).is_some() { Err(libc::EIO) } else { self.read(p) };
         self.reads.look(p);
         let mut fault = false;
         match message {
@@ -159,6 +163,24 @@ impl Handler {
             // The thread that waits for its event has been woken by our read and must run before MOVE works.
             thread::sleep_ns(10_000);
         }
+    }
+
+    /// Reads a message. While faults wait for an event, those that were read before are passed over.
+    ///
+    /// The story: a thread that is given a signal while another waits for it does not sleep for the page that the signal's frame is to be
+    /// written to: the kernel tries again at once, and queues a fault each time. It hands out faults before events, and with one message a
+    /// turn the event of an `mremap` was never reached, without which no page may come: `torture` stood still for minutes, in a child.
+    fn read(&self, p: &Pager) -> Result<Option<Message>, Errno> {
+        let mut message = p.uffd().read();
+        for _ in 0..PASSED_OVER_MOST {
+            let Ok(Some(Message::Fault { address, write, protected, .. })) = message else { break };
+            let r = Request { vpn: (address / PAGE) as u64, write, protected };
+            if !self.retry || !self.waiting.iter().any(|waiting| waiting.r == r) {
+                break;
+            }
+            message = p.uffd().read();
+        }
+        message
     }
 
     /// What is wanted though nobody has touched it is on the list as a fault would be.
