@@ -424,6 +424,45 @@ mod tests {
         }
     }
 
+    /// See `Handler::read`: a fault that waits already, which the kernel hands out first, keeps no event from being read.
+    #[test]
+    fn an_event_is_reached_behind_faults_that_wait_for_it() {
+        let p = testing::pager_told_of_moves(16 << 20);
+        let at = testing::memory(p, 2);
+        let first = (at / PAGE) as u64;
+        let (mut handler, _) = handler(p);
+        for vpn in [first, first + 1] {
+            let s = &mut *p.state.lock();
+            s.zeros += 1;
+            s.pt.set(vpn, Pte::new(Tag::Zero, 0));
+        }
+        handler.waiting.push(Waiting::new(Request { vpn: first, write: false, protected: false }));
+        handler.retry = true;
+        let drops = std::thread::spawn(move || {
+            // SAFETY: memory of the test's own, of which nothing is needed.
+            unsafe { sys!(libc::SYS_madvise, at + PAGE, PAGE, libc::MADV_DONTNEED) }.expect("madvise")
+        });
+        assert!(p.uffd().wait(-1), "the event");
+        // SAFETY: as above.
+        let touches = std::thread::spawn(move || unsafe { (at as *const u8).read_volatile() });
+        let queued = || std::fs::read_to_string(format!("/proc/self/fdinfo/{}", p.uffd().fd())).expect("fdinfo");
+        while queued().contains("pending:\t0\n") {
+            std::thread::yield_now();
+        }
+        handler.turn(p);
+        assert_eq!(
+            p.state.lock().pt.get(first + 1).tag(),
+            Tag::None,
+            "what was dropped is forgotten in the first turn"
+        );
+        assert_eq!(p.signs.faulted.load(Relaxed), 0, "the fault was read before");
+        while !handler.waiting.is_empty() {
+            handler.turn(p);
+        }
+        drops.join().expect("its call ends");
+        assert_eq!(touches.join().expect("its page comes"), 0);
+    }
+
     /// A pager that has 400 pages in its pool from the page on that it is told with, which may go to disk, beside a member that holds 2 MiB
     /// and has nothing to give.
     fn pool_of_400() -> (&'static Pager, u64) {

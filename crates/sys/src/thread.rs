@@ -400,7 +400,6 @@ mod tests {
     use core::sync::atomic::{AtomicBool, Ordering::*};
     use std::sync::Barrier;
 
-    /// The story: what a fault waited for was read as the least important of all, and beside other processes' I/O took seconds.
     /// Who was started by a thread that may not read it inherits that, and would end by SIGSEGV.
     #[test]
     fn the_counter_is_read_also_where_the_program_forbade_it_to_itself() {
@@ -417,6 +416,7 @@ mod tests {
         assert!(first < second);
     }
 
+    /// The story: what a fault waited for was read as the least important of all, and beside other processes' I/O took seconds.
     #[test]
     fn what_an_idle_thread_reads_is_as_urgent_as_before() {
         let class = || {
