@@ -28,8 +28,6 @@ fn faults_of(subject: &Subject, bits: &str) -> u64 {
     let run = subject.start_limited(LIMIT).finish();
     run.say(subject.name, bits, Some(LIMIT));
     assert!(run.status.success(), "{}", run.describe());
-    let said = run.stdout.text();
-    assert!(said.starts_with("noise ") && said.trim_end().ends_with(" True"), "{said}");
     assert_limited(subject.name, &run, Some(120 * MIB));
     // (All of it comes once, when it is first read; and what text is brought back.)
     number(&run, "pgmajfault")
