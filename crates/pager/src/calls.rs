@@ -9,6 +9,9 @@
 //! event is unread nothing moves). `fork` runs alone too: the child's tables are a copy, and no event of the parent's is
 //! told to it; and so do the ticker's scans: between the event of `madvise` and its end old pages are still there.
 //!
+//! While an event is unread no page may come (the kernel answers EAGAIN), and threads that make such calls all the time left
+//! next to no time in which none is. So while a fault or reclaim waits for that, the calls that begin are held back, a moment at most.
+//!
 //! Calls are wrapped where libc makes them (the agent's `patch`). Those that a program makes with instructions of its own
 //! are not ordered.
 //!
@@ -18,6 +21,7 @@
 
 use crate::arena::PAGE;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::*};
+use uzswap_sys::lock::{futex_wait, futex_wake};
 use uzswap_sys::rwlock::RwLock;
 use uzswap_sys::thread;
 
@@ -28,6 +32,9 @@ const SCAN_WAITS_NS: u64 = 2_000_000;
 /// handler that does not return leaves one counted for good.)
 const ENGAGE_WAITS: u32 = 100;
 const ENGAGE_WAIT_NS: u64 = 200_000;
+
+/// For how long a call is held back at most (nanoseconds): what it waits for takes microseconds, or does not depend on it.
+const HOLD_BACK_NS: u64 = 2_000_000;
 
 /// What a call holds while it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,8 +48,17 @@ pub enum Held {
     Alone,
 }
 
+/// Who waits for calls to end, as nothing can be moved while an event is unread.
+#[derive(Clone, Copy, Debug)]
+#[repr(u32)]
+pub enum Waits {
+    /// The handler, with a fault.
+    Fault = 1,
+    /// The reclaim thread.
+    Reclaim = 2,
+}
+
 /// Orders the calls of one process.
-#[derive(Default)]
 pub struct Calls {
     lock: RwLock,
     /// Whether calls take the lock: from before any memory is registered on.
@@ -51,9 +67,30 @@ pub struct Calls {
     unordered: AtomicU32,
     /// The `mremap` under way: from where, and how many bytes are to be there afterwards (0: none).
     remaps: [AtomicUsize; 2],
+    /// Who waits for them to end ([`Waits`]; a futex).
+    waited_for: AtomicU32,
+    /// For how long a call is held back for that at most (nanoseconds).
+    hold_ns: u64,
+}
+
+impl Default for Calls {
+    fn default() -> Self {
+        Self::with_hold(HOLD_BACK_NS)
+    }
 }
 
 impl Calls {
+    const fn with_hold(hold_ns: u64) -> Self {
+        Self {
+            lock: RwLock::new(),
+            ordered: AtomicBool::new(false),
+            unordered: AtomicU32::new(0),
+            remaps: [const { AtomicUsize::new(0) }; 2],
+            waited_for: AtomicU32::new(0),
+            hold_ns,
+        }
+    }
+
     /// Before a call while no memory is managed; false when it must be begun with [`Calls::begin`].
     pub fn begin_unordered(&self) -> bool {
         if !self.ordered.load(Relaxed) {
@@ -68,13 +105,40 @@ impl Calls {
 
     /// Before a call, with all signals blocked: `alone` where it is `mremap`.
     pub fn begin(&self, alone: bool) -> Held {
-        if alone {
+        let held = if alone {
             self.lock.take();
             Held::Alone
         } else {
             self.lock.share();
             Held::Shared
+        };
+        // (With the lock: who waited for that would begin without having looked.)
+        let waited_for = self.waited_for.load(Acquire);
+        if waited_for != 0 {
+            futex_wait(&self.waited_for, waited_for, Some(self.hold_ns), false);
         }
+        held
+    }
+
+    /// Whether `who` waits for calls that are under way: those that begin are held back until nobody does.
+    ///
+    /// The story: two threads that did nothing but `mremap`, in turn, and each time waited for their event to be read. A page came to others
+    /// when by chance neither was at it: after twelve seconds three threads had not got over the pages they began with.
+    pub fn hold_back(&self, who: Waits, waits: bool) {
+        let bit = who as u32;
+        if self.are_waited_for(who) == waits {
+            return;
+        }
+        if waits {
+            self.waited_for.fetch_or(bit, Release);
+        } else if self.waited_for.fetch_and(!bit, Release) == bit {
+            futex_wake(&self.waited_for, u32::MAX >> 1, false);
+        }
+    }
+
+    /// Whether he does.
+    pub fn are_waited_for(&self, who: Waits) -> bool {
+        self.waited_for.load(Relaxed) & who as u32 != 0
     }
 
     /// The call that has begun alone is an `mremap` of memory at `from`, which is to be of `new_len` bytes; until it ends.
@@ -150,6 +214,7 @@ impl Calls {
     /// In a forked child, of whose threads only the one that forked is left.
     pub fn forget_others(&self) {
         self.unordered.store(0, Relaxed);
+        self.waited_for.store(0, Relaxed);
     }
 }
 
@@ -175,6 +240,40 @@ mod tests {
             assert!(engages.join().unwrap(), "it did not wait");
         });
         assert_eq!(calls.unordered.load(SeqCst), 0);
+    }
+
+    /// Of two that wait for calls the last lets one begin.
+    #[test]
+    fn a_call_is_held_back_until_nobody_waits_for_it() {
+        let (calls, goes_on) = (Calls::with_hold(u64::MAX >> 1), AtomicBool::new(false));
+        calls.hold_back(Waits::Fault, true);
+        calls.hold_back(Waits::Reclaim, true);
+        std::thread::scope(|threads| {
+            threads.spawn(|| {
+                let held = calls.begin(true);
+                assert!(goes_on.load(SeqCst), "it was not held back");
+                calls.end(held);
+            });
+            while calls.try_stop_now() {
+                calls.go_on();
+                std::thread::yield_now();
+            }
+            calls.hold_back(Waits::Fault, false);
+            goes_on.store(true, SeqCst);
+            calls.hold_back(Waits::Reclaim, false);
+        });
+        assert!(calls.try_stop_now(), "it has ended");
+    }
+
+    /// Nor for ever, whoever waits; and a child waits for nobody whom it does not have.
+    #[test]
+    fn a_call_is_held_back_for_a_moment() {
+        let calls = Calls::default();
+        calls.hold_back(Waits::Fault, true);
+        calls.end(calls.begin(false));
+        assert!(calls.are_waited_for(Waits::Fault) && !calls.are_waited_for(Waits::Reclaim));
+        calls.forget_others();
+        assert!(!calls.are_waited_for(Waits::Fault));
     }
 
     #[test]

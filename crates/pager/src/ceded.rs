@@ -220,7 +220,7 @@ impl Pager {
             let mut s = self.state.lock();
             let Some((from, to)) = managed_part(&s, at, end) else { break };
             let to = to.min(from + PIECE);
-            self.make_room(&mut s, (from / PAGE) as u64);
+            let _ = self.make_room(&mut s, (from / PAGE) as u64);
             let piece = self.cede_piece(&mut s, from, to)?;
             drop(s);
             match piece {

@@ -14,7 +14,8 @@
 //! with it, begun and waited for without it.
 
 use crate::arena::PAGE;
-use crate::fault::Request;
+use crate::calls::Waits;
+use crate::fault::{EventPending, Request};
 use crate::inject::Site;
 use crate::member::SIGNAL;
 use crate::pager::Pager;
@@ -48,6 +49,8 @@ pub(crate) struct Handler {
     /// Whether a fault is to be tried again though nothing may come: it waits for an event to be read first, or for room
     /// in the group.
     retry: bool,
+    /// A page for which room is to be made: an unread event kept others from leaving.
+    room_for: Option<u64>,
     /// Whether it is to end: the process is let go of.
     ended: bool,
     /// When a read that failed is to be made again (monotonic nanoseconds).
@@ -131,6 +134,7 @@ impl Handler {
         p.hold_back(&s);
         if !self.waiting.is_empty() && (p.must_wait(&mut s) || self.waits_for_slow_disk(p, &s)) {
             self.retry = true;
+            p.calls.hold_back(Waits::Fault, false);
             drop(s);
             p.wake_reclaim();
             p.uffd().wait(FULL_MS);
@@ -142,6 +146,9 @@ impl Handler {
             thread::sleep_ns(throttle);
             p.counters().stall_ns.fetch_add(throttle, Relaxed);
             s = p.state.lock();
+        }
+        if let Some(vpn) = self.room_for.filter(|_| !fault) {
+            self.make_room(p, &mut s, vpn);
         }
         p.land(&mut s, &mut self.reads, &mut self.waiting);
         self.serve_waiting(p, &mut s);
@@ -218,8 +225,13 @@ impl Handler {
             let busy = p.has_kin() || p.reclaimer_is_wanted(&s, p.excess(&s));
             s.placement.fault_on(cpu, tid, helpers, busy);
         }
-        p.make_room(&mut s, r.vpn);
+        self.make_room(p, &mut s, r.vpn);
         self.wait_for_writer(p, s, r.vpn)
+    }
+
+    /// Makes room for a fault, again in the next turn if an unread event kept pages from leaving.
+    fn make_room(&mut self, p: &Pager, s: &mut State, vpn: u64) {
+        self.room_for = p.make_room(s, vpn).err().map(|EventPending| vpn);
     }
 
     /// Waits until the writer of the swap file has made room, where the limit is exceeded and it does. In vain was the wait if it has
@@ -249,7 +261,7 @@ impl Handler {
             lock::futex_wait(&p.tier.progress, seen, Some(DISK_LOOK_NS), false);
             s = p.state.lock();
             self.waited_ns += thread::now_ns().saturating_sub(now);
-            p.make_room(&mut s, vpn);
+            self.make_room(p, &mut s, vpn);
         }
         s
     }
@@ -290,10 +302,11 @@ impl Handler {
             }
             if p.serve(s, waiting.r).is_err() {
                 self.retry = true;
-                return;
+                return p.calls.hold_back(Waits::Fault, true);
             }
             self.waiting.remove(i);
         }
+        p.calls.hold_back(Waits::Fault, false);
     }
 
     /// Faults on what was ceded to the program since they were read are not served any more. Who waits faults again.
@@ -361,6 +374,7 @@ impl Handler {
 mod tests {
     use super::*;
     use crate::testing;
+    use std::thread::JoinHandle;
     use uzswap_mm::pagetable::Pte;
     use uzswap_sys::uffd::Uffd;
     use uzswap_sys::{eventfd, pagemap, sys, uffd};
@@ -438,17 +452,7 @@ mod tests {
         }
         handler.waiting.push(Waiting::new(Request { vpn: first, write: false, protected: false }));
         handler.retry = true;
-        let drops = std::thread::spawn(move || {
-            // SAFETY: memory of the test's own, of which nothing is needed.
-            unsafe { sys!(libc::SYS_madvise, at + PAGE, PAGE, libc::MADV_DONTNEED) }.expect("madvise")
-        });
-        assert!(p.uffd().wait(-1), "the event");
-        // SAFETY: as above.
-        let touches = std::thread::spawn(move || unsafe { (at as *const u8).read_volatile() });
-        let queued = || std::fs::read_to_string(format!("/proc/self/fdinfo/{}", p.uffd().fd())).expect("fdinfo");
-        while queued().contains("pending:\t0\n") {
-            std::thread::yield_now();
-        }
+        let (drops, touches) = drop_one_and_touch_another(p, at + PAGE, at);
         handler.turn(p);
         assert_eq!(
             p.state.lock().pt.get(first + 1).tag(),
@@ -461,6 +465,43 @@ mod tests {
         }
         drops.join().expect("its call ends");
         assert_eq!(touches.join().expect("its page comes"), 0);
+        assert!(!p.calls.are_waited_for(Waits::Fault));
+    }
+
+    /// While an event is unread a fault is not served, and no call that would make another event is to begin.
+    #[test]
+    fn calls_are_held_back_while_a_fault_waits_for_one() {
+        let p = testing::pager_told_of_moves(16 << 20);
+        let at = testing::memory(p, 2);
+        let (mut handler, _) = handler(p);
+        p.state.lock().zeros += 1;
+        p.state.lock().pt.set((at / PAGE) as u64, Pte::new(Tag::Zero, 0));
+        let (drops, touches) = drop_one_and_touch_another(p, at + PAGE, at);
+        // (Of the two the fault is read first.)
+        handler.turn(p);
+        assert!(!handler.waiting.is_empty() && p.calls.are_waited_for(Waits::Fault));
+        while !handler.waiting.is_empty() {
+            handler.turn(p);
+        }
+        drops.join().expect("its call ends");
+        assert_eq!(touches.join().expect("its page comes"), 0);
+        assert!(!p.calls.are_waited_for(Waits::Fault));
+    }
+
+    /// Threads of which one drops a page and the other touches one, when both wait for messages to be read: the event's and the fault's.
+    fn drop_one_and_touch_another(p: &Pager, dropped: usize, touched: usize) -> (JoinHandle<()>, JoinHandle<u8>) {
+        let drops = std::thread::spawn(move || {
+            // SAFETY: memory of the test's own, of which nothing is needed.
+            unsafe { sys!(libc::SYS_madvise, dropped, PAGE, libc::MADV_DONTNEED) }.map(drop).expect("madvise")
+        });
+        assert!(p.uffd().wait(-1), "the event");
+        // SAFETY: as above.
+        let touches = std::thread::spawn(move || unsafe { (touched as *const u8).read_volatile() });
+        let queued = || std::fs::read_to_string(format!("/proc/self/fdinfo/{}", p.uffd().fd())).expect("fdinfo");
+        while queued().contains("pending:\t0\n") {
+            std::thread::yield_now();
+        }
+        (drops, touches)
     }
 
     /// A pager that has 400 pages in its pool from the page on that it is told with, which may go to disk, beside a member that holds 2 MiB

@@ -158,7 +158,7 @@ impl Pager {
             let Some(first) = s.pt.next_known(at).filter(|first| *first < to) else { break };
             at = first;
             let end = to.min(at + BATCH_PAGES as u64 / 4);
-            self.make_room(&mut s, at);
+            let _ = self.make_room(&mut s, at);
             let (n, stopped) = self.bring_range(&mut s, at, end);
             came += n;
             if stopped < end {

@@ -22,6 +22,7 @@
 
 use crate::arena::PAGE;
 use crate::batch::{BATCH_PAGES, Batch};
+use crate::calls::Waits;
 use crate::fault::EventPending;
 use crate::pager::Pager;
 use crate::state::{BLOCK_PAGES, State};
@@ -69,13 +70,14 @@ impl Pager {
         loop {
             let word = self.me().wake.load(Acquire);
             if self.stopping.load(Acquire) {
-                return;
+                return self.calls.hold_back(Waits::Reclaim, false);
             }
             self.serve_request(&mut batch);
             let nap = self.look_after_client();
             if !self.wants_reclaim() {
                 failures = 0;
                 self.gets_on();
+                self.calls.hold_back(Waits::Reclaim, false);
                 if self.compact_behind(&mut self.state.lock()) {
                     continue;
                 }
@@ -95,7 +97,10 @@ impl Pager {
                 self.gets_on();
                 continue;
             }
-            failures += 1;
+            // (What an unread event keeps from leaving is there to take all the same.)
+            if !self.calls.are_waited_for(Waits::Reclaim) {
+                failures += 1;
+            }
             if failures > 20 {
                 self.gives_nothing();
                 let mut s = self.state.lock();
@@ -143,7 +148,7 @@ impl Pager {
     /// One round: stage, compress a batch, give frames back. False when nothing could be done.
     pub(crate) fn reclaim_step(&self, batch: &mut Batch) -> bool {
         let (low, high) = self.watermarks();
-        let mut progress = false;
+        let (mut progress, mut put_off) = (false, false);
         let between = if self.without_move { self.lock_between_calls() } else { None };
         let stopped = between.is_some();
         {
@@ -178,9 +183,12 @@ impl Pager {
                 let short = (keep + want).saturating_sub(s.idle_staged());
                 // (What a full pool refuses goes back: only what leaves is progress then.)
                 let refusing = self.zswap_is_full(&s);
-                progress |= self.stage(&mut s, short).unwrap_or(0) > 0 && !refusing;
+                let staged = self.stage(&mut s, short);
+                put_off = staged.is_err();
+                progress |= staged.unwrap_or(0) > 0 && !refusing;
                 progress |= self.prepare(&mut s, batch, want, keep) && !refusing;
             }
+            self.calls.hold_back(Waits::Reclaim, put_off);
             s.calls_stopped = false;
             // (Before the lock is given up: who has it next, and runs instead of this thread, takes pages too.)
             if stopped {
@@ -198,11 +206,14 @@ impl Pager {
     /// Reclaims before a fault is served, where the thread that serves it is to do so by itself, or where the reclaim
     /// thread has fallen behind and the limit is exceeded: whoever faults then pays. (Not after fork: pages that must
     /// be un-shared first would be tried in vain before each fault.)
-    pub fn make_room(&self, s: &mut State, vpn: u64) {
+    ///
+    /// # Errors
+    /// [`EventPending`]: an unread event kept pages from leaving.
+    pub fn make_room(&self, s: &mut State, vpn: u64) -> Result<(), EventPending> {
         self.charge_growth(s);
         let behind = self.excess(s) > 0 && !self.has_kin();
         if !behind && !self.handler_reclaims(s) {
-            return;
+            return Ok(());
         }
         // Frames go round: some are made free when there are none, and none are given back to the kernel (or taken
         // from it) while the group stays within a band below its limit.
@@ -216,7 +227,7 @@ impl Pager {
             s.rss = self.rss_now(s);
         }
         if self.over(s, margin / 2, waits) == 0 && (self.without_move || spare >= need || self.excess(s) + margin < 0) {
-            return;
+            return Ok(());
         }
         s.rss = self.rss_now(s);
         self.publish(s);
@@ -235,7 +246,7 @@ impl Pager {
         if over > 0 && idle > 0 && !self.without_move && (!waits || self.gives(s, over)) {
             let given = self.give_back(s, (over + BLOCK_PAGES).min(idle));
             if given >= over {
-                return;
+                return Ok(());
             }
         }
         let floor = over > 0 && self.at_floor(s);
@@ -243,9 +254,10 @@ impl Pager {
         // A full pool takes zeros only: where there were few that is tried again later.
         let faults = self.counters().pgfault.load(Relaxed);
         let refused = self.zswap_is_full(s) && faults < self.refused_until.load(Relaxed);
+        let mut staged = Ok(());
         if !floor && !refused {
-            let keep = self.stage_target(s);
-            let (left, _) = self.direct_round(s, BATCH_PAGES.max(need), keep, Some(need));
+            let (left, round) = self.direct_round(s, BATCH_PAGES.max(need), self.stage_target(s), Some(need));
+            staged = round;
             if left > 0 {
                 self.gets_on();
             }
@@ -268,6 +280,7 @@ impl Pager {
         if floor && !disk_helps {
             if shrinks || given > 0 { self.gets_on() } else { self.full(s) }
         }
+        staged
     }
 
     /// Whether the program has so little left that taking more would only make it fault.
@@ -425,7 +438,7 @@ mod tests {
         }
         assert!(p.at_floor(&s));
         let stuck = |s: &mut State| {
-            p.make_room(s, 1);
+            let _ = p.make_room(s, 1);
             p.me().stuck.load(Relaxed) != 0
         };
         let (mut dense, recompressed) = (0, || p.counters().recompressed_pages.load(Relaxed));
@@ -488,7 +501,7 @@ mod tests {
                 let mut s = p.state.lock();
                 (0..8).for_each(|_| s.placement.fault_on(0, 1, crate::placement::Helpers::default(), false));
                 s.rss = own;
-                p.make_room(&mut s, 1);
+                let _ = p.make_room(&mut s, 1);
             } else {
                 p.wants_reclaim();
             }

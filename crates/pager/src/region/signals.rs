@@ -203,8 +203,8 @@ impl Pager {
             let tid = uzswap_sys::thread::gettid() as u32;
             s.placement.fault_on(usize::try_from(cpu).unwrap_or(0), tid, helpers, false);
         }
-        self.make_room(&mut s, vpn);
-        // What cannot be done now (EAGAIN of the kernel) is tried again by the access itself, which faults again.
+        let _ = self.make_room(&mut s, vpn);
+        // (What cannot be done now, EAGAIN of the kernel, is tried again by the access itself, which faults again.)
         let _ = self.serve(&mut s, Request { vpn, write, protected: false });
         let lost = s.pt.get(vpn).tag() == Tag::Poisoned;
         let wake = self.needs_reclaim(&s);

@@ -190,7 +190,7 @@ fn a_program_with_nothing_left_has_the_disk_take_some_of_the_pool() {
     let mut full = |may_write: bool| {
         p.group.nodes[0].zswap_writeback.store(u32::from(may_write), Relaxed);
         assert!(p.at_floor(s) && p.excess(s) > 0);
-        p.make_room(s, FIRST);
+        let _ = p.make_room(s, FIRST);
         (p.group.nodes[0].events.oom.load(Relaxed), s.swap.as_ref().unwrap().shrinker.due())
     };
     let due = full(true).1;

@@ -182,6 +182,18 @@ fn what_moves_to_where_another_was() {
     }
 }
 
+/// The story: a thread that is given a second signal does not sleep for the page that the first one's frame is written to, but faults as
+/// fast as it can, and the kernel hands out faults before events. The event of another thread's `mremap`, without which no page may come,
+/// was not reached for minutes. And where the next `mremap` always began when one had ended, hardly a page came between them.
+#[test]
+fn faults_are_served_beside_threads_that_move_memory_all_the_time() {
+    let _beside = beside();
+    let Some(frames) = compile_c("frames") else { return };
+    for seed in ["1", "2", "3"] {
+        Subject::new("frames", &[&frames, &seed]).check();
+    }
+}
+
 /// The story: what is new of locked memory that `mremap` makes larger the kernel fills before it tells that the memory has moved, and
 /// until then no page comes in. The call waited for ever, and all threads with it.
 #[test]

@@ -49,7 +49,9 @@ fn without_move_every_memory_call_is_followed() {
     let _beside = beside();
     let new = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |t| t.as_secs()).to_string();
     say(&format!("model: seed {new}"));
-    for (name, seed) in [("mix", "1"), ("remaps", "1"), ("model", "3"), ("model", &new), ("segments", "")] {
+    for (name, seed) in
+        [("mix", "1"), ("remaps", "1"), ("frames", "1"), ("model", "3"), ("model", &new), ("segments", "")]
+    {
         let Some(program) = compiled(name, &[&seed]) else { return };
         program.check();
     }
