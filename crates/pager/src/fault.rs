@@ -53,6 +53,13 @@ pub struct Request {
     pub protected: bool,
 }
 
+impl Request {
+    /// What a fault at `address` asks for.
+    pub(crate) fn at(address: usize, write: bool, protected: bool) -> Self {
+        Self { vpn: (address / PAGE) as u64, write, protected }
+    }
+}
+
 impl Pager {
     /// Whether the reclaim thread has something to do.
     pub(crate) fn needs_reclaim(&self, s: &State) -> bool {

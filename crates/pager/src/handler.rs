@@ -108,8 +108,9 @@ impl Handler {
             Ok(Some(Message::Fault { address, .. })) if p.without_move && p.is_of_remap(&mut s, address) => {}
             Ok(Some(Message::Fault { address, write, protected, tid })) => {
                 fault = true;
-                p.stall.begin((address / PAGE) as u64, p.counters().pgfault.load(Relaxed));
-                s = self.take_fault(p, s, Request { vpn: (address / PAGE) as u64, write, protected }, tid);
+                let r = Request::at(address, write, protected);
+                p.stall.begin(r.vpn, p.counters().pgfault.load(Relaxed));
+                s = self.take_fault(p, s, r, tid);
             }
             Ok(Some(event)) => {
                 self.ended = p.is_farewell(&event);
@@ -181,7 +182,7 @@ impl Handler {
         let mut message = p.uffd().read();
         for _ in 0..PASSED_OVER_MOST {
             let Ok(Some(Message::Fault { address, write, protected, .. })) = message else { break };
-            let r = Request { vpn: (address / PAGE) as u64, write, protected };
+            let r = Request::at(address, write, protected);
             if !self.retry || !self.waiting.iter().any(|waiting| waiting.r == r) {
                 break;
             }

@@ -318,9 +318,8 @@ mod tests {
             let mut s = p.state.lock();
             match p.uffd().read().expect("messages are read") {
                 Some(Message::Fault { address, write, protected, .. }) => {
-                    let r = Request { vpn: (address / PAGE) as u64, write, protected };
                     // (Who is not served faults again.)
-                    if p.serve(&mut s, r).is_err() {
+                    if p.serve(&mut s, Request::at(address, write, protected)).is_err() {
                         p.uffd().wake(address, PAGE);
                     }
                 }

@@ -221,7 +221,7 @@ impl Pager {
     ///
     /// The story: the reclaim thread served a request while the program faulted on the same CPU, beside others that computed. The program
     /// waited for the handler, the handler for the lock, and so did the ticker: for more than five seconds.
-    fn lock_and_lift(&'static self, watch: &mut Watch) -> Guard<'static, State> {
+    fn lock_and_lift(&self, watch: &mut Watch) -> Guard<'_, State> {
         let mut lifted = None;
         loop {
             if let Some(mut s) = self.state.lock_within(LOOK_NS) {

@@ -130,7 +130,7 @@ impl Pager {
     }
 
     /// In the ticker: has the handler compete for its CPU as everybody else does. False when that cannot be had now.
-    pub(crate) fn lift_handler(&'static self) -> bool {
+    pub(crate) fn lift_handler(&self) -> bool {
         let handler = self.handler.load(Relaxed);
         if self.may_leave_idle.load(Relaxed) {
             thread::set_idle_policy(handler, false);
@@ -141,7 +141,7 @@ impl Pager {
         true
     }
 
-    fn relieve(&'static self, handler: i32) -> bool {
+    fn relieve(&self, handler: i32) -> bool {
         let former = self.relief.former.load(Relaxed);
         // (The next one is to have its stack.)
         if former > 0 && thread::is_there(thread::getpid(), former) {
@@ -188,7 +188,7 @@ pub(crate) struct Watch {
 }
 
 impl Watch {
-    pub(crate) fn look_after_handler(&mut self, p: &'static Pager) {
+    pub(crate) fn look_after_handler(&mut self, p: &Pager) {
         if !p.signs.watched.load(Relaxed) {
             self.at = 0;
             return;
@@ -289,7 +289,7 @@ impl Watch {
         Some(shown(now.0 - before.0, ran, computed, served, idle))
     }
 
-    fn lift(&mut self, p: &'static Pager, now: u64) {
+    fn lift(&mut self, p: &Pager, now: u64) {
         self.unclear = 0;
         if self.lifted == 0 {
             if !p.lift_handler() {

@@ -103,7 +103,7 @@ fn what_the_pool_may_not_hold_goes_to_the_swap_file() {
     member.ends_well();
 }
 
-/// The same with less room on disk than it takes: what found none is in the pool, and no more comes after it.
+/// The same with less room on disk than it takes: what found none is in the pool, and no more comes after it. (36 MiB find none.)
 #[test]
 fn what_finds_no_room_on_disk_does_not_fill_a_pool_that_may_hold_nothing() {
     let place = Place::new();
@@ -112,11 +112,14 @@ fn what_finds_no_room_on_disk_does_not_fill_a_pool_that_may_hold_nothing() {
     place.ctl(&["g", "memory.zswap.max=0"]);
     member.tell("r 100");
     for _ in 0..3 {
+        // (All of it was in the program just now, and goes when that is tried again.)
+        eventually("the disk is nearly full", || {
+            let (pool, disk) = (place.number("g", "memory.zswap.current"), place.number("g", "memory.swap.current"));
+            println!("{} KiB on disk, {} KiB in the pool", disk >> 10, pool >> 10);
+            assert!(pool <= 18 * MIB, "{pool} bytes in the pool, {disk} on disk");
+            disk >= 10 * MIB
+        });
         member.tell("v");
-        let (pool, disk) = (place.number("g", "memory.zswap.current"), place.number("g", "memory.swap.current"));
-        println!("{} KiB on disk, {} KiB in the pool", disk >> 10, pool >> 10);
-        // (What is read back is in the pool until it is written again.)
-        assert!(disk > 0 && disk + pool <= 20 * MIB, "{disk} bytes on disk, {pool} in the pool");
     }
     let said = member.ends_well();
     assert!(said.contains("is full"), "{said}");
