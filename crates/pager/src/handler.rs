@@ -70,12 +70,18 @@ struct SlowWrite {
     since: u64,
 }
 
+/// What a handler's thread does first.
+pub(crate) fn begin_handler() {
+    thread::keep_io_priority();
+    thread::allow_ticks();
+    thread::wake_on_time();
+}
+
 impl Pager {
     /// The handler thread, the first one (see `watch`).
     pub fn handler_loop(&self) -> ! {
         self.may_leave_idle.store(thread::may_leave_idle_policy(), Relaxed);
-        thread::keep_io_priority();
-        thread::allow_ticks();
+        begin_handler();
         thread::set_idle_policy(0, true);
         let mut handler = Box::new(Handler::default());
         {

@@ -17,7 +17,7 @@
 //! handler needs to come to the end of its turn, so it stays for longer each time: see `hold`. Lock order: the
 //! pager's lock, then `duty`; so a fork, which is made with the pager's lock held, finds `duty` free.
 
-use crate::handler::Handler;
+use crate::handler::{Handler, begin_handler};
 use crate::pager::Pager;
 use crate::ticker::{LOOK_NS, pager};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::*};
@@ -159,8 +159,7 @@ impl Pager {
 
 extern "C" fn run_relief(arg: usize) -> ! {
     let p = pager(arg);
-    thread::keep_io_priority();
-    thread::allow_ticks();
+    begin_handler();
     p.serve_until_relieved(p.take_duty())
 }
 

@@ -222,6 +222,12 @@ pub fn ticks() -> u64 {
     unsafe { core::arch::x86_64::_rdtsc() }
 }
 
+/// Has the calling thread's sleeps end when they are to, not up to 50 µs later, as the kernel may have others' to wake several at once.
+pub fn wake_on_time() {
+    // SAFETY: a number only.
+    let _ = unsafe { sys!(libc::SYS_prctl, libc::PR_SET_TIMERSLACK, 1, 0, 0, 0) };
+}
+
 /// Asks that the calling thread, which works little at a time, gets the CPU soon after it is woken: a slice of 100 µs
 /// (`sched_setattr`, Linux 6.12; elsewhere nothing changes).
 pub fn wake_soon() {
@@ -414,6 +420,16 @@ mod tests {
         };
         let (first, second) = std::thread::spawn(reads).join().expect("its child ends");
         assert!(first < second);
+    }
+
+    #[test]
+    fn a_thread_is_woken_on_time() {
+        let slack = || {
+            wake_on_time();
+            // SAFETY: a number only.
+            unsafe { sys!(libc::SYS_prctl, libc::PR_GET_TIMERSLACK, 0, 0, 0, 0) }
+        };
+        assert_eq!(std::thread::spawn(slack).join().expect("it ends"), Ok(1));
     }
 
     /// The story: what a fault waited for was read as the least important of all, and beside other processes' I/O took seconds.
