@@ -3,7 +3,8 @@
 //! Memory is managed from near the limit on, and until then the ticker looks from time to time how much there is. A program can map and
 //! fill more between two looks than there is room for. So its mapping calls say what they map:
 //!
-//! - the largest mapping is *planned*: memory is managed at once when it would not fit (`limits::headroom`), and other members are told;
+//! - it is *planned*, until it is filled, or is not for long: memory is managed at once when all that would not fit (`limits::headroom`),
+//!   and other members are told;
 //! - who maps more than half of the room since the last look has the ticker look, and waits for it.
 //!
 //! From then on they say where, too, so that nobody need go through all mappings to find the new ones (`discover`). The handler looks
@@ -29,8 +30,6 @@ const NOTED: usize = 64;
 
 /// What was mapped, and how far the ticker knows of it.
 pub struct Growth {
-    /// Bytes of the largest mapping made since the ticker last looked, before engaging.
-    pub planned: AtomicUsize,
     /// Bytes mapped since the ticker last looked, before engaging.
     pub mapped: AtomicUsize,
     /// How far the process might grow when it did, before memory is managed (bytes).
@@ -54,7 +53,6 @@ impl Growth {
     /// Nothing is mapped, and no look was taken.
     pub(crate) fn new() -> Self {
         Self {
-            planned: AtomicUsize::new(0),
             mapped: AtomicUsize::new(0),
             room: AtomicUsize::new(usize::MAX),
             plans_halved: AtomicU64::new(0),
@@ -69,8 +67,10 @@ impl Growth {
 
 impl Pager {
     /// Notes that the program has mapped `len` bytes, which it may fill.
+    ///
+    /// The story: of a process alone the largest mapping counted, as its ticker looks often enough at what one thread fills. Three threads
+    /// had both CPUs, and filled 42 MiB under a limit of 24 before it looked.
     pub fn plan(&self, len: usize) {
-        self.growth.planned.fetch_max(len, Relaxed);
         if !self.engaged.load(Relaxed) && self.me().planned.fetch_add(len as u64, Relaxed) == 0 {
             self.growth.plans_halved.store(thread::process_cpu_ns(), Relaxed);
         }

@@ -156,10 +156,7 @@ impl Pager {
         let rss = self.read_rss();
         if !self.engaged.load(Acquire) {
             self.raise_peaks(rss, rss, 0);
-            // (Alone it looks often enough; others may fill theirs meanwhile.)
-            let left = if self.others_count() > 0 { self.me().planned.load(Relaxed) as usize } else { 0 };
-            let planned = self.growth.planned.swap(0, Relaxed).max(left);
-            let (room, until_look) = self.headroom(rss, planned, engage_threshold);
+            let (room, until_look) = self.headroom(rss, self.me().planned.load(Relaxed) as usize, engage_threshold);
             self.growth.room.store(room, Relaxed);
             // (What is to be put out on request must be managed first, however far the limit is.)
             if room == 0 || self.is_asked() {

@@ -194,6 +194,19 @@ fn faults_are_served_beside_threads_that_move_memory_all_the_time() {
     }
 }
 
+/// The story: three threads that filled 48 MiB at once had filled up to 42 of them, under a limit of 24, before the ticker got a CPU.
+#[test]
+fn several_threads_that_fill_memory_at_once_keep_the_limit() {
+    let _beside = beside();
+    let Some(frames) = compile_c("frames") else { return };
+    for seed in ["1", "2", "3", "4"] {
+        let run = Subject::new("frames", &[&frames, &seed, &"0"]).start_limited(24 * MIB).finish();
+        run.say("frames", "no movers", Some(24 * MIB));
+        assert!(run.status.success(), "{}", run.describe());
+        assert_limited("frames", &run, Some(30 * MIB));
+    }
+}
+
 /// The story: what is new of locked memory that `mremap` makes larger the kernel fills before it tells that the memory has moved, and
 /// until then no page comes in. The call waited for ever, and all threads with it.
 #[test]
