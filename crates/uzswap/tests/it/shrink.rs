@@ -103,7 +103,8 @@ fn what_the_pool_may_not_hold_goes_to_the_swap_file() {
     member.ends_well();
 }
 
-/// The same with less room on disk than it takes: what found none is in the pool, and no more comes after it. (36 MiB find none.)
+/// The same with less room on disk than it takes: what found none is in the pool, and no more comes after it. (36 MiB find
+/// none; up to 10 were in the pool in some 70 runs.)
 #[test]
 fn what_finds_no_room_on_disk_does_not_fill_a_pool_that_may_hold_nothing() {
     let place = Place::new();
@@ -116,7 +117,7 @@ fn what_finds_no_room_on_disk_does_not_fill_a_pool_that_may_hold_nothing() {
         eventually("the disk is nearly full", || {
             let (pool, disk) = (place.number("g", "memory.zswap.current"), place.number("g", "memory.swap.current"));
             println!("{} KiB on disk, {} KiB in the pool", disk >> 10, pool >> 10);
-            assert!(pool <= 18 * MIB, "{pool} bytes in the pool, {disk} on disk");
+            assert!(pool <= 14 * MIB, "{pool} bytes in the pool, {disk} on disk");
             disk >= 10 * MIB
         });
         member.tell("v");
