@@ -40,6 +40,10 @@
 //! Invariant: entries are hints, as in `lru`: one whose page no longer refers to its object is stale and skipped. They
 //! are pruned when they could be more than half of the list. Owner: the pager's lock.
 
+mod policy;
+
+pub use policy::Policy;
+
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::collections::VecDeque;
 
@@ -47,86 +51,6 @@ use std::collections::VecDeque;
 const PART: u64 = 256;
 /// Entries from which on stale ones are worth looking for.
 const LEAST_PRUNE: usize = 4096;
-
-/// Which objects are written back.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Policy {
-    /// Those that memory pressure has met twice since they were stored.
-    SecondChance,
-    /// The oldest beyond a protected number that each store and load raises, and that decays.
-    Decaying,
-    /// The oldest.
-    Fifo,
-    /// Those not read back since their block was last written back; then as second chance.
-    S3Fifo,
-    /// As second chance, with a third for those whose block was read back since it was last written back.
-    Reuse,
-    /// As second chance, under less pressure: what is on disk is dearer to bring back than what is in the pool.
-    #[default]
-    Balanced,
-}
-
-impl Policy {
-    /// All of them.
-    pub const ALL: [Self; 6] =
-        [Self::Balanced, Self::SecondChance, Self::Decaying, Self::Fifo, Self::S3Fifo, Self::Reuse];
-
-    /// Its number in a group's page.
-    pub fn number(self) -> u32 {
-        match self {
-            Self::SecondChance => 0,
-            Self::Decaying => 1,
-            Self::Fifo => 2,
-            Self::S3Fifo => 3,
-            Self::Reuse => 4,
-            Self::Balanced => 5,
-        }
-    }
-
-    /// Eighths of the share taken of the resident set that are met of the pool for it.
-    fn weight(self) -> u64 {
-        match self {
-            Self::Balanced => 4,
-            _ => 16,
-        }
-    }
-
-    /// Its name on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::SecondChance => "second-chance",
-            Self::Decaying => "decaying",
-            Self::Fifo => "fifo",
-            Self::S3Fifo => "s3-fifo",
-            Self::Reuse => "reuse",
-            Self::Balanced => "balanced",
-        }
-    }
-
-    /// The policy of a number, as a group's page holds it; an unknown one is the default.
-    pub fn from_number(n: u32) -> Self {
-        match n {
-            0 => Self::SecondChance,
-            1 => Self::Decaying,
-            2 => Self::Fifo,
-            3 => Self::S3Fifo,
-            4 => Self::Reuse,
-            _ => Self::Balanced,
-        }
-    }
-}
-
-impl core::str::FromStr for Policy {
-    type Err = String;
-
-    /// The policy of a name. The error is one sentence.
-    fn from_str(text: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|p| p.name() == text).ok_or_else(|| {
-            let all = Self::ALL.map(Self::name).join(", ");
-            format!("no policy is called `{text}`: choose one of {all}")
-        })
-    }
-}
 
 /// What to do with the object met.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -410,16 +334,6 @@ mod tests {
         ] {
             assert_eq!(filled(policy, 1).verdict(referenced, reused), want, "{policy:?}");
         }
-    }
-
-    #[test]
-    fn names_and_numbers_are_those_of_one_policy() {
-        for policy in Policy::ALL {
-            assert_eq!(policy.name().parse(), Ok(policy));
-            assert_eq!(Policy::from_number(policy.number()), policy);
-        }
-        assert!("lru".parse::<Policy>().unwrap_err().contains("balanced, second-chance, decaying"));
-        assert_eq!(Policy::from_number(99), Policy::default());
     }
 
     #[test]

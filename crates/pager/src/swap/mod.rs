@@ -29,6 +29,7 @@ pub mod backend;
 mod cluster_tests;
 pub mod clusters;
 mod dense;
+mod fill;
 pub mod io;
 pub mod kept;
 #[cfg(test)]

@@ -1,8 +1,9 @@
 //! The writing thread's steps, one by one and in the order a test wants them: no thread, no disk, no time.
 
 use super::dense::Packer;
+use super::fill::Filled;
 use super::turns::{Task, Wanted};
-use super::writeback::{Block, Filled, RUN_BYTES, Round, blocks, bytes_of};
+use super::writeback::{Block, RUN_BYTES, Round, blocks, bytes_of};
 use super::*;
 use crate::arena::PAGE;
 use crate::deliver::decode;

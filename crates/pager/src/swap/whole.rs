@@ -15,7 +15,8 @@
 //! in as many runs as it takes. With a server there is no such thing as room side by side: what is only too large for the pool is split
 //! there. Where nothing may enter it all goes this way, with a server as with a file.
 
-use super::writeback::{NoRun, RUN_BYTES, Round, as_write, board, drop_copies};
+use super::fill::{board, drop_copies};
+use super::writeback::{NoRun, RUN_BYTES, Round, as_write};
 use super::{Flight, Swap};
 use crate::arena::PAGE;
 use crate::object;

@@ -11,20 +11,18 @@
 //!
 //! An object that only backs kept copies of resident pages is no use on disk: it is dropped when its turn comes.
 
-use super::dense::{MOST_ASIDE, Packer, is_warm};
+use super::dense::Packer;
 use super::io::Trouble;
 use super::pipeline::{Ended, Writes};
 use super::turns::{LOOK_NS, Task, Wanted};
-use super::{FRONT, Flight, MOST_OBJECT, Swap, checksum};
+use super::{MOST_OBJECT, Swap};
 use crate::inject::Site;
-use crate::object::{self, Header};
 use crate::pager::Pager;
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
-use uzswap_mm::pageset::PageSet;
-use uzswap_mm::pagetable::{HINT_REUSED, Pte, Tag};
-use uzswap_mm::shrinker::{Entry, Verdict};
-use uzswap_mm::swapfile::{BLOCK, GRAIN, Place, Run, offset};
+use uzswap_mm::pagetable::HINT_REUSED;
+use uzswap_mm::shrinker::Entry;
+use uzswap_mm::swapfile::{BLOCK, Place, Run, offset};
 use uzswap_mm::trace::{Kind, Record};
 use uzswap_mm::zswap::Refused;
 use uzswap_sys::process::Identity;
@@ -35,8 +33,6 @@ use uzswap_sys::{lock, thread};
 pub(super) const RUN_BYTES: usize = 256 << 10;
 /// Bytes of the smallest worth while, in which the largest object fits; smaller ones are for when there is no other.
 const LEAST_RUN: usize = MOST_OBJECT.next_multiple_of(BLOCK);
-/// Objects looked at under one hold of the lock.
-const MOST_MET: usize = 2048;
 /// For how long the file is not extended when the disk had no room for that, as long as there is room in it (nanoseconds).
 const FULL_NS: u64 = 10_000_000_000;
 /// Longest rest after failures, and the rest while there is nothing to write (nanoseconds).
@@ -83,17 +79,6 @@ pub(super) enum NoRun {
     Again,
     /// There is no room, and this is what to tell of it.
     Full(Trouble),
-}
-
-/// What filling a run came to.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Filled {
-    /// There is more to be met.
-    more: bool,
-    /// Memory was freed already.
-    freed: bool,
-    /// Objects were met that are larger than all of the run.
-    too_large: bool,
 }
 
 impl Pager {
@@ -309,85 +294,6 @@ impl Pager {
         self.swap_progressed();
     }
 
-    /// Fills a run with objects that are to go, until the task is done: about as many bytes are, or as many pages have been
-    /// met as it may for that, and what was due has been.
-    pub(super) fn fill_run(
-        &self,
-        s: &mut State,
-        swap: &mut Swap,
-        slot: usize,
-        run: &mut Run,
-        buffer: &mut [u8],
-        task: Task,
-    ) -> Filled {
-        // (What is set aside gets smaller by a quarter or more.)
-        let (mut met, mut freed, mut hoped, mut turn, mut too_large) = (0, 0, 0, 0, false);
-        // (Dense takes longer than the disk does: not while somebody waits for room.)
-        let hurry = self.excess(s) > 0;
-        let short = swap.is_short_of_room(self);
-        while met < MOST_MET && swap.to_cut.is_none() {
-            let for_room = freed + hoped + run.filled() < task.bytes && turn < task.pages;
-            let for_pressure = task.due && swap.shrinker.due() > 0;
-            if !for_room && !for_pressure {
-                break;
-            }
-            let Some(entry) = swap.shrinker.pop() else { break };
-            met += 1;
-            if s.is_large(entry) {
-                freed += set_to_cut(s, swap, entry);
-                continue;
-            }
-            let Some((out, copies)) = s.pages_of(entry) else { continue };
-            let head = s.header_of(entry);
-            // (An older entry of what is on its way: that one comes back to the list if the object does. And after mremap of a
-            // part an object's pages are elsewhere: it stays.)
-            if head.flags & object::HELD != 0 || (out | copies) != s.live_of(entry.handle) {
-                continue;
-            }
-            let warm = !hurry && copies == 0 && is_warm(&head) && (short || swap.worth.is_dense());
-            if !warm {
-                // (What is to be recompressed counts when that is done, by what it gave.)
-                swap.shrinker.met(1 << head.order);
-                turn += usize::from(for_room) << head.order;
-            }
-            if s.has_second_chance(swap, entry, &head) {
-                continue;
-            }
-            if head.flags & object::ON_DISK != 0 {
-                freed += self.put_out_kept(s, swap, entry, out, copies);
-                continue;
-            }
-            let bytes = s.object(entry.handle).len();
-            if warm {
-                swap.aside.push(entry);
-                hoped += bytes / 4;
-                if swap.aside.len() == MOST_ASIDE {
-                    break;
-                }
-                continue;
-            }
-            if out != 0 && run.filled() + (swap.front() + bytes).next_multiple_of(GRAIN) > run.bytes() {
-                // (In a small hole the next may fit.)
-                if run.filled() == 0 {
-                    too_large = true;
-                    swap.shrinker.rotate(entry);
-                    continue;
-                }
-                swap.shrinker.put_back(entry);
-                break;
-            }
-            drop_copies(s, entry, copies.into());
-            if out == 0 {
-                freed += bytes;
-                continue;
-            }
-            board(s, swap, slot, run, buffer, entry, out);
-        }
-        self.took_turn(&task, turn);
-        // (Where all that was met had its second chance only, that was progress too.)
-        Filled { more: met == MOST_MET || turn > 0, freed: freed > 0, too_large }
-    }
-
     /// Cuts a block that was set aside: its parts are the next to be met. (What cannot be cut for want of room is met again;
     /// for other reasons, never.)
     fn cut_for_disk(&self, s: &mut State, entry: Entry) {
@@ -531,86 +437,10 @@ impl Swap {
     }
 }
 
-impl State {
-    /// Whether the policy lets an object be that was met; its reference is spent then.
-    fn has_second_chance(&mut self, swap: &mut Swap, entry: Entry, head: &Header) -> bool {
-        let referenced = head.flags & object::REFERENCED != 0;
-        let reused = self.pt.hints(entry.vpn) & HINT_REUSED != 0;
-        if swap.shrinker.verdict(referenced, reused) != Verdict::Rotate {
-            return false;
-        }
-        if referenced {
-            object::set_flags(self.object(entry.handle), 0, object::REFERENCED);
-        } else {
-            self.pt.hint(entry.vpn, 0, HINT_REUSED);
-        }
-        swap.shrinker.rotate(entry);
-        true
-    }
-}
-
 /// The write `slot` of a run that is filled.
 pub(super) fn as_write(swap: &mut Swap, slot: usize, run: &Run, buffer: &mut [u8]) -> Round {
     let (at, len) = swap.books.extent(run);
     buffer[run.filled()..len].fill(0);
     swap.writing[slot] = (at, at + len as u64);
     Round::Write(at, len)
-}
-
-/// Puts an object, which fits, into the run of write `slot`: it is in flight from now on.
-pub(super) fn board(
-    s: &mut State,
-    swap: &mut Swap,
-    slot: usize,
-    run: &mut Run,
-    buffer: &mut [u8],
-    entry: Entry,
-    out: u16,
-) {
-    object::set_flags(s.object(entry.handle), object::WRITING_BY[slot], 0);
-    let object = s.object(entry.handle);
-    let (at, front) = (run.filled(), swap.front());
-    let len = front + object.len();
-    let padded = len.next_multiple_of(GRAIN);
-    let space = &mut buffer[at..at + padded];
-    space[front - FRONT..front].copy_from_slice(&entry.vpn.to_le_bytes());
-    space[front..len].copy_from_slice(object);
-    space[len..].fill(0);
-    if let Some(seal) = &mut swap.seal {
-        seal.close(space, swap.books.next_place(run));
-    }
-    let place = swap.books.put(run, len, out, checksum(space)).expect("the caller saw that it fits");
-    swap.flights[slot].push(Flight { entry, place, bytes: len - front, pages: out, whole: None });
-}
-
-/// Sets a block that was met, and is too large for the disk, aside to be cut, unless it has a second chance, or nothing of it is
-/// out: what its copies took is freed then.
-fn set_to_cut(s: &mut State, swap: &mut Swap, entry: Entry) -> usize {
-    let head = s.header_of(entry);
-    if s.has_second_chance(swap, entry, &head) {
-        swap.shrinker.met(1 << head.order);
-        return 0;
-    }
-    let block = s.object(entry.handle);
-    let (bytes, live) = (block.len(), object::live(block));
-    let is_copy = |i: &usize| s.pt.get(entry.vpn + *i as u64).copy() == Some(entry.handle);
-    let copies: PageSet = live.iter().filter(is_copy).collect();
-    drop_copies(s, entry, copies);
-    if copies == live {
-        swap.shrinker.met(1 << head.order);
-        return bytes;
-    }
-    swap.to_cut = Some(entry);
-    0
-}
-
-/// Pages that are resident give up their kept copy.
-pub(super) fn drop_copies(s: &mut State, entry: Entry, copies: PageSet) {
-    for i in copies.iter() {
-        let at = entry.vpn + i as u64;
-        let pte = s.pt.get(at);
-        s.pt.set(at, Pte::new(pte.tag(), pte.aux()));
-        s.release(entry.handle, i);
-        debug_assert!(matches!(pte.tag(), Tag::Resident | Tag::Staged | Tag::Busy));
-    }
 }
