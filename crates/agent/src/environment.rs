@@ -103,6 +103,9 @@ pub extern "C" fn asks(given: *const *const c_char, path: *const c_char) -> u32 
 }
 
 fn asks_at(dir: c_int, path: *const c_char, given: *const *const c_char) -> u32 {
+    if let Some(p) = pager() {
+        p.starts_program();
+    }
     let (Some(group), Some(library)) = (text(&OWN[0]), text(&LIBRARY)) else { return NOTHING };
     // (Under a filter no file is looked at, and nothing said.)
     let filtered = FILTERED.load(Relaxed);

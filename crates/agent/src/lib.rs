@@ -7,6 +7,7 @@
 mod bytes;
 mod calls;
 mod environment;
+mod futexes;
 mod heap;
 mod leaving;
 mod lent;

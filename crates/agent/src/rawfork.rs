@@ -5,8 +5,8 @@
 
 use crate::next::Next;
 use crate::{
-    after_fork, before_fork, calls, environment, fails, leaving, lent, pager, pins, populated, remap, segments,
-    threads, userfaults,
+    after_fork, before_fork, calls, environment, fails, futexes, leaving, lent, pager, pins, populated, remap,
+    segments, threads, userfaults,
 };
 use core::ffi::{c_int, c_long, c_uint, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
@@ -77,6 +77,8 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             unsafe { lent::give(a as c_int, b as *const libc::iovec, c, d as c_uint) }
         }
         _ if nr == libc::SYS_setsockopt && lent::is_refused(b as c_int, c as c_int) => -(libc::EOPNOTSUPP as isize),
+        // SAFETY: as the caller says.
+        _ if nr == libc::SYS_futex => unsafe { futexes::call(args) },
         // SAFETY: as the caller says.
         _ if nr == libc::SYS_execve => environment::start(libc::AT_FDCWD, a as _, c as _, |envp| unsafe {
             raw::syscall(nr, [a, b, envp as usize, d, e, f])

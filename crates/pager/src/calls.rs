@@ -10,7 +10,9 @@
 //! told to it; and so do the ticker's scans: between the event of `madvise` and its end old pages are still there.
 //!
 //! While an event is unread no page may come (the kernel answers EAGAIN), and threads that make such calls all the time left
-//! next to no time in which none is. So while a fault or reclaim waits for that, the calls that begin are held back, a moment at most.
+//! next to no time in which none is. So while a fault or reclaim waits for that, the calls that begin are held back, a moment at most;
+//! and so they are, some moments at most, while somebody wants them stopped: who takes the lock as soon as it is free would have it before
+//! who sleeps for it.
 //!
 //! Calls are wrapped where libc makes them (the agent's `patch`). Those that a program makes with instructions of its own
 //! are not ordered.
@@ -35,6 +37,8 @@ const ENGAGE_WAIT_NS: u64 = 200_000;
 
 /// For how long a call is held back at most (nanoseconds): what it waits for takes microseconds, or does not depend on it.
 const HOLD_BACK_NS: u64 = 2_000_000;
+/// For so many times as long by who wants calls stopped: what it waits for is the end of others, whose threads may wait for a CPU.
+const HOLD_FOR_STOP: u64 = 10;
 
 /// What a call holds while it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,6 +73,8 @@ pub struct Calls {
     remaps: [AtomicUsize; 2],
     /// Who waits for them to end ([`Waits`]; a futex).
     waited_for: AtomicU32,
+    /// How many want calls stopped, and have not been able to yet (a futex).
+    stopping: AtomicU32,
     /// For how long a call is held back for that at most (nanoseconds).
     hold_ns: u64,
 }
@@ -87,6 +93,7 @@ impl Calls {
             unordered: AtomicU32::new(0),
             remaps: [const { AtomicUsize::new(0) }; 2],
             waited_for: AtomicU32::new(0),
+            stopping: AtomicU32::new(0),
             hold_ns,
         }
     }
@@ -105,6 +112,8 @@ impl Calls {
 
     /// Before a call, with all signals blocked: `alone` where it is `mremap`.
     pub fn begin(&self, alone: bool) -> Held {
+        // (Before the lock, which is what they want.)
+        self.wait_for_stop();
         let held = if alone {
             self.lock.take();
             Held::Alone
@@ -118,6 +127,20 @@ impl Calls {
             futex_wait(&self.waited_for, waited_for, Some(self.hold_ns), false);
         }
         held
+    }
+
+    /// Waits until nobody wants calls stopped, some moments at most.
+    fn wait_for_stop(&self) {
+        let (mut left, mut before) = (self.hold_ns.saturating_mul(HOLD_FOR_STOP), None);
+        loop {
+            let wanted = self.stopping.load(Acquire);
+            if wanted == 0 || left == 0 {
+                return;
+            }
+            let now = thread::now_ns();
+            left = left.saturating_sub(now - before.replace(now).unwrap_or(now));
+            futex_wait(&self.stopping, wanted, Some(left), false);
+        }
     }
 
     /// Whether `who` waits for calls that are under way: those that begin are held back until nobody does.
@@ -193,12 +216,39 @@ impl Calls {
 
     /// Keeps calls from running, for a fork.
     pub fn stop(&self) {
-        self.lock.take();
+        self.before_others(|lock| lock.take());
     }
 
     /// Keeps calls from running, for a scan; false when they cannot be kept from it now.
     pub fn try_stop(&self) -> bool {
-        self.lock.take_within(SCAN_WAITS_NS)
+        self.before_others(|lock| lock.take_within(SCAN_WAITS_NS))
+    }
+
+    /// Takes the lock, for which calls that begin meanwhile wait.
+    fn before_others<T>(&self, take: impl FnOnce(&RwLock) -> T) -> T {
+        self.want_stopped(true);
+        let taken = take(&self.lock);
+        self.want_stopped(false);
+        taken
+    }
+
+    /// Calls that begin wait for somebody who wants them stopped, from now on, or do no longer. For who tries that again and again: each
+    /// `true` is to be followed by a `false`.
+    ///
+    /// The story: beside two threads that did nothing but `mremap`, in turn, the ticker was woken each time that one ended and found the
+    /// lock taken by the other; or, where others had the CPUs, never saw it free in the moments for which it waits. It did not scan for a
+    /// second, in which others filled half as much again as the limit.
+    pub fn want_stopped(&self, wants: bool) {
+        if wants {
+            self.stopping.fetch_add(1, Release);
+        } else if self.stopping.fetch_sub(1, Release) == 1 {
+            futex_wake(&self.stopping, u32::MAX >> 1, false);
+        }
+    }
+
+    /// Whether somebody wants them stopped and has not been able to yet.
+    pub fn are_to_stop(&self) -> bool {
+        self.stopping.load(Relaxed) != 0
     }
 
     /// Keeps calls from running if none is under way; for who cannot wait for one.
@@ -215,6 +265,7 @@ impl Calls {
     pub fn forget_others(&self) {
         self.unordered.store(0, Relaxed);
         self.waited_for.store(0, Relaxed);
+        self.stopping.store(0, Relaxed);
     }
 }
 
@@ -274,6 +325,35 @@ mod tests {
         assert!(calls.are_waited_for(Waits::Fault) && !calls.are_waited_for(Waits::Reclaim));
         calls.forget_others();
         assert!(!calls.are_waited_for(Waits::Fault));
+    }
+
+    /// However often calls take the lock as soon as it is free.
+    #[test]
+    fn who_wants_calls_stopped_comes_before_those_that_begin() {
+        for _ in 0..100 {
+            let (calls, stopped) = (Calls::with_hold(u64::MAX >> 1), AtomicBool::new(false));
+            let held = calls.begin(true);
+            std::thread::scope(|threads| {
+                threads.spawn(|| {
+                    calls.stop();
+                    stopped.store(true, SeqCst);
+                    calls.go_on();
+                });
+                while calls.stopping.load(SeqCst) == 0 {
+                    std::thread::yield_now();
+                }
+                for _ in 0..2 {
+                    threads.spawn(|| {
+                        let held = calls.begin(true);
+                        let in_turn = stopped.load(SeqCst);
+                        calls.end(held);
+                        assert!(in_turn, "a call began before");
+                    });
+                }
+                calls.end(held);
+            });
+            assert_eq!(calls.stopping.load(SeqCst), 0);
+        }
     }
 
     #[test]

@@ -8,6 +8,7 @@
 //! kernel's meanwhile: nothing is wrong, it merely counted without being evictable.
 
 use crate::arena::PAGE;
+use crate::calls::Calls;
 use crate::events::forget_range;
 use crate::inject::Site;
 use crate::pager::Pager;
@@ -46,6 +47,10 @@ pub struct Scans {
     pub engage_from: u64,
     /// How often it could not be, for what may pass.
     pub refused: u32,
+    /// Whether the program's calls that begin wait for a scan that they did not let through ([`Calls::want_stopped`]).
+    ///
+    /// [`Calls::want_stopped`]: crate::calls::Calls::want_stopped
+    held_up: bool,
 }
 
 impl Scans {
@@ -54,6 +59,13 @@ impl Scans {
         let new = unknown.saturating_sub(self.unknown_before);
         let rested = now.saturating_sub(self.ended) >= PAUSES * self.took;
         new > UNKNOWN_BYTES && (rested || new > share / 16)
+    }
+
+    /// Calls did not let a scan through, so those that begin wait for it from now on; or they no longer do.
+    pub fn set_held_up(&mut self, calls: &Calls, held_up: bool) {
+        if core::mem::replace(&mut self.held_up, held_up) != held_up {
+            calls.want_stopped(held_up);
+        }
     }
 
     /// One was made.

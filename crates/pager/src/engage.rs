@@ -65,8 +65,10 @@ impl Pager {
             }
             Err(None) if scans.refused <= REFUSED_OFTEN => return None,
             Err(None) => {}
-            Err(Some(refused)) if refused.may_pass() && scans.refused < REFUSED_OFTEN => {
-                scans.refused += 1;
+            Err(Some(refused))
+                if refused.may_pass() && (scans.refused < REFUSED_OFTEN || self.is_starting_program()) =>
+            {
+                scans.refused = (scans.refused + 1).min(REFUSED_OFTEN);
                 scans.engage_from = now + ENGAGE_SOON_NS;
                 return None;
             }
@@ -231,7 +233,8 @@ impl Refused {
     /// that program's file to the one at which all threads end, or the call fails.
     ///
     /// The story: of every fifth build one said that memory could not be managed in a process, of a shell that was about to be the
-    /// compiler.
+    /// compiler. (And where both CPUs are wanted by others that takes longer than is waited for: who makes such a call is believed for as long
+    /// as that lasts.)
     fn may_pass(&self) -> bool {
         self.error == libc::EAGAIN
     }
@@ -317,6 +320,13 @@ mod tests {
             assert_eq!((p.begin_to_manage(&mut scans), told()), (None, false), "it is too soon");
             scans.engage_from = 0;
         }
+        // As long as another program is being started, that is why.
+        p.starts_program();
+        for _ in 0..2 * REFUSED_OFTEN {
+            assert_eq!((p.begin_to_manage(&mut scans), told()), (None, false));
+            scans.engage_from = 0;
+        }
+        p.goes_on();
         assert_eq!((p.begin_to_manage(&mut scans), told()), (Some(ENGAGE_AGAIN_NS), true));
         assert_eq!(p.begin_to_manage(&mut scans), Some(ENGAGE_AGAIN_NS), "it is too soon");
     }

@@ -217,6 +217,8 @@ pub struct Node {
     pub swap_max: AtomicU64,
     /// Highest charge seen.
     pub peak: AtomicU64,
+    /// The limit when it was seen, 0 before.
+    pub peak_max: AtomicU64,
     /// Highest sum of charge and memory out of RAM seen: the most memory held.
     pub peak_held: AtomicU64,
     /// Processes that ever joined.

@@ -200,7 +200,7 @@ impl Handler {
     /// What is wanted though nobody has touched it is on the list as a fault would be.
     fn take_asked(&mut self, s: &mut State) {
         for vpn in s.asked.drain(..) {
-            self.waiting.push(Waiting::new(Request { vpn, write: false, protected: false }));
+            self.waiting.push(Waiting::asked(vpn));
             self.retry = true;
         }
     }

@@ -141,7 +141,10 @@ impl Pager {
         }
         for (i, (_, n)) in self.chain_nodes().enumerate() {
             let (charge, held) = sums(&others, i);
-            n.peak.fetch_max(charge, Relaxed);
+            // (Where the limit was just set below the charge that is not what it was seen under.)
+            if n.peak.fetch_max(charge, Relaxed) < charge && n.grace.load(Relaxed) == 0 {
+                n.peak_max.store(n.max.load(Relaxed), Relaxed);
+            }
             n.peak_held.fetch_max(held, Relaxed);
         }
     }

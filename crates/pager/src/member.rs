@@ -282,8 +282,19 @@ impl Pager {
         }
     }
 
+    /// A thread of the calling process is about to make a call that starts another program.
+    pub fn starts_program(&self) {
+        self.starting.store(thread::getpid(), Relaxed);
+    }
+
+    /// Whether one of this process is at it.
+    pub(crate) fn is_starting_program(&self) -> bool {
+        self.starting.load(Relaxed) == thread::getpid()
+    }
+
     /// What was to be executed could not be.
     pub fn goes_on(&self) {
+        self.starting.store(0, Relaxed);
         if self.executing.load(SeqCst) && self.is_of_caller() && self.executing.swap(false, SeqCst) {
             self.me().ticker.store(self.ticker.load(Relaxed) as u32, Relaxed);
             self.me().engaged.store(u32::from(self.engaged.load(Relaxed)), Relaxed);

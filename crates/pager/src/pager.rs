@@ -91,6 +91,8 @@ pub struct Pager {
     pub left: AtomicBool,
     /// Whether it does so because another program is to take its place.
     pub executing: AtomicBool,
+    /// The process of which a thread makes a call that starts another program; 0: none. (A vfork child has this memory, too.)
+    pub starting: AtomicI32,
     /// When dead members were last searched for (monotonic nanoseconds).
     pub buried: AtomicU64,
     /// When members that are not engaged were last poked (monotonic nanoseconds).
@@ -237,6 +239,7 @@ impl Pager {
             slot: AtomicUsize::new(0),
             left: AtomicBool::new(false),
             executing: AtomicBool::new(false),
+            starting: AtomicI32::new(0),
             buried: AtomicU64::new(0),
             poked: AtomicU64::new(0),
             asking: Asking::default(),

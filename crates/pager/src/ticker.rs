@@ -102,6 +102,7 @@ impl Pager {
         let mut watch = Watch::default();
         loop {
             if self.lets_go() {
+                scans.set_held_up(&self.calls, false);
                 self.let_go_now();
             }
             self.change_ticker();
@@ -114,6 +115,7 @@ impl Pager {
                 watch.look_after_handler(self);
                 continue;
             };
+            scans.set_held_up(&self.calls, false);
             self.growth.looked(ticket);
             if self.signs.watched.load(Relaxed) {
                 nap = nap.min(LOOK_NS);
@@ -176,7 +178,9 @@ impl Pager {
         if due || wanted {
             drop(s);
             let begun = thread::now_ns();
-            whole = if due { self.scan_between_calls().then_some(true) } else { self.scan_noted_between_calls() }?;
+            let made = if due { self.scan_between_calls().then_some(true) } else { self.scan_noted_between_calls() };
+            scans.set_held_up(&self.calls, made.is_none());
+            whole = made?;
             s = self.lock_and_lift(watch);
             if whole {
                 scans.note(begun, thread::now_ns());

@@ -268,14 +268,18 @@ impl Watch {
         true
     }
 
-    /// What the handler shows while this thread leaves it the CPU for a moment; None when somebody waits for this thread.
+    /// What the handler shows while this thread leaves it the CPU for a moment; None when somebody waits for this thread, unless this
+    /// thread waits for calls to end, as they may for the handler.
+    ///
+    /// The story: an `mremap` waited for its event to be read, the ticker for the `mremap`, to look at what other threads had mapped, and the
+    /// handler for a CPU, which it was not given for as long as a look was wanted: a second and more beside two that compute.
     fn leave_cpu(&self, p: &Pager, handler: i32) -> Option<Shown> {
         let of = p.signs.faulted.load(Relaxed);
         let look = || (p.signs.progress.load(Relaxed), thread::cpu_ns(handler), thread::cpu_ns(of as i32));
         let (before, until) = (look(), thread::now_ns() + LEAVE_NS);
         // (The timer of CPU time may end a nap early.)
         while let left @ 1.. = until.saturating_sub(thread::now_ns()) {
-            if p.growth.looks_wanted.load(Relaxed) != p.growth.looks_done.load(Relaxed) {
+            if p.growth.looks_wanted.load(Relaxed) != p.growth.looks_done.load(Relaxed) && !p.calls.are_to_stop() {
                 // (Who waits cannot show anything meanwhile.)
                 return None;
             }
@@ -331,6 +335,7 @@ fn hold(last: u32, since_lowered_ns: u64) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing;
 
     #[test]
     fn who_is_relieved_again_and_again_stays_lifted_for_longer() {
@@ -340,6 +345,21 @@ mod tests {
             assert_eq!(last, expected);
         }
         assert_eq!(hold(last, FORGOTTEN_NS + 1), LIFTED);
+    }
+
+    /// See [`Watch::leave_cpu`].
+    #[test]
+    fn a_look_that_waits_for_calls_keeps_no_handler_from_being_lifted() {
+        if !testing::by_itself("watch::tests::a_look_that_waits_for_calls_keeps_no_handler_from_being_lifted") {
+            return;
+        }
+        let (p, watch) = (testing::pager(16 << 20), Watch::default());
+        p.growth.looks_wanted.store(1, Relaxed);
+        assert_eq!(watch.leave_cpu(p, thread::gettid()), None, "who asked for a look waits");
+        p.calls.want_stopped(true);
+        assert!(watch.leave_cpu(p, thread::gettid()).is_some(), "the look waits as well");
+        p.calls.want_stopped(false);
+        assert_eq!(watch.leave_cpu(p, thread::gettid()), None);
     }
 
     #[test]

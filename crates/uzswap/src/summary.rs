@@ -12,6 +12,8 @@ use uzswap_mm::size::human;
 /// read at random from what is out stalls for half of it: the rest are its faults in the kernel, and the switches to the handler and back.)
 const SLOW_SHARE: f64 = 0.4;
 const SLOW_SECONDS: f64 = 5.0;
+/// What the limit may be exceeded by before a word is said of it, where a twentieth is not more (bytes).
+const TOLERANCE: u64 = 16 << 20;
 
 /// Prints the summary of a group that this run made, `wall` ago; without it of one that it joined.
 pub fn print(totals: &Totals, wall: Option<Duration>) {
@@ -58,8 +60,7 @@ pub fn text(totals: &Totals, wall: Option<Duration>) -> String {
         line("group", &format!("{} (what follows is about all that ran in it)", totals.group));
     }
     if let Some(limit) = totals.limit {
-        let share = percent(totals.peak as f64, limit as f64);
-        line("peak", &format!("{} of {} allowed ({share})", human(totals.peak), human(limit)));
+        line("peak", &peak(totals, limit));
         let times = totals.peak_held as f64 / limit.max(1) as f64;
         line("most held", &format!("{} ({times:.2} x the limit)", human(totals.peak_held)));
     } else {
@@ -91,6 +92,24 @@ pub fn text(totals: &Totals, wall: Option<Duration>) -> String {
     }
     what_went_wrong(totals, line);
     out
+}
+
+/// The highest charge, against what was allowed when it was seen.
+///
+/// The story: of a group whose limit was lowered from 300 to 60 MiB it was said that 234 had been used of 60 allowed.
+fn peak(totals: &Totals, limit: u64) -> String {
+    let then = totals.peak_limit.unwrap_or(limit);
+    let share = percent(totals.peak as f64, then as f64);
+    match then == limit {
+        true => format!("{} of {} allowed ({share})", human(totals.peak), human(limit)),
+        false => format!("{} of {} allowed then ({share}); {} now", human(totals.peak), human(then), human(limit)),
+    }
+}
+
+/// Whether more than that was used: by what the limit is said to be kept to.
+fn was_exceeded(totals: &Totals) -> bool {
+    let limit = totals.peak_limit.or(totals.limit).unwrap_or(u64::MAX);
+    totals.peak > limit.saturating_add((limit / 20).max(TOLERANCE))
 }
 
 /// Why a program that did little but fault did so, and what to do.
@@ -126,6 +145,11 @@ fn what_went_wrong(totals: &Totals, mut line: impl FnMut(&str, &str)) {
         };
         let why = format!("the limit could not be kept {often}: nothing more could be taken out of memory; {advice}");
         line("over limit", &why);
+    } else if was_exceeded(totals) {
+        line(
+            "over limit",
+            "for a time: what processes fill at once, or copy after a fork, leaves when it has been seen",
+        );
     }
     if totals.oom_kill > 0 {
         line("killed", &format!("{}, for that", counted(totals.oom_kill, "process", "processes")));
@@ -317,8 +341,29 @@ mod tests {
         // Who joined a group does not know how long that ran.
         let joined = text(&totals, None);
         assert!(joined.contains("threads stalled for 1.50 s\n") && !joined.contains("slow"), "{joined}");
+        assert!(!said.contains("for a time"), "it is said why");
         // The story: a limit that had been lowered, and raised again, was to be raised above what it was.
         let raised = text(&Totals { limit: Some(2 << 30), ..totals }, None);
         assert!(raised.contains("it was lower then") && !raised.contains("more than 2 GiB"), "{raised}");
+    }
+
+    /// See [`peak`] and [`was_exceeded`].
+    #[test]
+    fn the_peak_is_told_by_what_was_allowed_when_it_was_seen() {
+        let said = |peak: u64, then: Option<u64>, limit: u64| {
+            let [peak, limit] = [peak, limit].map(|mib| mib << 20);
+            let peak_limit = then.map(|mib| mib << 20);
+            text(&Totals { limit: Some(limit), peak, peak_limit, joined: 1, engaged: 1, ..Totals::default() }, None)
+        };
+        let lowered = said(234, Some(300), 60);
+        assert!(lowered.contains("peak         234 MiB of 300 MiB allowed then (78 %); 60 MiB now\n"), "{lowered}");
+        assert!(!lowered.contains("over limit"), "{lowered}");
+        let steady = said(65, Some(64), 64);
+        assert!(steady.contains("peak         65 MiB of 64 MiB allowed (102 %)\n"), "{steady}");
+        for (peak, then, limit, over) in
+            [(79, Some(64), 64, false), (81, Some(64), 64, true), (81, Some(64), 1024, true), (81, None, 64, true)]
+        {
+            assert_eq!(said(peak, then, limit).contains("over limit   for a time"), over, "{peak} {then:?} {limit}");
+        }
     }
 }

@@ -48,6 +48,8 @@ pub struct Totals {
     pub limit: Option<u64>,
     /// Highest charge seen, in bytes: resident memory, what the pools hold and metadata of all processes together.
     pub peak: u64,
+    /// The limit when that was seen, in bytes; none where there was none.
+    pub peak_limit: Option<u64>,
     /// Most memory held, resident or not, in bytes.
     pub peak_held: u64,
     /// Processes that joined.
@@ -102,6 +104,7 @@ impl Totals {
             group: crate::groups::name_of(page, node),
             limit: (max < NO_LIMIT).then_some(max),
             peak: n.peak.load(Relaxed),
+            peak_limit: Some(n.peak_max.load(Relaxed)).filter(|max| (1..NO_LIMIT).contains(max)),
             peak_held: n.peak_held.load(Relaxed),
             joined: n.joined.load(Relaxed),
             engaged: n.engaged.load(Relaxed),
@@ -249,7 +252,7 @@ mod tests {
         let child = page.make_child(0, b"worker").unwrap();
         let n = &page.nodes[child];
         drop(number!(n.events, 1, high max oom oom_kill zswap_max swap_max swap_fail));
-        drop(number!(n, 11, peak peak_held));
+        drop(number!(n, 11, peak peak_held peak_max));
         n.joined.store(13, Relaxed);
         n.engaged.store(14, Relaxed);
         let files: std::collections::BTreeMap<_, _> = crate::stat_files::files(page, child).into_iter().collect();
@@ -261,7 +264,18 @@ mod tests {
             assert!(own.lines().any(|other| other == line), "{line}");
         }
         let told = serde_json::to_value(Totals::of(page, child)).unwrap();
-        let names = ["high", "max", "over_limit", "oom_kill", "swap_fail", "peak", "peak_held", "joined", "engaged"];
-        assert_eq!(names.map(|name| told[name].as_u64().unwrap()), [1, 2, 3, 4, 7, 11, 12, 13, 14]);
+        let names = [
+            "high",
+            "max",
+            "over_limit",
+            "oom_kill",
+            "swap_fail",
+            "peak",
+            "peak_held",
+            "peak_limit",
+            "joined",
+            "engaged",
+        ];
+        assert_eq!(names.map(|name| told[name].as_u64().unwrap()), [1, 2, 3, 4, 7, 11, 12, 13, 13, 14]);
     }
 }

@@ -85,7 +85,7 @@ impl Scene {
     }
 
     /// Asks for what the faults need; whether any is to ask again later.
-    fn ask(&mut self, s: &mut State) -> bool {
+    pub(super) fn ask(&mut self, s: &mut State) -> bool {
         let Self { pager, reads, waiting, .. } = self;
         waiting.iter_mut().filter_map(|w| pager.want(s, reads, w)).count() > 0
     }
@@ -159,7 +159,7 @@ pub(super) fn end(s: &mut State, pages: core::ops::Range<u64>) {
 }
 
 /// The window is narrow: an object's own blocks and nothing else.
-fn narrow(s: &mut State) {
+pub(super) fn narrow(s: &mut State) {
     let swap = s.swap.as_mut().unwrap();
     (0..64u64).for_each(|i| swap.readahead.read(i << 24, 4096, 7));
 }

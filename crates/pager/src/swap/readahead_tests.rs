@@ -1,7 +1,10 @@
-//! What is read ahead of faults that run in sequence: by hand, as the reads that faults wait for.
+//! What is read though no fault waits for it: ahead of those that run in sequence, or as it was asked for. By hand, as the reads that
+//! faults wait for.
 
-use super::read_tests::{EIO, FIRST, LIMIT, Scene, end};
+use super::read_tests::{EIO, FIRST, LIMIT, Scene, check, end, narrow};
+use super::swapin::Waiting;
 use super::*;
+use crate::fault::Request;
 use crate::testing;
 
 /// Faults in sequence are ahead of themselves, forwards and backwards: after three windows the next are read before anybody
@@ -98,4 +101,23 @@ fn a_read_ahead_that_fails_loses_nothing() {
     });
     assert!(failed > 0, "nothing was read ahead");
     end(s, FIRST..FIRST + 256);
+}
+
+/// See [`Waiting::asked`].
+#[test]
+fn nobody_stalls_for_what_nobody_touched() {
+    let mut scene = Scene::new(64);
+    let s = &mut *scene.pager.state.lock();
+    narrow(s);
+    for (vpn, waiting) in [
+        (FIRST, Waiting::asked(FIRST)),
+        (FIRST + 20, Waiting::new(Request { vpn: FIRST + 20, write: false, protected: false })),
+    ] {
+        let before = scene.count(|c| &c.stall_ns);
+        scene.waiting.push(waiting);
+        scene.ask(s);
+        scene.begin().iter().for_each(|read| scene.end(s, read, Ok(())));
+        check(s, vpn, vpn);
+        assert_eq!(scene.count(|c| &c.stall_ns) > before, vpn != FIRST);
+    }
 }

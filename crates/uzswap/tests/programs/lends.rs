@@ -52,6 +52,16 @@ fn guard_pages_stay_guards_and_end_as_zeros() {
     }
 }
 
+/// The story: the kernel brings the word of a futex that it is to write to in a way that waits for no userfaultfd. FUTEX_WAKE_OP and locks
+/// with priority inheritance on pages that were out failed with EFAULT.
+#[test]
+fn futexes_that_the_kernel_writes_to() {
+    let _beside = beside();
+    for options in [&[][..], &["--swap", "256M"], &["--track-writes"]] {
+        same("futexes", "", options);
+    }
+}
+
 /// The story: the kernel serves no fault for a thread that is ending. A robust mutex that it held, and that was out, was not marked
 /// as a dead owner's, and who wanted it next waited for ever.
 #[test]

@@ -1,0 +1,90 @@
+//! Futexes in memory that is out.
+//!
+//! A futex that the kernel only reads is brought like any other memory. One that it writes to (`FUTEX_WAKE_OP`'s second, those of
+//! priority inheritance) it brings in a way that waits for nobody: where a userfaultfd is to bring the page, the call fails with EFAULT. So
+//! `syscall` has the page brought, and asks again. (glibc's own such calls, of its mutexes with priority inheritance, are made right after
+//! the thread has written to the word itself.)
+
+use core::ffi::c_long;
+use uzswap_pager::arena::PAGE;
+use uzswap_pager::discover::populate;
+use uzswap_sys::{raw, thread};
+
+const WAKE_OP: usize = libc::FUTEX_WAKE_OP as usize;
+const LOCK_PI: usize = libc::FUTEX_LOCK_PI as usize;
+const UNLOCK_PI: usize = libc::FUTEX_UNLOCK_PI as usize;
+const TRYLOCK_PI: usize = libc::FUTEX_TRYLOCK_PI as usize;
+const WAIT_REQUEUE_PI: usize = libc::FUTEX_WAIT_REQUEUE_PI as usize;
+const CMP_REQUEUE_PI: usize = libc::FUTEX_CMP_REQUEUE_PI as usize;
+const LOCK_PI2: usize = libc::FUTEX_LOCK_PI2 as usize;
+
+/// Times that a page is brought which is out again when the kernel writes to it.
+const TRIES: u32 = 100;
+
+/// The words that the operation writes to, of the two that it is given; 0 for none.
+fn written(op: usize, first: usize, second: usize) -> [usize; 2] {
+    match op & !((libc::FUTEX_PRIVATE_FLAG | libc::FUTEX_CLOCK_REALTIME) as usize) {
+        WAKE_OP => [0, second],
+        LOCK_PI | UNLOCK_PI | TRYLOCK_PI | LOCK_PI2 => [first, 0],
+        WAIT_REQUEUE_PI | CMP_REQUEUE_PI => [first, second],
+        _ => [0, 0],
+    }
+}
+
+/// futex(2).
+///
+/// # Safety
+/// As the system call's.
+pub unsafe fn call(args: [usize; 6]) -> isize {
+    let words = written(args[1], args[0], args[4]);
+    for _ in 0..TRIES {
+        // SAFETY: as the caller says.
+        let ret = unsafe { raw::syscall(libc::SYS_futex as c_long, args) };
+        let is_out = ret == -(libc::EFAULT as isize) && words != [0, 0];
+        // (What cannot be read is no memory.)
+        if !is_out || !words.iter().filter(|word| **word != 0).all(|word| bring(*word)) {
+            return ret;
+        }
+    }
+    -(libc::EFAULT as isize)
+}
+
+/// Brings a word's page, to be written to; false where there is no memory.
+fn bring(word: usize) -> bool {
+    let page = word & !(PAGE - 1);
+    page.checked_add(PAGE).is_some_and(|end| {
+        populate(page, end);
+        thread::reads(word)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_that_are_written_to_are_those_of_futex_2() {
+        let private = libc::FUTEX_PRIVATE_FLAG as usize;
+        for op in [0, 1, 3, 4, 9, 10] {
+            assert_eq!(written(op | private, 4, 8), [0, 0], "{op}");
+        }
+        assert_eq!(written(libc::FUTEX_WAKE_OP as usize, 4, 8), [0, 8]);
+        for op in [libc::FUTEX_LOCK_PI, libc::FUTEX_UNLOCK_PI, libc::FUTEX_TRYLOCK_PI, libc::FUTEX_LOCK_PI2] {
+            assert_eq!(written(op as usize | private, 4, 8), [4, 0], "{op}");
+        }
+        for op in [libc::FUTEX_WAIT_REQUEUE_PI | libc::FUTEX_CLOCK_REALTIME, libc::FUTEX_CMP_REQUEUE_PI] {
+            assert_eq!(written(op as usize, 4, 8), [4, 8], "{op}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_memory_is_no_futex() {
+        let lock = |word: usize| {
+            // SAFETY: the kernel checks the address.
+            unsafe { call([word, LOCK_PI, 0, 0, 0, 0]) }
+        };
+        assert_eq!([8, usize::MAX - 7].map(lock), [-(libc::EFAULT as isize); 2]);
+        let word = core::sync::atomic::AtomicU32::new(0);
+        assert_eq!((lock(word.as_ptr() as usize), lock(word.as_ptr() as usize)), (0, -(libc::EDEADLK as isize)));
+    }
+}
