@@ -153,11 +153,12 @@ fn report_what_stays(group: &Group) {
         } else if since.elapsed() > PATIENCE {
             let limit = limit(n, key).load(Relaxed);
             say!(
-                "uzswap: {key} of `{}` is {}, but {} are still used, {} too much: no more can be taken out of memory now",
+                "uzswap: {key} of `{}` is {}, but {} are still used, {} too much, and for {} s that has not become less: no more can be taken out of memory now, or it is used again as soon",
                 group.name(),
                 human(limit),
                 human(used),
-                human(used - limit)
+                human(used - limit),
+                PATIENCE.as_secs_f64()
             );
             return;
         }
