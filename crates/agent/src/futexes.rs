@@ -5,28 +5,20 @@
 //! `syscall` has the page brought, and asks again. (glibc's own such calls, of its mutexes with priority inheritance, are made right after
 //! the thread has written to the word itself.)
 
-use core::ffi::c_long;
+use core::ffi::{c_int, c_long};
 use uzswap_pager::arena::PAGE;
 use uzswap_pager::discover::populate;
 use uzswap_sys::{raw, thread};
-
-const WAKE_OP: usize = libc::FUTEX_WAKE_OP as usize;
-const LOCK_PI: usize = libc::FUTEX_LOCK_PI as usize;
-const UNLOCK_PI: usize = libc::FUTEX_UNLOCK_PI as usize;
-const TRYLOCK_PI: usize = libc::FUTEX_TRYLOCK_PI as usize;
-const WAIT_REQUEUE_PI: usize = libc::FUTEX_WAIT_REQUEUE_PI as usize;
-const CMP_REQUEUE_PI: usize = libc::FUTEX_CMP_REQUEUE_PI as usize;
-const LOCK_PI2: usize = libc::FUTEX_LOCK_PI2 as usize;
 
 /// Times that a page is brought which is out again when the kernel writes to it.
 const TRIES: u32 = 100;
 
 /// The words that the operation writes to, of the two that it is given; 0 for none.
 fn written(op: usize, first: usize, second: usize) -> [usize; 2] {
-    match op & !((libc::FUTEX_PRIVATE_FLAG | libc::FUTEX_CLOCK_REALTIME) as usize) {
-        WAKE_OP => [0, second],
-        LOCK_PI | UNLOCK_PI | TRYLOCK_PI | LOCK_PI2 => [first, 0],
-        WAIT_REQUEUE_PI | CMP_REQUEUE_PI => [first, second],
+    match op as c_int & libc::FUTEX_CMD_MASK {
+        libc::FUTEX_WAKE_OP => [0, second],
+        libc::FUTEX_LOCK_PI | libc::FUTEX_UNLOCK_PI | libc::FUTEX_TRYLOCK_PI | libc::FUTEX_LOCK_PI2 => [first, 0],
+        libc::FUTEX_WAIT_REQUEUE_PI | libc::FUTEX_CMP_REQUEUE_PI => [first, second],
         _ => [0, 0],
     }
 }
@@ -81,7 +73,7 @@ mod tests {
     fn what_is_no_memory_is_no_futex() {
         let lock = |word: usize| {
             // SAFETY: the kernel checks the address.
-            unsafe { call([word, LOCK_PI, 0, 0, 0, 0]) }
+            unsafe { call([word, libc::FUTEX_LOCK_PI as usize, 0, 0, 0, 0]) }
         };
         assert_eq!([8, usize::MAX - 7].map(lock), [-(libc::EFAULT as isize); 2]);
         let word = core::sync::atomic::AtomicU32::new(0);

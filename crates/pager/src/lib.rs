@@ -17,6 +17,7 @@ pub mod densify;
 pub mod discover;
 mod engage;
 pub mod events;
+mod executes;
 pub mod fault;
 pub mod folio;
 pub mod fork;

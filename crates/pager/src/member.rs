@@ -272,40 +272,8 @@ impl Pager {
         }
     }
 
-    /// This process is about to execute a program that will be no member: its charges are returned.
-    ///
-    /// The story: what had filled 47 MiB executed a statically linked program, and was charged with that for as long as this ran.
-    pub fn executes(&self) {
-        if self.is_of_caller() && !self.left.load(SeqCst) {
-            self.executing.store(true, SeqCst);
-            self.leave();
-        }
-    }
-
-    /// A thread of the calling process is about to make a call that starts another program.
-    pub fn starts_program(&self) {
-        self.starting.store(thread::getpid(), Relaxed);
-    }
-
-    /// Whether one of this process is at it.
-    pub(crate) fn is_starting_program(&self) -> bool {
-        self.starting.load(Relaxed) == thread::getpid()
-    }
-
-    /// What was to be executed could not be.
-    pub fn goes_on(&self) {
-        self.starting.store(0, Relaxed);
-        if self.executing.load(SeqCst) && self.is_of_caller() && self.executing.swap(false, SeqCst) {
-            self.me().ticker.store(self.ticker.load(Relaxed) as u32, Relaxed);
-            self.me().engaged.store(u32::from(self.engaged.load(Relaxed)), Relaxed);
-            self.left.store(false, SeqCst);
-            // (It says what is held.)
-            self.poke_ticker();
-        }
-    }
-
     /// Whether the calling process has this slot. (In a vfork child the memory is the parent's.)
-    fn is_of_caller(&self) -> bool {
+    pub(crate) fn is_of_caller(&self) -> bool {
         self.me().owner().is_some_and(|owner| owner.pid() == thread::getpid() as u32)
     }
 }

@@ -92,7 +92,7 @@ pub struct Pager {
     /// Whether it does so because another program is to take its place.
     pub executing: AtomicBool,
     /// The process of which a thread makes a call that starts another program; 0: none. (A vfork child has this memory, too.)
-    pub starting: AtomicI32,
+    pub(crate) starting: AtomicI32,
     /// When dead members were last searched for (monotonic nanoseconds).
     pub buried: AtomicU64,
     /// When members that are not engaged were last poked (monotonic nanoseconds).
