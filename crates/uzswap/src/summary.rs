@@ -7,6 +7,7 @@ use std::io::Write as _;
 use std::path::Path;
 use std::time::Duration;
 use uzswap_mm::size::human;
+use uzswap_pager::group::NO_LIMIT;
 
 /// A program whose threads stalled for this share of its time, and that ran for so long, was slow (seconds). (One that does nothing but
 /// read at random from what is out stalls for half of it: the rest are its faults in the kernel, and the switches to the handler and back.)
@@ -100,9 +101,10 @@ pub fn text(totals: &Totals, wall: Option<Duration>) -> String {
 fn peak(totals: &Totals, limit: u64) -> String {
     let then = totals.peak_limit.unwrap_or(limit);
     let share = percent(totals.peak as f64, then as f64);
-    match then == limit {
-        true => format!("{} of {} allowed ({share})", human(totals.peak), human(limit)),
-        false => format!("{} of {} allowed then ({share}); {} now", human(totals.peak), human(then), human(limit)),
+    match then {
+        _ if then == limit => format!("{} of {} allowed ({share})", human(totals.peak), human(limit)),
+        NO_LIMIT.. => format!("{}, without a limit then; {} now", human(totals.peak), human(limit)),
+        _ => format!("{} of {} allowed then ({share}); {} now", human(totals.peak), human(then), human(limit)),
     }
 }
 
@@ -228,7 +230,7 @@ fn grouped(number: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{grouped, text, trace_line};
+    use super::{NO_LIMIT, grouped, text, trace_line};
     use crate::record::Recorded;
     use crate::totals::{Sums, Totals};
     use std::time::Duration;
@@ -358,6 +360,10 @@ mod tests {
         let lowered = said(234, Some(300), 60);
         assert!(lowered.contains("peak         234 MiB of 300 MiB allowed then (78 %); 60 MiB now\n"), "{lowered}");
         assert!(!lowered.contains("over limit"), "{lowered}");
+        // The story: what had no limit before it had one was said to have exceeded that.
+        let limited = said(234, Some(NO_LIMIT >> 20), 60);
+        assert!(limited.contains("peak         234 MiB, without a limit then; 60 MiB now\n"), "{limited}");
+        assert!(!limited.contains("over limit"), "{limited}");
         let steady = said(65, Some(64), 64);
         assert!(steady.contains("peak         65 MiB of 64 MiB allowed (102 %)\n"), "{steady}");
         for (peak, then, limit, over) in

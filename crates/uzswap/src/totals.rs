@@ -1,7 +1,7 @@
 //! What a group counted, summed over its members, dead and alive.
 
 use crate::folios::FolioTotals;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use uzswap_pager::counters::Counters;
@@ -48,7 +48,8 @@ pub struct Totals {
     pub limit: Option<u64>,
     /// Highest charge seen, in bytes: resident memory, what the pools hold and metadata of all processes together.
     pub peak: u64,
-    /// The limit when that was seen, in bytes; none where there was none.
+    /// The limit when that was seen, in bytes ([`NO_LIMIT`] where there was none, which the report calls null); none where nothing was seen.
+    #[serde(serialize_with = "limit_or_null")]
     pub peak_limit: Option<u64>,
     /// Most memory held, resident or not, in bytes.
     pub peak_held: u64,
@@ -104,7 +105,7 @@ impl Totals {
             group: crate::groups::name_of(page, node),
             limit: (max < NO_LIMIT).then_some(max),
             peak: n.peak.load(Relaxed),
-            peak_limit: Some(n.peak_max.load(Relaxed)).filter(|max| (1..NO_LIMIT).contains(max)),
+            peak_limit: Some(n.peak_max.load(Relaxed)).filter(|max| *max > 0),
             peak_held: n.peak_held.load(Relaxed),
             joined: n.joined.load(Relaxed),
             engaged: n.engaged.load(Relaxed),
@@ -125,6 +126,10 @@ impl Totals {
     }
 }
 
+fn limit_or_null<S: Serializer>(limit: &Option<u64>, to: S) -> Result<S::Ok, S::Error> {
+    limit.filter(|limit| *limit < NO_LIMIT).serialize(to)
+}
+
 fn injected(page: &GroupPage) -> Option<BTreeMap<&'static str, u64>> {
     let faults = &page.faults;
     let fired = SITES.iter().zip(&faults.fired).map(|((_, name), fired)| (*name, fired.load(Relaxed)));
@@ -134,7 +139,7 @@ fn injected(page: &GroupPage) -> Option<BTreeMap<&'static str, u64>> {
 
 #[cfg(test)]
 mod tests {
-    use super::Totals;
+    use super::{NO_LIMIT, Totals};
     use std::sync::atomic::Ordering::Relaxed;
     use uzswap::group_file::GroupFile;
 
@@ -277,5 +282,7 @@ mod tests {
             "engaged",
         ];
         assert_eq!(names.map(|name| told[name].as_u64().unwrap()), [1, 2, 3, 4, 7, 11, 12, 13, 13, 14]);
+        n.peak_max.store(NO_LIMIT, Relaxed);
+        assert!(serde_json::to_value(Totals::of(page, child)).unwrap()["peak_limit"].is_null());
     }
 }
