@@ -209,11 +209,13 @@ fn hold_with(used: &[(usize, usize)], flags: u64) {
     let used = used.iter().filter(|(at, len)| *at != 0 && *len != 0);
     let pages = used.flat_map(|(at, len)| at / PAGE..at.saturating_add(*len).div_ceil(PAGE));
     for left in (0..TRIES).rev() {
+        let protections = pager().map_or(0, |p| p.protections.load(Relaxed));
         pages.clone().for_each(|page| populate(page * PAGE, (page + 1) * PAGE));
         before_fork();
         let Some(p) = pager() else { return };
         // (What cannot be had after so many tries is no memory that the kernel could use.)
-        if left == 0 || pages.clone().all(|page| p.is_in_memory(page * PAGE)) {
+        let writable = p.protections.load(Relaxed) == protections;
+        if left == 0 || writable && pages.clone().all(|page| p.is_in_memory(page * PAGE)) {
             return;
         }
         after_fork(-1);

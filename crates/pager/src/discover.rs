@@ -328,7 +328,7 @@ impl Pager {
                 let plain = !s.pt.is_clean(vpn) && !s.pt.is_protected(vpn);
                 matches!(s.pt.get(vpn).tag(), Tag::Resident | Tag::None) && plain
             };
-            if pages().all(there) {
+            if pages().all(there) && self.may_be_written(start, end) {
                 if !pinned {
                     s.pinned.push((start, end));
                 }

@@ -212,6 +212,11 @@ impl Pager {
         self.protect_inherited(s);
         self.publish_pages(s);
         s.rss = self.read_rss();
+        if self.copies_may_exceed(s) {
+            // (Who waits for this has the lock, and goes on with it.)
+            let hooks = core::mem::take(&mut s.hooks);
+            self.protect_shared(s, &hooks);
+        }
         self.note_engaged();
         self.spawn_helpers()
     }

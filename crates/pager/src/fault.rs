@@ -104,6 +104,7 @@ impl Pager {
             Tag::Poisoned => return self.poison(s, r.vpn),
             Tag::Resident if r.protected && s.pt.is_protected(r.vpn) && self.tell_write(s, r.vpn) => return Ok(()),
             // (What is not known may be about to go: it is let alone.)
+            Tag::Resident | Tag::None if r.protected && !self.protects_some(s) => return self.allow_copies(s, r.vpn),
             Tag::Resident | Tag::None if r.protected => return self.allow_write(s, r.vpn),
             _ if !s.tracking => return self.bring(s, r, first),
             _ => {}

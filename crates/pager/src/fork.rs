@@ -57,7 +57,7 @@ impl Pager {
     /// had called. All waited for ever, once in hundreds of runs of a test.
     #[inline(never)]
     pub fn lock_in_hook(&self) -> Guard<'_, State> {
-        let mut tries = 0;
+        let (mut tries, mut written) = (0, 0);
         // (Read in the control block itself, so not with the lock.)
         let control = thread::pointer();
         let last = match self.control_block.load(Relaxed) {
@@ -76,12 +76,16 @@ impl Pager {
             // (What is above is there if it is known to be, as those frames are: it is not written to without need.)
             let here = stack_address() / arena::PAGE;
             let above: [bool; ABOVE_PAGES] = core::array::from_fn(|i| is_in(&s, here + 1 + i));
-            let is_there = |page: usize| page > here && page <= here + ABOVE_PAGES && above[page - here - 1];
+            let protections = self.protections.load(Relaxed);
+            let is_there =
+                |page: usize| protections == 0 && page > here && page <= here + ABOVE_PAGES && above[page - here - 1];
             let pages = stack.chain(control);
-            // (What cannot be had after so many tries is not needed: a guard page below the stack.)
-            if tries > 0 && pages.clone().all(|page| is_in(&s, page)) || tries == 100 {
+            // (What cannot be had after so many tries is not needed: a guard page below the stack. What was protected since it was
+            // written to may not be written to now.)
+            if tries > 0 && written == protections && pages.clone().all(|page| is_in(&s, page)) || tries == 100 {
                 return s;
             }
+            written = protections;
             drop(s);
             tries += 1;
             for page in pages.filter(|page| !is_there(*page)) {
@@ -116,10 +120,25 @@ impl Pager {
     /// After clone, in the parent; `child` is what clone returned.
     pub fn after_fork_in_parent(&self, child: isize) {
         self.end_fork(child);
-        self.kin.gained();
         // SAFETY: before_fork took the lock in this thread.
+        let s = unsafe { self.state.assume_locked() };
+        s.exclusive.forked();
+        let tells = child > 0 && self.copies_may_exceed(s);
+        self.forked.store(tells, SeqCst);
+        match tells {
+            // (Only where it is measured soon.)
+            true => {
+                s.rss = self.kin.gained_child(s.rss);
+                self.charge(s.rss);
+            }
+            false => self.kin.gained(),
+        }
+        // SAFETY: the same.
         unsafe { self.state.force_unlock() };
         self.calls.go_on();
+        if tells {
+            self.poke_ticker();
+        }
     }
 
     /// After clone, in the child: returns when memory is managed again, or when it is known that the child goes on unmanaged (it has
@@ -176,6 +195,8 @@ impl Pager {
         // SAFETY: before_fork took the lock in this thread.
         self.record_as_child(unsafe { self.state.assume_locked() });
         self.kin.gained();
+        // (The parent's ticker was to do that; the child's does it as it begins.)
+        self.forked.store(false, Relaxed);
         self.signs.watched.store(false, Relaxed);
         self.reclaiming.store(false, Relaxed);
         self.signs.asleep.store(false, Relaxed);
@@ -227,6 +248,7 @@ impl Pager {
         // (What is known as managed is the parent's, which is the same here. Who called this is above.)
         let written = self.pages_of_hook(s, thread::pointer(), arena::PAGE);
         written.into_iter().flatten().for_each(|page| s.pt.set_clean(page as u64, false));
+        s.hooks = self.pages_of_hook(s, thread::pointer(), HOOK_ABOVE);
     }
 
     /// What only the parent's threads were doing does not go on here.
@@ -261,6 +283,7 @@ impl Pager {
         self.tier.forget_transfers();
         s.end_flights();
         s.unshare.clear();
+        s.exclusive.forked();
         s.leaving.forget();
         // (The program's registrations are not inherited, unless it asked for that; a scan is told so then.)
         s.ceded.clear();

@@ -15,6 +15,7 @@
 
 use crate::arena::PAGE;
 use crate::calls::Waits;
+use crate::copies::{BRING_WAITS, COPY_WAITS, WAIT_NS};
 use crate::fault::{EventPending, Request};
 use crate::inject::Site;
 use crate::member::SIGNAL;
@@ -232,8 +233,30 @@ impl Handler {
             let busy = p.has_kin() || p.reclaimer_is_wanted(&s, p.excess(&s));
             s.placement.fault_on(cpu, tid, helpers, busy);
         }
+        if tid as i32 != p.reclaimer.load(Relaxed) {
+            s = self.wait_for_reclaim(p, s, if r.protected { COPY_WAITS } else { BRING_WAITS });
+        }
         self.make_room(p, &mut s, r.vpn);
         self.wait_for_writer(p, s, r.vpn)
+    }
+
+    /// Waits a moment for reclaim, where the limit is exceeded and memory is shared since a fork: see `copies`.
+    fn wait_for_reclaim<'a>(&mut self, p: &'a Pager, mut s: Guard<'a, State>, waits: u32) -> Guard<'a, State> {
+        for _ in 0..waits {
+            if !p.has_kin() {
+                break;
+            }
+            s.rss = p.rss_now(&s);
+            if p.excess(&s) <= 0 {
+                break;
+            }
+            drop(s);
+            p.wake_reclaim();
+            thread::sleep_ns(WAIT_NS);
+            self.waited_ns += WAIT_NS;
+            s = p.state.lock();
+        }
+        s
     }
 
     /// Makes room for a fault, again in the next turn if an unread event kept pages from leaving.

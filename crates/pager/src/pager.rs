@@ -93,6 +93,10 @@ pub struct Pager {
     pub executing: AtomicBool,
     /// The process of which a thread makes a call that starts another program; 0: none. (A vfork child has this memory, too.)
     pub(crate) starting: AtomicI32,
+    /// Whether this process forked and what it shares may have to be write-protected: see `copies`.
+    pub(crate) forked: AtomicBool,
+    /// How often that was done. Changes with the lock held.
+    pub protections: AtomicU32,
     /// When dead members were last searched for (monotonic nanoseconds).
     pub buried: AtomicU64,
     /// When members that are not engaged were last poked (monotonic nanoseconds).
@@ -240,6 +244,8 @@ impl Pager {
             left: AtomicBool::new(false),
             executing: AtomicBool::new(false),
             starting: AtomicI32::new(0),
+            forked: AtomicBool::new(false),
+            protections: AtomicU32::new(0),
             buried: AtomicU64::new(0),
             poked: AtomicU64::new(0),
             asking: Asking::default(),
@@ -349,7 +355,7 @@ impl Pager {
     }
 
     /// Publishes what this process holds.
-    fn charge(&self, rss: usize) {
+    pub(crate) fn charge(&self, rss: usize) {
         let me = self.me();
         me.rss.store(rss as u64, Relaxed);
         me.said.store(me.said.load(Relaxed).wrapping_add(1), Release);

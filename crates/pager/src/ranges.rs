@@ -27,6 +27,11 @@ impl Ranges {
         self.last_of(at, at + 1)
     }
 
+    /// The range that an address is in, or the next one.
+    pub fn next_from(&self, at: usize) -> Option<(usize, usize)> {
+        self.holding(at).or_else(|| self.0.range(at..).next().map(|(a, b)| (*a, *b)))
+    }
+
     fn last_of(&self, start: usize, end: usize) -> Option<(usize, usize)> {
         self.overlapping(start, end).next()
     }
@@ -114,6 +119,9 @@ mod tests {
                 }
                 for (i, of) in model.iter().enumerate() {
                     let range = ranges.holding(i);
+                    let next = (i..N).find(|at| model[*at] != 0);
+                    let found = ranges.next_from(i);
+                    assert_eq!(found.map(|(a, _)| a.max(i)), next, "seed {seed}, from {i} on");
                     assert_eq!(range.is_some(), *of != 0, "seed {seed}, address {i}");
                     if let Some((a, b)) = range {
                         assert!(ranges.has(a, b) && model[a..b].iter().all(|other| other == of), "seed {seed}");

@@ -23,6 +23,7 @@
 use crate::arena::PAGE;
 use crate::batch::{BATCH_PAGES, Batch};
 use crate::calls::Waits;
+use crate::exclusive::PAUSE_NS;
 use crate::fault::EventPending;
 use crate::pager::Pager;
 use crate::state::{BLOCK_PAGES, State};
@@ -183,7 +184,7 @@ impl Pager {
                 let short = (keep + want).saturating_sub(s.idle_staged());
                 // (What a full pool refuses goes back: only what leaves is progress then.)
                 let refusing = self.zswap_is_full(&s);
-                let staged = self.stage(&mut s, short);
+                let staged = self.stage_exclusive_first(&mut s, short);
                 put_off = staged.is_err();
                 progress |= staged.unwrap_or(0) > 0 && !refusing;
                 progress |= self.prepare(&mut s, batch, want, keep) && !refusing;
@@ -198,8 +199,13 @@ impl Pager {
         batch.compress(self);
         let mut s = self.state.lock();
         progress |= self.commit(&mut s, batch) > 0;
+        let rests = core::mem::take(&mut s.exclusive.rests);
         progress |= self.unshare_noted(s);
         progress |= self.take_read_only();
+        if rests {
+            thread::sleep_ns(PAUSE_NS);
+        }
+        progress |= rests;
         progress
     }
 

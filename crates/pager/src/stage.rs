@@ -207,7 +207,7 @@ impl Pager {
                 let pinned = !self.has_kin();
                 let most = if pinned { at + PINNED_PAGES } else { end };
                 let len = s.resident_run(at, end.min(most)).max(1);
-                s.note_shared(at, len, !pinned);
+                s.note_shared(at, len, !pinned && !s.exclusive.takes);
                 // (Of who shares nothing it is pinned, unless a fork has left it so: see `unshare`.)
                 if pinned {
                     self.set_aside(s, at, len);

@@ -8,6 +8,7 @@ use crate::batch::Batch;
 use crate::compact::Counted;
 use crate::compress::largest_unit;
 use crate::densify::Sweep;
+use crate::exclusive::Exclusive;
 use crate::folio::{MAX_ORDER, USUAL_UNIT};
 use crate::incompressible::Retries;
 use crate::mapfile::{self, MapFile};
@@ -125,6 +126,10 @@ pub struct State {
     pub huge_due: u64,
     /// Ranges registered, as they were found.
     pub managed: Ranges,
+    /// What this process has alone, since a fork.
+    pub(crate) exclusive: Exclusive,
+    /// Pages of the thread that forked which it writes to until it gives the lock back, in the child.
+    pub(crate) hooks: [core::ops::Range<usize>; 2],
     /// Ranges that the program has registered with a userfaultfd of its own, or had once: see `ceded`.
     pub ceded: Vec<(usize, usize)>,
     /// Ranges of pages that were ceded: faults on them that were read before are no longer this pager's.
@@ -238,6 +243,8 @@ impl State {
             advice: Advice::default(),
             huge_due: 0,
             managed: Ranges::default(),
+            exclusive: Exclusive::default(),
+            hooks: [0..0, 0..0],
             ceded: Vec::new(),
             withdrawn: Vec::new(),
             keeps_all: false,

@@ -149,6 +149,15 @@ pub(crate) fn beside_a_child<T>(act: impl FnOnce() -> T) -> T {
     done
 }
 
+/// Whether the kernel has a page there that is write-protected for us (bits 63 and 57 of its pagemap).
+pub(crate) fn is_protected(p: &Pager, vpn: u64) -> bool {
+    let mut word = [0; 8];
+    assert_eq!(raw::pread(p.files.pagemap.load(Relaxed), &mut word, vpn * 8), Ok(8));
+    let word = u64::from_le_bytes(word);
+    assert!(word >> 63 == 1, "page {vpn:#x} is not there");
+    word >> 57 & 1 == 1
+}
+
 /// Empty rings for records, which are never freed.
 pub(crate) fn rings() -> &'static Rings {
     let layout = core::alloc::Layout::new::<Rings>();

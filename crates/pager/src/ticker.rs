@@ -170,6 +170,7 @@ impl Pager {
         }
         // (Read again, under the lock: faults served while this thread waited for it, or for a CPU, were counted.)
         let mut s = self.lock_and_lift(watch);
+        self.protect_after_fork(&s);
         let rss = self.read_rss();
         s.rss = rss;
         let unknown = rss.saturating_sub(s.known_bytes());

@@ -33,7 +33,12 @@ impl State {
 
     /// Whether as many pages are noted as are to be copied before anything leaves.
     pub(crate) fn copies_enough(&self) -> bool {
-        self.unshare.iter().map(|(_, len)| len / PAGE).sum::<usize>() >= COPIED_MOST
+        self.noted_pages() >= COPIED_MOST
+    }
+
+    /// How many pages are noted.
+    pub(crate) fn noted_pages(&self) -> usize {
+        self.unshare.iter().map(|(_, len)| len / PAGE).sum()
     }
 }
 

@@ -284,15 +284,6 @@ mod tests {
         first
     }
 
-    /// Whether the kernel has a page there that is write-protected for us (bits 63 and 57 of its pagemap).
-    fn is_protected(p: &Pager, vpn: u64) -> bool {
-        let mut word = [0; 8];
-        assert_eq!(raw::pread(p.files.pagemap.load(Relaxed), &mut word, vpn * 8), Ok(8));
-        let word = u64::from_le_bytes(word);
-        assert!(word >> 63 == 1, "page {vpn:#x} is not there");
-        word >> 57 & 1 == 1
-    }
-
     fn serve(p: &Pager, vpn: u64, write: bool, protected: bool) {
         let served = p.serve(&mut p.state.lock(), Request { vpn, write, protected });
         assert!(served.is_ok(), "no event is pending");
@@ -322,7 +313,7 @@ mod tests {
         crate::events::forget_range(&mut s, first + 5, first + 6);
         let cleared = p.clear_soft_dirty(&mut s, first, first + N as u64, |_| {}).ok();
         assert_eq!(cleared, Some(N - 1));
-        (first..first + N as u64).for_each(|vpn| assert_eq!(is_protected(p, vpn), vpn != first + 5));
+        (first..first + N as u64).for_each(|vpn| assert_eq!(testing::is_protected(p, vpn), vpn != first + 5));
     }
 
     /// The story: what lies between, of a userfaultfd of the program's, was protected as well: its handler was told of writes that it
@@ -341,7 +332,7 @@ mod tests {
         s.pinned.push((at + len + PAGE, at + len + 2 * PAGE));
         crate::events::forget_range(s, first + 5, first + 8);
         assert_eq!(p.clear_soft_dirty(s, first, first + N as u64, |_| {}).ok(), Some(N - 3));
-        (0..N as u64).for_each(|i| assert_eq!(is_protected(p, first + i), !(5..8).contains(&i), "page {i}"));
+        (0..N as u64).for_each(|i| assert_eq!(testing::is_protected(p, first + i), !(5..8).contains(&i), "page {i}"));
     }
 
     #[test]
@@ -349,10 +340,10 @@ mod tests {
         let p = testing::tracking_pager(16 << 20);
         let first = written(p);
         let end = first + N as u64;
-        assert!((first..end).all(|vpn| !is_protected(p, vpn)));
+        assert!((first..end).all(|vpn| !testing::is_protected(p, vpn)));
         let clear = || p.clear_soft_dirty(&mut p.state.lock(), first, end, |_| ()).ok();
         assert_eq!((clear(), clear()), (Some(N), Some(0)));
-        assert!((first..end).all(|vpn| is_protected(p, vpn)));
+        assert!((first..end).all(|vpn| testing::is_protected(p, vpn)));
         for stored in [false, true] {
             match stored {
                 false => assert_eq!(p.age(first, end), N),
@@ -370,14 +361,14 @@ mod tests {
             });
             for vpn in first..end {
                 let written = vpn == first + 5 || written(vpn);
-                let is = (is_protected(p, vpn), p.state.lock().pt.is_clean(vpn));
+                let is = (testing::is_protected(p, vpn), p.state.lock().pt.is_clean(vpn));
                 assert_eq!(is, (!written, !written), "page {} (stored: {stored})", vpn - first);
                 assert!(holds(vpn, (vpn - first) as u8 + 1));
             }
             frames_are_accounted_for(p);
             // A write to one that is there.
             serve(p, first + 7, true, true);
-            assert!(!is_protected(p, first + 7) && !p.state.lock().pt.is_clean(first + 7));
+            assert!(!testing::is_protected(p, first + 7) && !p.state.lock().pt.is_clean(first + 7));
         }
         assert_eq!(clear(), Some(2));
     }
@@ -390,7 +381,7 @@ mod tests {
         p.state.lock().tracking = true;
         for (i, write) in [(0, false), (1, false), (2, true), (3, true)] {
             serve(p, first + i, write, false);
-            assert_eq!((is_protected(p, first + i), p.state.lock().pt.is_clean(first + i)), (!write, !write));
+            assert_eq!((testing::is_protected(p, first + i), p.state.lock().pt.is_clean(first + i)), (!write, !write));
             assert_eq!(p.state.lock().pt.get(first + i + 1).tag(), Tag::None, "though it is a sequence");
         }
         assert!(holds(first, 0) && holds(first + 3, 0));
@@ -427,7 +418,7 @@ mod tests {
         assert_eq!(p.stage_run(&mut p.state.lock(), first, N).ok(), Some(0), "all is shared");
         assert!(p.unshare_unwritten(at, N * PAGE));
         for vpn in first..end {
-            assert_eq!(is_protected(p, vpn), vpn < end - 2, "page {}", vpn - first);
+            assert_eq!(testing::is_protected(p, vpn), vpn < end - 2, "page {}", vpn - first);
         }
         assert_eq!(p.stage_run(&mut p.state.lock(), first, N).ok(), Some(N), "it is ours alone now");
         (first..end).for_each(|vpn| serve(p, vpn, false, false));

@@ -64,6 +64,15 @@ pub fn anonymous_pages(fd: i32, start: usize, end: usize) -> Result<usize, Errno
     Ok(own)
 }
 
+/// Calls `found(start, end)` for each run of pages that are there and mapped in no other process, at 8 bytes read for each page of the range.
+///
+/// # Errors
+/// The kernel's.
+pub fn exclusive_runs(fd: i32, start: usize, end: usize, found: impl FnMut(usize, usize)) -> Result<(), Errno> {
+    const EXCLUSIVE: u64 = 1 << 63 | 1 << 56;
+    runs_read(fd, start, end, |entry| entry & EXCLUSIVE == EXCLUSIVE, found)
+}
+
 /// Calls `found(start, end)` for each run of pages whose entries `are` of a kind, at 8 bytes read for each page of the range.
 fn runs_read(
     fd: i32,

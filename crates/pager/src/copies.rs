@@ -1,0 +1,198 @@
+//! Being told of what is copied after a fork.
+//!
+//! Who writes to a page that it shares with a parent or child is given a copy by the kernel, which tells nobody. Three children that each
+//! wrote to 64 MiB of their parent's had copied all of it, 192 MiB, before any of it was compressed. So where that would not fit both sides
+//! have what they share write-protected: by the ticker, after the fork in the parent, before its first instruction in the child. A write
+//! then is a fault like any other. It waits a moment for reclaim where the limit is exceeded, and ends the protection of 256 KiB
+//! around it: that many pages may be copied unseen until the next fault. Who faults on what is out waits, too, but less: room is not
+//! made before each such fault, as where nobody has kin (`make_room`). The waits are short, as what is shared may be all there is.
+//!
+//! Nothing is known of single pages: what moves out loses its protection, and what comes in has none, as it is shared with nobody. A
+//! protection that is lost for another reason is a copy that is not told, as without it.
+//!
+//! What is pinned from then on is allowed all of it (`may_be_written`).
+//!
+//! Invariants: the protection begins with the pager's lock held, and `protections` counts that. A hook, which must not fault while it
+//! has the lock, writes to its pages before it takes it, again if that number has changed by then (`lock_in_hook`). What is pinned
+//! (control blocks), or ceded, or is protected as it leaves (`read_only`), is left as it is. With `--track-writes` pages are
+//! protected for another reason, and copies are not told.
+
+use crate::arena::PAGE;
+use crate::discover::without;
+use crate::fault::EventPending;
+use crate::pager::Pager;
+use crate::state::State;
+use core::ops::Range;
+use core::sync::atomic::Ordering::*;
+
+/// Bytes around a write that may be written to from then on.
+const WINDOW: usize = 64 * PAGE;
+/// How often a write waits for reclaim, and a fault on what is out, which brings less; and how long each time (nanoseconds).
+pub(crate) const COPY_WAITS: u32 = 4;
+pub(crate) const BRING_WAITS: u32 = 1;
+pub(crate) const WAIT_NS: u64 = 500_000;
+
+impl Pager {
+    /// Whether what this process shares since a fork may not fit when it is copied.
+    pub(crate) fn copies_may_exceed(&self, s: &State) -> bool {
+        let tells = self.engaged.load(Relaxed) && !self.tracks && !self.without_move && !self.own_frames;
+        tells && self.excess(s) + (s.resident * PAGE) as isize > 0
+    }
+
+    /// Write-protects what is managed, but for the pages `but`.
+    pub(crate) fn protect_shared(&self, s: &State, but: &[Range<usize>]) {
+        self.protections.fetch_add(1, SeqCst);
+        let others = s.pinned.iter().chain(&s.ceded).copied();
+        let others = others.chain(but.iter().map(|pages| (pages.start * PAGE, pages.end * PAGE))).collect::<Vec<_>>();
+        for range in s.managed.overlapping(0, usize::MAX) {
+            for (from, to) in without(vec![range], &others) {
+                // (Refused, it is not told: an event is unread, or the mapping is gone.)
+                if from < to && self.uffd().register_tracked(from, to - from).is_ok() {
+                    let _ = self.uffd().write_protect(from, to - from, true);
+                }
+            }
+        }
+    }
+
+    /// Ends the protection of pages of which nothing more is to be known; false: an event is to be read first.
+    ///
+    /// What the kernel writes to as a thread ends (the word that who joins it waits for) it does not wait for: it is lost.
+    pub(crate) fn may_be_written(&self, start: usize, end: usize) -> bool {
+        let none = self.protections.load(Relaxed) == 0;
+        // (Page by page: some of it may be of no mapping that was ever protected, which is an error of the whole.)
+        let mut pages = (start..end).step_by(PAGE);
+        none || pages.all(|page| self.uffd().write_protect(page, PAGE, false) != Err(libc::EAGAIN))
+    }
+
+    /// After a fork, in the parent's ticker, with the lock.
+    pub(crate) fn protect_after_fork(&self, s: &State) {
+        if self.forked.swap(false, SeqCst) && self.copies_may_exceed(s) {
+            self.protect_shared(s, &[]);
+        }
+    }
+
+    /// Pages around one that is written to may be written to.
+    ///
+    /// # Errors
+    /// [`EventPending`]: nothing was done.
+    pub(crate) fn allow_copies(&self, s: &State, vpn: u64) -> Result<(), EventPending> {
+        let at = vpn as usize * PAGE;
+        let window = (at / WINDOW * WINDOW, (at / WINDOW + 1) * WINDOW);
+        let managed = s.managed.holding(at).unwrap_or((at, at + PAGE));
+        let leaves = |page: &usize| s.leaving.has((*page / PAGE) as u64);
+        let from = (window.0.max(managed.0)..at).step_by(PAGE).rev().take_while(|page| !leaves(page)).last();
+        let to = (at + PAGE..window.1.min(managed.1)).step_by(PAGE).take_while(|page| !leaves(page)).last();
+        let part = (from.unwrap_or(at), to.map_or(at + PAGE, |page| page + PAGE));
+        let others = s.pinned.iter().chain(&s.ceded).copied().collect::<Vec<_>>();
+        let parts = without(vec![part], &others);
+        let (from, to) = parts.into_iter().find(|(from, to)| (*from..*to).contains(&at)).unwrap_or((at, at + PAGE));
+        match self.uffd().write_protect(from, to - from, false) {
+            Ok(()) => {}
+            Err(libc::EAGAIN) => return Err(EventPending),
+            // Not mapped any more: whoever waits looks again.
+            Err(_) => self.uffd().wake(at, PAGE),
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fault::Request;
+    use crate::testing;
+    use std::sync::atomic::AtomicBool;
+    use uzswap_mm::lru::List;
+    use uzswap_sys::uffd::Message;
+
+    const N: usize = 256;
+
+    fn begin() -> (&'static Pager, usize) {
+        let p = testing::pager_told_of_moves(16 << 20);
+        // (A window begins at a multiple of its size.)
+        let at = testing::memory(p, N + WINDOW / PAGE).next_multiple_of(WINDOW);
+        (0..N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
+        let mut s = p.state.lock();
+        s.managed.push((at, at + N * PAGE));
+        s.list_resident((at / PAGE) as u64, N, List::Inactive, |_| None);
+        (p, at)
+    }
+
+    fn protected(p: &Pager, at: usize) -> Vec<Range<usize>> {
+        let is = |page: &usize| testing::is_protected(p, (at / PAGE + page) as u64);
+        let mut runs: Vec<Range<usize>> = Vec::new();
+        for page in (0..N).filter(is) {
+            match runs.last_mut().filter(|run| run.end == page) {
+                Some(run) => run.end += 1,
+                None => runs.push(page..page + 1),
+            }
+        }
+        runs
+    }
+
+    /// See the file's head. The writer waits until it is served, and what it wrote is there.
+    #[test]
+    fn a_write_is_told_and_those_around_it_are_not() {
+        let (p, at) = begin();
+        let page = |n: usize| at / PAGE + n;
+        {
+            let mut s = p.state.lock();
+            s.pinned.push((page(70) * PAGE, page(72) * PAGE));
+            s.note_ceded(page(100) * PAGE, page(101) * PAGE);
+            p.protect_shared(&s, core::slice::from_ref(&(page(200)..page(203))));
+        }
+        assert_eq!(protected(p, at), [0..70, 72..100, 101..200, 203..N]);
+        let written = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                // SAFETY: a page of this test's, which is there.
+                unsafe { (((page(80)) * PAGE) as *mut u8).write(8) };
+                written.store(true, SeqCst);
+            });
+            let message = loop {
+                match p.uffd().read().expect("the client is there") {
+                    Some(message) => break message,
+                    None => std::thread::yield_now(),
+                }
+            };
+            let Message::Fault { address, write, protected, .. } = message else { panic!("{message:?}") };
+            assert!(write && protected && !written.load(SeqCst), "{address:#x}");
+            assert_eq!(address / PAGE, page(80));
+            let served = p.serve(&mut p.state.lock(), Request::at(address, write, protected));
+            assert!(served.is_ok(), "no event is unread");
+        });
+        // (Around what is pinned or another's nothing is done: it never was protected.)
+        assert_eq!(protected(p, at), [0..70, 101..200, 203..N]);
+        // SAFETY: the same page.
+        assert_eq!(unsafe { (((page(80)) * PAGE) as *const u8).read() }, 8);
+    }
+
+    /// The kernel writes to a control block as its thread ends, and waits for nobody then. Without this the write would be lost, and who
+    /// joins the thread wait for ever.
+    #[test]
+    fn what_is_pinned_is_protected_no_more() {
+        let (p, at) = begin();
+        p.protect_shared(&p.state.lock(), &[]);
+        assert_eq!(protected(p, at).as_slice(), core::slice::from_ref(&(0..N)));
+        p.pin(at + 30 * PAGE + 8, at + 31 * PAGE + 8, true);
+        assert_eq!(protected(p, at), [0..30, 32..N]);
+        assert_eq!(p.state.lock().pinned, [(at + 30 * PAGE, at + 32 * PAGE)]);
+    }
+
+    /// Only where what is shared would not fit once more, and not where writes are told of for another reason.
+    #[test]
+    fn copies_are_told_where_they_might_not_fit() {
+        let p = testing::pager(16 << 20);
+        let may = |rss: usize, resident: usize| {
+            let mut s = p.state.lock();
+            (s.rss, s.resident) = (rss, resident);
+            let may = p.copies_may_exceed(&s);
+            s.resident = 0;
+            may
+        };
+        assert!(!may(15 << 20, (8 << 20) / PAGE), "it is not managed yet");
+        p.engaged.store(true, SeqCst);
+        assert!(may(15 << 20, (8 << 20) / PAGE) && !may(4 << 20, (2 << 20) / PAGE));
+        p.engaged.store(false, SeqCst);
+    }
+}
