@@ -4,8 +4,9 @@
 //! wrote to 64 MiB of their parent's had copied all of it, 192 MiB, before any of it was compressed. So where that would not fit both sides
 //! have what they share write-protected: by the ticker, after the fork in the parent, before its first instruction in the child. A write
 //! then is a fault like any other. It waits a moment for reclaim where the limit is exceeded, and ends the protection of 256 KiB
-//! around it: that many pages may be copied unseen until the next fault. Who faults on what is out waits, too, but less: room is not
-//! made before each such fault, as where nobody has kin (`make_room`). The waits are short, as what is shared may be all there is.
+//! around it: that many pages may be copied unseen until the next fault. The waits are short, as what is shared may be all there is.
+//! Who faults on what is out does not wait. (The story: half a millisecond each. A program that uses 53 MiB and forks now and then took
+//! 16 s instead of 3 in 16 MiB, which it exceeds all the time.)
 //!
 //! Nothing is known of single pages: what moves out loses its protection, and what comes in has none, as it is shared with nobody. A
 //! protection that is lost for another reason is a copy that is not told, as without it.
@@ -27,9 +28,8 @@ use core::sync::atomic::Ordering::*;
 
 /// Bytes around a write that may be written to from then on.
 const WINDOW: usize = 64 * PAGE;
-/// How often a write waits for reclaim, and a fault on what is out, which brings less; and how long each time (nanoseconds).
+/// How often a write waits for reclaim, and how long each time (nanoseconds).
 pub(crate) const COPY_WAITS: u32 = 4;
-pub(crate) const BRING_WAITS: u32 = 1;
 pub(crate) const WAIT_NS: u64 = 500_000;
 
 impl Pager {

@@ -15,7 +15,7 @@
 
 use crate::arena::PAGE;
 use crate::calls::Waits;
-use crate::copies::{BRING_WAITS, COPY_WAITS, WAIT_NS};
+use crate::copies::{COPY_WAITS, WAIT_NS};
 use crate::fault::{EventPending, Request};
 use crate::inject::Site;
 use crate::member::SIGNAL;
@@ -233,16 +233,16 @@ impl Handler {
             let busy = p.has_kin() || p.reclaimer_is_wanted(&s, p.excess(&s));
             s.placement.fault_on(cpu, tid, helpers, busy);
         }
-        if tid as i32 != p.reclaimer.load(Relaxed) {
-            s = self.wait_for_reclaim(p, s, if r.protected { COPY_WAITS } else { BRING_WAITS });
+        if r.protected && tid as i32 != p.reclaimer.load(Relaxed) {
+            s = self.wait_for_reclaim(p, s);
         }
         self.make_room(p, &mut s, r.vpn);
         self.wait_for_writer(p, s, r.vpn)
     }
 
     /// Waits a moment for reclaim, where the limit is exceeded and memory is shared since a fork: see `copies`.
-    fn wait_for_reclaim<'a>(&mut self, p: &'a Pager, mut s: Guard<'a, State>, waits: u32) -> Guard<'a, State> {
-        for _ in 0..waits {
+    fn wait_for_reclaim<'a>(&mut self, p: &'a Pager, mut s: Guard<'a, State>) -> Guard<'a, State> {
+        for _ in 0..COPY_WAITS {
             if !p.has_kin() {
                 break;
             }
