@@ -42,10 +42,10 @@ impl Pager {
     /// Write-protects what is managed, but for the pages `but`.
     pub(crate) fn protect_shared(&self, s: &State, but: &[Range<usize>]) {
         self.protections.fetch_add(1, SeqCst);
-        let others = s.pinned.iter().chain(&s.ceded).copied();
-        let others = others.chain(but.iter().map(|pages| (pages.start * PAGE, pages.end * PAGE))).collect::<Vec<_>>();
-        for range in s.managed.overlapping(0, usize::MAX) {
-            for (from, to) in without(vec![range], &others) {
+        for (start, end) in s.managed.iter() {
+            let mut others = s.never_protected(start, end);
+            others.extend(but.iter().map(|pages| (pages.start * PAGE, pages.end * PAGE)));
+            for (from, to) in without(vec![(start, end)], &others) {
                 // (Refused, it is not told: an event is unread, or the mapping is gone.)
                 if from < to && self.uffd().register_tracked(from, to - from).is_ok() {
                     let _ = self.uffd().write_protect(from, to - from, true);
@@ -83,16 +83,9 @@ impl Pager {
         let from = (window.0.max(managed.0)..at).step_by(PAGE).rev().take_while(|page| !leaves(page)).last();
         let to = (at + PAGE..window.1.min(managed.1)).step_by(PAGE).take_while(|page| !leaves(page)).last();
         let part = (from.unwrap_or(at), to.map_or(at + PAGE, |page| page + PAGE));
-        let others = s.pinned.iter().chain(&s.ceded).copied().collect::<Vec<_>>();
-        let parts = without(vec![part], &others);
+        let parts = without(vec![part], &s.never_protected(part.0, part.1));
         let (from, to) = parts.into_iter().find(|(from, to)| (*from..*to).contains(&at)).unwrap_or((at, at + PAGE));
-        match self.uffd().write_protect(from, to - from, false) {
-            Ok(()) => {}
-            Err(libc::EAGAIN) => return Err(EventPending),
-            // Not mapped any more: whoever waits looks again.
-            Err(_) => self.uffd().wake(at, PAGE),
-        }
-        Ok(())
+        self.let_write(from, to, at)
     }
 }
 

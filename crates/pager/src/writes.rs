@@ -40,6 +40,13 @@ use uzswap_sys::{pagemap, thread};
 /// Pages un-shared by one call.
 const UNSHARE_PAGES: usize = 64;
 
+impl State {
+    /// What overlaps with a range of bytes and is never to be protected: control blocks, and what is another userfaultfd's.
+    pub(crate) fn never_protected(&self, start: usize, end: usize) -> Vec<(usize, usize)> {
+        self.pinned.iter().chain(&self.ceded).filter(|(a, b)| *a < end && start < *b).copied().collect()
+    }
+}
+
 impl Pager {
     /// Registers memory of the program.
     pub(crate) fn register(&self, start: usize, len: usize) -> Result<(), i32> {
@@ -121,14 +128,20 @@ impl Pager {
         let was = s.pt.is_clean(vpn);
         // (Before anybody can have written.)
         s.pt.set_clean(vpn, false);
-        match self.uffd().write_protect(vpn as usize * PAGE, PAGE, false) {
+        let at = vpn as usize * PAGE;
+        self.let_write(at, at + PAGE, at).inspect_err(|EventPending| s.pt.set_clean(vpn, was))
+    }
+
+    /// A range of bytes may be written to, of which somebody waits to write `at` one.
+    ///
+    /// # Errors
+    /// [`EventPending`]: nothing was done.
+    pub(crate) fn let_write(&self, from: usize, to: usize, at: usize) -> Result<(), EventPending> {
+        match self.uffd().write_protect(from, to - from, false) {
             Ok(()) => {}
-            Err(libc::EAGAIN) => {
-                s.pt.set_clean(vpn, was);
-                return Err(EventPending);
-            }
+            Err(libc::EAGAIN) => return Err(EventPending),
             // Not mapped any more: whoever waits looks again.
-            Err(_) => self.uffd().wake(vpn as usize * PAGE, PAGE),
+            Err(_) => self.uffd().wake(at, PAGE),
         }
         Ok(())
     }
@@ -152,8 +165,7 @@ impl Pager {
         };
         // (A thread that ends is not served when it writes to its control block; and the kernel does not ask whose userfaultfd it is.)
         let (start, end) = (from as usize * PAGE, to as usize * PAGE);
-        let others =
-            s.pinned.iter().chain(&s.ceded).filter(|(a, b)| *a < end && start < *b).copied().collect::<Vec<_>>();
+        let others = s.never_protected(start, end);
         let mut all = true;
         for (start, end) in without(vec![(start, end)], &others) {
             all &= protect((start / PAGE) as u64, (end / PAGE) as u64)?;
