@@ -1,10 +1,11 @@
 //! What the owner of a shared region is told by those who connect to it: [`owner`].
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError, mpsc};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 use uzswap_pager::shared::{SharedControl, SharedMapping, SharedOptions, SharedRegion};
 use uzswap_sys::uffd::Uffd;
@@ -32,14 +33,16 @@ const DETACH: u64 = 13;
 /// are none, calls with any arguments. Each call is answered, and whoever is honest reads what was written, or zeros where somebody
 /// removed it, and writes as soon as they are gone.
 pub fn owner(data: &[u8]) {
-    static HONEST: Mutex<Option<Honest>> = Mutex::new(None);
-    let mut honest = HONEST.lock().unwrap_or_else(PoisonError::into_inner);
+    // (The thread's, so that it ends with it, and takes its socket away: a static would leave it behind.)
+    thread_local! {
+        static HONEST: Cell<Option<Honest>> = const { Cell::new(None) };
+    }
     // (Where an input was found to break a promise, or much was left behind, the next one has another owner.)
-    let mut one = honest.take().filter(|one| one.left < MOST_LEFT).unwrap_or_else(Honest::new);
+    let mut one = HONEST.take().filter(|one| one.left < MOST_LEFT).unwrap_or_else(Honest::new);
     Hostile { honest: &mut one, bytes: data.iter().copied().collect(), connections: Vec::new(), protected: false }
         .run();
     one.check_all();
-    *honest = Some(one);
+    HONEST.set(Some(one));
 }
 
 /// The owner, and a process (this one) that maps its region and does nothing wrong.
@@ -66,6 +69,8 @@ impl Honest {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let name = format!("uzswap-fuzz-{}-{}", std::process::id(), NUMBER.fetch_add(1, Relaxed));
         let path = std::env::temp_dir().join(name);
+        // (One that was killed left its own, and process numbers come again.)
+        let _ = std::fs::remove_file(&path);
         let region = SharedRegion::create(PAGES * PAGE, &SharedOptions::new(8 << 20)).expect("an owner");
         region.serve(&path).expect("a socket");
         let m = SharedMapping::attach(&path).expect("a mapping");

@@ -74,6 +74,7 @@ mod tests {
     #[test]
     fn a_socket_without_a_name_is_reached_by_its_descriptor_and_its_end_is_told() {
         let path = std::env::temp_dir().join(format!("uzswap-stream-{}", std::process::id()));
+        let _ = std::fs::remove_file(&path);
         let listener = UnixListener::bind(&path).unwrap();
         let named = std::os::unix::fs::OpenOptionsExt::custom_flags(std::fs::File::options().read(true), libc::O_PATH)
             .open(&path)

@@ -342,6 +342,7 @@ mod tests {
     #[test]
     fn a_connection_that_is_found_closed_is_made_anew() {
         let path = std::env::temp_dir().join(format!("uzswap-asked-{}", std::process::id()));
+        let _ = std::fs::remove_file(&path);
         let listener = UnixListener::bind(&path).unwrap();
         let file = std::fs::File::options().read(true).custom_flags(libc::O_PATH).open(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
