@@ -2,10 +2,12 @@
 //!
 //! Who writes to a page that it shares with a parent or child is given a copy by the kernel, which tells nobody. Three children that each
 //! wrote to 64 MiB of their parent's had copied all of it, 192 MiB, before any of it was compressed. So where that would not fit both sides
-//! have what they share write-protected: by the ticker, after the fork in the parent, before its first instruction in the child. A write
-//! then is a fault like any other. It waits a moment for reclaim where the limit is exceeded, and ends the protection of 256 KiB
-//! around it: that many pages may be copied unseen until the next fault. The waits are short, as what is shared may be all there is.
-//! Who faults on what is out does not wait. (The story: half a millisecond each. A program that uses 53 MiB and forks now and then took
+//! have what they share write-protected: by the ticker, before the fork returns in the parent if that is soon, and before the child's first
+//! instruction. A write then is a fault like any other. It waits a moment for reclaim where the limit is exceeded, and ends the protection of
+//! 256 KiB around it: that many pages may be copied unseen until the next fault. The waits are short, as what is shared may be all there is.
+//! What fits is looked at again with each look of the ticker's, as more may come.
+//!
+//! Who faults on what is out does not wait, but makes room itself (`exclusive`). (The story: half a millisecond each. A program that uses 53 MiB and forks now and then took
 //! 16 s instead of 3 in 16 MiB, which it exceeds all the time.)
 //!
 //! Nothing is known of single pages: what moves out loses its protection, and what comes in has none, as it is shared with nobody. A
@@ -25,18 +27,32 @@ use crate::pager::Pager;
 use crate::state::State;
 use core::ops::Range;
 use core::sync::atomic::Ordering::*;
+use uzswap_sys::{lock, thread};
 
 /// Bytes around a write that may be written to from then on.
 const WINDOW: usize = 64 * PAGE;
 /// How often a write waits for reclaim, and how long each time (nanoseconds).
 pub(crate) const COPY_WAITS: u32 = 4;
 pub(crate) const WAIT_NS: u64 = 500_000;
+/// What is shared below which nothing is protected later (bytes): each window of it that is written to is a fault, be it shared or not.
+const MUCH_SHARED: usize = 4 << 20;
+/// Of `Pager::forked`: nothing is shared that was not protected, or it is not protected (yet), or who forked waits until it is.
+pub(crate) const PROTECTED: u32 = 0;
+pub(crate) const UNPROTECTED: u32 = 1;
+pub(crate) const AWAITED: u32 = 2;
+/// How long who forked waits at most until what it shares is protected (nanoseconds).
+const PROTECTED_WITHIN_NS: u64 = 20_000_000;
 
 impl Pager {
     /// Whether what this process shares since a fork may not fit when it is copied.
     pub(crate) fn copies_may_exceed(&self, s: &State) -> bool {
+        self.may_exceed(s, s.resident * PAGE)
+    }
+
+    /// The same where so many bytes may be copied.
+    fn may_exceed(&self, s: &State, copied: usize) -> bool {
         let tells = self.engaged.load(Relaxed) && !self.tracks && !self.without_move && !self.own_frames;
-        tells && self.excess(s) + (s.resident * PAGE) as isize > 0
+        tells && self.excess(s) + copied as isize > 0
     }
 
     /// Write-protects what is managed, but for the pages `but`.
@@ -64,10 +80,43 @@ impl Pager {
         none || pages.all(|page| self.uffd().write_protect(page, PAGE, false) != Err(libc::EAGAIN))
     }
 
-    /// After a fork, in the parent's ticker, with the lock.
+    /// In the ticker, with the lock: after a fork, in the parent; and on either side later, when what is shared would not fit any more.
     pub(crate) fn protect_after_fork(&self, s: &State) {
-        if self.forked.swap(false, SeqCst) && self.copies_may_exceed(s) {
+        let forked = self.forked.load(SeqCst);
+        let protects = match forked {
+            AWAITED => self.copies_may_exceed(s),
+            UNPROTECTED if self.has_kin() => {
+                // (Of so many on average, each of whom may copy as much.)
+                let shared = self.kin.left();
+                let who = (s.rss + shared) / s.rss.max(1);
+                shared >= MUCH_SHARED && self.may_exceed(s, shared * who.max(2))
+            }
+            _ => return,
+        };
+        if protects {
             self.protect_shared(s, &[]);
+        }
+        self.forked.store(if protects { PROTECTED } else { UNPROTECTED }, SeqCst);
+        if forked == AWAITED {
+            lock::futex_wake(&self.forked, u32::MAX, false);
+        }
+    }
+
+    /// In the thread that forked, without the lock: waits a moment until that is done, or it would write unseen.
+    ///
+    /// The story: where the ticker had no CPU for a few milliseconds a parent had copied all of its 64 MiB by then.
+    pub(crate) fn await_protection(&self) {
+        self.await_protection_for(PROTECTED_WITHIN_NS);
+    }
+
+    fn await_protection_for(&self, ns: u64) {
+        let end = thread::now_ns() + ns;
+        while self.forked.load(SeqCst) == AWAITED {
+            let now = thread::now_ns();
+            if now >= end {
+                break;
+            }
+            lock::futex_wait(&self.forked, AWAITED, Some(end - now), false);
         }
     }
 
@@ -170,6 +219,59 @@ mod tests {
         p.pin(at + 30 * PAGE + 8, at + 31 * PAGE + 8, true);
         assert_eq!(protected(p, at), [0..30, 32..N]);
         assert_eq!(p.state.lock().pinned, [(at + 30 * PAGE, at + 32 * PAGE)]);
+    }
+
+    /// The story: where the ticker had no CPU for a few milliseconds a parent had copied all of its 64 MiB by then.
+    #[test]
+    fn who_forks_goes_on_when_what_it_shares_is_protected() {
+        let (p, at) = begin();
+        p.engaged.store(true, SeqCst);
+        p.forked.store(AWAITED, SeqCst);
+        std::thread::scope(|scope| {
+            let mut s = p.state.lock();
+            // (All of the limit and more.)
+            s.rss = 32 << 20;
+            let waiter = scope.spawn(|| {
+                p.await_protection_for(u64::MAX / 2);
+                drop(p.state.lock());
+                protected(p, at) == core::slice::from_ref(&(0..N))
+            });
+            assert!(!waiter.is_finished(), "nothing is protected yet");
+            p.protect_after_fork(&s);
+            assert_eq!(p.forked.load(SeqCst), PROTECTED);
+            drop(s);
+            assert!(waiter.join().unwrap());
+        });
+        // Who does not get it goes on all the same.
+        p.forked.store(AWAITED, SeqCst);
+        p.await_protection_for(1);
+        p.engaged.store(false, SeqCst);
+    }
+
+    /// The story: a process far from its limit forked, and so nothing was protected. When both came near it, by what they copied, the rest
+    /// was copied unseen: 128 MiB were held of 100.
+    #[test]
+    fn what_fits_as_it_is_shared_is_protected_when_it_does_not_any_more() {
+        let (p, at) = begin();
+        p.forked.store(UNPROTECTED, SeqCst);
+        p.kin.gained();
+        p.kin.seem_shared(4 << 20);
+        let look = |rss: usize| {
+            let mut s = p.state.lock();
+            s.rss = rss;
+            p.protect_after_fork(&s);
+            drop(s);
+            p.forked.load(SeqCst) == PROTECTED
+        };
+        assert!(!look(15 << 20), "it is not managed yet");
+        p.engaged.store(true, SeqCst);
+        assert!(!look(6 << 20) && protected(p, at).is_empty(), "there is room for both to copy it");
+        p.kin.seem_shared(1 << 20);
+        assert!(!look(15 << 20), "it is little");
+        p.kin.seem_shared(4 << 20);
+        assert!(look(15 << 20));
+        assert_eq!(protected(p, at).as_slice(), core::slice::from_ref(&(0..N)));
+        p.engaged.store(false, SeqCst);
     }
 
     /// Only where what is shared would not fit once more, and not where writes are told of for another reason.

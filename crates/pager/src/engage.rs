@@ -6,6 +6,7 @@
 //! Lock order: `take_charge` has the pager's lock while helpers start, all of which first take it.
 
 use crate::arena::PAGE;
+use crate::copies::PROTECTED;
 use crate::discover::Scans;
 use crate::events::forget_all;
 use crate::group::unmanaged;
@@ -130,6 +131,7 @@ impl Pager {
         s.rss = self.read_rss();
         self.engaged.store(true, Release);
         self.note_engaged();
+        self.protect_after_fork(&s);
         drop(s);
         self.wake_reclaim();
         Ok(())
@@ -216,6 +218,7 @@ impl Pager {
             // (Who waits for this has the lock, and goes on with it.)
             let hooks = core::mem::take(&mut s.hooks);
             self.protect_shared(s, &hooks);
+            self.forked.store(PROTECTED, Relaxed);
         }
         self.note_engaged();
         self.spawn_helpers()

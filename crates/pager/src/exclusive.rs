@@ -14,15 +14,20 @@
 //! held up until there was room (`copies`), it was 157 still: all four were putting out what they shared, for which the pool grew by
 //! 27 MiB before any memory was free.
 //!
+//! Who faults waits for nobody meanwhile, and was served more than left: three workers and their parent stayed a fifth above their limit for a
+//! second. So each makes room itself from some excess on (`make_room_beside_kin`).
+//!
 //! Owner: the pager's lock.
 
 use crate::arena::PAGE;
+use crate::batch::BATCH_PAGES;
 use crate::fault::EventPending;
 use crate::pager::Pager;
-use crate::state::State;
+use crate::state::{BLOCK_PAGES, State};
 use core::ops::Range;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::pagetable::Tag;
+use uzswap_mm::zone::Kind;
 use uzswap_sys::{pagemap, thread};
 
 /// Pages of which the page map is read in one call, and at most in one round.
@@ -33,6 +38,10 @@ const UNSHARED_MOST: usize = 512;
 /// How long what is shared stays after something else was found (nanoseconds), and how long a round rests meanwhile.
 const PATIENCE_NS: u64 = 5_000_000;
 pub(crate) const PAUSE_NS: u64 = 500_000;
+/// By how much the limit is exceeded when who faults makes room too: this part of it, and so much at least (bytes). (Below that it is left to
+/// the reclaim thread, which waits for others to write; programs that always are a little above their limit took a quarter longer.)
+const MUCH_OVER: usize = 16;
+const MUCH_OVER_LEAST: usize = 8 << 20;
 /// One round in so many takes some of what is shared whatever else there is.
 const SHARED_ROUNDS: u32 = 16;
 
@@ -48,6 +57,8 @@ pub(crate) struct Exclusive {
     /// Whether the round is to rest, for others to write.
     pub(crate) rests: bool,
     rounds: u32,
+    /// Until when who faults makes no room, as there was little to take (monotonic nanoseconds).
+    none_until: u64,
 }
 
 impl Exclusive {
@@ -85,6 +96,32 @@ impl Pager {
         moved.map(|moved| left + moved)
     }
 
+    /// As [`Pager::make_room`], where memory is shared since a fork: where the limit is exceeded by much, whoever faults pays with what is
+    /// its own.
+    ///
+    /// # Errors
+    /// [`EventPending`]: an unread event kept pages from leaving.
+    pub(crate) fn make_room_beside_kin(&self, s: &mut State) -> Result<(), EventPending> {
+        let (now, much) = (thread::now_ns(), (self.limit() / MUCH_OVER).max(MUCH_OVER_LEAST));
+        if self.without_move || now < s.exclusive.none_until || self.excess(s) <= much as isize || self.at_floor(s) {
+            return Ok(());
+        }
+        s.rss = self.rss_now(s);
+        let over = self.over(s, 0, true);
+        let idle = s.zone.free_slots(Kind::Frame).saturating_sub(BATCH_PAGES);
+        if over == 0 || self.give_back(s, (over + BATCH_PAGES).min(idle)) >= over {
+            return Ok(());
+        }
+        let short = BATCH_PAGES.saturating_sub(s.idle_staged());
+        let staged = self.stage_exclusive_first(s, short);
+        let (left, _) = self.direct_round(s, BATCH_PAGES.min(s.idle_staged()), 0, None);
+        if left < BATCH_PAGES / 4 {
+            s.exclusive.none_until = now + PAUSE_NS;
+        }
+        self.give_back(s, over.min(s.zone.free_slots(Kind::Frame).saturating_sub(BLOCK_PAGES)));
+        staged.map(|_| ())
+    }
+
     /// Moves `want` pages out that no other process has, or all that one look finds, from where the hand stands, in one round at most.
     /// What MOVE refuses is noted to be un-shared.
     fn stage_exclusive(&self, s: &mut State, want: usize) -> Result<usize, EventPending> {
@@ -104,9 +141,10 @@ impl Pager {
             self.find_exclusive(s, from..to, &mut runs);
             at = to;
             for run in runs.drain(..) {
-                let (n, stopped) = self.stage_range(s, run.start, run.end);
+                let end = run.end.min(run.start + (want - moved) as u64);
+                let (n, stopped) = self.stage_range(s, run.start, end);
                 moved += n;
-                if stopped < run.end {
+                if stopped < end || moved >= want {
                     s.exclusive.hand = stopped as usize * PAGE;
                     return if moved > 0 { Ok(moved) } else { Err(EventPending) };
                 }
@@ -154,9 +192,11 @@ mod tests {
         rests
     }
 
-    /// However busy the machine is, less time than that has passed.
+    /// However busy the machine is, less time than that has passed, and no more than a round.
     fn be_patient(p: &Pager) {
-        p.state.lock().exclusive.found = thread::now_ns() + 1_000_000_000;
+        let mut s = p.state.lock();
+        s.exclusive.found = thread::now_ns() + 1_000_000_000;
+        s.exclusive.rounds = 0;
     }
 
     fn begin() -> (&'static Pager, usize) {
@@ -173,6 +213,32 @@ mod tests {
     fn tags(p: &Pager, at: usize, pages: Range<usize>, tag: Tag) -> usize {
         let s = p.state.lock();
         pages.filter(|page| s.pt.get((at / PAGE + page) as u64).tag() == tag).count()
+    }
+
+    /// See the file's head. (Others hold so much; that one finds nothing is believed for a moment.)
+    #[test]
+    fn who_faults_beside_kin_makes_room_from_some_excess_on() {
+        let (p, at) = begin();
+        p.kin.gained();
+        p.group.used.store(2, Relaxed);
+        let other = &p.group.slots[1];
+        other.owner.store(uzswap_sys::process::Identity::own().raw(), Relaxed);
+        let stored = |others: u64| {
+            other.rss.store(others << 20, Relaxed);
+            let mut s = p.state.lock();
+            assert!(p.make_room(&mut s, 1).is_ok());
+            drop(s);
+            N - tags(p, at, 0..N, Tag::Resident) - tags(p, at, 0..N, Tag::Staged)
+        };
+        assert_eq!(stored(20), 0, "4 MiB more than the limit are the reclaim thread's");
+        p.state.lock().exclusive.none_until = u64::MAX;
+        assert_eq!(stored(40), 0, "nothing was found a moment ago");
+        // (Other tests of this process may fork, and share all of it for a while.)
+        let some = (0..10_000).any(|_| {
+            p.state.lock().exclusive.none_until = 0;
+            stored(40) >= BATCH_PAGES / 2
+        });
+        assert!(some, "{} pages stay", tags(p, at, 0..N, Tag::Resident));
     }
 
     /// See the file's head: beside a child what was written to since leaves, and what is shared does not until nothing else is found.

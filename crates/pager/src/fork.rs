@@ -7,6 +7,7 @@
 //! Frames and compressed objects are inherited copy-on-write. Afterwards MOVE answers EBUSY for frames that are still
 //! shared: see `move_in` and `unshare`; what is shared counts once: `kin`.
 
+use crate::copies::{AWAITED, UNPROTECTED};
 use crate::events::forget_all;
 use crate::group::unmanaged;
 use crate::letgo::{GONE, KEEPS};
@@ -124,7 +125,7 @@ impl Pager {
         let s = unsafe { self.state.assume_locked() };
         s.exclusive.forked();
         let tells = child > 0 && self.copies_may_exceed(s);
-        self.forked.store(tells, SeqCst);
+        self.forked.store(if tells { AWAITED } else { UNPROTECTED }, SeqCst);
         match tells {
             // (Only where it is measured soon.)
             true => {
@@ -138,6 +139,7 @@ impl Pager {
         self.calls.go_on();
         if tells {
             self.poke_ticker();
+            self.await_protection();
         }
     }
 
@@ -195,8 +197,8 @@ impl Pager {
         // SAFETY: before_fork took the lock in this thread.
         self.record_as_child(unsafe { self.state.assume_locked() });
         self.kin.gained();
-        // (The parent's ticker was to do that; the child's does it as it begins.)
-        self.forked.store(false, Relaxed);
+        // (The child's ticker protects it as it begins, where that is to be.)
+        self.forked.store(UNPROTECTED, Relaxed);
         self.signs.watched.store(false, Relaxed);
         self.reclaiming.store(false, Relaxed);
         self.signs.asleep.store(false, Relaxed);

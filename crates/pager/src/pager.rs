@@ -93,8 +93,8 @@ pub struct Pager {
     pub executing: AtomicBool,
     /// The process of which a thread makes a call that starts another program; 0: none. (A vfork child has this memory, too.)
     pub(crate) starting: AtomicI32,
-    /// Whether this process forked and what it shares may have to be write-protected: see `copies`.
-    pub(crate) forked: AtomicBool,
+    /// Whether what this process shares since a fork is to be write-protected still: see `copies` (a futex word).
+    pub(crate) forked: AtomicU32,
     /// How often that was done. Changes with the lock held.
     pub protections: AtomicU32,
     /// When dead members were last searched for (monotonic nanoseconds).
@@ -244,7 +244,7 @@ impl Pager {
             left: AtomicBool::new(false),
             executing: AtomicBool::new(false),
             starting: AtomicI32::new(0),
-            forked: AtomicBool::new(false),
+            forked: AtomicU32::new(0),
             protections: AtomicU32::new(0),
             buried: AtomicU64::new(0),
             poked: AtomicU64::new(0),

@@ -217,7 +217,10 @@ impl Pager {
     /// [`EventPending`]: an unread event kept pages from leaving.
     pub fn make_room(&self, s: &mut State, vpn: u64) -> Result<(), EventPending> {
         self.charge_growth(s);
-        let behind = self.excess(s) > 0 && !self.has_kin();
+        if self.has_kin() {
+            return self.make_room_beside_kin(s);
+        }
+        let behind = self.excess(s) > 0;
         if !behind && !self.handler_reclaims(s) {
             return Ok(());
         }

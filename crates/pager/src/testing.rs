@@ -128,24 +128,27 @@ pub(crate) fn let_inherit(at: usize, pages: usize) {
 }
 
 /// Runs `act` while a child has what this process has.
+///
+/// The story: the child waited for a pipe to be closed. Two that were forked at once by two tests had each other's ends, and waited for ever.
 pub(crate) fn beside_a_child<T>(act: impl FnOnce() -> T) -> T {
-    let mut ends = [0; 2];
-    // SAFETY: fills two descriptors.
-    assert_eq!(unsafe { libc::pipe(ends.as_mut_ptr()) }, 0);
-    // SAFETY: the child waits, and leaves, by system calls alone.
+    // SAFETY: the child waits by system calls alone until it is killed: below, or as the thread that has made it ends.
     let child = unsafe { libc::fork() };
+    assert!(child >= 0, "a child");
     if child == 0 {
-        raw::close(ends[1]);
-        // SAFETY: one byte of the child's own stack; it comes to nothing when the parent closes its end. Then it ends.
+        // SAFETY: as above.
         unsafe {
-            libc::read(ends[0], (&raw mut ends[0]).cast(), 1);
-            libc::_exit(0);
+            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+            loop {
+                libc::pause();
+            }
         }
     }
     let done = act();
-    ends.into_iter().for_each(raw::close);
-    // SAFETY: a child of ours.
-    assert_eq!(unsafe { libc::waitpid(child, core::ptr::null_mut(), 0) }, child);
+    // SAFETY: a child of ours, which nobody else waits for.
+    unsafe {
+        libc::kill(child, libc::SIGKILL);
+        assert_eq!(libc::waitpid(child, core::ptr::null_mut(), 0), child);
+    }
     done
 }
 
