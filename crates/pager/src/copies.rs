@@ -7,8 +7,8 @@
 //! 256 KiB around it: that many pages may be copied unseen until the next fault. The waits are short, as what is shared may be all there is.
 //! What fits is looked at again with each look of the ticker's, as more may come.
 //!
-//! Who faults on what is out does not wait, but makes room itself (`exclusive`). (The story: half a millisecond each. A program that uses 53 MiB and forks now and then took
-//! 16 s instead of 3 in 16 MiB, which it exceeds all the time.)
+//! Who faults on what is out does not wait, but makes room itself (`exclusive`). (The story: half a millisecond each. A program that uses
+//! 53 MiB and forks now and then took 16 s instead of 3 in 16 MiB, which it exceeds all the time.)
 //!
 //! Nothing is known of single pages: what moves out loses its protection, and what comes in has none, as it is shared with nobody. A
 //! protection that is lost for another reason is a copy that is not told, as without it.

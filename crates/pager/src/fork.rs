@@ -125,7 +125,10 @@ impl Pager {
         let s = unsafe { self.state.assume_locked() };
         s.exclusive.forked();
         let tells = child > 0 && self.copies_may_exceed(s);
-        self.forked.store(if tells { AWAITED } else { UNPROTECTED }, SeqCst);
+        // (A fork that failed shares nothing, and another thread may wait for what it shares.)
+        if child > 0 {
+            self.forked.store(if tells { AWAITED } else { UNPROTECTED }, SeqCst);
+        }
         match tells {
             // (Only where it is measured soon.)
             true => {
