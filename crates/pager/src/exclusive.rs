@@ -102,8 +102,13 @@ impl Pager {
     /// # Errors
     /// [`EventPending`]: an unread event kept pages from leaving.
     pub(crate) fn make_room_beside_kin(&self, s: &mut State) -> Result<(), EventPending> {
-        let (now, much) = (thread::now_ns(), (self.limit() / MUCH_OVER).max(MUCH_OVER_LEAST));
-        if self.without_move || now < s.exclusive.none_until || self.excess(s) <= much as isize || self.at_floor(s) {
+        let much = (self.limit() / MUCH_OVER).max(MUCH_OVER_LEAST);
+        if self.without_move || self.excess(s) <= much as isize {
+            return Ok(());
+        }
+        // (Only now: most faults come no further.)
+        let now = thread::now_ns();
+        if now < s.exclusive.none_until || self.at_floor(s) {
             return Ok(());
         }
         s.rss = self.rss_now(s);

@@ -210,8 +210,8 @@ impl Pager {
     }
 
     /// Reclaims before a fault is served, where the thread that serves it is to do so by itself, or where the reclaim
-    /// thread has fallen behind and the limit is exceeded: whoever faults then pays. (Not after fork: pages that must
-    /// be un-shared first would be tried in vain before each fault.)
+    /// thread has fallen behind and the limit is exceeded: whoever faults then pays. (After a fork otherwise, see
+    /// [`Pager::make_room_beside_kin`]: pages that must be un-shared first would be tried in vain before each fault.)
     ///
     /// # Errors
     /// [`EventPending`]: an unread event kept pages from leaving.
