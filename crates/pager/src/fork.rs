@@ -124,6 +124,10 @@ impl Pager {
         // SAFETY: before_fork took the lock in this thread.
         let s = unsafe { self.state.assume_locked() };
         s.exclusive.forked();
+        // (What was refused for an earlier child: it is noted, or is un-shared now and shared again.)
+        if child > 0 && self.may_unshare(s) {
+            s.lru.rescue();
+        }
         let tells = child > 0 && self.copies_may_exceed(s);
         // (A fork that failed shares nothing, and another thread may wait for what it shares.)
         if child > 0 {
@@ -287,7 +291,9 @@ impl Pager {
         self.relief.reset();
         self.tier.forget_transfers();
         s.end_flights();
+        // (What was refused is to be met again, as nothing is noted any more.)
         s.unshare.clear();
+        s.lru.rescue();
         s.exclusive.forked();
         s.leaving.forget();
         // (The program's registrations are not inherited, unless it asked for that; a scan is told so then.)

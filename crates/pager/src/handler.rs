@@ -233,7 +233,7 @@ impl Handler {
             let busy = p.has_kin() || p.reclaimer_is_wanted(&s, p.excess(&s));
             s.placement.fault_on(cpu, tid, helpers, busy);
         }
-        if r.protected && tid as i32 != p.reclaimer.load(Relaxed) {
+        if r.protected && tid as i32 != p.reclaimer.load(Relaxed) && p.has_kin() && !p.is_alone(r.vpn as usize * PAGE) {
             s = self.wait_for_reclaim(p, s);
         }
         self.make_room(p, &mut s, r.vpn);

@@ -285,9 +285,10 @@ impl Pager {
             false => over,
         };
         let given = if over > 0 && spare > BLOCK_PAGES { self.give_back(s, over.min(spare - BLOCK_PAGES)) } else { 0 };
-        // (Whose pool shrinks, or who has had frames to spare, has not come to the end of what can be taken.)
+        // (Whose pool shrinks, who has had frames to spare, or has pages that a fork has left shared, has not come to the end of what can be
+        // taken.)
         if floor && !disk_helps {
-            if shrinks || given > 0 { self.gets_on() } else { self.full(s) }
+            if shrinks || given > 0 || self.may_unshare(s) { self.gets_on() } else { self.full(s) }
         }
         staged
     }

@@ -55,9 +55,10 @@ impl Pager {
         self.unsharing.store(true, SeqCst);
         drop(s);
         self.unshare(&shared);
-        self.unsharing.store(false, SeqCst);
         // Freed under the lock, as everything is: a child must find the allocator at rest.
         let mut s = self.state.lock();
+        // (Not before: who forks meanwhile is to know.)
+        self.unsharing.store(false, SeqCst);
         let helped = match self.has_kin() {
             true => self.take_unshared(&mut s, &shared),
             false => self.rescue_unshared(&mut s, &shared),
@@ -65,6 +66,14 @@ impl Pager {
         drop(shared);
         drop(s);
         helped
+    }
+
+    /// Whether pages that were refused are yet to be un-shared, or are: they may leave then.
+    ///
+    /// The story: all that a program had was set aside, as its children had shared it until they executed another program. What was left could
+    /// not leave, the group was called full (82 MiB of 64, which compress to 8), and with `--on-full=kill` the program was killed.
+    pub(crate) fn may_unshare(&self, s: &State) -> bool {
+        !s.unshare.is_empty() || self.unsharing.load(SeqCst)
     }
 
     /// Takes out what was un-shared, before more is.
@@ -84,18 +93,25 @@ impl Pager {
         left > 0
     }
 
-    /// Whether what was un-shared, or was to be, can be taken out now. If so, what was set aside is tried again. What it did not help is
-    /// pinned, and remains set aside.
+    /// Whether what was un-shared, or was to be, can be taken out now. If so, or if an unread event keeps that from being known, what was set
+    /// aside is tried again. What it did not help is pinned, and remains set aside.
     ///
     /// The story: of memory half of which was pinned (registered buffers of io_uring) nothing was taken out at all. Pinned pages went
     /// back to *active*, which was then the larger list, and nothing else was tried.
     fn rescue_unshared(&self, s: &mut State, ranges: &[(usize, usize)]) -> bool {
         let noted = s.unshare.len();
-        let mut tried = ranges.iter().map(|(at, _)| (at / PAGE) as u64);
-        let helped =
-            tried.any(|vpn| s.pt.get(vpn).tag() == Tag::Resident && matches!(self.stage_run(s, vpn, 1), Ok(1)));
+        let (mut helped, mut pending) = (false, false);
+        for vpn in ranges.iter().map(|(at, _)| (at / PAGE) as u64) {
+            if s.pt.get(vpn).tag() == Tag::Resident {
+                let left = self.stage_run(s, vpn, 1);
+                (helped, pending) = (matches!(left, Ok(1)), left.is_err());
+            }
+            if helped || pending {
+                break;
+            }
+        }
         s.unshare.truncate(noted);
-        if helped {
+        if helped || pending {
             s.lru.rescue();
         }
         helped

@@ -10,6 +10,8 @@ const PFNZERO: u64 = 1 << 5;
 const HUGE: u64 = 1 << 6;
 /// Of an entry of the pagemap file: the page is there, or swapped by the kernel.
 const THERE: u64 = 3 << 62;
+/// The same: it is there, and mapped in no other process.
+const EXCLUSIVE: u64 = 1 << 63 | 1 << 56;
 const PAGE: usize = 4096;
 /// Bytes of a huge page.
 const HUGE_BYTES: usize = 2 << 20;
@@ -69,8 +71,15 @@ pub fn anonymous_pages(fd: i32, start: usize, end: usize) -> Result<usize, Errno
 /// # Errors
 /// The kernel's.
 pub fn exclusive_runs(fd: i32, start: usize, end: usize, found: impl FnMut(usize, usize)) -> Result<(), Errno> {
-    const EXCLUSIVE: u64 = 1 << 63 | 1 << 56;
     runs_read(fd, start, end, |entry| entry & EXCLUSIVE == EXCLUSIVE, found)
+}
+
+/// The same of all pages that no other process has: those that are not there, too.
+///
+/// # Errors
+/// The kernel's.
+pub fn unshared_runs(fd: i32, start: usize, end: usize, found: impl FnMut(usize, usize)) -> Result<(), Errno> {
+    runs_read(fd, start, end, |entry| entry & THERE == 0 || entry & EXCLUSIVE == EXCLUSIVE, found)
 }
 
 /// Calls `found(start, end)` for each run of pages whose entries `are` of a kind, at 8 bytes read for each page of the range.
