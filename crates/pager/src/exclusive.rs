@@ -34,7 +34,7 @@ use uzswap_sys::{pagemap, thread};
 const LOOK_PAGES: usize = 512;
 const ROUND_PAGES: usize = 64 * LOOK_PAGES;
 /// Pages at most that are found in a round and are to be un-shared first.
-const UNSHARED_MOST: usize = 512;
+pub(crate) const UNSHARED_MOST: usize = 512;
 /// How long what is shared stays after something else was found (nanoseconds), and how long a round rests meanwhile.
 const PATIENCE_NS: u64 = 5_000_000;
 pub(crate) const PAUSE_NS: u64 = 500_000;

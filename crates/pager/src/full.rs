@@ -383,11 +383,11 @@ mod tests {
         let looks = std::thread::spawn(|| {
             let (mut seen, mut blamed) = (0, 0);
             while seen < TIMES {
-                match other.owner() {
-                    Some(owner) if owner == Identity::own() && other.rss.load(Relaxed) != 0 => blamed += 1,
-                    _ => {}
-                }
-                seen = other.ticker.load(Relaxed);
+                let charged = other.owner() == Some(Identity::own()) && other.rss.load(Acquire) != 0;
+                // (Of one round: the next one charges again.)
+                let round = other.ticker.load(Acquire);
+                blamed += u32::from(charged && round == seen);
+                seen = round;
             }
             blamed
         });
@@ -397,7 +397,7 @@ mod tests {
             other.owner.store(dead.raw(), Release);
             p.group.bury_the_dead(Identity::own());
             assert_eq!((other.owner.load(Relaxed), other.rss.load(Relaxed)), (0, 0));
-            other.ticker.store(round, Relaxed);
+            other.ticker.store(round, Release);
         }
         assert_eq!(looks.join().expect("it looks"), 0);
         // What was broken off is begun again, and who did so, is not charged in the slot meanwhile.

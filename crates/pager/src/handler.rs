@@ -141,14 +141,19 @@ impl Handler {
         }
         p.hold_back(&s);
         if !self.waiting.is_empty() && (p.must_wait(&mut s) || self.waits_for_slow_disk(p, &s)) {
-            self.retry = true;
             p.calls.hold_back(Waits::Fault, false);
+            self.serve_own(p, &mut s);
+            self.retry = true;
             drop(s);
+            if self.reads.any_planned() {
+                self.reads.begin(p);
+            }
             p.wake_reclaim();
             p.uffd().wait(FULL_MS);
             return;
         }
-        let throttle = if fault { p.throttle_ns(&s) } else { 0 };
+        let own = self.waiting.last().is_some_and(|waiting| waiting.own);
+        let throttle = if fault && !own { p.throttle_ns(&s) } else { 0 };
         if throttle > 0 {
             drop(s);
             thread::sleep_ns(throttle);
@@ -209,7 +214,8 @@ impl Handler {
     /// A fault was read: what it needs from disk is asked for, and room is made for it meanwhile.
     fn take_fault<'a>(&mut self, p: &'a Pager, mut s: Guard<'a, State>, r: Request, tid: u32) -> Guard<'a, State> {
         self.reads.count_message();
-        let mut waiting = Waiting::new(r);
+        let own = tid as i32 == p.reclaimer.load(Relaxed);
+        let mut waiting = Waiting::of(r, own);
         p.want(&s, &mut self.reads, &mut waiting);
         self.waiting.push(waiting);
         p.signs.owes.store(true, Relaxed);
@@ -233,7 +239,7 @@ impl Handler {
             let busy = p.has_kin() || p.reclaimer_is_wanted(&s, p.excess(&s));
             s.placement.fault_on(cpu, tid, helpers, busy);
         }
-        if r.protected && tid as i32 != p.reclaimer.load(Relaxed) && p.has_kin() && !p.is_alone(r.vpn as usize * PAGE) {
+        if r.protected && !own && p.has_kin() && !p.is_alone(r.vpn as usize * PAGE) {
             s = self.wait_for_reclaim(p, s);
         }
         self.make_room(p, &mut s, r.vpn);
@@ -313,8 +319,24 @@ impl Handler {
         false
     }
 
+    /// Serves what the reclaim thread faults on, where others are to wait for room: it has met something that is out as it un-shares what
+    /// may leave then.
+    ///
+    /// The story: it waited with them, and so, with `--on-full=wait`, did all of the program, for ever.
+    fn serve_own(&mut self, p: &Pager, s: &mut State) {
+        if self.waiting.iter().any(|waiting| waiting.own) {
+            p.land(s, &mut self.reads, &mut self.waiting);
+            self.serve_those(p, s, |waiting| waiting.own);
+        }
+    }
+
     /// Serves what can be served now, and sees to it that what is on disk is read.
     fn serve_waiting(&mut self, p: &Pager, s: &mut State) {
+        self.serve_those(p, s, |_| true);
+    }
+
+    /// The same of those `served`.
+    fn serve_those(&mut self, p: &Pager, s: &mut State, served: impl Fn(&Waiting) -> bool) {
         (self.retry, self.wake_at) = (false, None);
         // (Each asks for what it needs, here.)
         self.reads.forget_given_up();
@@ -324,6 +346,10 @@ impl Handler {
         let mut i = 0;
         while i < self.waiting.len() {
             let waiting = &mut self.waiting[i];
+            if !served(waiting) {
+                i += 1;
+                continue;
+            }
             if s.pt.get(waiting.r.vpn).tag() == Tag::Disk {
                 let later = p.want(s, &mut self.reads, waiting);
                 self.wake_at = self.wake_at.into_iter().chain(later).min();

@@ -285,10 +285,14 @@ impl Pager {
             false => over,
         };
         let given = if over > 0 && spare > BLOCK_PAGES { self.give_back(s, over.min(spare - BLOCK_PAGES)) } else { 0 };
-        // (Whose pool shrinks, who has had frames to spare, or has pages that a fork has left shared, has not come to the end of what can be
-        // taken.)
+        // (Whose pool shrinks, or who has had frames to spare, has not come to the end of what can be taken; nor is who waits for the reclaim
+        // thread to make more of it fit to leave.)
         if floor && !disk_helps {
-            if shrinks || given > 0 || self.may_unshare(s) { self.gets_on() } else { self.full(s) }
+            if shrinks || given > 0 {
+                self.gets_on();
+            } else if !self.may_unshare(s) && !self.wants_read_only(s) {
+                self.full(s);
+            }
         }
         staged
     }

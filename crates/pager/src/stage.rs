@@ -9,6 +9,7 @@
 //! resident the pages that were faulted on last therefore stay: or one would be taken to bring the other, for ever.
 
 use crate::arena::PAGE;
+use crate::exclusive::UNSHARED_MOST;
 use crate::fault::EventPending;
 use crate::folio::MAX_ORDER;
 use crate::heat::PASSED_OVER;
@@ -57,8 +58,10 @@ impl Pager {
         // (After a fork everything is shared: what a few tries show, more would only confirm, at a system call each. What is pinned is
         // set aside, and the next may not be.)
         let (few, full) = (self.has_kin(), s.copies_enough());
+        // (Nor is more of it set aside than is seen to soon: what is left would look like all that can leave.)
         while moved < want
             && tries < want * 2 + 64
+            && (few || s.noted_pages() < UNSHARED_MOST)
             && (moved > 0 || !few || (refused() < enough && (full || !s.copies_enough())))
         {
             let Some((first, passes)) = s.pop_victim(&mut left) else { break };

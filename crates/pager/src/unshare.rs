@@ -9,6 +9,12 @@
 //!
 //! The story: what was un-shared went back to *active*, and the next round un-shared what came next, up to 4 MiB for each 256 KiB that
 //! left. A Python program of 85 MiB that forks three workers, which takes 176 MiB by itself, held 330 under a limit of 88.
+//!
+//! What is noted may be gone when it is its turn, and something else be mapped there. So a range is looked at again, and un-shared while no
+//! mapping call runs. (The story: pages of a private mapping of a file that had come there were copied, and did not follow the file any
+//! more; those of a shared mapping were given blocks in a sparse file that nobody had written to.)
+//!
+//! Lock order: the calls' before the pager's, as ever (`calls`). The pager's is given up before the kernel is asked to copy.
 
 use crate::arena::PAGE;
 use crate::pager::Pager;
@@ -54,14 +60,14 @@ impl Pager {
         }
         self.unsharing.store(true, SeqCst);
         drop(s);
-        self.unshare(&shared);
+        let all = self.unshare(&shared);
         // Freed under the lock, as everything is: a child must find the allocator at rest.
         let mut s = self.state.lock();
         // (Not before: who forks meanwhile is to know.)
         self.unsharing.store(false, SeqCst);
         let helped = match self.has_kin() {
             true => self.take_unshared(&mut s, &shared),
-            false => self.rescue_unshared(&mut s, &shared),
+            false => self.rescue_unshared(&mut s, &shared, all),
         };
         drop(shared);
         drop(s);
@@ -93,12 +99,12 @@ impl Pager {
         left > 0
     }
 
-    /// Whether what was un-shared, or was to be, can be taken out now. If so, or if an unread event keeps that from being known, what was set
-    /// aside is tried again. What it did not help is pinned, and remains set aside.
+    /// Whether what was un-shared, or was to be, can be taken out now. If so, or if that cannot be told (an event is unread, or not `all` was
+    /// tried), what was set aside is met again. What it did not help is pinned, and remains set aside.
     ///
     /// The story: of memory half of which was pinned (registered buffers of io_uring) nothing was taken out at all. Pinned pages went
     /// back to *active*, which was then the larger list, and nothing else was tried.
-    fn rescue_unshared(&self, s: &mut State, ranges: &[(usize, usize)]) -> bool {
+    fn rescue_unshared(&self, s: &mut State, ranges: &[(usize, usize)], all: bool) -> bool {
         let noted = s.unshare.len();
         let (mut helped, mut pending) = (false, false);
         for vpn in ranges.iter().map(|(at, _)| (at / PAGE) as u64) {
@@ -111,27 +117,32 @@ impl Pager {
             }
         }
         s.unshare.truncate(noted);
-        if helped || pending {
+        if helped || pending || !all {
             s.lru.rescue();
         }
         helped
     }
 
-    /// Makes pages shared with a child this process's own, so that they can be moved: the kernel copies them.
-    fn unshare(&self, ranges: &[(usize, usize)]) {
-        for (at, len) in ranges {
-            // (Who cedes memory waits for this. What is left is found to be shared again.)
-            if self.ceding.is_wanted() {
-                break;
-            }
+    /// Makes pages shared with a child this process's own, so that they can be moved: the kernel copies them. False where not all ranges
+    /// were tried: who cedes memory waits for this, or a mapping call does not end. What is left is found to be shared again.
+    fn unshare(&self, ranges: &[(usize, usize)]) -> bool {
+        ranges.iter().all(|(at, len)| {
             self.show_progress();
-            // (To write to a protected page would be to wait for the client, which this thread looks after.)
-            if self.tracks && (self.unshare_unwritten(*at, *len) || self.notifies.load(Acquire)) {
-                continue;
+            if self.ceding.is_wanted() {
+                return false;
             }
-            // SAFETY: populating changes no contents. Without the lock, as a missing page is served by the handler.
-            let _ = unsafe { sys!(libc::SYS_madvise, *at, *len, libc::MADV_POPULATE_WRITE) };
-        }
+            let Some(s) = self.lock_between_calls() else { return false };
+            let (first, end) = ((at / PAGE) as u64, ((at + len) / PAGE) as u64);
+            let len = s.resident_run(first, end) * PAGE;
+            drop(s);
+            // (To write to a protected page would be to wait for the client, which this thread looks after.)
+            if len > 0 && !(self.tracks && (self.unshare_unwritten(*at, len) || self.notifies.load(Acquire))) {
+                // SAFETY: populating changes no contents. Without the lock, as a missing page is served by the handler.
+                let _ = unsafe { sys!(libc::SYS_madvise, *at, len, libc::MADV_POPULATE_WRITE) };
+            }
+            self.calls.go_on();
+            true
+        })
     }
 }
 
@@ -140,9 +151,11 @@ mod tests {
     use super::*;
     use crate::stage::PINNED_PAGES;
     use crate::{request, testing};
+    use std::os::fd::AsRawFd;
     use uzswap_mm::lru::List;
-    use uzswap_sys::raw;
+    use uzswap_sys::uffd::Message;
     use uzswap_sys::uring::Uring;
+    use uzswap_sys::{pagemap, raw};
 
     const N: usize = 64;
 
@@ -258,6 +271,28 @@ mod tests {
             assert!(!p.unshare_noted(s), "round {round}");
         }
         assert_eq!(p.state.lock().resident, N);
+    }
+
+    /// See the file's head: what was noted has been unmapped, and what is mapped there since is let alone.
+    #[test]
+    fn what_is_mapped_where_something_was_to_be_unshared_is_let_alone() {
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, N);
+        let first = (at / PAGE) as u64;
+        (0..N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
+        let mut s = p.state.lock();
+        s.list_resident(first, N, List::Inactive, |_| None);
+        s.note_shared(first, N, false);
+        // (As when a mapping call replaces it.)
+        let file = std::fs::File::open("/proc/self/exe").expect("this program");
+        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_FIXED);
+        // SAFETY: memory of this test's own is replaced, of which nothing is used any more.
+        let mapped = unsafe { libc::mmap(at as *mut _, N * PAGE, prot, flags, file.as_raw_fd(), 0) };
+        assert_eq!(mapped as usize, at);
+        p.event(&mut s, Message::Unmapped { start: at, end: at + N * PAGE });
+        p.unshare_noted(s);
+        let copied = pagemap::anonymous_pages(p.files.pagemap.load(Relaxed), at, at + N * PAGE);
+        assert_eq!(copied, Ok(0), "pages that do not follow the file");
     }
 
     /// The story: a program that forked all the time on a busy machine was asked to page out, which un-shared its pages for more than

@@ -70,12 +70,19 @@ pub(crate) struct Waiting {
     since: u64,
     /// Whether a thread waits for it, and so stalls.
     stalls: bool,
+    /// Whether the reclaim thread waits for it: what it does then is to make room.
+    pub(crate) own: bool,
 }
 
 impl Waiting {
     /// A fault just read.
     pub(crate) fn new(r: Request) -> Self {
-        Self { r, tries: 0, alone: false, retry_at: 0, since: 0, stalls: true }
+        Self { r, tries: 0, alone: false, retry_at: 0, since: 0, stalls: true, own: false }
+    }
+
+    /// The same, of the reclaim thread if it is its `own`.
+    pub(crate) fn of(r: Request, own: bool) -> Self {
+        Self { own, ..Self::new(r) }
     }
 
     /// A page that is wanted though nobody has touched it.
