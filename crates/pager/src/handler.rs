@@ -185,19 +185,19 @@ impl Handler {
         }
     }
 
-    /// Reads a message. While faults wait for an event, those that were read before are passed over.
+    /// Reads a message. While faults wait for an event, those that were read before are passed over; the reclaim thread may wait for one of
+    /// them too.
     ///
     /// The story: a thread that is given a signal while another waits for it does not sleep for the page that the signal's frame is to be
     /// written to: the kernel tries again at once, and queues a fault each time. It hands out faults before events, and with one message a
     /// turn the event of an `mremap` was never reached, without which no page may come: `torture` stood still for minutes, in a child.
-    fn read(&self, p: &Pager) -> Result<Option<Message>, Errno> {
+    fn read(&mut self, p: &Pager) -> Result<Option<Message>, Errno> {
         let mut message = p.uffd().read();
         for _ in 0..PASSED_OVER_MOST {
-            let Ok(Some(Message::Fault { address, write, protected, .. })) = message else { break };
+            let Ok(Some(Message::Fault { address, write, protected, tid })) = message else { break };
             let r = Request::at(address, write, protected);
-            if !self.retry || !self.waiting.iter().any(|waiting| waiting.r == r) {
-                break;
-            }
+            let Some(same) = self.waiting.iter_mut().find(|waiting| self.retry && waiting.r == r) else { break };
+            same.own |= tid as i32 == p.reclaimer.load(Relaxed);
             message = p.uffd().read();
         }
         message
