@@ -1,7 +1,10 @@
 //! The functions of libc that the agent's own of the same name stand before.
 
-use core::ffi::CStr;
+use core::ffi::{CStr, c_int, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
+
+/// Bytes of the longest path of a library, with its end.
+const PATH_BYTES: usize = libc::PATH_MAX as usize;
 
 /// A function that programs would call if the agent had none of its name.
 pub struct Next {
@@ -25,8 +28,71 @@ impl Next {
         self.found()
     }
 
+    /// The same, which may be a library's that only those see it was loaded with (`dlopen` without RTLD_GLOBAL, as plugins are). They find
+    /// the agent's `own` before it all the same. The library is never unloaded then.
+    ///
+    /// The story: what used liburing in a plugin, and Python's ctypes, were told ENOSYS, as nothing follows the agent where all look.
+    pub fn find_anywhere(&self, own: usize) -> usize {
+        for n in 0.. {
+            if self.find() != 0 {
+                break;
+            }
+            let mut path = Path { left: n, text: [0; PATH_BYTES] };
+            // SAFETY: what is called is given our structure. (Nothing is opened within it, as the loader has a lock meanwhile.)
+            if unsafe { libc::dl_iterate_phdr(Some(copy_path), (&raw mut path).cast()) } == 0 {
+                break;
+            }
+            self.look_in(&path.text, own);
+        }
+        self.found()
+    }
+
+    /// Looks in the loaded object whose path this is, and in those that it needs.
+    fn look_in(&self, path: &[u8; PATH_BYTES], own: usize) {
+        // (The program itself has no name, and sees what all see.)
+        if path[0] == 0 {
+            return;
+        }
+        // SAFETY: a string with its end, and a constant name; what is found stays loaded, as the handle is kept.
+        unsafe {
+            let object = libc::dlopen(path.as_ptr().cast(), libc::RTLD_LAZY | libc::RTLD_NOLOAD);
+            if object.is_null() {
+                return;
+            }
+            let found = libc::dlsym(object, self.name.as_ptr()) as usize;
+            if found == 0 || found == own {
+                libc::dlclose(object);
+            } else {
+                self.found.store(found, Relaxed);
+            }
+        }
+    }
+
     /// Its address if it was found before, else 0.
     fn found(&self) -> usize {
         self.found.load(Relaxed)
     }
+}
+
+/// The path of a loaded object, with its end.
+struct Path {
+    /// Objects that come before it.
+    left: usize,
+    text: [u8; PATH_BYTES],
+}
+
+/// Copies the path of the object that is asked for, if it fits.
+unsafe extern "C" fn copy_path(object: *mut libc::dl_phdr_info, _: usize, path: *mut c_void) -> c_int {
+    // SAFETY: what the loader was given for it, and a structure of the loader's, whose name is a string.
+    let (path, name) = unsafe { (&mut *path.cast::<Path>(), (*object).dlpi_name) };
+    if path.left > 0 {
+        path.left -= 1;
+        return 0;
+    }
+    // SAFETY: as above.
+    let name: &[u8] = if name.is_null() { b"" } else { unsafe { CStr::from_ptr(name) }.to_bytes() };
+    if name.len() < path.text.len() {
+        path.text[..name.len()].copy_from_slice(name);
+    }
+    1
 }

@@ -273,3 +273,16 @@ fn who_cannot_be_preloaded_into_is_told_of() {
     std::fs::set_permissions(&nobodys, std::fs::Permissions::from_mode(0o4755)).expect("its mode");
     run(&nobodys, "nobodys runs with other rights than who starts it (setuid", "\n\n");
 }
+
+/// The story: a plugin that uses liburing, which only the plugin sees then, got the agent's functions, and those found none of liburing's
+/// where all look: each was told ENOSYS, in Python too.
+#[test]
+fn a_plugin_gets_the_ring_of_a_library_that_it_alone_sees() {
+    let _beside = beside();
+    let Some(plugin) = compile_with("plugin.c", "plugin.so", &["-shared", "-fPIC", "-DPLUGIN"]) else { return };
+    let Some(program) = compile_c("plugin") else { return };
+    let subject = Subject::new("plugin", &[&program, &plugin]);
+    for run in [subject.start_plain().finish(), subject.start_limited(24 * MIB).finish()] {
+        assert_eq!(run.stdout.text(), "8 entries, flags 2\n8 entries, flags 2\n", "{}", run.describe());
+    }
+}
