@@ -8,7 +8,8 @@
 //!
 //! A program that is linked with musl gets one without this library instead, which its loader would fail to load and the program with it.
 //!
-//! The hook may run in a vfork child, whose memory is its parent's: it allocates nothing, and what it makes is on the stack.
+//! The hook may run in a vfork child, whose memory is its parent's, and where what is mapped stays when another program runs: it allocates
+//! nothing, and what it makes is on the stack, which is asked for no more than it takes.
 
 use crate::next::Next;
 use crate::pager;
@@ -20,17 +21,13 @@ use uzswap_pager::group::{ENV_GROUP, ENV_NODE, unmanaged};
 use uzswap_pager::swap::clusters::ENV_SWAP;
 use uzswap_sys::sys;
 
+/// An environment, or arguments.
+type Strings = *const *const c_char;
+
 /// Variables of an environment that can be completed, and bytes of an `LD_PRELOAD`.
 const VARIABLES: usize = 1020;
 const PRELOAD_BYTES: usize = 4096;
 const PRELOAD: &[u8] = b"LD_PRELOAD=";
-
-/// Where another environment is made.
-#[repr(C)]
-pub struct Room {
-    variables: [*const c_char; VARIABLES + 4],
-    preload: [u8; PRELOAD_BYTES],
-}
 
 static FEXECVE: Next = Next::new(c"fexecve");
 static EXECVEAT: Next = Next::new(c"execveat");
@@ -57,7 +54,7 @@ pub fn init() {
     }
     // SAFETY: zeros are such a structure; the call fills it.
     let mut found: libc::Dl_info = unsafe { core::mem::zeroed() };
-    let inside: extern "C" fn(*const *const c_char, *mut Room, u32) -> *const *const c_char = completed;
+    let inside: extern "C" fn(Strings, *mut Strings, usize) -> Strings = completed;
     // SAFETY: an address of this library.
     if unsafe { libc::dladdr(inside as *const c_void, &raw mut found) } != 0 && !found.dli_fname.is_null() {
         // SAFETY: the loader's string.
@@ -79,11 +76,15 @@ fn text<'a>(at: &AtomicPtr<c_char>) -> Option<&'a [u8]> {
 }
 
 /// The environment that was given serves.
-const NOTHING: u32 = 0;
+const NOTHING: usize = 0;
 /// What programs need to be under the limit is to be added.
-const ADDED: u32 = 1;
+const ADDED: usize = 1;
 /// This library is to be taken out.
-const REMOVED: u32 = 2;
+const REMOVED: usize = 2;
+/// The bits that say which of these.
+const WHAT: usize = 15;
+/// Those that are the bytes of the room that it takes.
+pub const ROOM: isize = !(WHAT as isize);
 
 /// Whether a filter for system calls may forbid what is asked for here.
 static FILTERED: AtomicBool = AtomicBool::new(false);
@@ -93,16 +94,17 @@ pub fn filters() {
     FILTERED.store(true, Relaxed);
 }
 
-/// What is to become of the environment to start the program in the file `path` with that was given `given`; says so where the program
-/// cannot be managed. It is asked before any room is taken, as most environments are complete and there may be little: in a signal handler
-/// on a stack of its own.
+/// What is to become of the environment to start the program in the file `path` with that was given `given`, and the bytes of room for
+/// that; says so where the program cannot be managed. It is asked before any room is taken, as most environments are complete and there
+/// may be little: in a signal handler on a stack of its own.
 ///
-/// The story: each `exec` took 14 KiB of stack. On an alternate stack of 8 KiB it wrote over what was below.
-pub extern "C" fn asks(given: *const *const c_char, path: *const c_char) -> u32 {
+/// The story: each `exec` took 14 KiB of stack. On an alternate stack of 8 KiB it wrote over what was below; a thread with the least stack
+/// there is, 16 KiB, ended by SIGSEGV where it gave a program an environment of its own, for which there was room as for the largest.
+pub extern "C" fn asks(given: Strings, path: *const c_char) -> usize {
     asks_at(libc::AT_FDCWD, path, given)
 }
 
-fn asks_at(dir: c_int, path: *const c_char, given: *const *const c_char) -> u32 {
+fn asks_at(dir: c_int, path: *const c_char, given: Strings) -> usize {
     if let Some(p) = pager() {
         p.starts_program();
     }
@@ -113,7 +115,9 @@ fn asks_at(dir: c_int, path: *const c_char, given: *const *const c_char) -> u32 
         Kind::Musl => {
             say_lost(b"uzswap: a program was started that is linked with musl, and uzswap's library with glibc, so it runs without a limit\n");
             leaves_its_place();
-            return REMOVED;
+            // SAFETY: the caller of exec passes an environment.
+            let found = unsafe { Given::look(given, group, library) };
+            return found.room(REMOVED, library).map_or(NOTHING, |room| room.takes(REMOVED));
         }
         Kind::Other => {}
         kind => {
@@ -122,22 +126,36 @@ fn asks_at(dir: c_int, path: *const c_char, given: *const *const c_char) -> u32 
         }
     }
     // SAFETY: the caller of exec passes an environment.
-    let Given { count, has_group, others, has_library, .. } = unsafe { Given::look(given, group, library) };
-    if has_group && has_library {
+    let found = unsafe { Given::look(given, group, library) };
+    if found.has_group && found.has_library {
         return NOTHING;
     }
-    let bytes = PRELOAD.len() + library.len() + 1 + others.len() + 1;
-    // (Where this library is not to be found the loader would complain, and load nothing.)
-    let has_room = count <= VARIABLES && bytes <= PRELOAD_BYTES;
+    let added = found.room(ADDED, library).map(|room| room.takes(ADDED));
     if filtered {
-        return if has_room { ADDED } else { NOTHING };
+        return added.unwrap_or(NOTHING);
     }
-    if !has_room || !can_be_loaded() {
+    // (Where this library is not to be found the loader would complain, and load nothing.)
+    let Some(added) = added.filter(|_| can_be_loaded()) else {
         say_lost(b"uzswap: a program was started that cannot load uzswap's library (it has another root directory, or an environment without room), so it runs without a limit\n");
         leaves_its_place();
         return NOTHING;
+    };
+    added
+}
+
+/// What another environment takes.
+struct Room {
+    /// Variables, with the null pointer behind them.
+    variables: usize,
+    /// Bytes of an `LD_PRELOAD`, which come behind those.
+    preload: usize,
+}
+
+impl Room {
+    /// Its bytes, and what it is for.
+    fn takes(&self, what: usize) -> usize {
+        (self.variables * size_of::<Strings>() + self.preload).next_multiple_of(WHAT + 1) | what
     }
-    ADDED
 }
 
 /// What there is of an environment.
@@ -149,40 +167,62 @@ struct Given<'a> {
     preload: Option<usize>,
     /// And its value.
     others: &'a [u8],
+    /// Bytes of the longest of that name, with its end.
+    longest: usize,
     has_library: bool,
 }
 
 impl Given<'_> {
     /// # Safety
     /// Strings, and a null pointer behind them (or none at all), which stay as they are.
-    unsafe fn look(given: *const *const c_char, group: &[u8], library: &[u8]) -> Self {
-        let mut found = Self { count: 0, has_group: false, preload: None, others: &[], has_library: false };
+    unsafe fn look(given: Strings, group: &[u8], library: &[u8]) -> Self {
+        let mut found = Self { count: 0, has_group: false, preload: None, others: &[], longest: 0, has_library: false };
         // SAFETY: as the caller says.
         while let Some(variable) = unsafe { nth(given, found.count) } {
             found.has_group |= variable.starts_with(&group[..ENV_GROUP.len() + 1]);
             if let Some(value) = variable.strip_prefix(PRELOAD) {
                 // (The loader goes by the last.)
                 (found.preload, found.others) = (Some(found.count), value);
+                found.longest = found.longest.max(variable.len() + 1);
             }
             found.count += 1;
         }
         found.has_library = found.others.split(|c| b": ".contains(c)).any(|path| path == library);
         found
     }
+
+    /// What it takes to make another of it; None where that is too much.
+    fn room(&self, what: usize, library: &[u8]) -> Option<Room> {
+        let Self { count, others, longest, .. } = *self;
+        let room = match what {
+            ADDED => {
+                Room { variables: count + OWN.len() + 2, preload: PRELOAD.len() + library.len() + 1 + others.len() + 1 }
+            }
+            _ => Room { variables: count + 1, preload: longest },
+        };
+        (count <= VARIABLES && room.preload <= PRELOAD_BYTES).then_some(room)
+    }
 }
 
 /// The environment `given` as it is to be, by what [`asks`] said, in `room`.
-pub extern "C" fn completed(given: *const *const c_char, room: *mut Room, what: u32) -> *const *const c_char {
+pub extern "C" fn completed(given: Strings, room: *mut Strings, asked: usize) -> Strings {
     let (Some(group), Some(library)) = (text(&OWN[0]), text(&LIBRARY)) else { return given };
-    if what == REMOVED {
-        // SAFETY: the caller's room on the stack.
-        return unsafe { without(given, room, library) };
-    }
     // SAFETY: the caller of exec passes an environment.
-    let Given { mut count, has_group, preload, others, has_library } = unsafe { Given::look(given, group, library) };
-    // SAFETY: the caller's room on the stack, which nobody else uses; all that is written to it fits, as was asked before.
+    let found = unsafe { Given::look(given, group, library) };
+    let what = asked & WHAT;
+    // (Who changes it meanwhile, in another thread, has what was given.)
+    let fits = |takes: &Room| takes.takes(what) <= asked;
+    let Some(takes) = found.room(what, library).filter(fits) else { return given };
+    let variables = room.cast::<*const c_char>();
+    // SAFETY: the room is so large.
+    let line = unsafe { variables.add(takes.variables) }.cast::<u8>();
+    if what == REMOVED {
+        // SAFETY: the caller's room on the stack, and an environment.
+        return unsafe { without(given, variables, line, library) };
+    }
+    let Given { mut count, has_group, preload, others, has_library, .. } = found;
+    // SAFETY: the caller's room on the stack, which nobody else uses; all that is written to it fits.
     unsafe {
-        let variables = (&raw mut (*room).variables).cast::<*const c_char>();
         if count > 0 {
             variables.copy_from_nonoverlapping(given, count);
         }
@@ -193,7 +233,6 @@ pub extern "C" fn completed(given: *const *const c_char, room: *mut Room, what: 
             }
         }
         if !has_library {
-            let line = (&raw mut (*room).preload).cast::<u8>();
             let mut end = 0;
             let separator: &[u8] = if others.is_empty() { b"" } else { b":" };
             for part in [PRELOAD, library, separator, others, b"\0"] {
@@ -254,26 +293,18 @@ fn say_lost(why: &[u8]) {
 /// The environment without this library.
 ///
 /// # Safety
-/// `given` is an environment; nobody else uses `room`.
-unsafe fn without(given: *const *const c_char, room: *mut Room, library: &[u8]) -> *const *const c_char {
+/// `given` is an environment; nobody else uses the room for as many variables, nor that for the longest `LD_PRELOAD`.
+unsafe fn without(given: Strings, variables: *mut *const c_char, line: *mut u8, library: &[u8]) -> Strings {
     let (mut count, mut from) = (0, 0);
     // SAFETY: as the caller says; all that is written fits, as is asked before.
     unsafe {
-        let variables = (&raw mut (*room).variables).cast::<*const c_char>();
         while let Some(variable) = nth(given, from) {
-            if count == VARIABLES {
-                return given;
-            }
             variables.add(count).write(*given.add(from));
             from += 1;
             let Some(value) = variable.strip_prefix(PRELOAD) else {
                 count += 1;
                 continue;
             };
-            if variable.len() + 1 > PRELOAD_BYTES {
-                return given;
-            }
-            let line = (&raw mut (*room).preload).cast::<u8>();
             let mut end = 0;
             let mut add = |part: &[u8]| {
                 line.add(end).copy_from_nonoverlapping(part.as_ptr(), part.len());
@@ -296,22 +327,25 @@ unsafe fn without(given: *const *const c_char, room: *mut Room, library: &[u8]) 
     }
 }
 
-type Strings = *const *const c_char;
-
 /// Makes a call that starts the program at `path`, of the directory `dir`, with the environment that it is to have instead of `given`.
 pub fn start<R>(dir: c_int, path: *const c_char, given: Strings, call: impl FnOnce(Strings) -> R) -> R {
     let returned = match asks_at(dir, path, given) {
         NOTHING => call(given),
-        what => start_with_room(given, what, call),
+        asked @ ..0x400 => start_with_room::<0x80, R>(given, asked, call),
+        asked @ ..0x1000 => start_with_room::<0x200, R>(given, asked, call),
+        asked => start_with_room::<MOST_WORDS, R>(given, asked, call),
     };
     goes_on();
     returned
 }
 
+/// Words of the largest room there is.
+const MOST_WORDS: usize = VARIABLES + 8 + PRELOAD_BYTES / size_of::<Strings>();
+
 #[inline(never)]
-fn start_with_room<R>(given: Strings, what: u32, call: impl FnOnce(Strings) -> R) -> R {
-    let mut room = MaybeUninit::<Room>::uninit();
-    call(completed(given, room.as_mut_ptr(), what))
+fn start_with_room<const WORDS: usize, R>(given: Strings, asked: usize, call: impl FnOnce(Strings) -> R) -> R {
+    let mut room = [const { MaybeUninit::<Strings>::uninit() }; WORDS];
+    call(completed(given, room.as_mut_ptr().cast(), asked))
 }
 
 /// fexecve(3), with the environment completed.

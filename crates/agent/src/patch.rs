@@ -32,13 +32,14 @@ global_asm!(
     "mov eax, 56", "syscall",
     "UZ_SAVE", "mov rdi, rax", "call {after_fork}", "UZ_RESTORE",
     "ret",
-    // execve, with room on the stack for another environment where one is needed (when it returns nothing of it is used any more).
+    // execve, with room on the stack for another environment where one is needed, as large as is said beside what is to be done (when it
+    // returns nothing of it is used any more).
     ".globl uz_thunk_execve", "uz_thunk_execve:",
     "push rdx", "push rbp", "mov rbp, rsp",
     "UZ_SAVE", "mov rsi, rdi", "mov rdi, rdx", "call {asks}", "mov [rbp - 56], rax", "UZ_RESTORE",
-    "test eax, eax", "jz 2f",
-    "sub rsp, {environment_bytes}",
-    "UZ_SAVE", "mov rdi, rdx", "lea rsi, [rbp + 8]", "mov edx, eax", "call {environment}", "mov [rbp - 24], rax", "UZ_RESTORE",
+    "test rax, rax", "jz 2f",
+    "mov rcx, rax", "and rcx, {room}", "sub rsp, rcx",
+    "UZ_SAVE", "mov rdi, rdx", "lea rsi, [rbp + 8]", "mov rdx, rax", "call {environment}", "mov [rbp - 24], rax", "UZ_RESTORE",
     "2:",
     "mov eax, 59", "syscall",
     "UZ_SAVE", "call {goes_on}", "UZ_RESTORE",
@@ -82,7 +83,7 @@ global_asm!(
     "ret",
     asks = sym crate::environment::asks,
     environment = sym crate::environment::completed,
-    environment_bytes = const size_of::<crate::environment::Room>(),
+    room = const crate::environment::ROOM,
     before_fork = sym crate::before_fork,
     after_fork = sym crate::after_fork,
     after_mmap = sym crate::populated::after_mmap,
