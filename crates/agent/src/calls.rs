@@ -60,6 +60,7 @@ pub fn begin_one(nr: c_long, third: usize, fourth: usize) -> InOrder {
         // the range is not mapped, and EINVAL that some is of files.)
         Some(libc::MADV_WIPEONFORK) => p.wipes.store(true, Relaxed),
         Some(MADV_GUARD_INSTALL) => _ = p.guards.fetch_add(1, Relaxed),
+        _ if [libc::SYS_mlock, libc::SYS_mlock2].contains(&nr) => p.locks.store(true, Relaxed),
         _ => {}
     }
     let Some(alone) = kind(nr, third, fourth) else { return InOrder::default() };
@@ -228,9 +229,6 @@ macro_rules! interpose_lock {
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: usize),*) -> c_int {
             let call = begin_one($nr, 0, 0);
-            if let Some(p) = pager() {
-                p.locks.store(true, Relaxed);
-            }
             // SAFETY: as the caller says.
             let done = unsafe { sys!($nr $(, $argument)*) };
             end_one(call);

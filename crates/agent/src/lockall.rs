@@ -19,15 +19,24 @@ const TRIES: u32 = 200;
 /// As libc's.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
+    call(flags).map_or_else(fails, |()| 0)
+}
+
+/// The call, which may also be made by its number.
+///
+/// The story: what made it by libc's `syscall` had the kernel fill what uzswap reserved, and was killed for want of memory.
+///
+/// # Errors
+/// The kernel's.
+pub fn call(flags: c_int) -> Result<(), Errno> {
     let known = libc::MCL_CURRENT | libc::MCL_FUTURE | libc::MCL_ONFAULT;
     let valid = flags & known == flags && flags & (libc::MCL_CURRENT | libc::MCL_FUTURE) != 0;
     let reserved = valid.then(leaving::locks_all).flatten();
-    let done = match reserved {
+    match reserved {
         Some(reserved) => lock(flags, reserved),
         // SAFETY: flags only.
         None => unsafe { sys!(libc::SYS_mlockall, flags) }.map(drop),
-    };
-    done.map_or_else(fails, |()| 0)
+    }
 }
 
 /// Locks what there is but the range `reserved`, and what comes, as the flags say.

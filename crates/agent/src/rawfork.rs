@@ -5,7 +5,7 @@
 
 use crate::next::Next;
 use crate::{
-    after_fork, before_fork, calls, environment, fails, futexes, leaving, lent, pager, pins, populated, remap,
+    after_fork, before_fork, calls, environment, fails, futexes, leaving, lent, lockall, pager, pins, populated, remap,
     segments, threads, userfaults,
 };
 use core::ffi::{c_int, c_long, c_uint, c_void};
@@ -76,6 +76,7 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             // SAFETY: as the caller says.
             unsafe { lent::give(a as c_int, b as *const libc::iovec, c, d as c_uint) }
         }
+        _ if nr == libc::SYS_mlockall => lockall::call(a as c_int).map_or_else(|errno| -(errno as isize), |()| 0),
         _ if nr == libc::SYS_setsockopt && lent::is_refused(b as c_int, c as c_int) => -(libc::EOPNOTSUPP as isize),
         // SAFETY: as the caller says.
         _ if nr == libc::SYS_futex => unsafe { futexes::call(args) },

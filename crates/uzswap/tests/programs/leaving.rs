@@ -17,7 +17,7 @@ const TOLD_OF_NO_LIMIT: &str = "without a limit from now on";
 fn programs_that_give_up_rights_are_let_go() {
     let _beside = beside();
     let Some(leaves) = compile_c("leaves") else { return };
-    for how in ["filter", "strict", "lock", "user", "caps", "root", "namespace", "mounts"] {
+    for how in ["filter", "strict", "lock", "rawlock", "user", "caps", "root", "namespace", "mounts"] {
         for options in [&[][..], &["--swap", "256M"][..]] {
             let subject = Subject::new("leaves", &[&leaves, &how]).with(options);
             let run = subject.start_limited(24 * MIB).finish();
