@@ -45,6 +45,23 @@ fn cloning(nr: c_long, a: [usize; 6]) -> Option<(u64, u64)> {
     }
 }
 
+/// Where the kernel is to note that who makes a call, or who is made by it and shares this memory, has ended.
+///
+/// The story: only of libc's `clone` it was known. Who waited for a thread that was made by the number of the call, or that had set the place
+/// by itself (`set_tid_address`), waited for ever where that was out.
+fn end_noted_at(nr: c_long, a: [usize; 6]) -> Option<usize> {
+    let shared = (libc::CLONE_VM | libc::CLONE_CHILD_CLEARTID) as u64;
+    let is_asked = cloning(nr, a).is_some_and(|(flags, _)| flags & shared == shared);
+    let at = match nr {
+        libc::SYS_set_tid_address => a[0],
+        libc::SYS_clone if is_asked => a[3],
+        // SAFETY: the caller passes a structure of more words (see `cloning`).
+        libc::SYS_clone3 if is_asked => unsafe { (a[0] as *const usize).add(2).read() },
+        _ => 0,
+    };
+    (at != 0).then_some(at)
+}
+
 /// syscall(2); a fork made with it is treated as one.
 ///
 /// # Safety
@@ -52,6 +69,9 @@ fn cloning(nr: c_long, a: [usize; 6]) -> Option<(u64, u64)> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
     let args = [a, b, c, d, e, f];
+    if let Some(at) = end_noted_at(nr, args) {
+        threads::pin_number(at);
+    }
     let ret = match cloning(nr, args) {
         Some((flags, 0)) if flags & libc::CLONE_VM as u64 == 0 && pager().is_some() => {
             hold_with(&used_by(nr, args, flags), flags);
@@ -97,33 +117,41 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             populated::after_mmap(ret as usize, b, c as c_int, d as c_int);
             ret
         }
-        _ => {
-            if !leaving::before_call(nr, a, b, c) {
-                return fails(libc::ENOMEM).into();
-            }
-            if nr == libc::SYS_io_uring_setup {
-                pins::may_pin();
-            }
-            let held = calls::begin_one(nr, c, d);
-            let done = match nr {
-                libc::SYS_ioctl => userfaults::call(a, b, c),
-                libc::SYS_shmat => segments::call(a, b, c),
-                _ => None,
-            };
-            // SAFETY: as the caller says.
-            let ret = done.unwrap_or_else(|| unsafe { raw::syscall(nr, args) });
-            match nr {
-                libc::SYS_madvise => calls::end_advice(held, a, b, c, ret),
-                _ => calls::end_one(held),
-            }
-            pins::called(nr, ret);
-            ret
-        }
+        // SAFETY: as the caller says.
+        _ => unsafe { other(nr, args) },
     };
     match raw::check(ret) {
         Ok(value) => value as c_long,
         Err(errno) => fails(errno).into(),
     }
+}
+
+/// A call that is not one of those that take more: what the kernel returns.
+///
+/// # Safety
+/// As the system call's.
+unsafe fn other(nr: c_long, args: [usize; 6]) -> isize {
+    let [a, b, c, d, ..] = args;
+    if !leaving::before_call(nr, a, b, c) {
+        return -(libc::ENOMEM as isize);
+    }
+    if nr == libc::SYS_io_uring_setup {
+        pins::may_pin();
+    }
+    let held = calls::begin_one(nr, c, d);
+    let done = match nr {
+        libc::SYS_ioctl => userfaults::call(a, b, c),
+        libc::SYS_shmat => segments::call(a, b, c),
+        _ => None,
+    };
+    // SAFETY: as the caller says.
+    let ret = done.unwrap_or_else(|| unsafe { raw::syscall(nr, args) });
+    match nr {
+        libc::SYS_madvise => calls::end_advice(held, a, b, c, ret),
+        _ => calls::end_one(held),
+    }
+    pins::called(nr, ret);
+    ret
 }
 
 type Entry = extern "C" fn(*mut c_void) -> c_int;

@@ -332,12 +332,15 @@ fn memory_where_stacks_were() {
 }
 
 /// The story: the kernel notes the end of a thread that `clone` made where it was told to, and serves no fault of a thread that ends:
-/// where that was out, who waited for it waited for ever.
+/// where that was out, who waited for it waited for ever. So it was with those made by the number of the call, and with those that said by
+/// themselves where it is to be noted.
 #[test]
 fn threads_made_by_clone_are_seen_to_end() {
     let _beside = beside();
     let Some(threads) = compile_c("ownthread") else { return };
-    Subject::new("own threads", &[&threads]).check();
+    for how in ["clone", "call", "structure", "late"] {
+        Subject::new("own threads", &[&threads, &how]).check();
+    }
 }
 
 #[test]
