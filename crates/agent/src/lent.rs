@@ -13,7 +13,7 @@
 
 use crate::next::Next;
 use crate::{fails, pager};
-use core::ffi::{c_int, c_uint};
+use core::ffi::{c_int, c_uint, c_void};
 use uzswap_sys::{raw, sys};
 
 /// `struct iovec`s in one call at most (UIO_MAXIOV).
@@ -22,10 +22,15 @@ const RANGES: usize = 1024;
 const PIECE: usize = 4096;
 
 static VMSPLICE: Next = Next::new(c"vmsplice");
+/// libc's functions in which a thread can be cancelled.
+static WRITE: Next = Next::new(c"write");
+static TESTCANCEL: Next = Next::new(c"pthread_testcancel");
 
-/// Finds the interposed function, in the constructor.
+/// Finds the functions, in the constructor.
 pub fn init() {
-    VMSPLICE.find();
+    for f in [&VMSPLICE, &WRITE, &TESTCANCEL] {
+        f.find();
+    }
 }
 
 /// Whether a socket's option would have it send what it is lent.
@@ -53,6 +58,25 @@ pub fn copies(pipe: c_int) -> bool {
 /// # Safety
 /// As vmsplice's.
 pub unsafe fn give(pipe: c_int, ranges: *const libc::iovec, count: usize, flags: c_uint) -> isize {
+    // SAFETY: as the caller says.
+    unsafe {
+        give_by(pipe, ranges, count, flags, |at, len| {
+            raw::syscall(libc::SYS_write, [pipe as usize, at as usize, len, 0, 0, 0])
+        })
+    }
+}
+
+/// The same; what may wait is written by `write`, which returns what the system call does.
+///
+/// # Safety
+/// As vmsplice's.
+unsafe fn give_by(
+    pipe: c_int,
+    ranges: *const libc::iovec,
+    count: usize,
+    flags: c_uint,
+    write: impl Fn(*mut c_void, usize) -> isize,
+) -> isize {
     const FLAGS: c_uint = libc::SPLICE_F_MOVE | libc::SPLICE_F_NONBLOCK | libc::SPLICE_F_MORE | libc::SPLICE_F_GIFT;
     if flags & !FLAGS != 0 || count > RANGES {
         return -(libc::EINVAL as isize);
@@ -67,7 +91,7 @@ pub unsafe fn give(pipe: c_int, ranges: *const libc::iovec, count: usize, flags:
         told if [-libc::EAGAIN, -libc::EOPNOTSUPP].contains(&(told as c_int)) => {
             let wait = flags & libc::SPLICE_F_NONBLOCK == 0;
             // SAFETY: as the caller says; the kernel has found the ranges readable.
-            unsafe { give_piece(pipe, core::slice::from_raw_parts(ranges, count), wait) }
+            unsafe { give_piece(pipe, core::slice::from_raw_parts(ranges, count), wait, write) }
         }
         done => done,
     }
@@ -77,7 +101,12 @@ pub unsafe fn give(pipe: c_int, ranges: *const libc::iovec, count: usize, flags:
 ///
 /// # Safety
 /// The ranges must be readable by the kernel.
-unsafe fn give_piece(pipe: c_int, ranges: &[libc::iovec], wait: bool) -> isize {
+unsafe fn give_piece(
+    pipe: c_int,
+    ranges: &[libc::iovec],
+    wait: bool,
+    write: impl Fn(*mut c_void, usize) -> isize,
+) -> isize {
     let Some(first) = ranges.iter().find(|range| range.iov_len > 0) else { return 0 };
     if !wait {
         let mut asked = libc::pollfd { fd: pipe, events: libc::POLLOUT, revents: 0 };
@@ -86,12 +115,27 @@ unsafe fn give_piece(pipe: c_int, ranges: &[libc::iovec], wait: bool) -> isize {
             return -(libc::EAGAIN as isize);
         }
     }
-    let args = [pipe as usize, first.iov_base as usize, first.iov_len.min(PIECE), 0, 0, 0];
-    // SAFETY: as the caller says.
-    unsafe { raw::syscall(libc::SYS_write, args) }
+    write(first.iov_base, first.iov_len.min(PIECE))
+}
+
+/// Writes to a pipe by libc's function: who waits in it can be cancelled.
+///
+/// # Safety
+/// As the system call's.
+unsafe fn write_as_libc(pipe: c_int, at: *mut c_void, len: usize) -> isize {
+    type Real = unsafe extern "C" fn(c_int, *const c_void, usize) -> isize;
+    // SAFETY: the function found under this name, with the caller's arguments; the calling thread is libc's.
+    unsafe {
+        match core::mem::transmute::<usize, Real>(WRITE.find())(pipe, at, len) {
+            -1 => -(*libc::__errno_location() as isize),
+            done => done,
+        }
+    }
 }
 
 /// vmsplice(2).
+///
+/// The story: libc's is a point at which threads are cancelled, and one that waited for room in a pipe was not any more.
 ///
 /// # Safety
 /// As libc's.
@@ -102,6 +146,9 @@ pub unsafe extern "C" fn vmsplice(pipe: c_int, ranges: *const libc::iovec, count
         // SAFETY: the function found under this name, with the caller's arguments.
         return unsafe { core::mem::transmute::<usize, Real>(VMSPLICE.find())(pipe, ranges, count, flags) };
     }
+    // SAFETY: the function found under this name, which has no arguments and returns nothing.
+    unsafe { core::mem::transmute::<usize, unsafe extern "C" fn()>(TESTCANCEL.find())() };
     // SAFETY: as the caller says.
-    raw::check(unsafe { give(pipe, ranges, count, flags) }).map_or_else(|errno| fails(errno) as isize, |n| n as isize)
+    let given = unsafe { give_by(pipe, ranges, count, flags, |at, len| write_as_libc(pipe, at, len)) };
+    raw::check(given).map_or_else(|errno| fails(errno) as isize, |n| n as isize)
 }

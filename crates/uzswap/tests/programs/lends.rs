@@ -26,11 +26,12 @@ fn same(name: &'static str, arguments: &str, options: &[&str]) -> Option<Outcome
 
 /// The story: a pipe holds what it is given by `vmsplice` by a reference, which MOVE does not see. The page was moved out, its
 /// frame used for another, and a quarter of what was read from the pipe were other pages' bytes; from a socket (MSG_ZEROCOPY) a
-/// third. A copy that waited for room for all of it would hang where the caller empties the pipe.
+/// third. A copy that waited for room for all of it would hang where the caller empties the pipe; and where it waits it can be cancelled,
+/// as the call can.
 #[test]
 fn what_is_lent_to_pipes_and_sockets() {
     let _beside = beside();
-    for how in ["pipe", "pipe raw", "narrow", "narrow raw", "full", "full raw", "socket", "socket raw"] {
+    for how in ["pipe", "pipe raw", "narrow", "narrow raw", "full", "full raw", "cancel", "socket", "socket raw"] {
         for options in [&[][..], &["--swap", "256M"]] {
             same("lends", how, options);
         }
