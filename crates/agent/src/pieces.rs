@@ -19,7 +19,8 @@
 //! program may do (it cannot know whether its memory is still there).
 //!
 //! Which mappings there are is asked before the call where it says where to: after it the place may be another thread's. Kernels before
-//! 6.11 answer that slowly; there it is asked only when the call was refused.
+//! 6.11 answer that slowly; there it is asked only when the call was refused. A program that has all its descriptors in use has it asked by
+//! another thread.
 
 use crate::locked;
 use crate::remap::{Call, one};
@@ -51,25 +52,41 @@ pub enum Pieces {
 }
 
 /// Before the system call, with the lock of mapping calls held alone: the parts, where it is known that it must be made in parts.
-pub fn before(call: &Call) -> Option<Pieces> {
+pub fn before(p: &Pager, call: &Call) -> Option<Pieces> {
     if !call.has(libc::MREMAP_FIXED) || !is_sane(call) {
         return None;
     }
-    let fd = raw::open(b"/proc/thread-self/maps\0", libc::O_RDONLY | libc::O_CLOEXEC).ok()?;
-    let found = asked(fd, call.from, end(call));
-    raw::close(fd);
-    of(call, &found.ok()?, true)
+    let (from, end) = (call.from, end(call));
+    let found = opened(p, || {
+        let fd = raw::open(b"/proc/thread-self/maps\0", libc::O_RDONLY | libc::O_CLOEXEC)?;
+        let found = asked(fd, from, end);
+        raw::close(fd);
+        found
+    });
+    of(call, &found?, true)
 }
 
-/// After it was refused (EFAULT).
-pub fn after(call: &Call) -> Option<Pieces> {
+/// After it was refused (EFAULT), with the same lock.
+pub fn after(p: &Pager, call: &Call) -> Option<Pieces> {
     if !is_sane(call) {
         return None;
     }
-    let mut text = Vec::with_capacity(128 << 10);
-    raw::read_file(b"/proc/thread-self/maps\0", &mut text).ok()?;
+    let text = opened(p, || {
+        let mut text = Vec::with_capacity(128 << 10);
+        raw::read_file(b"/proc/thread-self/maps\0", &mut text).map(|()| text)
+    })?;
     let found = maps::parse(&text).filter(|m| m.end > call.from && m.start < end(call)).map(|m| Part::of(&m));
     of(call, &found.collect::<Vec<_>>(), false)
+}
+
+/// What comes of opening a file, which another thread does where the program has all its descriptors in use.
+///
+/// The story: of such a program `mremap` was refused (EFAULT), or moved nothing, as it could not be asked what is mapped.
+fn opened<R: Send>(p: &Pager, open: impl Fn() -> Result<R, Errno> + Sync) -> Option<R> {
+    match open() {
+        Err(libc::EMFILE) => p.with_a_descriptor(&open)?.ok(),
+        done => done.ok(),
+    }
 }
 
 /// What counts of a mapping.

@@ -61,13 +61,13 @@ pub unsafe extern "C" fn mremap(from: usize, old_len: usize, new_len: usize, fla
 /// # Safety
 /// As the system call's.
 unsafe fn alone(p: &Pager, call: &Call) -> (isize, bool) {
-    let mut pieces = pieces::before(call);
+    let mut pieces = pieces::before(p, call);
     let mut ret = -(libc::EFAULT as isize);
     if pieces.is_none() {
         // SAFETY: as the caller says.
         ret = unsafe { one(p, call) };
         if raw::check(ret) == Err(libc::EFAULT) {
-            pieces = pieces::after(call);
+            pieces = pieces::after(p, call);
         }
     }
     // SAFETY: as the caller says.

@@ -15,6 +15,7 @@ mod cut;
 mod decompress;
 pub mod deliver;
 pub mod densify;
+mod descriptors;
 pub mod discover;
 mod engage;
 pub mod events;

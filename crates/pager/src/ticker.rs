@@ -38,7 +38,8 @@ const RESCUE_PUT_OFF: u32 = 4;
 const SCAN_AGAIN_NS: u64 = 500_000;
 
 /// Stack of helper `n`: 0 ticker, 1 handler, 2 reclaim, 3 the writer of the swap file, from 4 on those that compress, from 7
-/// on those that read the swap file, 11 a handler that relieved another, 12 the second one that writes the swap file.
+/// on those that read the swap file, 11 a handler that relieved another, 12 the second one that writes the swap file, 13 one that opens a file for the
+/// program's.
 fn stack(pager: &Pager, n: usize) -> usize {
     pager.layout.stacks + n * (thread::STACK_BYTES + PAGE)
 }
@@ -63,14 +64,32 @@ impl Pager {
     /// # Errors
     /// `clone`'s; `ENOTSUP`: this is a region's pager, whose threads are the region's.
     pub(crate) fn spawn_on(&self, n: usize, own_files: bool, entry: extern "C" fn(usize) -> !) -> Result<i32, Errno> {
+        // SAFETY: the entries are told the pager, and a process's is never freed.
+        unsafe { self.spawn_for(n, own_files, entry, core::ptr::from_ref(self) as usize) }
+    }
+
+    /// The same, which is told something else.
+    ///
+    /// # Errors
+    /// As above.
+    ///
+    /// # Safety
+    /// It must be what `entry` is to be told, for as long as the thread is there.
+    pub(crate) unsafe fn spawn_for(
+        &self,
+        n: usize,
+        own_files: bool,
+        entry: extern "C" fn(usize) -> !,
+        arg: usize,
+    ) -> Result<i32, Errno> {
         if self.own_frames {
             return Err(libc::ENOTSUP);
         }
         if self.inject(Site::Thread).is_some() {
             return Err(libc::EAGAIN);
         }
-        // SAFETY: the stack is ours and unused; the entries never return, and a process's pager is never freed.
-        unsafe { thread::spawn(stack(self, n), own_files, entry, core::ptr::from_ref(self) as usize) }
+        // SAFETY: the stack is ours and unused; the entries never return, and have what the caller says.
+        unsafe { thread::spawn(stack(self, n), own_files, entry, arg) }
     }
 
     /// Makes the ticker look now.

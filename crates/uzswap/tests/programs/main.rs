@@ -218,7 +218,8 @@ fn locked_memory_that_grows_and_moves() {
 }
 
 /// The story: memory mapped beside other memory, as one piece, is two mappings where only one was managed when both had been written to.
-/// `mremap` of both was refused (EFAULT), as the kernel moves one; and so was what later kernels move, of several mappings at once.
+/// `mremap` of both was refused (EFAULT), as the kernel moves one; and so was what later kernels move, of several mappings at once. So it
+/// was still where a program had all its descriptors in use, as what is mapped was asked by one.
 #[test]
 fn what_is_mapped_side_by_side_moves_as_one() {
     let _beside = beside();
@@ -226,6 +227,7 @@ fn what_is_mapped_side_by_side_moves_as_one() {
     for seed in ["1", "2"] {
         Subject::new("side by side", &[&side, &seed]).check();
     }
+    Subject::new("side by side, no descriptor left", &[&side, &"5", &"full"]).check();
     Subject::new("side by side, without MOVE", &[&side, &"3"]).without_move().check();
     let events = Subject::new("side by side, events late", &[&side, &"4"]);
     injected::survives(&events, 20 << 20, &[(&["event"], "event=1/50")]);
