@@ -49,3 +49,24 @@ fn children_that_fill_memory_keep_the_limit() {
     let Some(python) = python() else { return };
     keeps(&Subject::new("children fill", &[&python, &fixture("children.py")]), 96 * MIB);
 }
+
+/// The story: what its children had shared, until they executed another program, was refused still and set aside, and what was left could not
+/// leave. Of a program that runs commands the group was called full though it compresses to a tenth, and with `--on-full=kill` it was killed;
+/// with `wait` the reclaim thread, as it un-shared a page that had left, waited with all others for the room that it was to make.
+#[test]
+fn who_runs_commands_is_not_out_of_memory() {
+    let _alone = alone();
+    let Some(commands) = compile_c("commands") else { return };
+    let subject = Subject::new("commands", &[&commands]);
+    let plain = subject.start_plain().finish();
+    plain.say(subject.name, "plain", None);
+    for on_full in ["kill", "wait"] {
+        let limited = Subject::new("commands", &[&commands]).with(&["--on-full", on_full]);
+        let run = limited.start_limited(64 * MIB).finish();
+        run.say(subject.name, on_full, Some(64 * MIB));
+        assert!(run.status.success() && run.stdout.hash == plain.stdout.hash, "{on_full}: {}", run.describe());
+        let said = run.stderr.text();
+        assert!(!said.contains("is full"), "{on_full}: {said}");
+        assert_limited(subject.name, &run, None);
+    }
+}
