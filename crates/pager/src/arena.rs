@@ -5,7 +5,8 @@
 //! ```
 //! One reservation, so a range check tells uzswap's memory from the program's; guards keep the arena's mapping from
 //! merging (UFFDIO_MOVE refuses to cross mappings). The arena is registered with the pager's userfaultfd, as the target
-//! of a MOVE must be: a missing slot must therefore never be touched. The heap and the pool are plain memory.
+//! of a MOVE must be, but not for faults on what is missing, which nobody could serve: a frame that the kernel took, as the
+//! program had given it up, reads as zeros (`transfer::settle`). The heap and the pool are plain memory.
 
 use core::ops::Range;
 use uzswap_sys::raw::Errno;

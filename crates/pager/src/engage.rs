@@ -141,7 +141,7 @@ impl Pager {
     fn register_own(&self, uffd: &Uffd) -> Result<(), Errno> {
         match self.without_move {
             true => self.hang_bells(),
-            false => uffd.register(self.layout.arena, self.layout.slots * PAGE),
+            false => uffd.register_as_target(self.layout.arena, self.layout.slots * PAGE),
         }
     }
 

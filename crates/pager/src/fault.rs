@@ -286,6 +286,7 @@ impl Pager {
 
     /// Copies up to `n` staged pages in, and leaves their frames free.
     fn bring_staged_copy(&self, s: &mut State, vpn: u64, slot: u32, n: usize) -> Result<usize, EventPending> {
+        self.settle(slot, n);
         let copied = self.copy_some(s, vpn, self.layout.slot(slot), n)?;
         if copied > 0 {
             s.zone.free_run(Kind::Frame, slot, copied);

@@ -106,7 +106,8 @@ impl Pager {
 
     /// Makes a part of the arena a target of MOVE again; false when the kernel has no memory for that.
     pub(crate) fn register_frames(&self, at: usize, len: usize) -> bool {
-        (0..REGISTER_TRIES).any(|_| self.inject(Site::Register).is_none() && self.uffd().register(at, len).is_ok())
+        (0..REGISTER_TRIES)
+            .any(|_| self.inject(Site::Register).is_none() && self.uffd().register_as_target(at, len).is_ok())
     }
 }
 
@@ -129,7 +130,7 @@ mod tests {
         let block = s.zone.block_of(slot);
         s.zone.close_block(block);
         // As a child registers it.
-        p.uffd().register(p.layout.arena, p.layout.slots * PAGE).expect("the arena");
+        p.uffd().register_as_target(p.layout.arena, p.layout.slots * PAGE).expect("the arena");
         p.leave_out_closed(&s).expect("the block");
         let frames = p.layout.slot(slot);
         let (done, is_done) = std::sync::mpsc::channel();

@@ -299,7 +299,8 @@ impl Region {
             .map_err(kernel("/proc/thread-self/pagemap"))?;
         pager.files.pagemap.store(pagemap, Release);
         if !without_move {
-            uffd.register(layout.arena, layout.slots * PAGE).map_err(kernel("registering a region's arena"))?;
+            uffd.register_as_target(layout.arena, layout.slots * PAGE)
+                .map_err(kernel("registering a region's arena"))?;
         }
         let registered = match options.track_writes {
             true => uffd.register_tracked(self.base, self.mapped),

@@ -175,6 +175,8 @@ impl Pager {
             if pte.tag() != Tag::Staged {
                 continue;
             }
+            // (What is read more than once from here on must be the same each time.)
+            self.settle(pte.aux(), 1);
             if self.is_clean(s, at, pte) {
                 self.leave_clean(s, at, pte);
                 clean += 1;

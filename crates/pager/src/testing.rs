@@ -81,7 +81,7 @@ fn make(group: &'static GroupPage, node: usize, limit: usize, features: u64) -> 
     let layout = Layout::reserve(limit).expect("address space");
     let pager = Pager::new(group, node, layout).expect("a slot");
     let (uffd, _) = Uffd::open(features).expect("tests of the pager need access to userfaultfd");
-    uffd.register(layout.arena, layout.slots * PAGE).expect("the arena");
+    uffd.register_as_target(layout.arena, layout.slots * PAGE).expect("the arena");
     keep_from_children(layout.arena, layout.slots * PAGE);
     pager.uffd.store(uffd.fd(), Relaxed);
     pager.files.pagemap.store(raw::open(b"/proc/thread-self/pagemap\0", libc::O_RDONLY).expect("pagemap"), Relaxed);

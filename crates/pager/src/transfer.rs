@@ -109,15 +109,9 @@ impl Pager {
         let (dst, src) = (vpn as usize * PAGE, self.layout.slot(slot));
         // SAFETY: as the caller says.
         let mut result = unsafe { self.ask_move(Site::MoveIn, call, dst, src, n) };
-        if let Err((0, libc::EBUSY)) = result {
-            // Shared with a forked child: writing makes the frames ours alone.
-            for i in 0..n {
-                // SAFETY: as above; a frame is there.
-                unsafe {
-                    let p = (src + i * PAGE) as *mut u8;
-                    p.write_volatile(p.read_volatile());
-                }
-            }
+        if let Err((0, libc::EBUSY | libc::ENOENT)) = result {
+            // Shared with a forked child: writing makes the frames ours alone. Or the kernel has taken them.
+            self.settle(slot, n);
             // SAFETY: as above.
             result = unsafe { self.ask_move(Site::MoveIn, call, dst, src, n) };
         }
@@ -168,6 +162,19 @@ impl Pager {
         }
     }
 
+    /// Has the kernel keep `n` frames, of which nobody holds references: what it took of them already are zeros.
+    ///
+    /// The story: a program had given memory up by MADV_FREE, before it was managed. MOVE leaves such pages as they are (Linux 6.16 and
+    /// later), so they were the kernel's to take in the arena too, until they were written to. When it was short of memory it did; the
+    /// arena was registered for faults on missing pages, and the thread that met one was the one to serve it: the program hung.
+    pub(crate) fn settle(&self, slot: u32, n: usize) {
+        for i in 0..n as u32 {
+            let byte = self.layout.slot(slot + i) as *mut u8;
+            // SAFETY: as the caller says; where no memory is the kernel gives some.
+            unsafe { byte.write_volatile(byte.read_volatile()) };
+        }
+    }
+
     /// Asks the kernel to move `n` pages by a call, or has it answer what a test wants.
     ///
     /// # Safety
@@ -194,6 +201,7 @@ impl Pager {
             self.copy_within(from, to);
             return true;
         }
+        self.settle(from, 1);
         // SAFETY: both slots are the arena's own, of which no references are held but under the lock.
         let result = unsafe { self.uffd().move_pages(self.layout.slot(to), self.layout.slot(from), PAGE) };
         result.or_else(|told| self.corrected(told, self.leading(to, 1, true), 1)).is_ok()
@@ -228,8 +236,11 @@ impl Pager {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::batch::Batch;
     use crate::testing;
+    use uzswap_mm::lru::List;
     use uzswap_mm::zone::Kind;
+    use uzswap_sys::sys;
 
     const N: usize = 8;
 
@@ -279,5 +290,97 @@ mod tests {
         }
         let concealed = p.counters().move_concealed.load(Relaxed);
         assert!(concealed > 50 && partial > 20, "{concealed} concealed, {partial} partial");
+    }
+
+    const MANY: usize = 256;
+
+    /// Memory that a program has filled, given up by MADV_FREE and not written to since, and that is staged now: its first page.
+    fn given_up(p: &'static Pager) -> u64 {
+        let at = testing::memory(p, MANY);
+        (0..MANY).for_each(|page| testing::put(p, at + page * PAGE, &testing::words(page as u64)));
+        // SAFETY: memory of the test's own.
+        unsafe { sys!(libc::SYS_madvise, at, MANY * PAGE, libc::MADV_FREE) }.expect("advice");
+        let first = (at / PAGE) as u64;
+        let s = &mut *p.state.lock();
+        s.list_resident(first, MANY, List::Inactive, |_| None);
+        assert_eq!(p.stage_run(s, first, MANY).ok(), Some(MANY));
+        first
+    }
+
+    /// Has the kernel take what it may of frames; which it did.
+    fn taken(p: &'static Pager, slots: &[u32]) -> Vec<usize> {
+        for slot in slots {
+            // SAFETY: advice that drops nothing of use.
+            unsafe { sys!(libc::SYS_madvise, p.layout.slot(*slot), PAGE, libc::MADV_PAGEOUT) }.expect("advice");
+        }
+        (0..slots.len()).filter(|i| p.leading(slots[*i], 1, false) == 1).collect()
+    }
+
+    /// Does something in a thread of its own, for which nobody serves faults.
+    fn unserved<T: Send + 'static>(p: &'static Pager, act: impl FnOnce() -> T + Send + 'static) -> T {
+        let acts = std::thread::spawn(act);
+        while !acts.is_finished() {
+            assert!(!p.uffd().wait(1), "it waits for a fault to be served");
+        }
+        acts.join().unwrap()
+    }
+
+    /// Brings the pages back; those of which the program reads zeros now. The others hold what they held.
+    fn zeros(p: &'static Pager, first: u64) -> Vec<usize> {
+        let end = first + MANY as u64;
+        let mut at = first;
+        while at < end {
+            at = p.bring_range(&mut p.state.lock(), at, end).1.max(at + 1);
+        }
+        let is_zero = |page: &usize| {
+            // SAFETY: memory of the test's own, all of which is there.
+            let content =
+                unsafe { core::slice::from_raw_parts(((first as usize + page) * PAGE) as *const [u8; PAGE], 1) };
+            let zero = content[0].iter().all(|b| *b == 0);
+            assert!(zero || content[0] == testing::words(*page as u64)[..], "page {page}");
+            zero
+        };
+        (0..MANY).filter(is_zero).collect()
+    }
+
+    fn slots_of(p: &'static Pager, first: u64) -> Vec<u32> {
+        let s = p.state.lock();
+        (first..first + MANY as u64).map(|vpn| s.pt.get(vpn).aux()).collect()
+    }
+
+    /// See [`Pager::settle`].
+    #[test]
+    fn what_the_kernel_took_of_what_is_staged_is_zeros() {
+        for compressed in [false, true] {
+            let p = testing::pager(16 << 20);
+            let first = given_up(p);
+            let gone = taken(p, &slots_of(p, first));
+            if gone.is_empty() {
+                return testing::skip("the kernel takes nothing");
+            }
+            let are_zeros = unserved(p, move || {
+                if compressed {
+                    let s = &mut *p.state.lock();
+                    let mut batch = Batch::new(s.new_compressor());
+                    p.prepare(s, &mut batch, MANY, 0);
+                    p.store_now(s, &mut batch);
+                    assert_eq!((s.staged, s.busy), (0, 0));
+                }
+                zeros(p, first)
+            });
+            assert_eq!(are_zeros, gone, "compressed: {compressed}");
+        }
+    }
+
+    /// It is read more than once: were it gone in between, its hash would be another's.
+    #[test]
+    fn what_is_to_be_compressed_the_kernel_takes_no_more() {
+        let p = testing::pager(16 << 20);
+        let first = given_up(p);
+        let (slots, mut batch) = (slots_of(p, first), Batch::new(p.state.lock().new_compressor()));
+        p.prepare(&mut p.state.lock(), &mut batch, MANY, 0);
+        assert_eq!((batch.pages(), taken(p, &slots)), (MANY, vec![]));
+        p.store_now(&mut p.state.lock(), &mut batch);
+        assert_eq!(unserved(p, move || zeros(p, first)), []);
     }
 }

@@ -168,6 +168,16 @@ impl Uffd {
         self.ioctl(REGISTER, a.as_mut_ptr()).map(drop)
     }
 
+    /// Registers a range so that pages can be moved and copied to it, and no fault is told of: what is missing in it reads as zeros, as
+    /// in any memory. (For write-protection, of which nothing is used: MOVE asks for a registration, whatever it is for.)
+    ///
+    /// # Errors
+    /// As [`Uffd::register`].
+    pub fn register_as_target(&self, start: usize, len: usize) -> Result<(), Errno> {
+        let mut a = [start as u64, len as u64, 2, 0];
+        self.ioctl(REGISTER, a.as_mut_ptr()).map(drop)
+    }
+
     /// Ends the registration of a range; its missing pages then read as zeros.
     ///
     /// # Errors
