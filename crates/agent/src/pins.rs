@@ -2,16 +2,24 @@
 //!
 //! Files opened for direct I/O, devices, file systems that do direct I/O without being asked, io_uring, and sockets that
 //! decrypt in place. The functions of libc that open them are interposed, and those of liburing, whose system calls are made
-//! with instructions of its own. With MOVE all of them only pass on.
+//! with instructions of its own.
+//!
+//! With MOVE it matters for memory that is made read-only while it is pinned. That is for long, or by chance: file systems that do direct
+//! I/O without being asked pin for a call only, and are not looked for. And what opens a file asks the kernel about it only where it is to
+//! be for direct I/O, or by its name a device: whoever opens files all the time would be slower for it.
 
 use crate::next::Next;
 use crate::{fails, lent, pager, set_mask};
 use core::ffi::{c_char, c_int, c_long, c_uint, c_void};
+use core::sync::atomic::Ordering::Relaxed;
+use uzswap_pager::pager::Pager;
 use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;
 
 /// Descriptors looked at that a process inherits.
 const INHERITED: i32 = 256;
+/// With MOVE none behind so many that are closed: to look at all takes 32 µs, of 850 that the smallest program takes.
+const CLOSED_MOST: i32 = 16;
 /// Majors of character devices that never write to a program's memory by themselves: memory, terminals, small devices (but
 /// VFIO), input, sound, and pseudo-terminals.
 const HARMLESS: [u32; 7] = [1, 4, 5, 10, 13, 14, 116];
@@ -54,7 +62,7 @@ pub fn init() {
 
 /// The program may pin memory from now on.
 pub fn may_pin() {
-    if let Some(p) = pager().filter(|p| p.without_move) {
+    if let Some(p) = pager().filter(|p| !p.pins.load(Relaxed)) {
         let mask = set_mask(!0);
         p.may_pin();
         set_mask(mask);
@@ -63,17 +71,39 @@ pub fn may_pin() {
 
 /// Descriptors that a program begins with.
 pub fn look_at_inherited() {
-    if pager().is_some_and(|p| p.without_move) && (0..INHERITED).any(pins) {
-        may_pin();
+    let most = if pager().is_some_and(|p| p.without_move) { INHERITED } else { CLOSED_MOST };
+    let mut closed = 0;
+    for fd in 0..INHERITED {
+        // SAFETY: numbers only.
+        if unsafe { sys!(libc::SYS_fcntl, fd, libc::F_GETFD) }.is_ok() {
+            closed = 0;
+            if pins(fd) {
+                return may_pin();
+            }
+        } else if closed < most {
+            closed += 1;
+        } else {
+            return;
+        }
     }
 }
 
-/// A descriptor that was opened, or an error: what it may do.
-fn opened(fd: c_int) -> c_int {
-    if fd >= 0 && pager().is_some_and(|p| p.without_move) && pins(fd) {
+/// A descriptor that was opened, or an error: what it may do. (With MOVE only where that `may` be something.)
+fn opened(fd: c_int, may: impl FnOnce() -> bool) -> c_int {
+    let matters = |p: &Pager| !p.pins.load(Relaxed) && (p.without_move || may());
+    if fd >= 0 && pager().is_some_and(matters) && pins(fd) {
         may_pin();
     }
     fd
+}
+
+/// Whether the name of a file that was opened is a device's.
+///
+/// # Safety
+/// A string's.
+unsafe fn is_device(path: *const c_char) -> bool {
+    // SAFETY: as the caller says; the kernel has read it.
+    unsafe { core::ffi::CStr::from_ptr(path) }.to_bytes().starts_with(b"/dev/")
 }
 
 /// Whether what is read from a descriptor may be written to memory by a device, or by another program behind a file system.
@@ -93,7 +123,9 @@ fn pins(fd: c_int) -> bool {
             let (major, minor) = (libc::major(stat.st_rdev), libc::minor(stat.st_rdev));
             (major, minor) == VFIO || !(HARMLESS.contains(&major) || PTYS.contains(&major))
         }
-        libc::S_IFREG => flags as i32 & libc::O_DIRECT != 0 || is_read_in_place(fd),
+        libc::S_IFREG => {
+            flags as i32 & libc::O_DIRECT != 0 || pager().is_some_and(|p| p.without_move) && is_read_in_place(fd)
+        }
         // (Pipes have O_DIRECT for something else.)
         _ => false,
     }
@@ -133,7 +165,9 @@ macro_rules! interpose_open {
             type Real = unsafe extern "C" fn($(interpose_open!(@int $dir),)? *const c_char, c_int, c_uint) -> c_int;
             // SAFETY: the function found under this name, with the caller's arguments. (The last is passed in a register
             // whether the caller has given it or not.)
-            opened(unsafe { core::mem::transmute::<usize, Real>($which.find())($($dir,)? path, flags, mode) })
+            let fd = unsafe { core::mem::transmute::<usize, Real>($which.find())($($dir,)? path, flags, mode) };
+            // SAFETY: it was opened by that name.
+            opened(fd, || flags & libc::O_DIRECT != 0 || unsafe { is_device(path) })
         }
     };
     (@int $dir:ident) => { c_int };
@@ -176,7 +210,7 @@ macro_rules! interpose_fopen {
             let file = unsafe { core::mem::transmute::<usize, Real>($which.find())(path, mode) };
             if !file.is_null() {
                 // SAFETY: an open file.
-                opened(unsafe { libc::fileno(file) });
+                opened(unsafe { libc::fileno(file) }, || unsafe { is_device(path) });
             }
             file
         }
@@ -187,7 +221,7 @@ macro_rules! interpose_fopen {
 pub fn called(nr: c_long, ret: isize) {
     let opens = [libc::SYS_open, libc::SYS_openat, libc::SYS_openat2].contains(&nr);
     if let Some(fd) = c_int::try_from(ret).ok().filter(|_| opens) {
-        opened(fd);
+        opened(fd, || true);
     }
 }
 
@@ -201,7 +235,9 @@ macro_rules! interpose_temporary {
         pub unsafe extern "C" fn $name(template: *mut c_char, second: c_int, third: c_int) -> c_int {
             type Real = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_int;
             // SAFETY: the function found under this name, with the caller's arguments. (In registers, given or not.)
-            opened(unsafe { core::mem::transmute::<usize, Real>($which.find())(template, second, third) })
+            let fd = unsafe { core::mem::transmute::<usize, Real>($which.find())(template, second, third) };
+            // (Of those that take flags each has them in another place; few files are made so.)
+            opened(fd, || true)
         }
     };
 }
@@ -229,7 +265,7 @@ macro_rules! interpose_fcntl {
             // SAFETY: the function found under this name, with the caller's arguments.
             let done = unsafe { core::mem::transmute::<usize, Real>($which.find())(fd, command, argument) };
             if command == libc::F_SETFL && done == 0 && argument as c_int & libc::O_DIRECT != 0 {
-                opened(fd);
+                opened(fd, || true);
             }
             done
         }

@@ -172,7 +172,7 @@ pub struct Pager {
     /// Whether pages leave and come without UFFDIO_MOVE: see `without_move`.
     pub without_move: bool,
     /// Whether a device may write to the program's memory behind the kernel's page tables, which without MOVE forbids to
-    /// take any of it: see `pins`.
+    /// take any of it, and with MOVE what is read-only: see `pins`.
     pub pins: AtomicBool,
     /// Which of the places is used that pages are taken to.
     pub scratch: AtomicUsize,

@@ -22,7 +22,7 @@
 //! it exceeded all the same.
 //!
 //! Of a process that tracks writes, or where the kernel cannot be asked about single mappings (before 6.11), it stays. Locked memory is
-//! not touched, nor what a thread waits for to be ceded.
+//! not touched, nor what a thread waits for to be ceded. And none leaves any more once the program may have pinned some (`pins`).
 //!
 //! Lock order: the calls, then the pager's lock, which is not held while the kernel copies or drops.
 
@@ -122,7 +122,8 @@ impl Piece {
 impl Pager {
     /// Notes pages that were refused for being read-only.
     pub(crate) fn note_read_only(&self, s: &mut State, vpn: u64, n: usize) {
-        if !self.tracks && !self.own_frames && s.leaving.lets(n) && s.leaving.noted.len() < RANGES_MOST {
+        let may = !self.tracks && !self.own_frames && !self.pins.load(Relaxed);
+        if may && s.leaving.lets(n) && s.leaving.noted.len() < RANGES_MOST {
             s.leaving.noted.push_back((vpn, n));
         }
     }
@@ -171,7 +172,12 @@ impl Pager {
         let (from, to) = maps::read_only_at(self.files.maps.load(Relaxed), at)?;
         let n = s.resident_run(vpn, (vpn + n.min(PIECE) as u64).min((to / PAGE) as u64));
         let unlocked = n > 0 && maps::advise_unlocked(at, n * PAGE).is_ok();
-        if !unlocked || self.lets_go() || self.uffd().register_tracked(from, to - from).is_err() {
+        // (Whether it may be pinned is asked with calls stopped: who made it read-only since it was pinned has said so before.)
+        if !unlocked
+            || self.pins.load(SeqCst)
+            || self.lets_go()
+            || self.uffd().register_tracked(from, to - from).is_err()
+        {
             return None;
         }
         if n < SMALL {
@@ -519,6 +525,22 @@ mod tests {
         p.group.faults.set("copy=0/1", 3).unwrap();
         assert_eq!((count(p, first, |t| t == Tag::Resident), there(p, first)), (N, N));
         is_right(p, first, &[]);
+    }
+
+    /// What is read-only may be pinned from the time before.
+    #[test]
+    fn what_may_be_pinned_stays() {
+        let p = testing::pager_told_of_moves(16 << 20);
+        let first = refused(p);
+        let (_, n) = p.state.lock().leaving.noted[0];
+        p.may_pin();
+        assert!(!serving(p, || p.take_read_only()) && p.begin_copy(&mut p.state.lock(), first, n).is_none());
+        assert_eq!((count(p, first, |t| t == Tag::Resident), there(p, first)), (N, N));
+        // Nor is it noted again.
+        let mut s = p.state.lock();
+        s.leaving.noted.clear();
+        p.note_read_only(&mut s, first, n);
+        assert!(!s.leaving.waits());
     }
 
     /// Locked memory is not touched.

@@ -77,3 +77,22 @@ fn what_is_changed_in_a_table_while_it_is_taken_over_stays_changed() {
         taken += usize::from(said.contains("r--p of nothing"));
     }
 }
+
+/// The story: MOVE says that memory is read-only before it looks whether a device may write to it. What was registered with an io_uring,
+/// and made read-only, was copied out and dropped; when the program had filled it anew the ring wrote what it had held before to a file.
+#[test]
+fn what_may_be_pinned_does_not_leave_when_it_is_read_only() {
+    let _beside = beside();
+    let Some(registered) = compile_c("registered") else { return };
+    for (how, leaves) in [("plain", "some"), ("ring", "none"), ("direct", "none"), ("inherited", "none")] {
+        let file = scratch("registered-file").join("data");
+        let subject = Subject::new("registered", &[&registered, &how, &file]);
+        let run = subject.start_limited(16 * MIB).finish();
+        if run.status.code() == Some(77) {
+            say(&format!("SKIPPED {how}: {}", run.stdout.text().trim()));
+            continue;
+        }
+        let said = run.stdout.text();
+        assert!(run.status.success() && said == format!("{leaves} left, 0 wrong\n"), "{how}\n{}", run.describe());
+    }
+}
