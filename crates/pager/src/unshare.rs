@@ -126,12 +126,15 @@ impl Pager {
     /// Makes pages shared with a child this process's own, so that they can be moved: the kernel copies them. False where not all ranges
     /// were tried: who cedes memory waits for this, or a mapping call does not end. What is left is found to be shared again.
     fn unshare(&self, ranges: &[(usize, usize)]) -> bool {
-        ranges.iter().all(|(at, len)| {
+        // (Once for all of them: it is little, and each time others' calls would wait.)
+        let Some(mut s) = self.lock_between_calls() else { return false };
+        let mut all = true;
+        for (at, len) in ranges {
             self.show_progress();
             if self.ceding.is_wanted() {
-                return false;
+                all = false;
+                break;
             }
-            let Some(s) = self.lock_between_calls() else { return false };
             let (first, end) = ((at / PAGE) as u64, ((at + len) / PAGE) as u64);
             let len = s.resident_run(first, end) * PAGE;
             drop(s);
@@ -140,9 +143,11 @@ impl Pager {
                 // SAFETY: populating changes no contents. Without the lock, as a missing page is served by the handler.
                 let _ = unsafe { sys!(libc::SYS_madvise, *at, len, libc::MADV_POPULATE_WRITE) };
             }
-            self.calls.go_on();
-            true
-        })
+            s = self.state.lock();
+        }
+        drop(s);
+        self.calls.go_on();
+        all
     }
 }
 
