@@ -66,6 +66,22 @@ fn map(at: usize, len: usize, prot: i32, fixed: bool) -> Result<usize, Errno> {
     unsafe { sys!(libc::SYS_mmap, at, len, prot, flags, -1isize, 0) }
 }
 
+/// Makes a new mapping readable and writable that was made inaccessible, without giving it a page.
+///
+/// The story: a program had locked its memory (`mlockall` with MCL_FUTURE), where the kernel fills what is mapped before it can be
+/// registered: a shared region's holes with zeros, which were read instead of what was out, and writes to which nobody else saw. What is
+/// inaccessible the kernel does not fill, nor what is not locked any more when it becomes accessible.
+///
+/// # Errors
+/// The kernel's.
+pub(crate) fn open(at: usize, len: usize) -> Result<(), Errno> {
+    // SAFETY: callers pass mappings of theirs, which nobody uses yet.
+    unsafe {
+        sys!(libc::SYS_munlock, at, len)?;
+        sys!(libc::SYS_mprotect, at, len, libc::PROT_READ | libc::PROT_WRITE).map(drop)
+    }
+}
+
 impl Layout {
     /// Reserves the range for a limit of `limit` bytes and makes the heap and the stacks usable.
     ///

@@ -72,15 +72,17 @@ pub fn has(fd: &OwnedFd, at: u64) -> io::Result<bool> {
     }
 }
 
-/// Maps an object, shared, at an address of the kernel's choice, or at `fixed` over what is there.
+/// Protection of memory that is read and written.
+pub const WRITABLE: i32 = libc::PROT_READ | libc::PROT_WRITE;
+
+/// Maps an object, shared and protected as `prot` says, at an address of the kernel's choice, or at `fixed` over what is there.
 ///
 /// # Errors
 /// The kernel's.
 ///
 /// # Safety
 /// Nobody may use what is mapped at `fixed`.
-pub unsafe fn map(fd: &OwnedFd, len: usize, writable: bool, fixed: Option<usize>) -> io::Result<usize> {
-    let prot = if writable { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_READ };
+pub unsafe fn map(fd: &OwnedFd, len: usize, prot: i32, fixed: Option<usize>) -> io::Result<usize> {
     let flags = libc::MAP_SHARED | libc::MAP_NORESERVE | if fixed.is_some() { libc::MAP_FIXED } else { 0 };
     // SAFETY: a new mapping, or as the caller promises.
     let at = unsafe { libc::mmap(fixed.unwrap_or(0) as *mut _, len, prot, flags, fd.as_raw_fd(), 0) };

@@ -25,7 +25,7 @@ impl Published {
         // (Nobody makes it smaller under us.)
         memfd::seal(&object, memfd::SEAL_SIZE).map_err(errno)?;
         // SAFETY: a new mapping.
-        let at = unsafe { memfd::map(&object, size_of::<GroupPage>(), true, None) }.map_err(errno)?;
+        let at = unsafe { memfd::map(&object, size_of::<GroupPage>(), memfd::WRITABLE, None) }.map_err(errno)?;
         Ok(Self { at, _object: object })
     }
 

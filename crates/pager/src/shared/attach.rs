@@ -127,9 +127,10 @@ impl Object {
     }
 }
 
+/// Maps the object, which nobody can touch before it is registered: see [`arena::open`].
 fn map_object(object: &OwnedFd, len: usize, at: Option<usize>) -> io::Result<usize> {
     // SAFETY: where a place is wanted, it is one that was reserved for this: see `in_child`.
-    let base = unsafe { memfd::map(object, len, true, at) }?;
+    let base = unsafe { memfd::map(object, len, libc::PROT_NONE, at) }?;
     // SAFETY: advice on our own mapping, before anybody uses it.
     unsafe {
         sys!(libc::SYS_madvise, base, len, libc::MADV_DONTFORK).map_err(os)?;
@@ -150,7 +151,7 @@ fn map_error(base: usize, len: usize) {
     };
     let done = memfd::create(c"uzswap-gone", 0).and_then(|empty| {
         // SAFETY: a new mapping that replaces nothing.
-        let at = unsafe { memfd::map(&empty, len, true, None) }?;
+        let at = unsafe { memfd::map(&empty, len, memfd::WRITABLE, None) }?;
         let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
         // SAFETY: the place is the region's, whose users get what they are promised, at once; what moves there nobody knows yet.
         let moved = except(at).and_then(|_| unsafe { sys!(libc::SYS_mremap, at, len, len, flags, base) }.map_err(os));
@@ -206,6 +207,7 @@ fn attach(
     drop(object);
     let rest = (|| {
         Uffd::from_raw(uffd.as_raw_fd()).register_shared(base, len + SPARE).map_err(os)?;
+        arena::open(base, len + SPARE).map_err(os)?;
         wire::send(&socket, &wire::words(&[0, base as u64]), &[uffd.as_raw_fd()])?;
         let (answer, _) = wire::receive(&socket)?;
         if answer[0] != 0 {

@@ -18,7 +18,7 @@
 //! that is under way, which waits for nobody.
 
 use super::owner::spawn;
-use crate::arena::PAGE;
+use crate::arena::{self, PAGE};
 use std::cell::Cell;
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -79,11 +79,11 @@ impl Gate {
         // The page is there from the beginning, so that the write needs no memory.
         memfd::populate(object, spare, PAGE as u64).map_err(errno)?;
         let len = spare as usize + PAGE;
-        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // SAFETY: new mappings, and advice on them.
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: new mappings, and advice on them. (Nothing fills them before they are registered: see `arena::open`.)
         let (base, buffer) = unsafe {
-            let base = memfd::map(object, len, true, None).map_err(errno)?;
-            let buffer = sys!(libc::SYS_mmap, 0, PAGE, prot, flags, -1isize, 0);
+            let base = memfd::map(object, len, libc::PROT_NONE, None).map_err(errno)?;
+            let buffer = sys!(libc::SYS_mmap, 0, PAGE, libc::PROT_NONE, flags, -1isize, 0);
             for (at, len) in [(base, len)].into_iter().chain(buffer.map(|b| (b, PAGE))) {
                 let _ = sys!(libc::SYS_madvise, at, len, libc::MADV_DONTFORK);
                 let _ = sys!(libc::SYS_madvise, at, len, libc::MADV_NOHUGEPAGE);
@@ -105,6 +105,8 @@ impl Gate {
         buffer?;
         gate.uffd().register_shared(base, len)?;
         gate.uffd().register(gate.buffer, PAGE)?;
+        arena::open(base, len)?;
+        arena::open(gate.buffer, PAGE)?;
         let (done, buffer) = (gate.done.clone(), gate.buffer);
         spawn("uzswap-gate", move || work(&asked, &file, spare, buffer, &done)).map_err(errno)?;
         Ok(gate)

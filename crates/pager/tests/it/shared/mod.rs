@@ -1,6 +1,7 @@
 //! Shared regions: several mappings, several processes.
 mod errors;
 mod forks;
+mod locked;
 mod markers;
 mod near;
 mod pins;

@@ -100,8 +100,10 @@ fn be_a_worker() {
             assert_eq!(unsafe { libc::setuid(65534) }, 0);
             say(&format!("{:?}", SharedMapping::attach(&path).map(|_| ()).unwrap_err().kind()));
         }
-        other if [super::forks::be, super::scarce::be, super::errors::be].iter().any(|be| be(other, &path, number)) => {
-        }
+        other
+            if [super::forks::be, super::scarce::be, super::errors::be, super::locked::be]
+                .iter()
+                .any(|be| be(other, &path, number)) => {}
         other => super::removes::be(other, &path, number),
     }
 }
