@@ -57,20 +57,23 @@ pub struct Layout {
     pub pool: usize,
 }
 
-fn map(at: usize, len: usize, prot: i32, fixed: bool) -> Result<usize, Errno> {
-    let mut flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    if fixed {
-        flags |= libc::MAP_FIXED;
-    }
-    // SAFETY: a fresh mapping, or (fixed) one over our own reservation.
-    unsafe { sys!(libc::SYS_mmap, at, len, prot, flags, -1isize, 0) }
+/// The kind of mapping that a reservation is.
+const RESERVED: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+
+/// Reserves address space that is inaccessible until it is [opened](open).
+///
+/// # Errors
+/// The kernel's.
+pub(crate) fn reserve(len: usize) -> Result<usize, Errno> {
+    // SAFETY: a fresh mapping.
+    unsafe { sys!(libc::SYS_mmap, 0, len, libc::PROT_NONE, RESERVED, -1isize, 0) }
 }
 
 /// Makes a new mapping readable and writable that was made inaccessible, without giving it a page.
 ///
 /// The story: a program had locked its memory (`mlockall` with MCL_FUTURE), where the kernel fills what is mapped before it can be
-/// registered: a shared region's holes with zeros, which were read instead of what was out, and writes to which nobody else saw. What is
-/// inaccessible the kernel does not fill, nor what is not locked any more when it becomes accessible.
+/// registered: a shared region's holes with zeros, which were read instead of what was out, and writes to which nobody else saw. (And all
+/// of a reservation of 75 GB.) What is inaccessible the kernel does not fill, nor what is not locked any more when it becomes accessible.
 ///
 /// # Errors
 /// The kernel's.
@@ -91,7 +94,7 @@ impl Layout {
     pub fn reserve(limit: usize) -> Result<Self, Errno> {
         let slots = ((limit + (64 << 20)).max(128 << 20) / PAGE).next_multiple_of(512).min((1 << 25) - 512);
         let len = HEAP_BYTES + STACKS_BYTES + SCRATCHES * SCRATCH_BYTES + slots * PAGE + POOL_BYTES + 7 * GUARD;
-        let raw = map(0, len, libc::PROT_NONE, false)?;
+        let raw = reserve(len)?;
         Self::within(raw, len, slots).inspect_err(|_| {
             // SAFETY: our reservation, or what is left of it, in which nothing is yet.
             let _ = unsafe { sys!(libc::SYS_munmap, raw, len) };
@@ -110,11 +113,8 @@ impl Layout {
         let bells = scratch + SCRATCHES * SCRATCH_BYTES + GUARD;
         let arena = bells + 2 * GUARD;
         let pool = (arena + slots * PAGE).next_multiple_of(GUARD) + GUARD;
-        let rw = libc::PROT_READ | libc::PROT_WRITE;
-        map(base, HEAP_BYTES + STACKS_BYTES, rw, true)?;
-        map(arena, slots * PAGE, rw, true)?;
-        map(pool, POOL_BYTES - GUARD, rw, true)?;
         for (at, n) in [(base, HEAP_BYTES + STACKS_BYTES), (arena, slots * PAGE), (pool, POOL_BYTES - GUARD)] {
+            open(at, n)?;
             // SAFETY: advice on our own mappings.
             unsafe {
                 let _ = sys!(libc::SYS_madvise, at, n, libc::MADV_NOHUGEPAGE);
@@ -174,8 +174,13 @@ impl Layout {
 /// # Safety
 /// Nobody may need the contents, and the range must not be registered.
 pub unsafe fn remap(at: usize, len: usize) -> bool {
-    let mapped = map(at, len, libc::PROT_READ | libc::PROT_WRITE, true).is_ok();
+    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, RESERVED | libc::MAP_FIXED);
+    // SAFETY: a mapping over part of our own.
+    let mapped = unsafe { sys!(libc::SYS_mmap, at, len, prot, flags, -1isize, 0) }.is_ok();
     if mapped {
+        // (Where the program locks what it maps there is memory in it by now.)
+        // SAFETY: as above; nothing is in it that anybody needs.
+        let _ = unsafe { sys!(libc::SYS_munlock, at, len).map(|_| discard(at, len)) };
         for advice in [libc::MADV_NOHUGEPAGE, libc::MADV_DONTDUMP] {
             // SAFETY: advice on our own mapping.
             let _ = unsafe { sys!(libc::SYS_madvise, at, len, advice) };
@@ -203,7 +208,7 @@ pub unsafe fn touch_huge(at: usize, len: usize) -> bool {
 
 /// Reserves a part of uzswap's range that may have come to be unmapped; whether it is uzswap's.
 pub fn reserve_again(at: usize, len: usize) -> bool {
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
+    let flags = RESERVED | libc::MAP_FIXED_NOREPLACE;
     // SAFETY: a new mapping, where there is none.
     unsafe { sys!(libc::SYS_mmap, at, len, libc::PROT_NONE, flags, -1isize, 0) }.is_ok()
 }

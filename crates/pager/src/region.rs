@@ -15,6 +15,8 @@
 //! - `madvise`, `mremap`, `munmap` and `mprotect` on a region are not seen and must not be used.
 //! - After `fork` the child has no access to regions (`MADV_DONTFORK`): touching one is SIGSEGV. Nor may it ask anything of one, as
 //!   the lock may be held by a thread that it does not have. It may drop one, which then does nothing.
+//! - `mlockall` with MCL_CURRENT must not be called while there is a region, for it fills all address space that uzswap has reserved, 75 GB
+//!   for each. With MCL_FUTURE it may be called before: what a region takes is not locked. (Nor is a region to be locked by `mlock`.)
 //! - SIGBUS must stay handled by this module and unblocked in threads that touch a region. A program that installs its
 //!   own handler later must chain to the one it replaces.
 //!
@@ -27,7 +29,7 @@
 //! Counted against the limit is what can be counted exactly without asking the kernel: resident, staged and free
 //! frames, and the pool. The tables come on top (see [`Stats::metadata`]).
 
-use crate::arena::{Layout, PAGE, pages_of};
+use crate::arena::{self, Layout, PAGE, pages_of};
 use crate::group::{CODEC_DEFLATE, CODEC_LZ4, CODEC_ZSTD, GroupPage, MAGIC, algorithm};
 use crate::mapfile::{Kind as MapKind, MapFile};
 use crate::marks::Marks;
@@ -552,15 +554,13 @@ fn unmap(at: usize, len: usize) {
 
 /// Maps `len` bytes aligned to a block. (What is before and behind is free for other mappings.)
 fn map_aligned(len: usize) -> Result<usize, Errno> {
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     let whole = len.checked_add(2 * BLOCK).ok_or(libc::ENOMEM)?;
-    let rw = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping, of which the ends are given back.
-    let raw = unsafe { sys!(libc::SYS_mmap, 0, whole, rw, flags, -1isize, 0) }?;
+    let raw = arena::reserve(whole)?;
     let base = raw.next_multiple_of(BLOCK);
     if base > raw {
         unmap(raw, base - raw);
     }
     unmap(base + len, raw + whole - (base + len));
+    arena::open(base, len).inspect_err(|_| unmap(base, len))?;
     Ok(base)
 }

@@ -1,6 +1,6 @@
 //! The pool of a shared region: compressed objects in the owner's own memory.
 
-use crate::arena::discard;
+use crate::arena::{self, discard};
 use crate::object::{self, Header};
 use uzswap_mm::zsmalloc::{Handle, ZsPool};
 use uzswap_sys::raw::Errno;
@@ -17,15 +17,14 @@ impl Store {
     /// A pool that can take `bytes` of objects.
     pub fn new(bytes: usize) -> Result<Self, Errno> {
         let len = bytes.next_multiple_of(4096);
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: a new mapping, with advice on it.
-        let base = unsafe {
-            let base = sys!(libc::SYS_mmap, 0, len, libc::PROT_READ | libc::PROT_WRITE, flags, -1isize, 0)?;
-            let _ = sys!(libc::SYS_madvise, base, len, libc::MADV_DONTFORK);
-            let _ = sys!(libc::SYS_madvise, base, len, libc::MADV_NOHUGEPAGE);
-            base
-        };
-        Ok(Self { pool: ZsPool::new(len), base, len })
+        let store = Self { pool: ZsPool::new(len), base: arena::reserve(len)?, len };
+        // SAFETY: advice on a new mapping.
+        unsafe {
+            let _ = sys!(libc::SYS_madvise, store.base, len, libc::MADV_DONTFORK);
+            let _ = sys!(libc::SYS_madvise, store.base, len, libc::MADV_NOHUGEPAGE);
+        }
+        arena::open(store.base, len)?;
+        Ok(store)
     }
 
     /// Bytes held from the kernel.

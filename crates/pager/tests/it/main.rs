@@ -6,4 +6,5 @@ mod pagemap;
 mod region;
 mod sequences;
 mod shared;
+mod surroundings;
 mod tracking;

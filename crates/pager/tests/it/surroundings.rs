@@ -1,0 +1,59 @@
+//! Regions of programs that lock their memory, close descriptors, or fork.
+
+use crate::alone::{by_itself, skip};
+use crate::region::{MIB, PAGE};
+use uzswap_pager::region::{Options, Region};
+
+/// The first word of a page.
+fn word(region: &Region, page: usize) -> *mut u64 {
+    assert!((page + 1) * PAGE <= region.len());
+    // SAFETY: within the region.
+    unsafe { region.as_mut_ptr().add(page * PAGE).cast() }
+}
+
+/// Fills a region of so many MiB under a limit of eight, and reads it again.
+fn filled(size: usize, options: &Options) -> Region {
+    let region = Region::new(size * MIB, options).unwrap();
+    for page in 0..size * MIB / PAGE {
+        // SAFETY: within the region, which nobody else uses.
+        unsafe { word(&region, page).write_volatile(page as u64 + 1) };
+    }
+    for page in 0..size * MIB / PAGE {
+        // SAFETY: as above.
+        assert_eq!(unsafe { word(&region, page).read_volatile() }, page as u64 + 1);
+    }
+    region
+}
+
+/// A figure of this process's, in bytes.
+fn status(name: &str) -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+    line.trim_start_matches(':').trim().trim_end_matches(" kB").parse::<usize>().unwrap() << 10
+}
+
+/// The story: all that a region reserves, 75 GB, was filled, as was the region, past its limit.
+#[test]
+fn a_program_that_locks_its_memory_may_make_a_region() {
+    if !by_itself("surroundings::a_program_that_locks_its_memory_may_make_a_region") {
+        return;
+    }
+    let lock = |more: i32| {
+        // SAFETY: a plain call, in a process of a few MiB.
+        unsafe { libc::mlockall(libc::MCL_FUTURE | more) == 0 }
+    };
+    // (What is locked on its first touch is known as locked before, so this fills nothing whatever becomes of it.)
+    const MCL_ONFAULT: i32 = 4;
+    if !lock(MCL_ONFAULT) {
+        return skip("the process may not lock its memory");
+    }
+    let before = status("VmLck");
+    match Region::new(16 * MIB, &Options::new(8 * MIB)) {
+        Ok(_region) => assert!(status("VmLck") < before + (1 << 30), "{} MiB", status("VmLck") / MIB),
+        Err(e) => return skip(&format!("the process may lock little: {e}")),
+    }
+    assert!(lock(0));
+    let region = filled(64, &Options::new(8 * MIB));
+    assert!(region.stats().charged <= 8 * MIB, "{:?}", region.stats());
+    assert!(status("VmRSS") < 48 * MIB, "{} MiB", status("VmRSS") / MIB);
+}
