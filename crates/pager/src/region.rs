@@ -17,6 +17,8 @@
 //!   the lock may be held by a thread that it does not have. It may drop one, which then does nothing.
 //! - `mlockall` with MCL_CURRENT must not be called while there is a region, for it fills all address space that uzswap has reserved, 75 GB
 //!   for each. With MCL_FUTURE it may be called before: what a region takes is not locked. (Nor is a region to be locked by `mlock`.)
+//! - A region's descriptors must not be closed. Where they are (`close_range`), what is out is lost: touching it is SIGBUS, and uzswap says
+//!   so. (It would read as zeros; a thread, `uzswap-keeper`, sees to it that it does not, where it may have a descriptor table of its own.)
 //! - SIGBUS must stay handled by this module and unblocked in threads that touch a region. A program that installs its
 //!   own handler later must chain to the one it replaces.
 //!
@@ -46,10 +48,12 @@ use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;
 use uzswap_sys::uffd::{self, Uffd};
 
+mod keeper;
 mod markers;
 mod published;
 mod signals;
 
+use keeper::Keeper;
 pub use markers::WriteWatch;
 use published::Published;
 use signals::{REGISTRY, SignalsBlocked, install_handler};
@@ -212,6 +216,7 @@ pub struct Region {
     pager: *mut Pager,
     group: Published,
     threads: Vec<std::thread::JoinHandle<()>>,
+    keeper: Option<Keeper>,
     /// The process that made it.
     process: u32,
     /// Outlives the pager, whose table writes to it (as the group does): fields are dropped after [`Drop::drop`].
@@ -257,6 +262,7 @@ impl Region {
             pager: core::ptr::null_mut(),
             group: published,
             threads: Vec::new(),
+            keeper: None,
             process: std::process::id(),
             page_map: None,
         };
@@ -320,6 +326,7 @@ impl Region {
             pager.state.lock().pt.publish(unsafe { map.writer_unbound() }, (self.base / PAGE) as u64);
             self.page_map = Some(std::sync::Arc::new(map));
         }
+        self.keeper = Keeper::start(uffd.fd());
         self.start_threads(pager)
     }
 
@@ -498,7 +505,7 @@ impl Drop for Region {
         if std::process::id() != self.process {
             // A forked child has neither the threads nor the memory, the page map's included: what is in its place is somebody else's.
             core::mem::take(&mut self.threads).into_iter().for_each(core::mem::forget);
-            core::mem::forget(self.page_map.take());
+            core::mem::forget((self.page_map.take(), self.keeper.take()));
             return;
         }
         if !self.threads.is_empty() {

@@ -206,12 +206,14 @@ impl Pager {
         let _ = self.make_room(&mut s, vpn);
         // (What cannot be done now, EAGAIN of the kernel, is tried again by the access itself, which faults again.)
         let _ = self.serve(&mut s, Request { vpn, write, protected: false });
-        let lost = s.pt.get(vpn).tag() == Tag::Poisoned;
+        let tag = s.pt.get(vpn).tag();
         let wake = self.needs_reclaim(&s);
         drop(s);
         if wake {
             self.wake_reclaim();
         }
-        !lost
+        // (Of a page that is there it is asked too where it may still be write-protected.)
+        let asks = tag != Tag::Resident || (write && self.marks.is_some());
+        tag != Tag::Poisoned && !(asks && self.is_cut_off(vpn))
     }
 }

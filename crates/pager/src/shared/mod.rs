@@ -73,6 +73,7 @@ mod wire;
 use crate::region::{Compressor, LEAST_LIMIT};
 use attach::{Attached, Control, milliseconds, pages_of};
 use line::Line;
+pub(crate) use owner::isolate_descriptors;
 pub use pin::SharedPin;
 use std::io;
 use std::ops::Range;

@@ -157,7 +157,7 @@ pub(super) fn say_at_once(text: String) {
 }
 
 /// Gives the calling thread a descriptor table of its own in which only `keep` is open, besides three of /dev/null.
-pub(super) fn isolate_descriptors(keep: &[RawFd]) -> io::Result<()> {
+pub(crate) fn isolate_descriptors(keep: &[RawFd]) -> io::Result<()> {
     let os = io::Error::from_raw_os_error;
     let mut keep = keep.to_vec();
     keep.sort_unstable();

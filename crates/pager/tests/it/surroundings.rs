@@ -57,3 +57,50 @@ fn a_program_that_locks_its_memory_may_make_a_region() {
     assert!(region.stats().charged <= 8 * MIB, "{:?}", region.stats());
     assert!(status("VmRSS") < 48 * MIB, "{} MiB", status("VmRSS") / MIB);
 }
+
+/// Closes all descriptors in a child, then reads and writes a region.
+fn touch_after_closing(options: &Options) {
+    let region = filled(32, options);
+    // SAFETY: this process has no other use for them, and ends by a signal.
+    unsafe { libc::syscall(libc::SYS_close_range, 3, u32::MAX, 0) };
+    let pages = 0..region.len() / PAGE;
+    // SAFETY: within the region.
+    let wrong = pages.filter(|page| unsafe { word(&region, *page).read_volatile() } != *page as u64 + 1).count();
+    println!("{wrong} pages read wrong");
+}
+
+/// The story: the last descriptor of the userfaultfd was gone, and with it the registration: what was out read as zeros.
+#[test]
+fn what_is_out_when_descriptors_are_closed_is_never_read_as_zeros() {
+    const TEST: &str = "surroundings::what_is_out_when_descriptors_are_closed_is_never_read_as_zeros";
+    const WAY: &str = "UZSWAP_TEST_CLOSED";
+    let plain = Options::new(8 * MIB);
+    if let Some(way) = std::env::var_os(WAY) {
+        return match way.to_str() {
+            Some("plain") => touch_after_closing(&plain),
+            Some("copied") => touch_after_closing(&Options { without_move: true, ..plain }),
+            _ => write_after_closing(),
+        };
+    }
+    for way in ["plain", "copied", "tracked"] {
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        let ended = command.args(["--exact", TEST, "--nocapture"]).env(WAY, way).output().unwrap();
+        let said = [ended.stdout, ended.stderr].map(|text| String::from_utf8_lossy(&text).into_owned()).concat();
+        let signal = std::os::unix::process::ExitStatusExt::signal(&ended.status);
+        assert_eq!(signal, Some(libc::SIGBUS), "{way}: {said}");
+        assert_eq!(said.matches("has closed a region's descriptors").count(), 1, "{way}: {said}");
+        assert!(!said.contains("read wrong"), "{way}: {said}");
+    }
+}
+
+/// Closes all descriptors, then writes to a page that is there, and whose next write is to be noted.
+fn write_after_closing() {
+    let region = filled(4, &Options { track_writes: true, ..Options::new(8 * MIB) });
+    region.clear_soft_dirty(0..region.len()).unwrap();
+    // SAFETY: as in `touch_after_closing`; within the region.
+    unsafe {
+        libc::syscall(libc::SYS_close_range, 3, u32::MAX, 0);
+        assert_eq!(word(&region, 7).read_volatile(), 8);
+        word(&region, 7).write_volatile(9);
+    }
+}

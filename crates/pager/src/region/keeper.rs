@@ -1,0 +1,59 @@
+//! A region whose descriptors the program has closed (`close_range`, a daemon's loop over all numbers).
+//!
+//! The end of the last descriptor of a userfaultfd ends its registrations, and what is out then reads as zeros. So a thread with a
+//! descriptor table of its own, the *keeper*, holds another: the memory stays registered as long as the region lives. A thread that
+//! touches what is out has SIGBUS, finds that it can do nothing, says so, and leaves the signal to the handler that was there before.
+
+use super::SignalsBlocked;
+use crate::arena::PAGE;
+use crate::pager::Pager;
+use crate::shared::isolate_descriptors;
+use core::sync::atomic::{AtomicBool, Ordering::*};
+use std::sync::mpsc::{Sender, channel};
+use std::thread::JoinHandle;
+
+/// The keeper, until this is dropped.
+#[derive(Debug)]
+pub(super) struct Keeper {
+    /// Its end ends the thread.
+    lives: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Keeper {
+    /// Starts one for a userfaultfd, which it has when this returns. None where that is refused: all is as it is with one, then, as long
+    /// as the program closes nothing.
+    pub(super) fn start(uffd: i32) -> Option<Self> {
+        let ((lives, waits), (said, heard)) = (channel::<()>(), channel());
+        let quiet = SignalsBlocked::new();
+        let thread =
+            std::thread::Builder::new().name("uzswap-keeper".to_owned()).stack_size(64 << 10).spawn(move || {
+                let _ = said.send(isolate_descriptors(&[uffd]).is_ok());
+                let _ = waits.recv();
+            });
+        drop(quiet);
+        let keeper = Self { lives: Some(lives), thread: Some(thread.ok()?) };
+        heard.recv().is_ok_and(|alone| alone).then_some(keeper)
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        drop(self.lives.take());
+        self.thread.take().into_iter().for_each(|thread| drop(thread.join()));
+    }
+}
+
+impl Pager {
+    /// Whether nothing can be brought to a page any more, as the program has closed the userfaultfd: which is said once.
+    pub(super) fn is_cut_off(&self, vpn: u64) -> bool {
+        static SAID: AtomicBool = AtomicBool::new(false);
+        if self.uffd().is_registered(vpn as usize * PAGE, PAGE, self.layout.unreadable()) != Ok(false) {
+            return false;
+        }
+        if !SAID.swap(true, AcqRel) {
+            self.say(b"uzswap: the program has closed a region's descriptors; what of the region is out is lost, and touching it is SIGBUS\n");
+        }
+        true
+    }
+}
