@@ -15,7 +15,7 @@ use core::sync::atomic::{AtomicU64, Ordering::*};
 use uzswap_mm::pagemap::{PageMap, PageMapWriter};
 use uzswap_mm::pagetable::STRETCH_PAGES;
 use uzswap_sys::raw::{self, Errno};
-use uzswap_sys::sys;
+use uzswap_sys::{sys, thread};
 
 /// The first word.
 pub const MAGIC: u64 = 0x757a_6d61_7000_0001;
@@ -67,6 +67,8 @@ pub struct MapFile {
     kind: Option<Kind>,
     /// Whether it is this process's own: another's can only be read.
     own: bool,
+    /// The process that mapped it. A forked child has not its own (`MADV_DONTFORK`).
+    process: i32,
 }
 
 impl MapFile {
@@ -102,7 +104,7 @@ impl MapFile {
                 return Err(e);
             }
         };
-        let map = Self { at, len, fd, pages, kind: Some(kind), own: true };
+        let map = Self { at, len, fd, pages, kind: Some(kind), own: true, process: thread::getpid() };
         let head = map.head();
         for (word, value) in [(KIND, kind as u64), (BASE, base as u64), (PAGES, pages), (LIMIT, limit)] {
             head[word].store(value, Relaxed);
@@ -134,7 +136,7 @@ impl MapFile {
                 return Err(e);
             }
         };
-        let mut map = Self { at, len, fd, pages: 0, kind: None, own: false };
+        let mut map = Self { at, len, fd, pages: 0, kind: None, own: false, process: thread::getpid() };
         map.pages = map.head()[PAGES].load(Relaxed);
         map.kind = Kind::of(map.head()[KIND].load(Relaxed));
         // Its size cannot shrink below what it says, or reading would be SIGBUS.
@@ -290,10 +292,13 @@ pub(crate) unsafe fn give_back(table: usize, n: u64) {
     let _ = unsafe { sys!(libc::SYS_madvise, table + n as usize * PIECE, PIECE, libc::MADV_REMOVE) };
 }
 
+/// The story: a forked child dropped the page map of its parent's region, and unmapped what it had of its own in that place.
 impl Drop for MapFile {
     fn drop(&mut self) {
-        // SAFETY: our mapping; what borrows from it has ended.
-        let _ = unsafe { sys!(libc::SYS_munmap, self.at, self.len) };
+        if !self.own || self.process == thread::getpid() {
+            // SAFETY: our mapping; what borrows from it has ended.
+            let _ = unsafe { sys!(libc::SYS_munmap, self.at, self.len) };
+        }
         raw::close(self.fd);
     }
 }
@@ -325,6 +330,32 @@ mod tests {
         // SAFETY: no memory is involved.
         let other = unsafe { sys!(libc::SYS_dup, 0) }.unwrap() as i32;
         assert!(MapFile::open(other).is_err());
+    }
+
+    /// See `drop`.
+    #[test]
+    fn a_forked_child_that_drops_a_map_unmaps_nothing_of_its_own() {
+        let map = MapFile::create(Kind::Region, 0, 4096, 5).unwrap();
+        let (at, len, rw) = (map.at, map.len, libc::PROT_READ | libc::PROT_WRITE);
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+        // SAFETY: the child makes system calls only, and leaves without the harness.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: a new mapping that replaces nothing, and is read where it must still be (SIGSEGV else).
+            unsafe {
+                let own = sys!(libc::SYS_mmap, at, len, rw, flags, -1isize, 0);
+                drop(map);
+                let read = (at as *const u8).read_volatile();
+                libc::_exit(i32::from(own != Ok(at) || read != 0));
+            }
+        }
+        let mut status = 0;
+        // SAFETY: a child of ours.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!(status, 0);
+        // Here it is what it was.
+        map.writer().set(7, PageState(PRESENT));
+        assert_eq!(map.map().get(7), PageState(PRESENT));
     }
 
     /// The story: the number of pages was read anew for each look, from memory that its owner can write to, and led whoever looks at a

@@ -44,7 +44,7 @@ impl View {
         Self { map, markers, asker: Some(asker) }
     }
 
-    /// The map of a region that is not shared.
+    /// The map of a region that is not shared: no forked child has it.
     pub(crate) fn of_private(map: Arc<MapFile>, markers: Option<Arc<MapFile>>) -> Self {
         Self { map, markers, asker: None }
     }
