@@ -124,8 +124,12 @@ impl WriteWatch<'_> {
     }
 }
 
+/// The story: a forked child that dropped its parent's ended by SIGSEGV, as it has nothing of the region.
 impl Drop for WriteWatch<'_> {
     fn drop(&mut self) {
+        if std::process::id() != self.region.process {
+            return;
+        }
         let _ = self.region.unprotect(0..self.region.len());
     }
 }

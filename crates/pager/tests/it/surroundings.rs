@@ -104,3 +104,34 @@ fn write_after_closing() {
         word(&region, 7).write_volatile(9);
     }
 }
+
+#[test]
+fn a_forked_child_may_drop_what_it_has_of_a_region() {
+    if !by_itself("surroundings::a_forked_child_may_drop_what_it_has_of_a_region") {
+        return;
+    }
+    let region = filled(1, &Options { track_writes: true, ..Options::new(8 * MIB) });
+    let (watch, view) = (region.watch_writes().unwrap(), region.page_map().unwrap());
+    watch.protect(0..PAGE).unwrap();
+    // SAFETY: the child drops what it has, and leaves without the harness.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        drop(watch);
+        drop(view);
+        drop(region);
+        // SAFETY: ends the child at once.
+        unsafe { libc::_exit(0) };
+    }
+    let mut status = 0;
+    // SAFETY: a child of ours.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(status, 0);
+    assert_eq!(view.summary().write_protected, 1);
+    drop(watch);
+    assert_eq!(view.summary().write_protected, 0);
+    // SAFETY: within the region.
+    unsafe { word(&region, 0).write_volatile(5) };
+    assert_eq!(region.page_out(0..PAGE), 1);
+    // SAFETY: as above.
+    assert_eq!(unsafe { word(&region, 0).read_volatile() }, 5);
+}
