@@ -162,6 +162,9 @@ impl Pager {
     }
 
     fn say_full(&self, s: &State, over: Over, on_full: u32) {
+        if self.own_frames {
+            return self.say_region_full(s, over, on_full);
+        }
         let mut line = Line::default();
         let _ = write!(
             line,
@@ -191,6 +194,25 @@ impl Pager {
             _ => "it goes on above its limit (--on-full=exceed)",
         };
         let _ = writeln!(line, "; {what}");
+        self.say(line.text());
+    }
+
+    /// The same of a region of the library, which has no group that anybody could name, nor options of a command line.
+    fn say_region_full(&self, s: &State, over: Over, on_full: u32) {
+        let (mut line, pool) = (Line::default(), s.pool.held_bytes());
+        let what = match on_full {
+            ON_FULL_KILL => "the process is killed, as its on_full says",
+            _ => "it goes on above its limit",
+        };
+        let _ = writeln!(
+            line,
+            "uzswap: a region is full: {} are used of its limit of {}, {} too much, and nothing more can be taken out of memory (resident {}, pool {}); {what}",
+            Mib(over.charge),
+            Mib(over.max),
+            Mib(over.charge - over.max),
+            Mib(over.charge.saturating_sub(pool)),
+            Mib(pool),
+        );
         self.say(line.text());
     }
 

@@ -59,7 +59,8 @@ pub use markers::WriteWatch;
 use published::Published;
 use signals::{REGISTRY, SignalsBlocked, install_handler};
 
-/// Regions a process can have at once.
+/// Regions a process can have at once. Each takes four of its descriptors (`ulimit -n`): with [`Options::track_writes`] five, without
+/// [`Options::page_map`] one less.
 pub const MOST_REGIONS: usize = 256;
 /// The least limit: what one batch on its way needs, with room to spare.
 pub const LEAST_LIMIT: usize = 8 << 20;
@@ -109,7 +110,8 @@ pub struct Options {
     /// Keeps a soft-dirty and a write-protected bit for each page: see [`Region::take_soft_dirty`] and [`Region::protect`].
     /// Off by default: until bits are first cleared it costs little, but a page that is told of writes comes back by a copy.
     pub track_writes: bool,
-    /// Does as on a kernel without UFFDIO_MOVE (before 6.8), where that is done anyway: to try it.
+    /// Does as on a kernel without UFFDIO_MOVE (before 6.8), where that is done anyway: to try it. Nothing of it with
+    /// [`Options::track_writes`], which needs the call.
     pub without_move: bool,
 }
 
@@ -132,7 +134,7 @@ impl Options {
 /// Why there is no region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Error {
-    /// The limit is below [`LEAST_LIMIT`], or the size is zero.
+    /// The limit is below [`LEAST_LIMIT`], or the size is zero. (For one that is too large there is no address space: [`Error::Kernel`].)
     Size,
     /// The compressor has no such level.
     Level(Compressor),
@@ -228,6 +230,9 @@ unsafe impl Send for Region {}
 // SAFETY: as above.
 unsafe impl Sync for Region {}
 
+/// What there is not for a region that is too large, also for the kernel to be asked.
+const NO_SPACE: &str = "no address space for a region";
+
 fn kernel(what: &'static str) -> impl Fn(Errno) -> Error {
     move |errno| Error::Kernel { what, errno }
 }
@@ -242,7 +247,7 @@ impl Region {
             return Err(Error::Size);
         }
         options.compressor.algorithm().ok_or(Error::Level(options.compressor))?;
-        let mapped = size.checked_next_multiple_of(BLOCK).ok_or(Error::Size)?;
+        let mapped = size.checked_next_multiple_of(BLOCK).ok_or(libc::ENOMEM).map_err(kernel(NO_SPACE))?;
         let published = Published::new().map_err(kernel("a region's group"))?;
         let group = published.page();
         let (codec, level) = options.compressor.numbers();
@@ -277,10 +282,10 @@ impl Region {
         let (uffd, without_move) = open_uffd(options)?;
         // SAFETY: just made, and owned by nobody.
         let owned = unsafe { OwnedFd::from_raw_fd(uffd.fd()) };
-        self.base = map_aligned(self.mapped).map_err(kernel("no address space for a region"))?;
+        self.base = map_aligned(self.mapped).map_err(kernel(NO_SPACE))?;
         let marks = options.track_writes.then(|| Marks::new(self.base, (self.mapped / PAGE) as u64));
         let marks = marks.transpose().map_err(kernel("a region's markers"))?;
-        let layout = Layout::reserve(options.limit).map_err(kernel("no address space for a region"))?;
+        let layout = Layout::reserve(options.limit).map_err(kernel(NO_SPACE))?;
         // SAFETY: the group lives until the pager is gone: see drop.
         let group: &'static GroupPage = unsafe { &*core::ptr::from_ref(self.group.page()) };
         let mut pager = match Pager::new(group, 0, layout) {
@@ -389,7 +394,9 @@ impl Region {
         unsafe { core::slice::from_raw_parts_mut(self.as_mut_ptr(), self.len) }
     }
 
-    /// The region's own group: settings, which may be changed at any time, and counters.
+    /// The region's own group: settings and counters. Of the settings these may be changed at any time, and count from the next fault on:
+    /// `nodes[0].max`, the limit, and `nodes[0].on_full`, what happens when it cannot be kept: [`ON_FULL_KILL`](crate::group::ON_FULL_KILL)
+    /// ends the process, with all else the region goes on above it (no thread waits). The others stay as the region was made.
     #[must_use]
     pub fn group(&self) -> &GroupPage {
         self.group.page()

@@ -44,7 +44,8 @@
 //! it waits.)
 //!
 //! # Who can harm whom
-//! A process may attach when it is of the owner's user, or root's. It can write to the memory (that is what it is for) and
+//! A process may attach when it is of the owner's user. (Root's may not, where that is another: nobody waits for somebody whom he does not
+//! trust, and who attaches waits for the owner at each fault.) It can write to the memory (that is what it is for) and
 //! order pages out or dropped. Dead, stopped or mute it harms nobody: its faults have a thread of their own, the ioctls
 //! need no answer, and nobody waits for its sockets. When the *owner* ends, the others get SIGBUS and a message: `attach`.
 //!
@@ -212,7 +213,9 @@ impl SharedRegion {
         Ok(self.orders.lock().unwrap_or_else(std::sync::PoisonError::into_inner))
     }
 
-    /// Lets processes of this user (and root's) attach at a Unix socket, which is made here and must not exist.
+    /// Lets processes of this user attach at a Unix socket, which is made here and must not exist. It goes when the region does. An owner
+    /// that was killed leaves it: nobody listens there then, so that [`SharedControl::connect`] is refused (`ConnectionRefused`), and who
+    /// sees that removes the file and serves anew.
     ///
     /// # Errors
     /// The kernel's.

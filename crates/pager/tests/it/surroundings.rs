@@ -2,7 +2,7 @@
 
 use crate::alone::{by_itself, skip};
 use crate::region::{MIB, PAGE};
-use uzswap_pager::region::{Options, Region};
+use uzswap_pager::region::{Error, Options, Region};
 
 /// The first word of a page.
 fn word(region: &Region, page: usize) -> *mut u64 {
@@ -134,4 +134,44 @@ fn a_forked_child_may_drop_what_it_has_of_a_region() {
     assert_eq!(region.page_out(0..PAGE), 1);
     // SAFETY: as above.
     assert_eq!(unsafe { word(&region, 0).read_volatile() }, 5);
+}
+
+/// The story: what was said of a region that was full was of a group, of its `memory.max` and of `--on-full`, none of which its program has.
+#[test]
+fn a_region_that_is_full_is_called_one() {
+    const TEST: &str = "surroundings::a_region_that_is_full_is_called_one";
+    const CHILD: &str = "UZSWAP_TEST_FULL";
+    if std::env::var_os(CHILD).is_none() {
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        let ended = command.args(["--exact", TEST, "--nocapture"]).env(CHILD, "1").output().unwrap();
+        let said = String::from_utf8_lossy(&ended.stderr);
+        let line = said.lines().find(|line| line.starts_with("uzswap:")).unwrap_or_default();
+        assert!(ended.status.success(), "{said}");
+        assert!(
+            line.starts_with("uzswap: a region is full: ") && line.ends_with("; it goes on above its limit"),
+            "{said}"
+        );
+        assert!(line.contains(" used of its limit of 8.0 MiB, ") && !line.contains("group"), "{said}");
+        return;
+    }
+    // What does not compress, four times as much as the limit.
+    let region = Region::new(32 * MIB, &Options::new(8 * MIB)).unwrap();
+    let mut rng = crate::region::Rng::new(7);
+    for at in 0..32 * MIB / 8 {
+        // SAFETY: within the region, which nobody else uses.
+        unsafe { region.as_mut_ptr().cast::<u64>().add(at).write_volatile(rng.next()) };
+    }
+    // (The reclaim thread finds that it is.)
+    while region.stats().over_limit == 0 {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_region_that_is_too_large_has_no_address_space() {
+    for size in [usize::MAX, usize::MAX - 65535, 1 << 60] {
+        let error = Region::new(size, &Options::new(8 * MIB)).unwrap_err().to_string();
+        assert!(error.starts_with("no address space for a region"), "{size}: {error}");
+    }
+    assert_eq!(Region::new(0, &Options::new(8 * MIB)).unwrap_err(), Error::Size);
 }
