@@ -94,11 +94,6 @@ impl Marks {
         }
     }
 
-    /// What of the pages `[from, to)` is the region's.
-    pub(crate) fn within(&self, from: u64, to: u64) -> (u64, u64) {
-        (from.max(self.first), to.min(self.first + self.map.pages()))
-    }
-
     fn change(&self, vpn: u64, set: u8, clear: u8) {
         self.map.writer().change(vpn - self.first, set, clear);
     }

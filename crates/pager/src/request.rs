@@ -232,10 +232,10 @@ impl Pager {
             Some(Op::Store) => self.store_idle(work, batch),
             Some(Op::In) => self.bring_work(work, batch),
             Some(Op::Clean) if self.tracks => self.clean(work),
-            Some(Op::Clean) => self.clean_region(work),
             Some(Op::Protect) if self.tracks => self.protect_work(work),
             Some(Op::Release) => self.release_work(work),
-            Some(Op::Protect) | None => {}
+            // (A region's bits are its program's own: see `Region::take_soft_dirty`.)
+            Some(Op::Clean | Op::Protect) | None => {}
         }
         let mut s = self.state.lock();
         s.rss = self.rss_now(&s);
@@ -328,22 +328,6 @@ impl Pager {
         }
         let before = core::mem::replace(&mut self.state.lock().cleared, map);
         drop(before);
-    }
-
-    /// The same for a region that keeps such bits.
-    fn clean_region(&self, work: &Work) {
-        let Some(marks) = &self.marks else { return };
-        let mut at = work.from;
-        loop {
-            let s = self.state.lock();
-            let Some((start, end)) = work.piece(&s, at, FOLIO_PAGES as u64) else { break };
-            let known = (start..end).filter(|vpn| s.pt.get(*vpn).tag() != Tag::None).count();
-            drop(s);
-            // (What is known lies within the region, but not all around it.)
-            let (start, end) = marks.within(start, end);
-            work.r.tell(known, self.take_soft_dirty(marks, start, end).map_or(0, |dirty| dirty.len()), 0);
-            at = end;
-        }
     }
 
     /// Protects pages for the client that holds the slot's watch, which must be who asks.

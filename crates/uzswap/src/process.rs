@@ -40,6 +40,8 @@ const LOOK_NS: u64 = 50_000_000;
 struct Member {
     file: GroupFile,
     slot: usize,
+    /// Whether it is a region of the library's, not the process under `uzswap run`.
+    is_region: bool,
     /// Who it was when it was found.
     identity: Identity,
 }
@@ -55,7 +57,7 @@ impl Member {
             })?;
         let owner = file.page().slots[slot].owner().filter(|owner| owner.pid() == pid);
         let identity = owner.ok_or_else(|| format!("process {pid} has ended"))?;
-        Ok(Self { file, slot, identity })
+        Ok(Self { file, slot, is_region: false, identity })
     }
 
     /// The regions of the library that a process has, as far as we may look.
@@ -68,7 +70,7 @@ impl Member {
         // (A forked child has its parent's descriptors.)
         let own = |file: GroupFile| {
             let identity = file.page().slots[0].owner().filter(|owner| owner.pid() == pid)?;
-            Some(Self { file, slot: 0, identity })
+            Some(Self { file, slot: 0, is_region: true, identity })
         };
         files.filter_map(own).collect()
     }
@@ -83,6 +85,10 @@ impl Member {
 
     fn tracks_writes(&self) -> Result<(), String> {
         match self.file.page().track_writes.load(Acquire) {
+            0 if self.is_region => Err(format!(
+                "of process {}'s regions it is not kept which pages were written to: make them with Options::track_writes",
+                self.pid()
+            )),
             0 => Err(format!(
                 "of process {} it is not kept which pages were written to: start it with --track-writes",
                 self.pid()
@@ -128,6 +134,28 @@ pub fn tracks_writes(pid: u32) -> Result<(), String> {
     all_of(pid)?.iter().map(Member::tracks_writes).reduce(Result::or).unwrap_or(Ok(()))
 }
 
+/// Whether soft-dirty bits of a process can be cleared by others: those of one under `uzswap run`. The bits of its regions are left to it,
+/// as whoever else clears them has it miss what it wrote. The error is one sentence.
+///
+/// # Errors
+/// There is no such process, or it is not kept which pages it writes to, or it has regions only.
+#[doc(hidden)]
+pub fn clears_soft_dirty(pid: u32) -> Result<(), String> {
+    cleared_in(pid).map(drop)
+}
+
+fn cleared_in(pid: u32) -> Result<Vec<Member>, String> {
+    let mut asked = all_of(pid)?;
+    asked.retain(|member| !member.is_region);
+    if asked.is_empty() {
+        return Err(format!(
+            "process {pid} has regions only, whose soft-dirty bits are left to the program: it clears them by Region::take_soft_dirty"
+        ));
+    }
+    asked.iter().try_for_each(Member::tracks_writes)?;
+    Ok(asked)
+}
+
 /// The process as a member of a group, and its regions: one of them at least.
 fn all_of(pid: u32) -> Result<Vec<Member>, String> {
     let mut all = Member::regions(pid);
@@ -145,12 +173,7 @@ fn all_of(pid: u32) -> Result<Vec<Member>, String> {
 /// There is no such process, or it does not answer, or none of its memory there is managed.
 #[doc(hidden)]
 pub fn ask(pid: u32, op: Op, pages: Range<u64>) -> Result<Moved, String> {
-    let mut asked = all_of(pid)?;
-    if op == Op::Clean {
-        let untracked = asked.iter().find_map(|member| member.tracks_writes().err());
-        asked.retain(|member| member.tracks_writes().is_ok());
-        untracked.filter(|_| asked.is_empty()).map_or(Ok(()), Err)?;
-    }
+    let asked = if op == Op::Clean { cleared_in(pid)? } else { all_of(pid)? };
     let mut all = Moved::default();
     for member in asked {
         let moved = member.ask(op, pages.clone())?;

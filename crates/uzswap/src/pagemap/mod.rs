@@ -30,7 +30,10 @@ fn shown(args: &PagemapArgs) -> Result<String, String> {
     let (found, svg) = match args.target.parse::<u32>() {
         Ok(pid) => {
             let asked = Asked::of(args, process::parse_range)?;
-            if args.soft_dirty || asked.clean.is_some() {
+            if asked.clean.is_some() {
+                uzswap::process::clears_soft_dirty(pid)?;
+            }
+            if args.soft_dirty {
                 is_tracked(pid)?;
             }
             let svg = open_svg(args)?;
