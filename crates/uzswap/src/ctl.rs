@@ -3,6 +3,7 @@
 //! What is set takes effect at once: members read their limits each time, and are woken. All settings are checked before
 //! the first is made.
 
+use crate::Failed;
 use crate::check::MINIMUM;
 use crate::cli::CtlArgs;
 use crate::config::{on_full, on_full_name};
@@ -42,11 +43,11 @@ impl Setting {
 }
 
 /// Shows or sets limits. The error is one sentence.
-pub fn ctl(args: &CtlArgs) -> Result<(), String> {
-    let settings = parse_all(&args.settings)?;
+pub fn ctl(args: &CtlArgs) -> Result<(), Failed> {
+    let settings = parse_all(&args.settings).map_err(Failed::Wrongly)?;
     let group = Registry::open()?.find(&args.name)?;
     if settings.is_empty() {
-        return print(shown(&group).as_bytes());
+        return Ok(print(shown(&group).as_bytes())?);
     }
     group.refresh();
     for setting in &settings {

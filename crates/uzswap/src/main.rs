@@ -52,15 +52,30 @@ const EXIT_OWN_FAILURE: u8 = 125;
 const EXIT_CANNOT_RUN: u8 = 126;
 const EXIT_NO_PROGRAM: u8 = 127;
 
-/// Says what is wrong, in one sentence.
-fn own(result: Result<(), String>) -> ExitCode {
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(sentence) => {
-            say!("uzswap: {sentence}");
-            ExitCode::FAILURE
-        }
+/// Why a command did not do what it was asked, in one sentence.
+#[derive(Debug, PartialEq)]
+enum Failed {
+    /// It cannot be done.
+    Cannot(String),
+    /// What was asked makes no sense, whatever there is: the command was called wrongly.
+    Wrongly(String),
+}
+
+impl From<String> for Failed {
+    fn from(sentence: String) -> Self {
+        Self::Cannot(sentence)
     }
+}
+
+/// Says what is wrong.
+fn own(result: Result<(), impl Into<Failed>>) -> ExitCode {
+    let (sentence, status) = match result.map_err(Into::into) {
+        Ok(()) => return ExitCode::SUCCESS,
+        Err(Failed::Cannot(sentence)) => (sentence, ExitCode::FAILURE),
+        Err(Failed::Wrongly(sentence)) => (sentence, ExitCode::from(EXIT_OWN_FAILURE)),
+    };
+    say!("uzswap: {sentence}");
+    status
 }
 
 fn main() -> ExitCode {
@@ -89,7 +104,7 @@ fn main() -> ExitCode {
             clap_complete::generate(shell, &mut whole(), "uzswap", &mut script);
             script
         }))),
-        Command::Man { command } => own(stack::roomy(|| man(&command)).and_then(|page| output::print(&page))),
+        Command::Man { command } => own(stack::roomy(|| man(&command)).and_then(|page| Ok(output::print(&page)?))),
     }
 }
 
@@ -115,16 +130,16 @@ fn whole() -> clap::Command {
 }
 
 /// `uzswap man`: one page, of the command or of the subcommand that these words name.
-fn man(words: &[String]) -> Result<Vec<u8>, String> {
+fn man(words: &[String]) -> Result<Vec<u8>, Failed> {
     let whole = whole();
     let page = words.iter().try_fold(&whole, |of, name| {
         of.find_subcommand(name).ok_or_else(|| {
             let shown = of.get_subcommands().filter(|sub| !sub.is_hide_set());
             let names: Vec<&str> = shown.map(clap::Command::get_name).collect();
-            match names.is_empty() {
+            Failed::Wrongly(match names.is_empty() {
                 true => format!("no subcommand is called `{name}`: there are none below `{}`", of.get_name()),
                 false => format!("no subcommand is called `{name}`: choose one of {}", names.join(", ")),
-            }
+            })
         })
     })?;
     let mut text = Vec::new();

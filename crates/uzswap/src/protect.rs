@@ -10,6 +10,7 @@
 
 mod lines;
 
+use crate::Failed;
 use crate::cli::ProtectArgs;
 use lines::{Wanted, bytes, parse};
 use std::io::{BufRead, Write};
@@ -21,10 +22,10 @@ use uzswap::WriteWatch;
 const LOOK: Duration = Duration::from_millis(20);
 
 /// Does what the client's lines say until it wants no more. The error is one sentence.
-pub fn protect(args: &ProtectArgs) -> Result<(), String> {
+pub fn protect(args: &ProtectArgs) -> Result<(), Failed> {
     let at_first = match args.range.as_str() {
         "none" => None,
-        range => Some(bytes(range)?),
+        range => Some(bytes(range).map_err(Failed::Wrongly)?),
     };
     let watch = Arc::new(WriteWatch::of(args.pid).map_err(|e| e.to_string())?);
     if let Some(range) = at_first {
@@ -40,7 +41,7 @@ pub fn protect(args: &ProtectArgs) -> Result<(), String> {
     });
     loop {
         if let Ok(result) = end.try_recv() {
-            return result;
+            return Ok(result?);
         }
         match watch.next_write(LOOK) {
             Ok(Some(address)) => say(&format!("write {address:x}"))?,

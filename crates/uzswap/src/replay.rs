@@ -1,5 +1,6 @@
 //! `uzswap replay`: what each write-back policy would have made of a recorded run.
 
+use crate::Failed;
 use crate::cli::ReplayArgs;
 use crate::config::plain;
 use crate::output::print;
@@ -12,18 +13,19 @@ use uzswap_mm::size::{Size, human};
 use uzswap_mm::trace::{Error, Trace};
 
 /// Runs the command. The error is one sentence.
-pub fn replay(args: &ReplayArgs) -> Result<(), String> {
+pub fn replay(args: &ReplayArgs) -> Result<(), Failed> {
+    let policies = policies(&args.policy).map_err(Failed::Wrongly)?;
+    let size = args.pool.as_deref().map(Size::parse).transpose().map_err(Failed::Wrongly)?;
     let name = args.file.display();
     let bytes = fs::read(&args.file).map_err(|e| format!("the trace `{name}` cannot be read: {}", plain(&e)))?;
     let trace = Trace::parse(&bytes).map_err(|e| format!("`{name}` cannot be replayed: {e}"))?;
-    let policies = policies(&args.policy)?;
     let limit = trace.header.limit as usize;
     let cost = Cost { read_ns: args.read_latency * 1000, bytes_per_second: args.bandwidth << 20 };
     let settings = |policy, pool| Settings { policy, pool, accept_percent: args.accept_threshold.into(), limit, cost };
     // (Which policy decides nothing there.)
     let (all, error) = play(&trace, settings(Policy::default(), NO_DISK));
-    let pool = match &args.pool {
-        Some(text) => Size::parse(text)?.resolve(all.pool_peak) as usize,
+    let pool = match size {
+        Some(size) => size.resolve(all.pool_peak) as usize,
         None => all.pool_peak as usize / 2,
     };
     let done: Vec<(Policy, Outcome)> = policies.into_iter().map(|p| (p, play(&trace, settings(p, pool)).0)).collect();
@@ -32,7 +34,7 @@ pub fn replay(args: &ReplayArgs) -> Result<(), String> {
     } else {
         as_text(&trace, &all, error, pool, &done)
     };
-    print(text.as_bytes())
+    Ok(print(text.as_bytes())?)
 }
 
 fn policies(text: &str) -> Result<Vec<Policy>, String> {

@@ -4,6 +4,7 @@ mod find;
 mod picture;
 pub mod process;
 
+use crate::Failed;
 use crate::cli::PagemapArgs;
 use crate::config::plain;
 use crate::output::{Output, print};
@@ -22,14 +23,14 @@ use uzswap_pager::request::Op;
 const PAGE: u64 = 4096;
 
 /// Does what was asked, then prints. The error is one sentence.
-pub fn pagemap(args: &PagemapArgs) -> Result<(), String> {
-    print(shown(args)?.as_bytes())
+pub fn pagemap(args: &PagemapArgs) -> Result<(), Failed> {
+    Ok(print(shown(args)?.as_bytes())?)
 }
 
-fn shown(args: &PagemapArgs) -> Result<String, String> {
+fn shown(args: &PagemapArgs) -> Result<String, Failed> {
     let (found, svg) = match args.target.parse::<u32>() {
         Ok(pid) => {
-            let asked = Asked::of(args, process::parse_range)?;
+            let asked = Asked::of(args, process::parse_range).map_err(Failed::Wrongly)?;
             if asked.clean.is_some() {
                 uzswap::process::clears_soft_dirty(pid)?;
             }
@@ -45,12 +46,12 @@ fn shown(args: &PagemapArgs) -> Result<String, String> {
             let region = SharedControl::connect(path)
                 .map_err(|e| format!("`{}` is neither a process nor a shared region: {}", args.target, plain(&e)))?;
             if args.soft_dirty || args.clear_soft_dirty.is_some() {
-                return Err(format!(
+                return Err(Failed::Cannot(format!(
                     "the soft-dirty bits of `{}` belong to each of its mappings: the program that has one reads and clears them",
                     args.target
-                ));
+                )));
             }
-            let asked = Asked::of(args, |text| parse_range(text, region.len()))?;
+            let asked = Asked::of(args, |text| parse_range(text, region.len())).map_err(Failed::Wrongly)?;
             let svg = open_svg(args)?;
             act(&asked, &args.target, &region)?;
             (find::of_region(path, &region)?, svg)

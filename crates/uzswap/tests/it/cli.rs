@@ -550,11 +550,24 @@ fn readers_may_have_enough_and_disks_may_be_full() {
 #[test]
 fn statuses_of_other_subcommands() {
     let status = |args: &[&str]| uzswap().args(args).output().unwrap().status.code();
-    for args in [&["replay", "/no/such"][..], &["stat", "no-such-group"], &["man", "nosuch"], &["protect", "0"]] {
+    for args in [&["replay", "/no/such"][..], &["stat", "no-such-group"], &["ctl", "no-such-group"], &["protect", "0"]]
+    {
         assert_eq!(status(args), Some(1), "{args:?}");
     }
     for args in [&["replay"][..], &["stat", "--no-such"], &["lab", "nosuch"], &["lab", "kernel", "--no-such"], &["lab"]]
     {
+        assert_eq!(status(args), Some(125), "{args:?}");
+    }
+    // The story: what the command's own parts made nothing of was a failure like any other.
+    for args in [
+        &["man", "nosuch"][..],
+        &["replay", "/no/such", "--policy", "nosuch"],
+        &["replay", "/no/such", "--pool", "200%"],
+        &["ctl", "no-such-group", "memory.max=abc"],
+        &["ctl", "no-such-group", "memory.max=1G", "memory.max=2G"],
+        &["pagemap", "0", "--page-out", "x"],
+        &["protect", "0", "x"],
+    ] {
         assert_eq!(status(args), Some(125), "{args:?}");
     }
     assert_eq!(status(&["lab", "--help"]), Some(0));
