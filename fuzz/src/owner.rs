@@ -253,7 +253,7 @@ impl Hostile<'_> {
         let how = self.byte();
         let len = (PAGES + 1) * PAGE;
         // SAFETY: a new mapping.
-        let base = unsafe { memfd::map(&one.kept[0], len, true, None) }.expect("the region's object");
+        let base = unsafe { memfd::map(&one.kept[0], len, memfd::WRITABLE, None) }.expect("the region's object");
         one.mapping = Some((base, len));
         let Ok((uffd, _)) = Uffd::open(uffd_shared::FEATURES_SHARED) else { return false };
         // SAFETY: just made, and owned by nobody.
