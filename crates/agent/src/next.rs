@@ -33,8 +33,9 @@ impl Next {
     ///
     /// The story: what used liburing in a plugin, and Python's ctypes, were told ENOSYS, as nothing follows the agent where all look.
     pub fn find_anywhere(&self, own: usize) -> usize {
+        let mut found = self.find();
         for n in 0.. {
-            if self.find() != 0 {
+            if found != 0 {
                 break;
             }
             let mut path = Path { left: n, text: [0; PATH_BYTES] };
@@ -43,8 +44,9 @@ impl Next {
                 break;
             }
             self.look_in(&path.text, own);
+            found = self.found();
         }
-        self.found()
+        found
     }
 
     /// Looks in the loaded object whose path this is, and in those that it needs.

@@ -197,7 +197,7 @@ impl Handler {
             let Ok(Some(Message::Fault { address, write, protected, tid })) = message else { break };
             let r = Request::at(address, write, protected);
             let Some(same) = self.waiting.iter_mut().find(|waiting| self.retry && waiting.r == r) else { break };
-            same.own |= tid as i32 == p.reclaimer.load(Relaxed);
+            same.own |= p.is_reclaimer(tid);
             message = p.uffd().read();
         }
         message
@@ -214,8 +214,9 @@ impl Handler {
     /// A fault was read: what it needs from disk is asked for, and room is made for it meanwhile.
     fn take_fault<'a>(&mut self, p: &'a Pager, mut s: Guard<'a, State>, r: Request, tid: u32) -> Guard<'a, State> {
         self.reads.count_message();
-        let own = tid as i32 == p.reclaimer.load(Relaxed);
-        let mut waiting = Waiting::of(r, own);
+        let own = p.is_reclaimer(tid);
+        let mut waiting = Waiting::new(r);
+        waiting.own = own;
         p.want(&s, &mut self.reads, &mut waiting);
         self.waiting.push(waiting);
         p.signs.owes.store(true, Relaxed);

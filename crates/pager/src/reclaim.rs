@@ -116,6 +116,11 @@ impl Pager {
         }
     }
 
+    /// Whether a thread is the reclaim thread.
+    pub(crate) fn is_reclaimer(&self, tid: u32) -> bool {
+        tid as i32 == self.reclaimer.load(Relaxed)
+    }
+
     /// How long who has found nothing to take out waits until it looks again. (Of many members each sums up what all others hold.)
     fn full_nap_ns(&self) -> u64 {
         (self.others_count() as u64 / MANY_LOOK * FULL_NAP_NS).clamp(FULL_NAP_NS, FULL_NAP_MOST_NS)

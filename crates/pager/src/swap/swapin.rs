@@ -80,11 +80,6 @@ impl Waiting {
         Self { r, tries: 0, alone: false, retry_at: 0, since: 0, stalls: true, own: false }
     }
 
-    /// The same, of the reclaim thread if it is its `own`.
-    pub(crate) fn of(r: Request, own: bool) -> Self {
-        Self { own, ..Self::new(r) }
-    }
-
     /// A page that is wanted though nobody has touched it.
     ///
     /// The story: a process that was let go of had 64 pages at a time brought from disk so, and was said to have stalled for five times as
