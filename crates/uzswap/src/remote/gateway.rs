@@ -7,8 +7,9 @@
 //! One thread waits for connections, most of which are never used (each process has two); one that is gets a thread of its
 //! own; for each request it takes a connection to the server that no other uses. A third kind, the keeper, looks after the keys.
 //!
-//! Half of the descriptors that we may have are for members. When they have more connections those go that were never used, and those by
-//! which nothing is asked for a moment; a member that comes to use one finds it closed, and asks again by a new one.
+//! Half of the descriptors that we may have are for members. When they have more connections, or there is no descriptor for one more,
+//! those go that were never used, and those by which nothing is asked for a moment; a member that comes to use one finds it closed,
+//! and asks again by a new one. Connections to the server that nobody uses just then go first.
 
 use super::{Server, Session};
 use crate::descriptors;
@@ -60,9 +61,9 @@ impl Gateway {
     /// Starts to serve. Signals are to be blocked, as the threads inherit that.
     pub fn serve(&self, map: &'static ClusterMap) -> io::Result<Keeper> {
         let geometry = map.geometry().ok_or(io::ErrorKind::InvalidInput)?;
-        let (listener, server) = (self.listener.try_clone()?, Arc::clone(&self.server));
-        let crowd = Arc::new(Crowd::new()?);
-        thread("uzswap-gateway", move || accept(&listener, &server, map, geometry, &crowd))?;
+        let (listener, server, crowd) = (self.listener.try_clone()?, Arc::clone(&self.server), Arc::new(Crowd::new()?));
+        let door = Door { server, map, geometry, crowd, unused: Vec::new(), starved: false };
+        thread("uzswap-gateway", move || accept(&listener, door))?;
         let keeper = Keeper { stop: Arc::default(), server: Arc::clone(&self.server) };
         let (stop, server) = (Arc::clone(&keeper.stop), Arc::clone(&self.server));
         thread("uzswap-keeper", move || keep(&server, map, &stop))?;
@@ -119,52 +120,81 @@ fn readable<const N: usize>(fds: [RawFd; N], within: Option<Duration>) -> io::Re
     }
 }
 
-fn accept(
-    listener: &UnixListener,
-    server: &Arc<Server>,
-    map: &'static ClusterMap,
-    geometry: Geometry,
-    crowd: &Arc<Crowd>,
-) {
-    let mut idle: Vec<UnixStream> = Vec::new();
+fn accept(listener: &UnixListener, mut door: Door) {
     loop {
-        let fds = std::iter::once(listener.as_raw_fd()).chain(idle.iter().map(AsRawFd::as_raw_fd));
+        let fds = std::iter::once(listener.as_raw_fd()).chain(door.unused.iter().map(AsRawFd::as_raw_fd));
         let mut polls: Vec<_> = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
         // SAFETY: as many pollfds as said, all ours.
         if unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, -1) } < 0 {
             continue;
         }
-        for i in (0..idle.len()).rev().filter(|i| polls[i + 1].revents != 0) {
-            let stream = idle.swap_remove(i);
-            let (server, crowd) = (Arc::clone(server), Arc::clone(crowd));
-            crowd.used.fetch_add(1, Relaxed);
-            let of_thread = Arc::clone(&crowd);
-            // (Without a thread the connection is closed, and the member's request fails.)
-            let started = thread("uzswap-swap", move || {
-                let _ = Member { stream, session: Session::new(&server), map, geometry, crowd: &of_thread }.serve();
-                of_thread.used.fetch_sub(1, Relaxed);
-            });
-            if started.is_err() {
-                crowd.used.fetch_sub(1, Relaxed);
-            }
+        for i in (0..door.unused.len()).rev().filter(|i| polls[i + 1].revents != 0) {
+            door.serve(i);
         }
-        let full = idle.len() + crowd.used.load(Relaxed) >= descriptors::most() / 2;
-        crowd.set_full(full);
-        if polls[0].revents != 0 {
-            if full && idle.is_empty() {
-                // (Until somebody is quiet for a moment.)
-                std::thread::sleep(Duration::from_millis(20));
-                continue;
-            }
-            if full {
-                idle.remove(0);
-            }
-            match listener.accept() {
-                Ok((stream, _)) => idle.push(stream),
-                // (Out of descriptors: who waits is served when others end.)
-                Err(_) => std::thread::sleep(Duration::from_millis(20)),
-            }
+        let comes = polls[0].revents != 0;
+        door.starved &= comes;
+        let full = door.is_full();
+        if comes && !door.admit(full, || listener.accept().map(|(stream, _)| stream)) {
+            // (Until somebody is quiet for a moment, or ends.)
+            std::thread::sleep(Duration::from_millis(20));
         }
+    }
+}
+
+/// Who comes in.
+struct Door {
+    server: Arc<Server>,
+    map: &'static ClusterMap,
+    geometry: Geometry,
+    crowd: Arc<Crowd>,
+    /// Connections that were never used.
+    unused: Vec<UnixStream>,
+    /// There was no descriptor for the last that came, nor one that nobody uses.
+    starved: bool,
+}
+
+impl Door {
+    /// Gives an unused connection, by which something is asked now, to a thread of its own. (Without a thread the connection is closed,
+    /// and the member's request fails.)
+    fn serve(&mut self, i: usize) {
+        let (map, geometry, stream) = (self.map, self.geometry, self.unused.swap_remove(i));
+        let (server, crowd) = (Arc::clone(&self.server), Arc::clone(&self.crowd));
+        self.crowd.used.fetch_add(1, Relaxed);
+        let started = thread("uzswap-swap", move || {
+            let _ = Member { stream, session: Session::new(&server), map, geometry, crowd: &crowd }.serve();
+            crowd.used.fetch_sub(1, Relaxed);
+        });
+        if started.is_err() {
+            self.crowd.used.fetch_sub(1, Relaxed);
+        }
+    }
+
+    /// Whether there may not be more; tells who uses one.
+    fn is_full(&self) -> bool {
+        let full = self.starved || self.unused.len() + self.crowd.used.load(Relaxed) >= descriptors::most() / 2;
+        self.crowd.set_full(full);
+        full
+    }
+
+    /// Lets one in; false where it has to wait.
+    ///
+    /// The story: connections to the server that nobody used any more had more than the half of the descriptors that is not the members'.
+    /// There were not too many members then, so nobody was told to leave: each had a connection by which nothing was asked, and waited
+    /// for an answer by the next one, which could not be let in.
+    fn admit(&mut self, full: bool, accept: impl FnOnce() -> io::Result<UnixStream>) -> bool {
+        if full && !self.unused.is_empty() {
+            self.unused.remove(0);
+        } else if full && !self.starved {
+            return false;
+        }
+        match accept() {
+            Ok(stream) => {
+                self.unused.push(stream);
+                self.starved = false;
+            }
+            Err(_) => self.starved = !self.server.give_back(),
+        }
+        !self.starved
     }
 }
 
@@ -263,6 +293,9 @@ impl Member<'_> {
 mod tests {
     use super::*;
     use crate::remote::address::Address;
+    use crate::remote::nodes::lock;
+    use crate::remote::server::tests::answering;
+    use std::net::TcpListener;
     use std::sync::mpsc;
     use uzswap_sys::thread::gettid;
 
@@ -273,15 +306,57 @@ mod tests {
         (field("voluntary_ctxt_switches:").parse().unwrap(), field("State:").starts_with('S'))
     }
 
+    fn server_at(port: u16) -> Server {
+        Server::unasked(Address::parse(&format!("redis://127.0.0.1:{port}/0?size=1G")).unwrap()).unwrap()
+    }
+
+    fn no_clusters() -> &'static ClusterMap {
+        // SAFETY: atomics.
+        Box::leak(unsafe { Box::<ClusterMap>::new_zeroed().assume_init() })
+    }
+
+    /// See [`Door::admit`].
+    #[test]
+    fn who_is_not_asked_leaves_when_there_is_no_descriptor_for_another() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let server = Arc::new(server_at(listener.local_addr().unwrap().port()));
+        answering(listener);
+        Session::new(&server).on(&server.nodes.named()[0], false, |con| redis::cmd("PING").query::<i64>(con)).unwrap();
+        assert_eq!(lock(&server.idle).len(), 1, "a connection that nobody uses any more");
+        let (crowd, geometry) = (Arc::new(Crowd::new().unwrap()), Geometry::of(1 << 30).unwrap());
+        let (pair, unused) = (UnixStream::pair().unwrap(), UnixStream::pair().unwrap());
+        let mut door = Door {
+            server: Arc::clone(&server),
+            map: no_clusters(),
+            geometry,
+            crowd: Arc::clone(&crowd),
+            unused: vec![pair.0, unused.0],
+            starved: false,
+        };
+        let (mut quiet, mut unused) = (pair.1, unused.1);
+        door.serve(0);
+        assert!(!door.is_full());
+        let none = || Err(io::Error::from_raw_os_error(libc::EMFILE));
+        // First the one to the server, and it is tried again at once.
+        assert!(door.admit(false, none));
+        assert!(lock(&server.idle).is_empty() && !door.is_full());
+        // Then the one never used.
+        assert!(!door.admit(false, none));
+        assert!(door.is_full() && !door.admit(true, none));
+        assert_eq!((unused.read(&mut [0]).unwrap(), door.unused.len()), (0, 0));
+        // Then, when it was quiet for a moment, the one that was used.
+        assert_eq!((quiet.read(&mut [0]).unwrap(), crowd.full.load(Relaxed)), (0, true));
+        // And one comes in.
+        let pair = UnixStream::pair().unwrap();
+        assert!(door.admit(true, || Ok(pair.0)));
+        assert!(!door.is_full() && !crowd.full.load(Relaxed));
+    }
+
     /// See [`Member::is_asked`].
     #[test]
     fn who_is_not_asked_sleeps_until_there_are_too_many() {
         let crowd = Crowd::new().unwrap();
-        let server = Server::unasked(Address::parse("redis://127.0.0.1:1/0?size=1G").unwrap()).unwrap();
-        let map: &'static ClusterMap = Box::leak(
-            // SAFETY: atomics.
-            unsafe { Box::<ClusterMap>::new_zeroed().assume_init() },
-        );
+        let (server, map) = (server_at(1), no_clusters());
         let (stream, mut other) = UnixStream::pair().unwrap();
         let geometry = Geometry::of(1 << 30).unwrap();
         let member = Member { crowd: &crowd, stream, session: Session::new(&server), map, geometry };

@@ -142,6 +142,11 @@ impl Server {
         self.over.load(SeqCst)
     }
 
+    /// There are no descriptors: closes a connection that no session uses just now; whether there was one.
+    pub(super) fn give_back(&self) -> bool {
+        lock(&self.idle).pop().is_some()
+    }
+
     /// A cluster is about to be written to.
     pub(super) fn note_written(&self, cluster: u32) -> bool {
         lock(&self.written).insert(cluster);
@@ -253,14 +258,14 @@ fn failed(e: &RedisError) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use redis::Value;
     use std::io::{BufRead, BufReader, Write};
     use std::net::TcpListener;
 
     /// A node that takes every command, and what it was told.
-    fn answering(listener: TcpListener) -> Arc<Mutex<Vec<String>>> {
+    pub fn answering(listener: TcpListener) -> Arc<Mutex<Vec<String>>> {
         let told: Arc<Mutex<Vec<String>>> = Arc::default();
         let all = Arc::clone(&told);
         std::thread::spawn(move || {

@@ -198,7 +198,7 @@ impl<'a> Session<'a> {
                 // (For as long as it takes: the node is well, and those who use the others give them back. What nobody uses is
                 // another node's.)
                 Err(Failure::Starved) if !server.is_over() => {
-                    if lock(&server.idle).pop().is_none() {
+                    if !server.give_back() {
                         std::thread::sleep(PAUSE);
                     }
                     continue;
