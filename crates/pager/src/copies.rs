@@ -7,8 +7,8 @@
 //! 256 KiB around it: that many pages may be copied unseen until the next fault. The waits are short, as what is shared may be all there is.
 //! What fits is looked at again with each look of the ticker's, as more may come.
 //!
-//! What nobody shares any more is not copied when it is written to, so who writes to that does not wait, and all of it in 2 MiB around may be
-//! written to at once. (The story: of a program that forks for each command it runs, all of whose children have executed another program
+//! What nobody shares any more is not copied when it is written to, so who writes to that does not wait (but where the limit is exceeded by
+//! much, see `exclusive`), and all of it in 2 MiB around may be written to at once. (The story: of a program that forks for each command it runs, all of whose children have executed another program
 //! before it writes again, each 256 KiB cost a fault, and two milliseconds where the limit was exceeded.)
 //!
 //! Who faults on what is out does not wait, but makes room itself (`exclusive`). (The story: half a millisecond each. A program that uses

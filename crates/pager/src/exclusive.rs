@@ -102,8 +102,7 @@ impl Pager {
     /// # Errors
     /// [`EventPending`]: an unread event kept pages from leaving.
     pub(crate) fn make_room_beside_kin(&self, s: &mut State) -> Result<(), EventPending> {
-        let much = (self.limit() / MUCH_OVER).max(MUCH_OVER_LEAST);
-        if self.without_move || self.excess(s) <= much as isize {
+        if self.without_move || self.excess(s) <= self.much_over() {
             return Ok(());
         }
         // (Only now: most faults come no further.)
@@ -125,6 +124,11 @@ impl Pager {
         }
         self.give_back(s, over.min(s.zone.free_slots(Kind::Frame).saturating_sub(BLOCK_PAGES)));
         staged.map(|_| ())
+    }
+
+    /// By how much the limit is exceeded at least when who faults makes room, or waits for it, whatever its fault is (bytes).
+    pub(crate) fn much_over(&self) -> isize {
+        (self.limit() / MUCH_OVER).max(MUCH_OVER_LEAST) as isize
     }
 
     /// Moves `want` pages out that no other process has, or all that one look finds, from where the hand stands, in one round at most.

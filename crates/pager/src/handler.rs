@@ -240,21 +240,25 @@ impl Handler {
             let busy = p.has_kin() || p.reclaimer_is_wanted(&s, p.excess(&s));
             s.placement.fault_on(cpu, tid, helpers, busy);
         }
-        if r.protected && !own && p.has_kin() && !p.is_alone(r.vpn as usize * PAGE) {
-            s = self.wait_for_reclaim(p, s);
+        if r.protected && !own && p.has_kin() {
+            let alone = p.is_alone(r.vpn as usize * PAGE);
+            if alone {
+                p.kin.seems_alone();
+            }
+            s = self.wait_for_reclaim(p, s, if alone { p.much_over() } else { 0 });
         }
         self.make_room(p, &mut s, r.vpn);
         self.wait_for_writer(p, s, r.vpn)
     }
 
-    /// Waits a moment for reclaim, where the limit is exceeded and memory is shared since a fork: see `copies`.
-    fn wait_for_reclaim<'a>(&mut self, p: &'a Pager, mut s: Guard<'a, State>) -> Guard<'a, State> {
+    /// Waits a moment for reclaim, where the limit is exceeded by more than so much and memory is shared since a fork: see `copies`.
+    fn wait_for_reclaim<'a>(&mut self, p: &'a Pager, mut s: Guard<'a, State>, borne: isize) -> Guard<'a, State> {
         for _ in 0..COPY_WAITS {
             if !p.has_kin() {
                 break;
             }
             s.rss = p.rss_now(&s);
-            if p.excess(&s) <= 0 {
+            if p.excess(&s) <= borne {
                 break;
             }
             drop(s);

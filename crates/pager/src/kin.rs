@@ -8,7 +8,7 @@
 //! The story: four processes that each wrote to 25 MiB they shared came to twice their limit before anybody knew of it.
 
 use crate::arena::PAGE;
-use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
+use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_sys::{raw, thread};
 
 /// What is shared below which a process counts as sharing nothing (bytes). (What little is left is un-shared where it is met.)
@@ -32,6 +32,8 @@ pub struct Kin {
     /// When that is to be measured again, and when if much of it has changed (monotonic nanoseconds).
     due: AtomicU64,
     due_soon: AtomicU64,
+    /// Whether a page was seen, since the last fork, that nobody shares any more.
+    alone: AtomicBool,
 }
 
 impl Kin {
@@ -44,6 +46,17 @@ impl Kin {
     pub fn gained(&self) {
         self.since.store(thread::now_ns(), Relaxed);
         self.due.store(0, Relaxed);
+        self.alone.store(false, Relaxed);
+    }
+
+    /// A page that was shared is this process's alone, and so may be all: that is measured at once, the first time after a fork.
+    ///
+    /// The story: of a program that ran a command 60 times a second half of what it had was taken to be the commands' each time, until the
+    /// next fork, and so 82 MiB were held of 64.
+    pub fn seems_alone(&self) {
+        if !self.alone.swap(true, Relaxed) {
+            self.due.store(0, Relaxed);
+        }
     }
 
     /// After a fork, in the parent, which charged so many bytes: what it is to charge until that is measured (bytes). All is taken to be
@@ -130,6 +143,21 @@ mod tests {
             assert!(kin.is_there() && kin.due.load(Relaxed) == 0);
         }
         assert_eq!(Kin::default().gained_child(0), 0);
+    }
+
+    /// See `seems_alone`: once after each fork, as it costs a look at all that there is.
+    #[test]
+    fn what_seems_alone_is_measured_once_after_a_fork() {
+        let kin = Kin::default();
+        for _ in 0..2 {
+            kin.gained();
+            kin.due.store(u64::MAX, Relaxed);
+            kin.seems_alone();
+            assert_eq!(kin.due.load(Relaxed), 0);
+            kin.due.store(u64::MAX, Relaxed);
+            kin.seems_alone();
+            assert_eq!(kin.due.load(Relaxed), u64::MAX);
+        }
     }
 
     /// The story: who had forked once, be it to execute another program, was taken to share its memory for ever: nobody who faulted
