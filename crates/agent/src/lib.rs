@@ -15,6 +15,7 @@ mod lockall;
 mod locked;
 mod near;
 mod next;
+mod parts;
 mod patch;
 mod pieces;
 mod pins;

@@ -2,34 +2,13 @@
 //! (`uzswap_pager::remapped`), and in pieces where the kernel sees several mappings in what the program knows as one (`pieces`).
 
 use crate::calls::{begin_one, end_one};
+use crate::parts::Call;
 use crate::{is_no_stack, locked, pager, pieces};
 use uzswap_pager::arena::PAGE;
 use uzswap_pager::calls::Held;
 use uzswap_pager::pager::Pager;
 use uzswap_pager::remapped::Remap;
 use uzswap_sys::{raw, thread};
-
-/// The arguments of a call.
-#[derive(Clone, Copy, Debug)]
-pub struct Call {
-    /// Where the memory is.
-    pub from: usize,
-    /// How long it is.
-    pub old_len: usize,
-    /// How long it is to be.
-    pub new_len: usize,
-    /// MREMAP_…
-    pub flags: usize,
-    /// Where it is to be, with MREMAP_FIXED.
-    pub to: usize,
-}
-
-impl Call {
-    /// Whether a flag is set.
-    pub fn has(&self, flag: i32) -> bool {
-        self.flags & flag as usize != 0
-    }
-}
 
 /// mremap(2): what the kernel returns.
 ///
@@ -71,7 +50,7 @@ unsafe fn alone(p: &Pager, call: &Call) -> (isize, bool) {
         }
     }
     // SAFETY: as the caller says.
-    pieces.map_or((ret, false), |pieces| (unsafe { pieces.remap(p, call) }, true))
+    pieces.map_or((ret, false), |pieces| (unsafe { pieces::remap(&pieces, p, call) }, true))
 }
 
 /// The system call alone.

@@ -3,9 +3,13 @@
 
 #[path = "../../src/bytes.rs"]
 mod bytes;
+#[path = "../../src/futexes.rs"]
+mod futexes;
 #[path = "../../src/heap.rs"]
 mod heap;
 #[path = "../../src/near.rs"]
 mod near;
+#[path = "../../src/parts.rs"]
+mod parts;
 #[path = "../../src/symbols.rs"]
 mod symbols;
