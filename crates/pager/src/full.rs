@@ -101,12 +101,12 @@ impl Pager {
             self.look_for_stalls();
         }
         self.group.count(over.node, |e| &e.oom, 1);
-        if n.full_said.swap(1, AcqRel) == 0 {
-            self.say_full(s, over, on_full);
-        }
         // (A quarter more, as what does not compress takes more in the pool than it did.)
-        let shrunk = over.charge as u64 <= n.grace.load(Relaxed) / 4 * 5;
-        if on_full == ON_FULL_KILL && !shrunk {
+        let spares = on_full == ON_FULL_KILL && over.charge as u64 <= n.grace.load(Relaxed) / 4 * 5;
+        if n.full_said.swap(1, AcqRel) == 0 {
+            self.say_full(s, over, (on_full, spares));
+        }
+        if on_full == ON_FULL_KILL && !spares {
             self.kill_largest(over.node);
         }
     }
@@ -161,9 +161,12 @@ impl Pager {
         any
     }
 
-    fn say_full(&self, s: &State, over: Over, on_full: u32) {
+    /// Says that a group is full, and what comes of it; `spares`: nobody is killed, as the limit was lowered.
+    ///
+    /// The story: that somebody was killed was said then, too.
+    fn say_full(&self, s: &State, over: Over, (on_full, spares): (u32, bool)) {
         if self.own_frames {
-            return self.say_region_full(s, over, on_full);
+            return self.say_region_full(s, over, on_full == ON_FULL_KILL && !spares);
         }
         let mut line = Line::default();
         let _ = write!(
@@ -189,6 +192,7 @@ impl Pager {
             );
         }
         let what = match on_full {
+            ON_FULL_KILL if spares => "nobody is killed, as it is full because its limit was lowered",
             ON_FULL_WAIT => "its threads wait until there is room (--on-full=wait)",
             ON_FULL_KILL => "the member that holds most is killed (--on-full=kill)",
             _ => "it goes on above its limit (--on-full=exceed)",
@@ -198,12 +202,9 @@ impl Pager {
     }
 
     /// The same of a region of the library, which has no group that anybody could name, nor options of a command line.
-    fn say_region_full(&self, s: &State, over: Over, on_full: u32) {
+    fn say_region_full(&self, s: &State, over: Over, kills: bool) {
         let (mut line, pool) = (Line::default(), s.pool.held_bytes());
-        let what = match on_full {
-            ON_FULL_KILL => "the process is killed, as its on_full says",
-            _ => "it goes on above its limit",
-        };
+        let what = if kills { "the process is killed, as its on_full says" } else { "it goes on above its limit" };
         let _ = writeln!(
             line,
             "uzswap: a region is full: {} are used of its limit of {}, {} too much, and nothing more can be taken out of memory (resident {}, pool {}); {what}",

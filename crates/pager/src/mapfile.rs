@@ -222,6 +222,10 @@ impl MapFile {
     pub fn limit(&self) -> u64 {
         self.head()[LIMIT].load(Relaxed)
     }
+    /// Says that the memory is under another limit now, of so many bytes. (For whoever has it mapped to write.)
+    pub(crate) fn set_limit(&self, bytes: u64) {
+        self.head()[LIMIT].store(bytes, Relaxed);
+    }
     /// Whether soft-dirty bits say anything: in [`Kind::Markers`] not before they are first cleared (every page counts as
     /// written), in [`Kind::Process`] where they are kept. (There what counts as written is marked.)
     #[must_use]

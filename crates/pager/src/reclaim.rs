@@ -38,6 +38,10 @@ const MANY_MOST: usize = 192;
 /// Frames that are not counted upon meanwhile.
 const KEPT_FRAMES: usize = BATCH_PAGES + BLOCK_PAGES;
 
+/// Rounds in a row in which nothing could be taken out, after which that is taken for the end of what can be.
+const MOST_FAILURES: u32 = 20;
+/// Pause after each.
+const FAILED_NS: u64 = 50_000;
 /// How long the reclaim thread has nothing to do before its buffers go back to the kernel.
 const REST_NS: u64 = 20_000_000;
 
@@ -102,7 +106,7 @@ impl Pager {
             if !self.calls.are_waited_for(Waits::Reclaim) {
                 failures += 1;
             }
-            if failures > 20 {
+            if failures > MOST_FAILURES {
                 self.gives_nothing();
                 let mut s = self.state.lock();
                 if !self.has_disk_make_room(&mut s) {
@@ -111,7 +115,21 @@ impl Pager {
                 drop(s);
                 lock::futex_wait(&self.me().wake, self.me().wake.load(Acquire), Some(self.full_nap_ns()), true);
             } else {
-                thread::sleep_ns(50_000);
+                thread::sleep_ns(FAILED_NS);
+            }
+        }
+    }
+
+    /// Makes room in the calling thread, beside the reclaim thread, until the limit is kept or nothing more can be taken out.
+    pub(crate) fn reclaim_to_limit(&self) {
+        let compressor = self.state.lock().new_compressor();
+        let (mut batch, mut failures) = (Batch::new(compressor), 0);
+        while self.excess(&self.state.lock()) > 0 && failures <= MOST_FAILURES {
+            if self.reclaim_step(&mut batch) {
+                failures = 0;
+            } else {
+                failures += 1;
+                thread::sleep_ns(FAILED_NS);
             }
         }
     }

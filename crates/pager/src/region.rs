@@ -15,7 +15,7 @@
 //! - `madvise`, `mremap`, `munmap` and `mprotect` on a region are not seen and must not be used.
 //! - After `fork` the child has no access to regions (`MADV_DONTFORK`): touching one is SIGSEGV. Nor may it ask anything of one, as
 //!   the lock may be held by a thread that it does not have, nor of a page map, which it has not either. It may drop them, and a
-//!   [`WriteWatch`], which then does nothing.
+//!   [`RegionWatch`], which then does nothing.
 //! - `mlockall` with MCL_CURRENT must not be called while there is a region, for it fills all address space that uzswap has reserved, 75 GB
 //!   for each. With MCL_FUTURE it may be called before: what a region takes is not locked. (Nor is a region to be locked by `mlock`.)
 //! - A region's descriptors must not be closed. Where they are (`close_range`), what is out is lost: touching it is SIGBUS, and uzswap says
@@ -40,7 +40,7 @@ use crate::pager::Pager;
 use crate::state::BLOCK;
 use core::fmt;
 use core::ops::Range;
-use core::sync::atomic::Ordering::*;
+use core::sync::atomic::{AtomicBool, Ordering::*};
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use uzswap_mm::codec::Algorithm;
 pub use uzswap_mm::compaction::rule::Rule as Compaction;
@@ -50,12 +50,13 @@ use uzswap_sys::sys;
 use uzswap_sys::uffd::{self, Uffd};
 
 mod keeper;
+mod limit;
 mod markers;
 mod published;
 mod signals;
 
 use keeper::Keeper;
-pub use markers::WriteWatch;
+pub use markers::RegionWatch;
 use published::Published;
 use signals::{REGISTRY, SignalsBlocked, install_handler};
 
@@ -142,6 +143,8 @@ pub enum Error {
     TooMany,
     /// The region was made without [`Options::track_writes`].
     NotTracked,
+    /// There is a [`RegionWatch`] of the region already.
+    Watched,
     /// The kernel refused.
     Kernel {
         /// What was asked of it.
@@ -160,6 +163,7 @@ impl fmt::Display for Error {
             Self::Level(Compressor::Lz4) => write!(f, "lz4 has no levels"),
             Self::TooMany => write!(f, "a process can have {MOST_REGIONS} regions"),
             Self::NotTracked => write!(f, "the region was made without tracking of writes"),
+            Self::Watched => write!(f, "somebody is told of writes to the region already: end that watch first"),
             Self::Kernel { what, errno } => write!(f, "{what}: {}", std::io::Error::from_raw_os_error(*errno)),
         }
     }
@@ -220,6 +224,8 @@ pub struct Region {
     group: Published,
     threads: Vec<std::thread::JoinHandle<()>>,
     keeper: Option<Keeper>,
+    /// There is a [`RegionWatch`].
+    watched: AtomicBool,
     /// The process that made it.
     process: u32,
     /// Outlives the pager, whose table writes to it (as the group does): fields are dropped after [`Drop::drop`].
@@ -269,6 +275,7 @@ impl Region {
             group: published,
             threads: Vec::new(),
             keeper: None,
+            watched: AtomicBool::new(false),
             process: std::process::id(),
             page_map: None,
         };
@@ -394,9 +401,9 @@ impl Region {
         unsafe { core::slice::from_raw_parts_mut(self.as_mut_ptr(), self.len) }
     }
 
-    /// The region's own group: settings and counters. Of the settings these may be changed at any time, and count from the next fault on:
-    /// `nodes[0].max`, the limit, and `nodes[0].on_full`, what happens when it cannot be kept: [`ON_FULL_KILL`](crate::group::ON_FULL_KILL)
-    /// ends the process, with all else the region goes on above it (no thread waits). The others stay as the region was made.
+    /// The region's own group: settings and counters. Of the settings `nodes[0].on_full` may be changed at any time, what happens when the
+    /// limit cannot be kept: [`ON_FULL_KILL`](crate::group::ON_FULL_KILL) ends the process, with all else the region goes on above it (no
+    /// thread waits). The limit is changed by [`Region::set_limit`]; the others stay as the region was made.
     #[must_use]
     pub fn group(&self) -> &GroupPage {
         self.group.page()

@@ -20,5 +20,5 @@ pub mod process;
 
 pub use process::WriteWatch;
 pub use uzswap_mm::pagemap;
-pub use uzswap_pager::region::{self, Compaction, Compressor, Error, Options, Region, Stats};
+pub use uzswap_pager::region::{self, Compaction, Compressor, Error, Options, Region, RegionWatch, Stats};
 pub use uzswap_pager::shared::{self, SharedControl, SharedMapping, SharedOptions, SharedPin, SharedRegion};

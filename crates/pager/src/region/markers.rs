@@ -1,7 +1,7 @@
 //! What can be asked of a region's soft-dirty and write-protected bits.
 //!
 //! A region's client is in the same process, so nobody can tell from outside whether it is still there. It has a value for
-//! as long as it wants to be told ([`WriteWatch`]): when that is dropped, also as a thread that panicked unwinds, nobody
+//! as long as it wants to be told ([`RegionWatch`]): when that is dropped, also as a thread that panicked unwinds, nobody
 //! waits any more.
 
 use super::signals::SignalsBlocked;
@@ -9,6 +9,7 @@ use super::{Error, Region, kernel};
 use crate::marks::Marks;
 use crate::pager::Pager;
 use core::ops::Range;
+use core::sync::atomic::Ordering::*;
 use core::time::Duration;
 
 impl Region {
@@ -47,12 +48,17 @@ impl Region {
     }
 
     /// What is protected and told through the value returned ends with it. Dropping it ends *all* write-protection of the
-    /// region, whoever asked for it: have one at a time, and no [`Region::protect`] of one's own beside it.
+    /// region, whoever asked for it: have no [`Region::protect`] of one's own beside it.
+    ///
+    /// The story: there could be two, and the end of one ended the other's protection.
     ///
     /// # Errors
-    /// [`Error::NotTracked`].
-    pub fn watch_writes(&self) -> Result<WriteWatch<'_>, Error> {
-        self.marked(&(0..0), |_, _, _| Ok(WriteWatch { region: self }))
+    /// [`Error::NotTracked`]; [`Error::Watched`]: there is one already.
+    pub fn watch_writes(&self) -> Result<RegionWatch<'_>, Error> {
+        self.marked(&(0..0), |_, _, _| match self.watched.swap(true, AcqRel) {
+            false => Ok(RegionWatch { region: self }),
+            true => Err(Error::Watched),
+        })
     }
 
     /// Write-protects the pages that a range of bytes touches: a thread that writes there waits until
@@ -94,11 +100,11 @@ impl Region {
 /// Is told of writes to a region before they are done, as long as it lives: then all protection of the region ends, and whoever
 /// waits goes on.
 #[derive(Debug)]
-pub struct WriteWatch<'a> {
+pub struct RegionWatch<'a> {
     region: &'a Region,
 }
 
-impl WriteWatch<'_> {
+impl RegionWatch<'_> {
     /// As [`Region::protect`].
     ///
     /// # Errors
@@ -125,11 +131,12 @@ impl WriteWatch<'_> {
 }
 
 /// The story: a forked child that dropped its parent's ended by SIGSEGV, as it has nothing of the region.
-impl Drop for WriteWatch<'_> {
+impl Drop for RegionWatch<'_> {
     fn drop(&mut self) {
         if std::process::id() != self.region.process {
             return;
         }
         let _ = self.region.unprotect(0..self.region.len());
+        self.region.watched.store(false, Release);
     }
 }

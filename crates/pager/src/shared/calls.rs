@@ -133,6 +133,7 @@ fn about_all(server: &Server, request: &Words, pages: u64, mapping: Option<u64>)
             engine.settle(0, pages);
             working_set(&engine, Duration::from_millis(request[1]))
         }
+        op::SHRINK => server.reclaim_to_limit() as u64,
         op::SETTLE => {
             server.engine().settle(0, pages);
             0

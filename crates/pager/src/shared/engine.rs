@@ -160,6 +160,12 @@ impl Engine {
         self.resident * PAGE + self.store.held()
     }
 
+    /// Changes the limit, which is [`LEAST_LIMIT`](super::LEAST_LIMIT) bytes at least.
+    pub fn set_limit(&mut self, bytes: usize) {
+        self.options.limit = bytes;
+        self.map.set_limit(bytes as u64);
+    }
+
     /// Bytes of room kept below the limit for faults that come while pages leave.
     pub fn margin(&self) -> usize {
         (self.options.limit / 32).clamp(1 << 20, 16 << 20)

@@ -193,8 +193,7 @@ impl SharedRegion {
     /// there is no memory for its tables, some five bytes for each of its pages, touched or not. The kernel's.
     pub fn create(size: usize, options: &SharedOptions) -> io::Result<Self> {
         if size == 0 || options.limit < LEAST_LIMIT {
-            let text = format!("a region needs a size, and a limit of at least {} MiB", LEAST_LIMIT >> 20);
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+            return Err(too_small());
         }
         if options.compressor.algorithm().is_none() {
             let error = crate::region::Error::Level(options.compressor);
@@ -244,11 +243,29 @@ impl SharedRegion {
         Ok(SharedMapping { attached: Attached::new(socket, self.path.clone())? })
     }
 
+    /// Changes the limit to `bytes`, and makes room for a smaller one; all go on using the region meanwhile. Returns the bytes that count
+    /// against it then: more than `bytes` where what there is does not compress into them, or is pinned.
+    ///
+    /// # Errors
+    /// `InvalidInput`: less than [`LEAST_LIMIT`]. In a forked child, which does not own it.
+    pub fn set_limit(&self, bytes: usize) -> io::Result<usize> {
+        if bytes < LEAST_LIMIT {
+            return Err(too_small());
+        }
+        wire::call(&*self.orders()?, &[op::LIMIT, bytes as u64])?;
+        self.control.call(&[op::SHRINK]).map(|w| w[1] as usize)
+    }
+
     /// Questions and orders.
     #[must_use]
     pub fn control(&self) -> &SharedControl {
         &self.control
     }
+}
+
+fn too_small() -> io::Error {
+    let text = format!("a region needs a size, and a limit of at least {} MiB", LEAST_LIMIT >> 20);
+    io::Error::new(io::ErrorKind::InvalidInput, text)
 }
 
 fn new_connection(orders: &OwnedFd) -> io::Result<OwnedFd> {

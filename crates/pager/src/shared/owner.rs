@@ -18,6 +18,7 @@
 //! call of madvise waits to be told of, whoever has the lock reads that ([`Engine::wait_out`]).
 
 use super::engine::Engine;
+use super::evict::Batch;
 use super::mapping::Mapping;
 use super::near::Guard;
 use super::wire::{self, FOR_CONTROL, FOR_MAPPING, HELLO, op};
@@ -274,6 +275,11 @@ impl Server {
                     let answer = result.map(|l| listening.push(l)).map_or_else(|e| errno_of(&e), |()| 0);
                     let _ = wire::send(orders, &wire::words(&[answer as u64]), &[]);
                 }
+                Ok((words, _)) if words[0] == op::LIMIT => {
+                    self.engine().set_limit(words[1] as usize);
+                    self.want_reclaim();
+                    let _ = wire::send(orders, &wire::words(&[0]), &[]);
+                }
                 // STOP, or the handle's process is gone.
                 _ => break,
             }
@@ -426,19 +432,31 @@ impl Server {
                     self.wanted.1.wait_while(wanted, |w| !*w).expect("no thread of the owner has panicked");
                 *wanted = false;
             }
-            let (mut engine, mut fruitless) = (self.engine(), 0);
-            while engine.nears_limit() && !self.stopping.load(SeqCst) {
-                let taken = engine.begin_coldest(&mut batch);
-                drop(engine);
-                let _ = batch.compress();
-                engine = self.engine();
-                fruitless = if engine.finish(&mut batch) == 0 { fruitless + 1 } else { 0 };
-                engine.tidy_lists();
-                if taken == 0 || fruitless > 50 || engine.at_floor() {
-                    break;
-                }
+            self.reclaim_while(&mut batch, Engine::nears_limit);
+        }
+    }
+
+    /// Pages out as long as that is `wanted` and gets on.
+    fn reclaim_while(&self, batch: &mut Batch, wanted: impl Fn(&Engine) -> bool) {
+        let (mut engine, mut fruitless) = (self.engine(), 0);
+        while wanted(&engine) && !self.stopping.load(SeqCst) {
+            let taken = engine.begin_coldest(batch);
+            drop(engine);
+            let _ = batch.compress();
+            engine = self.engine();
+            fruitless = if engine.finish(batch) == 0 { fruitless + 1 } else { 0 };
+            engine.tidy_lists();
+            if taken == 0 || fruitless > 50 || engine.at_floor() {
+                break;
             }
         }
+    }
+
+    /// Makes room beside the reclaim thread until the limit is kept, or nothing more can be taken out; returns what is charged then.
+    pub fn reclaim_to_limit(&self) -> usize {
+        let mut batch = self.engine().new_batch();
+        self.reclaim_while(&mut batch, |engine| engine.charged() > engine.options.limit);
+        self.engine().charged()
     }
 
     /// Pages a range out; returns how many pages went.

@@ -62,6 +62,10 @@ pub(super) mod op {
     pub const SERVE: u64 = 21;
     /// Of the owner only: end.
     pub const STOP: u64 = 22;
+    /// Of the owner only: another limit, in bytes.
+    pub const LIMIT: u64 = 23;
+    /// Make room down to the limit → bytes that count against it then.
+    pub const SHRINK: u64 = 24;
     /// For tests: what is to happen, and how often or whether. See [`INJECT_BLIND`](super::INJECT_BLIND) and those after it.
     pub const INJECT: u64 = 30;
 }

@@ -2,6 +2,7 @@
 #[path = "../../src/testing/alone.rs"]
 mod alone;
 mod folio;
+mod limits;
 mod pagemap;
 mod region;
 mod sequences;

@@ -49,7 +49,7 @@ fn page(rng: &mut Rng, out: &mut [u8]) {
 }
 
 /// Does random work on part of a region and of the model, which must agree at every step and in the end.
-fn work(memory: &mut [u8], model: &mut [u8], rng: &mut Rng, steps: usize) {
+pub(crate) fn work(memory: &mut [u8], model: &mut [u8], rng: &mut Rng, steps: usize) {
     for (m, p) in model.chunks_mut(PAGE).zip(memory.chunks_mut(PAGE)) {
         page(rng, m);
         p.copy_from_slice(m);

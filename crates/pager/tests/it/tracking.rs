@@ -198,6 +198,7 @@ fn nobody_waits_for_a_thread_that_is_gone() {
         let client = scope.spawn(move || {
             let watch = region.watch_writes().unwrap();
             watch.protect(0..8 * PAGE).unwrap();
+            assert_eq!(region.watch_writes().map(drop), Err(Error::Watched));
             watch.unprotect(at(7)).unwrap();
             say.send(()).unwrap();
             assert_eq!(watch.next_write(Duration::from_secs(20)).unwrap(), Some(3 * PAGE));
@@ -215,6 +216,7 @@ fn nobody_waits_for_a_thread_that_is_gone() {
     word(&region, 4).store(2, Relaxed);
     let map = region.page_map().unwrap();
     assert!((0..8).all(|page| !map.get(page).write_protected()));
+    assert!(region.watch_writes().is_ok());
     assert_eq!([3, 4, 5, 7].map(|page| word(&region, page).load(Relaxed)), [2, 2, 1, 2]);
 }
 

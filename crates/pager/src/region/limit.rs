@@ -1,0 +1,33 @@
+//! A limit that changes while its region is in use.
+
+use super::signals::SignalsBlocked;
+use super::{Error, LEAST_LIMIT, Region};
+use core::sync::atomic::Ordering::SeqCst;
+
+impl Region {
+    /// Changes the limit to `bytes`, and makes room for a smaller one, in the calling thread; others may use the region meanwhile. Returns
+    /// the bytes that count against it then: more than `bytes` where what the region holds does not compress into them. Nothing is lost
+    /// for that, and nobody is killed, whatever `on_full` says, before more is added.
+    ///
+    /// # Errors
+    /// [`Error::Size`]: less than [`LEAST_LIMIT`].
+    pub fn set_limit(&self, bytes: usize) -> Result<usize, Error> {
+        if bytes < LEAST_LIMIT {
+            return Err(Error::Size);
+        }
+        // SAFETY: alive until drop.
+        let pager = unsafe { &*self.pager };
+        let _quiet = SignalsBlocked::new();
+        let charged = pager.charged(&pager.state.lock());
+        let node = &pager.group.nodes[0];
+        node.set_max(bytes as u64, charged as u64);
+        // (That this one is too small is said anew.)
+        node.full_said.store(0, SeqCst);
+        if let Some(map) = &self.page_map {
+            map.set_limit(bytes as u64);
+        }
+        pager.wake_reclaim();
+        pager.reclaim_to_limit();
+        Ok(pager.charged(&pager.state.lock()))
+    }
+}

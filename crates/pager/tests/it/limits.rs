@@ -1,0 +1,110 @@
+//! Limits that change while a region is in use.
+
+use crate::region::{MIB, PAGE, Rng, alone, seed, work};
+use std::sync::atomic::{AtomicBool, Ordering::*};
+use uzswap_pager::group::ON_FULL_KILL;
+use uzswap_pager::region::{Error, LEAST_LIMIT, Options, Region};
+use uzswap_pager::shared::{SharedOptions, SharedRegion};
+
+/// More may be charged at the moment of looking, as others fault.
+const SLACK: usize = 2 * MIB;
+/// The least limit, in MiB.
+const LEAST: usize = 32;
+
+/// Changes a limit as long as `goes_on`; a quarter of what there is does not compress, and fits into the least of them with some to spare.
+fn change(set_limit: impl Fn(usize) -> usize, shown: impl Fn() -> u64, goes_on: &AtomicBool, rng: &mut Rng) -> u32 {
+    let mut changes = 0;
+    while goes_on.load(Relaxed) || changes == 0 {
+        let limit = (LEAST + rng.below(60)) * MIB;
+        let charged = set_limit(limit);
+        assert!(charged <= limit + SLACK, "{charged} of {limit}");
+        assert_eq!(shown(), limit as u64);
+        changes += 1;
+    }
+    changes
+}
+
+#[test]
+fn a_region_keeps_each_limit_it_is_given() {
+    let _alone = alone();
+    let seed = seed();
+    let region = Region::new(64 * MIB, &Options::new(64 * MIB)).unwrap();
+    // SAFETY: one thread uses it, and no system call gets it.
+    let memory = unsafe { std::slice::from_raw_parts_mut(region.as_mut_ptr(), region.len()) };
+    let goes_on = AtomicBool::new(true);
+    let map = region.page_map().unwrap();
+    std::thread::scope(|scope| {
+        let goes_on = &goes_on;
+        let worker = scope.spawn(move || {
+            work(memory, &mut vec![0; 64 * MIB], &mut Rng::new(seed), 40_000);
+            goes_on.store(false, Relaxed);
+        });
+        let set = |limit| region.set_limit(limit).unwrap();
+        println!("{} changes", change(set, || map.limit(), goes_on, &mut Rng::new(seed + 1)));
+        worker.join().unwrap();
+    });
+    // What is in use when nobody touches anything is exact.
+    assert!(region.set_limit(LEAST * MIB).unwrap() <= LEAST * MIB);
+    assert_eq!(region.stats().over_limit, 0);
+}
+
+#[test]
+fn a_shared_region_keeps_each_limit_it_is_given() {
+    let _alone = alone();
+    let seed = seed();
+    let region = SharedRegion::create(64 * MIB, &SharedOptions::new(64 * MIB)).unwrap();
+    let (m, goes_on) = (region.map().unwrap(), AtomicBool::new(true));
+    std::thread::scope(|scope| {
+        let goes_on = &goes_on;
+        let worker = scope.spawn(|| {
+            // SAFETY: mapped as long as `m` is, one thread uses it, and no system call gets it.
+            let memory = unsafe { std::slice::from_raw_parts_mut(m.as_mut_ptr(), m.len()) };
+            work(memory, &mut vec![0; 64 * MIB], &mut Rng::new(seed), 40_000);
+            goes_on.store(false, Relaxed);
+        });
+        let set = |limit| region.set_limit(limit).unwrap();
+        let shown = || region.control().page_map().limit();
+        println!("{} changes", change(set, shown, goes_on, &mut Rng::new(seed + 1)));
+        worker.join().unwrap();
+    });
+    let (charged, stats) = (region.set_limit(LEAST * MIB).unwrap(), region.control().stats().unwrap());
+    assert!(charged <= LEAST * MIB && stats.poisoned == 0, "{charged}, {stats:?}");
+}
+
+/// Nor is anybody killed for it.
+#[test]
+fn what_does_not_compress_into_a_smaller_limit_is_told_and_kept() {
+    let _alone = alone();
+    let mut rng = Rng::new(seed());
+    let words: Vec<u64> = (0..20 * MIB / 8).map(|_| rng.next()).collect();
+    let mut region = Region::new(24 * MIB, &Options::new(32 * MIB)).unwrap();
+    region.group().nodes[0].on_full.store(ON_FULL_KILL, Relaxed);
+    // SAFETY: the only user.
+    let memory = unsafe { region.as_slice_mut() };
+    memory.chunks_mut(8).zip(&words).for_each(|(to, word)| to.copy_from_slice(&word.to_ne_bytes()));
+    let shared = SharedRegion::create(24 * MIB, &SharedOptions::new(32 * MIB)).unwrap();
+    let mapping = shared.map().unwrap();
+    // SAFETY: the only user, and `mapping` lives longer.
+    let also = unsafe { std::slice::from_raw_parts_mut(mapping.as_mut_ptr(), mapping.len()) };
+    also.chunks_mut(8).zip(&words).for_each(|(to, word)| to.copy_from_slice(&word.to_ne_bytes()));
+    for charged in [region.set_limit(LEAST_LIMIT).unwrap(), shared.set_limit(LEAST_LIMIT).unwrap()] {
+        assert!((20 * MIB..24 * MIB).contains(&charged), "{charged}");
+    }
+    assert!(region.set_limit(32 * MIB).unwrap() < 32 * MIB && shared.set_limit(32 * MIB).unwrap() < 32 * MIB);
+    // SAFETY: as above.
+    for memory in [unsafe { region.as_slice() }, also] {
+        let found = memory.chunks(8).zip(&words);
+        assert_eq!(found.filter(|(bytes, word)| **bytes != word.to_ne_bytes()).count(), 0);
+    }
+}
+
+#[test]
+fn a_limit_that_is_too_small_is_refused_and_changes_nothing() {
+    let region = Region::new(PAGE, &Options::new(LEAST_LIMIT)).unwrap();
+    let shared = SharedRegion::create(PAGE, &SharedOptions::new(LEAST_LIMIT)).unwrap();
+    assert_eq!(region.set_limit(LEAST_LIMIT - 1), Err(Error::Size));
+    let error = shared.set_limit(LEAST_LIMIT - 1).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput, "{error}");
+    assert_eq!(region.page_map().unwrap().limit(), LEAST_LIMIT as u64);
+    assert_eq!(shared.control().page_map().limit(), LEAST_LIMIT as u64);
+}
