@@ -343,7 +343,7 @@ impl SharedControl {
     /// Pages a range out; returns the pages that went. What is touched meanwhile stays.
     ///
     /// # Errors
-    /// `InvalidInput`: not within the region. The owner is gone.
+    /// `InvalidInput`: not within the region. `UnexpectedEof`: the owner is gone.
     pub fn page_out(&self, range: Range<usize>) -> io::Result<u64> {
         self.call_range(op::PAGEOUT, range, 0).map(|w| w[1])
     }
@@ -370,7 +370,7 @@ impl SharedControl {
     /// [`SharedControl::page_out_idle`] and [`SharedControl::working_set`] know, they know from rounds.
     ///
     /// # Errors
-    /// The owner is gone.
+    /// `UnexpectedEof`: the owner is gone.
     pub fn age(&self) -> io::Result<()> {
         self.call(&[op::AGE]).map(drop)
     }
@@ -378,7 +378,7 @@ impl SharedControl {
     /// Pages out what has not been touched since the last round that began `time` ago or earlier; returns the pages.
     ///
     /// # Errors
-    /// The owner is gone.
+    /// `UnexpectedEof`: the owner is gone.
     pub fn page_out_idle(&self, time: Duration) -> io::Result<u64> {
         self.call(&[op::IDLE, milliseconds(time)]).map(|w| w[1])
     }
@@ -387,7 +387,7 @@ impl SharedControl {
     /// when there was none).
     ///
     /// # Errors
-    /// The owner is gone.
+    /// `UnexpectedEof`: the owner is gone.
     pub fn working_set(&self, time: Duration) -> io::Result<u64> {
         self.call(&[op::WORKING_SET, milliseconds(time)]).map(|w| w[1])
     }
@@ -395,7 +395,7 @@ impl SharedControl {
     /// Figures.
     ///
     /// # Errors
-    /// The owner is gone.
+    /// `UnexpectedEof`: the owner is gone.
     pub fn stats(&self) -> io::Result<SharedStats> {
         let stats = SharedStats::of(&self.call(&[op::STATS])?);
         let more = self.call(&[op::MORE_STATS])?;
@@ -412,7 +412,7 @@ impl SharedControl {
     /// Makes something happen that hardly ever does: for tests.
     ///
     /// # Errors
-    /// `PermissionDenied`: the region was not made for that. The owner is gone.
+    /// `PermissionDenied`: the region was not made for that. `UnexpectedEof`: the owner is gone.
     #[doc(hidden)]
     pub fn inject(&self, what: u64, n: u64) -> io::Result<()> {
         self.call(&[op::INJECT, what, n]).map(drop)
@@ -442,7 +442,7 @@ impl SharedControl {
     /// of this connection wait meanwhile.
     ///
     /// # Errors
-    /// The owner is gone.
+    /// `UnexpectedEof`: the owner is gone.
     pub fn next_write(&self, time: Duration) -> io::Result<Option<usize>> {
         let w = self.call(&[op::NEXT_WRITE, milliseconds(time)])?;
         Ok((w[1] != 0).then_some(w[2] as usize * crate::arena::PAGE))

@@ -26,6 +26,11 @@ pub struct SharedPin<'a> {
     process: u32,
 }
 
+fn no_room(e: io::Error) -> io::Error {
+    let text = "the region's limit has no room for so much pinned at once: pin less, or have its owner raise it";
+    if e.kind() == io::ErrorKind::OutOfMemory { io::Error::new(e.kind(), text) } else { e }
+}
+
 impl SharedMapping {
     /// Brings a range into memory, pages never touched included, and keeps it there and mapped: see [`SharedPin`]. Neither the
     /// limit nor a request puts it out, and [`SharedMapping::remove`] refuses it. (`madvise(MADV_REMOVE)` and unmapping do not ask,
@@ -34,7 +39,7 @@ impl SharedMapping {
     /// # Errors
     /// `OutOfMemory`: the limit has no room for it and the other pins. As [`SharedControl::page_out`].
     pub fn pin(&self, range: Range<usize>) -> io::Result<SharedPin<'_>> {
-        let id = self.attached.call_range(op::PIN, range, 0)?[1];
+        let id = self.attached.call_range(op::PIN, range, 0).map_err(no_room)?[1];
         Ok(SharedPin { holder: Holder::Mapping(self), id, process: std::process::id() })
     }
 }
@@ -45,7 +50,7 @@ impl SharedControl {
     /// # Errors
     /// As there.
     pub fn pin(&self, range: Range<usize>) -> io::Result<SharedPin<'_>> {
-        let id = self.call_range(op::PIN, range, 0)?[1];
+        let id = self.call_range(op::PIN, range, 0).map_err(no_room)?[1];
         Ok(SharedPin { holder: Holder::Control(self), id, process: std::process::id() })
     }
 }

@@ -128,10 +128,15 @@ pub(super) fn words(given: &[u64]) -> Words {
     all
 }
 
-/// Makes a call and waits for its answer.
+/// Makes a call and waits for its answer; `UnexpectedEof` when the owner is gone.
 pub(super) fn call(socket: &OwnedFd, request: &[u64]) -> io::Result<(Words, Vec<OwnedFd>)> {
-    send(socket, &words(request), &[])?;
-    let (answer, fds) = receive(socket)?;
+    let (answer, fds) =
+        send(socket, &words(request), &[]).and_then(|()| receive(socket)).map_err(|e| match e.kind() {
+            io::ErrorKind::UnexpectedEof | io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
+                io::Error::new(io::ErrorKind::UnexpectedEof, "the owner of the shared region has ended")
+            }
+            _ => e,
+        })?;
     match answer[0] {
         0 => Ok((answer, fds)),
         errno => Err(io::Error::from_raw_os_error(errno as i32)),

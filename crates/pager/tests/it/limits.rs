@@ -1,6 +1,7 @@
 //! Limits that change while a region is in use.
 
 use crate::region::{MIB, PAGE, Rng, alone, seed, work};
+use std::io::ErrorKind;
 use std::sync::atomic::{AtomicBool, Ordering::*};
 use uzswap_pager::group::ON_FULL_KILL;
 use uzswap_pager::region::{Error, LEAST_LIMIT, Options, Region};
@@ -98,13 +99,35 @@ fn what_does_not_compress_into_a_smaller_limit_is_told_and_kept() {
     }
 }
 
+/// Nor does it end what is pinned.
+#[test]
+fn what_is_pinned_stays_under_a_smaller_limit() {
+    let _alone = alone();
+    let shared = SharedRegion::create(32 * MIB, &SharedOptions::new(32 * MIB)).unwrap();
+    let mapping = shared.map().unwrap();
+    let pin = mapping.pin(0..16 * MIB).unwrap();
+    let charged = shared.set_limit(LEAST_LIMIT).unwrap();
+    assert!(charged >= 16 * MIB, "{charged}");
+    let present = || shared.control().page_map().map().summary(0, (16 * MIB / PAGE) as u64).present;
+    assert_eq!(present(), (16 * MIB / PAGE) as u64);
+    let refused = mapping.pin(16 * MIB..16 * MIB + PAGE).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::OutOfMemory, "{refused}");
+    drop(pin);
+    assert!(shared.set_limit(LEAST_LIMIT).unwrap() <= LEAST_LIMIT && present() < (16 * MIB / PAGE) as u64);
+    // Of an owner that has ended nothing can be asked.
+    drop(shared);
+    let gone = mapping.page_out(0..MIB).unwrap_err();
+    assert_eq!(gone.kind(), ErrorKind::UnexpectedEof);
+    assert_eq!(gone.to_string(), "the owner of the shared region has ended");
+}
+
 #[test]
 fn a_limit_that_is_too_small_is_refused_and_changes_nothing() {
     let region = Region::new(PAGE, &Options::new(LEAST_LIMIT)).unwrap();
     let shared = SharedRegion::create(PAGE, &SharedOptions::new(LEAST_LIMIT)).unwrap();
     assert_eq!(region.set_limit(LEAST_LIMIT - 1), Err(Error::Size));
     let error = shared.set_limit(LEAST_LIMIT - 1).unwrap_err();
-    assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput, "{error}");
+    assert_eq!(error.kind(), ErrorKind::InvalidInput, "{error}");
     assert_eq!(region.page_map().unwrap().limit(), LEAST_LIMIT as u64);
     assert_eq!(shared.control().page_map().limit(), LEAST_LIMIT as u64);
 }

@@ -137,7 +137,9 @@ fn pins_add_up_and_the_limit_bounds_them() {
     drop(first);
     assert_eq!(out(0..16), 4);
     let fill = m.pin(16 * PAGE..6 * MIB).unwrap();
-    assert_eq!(m.pin(8 * MIB..14 * MIB).unwrap_err().kind(), ErrorKind::OutOfMemory);
+    let refused = m.pin(8 * MIB..14 * MIB).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::OutOfMemory);
+    assert!(refused.to_string().contains("limit has no room"), "{refused}");
     assert_eq!(m.pin(15 * MIB..17 * MIB).unwrap_err().kind(), ErrorKind::InvalidInput);
     // The rest lives in what is left.
     (6 * MIB / PAGE..16 * MIB / PAGE).for_each(|page| write(&m, page, page as u64));
