@@ -2,6 +2,7 @@
 //! process of its own.
 
 use super::clusters::{ClusterMap, ROWS};
+use super::references::References;
 use crate::testing;
 use core::sync::atomic::{AtomicUsize, Ordering::*};
 use std::process::{Child, Command};

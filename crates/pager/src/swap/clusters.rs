@@ -9,6 +9,8 @@
 //! owner[c]   generation │ row of the claimer + 1, 0: free       claimed and freed by compare-and-swap of the whole word
 //! row[r]     whose it is, and a bit for each cluster            set by claim and inherit, cleared by release and bury
 //! ```
+//! The steps themselves are in `references`, where they are modelled with loom.
+//!
 //! Nobody holds a lock, and a member may be killed at any instruction:
 //! - A row belongs to the process named in it. A parent makes its child's row before it forks (the child's reference must
 //!   be there before the parent can give up its own). Once there is a child the row names it as its *heir*: it is the child's,
@@ -27,6 +29,7 @@
 //!   known to have ended, for which all references must be gone (`Pager::await_late`).
 
 use super::pipeline::DEPTH;
+use super::references::{OWNER_BITS, OWNER_MASK, References};
 use crate::pager::Pager;
 use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::swapfile::{Geometry, MOST_CLUSTERS};
@@ -42,9 +45,6 @@ pub const ROWS: usize = 1024;
 /// No row.
 const NONE: usize = usize::MAX;
 const WORDS: usize = MOST_CLUSTERS / 64;
-/// Bits of an owner word that name the row.
-const OWNER_BITS: u32 = 11;
-const OWNER_MASK: u32 = (1 << OWNER_BITS) - 1;
 const _: () = assert!(ROWS < 1 << OWNER_BITS);
 
 /// What one process refers to.
@@ -114,92 +114,6 @@ impl ClusterMap {
         Geometry::of(self.bytes.load(Relaxed))
     }
 
-    fn clusters(&self) -> u32 {
-        self.geometry().map_or(0, |g| g.clusters)
-    }
-
-    fn used_rows(&self) -> usize {
-        (self.used.load(SeqCst) as usize).min(ROWS)
-    }
-
-    fn bit(&self, row: usize, cluster: u32) -> (&AtomicU64, u64) {
-        (&self.rows[row].bits[cluster as usize / 64], 1 << (cluster % 64))
-    }
-
-    /// Claims the first free cluster for the process of row `me`, a late one only where there is no other.
-    pub fn claim_cluster(&self, me: usize) -> Option<u32> {
-        let any = |late: bool| (0..self.clusters()).find(|cluster| self.claim(*cluster, me, late));
-        any(false).or_else(|| any(true))
-    }
-
-    /// Claims the first `n` clusters side by side that are free, and not late; the first of them.
-    pub fn claim_side_by_side(&self, me: usize, n: u32) -> Option<u32> {
-        let all = self.clusters();
-        let mut first = 0;
-        while first + n <= all {
-            let taken = (first..first + n).find(|c| !self.claim(*c, me, false));
-            let Some(taken) = taken else { return Some(first) };
-            (first..taken).for_each(|c| self.release_cluster(me, c));
-            first = taken + 1;
-        }
-        None
-    }
-
-    /// Claims a cluster if it is free, and `late` or not.
-    fn claim(&self, cluster: u32, me: usize, late: bool) -> bool {
-        let owner = &self.owner[cluster as usize];
-        // (Who freed it had said before whether it is late.)
-        let old = owner.load(Acquire);
-        let taken = (old >> OWNER_BITS).wrapping_add(1) << OWNER_BITS | (me as u32 + 1);
-        let free = old & OWNER_MASK == 0 && self.is_late(cluster) == late;
-        if !free || owner.compare_exchange(old, taken, SeqCst, Relaxed).is_err() {
-            return false;
-        }
-        let (bits, bit) = self.bit(me, cluster);
-        bits.fetch_or(bit, SeqCst);
-        true
-    }
-
-    /// Gives up the reference of row `me` to a cluster, which is free with the last one.
-    pub fn release_cluster(&self, me: usize, cluster: u32) {
-        let owner = self.owner[cluster as usize].load(SeqCst);
-        let (bits, bit) = self.bit(me, cluster);
-        bits.fetch_and(!bit, SeqCst);
-        if owner & OWNER_MASK != 0 && self.alone_with(me, cluster) {
-            let _ = self.owner[cluster as usize].compare_exchange(owner, owner & !OWNER_MASK, SeqCst, Relaxed);
-        }
-    }
-
-    /// Whether no other row refers to a cluster.
-    pub fn alone_with(&self, me: usize, cluster: u32) -> bool {
-        loop {
-            let forks = self.forks.load(SeqCst);
-            let alone = (0..self.used_rows()).filter(|r| *r != me).all(|row| {
-                let (bits, bit) = self.bit(row, cluster);
-                bits.load(SeqCst) & bit == 0
-            });
-            if self.forks.load(SeqCst) == forks {
-                return alone;
-            }
-        }
-    }
-
-    /// Whether a process may write to a cluster that it refers to: nobody else reads there, or may be writing still.
-    pub fn may_write(&self, me: usize, cluster: u32) -> bool {
-        // (In this order: who empties another's row marks what is late first.)
-        self.alone_with(me, cluster) && !self.is_late(cluster)
-    }
-
-    /// Whether a process that has ended may be writing to a cluster still.
-    pub fn is_late(&self, cluster: u32) -> bool {
-        self.late[cluster as usize / 64].load(SeqCst) & 1 << (cluster % 64) != 0
-    }
-
-    /// All writes to a cluster have ended, which nobody but the caller refers to.
-    pub(super) fn settled(&self, cluster: u32) {
-        self.late[cluster as usize / 64].fetch_and(!(1 << (cluster % 64)), SeqCst);
-    }
-
     /// The process of row `me` writes to a cluster as its write `slot`, or does not any more.
     pub(super) fn note_writing(&self, me: usize, slot: usize, cluster: Option<u32>) {
         self.rows[me].writing[slot].store(cluster.map_or(0, |c| c + 1), SeqCst);
@@ -220,8 +134,7 @@ impl ClusterMap {
         if row >= ROWS || cluster >= self.clusters() || self.rows[row].owner.load(SeqCst) != owner {
             return false;
         }
-        let (bits, bit) = self.bit(row, cluster);
-        bits.load(SeqCst) & bit != 0
+        self.refers(row, cluster)
     }
 
     /// Clusters in use.
@@ -233,33 +146,6 @@ impl ClusterMap {
     /// Whether half of the clusters or more are in use.
     pub fn is_half_full(&self) -> bool {
         self.clusters_used() * 2 >= self.clusters() as usize
-    }
-
-    /// Gives the row `to`, which the caller has, the references of `from`.
-    fn inherit(&self, from: usize, to: usize) {
-        for (f, t) in self.rows[from].bits.iter().zip(&self.rows[to].bits).take(self.clusters().div_ceil(64) as usize) {
-            t.store(f.load(SeqCst), SeqCst);
-        }
-        self.forks.fetch_add(1, SeqCst);
-    }
-
-    /// Empties a row that the caller has, and frees what nobody refers to any more.
-    fn empty(&self, row: usize) {
-        // (Killed in the midst of it, it is the next one's to do.)
-        for writing in &self.rows[row].writing {
-            if let Some(cluster) = writing.load(SeqCst).checked_sub(1).filter(|c| *c < self.clusters()) {
-                self.late[cluster as usize / 64].fetch_or(1 << (cluster % 64), SeqCst);
-            }
-            writing.store(0, SeqCst);
-        }
-        for cluster in 0..self.clusters() {
-            let (bits, bit) = self.bit(row, cluster);
-            let owner = self.owner[cluster as usize].load(SeqCst);
-            let half_claimed = owner & OWNER_MASK == row as u32 + 1;
-            if bits.load(SeqCst) & bit != 0 || half_claimed {
-                self.release_cluster(row, cluster);
-            }
-        }
     }
 
     /// Becomes the taker of a row; false while another is.
@@ -375,6 +261,33 @@ impl ClusterMap {
     }
 }
 
+impl References for ClusterMap {
+    type Half = AtomicU32;
+    type Whole = AtomicU64;
+
+    fn clusters(&self) -> u32 {
+        self.geometry().map_or(0, |g| g.clusters)
+    }
+    fn used_rows(&self) -> usize {
+        (self.used.load(SeqCst) as usize).min(ROWS)
+    }
+    fn forks(&self) -> &AtomicU32 {
+        &self.forks
+    }
+    fn owner(&self, cluster: u32) -> &AtomicU32 {
+        &self.owner[cluster as usize]
+    }
+    fn late(&self, word: usize) -> &AtomicU64 {
+        &self.late[word]
+    }
+    fn bits(&self, row: usize, word: usize) -> &AtomicU64 {
+        &self.rows[row].bits[word]
+    }
+    fn writing(&self, row: usize) -> &[AtomicU32] {
+        &self.rows[row].writing
+    }
+}
+
 #[cfg(test)]
 impl ClusterMap {
     /// Nobody has anything.
@@ -394,8 +307,7 @@ impl ClusterMap {
     /// A row refers to clusters, as one does that was inherited.
     pub(super) fn share_for_test(&self, row: usize, clusters: core::ops::RangeInclusive<u32>) {
         for cluster in clusters {
-            let (bits, bit) = self.bit(row, cluster);
-            bits.fetch_or(bit, SeqCst);
+            self.refer(row, cluster);
         }
     }
 

@@ -6,6 +6,7 @@
 use crate::inject::{SLOW_NS, Site};
 use crate::pager::Pager;
 use crate::swap::readers::Readers;
+use crate::swap::references::References;
 use crate::swap::worker::Worker;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::*};
 use uzswap_mm::swapfile::BLOCK;

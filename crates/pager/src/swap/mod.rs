@@ -41,6 +41,7 @@ mod read_tests;
 mod readahead_tests;
 pub mod readers;
 mod reads;
+mod references;
 #[cfg(test)]
 mod room_tests;
 #[cfg(test)]
@@ -66,6 +67,7 @@ use crate::pager::Pager;
 use crate::state::State;
 use clusters::ClusterMap;
 use core::sync::atomic::Ordering::*;
+use references::References;
 use seal::{SEAL, Seal};
 use uzswap_mm::pagetable::{HINT_REUSED, Tag};
 use uzswap_mm::readahead::Readahead;

@@ -16,6 +16,7 @@
 //! there. Where nothing may enter it all goes this way, with a server as with a file.
 
 use super::fill::{board, drop_copies};
+use super::references::References;
 use super::writeback::{NoRun, RUN_BYTES, Round, as_write};
 use super::{Flight, Swap};
 use crate::arena::PAGE;

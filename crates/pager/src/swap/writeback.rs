@@ -14,6 +14,7 @@
 use super::dense::Packer;
 use super::io::Trouble;
 use super::pipeline::{Ended, Writes};
+use super::references::References;
 use super::turns::{LOOK_NS, Task, Wanted};
 use super::{MOST_OBJECT, Swap};
 use crate::inject::Site;
