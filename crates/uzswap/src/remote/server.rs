@@ -266,19 +266,29 @@ pub(super) mod tests {
 
     /// A node that takes every command, and what it was told.
     pub fn answering(listener: TcpListener) -> Arc<Mutex<Vec<String>>> {
+        answering_by(listener, |_| ":1\r\n")
+    }
+
+    /// A node that answers so, and what it was told.
+    pub fn answering_by(
+        listener: TcpListener,
+        answer: impl Fn(&str) -> &'static str + Clone + Send + 'static,
+    ) -> Arc<Mutex<Vec<String>>> {
         let told: Arc<Mutex<Vec<String>>> = Arc::default();
         let all = Arc::clone(&told);
         std::thread::spawn(move || {
             for stream in listener.incoming() {
-                let (mut answers, told) = (stream.unwrap(), Arc::clone(&all));
+                let (mut answers, told, answer) = (stream.unwrap(), Arc::clone(&all), answer.clone());
                 let mut lines = BufReader::new(answers.try_clone().unwrap()).lines();
                 std::thread::spawn(move || {
                     // *WORDS, and $LENGTH and the word for each.
                     while let Some(Ok(words)) = lines.next() {
                         let words: usize = words.trim_start_matches('*').parse().unwrap();
                         let all: Vec<String> = (0..2 * words).map(|_| lines.next().unwrap().unwrap()).collect();
-                        lock(&told).push(all.iter().skip(1).step_by(2).cloned().collect::<Vec<_>>().join(" "));
-                        answers.write_all(b":1\r\n").unwrap();
+                        let command = all.iter().skip(1).step_by(2).cloned().collect::<Vec<_>>().join(" ");
+                        let answer = answer(&command);
+                        lock(&told).push(command);
+                        answers.write_all(answer.as_bytes()).unwrap();
                     }
                 });
             }

@@ -27,6 +27,8 @@ pub(super) const PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// How often in a row an operation is sent elsewhere.
 const MOST_REDIRECTS: usize = 8;
+/// What a server answers while it runs a script, and the client library has no name for.
+const BUSY: &str = "BUSY";
 /// Nodes that are asked in vain who has what, before the operation itself is tried again.
 const MOST_IN_VAIN: usize = 2;
 
@@ -266,14 +268,20 @@ impl From<RedisError> for Failure {
     }
 }
 
-/// Whether the server answered, and the answer is no. (Not while it loads its data, or changes its role.)
+/// Whether the server answered, and the answer is no. (Not while it loads its data, or changes its role, or runs a script.)
+///
+/// The story: for as long as somebody's script runs a server answers all else that it is busy. That was a no, of which four were given
+/// within some milliseconds: pages were lost to a script of a second.
 fn is_refusal(e: &RedisError) -> bool {
     use ServerErrorKind as Kind;
     match e.kind() {
         ErrorKind::Server(
             Kind::BusyLoading | Kind::TryAgain | Kind::MasterDown | Kind::ClusterDown | Kind::ReadOnly,
         ) => false,
-        ErrorKind::Server(_) | ErrorKind::Extension => true,
+        ErrorKind::Server(_) => true,
+        ErrorKind::Extension => {
+            !e.clone().into_server_errors().is_some_and(|all| all.iter().any(|(_, e)| e.code() == BUSY))
+        }
         _ => false,
     }
 }
@@ -292,6 +300,28 @@ fn is_starved(e: &RedisError) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::remote::address::Address;
+    use crate::remote::server::tests::answering_by;
+    use std::net::TcpListener;
+    use std::sync::atomic::AtomicUsize;
+
+    /// See [`is_refusal`].
+    #[test]
+    fn a_server_that_runs_a_script_is_waited_for() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let address = Address::parse(&format!("redis://127.0.0.1:{port}?size=1G&timeout=60")).unwrap();
+        let asked = Arc::new(AtomicUsize::new(0));
+        let of_read = Arc::clone(&asked);
+        let told = answering_by(listener, move |command| match command {
+            _ if !command.starts_with("GETRANGE") => ":1\r\n",
+            _ if of_read.fetch_add(1, Relaxed) < 3 => "-BUSY Redis is busy running a script.\r\n",
+            _ => "$4\r\npage\r\n",
+        });
+        let (server, mut out) = (Server::unasked(address).unwrap(), [0; 4]);
+        assert_eq!((Session::new(&server).read(7, 0, &mut out), &out), (Ok(()), b"page"));
+        assert_eq!(asked.load(Relaxed), 4, "{:?}", lock(&told));
+    }
 
     #[test]
     fn that_there_are_no_descriptors_is_not_the_node_s_fault() {
