@@ -5,7 +5,8 @@
 //! `/proc/PID/fd/N` of a descriptor, which only who may trace the command can.
 //!
 //! One thread waits for connections, most of which are never used (each process has two); one that is gets a thread of its
-//! own; for each request it takes a connection to the server that no other uses. A third kind, the keeper, looks after the keys.
+//! own; for each request it takes a connection to the server that no other uses. Where there is no thread for it, the one that waits
+//! carries out what is asked. A third kind, the keeper, looks after the keys.
 //!
 //! Half of the descriptors that we may have are for members. When they have more connections, or there is no descriptor for one more,
 //! those go that were never used, and those by which nothing is asked for a moment; a member that comes to use one finds it closed,
@@ -19,7 +20,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::{Duration, Instant};
 use uzswap_mm::swapfile::Geometry;
 use uzswap_pager::swap::backend::{OP_READ, OP_WRITE, Request};
@@ -120,6 +121,13 @@ fn readable<const N: usize>(fds: [RawFd; N], within: Option<Duration>) -> io::Re
     }
 }
 
+/// What a thread does.
+type Body = Box<dyn FnOnce() + Send>;
+
+fn start(body: Body) -> io::Result<()> {
+    thread("uzswap-swap", body)
+}
+
 fn accept(listener: &UnixListener, mut door: Door) {
     loop {
         let fds = std::iter::once(listener.as_raw_fd()).chain(door.unused.iter().map(AsRawFd::as_raw_fd));
@@ -129,7 +137,7 @@ fn accept(listener: &UnixListener, mut door: Door) {
             continue;
         }
         for i in (0..door.unused.len()).rev().filter(|i| polls[i + 1].revents != 0) {
-            door.serve(i);
+            door.serve(i, start);
         }
         let comes = polls[0].revents != 0;
         door.starved &= comes;
@@ -147,26 +155,47 @@ struct Door {
     map: &'static ClusterMap,
     geometry: Geometry,
     crowd: Arc<Crowd>,
-    /// Connections that were never used.
+    /// Connections without a thread, most of which were never used.
     unused: Vec<UnixStream>,
     /// There was no descriptor for the last that came, nor one that nobody uses.
     starved: bool,
 }
 
 impl Door {
-    /// Gives an unused connection, by which something is asked now, to a thread of its own. (Without a thread the connection is closed,
-    /// and the member's request fails.)
-    fn serve(&mut self, i: usize) {
+    /// Gives an unused connection, by which something is asked now, to a thread of its own. Where that cannot be started it is answered
+    /// here, and the connection is kept for what is asked next.
+    ///
+    /// The story: without a thread it was closed. Where the program had as many threads as it may have (`pids.max`), what its processes
+    /// asked failed by each new connection as well, so a read did four times within milliseconds, and its page was lost.
+    fn serve(&mut self, i: usize, start: impl FnOnce(Body) -> io::Result<()>) {
         let (map, geometry, stream) = (self.map, self.geometry, self.unused.swap_remove(i));
         let (server, crowd) = (Arc::clone(&self.server), Arc::clone(&self.crowd));
+        let (give, take) = mpsc::channel();
         self.crowd.used.fetch_add(1, Relaxed);
-        let started = thread("uzswap-swap", move || {
-            let _ = Member { stream, session: Session::new(&server), map, geometry, crowd: &crowd }.serve();
+        let started = start(Box::new(move || {
+            if let Ok(stream) = take.recv() {
+                let _ = Member { stream, session: Session::new(&server), map, geometry, crowd: &crowd }.serve();
+            }
             crowd.used.fetch_sub(1, Relaxed);
-        });
-        if started.is_err() {
+        }));
+        if started.is_ok() {
+            let _ = give.send(stream);
+        } else {
             self.crowd.used.fetch_sub(1, Relaxed);
+            self.unused.extend(self.answer_here(stream).ok());
         }
+    }
+
+    /// Carries out what is asked by a connection, and hands it back; one whose member is stopped in the middle of that is closed.
+    fn answer_here(&self, stream: UnixStream) -> io::Result<UnixStream> {
+        let (map, geometry, crowd) = (self.map, self.geometry, &*self.crowd);
+        let within =
+            |stream: &UnixStream, limit| stream.set_read_timeout(limit).and_then(|()| stream.set_write_timeout(limit));
+        within(&stream, Some(self.server.address().timeout))?;
+        let mut member = Member { stream, session: Session::new(&self.server), map, geometry, crowd };
+        member.answer(&mut Vec::new())?;
+        within(&member.stream, None)?;
+        Ok(member.stream)
     }
 
     /// Whether there may not be more; tells who uses one.
@@ -255,37 +284,41 @@ impl Member<'_> {
     /// Serves requests until the member ends, or asks for what cannot be.
     fn serve(&mut self) -> io::Result<()> {
         let mut buffer = Vec::new();
-        loop {
-            if !self.is_asked()? {
-                return Ok(());
-            }
-            let mut request = [0; Request::BYTES];
-            self.stream.read_exact(&mut request)?;
-            let request = Request::from_bytes(&request);
-            let (len, shift) = (request.len as usize, self.geometry.cluster_shift);
-            let (cluster, within) = (request.at >> shift, (request.at & ((1 << shift) - 1)) as usize);
-            let fits = cluster < u64::from(self.geometry.clusters) && len > 0 && within + len <= 1 << shift;
-            if !fits {
-                return Err(io::ErrorKind::InvalidData.into());
-            }
-            let cluster = cluster as u32;
-            buffer.resize(len, 0);
-            let bytes = &mut buffer[..];
-            let done = match request.op {
-                OP_READ => self.session.read(cluster, within, bytes),
-                OP_WRITE => {
-                    self.stream.read_exact(bytes)?;
-                    let (row, owner) = (request.row as usize, request.owner);
-                    self.session.write(cluster, within, bytes, || self.map.is_claimed_by(cluster, row, owner))
-                }
-                _ => return Err(io::ErrorKind::InvalidData.into()),
-            };
-            let status = done.err().unwrap_or(0);
-            self.stream.write_all(&status.to_ne_bytes())?;
-            if status == 0 && request.op == OP_READ {
-                self.stream.write_all(bytes)?;
-            }
+        while self.is_asked()? {
+            self.answer(&mut buffer)?;
         }
+        Ok(())
+    }
+
+    /// Carries out the request that has come.
+    fn answer(&mut self, buffer: &mut Vec<u8>) -> io::Result<()> {
+        let mut request = [0; Request::BYTES];
+        self.stream.read_exact(&mut request)?;
+        let request = Request::from_bytes(&request);
+        let (len, shift) = (request.len as usize, self.geometry.cluster_shift);
+        let (cluster, within) = (request.at >> shift, (request.at & ((1 << shift) - 1)) as usize);
+        let fits = cluster < u64::from(self.geometry.clusters) && len > 0 && within + len <= 1 << shift;
+        if !fits {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        let cluster = cluster as u32;
+        buffer.resize(len, 0);
+        let bytes = &mut buffer[..];
+        let done = match request.op {
+            OP_READ => self.session.read(cluster, within, bytes),
+            OP_WRITE => {
+                self.stream.read_exact(bytes)?;
+                let (row, owner) = (request.row as usize, request.owner);
+                self.session.write(cluster, within, bytes, || self.map.is_claimed_by(cluster, row, owner))
+            }
+            _ => return Err(io::ErrorKind::InvalidData.into()),
+        };
+        let status = done.err().unwrap_or(0);
+        self.stream.write_all(&status.to_ne_bytes())?;
+        if status == 0 && request.op == OP_READ {
+            self.stream.write_all(bytes)?;
+        }
+        Ok(())
     }
 }
 
@@ -294,9 +327,8 @@ mod tests {
     use super::*;
     use crate::remote::address::Address;
     use crate::remote::nodes::lock;
-    use crate::remote::server::tests::answering;
+    use crate::remote::server::tests::{answering, answering_by};
     use std::net::TcpListener;
-    use std::sync::mpsc;
     use uzswap_sys::thread::gettid;
 
     /// How often a thread has gone to sleep, and whether it sleeps.
@@ -315,6 +347,43 @@ mod tests {
         Box::leak(unsafe { Box::<ClusterMap>::new_zeroed().assume_init() })
     }
 
+    fn door(server: &Arc<Server>, crowd: &Arc<Crowd>, unused: Vec<UnixStream>) -> Door {
+        let (server, crowd, geometry) = (Arc::clone(server), Arc::clone(crowd), Geometry::of(1 << 30).unwrap());
+        Door { server, map: no_clusters(), geometry, crowd, unused, starved: false }
+    }
+
+    /// See [`Door::serve`].
+    #[test]
+    fn what_is_asked_where_there_is_no_thread_for_it_is_answered() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let server = Arc::new(server_at(listener.local_addr().unwrap().port()));
+        answering_by(listener, |command| if command.starts_with("GETRANGE") { "$4\r\npage\r\n" } else { ":1\r\n" });
+        let (crowd, (stream, member)) = (Arc::new(Crowd::new().unwrap()), UnixStream::pair().unwrap());
+        let mut door = door(&server, &crowd, vec![stream]);
+        let ask = |door: &mut Door, mut member: &UnixStream, op: u32, has_thread: bool| {
+            let request = Request { op, len: 4, at: 0, owner: 0, row: 0 };
+            member.write_all(&request.to_bytes()).unwrap();
+            door.serve(
+                0,
+                |body| if has_thread { start(body) } else { Err(io::Error::from_raw_os_error(libc::EAGAIN)) },
+            );
+            let mut answer = [0; 8];
+            member.read_exact(&mut answer).map(|()| answer)
+        };
+        let page = *b"\0\0\0\0page";
+        for _ in 0..2 {
+            assert_eq!(ask(&mut door, &member, OP_READ, false).unwrap(), page);
+            assert_eq!((door.unused.len(), crowd.used.load(Relaxed)), (1, 0));
+        }
+        // When there is one again it is given one.
+        assert_eq!(ask(&mut door, &member, OP_READ, true).unwrap(), page);
+        assert_eq!((door.unused.len(), crowd.used.load(Relaxed)), (0, 1));
+        // Who asks for what cannot be is let go of.
+        let (stream, other) = UnixStream::pair().unwrap();
+        door.unused.push(stream);
+        assert!(ask(&mut door, &other, 7, false).is_err() && door.unused.is_empty());
+    }
+
     /// See [`Door::admit`].
     #[test]
     fn who_is_not_asked_leaves_when_there_is_no_descriptor_for_another() {
@@ -323,18 +392,11 @@ mod tests {
         answering(listener);
         Session::new(&server).on(&server.nodes.named()[0], false, |con| redis::cmd("PING").query::<i64>(con)).unwrap();
         assert_eq!(lock(&server.idle).len(), 1, "a connection that nobody uses any more");
-        let (crowd, geometry) = (Arc::new(Crowd::new().unwrap()), Geometry::of(1 << 30).unwrap());
+        let crowd = Arc::new(Crowd::new().unwrap());
         let (pair, unused) = (UnixStream::pair().unwrap(), UnixStream::pair().unwrap());
-        let mut door = Door {
-            server: Arc::clone(&server),
-            map: no_clusters(),
-            geometry,
-            crowd: Arc::clone(&crowd),
-            unused: vec![pair.0, unused.0],
-            starved: false,
-        };
+        let mut door = door(&server, &crowd, vec![pair.0, unused.0]);
         let (mut quiet, mut unused) = (pair.1, unused.1);
-        door.serve(0);
+        door.serve(0, start);
         assert!(!door.is_full());
         let none = || Err(io::Error::from_raw_os_error(libc::EMFILE));
         // First the one to the server, and it is tried again at once.
