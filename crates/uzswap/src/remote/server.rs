@@ -21,8 +21,9 @@ use std::time::{Duration, Instant};
 
 /// Keys in one round trip of the keeper.
 const BATCH: usize = 500;
-/// How long the server is asked to forget everything, at the end.
+/// How long the server is asked to forget everything, at the end; and how long it has for each answer.
 const FAREWELL: Duration = Duration::from_secs(3);
+const LAST_TRY: Duration = Duration::from_secs(1);
 
 /// What all connections to the server share.
 pub struct Server {
@@ -223,23 +224,29 @@ impl Server {
     }
 
     /// The run is over: drops all keys. Returns how many may be left, to expire.
+    ///
+    /// The story: each batch of keys was tried, for a third of the time limit, at a node that did not answer, and only then it was looked
+    /// whether the time was over: a command that had a gigabyte there ended half a minute after its program.
     pub fn end(&self) -> usize {
         self.over.store(true, SeqCst);
         // Writes under way end before we go on; others see that it is over.
         self.locks.iter().for_each(|l| drop(lock(l)));
-        let (mut session, until) = (Session::new(self), Instant::now() + FAREWELL);
+        // (Those that are there wait for as long as was said when they were made.)
+        lock(&self.idle).clear();
+        let (mut session, until) = (Session::new(self).of_tries(LAST_TRY), Instant::now() + FAREWELL);
         let mut left: Vec<String> =
             std::mem::take(&mut *lock(&self.written)).into_iter().map(|c| self.key(c)).collect();
         while !left.is_empty() && Instant::now() < until {
             let mut failed = Vec::new();
             for (node, keys) in self.nodes.divide(left) {
-                for some in keys.chunks(BATCH) {
-                    let mut pipe = redis::pipe();
-                    for key in some {
-                        pipe.cmd("UNLINK").arg(key).ignore();
-                    }
-                    if session.on(&node, false, |con| pipe.query::<()>(con)).is_err() {
-                        failed.extend_from_slice(some);
+                let mut parts = keys.chunks(BATCH);
+                while let Some(some) = parts.next() {
+                    let Err(e) = unlink_all(&mut session, &node, some) else { continue };
+                    failed.extend_from_slice(some);
+                    if redirect_of(&e).is_none() {
+                        // (Nor would it answer for the others. Who does comes first the next time.)
+                        node.down.store(true, Relaxed);
+                        failed.extend(parts.by_ref().flatten().cloned());
                     }
                 }
             }
@@ -251,6 +258,14 @@ impl Server {
         }
         left.len()
     }
+}
+
+fn unlink_all(session: &mut Session, node: &Arc<Node>, keys: &[String]) -> redis::RedisResult<()> {
+    let mut pipe = redis::pipe();
+    for key in keys {
+        pipe.cmd("UNLINK").arg(key).ignore();
+    }
+    session.on(node, false, |con| pipe.query(con))
 }
 
 fn failed(e: &RedisError) -> String {
@@ -296,10 +311,10 @@ pub(super) mod tests {
         told
     }
 
-    /// A cluster of two nodes at these ports, each with half of the slots.
-    fn cluster_of(ports: [u16; 2]) -> Server {
+    /// A cluster of two nodes at these ports, each with half of the slots, that are given so many seconds.
+    fn cluster_of(ports: [u16; 2], timeout: u32) -> Server {
         let urls = ports.map(|port| format!("127.0.0.1:{port}")).join(",");
-        let address = Address::parse(&format!("redis://{urls}?size=1G&timeout=1&ttl=60")).unwrap();
+        let address = Address::parse(&format!("redis://{urls}?size=1G&timeout={timeout}&ttl=60")).unwrap();
         let nodes = Nodes::new(&address).unwrap();
         let part = |first: i64, last: i64, port: u16| {
             let node = Value::Array(vec![Value::BulkString(b"127.0.0.1".to_vec()), Value::Int(port.into())]);
@@ -314,7 +329,7 @@ pub(super) mod tests {
     #[test]
     fn a_node_that_does_not_answer_does_not_keep_the_others_keys_from_being_renewed() {
         let listeners = [0, 1].map(|_| TcpListener::bind("127.0.0.1:0").unwrap());
-        let server = cluster_of([0, 1].map(|i| listeners[i].local_addr().unwrap().port()));
+        let server = cluster_of([0, 1].map(|i| listeners[i].local_addr().unwrap().port()), 1);
         let [silent, other] = listeners;
         let told = answering(other);
         (0..40).for_each(|cluster| assert!(server.note_written(cluster)));
@@ -338,5 +353,27 @@ pub(super) mod tests {
         assert_eq!(tries(), 0);
         server.keep(&mut session, free, true);
         assert_eq!(tries(), 1);
+    }
+
+    /// See [`Server::end`].
+    #[test]
+    fn a_node_that_does_not_answer_is_not_waited_for_at_the_end() {
+        let listeners = [0, 1].map(|_| TcpListener::bind("127.0.0.1:0").unwrap());
+        let server = cluster_of([0, 1].map(|i| listeners[i].local_addr().unwrap().port()), 60);
+        let [silent, other] = listeners;
+        let told = answering(other);
+        // (Several times what is sent at once to each of them.)
+        (0..8 * BATCH as u32).for_each(|cluster| assert!(server.note_written(cluster)));
+        let of = |node: usize| {
+            let is_there = |c: &u32| Arc::ptr_eq(&server.nodes.of(&server.key(*c)), &server.nodes.named()[node]);
+            (0..8 * BATCH as u32).filter(is_there).count()
+        };
+        let began = Instant::now();
+        assert_eq!(server.end(), of(0));
+        assert!(began.elapsed() < Duration::from_secs(15), "it took {:?}", began.elapsed());
+        assert_eq!(lock(&told).iter().filter(|c| c.starts_with("UNLINK")).count(), of(1));
+        silent.set_nonblocking(true).unwrap();
+        let tries = std::iter::from_fn(|| silent.accept().ok()).count();
+        assert!((1..=4).contains(&tries), "{tries}");
     }
 }

@@ -67,6 +67,8 @@ impl Commands {
 /// Who asks the nodes. Sessions share connections: as many are open as were ever used at once.
 pub struct Session<'a> {
     server: &'a Server,
+    /// How long one try may take.
+    within: Duration,
 }
 
 /// A connection that nobody uses just now.
@@ -80,16 +82,21 @@ pub(super) struct Idle {
 impl<'a> Session<'a> {
     /// Not connected yet.
     pub fn new(server: &'a Server) -> Self {
-        Self { server }
+        Self { server, within: (server.address().timeout / 3).max(Duration::from_millis(200)) }
     }
 
-    fn connection(&self, node: &Arc<Node>, within: Duration) -> RedisResult<Idle> {
+    /// The same, whose tries take this long at most; for who has seen to it that no connections are there.
+    pub(super) fn of_tries(self, most: Duration) -> Self {
+        Self { within: self.within.min(most), ..self }
+    }
+
+    fn connection(&self, node: &Arc<Node>) -> RedisResult<Idle> {
         let mut idle = lock(&self.server.idle);
         if let Some(i) = idle.iter().rposition(|idle| Arc::ptr_eq(&idle.node, node)) {
             return Ok(idle.swap_remove(i));
         }
         drop(idle);
-        let mut con = self.server.nodes.connect(node, within)?;
+        let mut con = self.server.nodes.connect(node, self.within)?;
         let id = match redis::cmd("CLIENT").arg("ID").query(&mut con) {
             Err(e) if !is_refusal(&e) => return Err(e),
             id => id.unwrap_or(-1),
@@ -101,11 +108,10 @@ impl<'a> Session<'a> {
     fn by_connection<T>(
         &self,
         node: &Arc<Node>,
-        within: Duration,
         op: impl FnOnce(&mut Connection) -> RedisResult<T>,
         failed: impl FnOnce(i64),
     ) -> RedisResult<T> {
-        let mut taken = self.connection(node, within)?;
+        let mut taken = self.connection(node)?;
         let done = op(&mut taken.con);
         let mut idle = lock(&self.server.idle);
         if done.as_ref().is_err_and(|e| !is_refusal(e)) {
@@ -124,11 +130,10 @@ impl<'a> Session<'a> {
         changes: bool,
         op: impl FnOnce(&mut Connection) -> RedisResult<T>,
     ) -> RedisResult<T> {
-        let within = (self.server.address().timeout / 3).max(Duration::from_millis(200));
         if changes {
-            self.end_abandoned(node, within)?;
+            self.end_abandoned(node)?;
         }
-        self.by_connection(node, within, op, |id| {
+        self.by_connection(node, op, |id| {
             if changes && id >= 0 {
                 lock(&node.abandoned).push(id);
             }
@@ -136,11 +141,11 @@ impl<'a> Session<'a> {
     }
 
     /// Ends the connections to a node on which a write was given up.
-    fn end_abandoned(&mut self, node: &Arc<Node>, within: Duration) -> RedisResult<()> {
+    fn end_abandoned(&mut self, node: &Arc<Node>) -> RedisResult<()> {
         let ids: Vec<i64> = lock(&node.abandoned).clone();
         for id in ids {
             let kill = |con: &mut Connection| redis::cmd("CLIENT").arg("KILL").arg("ID").arg(id).query::<i64>(con);
-            match self.by_connection(node, within, kill, |_| {}) {
+            match self.by_connection(node, kill, |_| {}) {
                 Err(e) if !is_refusal(&e) => return Err(e),
                 _ => lock(&node.abandoned).retain(|i| *i != id),
             }
