@@ -34,7 +34,27 @@ pub(super) struct Node {
     /// It was given up: operations are tried once.
     pub down: AtomicBool,
     /// Connections with a write that was given up.
-    pub abandoned: Mutex<Vec<i64>>,
+    pub abandoned: Mutex<Vec<Name>>,
+}
+
+/// A connection, as its server knows it.
+///
+/// The story: it was its number alone. A server that was started anew counts from one again, and what was given up when it ended had a
+/// number that another program's connection had now, which was ended.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Name {
+    pub id: i64,
+    /// The address that it comes from, where the server says so.
+    pub addr: Option<String>,
+}
+
+impl Name {
+    /// What CLIENT INFO answers, or CLIENT ID.
+    pub fn parse(text: &str) -> Option<Self> {
+        let field = |name: &str| text.split_ascii_whitespace().find_map(|field| field.strip_prefix(name));
+        let id = field("id=").unwrap_or(text).parse().ok()?;
+        Some(Self { id, addr: field("addr=").map(str::to_owned) })
+    }
 }
 
 /// What an error says, if it is a redirect. (Of several commands sent at once, the first that was sent elsewhere.)

@@ -14,7 +14,7 @@
 //! (CLIENT KILL): then it has been carried out by then, or never is. (Where that is not permitted such a write would be
 //! found out as a wrong block. A node that has lost a slot to another refuses what comes so late.)
 
-use super::nodes::{Node, lock, redirect_of};
+use super::nodes::{Name, Node, lock, redirect_of};
 use super::server::Server;
 use redis::{Connection, ErrorKind, Pipeline, RedisError, RedisResult, ServerErrorKind, Value};
 use std::error::Error;
@@ -75,8 +75,8 @@ pub struct Session<'a> {
 pub(super) struct Idle {
     node: Arc<Node>,
     con: Connection,
-    /// Its number there.
-    id: i64,
+    /// Whose it is there, if the server says so.
+    name: Option<Name>,
 }
 
 impl<'a> Session<'a> {
@@ -97,11 +97,18 @@ impl<'a> Session<'a> {
         }
         drop(idle);
         let mut con = self.server.nodes.connect(node, self.within)?;
-        let id = match redis::cmd("CLIENT").arg("ID").query(&mut con) {
-            Err(e) if !is_refusal(&e) => return Err(e),
-            id => id.unwrap_or(-1),
-        };
-        Ok(Idle { node: Arc::clone(node), con, id })
+        let mut name = None;
+        // (Before Redis 6.2 there is no other than the second.)
+        for what in ["INFO", "ID"] {
+            match redis::cmd("CLIENT").arg(what).query::<String>(&mut con) {
+                Err(e) if !is_refusal(&e) => return Err(e),
+                said => name = name.or_else(|| Name::parse(&said.ok()?)),
+            }
+            if name.is_some() {
+                break;
+            }
+        }
+        Ok(Idle { node: Arc::clone(node), con, name })
     }
 
     /// Does something by a connection to a node, which others may use then; if it failed, neither it nor those like it.
@@ -109,14 +116,14 @@ impl<'a> Session<'a> {
         &self,
         node: &Arc<Node>,
         op: impl FnOnce(&mut Connection) -> RedisResult<T>,
-        failed: impl FnOnce(i64),
+        failed: impl FnOnce(Option<Name>),
     ) -> RedisResult<T> {
         let mut taken = self.connection(node)?;
         let done = op(&mut taken.con);
         let mut idle = lock(&self.server.idle);
         if done.as_ref().is_err_and(|e| !is_refusal(e)) {
             idle.retain(|idle| !Arc::ptr_eq(&idle.node, node));
-            failed(taken.id);
+            failed(taken.name);
         } else {
             idle.push(taken);
         }
@@ -133,21 +140,21 @@ impl<'a> Session<'a> {
         if changes {
             self.end_abandoned(node)?;
         }
-        self.by_connection(node, op, |id| {
-            if changes && id >= 0 {
-                lock(&node.abandoned).push(id);
-            }
-        })
+        self.by_connection(node, op, |name| lock(&node.abandoned).extend(name.filter(|_| changes)))
     }
 
     /// Ends the connections to a node on which a write was given up.
     fn end_abandoned(&mut self, node: &Arc<Node>) -> RedisResult<()> {
-        let ids: Vec<i64> = lock(&node.abandoned).clone();
-        for id in ids {
-            let kill = |con: &mut Connection| redis::cmd("CLIENT").arg("KILL").arg("ID").arg(id).query::<i64>(con);
-            match self.by_connection(node, kill, |_| {}) {
+        let names = lock(&node.abandoned).clone();
+        for name in names {
+            let mut kill = redis::cmd("CLIENT");
+            kill.arg("KILL").arg("ID").arg(name.id);
+            if let Some(addr) = &name.addr {
+                kill.arg("ADDR").arg(addr);
+            }
+            match self.by_connection(node, |con| kill.query::<i64>(con), |_| {}) {
                 Err(e) if !is_refusal(&e) => return Err(e),
-                _ => lock(&node.abandoned).retain(|i| *i != id),
+                _ => lock(&node.abandoned).retain(|n| *n != name),
             }
         }
         Ok(())
@@ -326,6 +333,28 @@ mod tests {
         let (server, mut out) = (Server::unasked(address).unwrap(), [0; 4]);
         assert_eq!((Session::new(&server).read(7, 0, &mut out), &out), (Ok(()), b"page"));
         assert_eq!(asked.load(Relaxed), 4, "{:?}", lock(&told));
+    }
+
+    /// See [`Name`].
+    #[test]
+    fn of_a_write_that_was_given_up_the_connection_is_ended_and_no_other_with_its_number() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let server = Server::unasked(Address::parse(&format!("redis://127.0.0.1:{port}?size=1G")).unwrap()).unwrap();
+        let told = answering_by(listener, |command| match command {
+            "CLIENT INFO" => "$37\r\nid=7 addr=10.0.0.1:5000 laddr=x fd=8\n\r\n",
+            _ => ":1\r\n",
+        });
+        let (node, mut session) = (server.nodes.named()[0].clone(), Session::new(&server));
+        let gone = || RedisError::from(std::io::Error::from_raw_os_error(libc::ECONNRESET));
+        assert!(session.on(&node, false, |_| Err::<(), _>(gone())).is_err());
+        assert_eq!(*lock(&node.abandoned), [], "nothing was changed");
+        assert!(session.on(&node, true, |_| Err::<(), _>(gone())).is_err());
+        assert_eq!(session.on(&node, true, |con| redis::cmd("PING").query::<i64>(con)).unwrap(), 1);
+        let kills: Vec<String> = lock(&told).iter().filter(|c| c.contains("KILL")).cloned().collect();
+        assert_eq!((kills, lock(&node.abandoned).len()), (vec!["CLIENT KILL ID 7 ADDR 10.0.0.1:5000".to_owned()], 0));
+        assert_eq!(Name::parse("7"), Some(Name { id: 7, addr: None }));
+        assert_eq!(Name::parse(""), None);
     }
 
     #[test]
