@@ -19,6 +19,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::{Duration, Instant};
@@ -45,8 +46,15 @@ pub struct Gateway {
 impl Gateway {
     /// Makes the socket.
     pub fn new(server: Server) -> io::Result<Self> {
-        let dir = tempfile::tempdir()?;
-        let path = dir.path().join("swap");
+        Self::in_dir(server, tempfile::tempdir()?.path())
+    }
+
+    /// Makes it in a directory, which may go then.
+    ///
+    /// The story: a socket's path has 107 bytes at most, and where `TMPDIR` was a long one the run was refused.
+    fn in_dir(server: Server, dir: &Path) -> io::Result<Self> {
+        let dir = File::open(dir)?;
+        let path = format!("/proc/self/fd/{}/swap", dir.as_raw_fd());
         let listener = UnixListener::bind(&path)?;
         // (A member may have given up its rights; the way to the socket is guarded, not the socket.)
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666))?;
@@ -350,6 +358,19 @@ mod tests {
     fn door(server: &Arc<Server>, crowd: &Arc<Crowd>, unused: Vec<UnixStream>) -> Door {
         let (server, crowd, geometry) = (Arc::clone(server), Arc::clone(crowd), Geometry::of(1 << 30).unwrap());
         Door { server, map: no_clusters(), geometry, crowd, unused, starved: false }
+    }
+
+    /// See [`Gateway::in_dir`].
+    #[test]
+    fn a_socket_is_made_however_long_its_directorys_name_is() {
+        let top = tempfile::tempdir().unwrap();
+        let dir = top.path().join("long".repeat(50));
+        std::fs::create_dir(&dir).unwrap();
+        let gateway = Gateway::in_dir(server_at(1), &dir).unwrap();
+        drop(top);
+        let member = UnixStream::connect(format!("/proc/self/fd/{}", gateway.fd())).unwrap();
+        assert!(gateway.listener.accept().is_ok());
+        drop(member);
     }
 
     /// See [`Door::serve`].
