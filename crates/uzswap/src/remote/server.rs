@@ -16,7 +16,7 @@ use super::session::{Commands, Idle, PAUSE, Session};
 use redis::{Connection, RedisError};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering::*};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Keys in one round trip of the keeper.
@@ -36,8 +36,23 @@ pub struct Server {
     pub(super) idle: Mutex<Vec<Idle>>,
     /// Clusters that have a key.
     written: Mutex<BTreeSet<u32>>,
-    /// Held while a cluster is written to or its key dropped, by the cluster's number.
-    locks: Vec<Mutex<()>>,
+    /// Clusters that are written to, or whose keys are dropped.
+    held: Mutex<BTreeSet<u32>>,
+    /// One of them is not any more.
+    freed: Condvar,
+}
+
+/// Nobody else writes to a cluster as long, or drops its key.
+pub(super) struct Held<'a> {
+    server: &'a Server,
+    cluster: u32,
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        lock(&self.server.held).remove(&self.cluster);
+        self.server.freed.notify_all();
+    }
 }
 
 impl Server {
@@ -61,7 +76,8 @@ impl Server {
             over: AtomicBool::new(false),
             idle: Mutex::default(),
             written: Mutex::default(),
-            locks: (0..256).map(|_| Mutex::new(())).collect(),
+            held: Mutex::default(),
+            freed: Condvar::new(),
         }
     }
 
@@ -135,8 +151,22 @@ impl Server {
         format!("uzswap:{}:{cluster}", self.run)
     }
 
-    pub(super) fn lock_of(&self, cluster: u32) -> &Mutex<()> {
-        &self.locks[cluster as usize % self.locks.len()]
+    /// Waits until nobody writes to a cluster nor drops its key.
+    ///
+    /// The story: 256 locks were shared by all clusters. A write that waited for a node which did not answer held up those to other nodes
+    /// that had its lock, for the whole of the time limit.
+    pub(super) fn hold(&self, cluster: u32) -> Held<'_> {
+        let mut held = lock(&self.held);
+        while !held.insert(cluster) {
+            held = self.freed.wait(held).unwrap_or_else(PoisonError::into_inner);
+        }
+        Held { server: self, cluster }
+    }
+
+    /// Waits until all that are held now have been let go of.
+    fn await_held(&self) {
+        let clusters = lock(&self.held).clone();
+        clusters.into_iter().for_each(|cluster| drop(self.hold(cluster)));
     }
 
     pub(super) fn is_over(&self) -> bool {
@@ -172,7 +202,7 @@ impl Server {
             if given_up || silent.iter().any(|n| Arc::ptr_eq(n, &node)) {
                 continue;
             }
-            let _held = lock(self.lock_of(cluster));
+            let _held = self.hold(cluster);
             // (Who claims it from now on writes to it after us.)
             if !is_free(cluster) {
                 continue;
@@ -230,7 +260,7 @@ impl Server {
     pub fn end(&self) -> usize {
         self.over.store(true, SeqCst);
         // Writes under way end before we go on; others see that it is over.
-        self.locks.iter().for_each(|l| drop(lock(l)));
+        self.await_held();
         // (Those that are there wait for as long as was said when they were made.)
         lock(&self.idle).clear();
         let (mut session, until) = (Session::new(self).of_tries(LAST_TRY), Instant::now() + FAREWELL);
@@ -353,6 +383,31 @@ pub(super) mod tests {
         assert_eq!(tries(), 0);
         server.keep(&mut session, free, true);
         assert_eq!(tries(), 1);
+    }
+
+    /// See [`Server::hold`].
+    #[test]
+    fn a_write_to_a_node_that_does_not_answer_holds_up_none_to_another() {
+        let listeners = [0, 1].map(|_| TcpListener::bind("127.0.0.1:0").unwrap());
+        let server = cluster_of([0, 1].map(|i| listeners[i].local_addr().unwrap().port()), 60);
+        let [silent, other] = listeners;
+        answering(other);
+        let is_silent = |c: &u32| Arc::ptr_eq(&server.nodes.of(&server.key(*c)), &server.nodes.named()[0]);
+        let held_up = (0..).find(is_silent).unwrap();
+        // (Those that had one lock with it.)
+        let others: Vec<u32> = (held_up..4000).step_by(256).filter(|c| !is_silent(c)).collect();
+        assert!(!others.is_empty());
+        std::thread::scope(|threads| {
+            let write = |cluster: u32| Session::new(&server).write(cluster, 0, b"page", || true);
+            let first = threads.spawn(move || write(held_up));
+            let asked = silent.accept().unwrap();
+            others.iter().for_each(|cluster| assert_eq!(write(*cluster), Ok(()), "cluster {cluster}"));
+            assert!(!first.is_finished(), "it was waited for");
+            server.over.store(true, SeqCst);
+            drop((asked, silent));
+            assert_eq!(first.join().unwrap(), Err(libc::EIO));
+        });
+        assert!(lock(&server.held).is_empty());
     }
 
     /// See [`Server::end`].

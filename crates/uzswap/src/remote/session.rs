@@ -248,7 +248,7 @@ impl<'a> Session<'a> {
     /// Writes a part of a cluster, if `may`: asked each time it is tried.
     pub fn write(&mut self, cluster: u32, at: usize, bytes: &[u8], may: impl Fn() -> bool) -> Result<(), i32> {
         let (server, key) = (self.server, self.server.key(cluster));
-        let _held = lock(server.lock_of(cluster));
+        let _held = server.hold(cluster);
         let (mut set, mut expire) = (redis::cmd("SETRANGE"), redis::cmd("EXPIRE"));
         set.arg(&key).arg(at).arg(bytes);
         expire.arg(&key).arg(server.address().ttl);
