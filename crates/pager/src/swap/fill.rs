@@ -44,7 +44,7 @@ impl Pager {
         let (mut met, mut freed, mut hoped, mut turn, mut too_large) = (0, 0, 0, 0, false);
         // (Dense takes longer than the disk does: not while somebody waits for room.)
         let hurry = self.excess(s) > 0;
-        let short = swap.is_short_of_room(self);
+        let short = swap.is_short_without_the_dead(self);
         while met < MOST_MET && swap.to_cut.is_none() {
             let for_room = freed + hoped + run.filled() < task.bytes && turn < task.pages;
             let for_pressure = task.due && swap.shrinker.due() > 0;

@@ -35,9 +35,14 @@ use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_REUSED, Pte, Tag};
 use uzswap_mm::shrinker::Entry;
 use uzswap_mm::swapfile::Place;
+use uzswap_sys::process::Identity;
+use uzswap_sys::thread;
 
 /// Reads after which it is looked again whether room on disk is short.
 const LOOK_EVERY: u32 = 64;
+/// How often at most what the dead have there is looked for (nanoseconds); and of the time that has one part in so many.
+const BURY_NS: u64 = 1_000_000_000;
+const BURY_PART: u64 = 100;
 
 /// Where on disk the pages of an object are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,6 +89,20 @@ impl Swap {
     pub(super) fn is_short_of_room(&self, pager: &Pager) -> bool {
         let used = self.books.used_bytes();
         self.map.is_half_full() || !pager.has_swap_room(used, used)
+    }
+
+    /// The same, after what is there of processes that have ended was freed, now and then; for the thread that writes.
+    ///
+    /// The story: that was done only where no room was found. A child that had ended left the file half full, so its parent kept no place
+    /// any more, and wrote to disk again what it had only read: 364 MiB for 34.
+    pub(super) fn is_short_without_the_dead(&mut self, pager: &Pager) -> bool {
+        let now = thread::now_ns();
+        if now >= self.bury_at && self.map.is_half_full() {
+            self.map.bury_the_dead(Identity::own());
+            let ended = thread::now_ns();
+            self.bury_at = ended + BURY_NS.max((ended - now) * BURY_PART);
+        }
+        self.is_short_of_room(pager)
     }
 
     /// The places of pages are kept: they are in memory too.

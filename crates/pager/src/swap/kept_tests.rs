@@ -9,6 +9,7 @@ use crate::testing::{self, half_noise, noise};
 use crate::trace::{Recorder, Rings};
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN, Pte};
 use uzswap_mm::trace::{Kind, Record};
+use uzswap_sys::process::Identity;
 
 impl Scene {
     /// A page of the program's memory is used: brought from the disk, and into the program.
@@ -111,6 +112,26 @@ fn without_room_on_disk_no_place_is_kept() {
     (0..8).for_each(|i| check(s, FIRST + i, FIRST + i));
     assert_eq!(s.swap.as_ref().unwrap().books.used_bytes(), 0);
     end(s, FIRST..FIRST + 8);
+}
+
+/// See [`Swap::is_short_without_the_dead`].
+#[test]
+fn what_the_dead_have_on_disk_is_no_reason_to_keep_no_place() {
+    let mut scene = Scene::new(8);
+    let s = &mut *scene.pager.state.lock();
+    let map = s.swap.as_ref().unwrap().map;
+    let mut child = std::process::Command::new("true").spawn().unwrap();
+    child.wait().unwrap();
+    map.set_row(9, Identity::from_raw(child.id().into()).unwrap(), 0);
+    (0..200).for_each(|_| assert!(map.claim_cluster(9).is_some()));
+    assert!(map.is_half_full());
+    scene.store(s, FIRST + 8, half_noise);
+    scene.write_out(s);
+    assert_eq!(map.clusters_used(), 1);
+    assert_eq!(scene.read(s, FIRST), 1);
+    scene.write_out(s);
+    assert_eq!((scene.count(|c| &c.pswpout_clean), scene.count(|c| &c.pswpout)), (9, 9));
+    end(s, FIRST..FIRST + 9);
 }
 
 /// Pages of a program that do not compress, read back through real faults: one that is not changed is on disk again when it

@@ -145,6 +145,8 @@ pub struct Swap {
     keeps: bool,
     /// Reads until that is looked at again.
     until_look: u32,
+    /// When it is looked again what is there of processes that have ended (monotonic nanoseconds).
+    bury_at: u64,
 }
 
 impl Swap {
@@ -176,6 +178,7 @@ impl Swap {
             readahead: Readahead::default(),
             keeps: false,
             until_look: 0,
+            bury_at: 0,
         }))
     }
 
