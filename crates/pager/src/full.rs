@@ -64,7 +64,7 @@ pub(crate) fn little(limit: usize, members: usize) -> u64 {
     LITTLE_BYTES.min((limit / members.max(1)) as u64 / LITTLE_PART)
 }
 
-/// What a stuck member has seen while another seems to get on.
+/// What a stuck member has seen, of one group of its chain, while another seems to get on.
 #[derive(Default)]
 pub struct Waiting {
     /// The least that the group was charged with (bytes).
@@ -81,26 +81,39 @@ impl Pager {
     }
 
     fn full_at(&self, s: &State, now: u64) {
-        let Some(over) = self.over_max(s) else {
-            self.waiting.since.store(0, Relaxed);
+        let mut overs = [None; DEPTH];
+        self.over_max(s).for_each(|over| overs[over.level] = Some(over));
+        let fits = self.waiting.iter().zip(&overs).filter(|(_, over)| over.is_none());
+        fits.for_each(|(waiting, _)| waiting.since.store(0, Relaxed));
+        if overs.iter().all(Option::is_none) {
             return;
-        };
-        let n = &self.group.nodes[over.node];
+        }
         self.me().stuck.store(now, Release);
+        let mut counted = false;
+        for over in overs.into_iter().flatten() {
+            counted |= self.full_group(s, over, now, !counted);
+        }
+    }
+
+    /// The same of one group. It is counted in all above it, so for the nearest that is full only (`counts`).
+    fn full_group(&self, s: &State, over: Over, now: u64, counts: bool) -> bool {
+        let n = &self.group.nodes[over.node];
         let on_full = n.on_full.load(Relaxed);
         if on_full == ON_FULL_WAIT {
             self.waits.store(true, SeqCst);
         }
         if self.another_gets_on(over, now) {
-            return;
+            return false;
         }
         let acts = n.full_said.load(Relaxed) == 0 || (on_full == ON_FULL_KILL && now >= n.kill_due.load(Relaxed));
-        let Some(over) = self.over_without_the_dead(s, over, acts) else { return };
+        let Some(over) = self.over_without_the_dead(s, over, acts) else { return false };
         // (Why comes first: a disk that stands still the ticker would tell of when somebody was killed for it.)
         if acts {
             self.look_for_stalls();
         }
-        self.group.count(over.node, |e| &e.oom, 1);
+        if counts {
+            self.group.count(over.node, |e| &e.oom, 1);
+        }
         // (A quarter more, as what does not compress takes more in the pool than it did.)
         let spares = on_full == ON_FULL_KILL && over.charge as u64 <= n.grace.load(Relaxed) / 4 * 5;
         if n.full_said.swap(1, AcqRel) == 0 {
@@ -109,6 +122,7 @@ impl Pager {
         if on_full == ON_FULL_KILL && !spares {
             self.kill_largest(over.node);
         }
+        true
     }
 
     /// By how much the group is over its limit when nobody is charged any more who has died, if it still is. That is looked at now and then,
@@ -120,7 +134,7 @@ impl Pager {
         if !self.bury_the_dead(acts) {
             return Some(over);
         }
-        self.over_max(s).filter(|now| now.node == over.node)
+        self.over_max(s).find(|now| now.level == over.level)
     }
 
     /// This member took something out, or need not.
@@ -128,7 +142,7 @@ impl Pager {
         let stuck = &self.me().stuck;
         if stuck.load(Relaxed) != 0 {
             stuck.store(0, Release);
-            self.waiting.since.store(0, Relaxed);
+            self.waiting.iter().for_each(|waiting| waiting.since.store(0, Relaxed));
         }
     }
 
@@ -139,7 +153,7 @@ impl Pager {
 
     /// Whether another member of a group may have something to give.
     fn another_gets_on(&self, over: Over, now: u64) -> bool {
-        let (w, charge) = (&self.waiting, over.charge as u64);
+        let (w, charge) = (&self.waiting[over.level], over.charge as u64);
         let little = little(over.max, self.others_within(over.node).count() + 1);
         let mut others = self.others_within(over.node).filter(|o| o.rss.load(Relaxed) > little);
         let any = others.any(|o| !finds_nothing(o, now) && o.owner().is_some_and(|owner| !owner.is_dead()));
@@ -238,7 +252,10 @@ impl Pager {
         self.others().filter(move |slot| is_within(self.group, slot, node))
     }
 
-    /// Kills the member of a group that is charged most.
+    /// Kills the member of a group that is charged most. Nobody is killed for any group that it is in until it has had time to die.
+    ///
+    /// The story: that was so for the group alone. Beside a member of `web/worker` that was being killed another was for `web`, for what the
+    /// first one was still charged with.
     fn kill_largest(&self, node: usize) {
         let n = &self.group.nodes[node];
         let (now, due) = (thread::now_ns(), n.kill_due.load(Relaxed));
@@ -246,8 +263,14 @@ impl Pager {
             return;
         }
         let members = self.group.used().iter().filter(|slot| is_within(self.group, slot, node));
-        let alive = members.filter_map(|slot| Some((slot.rss.load(Relaxed), slot.owner().filter(|o| !o.is_dead())?)));
-        let Some((charge, victim)) = alive.max_by_key(|(charge, _)| *charge) else { return };
+        let alive = members.filter_map(|slot| {
+            let owner = slot.owner().filter(|owner| !owner.is_dead())?;
+            Some((slot.rss.load(Relaxed), owner, slot.node.load(Relaxed)))
+        });
+        let Some((charge, victim, of)) = alive.max_by_key(|(charge, ..)| *charge) else { return };
+        for at in self.group.chain(of as usize) {
+            self.group.nodes[at].kill_due.fetch_max(now + KILL_PAUSE_NS, AcqRel);
+        }
         self.group.count(node, |e| &e.oom_kill, 1);
         let mut line = Line::default();
         let _ = writeln!(line, "uzswap: process {} is killed, which holds {}", victim.pid(), Mib(charge as usize));
@@ -327,6 +350,9 @@ impl Write for Line {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod nested;
 
 #[cfg(test)]
 mod tests {

@@ -33,6 +33,8 @@ const FAR_BYTES: usize = 4 << 20;
 /// A group of the chain whose `memory.max` is exceeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Over {
+    /// Which of the chain it is, from the nearest.
+    pub level: usize,
     /// The group.
     pub node: usize,
     /// Its charge.
@@ -149,17 +151,17 @@ impl Pager {
         }
     }
 
-    /// The group of the chain whose `memory.max` is exceeded by most, if one is.
-    pub fn over_max(&self, s: &State) -> Option<Over> {
-        if self.lets_go() {
-            return None;
-        }
-        let (own, others) = (self.charged(s), self.others_charge());
-        self.chain_nodes()
-            .enumerate()
-            .map(|(i, (node, n))| Over { node, charge: own + others[i], max: n.max.load(Relaxed) as usize })
-            .filter(|o| o.charge > o.max)
-            .max_by_key(|o| o.charge - o.max)
+    /// The groups of the chain whose `memory.max` is exceeded, nearest first.
+    ///
+    /// The story: it was the one that is exceeded by most. A member of `web/worker` was far above that group's limit, which it was to
+    /// exceed, and so it was above that of `web`, which was to wait, or to have somebody killed: that was never even said to be full.
+    pub fn over_max(&self, s: &State) -> impl Iterator<Item = Over> {
+        let others = if self.lets_go() { None } else { Some(self.others_charge()) };
+        let (own, chain) = (self.charged(s), self.chain_nodes().enumerate());
+        chain.filter_map(move |(level, (node, n))| {
+            let over = Over { level, node, charge: own + others?[level], max: n.max.load(Relaxed) as usize };
+            (over.charge > over.max).then_some(over)
+        })
     }
 
     /// Counts a reclaim because of a group's `memory.max`, which the charge is about to exceed (the kernel's words: it has
@@ -280,8 +282,8 @@ impl Pager {
         if !self.chain_nodes().any(|(_, n)| waits(n)) {
             return;
         }
-        let far = self.over_max(s).filter(|o| o.charge - o.max > (o.max / 16).max(FAR_BYTES));
-        if far.is_some_and(|o| waits(&self.group.nodes[o.node])) {
+        let mut far = self.over_max(s).filter(|o| o.charge - o.max > (o.max / 16).max(FAR_BYTES));
+        if far.any(|o| waits(&self.group.nodes[o.node])) {
             self.waits.store(true, SeqCst);
         }
     }
@@ -292,8 +294,7 @@ impl Pager {
             return false;
         }
         s.rss = self.rss_now(s);
-        let over = self.over_max(s);
-        let wait = over.is_some_and(|o| self.group.nodes[o.node].on_full.load(Relaxed) == ON_FULL_WAIT);
+        let wait = self.over_max(s).any(|o| self.group.nodes[o.node].on_full.load(Relaxed) == ON_FULL_WAIT);
         self.waits.store(wait, SeqCst);
         wait
     }

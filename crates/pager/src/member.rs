@@ -417,7 +417,7 @@ mod tests {
         s.rss = 40 << 20;
         let excess = |planned: u64| {
             other.planned.store(planned << 20, Relaxed);
-            (p.excess(&s) >> 20, p.over_max(&s).is_some())
+            (p.excess(&s) >> 20, p.over_max(&s).next().is_some())
         };
         assert_eq!([0, 20, 30].map(excess), [(-24, false), (-4, false), (6, false)], "nothing is exceeded yet");
         p.look_at_others();

@@ -17,7 +17,7 @@ use crate::ceded::Ceding;
 use crate::compress::CompressHelpers;
 use crate::credentials::Following;
 use crate::full::Waiting;
-use crate::group::{GroupPage, NODES};
+use crate::group::{DEPTH, GroupPage, NODES};
 use crate::growth::Growth;
 use crate::huge::Blocks;
 use crate::kin::Kin;
@@ -107,8 +107,8 @@ pub struct Pager {
     pub asked_for_little: AtomicU64,
     /// Whether faults wait until the group has room (`--on-full=wait`).
     pub waits: AtomicBool,
-    /// What was seen while this member found nothing to take out and another got on: see `full`.
-    pub waiting: Waiting,
+    /// Of each group of the chain, what was seen while this member found nothing to take out and another got on (see `full`).
+    pub waiting: [Waiting; DEPTH],
     /// Whether the pool was refused room by `memory.zswap.max` when it last asked.
     pub zswap_full: AtomicBool,
     /// Faults (as `pgfault` counts them) up to which a full pool is not tried again.
@@ -251,7 +251,7 @@ impl Pager {
             asking: Asking::default(),
             asked_for_little: AtomicU64::new(0),
             waits: AtomicBool::new(false),
-            waiting: Waiting::default(),
+            waiting: Default::default(),
             zswap_full: AtomicBool::new(false),
             refused_until: AtomicU64::new(0),
             uffd: none(),
