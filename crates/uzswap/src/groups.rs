@@ -66,20 +66,26 @@ impl Group {
         self.members().for_each(|slot| wake_member(slot, true));
     }
 
-    /// Has the members say what they are charged with, and waits until they have: for some time, as one may be stopped.
+    /// Has the members say what they are charged with, and waits until they have: see [`refresh`].
     pub fn refresh(&self) {
-        let members: Vec<(&Slot, u32)> = self.members().map(|slot| (slot, slot.said.load(Acquire))).collect();
-        self.wake();
-        let start = Instant::now();
-        let silent = || members.iter().any(|(slot, said)| slot.said.load(Acquire) == *said);
-        while silent() && start.elapsed() < Duration::from_millis(300) {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        refresh(core::slice::from_ref(self));
     }
 
     /// Its whole name.
     pub fn name(&self) -> String {
         name_of(self.page(), self.node)
+    }
+}
+
+/// Has the members of groups say what they are charged with, and waits until they have: for some time, as one may be stopped.
+pub fn refresh(groups: &[Group]) {
+    let members = groups.iter().flat_map(Group::members);
+    let members: Vec<(&Slot, u32)> = members.map(|slot| (slot, slot.said.load(Acquire))).collect();
+    groups.iter().for_each(Group::wake);
+    let start = Instant::now();
+    let silent = || members.iter().any(|(slot, said)| slot.said.load(Acquire) == *said);
+    while silent() && start.elapsed() < Duration::from_millis(300) {
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -142,6 +148,12 @@ impl Registry {
     /// The running trees, each once, sorted by name; what is left of killed commands is removed.
     pub fn list(&self) -> Vec<(String, GroupFile)> {
         directory::list(&self.dir)
+    }
+
+    /// The roots of the running trees, in the same order.
+    pub fn roots(&self) -> Vec<Group> {
+        let root = |(_, file): (String, GroupFile)| Group { file: file.into(), node: 0, joined: true, _entry: None };
+        self.list().into_iter().map(root).collect()
     }
 
     /// A running group. The error is one sentence.

@@ -209,6 +209,23 @@ fn limits_are_shown_and_set_live() {
     member.ends_well();
 }
 
+/// What is listed is what is used, whenever members last said it themselves.
+#[test]
+fn the_list_tells_what_idle_members_use() {
+    let place = Place::new();
+    let mut member = place.start(&["--group", "web/worker", "-m", "512M"]);
+    member.tell("c 120");
+    let output = String::from_utf8(place.call(&["stat"]).stdout).unwrap();
+    let used: Vec<u64> =
+        output.lines().skip(1).map(|l| l.split_whitespace().nth(2).unwrap().parse().unwrap()).collect();
+    assert!(used.len() == 2 && used.iter().all(|used| *used > 100 * MIB), "{output}");
+    member.tell("c 60");
+    let listed: Value = serde_json::from_slice(&place.call(&["stat", "--json"]).stdout).unwrap();
+    let used = listed.as_array().unwrap().iter().map(|group| group["files"]["memory.current"].as_u64().unwrap());
+    assert!(used.clone().count() == 2 && used.clone().all(|used| used > 160 * MIB), "{listed}");
+    member.ends_well();
+}
+
 #[test]
 fn shrinking_never_kills_and_says_what_stays() {
     let place = Place::new();
