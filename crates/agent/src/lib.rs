@@ -35,7 +35,7 @@ use core::ffi::c_int;
 use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
 use patch::PatchError;
 use uzswap_pager::arena::Layout;
-use uzswap_pager::group::{ENV_GROUP, ENV_NODE, GroupPage, MAGIC, NO_LIMIT, NODES, unmanaged};
+use uzswap_pager::group::{ENV_GROUP, ENV_NODE, GroupPage, MAGIC, NO_LIMIT, NODES, OBJECT, unmanaged};
 use uzswap_pager::member::Chain;
 use uzswap_pager::pager::Pager;
 use uzswap_pager::swap::clusters::{self as swap_books, ClusterMap, ENV_SWAP};
@@ -83,7 +83,8 @@ extern "C" fn init() {
 
 /// Makes this process a member of the group whose object `path` names. The error is what to say on stderr.
 fn start(path: *const libc::c_char) -> Result<(), &'static str> {
-    let (group, rings) = group_at(path)?;
+    let (node, inode) = numbers().ok_or(WRONG_NUMBER)?;
+    let (group, rings) = group_at(path, inode)?;
     if !is_beside_its_group(path) {
         // (Each process of a container would say it.)
         let first = group.warns_first(unmanaged::APART);
@@ -104,7 +105,9 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
              systemd's MemoryDenyWriteExecute, or a security module)\n"
         }
     })?;
-    let node = node(group)?;
+    if node >= NODES || !group.nodes[node].is_ready() {
+        return Err(WRONG_NUMBER);
+    }
     let layout = Layout::reserve(arena_limit(group, node)).map_err(
         |_| match bounds_itself() {
             true => "uzswap: this process runs without a limit: no address space could be reserved (raise `ulimit -v` and `ulimit -d`)\n",
@@ -166,15 +169,32 @@ fn is_beside_its_group(path: *const libc::c_char) -> bool {
 }
 
 /// The group's page in the object that `path` names, and the rings behind it where the group records.
-fn group_at(path: *const libc::c_char) -> Result<(&'static GroupPage, Option<&'static Rings>), &'static str> {
+///
+/// The story: a command was killed, and its pid given to another process. What its program started then was a member of that one's group,
+/// where it was a `uzswap run` as well; and where it had an empty file by that descriptor it ended by SIGBUS.
+fn group_at(
+    path: *const libc::c_char,
+    inode: Option<u64>,
+) -> Result<(&'static GroupPage, Option<&'static Rings>), &'static str> {
     const GONE: &str = "uzswap: this process runs without a limit: its group is out of reach (was `uzswap run` killed, or has it a /proc of its own, as containers have?)\n";
     const DENIED: &str = "uzswap: this process runs without a limit: its group belongs to another user (start `uzswap run` as the user whom the program runs as)\n";
     // SAFETY: the environment's string.
-    let path = unsafe { core::ffi::CStr::from_ptr(path) };
-    let fd = raw::open(path.to_bytes_with_nul(), libc::O_RDWR).map_err(|e| match e {
+    let path = unsafe { core::ffi::CStr::from_ptr(path) }.to_bytes_with_nul();
+    let why = |e| match e {
         libc::EACCES | libc::EPERM => DENIED,
         _ => GONE,
-    })?;
+    };
+    // (To open what else there may be could have effects.)
+    let mut room = [0; raw::PATH];
+    let shown = raw::readlink(path, &mut room).map_err(why)?;
+    if !shown.strip_prefix(b"/memfd:").is_some_and(|name| name.starts_with(OBJECT.as_bytes())) {
+        return Err(GONE);
+    }
+    let fd = raw::open(path, libc::O_RDWR).map_err(why)?;
+    if !is_object(fd, inode) {
+        raw::close(fd);
+        return Err(GONE);
+    }
     let rw = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: a new mapping of the group's object.
     let at = unsafe { sys!(libc::SYS_mmap, 0, size_of::<GroupPage>(), rw, libc::MAP_SHARED, fd, 0) };
@@ -192,6 +212,15 @@ fn group_at(path: *const libc::c_char) -> Result<(&'static GroupPage, Option<&'s
         );
     }
     Ok((group, rings))
+}
+
+/// Whether a file is the object with this number, where that is told, and there is something in it.
+fn is_object(fd: i32, inode: Option<u64>) -> bool {
+    // SAFETY: a plain structure, for which zeros are a value.
+    let mut found: libc::stat = unsafe { core::mem::zeroed() };
+    // SAFETY: a structure of ours.
+    let asked = unsafe { sys!(libc::SYS_fstat, fd, &raw mut found) };
+    asked.is_ok() && found.st_size > 0 && inode.is_none_or(|inode| inode == found.st_ino)
 }
 
 /// The books of the run's swap file, if it has one. Without them the process runs without swap.
@@ -238,18 +267,20 @@ fn bounds_itself() -> bool {
     })
 }
 
-/// The group of the tree that this process is to join.
-fn node(group: &GroupPage) -> Result<usize, &'static str> {
-    const WRONG: &str = "uzswap: this process runs without a limit: its group's number is wrong\n";
+const WRONG_NUMBER: &str = "uzswap: this process runs without a limit: its group's number is wrong\n";
+
+/// The group of the tree that this process is to join, and the inode of the tree's object, where that is told.
+fn numbers() -> Option<(usize, Option<u64>)> {
     // SAFETY: getenv in a constructor, before other threads.
-    let number = unsafe { libc::getenv(c"UZSWAP_GROUP_NODE".as_ptr()) };
+    let numbers = unsafe { libc::getenv(c"UZSWAP_GROUP_NODE".as_ptr()) };
     debug_assert_eq!(ENV_NODE, "UZSWAP_GROUP_NODE");
-    if number.is_null() {
-        return Ok(0);
+    if numbers.is_null() {
+        return Some((0, None));
     }
     // SAFETY: the environment's string.
-    let number = unsafe { core::ffi::CStr::from_ptr(number) }.to_str().ok().and_then(|n| n.parse::<usize>().ok());
-    number.filter(|n| *n < NODES && group.nodes[*n].is_ready()).ok_or(WRONG)
+    let numbers = unsafe { core::ffi::CStr::from_ptr(numbers) }.to_str().ok()?;
+    let (node, inode) = numbers.split_once('@').map_or((numbers, None), |(node, inode)| (node, Some(inode)));
+    Some((node.parse().ok()?, inode.map(str::parse).transpose().ok()?))
 }
 
 /// The limit for which the arena is made. It may be raised later: more than a share of what is resident is never in the

@@ -36,8 +36,11 @@ use uzswap_sys::process::Identity;
 
 /// Environment variable with the path of the group's memory object.
 pub const ENV_GROUP: &str = "UZSWAP_GROUP";
-/// Environment variable with the number of the group in its tree; absent for 0.
+/// Environment variable with the number of the group in its tree, and that of the object, its inode: `3@4711`. (What the path in
+/// [`ENV_GROUP`] leads to may be another's once the command has ended.)
 pub const ENV_NODE: &str = "UZSWAP_GROUP_NODE";
+/// Name of the group's memory object, which the kernel shows in `/proc/PID/fd`.
+pub const OBJECT: &str = "uzswap-group";
 /// First word of the page: refuses a page of another version.
 pub const MAGIC: u64 = 0x757a_7377_6170_0010;
 /// Processes that can be members at once.

@@ -6,21 +6,18 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering::{Relaxed, Release};
-use uzswap_pager::group::{GroupPage, MAGIC};
+use uzswap_pager::group::{GroupPage, MAGIC, OBJECT};
 use uzswap_pager::trace::{OBJECT_BYTES, RINGS_AT, Rings};
 use uzswap_sys::thread;
 
-/// Name of the object, which the kernel shows in `/proc/PID/fd`.
-const OBJECT: &str = "uzswap-group";
-
 /// A tree of groups; unmapped when dropped.
 pub struct GroupFile {
-    fd: OwnedFd,
+    fd: File,
     page: NonNull<GroupPage>,
     /// Bytes mapped.
     size: usize,
@@ -41,7 +38,7 @@ impl GroupFile {
             return Err(io::Error::last_os_error());
         }
         // SAFETY: the kernel has just returned this descriptor to us.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        let fd = unsafe { File::from_raw_fd(fd) };
         let size = if recording { OBJECT_BYTES } else { size_of::<GroupPage>() };
         // SAFETY: no memory is involved.
         if unsafe { libc::ftruncate(fd.as_raw_fd(), size as libc::off_t) } < 0 {
@@ -69,7 +66,7 @@ impl GroupFile {
         if ![size_of::<GroupPage>(), OBJECT_BYTES].contains(&size) || (found.uid() != me && me != 0) {
             return Err(io::ErrorKind::NotFound.into());
         }
-        let group = GroupFile::map(file.into(), size)?;
+        let group = GroupFile::map(file, size)?;
         match group.page().magic.load(std::sync::atomic::Ordering::Acquire) {
             MAGIC => Ok(group),
             _ => Err(io::ErrorKind::InvalidData.into()),
@@ -81,7 +78,7 @@ impl GroupFile {
         fs::read_link(path).is_ok_and(|shown| shown.to_string_lossy().starts_with(&format!("/memfd:{OBJECT}")))
     }
 
-    fn map(fd: OwnedFd, size: usize) -> io::Result<GroupFile> {
+    fn map(fd: File, size: usize) -> io::Result<GroupFile> {
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing of ours.
         let page = unsafe { libc::mmap(std::ptr::null_mut(), size, protection, libc::MAP_SHARED, fd.as_raw_fd(), 0) };
@@ -107,6 +104,14 @@ impl GroupFile {
         (self.size == OBJECT_BYTES).then(|| unsafe { &*rings })
     }
 
+    /// Its number, which no other object has.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn inode(&self) -> io::Result<u64> {
+        Ok(self.fd.metadata()?.ino())
+    }
+
     /// Where members find it, for as long as we live.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.fd.as_raw_fd())
@@ -123,7 +128,8 @@ impl Drop for GroupFile {
 /// Whether `path` leads to a group that is there.
 pub fn is_group(path: &std::ffi::OsStr) -> bool {
     let mut magic = [0; 8];
-    File::open(path).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && u64::from_ne_bytes(magic) == MAGIC
+    let read = |mut file: File| file.read_exact(&mut magic);
+    GroupFile::is_at(path.as_ref()) && File::open(path).and_then(read).is_ok() && u64::from_ne_bytes(magic) == MAGIC
 }
 
 #[cfg(test)]

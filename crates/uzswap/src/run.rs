@@ -196,10 +196,9 @@ fn start_program(
         Some(swap) => start.env(ENV_SWAP, swap.path()),
         None => start.env_remove(ENV_SWAP),
     };
-    match group.node {
-        0 => start.env_remove(ENV_NODE),
-        node => start.env(ENV_NODE, node.to_string()),
-    };
+    let number =
+        group.file.inode().map_err(|e| format!("the memory shared with the program cannot be asked: {}", plain(&e)))?;
+    start.env(ENV_NODE, format!("{}@{number}", group.node));
     // SAFETY: the closure makes async-signal-safe calls only.
     unsafe {
         start.pre_exec(move || {

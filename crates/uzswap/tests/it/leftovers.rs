@@ -142,3 +142,38 @@ fn a_handler_begins_again_where_one_was_ended() {
     }
     assert!(!dir.path().join("new").exists());
 }
+
+/// The story: a command was killed, and its pid given to another. What its program started then was a member of the other's group, or ended
+/// by SIGBUS where the other process had an empty file by the descriptor that had been the group's.
+#[test]
+fn what_has_the_place_of_a_group_that_is_gone_is_not_joined() {
+    let (place, dir) = (Place::new(), TempDir::new().unwrap());
+    let mut members = ["a", "b"].map(|group| place.start(&["--group", group, "-m", "64M"]));
+    members.iter_mut().for_each(|member| member.tell("c 1"));
+    let [a, b] = members.each_ref().map(|member| fs::read(format!("/proc/{}/environ", member.pid())).unwrap());
+    let variable = |of: &[u8], name: &str| {
+        let mut all = of.split(|byte| *byte == 0).map(|one| String::from_utf8_lossy(one).into_owned());
+        all.find_map(|one| Some(one.strip_prefix(name)?.strip_prefix('=')?.to_owned())).unwrap_or_default()
+    };
+    let starts = |group: &str, number: &str| {
+        let mut program = Command::new("/bin/true");
+        program.env("LD_PRELOAD", variable(&a, "LD_PRELOAD")).env("UZSWAP_GROUP", group);
+        let output = program.env("UZSWAP_GROUP_NODE", number).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{}: {said}", output.status);
+        said
+    };
+    let joined = || ["a", "b"].map(|group| place.event(group, "uzswap.stat", "joined"));
+    let [path, number_of_a, number] = [(&b, "UZSWAP_GROUP"), (&a, "UZSWAP_GROUP_NODE"), (&b, "UZSWAP_GROUP_NODE")]
+        .map(|(of, name)| variable(of, name));
+    assert!(starts(&path, &number_of_a).contains("is out of reach"));
+    assert_eq!(joined(), [1, 1]);
+    assert_eq!(starts(&path, &number), "");
+    assert_eq!(joined(), [1, 2]);
+    for (name, bytes) in [("empty", &b""[..]), ("small", b"something else")] {
+        let path = dir.path().join(name);
+        fs::write(&path, bytes).unwrap();
+        assert!(starts(path.to_str().unwrap(), &number).contains("is out of reach"), "{name}");
+    }
+    members.into_iter().for_each(|member| _ = member.ends_well());
+}
