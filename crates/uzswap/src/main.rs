@@ -20,6 +20,7 @@ mod elf;
 mod folios;
 mod group_name;
 mod groups;
+mod handed;
 mod machine;
 mod output;
 mod pagemap;

@@ -10,6 +10,7 @@ use crate::cli::RunArgs;
 use crate::config::{Compressor, Config, plain};
 use crate::descriptors::Limit;
 use crate::groups::Group;
+use crate::handed::Handed;
 use crate::output::Output;
 use crate::record::Recording;
 use crate::report::{self, Report};
@@ -188,7 +189,7 @@ fn start_program(
         sanitizer.push(if sanitizer.is_empty() { "" } else { ":" });
         sanitizer.push("verify_asan_link_order=0");
     }
-    let inherited = blocked.inherited;
+    let (inherited, handed) = (blocked.inherited, Handed::take());
     let mut start = Command::new(program);
     start.arg0(&command[0]).args(&command[1..]).env("LD_PRELOAD", preload).env("ASAN_OPTIONS", sanitizer);
     start.env(ENV_GROUP, group.file.path());
@@ -204,6 +205,7 @@ fn start_program(
         start.pre_exec(move || {
             inherited.restore();
             inherited.close_streams();
+            handed.give();
             files.map_or(Ok(()), Limit::restore)
         });
     }

@@ -4,6 +4,7 @@ mod charges;
 mod cli;
 mod folios;
 mod groups;
+mod handed;
 mod handover;
 mod leftovers;
 mod pagemap;
