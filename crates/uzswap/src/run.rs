@@ -243,21 +243,34 @@ fn supervise(child: libc::pid_t, blocked: &Blocked) -> (Ended, Usage) {
     }
 }
 
-/// The next change of the child's state that has happened, if any.
+/// The next change of the child's state that has happened, if any. Others whose parents have ended may be our children too, as those of
+/// process 1: that they have ended is taken note of.
+///
+/// The story: in a container whose process 1 the command was each process stayed, as a zombie, that ended after its parent.
 fn changed(child: libc::pid_t) -> Option<(libc::c_int, Usage)> {
-    let mut status = 0;
-    let mut usage = MaybeUninit::<libc::rusage>::zeroed();
     let options = libc::WNOHANG | libc::WUNTRACED;
-    // SAFETY: both out-parameters outlive the call; a zeroed rusage is valid.
-    let (pid, usage) = unsafe {
-        let pid = libc::wait4(child, &raw mut status, options, usage.as_mut_ptr());
-        (pid, usage.assume_init())
-    };
+    loop {
+        let mut status = 0;
+        let mut usage = MaybeUninit::<libc::rusage>::zeroed();
+        // SAFETY: both out-parameters outlive the call; a zeroed rusage is valid.
+        let (pid, usage) = unsafe {
+            let pid = libc::wait4(-1, &raw mut status, options, usage.as_mut_ptr());
+            (pid, usage.assume_init())
+        };
+        if pid == child {
+            return Some((status, used(&usage)));
+        }
+        if pid <= 0 {
+            return None;
+        }
+    }
+}
+
+fn used(usage: &libc::rusage) -> Usage {
     let time = |t: libc::timeval| Duration::new(t.tv_sec as u64, t.tv_usec as u32 * 1000);
-    let usage = Usage {
+    Usage {
         user: time(usage.ru_utime),
         system: time(usage.ru_stime),
         max_rss: (usage.ru_maxrss as u64).saturating_mul(1024),
-    };
-    (pid == child).then_some((status, usage))
+    }
 }

@@ -1,6 +1,6 @@
-//! What a program has from who starts `uzswap run`, which a forked child has not of itself.
+//! What a program has from who starts `uzswap run`, which a forked child has not of itself; and whose children orphans are.
 
-use crate::cli::{UZSWAP, agent_built, python};
+use crate::cli::{UZSWAP, agent_built, python, skip};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
@@ -48,4 +48,22 @@ fn timers_and_ties_to_others_are_the_programs() {
     for given in [true, false] {
         assert_eq!(shown(given, &limited), shown(given, &["env"]), "given: {given}");
     }
+}
+
+/// The story: where the command was process 1, as in a container, all that ended after its parent stayed as a zombie.
+#[test]
+fn orphans_that_are_the_commands_children_do_not_stay_when_they_end() {
+    const SCRIPT: &str = "orphan=$( (sh -c 'echo $$' &) ); n=0; \
+        while [ -e /proc/$orphan ] && [ $n -lt 300 ]; do sleep 0.1; n=$((n + 1)); done; \
+        [ -e /proc/$orphan ] && grep State /proc/$orphan/status; exit 7";
+    agent_built();
+    let alone = ["-pf", "--mount-proc"];
+    let known = Command::new("unshare").args(alone).arg("true").output();
+    if !known.is_ok_and(|output| output.status.success()) {
+        return skip("no namespace of processes can be made");
+    }
+    let args = [&alone[..], &[UZSWAP, "run", "-q", "-m", "64M", "--", "sh", "-c", SCRIPT]].concat();
+    let output = Command::new("unshare").args(args).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert_eq!((output.status.code(), said.as_str()), (Some(7), ""));
 }
