@@ -3,8 +3,14 @@
 use crate::cli::RunArgs;
 use crate::folios::FolioOptions;
 use serde::Deserialize;
+use std::fs::File;
+use std::io::Read;
 use std::path::{Path, PathBuf};
+use uzswap_mm::size::human;
 use uzswap_pager::group::{CODEC_DEFLATE, CODEC_LZ4, CODEC_ZSTD, ON_FULL_EXCEED, ON_FULL_KILL, ON_FULL_WAIT};
+
+/// A configuration file is not larger (bytes).
+const MOST_BYTES: u64 = 1 << 20;
 
 /// A configuration file: the same names as the options.
 #[derive(Debug, Default, Deserialize, PartialEq)]
@@ -43,8 +49,19 @@ pub struct Config {
 
 impl Config {
     /// Reads a file. The error is one sentence.
+    ///
+    /// The story: of `/dev/zero`, or a disk, all was read, until the machine had no memory left.
     pub fn read(path: &Path) -> Result<Config, String> {
-        let text = std::fs::read_to_string(path).map_err(|e| match e.kind() {
+        let mut text = String::new();
+        let read = File::open(path).and_then(|file| file.take(MOST_BYTES + 1).read_to_string(&mut text));
+        if text.len() as u64 > MOST_BYTES {
+            return Err(format!(
+                "the configuration file `{}` is wrong: it is larger than {}",
+                path.display(),
+                human(MOST_BYTES)
+            ));
+        }
+        read.map_err(|e| match e.kind() {
             std::io::ErrorKind::InvalidData => {
                 format!("the configuration file `{}` is wrong: it is not a text file (UTF-8)", path.display())
             }

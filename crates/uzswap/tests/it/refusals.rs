@@ -67,6 +67,7 @@ fn bad_options_are_refused() {
     }
     let binary = file(&dir, "b.toml", b"memory = '\xff'\n", 0o644);
     refused(&["--config", binary.to_str().unwrap()], &["not a text file (UTF-8)"]);
+    refused(&["--config", "/dev/zero"], &["is larger than 1 MiB"]);
 }
 
 /// The story: options that were mistyped, or had their value attached, were taken for the program.
