@@ -55,7 +55,7 @@ pub fn ctl(args: &CtlArgs) -> Result<(), Failed> {
     }
     let n = &group.page().nodes[group.node];
     n.full_said.store(0, SeqCst);
-    group.wake();
+    group.tell_of_limits();
     if settings.iter().any(|s| matches!(s, Setting::Limit("memory.high" | "memory.max", _))) {
         report_what_stays(&group);
     }

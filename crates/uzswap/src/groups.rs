@@ -21,6 +21,7 @@ use uzswap::group_file::GroupFile;
 use uzswap_mm::size::human;
 use uzswap_pager::group::{GroupPage, NODES, Slot};
 use uzswap_pager::member::wake_member;
+use uzswap_pager::swap::turns::wake_writer;
 
 /// The directory of running groups.
 pub struct Registry {
@@ -64,6 +65,15 @@ impl Group {
     /// Wakes all members: they look at their limits, and say what they are charged with.
     pub fn wake(&self) {
         self.members().for_each(|slot| wake_member(slot, true));
+    }
+
+    /// Wakes all members as [`Group::wake`], and those of their threads that write pools to disk.
+    ///
+    /// The story: what idle programs had in the pool stayed there, however far above the `memory.zswap.max` that was set, until one of them
+    /// put something more out.
+    pub fn tell_of_limits(&self) {
+        self.members().for_each(wake_writer);
+        self.wake();
     }
 
     /// Has the members say what they are charged with, and waits until they have: see [`refresh`].

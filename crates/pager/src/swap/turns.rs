@@ -225,8 +225,8 @@ impl Pager {
     }
 }
 
-/// Wakes a member's writing thread.
-pub(super) fn wake_writer(slot: &Slot) {
+/// Wakes a member's writing thread, which looks whether there is something for it to do.
+pub fn wake_writer(slot: &Slot) {
     slot.swap_wake.fetch_add(1, Release);
     lock::futex_wake(&slot.swap_wake, 1, true);
 }

@@ -44,6 +44,25 @@ fn idle_members_of_other_groups_write_when_it_is_their_turn() {
     members.into_iter().for_each(|member| _ = member.ends_well());
 }
 
+/// The story: nobody woke those that wrote when `memory.zswap.max` was set below what pools held, and idle programs' stayed as they were.
+#[test]
+fn pools_of_idle_members_are_written_when_their_limit_is_set() {
+    let place = Place::new();
+    let mut members = ["p/a", "p/b"].map(|group| {
+        let mut member = place.start(&[&["--group", group, "-m", "512M"][..], &SWAP].concat());
+        member.tell("r 24");
+        put_out(&place, &member);
+        member
+    });
+    let pools = || place.number("p", "memory.zswap.current");
+    let most = pools() / 2 / MIB * MIB;
+    assert!(most > 8 * MIB, "{most}");
+    place.ctl(&["p", &format!("memory.zswap.max={most}")]);
+    eventually("the pools are as small as they are to be", || pools() <= most / 100 * 95);
+    members.iter_mut().for_each(|member| member.tell("v"));
+    members.into_iter().for_each(|member| _ = member.ends_well());
+}
+
 /// A member that is stopped has no turn that others would wait for.
 #[test]
 fn a_stopped_member_holds_nobody_up() {
