@@ -223,12 +223,9 @@ fn start_program(
 /// Forwards signals until the program ends; stops when it stops, and goes on when it does.
 fn supervise(child: libc::pid_t, blocked: &Blocked) -> (Ended, Usage) {
     loop {
-        let (signal, sent) = blocked.wait();
-        if signal != libc::SIGCHLD {
-            for signal in signals::passed_on(signal, sent) {
-                // It may have just ended: then SIGCHLD is next.
-                let _ = signals::send(child, signal);
-            }
+        let came = blocked.wait();
+        if came.signal() != libc::SIGCHLD {
+            came.pass_on(child);
             continue;
         }
         while let Some((status, usage)) = changed(child) {

@@ -89,15 +89,15 @@ impl Blocked {
         }
     }
 
-    /// Waits for a signal: its number, and whether somebody sent it to us (rather than the kernel to the group).
-    pub fn wait(&self) -> (libc::c_int, bool) {
+    /// Waits for a signal.
+    pub fn wait(&self) -> Came {
         loop {
             let mut info = MaybeUninit::<libc::siginfo_t>::uninit();
             // SAFETY: `set` is initialised; the kernel fills `info` when the call succeeds.
             let signal = unsafe { libc::sigwaitinfo(&raw const self.set, info.as_mut_ptr()) };
             if signal > 0 {
                 // SAFETY: filled by the successful call.
-                return (signal, unsafe { info.assume_init() }.si_code <= 0);
+                return Came(unsafe { info.assume_init() });
             }
         }
     }
@@ -128,6 +128,34 @@ impl Blocked {
         // What it sent is for us alone; what others sent is for the program too.
         if sent_to_continue().is_some_and(|by| by != watcher) {
             let _ = send(child, libc::SIGCONT);
+        }
+    }
+}
+
+/// A signal that came to us.
+pub struct Came(libc::siginfo_t);
+
+impl Came {
+    /// Its number.
+    pub fn signal(&self) -> libc::c_int {
+        self.0.si_signo
+    }
+
+    /// Who sent it to us (rather than the kernel to the group).
+    fn sender(&self) -> Option<libc::pid_t> {
+        // SAFETY: a signal has a sender when its code says so.
+        (self.0.si_code <= 0).then(|| unsafe { self.0.si_pid() })
+    }
+
+    /// Gives our child what it is to have of it: nothing of what it sent itself, to its parent or to all of its group.
+    ///
+    /// The story: a program told its parent by a signal that it was ready, and was ended by that, as it got it back. One that ended its group
+    /// (`kill 0`) cleaned up twice.
+    pub fn pass_on(&self, child: libc::pid_t) {
+        let sender = self.sender();
+        for signal in passed_on(self.signal(), sender.is_some()).filter(|_| sender != Some(child)) {
+            // It may have just ended: then SIGCHLD is next.
+            let _ = send(child, signal);
         }
     }
 }
@@ -240,14 +268,14 @@ fn sent_to_continue() -> Option<libc::pid_t> {
 /// What the program gets of a signal that came to us, which somebody sent or else the kernel.
 ///
 /// The story: a terminal's window was closed in which `uzswap run` was all there was. The program, which would have ended, went on for good.
-pub fn passed_on(signal: libc::c_int, sent: bool) -> impl Iterator<Item = libc::c_int> {
+fn passed_on(signal: libc::c_int, sent: bool) -> impl Iterator<Item = libc::c_int> {
     let hung_up = !sent && signal == libc::SIGHUP && leads_session();
     // (A program that is stopped goes on and ends, as the kernel has it.)
     [(sent || hung_up).then_some(signal), hung_up.then_some(libc::SIGCONT)].into_iter().flatten()
 }
 
 /// Sends a signal to our child, which has not been reaped.
-pub fn send(child: libc::pid_t, signal: libc::c_int) -> io::Result<()> {
+fn send(child: libc::pid_t, signal: libc::c_int) -> io::Result<()> {
     // SAFETY: no memory is involved.
     if unsafe { libc::kill(child, signal) } < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }

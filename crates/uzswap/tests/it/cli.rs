@@ -274,6 +274,18 @@ fn signals_sent_to_us_reach_the_program() {
     }
 }
 
+/// The story: who told its parent something by a signal, or sent it to all of its group, had it back from the command.
+#[test]
+fn what_the_program_sends_itself_it_does_not_get_back() {
+    // (The command has the first before the second, which another process sends.)
+    let script = "trap 'echo one' USR1; trap 'exit 40' USR2; kill -USR1 $PPID; echo ready; \
+        sh -c 'kill -USR2 $0' $PPID; while :; do sleep 0.02; done";
+    let (mut child, mut output) = started(script);
+    let mut said = String::new();
+    std::io::Read::read_to_string(&mut output, &mut said).unwrap();
+    assert_eq!((child.wait().unwrap().code(), said.as_str()), (Some(40), ""));
+}
+
 #[test]
 fn stops_and_continues_with_the_program() {
     let (mut child, _output) = started("echo ready; kill -STOP $$; exit 7");
