@@ -155,8 +155,17 @@ impl Came {
         let sender = self.sender();
         for signal in passed_on(self.signal(), sender.is_some()).filter(|_| sender != Some(child)) {
             // It may have just ended: then SIGCHLD is next.
-            let _ = send(child, signal);
+            let _ = if self.0.si_code == libc::SI_QUEUE { self.queue(child) } else { send(child, signal) };
         }
+    }
+
+    /// Sends our child what was sent to us by `sigqueue`, with the value and by whom.
+    ///
+    /// The story: the value was 0, whatever was sent.
+    fn queue(&self, child: libc::pid_t) -> io::Result<()> {
+        // SAFETY: the kernel's own information, which it takes back as it is.
+        let sent = unsafe { libc::syscall(libc::SYS_rt_sigqueueinfo, child, self.signal(), &raw const self.0) };
+        if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 }
 

@@ -1,8 +1,10 @@
-//! What a program has from who starts `uzswap run`, which a forked child has not of itself; and whose children orphans are.
+//! What a program has from who starts `uzswap run`, or sends it a signal, which a forked child has not of itself; and whose children
+//! orphans are.
 
 use crate::cli::{UZSWAP, agent_built, python, skip};
+use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::CommandExt;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 /// Prints the timers, the signal for a parent that ends, and whether orphans are its children.
 const SHOWS: &str = "
@@ -48,6 +50,33 @@ fn timers_and_ties_to_others_are_the_programs() {
     for given in [true, false] {
         assert_eq!(shown(given, &limited), shown(given, &["env"]), "given: {given}");
     }
+}
+
+/// A signal's value arrives, and who sent it.
+#[test]
+fn what_is_sent_with_a_signal_is_the_programs() {
+    const WAITS: &str = "
+import ctypes, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN + 3])
+print('ready', flush=True)
+words = (ctypes.c_int * 32)()
+which = (ctypes.c_ulong * 16)(1 << (signal.SIGRTMIN + 2))
+assert ctypes.CDLL(None).sigwaitinfo(which, words) == signal.SIGRTMIN + 3
+print(words[2], words[4], words[6])
+";
+    let Some(python) = python() else { return };
+    agent_built();
+    let args = ["run", "-q", "-m", "128M", "--", python.to_str().unwrap(), "-c", WAITS];
+    let mut child = Command::new(UZSWAP).args(args).stdout(Stdio::piped()).spawn().unwrap();
+    let mut output = BufReader::new(child.stdout.take().unwrap());
+    let mut said = String::new();
+    output.read_line(&mut said).unwrap();
+    let value = libc::sigval { sival_ptr: 77 as *mut libc::c_void };
+    // SAFETY: a signal to a process of this test's.
+    assert_eq!(unsafe { libc::sigqueue(child.id() as i32, libc::SIGRTMIN() + 3, value) }, 0);
+    output.read_to_string(&mut said).unwrap();
+    assert!(child.wait().unwrap().success());
+    assert_eq!(said, format!("ready\n{} {} 77\n", libc::SI_QUEUE, std::process::id()));
 }
 
 /// The story: where the command was process 1, as in a container, all that ended after its parent stayed as a zombie.
