@@ -15,6 +15,7 @@ use core::sync::atomic::{AtomicUsize, Ordering::*};
 use uzswap_pager::arena::Layout;
 use uzswap_pager::group::unmanaged;
 use uzswap_pager::pager::Pager;
+use uzswap_pager::says;
 use uzswap_sys::{raw, sys, thread};
 
 /// What uzswap has reserved, also in a process that is not managed, or not any more: it may lock all its memory.
@@ -210,20 +211,21 @@ fn let_go(p: &Pager, reason: u32, why: &[u8]) {
         PAGER.store(core::ptr::null_mut(), Release);
         p.calls.go_on();
         if p.group.warns_first(reason) {
-            say(p, why);
+            say(why);
         }
     } else if p.group.warns_first(unmanaged::STAYS) {
-        say(p, b": its memory cannot be given back now, as pages do not come back; it stays managed, and what it asked for (a filter for system calls, another user) is refused if that takes it\n");
+        say(b": its memory cannot be given back now, as pages do not come back; it stays managed, and what it asked for (a filter for system calls, another user) is refused if that takes it\n");
     }
     set_mask(mask);
 }
 
 /// Says it of this process, in one piece and without an allocation (which the pager's lock would be needed for).
-fn say(p: &Pager, why: &[u8]) {
+fn say(why: &[u8]) {
     let (mut line, mut number, mut n) = ([0; 320], [0; 20], 0);
     for part in [b"uzswap: process ".as_slice(), raw::decimal(thread::getpid() as u64, &mut number), why] {
         line[n..n + part.len()].copy_from_slice(part);
         n += part.len();
     }
-    p.say(&line[..n]);
+    // (Not by another thread: what comes next may be refused where there are several.)
+    says::write(&line[..n]);
 }

@@ -57,6 +57,7 @@ pub mod relocated;
 pub mod remapped;
 pub mod request;
 mod resident;
+pub mod says;
 pub mod shared;
 pub mod shares;
 pub mod shootdown;

@@ -470,12 +470,4 @@ impl Pager {
             me.uncharge();
         }
     }
-
-    /// Writes a line to the program's standard error, whatever the caller's descriptor table is.
-    pub fn say(&self, text: &[u8]) {
-        let Ok(fd) = raw::standard_error() else { return };
-        // SAFETY: the text is readable.
-        let _ = unsafe { uzswap_sys::sys!(libc::SYS_write, fd, text.as_ptr(), text.len()) };
-        raw::close(fd);
-    }
 }

@@ -384,6 +384,17 @@ fn calls_with_strange_arguments() {
     assert_eq!(run.stdout.text(), "a pipe: 1, a bad address: 1\nspawned: 1\n0 pages filled\n");
 }
 
+/// The story: a program wrote to standard error what was out, so the kernel held the file's lock while it waited for the handler. Who had the
+/// pager's lock said just then, to the same file, that the group was full, and waited for the file's: all hung, each time.
+#[test]
+fn what_is_said_where_the_program_writes_what_is_out() {
+    let _beside = beside();
+    let Some(says) = compile_c("says") else { return };
+    for how in ["file", "pipe"] {
+        same_under(&Subject::new("says", &[&says, &how]), 32 * MIB, how);
+    }
+}
+
 /// The story: a process whose first thread has ended, while others go on, is a zombie by all that /proc says of it, and has no memory: its
 /// limit was given up, and it was taken for dead by all others.
 #[test]
