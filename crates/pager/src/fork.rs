@@ -15,7 +15,7 @@ use crate::pager::Pager;
 use crate::placement::Placement;
 use crate::state::State;
 use crate::trace::Recorder;
-use crate::{arena, ticker};
+use crate::{arena, says, ticker};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::lru::Entry;
 use uzswap_mm::pagetable::Tag;
@@ -166,6 +166,7 @@ impl Pager {
         self.unsharing.store(false, Relaxed);
         let engaged = self.engaged.load(Relaxed);
         self.calls.forget_others();
+        says::forget_others();
         let managed = self.begins_as_child(engaged);
         if !managed && !engaged {
             self.go_unmanaged();

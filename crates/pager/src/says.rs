@@ -20,6 +20,8 @@ use uzswap_sys::{lock, sys, thread};
 
 /// How long who says something waits until it is said (nanoseconds): what comes next may end the process.
 const WAIT_NS: u64 = 500_000_000;
+/// Threads that say something at a time, about.
+const THREADS: u32 = 16;
 /// Bytes of one saying.
 const MOST: usize = PAGE - size_of::<usize>();
 /// Bytes of a place: a page for what is to be said, and the stack.
@@ -40,14 +42,23 @@ impl Pager {
     /// Writes a line to the program's standard error, whatever the caller's descriptor table is and whatever it holds.
     pub fn say(&self, text: &[u8]) {
         // (A vfork child holds nothing that its parent needs, and shares its memory.)
-        if !self.is_of_this_process() || say_apart(text).is_err() {
-            write(text);
-        }
+        if self.is_of_this_process() { say(text) } else { write(text) }
     }
 }
 
-/// Has another thread say it, and waits a moment for that; not at all where one that was to say something before still does.
+/// The same, of a process that shares its memory with no other.
+pub(crate) fn say(text: &[u8]) {
+    if say_apart(text).is_err() {
+        write(text);
+    }
+}
+
+/// Has another thread say it, and waits a moment for that; not at all where one that was to say something before still does. Where many
+/// still do it is not said.
 fn say_apart(text: &[u8]) -> Result<(), Errno> {
+    if BEGUN.load(Relaxed).wrapping_sub(SAID.load(Relaxed)) >= THREADS {
+        return Ok(());
+    }
     let (rw, how) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
     // SAFETY: a new mapping.
     let at = unsafe { sys!(libc::SYS_mmap, 0, PLACE, rw, how, -1isize, 0) }?;
@@ -70,6 +81,11 @@ fn say_apart(text: &[u8]) -> Result<(), Errno> {
         lock::futex_wait(&SAID, before, Some(WAIT_NS), false);
     }
     Ok(())
+}
+
+/// In a forked child, which has none of the threads that say something.
+pub(crate) fn forget_others() {
+    SAID.store(BEGUN.load(Relaxed), Relaxed);
 }
 
 /// One saying more is said, or given up.

@@ -16,11 +16,12 @@
 //! a raw `clone` has nothing there: SIGSEGV.
 
 use super::line;
-use super::owner::{isolate_descriptors, say, spawn};
+use super::owner::{isolate_descriptors, spawn};
 use super::view::{Asker, View};
 use super::wire::{self, FOR_CONTROL, FOR_MAPPING, HELLO, op};
 use crate::arena::{self, PAGE};
 use crate::mapfile::MapFile;
+use crate::says;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -292,7 +293,7 @@ fn watcher(place: &Arc<Mutex<Place>>, uffd: OwnedFd, watch: &Arc<OwnedFd>) {
     };
     if !p.gone {
         // Said first: the signal may end the process before anything else can be said.
-        say("uzswap: the owner of a shared region has ended; the region is lost, and touching it is SIGBUS\n");
+        says::say(b"uzswap: the owner of a shared region has ended; the region is lost, and touching it is SIGBUS\n");
         map_error(p.base, p.len);
     }
     drop(p);
@@ -446,12 +447,13 @@ fn reserve(base: usize, len: usize) {
     // SAFETY: a new mapping that replaces nothing.
     let at = unsafe { sys!(libc::SYS_mmap, base, len, libc::PROT_NONE, flags, -1isize, 0) };
     if at != Ok(base) {
-        say("uzswap: another library took a shared region's place in a forked child, which therefore ends\n");
+        says::say(b"uzswap: another library took a shared region's place in a forked child, which therefore ends\n");
         std::process::abort();
     }
 }
 
 extern "C" fn in_child() {
+    says::forget_others();
     line::close_all();
     // SAFETY: before_fork took the lock, in this thread; what is in the list is alive.
     unsafe { ALL.assume_locked().iter().map(|a| &*(*a as *const Attached)) }
@@ -472,9 +474,10 @@ extern "C" fn in_child() {
             Err(e) => {
                 // The socket is the parent's mapping to the owner, and a thread of the parent's may have had the place.
                 (now.socket, now.place) = (None, Place::new(a.base, a.len));
-                say(&format!(
+                let text = format!(
                     "uzswap: a forked child could not attach a shared region again ({e}); touching it is SIGBUS\n"
-                ));
+                );
+                says::say(text.as_bytes());
                 map_error(a.base, a.len + SPARE);
             }
         }

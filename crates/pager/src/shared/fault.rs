@@ -335,7 +335,7 @@ impl Engine {
         self.set(page, uzswap_mm::pagetable::Pte::new(Tag::Poisoned, 0));
         self.counts.poisoned += 1;
         let text = "uzswap: a compressed page of a shared region was found damaged; who touches it gets SIGBUS\n";
-        super::owner::say_at_once(text.to_owned());
+        crate::says::say(text.as_bytes());
     }
 
     /// Maps `[from, to)`, which the object holds.

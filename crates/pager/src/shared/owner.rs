@@ -33,7 +33,7 @@ use std::sync::mpsc;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use uzswap_mm::pagemap::WRITE_PROTECTED;
-use uzswap_sys::raw::{self, Errno};
+use uzswap_sys::raw::Errno;
 use uzswap_sys::uffd_shared;
 use uzswap_sys::{socket, sys, thread};
 
@@ -121,39 +121,6 @@ impl Held {
     /// A place in the work of a thread beside a faulting one.
     pub fn beside(&self, place: u64) {
         self.wait_while(self.state(), |s| s.starving == place);
-    }
-}
-
-/// Writes a line to the program's standard error, from whatever descriptor table.
-pub(super) fn say(text: &str) {
-    if let Ok(fd) = raw::standard_error() {
-        // SAFETY: a new descriptor, ours alone.
-        let mut file = std::fs::File::from(unsafe { OwnedFd::from_raw_fd(fd) });
-        let _ = io::Write::write_all(&mut file, text.as_bytes());
-    }
-}
-
-/// The same from a thread that others wait for: where nobody reads standard error (a pipe that is full) another one waits. What is
-/// to be said while it does is not said.
-pub(super) fn say_at_once(text: String) {
-    static WAITS: AtomicBool = AtomicBool::new(false);
-    let writable = raw::standard_error().is_ok_and(|fd| {
-        // SAFETY: a new descriptor, ours alone.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        let mut polls = [libc::pollfd { events: libc::POLLOUT, ..poll_in(&fd) }];
-        wait(&mut polls, 0);
-        polls[0].revents != 0
-    });
-    if writable {
-        say(&text);
-    } else if !WAITS.swap(true, AcqRel) {
-        let waiting = spawn("uzswap-says", move || {
-            say(&text);
-            WAITS.store(false, Release);
-        });
-        if waiting.is_err() {
-            WAITS.store(false, Release);
-        }
     }
 }
 

@@ -275,10 +275,11 @@ impl Engine {
         if lost > 0 {
             self.counts.poisoned += lost;
             self.removes.unvouched += lost;
-            super::owner::say_at_once(format!(
+            let text = format!(
                 "uzswap: it could not be seen whether {lost} pages of a shared region were removed while they were out ({why}); who \
                  touches them gets SIGBUS\n",
-            ));
+            );
+            crate::says::say(text.as_bytes());
         }
     }
 

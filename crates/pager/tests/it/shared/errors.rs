@@ -4,10 +4,12 @@ use super::processes::{Lines, say, wait_for_word, wait_within, worker};
 use super::removes::{BLIND, HELD, HOLD, NONE, REFUSE, bytes, unmap, value};
 use super::*;
 use std::io::Read;
-use std::os::fd::AsRawFd;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Stdio};
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -25,6 +27,7 @@ pub fn be(role: &str, path: &Path, _number: usize) -> bool {
     match role {
         "marked-write" => marked_write(path),
         "unread" => unread(),
+        "writes-out" => writes_out(),
         _ => return false,
     }
     true
@@ -63,8 +66,51 @@ fn unread() {
     wait_for_word();
 }
 
-/// The story: that pages were lost was said with the region's lock held. Where standard error was a pipe that nobody read, whoever used
-/// the region waited.
+fn writes_out() {
+    static ENOUGH: AtomicBool = AtomicBool::new(false);
+    const TEXT: Range<usize> = 16..272;
+    let region = region(4 * MIB, 8 * MIB);
+    let (m, control) = (region.map().unwrap(), region.control());
+    TEXT.for_each(|page| write(&m, page, 1));
+    let text = m.as_mut_ptr() as usize + TEXT.start * PAGE;
+    let writes = std::thread::spawn(move || {
+        while !ENOUGH.load(SeqCst) {
+            // SAFETY: memory of the region, which is there until this thread has ended.
+            unsafe { libc::write(2, text as *const libc::c_void, TEXT.len() * PAGE) };
+        }
+    });
+    for _ in 0..20 {
+        (0..16).for_each(|page| write(&m, page, 1));
+        control.page_out(bytes(TEXT)).unwrap();
+        control.page_out(bytes(4..12)).unwrap();
+        control.inject(REFUSE, u64::MAX).unwrap();
+        unmap(&m, 0..16);
+        assert!(control.stats().unwrap().unvouched > 0);
+        control.inject(REFUSE, 0).unwrap();
+        control.remove(bytes(0..16)).unwrap();
+    }
+    ENOUGH.store(true, SeqCst);
+    writes.join().unwrap();
+    say("written");
+    wait_for_word();
+}
+
+/// The story: a thread wrote to standard error what of the region was out, and so held the file's lock until the owner served it, which
+/// said something there with its own lock held: both hung.
+#[test]
+fn what_is_said_where_what_is_out_is_written() {
+    // SAFETY: a new descriptor, ours alone.
+    let file = unsafe { OwnedFd::from_raw_fd(libc::memfd_create(c"said".as_ptr(), libc::MFD_CLOEXEC)) };
+    let mut child = worker("writes-out", &socket_path("writes-out"), 0).stderr(Stdio::from(file)).spawn().unwrap();
+    let mut lines = Lines::of(&mut child);
+    let (say, said) = channel();
+    std::thread::spawn(move || say.send(lines.next()));
+    let written = said.recv_timeout(LONGEST);
+    let _ = child.kill();
+    child.wait().unwrap();
+    assert_eq!(written.unwrap().as_deref(), Some("written"));
+}
+
 /// The story: the owner ended the whole process where there was no memory for the tables of a region's pages.
 #[test]
 fn a_region_too_large_for_its_tables_is_refused() {
@@ -77,6 +123,8 @@ fn a_region_too_large_for_its_tables_is_refused() {
     }
 }
 
+/// The story: that pages were lost was said with the region's lock held. Where standard error was a pipe that nobody read, whoever used
+/// the region waited.
 #[test]
 fn who_does_not_read_what_is_said_holds_nobody_up() {
     let mut child = worker("unread", &socket_path("unread"), 0).stderr(Stdio::piped()).spawn().unwrap();
