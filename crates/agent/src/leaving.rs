@@ -131,6 +131,11 @@ pub fn locks_all() -> Option<(usize, usize)> {
         let why = b" locks all its memory (mlockall), so that nothing can be taken out of it; it runs without a limit from now on\n";
         let_go(p, unmanaged::LOCKED, why);
     }
+    reserved()
+}
+
+/// The range that uzswap has reserved, if it has.
+pub fn reserved() -> Option<(usize, usize)> {
     let [base, end] = [0, 1].map(|i| RESERVED[i].load(Relaxed));
     (end != 0).then_some((base, end))
 }

@@ -326,3 +326,17 @@ fn threads_that_map_and_fork_meanwhile_go_on_as_before() {
         assert_eq!(run.stderr.text().matches(TOLD_OF_NO_LIMIT).count(), 1, "{}", run.describe());
     }
 }
+
+/// The story: a program that may not lock all its memory was told so when all that it mapped from then on was to be locked, which it could
+/// not be: it could map nothing any more. And it ran without a limit.
+#[test]
+fn what_may_not_be_locked_changes_nothing() {
+    let _beside = beside();
+    let Some(refused) = compile_c("lockrefused") else { return };
+    let subject = Subject::new("lock refused", &[&refused]);
+    let (plain, run) = (subject.start_plain().finish(), subject.start_limited(16 * MIB).finish());
+    run.say(subject.name, "", Some(16 * MIB));
+    assert!(plain.status.success() && plain.stdout.text().contains("mlockall 3: ENOMEM\n"), "{}", plain.describe());
+    assert!(run.status.success() && run.stdout.text() == plain.stdout.text(), "{}", run.describe());
+    assert_eq!(run.stderr.text().matches(TOLD_OF_NO_LIMIT).count(), 0, "{}", run.describe());
+}
