@@ -14,7 +14,8 @@
 use crate::next::Next;
 use crate::{fails, pager};
 use core::ffi::{c_int, c_uint, c_void};
-use uzswap_sys::{raw, sys};
+use uzswap_sys::raw::Errno;
+use uzswap_sys::{raw, sys, thread};
 
 /// `struct iovec`s in one call at most (UIO_MAXIOV).
 const RANGES: usize = 1024;
@@ -36,6 +37,28 @@ pub fn init() {
 /// Whether a socket's option would have it send what it is lent.
 pub fn is_refused(level: c_int, name: c_int) -> bool {
     (level, name) == (libc::SOL_SOCKET, libc::SO_ZEROCOPY) && pager().is_some_and(|p| !p.without_move)
+}
+
+/// setsockopt(2) of an option that is refused ([`is_refused`]), whose arguments these are: the kernel says what else is wrong with it, and is
+/// left to turn it off.
+///
+/// The story: of a descriptor that was closed, or of a file, a program was told EOPNOTSUPP, too; also where it turned it off.
+///
+/// # Errors
+/// The kernel's; `EOPNOTSUPP` where it would have it.
+pub fn refuse(args: [usize; 6]) -> Result<(), Errno> {
+    let [fd, level, name, value, len, _] = args;
+    let (mut asked, off): (c_int, c_int) = (1, 0);
+    let of = |at: usize| libc::iovec { iov_base: at as *mut c_void, iov_len: size_of::<c_int>() };
+    let (own, theirs) = (of(&raw mut asked as usize), of(value));
+    // SAFETY: a number of ours, and what the kernel says EFAULT of if it is not there.
+    let read =
+        unsafe { sys!(libc::SYS_process_vm_readv, thread::getpid(), &raw const own, 1, &raw const theirs, 1, 0) };
+    let lends = asked == 1 && read != Err(libc::EFAULT);
+    let (value, len) = if lends { (&raw const off as usize, len.min(size_of::<c_int>())) } else { (value, len) };
+    // SAFETY: the program's call, or one that turns off what it has turned on.
+    unsafe { sys!(libc::SYS_setsockopt, fd, level, name, value, len) }?;
+    if lends { Err(libc::EOPNOTSUPP) } else { Ok(()) }
 }
 
 /// Whether what is given to `pipe` by `vmsplice` is to be copied. (Out of a pipe it is copied by the kernel; what is no pipe it refuses.)

@@ -297,7 +297,8 @@ pub unsafe extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> 
 pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, name: c_int, value: *const c_void, len: c_uint) -> c_int {
     type Real = unsafe extern "C" fn(c_int, c_int, c_int, *const c_void, c_uint) -> c_int;
     if lent::is_refused(level, name) {
-        return fails(libc::EOPNOTSUPP);
+        let args = [fd as usize, level as usize, name as usize, value as usize, len as usize, 0];
+        return lent::refuse(args).map_or_else(fails, |()| 0);
     }
     if level == SOL_TLS {
         may_pin();

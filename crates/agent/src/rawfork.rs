@@ -97,7 +97,9 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             unsafe { lent::give(a as c_int, b as *const libc::iovec, c, d as c_uint) }
         }
         _ if nr == libc::SYS_mlockall => lockall::call(a as c_int).map_or_else(|errno| -(errno as isize), |()| 0),
-        _ if nr == libc::SYS_setsockopt && lent::is_refused(b as c_int, c as c_int) => -(libc::EOPNOTSUPP as isize),
+        _ if nr == libc::SYS_setsockopt && lent::is_refused(b as c_int, c as c_int) => {
+            lent::refuse(args).map_or_else(|errno| -(errno as isize), |()| 0)
+        }
         // SAFETY: as the caller says.
         _ if nr == libc::SYS_futex => unsafe { futexes::call(args) },
         // SAFETY: as the caller says.
