@@ -6,7 +6,7 @@
 //!  nothing    │ reclaim; the faulting threads    │ reclaim; when nothing more can be taken out:
 //!             │ wait in proportion to the excess │ --on-full: see `full`
 //! ```
-//! Every group above a member's has its limits too: the one that is exceeded most decides. Limits are read anew each
+//! Every group above a member's has its limits too: reclaim goes by the one that is exceeded most, and each is full by itself. Limits are read anew each
 //! time, so changing one takes effect at once; `uzswap ctl` wakes the members for it.
 //!
 //! `memory.zswap.max` and `memory.swap.max` bound what is in the pool and in the swap file: [`Pager::may_zswap`] and
