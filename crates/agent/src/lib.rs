@@ -38,6 +38,7 @@ use uzswap_pager::arena::Layout;
 use uzswap_pager::group::{ENV_GROUP, ENV_NODE, GroupPage, MAGIC, NO_LIMIT, NODES, OBJECT, unmanaged};
 use uzswap_pager::member::Chain;
 use uzswap_pager::pager::Pager;
+use uzswap_pager::says;
 use uzswap_pager::swap::clusters::{self as swap_books, ClusterMap, ENV_SWAP};
 use uzswap_pager::ticker;
 use uzswap_pager::trace::{OBJECT_BYTES, RINGS_AT, Rings};
@@ -83,6 +84,7 @@ extern "C" fn init() {
 
 /// Makes this process a member of the group whose object `path` names. The error is what to say on stderr.
 fn start(path: *const libc::c_char) -> Result<(), &'static str> {
+    says::begin();
     let (node, inode) = numbers().ok_or(WRONG_NUMBER)?;
     let (group, rings) = group_at(path, inode)?;
     if !is_beside_its_group(path) {

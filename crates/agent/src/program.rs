@@ -7,6 +7,7 @@
 use crate::pager;
 use core::ffi::{CStr, c_char, c_int};
 use uzswap_pager::group::unmanaged;
+use uzswap_pager::says;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::rights::{is_privileged, is_privileged_at};
 use uzswap_sys::{loader, sys};
@@ -154,7 +155,7 @@ pub fn warn(kind: Kind, path: *const c_char) {
         Kind::Musl | Kind::Other => return,
     };
     let Some(p) = pager() else { return };
-    if !p.group.warns_first(reason) {
+    if says::is_closed() || !p.group.warns_first(reason) {
         return;
     }
     // SAFETY: a string, as the kernel has opened the file of that name.

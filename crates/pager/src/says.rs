@@ -14,7 +14,7 @@
 use crate::arena::PAGE;
 use crate::pager::Pager;
 use core::arch::asm;
-use core::sync::atomic::{AtomicU32, Ordering::*};
+use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{lock, sys, thread};
 
@@ -37,6 +37,23 @@ struct Saying {
 /// How often something has been begun to be said, and how often it was (a futex).
 static BEGUN: AtomicU32 = AtomicU32::new(0);
 static SAID: AtomicU32 = AtomicU32::new(0);
+
+/// Whether the program was started without a standard error.
+static CLOSED: AtomicBool = AtomicBool::new(false);
+
+/// Notes whether there is a standard error, as the program starts. Where there is none the first file that it opens has its number.
+///
+/// The story: that its group was full was said in the midst of a program's output, as that was the file of this number.
+pub fn begin() {
+    // SAFETY: numbers only.
+    let flags = unsafe { sys!(libc::SYS_fcntl, 2, libc::F_GETFD) };
+    CLOSED.store(flags == Err(libc::EBADF), Relaxed);
+}
+
+/// Whether nothing is to be said.
+pub fn is_closed() -> bool {
+    CLOSED.load(Relaxed)
+}
 
 impl Pager {
     /// Writes a line to the program's standard error, whatever the caller's descriptor table is and whatever it holds.
@@ -113,6 +130,9 @@ extern "C" fn run(at: usize) -> ! {
 
 /// Writes it, and waits for as long as that takes: for who has nothing that the handler needs.
 pub fn write(text: &[u8]) {
+    if is_closed() {
+        return;
+    }
     let Ok(fd) = raw::standard_error() else { return };
     // SAFETY: the text is readable.
     let _ = unsafe { sys!(libc::SYS_write, fd, text.as_ptr(), text.len()) };

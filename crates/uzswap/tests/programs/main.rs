@@ -397,6 +397,16 @@ fn what_is_said_where_the_program_writes_what_is_out() {
     }
 }
 
+/// The story: what was said was written to the first file that the program had opened, as it was started without a standard error.
+#[test]
+fn nothing_is_said_where_there_is_no_standard_error() {
+    let _beside = beside();
+    let Some(says) = compile_c("says") else { return };
+    let script = format!("exec {} closed 2>&-", says.display());
+    let run = same_under(&Subject::new("says", &[&"/bin/sh", &"-c", &script]), 32 * MIB, "closed");
+    assert_eq!(run.stdout.text(), "file 2 has 0 bytes\n");
+}
+
 /// The story: a process whose first thread has ended, while others go on, is a zombie by all that /proc says of it, and has no memory: its
 /// limit was given up, and it was taken for dead by all others.
 #[test]
