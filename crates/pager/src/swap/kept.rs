@@ -94,14 +94,15 @@ impl Swap {
     /// The same, after what is there of processes that have ended was freed, now and then; for the thread that writes.
     ///
     /// The story: that was done only where no room was found. A child that had ended left the file half full, so its parent kept no place
-    /// any more, and wrote to disk again what it had only read: 364 MiB for 34.
+    /// any more, and wrote to disk again what it had only read: 363 MiB in all, for 130.
     pub(super) fn is_short_without_the_dead(&mut self, pager: &Pager) -> bool {
-        let now = thread::now_ns();
-        if now >= self.bury_at && self.map.is_half_full() {
-            self.map.bury_the_dead(Identity::own());
-            let ended = thread::now_ns();
-            self.bury_at = ended + BURY_NS.max((ended - now) * BURY_PART);
+        let (short, now) = (self.is_short_of_room(pager), thread::now_ns());
+        if !short || now < self.bury_at {
+            return short;
         }
+        self.map.bury_the_dead(Identity::own());
+        let ended = thread::now_ns();
+        self.bury_at = ended + BURY_NS.max((ended - now) * BURY_PART);
         self.is_short_of_room(pager)
     }
 
