@@ -138,7 +138,7 @@ fn start(body: Body) -> io::Result<()> {
 
 fn accept(listener: &UnixListener, mut door: Door) {
     loop {
-        let fds = std::iter::once(listener.as_raw_fd()).chain(door.unused.iter().map(AsRawFd::as_raw_fd));
+        let fds = std::iter::once(listener.as_raw_fd()).chain(door.unused.iter().map(|unused| unused.0.as_raw_fd()));
         let mut polls: Vec<_> = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
         // SAFETY: as many pollfds as said, all ours.
         if unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, -1) } < 0 {
@@ -163,8 +163,8 @@ struct Door {
     map: &'static ClusterMap,
     geometry: Geometry,
     crowd: Arc<Crowd>,
-    /// Connections without a thread, most of which were never used.
-    unused: Vec<UnixStream>,
+    /// Connections without a thread, most of which were never used, by since when nothing was asked by them.
+    unused: Vec<(UnixStream, Instant)>,
     /// There was no descriptor for the last that came, nor one that nobody uses.
     starved: bool,
 }
@@ -176,7 +176,7 @@ impl Door {
     /// The story: without a thread it was closed. Where the program had as many threads as it may have (`pids.max`), what its processes
     /// asked failed by each new connection as well, so a read did four times within milliseconds, and its page was lost.
     fn serve(&mut self, i: usize, start: impl FnOnce(Body) -> io::Result<()>) {
-        let (map, geometry, stream) = (self.map, self.geometry, self.unused.swap_remove(i));
+        let (map, geometry, stream) = (self.map, self.geometry, self.unused.remove(i).0);
         let (server, crowd) = (Arc::clone(&self.server), Arc::clone(&self.crowd));
         let (give, take) = mpsc::channel();
         self.crowd.used.fetch_add(1, Relaxed);
@@ -190,7 +190,7 @@ impl Door {
             let _ = give.send(stream);
         } else {
             self.crowd.used.fetch_sub(1, Relaxed);
-            self.unused.extend(self.answer_here(stream).ok());
+            self.unused.extend(self.answer_here(stream).ok().map(|stream| (stream, Instant::now())));
         }
     }
 
@@ -215,18 +215,21 @@ impl Door {
 
     /// Lets one in; false where it has to wait.
     ///
+    /// In its place one goes that was never used, but for one that has just come: a member asks by it in a moment, and takes it for an error
+    /// when that is closed too.
+    ///
     /// The story: connections to the server that nobody used any more had more than the half of the descriptors that is not the members'.
     /// There were not too many members then, so nobody was told to leave: each had a connection by which nothing was asked, and waited
     /// for an answer by the next one, which could not be let in.
     fn admit(&mut self, full: bool, accept: impl FnOnce() -> io::Result<UnixStream>) -> bool {
-        if full && !self.unused.is_empty() {
+        if full && self.unused.first().is_some_and(|unused| unused.1.elapsed() >= QUIET) {
             self.unused.remove(0);
         } else if full && !self.starved {
             return false;
         }
         match accept() {
             Ok(stream) => {
-                self.unused.push(stream);
+                self.unused.push((stream, Instant::now()));
                 self.starved = false;
             }
             Err(_) => self.starved = !self.server.give_back(),
@@ -355,7 +358,9 @@ mod tests {
         Box::leak(unsafe { Box::<ClusterMap>::new_zeroed().assume_init() })
     }
 
+    /// With connections that have been there for a while.
     fn door(server: &Arc<Server>, crowd: &Arc<Crowd>, unused: Vec<UnixStream>) -> Door {
+        let unused = unused.into_iter().map(|stream| (stream, Instant::now() - QUIET)).collect();
         let (server, crowd, geometry) = (Arc::clone(server), Arc::clone(crowd), Geometry::of(1 << 30).unwrap());
         Door { server, map: no_clusters(), geometry, crowd, unused, starved: false }
     }
@@ -401,7 +406,7 @@ mod tests {
         assert_eq!((door.unused.len(), crowd.used.load(Relaxed)), (0, 1));
         // Who asks for what cannot be is let go of.
         let (stream, other) = UnixStream::pair().unwrap();
-        door.unused.push(stream);
+        door.unused.push((stream, Instant::now()));
         assert!(ask(&mut door, &other, 7, false).is_err() && door.unused.is_empty());
     }
 
@@ -433,6 +438,9 @@ mod tests {
         let pair = UnixStream::pair().unwrap();
         assert!(door.admit(true, || Ok(pair.0)));
         assert!(!door.is_full() && !crowd.full.load(Relaxed));
+        // Who has just come does not leave for the next one.
+        assert!(!door.admit(true, || unreachable!()));
+        assert_eq!(door.unused.len(), 1);
     }
 
     /// See [`Member::is_asked`].
