@@ -58,10 +58,10 @@ impl Pager {
         // (After a fork everything is shared: what a few tries show, more would only confirm, at a system call each. What is pinned is
         // set aside, and the next may not be.)
         let (few, full) = (self.has_kin(), s.copies_enough());
-        // (Nor is more of it set aside than is seen to soon: what is left would look like all that can leave.)
+        // (Nor is it tried for long while much is set aside that the reclaim thread has yet to see to: see `pass_refused`.)
         while moved < want
             && tries < want * 2 + 64
-            && (few || s.noted_pages() < UNSHARED_MOST)
+            && (few || s.noted_pages() < UNSHARED_MOST || refused() < enough)
             && (moved > 0 || !few || (refused() < enough && (full || !s.copies_enough())))
         {
             let Some((first, passes)) = s.pop_victim(&mut left) else { break };
@@ -187,6 +187,12 @@ impl Pager {
 
     /// Goes on behind what could not be moved at the head of a run, of which a page was tried `alone` or several: it is listed
     /// where it is met again when that may help, and what is not there is zeros.
+    ///
+    /// No more is set aside than the reclaim thread sees to soon, or what is left would look like all that can leave; what else is refused
+    /// meanwhile is met again.
+    ///
+    /// The story: nothing was staged any more then. Beside many busy programs the reclaim thread had no CPU for seconds, and a region of 64
+    /// MiB of which one MOVE in twenty was refused came to be all in memory, under a limit of 24.
     fn pass_refused(&self, s: &mut State, run: &mut Run, alone: bool, error: i32) -> Result<(), EventPending> {
         let (at, end) = (run.at, run.end);
         let resident = s.pt.get(at).tag() == Tag::Resident;
@@ -208,6 +214,11 @@ impl Pager {
             libc::EBUSY => {
                 self.counters().move_refused.fetch_add(1, Relaxed);
                 let pinned = !self.has_kin();
+                if pinned && s.noted_pages() >= UNSHARED_MOST {
+                    self.requeue(s, at, 1);
+                    run.at += 1;
+                    return Ok(());
+                }
                 let most = if pinned { at + PINNED_PAGES } else { end };
                 let len = s.resident_run(at, end.min(most)).max(1);
                 s.note_shared(at, len, !pinned && !s.exclusive.takes);
@@ -371,6 +382,27 @@ mod tests {
         s.lru.rescue();
         assert_eq!(p.stage(&mut s, N).ok(), Some(N));
         assert_eq!((s.lru.unevictable.pages(), s.resident, s.staged), (0, 0, 2 * N));
+    }
+
+    /// See [`Pager::pass_refused`].
+    #[test]
+    fn what_waits_for_the_reclaim_thread_keeps_nothing_else_from_leaving() {
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, N);
+        let first = (at / PAGE) as u64;
+        (0..N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
+        let mut s = p.state.lock();
+        s.list_resident(first, N, List::Inactive, |_| None);
+        s.note_shared(1 << 20, UNSHARED_MOST, false);
+        let left = p.stage(&mut s, N / 4).expect("nothing is unread");
+        assert!((N / 4..N).contains(&left), "{left}");
+        // What is refused now is on its list, and not one of those that wait.
+        let victim = s.lru.pop_victim().expect("a victim").vpn();
+        let mut run = Run { at: victim, end: victim + 1, moved: 0 };
+        assert!(p.pass_refused(&mut s, &mut run, true, libc::EBUSY).is_ok());
+        assert_eq!((run.at, s.noted_pages(), s.lru.unevictable.pages()), (victim + 1, UNSHARED_MOST, 0));
+        s.unshare.clear();
+        assert_eq!(p.stage(&mut s, N).ok(), Some(N - left));
     }
 
     /// The story: of a program that used memory and dropped it again, and then came to its limit, so many entries of what had gone stood
