@@ -15,7 +15,7 @@ use crate::next::Next;
 use crate::{fails, pager};
 use core::ffi::{c_int, c_uint, c_void};
 use uzswap_sys::raw::Errno;
-use uzswap_sys::{raw, sys, thread};
+use uzswap_sys::{process, raw, sys, thread};
 
 /// `struct iovec`s in one call at most (UIO_MAXIOV).
 const RANGES: usize = 1024;
@@ -48,13 +48,12 @@ pub fn is_refused(level: c_int, name: c_int) -> bool {
 /// The kernel's; `EOPNOTSUPP` where it would have it.
 pub fn refuse(args: [usize; 6]) -> Result<(), Errno> {
     let [fd, level, name, value, len, _] = args;
-    let (mut asked, off): (c_int, c_int) = (1, 0);
-    let of = |at: usize| libc::iovec { iov_base: at as *mut c_void, iov_len: size_of::<c_int>() };
-    let (own, theirs) = (of(&raw mut asked as usize), of(value));
-    // SAFETY: a number of ours, and what the kernel says EFAULT of if it is not there.
-    let read =
-        unsafe { sys!(libc::SYS_process_vm_readv, thread::getpid(), &raw const own, 1, &raw const theirs, 1, 0) };
-    let lends = asked == 1 && read != Err(libc::EFAULT);
+    let (mut asked, off) = ([0; size_of::<c_int>()], 0 as c_int);
+    // (Where nobody may look it is taken to be turned on.)
+    let lends = match process::read_memory(thread::getpid(), value, &mut asked) {
+        Ok(()) => c_int::from_ne_bytes(asked) == 1,
+        Err(errno) => errno != libc::EFAULT,
+    };
     let (value, len) = if lends { (&raw const off as usize, len.min(size_of::<c_int>())) } else { (value, len) };
     // SAFETY: the program's call, or one that turns off what it has turned on.
     unsafe { sys!(libc::SYS_setsockopt, fd, level, name, value, len) }?;

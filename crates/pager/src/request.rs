@@ -415,9 +415,8 @@ mod tests {
     fn what_was_shared_counts_as_put_out() {
         const N: usize = 600;
         let p = testing::pager(16 << 20);
-        let at = testing::memory(p, N);
+        let at = testing::filled(p, N);
         let first = (at / PAGE) as u64;
-        (0..N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
         testing::let_inherit(at, N);
         let (r, holder) = (&p.me().request, Identity::own());
         assert!(r.holder.take(holder));

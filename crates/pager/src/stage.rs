@@ -362,9 +362,8 @@ mod tests {
     #[test]
     fn what_is_read_only_is_set_aside_until_it_is_rescued() {
         let p = testing::pager(16 << 20);
-        let at = testing::memory(p, 2 * N);
+        let at = testing::filled(p, 2 * N);
         let first = (at / PAGE) as u64;
-        (0..2 * N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
         let protect = |prot: i32| {
             // SAFETY: memory of the test's own.
             unsafe { sys!(libc::SYS_mprotect, at, N * PAGE, prot) }.expect("mprotect");
@@ -388,9 +387,8 @@ mod tests {
     #[test]
     fn what_waits_for_the_reclaim_thread_keeps_nothing_else_from_leaving() {
         let p = testing::pager(16 << 20);
-        let at = testing::memory(p, N);
+        let at = testing::filled(p, N);
         let first = (at / PAGE) as u64;
-        (0..N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
         let mut s = p.state.lock();
         s.list_resident(first, N, List::Inactive, |_| None);
         s.note_shared(1 << 20, UNSHARED_MOST, false);
@@ -410,8 +408,7 @@ mod tests {
     #[test]
     fn what_is_left_of_pages_that_have_gone_is_no_try() {
         let p = testing::pager(16 << 20);
-        let at = testing::memory(p, N);
-        (0..N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
+        let at = testing::filled(p, N);
         let mut s = p.state.lock();
         // (As many as there may be before they are dropped; a folio's pages, too.)
         (0..4_000).for_each(|i| s.lru.push(List::Inactive, Entry::new(1 << 20 | i << 9, (i % 10) as u8, 5)));
@@ -423,9 +420,8 @@ mod tests {
     #[test]
     fn what_an_instruction_needs_stays() {
         let p = testing::pager(16 << 20);
-        let at = testing::memory(p, 8 * N);
+        let at = testing::filled(p, 8 * N);
         let first = (at / PAGE) as u64;
-        (0..8 * N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
         let mut s = p.state.lock();
         let other = first + 4 * N as u64;
         s.list_resident(first, 4 * N, List::Inactive, |_| None);

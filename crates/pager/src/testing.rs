@@ -189,6 +189,13 @@ pub(crate) fn put(pager: &Pager, at: usize, content: &[u8; PAGE]) {
     unsafe { pager.uffd().copy(at, content.as_ptr() as usize, PAGE) }.expect("a missing page");
 }
 
+/// The same as [`memory`], whose pages are there, and on no list yet; the address.
+pub(crate) fn filled(pager: &Pager, pages: usize) -> usize {
+    let at = memory(pager, pages);
+    (0..pages).for_each(|page| put(pager, at + page * PAGE, &[7; PAGE]));
+    at
+}
+
 /// The content of a page: words, of which zstd makes less than lz4, different for each.
 pub(crate) fn words(vpn: u64) -> [u8; PAGE] {
     const WORDS: [&[u8]; 8] =

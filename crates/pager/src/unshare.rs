@@ -184,9 +184,8 @@ mod tests {
     fn what_is_pinned_is_set_aside_and_what_was_shared_comes() {
         const UNREGISTER_BUFFERS: usize = 1;
         let p = testing::pager(16 << 20);
-        let at = testing::memory(p, 2 * N);
+        let at = testing::filled(p, 2 * N);
         let first = (at / PAGE) as u64;
-        (0..2 * N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
         let Some(ring) = pin(at) else { return };
         // (More than once: other tests of this process may fork meanwhile, and share all of it for a while.)
         let leaves = |most: usize, rescues: bool| {
@@ -264,8 +263,7 @@ mod tests {
     #[test]
     fn to_unshare_what_is_pinned_is_no_progress() {
         let p = testing::pager(16 << 20);
-        let at = testing::memory(p, N);
-        (0..N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
+        let at = testing::filled(p, N);
         let Some(_ring) = pin(at) else { return };
         p.state.lock().list_resident((at / PAGE) as u64, N, List::Inactive, |_| None);
         p.kin.gained();
@@ -282,9 +280,8 @@ mod tests {
     #[test]
     fn what_is_mapped_where_something_was_to_be_unshared_is_let_alone() {
         let p = testing::pager(16 << 20);
-        let at = testing::memory(p, N);
+        let at = testing::filled(p, N);
         let first = (at / PAGE) as u64;
-        (0..N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
         let mut s = p.state.lock();
         s.list_resident(first, N, List::Inactive, |_| None);
         s.note_shared(first, N, false);

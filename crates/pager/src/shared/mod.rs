@@ -264,8 +264,7 @@ impl SharedRegion {
 }
 
 fn too_small() -> io::Error {
-    let text = format!("a region needs a size, and a limit of at least {} MiB", LEAST_LIMIT >> 20);
-    io::Error::new(io::ErrorKind::InvalidInput, text)
+    io::Error::new(io::ErrorKind::InvalidInput, crate::region::Error::Size)
 }
 
 fn new_connection(orders: &OwnedFd) -> io::Result<OwnedFd> {

@@ -11,6 +11,16 @@ fn put_out(place: &Place, member: &Member) {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
+/// Two processes in groups of one tree, which have put everything out.
+fn two(place: &Place) -> [Member; 2] {
+    ["p/a", "p/b"].map(|group| {
+        let mut member = place.start(&[&["--group", group, "-m", "512M"][..], &SWAP].concat());
+        member.tell("r 24");
+        put_out(place, &member);
+        member
+    })
+}
+
 /// Three processes, two of them in one group, have put everything out and do nothing. Then their parent's pools may take
 /// half of what they do, and one of the three stores something. Once only that one wrote: nobody woke the others, whose
 /// memory was as cold, and the pools stayed above what they may take.
@@ -48,12 +58,7 @@ fn idle_members_of_other_groups_write_when_it_is_their_turn() {
 #[test]
 fn pools_of_idle_members_are_written_when_their_limit_is_set() {
     let place = Place::new();
-    let mut members = ["p/a", "p/b"].map(|group| {
-        let mut member = place.start(&[&["--group", group, "-m", "512M"][..], &SWAP].concat());
-        member.tell("r 24");
-        put_out(&place, &member);
-        member
-    });
+    let mut members = two(&place);
     let pools = || place.number("p", "memory.zswap.current");
     let most = pools() / 2 / MIB * MIB;
     assert!(most > 8 * MIB, "{most}");
@@ -67,12 +72,7 @@ fn pools_of_idle_members_are_written_when_their_limit_is_set() {
 #[test]
 fn a_stopped_member_holds_nobody_up() {
     let place = Place::new();
-    let mut members = ["p/a", "p/b"].map(|group| {
-        let mut member = place.start(&[&["--group", group, "-m", "512M"][..], &SWAP].concat());
-        member.tell("r 24");
-        put_out(&place, &member);
-        member
-    });
+    let mut members = two(&place);
     // (A command stops with its program, and does not go on with it.)
     let (program, command) = (members[1].pid().to_string(), members[1].command().to_string());
     let send = |signal: &str, to: &str| {

@@ -12,6 +12,7 @@ use std::process::{Child, Stdio};
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
+use uzswap_pager::shared::SharedControl;
 
 /// A marker that is none.
 const UNKNOWN: u8 = 0x80;
@@ -43,6 +44,16 @@ fn marked_write(path: &Path) {
     say("written");
 }
 
+/// Loses some of the first sixteen pages, of which the owner says so, and drops them.
+fn loses_pages(m: &SharedMapping, control: &SharedControl) {
+    control.page_out(bytes(4..12)).unwrap();
+    control.inject(REFUSE, u64::MAX).unwrap();
+    unmap(m, 0..16);
+    assert!(control.stats().unwrap().unvouched > 0);
+    control.inject(REFUSE, 0).unwrap();
+    control.remove(bytes(0..16)).unwrap();
+}
+
 fn unread() {
     // SAFETY: no memory but of a byte that is read; nobody else writes to standard error.
     unsafe {
@@ -55,12 +66,7 @@ fn unread() {
     let (m, control) = (region.map().unwrap(), region.control());
     for _ in 0..2 {
         (0..16).for_each(|page| write(&m, page, 1));
-        control.page_out(bytes(4..12)).unwrap();
-        control.inject(REFUSE, u64::MAX).unwrap();
-        unmap(&m, 0..16);
-        assert!(control.stats().unwrap().unvouched > 0);
-        control.inject(REFUSE, 0).unwrap();
-        control.remove(bytes(0..16)).unwrap();
+        loses_pages(&m, control);
     }
     say("served");
     wait_for_word();
@@ -82,12 +88,7 @@ fn writes_out() {
     for _ in 0..20 {
         (0..16).for_each(|page| write(&m, page, 1));
         control.page_out(bytes(TEXT)).unwrap();
-        control.page_out(bytes(4..12)).unwrap();
-        control.inject(REFUSE, u64::MAX).unwrap();
-        unmap(&m, 0..16);
-        assert!(control.stats().unwrap().unvouched > 0);
-        control.inject(REFUSE, 0).unwrap();
-        control.remove(bytes(0..16)).unwrap();
+        loses_pages(&m, control);
     }
     ENOUGH.store(true, SeqCst);
     writes.join().unwrap();
