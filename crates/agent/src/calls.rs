@@ -3,8 +3,8 @@
 use crate::{fails, pager, set_mask};
 use core::ffi::{c_int, c_long, c_uint};
 use core::sync::atomic::Ordering::Relaxed;
-use uzswap_pager::arena::PAGE;
 use uzswap_pager::calls::Held;
+use uzswap_pager::frames::arena::PAGE;
 use uzswap_sys::{raw, sys};
 
 /// How a call that is under way is ordered, on the stack of its thread.

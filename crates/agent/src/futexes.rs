@@ -6,8 +6,8 @@
 //! the thread has written to the word itself.)
 
 use core::ffi::{c_int, c_long};
-use uzswap_pager::arena::PAGE;
 use uzswap_pager::discover::populate;
+use uzswap_pager::frames::arena::PAGE;
 use uzswap_sys::{raw, thread};
 
 /// Times that a page is brought which is out again when the kernel writes to it.

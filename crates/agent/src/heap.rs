@@ -5,7 +5,7 @@
 use core::alloc::{GlobalAlloc, Layout};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
 use dlmalloc::{Allocator, Dlmalloc};
-use uzswap_pager::arena;
+use uzswap_pager::frames::arena;
 use uzswap_sys::lock::Lock;
 
 static NEXT: AtomicUsize = AtomicUsize::new(0);

@@ -1,4 +1,4 @@
-//! What comes before a process can no longer be managed, which is then let go of (`uzswap_pager::letgo`): a filter for
+//! What comes before a process can no longer be managed, which is then let go of (`uzswap_pager::discover::letgo`): a filter for
 //! system calls, a fork by a program that has given up the rights that its child needs, and a look for leaks.
 //!
 //! Filters are made by libc's `prctl` and `syscall`, which are interposed. A program that makes the system call with
@@ -12,7 +12,7 @@ use crate::next::Next;
 use crate::{PAGER, environment, fails, pager, set_mask};
 use core::ffi::{c_int, c_long};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
-use uzswap_pager::arena::Layout;
+use uzswap_pager::frames::arena::Layout;
 use uzswap_pager::group::unmanaged;
 use uzswap_pager::pager::Pager;
 use uzswap_pager::says;

@@ -5,7 +5,7 @@
 
 use crate::{fails, leaving};
 use core::ffi::c_int;
-use uzswap_pager::arena::PAGE;
+use uzswap_pager::frames::arena::PAGE;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{maps, sys};
 

@@ -1,6 +1,6 @@
 //! Memory near code that is to jump there: a call's operand reaches 2 GiB.
 
-use uzswap_pager::arena::PAGE;
+use uzswap_pager::frames::arena::PAGE;
 use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;
 

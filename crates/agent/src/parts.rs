@@ -1,7 +1,7 @@
 //! What an `mremap` asks for, and whether it is to be made in parts (`pieces` has why, and makes it).
 
 use core::sync::atomic::{AtomicU32, Ordering::Relaxed};
-use uzswap_pager::arena::PAGE;
+use uzswap_pager::frames::arena::PAGE;
 use uzswap_sys::process;
 
 /// What is moved stays mapped where it was, and is empty there.

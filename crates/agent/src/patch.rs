@@ -10,7 +10,7 @@ use crate::near;
 use crate::symbols::Libc;
 use core::arch::global_asm;
 use core::ffi::CStr;
-use uzswap_pager::arena::PAGE;
+use uzswap_pager::frames::arena::PAGE;
 use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;
 

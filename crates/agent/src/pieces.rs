@@ -25,7 +25,7 @@
 use crate::locked;
 use crate::parts::{Call, MREMAP_DONTUNMAP, Part, Pieces, Range, end, is_sane, of};
 use crate::remap::one;
-use uzswap_pager::arena::PAGE;
+use uzswap_pager::frames::arena::PAGE;
 use uzswap_pager::pager::Pager;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{maps, sys, thread};

@@ -1,4 +1,4 @@
-//! What comes before a device writes to the program's memory, where that matters (why: `uzswap_pager::pins`).
+//! What comes before a device writes to the program's memory, where that matters (why: `uzswap_pager::discover::pins`).
 //!
 //! Files opened for direct I/O, devices, file systems that do direct I/O without being asked, io_uring, and sockets that
 //! decrypt in place. The functions of libc that open them are interposed, and those of liburing, whose system calls are made

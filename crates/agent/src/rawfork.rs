@@ -10,9 +10,9 @@ use crate::{
 };
 use core::ffi::{c_int, c_long, c_uint, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
-use uzswap_pager::arena::PAGE;
 use uzswap_pager::discover::populate;
 use uzswap_pager::fork::HOOK_STACK;
+use uzswap_pager::frames::arena::PAGE;
 use uzswap_sys::{raw, sys};
 
 static SYSCALL: Next = Next::new(c"syscall");

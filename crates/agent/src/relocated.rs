@@ -10,8 +10,8 @@ use crate::fails;
 use core::cmp::Reverse;
 use core::ffi::{c_int, c_long, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use uzswap_pager::arena::PAGE;
-use uzswap_pager::relocated::LEAST_BYTES;
+use uzswap_pager::discover::relocated::LEAST_BYTES;
+use uzswap_pager::frames::arena::PAGE;
 use uzswap_sys::raw;
 
 /// Tables at most that are taken over: the largest.

@@ -1,13 +1,13 @@
 //! The program's `mremap`: alone among its mapping calls (why: `uzswap_pager::calls`), made good where the kernel does not tell of it
-//! (`uzswap_pager::remapped`), and in pieces where the kernel sees several mappings in what the program knows as one (`pieces`).
+//! (`uzswap_pager::calls::remapped`), and in pieces where the kernel sees several mappings in what the program knows as one (`pieces`).
 
 use crate::calls::{begin_one, end_one};
 use crate::parts::Call;
 use crate::{is_no_stack, locked, pager, pieces};
-use uzswap_pager::arena::PAGE;
 use uzswap_pager::calls::Held;
+use uzswap_pager::calls::remapped::Remap;
+use uzswap_pager::frames::arena::PAGE;
 use uzswap_pager::pager::Pager;
-use uzswap_pager::remapped::Remap;
 use uzswap_sys::{raw, thread};
 
 /// mremap(2): what the kernel returns.

@@ -7,7 +7,7 @@
 use crate::next::Next;
 use crate::{fails, pager, remap};
 use core::ffi::{c_int, c_void};
-use uzswap_pager::arena::PAGE;
+use uzswap_pager::frames::arena::PAGE;
 use uzswap_sys::raw::Errno;
 use uzswap_sys::{raw, sys};
 

@@ -1,4 +1,4 @@
-//! A program's own userfaultfd: memory of its that uzswap has registered is given up for it (why and how: `uzswap_pager::ceded`).
+//! A program's own userfaultfd: memory of its that uzswap has registered is given up for it (why and how: `uzswap_pager::discover::ceded`).
 //!
 //! libc's `ioctl` is interposed for one request, and `syscall` is already; every other request is passed on after one comparison.
 //! What a program registers with instructions of its own, or for another process by a descriptor that it was given, is told EBUSY.
@@ -6,7 +6,7 @@
 use crate::next::Next;
 use crate::{fails, pager, set_mask};
 use core::ffi::{c_int, c_ulong};
-use uzswap_pager::arena::PAGE;
+use uzswap_pager::frames::arena::PAGE;
 use uzswap_sys::raw::Errno;
 use uzswap_sys::{sys, thread};
 

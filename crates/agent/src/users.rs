@@ -1,4 +1,4 @@
-//! Changes of user and of capabilities: uzswap's threads follow, or the process is let go of (`uzswap_pager::credentials`).
+//! Changes of user and of capabilities: uzswap's threads follow, or the process is let go of (`uzswap_pager::calls::credentials`).
 //!
 //! libc's functions are interposed. What a program changes by system calls of its own holds for the calling thread alone, and
 //! is not followed (some servers act for their clients in that way).
@@ -8,7 +8,7 @@ use crate::next::Next;
 use crate::{fails, pager};
 use core::ffi::{c_char, c_int, c_void};
 use libc::{gid_t, uid_t};
-use uzswap_pager::credentials::Change;
+use uzswap_pager::calls::credentials::Change;
 use uzswap_pager::pager::Pager;
 use uzswap_sys::{raw, sys, thread};
 

@@ -21,7 +21,13 @@
 //! the ticker, which sees to it that the handler runs, waits for it a moment only. Its holder has all signals blocked: a
 //! signal handler might make such calls, or never return.
 
-use crate::arena::PAGE;
+pub mod credentials;
+pub(crate) mod descriptors;
+pub mod events;
+pub(crate) mod executes;
+pub mod remapped;
+
+use crate::frames::arena::PAGE;
 use core::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::*};
 use uzswap_sys::lock::{futex_wait, futex_wake};
 use uzswap_sys::rwlock::RwLock;

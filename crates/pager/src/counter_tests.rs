@@ -1,12 +1,12 @@
 //! Counters that no other test asks for exactly: each is provoked by hand, and must be as many.
 
-use crate::arena::PAGE;
-use crate::batch::Batch;
-use crate::counters::Counters;
-use crate::events;
+use crate::calls::events;
 use crate::fault::Request;
+use crate::frames::arena::PAGE;
+use crate::group::counters::Counters;
 use crate::pager::Pager;
-use crate::stage::PINNED_PAGES;
+use crate::pool::batch::Batch;
+use crate::reclaim::stage::PINNED_PAGES;
 use crate::state::State;
 use crate::testing;
 use core::sync::atomic::{AtomicU64, Ordering::*};

@@ -7,9 +7,17 @@
 //! /proc/self/maps, never trusted from a hook: a hook only says that it is time to look. Memory found late was the
 //! kernel's meanwhile: nothing is wrong, it merely counted without being evictable.
 
-use crate::arena::PAGE;
+pub mod ceded;
+pub(crate) mod engage;
+pub mod growth;
+pub mod letgo;
+pub(crate) mod pins;
+pub(crate) mod ranges;
+pub mod relocated;
+
 use crate::calls::Calls;
-use crate::events::forget_range;
+use crate::calls::events::forget_range;
+use crate::frames::arena::PAGE;
 use crate::inject::Site;
 use crate::pager::Pager;
 use crate::state::State;

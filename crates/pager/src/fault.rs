@@ -21,14 +21,24 @@
 //! alone (see `deliver`). Where the last fault was at random too, and none of the last ones near, the neighbours in a
 //! small block are not expected to be wanted: the page comes alone, and the block stays as the copy of all its pages.
 
-use crate::arena::PAGE;
+pub mod deliver;
+pub(crate) mod handler;
+pub(crate) mod lost;
+pub(crate) mod pauses;
+pub mod placement;
+pub(crate) mod stall;
+pub mod streams;
+pub(crate) mod wakes;
+pub(crate) mod watch;
+
 use crate::chance::mix;
-use crate::deliver::{Delivery, SMALL_BLOCK};
-use crate::folio::USUAL_UNIT;
-use crate::object;
+use crate::fault::deliver::{Delivery, SMALL_BLOCK};
+use crate::fault::streams::{Way, Window};
+use crate::frames::arena::PAGE;
+use crate::group::folio::USUAL_UNIT;
 use crate::pager::Pager;
+use crate::pool::object;
 use crate::state::{BLOCK_PAGES, FOLIO_PAGES, State};
-use crate::streams::{Way, Window};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::lru::{List, age};
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, PageTable, Pte, Tag};
@@ -459,7 +469,7 @@ mod tests {
         }
         let (hints, faults) = (s.pt.hints(vpn - 1), p.counters().pgfault.load(Relaxed));
         // SAFETY: memory of this test, of which nothing is needed.
-        let drops = std::thread::spawn(move || unsafe { crate::arena::discard(beside, PAGE) });
+        let drops = std::thread::spawn(move || unsafe { crate::frames::arena::discard(beside, PAGE) });
         assert!(p.uffd().wait(-1), "the event");
         (0..20).for_each(|_| assert!(serve(s, vpn).is_err()));
         let event = p.uffd().read().expect("a message").expect("one");

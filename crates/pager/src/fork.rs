@@ -7,15 +7,21 @@
 //! Frames and compressed objects are inherited copy-on-write. Afterwards MOVE answers EBUSY for frames that are still
 //! shared: see `move_in` and `unshare`; what is shared counts once: `kin`.
 
-use crate::copies::{AWAITED, UNPROTECTED};
-use crate::events::forget_all;
+pub(crate) mod copies;
+pub(crate) mod exclusive;
+pub(crate) mod kin;
+pub(crate) mod unshare;
+
+use crate::calls::events::forget_all;
+use crate::discover::letgo::{GONE, KEEPS};
+use crate::fault::placement::Placement;
+use crate::fork::copies::{AWAITED, UNPROTECTED};
+use crate::frames::arena;
 use crate::group::unmanaged;
-use crate::letgo::{GONE, KEEPS};
 use crate::pager::Pager;
-use crate::placement::Placement;
 use crate::state::State;
 use crate::trace::Recorder;
-use crate::{arena, says, ticker};
+use crate::{says, ticker};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::lru::Entry;
 use uzswap_mm::pagetable::Tag;
@@ -347,8 +353,8 @@ fn is_in(s: &State, page: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::batch::Batch;
-    use crate::events::forget_range;
+    use crate::calls::events::forget_range;
+    use crate::pool::batch::Batch;
     use crate::testing;
     use uzswap_mm::lru::List;
 

@@ -23,10 +23,18 @@
 //!
 //! Sizes are bytes unless the name says otherwise.
 
-use crate::counters::Counters;
-use crate::folio::FolioSettings;
+pub mod counters;
+pub mod folio;
+pub mod full;
+pub mod holder;
+pub mod limits;
+pub mod member;
+pub mod shares;
+
+use crate::group::counters::Counters;
+use crate::group::folio::FolioSettings;
 use crate::inject::Faults;
-use crate::notify::WriteWatch;
+use crate::page_state::notify::WriteWatch;
 use crate::request::PageRequest;
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 use uzswap_mm::codec::Algorithm;

@@ -1,82 +1,37 @@
 //! What owns threads: fault, reclaim, events, fork; and the group shared by a process tree.
 //!
 //! Everything here runs in the program it serves, in threads without libc (see [`uzswap_sys::thread`]).
-pub mod arena;
-pub mod batch;
+//!
+//! | what | where |
+//! |---|---|
+//! | a page comes back | [`fault`]: who serves it, how much it brings, how long it takes |
+//! | a page leaves | [`reclaim`]: what leaves, how it is staged and stored |
+//! | where pages are meanwhile | [`frames`] not compressed, [`pool`] compressed, [`swap`] on disk or a server |
+//! | which memory it is | [`discover`]; and [`calls`], as the program maps, moves and unmaps it |
+//! | who shares it | [`fork`], and [`group`]: one limit for many processes |
+//! | what others may know of it | [`page_state`], [`trace`], and what they may ask: [`request`] |
+//! | all of one process | [`pager`], with the tables in [`state`] under one lock; [`ticker`] sees to what is due |
+//! | the library's memory | [`region`] in one process, [`shared`] by several |
 pub mod calls;
-pub mod ceded;
 mod chance;
-pub mod compact;
-pub mod compress;
-mod copies;
-pub mod counters;
-pub mod credentials;
-mod cut;
-mod decompress;
-pub mod deliver;
-pub mod densify;
-mod descriptors;
 pub mod discover;
-mod engage;
-pub mod events;
-mod exclusive;
-mod executes;
 pub mod fault;
-pub mod folio;
 pub mod fork;
-pub mod full;
-mod giveback;
+pub mod frames;
 pub mod group;
-pub mod growth;
-mod handler;
-mod heat;
-pub mod holder;
-pub mod huge;
-mod incompressible;
 pub mod inject;
-mod kin;
-pub mod letgo;
-pub mod limits;
-mod lost;
-pub mod mapfile;
-pub mod marks;
-pub mod member;
-pub mod notify;
-pub mod object;
-pub mod pageout;
+pub mod page_state;
 pub mod pager;
-mod pauses;
-mod pins;
-pub mod placement;
-mod ranges;
-mod read_only;
+pub mod pool;
 pub mod reclaim;
 pub mod region;
-mod relocate;
-pub mod relocated;
-pub mod remapped;
 pub mod request;
-mod resident;
 pub mod says;
 pub mod shared;
-pub mod shares;
-pub mod shootdown;
-pub mod stage;
-mod stall;
 pub mod state;
-pub mod store;
-pub mod streams;
 pub mod swap;
-pub mod thp;
 pub mod ticker;
 pub mod trace;
-mod transfer;
-mod unshare;
-mod wakes;
-mod watch;
-mod window;
-mod without_move;
-mod writes;
 
 #[cfg(test)]
 mod counter_tests;

@@ -10,29 +10,29 @@
 //! while the program's memory is touched: that may fault, and who serves the fault needs it. What other processes read or write (the
 //! group's page, the books of the swap file) are atomics.
 
-use crate::arena::{Layout, PAGE};
-use crate::batch::BATCH_PAGES;
 use crate::calls::Calls;
-use crate::ceded::Ceding;
-use crate::compress::CompressHelpers;
-use crate::credentials::Following;
-use crate::full::Waiting;
+use crate::calls::credentials::Following;
+use crate::discover::ceded::Ceding;
+use crate::discover::growth::Growth;
+use crate::fault::stall::Stall;
+use crate::fault::streams::WINDOW_PAGES;
+use crate::fault::wakes::Wakes;
+use crate::fault::watch::{Relief, Signs};
+use crate::fork::kin::Kin;
+use crate::frames::arena::{Layout, PAGE};
+use crate::frames::huge::Blocks;
+use crate::frames::shootdown::Shootdowns;
+use crate::frames::thp::Thp;
+use crate::group::full::Waiting;
+use crate::group::member::Chain;
+use crate::group::shares::Asking;
 use crate::group::{DEPTH, GroupPage, NODES};
-use crate::growth::Growth;
-use crate::huge::Blocks;
-use crate::kin::Kin;
-use crate::member::Chain;
-use crate::shares::Asking;
-use crate::shootdown::Shootdowns;
-use crate::stall::Stall;
+use crate::pool::batch::BATCH_PAGES;
+use crate::pool::compress::CompressHelpers;
 use crate::state::{BLOCK_PAGES, State};
-use crate::streams::WINDOW_PAGES;
 use crate::swap::clusters::{ClusterMap, Rows};
 use crate::swap::io::Tier;
-use crate::thp::Thp;
 use crate::trace::{Recorder, Rings};
-use crate::wakes::Wakes;
-use crate::watch::{Relief, Signs};
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_mm::codec::Algorithm;
 use uzswap_mm::compaction::rule::Rule;
@@ -67,7 +67,7 @@ pub struct Files {
     pub statm: AtomicI32,
     /// /proc/self/smaps_rollup.
     pub rollup: AtomicI32,
-    /// A signalfd: readable for a helper whom the program has sent [`SIGNAL`](crate::member::SIGNAL).
+    /// A signalfd: readable for a helper whom the program has sent [`SIGNAL`](crate::group::member::SIGNAL).
     pub signals: AtomicI32,
 }
 
@@ -164,7 +164,7 @@ pub struct Pager {
     /// A region of the library: what it holds is counted here, not asked of the kernel.
     pub own_frames: bool,
     /// A region's markers, where it keeps them.
-    pub marks: Option<crate::marks::Marks>,
+    pub marks: Option<crate::page_state::marks::Marks>,
     /// Whether it is kept which pages the program has written to: see `writes`.
     pub tracks: bool,
     /// Whether any page is protected: see `notify`. (As the state says, to be asked without the lock.)
@@ -200,7 +200,7 @@ pub struct Pager {
     /// The address by whose event the handler is told to end; 0 for none.
     pub farewell: AtomicUsize,
     /// The page map of a process under `uzswap run`; its table writes to it under its own lock.
-    pub page_map: Lock<Option<crate::mapfile::MapFile>>,
+    pub page_map: Lock<Option<crate::page_state::mapfile::MapFile>>,
     /// Where events are recorded, when the group records.
     pub rings: Option<&'static Rings>,
     /// The books of the swap file, where there is one.

@@ -20,12 +20,21 @@
 //! they always are. A program that reads 400 MiB by Zipf's law in 220 had 3 % of its memory resident and faulted 745,000 times in 86 s;
 //! with an eighth, and no more above its limit, 24,000 times in 6.
 
-use crate::arena::PAGE;
-use crate::batch::{BATCH_PAGES, Batch};
+pub(crate) mod heat;
+pub(crate) mod incompressible;
+pub mod pageout;
+pub(crate) mod read_only;
+pub(crate) mod resident;
+pub mod stage;
+pub mod store;
+pub(crate) mod window;
+
 use crate::calls::Waits;
-use crate::exclusive::PAUSE_NS;
 use crate::fault::EventPending;
+use crate::fork::exclusive::PAUSE_NS;
+use crate::frames::arena::PAGE;
 use crate::pager::Pager;
+use crate::pool::batch::{BATCH_PAGES, Batch};
 use crate::state::{BLOCK_PAGES, State};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::zone::Kind;
@@ -441,7 +450,7 @@ impl Pager {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::folio::MAX_ORDER;
+    use crate::group::folio::MAX_ORDER;
     use crate::testing;
     use uzswap_mm::lru::List;
 
@@ -536,7 +545,7 @@ mod tests {
             other.rss.store(limit.saturating_sub(own + near) as u64, Relaxed);
             if by_handler {
                 let mut s = p.state.lock();
-                (0..8).for_each(|_| s.placement.fault_on(0, 1, crate::placement::Helpers::default(), false));
+                (0..8).for_each(|_| s.placement.fault_on(0, 1, crate::fault::placement::Helpers::default(), false));
                 s.rss = own;
                 let _ = p.make_room(&mut s, 1);
             } else {

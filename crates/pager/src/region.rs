@@ -32,10 +32,10 @@
 //! Counted against the limit is what can be counted exactly without asking the kernel: resident, staged and free
 //! frames, and the pool. The tables come on top (see [`Stats::metadata`]).
 
-use crate::arena::{self, Layout, PAGE, pages_of};
+use crate::frames::arena::{self, Layout, PAGE, pages_of};
 use crate::group::{CODEC_DEFLATE, CODEC_LZ4, CODEC_ZSTD, GroupPage, MAGIC, algorithm};
-use crate::mapfile::{Kind as MapKind, MapFile};
-use crate::marks::Marks;
+use crate::page_state::mapfile::{Kind as MapKind, MapFile};
+use crate::page_state::marks::Marks;
 use crate::pager::Pager;
 use crate::state::BLOCK;
 use core::fmt;
@@ -413,7 +413,7 @@ impl Region {
     #[must_use]
     pub fn page_map(&self) -> Option<crate::shared::View> {
         // SAFETY: alive until drop.
-        let markers = unsafe { &*self.pager }.marks.as_ref().map(crate::marks::Marks::file);
+        let markers = unsafe { &*self.pager }.marks.as_ref().map(crate::page_state::marks::Marks::file);
         Some(crate::shared::View::of_private(self.page_map.clone()?, markers))
     }
 

@@ -17,11 +17,11 @@
 //!
 //! The request moves pages as a fault or reclaim would, so it may come at any moment, whatever the program does.
 
-use crate::batch::{BATCH_PAGES, Batch};
 use crate::group::Slot;
-use crate::holder::Holder;
-use crate::mapfile::{Kind as MapKind, MapFile};
+use crate::group::holder::Holder;
+use crate::page_state::mapfile::{Kind as MapKind, MapFile};
 use crate::pager::Pager;
+use crate::pool::batch::{BATCH_PAGES, Batch};
 use crate::state::{FOLIO_PAGES, State};
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 use uzswap_mm::pagemap::{PageState, SOFT_DIRTY};
@@ -398,7 +398,7 @@ impl Pager {
 
 /// Reads a page as the program would: the handler brings it from disk. Without the lock.
 fn populated(vpn: u64) -> bool {
-    let page = crate::arena::PAGE;
+    let page = crate::frames::arena::PAGE;
     // SAFETY: populating changes no contents.
     unsafe { sys!(libc::SYS_madvise, vpn as usize * page, page, libc::MADV_POPULATE_READ) }.is_ok()
 }
@@ -406,7 +406,7 @@ fn populated(vpn: u64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::arena::PAGE;
+    use crate::frames::arena::PAGE;
     use crate::testing;
     use uzswap_mm::lru::List;
 

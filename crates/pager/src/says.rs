@@ -11,7 +11,7 @@
 //! Such a thread has a place of its own with what it is to say, which it unmaps when it has: it may be there longer than a region, and than
 //! a process is managed. The place is shared memory, which is not managed, and which forked children are not given.
 
-use crate::arena::PAGE;
+use crate::frames::arena::PAGE;
 use crate::pager::Pager;
 use core::arch::asm;
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};

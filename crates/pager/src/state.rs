@@ -3,25 +3,25 @@
 //! Everything here runs with it held (see `pager` for the order of locks) and allocates only there, and the agent's
 //! allocator lock nests inside it: a thread that forks with it held leaves both consistent in the child.
 
-use crate::arena::{self, Layout, PAGE};
-use crate::batch::Batch;
-use crate::compact::Counted;
-use crate::compress::largest_unit;
-use crate::densify::Sweep;
-use crate::exclusive::Exclusive;
-use crate::folio::{MAX_ORDER, USUAL_UNIT};
-use crate::incompressible::Retries;
-use crate::mapfile::{self, MapFile};
-use crate::notify::Notified;
-use crate::object::{self, Header};
-use crate::placement::Placement;
-use crate::ranges::Ranges;
-use crate::read_only::Leaving;
-use crate::remapped::Remapping;
-use crate::streams::Streams;
+use crate::calls::remapped::Remapping;
+use crate::discover::ranges::Ranges;
+use crate::fault::placement::Placement;
+use crate::fault::streams::Streams;
+use crate::fork::exclusive::Exclusive;
+use crate::frames::arena::{self, Layout, PAGE};
+use crate::frames::compact::Counted;
+use crate::frames::thp::Advice;
+use crate::group::folio::{MAX_ORDER, USUAL_UNIT};
+use crate::page_state::mapfile::{self, MapFile};
+use crate::page_state::notify::Notified;
+use crate::pool::batch::Batch;
+use crate::pool::compress::largest_unit;
+use crate::pool::densify::Sweep;
+use crate::pool::object::{self, Header};
+use crate::reclaim::incompressible::Retries;
+use crate::reclaim::read_only::Leaving;
 use crate::swap::Swap;
 use crate::swap::kept::OnDisk;
-use crate::thp::Advice;
 use crate::trace::Recorder;
 use core::ops::Range;
 use std::collections::BTreeSet;

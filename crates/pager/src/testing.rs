@@ -4,10 +4,10 @@ mod alone;
 
 pub(crate) use alone::{by_itself, skip};
 
-use crate::arena::{Layout, PAGE};
+use crate::frames::arena::{Layout, PAGE};
 use crate::group::GroupPage;
-use crate::object::{self, Header};
 use crate::pager::Pager;
+use crate::pool::object::{self, Header};
 use crate::state::State;
 use crate::swap::clusters::ClusterMap;
 use crate::trace::Rings;

@@ -9,15 +9,15 @@
 //! It owns a descriptor table of its own (shared with the other helpers), so the program can neither see nor close the
 //! userfaultfd, and the helpers hold none of the program's pipes open.
 
-use crate::arena::PAGE;
 use crate::discover::Scans;
-use crate::engage::engage_threshold;
+use crate::discover::engage::engage_threshold;
+use crate::fault::watch::Watch;
+use crate::frames::arena::PAGE;
+use crate::group::member::SIGNAL;
 use crate::group::unmanaged;
 use crate::inject::Site;
-use crate::member::SIGNAL;
 use crate::pager::Pager;
 use crate::state::State;
-use crate::watch::Watch;
 use core::sync::atomic::Ordering::*;
 use uzswap_sys::lock::Guard;
 use uzswap_sys::raw::{self, Errno};

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use uzswap_mm::compaction::rule::Rule;
 use uzswap_mm::size::Size;
-use uzswap_pager::folio::{
+use uzswap_pager::group::folio::{
     FolioCounters, FolioSettings, LARGE_ORDER, LARGE_ORDERS, MAX_ORDER, OrderCounters, directory,
 };
 use uzswap_pager::group::{GroupPage, NODES};

@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 use uzswap::directory;
 use uzswap::group_file::GroupFile;
 use uzswap_mm::size::human;
+use uzswap_pager::group::member::wake_member;
 use uzswap_pager::group::{GroupPage, NODES, Slot};
-use uzswap_pager::member::wake_member;
 use uzswap_pager::swap::turns::wake_writer;
 
 /// The directory of running groups.

@@ -4,7 +4,7 @@ use crate::folios::FolioTotals;
 use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
-use uzswap_pager::counters::Counters;
+use uzswap_pager::group::counters::Counters;
 use uzswap_pager::group::{GroupPage, NO_LIMIT, NODES};
 use uzswap_pager::inject::SITES;
 

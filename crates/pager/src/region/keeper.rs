@@ -5,7 +5,7 @@
 //! touches what is out has SIGBUS, finds that it can do nothing, says so, and leaves the signal to the handler that was there before.
 
 use super::SignalsBlocked;
-use crate::arena::PAGE;
+use crate::frames::arena::PAGE;
 use crate::pager::Pager;
 use crate::shared::isolate_descriptors;
 use core::sync::atomic::{AtomicBool, Ordering::*};

@@ -6,7 +6,7 @@
 
 use super::signals::SignalsBlocked;
 use super::{Error, Region, kernel};
-use crate::marks::Marks;
+use crate::page_state::marks::Marks;
 use crate::pager::Pager;
 use core::ops::Range;
 use core::sync::atomic::Ordering::*;

@@ -8,11 +8,11 @@
 //! thread of the program holds while it may fault or be interrupted ([`SignalsBlocked`]), and memory of the pager's own. A region
 //! that somebody touches is not being dropped, which is the caller's to see to.
 
-use crate::arena::PAGE;
 use crate::fault::Request;
-use crate::marks::Write;
+use crate::fault::placement::Helpers;
+use crate::frames::arena::PAGE;
+use crate::page_state::marks::Write;
 use crate::pager::Pager;
-use crate::placement::Helpers;
 use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
 use std::sync::{Mutex, OnceLock};
 use uzswap_mm::pagetable::Tag;

@@ -4,7 +4,7 @@ use super::engine::{Engine, Fork, Watch};
 use super::mapping::Pages;
 use super::owner::{Server, errno_of};
 use super::wire::{self, ALL, Words, op};
-use crate::arena::PAGE;
+use crate::frames::arena::PAGE;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;

@@ -5,8 +5,8 @@
 //! with the batch's number, and stay.
 
 use super::engine::Engine;
-use crate::arena::PAGE;
-use crate::object::{self, Header};
+use crate::frames::arena::PAGE;
+use crate::pool::object::{self, Header};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;

@@ -4,8 +4,8 @@
 
 use super::engine::Engine;
 use super::mapping::{Mapping, Marker};
-use crate::arena::PAGE;
-use crate::object::{self, Header};
+use crate::frames::arena::PAGE;
+use crate::pool::object::{self, Header};
 use crate::state::BLOCK_PAGES;
 use std::fs::File;
 use std::io;

@@ -18,7 +18,7 @@
 //! that is under way, which waits for nobody.
 
 use super::owner::spawn;
-use crate::arena::{self, PAGE};
+use crate::frames::arena::{self, PAGE};
 use std::cell::Cell;
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};

@@ -4,8 +4,8 @@
 //! there cannot be written through this mapping. That is what eviction relies on.
 
 use super::engine::Engine;
-use crate::arena::PAGE;
-use crate::mapfile::MapFile;
+use crate::frames::arena::PAGE;
+use crate::page_state::mapfile::MapFile;
 use std::collections::{BTreeSet, VecDeque};
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -296,7 +296,7 @@ impl Mapping {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mapfile::Kind;
+    use crate::page_state::mapfile::Kind;
     use crate::shared::SharedOptions;
     use uzswap_sys::eventfd;
 

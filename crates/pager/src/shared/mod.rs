@@ -151,7 +151,7 @@ pub struct SharedStats {
 
 impl SharedStats {
     fn of(words: &wire::Words) -> Self {
-        let (page, w) = (crate::arena::PAGE, &words[1..]);
+        let (page, w) = (crate::frames::arena::PAGE, &words[1..]);
         Self {
             resident: w[0] as usize * page,
             stored: w[1] as usize * page,
@@ -324,7 +324,7 @@ impl SharedControl {
     /// Bytes of the region.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.pages as usize * crate::arena::PAGE
+        self.pages as usize * crate::frames::arena::PAGE
     }
 
     /// Whether there are none: never.
@@ -444,7 +444,7 @@ impl SharedControl {
     /// `UnexpectedEof`: the owner is gone.
     pub fn next_write(&self, time: Duration) -> io::Result<Option<usize>> {
         let w = self.call(&[op::NEXT_WRITE, milliseconds(time)])?;
-        Ok((w[1] != 0).then_some(w[2] as usize * crate::arena::PAGE))
+        Ok((w[1] != 0).then_some(w[2] as usize * crate::frames::arena::PAGE))
     }
 }
 

@@ -23,7 +23,7 @@ use super::mapping::Mapping;
 use super::near::Guard;
 use super::wire::{self, FOR_CONTROL, FOR_MAPPING, HELLO, op};
 use super::{SharedOptions, calls};
-use crate::mapfile::{Kind, MapFile};
+use crate::page_state::mapfile::{Kind, MapFile};
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt;

@@ -8,7 +8,7 @@ use super::calls::{BRING, hold_mapped};
 use super::engine::Engine;
 use super::mapping::Pages;
 use super::owner::Server;
-use crate::arena::PAGE;
+use crate::frames::arena::PAGE;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::io;

@@ -50,7 +50,7 @@
 
 use super::engine::Engine;
 use super::gate::Gate;
-use crate::arena::PAGE;
+use crate::frames::arena::PAGE;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use uzswap_mm::pagetable::{Pte, Tag};

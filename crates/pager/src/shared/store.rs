@@ -1,7 +1,7 @@
 //! The pool of a shared region: compressed objects in the owner's own memory.
 
-use crate::arena::{self, discard};
-use crate::object::{self, Header};
+use crate::frames::arena::{self, discard};
+use crate::pool::object::{self, Header};
 use uzswap_mm::zsmalloc::{Handle, ZsPool};
 use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;

@@ -1,7 +1,7 @@
 //! The page map of a region, of a shared one as one mapping sees it: read without asking anybody.
 
 use super::wire::{self, op};
-use crate::mapfile::MapFile;
+use crate::page_state::mapfile::MapFile;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use uzswap_mm::pagemap::{PageMap, PageState, Query, Run, Summary};

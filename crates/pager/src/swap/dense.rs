@@ -21,12 +21,12 @@
 //!   under one hold of the lock. What cannot be decompressed, does not get smaller or finds no place stays as it is.
 
 use super::{MOST_PAGES, Swap};
-use crate::arena::PAGE;
-use crate::deliver::decode;
+use crate::fault::deliver::decode;
+use crate::frames::arena::PAGE;
 use crate::inject::Site;
-use crate::object::{self, Header};
 use crate::pager::Pager;
-use crate::relocate;
+use crate::pool::object::{self, Header};
+use crate::pool::relocate;
 use crate::state::{BLOCK, State};
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::{Algorithm, Compressor, Encoding};

@@ -6,8 +6,8 @@
 use super::dense::{MOST_ASIDE, is_warm};
 use super::turns::Task;
 use super::{FRONT, Flight, Swap, checksum};
-use crate::object::{self, Header};
 use crate::pager::Pager;
+use crate::pool::object::{self, Header};
 use crate::state::State;
 use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{HINT_REUSED, Pte, Tag};

@@ -26,8 +26,8 @@
 //! places as it has its places: both refer to the clusters, and nobody writes into what another refers to.
 
 use super::{MOST_PAGES, Swap};
-use crate::object::{self, Header};
 use crate::pager::Pager;
+use crate::pool::object::{self, Header};
 use crate::state::State;
 use core::sync::atomic::Ordering::*;
 use uzswap_mm::codec::Encoding;

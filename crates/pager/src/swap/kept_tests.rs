@@ -2,9 +2,9 @@
 
 use super::read_tests::{FIRST, Scene, check, end};
 use super::*;
-use crate::deliver::decode;
-use crate::events;
+use crate::calls::events;
 use crate::fault::Request;
+use crate::fault::deliver::decode;
 use crate::testing::{self, half_noise, noise};
 use crate::trace::{Recorder, Rings};
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_WRITTEN, Pte};

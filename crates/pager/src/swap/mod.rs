@@ -61,9 +61,9 @@ mod writeback;
 pub(crate) use reads::Reads;
 pub(crate) use swapin::Waiting;
 
-use crate::arena::PAGE;
-use crate::object::{self, Header};
+use crate::frames::arena::PAGE;
 use crate::pager::Pager;
+use crate::pool::object::{self, Header};
 use crate::state::State;
 use clusters::ClusterMap;
 use core::sync::atomic::Ordering::*;
@@ -81,7 +81,7 @@ use writeback::RUN_BYTES;
 const FRONT: usize = 8;
 /// Pages due to be met from which on a round of the writing thread is worth while; in a small pool it is an eighth of it.
 const MOST_DUE: usize = 512;
-/// Pages of the largest object on disk: larger ones are cut before they go there ([`crate::cut`]).
+/// Pages of the largest object on disk: larger ones are cut before they go there ([`crate::pool::cut`]).
 const MOST_PAGES: usize = 1 << object::SMALL;
 /// Bytes of the largest object on disk: one stored raw.
 const MOST_OBJECT: usize = SEAL + FRONT + object::head_bytes(object::SMALL) + PAGE * MOST_PAGES;
@@ -448,7 +448,7 @@ impl Pager {
     /// Ends the threads that write and read, when the handler has ended.
     pub(crate) fn end_swap(&self) {
         turns::wake_writer(self.me());
-        crate::letgo::await_end(self.writer.load(Relaxed));
+        crate::discover::letgo::await_end(self.writer.load(Relaxed));
         self.tier.second.end();
         self.tier.readers.end();
     }

@@ -28,7 +28,7 @@ use uzswap_sys::thread;
 use uzswap_sys::transfer::Transfer;
 
 /// Writes under way at once, at most.
-pub(super) const DEPTH: usize = crate::object::WRITING_BY.len();
+pub(super) const DEPTH: usize = crate::pool::object::WRITING_BY.len();
 
 /// Runs written in a row from which on a second thread writes.
 const IN_A_ROW: u32 = 3;

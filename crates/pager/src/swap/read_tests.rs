@@ -5,9 +5,9 @@ use super::reads::{Read, Reads};
 use super::swapin::Waiting;
 use super::writeback::{Block, RUN_BYTES, Round, blocks, bytes_of};
 use super::*;
-use crate::deliver::decode;
-use crate::events;
+use crate::calls::events;
 use crate::fault::Request;
+use crate::fault::deliver::decode;
 use crate::testing::{self, half_noise};
 use std::io::Read as _;
 use std::os::fd::IntoRawFd;
@@ -138,7 +138,10 @@ impl Scene {
         asked
     }
 
-    pub(super) fn count(&self, what: impl Fn(&crate::counters::Counters) -> &core::sync::atomic::AtomicU64) -> u64 {
+    pub(super) fn count(
+        &self,
+        what: impl Fn(&crate::group::counters::Counters) -> &core::sync::atomic::AtomicU64,
+    ) -> u64 {
         what(self.pager.counters()).load(Relaxed)
     }
 }
@@ -549,7 +552,7 @@ fn a6_blocks_are_counted_by_their_size_as_they_go_to_disk_and_come_back() {
     }
     events::forget_range(s, FIRST + 33, FIRST + 34);
     let pager = scene.pager;
-    let counted = |what: fn(&crate::folio::OrderCounters) -> &core::sync::atomic::AtomicU64| {
+    let counted = |what: fn(&crate::group::folio::OrderCounters) -> &core::sync::atomic::AtomicU64| {
         pager.counters().folios.orders.each_ref().map(|o| what(o).load(Relaxed))
     };
     let (none, one_each) = ([0; 8], [1, 0, 1, 0, 0, 0, 0, 0]);

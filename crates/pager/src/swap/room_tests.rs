@@ -4,7 +4,7 @@ use super::io::Trouble;
 use super::read_tests::{FIRST, Scene, check, end};
 use super::writeback::Round;
 use super::*;
-use crate::events;
+use crate::calls::events;
 use crate::testing::{self, half_noise, noise};
 use std::os::fd::AsRawFd;
 use uzswap_sys::memfd;

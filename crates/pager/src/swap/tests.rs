@@ -5,9 +5,9 @@ use super::fill::Filled;
 use super::turns::{Task, Wanted};
 use super::writeback::{Block, RUN_BYTES, Round, blocks, bytes_of};
 use super::*;
-use crate::arena::PAGE;
-use crate::deliver::decode;
-use crate::events;
+use crate::calls::events;
+use crate::fault::deliver::decode;
+use crate::frames::arena::PAGE;
 use crate::testing::{self, half_noise, words};
 use uzswap_mm::codec::Encoding;
 use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, Pte};
@@ -31,7 +31,10 @@ impl Scene {
         Self { pager, packer: Packer::default(), buffers: [blocks(RUN_BYTES), blocks(RUN_BYTES)] }
     }
 
-    pub(super) fn count(&self, what: impl Fn(&crate::counters::Counters) -> &core::sync::atomic::AtomicU64) -> u64 {
+    pub(super) fn count(
+        &self,
+        what: impl Fn(&crate::group::counters::Counters) -> &core::sync::atomic::AtomicU64,
+    ) -> u64 {
         what(self.pager.counters()).load(Relaxed)
     }
 

@@ -2,8 +2,8 @@
 
 use super::tests::{FIRST, Scene, end};
 use super::*;
-use crate::batch::Batch;
-use crate::deliver::decode;
+use crate::fault::deliver::decode;
+use crate::pool::batch::Batch;
 use crate::testing::{self, half_noise, words};
 use core::ops::Range;
 use uzswap_mm::lru::List;

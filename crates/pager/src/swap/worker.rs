@@ -1,6 +1,6 @@
 //! A thread that makes transfers for another, one at a time: those that read (`readers`), and the second one that writes (`pipeline`).
 
-use crate::letgo::await_end;
+use crate::discover::letgo::await_end;
 use core::sync::atomic::{AtomicI32, Ordering::Relaxed};
 use uzswap_sys::transfer::Job;
 

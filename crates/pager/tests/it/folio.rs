@@ -3,8 +3,8 @@
 use crate::alone::by_itself;
 use crate::region::{Rng, against_model, alone, rss_anon, seed};
 use std::sync::atomic::{AtomicU64, Ordering::*};
-use uzswap_pager::counters::Counters;
-use uzswap_pager::folio::{FolioCounters, LARGE_ORDERS, OrderCounters};
+use uzswap_pager::group::counters::Counters;
+use uzswap_pager::group::folio::{FolioCounters, LARGE_ORDERS, OrderCounters};
 use uzswap_pager::region::{Options, Region};
 
 const PAGE: usize = 4096;

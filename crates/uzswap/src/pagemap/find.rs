@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use uzswap::shared::{SharedControl, View};
 use uzswap_mm::pagemap::{PageMap, Query, Run, SOFT_DIRTY};
-use uzswap_pager::mapfile::{Kind, MapFile};
+use uzswap_pager::page_state::mapfile::{Kind, MapFile};
 
 /// A page map found.
 pub struct Found {

@@ -1,0 +1,349 @@
+//! Being told of what is copied after a fork.
+//!
+//! Who writes to a page that it shares with a parent or child is given a copy by the kernel, which tells nobody. Three children that each
+//! wrote to 64 MiB of their parent's had copied all of it, 192 MiB, before any of it was compressed. So where that would not fit both sides
+//! have what they share write-protected: by the ticker, before the fork returns in the parent if that is soon, and before the child's first
+//! instruction. A write then is a fault like any other. It waits a moment for reclaim where the limit is exceeded, and ends the protection of
+//! 256 KiB around it: that many pages may be copied unseen until the next fault. The waits are short, as what is shared may be all there is.
+//! What fits is looked at again with each look of the ticker's, as more may come.
+//!
+//! What nobody shares any more is not copied when it is written to, so who writes to that does not wait (but where the limit is exceeded by
+//! much, see `exclusive`), and all of it in 2 MiB around may be written to at once. (The story: of a program that forks for each command it runs, all of whose children have executed another program
+//! before it writes again, each 256 KiB cost a fault, and two milliseconds where the limit was exceeded.)
+//!
+//! Who faults on what is out does not wait, but makes room itself (`exclusive`). (The story: half a millisecond each. A program that uses
+//! 53 MiB and forks now and then took 16 s instead of 3 in 16 MiB, which it exceeds all the time.)
+//!
+//! Nothing is known of single pages: what moves out loses its protection, and what comes in has none, as it is shared with nobody. A
+//! protection that is lost for another reason is a copy that is not told, as without it.
+//!
+//! What is pinned from then on is allowed all of it (`may_be_written`).
+//!
+//! Invariants: the protection begins with the pager's lock held, and `protections` counts that. A hook, which must not fault while it
+//! has the lock, writes to its pages before it takes it, again if that number has changed by then (`lock_in_hook`). What is pinned
+//! (control blocks), or ceded, or is protected as it leaves (`read_only`), is left as it is. With `--track-writes` pages are
+//! protected for another reason, and copies are not told.
+
+use crate::discover::without;
+use crate::fault::EventPending;
+use crate::frames::arena::PAGE;
+use crate::pager::Pager;
+use crate::state::State;
+use core::ops::Range;
+use core::sync::atomic::Ordering::*;
+use uzswap_sys::{lock, pagemap, thread};
+
+/// Bytes around a write that may be written to from then on, and of which what nobody shares may be.
+const WINDOW: usize = 64 * PAGE;
+const WIDE: usize = 512 * PAGE;
+/// How often a write waits for reclaim, and how long each time (nanoseconds).
+pub(crate) const COPY_WAITS: u32 = 4;
+pub(crate) const WAIT_NS: u64 = 500_000;
+/// What is shared below which nothing is protected later (bytes): each window of it that is written to is a fault, be it shared or not.
+const MUCH_SHARED: usize = 4 << 20;
+/// Of `Pager::forked`: nothing is shared that was not protected, or it is not protected (yet), or who forked waits until it is.
+pub(crate) const PROTECTED: u32 = 0;
+pub(crate) const UNPROTECTED: u32 = 1;
+pub(crate) const AWAITED: u32 = 2;
+/// How long who forked waits at most until what it shares is protected (nanoseconds).
+const PROTECTED_WITHIN_NS: u64 = 20_000_000;
+
+impl Pager {
+    /// Whether what this process shares since a fork may not fit when it is copied.
+    pub(crate) fn copies_may_exceed(&self, s: &State) -> bool {
+        self.may_exceed(s, s.resident * PAGE)
+    }
+
+    /// The same where so many bytes may be copied.
+    fn may_exceed(&self, s: &State, copied: usize) -> bool {
+        let tells = self.engaged.load(Relaxed) && !self.tracks && !self.without_move && !self.own_frames;
+        tells && self.excess(s) + copied as isize > 0
+    }
+
+    /// Write-protects what is managed, but for the pages `but`.
+    pub(crate) fn protect_shared(&self, s: &State, but: &[Range<usize>]) {
+        self.protections.fetch_add(1, SeqCst);
+        for (start, end) in s.managed.iter() {
+            let mut others = s.never_protected(start, end);
+            others.extend(but.iter().map(|pages| (pages.start * PAGE, pages.end * PAGE)));
+            for (from, to) in without(vec![(start, end)], &others) {
+                // (Refused, it is not told: an event is unread, or the mapping is gone.)
+                if from < to && self.uffd().register_tracked(from, to - from).is_ok() {
+                    let _ = self.uffd().write_protect(from, to - from, true);
+                }
+            }
+        }
+    }
+
+    /// Ends the protection of pages of which nothing more is to be known; false: an event is to be read first.
+    ///
+    /// What the kernel writes to as a thread ends (the word that who joins it waits for) it does not wait for: it is lost.
+    pub(crate) fn may_be_written(&self, start: usize, end: usize) -> bool {
+        let none = self.protections.load(Relaxed) == 0;
+        // (Page by page: some of it may be of no mapping that was ever protected, which is an error of the whole.)
+        let mut pages = (start..end).step_by(PAGE);
+        none || pages.all(|page| self.uffd().write_protect(page, PAGE, false) != Err(libc::EAGAIN))
+    }
+
+    /// In the ticker, with the lock: after a fork, in the parent; and on either side later, when what is shared would not fit any more.
+    pub(crate) fn protect_after_fork(&self, s: &State) {
+        let forked = self.forked.load(SeqCst);
+        let protects = match forked {
+            AWAITED => self.copies_may_exceed(s),
+            UNPROTECTED if self.has_kin() => {
+                // (Of so many on average, each of whom may copy as much.)
+                let shared = self.kin.left();
+                let who = (s.rss + shared) / s.rss.max(1);
+                shared >= MUCH_SHARED && self.may_exceed(s, shared * who.max(2))
+            }
+            _ => return,
+        };
+        if protects {
+            self.protect_shared(s, &[]);
+        }
+        self.forked.store(if protects { PROTECTED } else { UNPROTECTED }, SeqCst);
+        if forked == AWAITED {
+            lock::futex_wake(&self.forked, u32::MAX, false);
+        }
+    }
+
+    /// In the thread that forked, without the lock: waits a moment until that is done, or it would write unseen.
+    ///
+    /// The story: where the ticker had no CPU for a few milliseconds a parent had copied all of its 64 MiB by then.
+    pub(crate) fn await_protection(&self) {
+        self.await_protection_for(PROTECTED_WITHIN_NS);
+    }
+
+    fn await_protection_for(&self, ns: u64) {
+        let end = thread::now_ns() + ns;
+        while self.forked.load(SeqCst) == AWAITED {
+            let now = thread::now_ns();
+            if now >= end {
+                break;
+            }
+            lock::futex_wait(&self.forked, AWAITED, Some(end - now), false);
+        }
+    }
+
+    /// Pages around one that is written to may be written to.
+    ///
+    /// # Errors
+    /// [`EventPending`]: nothing was done.
+    pub(crate) fn allow_copies(&self, s: &State, vpn: u64) -> Result<(), EventPending> {
+        let at = vpn as usize * PAGE;
+        let near = (at / WINDOW * WINDOW, (at / WINDOW + 1) * WINDOW);
+        let alone = self.alone_around(at).unwrap_or(near);
+        let window = (near.0.min(alone.0), near.1.max(alone.1));
+        let managed = s.managed.holding(at).unwrap_or((at, at + PAGE));
+        let leaves = |page: &usize| s.leaving.has((*page / PAGE) as u64);
+        let from = (window.0.max(managed.0)..at).step_by(PAGE).rev().take_while(|page| !leaves(page)).last();
+        let to = (at + PAGE..window.1.min(managed.1)).step_by(PAGE).take_while(|page| !leaves(page)).last();
+        let part = (from.unwrap_or(at), to.map_or(at + PAGE, |page| page + PAGE));
+        let parts = without(vec![part], &s.never_protected(part.0, part.1));
+        let (from, to) = parts.into_iter().find(|(from, to)| (*from..*to).contains(&at)).unwrap_or((at, at + PAGE));
+        self.let_write(from, to, at)
+    }
+
+    /// Whether no other process has the page at `at`: to write to it copies nothing, though it may have been shared.
+    pub(crate) fn is_alone(&self, at: usize) -> bool {
+        let mut alone = false;
+        // (What cannot be read is taken to be shared.)
+        let _ = pagemap::exclusive_runs(self.files.pagemap.load(Relaxed), at, at + PAGE, |_, _| alone = true);
+        alone
+    }
+
+    /// The bytes around a page that no other process has either; None: another has the page itself.
+    fn alone_around(&self, at: usize) -> Option<(usize, usize)> {
+        if !self.is_alone(at) {
+            return None;
+        }
+        let (start, mut around) = (at / WIDE * WIDE, None);
+        let found = |from, to| around = around.or((from..to).contains(&at).then_some((from, to)));
+        pagemap::unshared_runs(self.files.pagemap.load(Relaxed), start, start + WIDE, found).ok().and(around)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fault::Request;
+    use crate::testing;
+    use std::sync::atomic::AtomicBool;
+    use uzswap_mm::lru::List;
+    use uzswap_sys::uffd::Message;
+
+    const N: usize = 256;
+
+    fn begin() -> (&'static Pager, usize) {
+        let p = testing::pager_told_of_moves(16 << 20);
+        // (A window begins at a multiple of its size.)
+        let at = testing::memory(p, N + WINDOW / PAGE).next_multiple_of(WINDOW);
+        (0..N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
+        let mut s = p.state.lock();
+        s.managed.push((at, at + N * PAGE));
+        s.list_resident((at / PAGE) as u64, N, List::Inactive, |_| None);
+        (p, at)
+    }
+
+    fn protected(p: &Pager, at: usize) -> Vec<Range<usize>> {
+        let is = |page: &usize| testing::is_protected(p, (at / PAGE + page) as u64);
+        let mut runs: Vec<Range<usize>> = Vec::new();
+        for page in (0..N).filter(is) {
+            match runs.last_mut().filter(|run| run.end == page) {
+                Some(run) => run.end += 1,
+                None => runs.push(page..page + 1),
+            }
+        }
+        runs
+    }
+
+    /// See the file's head. The writer waits until it is served, and what it wrote is there.
+    #[test]
+    fn a_write_is_told_and_those_around_it_are_not() {
+        let (p, at) = begin();
+        let page = |n: usize| at / PAGE + n;
+        {
+            let mut s = p.state.lock();
+            s.pinned.push((page(70) * PAGE, page(72) * PAGE));
+            s.note_ceded(page(100) * PAGE, page(101) * PAGE);
+            p.protect_shared(&s, core::slice::from_ref(&(page(200)..page(203))));
+        }
+        assert_eq!(protected(p, at), [0..70, 72..100, 101..200, 203..N]);
+        let written = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                // SAFETY: a page of this test's, which is there.
+                unsafe { (((page(80)) * PAGE) as *mut u8).write(8) };
+                written.store(true, SeqCst);
+            });
+            let message = loop {
+                match p.uffd().read().expect("the client is there") {
+                    Some(message) => break message,
+                    None => std::thread::yield_now(),
+                }
+            };
+            let Message::Fault { address, write, protected, .. } = message else { panic!("{message:?}") };
+            assert!(write && protected && !written.load(SeqCst), "{address:#x}");
+            assert_eq!(address / PAGE, page(80));
+            let served = p.serve(&mut p.state.lock(), Request::at(address, write, protected));
+            assert!(served.is_ok(), "no event is unread");
+        });
+        // (Around what is pinned or another's nothing is done: it never was protected.)
+        assert_eq!(protected(p, at), [0..70, 101..200, 203..N]);
+        // SAFETY: the same page.
+        assert_eq!(unsafe { (((page(80)) * PAGE) as *const u8).read() }, 8);
+    }
+
+    /// The story: each 256 KiB of a program that forks for each command it runs cost a fault, and a wait, after the command was executed.
+    #[test]
+    fn what_nobody_shares_any_more_may_be_written_to_at_once() {
+        let (p, at) = begin();
+        testing::let_inherit(at, N);
+        let write_to = |page: usize| {
+            let request = Request::at(at + page * PAGE, true, true);
+            assert!(p.serve(&mut p.state.lock(), request).is_ok(), "no event is unread");
+        };
+        testing::beside_a_child(|| {
+            p.protect_shared(&p.state.lock(), &[]);
+            // SAFETY: a page of this test's, which is there; the child keeps the one that was.
+            let copy = |page: usize| unsafe { ((at + page * PAGE) as *mut u8).write(8) };
+            write_to(70);
+            assert_eq!(protected(p, at), [0..64, 128..N], "the child has it");
+            assert!(!p.is_alone(at + 70 * PAGE));
+            copy(70);
+            assert!(p.is_alone(at + 70 * PAGE));
+            write_to(70);
+            assert_eq!(protected(p, at), [0..64, 128..N], "the child has what is around it");
+        });
+        // (Other tests may fork, and have it for a while. 2 MiB may end within it.)
+        let wide = |page: usize| (at + page * PAGE) / WIDE;
+        let done = (0..10_000).any(|_| {
+            p.protect_shared(&p.state.lock(), &[]);
+            write_to(70);
+            protected(p, at).into_iter().flatten().all(|page| wide(page) != wide(70))
+        });
+        assert!(done, "{:?}", protected(p, at));
+    }
+
+    /// The kernel writes to a control block as its thread ends, and waits for nobody then. Without this the write would be lost, and who
+    /// joins the thread wait for ever.
+    #[test]
+    fn what_is_pinned_is_protected_no_more() {
+        let (p, at) = begin();
+        p.protect_shared(&p.state.lock(), &[]);
+        assert_eq!(protected(p, at).as_slice(), core::slice::from_ref(&(0..N)));
+        p.pin(at + 30 * PAGE + 8, at + 31 * PAGE + 8, true);
+        assert_eq!(protected(p, at), [0..30, 32..N]);
+        assert_eq!(p.state.lock().pinned, [(at + 30 * PAGE, at + 32 * PAGE)]);
+    }
+
+    /// The story: where the ticker had no CPU for a few milliseconds a parent had copied all of its 64 MiB by then.
+    #[test]
+    fn who_forks_goes_on_when_what_it_shares_is_protected() {
+        let (p, at) = begin();
+        p.engaged.store(true, SeqCst);
+        p.forked.store(AWAITED, SeqCst);
+        std::thread::scope(|scope| {
+            let mut s = p.state.lock();
+            // (All of the limit and more.)
+            s.rss = 32 << 20;
+            let waiter = scope.spawn(|| {
+                p.await_protection_for(u64::MAX / 2);
+                drop(p.state.lock());
+                protected(p, at) == core::slice::from_ref(&(0..N))
+            });
+            assert!(!waiter.is_finished(), "nothing is protected yet");
+            p.protect_after_fork(&s);
+            assert_eq!(p.forked.load(SeqCst), PROTECTED);
+            drop(s);
+            assert!(waiter.join().unwrap());
+        });
+        // Who does not get it goes on all the same.
+        p.forked.store(AWAITED, SeqCst);
+        p.await_protection_for(1);
+        p.engaged.store(false, SeqCst);
+    }
+
+    /// The story: a process far from its limit forked, and so nothing was protected. When both came near it, by what they copied, the rest
+    /// was copied unseen: 128 MiB were held of 100.
+    #[test]
+    fn what_fits_as_it_is_shared_is_protected_when_it_does_not_any_more() {
+        let (p, at) = begin();
+        p.forked.store(UNPROTECTED, SeqCst);
+        p.kin.gained();
+        p.kin.seem_shared(4 << 20);
+        let look = |rss: usize| {
+            let mut s = p.state.lock();
+            s.rss = rss;
+            p.protect_after_fork(&s);
+            drop(s);
+            p.forked.load(SeqCst) == PROTECTED
+        };
+        assert!(!look(15 << 20), "it is not managed yet");
+        p.engaged.store(true, SeqCst);
+        assert!(!look(6 << 20) && protected(p, at).is_empty(), "there is room for both to copy it");
+        p.kin.seem_shared(1 << 20);
+        assert!(!look(15 << 20), "it is little");
+        p.kin.seem_shared(4 << 20);
+        assert!(look(15 << 20));
+        assert_eq!(protected(p, at).as_slice(), core::slice::from_ref(&(0..N)));
+        p.engaged.store(false, SeqCst);
+    }
+
+    /// Only where what is shared would not fit once more, and not where writes are told of for another reason.
+    #[test]
+    fn copies_are_told_where_they_might_not_fit() {
+        let p = testing::pager(16 << 20);
+        let may = |rss: usize, resident: usize| {
+            let mut s = p.state.lock();
+            (s.rss, s.resident) = (rss, resident);
+            let may = p.copies_may_exceed(&s);
+            s.resident = 0;
+            may
+        };
+        assert!(!may(15 << 20, (8 << 20) / PAGE), "it is not managed yet");
+        p.engaged.store(true, SeqCst);
+        assert!(may(15 << 20, (8 << 20) / PAGE) && !may(4 << 20, (2 << 20) / PAGE));
+        p.engaged.store(false, SeqCst);
+    }
+}

@@ -1,0 +1,198 @@
+//! What is counted, of one member or of all the dead ones: names are the kernel's where it has one.
+//!
+//! They lie in the member's slot of the group's page, which outlives it (`group`). Two kinds: cumulative ones, whose sum over all members is
+//! the group's, and those of a moment, taken together when there was most of it. A member's are written by its own threads alone, and nothing
+//! is concluded from one of them about another: `Relaxed` is enough.
+//! A field that comes or goes changes the page's layout: see [`MAGIC`](crate::group::MAGIC).
+
+use crate::group::folio::FolioCounters;
+use core::sync::atomic::{AtomicU64, Ordering::*};
+
+/// The counters of one member, or of all the dead ones.
+#[repr(C)]
+#[derive(Default)]
+pub struct Counters {
+    /// Faults served (events).
+    pub pgfault: AtomicU64,
+    /// Faults that needed decompression (events).
+    pub pgmajfault: AtomicU64,
+    /// Faults on a staged folio: moved back, no decompression (events).
+    pub refault_staged: AtomicU64,
+    /// Times the thread that serves faults was taken out of the idle policy, as others wanted its CPU (events).
+    pub handler_lifted: AtomicU64,
+    /// Times it left its CPU to others for half a millisecond (events).
+    pub handler_paused: AtomicU64,
+    /// Faults on memory never touched, or zero (events).
+    pub fault_zero: AtomicU64,
+    /// Pages stored in the compressed pool (4 KiB pages, cumulative).
+    pub zswpout: AtomicU64,
+    /// Pages loaded from the compressed pool (4 KiB pages, cumulative).
+    pub zswpin: AtomicU64,
+    /// Zero-filled pages evicted at no cost (4 KiB pages, cumulative).
+    pub swpout_zero: AtomicU64,
+    /// Clean pages evicted with their kept compressed copy (4 KiB pages, cumulative).
+    pub swpout_clean: AtomicU64,
+    /// Pages out in the pool (4 KiB pages, at the moment when they were most).
+    pub stored_pages: AtomicU64,
+    /// Of them, those that did not compress and are stored as they are (4 KiB pages, at that moment).
+    pub stored_incompressible_pages: AtomicU64,
+    /// Bytes the pool held from the kernel (bytes, at that moment).
+    pub pool_total_size: AtomicU64,
+    /// Bytes of compressed data in the pool, kept copies included (bytes, at that moment).
+    pub pool_used_size: AtomicU64,
+    /// uzswap's own metadata (bytes, most at once).
+    pub metadata_size: AtomicU64,
+    /// Pages whose lz4 object was replaced by a denser one (4 KiB pages, cumulative).
+    pub recompressed_pages: AtomicU64,
+    /// Those of them that were recompressed because they were idle and about to be written to the swap file (4 KiB pages,
+    /// cumulative).
+    pub recompressed_idle_pages: AtomicU64,
+    /// Idle pages whose object would not get an eighth smaller, or found no place, and that are written as they are (4 KiB
+    /// pages, cumulative).
+    pub reject_recompress_poor: AtomicU64,
+    /// Pages of the pool that compaction freed (4 KiB pages, cumulative).
+    pub pages_compacted: AtomicU64,
+    /// Page blocks (2 MiB of addresses) of the pool that compaction emptied (cumulative).
+    pub pool_blocks_freed: AtomicU64,
+    /// Compactions of the arena for an allocation (events); this and those below as in /proc/vmstat.
+    pub compact_stall: AtomicU64,
+    /// Those that made a run (events).
+    pub compact_success: AtomicU64,
+    /// Those that did not (events).
+    pub compact_fail: AtomicU64,
+    /// Frames looked at to be moved (looks: a free run, a huge page, or a page block looked at to choose is one).
+    pub compact_migrate_scanned: AtomicU64,
+    /// Frames looked at to be moved to (looks, likewise).
+    pub compact_free_scanned: AtomicU64,
+    /// Frames taken for either (frames).
+    pub compact_isolated: AtomicU64,
+    /// Frames moved (frames).
+    pub pgmigrate_success: AtomicU64,
+    /// Frames that could not be moved (frames).
+    pub pgmigrate_fail: AtomicU64,
+    /// Frames moved more than once in one pass of compaction (frames): none, see `compaction`.
+    pub migrated_twice: AtomicU64,
+    /// Frames moved that the pass before had moved (frames).
+    pub migrated_again: AtomicU64,
+    /// Times that the pivot of compaction moved, where that is the rule (events).
+    pub pivot_moved: AtomicU64,
+    /// Time program threads waited for faults to be served, as the server saw it (nanoseconds, cumulative).
+    pub stall_ns: AtomicU64,
+    /// Direct reclaims: the fault path had to make room itself (events).
+    pub direct_reclaim: AtomicU64,
+    /// Times the kernel refused to move pages (shared after fork, pinned), each for a run of them, which is un-shared, copied or left
+    /// (events).
+    pub move_refused: AtomicU64,
+    /// Pages the kernel moved and said it had not (4 KiB pages, cumulative): see `transfer`.
+    pub move_concealed: AtomicU64,
+    /// Stores the pool could not take (events).
+    pub reject_alloc_fail: AtomicU64,
+    /// Pages that could not be decompressed or read back and were poisoned (4 KiB pages).
+    pub poisoned: AtomicU64,
+    /// Of folios and blocks.
+    pub folios: FolioCounters,
+    /// Pages read from the swap file, readahead included (4 KiB pages, cumulative).
+    pub pswpin: AtomicU64,
+    /// Pages written to the swap file (4 KiB pages, cumulative).
+    pub pswpout: AtomicU64,
+    /// Pages that left for the swap file without being written, as they were there unchanged (4 KiB pages, cumulative).
+    pub pswpout_clean: AtomicU64,
+    /// Pages that left the pool for the swap file (4 KiB pages, cumulative): `written_back_pages` of the kernel's zswap.
+    pub zswpwb: AtomicU64,
+    /// Pages that were to be written back and stayed in the pool, because the write failed (4 KiB pages, cumulative).
+    pub reject_reclaim_fail: AtomicU64,
+    /// Bytes read from the swap file (bytes, cumulative).
+    pub swap_read_bytes: AtomicU64,
+    /// Bytes written to the swap file (bytes, cumulative).
+    pub swap_write_bytes: AtomicU64,
+    /// Writes to the swap file that a second thread made, beside the one that plans them (events).
+    pub swap_side_writes: AtomicU64,
+    /// Reads from the swap file that went by io_uring (events).
+    pub swap_uring_reads: AtomicU64,
+    /// Reads of the swap file that failed, or gave what had not been written (events).
+    pub swap_read_errors: AtomicU64,
+    /// Writes to the swap file that failed (events).
+    pub swap_write_errors: AtomicU64,
+    /// Times the swap file did not answer for 10 seconds (events).
+    pub swap_stalls: AtomicU64,
+    /// Pages in the swap file (4 KiB pages, at the moment when they were most).
+    pub swap_pages: AtomicU64,
+    /// Bytes of objects in the swap file (bytes, at that moment).
+    pub swap_used_size: AtomicU64,
+}
+
+impl Counters {
+    /// Adds the cumulative ones to another's and clears them. Of those of the moment of most the greater stay there.
+    pub fn retire_into(&self, to: &Counters) {
+        for (f, t) in self.cumulative().into_iter().zip(to.cumulative()) {
+            t.fetch_add(f.swap(0, Relaxed), Relaxed);
+        }
+        self.folios.move_to(&to.folios);
+        let most = |from: &[&AtomicU64], to: &[&AtomicU64]| {
+            let more = from[0].load(Relaxed) > to[0].load(Relaxed);
+            for (from, to) in from.iter().zip(to) {
+                let value = from.swap(0, Relaxed);
+                if more {
+                    to.store(value, Relaxed);
+                }
+            }
+        };
+        most(&self.stored(), &to.stored());
+        most(&[&self.metadata_size], &[&to.metadata_size]);
+        most(&[&self.swap_pages, &self.swap_used_size], &[&to.swap_pages, &to.swap_used_size]);
+    }
+
+    /// Those of the moment when most was stored.
+    fn stored(&self) -> [&AtomicU64; 4] {
+        [&self.stored_pages, &self.stored_incompressible_pages, &self.pool_total_size, &self.pool_used_size]
+    }
+
+    fn cumulative(&self) -> [&AtomicU64; 44] {
+        [
+            &self.pgfault,
+            &self.pgmajfault,
+            &self.refault_staged,
+            &self.handler_lifted,
+            &self.handler_paused,
+            &self.fault_zero,
+            &self.zswpout,
+            &self.zswpin,
+            &self.swpout_zero,
+            &self.swpout_clean,
+            &self.recompressed_pages,
+            &self.recompressed_idle_pages,
+            &self.reject_recompress_poor,
+            &self.pages_compacted,
+            &self.pool_blocks_freed,
+            &self.compact_stall,
+            &self.compact_success,
+            &self.compact_fail,
+            &self.compact_migrate_scanned,
+            &self.compact_free_scanned,
+            &self.compact_isolated,
+            &self.pgmigrate_success,
+            &self.pgmigrate_fail,
+            &self.migrated_twice,
+            &self.migrated_again,
+            &self.pivot_moved,
+            &self.stall_ns,
+            &self.direct_reclaim,
+            &self.move_refused,
+            &self.move_concealed,
+            &self.reject_alloc_fail,
+            &self.poisoned,
+            &self.pswpin,
+            &self.pswpout,
+            &self.pswpout_clean,
+            &self.zswpwb,
+            &self.reject_reclaim_fail,
+            &self.swap_read_bytes,
+            &self.swap_write_bytes,
+            &self.swap_side_writes,
+            &self.swap_uring_reads,
+            &self.swap_read_errors,
+            &self.swap_write_errors,
+            &self.swap_stalls,
+        ]
+    }
+}

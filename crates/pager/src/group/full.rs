@@ -1,0 +1,601 @@
+//! A group that is full: a `memory.max` is exceeded, and nothing more can be taken out of memory.
+//!
+//! A member knows that of itself only: its reclaim comes to nothing again and again, or it is left with no more than it must
+//! keep. That says nothing of the group. The others may hold plenty that is about to be taken, and a small process that has just
+//! come first had it said of itself, and the largest killed. So a member that finds nothing says so in its slot
+//! ([`Slot::stuck`]), again each time it looks, and takes it back when it gets on; and the group is full when *all* members say so that hold
+//! something:
+//!
+//! ```text
+//! a member     gets on ─ finds nothing ─▶ stuck ─ gets on ─▶ …
+//! the group    is full, for who has just found nothing, if each other member of it
+//!                - holds little, also for its share of the limit (nobody would wake it for that), or is dead; or
+//!                - is stuck, and was so a moment ago; or
+//!              or if the group has not come down for some seconds, as who might give something is stopped, or what it takes out
+//!              comes back or takes as much room where it is put
+//! ```
+//! Nor is it while a member's disk is slow to make room, for as long as it does not stand still.
+//!
+//! Then it is counted (`oom`), said once, and acted upon (`--on-full`). Each stuck member looks 50 times a second, so whoever is
+//! left when the last one that got on is stuck, stopped or dead says it. Only waiting (`--on-full=wait`) is not put off: who
+//! faults and has nothing to give waits for room, whoever makes it.
+
+use crate::group::limits::Over;
+use crate::group::{DEPTH, GroupPage, ON_FULL_KILL, ON_FULL_WAIT, Slot};
+use crate::pager::Pager;
+use crate::state::State;
+use core::fmt::Write;
+use core::sync::atomic::{AtomicU64, Ordering::*};
+use uzswap_sys::thread;
+
+/// A member that holds less has nothing to give: it is not woken either. Where many share a limit it is less: a part of a share.
+pub(crate) const LITTLE_BYTES: u64 = 4 << 20;
+const LITTLE_PART: u64 = 4;
+/// Who found nothing so long ago, and has said neither that nor anything else since, may get on by now: many looks (nanoseconds).
+const STUCK_NS: u64 = 1_000_000_000;
+/// When the group has not come down for so long, whoever says that it gets on, nobody does (nanoseconds).
+const PATIENCE_NS: u64 = 5_000_000_000;
+/// That it has come down: by so much (bytes).
+const FALL_BYTES: u64 = 256 << 10;
+/// After a member was killed nobody else is for this long: it takes time to die.
+const KILL_PAUSE_NS: u64 = 2_000_000_000;
+
+/// Whether a member has found nothing to take out since a moment ago.
+pub(crate) fn finds_nothing(member: &Slot, now: u64) -> bool {
+    is_recent(&member.stuck, now)
+}
+
+/// Whether a member has waited for its disk since a moment ago, which is slow to make room.
+fn waits_for_disk(member: &Slot, now: u64) -> bool {
+    is_recent(&member.disk_at, now)
+}
+
+/// Whether what a member says, when it looks, was so a moment ago; 0 where it is not so.
+fn is_recent(at: &AtomicU64, now: u64) -> bool {
+    let at = at.load(Acquire);
+    at != 0 && now < at.saturating_add(STUCK_NS)
+}
+
+/// What a member holds at most that has nothing to give, where so many share a limit (bytes).
+///
+/// The story: of nine members in 16 MiB each held less than 4. The first that found nothing had the largest killed, which held 3.9 that
+/// nobody had asked it for; where none was killed they came down to 15 together.
+pub(crate) fn little(limit: usize, members: usize) -> u64 {
+    LITTLE_BYTES.min((limit / members.max(1)) as u64 / LITTLE_PART)
+}
+
+/// What a stuck member has seen, of one group of its chain, while another seems to get on.
+#[derive(Default)]
+pub struct Waiting {
+    /// The least that the group was charged with (bytes).
+    lowest: AtomicU64,
+    /// Since when it is that (monotonic nanoseconds); 0 while there is nobody to wait for.
+    since: AtomicU64,
+}
+
+impl Pager {
+    /// This member finds nothing more to take out: if that is so in all of the group, and its `memory.max` is exceeded, it is counted,
+    /// said once, and acted upon.
+    pub fn full(&self, s: &State) {
+        self.full_at(s, thread::now_ns());
+    }
+
+    fn full_at(&self, s: &State, now: u64) {
+        let mut overs = [None; DEPTH];
+        self.over_max(s).for_each(|over| overs[over.level] = Some(over));
+        let fits = self.waiting.iter().zip(&overs).filter(|(_, over)| over.is_none());
+        fits.for_each(|(waiting, _)| waiting.since.store(0, Relaxed));
+        if overs.iter().all(Option::is_none) {
+            return;
+        }
+        self.me().stuck.store(now, Release);
+        let mut counted = false;
+        for over in overs.into_iter().flatten() {
+            counted |= self.full_group(s, over, now, !counted);
+        }
+    }
+
+    /// The same of one group. It is counted in all above it, so for the nearest that is full only (`counts`).
+    fn full_group(&self, s: &State, over: Over, now: u64, counts: bool) -> bool {
+        let n = &self.group.nodes[over.node];
+        let on_full = n.on_full.load(Relaxed);
+        if on_full == ON_FULL_WAIT {
+            self.waits.store(true, SeqCst);
+        }
+        if self.another_gets_on(over, now) {
+            return false;
+        }
+        let acts = n.full_said.load(Relaxed) == 0 || (on_full == ON_FULL_KILL && now >= n.kill_due.load(Relaxed));
+        let Some(over) = self.over_without_the_dead(s, over, acts) else { return false };
+        // (Why comes first: a disk that stands still the ticker would tell of when somebody was killed for it.)
+        if acts {
+            self.look_for_stalls();
+        }
+        if counts {
+            self.group.count(over.node, |e| &e.oom, 1);
+        }
+        // (A quarter more, as what does not compress takes more in the pool than it did.)
+        let spares = on_full == ON_FULL_KILL && over.charge as u64 <= n.grace.load(Relaxed) / 4 * 5;
+        if n.full_said.swap(1, AcqRel) == 0 {
+            self.say_full(s, over, (on_full, spares));
+        }
+        if on_full == ON_FULL_KILL && !spares {
+            self.kill_largest(over.node);
+        }
+        true
+    }
+
+    /// By how much the group is over its limit when nobody is charged any more who has died, if it still is. That is looked at now and then,
+    /// and before anything is said or done (`acts`), as the kernel is asked about each member.
+    ///
+    /// The story: a child that held 40 MiB ended, and until its charge was returned, up to 100 ms later, its parent, which was at its floor,
+    /// found the group full, and said so.
+    fn over_without_the_dead(&self, s: &State, over: Over, acts: bool) -> Option<Over> {
+        if !self.bury_the_dead(acts) {
+            return Some(over);
+        }
+        self.over_max(s).find(|now| now.level == over.level)
+    }
+
+    /// This member took something out, or need not.
+    pub(crate) fn gets_on(&self) {
+        let stuck = &self.me().stuck;
+        if stuck.load(Relaxed) != 0 {
+            stuck.store(0, Release);
+            self.waiting.iter().for_each(|waiting| waiting.since.store(0, Relaxed));
+        }
+    }
+
+    /// This member cannot be managed: it has nothing to give as long as it lives.
+    pub(crate) fn never_gets_on(&self) {
+        self.me().stuck.store(u64::MAX, Release);
+    }
+
+    /// Whether another member of a group may have something to give.
+    fn another_gets_on(&self, over: Over, now: u64) -> bool {
+        let (w, charge) = (&self.waiting[over.level], over.charge as u64);
+        let little = little(over.max, self.others_within(over.node).count() + 1);
+        let mut others = self.others_within(over.node).filter(|o| o.rss.load(Relaxed) > little);
+        let any = others.any(|o| !finds_nothing(o, now) && o.owner().is_some_and(|owner| !owner.is_dead()));
+        let since = w.since.load(Relaxed);
+        // (What is being written makes room, whoever finds nothing else meanwhile, and may take longer than all of this.)
+        if self.writes_slowly() || self.others_within(over.node).any(|o| waits_for_disk(o, now)) {
+            w.lowest.store(charge, Relaxed);
+            w.since.store(now, Relaxed);
+            return true;
+        }
+        if !any {
+            w.since.store(0, Relaxed);
+        } else if since == 0 || charge + FALL_BYTES <= w.lowest.load(Relaxed) {
+            w.lowest.store(charge, Relaxed);
+            w.since.store(now, Relaxed);
+        } else {
+            return now.saturating_sub(since) < PATIENCE_NS;
+        }
+        any
+    }
+
+    /// Says that a group is full, and what comes of it; `spares`: nobody is killed, as the limit was lowered.
+    ///
+    /// The story: that somebody was killed was said then, too.
+    fn say_full(&self, s: &State, over: Over, (on_full, spares): (u32, bool)) {
+        if self.own_frames {
+            return self.say_region_full(s, over, on_full == ON_FULL_KILL && !spares);
+        }
+        let mut line = Line::default();
+        let _ = write!(
+            line,
+            "uzswap: the group `{}` is full: {} are used of memory.max {}",
+            Path(self.group, over.node),
+            Mib(over.charge),
+            Mib(over.max)
+        );
+        let _ = write!(line, ", {} too much, and nothing more can be taken out of memory", Mib(over.charge - over.max));
+        let largest = self.largest(over.node, s);
+        if self.zswap_is_full(s) {
+            let pools: usize = self.others_within(over.node).map(|o| o.pool.load(Relaxed) as usize).sum();
+            let _ =
+                write!(line, " (memory.zswap.max is full too: the pool holds {})", Mib(s.pool.held_bytes() + pools));
+        } else {
+            let Largest { pid, resident, pool } = largest;
+            let _ = write!(
+                line,
+                " (of process {pid}, the largest: resident {}, pool {})",
+                Mib(resident as usize),
+                Mib(pool as usize)
+            );
+        }
+        let what = match on_full {
+            ON_FULL_KILL if spares => "nobody is killed, as it is full because its limit was lowered",
+            ON_FULL_WAIT => "its threads wait until there is room (--on-full=wait)",
+            ON_FULL_KILL => "the member that holds most is killed (--on-full=kill)",
+            _ => "it goes on above its limit (--on-full=exceed)",
+        };
+        let _ = writeln!(line, "; {what}");
+        self.say(line.text());
+    }
+
+    /// The same of a region of the library, which has no group that anybody could name, nor options of a command line.
+    fn say_region_full(&self, s: &State, over: Over, kills: bool) {
+        let (mut line, pool) = (Line::default(), s.pool.held_bytes());
+        let what = if kills { "the process is killed, as its on_full says" } else { "it goes on above its limit" };
+        let _ = writeln!(
+            line,
+            "uzswap: a region is full: {} are used of its limit of {}, {} too much, and nothing more can be taken out of memory (resident {}, pool {}); {what}",
+            Mib(over.charge),
+            Mib(over.max),
+            Mib(over.charge - over.max),
+            Mib(over.charge.saturating_sub(pool)),
+            Mib(pool),
+        );
+        self.say(line.text());
+    }
+
+    /// The member of a group that holds most, this one perhaps.
+    fn largest(&self, node: usize, s: &State) -> Largest {
+        let own = s.pool.held_bytes();
+        let me = Largest {
+            pid: thread::getpid() as u32,
+            resident: self.charged(s).saturating_sub(own) as u64,
+            pool: own as u64,
+        };
+        let others = self.others_within(node).filter_map(|o| {
+            let owner = o.owner().filter(|owner| !owner.is_dead())?;
+            let (rss, pool) = (o.rss.load(Relaxed), o.pool.load(Relaxed));
+            Some(Largest { pid: owner.pid(), resident: rss.saturating_sub(pool), pool })
+        });
+        others.fold(me, |most, other| if other.holds() > most.holds() { other } else { most })
+    }
+
+    /// The slots of a group's other members.
+    pub(crate) fn others_within(&self, node: usize) -> impl Iterator<Item = &Slot> {
+        self.others().filter(move |slot| is_within(self.group, slot, node))
+    }
+
+    /// Kills the member of a group that is charged most. Nobody is killed for any group that it is in until it has had time to die.
+    ///
+    /// The story: that was so for the group alone. Beside a member of `web/worker` that was being killed another was for `web`, for what the
+    /// first one was still charged with.
+    fn kill_largest(&self, node: usize) {
+        let n = &self.group.nodes[node];
+        let (now, due) = (thread::now_ns(), n.kill_due.load(Relaxed));
+        if now < due || n.kill_due.compare_exchange(due, now + KILL_PAUSE_NS, AcqRel, Relaxed).is_err() {
+            return;
+        }
+        let members = self.group.used().iter().filter(|slot| is_within(self.group, slot, node));
+        let alive = members.filter_map(|slot| {
+            let owner = slot.owner().filter(|owner| !owner.is_dead())?;
+            Some((slot.rss.load(Relaxed), owner, slot.node.load(Relaxed)))
+        });
+        let Some((charge, victim, of)) = alive.max_by_key(|(charge, ..)| *charge) else { return };
+        for at in self.group.chain(of as usize) {
+            self.group.nodes[at].kill_due.fetch_max(now + KILL_PAUSE_NS, AcqRel);
+        }
+        self.group.count(node, |e| &e.oom_kill, 1);
+        let mut line = Line::default();
+        let _ = writeln!(line, "uzswap: process {} is killed, which holds {}", victim.pid(), Mib(charge as usize));
+        self.say(line.text());
+        thread::kill(victim.pid() as i32, libc::SIGKILL);
+    }
+}
+
+/// What a member holds (bytes).
+struct Largest {
+    pid: u32,
+    resident: u64,
+    pool: u64,
+}
+
+impl Largest {
+    fn holds(&self) -> u64 {
+        self.resident + self.pool
+    }
+}
+
+fn is_within(group: &GroupPage, slot: &Slot, node: usize) -> bool {
+    group.is_within(slot.node.load(Relaxed) as usize, node)
+}
+
+/// A group's name, with those of the groups that it is in.
+struct Path<'a>(&'a GroupPage, usize);
+
+impl core::fmt::Display for Path<'_> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let (mut path, mut n) = ([0; DEPTH], 0);
+        for (to, at) in path.iter_mut().zip(self.0.chain(self.1)) {
+            (*to, n) = (at, n + 1);
+        }
+        for (i, at) in path[..n].iter().rev().enumerate() {
+            let (name, len) = self.0.nodes[*at].name();
+            let name = core::str::from_utf8(&name[..len]).unwrap_or("?");
+            write!(f, "{}{name}", if i == 0 { "" } else { "/" })?;
+        }
+        Ok(())
+    }
+}
+
+/// A size for people, in MiB.
+struct Mib(usize);
+
+impl core::fmt::Display for Mib {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let tenths = self.0 / (crate::frames::arena::PAGE * 256 / 10);
+        write!(f, "{}.{} MiB", tenths / 10, tenths % 10)
+    }
+}
+
+/// A line of text without an allocation; what does not fit is left out.
+struct Line {
+    bytes: [u8; 512],
+    len: usize,
+}
+
+impl Default for Line {
+    fn default() -> Self {
+        Self { bytes: [0; 512], len: 0 }
+    }
+}
+
+impl Line {
+    fn text(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+}
+
+impl Write for Line {
+    fn write_str(&mut self, s: &str) -> core::fmt::Result {
+        let n = s.len().min(self.bytes.len() - self.len);
+        self.bytes[self.len..self.len + n].copy_from_slice(&s.as_bytes()[..n]);
+        self.len += n;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod nested;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+    use uzswap_sys::owner::CLEANS;
+    use uzswap_sys::process::Identity;
+
+    const LIMIT: usize = 32 << 20;
+
+    /// A small member of a group of 32 MiB, and the slot of another, which holds 40 and is alive.
+    fn two() -> (&'static Pager, &'static Slot) {
+        let p = testing::pager(LIMIT);
+        let other = &p.group.slots[7];
+        p.group.used.store(8, Relaxed);
+        other.owner.store(Identity::own().raw(), Relaxed);
+        other.rss.store(40 << 20, Relaxed);
+        p.state.lock().rss = 2 << 20;
+        (p, other)
+    }
+
+    /// How often the group was full so far, as the member finds nothing at `now`.
+    fn full(p: &Pager, now: u64) -> u64 {
+        p.full_at(&p.state.lock(), now);
+        let (n, oom) = (&p.group.nodes[0], p.group.nodes[0].events.oom.load(Relaxed));
+        assert_eq!(n.full_said.load(Relaxed), u32::from(oom > 0), "it is said when it is so");
+        oom
+    }
+
+    /// The story: in a group of several processes one that had just started, and had nothing to give, found the group full: it was
+    /// said of that process, while the others held plenty that was taken from them a moment later. With `--on-full=kill` the
+    /// largest was killed for it.
+    #[test]
+    fn a_group_is_full_when_nobody_gets_on() {
+        let (p, other) = two();
+        let mut now = PATIENCE_NS;
+        for _ in 0..20 {
+            now += PATIENCE_NS / 2;
+            other.rss.fetch_sub(3 * FALL_BYTES / 2, Relaxed);
+            assert_eq!(full(p, now), 0, "the other gets on");
+        }
+        other.stuck.store(now, Relaxed);
+        assert_eq!(full(p, now + 20_000_000), 1, "it does not any more");
+        assert_eq!(full(p, now + 40_000_000), 2);
+        other.stuck.store(0, Relaxed);
+        assert_eq!(full(p, now + 60_000_000), 2, "it does again");
+        // This one says that it finds nothing, until it gets on.
+        assert_eq!(p.me().stuck.load(Relaxed), now + 60_000_000);
+        p.gets_on();
+        assert_eq!(p.me().stuck.load(Relaxed), 0);
+    }
+
+    #[test]
+    fn who_holds_little_or_is_dead_or_alone_is_not_waited_for() {
+        let (p, other) = two();
+        let dead = testing::dead_process();
+        // (As a group that others have filled, where nobody else matters.)
+        p.state.lock().rss = LIMIT + (1 << 20);
+        assert_eq!(full(p, 1), 0);
+        other.rss.store(LITTLE_BYTES, Relaxed);
+        assert_eq!(full(p, 2), 1, "it holds little");
+        other.rss.store(40 << 20, Relaxed);
+        assert_eq!(full(p, 3), 1);
+        other.owner.store(dead.raw(), Relaxed);
+        assert_eq!(full(p, 4), 2, "it is dead");
+        other.owner.store(0, Relaxed);
+        assert_eq!(full(p, 5), 3, "it is gone");
+    }
+
+    /// The story: who found a dead member had its slot while it returned the charge, and seemed to hold that, too. In that instant
+    /// another could take it for the largest, and kill it.
+    #[test]
+    fn who_returns_the_charge_of_the_dead_does_not_hold_it() {
+        const TIMES: u32 = 20_000;
+        let (p, other) = two();
+        let dead = testing::dead_process();
+        let looks = std::thread::spawn(|| {
+            let (mut seen, mut blamed) = (0, 0);
+            while seen < TIMES {
+                let charged = other.owner() == Some(Identity::own()) && other.rss.load(Acquire) != 0;
+                // (Of one round: the next one charges again.)
+                let round = other.ticker.load(Acquire);
+                blamed += u32::from(charged && round == seen);
+                seen = round;
+            }
+            blamed
+        });
+        for round in 1..=TIMES {
+            other.owner.store(0, Release);
+            other.rss.store(40 << 20, Release);
+            other.owner.store(dead.raw(), Release);
+            p.group.bury_the_dead(Identity::own());
+            assert_eq!((other.owner.load(Relaxed), other.rss.load(Relaxed)), (0, 0));
+            other.ticker.store(round, Release);
+        }
+        assert_eq!(looks.join().expect("it looks"), 0);
+        // What was broken off is begun again, and who did so, is not charged in the slot meanwhile.
+        other.rss.store(40 << 20, Relaxed);
+        other.owner.store(dead.raw() | CLEANS, Relaxed);
+        assert_eq!(p.largest(0, &p.state.lock()).pid, thread::getpid() as u32);
+        p.group.bury_the_dead(Identity::own());
+        assert_eq!((other.owner.load(Relaxed), other.rss.load(Relaxed)), (0, 0));
+    }
+
+    /// See [`little`]: what each holds is little, all of it is more than there may be, and nobody has asked for it yet.
+    #[test]
+    fn a_group_of_many_is_full_when_none_of_them_gets_on() {
+        let (p, other) = two();
+        p.group.used.store(16, Relaxed);
+        let others = &p.group.slots[1..16];
+        for each in others {
+            each.owner.store(Identity::own().raw(), Relaxed);
+            each.rss.store(LITTLE_BYTES - 1, Relaxed);
+            each.stuck.store(1, Relaxed);
+        }
+        other.stuck.store(0, Relaxed);
+        assert_eq!(full(p, 2), 0, "one has not been asked");
+        other.rss.store(little(LIMIT, 16), Relaxed);
+        assert_eq!(full(p, 3), 1, "it holds little for that");
+        other.rss.store(LITTLE_BYTES - 1, Relaxed);
+        assert_eq!(full(p, 4), 1);
+        others.iter().for_each(|each| each.owner.store(0, Relaxed));
+        other.owner.store(Identity::own().raw(), Relaxed);
+        p.state.lock().rss = LIMIT;
+        assert_eq!(full(p, 5), 2, "beside one other it is little");
+    }
+
+    /// See [`Pager::over_without_the_dead`].
+    #[test]
+    fn what_the_dead_are_charged_fills_no_group() {
+        let (p, other) = two();
+        let dead = testing::dead_process();
+        // (Somebody of this process has just looked for the dead.)
+        p.bury_the_dead(true);
+        other.owner.store(dead.raw(), Relaxed);
+        assert_eq!(full(p, 1), 0);
+        assert_eq!((other.owner.load(Relaxed), other.rss.load(Relaxed)), (0, 0));
+        // Nor is anybody killed for it, once it was said.
+        p.group.nodes[0].full_said.store(1, Relaxed);
+        p.group.nodes[0].on_full.store(ON_FULL_KILL, Relaxed);
+        other.rss.store(40 << 20, Relaxed);
+        other.owner.store(dead.raw(), Relaxed);
+        p.full_at(&p.state.lock(), thread::now_ns());
+        let events = &p.group.nodes[0].events;
+        assert_eq!((events.oom.load(Relaxed), events.oom_kill.load(Relaxed)), (0, 0));
+    }
+
+    #[test]
+    fn a_group_in_another_is_called_by_its_whole_name() {
+        let (p, _) = two();
+        p.group.set_up(b"k");
+        let sub = p.group.make_child(0, b"sub").expect("a group");
+        let below = p.group.make_child(sub, b"below").expect("a group");
+        let name = |node| Path(p.group, node).to_string();
+        assert_eq!([0, sub, below].map(name), ["k", "k/sub", "k/sub/below"]);
+    }
+
+    /// No member need be stuck where one is stopped, or takes out what takes as much room elsewhere: the group does not come down.
+    #[test]
+    fn a_group_that_does_not_come_down_is_full() {
+        let (p, other) = two();
+        assert_eq!(full(p, 1), 0);
+        other.rss.fetch_sub(FALL_BYTES - 1, Relaxed);
+        assert_eq!(full(p, PATIENCE_NS), 0);
+        other.rss.fetch_add(1 << 20, Relaxed);
+        assert_eq!(full(p, PATIENCE_NS + 1), 1, "it has not come down");
+        other.rss.fetch_sub(2 << 20, Relaxed);
+        let now = PATIENCE_NS + 2;
+        assert_eq!(full(p, now), 1, "now it has");
+        // It is stopped when it had just found nothing.
+        other.stuck.store(now, Relaxed);
+        assert_eq!(full(p, now + STUCK_NS - 1), 2);
+        assert_eq!(full(p, now + STUCK_NS), 2, "it may get on by now");
+        assert_eq!(full(p, now + STUCK_NS + PATIENCE_NS), 3, "it does not");
+        // What cannot be managed never gets on.
+        other.stuck.store(u64::MAX, Relaxed);
+        assert_eq!(full(p, 1), 4);
+        // Once it is not over its limit all begins anew.
+        other.stuck.store(0, Relaxed);
+        assert_eq!(full(p, 10), 4);
+        p.group.nodes[0].max.store(64 << 20, Relaxed);
+        assert_eq!(full(p, 20), 4);
+        p.group.nodes[0].max.store(32 << 20, Relaxed);
+        assert_eq!(full(p, PATIENCE_NS + 10), 4);
+    }
+
+    /// The story: a disk in a cloud took some seconds for a write. Whoever found nothing to take meanwhile saw that the group did not come
+    /// down, and the largest was killed, which waited for its disk to make room.
+    #[test]
+    fn a_group_whose_slow_disk_is_waited_for_is_not_full() {
+        let (p, other) = two();
+        let mut now = 1;
+        for _ in 0..20 {
+            now += PATIENCE_NS / 2;
+            other.disk_at.store(now, Relaxed);
+            assert_eq!(full(p, now + 1), 0, "its disk makes room");
+        }
+        // Nor while this one's does, or where the other finds nothing beside it.
+        other.stuck.store(now, Relaxed);
+        assert_eq!(full(p, now + 2), 0);
+        other.stuck.store(0, Relaxed);
+        other.disk_at.store(0, Relaxed);
+        p.tier.began[1].store(thread::now_ns() - 2_000_000_000, Relaxed);
+        assert_eq!(full(p, now + 2 * PATIENCE_NS), 0);
+        p.tier.began[1].store(thread::now_ns() - 11_000_000_000, Relaxed);
+        other.disk_at.store(now, Relaxed);
+        // Both stand still.
+        now += 2 * PATIENCE_NS;
+        assert_eq!(full(p, now), 0, "the other may get on without it");
+        assert_eq!(full(p, now + PATIENCE_NS), 1, "it does not");
+        p.tier.began[1].store(0, Relaxed);
+    }
+
+    /// What is done is what the group says, and to the largest of all.
+    #[test]
+    fn what_is_done_about_it_waits_too() {
+        let (p, other) = two();
+        let mut child = std::process::Command::new("sleep").arg("600").spawn().expect("a process");
+        other.owner.store(u64::from(child.id()), Relaxed);
+        p.group.nodes[0].on_full.store(ON_FULL_KILL, Relaxed);
+        let killed = || p.group.nodes[0].events.oom_kill.load(Relaxed);
+        assert_eq!((full(p, 1), killed()), (0, 0), "it gets on");
+        let largest = p.largest(0, &p.state.lock());
+        assert_eq!((largest.pid, largest.holds()), (child.id(), 40 << 20));
+        other.stuck.store(1, Relaxed);
+        assert_eq!((full(p, 2), killed()), (1, 1));
+        let ended = child.wait().expect("it was killed");
+        assert_eq!(std::os::unix::process::ExitStatusExt::signal(&ended), Some(libc::SIGKILL));
+        // To wait is not put off.
+        p.group.nodes[0].on_full.store(ON_FULL_WAIT, Relaxed);
+        other.owner.store(Identity::own().raw(), Relaxed);
+        other.stuck.store(0, Relaxed);
+        assert!(!p.waits.load(SeqCst));
+        assert_eq!(full(p, 3), 1);
+        assert!(p.waits.load(SeqCst));
+    }
+
+    #[test]
+    fn lines_are_cut_not_overrun() {
+        let mut line = Line::default();
+        write!(line, "{} and {}", Mib(64 << 20), Mib(3 << 19)).unwrap();
+        assert_eq!(line.text(), b"64.0 MiB and 1.5 MiB");
+        write!(line, "{:600}", "x").unwrap();
+        assert_eq!(line.text().len(), 512);
+    }
+}

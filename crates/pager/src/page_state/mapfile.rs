@@ -1,0 +1,417 @@
+//! The page map as a memory object: written by its owner, mapped read-only by whoever wants to know.
+//!
+//! ```text
+//! page 0: MAGIC │ kind │ base │ pages │ sequence │ limit │ tracking │ doubts │ …      page 1…: a byte a page (uzswap_mm::pagemap)
+//! ```
+//! The object is called [`NAME`], which is how it is found among a process's descriptors. It is sparse: only parts of the
+//! table that were ever written take memory, so a process's whole address space is one object of 2^35 bytes. It is sealed
+//! so that nobody can map it writable later; the owner's mapping is older. A process's is not: pages of the table that are all
+//! zeros go back to the kernel ([`give_back`]), which a seal would forbid. (Who may open it may write to the process as well.)
+//!
+//! Made with plain system calls, as the agent's threads must.
+
+use core::ffi::CStr;
+use core::sync::atomic::{AtomicU64, Ordering::*};
+use uzswap_mm::pagemap::{PageMap, PageMapWriter};
+use uzswap_mm::pagetable::STRETCH_PAGES;
+use uzswap_sys::raw::{self, Errno};
+use uzswap_sys::{sys, thread};
+
+/// The first word.
+pub const MAGIC: u64 = 0x757a_6d61_7000_0001;
+/// The object's name.
+pub const NAME: &CStr = c"uzswap-pagemap";
+/// Bytes before the table.
+pub const HEAD: usize = 4096;
+
+/// What a map is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub enum Kind {
+    /// A shared region: its pages by number, the same for every mapping.
+    Shared = 1,
+    /// One mapping of a shared region: the bits that are its own.
+    Markers = 2,
+    /// A region of the library: `base` is its address.
+    Region = 3,
+    /// A process under `uzswap run`: pages by address.
+    Process = 4,
+    /// The same process: the pages that were soft-dirty when its bits were last cleared.
+    Cleared = 5,
+}
+
+impl Kind {
+    fn of(number: u64) -> Option<Self> {
+        [Self::Shared, Self::Markers, Self::Region, Self::Process, Self::Cleared]
+            .into_iter()
+            .find(|k| *k as u64 == number)
+    }
+}
+
+const KIND: usize = 1;
+const BASE: usize = 2;
+const PAGES: usize = 3;
+const SEQUENCE: usize = 4;
+const LIMIT: usize = 5;
+const TRACKING: usize = 6;
+const DOUBTS: usize = 7;
+
+/// A map, mapped.
+#[derive(Debug)]
+pub struct MapFile {
+    at: usize,
+    len: usize,
+    fd: i32,
+    /// Pages, and what it is of: as they were when it was mapped. What is in the object another process may change.
+    pages: u64,
+    kind: Option<Kind>,
+    /// Whether it is this process's own: another's can only be read.
+    own: bool,
+    /// The process that mapped it. A forked child has not its own (`MADV_DONTFORK`).
+    process: i32,
+}
+
+impl MapFile {
+    /// Makes a map of pages that nobody has touched.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn create(kind: Kind, base: usize, pages: u64, limit: u64) -> Result<Self, Errno> {
+        let len = HEAD + pages.next_multiple_of(4096) as usize;
+        let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
+        // SAFETY: a NUL-terminated name.
+        let fd = unsafe { sys!(libc::SYS_memfd_create, NAME.as_ptr(), flags) }? as i32;
+        let made = (|| {
+            // SAFETY: no memory is involved.
+            unsafe { sys!(libc::SYS_ftruncate, fd, len) }?;
+            let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_NORESERVE);
+            // SAFETY: a new mapping.
+            let at = unsafe { sys!(libc::SYS_mmap, 0, len, prot, flags, fd, 0) }?;
+            let read_only = if kind == Kind::Process { 0 } else { uzswap_sys::memfd::SEAL_FUTURE_WRITE };
+            let seals = uzswap_sys::memfd::SEAL_SIZE | read_only;
+            // SAFETY: as above.
+            unsafe {
+                let _ = sys!(libc::SYS_fcntl, fd, libc::F_ADD_SEALS, seals);
+                let _ = sys!(libc::SYS_madvise, at, len, libc::MADV_DONTFORK);
+                let _ = sys!(libc::SYS_madvise, at, len, libc::MADV_DONTDUMP);
+            }
+            Ok(at)
+        })();
+        let at = match made {
+            Ok(at) => at,
+            Err(e) => {
+                raw::close(fd);
+                return Err(e);
+            }
+        };
+        let map = Self { at, len, fd, pages, kind: Some(kind), own: true, process: thread::getpid() };
+        let head = map.head();
+        for (word, value) in [(KIND, kind as u64), (BASE, base as u64), (PAGES, pages), (LIMIT, limit)] {
+            head[word].store(value, Relaxed);
+        }
+        head[0].store(MAGIC, Release);
+        Ok(map)
+    }
+
+    /// Maps somebody's map to read it; takes the descriptor, which stays open.
+    ///
+    /// # Errors
+    /// `EINVAL`: it is none. The kernel's.
+    pub fn open(fd: i32) -> Result<Self, Errno> {
+        let mut stat = [0u64; 32];
+        // SAFETY: `struct stat` has 144 bytes.
+        let known = unsafe { sys!(libc::SYS_fstat, fd, stat.as_mut_ptr()) };
+        // st_size is the seventh word.
+        let len = stat[6] as usize;
+        if known.is_err() || len <= HEAD {
+            raw::close(fd);
+            return Err(libc::EINVAL);
+        }
+        let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
+        // SAFETY: a new mapping.
+        let at = match unsafe { sys!(libc::SYS_mmap, 0, len, libc::PROT_READ, flags, fd, 0) } {
+            Ok(at) => at,
+            Err(e) => {
+                raw::close(fd);
+                return Err(e);
+            }
+        };
+        let mut map = Self { at, len, fd, pages: 0, kind: None, own: false, process: thread::getpid() };
+        map.pages = map.head()[PAGES].load(Relaxed);
+        map.kind = Kind::of(map.head()[KIND].load(Relaxed));
+        // Its size cannot shrink below what it says, or reading would be SIGBUS.
+        // SAFETY: no memory is involved.
+        let seals = unsafe { sys!(libc::SYS_fcntl, fd, libc::F_GET_SEALS) }.unwrap_or(0);
+        let shrinks = seals & libc::F_SEAL_SHRINK as usize == 0;
+        if map.head()[0].load(Acquire) != MAGIC || map.pages > (len - HEAD) as u64 || shrinks {
+            return Err(libc::EINVAL);
+        }
+        Ok(map)
+    }
+
+    fn head(&self) -> &[AtomicU64] {
+        // SAFETY: the first page of the mapping, aligned, alive as long as self; only used as atomics.
+        unsafe { core::slice::from_raw_parts(self.at as *const AtomicU64, HEAD / 8) }
+    }
+
+    fn words(&self) -> &[AtomicU64] {
+        let words = PageMap::<AtomicU64>::words_for(self.pages);
+        // SAFETY: the mapping has room for the pages (checked when opened), aligned, alive as long as self; only used as
+        // atomics, and only read where it is another process's.
+        unsafe { core::slice::from_raw_parts((self.at + HEAD) as *const AtomicU64, words) }
+    }
+
+    /// The map itself.
+    #[must_use]
+    pub fn map(&self) -> PageMap<'_> {
+        PageMap::new(&self.head()[SEQUENCE], self.words(), self.pages)
+    }
+
+    /// The map, to be written.
+    ///
+    /// # Panics
+    /// When it is another process's.
+    #[must_use]
+    pub(crate) fn writer(&self) -> PageMapWriter<'_> {
+        PageMapWriter::new(&self.own_head()[SEQUENCE], self.words(), self.pages)
+    }
+
+    /// The head, to be written.
+    fn own_head(&self) -> &[AtomicU64] {
+        assert!(self.own, "another process's map cannot be written");
+        self.head()
+    }
+
+    /// The map, to be written, for a table that lives as long as this.
+    ///
+    /// # Safety
+    /// It must not be used after this is dropped.
+    #[must_use]
+    pub(crate) unsafe fn writer_unbound(&self) -> PageMapWriter<'static> {
+        // SAFETY: the caller promises the lifetime.
+        unsafe { core::mem::transmute::<PageMapWriter<'_>, PageMapWriter<'static>>(self.writer()) }
+    }
+
+    /// The address of the table in this mapping.
+    pub(crate) fn table(&self) -> usize {
+        self.at + HEAD
+    }
+
+    /// The descriptor.
+    #[must_use]
+    pub fn fd(&self) -> i32 {
+        self.fd
+    }
+    /// Pages.
+    #[must_use]
+    pub fn pages(&self) -> u64 {
+        self.pages
+    }
+    /// What it is of.
+    #[must_use]
+    pub fn kind(&self) -> Option<Kind> {
+        self.kind
+    }
+    /// The address of its first page.
+    #[must_use]
+    pub fn base(&self) -> usize {
+        self.head()[BASE].load(Relaxed) as usize
+    }
+    /// The limit under which the memory is, in bytes.
+    #[must_use]
+    pub fn limit(&self) -> u64 {
+        self.head()[LIMIT].load(Relaxed)
+    }
+    /// Says that the memory is under another limit now, of so many bytes. (For whoever has it mapped to write.)
+    pub(crate) fn set_limit(&self, bytes: u64) {
+        self.head()[LIMIT].store(bytes, Relaxed);
+    }
+    /// Whether soft-dirty bits say anything: in [`Kind::Markers`] not before they are first cleared (every page counts as
+    /// written), in [`Kind::Process`] where they are kept. (There what counts as written is marked.)
+    #[must_use]
+    pub fn tracking(&self) -> bool {
+        self.head()[TRACKING].load(Acquire) != 0
+    }
+    /// Sets that, in a map of this process.
+    pub(crate) fn set_tracking(&self, on: bool) {
+        self.own_head()[TRACKING].store(u64::from(on), Release);
+    }
+    /// Ranges of which it is open whether their contents were just removed: while there are any the owner is asked before the map is
+    /// believed. (In [`Kind::Shared`] only.)
+    #[must_use]
+    pub fn doubts(&self) -> u64 {
+        self.head()[DOUBTS].load(Acquire)
+    }
+    /// Sets that, in a map of this process.
+    pub(crate) fn set_doubts(&self, n: u64) {
+        self.own_head()[DOUBTS].store(n, Release);
+    }
+    /// Sets the address of the first page, in a map of this process.
+    pub(crate) fn set_base(&self, base: usize) {
+        self.own_head()[BASE].store(base as u64, Release);
+    }
+
+    /// The parts of the table that were ever written, as ranges of pages.
+    #[must_use]
+    pub fn written_ranges(&self) -> Vec<(u64, u64)> {
+        let (mut ranges, mut at) = (Vec::new(), HEAD);
+        let seek = |at: usize, whence: i32| {
+            // SAFETY: no memory is involved.
+            unsafe { sys!(libc::SYS_lseek, self.fd, at, whence) }
+        };
+        while let Ok(from) = seek(at, libc::SEEK_DATA) {
+            let to = seek(from, libc::SEEK_HOLE).unwrap_or(self.len);
+            ranges.push(((from - HEAD) as u64, ((to - HEAD) as u64).min(self.pages)));
+            at = to;
+        }
+        ranges
+    }
+
+    /// Bytes of memory that the table takes.
+    #[must_use]
+    pub fn metadata_bytes(&self) -> usize {
+        let mut stat = [0u64; 32];
+        // SAFETY: `struct stat` has 144 bytes; st_blocks is the ninth word.
+        match unsafe { sys!(libc::SYS_fstat, self.fd, stat.as_mut_ptr()) } {
+            Ok(_) => stat[8] as usize * 512,
+            Err(_) => 0,
+        }
+    }
+}
+
+/// Bytes of a table that go back to the kernel at a time: a page.
+const PIECE: usize = 4096;
+const _: () = assert!(PIECE as u64 == STRETCH_PAGES);
+
+/// Gives a page of a table's memory back to the kernel, its `n`-th: that of `n`-th [`STRETCH_PAGES`], which must be all zeros. `table`
+/// is where its owner's mapping begins.
+///
+/// The story: V8 maps its heap in pieces of 256 KiB at ever new addresses. Each took a page of the table for good: half a megabyte a second,
+/// of shared memory that no limit counts.
+///
+/// # Safety
+/// `table` is that of a map that is mapped, and writable; nobody writes to it meanwhile.
+pub(crate) unsafe fn give_back(table: usize, n: u64) {
+    // SAFETY: as the caller promises. Where it is refused (the program locks its memory) the page stays.
+    let _ = unsafe { sys!(libc::SYS_madvise, table + n as usize * PIECE, PIECE, libc::MADV_REMOVE) };
+}
+
+/// The story: a forked child dropped the page map of its parent's region, and unmapped what it had of its own in that place.
+impl Drop for MapFile {
+    fn drop(&mut self) {
+        if !self.own || self.process == thread::getpid() {
+            // SAFETY: our mapping; what borrows from it has ended.
+            let _ = unsafe { sys!(libc::SYS_munmap, self.at, self.len) };
+        }
+        raw::close(self.fd);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::calls::events::{forget_range, remap};
+    use uzswap_mm::lru::List;
+    use uzswap_mm::pagemap::{PRESENT, PageState};
+    use uzswap_mm::pagetable::{ADDRESS_SPACE_PAGES, Pte, Tag};
+
+    #[test]
+    fn a_reader_sees_what_the_owner_writes_and_cannot_write() {
+        let owner = MapFile::create(Kind::Region, 0x7000_0000, ADDRESS_SPACE_PAGES, 5).unwrap();
+        // SAFETY: no memory is involved.
+        let fd = unsafe { sys!(libc::SYS_dup, owner.fd()) }.unwrap() as i32;
+        let reader = MapFile::open(fd).unwrap();
+        owner.writer().set(1 << 34, PageState(PRESENT));
+        owner.set_tracking(true);
+        assert_eq!(reader.map().get(1 << 34), PageState(PRESENT));
+        assert_eq!((reader.kind(), reader.base(), reader.limit()), (Some(Kind::Region), 0x7000_0000, 5));
+        assert!(reader.tracking());
+        assert_eq!(reader.written_ranges(), [(1 << 34, (1 << 34) + 4096)]);
+        let rw = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a new mapping, if at all.
+        let writable = unsafe { sys!(libc::SYS_mmap, 0, 4096, rw, libc::MAP_SHARED, fd, 0) };
+        assert_eq!(writable, Err(libc::EPERM));
+        // SAFETY: no memory is involved.
+        let other = unsafe { sys!(libc::SYS_dup, 0) }.unwrap() as i32;
+        assert!(MapFile::open(other).is_err());
+    }
+
+    /// See `drop`.
+    #[test]
+    fn a_forked_child_that_drops_a_map_unmaps_nothing_of_its_own() {
+        let map = MapFile::create(Kind::Region, 0, 4096, 5).unwrap();
+        let (at, len, rw) = (map.at, map.len, libc::PROT_READ | libc::PROT_WRITE);
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+        // SAFETY: the child makes system calls only, and leaves without the harness.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: a new mapping that replaces nothing, and is read where it must still be (SIGSEGV else).
+            unsafe {
+                let own = sys!(libc::SYS_mmap, at, len, rw, flags, -1isize, 0);
+                drop(map);
+                let read = (at as *const u8).read_volatile();
+                libc::_exit(i32::from(own != Ok(at) || read != 0));
+            }
+        }
+        let mut status = 0;
+        // SAFETY: a child of ours.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!(status, 0);
+        // Here it is what it was.
+        map.writer().set(7, PageState(PRESENT));
+        assert_eq!(map.map().get(7), PageState(PRESENT));
+    }
+
+    /// The story: the number of pages was read anew for each look, from memory that its owner can write to, and led whoever looks at a
+    /// process of another user out of the mapping.
+    #[test]
+    fn what_the_owner_says_of_its_size_later_changes_nothing() {
+        let owner = MapFile::create(Kind::Process, 0, 4096, 5).unwrap();
+        owner.writer().set(7, PageState(PRESENT));
+        // SAFETY: no memory is involved.
+        let fd = unsafe { sys!(libc::SYS_dup, owner.fd()) }.unwrap() as i32;
+        let reader = MapFile::open(fd).unwrap();
+        owner.head()[PAGES].store(1 << 40, Relaxed);
+        owner.head()[KIND].store(Kind::Region as u64, Relaxed);
+        let sum = reader.map().summary(0, u64::MAX);
+        assert_eq!((sum.pages, sum.present, reader.pages()), (4096, 1, 4096));
+        assert_eq!((reader.kind(), reader.written_ranges()), (Some(Kind::Process), vec![(0, 4096)]));
+    }
+
+    /// See `give_back`.
+    #[test]
+    fn what_is_forgotten_takes_no_memory_in_the_map() {
+        let p = crate::testing::pager(16 << 20);
+        let map = MapFile::create(Kind::Process, 0, ADDRESS_SPACE_PAGES, 5).unwrap();
+        // (Read by a system call: to touch a page of the mapping would make it.)
+        let said = |vpn: u64| {
+            let mut byte = [0xff];
+            assert_eq!(raw::pread(map.fd(), &mut byte, HEAD as u64 + vpn), Ok(1));
+            PageState(byte[0])
+        };
+        let mut s = p.state.lock();
+        // SAFETY: unpublished below.
+        s.pt.publish(unsafe { map.writer_unbound() }, 0);
+        s.pt.note_emptied();
+        s.page_map = Some(map.table());
+        // A page that stays, and pieces of 256 KiB all over the place that come and go.
+        s.pt.set(77, Pte::new(Tag::Zero, 0));
+        s.zeros += 1;
+        let before = map.metadata_bytes();
+        for i in 1..500u64 {
+            let first = i.wrapping_mul(0x9e37_79b9_7f4a_7c15) % ADDRESS_SPACE_PAGES / 64 * 64;
+            s.list_resident(first, 64, List::Inactive, |_| None);
+            assert_eq!(said(first + 5), PageState(PRESENT));
+            let to = i.wrapping_mul(0xd6e8_feb8_6659_fd93) % ADDRESS_SPACE_PAGES / 64 * 64;
+            remap(&mut s, first, to, 64);
+            assert_eq!([first, to].map(|at| said(at + 5)), [PageState(0), PageState(PRESENT)]);
+            forget_range(&mut s, to, to + 40);
+            forget_range(&mut s, to + 40, to + 64);
+            assert_eq!(said(to + 5), PageState(0));
+        }
+        assert_eq!(map.metadata_bytes(), before);
+        assert_eq!(said(77), Pte::new(Tag::Zero, 0).state());
+        s.pt.unpublish();
+        s.page_map = None;
+    }
+}

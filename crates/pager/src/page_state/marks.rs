@@ -1,0 +1,249 @@
+//! Soft-dirty and write-protected pages of private memory: a byte for each page beside the page map, where a region was
+//! made to keep them.
+//!
+//! ```text
+//! marker            a resident page is      a write
+//! plain             writable                -
+//! clean (tracked)   write-protected         sets soft-dirty, the page is writable again
+//! protected         write-protected         is told, and waits until the page is unprotected
+//! ```
+//! What the kernel keeps of write-protection goes with the PTE, so it is lost when a page leaves; the markers are what
+//! counts. Paging out does not touch them. A page that comes back and is not plain is *copied* in, write-protected by the
+//! same call: MOVE maps it writable, and between MOVE and protecting it another thread could write unseen.
+//!
+//! Why no write is missed: bits are cleared and set, pages protected and brought, under the pager's lock. To clear, a page is
+//! protected first: a write before that is one of a page whose bit is set, and so reported; one after it faults, waits for the
+//! lock, and sets the bit anew.
+//!
+//! Written under the pager's lock only. Lock order: that lock, then the queue's.
+
+use crate::frames::arena::PAGE;
+use crate::page_state::mapfile::{Kind, MapFile};
+use crate::pager::Pager;
+use crate::state::State;
+use core::sync::atomic::{AtomicU32, Ordering::*};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use uzswap_mm::pagemap::{PageState, SOFT_DIRTY, WRITE_PROTECTED};
+use uzswap_mm::pagetable::Tag;
+use uzswap_sys::lock::{self, Lock};
+use uzswap_sys::raw::Errno;
+
+/// What the marker of a page says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Marker {
+    /// Writes concern nobody.
+    Plain,
+    /// The first write is to be noted.
+    Clean,
+    /// Writes are told first.
+    Protected,
+}
+
+/// What is to be done about a write fault.
+pub(crate) enum Write {
+    /// The page is to be brought.
+    Missing,
+    /// The page may be written now: the access is done again.
+    Allowed,
+    /// The thread waits (see [`Marks::wait`]), then does its access again.
+    Waits(u32),
+}
+
+/// The markers of a region's pages.
+pub struct Marks {
+    map: Arc<MapFile>,
+    /// Number of the region's first page.
+    first: u64,
+    /// Protected pages that somebody waits to write to, and who asks has not been told of.
+    queue: Lock<VecDeque<u64>>,
+    /// Bumped when a page comes to the queue (a futex word).
+    news: AtomicU32,
+    /// Bumped when pages are unprotected (a futex word).
+    freed: AtomicU32,
+}
+
+impl Marks {
+    /// Markers of `pages` pages from the address `base` on: nothing is protected, everything counts as written.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn new(base: usize, pages: u64) -> Result<Self, Errno> {
+        Ok(Self {
+            map: Arc::new(MapFile::create(Kind::Markers, base, pages, 0)?),
+            first: (base / PAGE) as u64,
+            queue: Lock::new(VecDeque::new()),
+            news: AtomicU32::new(0),
+            freed: AtomicU32::new(0),
+        })
+    }
+
+    /// The memory object they are in.
+    pub(crate) fn file(&self) -> Arc<MapFile> {
+        self.map.clone()
+    }
+
+    fn marker(&self, vpn: u64) -> Marker {
+        let state = self.map.map().get(vpn - self.first);
+        if state.write_protected() {
+            Marker::Protected
+        } else if self.map.tracking() && !state.soft_dirty() {
+            Marker::Clean
+        } else {
+            Marker::Plain
+        }
+    }
+
+    fn change(&self, vpn: u64, set: u8, clear: u8) {
+        self.map.writer().change(vpn - self.first, set, clear);
+    }
+
+    /// Whether a page is to be mapped write-protected.
+    pub(crate) fn protects(&self, vpn: u64) -> bool {
+        self.marker(vpn) != Marker::Plain
+    }
+
+    /// How many pages from `vpn` on, of `n`, are to be mapped in the same way, and whether that is write-protected.
+    fn alike(&self, vpn: u64, n: usize) -> (usize, bool) {
+        let first = self.protects(vpn);
+        ((1..n).find(|i| self.protects(vpn + *i as u64) != first).unwrap_or(n), first)
+    }
+
+    /// Waits until pages are unprotected after `seen`. In the thread that wants to write.
+    pub(crate) fn wait(&self, seen: u32) {
+        lock::futex_wait(&self.freed, seen, None, false);
+    }
+
+    /// The next page that somebody waits to write to, by address; None when none came for `timeout_ns`.
+    pub(crate) fn next_write(&self, timeout_ns: u64) -> Option<usize> {
+        let end = uzswap_sys::thread::now_ns().saturating_add(timeout_ns);
+        loop {
+            let seen = self.news.load(Acquire);
+            if let Some(vpn) = self.queue.lock().pop_front() {
+                return Some(vpn as usize * PAGE);
+            }
+            let left = end.saturating_sub(uzswap_sys::thread::now_ns());
+            if left == 0 {
+                return None;
+            }
+            lock::futex_wait(&self.news, seen, Some(left), false);
+        }
+    }
+}
+
+impl Pager {
+    /// Notes a write to a page, if its marker asks for it.
+    pub(crate) fn note_write(&self, s: &mut State, marks: &Marks, vpn: u64) -> Write {
+        let resident = s.pt.get(vpn).tag() == Tag::Resident;
+        match marks.marker(vpn) {
+            Marker::Plain => return Write::Missing,
+            Marker::Clean => marks.change(vpn, SOFT_DIRTY, 0),
+            Marker::Protected if resident => {
+                let seen = marks.freed.load(Acquire);
+                let mut queue = marks.queue.lock();
+                if !queue.contains(&vpn) {
+                    queue.push_back(vpn);
+                }
+                drop(queue);
+                marks.news.fetch_add(1, Release);
+                lock::futex_wake(&marks.news, u32::MAX >> 1, false);
+                return Write::Waits(seen);
+            }
+            // It comes protected, and the access is done again.
+            Marker::Protected => return Write::Missing,
+        }
+        // (What is missing comes writable now. If the kernel does not unprotect it the access faults again.)
+        match resident {
+            true => {
+                let _ = self.write_protect(vpn, vpn + 1, false);
+                Write::Allowed
+            }
+            false => Write::Missing,
+        }
+    }
+
+    fn write_protect(&self, from: u64, to: u64, protect: bool) -> Result<(), Errno> {
+        loop {
+            match self.uffd().write_protect(from as usize * PAGE, (to - from) as usize * PAGE, protect) {
+                Err(libc::EAGAIN) => core::hint::spin_loop(),
+                result => return result,
+            }
+        }
+    }
+
+    /// Clears the soft-dirty bits of `[from, to)` and returns the pages, counted from the region's first, whose bit was set.
+    ///
+    /// # Errors
+    /// The kernel's; no bit has changed.
+    pub(crate) fn take_soft_dirty(&self, marks: &Marks, from: u64, to: u64) -> Result<Vec<u64>, Errno> {
+        let s = self.state.lock();
+        self.write_protect(from, to, true)?;
+        let map = marks.map.map();
+        let known = |vpn: &u64| s.pt.get(*vpn).tag() != Tag::None;
+        if !marks.map.tracking() {
+            // Until now everything counted as written. (What nobody has touched was not, and is noted when it is.)
+            (marks.first..marks.first + map.pages()).filter(known).for_each(|vpn| marks.change(vpn, SOFT_DIRTY, 0));
+            marks.map.set_tracking(true);
+        }
+        let pages = (from..to).filter(known).map(|vpn| vpn - marks.first);
+        let dirty = pages.filter(|page| map.get(*page).soft_dirty()).collect();
+        (from..to).for_each(|vpn| marks.change(vpn, 0, SOFT_DIRTY));
+        Ok(dirty)
+    }
+
+    /// Write-protects `[from, to)`: who writes there waits.
+    ///
+    /// # Errors
+    /// The kernel's; pages not out may be writable.
+    pub(crate) fn protect(&self, marks: &Marks, from: u64, to: u64) -> Result<(), Errno> {
+        let _s = self.state.lock();
+        // The marker first: a write that faults from now on is told.
+        (from..to).for_each(|vpn| marks.change(vpn, WRITE_PROTECTED, 0));
+        self.write_protect(from, to, true)
+    }
+
+    /// Ends that and lets writers go on.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub(crate) fn unprotect(&self, marks: &Marks, from: u64, to: u64) -> Result<(), Errno> {
+        let _s = self.state.lock();
+        self.set_free(marks, from, to, |state| PageState(state.0 & !WRITE_PROTECTED))
+    }
+
+    /// The contents of `[from, to)` are dropped, and with them what their markers said. With the lock held.
+    pub(crate) fn forget_marks(&self, from: u64, to: u64) {
+        if let Some(marks) = &self.marks {
+            let _ = self.set_free(marks, from, to, |_| PageState(0));
+        }
+    }
+
+    fn set_free(
+        &self,
+        marks: &Marks,
+        from: u64,
+        to: u64,
+        change: impl Fn(PageState) -> PageState,
+    ) -> Result<(), Errno> {
+        let map = marks.map.writer();
+        for page in from - marks.first..to - marks.first {
+            let (old, new) = (map.get(page), change(map.get(page)));
+            if old != new {
+                map.set(page, new);
+            }
+        }
+        let mut result = Ok(());
+        let mut at = from;
+        while at < to {
+            let (n, protect) = marks.alike(at, (to - at) as usize);
+            if !protect {
+                result = result.and(self.write_protect(at, at + n as u64, false));
+            }
+            at += n as u64;
+        }
+        marks.queue.lock().retain(|vpn| !(from..to).contains(vpn));
+        marks.freed.fetch_add(1, Release);
+        lock::futex_wake(&marks.freed, u32::MAX >> 1, false);
+        result
+    }
+}
