@@ -3,6 +3,17 @@
 //! Loaded into every process of the tree by LD_PRELOAD. Without a group in the environment it does nothing. What it
 //! runs on the program's threads (the hooks) blocks signals while it holds the pager's lock, since a signal handler
 //! could touch managed memory, whose fault needs that lock.
+//!
+//! | of the program | followed in |
+//! |---|---|
+//! | libc itself | `symbols` (what it defines), `next`, `patch` (system calls that it makes inside itself), `near` |
+//! | mapping calls | `calls`; `remap`, with `pieces`, `parts` and `locked`; `populated`, `segments`, `relocated` |
+//! | memory that is not to leave | `locked`, `lockall`, `pins` (devices), `lent` (pipes and sockets), `futexes`, `userfaults` |
+//! | threads | `threads`, `unwind` |
+//! | forks and what is executed | `rawfork`, `program`, `environment` |
+//! | what ends its being managed | `leaving`, `users` |
+//!
+//! What libc would do: `heap`, `bytes`.
 
 mod bytes;
 mod calls;

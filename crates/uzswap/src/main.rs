@@ -1,4 +1,14 @@
 //! The command `uzswap`: runs a program in less memory than it asks for.
+//!
+//! `cli` has what can be said to it, and each subcommand a module of its name. Besides:
+//!
+//! | what | where |
+//! |---|---|
+//! | what `run` is told, and what is wrong with it | `config`, `folios`, `check`, `elf` (the program), `machine` |
+//! | how the program is started, and its life beside the command | `run`, `handed`, `signals`, `stack`, `descriptors` |
+//! | where its pages go | `swap` (a file), `remote` (a server) |
+//! | what is said of it | `totals`, `summary`, `report`, `record`, `output` |
+//! | groups | `groups`, `group_name`; `ctl`, `stat` and `stat_files` |
 
 /// A line on stderr, as `eprintln!` has it; where nothing can be written there (a full disk, a pipe that nobody reads any more) it is lost,
 /// and the command goes on and ends as it would.
