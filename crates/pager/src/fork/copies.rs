@@ -234,6 +234,25 @@ mod tests {
         assert_eq!(unsafe { (((page(80)) * PAGE) as *const u8).read() }, 8);
     }
 
+    /// See [`Pager::allow_copies`]: pages that were left out, as a hook wrote to them, or were a control block's then, are no longer known
+    /// as such when one near them is written to.
+    #[test]
+    fn who_writes_near_what_was_left_out_goes_on() {
+        for page in [8, 80, 210] {
+            let (p, at) = begin();
+            {
+                let s = &mut *p.state.lock();
+                s.pinned.push((at + 70 * PAGE, at + 72 * PAGE));
+                p.protect_shared(s, &[at / PAGE + 2..at / PAGE + 4, at / PAGE + 200..at / PAGE + 203]);
+                s.pinned.clear();
+            }
+            assert_eq!(protected(p, at), [0..2, 4..70, 72..200, 203..N]);
+            let request = Request::at(at + page * PAGE, true, true);
+            assert!(p.serve(&mut p.state.lock(), request).is_ok(), "no event is unread");
+            assert!(!testing::is_protected(p, (at / PAGE + page) as u64), "who writes to page {page} faults for ever");
+        }
+    }
+
     /// The story: each 256 KiB of a program that forks for each command it runs cost a fault, and a wait, after the command was executed.
     #[test]
     fn what_nobody_shares_any_more_may_be_written_to_at_once() {

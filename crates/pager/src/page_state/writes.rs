@@ -132,17 +132,25 @@ impl Pager {
         self.let_write(at, at + PAGE, at).inspect_err(|EventPending| s.pt.set_clean(vpn, was))
     }
 
-    /// A range of bytes may be written to, of which somebody waits to write `at` one.
+    /// A range of bytes may be written to, of which somebody waits to write to the page `at`; that alone, where the kernel refuses the range:
+    /// some of it was never to be protected, and so is not registered for that, whatever is known of it now.
+    ///
+    /// The story: a child that was forked by a thread on a stack of the program's own waited for ever, and had the kernel and its handler
+    /// busy with it, when it wrote to a frame above the pages that the fork's hook had written to. Those had been left out, the kernel did
+    /// nothing behind them, and who had faulted was woken to fault again.
     ///
     /// # Errors
     /// [`EventPending`]: nothing was done.
     pub(crate) fn let_write(&self, from: usize, to: usize, at: usize) -> Result<(), EventPending> {
-        match self.uffd().write_protect(from, to - from, false) {
-            Ok(()) => {}
-            Err(libc::EAGAIN) => return Err(EventPending),
-            // Not mapped any more: whoever waits looks again.
-            Err(_) => self.uffd().wake(at, PAGE),
+        for (from, to) in [(from, to), (at, at + PAGE)] {
+            match self.uffd().write_protect(from, to - from, false) {
+                Ok(()) => return Ok(()),
+                Err(libc::EAGAIN) => return Err(EventPending),
+                Err(_) => {}
+            }
         }
+        // Not mapped any more: whoever waits looks again.
+        self.uffd().wake(at, PAGE);
         Ok(())
     }
 
