@@ -7,7 +7,7 @@
 //! It is on the unevictable list until then, as what can be moved goes first; the reclaim thread does it, without the lock. Being
 //! read-only nobody writes to it, unless it is made writable in between, of which nothing tells: so it is write-protected for userfaultfd
 //! as well (the mapping is registered for that when it is first met). Who writes before the copy is known to be good makes it worth
-//! nothing; who writes afterwards waits, spinning, until the page is dropped, and has it brought back.
+//! nothing; who writes afterwards waits until the page is dropped, and has it brought back.
 //!
 //! The kernel tells of what is dropped as of any such advice, and waits until that is read: once for each mapping that it finds, and again
 //! for what is left of one that was split meanwhile (mprotect). That is uzswap's own doing, and forgets nothing: the program's mapping calls
@@ -273,12 +273,17 @@ impl Pager {
     }
 
     /// A thread writes to a page that is on its way out, as it was made writable meanwhile. What was copied of it is worth nothing, unless
-    /// it is known to be good already: then it looks again until the page is dropped.
+    /// it is known to be good already: then it waits until the page is dropped (`end_copy` wakes it).
+    ///
+    /// The story: it looked again and again. It ran on the CPU of the handler, which is of the idle policy, and so had faulted anew each time
+    /// that the handler read a message. The kernel hands out faults before events, so that of the drop was never read: the writer, the
+    /// reclaim thread and whoever mapped memory stood still for seconds, until one of them happened to be moved to another CPU.
     pub(crate) fn write_to_leaving(&self, s: &mut State, vpn: u64) {
-        if !s.leaving.drops {
-            s.leaving.written = true;
-            let _ = self.uffd().write_protect(vpn as usize * PAGE, PAGE, false);
+        if s.leaving.drops {
+            return;
         }
+        s.leaving.written = true;
+        let _ = self.uffd().write_protect(vpn as usize * PAGE, PAGE, false);
         self.uffd().wake(vpn as usize * PAGE, PAGE);
     }
 }
@@ -495,6 +500,42 @@ mod tests {
             while !p.uffd().wait(-1) {}
             serve_until(p, || drops.is_finished() && writes.is_finished());
             assert_eq!(drops.join().unwrap(), pages);
+        });
+        is_right(p, first, &[(page, 9)]);
+    }
+
+    /// See [`Pager::write_to_leaving`].
+    #[test]
+    fn who_writes_to_what_is_dropped_is_not_woken_before_it_is() {
+        let p = testing::pager_told_of_moves(16 << 20);
+        let first = refused(p);
+        let (vpn, n) = p.state.lock().leaving.noted.pop_front().expect("it was noted");
+        let piece = p.begin_copy(&mut p.state.lock(), vpn, n).expect("it may leave");
+        let (place, page) = (piece.address() + 7, piece.vpn - first);
+        let is_one = |what: &str| {
+            let said = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", p.uffd().fd())).expect("fdinfo");
+            said.contains(&format!("{what}:\t1\n"))
+        };
+        std::thread::scope(|scope| {
+            let drops = scope.spawn(|| p.copy_and_drop(piece));
+            // (Its event is there, and not read.)
+            while !p.state.lock().leaving.drops || !p.uffd().wait(0) {
+                std::thread::yield_now();
+            }
+            protect(first as usize * PAGE, libc::PROT_READ | libc::PROT_WRITE);
+            // SAFETY: the test's own memory.
+            let writes = scope.spawn(move || unsafe { (place as *mut u8).write(9) });
+            while !is_one("pending") {
+                std::thread::yield_now();
+            }
+            // The fault comes first.
+            let Ok(Some(Message::Fault { address, write, protected, .. })) = p.uffd().read() else {
+                panic!("no fault")
+            };
+            let served = p.serve(&mut p.state.lock(), Request::at(address, write, protected));
+            let waits = is_one("total") && !is_one("pending");
+            serve_until(p, || drops.is_finished() && writes.is_finished());
+            assert!(served.is_ok() && waits, "it faults again and again, before the event is read");
         });
         is_right(p, first, &[(page, 9)]);
     }
