@@ -307,6 +307,7 @@ impl Pager {
             s.pt.set(at, pte);
             s.zone.set_user(slot + i as u32, at);
         }
+        s.leaving.note_left(vpn, n);
         s.resident -= n;
         s.staged += n;
         s.count_evictions(n);
