@@ -10,7 +10,8 @@
 //! holes     │ F │ · │ F │ · │
 //! ```
 //! The victim is the oldest there is. What is not three quarters as old (half where each call interrupts other CPUs) has a way to go on
-//! its list, and ends the window; and so does what nothing is known of, as it may be there.
+//! its list, and ends the window; and so does what nothing is known of, as it may be there, and what is read-only and being dropped
+//! (`read_only`): taken, it would come back, be written to, and be dropped then.
 //!
 //! Invariant: what the holes hold afterwards was moved, whatever the kernel says and whatever was believed to be there. A page
 //! that was not to be there is the program's own, and newer than what is known of it.
@@ -113,6 +114,8 @@ fn window(s: &State, victim: Entry, dear: bool) -> (Range<u64>, u64) {
         let (vpn, pte) = (base + i, s.pt.get(base + i));
         match pte.tag() {
             _ if vpn == victim.vpn() => Some(true),
+            // (What is being dropped is there still.)
+            _ if s.leaving.has(vpn) => None,
             Tag::Resident if pte.is_incompressible() => None,
             Tag::Resident if age(pte.aux()) >= least && !s.was_touched(vpn) => Some(true),
             Tag::Compressed | Tag::Zero | Tag::Disk | Tag::Staged | Tag::Busy => Some(false),

@@ -4,6 +4,7 @@ use super::*;
 use crate::fault::Request;
 use crate::pool::batch::Batch;
 use crate::testing;
+use uzswap_mm::pagetable::Pte;
 use uzswap_sys::uffd::Message;
 
 const N: usize = 2 * PIECE + 32;
@@ -265,6 +266,22 @@ fn what_has_left_and_come_back_while_it_was_copied_stays() {
         assert_eq!(copies.join().unwrap(), 0);
     });
     is_right(p, first, &[(page, 9)]);
+}
+
+/// See `window`: what is being dropped, of which nothing but a copy is known any more, is there until it is.
+#[test]
+fn what_is_dropped_does_not_leave_with_what_is_around_it() {
+    let p = testing::pager(16 << 20);
+    let first = (testing::filled(p, 2 * BLOCK_PAGES) / PAGE).next_multiple_of(BLOCK_PAGES) as u64;
+    let s = &mut *p.state.lock();
+    s.list_resident(first + 4, 1, List::Inactive, |_| None);
+    s.list_resident(first + 2, 1, List::Inactive, |_| None);
+    s.pt.set(first + 3, Pte::new(Tag::Zero, 0));
+    s.zeros += 1;
+    (s.leaving.pages, s.leaving.drops) = (first + 3..first + 4, true);
+    let victim = s.lru.pop_victim().expect("the first that came");
+    assert_eq!(p.stage_window(s, victim).ok(), Some(1));
+    assert_eq!([2, 3, 4].map(|page| s.pt.get(first + page).tag()), [Tag::Resident, Tag::Zero, Tag::Staged]);
 }
 
 /// Pages that cannot be dropped are the program's, those that were are not.
