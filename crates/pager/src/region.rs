@@ -15,7 +15,7 @@
 //! - `madvise`, `mremap`, `munmap` and `mprotect` on a region are not seen and must not be used.
 //! - After `fork` the child has no access to regions (`MADV_DONTFORK`): touching one is SIGSEGV. Nor may it ask anything of one, as
 //!   the lock may be held by a thread that it does not have, nor of a page map, which it has not either. It may drop them, and a
-//!   [`RegionWatch`], which then does nothing.
+//!   [`RegionWatch`], which then does nothing, and make regions of its own.
 //! - `mlockall` with MCL_CURRENT must not be called while there is a region, for it fills all address space that uzswap has reserved, 75 GB
 //!   for each. With MCL_FUTURE it may be called before: what a region takes is not locked. (Nor is a region to be locked by `mlock`.)
 //! - A region's descriptors must not be closed. Where they are (`close_range`), what is out is lost: touching it is SIGBUS, and uzswap says

@@ -14,7 +14,7 @@ use crate::frames::arena::PAGE;
 use crate::page_state::marks::Write;
 use crate::pager::Pager;
 use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::*};
-use std::sync::{Mutex, OnceLock};
+use std::sync::OnceLock;
 use uzswap_mm::pagetable::Tag;
 use uzswap_sys::thread;
 
@@ -41,10 +41,10 @@ impl Drop for SignalsBlocked {
 pub(super) struct Registry {
     places: [Place; MOST_REGIONS],
     used: AtomicUsize,
-    adding: Mutex<()>,
 }
 
 struct Place {
+    /// 0: the place is free.
     start: AtomicUsize,
     end: AtomicUsize,
     pager: AtomicPtr<Pager>,
@@ -55,15 +55,13 @@ pub(super) static REGISTRY: Registry = Registry {
         Place { start: AtomicUsize::new(0), end: AtomicUsize::new(0), pager: AtomicPtr::new(core::ptr::null_mut()) }
     }; MOST_REGIONS],
     used: AtomicUsize::new(0),
-    adding: Mutex::new(()),
 };
 
 impl Registry {
     pub(super) fn add(&self, start: usize, len: usize, pager: *mut Pager) -> Option<usize> {
-        let _one = self.adding.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let index = self.places.iter().position(|p| p.pager.load(SeqCst).is_null())?;
+        let takes = |p: &Place| p.start.compare_exchange(0, start, SeqCst, SeqCst).is_ok();
+        let index = self.places.iter().position(takes)?;
         let place = &self.places[index];
-        place.start.store(start, SeqCst);
         place.end.store(start + len, SeqCst);
         place.pager.store(pager, SeqCst);
         self.used.fetch_max(index + 1, SeqCst);
@@ -71,8 +69,9 @@ impl Registry {
     }
 
     pub(super) fn remove(&self, index: usize) {
-        let _one = self.adding.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        self.places[index].pager.store(core::ptr::null_mut(), SeqCst);
+        let place = &self.places[index];
+        place.pager.store(core::ptr::null_mut(), SeqCst);
+        place.start.store(0, SeqCst);
     }
 
     fn find(&self, at: usize) -> Option<&'static Pager> {
@@ -87,6 +86,15 @@ impl Registry {
             Some(unsafe { &*pager })
         })
     }
+}
+
+/// In a forked child: its parent's regions are not there, and what is in their place is somebody else's. (No thread of the parent's that
+/// was about to add one is there to go on with it, so all places are given up.)
+///
+/// The story: a child made a region of its own, which came to lie where its parent's had been. Faults on it were taken for the parent's,
+/// and the child ended by SIGSEGV at its first touch.
+extern "C" fn forget_parents() {
+    (0..MOST_REGIONS).for_each(|index| REGISTRY.remove(index));
 }
 
 static EARLIER: OnceLock<libc::sigaction> = OnceLock::new();
@@ -108,6 +116,8 @@ pub(super) fn install_handler() {
         unsafe {
             libc::sigfillset(&raw mut new.sa_mask);
             libc::sigaction(libc::SIGBUS, &raw const new, core::ptr::null_mut());
+            // (Where that fails, for want of memory, a child has to do without regions.)
+            libc::pthread_atfork(None, None, Some(forget_parents));
         }
     });
 }

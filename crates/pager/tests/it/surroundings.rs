@@ -136,6 +136,53 @@ fn a_forked_child_may_drop_what_it_has_of_a_region() {
     assert_eq!(unsafe { word(&region, 0).read_volatile() }, 5);
 }
 
+/// Has the kernel, which takes the highest place that is large enough, put the next region of 10 MiB where something else was.
+fn take_all_places_above(there: &std::ops::Range<usize>) {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    for size in [16 << 30, 1 << 30, 64 * MIB, 10 * MIB + (128 << 10)] {
+        // SAFETY: new mappings, which nobody uses.
+        unsafe {
+            let mut at = there.end;
+            while at >= there.end {
+                at = libc::mmap(std::ptr::null_mut(), size, libc::PROT_NONE, flags, -1, 0) as usize;
+                assert_ne!(at, libc::MAP_FAILED as usize);
+            }
+            libc::munmap(at as *mut libc::c_void, size);
+        }
+    }
+}
+
+/// The story: a child's own region lay where its parent's had been, which the child has not. Its faults were taken for the parent's, and
+/// the child ended by SIGSEGV.
+#[test]
+fn a_forked_child_may_make_a_region_where_its_parents_was() {
+    if !by_itself("surroundings::a_forked_child_may_make_a_region_where_its_parents_was") {
+        return;
+    }
+    let parents = filled(32, &Options::new(8 * MIB));
+    let there = parents.as_mut_ptr() as usize..parents.as_mut_ptr() as usize + parents.len();
+    // SAFETY: the child uses what it makes itself, and leaves without the harness.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        take_all_places_above(&there);
+        let own = filled(10, &Options::new(8 * MIB));
+        let is_there = there.contains(&(own.as_mut_ptr() as usize));
+        drop(own);
+        // SAFETY: ends the child at once.
+        unsafe { libc::_exit(if is_there { 0 } else { 77 }) };
+    }
+    let mut status = 0;
+    // SAFETY: a child of ours.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(status, 0, "{status:#x}");
+    // What the child did changed nothing here.
+    let wrong = (0..parents.len() / PAGE).filter(|page| {
+        // SAFETY: within the region, which nobody else uses.
+        unsafe { word(&parents, *page).read_volatile() != *page as u64 + 1 }
+    });
+    assert_eq!(wrong.count(), 0);
+}
+
 /// The story: what was said of a region that was full was of a group, of its `memory.max` and of `--on-full`, none of which its program has.
 #[test]
 fn a_region_that_is_full_is_called_one() {
