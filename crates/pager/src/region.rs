@@ -58,7 +58,8 @@ mod signals;
 use keeper::Keeper;
 pub use markers::RegionWatch;
 use published::Published;
-use signals::{REGISTRY, SignalsBlocked, install_handler};
+pub(crate) use signals::SignalsBlocked;
+use signals::{REGISTRY, install_handler};
 
 /// Regions a process can have at once. Each takes four of its descriptors (`ulimit -n`): with [`Options::track_writes`] five, without
 /// [`Options::page_map`] one less.

@@ -20,6 +20,7 @@
 use crate::frames::arena::PAGE;
 use crate::page_state::mapfile::{Kind, MapFile};
 use crate::pager::Pager;
+use crate::region::SignalsBlocked;
 use crate::state::State;
 use core::sync::atomic::{AtomicU32, Ordering::*};
 use std::collections::VecDeque;
@@ -115,11 +116,14 @@ impl Marks {
     }
 
     /// The next page that somebody waits to write to, by address; None when none came for `timeout_ns`.
+    ///
+    /// The story: a signal came while this thread had the queue's lock, and its handler touched the region, for which it needs the pager's.
+    /// That a writer had, who waited for the queue's: all of them hung.
     pub(crate) fn next_write(&self, timeout_ns: u64) -> Option<usize> {
         let end = uzswap_sys::thread::now_ns().saturating_add(timeout_ns);
         loop {
             let seen = self.news.load(Acquire);
-            if let Some(vpn) = self.queue.lock().pop_front() {
+            if let Some(vpn) = self.pop() {
                 return Some(vpn as usize * PAGE);
             }
             let left = end.saturating_sub(uzswap_sys::thread::now_ns());
@@ -128,6 +132,11 @@ impl Marks {
             }
             lock::futex_wait(&self.news, seen, Some(left), false);
         }
+    }
+
+    fn pop(&self) -> Option<u64> {
+        let _quiet = SignalsBlocked::new();
+        self.queue.lock().pop_front()
     }
 }
 
@@ -245,5 +254,44 @@ impl Pager {
         marks.freed.fetch_add(1, Release);
         lock::futex_wake(&marks.freed, u32::MAX >> 1, false);
         result
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::{Duration, Instant};
+
+    /// Whether a thread has SIGUSR1 blocked.
+    fn blocks(tid: i32) -> bool {
+        let status = std::fs::read_to_string(format!("/proc/self/task/{tid}/status")).unwrap_or_default();
+        let mask = status.lines().find_map(|line| line.strip_prefix("SigBlk:"));
+        mask.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).unwrap() & 1 << (libc::SIGUSR1 - 1) != 0)
+    }
+
+    /// See [`Marks::next_write`].
+    #[test]
+    fn who_takes_from_the_queue_is_not_interrupted() {
+        let marks = Marks::new(0, 16).unwrap();
+        std::thread::scope(|scope| {
+            let mut queue = marks.queue.lock();
+            let (say, hear) = std::sync::mpsc::channel();
+            let marks = &marks;
+            let taker = scope.spawn(move || {
+                say.send(uzswap_sys::thread::gettid()).unwrap();
+                let page = marks.next_write(u64::MAX);
+                (page, blocks(uzswap_sys::thread::gettid()))
+            });
+            let (taker_id, began) = (hear.recv().unwrap(), Instant::now());
+            let mut blocked = false;
+            while !blocked && began.elapsed() < Duration::from_secs(20) {
+                blocked = blocks(taker_id);
+                std::thread::yield_now();
+            }
+            queue.push_back(3);
+            drop(queue);
+            assert_eq!(taker.join().unwrap(), (Some(3 * PAGE), false));
+            assert!(blocked, "it waits for the queue, and has it then, with signals that it may be sent");
+        });
     }
 }

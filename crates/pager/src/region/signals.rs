@@ -21,10 +21,10 @@ use uzswap_sys::thread;
 use super::MOST_REGIONS;
 
 /// Blocks every signal in this thread while it lives.
-pub(super) struct SignalsBlocked(u64);
+pub(crate) struct SignalsBlocked(u64);
 
 impl SignalsBlocked {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         // SIGBUS and SIGSEGV stay: a fault of the thread's own is not to be put off.
         let mask = !((1u64 << (libc::SIGBUS - 1)) | (1 << (libc::SIGSEGV - 1)));
         Self(thread::block_signals(mask))
