@@ -56,8 +56,9 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
     let (images, missing) = {
         let keeper = Keeper::start()?;
         let (dir, _dir) = keeper.make_dir(None)?;
-        images::all(&dir, len)
+        images::all(&keeper, &dir, len)
     };
+    go_on()?;
     if images.is_empty() {
         return Err(Stop::Failed("no image could be made".to_owned()));
     }

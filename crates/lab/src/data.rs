@@ -39,12 +39,12 @@ impl Source {
         Ok(Self::fold(Bytes::Mapped { base: base.cast(), len }))
     }
 
-    /// `len` bytes of what is [written](fn@write), in a file that is gone already; and what they hold.
+    /// `len` bytes of what is [written](fn@write), in a file of `dir` that is gone already; and what they hold.
     ///
     /// # Errors
     /// As there; when the file cannot be read again.
-    pub fn made(len: u64, python: Option<&Path>) -> Result<(Self, String), String> {
-        let path = std::env::temp_dir().join(format!("uzswap-lab-source-{}", std::process::id()));
+    pub fn made(dir: &Path, len: u64, python: Option<&Path>) -> Result<(Self, String), String> {
+        let path = dir.join(format!("uzswap-lab-source-{}", std::process::id()));
         let made = write(&path, len, python).and_then(|holds| match Self::open(&path) {
             Ok(source) => Ok((source, holds)),
             Err(e) => Err(format!("cannot read the source of contents: {e}")),

@@ -14,6 +14,7 @@ use crate::json::{Findings, Row, Verdict};
 use crate::programs;
 use crate::size::{self, MIB, PAGE, mib};
 use crate::stats::{median, percent};
+use crate::undo::Keeper;
 use crate::used::Used;
 use crate::workload::Random;
 use serde_json::json;
@@ -69,7 +70,9 @@ struct Figures {
 pub fn run(args: &Args) -> Result<bool, Stop> {
     let memory = args.memory.unwrap_or(if args.common.quick { 36 * MIB } else { 96 * MIB }).max(24 * MIB);
     let runs = args.runs.count(&args.common) as usize;
-    let (source, holds) = Source::made(32 * MIB, programs::python().as_deref())?;
+    let keeper = Keeper::start()?;
+    let (dir, _dir) = keeper.make_dir(None)?;
+    let (source, holds) = Source::made(&dir, 32 * MIB, programs::python().as_deref())?;
     let mut all: [Vec<Figures>; 3] = Default::default();
     // In turn, so that what else the machine does meets all alike.
     for _ in 0..runs {

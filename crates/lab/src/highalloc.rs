@@ -17,9 +17,10 @@ use crate::experiment::{Common, Stop, go_on, writable};
 use crate::json::{Findings, Row, Verdict};
 use crate::size;
 use crate::stats::percent;
+use crate::undo::Keeper;
 use aging::{Counts, Machine};
 use serde_json::{Value, json};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 use trace::Trace;
 use uzswap_mm::compaction::Counters;
@@ -103,7 +104,11 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
         references: if args.common.quick { 6 } else { 16 },
     };
     tell!("seed {}", settings.seed);
-    let (traces, contents) = (traces(args)?, Source::made(16 << 20, None)?.0);
+    let read = args.trace.as_deref().filter(|path| path.exists()).map(read).transpose()?;
+    let keeper = Keeper::start()?;
+    let (dir, _dir) = keeper.make_dir(None)?;
+    let traces = read.map_or_else(|| record(args.trace.as_deref(), &keeper, &dir), Ok)?;
+    let (contents, _) = Source::made(&dir, 16 << 20, None)?;
     for t in &traces {
         tell!("{}: {} steps, {} pages at most", t.program, t.steps.len(), t.peak);
     }
@@ -128,26 +133,31 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
     Ok(wrong == 0)
 }
 
-fn traces(args: &Args) -> Result<Vec<Trace>, String> {
-    if let Some(path) = args.trace.as_ref().filter(|p| p.exists()) {
-        let text = std::fs::read(path).map_err(|e| format!("cannot read {}: {e}", path.display()))?;
-        let traces: Vec<Trace> = serde_json::from_slice(&text).map_err(|e| format!("{}: {e}", path.display()))?;
-        if let Some((program, (step, page))) = traces.iter().find_map(|t| Some((&t.program, t.contradiction()?))) {
-            return Err(format!(
-                "{}: in step {step} of {program} page {page} comes though it is there; delete the file to record anew",
-                path.display()
-            ));
-        }
-        return Ok(traces);
+/// The traces in a file.
+fn read(path: &Path) -> Result<Vec<Trace>, String> {
+    let file = path.display();
+    let text = std::fs::read(path).map_err(|e| format!("cannot read {file}: {e}"))?;
+    let traces: Vec<Trace> = serde_json::from_slice(&text).map_err(|e| format!("{file}: {e}"))?;
+    match traces.iter().find_map(|t| Some((&t.program, t.contradiction()?))) {
+        Some((program, (step, page))) => Err(format!(
+            "{file}: in step {step} of {program} page {page} comes though it is there; delete the file to record anew"
+        )),
+        None => Ok(traces),
     }
-    args.trace.as_deref().map_or(Ok(()), writable)?;
+}
+
+/// Records traces, to `file` if there is one, by way of `dir`.
+fn record(file: Option<&Path>, keeper: &Keeper, dir: &Path) -> Result<Vec<Trace>, Stop> {
+    file.map_or(Ok(()), writable)?;
     // The command records; a lab built as an example has none.
     let own = std::env::current_exe().ok().filter(|exe| exe.file_name().is_some_and(|name| name == "uzswap"));
-    let traces = trace::record_all(own.as_deref());
+    let traces = trace::record_all(own.as_deref(), keeper, dir);
+    // (What was recorded by then is not to be read as if it were all.)
+    go_on()?;
     if traces.is_empty() {
-        return Err("none of the programs to record (python3, cc, sort, xz) is here".to_owned());
+        return Err("none of the programs to record (python3, cc, sort, xz) is here".to_owned().into());
     }
-    if let Some(path) = &args.trace {
+    if let Some(path) = file {
         let text = serde_json::to_vec(&traces).map_err(|e| e.to_string())?;
         std::fs::write(path, text).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
     }
@@ -352,7 +362,7 @@ mod tests {
     #[test]
     fn the_pivot_is_not_the_old_way_again() {
         let settings = Settings { frames: 16 * BLOCK_FRAMES, iterations: 1, seed: 1, warm_up: 40, references: 6 };
-        let (traces, contents) = ([made_up()], Source::made(16 << 20, None).unwrap().0);
+        let (traces, contents) = ([made_up()], Source::made(&std::env::temp_dir(), 16 << 20, None).unwrap().0);
         let old = age(&settings, || Rule::ZoneEnds.policy(), &traces, &contents).ok().unwrap();
         let pivot = age(&settings, || Rule::Pivot.policy(), &traces, &contents).ok().unwrap();
         assert!(old[0].pivot_at.is_none() && pivot[0].pivot_at.is_some());

@@ -1,12 +1,14 @@
 //! Memory images of real programs: heaps of interpreters and of a database, and program files.
 
 use crate::data;
+use crate::process::Started;
 use crate::programs;
 use crate::size::PAGE;
+use crate::undo::Keeper;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 
 /// What a program's memory held.
 pub struct Image {
@@ -61,7 +63,7 @@ fn sql(len: usize) -> String {
 /// The images this machine can make, of up to `len` bytes each, and the names of those it cannot. Files are made in
 /// `dir`.
 #[must_use]
-pub fn all(dir: &Path, len: usize) -> (Vec<Image>, Vec<&'static str>) {
+pub fn all(keeper: &Keeper, dir: &Path, len: usize) -> (Vec<Image>, Vec<&'static str>) {
     let (mut images, mut missing) = (Vec::new(), Vec::new());
     let mut add = |name: &'static str, bytes: Option<Vec<u8>>| match bytes.map(without_zeros) {
         Some(bytes) if bytes.len() >= 2 << 20 => images.push(Image { name, bytes }),
@@ -83,7 +85,7 @@ pub fn all(dir: &Path, len: usize) -> (Vec<Image>, Vec<&'static str>) {
     add(
         "Node heap",
         programs::find("node")
-            .and_then(|node| heap_of(Command::new(node).args(["-e", NODE, &len.to_string()]), "", len)),
+            .and_then(|node| heap_of(keeper, Command::new(node).args(["-e", NODE, &len.to_string()]), "", len)),
     );
     add(
         "Java heap",
@@ -91,6 +93,7 @@ pub fn all(dir: &Path, len: usize) -> (Vec<Image>, Vec<&'static str>) {
             let file = dir.join("Heap.java");
             fs::write(&file, JAVA).ok()?;
             heap_of(
+                keeper,
                 Command::new(java).arg(format!("-Xms{}m", 2 * (len >> 20))).arg(&file).arg(len.to_string()),
                 "",
                 len,
@@ -99,34 +102,25 @@ pub fn all(dir: &Path, len: usize) -> (Vec<Image>, Vec<&'static str>) {
     );
     add(
         "SQLite heap",
-        programs::find("sqlite3").and_then(|sqlite| heap_of(Command::new(sqlite).arg(":memory:"), &sql(len), len)),
+        programs::find("sqlite3")
+            .and_then(|sqlite| heap_of(keeper, Command::new(sqlite).arg(":memory:"), &sql(len), len)),
     );
     (images, missing)
 }
 
-/// Ends a child however its creator ends.
-struct Ended(Child);
-
-impl Drop for Ended {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 /// Starts a program, waits until it says that it is ready, and reads its anonymous memory.
-fn heap_of(command: &mut Command, input: &str, len: usize) -> Option<Vec<u8>> {
+///
+/// The story: a program that waits to be read, as Java's does for ever, was left where the lab was killed meanwhile.
+fn heap_of(keeper: &Keeper, command: &mut Command, input: &str, len: usize) -> Option<Vec<u8>> {
     let command = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let mut child = Ended(command.spawn().ok()?);
+    let mut started = Started::of(keeper, command).ok()?;
     // Kept open: some end when there is no more to read.
-    let mut stdin = child.0.stdin.take()?;
+    let mut stdin = started.child.stdin.take()?;
     stdin.write_all(input.as_bytes()).ok()?;
     stdin.flush().ok()?;
     let mut line = String::new();
-    BufReader::new(child.0.stdout.take()?).read_line(&mut line).ok()?;
-    let bytes = (line.trim() == "ready").then(|| read_memory(child.0.id(), len))?;
-    drop(stdin);
-    bytes
+    BufReader::new(started.child.stdout.take()?).read_line(&mut line).ok()?;
+    (line.trim() == "ready").then(|| read_memory(started.child.id(), len))?
 }
 
 /// Up to `len` bytes of a process's private writable memory that belongs to no file, without zero pages.
@@ -170,14 +164,16 @@ mod tests {
 
     #[test]
     fn a_program_that_is_not_ready_has_no_image() {
-        assert!(heap_of(&mut Command::new("false"), "", 1 << 20).is_none());
-        assert!(heap_of(&mut Command::new("/nonexistent"), "", 1 << 20).is_none());
+        let keeper = Keeper::unguarded();
+        assert!(heap_of(&keeper, &mut Command::new("false"), "", 1 << 20).is_none());
+        assert!(heap_of(&keeper, &mut Command::new("/nonexistent"), "", 1 << 20).is_none());
     }
 
     #[test]
     fn memory_of_a_child_is_read() {
         let mut shell = Command::new("sh");
-        let bytes = heap_of(shell.args(["-c", "x=needle-in-memory; echo ready; read y"]), "", 4 << 20).unwrap();
+        let shell = shell.args(["-c", "x=needle-in-memory; echo ready; read y"]);
+        let bytes = heap_of(&Keeper::unguarded(), shell, "", 4 << 20).unwrap();
         assert!(bytes.windows(16).any(|w| w == b"needle-in-memory"));
     }
 }

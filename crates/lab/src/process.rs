@@ -1,13 +1,13 @@
 //! Starting what is measured, and watching it from outside.
 
 use crate::peers::cgroup::Rescue;
-use crate::undo::{Keeper, Step};
+use crate::undo::{Keeper, Step, Todo};
 use std::ffi::OsString;
 use std::fs;
 use std::io::Read;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -96,11 +96,51 @@ impl Outcome {
     }
 }
 
-/// What is started, in a group of its own.
+/// A child under way, in a group of its own. That group is killed by a signal that ends the lab, by who drops this, or by the guard where
+/// the lab is killed; so what the child left behind ends, too.
+pub struct Started {
+    /// The child.
+    pub child: Child,
+    kill: Option<Todo>,
+}
+
+impl Started {
+    /// Starts it.
+    ///
+    /// # Errors
+    /// When it cannot be started, the guard is gone, or the lab was interrupted.
+    pub fn of(keeper: &Keeper, command: &mut Command) -> Result<Self, String> {
+        if interrupted() {
+            return Err("interrupted".to_owned());
+        }
+        let child = command.process_group(0).spawn();
+        let child = child.map_err(|e| format!("cannot run {}: {e}", command.get_program().to_string_lossy()))?;
+        let pid = child.id() as i32;
+        CHILD_GROUP.store(pid, Ordering::SeqCst);
+        let mut started = Self { child, kill: None };
+        let kill = keeper.will_undo(Step::KillGroup(pid));
+        if kill.is_err() || interrupted() {
+            // SAFETY: kill has no memory effects; the child was not waited for.
+            unsafe { libc::kill(-pid, libc::SIGKILL) };
+        }
+        started.kill = Some(kill?);
+        Ok(started)
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        CHILD_GROUP.store(0, Ordering::SeqCst);
+        drop(self.kill.take());
+        let _ = self.child.wait();
+    }
+}
+
+/// The command of what is to be run.
 fn command(spec: &Spec) -> Result<Command, String> {
     let mut command = Command::new(&spec.argv[0]);
     command.args(&spec.argv[1..]).envs(spec.env.iter().map(|(k, v)| (*k, v.as_str())));
-    command.stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
     command.stdin(match &spec.stdin {
         Some(path) => fs::File::open(path).map_err(|e| format!("cannot open {}: {e}", path.display()))?.into(),
         None => Stdio::null(),
@@ -126,22 +166,11 @@ fn command(spec: &Spec) -> Result<Command, String> {
 /// # Errors
 /// See above; in one sentence.
 pub fn run(keeper: &Keeper, spec: &Spec) -> Result<Outcome, String> {
-    if interrupted() {
-        return Err("interrupted".to_owned());
-    }
-    let name = spec.argv[0].to_string_lossy().into_owned();
     let mut command = command(spec)?;
     let start = Instant::now();
-    let mut child = command.spawn().map_err(|e| format!("cannot run {name}: {e}"))?;
-    let pid = child.id() as i32;
-    CHILD_GROUP.store(pid, Ordering::SeqCst);
-    // Killing the group when this is dropped also ends what the child left behind.
-    let group = keeper.will_undo(Step::KillGroup(pid));
-    if group.is_err() || interrupted() {
-        // SAFETY: kill has no memory effects; the child was not waited for.
-        unsafe { libc::kill(-pid, libc::SIGKILL) };
-    }
-    let (mut out, mut err) = (child.stdout.take(), child.stderr.take());
+    let mut started = Started::of(keeper, &mut command)?;
+    let pid = started.child.id() as i32;
+    let (mut out, mut err) = (started.child.stdout.take(), started.child.stderr.take());
     let (stop, stopped) = mpsc::channel::<()>();
     let (status, seconds, stdout, stderr, watched) = std::thread::scope(|scope| {
         let out = scope.spawn(move || {
@@ -155,19 +184,19 @@ pub fn run(keeper: &Keeper, spec: &Spec) -> Result<Outcome, String> {
             bytes
         });
         let watch = scope.spawn(move || watch(pid, spec, start, &stopped));
-        let status = child.wait();
+        let status = started.child.wait();
         let seconds = start.elapsed().as_secs_f64();
         CHILD_GROUP.store(0, Ordering::SeqCst);
         drop(stop);
         let watched = watch.join().unwrap_or_default();
         (status, seconds, out.join().unwrap_or_default(), err.join().unwrap_or_default(), watched)
     });
-    drop(group?);
+    drop(started);
     if interrupted() {
         return Err("interrupted".to_owned());
     }
     Ok(Outcome {
-        status: status.map_err(|e| format!("cannot wait for {name}: {e}"))?,
+        status: status.map_err(|e| format!("cannot wait for {}: {e}", spec.argv[0].to_string_lossy()))?,
         stdout,
         stderr: String::from_utf8_lossy(&stderr).into_owned(),
         seconds,

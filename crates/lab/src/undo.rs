@@ -174,6 +174,12 @@ impl Keeper {
         Ok(Self { inner, guard: Some(guard) })
     }
 
+    /// One without a guard.
+    #[cfg(test)]
+    pub(crate) fn unguarded() -> Self {
+        Self { inner: Rc::new(Inner { pipe: RefCell::new(None), next: Cell::new(0) }), guard: None }
+    }
+
     /// Writes a step down; the change it undoes may be made after this.
     ///
     /// # Errors
@@ -283,8 +289,7 @@ mod tests {
     /// The story: `--dir` with a slip of the pen made that directory, and what was above it, and left them.
     #[test]
     fn a_directory_is_made_in_one_that_is_there() {
-        let inner = Rc::new(Inner { pipe: RefCell::new(None), next: Cell::new(0) });
-        let keeper = Keeper { inner, guard: None };
+        let keeper = Keeper::unguarded();
         let missing = std::env::temp_dir().join("uzswap-lab-no-such-parent");
         assert!(keeper.make_dir(Some(&missing.join("below"))).is_err_and(|error| error.ends_with("is no directory")));
         assert!(!missing.exists());

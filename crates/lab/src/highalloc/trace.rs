@@ -7,9 +7,12 @@
 //! Where there is no uzswap command at hand (the lab built as an example) a program is looked at from outside, every few
 //! milliseconds through `/proc/PID/pagemap`: a page that is there and was not before came, one that is gone went.
 
+use crate::process::{self, Spec};
 use crate::size::PAGE;
+use crate::undo::Keeper;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -90,36 +93,33 @@ const RECIPES: &[Recipe] = &[
     ("xz", &["sh", "-c", XZ]),
 ];
 
-/// Records every program this machine has: by `uzswap` if there is one.
+/// Records every program this machine has: by `uzswap` if there is one, with files in `dir`.
 #[must_use]
-pub fn record_all(uzswap: Option<&Path>) -> Vec<Trace> {
+pub fn record_all(uzswap: Option<&Path>, keeper: &Keeper, dir: &Path) -> Vec<Trace> {
     let one = |(name, command): &Recipe| match uzswap {
-        Some(uzswap) => record(name, command, uzswap),
-        None => watch(name, command, EVERY),
+        Some(uzswap) => record(name, command, uzswap, keeper, &dir.join("trace")),
+        None => watch(name, command, EVERY).map_err(|e| e.to_string()),
     };
     RECIPES.iter().filter_map(|recipe| one(recipe).ok()).filter(|t| t.peak > 256).collect()
 }
 
-/// Runs a command in little memory under `uzswap run --record`.
+/// Runs a command in little memory under `uzswap run --record`, to a file at `path`.
+///
+/// The story: a lab that was interrupted went on until all programs had been recorded.
 ///
 /// # Errors
-/// When it cannot be started, or what was recorded cannot be read.
-pub fn record(name: &str, command: &[&str], uzswap: &Path) -> io::Result<Trace> {
-    let path = std::env::temp_dir().join(format!("uzswap-lab-trace-{}", std::process::id()));
-    let status = Command::new(uzswap)
-        .args(["run", "--quiet", "--memory", MEMORY, "--record"])
-        .arg(&path)
-        .arg("--")
-        .args(command)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .status();
-    let bytes = fs::read(&path);
-    let _ = fs::remove_file(&path);
-    status?;
-    let bytes = bytes?;
-    let recorded = uzswap_mm::trace::Trace::parse(&bytes).map_err(io::Error::other)?;
+/// When it cannot be started or the lab was interrupted, or what was recorded cannot be read; in one sentence.
+pub fn record(name: &str, command: &[&str], uzswap: &Path, keeper: &Keeper, path: &Path) -> Result<Trace, String> {
+    let mut argv: Vec<OsString> = vec![uzswap.into()];
+    argv.extend(["run", "--quiet", "--memory", MEMORY, "--record"].map(OsString::from));
+    argv.extend([path.into(), "--".into()]);
+    argv.extend(command.iter().map(OsString::from));
+    let (env, timeout) = (Vec::new(), Duration::from_secs(600));
+    process::run(keeper, &Spec { argv, env, stdin: None, cgroup: None, sample: None, timeout })?;
+    let bytes = fs::read(path);
+    let _ = fs::remove_file(path);
+    let bytes = bytes.map_err(|e| e.to_string())?;
+    let recorded = uzswap_mm::trace::Trace::parse(&bytes).map_err(|e| e.to_string())?;
     let records = recorded.blocks().map_while(Result::ok).flat_map(|block| {
         let slot = block.head.slot;
         block.records().map(|r| (slot, r)).collect::<Vec<_>>()

@@ -6,6 +6,7 @@ mod folios;
 mod groups;
 mod handed;
 mod handover;
+mod lab;
 mod leftovers;
 mod pagemap;
 mod pageout;

@@ -1,0 +1,56 @@
+//! `uzswap lab` as it is called: what it refuses, and how it ends.
+
+use crate::cli::{UZSWAP, agent_built};
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// Whether a process has a handler for a signal.
+fn catches(pid: u32, signal: i32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap_or("0").trim();
+    u64::from_str_radix(mask, 16).unwrap() & 1 << (signal - 1) != 0
+}
+
+/// Starts a lab that makes its files in `dir`, and waits until it would end in order.
+fn started(args: &[&str], dir: &TempDir) -> Child {
+    agent_built();
+    let mut lab = Command::new(UZSWAP);
+    lab.arg("lab").args(args).env("TMPDIR", dir.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    // SAFETY: one async-signal-safe call.
+    unsafe {
+        lab.pre_exec(|| {
+            // (Where it is allowed: another lab has the socket that one at a time may have, perhaps.)
+            libc::unshare(libc::CLONE_NEWNET);
+            Ok(())
+        });
+    }
+    let lab = lab.spawn().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !catches(lab.id(), libc::SIGINT) {
+        assert!(Instant::now() < deadline, "no handler");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    lab
+}
+
+/// The story: a lab that was killed while it made what it measures with left that, and the programs that made it.
+#[test]
+fn who_is_killed_leaves_nothing() {
+    let dir = TempDir::new().unwrap();
+    let entries = || fs::read_dir(dir.path()).unwrap().count();
+    let until = |there: bool| {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while (entries() > 0) != there {
+            assert!(Instant::now() < deadline, "{} entries", entries());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    let mut lab = started(&["fallback", "--quick"], &dir);
+    until(true);
+    lab.kill().unwrap();
+    lab.wait().unwrap();
+    until(false);
+}
