@@ -24,11 +24,21 @@ extern "C" fn on_signal(_: libc::c_int) {
     }
 }
 
-/// Makes SIGINT, SIGTERM and SIGHUP end the lab in order: the running child is killed, everything else unwinds.
+/// Makes SIGINT, SIGTERM and SIGHUP end the lab in order: the running child is killed, everything else unwinds. One that is ignored stays
+/// so.
+///
+/// The story: a lab that was started by nohup, as it takes hours, ended with its terminal.
 pub fn unwind_on_signals() {
+    let handler = on_signal as extern "C" fn(libc::c_int) as libc::sighandler_t;
     for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
-        // SAFETY: the handler does async-signal-safe things only.
-        unsafe { libc::signal(signal, on_signal as extern "C" fn(libc::c_int) as libc::sighandler_t) };
+        // SAFETY: zero is a sigaction, and the call fills it; the handler does async-signal-safe things only.
+        unsafe {
+            let mut now: libc::sigaction = std::mem::zeroed();
+            libc::sigaction(signal, std::ptr::null(), &raw mut now);
+            if now.sa_sigaction != libc::SIG_IGN {
+                libc::signal(signal, handler);
+            }
+        }
     }
 }
 
@@ -274,6 +284,19 @@ fn rss_anon(status: &str) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// See [`unwind_on_signals`].
+    #[test]
+    fn what_is_ignored_stays_ignored() {
+        // SAFETY: dispositions of this process, whose other tests send it no signals.
+        let found = unsafe {
+            libc::signal(libc::SIGHUP, libc::SIG_IGN);
+            unwind_on_signals();
+            [libc::SIGHUP, libc::SIGTERM].map(|signal| libc::signal(signal, libc::SIG_DFL))
+        };
+        assert_eq!(found[0], libc::SIG_IGN);
+        assert!(found[1] != libc::SIG_IGN && found[1] != libc::SIG_DFL);
+    }
 
     #[test]
     fn rss_anon_is_read_in_bytes() {
