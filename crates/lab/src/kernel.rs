@@ -8,7 +8,7 @@ mod memory;
 mod programs;
 mod subject;
 
-use crate::experiment::{Common, Runs, Stop};
+use crate::experiment::{Common, Runs, Stop, go_on};
 use crate::json::{Findings, Row, Verdict};
 use crate::size::{self, MIB, mib};
 use crate::undo::Keeper;
@@ -139,7 +139,7 @@ impl Lab<'_> {
     /// All parts, or `only` those.
     fn measure(&mut self, only: &[String], python: Option<&Path>) -> Result<(), Stop> {
         let wants = |part: &str| only.is_empty() || only.iter().any(|p| p == part);
-        self.try_run();
+        self.try_run()?;
         if wants("limit") {
             self.limit_kept()?;
         }
@@ -175,14 +175,17 @@ impl Lab<'_> {
     }
 
     /// Tells early whether there is a `run` to measure.
-    fn try_run(&mut self) {
+    fn try_run(&mut self) -> Result<(), Stop> {
         let done = self.run(Subject::RunCharged, &["/bin/true".into()], self.limit, &With::default());
+        // (Else that it was interrupted would be why there is none.)
+        go_on()?;
         let reason = done.map_or_else(|failure| Err(failure.to_string()), |outcome| outcome.ok());
         if let Err(reason) = reason {
             for subject in [Subject::Run, Subject::RunCharged] {
                 self.out.insert(subject, format!("`uzswap run` does not work here: {reason}"));
             }
         }
+        Ok(())
     }
 }
 

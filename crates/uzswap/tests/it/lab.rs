@@ -36,6 +36,22 @@ fn started(args: &[&str], dir: &TempDir) -> Child {
     lab
 }
 
+/// The story: a lab that was interrupted before it had tried `uzswap run` wrote findings, without any, in which that did not work on the
+/// machine.
+#[test]
+fn who_is_interrupted_finds_nothing() {
+    let dir = TempDir::new().unwrap();
+    let findings = dir.path().join("findings");
+    let lab = started(&["kernel", "--quick", "--only", "limit", "--json", findings.to_str().unwrap()], &dir);
+    // SAFETY: no memory is involved.
+    assert_eq!(unsafe { libc::kill(lab.id() as i32, libc::SIGINT) }, 0);
+    let output = lab.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(130), "{said}");
+    assert!(said.ends_with("interrupted; the machine is as it was\n") && output.stdout.is_empty(), "{said}");
+    assert!(!findings.exists());
+}
+
 /// The story: a lab that was killed while it made what it measures with left that, and the programs that made it.
 #[test]
 fn who_is_killed_leaves_nothing() {
