@@ -3,10 +3,10 @@
 //! Each image is cut into blocks of each size, each block is compressed by itself with each codec, decompressed, and
 //! compared. A block that does not save a sixteenth counts as stored raw, as in the pool. One thread.
 
-use crate::experiment::{Common, Runs, Stop, go_on};
+use crate::experiment::{Common, Runs, Stop, at_least, go_on};
 use crate::images::{self, Image};
 use crate::json::{Findings, Row, Verdict};
-use crate::size::mib;
+use crate::size::{MIB, mib};
 use crate::stats::median;
 use crate::undo::Keeper;
 use serde_json::{Map, json};
@@ -51,7 +51,9 @@ struct Figure {
 /// # Errors
 /// Why it ended early.
 pub fn run(args: &Args) -> Result<bool, Stop> {
-    let len = args.image.unwrap_or(if args.common.quick { 6 << 20 } else { 32 << 20 }) as usize;
+    let len = args.image.unwrap_or(if args.common.quick { 6 * MIB } else { 32 * MIB });
+    at_least("image", len, 2 * MIB)?;
+    let len = len as usize;
     let runs = args.runs.count(&args.common);
     let (images, missing) = {
         let keeper = Keeper::start()?;

@@ -1,6 +1,7 @@
 //! What all experiments share: the options every one has, and how one ends.
 
 use crate::process;
+use crate::size::MIB;
 use std::fs::File;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -39,6 +40,8 @@ pub enum Stop {
     Interrupted,
     /// It cannot go on; one sentence.
     Failed(String),
+    /// What was asked makes no sense, whatever machine this is; one sentence.
+    Wrongly(String),
 }
 
 impl From<String> for Stop {
@@ -46,6 +49,14 @@ impl From<String> for Stop {
     fn from(reason: String) -> Self {
         if process::interrupted() { Self::Interrupted } else { Self::Failed(reason) }
     }
+}
+
+/// Refuses a `--NAME` that an experiment cannot work on: `least` is what it takes.
+///
+/// # Errors
+/// [`Stop::Wrongly`].
+pub fn at_least(name: &str, bytes: u64, least: u64) -> Result<(), Stop> {
+    if bytes < least { Err(Stop::Wrongly(format!("--{name} is to be {}M or more", least / MIB))) } else { Ok(()) }
 }
 
 /// Ends an experiment that a signal asked to end; to be asked between measurements.
@@ -57,7 +68,7 @@ pub fn go_on() -> Result<(), Stop> {
 }
 
 /// Runs an experiment, which says whether all it read was right, and returns the exit status: 0 done, whatever the
-/// verdicts; 1 something failed or read wrong; 130 interrupted. A file of findings that cannot be written is said at once.
+/// verdicts; 1 something failed or read wrong; 125 called wrongly; 130 interrupted. A file of findings that cannot be written is said at once.
 #[must_use]
 pub fn run(common: &Common, experiment: impl FnOnce() -> Result<bool, Stop>) -> i32 {
     process::unwind_on_signals();
@@ -92,6 +103,10 @@ fn status(end: Result<bool, Stop>) -> i32 {
             tell!("uzswap lab: {reason}");
             1
         }
+        Err(Stop::Wrongly(reason)) => {
+            tell!("uzswap lab: {reason}");
+            125
+        }
     }
 }
 
@@ -105,6 +120,8 @@ mod tests {
         assert_eq!(status(Ok(false)), 1, "something read wrong");
         assert_eq!(status(Err("no memory".to_owned().into())), 1);
         assert_eq!(status(Err(Stop::Interrupted)), 130);
+        assert_eq!(status(at_least("memory", 15 << 20, 16 << 20).map(|()| true)), 125);
+        assert_eq!(at_least("memory", 16 << 20, 16 << 20), Ok(()));
     }
 
     /// The story: that the findings could not be written was said when everything had been measured.

@@ -9,7 +9,7 @@
 //! size, and with the pool charged there would be next to no room for the program. Every page read is checked: its number and version at a place that moves, and in the end all of it.
 
 use crate::data::Source;
-use crate::experiment::{Common, Runs, Stop, go_on};
+use crate::experiment::{Common, Runs, Stop, at_least, go_on};
 use crate::json::{Findings, Row, Verdict};
 use crate::programs;
 use crate::size::{self, MIB, PAGE, mib};
@@ -68,7 +68,8 @@ struct Figures {
 /// # Errors
 /// Why it ended early.
 pub fn run(args: &Args) -> Result<bool, Stop> {
-    let memory = args.memory.unwrap_or(if args.common.quick { 36 * MIB } else { 96 * MIB }).max(24 * MIB);
+    let memory = args.memory.unwrap_or(if args.common.quick { 36 * MIB } else { 96 * MIB });
+    at_least("memory", memory, 24 * MIB)?;
     let runs = args.runs.count(&args.common) as usize;
     let keeper = Keeper::start()?;
     let (dir, _dir) = keeper.make_dir(None)?;

@@ -13,9 +13,9 @@ pub mod trace;
 mod world;
 
 use crate::data::Source;
-use crate::experiment::{Common, Stop, go_on, writable};
+use crate::experiment::{Common, Stop, at_least, go_on, writable};
 use crate::json::{Findings, Row, Verdict};
-use crate::size;
+use crate::size::{self, MIB};
 use crate::stats::percent;
 use crate::undo::Keeper;
 use aging::{Counts, Machine};
@@ -95,9 +95,10 @@ struct Settings {
 /// # Errors
 /// Why it ended early.
 pub fn run(args: &Args) -> Result<bool, Stop> {
-    let memory = args.memory.unwrap_or(if args.common.quick { 64 << 20 } else { 256 << 20 });
+    let memory = args.memory.unwrap_or(if args.common.quick { 64 * MIB } else { 256 * MIB });
+    at_least("memory", memory, 16 * MIB)?;
     let settings = Settings {
-        frames: (memory as usize / size::PAGE).clamp(4096, 1 << 23) as u32,
+        frames: (memory as usize / size::PAGE).min(1 << 23) as u32,
         iterations: args.iterations,
         seed: args.seed,
         warm_up: if args.common.quick { 40 } else { 150 },

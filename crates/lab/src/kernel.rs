@@ -8,7 +8,7 @@ mod memory;
 mod programs;
 mod subject;
 
-use crate::experiment::{Common, Runs, Stop, go_on};
+use crate::experiment::{Common, Runs, Stop, at_least, go_on};
 use crate::json::{Findings, Row, Verdict};
 use crate::size::{self, MIB, mib};
 use crate::undo::Keeper;
@@ -78,9 +78,7 @@ struct Lab<'a> {
 pub fn run(args: &Args) -> Result<bool, Stop> {
     let start = Instant::now();
     let limit = args.memory.unwrap_or(if args.common.quick { 32 * MIB } else { 128 * MIB });
-    if limit < 16 * MIB {
-        return Err(Stop::Failed("--memory is to be 16M or more".to_owned()));
-    }
+    at_least("memory", limit, 16 * MIB)?;
     let exe = std::env::current_exe().map_err(|e| e.to_string())?;
     let keeper = Keeper::start()?;
     let (dir, _dir) = keeper.make_dir(args.dir.as_deref())?;

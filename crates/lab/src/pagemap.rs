@@ -1,8 +1,8 @@
 //! `uzswap lab pagemap`: page state that can be asked for: whether it is exact, what it costs, how fast it is read.
 
-use crate::experiment::{Common, Stop, go_on};
+use crate::experiment::{Common, Stop, at_least, go_on};
 use crate::json::{Findings, Row, Verdict};
-use crate::size::{self, PAGE, mib};
+use crate::size::{self, MIB, PAGE, mib};
 use crate::stats::median;
 use serde_json::json;
 use std::hint::black_box;
@@ -39,7 +39,9 @@ const SUBJECT: usize = 5;
 /// # Errors
 /// Why it ended early.
 pub fn run(args: &Args) -> Result<bool, Stop> {
-    let size = args.size.unwrap_or(if args.common.quick { 128 << 20 } else { 1 << 30 }) as usize / PAGE * PAGE;
+    let size = args.size.unwrap_or(if args.common.quick { 128 << 20 } else { 1 << 30 });
+    at_least("size", size, MIB)?;
+    let size = size as usize / PAGE * PAGE;
     let mut notes = Vec::new();
     let mut lab = Lab { rows: Vec::new(), verdicts: Vec::new(), wrong: 0, asked: 0, blind: false };
     lab.sequences(&mut notes)?;

@@ -13,7 +13,7 @@
 //! swap to a file without compressing: each program runs so, too.
 
 use crate::bursts::NOT_KEPT;
-use crate::experiment::{Common, Stop};
+use crate::experiment::{Common, Stop, at_least};
 use crate::json::{Findings, Row, Verdict};
 use crate::peers::{self, Peer};
 use crate::process::{self, Outcome, Spec};
@@ -149,6 +149,8 @@ struct Lab<'a> {
 /// [`Stop`] when it cannot go on or is interrupted.
 pub fn run(args: &Args) -> Result<bool, Stop> {
     let start = Instant::now();
+    let memory = args.memory.unwrap_or(if args.common.quick { 16 } else { 48 } * MIB);
+    at_least("memory", memory, 16 * MIB)?;
     let exe = std::env::current_exe().map_err(|e| e.to_string())?;
     let keeper = Keeper::start()?;
     let (dir, _dir) = keeper.make_dir(Some(&args.dir))?;
@@ -165,8 +167,7 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
     };
     let wants = |name: &str| args.only.is_empty() || args.only.iter().any(|n| n == name);
     if wants("bursts") {
-        let limit = args.memory.unwrap_or(if args.common.quick { 16 } else { 48 } * MIB);
-        let program = lab.bursts(&exe, limit, if args.common.quick { 3 } else { 12 })?;
+        let program = lab.bursts(&exe, memory, if args.common.quick { 3 } else { 12 })?;
         lab.program(&program)?;
         if !args.common.quick {
             lab.beside_the_kernel(&exe)?;

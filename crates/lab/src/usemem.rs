@@ -10,7 +10,7 @@
 //! Scale is looked at in two ways: more processes that write as much each, under a limit that grows with them (more work of
 //! the same kind, the original's way from one process to 70), and more that write as much together, under one limit.
 
-use crate::experiment::{Common, Runs, Stop};
+use crate::experiment::{Common, Runs, Stop, at_least};
 use crate::json::{Findings, Row, Verdict};
 use crate::peers::{self, Peer, thp, zswap};
 use crate::process::{self, Spec};
@@ -166,9 +166,7 @@ struct Lab<'a> {
 pub fn run(args: &Args) -> Result<bool, Stop> {
     let start = Instant::now();
     let limit = args.memory.unwrap_or(if args.common.quick { 64 * MIB } else { 160 * MIB });
-    if limit < 32 * MIB {
-        return Err(Stop::Failed("--memory is to be 32M or more".to_owned()));
-    }
+    at_least("memory", limit, 32 * MIB)?;
     let keeper = Keeper::start()?;
     let (dir, _dir) = keeper.make_dir(args.dir.as_deref())?;
     let contents = data::write(&dir.join("source"), 32 * MIB, programs::python().as_deref())?;

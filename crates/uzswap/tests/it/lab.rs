@@ -1,6 +1,6 @@
 //! `uzswap lab` as it is called: what it refuses, and how it ends.
 
-use crate::cli::{UZSWAP, agent_built};
+use crate::cli::{UZSWAP, agent_built, uzswap};
 use std::fs;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
@@ -69,4 +69,22 @@ fn who_is_killed_leaves_nothing() {
     lab.kill().unwrap();
     lab.wait().unwrap();
     until(false);
+}
+
+#[test]
+fn what_no_machine_can_do_is_a_wrong_call() {
+    for (experiment, option, most) in [
+        ("kernel", "--memory", "16M"),
+        ("usemem", "--memory", "32M"),
+        ("shrinker", "--memory", "16M"),
+        ("fallback", "--memory", "24M"),
+        ("highalloc", "--memory", "16M"),
+        ("blocks", "--image", "2M"),
+        ("pagemap", "--size", "1M"),
+    ] {
+        let output = uzswap().args(["lab", experiment, "--quick", option, "4K"]).output().unwrap();
+        assert_eq!(output.status.code(), Some(125), "{experiment}");
+        let said = format!("uzswap lab: {option} is to be {most} or more\n");
+        assert_eq!(String::from_utf8_lossy(&output.stderr), said, "{experiment}");
+    }
 }
