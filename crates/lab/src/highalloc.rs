@@ -139,6 +139,9 @@ fn read(path: &Path) -> Result<Vec<Trace>, String> {
     let file = path.display();
     let text = std::fs::read(path).map_err(|e| format!("cannot read {file}: {e}"))?;
     let traces: Vec<Trace> = serde_json::from_slice(&text).map_err(|e| format!("{file}: {e}"))?;
+    if traces.is_empty() || !traces.iter().all(Trace::is_playable) {
+        return Err(format!("{file}: it has a program without pages, or none; delete the file to record anew"));
+    }
     match traces.iter().find_map(|t| Some((&t.program, t.contradiction()?))) {
         Some((program, (step, page))) => Err(format!(
             "{file}: in step {step} of {program} page {page} comes though it is there; delete the file to record anew"

@@ -7,6 +7,7 @@
 //! Where there is no uzswap command at hand (the lab built as an example) a program is looked at from outside, every few
 //! milliseconds through `/proc/PID/pagemap`: a page that is there and was not before came, one that is gone went.
 
+use super::aging::SPACE;
 use crate::process::{self, Spec};
 use crate::size::PAGE;
 use crate::undo::Keeper;
@@ -45,6 +46,27 @@ pub struct Trace {
 }
 
 impl Trace {
+    /// Whether a machine can be filled with it: it has as many pages as what is recorded, before its last step (who starts does so
+    /// anywhere before that), and none beyond what a process may have.
+    #[must_use]
+    pub fn is_playable(&self) -> bool {
+        let (mut live, mut most) = (BTreeSet::new(), 0);
+        let within = |(first, n): &(u32, u32)| first.checked_add(*n).is_some_and(|end| u64::from(end) <= SPACE);
+        for (left, step) in self.steps.iter().enumerate().map(|(i, step)| (self.steps.len() - 1 - i, step)) {
+            if !step.came.iter().chain(&step.went).chain(&step.touched).all(within) {
+                return false;
+            }
+            for page in step.went.iter().flat_map(|(first, n)| *first..first + n) {
+                live.remove(&page);
+            }
+            live.extend(step.came.iter().flat_map(|(first, n)| *first..first + n));
+            if left > 0 {
+                most = live.len().max(most);
+            }
+        }
+        most.min(self.peak) > LEAST
+    }
+
     /// The first step, and the page in it, that comes though it is there; none in a trace that was recorded.
     #[must_use]
     pub fn contradiction(&self) -> Option<(usize, u32)> {
@@ -59,6 +81,8 @@ impl Trace {
     }
 }
 
+/// A program that has no more pages at once is too small to be of use.
+const LEAST: usize = 256;
 /// Looks from outside are this far apart.
 const EVERY: Duration = Duration::from_millis(5);
 /// What a recorded program may use: less than it wants.
@@ -100,7 +124,7 @@ pub fn record_all(uzswap: Option<&Path>, keeper: &Keeper, dir: &Path) -> Vec<Tra
         Some(uzswap) => record(name, command, uzswap, keeper, &dir.join("trace")),
         None => watch(name, command, EVERY).map_err(|e| e.to_string()),
     };
-    RECIPES.iter().filter_map(|recipe| one(recipe).ok()).filter(|t| t.peak > 256).collect()
+    RECIPES.iter().filter_map(|recipe| one(recipe).ok()).filter(|t| t.peak > LEAST).collect()
 }
 
 /// Runs a command in little memory under `uzswap run --record`, to a file at `path`.
@@ -325,6 +349,24 @@ for i in range(4):
         assert_eq!(again.contradiction(), None);
         assert_eq!(trace(vec![step(&[(0, 4), (3, 1)], &[])]).contradiction(), Some((0, 3)));
         assert_eq!(trace(vec![step(&[(0, 4)], &[]), step(&[(2, 1)], &[(3, 1)])]).contradiction(), Some((1, 2)));
+    }
+
+    /// The story: with a file that says nothing of any program the lab ended in a panic, or looked for pages for ever, deaf to signals.
+    #[test]
+    fn what_has_no_pages_is_not_played() {
+        let step = |first, n| Step { came: vec![(first, n)], ..Step::default() };
+        let trace = |peak, steps: &[Step]| Trace { program: "x".to_owned(), steps: steps.to_vec(), peak };
+        assert!(trace(300, &[step(0, 300), step(300, 1)]).is_playable());
+        for (peak, steps) in [
+            (300, &[][..]),
+            (300, &[step(0, 200), step(200, 1)]),
+            (300, &[step(0, 300)]),
+            (0, &[step(0, 300), step(300, 1)]),
+            (300, &[step(0, 300), step(u32::MAX, 2)]),
+            (300, &[step(0, 300), step(1 << 22, 1)]),
+        ] {
+            assert!(!trace(peak, steps).is_playable(), "{peak} {steps:?}");
+        }
     }
 
     #[test]

@@ -88,3 +88,15 @@ fn what_no_machine_can_do_is_a_wrong_call() {
         assert_eq!(String::from_utf8_lossy(&output.stderr), said, "{experiment}");
     }
 }
+
+#[test]
+fn traces_without_programs_are_refused() {
+    let dir = TempDir::new().unwrap();
+    let trace = dir.path().join("trace");
+    for text in ["[]", r#"[{"program":"x","steps":[],"peak":0}]"#] {
+        fs::write(&trace, text).unwrap();
+        let output = uzswap().args(["lab", "highalloc", "--quick", "--trace"]).arg(&trace).output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        assert!(String::from_utf8_lossy(&output.stderr).ends_with("delete the file to record anew\n"), "{text}");
+    }
+}
