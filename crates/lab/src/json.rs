@@ -123,12 +123,21 @@ impl Findings {
     /// them to `file` if there is one: how every experiment ends.
     ///
     /// # Errors
-    /// When the file cannot be written: what, and why.
+    /// When the file cannot be written, or nobody can have seen the table: what, and why.
     pub fn publish(&self, subjects: &[(&str, &str)], notes: &[String], file: Option<&Path>) -> Result<(), String> {
-        // (A reader that has seen enough is no reason to lose the file.)
-        let _ = io::stdout().write_all(crate::table::render(self, subjects, notes).as_bytes());
-        let Some(path) = file else { return Ok(()) };
-        self.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))
+        let table = crate::table::render(self, subjects, notes);
+        let shown = io::stdout().write_all(table.as_bytes()).and_then(|()| io::stdout().flush());
+        // (A table that nobody sees is no reason to lose the file.)
+        if let Some(path) = file {
+            self.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
+        }
+        match shown {
+            // (A reader has seen enough.)
+            Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
+                Err(format!("nothing can be written to standard output: {e}"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Writes them to a file.

@@ -100,3 +100,16 @@ fn traces_without_programs_are_refused() {
         assert!(String::from_utf8_lossy(&output.stderr).ends_with("delete the file to record anew\n"), "{text}");
     }
 }
+
+/// The story: what had been measured was lost without a word, and with the status 0, where the table could not be written.
+#[test]
+fn a_table_that_nobody_sees_is_said() {
+    agent_built();
+    for args in ["--help", "pagemap --quick --size 1M"] {
+        let script = format!("'{UZSWAP}' lab {args} >/dev/full");
+        let output = Command::new("/bin/sh").args(["-c", &script]).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{args}: {said}");
+        assert!(said.contains("nothing can be written to standard output: "), "{args}: {said}");
+    }
+}
