@@ -41,13 +41,18 @@ pub(crate) fn find(name: &str) -> Option<PathBuf> {
     std::env::split_paths(&std::env::var_os("PATH")?).map(|dir| dir.join(name)).find(|path| path.is_file())
 }
 
-/// The programs this machine has, with their inputs written to `dir`; and the names of those it has not.
+/// The programs this machine has, with their inputs written to `dir`; and those that cannot be measured, with the reason.
 ///
-/// # Errors
-/// When an input cannot be written.
-pub fn all(dir: &Path, python: Option<&Path>, quick: bool) -> Result<(Vec<Program>, Vec<&'static str>), String> {
+/// The story: where the disk had no room for an input, what had been measured in an hour before was lost.
+#[must_use]
+pub fn all(dir: &Path, python: Option<&Path>, quick: bool) -> (Vec<Program>, Vec<String>) {
     let mut programs = Vec::new();
     let mut missing = Vec::new();
+    let mut add = |command: &str, program: Option<Result<Program, String>>| match program {
+        Some(Ok(program)) => programs.push(program),
+        Some(Err(reason)) => missing.push(format!("{command} ({reason})")),
+        None => missing.push(format!("{command} (not on this machine)")),
+    };
     let write = |name: &str, contents: &[u8]| {
         let path = dir.join(name);
         fs::write(&path, contents).map(|()| path).map_err(|e| format!("cannot write {name}: {e}"))
@@ -55,59 +60,39 @@ pub fn all(dir: &Path, python: Option<&Path>, quick: bool) -> Result<(Vec<Progra
     let args = |program: &Path, args: &[&str]| -> Vec<OsString> {
         std::iter::once(program.as_os_str().to_owned()).chain(args.iter().map(OsString::from)).collect()
     };
-    match python {
-        Some(python) => {
-            let n = if quick { "150000" } else { "600000" };
-            programs.push(Program {
-                name: "python, a big dict",
-                argv: args(python, &["-I", "-c", DICT, n]),
-                stdin: None,
-            });
-        }
-        None => missing.push("python3"),
-    }
-    match find("sort") {
-        Some(sort) => {
-            let input = write("lines", &lines(if quick { 450_000 } else { 1_500_000 }))?;
-            let input = input.to_string_lossy().into_owned();
-            let argv = args(&sort, &["--parallel=1", "--buffer-size=2G", "--stable", &input]);
-            programs.push(Program { name: "sort", argv, stdin: None });
-        }
-        None => missing.push("sort"),
-    }
+    let dict = |python: &Path| {
+        let n = if quick { "150000" } else { "600000" };
+        Ok(Program { name: "python, a big dict", argv: args(python, &["-I", "-c", DICT, n]), stdin: None })
+    };
+    add("python3", python.map(dict));
+    let sort = |sort: PathBuf| {
+        let input = write("lines", &lines(if quick { 450_000 } else { 1_500_000 }))?;
+        let input = input.to_string_lossy().into_owned();
+        let argv = args(&sort, &["--parallel=1", "--buffer-size=2G", "--stable", &input]);
+        Ok(Program { name: "sort", argv, stdin: None })
+    };
+    add("sort", find("sort").map(sort));
     if quick {
-        return Ok((programs, missing));
+        return (programs, missing);
     }
-    match find("xz") {
-        Some(xz) => {
-            let input = dir.join("source");
-            let bytes = fs::read(&input).map_err(|e| format!("cannot read the contents: {e}"))?;
-            let input = write("to-compress", &bytes[..bytes.len().min(2 << 20)])?;
-            programs.push(Program { name: "xz -9", argv: args(&xz, &["-9", "-T1", "-c"]), stdin: Some(input) });
-        }
-        None => missing.push("xz"),
-    }
-    match find("sqlite3") {
-        Some(sqlite) => {
-            let script = write("script.sql", SQL.as_bytes())?;
-            programs.push(Program {
-                name: "sqlite3 in memory",
-                argv: args(&sqlite, &["-batch", ":memory:"]),
-                stdin: Some(script),
-            });
-        }
-        None => missing.push("sqlite3"),
-    }
-    match find("gcc") {
-        Some(gcc) => {
-            let input = write("large.c", c_source(2500).as_bytes())?;
-            let input = input.to_string_lossy().into_owned();
-            let argv = args(&gcc, &["-O1", "-S", "-o", "-", &input]);
-            programs.push(Program { name: "gcc -O1, one large file", argv, stdin: None });
-        }
-        None => missing.push("gcc"),
-    }
-    Ok((programs, missing))
+    let xz = |xz: PathBuf| {
+        let bytes = fs::read(dir.join("source")).map_err(|e| format!("cannot read the contents: {e}"))?;
+        let input = write("to-compress", &bytes[..bytes.len().min(2 << 20)])?;
+        Ok(Program { name: "xz -9", argv: args(&xz, &["-9", "-T1", "-c"]), stdin: Some(input) })
+    };
+    add("xz", find("xz").map(xz));
+    let sqlite = |sqlite: PathBuf| {
+        let script = Some(write("script.sql", SQL.as_bytes())?);
+        Ok(Program { name: "sqlite3 in memory", argv: args(&sqlite, &["-batch", ":memory:"]), stdin: script })
+    };
+    add("sqlite3", find("sqlite3").map(sqlite));
+    let gcc = |gcc: PathBuf| {
+        let input = write("large.c", c_source(2500).as_bytes())?;
+        let argv = args(&gcc, &["-O1", "-S", "-o", "-", &input.to_string_lossy()]);
+        Ok(Program { name: "gcc -O1, one large file", argv, stdin: None })
+    };
+    add("gcc", find("gcc").map(gcc));
+    (programs, missing)
 }
 
 const SQL: &str = "
@@ -154,6 +139,15 @@ pub fn c_source(functions: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// See [`all`].
+    #[test]
+    fn what_has_no_room_for_its_input_is_not_measured() {
+        let (programs, missing) = all(Path::new("/no/such"), Some(Path::new("/bin/true")), false);
+        assert_eq!(programs.iter().map(|program| program.name).collect::<Vec<_>>(), ["python, a big dict"]);
+        assert_eq!(missing.len(), 4);
+        assert!(missing[0].starts_with("sort (cannot write lines: "), "{missing:?}");
+    }
 
     #[test]
     fn inputs_are_the_same_every_time() {

@@ -170,14 +170,17 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
         let program = lab.bursts(&exe, memory, if args.common.quick { 3 } else { 12 })?;
         lab.program(&program)?;
         if !args.common.quick {
-            lab.beside_the_kernel(&exe)?;
+            let done = lab.beside_the_kernel(&exe);
+            lab.noted("bursts with equal memory", done)?;
         }
     }
     if wants("build") {
-        match lab.build(args.common.quick)? {
-            Some(program) => lab.program(&program)?,
-            None => lab.notes.push("Not on this machine, so not measured: gcc.".to_owned()),
-        }
+        let built = match lab.build(args.common.quick) {
+            Ok(Some(program)) => lab.program(&program),
+            Ok(None) => Err("there is no gcc here that builds".to_owned()),
+            Err(reason) => Err(reason),
+        };
+        lab.noted("build", built)?;
     }
     lab.default_is_no_worse();
     let settings = json!({
@@ -192,6 +195,17 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
 }
 
 impl Lab<'_> {
+    /// Notes why a part was not measured: what was measured before is not lost for that. A signal stops everything.
+    fn noted(&mut self, part: &str, done: Result<(), String>) -> Result<(), String> {
+        match done {
+            Err(reason) if !process::interrupted() => {
+                self.notes.push(format!("Not measured: {part}: {reason}."));
+                Ok(())
+            }
+            done => done,
+        }
+    }
+
     fn bursts(&self, exe: &Path, limit: u64, rounds: u32) -> Result<Program, String> {
         let source = self.dir.join("source");
         data::write(&source, 32 * MIB, programs::python().as_deref())?;
@@ -206,11 +220,8 @@ impl Lab<'_> {
 
     /// The program with bursts, where the kernel has no more memory than we.
     fn beside_the_kernel(&mut self, exe: &Path) -> Result<(), String> {
-        let Some(pool) = machine::describe()["memory_bytes"].as_u64().map(|bytes| bytes / 100) else {
-            self.notes
-                .push("Not measured: bursts with equal memory: how much the machine has is not known.".to_owned());
-            return Ok(());
-        };
+        let pool = machine::describe()["memory_bytes"].as_u64().map(|bytes| bytes / 100);
+        let pool = pool.ok_or("how much the machine has is not known")?;
         let limit = (pool + EQUAL).next_multiple_of(MIB);
         let program = Program { name: "bursts, equal memory", kernel_limit: EQUAL, ..self.bursts(exe, limit, 2)? };
         self.notes.push(format!("With equal memory the kernel has {} of it as its pool.", mib(pool)));

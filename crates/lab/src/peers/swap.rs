@@ -62,15 +62,25 @@ fn allocate(path: &Path, bytes: u64) -> io::Result<()> {
     use std::os::unix::fs::OpenOptionsExt;
     let file: File = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
     // SAFETY: the descriptor is open.
-    if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, bytes as libc::off_t) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    file.sync_all()
+    let all = match unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, bytes as libc::off_t) } {
+        0 => file.sync_all(),
+        _ => Err(io::Error::last_os_error()),
+    };
+    // (A part of it would be taken for the whole the next time.)
+    all.inspect_err(|_| drop(fs::remove_file(path)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The story: where there was no room for the file its part was left, to which the next peer was to swap: EINVAL.
+    #[test]
+    fn no_part_of_a_file_is_left() {
+        let path = std::env::temp_dir().join(format!("uzswap-lab-swap-{}", std::process::id()));
+        assert!(allocate(&path, 1 << 60).is_err());
+        assert!(!path.exists());
+    }
 
     #[test]
     fn the_header_is_mkswaps() {
