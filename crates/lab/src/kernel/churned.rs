@@ -16,8 +16,8 @@ const SUBJECTS: [Subject; 2] = [Subject::Run, Subject::Library];
 /// What a figure after churn may be, times (or, where less is better, as a part of) that on a fresh zone.
 const TARGET: f64 = 0.9;
 
-/// Figures by workload, subject, and whether memory was churned before.
-type Figures = BTreeMap<(Workload, Subject, bool), Vec<f64>>;
+/// Figures by workload, subject, and whether memory was churned before; of each run that has one.
+type Figures = BTreeMap<(Workload, Subject, bool), BTreeMap<u32, f64>>;
 
 impl Lab<'_> {
     /// A row for each workload and subject, fresh and churned, and the verdicts.
@@ -28,7 +28,7 @@ impl Lab<'_> {
                 // (Side by side, so that both meet the same neighbours on the machine; who comes second has it no better.)
                 for churned in [run % 2 == 1, run % 2 == 0] {
                     self.say(&format!("run {} of {}: {}, {}", run + 1, self.runs, how(churned), subject.title()));
-                    self.churned_once(subject, churned, &mut seen)?;
+                    self.churned_once(subject, churned, run, &mut seen)?;
                 }
             }
         }
@@ -36,7 +36,8 @@ impl Lab<'_> {
             for workload in Workload::ALL {
                 let mut row = Row::new(format!("{}: {}", how(churned), workload.name()), workload.unit());
                 for subject in SUBJECTS {
-                    row.put(subject.key(), seen.get(&(workload, subject, churned)).and_then(|f| median(f)));
+                    let figures = seen.get(&(workload, subject, churned));
+                    row.put(subject.key(), figures.and_then(|f| median(&f.values().copied().collect::<Vec<_>>())));
                 }
                 self.rows.push(row);
             }
@@ -57,7 +58,7 @@ impl Lab<'_> {
     }
 
     /// One worker, unless its subject cannot be set up here.
-    fn churned_once(&mut self, subject: Subject, churned: bool, seen: &mut Figures) -> Result<(), Stop> {
+    fn churned_once(&mut self, subject: Subject, churned: bool, run: u32, seen: &mut Figures) -> Result<(), Stop> {
         if self.out.contains_key(&subject) {
             return Ok(());
         }
@@ -69,7 +70,7 @@ impl Lab<'_> {
             Err(failure) => return fail(self, how(churned), subject, failure),
         };
         for (workload, figure) in report.done.iter().filter_map(worker::Done::figure) {
-            seen.entry((workload, subject, churned)).or_default().push(figure);
+            seen.entry((workload, subject, churned)).or_default().insert(run, figure);
         }
         Ok(())
     }
@@ -83,7 +84,8 @@ fn how(churned: bool) -> &'static str {
 /// medians compares one run with another, and the machine is not the same in all.)
 fn kept(seen: &Figures, workload: Workload, subject: Subject) -> Option<(f64, Workload)> {
     let figures = |churned| seen.get(&(workload, subject, churned));
-    let pairs = figures(false)?.iter().zip(figures(true)?);
+    let after = figures(true)?;
+    let pairs = figures(false)?.iter().filter_map(|(run, fresh)| Some((fresh, after.get(run)?)));
     let ratios: Vec<f64> = pairs.map(|(f, c)| if workload.per_access() { f / c } else { c / f }).collect();
     Some((median(&ratios)?, workload))
 }
@@ -94,11 +96,12 @@ mod tests {
 
     #[test]
     fn less_is_better_where_it_is_time() {
+        let one = |figure| BTreeMap::from([(0, figure)]);
         let seen = Figures::from([
-            ((Workload::Fill, Subject::Run, false), vec![100.0]),
-            ((Workload::Fill, Subject::Run, true), vec![80.0]),
-            ((Workload::RandomRead, Subject::Run, false), vec![8.0]),
-            ((Workload::RandomRead, Subject::Run, true), vec![16.0]),
+            ((Workload::Fill, Subject::Run, false), one(100.0)),
+            ((Workload::Fill, Subject::Run, true), one(80.0)),
+            ((Workload::RandomRead, Subject::Run, false), one(8.0)),
+            ((Workload::RandomRead, Subject::Run, true), one(16.0)),
         ]);
         assert_eq!(kept(&seen, Workload::Fill, Subject::Run), Some((0.8, Workload::Fill)));
         assert_eq!(kept(&seen, Workload::RandomRead, Subject::Run), Some((0.5, Workload::RandomRead)));
@@ -109,7 +112,12 @@ mod tests {
     #[test]
     fn what_is_compared_was_measured_in_the_same_run() {
         let key = |churned| (Workload::ZipfRead, Subject::Run, churned);
-        let seen = Figures::from([(key(false), vec![10.0, 20.0, 10.0]), (key(true), vec![10.0, 20.0, 20.0])]);
+        let runs = |figures: &[(u32, f64)]| BTreeMap::from_iter(figures.iter().copied());
+        let fresh = runs(&[(0, 10.0), (1, 20.0), (2, 10.0)]);
+        let seen = Figures::from([(key(false), fresh.clone()), (key(true), runs(&[(0, 10.0), (1, 20.0), (2, 20.0)]))]);
+        assert_eq!(kept(&seen, Workload::ZipfRead, Subject::Run), Some((1.0, Workload::ZipfRead)));
+        // The story: where a run had failed the next one's figure was taken for its.
+        let seen = Figures::from([(key(false), fresh), (key(true), runs(&[(1, 20.0)]))]);
         assert_eq!(kept(&seen, Workload::ZipfRead, Subject::Run), Some((1.0, Workload::ZipfRead)));
     }
 }
