@@ -25,7 +25,8 @@ mod world;
 use crate::shrinker::{DiskReads, Policy, PoolFull};
 use crate::trace::{Block, Kind, Record};
 use std::collections::BTreeMap;
-use world::{MOST_PAGES, PAGE, Page, World, read_in, write_back};
+pub use world::{MOST_PAGES, head_bytes};
+use world::{PAGE, Page, World, read_in, write_back};
 
 /// Pages and objects that members as they forked may have together: beyond that the oldest are forgotten.
 const MOST_FORKED: usize = 1 << 22;

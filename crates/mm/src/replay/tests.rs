@@ -388,9 +388,9 @@ fn an_outcome_says_what_was_done() {
     let cost = Cost { read_ns: 1000, bytes_per_second: 4_096_000 };
     let settings = Settings { policy: Policy::Fifo, pool: 10_000, accept_percent: 50, limit: LIMIT, cost };
     let mut replay = Replay::new(settings);
-    // Three objects of 4,000 bytes, each with 24 in front: with the third it is 12,072, and down to 5,000 two of them go. On disk each
+    // Three objects of 3,996 bytes, each with 28 in front: with the third it is 12,072, and down to 5,000 two of them go. On disk each
     // takes 4,032, so the first one lies in the first block, the second in both.
-    let store = |vpn| Record::of_object(Kind::Store, vpn, 0, 4000);
+    let store = |vpn| Record::of_object(Kind::Store, vpn, 0, 3996);
     play_at(&mut replay, 0, 5000, 2, &[store(0), store(16), store(32)]);
     assert_eq!((replay.in_pools(), replay.out.written_back), (4024, 2));
     // The first one is read, and nothing with it; of another page nothing is known; and what the recorded run itself did.
@@ -429,11 +429,11 @@ fn an_outcome_says_what_was_done() {
 #[test]
 fn objects_of_several_pages_share_blocks() {
     let mut replay = Replay::new(Settings { accept_percent: 50, ..settings(Policy::Fifo, 10_000) });
-    // With 72 bytes in front in the pool, and 8 more on disk: 4,096 and 1,024 and 1,984 bytes there. With the fourth there are 11,116.
+    // With 76 bytes in front in the pool, and 8 more on disk: 4,096 and 1,024 and 1,984 bytes there. With the fourth there are 11,116.
     let store = |vpn, bytes| Record::of_object(Kind::Store, vpn, 2, bytes);
-    [store(0, 4000), store(16, 928), store(32, 1900)].into_iter().for_each(|r| replay.record(0, r));
+    [store(0, 3996), store(16, 924), store(32, 1896)].into_iter().for_each(|r| replay.record(0, r));
     replay.worlds.get_mut(&0).unwrap().reused.insert(0);
-    replay.record(0, store(48, 4000));
+    replay.record(0, store(48, 3996));
     assert_eq!((replay.in_pools(), replay.out.written_back, replay.out.bytes_written), (4072, 12, 8192));
     let world = replay.worlds.get_mut(&0).unwrap();
     assert!(!world.reused.contains(&0), "it was not read back since");

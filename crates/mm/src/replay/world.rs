@@ -12,15 +12,17 @@ use crate::shrinker::{Entry, Policy, Shrinker, Verdict};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 pub(super) const PAGE: usize = 4096;
-/// Bytes an object has in front of its data, as the pager's have.
-const HEAD: usize = 8;
-const HASH: usize = 16;
+/// Bytes that an object of so many pages has in front of its data: the pager's own, as it asserts.
+#[must_use]
+pub const fn head_bytes(pages: usize) -> usize {
+    12 + 16 * pages
+}
 /// Bytes in front of an object on disk.
 const FRONT: usize = 8;
 const GRAIN: u64 = 64;
 const BLOCK: u64 = 4096;
 /// Pages of the largest object: a larger folio is stored as several.
-pub(super) const MOST_PAGES: usize = 16;
+pub const MOST_PAGES: usize = 16;
 /// Bytes of the largest write.
 const RUN_BYTES: u64 = 256 << 10;
 pub(super) const NONE: u32 = u32::MAX;
@@ -129,7 +131,7 @@ impl World {
             self.births += 1;
             let object = Object {
                 birth: self.births,
-                bytes: (HEAD + HASH * n + bytes) as u32,
+                bytes: (head_bytes(n) + bytes) as u32,
                 pages: n as u8,
                 live: n as u8,
                 out: n as u8,
@@ -194,7 +196,7 @@ impl World {
                 continue;
             };
             let object = &mut self.objects[handle as usize];
-            let new = (HEAD + HASH * n + bytes * n / pages) as u32;
+            let new = (head_bytes(n) + bytes * n / pages) as u32;
             if object.at.is_none() {
                 self.in_pool = self.in_pool - object.bytes as usize + new as usize;
                 object.bytes = new;

@@ -16,6 +16,7 @@ use uzswap_mm::codec::Encoding;
 use uzswap_mm::pagemap::Tier;
 use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::Pte;
+use uzswap_mm::replay;
 
 /// The decoded header.
 #[derive(Clone, Copy, Debug)]
@@ -77,6 +78,9 @@ const fn hashes_at(order: u8) -> usize {
 pub const fn head_bytes(order: u8) -> usize {
     hashes_at(order) + (16 << order)
 }
+// (What a trace is replayed with. It went on with a header of 8 bytes when there was one of 12.)
+const _: () =
+    assert!(head_bytes(0) == replay::head_bytes(1) && head_bytes(SMALL) == replay::head_bytes(replay::MOST_PAGES));
 
 impl Header {
     /// Reads a header.
