@@ -6,18 +6,20 @@ use crate::config::plain;
 use crate::output::print;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
-use std::fs;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
 use uzswap_mm::replay::{Cost, NO_DISK, Outcome, Replay, Settings};
 use uzswap_mm::shrinker::Policy;
 use uzswap_mm::size::{Size, human};
-use uzswap_mm::trace::{Error, Trace};
+use uzswap_mm::trace::{Error, HEADER_BYTES, Trace};
 
 /// Runs the command. The error is one sentence.
 pub fn replay(args: &ReplayArgs) -> Result<(), Failed> {
     let policies = policies(&args.policy).map_err(Failed::Wrongly)?;
     let size = args.pool.as_deref().map(Size::parse).transpose().map_err(Failed::Wrongly)?;
     let name = args.file.display();
-    let bytes = fs::read(&args.file).map_err(|e| format!("the trace `{name}` cannot be read: {}", plain(&e)))?;
+    let bytes = read(&args.file).map_err(|e| format!("the trace `{name}` cannot be read: {}", plain(&e)))?;
     let trace = Trace::parse(&bytes).map_err(|e| format!("`{name}` cannot be replayed: {e}"))?;
     let limit = trace.header.limit as usize;
     let cost = Cost { read_ns: args.read_latency * 1000, bytes_per_second: args.bandwidth << 20 };
@@ -35,6 +37,18 @@ pub fn replay(args: &ReplayArgs) -> Result<(), Failed> {
         as_text(&trace, &all, error, pool, &done)
     };
     Ok(print(text.as_bytes())?)
+}
+
+/// A trace; of what does not begin as one only the beginning.
+///
+/// The story: of a device all was read, until there was no memory left.
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let (mut file, mut bytes) = (File::open(path)?, Vec::new());
+    (&mut file).take(HEADER_BYTES as u64).read_to_end(&mut bytes)?;
+    if Trace::parse(&bytes).is_ok() {
+        file.read_to_end(&mut bytes)?;
+    }
+    Ok(bytes)
 }
 
 fn policies(text: &str) -> Result<Vec<Policy>, String> {

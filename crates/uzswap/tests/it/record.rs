@@ -1,6 +1,6 @@
 //! `uzswap run --record`: the trace tells what the counters tell, also of processes that forked or were killed.
 
-use crate::cli::{UZSWAP, python, uzswap};
+use crate::cli::{UZSWAP, python, sentence_of, uzswap};
 use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -173,4 +173,8 @@ fn what_is_no_trace_is_not_replayed() {
         assert_eq!(output.status.code(), Some(1), "{args:?}");
         assert_eq!(String::from_utf8_lossy(&output.stderr).lines().count(), 1);
     }
+    // See `replay::read`.
+    let script = format!("ulimit -v 4000000; exec '{UZSWAP}' replay /dev/zero");
+    let output = std::process::Command::new("/bin/sh").args(["-c", &script]).output().unwrap();
+    assert!(sentence_of(&output, 1).contains("it is not a trace"));
 }
