@@ -2,6 +2,7 @@
 
 use crate::process;
 use crate::size::MIB;
+use crate::undo;
 use std::fs::File;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -72,7 +73,8 @@ pub fn go_on() -> Result<(), Stop> {
 #[must_use]
 pub fn run(common: &Common, experiment: impl FnOnce() -> Result<bool, Stop>) -> i32 {
     process::unwind_on_signals();
-    status(common.json.as_deref().map_or(Ok(()), writable).map_err(Stop::Failed).and_then(|()| experiment()))
+    let end = common.json.as_deref().map_or(Ok(()), writable).map_err(Stop::Failed).and_then(|()| experiment());
+    status(end, undo::is_left())
 }
 
 /// Refuses a file that cannot be written, before hours of measuring whose figures would be lost. Nothing is left where nothing was.
@@ -92,11 +94,16 @@ pub fn writable(path: &Path) -> Result<(), String> {
     }
 }
 
-fn status(end: Result<bool, Stop>) -> i32 {
+/// The exit status; `left` says that the machine is not as it was.
+///
+/// The story: where something could not be undone, a lab that was interrupted said that the machine was as before, and any other ended
+/// with 0.
+fn status(end: Result<bool, Stop>, left: bool) -> i32 {
     match end {
-        Ok(right) => i32::from(!right),
+        Ok(right) => i32::from(!right || left),
         Err(Stop::Interrupted) => {
-            tell!("uzswap lab: interrupted; the machine is as it was");
+            let machine = if left { "what could not be undone is said above" } else { "the machine is as it was" };
+            tell!("uzswap lab: interrupted; {machine}");
             130
         }
         Err(Stop::Failed(reason)) => {
@@ -116,11 +123,12 @@ mod tests {
 
     #[test]
     fn statuses() {
-        assert_eq!(status(Ok(true)), 0);
-        assert_eq!(status(Ok(false)), 1, "something read wrong");
-        assert_eq!(status(Err("no memory".to_owned().into())), 1);
-        assert_eq!(status(Err(Stop::Interrupted)), 130);
-        assert_eq!(status(at_least("memory", 15 << 20, 16 << 20).map(|()| true)), 125);
+        assert_eq!(status(Ok(true), false), 0);
+        assert_eq!(status(Ok(true), true), 1, "something is left");
+        assert_eq!(status(Ok(false), false), 1, "something read wrong");
+        assert_eq!(status(Err("no memory".to_owned().into()), false), 1);
+        assert_eq!(status(Err(Stop::Interrupted), false), 130);
+        assert_eq!(status(at_least("memory", 15 << 20, 16 << 20).map(|()| true), false), 125);
         assert_eq!(at_least("memory", 16 << 20, 16 << 20), Ok(()));
     }
 

@@ -218,11 +218,22 @@ impl Drop for Keeper {
     }
 }
 
+thread_local! {
+    static LEFT: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether a change of this thread's could not be undone, which was said.
+#[must_use]
+pub fn is_left() -> bool {
+    LEFT.get()
+}
+
 impl Drop for Todo {
     fn drop(&mut self) {
         if let Some(step) = self.step.take()
             && let Err(error) = step.run()
         {
+            LEFT.set(true);
             tell!("uzswap lab: {error}");
         }
         let _ = self.inner.tell(&Line::Done(self.id));
@@ -284,6 +295,15 @@ mod tests {
         let release = fs::read_to_string(&kernel).unwrap().trim().to_owned();
         Step::Restore(kernel.clone(), release).run().unwrap();
         assert!(Step::Restore(kernel, "another".to_owned()).run().is_err());
+    }
+
+    #[test]
+    fn what_is_left_is_known() {
+        let undone = |path: &str| drop(Keeper::unguarded().will_undo(Step::Restore(path.into(), "another".to_owned())));
+        undone("/dev/null");
+        assert!(!is_left());
+        undone("/proc/sys/kernel/osrelease");
+        assert!(is_left());
     }
 
     /// The story: `--dir` with a slip of the pen made that directory, and what was above it, and left them.
