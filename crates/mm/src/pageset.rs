@@ -107,6 +107,7 @@ mod tests {
         let mut bytes = [0xff; MOST / 8];
         set.write(&mut bytes);
         assert_eq!(PageSet::read(&bytes), set);
+        assert_eq!(PageSet::read(&[&bytes[..], &[0xff; 8]].concat()), set, "of more bytes than it has pages");
         assert_eq!((set.first_16(), PageSet::read(&bytes[..2])), (0x8009, PageSet::from(0x8009)));
         pages.into_iter().for_each(|page| set.put(page, false));
         assert!(set.is_empty() && PageSet::first(0).is_empty() && PageSet::first(MOST).len() == MOST);

@@ -499,6 +499,11 @@ mod tests {
         {
             assert_eq!(pool.excess(held, 100, 90), want, "{held}");
         }
+        // And where that is kept elsewhere, it goes on as it was left.
+        for (full, want) in [(false, 0), (true, 5)] {
+            let mut pool = PoolFull::new(full);
+            assert_eq!((pool.is_full(), pool.excess(95, 100, 90), pool.is_full()), (full, want, full));
+        }
         // A threshold above the most (both changed at run time) asks for nothing rather than for less than nothing.
         assert_eq!(PoolFull::default().excess(110, 100, 120), 0);
     }
@@ -512,6 +517,34 @@ mod tests {
         assert!(!s.wants_prune());
         assert_eq!(s.pop().unwrap().handle, 0);
         assert_eq!(s.pop().unwrap().handle, 8);
+    }
+
+    /// A list is looked through again only when as many have come as stayed; and what it had when it was long it does not keep, as that
+    /// counts against the limit (A7).
+    #[test]
+    fn a_list_is_pruned_again_when_it_has_doubled() {
+        for policy in [Policy::SecondChance, Policy::S3Fifo] {
+            let mut s = filled(policy, 4 * LEAST_PRUNE);
+            // (Half of them are on the main list, where there is one.)
+            (0..2 * LEAST_PRUNE).for_each(|_| {
+                let e = s.pop().unwrap();
+                s.rotate(e);
+            });
+            let bytes = |entries: usize| entries * size_of::<Packed>();
+            assert!(s.metadata_bytes() >= bytes(s.len()));
+            s.prune(|e| e.handle % 2 == 0);
+            assert_eq!((s.policy(), s.len()), (policy, 2 * LEAST_PRUNE));
+            // (Room for as many as come until it is asked again, in each list.)
+            assert!(s.metadata_bytes() <= bytes(4 * LEAST_PRUNE), "{policy:?}: {} bytes", s.metadata_bytes());
+            while !s.wants_prune() {
+                s.stored(Entry { vpn: 5, handle: 0 });
+            }
+            assert_eq!(s.len(), 4 * LEAST_PRUNE);
+            assert!(!s.is_empty());
+            s.prune(|_| false);
+            assert!(s.is_empty() && s.pop().is_none());
+            assert!(s.metadata_bytes() <= bytes(2 * LEAST_PRUNE), "{policy:?}: {} bytes", s.metadata_bytes());
+        }
     }
 
     /// An object that is stored again at its old place once made all its earlier entries valid, and the list grew by one

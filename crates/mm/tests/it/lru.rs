@@ -22,6 +22,7 @@ fn pages<'a>(folios: impl IntoIterator<Item = &'a Folio>) -> usize {
 #[derive(Clone, Debug)]
 enum Step {
     Push(Folio),
+    PushFront(Folio),
     Pop,
     /// Keeps the folios whose stamp has this bit.
     Retain(u32),
@@ -30,6 +31,7 @@ enum Step {
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
         5 => folio().prop_map(Step::Push),
+        1 => folio().prop_map(Step::PushFront),
         3 => Just(Step::Pop),
         1 => (0..25u32).prop_map(Step::Retain),
     ];
@@ -68,9 +70,10 @@ proptest! {
     }
 
     #[test]
-    fn stamps_are_cut_to_25_bits(vpn in 0..1u64 << 35, order in 0..=9u8, stamp in any::<u32>()) {
+    fn stamps_are_cut_to_25_bits(vpn in 0..1u64 << 35, order in any::<u8>(), stamp in any::<u32>()) {
         let e = Entry::new(vpn, order, stamp);
-        prop_assert_eq!((e.vpn(), e.order(), e.stamp()), (vpn, order, stamp & ((1 << 25) - 1)));
+        // (And orders to four.)
+        prop_assert_eq!((e.vpn(), e.order(), e.stamp()), (vpn, order & 15, stamp & ((1 << 25) - 1)));
     }
 
     #[test]
@@ -81,6 +84,10 @@ proptest! {
                 Step::Push(folio) => {
                     ring.push(entry(folio));
                     model.push_back(folio);
+                }
+                Step::PushFront(folio) => {
+                    ring.push_front(entry(folio));
+                    model.push_front(folio);
                 }
                 Step::Pop => prop_assert_eq!(ring.pop(), model.pop_front().map(entry)),
                 Step::Retain(bit) => {
@@ -136,6 +143,7 @@ proptest! {
             prop_assert_eq!((lru.inactive.pages(), lru.active.pages()), (pages(&inactive), pages(&active)));
             prop_assert_eq!((lru.passing.pages(), lru.unevictable.pages()), (pages(&passing), pages(&unevictable)));
             prop_assert!(lru.staged.is_empty());
+            prop_assert_eq!(lru.evictable(), pages(&inactive) + pages(&active) + pages(&passing));
         }
     }
 
@@ -217,4 +225,28 @@ fn what_leaves_a_list_leaves_its_memory() {
     assert_eq!((lru.rescue(), lru.unevictable.metadata_bytes()), (10_000, 0));
     lru.tidy(100, |page, _| page < 100);
     assert!(lru.active.len() == 100 && lru.metadata_bytes() <= 2 * 100 * 8);
+}
+
+/// Each list is gone through when it has more than twice as many entries as there are pages, and 4096 besides, and not before; and each
+/// takes memory, which counts against the limit (A7).
+#[test]
+fn a_list_is_tidied_when_it_is_mostly_stale() {
+    let all = [List::Inactive, List::Active, List::Passing, List::Unevictable, List::Incompressible];
+    for list in all {
+        let mut lru = Lru::default();
+        let entries = |lru: &Lru| {
+            [&lru.inactive, &lru.active, &lru.passing, &lru.unevictable, &lru.incompressible].map(Ring::len)
+        };
+        let most = 2 * 100 + 4096;
+        (0..most as u64).for_each(|page| lru.push(list, Entry::new(page, 0, 1)));
+        lru.tidy(100, |_, _| false);
+        assert_eq!(entries(&lru), all.map(|l| if l == list { most } else { 0 }));
+        assert!(lru.metadata_bytes() >= most * 8, "{list:?}");
+        lru.push(list, Entry::new(7, 0, 2));
+        lru.tidy(100, |page, stamp| (page, stamp) == (7, 2));
+        assert_eq!(entries(&lru), all.map(|l| usize::from(l == list)));
+    }
+    let mut lru = Lru::default();
+    lru.staged.push(Entry::new(1, 0, 1));
+    assert!(lru.metadata_bytes() >= 8);
 }
