@@ -318,9 +318,7 @@ impl<P: Policy> Compactor<P> {
     /// Has frames ready for the pages isolated; false when there are none any more.
     fn find_targets(&mut self, zone: &mut Zone, kind: Kind) -> bool {
         while self.to.is_empty() {
-            let next = self.policy.next_target(zone, kind);
-            self.counters.compact_free_scanned += self.policy.looked_at();
-            let Some((at, end)) = next else { return false };
+            let Some((at, end)) = self.policy.next_target(zone, kind) else { return false };
             let (at, scanned) = if self.policy.uses_map() {
                 let found = zone.free_frames(kind, at, end, CLUSTER, &mut self.to);
                 self.to.iter().for_each(|frame| assert!(zone.take_frame(kind, *frame), "the map says it is free"));

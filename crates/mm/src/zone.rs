@@ -270,7 +270,7 @@ impl Zone {
         u64::from(low) | u64::from(high) << 32
     }
 
-    /// Whether a run of `order` can be had and leaves more than `mark` frames free.
+    /// Whether a run of `order` can be had and leaves at least `mark` frames free.
     pub fn watermark_ok(&self, kind: Kind, order: u8, mark: usize) -> bool {
         self.free_slots(kind) + 1 > mark + (1 << order) && self.has_run(kind, order)
     }

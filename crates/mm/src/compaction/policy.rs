@@ -45,7 +45,7 @@ pub trait Policy {
     fn pivot(&self) -> Option<(usize, u64)> {
         None
     }
-    /// Page blocks looked at to decide since the last call.
+    /// Page blocks looked at to choose, when a pass began, since the last call.
     fn looked_at(&mut self) -> u64 {
         0
     }

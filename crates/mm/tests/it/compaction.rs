@@ -17,7 +17,7 @@ pub struct Memory {
     pub pinned: Vec<bool>,
     isolated: Vec<bool>,
     /// Every so many moves fail; 0 none.
-    fail_every: usize,
+    pub fail_every: usize,
     pub moves: Vec<(u32, u32)>,
     asked: usize,
 }
@@ -38,7 +38,7 @@ impl Memory {
         pages
     }
     /// The program goes on between two runs: some pages go, and others come. Those that there are then.
-    fn churn(&mut self, zone: &mut Zone, round: u32) -> Vec<u64> {
+    pub fn churn(&mut self, zone: &mut Zone, round: u32) -> Vec<u64> {
         let n = self.frames.len();
         for i in 0..n as u32 / 16 {
             let at = (i.wrapping_add(round * 977).wrapping_mul(0x9e37_79b9) >> 4) as usize % n;
@@ -576,6 +576,8 @@ fn the_emptiest_block_is_emptied_into_the_fullest() {
     let mut compactor = Compactor::new(Emptiest::new());
     assert_eq!(compactor.direct(&mut zone, goal(9), &mut memory), Outcome::Success);
     assert_eq!(memory.moves.len(), 10);
+    let c = compactor.counters;
+    assert_eq!((c.compact_stall, c.compact_success, c.compact_fail), (1, 1, 0));
     assert!(memory.moves.iter().all(|(from, to)| from / BLOCK == 1 && to / BLOCK == 2), "{:?}", memory.moves);
 }
 

@@ -85,7 +85,18 @@ impl Model {
             [(Kind::Frame, start, end), (Kind::Hole, start + 7, end.saturating_sub(99)), (Kind::Hole, 700, 701)];
         for (kind, from, to) in parts.into_iter().filter(|(_, from, to)| from < to && *to <= end) {
             let mut found = vec![];
-            let (at, _) = self.zone.free_frames(kind, from, to, usize::MAX, &mut found);
+            let (at, looks) = self.zone.free_frames(kind, from, to, usize::MAX, &mut found);
+            let words = to.div_ceil(64) - from / 64;
+            let all = self.free[from as usize..to as usize].iter().flatten().count();
+            assert_eq!(looks, u64::from(words) + all as u64, "a look for 64 frames, and one for each that is free");
+            // A few at a time they are the same.
+            let (mut few, mut next) = (vec![], from);
+            while next < to {
+                let (before, had) = (next, few.len());
+                (next, _) = self.zone.free_frames(kind, before, to, had + 3, &mut few);
+                assert!(next > before && next <= to && few.len() <= had + 3);
+            }
+            assert_eq!(few, found);
             let free = (from..to).filter(|f| self.free[*f as usize] == Some(kind));
             assert_eq!((at, found), (to, free.collect::<Vec<_>>()), "the map of free frames");
         }
@@ -298,6 +309,9 @@ fn single_frames_are_kept_ready() {
     // The one freed last is warm.
     assert_eq!(zone.alloc(Kind::Frame, 0), four.last().copied());
     zone.free(Kind::Frame, four[3], 0);
+    let ready = zone.ready();
+    assert_eq!((zone.alloc_up_to(Kind::Frame, 0), zone.ready()), (Some((four[3], 0)), ready));
+    zone.free(Kind::Frame, four[3], 0);
     let block = zone.alloc(Kind::Frame, 2).unwrap();
     zone.free(Kind::Frame, block, 2);
     assert_eq!(zone.free_run_at(block), Some((Kind::Frame, 2)), "it has not merged");
@@ -377,4 +391,80 @@ fn what_can_be_moved_goes_beside_what_can_be_dropped_first() {
     assert_eq!(zone.alloc(Kind::Frame, MAX_ORDER), Some(2 * 512));
     let page = zone.alloc(Kind::Frame, 0).unwrap();
     assert_eq!((zone.block_of(page), zone.blocks()[1].migrate_type()), (0, MigrateType::Unmovable));
+}
+
+/// A7: what the tables take is charged. There are none of page blocks that were not begun, and what is kept ready takes what it takes
+/// from the first frame on.
+#[test]
+fn tables_are_of_what_was_begun() {
+    let mut zone = Zone::growing(4 * 512);
+    assert_eq!((zone.metadata_bytes(), zone.free_slots(Kind::Hole)), (0, 4 * 512));
+    assert!(zone.alloc(Kind::Hole, 0).is_some());
+    // Nine bytes and a bit for each slot, and eight for the block.
+    let block = zone.metadata_bytes();
+    assert_eq!(block, 512 * 9 + 512 / 8 + 8);
+    assert!(zone.alloc(Kind::Hole, 5).is_some());
+    assert_eq!(zone.metadata_bytes(), block, "there is room in the first");
+    let mut taken = 0;
+    for blocks in 2..=4 {
+        taken = zone.alloc(Kind::Hole, MAX_ORDER).unwrap();
+        assert_eq!(zone.metadata_bytes(), blocks * block);
+    }
+    zone.keep_ready(100);
+    let ready = zone.metadata_bytes() - 4 * block;
+    assert!((101 * 8..202 * 8).contains(&ready), "{ready} bytes for 100 frames");
+    for n in 0..512 {
+        zone.free(Kind::Frame, taken + n as u32, 0);
+        // (Of too many half go at once.)
+        let kept = if n < 100 { n + 1 } else { 50 + (n - 100) % 51 };
+        assert_eq!((zone.ready(), zone.metadata_bytes()), (kept, 4 * block + ready), "after {n} frames");
+    }
+}
+
+/// Who has a frame is found from it.
+#[test]
+fn a_user_is_told_by_its_frame() {
+    let mut zone = Zone::spanning(1, 512, Kind::Frame);
+    let user = |frame: u32| u64::from(frame).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let frames: Vec<_> = (0..100).map(|_| zone.alloc(Kind::Frame, 0).unwrap()).collect();
+    frames.iter().for_each(|frame| zone.set_user(*frame, user(*frame)));
+    assert!(frames.iter().all(|frame| zone.user(*frame) == user(*frame)));
+}
+
+/// Of the runs of a kind, type and order the last one freed comes first: it is the next to be allocated.
+#[test]
+fn the_run_freed_last_comes_first() {
+    let mut zone = Zone::spanning(1, 1024, Kind::Frame);
+    while zone.alloc(Kind::Frame, 0).is_some() {}
+    [8, 600, 4, 1000].into_iter().for_each(|frame| zone.free(Kind::Frame, frame, 2));
+    zone.free(Kind::Frame, 100, 1);
+    let list = |zone: &Zone, order| zone.list(Kind::Frame, MigrateType::Movable, order).collect::<Vec<_>>();
+    assert_eq!((list(&zone, 2), list(&zone, 1), list(&zone, 0)), (vec![1000, 4, 600, 8], vec![100], vec![]));
+    assert_eq!(zone.alloc(Kind::Frame, 2), Some(1000));
+    assert_eq!(list(&zone, 2), [4, 600, 8]);
+}
+
+/// A zone may begin and end anywhere: its tables are of its own frames, the lowest is allocated first, and what is too short for a run
+/// at its end has none.
+#[test]
+fn a_zone_may_begin_and_end_inside_a_block() {
+    let mut zone = Zone::spanning(1000, 2100, Kind::Frame);
+    // Words of 64 frames from 960 to 2112, and four blocks.
+    assert_eq!(zone.metadata_bytes(), 1100 * 9 + (2112 - 960) / 8 + 4 * 8);
+    assert_eq!([9, 3].map(|order| zone.alloc(Kind::Frame, order)), [Some(1024), Some(1000)]);
+    let mut zone = Zone::growing(512 + 100);
+    assert_eq!(zone.alloc(Kind::Hole, 9), Some(0));
+    assert!(zone.has_run(Kind::Hole, 6) && !zone.has_run(Kind::Hole, 7));
+    assert_eq!([9, 7, 6].map(|order| zone.alloc(Kind::Hole, order)), [None, None, Some(512)]);
+}
+
+/// What can be dropped takes over a block of which half is free, and not one of which less is.
+#[test]
+fn a_block_is_taken_over_when_half_of_it_is_free() {
+    for (pages, taken_over) in [(256, true), (257, false)] {
+        let mut zone = Zone::spanning(512, 1024, Kind::Frame);
+        (0..pages).for_each(|_| assert!(zone.alloc(Kind::Frame, 0).is_some()));
+        assert!(zone.alloc_typed(Kind::Frame, MigrateType::Reclaimable, 0).is_some());
+        assert_eq!(zone.blocks()[0].migrate_type() == MigrateType::Reclaimable, taken_over, "{pages} pages");
+    }
 }
