@@ -121,6 +121,8 @@ fn stretches() -> impl Strategy<Value = Vec<u8>> {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
     #[test]
     fn scans_and_sums_are_those_of_an_array(
         bytes in stretches(), a in 0usize..900, b in 0usize..900, inverted: u8, all in 0u8..8, any_of: u8, report: u8,
@@ -150,7 +152,7 @@ proptest! {
             model[page as usize] = model[page as usize] & !clear | set;
             prop_assert!((0..100).all(|i| map.get(i).0 == model[i as usize]));
         }
-        prop_assert_eq!(map.get(100), PageState(0));
+        prop_assert_eq!((map.pages(), map.get(100)), (100, PageState(0)));
     }
 }
 
@@ -169,10 +171,49 @@ fn a_views_own_bits_are_read_with_the_others() {
     assert_eq!(dirty.summary(0, 3).soft_dirty, 2);
 }
 
+/// D1: each of a page's bits is one thing, and counted as that.
+#[test]
+fn a_summary_counts_each_bit_for_itself() {
+    let counted = |byte: u8, n: u64| {
+        let mut sum = Summary::default();
+        sum.add(PageState(byte), n);
+        assert_eq!(sum.tiers.iter().sum::<u64>(), sum.pages);
+        assert_eq!(sum.tiers[usize::from(byte >> 5)], n);
+        [sum.pages, sum.present, sum.swapped, sum.zero, sum.soft_dirty, sum.write_protected]
+    };
+    for bit in 0..5 {
+        let mut want = [7, 0, 0, 0, 0, 0];
+        want[bit + 1] = 7;
+        assert_eq!((counted(1 << bit, 7), counted(0, 5)), (want, [5, 0, 0, 0, 0, 0]), "bit {bit}");
+        let all = PageState(0x1f ^ 1 << bit);
+        let is = [all.present(), all.swapped(), all.zero(), all.soft_dirty(), all.write_protected()];
+        assert!(is.iter().enumerate().all(|(i, is)| *is == (i != bit)), "bit {bit}");
+    }
+    // Stretches are added up.
+    let words = words_of(&[PRESENT, PRESENT, OUT.0, OUT.0, OUT.0]);
+    let sum = PageMap::new(&AtomicU64::new(0), &words, 5).summary(1, 5);
+    assert_eq!((sum.pages, sum.present, sum.swapped, sum.tiers), (4, 1, 3, [1, 0, 3, 0, 0, 0, 0, 0]));
+}
+
+/// While a change is on its way there is no one moment that could be read.
+#[test]
+fn there_is_no_snapshot_of_half_a_change() {
+    let words = words_of(&[PRESENT, 0, OUT.0]);
+    let sequence = AtomicU64::new(0);
+    let map = PageMapWriter::new(&sequence, &words, 3);
+    let mut out = [PageState(0); 2];
+    map.begin();
+    assert!(!map.snapshot(1, &mut out));
+    map.end();
+    assert!(map.snapshot(1, &mut out));
+    assert_eq!(out, [PageState(0), OUT]);
+}
+
 #[test]
 fn tiers_have_their_numbers() {
     for (i, tier) in TIERS.iter().enumerate() {
         assert_eq!(*tier as usize, i);
+        assert_eq!(tier.name(), format!("{tier:?}").to_lowercase());
         assert_eq!(PageState(tier.bits() | SWAPPED).tier(), *tier);
         assert!(PageState(tier.bits() | SWAPPED).swapped() && !PageState(tier.bits()).present());
     }

@@ -4,7 +4,9 @@ use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicU64;
 use uzswap_mm::pagemap::{PageMap, PageMapWriter, PageState, SOFT_DIRTY, Tier, WRITE_PROTECTED};
-use uzswap_mm::pagetable::{HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, LEAF_PAGES, PageTable, Pte, Tag};
+use uzswap_mm::pagetable::{
+    HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, LEAF_PAGES, PageTable, Pte, STRETCH_PAGES, Tag, next_eviction,
+};
 
 /// Pages of a lower node, 64 leaves, and of an upper one.
 const LOWER_PAGES: u64 = 64 * LEAF_PAGES;
@@ -178,6 +180,13 @@ impl Model {
             at = vpn + 1;
         }
         prop_assert_eq!(found, self.protected.iter().copied().collect::<Vec<_>>());
+        let (mut used, mut at) = (Vec::new(), 0);
+        while let Some(vpn) = table.next_used(at) {
+            prop_assert!(table.next_known(at).is_some_and(|known| (at..=vpn).contains(&known)));
+            used.push(vpn);
+            at = vpn + 1;
+        }
+        prop_assert_eq!(used, self.entries.keys().copied().collect::<Vec<_>>());
         Ok(())
     }
 }
@@ -304,4 +313,99 @@ fn clearing_stops_at_its_borders() {
 #[test]
 fn hints_are_bits() {
     assert_eq!(HINT_SEQUENTIAL | HINT_WRITTEN | HINT_RANDOM, 7);
+}
+
+/// The refault distance is what was evicted since, as long as that is less than stamps count, and to the 16 pages that they are kept to.
+#[test]
+fn the_refault_distance_is_what_was_evicted_since() {
+    for at in [0, 16, 1 << 20, (1 << 21) - 16] {
+        for since in [0, 1, 15, 16, 1000, 1 << 20, (1 << 21) - 1] {
+            let now = next_eviction(at, since);
+            assert!(now < 1 << 21);
+            assert_eq!(Pte::compressed(7, 3, at).refault_distance(now), since, "{since} after {at}");
+            let on_disk = Pte::compressed(7, 3, at + 9).on_disk(5);
+            assert_eq!(
+                on_disk.refault_distance(next_eviction(now, 9)),
+                (since + 9) % (1 << 21),
+                "{since} after {at} and 9"
+            );
+        }
+    }
+}
+
+/// What an entry says of its page: in the program since it was listed, did not compress, and where its copy is.
+#[test]
+fn entries_say_what_their_page_is() {
+    for tag in [Tag::Resident, Tag::Staged, Tag::Compressed, Tag::Zero, Tag::Busy, Tag::Poisoned, Tag::Disk] {
+        for tier in [Tier::Warm, Tier::Dense, Tier::Raw] {
+            let pte = Pte::new(tag, 5).packed(tier);
+            assert_eq!((pte.is_listed_as(5), pte.is_listed_as(4)), (tag == Tag::Resident, false), "{tag:?}");
+            let raw = [pte.is_raw(), pte.is_incompressible()];
+            assert_eq!(
+                raw,
+                [Tag::Compressed, Tag::Resident].map(|t| t == tag && tier == Tier::Raw),
+                "{tag:?} {tier:?}"
+            );
+        }
+        let busy = Pte::new(tag, 5).with_copy(77).tagged(Tag::Busy);
+        assert_eq!((busy.tag(), busy.aux(), busy.copy()), (Tag::Busy, 5, Some(77)));
+        assert_eq!(Pte::new(tag, 5).tagged(Tag::Busy).copy(), None);
+    }
+}
+
+/// A7: a stretch of which nothing is known any more is told, once, so that what is published of it takes no memory. (D3: not one of
+/// which something is known again.)
+#[test]
+fn stretches_of_which_nothing_is_known_are_told_once() {
+    let mut table = PageTable::new();
+    let fill = |table: &mut PageTable, n: u64| {
+        [3, STRETCH_PAGES - 1].iter().for_each(|at| table.set(n * STRETCH_PAGES + at, Pte::new(Tag::Resident, 1)));
+    };
+    let clear = |table: &mut PageTable, n: u64| table.clear(n * STRETCH_PAGES, (n + 1) * STRETCH_PAGES, |_, _| ());
+    fill(&mut table, 4);
+    clear(&mut table, 4);
+    assert!(table.take_emptied().is_empty(), "nobody has asked for it");
+    table.note_emptied();
+    (5..8).for_each(|n| fill(&mut table, n));
+    table.clear(5 * STRETCH_PAGES, 6 * STRETCH_PAGES - 1, |_, _| ());
+    assert!(table.take_emptied().is_empty(), "a page is left");
+    [7, 5].into_iter().for_each(|n| clear(&mut table, n));
+    assert_eq!((table.take_emptied(), table.take_emptied()), (vec![7, 5], vec![]));
+    // Asked for again, what was noted is not forgotten.
+    clear(&mut table, 6);
+    table.note_emptied();
+    assert_eq!(table.take_emptied(), [6]);
+    // The first and the last page of a stretch: something has come there again.
+    for at in [0, STRETCH_PAGES - 1] {
+        fill(&mut table, 6);
+        clear(&mut table, 6);
+        table.set(6 * STRETCH_PAGES + at, Pte::new(Tag::Resident, 1));
+        assert!(table.take_emptied().is_empty(), "page {at}");
+        clear(&mut table, 6);
+        table.set(7 * STRETCH_PAGES, Pte::new(Tag::Resident, 1));
+        assert_eq!(table.take_emptied(), [6], "its neighbour is another");
+    }
+    table.unpublish();
+    clear(&mut table, 7);
+    assert!(table.take_emptied().is_empty());
+}
+
+/// What is called the disk is said to be on a server where it is, of single pages and of runs; and what is no longer published stays as
+/// it was.
+#[test]
+fn the_disk_may_be_a_server() {
+    let words: &'static [AtomicU64] = Box::leak((0..2).map(|_| AtomicU64::new(0)).collect());
+    let map = PageMapWriter::new(Box::leak(Box::new(AtomicU64::new(0))), words, 16);
+    let mut table = PageTable::new();
+    table.publish(map, FIRST);
+    let (out, tiers) = (Pte::compressed(1, 0, 0).on_disk(9), |n: u64| map.get(n).tier());
+    table.set(FIRST, out);
+    table.disk_is_remote();
+    table.set(FIRST + 1, out);
+    table.set_run(FIRST + 2, 2, |i| if i == 0 { out } else { out.back_in_pool(1) });
+    assert_eq!([0, 1, 2, 3].map(tiers), [Tier::Disk, Tier::Remote, Tier::Remote, Tier::Warm]);
+    table.unpublish();
+    table.set(FIRST + 4, out);
+    table.clear(FIRST, FIRST + 2, |_, _| ());
+    assert_eq!([0, 1, 4].map(tiers), [Tier::Disk, Tier::Remote, Tier::None]);
 }
