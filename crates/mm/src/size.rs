@@ -96,6 +96,10 @@ mod tests {
             (".5G", bytes(1 << 29)),
             ("1.G", bytes(1 << 30)),
             ("2T", bytes(2 << 40)),
+            ("2TiB", bytes(2 << 40)),
+            ("4194303T", bytes(4_194_303 << 40)),
+            ("1TB", bytes(1_000_000_000_000)),
+            ("3kib", bytes(3 << 10)),
             ("64K", bytes(64 << 10)),
             ("1kB", bytes(1000)),
             ("2MB", bytes(2_000_000)),
@@ -126,6 +130,7 @@ mod tests {
             "1M 2",
             "٣M",
             "99999999T",
+            "4194304T",
         ] {
             let error = Size::parse(bad).unwrap_err();
             assert!(!error.contains('\n') && error.starts_with('`'), "{bad}: {error}");
@@ -144,9 +149,13 @@ mod tests {
         assert_eq!(human(512), "512 bytes");
         assert_eq!(human(512 << 20), "512 MiB");
         assert_eq!(human(3 << 29), "1.5 GiB");
+        assert_eq!((human(1023), human(1024), human(1 << 40)), ("1023 bytes".into(), "1 KiB".into(), "1 TiB".into()));
+        assert_eq!(human(5 << 50), "5120 TiB");
     }
 
     proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
         #[test]
         fn never_panics(text in ".{0,24}") {
             let _ = Size::parse(&text).map(|size| size.resolve(u64::MAX));

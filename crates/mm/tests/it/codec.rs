@@ -257,3 +257,20 @@ fn names() {
         assert_eq!(Encoding::try_from(number).map(|encoding| encoding as u8).ok(), (number < 4).then_some(number));
     }
 }
+
+/// A7: workspaces are charged by what they are said to take: only zstd's grows with what it is to compress.
+#[test]
+fn a_workspace_that_grows_is_zstds() {
+    for algorithm in ALGORITHMS {
+        let [small, large] = [64 << 10, 2 << 20].map(|max| Compressor::workspace_bytes(algorithm, max));
+        match algorithm {
+            Algorithm::Zstd(_) => assert!(0 < small && small < large, "{algorithm}: {small} and {large}"),
+            _ => assert_eq!((small, large), (0, 0), "{algorithm}"),
+        }
+        // And made larger it takes what is larger.
+        let mut compressor = Compressor::new(algorithm);
+        [1 << 20, 4096, 64 << 10].into_iter().for_each(|max| compressor.reserve(max));
+        let mut object = vec![0; 1 << 20];
+        assert!(compressor.compress(&vec![7; 1 << 20], &mut object).is_some(), "{algorithm}");
+    }
+}

@@ -37,6 +37,8 @@ fn file(blocks: &[(BlockHead, Vec<Record>)]) -> Vec<u8> {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
     #[test]
     fn records_round_trip(r in any_record()) {
         prop_assert_eq!(Record::unpack(r.pack()), Some(r));

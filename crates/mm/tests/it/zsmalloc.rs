@@ -89,9 +89,11 @@ impl Model {
             self.pages[page] -= 1;
         }
         self.used -= usable;
-        let held = self.pool.held_bytes();
+        let (held, slab) = (self.pool.held_bytes(), self.pool.slab_of(handle));
+        assert!(slab.offset <= start && start + usable <= slab.offset + slab.len);
         match self.pool.free(handle) {
             Some(Freed { offset, len }) => {
+                assert_eq!(slab, Freed { offset, len }, "what goes with the last object");
                 assert!(offset.is_multiple_of(4096) && len.is_multiple_of(4096) && len > 0);
                 assert!((offset..offset + len).contains(&start) && start + usable <= offset + len);
                 for page in offset / 4096..(offset + len) / 4096 {
@@ -111,7 +113,7 @@ impl Model {
         let held = self.pool.held_bytes();
         let done = self.pool.compact(budget, &mut mover);
         assert_eq!(self.pool.held_bytes(), held - done.freed);
-        self.follow(&done, mover);
+        self.follow(budget, &done, mover);
         if every == 0 && done.moved < budget {
             assert_eq!(self.pool.compactable_bytes(), 0, "stopped early, with {could} to gain");
         }
@@ -123,15 +125,16 @@ impl Model {
         let done = self.pool.evacuate(budget, &mut mover);
         let (blocks, _) = self.pool.page_blocks();
         assert_eq!(blocks, before - done.blocks, "a block is emptied and none is begun");
-        self.follow(&done, mover);
+        self.follow(budget, &done, mover);
         done
     }
 
     /// Does what the pool did. (An object may move twice, when the slab it moved to is drained later, and pages that were
     /// given back may be taken again: followed step by step.)
-    fn follow(&mut self, done: &Compacted, mover: Mover) {
+    fn follow(&mut self, budget: usize, done: &Compacted, mover: Mover) {
         let moved = mover.events.iter().filter(|e| matches!(e, Event::Moved(..))).count();
         assert_eq!((done.moved, done.refused), (moved, mover.asked - moved));
+        assert!(mover.asked <= budget + 127, "{} objects for a budget of {budget}", mover.asked);
         for event in mover.events {
             match event {
                 Event::Moved(from, to, len) => self.moved(from, to, len),
@@ -247,6 +250,9 @@ fn little_is_lost_in_tails_and_books() {
         let (held, used) = (pool.held_bytes(), pool.used_bytes());
         assert!(held * 100 <= used * 104, "{len}: {held} for {used}");
         assert!(pool.metadata_bytes() * 100 <= held * 3, "{len}: books of {}", pool.metadata_bytes());
+        // (A7: nine bytes of each page, and 32 of each slab, of 32 pages or one object, are charged at least.)
+        let slabs = if len > 69_632 { count } else { held / 4096 / 32 };
+        assert!(pool.metadata_bytes() >= held / 4096 * 9 + slabs * 32, "{len}: books of {}", pool.metadata_bytes());
     }
 }
 
@@ -356,6 +362,7 @@ fn page_blocks_are_emptied_until_half_is_in_use() {
     for _ in 0..16_384 {
         assert!(model.alloc(4096));
     }
+    assert!(!model.pool.may_be_sparse());
     // (Each slab is one page and one object: nothing for `compact` to do.)
     let mut index = 0;
     model.handles.clone().into_iter().filter(|handle| handle.offset() / 4096 % 7 != 0).for_each(|handle| {
@@ -363,6 +370,7 @@ fn page_blocks_are_emptied_until_half_is_in_use() {
         model.free(index);
     });
     assert_eq!((model.pool.compactable_bytes(), model.pool.page_blocks().0), (0, 32));
+    assert!(model.pool.may_be_sparse(), "else nobody would look");
     let held = model.pool.held_bytes();
     let (mut emptied, mut calls) = (0, 0);
     loop {

@@ -226,7 +226,7 @@ fn fails() -> impl Strategy<Value = Fail> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// A1, A2, A4, A9: whatever is stored, refused or taken back, a page reads as what was stored there last or as
     /// nothing, and charges are what the pool uses.
