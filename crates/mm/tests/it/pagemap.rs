@@ -189,6 +189,11 @@ fn a_summary_counts_each_bit_for_itself() {
         let is = [all.present(), all.swapped(), all.zero(), all.soft_dirty(), all.write_protected()];
         assert!(is.iter().enumerate().all(|(i, is)| *is == (i != bit)), "bit {bit}");
     }
+    // What the words hold beyond the last page is nobody's.
+    let words = words_of(&[PRESENT; 8]);
+    let sequence = AtomicU64::new(0);
+    let map = PageMap::new(&sequence, &words, 3);
+    assert_eq!(([2, 3, 7, 8].map(|page| map.get(page).0), map.summary(0, 8).present), ([PRESENT, 0, 0, 0], 3));
     // Stretches are added up.
     let words = words_of(&[PRESENT, PRESENT, OUT.0, OUT.0, OUT.0]);
     let sum = PageMap::new(&AtomicU64::new(0), &words, 5).summary(1, 5);

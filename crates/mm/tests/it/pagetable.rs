@@ -409,3 +409,24 @@ fn the_disk_may_be_a_server() {
     table.clear(FIRST, FIRST + 2, |_, _| ());
     assert_eq!([0, 1, 4].map(tiers), [Tier::Disk, Tier::Remote, Tier::None]);
 }
+
+/// D1: what the page map says of a page in each state: present, swapped or zero, and the tier in the upper three bits.
+#[test]
+fn the_page_map_says_where_a_page_is() {
+    let states = [
+        (Pte::NONE, 0),
+        (Pte::new(Tag::Resident, 7), 0b001),
+        (Pte::new(Tag::Resident, 7).packed(Tier::Raw), 0b001),
+        (Pte::new(Tag::Staged, 7), 0b010 | 1 << 5),
+        (Pte::new(Tag::Busy, 7), 0b010 | 1 << 5),
+        (Pte::compressed(7, 0, 0), 0b010 | 2 << 5),
+        (Pte::compressed(7, 0, 0).packed(Tier::Dense), 0b010 | 3 << 5),
+        (Pte::compressed(7, 0, 0).packed(Tier::Raw), 0b010 | 4 << 5),
+        (Pte::compressed(7, 0, 0).on_disk(7), 0b010 | 5 << 5),
+        (Pte::new(Tag::Zero, 0), 0b110),
+        (Pte::new(Tag::Poisoned, 0), 0b010 | 7 << 5),
+    ];
+    for (pte, byte) in states {
+        assert_eq!(pte.state(), PageState(byte), "{:?}", pte.tag());
+    }
+}
