@@ -430,3 +430,16 @@ fn the_page_map_says_where_a_page_is() {
         assert_eq!(pte.state(), PageState(byte), "{:?}", pte.tag());
     }
 }
+
+/// Hints of blocks that are gone as a whole go with them, also where other pages of their leaf stay.
+#[test]
+fn hints_go_with_their_blocks() {
+    let (mut table, first) = (PageTable::new(), 9 * LEAF_PAGES);
+    (first..first + LEAF_PAGES).for_each(|vpn| table.set(vpn, Pte::new(Tag::Resident, 1)));
+    (0..4).for_each(|block| table.hint(first + 16 * block, HINT_RANDOM, 0));
+    let hints = |table: &PageTable| [0, 1, 2, 3].map(|block| table.hints(first + 16 * block));
+    table.clear(first + 8, first + 40, |_, _| ());
+    assert_eq!(hints(&table), [HINT_RANDOM, 0, HINT_RANDOM, HINT_RANDOM]);
+    table.clear(first + 48, first + 64, |_, _| ());
+    assert_eq!(hints(&table), [HINT_RANDOM, 0, HINT_RANDOM, 0]);
+}
