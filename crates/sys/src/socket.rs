@@ -13,14 +13,29 @@ fn check(ret: i64) -> io::Result<i64> {
     if ret < 0 { Err(io::Error::last_os_error()) } else { Ok(ret) }
 }
 
+/// Whether a path can be a socket's.
+///
+/// # Errors
+/// `InvalidInput`, with a sentence: it is longer than an address has room for, or has a zero byte in it.
+pub fn check_path(path: &Path) -> io::Result<()> {
+    let (bytes, most) = (
+        path.as_os_str().as_bytes(),
+        size_of::<libc::sockaddr_un>() - mem::offset_of!(libc::sockaddr_un, sun_path) - 1,
+    );
+    let wrong = match bytes {
+        _ if bytes.contains(&0) => "the socket's path has a zero byte in it".to_owned(),
+        _ if bytes.len() > most => format!("the socket's path is too long: {} bytes, of at most {most}", bytes.len()),
+        _ => return Ok(()),
+    };
+    Err(io::Error::new(io::ErrorKind::InvalidInput, wrong))
+}
+
 fn address(path: &Path) -> io::Result<(libc::sockaddr_un, libc::socklen_t)> {
     let bytes = path.as_os_str().as_bytes();
     // SAFETY: zero is a sockaddr_un.
     let mut address: libc::sockaddr_un = unsafe { mem::zeroed() };
     address.sun_family = libc::AF_UNIX as libc::sa_family_t;
-    if bytes.len() >= address.sun_path.len() || bytes.contains(&0) {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the socket's path is too long"));
-    }
+    check_path(path)?;
     for (to, from) in address.sun_path.iter_mut().zip(bytes) {
         *to = *from as libc::c_char;
     }

@@ -217,9 +217,11 @@ impl SharedRegion {
     /// sees that removes the file and serves anew.
     ///
     /// # Errors
-    /// The kernel's.
+    /// `InvalidInput` where the path cannot be a socket's; else the kernel's.
     pub fn serve(&self, path: &Path) -> io::Result<()> {
         let path = std::path::absolute(path)?;
+        // (The owner can answer with a number only.)
+        uzswap_sys::socket::check_path(&path)?;
         let orders = self.orders()?;
         let bytes = path.as_os_str().as_bytes();
         wire::send(&orders, &wire::words(&[op::SERVE, bytes.len() as u64]), &[])?;

@@ -226,3 +226,18 @@ fn what_leaves_on_request_leaves_no_entries_behind() {
     let after = control.stats().unwrap().metadata;
     assert!(after < before + MOST_GROWTH, "{before} -> {after} bytes by removes");
 }
+
+/// The story: who served at a path that was too long was told "Invalid argument", and at one of 5,000 bytes "Input/output error".
+#[test]
+fn a_path_that_cannot_be_a_socket_s_is_said_to_be_that() {
+    let region = region(4 * MIB, 16 * MIB);
+    for (path, why) in [("x".repeat(200), "too long"), ("x".repeat(5000), "too long"), ("a\0b".into(), "zero byte")] {
+        let refused = [
+            region.serve(path.as_ref()).unwrap_err(),
+            SharedMapping::attach(path.as_ref()).expect_err("nobody is there"),
+        ];
+        for e in refused {
+            assert!(e.kind() == std::io::ErrorKind::InvalidInput && e.to_string().contains(why), "{e}");
+        }
+    }
+}
