@@ -4,6 +4,7 @@ use crate::process;
 use crate::size::MIB;
 use crate::undo;
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
@@ -94,11 +95,24 @@ pub fn writable(path: &Path) -> Result<(), String> {
     }
 }
 
+/// What came of printing to standard output; a reader that has seen enough is no error.
+///
+/// # Errors
+/// That nothing can be written there, in one sentence.
+pub fn seen(printed: io::Result<()>) -> Result<(), String> {
+    match printed {
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
+            Err(format!("nothing can be written to standard output: {e}"))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// The exit status; `left` says that the machine is not as it was.
 ///
 /// The story: where something could not be undone, a lab that was interrupted said that the machine was as before, and any other ended
 /// with 0.
-fn status(end: Result<bool, Stop>, left: bool) -> i32 {
+pub(crate) fn status(end: Result<bool, Stop>, left: bool) -> i32 {
     match end {
         Ok(right) => i32::from(!right || left),
         Err(Stop::Interrupted) => {

@@ -1,5 +1,6 @@
 //! What an experiment found, in the shape every lab writes with `--json`.
 
+use crate::experiment::seen;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -131,13 +132,7 @@ impl Findings {
         if let Some(path) = file {
             self.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
         }
-        match shown {
-            // (A reader has seen enough.)
-            Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
-                Err(format!("nothing can be written to standard output: {e}"))
-            }
-            _ => Ok(()),
-        }
+        seen(shown)
     }
 
     /// Writes them to a file.

@@ -103,15 +103,9 @@ pub fn main(args: Vec<String>) -> i32 {
     let cli = match Cli::try_parse_from(std::iter::once("uzswap lab".to_owned()).chain(args)) {
         Ok(cli) => cli,
         Err(error) => {
-            let printed = error.print();
-            return match printed {
-                _ if error.exit_code() != 0 => 125,
-                Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => {
-                    tell!("uzswap lab: nothing can be written to standard output: {e}");
-                    1
-                }
-                _ => 0,
-            };
+            let printed = experiment::seen(error.print());
+            let help = printed.map(|()| true).map_err(experiment::Stop::Failed);
+            return if error.exit_code() != 0 { 125 } else { experiment::status(help, false) };
         }
     };
     match cli.experiment {

@@ -9,6 +9,10 @@ use std::path::Path;
 /// Descriptors in one message at most.
 pub const MOST_FDS: usize = 8;
 
+/// Where the path is in an address, and how many bytes it may have besides the zero at its end.
+const PATH_AT: usize = mem::offset_of!(libc::sockaddr_un, sun_path);
+const MOST_PATH: usize = size_of::<libc::sockaddr_un>() - PATH_AT - 1;
+
 fn check(ret: i64) -> io::Result<i64> {
     if ret < 0 { Err(io::Error::last_os_error()) } else { Ok(ret) }
 }
@@ -18,14 +22,13 @@ fn check(ret: i64) -> io::Result<i64> {
 /// # Errors
 /// `InvalidInput`, with a sentence: it is longer than an address has room for, or has a zero byte in it.
 pub fn check_path(path: &Path) -> io::Result<()> {
-    let (bytes, most) = (
-        path.as_os_str().as_bytes(),
-        size_of::<libc::sockaddr_un>() - mem::offset_of!(libc::sockaddr_un, sun_path) - 1,
-    );
-    let wrong = match bytes {
-        _ if bytes.contains(&0) => "the socket's path has a zero byte in it".to_owned(),
-        _ if bytes.len() > most => format!("the socket's path is too long: {} bytes, of at most {most}", bytes.len()),
-        _ => return Ok(()),
+    let bytes = path.as_os_str().as_bytes();
+    let wrong = if bytes.contains(&0) {
+        "the socket's path has a zero byte in it".to_owned()
+    } else if bytes.len() > MOST_PATH {
+        format!("the socket's path is too long: {} bytes, of at most {MOST_PATH}", bytes.len())
+    } else {
+        return Ok(());
     };
     Err(io::Error::new(io::ErrorKind::InvalidInput, wrong))
 }
@@ -39,7 +42,7 @@ fn address(path: &Path) -> io::Result<(libc::sockaddr_un, libc::socklen_t)> {
     for (to, from) in address.sun_path.iter_mut().zip(bytes) {
         *to = *from as libc::c_char;
     }
-    Ok((address, (mem::offset_of!(libc::sockaddr_un, sun_path) + bytes.len() + 1) as libc::socklen_t))
+    Ok((address, (PATH_AT + bytes.len() + 1) as libc::socklen_t))
 }
 
 fn new_socket(kind: i32) -> io::Result<OwnedFd> {

@@ -122,12 +122,7 @@ fn main() -> ExitCode {
 /// What clap says of a command line that it could not make anything of, or that asked for help.
 fn explain(error: &clap::Error) -> ExitCode {
     if matches!(error.kind(), Said::DisplayHelp | Said::DisplayVersion) {
-        return match error.print() {
-            Err(e) if e.kind() != ErrorKind::BrokenPipe => {
-                own(Err(format!("nothing can be written to standard output: {}", plain(&e))))
-            }
-            _ => ExitCode::SUCCESS,
-        };
+        return own(output::seen(error.print()));
     }
     let _ = error.print();
     ExitCode::from(EXIT_OWN_FAILURE)

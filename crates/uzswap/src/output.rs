@@ -8,10 +8,15 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Prints to standard output; a reader that has seen enough is no error. The error is one sentence.
+/// Prints to standard output. The error is one sentence: see [`seen`].
 pub fn print(bytes: &[u8]) -> Result<(), String> {
     let mut out = io::stdout().lock();
-    match out.write_all(bytes).and_then(|()| out.flush()) {
+    seen(out.write_all(bytes).and_then(|()| out.flush()))
+}
+
+/// What came of printing to standard output; a reader that has seen enough is no error. The error is one sentence.
+pub fn seen(printed: io::Result<()>) -> Result<(), String> {
+    match printed {
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
             Err(format!("nothing can be written to standard output: {}", plain(&e)))
         }

@@ -52,15 +52,13 @@ impl Trace {
     pub fn is_playable(&self) -> bool {
         let (mut live, mut most) = (BTreeSet::new(), 0);
         let within = |(first, n): &(u32, u32)| first.checked_add(*n).is_some_and(|end| u64::from(end) <= SPACE);
-        for (left, step) in self.steps.iter().enumerate().map(|(i, step)| (self.steps.len() - 1 - i, step)) {
+        for (step, after) in self.steps.iter().zip(1..) {
             if !step.came.iter().chain(&step.went).chain(&step.touched).all(within) {
                 return false;
             }
-            for page in step.went.iter().flat_map(|(first, n)| *first..first + n) {
-                live.remove(&page);
-            }
-            live.extend(step.came.iter().flat_map(|(first, n)| *first..first + n));
-            if left > 0 {
+            pages(&step.went).for_each(|page| _ = live.remove(&page));
+            live.extend(pages(&step.came));
+            if after < self.steps.len() {
                 most = live.len().max(most);
             }
         }
@@ -71,14 +69,16 @@ impl Trace {
     #[must_use]
     pub fn contradiction(&self) -> Option<(usize, u32)> {
         let mut live = BTreeSet::new();
-        let pages = |runs: &[(u32, u32)]| runs.iter().flat_map(|(first, n)| *first..first + n).collect::<Vec<_>>();
         self.steps.iter().enumerate().find_map(|(i, step)| {
-            for page in pages(&step.went) {
-                live.remove(&page);
-            }
-            pages(&step.came).into_iter().find(|page| !live.insert(*page)).map(|page| (i, page))
+            pages(&step.went).for_each(|page| _ = live.remove(&page));
+            pages(&step.came).find(|page| !live.insert(*page)).map(|page| (i, page))
         })
     }
+}
+
+/// The pages of runs.
+fn pages(runs: &[(u32, u32)]) -> impl Iterator<Item = u32> + '_ {
+    runs.iter().flat_map(|(first, n)| *first..first + n)
 }
 
 /// A program that has no more pages at once is too small to be of use.

@@ -57,6 +57,13 @@ fn serving<T: Send>(p: &'static Pager, act: impl FnOnce() -> T + Send) -> T {
     })
 }
 
+/// The first piece that was noted, on its way out.
+fn begun(p: &Pager) -> Piece {
+    let s = &mut *p.state.lock();
+    let (vpn, n) = s.leaving.noted.pop_front().expect("it was noted");
+    p.begin_copy(s, vpn, n).expect("it may leave")
+}
+
 fn count(p: &Pager, first: u64, is: fn(Tag) -> bool) -> usize {
     let s = p.state.lock();
     (first..first + N as u64).filter(|vpn| is(s.pt.get(*vpn).tag())).count()
@@ -142,8 +149,7 @@ fn what_is_written_to_while_it_is_copied_stays() {
     let p = testing::pager_told_of_moves(16 << 20);
     let first = refused(p);
     let (at, free) = (first as usize * PAGE, || p.state.lock().zone.free_slots(Kind::Frame));
-    let (vpn, n) = p.state.lock().leaving.noted.pop_front().expect("it was noted");
-    let piece = p.begin_copy(&mut p.state.lock(), vpn, n).expect("it may leave");
+    let piece = begun(p);
     let (pages, page, before) = (piece.n, piece.vpn - first, free());
     let place = piece.address() + 7;
     protect(at, libc::PROT_READ | libc::PROT_WRITE);
@@ -188,8 +194,7 @@ fn who_writes_to_what_is_dropped_writes_to_what_comes_back() {
     let p = testing::pager_told_of_moves(16 << 20);
     let first = refused(p);
     let at = first as usize * PAGE;
-    let (vpn, n) = p.state.lock().leaving.noted.pop_front().expect("it was noted");
-    let piece = p.begin_copy(&mut p.state.lock(), vpn, n).expect("it may leave");
+    let piece = begun(p);
     let (pages, page) = (piece.n, piece.vpn - first);
     let place = piece.address() + 7;
     std::thread::scope(|scope| {
@@ -213,8 +218,7 @@ fn who_writes_to_what_is_dropped_writes_to_what_comes_back() {
 fn who_writes_to_what_is_dropped_is_not_woken_before_it_is() {
     let p = testing::pager_told_of_moves(16 << 20);
     let first = refused(p);
-    let (vpn, n) = p.state.lock().leaving.noted.pop_front().expect("it was noted");
-    let piece = p.begin_copy(&mut p.state.lock(), vpn, n).expect("it may leave");
+    let piece = begun(p);
     let (place, page) = (piece.address() + 7, piece.vpn - first);
     let is_one = |what: &str| {
         let said = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", p.uffd().fd())).expect("fdinfo");
@@ -247,10 +251,9 @@ fn who_writes_to_what_is_dropped_is_not_woken_before_it_is() {
 fn what_has_left_and_come_back_while_it_was_copied_stays() {
     let p = testing::pager_told_of_moves(16 << 20);
     let first = refused(p);
-    let (vpn, n) = p.state.lock().leaving.noted.pop_front().expect("it was noted");
-    let piece = p.begin_copy(&mut p.state.lock(), vpn, n).expect("it may leave");
+    let piece = begun(p);
     protect(first as usize * PAGE, libc::PROT_READ | libc::PROT_WRITE);
-    let (pages, page, slot, place) = (piece.n, vpn - first, piece.slot, piece.address() + 7);
+    let (vpn, pages, slot, place) = (piece.vpn, piece.n, piece.slot, piece.address() + 7);
     std::thread::scope(|scope| {
         let mut s = p.state.lock();
         let copies = scope.spawn(|| p.copy_and_drop(piece));
@@ -265,7 +268,7 @@ fn what_has_left_and_come_back_while_it_was_copied_stays() {
         serve_until(p, || copies.is_finished());
         assert_eq!(copies.join().unwrap(), 0);
     });
-    is_right(p, first, &[(page, 9)]);
+    is_right(p, first, &[(vpn - first, 9)]);
 }
 
 /// See `window`: what is being dropped, of which nothing but a copy is known any more, is there until it is.
