@@ -183,6 +183,9 @@ impl Pager {
             _ => whole_blocks(s, r.vpn, window.pages),
         };
         let (at, end) = (s.behind_ceded(r.vpn, at), s.before_ceded(r.vpn, until));
+        if sequential {
+            no_longer_random(&mut s.pt, at, end);
+        }
         // Who goes on in sequence meets the next fault there.
         s.streams.brought(window.stream, at, end, |vpn| s.pt.get(vpn).tag() == Tag::Resident);
         let mut d = Delivery::of(r, alone && !huge);
@@ -401,6 +404,18 @@ fn whole_blocks(s: &State, vpn: u64, n: usize) -> (u64, u64) {
     (block_of(s, vpn).map_or(vpn, |(first, ..)| first), end)
 }
 
+/// Forgets of all blocks that come in sequence that they were used at random before.
+///
+/// The story: only the block of the page touched was taken to be used in sequence. The other seven of a window, which had once been
+/// faulted on at random, kept no copies, so all that a pass over such memory brought was compressed anew, page by page, when it left.
+fn no_longer_random(pt: &mut PageTable, at: u64, end: u64) {
+    for block in (at / BLOCK_PAGES as u64 * BLOCK_PAGES as u64..end).step_by(BLOCK_PAGES) {
+        if pt.hints(block) & HINT_RANDOM != 0 {
+            pt.hint(block, 0, HINT_RANDOM);
+        }
+    }
+}
+
 /// How many of the `n` pages from `vpn` on come before one that was never touched; one at least.
 fn known_run(s: &State, vpn: u64, n: usize) -> usize {
     (1..n).find(|i| s.pt.get(vpn + *i as u64).tag() == Tag::None).unwrap_or(n)
@@ -478,6 +493,27 @@ mod tests {
         let brought = serve(s, vpn).unwrap_or_else(|_| panic!("no event is unread"));
         assert!(brought >= 32, "{brought} pages");
         assert_eq!((p.counters().pgfault.load(Relaxed), s.pt.hints(vpn - 1)), (faults + 1, hints));
+    }
+
+    /// See `no_longer_random`.
+    #[test]
+    fn what_comes_in_sequence_keeps_its_copies_though_it_was_read_at_random_before() {
+        let p = testing::pager(16 << 20);
+        let at = testing::memory(p, 2 * N as usize).next_multiple_of(64 * PAGE);
+        let first = (at / PAGE) as u64;
+        let s = &mut *p.state.lock();
+        for vpn in (first..first + N).step_by(4) {
+            testing::store(s, vpn, 2, 0, testing::words);
+            s.pt.hint(vpn, HINT_RANDOM, 0);
+        }
+        for vpn in first..first + N {
+            if s.pt.get(vpn).tag() != Tag::Resident {
+                assert!(p.serve(s, Request { vpn, write: false, protected: false }).is_ok());
+            }
+        }
+        // (The first fault followed nothing.)
+        let kept = |vpn: u64| s.pt.get(vpn).copy().is_some();
+        assert!((first + 4..first + N).all(kept), "{} copies", (first..first + N).filter(|vpn| kept(*vpn)).count());
     }
 
     /// See `new_from`: what lies below the mapping that is filled downwards, or a page that another has, is not touched.
