@@ -115,7 +115,7 @@ fn may_restrict_calls() -> bool {
         environment::filters();
         return true;
     };
-    let why = b" restricts its system calls (seccomp), which the management of its memory does not survive; it runs without a limit from now on\n";
+    let why = b" restricts its system calls (seccomp), which uzswap's threads would not survive; it runs without a limit from now on\n";
     let_go(p, unmanaged::FILTER, why);
     if pager().is_none() {
         environment::filters();
@@ -151,7 +151,11 @@ pub extern "C" fn __lsan_is_turned_off() -> c_int {
         return 1;
     }
     let Some(p) = pager() else { return 0 };
-    let_go(p, unmanaged::LEAKS, b" is looked through for leaks (LeakSanitizer), which stops uzswap's threads; it runs without a limit from now on\n");
+    let_go(
+        p,
+        unmanaged::LEAKS,
+        b" is searched for leaks (LeakSanitizer), which stops uzswap's threads; it runs without a limit from now on\n",
+    );
     c_int::from(pager().is_some_and(Pager::is_of_this_process))
 }
 
@@ -177,7 +181,7 @@ fn lets_children_go(p: &Pager) {
 /// Makes a call that changes the user of all threads that libc knows of, and has uzswap's `follow`; `real` makes the call, and
 /// returns 0 when it was made. Where they cannot follow the process is let go of.
 pub fn changes_user(real: impl FnOnce() -> c_int, follow: impl FnOnce(&Pager) -> bool) -> c_int {
-    const WHY: &[u8] = b" changes its user while its memory is managed, and no thread of uzswap's may remain the former user's; it runs without a limit from now on\n";
+    const WHY: &[u8] = b" changes its user while its memory is managed, and no uzswap thread may keep the former user's rights; it runs without a limit from now on\n";
     let Some(p) = pager().filter(|p| p.is_of_this_process()) else { return real() };
     // (libc's own signals are let through: by one of them it has the other threads change their user, and waits for them.)
     let mask = set_mask(!(1 << 31 | 1 << 32));
@@ -219,7 +223,7 @@ fn let_go(p: &Pager, reason: u32, why: &[u8]) {
             say(why);
         }
     } else if p.group.warns_first(unmanaged::STAYS) {
-        say(b": its memory cannot be given back now, as pages do not come back; it stays managed, and what it asked for (a filter for system calls, another user) is refused if that takes it\n");
+        say(b": its memory cannot be given back now, as some pages cannot be read back; it stays managed, and what it asked for (a system-call filter, another user) is refused if it needs that\n");
     }
     set_mask(mask);
 }

@@ -102,7 +102,7 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
         // (Each process of a container would say it.)
         let first = group.warns_first(unmanaged::APART);
         return Err(if first {
-            "uzswap: this process runs without a limit: it is in a namespace of process numbers (without a /proc of its own) or of clocks, and its group is not\n"
+            "uzswap: this process runs without a limit: it is in a PID namespace (without a /proc of its own) or a time namespace that its group is not in\n"
         } else {
             ""
         });
@@ -124,7 +124,7 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     let layout = Layout::reserve(arena_limit(group, node)).map_err(
         |_| match bounds_itself() {
             true => "uzswap: this process runs without a limit: no address space could be reserved (raise `ulimit -v` and `ulimit -d`)\n",
-            false => "uzswap: this process runs without a limit: it has no 73 GiB of addresses left (as under valgrind's tools)\n",
+            false => "uzswap: this process runs without a limit: it does not have 73 GiB of address space left (as under valgrind's tools)\n",
         },
     )?;
     heap::init(layout.base);

@@ -149,9 +149,9 @@ pub fn warn(kind: Kind, path: *const c_char) {
     let (reason, why): (u32, &[u8]) = match kind {
         Kind::Static => (unmanaged::STATIC, b" is statically linked"),
         Kind::Privileged => {
-            (unmanaged::PRIVILEGED, b" runs with other rights than who starts it (setuid, setgid or file capabilities)")
+            (unmanaged::PRIVILEGED, b" runs with other rights than its caller (setuid, setgid or file capabilities)")
         }
-        Kind::Short => (unmanaged::SHORT, b" is a 32-bit program, and uzswap's library one of 64 bits"),
+        Kind::Short => (unmanaged::SHORT, b" is a 32-bit program, and uzswap's library is a 64-bit one"),
         Kind::Musl | Kind::Other => return,
     };
     let Some(p) = pager() else { return };

@@ -189,7 +189,7 @@ impl Pager {
     fn go_unmanaged(&self) {
         self.letting.store(GONE, SeqCst);
         if self.group.warns_first(unmanaged::FORKED) {
-            self.say(b"uzswap: a forked child found no place in its group, is in another namespace of process numbers, or could have no more threads; it runs without a limit\n");
+            self.say(b"uzswap: a forked child found no place in its group, is in another PID namespace, or could have no more threads; it runs without a limit\n");
         }
     }
 

@@ -163,8 +163,8 @@ impl fmt::Display for Error {
             Self::Level(Compressor::Deflate(level)) => write!(f, "deflate has no level {level}: choose 1 to 12"),
             Self::Level(Compressor::Lz4) => write!(f, "lz4 has no levels"),
             Self::TooMany => write!(f, "a process can have {MOST_REGIONS} regions"),
-            Self::NotTracked => write!(f, "the region was made without tracking of writes"),
-            Self::Watched => write!(f, "somebody is told of writes to the region already: end that watch first"),
+            Self::NotTracked => write!(f, "the region was created without tracking of writes"),
+            Self::Watched => write!(f, "another watch of the region's writes is active: end it first"),
             Self::Kernel { what, errno } => write!(f, "{what}: {}", std::io::Error::from_raw_os_error(*errno)),
         }
     }

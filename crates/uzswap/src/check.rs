@@ -86,7 +86,7 @@ pub fn group(config: &Config, wanted: &Wanted) -> Result<Group, Refused> {
     match &config.group {
         Some(name) => Ok(Registry::open()?.join(name, wanted)?),
         None => Ok(groups::unnamed(wanted)
-            .map_err(|e| format!("the memory shared with the program cannot be made: {}", plain(&e)))?),
+            .map_err(|e| format!("the memory shared with the program cannot be created: {}", plain(&e)))?),
     }
 }
 
@@ -184,7 +184,7 @@ fn rights(file: &Path, what: &str) -> Result<(), Refused> {
             );
         }
     };
-    let why = "and the system preloads nothing into programs with other rights than yours";
+    let why = "and the system preloads nothing into programs that run with other rights than yours";
     Err(format!("{what} {has}, {why}: {copy} or {ELSEWHERE}").into())
 }
 
@@ -288,7 +288,7 @@ pub fn without_move(config: &Config) -> Result<(), Refused> {
     if config.track_writes == Some(true) {
         let release = machine::kernel_release();
         return Err(format!(
-            "--track-writes needs UFFDIO_MOVE, which kernel {release} has not: leave it out, or use Linux 6.8 or newer"
+            "--track-writes needs UFFDIO_MOVE, which kernel {release} does not have: leave it out, or use Linux 6.8 or newer"
         )
         .into());
     }

@@ -163,7 +163,7 @@ impl Compressor {
 pub fn on_full(text: &str) -> Result<u32, String> {
     let known = [("exceed", ON_FULL_EXCEED), ("wait", ON_FULL_WAIT), ("kill", ON_FULL_KILL)];
     let found = known.iter().find(|(name, _)| *name == text).map(|(_, value)| *value);
-    found.ok_or_else(|| format!("`{text}` is nothing to do when a group is full: choose exceed, wait or kill"))
+    found.ok_or_else(|| format!("`{text}` is not an action for a full group: choose exceed, wait or kill"))
 }
 
 /// The word for a value of `Node::on_full`.

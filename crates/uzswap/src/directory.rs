@@ -35,7 +35,7 @@ pub fn at(dir: PathBuf, me: u32) -> Result<PathBuf, String> {
     let plain = |e: &io::Error| e.to_string().split(" (os error").next().unwrap_or_default().to_lowercase();
     match DirBuilder::new().mode(0o700).create(&dir) {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
-            return Err(format!("the directory of groups `{shown}` cannot be made: {}", plain(&e)));
+            return Err(format!("the directory of groups `{shown}` cannot be created: {}", plain(&e)));
         }
         _ => {}
     }

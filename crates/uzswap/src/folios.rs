@@ -118,7 +118,7 @@ fn orders_off(text: &str) -> Result<u32, String> {
         sizes => sizes.split(',').try_fold(all, |off, one| {
             let order = order(one).filter(|o| (LARGE_ORDER..=MAX_ORDER).contains(o));
             let order = order.ok_or_else(|| {
-                format!("`{one}` in --large-folios is no size of a large folio: write on, off, or powers of two from 16K to 2M")
+                format!("`{one}` in --large-folios is not a size of a large folio: write on, off, or powers of two from 16K to 2M")
             })?;
             if off & 1 << order == 0 {
                 return Err(format!("`{one}` in --large-folios is named twice: write each size once"));
@@ -132,7 +132,7 @@ fn orders_off(text: &str) -> Result<u32, String> {
 fn units(text: &str) -> Result<[u8; MAX_ORDER as usize + 1], String> {
     let wrong = |one: &str| {
         format!(
-            "`{one}` in --unit is no unit of compression: write 4K, or a power of two from 16K to 2M, or FOLIO:UNIT"
+            "`{one}` in --unit is not a unit of compression: write 4K, or a power of two from 16K to 2M, or FOLIO:UNIT"
         )
     };
     let unit = |text: &str| order(text).filter(|o| *o <= MAX_ORDER && *o != 1);
@@ -224,7 +224,7 @@ mod tests {
             "١٦K",
         ] {
             let error = orders_off(bad).unwrap_err();
-            assert!(error.contains("is no size of a large folio") && !error.contains('\n'), "{bad}: {error}");
+            assert!(error.contains("is not a size of a large folio") && !error.contains('\n'), "{bad}: {error}");
         }
         for twice in ["16K,16K", "64K,2M,65536"] {
             assert!(orders_off(twice).unwrap_err().contains("--large-folios is named twice"), "{twice}");
@@ -257,7 +257,7 @@ mod tests {
             "٤K",
         ] {
             let error = units(bad).unwrap_err();
-            assert!(error.contains("is no unit of compression") && !error.contains('\n'), "{bad}: {error}");
+            assert!(error.contains("is not a unit of compression") && !error.contains('\n'), "{bad}: {error}");
         }
         assert!(units("64K:2M").unwrap_err().contains("larger than its folio"));
     }

@@ -11,7 +11,7 @@ pub fn components(name: &str) -> Result<Vec<&str>, String> {
     };
     if !parts.iter().all(|part| good(part)) || parts.len() > DEPTH {
         return Err(format!(
-            "`{name}` is no name for a group: use letters, digits, `-`, `_` and `.`, up to {NAME_BYTES} each, not beginning with `.`, and `/` for a group inside another, at most {DEPTH} deep"
+            "`{name}` is not a name for a group: use letters, digits, `-`, `_` and `.`, up to {NAME_BYTES} each, not beginning with `.`, and `/` for a group inside another, at most {DEPTH} deep"
         ));
     }
     Ok(parts)

@@ -200,7 +200,7 @@ impl Registry {
         let parts = components(name)?;
         if parts[0].bytes().all(|b| b.is_ascii_digit()) {
             return Err(format!(
-                "`{name}` is no name for a group: digits alone are those of runs without a name; add a letter"
+                "`{name}` is not a name for a group: digits alone are those of runs without a name; add a letter"
             ));
         }
         let _held = self.lock()?;
@@ -242,7 +242,7 @@ impl Registry {
         let file = match running {
             Some((_, file)) => file,
             None => GroupFile::create(parts[0], wanted.record)
-                .map_err(|e| format!("the memory shared with the program cannot be made: {}", plain(&e)))?,
+                .map_err(|e| format!("the memory shared with the program cannot be created: {}", plain(&e)))?,
         };
         let (page, joined) = (file.page(), there.is_some());
         let node = match there {
@@ -269,7 +269,7 @@ impl Registry {
 /// Why a tree that is there cannot be had.
 fn closed(root: &str) -> String {
     format!(
-        "the group `{root}` was started with capabilities that this command has not, so it may not be looked into: use the same, or choose another name"
+        "the group `{root}` was started with capabilities that this command does not have, so it cannot be opened: use the same, or choose another name"
     )
 }
 
@@ -353,7 +353,7 @@ mod tests {
         }
         for bad in ["", "/", "a/", "/a", "a//b", ".", "..", "a/..", "a b", "a@b", "ä", "a/b/c/d/e/f/g/h/i"] {
             let sentence = components(bad).unwrap_err();
-            assert!(sentence.contains("no name") && !sentence.contains('\n'), "{bad}: {sentence}");
+            assert!(sentence.contains("is not a name") && !sentence.contains('\n'), "{bad}: {sentence}");
         }
         assert!(components(&"x".repeat(65)).is_err());
     }
@@ -491,6 +491,6 @@ mod tests {
         let link = dir.path().join("link");
         std::os::unix::fs::symlink(&registry.dir, &link).unwrap();
         assert!(Registry::at(link, me).is_err());
-        assert!(Registry::at(dir.path().join("no/such"), me).map(|_| ()).unwrap_err().contains("cannot be made"));
+        assert!(Registry::at(dir.path().join("no/such"), me).map(|_| ()).unwrap_err().contains("cannot be created"));
     }
 }

@@ -150,7 +150,7 @@ fn man(words: &[String]) -> Result<Vec<u8>, Failed> {
     })?;
     let mut text = Vec::new();
     let made = clap_mangen::Man::new(page.clone()).render(&mut text);
-    made.map_err(|e| format!("the page cannot be made: {}", plain(&e)))?;
+    made.map_err(|e| format!("the page cannot be created: {}", plain(&e)))?;
     Ok(text)
 }
 

@@ -86,11 +86,11 @@ impl Member {
     fn tracks_writes(&self) -> Result<(), String> {
         match self.file.page().track_writes.load(Acquire) {
             0 if self.is_region => Err(format!(
-                "of process {}'s regions it is not kept which pages were written to: make them with Options::track_writes",
+                "the regions of process {} do not track which pages were written to: create them with Options::track_writes",
                 self.pid()
             )),
             0 => Err(format!(
-                "of process {} it is not kept which pages were written to: start it with --track-writes",
+                "process {} does not track which pages were written to: start it with --track-writes",
                 self.pid()
             )),
             _ => Ok(()),
@@ -305,7 +305,7 @@ impl WriteWatch {
         member.tracks_writes().map_err(io::Error::other)?;
         let me = Identity::own();
         if !member.slot().watch.holder.take(me) {
-            return Err(io::Error::other(format!("another client is told of the writes of process {pid} already")));
+            return Err(io::Error::other(format!("another client is already told of the writes of process {pid}")));
         }
         Ok(Self { member, me })
     }

@@ -18,7 +18,7 @@ pub fn stat(args: &StatArgs) -> Result<(), String> {
         let closed = registry.closed();
         if !closed.is_empty() {
             say!(
-                "uzswap: not shown, as this command has not the capabilities that they were started with: {}",
+                "uzswap: not shown, as this command does not have the capabilities that they were started with: {}",
                 closed.join(", ")
             );
         }

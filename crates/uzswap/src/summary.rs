@@ -54,7 +54,7 @@ pub fn text(totals: &Totals, wall: Option<Duration>) -> String {
         let _ = writeln!(out, "uzswap: {name:<12} {value}");
     };
     if totals.joined == 0 {
-        line("not managed", "the program did not take up uzswap's library, so no limit was kept");
+        line("not managed", "the program did not load uzswap's library, so no limit was kept");
         return out;
     }
     if !totals.group.bytes().all(|b| b.is_ascii_digit()) {
@@ -117,7 +117,8 @@ fn was_exceeded(totals: &Totals) -> bool {
 /// Why a program that did little but fault did so, and what to do.
 fn why_slow(totals: &Totals) -> String {
     let limit = totals.limit.unwrap_or_default();
-    let mut text = "it did little but fault, as it works on more memory than there was room for".to_owned();
+    let mut text =
+        "it spent most of its time on page faults, as it works on more memory than the limit has room for".to_owned();
     if limit > 0 {
         let _ = write!(text, "; give it more than {}", human(limit));
     }

@@ -97,7 +97,7 @@ impl Swap {
             let plain = !env_allows("plain") || (direct && !punches);
             swap.map().plain.store(u32::from(plain), Relaxed);
         }
-        Ok(Some(swap.map_err(|e| format!("the swap file's books cannot be made: {}", plain(&e)))?))
+        Ok(Some(swap.map_err(|e| format!("the swap file's books cannot be created: {}", plain(&e)))?))
     }
 
     /// Connects to a server.
@@ -114,9 +114,10 @@ impl Swap {
         usable(address.size)?;
         let bytes = address.size;
         let gateway = Gateway::new(Server::new(address)?);
-        let gateway = gateway.map_err(|e| format!("the socket for the swap server cannot be made: {}", plain(&e)))?;
+        let gateway =
+            gateway.map_err(|e| format!("the socket for the swap server cannot be created: {}", plain(&e)))?;
         let swap = Swap::share(Store::Remote(gateway), bytes, policy, true);
-        let swap = swap.map_err(|e| format!("the books of what is swapped cannot be made: {}", plain(&e)))?;
+        let swap = swap.map_err(|e| format!("the books of what is swapped cannot be created: {}", plain(&e)))?;
         swap.map().remote.store(1, Relaxed);
         Ok(swap)
     }
@@ -220,10 +221,10 @@ fn size(text: &str) -> Result<u64, String> {
     match Size::parse(text) {
         Ok(Size::Bytes(bytes)) => usable(bytes).map(|()| bytes),
         Err(_) if text.contains('/') => Err(format!(
-            "`{text}` is no size for the swap file: --swap takes a size or redis://HOST:PORT/DB?size=4G; where the file goes is --swap-dir"
+            "`{text}` is not a size for the swap file: --swap takes a size or redis://HOST:PORT/DB?size=4G; where the file goes is --swap-dir"
         )),
         _ => Err(format!(
-            "`{text}` is no size for the swap file: give bytes, such as --swap 4G, or the address of a server"
+            "`{text}` is not a size for the swap file: give bytes, such as --swap 4G, or the address of a server"
         )),
     }
 }
@@ -275,7 +276,7 @@ fn file_in(dir: &Path, ram_too: bool) -> Result<File, String> {
     if ret != 0 {
         let why = plain(&std::io::Error::last_os_error());
         return Err(format!(
-            "the swap file cannot be made in `{shown}`: {why}; name another directory with --swap-dir"
+            "the swap file cannot be created in `{shown}`: {why}; name another directory with --swap-dir"
         ));
     }
     let in_memory = || {
@@ -287,7 +288,7 @@ fn file_in(dir: &Path, ram_too: bool) -> Result<File, String> {
         return Err(in_memory());
     }
     let file = tempfile::tempfile_in(dir).map_err(|e| {
-        format!("no swap file can be made in `{shown}`: {}; name another directory with --swap-dir", plain(&e))
+        format!("no swap file can be created in `{shown}`: {}; name another directory with --swap-dir", plain(&e))
     })?;
     if !ram_too && is_memory(&file) { Err(in_memory()) } else { Ok(file) }
 }
@@ -353,7 +354,7 @@ mod tests {
         assert!(refused(Some("50%"), None, false).contains("give bytes"));
         assert!(refused(Some("1x"), None, false).contains("such as --swap 4G, or the address"));
         assert!(refused(Some("/dev/sda"), None, false).contains("where the file goes is --swap-dir"));
-        assert!(refused(Some("http://h"), None, false).contains("`http` is no kind of swap server"));
+        assert!(refused(Some("http://h"), None, false).contains("`http` is not a swap server"));
         assert!(refused(Some("redis://h?size=1K"), None, false).contains("a size of 1 KiB cannot be used for swap"));
         assert!(refused(None, None, true).contains("--swap-in-ram"));
         assert!(refused(Some("redis://h?size=1G"), None, true).contains("--swap-in-ram"));
@@ -364,7 +365,7 @@ mod tests {
         assert!(refused(Some("1K"), None, false).contains("256 KiB"));
         assert!(refused(Some("1T"), None, false).contains("256 GiB"));
         assert!(refused(Some("1G"), Some("/no/such"), false).contains("no such file"));
-        assert!(refused(Some("1G"), Some("/proc"), true).contains("no swap file can be made"));
+        assert!(refused(Some("1G"), Some("/proc"), true).contains("no swap file can be created"));
     }
 
     #[test]

@@ -334,7 +334,8 @@ impl Engine {
         self.forget(page);
         self.set(page, uzswap_mm::pagetable::Pte::new(Tag::Poisoned, 0));
         self.counts.poisoned += 1;
-        let text = "uzswap: a compressed page of a shared region was found damaged; who touches it gets SIGBUS\n";
+        let text =
+            "uzswap: a compressed page of a shared region was found damaged; a process that touches it gets SIGBUS\n";
         crate::says::say(text.as_bytes());
     }
 

@@ -124,25 +124,25 @@ impl Trouble {
 
     fn of_a_file(self) -> &'static [u8] {
         match self {
-            Self::NoSpace => b"uzswap: the disk of the swap file is full: what it was to take stays in memory, and the limit may be exceeded; free some room, or name another directory with --swap-dir\n",
-            Self::Write => b"uzswap: writing to the swap file failed: what it was to take stays in memory, and the limit may be exceeded; the report counts each failure\n",
-            Self::Read => b"uzswap: reading from the swap file failed, or gave something else than was written; it is tried again\n",
-            Self::Stall => b"uzswap: the disk of the swap file has not answered for 10 seconds; the program waits for what is there, and what it was to take stays in memory meanwhile\n",
+            Self::NoSpace => b"uzswap: the disk of the swap file is full: what should be written stays in memory, and the limit may be exceeded; free some room, or name another directory with --swap-dir\n",
+            Self::Write => b"uzswap: writing to the swap file failed: what should be written stays in memory, and the limit may be exceeded; the report counts each failure\n",
+            Self::Read => b"uzswap: reading from the swap file failed, or returned other data than was written; it is tried again\n",
+            Self::Stall => b"uzswap: the disk of the swap file has not answered for 10 seconds; the program waits for the data there, and what should be written stays in memory meanwhile\n",
             Self::Full => b"uzswap: the swap file is full: the limit may be exceeded; give it more with --swap\n",
             Self::Rows => b"uzswap: more than 1024 processes have something in the swap file or on their way there: others run without swap, and the limit may be exceeded\n",
             Self::Open => b"uzswap: a process cannot open the swap file (its rights changed, or `uzswap run` is gone): it runs without swap\n",
             Self::Lost => b"uzswap: a page could not be read back from the swap file and is lost; the program gets SIGBUS when it touches it (more such pages are only counted)\n",
-            Self::Limit => b"uzswap: a process may not write to the swap file, as it limits how large its files may be (`ulimit -f`): what was to be taken from it stays in memory, and the limit may be exceeded\n",
+            Self::Limit => b"uzswap: a process may not write to the swap file, as it limits how large its files may be (`ulimit -f`): what should be written stays in memory, and the limit may be exceeded\n",
         }
     }
 
     fn of_a_server(self) -> &'static [u8] {
         match self {
-            Self::NoSpace => b"uzswap: the swap server has no memory left: what it was to take stays here, and the limit may be exceeded\n",
-            Self::Write | Self::Limit => b"uzswap: writing to the swap server failed: what it was to take stays in memory, and the limit may be exceeded; the report counts each failure\n",
-            Self::Read => b"uzswap: reading from the swap server failed, or gave something else than was written; it is tried again\n",
-            Self::Stall => b"uzswap: the swap server has not answered for 10 seconds; the program waits for what is there, and what it was to take stays here meanwhile\n",
-            Self::Full => b"uzswap: all that the swap server was to take is used: the limit may be exceeded; give it more with size= in --swap\n",
+            Self::NoSpace => b"uzswap: the swap server has no memory left: what should be written stays in memory, and the limit may be exceeded\n",
+            Self::Write | Self::Limit => b"uzswap: writing to the swap server failed: what should be written stays in memory, and the limit may be exceeded; the report counts each failure\n",
+            Self::Read => b"uzswap: reading from the swap server failed, or returned other data than was written; it is tried again\n",
+            Self::Stall => b"uzswap: the swap server has not answered for 10 seconds; the program waits for the data there, and what should be written stays in memory meanwhile\n",
+            Self::Full => b"uzswap: the room on the swap server is used up: the limit may be exceeded; give it more with size= in --swap\n",
             Self::Rows => b"uzswap: more than 1024 processes have something on the swap server or on their way there: others run without swap, and the limit may be exceeded\n",
             Self::Open => b"uzswap: a process cannot reach `uzswap run`, which speaks to the swap server: it runs without swap\n",
             Self::Lost => b"uzswap: a page could not be read back from the swap server and is lost; the program gets SIGBUS when it touches it (more such pages are only counted)\n",

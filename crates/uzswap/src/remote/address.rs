@@ -50,7 +50,7 @@ impl Address {
             Some("rediss" | "valkeys") => Some(Tls::default()),
             other => {
                 return Err(format!(
-                    "`{}` is no kind of swap server: its address is redis://HOST:PORT/DB?size=4G, or by TLS rediss://…",
+                    "`{}` is not a swap server: its address is redis://HOST:PORT/DB?size=4G, or by TLS rediss://…",
                     other.unwrap_or_default()
                 ));
             }
@@ -72,7 +72,7 @@ impl Address {
         }
         if found.tls.as_ref().is_some_and(|tls| tls.cert.is_some() != tls.key.is_some()) {
             return Err(
-                "a certificate for the swap server needs its key, and the other way round: give cert= and key="
+                "a certificate for the swap server needs its key, and a key its certificate: give cert= and key="
                     .to_owned(),
             );
         }
@@ -107,7 +107,7 @@ impl Address {
             }
             _ => {
                 return Err(format!(
-                    "the address of a swap server has no option `{name}`: it has size, timeout and ttl, and with TLS ca, cert and key"
+                    "the address of a swap server has no option `{name}`: the options are size, timeout and ttl, and with TLS ca, cert and key"
                 ));
             }
         }

@@ -104,12 +104,12 @@ impl Server {
                 let unserved = self.nodes.unserved();
                 if unserved > 0 || !self.nodes.is_cluster() {
                     return Err(format!(
-                        "the swap servers' cluster is not whole: {unserved} of its slots have no node"
+                        "the swap servers' cluster is incomplete: {unserved} of its slots have no node"
                     ));
                 }
             }
             (_, false) if named.len() > 1 => {
-                return Err("several swap servers are named, but they are no cluster: name one".to_owned());
+                return Err("several swap servers are named, but they are not a cluster: name one".to_owned());
             }
             _ => {}
         }

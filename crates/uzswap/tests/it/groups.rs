@@ -533,7 +533,7 @@ fn one_sentence_for_each_mistake() {
     let place = Place::new();
     let run = |args: &[&str]| place.refusal(&[&["run", "-q"], args, &["--", "/bin/true"]].concat());
     assert!(run(&["--group", "web"]).contains("no such group: `web` is not running; add --memory"));
-    assert!(run(&["--group", "a b", "-m", "64M"]).contains("no name for a group"));
+    assert!(run(&["--group", "a b", "-m", "64M"]).contains("not a name for a group"));
     assert!(run(&["--group", "17", "-m", "64M"]).contains("add a letter"));
     assert!(run(&["--group", "web", "-m", "1M"]).contains("minimum is 16 MiB"));
     assert!(run(&["-m", "64M", "--on-full", "panic"]).contains("choose exceed, wait or kill"));

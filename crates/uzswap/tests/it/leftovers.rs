@@ -15,7 +15,7 @@ fn a_refused_run_writes_no_file() {
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
     refused(&["-m", "64M", "--report", &path("new"), "--record", "/no/such/dir/t"], &["trace", "cannot be written"]);
     refused(&["-m", "64M", "--report", &path("new"), "--record", &path("new")], &["name the same file", "choose two"]);
-    refused(&["-m", "64M", "--report", &path("new"), "--group", "no-such-group-/"], &["no name for a group"]);
+    refused(&["-m", "64M", "--report", &path("new"), "--group", "no-such-group-/"], &["not a name for a group"]);
     refused(&["-m", "64M", "--report", &path("new"), "--record", "/dev/full"], &["no space left"]);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
     // What was there is neither removed nor emptied; another name for it is the same file.
@@ -51,7 +51,7 @@ fn a_refused_run_makes_no_group() {
     let mut web = place.start(&["--group", "web", "-m", "64M", "--unit", "64K"]);
     web.tell("c 1");
     for (options, part) in [
-        (&["--unit", "12K"][..], "no unit of compression"),
+        (&["--unit", "12K"][..], "not a unit of compression"),
         (&["--unit", "16K"], "leave out --unit to join it"),
         (&["--large-folios", "off"], "leave out --large-folios"),
         (&["--compaction", "pivot"], "leave out --compaction"),

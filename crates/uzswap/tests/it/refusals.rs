@@ -47,13 +47,13 @@ fn bad_options_are_refused() {
         (&["-m", "99999999999999999999T"], &["out of range"]),
         (&["-m", "64M", "--unit", "64K:16K,64K:32K"], &["`64K:32K` in --unit", "second unit for the same folios"]),
         (&["-m", "64M", "--large-folios", "16K,16K"], &["`16K` in --large-folios is named twice"]),
-        (&["-m", "64M", "--large-folios="], &["no size of a large folio"]),
+        (&["-m", "64M", "--large-folios="], &["not a size of a large folio"]),
         (&["-m", "64M", "--compaction="], &["no rule of compaction"]),
-        (&["-m", "64M", "--group="], &["no name for a group"]),
+        (&["-m", "64M", "--group="], &["not a name for a group"]),
         (&["-m", "64M", "--on-full="], &["choose exceed, wait or kill"]),
-        (&["-m", "64M", "--swap="], &["no size for the swap file"]),
+        (&["-m", "64M", "--swap="], &["not a size for the swap file"]),
         (&["-m", "64M", "--swap", "0"], &["0 bytes", "256 KiB to 256 GiB"]),
-        (&["-m", "64M", "--swap", "50%"], &["no size for the swap file"]),
+        (&["-m", "64M", "--swap", "50%"], &["not a size for the swap file"]),
         (&["-m", "64M", "--swap", "64M", "--swap-policy="], &["no policy is called ``"]),
         (&["-m", "64M", "--swap", "redis://h?size=1G&size=2G"], &["`size`", "twice"]),
         (&["-m", "64M", "--encrypt-swap"], &["add --swap SIZE"]),
@@ -285,7 +285,7 @@ fn who_may_not_look_into_a_group_leaves_it_alone() {
     for args in [&["stat", "g"][..], &["ctl", "g", "memory.max=32M"]] {
         let (done, _, said) = call(&[], args);
         assert!(
-            !done && said.contains("capabilities that this command has not") && said.lines().count() == 1,
+            !done && said.contains("capabilities that this command does not have") && said.lines().count() == 1,
             "{said}"
         );
     }

@@ -10,7 +10,7 @@ const NOISE: &str = "import hashlib, sys\n\
     for i in range(3): assert all(memory[n] == page(n) for n in range(10240))\n\
     print(sys.argv[1], 'right')\n";
 
-const TOLD: &str = "it is in a namespace of process numbers";
+const TOLD: &str = "it is in a PID namespace";
 
 /// The story: in a PID namespace that had the /proc of before a program took the numbers there for its own, and found no process by the
 /// numbers of the group. It took a living member's slot, and had its clusters of the swap file given to others: pages were lost.

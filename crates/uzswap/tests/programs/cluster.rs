@@ -147,7 +147,7 @@ fn a_cluster_has_the_keys_on_all_nodes() {
     let run = Subject::new("cluster", &[&disk, &"1", &"1"])
         .with(&["--swap", &format!("redis://127.0.0.1:{}?size=1G", cluster.nodes[1].port)]);
     let run = run.start_limited(32 * MIB).finish();
-    assert!(!run.status.success() && run.stderr.text().contains("is not whole: 1 of its slots"), "{}", run.describe());
+    assert!(!run.status.success() && run.stderr.text().contains("is incomplete: 1 of its slots"), "{}", run.describe());
     cluster.stop();
 }
 

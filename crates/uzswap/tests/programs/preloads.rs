@@ -100,7 +100,7 @@ fn programs_that_look_for_their_leaks() {
             assert_eq!(run.stdout.text(), plain.stdout.text(), "{sanitizer}\n{}", run.describe());
             assert_eq!(run.stderr.text().matches(found).count(), 2, "{sanitizer}\n{}", run.describe());
             assert_limited(sanitizer, &run, None);
-            let told = run.stderr.text().matches("is looked through for leaks").count();
+            let told = run.stderr.text().matches("is searched for leaks").count();
             assert_eq!(told, 1, "{sanitizer}\n{}", run.describe());
         }
     }
@@ -272,7 +272,7 @@ fn who_cannot_be_preloaded_into_is_told_of() {
         return skip("files cannot be given away here");
     }
     std::fs::set_permissions(&nobodys, std::fs::Permissions::from_mode(0o4755)).expect("its mode");
-    run(&nobodys, "nobodys runs with other rights than who starts it (setuid", "\n\n");
+    run(&nobodys, "nobodys runs with other rights than its caller (setuid", "\n\n");
 }
 
 /// The story: a plugin that uses liburing, which only the plugin sees then, got the agent's functions, and those found none of liburing's
