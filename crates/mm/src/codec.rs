@@ -1,28 +1,29 @@
-//! Codecs: how a folio's bytes become a smaller object and come back.
+//! Codecs: compress the bytes of a folio into a smaller object, and decompress it.
 //!
-//! They run in the agent: in threads cloned raw that have no TLS of their own, while the program's malloc may be
-//! holding its lock. So nothing here calls libc's malloc or a thread-local. Each [`Compressor`] takes its workspace from
-//! Rust's global allocator in `new` (the agent has its own), each [`Decompressor`] at the first object of a codec, as most
-//! processes end before they have stored anything; neither takes anything per call. All three libraries are C; each has
-//! its wall, a submodule that holds the FFI and is all the `unsafe` there is: `lz4` (`LZ4_compress_fast_extState` on our
-//! state), `zstd` (`ZSTD_initStatic*`: never allocates) and `deflate` (libdeflate with our allocator). gcc's stack protector
-//! reads `%fs:0x28`: where it is on by default (Ubuntu, not Debian) and such a thread's fs base is not valid, build with
-//! `CFLAGS=-fno-stack-protector`.
+//! They run in the agent: in raw-cloned threads that have no TLS of their own, while the program's malloc may hold its
+//! lock. So nothing here calls libc's malloc or uses a thread-local. Each [`Compressor`] takes its workspace from
+//! Rust's global allocator in `new` (the agent has its own); each [`Decompressor`] does so at the first object of a
+//! codec, as most processes end before they have stored anything. Neither allocates per call.
 //!
-//! An object carries no header. Whoever stores it keeps its [`Encoding`] and exact length; the length of what it
-//! decodes to is known from where it goes.
+//! All three libraries are C. Each has its wall, a submodule with the FFI, and these are all the `unsafe` there is:
+//! `lz4` (`LZ4_compress_fast_extState_fastReset` on our state), `zstd` (`ZSTD_initStatic*`: never allocates) and
+//! `deflate` (libdeflate with our allocator). gcc's stack protector reads `%fs:0x28`. Where it is on by default
+//! (Ubuntu, not Debian) and the fs base of such a thread is not valid, build with `CFLAGS=-fno-stack-protector`.
+//!
+//! An object has no header. The caller keeps its [`Encoding`] and its exact length, and knows the length of the decoded
+//! bytes from where they go.
 //!
 //! Invariants:
-//! - Compression never writes past `dst` and succeeds only if the object fits there.
-//! - Decompression fills `dst` exactly or says [`Corrupt`]; it reads nothing outside `src` and writes nothing outside
-//!   `dst`, whatever the bytes. There is no checksum: altered bytes that decode to the right length are not noticed.
+//! - Compression never writes past `dst`, and succeeds only if the object fits there.
+//! - Decompression fills `dst` exactly or returns [`Corrupt`]. Whatever the bytes, it reads nothing outside `src` and
+//!   writes nothing outside `dst`. There is no checksum: altered bytes that decode to the right length go unnoticed.
 //!
 //! Ownership: a compressor or decompressor belongs to one thread at a time (`Send`, `&mut self`).
 //!
 //! # Measured
 //!
-//! 2026-11-21, 2 vCPU VM, release, single thread, best of 2 passes; MB/s are of uncompressed bytes (10^6); a block
-//! that does not fit 15/16 counts raw in the ratio. *so*: 64 MiB of shared libraries. *py*: 64 MiB of a Python heap
+//! 2026-11-21, 2 vCPU VM, release, single thread, best of 2 passes. MB/s are of uncompressed bytes (10^6); a block that
+//! does not fit 15/16 counts as raw in the ratio. *so*: 64 MiB of shared libraries. *py*: 64 MiB of a Python heap
 //! (ASTs, small dicts), zero pages left out. Cells: compress MB/s / decompress MB/s / ratio.
 //!
 //! | codec        | so 4K               | so 16K              | so 64K              | py 4K               | py 16K              | py 64K              |
@@ -35,14 +36,16 @@
 //! | deflate:1    | 200 / 506 / 2.12    | 220 / 662 / 2.34    | 209 / 752 / 2.46    | 310 / 936 / 5.76    | 418 / 1554 / 6.62   | 483 / 1871 / 6.64   |
 //! | deflate:6    | 104 / 487 / 2.20    | 114 / 662 / 2.46    | 99 / 748 / 2.61     | 166 / 973 / 6.50    | 206 / 1787 / 7.54   | 205 / 1989 / 7.76   |
 //!
-//! Taken with the libraries called directly (zstd and deflate with contexts they allocated), each pass once over the
-//! data; the same lz4 work varied by 10 % between runs, so smaller differences are noise.
+//! The libraries were called directly (zstd and deflate with contexts they allocated), each pass once over the data.
+//! The same lz4 work varied by 10 % between runs, so smaller differences are noise.
 //!
 //! lz4 is the C library at acceleration 1. `lz4_flex` 0.14 without its safe features and with a reused table
-//! decompresses 9-13 % slower and compresses 3-8 % slower (a copy of the result included: it wants a destination of
-//! the worst size), but for 64K of *so*, where it compresses 20-34 % faster at 3 % less ratio. Besides, its fast decoder
-//! is unchecked: not for bytes that may be corrupt. Acceleration 4 gains 19-34 % of compression speed on *so* and
-//! nothing on *py*, for 9-11 % and 2-3 % of the ratio: not taken. `_fastReset` was no faster than the plain call.
+//! decompresses 9-13 % slower and compresses 3-8 % slower, including a copy of the result, as it wants a destination of
+//! the worst-case size. The exception is 64K of *so*, which it compresses 20-34 % faster at 3 % less ratio. Its fast
+//! decoder is unchecked, so it must not see bytes that may be corrupt. Acceleration 4 gains 19-34 % of compression
+//! speed on *so* and nothing on *py*, and costs 9-11 % and 2-3 % of the ratio: not taken. `_fastReset` was no faster
+//! than the plain call here; it is used all the same, as clearing the state for each block can cost more than
+//! compressing a page.
 
 mod deflate;
 mod lz4;
@@ -52,10 +55,10 @@ mod zstd;
 use core::fmt;
 use core::str::FromStr;
 
-/// What [`Compressor::new`] sizes its workspace for: the largest source, 64 KiB.
+/// The largest source that [`Compressor::new`] sizes its workspace for: 64 KiB.
 pub const DEFAULT_SOURCE_MAX: usize = 64 << 10;
 
-/// How to compress.
+/// A codec and its level.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Algorithm {
     /// LZ4 at acceleration 1.
@@ -86,7 +89,7 @@ impl core::error::Error for ParseAlgorithmError {}
 impl FromStr for Algorithm {
     type Err = ParseAlgorithmError;
 
-    /// `lz4`, `zstd`, `zstd:LEVEL`, `deflate` or `deflate:LEVEL`; without a level, 1.
+    /// Parses `lz4`, `zstd`, `zstd:LEVEL`, `deflate` or `deflate:LEVEL`; the default level is 1.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let refuse = || ParseAlgorithmError(text.to_owned());
         let (name, level) = match text.split_once(':') {
@@ -115,7 +118,7 @@ impl fmt::Display for Algorithm {
 }
 
 impl Algorithm {
-    /// Whether the codec has this level; nothing is ever made of one that it has not.
+    /// Whether the codec has this level. No compressor is made for a level that it does not have.
     #[must_use]
     pub fn level_is_allowed(self) -> bool {
         match self {
@@ -126,7 +129,7 @@ impl Algorithm {
     }
 }
 
-/// What a stored object is.
+/// How a stored object is encoded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Encoding {
@@ -184,11 +187,11 @@ enum Encoder {
     Deflate(deflate::Compressor),
 }
 
-/// Compresses, with a workspace of its own.
+/// Compresses, with its own workspace.
 pub struct Compressor {
     encoder: Encoder,
     algorithm: Algorithm,
-    /// Bytes.
+    /// Largest source, in bytes.
     source_max: usize,
 }
 
@@ -217,7 +220,7 @@ impl Compressor {
         Self { encoder, algorithm, source_max }
     }
 
-    /// Bytes of the workspace that grows with `source_max`: zstd's; 0 for the others.
+    /// Bytes of the workspace for `source_max`, if it depends on that: zstd's; 0 for the others.
     pub fn workspace_bytes(algorithm: Algorithm, source_max: usize) -> usize {
         match algorithm {
             Algorithm::Zstd(level) => zstd::context_bytes(level, source_max),
@@ -225,7 +228,7 @@ impl Compressor {
         }
     }
 
-    /// Has it take sources up to `source_max` bytes too. Where its workspace must grow for that it has a new one.
+    /// Makes it accept sources up to `source_max` bytes, too. If the workspace must grow for that, it is replaced.
     ///
     /// # Panics
     /// As [`Compressor::with_source_max`].
@@ -235,9 +238,9 @@ impl Compressor {
         }
     }
 
-    /// Compresses `src` into the start of `dst`; the length is of what it wrote. `None` when that does not fit: pass a
-    /// `dst` shorter than `src` to say how much must be saved (15/16 of it, say), and store it [`Encoding::Raw`] then.
-    /// What `dst` holds after `None` is undefined.
+    /// Compresses `src` into the start of `dst`, and returns the encoding and length. `None` when it does not fit; then
+    /// the contents of `dst` are undefined. Pass a `dst` shorter than `src` (15/16 of it, say) to demand a saving, and
+    /// store `src` as [`Encoding::Raw`] if it is not met.
     ///
     /// # Panics
     /// When `src` is longer than the compressor was made for.
@@ -253,8 +256,8 @@ impl Compressor {
     }
 }
 
-/// Decompresses every [`Encoding`], with workspaces of its own: about 100 KiB from the first object of zstd's on, 10 KiB from the
-/// first of deflate's.
+/// Decompresses every [`Encoding`], with its own workspaces: about 100 KiB from zstd's first object on, 10 KiB from
+/// deflate's first.
 #[derive(Default)]
 pub struct Decompressor {
     zstd: Option<zstd::Decompressor>,
@@ -267,7 +270,7 @@ impl Decompressor {
         Self::default()
     }
 
-    /// Makes the workspace that an encoding needs, if it is not there yet: to decode it allocates nothing then.
+    /// Allocates the workspace that an encoding needs, unless it is there already. Decoding then allocates nothing.
     pub fn prepare(&mut self, encoding: Encoding) {
         match encoding {
             Encoding::Raw | Encoding::Lz4 => {}
@@ -276,10 +279,11 @@ impl Decompressor {
         }
     }
 
-    /// Decodes `src`, all of it, into `dst`, which it fills.
+    /// Decodes all of `src` into `dst`, and fills it.
     ///
     /// # Errors
-    /// [`Corrupt`]: `src` is no such encoding, or of another length than `dst`; what `dst` holds then is undefined.
+    /// [`Corrupt`]: `src` is not in this encoding, or does not decode to the length of `dst`. The contents of `dst` are
+    /// undefined then.
     pub fn decompress(&mut self, encoding: Encoding, src: &[u8], dst: &mut [u8]) -> Result<(), Corrupt> {
         let len = match encoding {
             Encoding::Raw if src.len() == dst.len() => {
@@ -294,8 +298,8 @@ impl Decompressor {
         if len == Some(dst.len()) { Ok(()) } else { Err(Corrupt) }
     }
 
-    /// Decodes `src`, which decodes to as many bytes as `dst` has, until the first `wanted` of them are there; returns how
-    /// many are (all, where the codec cannot stop half way). What `dst` holds behind them is undefined.
+    /// Decodes `src`, which decodes to as many bytes as `dst` has, until at least the first `wanted` bytes are there.
+    /// Returns how many are: all, if the codec cannot stop half way. The contents of `dst` behind them are undefined.
     ///
     /// # Errors
     /// As [`Decompressor::decompress`].

@@ -1,4 +1,4 @@
-//! Compaction: pages in use are moved together, so that runs of free frames appear elsewhere.
+//! Compaction: moves pages in use together, so that runs of free frames appear elsewhere.
 //!
 //! ```text
 //! zone start                       pivot                              zone end
@@ -7,30 +7,32 @@
 //!           (takes free frames)        (takes pages in use)
 //!       each goes on at the other end when it comes to an end, and they stop where they meet
 //! ```
-//! The mechanism is [`Compactor`]: it asks a [`policy::Policy`] where to take pages from and where to, isolates a handful
-//! at a time, has them moved by a [`Migrate`], and frees what they left. It works on frame numbers; who owns the memory
-//! moves it. `scanner` holds the positions of the two linear scanners and when they have met, `pivot` where they start,
-//! `deferral` when to give up for a while, `policy` the three ways to choose page blocks, `counters` what is counted.
+//! The mechanism is [`Compactor`]. It asks a [`policy::Policy`] where to take pages from and where to put them,
+//! isolates a handful at a time, has a [`Migrate`] move them, and frees the frames they left. It works on frame
+//! numbers; the owner of the memory moves it. `scanner` holds the positions of the two linear scanners and tells when
+//! they have met, `pivot` where they start, `deferral` when to give up for a while. `policy` has the three ways to
+//! choose page blocks, `counters` what is counted.
 //!
 //! # What reviewers objected to in the original, and what is done about it here
 //!
-//! 1. *The pivot moves too slowly*: it moves only on a restart after maximal deferral, so between two moves the same part
-//!    of the zone is emptied and the same part filled. That is what [`policy::Pivot`] does, as published. The rule of our
-//!    own, [`policy::Emptiest`], has no pivot: it goes to where the least work is.
-//! 2. *Pages are migrated back and forth* as the direction of the scanners turns over. Counted:
-//!    [`Counters::migrated_twice`], pages moved more than once in a pass. Bound: none. A page moves in a pass only into a
-//!    block that the free scanner has reached, the migrate scanner enters no such block (they meet first, by block), and
-//!    `Emptiest` takes no page from a block into which one moved in the same pass. The counter counts what happens, by a
-//!    mark for each frame, and tests hold it at 0; [`Counters::migrated_again`] counts pages that move in two passes in
-//!    succession, which no rule forbids.
-//! 3. *The code is hairy*: positions, pivot, deferral and policy are values of their own, each with its own tests; the
+//! 1. *The pivot moves too slowly*: it moves only on a restart after maximal deferral, so between two moves the same
+//!    part of the zone is emptied and the same part filled. [`policy::Pivot`] does just that, as published. Our own
+//!    rule, [`policy::Emptiest`], has no pivot: it goes to where the least work is.
+//! 2. *Pages are migrated back and forth* as the scanners change direction. [`Counters::migrated_twice`] counts pages
+//!    moved more than once in a pass; the bound is none. In a pass a page moves only into a block that the free scanner
+//!    has reached. The migrate scanner enters no such block (they meet first, by block), and `Emptiest` takes no page
+//!    from a block that received one in the same pass. The counter counts what actually happens, by a mark for each
+//!    frame, and tests hold it at 0. [`Counters::migrated_again`] counts pages that move in two passes in succession,
+//!    which no rule forbids.
+//! 3. *The code is hairy*: positions, pivot, deferral and policy are values of their own, each with its own tests. The
 //!    mechanism does not know which policy runs, and no scanner knows about deferral.
 //!
 //! # Invariants
-//! A frame is isolated by at most one side; what was isolated is moved, or put back, before [`Compactor::run`] returns;
-//! free frames taken as targets and not used go back to the zone. The number of frames in use never changes. Nothing here
-//! runs on the fault path; a run looks at no more than [`Goal::budget`] frames, but finishes the block it is in, and finds a place for
-//! each of the handful it took last. Every run gets on by a block at least, so a pass ends. Owner: the pager's lock.
+//! At most one side isolates a frame. What is isolated is moved or put back before [`Compactor::run`] returns, and
+//! target frames not used return to the zone. The number of frames in use never changes. Nothing here runs on the fault
+//! path. A run looks at no more than [`Goal::budget`] frames, except that it finishes the block it is in and finds a
+//! place for each of the handful it took last. Every run advances by at least a block, so a pass ends. Owner: the
+//! pager's lock.
 
 pub mod counters;
 pub mod deferral;
@@ -47,54 +49,54 @@ use policy::Policy;
 /// Pages isolated at a time: the kernel's COMPACT_CLUSTER_MAX.
 const CLUSTER: usize = 32;
 
-/// Who owns the memory behind the frames.
+/// Implemented by the owner of the memory behind the frames.
 pub trait Migrate {
-    /// Takes a frame in use for moving: from now until [`Migrate::migrate`] or [`Migrate::putback`] nobody else changes
-    /// it. False when it cannot be moved now (or ever).
+    /// Takes a frame in use for moving: until [`Migrate::migrate`] or [`Migrate::putback`] nobody else changes it.
+    /// False when it cannot be moved now (or ever).
     fn isolate(&mut self, zone: &Zone, frame: u32) -> bool;
 
-    /// Frames from `frame` on that belong to the same thing, when it refuses to be isolated: a huge page is passed over
-    /// as a whole.
+    /// For a frame that could not be isolated: how many frames from it on belong to the same thing. So the scanner
+    /// skips a huge page as a whole.
     fn extent(&self, frame: u32) -> u32 {
         let _ = frame;
         1
     }
 
-    /// Moves the contents of `from`, which was isolated or is free of the other [`Kind`], to `to`, and makes all that
-    /// named `from` name `to`. False when that failed: nothing has changed then.
+    /// Moves the contents of `from`, which was isolated or is free of the other [`Kind`], to `to`, and makes all
+    /// references to `from` name `to`. False when that failed; then nothing has changed.
     fn migrate(&mut self, zone: &mut Zone, from: u32, to: u32) -> bool;
 
-    /// An isolated frame stays after all.
+    /// Releases an isolated frame: it stays where it is.
     fn putback(&mut self, frame: u32);
 }
 
-/// Why a compaction runs, and when it is to stop.
+/// Why a compaction runs, and when it must stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Goal {
-    /// Free slots of this kind are gathered. (Free slots of the other kind are moved like pages in use.)
+    /// The kind of free slots to gather. Free slots of the other kind are moved like pages in use.
     pub kind: Kind,
-    /// A run of this order is wanted.
+    /// The order of the run that is wanted.
     pub order: u8,
-    /// Stop when the fragmentation for `order` is at or below this, instead of at the first run of `order`: background
-    /// compaction. (0 to 100, see [`Zone::fragmentation`].)
+    /// For background compaction: stop when the fragmentation for `order` is at or below this, not at the first run of
+    /// `order`. 0 to 100, see [`Zone::fragmentation`].
     pub score: Option<u32>,
-    /// Frames that both scanners may look at before the migrate scanner is not to begin another block. (What a policy looks at to choose,
-    /// once in a pass, comes on top.)
+    /// Frames that both scanners may look at before the migrate scanner must not begin another block. What the policy
+    /// looks at to choose, once in a pass, is not included.
     pub budget: u64,
 }
 
 /// How a compaction ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// What was wanted is there.
+    /// The goal is reached.
     Success,
     /// The scanners have met: a whole pass is done.
     Complete,
-    /// The budget is spent; the next run goes on from here, in the same pass.
+    /// The budget is spent. The next run continues here, in the same pass.
     Partial,
-    /// Not tried: it failed too often lately.
+    /// Not tried, as it failed too often lately.
     Deferred,
-    /// There are too few free frames for it to make sense.
+    /// Not tried, as too few frames are free for it to make sense.
     Skipped,
 }
 
@@ -106,21 +108,21 @@ pub struct Compactor<P> {
     pub deferral: Deferral,
     /// What was done.
     pub counters: Counters,
-    /// For each frame the pass (modulo 255, plus one) in which a page was last moved into it; 0 none.
+    /// For each frame, the pass (modulo 255, plus one) in which a page was last moved into it; 0 for none.
     moved_in: Vec<u8>,
     pass: u8,
-    /// Pages moved before the pass.
+    /// Pages moved before this pass.
     moved_before: u64,
-    /// The kind that the last run was about, if it stopped in the middle of its pass.
+    /// The kind that the last run gathered, if it stopped in the middle of its pass.
     stopped: Option<Kind>,
-    /// Whether a pass has come to its end since the skip bits were cleared.
+    /// Whether a pass has ended since the skip bits were cleared.
     flush: bool,
     from: Vec<u32>,
     to: Vec<u32>,
 }
 
 impl<P: Policy> Compactor<P> {
-    /// Compaction that has not run yet.
+    /// A compactor that has not run yet.
     pub fn new(policy: P) -> Self {
         Self {
             policy,
@@ -141,12 +143,12 @@ impl<P: Policy> Compactor<P> {
         self.moved_in.capacity() + (self.from.capacity() + self.to.capacity()) * 4
     }
 
-    /// Direct compaction, for an allocation of `goal.order` that failed. The caller tries to allocate afterwards and says
-    /// that it could by [`Compactor::allocated`].
+    /// Direct compaction, for an allocation of `goal.order` that failed. The caller retries the allocation afterwards,
+    /// and reports success by [`Compactor::allocated`].
     pub fn direct(&mut self, zone: &mut Zone, goal: Goal, mover: &mut impl Migrate) -> Outcome {
-        // The kernel's compact_gap: twice the run, above the reserve. (With less the pass is likely to be in vain, and the next
-        // attempt, which reclaim has made room for, would be deferred: that used to cost `uzswap lab highalloc` every tenth
-        // huge page.)
+        // The kernel's compact_gap: twice the run, above the reserve. With less the pass is likely to fail, and the
+        // next attempt, for which reclaim has made room, would be deferred. That used to cost `uzswap lab highalloc`
+        // every tenth huge page.
         if zone.free_slots(goal.kind) < zone.watermarks.min + (2 << goal.order) {
             return Outcome::Skipped;
         }
@@ -171,39 +173,39 @@ impl<P: Policy> Compactor<P> {
         outcome
     }
 
-    /// The allocation that direct compaction was for succeeded in the end.
+    /// The allocation that direct compaction was for has succeeded.
     pub fn allocated(&mut self, order: u8) {
         self.deferral.reset(order, true);
     }
 
-    /// Background compaction towards `goal.score`. Whoever calls it decides when.
+    /// Background compaction towards `goal.score`. The caller decides when.
     pub fn background(&mut self, zone: &mut Zone, goal: Goal, mover: &mut impl Migrate) -> Outcome {
         let outcome = self.run(zone, goal, mover);
         match outcome {
             Outcome::Success => self.deferral.reset(goal.order, false),
-            // A whole pass: what the skip bits say is old.
+            // After a whole pass the skip bits are out of date.
             Outcome::Complete => self.reclaim_rests(zone),
             _ => {}
         }
         outcome
     }
 
-    /// Background reclaim has reached its mark and goes to sleep: where a whole pass has ended since, what the skip bits say
-    /// is old (the kernel's compact_blockskip_flush).
+    /// Background reclaim has reached its mark and goes to sleep. If a whole pass has ended since, the skip bits are
+    /// out of date and are cleared (the kernel's compact_blockskip_flush).
     pub fn reclaim_rests(&mut self, zone: &mut Zone) {
         if core::mem::take(&mut self.flush) {
             pivot::clear_skip(zone);
         }
     }
 
-    /// Begins a pass, or goes on with the one that the last run stopped in.
+    /// Begins a pass, or continues the one in which the last run stopped.
     fn begin(&mut self, zone: &mut Zone, kind: Kind) {
         let goes_on = self.stopped.take() == Some(kind);
         if self.policy.begin(zone, kind, goes_on) {
             self.moved_before = self.counters.pgmigrate_success;
             self.pass = self.pass % 255 + 1;
             if self.pass == 1 {
-                // Marks of 255 passes ago would be taken for this one's.
+                // Marks from 255 passes ago would count as this pass's.
                 self.moved_in.fill(0);
             }
         }
@@ -220,12 +222,12 @@ impl<P: Policy> Compactor<P> {
     fn run(&mut self, zone: &mut Zone, goal: Goal, mover: &mut impl Migrate) -> Outcome {
         zone.coalesce();
         if Self::is_done(zone, &goal) {
-            // (By the next run what was chosen is out of date.)
+            // The policy's choice will be out of date by the next run.
             self.stopped = None;
             return Outcome::Success;
         }
         self.begin(zone, goal.kind);
-        // (What was looked at to choose is not of the budget: with many blocks there would be nothing left of it.)
+        // Blocks looked at to choose do not count against the budget: with many blocks nothing would be left of it.
         let upto = self.counters.scanned().saturating_add(goal.budget);
         let outcome = loop {
             if Self::is_done(zone, &goal) {
@@ -239,7 +241,7 @@ impl<P: Policy> Compactor<P> {
                 if self.counters.scanned() > upto {
                     continue;
                 }
-                // (Every pass that moves something leaves less to move.)
+                // Every pass that moves something leaves less to move.
                 if self.counters.pgmigrate_success > self.moved_before && self.policy.is_worth_another_pass() {
                     self.release_targets(zone, goal.kind);
                     self.begin(zone, goal.kind);
@@ -257,15 +259,15 @@ impl<P: Policy> Compactor<P> {
         outcome
     }
 
-    /// Isolates up to a cluster of pages to be moved; false when the scanners have met, or have looked at more than is to be
-    /// looked at, `upto`.
+    /// Isolates up to a cluster of pages to move. False when the scanners have met, or have looked at more than `upto`
+    /// frames in all.
     fn isolate_pages(&mut self, zone: &mut Zone, kind: Kind, upto: u64, mover: &mut impl Migrate) -> bool {
         debug_assert!(self.from.is_empty());
         while self.counters.scanned() <= upto
             && let Some((mut at, end)) = self.policy.next_source(zone, kind)
         {
             let mut scanned = 0;
-            // Where it goes on may be inside a run by now.
+            // The position may lie inside a free run by now.
             let mut around = zone.free_run_around(at);
             while at < end && self.from.len() < CLUSTER {
                 scanned += 1;
@@ -275,7 +277,7 @@ impl<P: Policy> Compactor<P> {
                         at = head + (1 << order);
                         continue;
                     }
-                    // Free of the other kind: it moves as it is.
+                    // Free, but of the other kind: it is moved, too.
                     Some((other, ..)) => {
                         zone.take_frame(other, at);
                         self.from.push(at | OTHER_KIND);
@@ -304,7 +306,7 @@ impl<P: Policy> Compactor<P> {
         false
     }
 
-    /// The block that pages were just isolated from is not worth it: they stay.
+    /// Abandons the block that pages were just isolated from: they stay.
     fn spoilt(&mut self, zone: &mut Zone, kind: Kind, mover: &mut impl Migrate) {
         for page in self.from.drain(..) {
             if page & OTHER_KIND != 0 {
@@ -315,7 +317,7 @@ impl<P: Policy> Compactor<P> {
         }
     }
 
-    /// Has frames ready for the pages isolated; false when there are none any more.
+    /// Makes target frames ready for the isolated pages; false when none are left.
     fn find_targets(&mut self, zone: &mut Zone, kind: Kind) -> bool {
         while self.to.is_empty() {
             let Some((at, end)) = self.policy.next_target(zone, kind) else { return false };
@@ -329,17 +331,17 @@ impl<P: Policy> Compactor<P> {
             self.counters.compact_free_scanned += scanned;
             self.counters.compact_isolated += self.to.len() as u64;
             self.policy.target_done(zone, at, !self.to.is_empty());
-            // Handed out from the lowest on.
+            // So that the lowest is handed out first.
             self.to.reverse();
         }
         true
     }
 
-    /// Takes free frames, enough for what is isolated now: where it stops inside a block the next call goes on. Returns
-    /// that place, and the frames looked at.
+    /// Takes free frames, enough for what is isolated now. If it stops inside a block, the next call continues there.
+    /// Returns that position, and how many frames it looked at.
     fn look_at_each(&mut self, zone: &mut Zone, kind: Kind, mut at: u32, end: u32) -> (u32, u64) {
         let mut scanned = 0;
-        // Where it goes on may be inside a run by now.
+        // The position may lie inside a free run by now.
         let mut around = zone.free_run_around(at);
         while at < end && self.to.len() < CLUSTER {
             scanned += 1;
@@ -408,7 +410,7 @@ impl<P: Policy> Compactor<P> {
     }
 }
 
-/// Marks a page in `from` that is free, of the other kind.
+/// Marks a page in `from` that is free and of the other kind.
 const OTHER_KIND: u32 = 1 << 31;
 
 fn other(kind: Kind) -> Kind {

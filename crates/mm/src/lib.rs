@@ -1,7 +1,7 @@
-//! The engine: what uzswap knows and decides, without a single OS call.
+//! The engine: all that uzswap knows and decides, without a single OS call.
 //!
-//! It never calls up: it returns values, and whoever owns threads and memory (`uzswap-pager`) acts on them. `unsafe`
-//! is denied but in the walls around the C codecs, in [`codec`].
+//! It never calls up. It returns values, and the crate that owns threads and memory (`uzswap-pager`) acts on them.
+//! `unsafe` is denied except in the bindings of the C codecs, in [`codec`].
 #![deny(unsafe_code)]
 
 pub mod codec;

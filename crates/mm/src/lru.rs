@@ -1,57 +1,62 @@
-//! The lists of the resident set: rings of folios in the order they came.
+//! The lists of the resident set: rings of folios, in the order in which the folios came.
 //!
-//! User space has no accessed bits, so the second chance is the staged list: a folio leaves the program (its frame is
-//! moved out, uncompressed) and waits; a fault on it meanwhile moves it back cheaply and proves that it is in use. So
-//! a folio comes to the tail of *inactive*; from its head it is staged; refaulted it comes to the tail of *active*. What is
-//! oldest there is listed as inactive again while active is more than three times as large: so all leave by inactive, what
-//! was in use too when it is not any more, and what came once has a quarter of memory to pass through. (The rule of the
-//! kernel's inactive_is_low, but for the ratio, which there is 1:1 at these sizes; as in 2Q, Johnson and Shasha, VLDB 1994.) A
-//! folio read back from the pool whose refault distance (evictions since it left) is within the size of active goes to
-//! active at once, as in the kernel's workingset.
+//! User space sees no accessed bits, so the staged list is the second chance. A folio is staged when its frame is moved
+//! out of the program, uncompressed. A fault on it while it waits there moves it back cheaply, and proves that it is in
+//! use.
 //!
-//! What is read in sequence is on *passing*, of which all but the last few windows leave before anything else does: so it
-//! drives nothing out, and of what is read over and over, and is larger than memory, a part stays, instead of nothing. What
-//! cannot be moved out as it is mapped (read-only, locked) waits on *unevictable*, where nobody meets it, and is tried
-//! again now and then. What nothing is gained by moving out, as it does not compress, is on *incompressible*, of which now and then a
-//! little is tried again.
+//! - *Inactive*: a folio enters at the tail, and is staged from the head.
+//! - *Active*: a folio that refaults enters at the tail. While active is more than three times as large as inactive,
+//!   its oldest folios return to inactive. So all pages leave through inactive, including those that were once in use,
+//!   and pages used only once have a quarter of memory to pass through. This is the kernel's inactive_is_low rule
+//!   except for the ratio, which the kernel has at 1:1 for these sizes; 2Q (Johnson and Shasha, VLDB 1994) does the
+//!   same. A folio read back from the pool becomes active at once if its refault distance (evictions since it left) is
+//!   within the size of active, as in the kernel's workingset.
+//! - *Passing*: folios read in sequence. All but the last few windows of it leave before anything else, so a sequential
+//!   read drives nothing out, and data that is read over and over but is larger than memory stays resident in part
+//!   instead of not at all.
+//! - *Unevictable*: folios that cannot be moved out as they are mapped now (read-only, locked). No scan meets them
+//!   here; they are tried again now and then.
+//! - *Incompressible*: folios that did not compress, so moving them out gains nothing. A few of them are tried again
+//!   now and then.
 //!
-//! Invariant: entries are hints. An entry whose page-table entry has gone on (another stamp) is stale and skipped, so
-//! nothing has to be unlinked when memory is unmapped; stale ones are dropped when they outnumber the others (`Lru::tidy`).
+//! Invariant: entries are hints. An entry is stale, and skipped, once its page-table entry has another stamp. So
+//! unmapping memory need not unlink anything; stale entries are dropped when they outnumber the others (`Lru::tidy`).
 //! Owner: the pager's lock.
 
 use std::collections::VecDeque;
 
-/// Pages that came in sequence that stay for a while: some windows of read-ahead, which were not reached yet.
+/// Pages that came in sequence and stay for a while: some windows of read-ahead that the program has not reached yet.
 const PASSING_PAGES: usize = 512;
-/// Of the others, one in so many is as much at most.
+/// The passing pages that stay are at most this part (one in so many) of inactive and active together.
 const PASSING_PART: usize = 8;
-/// Active is so many times as large as inactive at most.
+/// Active is at most this many times as large as inactive.
 const ACTIVE_RATIO: usize = 3;
 
-/// Bits of a stamp: what is left of an entry beside 35 for a page of 47 bits of addresses, and 4 for the order. Ages are told
-/// from stamps, so more folios than these count must not be listed while one waits: 2^25 are 128 GiB of single pages.
+/// Bits of a stamp: what an entry has left beside 35 for a page (47 bits of addresses) and 4 for the order. Ages are
+/// differences of stamps, so no more folios than a stamp can count may be listed while one waits: 2^25 are 128 GiB of
+/// single pages.
 ///
-/// The story: they were of 16 bits. Where more than 256 MiB of single pages were resident ages were what they are modulo that: young
-/// pages left with an old neighbour as if they had been older still.
+/// The story: stamps had 16 bits. With more than 256 MiB of single pages resident, ages wrapped, and young pages left
+/// along with an old neighbour as if they were older still.
 const STAMP_BITS: u32 = 25;
 const ORDER_BITS: u32 = 4;
 
-/// The stamp of what is listed after something of `stamp`.
+/// The stamp that follows `stamp`.
 pub fn next_stamp(stamp: u32) -> u32 {
     stamp.wrapping_add(1) & ((1 << STAMP_BITS) - 1)
 }
 
-/// How many folios were listed after one of `stamp`, where `now` is the stamp given last.
+/// How many folios were listed after one with `stamp`, where `now` is the latest stamp.
 pub fn age(now: u32, stamp: u32) -> u32 {
     now.wrapping_sub(stamp) & ((1 << STAMP_BITS) - 1)
 }
 
-/// A folio in a list: first page, order, and the stamp its pages carry.
+/// A folio in a list: its first page, its order, and the stamp that its pages carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry(u64);
 
 impl Entry {
-    /// Packs an entry: a page of 35 bits, an order of 4, a stamp of 25 (what is above is lost).
+    /// Packs an entry: 35 bits of page, 4 of order, 25 of stamp. Higher bits are lost.
     pub fn new(vpn: u64, order: u8, stamp: u32) -> Self {
         let order = u64::from(order) & ((1 << ORDER_BITS) - 1);
         let stamp = u64::from(stamp) & ((1 << STAMP_BITS) - 1);
@@ -61,7 +66,7 @@ impl Entry {
     pub fn vpn(self) -> u64 {
         self.0 >> (ORDER_BITS + STAMP_BITS)
     }
-    /// Pages as a power of two.
+    /// Order: the folio has `1 << order` pages.
     pub fn order(self) -> u8 {
         (self.0 >> STAMP_BITS) as u8 & ((1 << ORDER_BITS) - 1)
     }
@@ -75,7 +80,7 @@ impl Entry {
 #[derive(Default)]
 pub struct Ring {
     queue: VecDeque<Entry>,
-    /// Pages in it when all entries were fresh; stale ones are subtracted as they are met.
+    /// Pages of all entries, stale ones included, until those are popped.
     pages: usize,
 }
 
@@ -112,38 +117,38 @@ impl Ring {
     pub fn is_empty(&self) -> bool {
         self.queue.is_empty()
     }
-    /// Drops the entries `keep` refuses.
+    /// Drops the entries that `keep` refuses.
     pub fn retain(&mut self, mut keep: impl FnMut(Entry) -> bool) {
         self.queue.retain(|e| keep(*e));
         self.pages = self.queue.iter().map(|e| 1usize << e.order()).sum();
         self.queue.shrink_to_fit();
     }
-    /// Bytes of the list itself.
+    /// Bytes that the list itself takes.
     pub fn metadata_bytes(&self) -> usize {
         self.queue.capacity() * 8
     }
 }
 
-/// The lists.
+/// The lists of the resident set, and the staged list.
 #[derive(Default)]
 pub struct Lru {
-    /// Came in once.
+    /// Folios that came in once.
     pub inactive: Ring,
-    /// Proved to be in use.
+    /// Folios that proved to be in use.
     pub active: Ring,
-    /// Came in sequence, and is not expected to be used again soon.
+    /// Folios that came in sequence, not expected to be used again soon.
     pub passing: Ring,
-    /// Moved out, not yet compressed.
+    /// Folios moved out but not compressed yet.
     pub staged: Ring,
-    /// Cannot be moved out as it is mapped now.
+    /// Folios that cannot be moved out as they are mapped now.
     pub unevictable: Ring,
-    /// Did not compress when it was out.
+    /// Folios that did not compress when they were out.
     pub incompressible: Ring,
-    /// Whether what passes is to wait, while there is anything else to move out: all of it was faulted on just now.
+    /// Passing folios wait as long as anything else can be moved out, because all of them were faulted on just now.
     pub passing_waits: bool,
 }
 
-/// A list of the resident set.
+/// Names a list of the resident set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum List {
     /// [`Lru::inactive`].
@@ -170,7 +175,7 @@ impl Lru {
         }
     }
 
-    /// What was unevictable may have changed: it is inactive again. Returns the pages.
+    /// Makes all unevictable folios inactive again, as their mappings may have changed. Returns their pages.
     pub fn rescue(&mut self) -> usize {
         let pages = self.unevictable.pages();
         while let Some(e) = self.unevictable.pop() {
@@ -180,14 +185,14 @@ impl Lru {
         pages
     }
 
-    /// Drops stale entries of each list of the resident set where they outnumber the others: where it has more than twice as many as
-    /// there are `resident` pages, and 4096 besides. `is_fresh` says whether a page is resident under a stamp. (Each entry that
-    /// stays has a page of its own, so this is not done again before as many have come as there are pages.)
+    /// Drops the stale entries of each list of the resident set that has too many: more than twice as many entries as
+    /// there are `resident` pages, plus 4096. `is_fresh` says whether a page is resident under a stamp. Each entry that
+    /// stays has a page of its own, so the next pass comes only after as many entries were added as there are pages.
     ///
-    /// The story: they went only as victims were taken. A program that is managed and stays below its limit, and uses memory
-    /// and drops it again, left an entry for each page it ever touched: eight bytes of its limit, for good; and when it came to its limit after
-    /// all, so many stale ones stood before what could leave that nothing was found, its group was called full, and with
-    /// `--on-full=kill` it was killed.
+    /// The story: only the search for victims dropped stale entries. A program that was managed, stayed below its
+    /// limit, and used memory and dropped it again left an entry for each page it ever touched: eight bytes of its
+    /// limit, for good. When it did reach its limit, so many stale entries stood before the evictable ones that the
+    /// search found nothing. Its group was called full, and with `--on-full=kill` it was killed.
     pub fn tidy(&mut self, resident: usize, is_fresh: impl Fn(u64, u32) -> bool) {
         let Self { inactive, active, passing, unevictable, incompressible, .. } = self;
         for ring in [inactive, active, passing, unevictable, incompressible] {
@@ -197,20 +202,20 @@ impl Lru {
         }
     }
 
-    /// Bytes of the lists themselves.
+    /// Bytes that the lists themselves take.
     pub fn metadata_bytes(&self) -> usize {
         let Self { inactive, active, passing, staged, unevictable, incompressible, .. } = self;
         let rings = [inactive, active, passing, staged, unevictable, incompressible];
         rings.map(Ring::metadata_bytes).iter().sum()
     }
 
-    /// Whether the next folio to move out is one that passes.
+    /// Whether the next victim comes from passing.
     pub fn victim_passes(&self) -> bool {
         let used = self.inactive.pages() + self.active.pages();
         self.passing.pages() > PASSING_PAGES.min(used / PASSING_PART) && (used == 0 || !self.passing_waits)
     }
 
-    /// Pages that nothing keeps from being moved out, stale entries included.
+    /// Pages on the lists that victims are taken from, stale entries included.
     pub fn evictable(&self) -> usize {
         [&self.inactive, &self.active, &self.passing].map(Ring::pages).iter().sum()
     }
@@ -226,12 +231,13 @@ impl Lru {
         &mut self.inactive
     }
 
-    /// Takes the next folio to move out: of what came in sequence, but for the last of it; then what has been inactive longest.
+    /// Takes the next folio to move out: the oldest passing one, except for the last of them; then the oldest inactive
+    /// one.
     pub fn pop_victim(&mut self) -> Option<Entry> {
         self.oldest().pop()
     }
 
-    /// What [`Lru::pop_victim`] would take.
+    /// The folio that [`Lru::pop_victim`] would take.
     pub fn peek_victim(&mut self) -> Option<Entry> {
         self.oldest().peek()
     }

@@ -1,24 +1,25 @@
-//! The page map: what is known of each page, in one byte that anybody may read while it changes.
+//! The page map: the state of each page in one byte, which anybody may read while it changes.
 //!
-//! The owner of a table publishes each change of a page's state as it makes it; readers, in the process or (the words
-//! lie in shared memory) out of it, look without asking, without a lock, and without a look-up in the store. A byte a
-//! page makes a scan of a gigabyte a read of 256 KiB.
+//! The owner of a table publishes each change of a page's state as it makes it. Readers, in the process or outside it
+//! (the words lie in shared memory), look without asking, without a lock and without searching the page table. At a
+//! byte a page, scanning a gigabyte is a read of 256 KiB.
 //!
 //! ```text
 //! bit    0        1        2      3           4                5..7
 //!        present  swapped  zero   soft-dirty  write-protected  tier
 //! ```
 //! What a reader may rely on:
-//! - *One page*: the byte is one state that the page was in, never a mixture of two; what a thread reads of a page
+//! - *One page*: the byte is one state that the page was in, never a mixture of two. What a thread reads of a page
 //!   never goes back in time.
-//! - *Several pages*: [`PageMap::get`] and the scans read them one after the other, so they may be of different moments.
-//!   [`PageMap::snapshot`] reads a range as it was at one moment: the writer brackets each change of several pages by
-//!   [`PageMapWriter::begin`] and [`PageMapWriter::end`], which count in [`PageMap::sequence`] (odd: a change is on its way), and
-//!   the reader tries again when the count has moved.
+//! - *Several pages*: [`PageMap::get`] and the scans read them one after the other, so they may be of different
+//!   moments. [`PageMap::snapshot`] reads a range as it was at one moment. For this the writer brackets each change of
+//!   several pages with [`PageMapWriter::begin`] and [`PageMapWriter::end`], which advance [`PageMap::sequence`] (odd
+//!   while a change is under way), and the reader tries again when that has moved.
 //!
-//! One writer at a time (the owner's lock), any number of readers. The bytes are packed in words, eight to one, lowest
-//! page in the lowest byte; a writer loads, changes and stores a word, which is right as there is one. The words are
-//! behind the trait [`Word`], so that `tests/it/pagemap.rs` runs this very code under loom, over every interleaving.
+//! There is one writer at a time (the owner's lock), and any number of readers. Bytes are packed eight to a word, the
+//! lowest page in the lowest byte. The writer loads, changes and stores a word, which is correct with a single writer.
+//! The words are behind the trait [`Word`], so that `tests/it/pagemap.rs` runs this very code under loom, over every
+//! interleaving.
 
 use core::ops::Deref;
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -31,11 +32,11 @@ pub const SWAPPED: u8 = 1 << 1;
 pub const ZERO: u8 = 1 << 2;
 /// Written to since the bit was last cleared.
 pub const SOFT_DIRTY: u8 = 1 << 3;
-/// Writes to the page are told to somebody first.
+/// Somebody is told of a write to the page before it happens.
 pub const WRITE_PROTECTED: u8 = 1 << 4;
 const TIER_SHIFT: u32 = 5;
 
-/// Where the contents of a page that is out are.
+/// Where the contents are of a page that is out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Tier {
@@ -47,13 +48,13 @@ pub enum Tier {
     Warm = 2,
     /// Compressed by a dense codec.
     Dense = 3,
-    /// In the pool as it is: it does not compress.
+    /// In the pool uncompressed: it does not compress.
     Raw = 4,
-    /// In a file.
+    /// In the swap file.
     Disk = 5,
-    /// On another machine.
+    /// On a swap server.
     Remote = 6,
-    /// Nowhere any more: touching it is an error.
+    /// Nowhere any more: touching the page is an error.
     Lost = 7,
 }
 
@@ -62,7 +63,7 @@ pub const TIERS: [Tier; 8] =
     [Tier::None, Tier::Staged, Tier::Warm, Tier::Dense, Tier::Raw, Tier::Disk, Tier::Remote, Tier::Lost];
 
 impl Tier {
-    /// The tier as bits of a page's byte.
+    /// The tier's bits in a page's byte.
     #[must_use]
     pub const fn bits(self) -> u8 {
         (self as u8) << TIER_SHIFT
@@ -109,28 +110,28 @@ impl PageState {
     pub const fn zero(self) -> bool {
         self.has(ZERO)
     }
-    /// Written to since cleared.
+    /// Written to since the bit was cleared.
     #[must_use]
     pub const fn soft_dirty(self) -> bool {
         self.has(SOFT_DIRTY)
     }
-    /// Writes are told first.
+    /// Somebody is told of writes first.
     #[must_use]
     pub const fn write_protected(self) -> bool {
         self.has(WRITE_PROTECTED)
     }
-    /// Where the contents are.
+    /// The tier that the contents are on.
     #[must_use]
     pub const fn tier(self) -> Tier {
         TIERS[(self.0 >> TIER_SHIFT) as usize]
     }
 }
 
-/// Eight pages' bytes, which may change while they are read.
+/// The bytes of eight pages, which may change while they are read.
 pub trait Word {
-    /// Reads them.
+    /// Reads all eight.
     fn load(&self, order: Ordering) -> u64;
-    /// Writes them.
+    /// Writes all eight.
     fn store(&self, value: u64, order: Ordering);
 }
 
@@ -143,20 +144,20 @@ impl Word for AtomicU64 {
     }
 }
 
-/// Pages of a word.
+/// Pages in a word.
 const LANES: u64 = 8;
 const ONES: u64 = 0x0101_0101_0101_0101;
-/// Times [`PageMap::snapshot`] tries.
+/// How often [`PageMap::snapshot`] tries.
 const TRIES: usize = 1000;
 
-/// A page map over words that are elsewhere, to be read.
+/// A reader's view of a page map. The words lie elsewhere.
 pub struct PageMap<'a, W: Word = AtomicU64> {
     sequence: &'a W,
     words: &'a [W],
     pages: u64,
-    /// Bits of one view's own.
+    /// Words with the view's own bits: see [`PageMap::with_markers`].
     markers: &'a [W],
-    /// Every page that is known of counts as written.
+    /// Whether every known page counts as written.
     all_dirty: bool,
 }
 
@@ -167,30 +168,30 @@ impl<W: Word> Clone for PageMap<'_, W> {
 }
 impl<W: Word> Copy for PageMap<'_, W> {}
 
-/// What a scan looks for, as in the kernel's PAGEMAP_SCAN. Bits are those of a page's byte.
+/// What a scan searches for, as in the kernel's PAGEMAP_SCAN. Bits are those of a page's byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Query {
-    /// These bits are turned over before the masks are applied: "not present" is PRESENT here and in `all`.
+    /// Bits to invert before the masks are applied: "not present" is PRESENT here and in `all`.
     pub inverted: u8,
-    /// A page is found when it has all of these.
+    /// A page must have all of these to be found,
     pub all: u8,
-    /// And one of these, if there are any.
+    /// and at least one of these, if there are any.
     pub any: u8,
-    /// Neighbours with the same of these bits are one run; runs carry them.
+    /// Adjacent pages that agree in these bits form one run; the run carries the bits.
     pub report: u8,
 }
 
 impl Query {
-    /// Finds every page that is known of, by state.
+    /// Finds every known page, by state.
     pub const EVERYTHING: Self = Self { inverted: 0, all: 0, any: 0xff, report: 0xff };
 
-    /// Pages that have all of `bits`, whatever else they are.
+    /// Finds pages that have all of `bits`, whatever else they are.
     #[must_use]
     pub const fn having(bits: u8) -> Self {
         Self { inverted: 0, all: bits, any: 0, report: bits }
     }
 
-    /// Which of a word's pages are found, a bit each; `word` has been turned over already.
+    /// Which pages of a word are found, a bit each. `word` is inverted already.
     fn lanes(&self, word: u64) -> u32 {
         let all = u64::from(self.all) * ONES;
         let missing = nonzero(word & all ^ all);
@@ -198,7 +199,7 @@ impl Query {
         some & !missing
     }
 
-    /// Whether a byte is found.
+    /// Whether a page with this byte is found.
     #[must_use]
     pub const fn finds(&self, byte: u8) -> bool {
         let byte = byte ^ self.inverted;
@@ -210,11 +211,11 @@ impl Query {
 fn nonzero(word: u64) -> u32 {
     const LOW: u64 = 0x7f * ONES;
     let tops = (((word & LOW) + LOW) | word) >> 7 & ONES;
-    // Brings bit 8i to bit 56 + i.
+    // Moves bit 8i to bit 56 + i.
     (tops.wrapping_mul(0x0102_0408_1020_4080) >> 56) as u32
 }
 
-/// Adds pages to the run that is open, when they go on from it in the same state; else that one is found.
+/// Extends the open run if `run` continues it in the same state; otherwise reports the open run and opens this one.
 fn join(open: &mut Option<Run>, run: Run, found: &mut impl FnMut(Run)) {
     match open {
         Some(before) if before.to == run.from && before.state == run.state => before.to = run.to,
@@ -226,31 +227,31 @@ fn join(open: &mut Option<Run>, run: Run, found: &mut impl FnMut(Run)) {
     }
 }
 
-/// Pages side by side in the same state.
+/// Adjacent pages in the same state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
     /// First page.
     pub from: u64,
     /// One past the last.
     pub to: u64,
-    /// Their state, the bits asked for.
+    /// Their state, reduced to the bits asked for.
     pub state: PageState,
 }
 
-/// Pages by state, counted.
+/// Counts of pages by state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
     /// Pages looked at.
     pub pages: u64,
-    /// Of them in memory.
+    /// Pages in memory.
     pub present: u64,
-    /// Of them out.
+    /// Pages that are out.
     pub swapped: u64,
-    /// Of them out as zeros.
+    /// Pages that are out as zeros.
     pub zero: u64,
-    /// Of them written to since cleared.
+    /// Pages written to since the bit was cleared.
     pub soft_dirty: u64,
-    /// Of them write-protected.
+    /// Write-protected pages.
     pub write_protected: u64,
     /// Pages by tier.
     pub tiers: [u64; 8],
@@ -281,12 +282,12 @@ impl<'a, W: Word> PageMap<'a, W> {
         Self { sequence, words, pages, markers: &[], all_dirty: false }
     }
 
-    /// The same for a view that has bits of its own (a mapping's soft-dirty and write-protected bits, in another map), read together with
-    /// the others: one after the other, so that the two may be of different moments. With `all_dirty` every page that is
-    /// present or swapped counts as written (nobody has cleared the bits yet).
+    /// The same map for a view with bits of its own: a mapping's soft-dirty and write-protected bits, which lie in
+    /// another map. The two are read one after the other, so they may be of different moments. With `all_dirty` every
+    /// page that is present or swapped counts as written, as nobody has cleared the bits yet.
     ///
     /// # Panics
-    /// When it has fewer pages.
+    /// When `markers` has fewer pages.
     #[must_use]
     pub fn with_markers(mut self, markers: Self, all_dirty: bool) -> Self {
         assert!(markers.pages >= self.pages);
@@ -301,19 +302,19 @@ impl<'a, W: Word> PageMap<'a, W> {
         word | own | if self.all_dirty { known << SOFT_DIRTY.trailing_zeros() } else { 0 }
     }
 
-    /// Words that `pages` pages need.
+    /// Words needed for `pages` pages.
     #[must_use]
     pub const fn words_for(pages: u64) -> usize {
         pages.div_ceil(LANES) as usize
     }
 
-    /// Pages.
+    /// Number of pages.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// The state of a page; nothing for a page beyond the last.
+    /// The state of a page; empty for a page beyond the last.
     #[must_use]
     pub fn get(&self, page: u64) -> PageState {
         if page >= self.pages {
@@ -322,17 +323,18 @@ impl<'a, W: Word> PageMap<'a, W> {
         PageState((self.word((page / LANES) as usize) >> (8 * (page % LANES))) as u8)
     }
 
-    /// The count of [`PageMapWriter::begin`] and [`PageMapWriter::end`]: odd while a change is on its way.
+    /// The counter of [`PageMapWriter::begin`] and [`PageMapWriter::end`]: odd while a change is under way.
     #[must_use]
     pub fn sequence(&self) -> u64 {
         self.sequence.load(Ordering::Acquire)
     }
 
-    /// Reads the pages from `from` on into `out` as they were at one moment. False when the writer never rested.
+    /// Reads the pages from `from` on into `out` as they were at one moment. False if the writer never rested during
+    /// all tries.
     ///
-    /// Why it is right: a word read here with Acquire was stored with Release after `begin`'s store of the odd count in
-    /// the writer's order, so if any such word is seen, the second look at the count sees at least that odd number,
-    /// and differs from the first.
+    /// Why it is correct: a word that this reads with Acquire was stored with Release, after `begin` stored the odd
+    /// count in the writer's order. So if it sees any such word, its second look at the count sees at least that odd
+    /// number, which differs from the first.
     #[must_use]
     pub fn snapshot(&self, from: u64, out: &mut [PageState]) -> bool {
         for _ in 0..TRIES {
@@ -350,10 +352,10 @@ impl<'a, W: Word> PageMap<'a, W> {
         false
     }
 
-    /// Calls `found` for each run of `[from, to)` that a query finds, in order. Eight pages are looked at in one go.
+    /// Calls `found` for each run in `[from, to)` that the query finds, in order. It compares eight pages at a time.
     pub fn scan(&self, from: u64, to: u64, query: Query, mut found: impl FnMut(Run)) {
         let to = to.min(self.pages);
-        // What is reported is what all that are found have: there is nothing to compare.
+        // The query reports only bits that every page found has, so states need not be compared.
         let all_alike = query.report & !query.all == 0;
         let mut open: Option<Run> = None;
         let mut at = from;
@@ -367,7 +369,7 @@ impl<'a, W: Word> PageMap<'a, W> {
             let lanes = query.lanes(looked) & (0xff >> (LANES - n)) << first;
             let state = PageState((states >> (8 * u64::from(lanes.trailing_zeros() & 7))) as u8);
             if lanes == 0 || lanes == 0xff && states == u64::from(state.0) * ONES {
-                // All of it or nothing: so are the next words that are the same.
+                // All of the word is found, or nothing: the same holds for the following words if they are equal.
                 let (mut next, last) = (index + 1, (to / LANES) as usize);
                 while n == LANES && next < last && self.word(next) == word {
                     next += 1;
@@ -386,7 +388,7 @@ impl<'a, W: Word> PageMap<'a, W> {
             while left != 0 {
                 let from = left.trailing_zeros();
                 let state = PageState((states >> (8 * from)) as u8);
-                // As far as pages are found one after the other, and in the same state.
+                // As far as found pages are adjacent and in the same state.
                 let other = if all_alike { 0 } else { nonzero(states ^ (u64::from(state.0) * ONES)) };
                 let n = (!(left & !other) >> from).trailing_zeros();
                 let run = Run { from: base + u64::from(from), to: base + u64::from(from + n), state };
@@ -408,8 +410,8 @@ impl<'a, W: Word> PageMap<'a, W> {
         sum
     }
 
-    /// Calls `f(first, end, byte)` for stretches of equal bytes: not the longest, but never shorter than a word that is
-    /// all the same.
+    /// Calls `f(first, end, byte)` for stretches of equal bytes. They are not the longest possible, but a word of equal
+    /// bytes is never split.
     fn for_each_stretch(&self, from: u64, to: u64, mut f: impl FnMut(u64, u64, u8)) {
         let mut at = from;
         while at < to {
@@ -418,7 +420,7 @@ impl<'a, W: Word> PageMap<'a, W> {
             let end = ((at / LANES + 1) * LANES).min(to);
             let byte = (word >> (8 * (at % LANES))) as u8;
             if word == u64::from(byte) * ONES {
-                // As far as the words are the same.
+                // As far as the words are equal.
                 let last = (to / LANES) as usize;
                 let mut next = index + 1;
                 while next < last && self.word(next) == word {
@@ -442,7 +444,7 @@ impl<'a, W: Word> PageMap<'a, W> {
     }
 }
 
-/// A page map for its one writer, who owns the words: to be read as any, and written.
+/// A page map for its only writer, which owns the words: it can be read like any other, and written.
 pub struct PageMapWriter<'a, W: Word = AtomicU64>(PageMap<'a, W>);
 
 impl<W: Word> Clone for PageMapWriter<'_, W> {
@@ -460,7 +462,7 @@ impl<'a, W: Word> Deref for PageMapWriter<'a, W> {
 }
 
 impl<'a, W: Word> PageMapWriter<'a, W> {
-    /// A map of `pages` pages, of which there is no other writer.
+    /// A map of `pages` pages that has no other writer.
     ///
     /// # Panics
     /// When there are too few words.
@@ -480,7 +482,7 @@ impl<'a, W: Word> PageMapWriter<'a, W> {
         word.store(old & !(0xff << shift) | u64::from(state.0) << shift, Ordering::Release);
     }
 
-    /// Sets the state of a page as a change of its own, or as a part of the one on its way.
+    /// Sets the state of a page, as a change of its own or as part of the one under way.
     ///
     /// # Panics
     /// When the page is beyond the last.
@@ -495,7 +497,8 @@ impl<'a, W: Word> PageMapWriter<'a, W> {
         }
     }
 
-    /// The same for `n` pages from `from` on, `state(i)` that of the i-th: a store for eight of them.
+    /// As [`PageMapWriter::publish`] for `n` pages from `from` on, with `state(i)` for the i-th: one store for eight
+    /// pages.
     ///
     /// # Panics
     /// When a page is beyond the last.
@@ -532,14 +535,14 @@ impl<'a, W: Word> PageMapWriter<'a, W> {
         self.set(page, PageState(self.get(page).0 & !clear | set));
     }
 
-    /// Changes to be seen at once begin.
+    /// Begins a change of several pages that a snapshot must see as one.
     pub fn begin(&self) {
         let at = self.sequence.load(Ordering::Relaxed);
-        // Released by the words' own stores, which come after: see `snapshot`.
+        // The stores of the words, which come after, release it: see `snapshot`.
         self.sequence.store(at | 1, Ordering::Release);
     }
 
-    /// They are all made.
+    /// Ends such a change.
     pub fn end(&self) {
         let at = self.sequence.load(Ordering::Relaxed);
         self.sequence.store((at | 1) + 1, Ordering::Release);

@@ -1,4 +1,4 @@
-//! A set of pages out of 2 MiB: a bit for each. Of the pages of a unit of compression, or of what a leaf of the page table covers.
+//! A set of pages out of 2 MiB, a bit for each: pages of a unit of compression.
 
 /// Pages that a set can have.
 pub const MOST: usize = 512;
@@ -21,13 +21,13 @@ impl PageSet {
     /// Whether a page is in the set.
     ///
     /// # Panics
-    /// When it is not below [`MOST`]; so all that take a page.
+    /// When the page is not below [`MOST`]; so do all functions that take a page.
     #[inline]
     pub fn has(&self, page: usize) -> bool {
         self.0[page / 64] & 1 << (page % 64) != 0
     }
 
-    /// Has a page be in the set, or not.
+    /// Puts a page into the set, or takes it out.
     #[inline]
     pub fn put(&mut self, page: usize, is_in: bool) {
         let bit = 1 << (page % 64);
@@ -57,12 +57,12 @@ impl PageSet {
         })
     }
 
-    /// Those of its pages that are among the first 16, a bit each.
+    /// The pages among the first 16, a bit each.
     pub fn first_16(&self) -> u16 {
         self.0[0] as u16
     }
 
-    /// The set that is stored in bytes, a bit for each page, the lowest first; what bytes there are not is empty.
+    /// Reads a set from bytes: a bit for each page, the lowest first. Missing bytes count as zero.
     pub fn read(bytes: &[u8]) -> Self {
         let mut set = Self::default();
         for (i, byte) in bytes.iter().enumerate().take(MOST / 8) {
@@ -71,7 +71,7 @@ impl PageSet {
         set
     }
 
-    /// Stores as much of the set as `bytes` have room for.
+    /// Writes as much of the set as fits into `bytes`.
     pub fn write(&self, bytes: &mut [u8]) {
         let words = self.0.iter().flat_map(|word| word.to_le_bytes());
         bytes.iter_mut().zip(words).for_each(|(to, byte)| *to = byte);

@@ -1,7 +1,8 @@
 //! The page table: one word for each 4 KiB page of the program that was ever evicted, staged or brought in.
 //!
-//! A radix tree over the 47-bit address space (`tree`), so memory is used only where the program has some: 8.5 bytes a page. Address
-//! ranges need not be known beforehand: a page never seen is [`Tag::None`]. Owner: the pager's lock.
+//! It is a radix tree over the 47-bit address space (`tree`), so it takes memory only where the program has some: 8.5
+//! bytes a page. Address ranges need not be known beforehand, as a page never seen is [`Tag::None`]. Owner: the pager's
+//! lock.
 
 mod tree;
 
@@ -9,29 +10,30 @@ use crate::pagemap::{PRESENT, PageMapWriter, PageState, SOFT_DIRTY, SWAPPED, Tie
 pub use tree::STRETCH_PAGES;
 use tree::{Leaf, Tree, in_leaf};
 
-/// What is known of a page.
+/// The state of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Tag {
-    /// Never seen, or dropped by the program: reads as zeros when missing.
+    /// Never seen, or dropped by the program. If the page is missing, it reads as zeros.
     None = 0,
-    /// In the program; aux: stamp.
+    /// In the program; aux: its stamp.
     Resident = 1,
     /// Moved out to a slot of the arena; aux: the slot.
     Staged = 2,
-    /// In the pool; handle: the object; aux: index of the page in it (low 9 bits) and eviction stamp above.
+    /// In the pool; handle: the object; aux: the page's index in it (low 9 bits) and the eviction stamp above.
     Compressed = 3,
     /// Evicted, and known to be all zeros.
     Zero = 4,
-    /// Staged and being compressed now: its frame must not move; aux: the slot.
+    /// Staged and being compressed, so its frame must not move; aux: the slot.
     Busy = 5,
-    /// Lost: its data could not be brought back; the process is told by SIGBUS.
+    /// Lost: its data could not be brought back, and the program gets SIGBUS on access.
     Poisoned = 6,
-    /// In the swap file; handle: the place; aux: as of Compressed.
+    /// In the swap file; handle: the place; aux: as for Compressed.
     Disk = 7,
 }
 
-/// A page-table entry: tag 3 bits, tier 2 bits (how a page in the pool or on disk is packed), `copy` 1 bit (the pool still holds what was read), aux 26, handle 32.
+/// A page-table entry: tag 3 bits, tier 2 bits (how a page in the pool or on disk is packed), `copy` 1 bit (the pool
+/// still holds what was read), aux 26 bits, handle 32 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Pte(u64);
 
@@ -39,17 +41,17 @@ const AUX_SHIFT: u32 = 6;
 const AUX_MASK: u64 = (1 << 26) - 1;
 const COPY: u64 = 1 << 5;
 const TIER_SHIFT: u32 = 3;
-/// Bits of a page's index in its object: one of 2 MiB has 512 pages.
+/// Bits of a page's index in its object. The largest object, of 2 MiB, has 512 pages.
 const INDEX_BITS: u32 = 9;
-/// What eviction stamps are counted in, as a power of two of pages: as coarse as leaves 17 bits for 2^21 of them. (The kernel's
+/// Unit of eviction stamps, as a power of two of pages. At this grain 17 bits hold 2^21 pages. (The kernel's
 /// `bucket_order`.)
 const STAMP_SHIFT: u32 = 4;
 const TIER_MASK: u64 = 3 << TIER_SHIFT;
 
-/// Eviction stamps are of 21 bits.
+/// Eviction stamps have 21 bits.
 const STAMP_MASK: u32 = 0x1f_ffff;
 
-/// The eviction stamp after `n` more pages were evicted.
+/// The eviction stamp after `n` more evictions.
 #[must_use]
 pub fn next_eviction(stamp: u32, n: usize) -> u32 {
     (stamp + n as u32) & STAMP_MASK
@@ -62,12 +64,12 @@ impl Pte {
     pub fn new(tag: Tag, aux: u32) -> Self {
         Self(tag as u64 | ((u64::from(aux) & AUX_MASK) << AUX_SHIFT))
     }
-    /// A page in the pool; when it was evicted is kept to 16 pages.
+    /// A page in the pool. The eviction stamp is kept to 16 pages.
     pub fn compressed(handle: u32, index: usize, evicted_at: u32) -> Self {
         let index = index as u32 & ((1 << INDEX_BITS) - 1);
         Self::new(Tag::Compressed, index | evicted_at >> STAMP_SHIFT << INDEX_BITS).with_handle(handle)
     }
-    /// The same, packed as `tier` says: [`Tier::Warm`] (which it is otherwise), [`Tier::Dense`] or [`Tier::Raw`].
+    /// The same entry, packed as `tier` says: [`Tier::Warm`] (the default), [`Tier::Dense`] or [`Tier::Raw`].
     pub fn packed(self, tier: Tier) -> Self {
         let tier = match tier {
             Tier::Dense => 1,
@@ -76,19 +78,19 @@ impl Pte {
         };
         Self(self.0 & !TIER_MASK | tier << TIER_SHIFT)
     }
-    /// A page in the swap file, at `place`: what the entry of a compressed page becomes.
+    /// The same page moved from the pool to `place` in the swap file.
     pub fn on_disk(self, place: u32) -> Self {
         Self(Self::new(Tag::Disk, self.aux()).with_handle(place).0 | self.0 & TIER_MASK)
     }
-    /// A page of the swap file that is in the pool again, packed as it was.
+    /// The same page back from the swap file in the pool, packed as it was.
     pub fn back_in_pool(self, handle: u32) -> Self {
         Self(Self::new(Tag::Compressed, self.aux()).with_handle(handle).0 | self.0 & TIER_MASK)
     }
-    /// Whether the page is in the pool as it is, since it did not compress.
+    /// Whether the page is in the pool uncompressed, as it did not compress.
     pub fn is_raw(self) -> bool {
         self.tag() == Tag::Compressed && self.pool_tier() == Tier::Raw
     }
-    /// Whether the page is in the program, and was marked as one that did not compress ([`Pte::packed`] as [`Tier::Raw`]).
+    /// Whether the page is in the program and marked as one that did not compress ([`Pte::packed`] as [`Tier::Raw`]).
     pub fn is_incompressible(self) -> bool {
         self.tag() == Tag::Resident && self.pool_tier() == Tier::Raw
     }
@@ -102,11 +104,11 @@ impl Pte {
     fn with_handle(self, handle: u32) -> Self {
         Self((self.0 & 0xffff_ffff) | (u64::from(handle) << 32))
     }
-    /// The same with a kept copy in the pool.
+    /// The same entry with a kept copy in the pool.
     pub fn with_copy(self, handle: u32) -> Self {
         Self(self.with_handle(handle).0 | COPY)
     }
-    /// The same under another tag, with the copy it has.
+    /// The same entry under another tag; it keeps its copy.
     pub fn tagged(self, tag: Tag) -> Self {
         let new = Self::new(tag, self.aux());
         self.copy().map_or(new, |handle| new.with_copy(handle))
@@ -124,7 +126,7 @@ impl Pte {
             _ => Tag::Disk,
         }
     }
-    /// What the page map says of it. (What is on a server is on disk for the entry: see [`PageTable::disk_is_remote`].)
+    /// The state that the page map shows. The entry of a page on a server says disk: see [`PageTable::disk_is_remote`].
     pub fn state(self) -> PageState {
         PageState(match self.tag() {
             Tag::None => 0,
@@ -136,11 +138,11 @@ impl Pte {
             Tag::Poisoned => SWAPPED | Tier::Lost.bits(),
         })
     }
-    /// The slot or stamp, or index and stamp (26 bits).
+    /// Slot or stamp, or index and eviction stamp (26 bits).
     pub fn aux(self) -> u32 {
         ((self.0 >> AUX_SHIFT) & AUX_MASK) as u32
     }
-    /// Whether the page is in the program since it was listed under a stamp.
+    /// Whether the page has been in the program since it was listed with `stamp`.
     pub fn is_listed_as(self, stamp: u32) -> bool {
         self.tag() == Tag::Resident && self.aux() == stamp
     }
@@ -148,7 +150,7 @@ impl Pte {
     pub fn copy(self) -> Option<u32> {
         (self.0 & COPY != 0).then_some((self.0 >> 32) as u32)
     }
-    /// The object of a compressed page, the place of one on disk.
+    /// The object of a compressed page, or the place of a page on disk.
     pub fn handle(self) -> u32 {
         (self.0 >> 32) as u32
     }
@@ -160,21 +162,21 @@ impl Pte {
     pub fn evicted_at(self) -> u32 {
         self.aux() >> INDEX_BITS << STAMP_SHIFT
     }
-    /// The refault distance of a compressed page, as in the kernel's workingset: pages evicted since it was, where the last one's stamp is
-    /// `evictions`.
+    /// The refault distance of a compressed page, as in the kernel's workingset: the pages evicted after it, where
+    /// `evictions` is the stamp of the latest eviction.
     pub fn refault_distance(self, evictions: u32) -> usize {
         (evictions.wrapping_sub(self.evicted_at()) & STAMP_MASK) as usize
     }
 }
 
-/// Pages of a leaf.
+/// Pages in a leaf.
 pub const LEAF_PAGES: u64 = 64;
-/// Pages of the block that hints are kept for.
+/// Pages in a block that has hints of its own.
 const BLOCK_PAGES: u64 = 16;
 
-/// Access hints of a 64 KiB block.
+/// Hint of a 64 KiB block: it was last faulted on in sequence.
 pub const HINT_SEQUENTIAL: u8 = 1;
-/// The block's kept copies turned out stale: it is written to. (Until a page of it leaves clean.)
+/// The block is written to: its kept copies turned out to be stale. Cleared when a page of it leaves clean.
 pub const HINT_WRITTEN: u8 = 2;
 /// The block was last faulted on at random.
 pub const HINT_RANDOM: u8 = 4;
@@ -183,26 +185,27 @@ pub const HINT_REUSED: u8 = 8;
 
 /// The block is part of a folio that left as a huge page.
 pub const HINT_HUGE: u8 = 16;
-/// How lately pages of the block were in use: a number of two bits, from [`HEAT_SHIFT`] on.
+/// How recently pages of the block were in use: a two-bit number at [`HEAT_SHIFT`].
 pub const HINT_HEAT: u8 = 3 << HEAT_SHIFT;
 /// See [`HINT_HEAT`].
 pub const HEAT_SHIFT: u32 = 5;
-// (Two of them once had the same bit: with a swap file each block that was read back was taken for a huge page's.)
+// Two hints once shared a bit: with a swap file, each block read back was taken for part of a huge page.
 const _: () = assert!(
     HINT_SEQUENTIAL + HINT_WRITTEN + HINT_RANDOM + HINT_REUSED + HINT_HUGE + HINT_HEAT
         == HINT_SEQUENTIAL | HINT_WRITTEN | HINT_RANDOM | HINT_REUSED | HINT_HUGE | HINT_HEAT
 );
 
-/// Pages of the address space that the table covers: the 47 bits that the kernel gives to who does not ask for more.
+/// Pages of the address space that the table covers: the 47 bits that the kernel hands out unless a program asks for
+/// more.
 pub const ADDRESS_SPACE_PAGES: u64 = 1 << 35;
 const _: () = assert!(tree::LEAVES * LEAF_PAGES == ADDRESS_SPACE_PAGES);
 
-/// What is published of a page, if what is on disk is on that tier.
+/// The state to publish for a page, where pages on disk are on tier `disk`.
 fn state_of(pte: Pte, disk: Tier) -> PageState {
     if pte.tag() == Tag::Disk { PageState(SWAPPED | disk.bits()) } else { pte.state() }
 }
 
-/// The state of a page, soft-dirty where it was written to, and write-protected.
+/// The state of a page with its soft-dirty and write-protected bits.
 fn with_bits(state: PageState, written: bool, protected: bool) -> PageState {
     PageState(state.0 | if written { SOFT_DIRTY } else { 0 } | if protected { WRITE_PROTECTED } else { 0 })
 }
@@ -210,13 +213,13 @@ fn with_bits(state: PageState, written: bool, protected: bool) -> PageState {
 /// The table.
 pub struct PageTable {
     tree: Tree,
-    /// Where states are published, and the page that comes first there.
+    /// The published map, and the page at its start.
     published: Option<(PageMapWriter<'static>, u64)>,
     /// Whether soft-dirty bits are published too.
     soft_dirty: bool,
-    /// What is published of pages on disk: the tier.
+    /// The tier to publish for pages on disk.
     disk: Tier,
-    /// Stretches of which nothing is known any more, where that is asked for.
+    /// Stretches that became empty, if the caller asked for them.
     emptied: Option<Vec<u64>>,
     /// Pages in the pool that did not compress.
     raw: usize,
@@ -234,38 +237,39 @@ impl PageTable {
         Self { tree: Tree::default(), published: None, soft_dirty: false, disk: Tier::Disk, emptied: None, raw: 0 }
     }
 
-    /// What is called the disk is on a server: so it is published from now on.
+    /// The swap file is on a server: pages on disk are published as [`Tier::Remote`] from now on.
     pub fn disk_is_remote(&mut self) {
         self.disk = Tier::Remote;
     }
 
-    /// Has what is published say of each page known whether it is soft-dirty: it is unless it is clean.
+    /// Publishes soft-dirty bits from now on, for all known pages: a page is soft-dirty unless it is clean.
     pub fn publish_soft_dirty(&mut self) {
         self.soft_dirty = true;
         self.for_each(|vpn, pte| self.tell(vpn, pte));
     }
 
-    /// Publishes the state of every page from now on (and as it is now) in a map whose first page is `first`. Pages that
-    /// the map does not reach are left out.
+    /// Publishes the state of every page, now and from now on, in a map whose first page is `first`. Pages beyond the
+    /// map are left out.
     pub fn publish(&mut self, map: PageMapWriter<'static>, first: u64) {
         self.published = Some((map, first));
         self.for_each(|vpn, pte| self.tell(vpn, pte));
     }
 
-    /// Publishes no more: the map may go.
+    /// Stops publishing; the map may go.
     pub fn unpublish(&mut self) {
         (self.published, self.emptied) = (None, None);
     }
 
-    /// Notes from now on of which stretches nothing is known any more: see [`PageTable::take_emptied`].
+    /// Records from now on which stretches become empty: see [`PageTable::take_emptied`].
     pub fn note_emptied(&mut self) {
         self.emptied.get_or_insert_default();
     }
 
-    /// Those stretches, [`STRETCH_PAGES`] long, by number, since that was last asked: what is published of them is all zeros.
+    /// The stretches ([`STRETCH_PAGES`] long, by number) that became empty since the last call. All that is published
+    /// of them is zeros.
     pub fn take_emptied(&mut self) -> Vec<u64> {
         let mut emptied = self.emptied.as_mut().map(core::mem::take).unwrap_or_default();
-        // (Something may have come there since.)
+        // Something may have come there since.
         emptied.retain(|n| self.next_known(n * STRETCH_PAGES).is_none_or(|vpn| vpn >= (n + 1) * STRETCH_PAGES));
         emptied
     }
@@ -281,18 +285,18 @@ impl PageTable {
         }
     }
 
-    /// Whether a page is known not to have been written to since that was last asked: see [`PageTable::set_clean`].
+    /// Whether the page is known not to have been written to: see [`PageTable::set_clean`].
     pub fn is_clean(&self, vpn: u64) -> bool {
         self.leaf(vpn).is_some_and(|l| l.clean.has(vpn))
     }
 
-    /// Whether who writes to a page is to wait: see [`PageTable::set_protected`].
+    /// Whether a thread that writes to the page must wait: see [`PageTable::set_protected`].
     pub fn is_protected(&self, vpn: u64) -> bool {
         self.leaf(vpn).is_some_and(|l| l.protected.has(vpn))
     }
 
-    /// Says of a page whether who writes to it is to wait until somebody was told. What becomes of the page's entry changes
-    /// nothing, but that a page which is forgotten ([`Pte::NONE`]) is not protected.
+    /// Sets whether a thread that writes to the page must wait until a client was told. Changes of the page's entry
+    /// leave this as it is, except that a page set to [`Pte::NONE`] is no longer protected.
     ///
     /// # Panics
     /// When the page is beyond the 47-bit address space.
@@ -303,13 +307,13 @@ impl PageTable {
         }
     }
 
-    /// The first page from `from` on that is protected.
+    /// The first protected page at or after `from`.
     pub fn next_protected(&self, from: u64) -> Option<u64> {
         self.next(from, |leaf, vpn| leaf.protected.has(vpn))
     }
 
-    /// Says of a page whether it is clean: nobody has written to it since then, or it is set otherwise. What becomes of the
-    /// page's entry changes nothing, but that a page which is forgotten ([`Pte::NONE`]) is not clean.
+    /// Sets whether the page is clean: not written to since this call. Changes of the page's entry leave this as it is,
+    /// except that a page set to [`Pte::NONE`] is no longer clean.
     ///
     /// # Panics
     /// When the page is beyond the 47-bit address space.
@@ -350,7 +354,7 @@ impl PageTable {
         self.tell(vpn, pte);
     }
 
-    /// Sets the entries of `n` pages, none of them to [`Pte::NONE`]; `pte(i)` is that of the i-th.
+    /// Sets the entries of `n` pages; `pte(i)` is that of the i-th, and must not be [`Pte::NONE`].
     ///
     /// # Panics
     /// As [`PageTable::set`].
@@ -399,11 +403,11 @@ impl PageTable {
         *h = (*h & !clear) | set;
     }
 
-    /// Empties the entries of `[from, to)` pages and returns through `gone` those that were not empty. The hints of blocks that
-    /// lie wholly inside are cleared, and leaves and inner nodes freed in which nothing is left.
+    /// Empties the entries of `[from, to)`, and passes those that were not empty to `gone`. Clears the hints of blocks
+    /// that lie entirely inside, and frees leaves and inner nodes that became empty.
     ///
-    /// The story: only a leaf that was emptied by one call went, and inner nodes never did. V8 maps its heap in pieces of 256 KiB, each at an
-    /// address of its own choice at random: each that came and went left some 8 KiB behind.
+    /// The story: a leaf was freed only if one call emptied it, and inner nodes never were. V8 maps its heap in pieces
+    /// of 256 KiB at random addresses of its own choice, and each that came and went left some 8 KiB behind.
     pub fn clear(&mut self, from: u64, to: u64, mut gone: impl FnMut(u64, Pte)) {
         let mut at = from;
         while let Some(start) = self.next_known(at).filter(|vpn| *vpn < to) {
@@ -412,7 +416,7 @@ impl PageTable {
         }
     }
 
-    /// Empties `[from, end)`, which one leaf covers.
+    /// Empties `[from, end)`, which lies in one leaf.
     fn clear_in_leaf(&mut self, from: u64, end: u64, gone: &mut impl FnMut(u64, Pte)) {
         let Some(leaf) = self.tree.existing(from / LEAF_PAGES) else { return };
         for v in from..end {
@@ -438,23 +442,23 @@ impl PageTable {
             }
             return;
         }
-        // How memory that is gone was used says nothing of what comes in its place.
+        // How the old memory was used says nothing about what replaces it.
         let blocks = (from % LEAF_PAGES).div_ceil(BLOCK_PAGES)..(from % LEAF_PAGES + (end - from)) / BLOCK_PAGES;
         blocks.for_each(|block| leaf.hints[block as usize] = 0);
     }
 
-    /// The first page from `from` on of which anything may be known.
+    /// The first page at or after `from` that has a leaf, so something may be known of it.
     pub fn next_known(&self, from: u64) -> Option<u64> {
         let (leaf, _) = self.tree.next(from / LEAF_PAGES)?;
         Some(from.max(leaf * LEAF_PAGES))
     }
 
-    /// The first page from `from` on whose entry is not empty.
+    /// The first page at or after `from` whose entry is not empty.
     pub fn next_used(&self, from: u64) -> Option<u64> {
         self.next(from, |leaf, vpn| leaf.ptes[in_leaf(vpn)] != Pte::NONE)
     }
 
-    /// The first page from `from` on of which `is` says so, among those that have a leaf.
+    /// The first page at or after `from`, among those that have a leaf, for which `is` holds.
     fn next(&self, from: u64, is: impl Fn(&Leaf, u64) -> bool) -> Option<u64> {
         let mut at = from;
         while let Some((n, leaf)) = self.tree.next(at / LEAF_PAGES) {

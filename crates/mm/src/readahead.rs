@@ -1,47 +1,50 @@
-//! How much is read from the swap file around the object that is wanted, and ahead of it.
+//! Swap-file readahead: how much is read around the object that a fault wants, and ahead of it.
 //!
-//! What was written together tends to be wanted together: neighbours in the file left the program one after the other. A
-//! disk takes little longer for 64 KiB than for 4. But what nobody wants takes room in the pool from what somebody does,
-//! and is written a second time when it leaves. So the window of a read that is near no other follows what became of what
-//! such reads brought:
+//! Objects written together tend to be wanted together, as neighbours in the file left the program one after the other,
+//! and a disk takes little longer for 64 KiB than for 4. But an object that nobody wants takes room in the pool from
+//! one that somebody does, and is written a second time when it leaves. So the window of a read that is near no other
+//! depends on what became of the objects that such reads brought along:
 //!
 //! ```text
 //! epoch of 8 reads ─┬─ half of what came along was wanted: twice as much
 //!                   ├─ less than a quarter was: half as much
 //!                   └─ otherwise as before
 //! ```
-//! With the smallest window hardly anything comes along, and only reads near each other bring more than they need: one that
-//! follows two others has the widest window. Three that follow each other in one
-//! direction are a *stream*: then the next range in that direction is read ahead of all faults, so that the
-//! disk works while the program does. There are several at once, as several threads read, or one walks several arrays;
-//! what is read at random between them disturbs none. Of each there is never more in *stock* (brought ahead, and
-//! not wanted yet) than the last two ranges brought, so a program that turns elsewhere has had that much read in vain, once;
-//! and a range that brings nothing ends the stream. So does a fault while half of what was brought last is in stock: either
-//! it is not what is wanted, or memory is so short that it has gone again before it was.
+//! With the smallest window hardly anything comes along, and only reads near each other bring more than they need: a
+//! read that follows two others has the widest window.
+//!
+//! Three reads that follow each other in one direction are a *stream*: the next range in that direction is then read
+//! ahead of all faults, so that the disk works while the program does. Several streams exist at once, as several
+//! threads read or one walks several arrays; random reads in between disturb none. A stream never has more in *stock*
+//! (objects brought ahead and not wanted yet) than its last two ranges brought. So a program that turns elsewhere has
+//! had that much read in vain, once.
+//!
+//! A stream ends when a range brings nothing. It also ends at a fault while half of what was brought last is still in
+//! stock: either this is not what the program wants, or memory is so short that it left again before it was wanted.
 //!
 //! Ownership: one owner, `&mut self` (the pager's lock).
 
 use crate::swapfile::BLOCK;
 
-/// Largest window (bytes), what it is at first, and the smallest: no more than the object's own blocks.
+/// The window in bytes: the largest, the first, and the smallest, which is no more than the object's own blocks.
 pub const MOST: usize = 64 << 10;
 const FIRST: usize = 32 << 10;
 const LEAST: usize = BLOCK;
-/// Reads after which the window is thought over.
+/// Reads after which the window is reconsidered.
 const EPOCH: u32 = 8;
-/// Reads in one direction, after the first, from which on they are a stream.
+/// Reads in one direction, after the first, that make a stream.
 const STREAM: i32 = 2;
-/// Reads after one that was in vain for which it is none.
+/// After a read ahead in vain, this many reads do not make a stream.
 const IN_VAIN: i32 = 8;
-/// Bytes read ahead in a stream at once: a disk has done most of what a read costs by then. Three objects of the largest size, of which
-/// a cluster of the least size has as many: 64 KiB that did not compress, with what they are known by. (Of 128 KiB nearly half was not
-/// read, as two of them are a little more.)
+/// Bytes that a stream reads ahead at a time; by then a disk has done most of what a read costs. This holds three
+/// objects of the largest size (64 KiB that did not compress, with their headers), as many as a cluster of the smallest
+/// size. (At 128 KiB nearly half was not read, as two such objects are a little more.)
 pub const STREAM_BYTES: usize = 208 << 10;
-/// A read is near another when no more bytes are between them.
+/// Two reads are near each other if no more bytes than this are between them.
 const NEAR: u64 = 16 << 10;
-/// Streams, and reads that may become one, that are remembered.
+/// How many streams, and reads that may become one, are remembered.
 const STREAMS: usize = 16;
-/// Reads after which a stream that had none of them may be forgotten for one that is no stream yet.
+/// A stream that had none of this many reads may be forgotten for a read that is no stream yet.
 const IDLE: u32 = 64;
 
 /// Reads that follow each other.
@@ -50,15 +53,15 @@ struct Stream {
     /// Its number; 0 for none.
     number: u32,
     backwards: bool,
-    /// Reads in a row that followed the one before in this direction; negative when they are not to count yet.
+    /// Reads in a row that followed the one before in this direction. Negative while reads must not count yet.
     run: i32,
-    /// Where the last read began and ended, with what was read ahead behind it.
+    /// Where the last read began and ended, including what was read ahead behind it.
     from: u64,
     to: u64,
-    /// Objects that came along or ahead in it and were not wanted yet, and those of the last range.
+    /// Objects that came along or ahead and were not wanted yet, and how many came with the last range.
     stock: usize,
     batch: usize,
-    /// When it had its last read.
+    /// The clock at its last read.
     used: u32,
 }
 
@@ -67,7 +70,7 @@ impl Stream {
         self.number != 0 && at <= self.to.saturating_add(NEAR) && end.saturating_add(NEAR) >= self.from
     }
 
-    /// Whether what is at a byte came along or ahead in it.
+    /// Whether an object at a byte offset came along or ahead in this stream.
     fn has_passed(&self, at: u64) -> bool {
         let reach = 3 * STREAM_BYTES as u64;
         match self.backwards {
@@ -77,30 +80,30 @@ impl Stream {
     }
 }
 
-/// Where a stream goes on.
+/// Where a stream continues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ahead {
-    /// Which stream it is.
+    /// Number of the stream.
     pub stream: u32,
-    /// What is read begins here; backwards, it ends here.
+    /// Where the range to read begins or, if it is read backwards, ends.
     pub from: u64,
-    /// Bytes to be read at once.
+    /// Bytes to read at once.
     pub len: usize,
-    /// Towards the start of the file.
+    /// Whether the stream runs towards the start of the file.
     pub backwards: bool,
 }
 
-/// The window, the streams, and what they go by.
+/// The window and the streams, with what they are derived from.
 #[derive(Debug)]
 pub struct Readahead {
     window: usize,
-    /// Since the epoch began: reads near no other, objects that came along with them, and those that were wanted
-    /// (which may have come in an earlier epoch).
+    /// Counts of this epoch: reads near no other, objects that came along with them, and objects of this kind that were
+    /// wanted (which may have come in an earlier epoch).
     reads: u32,
     brought: u32,
     wanted: u32,
     streams: [Stream; STREAMS],
-    /// Reads so far, and streams.
+    /// Number of reads so far, and of streams.
     clock: u32,
     numbers: u32,
 }
@@ -112,8 +115,8 @@ impl Default for Readahead {
 }
 
 impl Readahead {
-    /// The range to read for an object of `len` bytes at `at`: whole blocks, at least the object's own, in one cluster and
-    /// of at most `most` bytes.
+    /// The range to read for an object of `len` bytes at `at`: whole blocks, at least the object's own, within one
+    /// cluster and at most `most` bytes.
     pub fn range(&self, at: u64, len: usize, cluster_bytes: usize, most: usize) -> (u64, usize) {
         let run = self.near(at, at + len as u64).map(|i| self.streams[i].run);
         let window = match run {
@@ -129,13 +132,13 @@ impl Readahead {
         (from, (to - from).min(most as u64) as usize)
     }
 
-    /// The stream that a read is near: of several the one last used.
+    /// The stream that a read is near; of several, the one used last.
     fn near(&self, at: u64, end: u64) -> Option<usize> {
         let near = self.streams.iter().enumerate().filter(|(_, s)| s.is_near(at, end));
         near.min_by_key(|(_, s)| self.clock.wrapping_sub(s.used)).map(|(i, _)| i)
     }
 
-    /// A range was read and `brought` objects came along with the one that was wanted.
+    /// Notes a read of a range. `brought` objects came along with the one that was wanted.
     pub fn read(&mut self, at: u64, len: usize, brought: usize) {
         let end = at + len as u64;
         self.clock = self.clock.wrapping_add(1);
@@ -164,8 +167,8 @@ impl Readahead {
         }
     }
 
-    /// A read near no other may be the first of a stream. It takes the place of what is none, or of a stream long idle, or
-    /// of that which is longest so.
+    /// Remembers a read near no other as the possible start of a stream. It replaces an unused entry, else one that is
+    /// no stream or a stream idle for long, else the one idle for longest.
     fn begin(&mut self, from: u64, to: u64, brought: usize) {
         let clock = self.clock;
         let idle = |s: &Stream| clock.wrapping_sub(s.used);
@@ -180,7 +183,7 @@ impl Readahead {
         self.streams[gone.unwrap_or(0)] = new;
     }
 
-    /// The window follows what became of what came along.
+    /// Reconsiders the window by what became of the objects that came along.
     fn think_over(&mut self, brought: usize) {
         self.reads += 1;
         self.brought += brought as u32;
@@ -195,7 +198,7 @@ impl Readahead {
         (self.reads, self.brought, self.wanted) = (0, 0, 0);
     }
 
-    /// An object that came along or ahead was wanted; `at` is its place in the file, if that is known still.
+    /// An object that came along or ahead was wanted. `at` is its offset in the file, if that is still known.
     pub fn wanted(&mut self, at: Option<u64>) {
         let streams = self.streams.iter_mut().filter(|s| s.number != 0 && s.run > 0 && s.stock > 0);
         let of = match at {
@@ -208,7 +211,7 @@ impl Readahead {
         }
     }
 
-    /// Where the streams go on, of which no more is in stock than is used soon.
+    /// Where the streams continue, except for those with more in stock than is used soon.
     pub fn ahead(&self) -> impl Iterator<Item = Ahead> + '_ {
         let goes_on = |s: &&Stream| s.number != 0 && s.run >= STREAM && s.stock <= s.batch;
         self.streams.iter().filter(goes_on).map(|s| Ahead {
@@ -219,7 +222,7 @@ impl Readahead {
         })
     }
 
-    /// A range was read ahead in a stream and brought so many objects; none if it could not be read.
+    /// A range was read ahead in a stream and brought `brought` objects; 0 if it could not be read.
     pub fn read_ahead(&mut self, stream: u32, at: u64, len: usize, brought: usize) {
         let Some(s) = self.streams.iter_mut().find(|s| s.number == stream && s.run >= STREAM) else { return };
         if brought == 0 {
@@ -232,7 +235,7 @@ impl Readahead {
         (s.stock, s.batch, s.used) = (s.stock + brought, brought, self.clock);
     }
 
-    /// Bytes read around an object that is near no other read now.
+    /// Bytes that are now read around an object that is near no other read.
     pub fn window(&self) -> usize {
         self.window
     }

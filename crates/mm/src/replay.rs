@@ -1,24 +1,26 @@
-//! Replay: the engine's own policies over a recorded trace, in virtual time.
+//! Replay: runs the engine's own policies over a recorded trace, in virtual time.
 //!
-//! A trace says when pages left the program, how small they became, and when they were wanted again; none of that
+//! A trace says when pages left the program, how small they became, and when they were wanted again. None of that
 //! depends on what was written to disk meanwhile. So the disk tier is played anew, with any policy and any size of the
-//! pool: [`crate::shrinker::Shrinker`] and [`PoolFull`], the very code of the engine, decide what goes.
+//! pool; the engine's very own code, [`crate::shrinker::Shrinker`] and [`PoolFull`], decides what goes.
 //!
-//! The model. Every member of the group has its pool and its list; together they may take so many bytes, down to a share
-//! of which the fullest are shrunk when they take more ([`PoolFull`]), at once and in virtual time. Objects are written
-//! packed behind each other, as the engine does, to a file that never wraps. A page wanted that is on disk costs a read
-//! of the blocks its object lies in; what lies wholly in them comes along into the pool (readahead). A read takes
-//! [`Cost::read_ns`] and the time of its bytes, during which the program waits; writes are sequential, take the time of
-//! their bytes, and nobody waits for them.
+//! The model. Every member of the group has its pool and its list. When the pools together exceed their maximum, all
+//! are shrunk, each in proportion to its size, until they are down to a share of the maximum ([`PoolFull`]), at once
+//! and in virtual time. Objects are written packed behind each other, as the engine does, to a file that never wraps.
+//! If a wanted page is on disk, the blocks in which its object lies are read; objects that lie entirely in them come
+//! along into the pool (readahead). A read takes [`Cost::read_ns`] plus the time of its bytes, and the program waits.
+//! Writes are sequential and take the time of their bytes, and nobody waits.
 //!
-//! What it cannot show: with more or less memory for the pool the program would have had less or more, and would have
-//! faulted more or less often. Policies are compared on equal terms all the same, as all see the same events and memory.
+//! What it cannot show: with more or less memory for the pool, the program would have had less or more, and would have
+//! faulted more or less often. Policies are still compared on equal terms, as all see the same events and memory.
 //!
-//! Children. A member begins with what its parent had where it forked, and its block can come before its parent's: its records wait for
-//! that then. Either may have been lost, so a slot waits until its next owner starts at most, and what is kept is bounded.
+//! Children. A member begins with what its parent had when it forked. The child's block can come before its parent's;
+//! then the child's records wait. Either may have been lost, so a slot waits at most until its next owner starts, and
+//! what is kept is bounded.
 //!
-//! Invariants: `in_pool` is the sum of the objects that are not on disk; a page refers to one object at most. Nothing that a file can say
-//! makes it panic, and what it keeps is in proportion to the file, but for members that fork ([`MOST_FORKED`]).
+//! Invariants: `in_pool` is the sum of the objects that are not on disk, and a page refers to at most one object.
+//! Nothing that a file can say makes the replay panic. What it keeps is in proportion to the file, except for members
+//! that fork ([`MOST_FORKED`]).
 
 mod world;
 
@@ -28,17 +30,17 @@ use std::collections::BTreeMap;
 pub use world::{MOST_PAGES, head_bytes};
 use world::{PAGE, Page, World, read_in, write_back};
 
-/// Pages and objects that members as they forked may have together: beyond that the oldest are forgotten.
+/// Most pages and objects of all members kept as they forked. Beyond that the oldest are forgotten.
 const MOST_FORKED: usize = 1 << 22;
-/// Records of a slot that wait for its owner's parent: as many as a ring holds many times over.
+/// Most records of a slot that wait for its owner's parent: many times what a ring holds.
 const MOST_WAITING: usize = 1 << 20;
 
-/// What the disk costs.
+/// The cost of disk I/O.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Cost {
-    /// Nanoseconds from asking for a read to its first byte.
+    /// Nanoseconds from issuing a read to its first byte.
     pub read_ns: u64,
-    /// Bytes a second, either way.
+    /// Bytes a second, reading or writing.
     pub bytes_per_second: u64,
 }
 
@@ -49,30 +51,30 @@ impl Default for Cost {
     }
 }
 
-/// For [`Settings::pool`]: as much as they like, and nothing is written. That is how much they took.
+/// For [`Settings::pool`]: no maximum, and nothing is written. Shows how much the pools took.
 pub const NO_DISK: usize = usize::MAX;
 
-/// What to replay with.
+/// Parameters of a replay.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
-    /// Who decides.
+    /// The write-back policy.
     pub policy: Policy,
-    /// Bytes all pools together may take, or [`NO_DISK`].
+    /// Most bytes of all pools together, or [`NO_DISK`].
     pub pool: usize,
-    /// Down to how many percent of that they are shrunk.
+    /// The percentage of that down to which full pools are shrunk.
     pub accept_percent: usize,
-    /// The group's limit (bytes): what is not pool is taken for the program's.
+    /// The group's limit (bytes). What is not pool counts as the program's.
     pub limit: usize,
-    /// The disk.
+    /// The disk's cost.
     pub cost: Cost,
 }
 
-/// What came of it. Pages are of 4 KiB.
+/// The result of a replay. Pages are of 4 KiB.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
     /// Pages read from disk, readahead included.
     pub disk_swapins: u64,
-    /// Reads.
+    /// Reads from disk.
     pub reads: u64,
     /// Pages written back.
     pub written_back: u64,
@@ -84,25 +86,25 @@ pub struct Outcome {
     pub rotated: u64,
     /// Pages stored.
     pub stored: u64,
-    /// Faults that wanted something from the pool or from disk.
+    /// Faults that wanted a page from the pool or from disk.
     pub loads: u64,
-    /// Those of which the trace had not said where from (records were lost).
+    /// Of those: faults on pages of which the trace had said nothing (records were lost).
     pub unknown: u64,
-    /// Most bytes the pools took at once.
+    /// Most bytes that the pools took at once.
     pub pool_peak: u64,
     /// Time the program waited for the disk (nanoseconds).
     pub wait_ns: u64,
-    /// Time the disk wrote (nanoseconds).
+    /// Time the disk spent writing (nanoseconds).
     pub write_ns: u64,
     /// Records played.
     pub records: u64,
     /// Records lost when the trace was made.
     pub lost: u64,
-    /// Virtual time at the end: the trace's, and what was waited (nanoseconds).
+    /// Virtual time at the end: the trace's, plus the time waited (nanoseconds).
     pub end_ns: u64,
-    /// What the recorded run itself wrote back (pages, of which some may have been gone from their objects).
+    /// What the recorded run itself wrote back (pages; some may have left their objects before).
     pub recorded_written_back: u64,
-    /// What the recorded run itself read from disk (the same).
+    /// What the recorded run itself read from disk (likewise).
     pub recorded_swapins: u64,
 }
 
@@ -110,22 +112,22 @@ pub struct Outcome {
 pub struct Replay {
     settings: Settings,
     worlds: BTreeMap<u32, World>,
-    /// Members as they were when they forked, by the fork's number: the oldest first.
+    /// Members as they were when they forked, by number of the fork: the oldest first.
     forked: BTreeMap<u64, World>,
-    /// Pages and objects of those together.
+    /// Pages and objects of all of those.
     forked_size: usize,
-    /// By slot, the records of children whose parent's block is still to come: the first one is the [`Kind::Born`].
+    /// By slot: records of children whose parent's block has not come yet. The first record is the [`Kind::Born`].
     waiting: BTreeMap<u32, Vec<Record>>,
-    /// Slots that wait for a fork that was played.
+    /// Slots whose awaited fork has been played.
     awaited: Vec<u32>,
     pool_full: PoolFull,
-    /// What all members read back: they are one group.
+    /// Pages that all members read back, as they are one group.
     disk_reads: DiskReads,
     out: Outcome,
 }
 
 impl Replay {
-    /// Nothing played yet.
+    /// A replay that has played nothing yet.
     pub fn new(settings: Settings) -> Self {
         Self {
             settings,
@@ -144,7 +146,7 @@ impl Replay {
     pub fn block(&mut self, block: &Block<'_>) {
         self.out.lost = self.out.lost.saturating_add(block.head.lost);
         self.out.end_ns = self.out.end_ns.max(block.head.time_ns);
-        // (It is not known where in the block they are missing: before or behind it, most likely.)
+        // Records are missing somewhere in this block, or most likely before or behind it.
         if block.head.lost > 0 {
             self.forget_move(block.head.slot);
         }
@@ -155,7 +157,8 @@ impl Replay {
         self.play_awaited();
     }
 
-    /// Plays records of a slot, or has them wait. An owner that nobody waits for ends the wait of the one before.
+    /// Plays records of a slot, or queues them if they must wait. A new owner that waits for nobody ends the wait of
+    /// its predecessor.
     fn play(&mut self, slot: u32, records: impl Iterator<Item = Record>) {
         for r in records {
             let is_known = match r.kind {
@@ -179,7 +182,7 @@ impl Replay {
         }
     }
 
-    /// A child's block can come before the one in which its parent forks: it has waited for that.
+    /// Plays the records of children whose block came before the one in which their parent forks.
     fn play_awaited(&mut self) {
         while let Some(slot) = self.awaited.pop() {
             if let Some(records) = self.waiting.remove(&slot) {
@@ -188,13 +191,13 @@ impl Replay {
         }
     }
 
-    /// The records of a child's parent were lost: it starts with nothing.
+    /// Gives up waiting, as the records of the parent were lost: the child starts with nothing.
     fn give_up(&mut self, slot: u32) {
         let records = self.waiting.remove(&slot).unwrap_or_default();
         records.into_iter().for_each(|r| self.record(slot, r));
     }
 
-    /// Records of a slot were lost: where pages move from is half of nothing.
+    /// Records of a slot were lost: the first half of a move is worth nothing without the second.
     fn forget_move(&mut self, slot: u32) {
         if let Some(world) = self.worlds.get_mut(&slot) {
             world.move_from = None;
@@ -204,7 +207,7 @@ impl Replay {
         }
     }
 
-    /// Keeps a member as it is where it forks.
+    /// Keeps a copy of a member as it forks.
     fn keep_forked(&mut self, fork: u64, world: World) {
         self.take_forked(fork);
         self.forked_size += world.size();
@@ -263,7 +266,7 @@ impl Replay {
             Kind::Evict => self.evict(slot, n),
             Kind::Free | Kind::Drop => world.forget_range(vpn, n),
             Kind::MoveFrom => world.move_from = Some((vpn, n)),
-            // (They are noted together. Where there is another one between, the other half of each was lost.)
+            // The two halves are recorded together. With another half in between, the counterpart of each was lost.
             Kind::MoveTo => {
                 if let Some((from, _)) = moves_from.filter(|(_, pages)| *pages == n) {
                     world.moved(from, vpn, n);
@@ -322,7 +325,7 @@ impl Replay {
         }
     }
 
-    /// The pool-full path: every member gives in proportion to what it has.
+    /// The pool-full path: every member gives up a share in proportion to its pool.
     fn shrink(&mut self) {
         let held = self.in_pools();
         self.out.pool_peak = self.out.pool_peak.max(held as u64);

@@ -1,44 +1,49 @@
 //! The shrinker: which objects of the pool go to disk, and how many may.
 //!
-//! Objects stand in a list in the order they were stored. The policy that the others are compared with is the *second chance*: an object's
-//! reference bit is set when it enters the list; the shrinker that meets a set bit clears it and rotates the object to
-//! the tail, and one that meets a clear bit writes the object back. So objects age with memory pressure and with
-//! nothing else. Reads from disk say that too much was written: they are counted and *consumed* when it is asked how
-//! much is freeable, which is then scaled by how well the pool compresses (an object that compresses well is cheap to
-//! keep and dear to read back). The count is one for a group ([`DiskReads`]): a page that any member reads back says
-//! that the group's shrinkers took too much, and whichever member is asked next consumes it.
+//! Objects stand in a list in the order in which they were stored. The reference policy, with which the others are
+//! compared, is the *second chance*. An object enters the list with its reference bit set. When the shrinker meets a
+//! set bit, it clears the bit and rotates the object to the tail; when it meets a clear one, it writes the object back.
+//! So objects age with memory pressure and with nothing else. Reads from disk show that too much was written. They are
+//! counted, and *consumed* when the shrinker is asked how much is freeable. The result is then scaled by how well the
+//! pool compresses: an object that compresses well is cheap to keep and expensive to read back. The count is one for
+//! the whole group ([`DiskReads`]): a page that any member reads back shows that the group's shrinkers took too much,
+//! and the next member that is asked consumes it.
 //!
-//! Memory pressure meets objects in two ways. When the pool is full it is shrunk until it is not ([`PoolFull`]). And
-//! whatever reclaim takes from the program presses the pool too ([`Shrinker::press`]): of what is freeable twice the
-//! share that was taken of the resident set is met, the weight the kernel gives its shrinkers (`DEFAULT_SEEKS`). (Policies of our own
-//! waited for the pool to be full once, as a page on disk that would have fitted into memory is a read too many. Replayed
-//! traces bore that out; but what is in the pool is not in the program, and real programs then did nothing but fault:
-//! a build took minutes that takes seconds.)
+//! Memory pressure meets objects in two ways:
 //!
-//! *Balanced*, the default, is the second chance with a quarter of that weight. The kernel's says that what is taken from the pool costs as
-//! much to bring back as what is taken from the program, and makes the two come to about as much memory, whatever they are worth. Here a page
-//! of the pool is there in some 15 µs, and one on disk takes ten times as long. With a quarter about half as much of a build is read back; with
-//! less still nothing more is gained, as the pool-full path bounds it. Where nothing but the resident set is of use (a sort that is far
-//! below what it works on) it loses some percent. (Figures in MEASUREMENTS.md.)
+//! - When the pool is full, it is shrunk until it is not ([`PoolFull`]).
+//! - Whatever reclaim takes from the program presses the pool, too ([`Shrinker::press`]). The share of the freeable
+//!   objects that is met is twice the share of the resident set that was taken, the weight that the kernel gives its
+//!   shrinkers (`DEFAULT_SEEKS`). (Our own policies once waited for the pool to be full, since each page on disk that
+//!   would have fitted into memory costs a read. Replayed traces bore that out. But what is in the pool is not in the
+//!   program: real programs then did nothing but fault, and a build that takes seconds took minutes.)
 //!
-//! *S3-FIFO* is a policy of our own. A page that leaves the pool enters it again as a new object, so what has been of
-//! use cannot be told by the object; it is told by its block of 64 KiB, which is marked when one of its pages is read
-//! back. Objects enter a *young* list, which is met first while it is more than a tenth of all; one whose block is
-//! marked moves to the *main* list (and takes the mark away), any other goes to disk at its first turn. On the main
-//! list there is the second chance. So what is used once goes without pushing out what comes back. It wins where much is
-//! used once, and loses where all comes back in turn: then a tenth is too little for what is young.
+//! *Balanced*, the default, is the second chance with a quarter of that weight. The kernel's weight assumes that a page
+//! taken from the pool costs as much to bring back as one taken from the program, and so makes the two about equally
+//! large in memory, whatever they are worth. Here a page comes from the pool in some 15 µs, and from disk in ten times
+//! that. With a quarter, a build reads back about half as much; still less gains nothing more, as the pool-full path
+//! bounds it. Where only the resident set is of use (a sort far below the memory it works on), Balanced loses some
+//! percent. (Figures in MEASUREMENTS.md.)
 //!
-//! *Reuse* is the careful form of it, also our own: one list and the second chance, and for an object whose block is
-//! marked a third.
+//! *S3-FIFO* is a policy of our own. A page that leaves the pool enters it again as a new object, so the object cannot
+//! tell whether it was of use. Its block of 64 KiB tells: the block is marked when one of its pages is read back.
+//! Objects enter a *young* list, which is met first while it is more than a tenth of all objects. An object whose block
+//! is marked moves to the *main* list and clears the mark; any other goes to disk at its first turn. The main list has
+//! the second chance. So objects used once pass through without pushing out those that come back. It wins where much is
+//! used once, and loses where everything comes back in turn, as a tenth is then too little for the young.
 //!
-//! Two other policies are kept for comparison: the kernel's older one, which protects a number of objects that grows
-//! with each store and load and is halved whenever it exceeds a quarter of the list, and plain first-in first-out.
+//! *Reuse*, also our own, is its cautious form: one list with the second chance, and a third chance for an object whose
+//! block is marked.
 //!
-//! The reference bits live in the objects' headers, where whoever owns the pool sets and clears them; zero pages have no
-//! object and so are in none of these counts.
+//! Two more policies are kept for comparison. One is the kernel's older heuristic: it protects a number of objects that
+//! grows with each store and load, and is halved whenever it exceeds a quarter of the list. The other is plain first-in
+//! first-out.
 //!
-//! Invariant: entries are hints, as in `lru`: one whose page no longer refers to its object is stale and skipped. They
-//! are pruned when they could be more than half of the list. Owner: the pager's lock.
+//! The owner of the pool sets and clears the reference bits, which are in the objects' headers. Zero pages have no
+//! object, so none of these counts includes them.
+//!
+//! Invariant: entries are hints, as in `lru`. An entry whose page no longer refers to its object is stale and skipped.
+//! Entries are pruned when more than half of the list could be stale. Owner: the pager's lock.
 
 mod policy;
 
@@ -47,12 +52,13 @@ pub use policy::Policy;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::collections::VecDeque;
 
-/// Parts of a page that is to be met: what is due for a few pages taken from the program may be less than one.
+/// Parts of a page in which [`Shrinker::due`] is accumulated: a few pages taken from the program may be worth less than
+/// one page of the pool.
 const PART: u64 = 256;
-/// Entries from which on stale ones are worth looking for.
+/// Smallest list that is worth searching for stale entries.
 const LEAST_PRUNE: usize = 4096;
 
-/// What to do with the object met.
+/// What to do with the object that was met.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// Clear its reference bit and put it at the tail.
@@ -61,7 +67,7 @@ pub enum Verdict {
     WriteBack,
 }
 
-/// An entry: the object, and the first of its pages.
+/// An entry of the list: an object, and its first page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// First page of the object's range.
@@ -80,33 +86,33 @@ fn unpack(p: Packed) -> Entry {
     Entry { vpn: u64::from(p[0]) | u64::from(p[1]) << 32, handle: p[2] }
 }
 
-/// Pages read back from disk that no shrinker has weighed yet (4 KiB pages): the count of a group, which its members share.
+/// Pages (4 KiB) read back from disk that no shrinker has weighed yet. The members of a group share one count.
 ///
-/// A plain counter. A member that is killed between reading pages and counting them, or between consuming and shrinking
-/// less for it, leaves a count that is a little off, which says only that a few objects age sooner or later.
+/// It is a plain counter. A member that is killed between reading pages and counting them, or between consuming reads
+/// and shrinking less for them, leaves the count slightly off; then a few objects age sooner or later.
 #[repr(transparent)]
 #[derive(Debug, Default)]
 pub struct DiskReads(AtomicU64);
 
 impl DiskReads {
-    /// None.
+    /// A count of zero.
     pub const fn new() -> Self {
         Self(AtomicU64::new(0))
     }
 
-    /// `pages` were read from disk, readahead included.
+    /// Counts `pages` read from disk, readahead included.
     pub fn add(&self, pages: usize) {
         self.0.fetch_add(pages as u64, Relaxed);
     }
 
-    /// What was not weighed yet (pages).
+    /// Pages not weighed yet.
     pub fn get(&self) -> u64 {
         self.0.load(Relaxed)
     }
 
-    /// What of a list of `lru` pages is left when the reads are taken off it, which consumes them.
+    /// Subtracts the reads from a list of `lru` pages, which consumes them; returns what is left of the list.
     fn consume(&self, lru: usize) -> usize {
-        // (Nearly always there are none: then nothing is written to memory that others look at.)
+        // Nearly always there are none; then this writes nothing to memory that other members read.
         let mut swapins = self.get();
         while swapins > 0 {
             let remain = swapins.saturating_sub(lru as u64);
@@ -119,19 +125,19 @@ impl DiskReads {
     }
 }
 
-/// The list and what the policies count.
+/// The list, and the counts of the policies.
 #[derive(Clone)]
 pub struct Shrinker {
     policy: Policy,
     queue: VecDeque<Packed>,
-    /// S3-FIFO's main list; the others have one list.
+    /// S3-FIFO's main list. The other policies have one list.
     main: VecDeque<Packed>,
-    /// Whether the entry last taken was on it.
+    /// Whether the entry taken last was on the main list.
     from_main: bool,
-    /// Pages to be met for what reclaim has taken from the program, in parts of one ([`PART`]).
+    /// Pages to be met for what reclaim took from the program, in 1/[`PART`] of a page.
     due: u64,
     prune_at: usize,
-    /// Objects the old policy protects.
+    /// Objects that the old policy protects.
     protected: usize,
 }
 
@@ -154,7 +160,7 @@ impl Shrinker {
         self.policy
     }
 
-    /// An object was stored, its reference bit set.
+    /// Enters an object that was stored; its reference bit is set.
     pub fn stored(&mut self, e: Entry) {
         self.queue.push_back(pack(e));
         self.protected += 1;
@@ -163,7 +169,7 @@ impl Shrinker {
         }
     }
 
-    /// An object was read from the pool, or from disk.
+    /// Notes that an object was read, from the pool or from disk.
     pub fn loaded(&mut self) {
         self.protected = (self.protected + 1).min(self.queue.len());
     }
@@ -173,15 +179,15 @@ impl Shrinker {
     pub fn freeable(&self, stored: usize, pool: usize, reads: &DiskReads) -> usize {
         let lru = match self.policy {
             Policy::Balanced | Policy::SecondChance | Policy::S3Fifo | Policy::Reuse => reads.consume(stored),
-            // (As large a part of the pages as of the objects, which may have several each.)
+            // The same part of the pages as of the objects, since an object may have several pages.
             Policy::Decaying => stored - stored * self.protected / self.queue.len().max(1),
             Policy::Fifo => stored,
         };
         if stored == 0 { 0 } else { (lru as u128 * pool.min(stored) as u128 / stored as u128) as usize }
     }
 
-    /// Reclaim has taken `evicted` pages from the program, in which `resident` remain: as large a part of the pool is to
-    /// be met, times two, or half of it ([`Policy::Balanced`]). `stored` pages take `pool` pages of memory.
+    /// Notes that reclaim took `evicted` pages from the program and left `resident`. Twice that share of the pool is to
+    /// be met, or half of it ([`Policy::Balanced`]). `stored` pages take `pool` pages of memory.
     pub fn press(&mut self, evicted: usize, resident: usize, stored: usize, pool: usize, reads: &DiskReads) {
         let freeable = self.freeable(stored, pool, reads);
         let share = u128::from(PART / 8 * self.policy.weight()) * freeable as u128 * evicted as u128;
@@ -189,24 +195,24 @@ impl Shrinker {
         self.due = (self.due + share as u64).min(PART * freeable as u64);
     }
 
-    /// So many pages, at least, are to be met: there is nothing left to take from the program.
+    /// At least `pages` are to be met, as nothing is left to take from the program.
     pub fn owe(&mut self, pages: usize) {
         self.due = self.due.max(PART * pages as u64);
     }
 
-    /// Pages that are to be met because of [`Shrinker::press`] and [`Shrinker::owe`].
+    /// Pages to be met because of [`Shrinker::press`] and [`Shrinker::owe`].
     pub fn due(&self) -> usize {
         (self.due / PART) as usize
     }
 
-    /// An object of `pages` pages was met.
+    /// Notes that an object of `pages` pages was met.
     pub fn met(&mut self, pages: usize) {
         self.due = self.due.saturating_sub(PART * pages as u64);
     }
 
-    /// What is to be done with the object just taken, whose reference bit is `referenced`, and of whose block a page was
-    /// read back since it was last written back if `reused`. (Whoever rotates it
-    /// clears the reference bit, or if that is clear the mark of the block.)
+    /// What to do with the object just taken. `referenced` is its reference bit; `reused` says whether a page of its
+    /// block was read back since the block was last written back. A caller that rotates the object clears the reference
+    /// bit or, if that is clear, the mark of the block.
     pub fn verdict(&self, referenced: bool, reused: bool) -> Verdict {
         let chance = match self.policy {
             Policy::Balanced | Policy::SecondChance => referenced,
@@ -218,14 +224,14 @@ impl Shrinker {
         if chance { Verdict::Rotate } else { Verdict::WriteBack }
     }
 
-    /// Takes the next entry to be met.
+    /// Takes the next entry to meet.
     pub fn pop(&mut self) -> Option<Entry> {
         self.from_main = !self.main.is_empty() && self.queue.len() * 10 <= self.len();
         let list = if self.from_main { &mut self.main } else { &mut self.queue };
         list.pop_front().map(unpack)
     }
 
-    /// Gives back the entry just taken: it is the next to be met.
+    /// Returns the entry just taken: it is the next to be met again.
     pub fn put_back(&mut self, e: Entry) {
         let list = if self.from_main { &mut self.main } else { &mut self.queue };
         list.push_front(pack(e));
@@ -247,12 +253,12 @@ impl Shrinker {
         self.len() == 0
     }
 
-    /// Whether so many entries have come since the last [`Shrinker::prune`] that half may be stale.
+    /// Whether so many entries were added since the last [`Shrinker::prune`] that half may be stale.
     pub fn wants_prune(&self) -> bool {
         self.len() >= self.prune_at
     }
 
-    /// Drops the entries `keep` refuses, which is asked from the newest to the oldest.
+    /// Drops the entries that `keep` refuses. `keep` sees them from the newest to the oldest.
     pub fn prune(&mut self, mut keep: impl FnMut(Entry) -> bool) {
         for list in [&mut self.queue, &mut self.main] {
             let mut kept = list.len();
@@ -273,31 +279,32 @@ impl Shrinker {
         self.queue.iter().chain(&self.main).map(|p| unpack(*p))
     }
 
-    /// Bytes of the list.
+    /// Bytes that the lists take.
     pub fn metadata_bytes(&self) -> usize {
         (self.queue.capacity() + self.main.capacity()) * size_of::<Packed>()
     }
 }
 
-/// The pool-full path: from the moment the pool exceeds its most until it is down to where stores are accepted again.
-/// Between the two it goes on with what it was doing, so that write-back comes in long stretches.
+/// The state of the pool-full path. The pool is full from the moment it exceeds its maximum until it has shrunk to the
+/// size at which it accepts stores again. In between it continues what it was doing, so write-back comes in long
+/// stretches.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PoolFull {
     full: bool,
 }
 
 impl PoolFull {
-    /// As it was left, `full` or not, where that is kept elsewhere.
+    /// The state `full`, as the caller stored it elsewhere.
     pub fn new(full: bool) -> Self {
         Self { full }
     }
 
-    /// Whether it is between the two, on the way down.
+    /// Whether the pool is being shrunk.
     pub fn is_full(&self) -> bool {
         self.full
     }
 
-    /// Bytes to write back, where the pools take `held` bytes, may take `most`, and are to go down to `accept`.
+    /// Bytes to write back, where the pools hold `held` bytes, may hold `most`, and shrink down to `accept`.
     pub fn excess(&mut self, held: usize, most: usize, accept: usize) -> usize {
         self.full = if self.full { held > accept } else { held > most };
         if self.full { held.saturating_sub(accept) } else { 0 }
@@ -314,7 +321,7 @@ mod tests {
         s
     }
 
-    /// C1: who is met with a clear bit is written back, who has a set one is not.
+    /// C1: an object with a clear bit is written back, one with a set bit is not.
     #[test]
     fn verdicts() {
         use Policy::*;
@@ -340,13 +347,13 @@ mod tests {
     #[test]
     fn s3_fifo_meets_the_main_list_when_young_is_a_tenth() {
         let mut s = filled(Policy::S3Fifo, 20);
-        // All young: met in order; what was reused goes to main, where it has the second chance.
+        // All are young, so they are met in order; reused ones go to main, where they have the second chance.
         for i in 0..18 {
             let e = s.pop().unwrap();
             assert_eq!((e.handle, s.verdict(true, true)), (i, Verdict::Rotate));
             s.rotate(e);
         }
-        // 2 of 20 are young: now main's oldest is met, and put back it is the next again.
+        // 2 of 20 are young: now the oldest of main is met, and after `put_back` it is the next again.
         let e = s.pop().unwrap();
         assert_eq!(e.handle, 0);
         assert_eq!((s.verdict(true, false), s.verdict(false, false)), (Verdict::Rotate, Verdict::WriteBack));
@@ -385,11 +392,11 @@ mod tests {
         assert_eq!(s.due(), 0);
         s.press(100, 1000, 1000, 1000, &reads);
         assert_eq!(s.due(), 200);
-        // What is less than a page is not forgotten.
+        // Fractions of a page are not lost.
         let mut s = filled(Policy::Balanced, 10);
         (0..100).for_each(|_| s.press(1, 1000, 1000, 500, &reads));
         assert_eq!(s.due(), 25);
-        // What is owed is not added up.
+        // Debts do not add up.
         (0..2).for_each(|_| s.owe(20));
         assert_eq!(s.due(), 25);
         (0..2).for_each(|_| s.owe(30));
@@ -409,7 +416,8 @@ mod tests {
         assert!(s.pop().is_none());
     }
 
-    /// C2: what is freeable is less the reads from disk, which are consumed, and in proportion to how badly the pool compresses.
+    /// C2: the freeable pages are reduced by the reads from disk, which are consumed, and scaled by how badly the pool
+    /// compresses.
     #[test]
     fn disk_reads_are_consumed_once() {
         // (disk reads, stored, pool pages) -> freeable, then what is left of the reads
@@ -421,7 +429,7 @@ mod tests {
             (1000, 1000, 500, 0, 0),
             (2500, 1000, 500, 0, 1500),
             (7, 0, 0, 0, 7),
-            (0, 100, 130, 100, 0), // headers make it larger than what it holds: never more than there is
+            (0, 100, 130, 100, 0), // headers make the pool larger than what it holds: never more than what is stored
         ] {
             let (s, count) = (filled(Policy::SecondChance, 10), DiskReads::new());
             count.add(reads);
@@ -430,7 +438,8 @@ mod tests {
         }
     }
 
-    /// What one member reads back holds the shrinker of another back, and is consumed once, by whoever is asked.
+    /// What one member reads back holds back another's shrinker. The reads are consumed once, by any member that is
+    /// asked.
     #[test]
     fn disk_reads_of_a_group_are_consumed_by_any_member() {
         let (a, b, reads) = (filled(Policy::SecondChance, 10), filled(Policy::SecondChance, 10), DiskReads::new());
@@ -442,7 +451,7 @@ mod tests {
         assert_eq!((reads.get(), b.freeable(1000, 1000, &reads)), (0, 1000));
     }
 
-    /// Whoever counts and consumes at once: no read is consumed twice, none is forgotten.
+    /// However counting and consuming interleave: no read is consumed twice, none is forgotten.
     #[test]
     fn nothing_is_consumed_twice_by_two() {
         let reads = DiskReads::new();
@@ -471,8 +480,8 @@ mod tests {
         assert_eq!((s.freeable(1000, 1000, &reads), reads.get()), (before, 900));
     }
 
-    /// The story: objects were taken for pages, so that of blocks of four a quarter of what is to be was protected, and the policies that
-    /// are compared with this one looked the better for it.
+    /// The story: the policy counted objects as if they were pages. With blocks of four it protected a quarter of what
+    /// it should, and the policies compared with it looked the better for it.
     #[test]
     fn old_policy_protects_as_large_a_part_of_large_objects() {
         let s = filled(Policy::Decaying, 1000);
@@ -482,13 +491,14 @@ mod tests {
         assert_eq!(protects(&Shrinker::new(Policy::Decaying), 4000), 0);
     }
 
-    /// The old heuristic to the number: each store and load protects one more, up to a quarter of the list, beyond which a store halves it.
+    /// The old heuristic exactly: each store and load protects one more, up to a quarter of the list; beyond that a
+    /// store halves it.
     #[test]
     fn old_policy_protects_as_many_as_the_kernel_did() {
         let (mut s, reads) = (Shrinker::new(Policy::Decaying), DiskReads::new());
         let (mut protected, mut listed) = (0usize, 0);
         for step in 0..5000u32 {
-            // (Many stores, then many loads, and so on.)
+            // Many stores, then many loads, and so on.
             if step % 700 < 500 {
                 s.stored(Entry { vpn: 5, handle: step });
                 listed += 1;
@@ -502,7 +512,7 @@ mod tests {
         }
     }
 
-    /// C4: between the most and where stores are accepted again it goes on with what it was doing.
+    /// C4: between the maximum and the size at which stores are accepted again, it continues what it was doing.
     #[test]
     fn full_until_accepted_again() {
         let mut pool = PoolFull::default();
@@ -511,12 +521,12 @@ mod tests {
         {
             assert_eq!(pool.excess(held, 100, 90), want, "{held}");
         }
-        // And where that is kept elsewhere, it goes on as it was left.
+        // The same where the state is stored elsewhere.
         for (full, want) in [(false, 0), (true, 5)] {
             let mut pool = PoolFull::new(full);
             assert_eq!((pool.is_full(), pool.excess(95, 100, 90), pool.is_full()), (full, want, full));
         }
-        // A threshold above the most (both changed at run time) asks for nothing rather than for less than nothing.
+        // A threshold above the maximum (both changed at run time) asks for nothing, not for a negative number.
         assert_eq!(PoolFull::default().excess(110, 100, 120), 0);
     }
 
@@ -531,13 +541,13 @@ mod tests {
         assert_eq!(s.pop().unwrap().handle, 8);
     }
 
-    /// A list is looked through again only when as many have come as stayed; and what it had when it was long it does not keep, as that
-    /// counts against the limit (A7).
+    /// A list is searched again only when it has doubled. It gives up the memory that it had when it was long, since
+    /// that counts against the limit (A7).
     #[test]
     fn a_list_is_pruned_again_when_it_has_doubled() {
         for policy in [Policy::SecondChance, Policy::S3Fifo] {
             let mut s = filled(policy, 4 * LEAST_PRUNE);
-            // (Half of them are on the main list, where there is one.)
+            // Half of them are on the main list, if there is one.
             (0..2 * LEAST_PRUNE).for_each(|_| {
                 let e = s.pop().unwrap();
                 s.rotate(e);
@@ -546,7 +556,7 @@ mod tests {
             assert!(s.metadata_bytes() >= bytes(s.len()));
             s.prune(|e| e.handle % 2 == 0);
             assert_eq!((s.policy(), s.len()), (policy, 2 * LEAST_PRUNE));
-            // (Room for as many as come until it is asked again, in each list.)
+            // Each list has room for what comes until the next search.
             assert!(s.metadata_bytes() <= bytes(4 * LEAST_PRUNE), "{policy:?}: {} bytes", s.metadata_bytes());
             while !s.wants_prune() {
                 s.stored(Entry { vpn: 5, handle: 0 });
@@ -559,8 +569,8 @@ mod tests {
         }
     }
 
-    /// An object that is stored again at its old place once made all its earlier entries valid, and the list grew by one
-    /// for each store: 26 MiB under a limit of 16.
+    /// Storing an object again at its old place once made all its earlier entries valid, and the list grew by one for
+    /// each store: 26 MiB under a limit of 16.
     #[test]
     fn of_entries_that_are_the_same_the_newest_stays() {
         let mut s = filled(Policy::SecondChance, 3);

@@ -1,21 +1,21 @@
 //! Sizes as people write them: `512M`, `1.5GiB`, `50%`.
 
-/// A size as given.
+/// A size as the user gave it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Size {
-    /// So many bytes.
+    /// A number of bytes.
     Bytes(u64),
-    /// Percent of what there is, above 0 and at most 100.
+    /// A percentage of the total, above 0 and at most 100.
     Percent(f64),
 }
 
 impl Size {
-    /// Parses a size. `K M G T` and `KiB MiB GiB TiB` are powers of 1024, `kB MB GB TB` powers of 1000; case does
-    /// not matter, a bare number is bytes.
+    /// Parses a size. `K M G T` and `KiB MiB GiB TiB` are powers of 1024, `kB MB GB TB` powers of 1000. Case does not
+    /// matter, and a bare number is bytes.
     ///
     /// # Errors
-    /// A sentence without a full stop that names the text and says what is wrong with it: no number, no such unit, a share that is
-    /// not above 0 and at most 100 %, or 2^62 bytes or more.
+    /// A sentence without a full stop that quotes the text and says what is wrong with it: no number, an unknown unit,
+    /// a percentage not above 0 and at most 100, or 2^62 bytes or more.
     pub fn parse(text: &str) -> Result<Size, String> {
         let text = text.trim();
         let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
@@ -52,7 +52,7 @@ impl Size {
         Ok(Size::Bytes(bytes as u64))
     }
 
-    /// The size in bytes, where there are `total`; whole pages of 4 KiB.
+    /// The size in bytes, for a total of `total` bytes, rounded down to whole pages of 4 KiB.
     #[must_use]
     pub fn resolve(self, total: u64) -> u64 {
         let bytes = match self {
@@ -63,7 +63,7 @@ impl Size {
     }
 }
 
-/// A number of bytes for people: `498.2 MiB`.
+/// A number of bytes in readable form: `498.2 MiB`.
 #[must_use]
 pub fn human(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["bytes", "KiB", "MiB", "GiB", "TiB"];

@@ -1,51 +1,53 @@
-//! The swap file: where on disk an object lies, and what one write covers.
+//! The swap file: decides where on disk each object lies, and what one write covers.
 //!
-//! A pure planner: it makes no OS calls and never sees a byte of data. The file is divided into *clusters*, which
-//! processes of a group own one at a time (who owns which is the business of the layer above: clusters are added here
-//! and handed back). Inside a cluster objects lie packed, several to a page, in *runs*: each run is written with one
-//! system call, starts and ends on a block of 4 KiB, and shares no block with another run.
+//! It is a pure planner: it makes no OS calls and never sees a byte of data. The file is divided into *clusters*. Each
+//! belongs to one process of the group at a time; the layer above decides which, adds clusters here and takes them
+//! back. Inside a cluster objects are packed, several to a page, in *runs*. A run is written with one system call,
+//! starts and ends on a block of 4 KiB, and shares no block with another run.
 //!
 //! ```text
 //! file     | cluster 0 | cluster 1 | ...                     each 256 KiB to 4 MiB, a power of two
 //! cluster  | run: object object obj│pad | hole | run ...     objects in grains of 64 bytes, runs in blocks of 4 KiB
 //! ```
-//! A write goes on behind the last one in its cluster, then to a new cluster, and only when there is none to a hole: the
-//! largest of a cluster that nobody else reads (after fork a child may still need what its parent has freed: the caller
-//! says which clusters are its alone). Where no hole is large enough for a write worth while, to the largest of all.
+//! A write goes behind the last one in its cluster, else to a new cluster, and to a hole only if there is no new
+//! cluster. The hole is the largest one of a cluster that nobody else reads; after a fork a child may still need what
+//! its parent has freed, so the caller says which clusters are its own alone. If no hole is large enough for a
+//! worthwhile write, the largest of all is taken.
 //!
 //! Invariants:
-//! - A page that is in memory too and *keeps* its place refers to the object as one that is on disk only does.
-//! - Objects of a cluster are disjoint and sorted; none crosses the cluster's end. An object has at least one live page.
-//! - A run covers no block in which an object lies that was there before it.
+//! - A page that is in memory as well and *keeps* its place refers to the object just as one that is on disk only.
+//! - Objects of a cluster are disjoint and sorted, and none crosses the cluster's end. An object has at least one live
+//!   page.
+//! - A run covers no block in which an older object lies.
 //! - `used` is the sum of the lengths of all objects, in grains.
 //!
 //! Ownership: one owner, `&mut self` (the pager's lock).
 
 use std::collections::BTreeMap;
 
-/// Granularity of places. 64 lets a `u32` address 256 GiB and wastes 32 bytes of an object on average.
+/// Granularity of places. With 64 a `u32` addresses 256 GiB, and an object wastes 32 bytes on average.
 pub const GRAIN: usize = 64;
-/// What runs are aligned to: what a disk and the page cache read and write whole.
+/// Alignment of runs: the unit that a disk and the page cache read and write.
 pub const BLOCK: usize = 4096;
-/// Least bytes of a cluster: a large enough write to be sequential.
+/// Smallest cluster, in bytes: large enough for a write to count as sequential.
 pub const LEAST_CLUSTER: usize = 256 << 10;
-/// Most clusters of a file: what a group keeps books of.
+/// Most clusters of a file: the group's tables have room for no more.
 pub const MOST_CLUSTERS: usize = 65_536;
 /// Largest file.
 pub const MOST_BYTES: u64 = (GRAIN as u64) << 32;
 const GRAINS_PER_BLOCK: usize = BLOCK / GRAIN;
 
-/// How a file of a size is divided.
+/// How a file of a given size is divided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
     /// Bytes of a cluster, as a power of two.
     pub cluster_shift: u32,
-    /// Clusters; the rest of the size is not used.
+    /// Number of clusters. What is left of the file's size is not used.
     pub clusters: u32,
 }
 
 impl Geometry {
-    /// The division of a file of at most `bytes`; None when it is smaller than one cluster or above [`MOST_BYTES`].
+    /// The division of a file of at most `bytes`; `None` if that is less than one cluster or more than [`MOST_BYTES`].
     pub fn of(bytes: u64) -> Option<Self> {
         if bytes > MOST_BYTES {
             return None;
@@ -59,10 +61,10 @@ impl Geometry {
     }
 }
 
-/// An object's place, as a page-table entry keeps it: grains from the start of the file.
+/// The place of an object, as a page-table entry holds it: grains from the start of the file.
 pub type Place = u32;
 
-/// The byte at which a place starts.
+/// The byte offset of a place.
 pub fn offset(place: Place) -> u64 {
     u64::from(place) * GRAIN as u64
 }
@@ -72,13 +74,13 @@ pub fn offset(place: Place) -> u64 {
 struct Slot {
     /// First grain, from the cluster's start.
     at: u16,
-    /// Grains.
+    /// Length in grains.
     len: u16,
-    /// Pages that still refer to it.
+    /// Pages that still refer to it, a bit each.
     live: u16,
-    /// Those of them that are in memory too.
+    /// Those of them that are in memory as well, a bit each.
     kept: u16,
-    /// What the caller knows its contents by.
+    /// The caller's checksum of its contents.
     check: u32,
 }
 
@@ -99,24 +101,24 @@ struct Cluster {
     used: usize,
 }
 
-/// What is known of an object on disk.
+/// What the books say of an object on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Object {
     /// Bytes to read: its length rounded up to grains.
     pub len: usize,
-    /// Pages that still refer to it.
+    /// Pages that still refer to it, a bit each.
     pub live: u16,
-    /// Those of them that are in memory too: it was read back, and its place is kept.
+    /// Those of them that are in memory as well, a bit each: they were read back and keep their places.
     pub kept: u16,
-    /// What its contents are known by.
+    /// The caller's checksum of its contents.
     pub check: u32,
 }
 
-/// A contiguous range of the file that is being filled, to be written at once.
+/// A contiguous range of the file that is being filled, to be written with one call.
 #[derive(Clone, Copy, Debug)]
 pub struct Run {
     cluster: u32,
-    /// Grains from the cluster's start: where it starts, where the next object goes, where it must end.
+    /// In grains from the cluster's start: where it starts, where the next object goes, and where it must end.
     start: usize,
     next: usize,
     end: usize,
@@ -128,44 +130,44 @@ pub struct SwapFile {
     clusters: BTreeMap<u32, Cluster>,
     /// The cluster last written to.
     current: Option<u32>,
-    /// Grains of all objects.
+    /// Grains that all objects take.
     used: usize,
-    /// Slots that all clusters have room for.
+    /// Slots for which the clusters have room allocated.
     room: usize,
 }
 
 impl SwapFile {
-    /// No clusters yet.
+    /// The books without any cluster.
     pub fn new(geometry: Geometry) -> Self {
         let grains = (1usize << geometry.cluster_shift) / GRAIN;
         Self { grains, clusters: BTreeMap::new(), current: None, used: 0, room: 0 }
     }
 
-    /// Bytes that a run can have at most: a cluster.
+    /// The longest possible run, in bytes: a cluster.
     pub fn cluster_bytes(&self) -> usize {
         self.grains * GRAIN
     }
 
-    /// Bytes of objects.
+    /// Bytes that all objects take.
     pub fn used_bytes(&self) -> usize {
         self.used * GRAIN
     }
 
-    /// The clusters that objects lie in, or that were added and not used yet.
+    /// The clusters known here: those with objects, and those added but not used yet.
     pub fn clusters(&self) -> impl Iterator<Item = u32> + '_ {
         self.clusters.keys().copied()
     }
 
-    /// Takes over an empty cluster: the next run is in it.
+    /// Takes over an empty cluster. The next run goes there.
     ///
     /// # Panics
-    /// When it is known already.
+    /// When the cluster is known already.
     pub fn add_cluster(&mut self, cluster: u32) {
         assert!(self.clusters.insert(cluster, Cluster::default()).is_none(), "cluster {cluster} was added twice");
         self.current = Some(cluster);
     }
 
-    /// Gives up a cluster if nothing is in it.
+    /// Gives up a cluster if it is empty; returns whether it did.
     pub fn drop_if_empty(&mut self, cluster: u32) -> bool {
         if !self.clusters.get(&cluster).is_some_and(|c| c.slots.is_empty()) {
             return false;
@@ -177,12 +179,12 @@ impl SwapFile {
         true
     }
 
-    /// A run behind the last one in its cluster, of `least` to `most` bytes.
+    /// A run of `least` to `most` bytes behind the last run of the current cluster.
     pub fn run_behind_last(&self, least: usize, most: usize, may_write: impl Fn(u32) -> bool) -> Option<Run> {
         self.run_at_end(self.current?, least, most, may_write)
     }
 
-    /// The same in a cluster that is known here.
+    /// The same in a given cluster.
     pub fn run_at_end(&self, cluster: u32, least: usize, most: usize, may_write: impl Fn(u32) -> bool) -> Option<Run> {
         let last = self.clusters.get(&cluster)?.slots.last().map_or(0, Slot::end);
         let start = last.next_multiple_of(GRAINS_PER_BLOCK);
@@ -190,7 +192,8 @@ impl SwapFile {
         (run.bytes() >= least && may_write(cluster)).then_some(run)
     }
 
-    /// A run in the largest hole of the emptiest cluster that has one of `least` bytes; at most `most` bytes.
+    /// A run of at most `most` bytes in a hole of at least `least`: the largest hole of the emptiest cluster that has
+    /// one.
     pub fn run_in_hole(&self, least: usize, most: usize, may_write: impl Fn(u32) -> bool) -> Option<Run> {
         let mut best: Option<(usize, Run)> = None;
         for (&index, cluster) in &self.clusters {
@@ -208,13 +211,13 @@ impl SwapFile {
         best.map(|(_, run)| run)
     }
 
-    /// A run in the largest hole there is, a block at least; at most `most` bytes.
+    /// A run of at most `most` bytes in the largest hole there is, which is at least a block.
     pub fn run_in_largest_hole(&self, most: usize, may_write: impl Fn(u32) -> bool) -> Option<Run> {
         let writable = self.clusters.iter().filter(|(index, _)| may_write(**index));
         writable.filter_map(|(index, cluster)| self.largest_hole(*index, cluster, most)).max_by_key(Run::bytes)
     }
 
-    /// A run in the first of the largest holes of a cluster, if one has a block.
+    /// A run in the largest hole of a cluster (the first of equals), if that has room for a block.
     fn largest_hole(&self, index: u32, cluster: &Cluster, most: usize) -> Option<Run> {
         let (mut at, mut largest) = (0, None);
         let ends = cluster.slots.iter().map(|s| (s.at as usize, s.end())).chain([(self.grains, self.grains)]);
@@ -232,7 +235,8 @@ impl SwapFile {
         largest
     }
 
-    /// Places an object of `len` bytes, `live` of whose pages refer to it, next in a run; None when it does not fit.
+    /// Puts an object of `len` bytes next in a run; `live` are the pages that refer to it, a bit each. `None` when it
+    /// does not fit.
     ///
     /// # Panics
     /// When `live` is empty.
@@ -255,12 +259,12 @@ impl SwapFile {
         Some(place)
     }
 
-    /// Where the next object of a run will lie.
+    /// The place that the next object of a run will get.
     pub fn next_place(&self, run: &Run) -> Place {
         (run.cluster as usize * self.grains + run.next) as Place
     }
 
-    /// The bytes of the file that a run as filled so far covers: where they start and how many.
+    /// What a run covers as filled so far: offset in the file, and length in bytes.
     pub fn extent(&self, run: &Run) -> (u64, usize) {
         let first = run.cluster as u64 * self.grains as u64 + run.start as u64;
         (first * GRAIN as u64, (run.next - run.start).next_multiple_of(GRAINS_PER_BLOCK) * GRAIN)
@@ -278,7 +282,7 @@ impl SwapFile {
         Some(self.clusters[&cluster].slots[i].object())
     }
 
-    /// The objects that lie wholly in `len` bytes from `at` on.
+    /// The objects that lie entirely in the `len` bytes from `at` on.
     pub fn objects_within(&self, at: u64, len: usize) -> impl Iterator<Item = (Place, Object)> + '_ {
         let grain = |byte: u64| (byte / GRAIN as u64) as usize;
         let (from, to) = (grain(at + GRAIN as u64 - 1), grain(at + len as u64));
@@ -291,7 +295,7 @@ impl SwapFile {
         })
     }
 
-    /// The first object from a byte on of those that `is_one`.
+    /// The first object at or after byte `at` for which `is_one` holds.
     pub fn next_object(&self, at: u64, is_one: impl Fn(&Object) -> bool) -> Option<(Place, Object)> {
         let grain = at.div_ceil(GRAIN as u64) as usize;
         self.clusters.range((grain / self.grains) as u32..).find_map(|(&index, cluster)| {
@@ -302,7 +306,7 @@ impl SwapFile {
         })
     }
 
-    /// The last object that begins before a byte of those that `is_one`.
+    /// The last object that begins before byte `before` and for which `is_one` holds.
     pub fn previous_object(&self, before: u64, is_one: impl Fn(&Object) -> bool) -> Option<(Place, Object)> {
         let grain = before.div_ceil(GRAIN as u64) as usize;
         self.clusters.range(..=(grain / self.grains) as u32).rev().find_map(|(&index, cluster)| {
@@ -313,7 +317,7 @@ impl SwapFile {
         })
     }
 
-    /// Pages of an object are in memory too, and keep their places.
+    /// Notes that these pages of an object are in memory as well, and keep their places.
     ///
     /// # Panics
     /// When there is no such object, or one of the pages did not refer to it.
@@ -323,7 +327,7 @@ impl SwapFile {
         slot.kept |= pages;
     }
 
-    /// Pages of an object that kept their places are on disk only.
+    /// Notes that these pages of an object, which kept their places, are on disk only again.
     ///
     /// # Panics
     /// When there is no such object, or one of the pages did not keep its place.
@@ -338,8 +342,8 @@ impl SwapFile {
         &mut self.clusters.get_mut(&cluster).expect("it was found there").slots[i]
     }
 
-    /// Ends the references of the pages in `pages` (a bit for each) to the object at a place; the object goes with the
-    /// last. Returns the cluster when that was its last object: it is no longer known here.
+    /// Ends the references of `pages` (a bit each) to the object at a place. The object goes with its last reference.
+    /// If it was the last of its cluster, the cluster is no longer known here, and is returned.
     ///
     /// # Panics
     /// When there is no such object, or one of the pages did not refer to it.
@@ -359,7 +363,7 @@ impl SwapFile {
         self.drop_if_empty(index).then_some(index)
     }
 
-    /// Bytes of the books. (Asked for at every fault: nothing is gone through for it.)
+    /// Bytes that the books take. Each fault asks for this, so it searches nothing.
     pub fn metadata_bytes(&self) -> usize {
         self.room * size_of::<Slot>() + self.clusters.len() * 64
     }
@@ -376,7 +380,7 @@ impl Run {
         self.cluster
     }
 
-    /// Bytes from its start to the next object.
+    /// Bytes filled so far.
     pub fn filled(&self) -> usize {
         (self.next - self.start) * GRAIN
     }

@@ -1,7 +1,7 @@
-//! Traces: what happened to pages, as `uzswap run --record` writes it and `uzswap replay` reads it.
+//! The trace format: what happened to pages, as `uzswap run --record` writes it and `uzswap replay` reads it.
 //!
-//! A record is one 64-bit word, so that it is written by one store: a process killed at any instruction leaves whole
-//! records only. Time and process are not in the records but in the blocks that whoever drains them makes.
+//! A record is one 64-bit word, written by one store, so a process killed at any instruction leaves whole records only.
+//! Records do not hold time and process; the blocks do, which the drainer makes of them.
 //!
 //! ```text
 //! file    header, block, block, ...                                            all numbers little-endian
@@ -9,12 +9,13 @@
 //! block   marker u32 │ slot u32 │ time ns u64 │ lost u64 │ count u32 │ check u32 │ count × record         32 + 8n
 //! record  kind 5 bits │ page 35 bits │ small 8 bits │ wide 16 bits                                         8 bytes
 //! ```
-//! `slot` says whose records follow: a member of the group, who says [`Kind::Start`] or [`Kind::Born`] when the slot
-//! gets a new owner. `time` is nanoseconds from the start of the recording to when the block was drained. `lost` counts
-//! the records of the slot that found no place since the block before: those that wait to be drained stay, the newest are missing, from
-//! before, within or behind this block. `check` is over the records.
+//! `slot` says whose records follow: those of a member of the group, which writes [`Kind::Start`] or [`Kind::Born`]
+//! when the slot gets a new owner. `time` is in nanoseconds, from the start of the recording to when the block was
+//! drained. `lost` counts the records of the slot that found no place since the previous block. Records that wait to be
+//! drained stay and the newest are lost, so the missing ones come from before, within or behind this block. `check` is
+//! over the records.
 //!
-//! A file whose recorder was killed ends in the middle of a block: what is before it is good ([`Error::Cut`]).
+//! If the recorder is killed, the file ends in the middle of a block; everything before that is good ([`Error::Cut`]).
 
 use core::fmt;
 
@@ -22,18 +23,18 @@ use core::fmt;
 pub const MAGIC: [u8; 8] = *b"uzswaptr";
 /// Version of the format.
 pub const VERSION: u32 = 1;
-/// Bytes of the file's header.
+/// Bytes of the file header.
 pub const HEADER_BYTES: usize = 32;
-/// Bytes of a block's header.
+/// Bytes of a block header.
 pub const BLOCK_BYTES: usize = 32;
-/// Records of a block at most.
+/// Most records of a block.
 pub const MOST_RECORDS: usize = 1 << 20;
 const MARKER: u32 = 0x6b6c_6275;
-/// Page numbers of a 47-bit address space.
+/// Bits of a page number in a 47-bit address space.
 const VPN_BITS: u32 = 35;
 const KIND_BITS: u32 = 5;
 
-/// What happened. `n` is a number of pages from the page on; the fields are those of [`Record`].
+/// What happened. `n` is a number of pages from the page on. The fields are those of [`Record`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
@@ -43,24 +44,24 @@ pub enum Kind {
     Fork = 2,
     /// The slot has a new owner, forked where the record [`Kind::Fork`] with this number (page) stands.
     Born = 3,
-    /// A fault brought pages from the pool or disk; small: `n` − 1 (at most 16), and 128 when it was a write; wide: a bit
-    /// for each page that keeps its object as a clean copy.
+    /// A fault brought pages from the pool or disk; small: `n` − 1 (at most 16 pages), plus 128 if it was a write;
+    /// wide: a bit for each page that keeps its object as a clean copy.
     Load = 4,
     /// A fault brought staged pages back; wide: `n`.
     Refault = 5,
-    /// A fault brought pages that are zero or new; wide: `n`.
+    /// A fault brought pages that are zero or were never touched; wide: `n`.
     Fresh = 6,
-    /// Pages left the program, uncompressed yet; wide: `n`.
+    /// Pages left the program, not compressed yet; wide: `n`.
     Evict = 7,
     /// An object was stored; small: order; wide: its bytes, see [`Record::object_bytes`].
     Store = 8,
-    /// Evicted pages were found unchanged and their kept copies serve again; wide: `n`.
+    /// Evicted pages turned out to be unchanged, and their kept copies serve again; wide: `n`.
     Clean = 9,
-    /// Evicted pages were found to be all zeros; wide: `n`.
+    /// Evicted pages turned out to be all zeros; wide: `n`.
     Zero = 10,
-    /// Pages are gone: unmapped, or their contents dropped; wide: `n`.
+    /// Pages were unmapped, or their contents dropped; wide: `n`.
     Free = 11,
-    /// Pages ended their references to their objects, without being gone; wide: `n`.
+    /// Pages gave up their objects, but still exist; wide: `n`.
     Drop = 12,
     /// An object was replaced by a denser one; as [`Kind::Store`].
     Resize = 13,
@@ -68,9 +69,9 @@ pub enum Kind {
     WriteBack = 14,
     /// An object was read from disk; as [`Kind::Store`].
     DiskRead = 15,
-    /// Pages moved to another address (mremap), to the page of the [`Kind::MoveTo`] that follows; wide: `n`.
+    /// Pages moved to another address (mremap), namely the page of the [`Kind::MoveTo`] that follows; wide: `n`.
     MoveFrom = 16,
-    /// Where they moved to; wide: `n`.
+    /// Where the pages of [`Kind::MoveFrom`] moved to; wide: `n`.
     MoveTo = 17,
 }
 
@@ -95,7 +96,7 @@ impl Kind {
         Self::MoveTo,
     ];
 
-    /// How many kinds there are, plus one: for tables by kind.
+    /// Number of kinds, plus one: for tables indexed by kind.
     pub const COUNT: usize = 18;
 
     /// Its name in reports.
@@ -127,42 +128,42 @@ impl Kind {
 pub struct Record {
     /// What happened.
     pub kind: Kind,
-    /// Page number (of 35 bits), or another number as the kind says.
+    /// Page number (35 bits), or another number, depending on the kind.
     pub vpn: u64,
-    /// As the kind says.
+    /// Depends on the kind.
     pub small: u8,
-    /// As the kind says.
+    /// Depends on the kind.
     pub wide: u16,
 }
 
-/// Bytes that one unit of a stored length stands for: 1 up to 32 KiB, so that 2 MiB fit 16 bits.
+/// Bytes in one unit of a stored length: 1 up to orders of 32 KiB, so that 2 MiB fit 16 bits.
 fn unit(order: u8) -> usize {
     1 << order.saturating_sub(3)
 }
 
 impl Record {
-    /// `n` pages from `vpn` on; more than 65535 are to be several records.
+    /// A record of `n` pages from `vpn` on. More than 65535 need several records.
     pub fn pages(kind: Kind, vpn: u64, n: usize) -> Self {
         Self { kind, vpn, small: 0, wide: n.min(0xffff) as u16 }
     }
 
-    /// An object of `len` bytes, stored, resized, written back or read from disk.
+    /// A record of an object of `len` bytes: stored, resized, written back or read from disk.
     pub fn of_object(kind: Kind, vpn: u64, order: u8, len: usize) -> Self {
         Self { kind, vpn, small: order, wide: len.div_ceil(unit(order)).min(0xffff) as u16 }
     }
 
-    /// Pages brought from the pool by one fault: at most 16, of which those in `kept` keep their copies.
+    /// A record of pages that one fault brought from the pool, at most 16. Those in `kept` keep their copies.
     pub fn load(vpn: u64, n: usize, write: bool, kept: u16) -> Self {
         let small = (n.clamp(1, 16) - 1) as u8 | if write { 128 } else { 0 };
         Self { kind: Kind::Load, vpn, small, wide: kept }
     }
 
-    /// A number: of a pid, or a fork.
+    /// A record of a number: a pid, or the number of a fork.
     pub fn number(kind: Kind, number: u64) -> Self {
         Self { kind, vpn: number & ((1 << VPN_BITS) - 1), small: 0, wide: 0 }
     }
 
-    /// How many pages it is about.
+    /// How many pages the record is about.
     pub fn count(&self) -> usize {
         match self.kind {
             Kind::Start | Kind::Fork | Kind::Born => 0,
@@ -172,7 +173,7 @@ impl Record {
         }
     }
 
-    /// The bytes of an object (to the byte up to 32 KiB of pages, else rounded up by at most 64).
+    /// The bytes of an object: exact for up to 32 KiB of pages, else rounded up by at most 64.
     pub fn object_bytes(&self) -> usize {
         self.wide as usize * unit(self.small)
     }
@@ -186,7 +187,7 @@ impl Record {
             | u64::from(self.wide) << 48
     }
 
-    /// The record of a word; None when no record looks like that.
+    /// The record that a word holds; `None` if no record looks like that.
     pub fn unpack(word: u64) -> Option<Self> {
         let kind = *Kind::ALL.get(((word & ((1 << KIND_BITS) - 1)) as usize).checked_sub(1)?)?;
         let (vpn, small, wide) = (word >> KIND_BITS & ((1 << VPN_BITS) - 1), (word >> 40) as u8, (word >> 48) as u16);
@@ -200,12 +201,12 @@ impl Record {
     }
 }
 
-/// What a trace says of its run.
+/// What a trace says about its run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// The group's limit (bytes).
     pub limit: u64,
-    /// The pool's codec, as the group's page has it.
+    /// The pool's codec, as a number in the group's page.
     pub codec: u32,
 }
 
@@ -225,18 +226,18 @@ impl Header {
 /// The header of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockHead {
-    /// Whose records.
+    /// Slot of the records' owner.
     pub slot: u32,
-    /// When they were drained (nanoseconds from the start).
+    /// When they were drained, in nanoseconds from the start.
     pub time_ns: u64,
-    /// Records that found no place since the block before.
+    /// Records that found no place since the previous block.
     pub lost: u64,
 }
 
 /// Appends a block to `out`.
 ///
 /// # Panics
-/// When there are more records than a block holds.
+/// When there are more records than a block may have.
 pub fn write_block(out: &mut Vec<u8>, head: BlockHead, words: &[u64]) {
     assert!(words.len() <= MOST_RECORDS, "a block of {} records", words.len());
     out.extend(MARKER.to_le_bytes());
@@ -250,7 +251,7 @@ pub fn write_block(out: &mut Vec<u8>, head: BlockHead, words: &[u64]) {
 
 const CHECK_SEED: u32 = 0x811c_9dc5;
 
-/// FNV-like, a word at a time.
+/// An FNV-like checksum, a word at a time.
 fn check(so_far: u32, word: u64) -> u32 {
     let mixed = (u64::from(so_far) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (mixed >> 32) as u32
@@ -259,13 +260,13 @@ fn check(so_far: u32, word: u64) -> u32 {
 /// What is wrong with a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Error {
-    /// It does not begin as a trace does.
+    /// It does not begin like a trace.
     NotATrace,
-    /// It is of another version.
+    /// It has another version.
     Version(u32),
-    /// It ends within a header or a block: the recording was cut short. All before it was read.
+    /// It ends within a header or a block, as the recording was cut short. Everything before that was read.
     Cut,
-    /// The block at this byte is damaged.
+    /// The block at this byte offset is damaged.
     Damaged(usize),
 }
 
@@ -282,18 +283,18 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// A trace read.
+/// A parsed trace.
 #[derive(Clone, Copy, Debug)]
 pub struct Trace<'a> {
-    /// What it says of its run.
+    /// The file's header.
     pub header: Header,
     bytes: &'a [u8],
 }
 
-/// A block read.
+/// A parsed block.
 #[derive(Clone, Debug)]
 pub struct Block<'a> {
-    /// Whose, when, and what was lost.
+    /// Owner, time and losses.
     pub head: BlockHead,
     bytes: &'a [u8],
 }
@@ -307,7 +308,7 @@ fn u64_at(b: &[u8], at: usize) -> u64 {
 }
 
 impl<'a> Trace<'a> {
-    /// Reads the header.
+    /// Parses the header.
     ///
     /// # Errors
     /// When it is not a trace of this version.
@@ -327,7 +328,7 @@ impl<'a> Trace<'a> {
         Ok(Self { header: Header { limit: u64_at(bytes, 16), codec: u32_at(bytes, 24) }, bytes })
     }
 
-    /// The blocks in the order they were drained. After an error there are no more.
+    /// The blocks, in the order in which they were drained. The iterator ends after an error.
     pub fn blocks(&self) -> Blocks<'a> {
         Blocks { bytes: self.bytes, at: HEADER_BYTES, ended: false }
     }
@@ -382,12 +383,12 @@ impl<'a> Block<'a> {
         self.bytes.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b))
     }
 
-    /// How many records it has.
+    /// Number of records.
     pub fn len(&self) -> usize {
         self.bytes.len() / 8
     }
 
-    /// Whether it only tells of lost ones.
+    /// Whether it has no records and only reports lost ones.
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }

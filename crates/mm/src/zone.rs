@@ -1,26 +1,27 @@
-//! The zone: frames under a buddy allocator.
+//! The zone: a buddy allocator of frames.
 //!
-//! Frames are numbers; the zone does not know memory. Runs are naturally aligned powers of two, orders 0 to
-//! [`MAX_ORDER`], so that a folio moves in one call. A zone may start at any frame (frame 1 is the classic trap).
+//! Frames are numbers; the zone knows no memory. Runs are naturally aligned powers of two, orders 0 to [`MAX_ORDER`],
+//! so that a folio moves in one call. A zone may start at any frame (frame 1 is the classic trap).
 //!
 //! ```text
 //! zone   │ page block: 512 frames, 2 MiB, of one migrate type │ page block │ page block │ …
 //! free   │ lists by kind, migrate type and order; a bit mask says which orders have any
 //! ```
-//! - **Kinds** ([`Kind`]): in the pager's arena a free slot holds a *frame* (memory that can be refilled and moved into
-//!   the program), or it is a *hole* (an address to which a frame can be moved out). Moving a frame into the program turns
-//!   its slot from frame to hole; evicting turns a hole into a frame. A zone of plain memory has frames only.
-//! - **Migrate types** ([`MigrateType`]): what can be moved is kept apart from what cannot, a page block at a time, as one
-//!   unmovable frame spoils a whole block. A type that has run out takes from another's block, the largest run there is
-//!   (so that a block is spoilt as seldom as possible), and takes the block over when half of it is free; what cannot be
-//!   moved does so always (`steal`).
+//! - **Kinds** ([`Kind`]): a free slot of the pager's arena is a *frame* (memory that can be refilled and moved into
+//!   the program) or a *hole* (an address to which a frame can be moved out). Moving a frame into the program turns its
+//!   slot into a hole; evicting turns a hole into a frame. A zone of plain memory has frames only.
+//! - **Migrate types** ([`MigrateType`]): movable pages are kept apart from unmovable ones, a page block at a time, as
+//!   one unmovable frame spoils a whole block. A type that has run out steals the largest run of another's, so that it
+//!   spoils as few blocks as possible. It takes the block over if half of the block is free, and always if the type is
+//!   unmovable (`steal`).
 //! - **Watermarks** ([`Watermarks`]).
 //!
-//! Slots that nothing was in yet are holes of which there are no tables: a page block is begun when no other has a run.
+//! Slots never used yet are holes without tables. A page block is begun only when no other has a run.
 //!
-//! Invariants: a frame is in at most one free run; a free run's buddy of the same kind, order and block type is never
-//! free too (they would have merged; but see `ready`); runs never cross the zone's ends; a block's `free` counts its free frames by
-//! kind; a closed block has no free holes. Cost: allocating and freeing look at no more than the orders. Owner: the pager's lock.
+//! Invariants: a frame is in at most one free run. The buddy of a free run is never free with the same kind, order and
+//! block type, as the two would have merged (for the exception see `ready`). Runs never cross the zone's ends. A
+//! block's `free` counts its free frames by kind. A closed block has no free holes. Cost: allocating and freeing look
+//! at each order once at most. Owner: the pager's lock.
 
 pub mod block;
 mod ready;
@@ -29,7 +30,7 @@ pub use block::{Block, MigrateType};
 
 /// The largest order: 2 MiB.
 pub const MAX_ORDER: u8 = 9;
-/// Frames of a page block.
+/// Frames in a page block.
 pub const BLOCK_FRAMES: u32 = 1 << MAX_ORDER;
 const NIL: u32 = u32::MAX;
 const ORDERS: usize = MAX_ORDER as usize + 1;
@@ -37,30 +38,30 @@ const ORDERS: usize = MAX_ORDER as usize + 1;
 /// What a free slot is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// It holds a frame.
+    /// A frame: it has memory.
     Frame = 0,
-    /// It holds nothing.
+    /// A hole: an address without memory.
     Hole = 1,
 }
 
-/// Free runs of one kind and type.
+/// The free runs of one kind and migrate type.
 #[derive(Clone, Copy)]
 struct FreeArea {
     /// First run of each order.
     head: [u32; ORDERS],
-    /// The orders that have a run.
+    /// A bit for each order that has a run.
     orders: u16,
 }
 
-/// Free frames below which something is to be done, as the kernel's: an allocation must leave `min` free, background
-/// reclaim starts below `low` and stops at `high`. In frames.
+/// Thresholds of free frames, as the kernel's: an allocation must leave `min` free, background reclaim starts below
+/// `low` and stops at `high`. In frames.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Watermarks {
-    /// Kept for those that make memory free.
+    /// Reserved for the threads that free memory.
     pub min: usize,
-    /// Reclaim starts.
+    /// Reclaim starts below this.
     pub low: usize,
-    /// Reclaim stops.
+    /// Reclaim stops here.
     pub high: usize,
 }
 
@@ -68,15 +69,16 @@ pub struct Watermarks {
 pub struct Zone {
     /// First frame of the zone.
     start: u32,
-    /// One past the last there may be: those beyond the tables are holes.
+    /// One past the last frame that the zone may have. Frames beyond the tables are holes.
     limit: u32,
     areas: [[FreeArea; MigrateType::COUNT]; 2],
     count: [usize; 2],
-    /// Links of the free run that starts at a frame (previous, next); of a frame in use what its user noted.
+    /// For a frame at which a free run starts: the run's links (previous, next). For a frame in use: what its user
+    /// noted.
     links: Vec<(u32, u32)>,
     /// 0, or type << 5 | kind << 4 | order + 1 of the free run that starts at a frame.
     tag: Vec<u8>,
-    /// A bit for each frame that is free, from frame `start / 64 * 64` on: what compaction looks free frames up in.
+    /// A bit for each free frame, starting with frame `start / 64 * 64`. Compaction looks free frames up here.
     map: Vec<u64>,
     blocks: Vec<Block>,
     ready: ready::Ready,
@@ -89,7 +91,8 @@ const fn tag(kind: Kind, mt: MigrateType, order: u8) -> u8 {
 }
 
 impl Zone {
-    /// A zone of `slots` holes, numbered from 0. Room for the tables of all is reserved, and taken as they are begun.
+    /// A zone of `slots` holes, numbered from 0. Reserves address space for all tables; memory is taken as blocks are
+    /// begun.
     ///
     /// # Panics
     /// When `slots` is not a multiple of 512 or does not fit 25 bits.
@@ -101,7 +104,7 @@ impl Zone {
         zone
     }
 
-    /// A zone of up to `slots` holes, numbered from 0, of which tables are made as they are used.
+    /// A zone of up to `slots` holes, numbered from 0, whose tables are made as blocks are begun.
     pub fn growing(slots: u32) -> Self {
         Self::of(0, slots)
     }
@@ -122,7 +125,7 @@ impl Zone {
         }
     }
 
-    /// Makes the tables of the slots up to `end`, none of which is free yet.
+    /// Makes the tables of the slots up to `end`. None of these is free yet.
     fn begin(&mut self, end: u32) {
         let frames = (end - self.start) as usize;
         self.links.resize(frames, (0, 0));
@@ -132,12 +135,12 @@ impl Zone {
         self.blocks.resize(blocks as usize, Block::default());
     }
 
-    /// Slots that nothing was ever in: holes all of them.
+    /// Slots never used yet: all of them are holes.
     fn unused(&self, kind: Kind) -> usize {
         if kind == Kind::Hole { (self.limit - self.end()) as usize } else { 0 }
     }
 
-    /// Begins another page block; false when there is none (of that kind).
+    /// Begins another page block; false when there is none of that kind.
     fn grow(&mut self, kind: Kind) -> bool {
         let frames = (self.unused(kind) as u32).min(BLOCK_FRAMES);
         if frames == 0 {
@@ -149,7 +152,7 @@ impl Zone {
         true
     }
 
-    /// A zone of the frames `start..end`, all free and of a kind, every block movable.
+    /// A zone of the frames `start..end`, all free and of one kind, every block movable.
     ///
     /// # Panics
     /// When the range is empty.
@@ -157,7 +160,7 @@ impl Zone {
         assert!(start < end, "a zone of no frames");
         let mut zone = Self::of(start, end);
         zone.begin(end);
-        // Highest first, so that the lowest is at the head of its list.
+        // Highest first, so that the lowest ends up at the head of its list.
         let mut to = end;
         while to > start {
             let from = (to - 1) / BLOCK_FRAMES * BLOCK_FRAMES;
@@ -172,7 +175,7 @@ impl Zone {
         self.start
     }
 
-    /// One past the last frame that was begun.
+    /// One past the last frame begun.
     pub fn end(&self) -> u32 {
         self.start + self.tag.len() as u32
     }
@@ -195,12 +198,12 @@ impl Zone {
         (frame - self.start) as usize
     }
 
-    /// Index of the block a frame is in.
+    /// Index of the block that a frame is in.
     pub fn block_of(&self, frame: u32) -> usize {
         (frame / BLOCK_FRAMES - self.start / BLOCK_FRAMES) as usize
     }
 
-    /// The frames of a block.
+    /// The frames of a block: first, and one past the last.
     pub fn block_range(&self, block: usize) -> (u32, u32) {
         let base = (self.start / BLOCK_FRAMES + block as u32) * BLOCK_FRAMES;
         (base.max(self.start), (base + BLOCK_FRAMES).min(self.end()))
@@ -215,18 +218,18 @@ impl Zone {
         &mut self.blocks[block]
     }
 
-    /// The free run that starts at a frame: its kind and order.
+    /// Kind and order of the free run that starts at a frame.
     pub fn free_run_at(&self, frame: u32) -> Option<(Kind, u8)> {
         let t = *self.tag.get(self.at(frame))?;
         (t != 0).then(|| (if t >> 4 & 1 == 0 { Kind::Frame } else { Kind::Hole }, (t & 15) - 1))
     }
 
-    /// The first free run that starts from `at` on and before `end`: its first frame, kind and order.
+    /// The first free run that starts in `at..end`: its first frame, kind and order.
     fn next_free_run(&self, at: u32, end: u32) -> Option<(u32, Kind, u8)> {
         (at..end).find_map(|frame| self.free_run_at(frame).map(|(kind, order)| (frame, kind, order)))
     }
 
-    /// The free run that a frame is in: its kind, first frame and order.
+    /// The free run that contains a frame: its kind, first frame and order.
     pub fn free_run_around(&self, frame: u32) -> Option<(Kind, u32, u8)> {
         (0..=MAX_ORDER).find_map(|o| {
             let head = frame & !((1 << o) - 1);
@@ -238,52 +241,52 @@ impl Zone {
         })
     }
 
-    /// Whether a run of an order is free (of any type).
+    /// Whether a run of at least this order is free, of any migrate type.
     pub fn has_run(&self, kind: Kind, order: u8) -> bool {
         self.unused(kind) >> order != 0 || self.areas[kind as usize].iter().any(|area| area.orders >> order != 0)
     }
 
-    /// Free runs of exactly an order, counted one by one: for reports and scores, not for the fault path.
+    /// Free runs of exactly this order. Counts them one by one: for reports and scores, not for the fault path.
     pub fn runs(&self, kind: Kind, order: u8) -> usize {
         let unused = if order == MAX_ORDER { self.unused(kind) / BLOCK_FRAMES as usize } else { 0 };
         unused + MigrateType::ALL.into_iter().map(|mt| self.list(kind, mt, order).count()).sum::<usize>()
     }
 
-    /// The free runs of a kind, type and order, the last freed first.
+    /// The free runs of a kind, type and order, the one freed last first.
     pub fn list(&self, kind: Kind, mt: MigrateType, order: u8) -> impl Iterator<Item = u32> + '_ {
         let head = self.areas[kind as usize][mt as usize].head[order as usize];
         let next = |at: &u32| Some(self.links[self.at(*at)].1).filter(|next| *next != NIL);
         core::iter::successors((head != NIL).then_some(head), next)
     }
 
-    /// Notes who has an allocated frame, so that it can be found from the frame: [`Zone::user`]. It costs no memory, and is
-    /// lost when the frame is freed.
+    /// Notes who uses an allocated frame, for a later [`Zone::user`]. The note takes no memory, and is lost when the
+    /// frame is freed.
     pub fn set_user(&mut self, frame: u32, user: u64) {
         let at = self.at(frame);
         debug_assert_eq!(self.tag[at], 0, "a free frame has no user");
         self.links[at] = (user as u32, (user >> 32) as u32);
     }
 
-    /// What was noted last with [`Zone::set_user`]; anything, where nothing was noted since it was allocated: a hint.
+    /// What [`Zone::set_user`] noted last. It is a hint: anything, if nothing was noted since the frame was allocated.
     pub fn user(&self, frame: u32) -> u64 {
         let (low, high) = self.links[self.at(frame)];
         u64::from(low) | u64::from(high) << 32
     }
 
-    /// Whether a run of `order` can be had and leaves at least `mark` frames free.
+    /// Whether a run of `order` is free and taking it leaves at least `mark` frames free.
     pub fn watermark_ok(&self, kind: Kind, order: u8, mark: usize) -> bool {
         self.free_slots(kind) + 1 > mark + (1 << order) && self.has_run(kind, order)
     }
 
-    /// How fragmented the free space of a kind is, 0 (one can have what one likes) to 100: the share of the free frames
-    /// that is not in runs of `order` or more.
+    /// How fragmented the free space of a kind is: the percentage of free frames that are not in runs of `order` or
+    /// more. 0 means that every free frame is in such a run.
     pub fn fragmentation(&self, kind: Kind, order: u8) -> u32 {
         let free = self.free_slots(kind);
         let large: usize = (order..=MAX_ORDER).map(|o| self.runs(kind, o) << o).sum();
         ((free - large) * 100).checked_div(free).unwrap_or(0) as u32
     }
 
-    /// Sets or clears the bits of a run.
+    /// Sets or clears the bits of a run in the map of free frames.
     fn mark(&mut self, frame: u32, order: u8, free: bool) {
         let word = (frame / 64 - self.start / 64) as usize;
         if order >= 6 {
@@ -294,8 +297,8 @@ impl Zone {
         }
     }
 
-    /// Appends free frames of a kind from `at` up to `end`, until `out` has `most`; returns where it stopped and how many
-    /// looks it took: one for 64 frames, and one for each free one.
+    /// Appends the free frames of a kind in `at..end` to `out`, until `out` has `most`. Returns where it stopped and
+    /// how many looks it took: one for each 64 frames, and one for each free frame.
     pub fn free_frames(&self, kind: Kind, mut at: u32, end: u32, most: usize, out: &mut Vec<u32>) -> (u32, u64) {
         let mut looks = 0;
         while at < end && out.len() < most {
@@ -362,12 +365,12 @@ impl Zone {
         self.blocks[block].free[kind as usize] -= 1 << order;
     }
 
-    /// Takes a run of 2^order movable slots, or None when there is no run of that order.
+    /// Takes a movable run of 2^order slots, or returns None if no run of that order is left.
     pub fn alloc(&mut self, kind: Kind, order: u8) -> Option<u32> {
         self.alloc_typed(kind, MigrateType::Movable, order)
     }
 
-    /// Takes a run for something of a migrate type: from blocks of that type, else from another's.
+    /// Takes a run for a migrate type: from a block of that type, else from another type's.
     pub fn alloc_typed(&mut self, kind: Kind, mt: MigrateType, order: u8) -> Option<u32> {
         let fitting = |zone: &Self| zone.areas[kind as usize][mt as usize].orders >> order << order;
         if fitting(self) == 0 && kind == Kind::Frame {
@@ -396,13 +399,13 @@ impl Zone {
         frame
     }
 
-    /// Finds a run in the blocks of other types: the largest, so that what follows finds room beside it.
+    /// Finds a run in the blocks of other types: the largest, so that the next allocations find room beside it.
     fn steal(&mut self, kind: Kind, mt: MigrateType, order: u8) -> Option<(u32, u8)> {
         let areas = &self.areas[kind as usize];
         let from = mt
             .fallbacks()
             .into_iter()
-            // (Of equals the last one is the largest.)
+            // `max_by_key` returns the last of equals, which must be the first choice.
             .rev()
             .filter(|other| areas[*other as usize].orders >> order != 0)
             .max_by_key(|other| areas[*other as usize].orders.ilog2())?;
@@ -410,8 +413,8 @@ impl Zone {
         let frame = areas[from as usize].head[found as usize];
         let block = self.block_of(frame);
         let (first, last) = self.block_range(block);
-        // One unmovable page spoils the block anyway: the next ones shall go beside it. What can be moved or dropped takes
-        // a block over only if that is mostly free.
+        // One unmovable page spoils the block anyway, so let the next ones go beside it. Movable and reclaimable pages
+        // take a block over only if half of it is free.
         let free: u16 = self.blocks[block].free.iter().sum();
         if mt == MigrateType::Unmovable || u32::from(free) * 2 >= last - first {
             self.set_block_type(block, mt);
@@ -419,7 +422,7 @@ impl Zone {
         Some((frame, found))
     }
 
-    /// Makes a block one of a migrate type: its free runs change lists.
+    /// Changes the migrate type of a block; its free runs change lists.
     pub fn set_block_type(&mut self, block: usize, mt: MigrateType) {
         if self.blocks[block].migrate_type() == mt {
             return;
@@ -433,7 +436,7 @@ impl Zone {
         self.blocks[block].set_migrate_type(mt);
     }
 
-    /// Takes the largest run of an order up to `order`.
+    /// Takes a run of `order`, or of the largest order below it that is free.
     pub fn alloc_up_to(&mut self, kind: Kind, order: u8) -> Option<(u32, u8)> {
         let has_run = |zone: &Self| zone.areas[kind as usize].iter().any(|area| area.orders >> order != 0);
         if !has_run(self) && kind == Kind::Frame {
@@ -447,12 +450,12 @@ impl Zone {
         self.alloc(kind, order).map(|frame| (frame, order))
     }
 
-    /// Takes a particular frame out of the free run it is in; false when it is not free (of that kind).
+    /// Takes one particular frame out of its free run; false if the frame is not free, or is of another kind.
     pub fn take_frame(&mut self, kind: Kind, frame: u32) -> bool {
         while (self.end()..self.limit).contains(&frame) && self.grow(kind) {}
         let Some((_, head, order)) = self.free_run_around(frame).filter(|(k, ..)| *k == kind) else { return false };
         self.unlink(kind, head, order);
-        // The rest of the run is free still: both sides of the frame, in halves.
+        // The rest of the run stays free: both sides of the frame, in halves.
         let mut base = head;
         for half in (0..order).rev() {
             let upper = base + (1 << half);
@@ -466,7 +469,7 @@ impl Zone {
         true
     }
 
-    /// Gives back a run of slots as being of a kind now.
+    /// Frees a run of slots, which are of `kind` from now on.
     ///
     /// # Panics
     /// When the first slot is free already, or misaligned.
@@ -480,7 +483,7 @@ impl Zone {
         }
     }
 
-    /// The same, and it is not kept ready: for compaction, which is about the runs.
+    /// As [`Zone::free`], but never keeps the run ready: compaction wants merged runs.
     pub(crate) fn free_merged(&mut self, kind: Kind, frame: u32, order: u8) {
         self.check_used(frame, order);
         self.merge(kind, frame, order);
@@ -493,7 +496,7 @@ impl Zone {
         );
     }
 
-    /// Puts a run, which is in no list, together with its buddies that are free.
+    /// Merges a run that is in no list with its free buddies, and lists the result.
     fn merge(&mut self, kind: Kind, frame: u32, order: u8) {
         if kind == Kind::Hole && self.blocks[self.block_of(frame)].is_closed() {
             return;
@@ -512,7 +515,7 @@ impl Zone {
         self.push(kind, frame, order);
     }
 
-    /// Gives back `n` consecutive slots as naturally aligned runs.
+    /// Frees `n` consecutive slots as naturally aligned runs.
     ///
     /// # Panics
     /// As [`Zone::free`].

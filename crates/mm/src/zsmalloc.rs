@@ -1,8 +1,8 @@
-//! zsmalloc: where in the pool a compressed object lies.
+//! zsmalloc: decides where in the pool a compressed object lies.
 //!
-//! A pure offset allocator. It never touches the pool's memory: it hands out byte offsets into one contiguous range
-//! that the caller maps, so it can be tested without any memory behind it and its state survives a pool that is
-//! protected, discarded or elsewhere.
+//! It is a pure offset allocator that never touches the pool's memory. It hands out byte offsets into one contiguous
+//! range that the caller maps. So tests need no memory behind it, and its state survives a pool that is protected,
+//! discarded or elsewhere.
 //!
 //! ```text
 //! pool   | page block: 512 pages of a zone      | page block | page block | ... what the zone has begun ... capacity
@@ -11,28 +11,28 @@
 //! slab   | object of more than 68 KiB | tail |        by itself
 //! ```
 //!
-//! As in the kernel's zsmalloc, objects are rounded up to one of about a hundred size classes some 5 % apart, and
-//! objects of a class share *slabs* (the kernel's "zspages") of 1 to 32 contiguous 4 KiB pages. The number of pages is
-//! the smallest whose tail waste is below `TAIL_WASTE_OK` (`classes`); the class is then widened to divide its slab evenly.
+//! As in the kernel's zsmalloc, objects are rounded up to one of about a hundred size classes some 5 % apart. Objects
+//! of a class share *slabs* (the kernel's "zspages") of 1 to 32 contiguous 4 KiB pages. A slab has the smallest number
+//! of pages whose tail waste is below `TAIL_WASTE_OK` (`classes`); the class is then widened to divide its slab evenly.
 //! Objects may straddle pages inside a slab: the range is contiguous in memory, so nobody notices.
 //!
-//! - The pages are those of a [`Zone`] that begins a page block when no run is left in others. A slab whose
-//!   pages are no power of two gives the rest of its run back at once. Free pages are *holes*: they have no memory.
-//! - An object is one bit in its slab's bitmap: no bytes per object. A slab is 32 bytes; which slab a page belongs to is the
-//!   zone's note of its user.
-//! - Partial slabs sit in four lists per class by fullness, and allocation takes from the fullest, so that nearly
-//!   empty slabs drain and are given back.
+//! - The pages come from a [`Zone`], which begins a page block when no run is left in the others. A slab whose number
+//!   of pages is no power of two returns the rest of its run at once. Free pages are *holes*: they have no memory.
+//! - An object is one bit in its slab's bitmap, and takes no bytes of its own. A slab takes 32 bytes; the zone's note
+//!   of a page's user says which slab the page belongs to.
+//! - Each class lists its partial slabs by fullness, in four lists. Allocation takes from the fullest, so nearly empty
+//!   slabs drain and are given back.
 //! - A small pool ([`SMALL_POOL`]) takes a place of a larger class rather than begin a slab of its own.
-//! - A slab whose last object goes leaves at once, as [`Freed`]. None is kept empty; [`ZsPool::compact`] drains those
-//!   that are nearly so, and [`ZsPool::evacuate`] empties page blocks.
+//! - A slab whose last object goes leaves at once, as [`Freed`]; no empty slab is kept. [`ZsPool::compact`] drains
+//!   slabs that are nearly empty, and [`ZsPool::evacuate`] empties page blocks.
 //!
 //! Invariants:
-//! - `used` is the sum of class sizes of set bits; `held` is the pages of all slabs; both in bytes.
-//! - A slab has 1..=objects live objects; it is in exactly one list when it is partial and in none when it is full.
-//! - Every page of a slab has it as its user in the zone. What the zone says of a free page is anything: that a page lies in
-//!   the slab it names is always looked up.
+//! - `used` is the sum of the class sizes of all set bits, `held` the pages of all slabs; both in bytes.
+//! - A slab has 1..=objects live objects. A partial slab is in exactly one list, a full one in none.
+//! - The zone notes the slab as the user of each of its pages. What the zone says of a free page means nothing, so a
+//!   lookup always checks that the page lies in the slab that it names.
 //!
-//! Ownership: one owner, `&mut self`; whoever shares a pool among threads puts the lock around it.
+//! Ownership: one owner, `&mut self`. To share a pool among threads, put a lock around it.
 
 mod classes;
 mod compaction;
@@ -48,11 +48,12 @@ const PAGE: usize = 4096;
 pub const MAX_CAPACITY: usize = GRAIN << 32;
 /// Fullness lists per class.
 const GROUPS: usize = 4;
-/// While less is held (bytes), an object may take a place that is up to half as large again as it is. A hundred classes that each have
-/// a slab with room left are as much as a small pool holds: of 200 objects of a program's heap, of 0.6 MiB, there were 1.7 MiB of
-/// slabs, and are 1.0 so; from here on the slabs are full enough, and places that fit waste less.
+/// While the pool holds less than this (bytes), an object may take a place up to half as large again as itself. A
+/// hundred classes, each with a slab that has room left, take as much as a small pool holds: 200 objects of a program's
+/// heap, 0.6 MiB, took 1.7 MiB of slabs, and take 1.0 this way. From this size on slabs are full enough, and places
+/// that fit waste less.
 const SMALL_POOL: usize = 8 << 20;
-/// No slab, no link.
+/// No slab; no link.
 const NONE: u32 = u32::MAX;
 
 /// An object in a [`ZsPool`]: its byte offset divided by 32.
@@ -65,7 +66,7 @@ impl Handle {
         self.0 as usize * GRAIN
     }
 
-    /// The handle that [`Handle::raw`] returned `raw` for. Nothing is checked: the pool checks at use.
+    /// The handle that `raw` came from ([`Handle::raw`]). Nothing is checked here; the pool checks at use.
     pub fn from_raw(raw: u32) -> Self {
         Self(raw)
     }
@@ -76,9 +77,9 @@ impl Handle {
     }
 }
 
-/// Bytes of the pool that hold nothing any more, whole pages.
+/// Whole pages of the pool that hold nothing any more.
 ///
-/// Give them back to the kernel *before the next* [`ZsPool::alloc`], which may hand the same range out again.
+/// Give them back to the kernel *before the next* [`ZsPool::alloc`], which may hand out the same range again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Freed {
     /// Start, in bytes from the start of the pool.
@@ -93,18 +94,18 @@ struct Slab {
     live_bits: [u64; 2],
     /// First page in the pool.
     first_page: u32,
-    /// Neighbours in the fullness list; `next` also links unused entries of `slabs`.
+    /// Neighbours in the fullness list. In unused entries `next` links them.
     next: u32,
     prev: u32,
     class: u8,
     /// Set bits of `live_bits`; 0 in an unused entry.
     live: u8,
-    /// Its pages: those of its class, or what its one object takes.
+    /// Pages: as many as the class has, or as its one object takes.
     pages: u16,
 }
 
 impl Slab {
-    /// What its objects are, and how many.
+    /// Its class. For a large object: one of the slab's own size.
     fn class(&self) -> Class {
         match self.class {
             LARGE => Class { size: u32::from(self.pages) * PAGE as u32, pages: self.pages, objects: 1 },
@@ -115,26 +116,26 @@ impl Slab {
 
 const _: () = assert!(size_of::<Slab>() == 32);
 
-/// The allocator. See the module's head.
+/// The allocator: see the module's documentation.
 pub struct ZsPool {
     slabs: Vec<Slab>,
     /// First unused entry of `slabs`.
     unused: u32,
-    /// The pages.
+    /// Where slabs get their pages from.
     zone: Zone,
     /// Heads of the fullness lists.
     partial: Box<[[u32; GROUPS]]>,
-    /// What each class has.
+    /// Slabs and live objects of each class.
     usage: Box<[Usage]>,
     /// The class that compaction looks at next.
     compact_next: usize,
-    /// Bytes, the sum of class sizes of live objects.
+    /// Bytes: sum of the class sizes of live objects.
     used: usize,
-    /// Bytes, the pages of all slabs.
+    /// Bytes: pages of all slabs.
     held: usize,
 }
 
-/// What a class has.
+/// What a class has in the pool.
 #[derive(Clone, Copy, Default)]
 struct Usage {
     /// Its slabs.
@@ -143,13 +144,14 @@ struct Usage {
     live: u32,
 }
 
-/// The list for a slab with `live` of `objects` in use; `None` when it is full.
+/// The fullness list of a slab with `live` of `objects` in use; `None` when it is full.
 fn group(live: u8, objects: u8) -> Option<usize> {
     (live < objects).then(|| live as usize * GROUPS / objects as usize)
 }
 
 impl ZsPool {
-    /// A pool of `capacity_bytes`, rounded down to pages and at most [`MAX_CAPACITY`]. Takes memory as it fills.
+    /// A pool of `capacity_bytes`, rounded down to pages and at most [`MAX_CAPACITY`]. It takes memory for its tables
+    /// as it fills.
     pub fn new(capacity_bytes: usize) -> Self {
         Self {
             slabs: Vec::new(),
@@ -169,7 +171,7 @@ impl ZsPool {
     /// When `len` is 0 or more than [`MAX_OBJECT`].
     pub fn alloc(&mut self, len: usize) -> Option<Handle> {
         assert!((1..=MAX_OBJECT).contains(&len), "object of {len} bytes: not 1 to {MAX_OBJECT}");
-        // (No slab of a large object ever has room for another.)
+        // The slab of a large object never has room for another.
         let class_index = if len <= MAX_SHARED { CLASS_OF[len.div_ceil(GRAIN)] } else { LARGE };
         let slab_index = match self.fullest(class_index).or_else(|| self.fullest_above(class_index, len)) {
             Some(index) => index,
@@ -179,12 +181,12 @@ impl ZsPool {
         Some(self.take_object(slab_index))
     }
 
-    /// The fullest slab of a class that has room.
+    /// The fullest slab of a class with room left.
     fn fullest(&self, class_index: u8) -> Option<u32> {
         self.partial[class_index as usize].iter().rev().copied().find(|&head| head != NONE)
     }
 
-    /// In a small pool, a slab with room of the next larger classes, up to half as large again as `len`.
+    /// In a small pool: a slab with room of one of the next larger classes, up to half as large again as `len`.
     fn fullest_above(&self, class_index: u8, len: usize) -> Option<u32> {
         if self.held >= SMALL_POOL || class_index == LARGE {
             return None;
@@ -193,11 +195,11 @@ impl ZsPool {
         (class_index + 1..LARGE).take_while(fits).find_map(|at| self.fullest(at))
     }
 
-    /// Takes the first free object of a slab in a list.
+    /// Takes the first free object of a listed slab.
     fn take_object(&mut self, slab_index: u32) -> Handle {
         let slab = &mut self.slabs[slab_index as usize];
         let (class_index, class) = (slab.class, slab.class());
-        // Bits at and above `objects` are never reached: a listed slab has a clear bit below.
+        // The search never reaches bits at or above `objects`: a listed slab has a clear bit below.
         let word = usize::from(slab.live_bits[0] == u64::MAX);
         let bit = slab.live_bits[word].trailing_ones() as usize;
         let object = word * 64 + bit;
@@ -212,7 +214,7 @@ impl ZsPool {
         Handle((offset / GRAIN) as u32)
     }
 
-    /// Clears an object of a slab and leaves the lists alone; returns how many were live before.
+    /// Clears an object's bit but leaves the lists alone. Returns how many objects were live before.
     fn drop_object(&mut self, slab_index: u32, object: usize) -> u8 {
         let slab = &mut self.slabs[slab_index as usize];
         slab.live_bits[object / 64] &= !(1 << (object % 64));
@@ -223,7 +225,7 @@ impl ZsPool {
         before
     }
 
-    /// Gives an object up. Returns the pages that held it when it was the last one there.
+    /// Frees an object. Returns the slab's pages if this was its last object.
     ///
     /// # Panics
     /// When `handle` is not allocated.
@@ -241,7 +243,7 @@ impl ZsPool {
         Some(self.remove_slab(slab_index))
     }
 
-    /// Bytes that `handle`'s object may use: its class size.
+    /// Bytes that the object of `handle` may use: its class size.
     ///
     /// # Panics
     /// When `handle` is not allocated.
@@ -250,7 +252,7 @@ impl ZsPool {
         self.slabs[slab_index as usize].class().size as usize
     }
 
-    /// The pages of the slab that a live object is in: what [`ZsPool::free`] returns with the last of them.
+    /// The pages of a live object's slab, which [`ZsPool::free`] returns with its last object.
     ///
     /// # Panics
     /// When `handle` is not allocated.
@@ -264,12 +266,12 @@ impl ZsPool {
         self.used
     }
 
-    /// Bytes of slabs not given back: what the pool costs, tails and free objects included.
+    /// Bytes of all slabs, tails and free objects included: what the pool costs.
     pub fn held_bytes(&self) -> usize {
         self.held
     }
 
-    /// Bytes of the allocator's own books, as allocated.
+    /// Bytes allocated for the allocator's own tables.
     pub fn metadata_bytes(&self) -> usize {
         size_of::<Self>()
             + self.slabs.capacity() * size_of::<Slab>()
@@ -278,7 +280,7 @@ impl ZsPool {
             + size_of_val(&*self.usage)
     }
 
-    /// The slab that a page is in.
+    /// The slab that a page is in, if any.
     fn slab_at(&self, page: u32) -> Option<u32> {
         let index = (page < self.zone.end()).then(|| self.zone.user(page) as u32)?;
         let slab = self.slabs.get(index as usize).filter(|slab| slab.live > 0)?;
@@ -286,7 +288,7 @@ impl ZsPool {
         (slab.first_page..end).contains(&page).then_some(index)
     }
 
-    /// The slab and the index in it of a live object; panics when there is none.
+    /// The slab of a live object and the object's index in it. Panics when there is no such object.
     fn locate(&self, handle: Handle) -> (u32, usize) {
         let offset = handle.offset();
         let slab_index = self.slab_at((offset / PAGE) as u32);
@@ -295,13 +297,13 @@ impl ZsPool {
         let size = slab.class().size;
         let into = (offset - slab.first_page as usize * PAGE) as u32;
         let object = (into / size) as usize;
-        // The tail of a slab can hold no object, but a grain of it can be named: its index has no live bit.
+        // A slab's tail holds no object, but a handle can name a grain of it: the live bit of its index is clear.
         let live = object < MAX_SLAB_OBJECTS && slab.live_bits[object / 64] >> (object % 64) & 1 == 1;
         assert!(live && into.is_multiple_of(size), "handle {:#x} is not allocated", handle.0);
         (slab_index, object)
     }
 
-    /// Moves a slab between fullness lists (`None`: in none).
+    /// Moves a slab between fullness lists; `None` stands for no list.
     fn move_group(&mut self, slab: u32, class: u8, from: Option<usize>, to: Option<usize>) {
         if from == to {
             return;
@@ -327,14 +329,14 @@ impl ZsPool {
         }
     }
 
-    /// A new slab of so many pages, empty, already in the list of the emptiest.
+    /// Adds an empty slab of `pages` pages, listed among the emptiest.
     fn add_slab(&mut self, class: u8, pages: u16) -> Option<u32> {
         let objects = CLASSES[class as usize].objects;
         let first_page = self.take_run(u32::from(pages))?;
         let slab = Slab { live_bits: [0; 2], first_page, next: NONE, prev: NONE, class, live: 0, pages };
         let index = if self.unused == NONE {
             if self.slabs.len() == self.slabs.capacity() {
-                // (By an eighth, not by as much again: these are a large part of the books.)
+                // Grow by an eighth, not to double: slabs are a large part of the tables.
                 self.slabs.reserve_exact(self.slabs.len() / 8 + 64);
             }
             self.slabs.push(slab);
@@ -351,7 +353,7 @@ impl ZsPool {
         Some(index)
     }
 
-    /// Takes an empty slab, in no list, out of the pool.
+    /// Removes an empty slab, which is in no list, from the pool.
     fn remove_slab(&mut self, index: u32) -> Freed {
         let slab = &mut self.slabs[index as usize];
         let (first, pages) = (slab.first_page, slab.pages);

@@ -1,7 +1,7 @@
-//! The wall around libdeflate: raw deflate, with its objects allocated by Rust's global allocator.
+//! The wall around libdeflate: raw deflate, with objects from Rust's global allocator.
 //!
-//! libdeflate allocates only when an object is made, through functions it can be given; ours put the size in front,
-//! because its `free` does not tell it.
+//! libdeflate allocates only when it makes an object, through functions that the caller provides. Ours store the size
+//! in front of the memory, as its `free` does not pass the size.
 #![allow(unsafe_code)] // FFI.
 
 use core::ffi::{c_int, c_void};
@@ -76,7 +76,7 @@ impl Compressor {
         Self(NonNull::new(object).expect("memory for libdeflate's compressor, at a level of 1 to 12"))
     }
 
-    /// The length written, `None` when it does not fit.
+    /// Returns the length written, or `None` when it does not fit.
     pub(super) fn compress(&mut self, src: &[u8], dst: &mut [u8]) -> Option<usize> {
         // SAFETY: the object is ours; src and dst are valid for their lengths, and it writes at most dst.len().
         let written = unsafe {
@@ -111,7 +111,8 @@ impl Decompressor {
         Self(NonNull::new(object).expect("memory for libdeflate's decompressor"))
     }
 
-    /// The length decoded, `None` when `src` is no stream, has bytes after it, or decodes to more than `dst` holds.
+    /// Returns the length decoded, or `None` when `src` is no deflate stream, has bytes after it, or decodes to more
+    /// than `dst` holds.
     pub(super) fn decompress(&mut self, src: &[u8], dst: &mut [u8]) -> Option<usize> {
         let (mut read, mut written) = (0, 0);
         // SAFETY: the object is ours; src and dst are valid for their lengths and the decoder stays within both

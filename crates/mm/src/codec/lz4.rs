@@ -1,11 +1,12 @@
-//! The wall around the C library lz4: block format, our state, nothing allocated by C.
+//! The wall around the C library lz4: block format, our state, no allocation by C.
 //!
-//! Lengths fit C's int: sources are at most 1 GiB (asserted by the caller), other lengths are cut to `int`'s range.
+//! Lengths fit C's int: sources are at most 1 GiB (the caller asserts it), `compress` clamps a longer `dst` to `int`'s
+//! range, and any other length beyond it yields `None`.
 #![allow(unsafe_code)] // FFI.
 
 use super::workspace::Workspace;
 use core::ffi::{c_char, c_int, c_void};
-// Links the library; it declares only some of what follows.
+// Links the library, which declares only some of the functions below.
 use lz4_sys as _;
 
 unsafe extern "C" {
@@ -48,11 +49,11 @@ impl Compressor {
         Self { state }
     }
 
-    /// The length written, `None` when it does not fit.
+    /// Returns the length written, or `None` when it does not fit.
     pub(super) fn compress(&mut self, src: &[u8], dst: &mut [u8]) -> Option<usize> {
         let src_len = c_int::try_from(src.len()).ok()?;
         let dst_len = c_int::try_from(dst.len()).unwrap_or(c_int::MAX);
-        // (The state need not be cleared for each block: that costs more than compressing a page.)
+        // The state is not cleared for each block: that costs more than compressing a page.
         // SAFETY: the state was initialised in `new` and is only used here; src and dst are valid for their lengths, do
         // not overlap (& and &mut), and it writes at most dst_len.
         let written = unsafe {
@@ -69,7 +70,7 @@ impl Compressor {
     }
 }
 
-/// The length decoded, `None` when `src` is no block or decodes to more than `dst` holds.
+/// Returns the length decoded, or `None` when `src` is no LZ4 block or decodes to more than `dst` holds.
 pub(super) fn decompress(src: &[u8], dst: &mut [u8]) -> Option<usize> {
     let src_len = c_int::try_from(src.len()).ok()?;
     let dst_len = c_int::try_from(dst.len()).ok()?;
@@ -79,7 +80,8 @@ pub(super) fn decompress(src: &[u8], dst: &mut [u8]) -> Option<usize> {
     usize::try_from(len).ok()
 }
 
-/// Decodes until `wanted` bytes are there, or the end. The length decoded, `None` when `src` is no block so far.
+/// Decodes until `wanted` bytes are there, or to the end. Returns the length decoded, or `None` when `src` is no LZ4
+/// block up to there.
 pub(super) fn decompress_start(src: &[u8], dst: &mut [u8], wanted: usize) -> Option<usize> {
     let src_len = c_int::try_from(src.len()).ok()?;
     let dst_len = c_int::try_from(dst.len()).ok()?;

@@ -1,4 +1,4 @@
-//! Memory that a C codec keeps its state in: from Rust's global allocator, at a fixed address, freed on drop.
+//! A C codec's state: memory from Rust's global allocator, at a fixed address, freed on drop.
 //!
 //! Only raw pointers to it are ever formed, since the C side keeps pointers into it.
 #![allow(unsafe_code)] // It is an allocation behind a raw pointer.

@@ -1,8 +1,8 @@
-//! The wall around zstd: contexts laid into memory of ours (`ZSTD_initStatic*`), which C never grows or frees.
+//! The wall around zstd: contexts in our own memory (`ZSTD_initStatic*`), which C never grows or frees.
 //!
-//! A static context that is too small fails a call instead of allocating. So the workspace is sized for every
-//! parameter set that the level can choose for sources up to the maximum, and an error other than "does not fit" at
-//! compression is a broken invariant.
+//! A static context that is too small fails a call instead of allocating. So the workspace is sized for every parameter
+//! set that the level can choose for sources up to the maximum. A compression error other than "does not fit" is a
+//! broken invariant.
 #![allow(unsafe_code)] // FFI.
 
 use super::workspace::Workspace;
@@ -22,7 +22,7 @@ pub(super) struct Compressor {
 pub(super) fn context_bytes(level: c_int, source_max: usize) -> usize {
     let mut bytes = 0;
     let mut source = 1usize;
-    // zstd chooses by ranges of sizes that begin and end at powers of two.
+    // zstd chooses parameters by ranges of sizes that begin and end at powers of two.
     while source < 2 * source_max.max(1) {
         for len in [source.min(source_max.max(1)), (source + 1).min(source_max.max(1))] {
             // SAFETY: plain values in, plain values out.
@@ -38,7 +38,7 @@ impl Compressor {
         let mut workspace = Workspace::new(context_bytes(level, source_max));
         // SAFETY: the workspace is valid for its length, aligned to 64 and lives as long as the context in it.
         let context = unsafe { ZSTD_initStaticCCtx(workspace.as_mut_ptr(), workspace.len()) };
-        // Documented: the context is the workspace's start, or null when that is too small.
+        // Documented: the context is at the workspace's start, or null when that is too small.
         assert_eq!(
             context.cast(),
             workspace.as_mut_ptr(),
@@ -48,7 +48,7 @@ impl Compressor {
         Self { workspace, level }
     }
 
-    /// The length written, `None` when it does not fit.
+    /// Returns the length written, or `None` when it does not fit.
     pub(super) fn compress(&mut self, src: &[u8], dst: &mut [u8]) -> Option<usize> {
         let context: *mut ZSTD_CCtx = self.workspace.as_mut_ptr().cast();
         // SAFETY: `new` initialised the context, it is ours alone, and src and dst are valid for their lengths.
@@ -87,7 +87,7 @@ impl Decompressor {
         Self { workspace }
     }
 
-    /// The length decoded, `None` when `src` is no frame or decodes to more than `dst` holds.
+    /// Returns the length decoded, or `None` when `src` is no zstd frame or decodes to more than `dst` holds.
     pub(super) fn decompress(&mut self, src: &[u8], dst: &mut [u8]) -> Option<usize> {
         let context: *mut ZSTD_DCtx = self.workspace.as_mut_ptr().cast();
         // SAFETY: `new` initialised the context, it is ours alone, src and dst are valid for their lengths, and the

@@ -1,34 +1,34 @@
-//! What compaction counts: the kernel's names (`/proc/vmstat`), and two of our own.
+//! Compaction's counters: the kernel's, by their names in `/proc/vmstat`, and two of our own.
 
-/// Counters of one zone, cumulative; under the lock of the zone.
+/// Counters of one zone, cumulative. The zone's lock protects them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Direct compactions that were tried (events).
+    /// Direct compactions tried (events).
     pub compact_stall: u64,
-    /// Those after which a run of the order was there (events).
+    /// Direct compactions after which a run of the order was free (events).
     pub compact_success: u64,
-    /// Those after which none was (events).
+    /// Direct compactions after which none was (events).
     pub compact_fail: u64,
-    /// Frames the migrate scanner looked at (looks, as the kernel counts: a free run or a huge page is one; so
+    /// What the migrate scanner looked at (looks, as the kernel counts them: a free run or a huge page is one look; so
     /// is a page block looked at to choose, and a word of the map of free frames).
     pub compact_migrate_scanned: u64,
-    /// Frames the free scanner looked at (looks, likewise).
+    /// What the free scanner looked at (looks, likewise).
     pub compact_free_scanned: u64,
-    /// Frames taken by either scanner (frames).
+    /// Frames that either scanner took (frames).
     pub compact_isolated: u64,
     /// Pages moved (frames).
     pub pgmigrate_success: u64,
-    /// Pages that could not be moved though isolated (frames).
+    /// Pages that were isolated but could not be moved (frames).
     pub pgmigrate_fail: u64,
-    /// Pages moved more than once in one pass (frames): bound 0, see `compaction`. A page freed after its move and another
-    /// allocated in its frame within the pass counts as if it were the same.
+    /// Pages moved more than once in one pass (frames): bound 0, see `compaction`. If a page is freed after its move
+    /// and another is allocated in its frame within the pass, it counts as the same page.
     pub migrated_twice: u64,
-    /// Pages moved that the pass before had moved (frames).
+    /// Pages moved that the previous pass had moved, too (frames).
     pub migrated_again: u64,
 }
 
 impl Counters {
-    /// What was counted since: `before` is an earlier reading.
+    /// The difference from an earlier reading, `before`.
     pub fn since(&self, before: &Self) -> Self {
         Self {
             compact_stall: self.compact_stall - before.compact_stall,
@@ -44,7 +44,7 @@ impl Counters {
         }
     }
 
-    /// Frames looked at by both.
+    /// Looks of both scanners.
     pub fn scanned(&self) -> u64 {
         self.compact_migrate_scanned + self.compact_free_scanned
     }

@@ -1,51 +1,53 @@
-//! Where pages are taken from and where they go: three policies over one mechanism.
+//! Compaction policies: where pages are taken from and where they go. Three of them share one mechanism.
 //!
-//! [`ZoneEnds`] is the old way of the kernel: pages from the zone's start go to its end. [`Pivot`] is the published rule:
-//! the same scanners start at a pivot that moves. [`Emptiest`] is our own: it walks no
-//! addresses. Sources are the page blocks in order of how free they are, the emptiest first, so the block that comes free
-//! is one with little to move; a block in which something refuses to move is left at once. Targets are the fullest blocks
-//! that have free frames, which the zone's map of free frames shows without looking at the others. They must be at least as
-//! full as the source, so the sum of the squares of the blocks' free frames grows with every move: what one pass
-//! did the next does not undo. Sorting is once in a pass, however many runs of a small budget it takes; what programs do between two
-//! of them it sees in each block as it comes to it.
+//! - [`ZoneEnds`] is the kernel's old way: pages from the zone's start go to its end.
+//! - [`Pivot`] is the published rule: the same scanners start at a pivot, which moves.
+//! - [`Emptiest`] is our own, and walks no addresses. It takes from page blocks in order of how free they are, the
+//!   emptiest first, so the block that comes free is one with little to move. If something in a block refuses to move,
+//!   it leaves the block at once. Targets are the fullest blocks that have free frames; the zone's map of free frames
+//!   shows these without a look at the others. A target must be at least as full as the source, so the sum of the
+//!   squares of the blocks' free frames grows with every move, and no pass undoes what another did. The blocks are
+//!   sorted once in a pass, however many runs of a small budget the pass takes. What programs do in between shows in
+//!   each block when its turn comes.
 
 use super::pivot::{Cached, clear_skip};
 use super::scanner::Position;
 use crate::zone::{Kind, MAX_ORDER, MigrateType, Zone};
 
-/// What a policy decides. Ranges of frames are within one page block.
+/// What a policy decides. A range of frames lies within one page block.
 pub trait Policy {
-    /// A run begins, which `goes_on` where the last one has stopped for want of budget; true when a new pass begins with it.
+    /// A run begins. `goes_on` says that it continues a run that stopped for want of budget. Returns true when a new
+    /// pass begins.
     fn begin(&mut self, zone: &mut Zone, kind: Kind, goes_on: bool) -> bool;
-    /// Frames to look for pages to be moved; none when the scanners have met.
+    /// The frames to search for pages to move; `None` when the scanners have met.
     fn next_source(&mut self, zone: &mut Zone, kind: Kind) -> Option<(u32, u32)>;
-    /// Sources were looked for up to `at`; whether there were any.
+    /// Sources were searched for up to `at`; `found` says whether there were any.
     fn source_done(&mut self, zone: &mut Zone, at: u32, found: bool);
-    /// A frame in use could not be isolated; true when the rest of its block is not worth looking at.
+    /// A frame in use could not be isolated. Returns true if the rest of its block is not worth searching.
     fn refused(&mut self, zone: &mut Zone, frame: u32) -> bool;
-    /// Frames to look for free ones to move to; none when the scanners have met.
+    /// The frames to search for free frames to move to; `None` when the scanners have met.
     fn next_target(&mut self, zone: &mut Zone, kind: Kind) -> Option<(u32, u32)>;
-    /// Free frames were looked for up to `at`; whether there were any.
+    /// Free frames were searched for up to `at`; `found` says whether there were any.
     fn target_done(&mut self, zone: &mut Zone, at: u32, found: bool);
-    /// Targets of the block looked at last were not needed and go back.
+    /// The targets found last, or some of them, were not needed and return to the zone.
     fn targets_returned(&mut self);
     /// The scanners have met.
     fn met(&mut self, zone: &mut Zone);
-    /// The first run after the longest deferral.
+    /// The first run after the longest deferral begins.
     fn restart(&mut self, zone: &mut Zone);
-    /// Whether free frames are looked up in the zone's map; else they are looked at one by one, as the kernel does.
+    /// Whether free frames are looked up in the zone's map. If not, each frame is looked at, as in the kernel.
     fn uses_map(&self) -> bool {
         false
     }
-    /// There are no more sources: true when a new pass may find some, now that pages have moved.
+    /// Called when no sources are left: whether a new pass may find some, now that pages have moved.
     fn is_worth_another_pass(&self) -> bool {
         false
     }
-    /// The block where the scanners start, and how often that has moved; none where it does not move.
+    /// The block where the scanners start, and how often it has moved; `None` if it does not move.
     fn pivot(&self) -> Option<(usize, u64)> {
         None
     }
-    /// Page blocks looked at to choose, when a pass began, since the last call.
+    /// Page blocks looked at since the last call to choose sources and targets for a pass.
     fn looked_at(&mut self) -> u64 {
         0
     }
@@ -62,23 +64,23 @@ fn is_source(zone: &Zone, block: usize, kind: Kind) -> bool {
     !b.skip[SOURCE] && b.migrate_type() != MigrateType::Unmovable && b.free(kind) < end - start
 }
 
-/// Not a block that is free as a whole: that is what compaction is there to make.
+/// A block that is entirely free is no target: compaction is there to make such blocks.
 fn is_target(zone: &Zone, block: usize, kind: Kind) -> bool {
     let b = &zone.blocks()[block];
     let whole = zone.free_run_at(zone.block_range(block).0) == Some((kind, MAX_ORDER));
     !b.skip[TARGET] && b.migrate_type() != MigrateType::Unmovable && b.free(kind) > 0 && !whole
 }
 
-/// Both scanners along the addresses, from a pivot.
+/// Two scanners along the addresses, from a pivot.
 pub struct Linear {
-    /// What is remembered.
+    /// The pivot and positions remembered between runs.
     pub cached: Cached,
     moves: bool,
-    /// Whether the pivot is to be put in the middle of the zone when a run first begins.
+    /// Whether to put the pivot in the middle of the zone when a run first begins.
     centre: bool,
-    /// Whether the migrate scanner found something in its block.
+    /// Whether each scanner has found something in its current block: [`SOURCE`], [`TARGET`].
     found: [bool; 2],
-    /// Where the free scanner was before the last look.
+    /// The free scanner's position before the last look.
     before: Option<Position>,
 }
 
@@ -96,21 +98,21 @@ impl ZoneEnds {
 }
 
 impl Pivot {
-    /// The policy, with the pivot at this block until it moves. (At the zone's start it is the old way until then.)
+    /// The policy with the pivot at `block` until it moves. A pivot at the zone's start is the old way until then.
     #[allow(clippy::new_ret_no_self)]
     pub fn new(block: usize) -> Linear {
         Linear::starting_at(block, true)
     }
 
-    /// The policy, with the pivot in the middle of what the zone has when it is first compacted, until it moves. (A zone's blocks are
-    /// begun one after the other: before that there is no middle.)
+    /// The policy with the pivot in the middle of the blocks that the zone has at the first compaction, until it moves.
+    /// A zone begins its blocks one after the other, so there is no middle before that.
     pub fn in_the_middle() -> Linear {
         Linear { centre: true, ..Linear::starting_at(0, true) }
     }
 }
 
 impl Linear {
-    /// Scanners that start at a block; with `moves` it moves on restarts.
+    /// Scanners that start at a block; with `moves` restarts move it.
     pub fn starting_at(pivot: usize, moves: bool) -> Self {
         Self { cached: Cached::new(pivot), moves, centre: false, found: [false; 2], before: None }
     }
@@ -126,8 +128,8 @@ impl Policy for Linear {
         fresh
     }
 
-    // A scanner that has done a block leaves it only when it is asked for more: until then the other one may come up to
-    // this block, not into it.
+    // A scanner that has finished a block leaves it only when it is asked for more. Until then the other one may come
+    // up to this block, but not into it.
     fn next_source(&mut self, zone: &mut Zone, kind: Kind) -> Option<(u32, u32)> {
         let blocks = zone.blocks().len();
         let scanners = self.cached.resume(zone);
@@ -196,22 +198,23 @@ impl Policy for Linear {
     }
 }
 
-/// Our own rule: the emptiest block first, into the fullest.
+/// Our own rule: empties the emptiest blocks first, into the fullest.
 #[derive(Default)]
 pub struct Emptiest {
-    /// Blocks to take from, the emptiest first, with the frames free in them when the pass began; and how far that is.
+    /// Blocks to take from, the emptiest first, with how many frames were free in them when the pass began; then the
+    /// position in that list.
     sources: Vec<(u32, u32)>,
     source: Place,
-    /// Blocks to move to, best first, and how far that is.
+    /// Blocks to move to, the best first; then the position in that list, and the one before the last look.
     targets: Vec<u32>,
     target: Place,
     before: Place,
-    /// Blocks that pages came from or went to in this pass.
+    /// For each block, whether it was a source or a target in this pass.
     touched: Vec<Side>,
     looked: u64,
 }
 
-/// An index into a list of blocks, and frames of that block that are done.
+/// A position: an index into a list of blocks, and how many frames of that block are done.
 #[derive(Clone, Copy, Default)]
 struct Place {
     index: usize,
@@ -224,7 +227,7 @@ impl Place {
     }
 }
 
-/// What a block has been in this pass.
+/// The role of a block in this pass.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Side {
     Neither,
@@ -247,13 +250,13 @@ impl Policy for Emptiest {
         let blocks = zone.blocks();
         self.looked += blocks.len() as u64;
         self.sources.clear();
-        // (A block that is all free, or all full, is neither.)
+        // Blocks that are entirely free, or entirely full, are neither sources nor targets.
         let all = (0..blocks.len() as u32).map(|b| (b, blocks[b as usize].free(kind)));
         self.sources.extend(all.filter(|(b, free)| {
             let (start, end) = zone.block_range(*b as usize);
             (1..end - start).contains(free)
         }));
-        // Equals by address, from both ends.
+        // Equally free blocks in order of address, so that sources and targets start at opposite ends.
         self.sources.sort_unstable_by_key(|(b, free)| (*free, core::cmp::Reverse(*b)));
         self.targets.clear();
         self.targets.extend(self.sources.iter().map(|(b, _)| *b));
@@ -267,7 +270,7 @@ impl Policy for Emptiest {
     fn next_source(&mut self, zone: &mut Zone, kind: Kind) -> Option<(u32, u32)> {
         while let Some((block, free)) = self.sources.get(self.source.index).map(|(b, free)| (*b as usize, *free)) {
             let (start, end) = zone.block_range(block);
-            // (Between two runs of a pass it may have been filled: then it is none of the emptiest any more.)
+            // A block filled between two runs of a pass is not among the emptiest any more.
             let still = is_source(zone, block, kind) && zone.blocks()[block].free(kind) >= free;
             let usable = still && self.touched[block] != Side::Target;
             if usable && start + self.source.done < end {
@@ -322,7 +325,7 @@ impl Policy for Emptiest {
         true
     }
 
-    /// What was moved to in this pass may be moved from in the next. (The sum that grows with every move ends it.)
+    /// What this pass filled may be a source in the next. The growing sum of squares makes that end.
     fn is_worth_another_pass(&self) -> bool {
         self.touched.contains(&Side::Target)
     }

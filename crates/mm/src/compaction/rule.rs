@@ -1,4 +1,4 @@
-//! Which of the three policies compacts, as a user names it; chosen while the engine runs, not when it is built.
+//! Rule: names the three compaction policies for users, who may change it while the engine runs.
 
 use super::policy::{Emptiest, Linear, Pivot, Policy, ZoneEnds};
 use crate::zone::{Kind, Zone};
@@ -6,12 +6,12 @@ use crate::zone::{Kind, Zone};
 /// A rule by which compaction chooses page blocks: see [`super::policy`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Rule {
-    /// The emptiest blocks into the fullest.
+    /// Empties the emptiest blocks into the fullest.
     #[default]
     Emptiest,
-    /// Scanners from a pivot, which moves.
+    /// Scanners from a pivot that moves.
     Pivot,
-    /// Scanners from the zone's ends, as the kernel's.
+    /// Scanners from the zone's ends, as in the kernel.
     ZoneEnds,
 }
 
@@ -28,7 +28,7 @@ impl Rule {
         }
     }
 
-    /// The rule of a number, as a group's page holds it; an unknown one is the default.
+    /// The rule with a number, as the group's page holds it. An unknown number gives the default.
     pub fn from_number(n: u32) -> Self {
         Self::ALL.into_iter().find(|r| r.number() == n).unwrap_or_default()
     }
@@ -42,8 +42,8 @@ impl Rule {
         }
     }
 
-    /// The policy. (The pivot begins in the middle: at the zone's start it would be the old way until it moves, which takes the
-    /// longest deferral.)
+    /// The policy. The pivot begins in the middle: at the zone's start it would be the old way until it moves, which
+    /// takes the longest deferral.
     pub fn policy(self) -> Chosen {
         match self {
             Self::Emptiest => Chosen::Emptiest(Emptiest::new()),
@@ -56,7 +56,7 @@ impl Rule {
 impl core::str::FromStr for Rule {
     type Err = String;
 
-    /// The rule of a name. The error is one sentence.
+    /// The rule with a name. The error is one sentence.
     fn from_str(text: &str) -> Result<Self, String> {
         Self::ALL.into_iter().find(|r| r.name() == text).ok_or_else(|| {
             let all = Self::ALL.map(Self::name).join(", ");
@@ -69,7 +69,7 @@ impl core::str::FromStr for Rule {
 pub enum Chosen {
     /// Our own.
     Emptiest(Emptiest),
-    /// Either of the two with scanners.
+    /// Either of the two policies with scanners.
     Linear(Linear),
 }
 
@@ -163,7 +163,7 @@ mod tests {
         for (blocks, middle) in [(8, 4), (7, 3), (1, 0)] {
             let mut zone = Zone::new(blocks * BLOCK_FRAMES as usize);
             let mut pivot = Rule::Pivot.policy();
-            // (All blocks begin by being used.)
+            // All blocks must be begun first.
             while zone.alloc(Kind::Hole, 0).is_some() {}
             assert!(pivot.begin(&mut zone, Kind::Hole, false));
             assert_eq!(pivot.pivot(), Some((middle, 0)));

@@ -1,17 +1,17 @@
-//! The two linear scanners' positions, and when they have met.
+//! The positions of the two linear scanners, and when they have met.
 //!
-//! The migrate scanner goes upwards from the pivot, the free scanner downwards from the block below it, each wrapping
-//! once at the zone's edge. While neither or one has wrapped they are apart or meet; both cannot have wrapped without
-//! having crossed. Everything is compared by page blocks, as both may stop inside one.
+//! The migrate scanner goes up from the pivot, the free scanner down from the block below it; each wraps once at the
+//! zone's edge. If neither has wrapped, they have not met; if both have, they must have crossed; if one has, their
+//! blocks tell. All comparisons are by page block, as both scanners may stop inside one.
 
-/// A position: a page block, where in it to go on, and whether the scanner has wrapped at the zone's edge.
+/// A position: a page block, where in it to continue, and whether the scanner has wrapped at the zone's edge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Position {
     /// The block, an index into the zone's blocks.
     pub block: usize,
-    /// Frames of the block that are done (from its start upwards, for both scanners).
+    /// Frames of the block already done, counted from its start for both scanners.
     pub done: u32,
-    /// Whether it went round.
+    /// Whether the scanner has wrapped.
     pub wrapped: bool,
 }
 
@@ -25,8 +25,8 @@ pub struct Scanners {
 }
 
 impl Scanners {
-    /// Both at a pivot of a zone of `blocks` blocks. The block below the first one is the last one, gone round: with the
-    /// pivot at the zone's start these are the ends of the zone, the old way.
+    /// Starts both at a pivot of a zone of `blocks` blocks. The block below the first is the last one, wrapped: a pivot
+    /// at the zone's start puts the scanners at the zone's ends, the old way.
     pub fn at(pivot: usize, blocks: usize) -> Self {
         let start = |block, wrapped| Position { block, done: 0, wrapped };
         let free = if pivot == 0 { start(blocks - 1, true) } else { start(pivot - 1, false) };
@@ -42,7 +42,7 @@ impl Scanners {
         }
     }
 
-    /// The migrate scanner goes to the next block up.
+    /// Moves the migrate scanner to the next block up.
     pub fn advance_migrate(&mut self, blocks: usize) {
         let at = &mut self.migrate;
         at.done = 0;
@@ -52,7 +52,7 @@ impl Scanners {
         }
     }
 
-    /// The free scanner goes to the next block down.
+    /// Moves the free scanner to the next block down.
     pub fn advance_free(&mut self, blocks: usize) {
         let at = &mut self.free;
         at.done = 0;

@@ -1,13 +1,15 @@
-//! The page table's tree: leaves of 256 KiB, and where they are.
+//! The page table's tree: it finds the leaf of a page, for leaves of 256 KiB.
 //!
 //! ```text
 //! root: 2048 × 64 GiB ─▶ 64 × 1 GiB ─▶ 64 × 16 MiB ─▶ 64 leaves of 64 pages
 //! ```
-//! Leaves and nodes are small, as programs scatter: V8 asks for 256 KiB at a time, at addresses of its own choice anywhere in the 46 bits there
-//! are. (The story: nodes of 64 KiB for each 16 GiB cost Node.js 16 MiB; then leaves of 2 MiB and nodes of a page 8 KiB for each
-//! such piece, of a heap of 340 MiB under 90 MiB 11 of them, and what had gone left as much again.) A leaf or node in which nothing is left goes.
+//! Leaves and nodes are small because programs scatter: V8 asks for 256 KiB at a time, at addresses of its own choice
+//! anywhere in the 46 bits there are. Leaves and nodes that become empty are freed. (The story: nodes of 64 KiB for
+//! each 16 GiB cost Node.js 16 MiB. Leaves of 2 MiB and nodes of a page then cost 8 KiB for each such piece, 11 MiB for
+//! a heap of 340 MiB under 90, and memory that had gone left as much again.)
 //!
-//! Invariant: a node has a child, a leaf was asked for with [`Tree::leaf_mut`] and not removed since. Owner: the page table.
+//! Invariant: every node has a child, and every leaf was requested with [`Tree::leaf_mut`] and not removed since.
+//! Owner: the page table.
 
 use super::{BLOCK_PAGES, LEAF_PAGES, Pte};
 
@@ -16,19 +18,19 @@ use super::{BLOCK_PAGES, LEAF_PAGES, Pte};
 pub struct Bits(u64);
 
 impl Bits {
-    /// Whether a page, by its number in the address space, is among them.
+    /// Whether a page is in the set, by its number in the address space.
     pub fn has(self, vpn: u64) -> bool {
         self.0 & 1 << in_leaf(vpn) != 0
     }
 
-    /// Has it be, or not.
+    /// Puts a page into the set, or takes it out.
     pub fn put(&mut self, vpn: u64, is_in: bool) {
         let bit = 1 << in_leaf(vpn);
         self.0 = if is_in { self.0 | bit } else { self.0 & !bit };
     }
 }
 
-/// What is known of 64 pages.
+/// The entries and hints of 64 pages.
 pub struct Leaf {
     /// Their entries.
     pub ptes: [Pte; LEAF_PAGES as usize],
@@ -48,28 +50,28 @@ impl Leaf {
         protected: Bits(0),
     };
 
-    /// Whether nothing is known of any of its pages.
+    /// Whether all entries are empty and no page is clean or protected.
     pub fn is_empty(&self) -> bool {
         self.ptes.iter().all(|pte| *pte == Pte::NONE) && self.clean == Bits(0) && self.protected == Bits(0)
     }
 
-    /// Nothing is known of a page any more.
+    /// Clears the clean and protected bits of a page.
     pub fn forget(&mut self, vpn: u64) {
         self.clean.put(vpn, false);
         self.protected.put(vpn, false);
     }
 }
 
-/// The place of a page in its leaf.
+/// The index of a page in its leaf.
 pub fn in_leaf(vpn: u64) -> usize {
     (vpn % LEAF_PAGES) as usize
 }
 
-/// Entries of a node.
+/// Children of a node.
 const FANOUT: usize = 64;
-/// Entries of the root.
+/// Children of the root.
 const ROOT: usize = 2048;
-/// Leaves below a lower node, a middle and an upper one.
+/// Leaves below a lower, a middle and an upper node.
 const LOW: u64 = FANOUT as u64;
 const MIDDLE: u64 = LOW * FANOUT as u64;
 const HIGH: u64 = MIDDLE * FANOUT as u64;
@@ -84,7 +86,7 @@ type Lower = Node<Leaf>;
 type Middle = Node<Lower>;
 type Upper = Node<Middle>;
 
-/// Where a leaf is: its places in the root and in the three nodes below it.
+/// The path to a leaf: the indexes in the root and in the three nodes below it.
 fn places(leaf: u64) -> (usize, usize, usize, usize) {
     let place = |below: u64| (leaf / below) as usize % FANOUT;
     ((leaf / HIGH) as usize, place(MIDDLE), place(LOW), place(1))
@@ -93,13 +95,13 @@ fn places(leaf: u64) -> (usize, usize, usize, usize) {
 /// The tree.
 #[derive(Default)]
 pub struct Tree {
-    /// Empty as long as there is no leaf: most processes never need one.
+    /// Empty until there is a leaf: most processes never need one.
     root: Vec<Option<Box<Upper>>>,
     leaves: usize,
     nodes: usize,
 }
 
-/// The child at a place, made if there is none.
+/// The child at a place, created if there is none.
 fn child<'a, T>(slot: &'a mut Option<Box<T>>, count: &mut usize, new: impl FnOnce() -> T) -> &'a mut T {
     slot.get_or_insert_with(|| {
         *count += 1;
@@ -107,7 +109,7 @@ fn child<'a, T>(slot: &'a mut Option<Box<T>>, count: &mut usize, new: impl FnOnc
     })
 }
 
-/// Removes a node in which nothing is left; whether there was nothing.
+/// Removes a node without children; returns whether it had none.
 fn prune<T>(slot: &mut Option<Box<Node<T>>>, count: &mut usize) -> bool {
     let empty = slot.as_ref().is_some_and(|node| node.iter().all(Option::is_none));
     if empty {
@@ -125,16 +127,16 @@ impl Tree {
         self.root.get(i)?.as_ref()?[j].as_ref()?[k].as_ref()?[l].as_deref()
     }
 
-    /// The same, to change it.
+    /// The same, mutable.
     pub fn existing(&mut self, leaf: u64) -> Option<&mut Leaf> {
         let (i, j, k, l) = places(leaf);
         self.root.get_mut(i)?.as_mut()?[j].as_mut()?[k].as_mut()?[l].as_deref_mut()
     }
 
-    /// The same, made if there is none.
+    /// The same, created if it is missing.
     ///
     /// # Panics
-    /// When it is beyond the address space.
+    /// When the leaf is beyond the address space.
     pub fn leaf_mut(&mut self, leaf: u64) -> &mut Leaf {
         let (i, j, k, l) = places(leaf);
         let nodes = &mut self.nodes;
@@ -147,7 +149,8 @@ impl Tree {
         child(&mut lower[l], &mut self.leaves, || Leaf::EMPTY)
     }
 
-    /// Removes a leaf, and the nodes above it that have no other child; whether there is no other in its [`STRETCH_PAGES`].
+    /// Removes a leaf, and the nodes above it that have no other child. Returns whether its stretch ([`STRETCH_PAGES`])
+    /// has no leaf left.
     pub fn remove(&mut self, leaf: u64) -> bool {
         let (i, j, k, l) = places(leaf);
         let Some(upper) = self.root.get_mut(i).and_then(Option::as_mut) else { return false };
@@ -163,7 +166,7 @@ impl Tree {
         alone
     }
 
-    /// The first leaf that there is from a number on, and its own.
+    /// The first leaf numbered `from` or higher, with its number.
     pub fn next(&self, from: u64) -> Option<(u64, &Leaf)> {
         let mut at = from;
         while at < LEAVES {

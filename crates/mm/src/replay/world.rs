@@ -1,27 +1,27 @@
 //! One member of the group in a replay: its pages, its objects in the pool and on disk, and its shrinker.
 //!
-//! What the engine keeps in tables and bytes is here numbers only: an object is so large, of so many pages, referenced or not, in
-//! the pool or at a place on disk. Which goes next is asked of the engine's own [`Shrinker`].
+//! What the engine keeps in tables and bytes is only numbers here: an object has a size and a number of pages, is
+//! referenced or not, and is in the pool or at a place on disk. The engine's own [`Shrinker`] says which goes next.
 //!
-//! Invariants: `in_pool` and `stored` are sums over the objects that are not on disk; an object is there while any page refers to it
-//! (`live`), and each of `disk` knows its place. Numbers are used again, so what the shrinker lists is told from an earlier object
-//! by its `birth`.
+//! Invariants: `in_pool` and `stored` are sums over the objects that are not on disk. An object exists while any page
+//! refers to it (`live`), and `disk` knows the place of each that is on disk. Numbers of objects are reused, so `birth`
+//! tells an object that the shrinker lists from an earlier one of the same number.
 
 use super::{Cost, Outcome};
 use crate::shrinker::{Entry, Policy, Shrinker, Verdict};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 pub(super) const PAGE: usize = 4096;
-/// Bytes that an object of so many pages has in front of its data: the pager's own, as it asserts.
+/// Bytes in front of the data of an object with `pages` pages: the pager's own header, as it asserts.
 #[must_use]
 pub const fn head_bytes(pages: usize) -> usize {
     12 + 16 * pages
 }
-/// Bytes in front of an object on disk.
+/// Additional bytes in front of an object on disk.
 const FRONT: usize = 8;
 const GRAIN: u64 = 64;
 const BLOCK: u64 = 4096;
-/// Pages of the largest object: a larger folio is stored as several.
+/// Pages of the largest object. A larger folio is stored as several.
 pub const MOST_PAGES: usize = 16;
 /// Bytes of the largest write.
 const RUN_BYTES: u64 = 256 << 10;
@@ -29,7 +29,7 @@ pub(super) const NONE: u32 = u32::MAX;
 
 #[derive(Clone, Copy)]
 pub(super) struct Object {
-    /// Tells it from an earlier one of the same number: entries of that are stale.
+    /// Tells this object from an earlier one of the same number, whose entries are stale.
     pub(super) birth: u64,
     pub(super) bytes: u32,
     pub(super) pages: u8,
@@ -37,22 +37,22 @@ pub(super) struct Object {
     /// Pages of it that are not in the program.
     pub(super) out: u8,
     pub(super) referenced: bool,
-    /// Where on disk, if it is there.
+    /// Its place on disk, if it is there.
     pub(super) at: Option<u64>,
-    /// One of its pages (where it was stored): whose block says whether it was reused.
+    /// The page where it was stored, whose block says whether it was reused.
     pub(super) vpn: u64,
 }
 
 #[derive(Clone, Copy)]
 pub(super) struct Page {
-    /// NONE: in the program, and its kept copy was given up.
+    /// The object, or NONE if the page is in the program and its kept copy was given up.
     pub(super) object: u32,
-    /// Bytes it takes when it is stored alone.
+    /// Bytes that the page takes when it is stored alone.
     pub(super) bytes: u16,
     pub(super) out: bool,
 }
 
-/// One member.
+/// One member of the group.
 #[derive(Clone)]
 pub(super) struct World {
     pub(super) pages: HashMap<u64, Page>,
@@ -62,13 +62,13 @@ pub(super) struct World {
     pub(super) shrinker: Shrinker,
     pub(super) disk: BTreeMap<u64, u32>,
     pub(super) disk_end: u64,
-    /// Blocks of 16 pages that were read back since something of them was written back.
+    /// Blocks of 16 pages from which a page was read back since one was last written back.
     pub(super) reused: HashSet<u64>,
     /// Bytes of objects in the pool.
     pub(super) in_pool: usize,
-    /// Pages out that are in the pool.
+    /// Pages that are out and in the pool.
     pub(super) stored: usize,
-    /// First page and number of those that move to where the next record says, if the last one was that.
+    /// If the last record was [`crate::trace::Kind::MoveFrom`]: its first page and number of pages.
     pub(super) move_from: Option<(u64, usize)>,
 }
 
@@ -89,7 +89,7 @@ impl World {
         }
     }
 
-    /// Ends what the world knows of a page.
+    /// Forgets a page.
     pub(super) fn forget(&mut self, vpn: u64) {
         let Some(page) = self.pages.remove(&vpn) else { return };
         if page.object != NONE {
@@ -158,7 +158,7 @@ impl World {
         }
     }
 
-    /// An object entered the pool.
+    /// Lists an object that entered the pool.
     fn listed(&mut self, handle: u32) {
         let objects = &self.objects;
         self.shrinker.stored(Entry { vpn: objects[handle as usize].birth, handle });
@@ -167,11 +167,11 @@ impl World {
         }
     }
 
-    /// Pages that were in the program are out again, unchanged.
+    /// A page that was in the program is out again, unchanged.
     pub(super) fn clean(&mut self, vpn: u64) {
         let Some(page) = self.pages.get_mut(&vpn) else { return };
         if page.object == NONE {
-            // Here the copy was given up: the engine would have stored the page.
+            // The copy was given up in this replay, so the engine would have stored the page.
             let bytes = page.bytes as usize;
             return self.store(vpn, 1, bytes);
         }
@@ -184,12 +184,12 @@ impl World {
         }
     }
 
-    /// The object of `pages` pages was replaced by a denser one.
+    /// A denser object replaced that of `pages` pages.
     pub(super) fn resize(&mut self, vpn: u64, pages: usize, bytes: usize) {
         for from in (0..pages).step_by(MOST_PAGES) {
             let n = (pages - from).min(MOST_PAGES);
             let base = vpn + from as u64;
-            // (Of its pages some may be others' by now: those are stored by themselves.)
+            // Some of its pages may refer to other objects by now: those are stored by themselves.
             let named = (base..base + n as u64).filter_map(|at| self.pages.get(&at)).map(|page| page.object);
             let mut named = named.filter(|object| *object != NONE);
             let Some(handle) = named.find(|object| self.objects[*object as usize].pages as usize == n) else {
@@ -204,12 +204,12 @@ impl World {
         }
     }
 
-    /// What it takes, in pages and objects.
+    /// Its size: the number of pages and objects, plus one.
     pub(super) fn size(&self) -> usize {
         self.pages.len() + self.objects.len() + 1
     }
 
-    /// Pages are at another address now. (mremap refuses ranges that overlap: who says so made it up.)
+    /// Pages moved to another address. mremap refuses ranges that overlap, so a record that has such was made up.
     pub(super) fn moved(&mut self, from: u64, to: u64, n: usize) {
         if from.abs_diff(to) < n as u64 {
             return;
@@ -233,7 +233,7 @@ fn is_fresh(objects: &[Object], e: Entry) -> bool {
     object.birth == e.vpn && object.live > 0 && object.at.is_none()
 }
 
-/// Reads the object at a place and what comes along.
+/// Reads the object at a place, and those that come along.
 pub(super) fn read_in(world: &mut World, place: u64, cost: Cost, out: &mut Outcome) {
     let handle = world.disk[&place];
     let end = (place + on_disk(&world.objects[handle as usize])).next_multiple_of(BLOCK);
@@ -260,10 +260,10 @@ fn on_disk(object: &Object) -> u64 {
     (FRONT as u64 + u64::from(object.bytes)).next_multiple_of(GRAIN)
 }
 
-/// Lets the shrinker meet objects until `want` bytes are freed and nothing is due.
+/// Has the shrinker meet objects until `want` bytes are freed and nothing is due.
 pub(super) fn write_back(world: &mut World, want: usize, cost: Cost, out: &mut Outcome) {
     let (mut freed, mut run) = (0, 0u64);
-    // Each is met four times at most: young, with its bit set, with its block marked, with neither.
+    // Each object is met at most four times: young, with its bit set, with its block marked, with neither.
     for _ in 0..4 * world.shrinker.len() {
         if freed >= want && world.shrinker.due() == 0 {
             break;
@@ -314,7 +314,7 @@ fn wrote(run: u64, cost: Cost, out: &mut Outcome) {
     out.write_ns += bytes * 1_000_000_000 / cost.bytes_per_second.max(1);
 }
 
-/// Pages in the program give up their copy in an object that leaves the pool.
+/// An object leaves the pool, so pages in the program give up their copies in it.
 fn give_up_copies(world: &mut World, handle: u32) {
     let object = world.objects[handle as usize];
     if object.out == object.live {

@@ -1,19 +1,19 @@
-//! The write-back policies: their names, their numbers, how much pressure they take.
+//! The write-back policies: names, numbers, and how much pressure each takes.
 
 /// Which objects are written back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Policy {
-    /// Those that memory pressure has met twice since they were stored.
+    /// Objects that memory pressure has met twice since they were stored.
     SecondChance,
-    /// The oldest beyond a protected number that each store and load raises, and that decays.
+    /// The oldest, beyond a protected number that each store and load raises and that decays.
     Decaying,
     /// The oldest.
     Fifo,
-    /// Those not read back since their block was last written back; then as second chance.
+    /// Objects not read back since their block was last written back; then as second chance.
     S3Fifo,
-    /// As second chance, with a third for those whose block was read back since it was last written back.
+    /// As second chance, with a third chance for objects whose block was read back since it was last written back.
     Reuse,
-    /// As second chance, under less pressure: what is on disk is dearer to bring back than what is in the pool.
+    /// As second chance under less pressure: a page on disk is more expensive to bring back than one in the pool.
     #[default]
     Balanced,
 }
@@ -35,7 +35,7 @@ impl Policy {
         }
     }
 
-    /// Eighths of the share taken of the resident set that are met of the pool for it.
+    /// The weight of pressure: eighths of the share taken of the resident set. That part of the pool is met.
     pub(super) fn weight(self) -> u64 {
         match self {
             Self::Balanced => 4,
@@ -55,7 +55,7 @@ impl Policy {
         }
     }
 
-    /// The policy of a number, as a group's page holds it; an unknown one is the default.
+    /// The policy with a number, as the group's page holds it. An unknown number gives the default.
     pub fn from_number(n: u32) -> Self {
         match n {
             0 => Self::SecondChance,
@@ -71,7 +71,7 @@ impl Policy {
 impl core::str::FromStr for Policy {
     type Err = String;
 
-    /// The policy of a name. The error is one sentence.
+    /// The policy with a name. The error is one sentence.
     fn from_str(text: &str) -> Result<Self, String> {
         Self::ALL.into_iter().find(|p| p.name() == text).ok_or_else(|| {
             let all = Self::ALL.map(Self::name).join(", ");

@@ -1,24 +1,25 @@
-//! Size classes: what objects are rounded up to, and how many share how large a slab.
+//! Size classes: which sizes objects are rounded up to, and how many objects share a slab of how many pages.
 //!
-//! About a hundred sizes some 5 % apart, as the kernel's zsmalloc has them. All tables are made by the compiler. What is larger
-//! than the largest of them has a slab of its own, of as many pages as it needs.
+//! There are about a hundred sizes some 5 % apart, as in the kernel's zsmalloc. The compiler builds all tables. An
+//! object larger than the largest class has a slab of its own, of as many pages as it needs.
 
 use super::PAGE;
 use crate::zone::BLOCK_FRAMES;
 
 /// Granularity of offsets and class sizes. 32 lets a `u32` address 128 GiB; 16 would gain under 1 % of a 1 KiB object.
 pub(super) const GRAIN: usize = 32;
-/// Largest object: what lies in one page block.
+/// Largest object: one page block.
 pub const MAX_OBJECT: usize = BLOCK_FRAMES as usize * PAGE;
 /// Largest object that shares its slab with others: a 64 KiB source stored raw, with a page to spare for a header.
 pub(super) const MAX_SHARED: usize = 69_632;
-/// Pages in the largest slab that objects share. More would waste less in the tail and more in slabs that never drain.
+/// Pages of the largest slab that objects share. Larger slabs would waste less in the tail, and more because they never
+/// drain.
 pub(super) const MAX_SLAB_PAGES: usize = 32;
-/// Objects in a slab at most: the bits of its bitmap.
+/// Most objects of a slab: the bits of its bitmap.
 pub(super) const MAX_SLAB_OBJECTS: usize = 128;
-/// A tail waste, in 1/1024 of the slab, that is not worth more pages (1.5 %).
+/// Tail waste that is not worth another page, in 1/1024 of the slab (1.5 %).
 const TAIL_WASTE_OK: usize = 16;
-/// Sizes that come up as such (sources stored raw), which therefore end a class each.
+/// Sizes that occur as such (sources stored raw). Each ends a class.
 const ANCHORS: [usize; 6] = [4096, 8192, 16_384, 32_768, 65_536, MAX_SHARED];
 /// A size class.
 #[derive(Clone, Copy)]
@@ -31,7 +32,8 @@ pub(super) struct Class {
     pub(super) objects: u8,
 }
 
-/// The smallest number of pages with little tail waste for objects of `size`, or that with the least.
+/// The smallest number of pages with little tail waste for objects of `size`; if there is none, the number with the
+/// least waste.
 const fn slab_pages(size: usize) -> usize {
     let mut best = (0, usize::MAX);
     let mut pages = size.div_ceil(PAGE);
@@ -71,7 +73,7 @@ const fn build_classes() -> ([Class; CLASS_ROOM], usize) {
     loop {
         let pages = slab_pages(wanted);
         let objects = pages * PAGE / wanted;
-        // Widen to what the slab has anyway, but not past a size that must end its own class.
+        // Widen to what the slab gives each object anyway, but not past a size that must end its own class.
         let widened = pages * PAGE / objects / GRAIN * GRAIN;
         let size = if widened > anchor(wanted) { anchor(wanted) } else { widened };
         classes[count] = Class { size: size as u32, pages: pages as u16, objects: objects as u8 };
@@ -90,7 +92,7 @@ const fn build_classes() -> ([Class; CLASS_ROOM], usize) {
 const BUILT: ([Class; CLASS_ROOM], usize) = build_classes();
 pub(super) const CLASS_COUNT: usize = BUILT.1;
 pub(super) static CLASSES: [Class; CLASS_ROOM] = BUILT.0;
-/// The class behind those that have a size: of objects with a slab of their own, which says how many pages it has.
+/// The class after those with a size: objects with a slab of their own. The slab says how many pages it has.
 pub(super) const LARGE: u8 = CLASS_COUNT as u8;
 const _: () = assert!(CLASS_COUNT < CLASS_ROOM, "there is room for the class of large objects");
 
@@ -109,7 +111,7 @@ pub(super) static CLASS_OF: [u8; MAX_SHARED / GRAIN + 1] = {
     of
 };
 
-/// The sizes that objects with a slab in common are rounded up to, ascending, in bytes. (Larger ones take whole pages.)
+/// The sizes of all classes whose objects share slabs, ascending, in bytes. (Larger objects take whole pages.)
 pub fn class_sizes() -> impl Iterator<Item = usize> {
     CLASSES[..CLASS_COUNT].iter().map(|class| class.size as usize)
 }

@@ -1,30 +1,32 @@
-//! Pool compaction: partly filled slabs of a class are drained into each other until what is left is nearly full.
+//! Pool compaction: drains partly filled slabs of a class into each other until the remaining ones are nearly full.
 //!
-//! A slab goes back to the kernel only when its last object goes, so after churn many slabs hold a few objects each. A
-//! class whose free objects would fill a slab can do with one slab less ([`ZsPool::compact`]): the emptiest is taken off the
-//! lists (so that nothing is allocated in it), its objects move into the fullest of the others, and its pages are freed.
+//! A slab returns to the kernel only when its last object goes, so churn leaves many slabs with a few objects each. If
+//! the free objects of a class would fill a slab, the class can do with one slab less ([`ZsPool::compact`]). The
+//! emptiest slab is taken off the lists, so that nothing is allocated in it; its objects move into the fullest of the
+//! others, and its pages are freed.
 //!
-//! Slabs that are left lie here and there, a few in each page block. While more than half of the pages of all page blocks in
-//! use are free, the emptiest block can do without ([`ZsPool::evacuate`]): its slabs are taken off the lists and the block
-//! from allocation, and their objects move into slabs of other blocks, if need be new ones.
+//! The slabs left are scattered, a few in each page block. While more than half of the pages of all page blocks in use
+//! are free, the emptiest block can be spared ([`ZsPool::evacuate`]). Its slabs are taken off the lists and the block
+//! itself from allocation; their objects move into slabs of other blocks, new ones if need be.
 //!
-//! This module only knows offsets. Whoever owns the bytes implements [`Relocate`]: copies an object and changes every
-//! reference to it, in one step as seen by readers, or refuses, and then the object stays where it is.
+//! This module only knows offsets. The owner of the bytes implements [`Relocate`]: it copies an object and changes
+//! every reference to it, in what readers see as one step, or it refuses, and the object stays where it is.
 //!
-//! Invariants: compaction never makes the pool larger (it allocates in existing slabs only), evacuation by at most a slab for
-//! each class, and only while one of the same class is being emptied; a drained slab is gone, or listed again with what
-//! refused to move. Cost: at most one slab's objects beyond the budget.
+//! Invariants: compaction never makes the pool larger, as it allocates in existing slabs only. Evacuation makes it
+//! larger by at most one slab for each class, and only while one of the same class is being emptied. A drained slab is
+//! gone, or is listed again with the objects that refused to move. Cost: beyond the budget, at most the objects of one
+//! slab.
 
 use super::{CLASS_COUNT, CLASSES, Freed, GRAIN, GROUPS, Handle, NONE, PAGE, ZsPool, group};
 use crate::zone::{BLOCK_FRAMES, Block, Kind, MigrateType};
 
-/// Moves objects for [`ZsPool::compact`].
+/// Moves objects for [`ZsPool::compact`] and [`ZsPool::evacuate`].
 pub trait Relocate {
     /// Copies the object at `from` to `to` (both of `len` bytes, not overlapping) and makes all references to it name
-    /// `to`. False: nothing was changed and the object stays.
+    /// `to`. Returns false if nothing was changed and the object stays.
     fn relocate(&mut self, from: Handle, to: Handle, len: usize) -> bool;
 
-    /// These pages hold nothing any more: as what [`ZsPool::free`] returns.
+    /// These pages hold nothing any more, like those that [`ZsPool::free`] returns.
     fn freed(&mut self, pages: Freed);
 }
 
@@ -33,21 +35,21 @@ pub trait Relocate {
 pub struct Compacted {
     /// Objects moved.
     pub moved: usize,
-    /// Objects that refused.
+    /// Objects that could not be moved.
     pub refused: usize,
-    /// Bytes of the slabs that went.
+    /// Bytes of the slabs freed.
     pub freed: usize,
-    /// Page blocks of which nothing is in use any more.
+    /// Page blocks emptied.
     pub blocks: usize,
 }
 
 impl ZsPool {
-    /// Bytes that [`ZsPool::compact`] could free if every object moved. Looks at each class.
+    /// Bytes that [`ZsPool::compact`] could free if every object moved. Looks at every class.
     pub fn compactable_bytes(&self) -> usize {
         (0..CLASS_COUNT).map(|class| self.spare_slabs(class) * CLASSES[class].pages as usize * PAGE).sum()
     }
 
-    /// Drains slabs until about `budget` objects have moved or no class has a slab to spare. Goes on with the class
+    /// Drains slabs until about `budget` objects have moved or no class has a slab to spare. Starts with the class
     /// after the one where the last call ended, so that every class has its turn.
     pub fn compact(&mut self, budget: usize, mover: &mut impl Relocate) -> Compacted {
         let mut done = Compacted::default();
@@ -62,7 +64,7 @@ impl ZsPool {
                 self.unlist(source);
                 self.drain(source, None, mover, &mut done);
                 if done.refused > refused {
-                    // The emptiest slab is the same next time: other classes first.
+                    // Next time the emptiest slab would be the same one: try other classes first.
                     break;
                 }
             }
@@ -71,19 +73,19 @@ impl ZsPool {
         done
     }
 
-    /// Slabs that the others of the class have room for.
+    /// How many slabs the others of the class have room for.
     fn spare_slabs(&self, class: usize) -> usize {
         let (objects, usage) = (CLASSES[class].objects as usize, &self.usage[class]);
         (usage.slabs as usize * objects - usage.live as usize) / objects
     }
 
-    /// Whether more than half of the pages may be free in the page blocks in use: found at once, where
-    /// [`ZsPool::page_blocks`] looks at each block.
+    /// Whether more than half of the pages of the page blocks in use may be free. Constant time, while
+    /// [`ZsPool::page_blocks`] looks at every block.
     pub fn may_be_sparse(&self) -> bool {
         self.zone.end() as usize * PAGE > 2 * self.held
     }
 
-    /// Page blocks in use, and their free pages.
+    /// The number of page blocks in use, and of their free pages.
     pub fn page_blocks(&self) -> (usize, usize) {
         let free = self.used_blocks().map(|(_, block)| block.free(Kind::Hole) as usize);
         free.fold((0, 0), |(blocks, all), free| (blocks + 1, all + free))
@@ -95,8 +97,9 @@ impl ZsPool {
         all.filter(move |(i, block)| block.free(Kind::Hole) < frames(self.zone.block_range(*i)))
     }
 
-    /// Empties page blocks, the emptiest first, until about `budget` objects have moved or no more than half of the pages of
-    /// all blocks in use are free. What was begun is gone on with by the next call: the block is the emptiest by then.
+    /// Empties page blocks, the emptiest first, until about `budget` objects have moved or at most half of the pages of
+    /// all blocks in use are free. The next call continues with a block left half done, as that is the emptiest by
+    /// then.
     pub fn evacuate(&mut self, budget: usize, mover: &mut impl Relocate) -> Compacted {
         let mut done = Compacted::default();
         while done.moved + done.refused < budget {
@@ -116,9 +119,9 @@ impl ZsPool {
         done
     }
 
-    /// Moves what the slabs of a page block hold into other blocks; whether it is empty now.
+    /// Moves the objects of a page block's slabs into other blocks. Returns whether the block is empty now.
     fn empty_block(&mut self, block: usize, budget: usize, mover: &mut impl Relocate, done: &mut Compacted) -> bool {
-        // (As the kernel isolates a block: what is allocated is of another type.)
+        // Isolates the block as the kernel does: allocation takes from another type.
         self.zone.set_block_type(block, MigrateType::Unmovable);
         let slabs = self.slabs_of(block);
         slabs.iter().for_each(|slab| self.unlist(*slab));
@@ -163,8 +166,8 @@ impl ZsPool {
         self.move_group(slab, class, None, group(live, CLASSES[class as usize].objects));
     }
 
-    /// A slab of a class with room, the fullest; outside of a page block that is to be emptied (whose own are not listed),
-    /// a new one of so many pages when there is none.
+    /// The fullest slab of a class that has room. While a page block is being emptied (its own slabs are not listed),
+    /// adds a slab of `pages` pages in another block if there is none.
     fn target(&mut self, class: u8, pages: u16, emptied: Option<usize>) -> Option<u32> {
         let listed = (0..GROUPS).rev().map(|g| self.partial[class as usize][g]).find(|head| *head != NONE);
         let Some(source) = emptied.filter(|_| listed.is_none()) else { return listed };
@@ -173,7 +176,7 @@ impl ZsPool {
         let block = self.zone.block_of(first);
         let (from, to) = self.zone.block_range(block);
         if block == source || self.zone.blocks()[block].free(Kind::Hole) + pages == to - from {
-            // No other block in use has room for it: nothing would be gained. (Nobody has touched it.)
+            // No other block in use has room, so nothing would be gained. Nobody has touched the new slab.
             self.unlist(slab);
             self.remove_slab(slab);
             return None;
@@ -181,7 +184,8 @@ impl ZsPool {
         Some(slab)
     }
 
-    /// Moves what an unlisted slab holds into other slabs of its class; lists it again when not all moved, and says so.
+    /// Moves the objects of an unlisted slab into other slabs of its class. Returns whether all moved; if not, the slab
+    /// is listed again.
     fn drain(&mut self, source: u32, emptied: Option<usize>, mover: &mut impl Relocate, done: &mut Compacted) -> bool {
         let slab = &self.slabs[source as usize];
         let (class_index, first, bits) = (slab.class, slab.first_page as usize * PAGE, slab.live_bits);
