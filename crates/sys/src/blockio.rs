@@ -1,18 +1,19 @@
-//! Reading and writing a file whole ranges at a time: pread64, pwrite64, fallocate.
+//! File I/O in whole ranges: pread64, pwrite64, fallocate.
 //!
-//! What matters here: short transfers are gone on with, from a block's border, as direct I/O wants it; a read that meets
-//! the end of the file is EIO (what was written there is not there any more); EINTR is tried again. ENOSPC comes from fallocate where the file system can preallocate
-//! and from pwrite where it cannot (EOPNOTSUPP from fallocate is no error). EIO may come from either, for good or not.
+//! What callers rely on: a short transfer is continued, from a block boundary as direct I/O demands. A read that meets
+//! the end of the file returns EIO, as what was written there is gone. EINTR is retried. ENOSPC comes from fallocate
+//! where the file system can preallocate, and from pwrite where it cannot (then fallocate's EOPNOTSUPP is no error).
+//! Either may return EIO, transient or not.
 
 use crate::raw::Errno;
 use crate::sys;
 
-/// What a transfer that was cut short goes on from: direct I/O takes whole blocks only.
+/// Where a transfer that was cut short continues: direct I/O takes whole blocks only.
 pub const BLOCK: usize = 4096;
-/// Transfers of less than a block in a row after which it is an error.
+/// More than this many short transfers of less than a block in a row are an error.
 const MOST_FRUITLESS: u32 = 8;
 
-/// Makes transfers until `len` bytes are done; what `transfer` is given is how many were.
+/// Repeats transfers until `len` bytes are done. `transfer` gets the number of bytes done so far.
 fn whole(len: usize, mut transfer: impl FnMut(usize) -> Result<usize, Errno>) -> Result<(), Errno> {
     let (mut done, mut fruitless) = (0, 0);
     while done < len {
@@ -31,7 +32,7 @@ fn whole(len: usize, mut transfer: impl FnMut(usize) -> Result<usize, Errno>) ->
     Ok(())
 }
 
-/// Writes all of `bytes` at an offset. With `O_DIRECT` address, length and offset are to be multiples of [`BLOCK`].
+/// Writes all of `bytes` at an offset. With `O_DIRECT`, address, length and offset must be multiples of [`BLOCK`].
 ///
 /// # Errors
 /// The kernel's; part of it may have been written.
@@ -43,7 +44,7 @@ pub fn write_all(fd: i32, bytes: &[u8], at: u64) -> Result<(), Errno> {
     })
 }
 
-/// Fills `bytes` from an offset. With `O_DIRECT` address, length and offset are to be multiples of [`BLOCK`].
+/// Fills `bytes` from an offset. With `O_DIRECT`, address, length and offset must be multiples of [`BLOCK`].
 ///
 /// # Errors
 /// The kernel's, and `EIO` where the file ends.
@@ -51,7 +52,7 @@ pub fn read_full(fd: i32, bytes: &mut [u8], at: u64) -> Result<(), Errno> {
     whole(bytes.len(), |done| crate::raw::pread(fd, &mut bytes[done..], at + done as u64))
 }
 
-/// Which file a descriptor is of: its device's number and its own there, which no other has while it is open.
+/// The identity of a descriptor's file: device number and inode number. No other file has these while it is open.
 ///
 /// # Errors
 /// `EBADF`.
@@ -66,7 +67,7 @@ pub fn identity(fd: i32) -> Result<[u64; 2], Errno> {
 /// Makes sure that a range of a file has room on disk.
 ///
 /// # Errors
-/// `ENOSPC`, `EDQUOT`, `EIO`. A file system that cannot say is believed to have room.
+/// `ENOSPC`, `EDQUOT`, `EIO`. A file system that cannot preallocate is assumed to have room.
 pub fn preallocate(fd: i32, at: u64, len: u64) -> Result<(), Errno> {
     match fallocate(fd, 0, at, len) {
         Err(libc::EOPNOTSUPP | libc::ENOSYS) => Ok(()),
@@ -74,8 +75,8 @@ pub fn preallocate(fd: i32, at: u64, len: u64) -> Result<(), Errno> {
     }
 }
 
-/// Gives up what a file has on disk in a range, which reads as zeros then. It waits for all writes to the file that are under way, those
-/// of processes that have ended meanwhile, too.
+/// Frees the disk space of a range of a file, which then reads as zeros. It waits for all writes to the file that are
+/// under way, including those of processes that have ended meanwhile.
 ///
 /// # Errors
 /// `EOPNOTSUPP`: the file system cannot do that. The kernel's.
@@ -83,7 +84,7 @@ pub fn punch(fd: i32, at: u64, len: u64) -> Result<(), Errno> {
     fallocate(fd, libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE, at, len)
 }
 
-/// The system call, until no signal interrupts it.
+/// The system call, repeated while signals interrupt it.
 fn fallocate(fd: i32, mode: i32, at: u64, len: u64) -> Result<(), Errno> {
     loop {
         // SAFETY: no memory is involved.
@@ -99,7 +100,7 @@ fn fallocate(fd: i32, mode: i32, at: u64, len: u64) -> Result<(), Errno> {
 mod tests {
     use super::*;
 
-    /// What each transfer gives, and what it was asked for.
+    /// Runs with the given result for each transfer; returns the result, and the offset of each transfer.
     fn run(len: usize, gives: &[Result<usize, Errno>]) -> (Result<(), Errno>, Vec<usize>) {
         let (mut gives, mut asked) = (gives.iter(), Vec::new());
         let result = whole(len, |done| {

@@ -1,15 +1,14 @@
-//! Work in pieces that several threads share, for threads without TLS.
+//! Shares work among threads without TLS, piece by piece.
 //!
-//! A leader has `n` pieces to do. It posts them, which wakes the helpers that sleep on a futex, does what else it has to do,
-//! and in the end takes pieces itself until none is left; a helper that comes while there are some takes them likewise. So
-//! a helper that is slow to wake costs nothing but the call, and the leader waits for no more than the pieces that helpers
-//! have begun.
+//! A leader has `n` pieces of work. It posts them, which wakes helpers that sleep on a futex, does its other work, and
+//! finally takes pieces itself until none is left; a helper that arrives in time does the same. So a helper that is
+//! slow to wake costs no more than the call, and the leader waits only for pieces that helpers have begun.
 //!
-//! Invariant: the leader takes the pointer to the job back before it looks whether a helper is inside, and a helper says
-//! that it is inside before it reads the pointer, each with a fence between. So none has the pointer when the job has been
-//! finished. (Modelled with loom below.)
+//! Invariant: the leader withdraws the pointer to the job before it checks whether a helper is inside, and a helper
+//! declares itself inside before it reads the pointer, each with a fence in between. So no helper has the pointer once
+//! the job is finished. (Modelled with loom below.)
 //!
-//! In a forked child there are no helpers: [`Crew::reset`].
+//! A forked child has no helpers: [`Crew::reset`].
 
 use crate::lock::{futex_wait, futex_wake};
 use crate::thread::now_ns;
@@ -22,23 +21,23 @@ use {
     loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, fence},
 };
 
-/// Looks at what helpers are at before sleeping: a piece takes some ten microseconds.
+/// How often the leader checks on helpers before it sleeps: a piece takes some ten microseconds.
 const SPINS: usize = if cfg!(loom) { 1 } else { 2000 };
 
-/// What does one piece: `f(worker, piece)`.
+/// Does one piece: `f(worker, piece)`.
 type Work = dyn Fn(usize, usize) + Sync + Send;
 
-/// The pieces of one piece of work.
+/// Some work, and which pieces of it are taken.
 struct Job {
     f: Box<Work>,
     n: usize,
-    /// Helpers of a higher number do not take part.
+    /// Helpers with a higher number do not take part.
     helpers: usize,
     next: AtomicUsize,
 }
 
 impl Job {
-    /// Does pieces until there are no more.
+    /// Does pieces until none is left.
     fn take_part(&self, worker: usize) {
         loop {
             let piece = self.next.fetch_add(1, Relaxed);
@@ -50,19 +49,19 @@ impl Job {
     }
 }
 
-/// Work that was posted, to be given to [`Crew::finish`]. (Dropped without, it is leaked: helpers may be at it.)
+/// Posted work, to be passed to [`Crew::finish`]. If it is dropped instead, it leaks, as helpers may be at it.
 pub struct Posted(core::mem::ManuallyDrop<Box<Job>>);
 
-/// A leader at a time, and helpers.
+/// One leader at a time, and helpers.
 pub struct Crew {
-    /// Bumped to call the helpers.
+    /// Incremented to call the helpers.
     call: AtomicU32,
-    /// Helpers that may have the job.
+    /// Helpers that may have the pointer to the job.
     inside: AtomicU32,
     job: AtomicPtr<Job>,
     led: AtomicBool,
     ended: AtomicBool,
-    /// Helpers there are.
+    /// Number of helpers.
     helpers: AtomicUsize,
 }
 
@@ -79,23 +78,23 @@ impl Crew {
         }
     }
 
-    /// Helpers that have joined.
+    /// How many helpers have joined.
     pub fn helpers(&self) -> usize {
         self.helpers.load(SeqCst)
     }
 
-    /// Makes the caller the leader; false while another thread is. Ends with [`Crew::step_down`].
+    /// Makes the caller the leader, until [`Crew::step_down`]; false if another thread leads.
     pub fn lead(&self) -> bool {
         !self.led.swap(true, SeqCst)
     }
 
-    /// Ends what [`Crew::lead`] began.
+    /// Ends the caller's lead: see [`Crew::lead`].
     pub fn step_down(&self) {
         self.led.store(false, SeqCst);
     }
 
-    /// Calls the first `helpers` that joined (workers 1 and up) to do the pieces `0..n` of some work, each once. Only for the
-    /// leader, who finishes it before posting anything else. `f` must not panic.
+    /// Calls the first `helpers` that joined (workers 1 and up) to do the pieces `0..n`, each once. Only the leader may
+    /// post, and must finish the work before it posts more. `f` must not panic.
     pub fn post(&self, n: usize, helpers: usize, f: Box<Work>) -> Posted {
         let job = Box::new(Job { f, n, helpers, next: AtomicUsize::new(0) });
         self.job.store(core::ptr::from_ref(&*job).cast_mut(), SeqCst);
@@ -104,8 +103,8 @@ impl Crew {
         Posted(core::mem::ManuallyDrop::new(job))
     }
 
-    /// Does what is left of it in the calling thread (worker 0); returns when all is done, and whether the caller waited for
-    /// a helper longer than it had worked itself (the helper's CPU is wanted by others).
+    /// Does the remaining pieces in the calling thread (worker 0), and returns when all are done. True if the caller
+    /// waited for a helper longer than it had worked itself: others then want the helper's CPU.
     pub fn finish(&self, posted: Posted) -> bool {
         let began = now_ns();
         posted.0.take_part(0);
@@ -126,7 +125,7 @@ impl Crew {
         }
     }
 
-    /// Becomes a helper and takes part in whatever is shared, until [`Crew::end`].
+    /// Becomes a helper that takes part in all posted work, until [`Crew::end`].
     pub fn help(&self) {
         let worker = self.helpers.fetch_add(1, SeqCst) + 1;
         loop {
@@ -138,7 +137,8 @@ impl Crew {
             fence(SeqCst);
             let job = self.job.load(SeqCst);
             if !job.is_null() {
-                // SAFETY: the leader, who owns it, does not drop it before this thread is no longer inside (see the module).
+                // SAFETY: the leader owns the job, and does not drop it before this thread is no longer inside (see the
+                // module).
                 let job = unsafe { &*job };
                 if worker <= job.helpers {
                     job.take_part(worker);
@@ -158,7 +158,7 @@ impl Crew {
         futex_wake(&self.call, u32::MAX >> 1, false);
     }
 
-    /// In a forked child, which has no other threads: nobody leads and nobody helps.
+    /// In a forked child, which has no other threads: nobody leads or helps any more.
     pub fn reset(&self) {
         self.job.store(core::ptr::null_mut(), SeqCst);
         self.inside.store(0, SeqCst);
@@ -225,7 +225,7 @@ mod tests {
     }
 }
 
-/// Every order of the steps: `RUSTFLAGS="--cfg loom" cargo test --release -p uzswap-sys --lib -- crew`.
+/// Every interleaving: `RUSTFLAGS="--cfg loom" cargo test --release -p uzswap-sys --lib -- crew`.
 #[cfg(all(test, loom))]
 mod tests {
     use super::Crew;
@@ -242,7 +242,7 @@ mod tests {
                 let crew = crew.clone();
                 loom::thread::spawn(move || crew.help())
             };
-            // loom's cell finds two accesses at once by itself.
+            // loom's cell detects concurrent accesses by itself.
             struct Pieces([UnsafeCell<u32>; 2]);
             // SAFETY: the crew gives each piece to one thread.
             unsafe impl Sync for Pieces {}

@@ -1,11 +1,11 @@
-//! eventfd(2): a descriptor that one thread makes readable and another waits for together with others.
+//! eventfd(2): a descriptor that one thread makes readable, and on which another waits together with others.
 //!
-//! Since 2.6.27 with flags. Readable while its count is not zero; reading takes all of it.
+//! Since Linux 2.6.27 with flags. It is readable while its count is not zero; a read takes the whole count.
 
 use crate::raw::Errno;
 use crate::sys;
 
-/// A new one, close-on-exec, of which reads do not wait.
+/// A new eventfd, close-on-exec and non-blocking.
 ///
 /// # Errors
 /// `EMFILE`, `ENFILE`, `ENOMEM`.
@@ -17,11 +17,11 @@ pub fn create() -> Result<i32, Errno> {
 /// Makes it readable.
 pub fn raise(fd: i32) {
     let one = 1u64;
-    // SAFETY: eight bytes of ours. (It fails only when the count is at its end: then it is readable.)
+    // SAFETY: eight bytes of ours. (It fails only if the count is at its maximum, and then it is readable.)
     let _ = unsafe { sys!(libc::SYS_write, fd, &raw const one, 8) };
 }
 
-/// Makes it unreadable; whether it was readable.
+/// Makes it unreadable; returns whether it was readable.
 pub fn take(fd: i32) -> bool {
     let mut count = 0u64;
     // SAFETY: eight bytes of ours.

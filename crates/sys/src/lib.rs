@@ -1,4 +1,5 @@
-//! uzswap's kernel interfaces, one module each: preconditions, errors, the version each came with.
+//! uzswap's kernel interfaces, one module for each, and synchronisation on futexes. Each module states its
+//! preconditions and errors, and the kernel version that it needs.
 pub mod blockio;
 pub mod crew;
 pub mod eventfd;
@@ -23,7 +24,7 @@ pub mod uffd;
 pub mod uffd_shared;
 pub mod uring;
 
-/// Says why a test cannot run here, where the test runner does not keep it to itself.
+/// Prints why a test cannot run here, if the test runner shows output.
 #[cfg(test)]
 pub(crate) fn skip(reason: &str) {
     let test = std::thread::current().name().unwrap_or("?").to_owned();

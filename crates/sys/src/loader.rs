@@ -1,10 +1,10 @@
-//! Which files are dynamic loaders: executed by its name, one loads the program it is given, and what is preloaded into that. It may be
-//! asked in a vfork child, or on a small stack: nothing is allocated.
+//! Recognises dynamic loaders: when one is executed by name, it loads the program it is given, with what is preloaded
+//! into that. Callers may be in a vfork child, or on a small stack, so nothing here allocates.
 
-/// The name that the loader in the file `path` (without symbolic links in it) goes by, which begins with `ld-linux-` (glibc's) or
-/// `ld-musl`; None where it is none.
+/// The name of the loader in the file `path` (without symbolic links in it), which begins with `ld-linux-` (glibc's) or
+/// `ld-musl`; `None` if the file is no loader.
 ///
-/// Debian's musl has it under a name that others have for something else, `libc.so`, in a directory of musl's.
+/// Debian has musl's loader under a name that others use for something else, `libc.so`, in a directory of musl's.
 pub fn name(path: &[u8]) -> Option<&[u8]> {
     let name = path.rsplit(|c| *c == b'/').next()?;
     if name == b"libc.so" && path.windows(4).any(|part| part == b"musl") {

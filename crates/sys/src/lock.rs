@@ -1,12 +1,12 @@
-//! A futex lock for threads without TLS, shared by threads of one process only.
+//! A futex lock for threads without TLS, for the threads of one process.
 //!
-//! Unlike std's it can be held across `fork` and released in the child (it is one word, with no owner).
+//! Unlike std's it can be held across `fork` and released in the child: it is one word, without an owner.
 //!
-//! Whoever releases it and takes it again at once would mostly get it before one that sleeps is awake: a thread that serves
-//! faults one after the other kept the writer of the swap file waiting 1.6 ms each time. So one that was woken
-//! [`PATIENCE`] times in vain says that it is *hungry*, and others sleep before they take the lock until it has had its turn.
-//! That is a courtesy, not part of the lock: nobody is waited for longer than [`LET_PASS_NS`], and who is gone (a thread of
-//! the parent, in a forked child) is waited for once.
+//! A thread that releases it and takes it again at once would mostly win against a sleeper that has yet to wake: a
+//! thread that served one fault after the other kept the writer of the swap file waiting 1.6 ms each time. So a sleeper
+//! that was woken [`PATIENCE`] times in vain declares itself *hungry*, and others sleep before they take the lock until
+//! it has had its turn. That is a courtesy, not part of the lock: nobody waits for it longer than [`LET_PASS_NS`], and
+//! only once for a thread that is gone (a thread of the parent, in a forked child).
 
 #[cfg(loom)]
 pub(crate) use self::model::{AtomicU32, futex_wait, futex_wake};
@@ -19,29 +19,30 @@ use core::ops::{Deref, DerefMut};
 use core::sync::atomic::AtomicU32;
 use core::sync::atomic::Ordering::*;
 
-/// Looks at a taken lock before sleeping: some 10 µs, a fraction of what being woken on another CPU costs, and little lost
-/// where the holder waits for this very CPU.
+/// Looks at a taken lock before sleeping. They take some 10 µs: a fraction of a wake-up on another CPU, and little lost
+/// if the holder waits for this very CPU.
 const SPINS: usize = if cfg!(loom) { 1 } else { 300 };
 
 /// How often a sleeper is woken in vain before others let it pass.
 const PATIENCE: u32 = 1;
-/// How long it is let pass (nanoseconds): it must wake up, perhaps on another CPU, and take the lock.
+/// How long others let it pass (nanoseconds). It must wake up, perhaps on another CPU, and take the lock.
 const LET_PASS_NS: u64 = 500_000;
 
-/// What [`Lock::lock_on_stack`] sees to below the caller's frame, and above the end of that (bytes): a page at most, as every page of the
-/// range is to hold one of the bytes that are written to; and no more than is needed, as a program's own stack may be small.
+/// Bytes that [`Lock::lock_on_stack`] ensures below the caller's frame, and [`ABOVE_STACK`] above its end. A page at
+/// most, as each page of the range must hold one of the bytes that are written; and no more than needed, as a program's
+/// own stack may be small.
 pub const BELOW_STACK: usize = 512;
 /// See [`BELOW_STACK`].
 pub const ABOVE_STACK: usize = 1024;
 
-/// Waits while `*word == value`, at most `timeout_ns` (None: for ever).
+/// Waits while `*word == value`, for at most `timeout_ns` (`None`: for ever).
 #[cfg(not(loom))]
 pub fn futex_wait(word: &AtomicU32, value: u32, timeout_ns: Option<u64>, shared: bool) {
     let op = libc::FUTEX_WAIT | if shared { 0 } else { libc::FUTEX_PRIVATE_FLAG };
     let ts =
         timeout_ns.map(|n| libc::timespec { tv_sec: (n / 1_000_000_000) as i64, tv_nsec: (n % 1_000_000_000) as i64 });
     let ptr = ts.as_ref().map_or(core::ptr::null(), core::ptr::from_ref);
-    // SAFETY: the word is alive, the time-out is ours or null.
+    // SAFETY: the word is alive; the timeout is ours or null.
     let _ = unsafe { sys!(libc::SYS_futex, word.as_ptr(), op, value, ptr) };
 }
 
@@ -56,9 +57,9 @@ pub fn futex_wake(word: &AtomicU32, n: u32, shared: bool) {
 /// A mutual exclusion lock around a value.
 pub struct Lock<T> {
     word: AtomicU32,
-    /// Whether one that waits is to be let pass.
+    /// Whether a hungry waiter must be let pass.
     hungry: AtomicU32,
-    /// How often it was taken (wrapping).
+    /// How often the lock was taken (wrapping).
     turns: AtomicU32,
     value: UnsafeCell<T>,
 }
@@ -67,8 +68,7 @@ unsafe impl<T: Send> Sync for Lock<T> {}
 
 /// Holds the lock.
 ///
-/// As a reference to the value does, it goes to another thread where the value may, and is used by several at once only where the value
-/// may be.
+/// It is `Send` where the value is, and `Sync` only where the value is, like a reference to the value.
 pub struct Guard<'a, T>(&'a Lock<T>, PhantomData<&'a mut T>);
 
 impl<T> Lock<T> {
@@ -83,7 +83,7 @@ impl<T> Lock<T> {
         }
     }
 
-    /// The same in a model.
+    /// The same for a loom model.
     #[cfg(loom)]
     pub fn new(value: T) -> Self {
         Self {
@@ -122,12 +122,12 @@ impl<T> Lock<T> {
         self.taken()
     }
 
-    /// Takes the lock if it can be had within so many nanoseconds: for who can do something about it when it cannot, as where the holder
-    /// waits for a CPU.
+    /// Takes the lock if that succeeds within `ns` nanoseconds: for a caller that can help if it does not, as when the
+    /// holder waits for a CPU.
     #[cfg(not(loom))]
     pub fn lock_within(&self, ns: u64) -> Option<Guard<'_, T>> {
         let (mut tries, end) = (0, crate::thread::now_ns() + ns);
-        // (Others may be waiting besides: 2.)
+        // 2, not 1: others may be waiting, too.
         while self.word.compare_exchange(0, 2, Acquire, Relaxed).is_err() {
             if crate::thread::now_ns() >= end {
                 return None;
@@ -140,24 +140,24 @@ impl<T> Lock<T> {
         Some(self.taken())
     }
 
-    /// The lock was taken just now.
+    /// The caller has just taken the lock.
     fn taken(&self) -> Guard<'_, T> {
         self.turns.store(self.turns.load(Relaxed).wrapping_add(1), Relaxed);
         Guard(self, PhantomData)
     }
 
-    /// Whoever was hungry has it.
+    /// The hungry waiter has had its turn.
     fn is_fed(&self) {
         self.hungry.store(0, Relaxed);
         futex_wake(&self.hungry, u32::MAX >> 1, false);
     }
 
-    /// Takes the lock at a moment when the pages of the calling thread's stack from [`BELOW_STACK`] bytes below the caller's frame to
-    /// [`ABOVE_STACK`] above its end, and those of the bytes at `also`, can be written to: for a thread whose memory whoever holds the
-    /// lock may take away.
+    /// Takes the lock at a moment when certain pages are writable: those of the calling thread's stack from
+    /// [`BELOW_STACK`] bytes below the caller's frame to [`ABOVE_STACK`] above its end, and those of the bytes at
+    /// `also`. It is for a thread whose memory the lock's holder may evict.
     ///
-    /// The pages are written to (with what they hold), and the lock is taken if nobody has had it since. Between the two there is
-    /// nothing but registers; so if it is to be given back nothing is needed for that either.
+    /// It writes to the pages (what they hold already), and keeps the lock only if nobody has had it since. In between
+    /// it uses only registers, so giving the lock back needs no memory either.
     ///
     /// # Safety
     /// The addresses `also` must be mapped and writable.
@@ -169,8 +169,9 @@ impl<T> Lock<T> {
         let mut tries = 0;
         loop {
             let result: u32;
-            // SAFETY: the word is the lock's own, and 2 is what one who waits takes it with. What is written to on the stack (or'ed with 0)
-            // is the caller's frame and what it would call, and `also` as the caller says.
+            // SAFETY: the word is the lock's own, and a waiter takes it with 2, too. The bytes written on the stack
+            // (or'ed with 0) are in the caller's frame and in the frames it would call; `also` is as the caller
+            // promises.
             unsafe {
                 core::arch::asm!(
                     "xor {result:e}, {result:e}",
@@ -217,7 +218,8 @@ impl<T> Lock<T> {
         }
     }
 
-    /// The lock could not be taken: waits until it is free, or a little. `given_back`: it was taken, and is free again.
+    /// The lock could not be taken: waits until it is free, or briefly. `given_back`: this thread had taken and
+    /// released it.
     #[cfg(not(loom))]
     #[inline(never)]
     fn wait_for(&self, given_back: bool, tries: &mut u32) {
@@ -237,13 +239,13 @@ impl<T> Lock<T> {
         self.word.load(Relaxed) != 0
     }
 
-    /// The value, for a thread to which the holder of the lock has lent it.
+    /// The value, for a thread to which the lock's holder has lent it.
     ///
     /// # Safety
-    /// The lock must be held by a thread that does not use the value meanwhile.
+    /// A thread that does not use the value meanwhile must hold the lock.
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn assume_locked(&self) -> &mut T {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller promises that the holder does not use the value.
         unsafe { &mut *self.value.get() }
     }
 
@@ -252,8 +254,8 @@ impl<T> Lock<T> {
     /// # Safety
     /// The caller must hold the lock and have forgotten its guard.
     pub unsafe fn force_unlock(&self) {
-        // All are woken: a thread of the program that is the only one may, on its way out of the kernel, touch memory that
-        // is out (its rseq area), and would wait for another thread that sleeps here.
+        // Wake all: the only waiter woken may be a thread of the program that, on its way out of the kernel, touches
+        // memory that is out (its rseq area), and so waits for another thread that sleeps here.
         if self.word.swap(0, Release) == 2 {
             futex_wake(&self.word, u32::MAX >> 1, false);
         }
@@ -262,7 +264,7 @@ impl<T> Lock<T> {
 
 impl<T> Drop for Guard<'_, T> {
     fn drop(&mut self) {
-        // SAFETY: the guard proves that the lock is held.
+        // SAFETY: the guard proves that this thread holds the lock, and the guard is gone after this.
         unsafe { self.0.force_unlock() }
     }
 }
@@ -285,10 +287,10 @@ mod stack_tests {
     use super::{Guard, Lock};
     use core::cell::Cell;
 
-    /// The story: a guard could be shared by threads whatever it guards, a Cell for one, to which several then wrote at once.
+    /// The story: threads could share a guard whatever it guarded, even a Cell, to which several then wrote at once.
     #[test]
     fn a_guard_is_shared_only_where_its_value_may_be() {
-        // Of a type that is Sync there are two, and which is meant cannot be told: it does not compile.
+        // A type that is Sync implements it twice, so the call is ambiguous and does not compile.
         trait NotSync<Which> {
             const IS: bool = true;
         }
@@ -301,7 +303,8 @@ mod stack_tests {
         is_send::<Guard<'static, Cell<u32>>>();
     }
 
-    /// With threads that take it in the usual way: one at a time, and nobody sleeps for ever. (That the stack is there: `fixtures/depths.c`.)
+    /// With threads that take it in the usual way: one holder at a time, and nobody sleeps for ever.
+    /// (`fixtures/depths.c` tests that the stack is there.)
     #[test]
     fn on_the_stack_it_is_taken_by_one_at_a_time() {
         const TIMES: usize = 20_000;
@@ -341,7 +344,7 @@ mod stack_tests {
     }
 }
 
-/// The lock under every order of its steps: `RUSTFLAGS="--cfg loom" cargo test --release -p uzswap-sys --lib lock`.
+/// The lock under every interleaving: `RUSTFLAGS="--cfg loom" cargo test --release -p uzswap-sys --lib lock`.
 #[cfg(all(test, loom))]
 mod tests {
     use super::Lock;
@@ -349,7 +352,7 @@ mod tests {
     use loom::sync::Arc;
     use loom::thread;
 
-    // loom's cell finds two accesses at once by itself.
+    // loom's cell detects concurrent accesses by itself.
     type Shared = Arc<Lock<UnsafeCell<u32>>>;
 
     fn add(lock: &Shared) {
@@ -406,7 +409,7 @@ mod tests {
     }
 }
 
-/// The kernel's futex as loom can follow it: a look at the word and falling asleep are one step.
+/// The kernel's futex as loom can follow it: checking the word and falling asleep are one step.
 #[cfg(loom)]
 pub(crate) mod model {
     use core::sync::atomic::Ordering;
@@ -442,7 +445,7 @@ pub(crate) mod model {
         }
     }
 
-    /// (One with a time-out is over at once: time is what a model does not have.)
+    /// A wait with a timeout returns at once, as a model has no time.
     pub fn futex_wait(word: &AtomicU32, value: u32, timeout_ns: Option<u64>, _shared: bool) {
         if timeout_ns.is_some() {
             return loom::thread::yield_now();

@@ -1,22 +1,22 @@
-//! /proc/self/maps: the parser, which mappings can be managed, and questions about single ones.
+//! /proc/self/maps: parses it, tells which mappings can be managed, and answers questions about single mappings.
 
 use crate::raw::Errno;
 use crate::sys;
 
 /// `PROCMAP_QUERY` (Linux 6.11).
 const PROCMAP_QUERY: u64 = (3 << 30) | (104 << 16) | ((b'f' as u64) << 8) | 17;
-/// A mapping's flags, and that the next one is wanted where there is none.
+/// Flags of a mapping, and the flag that asks for the next mapping if there is none at the address.
 const READABLE: u64 = 1;
 const WRITABLE: u64 = 2;
 const EXECUTABLE: u64 = 4;
 const SHARED: u64 = 8;
 const OR_NEXT: u64 = 16;
 
-/// Bytes of the longest name that anonymous memory has, with some to spare: `[anon:` and 80 letters.
+/// Bytes for the longest name of anonymous memory, with some to spare: `[anon:` and 80 letters.
 pub const NAME_BYTES: usize = 128;
 
-/// Asks about the mapping at an address. size, query_flags, query_addr, vma_start, vma_end, vma_flags, page size, offset, inode, device,
-/// sizes and addresses of name and build id.
+/// Asks about the mapping at an address. Words: size, query_flags, query_addr, vma_start, vma_end, vma_flags, page
+/// size, offset, inode, device, sizes and addresses of name and build id.
 fn query(fd: i32, address: usize, flags: u64, name: &mut [u8]) -> Result<[u64; 13], Errno> {
     let mut query = [0u64; 13];
     (query[0], query[1], query[2]) = (104, flags, address as u64);
@@ -27,28 +27,28 @@ fn query(fd: i32, address: usize, flags: u64, name: &mut [u8]) -> Result<[u64; 1
     unsafe { sys!(libc::SYS_ioctl, fd, PROCMAP_QUERY, query.as_mut_ptr()) }.map(|_| query)
 }
 
-/// The mapping at an address as `(start, end)`, if there is one, and whether it is writable. `fd` is an open maps file. None
-/// where the kernel cannot say (before 6.11).
+/// The mapping at an address as `(start, end)`, and whether it is writable. `None` if there is none, or the kernel
+/// cannot say (before 6.11). `fd` is an open maps file.
 pub fn mapping_at(fd: i32, address: usize) -> Option<(usize, usize, bool)> {
     let answer = query(fd, address, 0, &mut []).ok()?;
     Some((answer[3] as usize, answer[4] as usize, answer[5] & WRITABLE != 0))
 }
 
-/// The mapping at an address, or the first one behind it; None when there is none. `fd` is an open maps file; `name` is for the name
-/// column, which only anonymous memory has here.
+/// The mapping at an address, or else the next one above it; `None` if there is neither. `fd` is an open maps file.
+/// `name` receives the name column, which only anonymous memory has here.
 ///
 /// # Errors
-/// ENOTTY where the kernel cannot say (before 6.11); others where it has no memory for the answer.
+/// `ENOTTY` if the kernel cannot say (before 6.11); others if it has no memory for the answer.
 pub fn mapping_from(fd: i32, address: usize, name: &mut [u8; NAME_BYTES]) -> Result<Option<Mapping<'_>>, Errno> {
     let mut answer = match query(fd, address, OR_NEXT, &mut []) {
         Err(libc::ENOENT) => return Ok(None),
         answer => answer?,
     };
-    // (The name of a file may be longer than there is room for.)
+    // A file's name may be longer than the buffer.
     let mut letters = 0;
     if answer[8] == 0 {
         answer = query(fd, answer[3] as usize, 0, name)?;
-        // (With the zero behind it.)
+        // The length includes the terminating zero.
         letters = (answer[10] as u32 as usize).saturating_sub(1);
     }
     let flags = answer[5];
@@ -63,12 +63,12 @@ pub fn mapping_from(fd: i32, address: usize, name: &mut [u8; NAME_BYTES]) -> Res
     }))
 }
 
-/// The mapping at an address as `(start, end)`, if [`mapping_at`] knows one and it is not writable.
+/// The mapping at an address as `(start, end)`, if [`mapping_at`] finds one and it is not writable.
 pub fn read_only_at(fd: i32, address: usize) -> Option<(usize, usize)> {
     mapping_at(fd, address).filter(|(.., writable)| !writable).map(|(start, end, _)| (start, end))
 }
 
-/// Gives memory an advice that changes no contents (MADV_COLD), which the kernel refuses where it is locked.
+/// Gives memory an advice that changes no contents (MADV_COLD) but that the kernel refuses for locked memory.
 ///
 /// # Errors
 /// `EINVAL`: some of it is locked; `ENOMEM`: some is not mapped.
@@ -77,8 +77,8 @@ pub fn advise_unlocked(at: usize, len: usize) -> Result<(), Errno> {
     unsafe { sys!(libc::SYS_madvise, at, len, libc::MADV_COLD) }.map(drop)
 }
 
-/// Whether the mapping at an address is registered with a userfaultfd for missing pages; None when there is none, or that
-/// cannot be known.
+/// Whether the mapping at an address is registered with a userfaultfd for missing pages; `None` if there is no mapping,
+/// or this cannot be determined.
 pub fn is_registered(address: usize) -> Option<bool> {
     let mut text = Vec::new();
     crate::raw::read_file(b"/proc/thread-self/smaps\0", &mut text).ok()?;
@@ -104,7 +104,7 @@ pub struct Mapping<'a> {
     pub start: usize,
     /// One past the last byte.
     pub end: usize,
-    /// The four letters, such as `rw-p`.
+    /// The four permission letters, such as `rw-p`.
     pub perms: [u8; 4],
     /// Inode, 0 for anonymous memory.
     pub inode: u64,
@@ -131,17 +131,17 @@ fn parse_line(line: &[u8]) -> Option<Mapping<'_>> {
     (start < end).then_some(Mapping { start, end, perms, inode, name })
 }
 
-/// Parses the text of a maps file; lines it does not understand are left out.
+/// Parses the text of a maps file. Lines that it does not understand are skipped.
 pub fn parse(text: &[u8]) -> impl Iterator<Item = Mapping<'_>> {
     text.split(|c| *c == b'\n').filter_map(parse_line)
 }
 
-/// What the kernel calls a mapping that is zeros in forked children (MADV_WIPEONFORK).
+/// The smaps flag of a mapping that is zeros in forked children (MADV_WIPEONFORK).
 pub const WIPED_ON_FORK: &[u8] = b"wf";
-/// And one of which what is touched is locked (MLOCK_ONFAULT).
+/// The smaps flag of a mapping whose pages are locked as they are touched (MLOCK_ONFAULT).
 pub const LOCKED_ON_FAULT: &[u8] = b"lf";
 
-/// The ranges of `text`, as /proc/PID/smaps has it, that have a flag.
+/// The ranges in `text` (the contents of /proc/PID/smaps) that have a flag.
 pub fn flagged<'a>(text: &'a [u8], wanted: &'a [u8]) -> impl Iterator<Item = (usize, usize)> + 'a {
     let mut at = (0, 0);
     text.split(|c| *c == b'\n').filter_map(move |line| {
@@ -156,12 +156,12 @@ pub fn flagged<'a>(text: &'a [u8], wanted: &'a [u8]) -> impl Iterator<Item = (us
 }
 
 impl Mapping<'_> {
-    /// Whether this is private anonymous memory, not executable, that is not the kernel's or a stack.
+    /// Whether this is private anonymous memory, not executable, and neither the kernel's nor a stack.
     pub fn is_private_anonymous(&self) -> bool {
         self.perms[2] != b'x' && self.is_anonymous()
     }
 
-    /// Whether this is private anonymous memory, executable or not, that is not the kernel's or a stack.
+    /// Whether this is private anonymous memory, executable or not, and neither the kernel's nor a stack.
     pub fn is_anonymous(&self) -> bool {
         self.inode == 0
             && self.perms[3] == b'p'
@@ -190,7 +190,7 @@ mod tests {
             at as usize
         };
         let known = read_only_at(fd, at + 2 * 4096);
-        // SAFETY: there is no structure at zero: who knows the question says EFAULT.
+        // SAFETY: there is no structure at zero; a kernel that knows the question returns EFAULT.
         if unsafe { sys!(libc::SYS_ioctl, fd, PROCMAP_QUERY, 0) } == Err(libc::ENOTTY) {
             crate::skip("this kernel cannot be asked (before 6.11)");
             assert_eq!(known, None);
@@ -202,7 +202,7 @@ mod tests {
         assert_eq!((read_only_at(fd, at), read_only_at(fd, at + 3 * 4096), read_only_at(-1, at)), (None, None, None));
     }
 
-    /// What the kernel answers is what it writes.
+    /// What the kernel answers is what the maps file says.
     #[test]
     fn mappings_asked_for_are_those_of_the_text() {
         let fd = crate::raw::open(b"/proc/thread-self/maps\0", libc::O_RDONLY).expect("maps");
@@ -217,7 +217,7 @@ mod tests {
             let _ = libc::prctl(libc::PR_SET_VMA, libc::PR_SET_VMA_ANON_NAME, at + 4096, 4096, c"a name".as_ptr());
             at
         };
-        // (Other tests map and unmap meanwhile: those that are there before and after.)
+        // Other tests map and unmap meanwhile, so compare only mappings that are there before and after.
         let read = || {
             let mut text = Vec::new();
             crate::raw::read_file(b"/proc/thread-self/maps\0", &mut text).expect("maps");

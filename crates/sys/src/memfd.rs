@@ -1,14 +1,16 @@
-//! memfd_create(2): memory objects, their seals, and holes in them; and whether a file is one, by its pages.
+//! memfd_create(2): memory objects, their seals, and holes in them. Also tells from its pages whether a file is such an
+//! object.
 //!
-//! Since 3.17; `F_SEAL_FUTURE_WRITE` 5.1. A hole punched is taken out of every mapping at once and reads as zeros.
+//! Since Linux 3.17; `F_SEAL_FUTURE_WRITE` since 5.1. Punching a hole removes it from every mapping at once, and it
+//! reads as zeros.
 
 use std::ffi::CStr;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
-/// No more, no fewer bytes; and no change of that.
+/// The size is fixed, and so are the seals.
 pub const SEAL_SIZE: i32 = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-/// Mappings made from now on can be read only.
+/// Mappings made from now on cannot be written.
 pub const SEAL_FUTURE_WRITE: i32 = 0x10;
 
 fn check(ret: i64) -> io::Result<i64> {
@@ -32,13 +34,13 @@ pub fn create(name: &CStr, len: u64) -> io::Result<OwnedFd> {
 /// Adds seals.
 ///
 /// # Errors
-/// `EPERM`: sealed against it.
+/// `EPERM`: the object is sealed against it.
 pub fn seal(fd: &OwnedFd, seals: i32) -> io::Result<()> {
     // SAFETY: no memory is involved.
     check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) }.into()).map(drop)
 }
 
-/// Gives the range zero pages where it has none.
+/// Allocates zero pages in a range where the object has none.
 ///
 /// # Errors
 /// `ENOSPC`, `ENOMEM`: no memory.
@@ -47,18 +49,19 @@ pub fn populate(fd: &OwnedFd, at: u64, len: u64) -> io::Result<()> {
     check(unsafe { libc::fallocate(fd.as_raw_fd(), 0, at as i64, len as i64) }.into()).map(drop)
 }
 
-/// Takes the range's pages out of the object and out of every mapping of it.
+/// Removes a range's pages from the object and from every mapping of it.
 ///
 /// # Errors
 /// The kernel's.
 pub fn punch(fd: &OwnedFd, at: u64, len: u64) -> io::Result<()> {
     let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-    // SAFETY: changes the object, whose readers know.
+    // SAFETY: it changes only the object, and its readers expect that.
     check(unsafe { libc::fallocate(fd.as_raw_fd(), mode, at as i64, len as i64) }.into()).map(drop)
 }
 
-/// Whether the object has a page at byte `at`, a multiple of the page size; what the kernel has swapped out counts, what [`populate`]
-/// has made and nobody has used yet does not. Takes the object's lock, as [`punch`] does: a hole that is being punched is waited for.
+/// Whether the object has a page at byte `at`, a multiple of the page size. A page that the kernel has swapped out
+/// counts; one that [`populate`] made and nobody has used yet does not. Takes the object's lock, as [`punch`] does, so
+/// it waits for a hole that is being punched.
 ///
 /// # Errors
 /// The kernel's.
@@ -66,7 +69,7 @@ pub fn has(fd: &OwnedFd, at: u64) -> io::Result<bool> {
     // SAFETY: no memory is involved.
     match check(unsafe { libc::lseek(fd.as_raw_fd(), at as i64, libc::SEEK_DATA) }) {
         Ok(data) => Ok(data as u64 == at),
-        // Nothing from there on.
+        // No data from there on.
         Err(e) if e.raw_os_error() == Some(libc::ENXIO) => Ok(false),
         Err(e) => Err(e),
     }
@@ -75,7 +78,8 @@ pub fn has(fd: &OwnedFd, at: u64) -> io::Result<bool> {
 /// Protection of memory that is read and written.
 pub const WRITABLE: i32 = libc::PROT_READ | libc::PROT_WRITE;
 
-/// Maps an object, shared and protected as `prot` says, at an address of the kernel's choice, or at `fixed` over what is there.
+/// Maps an object shared, with protection `prot`, at an address that the kernel chooses, or at `fixed` in place of what
+/// is there.
 ///
 /// # Errors
 /// The kernel's.
@@ -89,11 +93,12 @@ pub unsafe fn map(fd: &OwnedFd, len: usize, prot: i32, fixed: Option<usize>) -> 
     if at == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(at as usize) }
 }
 
-/// Whether the first `len` bytes of a file, which must have been written, lie in memory that is no cache of a disk's: in a tmpfs, by
-/// whatever name (an overlay on one has its own). The kernel counts such pages as shared memory where they are mapped.
+/// Whether the first `len` bytes of a file lie in memory that is no disk's cache: in a tmpfs, under whatever name (an
+/// overlay on one has its own). They must have been written. The kernel counts such pages as shared memory where they
+/// are mapped.
 ///
 /// # Errors
-/// The kernel's; `Unsupported` where it does not count them (before 5.4).
+/// The kernel's; `Unsupported` if it does not count them (before 5.4).
 pub fn is_shared_memory(fd: &OwnedFd, len: usize) -> io::Result<bool> {
     let before = shared_kib()?;
     let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
@@ -108,7 +113,7 @@ pub fn is_shared_memory(fd: &OwnedFd, len: usize) -> io::Result<bool> {
     Ok(after? >= before + len as u64 / 1024)
 }
 
-/// What this process has mapped of shared memory, its share of it where others have, too (KiB).
+/// Shared memory that this process has mapped, in proportion where other processes map it, too (KiB).
 fn shared_kib() -> io::Result<u64> {
     let text = std::fs::read_to_string("/proc/self/smaps_rollup")?;
     let line = text.lines().find_map(|line| line.strip_prefix("Pss_Shmem:"));

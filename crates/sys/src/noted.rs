@@ -1,11 +1,11 @@
-//! Ranges of addresses that many threads note and one takes, without a lock: who notes may be a signal handler.
+//! Address ranges that many threads note and one thread takes, without a lock, so that a signal handler can note.
 //!
-//! A few slots are handed out by a counter. Where there were more ranges than slots, or a thread had its slot and had not filled it,
-//! who takes them is told that they are not all, and must look for itself.
+//! A counter hands out a few slots. If there were more ranges than slots, or a thread got its slot but has not filled
+//! it yet, the taker is told that some are missing, and must look for itself.
 //!
-//! Invariant: a range whose noting has begun is in what the next [`Noted::take`] returns, or that says that some are missing. (A slot
-//! filled late, after a call that missed it, is found by a later one; who is handed that slot meanwhile finds it filled and says that
-//! some are missing, too. Modelled with loom below.)
+//! Invariant: once noting a range has begun, the next [`Noted::take`] either returns the range or reports that some are
+//! missing. (A slot filled late, after a take that missed it, is found by a later take. If the slot was handed out
+//! again meanwhile, the new noter finds it filled and reports missing ranges, too. Modelled with loom below.)
 
 use core::sync::atomic::Ordering::*;
 #[cfg(not(loom))]
@@ -14,14 +14,14 @@ use core::sync::atomic::{AtomicU64, AtomicUsize};
 use loom::sync::atomic::{AtomicU64, AtomicUsize};
 
 const PAGE_SHIFT: u32 = 12;
-/// Bits of a slot that tell how many pages a range has; the others tell the first one, of 48 bits of addresses.
+/// Bits of a slot that hold the number of pages; the others hold the first page, of 48 bits of addresses.
 const LEN_BITS: u32 = 28;
 
-/// Ranges noted since they were last taken.
+/// Ranges noted since the last take.
 pub struct Noted<const SLOTS: usize> {
-    /// Slots handed out, and asked for in vain.
+    /// Slots handed out, plus those asked for in vain.
     next: AtomicUsize,
-    /// First page and number of pages, packed; 0: empty.
+    /// First page and number of pages, packed; 0 if empty.
     slots: [AtomicU64; SLOTS],
 }
 
@@ -32,12 +32,12 @@ impl<const SLOTS: usize> Default for Noted<SLOTS> {
 }
 
 impl<const SLOTS: usize> Noted<SLOTS> {
-    /// Notes a range of `len` bytes at `start`, as whole pages.
+    /// Notes a range of `len` bytes at `start`, rounded out to whole pages.
     pub fn note(&self, start: usize, len: usize) {
         let slot = self.next.fetch_add(1, AcqRel);
         let (first, end) = (start >> PAGE_SHIFT, start.saturating_add(len).div_ceil(1 << PAGE_SHIFT));
         let (first, pages) = (first as u64, end.saturating_sub(first) as u64);
-        // (What a slot cannot hold is left out, as if it were still to be filled.)
+        // A range that does not fit a slot is left out, as if the slot were still to be filled.
         let Some(slot) = self.slots.get(slot) else { return };
         let fits = pages < 1 << LEN_BITS && first < 1 << (64 - LEN_BITS);
         if fits && slot.compare_exchange(0, first << LEN_BITS | pages, Release, Relaxed).is_err() {
@@ -45,13 +45,13 @@ impl<const SLOTS: usize> Noted<SLOTS> {
         }
     }
 
-    /// What was taken could not be looked at: the next who takes is told that some are missing.
+    /// The caller could not act on what it took: the next take reports missing ranges.
     pub fn lose(&self) {
         self.next.fetch_add(SLOTS + 1, AcqRel);
     }
 
-    /// Takes the ranges noted since, as `(start, end)` of bytes, in any order; None when some are missing. To be called by one thread at
-    /// a time.
+    /// Takes the ranges noted since the last call, as `(start, end)` in bytes, in any order; `None` when some are
+    /// missing. Only one thread may call it at a time.
     pub fn take(&self) -> Option<Vec<(usize, usize)>> {
         let n = self.next.swap(0, AcqRel);
         let mut ranges = Vec::with_capacity(n.min(SLOTS));
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
     use loom::sync::Arc;
 
-    /// Two that note, and one that takes meanwhile and afterwards.
+    /// Two threads note, and one takes meanwhile and afterwards.
     #[test]
     fn nothing_is_missing_unsaid() {
         loom::model(|| {
@@ -122,7 +122,7 @@ mod tests {
             for (i, begun) in begun.into_iter().enumerate() {
                 let range = ((i + 1) << PAGE_SHIFT, (i + 2) << PAGE_SHIFT);
                 let said = |taken: &Option<Vec<_>>| taken.as_ref().is_none_or(|ranges| ranges.contains(&range));
-                // (What had begun by then may have been missing in the first.)
+                // A range whose noting had begun by then may have been missing in the first take.
                 assert!(said(&after) || begun && said(&during), "{i}: {during:?}, {after:?}");
             }
         });

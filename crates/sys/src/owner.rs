@@ -1,5 +1,5 @@
-//! A place in shared memory that one living process has at a time: who has it, who takes it over from the dead, and who only cleans up
-//! behind them. Without a lock, as anybody may be killed at any instruction.
+//! A place in shared memory that belongs to one living process at a time: who has it, who takes it over from a dead
+//! process, and who only cleans up behind one. There is no lock, as any process may be killed at any instruction.
 //!
 //! ```text
 //!        take ─▶ taken by X ─ X cleans up ─▶ settle ─▶ X's, or free
@@ -7,13 +7,15 @@
 //!         │      X is killed                  X is killed
 //!         └──────────┴────────────────────────────┘
 //! ```
-//! The word is 0 where the place is free; else it is the identity of a process, with a mark while that cleans up what another left there.
-//! What stands beside the word (a member's charges) belongs to whom it names, marked or not: only that process writes it. With the mark it is
-//! still that of the one before, so nobody is to be told that X has it.
+//! The word is 0 if the place is free. Otherwise it is the identity of a process, with a mark while that process cleans
+//! up what another left there. The data beside the word (a member's charges) belongs to the process named, marked or
+//! not: only that process writes it. While the mark is set the data is still the previous owner's, so readers must not
+//! be told that X has it.
 //!
-//! Invariants: a word that names somebody else changes only when that process is dead, by one compare-exchange, so of several that want the
-//! place one gets it. A process that is dead never comes back (identities are not used again), so the word cannot be what it was. What was
-//! cleaned up is seen by whoever sees the place free, or the next one's (release and acquire). (Modelled with loom below.)
+//! Invariants: a word that names another process changes only when that process is dead, and by one compare-exchange,
+//! so of several that want the place one gets it. A dead process never comes back (identities are not reused), so the
+//! word cannot return to an old value. Whoever sees the place free, or with its next owner, sees the cleaned-up data
+//! (release and acquire). (Modelled with loom below.)
 
 use crate::process::Identity;
 use core::sync::atomic::Ordering::*;
@@ -23,29 +25,31 @@ use core::sync::atomic::AtomicU64;
 #[cfg(loom)]
 use loom::sync::atomic::AtomicU64;
 
-/// In the word: who is named only cleans up. (Above all pids, which have 22 bits.)
+/// Mark in the word: the process named is only cleaning up. (The bit is above all pids, which have 22 bits.)
 pub const CLEANS: u64 = 1 << 31;
 
-/// Who has the place, if anybody: nobody while it is cleaned up.
+/// The owner of the place, if any; `None` while somebody cleans it up.
 pub fn of(owner: &AtomicU64) -> Option<Identity> {
     let raw = owner.load(Acquire);
     Identity::from_raw(raw).filter(|_| raw & CLEANS == 0)
 }
 
-/// Whether the place is this process's: `Some(false)` where it was only cleaning up there, when it went on to execute another program.
+/// Whether this process has left its mark on the place, as when it executed another program. `Some(true)`: it owned the
+/// place; `Some(false)`: it was only cleaning up there.
 pub fn is_left_by(owner: &AtomicU64, me: Identity) -> Option<bool> {
     let raw = owner.load(Acquire);
     (raw & !CLEANS == me.raw()).then_some(raw & CLEANS == 0)
 }
 
-/// Takes the place to clean it up, if `may` says so of whom the word names (none: it is free), which is to be somebody dead. Then what stands
-/// beside it is the caller's, who is `me` (the process, one thread of it at a time), and ends with [`settle`].
+/// Takes the place to clean it up, if `may` agrees; `may` gets the process that the word names, which must be dead, or
+/// `None` if the place is free. From then on the data beside the word is the caller's until [`settle`]. The caller is
+/// `me`: the process, one thread of it at a time.
 pub fn take(owner: &AtomicU64, me: Identity, may: impl FnOnce(Option<Identity>) -> bool) -> bool {
     let raw = owner.load(Acquire);
     may(Identity::from_raw(raw & !CLEANS)) && owner.compare_exchange(raw, me.raw() | CLEANS, AcqRel, Relaxed).is_ok()
 }
 
-/// It is cleaned up: the place is the caller's from now on, or nobody's. Only for who has taken it.
+/// Ends the clean-up: from now on the place belongs to `whose`, or is free. Only for a caller of [`take`].
 pub fn settle(owner: &AtomicU64, whose: Option<Identity>) {
     owner.store(whose.map_or(0, Identity::raw), Release);
 }
@@ -69,7 +73,7 @@ mod tests {
         assert!(of(&owner).is_none() && take(&owner, me, |who| who.is_none()));
     }
 
-    /// The story: with pids of 22 bits in the lower half of an identity, the mark is in none.
+    /// The story: pids of 22 bits are in the lower half of an identity, so none of them has the mark.
     #[test]
     fn the_mark_is_no_part_of_an_identity() {
         let most = std::fs::read_to_string("/proc/sys/kernel/pid_max").unwrap().trim().parse::<u64>().unwrap();
@@ -77,8 +81,8 @@ mod tests {
     }
 }
 
-/// Processes that take a place, clean it up and are killed on the way, in every order:
-/// `RUSTFLAGS="--cfg loom" cargo test --release -p uzswap-sys --lib -- owner`.
+/// Processes that take a place, clean it up and are killed on the way, in every interleaving: `RUSTFLAGS="--cfg loom"
+/// cargo test --release -p uzswap-sys --lib -- owner`.
 #[cfg(all(test, loom))]
 mod tests {
     use super::*;
@@ -91,14 +95,14 @@ mod tests {
     const A: usize = 1;
     const B: usize = 2;
     const C: usize = 3;
-    /// What each is charged with, in either of two figures: so sums tell who is in them.
+    /// What each is charged, in any of the figures: a sum tells whose charges are in it.
     const CHARGES: [u64; 4] = [1, 10, 100, 1000];
 
     fn identity(who: usize) -> Identity {
         Identity::from_raw(1 << 32 | (who as u64 + 1)).unwrap()
     }
 
-    /// A place, what is charged there in so many figures, and who has been killed.
+    /// A place, several figures charged there, and who has been killed.
     struct World<const FIGURES: usize> {
         owner: AtomicU64,
         charges: [AtomicU64; FIGURES],
@@ -106,7 +110,7 @@ mod tests {
     }
 
     impl<const FIGURES: usize> World<FIGURES> {
-        /// The place is that of one who was killed.
+        /// A place that belongs to a killed process.
         fn new() -> Arc<Self> {
             Arc::new(Self {
                 owner: AtomicU64::new(identity(DEAD).raw()),
@@ -115,12 +119,13 @@ mod tests {
             })
         }
 
-        /// As the kernel would say.
+        /// What the kernel would say.
         fn is_dead(&self, who: Identity) -> bool {
             self.killed[who.pid() as usize - 1].load(SeqCst)
         }
 
-        /// The steps of one who takes the place, to have it or for others; killed before step `dies`. Whether it has it, alive.
+        /// Takes the place, to have it or only to clean up for others; is killed before step `dies`. Returns whether it
+        /// has the place, alive.
         fn claim(&self, who: usize, joins: bool, dies: usize) -> bool {
             let mut step = 0;
             let mut lives = || {
@@ -134,7 +139,7 @@ mod tests {
             if !take(&self.owner, identity(who), |before| before.map_or(joins, |before| self.is_dead(before))) {
                 return false;
             }
-            // (Whose else is it to write here?)
+            // Nobody else may write here.
             let mine = || assert_eq!(self.owner.load(SeqCst) & !CLEANS, identity(who).raw(), "another has it too");
             for charge in &self.charges {
                 if !lives() {
@@ -160,13 +165,13 @@ mod tests {
             joins
         }
 
-        /// What a reader makes of it: who has the place, and what that is charged with.
+        /// What a reader sees: the owner, and its charges.
         fn read(&self) -> (Option<Identity>, [u64; FIGURES]) {
             let who = of(&self.owner);
             (who, core::array::from_fn(|i| self.charges[i].load(Relaxed)))
         }
 
-        /// All have run, or were killed: what is left to return is returned, once more by `C`, and everything is as it says.
+        /// All have run or were killed: `C` returns once more what is left to return, and then everything must agree.
         fn check(&self, has: &[usize]) {
             assert!(has.len() < 2, "two have it: {has:?}");
             match has {
@@ -193,11 +198,11 @@ mod tests {
         model.check(run);
     }
 
-    /// Two want the same dead member's place; each may be killed at any step, and the other then finds that.
+    /// Two want the same dead member's place. Each may be killed at any step, and the other must cope.
     #[test]
     fn one_of_two_gets_it_whenever_they_are_killed() {
         let (got, both) = (Std::new([0, 1].map(|_| AtomicUsize::new(0))), Std::new(AtomicUsize::new(0)));
-        // (Five steps after it is taken: two figures cleared, one step to have it, two figures set.)
+        // Five steps after the take: two figures cleared, one step to own it, two figures set.
         for (a, b) in (0..=5).flat_map(|a| (0..=5).map(move |b| (a, b))) {
             let (got, both) = (got.clone(), both.clone());
             explore(3, move || {
@@ -216,8 +221,8 @@ mod tests {
         assert!(got.iter().all(|n| n.load(Relaxed) > 0) && both.load(Relaxed) > 0, "each case was met");
     }
 
-    /// One takes the place to have it, another returns the charges of the dead, of whomever it finds so, and either is killed. A reader sums
-    /// up meanwhile: nobody is told of a charge that is not its own.
+    /// One takes the place to have it, another returns the charges of whatever dead process it finds there, and either
+    /// may be killed. A reader sums up meanwhile, and must never attribute a charge to the wrong process.
     #[test]
     fn who_sums_up_counts_nobody_twice() {
         let seen = Std::new([0, 1, 2].map(|_| AtomicUsize::new(0)));
@@ -235,7 +240,7 @@ mod tests {
                 };
                 let (who, charges) = sums_up.join().unwrap();
                 let may = |figure: u64| match who {
-                    // (It was read before it was returned, or after another has it: at most one of the two.)
+                    // It was read before it was returned, or after another has it: at most one of the two.
                     Some(who) if who == identity(DEAD) => [0, CHARGES[DEAD], CHARGES[A]].contains(&figure),
                     Some(who) => who == identity(A) && [0, CHARGES[A]].contains(&figure),
                     None => true,

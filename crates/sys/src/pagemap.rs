@@ -1,4 +1,4 @@
-//! `PAGEMAP_SCAN` (Linux 6.7): which pages of a range are there.
+//! `PAGEMAP_SCAN` (Linux 6.7) and the pagemap file: which pages of a range are present.
 
 use crate::raw::Errno;
 use crate::sys;
@@ -8,15 +8,15 @@ const PRESENT: u64 = 1 << 3;
 const SWAPPED: u64 = 1 << 4;
 const PFNZERO: u64 = 1 << 5;
 const HUGE: u64 = 1 << 6;
-/// Of an entry of the pagemap file: the page is there, or swapped by the kernel.
+/// In an entry of the pagemap file: the page is present, or swapped by the kernel.
 const THERE: u64 = 3 << 62;
-/// The same: it is there, and mapped in no other process.
+/// In such an entry: the page is present, and mapped in no other process.
 const EXCLUSIVE: u64 = 1 << 63 | 1 << 56;
 const PAGE: usize = 4096;
 /// Bytes of a huge page.
 const HUGE_BYTES: usize = 2 << 20;
 
-/// Whether one huge page of 2 MiB is mapped at `at`, which is aligned to it. (No, where the kernel cannot say.)
+/// Whether one huge page of 2 MiB is mapped at `at`, which must be aligned to it. False if the kernel cannot say.
 pub fn is_huge(fd: i32, at: usize) -> bool {
     let mut region = [0u64; 3];
     let end = (at + HUGE_BYTES) as u64;
@@ -26,7 +26,7 @@ pub fn is_huge(fd: i32, at: usize) -> bool {
     n == Ok(1) && region[0] == at as u64 && region[1] == end
 }
 
-/// Calls `found(start, end)` for each run of pages of this process that are present (or swapped by the kernel).
+/// Calls `found(start, end)` for each run of pages of this process that are present, or swapped by the kernel.
 ///
 /// # Errors
 /// The kernel's; `ENOTTY` before 6.7.
@@ -34,7 +34,7 @@ pub fn present_runs(fd: i32, start: usize, end: usize, found: impl FnMut(usize, 
     runs_with_any(fd, start, end, (PRESENT | SWAPPED, PRESENT), found)
 }
 
-/// The same on a kernel without PAGEMAP_SCAN, at 8 bytes read for each page of the range.
+/// As [`present_runs`], on a kernel without PAGEMAP_SCAN. It reads 8 bytes for each page of the range.
 ///
 /// # Errors
 /// The kernel's.
@@ -42,10 +42,11 @@ pub fn present_runs_read(fd: i32, start: usize, end: usize, found: impl FnMut(us
     runs_read(fd, start, end, |entry| entry & THERE != 0, found)
 }
 
-/// The same in one way or the other: what the kernel has no memory to scan may be read. What came of the first is found again then.
+/// As [`present_runs`], by either way: when the kernel has no memory for a scan, a read may still work. Runs found by
+/// the first way are then found again.
 ///
 /// # Errors
-/// The kernel's: some may have been found.
+/// The kernel's; some runs may have been found.
 pub fn present_runs_any_way(
     fd: i32,
     start: usize,
@@ -55,7 +56,7 @@ pub fn present_runs_any_way(
     present_runs(fd, start, end, &mut found).or_else(|_| present_runs_read(fd, start, end, &mut found))
 }
 
-/// How many pages of a range are there that are no file's, of a private mapping: those that were written to.
+/// How many pages of a private mapping are present and not its file's: those that were written to.
 ///
 /// # Errors
 /// The kernel's.
@@ -66,7 +67,8 @@ pub fn anonymous_pages(fd: i32, start: usize, end: usize) -> Result<usize, Errno
     Ok(own)
 }
 
-/// Calls `found(start, end)` for each run of pages that are there and mapped in no other process, at 8 bytes read for each page of the range.
+/// Calls `found(start, end)` for each run of pages that are present and mapped in no other process. It reads 8 bytes
+/// for each page of the range.
 ///
 /// # Errors
 /// The kernel's.
@@ -74,7 +76,7 @@ pub fn exclusive_runs(fd: i32, start: usize, end: usize, found: impl FnMut(usize
     runs_read(fd, start, end, |entry| entry & EXCLUSIVE == EXCLUSIVE, found)
 }
 
-/// The same of all pages that no other process has: those that are not there, too.
+/// As [`exclusive_runs`], but for all pages that no other process has, including those not present.
 ///
 /// # Errors
 /// The kernel's.
@@ -82,7 +84,8 @@ pub fn unshared_runs(fd: i32, start: usize, end: usize, found: impl FnMut(usize,
     runs_read(fd, start, end, |entry| entry & THERE == 0 || entry & EXCLUSIVE == EXCLUSIVE, found)
 }
 
-/// Calls `found(start, end)` for each run of pages whose entries `are` of a kind, at 8 bytes read for each page of the range.
+/// Calls `found(start, end)` for each run of pages whose entries satisfy `are`. It reads 8 bytes for each page of the
+/// range.
 fn runs_read(
     fd: i32,
     start: usize,
@@ -117,7 +120,7 @@ fn runs_read(
     Ok(())
 }
 
-/// As [`present_runs`] for pages that were read and never written to: the kernel's page of zeros is mapped there.
+/// As [`present_runs`], for pages that were read but never written: the kernel's zero page is mapped there.
 ///
 /// # Errors
 /// As [`present_runs`].

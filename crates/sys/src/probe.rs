@@ -1,6 +1,7 @@
-//! What this machine allows: the ways to a userfaultfd, the features behind it, PAGEMAP_SCAN, `mremap` that keeps its source.
+//! What this machine allows: the ways to a userfaultfd, the features behind it, PAGEMAP_SCAN, and an `mremap` that
+//! keeps its source.
 //!
-//! Everything here is tried for real; nothing is concluded from the kernel's version.
+//! Each is really tried; nothing is concluded from the kernel's version.
 
 use std::ffi::CStr;
 use std::io;
@@ -41,7 +42,8 @@ const FLAGS: libc::c_int = libc::O_CLOEXEC | libc::O_NONBLOCK;
 /// Opens a userfaultfd through `/dev/userfaultfd` (Linux 6.1).
 ///
 /// # Errors
-/// `ENOENT`: no such device (an older kernel, a container that was not given it); `EACCES`: it may not be opened.
+/// `ENOENT`: no such device (an older kernel, or a container that was not given it); `EACCES`: no permission to open
+/// it.
 pub fn by_device() -> io::Result<OwnedFd> {
     // SAFETY: a constant path; the descriptor is owned at once.
     let device = owned(unsafe { libc::open(DEVICE.as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) })?;
@@ -61,16 +63,16 @@ pub fn by_syscall() -> io::Result<OwnedFd> {
 /// Opens a userfaultfd that sees faults of user mode only (Linux 5.11): system calls on evicted buffers fail.
 ///
 /// # Errors
-/// `ENOSYS` as above; `EINVAL`: an older kernel.
+/// `ENOSYS`: as above; `EINVAL`: an older kernel.
 pub fn by_syscall_user_mode_only() -> io::Result<OwnedFd> {
     // SAFETY: as in `by_syscall`.
     owned(unsafe { libc::syscall(libc::SYS_userfaultfd, FLAGS | UFFD_USER_MODE_ONLY) } as libc::c_int)
 }
 
-/// Makes the UFFDIO_API handshake and returns the features the kernel has.
+/// Makes the UFFDIO_API handshake, and returns the kernel's features.
 ///
 /// # Errors
-/// `EINVAL`: it was made already, or is of another version.
+/// `EINVAL`: the handshake was made already, or the version differs.
 pub fn features(uffd: &OwnedFd) -> io::Result<u64> {
     #[repr(C)]
     struct Api {
@@ -109,7 +111,7 @@ pub fn mremap_keeps() -> io::Result<()> {
 /// Tries PAGEMAP_SCAN (Linux 6.7) on one page of our own.
 ///
 /// # Errors
-/// `ENOTTY`: an older kernel; what /proc has against it.
+/// `ENOTTY`: an older kernel; or what kept /proc's file from being opened.
 pub fn pagemap_scan() -> io::Result<()> {
     // SAFETY: a constant path; the descriptor is owned at once.
     let pagemap = owned(unsafe { libc::open(c"/proc/self/pagemap".as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC) })?;

@@ -1,22 +1,22 @@
-//! Which process is meant, for longer than its pid lasts: pid and start time together.
+//! Identities of processes that outlast the reuse of pids: pid and start time together.
 //!
-//! Both come from `/proc/PID/stat`. A pid alone may be given to another process; with its start time (in clock ticks
-//! since boot, of which 32 bits are kept) it names one process until the machine is restarted.
+//! Both come from `/proc/PID/stat`. The kernel may give a pid to another process. Together with the start time (in
+//! clock ticks since boot, of which 32 bits are kept) it names one process until the machine restarts.
 
 use crate::raw::{self, Errno};
 use crate::sys;
 
-/// A process: its pid, and when it started. Never 0 for a process that exists, so 0 can mean none.
+/// A process: its pid and start time. Never 0 for an existing process, so 0 can mean none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity(u64);
 
 impl Identity {
-    /// The calling process; its start time is left out (0) where /proc cannot be read.
+    /// The calling process. The start time is 0 if /proc cannot be read.
     pub fn own() -> Self {
         Self::of(crate::thread::getpid() as u32)
     }
 
-    /// The process that has this pid now; its start time is left out (0) where it is gone already, or /proc cannot be read.
+    /// The process that has this pid now. The start time is 0 if it is gone already, or /proc cannot be read.
     pub fn of(pid: u32) -> Self {
         Self::new(pid, read_stat(pid).map_or(0, |stat| stat.start))
     }
@@ -25,12 +25,12 @@ impl Identity {
         Self(u64::from(start) << 32 | u64::from(pid))
     }
 
-    /// From its raw form; None for 0.
+    /// From the raw form; `None` for 0.
     pub fn from_raw(raw: u64) -> Option<Self> {
         (raw != 0).then_some(Self(raw))
     }
 
-    /// As a number that can be kept in an atomic.
+    /// The raw form: a number that fits an atomic.
     pub fn raw(self) -> u64 {
         self.0
     }
@@ -40,18 +40,20 @@ impl Identity {
         self.0 as u32
     }
 
-    /// Whether no process has the pid: quick, but a zombie and another process with the same pid are taken for it.
+    /// Whether no process has this pid. It is quick, but takes a zombie, or another process with the same pid, for this
+    /// one.
     pub fn is_gone(self) -> bool {
         // SAFETY: signal 0 only asks.
         let asked = unsafe { sys!(libc::SYS_kill, self.pid(), 0) };
         asked == Err(libc::ESRCH)
     }
 
-    /// Whether the process has ended, zombies included. One of which only the first thread has ended (`pthread_exit` in `main`), or of which
-    /// threads still do (it was killed, and one of them is in a write), has not.
+    /// Whether the process has ended; a zombie has. A process has not ended while only its first thread has
+    /// (`pthread_exit` in `main`), or while some threads are still ending (it was killed, and one of them is in a
+    /// write).
     ///
-    /// The story: the kernel says `Z` of such a process, too. Its charge was returned and its slot and its clusters of the swap file given to
-    /// others, while it went on using them.
+    /// The story: the kernel shows `Z` for such a process, too. Its charge was returned, and its slot and its clusters
+    /// of the swap file were given to others while it went on using them.
     pub fn is_dead(self) -> bool {
         if self.is_gone() {
             return true;
@@ -59,15 +61,15 @@ impl Identity {
         let start = (self.0 >> 32) as u32;
         match read_stat(self.pid()) {
             Some(now) => now.has_ended() || (start != 0 && now.start != 0 && now.start != start),
-            // It ended meanwhile, or /proc is hidden from us: the next look tells.
+            // It has ended meanwhile, or /proc is hidden from us: the next look tells.
             None => false,
         }
     }
 }
 
-/// The kernel's release: its first two numbers.
+/// The first two numbers of the kernel's release.
 pub fn kernel_release() -> Option<(u32, u32)> {
-    // SAFETY: a plain structure, for which zeros are a value.
+    // SAFETY: a plain structure, for which zeros are a valid value.
     let mut names: libc::utsname = unsafe { core::mem::zeroed() };
     // SAFETY: a structure of ours.
     unsafe { sys!(libc::SYS_uname, &raw mut names) }.ok()?;
@@ -78,16 +80,16 @@ pub fn kernel_release() -> Option<(u32, u32)> {
     Some((numbers.next()??, numbers.next()??))
 }
 
-/// Whether /proc knows the calling process by the number that it has itself: it does not where it is that of another PID namespace than the
-/// process's. There nobody can be told by an [`Identity`]. True where /proc cannot be read.
+/// Whether /proc knows the calling process by the number that the process itself sees. It does not if /proc belongs to
+/// another PID namespace; there an [`Identity`] identifies nobody. True if /proc cannot be read.
 pub fn is_in_own_proc() -> bool {
     let (mut number, mut name) = ([0; 20], [0; 20]);
     let own = raw::decimal(crate::thread::getpid() as u64, &mut number);
     raw::readlink(b"/proc/self\0", &mut name).map_or(true, |name| name == own)
 }
 
-/// Whether the calling process has the clocks of the process `pid`, by which both tell when a process has started. True where that cannot
-/// be asked.
+/// Whether the calling process shares the clocks of process `pid`, so that both see the same start times. True if that
+/// cannot be determined.
 pub fn has_clocks_of(pid: &[u8]) -> bool {
     let own = &mut [0; raw::PATH];
     let (mut path, other) = ([0; raw::PATH], &mut [0; raw::PATH]);
@@ -98,11 +100,11 @@ pub fn has_clocks_of(pid: &[u8]) -> bool {
     }
 }
 
-/// Whether a child forked by the calling thread would be in its namespaces of process numbers and of clocks.
+/// Whether a child that the calling thread forks would be in the thread's own namespaces of pids and of clocks.
 pub fn has_children_beside_it() -> bool {
     let (own, children) = (&mut [0; raw::PATH], &mut [0; raw::PATH]);
     let mut same = |of_own: &[u8], of_children: &[u8]| match raw::readlink(of_own, own) {
-        // (One in which there is no process yet has no name.)
+        // A namespace without any process yet has no name.
         Ok(own) => raw::readlink(of_children, children) == Ok(own),
         // The kernel has no such namespaces.
         Err(_) => true,
@@ -111,23 +113,24 @@ pub fn has_children_beside_it() -> bool {
         && same(b"/proc/thread-self/ns/time\0", b"/proc/thread-self/ns/time_for_children\0")
 }
 
-/// Tasks of the whole machine that run, or wait for a CPU; None where the kernel does not say.
+/// Tasks of the whole machine that run or wait for a CPU; `None` if the kernel does not say.
 pub fn running() -> Option<u32> {
     let mut text = [0u8; 64];
     let n = read(&[b"/proc/loadavg\0"], &mut text)?;
     parse_running(&text[..n])
 }
 
-/// The fourth field of proc_loadavg(5): runnable tasks, a slash, and all there are.
+/// The fourth field of proc_loadavg(5): runnable tasks, a slash, all tasks.
 fn parse_running(text: &[u8]) -> Option<u32> {
     let field = text.split(|c| *c == b' ').nth(3)?;
     core::str::from_utf8(field.split(|c| *c == b'/').next()?).ok()?.parse().ok()
 }
 
-/// Reads one byte at each address of a process's memory, without looking at it: how many could be read, of the first ones.
+/// Reads one byte at each address of a process's memory and discards it. Returns how many of the addresses, counted
+/// from the first, could be read.
 ///
 /// # Errors
-/// `EFAULT`: the first could not; `EPERM`, `ENOSYS`: none can.
+/// `EFAULT`: the first could not be read; `EPERM`, `ENOSYS`: none can.
 pub fn read_bytes(pid: i32, addresses: &[usize]) -> Result<usize, Errno> {
     const MOST: usize = 64;
     let (mut bytes, n) = ([0u8; MOST], addresses.len().min(MOST));
@@ -140,7 +143,7 @@ pub fn read_bytes(pid: i32, addresses: &[usize]) -> Result<usize, Errno> {
     unsafe { sys!(libc::SYS_process_vm_readv, pid, local.as_ptr(), 1, remote.as_ptr(), n, 0) }
 }
 
-/// Reads a process's memory from an address on.
+/// Reads a process's memory starting at an address.
 ///
 /// # Errors
 /// `EFAULT`: not all of it could be read; `EPERM`, `ENOSYS`: none can.
@@ -151,14 +154,14 @@ pub fn read_memory(pid: i32, from: usize, to: &mut [u8]) -> Result<(), Errno> {
     if read == to.len() { Ok(()) } else { Err(libc::EFAULT) }
 }
 
-/// What /proc/PID/stat says of a process.
+/// Fields of /proc/PID/stat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stat {
-    /// State letter, of its first thread.
+    /// State letter of the first thread.
     state: u8,
-    /// Threads that have not been waited for, the first included.
+    /// Threads that nobody has waited for, including the first.
     threads: u32,
-    /// When it started (ticks).
+    /// Start time (ticks).
     start: u32,
 }
 
@@ -183,10 +186,11 @@ fn parse_stat(text: &[u8]) -> Option<Stat> {
     Some(Stat { state: *after.first()?, threads: number(20)? as u32, start: number(22)? as u32 })
 }
 
-/// Whether a thread blocks all signals but perhaps this one, as a thread does that waits for it with sigtimedwait (which
-/// takes the signal out of the mask meanwhile). Sent to such a thread it ends nothing.
+/// Whether a thread blocks all signals except perhaps `signal`. A thread does that while it waits for `signal` with
+/// sigtimedwait, which takes it out of the mask meanwhile. Sending `signal` to such a thread ends nothing.
 ///
-/// The story: of a user who is in hundreds of groups the first 4 KiB do not say it, as the list of them comes before. Nobody was woken.
+/// The story: for a user in hundreds of groups the mask is beyond the first 4 KiB, as the list of groups precedes it.
+/// Nobody was woken.
 pub fn awaits(pid: u32, tid: u32, signal: i32) -> bool {
     let (mut a, mut b) = ([0; 20], [0; 20]);
     let path = [b"/proc/", raw::decimal(pid.into(), &mut a), b"/task/", raw::decimal(tid.into(), &mut b), b"/status\0"];
@@ -200,7 +204,7 @@ pub fn awaits(pid: u32, tid: u32, signal: i32) -> bool {
     mask.is_some_and(|mask| mask | always | 1 << (signal - 1) == u64::MAX)
 }
 
-/// Which signals a thread blocks, as its file `status` says, which `read` reads at an offset.
+/// The signals that a thread blocks, from its `status` file, which `read` reads at an offset.
 fn blocked(read: impl Fn(&mut [u8], u64) -> usize) -> Option<u64> {
     const WORD: &[u8] = b"\nSigBlk:\t";
     const DIGITS: usize = 16;
@@ -211,7 +215,7 @@ fn blocked(read: impl Fn(&mut [u8], u64) -> usize) -> Option<u64> {
         if let Some(found) = found {
             return u64::from_str_radix(core::str::from_utf8(&found[WORD.len()..]).ok()?, 16).ok();
         }
-        // (It may be at the end of what was read, and not all of it there.)
+        // The line may begin at the end of what was read and be incomplete.
         match n.checked_sub(WORD.len() + DIGITS) {
             Some(next @ 1..) => at += next as u64,
             _ => return None,
@@ -219,7 +223,7 @@ fn blocked(read: impl Fn(&mut [u8], u64) -> usize) -> Option<u64> {
     }
 }
 
-/// Reads the file whose path is these parts together, the last of which ends with NUL.
+/// Reads the file whose path is the parts joined, the last of which ends with NUL.
 pub(crate) fn read(parts: &[&[u8]], out: &mut [u8]) -> Option<usize> {
     let fd = raw::open(raw::path_of(parts, &mut [0; raw::PATH])?, libc::O_RDONLY).ok()?;
     let got = raw::pread(fd, out, 0);

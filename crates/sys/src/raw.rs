@@ -2,13 +2,13 @@
 
 use core::arch::asm;
 
-/// An error number, as the kernel returned it (positive).
+/// An error number as the kernel returned it, made positive.
 pub type Errno = i32;
 
-/// Makes a system call and returns the kernel's value, negative on error.
+/// Makes a system call and returns the kernel's value, which is negative on error.
 ///
 /// # Safety
-/// The arguments must be what the call `nr` expects; pointers must be valid for what it does with them.
+/// The arguments must be what call `nr` expects, and pointers must be valid for what it does with them.
 #[inline]
 pub unsafe fn syscall(nr: i64, a: [usize; 6]) -> isize {
     let ret: isize;
@@ -20,10 +20,10 @@ pub unsafe fn syscall(nr: i64, a: [usize; 6]) -> isize {
     ret
 }
 
-/// Splits a kernel return value.
+/// Turns a kernel return value into a `Result`.
 ///
 /// # Errors
-/// What the kernel returned.
+/// The error that the kernel returned.
 #[inline]
 pub fn check(ret: isize) -> Result<usize, Errno> {
     if (-4095..0).contains(&ret) { Err(-ret as Errno) } else { Ok(ret as usize) }
@@ -46,7 +46,7 @@ pub fn close(fd: i32) {
     let _ = unsafe { sys!(libc::SYS_close, fd) };
 }
 
-/// Opens a path given with its terminating NUL.
+/// Opens a path, which is given with its terminating NUL.
 ///
 /// # Errors
 /// The kernel's.
@@ -59,32 +59,32 @@ pub fn open(path: &[u8], flags: i32) -> Result<i32, Errno> {
     unsafe { sys!(libc::SYS_openat, libc::AT_FDCWD, path.as_ptr(), flags | libc::O_CLOEXEC, 0) }.map(|fd| fd as i32)
 }
 
-/// Fills a buffer of at most 256 bytes with random numbers fit for keys.
+/// Fills a buffer of at most 256 bytes with random bytes good enough for keys.
 ///
 /// # Errors
-/// The kernel's; `EIO` when it gave fewer.
+/// The kernel's; `EIO` when it returned fewer.
 pub fn random(out: &mut [u8]) -> Result<(), Errno> {
     // SAFETY: the buffer is writable and that long.
     let n = unsafe { sys!(libc::SYS_getrandom, out.as_mut_ptr(), out.len(), 0) }?;
     if n == out.len() { Ok(()) } else { Err(libc::EIO) }
 }
 
-/// A new descriptor of the process's standard error, whatever the calling thread's descriptor table is.
+/// A new descriptor for the process's standard error, whatever descriptor table the calling thread has.
 ///
 /// # Errors
-/// When the process has none.
+/// When the process has no standard error.
 pub fn standard_error() -> Result<i32, Errno> {
     // SAFETY: numbers only.
     let own = unsafe { sys!(libc::SYS_pidfd_open, crate::thread::getpid(), 0) };
     let same = own.and_then(|pidfd| {
-        // The open file itself, so that what is written goes on where the program's own output ended.
+        // The open file itself, so that output continues where the program's own ended.
         // SAFETY: numbers only.
         let fd = unsafe { sys!(libc::SYS_pidfd_getfd, pidfd, 2, 0) };
         close(pidfd as i32);
         fd
     });
-    // (Some containers forbid that. Opened anew a file would be overwritten from its start, were it not for O_APPEND; a
-    // socket cannot be opened.)
+    // Some containers forbid that. Without O_APPEND a file opened anew would be overwritten from its start. A socket
+    // cannot be opened.
     same.map(|fd| fd as i32).or_else(|_| open(b"/proc/self/fd/2\0", libc::O_WRONLY | libc::O_APPEND))
 }
 
@@ -97,18 +97,18 @@ pub fn pread(fd: i32, buf: &mut [u8], at: u64) -> Result<usize, Errno> {
     unsafe { sys!(libc::SYS_pread64, fd, buf.as_mut_ptr(), buf.len(), at) }
 }
 
-/// Reads where a link leads to; `path` ends with NUL. Of a longer name the end is cut off.
+/// Reads the target of a symbolic link into `out`. `path` ends with NUL. A target longer than `out` is cut off.
 ///
 /// # Errors
 /// The kernel's.
 pub fn readlink<'a>(path: &[u8], out: &'a mut [u8]) -> Result<&'a [u8], Errno> {
     debug_assert_eq!(path.last(), Some(&0));
-    // SAFETY: a path with its end, and a buffer of ours that is as long as said.
+    // SAFETY: `path` ends with NUL, and the buffer is ours and as long as said.
     let n = unsafe { sys!(libc::SYS_readlinkat, libc::AT_FDCWD, path.as_ptr(), out.as_mut_ptr(), out.len()) }?;
     Ok(&out[..n])
 }
 
-/// What [`read_file`] has room for when it asks (bytes).
+/// Bytes that [`read_file`] makes room for before each read.
 const READ_BYTES: usize = 64 << 10;
 
 /// Reads a whole small file (procfs) into `out`.
@@ -119,13 +119,13 @@ pub fn read_file(path: &[u8], out: &mut Vec<u8>) -> Result<(), Errno> {
     let fd = open(path, libc::O_RDONLY)?;
     out.clear();
     let done = loop {
-        // (Not cleared first: a page is touched only where there is text for it.)
+        // Not cleared first, so that only pages that receive text are touched.
         out.reserve(READ_BYTES);
         let room = out.spare_capacity_mut();
-        // SAFETY: the room is ours.
+        // SAFETY: the room is ours and as long as said.
         match unsafe { sys!(libc::SYS_read, fd, room.as_mut_ptr(), room.len()) } {
             Ok(0) => break Ok(()),
-            // SAFETY: so many bytes were written there.
+            // SAFETY: the kernel wrote that many bytes there.
             Ok(n) => unsafe { out.set_len(out.len() + n) },
             Err(e) => break Err(e),
         }
@@ -134,10 +134,11 @@ pub fn read_file(path: &[u8], out: &mut Vec<u8>) -> Result<(), Errno> {
     done
 }
 
-/// Longest path that [`path_of`] puts together, its NUL included (bytes).
+/// Longest path that [`path_of`] builds, including its NUL (bytes).
 pub const PATH: usize = 64;
 
-/// Puts a path together from its parts, the last of which ends with NUL (no allocation). None when it is longer than [`PATH`].
+/// Joins the parts of a path, the last of which ends with NUL, without allocating. `None` when it is longer than
+/// [`PATH`].
 pub fn path_of<'a>(parts: &[&[u8]], path: &'a mut [u8; PATH]) -> Option<&'a [u8]> {
     let mut n = 0;
     for part in parts {
@@ -147,7 +148,7 @@ pub fn path_of<'a>(parts: &[&[u8]], path: &'a mut [u8; PATH]) -> Option<&'a [u8]
     Some(&path[..n])
 }
 
-/// Writes a decimal number into a buffer and returns what it wrote (no allocation).
+/// Writes a decimal number into a buffer and returns the digits, without allocating.
 pub fn decimal(mut v: u64, buf: &mut [u8; 20]) -> &[u8] {
     let mut i = 20;
     loop {

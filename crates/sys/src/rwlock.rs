@@ -1,7 +1,7 @@
-//! A futex lock that many share or one has alone, for threads without TLS, shared by threads of one process only.
+//! A futex readers-writer lock for threads without TLS, for the threads of one process.
 //!
-//! Who wants it alone keeps newcomers out from then on, so it is never starved by those that share. Like [`crate::lock`]
-//! it is one word without owners: it can be held across `fork` and released in the child.
+//! A thread that wants it alone keeps newcomers out from then on, so those that share it never starve it. Like
+//! [`crate::lock`] it is one word without owners: it can be held across `fork` and released in the child.
 //!
 //! ```text
 //! word:  bit 31 ALONE (held alone, or waited for so) · bit 30 ASLEEP (somebody sleeps) · the rest: how many share it
@@ -19,7 +19,7 @@ const ALONE: u32 = 1 << 31;
 const ASLEEP: u32 = 1 << 30;
 const SHARES: u32 = ASLEEP - 1;
 
-/// The lock. It guards no value: what it orders are system calls.
+/// The lock. It guards no value: it orders system calls.
 pub struct RwLock {
     word: AtomicU32,
 }
@@ -37,13 +37,13 @@ impl RwLock {
         Self { word: AtomicU32::new(0) }
     }
 
-    /// The same in a model.
+    /// The same for a loom model.
     #[cfg(loom)]
     pub fn new() -> Self {
         Self { word: AtomicU32::new(0) }
     }
 
-    /// Takes it together with others, as soon as nobody has it, or waits for it, alone.
+    /// Takes it shared, as soon as nobody has it alone or waits for that.
     pub fn share(&self) {
         loop {
             let word = self.word.load(Relaxed);
@@ -55,7 +55,7 @@ impl RwLock {
         }
     }
 
-    /// Gives a share back.
+    /// Releases a share.
     pub fn unshare(&self) {
         let word = self.word.fetch_sub(1, Release) - 1;
         if word & SHARES == 0 && word & ALONE != 0 {
@@ -69,7 +69,7 @@ impl RwLock {
         self.wait_for_shares(None);
     }
 
-    /// Takes it alone if that can be done within `ns` nanoseconds or little more; whether it was.
+    /// Takes it alone if that succeeds within `ns` nanoseconds or little more; returns whether it did.
     pub fn take_within(&self, ns: u64) -> bool {
         if !self.claim(Some(ns)) {
             return false;
@@ -81,15 +81,15 @@ impl RwLock {
         true
     }
 
-    /// Takes it alone if nobody has it now; whether it was.
+    /// Takes it alone if nobody has it now; returns whether it did.
     pub fn try_take(&self) -> bool {
         let word = self.word.load(Relaxed);
         word & (ALONE | SHARES) == 0 && self.word.compare_exchange(word, word | ALONE, Acquire, Relaxed).is_ok()
     }
 
-    /// Gives it back that was taken alone.
+    /// Releases it after taking it alone.
     pub fn release(&self) {
-        // (Those that share it still, where waiting for them was given up, stay counted.)
+        // Shares that were not waited out (`take_within` gave up) stay counted.
         loop {
             let word = self.word.load(Relaxed);
             if self.word.compare_exchange(word, word & SHARES, Release, Relaxed).is_ok() {
@@ -99,7 +99,7 @@ impl RwLock {
         }
     }
 
-    /// Keeps newcomers out; false when another did, and still does after the time-out.
+    /// Keeps newcomers out; false if another thread did so and still does after the timeout.
     fn claim(&self, ns: Option<u64>) -> bool {
         let mut slept = false;
         loop {
@@ -139,7 +139,7 @@ impl RwLock {
         }
     }
 
-    /// All are woken: who shares and who wants it alone sleep on one word.
+    /// Wakes all, as sharers and those that want it alone sleep on one word.
     fn wake(&self, word: u32) {
         if word & ASLEEP != 0 {
             futex_wake(&self.word, u32::MAX >> 1, false);
@@ -194,7 +194,7 @@ mod tests {
     }
 }
 
-/// The lock under every order of its steps: `RUSTFLAGS="--cfg loom" cargo test --release -p uzswap-sys --lib rwlock`.
+/// The lock under every interleaving: `RUSTFLAGS="--cfg loom" cargo test --release -p uzswap-sys --lib rwlock`.
 #[cfg(all(test, loom))]
 mod model {
     use super::RwLock;
@@ -208,7 +208,7 @@ mod model {
         builder.check(model);
     }
 
-    /// loom's cell finds a write beside any other access by itself.
+    /// loom's cell detects a write beside any other access by itself.
     #[test]
     fn nobody_beside_who_has_it_alone() {
         check(|| {

@@ -1,4 +1,4 @@
-//! unix(7): message sockets that carry descriptors, and who is at the other end.
+//! unix(7): message sockets that carry descriptors, and the identity of the peer.
 
 use std::io;
 use std::mem;
@@ -6,10 +6,10 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-/// Descriptors in one message at most.
+/// Most descriptors in one message.
 pub const MOST_FDS: usize = 8;
 
-/// Where the path is in an address, and how many bytes it may have besides the zero at its end.
+/// Offset of the path in an address, and the most bytes it may have without the zero at its end.
 const PATH_AT: usize = mem::offset_of!(libc::sockaddr_un, sun_path);
 const MOST_PATH: usize = size_of::<libc::sockaddr_un>() - PATH_AT - 1;
 
@@ -17,10 +17,10 @@ fn check(ret: i64) -> io::Result<i64> {
     if ret < 0 { Err(io::Error::last_os_error()) } else { Ok(ret) }
 }
 
-/// Whether a path can be a socket's.
+/// Checks that a path can be a socket's.
 ///
 /// # Errors
-/// `InvalidInput`, with a sentence: it is longer than an address has room for, or has a zero byte in it.
+/// `InvalidInput`, with a sentence: the path is longer than an address has room for, or contains a zero byte.
 pub fn check_path(path: &Path) -> io::Result<()> {
     let bytes = path.as_os_str().as_bytes();
     let wrong = if bytes.contains(&0) {
@@ -52,14 +52,14 @@ fn new_socket(kind: i32) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
-/// Listens for message connections at a path, which only this user may connect to.
+/// Listens for message connections at a path. Only this user may connect.
 ///
 /// # Errors
-/// `AddrInUse` when something is there.
+/// `AddrInUse` if something is there.
 pub fn listen(path: &Path) -> io::Result<OwnedFd> {
     let socket = new_socket(libc::SOCK_SEQPACKET)?;
     let (address, len) = address(path)?;
-    // The socket's own mode becomes the file's: nobody else can connect, from the first moment on.
+    // The socket's own mode becomes the file's, so nobody else can connect from the first moment.
     // SAFETY: no memory is involved.
     check(unsafe { libc::fchmod(socket.as_raw_fd(), 0o600) }.into())?;
     // SAFETY: an address of its length.
@@ -78,7 +78,7 @@ pub fn is_hung_up(socket: &OwnedFd) -> bool {
     ready == 1 && p.revents & (libc::POLLHUP | libc::POLLERR) != 0
 }
 
-/// Connects to a path.
+/// Connects to the socket at a path.
 ///
 /// # Errors
 /// The kernel's.
@@ -90,7 +90,7 @@ pub fn connect(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Takes a connection.
+/// Accepts a connection.
 ///
 /// # Errors
 /// The kernel's.
@@ -115,7 +115,7 @@ pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok(unsafe { (OwnedFd::from_raw_fd(fds[0]), OwnedFd::from_raw_fd(fds[1])) })
 }
 
-/// The user and the process at the other end.
+/// User id and process id of the peer.
 ///
 /// # Errors
 /// The kernel's.
@@ -130,7 +130,7 @@ pub fn peer(socket: &OwnedFd) -> io::Result<(u32, i32)> {
     Ok((cred.uid, cred.pid))
 }
 
-/// Whether the other end is this user, or root.
+/// Whether the peer is this user or root.
 ///
 /// # Errors
 /// As [`peer`].
@@ -139,7 +139,7 @@ pub fn is_trusted(socket: &OwnedFd) -> io::Result<bool> {
     Ok(user == crate::thread::user() || user == 0)
 }
 
-/// Makes reads and writes give up after a time (zero: never).
+/// Sets a timeout for reads and writes, in seconds (zero: none).
 ///
 /// # Errors
 /// The kernel's.
@@ -159,7 +159,7 @@ struct Control([u8; 128]);
 /// Sends one message with descriptors; never raises SIGPIPE.
 ///
 /// # Errors
-/// `EPIPE`, `ECONNRESET`: the other end is gone.
+/// `EPIPE`, `ECONNRESET`: the peer is gone.
 ///
 /// # Panics
 /// With more than [`MOST_FDS`] descriptors.
@@ -196,10 +196,10 @@ pub fn send(socket: &OwnedFd, bytes: &[u8], fds: &[RawFd]) -> io::Result<()> {
     if sent as usize == bytes.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
 
-/// Receives one message into `bytes` and its descriptors, close-on-exec. Zero bytes: the other end is gone.
+/// Receives one message into `bytes`, and its descriptors, which are close-on-exec. Zero bytes: the peer is gone.
 ///
 /// # Errors
-/// The kernel's; `InvalidData` when the message did not fit.
+/// The kernel's; `InvalidData` if the message did not fit.
 pub fn receive(socket: &OwnedFd, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     let mut iov = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
     let mut control = Control([0; 128]);

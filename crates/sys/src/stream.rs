@@ -1,16 +1,16 @@
 //! Unix stream sockets without libc, for threads that have no `errno`: connect, send all, receive all.
 //!
-//! EPIPE and ECONNRESET mean that the other end is gone, ECONNREFUSED that nobody listens any more. What was sent or
-//! received in part leaves the stream in the middle of a message: it is of no further use.
+//! EPIPE and ECONNRESET mean that the peer is gone, ECONNREFUSED that nobody listens any more. After a partial send or
+//! receive the stream is in the middle of a message and of no further use.
 
 use crate::raw::{self, Errno};
 use crate::sys;
 
-/// Connects to a socket's path, given with its terminating NUL. `/proc/PID/fd/N` of a descriptor that names a socket file
-/// (O_PATH) is one, also when the file's name is gone.
+/// Connects to a socket's path, which is given with its terminating NUL. `/proc/PID/fd/N` also works if that descriptor
+/// (O_PATH) names a socket file, even one whose name is gone.
 ///
 /// # Errors
-/// The kernel's; `ENAMETOOLONG` for what is no socket's path.
+/// The kernel's; `ENAMETOOLONG` if this cannot be a socket's path.
 pub fn connect(path: &[u8]) -> Result<i32, Errno> {
     let mut address = [0u8; size_of::<libc::sockaddr_un>()];
     let at = core::mem::offset_of!(libc::sockaddr_un, sun_path);
@@ -47,10 +47,10 @@ pub fn send_all(fd: i32, mut bytes: &[u8]) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Fills `bytes`.
+/// Fills all of `bytes`.
 ///
 /// # Errors
-/// The kernel's; `EPIPE` when the other end has closed.
+/// The kernel's; `EPIPE` if the peer has closed.
 pub fn receive_all(fd: i32, mut bytes: &mut [u8]) -> Result<(), Errno> {
     while !bytes.is_empty() {
         // SAFETY: the bytes are ours to write.
@@ -89,7 +89,7 @@ mod tests {
         other.write_all(b"there").unwrap();
         receive_all(fd, &mut got).unwrap();
         assert_eq!(&got, b"there");
-        // (Not by closing: a test beside this one may have forked, and its child keeps what is open.)
+        // Not by closing: a parallel test may have forked, and its child keeps open what is open.
         other.shutdown(std::net::Shutdown::Both).unwrap();
         assert_eq!(receive_all(fd, &mut got), Err(libc::EPIPE));
         assert_eq!(send_all(fd, b"x"), Err(libc::EPIPE));

@@ -1,22 +1,22 @@
-//! Transparent huge pages: what the system allows (/sys/kernel/mm/transparent_hugepage).
+//! Transparent huge pages: the system's settings (/sys/kernel/mm/transparent_hugepage).
 //!
-//! Since Linux 6.8 each size has a setting of its own, which may say that the old one for all counts (`inherit`).
+//! Since Linux 6.8 each size has its own setting, which may defer to the old one for all sizes (`inherit`).
 
 use crate::raw::read_file;
 
-/// Which anonymous memory the system lets be huge pages of 2 MiB.
+/// Which anonymous memory may have huge pages of 2 MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Policy {
     /// None.
     Never,
-    /// What a program advises (MADV_HUGEPAGE).
+    /// Memory for which the program advises it (MADV_HUGEPAGE).
     Advised,
-    /// All, but for what a program advises against (MADV_NOHUGEPAGE).
+    /// All memory, except where the program advises against it (MADV_NOHUGEPAGE).
     Always,
 }
 
-/// The policy of this system; [`Policy::Never`] where it does not say.
+/// The system's policy; [`Policy::Never`] if it does not say.
 pub fn policy() -> Policy {
     let read = |path: &[u8]| {
         let mut text = Vec::new();
@@ -27,7 +27,7 @@ pub fn policy() -> Policy {
         .unwrap_or_else(|| parse(&read(b"/sys/kernel/mm/transparent_hugepage/enabled\0")).unwrap_or(Policy::Never))
 }
 
-/// What a settings file says; None when that is to inherit, or nothing.
+/// The setting in a file; `None` for `inherit`, or if there is none.
 fn parse(text: &[u8]) -> Option<Policy> {
     let from = text.iter().position(|c| *c == b'[')? + 1;
     let len = text[from..].iter().position(|c| *c == b']')?;

@@ -1,10 +1,11 @@
-//! A transfer that one thread has another make, for threads without TLS.
+//! Hands a transfer from one thread to another, for threads without TLS.
 //!
 //! ```text
 //! idle ─ what and where is written down ─▶ posted ─ the thread transfers ─▶ done ─ the result is taken ─▶ idle
 //! ```
-//! One thread posts and takes, the other one waits for work and says what became of it. The state's word orders it: what is written
-//! before it changes is the other side's afterwards. (Modelled with loom below.)
+//! One thread posts transfers and takes results; the other waits for work and reports the result. The state word orders
+//! the accesses: what one side writes before it changes the state belongs to the other side afterwards. (Modelled with
+//! loom below.)
 
 use crate::lock::{futex_wait, futex_wake};
 use crate::raw::Errno;
@@ -20,31 +21,31 @@ use {
 const IDLE: u32 = 0;
 const POSTED: u32 = 1;
 const DONE: u32 = 2;
-/// The thread is to end.
+/// The thread must end.
 const ENDED: u32 = 3;
 
-/// The bytes to transfer, and where they are or go in the file.
+/// The bytes to transfer, and their place in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transfer {
     /// Offset in the file (bytes).
     pub at: u64,
-    /// In memory, so many bytes.
+    /// First byte in memory.
     pub bytes: *mut u8,
-    /// See `bytes`.
+    /// Number of bytes.
     pub len: usize,
-    /// Nobody will try again.
+    /// Whether this is the last try.
     pub last: bool,
 }
 
-/// What one thread is to transfer.
+/// The mailbox of one transferring thread.
 pub struct Job {
-    /// [`IDLE`] and the others (a futex word).
+    /// [`IDLE`] and so on (a futex word).
     state: AtomicU32,
     at: AtomicU64,
     bytes: AtomicUsize,
     len: AtomicUsize,
     last: AtomicBool,
-    /// An error number, 0 for none.
+    /// An error number; 0 for none.
     result: AtomicI32,
 }
 
@@ -62,8 +63,8 @@ impl Default for Job {
 }
 
 impl Job {
-    /// Has the thread make a transfer, whose bytes are its own until the result was taken; false when it has another one, or the result
-    /// of that was not taken, or it is to end.
+    /// Posts a transfer. Its bytes belong to the other thread until the result was taken. False if that thread has a
+    /// transfer already, or the result of one was not taken, or it must end.
     pub fn post(&self, what: Transfer) -> bool {
         if self.state.load(Acquire) != IDLE {
             return false;
@@ -77,7 +78,7 @@ impl Job {
         true
     }
 
-    /// What became of the transfer, if it has ended; an error is one of the thread's.
+    /// The result of the transfer, if it has ended. An error is one that the thread reported.
     pub fn take(&self) -> Option<Result<(), Errno>> {
         (self.state.load(Acquire) == DONE).then(|| {
             let result = self.result.load(Relaxed);
@@ -86,14 +87,14 @@ impl Job {
         })
     }
 
-    /// Waits until the transfer that was posted has ended, if one was.
+    /// Waits until the posted transfer, if any, has ended.
     pub fn wait(&self) {
         while self.state.load(Acquire) == POSTED {
             futex_wait(&self.state, POSTED, None, false);
         }
     }
 
-    /// In the thread: waits for a transfer; None when it is to end.
+    /// In the transferring thread: waits for a transfer; `None` when the thread must end.
     pub fn next(&self) -> Option<Transfer> {
         loop {
             match self.state.load(Acquire) {
@@ -111,21 +112,21 @@ impl Job {
         }
     }
 
-    /// In the thread: the transfer has ended.
+    /// In the transferring thread: reports the result.
     pub fn done(&self, result: Result<(), Errno>) {
         self.result.store(result.err().unwrap_or(0), Relaxed);
         self.state.store(DONE, Release);
         futex_wake(&self.state, 1, false);
     }
 
-    /// Has the thread end, after the transfer that was posted, if one was; for who has seen to it that nothing more is asked of it.
+    /// Makes the thread end, after the posted transfer, if any. The caller must make sure that nothing more is posted.
     pub fn end(&self) {
         self.wait();
         self.state.store(ENDED, SeqCst);
         futex_wake(&self.state, 1, false);
     }
 
-    /// In a forked child: there is no such thread.
+    /// In a forked child: the thread does not exist.
     pub fn forget(&self) {
         self.state.store(IDLE, Relaxed);
     }
@@ -171,7 +172,7 @@ mod tests {
     }
 }
 
-/// Every order of the steps: `RUSTFLAGS="--cfg loom" cargo test --release -p uzswap-sys --lib -- transfer`.
+/// Every interleaving: `RUSTFLAGS="--cfg loom" cargo test --release -p uzswap-sys --lib -- transfer`.
 #[cfg(all(test, loom))]
 mod tests {
     use super::*;
@@ -179,7 +180,7 @@ mod tests {
     use loom::sync::Arc;
 
     struct Lent(UnsafeCell<u64>);
-    // SAFETY: the job gives it to one thread at a time, which loom's cell looks after.
+    // SAFETY: the job gives it to one thread at a time, and loom's cell checks that.
     unsafe impl Sync for Lent {}
     // SAFETY: as above.
     unsafe impl Send for Lent {}

@@ -1,26 +1,26 @@
 //! userfaultfd(2): the descriptor, its ioctls and its messages.
 //!
-//! Since: the call 4.3, `/dev/userfaultfd` 6.1, `POISON` 6.6, `MOVE` 6.8. While an unmap, remap or remove event is
-//! unread every filling ioctl answers `EAGAIN`: read the event, then retry.
+//! Since Linux 4.3 (the system call), 6.1 (`/dev/userfaultfd`), 6.6 (`POISON`) and 6.8 (`MOVE`). While an unmap, remap
+//! or remove event is unread, every filling ioctl returns `EAGAIN`: read the event, then retry.
 
 use crate::raw::{self, Errno};
 use crate::sys;
 
-/// Threads' ids come with faults.
+/// Fault messages carry the thread id.
 pub const FEATURE_THREAD_ID: u64 = 1 << 8;
-/// Moves of registered memory are told.
+/// mremap of registered memory sends an event.
 pub const FEATURE_EVENT_REMAP: u64 = 1 << 2;
-/// `madvise(DONTNEED, FREE, REMOVE)` is told before it happens.
+/// `madvise(DONTNEED, FREE, REMOVE)` sends an event before it acts.
 pub const FEATURE_EVENT_REMOVE: u64 = 1 << 3;
-/// Unmapping is told after it happened.
+/// Unmapping sends an event after it happened.
 pub const FEATURE_EVENT_UNMAP: u64 = 1 << 6;
-/// Faults are signals to the faulting thread.
+/// A fault raises a signal in the faulting thread instead of a message.
 pub const FEATURE_SIGBUS: u64 = 1 << 7;
-/// Write-protection is there.
+/// The kernel has write-protection.
 pub const FEATURE_WRITE_PROTECT: u64 = 1;
-/// `UFFDIO_POISON` is there.
+/// The kernel has `UFFDIO_POISON`.
 pub const FEATURE_POISON: u64 = 1 << 14;
-/// `UFFDIO_MOVE` is there.
+/// The kernel has `UFFDIO_MOVE`.
 pub const FEATURE_MOVE: u64 = 1 << 16;
 
 const fn iowr(dir: u64, nr: u64, size: u64) -> u64 {
@@ -32,21 +32,21 @@ const UNREGISTER: u64 = iowr(2, 1, 16);
 const WAKE: u64 = iowr(2, 2, 16);
 const COPY: u64 = iowr(3, 3, 40);
 const ZEROPAGE: u64 = iowr(3, 4, 32);
-/// Of COPY and MOVE: nobody is woken.
+/// COPY and MOVE wake nobody.
 const DONT_WAKE: u64 = 1;
 const MOVE: u64 = iowr(3, 5, 40);
 const POISON: u64 = iowr(3, 8, 32);
 
-/// How the descriptor was obtained.
+/// How the descriptor was opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Via {
     /// `/dev/userfaultfd`.
     Device,
-    /// The system call, with the right to serve the kernel's own faults.
+    /// The system call, with the privilege to serve the kernel's own faults.
     Syscall,
 }
 
-/// A message.
+/// A message from the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Message {
     /// A thread touched a missing page.
@@ -55,18 +55,18 @@ pub enum Message {
         address: usize,
         /// Whether it was a write.
         write: bool,
-        /// Whether the page was there, and write-protected.
+        /// Whether the page was present but write-protected.
         protected: bool,
-        /// The thread.
+        /// Id of the thread.
         tid: u32,
     },
-    /// The range was moved by mremap.
+    /// mremap moved the range.
     Remap {
-        /// Where it was.
+        /// Old address.
         from: usize,
-        /// Where it is.
+        /// New address.
         to: usize,
-        /// Its old length in bytes.
+        /// Old length in bytes.
         len: usize,
     },
     /// The range's contents are about to be dropped (`madvise`).
@@ -76,14 +76,14 @@ pub enum Message {
         /// One past the last byte.
         end: usize,
     },
-    /// The range's mapping is gone.
+    /// The range was unmapped.
     Unmapped {
         /// First byte.
         start: usize,
         /// One past the last byte.
         end: usize,
     },
-    /// Something this code does not know.
+    /// A message that this code does not know.
     Unknown(u8),
 }
 
@@ -97,7 +97,7 @@ pub struct Uffd {
 pub type Partial = (usize, Errno);
 
 impl Uffd {
-    /// Opens a non-blocking descriptor that also serves faults of the kernel, and agrees on `features`.
+    /// Opens a non-blocking descriptor that also serves the kernel's own faults, and negotiates `features`.
     ///
     /// # Errors
     /// The last error of the two ways tried (`EPERM`: no access; `EINVAL`: a feature is missing).
@@ -116,7 +116,7 @@ impl Uffd {
         Self::agreed(fd, features).map(|uffd| (uffd, via))
     }
 
-    /// A descriptor just made, when the kernel has agreed on `features`; otherwise it is closed.
+    /// Negotiates `features` on a new descriptor; closes it if the kernel refuses.
     fn agreed(fd: usize, features: u64) -> Result<Self, Errno> {
         let uffd = Self { fd: fd as i32 };
         let mut api = [0xaa_u64, features, 0];
@@ -124,7 +124,8 @@ impl Uffd {
         Ok(uffd)
     }
 
-    /// Opens a non-blocking descriptor that serves faults of the program's own instructions only: everybody may.
+    /// Opens a non-blocking descriptor that serves only faults of the program's own instructions. This needs no
+    /// privilege.
     ///
     /// # Errors
     /// `EINVAL`: a feature is missing; `EPERM`: a seccomp filter.
@@ -135,12 +136,12 @@ impl Uffd {
         Self::agreed(fd, features)
     }
 
-    /// Wraps a descriptor that is open.
+    /// Wraps an open descriptor.
     pub fn from_raw(fd: i32) -> Self {
         Self { fd }
     }
 
-    /// The number of the descriptor.
+    /// The descriptor's number.
     pub fn fd(&self) -> i32 {
         self.fd
     }
@@ -153,7 +154,7 @@ impl Uffd {
     /// Registers a range for missing-page faults.
     ///
     /// # Errors
-    /// `EINVAL`/`ENOMEM`: not (all) anonymous memory; `EBUSY`: another descriptor has it.
+    /// `EINVAL`/`ENOMEM`: not all of it is anonymous memory; `EBUSY`: another descriptor has it.
     pub fn register(&self, start: usize, len: usize) -> Result<(), Errno> {
         let mut a = [start as u64, len as u64, 1, 0];
         self.ioctl(REGISTER, a.as_mut_ptr()).map(drop)
@@ -168,8 +169,9 @@ impl Uffd {
         self.ioctl(REGISTER, a.as_mut_ptr()).map(drop)
     }
 
-    /// Registers a range so that pages can be moved and copied to it, and no fault is told of: what is missing in it reads as zeros, as
-    /// in any memory. (For write-protection, of which nothing is used: MOVE asks for a registration, whatever it is for.)
+    /// Registers a range so that pages can be moved and copied into it, but sends no faults: missing pages read as
+    /// zeros, as in any memory. It registers for write-protection, which is never used, because MOVE demands some
+    /// registration.
     ///
     /// # Errors
     /// As [`Uffd::register`].
@@ -178,7 +180,7 @@ impl Uffd {
         self.ioctl(REGISTER, a.as_mut_ptr()).map(drop)
     }
 
-    /// Ends the registration of a range; its missing pages then read as zeros.
+    /// Ends the registration of a range. Its missing pages read as zeros from then on.
     ///
     /// # Errors
     /// The kernel's.
@@ -187,7 +189,7 @@ impl Uffd {
         self.ioctl(UNREGISTER, a.as_mut_ptr()).map(drop)
     }
 
-    /// Wakes the threads that wait in a range.
+    /// Wakes the threads waiting in a range.
     pub fn wake(&self, start: usize, len: usize) {
         let mut a = [start as u64, len as u64];
         let _ = self.ioctl(WAKE, a.as_mut_ptr());
@@ -208,7 +210,7 @@ impl Uffd {
     /// Fills missing pages with copies.
     ///
     /// # Errors
-    /// `EEXIST`: a page is there; `EAGAIN`: partial, or an event is unread; `ENOENT`: not mapped any more.
+    /// `EEXIST`: a page is present; `EAGAIN`: partial, or an event is unread; `ENOENT`: not mapped any more.
     ///
     /// # Safety
     /// `src` must be readable for `len` bytes.
@@ -216,7 +218,7 @@ impl Uffd {
         self.fill(COPY, &mut [dst as u64, src as u64, len as u64, 0, 0], len)
     }
 
-    /// The same, which wakes nobody: see [`Uffd::wake`].
+    /// As [`Uffd::copy`], but wakes nobody: see [`Uffd::wake`].
     ///
     /// # Errors
     /// As [`Uffd::copy`].
@@ -227,7 +229,8 @@ impl Uffd {
         self.fill(COPY, &mut [dst as u64, src as u64, len as u64, DONT_WAKE, 0], len)
     }
 
-    /// The same, write-protected from the first moment on. The range must be registered for that.
+    /// As [`Uffd::copy`], with the pages write-protected from the first moment. The range must be registered for
+    /// write-protection.
     ///
     /// # Errors
     /// As [`Uffd::copy`].
@@ -239,7 +242,7 @@ impl Uffd {
         self.fill(COPY, &mut [dst as u64, src as u64, len as u64, WRITE_PROTECT, 0], len)
     }
 
-    /// Maps the kernel's page of zeros at missing pages.
+    /// Maps the kernel's zero page at missing pages.
     ///
     /// # Errors
     /// As [`Uffd::copy`].
@@ -247,26 +250,27 @@ impl Uffd {
         self.fill(ZEROPAGE, &mut [start as u64, len as u64, 0, 0], len)
     }
 
-    /// Whether a range is registered and of one mapping, and no event is unread: `Err(EAGAIN)` while one is, as nothing is
-    /// known then. Changes nothing: a copy is asked for from `unreadable`, where nothing can be read.
+    /// Whether a range is registered and lies in one mapping. It changes nothing: it asks for a copy from `unreadable`,
+    /// an address from which nothing can be read.
     ///
     /// # Errors
-    /// See above.
+    /// `EAGAIN` while an event is unread, as nothing is known then.
     pub fn is_registered(&self, at: usize, len: usize, unreadable: usize) -> Result<bool, Errno> {
         // SAFETY: the source need not be readable, it must not be.
         match unsafe { self.copy(at, unreadable, len) } {
-            // (EEXIST: where there is a huge page it is not even tried.)
+            // EEXIST: where there is a huge page the kernel does not even try.
             Err((_, libc::EFAULT | libc::EEXIST)) => Ok(true),
             Err((_, libc::EAGAIN)) => Err(libc::EAGAIN),
             Ok(()) | Err(_) => Ok(false),
         }
     }
 
-    /// Moves the frames of `src` to the missing pages of `dst`, which must be registered; `src` is then missing.
+    /// Moves the frames of `src` to the missing pages of `dst`, which must be registered. The pages of `src` are then
+    /// missing.
     ///
     /// # Errors
-    /// `EBUSY`: shared after fork or pinned; `EEXIST`: `dst` is there; `ENOENT`: a hole in `src`; `EINVAL`: the two
-    /// mappings differ in protection or locking; `EAGAIN`: partial, or an event is unread.
+    /// `EBUSY`: shared after fork, or pinned; `EEXIST`: a page of `dst` is present; `ENOENT`: a hole in `src`;
+    /// `EINVAL`: the mappings differ in protection or locking; `EAGAIN`: partial, or an event is unread.
     ///
     /// # Safety
     /// No reference into `src` may be alive.
@@ -274,7 +278,7 @@ impl Uffd {
         self.fill(MOVE, &mut [dst as u64, src as u64, len as u64, 0, 0], len)
     }
 
-    /// The same, which wakes nobody: see [`Uffd::wake`].
+    /// As [`Uffd::move_pages`], but wakes nobody: see [`Uffd::wake`].
     ///
     /// # Errors
     /// As [`Uffd::move_pages`].
@@ -285,10 +289,10 @@ impl Uffd {
         self.fill(MOVE, &mut [dst as u64, src as u64, len as u64, DONT_WAKE, 0], len)
     }
 
-    /// The same where `src` may have missing pages: they stay missing in `dst`.
+    /// As [`Uffd::move_pages`], but `src` may have missing pages, which stay missing in `dst`.
     ///
     /// # Errors
-    /// As [`Uffd::move_pages`], but for `ENOENT`. (Bytes done count what was passed over.)
+    /// As [`Uffd::move_pages`], except `ENOENT`. The bytes done include the pages passed over.
     ///
     /// # Safety
     /// No reference into `src` may be alive.
@@ -319,22 +323,23 @@ impl Uffd {
         }
     }
 
-    /// Sleeps until there is a message, or for `timeout_ms` (-1: for ever). Tells whether there is one.
+    /// Sleeps until there is a message, or for `timeout_ms` (-1: no timeout). Returns whether there is one.
     pub fn wait(&self, timeout_ms: i32) -> bool {
         poll(self.fd, timeout_ms)
     }
 
-    /// The same, also until one of `others` is readable (-1: none). Tells which of them are.
+    /// Sleeps until there is a message, or one of `others` is readable (-1: none), or the timeout passes. Returns which
+    /// of `others` are readable.
     pub fn wait_or(&self, others: [i32; 2], timeout_ms: i32) -> [bool; 2] {
         let of = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
         let mut p = [of(self.fd), of(others[0]), of(others[1])];
-        // SAFETY: so many pollfds of ours.
+        // SAFETY: pollfds of ours, as many as said.
         let _ = unsafe { sys!(libc::SYS_poll, p.as_mut_ptr(), p.len(), timeout_ms) };
         [p[1], p[2]].map(|p| p.revents & libc::POLLIN != 0)
     }
 }
 
-/// Whether a descriptor is readable, as poll(2) has it.
+/// Whether a descriptor is readable, as poll(2) defines it.
 pub fn is_readable(fd: i32) -> bool {
     poll(fd, 0)
 }
@@ -343,7 +348,8 @@ fn poll(fd: i32, timeout_ms: i32) -> bool {
     let mut p = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
     // SAFETY: one pollfd of ours.
     let ready = unsafe { sys!(libc::SYS_poll, &raw mut p, 1, timeout_ms) };
-    // (Of one that waits in `read`, as a client of a shared region may make its own, the kernel says POLLERR.)
+    // For a descriptor that blocks in `read`, which a client of a shared region may make its own, the kernel reports
+    // POLLERR.
     ready == Ok(1) && p.revents & libc::POLLIN != 0
 }
 
@@ -367,7 +373,7 @@ fn decode(m: &[u64; 4]) -> Message {
 mod tests {
     use super::*;
 
-    /// The story: a descriptor that the kernel had refused a feature for stayed open, one for each try.
+    /// The story: when the kernel refused a feature, the descriptor stayed open, one for each try.
     #[test]
     fn what_is_refused_a_feature_is_closed() {
         const TRIES: usize = 100;
@@ -382,11 +388,12 @@ mod tests {
         for _ in 0..TRIES {
             assert!(Uffd::open(NO_SUCH_FEATURE).is_err() && Uffd::open_for_program(NO_SUCH_FEATURE).is_err());
         }
-        // (Other tests have some open at times.)
+        // Other tests may have some open.
         assert!(open() < before + TRIES / 2, "{before} descriptors before, {} after", open());
     }
 
-    /// The story: of one that waits in `read` (the kernel says POLLERR) there seemed to be a message, and who read it waited.
+    /// The story: a descriptor that blocks in `read` (the kernel reports POLLERR) seemed to have a message, and its
+    /// reader blocked.
     #[test]
     fn one_that_waits_in_read_has_no_message() {
         let Ok((uffd, _)) = Uffd::open(0) else { return crate::skip("no userfaultfd") };

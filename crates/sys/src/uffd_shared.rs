@@ -1,22 +1,23 @@
-//! userfaultfd(2) on shared memory: the operations and messages that private memory has no use for.
+//! userfaultfd(2) on shared memory: the operations and messages that private memory does not need.
 //!
-//! Since: missing pages of shared memory 4.11, minor faults on it (`CONTINUE`) 5.14, its write-protection 5.19,
-//! `CONTINUE` with write-protection 6.4. A *minor* fault is one on a page that the memory object holds and the mapping
-//! does not: with it registered, no page of the object becomes visible in the mapping but by `CONTINUE`. So a page can be
-//! filled through the object itself while every mapping waits.
+//! Since Linux 4.11 (missing pages of shared memory), 5.14 (minor faults on it, `CONTINUE`), 5.19 (its
+//! write-protection) and 6.4 (`CONTINUE` with write-protection). A *minor* fault is one on a page that the memory
+//! object holds but the mapping does not. With minor faults registered, only `CONTINUE` makes a page of the object
+//! visible in the mapping. So a page can be filled through the object itself while every mapping waits.
 //!
 //! # Remove events
-//! With [`FEATURE_EVENT_REMOVE`](crate::uffd::FEATURE_EVENT_REMOVE) `madvise` with DONTNEED or REMOVE on the mapping tells of its
-//! range *before* it acts, and waits until that was read; which of the two it is is not said. From before the event is queued until
-//! its caller has run again CONTINUE, WRITEPROTECT, COPY and POISON answer `EAGAIN` ([`Uffd::is_changing`]). A caller that is killed
-//! takes its unread event back, and acts all the same. Reading hands out faults first.
+//! With [`FEATURE_EVENT_REMOVE`](crate::uffd::FEATURE_EVENT_REMOVE), `madvise` with DONTNEED or REMOVE on the mapping
+//! reports its range *before* it acts, and waits until the event was read. The event does not say which of the two it
+//! is. From before the event is queued until its caller has run again, CONTINUE, WRITEPROTECT, COPY and POISON return
+//! `EAGAIN` ([`Uffd::is_changing`]). A caller that is killed withdraws its unread event, and acts all the same. Reading
+//! returns faults first.
 
 use crate::raw::{self, Errno};
 use crate::sys;
 use crate::uffd::{self, Partial, Uffd};
 
-/// What shared memory needs of the kernel: write-protection, missing and minor faults, write-protection of shared memory, and who
-/// waits.
+/// Features that shared memory needs: write-protection, missing and minor faults, write-protection of shared memory,
+/// thread ids, and poison.
 pub const FEATURES_SHARED: u64 = 1 | 1 << 5 | 1 << 10 | 1 << 12 | uffd::FEATURE_THREAD_ID | uffd::FEATURE_POISON;
 
 const REGISTER: u64 = 0xc020_aa00;
@@ -24,24 +25,24 @@ const WRITEPROTECT: u64 = 0xc018_aa06;
 const CONTINUE: u64 = 0xc020_aa07;
 const MODES_ALL: u64 = 1 | 2 | 4;
 
-/// A message of a shared mapping.
+/// A message about a shared mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SharedMessage {
     /// A thread waits for a page.
     Fault {
-        /// Which page.
+        /// The fault.
         fault: SharedFault,
-        /// Its number, as its own process knows it.
+        /// Id of the thread in its own process.
         tid: u32,
     },
-    /// A thread is about to drop page-table entries (DONTNEED) or contents (REMOVE) from `start` up to `end`.
+    /// A thread is about to drop page-table entries (DONTNEED) or contents (REMOVE) in `start..end`.
     Removed {
         /// First byte.
         start: usize,
         /// One past the last byte.
         end: usize,
     },
-    /// Something this code does not ask for.
+    /// A message that this code does not ask for.
     Other,
 }
 
@@ -52,7 +53,7 @@ pub struct SharedFault {
     pub address: usize,
     /// Whether it was a write.
     pub write: bool,
-    /// The page is mapped, but write-protected.
+    /// Whether the page is mapped but write-protected.
     pub protected: bool,
 }
 
@@ -65,15 +66,17 @@ impl Uffd {
     /// Registers a range of shared memory for missing, minor and write-protection faults.
     ///
     /// # Errors
-    /// `EINVAL`: not memory of a memory object; `EPERM`: it could not be written; `EBUSY`: another descriptor has it.
+    /// `EINVAL`: not memory of a memory object; `EPERM`: the object cannot be written; `EBUSY`: another descriptor has
+    /// it.
     pub fn register_shared(&self, start: usize, len: usize) -> Result<(), Errno> {
         ioctl(self.fd(), REGISTER, &mut [start as u64, len as u64, MODES_ALL, 0]).map(drop)
     }
 
-    /// Maps pages that the memory object holds, write-protected or not, and wakes who waits for them (`wake`).
+    /// Maps pages that the memory object holds, write-protected or not. With `wake`, wakes the threads that wait for
+    /// them.
     ///
     /// # Errors
-    /// `EEXIST`: a page is mapped; `EFAULT`: the object does not hold one; `ENOENT`: not (all) registered; `ESRCH`: the
+    /// `EEXIST`: a page is mapped; `EFAULT`: the object does not hold one; `ENOENT`: not all registered; `ESRCH`: the
     /// process is gone; `EAGAIN`: try again.
     pub fn continue_pages(&self, start: usize, len: usize, protect: bool, wake: bool) -> Result<(), Partial> {
         let mut a = [start as u64, len as u64, u64::from(protect) << 1 | u64::from(!wake), 0];
@@ -83,15 +86,15 @@ impl Uffd {
         }
     }
 
-    /// Write-protects a range, mapped or not; or ends that and wakes who waits to write.
+    /// Write-protects a range, mapped or not; or ends its write-protection, and wakes the threads that wait to write.
     ///
     /// # Errors
-    /// `ENOENT`: not (all) registered; `ESRCH`: the process is gone; `EAGAIN`: try again.
+    /// `ENOENT`: not all registered; `ESRCH`: the process is gone; `EAGAIN`: try again.
     pub fn write_protect(&self, start: usize, len: usize, protect: bool) -> Result<(), Errno> {
         ioctl(self.fd(), WRITEPROTECT, &mut [start as u64, len as u64, u64::from(protect)]).map(drop)
     }
 
-    /// Ends the write-protection of a range, and wakes nobody.
+    /// Ends the write-protection of a range, but wakes nobody.
     ///
     /// # Errors
     /// As [`Uffd::write_protect`].
@@ -113,17 +116,17 @@ impl Uffd {
         }
     }
 
-    /// Whether a remove event is about to be queued, or unread, or its caller has not run again since it was read. Changes nothing:
-    /// CONTINUE is asked for an impossible range, and looks for events first.
+    /// Whether a remove event is about to be queued, or is unread, or was read and its caller has not run again. It
+    /// changes nothing: it asks CONTINUE for an impossible range, and CONTINUE checks for events first.
     pub fn is_changing(&self) -> bool {
         ioctl(self.fd(), CONTINUE, &mut [1, 0, 0, 0]) == Err(libc::EAGAIN)
     }
 
-    /// Whether the memory object holds a page of this process's own registered mapping of it; maps the page if so. Waits for
-    /// nobody: not for the object's lock either, so a hole that is being punched may be there in part.
+    /// Whether the memory object holds a page of this process's own registered mapping; if so, maps it. It waits for
+    /// nobody, not even for the object's lock, so it may see a hole that is being punched half done.
     ///
     /// # Errors
-    /// `ENOMEM`, or what else kept the kernel from telling.
+    /// `ENOMEM`, or whatever else kept the kernel from telling.
     pub fn is_held(&self, at: usize) -> Result<bool, Errno> {
         match self.continue_pages(at, 4096, false, true) {
             Ok(()) | Err((_, libc::EEXIST)) => Ok(true),
@@ -144,12 +147,12 @@ fn decode(m: &[u64; 4]) -> SharedMessage {
     }
 }
 
-/// Whether a descriptor is a userfaultfd: whoever got it from another process should look.
+/// Whether a descriptor is a userfaultfd. Check this for one received from another process.
 pub fn is_uffd(fd: i32) -> bool {
     let (mut path, mut number, mut target) = ([0; raw::PATH], [0; 20], [0u8; 64]);
     let parts = [b"/proc/thread-self/fd/", raw::decimal(fd as u64, &mut number), b"\0"];
     let Some(path) = raw::path_of(&parts, &mut path) else { return false };
-    // SAFETY: a NUL-terminated path, and a buffer of its length.
+    // SAFETY: a NUL-terminated path, and a buffer as long as said.
     let got = unsafe { sys!(libc::SYS_readlinkat, libc::AT_FDCWD, path.as_ptr(), target.as_mut_ptr(), target.len()) };
     got.is_ok_and(|n| &target[..n] == b"anon_inode:[userfaultfd]")
 }

@@ -1,12 +1,12 @@
-//! io_uring: reads that are begun now and looked for later. Linux 5.6 has all that is used here.
+//! io_uring: reads that are begun now and reaped later. Linux 5.6 has all that is used here.
 //!
-//! The least of it: one ring, used by one thread at a time, with ordinary descriptors and buffers, entered by one system call
-//! that submits and waits. No kernel thread polls. A thread may hand its ring to another, with transfers under way, and
-//! end; what the first one did the second must see, as by a lock.
+//! It uses the bare minimum: one ring, used by one thread at a time, with ordinary descriptors and buffers, and one
+//! system call that submits and waits. No kernel thread polls. A thread may hand its ring to another, with transfers
+//! under way, and end. The second must then see what the first one did, as a lock would ensure.
 //!
-//! `io_uring_setup` is refused with ENOSYS (not built in, or an old seccomp profile), EPERM (sysctl
-//! `kernel.io_uring_disabled`, seccomp: most container runtimes) or ENOMEM; who uses this must do without then. A ring is
-//! of no use to a forked child, so its memory is not inherited, and its descriptor is close-on-exec.
+//! `io_uring_setup` can be refused with ENOSYS (not built in, or an old seccomp profile), EPERM (sysctl
+//! `kernel.io_uring_disabled`, or seccomp, as in most container runtimes) or ENOMEM; callers must then do without. A
+//! forked child has no use for a ring, so its memory is not inherited, and its descriptor is close-on-exec.
 
 use crate::raw::{self, Errno};
 use crate::sys;
@@ -18,7 +18,7 @@ const OFF_SQES: usize = 0x1000_0000;
 const ENTER_GETEVENTS: u32 = 1;
 const OP_READ: u8 = 22;
 
-/// Offsets in the ring's memory, of the submission or the completion queue (`array` is where `cqes` are in the latter).
+/// Offsets in the memory of the submission or the completion queue. (`cqes` of the latter is at `dropped_or_cqes`.)
 #[repr(C)]
 #[derive(Default)]
 struct Offsets {
@@ -75,17 +75,17 @@ struct Cqe {
 
 const _: () = assert!(size_of::<Params>() == 120 && size_of::<Sqe>() == 64 && size_of::<Cqe>() == 16);
 
-/// The tag of a transfer that has ended, and its result: bytes.
+/// The tag of a transfer that has ended, and its result: the number of bytes.
 pub type Ended = (u64, Result<usize, Errno>);
 
-/// A ring. It is not closed: it is used as long as the process lives, if not always by the same thread (the handler of faults
-/// may be relieved by another).
+/// A ring. It is never closed, as it is used as long as the process lives, though not always by the same thread
+/// (another thread may take over the fault handler's work).
 pub struct Uring {
     fd: i32,
     memory: usize,
     sqes: usize,
     params: Params,
-    /// Transfers begun and not found complete.
+    /// Transfers begun whose results were not reaped yet.
     under_way: u32,
 }
 
@@ -93,10 +93,10 @@ impl Uring {
     /// A ring for `entries` transfers at once.
     ///
     /// # Errors
-    /// The kernel's: above. `ENOSYS` also where it is older than this needs.
+    /// The kernel's: see the module. `ENOSYS` also if the kernel is too old.
     pub fn new(entries: u32) -> Result<Self, Errno> {
         let mut params = Params::default();
-        // SAFETY: the structure is the kernel's, and ours.
+        // SAFETY: the structure has the kernel's layout, and is ours.
         let fd = unsafe { sys!(libc::SYS_io_uring_setup, entries, &raw mut params) }? as i32;
         let made = Self::map(fd, params);
         if made.is_err() {
@@ -113,7 +113,8 @@ impl Uring {
             .max(params.cq.dropped_or_cqes as usize + params.cq_entries as usize * size_of::<Cqe>());
         let map = |len: usize, at: usize| {
             let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_POPULATE);
-            // SAFETY: a new mapping where the kernel likes. A child must not have it: it would submit for its parent.
+            // SAFETY: a new mapping at an address of the kernel's choice. A child must not inherit it, as it would
+            // submit for its parent.
             unsafe {
                 let found = sys!(libc::SYS_mmap, 0, len, protection, flags, fd, at)?;
                 sys!(libc::SYS_madvise, found, len, libc::MADV_DONTFORK)?;
@@ -130,25 +131,25 @@ impl Uring {
         unsafe { AtomicU32::from_ptr((self.memory + offset as usize) as *mut u32) }
     }
 
-    /// Begins to read; the result is found by [`Uring::next`] under `tag`.
+    /// Begins a read; [`Uring::next`] returns its result under `tag`.
     ///
     /// # Errors
-    /// `EBUSY` when as many are under way as the ring is for; the kernel's. It was not begun then.
+    /// `EBUSY` when as many reads are under way as the ring has entries; the kernel's. Then the read was not begun.
     ///
     /// # Safety
-    /// `len` bytes from `to` on must be nobody else's until the result was found.
+    /// Nobody else may use the `len` bytes from `to` on until the result was reaped.
     pub unsafe fn read(&mut self, fd: i32, to: *mut u8, len: usize, at: u64, tag: u64) -> Result<(), Errno> {
         if self.under_way == self.params.sq_entries {
             return Err(libc::EBUSY);
         }
         let sq = &self.params.sq;
-        // (Only we move the tail, and the kernel has taken all there was: it is entered for each.)
+        // Only we move the tail, and the kernel has taken all earlier entries, as each is submitted at once.
         let tail = self.word(sq.tail).load(Relaxed);
         let i = tail & self.word(sq.mask).load(Relaxed);
         let sqe =
             Sqe { opcode: OP_READ, fd, off: at, addr: to as u64, len: len as u32, user_data: tag, ..Sqe::default() };
-        // SAFETY: entry `i` is within the mapped entries (the mask sees to it), and the kernel does not read it before
-        // the tail says so.
+        // SAFETY: entry `i` is within the mapped entries (by the mask), and the kernel does not read it before the tail
+        // moves.
         unsafe { (self.sqes as *mut Sqe).add(i as usize).write(sqe) };
         self.word(sq.array_or_flags + i * 4).store(i, Relaxed);
         self.word(sq.tail).store(tail.wrapping_add(1), Release);
@@ -158,11 +159,12 @@ impl Uring {
                 Ok(())
             }
             refused if self.word(sq.head).load(Acquire) == tail => {
-                // Taken back: it would be submitted with the next one, when its memory may hold something else.
+                // Take it back: otherwise it would be submitted with the next one, when its memory may hold something
+                // else.
                 self.word(sq.tail).store(tail, Release);
                 Err(refused.err().unwrap_or(libc::EAGAIN))
             }
-            // The kernel has it all the same, and will say what becomes of it.
+            // The kernel has taken it all the same, and will report its result.
             _ => {
                 self.under_way += 1;
                 Ok(())
@@ -170,7 +172,7 @@ impl Uring {
         }
     }
 
-    /// The ring's descriptor: readable, as poll(2) has it, while a transfer has ended whose result was not found yet.
+    /// The ring's descriptor. By poll(2) it is readable while a transfer has ended whose result was not reaped.
     pub fn fd(&self) -> i32 {
         self.fd
     }
@@ -178,7 +180,7 @@ impl Uring {
     fn enter(&self, submit: u32, wait: u32) -> Result<usize, Errno> {
         let flags = if wait > 0 { ENTER_GETEVENTS } else { 0 };
         loop {
-            // SAFETY: no signal mask is given; what is submitted was vouched for by who called `read`.
+            // SAFETY: no signal mask is passed, and the caller of `read` vouched for what is submitted.
             match unsafe { sys!(libc::SYS_io_uring_enter, self.fd, submit, wait, flags, 0, 0) } {
                 Err(libc::EINTR) => {}
                 other => return other,
@@ -186,16 +188,16 @@ impl Uring {
         }
     }
 
-    /// Transfers that were begun and whose result was not found yet.
+    /// Transfers begun whose results were not reaped yet.
     pub fn under_way(&self) -> u32 {
         self.under_way
     }
 
-    /// The tag and the result of a transfer that has ended, waiting for one if asked to; None when there is none (and
-    /// none is under way, or waiting was not asked for).
+    /// Reaps the tag and result of a transfer that has ended, waiting for one if `wait` is set. `None` if none has
+    /// ended (and none is under way, or `wait` is not set).
     ///
     /// # Errors
-    /// The kernel's, when it cannot be waited.
+    /// The kernel's, if it cannot wait.
     pub fn next(&mut self, wait: bool) -> Result<Option<Ended>, Errno> {
         loop {
             let cq = &self.params.cq;
@@ -256,7 +258,7 @@ mod tests {
         assert!(parts.concat() == bytes);
         // SAFETY: one pollfd.
         assert_eq!(unsafe { libc::poll(&raw mut poll, 1, 0) }, 0, "all were found");
-        // Behind the end of the file there is nothing.
+        // There is nothing behind the end of the file.
         // SAFETY: as above.
         unsafe { ring.read(file.as_raw_fd(), parts[0].as_mut_ptr(), 4096, 1 << 20, 9) }.unwrap();
         assert_eq!(ring.next(true), Ok(Some((9, Ok(0)))));
