@@ -1,15 +1,16 @@
-//! Copying, clearing and comparing bytes, by functions of uzswap's own.
+//! Copies, clears and compares bytes, in functions of uzswap's own.
 //!
-//! The compiler calls `memcpy` and its kin, also in uzswap's threads and while the pager's lock is held. Two stories:
+//! The compiler emits calls of `memcpy` and its kin, also in uzswap's threads and while the pager's lock is held. Two
+//! stories:
 //!
-//! - Sanitizers put theirs before libc's, which look at shadow memory of the program's, in which pages may be out: the ticker of a
-//!   program built with AddressSanitizer waited for itself when it engaged, and the program for ever.
-//! - A debugger that is to stop at `memmove` writes its breakpoint into all functions of that name, libc's too. It does not have
-//!   uzswap's threads: one that met it there ended the program (SIGTRAP).
+//! - Sanitizers put their own before libc's. These look at shadow memory of the program's, in which pages may be out:
+//!   when a program built with AddressSanitizer engaged, its ticker waited for itself, and the program for ever.
+//! - A debugger that must stop at `memmove` writes its breakpoint into all functions of that name, libc's included. It
+//!   does not trace uzswap's threads: one that met the breakpoint there ended the program (SIGTRAP).
 //!
-//! So nothing here leads to libc's, and the names are others: the linker takes `__wrap_memcpy` for `memcpy` (`--wrap`, in the build
-//! script). They are hidden, so the program does not see them. Most of what is copied are pages, or a few bytes; sixteen bytes at a
-//! time, as every processor can, that takes next to nothing of a fault.
+//! So nothing here leads to libc's functions, and the names differ: the linker takes `__wrap_memcpy` for `memcpy`
+//! (`--wrap`, in the build script). They are hidden, so the program does not see them. Most copies are pages, or a few
+//! bytes. At sixteen bytes a time, as every processor can do, that takes next to nothing of a fault.
 
 use core::arch::global_asm;
 
@@ -22,7 +23,7 @@ global_asm!(
     ".endm",
     ".text",
     ".balign 64",
-    // Both may overlap, so what a piece ends with is read before anything is written to it.
+    // The ranges may overlap, so the end of a piece is read before any of it is written.
     "UZ_BYTES __wrap_memcpy",
     "UZ_BYTES __wrap_memmove",
     "mov rax, rdi",
@@ -223,7 +224,7 @@ global_asm!(
     "jz 6b",
     "ret",
     "UZ_BYTES __wrap_strlen",
-    // (What is aligned lies in one page.)
+    // An aligned read stays within one page.
     "mov rax, rdi",
     "and rax, -16",
     "mov ecx, edi",
@@ -265,12 +266,12 @@ mod tests {
         fn __wrap_strlen(text: *const u8) -> usize;
     }
 
-    /// Lengths at which something else is done, around the multiples of what goes at a time, and a page.
+    /// Lengths at which the code changes its way, around the multiples of its step, and a page.
     fn lengths() -> impl Iterator<Item = usize> {
         (0..=200).chain([255, 256, 257, 1000, 4095, 4096, 4097])
     }
 
-    /// Bytes of which no two at a distance of up to 250 are the same.
+    /// Bytes of which no two at a distance of up to 250 are equal.
     fn bytes(n: usize) -> Vec<u8> {
         (0..n).map(|i| (i % 251) as u8).collect()
     }
@@ -320,7 +321,7 @@ mod tests {
                     let (mut a, b) = all.clone();
                     if differs < n {
                         a[differs] ^= 0x80;
-                        // (What follows says the opposite.)
+                        // The bytes behind say the opposite.
                         a[differs + 1..].iter_mut().for_each(|byte| *byte = byte.wrapping_sub(100));
                     }
                     // SAFETY: both are that long.
@@ -343,7 +344,7 @@ mod tests {
             text.fill(b'x');
             text[..at].fill(0);
             text[at + n] = 0;
-            // SAFETY: there is an end.
+            // SAFETY: the text has a terminating zero.
             assert_eq!(unsafe { __wrap_strlen(text[at..].as_ptr()) }, n, "at {at}");
         }
     }

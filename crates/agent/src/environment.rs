@@ -1,15 +1,16 @@
-//! The environment that programs are started with: what they need to be under the limit is there whatever the program that
-//! starts them makes of it.
+//! The environment of programs that the program executes: whatever the program makes of it, it has what they need to be
+//! under the limit.
 //!
-//! The limit is for a program and its children together. A child that is given an environment of its own (`env -i`, a server
-//! that cleans up, a script that preloads another allocator and forgets what was there) would otherwise run without a limit,
-//! unsaid. libc makes its `exec…` and `posix_spawn` calls by one `execve`, whose system call is wrapped (`patch`). `fexecve` and `execveat`,
-//! which make another, are interposed.
+//! The limit is for a program and its children together. A child that gets an environment of its own (`env -i`, a
+//! server that cleans up, a script that preloads another allocator and drops what was there) would otherwise run
+//! without a limit, and without a message. libc makes all its `exec…` and `posix_spawn` calls by one `execve`, whose
+//! system call is wrapped (`patch`). `fexecve` and `execveat` make another one, and are interposed.
 //!
-//! A program that is linked with musl gets one without this library instead, which its loader would fail to load and the program with it.
+//! A program linked with musl gets an environment without this library instead, as its loader would fail to load the
+//! library and so the program.
 //!
-//! The hook may run in a vfork child, whose memory is its parent's, and where what is mapped stays when another program runs: it allocates
-//! nothing, and what it makes is on the stack, which is asked for no more than it takes.
+//! The hook may run in a vfork child, which shares its parent's memory and whose mappings stay when another program
+//! runs. So it allocates nothing. It builds the environment on the stack, of which it takes no more than it needs.
 
 use crate::next::Next;
 use crate::pager;
@@ -24,7 +25,7 @@ use uzswap_sys::sys;
 /// An environment, or arguments.
 type Strings = *const *const c_char;
 
-/// Variables of an environment that can be completed, and bytes of an `LD_PRELOAD`.
+/// Most variables of an environment that can be completed, and most bytes of an `LD_PRELOAD`.
 const VARIABLES: usize = 1020;
 const PRELOAD_BYTES: usize = 4096;
 const PRELOAD: &[u8] = b"LD_PRELOAD=";
@@ -32,19 +33,19 @@ const PRELOAD: &[u8] = b"LD_PRELOAD=";
 static FEXECVE: Next = Next::new(c"fexecve");
 static EXECVEAT: Next = Next::new(c"execveat");
 
-/// The variables that name the group, its node, and the swap file: `NAME=value` each, null where there is none.
+/// The variables that name the group, its node, and the swap file: each `NAME=value`, or null if there is none.
 static OWN: [AtomicPtr<c_char>; 3] = [const { AtomicPtr::new(core::ptr::null_mut()) }; 3];
 /// The path of this library.
 static LIBRARY: AtomicPtr<c_char> = AtomicPtr::new(core::ptr::null_mut());
 
-/// Notes what children need, in the constructor (programs write over their environment's memory later).
+/// Records what children need. Called in the constructor, as programs later write over their environment's memory.
 pub fn init() {
     FEXECVE.find();
     EXECVEAT.find();
     for (own, name) in OWN.iter().zip([ENV_GROUP, ENV_NODE, ENV_SWAP]) {
         let mut text = Vec::from(name);
         text.push(0);
-        // SAFETY: a string with its end; getenv in a constructor, before other threads.
+        // SAFETY: the string ends with NUL; getenv in a constructor, before other threads.
         let value = unsafe { libc::getenv(text.as_ptr().cast()) };
         if !value.is_null() {
             text[name.len()] = b'=';
@@ -52,7 +53,7 @@ pub fn init() {
             own.store(kept(text, unsafe { CStr::from_ptr(value) }), Release);
         }
     }
-    // SAFETY: zeros are such a structure; the call fills it.
+    // SAFETY: zeros are a valid Dl_info; the call fills it.
     let mut found: libc::Dl_info = unsafe { core::mem::zeroed() };
     let inside: extern "C" fn(Strings, *mut Strings, usize) -> Strings = completed;
     // SAFETY: an address of this library.
@@ -62,44 +63,45 @@ pub fn init() {
     }
 }
 
-/// A string that stays.
+/// A string that is never freed.
 fn kept(mut text: Vec<u8>, end: &CStr) -> *mut c_char {
     text.extend_from_slice(end.to_bytes_with_nul());
     text.leak().as_mut_ptr().cast()
 }
 
-/// What one of these strings says, without its end.
+/// The text of one of these strings, without its NUL.
 fn text<'a>(at: &AtomicPtr<c_char>) -> Option<&'a [u8]> {
     let at = at.load(Acquire);
     // SAFETY: null, or a string that stays.
     (!at.is_null()).then(|| unsafe { CStr::from_ptr(at) }.to_bytes())
 }
 
-/// The environment that was given serves.
+/// The given environment will do.
 const NOTHING: usize = 0;
-/// What programs need to be under the limit is to be added.
+/// What programs need to be under the limit must be added.
 const ADDED: usize = 1;
-/// This library is to be taken out.
+/// This library must be removed.
 const REMOVED: usize = 2;
 /// The bits that say which of these.
 const WHAT: usize = 15;
-/// Those that are the bytes of the room that it takes.
+/// The bits that hold the number of bytes of room needed.
 pub const ROOM: isize = !(WHAT as isize);
 
-/// Whether a filter for system calls may forbid what is asked for here.
+/// Whether a seccomp filter may forbid the system calls that this module makes.
 static FILTERED: AtomicBool = AtomicBool::new(false);
 
-/// This process is about to restrict its system calls: from now on none is made here.
+/// This process is about to restrict its system calls: from now on this module makes none.
 pub fn filters() {
     FILTERED.store(true, Relaxed);
 }
 
-/// What is to become of the environment to start the program in the file `path` with that was given `given`, and the bytes of room for
-/// that; says so where the program cannot be managed. It is asked before any room is taken, as most environments are complete and there
-/// may be little: in a signal handler on a stack of its own.
+/// What must be done with environment `given` to start the program in file `path`, and how many bytes of room that
+/// takes. Warns if the program cannot be managed. It is called before any room is taken, because most environments are
+/// complete, and the stack may be small: in a signal handler on a stack of its own.
 ///
-/// The story: each `exec` took 14 KiB of stack. On an alternate stack of 8 KiB it wrote over what was below; a thread with the least stack
-/// there is, 16 KiB, ended by SIGSEGV where it gave a program an environment of its own, for which there was room as for the largest.
+/// The story: each `exec` took 14 KiB of stack. On an alternate stack of 8 KiB it wrote over what lay below. A thread
+/// with the smallest stack there is, 16 KiB, ended by SIGSEGV when it gave a program an environment of its own, as room
+/// for the largest one was taken.
 pub extern "C" fn asks(given: Strings, path: *const c_char) -> usize {
     asks_at(libc::AT_FDCWD, path, given)
 }
@@ -109,7 +111,7 @@ fn asks_at(dir: c_int, path: *const c_char, given: Strings) -> usize {
         p.starts_program();
     }
     let (Some(group), Some(library)) = (text(&OWN[0]), text(&LIBRARY)) else { return NOTHING };
-    // (Under a filter no file is looked at, and nothing said.)
+    // Under a filter, no file is examined, and nothing is said.
     let filtered = FILTERED.load(Relaxed);
     match if filtered { Kind::Other } else { program::kind(dir, path) } {
         Kind::Musl => {
@@ -134,7 +136,7 @@ fn asks_at(dir: c_int, path: *const c_char, given: Strings) -> usize {
     if filtered {
         return added.unwrap_or(NOTHING);
     }
-    // (Where this library is not to be found the loader would complain, and load nothing.)
+    // If the library cannot be found, the loader would complain and load nothing.
     let Some(added) = added.filter(|_| can_be_loaded()) else {
         say_lost(b"uzswap: a program was started that cannot load uzswap's library (it has another root directory, or an environment without room), so it runs without a limit\n");
         leaves_its_place();
@@ -143,45 +145,45 @@ fn asks_at(dir: c_int, path: *const c_char, given: Strings) -> usize {
     added
 }
 
-/// What another environment takes.
+/// The room that a new environment takes.
 struct Room {
-    /// Variables, with the null pointer behind them.
+    /// Variables, including the null pointer behind them.
     variables: usize,
-    /// Bytes of an `LD_PRELOAD`, which come behind those.
+    /// Bytes of an `LD_PRELOAD`, which comes behind those.
     preload: usize,
 }
 
 impl Room {
-    /// Its bytes, and what it is for.
+    /// Its bytes, combined with what it is for.
     fn takes(&self, what: usize) -> usize {
         (self.variables * size_of::<Strings>() + self.preload).next_multiple_of(WHAT + 1) | what
     }
 }
 
-/// What there is of an environment.
+/// What was found in an environment.
 struct Given<'a> {
-    /// Variables.
+    /// Number of variables.
     count: usize,
     has_group: bool,
     /// Which of them is `LD_PRELOAD`.
     preload: Option<usize>,
-    /// And its value.
+    /// The value of that one.
     others: &'a [u8],
-    /// Bytes of the longest of that name, with its end.
+    /// Bytes of the longest variable of that name, with its NUL.
     longest: usize,
     has_library: bool,
 }
 
 impl Given<'_> {
     /// # Safety
-    /// Strings, and a null pointer behind them (or none at all), which stay as they are.
+    /// `given` is null, or strings with a null pointer behind them, which do not change meanwhile.
     unsafe fn look(given: Strings, group: &[u8], library: &[u8]) -> Self {
         let mut found = Self { count: 0, has_group: false, preload: None, others: &[], longest: 0, has_library: false };
-        // SAFETY: as the caller says.
+        // SAFETY: the caller promises such strings.
         while let Some(variable) = unsafe { nth(given, found.count) } {
             found.has_group |= variable.starts_with(&group[..ENV_GROUP.len() + 1]);
             if let Some(value) = variable.strip_prefix(PRELOAD) {
-                // (The loader goes by the last.)
+                // The loader goes by the last one.
                 (found.preload, found.others) = (Some(found.count), value);
                 found.longest = found.longest.max(variable.len() + 1);
             }
@@ -191,7 +193,7 @@ impl Given<'_> {
         found
     }
 
-    /// What it takes to make another of it; None where that is too much.
+    /// The room for another environment made from this one; `None` if that is too much.
     fn room(&self, what: usize, library: &[u8]) -> Option<Room> {
         let Self { count, others, longest, .. } = *self;
         let room = match what {
@@ -204,24 +206,24 @@ impl Given<'_> {
     }
 }
 
-/// The environment `given` as it is to be, by what [`asks`] said, in `room`.
+/// Builds in `room` the environment that [`asks`] called for, from `given`.
 pub extern "C" fn completed(given: Strings, room: *mut Strings, asked: usize) -> Strings {
     let (Some(group), Some(library)) = (text(&OWN[0]), text(&LIBRARY)) else { return given };
     // SAFETY: the caller of exec passes an environment.
     let found = unsafe { Given::look(given, group, library) };
     let what = asked & WHAT;
-    // (Who changes it meanwhile, in another thread, has what was given.)
+    // If another thread changes the environment meanwhile, the given one is used.
     let fits = |takes: &Room| takes.takes(what) <= asked;
     let Some(takes) = found.room(what, library).filter(fits) else { return given };
     let variables = room.cast::<*const c_char>();
-    // SAFETY: the room is so large.
+    // SAFETY: the room is that large.
     let line = unsafe { variables.add(takes.variables) }.cast::<u8>();
     if what == REMOVED {
         // SAFETY: the caller's room on the stack, and an environment.
         return unsafe { without(given, variables, line, library) };
     }
     let Given { mut count, has_group, preload, others, has_library, .. } = found;
-    // SAFETY: the caller's room on the stack, which nobody else uses; all that is written to it fits.
+    // SAFETY: the caller's room on the stack, which nobody else uses; all that is written fits.
     unsafe {
         if count > 0 {
             variables.copy_from_nonoverlapping(given, count);
@@ -248,7 +250,7 @@ pub extern "C" fn completed(given: Strings, room: *mut Strings, asked: usize) ->
     }
 }
 
-/// The variable `n` of an environment.
+/// Variable `n` of an environment.
 ///
 /// # Safety
 /// There are at least `n`, all of them strings.
@@ -256,21 +258,21 @@ unsafe fn nth<'a>(given: *const *const c_char, n: usize) -> Option<&'a [u8]> {
     if given.is_null() {
         return None;
     }
-    // SAFETY: as the caller says.
+    // SAFETY: the caller promises that there are that many strings.
     unsafe {
         let variable = *given.add(n);
         (!variable.is_null()).then(|| CStr::from_ptr(variable).to_bytes())
     }
 }
 
-/// The program that is about to take this one's place will not be a member.
+/// The program that is about to replace this one will not be a member.
 fn leaves_its_place() {
     if let Some(p) = pager() {
         p.executes();
     }
 }
 
-/// The call that was to start a program has returned.
+/// The call that should have started a program has returned.
 pub extern "C" fn goes_on() {
     if let Some(p) = pager() {
         p.goes_on();
@@ -293,10 +295,10 @@ fn say_lost(why: &[u8]) {
 /// The environment without this library.
 ///
 /// # Safety
-/// `given` is an environment; nobody else uses the room for as many variables, nor that for the longest `LD_PRELOAD`.
+/// `given` is an environment. Nobody else uses the room for as many variables, nor that for the longest `LD_PRELOAD`.
 unsafe fn without(given: Strings, variables: *mut *const c_char, line: *mut u8, library: &[u8]) -> Strings {
     let (mut count, mut from) = (0, 0);
-    // SAFETY: as the caller says; all that is written fits, as is asked before.
+    // SAFETY: the caller promises the environment and the room; all that is written fits, as `asks` computed.
     unsafe {
         while let Some(variable) = nth(given, from) {
             variables.add(count).write(*given.add(from));
@@ -327,7 +329,8 @@ unsafe fn without(given: Strings, variables: *mut *const c_char, line: *mut u8, 
     }
 }
 
-/// Makes a call that starts the program at `path`, of the directory `dir`, with the environment that it is to have instead of `given`.
+/// Makes a call that starts the program at `path`, relative to directory `dir`, with the environment that it must have
+/// instead of `given`.
 pub fn start<R>(dir: c_int, path: *const c_char, given: Strings, call: impl FnOnce(Strings) -> R) -> R {
     let returned = match asks_at(dir, path, given) {
         NOTHING => call(given),
@@ -339,7 +342,7 @@ pub fn start<R>(dir: c_int, path: *const c_char, given: Strings, call: impl FnOn
     returned
 }
 
-/// Words of the largest room there is.
+/// Words of the largest room possible.
 const MOST_WORDS: usize = VARIABLES + 8 + PRELOAD_BYTES / size_of::<Strings>();
 
 #[inline(never)]

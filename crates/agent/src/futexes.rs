@@ -1,19 +1,20 @@
 //! Futexes in memory that is out.
 //!
-//! A futex that the kernel only reads is brought like any other memory. One that it writes to (`FUTEX_WAKE_OP`'s second, those of
-//! priority inheritance) it brings in a way that waits for nobody: where a userfaultfd is to bring the page, the call fails with EFAULT. So
-//! `syscall` has the page brought, and asks again. (glibc's own such calls, of its mutexes with priority inheritance, are made right after
-//! the thread has written to the word itself.)
+//! A futex that the kernel only reads is brought in like any other memory. For one that it writes to (the second of
+//! `FUTEX_WAKE_OP`, and those with priority inheritance) it faults in a way that waits for nobody: if a userfaultfd
+//! would have to bring the page, the call fails with EFAULT. So `syscall` brings the page, and repeats the call.
+//! (glibc's own such calls, for mutexes with priority inheritance, come right after the thread has written to the word
+//! itself.)
 
 use core::ffi::{c_int, c_long};
 use uzswap_pager::discover::populate;
 use uzswap_pager::frames::arena::PAGE;
 use uzswap_sys::{raw, thread};
 
-/// Times that a page is brought which is out again when the kernel writes to it.
+/// How often to bring a page that is out again by the time the kernel writes to it.
 const TRIES: u32 = 100;
 
-/// The words that the operation writes to, of the two that it is given; 0 for none.
+/// Which of its two words the operation writes to; 0 for neither.
 fn written(op: usize, first: usize, second: usize) -> [usize; 2] {
     match op as c_int & libc::FUTEX_CMD_MASK {
         libc::FUTEX_WAKE_OP => [0, second],
@@ -30,10 +31,10 @@ fn written(op: usize, first: usize, second: usize) -> [usize; 2] {
 pub unsafe fn call(args: [usize; 6]) -> isize {
     let words = written(args[1], args[0], args[4]);
     for _ in 0..TRIES {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller passes the system call's arguments.
         let ret = unsafe { raw::syscall(libc::SYS_futex as c_long, args) };
         let is_out = ret == -(libc::EFAULT as isize) && words != [0, 0];
-        // (What cannot be read is no memory.)
+        // If a word cannot be read, it is no memory.
         if !is_out || !words.iter().filter(|word| **word != 0).all(|word| bring(*word)) {
             return ret;
         }
@@ -41,7 +42,7 @@ pub unsafe fn call(args: [usize; 6]) -> isize {
     -(libc::EFAULT as isize)
 }
 
-/// Brings a word's page, to be written to; false where there is no memory.
+/// Brings a word's page in for writing; false if there is no memory.
 fn bring(word: usize) -> bool {
     let page = word & !(PAGE - 1);
     page.checked_add(PAGE).is_some_and(|end| {

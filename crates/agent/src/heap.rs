@@ -1,6 +1,6 @@
-//! The agent's own allocator: dlmalloc over the heap part of uzswap's reservation, behind a lock of its own.
+//! The agent's own allocator: dlmalloc over the heap part of uzswap's reservation, behind its own lock.
 //!
-//! Never the program's malloc: a thread of the program may hold its lock while it waits for us.
+//! It is never the program's malloc, whose lock a thread of the program may hold while it waits for us.
 
 use core::alloc::{GlobalAlloc, Layout};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
@@ -11,15 +11,15 @@ use uzswap_sys::lock::Lock;
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 static END: AtomicUsize = AtomicUsize::new(0);
 
-/// Says where the heap is. Must come before the first allocation.
+/// Sets where the heap is. Must precede the first allocation.
 pub fn init(base: usize) {
     NEXT.store(base, Release);
     END.store(base + arena::HEAP_BYTES, Release);
 }
 
-/// From this size on zeroed memory is not written to before it is used. dlmalloc clears what it does not know to be fresh, which is
-/// everything here: two buffers for what batches are compressed to, of 320 KiB each, were most of what a small process paid
-/// for being managed, and it never used more than a page or two of them.
+/// From this size on, zeroed memory is not written to before it is used. dlmalloc clears whatever it does not know to
+/// be fresh, which is everything here. Two buffers of 320 KiB each for the output of batches were most of what a small
+/// process paid for being managed, and it never used more than a page or two of them.
 const LARGE: usize = 64 << 10;
 
 struct Reservation;
@@ -54,19 +54,19 @@ unsafe impl Allocator for Reservation {
     }
 }
 
-/// Sets memory to zeros by giving its whole pages back: they take memory again as they are touched.
+/// Zeroes memory by giving its whole pages back: they take memory again only when touched.
 ///
 /// # Safety
 /// The caller owns the range, which lies in the heap.
 unsafe fn clear(at: *mut u8, len: usize) {
     let (start, end) = (at as usize, at as usize + len);
     let (first, last) = (start.next_multiple_of(arena::PAGE), end & !(arena::PAGE - 1));
-    // SAFETY: as the caller says; the range has a whole page, being `LARGE`.
+    // SAFETY: the caller owns the range; being at least `LARGE`, it contains a whole page.
     unsafe {
         at.write_bytes(0, first - start);
         (last as *mut u8).write_bytes(0, end - last);
         if !arena::discard(first, last - first) {
-            // (Memory that is locked stays.)
+            // Locked memory stays.
             (first as *mut u8).write_bytes(0, last - first);
         }
     }
@@ -74,14 +74,14 @@ unsafe fn clear(at: *mut u8, len: usize) {
 
 struct Heap(Lock<Dlmalloc<Reservation>>);
 
-// SAFETY: dlmalloc meets the contract; the lock serialises it.
+// SAFETY: dlmalloc meets the contract, and the lock serialises it.
 unsafe impl GlobalAlloc for Heap {
     unsafe fn alloc(&self, l: Layout) -> *mut u8 {
         // SAFETY: the caller's layout is valid.
         unsafe { self.0.lock().malloc(l.size(), l.align()) }
     }
     unsafe fn dealloc(&self, p: *mut u8, l: Layout) {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller passes a pointer from this allocator, with its layout.
         unsafe { self.0.lock().free(p, l.size(), l.align()) }
     }
     unsafe fn alloc_zeroed(&self, l: Layout) -> *mut u8 {
@@ -92,32 +92,33 @@ unsafe impl GlobalAlloc for Heap {
         // SAFETY: as above.
         let at = unsafe { self.alloc(l) };
         if !at.is_null() {
-            // SAFETY: it was allocated now, with that size.
+            // SAFETY: it was just allocated, with that size.
             unsafe { clear(at, l.size()) };
         }
         at
     }
     unsafe fn realloc(&self, p: *mut u8, l: Layout, n: usize) -> *mut u8 {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller passes a pointer from this allocator, with its layout.
         unsafe { self.0.lock().realloc(p, l.size(), l.align(), n) }
     }
 }
 
-/// Before a fork, with the pager's lock held: whoever was allocating has done so, and nobody does until [`go_on`]. A child would wait
-/// for ever for a thread that it does not have.
+/// Called before a fork, with the pager's lock held: waits until nobody allocates, and keeps it so until [`go_on`].
+/// Otherwise a child would wait for ever for a thread that it does not have.
 ///
-/// The story: a rule said that nothing is allocated without the pager's lock, which a fork takes. A thread that began to serve faults did,
-/// and one that gave others work to compress: a child stood still, twice in some fifteen runs of a program that forks under page-outs.
+/// The story: a rule said that nothing is allocated without the pager's lock, which a fork takes. But a thread that
+/// began to serve faults did, and so did one that gave others work to compress. A child stood still, twice in some
+/// fifteen runs of a program that forks under page-outs.
 pub fn stop() {
     core::mem::forget(HEAP.0.lock());
 }
 
-/// After it, in the parent and in the child.
+/// Called after the fork, in the parent and in the child.
 ///
 /// # Safety
-/// The calling thread must have called [`stop`], or its parent's copy of it.
+/// The calling thread must have called [`stop`], or be the child's copy of one that did.
 pub unsafe fn go_on() {
-    // SAFETY: as the caller says; the guard was forgotten.
+    // SAFETY: the calling thread holds the lock, as the caller promises, and `stop` forgot the guard.
     unsafe { HEAP.0.force_unlock() }
 }
 
@@ -140,7 +141,7 @@ mod tests {
         seen.iter().filter(|page| **page & 1 != 0).count()
     }
 
-    /// (With forks: `forks_under_page_outs`.)
+    /// With forks: `forks_under_page_outs`.
     #[test]
     fn nobody_allocates_until_a_fork_is_made() {
         stop();
@@ -150,8 +151,8 @@ mod tests {
         assert!(!HEAP.0.is_locked());
     }
 
-    /// The story: a process that was managed had a mebibyte of books before it had any page out, most of it buffers of zeros of which
-    /// it used a page or two. Thirty small ones took more for that than their limit.
+    /// The story: a managed process had a mebibyte of tables before it had any page out, most of it zeroed buffers of
+    /// which it used a page or two. For thirty small processes that was more than their limit.
     #[test]
     fn large_zeros_take_no_memory_before_they_are_used() {
         let (flags, rw) =
@@ -181,7 +182,7 @@ mod tests {
                 assert!(core::slice::from_raw_parts(zeros, len).iter().all(|byte| *byte == 0), "{len} {align}");
                 assert!(core::slice::from_raw_parts(behind, len).iter().all(|byte| *byte == 0x5a), "{len} {align}");
                 zeros.write_bytes(0xa5, len);
-                // (Where the test may lock memory: what is locked cannot be given back.)
+                // Where the test may lock memory: locked memory cannot be given back.
                 let locked = sys!(libc::SYS_mlock, zeros, len).is_ok();
                 heap.dealloc(zeros, layout);
                 let again = heap.alloc_zeroed(layout);

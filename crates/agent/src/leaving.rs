@@ -1,12 +1,14 @@
-//! What comes before a process can no longer be managed, which is then let go of (`uzswap_pager::discover::letgo`): a filter for
-//! system calls, a fork by a program that has given up the rights that its child needs, and a look for leaks.
+//! Watches for what a managed process cannot do: the process is let go of first (`uzswap_pager::discover::letgo`). Such
+//! are a filter for system calls, a fork by a program that has given up privileges that its child needs, and a search
+//! for leaks.
 //!
-//! Filters are made by libc's `prctl` and `syscall`, which are interposed. A program that makes the system call with
-//! instructions of its own is not seen.
+//! Programs install filters by libc's `prctl` and `syscall`, which are interposed. A program that makes the system call
+//! with instructions of its own goes unseen.
 //!
-//! LeakSanitizer (a part of AddressSanitizer, at work when a program ends) stops all threads of the process by ptrace, uzswap's
-//! too, and has another process that shares its memory read all of it: that waited for ever for what was out. Before, it asks a
-//! function that programs may have, whether it is turned off.
+//! LeakSanitizer (part of AddressSanitizer, active when a program ends) stops all threads of the process by ptrace,
+//! including uzswap's, and has another process that shares its memory read all of it. That process waited for ever for
+//! pages that were out. Before it starts, it calls a function that programs may define, to ask whether it is turned
+//! off.
 
 use crate::next::Next;
 use crate::{PAGER, environment, fails, pager, set_mask};
@@ -18,9 +20,11 @@ use uzswap_pager::pager::Pager;
 use uzswap_pager::says;
 use uzswap_sys::{raw, sys, thread};
 
-/// What uzswap has reserved, also in a process that is not managed, or not any more: it may lock all its memory.
+/// The range that uzswap has reserved. It is also set in a process that is not managed, or not any more, as that may
+/// lock all its memory.
 ///
-/// The story: of a process that had no place in its group, or no thread of uzswap's, `mlockall` had the kernel fill all of it, 72 GiB.
+/// The story: in a process that had no place in its group, or no thread of uzswap's, `mlockall` made the kernel fill
+/// the whole range, 72 GiB.
 static RESERVED: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
 
 static PRCTL: Next = Next::new(c"prctl");
@@ -28,7 +32,7 @@ static UNSHARE: Next = Next::new(c"unshare");
 static SETNS: Next = Next::new(c"setns");
 static TURNED_OFF: Next = Next::new(c"__lsan_is_turned_off");
 
-/// Finds the interposed functions, in the constructor; notes what is reserved.
+/// Finds the interposed functions, and records the reserved range. Called in the constructor.
 pub fn init(layout: &Layout) {
     RESERVED[0].store(layout.base, Relaxed);
     RESERVED[1].store(layout.end, Relaxed);
@@ -38,7 +42,7 @@ pub fn init(layout: &Layout) {
     TURNED_OFF.find();
 }
 
-/// prctl(2): by it a filter can be made.
+/// prctl(2): it can install a filter.
 ///
 /// # Safety
 /// As libc's.
@@ -48,11 +52,12 @@ pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: u
     if option == libc::PR_SET_SECCOMP && restricts(a, b) && !may_restrict_calls() {
         return fails(libc::ENOMEM);
     }
-    // SAFETY: the function found under this name, with the caller's arguments. (All are passed in registers, given or not.)
+    // SAFETY: the function found under this name, with the caller's arguments. (All are passed in registers, given or
+    // not.)
     unsafe { core::mem::transmute::<usize, Real>(PRCTL.find())(option, a, b, c, d) }
 }
 
-/// unshare(2): only a process of one thread may have a namespace of users of its own.
+/// unshare(2): only a single-threaded process may get its own user namespace.
 ///
 /// # Safety
 /// As libc's.
@@ -64,7 +69,7 @@ pub unsafe extern "C" fn unshare(flags: c_int) -> c_int {
     with_one_thread(wants_one, || unsafe { core::mem::transmute::<usize, Real>(UNSHARE.find())(flags) })
 }
 
-/// setns(2): the same.
+/// setns(2): as for unshare.
 ///
 /// # Safety
 /// As libc's.
@@ -76,22 +81,24 @@ pub unsafe extern "C" fn setns(fd: c_int, kind: c_int) -> c_int {
     with_one_thread(wants_one, || unsafe { core::mem::transmute::<usize, Real>(SETNS.find())(fd, kind) })
 }
 
-/// Makes a call that is refused (EINVAL) where there are several threads; then once more, when the process was let go of.
+/// Makes a call that the kernel refuses (EINVAL) to a process with several threads. If it does, lets go of the process,
+/// and makes the call again.
 fn with_one_thread(wants_one: bool, call: impl Fn() -> c_int) -> c_int {
     let done = call();
-    // SAFETY: the calling thread is libc's.
+    // SAFETY: the calling thread is one of libc's, so it has an `errno`.
     let refused = done != 0 && unsafe { *libc::__errno_location() } == libc::EINVAL;
     let Some(p) = pager().filter(|_| refused && wants_one) else { return done };
     let_go(p, unmanaged::ALONE, b" enters a namespace that is open to processes of one thread only, so uzswap's have to end; it runs without a limit from now on\n");
     if pager().is_some() { fails(libc::EINVAL) } else { call() }
 }
 
-/// Before a system call that the program makes by its number: whether it may be made. (If not it fails with `ENOMEM`.)
+/// Called before a system call that the program makes by number: whether it may be made. If not, it must fail with
+/// `ENOMEM`.
 pub fn before_call(nr: c_long, a: usize, b: usize, c: usize) -> bool {
     let restricts = match nr {
         libc::SYS_seccomp => match a as u32 {
             libc::SECCOMP_SET_MODE_STRICT => true,
-            // (Without a filter it is only asked what the kernel knows.)
+            // Without a filter it only asks what the kernel supports.
             libc::SECCOMP_SET_MODE_FILTER => c != 0,
             _ => false,
         },
@@ -101,15 +108,16 @@ pub fn before_call(nr: c_long, a: usize, b: usize, c: usize) -> bool {
     !restricts || may_restrict_calls()
 }
 
-/// Whether prctl's PR_SET_SECCOMP restricts anything. Without a filter it only asks whether the kernel knows filters (EFAULT).
+/// Whether prctl's PR_SET_SECCOMP restricts anything. Without a filter it only asks whether the kernel supports filters
+/// (EFAULT).
 ///
-/// The story: Firefox asks so when it starts, and all of it ran without a limit.
+/// The story: Firefox asks this when it starts, and all of it ran without a limit.
 fn restricts(mode: usize, filter: usize) -> bool {
     mode != libc::SECCOMP_MODE_FILTER as usize || filter != 0
 }
 
-/// Lets go of the process, which is about to restrict its system calls. False when it stays managed: its threads would wait for
-/// ever for pages that are out, as uzswap's may be forbidden what brings them.
+/// Lets go of the process, as it is about to restrict its system calls. False if it stays managed: its threads would
+/// wait for ever for pages that are out, as uzswap's threads may be forbidden the calls that bring them.
 fn may_restrict_calls() -> bool {
     let Some(p) = pager() else {
         environment::filters();
@@ -123,10 +131,11 @@ fn may_restrict_calls() -> bool {
     pager().is_none() || !p.is_of_this_process()
 }
 
-/// Before a program locks all its memory; the range that uzswap has reserved, and which is not to be locked, if it has.
+/// Called before a program locks all its memory. Returns the range that uzswap has reserved, if any, which must not be
+/// locked.
 pub fn locks_all() -> Option<(usize, usize)> {
     if let Some(p) = pager() {
-        // (Should it stay managed, as a page cannot come back.)
+        // In case it stays managed because a page cannot come back.
         p.locks.store(true, Relaxed);
         let why = b" locks all its memory (mlockall), so that nothing can be taken out of it; it runs without a limit from now on\n";
         let_go(p, unmanaged::LOCKED, why);
@@ -134,19 +143,19 @@ pub fn locks_all() -> Option<(usize, usize)> {
     reserved()
 }
 
-/// The range that uzswap has reserved, if it has.
+/// The range that uzswap has reserved, if any.
 pub fn reserved() -> Option<(usize, usize)> {
     let [base, end] = [0, 1].map(|i| RESERVED[i].load(Relaxed));
     (end != 0).then_some((base, end))
 }
 
-/// LeakSanitizer's question, which comes before it stops all threads: whether it is not to look for leaks. (It is not where the
-/// process cannot be let go of, as it would not come to an end.)
+/// LeakSanitizer's question before it stops all threads: whether it must not look for leaks. It must not if the process
+/// cannot be let go of, as it would never finish.
 #[unsafe(no_mangle)]
 pub extern "C" fn __lsan_is_turned_off() -> c_int {
     type Real = unsafe extern "C" fn() -> c_int;
     let next = TURNED_OFF.find();
-    // SAFETY: the function found under this name, which has no arguments.
+    // SAFETY: the function found under this name, which takes no arguments.
     if next != 0 && unsafe { core::mem::transmute::<usize, Real>(next)() } != 0 {
         return 1;
     }
@@ -159,14 +168,15 @@ pub extern "C" fn __lsan_is_turned_off() -> c_int {
     c_int::from(pager().is_some_and(Pager::is_of_this_process))
 }
 
-/// Before a fork, with all signals blocked: lets go where the child could not go on managing what it is given.
+/// Called before a fork, with all signals blocked: lets go of the process if the child could not manage the memory that
+/// it inherits.
 pub fn before_fork(p: &Pager) {
     if p.engaged.load(Acquire) && !p.child_could_manage() {
         lets_children_go(p);
     }
 }
 
-/// Before a fork into a new namespace of process numbers: as [`before_fork`], where that would not see it.
+/// Called before a fork into a new PID namespace: like [`before_fork`], which would not see it.
 pub fn before_fork_apart() {
     if let Some(p) = pager().filter(|p| p.engaged.load(Acquire)) {
         lets_children_go(p);
@@ -178,12 +188,13 @@ fn lets_children_go(p: &Pager) {
     let_go(p, unmanaged::RIGHTS, why);
 }
 
-/// Makes a call that changes the user of all threads that libc knows of, and has uzswap's `follow`; `real` makes the call, and
-/// returns 0 when it was made. Where they cannot follow the process is let go of.
+/// Makes a call that changes the user of all threads that libc knows, and has uzswap's threads `follow`. `real` makes
+/// the call, and returns 0 on success. If the threads cannot follow, the process is let go of.
 pub fn changes_user(real: impl FnOnce() -> c_int, follow: impl FnOnce(&Pager) -> bool) -> c_int {
     const WHY: &[u8] = b" changes its user while its memory is managed, and no uzswap thread may keep the former user's rights; it runs without a limit from now on\n";
     let Some(p) = pager().filter(|p| p.is_of_this_process()) else { return real() };
-    // (libc's own signals are let through: by one of them it has the other threads change their user, and waits for them.)
+    // libc's own signals stay unblocked: by one of them it makes the other threads change their user, and waits for
+    // them.
     let mask = set_mask(!(1 << 31 | 1 << 32));
     let one = p.following.one.lock();
     if pager().is_some() && !p.can_follow() {
@@ -209,13 +220,13 @@ pub fn changes_user(real: impl FnOnce() -> c_int, follow: impl FnOnce(&Pager) ->
 }
 
 fn let_go(p: &Pager, reason: u32, why: &[u8]) {
-    // (In a vfork child the memory is the parent's.)
+    // In a vfork child the memory is the parent's.
     if !p.is_of_this_process() {
         return;
     }
     let mask = set_mask(!0);
     if p.let_go() {
-        // Mapping calls and forks that have begun with a pager end with it.
+        // Mapping calls and forks that began with a pager end with it.
         p.calls.stop();
         PAGER.store(core::ptr::null_mut(), Release);
         p.calls.go_on();
@@ -228,13 +239,13 @@ fn let_go(p: &Pager, reason: u32, why: &[u8]) {
     set_mask(mask);
 }
 
-/// Says it of this process, in one piece and without an allocation (which the pager's lock would be needed for).
+/// Prints a line about this process in one piece, without allocating (which would take the heap's lock).
 fn say(why: &[u8]) {
     let (mut line, mut number, mut n) = ([0; 320], [0; 20], 0);
     for part in [b"uzswap: process ".as_slice(), raw::decimal(thread::getpid() as u64, &mut number), why] {
         line[n..n + part.len()].copy_from_slice(part);
         n += part.len();
     }
-    // (Not by another thread: what comes next may be refused where there are several.)
+    // Not by another thread: the program's next call may be refused if there are several.
     says::write(&line[..n]);
 }

@@ -1,15 +1,18 @@
-//! Memory that a program lends to the kernel until somebody has read it: by `vmsplice` to a pipe, by MSG_ZEROCOPY to a socket.
+//! Memory that a program lends to the kernel until somebody has read it: by `vmsplice` to a pipe, by MSG_ZEROCOPY to a
+//! socket.
 //!
-//! The kernel holds such pages by a reference, not by a pin, which UFFDIO_MOVE does not see: a page moves out of the program while
-//! a pipe has it, its frame is used again, and the reader gets another page's bytes. So a managed process does not lend:
+//! The kernel holds such pages by a reference, not a pin, and UFFDIO_MOVE does not see references. So a page would move
+//! out of the program while a pipe has it, its frame would be reused, and the reader would get another page's bytes.
+//! Therefore a managed process does not lend:
 //!
-//! - `vmsplice` copies, as a write does. It still waits for room for the first bytes only, and takes what there is room for: who
-//!   empties the pipe may be the caller. (What the program writes there afterwards is not seen by the reader, which it must not
-//!   rely on.)
-//! - SO_ZEROCOPY is refused with EOPNOTSUPP, as by sockets that cannot do it. Without it the kernel ignores MSG_ZEROCOPY.
+//! - `vmsplice` copies, like a write. It still waits for room for the first bytes only, and takes what there is room
+//!   for, as the caller itself may be the one that empties the pipe. (The reader does not see what the program writes
+//!   there afterwards; it must not rely on that.)
+//! - SO_ZEROCOPY is refused with EOPNOTSUPP, as sockets do that do not support it. Without it the kernel ignores
+//!   MSG_ZEROCOPY.
 //!
-//! Both also before memory is managed: a page lent now may be managed before it is read. Without MOVE neither is done: what the
-//! kernel holds is then a page of its own, which is not used again.
+//! Both hold before memory is managed, too, as a page lent now may be managed before it is read. Without MOVE neither
+//! is done: then the kernel holds a page of its own, which is not reused.
 
 use crate::next::Next;
 use crate::{fails, pager};
@@ -17,9 +20,9 @@ use core::ffi::{c_int, c_uint, c_void};
 use uzswap_sys::raw::Errno;
 use uzswap_sys::{process, raw, sys, thread};
 
-/// `struct iovec`s in one call at most (UIO_MAXIOV).
+/// Most `struct iovec`s in one call (UIO_MAXIOV).
 const RANGES: usize = 1024;
-/// What is written to a pipe in one piece, and has room where there is any.
+/// Bytes written to a pipe in one piece: there is room for them if there is any.
 const PIECE: usize = 4096;
 
 static VMSPLICE: Next = Next::new(c"vmsplice");
@@ -27,40 +30,40 @@ static VMSPLICE: Next = Next::new(c"vmsplice");
 static WRITE: Next = Next::new(c"write");
 static TESTCANCEL: Next = Next::new(c"pthread_testcancel");
 
-/// Finds the functions, in the constructor.
+/// Finds the functions. Called in the constructor.
 pub fn init() {
     for f in [&VMSPLICE, &WRITE, &TESTCANCEL] {
         f.find();
     }
 }
 
-/// Whether a socket's option would have it send what it is lent.
+/// Whether a socket option would make the socket send memory that is lent to it.
 pub fn is_refused(level: c_int, name: c_int) -> bool {
     (level, name) == (libc::SOL_SOCKET, libc::SO_ZEROCOPY) && pager().is_some_and(|p| !p.without_move)
 }
 
-/// setsockopt(2) of an option that is refused ([`is_refused`]), whose arguments these are: the kernel says what else is wrong with it, and is
-/// left to turn it off.
+/// setsockopt(2) with these arguments, for an option that is refused ([`is_refused`]). The kernel reports what else is
+/// wrong with the call, and may still turn the option off.
 ///
-/// The story: of a descriptor that was closed, or of a file, a program was told EOPNOTSUPP, too; also where it turned it off.
+/// The story: programs got EOPNOTSUPP also for a closed descriptor or a file, and even when they turned the option off.
 ///
 /// # Errors
-/// The kernel's; `EOPNOTSUPP` where it would have it.
+/// The kernel's; `EOPNOTSUPP` if the kernel would have accepted the call.
 pub fn refuse(args: [usize; 6]) -> Result<(), Errno> {
     let [fd, level, name, value, len, _] = args;
     let (mut asked, off) = ([0; size_of::<c_int>()], 0 as c_int);
-    // (Where nobody may look it is taken to be turned on.)
+    // If the value may not be read, assume that it turns the option on.
     let lends = match process::read_memory(thread::getpid(), value, &mut asked) {
         Ok(()) => c_int::from_ne_bytes(asked) == 1,
         Err(errno) => errno != libc::EFAULT,
     };
     let (value, len) = if lends { (&raw const off as usize, len.min(size_of::<c_int>())) } else { (value, len) };
-    // SAFETY: the program's call, or one that turns off what it has turned on.
+    // SAFETY: the program's call, or one that turns off the option that it would have turned on.
     unsafe { sys!(libc::SYS_setsockopt, fd, level, name, value, len) }?;
     if lends { Err(libc::EOPNOTSUPP) } else { Ok(()) }
 }
 
-/// Whether what is given to `pipe` by `vmsplice` is to be copied. (Out of a pipe it is copied by the kernel; what is no pipe it refuses.)
+/// Whether `vmsplice` to `pipe` must copy. (Out of a pipe the kernel copies; for what is no pipe it refuses.)
 pub fn copies(pipe: c_int) -> bool {
     if pager().is_none_or(|p| p.without_move) {
         return false;
@@ -75,12 +78,12 @@ pub fn copies(pipe: c_int) -> bool {
     stated && stat.st_mode & libc::S_IFMT == libc::S_IFIFO && writes
 }
 
-/// Writes to a pipe as `vmsplice` gives to it; returns what the system call would.
+/// Writes to a pipe what `vmsplice` would lend to it. Returns what the system call would.
 ///
 /// # Safety
 /// As vmsplice's.
 pub unsafe fn give(pipe: c_int, ranges: *const libc::iovec, count: usize, flags: c_uint) -> isize {
-    // SAFETY: as the caller says.
+    // SAFETY: the caller passes vmsplice's arguments.
     unsafe {
         give_by(pipe, ranges, count, flags, |at, len| {
             raw::syscall(libc::SYS_write, [pipe as usize, at as usize, len, 0, 0, 0])
@@ -88,7 +91,7 @@ pub unsafe fn give(pipe: c_int, ranges: *const libc::iovec, count: usize, flags:
     }
 }
 
-/// The same; what may wait is written by `write`, which returns what the system call does.
+/// As [`give`], but bytes whose write may block go through `write`, which returns what the system call does.
 ///
 /// # Safety
 /// As vmsplice's.
@@ -103,26 +106,26 @@ unsafe fn give_by(
     if flags & !FLAGS != 0 || count > RANGES {
         return -(libc::EINVAL as isize);
     }
-    // At the file's own place (a pipe has no other).
+    // At the file's own position (a pipe has no other).
     const HERE: isize = -1;
     let args = [pipe as usize, ranges as usize, count, HERE as usize, 0, libc::RWF_NOWAIT as usize];
-    // SAFETY: as the caller says.
+    // SAFETY: the caller passes vmsplice's arguments.
     match unsafe { raw::syscall(libc::SYS_pwritev2, args) } {
         full if full == -(libc::EAGAIN as isize) && flags & libc::SPLICE_F_NONBLOCK != 0 => full,
-        // (EOPNOTSUPP: kernels before 6.4, and pipes with a name.)
+        // EOPNOTSUPP: kernels before 6.4, and named pipes.
         told if [-libc::EAGAIN, -libc::EOPNOTSUPP].contains(&(told as c_int)) => {
             let wait = flags & libc::SPLICE_F_NONBLOCK == 0;
-            // SAFETY: as the caller says; the kernel has found the ranges readable.
+            // SAFETY: the caller passes vmsplice's arguments, and the kernel was able to read the ranges.
             unsafe { give_piece(pipe, core::slice::from_raw_parts(ranges, count), wait, write) }
         }
         done => done,
     }
 }
 
-/// Writes the first bytes, for which there is room wherever there is any; `wait`: until there is.
+/// Writes the first bytes, which fit wherever there is any room. With `wait`, waits for room.
 ///
 /// # Safety
-/// The ranges must be readable by the kernel.
+/// The kernel must be able to read the ranges.
 unsafe fn give_piece(
     pipe: c_int,
     ranges: &[libc::iovec],
@@ -140,13 +143,14 @@ unsafe fn give_piece(
     write(first.iov_base, first.iov_len.min(PIECE))
 }
 
-/// Writes to a pipe by libc's function: who waits in it can be cancelled.
+/// Writes to a pipe by libc's function, in which a waiting thread can be cancelled.
 ///
 /// # Safety
 /// As the system call's.
 unsafe fn write_as_libc(pipe: c_int, at: *mut c_void, len: usize) -> isize {
     type Real = unsafe extern "C" fn(c_int, *const c_void, usize) -> isize;
-    // SAFETY: the function found under this name, with the caller's arguments; the calling thread is libc's.
+    // SAFETY: the function found under this name, with the caller's arguments; the calling thread is one of libc's, so
+    // it has an `errno`.
     unsafe {
         match core::mem::transmute::<usize, Real>(WRITE.find())(pipe, at, len) {
             -1 => -(*libc::__errno_location() as isize),
@@ -157,7 +161,7 @@ unsafe fn write_as_libc(pipe: c_int, at: *mut c_void, len: usize) -> isize {
 
 /// vmsplice(2).
 ///
-/// The story: libc's is a point at which threads are cancelled, and one that waited for room in a pipe was not any more.
+/// The story: libc's is a cancellation point, but a thread that waited for room in a pipe could no longer be cancelled.
 ///
 /// # Safety
 /// As libc's.
@@ -168,9 +172,9 @@ pub unsafe extern "C" fn vmsplice(pipe: c_int, ranges: *const libc::iovec, count
         // SAFETY: the function found under this name, with the caller's arguments.
         return unsafe { core::mem::transmute::<usize, Real>(VMSPLICE.find())(pipe, ranges, count, flags) };
     }
-    // SAFETY: the function found under this name, which has no arguments and returns nothing.
+    // SAFETY: the function found under this name, which takes no arguments and returns nothing.
     unsafe { core::mem::transmute::<usize, unsafe extern "C" fn()>(TESTCANCEL.find())() };
-    // SAFETY: as the caller says.
+    // SAFETY: the caller passes vmsplice's arguments.
     let given = unsafe { give_by(pipe, ranges, count, flags, |at, len| write_as_libc(pipe, at, len)) };
     raw::check(given).map_or_else(|errno| fails(errno) as isize, |n| n as isize)
 }

@@ -1,19 +1,19 @@
-//! The preloaded library: entry, hooks, and an allocator of its own.
+//! The preloaded library: its entry, the hooks in libc, and an allocator of its own.
 //!
-//! Loaded into every process of the tree by LD_PRELOAD. Without a group in the environment it does nothing. What it
-//! runs on the program's threads (the hooks) blocks signals while it holds the pager's lock, since a signal handler
-//! could touch managed memory, whose fault needs that lock.
+//! LD_PRELOAD loads it into every process of the tree. Without a group in the environment it does nothing. The hooks
+//! run on the program's threads, and block signals while they hold the pager's lock: a signal handler could touch
+//! managed memory, and serving that fault needs the lock.
 //!
 //! | of the program | followed in |
 //! |---|---|
 //! | libc itself | `symbols` (what it defines), `next`, `patch` (system calls that it makes inside itself), `near` |
 //! | mapping calls | `calls`; `remap`, with `pieces`, `parts` and `locked`; `populated`, `segments`, `relocated` |
-//! | memory that is not to leave | `locked`, `lockall`, `pins` (devices), `lent` (pipes and sockets), `futexes`, `userfaults` |
+//! | memory that must not leave | `locked`, `lockall`, `pins` (devices), `lent` (pipes and sockets), `futexes`, `userfaults` |
 //! | threads | `threads`, `unwind` |
-//! | forks and what is executed | `rawfork`, `program`, `environment` |
+//! | forks, and programs executed | `rawfork`, `program`, `environment` |
 //! | what ends its being managed | `leaving`, `users` |
 //!
-//! What libc would do: `heap`, `bytes`.
+//! `heap` and `bytes` replace what libc would do.
 
 mod bytes;
 mod calls;
@@ -63,15 +63,15 @@ fn pager() -> Option<&'static Pager> {
     unsafe { PAGER.load(Acquire).as_ref() }
 }
 
-/// What a function of libc's returns that failed: -1, with the reason in `errno`.
+/// Fails like a libc function: returns -1, with the reason in `errno`.
 fn fails(errno: raw::Errno) -> c_int {
-    // SAFETY: the calling thread is libc's.
+    // SAFETY: the calling thread is one of libc's, so it has an `errno`.
     unsafe { *libc::__errno_location() = errno };
     -1
 }
 
 #[used]
-// SAFETY: a function of C's calling convention, as the loader calls them there.
+// SAFETY: the function has C's calling convention, as the loader expects there.
 #[unsafe(link_section = ".init_array")]
 static INIT: extern "C" fn() = init;
 
@@ -93,13 +93,13 @@ extern "C" fn init() {
     }
 }
 
-/// Makes this process a member of the group whose object `path` names. The error is what to say on stderr.
+/// Makes this process a member of the group whose object `path` names. The error is the text for stderr.
 fn start(path: *const libc::c_char) -> Result<(), &'static str> {
     says::begin();
     let (node, inode) = numbers().ok_or(WRONG_NUMBER)?;
     let (group, rings) = group_at(path, inode)?;
     if !is_beside_its_group(path) {
-        // (Each process of a container would say it.)
+        // Otherwise each process of a container would say it.
         let first = group.warns_first(unmanaged::APART);
         return Err(if first {
             "uzswap: this process runs without a limit: it is in a PID namespace (without a /proc of its own) or a time namespace that its group is not in\n"
@@ -156,35 +156,37 @@ fn start(path: *const libc::c_char) -> Result<(), &'static str> {
         s.relocated = relocated::tables();
     }
     if pager.without_move {
-        // `mremap` is followed from the first page that is managed on.
+        // `mremap` must be followed from the first managed page on.
         pager.calls.order_always();
     }
     PAGER.store(core::ptr::from_ref(pager).cast_mut(), Release);
     pins::look_at_inherited();
     pager.spawn_ticker(ticker::start).map_err(|_| {
-        // (Who asked the ticker for something would wait for ever.)
+        // A caller that asks the ticker for something would wait for ever.
         PAGER.store(core::ptr::null_mut(), Release);
         pager.leave();
         "uzswap: this process runs without a limit: no thread could be started\n"
     })
 }
 
-/// Whether this process and the others of the group, whose object `path` names, know each other by their numbers and by when they started.
+/// Whether this process and the rest of the group, whose object `path` names, see each other's pids and start times
+/// alike.
 ///
-/// The story: in a PID namespace that had the /proc of before, a program took the numbers there for its own. It took a living member's
-/// slot and clusters of the swap file, which held its pages.
+/// The story: a program in a new PID namespace still had the old /proc, and took the numbers there for its own. It took
+/// a living member's slot, and clusters of the swap file that held that member's pages.
 fn is_beside_its_group(path: *const libc::c_char) -> bool {
     // SAFETY: the environment's string.
     let path = unsafe { core::ffi::CStr::from_ptr(path) }.to_bytes();
-    // (Of the command's process: `/proc/PID/fd/N`.)
+    // `path` is `/proc/PID/fd/N` of the command's process.
     let command = path.strip_prefix(b"/proc/").and_then(|rest| rest.split(|c| *c == b'/').next());
     process::is_in_own_proc() && command.is_none_or(process::has_clocks_of)
 }
 
-/// The group's page in the object that `path` names, and the rings behind it where the group records.
+/// Maps the group's page from the object that `path` names, and the rings behind it if the group records.
 ///
-/// The story: a command was killed, and its pid given to another process. What its program started then was a member of that one's group,
-/// where it was a `uzswap run` as well; and where it had an empty file by that descriptor it ended by SIGBUS.
+/// The story: a command was killed, and the kernel gave its pid to another process. If that was a `uzswap run` as well,
+/// what the first command's program started then joined that one's group; if it had an empty file at that descriptor,
+/// the program ended by SIGBUS.
 fn group_at(
     path: *const libc::c_char,
     inode: Option<u64>,
@@ -197,7 +199,7 @@ fn group_at(
         libc::EACCES | libc::EPERM => DENIED,
         _ => GONE,
     };
-    // (To open what else there may be could have effects.)
+    // Opening anything else could have side effects.
     let mut room = [0; raw::PATH];
     let shown = raw::readlink(path, &mut room).map_err(why)?;
     if !shown.strip_prefix(b"/memfd:").is_some_and(|name| name.starts_with(OBJECT.as_bytes())) {
@@ -227,9 +229,9 @@ fn group_at(
     Ok((group, rings))
 }
 
-/// Whether a file is the object with this number, where that is told, and there is something in it.
+/// Whether a file is the object with this inode (if one is given) and is not empty.
 fn is_object(fd: i32, inode: Option<u64>) -> bool {
-    // SAFETY: a plain structure, for which zeros are a value.
+    // SAFETY: a plain structure, for which zeros are a valid value.
     let mut found: libc::stat = unsafe { core::mem::zeroed() };
     // SAFETY: a structure of ours.
     let asked = unsafe { sys!(libc::SYS_fstat, fd, &raw mut found) };
@@ -255,7 +257,7 @@ fn swap() -> Option<&'static ClusterMap> {
     (map.magic.load(Acquire) == swap_books::MAGIC).then_some(map)
 }
 
-/// The rings for what is recorded, where the group records. Without them the process runs as ever.
+/// The rings to record in, if the group records. Without them the process runs as usual.
 fn rings(group: &GroupPage, fd: i32) -> Option<&'static Rings> {
     if group.magic.load(Acquire) != MAGIC || group.recording.load(Relaxed) == 0 {
         return None;
@@ -268,9 +270,9 @@ fn rings(group: &GroupPage, fd: i32) -> Option<&'static Rings> {
     at.ok().map(|at| unsafe { &*(at as *const Rings) })
 }
 
-/// Whether a limit that the process has (`ulimit -v`, `ulimit -d`) may be why nothing can be reserved.
+/// Whether a limit of the process (`ulimit -v`, `ulimit -d`) may be why it cannot reserve memory.
 ///
-/// The story: what ran in Valgrind was told to raise limits that it had not.
+/// The story: programs under Valgrind were told to raise limits that they did not have.
 fn bounds_itself() -> bool {
     [libc::RLIMIT_AS, libc::RLIMIT_DATA].into_iter().any(|which| {
         let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
@@ -282,7 +284,7 @@ fn bounds_itself() -> bool {
 
 const WRONG_NUMBER: &str = "uzswap: this process runs without a limit: its group's number is wrong\n";
 
-/// The group of the tree that this process is to join, and the inode of the tree's object, where that is told.
+/// The group of the tree that this process must join, and the inode of the tree's object if the environment has it.
 fn numbers() -> Option<(usize, Option<u64>)> {
     // SAFETY: getenv in a constructor, before other threads.
     let numbers = unsafe { libc::getenv(c"UZSWAP_GROUP_NODE".as_ptr()) };
@@ -296,8 +298,8 @@ fn numbers() -> Option<(usize, Option<u64>)> {
     Some((node.parse().ok()?, inode.map(str::parse).transpose().ok()?))
 }
 
-/// The limit for which the arena is made. It may be raised later: more than a share of what is resident is never in the
-/// arena, so it then does with what it has.
+/// The limit for which the arena is made. If the limit is raised later, the arena stays as it is: it only ever holds a
+/// share of the resident set, and does with the slots it has.
 fn arena_limit(group: &GroupPage, node: usize) -> usize {
     const MOST: u64 = 4 << 30;
     let chain = Chain::of(group, node);
@@ -311,7 +313,7 @@ extern "C" fn fini() {
     }
 }
 
-/// Signals as they were before the fork under way (in the thread that holds the pager's lock).
+/// The signal mask from before the fork under way (in the thread that holds the pager's lock).
 static MASK: core::sync::atomic::AtomicU64 = core::sync::atomic::AtomicU64::new(0);
 
 extern "C" fn before_fork() {
@@ -324,7 +326,7 @@ extern "C" fn before_fork() {
         }
         p.before_fork();
         if pager().is_none() {
-            // Another thread has had the process let go of meanwhile. (From here on none does before the fork has ended.)
+            // Another thread has had the process let go of meanwhile. From here on none does before the fork has ended.
             p.after_fork_in_parent(-1);
             set_mask(old);
             return;
@@ -336,7 +338,8 @@ extern "C" fn before_fork() {
 
 extern "C" fn after_fork(ret: isize) {
     let Some(p) = pager() else { return };
-    // SAFETY: `before_fork` stopped it in this thread, or it would have let go of the process.
+    // SAFETY: `before_fork` stopped the heap in this thread; otherwise the process has been let go of and there is no
+    // pager.
     unsafe { heap::go_on() };
     let old = MASK.load(Relaxed);
     if ret != 0 {
@@ -345,16 +348,16 @@ extern "C" fn after_fork(ret: isize) {
         p.say(b"uzswap: a forked child could not be given its memory; it is ended rather than read wrong data\n");
         thread::end_process(125);
     } else if p.has_gone() {
-        // (The thread that had it let go of is not here.)
+        // The thread that had the process let go of does not exist here.
         PAGER.store(core::ptr::null_mut(), Release);
     }
     set_mask(old);
 }
 
-/// Of `mmap`: memory that the kernel may drop, and does not give to forked children (Linux 6.11). It is not managed.
+/// For `mmap`: memory that the kernel may drop and that forked children do not get (Linux 6.11). It is not managed.
 ///
-/// The story: kernels before 6.17 let it be registered, against their intention. Children had what was out of it: libc's state of the
-/// vDSO's `getrandom`, by which parent and child would come to the same random numbers.
+/// The story: kernels before 6.17 let it be registered, against their intention. Children got what was out of it:
+/// libc's state of the vDSO's `getrandom`, from which parent and child would draw the same random numbers.
 const MAP_DROPPABLE: i32 = 8;
 
 fn mapped(ret: usize, len: usize, prot: i32, flags: i32) {
@@ -370,7 +373,7 @@ fn mapped(ret: usize, len: usize, prot: i32, flags: i32) {
     if stack || droppable {
         let old = set_mask(!0);
         p.exclude(&mut p.lock_in_hook(), ret, end);
-        // (Found meanwhile it is managed: children look what they are not given.)
+        // If it was found meanwhile, it is managed; then children must check what they do not get.
         if droppable && !p.is_excluded(ret, end) {
             p.wipes.store(true, Relaxed);
         }
@@ -380,19 +383,20 @@ fn mapped(ret: usize, len: usize, prot: i32, flags: i32) {
     is_no_stack(p, ret, end);
     p.growth.noted.note(ret, len);
     if prot & libc::PROT_WRITE != 0 {
-        // Where it will not fit any more management starts before it is filled. (Reserved memory says nothing.)
+        // If it will not fit any more, management starts before it is filled. (Reserved memory tells nothing.)
         if flags & libc::MAP_NORESERVE == 0 {
             p.plan(len);
         }
         grew(p, len);
     } else if prot == libc::PROT_NONE && flags & libc::MAP_FIXED == 0 {
-        // What is reserved in small pieces is about to be opened up by mprotect, and filled. V8 has its heap so, by 256 KiB: four
-        // threads that filled theirs took tens of MiB from the kernel before any of it was found.
+        // Memory reserved in small pieces is about to be opened by mprotect and filled. V8 allocates its heap this way,
+        // 256 KiB at a time: four threads that filled theirs took tens of MiB from the kernel before any of it was
+        // found.
         grew(p, len.min(MUCH));
     }
 }
 
-/// There is memory at a range now that is no stack's, as there may have been one before.
+/// A range has new memory that is no stack, though it may have been one before.
 fn is_no_stack(p: &Pager, start: usize, end: usize) {
     if p.may_be_excluded(start, end) || p.thp.may_know(start, end) {
         let old = set_mask(!0);
@@ -401,9 +405,9 @@ fn is_no_stack(p: &Pager, start: usize, end: usize) {
     }
 }
 
-/// Bytes mapped since the ticker was last told.
+/// Bytes mapped since the ticker was last asked to look.
 static UNSEEN: AtomicUsize = AtomicUsize::new(0);
-/// The program break when it was last seen.
+/// The program break as last seen.
 static BREAK: AtomicUsize = AtomicUsize::new(0);
 
 extern "C" fn after_brk(now: usize) {
@@ -418,17 +422,17 @@ extern "C" fn after_brk(now: usize) {
     }
 }
 
-/// The program has `bytes` more to fill: has the ticker look, and waits for it once memory is managed. Much can be
-/// filled at the kernel's speed, unmanaged, before another thread gets to run.
+/// The program has `bytes` more to fill: asks the ticker to look, and waits for it once memory is managed. Otherwise
+/// much could be filled at the kernel's speed, unmanaged, before another thread runs.
 fn grew(p: &Pager, bytes: usize) {
     let engaged = p.engaged.load(Acquire);
-    // (Of many small processes in a group none maps much.)
+    // In a group of many small processes none maps much.
     let enough = if engaged { 1 << 20 } else { (p.limit() / 64).clamp(1 << 20, 4 << 20) };
     if UNSEEN.fetch_add(bytes, Relaxed) + bytes < enough {
         return;
     }
     let unseen = UNSEEN.swap(0, Relaxed);
-    // (Huge pages fill faster than the ticker looks.)
+    // Huge pages fill faster than the ticker looks.
     p.ask_look(p.outruns_looks(unseen) || engaged || bytes >= p.limit() / 64);
     if engaged {
         p.throttle_allocation();

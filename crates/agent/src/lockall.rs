@@ -1,7 +1,7 @@
-//! `mlockall`: a program that locks all its memory has nothing that could be taken out, so it is let go of.
+//! `mlockall`: a program that locks all its memory leaves nothing to take out, so it is let go of.
 //!
-//! The kernel would lock, and fill, what uzswap reserved as well: more than 70 GiB. So what is there is locked mapping by
-//! mapping, without uzswap's; what the program maps later the kernel locks.
+//! The kernel would also lock, and fill, what uzswap has reserved: more than 70 GiB. So existing memory is locked
+//! mapping by mapping, without uzswap's; the kernel locks what the program maps later.
 
 use crate::{fails, leaving};
 use core::ffi::c_int;
@@ -9,9 +9,9 @@ use uzswap_pager::frames::arena::PAGE;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{maps, sys};
 
-/// How often the mappings are gone through at most while other threads unmap some of them.
+/// Most passes over the mappings while other threads unmap some of them.
 const PASSES: u32 = 8;
-/// Times one mapping is tried while others are mapped and unmapped there.
+/// Tries for one mapping while others are mapped and unmapped there.
 const TRIES: u32 = 200;
 
 /// mlockall(2).
@@ -25,7 +25,8 @@ pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
 
 /// The call, which may also be made by its number.
 ///
-/// The story: what made it by libc's `syscall` had the kernel fill what uzswap reserved, and was killed for want of memory.
+/// The story: a program that made it by libc's `syscall` had the kernel fill what uzswap reserved, and was killed for
+/// lack of memory.
 ///
 /// # Errors
 /// The kernel's.
@@ -43,14 +44,14 @@ pub fn call(flags: c_int) -> Result<(), Errno> {
     }
 }
 
-/// Whether the kernel would allow it if there were nothing of uzswap's. It refuses before it changes anything.
+/// Checks whether the kernel would allow it without uzswap's memory. The kernel refuses before it changes anything.
 ///
-/// The story: what was to come had been locked when it showed that what there was is more than may be (RLIMIT_MEMLOCK). The program was told
-/// ENOMEM, as it is without uzswap, and could map nothing any more; and it ran without a limit.
+/// The story: future memory was already locked when it turned out that the existing memory exceeds RLIMIT_MEMLOCK. The
+/// program got ENOMEM, as it would without uzswap, but could not map anything any more; and it ran without a limit.
 fn is_allowed(flags: c_int) -> Result<(), Errno> {
     let Some(errno) = refusal_of_more() else { return Ok(()) };
     let mut most = [0u64; 2];
-    // SAFETY: a limit of ours to be filled.
+    // SAFETY: the kernel fills a limit of ours.
     unsafe { sys!(libc::SYS_prlimit64, 0, libc::RLIMIT_MEMLOCK, 0, most.as_mut_ptr()) }?;
     if errno != libc::ENOMEM || flags & libc::MCL_CURRENT == 0 {
         return if most[0] == 0 { Err(errno) } else { Ok(()) };
@@ -62,8 +63,8 @@ fn is_allowed(flags: c_int) -> Result<(), Errno> {
     if bytes as u64 <= most[0] { Ok(()) } else { Err(errno) }
 }
 
-/// What the kernel has against locking more than RLIMIT_MEMLOCK, if anything. It is asked for a range that ends before it begins, of which it
-/// says so (EINVAL) where it has nothing against that.
+/// The kernel's error for locking more than RLIMIT_MEMLOCK, if it has one. The probe is a range that ends before it
+/// begins: if the kernel allows more, it only complains about that (EINVAL).
 fn refusal_of_more() -> Option<Errno> {
     // SAFETY: there is no such range.
     let asked = unsafe { sys!(libc::SYS_mlock2, 2 * PAGE, PAGE.wrapping_neg(), 0) };
@@ -76,7 +77,7 @@ fn is_own(m: &maps::Mapping) -> bool {
     reserved || m.name.starts_with(b"/memfd:uzswap") || m.name.ends_with(b"/libuzswap_agent.so")
 }
 
-/// Locks what there is but what is uzswap's, and what comes, as the flags say.
+/// Locks existing memory except uzswap's, and future memory, as the flags say.
 fn lock(flags: c_int) -> Result<(), Errno> {
     if flags & libc::MCL_FUTURE != 0 {
         // SAFETY: flags only.
@@ -93,8 +94,8 @@ fn lock(flags: c_int) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Locks the mappings that there are but uzswap's; false where one of them is there no more, or not all of it, so that
-/// it must be looked again.
+/// Locks all existing mappings except uzswap's. False if one of them is gone, entirely or in part, so that the caller
+/// must look again.
 fn lock_mappings(flags: c_int) -> Result<bool, Errno> {
     let (mut text, mut all) = (Vec::with_capacity(128 << 10), true);
     raw::read_file(b"/proc/thread-self/maps\0", &mut text)?;
@@ -112,15 +113,15 @@ fn lock_mappings(flags: c_int) -> Result<bool, Errno> {
         }
         let written = m.perms[1] == b'w' && m.perms[3] == b'p';
         let advice = if written { libc::MADV_POPULATE_WRITE } else { libc::MADV_POPULATE_READ };
-        // (As mlockall does, what cannot be read is left as it is.)
+        // Like mlockall, leave memory that cannot be read as it is.
         // SAFETY: populating changes no contents.
         let _ = unsafe { sys!(libc::SYS_madvise, m.start, len, advice) };
     }
     Ok(all)
 }
 
-/// Locks a mapping; false where not all of it is there any more. (The kernel says the same of that and of more than may be locked; and
-/// what is not there may be mapped anew, by another thread, before that is asked: so it is tried again.)
+/// Locks a mapping; false if not all of it exists any more. It tries again and again, because the kernel returns the
+/// same error for that as for locking too much, and another thread may map anew what was missing before the check.
 fn lock_mapping(at: usize, len: usize) -> Result<bool, Errno> {
     let mut done = Ok(0);
     for _ in 0..TRIES {
@@ -138,6 +139,6 @@ fn lock_mapping(at: usize, len: usize) -> Result<bool, Errno> {
 
 /// Whether all of a range is mapped.
 fn is_mapped(at: usize, len: usize) -> bool {
-    // SAFETY: the call changes nothing with this flag, but says what is not there.
+    // SAFETY: with this flag the call changes nothing, and only reports what is not mapped.
     unsafe { sys!(libc::SYS_msync, at, len, libc::MS_ASYNC) }.is_ok()
 }

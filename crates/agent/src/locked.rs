@@ -1,17 +1,18 @@
-//! Locked memory that `mremap` makes larger, or of which it moves a part.
+//! Locked memory that `mremap` enlarges, or of which it moves a part.
 //!
-//! The kernel fills what is new of it within the call, before it tells that the memory has moved. Until that is told no page comes in
-//! anywhere, and so the call waited for a page that waited for the call, and all of the process with them. So such memory is locked as
-//! it is touched for the time of the call, which fills nothing then, and as it was afterwards: that fills it, and it is never unlocked.
+//! The kernel fills the new part within the call, before it sends the event that the memory has moved. Until that event
+//! is read, no page comes in anywhere. So the call waited for a page that waited for the call, and the whole process
+//! with them. Therefore such memory is locked on fault for the time of the call, which then fills nothing, and is
+//! locked as before afterwards: that fills it. It is never unlocked in between.
 
 use core::ops::Range;
 use core::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use uzswap_sys::{maps, raw, sys};
 
-/// Where the memory of the call under way is, and how long (bytes). (One runs at a time.)
+/// Address and length (bytes) of the memory of the call under way. Only one runs at a time.
 static WAS: [AtomicUsize; 2] = [AtomicUsize::new(0), AtomicUsize::new(0)];
 
-/// Before an `mremap` that runs alone: whether [`after`] must follow.
+/// Called before an `mremap` that runs alone. Returns whether [`after`] must follow.
 pub fn before(from: usize, old_len: usize, new_len: usize) -> bool {
     if old_len == 0 || old_len >= new_len || !is_locked(from, old_len) || is_locked_on_fault(from) {
         return false;
@@ -21,17 +22,17 @@ pub fn before(from: usize, old_len: usize, new_len: usize) -> bool {
     lock(from, old_len, libc::MLOCK_ONFAULT)
 }
 
-/// After it: `moved` is where the memory is now and how long, None where the call failed.
+/// Called after it. `moved` is the memory's new address and length; `None` if the call failed.
 pub fn after(moved: Option<(usize, usize)>) {
     let (at, len) = moved.unwrap_or_else(|| (WAS[0].load(Relaxed), WAS[1].load(Relaxed)));
-    // (Of filling nobody hears how far it got, nor from `mremap`.)
+    // Nobody is told how far the filling got; `mremap` does not tell either.
     let _ = lock(at, len, 0);
 }
 
-/// Memory that was locked, and how.
+/// A range of locked memory, and how it is locked.
 pub struct Locked(Range<usize>, libc::c_uint);
 
-/// How a range is locked, which is of one mapping; None where it is not, or empty.
+/// How a range within one mapping is locked; `None` if it is not, or is empty.
 pub fn of(range: Range<usize>) -> Option<Locked> {
     let locked = !range.is_empty() && is_locked(range.start, range.len());
     locked.then(|| {
@@ -41,7 +42,7 @@ pub fn of(range: Range<usize>) -> Option<Locked> {
 }
 
 impl Locked {
-    /// Locks it in the same way, if it is not any more; false where that is refused.
+    /// Locks the range again in the same way, if it is no longer locked; false if the kernel refuses.
     pub fn again(&self) -> bool {
         let Self(range, how) = self;
         is_locked(range.start, range.len()) || lock(range.start, range.len(), *how)
@@ -53,15 +54,16 @@ fn lock(at: usize, len: usize, how: libc::c_uint) -> bool {
     unsafe { sys!(libc::SYS_mlock2, at, len, how) }.is_ok()
 }
 
-/// Whether there is locked memory in a range.
+/// Whether a range contains locked memory.
 fn is_locked(at: usize, len: usize) -> bool {
-    // (Nothing else refuses this so, which does nothing to memory of no file.)
+    // Only locked memory makes the kernel refuse this call in this way, and the call does nothing to memory without a
+    // file.
     // SAFETY: it changes no contents.
     let asked = unsafe { sys!(libc::SYS_msync, at, len, libc::MS_ASYNC | libc::MS_INVALIDATE) };
     asked == Err(libc::EBUSY)
 }
 
-/// Whether locked memory is so from when it is touched on: the kernel fills none of that. (Where it cannot be asked it is filled.)
+/// Whether locked memory is locked on fault, so that the kernel fills none of it. False if that cannot be read.
 fn is_locked_on_fault(at: usize) -> bool {
     let mut text = Vec::with_capacity(1 << 20);
     raw::read_file(b"/proc/thread-self/smaps\0", &mut text).is_ok()

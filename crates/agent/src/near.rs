@@ -1,20 +1,20 @@
-//! Memory near code that is to jump there: a call's operand reaches 2 GiB.
+//! Allocates memory near code that must jump there: the operand of a call reaches 2 GiB.
 
 use uzswap_pager::frames::arena::PAGE;
 use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;
 
-/// How far a page may be from what it is to be reached from (bytes).
+/// How far a page may be from the code that must reach it (bytes).
 const REACH: usize = 1 << 30;
-/// Bytes between the places that are tried.
+/// Distance between the places that are tried (bytes).
 const STEP: usize = 512 << 10;
 
-/// A fresh page, readable and writable, within reach of all that is from `first` to `end` (page addresses).
+/// A fresh page, readable and writable, within reach of everything from `first` to `end` (page addresses).
 ///
 /// # Errors
-/// The kernel's; `ENOMEM` where nothing is free within reach.
+/// The kernel's; `ENOMEM` if nothing is free within reach.
 pub fn page(first: usize, end: usize) -> Result<usize, Errno> {
-    // What the kernel likes best is next to the libraries, mostly.
+    // The kernel's own choice is mostly next to the libraries.
     let at = map(0, 0)?;
     if at.abs_diff(first).max(at.abs_diff(end)) < REACH {
         return Ok(at);
@@ -41,7 +41,7 @@ mod tests {
         unsafe { sys!(libc::SYS_munmap, at, len) }.expect("it was mapped");
     }
 
-    /// Whether a call from anywhere between reaches it, and it is a page that can be written to.
+    /// Whether a call from anywhere in between reaches it, and it is a writable page.
     fn is_good(at: usize, first: usize, end: usize) -> bool {
         // SAFETY: a fresh page of ours.
         unsafe { (at as *mut u8).write(7) };
@@ -56,7 +56,7 @@ mod tests {
         unmap(at, PAGE);
     }
 
-    /// What is far from where the kernel puts mappings: a page is looked for, next to what is there already.
+    /// For code far from where the kernel puts mappings, a page is found beside what is there already.
     #[test]
     fn far_from_where_the_kernel_would_put_it() {
         const LEN: usize = 8 << 20;
@@ -65,7 +65,7 @@ mod tests {
             // SAFETY: only free addresses are mapped.
             unsafe { sys!(libc::SYS_mmap, at, LEN, libc::PROT_NONE, flags, -1isize, 0) }
         };
-        // (1 TiB to 8 TiB: nothing is mapped there by itself.)
+        // 1 TiB to 8 TiB: nothing is mapped there by itself.
         let first = (1..8).find_map(|tib| place(tib << 40).ok()).expect("a free place");
         let (first, end) = (first + LEN / 4, first + LEN / 2);
         let at = page(first, end).expect("there is room");
@@ -75,10 +75,10 @@ mod tests {
         unmap(first - LEN / 4, LEN);
     }
 
-    /// Nothing is free within reach: it is said, and nothing is replaced.
+    /// If nothing is free within reach, that is reported, and nothing is replaced.
     #[test]
     fn nowhere() {
-        // What cannot be mapped: beyond user space.
+        // Addresses that cannot be mapped: beyond user space.
         let first = 1usize << 62;
         assert_eq!(page(first, first + PAGE), Err(libc::ENOMEM));
     }

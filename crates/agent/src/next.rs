@@ -1,25 +1,25 @@
-//! The functions of libc that the agent's own of the same name stand before.
+//! The libc functions that the agent's functions of the same name interpose.
 
 use core::ffi::{CStr, c_int, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering::*};
 
-/// Bytes of the longest path of a library, with its end.
+/// Longest path of a library, including its NUL (bytes).
 const PATH_BYTES: usize = libc::PATH_MAX as usize;
 
-/// A function that programs would call if the agent had none of its name.
+/// The function that programs would call if the agent did not define its name.
 pub struct Next {
     name: &'static CStr,
     found: AtomicUsize,
 }
 
 impl Next {
-    /// The function of this name, not looked for yet.
+    /// The function of this name, not looked up yet.
     pub const fn new(name: &'static CStr) -> Self {
         Self { name, found: AtomicUsize::new(0) }
     }
 
-    /// Its address, 0 if there is none. Looked for once: by the agent's constructor, as it may be called where nothing can
-    /// be looked for (in a signal handler, or a vfork child).
+    /// Its address; 0 if there is none. It is looked up once, by the agent's constructor, because it may be called
+    /// where a lookup is impossible (in a signal handler, or a vfork child).
     pub fn find(&self) -> usize {
         if self.found() == 0 {
             // SAFETY: a constant name.
@@ -28,10 +28,12 @@ impl Next {
         self.found()
     }
 
-    /// The same, which may be a library's that only those see it was loaded with (`dlopen` without RTLD_GLOBAL, as plugins are). They find
-    /// the agent's `own` before it all the same. The library is never unloaded then.
+    /// As [`Next::find`], but also finds a function in a library that is visible only to those with which it was loaded
+    /// (`dlopen` without RTLD_GLOBAL, as for plugins). They still find the agent's `own` before it. The library is then
+    /// never unloaded.
     ///
-    /// The story: what used liburing in a plugin, and Python's ctypes, were told ENOSYS, as nothing follows the agent where all look.
+    /// The story: plugins that use liburing, and Python's ctypes, got ENOSYS, as no function follows the agent's in the
+    /// global scope.
     pub fn find_anywhere(&self, own: usize) -> usize {
         let mut found = self.find();
         for n in 0.. {
@@ -39,7 +41,7 @@ impl Next {
                 break;
             }
             let mut path = Path { left: n, text: [0; PATH_BYTES] };
-            // SAFETY: what is called is given our structure. (Nothing is opened within it, as the loader has a lock meanwhile.)
+            // SAFETY: the callback gets our structure. (It opens nothing, as the loader holds a lock meanwhile.)
             if unsafe { libc::dl_iterate_phdr(Some(copy_path), (&raw mut path).cast()) } == 0 {
                 break;
             }
@@ -49,13 +51,13 @@ impl Next {
         found
     }
 
-    /// Looks in the loaded object whose path this is, and in those that it needs.
+    /// Looks in the loaded object with this path, and in those that it needs.
     fn look_in(&self, path: &[u8; PATH_BYTES], own: usize) {
-        // (The program itself has no name, and sees what all see.)
+        // The program itself has no name, and sees the global scope.
         if path[0] == 0 {
             return;
         }
-        // SAFETY: a string with its end, and a constant name; what is found stays loaded, as the handle is kept.
+        // SAFETY: a string with its NUL, and a constant name; what is found stays loaded, as the handle is kept.
         unsafe {
             let object = libc::dlopen(path.as_ptr().cast(), libc::RTLD_LAZY | libc::RTLD_NOLOAD);
             if object.is_null() {
@@ -70,22 +72,23 @@ impl Next {
         }
     }
 
-    /// Its address if it was found before, else 0.
+    /// Its address if it was found before; else 0.
     fn found(&self) -> usize {
         self.found.load(Relaxed)
     }
 }
 
-/// The path of a loaded object, with its end.
+/// The path of a loaded object, including its NUL.
 struct Path {
-    /// Objects that come before it.
+    /// How many objects come before it.
     left: usize,
     text: [u8; PATH_BYTES],
 }
 
-/// Copies the path of the object that is asked for, if it fits.
+/// Copies the path of the object searched for, if it fits.
 unsafe extern "C" fn copy_path(object: *mut libc::dl_phdr_info, _: usize, path: *mut c_void) -> c_int {
-    // SAFETY: what the loader was given for it, and a structure of the loader's, whose name is a string.
+    // SAFETY: the structure that the loader was given for this callback, and one of the loader's, whose name is a
+    // string.
     let (path, name) = unsafe { (&mut *path.cast::<Path>(), (*object).dlpi_name) };
     if path.left > 0 {
         path.left -= 1;

@@ -1,24 +1,24 @@
-//! What an `mremap` asks for, and whether it is to be made in parts (`pieces` has why, and makes it).
+//! The arguments of an `mremap`, and whether it must be made in parts (`pieces` says why, and does it).
 
 use core::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use uzswap_pager::frames::arena::PAGE;
 use uzswap_sys::process;
 
-/// What is moved stays mapped where it was, and is empty there.
+/// The old place stays mapped, and is empty.
 pub const MREMAP_DONTUNMAP: i32 = 4;
 
-/// The arguments of a call.
+/// The arguments of an `mremap`.
 #[derive(Clone, Copy, Debug)]
 pub struct Call {
-    /// Where the memory is.
+    /// Old address.
     pub from: usize,
-    /// How long it is.
+    /// Old length.
     pub old_len: usize,
-    /// How long it is to be.
+    /// New length.
     pub new_len: usize,
-    /// MREMAP_…
+    /// MREMAP_… flags.
     pub flags: usize,
-    /// Where it is to be, with MREMAP_FIXED.
+    /// New address, with MREMAP_FIXED.
     pub to: usize,
 }
 
@@ -29,44 +29,44 @@ impl Call {
     }
 }
 
-/// A range of addresses, from its first to behind its last.
+/// A range of addresses: first, and one past the last.
 pub type Range = (usize, usize);
 
-/// The parts of what is to be moved: the mappings, or what is of it of the first and the last one.
+/// The parts of the memory to be moved: the mappings, of the first and last one only what belongs to the call.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Pieces {
-    /// They would be one mapping.
+    /// Without uzswap they would be one mapping.
     One {
-        /// All of them.
+        /// All parts.
         parts: Vec<Range>,
-        /// What comes before the call's memory in the first mapping.
+        /// The part of the first mapping that lies before the call's memory.
         rest: Range,
-        /// Whether the place they are to be moved to may be in use, or must not.
+        /// Whether the target may be in use and is replaced, or must be free.
         may_replace: bool,
     },
-    /// They would be several.
+    /// They would be several mappings anyway.
     Several(Vec<Range>),
 }
 
-/// What counts of a mapping.
+/// What matters about a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// Where it begins.
+    /// First byte.
     pub start: usize,
-    /// Behind its last byte.
+    /// One past the last byte.
     pub end: usize,
-    /// Its rights as in /proc/PID/maps.
+    /// Its permissions as in /proc/PID/maps.
     pub perms: [u8; 4],
-    /// Whether no file is mapped.
+    /// Whether it is anonymous.
     pub anonymous: bool,
 }
 
-/// The end of the memory that a call is of.
+/// The end of a call's old memory.
 pub fn end(call: &Call) -> usize {
     call.from + call.old_len.next_multiple_of(PAGE)
 }
 
-/// Whether the kernel does not refuse the arguments as such.
+/// Whether the kernel would accept the arguments as such.
 pub fn is_sane(call: &Call) -> bool {
     let fits = |at: usize, len: usize| {
         let end = len.checked_next_multiple_of(PAGE).and_then(|len| at.checked_add(len));
@@ -75,7 +75,7 @@ pub fn is_sane(call: &Call) -> bool {
     let known = (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | MREMAP_DONTUNMAP) as usize;
     let (fixed, keeps) = (call.has(libc::MREMAP_FIXED), call.has(MREMAP_DONTUNMAP));
     let [old_len, new_len] = [call.old_len, call.new_len].map(|len| len.wrapping_add(PAGE - 1) & !(PAGE - 1));
-    // (What is kept cannot be resized; where to must not be where from.)
+    // With DONTUNMAP the size must stay, and the target must not overlap the source.
     call.flags & !known == 0
         && (call.has(libc::MREMAP_MAYMOVE) || !fixed && !keeps)
         && fits(call.from, call.old_len)
@@ -85,7 +85,7 @@ pub fn is_sane(call: &Call) -> bool {
         && (!fixed || call.to + new_len <= call.from || call.from + old_len <= call.to)
 }
 
-/// The parts of a call's memory, where these mappings are there and it is to be made in parts.
+/// The parts of a call's memory, given the mappings found there; `None` if the call need not be made in parts.
 pub fn of(call: &Call, found: &[Part], may_replace: bool) -> Option<Pieces> {
     let first = found.first().filter(|m| m.start <= call.from && found.len() > 1)?;
     let parts = || found.iter().map(|m| (m.start.max(call.from), m.end.min(end(call)))).collect();
@@ -132,7 +132,7 @@ mod tests {
         assert_eq!(of(&grows, &one, true), Some(Pieces::One { parts: parts.clone(), rest, may_replace: true }));
         assert_eq!(of(&grows, &one[..1], true), None, "one mapping is the kernel's to move");
         assert_eq!(of(&grows, &one[..2], true), None, "some of it is not mapped");
-        // Of other rights, with something between them, or not there from the start.
+        // With other permissions, with a gap, or not mapped from the start.
         let rights = [one[0], part(12, 14, b"r--p"), one[2]];
         let gap = [one[0], one[2]];
         let late = [part(11, 12, b"rw-p"), one[1], one[2]];

@@ -1,10 +1,9 @@
-//! Wrapping system calls that libc makes inside itself.
+//! Wraps system calls that libc makes inside itself.
 //!
 //! malloc grows by calls that never pass the symbol table, and fork's child runs libc code before any handler could
-//! run, so interposing symbols is not enough. Each function concerned makes its call with the seven bytes
-//! `mov eax, NR; syscall`; they become `call thunk; nop`, and the thunk makes the call and tells the agent. Only that
-//! exact pattern is patched; where it is missing the caller is told. The thunks keep every register that a system call
-//! keeps.
+//! run, so interposing symbols is not enough. Each function concerned makes its call with the seven bytes `mov eax, NR;
+//! syscall`. They become `call thunk; nop`, and the thunk makes the call and tells the agent. Only that exact pattern
+//! is patched; if it is missing, the caller is told. The thunks preserve every register that a system call preserves.
 
 use crate::near;
 use crate::symbols::Libc;
@@ -15,7 +14,7 @@ use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;
 
 global_asm!(
-    // Saves what a system call preserves but a Rust function does not. The stack is aligned for the call.
+    // Saves what a system call preserves but a Rust function does not, and aligns the stack for the call.
     ".macro UZ_SAVE",
     "push rbp", "mov rbp, rsp",
     "push rdi", "push rsi", "push rdx", "push r10", "push r8", "push r9", "push rax", "push rbx",
@@ -26,14 +25,14 @@ global_asm!(
     "pop rbx", "pop rax", "pop r9", "pop r8", "pop r10", "pop rdx", "pop rsi", "pop rdi",
     "pop rbp",
     ".endm",
-    // clone, as fork makes it (no new stack).
+    // clone, as fork calls it (no new stack).
     ".globl uz_thunk_clone", "uz_thunk_clone:",
     "UZ_SAVE", "call {before_fork}", "UZ_RESTORE",
     "mov eax, 56", "syscall",
     "UZ_SAVE", "mov rdi, rax", "call {after_fork}", "UZ_RESTORE",
     "ret",
-    // execve, with room on the stack for another environment where one is needed, as large as is said beside what is to be done (when it
-    // returns nothing of it is used any more).
+    // execve. If the program needs another environment, there is room for it on the stack; the answer that says what to
+    // do has the size as well. (If execve returns, nothing of that is used any more.)
     ".globl uz_thunk_execve", "uz_thunk_execve:",
     "push rdx", "push rbp", "mov rbp, rsp",
     "UZ_SAVE", "mov rsi, rdi", "mov rdi, rdx", "call {asks}", "mov [rbp - 56], rax", "UZ_RESTORE",
@@ -45,7 +44,7 @@ global_asm!(
     "UZ_SAVE", "call {goes_on}", "UZ_RESTORE",
     "mov rsp, rbp", "pop rbp", "pop rdx",
     "ret",
-    // A call that is kept in order: 16 bytes of the stack say how it is, between what begins and what ends it.
+    // An ordered call: 16 bytes on the stack carry its state from `begin` to `end`.
     ".macro UZ_ORDERED nr",
     "lea rsp, [rsp - 16]",
     "UZ_SAVE", "lea rdi, [rbp + 8]", "mov esi, \\nr", "mov rcx, r10", "call {begin}", "UZ_RESTORE",
@@ -53,7 +52,7 @@ global_asm!(
     "UZ_SAVE", "lea rdi, [rbp + 8]", "call {end}", "UZ_RESTORE",
     "lea rsp, [rsp + 16]",
     ".endm",
-    // mmap, whose flags may be others for the kernel.
+    // mmap, for which the kernel may get other flags.
     ".globl uz_thunk_mmap", "uz_thunk_mmap:",
     "push r10",
     "test r10d, {populate}", "jz 2f",
@@ -116,20 +115,20 @@ pub enum PatchError {
     Memory(#[allow(dead_code)] Errno),
 }
 
-/// Functions that are wrapped at most.
+/// Most functions that are wrapped.
 const MOST: usize = 7;
-/// Bytes between the jumps of a page.
+/// Bytes from one jump of the page to the next.
 const JUMP: usize = 16;
 
-/// A system call in libc's code, and where it is to go.
+/// A system call in libc's code, and the thunk that replaces it.
 #[derive(Clone, Copy)]
 struct Site {
     at: usize,
     thunk: usize,
 }
 
-/// Wraps `_Fork`, `execve`, `mmap`, `brk`, `munmap`, `mremap` and `madvise` of libc. Every process pays for this when it starts,
-/// so all of them share a page of jumps, and libc's code is made writable once.
+/// Wraps `_Fork`, `execve`, `mmap`, `brk`, `munmap`, `mremap` and `madvise` of libc. Every process pays for this when
+/// it starts, so all of them share a page of jumps, and libc's code is made writable only once.
 ///
 /// # Errors
 /// [`PatchError`]; then nothing was changed.
@@ -150,7 +149,7 @@ pub unsafe fn install() -> Result<(), PatchError> {
     for (site, (name, nr, thunk)) in sites.iter_mut().zip(needed) {
         *site = Site { at: call_in(&libc, name, nr)?, thunk };
     }
-    // (Where it cannot be wrapped a program is started with the environment that it is given.)
+    // If it cannot be wrapped, programs start with the environment that they are given.
     let n = match call_in(&libc, c"execve", 59) {
         Ok(at) => {
             sites[MOST - 1] = Site { at, thunk: uz_thunk_execve as *const () as usize };
@@ -158,11 +157,12 @@ pub unsafe fn install() -> Result<(), PatchError> {
         }
         Err(_) => MOST - 1,
     };
-    // SAFETY: as the caller says; these are such calls, and the thunks keep what a system call keeps.
+    // SAFETY: no other thread runs in libc, as the caller promises; each site is such a call, and the thunks preserve
+    // what a system call preserves.
     unsafe { redirect(&sites[..n]) }
 }
 
-/// Where the function `name` of `libc` makes the system call `nr`.
+/// Where function `name` of `libc` makes system call `nr`.
 fn call_in(libc: &Libc, name: &CStr, nr: u32) -> Result<usize, PatchError> {
     let f = libc.symbol(name);
     if f == 0 {
@@ -170,16 +170,16 @@ fn call_in(libc: &Libc, name: &CStr, nr: u32) -> Result<usize, PatchError> {
     }
     let mut pattern = [0xb8, 0, 0, 0, 0, 0x0f, 0x05];
     pattern[1..5].copy_from_slice(&nr.to_le_bytes());
-    // SAFETY: libc's text goes on for more than this after any of its functions.
+    // SAFETY: libc's text extends further than this behind each of its functions.
     let code = unsafe { core::slice::from_raw_parts(f as *const u8, 160) };
     code.windows(7).position(|w| w == pattern).map(|i| f + i).ok_or(PatchError::Pattern)
 }
 
-/// Makes the calls at `sites` go to their thunks.
+/// Redirects the calls at `sites` to their thunks.
 ///
 /// # Safety
-/// No other thread may run there; at each is such a call, in one mapping all of them, and each thunk keeps every register that a
-/// system call keeps.
+/// No other thread may run there. At each site there must be such a call, all in one mapping, and each thunk must
+/// preserve every register that a system call preserves.
 unsafe fn redirect(sites: &[Site]) -> Result<(), PatchError> {
     let first = sites.iter().map(|site| site.at).min().unwrap_or(0) & !(PAGE - 1);
     let end = sites.iter().map(|site| site.at + 7).max().unwrap_or(0).next_multiple_of(PAGE);
@@ -199,7 +199,7 @@ unsafe fn redirect(sites: &[Site]) -> Result<(), PatchError> {
     Ok(())
 }
 
-/// A page of jumps to the thunks of `sites`, in their order, within reach of all that is from `first` to `end`.
+/// A page of jumps to the thunks of `sites`, in their order, within reach of everything from `first` to `end`.
 fn jumps(sites: &[Site], first: usize, end: usize) -> Result<usize, PatchError> {
     let at = near::page(first, end).map_err(PatchError::Memory)?;
     for (site, jump) in sites.iter().zip((at..).step_by(JUMP)) {

@@ -1,26 +1,28 @@
-//! `mremap` of what are several mappings for the kernel.
+//! `mremap` of memory that is several mappings to the kernel, though one to the program.
 //!
-//! Memory that is mapped beside other memory becomes one mapping with it, and may be resized and moved with it. Where only one of the two
-//! is registered they are two, and stay two when both are, once both have been written to. The kernel moves one mapping in a call:
-//! such a call was told EFAULT, and what it was to replace was gone. (From Linux 6.17 on several mappings that stay as large may be
-//! moved at once, but what is registered may not; the kernel moves those before it, and then says EFAULT.) So their parts are moved one by
-//! one:
+//! Memory that is mapped beside other memory merges with it into one mapping, and may be resized and moved together
+//! with it. If only one of the two is registered they are two mappings, and they stay two when both are registered,
+//! once both have been written to. The kernel moves one mapping in a call: such a call got EFAULT, and what it should
+//! have replaced was gone. (From Linux 6.17 on, several mappings that keep their size may be moved at once, but not
+//! registered ones: the kernel moves those before, and then returns EFAULT.) So the parts are moved one by one:
 //!
-//! - What would be *one* without uzswap (private anonymous memory without a gap, of the same rights) is all moved or not at all: all
-//!   addresses are taken first; all parts but the last are moved so that their old places stay mapped, empty, and can be moved back to,
-//!   whatever other threads map meanwhile; the last is moved, and resized, as the call says; and then the old places go.
-//! - What would be several is moved as the kernel does where it does: one after the other, with what there is between them, until one
-//!   cannot be moved.
+//! - Parts that would be *one* mapping without uzswap (private anonymous memory without a gap, of the same permissions)
+//!   are all moved, or none. First all addresses are taken. Then all parts but the last are moved so that their old
+//!   places stay mapped, empty; so they can be moved back, whatever other threads map meanwhile. The last part is
+//!   moved, and resized, as the call says. Finally the old places are unmapped.
+//! - Parts that would be several mappings anyway are moved as the kernel does where it can: one after the other, with
+//!   the gaps between them, until one cannot be moved.
 //!
-//! What stays where it is of the first mapping stays locked, if it was: the kernel unlocks all of a mapping of which a part is moved so that
-//! the old place stays (Linux 6.18; by itself it would have moved that part in one call, which unlocks nothing).
+//! The rest of the first mapping, which stays where it is, stays locked if it was. When part of a mapping is moved so
+//! that its old place stays, the kernel unlocks the whole mapping (Linux 6.18); without uzswap it would have moved that
+//! part in one call, which unlocks nothing.
 //!
-//! For the tables each is a call of its own. Who touches what is moving, or where it comes to be, sees some of it moved and some not, as no
-//! program may do (it cannot know whether its memory is still there).
+//! To the tables each part is a call of its own. A thread that touches memory while it moves, or the place it moves to,
+//! sees some of it moved and some not. No program may do that, as it cannot know whether its memory is still there.
 //!
-//! Which mappings there are is asked before the call where it says where to: after it the place may be another thread's. Kernels before
-//! 6.11 answer that slowly; there it is asked only when the call was refused. A program that has all its descriptors in use has it asked by
-//! another thread.
+//! If the call names the target, the mappings are looked up before it, as afterwards the place may belong to another
+//! thread. Kernels before 6.11 are slow to answer, so there the lookup comes only after a refusal. For a program that
+//! has all its descriptors in use another thread does the lookup.
 
 use crate::locked;
 use crate::parts::{Call, MREMAP_DONTUNMAP, Part, Pieces, Range, end, is_sane, of};
@@ -30,7 +32,8 @@ use uzswap_pager::pager::Pager;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{maps, sys, thread};
 
-/// Before the system call, with the lock of mapping calls held alone: the parts, where it is known that it must be made in parts.
+/// Before the system call, with the lock of mapping calls held alone: the parts, if it is known that the call must be
+/// made in parts.
 pub fn before(p: &Pager, call: &Call) -> Option<Pieces> {
     if !call.has(libc::MREMAP_FIXED) || !is_sane(call) {
         return None;
@@ -45,7 +48,7 @@ pub fn before(p: &Pager, call: &Call) -> Option<Pieces> {
     of(call, &found?, true)
 }
 
-/// After it was refused (EFAULT), with the same lock.
+/// After the call was refused (EFAULT), with the same lock: the parts, if it must be made in parts.
 pub fn after(p: &Pager, call: &Call) -> Option<Pieces> {
     if !is_sane(call) {
         return None;
@@ -58,9 +61,10 @@ pub fn after(p: &Pager, call: &Call) -> Option<Pieces> {
     of(call, &found.collect::<Vec<_>>(), false)
 }
 
-/// What comes of opening a file, which another thread does where the program has all its descriptors in use.
+/// Runs `open`, which opens a file. If the program has all its descriptors in use, another thread runs it.
 ///
-/// The story: of such a program `mremap` was refused (EFAULT), or moved nothing, as it could not be asked what is mapped.
+/// The story: for such a program `mremap` was refused (EFAULT), or moved nothing, as the mappings could not be looked
+/// up.
 fn opened<R: Send>(p: &Pager, open: impl Fn() -> Result<R, Errno> + Sync) -> Option<R> {
     match open() {
         Err(libc::EMFILE) => p.with_a_descriptor(&open)?.ok(),
@@ -74,7 +78,7 @@ impl Part {
     }
 }
 
-/// The mappings in a range; nothing of them where there is one.
+/// The mappings in a range; an empty list if there is only one.
 fn asked(fd: i32, from: usize, end: usize) -> Result<Vec<Part>, Errno> {
     let (mut found, mut at, mut name) = (Vec::new(), from, [0; maps::NAME_BYTES]);
     while at < end
@@ -89,12 +93,12 @@ fn asked(fd: i32, from: usize, end: usize) -> Result<Vec<Part>, Errno> {
     Ok(found)
 }
 
-/// Makes the call in these parts; what the kernel would return.
+/// Makes the call in these parts. Returns what the kernel would return.
 ///
 /// # Safety
-/// As the system call's; with the lock of mapping calls held alone and all signals blocked.
+/// As the system call's; the lock of mapping calls must be held alone, and all signals blocked.
 pub unsafe fn remap(pieces: &Pieces, p: &Pager, call: &Call) -> isize {
-    // SAFETY: as the caller says.
+    // SAFETY: the caller passes the system call's arguments, with the lock held and signals blocked.
     let done = unsafe {
         match pieces {
             Pieces::One { parts, rest, may_replace } => {
@@ -114,11 +118,11 @@ pub unsafe fn remap(pieces: &Pieces, p: &Pager, call: &Call) -> isize {
 /// Moves mappings one after the other.
 ///
 /// # Safety
-/// As the system call's.
+/// As [`remap`].
 unsafe fn in_turn(p: &Pager, call: &Call, parts: &[Range]) -> Result<usize, Errno> {
     for (start, end) in parts {
         let (len, to) = (end - start, call.to + (start - call.from));
-        // SAFETY: as the caller says.
+        // SAFETY: the caller's obligations are the same.
         raw::check(unsafe { one(p, &Call { from: *start, old_len: len, new_len: len, to, flags: call.flags }) })?;
     }
     Ok(call.to)
@@ -127,30 +131,30 @@ unsafe fn in_turn(p: &Pager, call: &Call, parts: &[Range]) -> Result<usize, Errn
 /// Resizes and moves parts as if they were one mapping: all of them, or none.
 ///
 /// # Safety
-/// As the system call's.
+/// As [`remap`].
 unsafe fn as_one(p: &Pager, call: &Call, parts: &[Range], may_replace: bool) -> Result<usize, Errno> {
     let [old_len, new_len] = [call.old_len, call.new_len].map(|len| len.next_multiple_of(PAGE));
     let (fixed, keeps) = (call.has(libc::MREMAP_FIXED), call.has(MREMAP_DONTUNMAP));
     let (Some((last, end)), false) = (parts.last().copied(), !fixed && !keeps && new_len <= old_len) else {
-        // (In its place what does not grow is not moved, and the kernel does not mind how many mappings it is.)
+        // A call that neither grows nor moves the memory works on any number of mappings, so the kernel's error stands.
         return Err(libc::EFAULT);
     };
     if !fixed && !keeps {
         let grown =
             Call { from: last, old_len: end - last, new_len: end - last + (new_len - old_len), flags: 0, to: 0 };
-        // SAFETY: as the caller says.
+        // SAFETY: the caller's obligations are the same.
         match raw::check(unsafe { one(p, &grown) }) {
             Ok(_) => return Ok(call.from),
-            // (There is something behind it.)
+            // There is something behind it.
             Err(libc::ENOMEM) if call.has(libc::MREMAP_MAYMOVE) => {}
             Err(errno) => return Err(errno),
         }
     }
     let place = take(call, new_len, may_replace)?;
-    // SAFETY: as the caller says; what is at the place is ours to replace.
+    // SAFETY: the caller's obligations are the same, and the target is ours to replace.
     unsafe { move_all(p, call, parts, place) }?;
     let drop = |from: usize, to: usize| {
-        // SAFETY: what the program gives up by the call, and nobody else has mapped anything there since.
+        // SAFETY: memory that the program gives up by the call; nobody else has mapped anything there since.
         from >= to || unsafe { sys!(libc::SYS_munmap, from, to - from) }.is_ok()
     };
     let moved = call.from + old_len.min(new_len);
@@ -161,31 +165,32 @@ unsafe fn as_one(p: &Pager, call: &Call, parts: &[Range], may_replace: bool) -> 
     Ok(place)
 }
 
-/// Takes the addresses where parts are to be.
+/// Takes the addresses that the parts will move to.
 fn take(call: &Call, len: usize, may_replace: bool) -> Result<usize, Errno> {
     let (to, how) = match (call.has(libc::MREMAP_FIXED), may_replace) {
         (false, _) => (0, 0),
         (true, true) => (call.to, libc::MAP_FIXED),
-        // (The kernel has unmapped what was there.)
+        // The kernel has already unmapped what was there.
         (true, false) => (call.to, libc::MAP_FIXED_NOREPLACE),
     };
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | how;
-    // SAFETY: where nothing is, or what the program gives up by the call.
+    // SAFETY: nothing is there, or only what the program gives up by the call.
     unsafe { sys!(libc::SYS_mmap, to, len, libc::PROT_NONE, flags, usize::MAX, 0) }
         .map_err(|errno| if errno == libc::EEXIST { libc::EFAULT } else { errno })
 }
 
-/// Moves parts to a place that was taken for them; all of them, or none, and then the place is given up.
+/// Moves parts to the place taken for them: all of them, or none, and then gives the place up.
 ///
 /// # Safety
-/// As the system call's.
+/// As [`remap`].
 unsafe fn move_all(p: &Pager, call: &Call, parts: &[Range], place: usize) -> Result<(), Errno> {
     let new_len = call.new_len.next_multiple_of(PAGE);
     let moved = call.from + new_len.min(end(call) - call.from);
     let fixed = (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) as usize;
     let keep = fixed | MREMAP_DONTUNMAP as usize;
     let move_one = |from: usize, old_len: usize, new_len: usize, to: usize, flags: usize| {
-        // SAFETY: as the caller says; back, to where nothing but its empty mapping is.
+        // SAFETY: the caller's obligations are the same; and what is moved back goes to where only its empty mapping
+        // is.
         raw::check(unsafe { one(p, &Call { from, old_len, new_len, flags, to }) })
     };
     let there = |start: usize| place + (start - call.from);
@@ -202,7 +207,7 @@ unsafe fn move_all(p: &Pager, call: &Call, parts: &[Range], place: usize) -> Res
                 thread::end_process(125);
             }
         }
-        // SAFETY: the place that was taken, in which nothing is any more.
+        // SAFETY: the place that was taken, which is empty again.
         let _ = unsafe { sys!(libc::SYS_munmap, place, new_len) };
         return Err(errno);
     }

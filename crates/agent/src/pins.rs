@@ -1,12 +1,14 @@
-//! What comes before a device writes to the program's memory, where that matters (why: `uzswap_pager::discover::pins`).
+//! Watches for calls after which a device may write to the program's memory, where that matters (why:
+//! `uzswap_pager::discover::pins`).
 //!
-//! Files opened for direct I/O, devices, file systems that do direct I/O without being asked, io_uring, and sockets that
-//! decrypt in place. The functions of libc that open them are interposed, and those of liburing, whose system calls are made
+//! These are files opened for direct I/O, devices, file systems that do direct I/O unasked, io_uring, and sockets that
+//! decrypt in place. The libc functions that open them are interposed, and so are liburing's, which makes system calls
 //! with instructions of its own.
 //!
-//! With MOVE it matters for memory that is made read-only while it is pinned. That is for long, or by chance: file systems that do direct
-//! I/O without being asked pin for a call only, and are not looked for. And what opens a file asks the kernel about it only where it is to
-//! be for direct I/O, or by its name a device: whoever opens files all the time would be slower for it.
+//! With MOVE, pins matter only for memory that becomes read-only while it is pinned. That takes a long pin, or chance.
+//! File systems that do direct I/O unasked pin for one call only, so they are not looked for. And a function that opens
+//! a file asks the kernel about it only if it is opened for direct I/O, or has a device's name: programs that open
+//! files all the time would be slower for it.
 
 use crate::next::Next;
 use crate::{fails, lent, pager, set_mask};
@@ -16,12 +18,13 @@ use uzswap_pager::pager::Pager;
 use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;
 
-/// Descriptors looked at that a process inherits.
+/// Most inherited descriptors that are examined.
 const INHERITED: i32 = 256;
-/// With MOVE none behind so many that are closed: to look at all takes 32 µs, of 850 that the smallest program takes.
+/// With MOVE the search ends behind this many closed descriptors: to examine all takes 32 µs, of the 850 that the
+/// smallest program takes.
 const CLOSED_MOST: i32 = 16;
-/// Majors of character devices that never write to a program's memory by themselves: memory, terminals, small devices (but
-/// VFIO), input, sound, and pseudo-terminals.
+/// Major numbers of character devices that never write to a program's memory by themselves: memory, terminals, small
+/// devices (except VFIO), input, sound, and pseudo-terminals.
 const HARMLESS: [u32; 7] = [1, 4, 5, 10, 13, 14, 116];
 const PTYS: core::ops::RangeInclusive<u32> = 136..=143;
 const VFIO: (u32, u32) = (10, 196);
@@ -47,10 +50,10 @@ static FCNTL: Next = Next::new(c"fcntl");
 static FCNTL64: Next = Next::new(c"fcntl64");
 static SOCKET: Next = Next::new(c"socket");
 static SETSOCKOPT: Next = Next::new(c"setsockopt");
-/// liburing's, where it is there at all.
+/// liburing's function, if the library is there at all.
 static RING_PARAMS: Next = Next::new(c"io_uring_queue_init_params");
 
-/// Finds the interposed functions of libc, in the constructor.
+/// Finds the interposed functions of libc. Called in the constructor.
 pub fn init() {
     for f in [&OPEN, &OPEN64, &OPENAT, &OPENAT64, &FOPEN, &FOPEN64, &FCNTL, &FCNTL64, &SOCKET, &SETSOCKOPT] {
         f.find();
@@ -69,7 +72,7 @@ pub fn may_pin() {
     }
 }
 
-/// Descriptors that a program begins with.
+/// Examines the descriptors that a program begins with.
 pub fn look_at_inherited() {
     let most = if pager().is_some_and(|p| p.without_move) { INHERITED } else { CLOSED_MOST };
     let mut closed = 0;
@@ -88,7 +91,7 @@ pub fn look_at_inherited() {
     }
 }
 
-/// A descriptor that was opened, or an error: what it may do. (With MOVE only where that `may` be something.)
+/// Examines a descriptor that was just opened; passes an error on. With MOVE only if `may` says that it could pin.
 fn opened(fd: c_int, may: impl FnOnce() -> bool) -> c_int {
     let matters = |p: &Pager| !p.pins.load(Relaxed) && (p.without_move || may());
     if fd >= 0 && pager().is_some_and(matters) && pins(fd) {
@@ -97,16 +100,16 @@ fn opened(fd: c_int, may: impl FnOnce() -> bool) -> c_int {
     fd
 }
 
-/// Whether the name of a file that was opened is a device's.
+/// Whether a file was opened by a device's name.
 ///
 /// # Safety
-/// A string's.
+/// `path` must be a string.
 unsafe fn is_device(path: *const c_char) -> bool {
-    // SAFETY: as the caller says; the kernel has read it.
+    // SAFETY: the caller promises a string, and the kernel has read it.
     unsafe { core::ffi::CStr::from_ptr(path) }.to_bytes().starts_with(b"/dev/")
 }
 
-/// Whether what is read from a descriptor may be written to memory by a device, or by another program behind a file system.
+/// Whether a read from a descriptor may have a device write to memory, or another program behind a file system.
 fn pins(fd: c_int) -> bool {
     // SAFETY: numbers only.
     let flags: Result<usize, Errno> = unsafe { sys!(libc::SYS_fcntl, fd, libc::F_GETFL) };
@@ -126,12 +129,12 @@ fn pins(fd: c_int) -> bool {
         libc::S_IFREG => {
             flags as i32 & libc::O_DIRECT != 0 || pager().is_some_and(|p| p.without_move) && is_read_in_place(fd)
         }
-        // (Pipes have O_DIRECT for something else.)
+        // For pipes O_DIRECT means something else.
         _ => false,
     }
 }
 
-/// Whether a file's system does direct I/O without being asked: 9P may, and FUSE where it refuses shared mappings.
+/// Whether a file's system does direct I/O unasked: 9P may, and FUSE if it refuses shared mappings.
 fn is_read_in_place(fd: c_int) -> bool {
     // SAFETY: zeros are a statfs; the call fills it.
     let mut fs: libc::statfs = unsafe { core::mem::zeroed() };
@@ -156,17 +159,17 @@ fn is_read_in_place(fd: c_int) -> bool {
 
 macro_rules! interpose_open {
     ($name:ident, $which:expr $(, $dir:ident)?) => {
-        /// As libc's of that name.
+        /// Replaces the libc function of this name.
         ///
         /// # Safety
         /// As libc's.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($dir: c_int,)? path: *const c_char, flags: c_int, mode: c_uint) -> c_int {
             type Real = unsafe extern "C" fn($(interpose_open!(@int $dir),)? *const c_char, c_int, c_uint) -> c_int;
-            // SAFETY: the function found under this name, with the caller's arguments. (The last is passed in a register
-            // whether the caller has given it or not.)
+            // SAFETY: the function found under this name, with the caller's arguments. (The last is passed in a
+            // register, whether the caller gave it or not.)
             let fd = unsafe { core::mem::transmute::<usize, Real>($which.find())($($dir,)? path, flags, mode) };
-            // SAFETY: it was opened by that name.
+            // SAFETY: `path` is the string by which it was opened.
             opened(fd, || flags & libc::O_DIRECT != 0 || unsafe { is_device(path) })
         }
     };
@@ -180,13 +183,13 @@ interpose_open!(openat64, OPENAT64, dir);
 
 macro_rules! interpose_checked_open {
     ($name:ident, $to:ident $(, $dir:ident)?) => {
-        /// As libc's of that name, which programs built with `_FORTIFY_SOURCE` call.
+        /// Replaces the libc function of this name, which programs built with `_FORTIFY_SOURCE` call.
         ///
         /// # Safety
         /// As libc's.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($dir: c_int,)? path: *const c_char, flags: c_int) -> c_int {
-            // SAFETY: the caller's arguments. (Where a mode is needed libc ends the program, which is not done here.)
+            // SAFETY: the caller's arguments. (If a mode is needed, libc ends the program; this does not.)
             unsafe { $to($($dir,)? path, flags, 0) }
         }
     };
@@ -199,7 +202,7 @@ interpose_checked_open!(__openat64_2, openat64, dir);
 
 macro_rules! interpose_fopen {
     ($name:ident, $which:expr) => {
-        /// As libc's of that name.
+        /// Replaces the libc function of this name.
         ///
         /// # Safety
         /// As libc's.
@@ -209,7 +212,7 @@ macro_rules! interpose_fopen {
             // SAFETY: the function found under this name, with the caller's arguments.
             let file = unsafe { core::mem::transmute::<usize, Real>($which.find())(path, mode) };
             if !file.is_null() {
-                // SAFETY: an open file.
+                // SAFETY: an open file, and the string by which it was opened.
                 opened(unsafe { libc::fileno(file) }, || unsafe { is_device(path) });
             }
             file
@@ -217,7 +220,7 @@ macro_rules! interpose_fopen {
     };
 }
 
-/// What the system call `nr` of libc's `syscall` answered: a descriptor, if it opens files.
+/// libc's `syscall` made call `nr`, which returned `ret`: if it opens files, that is a descriptor.
 pub fn called(nr: c_long, ret: isize) {
     let opens = [libc::SYS_open, libc::SYS_openat, libc::SYS_openat2].contains(&nr);
     if let Some(fd) = c_int::try_from(ret).ok().filter(|_| opens) {
@@ -227,16 +230,17 @@ pub fn called(nr: c_long, ret: isize) {
 
 macro_rules! interpose_temporary {
     ($name:ident, $which:expr) => {
-        /// As libc's of that name, of which each opens a file by itself.
+        /// Replaces the libc function of this name. Each of them opens a file by itself.
         ///
         /// # Safety
         /// As libc's.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name(template: *mut c_char, second: c_int, third: c_int) -> c_int {
             type Real = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_int;
-            // SAFETY: the function found under this name, with the caller's arguments. (In registers, given or not.)
+            // SAFETY: the function found under this name, with the caller's arguments. (They are in registers, given or
+            // not.)
             let fd = unsafe { core::mem::transmute::<usize, Real>($which.find())(template, second, third) };
-            // (Of those that take flags each has them in another place; few files are made so.)
+            // Those that take flags have them in different places, and few files are made this way.
             opened(fd, || true)
         }
     };
@@ -255,7 +259,7 @@ interpose_fopen!(fopen64, FOPEN64);
 
 macro_rules! interpose_fcntl {
     ($name:ident, $which:expr) => {
-        /// As libc's of that name.
+        /// Replaces the libc function of this name.
         ///
         /// # Safety
         /// As libc's.
@@ -275,7 +279,7 @@ macro_rules! interpose_fcntl {
 interpose_fcntl!(fcntl, FCNTL);
 interpose_fcntl!(fcntl64, FCNTL64);
 
-/// socket(2): the kernel's ciphers and XDP pin what they are to write to.
+/// socket(2): the kernel's ciphers and XDP pin the memory that they will write to.
 ///
 /// # Safety
 /// As libc's.
@@ -289,7 +293,7 @@ pub unsafe extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> 
     unsafe { core::mem::transmute::<usize, Real>(SOCKET.find())(domain, kind, protocol) }
 }
 
-/// setsockopt(2): TLS in the kernel decrypts in place, and sockets may send what is lent to them (`lent`).
+/// setsockopt(2): TLS in the kernel decrypts in place, and sockets may send memory that is lent to them (`lent`).
 ///
 /// # Safety
 /// As libc's.
@@ -307,7 +311,7 @@ pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, name: c_int, value:
     unsafe { core::mem::transmute::<usize, Real>(SETSOCKOPT.find())(fd, level, name, value, len) }
 }
 
-/// liburing's, through which a ring is made.
+/// liburing's function that makes a ring.
 ///
 /// # Safety
 /// As liburing's.
@@ -324,7 +328,7 @@ pub unsafe extern "C" fn io_uring_queue_init_params(entries: c_uint, ring: *mut 
     unsafe { core::mem::transmute::<usize, Real>(real)(entries, ring, params) }
 }
 
-/// liburing's, for a ring without parameters.
+/// liburing's function that makes a ring without parameters.
 ///
 /// # Safety
 /// As liburing's.
@@ -333,6 +337,6 @@ pub unsafe extern "C" fn io_uring_queue_init(entries: c_uint, ring: *mut c_void,
     // struct io_uring_params: sq_entries, cq_entries, flags, …
     let mut params = [0u32; 30];
     params[2] = flags;
-    // SAFETY: as the caller says, with parameters of ours.
+    // SAFETY: the caller passes liburing's arguments, and the parameters are ours.
     unsafe { io_uring_queue_init_params(entries, ring, params.as_mut_ptr().cast()) }
 }

@@ -1,8 +1,9 @@
-//! What is about to be executed. A program into which nothing can be preloaded (a static one, one with other rights than who starts it,
-//! one of 32 bits) runs all the same; the group says so once. One whose loader is musl's does so without this library.
+//! Examines a program that is about to be executed. A program into which nothing can be preloaded (a static one, one
+//! with other privileges than its caller's, a 32-bit one) runs all the same; the group says so once. One whose loader
+//! is musl's runs without this library.
 //!
-//! This may run in a vfork child, or on a small stack: it allocates nothing, reads little at a time, and touches no state but the group's
-//! flag.
+//! The code may run in a vfork child, or on a small stack: it allocates nothing, reads little at a time, and touches no
+//! state except the group's flag.
 
 use crate::pager;
 use core::ffi::{CStr, c_char, c_int};
@@ -12,37 +13,38 @@ use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::rights::{is_privileged, is_privileged_at};
 use uzswap_sys::{loader, sys};
 
-/// Bytes of the header of a 64-bit ELF file, and of an entry of its table of segments.
+/// Bytes of the header of a 64-bit ELF file, and of an entry in its table of segments.
 const HEADER: usize = 64;
 const ENTRY: usize = 56;
-/// The kind of the entry that says which loader a program wants.
+/// The type of the entry that names the program's loader.
 const PT_INTERP: [u8; 4] = [3, 0, 0, 0];
-/// Entries that are looked at.
+/// Entries that are examined.
 const ENTRIES: usize = 64;
-/// Bytes of a script's first line that the kernel looks at.
+/// Bytes of a script's first line that the kernel reads.
 const LINE: usize = 256;
-/// Scripts that are followed to their interpreter, one from another, as by the kernel.
+/// How many scripts are followed, each the interpreter of the one before, as in the kernel.
 const SCRIPTS: usize = 5;
 
-/// Of what kind a program is.
+/// The kind of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// It has no loader, and is none.
     Static,
-    /// Its loader is musl's, or it is that.
+    /// Its loader is musl's, or it is that loader.
     Musl,
-    /// It runs with other rights than who starts it, so its loader preloads nothing.
+    /// It runs with other privileges than its caller's, so its loader preloads nothing.
     Privileged,
-    /// It is one of 32 bits.
+    /// It is a 32-bit program.
     Short,
-    /// It has another loader, or is something else than an ELF program, or cannot be read.
+    /// It has another loader, or is no ELF program, or cannot be read.
     Other,
 }
 
-/// Of what kind the file `path` of the directory `dir` is, or the file `dir` itself where the path is empty; of a script, what its
-/// interpreter is. `path` is as exec was given it, perhaps no string at all: only the kernel reads it.
+/// The kind of file `path` in directory `dir`, or of file `dir` itself if the path is empty. For a script it is the
+/// kind of its interpreter. `path` is as exec received it and may not be a string at all, so only the kernel reads it.
 ///
-/// The story: of a script's interpreter nothing was known. One linked with musl was given an `LD_PRELOAD` that its loader cannot load.
+/// The story: nothing was known of a script's interpreter. One linked with musl got an `LD_PRELOAD` that its loader
+/// cannot load.
 pub fn kind(dir: c_int, path: *const c_char) -> Kind {
     let mut opened = open(dir, path);
     if opened == Err(libc::ENOENT) && dir >= 0 {
@@ -52,7 +54,8 @@ pub fn kind(dir: c_int, path: *const c_char) -> Kind {
     for _ in 0..SCRIPTS {
         let fd = match opened {
             Ok(fd) => fd,
-            // (Who may only execute it is told by the file's mode what its rights are, which is all that there is to know.)
+            // A caller that may only execute it can tell its privileges from the file's mode, and that is all there is
+            // to know.
             Err(libc::EACCES) => return if is_privileged_at(dir, path) { Kind::Privileged } else { Kind::Other },
             Err(_) => return Kind::Other,
         };
@@ -66,21 +69,21 @@ pub fn kind(dir: c_int, path: *const c_char) -> Kind {
     Kind::Other
 }
 
-/// Opens a file to be looked at. (The kernel executes regular files only. A pipe is not waited for.)
+/// Opens a file to examine it. (The kernel executes only regular files; O_NONBLOCK does not wait for a pipe.)
 fn open(dir: c_int, path: *const c_char) -> Result<i32, Errno> {
     let flags = libc::O_RDONLY | libc::O_CLOEXEC | libc::O_NONBLOCK | libc::O_NOCTTY;
-    // SAFETY: the kernel says EFAULT of a path that it cannot read.
+    // SAFETY: the kernel returns EFAULT for a path that it cannot read.
     unsafe { sys!(libc::SYS_openat, dir, path, flags, 0) }.map(|fd| fd as i32)
 }
 
-/// Opens what a descriptor has open, which may not be one to be read.
+/// Opens again the file behind a descriptor, which may not be open for reading.
 fn open_again(fd: c_int) -> Result<i32, Errno> {
     let (mut path, mut number) = ([0; raw::PATH], [0; 20]);
     let path = raw::path_of(&[b"/proc/self/fd/", raw::decimal(fd as u64, &mut number), b"\0"], &mut path);
     path.map_or(Err(libc::ENOENT), |path| open(libc::AT_FDCWD, path.as_ptr().cast()))
 }
 
-/// Of what kind an open file is; None where it is a script, whose interpreter's name `line` then begins with.
+/// The kind of an open file; `None` for a script, with its interpreter's name at the start of `line`.
 fn kind_of(fd: i32, line: &mut [u8; LINE]) -> Option<Kind> {
     let read = |to: &mut [u8], at: usize| raw::pread(fd, to, at as u64).unwrap_or(0);
     let word = |bytes: &[u8], at: usize| usize::from_le_bytes(core::array::from_fn(|i| bytes[at + i]));
@@ -102,11 +105,11 @@ fn kind_of(fd: i32, line: &mut [u8; LINE]) -> Option<Kind> {
     Some(if kind == Kind::Other && is_privileged(fd) { Kind::Privileged } else { kind })
 }
 
-/// Of what kind a file without a loader is where it is one itself, executed by its name with the program to load (`ldd`, wrappers of
-/// what brings its own libc). It is told by its file's name.
+/// The kind of a file without a loader, if it is a loader itself, executed by name with a program to load (`ldd`,
+/// wrappers of programs that bring their own libc). Its file name tells.
 ///
-/// The story: glibc's was taken for a static program, which was said to run without a limit, though it had one; and what musl's was to
-/// load was given an `LD_PRELOAD`.
+/// The story: glibc's loader was taken for a static program, so a program was said to run without a limit though it had
+/// one; and the program that musl's loader was to load got an `LD_PRELOAD`.
 fn kind_of_loader(fd: i32) -> Option<Kind> {
     let (mut path, mut number, mut name) = ([0; raw::PATH], [0; 20], [0; LINE]);
     let path = raw::path_of(&[b"/proc/thread-self/fd/", raw::decimal(fd as u64, &mut number), b"\0"], &mut path)?;
@@ -115,7 +118,7 @@ fn kind_of_loader(fd: i32) -> Option<Kind> {
     Some(if is_glibcs { Kind::Other } else { Kind::Musl })
 }
 
-/// Of what kind a 64-bit ELF program is, by its table of `count` segments at `table`.
+/// The kind of a 64-bit ELF program, from its table of `count` segments at `table`.
 fn kind_by_loader(read: &impl Fn(&mut [u8], usize) -> usize, table: usize, count: usize) -> Kind {
     let word = |bytes: &[u8], at: usize| usize::from_le_bytes(core::array::from_fn(|i| bytes[at + i]));
     let mut entry = [0u8; ENTRY];
@@ -130,11 +133,11 @@ fn kind_by_loader(read: &impl Fn(&mut [u8], usize) -> usize, table: usize, count
             return if loader.windows(8).any(|name| name == b"/ld-musl") { Kind::Musl } else { Kind::Other };
         }
     }
-    // (Where not all were looked at: no warning is better than a wrong one.)
+    // If not all entries were examined, no warning is better than a wrong one.
     if (1..=ENTRIES).contains(&count) { Kind::Static } else { Kind::Other }
 }
 
-/// Makes of a script's first line the name of its interpreter, with its end. False where it names none.
+/// Turns a script's first line into the name of its interpreter, with its NUL. False if it names none.
 fn keep_interpreter(line: &mut [u8; LINE]) -> bool {
     let ends = |c: &u8| b" \t\n\0".contains(c);
     let Some(start) = line[2..].iter().position(|c| !b" \t".contains(c)).map(|at| at + 2) else { return false };
@@ -144,7 +147,8 @@ fn keep_interpreter(line: &mut [u8; LINE]) -> bool {
     len > 0
 }
 
-/// Says, once in a group for each of these kinds, of a program whose path the kernel has read that it runs without a limit.
+/// Warns, once in a group for each of these kinds, that a program runs without a limit. The kernel must have read its
+/// path.
 pub fn warn(kind: Kind, path: *const c_char) {
     let (reason, why): (u32, &[u8]) = match kind {
         Kind::Static => (unmanaged::STATIC, b" is statically linked"),

@@ -1,6 +1,6 @@
-//! Programs that fork without `fork`: by libc's `syscall` or `clone`.
+//! Handles programs that fork without `fork`: by libc's `syscall` or `clone`.
 //!
-//! Both are interposed, and give such a child its memory as `fork`'s gets it. What remains is a program that makes the
+//! Both are interposed, and give such a child its memory just as `fork` does. What remains is a program that makes the
 //! system call with instructions of its own (or has libc make it on a new stack through `syscall`).
 
 use crate::next::Next;
@@ -17,27 +17,27 @@ use uzswap_sys::{raw, sys};
 
 static SYSCALL: Next = Next::new(c"syscall");
 static CLONE: Next = Next::new(c"clone");
-/// What the child made by `clone` is to run (under the pager's lock, which the child inherits).
+/// What the child made by `clone` must run. The pager's lock protects both; the child inherits it.
 static ENTRY: AtomicUsize = AtomicUsize::new(0);
 static ARGUMENT: AtomicUsize = AtomicUsize::new(0);
 
-/// Finds the wrapped functions, in the constructor.
+/// Finds the wrapped functions. Called in the constructor.
 pub fn init() {
     SYSCALL.find();
     CLONE.find();
 }
 
-/// Times that memory is brought which has left again by the time the lock is had.
+/// How often to bring memory that has left again by the time the lock is taken.
 const TRIES: u32 = 100;
 
-/// Flags and stack of a call that makes a process or a thread.
+/// Flags and stack of a call that makes a process or a thread; `None` for any other call.
 fn cloning(nr: c_long, a: [usize; 6]) -> Option<(u64, u64)> {
     match nr {
         libc::SYS_fork => Some((0, 0)),
         libc::SYS_clone => Some((a[0] as u64, a[1] as u64)),
         // struct clone_args: flags, pidfd, child_tid, parent_tid, exit_signal, stack, …
         libc::SYS_clone3 if a[0] != 0 && a[1] >= 64 => {
-            // SAFETY: the caller passes a structure of that size.
+            // SAFETY: the caller passes a structure of at least that size.
             let args = unsafe { core::slice::from_raw_parts(a[0] as *const u64, 8) };
             Some((args[0], args[5]))
         }
@@ -45,24 +45,24 @@ fn cloning(nr: c_long, a: [usize; 6]) -> Option<(u64, u64)> {
     }
 }
 
-/// Where the kernel is to note that who makes a call, or who is made by it and shares this memory, has ended.
+/// The address where the kernel must note the end of the caller, or of the thread that the call makes in this memory.
 ///
-/// The story: only of libc's `clone` it was known. Who waited for a thread that was made by the number of the call, or that had set the place
-/// by itself (`set_tid_address`), waited for ever where that was out.
+/// The story: this was known only for libc's `clone`. A thread that waited for one made by the number of the call, or
+/// for one that had set the address itself (`set_tid_address`), waited for ever if that page was out.
 fn end_noted_at(nr: c_long, a: [usize; 6]) -> Option<usize> {
     let shared = (libc::CLONE_VM | libc::CLONE_CHILD_CLEARTID) as u64;
     let is_asked = cloning(nr, a).is_some_and(|(flags, _)| flags & shared == shared);
     let at = match nr {
         libc::SYS_set_tid_address => a[0],
         libc::SYS_clone if is_asked => a[3],
-        // SAFETY: the caller passes a structure of more words (see `cloning`).
+        // SAFETY: the caller passes a structure with more words than this (see `cloning`).
         libc::SYS_clone3 if is_asked => unsafe { (a[0] as *const usize).add(2).read() },
         _ => 0,
     };
     (at != 0).then_some(at)
 }
 
-/// syscall(2); a fork made with it is treated as one.
+/// syscall(2). A fork made with it is treated as one.
 ///
 /// # Safety
 /// As the system call's.
@@ -85,41 +85,41 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
             // SAFETY: the function found under this name, with the caller's arguments.
             return unsafe { core::mem::transmute::<usize, Real>(SYSCALL.find())(nr, a, b, c, d, e, f) };
         }
-        // SAFETY: as the caller says.
+        // SAFETY: the caller passes the system call's arguments.
         _ if nr == libc::SYS_mremap => unsafe { remap::mremap(a, b, c, d, e) },
         _ if nr == libc::SYS_process_madvise => {
             let call = calls::begin_one(nr, c, d);
-            // SAFETY: as the caller says.
+            // SAFETY: the caller passes the system call's arguments.
             unsafe { calls::process_advice(call, args) }
         }
         _ if nr == libc::SYS_vmsplice && lent::copies(a as c_int) => {
-            // SAFETY: as the caller says.
+            // SAFETY: the caller passes the system call's arguments.
             unsafe { lent::give(a as c_int, b as *const libc::iovec, c, d as c_uint) }
         }
         _ if nr == libc::SYS_mlockall => lockall::call(a as c_int).map_or_else(|errno| -(errno as isize), |()| 0),
         _ if nr == libc::SYS_setsockopt && lent::is_refused(b as c_int, c as c_int) => {
             lent::refuse(args).map_or_else(|errno| -(errno as isize), |()| 0)
         }
-        // SAFETY: as the caller says.
+        // SAFETY: the caller passes the system call's arguments.
         _ if nr == libc::SYS_futex => unsafe { futexes::call(args) },
-        // SAFETY: as the caller says.
+        // SAFETY: the caller passes the system call's arguments.
         _ if nr == libc::SYS_execve => environment::start(libc::AT_FDCWD, a as _, c as _, |envp| unsafe {
             raw::syscall(nr, [a, b, envp as usize, d, e, f])
         }),
-        // SAFETY: as the caller says.
+        // SAFETY: the caller passes the system call's arguments.
         _ if nr == libc::SYS_execveat => environment::start(a as c_int, b as _, d as _, |envp| unsafe {
             raw::syscall(nr, [a, b, c, envp as usize, e, f])
         }),
         _ if nr == libc::SYS_mmap => {
             let call = calls::begin_one(nr, c, d);
             let flags = populated::flags_of_mmap(c as c_int, d as c_int) as usize;
-            // SAFETY: as the caller says.
+            // SAFETY: the caller passes the system call's arguments.
             let ret = unsafe { raw::syscall(nr, [a, b, c, flags, e, f]) };
             calls::end_one(call);
             populated::after_mmap(ret as usize, b, c as c_int, d as c_int);
             ret
         }
-        // SAFETY: as the caller says.
+        // SAFETY: the caller passes the system call's arguments.
         _ => unsafe { other(nr, args) },
     };
     match raw::check(ret) {
@@ -128,7 +128,7 @@ pub unsafe extern "C" fn syscall(nr: c_long, a: usize, b: usize, c: usize, d: us
     }
 }
 
-/// A call that is not one of those that take more: what the kernel returns.
+/// Makes a call that needs no branch of its own in [`syscall`]. Returns the kernel's value.
 ///
 /// # Safety
 /// As the system call's.
@@ -146,7 +146,7 @@ unsafe fn other(nr: c_long, args: [usize; 6]) -> isize {
         libc::SYS_shmat => segments::call(a, b, c),
         _ => None,
     };
-    // SAFETY: as the caller says.
+    // SAFETY: the caller passes the system call's arguments.
     let ret = done.unwrap_or_else(|| unsafe { raw::syscall(nr, args) });
     match nr {
         libc::SYS_madvise => calls::end_advice(held, a, b, c, ret),
@@ -160,7 +160,7 @@ type Entry = extern "C" fn(*mut c_void) -> c_int;
 type RealClone =
     unsafe extern "C" fn(Entry, *mut c_void, c_int, *mut c_void, *mut c_void, *mut c_void, *mut c_void) -> c_int;
 
-/// clone(2) of libc; without CLONE_VM it is a fork.
+/// clone(2) of libc. Without CLONE_VM it is a fork.
 ///
 /// # Safety
 /// As clone's.
@@ -188,35 +188,35 @@ pub unsafe extern "C" fn clone(
     }
     let mut used = [(0, 0); 5];
     used[..3].copy_from_slice(&thread_ids(flags as u64, parent_tid as usize, parent_tid as usize, child_tid as usize));
-    // (libc writes to the new stack, too, before there is a child.)
+    // libc writes to the new stack, too, before there is a child.
     used[3] = ((stack as usize).saturating_sub(HOOK_STACK), HOOK_STACK);
     hold_with(&used, flags as u64);
     ENTRY.store(entry as usize, Relaxed);
     ARGUMENT.store(arg as usize, Relaxed);
-    // SAFETY: the caller's arguments, with an entry of ours that goes on to the caller's.
+    // SAFETY: the caller's arguments, with an entry of ours that continues with the caller's.
     let pid = unsafe { real(run, stack, flags, core::ptr::null_mut(), parent_tid, tls, child_tid) };
     after_fork(pid as isize);
     pid
 }
 
-/// Where the kernel puts the number of what it makes: in the parent (the first two) and in the child. Each an address and a number of
-/// bytes, 0 for none.
+/// Where the kernel writes the numbers of what it makes: the first two in the parent, the third in the child. Each is
+/// an address and a number of bytes, 0 for none.
 fn thread_ids(flags: u64, pidfd: usize, parent_tid: usize, child_tid: usize) -> [(usize, usize); 3] {
     let asked =
         [(libc::CLONE_PIDFD, pidfd), (libc::CLONE_PARENT_SETTID, parent_tid), (libc::CLONE_CHILD_SETTID, child_tid)];
     asked.map(|(flag, at)| if flags & flag as u64 != 0 { (at, size_of::<c_int>()) } else { (0, 0) })
 }
 
-/// The memory that a call uses which makes a process: [`thread_ids`], and what it reads of `clone3`'s arguments.
+/// The memory that a call which makes a process uses: [`thread_ids`], and the arguments of `clone3`.
 fn used_by(nr: c_long, a: [usize; 6], flags: u64) -> [(usize, usize); 5] {
     let mut used = [(0, 0); 5];
     let ids = match nr {
         libc::SYS_clone => thread_ids(flags, a[2], a[2], a[3]),
         libc::SYS_clone3 => {
-            // SAFETY: the caller passes a structure of that size, which is not less than 8 words (see `cloning`).
+            // SAFETY: the caller passes a structure of that size, which is at least 8 words (see `cloning`).
             let args = unsafe { core::slice::from_raw_parts(a[0] as *const usize, a[1].min(PAGE) / 8) };
             used[3] = (a[0], a[1].min(PAGE));
-            // Numbers that the child is to have, and how many.
+            // The numbers that the child must get, and how many they are.
             if let [set_tid, count] = args.get(8..10).unwrap_or_default() {
                 used[4] = (*set_tid, (*count).min(PAGE / 4) * size_of::<c_int>());
             }
@@ -228,11 +228,12 @@ fn used_by(nr: c_long, a: [usize; 6], flags: u64) -> [(usize, usize); 5] {
     used
 }
 
-/// Takes the lock as for a fork at a moment when memory is there that is used until it is given back: nobody could serve a fault on it,
-/// and where the child writes to it before its memory is managed, the page must be its own already.
+/// Takes the lock as for a fork, at a moment when the memory that is used until its release is present. Nobody could
+/// serve a fault on it; and where the child writes to it before its memory is managed, the page must be its own
+/// already.
 ///
-/// The story: only the new stack was made sure of. A program that had the number of its child put where its memory was out stood still
-/// for ever, and where the child put its own, the rest of that page was zeros.
+/// The story: only the new stack was made sure of. A program whose child's number was to be written to memory that was
+/// out stood still for ever; and where the child wrote its own number, the rest of that page was zeros.
 fn hold_with(used: &[(usize, usize)], flags: u64) {
     if flags & libc::CLONE_NEWPID as u64 != 0 {
         leaving::before_fork_apart();
@@ -244,7 +245,7 @@ fn hold_with(used: &[(usize, usize)], flags: u64) {
         pages.clone().for_each(|page| populate(page * PAGE, (page + 1) * PAGE));
         before_fork();
         let Some(p) = pager() else { return };
-        // (What cannot be had after so many tries is no memory that the kernel could use.)
+        // What cannot be had after so many tries is no memory that the kernel could use.
         let writable = p.protections.load(Relaxed) == protections;
         if left == 0 || writable && pages.clone().all(|page| p.is_in_memory(page * PAGE)) {
             return;
@@ -257,9 +258,10 @@ fn hold_with(used: &[(usize, usize)], flags: u64) {
 extern "C" fn run(_: *mut c_void) -> c_int {
     let (entry, arg) = (ENTRY.load(Relaxed), ARGUMENT.load(Relaxed));
     after_fork(0);
-    // SAFETY: what `clone` was given.
+    // SAFETY: the entry and argument that `clone` was given.
     let status = unsafe { core::mem::transmute::<usize, Entry>(entry)(arg as *mut c_void) };
-    // Its return ends the process. (libc's clone would end this thread alone, and the helpers would keep the process.)
+    // The entry's return ends the process. (libc's clone would end only this thread, and the helpers would keep the
+    // process alive.)
     // SAFETY: ends the process.
     let _ = unsafe { sys!(libc::SYS_exit_group, status) };
     status

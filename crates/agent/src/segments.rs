@@ -1,8 +1,9 @@
 //! System V shared memory that is attached over memory of the program's (`shmat` with SHM_REMAP).
 //!
-//! The one way to unmap memory of which the kernel makes no event: what was out there was still known when the segment was
-//! detached, and came back in what was mapped there next, where there should be zeros. So the segment is attached elsewhere and
-//! moved over it by `mremap`, which unmaps in the same step, and is told of. A segment that may not be attached changes nothing.
+//! This is the one way to unmap memory for which the kernel sends no event. What was out there was still known when the
+//! segment was detached, and came back in what was mapped there next, where there should be zeros. So the segment is
+//! attached elsewhere and moved over that memory by `mremap`, which unmaps it in the same step and sends an event. A
+//! segment that may not be attached changes nothing.
 
 use crate::next::Next;
 use crate::{fails, pager, remap};
@@ -13,18 +14,19 @@ use uzswap_sys::{raw, sys};
 
 static SHMAT: Next = Next::new(c"shmat");
 
-/// Finds the interposed function, in the constructor.
+/// Finds the interposed function. Called in the constructor.
 pub fn init() {
     SHMAT.find();
 }
 
-/// Where memory is attached over what is there; None where it is not, or where the kernel is to say what is wrong.
+/// The address, if a segment is attached over what is there; `None` if it is not, or if the kernel should report what
+/// is wrong.
 fn over(at: usize, flags: c_int) -> Option<usize> {
     let start = if flags & libc::SHM_RND != 0 { at & !(PAGE - 1) } else { at };
     (flags & libc::SHM_REMAP != 0 && start != 0 && start.is_multiple_of(PAGE) && pager().is_some()).then_some(start)
 }
 
-/// Makes the system call `shmat` for a program if it is one that attaches over memory; what the kernel returned.
+/// Makes the system call `shmat` for the program if it attaches over memory. Returns what the kernel would.
 pub fn call(id: usize, at: usize, flags: usize) -> Option<isize> {
     let at = over(at, flags as c_int)?;
     Some(attach(id as c_int, at, flags as c_int).map_or_else(|errno| -(errno as isize), |()| at as isize))
@@ -32,18 +34,18 @@ pub fn call(id: usize, at: usize, flags: usize) -> Option<isize> {
 
 /// Attaches a segment over what is at `at`.
 fn attach(id: c_int, at: usize, flags: c_int) -> Result<(), Errno> {
-    // SAFETY: a plain structure, for which zeros are a value.
+    // SAFETY: a plain structure, for which zeros are a valid value.
     let mut about: libc::shmid_ds = unsafe { core::mem::zeroed() };
     // SAFETY: a structure of ours.
     unsafe { sys!(libc::SYS_shmctl, id, libc::IPC_STAT, &raw mut about) }?;
     let len = about.shm_segsz.next_multiple_of(PAGE);
-    // SAFETY: the kernel chooses a place where nothing is.
+    // SAFETY: the kernel chooses a free place.
     let from = unsafe { sys!(libc::SYS_shmat, id, 0, flags & !(libc::SHM_REMAP | libc::SHM_RND)) }?;
     let how = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
     // SAFETY: the segment just attached, over memory that the program gives up.
     let ret = unsafe { remap::mremap(from, len, len, how as usize, at) };
     raw::check(ret).map(drop).inspect_err(|_| {
-        // SAFETY: the segment just attached, which nobody knows of.
+        // SAFETY: the segment just attached, which nobody knows.
         let _ = unsafe { sys!(libc::SYS_shmdt, from) };
     })
 }

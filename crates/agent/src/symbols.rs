@@ -1,12 +1,14 @@
-//! What libc itself defines, whoever else has a function of that name: allocators and sanitizers have an `mmap` and a `memcpy`.
+//! Finds the functions that libc itself defines, even if others define the same names: allocators and sanitizers have
+//! an `mmap` and a `memcpy` of their own.
 //!
-//! Looked up in libc's own table (ELF's symbols and GNU hash). dlopen would give a handle for dlsym, but allocates: the program's
-//! heap then begins with what the loader needs, in a page that can be out, and be lost with a swap server.
+//! It searches libc's own table (ELF symbols and GNU hash). dlopen would give a handle for dlsym, but allocates: the
+//! program's heap would then begin with data that the loader needs, in a page that can be out, and be lost with a swap
+//! server.
 
 use core::ffi::{CStr, c_char, c_int, c_void};
 
 unsafe extern "C" {
-    /// As dladdr(3), and more.
+    /// dladdr(3) with more results.
     fn dladdr1(at: *const c_void, info: *mut libc::Dl_info, more: *mut *mut c_void, flags: c_int) -> c_int;
 }
 
@@ -16,13 +18,13 @@ const DT_STRTAB: i64 = 5;
 const DT_SYMTAB: i64 = 6;
 const DT_GNU_HASH: i64 = 0x6fff_fef5;
 const DT_VERSYM: i64 = 0x6fff_fff0;
-/// Of a symbol's version: who does not ask for it does not get it.
+/// In a symbol's version: only callers that ask for this version get it.
 const VERSION_HIDDEN: u16 = 0x8000;
 const STT_FUNC: u8 = 2;
-/// A symbol whose value is a function that returns the function.
+/// A symbol whose value is a function that returns the function's address.
 const STT_GNU_IFUNC: u8 = 10;
 
-/// The beginning of glibc's `struct link_map`.
+/// The start of glibc's `struct link_map`.
 #[repr(C)]
 struct LinkMap {
     base: usize,
@@ -41,21 +43,21 @@ struct Symbol {
     size: usize,
 }
 
-/// The tables of libc.
+/// libc's symbol tables.
 pub struct Libc {
     base: usize,
     symbols: *const Symbol,
     strings: *const c_char,
     hash: *const u32,
-    /// For each symbol.
+    /// One for each symbol.
     versions: *const u16,
 }
 
 impl Libc {
-    /// Those of the libc that is loaded; None where it has other ones.
+    /// The tables of the loaded libc; `None` if it has other kinds of tables.
     pub fn find() -> Option<Self> {
-        // SAFETY: zeros are such a structure; a constant name that nobody else has; the calls fill what is ours. The link map and its
-        // tables are the loader's, and stay.
+        // SAFETY: zeros are a valid Dl_info; the name is a constant that nobody else defines; the calls fill structures
+        // of ours. The link map and its tables are the loader's, and stay.
         unsafe {
             let inside = libc::dlsym(libc::RTLD_DEFAULT, c"gnu_get_libc_version".as_ptr());
             let mut info: libc::Dl_info = core::mem::zeroed();
@@ -79,11 +81,12 @@ impl Libc {
         }
     }
 
-    /// The address of a function, of its default version; 0 where there is none.
+    /// The address of a function's default version; 0 if there is none.
     pub fn symbol(&self, name: &CStr) -> usize {
         let wanted = name.to_bytes().iter().fold(5381u32, |h, c| h.wrapping_mul(33).wrapping_add(u32::from(*c)));
-        // SAFETY: the tables of a library that is loaded, as the format says: four numbers, the filter (64-bit words), a list of
-        // buckets, a hash for each symbol from the first on, the last of a bucket with its lowest bit set.
+        // SAFETY: the tables are those of a loaded library, in the documented format: four numbers, the filter (64-bit
+        // words), the buckets, and a hash for each symbol from `first` on; the last hash of a bucket has its lowest bit
+        // set.
         unsafe {
             let [buckets, first, filter] = [0, 1, 2].map(|i| *self.hash.add(i) as usize);
             let lists = self.hash.add(4 + 2 * filter);
@@ -109,12 +112,12 @@ impl Libc {
         0
     }
 
-    /// Whether symbol `i` is defined, and is the one meant by who names no version.
+    /// Whether symbol `i` is defined, and is the one that a reference without a version means.
     ///
     /// # Safety
     /// There is such a symbol.
     unsafe fn is_default(&self, i: usize) -> bool {
-        // SAFETY: as the caller says; there are as many versions.
+        // SAFETY: the caller promises that the symbol exists, and there are as many versions as symbols.
         let (symbol, version) = unsafe { (*self.symbols.add(i), *self.versions.add(i)) };
         symbol.section != 0 && symbol.value != 0 && version & VERSION_HIDDEN == 0
     }
@@ -125,7 +128,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    /// What the loader says of libc itself.
+    /// The loader's answers about libc itself.
     struct Loader(*mut c_void);
 
     impl Loader {
@@ -147,7 +150,7 @@ mod tests {
         }
     }
 
-    /// All functions of libc's table: names, and whether they are resolved by a function.
+    /// All functions in libc's table: names, and whether a function resolves them.
     fn all(libc: &Libc) -> Vec<(&'static CStr, bool)> {
         // SAFETY: as in `Libc::symbol`; the names stay as long as libc.
         unsafe {
@@ -209,7 +212,7 @@ mod tests {
     fn what_is_no_function_of_libcs_is_not_found() {
         let libc = Libc::find().expect("glibc");
         let none = [c"", c"m", c"mma", c"mmap65", c"uzswap_no_such_function", c"dlopen_of_another_library"];
-        // Data, and a variable of each thread's.
+        // Data, and a thread-local variable.
         let data = [c"environ", c"stdout", c"__libc_single_threaded", c"errno"];
         for name in none.into_iter().chain(data) {
             assert_eq!(libc.symbol(name), 0, "{name:?}");

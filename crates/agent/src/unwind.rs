@@ -1,11 +1,13 @@
-//! The unwinder's functions, which nobody calls: so that no process has to load it.
+//! Stubs of the unwinder's functions, so that no process has to load the unwinder.
 //!
-//! The standard library is compiled to unwind when it panics, and names the functions of libgcc for it. The agent is compiled to
-//! abort, so they are never called; but the library that has them was loaded into every process: four mappings, and a constructor that
-//! asks the processor what it can do, by an instruction that virtual machines trap. That was a sixth of what a process costs.
+//! The standard library is compiled to unwind when it panics, and refers to functions of libgcc for it. The agent is
+//! compiled to abort, so they are never called. But the library that has them was loaded into every process: four
+//! mappings, and a constructor that queries the processor's features by an instruction that virtual machines trap. That
+//! was a sixth of what a process costs.
 //!
-//! So the names are defined here, hidden (the program does not see them): each ends the process. Exceptions of the program's, and
-//! threads that it cancels, pass through the agent's functions as ever, which say how (`.eh_frame`), and have nothing to be asked.
+//! So their names are defined here, hidden, so that the program does not see them; each ends the process. Exceptions of
+//! the program's, and the unwinding of cancelled threads, pass through the agent's functions as ever. These describe
+//! their frames (`.eh_frame`), and have no handlers to call.
 
 use core::arch::global_asm;
 
@@ -26,7 +28,7 @@ global_asm!(
     "UZ_UNWIND _Unwind_SetGR",
     "UZ_UNWIND _Unwind_SetIP",
     "ud2",
-    // What a panic says where it came from asks for the frames of: there are none (_URC_END_OF_STACK).
+    // A panic's message asks for the frames it came from: there are none (_URC_END_OF_STACK).
     "UZ_UNWIND _Unwind_Backtrace",
     "mov eax, 5",
     "ret",

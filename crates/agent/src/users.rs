@@ -1,7 +1,8 @@
-//! Changes of user and of capabilities: uzswap's threads follow, or the process is let go of (`uzswap_pager::calls::credentials`).
+//! Changes of user and capabilities: uzswap's threads follow, or the process is let go of
+//! (`uzswap_pager::calls::credentials`).
 //!
-//! libc's functions are interposed. What a program changes by system calls of its own holds for the calling thread alone, and
-//! is not followed (some servers act for their clients in that way).
+//! libc's functions are interposed. Changes that a program makes by system calls of its own hold for the calling thread
+//! alone, and uzswap does not follow them (some servers act for their clients that way).
 
 use crate::leaving::changes_user;
 use crate::next::Next;
@@ -23,9 +24,9 @@ static SETRESGID: Next = Next::new(c"setresgid");
 static SETGROUPS: Next = Next::new(c"setgroups");
 static INITGROUPS: Next = Next::new(c"initgroups");
 
-/// Left as it is, as an argument.
+/// As an argument: leave the id as it is.
 const SAME: u32 = u32::MAX;
-/// Finds the interposed functions, in the constructor.
+/// Finds the interposed functions. Called in the constructor.
 pub fn init() {
     let users = [&SETUID, &SETEUID, &SETREUID, &SETRESUID];
     let groups = [&SETGID, &SETEGID, &SETREGID, &SETRESGID, &SETGROUPS, &INITGROUPS];
@@ -34,21 +35,22 @@ pub fn init() {
     });
 }
 
-/// Real, effective and saved user (`SYS_getresuid`) or group (`SYS_getresgid`) of the calling thread.
+/// The real, effective and saved user (`SYS_getresuid`) or group (`SYS_getresgid`) ids of the calling thread.
 fn own(nr: i64) -> [u32; 3] {
     let mut ids = [0u32; 3];
     let [real, effective, saved] = &mut ids;
-    // SAFETY: three numbers of ours to be filled.
+    // SAFETY: the kernel fills three numbers of ours.
     let _ = unsafe { sys!(nr, core::ptr::from_mut(real), core::ptr::from_mut(effective), core::ptr::from_mut(saved)) };
     ids
 }
 
-/// Whether ids that are asked for are those that there are.
+/// Whether the ids asked for are those that the thread has.
 fn already(get: i64, asked: [u32; 3]) -> bool {
     own(get).iter().zip(asked).all(|(own, asked)| asked == SAME || asked == *own)
 }
 
-/// What `setreuid` and `setregid` ask for. (Given a real id alone they change the saved one too: no id is equal to that.)
+/// What `setreuid` and `setregid` ask for. (If only a real id is given they change the saved one, too; `SAME - 1`
+/// equals no id.)
 fn pair(real: u32, effective: u32) -> [u32; 3] {
     let saved = if effective == SAME && real != SAME { SAME - 1 } else { effective };
     [real, effective, saved]
@@ -60,7 +62,7 @@ fn numbers(nr: i64, ids: [u32; 3]) -> Change {
 
 macro_rules! interpose {
     ($name:ident, $which:expr, $id:ty, $get:expr, $set:expr, ($($arg:ident),+), $asked:expr, $ids:expr) => {
-        /// As libc's of that name.
+        /// Replaces the libc function of this name.
         ///
         /// # Safety
         /// As libc's.
@@ -127,15 +129,15 @@ interpose!(
     [id, effective, saved]
 );
 
-/// Has uzswap's threads have the groups that the calling thread has now.
+/// Makes uzswap's threads take the groups that the calling thread has now.
 fn follow_groups(p: &Pager) -> bool {
     let get = |most: usize, list: usize| {
-        // SAFETY: a list of ours to be filled, with room for as many.
+        // SAFETY: the kernel fills a list of ours, which has room for as many.
         unsafe { sys!(libc::SYS_getgroups, most, list) }
     };
     let Ok(most) = get(0, 0) else { return false };
     let (bytes, rw) = ((most * size_of::<gid_t>()).max(1), libc::PROT_READ | libc::PROT_WRITE);
-    // (There may be 65,536 of them, too many for a stack.)
+    // There may be 65,536 of them, too many for a stack.
     // SAFETY: a new mapping.
     let list = unsafe { sys!(libc::SYS_mmap, 0, bytes, rw, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1isize, 0) };
     let Ok(list) = list else { return false };
@@ -185,7 +187,7 @@ pub unsafe extern "C" fn capset(header: *mut c_void, data: *const c_void) -> c_i
         return real();
     }
     changes_user(real, |p| {
-        // (The structure may be of an older version, with half of it: what is asked for is what the thread has now.)
+        // The structure may be an older version, of half the size; so use what the thread has now.
         thread::capabilities()
             .is_ok_and(|now| p.change_helpers(Change { nr: libc::SYS_capset, args: [0, now.as_ptr() as usize, 0] }))
     })
