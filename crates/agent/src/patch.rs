@@ -1,9 +1,10 @@
 //! Wraps system calls that libc makes inside itself.
 //!
 //! malloc grows by calls that never pass the symbol table, and fork's child runs libc code before any handler could
-//! run, so interposing symbols is not enough. Each function concerned makes its call with the seven bytes `mov eax, NR;
-//! syscall`. They become `call thunk; nop`, and the thunk makes the call and tells the agent. Only that exact pattern
-//! is patched; if it is missing, the caller is told. The thunks preserve every register that a system call preserves.
+//! run, so interposing symbols is not enough. Each function concerned makes its call with the seven bytes
+//! `mov eax, NR; syscall`. They become `call thunk; nop`, and the thunk makes the call and tells the agent. Only that
+//! exact pattern is patched; if it is missing, the caller is told. The thunks preserve every register that a system
+//! call preserves.
 
 use crate::near;
 use crate::symbols::Libc;

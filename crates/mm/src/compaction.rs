@@ -19,7 +19,7 @@
 //!    part of the zone is emptied and the same part filled. [`policy::Pivot`] does just that, as published. Our own
 //!    rule, [`policy::Emptiest`], has no pivot: it goes to where the least work is.
 //! 2. *Pages are migrated back and forth* as the scanners change direction. [`Counters::migrated_twice`] counts pages
-//!    moved more than once in a pass; the bound is none. In a pass a page moves only into a block that the free scanner
+//!    moved more than once in a pass; the bound is 0. In a pass a page moves only into a block that the free scanner
 //!    has reached. The migrate scanner enters no such block (they meet first, by block), and `Emptiest` takes no page
 //!    from a block that received one in the same pass. The counter counts what actually happens, by a mark for each
 //!    frame, and tests hold it at 0. [`Counters::migrated_again`] counts pages that move in two passes in succession,
@@ -102,11 +102,11 @@ pub enum Outcome {
 
 /// The state of compaction of one zone under one policy.
 pub struct Compactor<P> {
-    /// Where pages come from and go to.
+    /// Chooses where pages come from and go to.
     pub policy: P,
-    /// When not to try.
+    /// Tells when not to try.
     pub deferral: Deferral,
-    /// What was done.
+    /// Counts what was done.
     pub counters: Counters,
     /// For each frame, the pass (modulo 255, plus one) in which a page was last moved into it; 0 for none.
     moved_in: Vec<u8>,

@@ -81,8 +81,8 @@ mod tests {
     }
 }
 
-/// Processes that take a place, clean it up and are killed on the way, in every interleaving: `RUSTFLAGS="--cfg loom"
-/// cargo test --release -p uzswap-sys --lib -- owner`.
+/// Processes that take a place, clean it up and are killed on the way, in every interleaving:
+/// `RUSTFLAGS="--cfg loom" cargo test --release -p uzswap-sys --lib -- owner`.
 #[cfg(all(test, loom))]
 mod tests {
     use super::*;
@@ -198,7 +198,7 @@ mod tests {
         model.check(run);
     }
 
-    /// Two want the same dead member's place. Each may be killed at any step, and the other must cope.
+    /// Two want the same dead member's place. Each may be killed at any step, and the other then finds it dead.
     #[test]
     fn one_of_two_gets_it_whenever_they_are_killed() {
         let (got, both) = (Std::new([0, 1].map(|_| AtomicUsize::new(0))), Std::new(AtomicUsize::new(0)));

@@ -2,9 +2,9 @@
 //!
 //! libc does not know these threads. They hold none of its locks, have no TLS from it, do not keep the process alive
 //! after `pthread_exit`, and can be started in a forked child before libc has put itself in order. In turn they may use
-//! nothing of libc or std that needs TLS. All signals are blocked in them. A tracer that follows new threads (`strace
-//! -f`) does not get them: when it reads memory that is out it waits for one of them, and would have stopped the very
-//! one.
+//! nothing of libc or std that needs TLS. All signals are blocked in them. A tracer that follows new threads
+//! (`strace -f`) does not get them: when it reads memory that is out it waits for one of them, and would have stopped
+//! the very one.
 
 use crate::raw::Errno;
 use crate::sys;

@@ -1,4 +1,4 @@
-//! Rule: names the three compaction policies for users, who may change it while the engine runs.
+//! Rule: names the three compaction policies for users. The choice is made at run time, not when the engine is built.
 
 use super::policy::{Emptiest, Linear, Pivot, Policy, ZoneEnds};
 use crate::zone::{Kind, Zone};

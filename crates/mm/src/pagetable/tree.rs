@@ -78,7 +78,7 @@ const HIGH: u64 = MIDDLE * FANOUT as u64;
 /// Leaves of the address space.
 pub const LEAVES: u64 = HIGH * ROOT as u64;
 
-/// Pages below a node of the lowest level.
+/// Pages below a node of the lowest level: a stretch.
 pub const STRETCH_PAGES: u64 = LOW * LEAF_PAGES;
 
 type Node<T> = [Option<Box<T>>; FANOUT];

@@ -49,8 +49,8 @@ impl ZsPool {
         (0..CLASS_COUNT).map(|class| self.spare_slabs(class) * CLASSES[class].pages as usize * PAGE).sum()
     }
 
-    /// Drains slabs until about `budget` objects have moved or no class has a slab to spare. Starts with the class
-    /// after the one where the last call ended, so that every class has its turn.
+    /// Drains slabs until about `budget` objects have moved or no class has a slab to spare. Continues with the class
+    /// at which the last call stopped, so that every class has its turn.
     pub fn compact(&mut self, budget: usize, mover: &mut impl Relocate) -> Compacted {
         let mut done = Compacted::default();
         for _ in 0..CLASS_COUNT {
