@@ -1,6 +1,6 @@
-//! Chance that is the same in each run: of which faults time is taken, which pages stay, which failures are injected.
+//! Pseudo-random decisions that are the same in each run: which faults are timed, which pages stay, which failures are injected.
 
-/// Random bits of a number: one step of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
+/// Hashes a number to random bits: one step of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
 pub(crate) fn mix(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

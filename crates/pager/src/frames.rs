@@ -1,7 +1,7 @@
-//! Frames: the range of addresses that holds them, how they get into the program and out of it, and how they go back to the kernel.
+//! Frames: the arena that holds them, how they move into the program and out of it, and how they go back to the kernel.
 //!
-//! Page by page, or as huge pages, where UFFDIO_MOVE is there and where it is not. Which of them are free, and where runs of them are, the
-//! engine's zone knows (`uzswap_mm::zone`).
+//! Frames move page by page or as huge pages, with UFFDIO_MOVE and without it. The engine's zone (`uzswap_mm::zone`) knows which
+//! frames are free, and where runs of them are.
 
 pub mod arena;
 pub mod compact;

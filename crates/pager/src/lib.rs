@@ -1,16 +1,16 @@
-//! What owns threads: fault, reclaim, events, fork; and the group shared by a process tree.
+//! Everything that owns threads and memory: faults, reclaim, events, fork, and the group that a process tree shares.
 //!
-//! Everything here runs in the program it serves, in threads without libc (see [`uzswap_sys::thread`]).
+//! All of it runs inside the program that it serves, in threads that use no libc (see [`uzswap_sys::thread`]).
 //!
 //! | what | where |
 //! |---|---|
-//! | a page comes back | [`fault`]: who serves it, how much it brings, how long it takes |
+//! | a page comes back | [`fault`]: which thread serves the fault, how much it brings, how long it takes |
 //! | a page leaves | [`reclaim`]: what leaves, how it is staged and stored |
-//! | where pages are meanwhile | [`frames`] not compressed, [`pool`] compressed, [`swap`] on disk or a server |
-//! | which memory it is | [`discover`]; and [`calls`], as the program maps, moves and unmaps it |
-//! | who shares it | [`fork`], and [`group`]: one limit for many processes |
-//! | what others may know of it | [`page_state`], [`trace`], and what they may ask: [`request`] |
-//! | all of one process | [`pager`], with the tables in [`state`] under one lock; [`ticker`] sees to what is due |
+//! | where pages are in between | [`frames`] uncompressed, [`pool`] compressed, [`swap`] on disk or a server |
+//! | which memory is managed | [`discover`]; and [`calls`], as the program maps, moves and unmaps it |
+//! | what processes share | [`fork`], and [`group`]: one limit for many processes |
+//! | what others may learn | [`page_state`], [`trace`]; and what they may ask for: [`request`] |
+//! | one process as a whole | [`pager`], with the tables in [`state`] under one lock; [`ticker`] does what is due |
 //! | the library's memory | [`region`] in one process, [`shared`] by several |
 pub mod calls;
 mod chance;

@@ -1,14 +1,14 @@
-//! The pager: everything of one process, shared by its helper threads.
+//! The pager: all of one process, shared by its helper threads.
 //!
-//! What changes together is in its [`State`], behind the lock. Beside it is what is asked without the lock, each by itself: what
-//! is set before other threads know of the pager and stays (layout, group, modes), descriptors and thread ids, futex words, and
-//! hints of which an old value costs time and nothing else. A forked child has all of it as its parent had, and sets anew what is
-//! another process's (`fork`).
+//! State that must change together is in [`State`], behind the lock. The fields beside it are read without the lock, each by
+//! itself: settings that are final before other threads know of the pager (layout, group, modes), descriptors and thread ids,
+//! futex words, and hints whose old values cost only time. A forked child inherits all of it, and resets what belongs to another
+//! process (`fork`).
 //!
-//! Lock order: the program's registering call (`ceded`), its mapping calls (`calls`), the pager's lock (`state`), then those that
-//! lead nowhere: the helpers' tools, the page map, a region's queue of markers, the agent's allocator. The pager's lock is not held
-//! while the program's memory is touched: that may fault, and who serves the fault needs it. What other processes read or write (the
-//! group's page, the books of the swap file) are atomics.
+//! Lock order: the program's registering call (`ceded`), its mapping calls (`calls`), the pager's lock (`state`), then the leaf
+//! locks: the helpers' tools, the page map, a region's queue of markers, the agent's allocator. No thread touches the program's
+//! memory while it holds the pager's lock: the access may fault, and the handler needs the lock to serve the fault. What other
+//! processes read or write (the group's page, the books of the swap file) is atomic.
 
 use crate::calls::Calls;
 use crate::calls::credentials::Following;
@@ -42,32 +42,32 @@ use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::thread;
 use uzswap_sys::uffd::{self, Uffd};
 
-/// The features every pager asks for.
+/// The userfaultfd features that every pager asks for.
 pub const FEATURES: u64 =
     uffd::FEATURE_THREAD_ID | uffd::FEATURE_EVENT_REMAP | uffd::FEATURE_EVENT_REMOVE | uffd::FEATURE_EVENT_UNMAP;
 
-/// Growth that other members are told of at once.
+/// A process that has grown by more than this publishes its charge at once, for the other members.
 const SAY_BYTES: u64 = 256 << 10;
-/// Frames that are kept free up to: of one member a 64th of the limit, from 1 to 8 MiB; of many no less than half of a window of sequence
-/// and a batch that makes others free.
+/// Bounds of the high watermark of free frames: a single member keeps up to a 64th of the limit, from 1 to 8 MiB; each of several
+/// keeps at least half a window of sequence and the batch that frees more.
 const HIGH_LEAST: usize = 256;
 const HIGH_MOST: usize = 2048;
-/// The share of the limit from which on a member has folios as large as one alone would (bytes).
+/// From this share of the limit on (bytes) a member has folios as large as it would have alone.
 const AMPLE_SHARE: usize = 16 << 20;
-/// A window of sequence is so many parts of a member's share of the limit at most.
+/// A window of sequence is at most a member's share of the limit divided by this.
 const WINDOW_PARTS: usize = 32;
 
-/// Files of the process's own in /proc (descriptors): -1 before engaging, and where nobody asks.
+/// Descriptors of the process's own files in /proc: -1 before engaging, and where they are not needed.
 pub struct Files {
     /// /proc/self/pagemap.
     pub pagemap: AtomicI32,
     /// /proc/self/maps, to ask about single mappings.
     pub maps: AtomicI32,
-    /// /proc/thread-self/statm, of the ticker: that of a process says nothing any more when its first thread has ended.
+    /// /proc/thread-self/statm of the ticker: a process's own shows nothing any more once its first thread has ended.
     pub statm: AtomicI32,
     /// /proc/self/smaps_rollup.
     pub rollup: AtomicI32,
-    /// A signalfd: readable for a helper whom the program has sent [`SIGNAL`](crate::group::member::SIGNAL).
+    /// A signalfd: readable for a helper to which the program has sent [`SIGNAL`](crate::group::member::SIGNAL).
     pub signals: AtomicI32,
 }
 
@@ -87,43 +87,43 @@ pub struct Pager {
     pub chain: Chain,
     /// This process's slot.
     pub slot: AtomicUsize,
-    /// Whether the process ends and charges nothing any more.
+    /// Whether the process is ending and charges nothing any more.
     pub left: AtomicBool,
-    /// Whether it does so because another program is to take its place.
+    /// Whether it leaves because it executes another program.
     pub executing: AtomicBool,
     /// The process of which a thread makes a call that starts another program; 0: none. (A vfork child has this memory, too.)
     pub(crate) starting: AtomicI32,
-    /// Whether what this process shares since a fork is to be write-protected still: see `copies` (a futex word).
+    /// Whether what this process shares since a fork is still to be write-protected: see `copies` (a futex word).
     pub(crate) forked: AtomicU32,
-    /// How often that was done. Changes with the lock held.
+    /// How often shared memory was write-protected. Changes with the lock held.
     pub protections: AtomicU32,
-    /// When dead members were last searched for (monotonic nanoseconds).
+    /// When this process last looked for dead members (monotonic nanoseconds).
     pub buried: AtomicU64,
-    /// When members that are not engaged were last poked (monotonic nanoseconds).
+    /// When this process last poked members that are not engaged (monotonic nanoseconds).
     pub poked: AtomicU64,
     /// See `shares`.
     pub asking: Asking,
-    /// When members were last woken that hold little (monotonic nanoseconds).
+    /// When this process last woke members that hold little (monotonic nanoseconds).
     pub asked_for_little: AtomicU64,
     /// Whether faults wait until the group has room (`--on-full=wait`).
     pub waits: AtomicBool,
-    /// Of each group of the chain, what was seen while this member found nothing to take out and another got on (see `full`).
+    /// For each group of the chain: what this member saw while it found nothing to evict and another got on (see `full`).
     pub waiting: [Waiting; DEPTH],
-    /// Whether the pool was refused room by `memory.zswap.max` when it last asked.
+    /// Whether `memory.zswap.max` refused the pool room when it last asked.
     pub zswap_full: AtomicBool,
-    /// Faults (as `pgfault` counts them) up to which a full pool is not tried again.
+    /// The fault count (`pgfault`) up to which a full pool is not tried again.
     pub refused_until: AtomicU64,
     /// The userfaultfd, in the helpers' own descriptor table; -1 before engaging.
     pub uffd: AtomicI32,
-    /// What the kernel says of the process, likewise.
+    /// The process's files in /proc, in the same table.
     pub files: Files,
-    /// What is shared with other processes since a fork.
+    /// What this process shares with others since a fork.
     pub kin: Kin,
     /// Whether memory is registered and helpers run.
     pub engaged: AtomicBool,
     /// The ticker's thread id.
     pub ticker: AtomicI32,
-    /// The fault thread's id.
+    /// The handler's thread id.
     pub handler: AtomicI32,
     /// The reclaim thread's id.
     pub reclaimer: AtomicI32,
@@ -131,7 +131,7 @@ pub struct Pager {
     pub writer: AtomicI32,
     /// What the ticker can see of the handler.
     pub signs: Signs,
-    /// Wake-ups that are kept back.
+    /// Wake-ups held back until all pieces of a delivery are mapped.
     pub(crate) wakes: Wakes,
     /// The fault whose stall is being timed.
     pub stall: Stall,
@@ -141,82 +141,82 @@ pub struct Pager {
     pub relief: Relief,
     /// Keeps the program's mapping calls in order.
     pub calls: Calls,
-    /// Whether calls are stopped for somebody who waits for the lock, so that who has it may use that.
+    /// Whether calls are stopped on behalf of a thread that waits for the lock, so that the lock's holder may rely on it.
     pub calls_lent: AtomicBool,
-    /// Members that are engaged, this one too, when last looked at.
+    /// Number of engaged members, this one included, at the last look.
     pub(crate) sharers: AtomicUsize,
-    /// What the pools of the others take of the limit (bytes), when last looked at.
+    /// What the other members' pools take of the limit (bytes), at the last look.
     pub(crate) others_pool: AtomicUsize,
-    /// What they were charged then, with that (bytes).
+    /// What the others were charged then, their pools included (bytes).
     pub(crate) others_held: AtomicUsize,
-    /// What taking mappings away costs.
+    /// What it costs to take mappings away.
     pub shootdowns: Shootdowns,
-    /// Who compresses together.
+    /// The threads that compress together.
     pub helpers: CompressHelpers,
-    /// Whether the reclaim thread runs (it need not be woken).
+    /// Whether the reclaim thread is running, so need not be woken.
     pub reclaiming: AtomicBool,
-    /// What the program has mapped and may fill.
+    /// What the program has mapped and may still fill.
     pub growth: Growth,
     /// Whether new memory may come as huge pages.
     pub thp: Thp,
     /// Set when a forked child's helpers are ready (a futex word).
     pub ready: AtomicU32,
-    /// A region of the library: what it holds is counted here, not asked of the kernel.
+    /// Whether this is a region of the library: what it holds is counted here, not asked of the kernel.
     pub own_frames: bool,
-    /// A region's markers, where it keeps them.
+    /// A region's markers, if it keeps them.
     pub marks: Option<crate::page_state::marks::Marks>,
-    /// Whether it is kept which pages the program has written to: see `writes`.
+    /// Whether the pager tracks which pages the program has written to: see `writes`.
     pub tracks: bool,
-    /// Whether any page is protected: see `notify`. (As the state says, to be asked without the lock.)
+    /// Whether any page is protected: see `notify`. (The same as in the state, readable without the lock.)
     pub notifies: AtomicBool,
     /// Whether pages leave and come without UFFDIO_MOVE: see `without_move`.
     pub without_move: bool,
-    /// Whether a device may write to the program's memory behind the kernel's page tables, which without MOVE forbids to
-    /// take any of it, and with MOVE what is read-only: see `pins`.
+    /// Whether a device may write to the program's memory behind the kernel's page tables. If so, nothing may be evicted without
+    /// MOVE, and nothing read-only with MOVE: see `pins`.
     pub pins: AtomicBool,
-    /// Which of the places is used that pages are taken to.
+    /// Which of the scratch places for pages that are copied out is in use.
     pub scratch: AtomicUsize,
     /// Whether the program has locked memory.
     pub locks: AtomicBool,
     /// Whether some of the program's memory is to be zeros in forked children (MADV_WIPEONFORK).
     pub wipes: AtomicBool,
-    /// How often the program has made guard pages (MADV_GUARD_INSTALL) or is about to, elsewhere than on stacks of libc's.
+    /// How often the program has made guard pages (MADV_GUARD_INSTALL) or was about to, except on stacks of libc's.
     pub guards: AtomicUsize,
-    /// Where the lowest range begins that was ever excluded, and where the highest ends.
+    /// The lowest start and the highest end of all ranges that were ever excluded.
     pub(crate) excluded_from: AtomicUsize,
     pub(crate) excluded_to: AtomicUsize,
-    /// Bytes of a thread's control block from its thread pointer on that the kernel or a hook may write to.
+    /// How many bytes of a thread's control block, from its thread pointer on, the kernel or a hook may write to.
     pub control_block: AtomicUsize,
-    /// Ends the helpers: of a region, and of a process that is let go of.
+    /// Tells the helpers to end: a region's, or those of a process that is let go of.
     pub stopping: AtomicBool,
-    /// What the helpers are to do as the program did: see `credentials`.
+    /// What the helpers must do as the program did it: see `credentials`.
     pub following: Following,
-    /// What is given up for a userfaultfd of the program's: see `ceded`.
+    /// What is ceded to a userfaultfd of the program's: see `ceded`.
     pub ceding: Ceding,
     /// Whether the reclaim thread is un-sharing memory (set with the lock held).
     pub unsharing: AtomicBool,
-    /// Whether memory is let go of (a futex word): see `letgo`.
+    /// Whether the process is being let go of (a futex word): see `letgo`.
     pub letting: AtomicU32,
-    /// The address by whose event the handler is told to end; 0 for none.
+    /// The address whose event tells the handler to end; 0 for none.
     pub farewell: AtomicUsize,
-    /// The page map of a process under `uzswap run`; its table writes to it under its own lock.
+    /// The page map of a process under `uzswap run`; the page table writes to it under its own lock.
     pub page_map: Lock<Option<crate::page_state::mapfile::MapFile>>,
-    /// Where events are recorded, when the group records.
+    /// Where events are recorded, if the group records.
     pub rings: Option<&'static Rings>,
-    /// The books of the swap file, where there is one.
+    /// The books of the swap file, if there is one.
     pub clusters: Option<&'static ClusterMap>,
     /// This process's rows in them.
     pub rows: Rows,
-    /// The swap file or server, where there is one.
+    /// The swap file or server, if there is one.
     pub tier: Tier,
 }
 
 impl Pager {
-    /// A pager that does nothing yet, for a member of the group `node` of a tree.
+    /// Makes an idle pager for a member of group `node` of a tree.
     ///
     /// # Errors
-    /// `ENOMEM` when no address space can be reserved; `EAGAIN` when the tree has too many members; `EINVAL` when it
-    /// has no such group, or the group a compressor that there is not.
+    /// `ENOMEM` when no address space can be reserved; `EAGAIN` when the tree has too many members; `EINVAL` when the tree has no
+    /// such group, or the group's compressor does not exist.
     pub fn new(group: &'static GroupPage, node: usize, layout: Layout) -> Result<Self, Errno> {
         if node >= NODES || !group.nodes[node].is_ready() {
             return Err(libc::EINVAL);
@@ -305,15 +305,15 @@ impl Pager {
         }
     }
 
-    /// The features that this process's userfaultfd is to have.
+    /// The features that this process's userfaultfd needs.
     pub fn features(&self) -> u64 {
-        // (Where moves of registered memory are told, those of uzswap's own would be as well: see `without_move`.)
+        // Without MOVE uzswap moves registered memory itself (see `without_move`), and would get events of its own moves.
         let told = if self.without_move { FEATURES & !uffd::FEATURE_EVENT_REMAP } else { FEATURES };
-        // (Where pages are moved read-only memory is protected as it leaves.)
+        // With MOVE, read-only memory is write-protected while it leaves.
         told | if self.tracks || !self.without_move { uffd::FEATURE_WRITE_PROTECT } else { 0 }
     }
 
-    /// Records from now on, as the slot's new owner. Before other threads know of the pager.
+    /// Records events from now on, as the slot's new owner. Call it before other threads know of the pager.
     pub fn record_in(&mut self, rings: &'static Rings) {
         self.rings = Some(rings);
         let mut s = self.state.lock();
@@ -326,10 +326,10 @@ impl Pager {
         Uffd::from_raw(self.uffd.load(Relaxed))
     }
 
-    /// Reads what this process holds and publishes it; 0 when it cannot be read.
+    /// Reads what this process holds (bytes) and publishes it; 0 when it cannot be read.
     ///
-    /// That is RssAnon; after fork less its share of what other processes map too (see `kin`), or every page shared copy-on-write
-    /// would count once for each process.
+    /// That is RssAnon; after a fork, less the process's share of what others map too (see `kin`). Otherwise each page shared
+    /// copy-on-write would count once for each process.
     pub fn read_rss(&self) -> usize {
         let mut text = [0u8; 128];
         let Ok(n) = raw::pread(self.files.statm.load(Relaxed), &mut text, 0) else { return 0 };
@@ -346,15 +346,15 @@ impl Pager {
         rss
     }
 
-    /// Publishes what this process has come to hold, where that is much since it was last said: other members decide by it,
-    /// and all of them may be filling memory.
+    /// Publishes this process's charge if it has grown much since it last did. Other members decide by it, and all of them may be
+    /// filling memory.
     pub fn charge_growth(&self, s: &State) {
         if !self.own_frames && s.rss as u64 > self.me().rss.load(Relaxed) + SAY_BYTES {
             self.charge(s.rss);
         }
     }
 
-    /// Publishes what this process holds.
+    /// Publishes what this process holds (bytes).
     pub(crate) fn charge(&self, rss: usize) {
         let me = self.me();
         me.rss.store(rss as u64, Relaxed);
@@ -364,7 +364,7 @@ impl Pager {
         }
     }
 
-    /// What is held now, for [`State::rss`]: a region knows exactly, a process asks the kernel.
+    /// What this process holds now, for [`State::rss`]: a region counts exactly, a process asks the kernel.
     pub fn rss_now(&self, s: &State) -> usize {
         if !self.own_frames {
             return self.read_rss();
@@ -374,50 +374,54 @@ impl Pager {
         rss
     }
 
-    /// Whether memory is shared with a process that this one forked, or was forked by: as far as known, more than a little.
+    /// Whether this process shares memory with one that it forked, or that forked it: more than a little, as far as is known.
     pub(crate) fn has_kin(&self) -> bool {
         self.kin.is_there()
     }
 
-    /// Whether the thread that serves faults also reclaims: see `placement`. Not after fork: what is shared must first be
-    /// un-shared by another thread, and the children compete for the CPUs anyway.
+    /// Whether the handler also reclaims: see `placement`. Not after a fork: another thread must un-share the memory first, and
+    /// the children compete for the CPUs anyway.
     pub fn handler_reclaims(&self, s: &State) -> bool {
         s.placement.alone() && !self.has_kin()
     }
 
-    /// Frames kept free ahead of demand: (low, high), in pages. Members of a group that are engaged share what one alone would keep.
+    /// The watermarks of frames kept free ahead of demand: (low, high), in pages. The engaged members of a group share what one
+    /// alone would keep.
     ///
-    /// The story: each of 32 processes under 160 MiB would keep up to 2.5 MiB free for itself, half of the limit in all; a tenth more was
-    /// compressed than is since.
+    /// The story: each of 32 processes under 160 MiB kept up to 2.5 MiB free for itself, half of the limit in all. They
+    /// compressed a tenth more than they do now.
     pub fn watermarks(&self) -> (usize, usize) {
         let high = (self.limit() / PAGE / 64).clamp(HIGH_LEAST, HIGH_MOST);
         let high = (high / self.sharers.load(Relaxed)).max(BATCH_PAGES + (1 << self.widest_window()) / 2);
         (high / 2, high)
     }
 
-    /// Pages that one fault in sequence brings at most, as a power of two: 512 KiB, or 64 at least where many members share a limit.
+    /// How many pages one sequential fault brings at most, as a power of two: 512 KiB, or at least 64 KiB where many members
+    /// share a limit.
     ///
-    /// The story: of 32 processes that filled 280 MiB in 160 each had 2.5 of its 5 MiB as frames, buffers and pages brought ahead.
+    /// The story: each of 32 processes that filled 280 MiB in 160 had 2.5 of its 5 MiB in frames, buffers and pages brought
+    /// ahead.
     pub(crate) fn widest_window(&self) -> u8 {
         (self.share() / PAGE / WINDOW_PARTS).clamp(BLOCK_PAGES, WINDOW_PAGES).ilog2() as u8
     }
 
-    /// What bounds folios (bytes): see [`State::bound_folios`]. The limit, or a member's share of it where that is small.
+    /// The room that bounds folios (bytes), for [`State::bound_folios`]: the limit, or a member's share of it where that is
+    /// small.
     pub(crate) fn folio_room(&self) -> usize {
         if self.has_ample_share() { self.limit() } else { self.share() }
     }
 
-    /// Whether there is about as much for this process as one alone would want.
+    /// Whether this process's share is about as much as it would want alone.
     pub(crate) fn has_ample_share(&self) -> bool {
         self.share() >= AMPLE_SHARE
     }
 
-    /// What there is for each of those that share the limit (bytes).
+    /// A member's share of the limit (bytes).
     pub(crate) fn share(&self) -> usize {
         self.limit() / self.sharers.load(Relaxed)
     }
 
-    /// Looks how many members are engaged, and what they hold.
+    /// Updates how many members are engaged, and what the others hold.
     pub(crate) fn count_sharers(&self) {
         let others = self.others().filter(|o| o.engaged.load(Relaxed) != 0).count();
         self.sharers.store(others + 1, Relaxed);
@@ -426,7 +430,7 @@ impl Pager {
         self.others_pool.store(pool, Relaxed);
     }
 
-    /// Bytes kept below the limit for what is found out late.
+    /// Bytes kept free below the limit for growth that is noticed late.
     pub fn margin(&self) -> usize {
         (self.limit() / 64).clamp(2 << 20, 16 << 20)
     }
@@ -435,16 +439,16 @@ impl Pager {
     pub fn wake_reclaim(&self) {
         let word = &self.me().wake;
         word.fetch_add(1, SeqCst);
-        // Running, it looks at the word before it sleeps.
+        // If it is running, it looks at the word before it sleeps.
         if !self.reclaiming.load(SeqCst) {
             lock::futex_wake(word, 1, true);
         }
     }
 
-    /// Publishes what the summary shows.
+    /// Publishes this process's figures: the group's charges, and what the summary shows.
     pub fn publish(&self, s: &State) {
         let c = self.counters();
-        // The figures of the moment when most was stored: at the end there is nothing left to show.
+        // The summary wants the figures of the moment when most was stored: at the end there is nothing left to show.
         let raw = s.pt.raw_pages();
         if s.swapped as u64 >= c.stored_pages.load(Relaxed) {
             c.stored_pages.store(s.swapped as u64, Relaxed);

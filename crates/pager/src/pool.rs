@@ -1,7 +1,7 @@
-//! The compressed pool: what an object in it is, how blocks are compressed into it and decompressed, and how objects change there:
-//! smaller, denser, or elsewhere.
+//! The compressed pool: the format of its objects, how blocks are compressed into it and decompressed, and how objects are made
+//! smaller, denser, or moved.
 //!
-//! Where it finds room for an object the engine knows (`uzswap_mm::zsmalloc`).
+//! The engine's allocator (`uzswap_mm::zsmalloc`) finds room for an object.
 
 pub mod batch;
 pub mod compress;

@@ -1,7 +1,7 @@
 //! What the pager's lock protects: the engine's tables, and the few operations on them that every path needs.
 //!
-//! Everything here runs with it held (see `pager` for the order of locks) and allocates only there, and the agent's
-//! allocator lock nests inside it: a thread that forks with it held leaves both consistent in the child.
+//! All of this module runs with the lock held (`pager` has the lock order). The tables allocate only under the lock, and the
+//! agent's allocator lock nests inside it: a thread that forks with the lock held leaves both consistent in the child.
 
 use crate::calls::remapped::Remapping;
 use crate::discover::ranges::Ranges;
@@ -36,27 +36,27 @@ use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::{Kind, Zone};
 use uzswap_mm::zsmalloc::{Handle, ZsPool};
 
-/// Frames that were freed last and are not merged: see `uzswap_mm::zone`.
+/// Frames freed last that stay unmerged: see `uzswap_mm::zone`.
 const READY_FRAMES: usize = 64;
-/// Bytes of the largest block that nobody asked for.
+/// Bytes of the largest block unless the user asks for larger units.
 pub const BLOCK: usize = PAGE << USUAL_UNIT;
-/// Pages of it.
+/// The same in pages.
 pub const BLOCK_PAGES: usize = BLOCK / PAGE;
 
 /// Pages of the largest folio.
 pub const FOLIO_PAGES: usize = 1 << MAX_ORDER;
-/// Blocks remembered as partly read at most.
+/// How many partly read blocks are remembered at most.
 pub const LEFT_MOST: usize = 4096;
 
-/// A decompressed block kept for the neighbours of a page: a block is decompressed once.
+/// A decompressed block, kept for faults on its other pages, so that it is decompressed only once.
 pub struct Decoded {
     /// The object, None when the buffer holds nothing.
     pub handle: Option<u32>,
-    /// Its pages, of which the first `pages` were decompressed. (Grows to the largest block there was.)
+    /// Its pages, of which the first `pages` are decompressed. The buffer grows to the largest block met.
     pub bytes: Vec<u8>,
-    /// Pages.
+    /// Number of decompressed pages.
     pub pages: usize,
-    /// Where its first page is in the program.
+    /// The page number of its first page in the program.
     pub vpn: u64,
     /// Whether this fault decompressed it.
     pub fresh: bool,
@@ -64,43 +64,43 @@ pub struct Decoded {
 
 /// The tables.
 pub struct State {
-    /// Where memory is.
+    /// Where uzswap's memory is.
     pub layout: Layout,
     /// State of every page.
     pub pt: PageTable,
-    /// Where its states are published, if pages of that go back to the kernel: see `mapfile`.
+    /// The published page map, if its empty pages go back to the kernel: see `mapfile`.
     pub page_map: Option<usize>,
     /// Lists of resident and staged folios.
     pub lru: Lru,
-    /// Slots of the arena.
+    /// Allocator of the arena's slots.
     pub zone: Zone,
     /// Whether a large run of holes was wanted and not found.
     pub runs_wanted: bool,
-    /// Holes that the next windows go to: see `window`.
+    /// Holes for the next windows: see `window`.
     pub windows: Range<u32>,
-    /// Compaction of them.
+    /// Compaction of the arena.
     pub compactor: Compactor<Chosen>,
-    /// What it had counted when that was last added to the member's counters.
+    /// What the compactor had counted when the member's counters were last updated.
     pub compacted: Counted,
-    /// Places in the pool.
+    /// Allocator of the pool.
     pub pool: ZsPool,
     /// Waste that compaction of the pool could not free (bytes).
     pub pool_rest: usize,
-    /// Free pages in its page blocks when those could not be emptied any further.
+    /// Free pages in the pool's page blocks when the last attempt to empty one got no further.
     pub pool_stuck: usize,
-    /// Times it was asked whether they should be.
+    /// How often it was asked whether to empty one.
     pub pool_looks: u32,
-    /// Decompresses for faults.
+    /// Decompressor of the fault path.
     pub decompressor: Decompressor,
-    /// Blocks decompressed lately, round robin.
+    /// Blocks decompressed lately; reused round robin.
     pub decoded: Vec<Decoded>,
-    /// Next of `decoded` to reuse.
+    /// The next of `decoded` to reuse.
     pub decoded_next: usize,
-    /// Deliveries to blocks that are written to: see `deliver`.
+    /// Counts deliveries to blocks that are written to: see `deliver`.
     pub probes: u32,
     /// A buffer for swap-ins that find no free frame: see [`State::scratch`].
     scratch: Vec<u8>,
-    /// Birth stamp of folios.
+    /// Birth stamp of the next folio.
     pub stamp: u32,
     /// Evictions so far (pages, wrapping at 21 bits): the clock of refault distance.
     pub evictions: u32,
@@ -108,104 +108,104 @@ pub struct State {
     pub resident: usize,
     /// Pages staged or being compressed.
     pub staged: usize,
-    /// Those of them that are being compressed.
+    /// Staged pages that are being compressed.
     pub busy: usize,
-    /// Pages in the pool whose page is out.
+    /// Pages that are out, in the pool.
     pub swapped: usize,
     /// Pages evicted as zeros.
     pub zeros: usize,
-    /// RssAnon of this process when last read, corrected by what was taken and given since (bytes).
+    /// RssAnon of this process when last read, corrected by what was taken from the kernel and given back since (bytes).
     pub rss: usize,
-    /// Ranges that must stay out for good: the first thread's TLS, what the loader mapped.
+    /// Ranges never to be managed: the first thread's TLS, what the loader mapped.
     pub pinned: Vec<(usize, usize)>,
-    /// Ranges that must stay out while they are mapped as they are: thread stacks.
+    /// Ranges not to be managed while they are mapped as they are: thread stacks.
     pub excluded: Vec<(usize, usize)>,
-    /// Which memory the program wants as huge pages, and which not: see `thp`.
+    /// Which memory the program advised to be huge pages, and which not: see `thp`.
     pub advice: Advice,
-    /// The fault (as `pgfault` counts them) from which on a huge page is asked for again that the kernel did not have.
+    /// The fault count (`pgfault`) from which on the kernel is asked again for a huge page that it did not have.
     pub huge_due: u64,
-    /// Ranges registered, as they were found.
+    /// Registered ranges, as they were found.
     pub managed: Ranges,
-    /// What this process has alone, since a fork.
+    /// Pages that only this process has, since a fork.
     pub(crate) exclusive: Exclusive,
-    /// Pages of the thread that forked which it writes to until it gives the lock back, in the child.
+    /// Pages that the forking thread writes to in the child until it releases the lock.
     pub(crate) hooks: [core::ops::Range<usize>; 2],
-    /// Ranges that the program has registered with a userfaultfd of its own, or had once: see `ceded`.
+    /// Ranges that the program registers, or once registered, with a userfaultfd of its own: see `ceded`.
     pub ceded: Vec<(usize, usize)>,
-    /// Ranges of pages that were ceded: faults on them that were read before are no longer this pager's.
+    /// Ceded ranges (page numbers) whose faults, if read before, this pager no longer serves.
     pub withdrawn: Vec<(u64, u64)>,
-    /// Whether nothing is to be taken out for what the lock's owner brings.
+    /// Whether the lock's owner brings pages without evicting others for them.
     pub keeps_all: bool,
-    /// Ranges whose frames are shared after fork: to be un-shared outside the lock.
+    /// Ranges that are shared after a fork, to be un-shared outside the lock.
     pub unshare: Vec<(usize, usize)>,
-    /// Tables that the linker relocated, and that nobody has looked at yet: see `relocated`.
+    /// Relocated tables that have not been looked at yet: see `relocated`.
     pub relocated: Vec<(usize, usize)>,
-    /// What is read-only and to leave: see `read_only`.
+    /// Read-only memory on its way out: see `read_only`.
     pub(crate) leaving: Leaving,
-    /// Free runs of frames that are given back: room for them.
+    /// Scratch list of free runs of frames that are being given back.
     pub giving: Vec<(u32, u8)>,
-    /// Pages moved by mremap while they were being compressed: slot, and where they are now. `commit` asks.
+    /// Pages that mremap moved while they were being compressed: slot, and new page number. `commit` looks here.
     pub moved_busy: Vec<(u32, u64)>,
-    /// Slots of pages that were dropped or taken back while they were compressed: `commit` frees them.
+    /// Slots of pages that were dropped or taken back while they were being compressed: `commit` frees them.
     pub left_busy: Vec<u32>,
-    /// Pages dropped so that are not yet counted.
+    /// Dropped pages of that kind that are not counted yet.
     pub missed_frees: u64,
-    /// Faults that run in sequence.
+    /// Sequential access streams.
     pub streams: Streams,
-    /// Pages that were faulted on last, the last one first: see `stage`.
+    /// The pages faulted on last, the latest first: see `stage`.
     pub(crate) touched: [u64; 16],
-    /// Where faults come from, and who reclaims.
+    /// On which CPU the program faults, and which thread reclaims.
     pub placement: Placement,
-    /// Where recompression is.
+    /// How far recompression has got.
     pub sweep: Sweep,
-    /// The agreed compressor.
+    /// The configured compressor.
     pub algorithm: Algorithm,
-    /// Order of the largest folio: what leaves at once must be little against the limit.
+    /// Order of the largest folio: what leaves at once must be small against the limit.
     pub folio_max: u8,
-    /// Order of the largest unit of compression that a process's share has room for, and whose compressor can be afforded.
+    /// Order of the largest unit of compression for which the process's share has room, and whose compressor it can afford.
     pub unit_max: u8,
-    /// Order of the largest one whose compressor can be, whatever the share.
+    /// Order of the largest unit whose compressor it can afford, whatever its share.
     unit_affordable: u8,
-    /// Order of the largest block there was; the usual one at least.
+    /// Order of the largest block so far; at least the usual one.
     pub largest_block: u8,
-    /// Blocks of more than 64 KiB most of whose pages have gone: see `cut`.
+    /// Blocks of more than 64 KiB that have lost most of their pages: see `cut`.
     pub sparse: Vec<shrinker::Entry>,
-    /// Blocks of which a partial read left something behind (handles; at most [`LEFT_MOST`]).
+    /// Blocks (handles) of which a partial read left pages behind; at most [`LEFT_MOST`].
     pub left_behind: BTreeSet<u32>,
-    /// Times that a folio was passed over as it is in use: see `heat`.
+    /// How often reclaim passed over a folio that is in use: see `heat`.
     pub passed_over: u64,
-    /// Buffers of the fault path's own reclaim.
+    /// Buffers for reclaim in the fault path.
     pub direct: Option<Box<Batch>>,
-    /// What is in the swap file, where there is one.
+    /// What is in the swap file, if there is one.
     pub swap: Option<Box<Swap>>,
-    /// Where events are noted, when they are.
+    /// Records events, if they are recorded.
     pub recorder: Option<Recorder>,
-    /// The number of the fork under way: what the child says it was born of.
+    /// The number of the fork under way, which the child reports as its origin.
     pub fork_number: u64,
-    /// Pages on disk that the handler is to bring though nobody has touched them: see `letgo`.
+    /// Pages on disk that the handler must bring in although nobody touched them: see `letgo`.
     pub asked: Vec<u64>,
     /// Whether soft-dirty bits were ever cleared: from then on there are clean pages, which are write-protected.
     pub tracking: bool,
-    /// Who is told of writes to protected pages, while any page is protected: see `notify`.
+    /// The client that is told of writes to protected pages, while any page is protected: see `notify`.
     pub notified: Option<Box<Notified>>,
     /// The pages that were soft-dirty when bits were last cleared.
     pub cleared: Option<MapFile>,
-    /// When what was unevictable was last tried again (monotonic nanoseconds).
+    /// When the unevictable list was last tried again (monotonic nanoseconds).
     pub rescued_ns: u64,
-    /// How many times since then it was put off.
+    /// How often that was put off since.
     pub put_off: u32,
-    /// What did not compress, and is tried again: see `incompressible`.
+    /// What did not compress, and is tried again later: see `incompressible`.
     pub(crate) retries: Retries,
-    /// Whether the lock's owner keeps the program's mapping calls from running: see `without_move`.
+    /// Whether the lock's owner has stopped the program's mapping calls: see `without_move`.
     pub calls_stopped: bool,
-    /// Memory that the program is moving, and what is to be done about it: see `remapped`.
+    /// Memory that the program is moving, and what is left to do for it: see `remapped`.
     pub remapping: Remapping,
-    /// Pages that are lost and not yet made to raise SIGBUS: see `lost`.
+    /// Lost pages that do not raise SIGBUS yet: see `lost`.
     pub lost: Vec<u64>,
 }
 
 impl State {
-    /// Empty tables over a layout, which is compacted by a rule.
+    /// Empty tables over a layout; `rule` is the compaction policy.
     pub fn new(layout: Layout, algorithm: Algorithm, rule: Rule) -> Self {
         let mut zone = Zone::new(layout.slots);
         zone.keep_ready(READY_FRAMES);
@@ -290,19 +290,19 @@ impl State {
         self.bound_folios(limit, limit);
     }
 
-    /// Bounds folios by what there is for this process (bytes): one is a 64th of it at most, as what is compressed of a whole one waits in
-    /// a buffer until it can be stored. And units by its share: one is in memory twice meanwhile, compressed and as it was, whoever has
-    /// an ample share.
+    /// Bounds folios by the `room` that this process has (bytes), and units by its `share`. A folio is at most a 64th of the
+    /// room, as its compressed units wait in a buffer until the whole of it can be stored. A unit is at most a 64th of the share,
+    /// even where the share is ample, as it is in memory twice meanwhile: as it was, and compressed.
     ///
-    /// The story: of 32 processes under 160 MiB each listed what it had when it was managed as folios of 2 MiB, as one alone would, and
-    /// some had two buffers for them, of the 5 MiB that were their share. Eight with units of 2 MiB
-    /// had 10 to 17 MiB of buffers, and have 4 since.
+    /// The story: each of 32 processes under 160 MiB listed the memory that it had when it became managed as folios of 2 MiB, as
+    /// one alone would. Some had two buffers for such folios, of the 5 MiB that were their share. Eight processes with units of 2
+    /// MiB had 10 to 17 MiB of buffers, and have 4 since.
     pub fn bound_folios(&mut self, room: usize, share: usize) {
         self.folio_max = bound(room);
         self.unit_max = self.unit_affordable.min(bound(share));
     }
 
-    /// Notes an event, when events are recorded.
+    /// Records an event, if events are recorded.
     #[inline]
     pub fn note(&self, record: Record) {
         if let Some(recorder) = &self.recorder {
@@ -310,7 +310,7 @@ impl State {
         }
     }
 
-    /// Notes something of `n` pages, when events are recorded.
+    /// Records an event about `n` pages, if events are recorded.
     #[inline]
     pub fn note_pages(&self, kind: trace::Kind, vpn: u64, n: usize) {
         if let Some(recorder) = &self.recorder {
@@ -318,36 +318,36 @@ impl State {
         }
     }
 
-    /// A compressor as agreed, for one thread.
+    /// Makes a compressor as configured, for one thread.
     pub fn new_compressor(&self) -> Compressor {
         Compressor::new(self.algorithm)
     }
 
     /// The whole object of a handle, header first.
     ///
-    /// The slice is not tied to the state, so that tables can change while it is looked at: it must be dropped before
-    /// the object is freed or the lock released.
+    /// The slice does not borrow the state, so that the caller can change tables while it looks at it. Drop it before the object
+    /// is freed or the lock released.
     pub fn object<'a>(&self, handle: u32) -> &'a mut [u8] {
         let (offset, pool) = (Handle::from_raw(handle).offset(), self.layout.pool as *mut u8);
-        // SAFETY: handles in page-table entries are live objects, and the lock is held (self is borrowed). The header
-        // is read first, to learn the length.
+        // SAFETY: handles in page-table entries are live objects, and the lock is held (self is borrowed). The header is read
+        // first, to learn the length.
         unsafe {
             let head = Header::read(core::slice::from_raw_parts(pool.add(offset), object::HEADER_BYTES));
             core::slice::from_raw_parts_mut(pool.add(offset), object::head_bytes(head.order) + head.len)
         }
     }
 
-    /// What stands behind the bytes of an object that is on disk too.
+    /// The record behind the bytes of an object that is also on disk.
     pub(crate) fn behind_object(&self, handle: u32) -> [u8; OnDisk::BYTES] {
         let end = Handle::from_raw(handle).offset() + self.object(handle).len();
-        // SAFETY: such an object was allocated with room for it, and the lock is held (self is borrowed).
+        // SAFETY: such an object was allocated with room for the record, and the lock is held (self is borrowed).
         unsafe { self.layout.pool(end, OnDisk::BYTES) }.try_into().unwrap_or_default()
     }
 
-    /// Ends the reference of page `index` to an object, and to its place on disk if it has one; frees it with the last.
+    /// Drops page `index`'s reference to an object, and to its place on disk if it has one; frees each with its last reference.
     ///
     /// # Panics
-    /// When the page did not refer to it.
+    /// When the page did not refer to the object.
     pub fn release(&mut self, handle: u32, index: usize) {
         let on_disk = self.on_disk(handle);
         self.release_object(handle, index);
@@ -356,10 +356,10 @@ impl State {
         }
     }
 
-    /// Ends the reference of page `index` to an object, whose place on disk is seen to; frees it with the last.
+    /// Drops page `index`'s reference to an object, and frees it with the last. The caller sees to its place on disk.
     ///
     /// # Panics
-    /// When the page did not refer to it.
+    /// When the page did not refer to the object.
     pub(crate) fn release_object(&mut self, handle: u32, index: usize) {
         let object = self.object(handle);
         let any_left = object::leave(object, index);
@@ -373,13 +373,13 @@ impl State {
             self.left_behind.remove(&handle);
             if let Some(freed) = self.pool.free(Handle::from_raw(handle)) {
                 self.rss = self.rss.saturating_sub(freed.len);
-                // SAFETY: the pool says that no object is left in the range.
+                // SAFETY: the pool says that the range holds no object any more.
                 unsafe { arena::discard(self.layout.pool + freed.offset, freed.len) };
             }
         }
     }
 
-    /// Forgets what was known of a page whose entry was `pte` and has been replaced: frees what it held.
+    /// Forgets a page whose entry was `pte` and has been replaced, and frees what the entry held.
     pub fn forget(&mut self, vpn: u64, pte: Pte) {
         match pte.tag() {
             Tag::None | Tag::Poisoned => {}
@@ -405,60 +405,61 @@ impl State {
         }
     }
 
-    /// What is published of pages that are forgotten takes no memory.
+    /// Gives back those pages of the published map that describe only forgotten pages.
     pub fn tidy_page_map(&mut self) {
         let Some(table) = self.page_map else { return };
         for n in self.pt.take_emptied() {
-            // SAFETY: the map is in the pager as long as it is published; who writes to it has the lock.
+            // SAFETY: the map is in the pager as long as it is published, and only the lock's holder writes to it.
             unsafe { mapfile::give_back(table, n) };
         }
     }
 
-    /// `n` pages that were being compressed are out of the arena, or in the program again.
+    /// Ends the compression of `n` pages that are out of the arena, or in the program again.
     pub fn end_busy(&mut self, n: usize) {
         self.busy -= n;
         self.staged -= n;
     }
 
-    /// The page in a slot was dropped or taken back while it is compressed: the slot is that thread's, who gives it back.
+    /// Notes that the page in a slot was dropped or taken back while it was being compressed. The slot stays the compressing
+    /// thread's, which gives it back.
     pub fn leave_busy(&mut self, slot: u32) {
         self.end_busy(1);
         self.left_busy.push(slot);
     }
 
-    /// Pages staged that nobody compresses yet.
+    /// Number of staged pages that are not being compressed yet.
     pub fn idle_staged(&self) -> usize {
         self.staged - self.busy
     }
 
-    /// The index of a page in its kept copy (copies are kept only where the object is aligned to its pages).
+    /// The index of a page in its kept copy. (Copies are kept only where the object is aligned to its pages.)
     pub fn copy_index(&self, vpn: u64, handle: u32) -> usize {
         let order = object::order(self.object(handle));
         (vpn & ((1 << order) - 1)) as usize
     }
 
-    /// Whether there may be pages that come in write-protected.
+    /// Whether pages may have to come in write-protected.
     pub fn protects(&self) -> bool {
         self.tracking || self.notified.is_some()
     }
 
-    /// Whether a page can be written to without anybody's being told first.
+    /// Whether the program can write to a page without a fault that reports it.
     pub fn is_writable_unseen(&self, vpn: u64) -> bool {
         !self.pt.is_protected(vpn)
     }
 
-    /// Whether anything is known of a page between two addresses.
+    /// Whether the table knows any page between two addresses.
     pub fn knows_any(&self, start: usize, end: usize) -> bool {
         self.pt.next_used((start / PAGE) as u64).is_some_and(|vpn| vpn < (end / PAGE) as u64)
     }
 
-    /// Bytes of memory that are accounted for: in the program, staged, free frames, and the pool.
+    /// Bytes of memory accounted for: in the program, staged, free frames, and the pool.
     pub fn known_bytes(&self) -> usize {
         (self.resident + self.staged + self.zone.free_slots(Kind::Frame)) * PAGE + self.pool.held_bytes()
     }
 
-    /// Stores an object in the pool, to which the pages `live` refer: `hashes` writes those of its pages. None when the pool is
-    /// full.
+    /// Stores an object that the pages `live` refer to in the pool; `hashes` writes the hashes of its pages. None when the pool
+    /// is full.
     pub fn put_object(
         &mut self,
         head: Header,
@@ -469,7 +470,7 @@ impl State {
         self.put_object_on_disk(head, live, hashes, bytes, None)
     }
 
-    /// The same of an object that may be on disk too.
+    /// As [`State::put_object`], for an object that may also be on disk.
     pub(crate) fn put_object_on_disk(
         &mut self,
         head: Header,
@@ -497,7 +498,7 @@ impl State {
         Some(handle)
     }
 
-    /// A buffer of `len` bytes, holding anything, until it is asked for again.
+    /// A buffer of `len` bytes with arbitrary contents, valid until the next call.
     pub fn scratch(&mut self, len: usize) -> &mut [u8] {
         if self.scratch.len() < len {
             self.scratch = vec![0; len];
@@ -505,7 +506,7 @@ impl State {
         &mut self.scratch[..len]
     }
 
-    /// The fault path's own batch, to be put back with `direct`.
+    /// Takes the fault path's own batch; put it back into `direct`.
     pub fn take_direct(&mut self) -> Box<Batch> {
         self.direct.take().unwrap_or_else(|| Box::new(Batch::new(Compressor::new(self.algorithm))))
     }
@@ -523,7 +524,7 @@ impl State {
     }
 }
 
-/// The order of what is a 64th of so many bytes, of 64 KiB to 2 MiB.
+/// The order of a 64th of so many bytes, between 64 KiB and 2 MiB.
 fn bound(room: usize) -> u8 {
     (room / PAGE / 64).max(BLOCK_PAGES).ilog2().min(u32::from(MAX_ORDER)) as u8
 }
