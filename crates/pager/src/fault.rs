@@ -1,25 +1,25 @@
-//! The fault path: how one fault is served.
+//! The fault path: how the pager serves one page fault.
 //!
-//! One thread (`handler`) serves the process's faults and events. It runs at `SCHED_IDLE` *on the CPU where the program faults*:
-//! a CPU that runs only idle-policy threads counts as idle, so the kernel wakes the faulting thread right there, where
-//! it preempts the handler; the handler is still runnable when the next fault blocks the program, and continues
-//! without any wake-up. That costs 10 µs a fault where a handler elsewhere costs 45 to 110 (table in ARCHITECTURE.md).
-//! Where the CPU is contended the ticker lifts the handler to the normal policy.
+//! One thread, the `handler`, serves all faults and events of the process. It runs at `SCHED_IDLE` *on the CPU where the program
+//! faults*. A CPU that runs only idle-policy threads counts as idle, so the kernel wakes the faulting thread right there, where
+//! it preempts the handler. The handler is still runnable when the next fault blocks the program, and continues without a
+//! wake-up. That costs 10 µs a fault, where a handler elsewhere costs 45 to 110 (table in ARCHITECTURE.md). Where others want
+//! that CPU, the ticker lifts the handler to the normal policy.
 //!
 //! ```text
 //! message ─ under the lock ─ page table ─┬ staged: move the frame back (no decompression)
 //!                                        ├ compressed: decompress into free frames ─┬─ one MOVE into the program
 //!                                        └ zero, or never seen: clear free frames ──┘
 //! ```
-//! A message is read only with the lock held: an unmap event must have been processed before anything is evicted (or
-//! brought in) after it was read, else a new mapping at the same address would be taken for the old one. While an
-//! event is unread the kernel answers EAGAIN to MOVE and COPY, which closes the other side.
+//! The handler reads a message only with the lock held. Nothing may be evicted or brought in between reading an unmap event and
+//! processing it, or a new mapping at the same address would be taken for the old one. While an event is unread the kernel
+//! answers EAGAIN to MOVE and COPY, which closes the other side.
 //!
-//! How much one fault brings follows the access: a fault at the end of an earlier one is sequential and widens the
-//! window fourfold up to 512 KiB; any other brings one page. A block that is decompressed for it comes whole: in
-//! contiguous frames and one piece, else decompressed once and page by page in the same fault, else the page touched
-//! alone (see `deliver`). Where the last fault was at random too, and none of the last ones near, the neighbours in a
-//! small block are not expected to be wanted: the page comes alone, and the block stays as the copy of all its pages.
+//! How much one fault brings follows the access pattern. A fault at the end of an earlier one is sequential, and widens the
+//! window fourfold up to 512 KiB; any other brings one page. A block that must be decompressed comes whole: in contiguous frames
+//! and one piece; else decompressed once and mapped page by page in the same fault; else the touched page comes alone (see
+//! `deliver`). Where the last fault on a small block was random too, and none of the last faults was near, its other pages are
+//! not expected to be wanted: the touched page comes alone, and the block stays as the copy of all its pages.
 
 pub mod deliver;
 pub(crate) mod handler;
@@ -46,32 +46,32 @@ use uzswap_mm::trace;
 use uzswap_mm::zone::Kind;
 use uzswap_sys::{maps, thread};
 
-/// Folios listed since a page came, at most, for it to have come lately.
+/// A page came lately if at most this many folios were listed since.
 const LATELY: usize = 1024;
 
 /// The kernel answered EAGAIN: an event must be read first.
 pub struct EventPending;
 
-/// What one fault asked for.
+/// What one fault asks for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Request {
-    /// Page touched.
+    /// The touched page.
     pub vpn: u64,
-    /// Whether to write.
+    /// Whether the access is a write.
     pub write: bool,
-    /// Whether the page was there, and write-protected.
+    /// Whether the page was there, but write-protected.
     pub protected: bool,
 }
 
 impl Request {
-    /// What a fault at `address` asks for.
+    /// The request of a fault at `address`.
     pub(crate) fn at(address: usize, write: bool, protected: bool) -> Self {
         Self { vpn: (address / PAGE) as u64, write, protected }
     }
 }
 
 impl Pager {
-    /// Whether the reclaim thread has something to do.
+    /// Whether the reclaim thread has work.
     pub(crate) fn needs_reclaim(&self, s: &State) -> bool {
         if !s.unshare.is_empty() || self.wants_read_only(s) {
             return true;
@@ -85,12 +85,12 @@ impl Pager {
         short || self.over(s, self.margin() as isize, true) > 0
     }
 
-    /// Whether the reclaim thread has something to do that must not wait for the program's CPU, or that it alone does.
+    /// Whether the reclaim thread has work that must not wait for the program's CPU, or that no other thread can do.
     pub(crate) fn reclaimer_is_wanted(&self, s: &State, excess: isize) -> bool {
         excess > 0 || self.has_request() || self.wants_read_only(s)
     }
 
-    /// Brings the page of a fault, and what goes with it.
+    /// Serves a fault: brings the touched page, and those that come with it.
     ///
     /// # Errors
     /// [`EventPending`]: nothing was done; read messages, then call again.
@@ -103,7 +103,7 @@ impl Pager {
     fn serve_now(&self, s: &mut State, r: Request) -> Result<(), EventPending> {
         let first = s.pt.get(r.vpn);
         if self.without_move && s.remapping.has(r.vpn) {
-            // Who waits is woken when it is known what is there.
+            // The waiting thread is woken once it is known what is there.
             return Ok(());
         }
         if r.protected && s.leaving.has(r.vpn) {
@@ -113,7 +113,7 @@ impl Pager {
         match first.tag() {
             Tag::Poisoned => return self.poison(s, r.vpn),
             Tag::Resident if r.protected && s.pt.is_protected(r.vpn) && self.tell_write(s, r.vpn) => return Ok(()),
-            // (What is not known may be about to go: it is let alone.)
+            // The unknown page may be about to go: leave it alone.
             Tag::Resident | Tag::None if r.protected && !self.protects_some(s) => return self.allow_copies(s, r.vpn),
             Tag::Resident | Tag::None if r.protected => return self.allow_write(s, r.vpn),
             _ if !s.tracking => return self.bring(s, r, first),
@@ -131,8 +131,8 @@ impl Pager {
 
     /// Decides how much comes, and brings it.
     ///
-    /// The story: a fault of a sequence that was asked again, as another thread's call had an event unread, began anew with one page, and
-    /// had its block stored in single pages from then on.
+    /// The story: a sequential fault was asked again, because another thread's call had left an event unread. It started over
+    /// with one page, and its block was stored in single pages from then on.
     fn bring(&self, s: &mut State, r: Request, first: Pte) -> Result<(), EventPending> {
         s.touch(r.vpn);
         let hints = s.pt.hints(r.vpn);
@@ -158,7 +158,7 @@ impl Pager {
         brought
     }
 
-    /// Brings a window, or, where that is to come `alone`, the page touched.
+    /// Brings a window, or only the touched page if that is to come `alone`.
     fn bring_window(
         &self,
         s: &mut State,
@@ -186,12 +186,12 @@ impl Pager {
         if sequential {
             no_longer_random(&mut s.pt, at, end);
         }
-        // Who goes on in sequence meets the next fault there.
+        // A thread that goes on in sequence faults there next.
         s.streams.brought(window.stream, at, end, |vpn| s.pt.get(vpn).tag() == Tag::Resident);
         let mut d = Delivery::of(r, alone && !huge);
         d.passing =
             (sequential && !huge && window.pages >= BLOCK_PAGES).then(|| mix(self.counters().pgfault.load(Relaxed)));
-        // (A block, or a page, mostly comes in one piece.)
+        // A block, or a single page, mostly comes in one piece.
         let n = end.saturating_sub(at);
         let in_pieces = n > BLOCK_PAGES as u64 || !n.is_power_of_two();
         self.all_at_once(in_pieces, || self.bring_pieces(s, at, end, &mut d))?;
@@ -205,7 +205,7 @@ impl Pager {
         Ok(())
     }
 
-    /// Brings pages up to `end`, piece by piece: the one touched in any case, the others as far as they go.
+    /// Brings the pages from `at` up to `end` piece by piece: the touched one in any case, the others as far as they go.
     fn bring_pieces(&self, s: &mut State, mut at: u64, end: u64, d: &mut Delivery) -> Result<(), EventPending> {
         let r = d.request();
         while at < end {
@@ -215,19 +215,19 @@ impl Pager {
                 Tag::Busy if at == r.vpn => self.bring_busy(s, at).inspect(|n| d.taken_back |= *n > 0),
                 Tag::None if at != r.vpn && !self.brings_new(s) => Ok(0),
                 Tag::None | Tag::Zero | Tag::Compressed => self.bring_out(s, at, left, d),
-                // Another fault on the page was first, or the page vanished (MADV_FREE): zeros if missing.
+                // Another fault on the page came first, or the page vanished (MADV_FREE): zeros if it is missing.
                 Tag::Resident if at == r.vpn => self.bring_lost(s, at),
-                // What is there already ends neither a block nor a sequence.
+                // A page that is there already ends neither a block nor a sequence.
                 Tag::Resident | Tag::Busy if at != r.vpn => Ok(1),
                 _ => Ok(0),
             };
             match got {
                 Ok(n) if n > 0 && !d.only_touched => at += n as u64,
-                // The page touched comes whatever is with its neighbours, or its thread would wait for ever.
+                // The touched page comes whatever happens to its neighbours, or its thread would wait forever.
                 Ok(_) if at < r.vpn => at = r.vpn,
                 Ok(n) => {
-                    // (Nothing came: its mapping is gone, or the kernel refused. Whoever waits looks again; the kernel wakes nobody
-                    // for a mapping's end.)
+                    // Nothing came: the mapping is gone, or the kernel refused. Wake the thread to look again; the kernel wakes
+                    // nobody when a mapping ends.
                     if n == 0 && at == r.vpn {
                         self.uffd().wake(at as usize * PAGE, PAGE);
                     }
@@ -240,16 +240,17 @@ impl Pager {
         Ok(())
     }
 
-    /// Whether pages never touched come with others. (Such a page would not be known to be clean; and it may be a guard, which a copy
-    /// would replace.)
+    /// Whether untouched pages come along with others. Not while soft-dirty bits are tracked, as such a page would not be known
+    /// to be clean; nor once there are guard pages, as a copy would replace a guard.
     pub(crate) fn brings_new(&self, s: &State) -> bool {
         !s.tracking && self.guards.load(Relaxed) == 0
     }
 
-    /// From which page on what was never touched comes with page `vpn`, which is filled downwards: 64 KiB at most (512 as upwards win
-    /// nothing, and GNU sort with a limit of 16 MiB and a disk then came to 19), of the mapping that it is in; `vpn` where that cannot be
-    /// known. What is below may be a guard, or another's: where a run begins there the kernel would map what it is given. (Upwards it begins
-    /// in the mapping of the page touched, and the kernel takes none that goes on beyond.)
+    /// The first untouched page that comes along with page `vpn`, which is being filled downwards; `vpn` itself where that cannot
+    /// be known. At most 64 KiB come, within the mapping of `vpn`. (512 KiB, as upwards, win nothing, and GNU sort with a limit
+    /// of 16 MiB and a disk then came to 19.) What lies below may be a guard, or somebody else's memory, and the kernel would map
+    /// what it is given where a run starts there. Upwards a run starts in the touched page's mapping, and the kernel takes none
+    /// that extends beyond it.
     fn new_from(&self, s: &State, vpn: u64) -> u64 {
         let lowest = (vpn + 1).saturating_sub(BLOCK_PAGES as u64);
         if !self.brings_new(s) || (lowest..vpn).all(|page| s.pt.get(page).tag() != Tag::None) {
@@ -284,12 +285,12 @@ impl Pager {
             Err((done, _)) if done >= PAGE => done / PAGE,
             Err((_, libc::EAGAIN)) => return Err(EventPending),
             Err((_, libc::EEXIST)) => {
-                // The page is there already, so what is staged is older: cannot happen while state is exact.
+                // The page is there already, so the staged one is older: cannot happen while the state is exact.
                 self.uffd().wake(vpn as usize * PAGE, PAGE);
                 return Ok(0);
             }
             Err((_, libc::ENOENT | libc::ESRCH)) => return Ok(0),
-            // Read-only now, or shared with a child: a copy always works.
+            // Read-only by now, or shared with a child: a copy always works.
             Err(_) => return self.bring_staged_copy(s, vpn, slot, 1),
         };
         self.free_slots_of(s, vpn, slot, moved);
@@ -335,7 +336,7 @@ impl Pager {
         Ok(1)
     }
 
-    /// Tells the process that a page is lost: SIGBUS on access, and a message (before it: the signal may end everything).
+    /// Makes a lost page raise SIGBUS on access. The message comes first, as the signal may end everything.
     pub(crate) fn poison(&self, s: &mut State, vpn: u64) -> Result<(), EventPending> {
         let pte = s.pt.get(vpn);
         if pte.tag() != Tag::Poisoned {
@@ -352,18 +353,20 @@ impl Pager {
         match self.uffd().poison(vpn as usize * PAGE, PAGE) {
             Ok(()) => {}
             Err((_, libc::EAGAIN)) => return Err(EventPending),
-            // The page is there, or its mapping is gone: whoever waits may look again.
+            // The page is there, or its mapping is gone: the waiting thread may look again.
             Err((_, libc::EEXIST | libc::ENOENT)) => self.uffd().wake(vpn as usize * PAGE, PAGE),
-            // (Whatever the kernel has against it, the thread that asked must not wait for ever.)
+            // Whatever the kernel objects to, the faulting thread must not wait forever.
             Err(_) => thread::kill(thread::getpid(), libc::SIGBUS),
         }
         Ok(())
     }
 }
 
-/// Whether a page follows two that came lately, one after the other: within so many `lately` listed folios, the last of which has
-/// `stamp`. (Where memory is used at random in between, as a collector of garbage
-/// does, and merges of sorted runs, the streams' ends are forgotten between two faults. By chance it is so for one fault in 250.)
+/// Whether `vpn` follows two pages that came lately, one after the other. Lately means among the last `lately` listed folios; the
+/// last one has `stamp`.
+///
+/// Where a garbage collector or a merge of sorted runs uses memory at random in between, the streams' ends are forgotten between
+/// two faults. By chance this is true for one fault in 250.
 fn follows(pt: &PageTable, stamp: u32, vpn: u64, lately: u32) -> Way {
     let age = |at: Option<u64>| {
         let pte = pt.get(at?);
@@ -379,7 +382,7 @@ fn follows(pt: &PageTable, stamp: u32, vpn: u64, lately: u32) -> Way {
     }
 }
 
-/// The compressed block that a page is part of: the first of its pages that is still there, the one behind the last, and its order.
+/// The compressed block that page `at` is part of: its first page that is still there, the page behind its last, and its order.
 fn block_of(s: &State, at: u64) -> Option<(u64, u64, u8)> {
     let pte = Some(s.pt.get(at)).filter(|p| p.tag() == Tag::Compressed)?;
     let first = at.checked_sub(pte.index() as u64)?;
@@ -392,8 +395,8 @@ fn block_of(s: &State, at: u64) -> Option<(u64, u64, u8)> {
     Some((pages.clone().find(in_it)?, pages.rev().find(in_it)? + 1, order))
 }
 
-/// The pages to bring for a fault that wants `n` from `vpn` on: blocks that must be decompressed for them come whole,
-/// so that none is decompressed twice for one use. (One of more than 64 KiB behind the first page is left to a fault of its own.)
+/// The pages to bring for a fault that wants `n` from `vpn` on. Blocks that must be decompressed for them come whole, so that
+/// none is decompressed twice for one use. (A block of more than 64 KiB behind the first page is left to a fault of its own.)
 fn whole_blocks(s: &State, vpn: u64, n: usize) -> (u64, u64) {
     let end = vpn + n as u64;
     let end = match block_of(s, end - 1) {
@@ -404,10 +407,10 @@ fn whole_blocks(s: &State, vpn: u64, n: usize) -> (u64, u64) {
     (block_of(s, vpn).map_or(vpn, |(first, ..)| first), end)
 }
 
-/// Forgets of all blocks that come in sequence that they were used at random before.
+/// Clears the random hint of all blocks that come in sequence.
 ///
-/// The story: only the block of the page touched was taken to be used in sequence. The other seven of a window, which had once been
-/// faulted on at random, kept no copies, so all that a pass over such memory brought was compressed anew, page by page, when it left.
+/// The story: only the touched page's block was taken to be used in sequence. The other seven of a window, once faulted on at
+/// random, kept no copies, so all that a pass over such memory brought was compressed anew, page by page, when it left.
 fn no_longer_random(pt: &mut PageTable, at: u64, end: u64) {
     for block in (at / BLOCK_PAGES as u64 * BLOCK_PAGES as u64..end).step_by(BLOCK_PAGES) {
         if pt.hints(block) & HINT_RANDOM != 0 {
@@ -416,12 +419,12 @@ fn no_longer_random(pt: &mut PageTable, at: u64, end: u64) {
     }
 }
 
-/// How many of the `n` pages from `vpn` on come before one that was never touched; one at least.
+/// How many of the `n` pages from `vpn` on come before the first untouched one; at least one.
 fn known_run(s: &State, vpn: u64, n: usize) -> usize {
     (1..n).find(|i| s.pt.get(vpn + *i as u64).tag() == Tag::None).unwrap_or(n)
 }
 
-/// The pages to bring for a fault that wants `n` up to and with `vpn`, as [`whole_blocks`]. What was never touched ends them below `new_from`.
+/// As [`whole_blocks`], for `n` pages that end with `vpn`. An untouched page below `new_from` ends the run.
 fn blocks_down(s: &State, vpn: u64, n: usize, new_from: u64) -> (u64, u64) {
     let known = |at: &u64| *at >= new_from || s.pt.get(*at).tag() != Tag::None;
     let first = (vpn + 1 - n as u64..vpn).rev().take_while(known).last().unwrap_or(vpn);
@@ -436,8 +439,8 @@ mod tests {
 
     const N: u64 = 64;
 
-    /// The story: found by reading. Who asked for a page that was staged, of memory that another thread unmapped just then, waited for
-    /// ever: the reclaim thread that un-shared pages, or a call that was given the memory.
+    /// The story: found by reading. A thread had asked for a staged page of memory that another thread unmapped at that moment:
+    /// the reclaim thread, which un-shared pages, or a call that was given the memory. It waited forever.
     #[test]
     fn who_waits_for_what_was_unmapped_looks_again() {
         use uzswap_sys::uffd::Message;
@@ -471,7 +474,7 @@ mod tests {
     #[test]
     fn a_sequence_goes_on_behind_a_fault_that_is_asked_again() {
         let p = testing::pager_told_of_moves(16 << 20);
-        // (From where a run of 64 pages begins: what is brought ahead ends with it.)
+        // Start where a run of 64 pages begins: what is brought ahead ends with it.
         let (at, beside) = (testing::memory(p, 2 * N as usize).next_multiple_of(64 * PAGE), testing::memory(p, 1));
         let s = &mut *p.state.lock();
         let serve = |s: &mut State, vpn| {
@@ -511,12 +514,12 @@ mod tests {
                 assert!(p.serve(s, Request { vpn, write: false, protected: false }).is_ok());
             }
         }
-        // (The first fault followed nothing.)
+        // The first fault followed nothing.
         let kept = |vpn: u64| s.pt.get(vpn).copy().is_some();
         assert!((first + 4..first + N).all(kept), "{} copies", (first..first + N).filter(|vpn| kept(*vpn)).count());
     }
 
-    /// See `new_from`: what lies below the mapping that is filled downwards, or a page that another has, is not touched.
+    /// See `new_from`: memory below the mapping that is filled downwards, or a page that another process has, is not touched.
     #[test]
     fn who_fills_memory_downwards_is_brought_no_guards() {
         let p = testing::pager(16 << 20);
@@ -535,7 +538,7 @@ mod tests {
         let known = (first..own).filter(|vpn| s.pt.get(*vpn).tag() != Tag::None).count();
         assert_eq!((known, s.resident), (0, N as usize));
         if maps::mapping_at(p.files.maps.load(Relaxed), at).is_some() {
-            // (One, one, then up to sixteen, never across a border.)
+            // One, one, then up to sixteen, never across a border.
             assert!(faults <= 10, "{faults} faults");
         }
     }

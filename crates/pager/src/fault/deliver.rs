@@ -1,13 +1,12 @@
-//! What a fault brings that is not in memory: zeros, and what is in the pool.
-//!
+//! Brings what a fault needs and is not in memory as frames: zeros, and what is in the pool.
 //! ```text
 //! frames (contiguous ones, else as they come) ── filled: cleared, or decompressed and checked ── one MOVE ── counted
 //! ```
-//! A block that is decompressed comes whole, so that none is decompressed twice for one use. What could not be
-//! delivered all the same stays in a small cache for the next faults on it (`Decoded`), and is counted.
+//! A block that is decompressed comes whole, so that none is decompressed twice for one use. Pages that could not be delivered
+//! with their block stay in a small cache (`Decoded`) for the next faults on it, and are counted.
 //!
-//! Invariant: a page's entry changes only after it was moved in; until then what the pool holds is the page. Everything
-//! here runs with the pager's lock held.
+//! Invariant: a page's entry changes only after the page was moved in; until then the pool's contents are the page. All of this
+//! module runs with the pager's lock held.
 
 use crate::fault::{EventPending, Request};
 use crate::frames::arena::PAGE;
@@ -26,19 +25,21 @@ use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
 use uzswap_sys::uffd::Partial;
 
-/// Order of the largest blocks of which one page alone is brought. To decompress 16 KiB of lz4 as far as a page costs 3 µs
-/// on average, to store a page anew 6 and the room it has in its block; from 32 KiB on the block comes, and is stored anew.
+/// Order of the largest block of which a page may come alone. Decompressing a 16 KiB block of lz4 as far as the page costs 3 µs
+/// on average; storing a page anew costs 6, and the room that it has in its block. From 32 KiB on the whole block comes, and is
+/// stored anew.
 pub(crate) const SMALL_BLOCK: u8 = 2;
 
-/// One delivery of so many to blocks that are written to keeps its copies all the same: left clean, they tell that the block no
-/// longer is. (Whole deliveries, so that folios are not cut into what is clean and what is not; a whole block tells more.)
+/// Of the deliveries to blocks that are known to be written to, one in this many keeps its copies anyway: if the pages leave
+/// clean, the block is no longer written to. (Whole deliveries, so that folios are not cut into clean and dirty parts. A whole
+/// block tells more, so it is probed more often.)
 const PROBE_EVERY: u32 = 8;
 const PROBE_BLOCKS_EVERY: u32 = 2;
 
-/// What a fault brings, counted when it is done.
+/// What one fault brings, counted when the fault is done.
 pub(crate) struct Delivery {
     r: Request,
-    /// Pages mapped, and those of them that came from the pool.
+    /// Pages mapped, and how many of them came from the pool.
     pages: usize,
     from_pool: usize,
     /// Whether staged pages were taken back.
@@ -46,22 +47,23 @@ pub(crate) struct Delivery {
     /// Order of the largest folio mapped in one piece, and of the largest wanted.
     largest: u8,
     wanted: u8,
-    /// Whether contiguous frames were wanted and not had; whether that is so of the piece in hand, and of one with pages of a block.
+    /// Whether contiguous frames were wanted but not available: in any piece, in the current piece, and in one with pages of a
+    /// block.
     missed: bool,
     misses: bool,
     block_missed: bool,
-    /// Whether only the page touched is to come (the lab's comparison).
+    /// Whether only the touched page may come (the lab's comparison).
     pub(crate) only_touched: bool,
-    /// Whether the page touched comes alone by choice: what is around it is read at random.
+    /// Whether the touched page comes alone by choice, as its surroundings are read at random.
     alone: bool,
-    /// Whether the piece in hand is mapped by a copy of what was filled.
+    /// Whether the current piece is mapped as a copy of the filled frames.
     copied: bool,
-    /// A random number where the pages are part of a sequence that is known for a while.
+    /// A random number, if the pages belong to a sequence that has gone on for a while.
     pub(crate) passing: Option<u64>,
 }
 
 impl Delivery {
-    /// The fault it is for.
+    /// The fault that this is for.
     pub(crate) fn request(&self) -> Request {
         self.r
     }
@@ -86,7 +88,7 @@ impl Delivery {
 }
 
 impl Pager {
-    /// Brings pages that are zero, never seen or in the pool: one run, at most `max`.
+    /// Brings one run of at most `max` pages that are zero, untouched or in the pool.
     pub(crate) fn bring_out(
         &self,
         s: &mut State,
@@ -99,12 +101,12 @@ impl Pager {
         while n < max && comes(s.pt.get(vpn + n as u64).tag()) {
             n += 1;
         }
-        // (Only what lies like a huge page comes as large as one.)
+        // Only what lies like a huge page comes as large as one.
         let most = if vpn.is_multiple_of(FOLIO_PAGES as u64) { MAX_ORDER } else { MAX_ORDER - 1 };
         let order = (n.ilog2() as u8).min(most);
         let short = match self.without_move {
             false => s.zone.free_slots(Kind::Frame) < n && self.excess(s) + self.margin() as isize > 0,
-            // (What comes takes memory from the kernel, frames or not.)
+            // Without MOVE, pages that come take memory from the kernel, whether there are frames or not.
             true => self.excess(s) + (n * PAGE) as isize > 0,
         };
         if short && !s.keeps_all && !self.at_floor(s) {
@@ -117,9 +119,9 @@ impl Pager {
         let layout = self.layout;
         let to = if frames.is_none() { s.scratch(n * PAGE).as_mut_ptr() } else { core::ptr::null_mut() };
         let buffer = match frames {
-            // SAFETY: frames just allocated are this function's alone.
+            // SAFETY: the frames were just allocated, so nothing else uses them.
             Some((slot, _)) => unsafe { layout.frames_mut(slot, n) },
-            // SAFETY: there is scratch for n pages, which nothing else uses meanwhile.
+            // SAFETY: the scratch buffer has room for n pages, and nothing else uses it meanwhile.
             None => unsafe { core::slice::from_raw_parts_mut(to, n * PAGE) },
         };
         let (filled, src) = (self.fill(s, vpn, buffer, d.alone), buffer.as_ptr() as usize);
@@ -129,7 +131,8 @@ impl Pager {
             }
             return if vpn == d.r.vpn { self.poison(s, vpn).map(|()| 0) } else { Ok(0) };
         }
-        // (By what is to come, not by what single frames there are for it: those would be filled one after the other, and never go.)
+        // This goes by how much is to come, not by which single frames there are for it: those would be filled one after the
+        // other, and would never go.
         d.copied = frames.is_none() || (self.comes_by_copy(s, 1 << order) && self.may_charge(s, filled));
         let brought = self.map_filled(s, vpn, frames, src, filled, d)?;
         if brought <= BLOCK_PAGES {
@@ -140,7 +143,8 @@ impl Pager {
         Ok(brought)
     }
 
-    /// Maps pages that were filled for a delivery: the frames they are in, or copies of what is at `src`. How many came.
+    /// Maps pages that were filled for a delivery: the frames they are in, or copies of the bytes at `src`. Returns how many
+    /// came.
     fn map_filled(
         &self,
         s: &mut State,
@@ -157,7 +161,7 @@ impl Pager {
         }
         let result = match frames {
             Some((slot, _)) if !copied => self.move_in_up_to(s, vpn, slot, filled),
-            // SAFETY: the caller filled the buffer, which is readable.
+            // SAFETY: `src` is the buffer that the caller filled, so it is readable.
             _ => unsafe { self.copy(s, vpn, src, filled * PAGE) },
         };
         let (brought, error) = match result {
@@ -182,8 +186,8 @@ impl Pager {
                 self.uffd().wake(vpn as usize * PAGE, PAGE);
                 Ok(0)
             }
-            // Past the end of its mapping, read-only, or a neighbour is there: by copy, as much of a block as goes.
-            // (The frames were not moved, and nobody else has had them since.)
+            // The run goes past the end of its mapping, the mapping is read-only, or a neighbour is there: copy as much of a
+            // block as goes. (The frames were not moved, and nobody else has had them since.)
             libc::EEXIST | libc::EINVAL | libc::ENOENT | libc::EBUSY | libc::EFAULT => {
                 let n = if frames.is_some() { filled.min(1 << s.largest_block) } else { 1 };
                 match self.copyable(vpn, n, touched) {
@@ -195,13 +199,13 @@ impl Pager {
         }
     }
 
-    /// How many of `n` pages from `vpn` on may be copied for the fault on `touched`: that page alone where the program makes guard
-    /// pages. COPY takes those for missing (MOVE does not), and the event of one just made is yet to come.
+    /// How many of `n` pages from `vpn` on may be copied for the fault on `touched`. Only that page where the program makes guard
+    /// pages: COPY takes guards for missing pages (MOVE does not), and the event of one just made is yet to come.
     fn copyable(&self, vpn: u64, n: usize, touched: u64) -> usize {
         if self.guards.load(Relaxed) == 0 { n } else { usize::from(vpn == touched) }
     }
 
-    /// Copies as many of `n` pages as go, and fit into the mapping; wakes who waits when none does.
+    /// Copies as many of `n` pages as fit into the mapping; wakes the waiting thread when none does.
     pub(crate) fn copy_some(&self, s: &mut State, vpn: u64, src: usize, mut n: usize) -> Result<usize, EventPending> {
         loop {
             // SAFETY: the caller passes readable memory of ours.
@@ -234,16 +238,16 @@ impl Pager {
         }
     }
 
-    /// Frames for up to 2^order pages at `vpn`, and for how many pages there is room: contiguous ones where there are
-    /// any, which then come as one folio; else as many as lie together, the rest of the block following page by page in
-    /// the same fault; else, without a frame, what may be copied in, which takes memory from the kernel and must be
-    /// charged. The page touched comes in any case.
+    /// Finds frames for up to 2^order pages at `vpn`; returns them, and how many pages may come. Contiguous frames, if there are
+    /// any, come as one folio. Else the longest run there is; the rest of the block then follows page by page in the same fault.
+    /// Where there is no frame at all, pages may be copied in, which takes memory from the kernel and must be charged. The
+    /// touched page comes in any case.
     fn frames_for(&self, s: &mut State, vpn: u64, order: u8, d: &mut Delivery) -> (Option<(u32, u8)>, usize) {
         let folios = &self.group.folios;
         let injected = self.inject(Site::Frames);
         let refused = injected.is_some() || (order > 0 && self.is_scarce());
         let frames = match injected {
-            // Not even single ones.
+            // Not even single frames.
             Some(bits) if bits % 2 == 0 => None,
             _ => s.zone.alloc_up_to(Kind::Frame, if refused { 0 } else { order }),
         };
@@ -252,7 +256,7 @@ impl Pager {
         d.misses = got < order;
         d.missed |= d.misses;
         if got < order && folios.fallback_off.load(Relaxed) != 0 {
-            // (The lab's comparison: the page touched, and a fault for each of the others.)
+            // The lab's comparison: the touched page, and a fault for each of the others.
             if let Some((slot, o)) = frames {
                 s.zone.free(Kind::Frame, slot, o);
             }
@@ -275,20 +279,20 @@ impl Pager {
         (None, usize::from(vpn == d.r.vpn || self.may_charge(s, 1)))
     }
 
-    /// Whether `n` pages more may be taken from the kernel.
+    /// Whether `n` more pages may be taken from the kernel.
     pub(crate) fn may_charge(&self, s: &State, n: usize) -> bool {
         self.inject(Site::Charge).is_none() && self.excess(s) + (n * PAGE) as isize <= 0
     }
 
-    /// Only for the lab: whether contiguous frames are made scarce for this request.
+    /// For the lab only: whether this request is to find contiguous frames scarce.
     fn is_scarce(&self) -> bool {
         let folios = &self.group.folios;
         let one_in = folios.scarce.load(Relaxed);
         one_in != 0 && !folios.scarce_seen.fetch_add(1, Relaxed).is_multiple_of(one_in)
     }
 
-    /// Fills a buffer with the pages from `vpn` on; returns how many it could. Of a block of which one page is wanted `alone`
-    /// no more is decompressed than that takes.
+    /// Fills a buffer with the pages from `vpn` on, and returns how many it could fill. Of a block of which one page is wanted
+    /// `alone`, it decompresses no more than that page needs.
     fn fill(&self, s: &mut State, vpn: u64, buffer: &mut [u8], alone: bool) -> usize {
         let n = buffer.len() / PAGE;
         let read = self.read_shared(s, vpn, buffer);
@@ -310,7 +314,7 @@ impl Pager {
                     continue;
                 }
             }
-            // (A damaged block may still have pages that are right.)
+            // A damaged block may still have pages that are right.
             if !self.fill_part(s, vpn + i as u64, pte, &mut buffer[i * PAGE..(i + 1) * PAGE], alone) {
                 break;
             }
@@ -327,14 +331,14 @@ impl Pager {
         }
     }
 
-    /// Fills one page from a block of several, decompressing the block once for all of them, or as far as the page if it
+    /// Fills one page from a block of several. It decompresses the block once for all of them, or only as far as the page if that
     /// is wanted `alone`.
     fn fill_part(&self, s: &mut State, vpn: u64, pte: Pte, page: &mut [u8], alone: bool) -> bool {
         let (handle, index) = (pte.handle(), pte.index());
         let known = s.decoded.iter().position(|d| d.handle == Some(handle));
         let at = known.unwrap_or_else(|| {
             s.decoded_next = (s.decoded_next + 1) % s.decoded.len();
-            // (One buffer for large blocks is enough memory.)
+            // One buffer for large blocks is enough memory.
             if object::order(s.object(handle)) > USUAL_UNIT { 0 } else { s.decoded_next }
         });
         if known.is_none() || s.decoded[at].pages <= index {
@@ -394,12 +398,12 @@ impl Pager {
                     if head.flags & object::AHEAD != 0 {
                         s.wanted_ahead(pte.handle());
                     }
-                    // A copy of what did not compress would be paid twice; what is read at random is to be stored anew,
-                    // page by page, or each read would decompress more than it uses; and where memory is very short
-                    // nothing has one. But a page that came alone has its place in the block anyway.
+                    // No copy is kept of what did not compress, as it would be paid for twice; nor of what is read at random,
+                    // which must be stored anew, page by page, or each read would decompress more than it uses; nor of anything
+                    // where memory is very short. But a page that came alone has its place in the block anyway.
                     let worth = !matches!(head.encoding, Encoding::Raw) && (head.order == 0 || !random);
                     let keep = unwritten && !apart.has(i) && (d.alone && head.order > 0 || worth && !crowded);
-                    // Each page has its own fate: only the one written to is known to change.
+                    // Each page keeps its own fate: only the one written to is known to change.
                     let written = d.r.write && at == d.r.vpn;
                     if written && head.order > 0 {
                         c.folios.block_partial_write.fetch_add(1, Relaxed);
@@ -407,7 +411,7 @@ impl Pager {
                     if keep && !written && s.copy_index(at, pte.handle()) == pte.index() {
                         *copy = Some(pte.handle());
                     } else {
-                        // (A stub costs next to nothing: also where the block is known to be written to.)
+                        // A stub costs next to nothing, so it is worth having even where the block is known to be written to.
                         *copy = s.release_or_stub(at, pte, !written);
                     }
                 }
@@ -434,7 +438,8 @@ impl Pager {
         d.largest = d.largest.max(n.ilog2() as u8);
     }
 
-    /// Counts what a fault brought: one fault, of one kind, however many pieces it came in: the dearest of them says which.
+    /// Counts what a fault brought. It is one fault of one kind, however many pieces it came in: the most expensive piece
+    /// decides.
     pub(crate) fn count_delivery(&self, s: &mut State, d: &Delivery) {
         let c = self.counters();
         if d.pages == 0 {
@@ -450,7 +455,7 @@ impl Pager {
         if d.missed {
             c.folios.count(d.wanted, |o| &o.anon_fault_fallback);
         }
-        // (What is wanted whole may be zeros, or single pages that lie together: nothing is decompressed twice for those.)
+        // A run wanted whole may be zeros, or single pages that lie together: nothing is decompressed twice for those.
         if d.block_missed {
             c.folios.block_fallback.fetch_add(1, Relaxed);
             if d.pages == 1 {
@@ -471,7 +476,7 @@ impl Pager {
         }
     }
 
-    /// Remembers a block of which a fault could not deliver all.
+    /// Remembers a block that a fault could not deliver whole.
     fn note_left_behind(&self, s: &mut State, i: usize, alone: bool) {
         let Some(handle) = s.decoded[i].handle else { return };
         let (vpn, pages) = (s.decoded[i].vpn, 1u64 << object::order(s.object(handle)));
@@ -481,7 +486,7 @@ impl Pager {
         });
         if left {
             self.counters().folios.block_partial_read.fetch_add(1, Relaxed);
-            // (What was left by choice is not expected to be wanted.)
+            // Pages left behind by choice are not expected to be wanted.
             if !alone && s.left_behind.len() < LEFT_MOST {
                 s.left_behind.insert(handle);
             }
@@ -494,7 +499,7 @@ fn note_brought(s: &State, vpn: u64, copies: &[Option<u32>], from_pool: bool, wr
         if s.recorder.is_none() {
             return;
         }
-        // (A stub is no copy: without a disk tier there would be none.)
+        // A stub is no copy: without a disk tier there would be none.
         let is_copy = |copy: &Option<u32>| copy.is_some_and(|handle| !s.is_stub(handle));
         let kept = copies.iter().enumerate().fold(0, |mask, (i, copy)| mask | u16::from(is_copy(copy)) << i);
         s.note(Record::load(vpn, copies.len(), write, kept));
@@ -503,13 +508,13 @@ fn note_brought(s: &State, vpn: u64, copies: &[Option<u32>], from_pool: bool, wr
     }
 }
 
-/// Decompresses an object into `out`, checking every page against its hash.
+/// Decompresses an object into `out`, and checks each page against its hash.
 pub(crate) fn decode(s: &mut State, handle: u32, out: &mut [u8]) -> bool {
     let object = s.object(handle);
     decode_object(&mut s.decompressor, object, out)
 }
 
-/// Decompresses an object, which has as many bytes as `out`, until `wanted` of them are there; returns how many are.
+/// Decompresses an object, which is as long as `out`, until `wanted` bytes are there; returns how many are.
 fn decompress_start(s: &mut State, handle: u32, out: &mut [u8], wanted: usize) -> Option<usize> {
     let object = s.object(handle);
     let head = Header::read(object);

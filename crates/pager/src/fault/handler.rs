@@ -1,17 +1,16 @@
-//! The handler thread: reads messages, keeps the faults that cannot be served yet, and sleeps when there is nothing to do.
-//!
+//! The handler thread: reads messages, keeps the faults that it cannot serve yet, and sleeps when there is nothing to do.
 //! ```text
 //! message ─┬ event: applied                                       ┌───── reads of the swap file that have ended ◀─┐
 //!          └ fault: on the list ─ its page on disk? ─ yes ─▶ a read is begun, the fault stays on the list ────────┘
 //!                                      └ no ─▶ served (`fault`)
 //! ```
-//! A fault waits on the list for one of two things: an event that must be read first (the kernel answers EAGAIN), or a
-//! read from disk (`swap::swapin`). Neither holds up the others: all that can be served is served in each turn. Several
-//! faults, of several threads, have several reads under way. With nothing left to serve the thread sleeps until there is
-//! a message or a read has ended, whichever comes first, so waiting for the disk costs no CPU time.
+//! A fault waits on the list for one of two things: an event that must be read first (the kernel answers EAGAIN), or a read from
+//! disk (`swap::swapin`). Neither holds up other faults: each turn serves all that can be served, and faults of several threads
+//! have several reads under way. With nothing left to serve the handler sleeps until there is a message or a read has ended, so
+//! waiting for the disk costs no CPU time.
 //!
-//! Rules: messages are read with the pager's lock held (see `fault`); reads are planned and what they brought is installed
-//! with it, begun and waited for without it.
+//! Rules: with the pager's lock held the handler reads messages (see `fault`), plans reads, and installs what they brought.
+//! Without it, it begins reads and waits for them.
 
 use crate::calls::Waits;
 use crate::fault::pauses::Pauses;
@@ -31,47 +30,48 @@ use uzswap_sys::raw::Errno;
 use uzswap_sys::thread;
 use uzswap_sys::uffd::Message;
 
-/// How often a full group is looked at again while faults wait for room (milliseconds).
+/// How often the handler looks at a full group again while faults wait for room (milliseconds).
 const FULL_MS: i32 = 20;
 
-/// How long a fault waits for the writer of the swap file at most, when the limit is exceeded, and how long at a time (nanoseconds).
+/// How long a fault waits at most for the writer of the swap file when the limit is exceeded, and how long at a time
+/// (nanoseconds).
 const DISK_WAIT_NS: u64 = 1_000_000_000;
 const DISK_LOOK_NS: u64 = 20_000_000;
 
-/// Faults that are passed over in a turn at most: see `Handler::read`.
+/// How many faults a turn passes over at most: see `Handler::read`.
 const PASSED_OVER_MOST: usize = 1000;
 
-/// What the thread keeps.
+/// What the handler keeps between turns, and hands to its successor.
 #[derive(Default)]
 pub(crate) struct Handler {
-    /// Faults that were read and not served yet, the oldest first.
+    /// Faults that were read but not served yet, the oldest first.
     waiting: Vec<Waiting>,
     reads: Reads,
-    /// Whether a fault is to be tried again though nothing may come: it waits for an event to be read first, or for room
-    /// in the group.
+    /// Whether a fault must be tried again although no message may come: it waits for an event to be read first, or for room in
+    /// the group.
     retry: bool,
-    /// A page for which room is to be made: an unread event kept others from leaving.
+    /// A page for which room must still be made: an unread event kept others from leaving.
     room_for: Option<u64>,
-    /// Whether it is to end: the process is let go of.
+    /// Whether the handler must end, because the process is let go of.
     ended: bool,
-    /// When a read that failed is to be made again (monotonic nanoseconds).
+    /// When to make a failed read again (monotonic nanoseconds).
     wake_at: Option<u64>,
-    /// What faults wait for where the disk is slow.
+    /// The slow write that faults wait for.
     slow: Option<SlowWrite>,
-    /// For how long the writer was waited for in this turn (nanoseconds).
+    /// How long this turn waited for the writer (nanoseconds).
     waited_ns: u64,
     pauses: Pauses,
 }
 
-/// A write that takes long.
+/// A write to disk that takes long.
 struct SlowWrite {
-    /// Writes that had succeeded before.
+    /// Successful writes when the wait began.
     writes: u32,
-    /// Since when it is waited for in this way (monotonic nanoseconds).
+    /// Since when faults wait for it in this way (monotonic nanoseconds).
     since: u64,
 }
 
-/// What a handler's thread does first.
+/// Prepares a thread to be the handler.
 pub(crate) fn begin_handler() {
     thread::keep_io_priority();
     thread::allow_ticks();
@@ -79,7 +79,7 @@ pub(crate) fn begin_handler() {
 }
 
 impl Pager {
-    /// The handler thread, the first one (see `watch`).
+    /// The body of the first handler thread (`watch` starts others).
     pub fn handler_loop(&self) -> ! {
         self.may_leave_idle.store(thread::may_leave_idle_policy(), Relaxed);
         begin_handler();
@@ -97,12 +97,12 @@ impl Pager {
 }
 
 impl Handler {
-    /// Whether the process is let go of.
+    /// Whether the process is let go of, so that the handler must end.
     pub(crate) fn has_ended(&self) -> bool {
         self.ended
     }
 
-    /// Reads a message, if there is one, and serves what can be; sleeps if there is nothing to do.
+    /// Reads a message, if there is one, and serves what can be served; sleeps if there is nothing to do.
     pub(crate) fn turn(&mut self, p: &Pager) {
         p.pause(&mut self.pauses);
         p.look_if_asked();
@@ -180,17 +180,18 @@ impl Handler {
         if reclaim {
             p.wake_reclaim();
         } else if self.retry {
-            // The thread that waits for its event has been woken by our read and must run before MOVE works.
+            // The thread whose event is awaited has been woken by our read; it must run before MOVE works.
             thread::sleep_ns(10_000);
         }
     }
 
-    /// Reads a message. While faults wait for an event, those that were read before are passed over; the reclaim thread may wait for one of
-    /// them too.
+    /// Reads a message. While faults wait for an event, it passes over those that were read before, but notes if the reclaim
+    /// thread waits for one of them too.
     ///
-    /// The story: a thread that is given a signal while another waits for it does not sleep for the page that the signal's frame is to be
-    /// written to: the kernel tries again at once, and queues a fault each time. It hands out faults before events, and with one message a
-    /// turn the event of an `mremap` was never reached, without which no page may come: `torture` stood still for minutes, in a child.
+    /// The story: a thread is given a signal while another signal waits for it. While the kernel writes the signal's frame to a
+    /// page that is out, the thread does not sleep: the kernel retries at once, and queues a fault each time. It hands out faults
+    /// before events, so with one message a turn the handler never reached the event of an `mremap`, without which no page may
+    /// come. `torture` stood still for minutes, in a child.
     fn read(&mut self, p: &Pager) -> Result<Option<Message>, Errno> {
         let mut message = p.uffd().read();
         for _ in 0..PASSED_OVER_MOST {
@@ -203,7 +204,7 @@ impl Handler {
         message
     }
 
-    /// What is wanted though nobody has touched it is on the list as a fault would be.
+    /// Puts pages that are wanted although nobody touched them on the list, like faults.
     fn take_asked(&mut self, s: &mut State) {
         for vpn in s.asked.drain(..) {
             self.waiting.push(Waiting::asked(vpn));
@@ -211,7 +212,7 @@ impl Handler {
         }
     }
 
-    /// A fault was read: what it needs from disk is asked for, and room is made for it meanwhile.
+    /// Takes a fault that was read: asks for what it needs from disk, and makes room for it meanwhile.
     fn take_fault<'a>(&mut self, p: &'a Pager, mut s: Guard<'a, State>, r: Request, tid: u32) -> Guard<'a, State> {
         self.reads.count_message();
         let own = p.is_reclaimer(tid);
@@ -251,7 +252,7 @@ impl Handler {
         self.wait_for_writer(p, s, r.vpn)
     }
 
-    /// Waits a moment for reclaim, where the limit is exceeded by more than so much and memory is shared since a fork: see `copies`.
+    /// Waits a moment for reclaim if memory is shared since a fork and the limit is exceeded by more than `borne`: see `copies`.
     fn wait_for_reclaim<'a>(&mut self, p: &'a Pager, mut s: Guard<'a, State>, borne: isize) -> Guard<'a, State> {
         for _ in 0..COPY_WAITS {
             if !p.has_kin() {
@@ -270,22 +271,23 @@ impl Handler {
         s
     }
 
-    /// Makes room for a fault, again in the next turn if an unread event kept pages from leaving.
+    /// Makes room for a fault, and again in the next turn if an unread event kept pages from leaving.
     fn make_room(&mut self, p: &Pager, s: &mut State, vpn: u64) {
         self.room_for = p.make_room(s, vpn).err().map(|EventPending| vpn);
     }
 
-    /// Waits until the writer of the swap file has made room, where the limit is exceeded and it does. In vain was the wait if it has
-    /// written nothing meanwhile, and is not writing. If it is the disk is slow, and the wait goes on in another way.
+    /// Waits until the swap file's writer has made room, if the limit is exceeded and the writer helps. If it has written nothing
+    /// after the longest wait, and is not writing, the wait was in vain, and the disk counts as no help. If it is still at one
+    /// write, the disk is slow, and the wait goes on in another way.
     ///
-    /// The story: each time that the writer got on counted as a wait as long as could be. Where it gave many objects their second chance,
-    /// or had no CPU of its own, fifty of them were over before it had written anything: the disk was taken to be of no help, the group was
-    /// called full, and all that was read back stayed in memory, up to 44 MiB under a limit of 16.
+    /// The story: each time that the writer got on counted as a wait of full length. Where it gave many objects their second
+    /// chance, or had no CPU of its own, fifty such waits were over before it had written anything. The disk then counted as no
+    /// help, the group was called full, and all that was read back stayed in memory: up to 44 MiB under a limit of 16.
     fn wait_for_writer<'a>(&mut self, p: &'a Pager, mut s: Guard<'a, State>, vpn: u64) -> Guard<'a, State> {
         let (mut until, writes, mut was_writing) = (None, p.tier.writes.load(Relaxed), false);
         while self.slow.is_none() && p.waits_for_disk(&s) {
             let (now, writing) = (thread::now_ns(), p.disk_is_writing());
-            // (It may be between two writes.)
+            // It may be between two writes.
             let at_work = core::mem::replace(&mut was_writing, writing) || writing;
             if now >= *until.get_or_insert(now + DISK_WAIT_NS) {
                 match p.tier.writes.load(Relaxed) == writes {
@@ -307,10 +309,10 @@ impl Handler {
         s
     }
 
-    /// Whether faults wait still for a slow disk: until a write has succeeded (or failed), there is room without it, or the disk stands
-    /// still. Events are read meanwhile.
+    /// Whether faults still wait for a slow disk: until a write has succeeded (or failed), there is room without it, or the disk
+    /// stands still. Events are read meanwhile.
     ///
-    /// The story: a disk whose writes took longer than a fault waits, as one in a cloud that has used up its credit, was taken to be of no
+    /// The story: a disk whose writes took longer than a fault waits, like a cloud's that has used up its credit, counted as no
     /// help until one of them had ended. The group was called full, and with `--on-full=kill` the largest member was killed.
     fn waits_for_slow_disk(&mut self, p: &Pager, s: &State) -> bool {
         let Some(slow) = &self.slow else { return false };
@@ -324,10 +326,10 @@ impl Handler {
         false
     }
 
-    /// Serves what the reclaim thread faults on, where others are to wait for room: it has met something that is out as it un-shares what
+    /// Serves the reclaim thread's faults while others must wait for room: it has met a page that is out while it un-shares what
     /// may leave then.
     ///
-    /// The story: it waited with them, and so, with `--on-full=wait`, did all of the program, for ever.
+    /// The story: it waited with the others, and so, with `--on-full=wait`, did the whole program, forever.
     fn serve_own(&mut self, p: &Pager, s: &mut State) {
         if self.waiting.iter().any(|waiting| waiting.own) {
             p.land(s, &mut self.reads, &mut self.waiting);
@@ -335,15 +337,15 @@ impl Handler {
         }
     }
 
-    /// Serves what can be served now, and sees to it that what is on disk is read.
+    /// Serves what can be served now, and has pages on disk read.
     fn serve_waiting(&mut self, p: &Pager, s: &mut State) {
         self.serve_those(p, s, |_| true);
     }
 
-    /// The same of those `served`.
+    /// The same for those faults that are `served`.
     fn serve_those(&mut self, p: &Pager, s: &mut State, served: impl Fn(&Waiting) -> bool) {
         (self.retry, self.wake_at) = (false, None);
-        // (Each asks for what it needs, here.)
+        // Each fault asks for what it needs here.
         self.reads.forget_given_up();
         if !s.withdrawn.is_empty() {
             self.drop_withdrawn(p, s);
@@ -370,17 +372,18 @@ impl Handler {
         p.calls.hold_back(Waits::Fault, false);
     }
 
-    /// Faults on what was ceded to the program since they were read are not served any more. Who waits faults again.
+    /// Drops faults on memory that was ceded to the program since they were read. Their threads fault again.
     fn drop_withdrawn(&mut self, p: &Pager, s: &mut State) {
         let withdrawn = core::mem::take(&mut s.withdrawn);
         self.withdraw(p, |vpn| withdrawn.iter().any(|(from, to)| (*from..*to).contains(&vpn)));
     }
 
-    /// Nor are those on what is gone, or elsewhere, since they were read, and pages asked for that were there.
+    /// Drops faults on memory that is gone or was moved since they were read, and pages asked for that were there.
     ///
-    /// The story: such a fault was served with a page of zeros, wherever that came to be. Who waited for the disk may have been
-    /// interrupted, or nobody have touched the page, as it was asked for by a command. What was mapped there anew, and registered with a
-    /// userfaultfd of the program's, was filled so, its handler never asked; and guard pages were guards no more.
+    /// The story: such a fault was served with a page of zeros, whatever was there by then. The thread that waited for the disk
+    /// may have been interrupted, or nobody may have touched the page, as a command had asked for it. New memory there that the
+    /// program had registered with a userfaultfd of its own was filled in this way without its handler being asked, and guard
+    /// pages lost their guards.
     fn drop_gone(&mut self, p: &Pager, s: &State, event: &Message) {
         let (start, end) = match *event {
             Message::Unmapped { start, end } if s.remapping.is_of(start, end) => return,
@@ -391,7 +394,7 @@ impl Handler {
         self.withdraw(p, |vpn| (start..end).contains(&(vpn as usize * PAGE)));
     }
 
-    /// Faults on these pages are dropped. Who waits faults again.
+    /// Drops faults on the pages that are `gone`. Their threads fault again.
     fn withdraw(&mut self, p: &Pager, gone: impl Fn(u64) -> bool) {
         self.waiting.retain(|waiting| {
             let stays = !gone(waiting.r.vpn);
@@ -402,10 +405,10 @@ impl Handler {
         });
     }
 
-    /// Whether nothing is to be done before a message comes or a read ends.
+    /// Whether there is nothing to do before a message comes or a read ends.
     fn is_idle(&self) -> bool {
         let due = || self.wake_at.is_some_and(|at| thread::now_ns() >= at);
-        // (A read that came in part is planned again for the rest.)
+        // A read that came in part is planned again for the rest.
         let reads = &self.reads;
         !self.retry && !reads.any_ended() && !reads.any_planned() && !reads.any_given_up() && !due()
     }
@@ -416,7 +419,7 @@ impl Handler {
         p.signs.asleep.store(true, SeqCst);
         let [_, asked] = p.uffd().wait_or([self.reads.fd(), p.files.signals.load(Relaxed)], ms);
         p.signs.asleep.store(false, SeqCst);
-        // (Whoever looks: a signal that nobody takes would keep this thread awake.)
+        // Take it whether or not a look is due: a pending signal would keep this thread awake.
         if asked {
             thread::take_signal(SIGNAL, Some(0));
         }
@@ -424,7 +427,7 @@ impl Handler {
         if !p.signs.watched.swap(true, SeqCst) {
             p.poke_ticker();
         }
-        // (Who waits for the disk sleeps where its fault was served last.)
+        // A program that waits for the disk sleeps where its last fault was served.
         if self.waiting.is_empty() {
             p.state.lock().placement.slept();
         }

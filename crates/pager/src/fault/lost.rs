@@ -1,8 +1,8 @@
-//! Lost pages on a kernel that cannot poison one (before 6.6).
+//! Lost pages on kernels that cannot poison a page (before 6.6).
 //!
-//! There a page whose contents are lost is covered by a mapping past the end of an empty file: whoever touches it gets
-//! SIGBUS. Covering unmaps what was there, which raises an event and waits until it is read: so not the handler does it, but
-//! the ticker, while no mapping call of the program is under way. Until then who touches the page waits.
+//! There the pager covers a page whose contents are lost with a mapping past the end of an empty file, which raises SIGBUS on
+//! access. Covering unmaps what was there; that raises an event, and waits until the event is read. So not the handler but the
+//! ticker does it, while no mapping call of the program is under way. Until then a thread that touches the page waits.
 
 use crate::frames::arena::PAGE;
 use crate::pager::Pager;
@@ -12,11 +12,11 @@ use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{sys, thread};
 
 impl Pager {
-    /// A page is lost: it is to raise SIGBUS.
+    /// Makes a lost page raise SIGBUS: now in a region, else through the ticker.
     pub(crate) fn lose_page(&self, s: &mut State, vpn: u64) {
         if self.own_frames {
-            // A region's memory has no events, and nobody else maps anything there. (The thread that asks is the one that
-            // touched it, and gets the signal again.)
+            // A region's memory has no events, and nobody else maps anything there. (The calling thread is the one that touched
+            // the page, and gets the signal again.)
             let _ = cover(vpn as usize * PAGE);
         } else if !s.lost.contains(&vpn) {
             s.lost.push(vpn);
@@ -24,7 +24,7 @@ impl Pager {
         }
     }
 
-    /// Covers what is lost: in the ticker.
+    /// Covers all lost pages. Called by the ticker.
     pub(crate) fn cover_lost(&self) {
         while self.without_move && !self.state.lock().lost.is_empty() {
             self.calls.stop();
@@ -33,10 +33,10 @@ impl Pager {
         }
     }
 
-    /// The same where it has stopped the program's mapping calls already. Not for a thread that holds the lock, or that events
-    /// are read by.
+    /// The same for a thread that has stopped the program's mapping calls already. Never call it with the lock held, or on the
+    /// thread that reads events.
     pub(crate) fn cover_lost_now(&self) {
-        // (None where the kernel can poison a page.)
+        // There are none where the kernel can poison a page.
         loop {
             let (vpn, lost) = {
                 let mut s = self.state.lock();
@@ -46,7 +46,7 @@ impl Pager {
             let covered = if lost { cover(vpn as usize * PAGE) } else { Ok(()) };
             self.uffd().wake(vpn as usize * PAGE, PAGE);
             if covered.is_err() {
-                // It would read as zeros otherwise, or wait for ever.
+                // Otherwise the page would read as zeros, or its thread wait forever.
                 self.say(b"uzswap: a lost page could not be made to raise SIGBUS; the process is ended\n");
                 thread::end_process(125);
             }
@@ -59,7 +59,7 @@ fn cover(at: usize) -> Result<(), Errno> {
     // SAFETY: a constant name; the call touches no other memory.
     let fd = unsafe { sys!(libc::SYS_memfd_create, c"uzswap-lost".as_ptr(), libc::MFD_CLOEXEC) }? as i32;
     let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
-    // SAFETY: over a page whose contents are lost.
+    // SAFETY: the mapping replaces a page whose contents are lost.
     let mapped = unsafe { sys!(libc::SYS_mmap, at, PAGE, prot, flags, fd, 0) };
     raw::close(fd);
     mapped.map(drop)

@@ -1,14 +1,14 @@
-//! Pauses: whoever waits for a CPU beside a program that faults gets it.
+//! Pauses: the handler sleeps now and then, so that other tasks get the CPU of a program that faults all the time.
 //!
-//! A program that faults all the time never leaves its CPU: while it waits for a fault the handler runs there, and both are of one group of
-//! tasks for the scheduler (a session's, by autogroup, or a cgroup). On Linux 6.18 each change of such a group's weight on a CPU, of which
-//! every fault makes two, may move the group's virtual time back, where the group runs on another CPU as well. Then nobody outside of it
-//! gets this CPU any more, for as long as the faults go on: other sessions waited for 4.8 s beside two processes that faulted for 5, and
-//! kernel threads for up to 111 s beside others (ARCHITECTURE, *Who waits for a thread of the kernel's*).
+//! Such a program never leaves its CPU: while it waits for a fault the handler runs there, and the scheduler counts both in one
+//! group of tasks (a session's, by autogroup, or a cgroup). Each fault changes the group's weight on that CPU twice. On Linux
+//! 6.18 each such change may move the group's virtual time back, where the group runs on another CPU as well. Then nobody outside
+//! the group gets this CPU for as long as the faults go on: other sessions waited for 4.8 s beside two processes that faulted for
+//! 5, and kernel threads for up to 111 s beside others (ARCHITECTURE.md, *Pauses*).
 //!
-//! So the handler sleeps for a moment now and then, with a fault waiting, so that no task of the group is left to run there. As another
-//! process of the same kind may be on that CPU as well all handlers of a machine do that at the same time, in *windows* of the processor's
-//! time stamp counter, which needs no memory in common. What waited runs at once, and the group begins anew.
+//! So the handler sleeps for a moment with a fault waiting, and no task of the group is left to run there. Another process of the
+//! same kind may be on that CPU as well, so all handlers of a machine sleep at the same time: in *windows* of the processor's
+//! time stamp counter, which needs no shared memory. Waiting tasks run at once, and the group starts afresh.
 //!
 //! ```text
 //! counter   ├──────────── PERIOD ────────────┼──────────── PERIOD ───
@@ -16,25 +16,25 @@
 //! handler 1   serves ··· serves ··· serves     serves ···
 //! handler 2   serves ··· serves ··· serves     serves ···
 //! ```
-//! A window is missed where no fault comes in it: then the program computes, and the scheduler is fair. It is let pass where the kernel
-//! counts so few runnable tasks that nobody can be waiting (a program alone on the machine).
+//! The handler misses a window in which no fault comes: then the program computes, and the scheduler is fair. It skips a window
+//! where the kernel counts so few runnable tasks that nobody can be waiting (a program alone on the machine).
 
 use crate::pager::Pager;
 use core::sync::atomic::Ordering::Relaxed;
 use uzswap_sys::{process, thread};
 
-/// Ticks of the time stamp counter between two windows: 0.1 s where it has 2.6 GHz. (Counters have 1 to 4 GHz.)
+/// Ticks of the time stamp counter from one window to the next: 0.1 s at 2.6 GHz. (Counters run at 1 to 4 GHz.)
 const PERIOD: u64 = 1 << 28;
-/// Ticks of a window: 0.4 ms there. (In a shorter one a second process that computes on the same CPU may not fault. In longer or more ones
-/// CPUs that nobody waits for are idle, so that the scheduler takes programs there: MEASUREMENTS.md.)
+/// Ticks of a window: 0.4 ms at that rate. In a shorter window a second process that computes on the same CPU may not fault. With
+/// longer or more windows, CPUs that nobody waits for are idle, and the scheduler moves programs there (MEASUREMENTS.md).
 const WINDOW: u64 = 1 << 20;
-/// Ticks are slept for as if there were so many in 2 ns.
+/// The sleep assumes this many ticks in 2 ns.
 const IN_TWO_NS: u64 = 5;
-/// Runnable tasks from which on one may be waiting for this thread's CPU: this thread, whoever makes its group's weight change on another
-/// CPU, and one that waits.
+/// From this many runnable tasks on, one may be waiting for this thread's CPU: this thread, one that makes its group's weight
+/// change on another CPU, and one that waits.
 const CROWD: u32 = 3;
 
-/// Which windows were looked at.
+/// The windows that the handler has looked at.
 #[derive(Default)]
 pub(crate) struct Pauses {
     /// The last one, counted from one.
@@ -42,7 +42,8 @@ pub(crate) struct Pauses {
 }
 
 impl Pauses {
-    /// For how long a pause is to be at this count of the time stamp counter (nanoseconds), if one is; not again in the same window.
+    /// How long to pause at this value of the time stamp counter (nanoseconds); None outside a window, or for the second time in
+    /// one.
     fn due(&mut self, ticks: u64) -> Option<u64> {
         let (window, at) = (ticks / PERIOD + 1, ticks % PERIOD);
         if at >= WINDOW || window == self.seen {
@@ -54,7 +55,8 @@ impl Pauses {
 }
 
 impl Pager {
-    /// In the handler, without the pager's lock: sleeps until the window is over, if this is one, a fault waits and others may.
+    /// Sleeps until the window is over, if this is one, a fault waits, and other tasks may be waiting. Called by the handler
+    /// without the pager's lock.
     pub(crate) fn pause(&self, pauses: &mut Pauses) {
         let Some(ns) = pauses.due(thread::ticks()) else { return };
         if process::running().is_none_or(|tasks| tasks >= CROWD) && self.uffd().wait(0) {

@@ -1,43 +1,42 @@
-//! On which CPUs the helpers run, and who reclaims.
+//! On which CPUs the helpers run, and which thread reclaims.
 //!
-//! The helpers share the program's address space, so every page moved while another of its threads runs on another
-//! CPU must be flushed from that CPU's TLB by an interrupt, and the mover waits for the answer (in a virtual machine
-//! with shadow page tables each change of a mapping costs both CPUs more still); and each time a reclaim thread is
-//! woken the scheduler may take the occasion to move the program. Together that costs more than what a second
-//! CPU can do meanwhile (table in ARCHITECTURE.md). So the handler follows the faulting thread, and while faults come
-//! from one CPU it reclaims by itself, between reading a fault and serving it; the reclaim thread, should it be wanted,
-//! runs there too. Where several threads fault on several CPUs the interrupts are there anyway: there the reclaim
-//! thread works ahead.
+//! The helpers share the program's address space. While another of its threads runs on another CPU, moving a page flushes that
+//! CPU's TLB by an interrupt, and the mover waits for the answer. (In a virtual machine with shadow page tables, each change of a
+//! mapping costs both CPUs still more.) And each time a reclaim thread is woken, the scheduler may move the program. Together
+//! that costs more than a second CPU can do meanwhile (table in ARCHITECTURE.md). So the handler follows the faulting thread.
+//! While faults come from one CPU the handler reclaims by itself, between reading a fault and serving it; if the reclaim thread
+//! is needed, it runs on that CPU too. Where several threads fault on several CPUs the interrupts happen anyway, so there the
+//! reclaim thread works ahead.
 //!
-//! The scheduler wakes the program where it faulted because that CPU runs only idle-policy threads, so there the reclaim
-//! thread is of that policy too. The ticker remains a normal one: it is to be on time.
+//! The scheduler wakes the program on the CPU where it faulted because only idle-policy threads run there. So on that CPU the
+//! reclaim thread has idle policy too. The ticker keeps normal policy: it must be on time.
 
 use crate::pool::compress::HELPERS_MOST;
 use uzswap_sys::thread::{self, Cpus};
 
-/// Faults between two looks.
+/// Faults from one look at the CPU to the next.
 const EVERY: u32 = 256;
-/// The program is taken to fault on one CPU from this score on: a look at which the CPU or the thread was that of the look
-/// before counts one, another thread on another CPU takes two off, and at most 64 are kept.
+/// The score from which on the program counts as faulting on one CPU. A look that finds the same CPU or thread as the one before
+/// adds one, another thread on another CPU takes two off; the score is at most 64.
 const STEADY: u32 = 4;
 
-/// Where the faults come from.
+/// On which CPU the program faults.
 pub struct Placement {
-    /// Where helpers may run.
+    /// The CPUs on which helpers may run.
     cpus: Cpus,
     cpu: Option<usize>,
-    /// The thread that faulted when the CPU was last looked at.
+    /// The thread that faulted at the last look.
     tid: u32,
     steady: u32,
     /// Whether the last look found another thread on another CPU than the look before.
     apart: bool,
     faults: u32,
-    /// Faults when the ticker last looked, and whether there had been none since the look before.
+    /// Faults when the ticker last looked, and whether there were none since the look before.
     seen: u32,
     quiet: bool,
     /// Whether the program may have moved.
     suspect: bool,
-    /// Where the other helpers are.
+    /// Where the ticker and the reclaim thread are.
     others: Where,
 }
 
@@ -45,25 +44,25 @@ pub struct Placement {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Where {
     Anywhere,
-    /// On the program's CPU, and of the idle policy.
+    /// On the program's CPU, the reclaim thread with idle policy.
     With(usize),
-    /// On any but the program's: there they would only drive it away, and the handler after it.
+    /// On any CPU but the program's: there they would only drive it away, and the handler after it.
     Off(usize),
 }
 use Where::{Anywhere, Off, With};
 
-/// The helper threads (0: none), as far as they are to be placed.
+/// The helper threads to be placed (0: none).
 #[derive(Clone, Copy, Default)]
 pub struct Helpers {
     /// Serves faults: goes where the program is.
     pub handler: Option<i32>,
     /// Goes where the program is.
     pub ticker: i32,
-    /// On the program's CPU while the handler reclaims, free where the work is its own.
+    /// On the program's CPU while the handler reclaims; anywhere while it has work of its own.
     pub reclaimer: i32,
-    /// Whether a thread may be put at idle policy: see [`thread::may_leave_idle_policy`].
+    /// Whether threads may be given idle policy: see [`thread::may_leave_idle_policy`].
     pub idles: bool,
-    /// Compress, on any CPU but the program's.
+    /// The compressing helpers, on any CPU but the program's.
     pub crew: [i32; HELPERS_MOST],
 }
 
@@ -84,28 +83,29 @@ impl Placement {
         }
     }
 
-    /// The handler slept: while the program stays on the handler's CPU the next fault always finds it runnable, so the
-    /// program may be elsewhere.
+    /// The handler slept. While the program stays on the handler's CPU, its next fault always finds the handler runnable; so the
+    /// program may have moved.
     pub fn slept(&mut self) {
         self.suspect = true;
     }
 
-    /// Another thread is the handler now: it goes where the program is at the next fault.
+    /// Another thread is the handler now: at the next fault it goes where the program is.
     pub fn new_handler(&mut self) {
         (self.cpu, self.suspect) = (None, true);
     }
 
-    /// Counts a fault; true when the CPU is to be looked at.
+    /// Counts a fault; true when it is time to look at the CPU.
     pub fn due(&mut self) -> bool {
         self.faults = self.faults.wrapping_add(1);
         self.quiet = false;
         self.faults.is_multiple_of(EVERY) || core::mem::take(&mut self.suspect)
     }
 
-    /// Thread `tid` faulted on `cpu`. The handler goes there; the ticker and the reclaim thread too while faults come from one
-    /// CPU and `kin` (shared memory, which it alone can un-share) gives it no work of its own, else elsewhere.
+    /// Thread `tid` faulted on `cpu`: moves the handler there. The ticker and the reclaim thread go there too while faults come
+    /// from one CPU and the reclaim thread has no work of its own; else they go elsewhere. `kin` says that it has (it alone can
+    /// un-share memory, for one).
     pub fn fault_on(&mut self, cpu: usize, tid: u32, helpers: Helpers, kin: bool) {
-        // (One thread is followed wherever it goes.)
+        // A single thread is followed wherever it goes.
         let one = self.cpu == Some(cpu) || self.tid == tid;
         self.apart = !one && self.cpu.is_some();
         self.steady = if one { (self.steady + 1).min(64) } else { self.steady.saturating_sub(2) };
@@ -120,14 +120,14 @@ impl Placement {
         self.place(if self.steady >= STEADY && !kin { With(cpu) } else { Off(cpu) }, helpers);
     }
 
-    /// Puts the ticker and the reclaim thread somewhere else than they are.
+    /// Moves the ticker and the reclaim thread, unless they are there already.
     fn place(&mut self, to: Where, helpers: Helpers) {
         if to == self.others {
             return;
         }
         let cpus = match to {
             With(cpu) => Cpus::only(cpu),
-            // (On a machine of one CPU there is no other.)
+            // On a machine with one CPU there is no other.
             Off(cpu) => self.cpus.without(cpu).unwrap_or(self.cpus),
             Anywhere => self.cpus,
         };
@@ -135,18 +135,18 @@ impl Placement {
             cpus.confine(helper);
         }
         if helpers.reclaimer != 0 && (helpers.idles || !matches!(to, With(_))) {
-            // (A CPU that runs only idle-policy threads counts as idle: see `fault`.)
+            // A CPU that runs only idle-policy threads counts as idle: see `fault`.
             thread::set_idle_policy(helpers.reclaimer, matches!(to, With(_)));
         }
         self.others = to;
     }
 
-    /// CPUs beside the program's.
+    /// Number of CPUs beside the program's.
     pub fn spare_cpus(&self) -> usize {
         self.cpus.count() - 1
     }
 
-    /// Keeps a thread off the program's CPU, as far as that is known.
+    /// Keeps a thread off the program's CPU, if that is known.
     pub fn keep_off(&self, tid: i32) {
         let others = self.cpu.and_then(|cpu| self.cpus.without(cpu));
         others.unwrap_or(self.cpus).confine(tid);
@@ -162,14 +162,14 @@ impl Placement {
         self.steady >= STEADY && !self.quiet
     }
 
-    /// Whether several threads fault on several CPUs, as far as is known: helpers would wait for a CPU. (Long before it is known that there
-    /// is one thread alone, which takes a thousand faults.)
+    /// Whether several threads fault on several CPUs, as far as is known: helpers would wait for a CPU. (Known long before it is
+    /// known that there is only one thread, which takes a thousand faults.)
     pub fn is_scattered(&self) -> bool {
         self.apart
     }
 
-    /// Called now and then by the ticker: where no fault comes the handler reclaims nothing, and the thread must.
-    /// Above the limit (`over`) it must not wait for the program's CPU either.
+    /// Called by the ticker now and then. Where no fault comes the handler reclaims nothing, so the reclaim thread must; above
+    /// the limit (`over`) it must not wait for the program's CPU either.
     pub fn look(&mut self, reclaimer: i32, over: bool) {
         self.quiet = core::mem::replace(&mut self.seen, self.faults) == self.faults;
         if self.quiet || over {
@@ -177,7 +177,7 @@ impl Placement {
         }
     }
 
-    /// The reclaim thread is not to wait for the program's CPU.
+    /// Frees the reclaim thread from waiting for the program's CPU.
     pub fn set_free_others(&mut self, reclaimer: i32) {
         self.place(Anywhere, Helpers { reclaimer, ..Helpers::default() });
     }
@@ -193,7 +193,7 @@ impl Default for Placement {
 mod tests {
     use super::*;
 
-    /// The table: what happens, and whether the handler reclaims afterwards.
+    /// A table: what happens, and whether the handler reclaims afterwards.
     #[test]
     fn who_reclaims() {
         let mut p = Placement::new();

@@ -1,39 +1,40 @@
 //! How long the program's threads wait for their faults (`stall_ns`).
 //!
-//! One fault in eight, by chance, is timed for all: from when it was read until its page is mapped, which wakes the thread. That moment is
-//! noted *before* the call which maps it: the thread then preempts the handler, which shares its CPU and is of the idle policy, and
-//! the call returns when the program faults the next time.
+//! One fault in eight, chosen at random, is timed for all of them: from when it was read until its page is mapped, which wakes
+//! the thread. The end is taken *before* the call that maps the page. The woken thread preempts the handler, which shares its CPU
+//! and has idle policy, so that call returns only when the program faults again.
 //!
-//! The story: time was taken when the call had returned, and not before there was room. A compiler of which each fault took 0.1 ms was
-//! said to have stalled for 7 of 10 s, of which it computed 8.6.
+//! The story: the time ran from when there was room for the page until that call returned. A compiler whose faults took 0.1 ms
+//! each was said to have stalled for 7 of 10 s, of which it computed for 8.6.
 //!
-//! Faults are served under the pager's lock, so one is timed at a time. What waits for the disk is timed by itself (`swap::swapin`).
+//! Faults are served under the pager's lock, so only one is timed at a time. Waits for the disk are timed separately
+//! (`swap::swapin`).
 
 use crate::chance::mix;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use uzswap_sys::thread;
 
-/// Of so many faults one is timed.
+/// One fault in this many is timed.
 const ONE_IN: u64 = 8;
 /// No page.
 const NONE: u64 = u64::MAX;
 
-/// The fault being timed.
+/// The fault that is being timed.
 pub struct Stall {
     /// Its page, until that is about to be mapped.
     page: AtomicU64,
-    /// When it was read, and when its page was about to be mapped (monotonic nanoseconds).
+    /// When the fault was read, and when its page was about to be mapped (monotonic nanoseconds).
     began: AtomicU64,
     ended: AtomicU64,
 }
 
 impl Stall {
-    /// None is timed.
+    /// No fault is timed yet.
     pub const fn new() -> Self {
         Self { page: AtomicU64::new(NONE), began: AtomicU64::new(0), ended: AtomicU64::new(0) }
     }
 
-    /// A fault on `page` was read, of which `count` were before.
+    /// A fault on `page` was read, after `count` others. Decides whether it is timed.
     pub fn begin(&self, page: u64, count: u64) {
         let timed = mix(count).is_multiple_of(ONE_IN);
         self.page.store(if timed { page } else { NONE }, Relaxed);
@@ -51,8 +52,9 @@ impl Stall {
         }
     }
 
-    /// The fault was dealt with: what all that are read meanwhile waited (nanoseconds), less the `slept` that is counted by itself; 0 if
-    /// it was not timed. It `waits` still for the disk, or an event, if nothing was mapped.
+    /// The fault was dealt with. Returns how long it and all that were read meanwhile waited (nanoseconds), without the `slept`
+    /// that is counted separately; 0 if it was not timed. If nothing was mapped and it still `waits` for the disk or an event,
+    /// also 0.
     pub fn end(&self, slept: u64, waits: bool) -> u64 {
         if self.page.swap(NONE, Relaxed) == NONE {
             return 0;
@@ -76,7 +78,7 @@ mod tests {
         (0..).find(|n| mix(*n).is_multiple_of(ONE_IN) == timed).unwrap()
     }
 
-    /// The story at the head: what comes behind the mapping is the program's own time. (No time is asserted but which came first.)
+    /// The story at the head: time after the mapping is the program's own. (The test asserts only which moment came first.)
     #[test]
     fn what_the_program_does_once_it_is_woken_is_no_stall() {
         let stall = Stall::new();

@@ -1,46 +1,49 @@
-//! Which faults run in sequence, upwards or downwards, and how many pages one is to bring for that.
+//! Recognises faults that run in sequence, upwards or downwards, and decides how many pages each brings.
 //!
-//! A fault right behind, or right before, what an earlier one brought goes on with its stream. Each such fault brings four times as
-//! much as the one before, up to [`WINDOW_PAGES`] (less where many share a limit: [`Streams::widest`]); any other brings one page.
-//! (Downwards go stacks of work, and whoever fills an array from its end: GNU sort has its lines there, and merges them so.)
+//! A fault right behind, or right before, what an earlier one brought continues its stream. Each such fault brings four times as
+//! much as the one before, up to [`WINDOW_PAGES`] (less where many share a limit: [`Streams::widest`]); any other fault brings
+//! one page. (Stacks of work run downwards, and so do programs that fill an array from its end: GNU sort keeps its lines there,
+//! and merges them that way.)
 //!
-//! A fault that follows nothing is remembered for the next few only, but what has proved to be a stream is, whatever comes in between, until
-//! others take its place. Where the page table tells that a page goes on with others, though none is remembered, that is a stream, too:
-//! of what was there before, not of what was never touched. And where pages behind what came are there already, the next fault of the
-//! stream is behind them: of what is read over and over a part stays, here and there. Owner: the pager's lock.
+//! A fault that follows nothing is remembered only for the next few faults. A proven stream is remembered, whatever comes in
+//! between, until other streams take its place. Where the page table shows that a page continues others although no stream is
+//! remembered, that is a stream too, but only of pages that were there before, not of untouched ones. Where pages behind those
+//! brought are already present, the stream's next fault is behind them: when data is read over and over, parts of it stay here
+//! and there. Owner: the pager's lock.
 
 use crate::state::BLOCK_PAGES;
 
-/// Pages one fault brings at most. Mapping 64 KiB in one call costs 5 µs in all, 512 KiB 16: beyond that little is won.
+/// How many pages one fault brings at most. Mapping 64 KiB in one call costs 5 µs in all, 512 KiB 16; beyond that little is
+/// gained.
 pub const WINDOW_PAGES: usize = 128;
-/// A fault in the same aligned run of so many pages as one of the last is near it.
+/// Two faults are near each other if they are in the same aligned run of so many pages.
 const NEAR_PAGES: u64 = 4;
-/// Faults that may turn out to begin a stream.
+/// How many faults that follow nothing are remembered, as each may begin a stream.
 const ENDS: usize = 8;
-/// Pages that are there already, behind those that came, that a stream is followed across.
+/// How many present pages behind those brought a stream is followed across.
 const ACROSS_PAGES: u64 = 4096;
-/// Streams at a time.
+/// How many proven streams are remembered.
 const STREAMS: usize = 8;
 
 #[derive(Clone, Copy)]
 struct Stream {
-    /// The page behind what it brought last.
+    /// The page behind those it brought last.
     above: u64,
-    /// The first from there on that was not there then.
+    /// The first page from there on that was missing then.
     over: u64,
-    /// The page before it.
+    /// The page before those it brought last.
     below: u64,
-    /// The first from there on, downwards, that was not there then.
+    /// The first page from there on, downwards, that was missing then.
     under: u64,
     /// How many pages its last fault was to bring, as a power of two.
     log: u8,
-    /// When that was.
+    /// The clock at its last fault.
     used: u64,
-    /// Which way it goes; any, while nothing has followed.
+    /// Its direction; `Anew` while nothing has followed it.
     way: Way,
-    /// Whether what was never touched is not known to belong to it: see [`Streams::window`].
+    /// Whether it is not known that untouched pages belong to it: see [`Streams::window`].
     known_only: bool,
-    /// Whether its last fault was on a page never touched.
+    /// Whether its last fault was on an untouched page.
     new: bool,
 }
 
@@ -68,39 +71,39 @@ pub enum Way {
     Down,
 }
 
-/// What is to be brought for a fault.
+/// What a fault is to bring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
-    /// Pages, the one touched included, which is the last of them for [`Way::Down`].
+    /// Number of pages, the touched one included, which is the last of them for [`Way::Down`].
     pub pages: usize,
-    /// Whether it goes on in sequence.
+    /// Whether, and which way, the fault continues a stream.
     pub way: Way,
-    /// Whether what was never touched does not belong to it.
+    /// Whether untouched pages do not belong to it.
     pub known_only: bool,
     /// The stream, for [`Streams::brought`].
     pub stream: usize,
 }
 
-/// The streams that faults were last part of.
+/// The streams of recent faults.
 pub struct Streams {
-    /// First the last faults that followed nothing, then what proved to be streams: faults at random in between end none of these.
+    /// First the recent faults that followed nothing, then the proven streams. Random faults in between end none of the latter.
     list: [Stream; ENDS + STREAMS],
-    /// The last of the first kind.
+    /// The latest of the first kind.
     last: usize,
-    /// Faults.
+    /// Counts faults.
     clock: u64,
-    /// What the last window changed: [`Streams::undo`].
+    /// What the last window changed, for [`Streams::undo`].
     before: Before,
-    /// Pages one fault brings at most, as a power of two: those of [`WINDOW_PAGES`], or less where there is little memory.
+    /// How many pages one fault brings at most, as a power of two: [`WINDOW_PAGES`], or less where there is little memory.
     pub widest: u8,
 }
 
-/// What a window changed, as it was before.
+/// The former values of what a window changed.
 #[derive(Clone, Copy)]
 struct Before {
     /// The stream.
     stream: (usize, Stream),
-    /// What became that stream.
+    /// The fault that became that stream.
     young: Option<(usize, Stream)>,
     last: usize,
 }
@@ -114,7 +117,7 @@ impl Default for Streams {
 }
 
 impl Streams {
-    /// The stream that a fault on `page` goes on with, and which way.
+    /// The stream that a fault on `page` continues, and in which direction.
     fn of(&self, page: u64) -> Option<(usize, Way)> {
         let up = |stream: &Stream| (stream.above..=stream.over).contains(&page);
         let down = |stream: &Stream| (stream.under..=stream.below).contains(&page);
@@ -122,18 +125,19 @@ impl Streams {
         up.or_else(|| self.list.iter().position(down).map(|i| (i, Way::Down)))
     }
 
-    /// The place for one that has proved to be a stream: of the one that went on longest ago.
+    /// The place for a newly proven stream: that of the one that continued longest ago.
     fn place(&self) -> usize {
         (ENDS..ENDS + STREAMS).min_by_key(|i| self.list[*i].used).expect("there are some")
     }
 
-    /// What to bring for a fault on `page`, never across a border of its size. `new`: nothing was there yet; `follows` is asked where
-    /// no stream goes on.
+    /// Decides what a fault on `page` brings, never across a boundary of its size. `new`: the page was never touched. `follows`
+    /// is asked if no stream continues there.
     ///
-    /// What was never touched is brought upwards only, and not where only the table told that the stream goes on, until two faults in a row
-    /// are on new pages. The story: who filled memory, and was managed when half of it was there, at times had a fault for each page of
-    /// the rest, as the table told that the first of them went on with what was found there; and who filled it downwards always had (GNU
-    /// sort does with its lines: a fault for each of 57 MiB of them).
+    /// Untouched pages come only upwards, and only where a stream is remembered; where just the table showed the stream, or it
+    /// runs downwards, they come after two faults in a row on new pages. The story: some programs that filled memory, and became
+    /// managed when half of it was there, had a fault for each page of the rest: the table said that the first of those continued
+    /// what was found there. Programs that filled memory downwards always had (GNU sort with its lines: a fault for each page of
+    /// 57 MiB).
     pub fn window(&mut self, page: u64, new: bool, follows: impl FnOnce() -> Way) -> Window {
         self.clock += 1;
         let (last_young, mut young) = (self.last, None);
@@ -165,7 +169,7 @@ impl Streams {
         Window { pages, way, known_only, stream }
     }
 
-    /// The last fault was not served, and will be asked about again.
+    /// Takes back the last window: its fault was not served, and will be asked about again.
     pub fn undo(&mut self) {
         let Before { stream, young, last } = self.before;
         for (i, was) in [Some(stream), young].into_iter().flatten() {
@@ -174,7 +178,7 @@ impl Streams {
         self.last = last;
     }
 
-    /// The fault of a window is served: pages `[from, to)` came, or were there, as others may be, which `is_there` tells.
+    /// Completes a window: pages `[from, to)` came, or were there. `is_there` tells whether others are.
     pub fn brought(&mut self, stream: usize, from: u64, to: u64, is_there: impl Fn(u64) -> bool) {
         let stream = &mut self.list[stream];
         let (above, below) = (to, from.checked_sub(1).unwrap_or(NOWHERE));
@@ -183,7 +187,7 @@ impl Streams {
             let last = from.saturating_sub(ACROSS_PAGES);
             (last..from).rev().find(|page| !is_there(*page)).unwrap_or(last)
         };
-        // (One that goes one way does not turn round: that its other end is met again says nothing.)
+        // A stream that runs one way does not turn round: meeting its other end again means nothing.
         let ends = match stream.way {
             Way::Anew => (above, above, below, below),
             Way::Up => (above, over(), NOWHERE, NOWHERE),
@@ -199,7 +203,7 @@ impl Streams {
         self.list.iter().any(|stream| near(stream.above.wrapping_sub(1)) || near(stream.below.wrapping_add(1)))
     }
 
-    /// Pages that a fault on `page` is likely to bring: a block, or what goes with the stream it belongs to.
+    /// How many pages a fault on `page` is likely to bring: a block, or what its stream continues with.
     pub fn expected(&self, page: u64) -> usize {
         self.of(page).map_or(BLOCK_PAGES, |(i, _)| BLOCK_PAGES.max(1 << self.wider(self.list[i].log)))
     }
@@ -214,7 +218,7 @@ impl Streams {
 mod tests {
     use super::*;
 
-    /// Windows of faults that follow each other, each bringing what it should.
+    /// Runs faults that follow each other; returns how many pages each brings.
     fn run(streams: &mut Streams, first: u64, faults: usize, down: bool) -> Vec<usize> {
         let mut page = first;
         let one = |_| {
@@ -236,7 +240,7 @@ mod tests {
         assert_eq!(run(&mut Streams::default(), (1 << 20) - 1, 6, true), [1, 4, 11, 48, 64, 128]);
     }
 
-    /// Where there is little memory for each of many.
+    /// Where each of many has little memory.
     #[test]
     fn sequences_widen_up_to_what_is_set() {
         let mut streams = Streams { widest: 5, ..Streams::default() };
@@ -286,7 +290,7 @@ mod tests {
                 streams.brought(w.stream, 1_000_000 + 1000 * i, 1_000_001 + 1000 * i, |_| false);
             }
         };
-        // What began is forgotten, but that it follows others tells.
+        // A beginning is forgotten, but the table shows that the page follows others.
         assert_eq!(run(&mut streams, 64, 1, false), [1]);
         at_random(&mut streams);
         assert_eq!(streams.window(65, false, || Way::Anew).way, Way::Anew);
@@ -299,19 +303,19 @@ mod tests {
         assert_eq!((w.pages, w.way), (4, Way::Down));
     }
 
-    /// The story: one page of each window had stayed, here and there, when memory was read over and over. Each was taken for the end of the
-    /// sequence, which began anew behind it with one page, and with five faults where one had done.
+    /// The story: when memory was read over and over, a page here and there of each window had stayed. Each was taken for the end
+    /// of the sequence, which started over behind it with one page: five faults where one had done.
     #[test]
     fn what_is_there_already_ends_no_stream() {
         let mut streams = Streams::default();
         run(&mut streams, 64, 2, false);
-        // Some pages behind those that come are there, and one of them leaves before the program comes to it.
+        // Some pages behind those brought are present, and one of them leaves before the program gets to it.
         for (page, there) in [(69, 80..84), (82, 100..110), (110, 128..1 << 20)] {
             let w = streams.window(page, false, || Way::Anew);
             assert_eq!(w.way, Way::Up, "page {page}");
             streams.brought(w.stream, page, there.start, |page| there.contains(&page));
         }
-        // They are not looked at for ever.
+        // The search for missing pages ends somewhere.
         let w = streams.window(128 + ACROSS_PAGES, false, || Way::Anew);
         assert_eq!(w.way, Way::Up);
         streams.brought(w.stream, 128 + ACROSS_PAGES, 256 + ACROSS_PAGES, |_| true);
@@ -335,7 +339,7 @@ mod tests {
         assert_eq!(streams.window(0, false, || Way::Anew).way, Way::Anew, "there is nothing below the first page");
     }
 
-    /// See `Pager::serve`: what was not served goes on where it was.
+    /// See `Pager::serve`: a fault that was not served continues where it was.
     #[test]
     fn who_asks_again_is_told_the_same() {
         let mut streams = Streams::default();
@@ -352,7 +356,7 @@ mod tests {
         }
     }
 
-    /// A fault that brings one page; `follows`: what the table tells.
+    /// A fault that brings one page; `follows`: what the table shows.
     fn one_page(streams: &mut Streams, page: u64, new: bool, follows: Way) -> Window {
         let w = streams.window(page, new, || follows);
         streams.brought(w.stream, page, page + 1, |_| false);

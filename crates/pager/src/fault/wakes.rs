@@ -1,35 +1,37 @@
-//! Wake-ups kept back while what a fault brings comes in pieces.
+//! Holds wake-ups back while a fault's pages are mapped in several pieces.
 //!
-//! COPY and MOVE wake who waits for the pages that they map. On its own CPU the woken thread preempts the handler, which is of the idle
-//! policy, and soon meets a page that the handler was about to map: it sleeps again, the handler goes on with the next piece, and so
-//! on, two thread switches a piece. Where a huge page may come the kernel besides takes one and clears it, for nothing, whenever
-//! a thread meets memory of which there is no page table yet (100 µs). So all pieces are mapped first, and who waits is woken once.
+//! COPY and MOVE wake the threads that wait for the pages they map. On its own CPU the woken thread preempts the handler, which
+//! has idle policy, and soon meets a page that the handler was about to map. It sleeps again and the handler maps the next piece:
+//! two thread switches for each piece. Where a huge page may come there is another cost: whenever a thread touches memory without
+//! a page table, the kernel takes a huge page and clears it, for nothing (100 µs). So the handler maps all pieces first, and
+//! wakes once.
 //!
-//! Invariant: whoever holds wake-ups wakes all, whatever fails meanwhile ([`Pager::all_at_once`]). Owner: the pager's lock.
+//! Invariant: whoever holds wake-ups back delivers them all, whatever fails meanwhile ([`Pager::all_at_once`]). Owner: the
+//! pager's lock.
 
 use crate::frames::arena::PAGE;
 use crate::pager::Pager;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
-/// What was mapped without waking anybody.
+/// The range that was mapped without waking anybody.
 #[derive(Debug, Default)]
 pub struct Wakes {
     held: AtomicBool,
-    /// The first page that was mapped, and the one behind the last; equal while there is none.
+    /// The first page mapped, and the one behind the last; equal while there is none.
     from: AtomicU64,
     to: AtomicU64,
 }
 
 impl Wakes {
-    /// Whether pages that are about to be mapped are to wake nobody yet.
+    /// Whether pages about to be mapped must not wake anybody yet.
     pub(crate) fn are_held(&self) -> bool {
         self.held.load(Relaxed)
     }
 
-    /// So many pages were mapped quietly.
+    /// Notes `n` pages that were mapped without a wake-up. Pages that could not be mapped must not be noted.
     ///
-    /// The story: those that were tried were woken as well. While an event was unread nothing came, and with each try its thread was
-    /// woken, faulted again, and was tried twice: Node.js had 167,000 faults for 17,000.
+    /// The story: pages that were only tried were woken as well. While an event was unread nothing came; each try woke the
+    /// thread, which faulted again, and was tried twice. Node.js had 167,000 faults instead of 17,000.
     pub(crate) fn note(&self, vpn: u64, n: usize) {
         let (from, to, end) = (self.from.load(Relaxed), self.to.load(Relaxed), vpn + n as u64);
         if n > 0 {
@@ -41,7 +43,8 @@ impl Wakes {
 }
 
 impl Pager {
-    /// Does what maps pages of one delivery, and wakes who waits for any of them when all are there: if it is `large`, else as they come.
+    /// Runs `map`, which maps the pages of one delivery. If the delivery is `large`, waiting threads are woken when all of it is
+    /// there; otherwise as the pages come.
     pub(crate) fn all_at_once<T>(&self, large: bool, map: impl FnOnce() -> T) -> T {
         self.wakes.held.store(large, Relaxed);
         let done = map();
@@ -80,12 +83,12 @@ mod tests {
                 // SAFETY: the bytes are readable.
                 unsafe { p.copy(&s, vpn + page, bytes.as_ptr() as usize, 2 * PAGE) }.expect("missing pages");
             }
-            // (Its fault is unread still, so nothing but a call has woken it.)
+            // The fault is still unread, so only a call can have woken the thread.
             assert_eq!(BYTE.load(SeqCst), 0, "it sleeps");
         });
         waits.join().expect("it is woken");
         assert_eq!(BYTE.load(SeqCst), 7);
-        // What could not be mapped wakes nobody.
+        // A page that could not be mapped wakes nobody.
         p.group.faults.set("copy=1/1", 1).unwrap();
         p.all_at_once(true, || {
             // SAFETY: as above.
@@ -93,7 +96,7 @@ mod tests {
             assert_eq!((p.wakes.from.load(SeqCst), p.wakes.to.load(SeqCst)), (0, 0));
         });
         p.group.faults.set("copy=0/1", 1).unwrap();
-        // Nothing is held any more, and nothing is left to be woken.
+        // Nothing is held any more, and no wake-up is left.
         assert!(!p.wakes.are_held());
         // SAFETY: as above.
         p.all_at_once(false, || unsafe { p.copy(&s, vpn + 4, bytes.as_ptr() as usize, PAGE) }).expect("a missing page");

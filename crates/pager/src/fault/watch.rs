@@ -1,10 +1,10 @@
-//! Seeing to it that the handler runs: at idle policy, which makes faults cheap (`fault`), a thread gets next to nothing of a CPU
-//! that others want.
+//! Makes sure that the handler gets to run: idle policy makes faults cheap (`fault`), but such a thread gets next to nothing of a
+//! CPU that others want.
 //!
-//! The ticker looks every 16 ms while faults occur. A handler that has work and does not get on is *lifted* to the normal policy,
-//! and lowered again after a while. To leave the idle policy takes `CAP_SYS_NICE` or a limit on niceness, which in most containers
-//! nobody has, root neither. There the handler is *relieved*: the ticker, of normal policy itself, starts another thread, and the
-//! old one gives it what it has to do (the faults it has read, the reads under way) and ends.
+//! The ticker looks every 16 ms while faults occur. It *lifts* a handler that has work and does not get on to the normal policy,
+//! and lowers it again after a while. Leaving the idle policy takes `CAP_SYS_NICE` or a sufficient limit on niceness, which in
+//! most containers nobody has, not even root. There the handler is *relieved*: the ticker, which has normal policy, starts
+//! another thread. The old handler gives it its work (the faults it has read, the reads under way) and ends.
 //!
 //! ```text
 //! ticker             old handler                      new one
@@ -13,9 +13,9 @@
 //!                    with the pager's lock held:
 //!                    duty put down, HANDED ─────────▶ takes it, NOBODY; goes on
 //! ```
-//! Invariants: one thread at a time has the duty, and no fault that was read is lost with a thread. A relief takes as long as the old
-//! handler needs to come to the end of its turn, so it stays for longer each time: see `hold`. Lock order: the
-//! pager's lock, then `duty`; so a fork, which is made with the pager's lock held, finds `duty` free.
+//! Invariants: one thread at a time has the duty, and no fault that was read is lost with a thread. A relief takes as long as the
+//! old handler needs to finish its turn, so each new handler stays lifted for longer: see `hold`. Lock order: the pager's lock,
+//! then `duty`; so a fork, which holds the pager's lock, finds `duty` free.
 
 use crate::fault::handler::{Handler, begin_handler};
 use crate::pager::Pager;
@@ -24,21 +24,21 @@ use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::
 use uzswap_sys::lock::{self, Lock};
 use uzswap_sys::thread;
 
-/// The second stack of the handlers, which take turns on two.
+/// The number of the handlers' second stack; they alternate between two.
 const SECOND_STACK: usize = 11;
-/// Looks that a handler stays lifted for.
+/// For how many looks a handler stays lifted.
 const LIFTED: u32 = 25;
-/// And one that relieved another, at most: a minute or so.
+/// The same for one that relieved another, at most: a minute or so.
 const LIFTED_MOST: u32 = 4000;
-/// When the handler has done without for so long the last relief is forgotten (nanoseconds).
+/// A relief is forgotten when the handler has been lowered for this long (nanoseconds).
 const FORGOTTEN_NS: u64 = 10_000_000_000;
-/// For how long the CPU is left to a handler that seems to be starved, before it is lifted (nanoseconds).
+/// How long the ticker leaves the CPU to a handler that seems starved before it lifts it (nanoseconds).
 const LEAVE_NS: u64 = 1_000_000;
-/// Turns in that time by which one shows that it is not: some 10 µs each, and a program's.
+/// A handler that makes this many turns in that time is not starved: some 10 µs each, and the program's time.
 const TURNS: u64 = 8;
-/// Such moments that must all show it starved.
+/// How many such moments in a row must show it starved.
 const LEAVES: u32 = 3;
-/// Times that it may have done what there was, which was little.
+/// How many unclear moments count as starved: the handler may have done what there was, which was little.
 const UNCLEAR: u32 = 3;
 
 const NOBODY: u32 = 0;
@@ -48,27 +48,27 @@ const HANDED: u32 = 2;
 /// What the ticker can see of the handler, and the handler of the ticker.
 #[derive(Default)]
 pub struct Signs {
-    /// Faults handled: the evidence that the handler gets to run.
+    /// Faults handled: evidence that the handler gets to run.
     pub progress: AtomicU64,
-    /// The thread whose fault was read last.
+    /// The thread whose fault the handler read last.
     pub faulted: AtomicU32,
     /// Whether the handler sleeps in poll.
     pub asleep: AtomicBool,
-    /// Whether it has read a fault that it has not served yet.
+    /// Whether the handler has read a fault that it has not served yet.
     pub owes: AtomicBool,
-    /// Whether the ticker looks after the handler now.
+    /// Whether the ticker is watching the handler.
     pub watched: AtomicBool,
 }
 
-/// One handler taking over from another.
+/// How one handler takes over from another.
 pub struct Relief {
-    /// Whether one is to hand over, or has (a futex word).
+    /// Whether a handover is wanted, or the duty has been put down (a futex word).
     state: AtomicU32,
-    /// What it put down.
+    /// The duty that the old handler put down.
     duty: Lock<Option<Box<Handler>>>,
-    /// Who was relieved last (0: nobody).
+    /// The handler relieved last (0: none).
     former: AtomicI32,
-    /// Whether the handler is on the second stack.
+    /// Whether the handler runs on the second stack.
     second: AtomicBool,
 }
 
@@ -85,9 +85,9 @@ impl Default for Relief {
 }
 
 impl Relief {
-    /// In a forked child, which has a handler of its own on the first stack.
+    /// Starts over in a forked child, whose handler runs on the first stack.
     pub(crate) fn reset(&self) {
-        // (What the parent's put down is the parent's.)
+        // A duty put down in the parent is the parent's.
         core::mem::forget(self.duty.lock().take());
         self.state.store(NOBODY, Relaxed);
         self.former.store(0, Relaxed);
@@ -129,7 +129,7 @@ impl Pager {
         }
     }
 
-    /// In the ticker: has the handler compete for its CPU as everybody else does. False when that cannot be had now.
+    /// Makes the handler compete for its CPU like any other thread. False when that is not possible now. Called by the ticker.
     pub(crate) fn lift_handler(&self) -> bool {
         let handler = self.handler.load(Relaxed);
         if self.may_leave_idle.load(Relaxed) {
@@ -143,7 +143,7 @@ impl Pager {
 
     fn relieve(&self, handler: i32) -> bool {
         let former = self.relief.former.load(Relaxed);
-        // (The next one is to have its stack.)
+        // The next handler needs its stack.
         if former > 0 && thread::is_there(thread::getpid(), former) {
             return false;
         }
@@ -169,20 +169,20 @@ pub(crate) struct Watch {
     seen: u64,
     /// When `seen` was read (monotonic nanoseconds); 0 while nobody looks.
     at: u64,
-    /// CPU time the handler had used then (nanoseconds).
+    /// CPU time that the handler had used then (nanoseconds).
     used: u64,
-    /// And how long it had waited for a CPU (nanoseconds).
+    /// How long the handler had waited for a CPU then (nanoseconds).
     waited: u64,
-    /// Whether a fault was waiting then though the handler had little of the CPU.
+    /// Whether a fault was waiting then although the handler had little of the CPU.
     late: bool,
     quiet: u32,
-    /// Looks that the handler stays lifted for.
+    /// For how many more looks the handler stays lifted.
     lifted: u32,
-    /// For how many it was relieved last.
+    /// How many looks the last relief was for.
     hold: u32,
-    /// Looks at which it seemed to be starved, and had nothing to do a moment later; less those at which it did not.
+    /// Looks at which the handler seemed starved, but had nothing to do a moment later; less those at which it did not seem so.
     unclear: u32,
-    /// When it was lowered last (monotonic nanoseconds).
+    /// When the handler was last lowered (monotonic nanoseconds).
     lowered_at: u64,
 }
 
@@ -192,7 +192,7 @@ impl Watch {
             self.at = 0;
             return;
         }
-        // The CPU timer may end a nap early: two looks at one moment would always find no progress.
+        // The CPU timer may end a nap early, and two looks in a row would always find no progress.
         let now = thread::now_ns();
         if now - self.at < LOOK_NS / 4 * 3 {
             return;
@@ -201,26 +201,26 @@ impl Watch {
         let used = thread::cpu_ns(handler);
         let before = core::mem::replace(&mut self.waited, thread::waited_ns(handler));
         if self.at == 0 {
-            // What is woken just now has not run yet.
+            // A handler that was just woken has not run yet.
             (self.at, self.used, self.seen, self.late) = (now, used, p.signs.progress.load(Relaxed), false);
             return;
         }
-        // What computes on this CPU leaves an idle-policy thread a little, so each look finds some progress.
+        // A thread that computes on this CPU leaves an idle-policy thread a little, so each look finds some progress.
         let delayed = self.waited.saturating_sub(before) > (now - self.at) / 2;
         let little = used.saturating_sub(self.used) < (now - self.at) / 2;
         (self.at, self.used) = (now, used);
         let progress = p.signs.progress.load(Relaxed);
         let moved = core::mem::replace(&mut self.seen, progress) != progress;
         let asleep = p.signs.asleep.load(SeqCst);
-        // (Also asleep: it may have been woken long ago, by a fault or a read, and not run since.)
+        // Also if the handler sleeps: it may have been woken long ago, by a fault or a read, and not have run since.
         let waiting = p.uffd().wait(0) || p.a_read_has_ended();
         let late = core::mem::replace(&mut self.late, waiting && little);
-        // (What it has to do when all are served may wait for a program that computes.)
+        // Work that is left once all faults are served may wait for a program that computes.
         let held_up = delayed && (waiting || (!asleep && p.signs.owes.load(Relaxed)));
         let suspect = held_up || (late && self.late) || (!moved && !asleep && (waiting || p.state.is_locked()));
-        // (One that was lifted for good reason gets on, and would be starved again.)
+        // A handler that was lifted for good reason gets on, and would starve again.
         if suspect && (self.lifted > 0 || self.is_starved(p, handler)) {
-            // Runnable, with work, and not run for a whole look, or hardly.
+            // It is runnable, has work, and has hardly run, or not at all, for a whole look.
             self.lift(p, now);
         } else if self.lifted > 0 {
             self.lifted -= 1;
@@ -239,17 +239,18 @@ impl Watch {
         }
     }
 
-    /// Whether the handler does not get on when this thread leaves it the CPU either.
+    /// Whether the handler does not get on even when this thread leaves it the CPU.
     ///
-    /// The story: the ticker is on the CPU of the program and of the handler, and gets it before the handler when the program waits for
-    /// a fault. So it found a fault waiting now and then where nothing else ran, and the handler, which had waited for a CPU while the
-    /// program computed, was lifted for half a second at a time: the kernel then wakes the program on the other CPU, fault for fault. To
-    /// lift it only when it made no step at all in this time let those starve that others keep from the CPU: who has waited for long
-    /// gets it at once, serves a fault or two (what an idle-policy thread may be behind by in 16 ms is 50 µs of it), and is starved
-    /// again, together with the program, which waits for a CPU as well. (One that computes for long after a fault has a CPU.)
+    /// The story: the ticker is on the CPU of the program and the handler, and gets it before the handler when the program waits
+    /// for a fault. So now and then it found a fault waiting where nothing else ran. It lifted the handler, which had waited for
+    /// a CPU while the program computed, for half a second at a time; the kernel then wakes the program on the other CPU, fault
+    /// for fault. Lifting it only when it made no step at all in this time let a handler starve that others keep from the CPU.
+    /// After a long wait such a handler gets the CPU at once, and serves a fault or two (an idle-policy thread may be 50 µs of it
+    /// behind after 16 ms). Then it starves again, and with it the program, which waits for a CPU as well. (A program that
+    /// computes for long after a fault has a CPU.)
     ///
-    /// Nor is it enough that neither had the CPU once: on a virtual machine the host may have taken it, for a millisecond or so. `xz -9`
-    /// by itself on an idle machine was lifted in 18 of 46 runs for that, and took 2.2 to 8.3 s where it takes 1.8.
+    /// Nor is it enough that once neither had the CPU: on a virtual machine the host may have taken it, for a millisecond or so.
+    /// `xz -9` alone on an idle machine was lifted for that in 18 of 46 runs, and took 2.2 to 8.3 s where it takes 1.8.
     fn is_starved(&mut self, p: &Pager, handler: i32) -> bool {
         for _ in 0..LEAVES {
             match self.leave_cpu(p, handler) {
@@ -268,19 +269,20 @@ impl Watch {
         true
     }
 
-    /// What the handler shows while this thread leaves it the CPU for a moment; None when somebody waits for this thread, unless this
-    /// thread waits for calls to end, as they may for the handler.
+    /// What the handler shows while this thread leaves it the CPU for a moment. None when another thread waits for this one; but
+    /// if this one waits for calls to end it looks on, as the calls may wait for the handler.
     ///
-    /// The story: an `mremap` waited for its event to be read, the ticker for the `mremap`, to look at what other threads had mapped, and the
-    /// handler for a CPU, which it was not given for as long as a look was wanted: a second and more beside two that compute.
+    /// The story: an `mremap` waited for its event to be read; the ticker for the `mremap`, to look at what other threads had
+    /// mapped; and the handler for a CPU, which it was not given while a look was wanted. That took a second and more beside two
+    /// threads that compute.
     fn leave_cpu(&self, p: &Pager, handler: i32) -> Option<Shown> {
         let of = p.signs.faulted.load(Relaxed);
         let look = || (p.signs.progress.load(Relaxed), thread::cpu_ns(handler), thread::cpu_ns(of as i32));
         let (before, until) = (look(), thread::now_ns() + LEAVE_NS);
-        // (The timer of CPU time may end a nap early.)
+        // The CPU timer may end a nap early.
         while let left @ 1.. = until.saturating_sub(thread::now_ns()) {
             if p.growth.looks_wanted.load(Relaxed) != p.growth.looks_done.load(Relaxed) && !p.calls.are_to_stop() {
-                // (Who waits cannot show anything meanwhile.)
+                // A thread that waits cannot show anything meanwhile.
                 return None;
             }
             thread::sleep_ns(left);
@@ -298,7 +300,7 @@ impl Watch {
             if !p.lift_handler() {
                 return;
             }
-            // (To lift it costs nothing; to relieve it a thread, and its faults a while.)
+            // Lifting costs nothing; relieving costs a thread, and delays its faults for a while.
             let at_no_cost = p.may_leave_idle.load(Relaxed);
             self.hold = if at_no_cost { LIFTED } else { hold(self.hold, now - self.lowered_at) };
         }
@@ -314,8 +316,8 @@ enum Shown {
     Unclear,
 }
 
-/// By having made so many turns, and had the CPU for `ran` while the last thread it served had one for `computed` (nanoseconds), when
-/// in the end all faults are `served`, or were read, and it is `idle` or is not.
+/// Judges such a moment: the handler made so many turns and had the CPU for `ran`, while the thread it served last had one for
+/// `computed` (nanoseconds); in the end all faults are `served` (or were read), and the handler is `idle` or not.
 fn shown(turns: u64, ran: u64, computed: u64, served: bool, idle: bool) -> Shown {
     if turns >= TURNS || ran >= LEAVE_NS / 8 || ((turns > 0 || served) && ran + computed >= LEAVE_NS / 2) {
         Shown::GetsOn
@@ -326,7 +328,7 @@ fn shown(turns: u64, ran: u64, computed: u64, served: bool, idle: bool) -> Shown
     }
 }
 
-/// For how many looks a handler that relieved another stays lifted: twice as long as the last one, who was lowered so many
+/// For how many looks a handler that relieved another stays lifted: twice as long as the one before, which was lowered so many
 /// nanoseconds ago, unless that is long ago.
 fn hold(last: u32, since_lowered_ns: u64) -> u32 {
     if since_lowered_ns > FORGOTTEN_NS { LIFTED } else { (last * 2).clamp(LIFTED, LIFTED_MOST) }
@@ -371,7 +373,7 @@ mod tests {
             shown(0, 40_000, 0, true, false),
         ];
         assert_eq!(starved, [const { Shown::Starved }; 4]);
-        // Either there is little to do, or the program waits for a CPU itself.
+        // Either there is little to do, or the program itself waits for a CPU.
         assert_eq!(shown(1, 7_000, 100_000, true, true), Shown::Unclear);
         // Small faults; one that makes room or brings much; a program that computes, with a fault behind it or work put off.
         let gets_on = [

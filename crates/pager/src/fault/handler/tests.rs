@@ -13,9 +13,9 @@ fn handler(p: &Pager) -> (Handler, i32) {
     (Handler { reads: Reads::by_threads(event), ..Handler::default() }, event)
 }
 
-/// The story: a reading thread had stored its result and not yet raised its event when the handler took both results by
-/// another's event. What was raised then nobody took, as no read was under way: the handler looked for messages for
-/// ever, with all of a CPU, until the next read.
+/// The story: a reading thread had stored its result but not yet raised its event when the handler took both results, on the
+/// event of another reading thread. Nobody took the event that was raised then, as no read was under way. The handler looked for
+/// messages forever, with all of a CPU, until the next read.
 #[test]
 fn an_event_that_comes_late_keeps_nobody_awake() {
     let p = testing::pager_with_swap(8 << 20);
@@ -25,7 +25,7 @@ fn an_event_that_comes_late_keeps_nobody_awake() {
     assert!(!uffd::is_readable(event));
 }
 
-/// See `drop_gone`. Of two pages that are asked for the first is dropped, or unmapped and mapped anew for another's userfaultfd.
+/// See `drop_gone`. Two pages are asked for; the first is dropped, or unmapped and mapped anew for another userfaultfd.
 #[test]
 fn what_is_gone_is_not_brought() {
     for anew in [false, true] {
@@ -90,7 +90,7 @@ fn an_event_is_reached_behind_faults_that_wait_for_it() {
     assert!(!p.calls.are_waited_for(Waits::Fault));
 }
 
-/// While an event is unread a fault is not served, and no call that would make another event is to begin.
+/// While an event is unread no fault is served, and no call that would make another event may begin.
 #[test]
 fn calls_are_held_back_while_a_fault_waits_for_one() {
     let p = testing::pager_told_of_moves(16 << 20);
@@ -99,7 +99,7 @@ fn calls_are_held_back_while_a_fault_waits_for_one() {
     p.state.lock().zeros += 1;
     p.state.lock().pt.set((at / PAGE) as u64, Pte::new(Tag::Zero, 0));
     let (drops, touches) = drop_one_and_touch_another(p, at + PAGE, at);
-    // (Of the two the fault is read first.)
+    // The kernel hands out the fault first.
     handler.turn(p);
     assert!(!handler.waiting.is_empty() && p.calls.are_waited_for(Waits::Fault));
     while !handler.waiting.is_empty() {
@@ -110,7 +110,8 @@ fn calls_are_held_back_while_a_fault_waits_for_one() {
     assert!(!p.calls.are_waited_for(Waits::Fault));
 }
 
-/// Threads of which one drops a page and the other touches one, when both wait for messages to be read: the event's and the fault's.
+/// Starts two threads, one that drops a page and one that touches one; returns when both wait for messages to be read: the event
+/// and the fault.
 fn drop_one_and_touch_another(p: &Pager, dropped: usize, touched: usize) -> (JoinHandle<()>, JoinHandle<u8>) {
     let drops = std::thread::spawn(move || {
         // SAFETY: memory of the test's own, of which nothing is needed.
@@ -126,8 +127,8 @@ fn drop_one_and_touch_another(p: &Pager, dropped: usize, touched: usize) -> (Joi
     (drops, touches)
 }
 
-/// A pager that has 400 pages in its pool from the page on that it is told with, which may go to disk, beside a member that holds 2 MiB
-/// and has nothing to give.
+/// A pager that has 400 pages in its pool, from the page on that the function gets, which may go to disk; beside a member that
+/// holds 2 MiB and has nothing to give.
 fn pool_of_400() -> (&'static Pager, u64) {
     let (p, vpn) = (testing::pager_with_swap(8 << 20), 1 << 20);
     let mut s = p.state.lock();
@@ -140,12 +141,12 @@ fn pool_of_400() -> (&'static Pager, u64) {
     (p, vpn)
 }
 
-/// Has its limit be exceeded, or not.
+/// Makes its limit exceeded, or not.
 fn set_full(p: &Pager, is: bool) {
     p.group.nodes[0].max.store(if is { 1 << 20 } else { 1 << 40 }, Relaxed);
 }
 
-/// It has nothing any more.
+/// Empties that member.
 fn forget(p: &Pager, vpn: u64) {
     set_full(p, false);
     p.tier.file.store(-1, Relaxed);
@@ -158,7 +159,7 @@ fn who_waits_for_the_writer_waits_for_as_long_as_it_takes() {
     let (p, vpn) = pool_of_400();
     let (mut handler, _) = handler(p);
     let full = |is: bool| set_full(p, is);
-    // (events of the writer's, how often it has written, whether it makes room): it helps
+    // (events of the writer's, how often it has written, whether it makes room): whether the disk helps
     for (events, writes, room, helps) in [(true, 0, true, true), (true, 1, false, true), (false, 0, false, false)] {
         full(true);
         assert!(p.waits_for_disk(&p.state.lock()));
@@ -187,7 +188,8 @@ fn who_waits_for_the_writer_waits_for_as_long_as_it_takes() {
     forget(p, vpn);
 }
 
-/// See [`Handler::waits_for_slow_disk`]. The write ends well, there is room without it, it fails, or it stands still.
+/// See [`Handler::waits_for_slow_disk`]. The wait ends when the write succeeds, there is room without it, it fails, or it stands
+/// still.
 #[test]
 fn who_waits_for_a_slow_disk_waits_for_its_write() {
     let (p, vpn) = pool_of_400();
@@ -209,7 +211,7 @@ fn who_waits_for_a_slow_disk_waits_for_its_write() {
             0 => _ = p.tier.writes.fetch_add(1, Relaxed),
             1 => full(false),
             2 => began.store(0, Relaxed),
-            // (Longer than any disk is waited for.)
+            // Longer than any disk is waited for.
             _ => began.store(thread::now_ns() - 11_000_000_000, Relaxed),
         }
         assert!(!handler.waits_for_slow_disk(p, &s), "end {end}");
@@ -220,8 +222,8 @@ fn who_waits_for_a_slow_disk_waits_for_its_write() {
     forget(p, vpn);
 }
 
-/// The story: the last read under way was one that its thread could not make. The handler slept until there was some other
-/// message, and the fault that the read was for waited; and the disk was said not to have answered for 10 seconds.
+/// The story: the last read under way was one that its thread could not make. The handler slept until some other message came,
+/// while the fault that needed the read waited; and the disk was said not to have answered for 10 seconds.
 #[test]
 fn what_could_not_be_tried_is_asked_for_again() {
     let p = testing::pager_with_swap(8 << 20);
