@@ -1,24 +1,23 @@
-//! The reclaim path.
-//!
+//! The reclaim path: moves old pages out of the program, compresses them, and frees their frames.
 //! ```text
 //! resident ──MOVE──▶ staged ──clean: hash unchanged──▶ compressed (kept copy)      frame ─▶ free ─▶ next fault
 //!    ▲                 │ └──all zeros──▶ zero                                        or given back to the kernel
 //!    └──── refault ────┘ └──compressed outside the lock (Busy)──▶ pool
 //! ```
-//! This file decides when and how much; `stage` moves folios out, `store` compresses them, `transfer` calls the kernel.
-//! Background reclaim runs on its own thread between two watermarks of free frames, in batches. Where all faults come
-//! from one CPU the thread that serves them reclaims before each (`make_room`; why: see `placement`). Direct reclaim,
-//! for a fault that finds no free frame, is the last resort of both.
+//! This file decides when to reclaim and how much; `stage` moves folios out, `store` compresses them, `transfer` calls the
+//! kernel. The reclaim thread works in the background, in batches, between two watermarks of free frames. Where all faults come
+//! from one CPU, the handler reclaims before it serves each (`make_room`; `placement` says why). Direct reclaim, for a fault that
+//! finds no free frame, is the last resort of both.
 //!
-//! lz4 is the warm codec; see `densify` for what happens when the pool crowds the program out. Where even that is not
-//! enough the resident set is not squeezed below an eighth of the limit (of a member's share,
-//! where several share it): the program would do nothing but fault. It then exceeds its limit by what the pool needs, which is
-//! counted and said in the summary. So it is where what cannot be taken out (code made at run time, stacks, locked memory) fills
-//! the limit together with the pool: a few MiB stay. Where other members fill it, whatever they hold, 1 MiB at most does.
+//! lz4 is the codec to begin with; `densify` says what happens when the pool crowds the program out. Where even that is not
+//! enough, reclaim does not squeeze the resident set below an eighth of the limit (of a member's share, where several share it),
+//! as the program would do nothing but fault. It then exceeds its limit by what the pool needs, which is counted and shown in the
+//! summary. Where memory that cannot be evicted (code made at run time, stacks, locked memory) fills the limit together with the
+//! pool, a few MiB stay. Where other members fill it, whatever they hold, at most 1 MiB stays.
 //!
-//! The story: the background thread kept to that where the limit was exceeded, but not where frames were few, and at the floor
-//! they always are. A program that reads 400 MiB by Zipf's law in 220 had 3 % of its memory resident and faulted 745,000 times in 86 s;
-//! with an eighth, and no more above its limit, 24,000 times in 6.
+//! The story: the background thread kept to that floor where the limit was exceeded, but not where frames were few, and at the
+//! floor they always are. A program that reads 400 MiB by Zipf's law in 220 had 3 % of its memory resident, and faulted 745,000
+//! times in 86 s. With an eighth resident, and no more above its limit, it faults 24,000 times in 6 s.
 
 pub(crate) mod heat;
 pub(crate) mod incompressible;
@@ -40,39 +39,40 @@ use core::sync::atomic::Ordering::*;
 use uzswap_mm::zone::Kind;
 use uzswap_sys::{lock, thread};
 
-/// Frames that are given back at once then: a 128th of the limit, or of a member's share of it, between these. (Less than half of the
-/// margin below any limit, 1 MiB.)
+/// How many frames are given back at once where TLB flushes are to be saved: a 128th of the limit, or of a member's share of it,
+/// between these bounds. (That is less than half of the margin below any limit, 1 MiB.)
 const MANY_LEAST: usize = 64;
 const MANY_MOST: usize = 192;
-/// Frames that are not counted upon meanwhile.
+/// Frames that are not counted on meanwhile.
 const KEPT_FRAMES: usize = BATCH_PAGES + BLOCK_PAGES;
 
-/// Rounds in a row in which nothing could be taken out, after which that is taken for the end of what can be.
+/// After this many failed rounds in a row, nothing more can be evicted.
 const MOST_FAILURES: u32 = 20;
-/// Pause after each.
+/// The pause after each failed round.
 const FAILED_NS: u64 = 50_000;
-/// How long the reclaim thread has nothing to do before its buffers go back to the kernel.
+/// How long the reclaim thread must have nothing to do before its buffers go back to the kernel.
 const REST_NS: u64 = 20_000_000;
 
-/// How long who finds nothing to take out waits until it looks again: so long for each so many members, up to a part of how long it is
-/// believed (nanoseconds).
+/// How long a thread that found nothing to evict waits before it looks again (nanoseconds): this long for every `MANY_LOOK`
+/// members, but no longer than a part of the time for which its finding is believed.
 const FULL_NAP_NS: u64 = 20_000_000;
 const FULL_NAP_MOST_NS: u64 = 200_000_000;
 const MANY_LOOK: u64 = 8;
 
-/// What is left to a program of its memory that is managed, where other things fill the limit: as much, or a quarter of it.
+/// How much managed memory a program keeps where other things fill the limit: this, or a quarter of the limit if that is less.
 const LEAST_BYTES: usize = 8 << 20;
-/// The same where it is other members that fill it: as much, or an eighth of its share. It is little, as they may have some to give.
+/// The same where other members fill it: this, or an eighth of the member's share if that is less. It is little, as they may have
+/// some to give.
 const LEAST_BESIDE_OTHERS: usize = 1 << 20;
 
 impl Pager {
-    /// The background thread.
+    /// The reclaim thread.
     pub fn reclaim_loop(&self) -> ! {
         self.reclaim_until_stopped();
         thread::exit()
     }
 
-    /// Reclaims until `stopping` is set (a region's end, or a process is let go of).
+    /// Reclaims until `stopping` is set (a region ends, or the process is let go of).
     pub fn reclaim_until_stopped(&self) {
         let mut batch = {
             let s = self.state.lock();
@@ -111,7 +111,7 @@ impl Pager {
                 self.gets_on();
                 continue;
             }
-            // (What an unread event keeps from leaving is there to take all the same.)
+            // Pages that an unread event keeps from leaving can still be evicted.
             if !self.calls.are_waited_for(Waits::Reclaim) {
                 failures += 1;
             }
@@ -129,7 +129,7 @@ impl Pager {
         }
     }
 
-    /// Makes room in the calling thread, beside the reclaim thread, until the limit is kept or nothing more can be taken out.
+    /// Makes room in the calling thread, beside the reclaim thread, until the limit is kept or nothing more can be evicted.
     pub(crate) fn reclaim_to_limit(&self) {
         let compressor = self.state.lock().new_compressor();
         let (mut batch, mut failures) = (Batch::new(compressor), 0);
@@ -148,7 +148,8 @@ impl Pager {
         tid as i32 == self.reclaimer.load(Relaxed)
     }
 
-    /// How long who has found nothing to take out waits until it looks again. (Of many members each sums up what all others hold.)
+    /// How long a thread that found nothing to evict waits before it looks again. (Of many members, each sums up what all others
+    /// hold.)
     fn full_nap_ns(&self) -> u64 {
         (self.others_count() as u64 / MANY_LOOK * FULL_NAP_NS).clamp(FULL_NAP_NS, FULL_NAP_MOST_NS)
     }
@@ -164,7 +165,7 @@ impl Pager {
         let margin = self.margin() as isize;
         let (_, high) = self.watermarks();
         let short = !self.without_move && s.zone.free_slots(Kind::Frame) < high && excess + 2 * margin > 0;
-        // (What is to be done before the limit is exceeded the handler does where it can.)
+        // Where it can, the handler does what is to be done before the limit is exceeded.
         let ahead = !self.handler_reclaims(&s);
         let over = excess > 0 || (ahead && self.over(&s, margin, true) > 0) || self.asked_for(&s, excess) > 0;
         if excess > 0 {
@@ -178,7 +179,7 @@ impl Pager {
         !s.unshare.is_empty() || self.wants_read_only(&s) || over || (ahead && short)
     }
 
-    /// One round: stage, compress a batch, give frames back. False when nothing could be done.
+    /// One round: stages, compresses a batch, gives frames back. False when it could do nothing.
     pub(crate) fn reclaim_step(&self, batch: &mut Batch) -> bool {
         let (low, high) = self.watermarks();
         let (mut progress, mut put_off) = (false, false);
@@ -203,7 +204,7 @@ impl Pager {
             if over > 0 && squeezed {
                 self.has_disk_make_room(&mut s);
             }
-            // (Not even for frames: there are few for as long as the limit is exceeded, since they are given back.)
+            // Not even for frames: they are few as long as the limit is exceeded, since they are given back.
             let few = !self.without_move && spare < high;
             let copied = s.leaving.take_staged();
             let want = match (over > 0 || few, squeezed) {
@@ -214,7 +215,7 @@ impl Pager {
             if want > 0 {
                 let keep = if squeezed { 0 } else { self.stage_target(&s) };
                 let short = (keep + want).saturating_sub(s.idle_staged());
-                // (What a full pool refuses goes back: only what leaves is progress then.)
+                // Pages that a full pool refuses go back to the program, so only pages that leave count as progress.
                 let refusing = self.zswap_is_full(&s);
                 let staged = self.stage_exclusive_first(&mut s, short);
                 put_off = staged.is_err();
@@ -223,7 +224,7 @@ impl Pager {
             }
             self.calls.hold_back(Waits::Reclaim, put_off);
             s.calls_stopped = false;
-            // (Before the lock is given up: who has it next, and runs instead of this thread, takes pages too.)
+            // Before the lock is released: the thread that gets it next, and runs instead of this one, takes pages too.
             if stopped {
                 self.calls.go_on();
             }
@@ -241,9 +242,9 @@ impl Pager {
         progress
     }
 
-    /// Reclaims before a fault is served, where the thread that serves it is to do so by itself, or where the reclaim
-    /// thread has fallen behind and the limit is exceeded: whoever faults then pays. (After a fork otherwise, see
-    /// [`Pager::make_room_beside_kin`]: pages that must be un-shared first would be tried in vain before each fault.)
+    /// Makes room before a fault is served, where the handler reclaims by itself, or where the reclaim thread has fallen behind
+    /// and the limit is exceeded: then whoever faults pays. (After a fork see [`Pager::make_room_beside_kin`]: pages that must be
+    /// un-shared first would be tried in vain before each fault.)
     ///
     /// # Errors
     /// [`EventPending`]: an unread event kept pages from leaving.
@@ -256,14 +257,14 @@ impl Pager {
         if !behind && !self.handler_reclaims(s) {
             return Ok(());
         }
-        // Frames go round: some are made free when there are none, and none are given back to the kernel (or taken
-        // from it) while the group stays within a band below its limit.
+        // Frames go round: some are freed when there are none, and none go to the kernel or come from it while the group stays
+        // within a band below its limit.
         let margin = self.margin() as isize;
         let spare = s.zone.free_slots(Kind::Frame);
         let need = s.streams.expected(vpn);
-        // (What comes in sequence wants runs of frames: single ones that wait to be given back are of no use to it.)
+        // Sequential pages need runs of frames: single ones that wait to be given back are of no use to them.
         let waits = need <= BLOCK_PAGES;
-        // What the program takes from the kernel unmanaged shows only when it is asked for.
+        // Growth of the program's unmanaged memory shows only when the kernel is asked.
         if self.counters().pgfault.load(Relaxed).is_multiple_of(32) {
             s.rss = self.rss_now(s);
         }
@@ -274,15 +275,15 @@ impl Pager {
         self.publish(s);
         let over = self.over(s, margin / 2, waits);
         if over > 0 {
-            // (The story: Redis had 3 MiB of 72 in memory for minutes, in a group of 63 that used 12. By all that could be seen a child had
-            // ended and left its charge; the handler kept the parent just below the limit in what that left, and who is dead was only
-            // looked for above it.)
+            // The story: Redis had 3 MiB of 72 in memory for minutes, in a group of 63 that used 12. By all that could be seen, a
+            // child had ended and left its charge. The handler kept the parent just below the limit in what that left, and dead
+            // members were only looked for above it.
             self.look_at_others();
             self.count_sharers();
             self.ask_the_largest(s);
             self.count_excess(s, margin as usize / 2);
         }
-        // (Free frames go first: a round for each page by which the pool grew would fill the limit with them.)
+        // Free frames go first: otherwise a round for each page by which the pool grew would fill the limit with them.
         let idle = spare.saturating_sub(need + BATCH_PAGES);
         if over > 0 && idle > 0 && !self.without_move && (!waits || self.gives(s, over)) {
             let given = self.give_back(s, (over + BLOCK_PAGES).min(idle));
@@ -292,7 +293,7 @@ impl Pager {
         }
         let floor = over > 0 && self.at_floor(s);
         let disk_helps = floor && self.has_disk_make_room(s);
-        // A full pool takes zeros only: where there were few that is tried again later.
+        // A full pool takes only zeros: where there were few, it is tried again later.
         let faults = self.counters().pgfault.load(Relaxed);
         let refused = self.zswap_is_full(s) && faults < self.refused_until.load(Relaxed);
         let mut staged = Ok(());
@@ -306,19 +307,20 @@ impl Pager {
                 self.refused_until.store(faults + 32, Relaxed);
             }
         }
-        // (Also where the group is just below its limit: what the pool wastes the program does without.)
+        // Also just below the limit: the program lacks what the pool wastes.
         let shrinks = self.compact_pool(s);
         self.cut_sparse(s);
         let shrinks = self.densify(s, 4) || shrinks;
         let spare = s.zone.free_slots(Kind::Frame);
-        // (Without MOVE a page that leaves gives its memory back at once; and what is free now may be enough to wait for more.)
+        // Without MOVE a page that leaves gives its memory back at once; and the frames free by now may be enough to wait for
+        // more.
         let over = match self.without_move || self.saves_flushes(s) {
             true => self.over(s, margin / 2, waits),
             false => over,
         };
         let given = if over > 0 && spare > BLOCK_PAGES { self.give_back(s, over.min(spare - BLOCK_PAGES)) } else { 0 };
-        // (Whose pool shrinks, or who has had frames to spare, has not come to the end of what can be taken; nor is who waits for the reclaim
-        // thread to make more of it fit to leave.)
+        // While the pool shrinks, or there were frames to spare, more can still be evicted; likewise while the reclaim thread may
+        // make more pages fit to leave.
         if floor && !disk_helps {
             if shrinks || given > 0 {
                 self.gets_on();
@@ -329,21 +331,21 @@ impl Pager {
         staged
     }
 
-    /// Whether the program has so little left that taking more would only make it fault.
+    /// Whether the program has so little left that evicting more would only make it fault.
     pub fn at_floor(&self, s: &State) -> bool {
-        // A library region's limit is hard: its owner sized it.
+        // A library region's limit is hard: its owner chose it.
         if self.own_frames {
             return false;
         }
         let (limit, managed) = (self.limit(), (s.evictable() + s.staged) * PAGE);
         let own = || managed < limit / 8 && s.pool.held_bytes() > limit / 2;
         let crowded = self.pool_takes(s, limit / 2) && (managed < self.share() / 8 || own());
-        // (What cannot be taken out at all: code made at run time, stacks, read-only and locked memory, what does not compress, and the
-        // books.)
+        // What cannot be evicted at all: code made at run time, stacks, read-only and locked memory, what does not compress, and
+        // the tables.
         let fixed = || self.charged(s).saturating_sub(managed + s.zone.free_slots(Kind::Frame) * PAGE);
-        // (What others hold may be taken out of them, but not by this one. The story: a program's child had locked more than the limit.
-        // All but the last pages of its parent were put out again and again, so that eight threads, each of which needed four pages at
-        // once, did nothing but fault: 526,000 times in 30 s.)
+        // Others may evict what they hold, but this process cannot. The story: a program's child had locked more than the limit.
+        // All but the last pages of its parent were evicted again and again, so that eight threads, each of which needed four
+        // pages at once, did nothing but fault: 526,000 times in 30 s.
         let beside = || {
             let least = (self.share() / 8).min(LEAST_BESIDE_OTHERS);
             managed < least && fixed() + self.others_held.load(Relaxed) > limit / 2
@@ -351,9 +353,9 @@ impl Pager {
         crowded || managed < (limit / 4).min(LEAST_BYTES) && fixed() > limit / 2 || beside()
     }
 
-    /// Pages to keep staged as the second chance.
+    /// How many pages to keep staged as the second chance.
     fn stage_target(&self, s: &State) -> usize {
-        // (A limit raised after the start may be large for the arena.)
+        // A limit raised after the start may be large for the arena.
         (s.resident / 64).min(self.limit() / PAGE / 64).min(self.layout.slots / 4)
     }
 
@@ -379,9 +381,9 @@ impl Pager {
         Ok(())
     }
 
-    /// One round of reclaim in the calling thread, which holds the lock: `want` pages are staged beyond the `keep` that stay
-    /// so, and stored. Where helpers compress them and there are frames enough for now they may be stored `later`, by the
-    /// next round. Returns the pages that left, and whether an unread event kept any from being staged.
+    /// One round of reclaim in the calling thread, which holds the lock. It stages `want` pages beyond the `keep` that stay
+    /// staged, and stores as many. With `later`, if helpers compress the batch and that many frames are free, the next round may
+    /// store it instead. Returns how many pages left, and whether an unread event kept any from being staged.
     pub(crate) fn direct_round(
         &self,
         s: &mut State,
@@ -392,8 +394,8 @@ impl Pager {
         let mut left = self.store_posted(s);
         let mut batch = s.take_direct();
         let staged = self.take_more(s, &mut batch, want, keep);
-        // (At random a fault brings a page or a block. The thread that serves a process's faults would lose the program to the CPU that
-        // a helper leaves; a region's own threads serve theirs.)
+        // A random fault brings a page or a block. The handler would lose the program to the CPU that a helper leaves; a region's
+        // own threads serve their faults.
         let need = later.filter(|need| batch.shared && (self.own_frames || *need > BLOCK_PAGES));
         if need.is_none_or(|need| !self.without_move && s.zone.free_slots(Kind::Frame) < need) {
             left += self.store_now(s, &mut batch);
@@ -410,20 +412,20 @@ impl Pager {
         (left, staged)
     }
 
-    /// Stages what `want` pages beyond `keep` need, and makes them a batch.
+    /// Stages what `want` pages beyond `keep` need, and makes a batch of them.
     fn take_more(&self, s: &mut State, batch: &mut Batch, want: usize, keep: usize) -> Result<(), EventPending> {
         let staged = self.stage(s, (keep + want).saturating_sub(s.idle_staged()));
         self.prepare(s, batch, want, keep);
         staged.map(|_| ())
     }
 
-    /// Compresses and stores a batch under the lock; returns the pages that left.
+    /// Compresses and stores a batch under the lock; returns how many pages left.
     pub(crate) fn store_now(&self, s: &mut State, batch: &mut Batch) -> usize {
         batch.compress(self);
         self.commit(s, batch)
     }
 
-    /// Stores what a round left to helpers; returns the pages that left.
+    /// Stores the batch that a round left to helpers; returns how many pages left.
     pub(crate) fn store_posted(&self, s: &mut State) -> usize {
         let Some(mut batch) = s.direct.take_if(|batch| batch.is_posted()) else { return 0 };
         batch.finish(self);
@@ -432,8 +434,8 @@ impl Pager {
         left
     }
 
-    /// Pages by which the group is above what is `below` bytes under its limit. (Frames are given back so many at a time that few calls
-    /// do: until there are as many it counts for nothing what free frames would make up for, where that `waits`.)
+    /// By how many pages the group exceeds the line that is `below` bytes under its limit. Frames are given back many at a time,
+    /// to save calls; until there are so many, and if it `waits`, an excess that free frames would make up for counts as nothing.
     pub(crate) fn over(&self, s: &State, below: isize, waits: bool) -> usize {
         let excess = self.excess(s);
         let over = ((excess + below).max(0) as usize) / PAGE + self.asked_for(s, excess);
@@ -441,7 +443,7 @@ impl Pager {
         if waits { 0 } else { over }
     }
 
-    /// Whether frames are given back for so many pages that are to be.
+    /// Whether enough pages are to be given back for that to begin now.
     fn gives(&self, s: &State, pages: usize) -> bool {
         pages >= (self.share() / PAGE / 128).clamp(MANY_LEAST, MANY_MOST) || !self.saves_flushes(s) || self.is_to_give()
     }

@@ -1,35 +1,34 @@
-//! Which blocks of 64 KiB are in use, told from the pages of them that came back while they were staged.
-//!
+//! Which blocks of 64 KiB are in use, as shown by pages that came back while they were staged.
 //! ```text
 //! staged page is wanted back ─▶ its block's heat is 3 (and if it had any, what is staged around it comes along)
 //! victim in a block with heat ─▶ listed as active once more, and with one chance in 16 the block is a degree cooler
 //! ```
-//! User space has no accessed bits: what is staged is the only sample of what is in use, and a small one. Where a program uses its
-//! memory at random, hardly any page is wanted again in the short while that it is staged, and what is in use leaves with what is not, turn by
-//! turn. (To stage more finds more, at a fault for each page it finds; GNU sort in half of its memory lost by it.) But pages that lie
-//! together are mostly used by the same part of a program: one that comes back speaks for its block, of which 16 are then passed over some
-//! three times each before they are tried again. (That regions speak for their pages is DAMON's idea, Park et al., Middleware 2019.) What
-//! came in sequence passes whatever its heat.
+//! User space has no accessed bits: the staged pages are the only sample of what is in use, and a small one. A program that uses
+//! its memory at random hardly refaults any page in the short time that it is staged, so hot pages leave with cold ones, turn by
+//! turn. (Staging more finds more, at a fault for each page found; GNU sort in half of its memory lost by it.) But pages that lie
+//! together are mostly used by the same part of a program. So a page that comes back speaks for its block: the block's 16 pages
+//! are passed over, each some three times, before one is tried again. (That regions speak for their pages is DAMON's idea, Park
+//! et al., Middleware 2019.) Pages that came in sequence leave whatever their block's heat.
 //!
-//! Invariants: heat is a hint; no more than [`PASSED_OVER`] pages are passed over for each that is wanted, so that one is found
-//! although all are hot. Owner: the pager's lock.
+//! Invariants: heat is a hint; no more than [`PASSED_OVER`] pages are passed over for each that is wanted, so that a victim is
+//! found although all are hot. Owner: the pager's lock.
 
 use crate::chance::mix;
 use crate::state::{BLOCK_PAGES, State};
 use uzswap_mm::lru::{Entry, List};
 use uzswap_mm::pagetable::{HEAT_SHIFT, HINT_HEAT, Tag};
 
-/// Pages that are passed over at most for each that is to leave.
+/// How many pages are passed over at most for each that must leave.
 pub(crate) const PASSED_OVER: usize = 16;
 
 impl State {
-    /// Staged pages came back: their blocks are in use.
+    /// Notes that staged pages came back: their blocks are in use.
     pub(crate) fn heat(&mut self, vpn: u64, n: usize) {
         blocks(vpn, n).for_each(|block| self.pt.hint(block, HINT_HEAT, 0));
     }
 
-    /// The pages that come with one that is staged: it alone at first; what is staged around it in its block where another page
-    /// of that came back lately.
+    /// The pages that come with a staged one: at first it alone; if another page of its block came back lately, all that is
+    /// staged around it in the block.
     pub(crate) fn staged_around(&self, vpn: u64) -> (u64, u64) {
         if self.pt.hints(vpn) & HINT_HEAT == 0 {
             return (vpn, vpn + 1);
@@ -41,8 +40,8 @@ impl State {
         (vpn - before, vpn + 1 + behind)
     }
 
-    /// Takes the next folio to move out, and whether it is one that passes. Those in blocks that are in use are passed over, up to `left`
-    /// pages of them.
+    /// Takes the next folio to evict; also returns whether it passes. Folios in blocks that are in use are passed over, up to
+    /// `left` pages.
     pub(crate) fn pop_victim(&mut self, left: &mut usize) -> Option<(Entry, bool)> {
         loop {
             let passes = self.lru.victim_passes();
@@ -62,7 +61,7 @@ impl State {
         blocks(e.vpn(), 1 << e.order()).any(|block| self.pt.hints(block) & HINT_HEAT != 0)
     }
 
-    /// A folio was passed over: when all pages of a block were, it is a degree cooler, more or less.
+    /// A folio was passed over. Its blocks get a degree cooler for about each time that all their pages were.
     fn cool(&mut self, e: Entry) {
         self.passed_over += 1;
         let pages = 1u64 << e.order();
@@ -76,7 +75,7 @@ impl State {
     }
 }
 
-/// A page of each block that `n` pages from `vpn` on are in.
+/// The first page of each block that `n` pages from `vpn` on are in.
 fn blocks(vpn: u64, n: usize) -> impl Iterator<Item = u64> {
     let block = BLOCK_PAGES as u64;
     (vpn / block..(vpn + n as u64).div_ceil(block)).map(move |i| i * block)
@@ -88,7 +87,7 @@ mod tests {
     use crate::testing;
     use uzswap_mm::pagetable::Pte;
 
-    /// Blocks of a test's memory, from a border on.
+    /// The first block of a test's memory, at a boundary.
     const FIRST: u64 = 1 << 20;
 
     /// Lists each page of `n` blocks by itself, in order.
@@ -101,8 +100,8 @@ mod tests {
         s.pop_victim(left).map(|(e, _)| (e.vpn() - FIRST) / BLOCK_PAGES as u64)
     }
 
-    /// The story: GNU sort in half of its memory faulted on its text at random. Of the lines it had used before as much as of the
-    /// text left, turn by turn, though nobody used them any more: 40,000 pages were decompressed where 20,000 are since.
+    /// The story: GNU sort in half of its memory faulted on its text at random. Lines that it had used before, and nobody used
+    /// any more, left no sooner than the text, turn by turn: 40,000 pages were decompressed where 20,000 are now.
     #[test]
     fn what_is_in_use_is_passed_over_until_it_is_cool() {
         let p = testing::pager(16 << 20);
@@ -115,7 +114,7 @@ mod tests {
         assert!(cold.iter().all(|block| matches!(block, Some(1..=4))), "{cold:?}");
         assert_eq!(usize::MAX - left, BLOCK_PAGES, "its pages were passed over, once so far");
         assert_eq!(s.lru.active.pages(), BLOCK_PAGES);
-        // The others leave, and it is passed over some times more, then leaves, too.
+        // The others leave, and the block is passed over a few times more; then it leaves, too.
         let last = (0..4 * BLOCK_PAGES).filter_map(|_| next(&mut s, &mut left)).collect::<Vec<_>>();
         assert_eq!(last.iter().filter(|block| **block == 0).count(), BLOCK_PAGES, "{last:?}");
         let passed = usize::MAX - left;
@@ -125,7 +124,7 @@ mod tests {
         s.resident = 0;
     }
 
-    /// What is taken out never depends on what is cold.
+    /// A victim is found even if nothing is cold.
     #[test]
     fn one_is_found_although_all_are_hot() {
         let p = testing::pager(16 << 20);
@@ -138,7 +137,8 @@ mod tests {
         s.resident = 0;
     }
 
-    /// Entries of pages that went on are not listed again, or they would pile up; and what is gone says nothing of what comes next.
+    /// Entries of pages that have moved on are not listed again, or they would pile up; and pages that are gone say nothing about
+    /// those that come next.
     #[test]
     fn what_is_stale_is_not_passed_over() {
         let p = testing::pager(16 << 20);
@@ -155,13 +155,13 @@ mod tests {
         s.resident = 0;
     }
 
-    /// The first page of a block that comes back comes alone, as the others may be in use no more; those after it do not.
+    /// The first page of a block that comes back comes alone, as the others may no longer be in use; those after it do not.
     #[test]
     fn what_is_staged_in_a_block_in_use_comes_together() {
         let p = testing::pager(16 << 20);
         let mut s = p.state.lock();
         let block = BLOCK_PAGES as u64;
-        // (The neighbours of a block are not of it.)
+        // A block's neighbours do not belong to it.
         for (vpn, slot) in (FIRST - 1..FIRST + block + 1).zip(0..).filter(|(vpn, _)| *vpn != FIRST + 9) {
             s.pt.set(vpn, Pte::new(Tag::Staged, slot));
         }

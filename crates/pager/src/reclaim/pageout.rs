@@ -1,11 +1,12 @@
 //! Paging out and in on request: ranges of a process's or a region's private memory.
 //!
-//! Here is what is done under the lock, a piece at a time, so that faults have their turn between; `request` is how a command
-//! asks a process for it. Pages go and come by the very steps of reclaim (`stage`, `store`) and of faults (`deliver`), so what
-//! the program does meanwhile is seen to there: who touches a page that goes takes it back, and it counts as one that stayed.
+//! This module does the work under the lock, a piece at a time, so that faults get their turn in between; `request` is how a
+//! command asks a process for it. Pages leave and come by the very steps of reclaim (`stage`, `store`) and of faults (`deliver`),
+//! which deal with what the program does meanwhile: a thread that touches a page that is leaving takes it back, and the page
+//! counts as one that stayed.
 //!
-//! A piece ends early where an event is unread: of the page behind it nothing is known until that is. A process's reclaim thread
-//! pauses then and tries again; a region has no events.
+//! A piece ends early where an event is unread: until it is read, nothing is known of the pages behind that point. A process's
+//! reclaim thread then pauses and tries again; a region has no events.
 
 use crate::calls::events::forget_range;
 use crate::fault::deliver::Delivery;
@@ -18,8 +19,8 @@ use uzswap_mm::pagetable::Tag;
 use uzswap_mm::zone::Kind;
 
 impl Pager {
-    /// Puts the resident pages `[from, to)` out, and with them whatever was staged; returns the pages of the range that
-    /// left. Frames that this frees go back to the kernel. The lock is held for 64 pages at a time.
+    /// Evicts the resident pages `[from, to)`, and whatever else is staged; returns how many pages of the range left. The frames
+    /// that this frees go back to the kernel. It holds the lock for 64 pages at a time.
     pub fn page_out(&self, from: u64, to: u64) -> usize {
         let (mut at, mut left) = (from, 0);
         while at < to {
@@ -30,7 +31,7 @@ impl Pager {
             let (moved, stopped) = self.stage_range(&mut s, at, end);
             left += moved;
             if stopped < end {
-                // The event must be read first, by the thread that reads events.
+                // The thread that reads events must read this one first.
                 return left;
             }
             at = end;
@@ -39,7 +40,7 @@ impl Pager {
         left
     }
 
-    /// Moves what is resident of `[from, to)` out without compressing it; returns the pages.
+    /// Stages the resident pages of `[from, to)` without compressing them; returns how many.
     pub fn age(&self, from: u64, to: u64) -> usize {
         let (mut at, mut left) = (from, 0);
         while at < to {
@@ -52,7 +53,7 @@ impl Pager {
         left
     }
 
-    /// Stores all that is staged; returns the pages.
+    /// Stores all that is staged; returns how many pages.
     pub fn page_out_idle(&self) -> usize {
         let mut s = self.state.lock();
         let staged = s.staged;
@@ -60,7 +61,7 @@ impl Pager {
         staged - s.staged
     }
 
-    /// Stores what is staged, as far as there is room, and gives the frames back; the lock is held throughout.
+    /// Stores what is staged, as far as there is room, and gives the frames back. The lock is held throughout.
     fn store_staged(&self, s: &mut State) {
         self.store_posted(s);
         let mut batch = s.take_direct();
@@ -76,8 +77,7 @@ impl Pager {
         self.give_back_spare(s);
     }
 
-    /// The same for one batch, without the lock while it is compressed: for a thread of its own. False when nothing could
-    /// be stored.
+    /// Stores one batch, without the lock while it compresses; for a thread of its own. False when nothing could be stored.
     pub(crate) fn store_batch(&self, batch: &mut Batch) -> bool {
         self.let_writer_go_on();
         let mut s = self.state.lock();
@@ -99,8 +99,8 @@ impl Pager {
         }
     }
 
-    /// Moves the resident pages of `[from, to)` out, uncompressed: whoever touches one takes it back cheaply. Returns the
-    /// pages that left and where it stopped: at `to`, or at a page before which an event must be read.
+    /// Moves the resident pages of `[from, to)` out, uncompressed: a thread that touches one takes it back cheaply. Returns how
+    /// many pages left, and where it stopped: at `to`, or at a page before which an event must be read.
     pub(crate) fn stage_range(&self, s: &mut State, from: u64, to: u64) -> (usize, u64) {
         let (mut at, mut left) = (from, 0);
         while at < to {
@@ -118,8 +118,8 @@ impl Pager {
         (left, to)
     }
 
-    /// Brings the pages of `[from, to)` that are out back, but for what is on disk; what nobody has touched stays so.
-    /// Returns the pages that came and where it stopped, as [`Pager::stage_range`].
+    /// Brings back the pages of `[from, to)` that are out, except for those on disk and those never touched. Returns how many
+    /// came, and where it stopped, as [`Pager::stage_range`].
     pub(crate) fn bring_range(&self, s: &mut State, from: u64, to: u64) -> (usize, u64) {
         let (mut at, mut came) = (from, 0);
         while at < to {
@@ -149,7 +149,7 @@ impl Pager {
         (came, to)
     }
 
-    /// Brings the pages `[from, to)` of a region that are out back, making room for them as a fault does; returns how many
+    /// Brings back the pages `[from, to)` of a region that are out, and makes room for them as a fault does; returns how many
     /// came.
     pub fn page_in(&self, from: u64, to: u64) -> usize {
         let (mut at, mut came) = (from, 0);
@@ -169,12 +169,12 @@ impl Pager {
         came
     }
 
-    /// Drops the contents of the pages `[from, to)` of a region: they read as zeros, as if never touched. (Of a region
-    /// only: it asks for no events, so the advice does not wait for us.)
+    /// Drops the contents of the pages `[from, to)` of a region: they read as zeros, as if never touched. (Only for a region: it
+    /// asks for no events, so the advice does not wait for us.)
     pub fn remove(&self, from: u64, to: u64) {
         let mut s = self.state.lock();
         forget_range(&mut s, from, to);
-        // SAFETY: the caller gives the contents up; who faults meanwhile waits for the lock.
+        // SAFETY: the caller gives the contents up; a thread that faults meanwhile waits for the lock.
         unsafe { discard(from as usize * PAGE, (to - from) as usize * PAGE) };
         self.forget_marks(from, to);
     }

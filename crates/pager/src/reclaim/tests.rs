@@ -1,12 +1,12 @@
-//! Tests of when and how much is reclaimed.
+//! Tests of when reclaim works, and how much it evicts.
 
 use super::*;
 use crate::group::folio::MAX_ORDER;
 use crate::testing;
 use uzswap_mm::lru::List;
 
-/// The story: Java at half of its memory was left 125 pages, as its code and stacks and the pool filled the limit, and did
-/// nothing but fault. The pool alone was less than half, so nothing had to stay.
+/// The story: Java at half of its memory was left with 125 pages, as its code and stacks and the pool filled the limit, and did
+/// nothing but fault. The pool alone took less than half of the limit, so nothing had to stay.
 #[test]
 fn a_few_mib_stay_whatever_fills_the_limit() {
     let p = testing::pager(16 << 20);
@@ -19,7 +19,7 @@ fn a_few_mib_stay_whatever_fills_the_limit() {
     testing::seem_resident(&mut s, 0);
 }
 
-/// The story: who was at its floor said that it finds nothing, while its pool was still getting smaller.
+/// The story: a process at its floor reported that it finds nothing to evict while its pool was still shrinking.
 #[test]
 fn whose_pool_shrinks_gets_on_at_its_floor() {
     let p = testing::pager(8 << 20);
@@ -51,7 +51,7 @@ fn whose_pool_shrinks_gets_on_at_its_floor() {
     assert!(dense > 0);
 }
 
-/// See [`Pager::at_floor`]: its threads must be able to have several pages each at once.
+/// See [`Pager::at_floor`]: the process's threads must be able to have several pages each at once.
 #[test]
 fn a_little_stays_where_other_members_fill_the_limit() {
     const KIB: usize = 1 << 10;
@@ -81,7 +81,7 @@ fn a_little_stays_where_other_members_fill_the_limit() {
     testing::seem_resident(&mut s, 0);
 }
 
-/// See [`Pager::make_room`]: a limit that is kept, but by what a dead member is charged, is no reason to leave it charged.
+/// See [`Pager::make_room`]: a dead member's charge is returned even if the limit is kept.
 #[test]
 fn who_reclaims_for_what_a_dead_member_charges_returns_that() {
     for by_handler in [false, true] {
@@ -106,7 +106,7 @@ fn who_reclaims_for_what_a_dead_member_charges_returns_that() {
     }
 }
 
-/// See the file's head: neither what is above the limit nor few frames are a reason to take the last of a program's memory.
+/// See the file's head: neither an exceeded limit nor few frames are a reason to take the last of a program's memory.
 #[test]
 fn a_floor_is_left_though_the_limit_is_exceeded_and_frames_are_few() {
     const PAGES: usize = 4096;
@@ -116,7 +116,7 @@ fn a_floor_is_left_though_the_limit_is_exceeded_and_frames_are_few() {
     let mut batch = {
         let s = &mut *p.state.lock();
         for i in 0..PAGES {
-            // (Nothing that compresses: the pool is to grow.)
+            // Nothing that compresses, as the pool is to grow.
             (0..PAGE / 8).for_each(|k| {
                 page[k * 8..][..8].copy_from_slice(&crate::chance::mix((i * PAGE + k) as u64).to_le_bytes());
             });
@@ -146,7 +146,8 @@ fn a_floor_is_left_though_the_limit_is_exceeded_and_frames_are_few() {
     assert_eq!(left(p).0, floor.0, "of {PAGES}, and nothing more was taken");
 }
 
-/// See `shootdown`: calls that take mappings away are few. What free frames would make up for is not given back until it is much.
+/// See `shootdown`: few calls take mappings away. An excess that free frames would make up for is not given back until it is
+/// large.
 #[test]
 fn frames_are_given_back_many_at_a_time() {
     let p = testing::pager(64 << 20);
