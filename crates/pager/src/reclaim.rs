@@ -1,4 +1,5 @@
 //! The reclaim path: moves old pages out of the program, compresses them, and frees their frames.
+//!
 //! ```text
 //! resident ──MOVE──▶ staged ──clean: hash unchanged──▶ compressed (kept copy)      frame ─▶ free ─▶ next fault
 //!    ▲                 │ └──all zeros──▶ zero                                        or given back to the kernel

@@ -1,4 +1,5 @@
 //! The handler thread: reads messages, keeps the faults that it cannot serve yet, and sleeps when there is nothing to do.
+//!
 //! ```text
 //! message ─┬ event: applied                                       ┌───── reads of the swap file that have ended ◀─┐
 //!          └ fault: on the list ─ its page on disk? ─ yes ─▶ a read is begun, the fault stays on the list ────────┘

@@ -1,4 +1,5 @@
 //! Which blocks of 64 KiB are in use, as shown by pages that came back while they were staged.
+//!
 //! ```text
 //! staged page is wanted back ─▶ its block's heat is 3 (and if it had any, what is staged around it comes along)
 //! victim in a block with heat ─▶ listed as active once more, and with one chance in 16 the block is a degree cooler
