@@ -1,26 +1,26 @@
-//! What does not compress stays in the program, where there is no disk: in the pool it takes as much.
+//! Keeps what does not compress in the program where there is no disk: in the pool it takes as much room.
 //!
 //! ```text
 //! resident ─▶ in the pool, as it is ─ wanted back ─▶ incompressible, where nobody meets it
 //!    ▲                                                    │ twice a second, where memory is short: a folio, and twice
 //!    └───────────────────── tried again ◀─────────────────┘ as many each time that most of them compress by now
 //! ```
-//! That a page does not compress shows when it is stored. What is not used again may as well be in the pool; but to put
-//! out what was wanted back wins no memory, and costs a fault each time. So it stays, the limit is exceeded by no more than it was, and
-//! what compresses is put out instead, down to the floor (`Pager::at_floor`), of which what stays is no part.
+//! Only storing a page shows that it does not compress. If it is not used again, it may as well be in the pool. But evicting it
+//! once it was wanted back wins no memory, and costs a fault each time. So it stays, and the limit is exceeded by no more than
+//! before. Reclaim evicts what compresses instead, down to the floor (`Pager::at_floor`), which does not include what stays.
 //!
-//! At the floor, where the limit cannot be kept whatever leaves, and while the whole pool saves less than a quarter, what saves less than a
-//! quarter by itself stays as well: a page that is taken wins next to nothing then, and is wanted back at once. The program comes to hold
-//! its own size at most for that, which is up to a third more than it held.
+//! At the floor the limit cannot be kept whatever leaves. While the whole pool saves less than a quarter there, what by itself
+//! saves less than a quarter stays as well: evicting such a page wins next to nothing, and it is wanted back at once. The program
+//! then holds its own size at most, which is up to a third more than before.
 //!
-//! Contents change, of which nobody tells. What was freed by the program leaves the list by itself; of the rest a sample is
-//! the next to be put out. What still does not compress comes back when it is wanted, at one fault for each folio that was tried.
+//! Contents change unseen. What the program has freed leaves the list by itself; of the rest, a sample is evicted next. What
+//! still does not compress comes back when it is wanted, at one fault for each folio tried.
 //!
-//! The story: ImageMagick with 144 MiB that do not compress in 72, without a disk, took 150 s for 28. Pages went in and out of a pool
-//! that gained nothing.
+//! The story: ImageMagick with 144 MiB that do not compress in 72, without a disk, took 150 s instead of 28. Pages went in and
+//! out of a pool that gained nothing.
 //!
-//! A library region's limit is hard, and its owner sized it: there all goes round. So it does where the pool is not charged, and where
-//! events are recorded: what a trace tells is not to depend on whether there was a disk, as it is replayed with one.
+//! A library region's limit is hard, and its owner chose it: there, all pages take their turn. So they do where the pool is not
+//! charged, and where events are recorded: a trace must not depend on whether there was a disk, as it is replayed with one.
 //! Owner: the pager's lock.
 
 use crate::frames::arena::PAGE;
@@ -32,42 +32,42 @@ use uzswap_mm::lru::{Entry, List};
 use uzswap_mm::pageset::PageSet;
 use uzswap_mm::pagetable::{Pte, Tag};
 
-/// Folios that are tried again at once at most. (Half as many were tried the time before, and most compressed. They may be of a page each:
-/// with 256, a program that had overwritten 96 MiB of noise with text came within its limit after a minute.)
+/// How many folios are tried again at once at most. (Half as many were tried the time before, and most compressed. They may have
+/// one page each: with 256, a program that had overwritten 96 MiB of noise with text came within its limit only after a minute.)
 const MOST: usize = 4096;
-/// Folios that are tried again at once at most when nothing was learnt from those before: each costs a fault.
+/// The same when nothing was learnt from those before: each costs a fault.
 const MOST_IN_VAIN: usize = 64;
 
-/// What is tried again.
+/// The folios that are tried again.
 #[derive(Default)]
 pub(crate) struct Retries {
-    /// Folios that were listed to be put out.
+    /// Folios listed for eviction.
     tried: Vec<Entry>,
-    /// How many were, or are next.
+    /// How many of them there were, or will be next.
     next: usize,
-    /// Of those, how many were compressed since, and won something by it.
+    /// How many of those were compressed since, and how many gained by it.
     judged: usize,
     gained: usize,
 }
 
-/// What counts as incompressible.
+/// Which pages count as incompressible.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Bound {
-    /// Nothing does.
+    /// None.
     Nothing,
-    /// What is stored as it is.
+    /// Those stored raw.
     Raw,
-    /// What takes more than three quarters of the pages that are left of it, too.
+    /// Also those that take more than three quarters of the pages that are left of them.
     Poor,
 }
 
-/// Whether what is stored as so many bytes takes more than three quarters of so many pages. (What is stored as it is does.)
+/// Whether `len` stored bytes are more than three quarters of `pages` pages. (Raw ones are.)
 fn is_poor(len: usize, pages: usize) -> bool {
     len > pages * PAGE / 4 * 3
 }
 
 impl Bound {
-    /// Whether a page that is in the pool counts.
+    /// Whether a page in the pool counts.
     pub(crate) fn is_met(self, s: &State, pte: Pte) -> bool {
         match self {
             _ if pte.tag() != Tag::Compressed => false,
@@ -80,7 +80,7 @@ impl Bound {
         }
     }
 
-    /// Whether a unit of so many pages that is stored as so many bytes wins something by it.
+    /// Whether a unit of `pages` pages gains by being stored as `len` bytes.
     pub(crate) fn gains(self, pages: usize, len: usize) -> bool {
         match self {
             Self::Nothing => true,
@@ -91,7 +91,7 @@ impl Bound {
 }
 
 impl Pager {
-    /// What counts as incompressible now.
+    /// The bound that holds now.
     pub(crate) fn incompressible(&self, s: &State) -> Bound {
         let uncharged = self.own_frames || self.group.pool_uncharged.load(Relaxed) != 0;
         if uncharged || s.recorder.is_some() || self.disk_may_take(s) {
@@ -101,19 +101,20 @@ impl Pager {
         if is_barren && self.at_floor(s) { Bound::Poor } else { Bound::Raw }
     }
 
-    /// Whether a page that is in the pool counts as incompressible now. What counts is asked for `bound` when it first matters: most pages
-    /// do not whatever counts, and it takes the sum of what all members hold.
+    /// Whether a page in the pool counts as incompressible now. `bound` is determined when it first matters: most pages are below
+    /// any bound, and it takes the sum of what all members hold.
     pub(crate) fn is_incompressible(&self, s: &State, pte: Pte, bound: &mut Option<Bound>) -> bool {
         Bound::Poor.is_met(s, pte) && bound.get_or_insert_with(|| self.incompressible(s)).is_met(s, pte)
     }
 
-    /// How many of the `n` pages from `vpn` on leave as much room in the pool as they take in the program, or nearly so.
+    /// How many of the `n` pages from `vpn` on free as much room in the pool as they take in the program, or nearly so.
     pub(crate) fn leave_as_much(&self, s: &State, vpn: u64, n: usize) -> usize {
         let mut bound = None;
         (vpn..vpn + n as u64).take_while(|at| self.is_incompressible(s, s.pt.get(*at), &mut bound)).count()
     }
 
-    /// Has some of what did not compress put out next, to see whether it does by now; all of it where it may go to disk now.
+    /// Lists some of what did not compress for eviction next, to see whether it compresses by now; all of it where it may go to
+    /// disk now.
     pub(crate) fn try_incompressible(&self, s: &mut State) {
         let bound = self.incompressible(s);
         let stays = bound != Bound::Nothing;
@@ -123,7 +124,7 @@ impl Pager {
             if s.is_stale(e) {
                 continue;
             }
-            // (Of a folio of which some pages have gone the others are listed still.)
+            // If some pages of the folio have gone, the others are still listed.
             s.lru.inactive.push_front(e);
             if stays {
                 s.retries.tried.push(e);
@@ -134,14 +135,14 @@ impl Pager {
 }
 
 impl Retries {
-    /// Whether any was not stored yet.
+    /// Whether any folio was not stored yet.
     pub(crate) fn any(&self) -> bool {
         !self.tried.is_empty()
     }
 }
 
 impl State {
-    /// Lists `n` pages that came, those of the set `apart` as incompressible, the others on `list`.
+    /// Lists `n` pages that came: those in the set `apart` as incompressible, the others on `list`.
     pub(crate) fn list_apart(
         &mut self,
         vpn: u64,
@@ -163,19 +164,19 @@ impl State {
         }
     }
 
-    /// Pages that are to be tried again and were not stored yet, of which it counts `most`. (Those that are staged are not by themselves at
-    /// the floor, where nothing else is put out.)
+    /// How many pages to be tried again were not stored yet; it counts up to `most`. (Those already staged count too, as at the
+    /// floor nothing else is evicted.)
     pub(crate) fn retries_waiting(&self, most: usize) -> usize {
         let waits = |pte: Pte, e: Entry| pte.is_listed_as(e.stamp()) || pte.tag() == Tag::Staged;
         let pages = |e: Entry| (0..1 << e.order()).filter(move |i| waits(self.pt.get(e.vpn() + i), e));
         self.retries.tried.iter().copied().flat_map(pages).take(most).count()
     }
 
-    /// How many folios are to be tried again: more when most of those tried last compressed (or all were taken back at once, as by a
-    /// program that goes round in what is tried first), none while they were not put out yet.
+    /// How many folios are to be tried again now. More if most of those tried last compressed (or were all taken back at once, as
+    /// by a program that goes round in what is tried first); none while those were not evicted yet.
     fn retries_due(&mut self) -> usize {
         let Self { retries, pt, .. } = self;
-        // (What the program has dropped, or taken back before it was compressed, was in vain.)
+        // Trying pages that the program has dropped, or taken back before they were compressed, was in vain.
         retries.tried.retain(|e| {
             let pte = pt.get(e.vpn());
             pte.is_listed_as(e.stamp()) || matches!(pte.tag(), Tag::Staged | Tag::Busy)
@@ -193,10 +194,10 @@ impl State {
         next
     }
 
-    /// A unit was stored, from a page on, with a gain or without: if it was tried again, that counts.
+    /// Notes that the unit at `vpn` was stored, with or without gain: counts it if it was tried again.
     pub(crate) fn judge_retry(&mut self, vpn: u64, gained: bool) {
         let retries = &mut self.retries;
-        // (What was listed last is the first to leave.)
+        // Folios listed last leave first.
         let Some(k) = retries.tried.iter().rposition(|e| e.vpn() == vpn) else { return };
         retries.tried.swap_remove(k);
         retries.judged += 1;
@@ -214,17 +215,17 @@ mod tests {
     use crate::testing::{self, half_noise, noise, words};
     use crate::trace::Recorder;
 
-    /// Where objects of tests are whose pages are never brought.
+    /// Where the tests' objects are whose pages are never brought.
     const ELSEWHERE: u64 = 1 << 24;
 
-    /// Pages at `vpn` come for a fault there.
+    /// Brings `n` pages for a fault at `vpn`.
     fn bring(p: &Pager, s: &mut State, vpn: u64, n: usize) {
         let r = Request { vpn, write: false, protected: false };
         let brought = p.bring_out(s, vpn, n, &mut Delivery::of(r, false));
         assert_eq!(brought.ok(), Some(n));
     }
 
-    /// A pager of 16 MiB, and a block of its memory.
+    /// A pager with 16 MiB, and a block of its memory.
     fn with_block() -> (&'static Pager, u64) {
         let p = testing::pager(16 << 20);
         let at = testing::memory(p, 2 * BLOCK_PAGES);
@@ -244,7 +245,7 @@ mod tests {
         let stays = |s: &State| [0, 1, 2, 3].map(|i| s.pt.get(first + i).is_incompressible());
         assert_eq!(stays(&s), [true, false, true, true]);
         assert_eq!((s.lru.incompressible.pages(), s.evictable(), s.resident), (3, 1, 4));
-        // Nobody meets it, neither by its turn nor as what is around a victim.
+        // Reclaim does not meet it, neither in its turn nor around a victim.
         assert_eq!(p.stage(&mut s, 4).ok(), Some(1));
         assert_eq!(s.lru.peek_victim(), None);
         assert_eq!(stays(&s), [true, false, true, true]);
@@ -280,13 +281,13 @@ mod tests {
         p.tier.file.store(-1, Relaxed);
     }
 
-    /// The story: see the file's head. ImageMagick's pages were packed, to seven eighths, and what was left of blocks of which some pages had come
-    /// took more than the pages.
+    /// The story: see the file's head. ImageMagick's pages did compress, to seven eighths, and what was left of blocks that had
+    /// lost some pages took more room than the pages.
     #[test]
     fn at_the_floor_what_wins_little_stays_too() {
         let (p, first) = with_block();
         let mut s = p.state.lock();
-        // A block of four of which three pages have gone.
+        // A block of four that has lost three pages.
         let block = testing::store(&mut s, first, 2, 0b1110, half_noise);
         (1..4).for_each(|i| s.release(block, i));
         testing::store(&mut s, first + 4, 2, 0, half_noise);
@@ -294,7 +295,7 @@ mod tests {
         assert_eq!(met(&s, Bound::Raw), [false, false]);
         assert_eq!(met(&s, Bound::Poor), [true, false]);
         assert_eq!([4 * PAGE - 1, 4 * PAGE].map(|len| p.incompressible(&s).gains(4, len)), [true, false]);
-        // The pool fills most of the limit, and wins something, or nothing.
+        // The pool fills most of the limit, and gains something, or nothing.
         let mut vpn = ELSEWHERE;
         while s.pool.held_bytes() < 9 << 20 {
             testing::store(&mut s, vpn, 0, 0, half_noise);
@@ -313,7 +314,7 @@ mod tests {
         assert!(p.incompressible(&s) == Bound::Raw, "there is more than the floor");
     }
 
-    /// The story: what had not compressed was not tried again, as the floor was thought to be reached: a program that had overwritten
+    /// The story: what had not compressed was not tried again, as the floor seemed to be reached. A program that had overwritten
     /// noise with text stayed at 103 MiB of 64.
     #[test]
     fn a_little_is_tried_again_and_more_when_it_compresses_by_now() {
@@ -341,11 +342,11 @@ mod tests {
         tried.iter().enumerate().for_each(|(i, e)| s.judge_retry(e.vpn(), i % 2 == 0));
         let tried = tries(s);
         assert_eq!(tried.len(), 1);
-        // Of what is dropped, or was taken back, nobody waits to know, and nothing is learnt.
+        // Nobody waits for pages that were dropped or taken back, and nothing is learnt from them.
         s.pt.set(tried[0].vpn(), Pte::NONE);
         s.resident -= 1;
         assert_eq!((tries(s).len(), s.retries.next), (2, 2));
-        // What has gone is no try.
+        // A page that has gone is no try.
         let gone = s.lru.incompressible.peek().expect("there are more");
         for e in s.retries.tried.clone() {
             s.judge_retry(e.vpn(), true);
@@ -354,7 +355,7 @@ mod tests {
         s.resident -= 1;
         let tried = tries(s);
         assert!(tried.len() == 4 && !tried.contains(&gone));
-        // More and more, but not without end, while all is in vain.
+        // More and more, but not without bound, while all is in vain.
         for expected in [8, 16, 32, 64, 64, 64] {
             let Retries { tried, .. } = &s.retries;
             tried.iter().for_each(|e| s.pt.set(e.vpn(), Pte::NONE));
@@ -363,7 +364,7 @@ mod tests {
         }
     }
 
-    /// The story: a page that was to be tried again was staged, and the floor reached, where only what was resident still counted as
+    /// The story: a page to be tried again was staged when the floor was reached, where only resident pages still counted as
     /// waiting. It was never compressed, so nothing else was tried: in one run of ten a program stayed above its limit.
     #[test]
     fn what_is_tried_again_is_stored_at_the_floor_though_it_was_staged_before() {
@@ -399,7 +400,7 @@ mod tests {
         }
     }
 
-    /// Of pages that do not compress a block comes at once though there is no room: it leaves as much as it takes.
+    /// A block of incompressible pages comes at once although there is no room: it frees as much as it takes.
     #[test]
     fn a_block_that_leaves_as_much_as_it_takes_comes_whole() {
         for (content, comes) in [(noise as fn(u64) -> [u8; PAGE], 4), (words, 1)] {

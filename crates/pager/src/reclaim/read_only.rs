@@ -1,28 +1,32 @@
-//! Read-only memory on its way out, which MOVE takes none of: it is copied, and then dropped.
+//! Evicts read-only memory, which MOVE refuses: copies it, and then drops it.
 //!
 //! ```text
 //! resident, refused ─ noted ─▶ write-protected ─ COPY into holes ─▶ staged ─ MADV_DONTNEED ─▶ out, as any other
 //!                                        └ written to meanwhile: nothing has happened
 //! ```
-//! It is on the unevictable list until then, as what can be moved goes first; the reclaim thread does it, without the lock. Being
-//! read-only nobody writes to it, unless it is made writable in between, of which nothing tells: so it is write-protected for userfaultfd
-//! as well (the mapping is registered for that when it is first met). Who writes before the copy is known to be good makes it worth
-//! nothing; who writes afterwards waits until the page is dropped, and has it brought back.
+//! Until then the memory is on the unevictable list, as what can be moved goes first; the reclaim thread evicts it, without the
+//! lock. Nobody writes to read-only memory, unless the program makes it writable in between, and nothing tells of that. So it is
+//! also write-protected for userfaultfd (its mapping is registered for that when it is first met). A write before the copy is
+//! known to be good makes the copy worthless; a thread that writes afterwards waits until the page is dropped, and has it brought
+//! back.
 //!
-//! The kernel tells of what is dropped as of any such advice, and waits until that is read: once for each mapping that it finds, and again
-//! for what is left of one that was split meanwhile (mprotect). That is uzswap's own doing, and forgets nothing: the program's mapping calls
-//! are stopped from the first look to the last, so what is dropped is what was copied. The pages are there until they are dropped, so that
-//! none comes in before, whatever their entries say: COPY answers EEXIST.
+//! The kernel reports the drop like any such advice of the program's, and waits until the event is read: one event for each
+//! mapping that it finds, and one more for what is left of a mapping that was split meanwhile (mprotect). These are uzswap's own
+//! doing, and nothing is forgotten for them. The program's mapping calls are stopped from the first look to the last, so what is
+//! dropped is what was copied. The pages are present until they are dropped, so none comes in before, whatever their entries say:
+//! COPY answers EEXIST.
 //!
-//! A piece takes several system calls and a message, whether it is of 512 KiB or of a page. What lies together and is hardly used, as
-//! relocated tables of a large program and constants do, leaves for next to nothing. What is in use comes back page by page, and would
-//! cost more than it saves: so few small pieces are tried at a time, and what they do not reach stays where it is.
+//! A piece takes several system calls and a message, whether it is 512 KiB or a page. Memory that lies together and is hardly
+//! used, like the relocated tables of a large program and constants, leaves for next to nothing. Memory in use comes back page by
+//! page, and would cost more than it saves; so only a few small pieces are tried at a time, and what they do not reach stays
+//! where it is.
 //!
-//! The story: without that a program that read 96 MiB of such memory at random in 48 took 10 to 23 s, and 0.06 without a limit, which
-//! it exceeded all the same.
+//! The story: before that, a program that read 96 MiB of such memory at random in 48 took 10 to 23 s, and 0.06 without a limit,
+//! which it exceeded all the same.
 //!
-//! Of a process that tracks writes, or where the kernel cannot be asked about single mappings (before 6.11), it stays. Locked memory is
-//! not touched, nor what a thread waits for to be ceded. And none leaves any more once the program may have pinned some (`pins`).
+//! In a process that tracks writes such memory stays, and so it does where the kernel cannot be asked about single mappings
+//! (before 6.11). Locked memory is not touched, nor what a thread waits for to be ceded. And none leaves once the program may
+//! have pinned some (`pins`).
 //!
 //! Lock order: the calls, then the pager's lock, which is not held while the kernel copies or drops.
 
@@ -41,28 +45,28 @@ use uzswap_sys::lock::Guard;
 use uzswap_sys::raw::Errno;
 use uzswap_sys::{maps, pagemap, sys, thread};
 
-/// Ranges noted at most; what more there is waits until it is tried again.
+/// How many ranges are noted at most; more wait until they are tried again.
 const RANGES_MOST: usize = 1024;
-/// Pages copied before they are dropped: they are in memory twice meanwhile.
+/// How many pages are copied before they are dropped: they are in memory twice meanwhile.
 const PIECE: usize = 128;
-/// Pieces of fewer pages are few: so many until what is unevictable is tried again, twice a second.
+/// Pieces with fewer pages than `SMALL` are limited to `SMALL_PIECES` until the unevictable list is tried again, twice a second.
 const SMALL: usize = BLOCK_PAGES;
 const SMALL_PIECES: u32 = 64;
 
-/// What is read-only and to leave.
+/// Read-only memory on its way out.
 #[derive(Default)]
 pub(crate) struct Leaving {
-    /// Ranges that were refused for that: first page, and how many.
+    /// Ranges that were refused as read-only: first page, and number of pages.
     noted: VecDeque<(u64, usize)>,
-    /// Pages that are being copied, or dropped.
+    /// The pages that are being copied or dropped.
     pages: Range<u64>,
-    /// Whether one was written to before it was known that none was.
+    /// Whether one was written to before all were known to be unwritten.
     written: bool,
     /// Whether they are being dropped.
     drops: bool,
-    /// Pages staged in this way that nobody has looked at since.
+    /// Pages staged in this way since that was last asked.
     staged: usize,
-    /// Small pieces that may be tried still.
+    /// How many small pieces may still be tried.
     small: u32,
 }
 
@@ -72,53 +76,54 @@ impl Leaving {
         self.pages.contains(&vpn)
     }
 
-    /// Some pages have left as any others do. (They come back without a protection, and may be written to unseen: what was copied of
-    /// them, if it was, is worth nothing.)
+    /// Notes that some pages left in the usual way. They come back without a protection and may be written to unseen, so a copy
+    /// of them is worthless.
     ///
-    /// The story: a program opened up what was being copied, and when one of the pages left meanwhile and came back it wrote to it. All were
-    /// there, and nobody had told of a write: the page was dropped, and was what it had been before.
+    /// The story: a program made memory writable while it was being copied. One of the pages left meanwhile and came back, and
+    /// the program wrote to it. All pages were there, and no write had been reported, so the page was dropped, and had its old
+    /// contents again.
     pub(crate) fn note_left(&mut self, vpn: u64, n: usize) {
         self.written |= vpn < self.pages.end && self.pages.start < vpn + n as u64;
     }
 
-    /// Whether any is noted.
+    /// Whether any range is noted.
     fn waits(&self) -> bool {
         !self.noted.is_empty()
     }
 
-    /// Whether a piece of so many pages may be tried now.
+    /// Whether a piece of `n` pages may be tried now.
     fn lets(&self, n: usize) -> bool {
         n >= SMALL || self.small > 0
     }
 
-    /// Small pieces may be tried again.
+    /// Lets small pieces be tried again.
     pub(crate) fn refill(&mut self) {
         self.small = SMALL_PIECES;
     }
 
-    /// An event tells that a range of bytes is about to be dropped: whether that is uzswap's own doing, as the program's calls are stopped.
-    /// (More than once, where the program has made it several mappings since it was told of.)
+    /// Whether an event about a range of bytes to be dropped is uzswap's own doing: as the program's calls are stopped, it can be
+    /// nobody else's. (There may be several such events, where the program has split the mapping since the first.)
     pub(crate) fn is_own(&self, start: usize, end: usize) -> bool {
         self.drops && self.pages.start <= (start / PAGE) as u64 && (end / PAGE) as u64 <= self.pages.end
     }
 
-    /// How many pages were staged since this was last asked.
+    /// How many pages were staged since the last call.
     pub(crate) fn take_staged(&mut self) -> usize {
         core::mem::take(&mut self.staged)
     }
 
-    /// In a forked child, which has none of the threads that do it.
+    /// Starts over in a forked child, which has none of the threads that do this.
     pub(crate) fn forget(&mut self) {
         *self = Self::default();
     }
 }
 
-/// Pages being copied, and the holes that they are copied to.
+/// Pages being copied, and the holes for the copies.
 struct Piece {
     vpn: u64,
     n: usize,
     slot: u32,
-    /// How many holes there are.
+    /// Number of holes.
     holes: usize,
 }
 
@@ -129,7 +134,7 @@ impl Piece {
 }
 
 impl Pager {
-    /// Notes pages that were refused for being read-only.
+    /// Notes pages that were refused as read-only.
     pub(crate) fn note_read_only(&self, s: &mut State, vpn: u64, n: usize) {
         let may = !self.tracks && !self.own_frames && !self.pins.load(Relaxed);
         if may && s.leaving.lets(n) && s.leaving.noted.len() < RANGES_MOST {
@@ -137,18 +142,18 @@ impl Pager {
         }
     }
 
-    /// Whether pages noted are to be taken now.
+    /// Whether noted pages are to be evicted now.
     pub(crate) fn wants_read_only(&self, s: &State) -> bool {
         s.leaving.waits() && self.excess(s) + self.margin() as isize > 0
     }
 
-    /// Takes some of the pages noted out of the program; whether any left.
+    /// Evicts some of the noted pages; returns whether any left.
     pub(crate) fn take_read_only(&self) -> bool {
         if !self.state.lock().leaving.waits() || self.ceding.is_wanted() {
             return false;
         }
         let Some(mut s) = self.lock_between_calls() else { return false };
-        // (Who cedes memory waits until nobody reads there.)
+        // The thread that cedes memory waits until nobody reads there.
         self.unsharing.store(true, SeqCst);
         let mut left = 0;
         while left < PIECE
@@ -175,13 +180,15 @@ impl Pager {
         left > 0
     }
 
-    /// Write-protects the first of these pages if they still are what they were, and takes holes for them; None when they are not to go.
+    /// Write-protects the first of these pages if they still are what they were, and takes holes for them; None when they must
+    /// not leave.
     fn begin_copy(&self, s: &mut State, vpn: u64, n: usize) -> Option<Piece> {
         let at = vpn as usize * PAGE;
         let (from, to) = maps::read_only_at(self.files.maps.load(Relaxed), at)?;
         let n = s.resident_run(vpn, (vpn + n.min(PIECE) as u64).min((to / PAGE) as u64));
         let unlocked = n > 0 && maps::advise_unlocked(at, n * PAGE).is_ok();
-        // (Whether it may be pinned is asked with calls stopped: who made it read-only since it was pinned has said so before.)
+        // Whether the memory may be pinned is asked with calls stopped: a program that made it read-only after pinning it has
+        // said so before.
         if !unlocked
             || self.pins.load(SeqCst)
             || self.lets_go()
@@ -203,13 +210,14 @@ impl Pager {
         Some(piece)
     }
 
-    /// Copies pages out and drops them; how many left.
+    /// Copies pages out and drops them; returns how many left.
     fn copy_and_drop(&self, piece: Piece) -> usize {
         let (dst, len) = (self.layout.slot(piece.slot), piece.n * PAGE);
         self.blocks.moved(piece.slot, piece.holes);
         let copied = match self.inject(Site::Copy) {
             Some(_) => Err((0, libc::EAGAIN)),
-            // SAFETY: the program's memory, which the kernel reads: where it cannot it says so. The holes are this thread's.
+            // SAFETY: the source is the program's memory, which the kernel reads; where it cannot, it says so. The holes are this
+            // thread's.
             None => unsafe { self.uffd().copy(dst, piece.address(), len) },
         };
         let copied = copied.map_or_else(|(done, _)| done / PAGE, |()| piece.n);
@@ -247,8 +255,8 @@ impl Pager {
         }
     }
 
-    /// What could not be dropped is what the program has, and what was copied of it is forgotten; how many pages. (Which are there the
-    /// kernel says: all others have been dropped.)
+    /// Keeps the pages that could not be dropped as the program's, and forgets their copies; returns how many. (The kernel says
+    /// which pages are there: all others have been dropped.)
     fn stays(&self, s: &mut State, piece: &Piece) -> usize {
         let (fd, mut there) = (self.files.pagemap.load(Relaxed), Vec::new());
         let (start, end) = (piece.address(), piece.address() + piece.n * PAGE);
@@ -259,7 +267,7 @@ impl Pager {
         }
         let mut stay = 0;
         for vpn in there.into_iter().flatten().map(|page| page as u64) {
-            // (What has come back since it was dropped is the program's already.)
+            // A page that has come back since it was dropped is the program's already.
             if matches!(s.pt.get(vpn).tag(), Tag::Resident | Tag::None) {
                 continue;
             }
@@ -270,23 +278,24 @@ impl Pager {
         stay
     }
 
-    /// The pages are no longer on their way: those that are there may be written to, by who may.
+    /// Ends the copying: pages that are there may be written to again, where the mapping allows it.
     fn end_copy(&self, s: &mut Guard<'_, State>, piece: &Piece) {
         s.leaving.pages = 0..0;
         s.leaving.drops = false;
-        // (Where that fails a write is told of, and allowed. What was ceded meanwhile is not uzswap's to open up.)
+        // If this fails, a write is reported, and allowed then. What was ceded meanwhile is not uzswap's to open up.
         if s.managed.covers(piece.address(), piece.address() + piece.n * PAGE) {
             let _ = self.uffd().write_protect(piece.address(), piece.n * PAGE, false);
         }
         self.uffd().wake(piece.address(), piece.n * PAGE);
     }
 
-    /// A thread writes to a page that is on its way out, as it was made writable meanwhile. What was copied of it is worth nothing, unless
-    /// it is known to be good already: then it waits until the page is dropped (`end_copy` wakes it).
+    /// A thread writes to a page that is on its way out, which was made writable meanwhile. The copy of it is worthless, unless
+    /// it is already known to be good: then the thread waits until the page is dropped (`end_copy` wakes it).
     ///
-    /// The story: it looked again and again. It ran on the CPU of the handler, which is of the idle policy, and so had faulted anew each time
-    /// that the handler read a message. The kernel hands out faults before events, so that of the drop was never read: the writer, the
-    /// reclaim thread and whoever mapped memory stood still for seconds, until one of them happened to be moved to another CPU.
+    /// The story: the thread was woken to look again and again. It ran on the CPU of the handler, which has idle policy, so it
+    /// had faulted anew each time that the handler read a message. The kernel hands out faults before events, so the event of the
+    /// drop was never read. The writer, the reclaim thread and every thread that mapped memory stood still for seconds, until one
+    /// of them happened to be moved to another CPU.
     pub(crate) fn write_to_leaving(&self, s: &mut State, vpn: u64) {
         if s.leaving.drops {
             return;
@@ -299,7 +308,7 @@ impl Pager {
 
 /// Drops pages of the program that were copied.
 fn drop_pages(at: usize, n: usize) -> Result<(), Errno> {
-    // SAFETY: what is there has been copied, and nobody can have written to it since.
+    // SAFETY: the contents have been copied, and nobody can have written to them since.
     unsafe { sys!(libc::SYS_madvise, at, n * PAGE, libc::MADV_DONTNEED) }.map(drop)
 }
 

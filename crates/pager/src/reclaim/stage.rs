@@ -1,12 +1,12 @@
-//! Moving folios out of the program: resident to staged.
+//! Moves folios out of the program: from resident to staged.
 //!
-//! Moving a page out is atomic, so there is no torn read and nothing to write-protect. What cannot be moved now (shared
-//! with a forked child, an unread event) goes back to a list: a resident page is always on one, or it would never be
-//! reclaimed. What cannot be moved as it is mapped (read-only, locked: the kernel answers EINVAL) or is pinned is set aside on the
-//! unevictable list, from which `look` of the ticker rescues it now and then.
+//! Moving a page out is atomic, so no read is torn and nothing need be write-protected. A page that cannot be moved now (shared
+//! with a forked child, an unread event) goes back to a list: a resident page is always on one, or it would never be reclaimed. A
+//! page that cannot be moved as it is mapped (read-only, locked: the kernel answers EINVAL), or that is pinned, is set aside on
+//! the unevictable list, from which the ticker's `look` rescues it now and then.
 //!
-//! An instruction may need several pages at once, where its operands cross from one to the next. Where next to nothing is
-//! resident the pages that were faulted on last therefore stay: or one would be taken to bring the other, for ever.
+//! An instruction may need several pages at once, where its operands cross from one page to the next. So where next to nothing is
+//! resident, the pages faulted on last stay: otherwise one would be evicted to bring the other, forever.
 
 use crate::fault::EventPending;
 use crate::fork::exclusive::UNSHARED_MOST;
@@ -22,14 +22,14 @@ use uzswap_mm::trace;
 use uzswap_mm::zone::Kind;
 use uzswap_sys::maps;
 
-/// Pages left to the program below which those that it touched last stay.
+/// Below this number of resident pages, those faulted on last stay.
 const FEW_LEFT: usize = 64;
-/// Runs of pages that are found to be shared with another process, and none that is not, before a round is given up.
+/// A round gives up after this many runs of pages that were all shared with another process.
 const SHARED_TRIES: u64 = 16;
-/// Pages that are taken to be pinned where one is: each would take a call to be tried.
+/// Where one page is pinned, this many are taken to be: each would take a call to try.
 pub(crate) const PINNED_PAGES: u64 = 16;
 
-/// Pages on their way out: `at` to `end` are left.
+/// A run of pages on their way out: those from `at` to `end` are left to move.
 struct Run {
     at: u64,
     end: u64,
@@ -55,10 +55,10 @@ impl Pager {
         let unit = self.group.folios.largest_unit(s.folio_max).min(s.unit_max);
         let refused = || self.counters().move_refused.load(Relaxed);
         let enough = refused() + SHARED_TRIES;
-        // (After a fork everything is shared: what a few tries show, more would only confirm, at a system call each. What is pinned is
-        // set aside, and the next may not be.)
+        // After a fork everything is shared, and more than a few tries only confirm that, at a system call each. Pinned pages are
+        // set aside, and the next may not be pinned.
         let (few, full) = (self.has_kin(), s.copies_enough());
-        // (Nor is it tried for long while much is set aside that the reclaim thread has yet to see to: see `pass_refused`.)
+        // Nor are many tries made while much is set aside that the reclaim thread has yet to handle: see `pass_refused`.
         while moved < want
             && tries < want * 2 + 64
             && (few || s.noted_pages() < UNSHARED_MOST || refused() < enough)
@@ -66,7 +66,7 @@ impl Pager {
         {
             let Some((first, passes)) = s.pop_victim(&mut left) else { break };
             let whole = s.is_whole(first);
-            // (What is left of folios that have gone is no try: there may be thousands, see `Lru::tidy`.)
+            // An entry left of a folio that has gone is no try: there may be thousands, see `Lru::tidy`.
             if !whole && s.is_stale(first) {
                 continue;
             }
@@ -87,7 +87,7 @@ impl Pager {
                 continue;
             }
             let (start, mut n) = (first.vpn(), 1usize << first.order());
-            // Neighbours that came right after it go in the same call; as many as make one unit where large ones are wanted.
+            // Neighbours that came right after it go in the same call: where large units are wanted, as many as make one.
             let border = 1 << unit;
             let most = want.clamp(16, 1 << s.streams.widest).max(border - start as usize % border);
             while n < most {
@@ -119,7 +119,7 @@ impl Pager {
                 match self.stage_run(s, at, n as usize) {
                     Ok(n) => moved += n,
                     Err(pending) => {
-                        // (What it was asked for it has listed again.)
+                        // `stage_run` has put the pages it was given back on a list.
                         for later in at + n..end {
                             if s.is_fresh(later, e.stamp()) {
                                 self.requeue(s, later, 1);
@@ -138,8 +138,8 @@ impl Pager {
         Ok(moved)
     }
 
-    /// Moves `n` resident pages from `start` on, which are on no list, in as few calls as there are holes and mappings. What
-    /// stays is on a list again.
+    /// Moves `n` resident pages from `start` on, which are on no list, in as few calls as holes and mappings allow. Pages that
+    /// stay are put back on a list.
     ///
     /// # Errors
     /// [`EventPending`] when an unread event stopped it before anything moved.
@@ -185,14 +185,15 @@ impl Pager {
         Ok(run.moved)
     }
 
-    /// Goes on behind what could not be moved at the head of a run, of which a page was tried `alone` or several: it is listed
-    /// where it is met again when that may help, and what is not there is zeros.
+    /// Steps over what could not be moved at the head of a run; `alone` says that it was a single page. Puts the page on a list
+    /// where reclaim meets it again if that may help; a page that is not there counts as zeros.
     ///
-    /// No more is set aside than the reclaim thread sees to soon, or what is left would look like all that can leave; what else is refused
-    /// meanwhile is met again.
+    /// It sets no more pages aside than the reclaim thread can soon handle, or what is left would look like all that can leave.
+    /// Further refused pages stay on a list, and are met again.
     ///
-    /// The story: nothing was staged any more then. Beside many busy programs the reclaim thread had no CPU for seconds, and a region of 64
-    /// MiB of which one MOVE in twenty was refused came to be all in memory, under a limit of 24.
+    /// The story: once much was set aside, nothing was staged any more. Beside many busy programs the reclaim thread had no CPU
+    /// for seconds, and a region of 64 MiB, of which one MOVE in twenty was refused, came to be all in memory under a limit of
+    /// 24.
     fn pass_refused(&self, s: &mut State, run: &mut Run, alone: bool, error: i32) -> Result<(), EventPending> {
         let (at, end) = (run.at, run.end);
         let resident = s.pt.get(at).tag() == Tag::Resident;
@@ -205,7 +206,7 @@ impl Pager {
             return Ok(());
         }
         match error {
-            // (Also where the mapping is not found because it is elsewhere, of which is to be read first.)
+            // Also if the mapping was not found because it has moved, and the event of that must be read first.
             libc::EAGAIN | libc::ENOENT if error == libc::EAGAIN || self.event_is_unread(at) => {
                 self.requeue(s, at, (end - at) as usize);
                 return Err(EventPending);
@@ -222,7 +223,7 @@ impl Pager {
                 let most = if pinned { at + PINNED_PAGES } else { end };
                 let len = s.resident_run(at, end.min(most)).max(1);
                 s.note_shared(at, len, !pinned && !s.exclusive.takes);
-                // (Of who shares nothing it is pinned, unless a fork has left it so: see `unshare`.)
+                // In a process that shares nothing the page is pinned, unless a fork has left it so: see `unshare`.
                 if pinned {
                     self.set_aside(s, at, len);
                 } else {
@@ -231,7 +232,7 @@ impl Pager {
                 run.at += len as u64;
                 return Ok(());
             }
-            // Crosses a mapping's border, perhaps.
+            // Perhaps it crosses the border of a mapping.
             _ if !alone => return self.stage_one_by_one(s, run),
             // Locked.
             libc::EINVAL if resident => self.set_aside(s, at, 1),
@@ -243,7 +244,7 @@ impl Pager {
         Ok(())
     }
 
-    /// Stages the next pages of a run each by itself.
+    /// Stages the next pages of a run one by one.
     fn stage_one_by_one(&self, s: &mut State, run: &mut Run) -> Result<(), EventPending> {
         for _ in 0..(run.end - run.at).min(16) {
             let one = self.stage_run(s, run.at, 1);
@@ -259,8 +260,8 @@ impl Pager {
         Ok(())
     }
 
-    /// A resident page that is not there reads as zeros: it was dropped without an event (MADV_FREE, reclaimed by the kernel),
-    /// or was never there (what was only read of a mapping never written to, a forked child is not given).
+    /// Notes that a resident page is not there, so reads as zeros. It was dropped without an event (MADV_FREE, and the kernel
+    /// reclaimed it), or was never there: a forked child does not get pages that were only read, of a mapping never written to.
     fn was_dropped(&self, s: &mut State, vpn: u64) {
         let pte = s.pt.get(vpn);
         s.pt.set(vpn, Pte::new(Tag::Zero, 0));
@@ -269,12 +270,12 @@ impl Pager {
         s.note_pages(trace::Kind::Free, vpn, 1);
     }
 
-    /// Whether an event of the mapping at a page is to be read before anything is known of the page.
+    /// Whether an event of the mapping at a page must be read before anything is known of the page.
     ///
     /// The story: pages that a program had only read were shown as written to, one in some ten thousand. Linux looks for the
-    /// mapping first and then whether an event is unread, so a MOVE that waits meanwhile for an `mremap` answers ENOENT, not
-    /// EAGAIN. The page was taken for one that had been dropped, and nothing was known of it where it had gone to: when it was
-    /// found there it counted as written to, and if it was protected a write to it would not have been told.
+    /// mapping first, and only then whether an event is unread, so a MOVE that waits meanwhile for an `mremap` answers ENOENT,
+    /// not EAGAIN. The page was taken for dropped, and nothing was known of it where it had gone. When it was found there it
+    /// counted as written to; had it been protected, a write to it would not have been reported.
     fn event_is_unread(&self, vpn: u64) -> bool {
         self.uffd().is_registered(vpn as usize * PAGE, PAGE, self.layout.unreadable()) == Err(libc::EAGAIN)
     }
@@ -285,13 +286,14 @@ impl Pager {
         s.list_with_copies(vpn, n, List::Active);
     }
 
-    /// Puts resident pages that cannot be moved as they are mapped where nobody meets them.
+    /// Sets aside resident pages that cannot be moved as they are mapped: on the unevictable list, where reclaim does not meet
+    /// them.
     pub(crate) fn set_aside(&self, s: &mut State, vpn: u64, n: usize) {
         s.resident -= n;
         s.list_with_copies(vpn, n, List::Unevictable);
     }
 
-    /// How many resident pages from `at` on, before `end`, are in one mapping that is read-only; None when the first is not.
+    /// How many resident pages from `at` on, before `end`, are in one read-only mapping; None when the first is not.
     fn read_only(&self, s: &State, at: u64, end: u64) -> Option<usize> {
         let (_, to) = maps::read_only_at(self.files.maps.load(Relaxed), at as usize * PAGE)?;
         Some(s.resident_run(at, end.min((to / PAGE) as u64))).filter(|n| *n > 0)
@@ -324,19 +326,19 @@ impl Pager {
 
 /// Whether a folio holds pages that must stay: see the file's head.
 ///
-/// The story: Java at half of its memory stood still. An instruction wrote to two pages, of which one had come from the pool
-/// (inactive), the other back from where it was staged (active). There were more than a few pages, so none had to stay, and
-/// with each fault that brought the one the other went.
+/// The story: Java at half of its memory stood still. An instruction wrote to two pages, one of which had come from the pool
+/// (inactive), the other from staging (active). There were more than a few resident pages, so none had to stay, and each fault
+/// that brought one page evicted the other.
 fn must_stay(s: &State, e: Entry) -> bool {
     let n = 1 << e.order();
     let pages = e.vpn()..e.vpn() + n as u64;
     s.touched_last(pages.clone()) || (s.resident < n + FEW_LEFT && s.touched_in(pages))
 }
 
-/// Has a folio that passes, and what follows it, wait behind the others that pass.
+/// Makes a passing folio, and what follows it, wait behind the other passing folios.
 ///
-/// The story: what passes leaves a few faults after it came, so the pages faulted on were among what had to stay. They were listed as
-/// active, each by itself: a hole in what was read the next time, in what was stored then, and so on.
+/// The story: passing pages leave a few faults after they came, so the pages faulted on last were among them, and had to stay.
+/// They were listed as active, each by itself: a hole in the next sequential read, in what was stored then, and so on.
 fn pass_over(s: &mut State, first: Entry) {
     let mut e = first;
     loop {
@@ -358,8 +360,8 @@ mod tests {
 
     const N: usize = 64;
 
-    /// The story: 32 MiB that a program had made read-only were tried again and again, page by page with two system calls
-    /// each, before every fault: 35 s for what takes one.
+    /// The story: 32 MiB that a program had made read-only were tried again and again, page by page with two system calls each,
+    /// before every fault: 35 s for what takes one.
     #[test]
     fn what_is_read_only_is_set_aside_until_it_is_rescued() {
         let p = testing::pager(16 << 20);
@@ -395,7 +397,7 @@ mod tests {
         s.note_shared(1 << 20, UNSHARED_MOST, false);
         let left = p.stage(&mut s, N / 4).ok().expect("nothing is unread");
         assert!((N / 4..N).contains(&left), "{left}");
-        // What is refused now is on its list, and not one of those that wait.
+        // A page refused now is on its list, not one of those that wait.
         let victim = s.lru.pop_victim().expect("a victim").vpn();
         let mut run = Run { at: victim, end: victim + 1, moved: 0 };
         assert!(p.pass_refused(&mut s, &mut run, true, libc::EBUSY).is_ok());
@@ -404,20 +406,20 @@ mod tests {
         assert!(p.stage(&mut s, N).is_ok_and(|n| n > 0));
     }
 
-    /// The story: of a program that used memory and dropped it again, and then came to its limit, so many entries of what had gone stood
-    /// before what was there that nothing was found to put out: the group was called full.
+    /// The story: a program used memory, dropped it again, and then came to its limit. So many entries of gone pages stood before
+    /// those of resident ones that reclaim found nothing to evict, and the group was called full.
     #[test]
     fn what_is_left_of_pages_that_have_gone_is_no_try() {
         let p = testing::pager(16 << 20);
         let at = testing::filled(p, N);
         let mut s = p.state.lock();
-        // (As many as there may be before they are dropped; a folio's pages, too.)
+        // As many as there may be before they are dropped, and the pages of a folio.
         (0..4_000).for_each(|i| s.lru.push(List::Inactive, Entry::new(1 << 20 | i << 9, (i % 10) as u8, 5)));
         s.list_resident((at / PAGE) as u64, N, List::Inactive, |_| None);
         assert_eq!(p.stage(&mut s, N).ok(), Some(N));
     }
 
-    /// See `must_stay`: whichever list the pages are on that were faulted on last, and however many others there are.
+    /// See `must_stay`: whichever list the pages faulted on last are on, and however many others there are.
     #[test]
     fn what_an_instruction_needs_stays() {
         let p = testing::pager(16 << 20);
@@ -427,7 +429,7 @@ mod tests {
         let other = first + 4 * N as u64;
         s.list_resident(first, 4 * N, List::Inactive, |_| None);
         s.list_resident(other, 4 * N, List::Active, |_| None);
-        // One instruction that needs both, with others between.
+        // One instruction needs both, with other faults in between.
         for round in 0..40 {
             [first, other, first + 9 + round, other].into_iter().for_each(|vpn| s.touch(vpn));
         }
@@ -442,8 +444,8 @@ mod tests {
         assert_eq!(tags, [Tag::Resident; 2]);
     }
 
-    /// The story: a forked child was shown nothing of pages that its parent had only read. The kernel does not copy the page
-    /// table of a mapping that nobody has written to, so they were not there when they were to leave.
+    /// The story: a forked child did not see pages that its parent had only read. The kernel does not copy the page table of a
+    /// mapping that nobody has written to, so the pages were not there when they were to leave.
     #[test]
     fn what_is_not_there_is_zeros_and_stays_clean() {
         let p = testing::tracking_pager(16 << 20);
@@ -467,7 +469,7 @@ mod tests {
     fn what_is_moved_meanwhile_is_not_taken_for_dropped() {
         use core::sync::atomic::AtomicUsize;
         const ROUNDS: usize = 1500;
-        // Where the kernel maps nothing by itself: what is moved away leaves its place to whoever wants it.
+        // Where the kernel maps nothing by itself: otherwise any mapping may get the place that moved memory leaves.
         const PLACE: usize = 0x2000_0000_0000;
         static BEGUN: AtomicUsize = AtomicUsize::new(0);
         static DONE: AtomicUsize = AtomicUsize::new(0);
@@ -490,8 +492,8 @@ mod tests {
         let (mut staged, mut pending) = (0, 0);
         for round in 0..ROUNDS {
             let [from, to] = [places[round % 2], places[(round + 1) % 2]].map(|at| (at / PAGE) as u64);
-            // Page by page, until the event is there: in every third round it is from the start, in the others by luck, but for some pages
-            // of the next round.
+            // Page by page, until the event is there. In every third round it is there from the start; in the others that is
+            // luck, except for some pages of the next round.
             let mut s = p.state.lock();
             let (late, early) = (round % 3 == 0, if round % 3 == 1 { N as u64 / 4 } else { 0 });
             for vpn in from..from + early {

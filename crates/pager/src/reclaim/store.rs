@@ -1,4 +1,4 @@
-//! Compressing what is staged: staged to stored, in batches of whole folios.
+//! Compresses staged folios and stores them, in batches of whole folios.
 //!
 //! ```text
 //! staged folio ─ clean pages leave with their kept copy
@@ -6,9 +6,9 @@
 //!                  └ units compressed (and verified)                                                without it
 //!                      └ all units stored, or none and the folio is staged as before                with it
 //! ```
-//! Compression (see `compress`) runs without the lock on pages marked Busy; a fault on one copies the frame (which must not move
-//! meanwhile) and its part of the result is not stored. How a folio is stored whole or not at all is `uzswap_mm::zswap`;
-//! here are the tables it works on. A folio that cannot be stored goes back to the staged list: nothing is lost.
+//! Compression (see `compress`) runs without the lock on pages marked Busy. A fault on such a page copies the frame (which must
+//! not move meanwhile), and its part of the result is not stored. `uzswap_mm::zswap` stores a folio whole or not at all; here are
+//! the tables it works on. A folio that cannot be stored goes back to the staged list: nothing is lost.
 
 use crate::frames::arena::PAGE;
 use crate::group::folio::{LARGE_ORDER, USUAL_UNIT};
@@ -26,11 +26,11 @@ use uzswap_mm::trace::{self, Record};
 use uzswap_mm::zone::Kind;
 use uzswap_mm::zswap::{self, Packed, Refused};
 
-/// The tables a folio is stored into, and where its units' bytes are.
+/// The tables into which a folio is stored, and the bytes of its units.
 struct Tables<'a> {
-    /// Whether what is to be stored is known to be zeros.
+    /// Whether the folio is known to be zeros.
     zeros: bool,
-    /// Whether it only waits in the pool, to be written to the swap file.
+    /// Whether it only waits in the pool to be written to the swap file.
     waits: bool,
     pager: &'a Pager,
     s: &'a mut State,
@@ -44,7 +44,7 @@ impl zswap::Store for Tables<'_> {
         let pte = self.s.pt.get(vpn);
         if let Some(handle) = pte.copy() {
             if self.s.is_packed_stub(handle) {
-                // (Whether the page is still what it was is known when it has been compressed.)
+                // Whether the page is unchanged is known only once it has been compressed.
                 return;
             }
             let index = self.s.copy_index(vpn, handle);
@@ -59,8 +59,8 @@ impl zswap::Store for Tables<'_> {
     }
 
     fn admit(&mut self) -> Result<(), Refused> {
-        // What bounds resident memory and the pool together is kept by reclaim, which got us here; this is the pool's
-        // own limit. Once it is hit, one attempt to shrink.
+        // Reclaim, which called this, keeps the limit on resident memory and pool together; this is the pool's own limit. When it
+        // is hit, try once to shrink the pool.
         if self.pager.inject(Site::Limit).is_some() {
             return Err(Refused::Limit);
         }
@@ -79,7 +79,7 @@ impl zswap::Store for Tables<'_> {
         let flags = if self.waits { WAITING } else { REFERENCED };
         let head = Header { len, encoding, order, vpn: unit.vpn, flags };
         let set = |place: &mut [u8]| hashes.iter().enumerate().for_each(|(i, h)| object::set_hash(place, i, *h));
-        // (What waits to be written is not the pool's: as much may wait as may.)
+        // What waits to be written does not count as the pool's; how much may wait is bounded elsewhere.
         if !self.waits && !self.pager.may_zswap(self.s, len) {
             return Err(Refused::Limit);
         }
@@ -105,7 +105,7 @@ impl zswap::Store for Tables<'_> {
         }
         let s = &mut *self.s;
         if let Some(stub) = s.pt.get(vpn).copy() {
-            // (It has changed, or is stored with others that have.)
+            // The page has changed, or is stored together with others that have.
             s.release(stub, 0);
         }
         s.end_busy(1);
@@ -138,8 +138,8 @@ impl zswap::Store for Tables<'_> {
 }
 
 impl Pager {
-    /// Takes staged folios beyond `keep` pages: clean ones are done at once, the others become a batch. Whether
-    /// anything came of it.
+    /// Takes staged folios beyond the `keep` pages that stay staged. Clean pages are done at once, the others become a batch.
+    /// Returns whether it achieved anything.
     pub fn prepare(&self, s: &mut State, batch: &mut Batch, want: usize, keep: usize) -> bool {
         batch.use_dense = s.algorithm == Algorithm::Lz4 && self.wants_dense(s);
         if batch.use_dense {
@@ -166,7 +166,7 @@ impl Pager {
         done
     }
 
-    /// Takes what is staged of a folio; returns its pages, and whether anything came of it.
+    /// Takes what is staged of a folio; returns how many pages, and whether it achieved anything.
     fn take_folio(&self, s: &mut State, batch: &mut Batch, e: Entry) -> (usize, bool) {
         let (start, end) = (e.vpn(), e.vpn() + (1 << e.order()));
         let (mut dirty, mut clean) = (0, 0);
@@ -175,7 +175,7 @@ impl Pager {
             if pte.tag() != Tag::Staged {
                 continue;
             }
-            // (What is read more than once from here on must be the same each time.)
+            // Anything read more than once from here on must be the same each time.
             self.settle(pte.aux(), 1);
             if self.is_clean(s, at, pte) {
                 self.leave_clean(s, at, pte);
@@ -192,8 +192,8 @@ impl Pager {
             _ if (kept_out || forbidden) && self.may_go_whole(s, order) => {
                 self.begin_folio(s, batch, (start, end), order, true)
             }
-            // A full pool still takes zeros, which need no place in it: page by page. And where nothing may be in it the disk may have
-            // room for single pages.
+            // A full pool still takes zeros, which need no place in it: so try page by page. And where the pool is forbidden, the
+            // disk may have room for single pages.
             _ if dirty > 1 && (forbidden || self.zswap_is_full(s)) => {
                 let directly = forbidden && self.goes_directly(s);
                 if directly {
@@ -204,8 +204,8 @@ impl Pager {
             }
             _ if !kept_out => self.begin_folio(s, batch, (start, end), order, false),
             _ => {
-                // Folios as large as this one are not to enter the pool, and the disk does not take it: it is split, into the largest
-                // that are. Whatever comes of them, nothing older is found for it.
+                // The pool does not admit folios as large as this one, and the disk does not take it: split it into the largest
+                // that are admitted. Whatever comes of them, older entries of its pages must go.
                 let mut tables =
                     Tables { zeros: false, waits: false, pager: self, s, units: &[], out: &[], hashes: &[] };
                 let _ = zswap::begin(&mut tables, start..end, false);
@@ -218,8 +218,8 @@ impl Pager {
         (dirty + clean, some || clean > 0)
     }
 
-    /// Makes what is staged in `[start, end)` a folio of the batch, which goes to the swap file `whole`; false when it is refused and
-    /// stays staged.
+    /// Makes what is staged in `[start, end)` a folio of the batch, which goes to the swap file `whole` if so asked. False when
+    /// it is refused and stays staged.
     fn begin_folio(&self, s: &mut State, batch: &mut Batch, (start, end): (u64, u64), order: u8, whole: bool) -> bool {
         let mut pages = [0u64; 8];
         for at in start..end {
@@ -227,7 +227,7 @@ impl Pager {
             pages[((at - start) / 64) as usize] |= u64::from(staged) << ((at - start) % 64);
         }
         let staged = |at: &u64| pages[((at - start) / 64) as usize] & (1 << ((at - start) % 64)) != 0;
-        // (Looked at only where it matters: compression finds out anyway.)
+        // Looked at only where it matters: compression finds out anyway.
         let zeros = end - start == 1 && staged(&start) && self.zswap_is_full(s) && {
             // SAFETY: a staged page's slot holds its frame, and the lock is held.
             object::is_zero(unsafe { self.layout.frames(s.pt.get(start).aux(), 1) })
@@ -277,7 +277,7 @@ impl Pager {
     fn leave_clean(&self, s: &mut State, vpn: u64, pte: Pte) {
         let handle = pte.copy().expect("clean means a copy");
         if s.is_stub(handle) {
-            // (What is recorded does not depend on the disk tier: without one it would be stored now.)
+            // The trace must not depend on the disk tier: without one the page would be stored now.
             s.note(Record::of_object(trace::Kind::Store, vpn, 0, PAGE));
             s.stub_to_disk(vpn, handle);
             s.zone.free(Kind::Frame, pte.aux(), 0);
@@ -289,7 +289,7 @@ impl Pager {
         let head = Header::read(s.object(handle));
         s.pt.set(vpn, head.entry(handle, index, s.evictions));
         s.pt.hint(vpn, 0, HINT_WRITTEN);
-        // Back in the pool's list, so to speak: it has its chance again.
+        // As if the object had just entered the pool's list: it gets its second chance again.
         object::set_flags(s.object(handle), REFERENCED, 0);
         s.zone.free(Kind::Frame, pte.aux(), 0);
         s.staged -= 1;
@@ -300,7 +300,7 @@ impl Pager {
 
     fn is_clean(&self, s: &State, vpn: u64, pte: Pte) -> bool {
         let Some(handle) = pte.copy() else { return false };
-        // (What compresses has its turn in the pool. A child that cannot open the swap file must not come to need it.)
+        // A page that compresses has its turn in the pool. And a child that cannot open the swap file must not come to need it.
         if s.is_packed_stub(handle) || (s.is_stub(handle) && self.tier.file.load(Relaxed) < 0) {
             return false;
         }
@@ -310,9 +310,10 @@ impl Pager {
         object::hash(page) == object::stored_hash(s.object(handle), index)
     }
 
-    /// The unit of compression at `vpn` of a folio: as was set; else 16 KiB where four pages are staged side by side and
-    /// the block is not read at random (64 KiB where it is read in sequence, or was filled so and is a whole folio that large,
-    /// and the codec gains by it), else 4 KiB. What goes to disk `whole` is as large there as anything is, as a fault brings it in one read.
+    /// The unit of compression at `vpn` of a folio: as was set; else 16 KiB where four pages are staged side by side and the
+    /// block is not read at random; else 4 KiB. It is 64 KiB where the block is read in sequence, or was filled so and is a whole
+    /// folio that large, if the codec gains by it. What goes to disk `whole` also has units of that size, the largest there, as a
+    /// fault brings one in a single read.
     fn unit_order(&self, s: &State, vpn: u64, end: u64, folio: u8, whole: bool, dense: bool) -> u8 {
         let set = self.group.folios.unit(folio);
         let hints = s.pt.hints(vpn);
@@ -325,7 +326,7 @@ impl Pager {
             None => 2,
         };
         let first = s.pt.get(vpn).aux();
-        // (Pages that are on disk too stay in the units they are in there, or they would have to be written again.)
+        // Pages that are also on disk stay in the units that they have there, or they would have to be written again.
         let place = s.stub_place(vpn, 0);
         let together = |order: u8| {
             vpn.is_multiple_of(1 << order)
@@ -337,12 +338,13 @@ impl Pager {
                     pte.tag() == Tag::Staged && pte.aux() == first + i && s.stub_place(at, index) == place
                 })
         };
-        // (8 KiB is no unit: it gains little. What is left of a large folio is not to enter as one either, if that is so.)
+        // 8 KiB is no unit, as it gains little. What is left of a large folio must not enter the pool as a unit of an order that
+        // is not admitted.
         let may = |order: u8| folio > 0 || self.group.folios.allows(order);
         (2..=want).rev().find(|order| may(*order) && together(*order)).unwrap_or(0)
     }
 
-    /// Stores a compressed batch; returns the pages that left.
+    /// Stores a compressed batch; returns how many pages left.
     pub fn commit(&self, s: &mut State, batch: &mut Batch) -> usize {
         let mut left = 0;
         batch.cut_raw();
@@ -415,7 +417,7 @@ impl Pager {
                     if matches!(encoding, Encoding::Raw) {
                         c.folios.reject_compress_poor.fetch_add(1, Relaxed);
                     }
-                    // (It only waits there to be written.)
+                    // It only waits there to be written.
                     if f.whole {
                         continue;
                     }
@@ -433,13 +435,13 @@ impl Pager {
                 _ => {}
             }
         }
-        // (One of which a page was taken back while it was compressed is not stored whole.)
+        // A folio is not stored whole if a page of it was taken back while it was compressed.
         if any && stored == 1 << f.order {
             c.folios.count(f.order, |c| &c.zswpout);
         }
     }
 
-    /// Tells of units that were stored whether they did not compress before and do now.
+    /// Notes for stored units that did not compress before whether they do now.
     fn judge_retries(&self, s: &mut State, units: &[Unit]) {
         let bound = self.incompressible(s);
         for u in units {
@@ -465,7 +467,7 @@ impl Pager {
         }
     }
 
-    /// Where a test wants it, flips a bit of an object's hashes or bytes as failing memory would.
+    /// Flips a bit of an object's hashes or bytes where a test injects that, as failing memory would.
     fn damage(&self, s: &State, handle: u32) {
         if let Some(bits) = self.inject(Site::Damage) {
             let body = &mut s.object(handle)[object::HEADER_BYTES..];
@@ -474,21 +476,20 @@ impl Pager {
         }
     }
 
-    /// Gives pages that are staged, and for which there is no room, to the program again: others, that need none, get
-    /// their turn.
+    /// Gives staged pages for which there is no room back to the program, so that others, which need none, get their turn.
     fn back_to_program(&self, s: &mut State, pages: impl Iterator<Item = u64>) {
         for vpn in pages {
             if s.pt.get(vpn).tag() == Tag::Staged {
-                // (Where it cannot be now, it stays staged.)
+                // A page that cannot come back now stays staged.
                 let _ = self.bring_staged(s, vpn, 1);
             }
         }
     }
 
-    /// A folio that could not be stored is staged again; what the program took back left its frame free.
+    /// Stages a folio again that could not be stored. The frames of pages that the program has taken back become free.
     fn back_to_staged(&self, s: &mut State, f: &Folio, units: &[Unit], plan: &[(zswap::Unit, Packed)], why: Refused) {
-        // A unit that the codec gets wrong, or that has no place, must not keep the others in memory: they try again by
-        // themselves. (Of many units one finds no place each time: such a folio was compressed again and again.)
+        // A unit that the codec gets wrong, or that finds no place, must not keep the others in memory: they try again by
+        // themselves. (Of many units one finds no place each time, so such a folio was compressed again and again.)
         let split = f.order == 0 || why != Refused::Limit;
         if split {
             self.counters().folios.count(f.order, |c| &c.swpout_fallback);
@@ -504,7 +505,7 @@ impl Pager {
                 }
             }
             if split {
-                // (A folio of one large unit would come to the same again, and so would what did not go whole.)
+                // A folio of one large unit would fail in the same way again, and so would what did not go whole.
                 let order = if f.whole { 0 } else { u.order.min(USUAL_UNIT) };
                 let parts = (u.vpn..u.vpn + (1 << u.order)).step_by(1 << order);
                 parts.for_each(|at| s.lru.staged.push(Entry::new(at, order, 0)));
@@ -516,7 +517,7 @@ impl Pager {
     }
 }
 
-/// A unit as it is to be stored: less the pages the program took back while it was being compressed.
+/// A unit as it is to be stored: without the pages that the program took back while it was being compressed.
 fn planned(s: &State, u: &Unit) -> (zswap::Unit, Packed) {
     let is_there = |i: &usize| {
         let pte = s.pt.get(u.vpn + *i as u64);
@@ -532,7 +533,7 @@ fn planned(s: &State, u: &Unit) -> (zswap::Unit, Packed) {
     (zswap::Unit { vpn: u.vpn, order: u.order, live }, packed)
 }
 
-/// The frames of a unit that was stored are free, but for those that are staged elsewhere now.
+/// Frees the frames of a stored unit, except those that are staged elsewhere now.
 fn free_frames(s: &mut State, u: &Unit) {
     if u.moved.is_empty() {
         s.zone.free_run(Kind::Frame, u.slot, 1 << u.order);
@@ -542,7 +543,7 @@ fn free_frames(s: &mut State, u: &Unit) {
     }
 }
 
-/// The pages of a unit that mremap has taken elsewhere since: they are staged there, in the frames they have.
+/// The pages of a unit that mremap has moved elsewhere since: they are staged there, in their frames.
 #[cold]
 fn elsewhere(s: &mut State, u: &Unit) -> PageSet {
     let mut moved = PageSet::default();
@@ -550,7 +551,7 @@ fn elsewhere(s: &mut State, u: &Unit) -> PageSet {
         let Some(k) = s.moved_busy.iter().position(|(slot, _)| *slot == u.slot + i) else { continue };
         let (slot, vpn) = s.moved_busy.swap_remove(k);
         let pte = s.pt.get(vpn);
-        // (Moved back again it is where the unit has it, and is stored as if nothing had happened.)
+        // A page that has moved back is where the unit has it, and is stored as if nothing had happened.
         if vpn != u.vpn + u64::from(i) && pte.tag() == Tag::Busy && pte.aux() == slot {
             s.busy -= 1;
             s.pt.set(vpn, Pte::new(Tag::Staged, slot));

@@ -1,7 +1,7 @@
-//! Staging by windows: what is around a victim that lies by itself goes with it, so that one TLB flush serves all (see `shootdown`).
+//! Staging by windows: the old pages around a single victim leave with it, so that one TLB flush serves all (see `shootdown`).
 //!
-//! What is used at random lies on the lists page by page, and one MOVE takes pages that follow each other. But MOVE may be told
-//! to pass over what is missing, and half of the pages around a victim are: so one call, and one flush, takes all that are
+//! Randomly used memory is listed page by page, and one MOVE takes only pages that follow each other. But MOVE can be told to
+//! pass over missing pages, and half of the pages around a victim are missing. So one call, and one flush, takes all that are
 //! there of 64 KiB, each to its own place in a run of holes, of which some stay holes.
 //!
 //! ```text
@@ -9,15 +9,15 @@
 //!           └──────────────┘                      one MOVE, up to what must stay or is not known
 //! holes     │ F │ · │ F │ · │
 //! ```
-//! The victim is the oldest there is. What is not three quarters as old (half where each call interrupts other CPUs) has a way to go on
-//! its list, and ends the window; and so does what nothing is known of, as it may be there, and what is read-only and being dropped
-//! (`read_only`): taken, it would come back, be written to, and be dropped then.
+//! The victim is the oldest page there is. A page that is not three quarters as old (half where each call interrupts other CPUs)
+//! has far to go on its list, and ends the window. So does a page of which nothing is known, as it may be there; and a read-only
+//! page that is being dropped (`read_only`): if taken, it would come back, be written to, and be dropped then.
 //!
 //! Invariant: what the holes hold afterwards was moved, whatever the kernel says and whatever was believed to be there. A page
-//! that was not to be there is the program's own, and newer than what is known of it.
+//! that was not expected there is the program's own, and newer than what is known of it.
 //!
-//! Nobody unlinks the others from their lists: their entries are stale then, as those of pages that were unmapped. Everything
-//! here runs with the pager's lock held.
+//! Nobody unlinks the other pages from their lists: their entries become stale, like those of unmapped pages. All of this module
+//! runs with the pager's lock held.
 
 use crate::fault::EventPending;
 use crate::group::folio::MAX_ORDER;
@@ -32,13 +32,13 @@ use uzswap_mm::zone::Kind;
 const SLOTS: u32 = BLOCK_PAGES as u32;
 
 impl Pager {
-    /// Whether a victim, which is one page, is to go with what is around it. (Not where memory is shared after a fork: what cannot be
-    /// moved would end each window.)
+    /// Whether a victim, a single page, is to leave with the pages around it. (Not where memory is shared after a fork: pages
+    /// that cannot be moved would end each window.)
     pub(crate) fn goes_by_window(&self, s: &State, victim: Entry) -> bool {
         victim.order() == 0 && self.saves_flushes(s) && !self.has_kin() && !self.lets_go()
     }
 
-    /// Moves a page out that is on no list, and what is around it and old. Returns the pages that left.
+    /// Moves out a page that is on no list, and the old pages around it. Returns how many left.
     ///
     /// # Errors
     /// [`EventPending`] when an unread event stopped it before anything moved.
@@ -56,7 +56,7 @@ impl Pager {
         if s.pt.get(vpn).tag() != Tag::Resident {
             return Ok(moved);
         }
-        // (The others that stay are on their lists still.)
+        // The other pages that stay are still on their lists.
         let alone = if result == Err(libc::EAGAIN) {
             self.requeue(s, vpn, 1);
             Err(EventPending)
@@ -69,14 +69,14 @@ impl Pager {
         }
     }
 
-    /// Takes holes for a window, behind those of the last one: what is staged together leaves together, and what it leaves can be given
-    /// back in few calls.
+    /// Takes holes for a window, behind those of the last one: pages staged together leave together, and their frames can then be
+    /// given back in few calls.
     fn take_window(&self, s: &mut State) -> Option<u32> {
         if s.windows.is_empty() {
             let (slot, order) = self.take_holes(s, MAX_ORDER)?;
             s.windows = slot..slot + (1 << order);
         }
-        // (Less than a window, where holes lie like that, is none.)
+        // Fewer holes than a window needs are no use.
         if s.windows.end - s.windows.start < SLOTS {
             let few = core::mem::take(&mut s.windows);
             s.zone.free_run(Kind::Hole, few.start, few.len());
@@ -87,7 +87,8 @@ impl Pager {
         Some(slot)
     }
 
-    /// Notes the pages, from `first` on, that are in the slots from `slot` on now: those of the set `there`, of which `go` were to be.
+    /// Notes the pages, from `first` on, that now are in the slots from `slot` on: those in the set `there`, of which those in
+    /// `go` were to go.
     fn take_moved(&self, s: &mut State, first: u64, slot: u32, there: u64, go: u64) -> usize {
         for i in bits(there & !go) {
             let old = s.pt.get(first + i);
@@ -103,7 +104,8 @@ impl Pager {
     }
 }
 
-/// The pages that may go with a victim in one call, from the first that is to go to behind the last, and which of them are to go.
+/// The pages that may go with a victim in one call, from the first to behind the last that go, and the set of those that go.
+/// `dear`: calls interrupt other CPUs.
 fn window(s: &State, victim: Entry, dear: bool) -> (Range<u64>, u64) {
     const PAGES: u64 = BLOCK_PAGES as u64;
     let base = victim.vpn() / PAGES * PAGES;
@@ -114,7 +116,7 @@ fn window(s: &State, victim: Entry, dear: bool) -> (Range<u64>, u64) {
         let (vpn, pte) = (base + i, s.pt.get(base + i));
         match pte.tag() {
             _ if vpn == victim.vpn() => Some(true),
-            // (What is being dropped is there still.)
+            // A page that is being dropped is still there.
             _ if s.leaving.has(vpn) => None,
             Tag::Resident if pte.is_incompressible() => None,
             Tag::Resident if age(pte.aux()) >= least && !s.was_touched(vpn) => Some(true),
@@ -135,14 +137,14 @@ fn window(s: &State, victim: Entry, dear: bool) -> (Range<u64>, u64) {
     (base + from..base + to, go >> from)
 }
 
-/// Gives those slots of a window back as holes that are not in the set `there`.
+/// Frees those slots of a window that are not in the set `there`, as holes.
 fn free_holes(s: &mut State, slot: u32, there: u64) {
     for run in runs(!there & ((1 << SLOTS) - 1)) {
         s.zone.free_run(Kind::Hole, slot + run.start as u32, (run.end - run.start) as usize);
     }
 }
 
-/// The numbers of the bits of a set.
+/// The indices of a set's bits.
 fn bits(mut set: u64) -> impl Iterator<Item = u64> {
     core::iter::from_fn(move || {
         let next = (set != 0).then(|| u64::from(set.trailing_zeros()))?;
@@ -151,7 +153,7 @@ fn bits(mut set: u64) -> impl Iterator<Item = u64> {
     })
 }
 
-/// The runs of bits of a set that follow each other.
+/// The runs of consecutive bits of a set.
 fn runs(mut set: u64) -> impl Iterator<Item = Range<u64>> {
     core::iter::from_fn(move || {
         let from = (set != 0).then(|| set.trailing_zeros())?;
@@ -172,7 +174,7 @@ mod tests {
 
     const N: u64 = BLOCK_PAGES as u64;
 
-    /// A window of memory of which all pages are known to be zeros: its first page.
+    /// A window of memory whose pages are all known to be zeros; returns its first page.
     fn memory(p: &Pager) -> u64 {
         let at = testing::memory(p, 3 * BLOCK_PAGES).next_multiple_of(BLOCK_PAGES * PAGE) / PAGE;
         let mut s = p.state.lock();
@@ -181,7 +183,7 @@ mod tests {
         at as u64
     }
 
-    /// A page comes with its number on it, and is listed by itself.
+    /// Brings a page filled with `content`, and lists it by itself.
     fn comes(p: &Pager, s: &mut State, vpn: u64, content: u8) {
         testing::put(p, vpn as usize * PAGE, &[content; PAGE]);
         let old = s.pt.get(vpn);
@@ -189,7 +191,7 @@ mod tests {
         s.forget(vpn, old);
     }
 
-    /// What a staged page holds.
+    /// The contents of a staged page.
     fn staged(p: &Pager, s: &State, vpn: u64) -> Vec<u8> {
         let pte = s.pt.get(vpn);
         assert_eq!(pte.tag(), Tag::Staged);
@@ -197,7 +199,7 @@ mod tests {
         unsafe { p.layout.frames(pte.aux(), 1) }.to_vec()
     }
 
-    /// One call takes all that is old; what is young or not known stays as it was, and so does what is behind it.
+    /// One call takes all that is old; pages that are young or unknown stay, and so do those behind them.
     #[test]
     fn a_window_takes_what_is_old_up_to_what_must_stay() {
         let p = testing::pager(16 << 20);
@@ -206,10 +208,10 @@ mod tests {
         for i in [9, 5, 4, 12, 2] {
             comes(p, &mut s, first + i, i as u8);
         }
-        // Others come meanwhile, elsewhere.
+        // Other pages come meanwhile, elsewhere.
         s.stamp += 100;
         comes(p, &mut s, first + 11, 11);
-        // (In memory, and nobody has told.)
+        // In memory, but unknown to the pager.
         testing::put(p, (first + 3) as usize * PAGE, &[3; PAGE]);
         s.pt.set(first + 3, Pte::NONE);
         let victim = s.lru.pop_victim().expect("a victim");
@@ -225,13 +227,13 @@ mod tests {
         assert_eq!((s.resident, s.staged), (3, 3));
         // SAFETY: memory of the test's own, and there.
         assert_eq!(unsafe { *(((first + 3) as usize * PAGE) as *const [u8; PAGE]) }, [3; PAGE]);
-        // Its neighbours' entries are stale: the next victims are others, young ones last.
+        // The neighbours' entries are stale: the next victims are others, young ones last.
         assert_eq!(p.stage(&mut s, 16).ok(), Some(3));
         assert_eq!((s.resident, s.staged), (0, 6));
     }
 
-    /// The story: stamps were of 16 bits. With more pages than that listed one by one what was young left with an old neighbour, as its
-    /// age seemed greater.
+    /// The story: stamps had 16 bits. With more pages than that listed one by one, young pages left with an old neighbour, as
+    /// their age seemed greater.
     #[test]
     fn what_is_young_stays_however_old_its_neighbour_is() {
         let p = testing::pager(16 << 20);
@@ -247,7 +249,7 @@ mod tests {
         assert_eq!(window(&s, victim, false), (first + 4..first + 5, 1));
     }
 
-    /// What was not to be there is the program's, and newer than what is known of it.
+    /// A page that was not expected there is the program's, and newer than what is known of it.
     #[test]
     fn a_page_that_was_not_to_be_there_is_kept() {
         let p = testing::pager(16 << 20);
@@ -264,7 +266,7 @@ mod tests {
         assert_eq!((s.resident, s.staged, s.zeros), (0, 3, zeros - 1));
     }
 
-    /// Where nobody can look what was moved, as the kernel has no memory for that, it is what the kernel says.
+    /// Where nobody can look which pages were moved, as the kernel has no memory for that, the kernel's answer counts.
     #[test]
     fn what_nobody_can_look_at_is_what_the_kernel_says() {
         let p = testing::pager(16 << 20);
@@ -281,7 +283,7 @@ mod tests {
         assert_eq!((s.resident, s.staged), (0, 3));
     }
 
-    /// Whatever the kernel answers, and whatever it has done: what is known of each page is where it is, with every byte.
+    /// Whatever the kernel answers, and whatever it has done: the state of each page says where it is, with every byte.
     #[test]
     fn where_pages_are_is_known_whatever_the_kernel_says() {
         let p = testing::pager(16 << 20);

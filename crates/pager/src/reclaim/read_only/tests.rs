@@ -1,4 +1,4 @@
-//! Tests of what is read-only and leaves: by a thread that serves, beside one that copies and drops.
+//! Tests of read-only memory that leaves: by a thread that serves faults, beside one that copies and drops.
 
 use super::*;
 use crate::fault::Request;
@@ -9,7 +9,7 @@ use uzswap_sys::uffd::Message;
 
 const N: usize = 2 * PIECE + 32;
 
-/// A program's memory, which it has filled and made read-only, and which was refused for that: its first page.
+/// A program's memory that it has filled and made read-only, and that was refused as such; returns its first page.
 fn refused(p: &'static Pager) -> u64 {
     let at = testing::memory(p, N);
     (0..N).for_each(|page| testing::put(p, at + page * PAGE, &testing::words(page as u64)));
@@ -34,7 +34,7 @@ fn serve_until(p: &'static Pager, done: impl Fn() -> bool) {
         let mut s = p.state.lock();
         match p.uffd().read().expect("messages are read") {
             Some(Message::Fault { address, write, protected, .. }) => {
-                // (Who is not served faults again.)
+                // A thread that gets no answer faults again.
                 if p.serve(&mut s, Request::at(address, write, protected)).is_err() {
                     p.uffd().wake(address, PAGE);
                 }
@@ -48,7 +48,7 @@ fn serve_until(p: &'static Pager, done: impl Fn() -> bool) {
     }
 }
 
-/// The same while another thread does something.
+/// The same while another thread runs `act`.
 fn serving<T: Send>(p: &'static Pager, act: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| {
         let acts = scope.spawn(act);
@@ -69,7 +69,7 @@ fn count(p: &Pager, first: u64, is: fn(Tag) -> bool) -> usize {
     (first..first + N as u64).filter(|vpn| is(s.pt.get(*vpn).tag())).count()
 }
 
-/// Pages that are there, as the kernel says.
+/// The pages that are there, as the kernel says.
 fn there(p: &Pager, first: u64) -> usize {
     let (at, mut n) = (first as usize * PAGE, 0);
     let note = |a, b| n += (b - a) / PAGE;
@@ -82,7 +82,7 @@ fn take_all(p: &'static Pager) {
     serving(p, || while p.take_read_only() {});
 }
 
-/// Reads all pages, as a program does, and compares them, but for those `written` to.
+/// Reads all pages, as a program does, and compares them, except those `written` to.
 fn is_right(p: &'static Pager, first: u64, written: &[(u64, u8)]) {
     serving(p, || {
         for page in 0..N as u64 {
@@ -114,10 +114,10 @@ fn what_is_read_only_leaves_by_a_copy_and_comes_back() {
         drop(s);
         is_right(p, first, &[]);
         assert_eq!((count(p, first, |t| t == Tag::Resident), there(p, first)), (N, N), "round {round}");
-        // (All of it, whatever was used last.)
+        // All of it, whatever was used last.
         assert_eq!(p.stage_range(&mut p.state.lock(), first, first + N as u64).0, 0);
     }
-    // What is written to once it may be is the program's.
+    // What is written once that is allowed is the program's.
     take_all(p);
     protect(first as usize * PAGE, libc::PROT_READ | libc::PROT_WRITE);
     let at = (first as usize + 3) * PAGE + 7;
@@ -126,7 +126,7 @@ fn what_is_read_only_leaves_by_a_copy_and_comes_back() {
     is_right(p, first, &[(3, 1)]);
 }
 
-/// The program's own advice is another's than uzswap's: what it drops is zeros.
+/// The program's own advice is not taken for uzswap's: what it drops becomes zeros.
 #[test]
 fn what_the_program_drops_is_gone() {
     let p = testing::pager_told_of_moves(16 << 20);
@@ -143,7 +143,7 @@ fn what_the_program_drops_is_gone() {
     assert_eq!(own(&leaving), [false; 5]);
 }
 
-/// It was made writable while it was copied: what was copied may be half of it.
+/// The memory was made writable while it was being copied: the copy may hold half of a write.
 #[test]
 fn what_is_written_to_while_it_is_copied_stays() {
     let p = testing::pager_told_of_moves(16 << 20);
@@ -161,9 +161,9 @@ fn what_is_written_to_while_it_is_copied_stays() {
     is_right(p, first, &[(page, 9)]);
 }
 
-/// The story: a program made a part of it writable while it was being dropped. The kernel lets go of the mappings while it tells of that,
-/// finds two then, and tells of what is left of them once more; that was taken for the program's own advice, and what had been copied
-/// was forgotten: it read as zeros.
+/// The story: a program made part of the memory writable while it was being dropped. The kernel lets go of the mappings while it
+/// reports the drop; it then finds two, and reports what is left of them once more. That was taken for the program's own advice,
+/// and the copy was forgotten: the memory read as zeros.
 #[test]
 fn what_is_made_two_mappings_while_it_is_dropped_is_not_forgotten() {
     let p = testing::pager_told_of_moves(16 << 20);
@@ -174,7 +174,7 @@ fn what_is_made_two_mappings_while_it_is_dropped_is_not_forgotten() {
     let (pages, half) = (piece.n, piece.address() + piece.n / 2 * PAGE);
     std::thread::scope(|scope| {
         let drops = scope.spawn(|| p.copy_and_drop(piece));
-        // (Its event is there, and not read.)
+        // Its event is there, but unread.
         while !p.state.lock().leaving.drops || !p.uffd().wait(0) {
             std::thread::yield_now();
         }
@@ -188,7 +188,7 @@ fn what_is_made_two_mappings_while_it_is_dropped_is_not_forgotten() {
     is_right(p, first, &[]);
 }
 
-/// It was made writable when it had been copied: who writes waits, and writes to what comes back.
+/// The memory was made writable after it was copied: a thread that writes waits, and writes to what comes back.
 #[test]
 fn who_writes_to_what_is_dropped_writes_to_what_comes_back() {
     let p = testing::pager_told_of_moves(16 << 20);
@@ -198,7 +198,7 @@ fn who_writes_to_what_is_dropped_writes_to_what_comes_back() {
     let (pages, page) = (piece.n, piece.vpn - first);
     let place = piece.address() + 7;
     std::thread::scope(|scope| {
-        // (It waits until its event is read.)
+        // It waits until its event is read.
         let drops = scope.spawn(|| p.copy_and_drop(piece));
         while !p.state.lock().leaving.drops {
             std::thread::yield_now();
@@ -226,7 +226,7 @@ fn who_writes_to_what_is_dropped_is_not_woken_before_it_is() {
     };
     std::thread::scope(|scope| {
         let drops = scope.spawn(|| p.copy_and_drop(piece));
-        // (Its event is there, and not read.)
+        // Its event is there, but unread.
         while !p.state.lock().leaving.drops || !p.uffd().wait(0) {
             std::thread::yield_now();
         }
@@ -236,7 +236,7 @@ fn who_writes_to_what_is_dropped_is_not_woken_before_it_is() {
         while !is_one("pending") {
             std::thread::yield_now();
         }
-        // The fault comes first.
+        // The kernel hands out the fault first.
         let Ok(Some(Message::Fault { address, write, protected, .. })) = p.uffd().read() else { panic!("no fault") };
         let served = p.serve(&mut p.state.lock(), Request::at(address, write, protected));
         let waits = is_one("total") && !is_one("pending");
@@ -271,7 +271,7 @@ fn what_has_left_and_come_back_while_it_was_copied_stays() {
     is_right(p, first, &[(vpn - first, 9)]);
 }
 
-/// See `window`: what is being dropped, of which nothing but a copy is known any more, is there until it is.
+/// See `window`: a page that is being dropped, of which only the copy is known, is present until then.
 #[test]
 fn what_is_dropped_does_not_leave_with_what_is_around_it() {
     let p = testing::pager(16 << 20);
@@ -287,7 +287,7 @@ fn what_is_dropped_does_not_leave_with_what_is_around_it() {
     assert_eq!([2, 3, 4].map(|page| s.pt.get(first + page).tag()), [Tag::Resident, Tag::Zero, Tag::Staged]);
 }
 
-/// Pages that cannot be dropped are the program's, those that were are not.
+/// Pages that cannot be dropped are the program's; those that were dropped are not.
 #[test]
 fn what_cannot_be_dropped_stays() {
     let p = testing::pager_told_of_moves(16 << 20);
@@ -315,7 +315,7 @@ fn what_cannot_be_dropped_stays() {
     is_right(p, first, &[]);
 }
 
-/// What is read-only may be pinned from the time before.
+/// Read-only memory may have been pinned before it became so.
 #[test]
 fn what_may_be_pinned_stays() {
     let p = testing::pager_told_of_moves(16 << 20);
