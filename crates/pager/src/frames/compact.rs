@@ -1,13 +1,14 @@
-//! Compaction of the arena: staged folios and free frames move together, so that holes lie side by side.
+//! Compacts the arena: moves staged folios and free frames together, so that holes lie side by side.
 //!
-//! A folio moves out of the program in one call only where there are as many holes in a row, and a folio of 2 MiB needs a
-//! whole page block of them. The arena is mostly holes, but the frames in it are scattered by every fault. The engine's
-//! `compaction` chooses what goes where, by one of three rules (`uzswap run --compaction`); here the frame is moved by UFFDIO_MOVE, within the arena, and the page-table
-//! entry of the staged page changed, both under the pager's lock, which whoever reads an entry holds.
+//! A folio moves out of the program in one call only where there are as many holes in a row, and a folio of 2 MiB needs a whole
+//! page block of them. The arena is mostly holes, but every fault scatters the frames in it. The engine's `compaction` chooses
+//! what goes where, by one of three rules (`uzswap run --compaction`). This module moves the frame within the arena by
+//! UFFDIO_MOVE, and updates the page-table entry of the staged page, both under the pager's lock, which whoever reads an entry
+//! holds.
 //!
-//! A slot's page is found through what was noted when it was staged (`Zone::set_user`), which is a hint: it counts only
-//! when the page's entry says Staged and names the slot. Pages being compressed (Busy), frames in the hands of a fault,
-//! and everything after a fork (frames are shared then and cannot be moved) stay where they are.
+//! A slot's page is found through a note made when it was staged (`Zone::set_user`). The note is a hint: it counts only if the
+//! page's entry says Staged and names the slot. Pages being compressed (Busy), frames in the hands of a fault, and everything
+//! after a fork (frames are shared then and cannot be moved) stay where they are.
 
 use crate::pager::Pager;
 use crate::state::State;
@@ -19,15 +20,16 @@ use uzswap_mm::compaction::{Compactor, Goal, Migrate, Outcome};
 use uzswap_mm::pagetable::{ADDRESS_SPACE_PAGES, PageTable, Pte, Tag};
 use uzswap_mm::zone::{Kind, MAX_ORDER, Zone};
 
-/// The smallest order worth compacting for: a huge page, which is split (375 µs, and it stays split) where there is no run
-/// for it. Moving one page takes 2 µs; for smaller runs an allocation in two or three parts is cheaper than that.
+/// The smallest order worth compacting for: a huge page, which is split (375 µs, and it stays split) where there is no run for
+/// it. Moving one page takes 2 µs; for smaller runs, allocating in two or three parts is cheaper.
 const LEAST_ORDER: u8 = MAX_ORDER;
-/// Frames looked at under one hold of the lock: at most some 300 µs. (At the beginning of a pass also at all page blocks.)
+/// How many frames are looked at under one hold of the lock: at most some 300 µs. (At the beginning of a pass also all page
+/// blocks.)
 const BUDGET: u64 = 256;
-/// Share of the holes, in percent, that may lie outside of runs of 2 MiB before the background does something.
+/// What percentage of the holes may lie outside runs of 2 MiB before background compaction starts.
 const SCORE: u32 = 50;
 
-/// What compaction had counted when that was last added to the member's counters.
+/// The compactor's counts when the member's counters were last updated.
 #[derive(Clone, Copy, Default)]
 pub struct Counted {
     counters: Counters,
@@ -49,7 +51,7 @@ impl Arena<'_> {
     /// The staged page whose frame a slot holds.
     fn staged(&self, zone: &Zone, slot: u32) -> Option<(u64, Pte)> {
         let vpn = zone.user(slot);
-        // (What is no page number at all was noted by the zone itself.)
+        // The zone's own notes are no page numbers at all.
         let pte = if vpn < ADDRESS_SPACE_PAGES { self.pt.get(vpn) } else { Pte::NONE };
         (pte.tag() == Tag::Staged && pte.aux() == slot).then_some((vpn, pte))
     }
@@ -65,7 +67,7 @@ impl Migrate for Arena<'_> {
         if !self.pager.move_within(from, to) {
             return false;
         }
-        // (Without a page it is a free frame: there is no more to it.)
+        // Without a page it is a free frame, and nothing refers to it.
         if let Some((vpn, pte)) = page {
             let moved = Pte::new(Tag::Staged, to);
             self.pt.set(vpn, pte.copy().map_or(moved, |handle| moved.with_copy(handle)));
@@ -78,7 +80,7 @@ impl Migrate for Arena<'_> {
 }
 
 impl Pager {
-    /// A run of holes of an order; where there is none, after compaction, or else the largest there is.
+    /// Takes a run of holes of an order. If there is none, compacts first; failing that, takes the largest run there is.
     pub fn take_holes(&self, s: &mut State, order: u8) -> Option<(u32, u8)> {
         let order = order.min(MAX_ORDER);
         if order >= LEAST_ORDER && !s.zone.has_run(Kind::Hole, order) && !self.has_kin() {
@@ -94,8 +96,8 @@ impl Pager {
         s.zone.alloc_up_to(Kind::Hole, order)
     }
 
-    /// Compacts in the background, a little, when a run was wanted in vain since it last came to an end; true when there is
-    /// more to do.
+    /// Compacts a little in the background, if a run was wanted in vain since compaction last ended; true when there is more to
+    /// do.
     pub fn compact_behind(&self, s: &mut State) -> bool {
         if !s.runs_wanted || self.has_kin() {
             return false;
@@ -114,7 +116,7 @@ impl Pager {
         outcome
     }
 
-    /// Adds what was counted since the last time. (A forked child begins with what its parent had counted, which is the parent's.)
+    /// Adds what was counted since the last time. (A forked child starts from its parent's counts, which are the parent's.)
     fn count_compaction(&self, s: &mut State) {
         let now = Counted::by(&s.compactor);
         let before = core::mem::replace(&mut s.compacted, now);
@@ -140,7 +142,7 @@ mod tests {
     use crate::testing;
     use uzswap_mm::compaction::rule::Rule;
 
-    /// All holes of the arena are taken but for those `free` names, by block and place in it. The number of blocks.
+    /// Takes all holes of the arena, except those that `free` names by their place in a block. Returns the number of blocks.
     fn break_up(p: &Pager, s: &mut State, free: impl Fn(u32) -> bool) -> usize {
         let blocks: Vec<u32> = core::iter::from_fn(|| s.zone.alloc(Kind::Hole, MAX_ORDER)).collect();
         assert_eq!(blocks.len() << MAX_ORDER, p.layout.slots);
@@ -150,7 +152,7 @@ mod tests {
         blocks.len()
     }
 
-    /// The story: a forked child began with what its parent had counted, and said it once more.
+    /// The story: a forked child began with its parent's counts, and reported them once more.
     #[test]
     fn what_a_parent_has_counted_is_not_its_childs() {
         let p = testing::pager(64 << 20);
@@ -166,13 +168,13 @@ mod tests {
         assert_eq!(stalls.load(Relaxed), 1);
     }
 
-    /// The story: after every compaction the pager said that no page could be allocated, and that ended the deferral of its order. Where
-    /// nothing could be moved every folio of 2 MiB that went paid for a whole pass.
+    /// The story: after every compaction in vain the pager reported that nothing could be allocated, and that report ended the
+    /// deferral of its order. Where nothing could be moved, every folio of 2 MiB that left paid for a whole pass.
     #[test]
     fn compaction_in_vain_is_deferred() {
         let p = testing::pager(64 << 20);
         let mut s = p.state.lock();
-        // (The slots between are in nobody's hands that could be asked to move.)
+        // Nobody who holds the slots between could be asked to move them.
         break_up(p, &mut s, |at| at % 2 == 0);
         let stalls: Vec<u64> = (0..8)
             .map(|_| {
@@ -184,14 +186,14 @@ mod tests {
         assert_eq!(stalls, [1, 1, 2, 2, 2, 2, 3, 3], "after one failure the second, after two the fourth");
     }
 
-    /// What the compactor counts, and how often the pivot moves, the member's counters say, each under its own name.
+    /// The member's counters show what the compactor counts, and how often the pivot moves, each under its own name.
     #[test]
     fn what_compaction_counts_is_told_under_its_name() {
         for (rule, can) in Rule::ALL.into_iter().flat_map(|rule| [(rule, false), (rule, true)]) {
             let p = testing::pager(64 << 20);
             let mut s = p.state.lock();
             s.compactor = Compactor::new(rule.policy());
-            // One frame in each block can be moved, or each second slot cannot.
+            // In each block one frame can be moved, or each second slot cannot.
             let blocks = break_up(p, &mut s, |at| if can { at != 7 } else { at % 2 == 0 });
             for slot in (0..blocks as u32).filter(|_| can).map(|block| block << MAX_ORDER | 7) {
                 testing::put(p, p.layout.slot(slot), &[1; PAGE]);
@@ -218,7 +220,7 @@ mod tests {
             let said = said.map(|(told, own)| (told.load(Relaxed), own));
             assert!(said.iter().all(|(told, own)| told == own), "{rule:?}: {said:?}");
             assert_eq!(own.compact_stall, own.compact_success + own.compact_fail, "{rule:?}");
-            // (After the longest deferral, the sixth doubling, a run begins anew, by a pivot that has moved.)
+            // After the longest deferral, the sixth doubling, a run starts over, with a pivot that has moved.
             let met = (
                 own.compact_success,
                 own.compact_isolated > 0,
@@ -230,8 +232,8 @@ mod tests {
         }
     }
 
-    /// The story: from a limit of 448 MiB on the arena has more blocks than a step looks at frames. No step moved anything, and the
-    /// reclaim thread, which had more to do each time, never slept.
+    /// The story: from a limit of 448 MiB on the arena has more blocks than a step looks at frames. No step moved anything, and
+    /// the reclaim thread, which each time had more to do, never slept.
     #[test]
     fn a_large_arena_is_compacted_behind_and_that_ends() {
         Rule::ALL.into_iter().for_each(ends_under);
@@ -248,7 +250,7 @@ mod tests {
             testing::put(p, p.layout.slot(slot), &[1; PAGE]);
             s.zone.free(Kind::Frame, slot, 0);
         }
-        // (One block is emptied in the step itself.)
+        // One block is emptied in the step itself.
         let (slot, order) = p.take_holes(&mut s, MAX_ORDER).expect("holes");
         assert_eq!(order, MAX_ORDER, "{rule:?}");
         s.zone.free(Kind::Hole, slot, order);

@@ -1,18 +1,19 @@
-//! Free frames go back to the kernel.
+//! Gives free frames back to the kernel.
 //!
-//! The arena is registered, as only so pages can be moved to it, and to discard what is registered raises an event to ourselves. So what is
-//! discarded leaves the registration for that moment. Both are changes of the address space, 2 us each where nothing faults meanwhile,
-//! and cost more than to discard a few pages (3 us for seven). Hence they are made for a page block at a time:
+//! The arena is registered, as only registered memory can be moved to, and discarding registered memory raises an event to
+//! ourselves. So what is discarded leaves the registration for that moment. Unregistering and registering change the address
+//! space: 2 us each where nothing faults meanwhile, more than discarding a few pages (3 us for seven). So they are done for a
+//! page block at a time:
 //!
 //! ```text
 //! idle block (nothing in use)    unregister ─ discard all of it ─ register            one call each, in whatever runs frames lie
 //! the one with most frames       unregister ─ discard run, run, … ─ register          between them pages are in use, and stay so
 //! ```
-//! Who reads a page of the block meanwhile, to compress it without the lock, finds it there.
+//! A thread that meanwhile reads a page of the block, to compress it without the lock, finds it there.
 //!
-//! Invariant: a free hole is a target of a MOVE. Where the kernel does not register a block again (it is short of memory) its holes
-//! are none any more: the block is closed ([`uzswap_mm::zone::Zone::close_block`]). What is staged in it can be moved back all the
-//! same. Everything here runs with the pager's lock held.
+//! Invariant: a free hole is a target of a MOVE. If the kernel does not register a block again (it is short of memory), its holes
+//! are none any more: the block is closed ([`uzswap_mm::zone::Zone::close_block`]). What is staged in it can still be moved back.
+//! All of this module runs with the pager's lock held.
 
 use crate::frames::arena::PAGE;
 use crate::group::folio::MAX_ORDER;
@@ -22,18 +23,18 @@ use crate::state::State;
 use uzswap_mm::zone::{BLOCK_FRAMES, Kind};
 use uzswap_sys::raw::Errno;
 
-/// Times that a block is tried to be made a target of MOVE again, before it is closed: the kernel may be short of memory for a moment.
+/// How often to try to make a block a target of MOVE again before it is closed: the kernel may be short of memory for a moment.
 const REGISTER_TRIES: u32 = 3;
-/// Frames from which on a page block is given back as a whole.
+/// From this many frames on, a page block is given back as a whole.
 const IDLE_FRAMES: u32 = 4;
 
 impl Pager {
-    /// Gives about `pages` free frames back to the kernel; how many it were.
+    /// Gives about `pages` free frames back to the kernel; returns how many.
     pub(crate) fn give_back(&self, s: &mut State, pages: usize) -> usize {
         let (mut given, mut any_idle) = (0, true);
         while given < pages {
             let most = pages - given;
-            // (All blocks are looked at for one: where there is none there is none the next time either.)
+            // The search looks at all blocks: if it finds none, it will find none the next time either.
             let idle = if any_idle { self.idle_block(s, most) } else { None };
             any_idle = idle.is_some();
             let Some(block) = idle.or_else(|| s.zone.fullest_block()) else { break };
@@ -43,21 +44,21 @@ impl Pager {
         given
     }
 
-    /// A page block of which nothing is in use, where about `pages` are to be given back: one call, and one flush, serves for all its
-    /// frames, in whatever runs they lie. (Windows leave holes between them. One that is all frames may be a huge page.)
+    /// A page block with nothing in use, if about `pages` are to be given back: one call, and one flush, serves for all its
+    /// frames, in whatever runs they lie. (Windows leave holes between them. A block that is all frames may be a huge page.)
     fn idle_block(&self, s: &State, pages: usize) -> Option<usize> {
         let most = (2 * pages as u32).clamp(2 * IDLE_FRAMES, BLOCK_FRAMES - 1);
         if self.saves_flushes(s) { s.zone.idle_block(IDLE_FRAMES..=most) } else { None }
     }
 
-    /// Gives free frames of a page block back, up to `most`, or all of a block that is idle: they are free holes then. How many it were;
-    /// None when the block could not be taken out of the registration.
+    /// Gives up to `most` free frames of a page block back, or all frames of an idle block: they are free holes then. Returns how
+    /// many; None when the block could not be taken out of the registration.
     fn give_back_of(&self, s: &mut State, block: usize, most: Option<usize>) -> Option<usize> {
         let (first, end) = s.zone.block_range(block);
         let (at, len) = (self.layout.slot(first), (end - first) as usize * PAGE);
-        // (A region asks for no events and has none, and without MOVE the arena is not registered.)
+        // A region asks for no events and has none, and without MOVE the arena is not registered.
         let registered = !self.own_frames && !self.without_move && !s.zone.blocks()[block].is_closed();
-        // (Before anything is taken: where this fails nothing has changed.)
+        // Before anything is taken: if this fails, nothing has changed.
         if registered && !self.unregister_frames(at, len) {
             return None;
         }
@@ -84,10 +85,11 @@ impl Pager {
         Some(frames)
     }
 
-    /// In a forked child, of which all of the arena has been registered: blocks that its parent had closed leave the registration again.
+    /// Takes blocks that the parent had closed out of the registration again, in a forked child, which has registered all of the
+    /// arena.
     ///
-    /// The story: what was given back of such a block raised an event to ourselves, who had the lock that the handler needs to read
-    /// it. The child stood still for ever.
+    /// The story: giving back part of such a block raised an event to the very thread that held the lock, which the handler needs
+    /// to read it. The child stood still forever.
     ///
     /// # Errors
     /// The kernel's.
@@ -98,8 +100,8 @@ impl Pager {
             .try_for_each(|(first, end)| self.uffd().unregister(self.layout.slot(first), (end - first) as usize * PAGE))
     }
 
-    /// Takes a part of the arena out of the registration, so that it can be discarded or mapped anew without an event to ourselves;
-    /// false when the kernel refuses, and nothing has changed.
+    /// Takes a part of the arena out of the registration, so that it can be discarded or mapped anew without an event to
+    /// ourselves. False when the kernel refuses; then nothing has changed.
     pub(crate) fn unregister_frames(&self, at: usize, len: usize) -> bool {
         self.inject(Site::Unregister).is_none() && self.uffd().unregister(at, len).is_ok()
     }
@@ -138,7 +140,7 @@ mod tests {
         let gives = std::thread::spawn(move || done.send(unsafe { crate::frames::arena::discard(frames, PAGE) }));
         let given = loop {
             if p.uffd().wait(1) {
-                // (Who waits for it goes on.)
+                // The thread that waits for it goes on.
                 let _ = p.uffd().read();
                 break false;
             }
@@ -150,7 +152,7 @@ mod tests {
         assert!(given, "an event to ourselves");
     }
 
-    /// What windows leave lies here and there in a page block: it is given back all at once, and the block can be moved to again.
+    /// Windows leave frames here and there in a page block: it is given back all at once, and can then be moved to again.
     #[test]
     fn a_page_block_is_given_back_as_a_whole() {
         let p = testing::pager(16 << 20);
@@ -183,7 +185,8 @@ mod tests {
         }
     }
 
-    /// Frames of a block that is in use, in runs of one, and what is in use between them. Returns the block's first slot; the next is in use.
+    /// Makes a block that is in use, with single frames between pages in use. Returns the block's first slot; the next one is in
+    /// use.
     fn half_used(p: &Pager, s: &mut State, at: usize) -> u32 {
         let block = s.zone.alloc(Kind::Hole, MAX_ORDER).expect("holes");
         for i in 0..PAGES {
@@ -195,7 +198,7 @@ mod tests {
         block
     }
 
-    /// What is in use stays, and can go back to where it was.
+    /// Pages in use stay, and can go back to where they were.
     fn what_is_in_use_is_right(p: &Pager, s: &State, at: usize, block: u32) {
         for i in (1..PAGES).step_by(2) {
             p.move_in(s, (at / PAGE + i) as u64, block + i as u32, 1).expect("it comes back");

@@ -1,30 +1,30 @@
 //! Huge pages: folios of 2 MiB that the kernel maps with one entry.
 //!
-//! A huge page moves as one when source and destination are aligned alike and the destination has no page table. That
-//! costs 15 µs where 512 pages cost 50, and where the first 4 KiB taken from a huge page costs 375 µs; and the program
-//! keeps its huge pages across a swap cycle (the kernel's own swap-in splits them).
+//! A huge page moves as one when source and destination are aligned alike and the destination has no page table. That costs 15
+//! µs, where 512 pages cost 50, and taking the first 4 KiB out of a huge page costs 375. And the program keeps its huge pages
+//! across a swap cycle, where the kernel's own swap-in splits them.
 //!
 //! ```text
 //! program: huge page ──MOVE──▶ a free 2 MiB block of the arena, made *flat* ──▶ compressed as one folio of order 9
 //!    ▲                              │ a fault before that: the whole moves back
 //!    └── MOVE ── filled again ◀── a fault on the folio's first page, a free block that is *huge*
 //! ```
-//! The arena's 2 MiB blocks therefore have two marks. A block is *torn* when single pages were moved into or out of it:
-//! it may have a page table. A torn hole is flattened before a huge page moves in: unregistered, mapped anew, registered
-//! again. A block is *huge* while it holds a huge page that nobody has split.
+//! So the arena's 2 MiB blocks have two marks. A block is *torn* when single pages were moved into or out of it: it may have a
+//! page table. A torn hole is flattened before a huge page moves in: unregistered, mapped anew, registered again. A block is
+//! *huge* while it holds a huge page that nobody has split.
 //!
-//! For the way back a block of frames is needed that is one huge page: that of a victim, or, when reclaim has made room
-//! for it, a new one of the kernel's.
+//! The way back needs a block of frames that is one huge page: a victim's, or a new one from the kernel once reclaim has made
+//! room for it.
 //!
-//! Only a fault on a folio's first page brings it whole: who reads through memory meets it there, and who reads at random
-//! does so once in 512 times. Marks are hints: what the kernel splits after all still moves, page by page, in the same
+//! Only a fault on a folio's first page brings it whole: a program that reads through memory faults there, and one that reads at
+//! random does so once in 512 times. The marks are hints: what the kernel splits after all still moves, page by page, in the same
 //! call.
 //!
-//! New memory comes as huge pages, too, where a stream goes on to one that was never touched, the kernel would have given
-//! one (`thp`), and there is room for it: 300 µs for 2 MiB, where four times 512 KiB of small pages take 800. Nothing is
-//! reclaimed for that: small pages do as well, and what was put out may be wanted.
+//! New memory comes as huge pages, too, where a stream continues into one that was never touched, the kernel would have given one
+//! (`thp`), and there is room for it: 300 µs for 2 MiB, where four times 512 KiB of small pages take 800. Nothing is reclaimed
+//! for that: small pages do as well, and evicted ones may be wanted.
 //!
-//! Owner: the pager's lock, though the marks are atomics (a MOVE has no access to the tables).
+//! Owner: the pager's lock, although the marks are atomics (a MOVE has no access to the tables).
 
 use crate::fault::deliver::Delivery;
 use crate::fault::streams::{WINDOW_PAGES, Way, Window};
@@ -40,26 +40,27 @@ use uzswap_mm::pagetable::{HINT_HUGE, Tag};
 use uzswap_mm::zone::Kind;
 use uzswap_sys::{maps, pagemap};
 
-/// Bytes of a huge page.
+/// Bytes in a huge page.
 const HUGE_BYTES: usize = FOLIO_PAGES * PAGE;
 
-/// New memory comes as huge pages where so many of them are what the limit has for each member, or less: one is brought ahead of need.
-/// (Engaged or not. Of eight that begin at once under 160 MiB the first would take what the others fill unmanaged: see MEASUREMENTS.md.)
+/// New memory may come as one huge page for each so many that the limit has room for, per member: it is brought ahead of need.
+/// Members that are not engaged count too: of eight that begin at once under 160 MiB, the first would take what the others fill
+/// unmanaged (MEASUREMENTS.md).
 const OF_SHARE: usize = 16;
-/// New huge pages that one fault brings at most. (Before it asks anybody the kernel takes one and clears it, for nothing: 100 µs a fault.
-/// Where it is told not to it makes a page table first, and what is moved there is split.)
+/// How many new huge pages one fault brings at most. (Before the kernel asks userfaultfd it takes a huge page and clears it, for
+/// nothing: 100 µs a fault. Where it is told not to, it makes a page table first, and what is moved there is split.)
 const NEW_MOST: usize = 4;
-/// Faults after which a huge page is asked for again when the kernel did not have one.
+/// How many faults to wait before the kernel is asked again for a huge page that it did not have.
 const ASK_EVERY: u64 = 256;
 
 const TORN: u8 = 1;
 const HUGE: u8 = 2;
 
-/// Marks of the arena's 2 MiB blocks.
+/// The marks of the arena's 2 MiB blocks.
 pub struct Blocks(Vec<AtomicU8>);
 
 impl Blocks {
-    /// A new arena: nothing is torn.
+    /// The marks of a new arena: nothing is torn.
     pub fn new(slots: usize) -> Self {
         Self((0..slots.div_ceil(FOLIO_PAGES)).map(|_| AtomicU8::new(0)).collect())
     }
@@ -68,7 +69,7 @@ impl Blocks {
         &self.0[slot as usize / FOLIO_PAGES]
     }
 
-    /// Slots of a block were moved to or from: with single pages, unless all of a huge block was.
+    /// Notes that slots were moved to or from. That tears their blocks, unless it was all of a block that is not torn.
     pub fn moved(&self, slot: u32, n: usize) {
         let mark = self.of(slot);
         if n == FOLIO_PAGES && mark.load(Relaxed) & TORN == 0 {
@@ -81,12 +82,12 @@ impl Blocks {
         }
     }
 
-    /// Whether the block of a slot holds a huge page.
+    /// Whether a slot's block holds a huge page.
     pub fn is_huge(&self, slot: u32) -> bool {
         self.of(slot).load(Relaxed) == HUGE
     }
 
-    /// The memory of an aligned run was given back.
+    /// Notes that the memory of an aligned run was given back.
     pub fn given_back(&self, slot: u32, n: usize) {
         if n == FOLIO_PAGES {
             self.of(slot).fetch_and(!HUGE, Relaxed);
@@ -97,13 +98,14 @@ impl Blocks {
 }
 
 impl Pager {
-    /// Whether a part of the arena may be mapped anew. (A region's would no longer be kept from children, and so no longer be one mapping.)
+    /// Whether parts of the arena may be mapped anew. (In a region they would no longer be kept from children, and so would not
+    /// be one mapping with the rest.)
     fn may_remap(&self) -> bool {
         !self.own_frames
     }
 
-    /// Makes an aligned hole of 2 MiB ready for the huge page at `vpn`, where there is one. False when the hole is lost: it
-    /// is no target of a MOVE any more, and must stay allocated.
+    /// Makes an aligned hole of 2 MiB ready for the huge page at `vpn`, if there is one. False when the hole is lost: it is no
+    /// target of a MOVE any more, and must stay allocated.
     pub(crate) fn ready_for_huge(&self, vpn: u64, slot: u32) -> bool {
         let at = vpn as usize * PAGE;
         let fd = self.files.pagemap.load(Relaxed);
@@ -111,7 +113,7 @@ impl Pager {
             return true;
         }
         let (hole, len) = (self.layout.slot(slot), FOLIO_PAGES * PAGE);
-        // (Unmapping what is registered would raise an event to ourselves.)
+        // Unmapping registered memory would raise an event to ourselves.
         if !self.unregister_frames(hole, len) {
             return true;
         }
@@ -126,7 +128,7 @@ impl Pager {
         true
     }
 
-    /// Marks a block into which a whole aligned folio was moved, when it is one huge page there.
+    /// Marks a block into which a whole aligned folio was moved, if it is one huge page there.
     pub(crate) fn note_huge(&self, s: &mut State, vpn: u64, slot: u32) {
         if self.blocks.of(slot).load(Relaxed) & TORN == 0
             && pagemap::is_huge(self.files.pagemap.load(Relaxed), self.layout.slot(slot))
@@ -139,7 +141,7 @@ impl Pager {
         }
     }
 
-    /// Moves a staged huge page back whole, for a fault anywhere in it; None when the page is not of one.
+    /// Moves a staged huge page back whole, for a fault anywhere in it; None when the page is not part of one.
     pub(crate) fn bring_staged_huge(&self, s: &mut State, vpn: u64) -> Result<Option<usize>, EventPending> {
         let slot = s.pt.get(vpn).aux();
         let into = vpn % FOLIO_PAGES as u64;
@@ -174,19 +176,19 @@ impl Pager {
         }
     }
 
-    /// Whether a fault on a page is to bring a huge page whole: it is the first of a folio that left as one, all of which
-    /// is in the pool.
+    /// Whether a fault on a page is to bring a huge page whole: the page is the first of a folio that left as one, and all of the
+    /// folio is in the pool.
     pub(crate) fn wants_huge(&self, s: &State, vpn: u64) -> bool {
         vpn.is_multiple_of(FOLIO_PAGES as u64)
             && s.pt.hints(vpn) & HINT_HUGE != 0
             && (0..FOLIO_PAGES as u64).all(|i| {
-                // (What is clean or protected is copied, page by page.)
+                // A page that is clean or protected is copied by itself.
                 let plain = !s.pt.is_clean(vpn + i) && !s.pt.is_protected(vpn + i);
                 matches!(s.pt.get(vpn + i).tag(), Tag::Compressed | Tag::Zero) && plain
             })
     }
 
-    /// A whole aligned folio came in from a block.
+    /// Notes that a whole aligned folio came in from a block.
     pub(crate) fn brought_huge(&self, s: &mut State, vpn: u64, slot: u32) {
         if self.blocks.of(slot).fetch_and(!HUGE, Relaxed) == HUGE {
             self.counters().folios.thp_move_in.fetch_add(1, Relaxed);
@@ -195,7 +197,7 @@ impl Pager {
         }
     }
 
-    /// Whether there is a block of frames for a huge page, once one was made where there was none.
+    /// Whether there is a block of frames for a huge page; tries to make one if there is none.
     pub(crate) fn huge_frames(&self, s: &mut State) -> Result<bool, EventPending> {
         let found = self.inject(Site::Frames).is_none()
             && (self.has_huge_frames(s) || (self.may_ask_for_huge(s) && self.room_for_huge(s)? && self.new_huge(s)));
@@ -205,7 +207,7 @@ impl Pager {
         Ok(found)
     }
 
-    /// Reclaims until a huge page may be taken from the kernel; false when that is not to be had.
+    /// Reclaims until a huge page may be taken from the kernel; false when that cannot be had.
     fn room_for_huge(&self, s: &mut State) -> Result<bool, EventPending> {
         for _ in 0..2 * FOLIO_PAGES / BATCH_PAGES {
             let over = self.excess(s) + HUGE_BYTES as isize;
@@ -227,14 +229,14 @@ impl Pager {
         Ok(self.excess(s) + HUGE_BYTES as isize <= 0)
     }
 
-    /// Whether the block of frames that is given next is one huge page. (Others are 512 small pages that lie together.)
+    /// Whether the next block of frames to be allocated is one huge page. (Others are 512 small pages that lie together.)
     fn has_huge_frames(&self, s: &mut State) -> bool {
         let Some(slot) = s.zone.alloc(Kind::Frame, MAX_ORDER) else { return false };
         s.zone.free(Kind::Frame, slot, MAX_ORDER);
         self.blocks.of(slot).load(Relaxed) == HUGE
     }
 
-    /// Takes a huge page from the kernel as a free block of frames; true too where a victim's has become one.
+    /// Takes a huge page from the kernel as a free block of frames; true also where a victim's has become one.
     fn new_huge(&self, s: &mut State) -> bool {
         self.has_huge_frames(s)
             || self.ask_for_huge(s).is_some_and(|slot| {
@@ -243,7 +245,7 @@ impl Pager {
             })
     }
 
-    /// Brings huge pages of zeros for a fault on new memory, and counts them; false where that is not to be had.
+    /// Brings huge pages of zeros for a fault on new memory, and counts them; false where that cannot be done.
     ///
     /// # Errors
     /// [`EventPending`], as [`Pager::serve`].
@@ -262,7 +264,7 @@ impl Pager {
         Ok(n > 0)
     }
 
-    /// Brings up to so many new huge pages, as far as goes; how many small ones that are.
+    /// Brings up to `most` new huge pages, as far as it gets; returns how many small pages that is.
     fn bring_new_huge_pages(
         &self,
         s: &mut State,
@@ -286,7 +288,7 @@ impl Pager {
         Ok(n)
     }
 
-    /// How many huge pages a fault on new memory brings: one, and where the stream came through another just now several.
+    /// How many huge pages a fault on new memory brings: one, or several where the stream just came through another.
     fn new_huge_pages(&self, s: &State, vpn: u64) -> usize {
         let is_there = |pages: u64| vpn.checked_sub(pages).is_some_and(|at| s.pt.get(at).tag() == Tag::Resident);
         let each = self.limit() / (1 + self.others_count());
@@ -294,7 +296,8 @@ impl Pager {
         if is_there(1) && is_there(FOLIO_PAGES as u64) { most } else { most.min(1) }
     }
 
-    /// Moves a block of frames that was allocated in, as far as goes. How many pages came, and whether an event must be read first.
+    /// Moves in an allocated block of frames, as far as it gets. Returns how many pages came, and whether an event must be read
+    /// first.
     fn move_in_huge(&self, s: &mut State, vpn: u64, slot: u32) -> (usize, bool) {
         let (moved, pending) = match self.move_in(s, vpn, slot, FOLIO_PAGES) {
             Ok(()) => (FOLIO_PAGES, false),
@@ -323,7 +326,7 @@ impl Pager {
             && self.is_one_mapping(s, at, at + HUGE_BYTES)
     }
 
-    /// Whether a range is in one mapping, out of which a MOVE may not lead.
+    /// Whether a range is in one mapping, which a MOVE must not leave.
     fn is_one_mapping(&self, s: &State, start: usize, end: usize) -> bool {
         match self.files.maps.load(Relaxed) {
             // A region's memory is one.
@@ -332,19 +335,19 @@ impl Pager {
         }
     }
 
-    /// A block of frames, allocated, that is a huge page of zeros: one that is there, or a new one of the kernel's where that keeps the
-    /// limit.
+    /// Allocates a block of frames that is a huge page of zeros: one that is there, or a new one from the kernel where the limit
+    /// allows it.
     fn huge_of_zeros(&self, s: &mut State) -> Option<u32> {
         if self.inject(Site::Frames).is_some() {
             return None;
         }
         if self.has_huge_frames(s) {
             let slot = s.zone.alloc(Kind::Frame, MAX_ORDER)?;
-            // SAFETY: frames just allocated are this function's alone.
+            // SAFETY: the frames were just allocated, so nothing else uses them.
             unsafe { self.layout.frames_mut(slot, FOLIO_PAGES) }.fill(0);
             return Some(slot);
         }
-        // (Each of the other members may take one at this moment.)
+        // Each of the other members may take one at this moment.
         let taken = HUGE_BYTES * (1 + self.others_count());
         if self.excess(s) + (taken + self.margin() / 2) as isize > 0 {
             return None;
@@ -357,7 +360,7 @@ impl Pager {
         self.counters().pgfault.load(Relaxed) >= s.huge_due
     }
 
-    /// As [`Pager::take_huge`]; where the kernel has none it is not asked again for a while.
+    /// As [`Pager::take_huge`]; if the kernel has none, it is not asked again for a while.
     fn ask_for_huge(&self, s: &mut State) -> Option<u32> {
         let slot = self.take_huge(s);
         if slot.is_none() {
@@ -366,7 +369,7 @@ impl Pager {
         slot
     }
 
-    /// Takes a huge page from the kernel: a block of the arena, allocated, that is all zeros.
+    /// Takes a huge page from the kernel: an allocated block of the arena that is all zeros.
     fn take_huge(&self, s: &mut State) -> Option<u32> {
         let slot = s.zone.alloc(Kind::Hole, MAX_ORDER)?;
         let (at, len) = (self.layout.slot(slot), HUGE_BYTES);
@@ -385,7 +388,7 @@ impl Pager {
             huge
         };
         if !self.register_frames(at, len) {
-            // No target of a MOVE any more: the slots stay allocated for good, and nobody uses them.
+            // The block is no target of a MOVE any more: its slots stay allocated for good, and nobody uses them.
             // SAFETY: as above.
             unsafe { arena::discard(at, len) };
             return None;
@@ -408,14 +411,14 @@ mod tests {
 
     const N: u32 = FOLIO_PAGES as u32;
 
-    /// New memory comes as a huge page where a stream goes on to one, it is allowed, and there is room; all of it is zeros, also where
-    /// the huge page was used before. Whatever is missing, and whatever fails, small pages come.
+    /// New memory comes as a huge page where a stream continues into one, it is allowed, and there is room. All of it is zeros,
+    /// also where the huge page was used before. Whatever is missing or fails, small pages come.
     #[test]
     fn a_stream_goes_on_to_huge_pages_of_zeros() {
         const PAGES: usize = 4 * FOLIO_PAGES;
         let p = testing::pager(256 << 20);
         p.thp.set(Policy::Always);
-        // (Where the kernel maps nothing by itself.)
+        // Where the kernel maps nothing by itself.
         let first = (testing::memory_at(p, 0x2200_0000_0000, PAGES + FOLIO_PAGES - 1) / PAGE) as u64;
         let window = |pages: usize| Window { pages, way: Way::Up, known_only: false, stream: 1 };
         let come = |s: &mut State, at: u64, window: Window| {
@@ -450,7 +453,7 @@ mod tests {
         // SAFETY: just brought, and nobody else's.
         let bytes = |at: u64| unsafe { core::slice::from_raw_parts_mut((at as usize * PAGE) as *mut u8, HUGE_BYTES) };
         assert!(bytes(first).iter().all(|b| *b == 0));
-        // Written to, put out, and its frames used again.
+        // Written to, evicted, and its frames used again.
         bytes(first).fill(7);
         let slot = s.zone.alloc(Kind::Hole, MAX_ORDER).expect("holes");
         assert!(p.ready_for_huge(first, slot));
@@ -461,7 +464,7 @@ mod tests {
         s.rss = 256 << 20;
         assert!(come(s, second, full), "there are frames, whatever the limit");
         assert!(is_huge(second) && bytes(second).iter().all(|b| *b == 0));
-        // Part of the next was touched before, and the one behind goes beyond the mapping.
+        // Part of the next was touched before, and the one behind extends beyond the mapping.
         s.rss = 0;
         let third = second + FOLIO_PAGES as u64;
         testing::put(p, (third + 7) as usize * PAGE, &[1; PAGE]);

@@ -1,11 +1,11 @@
-//! Which of the program's new memory may come as huge pages: where the kernel would give it some.
+//! Decides which of the program's new memory may come as huge pages: where the kernel would give it some.
 //!
-//! That is for the system's setting to say, and for the program, which may ask for them or refuse them (MADV_HUGEPAGE,
-//! MADV_NOHUGEPAGE). The kernel does not tell what was said of a mapping but in a file that takes it milliseconds to write, so the agent
-//! notes the advice that is given through libc, until the range is mapped anew or unmapped. (A process that refuses all of them by
+//! The system's setting decides that, and the program, which may ask for huge pages or refuse them (MADV_HUGEPAGE,
+//! MADV_NOHUGEPAGE). The kernel shows the advice for a mapping only in a file that takes it milliseconds to write. So the agent
+//! notes the advice given through libc, until the range is unmapped or mapped anew. (A process that refuses all huge pages by
 //! `prctl` gets none from the kernel, which is how that is noticed: see `huge`.)
 //!
-//! Owner: the pager's lock. The bounds are atomics, so that a mapping call need not take it where no advice was given.
+//! Owner: the pager's lock. The bounds are atomics, so that a mapping call need not take the lock where no advice was given.
 
 use crate::discover::ranges::Ranges;
 use crate::pager::Pager;
@@ -29,12 +29,12 @@ impl Default for Thp {
 }
 
 impl Thp {
-    /// Asks the system what it allows.
+    /// Reads the system's setting.
     pub(crate) fn look(&self) {
         self.set(thp::policy());
     }
 
-    /// The same for a region of the library's, which wants them wherever the system lets it.
+    /// The same for a region of the library, which wants huge pages wherever the system allows them.
     pub(crate) fn look_for_region(&self) {
         self.set(if thp::policy() == Policy::Never { Policy::Never } else { Policy::Always });
     }
@@ -43,13 +43,13 @@ impl Thp {
         self.policy.store(policy as u8, Relaxed);
     }
 
-    /// Whether advice may have been given for some of a range.
+    /// Whether advice may have been given for part of a range.
     pub fn may_know(&self, start: usize, end: usize) -> bool {
         start < self.to.load(Relaxed) && self.from.load(Relaxed) < end
     }
 }
 
-/// The advice a program gave.
+/// The advice that the program has given.
 #[derive(Clone, Debug, Default)]
 pub struct Advice {
     wanted: Ranges,
@@ -57,7 +57,7 @@ pub struct Advice {
 }
 
 impl Advice {
-    /// Nothing is advised of a range any more.
+    /// Forgets all advice about a range.
     pub(crate) fn forget(&mut self, start: usize, end: usize) {
         self.wanted.cut(start, end);
         self.refused.cut(start, end);
@@ -65,7 +65,7 @@ impl Advice {
 }
 
 impl Pager {
-    /// The program advised that a range be huge pages, or that it be none.
+    /// Notes that the program advised a range to be huge pages, or not to be.
     pub fn note_thp(&self, s: &mut State, start: usize, end: usize, wanted: bool) {
         if start >= end {
             return;

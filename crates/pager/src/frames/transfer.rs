@@ -1,11 +1,11 @@
-//! Moving frames between the program and the arena: the one place that calls `UFFDIO_MOVE`; and copying into the
-//! program where a frame cannot be moved.
+//! Moves frames between the program and the arena, the one place that calls `UFFDIO_MOVE`; and copies into the program where a
+//! frame cannot be moved.
 //!
-//! What the arena holds afterwards decides what was moved, not the kernel's answer. Linux 6.18 at times answers EEXIST,
-//! with nothing moved, to a MOVE whose first page it did move (seen in one of a few hundred thousand calls on memory
-//! that forked children share, while another thread un-shares it). Taken at its word the page would be looked for in
-//! the program, found missing, and read as zeros. The arena is uzswap's alone: a hole that holds a frame after a MOVE
-//! out, or a frame's slot that is a hole after a MOVE in, was moved.
+//! What was moved is decided by what the arena holds afterwards, not by the kernel's answer. Linux 6.18 sometimes answers EEXIST,
+//! with nothing moved, to a MOVE whose first page it did move (seen in one of a few hundred thousand calls, on memory that forked
+//! children share, while another thread un-shares it). If the pager believed that, it would look for the page in the program,
+//! find it missing, and zeros would be read. The arena is uzswap's alone: a hole that holds a frame after a MOVE out was moved
+//! to, and a frame's slot that is a hole after a MOVE in was moved from.
 
 use crate::frames::arena::{PAGE, discard};
 use crate::inject::Site;
@@ -16,27 +16,28 @@ use uzswap_sys::raw::Errno;
 use uzswap_sys::uffd::{Partial, Uffd};
 use uzswap_sys::{pagemap, thread};
 
-/// One of the calls that move pages: destination, source, bytes.
+/// A call that moves pages: destination, source, bytes.
 type Call = unsafe fn(&Uffd, usize, usize, usize) -> Result<(), Partial>;
 
 impl Pager {
     /// Moves `n` pages of the program into consecutive holes.
     ///
     /// # Errors
-    /// The bytes that were moved, and why not all.
+    /// How many bytes were moved, and why not all.
     pub(crate) fn move_out(&self, vpn: u64, slot: u32, n: usize) -> Result<(), Partial> {
         let (dst, src) = (self.layout.slot(slot), vpn as usize * PAGE);
-        // SAFETY: the source is the program's memory, of which this code holds no references.
+        // SAFETY: the source is the program's memory, to which this code holds no references.
         let result =
             self.moving_out(slot, n, || unsafe { self.ask_move(Site::MoveOut, Uffd::move_pages, dst, src, n) });
         result.or_else(|told| self.corrected(told, self.leading(slot, n, true), n))
     }
 
-    /// Moves what is there of `n` pages of the program (64 at most), each to its own of `n` consecutive holes, as far as goes; which
-    /// are there now, a bit each, and why not all that was. (`go` are those believed to be there: asked only where nobody can look.)
+    /// Moves what is present of `n` pages of the program (at most 64), each to its own of `n` consecutive holes, as far as it
+    /// gets. Returns the set of pages that are in the holes now, and why not all that was present. (`go` is the set believed to
+    /// be present: used only where nobody can look.)
     pub(crate) fn move_out_present(&self, vpn: u64, slot: u32, n: usize, go: u64) -> (u64, Result<(), Errno>) {
         let (dst, src) = (self.layout.slot(slot), vpn as usize * PAGE);
-        // SAFETY: the source is the program's memory, of which this code holds no references.
+        // SAFETY: the source is the program's memory, to which this code holds no references.
         let result =
             self.moving_out(slot, n, || unsafe { self.ask_move(Site::MoveOut, Uffd::move_present, dst, src, n) });
         let mut there = 0u64;
@@ -54,7 +55,7 @@ impl Pager {
         (there, result.map_err(|(_, errno)| errno))
     }
 
-    /// Has a call move `n` pages out, to `slot` and those behind it, and notes now and then how long it takes.
+    /// Runs a `call` that moves `n` pages out, to `slot` and those behind it, and times it now and then.
     fn moving_out(&self, slot: u32, n: usize, call: impl FnOnce() -> Result<(), Partial>) -> Result<(), Partial> {
         self.blocks.moved(slot, n);
         if !self.shootdowns.due(n) {
@@ -66,15 +67,15 @@ impl Pager {
         result
     }
 
-    /// Moves the frames of `n` consecutive slots, which nobody refers to any more, to missing pages of the program.
+    /// Moves the frames of `n` consecutive slots, to which nothing refers any more, to missing pages of the program.
     ///
     /// # Errors
-    /// The bytes that were moved, and why not all.
+    /// How many bytes were moved, and why not all.
     pub(crate) fn move_in(&self, s: &State, vpn: u64, slot: u32, n: usize) -> Result<(), Partial> {
         if !self.protects_some(s) {
             return self.move_in_plain(vpn, slot, n);
         }
-        // What is to be write-protected is copied: its slot then holds a frame still, but for a region's.
+        // A page that must be write-protected is copied: its slot still holds a frame then, except in a region.
         self.by_runs(s, vpn, n, |at, len, protect| {
             let (vpn, slot) = (vpn + at as u64, slot + at as u32);
             if !protect {
@@ -85,11 +86,11 @@ impl Pager {
             }
             let from = self.layout.slot(slot);
             self.stall.mapping(vpn, len);
-            // SAFETY: the slots hold frames, which nobody else refers to.
+            // SAFETY: the slots hold frames, to which nothing else refers.
             let copied = unsafe { self.uffd().copy_protected(vpn as usize * PAGE, from, len * PAGE) };
             if self.marks.is_some() {
                 let done = copied.map_or_else(|(done, _)| done, |()| len * PAGE);
-                // SAFETY: their contents are in the program now. (A region asks for no events, so the advice does not wait.)
+                // SAFETY: the contents are in the program now. (A region asks for no events, so the advice does not wait.)
                 unsafe { discard(from, done) };
             }
             copied
@@ -110,7 +111,7 @@ impl Pager {
         // SAFETY: as the caller says.
         let mut result = unsafe { self.ask_move(Site::MoveIn, call, dst, src, n) };
         if let Err((0, libc::EBUSY | libc::ENOENT)) = result {
-            // Shared with a forked child: writing makes the frames ours alone. Or the kernel has taken them.
+            // The frames are shared with a forked child: writing makes them ours alone. Or the kernel has taken them.
             self.settle(slot, n);
             // SAFETY: as above.
             result = unsafe { self.ask_move(Site::MoveIn, call, dst, src, n) };
@@ -131,7 +132,7 @@ impl Pager {
     /// Copies to missing pages of the program.
     ///
     /// # Errors
-    /// The bytes that were copied, and why not all.
+    /// How many bytes were copied, and why not all.
     ///
     /// # Safety
     /// `src` must be readable for `len` bytes.
@@ -162,20 +163,21 @@ impl Pager {
         }
     }
 
-    /// Has the kernel keep `n` frames, of which nobody holds references: what it took of them already are zeros.
+    /// Makes the kernel keep `n` frames, to which nobody holds references; those that it took already become zeros.
     ///
-    /// The story: a program had given memory up by MADV_FREE, before it was managed. MOVE leaves such pages as they are (Linux 6.16 and
-    /// later), so they were the kernel's to take in the arena too, until they were written to. When it was short of memory it did; the
-    /// arena was registered for faults on missing pages, and the thread that met one was the one to serve it: the program hung.
+    /// The story: a program had given memory up by MADV_FREE before it was managed. MOVE leaves such pages as they are (Linux
+    /// 6.16 and later), so the kernel could take them in the arena too, until they were written to. When it was short of memory
+    /// it did. The arena was registered for faults on missing pages, and the thread that met one was the one to serve it: the
+    /// program hung.
     pub(crate) fn settle(&self, slot: u32, n: usize) {
         for i in 0..n as u32 {
             let byte = self.layout.slot(slot + i) as *mut u8;
-            // SAFETY: as the caller says; where no memory is the kernel gives some.
+            // SAFETY: as the caller says; where there is no memory, the kernel gives some.
             unsafe { byte.write_volatile(byte.read_volatile()) };
         }
     }
 
-    /// Asks the kernel to move `n` pages by a call, or has it answer what a test wants.
+    /// Asks the kernel to move `n` pages by a call, or forges the answer that a test wants.
     ///
     /// # Safety
     /// No reference into `src` may be alive.
@@ -185,29 +187,29 @@ impl Pager {
         let Some(bits) = self.inject(site) else { return moved(n) };
         match bits % 3 {
             0 => Err((0, libc::EBUSY)),
-            // A part, as when an event comes meanwhile.
+            // Moves a part, as when an event comes meanwhile.
             1 => match (bits >> 8) as usize % n {
                 0 => Err((0, libc::EAGAIN)),
                 part => moved(part).and(Err((part * PAGE, libc::EAGAIN))),
             },
-            // One page, concealed.
+            // Moves one page, and conceals it.
             _ => moved(1).and(Err((0, libc::EEXIST))),
         }
     }
 
-    /// Moves the frame of a slot to a hole of the arena; whether it is there now.
+    /// Moves the frame of a slot to a hole of the arena; returns whether it is there now.
     pub(crate) fn move_within(&self, from: u32, to: u32) -> bool {
         if self.without_move {
             self.copy_within(from, to);
             return true;
         }
         self.settle(from, 1);
-        // SAFETY: both slots are the arena's own, of which no references are held but under the lock.
+        // SAFETY: both slots are the arena's own, to which references are held only under the lock.
         let result = unsafe { self.uffd().move_pages(self.layout.slot(to), self.layout.slot(from), PAGE) };
         result.or_else(|told| self.corrected(told, self.leading(to, 1, true), 1)).is_ok()
     }
 
-    /// The kernel's answer, less what it concealed.
+    /// The kernel's answer, corrected by what it concealed.
     fn corrected(&self, told: Partial, moved: usize, n: usize) -> Result<(), Partial> {
         if moved * PAGE <= told.0 {
             return Err(told);
@@ -216,7 +218,7 @@ impl Pager {
         if moved == n { Ok(()) } else { Err((moved * PAGE, libc::EAGAIN)) }
     }
 
-    /// How many slots from `slot` on, of `n`, hold a frame (or hold none).
+    /// How many slots from `slot` on, of `n`, hold a frame (or, without `frames`, hold none).
     pub(crate) fn leading(&self, slot: u32, n: usize, frames: bool) -> usize {
         let start = self.layout.slot(slot);
         let mut first = None;
@@ -224,7 +226,7 @@ impl Pager {
             first.get_or_insert((a, b));
         });
         match (scanned, first, frames) {
-            // (The call is there on every kernel that can MOVE.)
+            // Every kernel that can MOVE has this call.
             (Err(_), ..) => 0,
             (Ok(()), Some((a, b)), true) if a == start => (b - a) / PAGE,
             (Ok(()), _, true) => 0,
@@ -244,13 +246,13 @@ mod tests {
 
     const N: usize = 8;
 
-    /// The story: programs that forked read zeros, one in a few hundred runs of the fork storm. The kernel (6.18) had
-    /// answered EEXIST and "nothing moved" to a MOVE of several pages out of memory shared with a child, whose first
-    /// page it had moved. Believing it, the pager gave the slots back: the page in them was lost, and the program, in
-    /// which it was missing, got zeros for it at its next touch.
+    /// The story: programs that forked read zeros, in one of a few hundred runs of the fork storm. The kernel (6.18) had answered
+    /// EEXIST and "nothing moved" to a MOVE of several pages out of memory shared with a child, although it had moved the first
+    /// page. The pager believed it and gave the slots back, so that page was lost. In the program it was missing, and read as
+    /// zeros when next touched.
     ///
-    /// Here the answer is forged after a real MOVE, among the others that an attempt can have. Whatever it is, what is
-    /// reported must be what the arena holds, and the program, given back what was taken, has every byte.
+    /// Here the answer is forged after a real MOVE, among the others that an attempt can have. Whatever it is, the report must
+    /// match what the arena holds, and the program, given back what was taken, must have every byte.
     #[test]
     fn what_moved_is_known_whatever_the_kernel_says() {
         let p = testing::pager(16 << 20);
@@ -294,7 +296,8 @@ mod tests {
 
     const MANY: usize = 256;
 
-    /// Memory that a program has filled, given up by MADV_FREE and not written to since, and that is staged now: its first page.
+    /// Memory that a program has filled, given up by MADV_FREE and not written to since, and that is now staged; returns its
+    /// first page.
     fn given_up(p: &'static Pager) -> u64 {
         let at = testing::memory(p, MANY);
         (0..MANY).for_each(|page| testing::put(p, at + page * PAGE, &testing::words(page as u64)));
@@ -307,7 +310,7 @@ mod tests {
         first
     }
 
-    /// Has the kernel take what it may of frames; which it did.
+    /// Has the kernel take what it may of frames; returns which it took.
     fn taken(p: &'static Pager, slots: &[u32]) -> Vec<usize> {
         for slot in slots {
             // SAFETY: advice that drops nothing of use.
@@ -316,7 +319,7 @@ mod tests {
         (0..slots.len()).filter(|i| p.leading(slots[*i], 1, false) == 1).collect()
     }
 
-    /// Does something in a thread of its own, for which nobody serves faults.
+    /// Runs `act` in a thread of its own, for which nobody serves faults.
     fn unserved<T: Send + 'static>(p: &'static Pager, act: impl FnOnce() -> T + Send + 'static) -> T {
         let acts = std::thread::spawn(act);
         while !acts.is_finished() {
@@ -325,7 +328,7 @@ mod tests {
         acts.join().unwrap()
     }
 
-    /// Brings the pages back; those of which the program reads zeros now. The others hold what they held.
+    /// Brings the pages back; returns those that the program now reads as zeros. The others hold what they held.
     fn zeros(p: &'static Pager, first: u64) -> Vec<usize> {
         let end = first + MANY as u64;
         let mut at = first;
@@ -372,7 +375,7 @@ mod tests {
         }
     }
 
-    /// It is read more than once: were it gone in between, its hash would be another's.
+    /// A page is read more than once: were it gone in between, its hash would be another's.
     #[test]
     fn what_is_to_be_compressed_the_kernel_takes_no_more() {
         let p = testing::pager(16 << 20);
