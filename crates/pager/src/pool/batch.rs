@@ -1,4 +1,4 @@
-//! What is on its way through compression: folios that were staged, cut into units, and the buffers for what comes of them.
+//! A batch of staged folios on its way through compression: cut into units, with the buffers for the results.
 //!
 //! ```text
 //! folios:  │ folio            │ folio │ folio            │     in the order they were taken
@@ -6,14 +6,14 @@
 //! hashes:  │ # # # # # # # #  │ #     │ # # # # …        │     one for each page, from a unit's `page_at`
 //! out:     │ bytes │ bytes    │ bytes │ …                │     from a unit's `out_at`: where is settled as it is compressed
 //! ```
-//! A batch belongs to one thread, which fills it with the pager's lock (`store`), has its units compressed without it
-//! (`compress`: helpers touch its buffers then, and nothing else), and empties it with the lock again. Between batches nothing
-//! is in it but memory: buffers grow to what was needed once, with the lock held, as everything that allocates. What only large
-//! folios needed goes back to the kernel when none came for a while, and all of it when its thread has nothing to do
-//! ([`Batch::is_stored`], [`Batch::rest`]): it is the program's memory, or other programs', that it would take.
+//! A batch belongs to one thread. It fills the batch with the pager's lock held (`store`), has the units compressed without it
+//! (`compress`: helpers touch the batch's buffers then, and nothing else), and empties it with the lock again. Between batches
+//! only memory is left: buffers grow to what was once needed, with the lock held, like everything that allocates. What only large
+//! folios needed goes back to the kernel when none came for a while, and everything when the thread has nothing to do
+//! ([`Batch::is_stored`], [`Batch::rest`]): otherwise the program, or other programs, would lack that memory.
 //!
-//! While a unit is in a batch its pages are Busy in their slots, which nobody frees; only what became of single pages meanwhile is
-//! looked up when it is stored.
+//! While a unit is in a batch its pages are Busy in their slots, which nobody frees. What became of single pages meanwhile is
+//! looked up only when the unit is stored.
 
 use crate::frames::arena::{self, PAGE};
 use crate::group::folio::USUAL_UNIT;
@@ -25,12 +25,12 @@ use uzswap_mm::pageset::PageSet;
 use uzswap_mm::zswap::{self, Packed};
 use uzswap_sys::crew::Posted;
 
-/// Pages compressed per batch, but for a folio that is larger.
+/// Pages compressed per batch, except for a folio that is larger.
 pub const BATCH_PAGES: usize = 64;
-/// Bytes that what is compressed of such a batch takes at most.
+/// Bytes that the results of such a batch take at most.
 const USUAL_ROOM: usize = BATCH_PAGES * PAGE + BLOCK;
-/// Batches after one that needed more for which what it needed is kept: with a run of large folios, as who fills memory makes them,
-/// it is not to be taken anew for each.
+/// For how many batches room above the usual is kept: a program that fills memory makes runs of large folios, and the room must
+/// not be taken anew for each.
 const ROOM_KEPT: u32 = 32;
 
 /// A folio in a batch.
@@ -38,11 +38,11 @@ pub(crate) struct Folio {
     pub(crate) vpn: u64,
     /// Its order; 0 when it is not whole.
     pub(crate) order: u8,
-    /// Pages of it that are in the batch.
+    /// Its pages in the batch.
     pub(crate) pages: usize,
     /// Its units in the batch.
     pub(crate) units: Range<usize>,
-    /// Whether it is not to enter the pool, and goes to the swap file whole.
+    /// Whether it must not enter the pool, and goes to the swap file whole.
     pub(crate) whole: bool,
 }
 
@@ -51,17 +51,17 @@ pub(crate) struct Unit {
     pub(crate) vpn: u64,
     pub(crate) order: u8,
     pub(crate) slot: u32,
-    /// Pages of the batch before it: where its hashes are.
+    /// Number of pages before it in the batch: where its hashes are.
     pub(crate) page_at: usize,
     /// Where its output is.
     pub(crate) out_at: usize,
-    /// Pages that mremap took elsewhere while they were compressed: a bit each.
+    /// The set of its pages that mremap moved elsewhere while they were compressed.
     pub(crate) moved: PageSet,
     pub(crate) outcome: Outcome,
 }
 
 impl Unit {
-    /// The unit itself, or a part of it that did not compress, from a page on.
+    /// The unit itself, or a part of it from `page` on, if it did not compress.
     fn part(&self, page: u32, order: u8) -> Unit {
         let (at, outcome) = (page as usize, self.outcome);
         let outcome =
@@ -78,7 +78,7 @@ impl Unit {
     }
 }
 
-/// What came of a unit.
+/// The result of compressing a unit.
 #[derive(Clone, Copy)]
 pub(crate) enum Outcome {
     /// It is not compressed yet.
@@ -87,29 +87,29 @@ pub(crate) enum Outcome {
     Zero,
     /// Compressed to that many bytes.
     Packed { encoding: Encoding, len: usize },
-    /// What was compressed does not decompress to what it was.
+    /// The compressed bytes do not decompress to what was compressed.
     Wrong,
 }
 
-/// A batch on its way through compression; its buffers grow to what was needed once.
+/// A batch; its buffers grow to what was once needed.
 pub struct Batch {
     pub(crate) folios: Vec<Folio>,
     pub(crate) units: Vec<Unit>,
     pub(crate) out: Vec<u8>,
-    /// Batches for which the room above the usual one is kept yet.
+    /// For how many more batches room above the usual is kept.
     room_kept: u32,
-    /// Whether any of `out` is in memory.
+    /// Whether any of `out` may be in memory.
     touched: bool,
     pub(crate) hashes: Vec<u128>,
     pub(crate) tools: Tools,
     pub(crate) use_dense: bool,
     /// Whether helpers take part in compressing it.
     pub(crate) shared: bool,
-    /// What helpers are at.
+    /// The work that helpers have.
     pub(crate) posted: Option<Posted>,
-    /// The order of the largest units there is room for: the usual one, until larger ones come.
+    /// The order of the largest units that there is room for: the usual one, until larger ones come.
     pub(crate) largest: u8,
-    /// Made when verification is first asked for, with a buffer of the largest unit.
+    /// For verification, made when that is first asked for, with a buffer for the largest unit.
     pub(crate) verifier: Option<(Decompressor, Vec<u8>)>,
     /// Scratch of `commit`.
     pub(crate) plan: Vec<(zswap::Unit, Packed)>,
@@ -117,7 +117,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Buffers for one thread.
+    /// An empty batch for one thread.
     pub fn new(compressor: Compressor) -> Self {
         Self {
             folios: Vec::with_capacity(BATCH_PAGES + 16),
@@ -137,7 +137,7 @@ impl Batch {
         }
     }
 
-    /// A compressor, dense or as agreed, and room for two blocks of an order (between batches).
+    /// A compressor, dense or as configured, and room for two blocks of an order. Only between batches.
     pub fn block_room(&mut self, dense: bool, order: u8) -> (&mut Compressor, &mut [u8]) {
         self.make_room_for(order);
         let bytes = PAGE << order.max(USUAL_UNIT);
@@ -146,10 +146,10 @@ impl Batch {
         (compressor, &mut self.out[..2 * bytes])
     }
 
-    /// Has `out` hold so many bytes, and no more than that where it grows.
+    /// Makes `out` hold `bytes`, and no more than that where it grows.
     ///
-    /// The story: it doubled as vectors do, and stayed. 640 KiB and 1.3 MiB of what two batches once needed for folios of 512 KiB
-    /// were a fortieth of GNU sort's 64 MiB, which it had to fault for: 60,000 pages decompressed where 42,000 are since.
+    /// The story: it doubled as vectors do, and stayed. 640 KiB and 1.3 MiB that two batches once needed for folios of 512 KiB
+    /// were a fortieth of GNU sort's 64 MiB, and it had to fault for them: 60,000 pages were decompressed where 42,000 are now.
     pub(crate) fn make_room(&mut self, bytes: usize) {
         self.touched = true;
         if bytes > USUAL_ROOM {
@@ -159,7 +159,7 @@ impl Batch {
         }
     }
 
-    /// What was in it is stored: what it needed once goes back when it was not needed for some time.
+    /// Empties the batch after it was stored. Room that was once needed goes back when it was not needed for some time.
     pub(crate) fn is_stored(&mut self) {
         self.units.clear();
         if self.room_kept > 0 {
@@ -170,19 +170,19 @@ impl Batch {
         }
     }
 
-    /// Between batches, where no other is to be expected soon: its buffer goes back to the kernel.
+    /// Gives the buffer back to the kernel; between batches, when no other is to be expected soon.
     pub(crate) fn rest(&mut self) {
         if core::mem::take(&mut self.touched) {
             arena::vacate(&mut self.out);
         }
     }
 
-    /// Whether there is anything that [`Batch::rest`] gives back.
+    /// Whether [`Batch::rest`] has anything to give back.
     pub(crate) fn may_rest(&self) -> bool {
         self.touched
     }
 
-    /// Has its tools take units of an order, where they do not yet.
+    /// Makes the batch's tools take units of an order.
     pub(crate) fn make_room_for(&mut self, order: u8) {
         if order > self.largest {
             self.largest = order;
@@ -191,13 +191,12 @@ impl Batch {
         }
     }
 
-    /// Has what is compressed be decompressed and compared.
+    /// Makes compression decompress each result and compare it.
     pub(crate) fn verify(&mut self) {
         self.verifier.get_or_insert_with(|| (Decompressor::new(), vec![0; PAGE << self.largest]));
     }
 
-    /// Cuts the units of more than 64 KiB that did not compress: raw ones are no better for being large, and need places that
-    /// are.
+    /// Cuts the units of more than 64 KiB that did not compress: raw ones are no better for being large, and need large places.
     pub(crate) fn cut_raw(&mut self) {
         let is_raw = |u: &Unit| matches!(u.outcome, Outcome::Packed { encoding: Encoding::Raw, .. });
         if self.largest == USUAL_UNIT || !self.units.iter().any(|u| u.order > USUAL_UNIT && is_raw(u)) {

@@ -1,16 +1,16 @@
-//! Compressing the units of a batch, by as many threads as have a CPU to spare.
+//! Compresses the units of a batch, in as many threads as have a CPU to spare.
 //!
-//! Reclaim spends most of its time here, and units do not depend on each other. Where one thread of the program faults,
-//! its CPU is taken by it and by whoever serves it, and the others may be idle: helper threads there take units too
-//! (`uzswap_sys::crew`). They touch nothing but frames of Busy pages and the batch's buffers, and change no mapping; so the
-//! program's CPU need not interrupt theirs, which is what makes a second thread of the pager's dear elsewhere.
+//! Reclaim spends most of its time here, and units do not depend on each other. Where one thread of the program faults, it and
+//! the thread that serves it take its CPU, and the others may be idle: helper threads there take units too (`uzswap_sys::crew`).
+//! They touch only the frames of Busy pages and the batch's buffers, and change no mapping, so the program's CPU need not
+//! interrupt theirs. (Such interrupts are what makes a second thread of the pager expensive elsewhere.)
 //!
-//! Waking a helper costs some microseconds here and some tens until it runs, so only a batch of many pages is shared; and
-//! where the leader waited for a helper longer than it had worked itself (the helper's CPU was wanted by somebody else) the
-//! next ones are not.
+//! Waking a helper costs some microseconds here, and some tens until it runs, so only a batch of many pages is shared. If the
+//! leader waited for a helper longer than it had worked itself (somebody else wanted the helper's CPU), the next batches are not
+//! shared.
 //!
-//! Lock order: the batch's leader holds the crew, then the lock of the helpers' tools, which nobody else asks for. Tools
-//! are made with the pager's lock held, as everything that allocates.
+//! Lock order: the batch's leader holds the crew, then the lock of the helpers' tools, which nobody else asks for. Tools are made
+//! with the pager's lock held, like everything that allocates.
 
 use crate::frames::arena::PAGE;
 use crate::group::folio::USUAL_UNIT;
@@ -26,43 +26,43 @@ use uzswap_sys::crew::Crew;
 use uzswap_sys::lock::Lock;
 use uzswap_sys::thread;
 
-/// Pages of a batch from which on it is shared: of lz4 those take 100 µs.
+/// From this many pages on a batch is shared: lz4 takes 100 µs for them.
 pub(crate) const SHARE_FROM: usize = 16;
-/// What there is to be of the limit for each helper, of a member's share of it (bytes): what one needs takes up to 0.4 MiB, and where
+/// How much of a member's share of the limit (bytes) there must be for each helper: what one needs takes up to 0.4 MiB, and where
 /// there are many members the other CPUs have enough to do.
 const SHARE_OF_HELPER: usize = 16 << 20;
-/// Batches that are not shared after one whose leader waited long.
+/// How many batches are not shared after one whose leader waited long.
 pub(crate) const REST: u32 = 64;
-/// The stack of the first helper: those before are the pager's other threads'.
+/// The number of the first helper's stack: those before it belong to the pager's other threads.
 const FIRST_STACK: usize = 4;
-/// Helpers at most.
+/// How many helpers there are at most.
 pub const HELPERS_MOST: usize = 3;
 
-/// What one thread compresses with, and decompresses (`decompress`).
+/// What one thread compresses and decompresses with (`decompress`).
 pub struct Tools {
-    /// The agreed compressor.
+    /// The configured compressor.
     pub warm: Compressor,
     /// zstd, made when the pool first grows large.
     pub dense: Option<Compressor>,
-    /// What decompresses.
+    /// For decompressing.
     pub(crate) decompressor: Decompressor,
-    /// The order of the largest units they take.
+    /// The order of the largest units that the tools take.
     largest: u8,
 }
 
 impl Tools {
-    /// What compresses as was agreed.
+    /// Tools with the configured compressor.
     pub fn new(warm: Compressor) -> Self {
         Self { warm, dense: None, decompressor: Decompressor::new(), largest: USUAL_UNIT }
     }
 
-    /// The dense one, made now if it is not there.
+    /// The dense compressor, made now if it is not there.
     pub fn dense(&mut self) -> &mut Compressor {
         let source_max = PAGE << self.largest;
         self.dense.get_or_insert_with(|| Compressor::with_source_max(Algorithm::Zstd(1), source_max))
     }
 
-    /// Has both take units of an order.
+    /// Makes the tools take units of an order.
     pub fn reserve(&mut self, order: u8) {
         self.largest = self.largest.max(order);
         self.warm.reserve(PAGE << order);
@@ -77,15 +77,15 @@ impl Tools {
     }
 }
 
-/// Who compresses together.
+/// The helper threads that compress, and what they need.
 pub struct CompressHelpers {
     /// The helpers and their leader.
     pub crew: Crew,
-    /// What the helpers compress with.
+    /// The helpers' tools.
     pub(crate) tools: Lock<Vec<Tools>>,
-    /// Their thread ids; 0 where there is none, and -1 for all when none could be started.
+    /// Their thread ids: 0 where there is none, -1 in the first when none could be started.
     tids: [AtomicI32; HELPERS_MOST],
-    /// Batches that are compressed alone from now on, and runs that are decompressed alone.
+    /// How many more batches are compressed, and runs decompressed, by one thread alone.
     pub(crate) rest: AtomicU32,
 }
 
@@ -96,9 +96,9 @@ impl CompressHelpers {
     }
 }
 
-/// The order of the largest units, of folios of up to `folio_max`, that can be afforded under a limit (bytes): zstd's workspace grows
-/// with them, to tens of megabytes at high levels, and each thread that compresses has one. So it is to be a 64th of the limit at
-/// most, or no more than twice what the usual units take.
+/// The order of the largest units, of folios of up to `folio_max`, that can be afforded under a limit (bytes). zstd's workspace
+/// grows with them, to tens of megabytes at high levels, and each thread that compresses has one. So it may be at most a 64th of
+/// the limit, or twice what the usual units take.
 pub(crate) fn largest_unit(algorithm: Algorithm, folio_max: u8, limit: usize) -> u8 {
     let takes = |order: u8| Compressor::workspace_bytes(algorithm, PAGE << order);
     let most = (limit / 64).max(2 * takes(USUAL_UNIT));
@@ -106,7 +106,7 @@ pub(crate) fn largest_unit(algorithm: Algorithm, folio_max: u8, limit: usize) ->
 }
 
 impl Pager {
-    /// Decides whether helpers take part in compressing a batch that was prepared, and sees to it that they can.
+    /// Decides whether helpers take part in compressing a prepared batch, and makes sure that they can.
     pub(crate) fn call_helpers(&self, s: &mut State, batch: &mut Batch) {
         let many = batch.pages() >= SHARE_FROM && batch.units.len() > 1;
         if !many || batch.verifier.is_some() || !s.placement.alone() || !self.lead_helpers(s) {
@@ -124,7 +124,7 @@ impl Pager {
         batch.shared = true;
     }
 
-    /// Makes the caller the leader of the helpers, where there are some and it is worth while; each has tools then.
+    /// Makes the caller the helpers' leader, if there are helpers and sharing is worth while; each has tools then.
     pub(crate) fn lead_helpers(&self, s: &State) -> bool {
         if self.helpers_wanted(s) == 0 {
             return false;
@@ -147,18 +147,18 @@ impl Pager {
         !tools.is_empty()
     }
 
-    /// How many helpers there are to be.
+    /// How many helpers there should be.
     pub(crate) fn helpers_wanted(&self, s: &State) -> usize {
         s.placement.spare_cpus().min(HELPERS_MOST).min(self.share() / SHARE_OF_HELPER)
     }
 
-    /// What helper `i` of a region does until that ends.
+    /// The body of a region's helper `i`, until the region ends.
     pub(crate) fn help(&self, i: usize) {
         self.helpers.tids[i].store(thread::gettid(), Relaxed);
         self.helpers.crew.help();
     }
 
-    /// Starts the helpers of a process, once. (A region's are there from its start.)
+    /// Starts a process's helpers, once. (A region's are there from its start.)
     fn start_helpers(&self, s: &State) {
         if self.own_frames || self.helpers.tids[0].load(Relaxed) != 0 {
             return;
@@ -176,7 +176,7 @@ impl Pager {
         self.helpers.tids.each_ref().map(|tid| tid.load(Relaxed))
     }
 
-    /// In a forked child: there are no helpers, and what they had may be half written.
+    /// Starts over in a forked child: there are no helpers, and what they had may be half written.
     pub(crate) fn forget_helpers(&self) {
         self.helpers.crew.reset();
         self.helpers.tids.iter().for_each(|tid| tid.store(0, Relaxed));
@@ -204,14 +204,14 @@ impl Batch {
         }
     }
 
-    /// Whether helpers are at it: `finish` comes before anything else then.
+    /// Whether helpers are at work on it: then `finish` must come before anything else.
     pub(crate) fn is_posted(&self) -> bool {
         self.posted.is_some()
     }
 
     fn compress_alone(&mut self, pager: &Pager) {
         let verify = pager.group.folios.verify.load(Relaxed) != 0;
-        // Outputs lie side by side: less memory is touched than was compressed.
+        // Outputs lie side by side, so that less memory is touched than was compressed.
         let mut out_at = 0;
         for u in &mut self.units {
             let pages = 1usize << u.order;
@@ -232,10 +232,10 @@ impl Batch {
         }
     }
 
-    /// Has the helpers begin with a batch that is shared. Each unit's output lies where its pages would.
+    /// Has the helpers begin with a shared batch. Each unit's output lies where its pages would.
     pub(crate) fn post(&mut self, pager: &Pager) {
         self.shared = false;
-        // (Held until the batch is finished, by whatever thread.)
+        // The lock is held until the batch is finished, by whatever thread.
         core::mem::forget(pager.helpers.tools.lock());
         // SAFETY: the lock is held, and helpers use the tools only while the job is posted, each its own.
         let tools = unsafe { pager.helpers.tools.assume_locked() };
@@ -250,17 +250,17 @@ impl Batch {
             others: tools.as_mut_ptr(),
             dense: self.use_dense,
         };
-        // SAFETY: the crew gives each unit to one worker, and each worker its own number; the batch stays where it is, and as
-        // it is, until it is finished.
+        // SAFETY: the crew gives each unit to one worker, and each worker its own number; the batch stays where it is, and as it
+        // is, until it is finished.
         let work = move |worker, i| unsafe { parts.pack(worker, i) };
         self.posted = Some(pager.helpers.crew.post(self.units.len(), tools.len(), Box::new(work)));
     }
 
-    /// Compresses what helpers have left of a batch that was posted, and waits for them.
+    /// Compresses what helpers have left of a posted batch, and waits for them.
     pub(crate) fn finish(&mut self, pager: &Pager) {
         let Some(posted) = self.posted.take() else { return };
         let late = pager.helpers.crew.finish(posted);
-        // SAFETY: taken, and its guard forgotten, by `post`.
+        // SAFETY: `post` took the lock, and forgot its guard.
         unsafe { pager.helpers.tools.force_unlock() };
         pager.helpers.crew.step_down();
         if late {
@@ -289,7 +289,7 @@ impl Parts {
     /// Compresses unit `i`.
     ///
     /// # Safety
-    /// No other worker may have this unit or this worker's number; the pointers must be to a whole batch: units, tools of all
+    /// No other worker may have this unit or this worker's number. The pointers must be to a whole batch: units, tools of all
     /// helpers, room for the pages of all units and for their hashes.
     unsafe fn pack(&self, worker: usize, i: usize) {
         // SAFETY: the unit and the tools are this worker's alone. A unit's pages, and so its bytes of output and its
@@ -308,7 +308,7 @@ impl Parts {
     }
 }
 
-/// Compresses pages to `out`, which has as many bytes, and notes their hashes.
+/// Compresses pages to `out`, which is as long as they are, and stores their hashes.
 fn pack(pager: &Pager, bytes: &[u8], hashes: &mut [u128], out: &mut [u8], compressor: &mut Compressor) -> Outcome {
     hashes.iter_mut().zip(bytes.chunks(PAGE)).for_each(|(h, page)| *h = object::hash(page));
     if bytes.chunks(PAGE).all(object::is_zero) {
@@ -319,7 +319,7 @@ fn pack(pager: &Pager, bytes: &[u8], hashes: &mut [u128], out: &mut [u8], compre
         (Encoding::Raw, bytes.len())
     });
     if let Some(bits) = pager.inject(Site::Compress) {
-        // As a codec does that cannot be trusted.
+        // As an unreliable codec does.
         out[(bits >> 8) as usize % len] ^= 1 << (bits % 8);
     }
     Outcome::Packed { encoding, len }
@@ -360,7 +360,7 @@ mod tests {
         (0..8).for_each(|_| s.placement.fault_on(0, 1, Helpers::default(), false));
     }
 
-    /// Whether a page is stored as it was.
+    /// Whether a page is stored with these contents.
     fn is_stored(s: &mut State, vpn: u64, content: &[u8; PAGE]) -> bool {
         let pte = s.pt.get(vpn);
         assert_eq!(pte.tag(), Tag::Compressed);
@@ -368,7 +368,7 @@ mod tests {
         decode(s, pte.handle(), &mut plain) && plain[pte.index() * PAGE..][..PAGE] == *content
     }
 
-    /// Pages compressed with helpers come back bit for bit; with lz4, and with zstd where the pool crowds the program out.
+    /// Pages compressed with helpers come back bit for bit: with lz4, and with zstd, as where the pool crowds the program out.
     #[test]
     fn what_helpers_compressed_is_right() {
         testing::with_helper(|p, s| {
@@ -395,8 +395,8 @@ mod tests {
         });
     }
 
-    /// A round of reclaim leaves its pages to helpers and the next one stores them; what the program drops meanwhile is not
-    /// stored.
+    /// A round of reclaim leaves its pages to helpers, and the next one stores them; pages that the program drops meanwhile are
+    /// not stored.
     #[test]
     fn what_was_posted_is_stored_later() {
         testing::with_helper(|p, s| {
@@ -405,7 +405,7 @@ mod tests {
             let (mut posted, mut dropped) = (0, Vec::new());
             while s.resident + s.idle_staged() > 0 {
                 one_faults(s);
-                // (On a busy machine a helper may be late, for which it has a rest: none was asked then after the first round.)
+                // On a busy machine a helper may be late, and gets a rest for it: then none would be asked after the first round.
                 p.helpers.rest.store(0, Relaxed);
                 assert!(p.direct_round(s, 64, 0, Some(BLOCK_PAGES + 1)).1.is_ok());
                 if s.direct.as_ref().is_some_and(|batch| batch.is_posted()) {
@@ -439,7 +439,7 @@ mod tests {
         assert!(high[0] < 9 && high.is_sorted() && high[2] == 9, "{high:?}");
     }
 
-    /// Where one leads the other compresses alone; and after a fork, which may come while one leads, all do.
+    /// While one thread leads, others compress alone; and after a fork, which may come while one leads, all do.
     #[test]
     fn one_leads_and_after_a_fork_nobody_helps() {
         let p = testing::pager(128 << 20);

@@ -1,21 +1,21 @@
-//! Cutting: a block of more than 64 KiB, or a raw one, becomes smaller ones.
+//! Cuts a block of more than 64 KiB, or a raw one, into smaller ones.
 //!
-//! Blocks of more than 64 KiB are made where the user asked for them, and stay what they are but for two reasons. Pages that are dropped
-//! or written anew leave a block one by one, and it goes with the last: of a large one little may be wanted and all be kept, so
-//! when three quarters have left the rest is stored anew. And on disk there are none: who wants a page from there would wait for
-//! all of it, so what is to be written is cut first.
+//! Blocks of more than 64 KiB are made where the user asked for them, and stay as they are except in two cases. Pages that are
+//! dropped or written anew leave a block one by one, and the block goes only with the last. Much of a large block may be kept for
+//! the little of it that is wanted; so when three quarters have left, the rest is stored anew. And none are on disk: a thread
+//! that wants one page from there would wait for all of it, so a block is cut before it is written.
 //!
-//! A raw block, of memory that does not compress, takes as much as its pages did. So it is cut, to be copied as it is, when a quarter of
-//! them have left. (Not where there is a disk, to which it goes instead: writes of it may be under way.)
+//! A raw block, of memory that does not compress, takes as much room as its pages did. So when a quarter of them have left it is
+//! cut, by copying what is there. (Not where there is a disk, to which it goes instead: writes of it may be under way.)
 //!
-//! The story: a program that wrote here and there to 96 MiB of noise, in 32, came to hold 130 (115 since).
+//! The story: a program that wrote here and there to 96 MiB of noise, in 32, came to hold 130 (115 now).
 //!
 //! ```text
 //! block, live pages:   ████░░██ ░░░░░░░░ ████████ …        each run of live pages that is aligned, of 64 KiB at most,
 //! cut:                 ████  ██          ████████          is an object of its own; what is dead is left out
 //! ```
-//! Invariant: as in `densify`, a block is cut only when every page that refers to it was found, and all of them change to what
-//! was made of it under one hold of the lock. When one part finds no place none is stored, and the block stays as it is.
+//! Invariant: as in `densify`, a block is cut only when every page that refers to it was found, and all of them switch to the
+//! parts under one hold of the lock. When one part finds no place none is stored, and the block stays as it is.
 
 use crate::fault::deliver::decode;
 use crate::frames::arena::PAGE;
@@ -33,19 +33,20 @@ use uzswap_mm::shrinker::Entry;
 use uzswap_mm::trace::{Kind, Record};
 use uzswap_mm::zswap::Refused;
 
-/// Blocks of which most pages have gone that are remembered at most.
+/// How many blocks that have lost most of their pages are remembered at most.
 const MOST_SPARSE: usize = 64;
 
-/// A block is cut when no more than so many quarters of its pages refer to it; a raw one of up to 64 KiB likewise.
+/// A block is cut when at most this many quarters of its pages refer to it: a large one, and a raw one of up to 64 KiB.
 const SPARSE: usize = 1;
 const SPARSE_RAW: usize = 3;
 /// The smallest raw block that is cut: 16 KiB.
 const LEAST_RAW: u8 = 2;
 
 impl State {
-    /// A page has left a block, not the last: whether that is to be cut is seen to later.
+    /// Notes that a page, not the last, has left a block: if the block is to be cut, that happens later.
     pub(crate) fn note_sparse(&mut self, handle: u32) {
-        // (Asked at each page that leaves: again, where there was no place to cut it, or no room to remember it.)
+        // Called for each page that leaves, so that a block is noted again if there was no place to cut it, or no room to
+        // remember it.
         let block = self.object(handle);
         if object::order(block) < LEAST_RAW {
             return;
@@ -57,7 +58,7 @@ impl State {
         }
     }
 
-    /// Whether so little of a block is wanted that it is to be cut.
+    /// Whether so little of a block is still wanted that it is to be cut.
     fn is_sparse(&self, handle: u32) -> bool {
         let block = self.object(handle);
         let head = Header::read(block);
@@ -69,7 +70,7 @@ impl State {
         object::live(block).len() * 4 <= quarters << head.order
     }
 
-    /// Whether an entry names a block of more than 64 KiB to which a page at its place refers.
+    /// Whether an entry names a block of more than 64 KiB that a page at its place refers to.
     pub(crate) fn is_large(&self, e: Entry) -> bool {
         self.largest_block > USUAL_UNIT && self.is_there(e) && object::order(self.object(e.handle)) > USUAL_UNIT
     }
@@ -85,11 +86,11 @@ impl State {
     }
 }
 
-/// The parts that a block is cut into: first page and order of each.
+/// The parts into which a block is cut: first page and order of each.
 fn parts(live: &PageSet, order: u8, may: impl Fn(u8) -> bool) -> Vec<(usize, u8)> {
     let (mut parts, mut at) = (Vec::new(), 0usize);
     while at < 1 << order {
-        // (8 KiB is no unit: it gains little.)
+        // 8 KiB is no unit, as it gains little.
         let all = |order: &u8| at.is_multiple_of(1 << order) && (at..at + (1 << order)).all(|i| live.has(i));
         match [USUAL_UNIT, 3, 2, 0].into_iter().filter(|order| *order == 0 || may(*order)).find(all) {
             Some(order) => {
@@ -113,13 +114,13 @@ impl Pager {
         }
     }
 
-    /// Stores a block of more than 64 KiB, or a sparse one, as smaller ones, which are returned.
+    /// Stores a block of more than 64 KiB, or a sparse one, as smaller ones, and returns those.
     ///
     /// # Errors
-    /// Why it stays as it is: its pages are not all found (it has gone, or mremap has taken some away), it is damaged, or there is
-    /// no place.
+    /// Why the block stays as it is: not all its pages are found (it has gone, or mremap has moved some away), it is damaged, or
+    /// there is no place.
     pub(crate) fn cut(&self, s: &mut State, e: Entry) -> Result<Vec<Entry>, Refused> {
-        // (The fault path's own tools, as in `densify`. What waits there is stored first: it may change the block.)
+        // Uses the fault path's own tools, as in `densify`. What waits there is stored first, as that may change the block.
         self.store_posted(s);
         if !(s.is_large(e) || s.is_there(e) && s.is_sparse(e.handle)) {
             return Err(Refused::NoIndex);
@@ -127,8 +128,8 @@ impl Pager {
         self.cut_into(s, e, |_| true)
     }
 
-    /// The same of a block of any size that is there, into parts of those orders that `may` be, or pages. (Nothing waits in the
-    /// fault path's own tools.)
+    /// The same for a block of any size that is there, into single pages and parts of those orders that `may` allows. Nothing may
+    /// wait in the fault path's own tools.
     ///
     /// # Errors
     /// As [`Pager::cut`].
@@ -190,7 +191,7 @@ mod tests {
 
     const LIMIT: usize = 64 << 20;
     const FIRST: u64 = 0x1_0000;
-    /// Pages of it that are in the program, and have a copy there.
+    /// The set of its pages that are in the program, and have a copy in it.
     const COPIES: u16 = 0b1001;
 
     /// Drops pages, as the program does.
@@ -202,7 +203,7 @@ mod tests {
         }
     }
 
-    /// A page's content is what it was; the order of its block.
+    /// Checks that a page's contents are what they were; returns the order of its block.
     fn check(s: &mut State, vpn: u64) -> u8 {
         let pte = s.pt.get(vpn);
         let (handle, index) = match pte.copy() {
@@ -253,7 +254,7 @@ mod tests {
         }
     }
 
-    /// All parts, or none: whichever of them finds no place.
+    /// All parts are stored, or none, whichever finds no place.
     #[test]
     fn without_place_for_every_part_it_stays_as_it_is() {
         let p = testing::pager(LIMIT);
@@ -306,7 +307,7 @@ mod tests {
         p.cut_sparse(s);
         assert!((FIRST..FIRST + 128).all(|vpn| check(s, vpn) <= 4));
         assert!(s.pool.used_bytes() < used / 3, "{} of {used} bytes", s.pool.used_bytes());
-        // One that has gone meanwhile, and another that lies at its place, are not cut.
+        // A block that has gone meanwhile, and another that lies at its place, are not cut.
         let handle = testing::store(s, FIRST + 512, 9, 0, words);
         drop_pages(s, FIRST + 512 + 128..FIRST + 1024);
         assert_eq!(s.sparse.len(), 1);
@@ -317,7 +318,7 @@ mod tests {
         assert_eq!(p.counters().folios.block_cut.load(Relaxed), 1);
     }
 
-    /// A raw block, of any size, keeps little more than what is wanted of it; it is copied, not packed.
+    /// A raw block of any size keeps little more than what is wanted of it; it is copied, not compressed.
     #[test]
     fn a_raw_block_that_lost_a_quarter_of_its_pages_is_cut() {
         for order in 2..=4u8 {
@@ -345,7 +346,7 @@ mod tests {
             p.cut_sparse(s);
             assert_eq!(p.counters().folios.block_cut.load(Relaxed), 1);
         }
-        // One that compresses is left as it is.
+        // A block that compresses is left as it is.
         let p = testing::pager(LIMIT);
         let s = &mut *p.state.lock();
         testing::store(s, FIRST, 4, 0, words);
@@ -354,15 +355,15 @@ mod tests {
         assert_eq!(p.counters().folios.block_cut.load(Relaxed), 0);
     }
 
-    /// The story: it was remembered once, by the place that its object had. Where the pool was compacted before it was cut, or where there was
-    /// no place to cut it, all of its bytes stayed until its last page went.
+    /// The story: a sparse block was remembered once, by the place of its object. If the pool was compacted before the block was
+    /// cut, or there was no place to cut it, all of its bytes stayed until its last page went.
     #[test]
     fn a_sparse_block_is_cut_though_it_moves_or_there_was_no_place() {
         let p = testing::pager(LIMIT);
         let s = &mut *p.state.lock();
         let (pages, block) = (1u64 << 5, |i: u64| FIRST + (i << 5));
         let handles: Vec<u32> = (0..64).map(|i| testing::store(s, block(i), 5, 0, words)).collect();
-        // Those between go, so that there is something to compact.
+        // The blocks between go, so that there is something to compact.
         let kept: Vec<u64> = (0..64).step_by(8).collect();
         (0..64).filter(|i| !kept.contains(i)).for_each(|i| drop_pages(s, block(i)..block(i) + pages));
         s.sparse.clear();
@@ -380,7 +381,7 @@ mod tests {
         assert!(kept.iter().all(|i| (1..pages / 4).all(|page| check(s, block(*i) + page) <= 3)));
     }
 
-    /// What lz4 stored is made dense in blocks of any size, where the pool crowds the program out.
+    /// Where the pool crowds the program out, blocks of any size that lz4 stored are made dense.
     #[test]
     fn large_blocks_are_recompressed_whole() {
         let p = testing::pager(8 << 20);

@@ -1,12 +1,12 @@
-//! Decompressing the blocks of a run by as many threads as have a CPU to spare.
+//! Decompresses the blocks of a run in as many threads as have a CPU to spare.
 //!
-//! A fault in sequence brings up to 512 KiB, most of which is decompressing and checking, and blocks do not depend on each other. So
-//! where many come the helpers that compress (`compress`) take some. The leader begins with the first, and waits for no more than
-//! what a helper has begun.
+//! A sequential fault brings up to 512 KiB; decompressing and checking is most of the work, and blocks do not depend on each
+//! other. So where many blocks come, the helpers that compress (`compress`) take some. The leader begins with the first, and
+//! waits only for blocks that a helper has begun.
 //!
-//! Invariants: the pager's lock is held from the first to the last, so no object moves or goes meanwhile; a block's pages in the buffer
-//! are its worker's alone; the buffer is frames that nobody else has, so what a helper left of a block that is damaged is nobody's.
-//! Lock order: as in `compress`.
+//! Invariants: the pager's lock is held from first to last, so no object moves or goes meanwhile; a block's pages in the buffer
+//! are its worker's alone; the buffer is frames that nobody else has, so what a helper leaves of a damaged block is seen by
+//! nobody. Lock order: as in `compress`.
 
 use crate::frames::arena::PAGE;
 use crate::pager::Pager;
@@ -17,10 +17,10 @@ use core::sync::atomic::{AtomicBool, Ordering::*};
 use uzswap_mm::codec::Decompressor;
 use uzswap_mm::pagetable::Tag;
 
-/// Pages of a run from which on helpers take part: of lz4 those take some 100 µs.
+/// From this many pages on helpers take part in a run: lz4 takes some 100 µs for them.
 const SHARE_RUNS_FROM: usize = 64;
 
-/// A block of a run that comes whole. (For as long as the lock is held: see [`State::object`].)
+/// A block of a run that comes whole. Valid only while the lock is held: see [`State::object`].
 pub(crate) struct Block {
     /// Its first page in the run.
     at: usize,
@@ -29,7 +29,7 @@ pub(crate) struct Block {
     object: &'static [u8],
 }
 
-/// The block that begins at page `i` of a run of `n` pages from `vpn` on, if all of it is in the run, in its order, and out.
+/// The block that begins at page `i` of a run of `n` pages from `vpn` on, if all of it is in the run, in order, and out.
 pub(crate) fn whole_block(s: &State, vpn: u64, i: usize, n: usize) -> Option<Block> {
     let pte = s.pt.get(vpn + i as u64);
     if pte.tag() != Tag::Compressed || pte.index() != 0 {
@@ -46,11 +46,11 @@ pub(crate) fn whole_block(s: &State, vpn: u64, i: usize, n: usize) -> Option<Blo
 }
 
 impl Pager {
-    /// Decompresses what whole blocks there are in the run from `vpn` on, together with helpers where that is worth while; the first pages
-    /// of those that are right.
+    /// Decompresses the whole blocks in the run from `vpn` on, together with helpers where that is worth while. Returns the first
+    /// pages of those that are right.
     pub(crate) fn read_shared(&self, s: &mut State, vpn: u64, buffer: &mut [u8]) -> Vec<usize> {
         let n = buffer.len() / PAGE;
-        // (New memory is looked at in three places only.)
+        // New memory costs a look in three places only.
         let is_out = |i: usize| s.pt.get(vpn + i as u64).tag() == Tag::Compressed;
         if n < SHARE_RUNS_FROM || s.placement.is_scattered() || ![0, n / 2, n - 1].into_iter().any(is_out) {
             return Vec::new();
@@ -70,11 +70,11 @@ impl Pager {
         read
     }
 
-    /// The same of these blocks, for the leader of the helpers.
+    /// Decompresses these blocks, as the helpers' leader.
     fn read_together(&self, s: &mut State, blocks: &[Block], buffer: &mut [u8]) -> Vec<usize> {
         let mut tools = self.helpers.tools.lock();
         for block in blocks {
-            // (Nothing is allocated by helpers.)
+            // Helpers must not allocate.
             let encoding = Header::read(block.object).encoding;
             tools.iter_mut().for_each(|tools| tools.decompressor.prepare(encoding));
         }
@@ -86,8 +86,8 @@ impl Pager {
             others: tools.as_mut_ptr(),
             right: right.as_ptr(),
         };
-        // SAFETY: the crew gives each block to one worker, and each worker its own number. All that is pointed to stays until `finish`,
-        // and the lock is held.
+        // SAFETY: the crew gives each block to one worker, and each worker its own number. All that is pointed to stays until
+        // `finish`, and the lock is held.
         let work = move |worker, i| unsafe { parts.read(worker, i) };
         let crew = &self.helpers.crew;
         if crew.finish(crew.post(blocks.len(), tools.len(), Box::new(work))) {
@@ -116,8 +116,8 @@ impl Parts {
     /// Decompresses block `i` into its pages, and notes whether all of them are what was stored.
     ///
     /// # Safety
-    /// No other worker may have this block or this worker's number; the pager's lock is held by who posted this, and all that is pointed
-    /// to is there: a mark for each block, room for its pages, a decompressor for each worker.
+    /// No other worker may have this block or this worker's number. The poster must hold the pager's lock, and all that is
+    /// pointed to must be there: a mark for each block, room for its pages, a decompressor for each worker.
     unsafe fn read(&self, worker: usize, i: usize) {
         // SAFETY: the decompressor and the block's pages are this worker's alone. Objects are only read, and stay as they are.
         unsafe {
@@ -130,7 +130,7 @@ impl Parts {
     }
 }
 
-/// Decompresses an object into `out`, checking every page against its hash.
+/// Decompresses an object into `out`, and checks each page against its hash.
 pub(crate) fn decode_object(decompressor: &mut Decompressor, object: &[u8], out: &mut [u8]) -> bool {
     let head = Header::read(object);
     let body = &object[object::head_bytes(head.order)..];
@@ -146,12 +146,12 @@ mod tests {
     use crate::testing::{self, noise, words};
     use uzswap_mm::codec::{Algorithm, Encoding};
 
-    /// Pages of the run.
+    /// Pages in the run.
     const N: usize = 128;
     const FIRST: u64 = 0x4000;
 
-    /// Stores blocks of one to sixteen pages, of every codec and of none, from the first page on, with a gap behind each fourth; their first
-    /// pages in the run.
+    /// Stores blocks of one to sixteen pages, of every codec and of none, from the first page on, with a gap behind each fourth.
+    /// Returns their first pages in the run, and their handles.
     fn run(s: &mut State, orders: &[u8]) -> Vec<(usize, u32)> {
         let codecs = [Algorithm::Lz4, Algorithm::Zstd(1), Algorithm::Deflate(1)];
         let (mut at, mut blocks) = (0, Vec::new());
@@ -167,7 +167,7 @@ mod tests {
         unreachable!("it is cycled through")
     }
 
-    /// What is read with a helper is what was stored; neither a block that is damaged nor one that is not whole is said to be.
+    /// What is read with a helper is what was stored; neither a damaged block nor one that is not whole is reported as right.
     #[test]
     fn what_helpers_decompressed_is_right() {
         testing::with_helper(|p, s| {
@@ -178,7 +178,7 @@ mod tests {
             }
             let mut wanted: Vec<usize> = blocks.iter().map(|(at, _)| *at).collect();
             for round in 0..200 {
-                // (On a busy machine a helper may be late, for which it has a rest.)
+                // On a busy machine a helper may be late, and gets a rest for it.
                 p.helpers.rest.store(0, Relaxed);
                 let mut buffer = vec![0xee; N * PAGE];
                 assert_eq!(p.read_shared(s, FIRST, &mut buffer), wanted, "round {round}");
@@ -194,7 +194,7 @@ mod tests {
                     }
                 }
                 if round == 100 {
-                    // One is damaged, of another the last page was dropped.
+                    // One is damaged, and the last page of another was dropped.
                     let object = s.object(blocks[3].1);
                     let byte = object::head_bytes(object::order(object)) + 5;
                     object[byte] ^= 0x40;
@@ -209,7 +209,7 @@ mod tests {
         });
     }
 
-    /// Few pages, many of which few are in the pool, or one block: that is done sooner than said.
+    /// A few pages, many of which few are in the pool, or one block: these are done sooner than shared.
     #[test]
     fn little_is_not_shared() {
         testing::with_helper(|p, s| {

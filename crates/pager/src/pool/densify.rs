@@ -1,13 +1,14 @@
-//! Recompression: what lz4 stored becomes denser with zstd, when the pool crowds the program out.
+//! Recompression: what lz4 stored is made denser with zstd when the pool crowds the program out.
 //!
-//! lz4 is the warm codec: fast, and good enough while memory suffices. Where the pool takes more than an eighth of the limit
-//! what it takes costs faults, which are dearer: what is stored from then on is stored with zstd, and the sweep below goes over
-//! the page table and recompresses what lz4 stored before. It does a few units at a time, on the way of other work, and rests after
-//! a pass that gained little until the pool has grown again. From three quarters on clean pages keep no copy either. (Where
-//! there is a disk tier, what is idle is made dense before it is written, at any size of the pool: see `swap::dense`.)
+//! lz4 is the codec to begin with: fast, and good enough while memory suffices. Where the pool takes more than an eighth of the
+//! limit, its size costs faults, which cost more than zstd does. What is stored from then on is stored with zstd, and the sweep
+//! below goes over the page table and recompresses what lz4 stored before. It does a few units at a time, along with other work.
+//! After a pass that gained little it rests until the pool has grown again. From three quarters of the limit on, clean pages keep
+//! no copy either. (Where there is a disk tier, idle objects are made dense before they are written, at any size of the pool: see
+//! `swap::dense`.)
 //!
-//! Invariant: an object is replaced only when every page that refers to it was found, and all of them change to the new
-//! one under one hold of the lock; what cannot be decompressed or does not get smaller stays as it is.
+//! Invariant: an object is replaced only when every page that refers to it was found, and all of them switch to the new one under
+//! one hold of the lock. An object that cannot be decompressed, or does not get smaller, stays as it is.
 
 use crate::fault::deliver::decode;
 use crate::frames::arena::PAGE;
@@ -22,33 +23,33 @@ use uzswap_mm::codec::{Algorithm, Encoding};
 use uzswap_mm::pagetable::Tag;
 use uzswap_mm::trace::{Kind, Record};
 
-/// The pool is made dense where it takes more than one part of the limit in so many.
+/// The pool is made dense when it takes more than this part of the limit.
 ///
-/// The story: it was half. Programs that use all of their memory at random lost more by what lz4 took from them than zstd takes of time:
-/// Ruby at half of its memory faulted 1.36 million times in 25 s, and 0.27 million in 8.5 since.
+/// The story: it was half. Programs that use all of their memory at random lost more by the room that lz4 took from them than
+/// zstd costs in time: Ruby at half of its memory faulted 1.36 million times in 25 s, and does 0.27 million times in 8.5 now.
 const DENSE_PART: usize = 8;
-/// Page-table entries looked at per call at most.
+/// How many page-table entries a call looks at at most.
 const LOOK: usize = 4096;
 
-/// Where the sweep is.
+/// The state of the sweep.
 #[derive(Default)]
 pub struct Sweep {
-    /// Next page to look at.
+    /// The next page to look at.
     at: u64,
     /// Bytes gained in this pass.
     gained: usize,
-    /// Pool bytes held above which another pass is worth while.
+    /// The pool must hold more than this (bytes) for another pass to be worth while.
     rest_until: usize,
 }
 
 impl Pager {
-    /// Whether the pool takes so much of the limit that zstd, which leaves the program more, is worth its time. (The disk keeps it
-    /// small where there is one; for moments it holds more, and the disk is the faster way out of that than zstd.)
+    /// Whether the pool takes so much of the limit that zstd, which leaves the program more room, is worth its time. (Where there
+    /// is a disk, that keeps the pool small; if the pool holds more for a moment, the disk is the faster way out than zstd.)
     pub fn wants_dense(&self, s: &State) -> bool {
         self.takes_unless_disk(s, self.limit() / DENSE_PART)
     }
 
-    /// Whether it takes so much that memory is scarcer than anything else.
+    /// Whether the pool takes so much that memory is scarcer than anything else.
     pub fn crowded(&self, s: &State) -> bool {
         self.takes_unless_disk(s, self.limit() / 2)
     }
@@ -57,16 +58,16 @@ impl Pager {
         self.pool_takes(s, bytes) && (self.crowded_out(s) || !self.disk_takes_over(s))
     }
 
-    /// Whether it takes so much that clean pages keep no copy, and what is read at random leaves its block: room that the
-    /// program has more use for.
+    /// Whether the pool takes so much that clean pages keep no copy, and pages read at random leave their block: the program
+    /// needs the room more.
     pub fn crowded_out(&self, s: &State) -> bool {
         self.pool_takes(s, self.limit() / 4 * 3)
     }
 
-    /// Whether the pool takes more than so many bytes from the program: its own, with those of the other members of its group.
+    /// Whether the pool takes more than `bytes` from the program. The pools of the group's other members count with it.
     ///
-    /// The story: four processes of 100 MiB each under 220 had pools of up to 110 MiB, of lz4, which all but failed to compress what
-    /// they held: none of them alone took more than half of the limit, together they took twice as much as it.
+    /// The story: four processes of 100 MiB each under 220 had pools of up to 110 MiB, of lz4, which hardly compressed what they
+    /// held. None of the pools took more than half of the limit; together they took twice the limit.
     pub(crate) fn pool_takes(&self, s: &State, bytes: usize) -> bool {
         let pools = || s.pool.held_bytes() + self.others_pool.load(Relaxed);
         self.group.pool_uncharged.load(Relaxed) == 0 && pools() > bytes
@@ -77,7 +78,7 @@ impl Pager {
         if s.algorithm != Algorithm::Lz4 || !self.wants_dense(s) || s.pool.held_bytes() < s.sweep.rest_until {
             return false;
         }
-        // (The fault path's own: a context of zstd is large, and both are used with the lock held.)
+        // The fault path's own tools: a context of zstd is large, and both are used with the lock held.
         self.store_posted(s);
         let mut batch = s.take_direct();
         let (mut done, mut gained) = (0, 0);
@@ -86,7 +87,7 @@ impl Pager {
                 break;
             }
             let Some(vpn) = s.pt.next_used(s.sweep.at) else {
-                // A whole pass: go on at once only if it was worth it.
+                // A whole pass is done: go on at once only if it was worth it.
                 let poor = s.sweep.gained < s.pool.held_bytes() / 16;
                 s.sweep.rest_until = if poor { s.pool.held_bytes() / 8 * 9 } else { 0 };
                 (s.sweep.at, s.sweep.gained) = (0, 0);
@@ -107,13 +108,14 @@ impl Pager {
         gained > 0
     }
 
-    /// Replaces an object; returns the bytes it got smaller.
+    /// Replaces an object; returns by how many bytes it got smaller.
     fn recompress(&self, s: &mut State, handle: u32, head: Header, batch: &mut Batch) -> usize {
         let pages = 1usize << head.order;
         let (compressor, room) = batch.block_room(true, head.order);
         let (plain, packed) = room.split_at_mut(room.len() / 2);
         let (plain, live) = (&mut plain[..pages * PAGE], object::live(s.object(handle)));
-        // (What is being written, or is on disk already, will leave anyway. After mremap of a part its pages are elsewhere: such objects stay.)
+        // An object that is being written, or is already on disk, will leave anyway. After mremap of a part of it its pages are
+        // elsewhere: such objects stay.
         if head.flags & (object::HELD | object::ON_DISK) != 0
             || !relocate::is_found(&s.pt, handle, &head, &live)
             || !decode(s, handle, plain)
@@ -153,7 +155,7 @@ mod tests {
         testing::store(s, vpn, order, copies, page_of);
     }
 
-    /// Every page is what it was, and still out or in.
+    /// Checks that a page is what it was, and is still out, or in with a `copy`.
     fn check(s: &mut State, vpn: u64, copy: bool) -> Encoding {
         let pte = s.pt.get(vpn);
         let (handle, index) = if copy {
@@ -231,7 +233,7 @@ mod tests {
         assert_eq!(check_all(&mut s, last).0, 0);
     }
 
-    /// What is being written leaves anyway, and the write ends with the object that it began with.
+    /// An object that is being written leaves anyway, and the write must end with the object that it began with.
     #[test]
     fn what_is_being_written_is_left_alone() {
         let p = testing::pager(8 << 20);

@@ -1,15 +1,17 @@
-//! Objects in the pool: a header, a 128-bit hash for each page, the compressed bytes.
+//! The format of objects in the pool: a header, a 128-bit hash for each page, the compressed bytes.
 //!
 //! ```text
 //! len u24 │ encoding u4 order u4 │ live u16 │ vpn u40 │ flags u8 │ live, of more than 16 pages │ hash u128 × 2^order │ bytes │ place on disk, if any
 //! ```
-//! `vpn` is where the first of its pages is (or was) in the program: the way back from an object to the page-table
+//! `vpn` is where the first of the object's pages is (or was) in the program. It leads from an object back to the page-table
 //! entries that name it, which compaction of the pool needs. It is a hint; see `relocate`.
-//! `live` has a bit for each page that still refers to the object; the object goes with the last. (Where 16 bits do not do it is
-//! behind the header, as long as it must be, and the 16 bits are not used.) The hashes are those
-//! of the pages as stored: an evicted page whose hash is unchanged is clean, and its kept copy serves again without
-//! compression. (A false match has a probability of 2^-128 per eviction, far below that of memory errors; in return no
-//! page need be write-protected: see ARCHITECTURE.md.) The hash also checks every decompression.
+//!
+//! `live` has a bit for each page that still refers to the object; the object goes with the last. (Where 16 bits are too few, the
+//! set is behind the header, as long as it must be, and the 16 bits are unused.)
+//!
+//! The hashes are those of the pages as stored. An evicted page whose hash is unchanged is clean, and its kept copy serves again
+//! without compression. (A false match has a probability of 2^-128 per eviction, far below that of memory errors; in return no
+//! page need be write-protected: see ARCHITECTURE.md.) Each decompression is checked against the hash as well.
 
 use core::ops::Range;
 use uzswap_mm::codec::Encoding;
@@ -21,13 +23,13 @@ use uzswap_mm::replay;
 /// The decoded header.
 #[derive(Clone, Copy, Debug)]
 pub struct Header {
-    /// Compressed bytes.
+    /// Number of compressed bytes.
     pub len: usize,
     /// How they are compressed.
     pub encoding: Encoding,
-    /// Pages as a power of two.
+    /// Number of pages, as a power of two.
     pub order: u8,
-    /// The page of the program that page 0 is.
+    /// The page number of page 0 in the program.
     pub vpn: u64,
     /// [`REFERENCED`], [`WRITING_BY`], [`SEEN`], [`AHEAD`], [`PACKING`], [`TRIED`], [`ON_DISK`].
     pub flags: u8,
@@ -35,36 +37,36 @@ pub struct Header {
 
 /// Set when an object enters the pool's list, cleared by the shrinker that meets it: see `uzswap_mm::shrinker`.
 pub const REFERENCED: u8 = 1;
-/// The object is being written to the swap file, and must not change its place: a mark for each of two writes under way.
-/// (With one mark for both, an object that was stored where another had been, and boarded the second write, was taken for
-/// the first one's when that ended: the page's entry then named what it had been before.)
+/// The object is being written to the swap file, and must not move. There is a mark for each of two writes under way. (With one
+/// mark for both, an object that was stored where another had been, and boarded the second write, was taken for the first write's
+/// when that ended: the page's entry then named its former contents.)
 pub const WRITING: u8 = WRITING_BY[0] | WRITING_BY[1];
-/// See [`WRITING`]: which write it is.
+/// The mark of each write: see [`WRITING`].
 pub const WRITING_BY: [u8; 2] = [2, 16];
-/// Met already by the pass over the shrinker's list that is under way; clear between passes.
+/// The current pass over the shrinker's list has met the object; clear between passes.
 pub const SEEN: u8 = 4;
 
-/// Came from the swap file along with another, and was not wanted yet.
+/// The object came from the swap file along with another, and was not wanted yet.
 pub const AHEAD: u8 = 8;
-/// The object is being recompressed, and must not change its place either.
+/// The object is being recompressed, and must not move either.
 pub const PACKING: u8 = 32;
-/// Recompression gained little: the object is written to the swap file as it is.
+/// Recompression gained little: the object goes to the swap file as it is.
 pub const TRIED: u8 = 64;
-/// The object is on disk too, unchanged: its place there stands behind its bytes ([`crate::swap::kept`]).
+/// The object is also on disk, unchanged: its place there stands behind its bytes ([`crate::swap::kept`]).
 pub const ON_DISK: u8 = 128;
-/// The object is a part of a folio that goes to the swap file whole, and waits for its write. (What is being recompressed was not
-/// [`TRIED`], so it is not taken for one that came to lie at its place meanwhile and waits.)
+/// The object is part of a folio that goes to the swap file whole, and waits for its write. (An object that is being recompressed
+/// was not [`TRIED`], so it is not taken for one that came to its place meanwhile and waits.)
 pub const WAITING: u8 = PACKING | TRIED;
 /// Somebody looks at the object without the lock, or will want to find it again by its place.
 pub const HELD: u8 = WRITING | PACKING;
 
-/// Bytes of the header alone.
+/// Bytes of the fixed header.
 pub const HEADER_BYTES: usize = 12;
 
-/// The largest order whose live pages have their bits in the header.
+/// The largest order whose set of live pages is in the header.
 pub const SMALL: u8 = 4;
 
-/// Where the bits of live pages are.
+/// Where the set of live pages is.
 const fn live_at(order: u8) -> Range<usize> {
     if order <= SMALL { 4..6 } else { HEADER_BYTES..HEADER_BYTES + (1 << order) / 8 }
 }
@@ -74,11 +76,11 @@ const fn hashes_at(order: u8) -> usize {
     if order <= SMALL { HEADER_BYTES } else { live_at(order).end }
 }
 
-/// Bytes of all that is in front of the compressed ones.
+/// Bytes in front of the compressed ones.
 pub const fn head_bytes(order: u8) -> usize {
     hashes_at(order) + (16 << order)
 }
-// (What a trace is replayed with. It went on with a header of 8 bytes when there was one of 12.)
+// A trace is replayed with these sizes. It went on with a header of 8 bytes when there was one of 12.
 const _: () =
     assert!(head_bytes(0) == replay::head_bytes(1) && head_bytes(SMALL) == replay::head_bytes(replay::MOST_PAGES));
 
@@ -98,7 +100,7 @@ impl Header {
         }
     }
 
-    /// Writes a header; which pages are live stays as it stands there ([`set_live`]).
+    /// Writes a header; the set of live pages stays as it stands there ([`set_live`]).
     pub fn write(&self, b: &mut [u8]) {
         b[0..3].copy_from_slice(&(self.len as u32).to_le_bytes()[..3]);
         b[3] = self.encoding as u8 | self.order << 4;
@@ -114,7 +116,7 @@ impl Header {
     }
 }
 
-/// The tier of what is packed so.
+/// The tier of an encoding.
 pub const fn tier(encoding: Encoding) -> Tier {
     match encoding {
         Encoding::Lz4 => Tier::Warm,
@@ -133,21 +135,21 @@ pub fn set_flags(b: &mut [u8], set: u8, clear: u8) {
     b[11] = (b[11] & !clear) | set;
 }
 
-/// The pages that still refer to an object.
+/// The set of pages that still refer to an object.
 pub fn live(b: &[u8]) -> PageSet {
     PageSet::read(&b[live_at(order(b))])
 }
 
-/// Says which pages refer to an object whose header was written.
+/// Sets which pages refer to an object; its header must be written.
 pub fn set_live(b: &mut [u8], live: PageSet) {
     let at = live_at(order(b));
     live.write(&mut b[at]);
 }
 
-/// Page `index` refers to the object no more; whether another does.
+/// Page `index` no longer refers to the object; returns whether another does.
 ///
 /// # Panics
-/// When it did not refer to it.
+/// When the page did not refer to the object.
 pub fn leave(b: &mut [u8], index: usize) -> bool {
     let at = live_at(order(b));
     let bits = &mut b[at];
@@ -157,13 +159,13 @@ pub fn leave(b: &mut [u8], index: usize) -> bool {
     bits.iter().any(|bits| *bits != 0)
 }
 
-/// The hashes of all pages, as they are stored.
+/// The bytes of all stored hashes.
 pub fn hashes(b: &[u8]) -> &[u8] {
     let order = order(b);
     &b[hashes_at(order)..head_bytes(order)]
 }
 
-/// Sets the hashes of pages from `index` on to what [`hashes`] gave of so many.
+/// Sets the hashes of pages from `index` on, from bytes that [`hashes`] returned.
 pub fn set_hashes(b: &mut [u8], index: usize, hashes: &[u8]) {
     let at = hashes_at(order(b)) + 16 * index;
     b[at..at + hashes.len()].copy_from_slice(hashes);

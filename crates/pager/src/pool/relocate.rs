@@ -1,21 +1,21 @@
-//! Objects change place in the pool.
+//! Moves objects within the pool, to compact it.
 //!
-//! An object is named by page-table entries only: of pages that are out (compressed) and of pages that are in and kept a
-//! copy. Its header says where in the program it belongs, and `live` which of its pages still refer to it, so the entries
-//! are found from the object. Everything that reads an object holds the pager's lock from the look at the entry to the
-//! last byte, and so does whoever moves one: copying it and changing its entries is one step for all readers. There is no
-//! lock-free protocol for handles, and none is needed: a read takes 2 to 10 µs, and the lock is held for those anyway to
-//! serve the fault. What the lock demands of readers is that no handle is kept over it - it is a place, not a name, and
-//! may be another's by then. What does outlive a hold (`decoded`, `left_behind`, `sparse`, entries of pages being compressed) lies in
-//! the state and is changed with the move. The page map, which is read without the lock, has states and no handles, and a
-//! move publishes the state it found. (Modelled with loom below.)
+//! Only page-table entries name an object: those of pages that are out (compressed), and of pages that are in and kept a copy.
+//! Its header says where in the program it belongs, and `live` which of its pages still refer to it, so the entries are found
+//! from the object. Whoever reads an object holds the pager's lock from the look at the entry to the last byte, and so does
+//! whoever moves one: to all readers, copying an object and changing its entries is one step. There is no lock-free protocol for
+//! handles, and none is needed: a read takes 2 to 10 µs, and the lock is held that long anyway to serve the fault. But readers
+//! must not keep a handle across a release of the lock: it is a place, not a name, and may be another's by then. What does
+//! outlive a hold (`decoded`, `left_behind`, `sparse`, entries of pages being compressed) lies in the state and changes with the
+//! move. The page map, which is read without the lock, has states and no handles, and a move publishes the state it found.
+//! (Modelled with loom below.)
 //!
-//! Invariant: an object moves only when every live page's entry was found to name it. (After mremap of a part of a unit
-//! its pages are apart, the header can be right for one part only, and the object stays until it dies.)
+//! Invariant: an object moves only when every live page's entry was found to name it. (After mremap of a part of a unit its pages
+//! are apart, and the header can be right for one part only; such an object stays until it dies.)
 //!
-//! The pool is compacted under memory pressure only, on the way of reclaim, in small steps, when a sixteenth of it is
-//! waste: that frees memory at a tenth of the price of compressing a page. When there is none, and more than half of the pages of
-//! its page blocks are free, the emptiest blocks are emptied by steps as small.
+//! The pool is compacted only under memory pressure, in small steps of reclaim, when a sixteenth of it is waste: that frees
+//! memory at a tenth of the price of compressing a page. When there is no such waste, and more than half of the pages of the
+//! pool's page blocks are free, the emptiest blocks are emptied in steps as small.
 
 use crate::frames::arena;
 use crate::pager::Pager;
@@ -32,7 +32,7 @@ use uzswap_mm::zsmalloc::{Compacted, Freed, Handle, Relocate, ZsPool};
 
 /// Objects moved per call: some tens of microseconds under the lock.
 const STEP: usize = 64;
-/// Calls per look at the page blocks, each of which is looked at then.
+/// Calls per look at the page blocks, which looks at each of them.
 const LOOK_EVERY: u32 = 16;
 
 /// Whether an entry refers to page `index` of an object whose order is `order`.
@@ -41,12 +41,12 @@ fn refers(vpn: u64, pte: Pte, handle: u32, order: u8, index: usize) -> bool {
     out || (pte.copy() == Some(handle) && (vpn & ((1 << order) - 1)) as usize == index)
 }
 
-/// Whether every page that refers to an object, which are `live`, is where the object says.
+/// Whether every page that refers to an object (`live`) is where the object says.
 pub fn is_found(pt: &PageTable, handle: u32, head: &Header, live: &PageSet) -> bool {
     live.iter().all(|i| refers(head.vpn + i as u64, pt.get(head.vpn + i as u64), handle, head.order, i))
 }
 
-/// Makes the entries of an object's pages, which are `live`, name its new place; `head` is of the object there.
+/// Makes the entries of the pages that refer to an object (`live`) name its new place; `head` is that of the object there.
 pub fn repoint(pt: &mut PageTable, head: &Header, live: &PageSet, to: u32) {
     for i in live.iter() {
         let vpn = head.vpn + i as u64;
@@ -57,37 +57,37 @@ pub fn repoint(pt: &mut PageTable, head: &Header, live: &PageSet, to: u32) {
     }
 }
 
-/// A compressed page is at `vpn` now, with its entry unchanged: its object shall be found there, and by nobody who looks for it
+/// A compressed page is at `vpn` now, with its entry unchanged: makes its object say so, and lets nobody find it who looks for it
 /// where it was.
 pub fn moved(s: &State, vpn: u64, pte: Pte) {
     let object = s.object(pte.handle());
     let mut head = Header::read(object);
     head.vpn = vpn.wrapping_sub(pte.index() as u64);
-    // (Who writes or recompresses it would not find it again where it was, to take the mark off: found without one, or not found, it
-    // gives it up as one that has gone.)
+    // A thread that writes or recompresses the object would not find it again where it was, to take the mark off. Without a mark,
+    // or not found, the object counts as gone to that thread.
     head.flags &= !object::HELD;
     head.write(object);
 }
 
-/// The parts of the state that a move changes, beside the pool itself.
+/// The parts of the state that a move changes, besides the pool itself.
 struct Mover<'a> {
     pool: usize,
     pt: &'a mut PageTable,
     decoded: &'a mut [Decoded],
     left_behind: &'a mut BTreeSet<u32>,
     sparse: &'a mut [shrinker::Entry],
-    /// Where objects are now, by their first page.
+    /// The new places of moved objects, by their first page.
     moved: Vec<(u64, u32)>,
 }
 
 impl Relocate for Mover<'_> {
     fn relocate(&mut self, from: Handle, to: Handle, len: usize) -> bool {
         let (src, dst) = ((self.pool + from.offset()) as *const u8, (self.pool + to.offset()) as *mut u8);
-        // SAFETY: both are objects of the pool, which the pager's lock protects (the page table is borrowed from it);
-        // the pool says that they are of `len` bytes and apart.
+        // SAFETY: both are objects of the pool, which the pager's lock protects (the page table is borrowed from it); the pool
+        // says that they are `len` bytes long and apart.
         let (src, dst) = unsafe { (core::slice::from_raw_parts(src, len), core::slice::from_raw_parts_mut(dst, len)) };
         let (head, live) = (Header::read(src), object::live(src));
-        // (What is being written or recompressed must be found again by its place.)
+        // An object that is being written or recompressed must be found again by its place.
         if head.flags & object::HELD != 0 || !is_found(self.pt, from.raw(), &head, &live) {
             return false;
         }
@@ -107,16 +107,17 @@ impl Relocate for Mover<'_> {
     }
 
     fn freed(&mut self, pages: Freed) {
-        // SAFETY: the pool says that no object is left in the range.
+        // SAFETY: the pool says that the range holds no object any more.
         unsafe { arena::discard(self.pool + pages.offset, pages.len) };
     }
 }
 
 impl Pager {
-    /// Compacts the pool a little when a sixteenth of it is waste, or empties page blocks; true when memory was freed.
+    /// Compacts the pool a little when a sixteenth of it is waste, or else empties page blocks; true when compaction freed
+    /// memory.
     pub fn compact_pool(&self, s: &mut State) -> bool {
         let (held, used) = (s.pool.held_bytes(), s.pool.used_bytes());
-        // What cannot be freed (or was not worth it) is not looked at again until as much waste has come on top.
+        // Waste that could not be freed (or was not worth it) is not looked at again until as much has come on top.
         if held - used < held / 16 + s.pool_rest {
             self.empty_page_blocks(s);
             return false;
@@ -141,12 +142,12 @@ impl Pager {
         }
         let done = relocate(s, |pool, mover| pool.evacuate(STEP, mover));
         self.counters().pool_blocks_freed.fetch_add(done.blocks as u64, Relaxed);
-        // (Where nothing moved, or something will not, the same would be found again.)
+        // If nothing moved, or something will not move, the next look would find the same.
         s.pool_stuck = if done.moved < STEP { s.pool.page_blocks().1 } else { usize::MAX / 2 };
     }
 }
 
-/// Moves objects of the pool, and what names them.
+/// Moves objects of the pool, and updates what names them.
 fn relocate(s: &mut State, act: impl FnOnce(&mut ZsPool, &mut Mover) -> Compacted) -> Compacted {
     let held = s.pool.held_bytes();
     let State { pool, pt, decoded, left_behind, sparse, layout, .. } = s;
@@ -161,9 +162,9 @@ fn relocate(s: &mut State, act: impl FnOnce(&mut ZsPool, &mut Mover) -> Compacte
 
 /// Readers and movers in every order of their steps (loom), over the engine's own tables and pool.
 ///
-/// loom's mutex stands in for the pager's lock, which has a model of its own (`uzswap_sys::lock`). What is shown here is
-/// that this lock is all a reader needs: whoever looks at the entry and reads to the last byte under one hold finds its
-/// page, whatever moves and frees before, between and after - and that no less would do.
+/// loom's mutex stands in for the pager's lock, which has a model of its own (`uzswap_sys::lock`). The models show that this lock
+/// is all a reader needs: a thread that looks at the entry and reads to the last byte under one hold finds its page, whatever
+/// moves and frees before, between and after; and that no less would do.
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -175,7 +176,7 @@ mod tests {
     use uzswap_mm::codec::{Algorithm, Encoding};
     use uzswap_mm::compaction::rule::Rule;
 
-    // (Boxed: loom's threads have small stacks.)
+    // Boxed, as loom's threads have small stacks.
     type Shared = Arc<Mutex<Box<State>>>;
 
     fn content(vpn: u64) -> [u8; PAGE] {
@@ -203,7 +204,7 @@ mod tests {
         s.pt.set(vpn, Pte::NONE);
     }
 
-    /// What a fault does with a page that is out, and eviction with a kept copy: whether it finds the page.
+    /// Reads a page as a fault does if it is out, or as eviction does with a kept copy; returns whether it finds the page.
     fn read(s: &mut State, vpn: u64) -> bool {
         let (handle, mut out) = (handle_of(s, vpn), [0; PAGE]);
         let followed = s.decoded.iter().all(|d| d.vpn != vpn || d.handle == Some(handle));
@@ -211,7 +212,8 @@ mod tests {
         decode(s, handle, &mut out) && out == content(vpn) && followed
     }
 
-    /// A pool of two slabs with one object left in each, out of many: one is to be drained into the other. The pages.
+    /// A pool of two slabs with one object left in each, of many: one is to be drained into the other. Returns the two pages as
+    /// well.
     fn sparse(pager: &Pager) -> (Box<State>, u64, u64) {
         let mut s = Box::new(State::new(pager.layout, Algorithm::Lz4, Rule::default()));
         let (mut n, mut slabs) = (0, Vec::new());
@@ -241,7 +243,7 @@ mod tests {
         (s, first, second)
     }
 
-    /// What happened in all orders together. (A panic inside of loom's model may hang it.)
+    /// What happened in all orders together. (A panic inside loom's model may hang it.)
     #[derive(Clone, Default)]
     struct Seen(std::sync::Arc<[std::sync::atomic::AtomicUsize; 3]>);
 
@@ -307,8 +309,8 @@ mod tests {
         assert!(seen.get(MOVED) > 0, "nothing was ever moved: the test shows nothing");
     }
 
-    /// A handle is a place, not a name: who keeps it over the lock reads whatever lies there by then. No code does; this
-    /// shows that the model above has the orders in which it would matter.
+    /// A handle is a place, not a name: a thread that keeps it across a release of the lock reads whatever lies there by then. No
+    /// code does that; this shows that the model above has the orders in which it would matter.
     #[test]
     fn a_handle_kept_over_the_lock_is_stale() {
         let pager = testing::pager(16 << 20);
@@ -321,7 +323,7 @@ mod tests {
             });
             let (page, handle) = {
                 let s = state.lock().unwrap();
-                // The object of the two that compaction will move.
+                // Of the two objects, the one that compaction will move.
                 let page = if handle_of(&s, first) > handle_of(&s, second) { first } else { second };
                 (page, handle_of(&s, page))
             };
