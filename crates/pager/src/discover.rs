@@ -1,11 +1,11 @@
 //! Discovery: which of the program's memory is managed.
 //!
-//! Private anonymous memory that was not executable when it was found, less what is excluded: uzswap's own, thread stacks (libc maps them
-//! with MAP_STACK, which the agent sees), the TLS of live threads (the kernel itself writes there and kills the process
-//! when it cannot), and small anonymous mappings older than the agent (the loader's). Reserved ranges (PROT_NONE) are
-//! registered too, so what malloc arenas and runtimes open up later is covered. Ranges are found by reading
-//! /proc/self/maps, never trusted from a hook: a hook only says that it is time to look. Memory found late was the
-//! kernel's meanwhile: nothing is wrong, it merely counted without being evictable.
+//! Managed is private anonymous memory that was not executable when it was found, without what is excluded: uzswap's own memory,
+//! thread stacks (libc maps them with MAP_STACK, which the agent sees), the TLS of live threads (the kernel writes there and
+//! kills the process when it cannot), and small anonymous mappings older than the agent (the loader's). Reserved ranges
+//! (PROT_NONE) are registered too, which covers what malloc arenas and runtimes open up later. Ranges are found by reading
+//! /proc/self/maps, never trusted from a hook: a hook only says that it is time to look. Memory found late was the kernel's
+//! meanwhile: nothing is wrong, it only counted without being evictable.
 
 pub mod ceded;
 pub(crate) mod engage;
@@ -27,85 +27,85 @@ use uzswap_mm::pagetable::{ADDRESS_SPACE_PAGES, Tag};
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{maps, pagemap, sys, thread};
 
-/// Anonymous mappings older than the agent are managed from this size on.
+/// Anonymous mappings older than the agent are managed if they are at least this large.
 pub const OLD_MAPPING_BYTES: usize = 4 << 20;
 
-/// Bytes from the thread pointer on that are pinned: the thread's number and the head of its robust list are there (in
-/// glibc's layout at 720 and 736, where debuggers expect them). No more: behind the block there may be other memory.
+/// How many bytes from the thread pointer on are pinned: the thread's number and the head of its robust list are there (in
+/// glibc's layout at 720 and 736, where debuggers expect them). No more, as behind the block there may be other memory.
 const PINNED_BYTES: usize = 1 << 10;
 
-/// Looks at a thread's control block, touched before each, until it is left as it is.
+/// How often to look whether a thread's control block, touched before each look, is left as it is.
 const PIN_TRIES: usize = 100;
 
-/// Memory that nobody knows of is looked for from this size on.
+/// The ticker looks for unknown memory from this amount on.
 const UNKNOWN_BYTES: usize = 1 << 20;
-/// A scan is made again after so many times what it took, where little is unknown.
+/// Where little is unknown, a scan is made again after this many times its duration.
 const PAUSES: u64 = 8;
 
-/// When the ticker scans. A scan takes as long as a program has mappings (30,000 of them: 50 ms), and one that maps memory piece by piece
-/// has a MiB of it unknown again right away.
+/// When the ticker scans. A scan takes as long as the program has mappings (50 ms for 30,000), and a program that maps memory
+/// piece by piece has another MiB of it unknown right away.
 #[derive(Default)]
 pub struct Scans {
-    /// What was unknown after the last one (bytes).
+    /// What was unknown after the last scan (bytes).
     pub unknown_before: usize,
-    /// When that ended, and what it took (nanoseconds).
+    /// When the last scan ended, and how long it took (nanoseconds).
     ended: u64,
     took: u64,
-    /// When memory may be tried to be managed, after that could not be (monotonic nanoseconds).
+    /// When to try again to manage memory, after that failed (monotonic nanoseconds).
     pub engage_from: u64,
-    /// How often it could not be, for what may pass.
+    /// How often it failed, for a reason that may pass.
     pub refused: u32,
-    /// Whether the program's calls that begin wait for a scan that they did not let through ([`Calls::want_stopped`]).
+    /// Whether new calls of the program wait for a scan that calls did not let through ([`Calls::want_stopped`]).
     ///
     /// [`Calls::want_stopped`]: crate::calls::Calls::want_stopped
     held_up: bool,
 }
 
 impl Scans {
-    /// Whether it is time for one, where so much is unknown in a process whose share of the limit is this.
+    /// Whether a scan is due where `unknown` bytes are unknown, in a process with this share of the limit.
     pub fn are_due(&self, unknown: usize, share: usize, now: u64) -> bool {
         let new = unknown.saturating_sub(self.unknown_before);
         let rested = now.saturating_sub(self.ended) >= PAUSES * self.took;
         new > UNKNOWN_BYTES && (rested || new > share / 16)
     }
 
-    /// Calls did not let a scan through, so those that begin wait for it from now on; or they no longer do.
+    /// Sets whether calls did not let a scan through, so that new ones wait for it.
     pub fn set_held_up(&mut self, calls: &Calls, held_up: bool) {
         if core::mem::replace(&mut self.held_up, held_up) != held_up {
             calls.want_stopped(held_up);
         }
     }
 
-    /// One was made.
+    /// Notes a scan that was made.
     pub fn note(&mut self, begun: u64, ended: u64) {
         (self.ended, self.took) = (ended, ended.saturating_sub(begun));
     }
 }
 
 impl Pager {
-    /// Registers what is not registered yet and lists its pages, while no mapping call of the program is under way.
-    /// Returns the bytes newly found present.
+    /// Registers what is not registered yet and lists its pages, while no mapping call of the program is under way. Returns how
+    /// many bytes it newly found present.
     ///
     /// # Errors
-    /// When the maps cannot be read, or when a range of which pages are out could not be registered (in a forked child:
-    /// they would read as zeros). What else cannot be registered stays the kernel's.
+    /// When the maps cannot be read, or when a range of which pages are out could not be registered (in a forked child: they
+    /// would read as zeros). Other memory that cannot be registered stays the kernel's.
     pub fn scan(&self, s: &mut State) -> Result<usize, Errno> {
         let mut text = Vec::with_capacity(128 << 10);
         raw::read_file(b"/proc/thread-self/maps\0", &mut text)?;
         drop_stale(s);
         let mut found = Ok(0);
         for m in maps::parse(&text) {
-            // The others are registered all the same.
+            // Register the others all the same.
             found = self.take_over_mapping(s, &m).and_then(|new| Ok(found? + new));
         }
         found
     }
 
-    /// Registers a mapping if it is to be managed, less what is excluded, and lists the pages that are there and were not known.
+    /// Registers a mapping if it is to be managed, without what is excluded, and lists its present pages that were unknown.
     fn take_over_mapping(&self, s: &mut State, m: &maps::Mapping) -> Result<usize, Errno> {
-        // (What a program makes executable later, as compilers at run time do, has been managed before.)
+        // Memory that a program makes executable later, as compilers at run time do, has been managed before.
         let managed = m.is_private_anonymous() || m.is_anonymous() && s.knows_any(m.start, m.end);
-        // (Who asks for addresses beyond 47 bits, where the machine has them, keeps that memory.)
+        // Memory beyond 47 bits, where the machine has such addresses and the program asks for them, is not managed.
         let managed = managed && (m.end / PAGE) as u64 <= ADDRESS_SPACE_PAGES;
         if self.layout.owns(m.start) || !managed {
             return Ok(0);
@@ -119,8 +119,8 @@ impl Pager {
         found
     }
 
-    /// The same between mapping calls of the program: while one runs, from its event to its end, there may be pages that are
-    /// about to go. False when calls cannot be kept from running now.
+    /// Scans between mapping calls of the program: while one runs, from its event to its end, there may be pages that are about
+    /// to go. False when calls cannot be kept from running now.
     pub(crate) fn scan_between_calls(&self) -> bool {
         let Some(mut s) = self.lock_between_calls() else { return false };
         let _ = self.scan(&mut s);
@@ -128,12 +128,12 @@ impl Pager {
         true
     }
 
-    /// Registers what the program's calls said that they mapped, between its calls; all that is not registered yet where they said more
-    /// than could be noted, or the kernel cannot be asked about single mappings. Returns whether all was looked through; None when
-    /// calls cannot be kept from running now.
+    /// Registers, between the program's calls, what those calls noted as mapped; or everything not registered yet, if they noted
+    /// more than there was room for, or the kernel cannot be asked about single mappings. Returns whether it looked through
+    /// everything; None when calls cannot be kept from running now.
     ///
-    /// The story: each MiB that a program mapped had all its mappings read and registered again. One that mapped 30,000 of 16 KiB
-    /// took 31 s, 28 of them for that.
+    /// The story: for each MiB that a program mapped, all its mappings were read and registered again. A program that mapped
+    /// 30,000 of 16 KiB took 31 s, 28 of them for that.
     pub(crate) fn scan_noted_between_calls(&self) -> Option<bool> {
         let mut s = self.lock_between_calls()?;
         let whole = !self.scan_noted(&mut s);
@@ -144,8 +144,8 @@ impl Pager {
         Some(whole)
     }
 
-    /// The same by the handler, which waits for no call to end; false where it has not been done. (What the ticker gives up, as the process
-    /// is let go of, is not to be looked at.)
+    /// The same for the handler, which waits for no call to end; false where it has not been done. (While the process is let go
+    /// of, the handler must not register what the ticker gives up.)
     pub(crate) fn scan_noted_now(&self) -> bool {
         let Some(mut s) = self.lock_between_calls_now() else { return false };
         if self.lets_go() {
@@ -156,7 +156,8 @@ impl Pager {
         if !done {
             self.growth.noted.lose();
         }
-        // (What was unmapped since shows only when it is asked for: without that there would be no room for what is mapped now.)
+        // What was unmapped since shows only when the kernel is asked: without that there would be no room for what is mapped
+        // now.
         s.rss = self.rss_now(&s);
         self.publish(&s);
         self.calls.go_on();
@@ -182,7 +183,7 @@ impl Pager {
             let mut at = start.max(done);
             while at < end {
                 let Some(m) = maps::mapping_from(fd, at, &mut name)?.filter(|m| m.start < end) else { break };
-                // (What a neighbour was noted for, or found before, is no news.)
+                // Skip what a neighbour was noted for, or an earlier look found.
                 if !s.managed.covers(m.start.max(at), m.end.min(end)) {
                     let _ = self.take_over_mapping(s, &m);
                 }
@@ -193,9 +194,9 @@ impl Pager {
         Ok(())
     }
 
-    /// Registers one range and lists the pages that are there and were not known.
+    /// Registers one range and lists its present pages that were unknown.
     pub(crate) fn take_over(&self, s: &mut State, start: usize, end: usize) -> Result<usize, Errno> {
-        // Registering again what is registered already is a cheap no-op for the kernel.
+        // Registering again what is registered is a cheap no-op for the kernel.
         let refused = self.inject(Site::Register).map(|_| libc::ENOMEM);
         if let Some(errno) = refused.or(self.register(start, end - start).err()) {
             if any_out(s, start, end) {
@@ -213,7 +214,7 @@ impl Pager {
         if s.managed.has(start, end) {
             return Ok(0);
         }
-        // (What is managed beyond it, of a mapping that was split since, stays: not all who look see that one.)
+        // What is managed beyond it, of a mapping that was split since, stays: not every look sees that one.
         s.managed.cut(start, end);
         s.managed.push((start, end));
         let mut runs: Vec<(usize, usize)> = Vec::new();
@@ -238,7 +239,7 @@ impl Pager {
                 while at + n < end && n < 512 && s.pt.get(at + n) == uzswap_mm::pagetable::Pte::NONE {
                     n += 1;
                 }
-                // (Before they are listed: who reads the page map sees no page as written to that was only read.)
+                // Before they are listed: no reader of the page map may see a page as written to that was only read.
                 if s.tracking {
                     self.find_unwritten(s, at, at + n);
                 }
@@ -250,8 +251,8 @@ impl Pager {
         Ok(pages * PAGE)
     }
 
-    /// In a forked child, when all that is mapped has been registered: forgets what the parent had and the child has not
-    /// (MADV_DONTFORK). What the child maps there is new.
+    /// Forgets memory that a forked child did not get (MADV_DONTFORK), once all that is mapped has been registered. What the
+    /// child maps there is new.
     pub(crate) fn forget_unmapped(&self, s: &mut State) {
         let mut at = 0;
         for (start, end) in s.managed.clone().iter() {
@@ -261,11 +262,11 @@ impl Pager {
         forget_range(s, at, ADDRESS_SPACE_PAGES);
     }
 
-    /// In a forked child: forgets what its parent had in memory that is zeros in its children (MADV_WIPEONFORK), as the kernel
+    /// Forgets, in a forked child, what its parent had in memory that is zeros in its children (MADV_WIPEONFORK), as the kernel
     /// says.
     ///
-    /// The story: such memory was as the parent's where it was out. Generators of random numbers keep their state there so that
-    /// parent and child do not come to the same keys.
+    /// The story: where such memory was out, the child got its parent's contents. Random number generators keep their state in
+    /// such memory so that parent and child do not come to the same keys.
     ///
     /// # Errors
     /// When the kernel cannot be asked.
@@ -281,10 +282,10 @@ impl Pager {
         Ok(())
     }
 
-    /// Excludes a range that was mapped just now, as long as it is mapped: a stack.
+    /// Excludes a range that was just mapped, as long as it is mapped: a stack.
     ///
-    /// One that the ticker has found and registered since it was mapped stays managed, as a stack that the program made
-    /// itself is: it cannot be let go of here, as only the helpers have the userfaultfd. Excluded as well it would be managed
+    /// A stack that the ticker has found and registered since it was mapped stays managed, like one that the program made itself:
+    /// it cannot be unregistered here, as only the helpers have the userfaultfd. If it were excluded as well, it would be managed
     /// in this process, and read as zeros in forked children, which go by what is excluded.
     pub fn exclude(&self, s: &mut State, start: usize, end: usize) {
         let found = s.managed.overlapping(start, end).next().is_some();
@@ -295,29 +296,30 @@ impl Pager {
         }
     }
 
-    /// Whether any of a range may ever have been excluded.
+    /// Whether part of a range may ever have been excluded.
     pub fn may_be_excluded(&self, start: usize, end: usize) -> bool {
         start < self.excluded_to.load(Relaxed) && self.excluded_from.load(Relaxed) < end
     }
 
-    /// Keeps the calling thread's control block in memory for good: the kernel's last write for a thread that ends goes there
-    /// (who joins it waits for that), and it serves no fault of a thread that ends. Where the thread's stack is libc's the
-    /// block is excluded with it; where it is the program's, or was found before it was excluded, it is managed.
+    /// Keeps the calling thread's control block in memory for good. The kernel's last write for a thread that ends goes there (a
+    /// thread that joins it waits for that), and the kernel serves no fault of a thread that ends. If the thread's stack is
+    /// libc's, the block is excluded with it; if the stack is the program's, or was found before it was excluded, the block is
+    /// managed.
     ///
-    /// To be called with all signals blocked.
+    /// Call it with all signals blocked.
     pub fn pin_control_block(&self) {
         let at = thread::pointer();
-        // (There a moment ago: the thread runs. It may have been put out since.)
+        // It was there a moment ago, as the thread runs. It may have been evicted since.
         self.pin(at, at + PINNED_BYTES, true);
     }
 
-    /// Keeps the pages of `[from, to)` in memory for as long as they are mapped, to be written to. `touched`: they were a moment ago;
-    /// else, and where they have gone since, they are brought.
+    /// Keeps the pages of `[from, to)` in memory, and writable, for as long as they are mapped. `touched` says that they were
+    /// touched a moment ago; otherwise, and where they have gone since, it brings them in.
     ///
-    /// The story: what had been pinned, and dropped (MADV_DONTNEED) and used again since, as stacks and heaps are, was taken to be pinned
-    /// still. It was put out, and who joined the thread waited for ever.
+    /// The story: memory that had been pinned, then dropped (MADV_DONTNEED) and used again, as stacks and heaps are, still
+    /// counted as pinned. It was evicted, and a thread that joined its thread waited forever.
     ///
-    /// To be called with all signals blocked.
+    /// Call it with all signals blocked.
     pub fn pin(&self, from: usize, to: usize, mut touched: bool) {
         let (start, end) = (from & !(PAGE - 1), to.next_multiple_of(PAGE));
         let pages = || (start / PAGE) as u64..(end / PAGE) as u64;
@@ -331,7 +333,7 @@ impl Pager {
             if within(&s.excluded) || pinned && !s.knows_any(start, end) {
                 return;
             }
-            // There, and not write-protected, which the kernel's last write would meet as well.
+            // Present, and not write-protected, as the kernel's last write would meet the protection as well.
             let there = |vpn| {
                 let plain = !s.pt.is_clean(vpn) && !s.pt.is_protected(vpn);
                 matches!(s.pt.get(vpn).tag(), Tag::Resident | Tag::None) && plain
@@ -346,13 +348,13 @@ impl Pager {
         }
     }
 
-    /// Whether all of a range is excluded: a stack of libc's. To be called with all signals blocked.
+    /// Whether all of a range is excluded, as a stack of libc's. Call it with all signals blocked.
     pub fn is_excluded(&self, start: usize, end: usize) -> bool {
         self.lock_in_hook().excluded.iter().any(|(a, b)| *a <= start && end <= *b)
     }
 
-    /// A mapping that is no stack was made, or moved to: the range may be managed, and nothing is advised of it. (Nothing tells when a
-    /// stack is unmapped, as it was not registered, nor what is before memory is managed.)
+    /// Notes that a mapping other than a stack was made, or moved to: the range may be managed, and no advice holds for it.
+    /// (Nothing tells when a stack is unmapped, as it was not registered, nor what happens before memory is managed.)
     pub fn include(&self, s: &mut State, start: usize, end: usize) {
         s.advice.forget(start, end);
         s.excluded = without(core::mem::take(&mut s.excluded), &[(start, end)]);
@@ -376,7 +378,7 @@ impl Pager {
     }
 }
 
-/// Brings pages, to be written to where the kernel can say so; nothing happens where there is no memory.
+/// Brings pages in, writable where the kernel can be told so; does nothing where there is no memory.
 pub fn populate(from: usize, to: usize) {
     // SAFETY: populating changes no contents, and does nothing where there is no memory.
     if unsafe { sys!(libc::SYS_madvise, from, to - from, libc::MADV_POPULATE_WRITE) }.is_err() {
@@ -386,11 +388,11 @@ pub fn populate(from: usize, to: usize) {
     }
 }
 
-/// Drops what says that a range is not managed where pages of it are: the stack was unmapped, and memory moved or grew to its
+/// Drops exclusions and pins of ranges of which pages are known: the stack was unmapped and other memory moved or grew to its
 /// place, or the program dropped what had been pinned.
 ///
-/// The story: a block that `mremap` moved to where threads' stacks had been was managed on, and zeros in forked children, which
-/// register all but what is excluded.
+/// The story: a block that `mremap` moved to where threads' stacks had been stayed managed, and was zeros in forked children,
+/// which register all but what is excluded.
 fn drop_stale(s: &mut State) {
     let (mut excluded, mut pinned) = (core::mem::take(&mut s.excluded), core::mem::take(&mut s.pinned));
     excluded.retain(|(start, end)| !s.knows_any(*start, *end));
@@ -398,7 +400,7 @@ fn drop_stale(s: &mut State) {
     (s.excluded, s.pinned) = (excluded, pinned);
 }
 
-/// Whether a page of the range is out of the program.
+/// Whether a page of the range is out.
 fn any_out(s: &State, start: usize, end: usize) -> bool {
     let (mut at, end) = ((start / PAGE) as u64, (end / PAGE) as u64);
     while let Some(vpn) = s.pt.next_used(at).filter(|vpn| *vpn < end) {
@@ -410,7 +412,7 @@ fn any_out(s: &State, start: usize, end: usize) -> bool {
     false
 }
 
-/// What is mapped at a range next is looked at anew, and nobody's control block.
+/// Forgets what is known of a range: what is mapped there next is looked at anew, and is nobody's control block.
 pub(crate) fn no_longer_managed(s: &mut State, start: usize, end: usize) {
     if s.pinned.iter().any(|(a, b)| *a < end && start < *b) {
         s.pinned = without(core::mem::take(&mut s.pinned), &[(start, end)]);
@@ -419,7 +421,7 @@ pub(crate) fn no_longer_managed(s: &mut State, start: usize, end: usize) {
     s.managed.cut(start, end);
 }
 
-/// The parts less the excluded ranges.
+/// The parts without the excluded ranges.
 pub(crate) fn without(mut parts: Vec<(usize, usize)>, excluded: &[(usize, usize)]) -> Vec<(usize, usize)> {
     for (a, b) in excluded {
         let mut next = Vec::with_capacity(parts.len() + 1);
@@ -465,7 +467,7 @@ mod tests {
         assert!(due(&scans, 8, 2001), "more than a sixteenth of the limit");
     }
 
-    /// What calls said that they mapped is managed after a look at that, and nothing else is looked at.
+    /// What calls noted as mapped is managed after a look at those ranges, and nothing else is looked at.
     #[test]
     fn what_calls_noted_is_found_without_looking_at_the_rest() {
         let p = testing::pager(16 << 20);
@@ -473,7 +475,7 @@ mod tests {
             // SAFETY: new memory of the test's own.
             unsafe {
                 let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-                // (With a page of another kind on either side, so that it is a mapping of its own.)
+                // With a page of another kind on either side, so that it is a mapping of its own.
                 let at = sys!(libc::SYS_mmap, 0, 18 * PAGE, libc::PROT_NONE, flags, -1isize, 0).expect("memory");
                 sys!(libc::SYS_mprotect, at + PAGE, 16 * PAGE, prot).expect("mprotect");
                 at + PAGE
@@ -510,9 +512,9 @@ mod tests {
         assert!(p.scan_ranges(&mut p.state.lock(), vec![(noted, noted + PAGE)]).is_err(), "it cannot be asked");
     }
 
-    /// The story: the ticker found a thread's stack between its mapping and the hook that excludes it. It was managed from
-    /// then on, and excluded; a child forked while its first page was out read zeros there, and libc's fork went by them
-    /// (SIGSEGV). Then the hook was to unregister it, from a thread of the program, which does not have the userfaultfd.
+    /// The story: the ticker found a thread's stack between its mapping and the hook that excludes it, so it was both managed and
+    /// excluded. A child forked while its first page was out read zeros there, and libc's fork relied on them (SIGSEGV). After
+    /// that, the hook was made to unregister the stack, from a thread of the program, which does not have the userfaultfd.
     #[test]
     fn a_stack_that_was_found_first_stays_managed() {
         let p = testing::pager(16 << 20);
@@ -547,13 +549,13 @@ mod tests {
             let tags = [0, 1].map(|page| p.state.lock().pt.get(first + page).tag());
             assert_eq!(tags, [Tag::None, Tag::Resident], "round {round}");
             assert_eq!(p.state.lock().pinned, [(at, at + PAGE)]);
-            // (It comes anew, as a fault on what was dropped brings it.)
+            // The page comes anew, as a fault on dropped memory brings it.
             p.state.lock().list_resident(first, 1, List::Inactive, |_| None);
         }
         assert_eq!(p.state.lock().resident, 2);
     }
 
-    /// What is known of a range is managed, so it is registered whatever was there before; what is out, whatever was pinned.
+    /// A known range is managed, so it is registered whatever was there before; a range with pages out, whatever was pinned.
     #[test]
     fn what_is_managed_is_neither_excluded_nor_pinned() {
         let p = testing::pager(16 << 20);

@@ -1,11 +1,11 @@
-//! fork: the child gets the parent's memory, but not its registrations or its threads.
+//! fork: a child gets its parent's memory, but neither its registrations nor its threads.
 //!
-//! The kernel drops the registration in the child, where pages that are out would then read as zeros. So the clone
-//! system call itself is wrapped (the agent patches libc's one call site): the forking thread takes the pager's lock,
-//! which makes the tables and the pool consistent in the child's copy; in the child, before any of libc's or the
-//! program's code runs, a new ticker opens a new userfaultfd, registers everything again, and starts the other helpers.
-//! Frames and compressed objects are inherited copy-on-write. Afterwards MOVE answers EBUSY for frames that are still
-//! shared: see `move_in` and `unshare`; what is shared counts once: `kin`.
+//! The kernel drops the registration in the child, where pages that are out would then read as zeros. So the clone system call
+//! itself is wrapped (the agent patches libc's one call site). The forking thread takes the pager's lock, which makes the tables
+//! and the pool consistent in the child's copy. In the child, before any of libc's or the program's code runs, a new ticker opens
+//! a new userfaultfd, registers everything again, and starts the other helpers. Frames and compressed objects are inherited
+//! copy-on-write. Afterwards MOVE answers EBUSY for frames that are still shared: see `move_in` and `unshare`. What is shared
+//! counts once: see `kin`.
 
 pub(crate) mod copies;
 pub(crate) mod exclusive;
@@ -30,18 +30,18 @@ use uzswap_mm::zone::Kind;
 use uzswap_sys::lock::{self, Guard};
 use uzswap_sys::{process, raw, sys, thread};
 
-/// Bytes of stack that a hook needs at most while it holds the lock; so does a child until its memory is managed.
+/// Bytes of stack that a hook needs at most while it holds the lock; and a child, until its memory is managed.
 pub const HOOK_STACK: usize = 32 << 10;
-/// Bytes of stack, in pages, above where it takes the lock that a hook uses until it gives it back: the frames of who took it, and libc's
+/// Bytes of stack above where a hook takes the lock that it uses until it releases it: the frames of its callers, and libc's
 /// around a fork.
 const HOOK_ABOVE: usize = 2 * arena::PAGE;
 const ABOVE_PAGES: usize = HOOK_ABOVE / arena::PAGE;
-/// Bytes of a thread's control block from the thread pointer on, in which its rseq area is, where libc does not say where
-/// that ends (glibc's block has 2.3 KiB).
+/// Bytes of a thread's control block, from the thread pointer on, that contain its rseq area, where libc does not say where that
+/// ends. (glibc's block has 2.3 KiB.)
 pub const CONTROL_BLOCK: usize = 3 << 10;
 
 impl Pager {
-    /// Before clone, in the forking thread, with all signals blocked.
+    /// Prepares for clone: called by the forking thread, with all signals blocked.
     pub fn before_fork(&self) {
         self.calls.stop();
         let mut s = self.lock_in_hook();
@@ -54,41 +54,41 @@ impl Pager {
         core::mem::forget(s);
     }
 
-    /// Takes the lock in a thread of the program, with all signals blocked: at a moment when its stack and its control block
-    /// are in memory. (Those that the program made itself are managed as any other memory. A fault on them while this
-    /// thread holds the lock would wait for ever, as who serves it needs the lock; and the kernel writes to a thread's
-    /// rseq area, in its control block, whenever it has interrupted it.)
+    /// Takes the lock in a thread of the program, with all signals blocked, at a moment when the thread's stack and control block
+    /// are in memory. (Those that the program made itself are managed like any other memory. A fault on them while this thread
+    /// holds the lock would wait forever, as the handler needs the lock; and the kernel writes to a thread's rseq area, in its
+    /// control block, whenever it has interrupted it.)
     ///
-    /// The story: a program's stack was put out on request while it waited for the lock. With the lock it looked whether its stack was
-    /// there, and met that the frame it did that in was not; or what it looked at was there, and not the next page, with the frame of who
-    /// had called. All waited for ever, once in hundreds of runs of a test.
+    /// The story: a program's stack was paged out on request while its thread waited for the lock. With the lock the thread
+    /// looked whether its stack was there, and found that the very frame of that look was not; or what it looked at was there,
+    /// but not the next page, with its caller's frame. All threads waited forever, once in hundreds of runs of a test.
     #[inline(never)]
     pub fn lock_in_hook(&self) -> Guard<'_, State> {
         let (mut tries, mut written) = (0, 0);
-        // (Read in the control block itself, so not with the lock.)
+        // Read in the control block itself, so not with the lock.
         let control = thread::pointer();
         let last = match self.control_block.load(Relaxed) {
-            // (Where libc does not say how much it has the kernel does not write to it.)
+            // Where libc does not say how large it is, the kernel does not write to it.
             CONTROL_BLOCK.. => control,
             bytes => control + bytes - 1,
         };
         loop {
-            // (What is asked now is this function's, and what it calls.)
-            // SAFETY: both bytes are the calling thread's control block's.
+            // The next questions are about this function's pages and those of its callees.
+            // SAFETY: both bytes are in the calling thread's control block.
             let s = unsafe { self.state.lock_on_stack([control as *mut u8, last as *mut u8]) };
             let [stack, control] = self.pages_of_hook(&s, control, HOOK_ABOVE);
             if stack.is_empty() && control.is_empty() {
                 return s;
             }
-            // (What is above is there if it is known to be, as those frames are: it is not written to without need.)
+            // Pages above are there if they are known to be, as those frames are; they are not written to without need.
             let here = stack_address() / arena::PAGE;
             let above: [bool; ABOVE_PAGES] = core::array::from_fn(|i| is_in(&s, here + 1 + i));
             let protections = self.protections.load(Relaxed);
             let is_there =
                 |page: usize| protections == 0 && page > here && page <= here + ABOVE_PAGES && above[page - here - 1];
             let pages = stack.chain(control);
-            // (What cannot be had after so many tries is not needed: a guard page below the stack. What was protected since it was
-            // written to may not be written to now.)
+            // What is missing after so many tries is not needed: a guard page below the stack. A page protected after it was
+            // written to may not be written to now.
             if tries > 0 && written == protections && pages.clone().all(|page| is_in(&s, page)) || tries == 100 {
                 return s;
             }
@@ -97,50 +97,50 @@ impl Pager {
             tries += 1;
             for page in pages.filter(|page| !is_there(*page)) {
                 if self.without_move {
-                    // (Where pages are not written to unseen, reading one brings it as well.)
+                    // Where writes need not be noticed, reading a page brings it as well.
                     thread::reads(page * arena::PAGE);
                     continue;
                 }
-                // SAFETY: populating changes no contents, and does nothing where there is no memory. Without the lock, as a
-                // missing page is served by the handler.
+                // SAFETY: populating changes no contents, and does nothing where there is no memory. It needs no lock held, as
+                // the handler serves a missing page.
                 let _ = unsafe { sys!(libc::SYS_madvise, page * arena::PAGE, arena::PAGE, libc::MADV_POPULATE_WRITE) };
             }
         }
     }
 
-    /// The pages that the calling thread writes to while it is in a hook, and `above` bytes of the stack above it, as far as
-    /// they are managed: of its stack, and of its control block, which is at `control`.
+    /// The managed pages that the calling thread writes to while it is in a hook: of its stack and `above` bytes above that, and
+    /// of its control block, which is at `control`.
     fn pages_of_hook(&self, s: &State, control: usize, above: usize) -> [core::ops::Range<usize>; 2] {
         let top = stack_address();
         let end = control + self.control_block.load(Relaxed);
         [stack_pages(s, top, top + above), managed_pages(s, control, end)]
     }
 
-    /// Whether the page of an address that was touched a moment ago is still in the program; asked by the thread that has
-    /// called [`Pager::before_fork`].
+    /// Whether the page of an address that was touched a moment ago is still in the program. Called by the thread that has called
+    /// [`Pager::before_fork`].
     pub fn is_in_memory(&self, address: usize) -> bool {
         // SAFETY: before_fork took the lock in this thread.
         let s = unsafe { self.state.assume_locked() };
         is_in(s, address / arena::PAGE)
     }
 
-    /// After clone, in the parent; `child` is what clone returned.
+    /// Ends the fork in the parent; `child` is what clone returned.
     pub fn after_fork_in_parent(&self, child: isize) {
         self.end_fork(child);
         // SAFETY: before_fork took the lock in this thread.
         let s = unsafe { self.state.assume_locked() };
         s.exclusive.forked();
-        // (What was refused for an earlier child: it is noted, or is un-shared now and shared again.)
+        // What was refused for an earlier child is noted, or is un-shared now and shared again.
         if child > 0 && self.may_unshare(s) {
             s.lru.rescue();
         }
         let tells = child > 0 && self.copies_may_exceed(s);
-        // (A fork that failed shares nothing, and another thread may wait for what it shares.)
+        // A fork that failed shares nothing, and another thread may wait for what its own fork shares.
         if child > 0 {
             self.forked.store(if tells { AWAITED } else { UNPROTECTED }, SeqCst);
         }
         match tells {
-            // (Only where it is measured soon.)
+            // Only where it is measured soon.
             true => {
                 s.rss = self.kin.gained_child(s.rss);
                 self.charge(s.rss);
@@ -156,8 +156,8 @@ impl Pager {
         }
     }
 
-    /// After clone, in the child: returns when memory is managed again, or when it is known that the child goes on unmanaged (it has
-    /// gone then, see [`Pager::has_gone`]); false when it cannot go on, as what is out cannot be managed.
+    /// Ends the fork in the child. Returns true when memory is managed again, or when the child is known to go on unmanaged (it
+    /// has then gone, see [`Pager::has_gone`]); false when it cannot go on, as memory that is out cannot be managed.
     pub fn after_fork_in_child(&'static self) -> bool {
         if self.letting.load(Relaxed) == GONE {
             // SAFETY: before_fork took the lock in this thread.
@@ -165,7 +165,7 @@ impl Pager {
             self.calls.go_on();
             return true;
         }
-        // (The parent's ticker, which may have been asked, is not here.)
+        // The parent's ticker, which may have been asked, is not here.
         self.letting.store(KEEPS, Relaxed);
         self.following.forget();
         self.ceding.forget();
@@ -177,13 +177,13 @@ impl Pager {
         if !managed && !engaged {
             self.go_unmanaged();
         }
-        // SAFETY: before_fork took the lock in this thread, of which the child's copy is held by nobody else.
+        // SAFETY: before_fork took the lock in this thread, and nobody else holds the child's copy of it.
         unsafe { self.state.force_unlock() };
         self.calls.go_on();
         managed || !engaged
     }
 
-    /// A child of a process that was not managed has nothing out: it needs nobody.
+    /// Lets a child of an unmanaged process go on unmanaged: nothing of it is out, so it needs nobody.
     ///
     /// The story: where no thread could be started (RLIMIT_NPROC, pids.max), or the group was full, such a child was ended.
     fn go_unmanaged(&self) {
@@ -193,9 +193,10 @@ impl Pager {
         }
     }
 
-    /// The child takes its place in the group, and has its own helpers; false when it cannot.
+    /// Gives the child its place in the group and helpers of its own; false when it cannot.
     fn begins_as_child(&'static self, engaged: bool) -> bool {
-        // (Another process, in this namespace or in the group's, has its number, or others read another time of its start.)
+        // Another process, in this namespace or in the group's, may have its number, or others may read another start time for
+        // it.
         let (mut digits, parent) = ([0; 20], thread::getppid());
         if !process::is_in_own_proc() || !process::has_clocks_of(raw::decimal(parent as u64, &mut digits)) {
             return false;
@@ -211,7 +212,7 @@ impl Pager {
         // SAFETY: before_fork took the lock in this thread.
         self.record_as_child(unsafe { self.state.assume_locked() });
         self.kin.gained();
-        // (The child's ticker protects it as it begins, where that is to be.)
+        // The child's ticker protects it as it begins, where that is needed.
         self.forked.store(UNPROTECTED, Relaxed);
         self.signs.watched.store(false, Relaxed);
         self.reclaiming.store(false, Relaxed);
@@ -237,10 +238,10 @@ impl Pager {
         }
     }
 
-    /// What its parent had opened, found and begun, to manage its memory, is none of the child's.
+    /// Forgets what the parent had opened, found and begun in order to manage its memory.
     ///
-    /// The story: where that had failed (no more threads) and another thread forked before it was taken back, the child took what had been
-    /// found for managed, and its helpers, when it had some, for told to end.
+    /// The story: that had failed in the parent (no more threads), and another thread forked before it was taken back. The child
+    /// took what had been found for managed memory; and its helpers, once it had some, took themselves to be told to end.
     fn forget_engaging(&self) {
         self.uffd.store(-1, Relaxed);
         self.stopping.store(false, Relaxed);
@@ -251,27 +252,27 @@ impl Pager {
         forget_all(unsafe { self.state.assume_locked() });
     }
 
-    /// The parent's ring is the parent's: a child writes to that of its own slot.
+    /// Makes a child record in its own slot's ring: the parent's ring is the parent's.
     fn record_as_child(&self, s: &mut State) {
         s.recorder = self.rings.map(|rings| Recorder::new(rings, self.slot.load(Relaxed)));
         s.note(Record::number(trace::Kind::Born, s.fork_number));
     }
 
-    /// What this thread writes until memory is managed again nobody is told of: it counts as written.
+    /// Counts what this thread writes until memory is managed again as written, as nobody is told of it.
     fn note_own_writes(&self) {
         // SAFETY: before_fork took the lock in this thread.
         let s = unsafe { self.state.assume_locked() };
-        // (What is known as managed is the parent's, which is the same here. Who called this is above.)
+        // The managed ranges known are the parent's, which are the same here. This function's caller is above.
         let written = self.pages_of_hook(s, thread::pointer(), arena::PAGE);
         written.into_iter().flatten().for_each(|page| s.pt.set_clean(page as u64, false));
         s.hooks = self.pages_of_hook(s, thread::pointer(), HOOK_ABOVE);
     }
 
-    /// What only the parent's threads were doing does not go on here.
+    /// Resets what only the parent's threads were doing.
     pub(crate) fn reset_inherited(&self) {
         // SAFETY: before_fork took the lock in this thread.
         let s = unsafe { self.state.assume_locked() };
-        // (Of the faults that its parent's slot counts.)
+        // It counts the faults in its parent's slot.
         s.huge_due = 0;
         // The parent's page map is not inherited: its place is empty here, or taken by something else.
         s.pt.unpublish();
@@ -286,7 +287,7 @@ impl Pager {
             }
         });
         s.busy = 0;
-        // (Of what was being compressed nobody else knows these.)
+        // Only the compressing thread knew of these.
         for slot in core::mem::take(&mut s.left_busy) {
             s.zone.free(Kind::Frame, slot, 0);
         }
@@ -298,19 +299,19 @@ impl Pager {
         self.relief.reset();
         self.tier.forget_transfers();
         s.end_flights();
-        // (What was refused is to be met again, as nothing is noted any more.)
+        // Refused pages must be met again, as nothing is noted any more.
         s.unshare.clear();
         s.lru.rescue();
         s.exclusive.forked();
         s.leaving.forget();
-        // (The program's registrations are not inherited, unless it asked for that; a scan is told so then.)
+        // The program's registrations are not inherited, unless it asked for that; then a scan is told so.
         s.ceded.clear();
         s.withdrawn.clear();
         s.asked.clear();
         s.moved_busy.clear();
         s.placement = Placement::new();
-        // Free frames are garbage that is shared with the parent: not ours to keep. No descriptor is registered here
-        // yet, so discarding raises no event.
+        // Free frames are garbage that is shared with the parent: not ours to keep. No descriptor is registered here yet, so
+        // discarding raises no event.
         while let Some((slot, order)) = s.zone.alloc_up_to(Kind::Frame, 9) {
             // SAFETY: free frames hold nothing of use.
             unsafe { arena::discard(self.layout.slot(slot), arena::PAGE << order) };
@@ -326,13 +327,13 @@ fn stack_address() -> usize {
     core::ptr::from_ref(&here) as usize
 }
 
-/// The pages of a stack around `top`, up to the one with `end`, where it is managed: within its own mapping.
+/// The pages of a managed stack around `top`, up to the one with `end`, within the stack's own mapping.
 fn stack_pages(s: &State, top: usize, end: usize) -> core::ops::Range<usize> {
     let Some((from, to)) = s.managed.holding(top) else { return 0..0 };
     (top - HOOK_STACK).max(from) / arena::PAGE..(end / arena::PAGE + 1).min(to / arena::PAGE)
 }
 
-/// The pages of `[from, to)` from the first to the last that is managed.
+/// The pages of `[from, to)` from the first to the last managed one.
 fn managed_pages(s: &State, from: usize, to: usize) -> core::ops::Range<usize> {
     let managed = |page: &usize| s.managed.holding(page * arena::PAGE).is_some();
     let pages = from / arena::PAGE..to.div_ceil(arena::PAGE);
@@ -359,9 +360,9 @@ mod tests {
     use uzswap_mm::lru::List;
 
     /// The story: a page that a program had only read was shown as written to, once in many runs with threads, forks and
-    /// page-outs on request. A thread's stack had been found before it was excluded, so that its pages were made writable
-    /// before each hook, by 3 KiB from its control block on: more than the block has, which ends where the mapping does. The
-    /// next mapping's first page was written to (by MADV_POPULATE_WRITE), and so was what lay below a small stack.
+    /// page-outs on request. A thread's stack had been found before it was excluded, so its pages were made writable before each
+    /// hook, for 3 KiB from its control block on. The block has less, and ends where the mapping does. So the next mapping's
+    /// first page was written to (by MADV_POPULATE_WRITE), and so was what lay below a small stack.
     #[test]
     fn a_hook_needs_pages_of_its_own_threads_only() {
         const K: usize = 1 << 10;
@@ -376,14 +377,14 @@ mod tests {
         assert_eq!(stack_pages(&s, top, top), at >> 12..end >> 12);
         assert_eq!(stack_pages(&s, top, top + 8 * K), at >> 12..end >> 12, "above it there is another's");
         assert_eq!(managed_pages(&s, end - 2496, end), (end >> 12) - 1..end >> 12);
-        // Nothing of what is not managed, but the managed half of a control block.
+        // Nothing that is not managed, except with the managed half of a control block.
         assert!(stack_pages(&s, at + 65 * K, at + 65 * K).is_empty() && managed_pages(&s, 0, 5 * K).is_empty());
         assert_eq!(managed_pages(&s, at - 65 * K, at - 62 * K), (at - 64 * K) >> 12..(at - 60 * K) >> 12);
     }
 
     const BUSY: usize = 16;
 
-    /// Pages from the first one on are being compressed, by the batch.
+    /// Pages, from the returned first one on, that the batch is compressing.
     fn being_compressed(p: &Pager, s: &mut State) -> (u64, Batch) {
         let at = testing::memory(p, BUSY);
         (0..BUSY).for_each(|page| testing::put(p, at + page * arena::PAGE, &[page as u8 + 1; arena::PAGE]));
@@ -395,8 +396,8 @@ mod tests {
         (first, batch)
     }
 
-    /// The story: pages that were taken back or dropped while the reclaim thread compressed them left their slots to it. In a child
-    /// there is no such thread: each fork at such a moment lost some frames of every process that came of it.
+    /// The story: pages that were taken back or dropped while the reclaim thread compressed them left their slots to that thread.
+    /// A child has no such thread, so each fork at such a moment lost some frames in every process that came of it.
     #[test]
     fn slots_that_only_the_parents_batch_knows_are_free_in_the_child() {
         let p = testing::pager(16 << 20);
@@ -406,14 +407,14 @@ mod tests {
         let (first, _batch) = being_compressed(p, &mut s);
         assert_eq!(p.bring_busy(&mut s, first + 3).ok(), Some(1));
         forget_range(&mut s, first + 5, first + 7);
-        // (In the parent the batch gives them back. What windows have taken is nobody's yet.)
+        // In the parent the batch gives them back. Slots that windows have taken are nobody's yet.
         let windows = s.windows.len();
         p.reset_inherited();
         assert_eq!((s.busy, s.staged, s.resident), (0, BUSY - 3, 1));
         assert_eq!(free(&s) + windows + s.staged, all);
     }
 
-    /// And in the parent they are freed once, by the batch.
+    /// In the parent the batch frees them, once.
     #[test]
     fn slots_of_what_was_taken_back_are_freed_once() {
         let p = testing::pager(16 << 20);

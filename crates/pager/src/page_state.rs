@@ -1,6 +1,7 @@
-//! Page state that can be asked for: which pages are out, were written to, or are write-protected.
+//! Page state that others can ask for: which pages are out, were written to, or are write-protected.
 //!
-//! What a memory object says to whoever maps it, the marks in it, how writes come to be seen, and whom they wait for.
+//! The modules: the memory object that tells whoever maps it, its marks, how writes are noticed, and the client that they wait
+//! for.
 
 pub mod mapfile;
 pub mod marks;

@@ -1,15 +1,16 @@
-//! What is said on the program's standard error.
+//! Writes uzswap's messages to the program's standard error, without waiting for anything that the handler must serve.
 //!
-//! The kernel holds a file's or a pipe's lock while it reads what is written to it from the program's memory, and where that is out it
-//! waits for the handler. Who writes to the same file meanwhile waits for that lock; and where nobody reads a pipe that is full, for who
-//! does. So none of uzswap's threads writes there itself, nor one of the program's that has the pager's lock: a thread that is made for it
-//! does, which nobody waits for longer than a moment.
+//! The kernel holds a file's or a pipe's lock while it reads what a thread writes there from the program's memory, and where that
+//! is out it waits for the handler. Another thread that writes to the same file waits for that lock; and if nobody reads a full
+//! pipe, for whoever does. So none of uzswap's threads writes there itself, nor does a thread of the program that holds the
+//! pager's lock. A thread made for the message writes it, and nobody waits longer than a moment for that one.
 //!
-//! The story: a program wrote to standard error what was out, and its group was full just then. Who said so had the pager's lock, waited for
-//! the file's, and so for the program's thread, whose fault waited for the pager's: all of it hung, in each of twelve runs.
+//! The story: a program wrote memory that was out to standard error just when its group was full. The thread that reported that
+//! held the pager's lock and waited for the file's lock, so for the program's thread, whose fault waited for the pager's lock.
+//! The program hung, in each of twelve runs.
 //!
-//! Such a thread has a place of its own with what it is to say, which it unmaps when it has: it may be there longer than a region, and than
-//! a process is managed. The place is shared memory, which is not managed, and which forked children are not given.
+//! Such a thread has a place of its own with its message, which it unmaps when it is done: it may outlive a region, or a
+//! process's being managed. The place is shared memory, which is not managed, and which forked children do not get.
 
 use crate::frames::arena::PAGE;
 use crate::pager::Pager;
@@ -18,60 +19,61 @@ use core::sync::atomic::{AtomicBool, AtomicU32, Ordering::*};
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{lock, sys, thread};
 
-/// How long who says something waits until it is said (nanoseconds): what comes next may end the process.
+/// How long the caller waits for its message to be written (nanoseconds): what comes next may end the process.
 const WAIT_NS: u64 = 500_000_000;
-/// Threads that say something at a time, about.
+/// About how many threads may write messages at a time.
 const THREADS: u32 = 16;
-/// Bytes of one saying.
+/// Bytes of one message.
 const MOST: usize = PAGE - size_of::<usize>();
-/// Bytes of a place: a page for what is to be said, and the stack.
+/// Bytes of a place: a page for the message, and the stack.
 const PLACE: usize = PAGE + thread::STACK_BYTES;
 
-/// What is to be said, at the start of the place.
+/// A message, at the start of its place.
 #[repr(C)]
 struct Saying {
     len: usize,
     text: [u8; MOST],
 }
 
-/// How often something has been begun to be said, and how often it was (a futex).
+/// How many messages were begun, and how many were written or given up (a futex).
 static BEGUN: AtomicU32 = AtomicU32::new(0);
 static SAID: AtomicU32 = AtomicU32::new(0);
 
 /// Whether the program was started without a standard error.
 static CLOSED: AtomicBool = AtomicBool::new(false);
 
-/// Notes whether there is a standard error, as the program starts. Where there is none the first file that it opens has its number.
+/// Notes whether there is a standard error, as the program starts. If there is none, the first file that the program opens gets
+/// its number.
 ///
-/// The story: that its group was full was said in the midst of a program's output, as that was the file of this number.
+/// The story: the message that its group was full landed in the midst of a program's output, which was the file of this number.
 pub fn begin() {
     // SAFETY: numbers only.
     let flags = unsafe { sys!(libc::SYS_fcntl, 2, libc::F_GETFD) };
     CLOSED.store(flags == Err(libc::EBADF), Relaxed);
 }
 
-/// Whether nothing is to be said.
+/// Whether messages are not to be written.
 pub fn is_closed() -> bool {
     CLOSED.load(Relaxed)
 }
 
 impl Pager {
-    /// Writes a line to the program's standard error, whatever the caller's descriptor table is and whatever it holds.
+    /// Writes a line to the program's standard error, whatever the caller's descriptor table is and whatever locks it holds.
     pub fn say(&self, text: &[u8]) {
-        // (A vfork child holds nothing that its parent needs, and shares its memory.)
+        // A vfork child holds nothing that its parent needs, and shares its memory.
         if self.is_of_this_process() { say(text) } else { write(text) }
     }
 }
 
-/// The same, of a process that shares its memory with no other.
+/// The same, for a process that shares its memory with no other.
 pub(crate) fn say(text: &[u8]) {
     if say_apart(text).is_err() {
         write(text);
     }
 }
 
-/// Has another thread say it, and waits a moment for that; not at all where one that was to say something before still does. Where many
-/// still do it is not said.
+/// Has another thread write the text, and waits a moment for that; not at all if another message is still being written. If many
+/// are, drops the text.
 fn say_apart(text: &[u8]) -> Result<(), Errno> {
     if BEGUN.load(Relaxed).wrapping_sub(SAID.load(Relaxed)) >= THREADS {
         return Ok(());
@@ -79,8 +81,8 @@ fn say_apart(text: &[u8]) -> Result<(), Errno> {
     let (rw, how) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
     // SAFETY: a new mapping.
     let at = unsafe { sys!(libc::SYS_mmap, 0, PLACE, rw, how, -1isize, 0) }?;
-    // SAFETY: a page of the new mapping, as large as the structure, of which any bytes are a value. The thread gives all of it up when it is
-    // done with it; advice changes no contents.
+    // SAFETY: the structure is a page of the new mapping, and any bytes are a valid value of it. The thread gives up the whole
+    // place when it is done; advice changes no contents.
     let begun = unsafe {
         let _ = sys!(libc::SYS_madvise, at, PLACE, libc::MADV_DONTFORK);
         let saying = &mut *(at as *mut Saying);
@@ -100,24 +102,24 @@ fn say_apart(text: &[u8]) -> Result<(), Errno> {
     Ok(())
 }
 
-/// In a forked child, which has none of the threads that say something.
+/// Starts over in a forked child, which has no threads that write messages.
 pub(crate) fn forget_others() {
     SAID.store(BEGUN.load(Relaxed), Relaxed);
 }
 
-/// One saying more is said, or given up.
+/// One more message was written, or given up.
 fn is_said() {
     SAID.fetch_add(1, AcqRel);
     lock::futex_wake(&SAID, u32::MAX >> 1, false);
 }
 
-/// Says what the place at `at` has, and gives that up.
+/// Writes the message in the place at `at`, and gives the place up.
 extern "C" fn run(at: usize) -> ! {
-    // (What the caller has open this thread has no need of, and might keep open for long.)
+    // This thread needs nothing that the caller has open, and might keep it open for long.
     // SAFETY: this thread's table is a copy that nobody else uses.
     let _ = unsafe { sys!(libc::SYS_close_range, 0, u32::MAX, 0) };
     thread::set_idle_policy(0, false);
-    // SAFETY: written before this thread was made, and its own.
+    // SAFETY: written before this thread was made, and its own now.
     let saying = unsafe { &*(at as *const Saying) };
     write(&saying.text[..saying.len.min(MOST)]);
     is_said();
@@ -128,7 +130,7 @@ extern "C" fn run(at: usize) -> ! {
     }
 }
 
-/// Writes it, and waits for as long as that takes: for who has nothing that the handler needs.
+/// Writes a text, and waits for as long as that takes: only for callers that hold nothing the handler needs.
 pub fn write(text: &[u8]) {
     if is_closed() {
         return;

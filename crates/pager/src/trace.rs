@@ -1,9 +1,9 @@
 //! Recording: each member of a group writes what happens to its pages to a ring of its own, which the command drains.
 //!
-//! The rings lie behind the group's page in the same memory object. A ring has one writer, since every event is noted
-//! under the pager's lock, and one reader, the command. A record is one word (see [`uzswap_mm::trace`]): it is stored,
-//! then `head` is advanced, so a member killed at any instruction leaves whole records, and the slot's next owner goes
-//! on where it stopped. The writer never waits: a record that finds the ring full is counted in `lost`.
+//! The rings lie behind the group's page in the same memory object. A ring has one writer, since every event is noted under the
+//! pager's lock, and one reader, the command. A record is one word (see [`uzswap_mm::trace`]). The writer stores it, then
+//! advances `head`, so a member killed at any instruction leaves whole records, and the slot's next owner goes on where it
+//! stopped. The writer never waits: a record that finds the ring full is counted in `lost`.
 //!
 //! The reader trusts nothing: members are other people's programs, and could write anything here.
 
@@ -12,9 +12,9 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 use uzswap_mm::trace::{Kind, Record};
 use uzswap_sys::lock;
 
-/// Records a ring holds: at ten million pages a second, what the command may be late by is still some milliseconds.
+/// How many records a ring holds: at ten million pages a second the command may still be some milliseconds late.
 pub const RING_RECORDS: usize = 1 << 15;
-/// The command is woken each time so many have been written.
+/// The command is woken after every so many records.
 const WAKE_EVERY: u64 = RING_RECORDS as u64 / 4;
 
 /// The ring of one slot. Zero bytes are an empty ring.
@@ -26,9 +26,9 @@ pub struct Ring {
     tail: AtomicU64,
     /// Records that found the ring full (cumulative).
     lost: AtomicU64,
-    /// Those of them that the reader knows of.
+    /// How many of those the reader knows of.
     lost_told: AtomicU64,
-    /// The records, by their number modulo the ring's size.
+    /// The records; a record's place is its number modulo the ring's size.
     words: Page<[AtomicU64; RING_RECORDS]>,
 }
 
@@ -40,7 +40,7 @@ struct Page<T>(T);
 pub struct Rings {
     /// Bumped to wake the command (a futex word).
     pub wake: AtomicU32,
-    /// Forks so far: gives each its number.
+    /// Forks so far, to number them.
     forks: AtomicU64,
     rings: Page<[Ring; SLOTS]>,
 }
@@ -56,7 +56,7 @@ impl Rings {
         &self.rings.0[slot]
     }
 
-    /// A number for a fork.
+    /// The number of a new fork.
     pub fn fork_number(&self) -> u64 {
         self.forks.fetch_add(1, Relaxed) + 1
     }
@@ -81,8 +81,8 @@ impl Ring {
         head.wrapping_add(1).is_multiple_of(WAKE_EVERY)
     }
 
-    /// Appends what was written since the last time to `out` and returns how many records were lost meanwhile. Words
-    /// that are no records, and a head that cannot be, are counted as lost.
+    /// Appends what was written since the last call to `out`, and returns how many records were lost meanwhile. Words that are no
+    /// records, and a head that is impossible, count as lost.
     pub fn drain(&self, out: &mut Vec<u64>) -> u64 {
         let (head, tail) = (self.head.load(Acquire), self.tail.load(Relaxed));
         let lost_now = self.lost.load(Relaxed);
@@ -112,19 +112,19 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// Writes to the ring of a slot, which must be the caller's own.
+    /// Writes to a slot's ring; the slot must be the caller's own.
     pub fn new(rings: &'static Rings, slot: usize) -> Self {
         Self { rings, ring: rings.of(slot) }
     }
 
-    /// Notes an event. The caller holds the pager's lock: a ring has one writer.
+    /// Records an event. The caller holds the pager's lock, as a ring has one writer.
     pub fn note(&self, record: Record) {
         if self.ring.push(record.pack()) {
             self.rings.wake_reader();
         }
     }
 
-    /// Notes something of `n` pages, in as many records as that takes.
+    /// Records an event about `n` pages, in as many records as that takes.
     pub fn note_pages(&self, kind: Kind, vpn: u64, n: usize) {
         for from in (0..n).step_by(0xffff) {
             self.note(Record::pages(kind, vpn + from as u64, (n - from).min(0xffff)));
