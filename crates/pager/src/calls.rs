@@ -1,25 +1,25 @@
-//! The order of the program's mapping calls.
+//! Orders the program's mapping calls.
 //!
-//! The kernel tells of what a call did after it let go of the mappings, and tells of `mremap` twice: that the memory has
-//! moved, and, when the thread has run again, that its old place was unmapped. Until then another thread's `mremap` may
-//! have been given that place, and its event be read first. In the order in which they come such events make no sense:
-//! what moved there last would be taken along with what was there before, or forgotten with it, and read as another's
-//! or as zeros. No event says when it happened, so the calls themselves are ordered: `mremap` runs alone, the others that
-//! make events side by side (an unmapping that is told late drops nothing but the knowledge of resident pages: while an
-//! event is unread nothing moves). `fork` runs alone too: the child's tables are a copy, and no event of the parent's is
-//! told to it; and so do the ticker's scans: between the event of `madvise` and its end old pages are still there.
+//! The kernel reports what a call did only after it let go of the mappings. It reports `mremap` twice: that the memory has moved,
+//! and, when the thread has run again, that its old place was unmapped. Until then another thread's `mremap` may have been given
+//! that place, and its event be read first. In the order in which they come such events make no sense: what moved there last
+//! would be taken along with what was there before, or forgotten with it, and would read as another's or as zeros. No event says
+//! when it happened, so the calls themselves are ordered. `mremap` runs alone. Other calls that make events run side by side (an
+//! unmapping that is reported late only drops what is known of resident pages: while an event is unread nothing moves). `fork`
+//! runs alone too: the child's tables are a copy, and it is told of no event of its parent's. And so do the ticker's scans:
+//! between the event of `madvise` and its end, old pages are still there.
 //!
-//! While an event is unread no page may come (the kernel answers EAGAIN), and threads that make such calls all the time left
-//! next to no time in which none is. So while a fault or reclaim waits for that, the calls that begin are held back, a moment at most;
-//! and so they are, some moments at most, while somebody wants them stopped: who takes the lock as soon as it is free would have it before
-//! who sleeps for it.
+//! While an event is unread no page may come (the kernel answers EAGAIN), and threads that make such calls all the time left next
+//! to no moment without one. So while a fault or reclaim waits for an event, new calls are held back, a moment at most. They are
+//! also held back, some moments at most, while a thread wants calls stopped: otherwise a thread that takes the lock as soon as it
+//! is free would always get it before one that sleeps for it.
 //!
-//! Calls are wrapped where libc makes them (the agent's `patch`). Those that a program makes with instructions of its own
-//! are not ordered.
+//! Calls are wrapped where libc makes them (the agent's `patch`). Those that a program makes with instructions of its own are not
+//! ordered.
 //!
-//! Lock order: this one before the pager's. Its holder waits for events to be read, so the handler never takes it; and
-//! the ticker, which sees to it that the handler runs, waits for it a moment only. Its holder has all signals blocked: a
-//! signal handler might make such calls, or never return.
+//! Lock order: this lock before the pager's. Its holder waits for events to be read, so the handler never takes it; and the
+//! ticker, which makes sure that the handler runs, waits for it a moment only. Its holder has all signals blocked: a signal
+//! handler might make such calls, or never return.
 
 pub mod credentials;
 pub(crate) mod descriptors;
@@ -36,17 +36,18 @@ use uzswap_sys::thread;
 /// How long the ticker waits for calls to end (nanoseconds).
 const SCAN_WAITS_NS: u64 = 2_000_000;
 
-/// How long engaging waits for calls that began before they were ordered: so many times so long (nanoseconds). (A signal
-/// handler that does not return leaves one counted for good.)
+/// How long engaging waits for calls that began before they were ordered: this many times this long (nanoseconds). (A signal
+/// handler that does not return leaves a call counted for good.)
 ///
-/// The story: found by reading, after a page of zeros in a torture on a machine with a load of eleven. It was 20 ms, less than a thread may
-/// wait for a CPU: its `mremap` then ran beside ordered ones.
+/// The story: found by reading, after a page of zeros in a torture run on a machine with a load of eleven. The wait was 20 ms,
+/// less than a thread may wait for a CPU, and such a thread's `mremap` then ran beside ordered ones.
 const ENGAGE_WAITS: u32 = 10_000;
 const ENGAGE_WAIT_NS: u64 = 200_000;
 
-/// For how long a call is held back at most (nanoseconds): what it waits for takes microseconds, or does not depend on it.
+/// How long a call is held back at most (nanoseconds): what it waits for takes microseconds, or does not depend on it.
 const HOLD_BACK_NS: u64 = 2_000_000;
-/// For so many times as long by who wants calls stopped: what it waits for is the end of others, whose threads may wait for a CPU.
+/// How many times as long it is held back for a thread that wants calls stopped: that one waits for other calls to end, whose
+/// threads may be waiting for a CPU.
 const HOLD_FOR_STOP: u64 = 10;
 
 /// What a call holds while it runs.
@@ -74,17 +75,18 @@ pub enum Waits {
 /// Orders the calls of one process.
 pub struct Calls {
     lock: RwLock,
-    /// Whether calls take the lock: from before any memory is registered on.
+    /// Whether calls take the lock: from before any memory is registered.
     ordered: AtomicBool,
-    /// Calls under way that did not.
+    /// How many calls are under way that did not take the lock.
     unordered: AtomicU32,
-    /// The `mremap` under way: from where, and how many bytes are to be there afterwards (0: none).
+    /// The `mremap` under way: the address from which it moves, and how many bytes there will be afterwards (0: none is under
+    /// way).
     remaps: [AtomicUsize; 2],
-    /// Who waits for them to end ([`Waits`]; a futex).
+    /// The set of those who wait for calls to end ([`Waits`]; a futex).
     waited_for: AtomicU32,
-    /// How many want calls stopped, and have not been able to yet (a futex).
+    /// How many threads want calls stopped and could not stop them yet (a futex).
     stopping: AtomicU32,
-    /// For how long a call is held back for that at most (nanoseconds).
+    /// How long a call is held back for waiters at most (nanoseconds).
     hold_ns: u64,
 }
 
@@ -107,7 +109,7 @@ impl Calls {
         }
     }
 
-    /// Before a call while no memory is managed; false when it must be begun with [`Calls::begin`].
+    /// Begins a call while no memory is managed; false when [`Calls::begin`] must begin it.
     pub fn begin_unordered(&self) -> bool {
         if !self.ordered.load(Relaxed) {
             self.unordered.fetch_add(1, SeqCst);
@@ -119,9 +121,9 @@ impl Calls {
         false
     }
 
-    /// Before a call, with all signals blocked: `alone` where it is `mremap`.
+    /// Begins a call, with all signals blocked: `alone` for `mremap`.
     pub fn begin(&self, alone: bool) -> Held {
-        // (Before the lock, which is what they want.)
+        // Before taking the lock, which is what those threads want.
         self.wait_for_stop();
         let held = if alone {
             self.lock.take();
@@ -130,7 +132,7 @@ impl Calls {
             self.lock.share();
             Held::Shared
         };
-        // (With the lock: who waited for that would begin without having looked.)
+        // With the lock: a call that waited for the lock would otherwise begin without this look.
         let waited_for = self.waited_for.load(Acquire);
         if waited_for != 0 {
             futex_wait(&self.waited_for, waited_for, Some(self.hold_ns), false);
@@ -138,7 +140,7 @@ impl Calls {
         held
     }
 
-    /// Waits until nobody wants calls stopped, some moments at most.
+    /// Waits until no thread wants calls stopped, some moments at most.
     fn wait_for_stop(&self) {
         let (mut left, mut before) = (self.hold_ns.saturating_mul(HOLD_FOR_STOP), None);
         loop {
@@ -152,10 +154,11 @@ impl Calls {
         }
     }
 
-    /// Whether `who` waits for calls that are under way: those that begin are held back until nobody does.
+    /// Sets whether `who` waits for calls that are under way: new calls are held back until nobody does.
     ///
-    /// The story: two threads that did nothing but `mremap`, in turn, and each time waited for their event to be read. A page came to others
-    /// when by chance neither was at it: after twelve seconds three threads had not got over the pages they began with.
+    /// The story: two threads did nothing but `mremap`, in turn, and each time waited for their event to be read. A page came to
+    /// other threads only when by chance no call was under way: after twelve seconds three threads had not got past the pages
+    /// they began with.
     pub fn hold_back(&self, who: Waits, waits: bool) {
         let bit = who as u32;
         if self.are_waited_for(who) == waits {
@@ -168,21 +171,22 @@ impl Calls {
         }
     }
 
-    /// Whether he does.
+    /// Whether `who` waits.
     pub fn are_waited_for(&self, who: Waits) -> bool {
         self.waited_for.load(Relaxed) & who as u32 != 0
     }
 
-    /// The call that has begun alone is an `mremap` of memory at `from`, which is to be of `new_len` bytes; until it ends.
+    /// Notes that the call that has begun alone is an `mremap` of memory at `from`, which will have `new_len` bytes; holds until
+    /// the call ends.
     pub fn begin_remap(&self, from: usize, new_len: usize) {
         self.remaps[0].store(from, Relaxed);
         self.remaps[1].store(new_len, Release);
     }
 
-    /// How many bytes have moved by the `mremap` of memory at `from`, of which an event says `len`.
+    /// How many bytes the `mremap` of memory at `from` has moved, if its event says `len`.
     ///
-    /// The story: kernels before 6.15 unmap what a shrinking call with MREMAP_FIXED leaves out, and then tell that all there was before
-    /// has moved. What was known of the rest was put down for what lies behind the new place, and read there.
+    /// The story: kernels before 6.15 unmap what a shrinking call with MREMAP_FIXED leaves out, but report that everything has
+    /// moved. What was known of the rest was then recorded for what lies behind the new place, and read there.
     pub fn moved_bytes(&self, from: usize, len: usize) -> usize {
         match self.remaps[1].load(Acquire) {
             0 => len,
@@ -191,7 +195,7 @@ impl Calls {
         }
     }
 
-    /// After it.
+    /// Ends a call.
     pub fn end(&self, held: Held) {
         match held {
             Held::Counted => drop(self.unordered.fetch_sub(1, Release)),
@@ -203,7 +207,7 @@ impl Calls {
         }
     }
 
-    /// Orders calls from the first one on.
+    /// Orders all calls, from the first one on.
     pub fn order_always(&self) {
         self.ordered.store(true, SeqCst);
     }
@@ -223,17 +227,17 @@ impl Calls {
         }
     }
 
-    /// Keeps calls from running, for a fork.
+    /// Stops calls, for a fork: waits for those under way.
     pub fn stop(&self) {
         self.before_others(|lock| lock.take());
     }
 
-    /// Keeps calls from running, for a scan; false when they cannot be kept from it now.
+    /// Stops calls, for a scan; false when a call under way does not end soon.
     pub fn try_stop(&self) -> bool {
         self.before_others(|lock| lock.take_within(SCAN_WAITS_NS))
     }
 
-    /// Takes the lock, for which calls that begin meanwhile wait.
+    /// Takes the lock; calls that begin meanwhile wait.
     fn before_others<T>(&self, take: impl FnOnce(&RwLock) -> T) -> T {
         self.want_stopped(true);
         let taken = take(&self.lock);
@@ -241,12 +245,12 @@ impl Calls {
         taken
     }
 
-    /// Calls that begin wait for somebody who wants them stopped, from now on, or do no longer. For who tries that again and again: each
-    /// `true` is to be followed by a `false`.
+    /// Sets whether new calls wait for a thread that wants them stopped. For threads that try again and again: a `false` must
+    /// follow each `true`.
     ///
-    /// The story: beside two threads that did nothing but `mremap`, in turn, the ticker was woken each time that one ended and found the
-    /// lock taken by the other; or, where others had the CPUs, never saw it free in the moments for which it waits. It did not scan for a
-    /// second, in which others filled half as much again as the limit.
+    /// The story: beside two threads that did nothing but `mremap`, in turn, the ticker was woken each time that one ended, and
+    /// found the lock taken by the other; or, where others had the CPUs, it never saw the lock free in the moments for which it
+    /// waits. It did not scan for a second, in which others filled half as much again as the limit.
     pub fn want_stopped(&self, wants: bool) {
         if wants {
             self.stopping.fetch_add(1, Release);
@@ -255,22 +259,22 @@ impl Calls {
         }
     }
 
-    /// Whether somebody wants them stopped and has not been able to yet.
+    /// Whether a thread wants calls stopped and could not stop them yet.
     pub fn are_to_stop(&self) -> bool {
         self.stopping.load(Relaxed) != 0
     }
 
-    /// Keeps calls from running if none is under way; for who cannot wait for one.
+    /// Stops calls if none is under way; for threads that cannot wait for one.
     pub fn try_stop_now(&self) -> bool {
         self.lock.try_take()
     }
 
-    /// Lets them run again.
+    /// Lets calls run again.
     pub fn go_on(&self) {
         self.lock.release();
     }
 
-    /// In a forked child, of whose threads only the one that forked is left.
+    /// Starts over in a forked child, which has only the thread that forked.
     pub fn forget_others(&self) {
         self.unordered.store(0, Relaxed);
         self.waited_for.store(0, Relaxed);
@@ -302,7 +306,7 @@ mod tests {
         assert_eq!(calls.unordered.load(SeqCst), 0);
     }
 
-    /// Of two that wait for calls the last lets one begin.
+    /// Of two that wait for calls, the last one lets a call begin.
     #[test]
     fn a_call_is_held_back_until_nobody_waits_for_it() {
         let (calls, goes_on) = (Calls::with_hold(u64::MAX >> 1), AtomicBool::new(false));
@@ -325,7 +329,7 @@ mod tests {
         assert!(calls.try_stop_now(), "it has ended");
     }
 
-    /// Nor for ever, whoever waits; and a child waits for nobody whom it does not have.
+    /// But not forever, whoever waits; and a child does not wait for threads that it does not have.
     #[test]
     fn a_call_is_held_back_for_a_moment() {
         let calls = Calls::default();

@@ -1,4 +1,4 @@
-//! Counters that no other test asks for exactly: each is provoked by hand, and must be as many.
+//! Counters that no other test checks exactly: each is provoked by hand, and must match.
 
 use crate::calls::events;
 use crate::fault::Request;
@@ -14,7 +14,7 @@ use uzswap_mm::lru::{Entry, List};
 use uzswap_mm::pagetable::Tag;
 
 const LIMIT: usize = 16 << 20;
-/// Pages of the folio of each test, and its order.
+/// Number of pages in each test's folio, and its order.
 const N: usize = 16;
 const ORDER: usize = 4;
 
@@ -22,7 +22,7 @@ fn count(p: &Pager, what: impl Fn(&Counters) -> &AtomicU64) -> u64 {
     what(p.counters()).load(Relaxed)
 }
 
-/// Pages of a program's that lie as a folio of so many does, resident: the first.
+/// Resident pages of a program that lie as a folio of so many does; returns the first.
 fn resident(p: &Pager, s: &mut State, pages: usize) -> u64 {
     let at = testing::memory(p, 2 * pages).next_multiple_of(pages * PAGE);
     (0..pages).for_each(|page| testing::put(p, at + page * PAGE, &testing::words(page as u64)));
@@ -31,7 +31,7 @@ fn resident(p: &Pager, s: &mut State, pages: usize) -> u64 {
     first
 }
 
-/// A store that is refused is counted once for its folio, and its pages once each time they could go nowhere; whatever refuses it.
+/// A refused store is counted once for its folio, and its pages once each time they could go nowhere; whatever refuses it.
 #[test]
 fn a4_a_refused_folio_is_counted_by_what_refused_it() {
     for (site, by_limit, no_room) in [("limit", 1, N), ("pool", 0, N), ("index", 0, 0)] {
@@ -51,7 +51,7 @@ fn a4_a_refused_folio_is_counted_by_what_refused_it() {
         assert_eq!(p.store_now(s, &mut batch), 0, "{site}");
         assert_eq!(counts(), (by_limit, 1 - by_limit, 1, 1 - by_limit, no_room as u64), "{site}");
         assert_eq!((s.staged, count(p, |c| &c.zswpout), count(p, |c| &c.folios.block_write)), (N, 0, 0), "{site}");
-        // What is let in then counts as nothing of that.
+        // When it is let in, none of that is counted again.
         p.group.faults.set(&format!("{site}=0/1"), 1).unwrap();
         p.prepare(s, &mut batch, N, 0);
         assert_eq!(p.store_now(s, &mut batch), N, "{site}");
@@ -66,7 +66,7 @@ fn a4_a_refused_folio_is_counted_by_what_refused_it() {
     }
 }
 
-/// Pages that the program drops while they are being compressed, and one that it takes back, which is not dropped.
+/// Pages that the program drops while they are being compressed; and one that it takes back, which is not dropped.
 #[test]
 fn what_is_dropped_while_it_is_compressed_is_a_free_that_was_missed() {
     let p = testing::pager(LIMIT);
@@ -80,14 +80,14 @@ fn what_is_dropped_while_it_is_compressed_is_a_free_that_was_missed() {
     batch.compress(p);
     p.commit(s, &mut batch);
     assert_eq!((count(p, |c| &c.folios.block_missed_free), count(p, |c| &c.zswpout)), (3, N as u64 - 4));
-    // What is dropped before or afterwards is none.
+    // Pages dropped before or afterwards do not count.
     events::forget_range(s, first, first + N as u64);
     p.commit(s, &mut batch);
     assert_eq!(count(p, |c| &c.folios.block_missed_free), 3);
 }
 
-/// Times that the kernel refuses to move pages: who shares them passes over all that lie together, who does not over as many as are pinned
-/// together at most.
+/// How often the kernel refuses to move pages. A process that shares them passes over all that lie together; one that does not,
+/// over as many as are pinned together at most.
 #[test]
 fn a_move_that_is_refused_is_counted_for_what_is_passed_over() {
     const ALL: usize = 2 * PINNED_PAGES as usize;
@@ -106,7 +106,7 @@ fn a_move_that_is_refused_is_counted_for_what_is_passed_over() {
     }
 }
 
-/// A fault that finds neither a frame nor room makes room itself, and one that has either does not.
+/// A fault that finds neither a frame nor room makes room itself; one that finds either does not.
 #[test]
 fn a_fault_without_frames_or_room_reclaims_directly() {
     let p = testing::pager(LIMIT);
@@ -116,7 +116,7 @@ fn a_fault_without_frames_or_room_reclaims_directly() {
     let serve = |s: &mut State, vpn| p.serve(s, Request { vpn, write: true, protected: false }).is_ok();
     assert!(serve(s, vpn));
     assert_eq!(count(p, |c| &c.direct_reclaim), 0, "there is room");
-    // (Enough is resident for some of it to be taken.)
+    // Enough is resident for some of it to be evicted.
     let (rss, other) = (s.rss, (8 << 20) / PAGE);
     while s.zone.alloc(uzswap_mm::zone::Kind::Frame, 0).is_some() {}
     s.rss = LIMIT + (1 << 20);
@@ -129,8 +129,8 @@ fn a_fault_without_frames_or_room_reclaims_directly() {
     s.rss = rss;
 }
 
-/// Reclaims are told by the limit that asked for them, in its group and in all above: `memory.high` is exceeded, or `memory.max` is about to
-/// be.
+/// Reclaims count for the limit that asked for them, in its group and in all above: `memory.high` is exceeded, or `memory.max` is
+/// about to be.
 #[test]
 fn reclaims_count_for_the_limit_that_asks_for_them() {
     let group = testing::group();

@@ -1,31 +1,31 @@
-//! Faults injected on purpose. For tests only.
+//! Injected failures. For tests only.
 //!
-//! Most error paths of the pager are entered once in millions of operations, or never on the kernel at hand. A test
-//! enters them by the hundred: it sets [`ENV_FAULTS`] for `uzswap run`, which puts the rates into the group's page, and
-//! the places in question ask [`Pager::inject`] whether to fail this time.
+//! Most error paths of the pager are entered once in millions of operations, or never on the kernel at hand. A test enters them
+//! by the hundred: it sets [`ENV_FAULTS`] for `uzswap run`, which puts the rates into the group's page, and each site asks
+//! [`Pager::inject`] whether to fail this time.
 //!
 //! ```text
 //! UZSWAP_TEST_FAULTS="seed=7,pool=1/50,move_out=1/100"     one store in 50 fails, and one MOVE out in 100
 //! ```
-//! `move=never` has all members page without MOVE, as on a kernel that has none (see `without_move`), and `flushes=dear` as where
-//! each TLB flush interrupts another CPU (see `shootdown`). With `failures=pass` the last try of a read of the swap file never fails:
-//! no page is lost by that.
+//! `move=never` makes all members page without MOVE, as on a kernel that has none (see `without_move`), and `flushes=dear` as if
+//! each TLB flush interrupted another CPU (see `shootdown`). With `failures=pass` the last try of a read of the swap file never
+//! fails, so no page is lost by that.
 //!
-//! What is drawn is a hash of how many were drawn before in the whole group: no state of a process, so a forked child
-//! goes on where its parent was. Each site counts how often it failed, and the report says so: a test must see that
-//! what it is about has happened. When nothing is injected a place costs one load.
+//! A draw is a hash of how many were drawn before in the whole group, not state of a process, so a forked child goes on where its
+//! parent was. Each site counts how often it failed, and the report shows it: a test must see that what it is about has happened.
+//! When nothing is injected, a site costs one load.
 
 use crate::chance::mix;
 use crate::pager::Pager;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
 
-/// Environment variable of `uzswap run` with what is to fail.
+/// Environment variable of `uzswap run` that says what is to fail.
 pub const ENV_FAULTS: &str = "UZSWAP_TEST_FAULTS";
 
 /// A place that can be made to fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Site {
-    /// The pool has no place for an object.
+    /// The pool finds no place for an object.
     Pool,
     /// A limit refuses a folio before it is stored.
     Limit,
@@ -35,11 +35,11 @@ pub enum Site {
     Index,
     /// There are no contiguous frames for a folio that comes in.
     Frames,
-    /// What comes in cannot be charged.
+    /// Incoming pages cannot be charged.
     Charge,
     /// A stored object changes in memory.
     Damage,
-    /// MOVE of the program's pages into the arena: EBUSY, EAGAIN after a part, or EEXIST though a page was moved.
+    /// MOVE of the program's pages into the arena: EBUSY, EAGAIN after a part, or EEXIST although a page was moved.
     MoveOut,
     /// MOVE of the arena's frames into the program: the same answers.
     MoveIn,
@@ -59,12 +59,12 @@ pub enum Site {
     Slot,
     /// A thread of uzswap's cannot be started: the one that is there from the start, or one of those that manage memory.
     Thread,
-    /// A process is let go of: an event that is unread keeps a page from coming back, or a lost one from being marked.
+    /// A process is let go of: an unread event keeps a page from coming back, or a lost one from being marked.
     LetGo,
-    /// A range is ceded to a userfaultfd of the program's: an event that is unread keeps a page from coming back, or the kernel has no
+    /// A range is ceded to a userfaultfd of the program's: an unread event keeps a page from coming back, or the kernel has no
     /// memory to end the registration.
     Cede,
-    /// The helpers cannot follow a change of user: they may not, or memory has come to be managed meanwhile.
+    /// The helpers cannot follow a change of user: they may not, or memory has become managed meanwhile.
     Follow,
     /// Reading from the swap file: EIO, EIO after a part, another bit than was written, or two short reads.
     SwapRead,
@@ -72,18 +72,18 @@ pub enum Site {
     SwapWrite,
     /// The disk has no room for another cluster.
     SwapSpace,
-    /// The disk keeps something else than was written.
+    /// The disk keeps something other than what was written.
     SwapDamage,
-    /// A read of the swap file is not found ended before some more messages of the userfaultfd were read (faults, or what the
-    /// program did to its mappings), or 3 ms: what happens while a read is under way happens in each of such reads.
+    /// A read of the swap file is found to have ended only after some more messages of the userfaultfd were read (faults, or what
+    /// the program did to its mappings), or after 3 ms. So what can happen while a read is under way happens in each such read.
     SwapHold,
-    /// A read of the swap file stands still until after it is told. (Where any may, that is soon.)
+    /// A read of the swap file stands still until after that was reported. (Where any may stand still, it is reported soon.)
     SwapStall,
-    /// Writing to the swap file takes longer, by as much as a disk takes that is slow: 1.5 s.
+    /// Writing to the swap file takes as much longer as a slow disk takes: 1.5 s.
     SwapSlow,
 }
 
-/// How long a write takes that is to be slow: longer than a fault waits before it lets others be heard (nanoseconds).
+/// How long a slow write takes (nanoseconds): longer than a fault waits before it lets others be served.
 pub(crate) const SLOW_NS: u64 = 1_500_000_000;
 
 /// Every site and its name.
@@ -117,30 +117,30 @@ pub const SITES: [(Site, &str); 27] = [
     (Site::SwapSlow, "swap_slow"),
 ];
 
-/// What is to fail, and what has: part of the group's page.
+/// What is to fail, and what has failed: part of the group's page.
 #[repr(C)]
 #[derive(Default)]
 pub struct Faults {
     /// Whether anything is injected (0: no).
     pub on: AtomicU32,
-    /// Whether members are to do as on a kernel without MOVE.
+    /// Whether members must page as on a kernel without MOVE.
     pub never_move: AtomicU32,
-    /// Whether members are to do as where TLB flushes are dear: see `shootdown`.
+    /// Whether members must act as where TLB flushes are expensive: see `shootdown`.
     pub dear_flushes: AtomicU32,
-    /// Whether a read of the swap file is spared when it is a page's last try.
+    /// Whether a page's last try of a read of the swap file is spared.
     pub pass: AtomicU32,
-    /// Where the draws began.
+    /// The start of the draws.
     pub seed: AtomicU64,
     /// Draws so far, in the whole group.
     pub draws: AtomicU64,
-    /// For each site how often it fails, in 2^-32 (2^32: always).
+    /// How often each site fails, in 2^-32 (2^32: always).
     pub rates: [AtomicU64; SITES.len()],
-    /// For each site how often it did (events).
+    /// How often each site has failed (events).
     pub fired: [AtomicU64; SITES.len()],
 }
 
 impl Faults {
-    /// Sets rates as [`ENV_FAULTS`] gives them; `seed` is used where the text names none.
+    /// Sets rates in the format of [`ENV_FAULTS`]; `seed` is used where the text names none.
     ///
     /// # Errors
     /// One sentence.
@@ -181,13 +181,13 @@ impl Faults {
         Ok(())
     }
 
-    /// Whether a site fails at all.
+    /// Whether a site can fail at all.
     #[cold]
     fn may_fail(&self, site: Site) -> bool {
         SITES.iter().zip(&self.rates).any(|((s, _), rate)| *s == site && rate.load(Relaxed) > 0)
     }
 
-    /// Draws for a site: random bits when it is to fail.
+    /// Draws for a site: random bits if it is to fail.
     #[cold]
     fn draw(&self, site: Site) -> Option<u64> {
         let i = SITES.iter().position(|(s, _)| *s == site)?;
@@ -212,12 +212,12 @@ impl Pager {
         if faults.on.load(Relaxed) == 0 { None } else { faults.draw(site) }
     }
 
-    /// The same for a read of the swap file, which may be the last try.
+    /// The same for a read of the swap file; `last` says that it is the last try.
     pub(super) fn inject_read(&self, last: bool) -> Option<u64> {
         if last && self.group.faults.pass.load(Relaxed) != 0 { None } else { self.inject(Site::SwapRead) }
     }
 
-    /// Whether a test wants this site to fail now and then.
+    /// Whether a test wants this site to fail at times.
     pub(crate) fn is_injected(&self, site: Site) -> bool {
         let faults = &self.group.faults;
         faults.on.load(Relaxed) != 0 && faults.may_fail(site)

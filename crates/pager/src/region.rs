@@ -1,36 +1,37 @@
 //! Regions: memory under a limit inside one program, without `uzswap run`.
 //!
-//! A region is a pager over one anonymous mapping, with its own arena, pool and group. Its faults are not messages to
-//! a handler thread but SIGBUS signals to the thread that touched the page, which serves the fault itself and goes on:
-//! no switch to another thread. Regions need no privilege, since only faults of the program's own instructions are
-//! served.
+//! A region is a pager over one anonymous mapping, with an arena, a pool and a group of its own. Its faults are not messages to a
+//! handler thread but SIGBUS signals to the thread that touched the page, which serves the fault itself and goes on, without a
+//! thread switch. Regions need no privilege, since only faults of the program's own instructions are served.
 //!
 //! ```text
 //! access ─ SIGBUS ─ registry: whose address? ─┬ a region's: lock, serve, unlock, return: the access is done again
 //!                                             └ nobody's: the handler that was there before
 //! ```
 //! What a program must know:
-//! - A system call given a pointer into a region fails with `EFAULT` where the page is not resident: the kernel's own
-//!   faults raise no signal. Copy through a buffer of the program's.
-//! - `madvise`, `mremap`, `munmap` and `mprotect` on a region are not seen and must not be used.
-//! - After `fork` the child has no access to regions (`MADV_DONTFORK`): touching one is SIGSEGV. Nor may it ask anything of one, as
-//!   the lock may be held by a thread that it does not have, nor of a page map, which it has not either. It may drop them, and a
-//!   [`RegionWatch`], which then does nothing, and make regions of its own.
-//! - `mlockall` with MCL_CURRENT must not be called while there is a region, for it fills all address space that uzswap has reserved, 75 GB
-//!   for each. With MCL_FUTURE it may be called before: what a region takes is not locked. (Nor is a region to be locked by `mlock`.)
-//! - A region's descriptors must not be closed. Where they are (`close_range`), what is out is lost: touching it is SIGBUS, and uzswap says
-//!   so. (It would read as zeros; a thread, `uzswap-keeper`, sees to it that it does not, where it may have a descriptor table of its own.)
-//! - SIGBUS must stay handled by this module and unblocked in threads that touch a region. A program that installs its
-//!   own handler later must chain to the one it replaces.
+//! - A system call that is given a pointer into a region fails with `EFAULT` where the page is not resident, as the kernel's own
+//!   faults raise no signal. Copy through a buffer outside the region.
+//! - uzswap does not see `madvise`, `mremap`, `munmap` and `mprotect` on a region; they must not be used.
+//! - After `fork` the child has no access to regions (`MADV_DONTFORK`): touching one is SIGSEGV. Nor may it call a region's
+//!   functions, as a thread that it does not have may hold the lock; nor read a page map, which it does not have either. It may
+//!   drop them, and a [`RegionWatch`], which then does nothing, and make regions of its own.
+//! - Do not call `mlockall` with MCL_CURRENT while there is a region: it fills all address space that uzswap has reserved, 75 GB
+//!   for each. With MCL_FUTURE it may be called before: what a region takes is not locked. (Do not lock a region by `mlock`
+//!   either.)
+//! - A region's descriptors must not be closed. If they are (`close_range`), what is out is lost: touching it is SIGBUS, and
+//!   uzswap reports it. (It would read as zeros; a thread, `uzswap-keeper`, prevents that where it may have a descriptor table of
+//!   its own.)
+//! - This module must keep handling SIGBUS, and threads that touch a region must not block it. A program that installs its own
+//!   handler later must chain to the one it replaces.
 //!
-//! The handler runs with all signals blocked, on the stack of the thread that faulted (alternate stacks are too small
-//! for a decompressor), and may allocate: a thread must not touch a region while inside the allocator.
+//! The handler runs with all signals blocked, on the stack of the thread that faulted (alternate stacks are too small for a
+//! decompressor), and may allocate: a thread must not touch a region while inside the allocator.
 //!
 //! With [`Options::track_writes`] a region has a soft-dirty and a write-protected bit for each page, which survive paging
 //! (`marks`). They are exact for the program's own instructions, the only ones that can write to a region.
 //!
-//! Counted against the limit is what can be counted exactly without asking the kernel: resident, staged and free
-//! frames, and the pool. The tables come on top (see [`Stats::metadata`]).
+//! The limit bounds what can be counted exactly without asking the kernel: resident, staged and free frames, and the pool. The
+//! tables come on top (see [`Stats::metadata`]).
 
 use crate::frames::arena::{self, Layout, PAGE, pages_of};
 use crate::group::{CODEC_DEFLATE, CODEC_LZ4, CODEC_ZSTD, GroupPage, MAGIC, algorithm};
@@ -61,13 +62,13 @@ use published::Published;
 pub(crate) use signals::SignalsBlocked;
 use signals::{REGISTRY, install_handler};
 
-/// Regions a process can have at once. Each takes four of its descriptors (`ulimit -n`): with [`Options::track_writes`] five, without
-/// [`Options::page_map`] one less.
+/// How many regions a process can have at once. Each takes four of its descriptors (`ulimit -n`): with [`Options::track_writes`]
+/// five, without [`Options::page_map`] one less.
 pub const MOST_REGIONS: usize = 256;
-/// The least limit: what one batch on its way needs, with room to spare.
+/// The least limit (bytes): what one batch under way needs, with room to spare.
 pub const LEAST_LIMIT: usize = 8 << 20;
 
-/// Which compressor the pool uses.
+/// The pool's compressor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Compressor {
     /// LZ4.
@@ -89,36 +90,36 @@ impl Compressor {
         }
     }
 
-    /// The engine's name for it; `None` when it has no such level.
+    /// The engine's algorithm; `None` when there is no such level.
     pub(crate) fn algorithm(self) -> Option<Algorithm> {
         let (codec, level) = self.numbers();
         algorithm(codec, level)
     }
 }
 
-/// How a region is made.
+/// Options for a new region.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Bytes that the region's frames and its pool may take together.
+    /// How many bytes the region's frames and its pool may take together.
     pub limit: usize,
     /// How pages are compressed.
     pub compressor: Compressor,
-    /// By which rule its frames are compacted.
+    /// The rule for compacting its frames.
     pub compaction: Compaction,
-    /// Leaves the pool out of what the limit bounds: only for comparisons with the kernel's cgroup v1.
+    /// The limit does not bound the pool: only for comparisons with the kernel's cgroup v1.
     pub pool_uncharged: bool,
     /// Publishes the state of each page: see [`Region::page_map`].
     pub page_map: bool,
-    /// Keeps a soft-dirty and a write-protected bit for each page: see [`Region::take_soft_dirty`] and [`Region::protect`].
-    /// Off by default: until bits are first cleared it costs little, but a page that is told of writes comes back by a copy.
+    /// Keeps a soft-dirty and a write-protected bit for each page: see [`Region::take_soft_dirty`] and [`Region::protect`]. Off
+    /// by default: until bits are first cleared it costs little, but a page whose writes are reported comes back by a copy.
     pub track_writes: bool,
-    /// Does as on a kernel without UFFDIO_MOVE (before 6.8), where that is done anyway: to try it. Nothing of it with
+    /// Works as on a kernel without UFFDIO_MOVE (before 6.8), where this is automatic: to try that out. Has no effect with
     /// [`Options::track_writes`], which needs the call.
     pub without_move: bool,
 }
 
 impl Options {
-    /// A limit, and the defaults.
+    /// Default options with this limit (bytes).
     #[must_use]
     pub fn new(limit: usize) -> Self {
         Self {
@@ -133,22 +134,23 @@ impl Options {
     }
 }
 
-/// Why there is no region.
+/// Why a region could not be made, or watched.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Error {
-    /// The limit is below [`LEAST_LIMIT`], or the size is zero. (For one that is too large there is no address space: [`Error::Kernel`].)
+    /// The limit is below [`LEAST_LIMIT`], or the size is zero. (For a size that is too large there is no address space:
+    /// [`Error::Kernel`].)
     Size,
     /// The compressor has no such level.
     Level(Compressor),
-    /// The process has [`MOST_REGIONS`].
+    /// The process has [`MOST_REGIONS`] already.
     TooMany,
     /// The region was made without [`Options::track_writes`].
     NotTracked,
-    /// There is a [`RegionWatch`] of the region already.
+    /// The region already has a [`RegionWatch`].
     Watched,
     /// The kernel refused.
     Kernel {
-        /// What was asked of it.
+        /// What the kernel was asked for.
         what: &'static str,
         /// Its error number.
         errno: Errno,
@@ -172,7 +174,7 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// Where a region's memory is, now; bytes, except the counts.
+/// Where a region's memory is now; bytes, except the counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// In the region, touched without a fault.
@@ -183,7 +185,7 @@ pub struct Stats {
     pub free: usize,
     /// What the pool holds from the kernel.
     pub pool: usize,
-    /// Bytes of objects in the pool: what it holds beyond that is waste.
+    /// Bytes of objects in the pool; the rest of what the pool holds is waste.
     pub pool_used: usize,
     /// Pages of the pool that compaction freed (cumulative).
     pub pages_compacted: u64,
@@ -191,9 +193,9 @@ pub struct Stats {
     pub pool_blocks_freed: u64,
     /// Frames of the arena that compaction moved (cumulative).
     pub pages_migrated: u64,
-    /// Pages (their uncompressed size) in the pool.
+    /// Uncompressed size of the pages in the pool.
     pub stored: usize,
-    /// Pages that are all zeros and take nothing.
+    /// Pages that are all zeros and take no memory.
     pub zeros: usize,
     /// The tables, which the limit does not bound.
     pub metadata: usize,
@@ -207,14 +209,14 @@ pub struct Stats {
     pub staged_faults: u64,
     /// Faults that had to make room first.
     pub direct_reclaims: u64,
-    /// Times the limit could not be kept.
+    /// How often the limit could not be kept.
     pub over_limit: u64,
 }
 
 /// Memory under a limit.
 ///
-/// It is zero at first, readable and writable at [`Region::as_mut_ptr`], and goes with the value. See the module for
-/// what must not be done with it.
+/// It is zero at first, readable and writable at [`Region::as_mut_ptr`], and goes when the value is dropped. The module's
+/// documentation says what must not be done with it.
 #[derive(Debug)]
 pub struct Region {
     base: usize,
@@ -225,19 +227,19 @@ pub struct Region {
     group: Published,
     threads: Vec<std::thread::JoinHandle<()>>,
     keeper: Option<Keeper>,
-    /// There is a [`RegionWatch`].
+    /// Whether there is a [`RegionWatch`].
     watched: AtomicBool,
     /// The process that made it.
     process: u32,
-    /// Outlives the pager, whose table writes to it (as the group does): fields are dropped after [`Drop::drop`].
+    /// Outlives the pager, whose table writes to it (and so does the group): fields are dropped after [`Drop::drop`].
     page_map: Option<std::sync::Arc<MapFile>>,
 }
-// SAFETY: the pager is made for many threads (the raw pointers are its owners), and the memory is the caller's affair.
+// SAFETY: the pager is made for many threads (the raw pointer is its owner), and how the memory is used is the caller's affair.
 unsafe impl Send for Region {}
 // SAFETY: as above.
 unsafe impl Sync for Region {}
 
-/// What there is not for a region that is too large, also for the kernel to be asked.
+/// What is missing for a region that is too large, whether the kernel was asked or not.
 const NO_SPACE: &str = "no address space for a region";
 
 fn kernel(what: &'static str) -> impl Fn(Errno) -> Error {
@@ -266,7 +268,7 @@ impl Region {
         group.pool_uncharged.store(u32::from(options.pool_uncharged), Relaxed);
         group.track_writes.store(u32::from(options.track_writes), Relaxed);
         group.magic.store(MAGIC, Release);
-        // From here on, dropping undoes whatever was done.
+        // From here on, dropping `region` undoes whatever was done.
         let mut region = Self {
             base: 0,
             len: size,
@@ -286,7 +288,7 @@ impl Region {
 
     fn build(&mut self, options: &Options) -> Result<(), Error> {
         install_handler();
-        // What is most likely refused comes first, and goes with this value until there is a pager for it.
+        // What is most likely refused comes first, and is dropped with this value until there is a pager for it.
         let (uffd, without_move) = open_uffd(options)?;
         // SAFETY: just made, and owned by nobody.
         let owned = unsafe { OwnedFd::from_raw_fd(uffd.fd()) };
@@ -308,7 +310,7 @@ impl Region {
         pager.uffd.store(owned.into_raw_fd(), Release);
         pager.marks = marks;
         self.pager = Box::into_raw(Box::new(pager));
-        // SAFETY: just made, freed in drop only.
+        // SAFETY: just made, and freed only in drop.
         let pager: &'static Pager = unsafe { &*self.pager };
         for (at, n) in [(layout.base, layout.end - layout.base), (self.base, self.mapped)] {
             // SAFETY: advice on our own mappings. No huge pages but those asked for (`huge`), and nothing of it in a forked child.
@@ -374,43 +376,44 @@ impl Region {
         self.len
     }
 
-    /// Whether it holds nothing: never.
+    /// Whether its length is zero: never.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The memory.
+    /// The memory as a slice.
     ///
     /// # Safety
-    /// Nobody may write to it meanwhile, neither through [`Region::as_mut_ptr`] nor by [`Region::remove`], which makes zeros of it. (What
-    /// puts it out and brings it in changes nothing.) The slice must not be given to a system call.
+    /// Nobody may write to it meanwhile, neither through [`Region::as_mut_ptr`] nor by [`Region::remove`], which turns it into
+    /// zeros. (Paging it out and in changes nothing.) The slice must not be given to a system call.
     #[must_use]
     pub unsafe fn as_slice(&self) -> &[u8] {
         // SAFETY: mapped, zero at first, served on access; the rest is the caller's promise.
         unsafe { core::slice::from_raw_parts(self.as_mut_ptr(), self.len) }
     }
 
-    /// The memory, to be written.
+    /// The memory as a mutable slice.
     ///
     /// # Safety
-    /// Nobody may use it through [`Region::as_mut_ptr`] meanwhile (the borrow sees to the rest), and the slice must not be given to a
-    /// system call.
+    /// Nobody may use it through [`Region::as_mut_ptr`] meanwhile (the borrow excludes the rest), and the slice must not be given
+    /// to a system call.
     #[must_use]
     pub unsafe fn as_slice_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above.
         unsafe { core::slice::from_raw_parts_mut(self.as_mut_ptr(), self.len) }
     }
 
-    /// The region's own group: settings and counters. Of the settings `nodes[0].on_full` may be changed at any time, what happens when the
-    /// limit cannot be kept: [`ON_FULL_KILL`](crate::group::ON_FULL_KILL) ends the process, with all else the region goes on above it (no
-    /// thread waits). The limit is changed by [`Region::set_limit`]; the others stay as the region was made.
+    /// The region's own group: settings and counters. Of the settings, `nodes[0].on_full` may be changed at any time: what
+    /// happens when the limit cannot be kept. [`ON_FULL_KILL`](crate::group::ON_FULL_KILL) ends the process; with any other value
+    /// the region goes on above the limit (no thread waits). [`Region::set_limit`] changes the limit; the other settings stay as
+    /// the region was made.
     #[must_use]
     pub fn group(&self) -> &GroupPage {
         self.group.page()
     }
 
-    /// The page map: each page's state, read without asking. None where [`Options::page_map`] is off.
+    /// The page map: each page's state, readable without a call to the region. None where [`Options::page_map`] is off.
     #[must_use]
     pub fn page_map(&self) -> Option<crate::shared::View> {
         // SAFETY: alive until drop.
@@ -418,7 +421,7 @@ impl Region {
         Some(crate::shared::View::of_private(self.page_map.clone()?, markers))
     }
 
-    /// Puts a range of bytes (widened to pages) out; returns the pages that left. Other threads may use it meanwhile.
+    /// Pages out a range of bytes (widened to pages); returns how many pages left. Other threads may use the memory meanwhile.
     pub fn page_out(&self, range: Range<usize>) -> usize {
         let (from, to) = self.pages_of(&range);
         let _quiet = SignalsBlocked::new();
@@ -426,8 +429,8 @@ impl Region {
         unsafe { &*self.pager }.page_out(from, to)
     }
 
-    /// Brings what is out of a range of bytes (widened to pages) in, making room for it; returns the pages that came. What
-    /// nobody has touched stays so.
+    /// Pages in what is out of a range of bytes (widened to pages), making room for it; returns how many pages came. Untouched
+    /// pages stay so.
     pub fn page_in(&self, range: Range<usize>) -> usize {
         let (from, to) = self.pages_of(&range);
         let _quiet = SignalsBlocked::new();
@@ -435,8 +438,8 @@ impl Region {
         unsafe { &*self.pager }.page_in(from, to)
     }
 
-    /// Begins to find out which pages are in use: all are moved out, uncompressed, and who touches one takes it back at
-    /// the cost of a fault. Returns the pages that were in memory. Some time later, [`Region::page_out_idle`].
+    /// Begins to find out which pages are in use: moves all out, uncompressed, so that a thread that touches one takes it back at
+    /// the cost of a fault. Returns how many pages were in memory. Call [`Region::page_out_idle`] some time later.
     pub fn age(&self) -> usize {
         let (from, to) = self.pages_of(&(0..self.len));
         let _quiet = SignalsBlocked::new();
@@ -444,14 +447,14 @@ impl Region {
         unsafe { &*self.pager }.age(from, to)
     }
 
-    /// Pages that were touched since [`Region::age`], or that were brought in since: an estimate of the working set. (All
-    /// that are in memory, where it was never asked for.)
+    /// How many pages were touched since [`Region::age`], or brought in since: an estimate of the working set. (All pages in
+    /// memory, if that was never called.)
     #[must_use]
     pub fn working_set(&self) -> usize {
         self.stats().resident / PAGE
     }
 
-    /// Puts out what was not touched since [`Region::age`]; returns the pages.
+    /// Pages out what was not touched since [`Region::age`]; returns how many pages.
     pub fn page_out_idle(&self) -> usize {
         let _quiet = SignalsBlocked::new();
         // SAFETY: alive until drop.
@@ -466,15 +469,15 @@ impl Region {
         unsafe { &*self.pager }.remove(from, to);
     }
 
-    /// Page numbers of a range of bytes of the region.
+    /// The page numbers of a range of bytes of the region.
     fn pages_of(&self, range: &Range<usize>) -> (u64, u64) {
         let end = range.end.min(self.len);
         let pages = pages_of(&(self.base + range.start.min(end)..self.base + end));
         (pages.start, pages.end)
     }
 
-    /// Moves the region's frames together, as far as that is possible: what is done in the background anyway when there is
-    /// time, for who knows that now is a good one. Returns the frames moved.
+    /// Moves the region's frames together as far as possible. This happens in the background anyway when there is time; call it
+    /// when you know that now is a good moment. Returns how many frames it moved.
     pub fn compact(&self) -> u64 {
         // SAFETY: alive until drop.
         let pager = unsafe { &*self.pager };
@@ -485,12 +488,12 @@ impl Region {
         s.compactor.counters.pgmigrate_success - before
     }
 
-    /// Where the memory is.
+    /// Where the memory is now.
     #[must_use]
     pub fn stats(&self) -> Stats {
         // SAFETY: alive until drop.
         let pager = unsafe { &*self.pager };
-        // A handler of the program's that touched a region while this thread holds the lock would wait for ever.
+        // A signal handler of the program's that touched a region while this thread holds the lock would wait forever.
         let _quiet = SignalsBlocked::new();
         let s = pager.state.lock();
         let c = pager.counters();
@@ -519,7 +522,7 @@ impl Region {
 impl Drop for Region {
     fn drop(&mut self) {
         if std::process::id() != self.process {
-            // A forked child has neither the threads nor the memory, the page map's included: what is in its place is somebody else's.
+            // A forked child has neither the threads nor the memory, nor the page map's: somebody else's is in its place.
             core::mem::take(&mut self.threads).into_iter().for_each(core::mem::forget);
             core::mem::forget((self.page_map.take(), self.keeper.take()));
             return;
@@ -540,8 +543,8 @@ impl Drop for Region {
             unmap(self.base, self.mapped);
         }
         if !self.pager.is_null() {
-            // SAFETY: made by Box::into_raw; no thread uses it any more: reclaim has ended, and nobody touches the
-            // region while it is dropped.
+            // SAFETY: made by Box::into_raw; no thread uses it any more: reclaim has ended, and nobody touches the region while
+            // it is dropped.
             let pager = unsafe { Box::from_raw(self.pager) };
             let descriptors = [pager.uffd.load(Acquire), pager.files.pagemap.load(Acquire)];
             let layout = pager.layout;
@@ -554,8 +557,8 @@ impl Drop for Region {
     }
 }
 
-/// The userfaultfd for a region, and whether pages must do without UFFDIO_MOVE. (Write-protection that pages keep while they
-/// are out needs it.)
+/// Opens the userfaultfd for a region; also returns whether pages must do without UFFDIO_MOVE. (Write-protection that pages keep
+/// while they are out needs that call.)
 fn open_uffd(options: &Options) -> Result<(Uffd, bool), Error> {
     let writes = if options.track_writes { uffd::FEATURE_WRITE_PROTECT } else { 0 };
     let features = uffd::FEATURE_SIGBUS | uffd::FEATURE_MOVE | uffd::FEATURE_POISON | writes;
@@ -571,11 +574,11 @@ fn open_uffd(options: &Options) -> Result<(Uffd, bool), Error> {
 }
 
 fn unmap(at: usize, len: usize) {
-    // SAFETY: callers pass mappings of theirs to which nobody refers any more.
+    // SAFETY: callers pass mappings of theirs, to which nothing refers any more.
     let _ = unsafe { sys!(libc::SYS_munmap, at, len) };
 }
 
-/// Maps `len` bytes aligned to a block. (What is before and behind is free for other mappings.)
+/// Maps `len` bytes aligned to a block. (The addresses before and behind stay free for other mappings.)
 fn map_aligned(len: usize) -> Result<usize, Errno> {
     let whole = len.checked_add(2 * BLOCK).ok_or(libc::ENOMEM)?;
     let raw = arena::reserve(whole)?;

@@ -1,21 +1,20 @@
-//! What a command asks of a process while it runs: pages out, and in.
+//! Serves what a command asks of a running process: pages out, and in.
 //!
-//! Each slot of the group's page has room for one request. A command takes it (`holder`), writes what it wants, and wakes
-//! the member; the member's reclaim thread does it, after the ticker has made the process manage its memory, if it did not
-//! yet.
+//! Each slot of the group's page has room for one request. A command takes it (`holder`), writes what it wants, and wakes the
+//! member. The member's reclaim thread does the work, after the ticker has made the process manage its memory if it did not yet.
 //!
 //! ```text
 //! state: IDLE ─ the holder ─▶ ASKED ─ the member ─▶ SERVING ─ the member ─▶ DONE ─ the holder ─▶ IDLE
 //!                               └───── the holder withdraws: IDLE
 //! ```
 //! # Who may be killed or stopped when
-//! Anybody. A *member* that ends leaves the state as it is; the holder sees that the slot's owner is dead, and whoever
-//! takes the slot (after exec too) puts SERVING back to IDLE. A request names its target, so the next owner of a slot does
-//! not do what was asked of the one before. A *command* that ends leaves its hold, which the next one takes from the dead;
-//! the member stops when it sees that the hold has changed, and until then nobody asks anew. A *stopped* member does
-//! nothing until it goes on; the holder withdraws, and then nothing is done.
+//! Any process. A *member* that ends leaves the state as it is; the holder sees that the slot's owner is dead, and whoever takes
+//! the slot (after exec too) puts SERVING back to IDLE. A request names its target, so the next owner of a slot does not do what
+//! was asked of the one before. A *command* that ends leaves its hold, which the next one takes from the dead. The member stops
+//! when it sees that the hold has changed, and until then no new request can be made. A *stopped* member does nothing until it
+//! goes on; the holder withdraws, and then nothing is done.
 //!
-//! The request moves pages as a fault or reclaim would, so it may come at any moment, whatever the program does.
+//! The work moves pages as a fault or reclaim would, so it may come at any moment, whatever the program does.
 
 use crate::group::Slot;
 use crate::group::holder::Holder;
@@ -29,22 +28,22 @@ use uzswap_mm::pagetable::{ADDRESS_SPACE_PAGES, Tag};
 use uzswap_sys::process::Identity;
 use uzswap_sys::{lock, sys, thread};
 
-/// Nothing is asked.
+/// There is no request.
 pub const IDLE: u32 = 0;
-/// The holder asks.
+/// The holder has made a request.
 pub const ASKED: u32 = 1;
-/// The member is at it.
+/// The member is working on it.
 pub const SERVING: u32 = 2;
 /// The member has done what it could.
 pub const DONE: u32 = 3;
 
-/// What can be asked for, of a range of pages.
+/// What can be asked for a range of pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Op {
-    /// Put it out.
+    /// Page it out.
     Out = 1,
-    /// Take it out of the program, without compressing it: what is in use comes back by itself.
+    /// Move it out of the program without compressing it: pages in use come back by themselves.
     Stage = 2,
     /// Compress what is still out of that.
     Store = 3,
@@ -52,9 +51,9 @@ pub enum Op {
     In = 4,
     /// Clear its soft-dirty bits.
     Clean = 5,
-    /// Write-protect it, for who holds the slot's `watch`: see `notify`.
+    /// Write-protect it, for the client that holds the slot's `watch`: see `notify`.
     Protect = 6,
-    /// End that.
+    /// End that protection.
     Release = 7,
 }
 
@@ -66,16 +65,16 @@ impl Op {
     }
 }
 
-/// What a request came to.
+/// The result of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Moved {
-    /// Pages of the range that are managed.
+    /// Managed pages in the range.
     pub known: u64,
-    /// Pages that left, or came; for [`Op::Store`] those that were still out, for [`Op::Clean`] those that were soft-dirty,
-    /// for [`Op::Protect`] those that are protected, and for [`Op::Release`] those that were.
+    /// Pages that left, or came; for [`Op::Store`] those that were still out, for [`Op::Clean`] those that were soft-dirty, for
+    /// [`Op::Protect`] those that are protected, and for [`Op::Release`] those that were.
     pub pages: u64,
-    /// Pages that should have left and are in memory: used again at once, locked, or in use by a device. For [`Op::Protect`]
-    /// those that can be written to all the same.
+    /// Pages that should have left but are in memory: used again at once, locked, or in use by a device. For [`Op::Protect`]
+    /// those that can be written to anyway.
     pub stayed: u64,
 }
 
@@ -83,9 +82,9 @@ pub struct Moved {
 #[repr(C)]
 #[derive(Default)]
 pub struct PageRequest {
-    /// The command that asks.
+    /// The command that makes the request.
     pub holder: Holder,
-    /// The member that is asked, as `Identity::raw`; 0: none.
+    /// The member that must do it, as `Identity::raw`; 0: none.
     pub target: AtomicU64,
     /// [`IDLE`] to [`DONE`]; a futex word.
     pub state: AtomicU32,
@@ -101,11 +100,11 @@ pub struct PageRequest {
     pub pages: AtomicU64,
     /// As in [`Moved`], so far.
     pub stayed: AtomicU64,
-    /// Pieces done, and parts of what comes before one is (wrapping): that it goes on.
+    /// Counts pieces done, and parts of the work before one is done (wrapping): shows that the work goes on.
     pub progress: AtomicU32,
 }
 
-/// Times a piece is tried while pages of it are shared with another process, and while events must be read first.
+/// How often a piece is tried while pages of it are shared with another process, and while events must be read first.
 const TRIES: u32 = 3;
 const EVENT_TRIES: u32 = 1000;
 /// The same for a scan while mapping calls are under way.
@@ -113,16 +112,16 @@ const SCAN_TRIES: u32 = 100;
 const PAUSE_NS: u64 = 100_000;
 
 impl PageRequest {
-    /// What was asked is wanted no more, and the hold is given up.
+    /// Withdraws the request, and gives the hold up.
     pub fn give_up(&self, me: Identity) {
         let _ = self.state.compare_exchange(ASKED, IDLE, AcqRel, Relaxed);
         let _ = self.state.compare_exchange(DONE, IDLE, AcqRel, Relaxed);
         self.holder.give_up(me);
     }
 
-    /// Asks. For the holder. False while what was asked before is still being done.
+    /// Makes a request. Only for the holder. False while an earlier request is still being served.
     pub fn ask(&self, target: Identity, op: Op, (from, to): (u64, u64)) -> bool {
-        // (What a holder left that died.)
+        // A holder that died may have left a request.
         let _ = self.state.compare_exchange(ASKED, IDLE, AcqRel, Relaxed);
         if self.state.load(Acquire) == SERVING {
             return false;
@@ -136,12 +135,12 @@ impl PageRequest {
         true
     }
 
-    /// What came of it, once the state is [`DONE`].
+    /// The result, once the state is [`DONE`].
     pub fn moved(&self) -> Moved {
         Moved { known: self.known.load(Relaxed), pages: self.pages.load(Relaxed), stayed: self.stayed.load(Relaxed) }
     }
 
-    /// The slot has a new owner, or the same one after exec: nobody is at it any more.
+    /// Ends a request whose member is gone: the slot has a new owner, or the same one after exec.
     pub fn forsake(&self) {
         let _ = self.state.compare_exchange(SERVING, IDLE, AcqRel, Relaxed);
     }
@@ -154,7 +153,7 @@ impl PageRequest {
     }
 }
 
-/// A request being done.
+/// A request that is being served.
 struct Work<'a> {
     r: &'a PageRequest,
     holder: Identity,
@@ -163,12 +162,12 @@ struct Work<'a> {
 }
 
 impl Work<'_> {
-    /// Whether who asked still wants it.
+    /// Whether the holder still wants it.
     fn goes_on(&self) -> bool {
         self.r.holder.get() == Some(self.holder)
     }
 
-    /// The next piece with pages that are known: to the next border of 2 MiB at most, so that huge pages stay whole.
+    /// The next piece with known pages: to the next boundary of `most` pages, 2 MiB where huge pages must stay whole.
     fn piece(&self, s: &State, at: u64, most: u64) -> Option<(u64, u64)> {
         let start = s.pt.next_used(at).filter(|vpn| *vpn < self.to && self.goes_on())?;
         Some((start, self.to.min((start / most + 1) * most)))
@@ -176,7 +175,7 @@ impl Work<'_> {
 }
 
 impl Pager {
-    /// Whether a command has asked this process for something.
+    /// Whether a command has made a request that is not being served yet.
     pub(crate) fn is_asked(&self) -> bool {
         self.me().request.state.load(Acquire) == ASKED
     }
@@ -186,7 +185,7 @@ impl Pager {
         matches!(self.me().request.state.load(Relaxed), ASKED | SERVING)
     }
 
-    /// This process's memory cannot be managed: what was asked comes to nothing.
+    /// Ends a request without result, as this process's memory cannot be managed.
     pub(crate) fn refuse_request(&self) {
         let r = &self.me().request;
         if r.state.compare_exchange(ASKED, DONE, AcqRel, Relaxed).is_ok() {
@@ -194,7 +193,7 @@ impl Pager {
         }
     }
 
-    /// Shows who asks, if anybody does, that the reclaim thread is at work: it does not answer before that is done.
+    /// Shows the holder, if there is one, that the reclaim thread is at work; it does not answer before it is done.
     pub(crate) fn show_progress(&self) {
         let r = &self.me().request;
         if matches!(r.state.load(Relaxed), ASKED | SERVING) {
@@ -202,14 +201,14 @@ impl Pager {
         }
     }
 
-    /// Does what was asked, if anything was. For the reclaim thread.
+    /// Serves the request, if there is one. Called by the reclaim thread.
     pub(crate) fn serve_request(&self, batch: &mut Batch) {
         let me: &Slot = self.me();
         let r = &me.request;
         if !self.is_asked() || r.state.compare_exchange(ASKED, SERVING, AcqRel, Relaxed).is_err() {
             return;
         }
-        // (Who gave it up just now wants nothing.)
+        // A holder that has just given up wants nothing.
         if let Some(holder) = r.holder.get()
             && r.target.load(Relaxed) == me.owner.load(Relaxed)
         {
@@ -222,8 +221,8 @@ impl Pager {
 
     fn serve_work(&self, work: &Work, batch: &mut Batch) {
         let op = Op::of(work.r.op.load(Relaxed));
-        // What was mapped since the ticker last looked belongs to it as well. (A region knows its memory. And who waits for
-        // a release may keep mapping calls from being scanned between.)
+        // The request includes what was mapped since the ticker last looked. (A region knows its memory. And whoever waits for a
+        // release may keep a scan from getting between mapping calls.)
         let known = self.own_frames || op == Some(Op::Release);
         let _ = known || (0..SCAN_TRIES).any(|_| self.scan_between_calls());
         match op {
@@ -234,7 +233,7 @@ impl Pager {
             Some(Op::Clean) if self.tracks => self.clean(work),
             Some(Op::Protect) if self.tracks => self.protect_work(work),
             Some(Op::Release) => self.release_work(work),
-            // (A region's bits are its program's own: see `Region::take_soft_dirty`.)
+            // A region's bits are its program's own: see `Region::take_soft_dirty`.
             Some(Op::Clean | Op::Protect) | None => {}
         }
         let mut s = self.state.lock();
@@ -256,7 +255,7 @@ impl Pager {
                 shared = true;
             }
             if shared {
-                // (What was un-shared has left with that.)
+                // What was un-shared has left as well.
                 let left = stayed.saturating_sub(tags(&self.state.lock(), |t| t == Tag::Resident));
                 (moved, stayed) = (moved + left, stayed - left);
             }
@@ -274,7 +273,7 @@ impl Pager {
         }
     }
 
-    /// Counts what is still staged of a range, and stores all that is.
+    /// Counts what is still staged of a range, and stores all that is staged.
     fn store_idle(&self, work: &Work, batch: &mut Batch) {
         let mut at = work.from;
         loop {
@@ -289,8 +288,8 @@ impl Pager {
         self.store_backlog(work, batch);
     }
 
-    /// Stores as many pages as are staged now, the oldest first. (Not until none is: under pressure the handler stages others all the
-    /// time, and this would not end while the program runs.)
+    /// Stores as many pages as are staged now, the oldest first. (Not until none is left: under pressure the handler stages
+    /// others all the time, and this would not end while the program runs.)
     fn store_backlog(&self, work: &Work, batch: &mut Batch) {
         let staged = self.state.lock().staged;
         for _ in 0..staged.div_ceil(BATCH_PAGES) {
@@ -303,7 +302,7 @@ impl Pager {
 
     fn clean(&self, work: &Work) {
         let (mut at, mut tries) = (work.from, 0);
-        // What was cleared is known afterwards, until bits are cleared again. (Without address space for it, it is not.)
+        // The map remembers what was cleared, until bits are cleared again. (Not where there is no address space for it.)
         let map = MapFile::create(MapKind::Cleared, 0, ADDRESS_SPACE_PAGES, 0).ok();
         let mut cleared = 0;
         loop {
@@ -330,7 +329,7 @@ impl Pager {
         drop(before);
     }
 
-    /// Protects pages for the client that holds the slot's watch, which must be who asks.
+    /// Protects pages for the client that holds the slot's watch, which must be the request's holder.
     fn protect_work(&self, work: &Work) {
         let (mut at, mut tries) = (work.from, 0);
         while self.me().watch.holder.get() == Some(work.holder) {
@@ -349,13 +348,13 @@ impl Pager {
         }
     }
 
-    /// Ends the protection that who asks has asked for.
+    /// Ends the protection of pages that the holder asked to have protected.
     fn release_work(&self, work: &Work) {
         let mut at = work.from;
         while at < work.to && self.me().watch.holder.get() == Some(work.holder) && work.goes_on() {
             let mut s = self.state.lock();
             let end = match s.pt.next_protected(at).filter(|vpn| *vpn < work.to) {
-                // (Who waits for a page that is known no more is in the last piece.)
+                // The last piece includes threads that wait for a page that is no longer known.
                 None => work.to,
                 Some(start) => work.to.min((start / FOLIO_PAGES as u64 + 1) * FOLIO_PAGES as u64),
             };
@@ -386,7 +385,7 @@ impl Pager {
             let on_disk: Vec<u64> = (start..end).filter(|vpn| s.pt.get(*vpn).tag() == Tag::Disk).collect();
             drop(s);
             came += on_disk.iter().filter(|vpn| populated(**vpn)).count();
-            // (Freed under the lock, as everything is: a child must find the allocator at rest.)
+            // Freed under the lock, like all memory: a forked child must find the allocator at rest.
             let s = self.state.lock();
             drop(on_disk);
             drop(s);
@@ -396,7 +395,7 @@ impl Pager {
     }
 }
 
-/// Reads a page as the program would: the handler brings it from disk. Without the lock.
+/// Reads a page as the program would, so that the handler brings it from disk. Call it without the lock.
 fn populated(vpn: u64) -> bool {
     let page = crate::frames::arena::PAGE;
     // SAFETY: populating changes no contents.
@@ -410,7 +409,8 @@ mod tests {
     use crate::testing;
     use uzswap_mm::lru::List;
 
-    /// The story: what was shared with a child left when it was un-shared, and was not counted: of 33 MiB that were put out 8 KiB were told.
+    /// The story: pages shared with a child left when they were un-shared, and were not counted: of 33 MiB that were paged out, 8
+    /// KiB were reported.
     #[test]
     fn what_was_shared_counts_as_put_out() {
         const N: usize = 600;

@@ -25,12 +25,12 @@ pub(crate) fn pager(limit: usize) -> &'static Pager {
     Box::leak(Box::new(limited(limit, false)))
 }
 
-/// The same, which keeps which pages are written to.
+/// The same, but it tracks which pages are written to.
 pub(crate) fn tracking_pager(limit: usize) -> &'static Pager {
     Box::leak(Box::new(limited(limit, true)))
 }
 
-/// The same, which is told when its memory is moved.
+/// The same, but it gets events when its memory is moved.
 pub(crate) fn pager_told_of_moves(limit: usize) -> &'static Pager {
     let group = group();
     group.nodes[0].max.store(limit as u64, Relaxed);
@@ -45,7 +45,7 @@ fn limited(limit: usize, tracks: bool) -> Pager {
     pager
 }
 
-/// A tree with a root without limits.
+/// A tree whose root has no limits.
 pub(crate) fn group() -> &'static GroupPage {
     // SAFETY: the page is atomics, for which zeros are valid.
     let group: Box<GroupPage> = unsafe { Box::new_zeroed().assume_init() };
@@ -53,7 +53,7 @@ pub(crate) fn group() -> &'static GroupPage {
     Box::leak(group)
 }
 
-/// The same with the books of a swap file of 64 MiB, which nothing can be written to.
+/// The same with the books of a swap file of 64 MiB, to which nothing can be written.
 pub(crate) fn pager_with_swap(limit: usize) -> &'static Pager {
     let group = group();
     group.nodes[0].max.store(limit as u64, Relaxed);
@@ -89,12 +89,12 @@ fn make(group: &'static GroupPage, node: usize, limit: usize, features: u64) -> 
     pager
 }
 
-/// Memory as a program has it, registered with the pager: its first page.
+/// Memory like a program's, registered with the pager; returns its address.
 pub(crate) fn memory(pager: &Pager, pages: usize) -> usize {
     memory_at(pager, 0, pages)
 }
 
-/// The same at a place where nothing is, if it is not 0.
+/// The same at `place`, where nothing may be, if that is not 0.
 pub(crate) fn memory_at(pager: &Pager, place: usize, pages: usize) -> usize {
     let (rw, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
     // SAFETY: a new mapping, or (fixed) one over another that was just made.
@@ -102,36 +102,37 @@ pub(crate) fn memory_at(pager: &Pager, place: usize, pages: usize) -> usize {
         sys!(libc::SYS_mmap, place, pages * PAGE, prot, flags | fixed, -1isize, 0).expect("memory")
     };
     let at = match place {
-        // (Between two pages that are nobody's: what is brought ahead of a sequence would be zeros in another test's memory, as COPY fills
-        // what is missing whoever has registered it.)
+        // Between two pages that are nobody's: otherwise pages brought ahead of a sequence would be zeros in another test's
+        // memory, as COPY fills missing pages whoever has registered them.
         0 => map(map(0, pages + 2, libc::PROT_NONE, 0) + PAGE, pages, rw, libc::MAP_FIXED),
         place => map(place, pages, rw, libc::MAP_FIXED_NOREPLACE),
     };
-    // SAFETY: advice on it. (Pages are moved one by one here.)
+    // SAFETY: advice on this memory. (Pages are moved one by one here.)
     unsafe { sys!(libc::SYS_madvise, at, pages * PAGE, libc::MADV_NOHUGEPAGE) }.expect("advice");
     pager.register(at, pages * PAGE).expect("the memory");
     keep_from_children(at, pages * PAGE);
     at
 }
 
-/// A child that a test beside this one forks is not given the memory: shared with it nothing could be moved out, and nobody un-shares
-/// it here (a test was in a loop for ever).
+/// Keeps the memory from a child that a test beside this one forks. Memory shared with it could not be moved out, and nobody
+/// un-shares it here (a test was in a loop forever).
 fn keep_from_children(at: usize, len: usize) {
     // SAFETY: advice on memory of a test.
     unsafe { sys!(libc::SYS_madvise, at, len, libc::MADV_DONTFORK) }.expect("advice");
 }
 
-/// Children are given `pages` of such memory.
+/// Lets children have `pages` of such memory.
 pub(crate) fn let_inherit(at: usize, pages: usize) {
     // SAFETY: as above.
     unsafe { sys!(libc::SYS_madvise, at, pages * PAGE, libc::MADV_DOFORK) }.expect("advice");
 }
 
-/// Runs `act` while a child has what this process has.
+/// Runs `act` while a child shares this process's memory.
 ///
-/// The story: the child waited for a pipe to be closed. Two that were forked at once by two tests had each other's ends, and waited for ever.
+/// The story: the child waited for a pipe to be closed. Two children that two tests forked at once had each other's ends, and
+/// waited forever.
 pub(crate) fn beside_a_child<T>(act: impl FnOnce() -> T) -> T {
-    // SAFETY: the child waits by system calls alone until it is killed: below, or as the thread that has made it ends.
+    // SAFETY: the child waits by system calls alone until it is killed: below, or when the thread that made it ends.
     let child = unsafe { libc::fork() };
     assert!(child >= 0, "a child");
     if child == 0 {
@@ -152,7 +153,7 @@ pub(crate) fn beside_a_child<T>(act: impl FnOnce() -> T) -> T {
     done
 }
 
-/// Whether the kernel has a page there that is write-protected for us (bits 63 and 57 of its pagemap).
+/// Whether the kernel has a present page there that is write-protected for us (bits 63 and 57 of its pagemap).
 pub(crate) fn is_protected(p: &Pager, vpn: u64) -> bool {
     let mut word = [0; 8];
     assert_eq!(raw::pread(p.files.pagemap.load(Relaxed), &mut word, vpn * 8), Ok(8));
@@ -176,27 +177,27 @@ pub(crate) fn dead_process() -> Identity {
     dead
 }
 
-/// Has so many pages seem resident, any of which might be put out next.
+/// Makes so many pages seem resident, any of which may be evicted next.
 pub(crate) fn seem_resident(s: &mut State, pages: usize) {
     s.resident = pages;
     s.lru.inactive = Ring::default();
     (0..pages as u64).for_each(|vpn| s.lru.inactive.push(Entry::new(vpn, 0, 0)));
 }
 
-/// Gives a missing page at `at` its content, by COPY, as nobody serves faults here.
+/// Gives a missing page at `at` its contents, by COPY, as nobody serves faults here.
 pub(crate) fn put(pager: &Pager, at: usize, content: &[u8; PAGE]) {
     // SAFETY: the content is readable.
     unsafe { pager.uffd().copy(at, content.as_ptr() as usize, PAGE) }.expect("a missing page");
 }
 
-/// The same as [`memory`], whose pages are there, and on no list yet; the address.
+/// As [`memory`], with the pages present but on no list yet; returns the address.
 pub(crate) fn filled(pager: &Pager, pages: usize) -> usize {
     let at = memory(pager, pages);
     (0..pages).for_each(|page| put(pager, at + page * PAGE, &[7; PAGE]));
     at
 }
 
-/// The content of a page: words, of which zstd makes less than lz4, different for each.
+/// A page's contents: words, different for each page, which zstd makes smaller than lz4.
 pub(crate) fn words(vpn: u64) -> [u8; PAGE] {
     const WORDS: [&[u8]; 8] =
         [b"memory ", b"of ", b"the page ", b"faults ", b"kernel, ", b"swapped ", b"in ", b"again. "];
@@ -214,7 +215,7 @@ pub(crate) fn words(vpn: u64) -> [u8; PAGE] {
     page
 }
 
-/// The content of a page: noise, which does not compress, different for each.
+/// A page's contents: noise, different for each page, which does not compress.
 pub(crate) fn noise(vpn: u64) -> [u8; PAGE] {
     let mut x = vpn.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     core::array::from_fn(|_| {
@@ -223,14 +224,14 @@ pub(crate) fn noise(vpn: u64) -> [u8; PAGE] {
     })
 }
 
-/// The same and half of it zeros, of which no codec makes more than another.
+/// The same with half of it zeros, which no codec makes smaller than another.
 pub(crate) fn half_noise(vpn: u64) -> [u8; PAGE] {
     let mut page = noise(vpn);
     page[PAGE / 2..].fill(0);
     page
 }
 
-/// A pager of 128 MiB with a helper that has joined; none on a machine with one CPU.
+/// Runs a test with a pager of 128 MiB and a helper that has joined; not on a machine with one CPU.
 pub(crate) fn with_helper(test: impl FnOnce(&'static Pager, &mut State)) {
     let p = pager(128 << 20);
     let mut s = p.state.lock();
@@ -250,13 +251,13 @@ pub(crate) fn with_helper(test: impl FnOnce(&'static Pager, &mut State)) {
 /// When the pages of [`store`] were evicted.
 pub(crate) const EVICTED_AT: u32 = 48;
 
-/// Stores `1 << order` pages at `vpn` as one lz4 object (or raw, if they do not compress), idle, and lists it; those in `copies` (of the first 16) are kept copies of resident
-/// pages, the others are out. The object.
+/// Stores `1 << order` pages at `vpn` as one lz4 object (or raw, if they do not compress), idle, and lists it. Those in `copies`
+/// (of the first 16) are kept copies of resident pages, the others are out. Returns the object's handle.
 pub(crate) fn store(s: &mut State, vpn: u64, order: u8, copies: u16, content: fn(u64) -> [u8; PAGE]) -> u32 {
     store_by(Algorithm::Lz4, s, vpn, order, copies, content)
 }
 
-/// The same as an object of another codec.
+/// The same with another codec.
 pub(crate) fn store_by(
     algorithm: Algorithm,
     s: &mut State,

@@ -1,12 +1,12 @@
-//! The ticker: the thread that is there from the start.
+//! The ticker: the helper thread that runs from the start.
 //!
-//! It sleeps until the process has used some CPU time (a POSIX timer on the process's CPU clock: an idle program costs
-//! nothing), then reads RssAnon. Far below the limit that is all that ever happens: nothing is registered, no fault is
-//! slower. Near it the process *engages*: memory is registered, the handler and the reclaim thread start. From then on
-//! the ticker looks for memory that is resident but unknown, and sees to it that the handler, which runs at idle
-//! priority, is not starved.
+//! It sleeps until the process has used some CPU time (a POSIX timer on the process's CPU clock, so an idle program costs
+//! nothing), then reads RssAnon. Far below the limit that is all that ever happens: nothing is registered, and no fault is
+//! slower. Near the limit the process *engages*: memory is registered, and the handler and the reclaim thread start. From then on
+//! the ticker looks for memory that is resident but unknown, and makes sure that the handler, which has idle policy, is not
+//! starved.
 //!
-//! It owns a descriptor table of its own (shared with the other helpers), so the program can neither see nor close the
+//! It has a descriptor table of its own (shared with the other helpers), so the program can neither see nor close the
 //! userfaultfd, and the helpers hold none of the program's pipes open.
 
 use crate::discover::Scans;
@@ -23,23 +23,23 @@ use uzswap_sys::lock::Guard;
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{lock, sys, thread};
 
-/// How fast a program may fill memory: bounds what can happen unseen between two looks (bytes per second of CPU).
+/// How fast a program may fill memory (bytes per second of CPU time). This bounds what can happen unseen between two looks.
 const FASTEST_FILL: usize = 3 << 30;
-/// How often the ticker looks after the handler.
+/// How often the ticker looks after the handler (nanoseconds).
 pub(crate) const LOOK_NS: u64 = 16_000_000;
-/// How often what was unevictable, and a little of what did not compress, is tried again while memory is short.
+/// How often the unevictable list, and a little of what did not compress, is tried again while memory is short (nanoseconds).
 const RESCUE_NS: u64 = 500_000_000;
-/// How many times that is put off where the limit is not exceeded, for what is unevictable: each page may take a call to be tried.
+/// How many times the unevictable list is skipped while the limit is not exceeded: each page may take a call to try.
 ///
-/// The story: tables became read-only when what else there was had been squeezed to a few MiB. With that the limit was kept, so they
+/// The story: tables became read-only when all other memory had been squeezed to a few MiB. That kept the limit, so the tables
 /// stayed, and the program did nothing but fault.
 const RESCUE_PUT_OFF: u32 = 4;
-/// When a scan is tried again that mapping calls under way did not let through.
+/// When to try a scan again that mapping calls under way did not let through (nanoseconds).
 const SCAN_AGAIN_NS: u64 = 500_000;
 
-/// Stack of helper `n`: 0 ticker, 1 handler, 2 reclaim, 3 the writer of the swap file, from 4 on those that compress, from 7
-/// on those that read the swap file, 11 a handler that relieved another, 12 the second one that writes the swap file, 13 one that opens a file for the
-/// program's.
+/// The stack of helper `n`: 0 ticker, 1 handler, 2 reclaim, 3 the writer of the swap file, from 4 on the compressing helpers,
+/// from 7 on the readers of the swap file, 11 a handler that relieved another, 12 the second writer of the swap file, 13 a thread
+/// that opens a file for the program's.
 fn stack(pager: &Pager, n: usize) -> usize {
     pager.layout.stacks + n * (thread::STACK_BYTES + PAGE)
 }
@@ -50,7 +50,7 @@ impl Pager {
     /// # Errors
     /// `clone`'s.
     pub fn spawn_ticker(&'static self, entry: extern "C" fn(usize) -> !) -> Result<(), Errno> {
-        // (In a forked child the stack's former user does not exist.)
+        // In a forked child the stack's former user does not exist.
         let tid = self.spawn_on(0, true, entry)?;
         self.ticker.store(tid, Release);
         self.me().ticker.store(tid as u32, Release);
@@ -58,23 +58,23 @@ impl Pager {
         Ok(())
     }
 
-    /// Starts a thread on the stack of this number, which nobody is on; with `own_files`, with a descriptor table of its own. It is told
+    /// Starts a thread on stack `n`, which must not be in use; with `own_files`, with a descriptor table of its own. `entry` gets
     /// the pager's address.
     ///
     /// # Errors
     /// `clone`'s; `ENOTSUP`: this is a region's pager, whose threads are the region's.
     pub(crate) fn spawn_on(&self, n: usize, own_files: bool, entry: extern "C" fn(usize) -> !) -> Result<i32, Errno> {
-        // SAFETY: the entries are told the pager, and a process's is never freed.
+        // SAFETY: the entries get the pager's address, and a process's pager is never freed.
         unsafe { self.spawn_for(n, own_files, entry, core::ptr::from_ref(self) as usize) }
     }
 
-    /// The same, which is told something else.
+    /// The same, but `entry` gets `arg`.
     ///
     /// # Errors
     /// As above.
     ///
     /// # Safety
-    /// It must be what `entry` is to be told, for as long as the thread is there.
+    /// `arg` must be what `entry` expects, for as long as the thread runs.
     pub(crate) unsafe fn spawn_for(
         &self,
         n: usize,
@@ -88,13 +88,13 @@ impl Pager {
         if self.inject(Site::Thread).is_some() {
             return Err(libc::EAGAIN);
         }
-        // SAFETY: the stack is ours and unused; the entries never return, and have what the caller says.
+        // SAFETY: the stack is ours and unused; the entries never return, and get what the caller promises.
         unsafe { thread::spawn(stack(self, n), own_files, entry, arg) }
     }
 
     /// Makes the ticker look now.
     pub fn poke_ticker(&self) {
-        // (It is a thread of ours, which waits for it.)
+        // The ticker is a thread of ours that waits for this signal.
         thread::kill_thread(thread::getpid(), self.ticker.load(Acquire), SIGNAL);
     }
 
@@ -113,7 +113,7 @@ impl Pager {
     fn ticker_loop(&'static self) -> ! {
         let timer = Timer::new();
         let set = 1u64 << (SIGNAL - 1);
-        // SAFETY: a signal set of 8 bytes, ours. (In the ticker's own table.)
+        // SAFETY: a signal set of 8 bytes, ours. (The descriptor is in the ticker's own table.)
         let signals = unsafe { sys!(libc::SYS_signalfd4, -1isize, &raw const set, 8, libc::SFD_CLOEXEC) };
         self.files.signals.store(signals.map_or(-1, |fd| fd as i32), Release);
         thread::wake_soon();
@@ -126,7 +126,7 @@ impl Pager {
             }
             self.change_ticker();
             self.cede_asked(|| watch.look_after_handler(self));
-            // Requests made from now on are not served by this look: it may be past what they are about.
+            // This look does not serve requests made from now on: it may be past what they are about.
             let ticket = self.growth.looks_wanted.load(Acquire);
             let wanted = ticket != self.growth.looks_done.load(Relaxed);
             let Some(mut nap) = self.look(&mut scans, wanted, &mut watch) else {
@@ -151,10 +151,10 @@ impl Pager {
         }
     }
 
-    /// Waits for a signal, or a fault: while nobody looks after the handler it may come when other programs have all of the CPU,
-    /// and a program that waits for it uses no CPU time, by which the ticker would be woken. (So each one stood still for seconds
-    /// that had not faulted for a while, beside two that compute.) Or until a transfer that is under way will have taken very long:
-    /// of a disk that stands still nobody else would tell.
+    /// Waits for a signal, or for a fault. While nobody looks after the handler, a fault may come when other programs have all of
+    /// the CPU, and a program that waits for it uses no CPU time, which would wake the ticker. (So programs that had not faulted
+    /// for a while stood still for seconds, beside two that compute.) Or until a transfer under way will have taken very long:
+    /// nobody else would report a disk that stands still.
     fn wait_unwatched(&self) {
         let signals = self.files.signals.load(Relaxed);
         if signals < 0 || self.uffd.load(Relaxed) < 0 {
@@ -168,18 +168,19 @@ impl Pager {
         thread::take_signal(SIGNAL, Some(0));
     }
 
-    /// Reads where the process stands, engages or scans when it is time (a scan is made when `wanted`); returns the CPU
-    /// time until the next look; None when a scan could not be made now, or what refuses that memory is managed may pass.
+    /// Reads where the process stands, and engages or scans when it is time (a scan is made if `wanted`). Returns the CPU time
+    /// until the next look (nanoseconds); None when a scan could not be made now, or when what keeps memory from being managed
+    /// may pass.
     fn look(&'static self, scans: &mut Scans, wanted: bool, watch: &mut Watch) -> Option<u64> {
         let before = self.me().rss.load(Relaxed) as usize;
-        // (First: what is mapped from now on may not be seen.)
+        // First, as this look may not see what is mapped from now on.
         self.growth.mapped.store(0, Relaxed);
         let rss = self.read_rss();
         if !self.engaged.load(Acquire) {
             self.raise_peaks(rss, rss, 0);
             let (room, until_look) = self.headroom(rss, self.me().planned.load(Relaxed) as usize, engage_threshold);
             self.growth.room.store(room, Relaxed);
-            // (What is to be put out on request must be managed first, however far the limit is.)
+            // Memory that a request wants paged out must be managed first, however far the limit is.
             if room == 0 || self.is_asked() {
                 return self.begin_to_manage(scans);
             }
@@ -187,7 +188,7 @@ impl Pager {
             let ns = until_look as u128 * 1_000_000_000 / FASTEST_FILL as u128;
             return Some((ns.min(u128::from(u64::MAX >> 1)) as u64).max(1_000_000));
         }
-        // (Read again, under the lock: faults served while this thread waited for it, or for a CPU, were counted.)
+        // Read again, under the lock: faults served while this thread waited for the lock, or for a CPU, are counted then.
         let mut s = self.lock_and_lift(watch);
         self.protect_after_fork(&s);
         let rss = self.read_rss();
@@ -237,11 +238,11 @@ impl Pager {
         Some(8_000_000)
     }
 
-    /// Takes the lock. Who has it for long may be a thread of idle policy that waits for a CPU, and then everybody waits for it: it is made a
-    /// normal one.
+    /// Takes the lock. Its holder may be an idle-policy thread that waits for a CPU, for which everybody then waits: makes the
+    /// reclaim thread a normal one.
     ///
-    /// The story: the reclaim thread served a request while the program faulted on the same CPU, beside others that computed. The program
-    /// waited for the handler, the handler for the lock, and so did the ticker: for more than five seconds.
+    /// The story: the reclaim thread served a request while the program faulted on the same CPU, beside others that computed. The
+    /// program waited for the handler, the handler for the lock, and so did the ticker: for more than five seconds.
     fn lock_and_lift(&self, watch: &mut Watch) -> Guard<'_, State> {
         let mut lifted = None;
         loop {
@@ -264,14 +265,14 @@ pub(crate) fn pager(arg: usize) -> &'static Pager {
     unsafe { &*(arg as *const Pager) }
 }
 
-/// Entry of the ticker.
+/// The body of the ticker.
 pub extern "C" fn start(arg: usize) -> ! {
     let p = pager(arg);
     p.open_own_files();
     p.ticker_loop()
 }
 
-/// Entry of the ticker in a forked child whose parent was engaged.
+/// The body of the ticker in a forked child whose parent was engaged.
 pub extern "C" fn start_in_child(arg: usize) -> ! {
     let p = pager(arg);
     p.open_own_files();
@@ -314,12 +315,13 @@ mod tests {
     use std::time::Duration;
     use uzswap_sys::eventfd;
 
-    /// The story: a disk stood still while a program's only thread waited for it. After half a second nobody looked after the handler,
-    /// which had nothing to do, and the ticker slept until the program would have used some CPU time: nobody was told.
+    /// The story: a disk stood still while a program's only thread waited for it. After half a second nobody looked after the
+    /// handler, which had nothing to do, and the ticker slept until the program would have used some CPU time: nobody reported
+    /// the disk.
     #[test]
     fn a_disk_that_stands_still_wakes_the_ticker() {
         let p = testing::pager_with_swap(8 << 20);
-        // (No signal comes.)
+        // No signal comes.
         p.files.signals.store(eventfd::create().unwrap(), Relaxed);
         p.group.faults.set("swap_stall=1/1", 0).unwrap();
         let (say, said) = mpsc::channel();
@@ -328,7 +330,7 @@ mod tests {
             p.wait_unwatched();
             p.look_for_stalls();
             say.send(p.counters().swap_stalls.load(Relaxed)).unwrap();
-            // Told once, it does not wake anybody again; another is counted.
+            // Reported once, it wakes nobody again; another one is counted.
             p.look_for_stalls();
             let told = p.until_stall_ns().is_none();
             p.tier.began[READ].store(1, Relaxed);
