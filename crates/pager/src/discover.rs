@@ -388,8 +388,8 @@ pub fn populate(from: usize, to: usize) {
     }
 }
 
-/// Drops exclusions and pins of ranges of which pages are known: the stack was unmapped and other memory moved or grew to its
-/// place, or the program dropped what had been pinned.
+/// Drops exclusions of ranges of which pages are known, and pins of ranges of which pages are out. The stack was unmapped, and
+/// other memory moved or grew to its place; or the program dropped what had been pinned.
 ///
 /// The story: a block that `mremap` moved to where threads' stacks had been stayed managed, and was zeros in forked children,
 /// which register all but what is excluded.

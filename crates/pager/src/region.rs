@@ -522,7 +522,8 @@ impl Region {
 impl Drop for Region {
     fn drop(&mut self) {
         if std::process::id() != self.process {
-            // A forked child has neither the threads nor the memory, nor the page map's: somebody else's is in its place.
+            // A forked child has neither the threads nor the memory, the page map's included: what is in its place is somebody
+            // else's.
             core::mem::take(&mut self.threads).into_iter().for_each(core::mem::forget);
             core::mem::forget((self.page_map.take(), self.keeper.take()));
             return;

@@ -1,4 +1,4 @@
-//! Brings what a fault needs and is not in memory as frames: zeros, and what is in the pool.
+//! Brings the pages of a fault that are zeros, were never touched, or are in the pool.
 //!
 //! ```text
 //! frames (contiguous ones, else as they come) ── filled: cleared, or decompressed and checked ── one MOVE ── counted

@@ -87,7 +87,7 @@ pub(crate) fn open(at: usize, len: usize) -> Result<(), Errno> {
 }
 
 impl Layout {
-    /// Reserves the range for a limit of `limit` bytes and makes heap, arena and pool accessible.
+    /// Reserves the range for a limit of `limit` bytes and makes heap, stacks, arena and pool accessible.
     ///
     /// # Errors
     /// `ENOMEM` when there is no address space (a small `ulimit -v` or `-d`). Nothing of it is left then: the program may have

@@ -43,9 +43,9 @@ use uzswap_sys::{maps, pagemap};
 /// Bytes in a huge page.
 const HUGE_BYTES: usize = FOLIO_PAGES * PAGE;
 
-/// New memory may come as one huge page for each so many that the limit has room for, per member: it is brought ahead of need.
-/// Members that are not engaged count too: of eight that begin at once under 160 MiB, the first would take what the others fill
-/// unmanaged (MEASUREMENTS.md).
+/// A fault brings at most one new huge page for each `OF_SHARE` of them that a member's part of the limit has room for, as they
+/// come ahead of need. Members that are not engaged count too: of eight that begin at once under 160 MiB, the first would take
+/// what the others fill unmanaged (MEASUREMENTS.md).
 const OF_SHARE: usize = 16;
 /// How many new huge pages one fault brings at most. (Before the kernel asks userfaultfd it takes a huge page and clears it, for
 /// nothing: 100 µs a fault. Where it is told not to, it makes a page table first, and what is moved there is split.)

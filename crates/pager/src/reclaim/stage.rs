@@ -119,7 +119,7 @@ impl Pager {
                 match self.stage_run(s, at, n as usize) {
                     Ok(n) => moved += n,
                     Err(pending) => {
-                        // `stage_run` has put the pages it was given back on a list.
+                        // `stage_run` has listed the pages of its own run again.
                         for later in at + n..end {
                             if s.is_fresh(later, e.stamp()) {
                                 self.requeue(s, later, 1);

@@ -127,8 +127,8 @@ fn drop_one_and_touch_another(p: &Pager, dropped: usize, touched: usize) -> (Joi
     (drops, touches)
 }
 
-/// A pager that has 400 pages in its pool, from the page on that the function gets, which may go to disk; beside a member that
-/// holds 2 MiB and has nothing to give.
+/// A pager with 400 pages in its pool, from the returned page on, which may go to disk; beside a member that holds 2 MiB and has
+/// nothing to give.
 fn pool_of_400() -> (&'static Pager, u64) {
     let (p, vpn) = (testing::pager_with_swap(8 << 20), 1 << 20);
     let mut s = p.state.lock();
@@ -146,7 +146,7 @@ fn set_full(p: &Pager, is: bool) {
     p.group.nodes[0].max.store(if is { 1 << 20 } else { 1 << 40 }, Relaxed);
 }
 
-/// Empties that member.
+/// Drops those pages, so that nothing is left.
 fn forget(p: &Pager, vpn: u64) {
     set_full(p, false);
     p.tier.file.store(-1, Relaxed);
