@@ -9,10 +9,10 @@
 //! runs alone too: the child's tables are a copy, and it is told of no event of its parent's. And so do the ticker's scans:
 //! between the event of `madvise` and its end, old pages are still there.
 //!
-//! While an event is unread no page may come (the kernel answers EAGAIN), and threads that make such calls all the time left next
-//! to no moment without one. So while a fault or reclaim waits for an event, new calls are held back, a moment at most. They are
-//! also held back, some moments at most, while a thread wants calls stopped: otherwise a thread that takes the lock as soon as it
-//! is free would always get it before one that sleeps for it.
+//! While an event is unread no page may come (the kernel answers EAGAIN), and threads that make such calls all the time leave
+//! hardly a moment without one. So while a fault or reclaim waits for an event, new calls are held back, for a moment at most
+//! (`HOLD_BACK_NS`). They are also held back, somewhat longer (`HOLD_FOR_STOP`), while a thread wants calls stopped: otherwise a
+//! thread that takes the lock as soon as it is free would always get it before one that sleeps for it.
 //!
 //! Calls are wrapped where libc makes them (the agent's `patch`). Those that a program makes with instructions of its own are not
 //! ordered.

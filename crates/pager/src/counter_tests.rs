@@ -22,7 +22,7 @@ fn count(p: &Pager, what: impl Fn(&Counters) -> &AtomicU64) -> u64 {
     what(p.counters()).load(Relaxed)
 }
 
-/// Resident pages of a program that lie as a folio of so many does; returns the first.
+/// Makes resident pages that lie like one folio; returns the first.
 fn resident(p: &Pager, s: &mut State, pages: usize) -> u64 {
     let at = testing::memory(p, 2 * pages).next_multiple_of(pages * PAGE);
     (0..pages).for_each(|page| testing::put(p, at + page * PAGE, &testing::words(page as u64)));

@@ -1,11 +1,11 @@
 //! Discovery: which of the program's memory is managed.
 //!
-//! Managed is private anonymous memory that was not executable when it was found, without what is excluded: uzswap's own memory,
-//! thread stacks (libc maps them with MAP_STACK, which the agent sees), the TLS of live threads (the kernel writes there and
-//! kills the process when it cannot), and small anonymous mappings older than the agent (the loader's). Reserved ranges
-//! (PROT_NONE) are registered too, which covers what malloc arenas and runtimes open up later. Ranges are found by reading
-//! /proc/self/maps, never trusted from a hook: a hook only says that it is time to look. Memory found late was the kernel's
-//! meanwhile: nothing is wrong, it only counted without being evictable.
+//! The pager manages private anonymous memory that was not executable when it was found. It excludes uzswap's own memory, thread
+//! stacks (libc maps them with MAP_STACK, which the agent sees), the TLS of live threads (the kernel writes there and kills the
+//! process when it cannot), and small anonymous mappings older than the agent (the loader's). Reserved ranges (PROT_NONE) are
+//! registered too, which covers what malloc arenas and runtimes open up later. Ranges are found by reading /proc/self/maps, never
+//! trusted from a hook: a hook only says that it is time to look. Memory found late was the kernel's meanwhile: nothing is wrong,
+//! it only counted without being evictable.
 
 pub mod ceded;
 pub(crate) mod engage;
@@ -42,7 +42,7 @@ const UNKNOWN_BYTES: usize = 1 << 20;
 /// Where little is unknown, a scan is made again after this many times its duration.
 const PAUSES: u64 = 8;
 
-/// When the ticker scans. A scan takes as long as the program has mappings (50 ms for 30,000), and a program that maps memory
+/// When the ticker scans. The time of a scan grows with the number of mappings (50 ms for 30,000), and a program that maps memory
 /// piece by piece has another MiB of it unknown right away.
 #[derive(Default)]
 pub struct Scans {

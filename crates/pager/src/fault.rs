@@ -519,7 +519,7 @@ mod tests {
         assert!((first + 4..first + N).all(kept), "{} copies", (first..first + N).filter(|vpn| kept(*vpn)).count());
     }
 
-    /// See `new_from`: memory below the mapping that is filled downwards, or a page that another process has, is not touched.
+    /// See `new_from`: memory below the mapping that is filled downwards, or somebody else's page, is not touched.
     #[test]
     fn who_fills_memory_downwards_is_brought_no_guards() {
         let p = testing::pager(16 << 20);

@@ -241,7 +241,7 @@ impl Pager {
     /// Forgets what the parent had opened, found and begun in order to manage its memory.
     ///
     /// The story: that had failed in the parent (no more threads), and another thread forked before it was taken back. The child
-    /// took what had been found for managed memory; and its helpers, once it had some, took themselves to be told to end.
+    /// took what had been found for managed memory; and once it had helpers, they found themselves told to end.
     fn forget_engaging(&self) {
         self.uffd.store(-1, Relaxed);
         self.stopping.store(false, Relaxed);

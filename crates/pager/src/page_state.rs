@@ -1,7 +1,7 @@
 //! Page state that others can ask for: which pages are out, were written to, or are write-protected.
 //!
-//! The modules: the memory object that tells whoever maps it, its marks, how writes are noticed, and the client that they wait
-//! for.
+//! `mapfile` publishes it in a memory object that others map, `marks` keeps marks in that object, `writes` notices writes, and
+//! `notify` makes them wait for a client.
 
 pub mod mapfile;
 pub mod marks;

@@ -44,7 +44,7 @@ use uzswap_sys::{lock, thread};
 /// between these bounds. (That is less than half of the margin below any limit, 1 MiB.)
 const MANY_LEAST: usize = 64;
 const MANY_MOST: usize = 192;
-/// Frames that are not counted on meanwhile.
+/// Free frames that are kept in reserve, and so cannot make up for an excess meanwhile.
 const KEPT_FRAMES: usize = BATCH_PAGES + BLOCK_PAGES;
 
 /// After this many failed rounds in a row, nothing more can be evicted.

@@ -183,7 +183,7 @@ pub struct Stats {
     pub staged: usize,
     /// Frames kept for the next faults.
     pub free: usize,
-    /// What the pool holds from the kernel.
+    /// What the pool takes from the kernel.
     pub pool: usize,
     /// Bytes of objects in the pool; the rest of what the pool holds is waste.
     pub pool_used: usize,

@@ -45,7 +45,7 @@ pub enum Op {
     Out = 1,
     /// Move it out of the program without compressing it: pages in use come back by themselves.
     Stage = 2,
-    /// Compress what is still out of that.
+    /// Compress the pages of it that have not come back.
     Store = 3,
     /// Bring it in.
     In = 4,

@@ -110,7 +110,7 @@ pub struct State {
     pub staged: usize,
     /// Staged pages that are being compressed.
     pub busy: usize,
-    /// Pages that are out, in the pool.
+    /// Pages that are out and in the pool.
     pub swapped: usize,
     /// Pages evicted as zeros.
     pub zeros: usize,

@@ -151,10 +151,10 @@ impl Pager {
         }
     }
 
-    /// Waits for a signal, or for a fault. While nobody looks after the handler, a fault may come when other programs have all of
-    /// the CPU, and a program that waits for it uses no CPU time, which would wake the ticker. (So programs that had not faulted
-    /// for a while stood still for seconds, beside two that compute.) Or until a transfer under way will have taken very long:
-    /// nobody else would report a disk that stands still.
+    /// Waits for a signal, for a fault, or until a transfer under way will have taken very long. A fault: while nobody looks
+    /// after the handler, one may come when other programs have all of the CPU, and a program that waits for it uses no CPU time,
+    /// which would wake the ticker. (So programs that had not faulted for a while stood still for seconds, beside two that
+    /// compute.) A transfer: nobody else would report a disk that stands still.
     fn wait_unwatched(&self) {
         let signals = self.files.signals.load(Relaxed);
         if signals < 0 || self.uffd.load(Relaxed) < 0 {
@@ -238,8 +238,8 @@ impl Pager {
         Some(8_000_000)
     }
 
-    /// Takes the lock. Its holder may be an idle-policy thread that waits for a CPU, for which everybody then waits: makes the
-    /// reclaim thread a normal one.
+    /// Takes the lock. If that takes long, its holder may be the reclaim thread, at idle policy and waiting for a CPU while
+    /// everybody waits for it: then makes that thread a normal one.
     ///
     /// The story: the reclaim thread served a request while the program faulted on the same CPU, beside others that computed. The
     /// program waited for the handler, the handler for the lock, and so did the ticker: for more than five seconds.

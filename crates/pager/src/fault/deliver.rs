@@ -31,9 +31,9 @@ use uzswap_sys::uffd::Partial;
 /// stored anew.
 pub(crate) const SMALL_BLOCK: u8 = 2;
 
-/// Of the deliveries to blocks that are known to be written to, one in this many keeps its copies anyway: if the pages leave
-/// clean, the block is no longer written to. (Whole deliveries, so that folios are not cut into clean and dirty parts. A whole
-/// block tells more, so it is probed more often.)
+/// Of the deliveries to blocks that are known to be written to, one in this many keeps its copies anyway: pages that then leave
+/// clean show that the block is no longer written to. (Whole deliveries, so that folios are not cut into clean and dirty parts. A
+/// whole block tells more, so it is probed more often.)
 const PROBE_EVERY: u32 = 8;
 const PROBE_BLOCKS_EVERY: u32 = 2;
 

@@ -379,7 +379,7 @@ impl Handler {
         self.withdraw(p, |vpn| withdrawn.iter().any(|(from, to)| (*from..*to).contains(&vpn)));
     }
 
-    /// Drops faults on memory that is gone or was moved since they were read, and pages asked for that were there.
+    /// Drops faults on memory that is gone or was moved since they were read, and likewise pages there that were asked for.
     ///
     /// The story: such a fault was served with a page of zeros, whatever was there by then. The thread that waited for the disk
     /// may have been interrupted, or nobody may have touched the page, as a command had asked for it. New memory there that the
@@ -420,7 +420,7 @@ impl Handler {
         p.signs.asleep.store(true, SeqCst);
         let [_, asked] = p.uffd().wait_or([self.reads.fd(), p.files.signals.load(Relaxed)], ms);
         p.signs.asleep.store(false, SeqCst);
-        // Take it whether or not a look is due: a pending signal would keep this thread awake.
+        // Take the signal, whichever thread then looks: left pending, it would keep this thread awake.
         if asked {
             thread::take_signal(SIGNAL, Some(0));
         }

@@ -133,11 +133,11 @@ impl Streams {
     /// Decides what a fault on `page` brings, never across a boundary of its size. `new`: the page was never touched. `follows`
     /// is asked if no stream continues there.
     ///
-    /// Untouched pages come only upwards, and only where a stream is remembered; where just the table showed the stream, or it
-    /// runs downwards, they come after two faults in a row on new pages. The story: some programs that filled memory, and became
-    /// managed when half of it was there, had a fault for each page of the rest: the table said that the first of those continued
-    /// what was found there. Programs that filled memory downwards always had (GNU sort with its lines: a fault for each page of
-    /// 57 MiB).
+    /// Untouched pages come at once only upwards, and only in a remembered stream. Where just the table showed the stream, or
+    /// where it runs downwards, they come after two faults in a row on new pages. The story: some programs that filled memory,
+    /// and became managed when half of it was there, had a fault for each page of the rest: the table said that the first of
+    /// those continued what was found there. Programs that filled memory downwards always had (GNU sort with its lines: a fault
+    /// for each page of 57 MiB).
     pub fn window(&mut self, page: u64, new: bool, follows: impl FnOnce() -> Way) -> Window {
         self.clock += 1;
         let (last_young, mut young) = (self.last, None);

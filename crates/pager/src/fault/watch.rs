@@ -4,7 +4,7 @@
 //! The ticker looks every 16 ms while faults occur. It *lifts* a handler that has work and does not get on to the normal policy,
 //! and lowers it again after a while. Leaving the idle policy takes `CAP_SYS_NICE` or a sufficient limit on niceness, which in
 //! most containers nobody has, not even root. There the handler is *relieved*: the ticker, which has normal policy, starts
-//! another thread. The old handler gives it its work (the faults it has read, the reads under way) and ends.
+//! another thread. The old handler hands over its work (the faults it has read, the reads under way) and ends.
 //!
 //! ```text
 //! ticker             old handler                      new one
@@ -34,7 +34,7 @@ const LIFTED_MOST: u32 = 4000;
 const FORGOTTEN_NS: u64 = 10_000_000_000;
 /// How long the ticker leaves the CPU to a handler that seems starved before it lifts it (nanoseconds).
 const LEAVE_NS: u64 = 1_000_000;
-/// A handler that makes this many turns in that time is not starved: some 10 µs each, and the program's time.
+/// A handler that makes this many turns in that time is not starved: some 10 µs each, plus the program's time.
 const TURNS: u64 = 8;
 /// How many such moments in a row must show it starved.
 const LEAVES: u32 = 3;

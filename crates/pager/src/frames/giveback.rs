@@ -85,8 +85,7 @@ impl Pager {
         Some(frames)
     }
 
-    /// Takes blocks that the parent had closed out of the registration again, in a forked child, which has registered all of the
-    /// arena.
+    /// Unregisters the blocks that the parent had closed, in a forked child that has just registered all of the arena.
     ///
     /// The story: giving back part of such a block raised an event to the very thread that held the lock, which the handler needs
     /// to read it. The child stood still forever.

@@ -8,8 +8,8 @@
 //! `mremap` with MREMAP_DONTUNMAP (5.7) takes a range's page tables in one step, as MOVE does: no page is torn, nothing need be
 //! write-protected, and the source stays mapped and registered, so that a thread that touches it faults. What was taken is plain
 //! memory of uzswap's then: in this mode the userfaultfd of a process does not ask for EVENT_REMAP, and without that the kernel
-//! drops the registration of what moves. (With it, the move would raise an event, and wait for a thread to read it that needs the
-//! lock held here.) The price is that the program's own `mremap` must be made good: see `remapped`.
+//! drops the registration of what moves. (With it, the move would raise an event, and wait until it is read by a thread that
+//! needs the lock held here.) The price is that the program's own `mremap` must be made good: see `remapped`.
 //!
 //! Before 6.17 the kernel unmaps the destination before it looks whether it can move, and when it cannot, another thread may get
 //! new memory there. So the scratch place is then reserved again; or, if it is another's, never used again. (Pages taken there
@@ -72,8 +72,9 @@ impl Pager {
 
     /// Keeps the program's mapping calls from running, and takes the lock; None when a call is under way that does not end. While
     /// this thread waits for the lock, its holder may do what is done between calls: they stay stopped until this thread has had
-    /// its turn. (A thread that faults all the time takes the lock as often. Each fault found the calls stopped for the thread
-    /// that waited, evicted nothing, and the limit was exceeded for as long as that went on: a region of 16 MiB came to 43.)
+    /// its turn. (A thread that faults all the time takes the lock all the time. Each fault found the calls stopped for the
+    /// thread that waited, evicted nothing, and the limit was exceeded for as long as that went on: a region of 16 MiB came to
+    /// 43.)
     pub(crate) fn lock_between_calls(&self) -> Option<Guard<'_, State>> {
         self.calls.try_stop().then(|| self.lock_calls_stopped())
     }

@@ -209,7 +209,7 @@ mod tests {
         });
     }
 
-    /// A few pages, many of which few are in the pool, or one block: these are done sooner than shared.
+    /// A few pages, many pages of which few are in the pool, or one block: decompressing them takes less time than sharing.
     #[test]
     fn little_is_not_shared() {
         testing::with_helper(|p, s| {

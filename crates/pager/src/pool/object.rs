@@ -80,7 +80,7 @@ const fn hashes_at(order: u8) -> usize {
 pub const fn head_bytes(order: u8) -> usize {
     hashes_at(order) + (16 << order)
 }
-// A trace is replayed with these sizes. It went on with a header of 8 bytes when there was one of 12.
+// A trace is replayed with these sizes. (The replay once went on with a header of 8 bytes when it had become 12.)
 const _: () =
     assert!(head_bytes(0) == replay::head_bytes(1) && head_bytes(SMALL) == replay::head_bytes(replay::MOST_PAGES));
 

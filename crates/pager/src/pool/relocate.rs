@@ -57,8 +57,8 @@ pub fn repoint(pt: &mut PageTable, head: &Header, live: &PageSet, to: u32) {
     }
 }
 
-/// A compressed page is at `vpn` now, with its entry unchanged: makes its object say so, and lets nobody find it who looks for it
-/// where it was.
+/// A compressed page is at `vpn` now, with its entry unchanged: makes its object be found there, and no longer by a thread that
+/// looks for it where it was.
 pub fn moved(s: &State, vpn: u64, pte: Pte) {
     let object = s.object(pte.handle());
     let mut head = Header::read(object);

@@ -192,8 +192,8 @@ impl Pager {
     /// Further refused pages stay on a list, and are met again.
     ///
     /// The story: once much was set aside, nothing was staged any more. Beside many busy programs the reclaim thread had no CPU
-    /// for seconds, and a region of 64 MiB, of which one MOVE in twenty was refused, came to be all in memory under a limit of
-    /// 24.
+    /// for seconds, and a region of 64 MiB, of which one MOVE in twenty was refused, was all in memory in the end, under a limit
+    /// of 24.
     fn pass_refused(&self, s: &mut State, run: &mut Run, alone: bool, error: i32) -> Result<(), EventPending> {
         let (at, end) = (run.at, run.end);
         let resident = s.pt.get(at).tag() == Tag::Resident;
