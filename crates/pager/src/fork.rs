@@ -97,7 +97,7 @@ impl Pager {
             tries += 1;
             for page in pages.filter(|page| !is_there(*page)) {
                 if self.without_move {
-                    // Where writes need not be noticed, reading a page brings it as well.
+                    // Without MOVE no page is write-protected, so reading one brings it just as well.
                     thread::reads(page * arena::PAGE);
                     continue;
                 }
