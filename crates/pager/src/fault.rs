@@ -3,7 +3,7 @@
 //! One thread, the `handler`, serves all faults and events of the process. It runs at `SCHED_IDLE` *on the CPU where the program
 //! faults*. A CPU that runs only idle-policy threads counts as idle, so the kernel wakes the faulting thread right there, where
 //! it preempts the handler. The handler is still runnable when the next fault blocks the program, and continues without a
-//! wake-up. That costs 10 µs a fault, where a handler elsewhere costs 45 to 110 (table in ARCHITECTURE.md). Where others want
+//! wake-up. That costs 10 µs a fault, where a handler elsewhere costs 41 to 54 (table in ARCHITECTURE.md). Where others want
 //! that CPU, the ticker lifts the handler to the normal policy.
 //!
 //! ```text
