@@ -1,4 +1,4 @@
-//! Everything that can be wrong before the program is started, each in one sentence: what, why, what to do.
+//! The checks before the program is started. Each error is one sentence: what is wrong, why, and what to do.
 
 use crate::config::{Compressor, Config, on_full, plain};
 use crate::elf::{self, Kind};
@@ -19,11 +19,11 @@ use uzswap_sys::probe;
 use uzswap_sys::rights::{has_capabilities, is_privileged};
 use uzswap_sys::uffd::{FEATURE_EVENT_REMOVE, FEATURE_EVENT_UNMAP, FEATURE_THREAD_ID};
 
-/// The usable minimum of `--memory`.
+/// The least usable `--memory`, in bytes.
 pub const MINIMUM: u64 = 16 << 20;
 /// File name of the agent.
 pub const AGENT: &str = "libuzswap_agent.so";
-/// Environment variable with the agent's path, where it is not found by itself.
+/// Environment variable with the agent's path, for installations where it is not found by itself.
 pub const ENV_AGENT: &str = "UZSWAP_AGENT";
 
 /// Why a program was not run.
@@ -31,7 +31,7 @@ pub const ENV_AGENT: &str = "UZSWAP_AGENT";
 pub struct Refused {
     /// One sentence.
     pub sentence: String,
-    /// Our exit status.
+    /// The command's exit status.
     pub status: u8,
 }
 
@@ -41,7 +41,7 @@ impl From<String> for Refused {
     }
 }
 
-/// Refuses a uzswap inside another.
+/// Refuses to run inside a program that runs under uzswap.
 pub fn nested() -> Result<(), Refused> {
     match env::var_os(ENV_GROUP) {
         Some(path) if group_file::is_group(&path) => Err("this already runs under uzswap, and two cannot be nested: \
@@ -52,7 +52,7 @@ pub fn nested() -> Result<(), Refused> {
     }
 }
 
-/// The limit in bytes, which may be left out where a group is joined.
+/// The limit in bytes. None where `--memory` is left out, which only joining a group allows.
 pub fn limit(config: &Config) -> Result<Option<u64>, Refused> {
     let Some(text) = &config.memory else {
         if config.group.is_some() {
@@ -69,7 +69,7 @@ pub fn limit(config: &Config) -> Result<Option<u64>, Refused> {
     Ok(Some(bytes))
 }
 
-/// What is wanted of the group.
+/// What the run wants of its group.
 pub fn wanted(config: &Config) -> Result<Wanted, Refused> {
     Ok(Wanted {
         max: limit(config)?,
@@ -81,7 +81,7 @@ pub fn wanted(config: &Config) -> Result<Wanted, Refused> {
     })
 }
 
-/// The group: one of the name that is given, joined or created, or one for this run alone.
+/// The run's group: the named one, joined or created, or an unnamed one for this run alone.
 pub fn group(config: &Config, wanted: &Wanted) -> Result<Group, Refused> {
     match &config.group {
         Some(name) => Ok(Registry::open()?.join(name, wanted)?),
@@ -90,13 +90,13 @@ pub fn group(config: &Config, wanted: &Wanted) -> Result<Group, Refused> {
     }
 }
 
-/// The file of a program that can be preloaded, found as execvp finds it.
+/// Finds a program as execvp does, and refuses it if nothing can be preloaded into it.
 pub fn program(name: &OsStr) -> Result<PathBuf, Refused> {
     let shown = name.to_string_lossy();
     let path = find(name).map_err(|e| not_found(name, &e))?;
     let (loaded, kind) = match elf::resolve(&path) {
         Ok(found) => found,
-        // What may be run but not read: the kernel decides.
+        // The program may be executable but not readable: leave it to the kernel.
         Err(e) if e.kind() == io::ErrorKind::PermissionDenied => return Ok(path),
         Err(e) if e.kind() == io::ErrorKind::NotFound => {
             let sentence =
@@ -117,7 +117,7 @@ pub fn program(name: &OsStr) -> Result<PathBuf, Refused> {
     Ok(path)
 }
 
-/// Why a program was not found, with the exit status that shells, `env` and `timeout` have for it.
+/// The refusal for a program that was not found, with the exit status that shells, `env` and `timeout` use.
 fn not_found(name: &OsStr, e: &io::Error) -> Refused {
     let shown = name.to_string_lossy();
     let sentence = match e.kind() {
@@ -137,10 +137,10 @@ fn not_found(name: &OsStr, e: &io::Error) -> Refused {
     Refused { sentence, status: if missing { EXIT_NO_PROGRAM } else { EXIT_CANNOT_RUN } }
 }
 
-/// What is done about a program that nothing can be preloaded into.
+/// The advice for a program that nothing can be preloaded into.
 const ELSEWHERE: &str = "run it without uzswap";
 
-/// Whether the library can be loaded into a file of this kind, which is `what` to the user, and the program `shown`.
+/// Refuses a file of a kind that the library cannot be loaded into. `what` is its description for the user, `shown` the program.
 fn linked(kind: &Kind, shown: &str, what: &str) -> Result<(), Refused> {
     let why = match kind {
         Kind::Dynamic(loader) if loader.file_name().is_some_and(|n| n.as_bytes().starts_with(b"ld-musl")) => {
@@ -161,9 +161,9 @@ fn linked(kind: &Kind, shown: &str, what: &str) -> Result<(), Refused> {
     Err(why.into())
 }
 
-/// Whether the system preloads anything into a file, which is `what` to the user.
+/// Refuses a file that the system preloads nothing into. `what` is its description for the user.
 ///
-/// The story: a setuid program of root's was refused to root, too, whose rights it does not change.
+/// The story: a setuid program owned by root was refused to root, too, whose rights it does not change.
 fn rights(file: &Path, what: &str) -> Result<(), Refused> {
     let Ok(opened) = fs::File::open(file) else { return Ok(()) };
     if !is_privileged(opened.as_raw_fd()) {
@@ -222,7 +222,7 @@ fn runnable(path: PathBuf) -> io::Result<PathBuf> {
     if !found.is_file() || denied { Err(io::ErrorKind::PermissionDenied.into()) } else { Ok(path) }
 }
 
-/// Refuses a machine on which memory cannot be managed; whether it is one without UFFDIO_MOVE.
+/// Refuses a machine on which memory cannot be managed. Otherwise returns whether it lacks UFFDIO_MOVE.
 pub fn machine() -> Result<bool, Refused> {
     let (opened, user_mode_only) = match probe::by_device() {
         Ok(uffd) => (Ok(uffd), false),
@@ -237,17 +237,17 @@ pub fn machine() -> Result<bool, Refused> {
     verdict(&machine::kernel_release(), features, calls, user_mode_only).map_err(Refused::from)
 }
 
-/// The first kernel with all that is needed.
+/// The first kernel version that has all that uzswap needs.
 pub const KERNEL: (u32, u32) = (5, 10);
 
-/// Other calls that were tried.
+/// Results of trying other calls.
 struct Calls {
     scan: io::Result<()>,
     mremap: io::Result<()>,
 }
 
-/// The sentence for what was found, if it does not do; else whether the kernel is without UFFDIO_MOVE. Pages then leave a
-/// program by `mremap`, and come back by copies.
+/// The sentence that refuses the machine, or whether its kernel lacks UFFDIO_MOVE: pages then leave a program by `mremap`, and
+/// come back by copies.
 fn verdict(release: &str, features: io::Result<u64>, calls: Calls, user_mode_only: bool) -> Result<bool, String> {
     let old = machine::version_of(release) < KERNEL;
     match features {
@@ -280,10 +280,10 @@ fn verdict(release: &str, features: io::Result<u64>, calls: Calls, user_mode_onl
     }
 }
 
-/// The features needed in any case.
+/// The userfaultfd features that uzswap needs with or without MOVE.
 const NEEDED: u64 = FEATURE_THREAD_ID | FEATURE_EVENT_REMOVE | FEATURE_EVENT_UNMAP;
 
-/// Refuses what cannot be had without UFFDIO_MOVE.
+/// Refuses options that do not work without UFFDIO_MOVE.
 pub fn without_move(config: &Config) -> Result<(), Refused> {
     if config.track_writes == Some(true) {
         let release = machine::kernel_release();
@@ -295,11 +295,11 @@ pub fn without_move(config: &Config) -> Result<(), Refused> {
     Ok(())
 }
 
-/// The three ways to grant access, for a sentence.
+/// The three ways to grant access, as part of a sentence.
 pub const GRANT: &str = "either allow /dev/userfaultfd (chmod or a udev rule; --device /dev/userfaultfd for a container), \
      or set sysctl vm.unprivileged_userfaultfd=1, or run as root or with CAP_SYS_PTRACE";
 
-/// The agent's path: beside the executable, in `deps/`, in `../lib/`, then where the environment says.
+/// The agent's path: looked for beside the executable, in `deps/`, in `../lib/`, then where the environment says.
 pub fn agent() -> Result<PathBuf, Refused> {
     let own = env::current_exe().ok();
     let beside = own.as_deref().and_then(Path::parent).into_iter();
@@ -317,7 +317,7 @@ pub fn agent() -> Result<PathBuf, Refused> {
             ),
         })?;
     let found = found.canonicalize().unwrap_or(found);
-    // The loader splits LD_PRELOAD at these.
+    // The loader splits LD_PRELOAD at these characters.
     if found.as_os_str().as_bytes().iter().any(|b| b" :\t\n".contains(b)) {
         return Err(format!(
             "the loader cannot preload `{}`, a path with a space or colon: move uzswap to another directory",
@@ -343,7 +343,7 @@ mod tests {
         let all_calls = || Calls { scan: Ok(()), mremap: Ok(()) };
         let wp = probe::FEATURE_WP | NEEDED;
         assert_eq!(verdict("6.8.0", Ok(wp | probe::FEATURE_MOVE), all_calls(), false), Ok(false));
-        // Once a kernel without MOVE was accepted when nothing could be evicted there, later it was refused.
+        // Kernels without MOVE were once accepted although nothing could be evicted there, and later refused.
         for release in ["5.10.0", "5.15.0", "6.1.0-18-amd64", "6.7.12", "6.12.0"] {
             assert_eq!(verdict(release, Ok(wp), calls(), false), Ok(true));
             let moves = verdict(release, Ok(wp | probe::FEATURE_MOVE), all_calls(), false);

@@ -1,4 +1,4 @@
-//! The options of `uzswap run`: command line over configuration file.
+//! The options of `uzswap run`: the command line, over those of a configuration file.
 
 use crate::cli::RunArgs;
 use crate::folios::FolioOptions;
@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 use uzswap_mm::size::human;
 use uzswap_pager::group::{CODEC_DEFLATE, CODEC_LZ4, CODEC_ZSTD, ON_FULL_EXCEED, ON_FULL_KILL, ON_FULL_WAIT};
 
-/// A configuration file is not larger (bytes).
+/// The largest configuration file, in bytes.
 const MOST_BYTES: u64 = 1 << 20;
 
-/// A configuration file: the same names as the options.
+/// The contents of a configuration file. Names are those of the options.
 #[derive(Debug, Default, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Config {
@@ -24,7 +24,7 @@ pub struct Config {
     pub on_full: Option<String>,
     /// As `--compressor`.
     pub compressor: Option<String>,
-    /// As `--large-folios`, `--unit`, `--compaction`, `--verify-compression`: a table.
+    /// The table with `--large-folios`, `--unit`, `--compaction`, `--verify-compression`.
     #[serde(default)]
     pub folios: FolioOptions,
     /// As `--swap`.
@@ -50,7 +50,7 @@ pub struct Config {
 impl Config {
     /// Reads a file. The error is one sentence.
     ///
-    /// The story: of `/dev/zero`, or a disk, all was read, until the machine had no memory left.
+    /// The story: `/dev/zero`, or a disk, was read until the machine had no memory left.
     pub fn read(path: &Path) -> Result<Config, String> {
         let mut text = String::new();
         let read = File::open(path).and_then(|file| file.take(MOST_BYTES + 1).read_to_string(&mut text));
@@ -70,7 +70,7 @@ impl Config {
         Config::parse(&text).map_err(|e| format!("the configuration file `{}` is wrong: {e}", path.display()))
     }
 
-    /// Parses the text of a file. The error is a half-sentence with the line.
+    /// Parses the text of a file. The error is a clause that names the line.
     pub fn parse(text: &str) -> Result<Config, String> {
         toml::from_str(text).map_err(|e| {
             let at = e.span().map_or(0, |span| span.start.min(text.len()));
@@ -80,7 +80,7 @@ impl Config {
         })
     }
 
-    /// The file named on the command line, if any, with the command line's own options over it.
+    /// The options of the file named on the command line, if any, overridden by those of the command line itself.
     pub fn of(args: &RunArgs) -> Result<Config, String> {
         let file = args.config.as_deref().map_or(Ok(Config::default()), Config::read)?;
         Ok(Config {
@@ -102,7 +102,7 @@ impl Config {
     }
 }
 
-/// What to do about mistakes that are easily made in a file.
+/// Advice on mistakes that are easily made in a file.
 fn hint(message: &str) -> String {
     let field = message.strip_prefix("unknown field `").and_then(|rest| rest.split('`').next());
     match field {
@@ -119,12 +119,12 @@ fn hint(message: &str) -> String {
     }
 }
 
-/// A codec of the pool and its level.
+/// A codec of the pool, and its level.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Compressor {
     /// As in `GroupPage::codec`.
     pub codec: u32,
-    /// As in `GroupPage::level`: 0 the default.
+    /// As in `GroupPage::level`; 0 is the default.
     pub level: u32,
 }
 
@@ -158,8 +158,7 @@ impl Compressor {
     }
 }
 
-/// What is done when a limit is exceeded and nothing more can be reclaimed, as in `Node::on_full`. The error is one
-/// sentence.
+/// Parses `--on-full` into a value of `Node::on_full`. The error is one sentence.
 pub fn on_full(text: &str) -> Result<u32, String> {
     let known = [("exceed", ON_FULL_EXCEED), ("wait", ON_FULL_WAIT), ("kill", ON_FULL_KILL)];
     let found = known.iter().find(|(name, _)| *name == text).map(|(_, value)| *value);
@@ -214,7 +213,7 @@ mod tests {
         assert_eq!(Config::parse("").unwrap(), Config::default());
     }
 
-    /// The story: what a file switched on no command line switched off.
+    /// The story: the command line could not switch off what the file switched on.
     #[test]
     fn the_command_line_wins_over_what_the_file_switches_on() {
         let dir = tempfile::TempDir::new().unwrap();
@@ -283,7 +282,7 @@ mod tests {
         assert_eq!(of("deflate"), Ok(("deflate", 0)));
         assert_eq!(of("deflate:12"), Ok(("deflate", 12)));
         assert_eq!(of("zstd:22"), Ok(("zstd", 22)));
-        // What is accepted here is what the engine makes, at that level and not at a lower one.
+        // The engine takes all that is accepted here, and makes it at that level, not at a lower one.
         for (text, codec) in [("lz4", "lz4"), ("zstd", "zstd:1"), ("deflate", "deflate:1")] {
             let own = Compressor::parse(text).unwrap();
             assert_eq!(algorithm(own.codec, own.level).unwrap().to_string(), codec);

@@ -1,7 +1,7 @@
-//! `uzswap ctl`: the limits of a running group, shown and set.
+//! `uzswap ctl`: shows and sets the limits of a running group.
 //!
-//! What is set takes effect at once: members read their limits each time, and are woken. All settings are checked before
-//! the first is made.
+//! Settings take effect at once: members read their limits each time, and are woken. All settings are checked before the first
+//! one is made.
 
 use crate::Failed;
 use crate::check::MINIMUM;
@@ -16,23 +16,23 @@ use std::time::{Duration, Instant};
 use uzswap_mm::size::{Size, human};
 use uzswap_pager::group::{NO_LIMIT, Node};
 
-/// What can be set.
+/// The settings, by name.
 const KEYS: [&str; 6] =
     ["memory.high", "memory.max", "memory.zswap.max", "memory.swap.max", "memory.zswap.writeback", "uzswap.on_full"];
-/// Reclaim that gained nothing for this long gains nothing more.
+/// Reclaim that has gained nothing for this long is taken to be done.
 const PATIENCE: Duration = Duration::from_millis(1500);
 
 /// A setting.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Setting {
-    /// A limit of this name.
+    /// A limit: its key and its value in bytes.
     Limit(&'static str, u64),
     Writeback(bool),
     OnFull(u32),
 }
 
 impl Setting {
-    /// Which of [`KEYS`] it sets.
+    /// Which of [`KEYS`] this sets.
     fn key(&self) -> &'static str {
         match self {
             Setting::Limit(key, _) => key,
@@ -87,7 +87,7 @@ fn limit<'a>(n: &'a Node, key: &str) -> &'a AtomicU64 {
     }
 }
 
-/// Parses all settings, of which no two may be of the same key. The error is one sentence.
+/// Parses all settings. No two may have the same key. The error is one sentence.
 fn parse_all(texts: &[String]) -> Result<Vec<Setting>, String> {
     let settings: Vec<Setting> = texts.iter().map(|text| parse(text)).collect::<Result<_, _>>()?;
     for (i, setting) in settings.iter().enumerate() {
@@ -132,7 +132,7 @@ fn parse(text: &str) -> Result<Setting, String> {
 fn apply(group: &Group, setting: Setting) {
     let n = &group.page().nodes[group.node];
     match setting {
-        // (Shrinking never kills.)
+        // Lowering a limit never kills.
         Setting::Limit("memory.max", bytes) => n.set_max(bytes, Usage::of(group.page(), group.node).charge),
         Setting::Limit(key, bytes) => limit(n, key).store(bytes, SeqCst),
         Setting::Writeback(on) => n.zswap_writeback.store(u32::from(on), SeqCst),
@@ -140,7 +140,7 @@ fn apply(group: &Group, setting: Setting) {
     }
 }
 
-/// Waits until the members keep the limits, or reclaim nothing more, and says what cannot be taken out.
+/// Waits until the members keep the limits, or reclaim gains nothing more, and prints what cannot be taken out.
 fn report_what_stays(group: &Group) {
     let n = &group.page().nodes[group.node];
     let (mut least, mut since) = (u64::MAX, Instant::now());
@@ -148,7 +148,7 @@ fn report_what_stays(group: &Group) {
         let used = Usage::of(group.page(), group.node).charge;
         let over = KEYS[..2].iter().find(|key| used > limit(n, key).load(Relaxed));
         let Some(key) = over else { return };
-        // (A little less is no progress: what is charged varies.)
+        // A little less is no progress: the charge varies.
         if used < least - least / 256 {
             (least, since) = (used, Instant::now());
         } else if since.elapsed() > PATIENCE {
@@ -205,7 +205,7 @@ mod tests {
         }
     }
 
-    /// The story: of two values for one key the last one was taken, without a word.
+    /// The story: of two values for one key the last one was taken, without a message.
     #[test]
     fn a_key_is_set_once() {
         let all = |texts: &[&str]| parse_all(&texts.iter().map(|text| text.to_string()).collect::<Vec<_>>());

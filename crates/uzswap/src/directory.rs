@@ -1,8 +1,8 @@
 //! The directory of running groups: `$XDG_RUNTIME_DIR/uzswap`, else `/tmp/uzswap-UID`, with one symbolic link for each command
-//! and tree. The command's module `groups` says how they are made.
+//! and tree. The command's module `groups` says how the links are made.
 //!
-//! A link is named `ROOT@PID.NAMESPACE`, where the last is the command's namespace of process numbers: what it leads to says
-//! nothing elsewhere (a container that shares the directory), so it is nobody's there to use or to remove.
+//! A link is named `ROOT@PID.NAMESPACE`; the last part is the command's PID namespace. In another namespace (a container that
+//! shares the directory) the link's target means nothing, so nobody there may use or remove the link.
 
 use crate::group_file::GroupFile;
 use std::fs::{self, DirBuilder};
@@ -11,7 +11,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use uzswap_pager::group::Slot;
 
-/// Finds the directory of this user, made if need be. The error is one sentence.
+/// Finds the directory of this user, or makes it. The error is one sentence.
 ///
 /// # Errors
 /// It is not this user's alone, or cannot be made.
@@ -26,7 +26,7 @@ pub fn open() -> Result<PathBuf, String> {
     at(dir, me)
 }
 
-/// The same, at a place and for a user.
+/// Like [`open`], for a given path and user.
 ///
 /// # Errors
 /// As [`open`].
@@ -61,7 +61,7 @@ pub fn entry_name(root: &str) -> String {
     format!("{root}@{}{namespace}", std::process::id())
 }
 
-/// The number of our namespace of process numbers, where /proc shows it.
+/// The number of our PID namespace, if /proc shows it.
 fn own_namespace() -> Option<u64> {
     fs::metadata("/proc/self/ns/pid").ok().map(|found| found.ino())
 }
@@ -71,19 +71,19 @@ fn own_namespace() -> Option<u64> {
 pub struct Found {
     /// The running trees, each once, sorted by name.
     pub trees: Vec<(String, GroupFile)>,
-    /// The names of trees of other versions of this command, which are neither ours to use nor to remove.
+    /// The names of trees of other versions of this command. We may neither use nor remove them.
     pub foreign: Vec<String>,
-    /// The names of trees of this user's that this command may not open, as theirs have capabilities that it lacks.
+    /// The names of trees of this user's that this command may not open, as their commands have capabilities that it lacks.
     pub closed: Vec<String>,
 }
 
-/// The running trees, each once, sorted by name; what is left of killed commands is removed.
+/// The running trees, each once, sorted by name. Removes the links that killed commands left.
 #[must_use]
 pub fn list(dir: &Path) -> Vec<(String, GroupFile)> {
     look(dir).trees
 }
 
-/// The same, and those that are there and cannot be had.
+/// Like [`list`], but also returns the trees that exist and cannot be opened.
 #[must_use]
 pub fn look(dir: &Path) -> Found {
     let mut found = Found::default();
@@ -112,7 +112,7 @@ pub fn look(dir: &Path) -> Found {
     found
 }
 
-/// The tree of which a process is a member, and its slot there.
+/// The tree that a process is a member of, and its slot there.
 #[must_use]
 pub fn member(dir: &Path, pid: u32) -> Option<(GroupFile, usize)> {
     let is = |slot: &Slot| slot.owner().is_some_and(|owner| owner.pid() == pid && !owner.is_dead());
@@ -122,15 +122,15 @@ pub fn member(dir: &Path, pid: u32) -> Option<(GroupFile, usize)> {
     })
 }
 
-/// What an entry leads to.
+/// What a link leads to.
 enum Entered {
-    /// The tree that is named.
+    /// The tree of the link's name.
     Tree(GroupFile),
     /// A tree of another version of uzswap.
     Foreign,
-    /// A process of ours that may not be looked into.
+    /// A process of ours that we may not inspect.
     Closed,
-    /// None of these: what a killed command left.
+    /// None of these: a killed command left the link.
     Nothing,
 }
 
@@ -146,10 +146,11 @@ fn open_entry(path: &Path, root: &str) -> Entered {
     }
 }
 
-/// Whether a process of this user's has `target` (`/proc/PID/fd/N`), or not, and we may not see which.
+/// Whether the process of `target` (`/proc/PID/fd/N`) is this user's and we may not look at its descriptors, so the tree may be
+/// there.
 ///
-/// The story: a command with CAP_SYS_PTRACE, as another user than root needs it, was not to be looked into by one without. Its entry
-/// was taken for left over and removed, and nobody found its group any more.
+/// The story: a command with CAP_SYS_PTRACE, which users other than root need, could not be inspected by a command without it.
+/// Its link was taken for a leftover and removed, and nobody found its group any more.
 fn is_closed(target: &Path) -> bool {
     let denied = fs::read_link(target).is_err_and(|e| e.kind() == io::ErrorKind::PermissionDenied);
     let process = target.ancestors().nth(2);

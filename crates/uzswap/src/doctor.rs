@@ -1,4 +1,4 @@
-//! `uzswap doctor`: whether this machine can do it, and what to change.
+//! `uzswap doctor`: whether this machine can run programs under uzswap, and what to change if not.
 
 use crate::check;
 use crate::cli::DoctorArgs;
@@ -12,18 +12,18 @@ use std::process::ExitCode;
 use uzswap_mm::size::human;
 use uzswap_sys::probe;
 
-/// One thing looked at.
+/// One thing that was checked.
 #[derive(Debug, Serialize)]
 struct Check {
-    /// What was looked at.
+    /// Its name.
     name: &'static str,
     /// Whether it is as it should be.
     ok: bool,
-    /// Whether uzswap cannot work without.
+    /// Whether uzswap cannot work without it.
     required: bool,
     /// What was found.
     found: String,
-    /// What to change, when it is not ok.
+    /// What to change, if it is not ok.
     change: Option<String>,
 }
 
@@ -115,7 +115,7 @@ fn examine() -> Findings {
     Findings { works, features: names(bits), checks }
 }
 
-/// The kernel's calls that pages are moved, found and protected with.
+/// Checks of the kernel's calls that move, find and protect pages.
 fn what_the_kernel_can(features: u64, scan: &io::Result<()>, mremap: &io::Result<()>) -> [Check; 3] {
     let has = |bit| features & bit != 0;
     let found = |bit, yes: &str, no: &str| if has(bit) { yes.to_owned() } else { no.to_owned() };
@@ -165,7 +165,7 @@ fn kernel(release: &str) -> Check {
     let brings: Vec<_> = steps.iter().filter(|(since, _)| version >= *since).map(|(_, what)| *what).collect();
     let brings = if brings.is_empty() { "nothing uzswap needs".to_owned() } else { brings.join(", ") };
     let ok = version >= check::KERNEL;
-    // Not required by its number alone: what counts is whether the calls are there.
+    // Not required because of its number alone: what counts is whether the calls are there.
     let change = "upgrade to Linux 5.10 or newer, best 6.8, with which uzswap is fastest";
     Check::new("kernel", !ok, ok, format!("{release} brings {brings}"), change)
 }

@@ -1,4 +1,4 @@
-//! What a program file is: dynamic or static, for which machine, or a script of some interpreter.
+//! Finds out what a program file is: dynamic or static, for which machine, or a script and its interpreter.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -7,9 +7,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use uzswap_sys::loader;
 
-/// Scripts followed to their interpreter, as the kernel does it.
+/// How many scripts are followed to their interpreter, as in the kernel.
 const SCRIPT_LEVELS: usize = 4;
-/// Program headers looked at; the kernel refuses more than 64 KiB of them.
+/// The most program headers looked at; the kernel refuses more than 64 KiB of them.
 const MAX_PHDRS: usize = 1170;
 
 /// What a file is to execve.
@@ -21,9 +21,9 @@ pub enum Kind {
     Static,
     /// An ELF program for another machine.
     Foreign(String),
-    /// A script of this interpreter.
+    /// A script with this interpreter.
     Script(PathBuf),
-    /// Nothing known here; the kernel may know (binfmt_misc).
+    /// Unknown here; the kernel may know it (binfmt_misc).
     Unknown,
 }
 
@@ -42,7 +42,7 @@ pub fn kind(file: &mut (impl Read + Seek)) -> io::Result<Kind> {
         return Ok(word.map_or(Kind::Unknown, |word| Kind::Script(OsStr::from_bytes(word).into())));
     }
     if !head.starts_with(b"\x7fELF") {
-        // What the kernel refuses, execvp hands to the shell.
+        // execvp hands to the shell what the kernel refuses.
         let text = !head.is_empty() && !head.contains(&0);
         return Ok(if text { Kind::Script("/bin/sh".into()) } else { Kind::Unknown });
     }
@@ -78,7 +78,7 @@ pub fn kind(file: &mut (impl Read + Seek)) -> io::Result<Kind> {
     Ok(Kind::Static)
 }
 
-/// Follows scripts from `path` to the file that is loaded in the end, and says what that is.
+/// Follows scripts from `path` to the file that is loaded in the end. Returns it with its kind.
 pub fn resolve(path: &Path) -> io::Result<(PathBuf, Kind)> {
     let mut path = path.to_path_buf();
     for _ in 0..SCRIPT_LEVELS {
@@ -95,7 +95,7 @@ pub fn resolve(path: &Path) -> io::Result<(PathBuf, Kind)> {
     Ok((path, kind))
 }
 
-/// The loader that a file without one is itself, if it is, by the name that it goes by.
+/// If a file that names no loader is itself the loader, the name that it goes by.
 fn loader_itself(path: &Path) -> Option<PathBuf> {
     let path = path.canonicalize().ok()?;
     let name = Path::new(OsStr::from_bytes(loader::name(path.as_os_str().as_bytes())?));

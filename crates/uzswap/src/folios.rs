@@ -1,4 +1,4 @@
-//! What `uzswap run` is told about folios, and what it reports of them.
+//! Folio options of `uzswap run`, and the folio counters it reports.
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -14,32 +14,33 @@ use uzswap_pager::group::{GroupPage, NODES};
 #[derive(clap::Args, Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub struct FolioOptions {
-    /// Which large folios enter the compressed pool whole: on (the default), off, or sizes, as 16K,64K,2M
+    /// Large folios that enter the compressed pool whole: on (the default), off, or sizes, such as 16K,64K,2M
     #[arg(long, value_name = "WHICH")]
     pub large_folios: Option<String>,
-    /// Unit of compression: 4K, or 16K to 2M, for all folios, FOLIO:UNIT pairs, as 64K:16K,2M:512K, or both. A folio, so a unit, is
-    /// at most a 64th of the limit, and a unit of a process's share of that
+    /// Unit of compression: 4K or 16K to 2M for all folios, FOLIO:UNIT pairs such as 64K:16K,2M:512K, or both. A folio, and so a
+    /// unit, is at most a 64th of the limit, and a unit of a process's share of that
     #[arg(long, value_name = "SIZE")]
     pub unit: Option<String>,
-    /// How room for large folios is made: emptiest (page blocks first; the default), pivot, or zone-ends (as the kernel)
+    /// How frames are moved together for large folios: emptiest (emptiest page blocks first; the default), pivot (scanners that
+    /// start at a pivot, which moves), or zone-ends (like the kernel)
     #[arg(long, value_name = "RULE")]
     pub compaction: Option<String>,
-    /// Decompress and compare what was compressed before its memory is given up
+    /// Decompress and compare before the original is given up
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = switch, value_name = "true|false")]
     pub verify_compression: Option<bool>,
 }
 
-/// The value of a switch, as `--quiet=false`. (With clap's own parser completions would offer `true` and `false` behind `--quiet`, where
-/// the program belongs.)
+/// Parses the value of a switch, as in `--quiet=false`. (With clap's own parser, completions would offer `true` and `false`
+/// behind `--quiet`, where the program belongs.)
 ///
 /// # Errors
-/// What it may be.
+/// A sentence that names the values allowed.
 pub fn switch(value: &str) -> Result<bool, String> {
     value.parse().map_err(|_| "it is true or false".to_owned())
 }
 
 impl FolioOptions {
-    /// These over those of a configuration file.
+    /// These options, with those of a configuration file where they say nothing.
     pub fn over(&self, file: &FolioOptions) -> FolioOptions {
         FolioOptions {
             large_folios: self.large_folios.clone().or_else(|| file.large_folios.clone()),
@@ -49,7 +50,7 @@ impl FolioOptions {
         }
     }
 
-    /// What they mean. The error is one sentence.
+    /// Parses the options. The error is one sentence.
     pub fn parse(&self) -> Result<FolioWanted, String> {
         Ok(FolioWanted {
             off: self.large_folios.as_deref().map(orders_off).transpose()?,
@@ -60,25 +61,25 @@ impl FolioOptions {
     }
 }
 
-/// What is wanted of a tree of groups; what is not said stays as it is.
+/// What a run wants of a tree of groups; what it does not mention stays as it is.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct FolioWanted {
     /// As in `FolioSettings::large_off`.
     off: Option<u32>,
     /// As in `FolioSettings::units`.
     units: Option<[u8; MAX_ORDER as usize + 1]>,
-    /// By which rule the arena is compacted.
+    /// The compaction rule of the arena.
     compaction: Option<Rule>,
-    /// Whether what was compressed is verified.
+    /// Whether to verify compressed data.
     verify: bool,
 }
 
 impl FolioWanted {
-    /// Nothing is said.
+    /// Nothing is asked for.
     #[cfg(test)]
     pub const NONE: FolioWanted = FolioWanted { off: None, units: None, compaction: None, verify: false };
 
-    /// Tells a new tree.
+    /// Applies this to a new tree.
     pub fn tell(&self, group: &FolioSettings) {
         self.off.iter().for_each(|off| group.large_off.store(*off, Relaxed));
         self.units.iter().flatten().zip(&group.units).for_each(|(set, unit)| unit.store(*set, Relaxed));
@@ -88,7 +89,7 @@ impl FolioWanted {
         }
     }
 
-    /// The option that a running tree, which has other settings, does not agree with.
+    /// The first option in which a running tree has another setting, if any.
     pub fn differs(&self, group: &FolioSettings) -> Option<&'static str> {
         let units = |set: [u8; MAX_ORDER as usize + 1]| group.units.iter().zip(set).any(|(u, s)| u.load(Relaxed) != s);
         if self.off.is_some_and(|off| off != group.large_off.load(Relaxed)) {
@@ -103,13 +104,13 @@ impl FolioWanted {
     }
 }
 
-/// The order of a size that is a power of two from 4 KiB on.
+/// The order of a size that is a power of two and at least 4 KiB.
 fn order(text: &str) -> Option<u8> {
     let Ok(Size::Bytes(bytes)) = Size::parse(text) else { return None };
     (bytes.is_power_of_two() && bytes >= 4096).then(|| (bytes.ilog2() - 12) as u8)
 }
 
-/// The orders that `--large-folios` keeps out, a bit each.
+/// The orders that `--large-folios` keeps out, one bit each.
 fn orders_off(text: &str) -> Result<u32, String> {
     let all = u32::MAX << LARGE_ORDER;
     match text {
@@ -128,7 +129,7 @@ fn orders_off(text: &str) -> Result<u32, String> {
     }
 }
 
-/// What `--unit` says, as in `FolioSettings::units`: a unit for all, units of single folios, or both, in any order.
+/// What `--unit` means, as in `FolioSettings::units`: a unit for all folios, units for single sizes, or both in any order.
 fn units(text: &str) -> Result<[u8; MAX_ORDER as usize + 1], String> {
     let wrong = |one: &str| {
         format!(
@@ -160,16 +161,16 @@ fn units(text: &str) -> Result<[u8; MAX_ORDER as usize + 1], String> {
 /// Counters of folios and blocks, summed over a group.
 #[derive(Debug, Default, Serialize)]
 pub struct FolioTotals {
-    /// By the kernel's directory name, as `hugepages-64kB`, and counter.
+    /// Counters by order: the kernel's directory name, such as `hugepages-64kB`, then the counter.
     #[serde(flatten)]
     pub orders: BTreeMap<String, BTreeMap<&'static str, u64>>,
-    /// The others.
+    /// All other counters.
     #[serde(flatten)]
     pub all: BTreeMap<&'static str, u64>,
 }
 
 impl FolioTotals {
-    /// Reads a group of a tree.
+    /// Sums the counters of a group in a tree.
     pub fn of(page: &GroupPage, node: usize) -> FolioTotals {
         let mut totals = FolioTotals::default();
         let nodes = (0..NODES).filter(|i| page.nodes[*i].is_ready() && page.is_within(*i, node));
@@ -189,7 +190,7 @@ impl FolioTotals {
         for (name, counter) in FolioCounters::NAMES.into_iter().zip(counters.all()) {
             *self.all.entry(name).or_default() += counter.load(Relaxed);
         }
-        // The kernel's names for what the largest folios did.
+        // What the largest folios did has names of its own in the kernel.
         let largest = &counters.orders[LARGE_ORDERS - 1];
         *self.all.entry("thp_swpout").or_default() += largest.swpout.load(Relaxed);
         *self.all.entry("thp_swpout_fallback").or_default() += largest.swpout_fallback.load(Relaxed);
@@ -262,7 +263,8 @@ mod tests {
         assert!(units("64K:2M").unwrap_err().contains("larger than its folio"));
     }
 
-    /// The story: of two units for the same folios the last one was taken, and a unit for all behind those for single folios ended them.
+    /// The story: the last of two units for the same folios won, and a unit for all overrode units for single folios that stood
+    /// before it.
     #[test]
     fn b1_a_folio_has_one_unit_whatever_the_order() {
         let both = units("16K,2M:512K").unwrap();

@@ -1,8 +1,9 @@
-//! The memory object behind a tree of groups: made or opened here, mapped here and by every member.
+//! The memory object behind a tree of groups: created or opened here, mapped here and by every member.
 //!
-//! It has no name in a file system: processes that have it find it among their own descriptors, others through `/proc` of one
-//! that has it, so it goes with the last of them. What others show there is opened only when the kernel says that it is such an
-//! object, of our own user (or we are root), of the size of ours; and believed when its first word is this version's [`MAGIC`].
+//! It has no name in a file system, so it goes with the last process that has it. Processes that have it find it among their own
+//! descriptors, others through the `/proc` of one that has it. We open what another process shows there only if the kernel says
+//! that it is such an object, of our own user (or we are root), and of the right size; and we trust it only if its first word is
+//! this version's [`MAGIC`].
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read};
@@ -15,7 +16,7 @@ use uzswap_pager::group::{GroupPage, MAGIC, OBJECT};
 use uzswap_pager::trace::{OBJECT_BYTES, RINGS_AT, Rings};
 use uzswap_sys::thread;
 
-/// A tree of groups; unmapped when dropped.
+/// The object of a tree of groups, mapped; unmapped when dropped.
 pub struct GroupFile {
     fd: File,
     page: NonNull<GroupPage>,
@@ -23,16 +24,16 @@ pub struct GroupFile {
     size: usize,
 }
 
-// SAFETY: what is mapped is atomics only, and stays mapped until the value is dropped.
+// SAFETY: the mapping holds atomics only, and stays until the value is dropped.
 unsafe impl Send for GroupFile {}
 // SAFETY: as above.
 unsafe impl Sync for GroupFile {}
 
 impl GroupFile {
-    /// Makes a tree whose root has this name and no limits, with rings for the members' records if they are wanted.
+    /// Creates a tree whose root has this name and no limits; if `recording`, with rings for the members' records.
     pub fn create(name: &str, recording: bool) -> io::Result<GroupFile> {
         let object = std::ffi::CString::new(OBJECT)?;
-        // SAFETY: a C string; the descriptor is owned at once.
+        // SAFETY: the name is a C string that outlives the call.
         let fd = unsafe { libc::memfd_create(object.as_ptr(), libc::MFD_CLOEXEC) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
@@ -54,7 +55,7 @@ impl GroupFile {
     /// Opens the tree that a process shows at `path` (`/proc/PID/fd/N`).
     ///
     /// # Errors
-    /// Also when there is something else: nothing but such an object is opened, which could have effects.
+    /// Also if `path` leads to anything else, which is not opened, as opening could have effects.
     pub fn open(path: &Path) -> io::Result<GroupFile> {
         if !GroupFile::is_at(path) {
             return Err(io::ErrorKind::NotFound.into());
@@ -73,7 +74,7 @@ impl GroupFile {
         }
     }
 
-    /// Whether there is a tree at `path`, of this version of uzswap or of another.
+    /// Whether there is a tree at `path`, of this or of another version of uzswap.
     pub fn is_at(path: &Path) -> bool {
         fs::read_link(path).is_ok_and(|shown| shown.to_string_lossy().starts_with(&format!("/memfd:{OBJECT}")))
     }
@@ -91,20 +92,20 @@ impl GroupFile {
 
     /// The shared page.
     pub fn page(&self) -> &GroupPage {
-        // SAFETY: the mapping is of the page's size, aligned, zero-filled (valid for atomics) and lives as long as
-        // `self`; all fields are atomics, so others writing to it is no data race.
+        // SAFETY: the mapping is of the page's size, aligned, zero-filled (valid for atomics) and lives as long as `self`; all
+        // fields are atomics, so writes by others are no data race.
         unsafe { self.page.as_ref() }
     }
 
-    /// The members' rings, where the group records.
+    /// The members' rings, if the group records.
     pub fn rings(&self) -> Option<&Rings> {
         let rings = self.page.as_ptr().wrapping_byte_add(RINGS_AT).cast::<Rings>();
-        // SAFETY: the mapping covers the rings when it is that large; they are page-aligned atomics, for which zero bytes
-        // are valid, and it lives as long as `self`.
+        // SAFETY: at this size the mapping covers the rings; they are page-aligned atomics, for which zero bytes are valid, and
+        // it lives as long as `self`.
         (self.size == OBJECT_BYTES).then(|| unsafe { &*rings })
     }
 
-    /// Its number, which no other object has.
+    /// The object's inode number, which no other object has.
     ///
     /// # Errors
     /// The kernel's.
@@ -112,7 +113,7 @@ impl GroupFile {
         Ok(self.fd.metadata()?.ino())
     }
 
-    /// Where members find it, for as long as we live.
+    /// The path at which members find the object for as long as this process lives.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.fd.as_raw_fd())
     }
@@ -125,7 +126,7 @@ impl Drop for GroupFile {
     }
 }
 
-/// Whether `path` leads to a group that is there.
+/// Whether `path` leads to an existing group.
 pub fn is_group(path: &std::ffi::OsStr) -> bool {
     let mut magic = [0; 8];
     let read = |mut file: File| file.read_exact(&mut magic);
@@ -164,7 +165,7 @@ mod tests {
         group.page().magic.fetch_add(1, Relaxed);
         let found = crate::directory::look(dir.path());
         assert!(found.trees.is_empty() && found.foreign == ["web"] && entry.is_symlink());
-        // What is no group, or gone, is removed.
+        // Links to what is no group, or is gone, are removed.
         for target in ["/proc/self/fd/0", "/proc/1/fd/99999"] {
             std::fs::remove_file(&entry).unwrap();
             std::os::unix::fs::symlink(target, &entry).unwrap();

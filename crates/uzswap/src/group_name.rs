@@ -2,7 +2,7 @@
 
 use uzswap_pager::group::{DEPTH, NAME_BYTES};
 
-/// The components of a name, checked. The error is one sentence.
+/// Splits a name into its components, and checks them. The error is one sentence.
 pub fn components(name: &str) -> Result<Vec<&str>, String> {
     let parts: Vec<&str> = name.split('/').collect();
     let good = |part: &str| {

@@ -1,10 +1,9 @@
-//! Groups by name: where running ones are found, joined and created.
+//! Groups by name: finds, joins and creates them.
 //!
-//! A directory of the user's (`$XDG_RUNTIME_DIR/uzswap`, else `/tmp/uzswap-UID`) holds one symbolic link for each
-//! command and tree: `ROOT@PID.NAMESPACE`, to the object in `/proc/PID/fd`. A tree is there as long as one of its commands runs;
-//! links of commands that were killed lead nowhere and are removed by whoever meets them. Permission is that of the
-//! directory (0700) and of `/proc/PID/fd`: the same user. A lock on the directory keeps two commands from creating the
-//! same name at once.
+//! A directory of the user's (`$XDG_RUNTIME_DIR/uzswap`, else `/tmp/uzswap-UID`) holds one symbolic link for each command and
+//! tree: `ROOT@PID.NAMESPACE`, to the object in `/proc/PID/fd`. A tree exists as long as one of its commands runs. Links of
+//! killed commands lead nowhere; whoever meets one removes it. Access is that of the directory (0700) and of `/proc/PID/fd`: the
+//! same user. A lock on the directory keeps two commands from creating the same name at once.
 
 use crate::config::{Compressor, plain};
 use crate::folios::FolioWanted;
@@ -28,7 +27,7 @@ pub struct Registry {
     dir: PathBuf,
 }
 
-/// A command's entry; gone when dropped.
+/// A command's link in the directory; removed when dropped.
 pub struct Entry(PathBuf);
 
 impl Drop for Entry {
@@ -41,53 +40,53 @@ impl Drop for Entry {
 pub struct Group {
     /// The tree.
     pub file: Arc<GroupFile>,
-    /// The group's number in it.
+    /// The group's node number in the tree.
     pub node: usize,
-    /// Whether it was there before.
+    /// Whether the group existed before.
     pub joined: bool,
-    /// Makes it known while it lives; none when nobody is to join.
+    /// The link that makes the group known; none if nobody can join it.
     _entry: Option<Entry>,
 }
 
 impl Group {
-    /// The page of the tree.
+    /// The shared page of the tree.
     pub fn page(&self) -> &GroupPage {
         self.file.page()
     }
 
-    /// The members' slots.
+    /// The slots of the group's living members.
     fn members(&self) -> impl Iterator<Item = &Slot> {
         let page = self.page();
         let within = |slot: &&Slot| page.is_within(slot.node.load(Relaxed) as usize, self.node);
         page.used().iter().filter(within).filter(|slot| slot.owner().is_some_and(|o| !o.is_dead()))
     }
 
-    /// Wakes all members: they look at their limits, and say what they are charged with.
+    /// Wakes all members: they check their limits and publish their charge.
     pub fn wake(&self) {
         self.members().for_each(|slot| wake_member(slot, true));
     }
 
-    /// Wakes all members as [`Group::wake`], and those of their threads that write pools to disk.
+    /// Like [`Group::wake`], and also wakes the members' threads that write pools to disk.
     ///
-    /// The story: what idle programs had in the pool stayed there, however far above the `memory.zswap.max` that was set, until one of them
-    /// put something more out.
+    /// The story: after `memory.zswap.max` was set, idle programs kept what they had in the pool, however far above it, until one
+    /// of them put out something more.
     pub fn tell_of_limits(&self) {
         self.members().for_each(wake_writer);
         self.wake();
     }
 
-    /// Has the members say what they are charged with, and waits until they have: see [`refresh`].
+    /// Has the members publish their charge, and waits for them: see [`refresh`].
     pub fn refresh(&self) {
         refresh(core::slice::from_ref(self));
     }
 
-    /// Its whole name.
+    /// The whole name: `web/worker`.
     pub fn name(&self) -> String {
         name_of(self.page(), self.node)
     }
 }
 
-/// Has the members of groups say what they are charged with, and waits until they have: for some time, as one may be stopped.
+/// Has the members of groups publish their charge, and waits until they have; not for ever, as a member may be stopped.
 pub fn refresh(groups: &[Group]) {
     let members = groups.iter().flat_map(Group::members);
     let members: Vec<(&Slot, u32)> = members.map(|slot| (slot, slot.said.load(Acquire))).collect();
@@ -114,22 +113,22 @@ pub fn name_of(page: &GroupPage, node: usize) -> String {
 
 /// What a run wants of its group.
 pub struct Wanted {
-    /// `memory.max`, where one was given.
+    /// `memory.max`, if given.
     pub max: Option<u64>,
-    /// The compressor, where one was given.
+    /// The compressor, if given.
     pub compressor: Option<Compressor>,
-    /// As in `Node::on_full`, where it was given.
+    /// As in `Node::on_full`, if given.
     pub on_full: Option<u32>,
-    /// Whether what happens to pages is to be recorded.
+    /// Whether to record what happens to pages; of the whole tree.
     pub record: bool,
-    /// Whether it is to be kept which pages are written to.
+    /// Whether to track which pages are written to; of the whole tree.
     pub track_writes: bool,
-    /// What folios are to be; of the whole tree, as the two before.
+    /// Folio settings; of the whole tree.
     pub folios: FolioWanted,
 }
 
 impl Registry {
-    /// Opens the directory of this user, made if need be. The error is one sentence.
+    /// Opens this user's directory, or makes it. The error is one sentence.
     pub fn open() -> Result<Registry, String> {
         Ok(Registry { dir: directory::open()? })
     }
@@ -139,7 +138,7 @@ impl Registry {
         Ok(Registry { dir: directory::at(dir, me)? })
     }
 
-    /// Holds the directory; others wait until the file is dropped.
+    /// Locks the directory until the file is dropped.
     fn lock(&self) -> Result<File, String> {
         let sentence = |e: io::Error| format!("the directory of groups cannot be locked: {}", plain(&e));
         let file = File::open(&self.dir).map_err(sentence)?;
@@ -150,23 +149,23 @@ impl Registry {
         Ok(file)
     }
 
-    /// The names of running trees of this user's that this command may not look into.
+    /// The names of this user's running trees that this command may not inspect.
     pub fn closed(&self) -> Vec<String> {
         directory::look(&self.dir).closed
     }
 
-    /// The running trees, each once, sorted by name; what is left of killed commands is removed.
+    /// The running trees, each once, sorted by name. Removes the links that killed commands left.
     pub fn list(&self) -> Vec<(String, GroupFile)> {
         directory::list(&self.dir)
     }
 
-    /// The roots of the running trees, in the same order.
+    /// The root groups of the running trees, in the same order.
     pub fn roots(&self) -> Vec<Group> {
         let root = |(_, file): (String, GroupFile)| Group { file: file.into(), node: 0, joined: true, _entry: None };
         self.list().into_iter().map(root).collect()
     }
 
-    /// A running group. The error is one sentence.
+    /// Finds a running group. The error is one sentence.
     pub fn find(&self, name: &str) -> Result<Group, String> {
         let parts = components(name)?;
         let missing = || {
@@ -266,14 +265,14 @@ impl Registry {
     }
 }
 
-/// Why a tree that is there cannot be had.
+/// The sentence for a tree that exists and cannot be opened.
 fn closed(root: &str) -> String {
     format!(
         "the group `{root}` was started with capabilities that this command does not have, so it cannot be opened: use the same, or choose another name"
     )
 }
 
-/// A tree for one run, without a name: known by the pid of the command where that can be arranged.
+/// Creates a tree without a name for one run: known by the command's pid, if a link can be made.
 pub fn unnamed(wanted: &Wanted) -> io::Result<Group> {
     let name = std::process::id().to_string();
     let file = GroupFile::create(&name, wanted.record)?;
@@ -296,7 +295,7 @@ fn set_up(page: &GroupPage, node: usize, wanted: &Wanted) {
     node.on_full.store(wanted.on_full.unwrap_or_default(), Relaxed);
 }
 
-/// Refuses to join a group under another understanding of what it is.
+/// Refuses to join a group whose settings contradict those wanted.
 fn agrees(page: &GroupPage, node: usize, name: &str, wanted: &Wanted) -> Result<(), String> {
     let n = &page.nodes[node];
     let taken = |what: String, change: String| {
@@ -379,7 +378,7 @@ mod tests {
         assert_eq!(fs::read_dir(&registry.dir).unwrap().count(), 0);
     }
 
-    /// The story: who joined a group with options on folios changed them for all who ran in it, without a word.
+    /// The story: a run that joined a group with folio options changed them for all others in it, without a message.
     #[test]
     fn folios_are_as_the_group_was_made() {
         let (_dir, registry) = registry();
@@ -406,14 +405,14 @@ mod tests {
         let _web = registry.join("web", &LIMIT).unwrap();
         let late = registry.join("web", &Wanted { track_writes: true, ..ANY }).map(|_| ()).unwrap_err();
         assert!(late.contains("does not track writes") && !late.contains('\n'), "{late}");
-        // (One of them dropped would take the entry of all along, as they are of one process.)
+        // Dropping one of them would remove the entry of all, as they are of one process.
         let _db = registry.join("db", &Wanted { track_writes: true, ..LIMIT }).unwrap();
         let _others = [registry.join("db", &ANY).unwrap(), registry.join("db/inner", &LIMIT).unwrap()];
         let all: Vec<_> = registry.list().iter().map(|(name, file)| (name.clone(), tracks(file))).collect();
         assert_eq!(all, [("db".to_owned(), true), ("web".to_owned(), false)]);
     }
 
-    /// A command that is killed leaves its entry. It must not be found, nor keep the name, nor stay.
+    /// A command that is killed leaves its link. It must not be found, keep the name, or stay.
     #[test]
     fn what_killed_commands_leave_is_removed() {
         let (_dir, registry) = registry();
@@ -430,7 +429,8 @@ mod tests {
         assert!(registry.join("web", &LIMIT).is_ok());
     }
 
-    /// The story: in a container that had the directory of the machine's `/tmp` every entry led nowhere, and `uzswap stat` removed them.
+    /// The story: in a container that shared the directory in the machine's `/tmp` every link led nowhere, and `uzswap stat`
+    /// removed them all.
     #[test]
     fn what_runs_in_another_namespace_is_left_alone() {
         let (_dir, registry) = registry();
@@ -448,8 +448,8 @@ mod tests {
         drop((web, db));
     }
 
-    /// Two versions on one machine: each took what the other had entered for left over and removed it, so that `stat`, `ctl` and
-    /// `pagemap` no longer found what ran.
+    /// Two versions on one machine: each took the other's links for leftovers and removed them, so `stat`, `ctl` and `pagemap` no
+    /// longer found running groups.
     #[test]
     fn what_another_version_runs_is_left_alone() {
         let (_dir, registry) = registry();
@@ -457,8 +457,8 @@ mod tests {
         let low =
             unsafe { std::fs::File::from_raw_fd(libc::memfd_create(c"uzswap-group".as_ptr(), libc::MFD_CLOEXEC)) };
         low.set_len(4096).unwrap();
-        // By a number that nobody is given by chance: a test beside this one, whose object had the number of the one
-        // closed below, was taken for the other version's while it was being made.
+        // At a number that nobody is given by chance: once the object of a test that ran beside this one got the number of the
+        // one closed below, and was taken for the other version's while it was being made.
         // SAFETY: no memory is involved; the descriptor is owned at once.
         let other = unsafe { std::fs::File::from_raw_fd(libc::fcntl(low.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 500)) };
         drop(low);

@@ -1,22 +1,22 @@
-//! A page-fault handler for virtual machine monitors, in Firecracker's protocol.
+//! Page-fault handler for virtual machine monitors, in Firecracker's protocol.
 //!
-//! When it restores a guest, the monitor connects to the handler's Unix stream socket and sends one message: a JSON array
-//! of its guest's regions, and as a descriptor the userfaultfd in which it has registered them for missing pages.
+//! When a monitor restores a guest, it connects to the handler's Unix stream socket and sends one message: a JSON array of its
+//! guest's regions, and as a descriptor the userfaultfd in which it has registered them for missing pages.
 //! ```text
 //! [{"base_host_virt_addr": 139638218973184, "size": 268435456, "offset": 0, "page_size": 4096}, …]
 //! ```
-//! `offset` is where the region begins in the memory file of the snapshot; `page_size` is in bytes (older monitors say
-//! `page_size_kib`, and mean bytes too). From then on each missing page is asked for here. The snapshot is held
-//! compressed, in blocks of 16 KiB; when the guest first touches a page its block is decompressed, the page copied in, and then
-//! the others of its block. What the balloon gives back (a *remove* event) reads as zeros afterwards.
+//! `offset` is where the region begins in the snapshot's memory file; `page_size` is in bytes (older monitors say
+//! `page_size_kib`, and mean bytes too). From then on the handler serves the guest's missing pages. It holds the snapshot
+//! compressed, in blocks of 16 KiB. When the guest first touches a page, the handler decompresses its block and copies in that
+//! page, then the others of the block. Memory that the balloon gives back (a *remove* event) reads as zeros afterwards.
 //!
-//! What this does not do: put pages of a running guest out again. The guest's memory is the monitor's private memory, and
-//! Linux lets no other process drop it; a monitor that attaches its guest's memory as a shared region can: [`crate::shared`].
+//! The handler does not put pages of a running guest out again: the guest's memory is the monitor's private memory, and Linux
+//! lets no other process drop it. A monitor that attaches its guest's memory as a shared region has that: [`crate::shared`].
 //! Cloud Hypervisor and QEMU hand nothing over; HANDOVER.md says what to do instead.
 //!
-//! One thread for each guest. A guest that ends, or a monitor that sends nonsense, ends that thread only. As pages that nobody serves
-//! read as zeros once the last has closed the userfaultfd, a guest is served until its process has ended, whatever the monitor does
-//! with its connection.
+//! Each guest has a thread. If the guest ends, or its monitor sends nonsense, only that thread ends. Once the last descriptor of
+//! a userfaultfd is closed, pages that nobody serves read as zeros. So the handler serves a guest until its process has ended,
+//! whatever the monitor does with its connection.
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
@@ -32,25 +32,25 @@ use uzswap_sys::uffd::{Message, Uffd};
 use uzswap_sys::{socket, uffd_shared};
 
 const PAGE: usize = 4096;
-/// Bytes compressed as one.
+/// Bytes compressed as one unit.
 const BLOCK: usize = 16 << 10;
-/// The largest message: some thousand regions.
+/// The largest message in bytes: some thousand regions.
 const MOST_JSON: usize = 256 << 10;
-/// How often it is looked whether a guest is there whose monitor has closed its connection (milliseconds).
+/// How often to check that a guest still exists whose monitor has closed its connection (milliseconds).
 const LOOK_MS: i32 = 200;
-/// How long monitors wait for which there is no descriptor.
+/// How long a connecting monitor waits before the next try when there is no descriptor for it.
 const FULL: Duration = Duration::from_millis(100);
 
 /// One region of a guest, as its monitor describes it.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
 pub struct GuestRegion {
-    /// Where it is in the monitor.
+    /// Its address in the monitor.
     pub base_host_virt_addr: u64,
-    /// Bytes.
+    /// Its size in bytes.
     pub size: u64,
-    /// Where it begins in the snapshot's memory file.
+    /// Its offset in the snapshot's memory file, in bytes.
     pub offset: u64,
-    /// Bytes of its pages.
+    /// The size of its pages, in bytes.
     #[serde(alias = "page_size_kib", default = "small_pages")]
     pub page_size: u64,
 }
@@ -59,10 +59,10 @@ fn small_pages() -> u64 {
     PAGE as u64
 }
 
-/// Reads a monitor's description of its guest.
+/// Parses a monitor's description of its guest.
 ///
 /// # Errors
-/// A sentence: not such an array, pages that are not of 4 KiB, or regions that make no sense.
+/// A sentence: not such an array, pages not of 4 KiB, or regions that make no sense.
 pub fn parse_regions(json: &[u8]) -> Result<Vec<GuestRegion>, String> {
     let regions: Vec<GuestRegion> =
         serde_json::from_slice(json).map_err(|e| format!("not a description of guest regions: {e}"))?;
@@ -82,7 +82,7 @@ pub fn parse_regions(json: &[u8]) -> Result<Vec<GuestRegion>, String> {
     Ok(regions)
 }
 
-/// A snapshot's memory, compressed.
+/// The memory of a snapshot, compressed.
 pub struct Image {
     blocks: Vec<(Encoding, Box<[u8]>)>,
     len: u64,
@@ -92,8 +92,8 @@ impl Image {
     /// Reads and compresses a memory file.
     ///
     /// # Errors
-    /// The kernel's: also where it is a directory, or became shorter meanwhile. (An empty file, and a device, which has no length,
-    /// make an empty image: see [`Image::is_empty`].)
+    /// The kernel's; also if it is a directory, or became shorter meanwhile. (An empty file makes an empty image, and so does a
+    /// device, which has no length: see [`Image::is_empty`].)
     pub fn read(file: &File) -> io::Result<Self> {
         let len = file.metadata()?.len();
         let mut compressor = Compressor::new(Algorithm::Zstd(1));
@@ -111,7 +111,7 @@ impl Image {
         Ok(Self { blocks, len })
     }
 
-    /// Bytes of the file.
+    /// The size of the file in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.len
@@ -123,7 +123,7 @@ impl Image {
         self.len == 0
     }
 
-    /// Bytes that it takes here.
+    /// How many bytes the image takes here.
     #[must_use]
     pub fn held(&self) -> usize {
         self.blocks.iter().map(|b| b.1.len() + size_of::<(Encoding, Box<[u8]>)>()).sum()
@@ -133,13 +133,13 @@ impl Image {
 /// Serves every monitor that connects, for ever.
 ///
 /// # Errors
-/// When connections can no longer be taken.
+/// When it can no longer accept connections.
 pub fn serve(listener: &UnixListener, image: &Arc<Image>) -> io::Result<()> {
     const SCARCE: [i32; 4] = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM];
     loop {
         let stream = match listener.accept() {
             Ok((stream, _)) => stream,
-            // (For those that are served it must go on.)
+            // Go on, for the guests that are served.
             Err(e) if e.raw_os_error().is_some_and(|errno| SCARCE.contains(&errno)) => {
                 std::thread::sleep(FULL);
                 continue;
@@ -159,18 +159,18 @@ pub fn serve(listener: &UnixListener, image: &Arc<Image>) -> io::Result<()> {
     }
 }
 
-/// Says it on stderr; where nothing can be written there, guests are served all the same.
+/// Prints to stderr. If nothing can be written there, guests are served all the same.
 fn say(text: &str) {
     let _ = io::stderr().write_all(text.as_bytes());
 }
 
-/// Serves one guest, until it ends.
+/// Serves one guest until it ends.
 ///
 /// # Errors
-/// A sentence, when what the monitor sent cannot be served.
+/// A sentence, if what the monitor sent cannot be served.
 pub fn serve_guest(stream: UnixStream, image: &Image) -> Result<(), String> {
     let socket = OwnedFd::from(stream);
-    // (Who may connect may read the snapshot.)
+    // A peer that may connect may read the snapshot.
     if !socket::is_trusted(&socket).map_err(|e| e.to_string())? {
         return Err("it is another user's, and the snapshot is not".to_owned());
     }
@@ -186,7 +186,7 @@ pub fn serve_guest(stream: UnixStream, image: &Image) -> Result<(), String> {
     Ok(())
 }
 
-/// What a monitor says, and what comes with it. (The kernel hands out a long message in pieces.)
+/// Receives a monitor's message and its descriptors. (The kernel delivers a long message in pieces.)
 fn description(socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let is_cut_off = |json: &[u8]| serde_json::from_slice::<IgnoredAny>(json).is_err_and(|e| e.is_eof());
     let (mut json, mut at, mut fds) = (vec![0; MOST_JSON], 0, Vec::new());
@@ -202,20 +202,20 @@ fn description(socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     Ok((json, fds))
 }
 
-/// One guest.
+/// A guest being served.
 struct Guest<'a> {
     uffd: OwnedFd,
     socket: &'a OwnedFd,
-    /// The monitor has closed it.
+    /// Whether the monitor has closed the socket.
     hung_up: bool,
     regions: Vec<GuestRegion>,
-    /// Pages given back, by region.
+    /// Bitmaps of the pages given back, by region.
     removed: Vec<Vec<u64>>,
     image: &'a Image,
     decompressor: Decompressor,
     /// The block decompressed last.
     block: (usize, Vec<u8>),
-    /// Faults not served yet: an event had to be read first.
+    /// Addresses of faults not served yet, as an event must be read first.
     waiting: Vec<usize>,
     lost: bool,
 }
@@ -267,24 +267,24 @@ impl<'a> Guest<'a> {
         }
     }
 
-    /// Sleeps until something happens; false when the guest is gone.
+    /// Sleeps until something happens; returns false if the guest is gone.
     fn sleep(&mut self, handle: &Uffd) -> bool {
         let socket = if self.hung_up { -1 } else { self.socket.as_raw_fd() };
         let mut polls = [self.uffd.as_raw_fd(), socket].map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
-        // SAFETY: two pollfds of ours.
+        // SAFETY: two pollfds of ours, which outlive the call.
         unsafe { libc::poll(polls.as_mut_ptr(), 2, if self.hung_up { LOOK_MS } else { -1 }) };
         if polls[0].revents & (libc::POLLERR | libc::POLLNVAL) != 0 {
             return false;
         }
         if polls[1].revents != 0 {
-            // What else it says means nothing here.
+            // Whatever else the monitor says means nothing here.
             self.hung_up = !matches!(socket::receive(self.socket, &mut [0; 512]), Ok((1.., _)));
         }
         polls[0].revents != 0 || !self.hung_up || self.is_there(handle)
     }
 
-    /// Whether the process is there that has the guest's memory. (Of private memory there is nothing to map: that is refused after the
-    /// process was looked for.)
+    /// Whether the process with the guest's memory still exists. (CONTINUE has nothing to map in private memory, but the kernel
+    /// looks for the process before it refuses.)
     fn is_there(&self, handle: &Uffd) -> bool {
         let at = self.regions[0].base_host_virt_addr as usize;
         !matches!(handle.continue_pages(at, PAGE, false, true), Err((_, libc::ESRCH)))
@@ -311,7 +311,7 @@ impl<'a> Guest<'a> {
         self.removed[i][(page / 64) as usize] & (1 << (page % 64)) != 0
     }
 
-    /// Copies a page in; false when an event must be read first.
+    /// Copies a page in; returns false if an event must be read first.
     fn bring(&mut self, handle: &Uffd, address: usize) -> bool {
         let Some((i, page)) = self.place(address) else {
             handle.wake(address, PAGE);
@@ -319,13 +319,13 @@ impl<'a> Guest<'a> {
         };
         let gone = self.is_removed(i, page);
         let Some(bytes) = self.page(self.regions[i].offset + page * PAGE as u64, gone) else {
-            // The compressed copy is damaged: an error, not wrong data.
+            // The compressed copy is damaged: report an error, not wrong data.
             let _ = handle.poison(address, PAGE);
             handle.wake(address, PAGE);
             return true;
         };
         let from = bytes.as_ptr() as usize;
-        // SAFETY: a page of bytes of ours.
+        // SAFETY: `bytes` is a page of our memory.
         match unsafe { handle.copy(address, from, PAGE) } {
             Err((_, libc::EAGAIN)) => false,
             Err((_, libc::ESRCH)) => {
@@ -345,8 +345,8 @@ impl<'a> Guest<'a> {
         }
     }
 
-    /// Copies in what else there is of the block decompressed last, around a page of region `i`. (What fails is copied in when it is
-    /// touched; so is what is beyond a page that is there or was given back.)
+    /// Copies in the rest of the block decompressed last, around a page of region `i`, as far as the nearest page that was given
+    /// back on either side. (Pages beyond one that is already there, and pages whose copy fails, are copied in when touched.)
     fn bring_rest(&self, handle: &Uffd, i: usize, page: u64) {
         let r = &self.regions[i];
         let (first, in_block) = (r.offset / PAGE as u64, (BLOCK / PAGE) as u64);
@@ -359,14 +359,14 @@ impl<'a> Guest<'a> {
         for (from, to) in [(page + 1, end), (start, page)].into_iter().filter(|(from, to)| from < to) {
             let at = ((first + from) % in_block) as usize * PAGE;
             let bytes = &self.block.1[at..at + (to - from) as usize * PAGE];
-            // SAFETY: bytes of ours.
+            // SAFETY: `bytes` is our memory.
             let _ = unsafe {
                 handle.copy((r.base_host_virt_addr + from * PAGE as u64) as usize, bytes.as_ptr() as usize, bytes.len())
             };
         }
     }
 
-    /// The bytes of a page of the snapshot.
+    /// The bytes of the snapshot's page at `offset`; zeros if the page is `gone`. None if the compressed copy is damaged.
     fn page(&mut self, offset: u64, gone: bool) -> Option<&[u8]> {
         static ZEROS: [u8; PAGE] = [0; PAGE];
         if gone {

@@ -1,4 +1,4 @@
-//! Memory under a limit for one program's own data: what does not fit is kept compressed.
+//! Memory with a limit for a program's own data: what does not fit is kept compressed.
 //!
 //! ```no_run
 //! use uzswap::{Options, Region};
@@ -9,7 +9,7 @@
 //! # Ok::<(), uzswap::Error>(())
 //! ```
 //!
-//! Read [`region`] first: a region is memory in every way but a few, which are said there.
+//! Read [`region`] first: it says in which few ways a region differs from ordinary memory.
 
 #[doc(hidden)]
 pub mod directory;

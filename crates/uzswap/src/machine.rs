@@ -1,28 +1,28 @@
-//! What the machine, or the cgroup we are in, has: memory and kernel.
+//! Properties of the machine, or of the cgroup we are in: memory and kernel.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Memory of the machine, in bytes.
+/// The machine's memory, in bytes.
 pub fn total_memory() -> u64 {
     // SAFETY: sysconf has no preconditions.
     let (pages, size) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
     u64::try_from(pages).unwrap_or(0).saturating_mul(u64::try_from(size).unwrap_or(0))
 }
 
-/// The memory limit of our cgroup or of one above it (v1 or v2), if there is one.
+/// The lowest memory limit of our cgroup and those above it (v1 or v2), in bytes, if there is one.
 pub fn cgroup_limit() -> Option<u64> {
     let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
     groups.lines().filter_map(|line| lowest_limit(Path::new("/sys/fs/cgroup"), line)).min()
 }
 
-/// Memory there is for us: the machine's or our cgroup's, whichever is smaller.
+/// The memory of the machine or of our cgroup, whichever is less, in bytes.
 pub fn available_memory() -> u64 {
     let total = total_memory();
     cgroup_limit().map_or(total, |limit| limit.min(total))
 }
 
-/// Lowest limit from the cgroup of one line of `/proc/self/cgroup` (`ID:CONTROLLERS:PATH`) up to the root.
+/// The lowest limit from the cgroup in one line of `/proc/self/cgroup` (`ID:CONTROLLERS:PATH`) up to the root.
 fn lowest_limit(root: &Path, line: &str) -> Option<u64> {
     let mut fields = line.splitn(3, ':');
     let (id, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
@@ -43,12 +43,12 @@ fn lowest_limit(root: &Path, line: &str) -> Option<u64> {
         .min()
 }
 
-/// Release of the kernel, such as `6.18.44-generic`.
+/// The kernel's release, such as `6.18.44-generic`.
 ///
-/// The story: it was read from /proc/sys, which some containers hide, and `doctor` said there that the kernel was too old.
+/// The story: the release was read from /proc/sys, which some containers hide. There `doctor` said that the kernel was too old.
 pub fn kernel_release() -> String {
     let mut names = std::mem::MaybeUninit::<libc::utsname>::zeroed();
-    // SAFETY: an out-parameter of the right type; what it has is zero where the call fails, and ends by zero else.
+    // SAFETY: the out-parameter is of the right type; its strings are all zero if the call fails, and end with a zero otherwise.
     let release = unsafe {
         libc::uname(names.as_mut_ptr());
         std::ffi::CStr::from_ptr(names.assume_init_ref().release.as_ptr()).to_owned()
@@ -56,7 +56,7 @@ pub fn kernel_release() -> String {
     release.to_string_lossy().into_owned()
 }
 
-/// Major and minor number of a release; 0.0 when it has none.
+/// The major and minor number of a release; 0.0 if it has none.
 pub fn version_of(release: &str) -> (u32, u32) {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|n| n.parse().unwrap_or(0));
     (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))

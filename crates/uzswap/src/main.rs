@@ -1,19 +1,20 @@
 //! The command `uzswap`: runs a program in less memory than it asks for.
 //!
-//! `cli` has what can be said to it, and each subcommand a module of its name. Besides:
+//! `cli` defines the command line; each subcommand has a module of its name. The others:
 //!
 //! | what | where |
 //! |---|---|
-//! | what `run` is told, and what is wrong with it | `config`, `folios`, `check`, `elf` (the program), `machine` |
-//! | how the program is started, and its life beside the command | `run`, `handed`, `signals`, `stack`, `descriptors` |
+//! | the options of `run`, and what can be wrong with them | `config`, `folios`, `check`, `elf` (the program), `machine` |
+//! | how the program is started, and how the command lives beside it | `run`, `handed`, `signals`, `stack`, `descriptors` |
 //! | where its pages go | `swap` (a file), `remote` (a server) |
-//! | what is said of it | `totals`, `summary`, `report`, `record`, `output` |
+//! | what is reported of it | `totals`, `summary`, `report`, `record`, `output` |
 //! | groups | `groups`, `group_name`; `ctl`, `stat` and `stat_files` |
 
-/// A line on stderr, as `eprintln!` has it; where nothing can be written there (a full disk, a pipe that nobody reads any more) it is lost,
-/// and the command goes on and ends as it would.
+/// Writes a line to stderr like `eprintln!`. If nothing can be written there (the disk is full, nobody reads the pipe any more)
+/// the line is lost, and the command goes on and ends as it would.
 ///
-/// The story: `eprintln!` panics there, and a program that could not be run ended by SIGABRT instead of the status 127.
+/// The story: `eprintln!` panics there, and for a program that could not be run the command ended by SIGABRT instead of with
+/// status 127.
 macro_rules! say {
     ($($part:tt)*) => {
         $crate::summary::say(&(format!($($part)*) + "\n"))
@@ -56,19 +57,18 @@ use std::io::ErrorKind;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::ExitCode;
 
-/// Exit status of what uzswap itself refuses, as `env` and `timeout` have it: the program was not started, or the command was
-/// called wrongly.
+/// Exit status when uzswap itself refuses, as `env` has it: the program was not started, or the command was called wrongly.
 const EXIT_OWN_FAILURE: u8 = 125;
-/// The same where the program cannot be run, and where there is none.
+/// Exit statuses for a program that cannot be run, and for one that does not exist.
 const EXIT_CANNOT_RUN: u8 = 126;
 const EXIT_NO_PROGRAM: u8 = 127;
 
 /// Why a command did not do what it was asked, in one sentence.
 #[derive(Debug, PartialEq)]
 enum Failed {
-    /// It cannot be done.
+    /// It cannot be done on this machine or at this moment.
     Cannot(String),
-    /// What was asked makes no sense, whatever there is: the command was called wrongly.
+    /// The command was called wrongly: the request makes no sense anywhere.
     Wrongly(String),
 }
 
@@ -78,7 +78,7 @@ impl From<String> for Failed {
     }
 }
 
-/// Says what is wrong.
+/// Prints what is wrong, and turns the result of a subcommand into an exit status.
 fn own(result: Result<(), impl Into<Failed>>) -> ExitCode {
     let (sentence, status) = match result.map_err(Into::into) {
         Ok(()) => return ExitCode::SUCCESS,
@@ -119,7 +119,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// What clap says of a command line that it could not make anything of, or that asked for help.
+/// Prints clap's message for a command line that it could not parse, or that asked for help.
 fn explain(error: &clap::Error) -> ExitCode {
     if matches!(error.kind(), Said::DisplayHelp | Said::DisplayVersion) {
         return own(output::seen(error.print()));
@@ -128,14 +128,14 @@ fn explain(error: &clap::Error) -> ExitCode {
     ExitCode::from(EXIT_OWN_FAILURE)
 }
 
-/// The command with all its subcommands, those of `uzswap lab` too, as completions and manual pages know it.
+/// The command with all its subcommands, including those of `uzswap lab`, for completions and manual pages.
 fn whole() -> clap::Command {
     let mut whole = Cli::command().mut_subcommand("lab", |_| uzswap_lab::command().name("lab"));
     whole.build();
     whole
 }
 
-/// `uzswap man`: one page, of the command or of the subcommand that these words name.
+/// `uzswap man`: one page, of the command or of the subcommand that `words` name.
 fn man(words: &[String]) -> Result<Vec<u8>, Failed> {
     let whole = whole();
     let page = words.iter().try_fold(&whole, |of, name| {
@@ -154,7 +154,7 @@ fn man(words: &[String]) -> Result<Vec<u8>, Failed> {
     Ok(text)
 }
 
-/// Listens at a socket; one that an ended command left is made anew, as nothing else removes it.
+/// Listens at a socket. A socket that an ended command left is made anew, as nothing else removes it.
 fn listen(socket: &std::path::Path) -> std::io::Result<UnixListener> {
     use std::os::unix::fs::FileTypeExt;
     let is_socket = || std::fs::symlink_metadata(socket).is_ok_and(|m| m.file_type().is_socket());
@@ -174,7 +174,7 @@ fn handover(socket: &std::path::Path, memory: &std::path::Path) -> Result<(), St
         .and_then(|file| uzswap::handover::Image::read(&file))
         .map_err(|e| format!("the memory file `{}` cannot be read: {}", memory.display(), plain(&e)))?;
     if image.is_empty() {
-        // (A device says that it has no bytes, too.)
+        // A device reports a length of zero, too.
         return Err(format!("the memory file `{}` is empty: name the snapshot's memory file", memory.display()));
     }
     let listener =

@@ -1,4 +1,4 @@
-//! What the command writes: files that options name, and standard output.
+//! Output of the command: files that options name, and standard output.
 
 use crate::config::plain;
 use std::fs::File;
@@ -14,7 +14,7 @@ pub fn print(bytes: &[u8]) -> Result<(), String> {
     seen(out.write_all(bytes).and_then(|()| out.flush()))
 }
 
-/// What came of printing to standard output; a reader that has seen enough is no error. The error is one sentence.
+/// The result of printing to standard output. A reader that has closed its end is no error. The error is one sentence.
 pub fn seen(printed: io::Result<()>) -> Result<(), String> {
     match printed {
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
@@ -24,20 +24,20 @@ pub fn seen(printed: io::Result<()>) -> Result<(), String> {
     }
 }
 
-/// How long a pipe's reader, which may have been started a moment before, has time to open it.
+/// How long a pipe's reader, which may have just been started, has time to open it.
 const READER_MAY_TAKE: Duration = Duration::from_secs(1);
 
-/// A file that the command writes. It is opened before anything is done, so that what cannot be written is said in time; one that
-/// was not there before is removed again, unless it is kept.
+/// A file that the command writes. The command opens it before it does anything else, so it reports in time what cannot be
+/// written. A file that is new is removed again, unless it is kept.
 pub struct Output {
     path: PathBuf,
     file: File,
-    /// Whether it was not there before, nor is to stay yet. (What was, a device perhaps, is never removed.)
+    /// Whether the file is new and not kept yet. (What existed before, such as a device, is never removed.)
     is_new: bool,
 }
 
 impl Output {
-    /// Opens `path`, for a file that is called `what`. What is in it stays for now. The error is one sentence.
+    /// Opens `path` for a file called `what` in messages. Its contents stay for now. The error is one sentence.
     pub fn open(what: &str, path: &Path) -> Result<Output, String> {
         let (file, is_new) = match File::create_new(path) {
             Err(e) if e.kind() == io::ErrorKind::AlreadyExists => (at_once(path), false),
@@ -53,12 +53,12 @@ impl Output {
         Ok(Output { path: path.to_path_buf(), file, is_new })
     }
 
-    /// Where it is.
+    /// The path as given.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The file, without what was in it.
+    /// The file, after emptying it.
     pub fn emptied(&self) -> io::Result<&File> {
         if self.file.metadata()?.is_file() {
             self.file.set_len(0)?;
@@ -66,12 +66,12 @@ impl Output {
         Ok(&self.file)
     }
 
-    /// Has it stay.
+    /// Keeps the file from being removed.
     pub fn keep(&mut self) {
         self.is_new = false;
     }
 
-    /// Whether both would end in one heap: they are the same file or pipe. (A device, such as `/dev/null`, takes both.)
+    /// Whether both are the same file or pipe, so their contents would mix. (A device such as `/dev/null` may be both.)
     pub fn is_same(&self, other: &Output) -> bool {
         let (Ok(one), Ok(other)) = (self.file.metadata(), other.file.metadata()) else { return false };
         (one.dev(), one.ino()) == (other.dev(), other.ino()) && !one.file_type().is_char_device()
@@ -86,11 +86,11 @@ impl Drop for Output {
     }
 }
 
-/// Opens what is there, without waiting for ever for the reader of a pipe.
+/// Opens an existing file. Does not wait for ever for a pipe's reader.
 fn at_once(path: &Path) -> io::Result<File> {
     let begun = Instant::now();
     let file = loop {
-        // (It is made where it is a link to what is not there.)
+        // `create`, as it may be a link to a file that does not exist.
         let open = File::options().write(true).create(true).truncate(false).custom_flags(libc::O_NONBLOCK).open(path);
         match open {
             Err(e) if e.raw_os_error() == Some(libc::ENXIO) && begun.elapsed() < READER_MAY_TAKE => {
@@ -99,7 +99,7 @@ fn at_once(path: &Path) -> io::Result<File> {
             open => break open?,
         }
     };
-    // What is written then is to wait for a slow reader.
+    // Writes are to wait for a slow reader.
     // SAFETY: no memory is involved.
     let cleared = unsafe {
         let flags = libc::fcntl(file.as_raw_fd(), libc::F_GETFL);

@@ -1,4 +1,4 @@
-//! What another process may ask of one under `uzswap run`: to move its pages, and to be told before it writes to them.
+//! What another process may ask of one under `uzswap run`: to move its pages, and to report writes to pages before they happen.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -29,20 +29,20 @@ use uzswap_sys::process::Identity;
 
 /// Pages of the address space.
 const ALL: u64 = uzswap_mm::pagetable::ADDRESS_SPACE_PAGES;
-/// How long nothing may happen before the process is said not to answer.
+/// How long a process may make no progress before it is said not to answer.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// The same for one that is stopped, which may go on at any moment.
+/// The same for a stopped process, which may go on at any moment.
 const STOPPED_PATIENCE: Duration = Duration::from_millis(500);
-/// Between two looks, and two wake-ups (nanoseconds).
+/// The time between two looks, and between two wake-ups, in nanoseconds.
 const LOOK_NS: u64 = 50_000_000;
 
 /// A process that is a member of a group.
 struct Member {
     file: GroupFile,
     slot: usize,
-    /// Whether it is a region of the library's, not the process under `uzswap run`.
+    /// Whether this is one of the library's regions, not the process under `uzswap run`.
     is_region: bool,
-    /// Who it was when it was found.
+    /// The process's identity when it was found.
     identity: Identity,
 }
 
@@ -60,14 +60,14 @@ impl Member {
         Ok(Self { file, slot, is_region: false, identity })
     }
 
-    /// The regions of the library that a process has, as far as we may look.
+    /// The library's regions in a process, as far as we may look.
     fn regions(pid: u32) -> Vec<Self> {
         let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
         let is_region = |path: &std::path::PathBuf| {
             std::fs::read_link(path).is_ok_and(|link| link.to_string_lossy().starts_with("/memfd:uzswap-group-region"))
         };
         let files = entries.map(|e| e.path()).filter(is_region).filter_map(|path| GroupFile::open(&path).ok());
-        // (A forked child has its parent's descriptors.)
+        // A forked child has its parent's descriptors, too.
         let own = |file: GroupFile| {
             let identity = file.page().slots[0].owner().filter(|owner| owner.pid() == pid)?;
             Some(Self { file, slot: 0, is_region: true, identity })
@@ -97,7 +97,7 @@ impl Member {
         }
     }
 
-    /// Has the process do something, and waits until it has. The error is one sentence.
+    /// Has the process carry out `op`, and waits for it. The error is one sentence.
     fn ask(&self, op: Op, pages: Range<u64>) -> Result<Moved, String> {
         let (slot, pid) = (self.slot(), self.pid());
         let hold = Hold::take(&slot.request, Identity::own(), pid)?;
@@ -105,12 +105,12 @@ impl Member {
         while !hold.request.ask(self.identity, op, (pages.start, pages.end)) {
             waiter.wait(SERVING)?;
         }
-        // (Where something is released memory is managed, and the ticker is not needed.)
+        // A release needs no ticker: memory is managed already.
         wake_member(slot, op != Op::Release);
         loop {
             match hold.request.state.load(Acquire) {
                 DONE => break,
-                // (The slot was taken anew: by another process, or by this one after exec.)
+                // The slot is idle because it was taken anew: by another process, or by this one after exec.
                 IDLE if slot.owner() == Some(self.identity) => {
                     return Err(format!("process {pid} became another program meanwhile; ask again"));
                 }
@@ -125,20 +125,20 @@ impl Member {
     }
 }
 
-/// Whether it is kept of a process which pages it writes to. The error is one sentence.
+/// Checks that writes of a process are tracked. The error is one sentence.
 ///
 /// # Errors
-/// It is not, or there is no such process under `uzswap run`.
+/// They are not, or there is no such process under `uzswap run`.
 #[doc(hidden)]
 pub fn tracks_writes(pid: u32) -> Result<(), String> {
     all_of(pid)?.iter().map(Member::tracks_writes).reduce(Result::or).unwrap_or(Ok(()))
 }
 
-/// Whether soft-dirty bits of a process can be cleared by others: those of one under `uzswap run`. The bits of its regions are left to it,
-/// as whoever else clears them has it miss what it wrote. The error is one sentence.
+/// Checks that other processes may clear the soft-dirty bits of a process: it must be under `uzswap run`. The bits of its regions
+/// are left to the process itself, which would miss writes if another cleared them. The error is one sentence.
 ///
 /// # Errors
-/// There is no such process, or it is not kept which pages it writes to, or it has regions only.
+/// There is no such process, its writes are not tracked, or it has regions only.
 #[doc(hidden)]
 pub fn clears_soft_dirty(pid: u32) -> Result<(), String> {
     cleared_in(pid).map(drop)
@@ -156,7 +156,7 @@ fn cleared_in(pid: u32) -> Result<Vec<Member>, String> {
     Ok(asked)
 }
 
-/// The process as a member of a group, and its regions: one of them at least.
+/// The process as a member of a group, and its regions; at least one of them.
 fn all_of(pid: u32) -> Result<Vec<Member>, String> {
     let mut all = Member::regions(pid);
     match Member::find(pid) {
@@ -167,10 +167,10 @@ fn all_of(pid: u32) -> Result<Vec<Member>, String> {
     Ok(all)
 }
 
-/// Has a process do something with pages of its memory, and waits until it has. The error is one sentence.
+/// Has a process carry out `op` on pages of its memory, and waits for it. The error is one sentence.
 ///
 /// # Errors
-/// There is no such process, or it does not answer, or none of its memory there is managed.
+/// There is no such process, it does not answer, or none of its memory there is managed.
 #[doc(hidden)]
 pub fn ask(pid: u32, op: Op, pages: Range<u64>) -> Result<Moved, String> {
     let asked = if op == Op::Clean { cleared_in(pid)? } else { all_of(pid)? };
@@ -193,7 +193,7 @@ fn something(pid: u32, moved: Moved) -> Result<Moved, String> {
     }
 }
 
-/// The request, held by this process.
+/// A member's request, held by this process.
 struct Hold<'a> {
     request: &'a PageRequest,
     me: Identity,
@@ -218,7 +218,7 @@ impl Drop for Hold<'_> {
     }
 }
 
-/// Waits for a process that may end or be stopped.
+/// Waits for a process, which may end or be stopped.
 struct Waiter<'a> {
     slot: &'a Slot,
     target: Identity,
@@ -231,7 +231,7 @@ impl<'a> Waiter<'a> {
         Self { slot, target, progress: slot.request.progress.load(Acquire), since: Instant::now() }
     }
 
-    /// Waits a little while the state is `state`. An error when it is in vain.
+    /// Waits a little while the state is `state`. An error if waiting longer is pointless.
     fn wait(&mut self, state: u32) -> Result<(), String> {
         let (r, pid) = (&self.slot.request, self.target.pid());
         futex_wait(&r.state, state, Some(LOOK_NS), true);
@@ -257,28 +257,28 @@ impl<'a> Waiter<'a> {
     }
 }
 
-/// Whether a process is stopped (by a signal, or a tracer).
+/// Whether a process is stopped by a signal or a tracer.
 fn is_stopped(pid: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 't']))
 }
 
-/// How much was write-protected.
+/// How many pages were write-protected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Protected {
     /// Pages protected, in memory or out.
     pub pages: u64,
-    /// Pages that can be written to all the same: they could not be protected.
+    /// Pages that could not be protected, and can still be written to.
     pub stayed: u64,
 }
 
-/// Is told before a process under `uzswap run --track-writes` writes to pages that were protected: for a snapshot, or a live
+/// Reports writes of a process under `uzswap run --track-writes` to protected pages before they happen: for a snapshot, or a live
 /// migration.
 ///
-/// Who writes to a protected page waits until it is released. Paging out and in changes nothing about that, and `mremap` takes
-/// the protection along; memory whose contents are dropped is protected no more, and memory that was never touched before (it
-/// holds zeros) is not protected; the process's forked children are not. The protection ends with this value, or with
-/// this process: whoever waits then goes on. One process at a time has one.
+/// A thread that writes to a protected page waits until the page is released. Paging out and in keeps the protection, and
+/// `mremap` takes it along. Memory whose contents are dropped loses it. Memory that was never touched (it holds zeros) and the
+/// process's forked children are not protected. The protection ends with this value, or with the client process that has it: all
+/// writers that wait then go on. A process has one client at a time.
 pub struct WriteWatch {
     member: Member,
     me: Identity,
@@ -291,10 +291,10 @@ impl std::fmt::Debug for WriteWatch {
 }
 
 impl WriteWatch {
-    /// Begins to watch a process, of which nothing is protected yet.
+    /// Starts to watch a process. Nothing is protected yet.
     ///
     /// # Errors
-    /// It is no process of this user's under `uzswap run --track-writes`, or watched already.
+    /// It is not a process of this user's under `uzswap run --track-writes`, or it is watched already.
     pub fn of(pid: u32) -> io::Result<Self> {
         let member = Member::find(pid).map_err(|sentence| match Member::regions(pid).is_empty() {
             true => io::Error::other(sentence),
@@ -310,8 +310,8 @@ impl WriteWatch {
         Ok(Self { member, me })
     }
 
-    /// Protects the pages that a range of addresses touches, as far as they are known: what the page map shows as present or
-    /// swapped, which it shows as write-protected afterwards.
+    /// Protects the pages that a range of addresses touches, as far as they are known: those that the page map shows as present
+    /// or swapped. It shows them as write-protected afterwards.
     ///
     /// # Errors
     /// Nothing is known there; the process has ended, become another program, or does not answer.
@@ -322,8 +322,8 @@ impl WriteWatch {
         Ok(Protected { pages: moved.pages, stayed: moved.stayed })
     }
 
-    /// Ends the protection of the pages that a range touches, and lets whoever waits to write there go on. Returns how many
-    /// pages were protected: none, where nothing is known.
+    /// Ends the protection of the pages that a range touches, and lets threads that wait to write there go on. Returns how many
+    /// pages were protected: 0 if nothing is known there.
     ///
     /// # Errors
     /// The process has ended, become another program, or does not answer.
@@ -332,8 +332,8 @@ impl WriteWatch {
         self.member.ask(Op::Release, pages_of(range)).map(|moved| moved.pages).map_err(io::Error::other)
     }
 
-    /// Waits for a write to a protected page; returns the page's address, or None after `time`. The writer waits until the page
-    /// is released; each page is told once.
+    /// Waits for a write to a protected page. Returns the page's address, or None after `time`. The writer waits until the page
+    /// is released; each page is reported once.
     ///
     /// # Errors
     /// The process has ended, or become another program.
@@ -343,7 +343,7 @@ impl WriteWatch {
             let seen = slot.watch.news.load(Acquire);
             self.is_there()?;
             if let Some(page) = slot.watch.next() {
-                // (The member may have found no room before.)
+                // The member may have found no room before.
                 wake_member(slot, false);
                 return Ok(Some(page as usize * PAGE));
             }
@@ -357,7 +357,7 @@ impl WriteWatch {
         }
     }
 
-    /// Whether it is still the process, and the program, that is watched.
+    /// Checks that the process still exists and runs the program that is watched.
     fn is_there(&self) -> io::Result<()> {
         let (slot, pid) = (self.member.slot(), self.member.pid());
         if slot.owner() != Some(self.member.identity) || self.member.identity.is_dead() {
@@ -377,7 +377,7 @@ impl Drop for WriteWatch {
     }
 }
 
-/// The pages of a range of addresses, as far as there are any.
+/// The pages that a range of addresses touches, within the address space.
 fn pages_of(range: Range<usize>) -> Range<u64> {
     let pages = arena::pages_of(&range);
     pages.start.min(ALL)..pages.end.min(ALL)

@@ -1,4 +1,4 @@
-//! `uzswap protect`: write-protect notification by lines, for clients in any language.
+//! `uzswap protect`: write-protect notification as lines of text, for clients in any language.
 //!
 //! ```text
 //! stdout: protected PAGES      once what was asked for is done      stdin: protect RANGE
@@ -18,10 +18,10 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 use uzswap::WriteWatch;
 
-/// How long it takes at most to see that the client wants no more.
+/// The longest time until it is seen that the client has finished.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Does what the client's lines say until it wants no more. The error is one sentence.
+/// Does what the client's lines say until it has finished. The error is one sentence.
 pub fn protect(args: &ProtectArgs) -> Result<(), Failed> {
     let at_first = match args.range.as_str() {
         "none" => None,
@@ -31,7 +31,7 @@ pub fn protect(args: &ProtectArgs) -> Result<(), Failed> {
     if let Some(range) = at_first {
         obey(&watch, Wanted::Protect(range))?;
     }
-    // (A thread obeys, so that neither what is told nor what is wanted waits for the other.)
+    // A thread of its own obeys the lines, so that neither the notifications nor the requests wait for the other.
     let (say_end, end) = mpsc::channel();
     let obeyed = watch.clone();
     std::thread::spawn(move || {
@@ -55,7 +55,7 @@ pub fn protect(args: &ProtectArgs) -> Result<(), Failed> {
     }
 }
 
-/// Does what the lines of standard input say, until they end.
+/// Obeys the lines of standard input until they end.
 fn obey_all(watch: &WriteWatch) -> Result<(), String> {
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
         match parse(&line)? {

@@ -1,7 +1,7 @@
-//! `uzswap run --record`: drains the members' rings to a file while the program runs.
+//! `uzswap run --record`: writes what the members' rings hold to a file while the program runs.
 //!
-//! One thread of the command. Members wake it when a quarter of a ring is full; otherwise it looks ten times a second. A
-//! file that cannot be written to (a full disk) ends the recording, not the program, and is cut back to its last whole
+//! One thread of the command does it. Members wake it when a quarter of a ring is full; otherwise it looks ten times a second. If
+//! the file cannot be written (a full disk), the recording ends, not the program, and the file is cut back to its last whole
 //! block.
 
 use crate::config::plain;
@@ -17,15 +17,15 @@ use uzswap_mm::trace::{self, BlockHead, Header};
 use uzswap_pager::trace::Rings;
 use uzswap_sys::lock;
 
-/// How long the rings are left alone when nobody wakes us.
+/// The time between two looks if nobody wakes the thread, in nanoseconds.
 const LOOK_NS: u64 = 100_000_000;
 
-/// What was recorded.
+/// The result of a recording.
 #[derive(Debug, Default, Clone, Serialize, PartialEq)]
 pub struct Recorded {
     /// Records in the file.
     pub records: u64,
-    /// Records that were lost since they came faster than they could be written.
+    /// Records lost because they came faster than they could be written.
     pub lost: u64,
     /// Bytes of the file.
     pub bytes: u64,
@@ -41,7 +41,7 @@ pub struct Recording {
 }
 
 impl Recording {
-    /// Starts to write to `file`. Signals are to be blocked, as the thread inherits that.
+    /// Starts to write to `file`. The caller must have blocked signals, as the thread inherits that.
     pub fn start(group: &Arc<GroupFile>, node: usize, file: File) -> io::Result<Recording> {
         let page = group.page();
         let n = &page.nodes[node];
@@ -57,7 +57,7 @@ impl Recording {
         Ok(Recording { thread, stop, group: Arc::clone(group) })
     }
 
-    /// Takes what is left in the rings and ends the file.
+    /// Writes what is left in the rings, and ends the file.
     pub fn finish(self) -> Recorded {
         self.stop.store(true, Release);
         if let Some(rings) = self.group.rings() {
@@ -69,7 +69,7 @@ impl Recording {
 
 struct Drain {
     file: File,
-    /// Bytes of whole blocks written.
+    /// Bytes of whole blocks written so far.
     whole: u64,
     start: Instant,
     done: Recorded,
@@ -84,7 +84,7 @@ impl Drain {
                 Ok(())
             }
             Err(e) => {
-                // (A pipe cannot be cut back.)
+                // A pipe cannot be cut back.
                 let _ = self.file.set_len(self.whole);
                 let _ = self.file.seek(io::SeekFrom::End(0));
                 Err(e)
@@ -111,7 +111,7 @@ impl Drain {
         }
     }
 
-    /// Turns what is in the rings into blocks.
+    /// Writes the contents of the rings as blocks.
     fn sweep(&mut self, rings: &Rings, members: usize, words: &mut Vec<u64>, bytes: &mut Vec<u8>) {
         bytes.clear();
         for slot in 0..members {
@@ -138,7 +138,7 @@ mod tests {
     use uzswap_mm::trace::{Header, Kind, Record, Trace};
     use uzswap_pager::trace::{RING_RECORDS, Recorder};
 
-    /// The writing end, for a test: the group lives as long as the test.
+    /// A writing end for a test; the group lives as long as the test.
     fn recorder(group: &Arc<GroupFile>, slot: usize) -> Recorder {
         Recorder::new(Box::leak(Box::new(Arc::clone(group))).rings().unwrap(), slot)
     }
@@ -169,7 +169,7 @@ mod tests {
         );
     }
 
-    /// A disk that fills up costs the recording, never the program: what was written before stays readable.
+    /// A full disk costs the recording, never the program. What was written before stays readable.
     #[test]
     fn a_full_disk_ends_the_recording_only() {
         let group = Arc::new(GroupFile::create("web", true).unwrap());

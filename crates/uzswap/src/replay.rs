@@ -1,4 +1,4 @@
-//! `uzswap replay`: what each write-back policy would have made of a recorded run.
+//! `uzswap replay`: what each write-back policy would have written and read in a recorded run.
 
 use crate::Failed;
 use crate::cli::ReplayArgs;
@@ -24,7 +24,7 @@ pub fn replay(args: &ReplayArgs) -> Result<(), Failed> {
     let limit = trace.header.limit as usize;
     let cost = Cost { read_ns: args.read_latency * 1000, bytes_per_second: args.bandwidth << 20 };
     let settings = |policy, pool| Settings { policy, pool, accept_percent: args.accept_threshold.into(), limit, cost };
-    // (Which policy decides nothing there.)
+    // Any policy does: without a disk it decides nothing.
     let (all, error) = play(&trace, settings(Policy::default(), NO_DISK));
     let pool = match size {
         Some(size) => size.resolve(all.pool_peak) as usize,
@@ -39,9 +39,9 @@ pub fn replay(args: &ReplayArgs) -> Result<(), Failed> {
     Ok(print(text.as_bytes())?)
 }
 
-/// A trace; of what does not begin as one only the beginning.
+/// Reads a trace. Of a file that does not begin as a trace, only the beginning is read.
 ///
-/// The story: of a device all was read, until there was no memory left.
+/// The story: a device was read until there was no memory left.
 fn read(path: &Path) -> io::Result<Vec<u8>> {
     let (mut file, mut bytes) = (File::open(path)?, Vec::new());
     (&mut file).take(HEADER_BYTES as u64).read_to_end(&mut bytes)?;
@@ -65,7 +65,7 @@ fn policies(text: &str) -> Result<Vec<Policy>, String> {
     }
 }
 
-/// Replays as much of a trace as is good; says what was wrong with the rest.
+/// Replays the good part of a trace, and returns what is wrong with the rest.
 fn play(trace: &Trace<'_>, settings: Settings) -> (Outcome, Option<Error>) {
     let (mut replay, mut error) = (Replay::new(settings), None);
     for block in trace.blocks() {

@@ -1,4 +1,4 @@
-//! `--report`: what happened, as JSON. The schema is in REPORT.md.
+//! `--report`: a JSON report of the run. REPORT.md describes the schema.
 
 use crate::config::Compressor;
 use crate::record::Recorded;
@@ -18,7 +18,7 @@ pub struct Report<'a> {
     pub uzswap: &'static str,
     /// The program and its arguments.
     pub command: Vec<String>,
-    /// Exit status, none when a signal ended the program.
+    /// Exit status; none if a signal ended the program.
     pub exit_status: Option<u8>,
     /// The signal that ended it, if one did.
     pub signal: Option<i32>,
@@ -32,9 +32,9 @@ pub struct Report<'a> {
     pub max_rss: u64,
     /// Name of the compressor.
     pub compressor: &'static str,
-    /// Its level, 0 the default.
+    /// Its level; 0 is the default.
     pub level: u32,
-    /// What `--record` recorded, if it was asked to.
+    /// What `--record` recorded, if it was given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trace: Option<Recorded>,
     /// What the group did.

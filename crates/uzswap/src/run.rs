@@ -1,9 +1,9 @@
-//! `uzswap run`: checks, starts the program, waits for it, sums up.
+//! `uzswap run`: checks the request, starts the program, waits for it, and prints a summary.
 //!
-//! All that can be refused is refused before the program starts. The command then stays beside it, as its parent: it has the
-//! group's memory and the swap file open, records and speaks to a swap server where that is wanted, and passes on signals that
-//! others send it; it stops when the program stops and ends as it ends. It keeps no limit itself, which the program's
-//! processes do among themselves: killed, it leaves them running (but for the server, which then nobody speaks to).
+//! Everything that can be refused is refused before the program starts. The command then stays beside the program as its parent:
+//! it keeps the group's memory and the swap file open, records and talks to a swap server if asked to, and forwards signals that
+//! others send it. It stops when the program stops, and ends as it ends. It does not enforce the limit; the program's processes
+//! do that among themselves. If the command is killed they go on running, but nobody talks to the swap server for them any more.
 
 use crate::check::{self, Refused};
 use crate::cli::RunArgs;
@@ -40,13 +40,13 @@ pub enum Ended {
 }
 
 impl Ended {
-    /// Ends us the same way.
+    /// Ends this process in the same way.
     pub fn leave(self) -> ExitCode {
         match self {
             Ended::Exited(status) => ExitCode::from(status),
             Ended::Killed(signal) => {
                 signals::die_of(signal);
-                // Not reached, unless we are init: signals of one's own do not kill that.
+                // Reached only if we are init, which its own signals do not kill.
                 ExitCode::from(128 | signal as u8)
             }
         }
@@ -77,7 +77,7 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     }
     let agent = check::agent()?;
     let mut outputs = Outputs::open(&config)?;
-    // (Last, as a group inside another stays, whatever becomes of this run.)
+    // Last, as a group inside another stays, whatever becomes of this run.
     let group = check::group(&config, &wanted)?;
     tell(&group, without_move, &config)?;
     let blocked = Blocked::new();
@@ -122,10 +122,10 @@ pub fn run(args: &RunArgs) -> Result<Ended, Refused> {
     Ok(ended)
 }
 
-/// Tells a group what the machine cannot do, and what the lab and tests want of it.
+/// Tells a group what the machine cannot do, and what the lab and the tests want of it.
 fn tell(group: &Group, without_move: bool, config: &Config) -> Result<(), Refused> {
     let page = group.page();
-    // As a cgroup v1 counts the kernel's compressed swap, for `uzswap lab` to compare like with like.
+    // For `uzswap lab`, to compare like with like: a cgroup v1 does not charge the kernel's compressed swap either.
     if env::var_os("UZSWAP_POOL_UNCHARGED").is_some_and(|value| value == "1") {
         page.pool_uncharged.store(1, Relaxed);
     }
@@ -158,7 +158,7 @@ impl Outputs {
         Ok(Outputs { report, trace })
     }
 
-    /// The program was started: they stay.
+    /// Keeps the files: the program was started.
     fn keep(&mut self) {
         self.report.iter_mut().chain(&mut self.trace).for_each(Output::keep);
     }
@@ -183,7 +183,7 @@ fn start_program(
         preload.push(":");
         preload.push(others);
     }
-    // (An address sanitizer that is not the first library of all refuses to run, for fear that others wrap its allocator.)
+    // AddressSanitizer refuses to run if it is not the first library, as others might wrap its allocator.
     let mut sanitizer = env::var_os("ASAN_OPTIONS").unwrap_or_default();
     if !sanitizer.to_string_lossy().contains("verify_asan_link_order") {
         sanitizer.push(if sanitizer.is_empty() { "" } else { ":" });
@@ -240,10 +240,10 @@ fn supervise(child: libc::pid_t, blocked: &Blocked) -> (Ended, Usage) {
     }
 }
 
-/// The next change of the child's state that has happened, if any. Others whose parents have ended may be our children too, as those of
-/// process 1: that they have ended is taken note of.
+/// The next change of the child's state, if one has happened. This also reaps other children: as process 1 we inherit processes
+/// whose parents have ended.
 ///
-/// The story: in a container whose process 1 the command was each process stayed, as a zombie, that ended after its parent.
+/// The story: where the command was process 1 of a container, each process that outlived its parent remained as a zombie.
 fn changed(child: libc::pid_t) -> Option<(libc::c_int, Usage)> {
     let options = libc::WNOHANG | libc::WUNTRACED;
     loop {

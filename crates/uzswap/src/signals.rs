@@ -1,14 +1,14 @@
-//! Signals between the terminal, us, and the program.
+//! Signals between the terminal, the command, and the program.
 //!
-//! While the program runs all signals are blocked in the supervisor and taken one by one: what somebody sent to us
-//! is forwarded; what the kernel sent (Ctrl-C at the terminal) has reached the program by itself. But that the terminal is gone the
-//! kernel says to the session's leader alone, which we are where `ssh`, `tmux` or a terminal's window starts us.
+//! While the program runs, all signals are blocked in the command, which takes them one by one. It forwards what somebody sent to
+//! it. What the kernel sent (Ctrl-C at the terminal) has reached the program by itself. One exception: if the terminal is gone,
+//! the kernel tells only the session's leader, which we are if `ssh`, `tmux` or a terminal's window starts us.
 
 use std::io;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering::Relaxed};
 
-/// Signals that say something about ourselves, never about the program.
+/// Signals about the command itself, never about the program.
 const OWN: [libc::c_int; 8] = [
     libc::SIGSEGV,
     libc::SIGBUS,
@@ -22,21 +22,21 @@ const OWN: [libc::c_int; 8] = [
 
 /// Whether SIGPIPE was ignored before Rust's start-up code ignored it.
 static PIPE_IGNORED: AtomicBool = AtomicBool::new(false);
-/// Whether SIGXFSZ was ignored before we ignored it: what is larger than `ulimit -f` is an error that can be said.
+/// Whether SIGXFSZ was ignored before we ignored it. We do, so that writing beyond `ulimit -f` is an error that we can report.
 static FILE_SIZE_IGNORED: AtomicBool = AtomicBool::new(false);
 
-/// Which of the standard streams were closed before Rust's start-up code opened /dev/null in their place: a bit each.
+/// Which standard streams were closed before Rust's start-up code opened /dev/null in their place; one bit each.
 static CLOSED: AtomicU8 = AtomicU8::new(0);
 
-/// Runs before `main`, while dispositions and descriptors are still those we were started with.
+/// Runs before `main`, while dispositions and descriptors are still those that we were started with.
 #[used]
-// SAFETY: a function of C's calling convention, as the loader calls them there; it needs nothing that main sets up.
+// SAFETY: a function of C's calling convention, as the loader calls those in this section; it needs nothing that main sets up.
 #[unsafe(link_section = ".init_array")]
 static NOTE_INHERITED: extern "C" fn() = {
     extern "C" fn note_inherited() {
         PIPE_IGNORED.store(is_ignored(libc::SIGPIPE), Relaxed);
         FILE_SIZE_IGNORED.store(is_ignored(libc::SIGXFSZ), Relaxed);
-        // SAFETY: a constant disposition.
+        // SAFETY: the disposition is a constant.
         unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
         // SAFETY: no memory is involved.
         let closed = (0..=2).filter(|&stream| unsafe { libc::fcntl(stream, libc::F_GETFD) } < 0);
@@ -45,7 +45,7 @@ static NOTE_INHERITED: extern "C" fn() = {
     note_inherited
 };
 
-/// Signals and standard streams as we were started with them; what the program is to get.
+/// The signals and standard streams that we were started with, for the program.
 #[derive(Clone, Copy)]
 pub struct Inherited {
     mask: libc::sigset_t,
@@ -59,14 +59,14 @@ pub struct Inherited {
 /// Signals blocked in the supervisor.
 pub struct Blocked {
     set: libc::sigset_t,
-    /// Whether we lead a session of a terminal: the kernel tells us alone that it is gone.
+    /// Whether we lead a session with a terminal: the kernel tells only us when it is gone.
     leads_terminal: bool,
-    /// How they were before.
+    /// The state before.
     pub inherited: Inherited,
 }
 
 impl Blocked {
-    /// Blocks what is to be forwarded, and takes note of SIGCHLD.
+    /// Blocks the signals to be forwarded, and sees that SIGCHLD comes.
     pub fn new() -> Blocked {
         let child_ignored = is_ignored(libc::SIGCHLD);
         let mut set = MaybeUninit::uninit();
@@ -96,22 +96,23 @@ impl Blocked {
             // SAFETY: `set` is initialised; the kernel fills `info` when the call succeeds.
             let signal = unsafe { libc::sigwaitinfo(&raw const self.set, info.as_mut_ptr()) };
             if signal > 0 {
-                // SAFETY: filled by the successful call.
+                // SAFETY: the successful call has filled it.
                 return Came(unsafe { info.assume_init() });
             }
         }
     }
 
-    /// Stops us, as our child has stopped, until somebody continues us, or continues or ends it without us, or our terminal is gone.
+    /// Stops this process, as its child has stopped. It stays stopped until somebody continues it, or continues or ends the child
+    /// alone, or the terminal is gone.
     ///
-    /// The stories: who stopped a program by its own pid and continued it in the same way left its command stopped for good, and whoever
-    /// waited for the command waited for ever. So it did where a terminal went away just before we stopped: stopping discards the SIGCONT
-    /// by which the kernel sees to it that the hangup is heard.
+    /// The stories: a program was stopped by its own pid and continued in the same way. Its command stayed stopped for good, and
+    /// whoever waited for the command waited for ever. The same happened if a terminal went away just before we stopped: stopping
+    /// discards the SIGCONT by which the kernel makes sure that the hangup is noticed.
     pub fn stop_with(&self, child: libc::pid_t) {
         let path = std::ffi::CString::new(format!("/proc/{child}/stat")).unwrap_or_default();
         // SAFETY: no memory is involved.
         let me = unsafe { libc::getpid() };
-        // SAFETY: the child makes async-signal-safe calls only, and does not return.
+        // SAFETY: the child makes async-signal-safe calls only, and never returns from here.
         let watcher = unsafe { libc::fork() };
         if watcher == 0 {
             continue_when(me, || !is_stopped(&path) || self.leads_terminal && !has_terminal());
@@ -119,20 +120,20 @@ impl Blocked {
         // SAFETY: no memory is involved.
         unsafe { libc::kill(me, libc::SIGSTOP) };
         if watcher > 0 {
-            // SAFETY: a child of ours that has not been reaped; nobody asks for its status.
+            // SAFETY: `watcher` is a child of ours that has not been reaped; nobody needs its status.
             unsafe {
                 libc::kill(watcher, libc::SIGKILL);
                 libc::waitpid(watcher, std::ptr::null_mut(), 0);
             }
         }
-        // What it sent is for us alone; what others sent is for the program too.
+        // A SIGCONT from the watcher is for us alone; one from others is for the program, too.
         if sent_to_continue().is_some_and(|by| by != watcher) {
             let _ = send(child, libc::SIGCONT);
         }
     }
 }
 
-/// A signal that came to us.
+/// A signal that was sent to us.
 pub struct Came(libc::siginfo_t);
 
 impl Came {
@@ -141,49 +142,50 @@ impl Came {
         self.0.si_signo
     }
 
-    /// Who sent it to us (rather than the kernel to the group).
+    /// The process that sent it to us; None if the kernel sent it to the group.
     fn sender(&self) -> Option<libc::pid_t> {
-        // SAFETY: a signal has a sender when its code says so.
+        // SAFETY: the code says that the signal has a sender.
         (self.0.si_code <= 0).then(|| unsafe { self.0.si_pid() })
     }
 
-    /// Gives our child what it is to have of it: nothing of what it sent itself, to its parent or to all of its group.
+    /// Passes the signal on to our child, unless the child itself sent it, to its parent or to its whole group.
     ///
-    /// The story: a program told its parent by a signal that it was ready, and was ended by that, as it got it back. One that ended its group
-    /// (`kill 0`) cleaned up twice.
+    /// The story: a program that told its parent by a signal that it was ready got that signal back, which ended it. A program
+    /// that ended its group (`kill 0`) cleaned up twice.
     pub fn pass_on(&self, child: libc::pid_t) {
         let sender = self.sender();
         for signal in passed_on(self.signal(), sender.is_some()).filter(|_| sender != Some(child)) {
-            // It may have just ended: then SIGCHLD is next.
+            // The child may have just ended: then SIGCHLD is next.
             let _ = if self.0.si_code == libc::SI_QUEUE { self.queue(child) } else { send(child, signal) };
         }
     }
 
-    /// Sends our child what was sent to us by `sigqueue`, with the value and by whom.
+    /// Sends our child what somebody sent to us by `sigqueue`, with its value and its sender.
     ///
-    /// The story: the value was 0, whatever was sent.
+    /// The story: the value was always 0.
     fn queue(&self, child: libc::pid_t) -> io::Result<()> {
-        // SAFETY: the kernel's own information, which it takes back as it is.
+        // SAFETY: the kernel reads its own siginfo, which outlives the call.
         let sent = unsafe { libc::syscall(libc::SYS_rt_sigqueueinfo, child, self.signal(), &raw const self.0) };
         if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 }
 
 impl Inherited {
-    /// Closes the standard streams that were closed: who writes to one is told so, as without us. As [`Self::restore`], in the child.
+    /// Closes the standard streams that were closed when we started, so that writing to one fails as it does without us. Called
+    /// in the child, like [`Self::restore`].
     pub fn close_streams(&self) {
         for stream in (0..=2).filter(|stream| self.closed & 1 << stream != 0) {
-            // SAFETY: what is open there is Rust's /dev/null, which nobody else uses in a child that is about to execute the program.
+            // SAFETY: the descriptor is Rust's /dev/null, which nobody else uses in a child that is about to execute the program.
             unsafe { libc::close(stream) };
         }
     }
 
-    /// Puts signals back as they were. Only async-signal-safe calls: used between fork and exec.
+    /// Restores the signals. Makes only async-signal-safe calls: used between fork and exec.
     pub fn restore(&self) {
         let disposition = |ignored| {
             if ignored { libc::SIG_IGN } else { libc::SIG_DFL }
         };
-        // SAFETY: dispositions are constants, `mask` is initialised.
+        // SAFETY: dispositions are constants, and `mask` is initialised.
         unsafe {
             libc::signal(libc::SIGCHLD, disposition(self.child_ignored));
             libc::signal(libc::SIGPIPE, disposition(self.pipe_ignored));
@@ -193,12 +195,12 @@ impl Inherited {
     }
 }
 
-/// Ends us by a signal, leaving no core: for our parent it is as if the program had been run directly.
+/// Ends this process by a signal, without a core: to our parent it looks as if it had run the program directly.
 pub fn die_of(signal: libc::c_int) {
     let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     let mut set = MaybeUninit::uninit();
-    // SAFETY: `none` and `set` outlive the calls; `set` is initialised by sigemptyset; the signal's default action is
-    // what we are after.
+    // SAFETY: `none` and `set` outlive the calls; `set` is initialised by sigemptyset; the signal's default action, to end us, is
+    // intended.
     unsafe {
         libc::setrlimit(libc::RLIMIT_CORE, &raw const none);
         libc::prctl(libc::PR_SET_DUMPABLE, 0);
@@ -210,12 +212,13 @@ pub fn die_of(signal: libc::c_int) {
     }
 }
 
-/// How often it is looked whether a stopped program goes on (nanoseconds).
+/// The time between two looks at a stopped program, in nanoseconds.
 const LOOK_NS: libc::c_long = 50_000_000;
 
-/// In a process of its own: continues `stopped` when it `goes_on`, which makes async-signal-safe calls only. It is ended by `stopped`.
+/// Runs in a process of its own: continues `stopped` when `goes_on` returns true. `goes_on` must make only async-signal-safe
+/// calls. `stopped` ends this process.
 fn continue_when(stopped: libc::pid_t, goes_on: impl Fn() -> bool) -> ! {
-    // SAFETY: constants and a signal to our parent, which is there or has had us killed.
+    // SAFETY: constants, and a signal to our parent, which exists, or its end has killed us.
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
     loop {
         // SAFETY: as above.
@@ -236,36 +239,36 @@ fn leads_session() -> bool {
     unsafe { libc::getsid(0) == libc::getpid() }
 }
 
-/// Whether the session has a terminal. Only async-signal-safe calls.
+/// Whether the session has a terminal. Makes only async-signal-safe calls.
 fn has_terminal() -> bool {
-    // SAFETY: a C string; no memory is involved in closing.
+    // SAFETY: the path is a C string; closing involves no memory.
     unsafe {
         let terminal = libc::open(c"/dev/tty".as_ptr(), libc::O_RDONLY | libc::O_NONBLOCK | libc::O_CLOEXEC);
         terminal >= 0 && libc::close(terminal) == 0
     }
 }
 
-/// Whether a `/proc/PID/stat` says that its process is stopped. Only async-signal-safe calls.
+/// Whether this `/proc/PID/stat` says that its process is stopped. Makes only async-signal-safe calls.
 fn is_stopped(path: &std::ffi::CStr) -> bool {
     let mut text = [0u8; 256];
-    // SAFETY: a C string, and a buffer of that size.
+    // SAFETY: the path is a C string, and the buffer has the size given.
     let read = unsafe {
         let file = libc::open(path.as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC);
         let read = libc::read(file, text.as_mut_ptr().cast(), text.len());
         libc::close(file);
         usize::try_from(read).unwrap_or(0)
     };
-    // (The name, in brackets, may have some itself.)
+    // The name in brackets may contain brackets itself.
     let after = text[..read].iter().rposition(|b| *b == b')').and_then(|at| text.get(at + 2));
     after.is_some_and(|state| b"Tt".contains(state))
 }
 
-/// Takes a pending SIGCONT, if there is one that a process sent: which.
+/// Takes a pending SIGCONT, if there is one, and returns the process that sent it, if one did.
 fn sent_to_continue() -> Option<libc::pid_t> {
     let (mut set, mut info) = (MaybeUninit::uninit(), MaybeUninit::<libc::siginfo_t>::uninit());
     let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: sigemptyset initialises the set; the kernel fills `info` when the call succeeds, of a signal that has a sender when
-    // its code says so.
+    // SAFETY: sigemptyset initialises the set; the kernel fills `info` if the call succeeds; the code says whether the signal has
+    // a sender.
     unsafe {
         libc::sigemptyset(set.as_mut_ptr());
         libc::sigaddset(set.as_mut_ptr(), libc::SIGCONT);
@@ -274,12 +277,13 @@ fn sent_to_continue() -> Option<libc::pid_t> {
     }
 }
 
-/// What the program gets of a signal that came to us, which somebody sent or else the kernel.
+/// The signals that the program gets for one that came to us: `sent` by a process, or else by the kernel.
 ///
-/// The story: a terminal's window was closed in which `uzswap run` was all there was. The program, which would have ended, went on for good.
+/// The story: a terminal's window that ran only `uzswap run` was closed. The program would have ended without us, but went on for
+/// good.
 fn passed_on(signal: libc::c_int, sent: bool) -> impl Iterator<Item = libc::c_int> {
     let hung_up = !sent && signal == libc::SIGHUP && leads_session();
-    // (A program that is stopped goes on and ends, as the kernel has it.)
+    // As in the kernel, a stopped program goes on, and ends.
     [(sent || hung_up).then_some(signal), hung_up.then_some(libc::SIGCONT)].into_iter().flatten()
 }
 

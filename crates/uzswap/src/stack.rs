@@ -1,14 +1,15 @@
-//! The stack that the command was given, which may be a small one (`ulimit -s 64`).
+//! The command's own stack, which may be small (`ulimit -s 64`).
 
 use std::thread;
 
-/// The stack on which clap describes the command (bytes).
+/// Bytes of stack that clap needs to describe the command.
 const ROOM: usize = 1 << 20;
 
-/// Does what takes much stack, as clap's descriptions do: on another where ours is small, and there can be a thread.
+/// Calls `work`, which needs much stack, such as clap's descriptions: on another thread if our stack is small and a thread can be
+/// started.
 ///
-/// The story: with a stack of 64 KiB the command ended by SIGSEGV before it did anything. And while a thread was started in any case, a
-/// signal that libc takes for itself then, 33, was not ignored by the program any more where it had been.
+/// The story: with a stack of 64 KiB the command ended by SIGSEGV before it did anything. When a thread was always started, libc
+/// took signal 33 for itself, so a program no longer ignored it where its caller had set that.
 pub fn roomy<T: Send>(work: impl Fn() -> T + Sync) -> T {
     if !is_small() {
         return work();
@@ -19,10 +20,10 @@ pub fn roomy<T: Send>(work: impl Fn() -> T + Sync) -> T {
     })
 }
 
-/// Whether our stack may not grow as large (or nobody knows).
+/// Whether our stack may not grow to [`ROOM`] bytes, or that is unknown.
 fn is_small() -> bool {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: an out-parameter of the right type.
+    // SAFETY: the out-parameter is of the right type and outlives the call.
     unsafe { libc::getrlimit(libc::RLIMIT_STACK, &raw mut limit) };
     limit.rlim_cur < ROOM as u64
 }

@@ -1,4 +1,4 @@
-//! `uzswap stat`: running groups, and what they count.
+//! `uzswap stat`: lists running groups, and prints their counters.
 
 use crate::cli::StatArgs;
 use crate::groups::{Registry, name_of, refresh};
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::sync::atomic::Ordering::Relaxed;
 use uzswap_pager::group::{GroupPage, NODES};
 
-/// Prints. The error is one sentence.
+/// Prints what was asked for. The error is one sentence.
 pub fn stat(args: &StatArgs) -> Result<(), String> {
     let registry = Registry::open()?;
     let Some(name) = &args.name else {
@@ -33,13 +33,13 @@ pub fn stat(args: &StatArgs) -> Result<(), String> {
     if !args.files.is_empty() {
         shown.retain(|(name, _)| args.files.contains(name));
     } else if !args.json {
-        // (Counters of eight orders, of which most are idle.)
+        // There are counters of eight orders, most of them idle.
         shown.retain(|(name, content)| !name.starts_with("hugepages-") || *content != Content::Number(0));
     }
     let text = match (args.json, &shown[..]) {
         (true, _) => pretty(&as_json(name, &shown)),
         (false, [(_, only)]) => only.text(),
-        // Several are headed as head(1) does it.
+        // Several files get headings as in head(1).
         (false, _) => {
             let parts: Vec<String> =
                 shown.iter().map(|(name, content)| format!("==> {name} <==\n{}", content.text())).collect();
@@ -49,7 +49,7 @@ pub fn stat(args: &StatArgs) -> Result<(), String> {
     print(text.as_bytes())
 }
 
-/// The names of all files, those that there are of each size of folio in one.
+/// The names of all files; those that exist for each folio size are one entry.
 fn known(files: &[(String, Content)]) -> String {
     let (sized, mut names): (Vec<&str>, Vec<&str>) =
         files.iter().map(|(name, _)| name.as_str()).partition(|name| name.starts_with("hugepages-"));
@@ -73,10 +73,10 @@ struct List {
     json: Vec<Value>,
 }
 
-/// All groups, as their members are charged now.
+/// All groups, with their present charges.
 ///
-/// The story: what members had last said was shown. One that fills memory far below its limit and then does nothing says no more of it: of
-/// 100 MiB the list had 3, and what was asked about the group by its name all.
+/// The story: the list showed what members had last published. A member that fills memory far below its limit and then does
+/// nothing publishes no more: the list showed 3 of 100 MiB, and `uzswap stat` of the group itself all.
 fn list(registry: &Registry) -> List {
     let trees = registry.roots();
     refresh(&trees);

@@ -1,8 +1,8 @@
-//! What a group counts, in the kernel's file formats.
+//! A group's counters, in the kernel's file formats.
 //!
-//! Each file has the name and the format it has in a cgroup v2 directory (`memory.*`), under
-//! `/sys/kernel/mm/transparent_hugepage` (`hugepages-*`) or under `/sys/kernel/debug` (`zswap/*`); `uzswap.stat` has all
-//! that uzswap counts and the kernel does not.
+//! Each file has the name and format that it has in a cgroup v2 directory (`memory.*`), under
+//! `/sys/kernel/mm/transparent_hugepage` (`hugepages-*`) or under `/sys/kernel/debug` (`zswap/*`). `uzswap.stat` has all that
+//! uzswap counts and the kernel does not.
 
 use crate::totals::Totals;
 use serde_json::{Map, Value};
@@ -22,16 +22,16 @@ pub struct Usage {
     pub metadata: u64,
     /// Program memory in the pools, uncompressed.
     pub zswapped: u64,
-    /// Of that, what did not compress.
+    /// Of that, memory that did not compress.
     pub incompressible: u64,
-    /// What is in swap files, as it is stored.
+    /// Data in swap files, in the size stored.
     pub swap: u64,
-    /// The members.
+    /// Pids of the members.
     pub pids: Vec<u32>,
 }
 
 impl Usage {
-    /// Reads a group and those below it. Charges of members that died are returned first.
+    /// Reads a group and the groups inside it. Dead members' charges are returned first.
     pub fn of(page: &GroupPage, node: usize) -> Usage {
         page.bury_the_dead(Identity::own());
         let uncharged = page.pool_uncharged.load(Relaxed) != 0;
@@ -58,16 +58,16 @@ impl Usage {
 pub enum Content {
     /// One number.
     Number(u64),
-    /// One limit, shown as `max` where there is none.
+    /// One limit; printed as `max` if there is none.
     Limit(u64),
-    /// Lines of a name and a number.
+    /// Lines with a name and a number.
     Keyed(Vec<(&'static str, u64)>),
-    /// Numbers, a line each.
+    /// Numbers, one per line.
     List(Vec<u32>),
 }
 
 impl Content {
-    /// As the kernel prints it.
+    /// The contents as the kernel prints them.
     pub fn text(&self) -> String {
         match self {
             Content::Limit(NO_LIMIT..) => "max\n".to_owned(),
@@ -265,10 +265,10 @@ mod tests {
         assert!(Content::Limit(NO_LIMIT).json().is_null());
     }
 
-    /// A member killed while it was charged: what it held must not stay charged. (An early version kept each group's
-    /// charge as a sum that members added to and took from. A member killed between storing its new size and adding
-    /// the difference left a sum that was wrong for good: too high, or, when another found it dead and took off what it
-    /// had never added, below zero, which as an unsigned number is a group over its limit for ever. Upstream's A4.)
+    /// A member that was killed while it was charged must not stay charged. (An early version kept each group's charge as a sum
+    /// that members added to and subtracted from. A member killed between storing its new size and adding the difference left the
+    /// sum wrong for good. It was too high; or, when another member found it dead and subtracted what it had never added, below
+    /// zero, which as an unsigned number is a group over its limit for ever. Upstream's A4.)
     #[test]
     fn charges_of_the_dead_are_returned() {
         let group = GroupFile::create("web", false).unwrap();
@@ -311,7 +311,7 @@ mod tests {
         assert_eq!(number("hugepages-2048kB/stats/anon_fault_alloc"), "0\n");
     }
 
-    /// What the report counts is to be had while the group runs; and what each file has is explained.
+    /// All counters of the report are available while the group runs, and each file is explained.
     #[test]
     fn all_that_the_report_counts_is_in_a_file() {
         let group = GroupFile::create("web", false).unwrap();

@@ -1,4 +1,4 @@
-//! The few lines on stderr at the end of a run.
+//! The summary on stderr at the end of a run.
 
 use crate::record::Recorded;
 use crate::totals::Totals;
@@ -9,19 +9,20 @@ use std::time::Duration;
 use uzswap_mm::size::human;
 use uzswap_pager::group::NO_LIMIT;
 
-/// A program whose threads stalled for this share of its time, and that ran for so long, was slow (seconds). (One that does nothing but
-/// read at random from what is out stalls for half of it: the rest are its faults in the kernel, and the switches to the handler and back.)
+/// A program was slow if its threads stalled for this share of its time, and it ran for at least this long (seconds). (A program
+/// that only reads at random from memory that is out stalls for half of its time. The rest are its faults in the kernel, and the
+/// switches to the handler and back.)
 const SLOW_SHARE: f64 = 0.4;
 const SLOW_SECONDS: f64 = 5.0;
-/// What the limit may be exceeded by before a word is said of it, where a twentieth is not more (bytes).
+/// By how many bytes the limit may be exceeded before the summary mentions it; a twentieth of the limit if that is more.
 const TOLERANCE: u64 = 16 << 20;
 
-/// Prints the summary of a group that this run made, `wall` ago; without it of one that it joined.
+/// Prints the summary of a group. `wall` is how long ago this run created it; None if the run joined it.
 pub fn print(totals: &Totals, wall: Option<Duration>) {
     say(&text(totals, wall));
 }
 
-/// Says what was recorded; only what went wrong when `quiet`.
+/// Prints what was recorded; if `quiet`, only what went wrong.
 pub fn print_trace(path: &Path, recorded: &Recorded, quiet: bool) {
     if !quiet || recorded.error.is_some() || recorded.lost > 0 {
         say(&trace_line(path, recorded));
@@ -40,14 +41,14 @@ fn trace_line(path: &Path, recorded: &Recorded) -> String {
     line
 }
 
-/// Writes to stderr in one go; a closed stderr is nobody's problem.
+/// Writes to stderr in one call; ignores errors.
 pub fn say(text: &str) {
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
 /// The lines of the summary.
 ///
-/// The story: of a program that ran for 0.3 s in a group of others it was said that it had stalled for 156 % of that.
+/// The story: a program ran for 0.3 s in a group with others, and the summary said that it had stalled for 156 % of that.
 pub fn text(totals: &Totals, wall: Option<Duration>) -> String {
     let mut out = String::new();
     let mut line = |name: &str, value: &str| {
@@ -95,9 +96,9 @@ pub fn text(totals: &Totals, wall: Option<Duration>) -> String {
     out
 }
 
-/// The highest charge, against what was allowed when it was seen.
+/// The highest charge, and the limit when it was seen.
 ///
-/// The story: of a group whose limit was lowered from 300 to 60 MiB it was said that 234 had been used of 60 allowed.
+/// The story: a group's limit was lowered from 300 to 60 MiB, and the summary said that 234 of 60 allowed had been used.
 fn peak(totals: &Totals, limit: u64) -> String {
     let then = totals.peak_limit.unwrap_or(limit);
     let share = percent(totals.peak as f64, then as f64);
@@ -108,13 +109,13 @@ fn peak(totals: &Totals, limit: u64) -> String {
     }
 }
 
-/// Whether more than that was used: by what the limit is said to be kept to.
+/// Whether the limit at the time of the peak was exceeded by more than the tolerance.
 fn was_exceeded(totals: &Totals) -> bool {
     let limit = totals.peak_limit.or(totals.limit).unwrap_or(u64::MAX);
     totals.peak > limit.saturating_add((limit / 20).max(TOLERANCE))
 }
 
-/// Why a program that did little but fault did so, and what to do.
+/// Why a program that did little but fault was slow, and what to do.
 fn why_slow(totals: &Totals) -> String {
     let limit = totals.limit.unwrap_or_default();
     let mut text =
@@ -122,7 +123,7 @@ fn why_slow(totals: &Totals) -> String {
     if limit > 0 {
         let _ = write!(text, "; give it more than {}", human(limit));
     }
-    // What is held is resident + pool x ratio, and resident + pool is the limit.
+    // Memory held is resident + pool x ratio, and resident + pool is the limit.
     let beyond = totals.peak_held.saturating_sub(limit) as f64;
     let pool = totals.compression_ratio.map_or(0.0, |ratio| beyond / (ratio - 1.0).max(0.01));
     if totals.swap == 0 && limit > 0 && pool > limit as f64 / 2.0 {
@@ -141,7 +142,7 @@ fn what_went_wrong(totals: &Totals, mut line: impl FnMut(&str, &str)) {
             n => format!("{} times", grouped(n)),
         };
         let limit = totals.limit.unwrap_or(u64::MAX);
-        // (What was held is sampled.)
+        // The held memory is sampled.
         let advice = match totals.peak < limit - limit / 10 {
             true => "it was lower then".to_owned(),
             false => format!("give it more than {}", human(limit)),
@@ -164,7 +165,7 @@ fn what_went_wrong(totals: &Totals, mut line: impl FnMut(&str, &str)) {
     }
 }
 
-/// A number of things.
+/// A number with its noun in singular or plural.
 fn counted(n: u64, one: &str, many: &str) -> String {
     format!("{} {}", grouped(n), if n == 1 { one } else { many })
 }
@@ -188,7 +189,7 @@ fn faults(totals: &Totals) -> String {
     )
 }
 
-/// What the swap file did.
+/// The swap file's counters.
 fn disk(totals: &Totals) -> String {
     let c = &totals.counters;
     if c.swap_write_bytes == 0 && c.swap_write_errors == 0 {
@@ -306,7 +307,7 @@ mod tests {
         assert!(line.contains("more than 64 MiB, or `--swap`"), "{line}");
         assert_eq!(said(&totals, 21), None, "it did something else too");
         assert_eq!(said(&totals, 4), None, "it was soon over");
-        // Four to one: the pool takes a quarter of the limit.
+        // At four to one, the pool takes a quarter of the limit.
         totals.compression_ratio = Some(4.0);
         assert!(!said(&totals, 10).unwrap().contains("--swap"));
         (totals.compression_ratio, totals.swap) = (Some(2.0), 1 << 30);
@@ -341,11 +342,11 @@ mod tests {
         ] {
             assert!(said.contains(part), "{part}: {said}");
         }
-        // Who joined a group does not know how long that ran.
+        // A run that joined a group does not know how long the group has run.
         let joined = text(&totals, None);
         assert!(joined.contains("threads stalled for 1.50 s\n") && !joined.contains("slow"), "{joined}");
         assert!(!said.contains("for a time"), "it is said why");
-        // The story: a limit that had been lowered, and raised again, was to be raised above what it was.
+        // The story: the summary advised raising a limit, which had been lowered and raised again, above what it was.
         let raised = text(&Totals { limit: Some(2 << 30), ..totals }, None);
         assert!(raised.contains("it was lower then") && !raised.contains("more than 2 GiB"), "{raised}");
     }
@@ -361,7 +362,7 @@ mod tests {
         let lowered = said(234, Some(300), 60);
         assert!(lowered.contains("peak         234 MiB of 300 MiB allowed then (78 %); 60 MiB now\n"), "{lowered}");
         assert!(!lowered.contains("over limit"), "{lowered}");
-        // The story: what had no limit before it had one was said to have exceeded that.
+        // The story: a group that first had no limit was said to have exceeded the one that it had later.
         let limited = said(234, Some(NO_LIMIT >> 20), 60);
         assert!(limited.contains("peak         234 MiB, without a limit then; 60 MiB now\n"), "{limited}");
         assert!(!limited.contains("over limit"), "{limited}");

@@ -1,7 +1,6 @@
-//! The swap file: how large, where, and made so that nobody else sees it. Or, in its place, a server (`remote`).
+//! The swap file: its size, its place, and how it is kept from others. Or, in its place, a server (`remote`).
 //!
-//! It has no name (an unlinked temporary file), belongs to us alone (mode 0600), and goes with the last process that has
-//! it open.
+//! The file has no name (an unlinked temporary file) and mode 0600, and goes with the last process that has it open.
 
 use crate::config::{Config, plain};
 use crate::remote::Server;
@@ -23,40 +22,40 @@ use uzswap_mm::swapfile::{BLOCK, Geometry, LEAST_CLUSTER, MOST_BYTES};
 use uzswap_pager::swap::clusters::{ClusterMap, MAGIC};
 use uzswap_sys::{blockio, memfd};
 
-/// Where swap files are made when no directory is named, the first that will do: what lies in the second often is memory.
+/// Directories tried in order if none is named. The second one is often in memory.
 const DIRS: [&str; 2] = ["/var/tmp", "/tmp"];
-/// Share of the limit that the compressed pools may take before the coldest goes to disk, and down to how much of that
-/// it is taken then (percent).
+/// The share of the limit that the compressed pools may take before the coldest data goes to disk, and the share of that to which
+/// they are then shrunk (percent).
 const MAX_POOL_PERCENT: u32 = 60;
 /// See [`MAX_POOL_PERCENT`].
 const ACCEPT_THRESHOLD_PERCENT: u32 = 90;
 
-/// File systems that are memory: tmpfs, ramfs, hugetlbfs.
+/// Magic numbers of file systems in memory: tmpfs, ramfs, hugetlbfs.
 const MEMORY: [i64; 3] = [0x0102_1994, 0x8584_58f6, 0x9584_58f6];
-/// overlayfs, which is where the directory is that it lies over: on a disk, or in memory (live systems, some containers).
+/// overlayfs, which stores where its upper directory is: on a disk, or in memory (live systems, some containers).
 const OVERLAY: i64 = 0x794c_7630;
-/// What is written to a file on an overlay, to see where its pages are (bytes).
+/// Bytes written to a file on an overlay to find out where its pages are.
 const TRIED_BYTES: usize = 64 << 10;
-/// For tests: environment variable with fall-backs to use though they are not needed, separated by commas: `buffered` for
-/// no direct I/O, `plain` for no io_uring.
+/// For tests: environment variable with fall-backs to use although they are not needed, separated by commas: `buffered` for no
+/// direct I/O, `plain` for no io_uring.
 const ENV_SWAP_IO: &str = "UZSWAP_TEST_SWAP_IO";
 
-/// Where the bytes are.
+/// Where the data is stored.
 enum Store {
     File(File),
     Remote(Gateway),
 }
 
-/// A swap file that is open, or a server, and its books.
+/// An open swap file, or a server, with its books.
 pub struct Swap {
     store: Store,
-    /// The object with the books.
+    /// The memory object with the books.
     object: OwnedFd,
     map: NonNull<ClusterMap>,
 }
 
 impl Swap {
-    /// Makes the swap file that is asked for, if one is. The error is one sentence.
+    /// Creates the swap file, or connects to the server, if one is asked for. The error is one sentence.
     pub fn of(config: &Config) -> Result<Option<Swap>, String> {
         let ram = config.swap_in_ram == Some(true);
         let Some(text) = &config.swap else {
@@ -85,7 +84,7 @@ impl Swap {
                 "no directory for the swap file was found: /var/tmp and /tmp are in memory or cannot be written; name one on a disk with --swap-dir",
             )?,
         };
-        // (Where a file can be made without a name it has the permissions that any new file has.)
+        // Where a file can be made without a name it has the permissions of any new file.
         let private = file.set_permissions(Permissions::from_mode(0o600));
         private.map_err(|e| format!("the swap file cannot be made private: {}", plain(&e)))?;
         let direct = env_allows("buffered") && is_direct(&file);
@@ -93,7 +92,7 @@ impl Swap {
         let swap = Swap::share(Store::File(file), bytes, policy, config.encrypt_swap == Some(true));
         if let Ok(swap) = &swap {
             swap.map().direct.store(u32::from(direct), Relaxed);
-            // (A direct write may outlive what its process seems to live: see `await_late` of the pager.)
+            // A direct write may outlive its process: see `await_late` in the pager.
             let plain = !env_allows("plain") || (direct && !punches);
             swap.map().plain.store(u32::from(plain), Relaxed);
         }
@@ -122,18 +121,18 @@ impl Swap {
         Ok(swap)
     }
 
-    /// With a server: starts to take the members' requests. Signals are to be blocked, as threads inherit that.
+    /// Starts to take the members' requests, if this is a server. The caller must have blocked signals, as threads inherit that.
     pub fn serve(&self) -> Result<Option<Keeper>, String> {
         let Store::Remote(gateway) = &self.store else { return Ok(None) };
-        // SAFETY: with a server the mapping stays for ever (see `drop`).
+        // SAFETY: with a server the mapping is never unmapped (see `drop`).
         let map: &'static ClusterMap = unsafe { self.map.as_ref() };
         let keeper = gateway.serve(map);
         keeper.map(Some).map_err(|e| format!("the threads for the swap server cannot be started: {}", plain(&e)))
     }
 
-    /// Makes the books.
+    /// Creates the books.
     fn share(store: Store, bytes: u64, policy: Policy, encrypt: bool) -> io::Result<Swap> {
-        // SAFETY: a constant name; the descriptor is owned at once.
+        // SAFETY: the name is a constant C string.
         let fd = unsafe { libc::memfd_create(c"uzswap-swap".as_ptr(), libc::MFD_CLOEXEC) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
@@ -172,17 +171,17 @@ impl Swap {
     }
 
     fn map(&self) -> &ClusterMap {
-        // SAFETY: the mapping is of this size, aligned, zero-filled (valid for atomics) and lives as long as `self`; all
-        // fields are atomics, so others writing to it is no data race.
+        // SAFETY: the mapping is of this size, aligned, zero-filled (valid for atomics) and lives as long as `self`; all fields
+        // are atomics, so writes by others are no data race.
         unsafe { self.map.as_ref() }
     }
 
-    /// Where processes find the books, for as long as we live.
+    /// The path at which processes find the books for as long as this process lives.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.object.as_raw_fd())
     }
 
-    /// How transfers go: `direct` bypasses the page cache, `buffered` does not (the file system cannot), `redis` is a
+    /// How transfers are made: `direct` bypasses the page cache, `buffered` does not (the file system cannot), `redis` is a
     /// server.
     pub fn io(&self) -> &'static str {
         if matches!(self.store, Store::Remote(_)) {
@@ -194,12 +193,12 @@ impl Swap {
         }
     }
 
-    /// The size asked for.
+    /// The size asked for, in bytes.
     pub fn bytes(&self) -> u64 {
         self.map().bytes.load(Relaxed)
     }
 
-    /// Bytes of it in use.
+    /// Bytes in use.
     pub fn used(&self) -> u64 {
         self.map().geometry().map_or(0, |g| (self.map().clusters_used() as u64) << g.cluster_shift)
     }
@@ -208,7 +207,7 @@ impl Swap {
 impl Drop for Swap {
     fn drop(&mut self) {
         if matches!(self.store, Store::Remote(_)) {
-            // The gateway's threads have it.
+            // The gateway's threads use it.
             return;
         }
         // SAFETY: this is our mapping, of this size; what is handed out borrows from `self`, so no reference is left.
@@ -216,7 +215,7 @@ impl Drop for Swap {
     }
 }
 
-/// How large a swap file is to be. The error is one sentence.
+/// Parses the size of a swap file. The error is one sentence.
 fn size(text: &str) -> Result<u64, String> {
     match Size::parse(text) {
         Ok(Size::Bytes(bytes)) => usable(bytes).map(|()| bytes),
@@ -229,7 +228,7 @@ fn size(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Refuses sizes that there are no books for.
+/// Refuses sizes for which books cannot be kept.
 fn usable(bytes: u64) -> Result<(), String> {
     match Geometry::of(bytes) {
         Some(_) => Ok(()),
@@ -242,18 +241,18 @@ fn usable(bytes: u64) -> Result<(), String> {
     }
 }
 
-/// For tests: whether [`ENV_SWAP_IO`] does not ask for a fall-back.
+/// For tests: whether [`ENV_SWAP_IO`] does not ask for this fall-back.
 fn env_allows(fallback: &str) -> bool {
     !std::env::var(ENV_SWAP_IO).is_ok_and(|words| words.split(',').any(|word| word == fallback))
 }
 
-/// Whether a file can be written and read past the page cache: tried, as file systems that cannot say so at different
-/// times (some when the file is opened, some at the first transfer, and some take other alignments). Leaves it empty.
+/// Whether a file can be written and read past the page cache. This tries it, as file systems refuse at different times (some
+/// when the file is opened, some at the first transfer), and some need another alignment. Leaves the file empty.
 fn is_direct(file: &File) -> bool {
     #[repr(C, align(4096))]
     struct Block([u8; BLOCK]);
     if is_memory(file) {
-        // (tmpfs takes the flag, and there is no disk.)
+        // tmpfs accepts the flag, but there is no disk.
         return false;
     }
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
@@ -266,12 +265,12 @@ fn is_direct(file: &File) -> bool {
     file.set_len(0).is_ok() && same
 }
 
-/// Makes a file without a name in a directory, which must not be in memory, where swap frees nothing, unless that is what is wanted.
+/// Creates a file without a name in a directory. Refuses a directory in memory, where swap frees nothing, unless `ram_too`.
 fn file_in(dir: &Path, ram_too: bool) -> Result<File, String> {
     let shown = dir.display();
     let path = CString::new(dir.as_os_str().as_bytes()).map_err(|_| format!("`{shown}` is no directory"))?;
     let mut found = MaybeUninit::<libc::statfs>::zeroed();
-    // SAFETY: a C string, and an out-parameter of the right type, for which zeros are valid.
+    // SAFETY: a C string, and an out-parameter of the right type, for which zeros are valid; both outlive the call.
     let (ret, found) = unsafe { (libc::statfs(path.as_ptr(), found.as_mut_ptr()), found.assume_init()) };
     if ret != 0 {
         let why = plain(&std::io::Error::last_os_error());
@@ -293,10 +292,10 @@ fn file_in(dir: &Path, ram_too: bool) -> Result<File, String> {
     if !ram_too && is_memory(&file) { Err(in_memory()) } else { Ok(file) }
 }
 
-/// Whether a file, which is empty, is in memory: its file system is, or lies over one that is.
+/// Whether an empty file is in memory: its file system is, or is an overlay of one that is.
 fn is_memory(file: &File) -> bool {
     let mut found = MaybeUninit::<libc::statfs>::zeroed();
-    // SAFETY: an out-parameter of the right type, for which zeros are valid.
+    // SAFETY: an out-parameter of the right type, for which zeros are valid; it outlives the call.
     let (ret, found) = unsafe { (libc::fstatfs(file.as_raw_fd(), found.as_mut_ptr()), found.assume_init()) };
     if ret != 0 || found.f_type != OVERLAY {
         return ret == 0 && MEMORY.contains(&found.f_type);
@@ -325,7 +324,7 @@ mod tests {
     #[test]
     fn the_file_is_ours_alone() {
         let dir = env!("CARGO_MANIFEST_DIR");
-        // (The sources may lie in memory.)
+        // The sources may be in memory.
         let swap = of(Some("64M"), Some(dir), true).unwrap().unwrap();
         let Store::File(file) = &swap.store else { panic!("no file") };
         let meta = file.metadata().unwrap();
@@ -360,7 +359,7 @@ mod tests {
         assert!(refused(Some("redis://h?size=1G"), None, true).contains("--swap-in-ram"));
         assert!(refused(Some("redis://h"), None, false).contains("?size=4G"));
         assert!(refused(Some("redis://h?size=1G"), Some("/"), false).contains("names a server"));
-        // (Nobody listens at port 1.)
+        // Nobody listens at port 1.
         assert!(refused(Some("redis://127.0.0.1:1?size=1G"), None, false).contains("the swap server cannot be used"));
         assert!(refused(Some("1K"), None, false).contains("256 KiB"));
         assert!(refused(Some("1T"), None, false).contains("256 GiB"));

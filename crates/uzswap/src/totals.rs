@@ -1,4 +1,4 @@
-//! What a group counted, summed over its members, dead and alive.
+//! A group's counters, summed over its members, dead and alive.
 
 use crate::folios::FolioTotals;
 use serde::{Serialize, Serializer};
@@ -10,14 +10,14 @@ use uzswap_pager::inject::SITES;
 
 macro_rules! sums {
     ($($field:ident),* $(,)?) => {
-        /// Sums of `Counters`, field by field.
+        /// Sums of all `Counters`, field by field.
         #[derive(Debug, Default, Serialize)]
         pub struct Sums {
             $(
                 #[doc = concat!("See `Counters::", stringify!($field), "`.")]
                 pub $field: u64,
             )*
-            /// Sum of `Node::nr_disk_swapins`: of groups, not of members.
+            /// Sum of `Node::nr_disk_swapins`, which groups count, not members.
             pub nr_disk_swapins: u64,
         }
 
@@ -39,56 +39,58 @@ sums! {
     swap_read_errors, swap_write_errors, swap_stalls, swap_pages, swap_used_size,
 }
 
-/// What a group and those below it did.
+/// The totals of a group and the groups inside it.
 #[derive(Debug, Default, Serialize)]
 pub struct Totals {
-    /// Name of the group; the command's pid where it has none.
+    /// The group's name; the command's pid if it has none.
     pub group: String,
-    /// The limit (`memory.max`) as it is now, in bytes; none where there is none.
+    /// The present limit (`memory.max`), in bytes; None if there is none.
     pub limit: Option<u64>,
-    /// Highest charge seen, in bytes: resident memory, what the pools hold and metadata of all processes together.
+    /// The highest charge seen, in bytes: resident memory, pools and metadata of all processes together.
     pub peak: u64,
-    /// The limit when that was seen, in bytes ([`NO_LIMIT`] where there was none, which the report calls null); none where nothing was seen.
+    /// The limit when the peak was seen, in bytes; [`NO_LIMIT`] if there was none, which the report shows as null. None if
+    /// nothing was seen.
     #[serde(serialize_with = "limit_or_null")]
     pub peak_limit: Option<u64>,
-    /// Most memory held, resident or not, in bytes.
+    /// The most memory held, resident or not, in bytes.
     pub peak_held: u64,
     /// Processes that joined.
     pub joined: u32,
     /// Processes whose memory was managed.
     pub engaged: u32,
-    /// Times the limit could not be kept.
+    /// How often the limit could not be kept.
     pub over_limit: u64,
-    /// Members that were killed for that.
+    /// Members killed for that.
     pub oom_kill: u64,
     /// Reclaims because the charge was above `memory.high`.
     pub high: u64,
     /// Reclaims because the charge was about to exceed `memory.max`.
     pub max: u64,
-    /// Pages that could go nowhere.
+    /// Pages for which there was no room anywhere.
     pub swap_fail: u64,
-    /// Whether some child could not be managed.
+    /// Whether any child could not be managed.
     pub unmanaged: bool,
-    /// Uncompressed bytes per compressed byte in the pool, each process's when it had most there; none if nothing ever was.
+    /// Uncompressed bytes per compressed byte in the pools, of each process at the time when it had most there. None if nothing
+    /// was ever stored.
     pub compression_ratio: Option<f64>,
     /// The size of the run's swap file as asked for, in bytes; 0 without one.
     pub swap: u64,
-    /// How it is written and read: `direct`, `buffered` where the file system cannot do that, or `redis`; none without one.
+    /// How it is written and read: `direct`, `buffered` if the file system cannot do that, or `redis`. None without one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub swap_io: Option<&'static str>,
-    /// Bytes of the swap file that are in use at the end.
+    /// Bytes of the swap file in use at the end.
     pub swap_used: u64,
     /// The sums.
     pub counters: Sums,
-    /// Of folios and blocks.
+    /// Counters of folios and blocks.
     pub folios: FolioTotals,
-    /// For tests: how often each site failed on purpose, and where the draws began. None when nothing was injected.
+    /// For tests: how often each site failed on purpose, and the seed. None if nothing was injected.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub injected: Option<BTreeMap<&'static str, u64>>,
 }
 
 impl Totals {
-    /// Reads a group of a tree.
+    /// Sums up a group of a tree.
     pub fn of(page: &GroupPage, node: usize) -> Totals {
         let mut counters = Sums::default();
         for i in (0..NODES).filter(|i| page.nodes[*i].is_ready() && page.is_within(*i, node)) {
@@ -172,7 +174,7 @@ mod tests {
         assert_eq!((injected["seed"], injected["move_in"], injected["pool"]), (5, 8, 0));
     }
 
-    /// Gives each counter another number; names and numbers.
+    /// Gives each counter a different number; returns names and numbers.
     macro_rules! number {
         ($counters:expr, $from:expr, $($field:ident)*) => {{
             let names = [$(stringify!($field)),*];
@@ -184,7 +186,7 @@ mod tests {
         }};
     }
 
-    /// A counter is told under its own name, in the report and in the files, and still when the slot it is in went to another group.
+    /// Each counter appears under its own name, in the report and in the files, also after its slot went to another group.
     #[test]
     fn every_counter_is_told_under_its_own_name() {
         let group = GroupFile::create("web", false).unwrap();
@@ -215,7 +217,7 @@ mod tests {
                 let own = files.get(&format!("zswap/{name}")).map(crate::stat_files::Content::text);
                 text.lines().any(|line| line == format!("{name} {n}")) || own == Some(format!("{n}\n"))
             };
-            // (Of now there.)
+            // These are of now.
             let now = ["stored_pages", "stored_incompressible_pages", "pool_total_size"];
             for (part, counters) in [("counters", &all), ("folios", &folios)] {
                 assert_eq!(
@@ -249,7 +251,7 @@ mod tests {
         }
     }
 
-    /// What happened to a group is told under the kernel's names for it, and in the report.
+    /// Each event of a group appears under the kernel's name for it, and in the report.
     #[test]
     fn every_event_is_told_under_its_own_name() {
         let group = GroupFile::create("web", false).unwrap();

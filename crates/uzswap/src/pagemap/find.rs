@@ -1,4 +1,4 @@
-//! Where page maps are: among the descriptors of a process, or at a shared region's socket.
+//! Finds page maps: among the descriptors of a process, or at a shared region's socket.
 
 use crate::config::plain;
 use std::collections::HashSet;
@@ -10,50 +10,50 @@ use uzswap::shared::{SharedControl, View};
 use uzswap_mm::pagemap::{PageMap, Query, Run, SOFT_DIRTY};
 use uzswap_pager::page_state::mapfile::{Kind, MapFile};
 
-/// A page map found.
+/// A page map that was found.
 pub struct Found {
-    /// Of what it is, for people.
+    /// What it is the map of, for people.
     pub what: String,
-    /// The address of its first page; 0 for a shared region, whose pages are by number.
+    /// The address of its first page; 0 for a shared region, whose pages go by number.
     pub base: usize,
     /// The map.
     pub map: Source,
-    /// The parts of it that anything is known of.
+    /// The parts of it about which anything is known.
     pub parts: Vec<Part>,
-    /// The pages that were soft-dirty when the bits were last cleared, where that is known.
+    /// The pages that were soft-dirty when the bits were last cleared, if that is known.
     pub cleared: Vec<Run>,
 }
 
 impl Found {
-    /// Whether it is of a whole process.
+    /// Whether it is the map of a whole process.
     pub fn is_process(&self) -> bool {
         matches!(&self.map, Source::Own(map, _) if map.kind() == Some(Kind::Process))
     }
 
-    /// Whether it is of memory that is paged by the process which has it, and not by a shared region's owner.
+    /// Whether its memory is paged by the process that has it, not by the owner of a shared region.
     pub fn is_private(&self) -> bool {
         matches!(&self.map, Source::Own(map, _) if matches!(map.kind(), Some(Kind::Process | Kind::Region)))
     }
 }
 
-/// Pages `[from, to)`.
+/// The pages `[from, to)`.
 pub struct Part {
-    /// The first.
+    /// The first page.
     pub from: u64,
-    /// One past the last.
+    /// One past the last page.
     pub to: u64,
 }
 
-/// Who has it mapped.
+/// Where a map is mapped.
 pub enum Source {
-    /// This command; and the soft-dirty and write-protected bits, where they are kept apart.
+    /// In this command. The second map has soft-dirty and write-protected bits, if they are kept apart.
     Own(MapFile, Option<MapFile>),
-    /// A connection to the region.
+    /// By a connection to the region.
     Shared(View),
 }
 
 impl Source {
-    /// The map.
+    /// The map itself.
     pub fn map(&self) -> PageMap<'_> {
         match self {
             Self::Own(file, None) => file.map(),
@@ -61,18 +61,18 @@ impl Source {
             Self::Shared(view) => view.map(),
         }
     }
-    /// Whether it is kept which pages were written to.
+    /// Whether writes to its pages are tracked.
     pub fn tracks_writes(&self) -> bool {
         match self {
             Self::Own(file, markers) => file.tracking() || markers.is_some(),
             Self::Shared(_) => false,
         }
     }
-    /// Pages.
+    /// The number of pages.
     pub fn pages(&self) -> u64 {
         self.map().pages()
     }
-    /// Bytes.
+    /// The limit in bytes.
     pub fn limit(&self) -> u64 {
         match self {
             Self::Own(file, _) => file.limit(),
@@ -91,9 +91,9 @@ pub fn of_region(path: &Path, region: &SharedControl) -> Result<Vec<Found>, Stri
     Ok(vec![Found { what, base: 0, map: Source::Shared(view), parts, cleared: Vec::new() }])
 }
 
-/// The maps of a process: of its whole memory under `uzswap run`, of its regions, of the shared regions that it owns.
+/// The maps of a process: of its whole memory under `uzswap run`, of its regions, and of the shared regions that it owns.
 ///
-/// uzswap's threads have descriptor tables of their own, so those of all threads are looked through.
+/// uzswap's threads have descriptor tables of their own, so this searches those of all threads.
 pub fn of_process(pid: u32) -> Result<Vec<Found>, String> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).map_err(|_| format!("there is no process {pid}"))?;
     let (mut seen, mut maps, mut denied) = (HashSet::new(), Vec::new(), false);
@@ -118,7 +118,7 @@ pub fn of_process(pid: u32) -> Result<Vec<Found>, String> {
             }
         }
     }
-    // What belongs to one mapping says nothing without the map of its pages.
+    // A mapping's own bits mean nothing without the map of its pages.
     let (cleared, maps): (Vec<_>, Vec<_>) = maps.into_iter().partition(|map| map.kind() == Some(Kind::Cleared));
     let (mut markers, maps): (Vec<_>, Vec<_>) = maps.into_iter().partition(|map| map.kind() == Some(Kind::Markers));
     let mut found: Vec<Found> = maps.into_iter().filter_map(|map| describe(pid, map, &mut markers)).collect();
@@ -148,7 +148,7 @@ fn describe(pid: u32, map: MapFile, markers: &mut Vec<MapFile>) -> Option<Found>
     let what = match map.kind()? {
         Kind::Process => format!("process {pid}"),
         Kind::Region => format!("region of process {pid} at {base:#x}"),
-        // (Only its owner can say whether what it saw a process drop is gone; asked by the socket it does.)
+        // Only the owner can say whether what it saw a process drop is really gone; it answers at its socket.
         Kind::Shared if map.doubts() != 0 => format!("shared region known to process {pid} (removals may be missing)"),
         Kind::Shared => format!("shared region known to process {pid}"),
         Kind::Markers | Kind::Cleared => return None,

@@ -1,4 +1,4 @@
-//! `uzswap pagemap`: what is in memory and what is out, of a process or a shared region.
+//! `uzswap pagemap`: which pages of a process or a shared region are in memory, and which are out.
 
 mod find;
 mod picture;
@@ -22,7 +22,7 @@ use uzswap_pager::request::Op;
 
 const PAGE: u64 = 4096;
 
-/// Does what was asked, then prints. The error is one sentence.
+/// Moves pages as asked, then prints. The error is one sentence.
 pub fn pagemap(args: &PagemapArgs) -> Result<(), Failed> {
     Ok(print(shown(args)?.as_bytes())?)
 }
@@ -70,7 +70,7 @@ fn shown(args: &PagemapArgs) -> Result<String, Failed> {
     Ok(found.iter().map(|f| as_text(f, args, colour)).collect::<Vec<_>>().join("\n"))
 }
 
-/// What is to be done first: all of it understood before any of it is done. A range is of bytes or of pages.
+/// What to do before printing. All of it is parsed before any of it is done. A range is of bytes or of pages.
 struct Asked<R> {
     out: Option<R>,
     idle: Option<Duration>,
@@ -94,16 +94,16 @@ fn open_svg(args: &PagemapArgs) -> Result<Option<Output>, String> {
     args.svg.as_deref().map(|path| Output::open("drawing", path)).transpose()
 }
 
-/// Refuses a process of which it is not kept which pages were written to.
+/// Refuses a process whose writes are not tracked.
 fn is_tracked(pid: u32) -> Result<(), String> {
-    // (One that is far below its limit has no page map yet.)
+    // A process far below its limit has no page map yet.
     match find::of_process(pid).is_ok_and(|found| found.iter().any(|f| f.map.tracks_writes())) {
         true => Ok(()),
         false => uzswap::process::tracks_writes(pid),
     }
 }
 
-/// Puts pages of a shared region out and in.
+/// Pages a shared region out and in.
 fn act(asked: &Asked<Range<usize>>, target: &str, region: &SharedControl) -> Result<(), String> {
     let failed = |e: std::io::Error| format!("`{target}` refused: {}", plain(&e));
     if let Some(range) = &asked.out {
@@ -129,7 +129,7 @@ fn say_idle(time: Duration, used: u64, idle: u64) {
     say!("uzswap: {used} in use within {} s; {idle} put out as idle", time.as_secs_f64());
 }
 
-/// The runs to be shown.
+/// The query for the runs to be shown.
 fn query(args: &PagemapArgs) -> Query {
     match args.soft_dirty {
         true => Query { report: 0xff, ..Query::having(SOFT_DIRTY) },
@@ -142,7 +142,7 @@ fn seconds_of(seconds: f64) -> Result<Duration, String> {
         .map_err(|_| format!("`{seconds}` is not a time: write seconds, such as --idle 10"))
 }
 
-/// Has a process put its pages out and in.
+/// Has a process page itself out and in.
 fn act_on_process(asked: &Asked<Range<u64>>, pid: u32) -> Result<(), String> {
     if let Some(range) = &asked.out {
         let moved = uzswap::process::ask(pid, Op::Out, range.clone())?;
@@ -156,7 +156,7 @@ fn act_on_process(asked: &Asked<Range<u64>>, pid: u32) -> Result<(), String> {
         let all = process::parse_range("all")?;
         uzswap::process::ask(pid, Op::Stage, all.clone())?;
         std::thread::sleep(time);
-        // (All was moved out: what is there now was used, or could not leave.)
+        // After all was moved out, what is in memory was used since, or could not leave.
         let used: u64 = find::of_process(pid)?.iter().filter(|f| f.is_private()).map(|f| summary(f).present).sum();
         let idle = uzswap::process::ask(pid, Op::Store, all)?;
         say_idle(time, used, idle.pages);
@@ -172,7 +172,7 @@ fn act_on_process(asked: &Asked<Range<u64>>, pid: u32) -> Result<(), String> {
     Ok(())
 }
 
-/// `all`, or `FROM..TO` as sizes.
+/// Parses `all`, or `FROM..TO` as sizes.
 fn parse_range(text: &str, len: usize) -> Result<Range<usize>, String> {
     if text == "all" {
         return Ok(0..len);

@@ -1,10 +1,10 @@
-//! A picture of the address space: each cell is a stretch of pages, drawn as what most of it is.
+//! A picture of the address space: each cell stands for a stretch of pages, and shows the state of most of them.
 
 use super::find::Found;
 use std::fmt::Write;
 use uzswap_mm::pagemap::{PageState, Tier};
 
-/// What a cell can be: its sign, its colour (of a terminal with 256, and as in HTML), its name.
+/// The kinds of cell: sign, colour (of a terminal with 256, and in HTML), name.
 const SORTS: [(char, u8, &str, &str); 10] = [
     ('·', 240, "#e8e8e8", "untouched"),
     ('█', 34, "#2e9e4f", "present"),
@@ -19,7 +19,7 @@ const SORTS: [(char, u8, &str, &str); 10] = [
 ];
 /// Cells in a line.
 const COLUMNS: usize = 64;
-/// Cells in all.
+/// Cells in the whole picture.
 const CELLS: u64 = 64 * 16;
 const SIDE: usize = 12;
 
@@ -32,13 +32,13 @@ fn sort(state: PageState) -> usize {
     }
 }
 
-/// A line of the picture: where it begins, and its cells.
+/// A line of the picture: the page where it begins, and its cells.
 struct Line {
     page: u64,
     cells: Vec<usize>,
 }
 
-/// The lines, with `soft_dirty` of pages that are so only.
+/// The pages per cell, and the lines; with `soft_dirty`, of soft-dirty pages only.
 fn lines(found: &Found, soft_dirty: bool) -> (u64, Vec<Line>) {
     let pages: u64 = found.parts.iter().map(|p| p.to - p.from).sum();
     let each = pages.div_ceil(CELLS).max(1);
@@ -54,7 +54,7 @@ fn lines(found: &Found, soft_dirty: bool) -> (u64, Vec<Line>) {
                 for state in (at..end).map(|p| map.get(p)).filter(|state| !soft_dirty || state.soft_dirty()) {
                     count[sort(state)] += 1;
                 }
-                // What is known of shows before what is not, however little there is.
+                // A known state shows before an unknown one, however few its pages.
                 let most = (1..SORTS.len()).max_by_key(|i| count[*i]).filter(|i| count[*i] > 0).unwrap_or(0);
                 line.cells.push(most);
                 at = end;
@@ -67,7 +67,7 @@ fn lines(found: &Found, soft_dirty: bool) -> (u64, Vec<Line>) {
     (each, lines)
 }
 
-/// For the terminal.
+/// The picture for a terminal.
 pub fn text(found: &Found, soft_dirty: bool, colour: bool) -> String {
     let (each, lines) = lines(found, soft_dirty);
     let mut out = format!("  each sign is {} KiB:", each * 4);

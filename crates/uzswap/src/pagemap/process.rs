@@ -1,8 +1,8 @@
-//! Which pages of a process under `uzswap run` are meant.
+//! Ranges of pages of a process under `uzswap run`.
 
 use std::ops::Range;
 
-/// The pages of a range: `all`, or `START-END` in hexadecimal, widened to whole pages.
+/// Parses a range: `all`, or `START-END` in hexadecimal, widened to whole pages.
 pub fn parse_range(text: &str) -> Result<Range<u64>, String> {
     const ALL: u64 = 1 << 47;
     if text == "all" {

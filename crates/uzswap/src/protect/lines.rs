@@ -1,22 +1,22 @@
-//! The lines by which a client says what it wants.
+//! Parses a client's lines.
 
 use crate::pagemap::process::parse_range;
 use std::ops::Range;
 
 const PAGE: usize = 4096;
 
-/// What a client can want.
+/// A request of a client.
 #[derive(Debug, PartialEq)]
 pub enum Wanted {
-    /// To be told of writes to these bytes.
+    /// Report writes to these bytes.
     Protect(Range<usize>),
-    /// No more.
+    /// Release these bytes.
     Release(Range<usize>),
-    /// Nothing any more.
+    /// Release everything, and end.
     End,
 }
 
-/// What a line says. The error is one sentence.
+/// Parses a line. The error is one sentence.
 pub fn parse(line: &str) -> Result<Wanted, String> {
     match line.trim().split_once(' ') {
         None if line.trim() == "end" => Ok(Wanted::End),
@@ -26,7 +26,7 @@ pub fn parse(line: &str) -> Result<Wanted, String> {
     }
 }
 
-/// `all`, START-END, or one address, which is a page.
+/// Parses `all`, START-END, or one address, which stands for its page.
 pub fn bytes(text: &str) -> Result<Range<usize>, String> {
     let digits = text.strip_prefix("0x").unwrap_or(text);
     if let Ok(address) = usize::from_str_radix(digits, 16)

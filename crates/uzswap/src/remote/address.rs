@@ -1,48 +1,48 @@
-//! The address of a swap server, or of a cluster of them:
-//! `redis://[USER:PASSWORD@]HOST[:PORT][,HOST[:PORT]…][/DB]?size=4G[&timeout=10][&ttl=3600]`; `rediss://` by TLS, with
+//! The address of a swap server or cluster:
+//! `redis://[USER:PASSWORD@]HOST[:PORT][,HOST[:PORT]…][/DB]?size=4G[&timeout=10][&ttl=3600]`; `rediss://` for TLS, with
 //! `[&ca=FILE][&cert=FILE&key=FILE]`.
 
 use std::path::PathBuf;
 use std::time::Duration;
 use uzswap_mm::size::Size;
 
-/// Seconds an operation is tried for, and seconds after which blocks expire when the command has died.
+/// Defaults, in seconds: how long an operation is tried, and when blocks expire after the command has died.
 const TIMEOUT: u64 = 10;
 const TTL: u64 = 3600;
 
-/// Where the server is, and what it is to do.
+/// A parsed address.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Address {
-    /// What the client connects to: one URL for each host named.
+    /// The URLs that the client connects to: one for each host named.
     pub urls: Vec<String>,
-    /// Bytes it is to take at most.
+    /// The most bytes that the server may be given.
     pub size: u64,
     /// How long a read or a write is tried before it fails.
     pub timeout: Duration,
-    /// After what time blocks expire that are not refreshed (seconds).
+    /// When blocks that are not refreshed expire, in seconds.
     pub ttl: u64,
-    /// By TLS, and then with which certificates.
+    /// The certificates for TLS; None without TLS.
     pub tls: Option<Tls>,
 }
 
-/// Files (PEM) that TLS is to use.
+/// Certificate and key files (PEM) for TLS.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Tls {
-    /// Who signed the server's certificate; by default whom the system trusts.
+    /// Who signed the server's certificate; by default, those that the system trusts.
     pub ca: Option<PathBuf>,
-    /// What we show the server.
+    /// The certificate that we show the server.
     pub cert: Option<PathBuf>,
     /// Its key.
     pub key: Option<PathBuf>,
 }
 
-/// Whether the text of `--swap` means a server.
+/// Whether the value of `--swap` is the address of a server.
 pub fn is_address(text: &str) -> bool {
     text.contains("://")
 }
 
 impl Address {
-    /// Parses an address. The error is one sentence, and has no password in it.
+    /// Parses an address. The error is one sentence, and never contains a password.
     pub fn parse(text: &str) -> Result<Self, String> {
         let (url, options) = text.split_once('?').unwrap_or((text, ""));
         let tls = match url.split_once("://").map(|(scheme, _)| scheme) {
@@ -115,7 +115,7 @@ impl Address {
     }
 }
 
-/// One URL for each host: `redis://u:p@a,b:7000/3` is `redis://u:p@a/3` and `redis://u:p@b:7000/3`.
+/// Splits a URL into one for each host: `redis://u:p@a,b:7000/3` becomes `redis://u:p@a/3` and `redis://u:p@b:7000/3`.
 fn urls(url: &str) -> Result<Vec<String>, String> {
     let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
     let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));

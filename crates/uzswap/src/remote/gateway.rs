@@ -1,16 +1,16 @@
 //! The gateway: takes the members' requests at a Unix socket and carries them out on the server.
 //!
-//! Members' helper threads cannot use a client library: they have no TLS, and must not allocate from the program. So the
-//! command, an ordinary process that outlives its program, does it for them. Its socket has no name: members reach it as
-//! `/proc/PID/fd/N` of a descriptor, which only who may trace the command can.
+//! Members' helper threads cannot use a client library: they have no TLS (thread-local storage), and must not allocate from the
+//! program. The command is an ordinary process that outlives its program, so it does that for them. Its socket has no name:
+//! members reach it as `/proc/PID/fd/N`, which only a process that may trace the command can open.
 //!
-//! One thread waits for connections, most of which are never used (each process has two); one that is gets a thread of its
-//! own; for each request it takes a connection to the server that no other uses. Where there is no thread for it, the one that waits
-//! carries out what is asked. A third kind, the keeper, looks after the keys.
+//! One thread waits for connections. Most are never used (each process has two). A connection that is used gets a thread of its
+//! own; each request takes a connection to the server that no other request uses. If no thread can be started, the waiting thread
+//! carries out the request itself. A third kind of thread, the keeper, looks after the keys.
 //!
-//! Half of the descriptors that we may have are for members. When they have more connections, or there is no descriptor for one more,
-//! those go that were never used, and those by which nothing is asked for a moment; a member that comes to use one finds it closed,
-//! and asks again by a new one. Connections to the server that nobody uses just then go first.
+//! Half of our descriptors are for members. If members have more connections, or there is no descriptor for one more, the gateway
+//! closes connections that were never used, and those that have been quiet for a moment; a member that comes to use one finds it
+//! closed, and asks again on a new one. Idle connections to the server are closed before any of these.
 
 use super::{Server, Session};
 use crate::descriptors;
@@ -28,17 +28,17 @@ use uzswap_pager::swap::backend::{OP_READ, OP_WRITE, Request};
 use uzswap_pager::swap::clusters::ClusterMap;
 use uzswap_sys::eventfd;
 
-/// How often the keeper looks.
+/// How often the keeper runs.
 const LOOK: Duration = Duration::from_secs(1);
-/// For how long nothing is asked by a connection that others may have the descriptor of, where there are too many.
+/// How long a used connection must be quiet before it is closed for another, when there are too many.
 const QUIET: Duration = Duration::from_secs(1);
-/// (A handshake of TLS wants some.)
+/// Bytes of a thread's stack: a TLS handshake takes some.
 const STACK: usize = 1 << 20;
 
-/// The socket, before anybody is served.
+/// The gateway's socket, before anybody is served.
 pub struct Gateway {
     listener: UnixListener,
-    /// The socket's file, whose name is gone.
+    /// The file of the socket, whose name has been removed.
     file: File,
     server: Arc<Server>,
 }
@@ -49,14 +49,14 @@ impl Gateway {
         Self::in_dir(server, tempfile::tempdir()?.path())
     }
 
-    /// Makes it in a directory, which may go then.
+    /// Makes the socket in a directory, which may be removed afterwards.
     ///
-    /// The story: a socket's path has 107 bytes at most, and where `TMPDIR` was a long one the run was refused.
+    /// The story: a socket's path has 107 bytes at most, and with a long `TMPDIR` the run was refused.
     fn in_dir(server: Server, dir: &Path) -> io::Result<Self> {
         let dir = File::open(dir)?;
         let path = format!("/proc/self/fd/{}/swap", dir.as_raw_fd());
         let listener = UnixListener::bind(&path)?;
-        // (A member may have given up its rights; the way to the socket is guarded, not the socket.)
+        // A member may have given up its rights. What is guarded is the way to the socket, not the socket itself.
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666))?;
         let file = File::options().read(true).custom_flags(libc::O_PATH).open(&path)?;
         Ok(Self { listener, file, server: Arc::new(server) })
@@ -67,7 +67,7 @@ impl Gateway {
         self.file.as_raw_fd()
     }
 
-    /// Starts to serve. Signals are to be blocked, as the threads inherit that.
+    /// Starts to serve. The caller must have blocked signals, as the threads inherit that.
     pub fn serve(&self, map: &'static ClusterMap) -> io::Result<Keeper> {
         let geometry = map.geometry().ok_or(io::ErrorKind::InvalidInput)?;
         let (listener, server, crowd) = (self.listener.try_clone()?, Arc::clone(&self.server), Arc::new(Crowd::new()?));
@@ -84,14 +84,14 @@ fn thread(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<()> {
     std::thread::Builder::new().name(name.to_owned()).stack_size(STACK).spawn(body).map(drop)
 }
 
-/// What ends the run on the server.
+/// Ends the run on the server.
 pub struct Keeper {
     stop: Arc<(Mutex<bool>, Condvar)>,
     server: Arc<Server>,
 }
 
 impl Keeper {
-    /// Drops all that is on the server; how many keys may be left there, to expire, and after how many seconds.
+    /// Drops all that is on the server. Returns how many keys may be left there, and after how many seconds they expire.
     pub fn finish(&self) -> (usize, u64) {
         *self.stop.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = true;
         self.stop.1.notify_all();
@@ -118,18 +118,18 @@ fn keep(server: &Server, map: &ClusterMap, (stop, wake): &(Mutex<bool>, Condvar)
     }
 }
 
-/// Which of these descriptors can be read from, or are at their end, once one is or the time is over.
+/// Waits until a descriptor is readable or at its end, or the time is over. Returns which are.
 fn readable<const N: usize>(fds: [RawFd; N], within: Option<Duration>) -> io::Result<[bool; N]> {
     let mut polls = fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
     let ms = within.map_or(-1, |within| within.as_millis() as libc::c_int);
-    // SAFETY: as many pollfds as said, all ours.
+    // SAFETY: `N` pollfds of ours, which outlive the call.
     match unsafe { libc::poll(polls.as_mut_ptr(), N as libc::nfds_t, ms) } {
         -1 => Err(io::Error::last_os_error()),
         _ => Ok(polls.map(|poll| poll.revents != 0)),
     }
 }
 
-/// What a thread does.
+/// The body of a thread.
 type Body = Box<dyn FnOnce() + Send>;
 
 fn start(body: Body) -> io::Result<()> {
@@ -151,30 +151,31 @@ fn accept(listener: &UnixListener, mut door: Door) {
         door.starved &= comes;
         let full = door.is_full();
         if comes && !door.admit(full, || listener.accept().map(|(stream, _)| stream)) {
-            // (Until somebody is quiet for a moment, or ends.)
+            // Until a connection is quiet for a moment, or ends.
             std::thread::sleep(Duration::from_millis(20));
         }
     }
 }
 
-/// Who comes in.
+/// Admits connections and hands them to threads.
 struct Door {
     server: Arc<Server>,
     map: &'static ClusterMap,
     geometry: Geometry,
     crowd: Arc<Crowd>,
-    /// Connections without a thread, most of which were never used, by since when nothing was asked by them.
+    /// Connections without a thread, and since when each has been quiet. Most were never used.
     unused: Vec<(UnixStream, Instant)>,
-    /// There was no descriptor for the last that came, nor one that nobody uses.
+    /// There was no descriptor for the last one that came, and no idle one to close.
     starved: bool,
 }
 
 impl Door {
-    /// Gives an unused connection, by which something is asked now, to a thread of its own. Where that cannot be started it is answered
-    /// here, and the connection is kept for what is asked next.
+    /// Gives an unused connection on which a request has come to a thread of its own. If the thread cannot be started, answers
+    /// here and keeps the connection for its next request.
     ///
-    /// The story: without a thread it was closed. Where the program had as many threads as it may have (`pids.max`), what its processes
-    /// asked failed by each new connection as well, so a read did four times within milliseconds, and its page was lost.
+    /// The story: if no thread could be started the connection was closed. Where the program had all the threads that it may have
+    /// (`pids.max`), its processes' requests failed on each new connection as well: a read failed four times within milliseconds,
+    /// and its page was lost.
     fn serve(&mut self, i: usize, start: impl FnOnce(Body) -> io::Result<()>) {
         let (map, geometry, stream) = (self.map, self.geometry, self.unused.remove(i).0);
         let (server, crowd) = (Arc::clone(&self.server), Arc::clone(&self.crowd));
@@ -194,7 +195,7 @@ impl Door {
         }
     }
 
-    /// Carries out what is asked by a connection, and hands it back; one whose member is stopped in the middle of that is closed.
+    /// Carries out one request and hands the connection back. Closes it if the member is stopped in the middle of the request.
     fn answer_here(&self, stream: UnixStream) -> io::Result<UnixStream> {
         let (map, geometry, crowd) = (self.map, self.geometry, &*self.crowd);
         let within =
@@ -206,21 +207,21 @@ impl Door {
         Ok(member.stream)
     }
 
-    /// Whether there may not be more; tells who uses one.
+    /// Whether there are as many connections as there may be; tells the threads that use one.
     fn is_full(&self) -> bool {
         let full = self.starved || self.unused.len() + self.crowd.used.load(Relaxed) >= descriptors::most() / 2;
         self.crowd.set_full(full);
         full
     }
 
-    /// Lets one in; false where it has to wait.
+    /// Admits a connection; returns false if it has to wait.
     ///
-    /// In its place one goes that was never used, but for one that has just come: a member asks by it in a moment, and takes it for an error
-    /// when that is closed too.
+    /// If there are too many, this closes one that was never used, but not one that has just come: its member is about to use it,
+    /// and takes a second closed connection for an error.
     ///
-    /// The story: connections to the server that nobody used any more had more than the half of the descriptors that is not the members'.
-    /// There were not too many members then, so nobody was told to leave: each had a connection by which nothing was asked, and waited
-    /// for an answer by the next one, which could not be let in.
+    /// The story: idle connections to the server took more than their half of the descriptors. The members had not too many, so
+    /// none was told to leave: each had a quiet connection, and waited for an answer on its next one, which could not be
+    /// admitted.
     fn admit(&mut self, full: bool, accept: impl FnOnce() -> io::Result<UnixStream>) -> bool {
         if full && self.unused.first().is_some_and(|unused| unused.1.elapsed() >= QUIET) {
             self.unused.remove(0);
@@ -238,25 +239,25 @@ impl Door {
     }
 }
 
-/// How many connections there are.
+/// The connections of all members.
 struct Crowd {
-    /// Those that were used, each with a thread.
+    /// Connections in use, each with a thread.
     used: AtomicUsize,
-    /// There are as many as there may be.
+    /// Whether there are as many as there may be.
     full: AtomicBool,
-    /// Readable as long: threads by whose connections nothing is asked wait for it.
+    /// Readable while `full`: threads with quiet connections wait for it.
     told: OwnedFd,
 }
 
 impl Crowd {
     fn new() -> io::Result<Self> {
         let told = eventfd::create().map_err(io::Error::from_raw_os_error)?;
-        // SAFETY: the kernel has just returned this descriptor to us.
+        // SAFETY: the kernel has just returned this descriptor to us; nobody else owns it.
         let told = unsafe { OwnedFd::from_raw_fd(told) };
         Ok(Self { used: AtomicUsize::new(0), full: AtomicBool::new(false), told })
     }
 
-    /// Called by one thread.
+    /// Only one thread calls this.
     fn set_full(&self, full: bool) {
         match (self.full.swap(full, Relaxed), full) {
             (false, true) => eventfd::raise(self.told.as_raw_fd()),
@@ -276,9 +277,10 @@ struct Member<'a> {
 }
 
 impl Member<'_> {
-    /// Waits until a request comes, or the member ends; false where there are too many connections, and for a moment neither happens.
+    /// Waits until a request comes or the member ends; returns false if there are too many connections and the member stays quiet
+    /// for a moment.
     ///
-    /// The story: each thread whose connection had been used looked once a second whether there were too many.
+    /// The story: each thread with a used connection woke once a second to see whether there were too many.
     fn is_asked(&self) -> io::Result<bool> {
         let stream = self.stream.as_raw_fd();
         loop {
@@ -292,7 +294,7 @@ impl Member<'_> {
         }
     }
 
-    /// Serves requests until the member ends, or asks for what cannot be.
+    /// Serves requests until the member ends or makes an invalid one.
     fn serve(&mut self) -> io::Result<()> {
         let mut buffer = Vec::new();
         while self.is_asked()? {
@@ -301,7 +303,7 @@ impl Member<'_> {
         Ok(())
     }
 
-    /// Carries out the request that has come.
+    /// Carries out the next request.
     fn answer(&mut self, buffer: &mut Vec<u8>) -> io::Result<()> {
         let mut request = [0; Request::BYTES];
         self.stream.read_exact(&mut request)?;
@@ -342,7 +344,7 @@ mod tests {
     use std::net::TcpListener;
     use uzswap_sys::thread::gettid;
 
-    /// How often a thread has gone to sleep, and whether it sleeps.
+    /// How often a thread has gone to sleep, and whether it is asleep.
     fn sleeps(tid: i32) -> (u64, bool) {
         let status = std::fs::read_to_string(format!("/proc/self/task/{tid}/status")).unwrap();
         let field = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)).unwrap().trim();
@@ -354,11 +356,11 @@ mod tests {
     }
 
     fn no_clusters() -> &'static ClusterMap {
-        // SAFETY: atomics.
+        // SAFETY: the map consists of atomics, for which zeros are valid.
         Box::leak(unsafe { Box::<ClusterMap>::new_zeroed().assume_init() })
     }
 
-    /// With connections that have been there for a while.
+    /// A door with connections that have been quiet for a while.
     fn door(server: &Arc<Server>, crowd: &Arc<Crowd>, unused: Vec<UnixStream>) -> Door {
         let unused = unused.into_iter().map(|stream| (stream, Instant::now() - QUIET)).collect();
         let (server, crowd, geometry) = (Arc::clone(server), Arc::clone(crowd), Geometry::of(1 << 30).unwrap());
@@ -401,10 +403,10 @@ mod tests {
             assert_eq!(ask(&mut door, &member, OP_READ, false).unwrap(), page);
             assert_eq!((door.unused.len(), crowd.used.load(Relaxed)), (1, 0));
         }
-        // When there is one again it is given one.
+        // Once threads can be started again, the connection gets one.
         assert_eq!(ask(&mut door, &member, OP_READ, true).unwrap(), page);
         assert_eq!((door.unused.len(), crowd.used.load(Relaxed)), (0, 1));
-        // Who asks for what cannot be is let go of.
+        // An invalid request ends the connection.
         let (stream, other) = UnixStream::pair().unwrap();
         door.unused.push((stream, Instant::now()));
         assert!(ask(&mut door, &other, 7, false).is_err() && door.unused.is_empty());
@@ -425,20 +427,20 @@ mod tests {
         door.serve(0, start);
         assert!(!door.is_full());
         let none = || Err(io::Error::from_raw_os_error(libc::EMFILE));
-        // First the one to the server, and it is tried again at once.
+        // First an idle connection to the server is closed, and admission is tried again at once.
         assert!(door.admit(false, none));
         assert!(lock(&server.idle).is_empty() && !door.is_full());
-        // Then the one never used.
+        // Then the one that was never used.
         assert!(!door.admit(false, none));
         assert!(door.is_full() && !door.admit(true, none));
         assert_eq!((unused.read(&mut [0]).unwrap(), door.unused.len()), (0, 0));
-        // Then, when it was quiet for a moment, the one that was used.
+        // Then the used one, after it was quiet for a moment.
         assert_eq!((quiet.read(&mut [0]).unwrap(), crowd.full.load(Relaxed)), (0, true));
-        // And one comes in.
+        // Now a connection is admitted.
         let pair = UnixStream::pair().unwrap();
         assert!(door.admit(true, || Ok(pair.0)));
         assert!(!door.is_full() && !crowd.full.load(Relaxed));
-        // Who has just come does not leave for the next one.
+        // One that has just come does not leave for the next one.
         assert!(!door.admit(true, || unreachable!()));
         assert_eq!(door.unused.len(), 1);
     }
@@ -464,7 +466,7 @@ mod tests {
                 std::thread::yield_now();
             }
             let before = sleeps(tid);
-            // (What is tested is that nothing happens meanwhile.)
+            // The test: nothing happens meanwhile.
             std::thread::sleep(QUIET * 5 / 2);
             assert_eq!(sleeps(tid), before);
             other.write_all(b"x").unwrap();

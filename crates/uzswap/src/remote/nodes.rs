@@ -1,13 +1,13 @@
-//! The nodes: one server, or those of a cluster, of which each has a part of the keys.
+//! The nodes: one server, or those of a cluster, each with a part of the keys.
 //!
 //! ```text
 //! key ─ CRC16 ─▶ slot, one of 16,384 ─ who has it: CLUSTER SLOTS, or what a node answers ─▶ node
 //!                                        MOVED slot node: it has the slot now
 //!                                        ASK slot node:   this once, while the slot is on its way there
 //! ```
-//! The client library speaks to each node; which one is asked is settled here and not by its own cluster connection,
-//! which tries again by itself, on other connections than before. Of a write that was given up it must be known on
-//! which connection it was, so that it can be ended before the next one (see `session`).
+//! The client library talks to each node by itself; this module chooses the node. The library's own cluster connection would
+//! retry by itself, on new connections. But for a write that was given up we must know its connection, to end that before the
+//! next write (see `session`).
 
 use super::address::{Address, Tls};
 use super::redirect::{Redirect, SLOTS};
@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::*};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How often at most a cluster is asked who has which slot.
+/// The shortest time between two questions to a cluster about its slots.
 const ASK_EVERY: Duration = Duration::from_millis(200);
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -31,7 +31,7 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(super) struct Node {
     host: String,
     port: u16,
-    /// It was given up: operations are tried once.
+    /// The node was given up: operations on it are tried once.
     pub down: AtomicBool,
     /// Connections with a write that was given up.
     pub abandoned: Mutex<Vec<Name>>,
@@ -39,17 +39,17 @@ pub(super) struct Node {
 
 /// A connection, as its server knows it.
 ///
-/// The story: it was its number alone. A server that was started anew counts from one again, and what was given up when it ended had a
-/// number that another program's connection had now, which was ended.
+/// The story: the name was the number alone. A server that is restarted counts from one again. So a write given up when the
+/// server ended had the number that another program's connection had later, and that one was ended.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Name {
     pub id: i64,
-    /// The address that it comes from, where the server says so.
+    /// The address that the connection comes from, if the server says so.
     pub addr: Option<String>,
 }
 
 impl Name {
-    /// What CLIENT INFO answers, or CLIENT ID.
+    /// Parses the answer to CLIENT INFO or CLIENT ID.
     pub fn parse(text: &str) -> Option<Self> {
         let field = |name: &str| text.split_ascii_whitespace().find_map(|field| field.strip_prefix(name));
         let id = field("id=").unwrap_or(text).parse().ok()?;
@@ -57,28 +57,28 @@ impl Name {
     }
 }
 
-/// What an error says, if it is a redirect. (Of several commands sent at once, the first that was sent elsewhere.)
+/// The redirect in an error, if it is one; if several commands were sent at once, the first redirect.
 pub(super) fn redirect_of(e: &RedisError) -> Option<Redirect> {
     let errors = e.clone().into_server_errors()?;
     errors.iter().find_map(|(_, e)| Redirect::parse(e.code(), e.details()?))
 }
 
-/// All nodes that are known of.
+/// All known nodes, and their slots.
 pub(super) struct Nodes {
-    /// How to connect, but for the address.
+    /// How to connect, except for the address.
     info: ConnectionInfo,
-    /// Those named come first.
+    /// The nodes, those of the address first.
     all: Mutex<Vec<Arc<Node>>>,
     named: usize,
-    /// Who has each slot; empty where the server is no cluster.
+    /// The node of each slot; empty if the server is no cluster.
     slots: Mutex<Vec<Option<Arc<Node>>>>,
-    /// When it was last asked who has which, and whom.
+    /// When a cluster was last asked for its slots; `next` is the node to ask next.
     asked: Mutex<Option<Instant>>,
     next: AtomicUsize,
 }
 
 impl Nodes {
-    /// Those that the address names. The error is one sentence.
+    /// The nodes that the address names. The error is one sentence.
     pub fn new(address: &Address) -> Result<Self, String> {
         let wrong = |e: RedisError| format!("the address of the swap server is wrong: {}", said(&e));
         let infos = address.urls.iter().map(|url| match &address.tls {
@@ -100,12 +100,12 @@ impl Nodes {
         Ok(Self { info, all: Mutex::new(all), named, slots, asked, next: AtomicUsize::new(0) })
     }
 
-    /// Those that the address names.
+    /// The nodes that the address names.
     pub fn named(&self) -> Vec<Arc<Node>> {
         lock(&self.all)[..self.named].to_vec()
     }
 
-    /// Connects to one.
+    /// Connects to a node.
     pub fn connect(&self, node: &Node, within: Duration) -> RedisResult<Connection> {
         let (host, port) = (node.host.clone(), node.port);
         let addr = match self.info.addr() {
@@ -125,13 +125,13 @@ impl Nodes {
         !lock(&self.slots).is_empty()
     }
 
-    /// Who has a key, as far as is known; who knows more where nobody has it.
+    /// The node that has a key as far as is known; the first node if that of the slot is not known.
     pub fn of(&self, key: &str) -> Arc<Node> {
         let of_slot = lock(&self.slots).get(usize::from(slot(key))).cloned().flatten();
         of_slot.unwrap_or_else(|| Arc::clone(&lock(&self.all)[0]))
     }
 
-    /// Those that have slots, or the one server.
+    /// The nodes that have slots, or the one server.
     pub fn serving(&self) -> Vec<Arc<Node>> {
         let slots = lock(&self.slots);
         let mut found: Vec<Arc<Node>> = Vec::new();
@@ -143,12 +143,12 @@ impl Nodes {
         if slots.is_empty() { vec![Arc::clone(&lock(&self.all)[0])] } else { found }
     }
 
-    /// Slots that no node has.
+    /// The number of slots that no node has.
     pub fn unserved(&self) -> usize {
         lock(&self.slots).iter().filter(|node| node.is_none()).count()
     }
 
-    /// Keys by who has them; those who answer come first.
+    /// Divides keys by node; nodes that were given up come last.
     pub fn divide(&self, keys: impl IntoIterator<Item = String>) -> Vec<(Arc<Node>, Vec<String>)> {
         let mut parts: BTreeMap<(bool, usize), (Arc<Node>, Vec<String>)> = BTreeMap::new();
         for key in keys {
@@ -159,7 +159,7 @@ impl Nodes {
         parts.into_values().collect()
     }
 
-    /// A node answered that another has a key: that one.
+    /// The node that `from` redirected us to, noted as the slot's unless this is for one time only.
     pub fn redirected(&self, from: &Node, to: &Redirect) -> Arc<Node> {
         let node = self.known(if to.host.is_empty() { &from.host } else { &to.host }, to.port);
         if let Some(owner) = lock(&self.slots).get_mut(usize::from(to.slot)).filter(|_| !to.ask) {
@@ -168,7 +168,7 @@ impl Nodes {
         node
     }
 
-    /// Whom to ask who has which slot, if that is due: in turn, those that were not given up first.
+    /// The nodes to ask for the slots, if that is due: in turn, those given up last.
     pub fn to_be_asked(&self) -> Vec<Arc<Node>> {
         let mut asked = lock(&self.asked);
         if asked.is_some_and(|at| at.elapsed() < ASK_EVERY) {
@@ -182,7 +182,7 @@ impl Nodes {
         all
     }
 
-    /// Takes over what `from` says about who has which slot; whether it says anything.
+    /// Takes over what `from` says about the slots; returns whether it says anything.
     pub fn learn(&self, from: &Node, answer: &Value) -> bool {
         let mut slots = vec![None; usize::from(SLOTS)];
         for (first, last, host, port) in parts(answer) {
@@ -210,7 +210,7 @@ fn node(host: &str, port: u16) -> Arc<Node> {
     Arc::new(Node { host: host.to_owned(), port, down: AtomicBool::new(false), abandoned: Mutex::default() })
 }
 
-/// What CLUSTER SLOTS answers: of each range its first and last slot, and where the node is that has it.
+/// Parses the answer to CLUSTER SLOTS: of each range the first and last slot, and the host and port of its node.
 fn parts(answer: &Value) -> Vec<(u16, u16, String, u16)> {
     let list = |value: &Value| match value {
         Value::Array(values) => Some(values.clone()),
@@ -229,14 +229,14 @@ fn parts(answer: &Value) -> Vec<(u16, u16, String, u16)> {
             Some(Value::SimpleString(text)) => text.clone(),
             _ => String::new(),
         };
-        // (`?` says that the node does not know its own name.)
+        // `?` means that the node does not know its own name.
         let host = if host == "?" { String::new() } else { host };
         (first <= last).then_some((first, last, host, number(owner.get(1))?))
     };
     list(answer).unwrap_or_default().iter().filter_map(part).collect()
 }
 
-/// The slot of a key without braces.
+/// The slot of a key that has no braces.
 pub(super) fn slot(key: &str) -> u16 {
     let crc = key.bytes().fold(0u16, |crc, byte| {
         (0..8).fold(crc ^ u16::from(byte) << 8, |crc, _| if crc & 0x8000 != 0 { crc << 1 ^ 0x1021 } else { crc << 1 })
@@ -244,7 +244,7 @@ pub(super) fn slot(key: &str) -> u16 {
     crc % SLOTS
 }
 
-/// What TLS is to use. The error is one sentence.
+/// Reads the certificates for TLS. The error is one sentence.
 fn certificates(tls: &Tls) -> Result<TlsCertificates, String> {
     let read = |path: &Path| {
         let file = std::fs::read(path);
@@ -263,9 +263,9 @@ fn certificates(tls: &Tls) -> Result<TlsCertificates, String> {
     Ok(TlsCertificates { client_tls, root_cert: tls.ca.as_deref().map(read).transpose()? })
 }
 
-/// What went wrong, in a half-sentence.
+/// What went wrong, as a clause.
 pub(super) fn said(e: &RedisError) -> String {
-    // (What kind of error it is, as the client's code calls it, says nothing to people.)
+    // The kind of error is a name in the client's code, which tells users nothing.
     let text = e.to_string().replacen(&format!(" - {:?}", e.kind()), "", 1);
     text.split(" (os error").next().unwrap_or_default().trim_end_matches('.').to_owned()
 }
@@ -282,7 +282,7 @@ mod tests {
         (&node.host, node.port)
     }
 
-    /// What is published for them.
+    /// Published values.
     #[test]
     fn slots_of_keys() {
         for (key, want) in [("123456789", 0x31c3), ("foo", 12182), ("hello", 866), ("", 0)] {
@@ -328,7 +328,7 @@ mod tests {
         assert!(nodes.learn(&first, &Value::Array(answer.to_vec())) && nodes.is_cluster());
         assert_eq!((at(&nodes.of("foo")), at(&nodes.of("hello"))), (("named", 7003), ("a", 7002)));
         assert_eq!((nodes.serving().len(), nodes.unserved()), (2, 383));
-        // One is sent elsewhere: once, or from now on.
+        // A redirect: for one time, or from now on.
         let from = nodes.of("foo");
         let to = |ask| Redirect { ask, slot: 12_182, host: String::new(), port: 7009 };
         assert_eq!(at(&nodes.redirected(&from, &to(true))), ("named", 7009));

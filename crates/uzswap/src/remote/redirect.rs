@@ -1,23 +1,23 @@
-//! Where a node says that a slot is.
+//! The redirect with which a node answers when another has the slot.
 
-/// Slots of a cluster.
+/// Slots in a cluster.
 pub const SLOTS: u16 = 16_384;
 
-/// What a node answers that does not have the slot of a key.
+/// The answer of a node that does not have the key's slot.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Redirect {
-    /// For this time only, and the node is to be told so.
+    /// Whether this is for one time only; the other node must then be told so (ASKING).
     pub ask: bool,
-    /// The slot that was asked for, below [`SLOTS`].
+    /// The key's slot, below [`SLOTS`].
     pub slot: u16,
-    /// Its host is empty where it is that of who answered.
+    /// The other node's host; empty if it is that of the node that answered.
     pub host: String,
-    /// And its port.
+    /// The other node's port.
     pub port: u16,
 }
 
 impl Redirect {
-    /// The redirect that an error is: its code, and what follows.
+    /// Parses an error's code and what follows it.
     pub fn parse(code: &str, details: &str) -> Option<Self> {
         let ask = match code {
             "MOVED" => false,

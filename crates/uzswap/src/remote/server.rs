@@ -1,14 +1,15 @@
-//! The server, or the cluster: what of the swap file is in which key, and what is done with keys nobody needs.
+//! The server or cluster as a swap file: which part of the file is in which key, and what happens to keys that are no longer
+//! needed.
 //!
 //! ```text
 //! uzswap:RUN:N      cluster N, a string as long as what was written to it        SETRANGE, GETRANGE, UNLINK
 //! ```
-//! `RUN` is drawn for each run, so runs share a server. Each write renews the key's time to live; the keeper renews it for
-//! keys that are not written to (`Server::keep`), drops those of clusters that nobody has any more, and at the end all.
-//! In a Redis cluster (otherwise a cluster is one of the swap file here) the keys are spread over all nodes by their names.
+//! `RUN` is random for each run, so runs can share a server. Each write renews the key's time to live. The keeper
+//! (`Server::keep`) renews it for keys that are not written to, and drops keys of free clusters; at the end it drops all of them.
+//! "Cluster" here means one of the swap file, except in "Redis cluster", which spreads the keys over all nodes by their names.
 //!
-//! What is done when a node does not answer is in `session`, which node has which key in `nodes`. A block that is not there or
-//! too short is an error, never zeros; what else may be wrong with it, its process finds out.
+//! `session` handles nodes that do not answer, `nodes` knows which node has which key. A missing or short block is an error,
+//! never zeros; the member's process finds out whatever else may be wrong with it.
 
 use super::address::Address;
 use super::nodes::{Node, Nodes, lock, redirect_of, said};
@@ -21,28 +22,28 @@ use std::time::{Duration, Instant};
 
 /// Keys in one round trip of the keeper.
 const BATCH: usize = 500;
-/// How long the server is asked to forget everything, at the end; and how long it has for each answer.
+/// How long, at the end, the server is asked to drop all keys; and how long it may take for each answer.
 const FAREWELL: Duration = Duration::from_secs(3);
 const LAST_TRY: Duration = Duration::from_secs(1);
 
-/// What all connections to the server share.
+/// State that all connections to the server share.
 pub struct Server {
     pub(super) nodes: Nodes,
     address: Address,
     run: String,
-    /// The run is over: nothing more is written.
+    /// The run is over: write nothing more.
     over: AtomicBool,
-    /// Connections that no session uses just now.
+    /// Connections that no session uses at the moment.
     pub(super) idle: Mutex<Vec<Idle>>,
     /// Clusters that have a key.
     written: Mutex<BTreeSet<u32>>,
-    /// Clusters that are written to, or whose keys are dropped.
+    /// Clusters that are being written to, or whose keys are being dropped.
     held: Mutex<BTreeSet<u32>>,
-    /// One of them is not any more.
+    /// Signalled when a cluster leaves `held`.
     freed: Condvar,
 }
 
-/// Nobody else writes to a cluster as long, or drops its key.
+/// Holds a cluster: while it lives, nobody else writes to the cluster or drops its key.
 pub(super) struct Held<'a> {
     server: &'a Server,
     cluster: u32,
@@ -56,7 +57,7 @@ impl Drop for Held<'_> {
 }
 
 impl Server {
-    /// Tries the server out, or all nodes of the cluster. The error is one sentence.
+    /// Connects to the server, or to all nodes of the cluster, and tries it out. The error is one sentence.
     pub fn new(address: Address) -> Result<Self, String> {
         let nodes = Nodes::new(&address)?;
         let mut run = [0; 8];
@@ -67,7 +68,7 @@ impl Server {
         Ok(server)
     }
 
-    /// One that nobody has asked yet.
+    /// A server that nobody has connected to yet.
     fn of(nodes: Nodes, address: Address, run: String) -> Self {
         Self {
             nodes,
@@ -81,7 +82,7 @@ impl Server {
         }
     }
 
-    /// The same by its address, for tests.
+    /// The same, from an address, for tests.
     #[cfg(test)]
     pub(super) fn unasked(address: Address) -> Result<Self, String> {
         Ok(Self::of(Nodes::new(&address)?, address, "run".to_owned()))
@@ -92,7 +93,7 @@ impl Server {
         let named = self.nodes.named();
         let mut reached = Err("no swap server is named".to_owned());
         for node in &named {
-            // (The others are named for when this one cannot be reached.)
+            // The other nodes are named in case this one cannot be reached.
             reached = self.is_cluster(&mut session, node).map(|is_one| (node, is_one)).map_err(|e| failed(&e));
             if reached.is_ok() {
                 break;
@@ -121,7 +122,7 @@ impl Server {
         Ok(info.lines().any(|line| line.trim_end() == "cluster_enabled:1"))
     }
 
-    /// Whether a node keeps what it is given.
+    /// Checks that a node keeps what it is given.
     fn try_node(&self, session: &mut Session, node: &Arc<Node>) -> Result<(), String> {
         let info = |con: &mut Connection| redis::cmd("INFO").arg("memory").query::<String>(con);
         let info = session.on(node, false, info).map_err(|e| failed(&e))?;
@@ -142,7 +143,7 @@ impl Server {
         if back.2 == b"try" { Ok(()) } else { Err("the swap server does not keep what it is given".to_owned()) }
     }
 
-    /// What it was asked to take.
+    /// The address that it was made from.
     pub fn address(&self) -> &Address {
         &self.address
     }
@@ -151,10 +152,10 @@ impl Server {
         format!("uzswap:{}:{cluster}", self.run)
     }
 
-    /// Waits until nobody writes to a cluster nor drops its key.
+    /// Waits until nobody writes to a cluster or drops its key, and holds it.
     ///
-    /// The story: 256 locks were shared by all clusters. A write that waited for a node which did not answer held up those to other nodes
-    /// that had its lock, for the whole of the time limit.
+    /// The story: all clusters shared 256 locks. A write to a node that did not answer held up writes to other nodes with the
+    /// same lock, for the whole time limit.
     pub(super) fn hold(&self, cluster: u32) -> Held<'_> {
         let mut held = lock(&self.held);
         while !held.insert(cluster) {
@@ -163,7 +164,7 @@ impl Server {
         Held { server: self, cluster }
     }
 
-    /// Waits until all that are held now have been let go of.
+    /// Waits until all clusters held now have been released.
     fn await_held(&self) {
         let clusters = lock(&self.held).clone();
         clusters.into_iter().for_each(|cluster| drop(self.hold(cluster)));
@@ -173,22 +174,22 @@ impl Server {
         self.over.load(SeqCst)
     }
 
-    /// There are no descriptors: closes a connection that no session uses just now; whether there was one.
+    /// Called when there are no descriptors: closes an idle connection; returns whether there was one.
     pub(super) fn give_back(&self) -> bool {
         lock(&self.idle).pop().is_some()
     }
 
-    /// A cluster is about to be written to.
+    /// Notes that a cluster is about to be written to. Returns true, for use in a condition.
     pub(super) fn note_written(&self, cluster: u32) -> bool {
         lock(&self.written).insert(cluster);
         true
     }
 
-    /// The keeper's round: renews the keys' time when `renew`, and drops those of clusters that are free. What fails is
-    /// done the next time.
+    /// The keeper's round: renews the keys' time to live if `renew`, and drops the keys of free clusters. What fails is done in
+    /// the next round.
     ///
-    /// The story: keys of free clusters came first, one by one. Where a node of a cluster did not answer each took a third of the time
-    /// limit, and the keys on all other nodes expired meanwhile.
+    /// The story: keys of free clusters came first, one by one. If a node did not answer, each of its keys took a third of the
+    /// time limit, and meanwhile the keys on all other nodes expired.
     pub fn keep(&self, session: &mut Session, is_free: impl Fn(u32) -> bool, renew: bool) {
         let all: Vec<u32> = lock(&self.written).iter().copied().collect();
         let (free, used): (Vec<u32>, Vec<u32>) = all.into_iter().partition(|c| is_free(*c));
@@ -203,7 +204,7 @@ impl Server {
                 continue;
             }
             let _held = self.hold(cluster);
-            // (Who claims it from now on writes to it after us.)
+            // Whoever claims the cluster from now on writes to it after us.
             if !is_free(cluster) {
                 continue;
             }
@@ -215,7 +216,7 @@ impl Server {
         }
     }
 
-    /// Renews the time of these clusters' keys.
+    /// Renews the time to live of these clusters' keys.
     fn renew(&self, session: &mut Session, clusters: &[u32]) {
         let expire = |key: &String| {
             let mut expire = redis::cmd("EXPIRE");
@@ -228,18 +229,18 @@ impl Server {
                 for key in some {
                     pipe.add_command(expire(key)).ignore();
                 }
-                // (A connection that nobody has used for long may have been closed: the next one is new.)
+                // A connection that was idle for long may have been closed by the server; the second try uses a new one.
                 let mut renewed = session.on(&node, false, |con| pipe.query::<()>(con));
                 if renewed.as_ref().is_err_and(|e| redirect_of(e).is_none()) {
                     renewed = session.on(&node, false, |con| pipe.query::<()>(con));
                 }
                 match renewed {
                     Ok(()) => {}
-                    // (Some are elsewhere by now.)
+                    // Some keys have moved to other nodes.
                     Err(e) if redirect_of(&e).is_some() => {
                         some.iter().for_each(|key| drop(session.once(key, &Commands::reading(expire(key)))));
                     }
-                    // (Nor would it answer for the others.)
+                    // It would not answer for the other keys either.
                     Err(_) => break,
                 }
             }
@@ -253,15 +254,15 @@ impl Server {
         session.once(&key, &Commands::writing([unlink])).is_ok()
     }
 
-    /// The run is over: drops all keys. Returns how many may be left, to expire.
+    /// Ends the run: drops all keys. Returns how many may be left, to expire.
     ///
-    /// The story: each batch of keys was tried, for a third of the time limit, at a node that did not answer, and only then it was looked
-    /// whether the time was over: a command that had a gigabyte there ended half a minute after its program.
+    /// The story: each batch of keys was tried at a node that did not answer, for a third of the time limit, before the time was
+    /// looked at. A command with a gigabyte there ended half a minute after its program.
     pub fn end(&self) -> usize {
         self.over.store(true, SeqCst);
-        // Writes under way end before we go on; others see that it is over.
+        // Wait for writes under way; later ones see that the run is over.
         self.await_held();
-        // (Those that are there wait for as long as was said when they were made.)
+        // Existing connections have the timeout that they were made with.
         lock(&self.idle).clear();
         let (mut session, until) = (Session::new(self).of_tries(LAST_TRY), Instant::now() + FAREWELL);
         let mut left: Vec<String> =
@@ -274,7 +275,7 @@ impl Server {
                     let Err(e) = unlink_all(&mut session, &node, some) else { continue };
                     failed.extend_from_slice(some);
                     if redirect_of(&e).is_none() {
-                        // (Nor would it answer for the others. Who does comes first the next time.)
+                        // It would not answer for the other keys either; nodes that do come first the next time.
                         node.down.store(true, Relaxed);
                         failed.extend(parts.by_ref().flatten().cloned());
                     }
@@ -309,12 +310,12 @@ pub(super) mod tests {
     use std::io::{BufRead, BufReader, Write};
     use std::net::TcpListener;
 
-    /// A node that takes every command, and what it was told.
+    /// A node that accepts every command, and the commands it was sent.
     pub fn answering(listener: TcpListener) -> Arc<Mutex<Vec<String>>> {
         answering_by(listener, |_| ":1\r\n")
     }
 
-    /// A node that answers so, and what it was told.
+    /// A node that answers by this function, and the commands it was sent.
     pub fn answering_by(
         listener: TcpListener,
         answer: impl Fn(&str) -> &'static str + Clone + Send + 'static,
@@ -341,7 +342,7 @@ pub(super) mod tests {
         told
     }
 
-    /// A cluster of two nodes at these ports, each with half of the slots, that are given so many seconds.
+    /// A cluster of two nodes at these ports, each with half of the slots, and this timeout in seconds.
     fn cluster_of(ports: [u16; 2], timeout: u32) -> Server {
         let urls = ports.map(|port| format!("127.0.0.1:{port}")).join(",");
         let address = Address::parse(&format!("redis://{urls}?size=1G&timeout={timeout}&ttl=60")).unwrap();
@@ -377,7 +378,7 @@ pub(super) mod tests {
         let expected = |freed: bool| (0..40).filter(|c| !is_silent(*c) && free(*c) == freed).count();
         assert_eq!((of("EXPIRE"), of("UNLINK")), (expected(false), expected(true)));
         assert_eq!(lock(&server.written).len(), 40 - expected(true), "those of the silent one are tried again");
-        // One that was given up is left alone until keys are renewed the next time.
+        // A node that was given up is left alone until keys are renewed the next time.
         server.nodes.named()[0].down.store(true, Relaxed);
         server.keep(&mut session, free, false);
         assert_eq!(tries(), 0);
@@ -394,7 +395,7 @@ pub(super) mod tests {
         answering(other);
         let is_silent = |c: &u32| Arc::ptr_eq(&server.nodes.of(&server.key(*c)), &server.nodes.named()[0]);
         let held_up = (0..).find(is_silent).unwrap();
-        // (Those that had one lock with it.)
+        // Those that shared a lock with it.
         let others: Vec<u32> = (held_up..4000).step_by(256).filter(|c| !is_silent(c)).collect();
         assert!(!others.is_empty());
         std::thread::scope(|threads| {
@@ -417,7 +418,7 @@ pub(super) mod tests {
         let server = cluster_of([0, 1].map(|i| listeners[i].local_addr().unwrap().port()), 60);
         let [silent, other] = listeners;
         let told = answering(other);
-        // (Several times what is sent at once to each of them.)
+        // Several batches for each node.
         (0..8 * BATCH as u32).for_each(|cluster| assert!(server.note_written(cluster)));
         let of = |node: usize| {
             let is_there = |c: &u32| Arc::ptr_eq(&server.nodes.of(&server.key(*c)), &server.nodes.named()[node]);

@@ -1,18 +1,18 @@
-//! A session: how an operation is tried.
+//! A session: tries an operation until it succeeds or must be given up.
 //!
 //! ```text
 //! persist   until it succeeds, is refused, or its time is over; with pauses that double
 //!   once      the node that has the key, and wherever it sends us
 //!     on        one try at one node, by a connection that nobody else uses just then, and not again when it failed
 //! ```
-//! When its time is over a node is taken for dead, and each operation there is tried once only, until one succeeds. What
-//! the server refuses (no memory, no permission) is not tried again. A cluster is asked anew who has what after each
-//! failure: nodes take over from each other.
+//! When an operation's time is over its node is taken for dead: each operation there is tried only once, until one succeeds. What
+//! the server refuses (no memory, no permission) is not tried again. After each failure a cluster is asked for its slots anew, as
+//! nodes take over from each other.
 //!
-//! A write given up may still be under way: the server may be asleep with the command in its buffer. It must not overtake
-//! a later write to the same place, so before anything else is written to that node the connection it was on is ended
-//! (CLIENT KILL): then it has been carried out by then, or never is. (Where that is not permitted such a write would be
-//! found out as a wrong block. A node that has lost a slot to another refuses what comes so late.)
+//! A write that was given up may still be under way: the server may be asleep with the command in its buffer. It must not
+//! overtake a later write to the same place. So before anything else is written to that node, the write's connection is ended
+//! (CLIENT KILL): it has been carried out by then, or never will be. (If CLIENT KILL is not permitted, such a write would show as
+//! a wrong block. A node that has lost a slot to another refuses late writes to it.)
 
 use super::nodes::{Name, Node, lock, redirect_of};
 use super::server::Server;
@@ -25,32 +25,32 @@ use std::time::{Duration, Instant};
 /// First pause between tries, and the longest.
 pub(super) const PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// How often in a row an operation is sent elsewhere.
+/// The most redirects in a row that an operation follows.
 const MOST_REDIRECTS: usize = 8;
-/// What a server answers while it runs a script, and the client library has no name for.
+/// The error code of a server that runs a script; the client library has no name for it.
 const BUSY: &str = "BUSY";
-/// Nodes that are asked in vain who has what, before the operation itself is tried again.
+/// How many nodes may fail to tell the slots before the operation itself is tried again.
 const MOST_IN_VAIN: usize = 2;
 
-/// Commands for one key, as they are sent to a node that is to take over its slot, or has it.
+/// Commands for one key, sent together to the node that has its slot or is to take it over.
 pub(super) struct Commands {
     commands: Vec<redis::Cmd>,
-    /// They change what is there.
+    /// Whether they change the key.
     pub changes: bool,
 }
 
 impl Commands {
-    /// What reads.
+    /// A command that only reads.
     pub fn reading(command: redis::Cmd) -> Self {
         Self { commands: vec![command], changes: false }
     }
 
-    /// What writes.
+    /// Commands that write.
     pub fn writing(commands: impl Into<Vec<redis::Cmd>>) -> Self {
         Self { commands: commands.into(), changes: true }
     }
 
-    /// Sends them, each after ASKING where the slot is only on its way. Returns what the first of them answers.
+    /// Sends them, each after ASKING if the slot is still on its way to the node. Returns the answer to the first.
     fn send(&self, con: &mut Connection, asking: bool) -> RedisResult<Value> {
         let mut pipe = Pipeline::with_capacity(2 * self.commands.len());
         for command in &self.commands {
@@ -64,28 +64,28 @@ impl Commands {
     }
 }
 
-/// Who asks the nodes. Sessions share connections: as many are open as were ever used at once.
+/// A user of the nodes. Sessions share connections: as many are open as were ever used at once.
 pub struct Session<'a> {
     server: &'a Server,
     /// How long one try may take.
     within: Duration,
 }
 
-/// A connection that nobody uses just now.
+/// A connection that nobody uses at the moment.
 pub(super) struct Idle {
     node: Arc<Node>,
     con: Connection,
-    /// Whose it is there, if the server says so.
+    /// Its name at the server, if the server tells.
     name: Option<Name>,
 }
 
 impl<'a> Session<'a> {
-    /// Not connected yet.
+    /// A session that is not connected yet.
     pub fn new(server: &'a Server) -> Self {
         Self { server, within: (server.address().timeout / 3).max(Duration::from_millis(200)) }
     }
 
-    /// The same, whose tries take this long at most; for who has seen to it that no connections are there.
+    /// Limits each try to this time. Existing connections keep their timeout, so the caller must have closed them.
     pub(super) fn of_tries(self, most: Duration) -> Self {
         Self { within: self.within.min(most), ..self }
     }
@@ -98,7 +98,7 @@ impl<'a> Session<'a> {
         drop(idle);
         let mut con = self.server.nodes.connect(node, self.within)?;
         let mut name = None;
-        // (Before Redis 6.2 there is no other than the second.)
+        // Before Redis 6.2 there is only the second.
         for what in ["INFO", "ID"] {
             match redis::cmd("CLIENT").arg(what).query::<String>(&mut con) {
                 Err(e) if !is_refusal(&e) => return Err(e),
@@ -111,7 +111,8 @@ impl<'a> Session<'a> {
         Ok(Idle { node: Arc::clone(node), con, name })
     }
 
-    /// Does something by a connection to a node, which others may use then; if it failed, neither it nor those like it.
+    /// Runs `op` on a connection to a node. If it fails, drops this and all idle connections to the node; otherwise others may
+    /// use this one afterwards.
     fn by_connection<T>(
         &self,
         node: &Arc<Node>,
@@ -160,7 +161,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// One try at the node that has a key, and wherever it sends us.
+    /// One try at the node that has a key, and at the nodes that it redirects us to.
     pub(super) fn once(&mut self, key: &str, commands: &Commands) -> RedisResult<Value> {
         let (mut node, mut asking) = (self.server.nodes.of(key), false);
         let mut done = self.on(&node, commands.changes, |con| commands.send(con, asking));
@@ -172,7 +173,7 @@ impl<'a> Session<'a> {
         done
     }
 
-    /// Asks a cluster who has what, unless it was just asked.
+    /// Asks a cluster for its slots, unless that was just done.
     pub(super) fn look(&mut self) {
         let mut in_vain = 0;
         let nodes = if self.server.nodes.is_cluster() { self.server.nodes.to_be_asked() } else { Vec::new() };
@@ -187,14 +188,14 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Asks a node who has what; whether it says.
+    /// Asks a node for the slots; returns whether it knows any.
     pub(super) fn ask(&mut self, node: &Arc<Node>) -> RedisResult<bool> {
         let answer = self.on(node, false, |con| redis::cmd("CLUSTER").arg("SLOTS").query::<Value>(con))?;
         Ok(self.server.nodes.learn(node, &answer))
     }
 
-    /// Tries until it succeeds, is refused, or the time is over; only while `may`, which is asked each time. The error is
-    /// an error number.
+    /// Tries until the commands succeed, are refused, or the time is over; only while `may`, which is called before each try. The
+    /// error is an errno.
     fn persist(&mut self, key: &str, commands: &Commands, may: impl Fn() -> bool) -> Result<Value, i32> {
         let server = self.server;
         let until = Instant::now() + server.address().timeout;
@@ -209,8 +210,8 @@ impl<'a> Session<'a> {
                     return Ok(value);
                 }
                 Err(Failure::Refused(errno)) => return Err(errno),
-                // (For as long as it takes: the node is well, and those who use the others give them back. What nobody uses is
-                // another node's.)
+                // Without a time limit: the node is well, and other sessions will give back their connections. The idle
+                // connections are to other nodes.
                 Err(Failure::Starved) if !server.is_over() => {
                     if !server.give_back() {
                         std::thread::sleep(PAUSE);
@@ -231,7 +232,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Reads a part of a cluster into `out`.
+    /// Reads a part of a cluster into `out`. The error is an errno.
     pub fn read(&mut self, cluster: u32, at: usize, out: &mut [u8]) -> Result<(), i32> {
         let (key, last) = (self.server.key(cluster), at + out.len() - 1);
         let mut get = redis::cmd("GETRANGE");
@@ -245,7 +246,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Writes a part of a cluster, if `may`: asked each time it is tried.
+    /// Writes a part of a cluster while `may`, which is called before each try. The error is an errno.
     pub fn write(&mut self, cluster: u32, at: usize, bytes: &[u8], may: impl Fn() -> bool) -> Result<(), i32> {
         let (server, key) = (self.server, self.server.key(cluster));
         let _held = server.hold(cluster);
@@ -259,11 +260,11 @@ impl<'a> Session<'a> {
 
 /// Why a try failed.
 enum Failure {
-    /// For good, with this error number.
+    /// The server refuses; with the errno to report.
     Refused(i32),
-    /// It may go better the next time.
+    /// The next try may succeed.
     Broken,
-    /// This process has as many descriptors as it may.
+    /// This process has as many descriptors as it may have.
     Starved,
 }
 
@@ -280,10 +281,10 @@ impl From<RedisError> for Failure {
     }
 }
 
-/// Whether the server answered, and the answer is no. (Not while it loads its data, or changes its role, or runs a script.)
+/// Whether the server answered, and the answer is no. (It is not while it loads its data, changes its role, or runs a script.)
 ///
-/// The story: for as long as somebody's script runs a server answers all else that it is busy. That was a no, of which four were given
-/// within some milliseconds: pages were lost to a script of a second.
+/// The story: while a script runs, a server answers everything else with BUSY. That counted as a refusal; four came within some
+/// milliseconds, and pages were lost to a script that ran for a second.
 fn is_refusal(e: &RedisError) -> bool {
     use ServerErrorKind as Kind;
     match e.kind() {
@@ -300,10 +301,10 @@ fn is_refusal(e: &RedisError) -> bool {
 
 /// Whether there was no descriptor for a connection.
 ///
-/// The story: a run with a hundred processes had none left, and the node to which no connection could be made was taken for dead. Reads
+/// The story: a run with a hundred processes had none left, and the node that could not be connected to was taken for dead. Reads
 /// there failed, and their pages were lost.
 fn is_starved(e: &RedisError) -> bool {
-    // (That is how the client keeps it.)
+    // The client wraps the cause in this way.
     let cause = e.source().and_then(|e| e.downcast_ref::<Arc<dyn Error + Send + Sync>>());
     let cause = cause.and_then(|e| e.downcast_ref::<std::io::Error>()).and_then(std::io::Error::raw_os_error);
     matches!(cause, Some(libc::EMFILE | libc::ENFILE))
