@@ -1,7 +1,7 @@
 //! `uzswap lab blocks`: what larger units of compression gain, on memory of real programs.
 //!
-//! Each image is cut into blocks of each size, each block is compressed by itself with each codec, decompressed, and
-//! compared. A block that does not save a sixteenth counts as stored raw, as in the pool. One thread.
+//! The lab cuts each image into blocks of each size. It compresses each block by itself with each codec, decompresses it, and
+//! compares. A block that does not save a sixteenth counts as stored raw, as in the pool. All on one thread.
 
 use crate::experiment::{Common, Runs, Stop, at_least, go_on};
 use crate::images::{self, Image};
@@ -18,7 +18,7 @@ use uzswap_mm::codec::{Algorithm, Compressor, Decompressor, Encoding};
 pub struct Args {
     #[command(flatten)]
     pub(crate) common: Common,
-    /// Bytes of each image [default: 32M, 6M with --quick]
+    /// Size of each image [default: 32M, 6M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = crate::size::parse)]
     image: Option<u64>,
     #[command(flatten)]
@@ -46,7 +46,7 @@ struct Figure {
     decompress: f64,
 }
 
-/// Runs the experiment; says whether all that was read was right.
+/// Runs the experiment. Returns whether everything read back was right.
 ///
 /// # Errors
 /// Why it ended early.

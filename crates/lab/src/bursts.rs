@@ -1,12 +1,12 @@
-//! The process that uses memory in bursts: what the shrinker is for.
+//! A process that uses memory in bursts: the case that the shrinker is made for.
 //!
-//! Three kinds of memory, all with real contents, every page verified whole when it is read:
+//! It has three kinds of memory, all with real contents. Whenever it reads a page, it verifies all of it:
 //!
-//! - *warm*: used in each round by Zipf's law, a third of it written;
-//! - *cold*: written once, of which each round reads a few pages;
-//! - a *burst*: fresh memory that is filled, read once and given back, each round.
+//! - *warm*: each round uses it by Zipf's law, and writes to a third of what it uses;
+//! - *cold*: written once; each round reads a few pages of it;
+//! - a *burst*: each round fills fresh memory, reads it once and gives it back.
 //!
-//! So what enters the pool is a mixture of what will be wanted soon, much later and never.
+//! So the pool gets a mixture of pages that are wanted soon, much later, or never.
 
 use crate::data::Source;
 use crate::memory::{self, Memory, Origin};
@@ -34,10 +34,10 @@ pub struct Args {
     rounds: u32,
 }
 
-/// What it says, and what follows, when some memory did not hold what was written.
+/// Printed, with details behind it, when memory did not hold what was written.
 pub const NOT_KEPT: &str = "MEMORY WAS NOT KEPT";
 
-/// Runs it; 0 when all that was read was what was written.
+/// Runs the process; returns 0 if everything read was what was written.
 #[must_use]
 pub fn main(args: &Args) -> i32 {
     match work(args) {
@@ -52,7 +52,7 @@ pub fn main(args: &Args) -> i32 {
     }
 }
 
-/// Pages of one kind, and how often each was written.
+/// Pages of one kind, with the number of times each was written.
 struct Pages<'a> {
     memory: Box<dyn Memory>,
     source: &'a Source,
@@ -74,11 +74,11 @@ impl<'a> Pages<'a> {
     }
 
     fn bytes(&mut self, page: u64) -> &mut [u8] {
-        // SAFETY: the memory is this value's alone, and the page within it.
+        // SAFETY: this value alone uses the memory, and the page is within it.
         unsafe { std::slice::from_raw_parts_mut(self.memory.base().add(page as usize * PAGE), PAGE) }
     }
 
-    /// What a page holds: a page of the source, but for eight bytes that say which page this is and how often it was
+    /// The contents of a page: a page of the source, except for eight bytes that say which page this is and how often it was
     /// written.
     fn expected(&self, page: u64) -> (u64, &'a [u8]) {
         let version = u64::from(self.versions[page as usize]);

@@ -1,15 +1,15 @@
-//! Churn: what ages memory before it is measured.
+//! Churn: ages memory before it is measured.
 //!
-//! Runs of 1 to 512 pages, all sizes alike, anywhere, are written, read back and dropped in any order: so pages leave and come
-//! back in pieces other than those they came in, and frames and compressed objects of all sizes are taken and freed. It
-//! verifies what it reads, and leaves the memory as it was: empty, but its frames and its pool where the churn left them.
+//! It writes, reads back and drops runs of 1 to 512 pages, all sizes alike, anywhere and in any order. So pages leave and come
+//! back in other pieces than they came in, and frames and compressed objects of all sizes are taken and freed. Churn verifies
+//! what it reads. It leaves the memory empty, but its frames and its pool in the state that the churn left them in.
 
 use crate::data::Source;
 use crate::memory::Memory;
 use crate::size::PAGE;
 use crate::workload::{Corrupt, Random};
 
-/// Pages touched by an hour of a program that touches 2,000 cold ones a second.
+/// Touches in one hour of a program that touches 2,000 cold pages a second.
 pub const HOUR: u64 = 3600 * 2000;
 
 /// The order of the largest run: 2 MiB.
@@ -19,7 +19,7 @@ const MAX_ORDER: u64 = 9;
 struct Churn<'a> {
     memory: &'a dyn Memory,
     source: &'a Source,
-    /// The page of the source that a page holds, plus one; 0 where it was dropped.
+    /// For each page, the number of the source's page that it holds, plus one; 0 if it was dropped.
     held: Vec<u32>,
     random: Random,
 }
@@ -57,7 +57,7 @@ impl Churn<'_> {
         let from = self.random.below(self.source.pages() as u64) as usize;
         for page in first..first + n {
             let at = (from + page - first) % self.source.pages();
-            // SAFETY: both are whole pages, apart from each other; the memory is this worker's alone.
+            // SAFETY: both are whole pages that do not overlap; the memory is this worker's alone.
             unsafe { std::ptr::copy_nonoverlapping(self.source.page(at).as_ptr(), self.word(page, 0).cast(), PAGE) };
             self.held[page] = at as u32 + 1;
         }
@@ -94,12 +94,12 @@ mod tests {
         let source = Source::of_bytes((0..64 * PAGE).map(|i| (i * 31 + i / PAGE) as u8 | 1).collect());
         let memory = memory::take(Origin::Anonymous, 1024 * PAGE, 0, false).unwrap();
         churn(&*memory, &source, 20_000).unwrap();
-        // SAFETY: this test's own memory.
+        // SAFETY: the memory is this test's own, and nobody writes to it meanwhile.
         let bytes = unsafe { std::slice::from_raw_parts(memory.base(), memory.len()) };
         assert!(bytes.iter().all(|b| *b == 0));
     }
 
-    /// Memory that does not drop what it is told to is found out.
+    /// Memory that does not drop what it is told to drop is found out.
     #[test]
     fn what_is_not_as_it_should_be_is_told() {
         struct Keeps(Box<dyn Memory>);

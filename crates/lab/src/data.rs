@@ -1,4 +1,4 @@
-//! Real contents for memory: the files of programs and the heap of a running one.
+//! Real contents for memory: the files of programs, and the heap of a running one.
 
 use crate::size::PAGE;
 use std::fs::{self, File};
@@ -7,10 +7,10 @@ use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Pages of real contents, mapped from a file and shared: page cache, so not memory any limit here is about.
+/// Pages of real contents, mapped shared from a file. They are page cache, which no limit here counts.
 pub struct Source {
     bytes: Bytes,
-    /// The exclusive or of each page's words behind the stamp.
+    /// The exclusive or of each page's words, except the first (the stamp's).
     folded: Vec<u64>,
 }
 
@@ -20,7 +20,7 @@ enum Bytes {
 }
 
 impl Source {
-    /// Maps the file and reads it through once.
+    /// Maps the file, and reads it through once.
     ///
     /// # Errors
     /// When the file cannot be opened or mapped, or holds no whole page.
@@ -30,7 +30,7 @@ impl Source {
         if len == 0 {
             return Err(io::Error::other("no whole page in it"));
         }
-        // SAFETY: a new shared read-only mapping of a file nobody changes while the lab runs.
+        // SAFETY: a new shared read-only mapping of a file that nobody changes while the lab runs.
         let base =
             unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0) };
         if base == libc::MAP_FAILED {
@@ -39,7 +39,8 @@ impl Source {
         Ok(Self::fold(Bytes::Mapped { base: base.cast(), len }))
     }
 
-    /// `len` bytes of what is [written](fn@write), in a file of `dir` that is gone already; and what they hold.
+    /// Makes a source of `len` bytes of what [write](fn@write) writes, in a file of `dir` that is deleted at once. Also returns a
+    /// description of the contents.
     ///
     /// # Errors
     /// As there; when the file cannot be read again.
@@ -53,7 +54,7 @@ impl Source {
         made
     }
 
-    /// A source from bytes at hand, whole pages of them.
+    /// A source of these bytes, which must be whole pages.
     #[must_use]
     pub fn of_bytes(bytes: Vec<u8>) -> Self {
         Self::fold(Bytes::Owned(bytes))
@@ -74,7 +75,7 @@ impl Source {
         }
     }
 
-    /// How many pages.
+    /// The number of pages.
     #[must_use]
     pub fn pages(&self) -> usize {
         self.bytes().len() / PAGE
@@ -94,7 +95,7 @@ impl Source {
         u64::from_ne_bytes(bytes)
     }
 
-    /// The exclusive or of a page's words, but the first.
+    /// The exclusive or of a page's words, except the first.
     #[must_use]
     pub fn folded(&self, page: usize) -> u64 {
         self.folded[page]
@@ -110,11 +111,11 @@ impl Drop for Source {
     }
 }
 
-/// Writes `len` bytes of real contents to `path`: a quarter of it the heap of a Python program, a quarter Python's
-/// own sources, the rest the machine's shared libraries. Says what it holds.
+/// Writes `len` bytes of real contents to `path`: a quarter from the heap of a Python program, a quarter from Python's own
+/// sources, the rest from the machine's shared libraries. Returns a description of the contents.
 ///
 /// # Errors
-/// When there is not enough to read or the file cannot be written.
+/// When there is not enough to read, or the file cannot be written.
 pub fn write(path: &Path, len: u64, python: Option<&Path>) -> Result<String, String> {
     let fail = |e: io::Error| format!("cannot write {}: {e}", path.display());
     let mut out = Vec::with_capacity(len as usize);
@@ -147,7 +148,7 @@ pub fn write(path: &Path, len: u64, python: Option<&Path>) -> Result<String, Str
     Ok(parts.join(", "))
 }
 
-/// Appends at most 4 MiB of a file, in whole pages, up to a length of `upto`.
+/// Appends at most 4 MiB of a file, in whole pages, until `out` has `upto` bytes.
 pub(crate) fn append(path: &Path, out: &mut Vec<u8>, upto: usize) {
     let room = upto.saturating_sub(out.len()).min(4 << 20);
     if room < PAGE {
@@ -157,7 +158,7 @@ pub(crate) fn append(path: &Path, out: &mut Vec<u8>, upto: usize) {
     if let Ok(file) = File::open(path) {
         let _ = file.take(room as u64).read_to_end(out);
     }
-    // Text in memory is packed, not padded to pages; only what a cut leaves over goes.
+    // Text in memory is packed, not padded to pages, so only what a cut leaves over is removed.
     if out.len() - before == room {
         out.truncate(out.len() / PAGE * PAGE);
     }
@@ -198,7 +199,7 @@ fn python_files() -> Vec<PathBuf> {
     files
 }
 
-/// Has Python build what programs build (dicts, lists, strings, numbers, parsed JSON), and hand out its own heap.
+/// Has Python build what programs build (dicts, lists, strings, numbers, parsed JSON), and dump its own heap.
 pub(crate) fn python_heap(python: &Path, out: &mut Vec<u8>, upto: usize) {
     const SCRIPT: &str = r"
 import sys, json, random

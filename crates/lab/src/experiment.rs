@@ -1,4 +1,4 @@
-//! What all experiments share: the options every one has, and how one ends.
+//! What all experiments share: their common options, and how they end.
 
 use crate::process;
 use crate::size::MIB;
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 /// Options of every experiment.
 #[derive(clap::Args)]
 pub struct Common {
-    /// A shorter experiment on less memory: tells whether it works, its figures are rough
+    /// A shorter experiment on less memory: tells whether it works; its figures are rough
     #[arg(long)]
     pub quick: bool,
     /// Write the findings to FILE
@@ -19,16 +19,16 @@ pub struct Common {
     pub json: Option<PathBuf>,
 }
 
-/// The option of experiments whose measurements are repeated.
+/// The option of experiments that repeat their measurements.
 #[derive(clap::Args)]
 pub struct Runs {
-    /// Runs of each, of which the median counts [default: 3, 1 with --quick]
+    /// Runs of each; the median counts [default: 3, 1 with --quick]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=99))]
     runs: Option<u32>,
 }
 
 impl Runs {
-    /// How often each measurement is to be made.
+    /// How often to make each measurement.
     #[must_use]
     pub fn count(&self, common: &Common) -> u32 {
         self.runs.unwrap_or(if common.quick { 1 } else { 3 })
@@ -42,18 +42,18 @@ pub enum Stop {
     Interrupted,
     /// It cannot go on; one sentence.
     Failed(String),
-    /// What was asked makes no sense, whatever machine this is; one sentence.
+    /// The request makes no sense on any machine; one sentence.
     Wrongly(String),
 }
 
 impl From<String> for Stop {
-    /// What fails once a signal has come, fails because of it.
+    /// After a signal, whatever fails counts as interrupted.
     fn from(reason: String) -> Self {
         if process::interrupted() { Self::Interrupted } else { Self::Failed(reason) }
     }
 }
 
-/// Refuses a `--NAME` that an experiment cannot work on: `least` is what it takes.
+/// Refuses a `--NAME` of less than `least` bytes, which the experiment needs.
 ///
 /// # Errors
 /// [`Stop::Wrongly`].
@@ -61,7 +61,7 @@ pub fn at_least(name: &str, bytes: u64, least: u64) -> Result<(), Stop> {
     if bytes < least { Err(Stop::Wrongly(format!("--{name} is to be {}M or more", least / MIB))) } else { Ok(()) }
 }
 
-/// Ends an experiment that a signal asked to end; to be asked between measurements.
+/// Ends an experiment that a signal asked to end; called between measurements.
 ///
 /// # Errors
 /// [`Stop::Interrupted`].
@@ -69,8 +69,9 @@ pub fn go_on() -> Result<(), Stop> {
     if process::interrupted() { Err(Stop::Interrupted) } else { Ok(()) }
 }
 
-/// Runs an experiment, which says whether all it read was right, and returns the exit status: 0 done, whatever the
-/// verdicts; 1 something failed or read wrong; 125 called wrongly; 130 interrupted. A file of findings that cannot be written is said at once.
+/// Runs an experiment and returns the exit status: 0 done, whatever the verdicts; 1 something failed or read wrong; 125 called
+/// wrongly; 130 interrupted. `experiment` returns whether everything read back was right. If the file for the findings cannot be
+/// written, this says so before it starts.
 #[must_use]
 pub fn run(common: &Common, experiment: impl FnOnce() -> Result<bool, Stop>) -> i32 {
     process::unwind_on_signals();
@@ -78,13 +79,14 @@ pub fn run(common: &Common, experiment: impl FnOnce() -> Result<bool, Stop>) -> 
     status(end, undo::is_left())
 }
 
-/// Refuses a file that cannot be written, before hours of measuring whose figures would be lost. Nothing is left where nothing was.
+/// Refuses a file that cannot be written, before hours of measurements whose figures would be lost. Creates no file that was not
+/// there.
 ///
 /// # Errors
 /// One sentence.
 pub fn writable(path: &Path) -> Result<(), String> {
     let is_new = path.symlink_metadata().is_err();
-    // (A pipe whose reader is not there yet is waited for when there is something to write.)
+    // If a pipe has no reader yet, waiting for it is left to the end, when there is something to write.
     let opened = File::options().append(true).create(true).custom_flags(libc::O_NONBLOCK).open(path);
     match opened {
         Err(e) if e.raw_os_error() != Some(libc::ENXIO) => {
@@ -95,7 +97,7 @@ pub fn writable(path: &Path) -> Result<(), String> {
     }
 }
 
-/// What came of printing to standard output; a reader that has seen enough is no error.
+/// The result of printing to standard output. A reader that has closed its end is no error.
 ///
 /// # Errors
 /// That nothing can be written there, in one sentence.
@@ -108,9 +110,9 @@ pub fn seen(printed: io::Result<()>) -> Result<(), String> {
     }
 }
 
-/// The exit status; `left` says that the machine is not as it was.
+/// The exit status; `left` means that the machine is not as it was.
 ///
-/// The story: where something could not be undone, a lab that was interrupted said that the machine was as before, and any other ended
+/// The story: when something could not be undone, an interrupted lab said that the machine was as before, and any other ended
 /// with 0.
 pub(crate) fn status(end: Result<bool, Stop>, left: bool) -> i32 {
     match end {
@@ -146,7 +148,7 @@ mod tests {
         assert_eq!(at_least("memory", 16 << 20, 16 << 20), Ok(()));
     }
 
-    /// The story: that the findings could not be written was said when everything had been measured.
+    /// The story: the lab said only after all measurements that it could not write the findings.
     #[test]
     fn what_cannot_be_written_is_said_before_it_is_measured() {
         let dir = std::env::temp_dir().join(format!("uzswap-lab-experiment-{}", std::process::id()));

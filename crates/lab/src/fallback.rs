@@ -1,12 +1,17 @@
 //! `uzswap lab fallback`: what four small folios for one decompression are worth when large frames are scarce.
 //!
-//! The work is like a build's: each step reads runs of 64 KiB that many steps share (headers), fills an area of its own
-//! with real contents (what a compiler builds), goes back and forth in it, and now and then all areas of the last steps
-//! are read through (a link). It runs in a region of the library under a third of the memory it uses, three times:
-//! contiguous frames as they come; *scarce*, where all but one request in a hundred for contiguous frames are refused;
-//! and scarce without the fall-back, where a block whose frames cannot be had gives the page touched and is decompressed
-//! again for the next. The pool is not charged, as in the original's cgroup: real contents hardly fit in a third of their
-//! size, and with the pool charged there would be next to no room for the program. Every page read is checked: its number and version at a place that moves, and in the end all of it.
+//! The work resembles a build. Each step reads runs of 64 KiB that many steps share (headers), fills an area of its own with real
+//! contents (what a compiler builds), goes back and forth in it, and now and then reads through all areas of the last steps (a
+//! link). It runs in a region of the library, under a third of the memory it uses, three times:
+//!
+//! - with contiguous frames as they come;
+//! - *scarce*: 99 of 100 requests for contiguous frames are refused;
+//! - scarce and without the fall-back: if there are no frames for a block, only the page touched comes, and the block is
+//!   decompressed again for the next.
+//!
+//! The pool is not charged, as in the original's cgroup: real contents hardly fit in a third of their size, so a charged pool
+//! would leave next to no room for the program. Every page read is checked: its number and version at a place that moves, and at
+//! the end all of it.
 
 use crate::data::Source;
 use crate::experiment::{Common, Runs, Stop, at_least, go_on};
@@ -27,14 +32,14 @@ use uzswap_pager::region::{Options, Region};
 pub struct Args {
     #[command(flatten)]
     pub(crate) common: Common,
-    /// Memory the work is on; its limit is a third [default: 96M, 36M with --quick]
+    /// Memory that the work uses; the limit is a third of it [default: 96M, 36M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
     #[command(flatten)]
     runs: Runs,
 }
 
-/// Pages of a run of headers, and of a step's own area.
+/// Pages in a run of headers, and in a step's own area.
 const RUN: usize = 16;
 const AREA: usize = 64;
 /// Steps between two links.
@@ -43,7 +48,7 @@ const LINK: usize = 16;
 const SUBJECTS: [(&str, &str); 3] =
     [("plenty", "frames as they come"), ("fallback", "scarce"), ("without", "scarce, no fall-back")];
 
-/// What one run took.
+/// The figures of one run.
 #[derive(Clone, Copy, Default)]
 struct Figures {
     reads: Duration,
@@ -63,7 +68,7 @@ struct Figures {
     fallbacks: u64,
 }
 
-/// Runs the experiment; says whether all that was read was right.
+/// Runs the experiment. Returns whether everything read back was right.
 ///
 /// # Errors
 /// Why it ended early.
@@ -75,7 +80,7 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
     let (dir, _dir) = keeper.make_dir(None)?;
     let (source, holds) = Source::made(&dir, 32 * MIB, programs::python().as_deref())?;
     let mut all: [Vec<Figures>; 3] = Default::default();
-    // In turn, so that what else the machine does meets all alike.
+    // Runs alternate, so that other load on the machine meets all of them alike.
     for _ in 0..runs {
         for (figures, (subject, _)) in all.iter_mut().zip(SUBJECTS) {
             go_on()?;
@@ -126,19 +131,19 @@ fn findings(all: &[Vec<Figures>; 3], memory: u64, runs: usize, holds: &str) -> F
         verdicts: vec![
             Verdict::at_most("blocks decompressed twice for one use", 0.0, twice),
             Verdict::at_most("swap-in time with the fall-back, of that without", 0.75, reads(1) / reads(2)),
-            // (Says the same where other programs leave the clock's time to chance.)
+            // CPU time says the same where other programs make the clock's time unreliable.
             Verdict::at_most("swap-in CPU time with the fall-back, of that without", 0.75, cpu(1) / cpu(2)),
         ],
         ..Findings::new("fallback", settings)
     }
 }
 
-/// The memory, and what it should hold.
+/// The memory, and the model of what it holds.
 struct Work<'a> {
     memory: &'a mut [u8],
     versions: Vec<u32>,
     source: &'a Source,
-    /// Time of the reads, by the clock and in CPU seconds of the whole process.
+    /// Time spent reading: by the clock, and in CPU seconds of the whole process.
     reads: Duration,
     reads_cpu: f64,
 }
@@ -148,7 +153,7 @@ impl Work<'_> {
         ((page as u64) << 32 | u64::from(version)).to_le_bytes()
     }
 
-    /// Where a page has its stamp.
+    /// The place of a page's stamp.
     fn at(page: usize, version: u32) -> usize {
         page * PAGE + (page * 7 + version as usize * 13) % (PAGE / 8) * 8
     }
@@ -208,7 +213,7 @@ fn build_once(subject: &str, size: usize, source: &Source) -> Result<Figures, St
     folios.scarce.store(if subject == "plenty" { 0 } else { 100 }, Relaxed);
     folios.fallback_off.store(u32::from(subject == "without"), Relaxed);
     let pages = size / PAGE;
-    // SAFETY: the region is used here alone, and given to no system call.
+    // SAFETY: the region is used only here, and given to no system call.
     let memory = unsafe { region.as_slice_mut() };
     let mut work = Work { memory, versions: vec![0; pages], source, reads: Duration::ZERO, reads_cpu: 0.0 };
     let before = Used::by_me();
@@ -241,7 +246,7 @@ fn build_once(subject: &str, size: usize, source: &Source) -> Result<Figures, St
     Ok(figures)
 }
 
-/// The build: headers in the first half, areas of steps in the second.
+/// The build: headers are in the first half, the areas of the steps in the second.
 fn build(work: &mut Work, pages: usize) -> Result<(), String> {
     let mut random = Random::new(1);
     let headers = pages / 2 / RUN;
@@ -249,7 +254,7 @@ fn build(work: &mut Work, pages: usize) -> Result<(), String> {
     (0..headers * RUN).for_each(|page| work.write(page));
     for step in 0..areas * 3 {
         for _ in 0..12 {
-            // Some headers are in every file, most in few.
+            // Every file includes some headers; few files include most of them.
             let run = ((random.unit() * random.unit()) * headers as f64) as usize;
             work.timed(run * RUN..(run + 1) * RUN)?;
         }
@@ -269,7 +274,7 @@ fn build(work: &mut Work, pages: usize) -> Result<(), String> {
     Ok(())
 }
 
-/// CPU seconds of this process, its reclaim thread included.
+/// CPU seconds of this process, including its reclaim thread.
 fn cpu_seconds() -> f64 {
     let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the call fills `t`.

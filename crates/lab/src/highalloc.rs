@@ -1,11 +1,11 @@
-//! `uzswap lab highalloc`: how many huge blocks an ageing machine has to give, under three rules of compaction.
+//! `uzswap lab highalloc`: how many huge blocks an ageing machine can give, under three rules of compaction.
 //!
-//! Read [`trace`] (what real programs do to memory), [`aging`] (the machine that replays it), then the phases below. Each
-//! policy gets a machine of its own, the same traces and the same seed, and no restart between the iterations.
+//! Read [`trace`] (what real programs do to memory), [`aging`] (the machine that replays it), then the phases below. Each policy
+//! gets a machine of its own, with the same traces and the same seed, and no restart between iterations.
 //!
-//! The pivot begins in the middle of the machine. At the machine's start it would be the old way until it moves, and that takes the longest
-//! deferral: six passes in vain and no success between. Most attempts succeed here, so it never came to that, and both rows were the
-//! same in every figure. How often it moves is in the table.
+//! The pivot begins in the middle of the machine. At the machine's start it would be the old rule until it moves, and it moves
+//! only after the longest deferral: six passes in vain without a success between. Most attempts succeed here, so that never
+//! happened, and both rows had the same figures. The table says how often the pivot moves.
 
 pub mod aging;
 mod processes;
@@ -38,19 +38,19 @@ pub struct Args {
     /// Iterations without restart
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=20))]
     iterations: u32,
-    /// What is drawn is drawn from this
+    /// Seed of all random choices
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
-    /// Traces of the programs: read from FILE, or recorded and written to it
+    /// Traces of the programs: read from FILE if it exists, else recorded and written to it
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
 }
 
-/// Share of the blocks that is asked for.
+/// The share of the blocks that is asked for.
 const ASKED: f64 = 0.95;
-/// Memory that the load has when it starts, resident or not, times the machine's.
+/// Memory of the load when it starts, resident or not, as a multiple of the machine's.
 const LOAD: f64 = 1.5;
-/// Published figures in percent: phases 1 to 3 at iterations 1 to 3.
+/// Published figures in percent: phases 1 to 3, at iterations 1 to 3.
 const PUBLISHED: [(&str, [[f64; 3]; 3]); 2] = [
     ("published_old", [[36.2, 23.4, 16.4], [37.2, 25.0, 17.2], [85.8, 82.8, 80.4]]),
     ("published_pivot", [[51.0, 45.0, 42.6], [59.6, 50.8, 48.2], [85.6, 82.8, 79.4]]),
@@ -65,20 +65,20 @@ const SUBJECTS: [(&str, &str); 5] = [
 
 /// One iteration of one policy.
 struct Iteration {
-    /// Success in percent of what was asked for, by phase.
+    /// Success by phase, in percent of what was asked for.
     phases: [f64; 3],
-    /// What a perfect packer would have got in phase 3, likewise.
+    /// What a perfect packer would have got in phase 3, in the same unit.
     bound: f64,
     /// Blocks obtained in the three phases.
     blocks: usize,
-    /// What compaction and the machine did in it.
+    /// The counters of compaction in this iteration.
     compaction: Counters,
     counts: Counts,
-    /// Pool bytes used of those held, after the warm-up.
+    /// Used bytes of the pool per byte that it holds, after the warm-up.
     density: f64,
-    /// How often the pivot moved in it.
+    /// How often the pivot moved in this iteration.
     pivot_moves: Option<u64>,
-    /// Where it stands at the end, in percent of the machine.
+    /// Where the pivot is at the end, in percent of the machine.
     pivot_at: Option<f64>,
 }
 
@@ -90,7 +90,7 @@ struct Settings {
     references: usize,
 }
 
-/// Runs the experiment; says whether all that was read was right.
+/// Runs the experiment. Returns whether everything read back was right.
 ///
 /// # Errors
 /// Why it ended early.
@@ -134,7 +134,7 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
     Ok(wrong == 0)
 }
 
-/// The traces in a file.
+/// Reads the traces in a file.
 fn read(path: &Path) -> Result<Vec<Trace>, String> {
     let file = path.display();
     let text = std::fs::read(path).map_err(|e| format!("cannot read {file}: {e}"))?;
@@ -150,13 +150,13 @@ fn read(path: &Path) -> Result<Vec<Trace>, String> {
     }
 }
 
-/// Records traces, to `file` if there is one, by way of `dir`.
+/// Records traces by way of `dir`, and writes them to `file` if there is one.
 fn record(file: Option<&Path>, keeper: &Keeper, dir: &Path) -> Result<Vec<Trace>, Stop> {
     file.map_or(Ok(()), writable)?;
-    // The command records; a lab built as an example has none.
+    // The command can record; a lab built as an example cannot.
     let own = std::env::current_exe().ok().filter(|exe| exe.file_name().is_some_and(|name| name == "uzswap"));
     let traces = trace::record_all(own.as_deref(), keeper, dir);
-    // (What was recorded by then is not to be read as if it were all.)
+    // An interrupted recording must not be read as if it were complete.
     go_on()?;
     if traces.is_empty() {
         return Err("none of the programs to record (python3, cc, sort, xz) is here".to_owned().into());
@@ -183,7 +183,7 @@ fn describe(settings: &Settings, traces: &[Trace]) -> Value {
     })
 }
 
-/// One machine through all iterations.
+/// Runs one machine through all iterations.
 fn age<P: Policy>(
     settings: &Settings,
     policy: impl FnOnce() -> P,
@@ -254,7 +254,7 @@ type Done = [(&'static str, Vec<Iteration>); 3];
 type Figure = (&'static str, &'static str, fn(&Iteration) -> f64);
 type PivotsFigure = (&'static str, &'static str, fn(&Iteration) -> Option<f64>);
 
-/// Of who has a pivot that moves.
+/// Figures of policies with a pivot that moves.
 const PIVOTS_FIGURES: &[PivotsFigure] = &[
     ("pivot moved", "times", |i| i.pivot_moves.map(|n| n as f64)),
     ("pivot at the end, of the machine", "%", |i| i.pivot_at),
@@ -314,7 +314,7 @@ fn rows(done: &Done, settings: &Settings) -> Vec<Row> {
     rows
 }
 
-/// The targets, for the rule of our own.
+/// The targets for our own rule.
 fn verdicts(done: &Done) -> Vec<Verdict> {
     let [(_, old), _, (_, own)] = done;
     let least = |of: fn(&Iteration) -> f64| own.iter().map(of).fold(f64::INFINITY, f64::min);
@@ -351,7 +351,7 @@ mod tests {
     use uzswap_mm::compaction::policy::Pivot;
     use uzswap_mm::zone::BLOCK_FRAMES;
 
-    /// A program that takes a MiB after the other, keeps every other one, and asks for them now and then.
+    /// A program that takes one MiB after another, keeps every other one, and asks for those now and then.
     fn made_up() -> Trace {
         let steps = (0..40u32).map(|i| Step {
             came: vec![(i * 256, 256)],
@@ -361,8 +361,8 @@ mod tests {
         Trace { program: "made up".to_owned(), steps: steps.collect(), peak: 24 * 256 }
     }
 
-    /// The story: with the pivot at the machine's start the row of the published rule was that of the old way, figure by figure, as the
-    /// pivot moves after the longest deferral only and that never came.
+    /// The story: with the pivot at the machine's start, the published rule had the same figures as the old one, as the pivot
+    /// moves only after the longest deferral, which never came.
     #[test]
     fn the_pivot_is_not_the_old_way_again() {
         let settings = Settings { frames: 16 * BLOCK_FRAMES, iterations: 1, seed: 1, warm_up: 40, references: 6 };
@@ -371,7 +371,7 @@ mod tests {
         let pivot = age(&settings, || Rule::Pivot.policy(), &traces, &contents).ok().unwrap();
         assert!(old[0].pivot_at.is_none() && pivot[0].pivot_at.is_some());
         assert_ne!(old[0].compaction, pivot[0].compaction);
-        // From the machine's start it is the old way, until it moves.
+        // At the machine's start it is the old rule until it moves.
         let from_start = age(&settings, || Pivot::new(0), &traces, &contents).ok().unwrap();
         assert_eq!((from_start[0].pivot_moves, from_start[0].pivot_at), (Some(0), Some(0.0)));
         assert_eq!(from_start[0].compaction, old[0].compaction);

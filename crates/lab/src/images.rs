@@ -10,9 +10,9 @@ use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// What a program's memory held.
+/// Memory of a program.
 pub struct Image {
-    /// Of what.
+    /// The program's name.
     pub name: &'static str,
     /// Whole pages, none of them all zeros.
     pub bytes: Vec<u8>,
@@ -48,7 +48,7 @@ public class Heap {
 }
 "#;
 
-/// SQL that fills a database in memory.
+/// SQL that fills an in-memory database.
 fn sql(len: usize) -> String {
     format!(
         "CREATE TABLE t(id INTEGER PRIMARY KEY, name TEXT, score REAL, body TEXT);\n\
@@ -60,7 +60,7 @@ fn sql(len: usize) -> String {
     )
 }
 
-/// The images this machine can make, of up to `len` bytes each, and the names of those it cannot. Files are made in
+/// The images that this machine can make, of up to `len` bytes each, and the names of those that it cannot. Files are made in
 /// `dir`.
 #[must_use]
 pub fn all(keeper: &Keeper, dir: &Path, len: usize) -> (Vec<Image>, Vec<&'static str>) {
@@ -110,11 +110,11 @@ pub fn all(keeper: &Keeper, dir: &Path, len: usize) -> (Vec<Image>, Vec<&'static
 
 /// Starts a program, waits until it says that it is ready, and reads its anonymous memory.
 ///
-/// The story: a program that waits to be read, as Java's does for ever, was left where the lab was killed meanwhile.
+/// The story: when the lab was killed meanwhile, programs that wait to be read stayed, as Java's does for ever.
 fn heap_of(keeper: &Keeper, command: &mut Command, input: &str, len: usize) -> Option<Vec<u8>> {
     let command = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut started = Started::of(keeper, command).ok()?;
-    // Kept open: some end when there is no more to read.
+    // Kept open, as some programs end when there is no more to read.
     let mut stdin = started.child.stdin.take()?;
     stdin.write_all(input.as_bytes()).ok()?;
     stdin.flush().ok()?;
@@ -123,7 +123,7 @@ fn heap_of(keeper: &Keeper, command: &mut Command, input: &str, len: usize) -> O
     (line.trim() == "ready").then(|| read_memory(started.child.id(), len))?
 }
 
-/// Up to `len` bytes of a process's private writable memory that belongs to no file, without zero pages.
+/// Reads up to `len` bytes of a process's private writable memory that no file backs, without zero pages.
 fn read_memory(pid: u32, len: usize) -> Option<Vec<u8>> {
     let maps = fs::read_to_string(format!("/proc/{pid}/maps")).ok()?;
     let mut memory = fs::File::open(PathBuf::from(format!("/proc/{pid}/mem"))).ok()?;

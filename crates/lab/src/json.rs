@@ -1,4 +1,4 @@
-//! What an experiment found, in the shape every lab writes with `--json`.
+//! The findings of an experiment, in the form in which every lab writes them with `--json`.
 
 use crate::experiment::seen;
 use serde::Serialize;
@@ -12,35 +12,35 @@ use std::path::Path;
 pub struct Findings {
     /// Its name.
     pub experiment: String,
-    /// What it was measured on.
+    /// The machine that it was measured on.
     pub machine: Map<String, Value>,
-    /// How it was measured.
+    /// The settings that it was measured with.
     pub settings: Map<String, Value>,
     /// The figures.
     pub rows: Vec<Row>,
-    /// How they compare with the targets. One not measured is absent.
+    /// How the figures compare with the targets. Targets that were not measured are absent.
     pub verdicts: Vec<Verdict>,
 }
 
 /// One line of figures.
 #[derive(Debug, Serialize)]
 pub struct Row {
-    /// What was done.
+    /// What was measured.
     pub name: String,
     /// The unit of all values.
     pub unit: &'static str,
-    /// A number by subject; a subject not measured is absent.
+    /// A number for each subject; a subject that was not measured is absent.
     pub values: Map<String, Value>,
-    /// What the table says of a subject that has no number, where that is a finding too. Not in the file, whose values
-    /// are numbers: there the notes among the settings tell.
+    /// The table's entries for subjects without a number, where that is a finding too. They are not in the file, whose values are
+    /// numbers; there the notes among the settings say it.
     #[serde(skip)]
     marks: BTreeMap<String, &'static str>,
 }
 
-/// One target.
+/// The comparison with one target.
 #[derive(Debug, Serialize)]
 pub struct Verdict {
-    /// What is to hold, with the direction ("at least", "at most").
+    /// What should hold, with the direction ("at least", "at most").
     pub what: String,
     /// The target.
     pub target: f64,
@@ -64,7 +64,7 @@ impl Row {
         }
     }
 
-    /// Says in place of a subject's number why there can be none ("OOM-killed").
+    /// Notes why a subject can have no number ("OOM-killed").
     pub fn mark(&mut self, subject: &str, mark: &'static str) {
         self.marks.insert(subject.to_owned(), mark);
     }
@@ -109,7 +109,7 @@ impl Verdict {
 }
 
 impl Findings {
-    /// Those of an experiment on this machine, without figures yet; `settings` are an object.
+    /// The findings of an experiment on this machine, without figures yet. `settings` is an object.
     #[must_use]
     pub fn new(experiment: &str, settings: Value) -> Self {
         let settings = match settings {
@@ -120,22 +120,22 @@ impl Findings {
         Self { experiment, machine, settings, rows: Vec::new(), verdicts: Vec::new() }
     }
 
-    /// Prints them as a table, whose columns are `subjects` (name in the file, title), with `notes` below it, and writes
-    /// them to `file` if there is one: how every experiment ends.
+    /// Prints the findings as a table with `notes` below it, and writes them to `file` if there is one; every experiment ends
+    /// with this. The columns are `subjects` (name in the file, title).
     ///
     /// # Errors
-    /// When the file cannot be written, or nobody can have seen the table: what, and why.
+    /// When the file or the table cannot be written: what, and why.
     pub fn publish(&self, subjects: &[(&str, &str)], notes: &[String], file: Option<&Path>) -> Result<(), String> {
         let table = crate::table::render(self, subjects, notes);
         let shown = io::stdout().write_all(table.as_bytes()).and_then(|()| io::stdout().flush());
-        // (A table that nobody sees is no reason to lose the file.)
+        // Write the file even if the table cannot be printed.
         if let Some(path) = file {
             self.write(path).map_err(|e| format!("cannot write {}: {e}", path.display()))?;
         }
         seen(shown)
     }
 
-    /// Writes them to a file.
+    /// Writes the findings to a file.
     ///
     /// # Errors
     /// When the file cannot be written.

@@ -1,7 +1,7 @@
 //! `uzswap lab kernel`: the same work under the kernel's compressed swaps and under uzswap.
 //!
-//! Read [`subject`] (who does the work, and how one run is judged), [`memory`] (workloads on memory, and the limit),
-//! [`churned`] (the same after an hour's churn), then [`programs`] (real programs).
+//! Read [`subject`] (who does the work, and how one run is judged), [`memory`] (workloads on memory, and the limit), [`churned`]
+//! (the same after an hour's churn), then [`programs`] (real programs).
 
 mod churned;
 mod memory;
@@ -25,7 +25,7 @@ use subject::{Failure, Subject, With};
 pub struct Args {
     #[command(flatten)]
     pub(crate) common: Common,
-    /// The limit; the work is on twice as much [default: 128M, 32M with --quick]
+    /// The limit; the work uses twice as much [default: 128M, 32M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
     #[command(flatten)]
@@ -34,7 +34,7 @@ pub struct Args {
     #[arg(long, value_name = "PART", value_delimiter = ',')]
     #[arg(value_parser = ["memory", "churn", "programs", "overhead", "limit"])]
     only: Vec<String>,
-    /// Where files are made meanwhile (a swap file among them, so no tmpfs) [default: the system's temporary directory]
+    /// Directory for temporary files, a swap file among them, so no tmpfs [default: the system's temporary directory]
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
     /// The command whose `run` is measured [default: this one]
@@ -42,13 +42,13 @@ pub struct Args {
     uzswap: Option<PathBuf>,
 }
 
-/// When `--quick` starts nothing more: what runs then is stopped, and writing the table takes no time.
+/// When `--quick` starts nothing more and stops what still runs; writing the table takes no time.
 const QUICK: Duration = Duration::from_secs(37);
 
-/// One experiment under way.
+/// An experiment under way.
 struct Lab<'a> {
     keeper: &'a Keeper,
-    /// Of the lab's own, gone afterwards.
+    /// A directory of the lab's own, removed at the end.
     dir: PathBuf,
     exe: PathBuf,
     uzswap: PathBuf,
@@ -56,22 +56,22 @@ struct Lab<'a> {
     size: u64,
     runs: u32,
     quick: bool,
-    /// Bytes of swap each peer gets.
+    /// Bytes of swap for each peer.
     swap: u64,
     rows: Vec<Row>,
     verdicts: Vec<Verdict>,
     notes: Vec<String>,
-    /// Subjects that cannot be set up here, with the reason.
+    /// Subjects that cannot be set up here, and why.
     out: BTreeMap<Subject, String>,
-    /// When a quick experiment is to be over.
+    /// When a quick experiment must end.
     deadline: Option<Instant>,
-    /// Runs the kernel's OOM killer ended, by subject.
+    /// Runs that the kernel's OOM killer ended, by subject.
     oom: RefCell<BTreeMap<Subject, u32>>,
-    /// Whether all that was read was right.
+    /// Whether everything read back was right.
     right: bool,
 }
 
-/// Runs the experiment; says whether all that was read was right.
+/// Runs the experiment. Returns whether everything read back was right.
 ///
 /// # Errors
 /// Why it ended early.
@@ -134,7 +134,7 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
 }
 
 impl Lab<'_> {
-    /// All parts, or `only` those.
+    /// Measures all parts, or those in `only`.
     fn measure(&mut self, only: &[String], python: Option<&Path>) -> Result<(), Stop> {
         let wants = |part: &str| only.is_empty() || only.iter().any(|p| p == part);
         self.try_run()?;
@@ -144,7 +144,7 @@ impl Lab<'_> {
         if wants("memory") {
             self.memory()?;
         }
-        // (Minutes by its nature.)
+        // Churn takes minutes, whatever the size.
         if wants("churn") && !(self.quick && only.is_empty()) {
             self.churned()?;
         }
@@ -153,8 +153,7 @@ impl Lab<'_> {
             if !missing.is_empty() {
                 self.notes.push(format!("Not measured: {}.", missing.join(", ")));
             }
-            // (First, as it is short and takes no peer: with --quick time may run out over peers that are killed again and
-            // again.)
+            // First, as it is short and needs no peer: with --quick, peers that are killed again and again may use up the time.
             if let (true, Some(program)) = (wants("overhead"), programs.first()) {
                 self.overhead(program)?;
             }
@@ -172,10 +171,10 @@ impl Lab<'_> {
         tell!("uzswap lab: {what}");
     }
 
-    /// Tells early whether there is a `run` to measure.
+    /// Finds out early whether there is a `run` to measure.
     fn try_run(&mut self) -> Result<(), Stop> {
         let done = self.run(Subject::RunCharged, &["/bin/true".into()], self.limit, &With::default());
-        // (Else that it was interrupted would be why there is none.)
+        // Otherwise an interruption would be taken for the reason.
         go_on()?;
         let reason = done.map_or_else(|failure| Err(failure.to_string()), |outcome| outcome.ok());
         if let Err(reason) = reason {
@@ -187,7 +186,7 @@ impl Lab<'_> {
     }
 }
 
-/// Writes down that a subject has no figure in a part of the experiment. A signal stops everything.
+/// Notes that a subject has no figure in a part of the experiment. A signal stops everything.
 fn fail(lab: &mut Lab<'_>, part: &str, subject: Subject, failure: Failure) -> Result<(), Stop> {
     if process::interrupted() {
         return Err(Stop::Interrupted);

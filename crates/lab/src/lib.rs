@@ -1,22 +1,22 @@
 //! uzswap's experiments, with the kernel's own swap as a peer.
 //!
-//! `uzswap lab kernel` does the same work under the kernel's zswap, the kernel's zram and uzswap, in one run, and
-//! says how they compare. The work itself is done by a *worker*: this very binary, executed again, so that the same
-//! code is what runs plain, in a memory cgroup, under `uzswap run`, and in a region of the library.
+//! `uzswap lab kernel` does the same work under the kernel's zswap, the kernel's zram and uzswap, in one run, and compares them.
+//! A *worker* does the work: it is this very binary, executed again, so the same code runs plain, in a memory cgroup, under
+//! `uzswap run`, and in a region of the library.
 //!
-//! Read in this order: [`workload`] (what is done to memory, and how every read is verified), [`worker`] (the process
-//! that does it), [`peers`] (the kernel's side, set up and undone), [`kernel`] (the experiment), [`programs`] (the
-//! real programs), [`table`] and [`json`] (what comes out).
+//! Read in this order: [`workload`] (what is done to memory, and how every read is verified), [`worker`] (the process that does
+//! it), [`peers`] (sets up the kernel's side, and undoes it), [`kernel`] (the experiment), [`programs`] (the real programs),
+//! [`table`] and [`json`] (the output).
 
-/// A line on stderr, as `eprintln!` has it; where nothing can be written there it is lost, and the lab goes on: a guard that panicked would
-/// leave the machine as it is.
+/// Prints a line on stderr, like `eprintln!`. If nothing can be written there the line is lost and the lab goes on: a guard that
+/// panicked would leave the machine as it is.
 macro_rules! tell {
     ($($part:tt)*) => {{
         let _ = std::io::Write::write_all(&mut std::io::stderr(), (format!($($part)*) + "\n").as_bytes());
     }};
 }
 
-/// A line on stdout, as `println!` has it, but for a reader that has seen enough.
+/// Prints a line on stdout, like `println!`, but ignores that a reader has closed its end.
 macro_rules! show {
     ($($part:tt)*) => {{
         let _ = std::io::Write::write_all(&mut std::io::stdout(), (format!($($part)*) + "\n").as_bytes());
@@ -67,15 +67,15 @@ enum Experiment {
     Kernel(kernel::Args),
     /// Ratio and time by unit of compression, on memory of real programs
     Blocks(blocks::Args),
-    /// Swap-in with contiguous frames made scarce, with and without the fall-back to four small folios
+    /// Swap-in when contiguous frames are scarce, with and without the fall-back to four small folios
     Fallback(fallback::Args),
-    /// Page state that can be asked for: whether it is exact, what it costs, how fast it is read
+    /// Page state: whether it is exact, what it costs, how fast it is read
     Pagemap(pagemap::Args),
     /// How many huge blocks an ageing machine can give, under three rules of compaction
     Highalloc(highalloc::Args),
     /// Many processes that write more than the limit of their group: whole folios, split ones, and the kernel's zswap
     Usemem(usemem::Args),
-    /// The processes of `usemem` (used by the lab itself)
+    /// A process of `usemem` (used by the lab itself)
     #[command(hide = true)]
     UsememWorker(usemem_worker::Args),
     /// What goes to disk under each write-back policy, and under the kernel's zswap with its shrinker on
@@ -94,7 +94,7 @@ pub fn command() -> clap::Command {
     Cli::command()
 }
 
-/// Runs `uzswap lab ARGS…` (`args` are what follows `lab`) and returns the exit status.
+/// Runs `uzswap lab ARGS…` (`args` is what follows `lab`) and returns the exit status.
 ///
 /// 0: done, whatever the verdicts; 1: something failed or read wrong; 125: called wrongly, as with all of `uzswap`; 130:
 /// interrupted.

@@ -1,9 +1,9 @@
-//! What the figures were measured on.
+//! The machine that figures were measured on.
 
 use serde_json::{Map, Value, json};
 use std::fs;
 
-/// The machine: processor, memory, kernel, and the kernel's settings that matter here.
+/// Describes the machine: processor, memory, kernel, and the kernel's settings that matter here.
 #[must_use]
 pub fn describe() -> Map<String, Value> {
     let read = |path: &str| fs::read_to_string(path).map(|s| s.trim().to_owned()).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Where a worker's memory comes from: the one place that knows.
+//! Where a worker's memory comes from; only this module knows.
 
 use std::io;
 use std::ops::Range;
@@ -6,17 +6,17 @@ use uzswap_pager::region::{Options, Region};
 
 /// Memory a workload runs on. Private to one worker, readable and writable, zero at first.
 pub trait Memory {
-    /// Its first byte, page aligned.
+    /// The first byte, page-aligned.
     fn base(&self) -> *mut u8;
-    /// Its length in bytes, whole pages.
+    /// The length in bytes, whole pages.
     fn len(&self) -> usize;
-    /// Whether it holds nothing.
+    /// Whether the length is 0.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
-    /// Drops the contents of a range, of whole pages: it reads as zeros then.
+    /// Drops the contents of a range of whole pages, which then reads as zeros.
     fn drop_range(&self, range: Range<usize>);
-    /// Bytes that its own compressed pool holds, where it has one.
+    /// Bytes that its own compressed pool holds, if it has one.
     fn pool(&self) -> u64 {
         0
     }
@@ -25,17 +25,17 @@ pub trait Memory {
 /// The sources of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Origin {
-    /// Anonymous memory of the kernel, as any program has it.
+    /// The kernel's anonymous memory, as in any program.
     Anonymous,
-    /// A region of the uzswap library, which keeps the limit itself.
+    /// A region of the uzswap library, which enforces the limit itself.
     Region,
 }
 
-/// Takes `len` bytes from `origin`. `limit` is what a [`Origin::Region`] may use; `uncharged` leaves its compressed
-/// pool out of that, as a cgroup v1 does with the kernel's.
+/// Takes `len` bytes from `origin`. `limit` is for an [`Origin::Region`]; `uncharged` leaves its compressed pool out of that, as
+/// a cgroup v1 does with the kernel's.
 ///
 /// # Errors
-/// When the memory cannot be had, with the reason.
+/// When the memory cannot be had: why.
 pub fn take(origin: Origin, len: usize, limit: u64, uncharged: bool) -> Result<Box<dyn Memory>, String> {
     match origin {
         Origin::Anonymous => Ok(Box::new(Anonymous::map(len).map_err(|e| format!("cannot map {len} bytes: {e}"))?)),
@@ -98,7 +98,7 @@ impl Memory for Anonymous {
 
     fn drop_range(&self, range: Range<usize>) {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {}", self.len);
-        // SAFETY: the mapping is ours and nobody holds a reference into it.
+        // SAFETY: the mapping is ours, and nobody holds a reference into it.
         unsafe {
             libc::madvise(self.base.add(range.start).cast(), range.end - range.start, libc::MADV_DONTNEED);
         }

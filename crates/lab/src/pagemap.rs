@@ -1,4 +1,4 @@
-//! `uzswap lab pagemap`: page state that can be asked for: whether it is exact, what it costs, how fast it is read.
+//! `uzswap lab pagemap`: page state: whether it is exact, what it costs, how fast it is read.
 
 use crate::experiment::{Common, Stop, at_least, go_on};
 use crate::json::{Findings, Row, Verdict};
@@ -19,22 +19,22 @@ use uzswap_pager::shared::{SharedMapping, SharedOptions, SharedRegion};
 pub struct Args {
     #[command(flatten)]
     pub(crate) common: Common,
-    /// Memory that is faulted in and scanned [default: 1G, 128M with --quick]
+    /// Memory to fault in and scan [default: 1G, 128M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     size: Option<u64>,
 }
 
 /// Loops of the fault-in experiment, as published.
 const LOOPS: usize = 5;
-/// Pages that a fault in sequence brings to a private region, and publishes in one go. (The owner of a shared one publishes
-/// page by page.)
+/// Pages that a sequential fault brings to a private region and publishes at once. (The owner of a shared region publishes page
+/// by page.)
 const RUN: u64 = 128;
-/// Times each scan is done, of which the median counts.
+/// How often each scan is done; the median counts.
 const SCANS: usize = 21;
-/// The page on which the sequence is done.
+/// The page on which the sequence of steps is done.
 const SUBJECT: usize = 5;
 
-/// Runs the experiment; says whether all that was read was right.
+/// Runs the experiment. Returns whether everything read back was right.
 ///
 /// # Errors
 /// Why it ended early.
@@ -71,7 +71,7 @@ struct Lab {
     verdicts: Vec<Verdict>,
     wrong: u64,
     asked: u64,
-    /// MADV_REMOVE could not be tried: owners may not serve the kernel's faults here, and do not see it.
+    /// MADV_REMOVE could not be tried: owners may not serve the kernel's faults here, so they do not see it.
     blind: bool,
 }
 
@@ -81,7 +81,7 @@ fn words_at(base: *mut u8, page: usize) -> &'static AtomicU64 {
 }
 
 impl Lab {
-    /// Asks after a step; what is said of a wrong answer goes to stderr.
+    /// Asks for the state after a step; reports a wrong answer on stderr.
     fn expect(&mut self, who: &str, step: &str, state: PageState, present: bool, swapped: bool) {
         self.asked += 1;
         if (state.present(), state.swapped()) != (present, swapped) {
@@ -96,7 +96,7 @@ impl Lab {
         }
     }
 
-    /// Acceptance D's functional test.
+    /// The functional test of acceptance D.
     fn sequences(&mut self, notes: &mut Vec<String>) -> Result<(), String> {
         for markers in [true, false] {
             self.shared_sequence(markers, false)?;
@@ -115,8 +115,8 @@ impl Lab {
         Ok(())
     }
 
-    /// The sequence on a shared region: processes A and B (two mappings), a mapping made at each step, a forked child.
-    /// False when a huge page was wanted and not to be had.
+    /// The sequence on a shared region: processes A and B (two mappings), a mapping made anew at each step, a forked child.
+    /// Returns false if a huge page was wanted and could not be had.
     fn shared_sequence(&mut self, markers: bool, huge: bool) -> Result<bool, String> {
         let failed = |e: std::io::Error| format!("shared region: {e}");
         let options = SharedOptions { markers, ..SharedOptions::new(16 << 20) };
@@ -154,7 +154,7 @@ impl Lab {
         step(self, "PAGEOUT", false, true)?;
         a.remove(range.clone()).map_err(failed)?;
         step(self, "REMOVE", false, false)?;
-        // The same by the kernel's own call: of a page that is out, and of one in memory.
+        // The same by the kernel's own call, for a page that is out and for one in memory.
         let remove = |m: &SharedMapping| {
             // SAFETY: a page of the mapping, which is used as atomics only.
             match unsafe { libc::madvise(m.as_mut_ptr().add(range.start).cast(), PAGE, libc::MADV_REMOVE) } {
@@ -208,7 +208,7 @@ impl Lab {
         Ok(())
     }
 
-    /// The fault-in experiment: only the time of the faults counts. Off and on take turns.
+    /// The fault-in experiment: only the time of the faults counts. Runs with and without the page map alternate.
     fn fault_in(
         &mut self,
         name: &str,
@@ -271,7 +271,7 @@ impl Lab {
         })
     }
 
-    /// Scanning the page map against the kernel's two ways, on the same region, all asking which pages are present.
+    /// Scans the page map and, on the same region, in the kernel's two ways. All ask which pages are present.
     fn scans(&mut self, size: usize) -> Result<(), String> {
         let options = Options::new(size + size / 4 + (64 << 20));
         let region = Region::new(size, &options).map_err(|e| e.to_string())?;
@@ -321,7 +321,7 @@ impl Lab {
         }
         let mut row = Row::new(format!("scan, {what}"), "µs");
         row.put("map", Some(ours.0));
-        // The kernel counts the zero frames that uzswap keeps out, so only its time is compared, where it answered.
+        // The kernel counts the zero frames that uzswap keeps out, so only its time is compared, if it answered.
         row.put("pagemap", (file.1 > 0).then_some(file.0));
         row.put("scan", (scan.1 > 0).then_some(scan.0));
         self.rows.push(row);
@@ -336,7 +336,7 @@ impl Lab {
     }
 }
 
-/// Median time in µs, and the answer.
+/// The median time in µs, and the answer.
 fn timed(mut work: impl FnMut() -> usize) -> (f64, usize) {
     let (mut times, mut answer) = (Vec::new(), 0);
     for _ in 0..SCANS {
@@ -347,8 +347,7 @@ fn timed(mut work: impl FnMut() -> usize) -> (f64, usize) {
     (median(&times).unwrap_or(f64::NAN), answer)
 }
 
-/// What publishing one page's state takes, in ns, over a table that is larger than a cache of the first level, in runs of
-/// `run` pages.
+/// The time to publish one page's state in ns, over a table larger than a first-level cache, in runs of `run` pages.
 fn publish_cost(run: u64) -> f64 {
     const PAGES: u64 = 1 << 18;
     let words: Vec<AtomicU64> = (0..PAGES / 8).map(|_| AtomicU64::new(0)).collect();
@@ -367,10 +366,10 @@ fn publish_cost(run: u64) -> f64 {
     start.elapsed().as_secs_f64() * 1e9 / (8 * PAGES) as f64
 }
 
-/// Fills a region and has the kernel make one huge page of its object's first 2 MiB. False when it does not.
+/// Fills a region and has the kernel make one huge page of its object's first 2 MiB. Returns false if the kernel does not.
 ///
-/// The region's mappings lie anywhere and ask for small pages: so by another mapping of the object, which the owner's threads
-/// have open.
+/// The region's own mappings lie anywhere and ask for small pages. So this uses another mapping of the object, which the owner's
+/// threads have open.
 fn collapse(m: &SharedMapping) -> bool {
     const MADV_COLLAPSE: i32 = 25;
     const HUGE: usize = 2 << 20;
@@ -378,7 +377,7 @@ fn collapse(m: &SharedMapping) -> bool {
     let Some(object) = object_of(m) else { return false };
     let rw = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: a reservation of twice the size, a mapping of the object at an aligned place in it, and advice on that; contents
-    // stay, and all of it goes again.
+    // stay, and all of it is unmapped again.
     unsafe {
         let (none, flags) = (std::ptr::null_mut(), libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
         let room = libc::mmap(none, 2 * HUGE, libc::PROT_NONE, flags, -1, 0);
@@ -388,7 +387,7 @@ fn collapse(m: &SharedMapping) -> bool {
         let place = (room as usize).next_multiple_of(HUGE) as *mut libc::c_void;
         let fd = object.as_raw_fd();
         let mapped = libc::mmap(place, HUGE, rw, libc::MAP_SHARED | libc::MAP_FIXED, fd, 0) == place;
-        // (Touched: the kernel wants a page table.)
+        // The page is touched, as the kernel needs a page table.
         let done = mapped
             && place.cast::<u64>().read_volatile() == 1
             && libc::madvise(place, HUGE, libc::MADV_HUGEPAGE) == 0
@@ -398,7 +397,7 @@ fn collapse(m: &SharedMapping) -> bool {
     }
 }
 
-/// The memory object that a mapping is of, from wherever in this process it is open.
+/// The memory object behind a mapping, wherever in this process it is open.
 fn object_of(m: &SharedMapping) -> Option<std::fs::File> {
     let start = format!("{:x}-", m.as_mut_ptr() as usize);
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
@@ -411,16 +410,16 @@ fn object_of(m: &SharedMapping) -> Option<std::fs::File> {
     std::fs::File::options().read(true).write(true).open(path).ok()
 }
 
-/// What a forked child finds.
+/// The answer of a forked child.
 fn in_forked_child(ask: impl Fn() -> u8) -> Result<u8, String> {
     // SAFETY: the child only asks, and leaves at once with the answer as its status.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        // SAFETY: ends the child.
+        // SAFETY: the call ends the child.
         unsafe { libc::_exit(i32::from(ask())) };
     }
     let mut status = 0;
-    // SAFETY: a child of ours.
+    // SAFETY: `child` is ours and not reaped; `status` outlives the call.
     let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
     if child < 0 || waited != child || !libc::WIFEXITED(status) {
         return Err("a forked child did not answer".to_owned());

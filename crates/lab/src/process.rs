@@ -1,4 +1,4 @@
-//! Starting what is measured, and watching it from outside.
+//! Starts what is measured, and watches it from outside.
 
 use crate::peers::cgroup::Rescue;
 use crate::undo::{Keeper, Step, Todo};
@@ -19,19 +19,19 @@ extern "C" fn on_signal(_: libc::c_int) {
     INTERRUPTED.store(true, Ordering::SeqCst);
     let group = CHILD_GROUP.load(Ordering::SeqCst);
     if group > 0 {
-        // SAFETY: kill is async-signal-safe; the group is a child's that was not waited for.
+        // SAFETY: kill is async-signal-safe; the group is that of a child that has not been waited for.
         unsafe { libc::kill(-group, libc::SIGKILL) };
     }
 }
 
-/// Makes SIGINT, SIGTERM and SIGHUP end the lab in order: the running child is killed, everything else unwinds. One that is ignored stays
-/// so.
+/// Has SIGINT, SIGTERM and SIGHUP end the lab in order: the running child is killed, everything else unwinds. A signal that is
+/// ignored stays ignored.
 ///
-/// The story: a lab that was started by nohup, as it takes hours, ended with its terminal.
+/// The story: a lab started by nohup, as it takes hours, ended with its terminal.
 pub fn unwind_on_signals() {
     let handler = on_signal as extern "C" fn(libc::c_int) as libc::sighandler_t;
     for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
-        // SAFETY: zero is a sigaction, and the call fills it; the handler does async-signal-safe things only.
+        // SAFETY: zero is a valid sigaction, and the call fills it; the handler makes async-signal-safe calls only.
         unsafe {
             let mut now: libc::sigaction = std::mem::zeroed();
             libc::sigaction(signal, std::ptr::null(), &raw mut now);
@@ -42,7 +42,7 @@ pub fn unwind_on_signals() {
     }
 }
 
-/// Whether a signal asked to stop.
+/// Whether a signal asked the lab to stop.
 #[must_use]
 pub fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::SeqCst)
@@ -51,42 +51,42 @@ pub fn interrupted() -> bool {
 /// What to run.
 #[derive(Clone)]
 pub struct Spec {
-    /// Program and arguments.
+    /// The program and its arguments.
     pub argv: Vec<OsString>,
-    /// Environment on top of the lab's.
+    /// Environment variables on top of the lab's.
     pub env: Vec<(&'static str, String)>,
-    /// File of its standard input, if any.
+    /// The file for its standard input, if any.
     pub stdin: Option<PathBuf>,
-    /// Memory cgroup to start in.
+    /// The memory cgroup to start it in.
     pub cgroup: Option<PathBuf>,
-    /// How often to look at its memory, if at all.
+    /// How often to sample its memory, if at all.
     pub sample: Option<Duration>,
-    /// When to give up.
+    /// When to give it up.
     pub timeout: Duration,
 }
 
-/// What came of it.
+/// The result of a run.
 pub struct Outcome {
     /// How it ended.
     pub status: ExitStatus,
     /// All it wrote.
     pub stdout: Vec<u8>,
-    /// What it said on stderr.
+    /// What it wrote to stderr.
     pub stderr: String,
-    /// From before it was started to after it ended.
+    /// Seconds from before its start until after its end.
     pub seconds: f64,
-    /// The most anonymous memory its process tree held at once, as sampled.
+    /// The most anonymous memory that its process tree held at once, as sampled.
     pub peak_anon: u64,
-    /// Times its memory was looked at.
+    /// How often its memory was sampled.
     pub samples: u64,
     /// Whether it was killed for taking too long.
     pub timed_out: bool,
-    /// Times it waited because the kernel's reclaim had given up, and was woken.
+    /// How often it was woken because it waited after the kernel's reclaim had given up.
     pub rescues: u64,
 }
 
 impl Outcome {
-    /// `Ok` when it ended well, else why not, in one line.
+    /// `Ok` if it ended well, else why not, in one line.
     ///
     /// # Errors
     /// When it did not exit with 0.
@@ -106,8 +106,8 @@ impl Outcome {
     }
 }
 
-/// A child under way, in a group of its own. That group is killed by a signal that ends the lab, by who drops this, or by the guard where
-/// the lab is killed; so what the child left behind ends, too.
+/// A running child, in a process group of its own. The group is killed by a signal that ends the lab, when this value is dropped,
+/// or by the guard if the lab is killed. So processes that the child left behind end, too.
 pub struct Started {
     /// The child.
     pub child: Child,
@@ -130,7 +130,7 @@ impl Started {
         let mut started = Self { child, kill: None };
         let kill = keeper.will_undo(Step::KillGroup(pid));
         if kill.is_err() || interrupted() {
-            // SAFETY: kill has no memory effects; the child was not waited for.
+            // SAFETY: kill has no memory effects; the child has not been waited for.
             unsafe { libc::kill(-pid, libc::SIGKILL) };
         }
         started.kill = Some(kill?);
@@ -146,7 +146,7 @@ impl Drop for Started {
     }
 }
 
-/// The command of what is to be run.
+/// Builds the command for a spec.
 fn command(spec: &Spec) -> Result<Command, String> {
     let mut command = Command::new(&spec.argv[0]);
     command.args(&spec.argv[1..]).envs(spec.env.iter().map(|(k, v)| (*k, v.as_str())));
@@ -160,7 +160,7 @@ fn command(spec: &Spec) -> Result<Command, String> {
             .write(true)
             .open(cgroup.join("cgroup.procs"))
             .map_err(|e| format!("cannot enter the cgroup: {e}"))?;
-        // SAFETY: one write system call between fork and exec.
+        // SAFETY: the closure makes one write system call between fork and exec.
         unsafe {
             command.pre_exec(move || {
                 use std::io::Write;
@@ -171,10 +171,10 @@ fn command(spec: &Spec) -> Result<Command, String> {
     Ok(command)
 }
 
-/// Runs it to its end. `Err` when it cannot be started, or the lab was interrupted.
+/// Runs a spec to its end.
 ///
 /// # Errors
-/// See above; in one sentence.
+/// When it cannot be started, or the lab was interrupted; one sentence.
 pub fn run(keeper: &Keeper, spec: &Spec) -> Result<Outcome, String> {
     let mut command = command(spec)?;
     let start = Instant::now();
@@ -225,7 +225,7 @@ struct Watched {
     rescues: u64,
 }
 
-/// How often a cgroup is looked at for what waits in it.
+/// How often to look for processes that wait in a cgroup.
 const RESCUE_EVERY: Duration = Duration::from_millis(1);
 
 fn watch(pid: i32, spec: &Spec, start: Instant, stopped: &mpsc::Receiver<()>) -> Watched {
@@ -250,13 +250,13 @@ fn watch(pid: i32, spec: &Spec, start: Instant, stopped: &mpsc::Receiver<()>) ->
         }
         if !watched.timed_out && start.elapsed() > spec.timeout {
             watched.timed_out = true;
-            // SAFETY: kill has no memory effects; the main thread is still waiting for the child, or about to say so.
+            // SAFETY: kill has no memory effects; the main thread still waits for the child, or is about to say that it does not.
             unsafe { libc::kill(-pid, libc::SIGKILL) };
         }
     }
 }
 
-/// Anonymous memory (`RssAnon`) of a process and all below it, in bytes.
+/// Anonymous memory (`RssAnon`) of a process and all its descendants, in bytes.
 fn tree_anon(pid: i32) -> u64 {
     let root = PathBuf::from(format!("/proc/{pid}"));
     let own = fs::read_to_string(root.join("status")).map_or(0, |status| rss_anon(&status));
@@ -288,7 +288,7 @@ mod tests {
     /// See [`unwind_on_signals`].
     #[test]
     fn what_is_ignored_stays_ignored() {
-        // SAFETY: dispositions of this process, whose other tests send it no signals.
+        // SAFETY: these are dispositions of this process, whose other tests send it no signals.
         let found = unsafe {
             libc::signal(libc::SIGHUP, libc::SIG_IGN);
             unwind_on_signals();

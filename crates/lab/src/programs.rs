@@ -1,4 +1,4 @@
-//! Real programs, made to hold memory and use it, with an output that says whether it was kept.
+//! Real programs that hold memory and use it, with an output that shows whether it was kept.
 
 use crate::workload::Random;
 use std::ffi::OsString;
@@ -29,7 +29,7 @@ for k, v in d.items(): h = (h * 31 + v[1]) & 0xffffffff
 print(len(d), h)
 ";
 
-/// The Python interpreter itself, past any wrapper on the path.
+/// The Python interpreter itself, not a wrapper on the path.
 #[must_use]
 pub fn python() -> Option<PathBuf> {
     let output = Command::new("python3").args(["-I", "-c", "import sys; print(sys.executable)"]).output().ok()?;
@@ -41,9 +41,9 @@ pub(crate) fn find(name: &str) -> Option<PathBuf> {
     std::env::split_paths(&std::env::var_os("PATH")?).map(|dir| dir.join(name)).find(|path| path.is_file())
 }
 
-/// The programs this machine has, with their inputs written to `dir`; and those that cannot be measured, with the reason.
+/// The programs that this machine has, with their inputs written to `dir`; and those that cannot be measured, with the reason.
 ///
-/// The story: where the disk had no room for an input, what had been measured in an hour before was lost.
+/// The story: the disk had no room for an input, and an hour of measurements was lost.
 #[must_use]
 pub fn all(dir: &Path, python: Option<&Path>, quick: bool) -> (Vec<Program>, Vec<String>) {
     let mut programs = Vec::new();
@@ -106,7 +106,7 @@ UPDATE t SET score = score + 1 WHERE id % 7 = 0;
 SELECT count(*), sum(score) FROM (SELECT score FROM t ORDER BY body LIMIT 300000);
 ";
 
-/// Lines in no order, as logs have them.
+/// Lines in random order, as in logs.
 fn lines(count: usize) -> Vec<u8> {
     let mut random = Random::new(7);
     let mut text = String::with_capacity(count * 48);
@@ -117,7 +117,7 @@ fn lines(count: usize) -> Vec<u8> {
     text.into_bytes()
 }
 
-/// A C file of many functions.
+/// A C file with many functions.
 #[must_use]
 pub fn c_source(functions: usize) -> String {
     let mut text = String::from("struct s { int a[16]; long b; struct s *next; };\n");

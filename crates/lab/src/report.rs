@@ -1,23 +1,23 @@
-//! What a report of `uzswap run` (`--report FILE`) says, for judging a run by it.
+//! Reads reports of `uzswap run` (`--report FILE`), to judge a run by them.
 
 use crate::size::mib;
 use serde_json::Value;
 use std::path::Path;
 
-/// A report; `None` when there is none that can be read.
+/// Reads a report; `None` if there is none that can be read.
 #[must_use]
 pub fn read(path: &Path) -> Option<Value> {
     serde_json::from_str(&std::fs::read_to_string(path).ok()?).ok()
 }
 
-/// Bytes of the pools when most was stored.
+/// Bytes of the pools at the time when most was stored.
 #[must_use]
 pub fn pool(report: &Value) -> Option<u64> {
     report.pointer("/counters/pool_total_size")?.as_u64()
 }
 
-/// The most that was charged against the limit at once, in bytes: what the kernel said at the members' looks, less the pool where
-/// that is not charged.
+/// The highest charge against the limit, in bytes: what the kernel said when members looked, without the pool if that is not
+/// charged.
 #[must_use]
 pub fn peak(report: &Value) -> Option<u64> {
     report.get("peak")?.as_u64()
@@ -29,8 +29,8 @@ pub fn metadata(report: &Value) -> Option<u64> {
     report.pointer("/counters/metadata_size")?.as_u64().filter(|bytes| *bytes > 0)
 }
 
-/// Whether something that held `counted` bytes (of what counts against its limit) of the `whole` it works on was limited
-/// at all; if not, how fast it was says nothing. What is to be said of it then.
+/// A note if something was not limited at all, so its speed says nothing. It held `counted` bytes that count against its limit,
+/// of the `whole` that it works on.
 #[must_use]
 pub fn unlimited(name: &str, counted: u64, whole: u64) -> Option<String> {
     (counted as f64 > 0.95 * whole as f64)

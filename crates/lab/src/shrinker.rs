@@ -1,16 +1,15 @@
-//! `uzswap lab shrinker`: what is written to disk, under each policy, and what that costs.
+//! `uzswap lab shrinker`: what each policy writes to disk, and what that costs.
 //!
-//! Two programs need more than their limit holds even compressed: a build (gcc on generated sources, two at a time), and
-//! a program with bursts (see [`crate::bursts`]). Each runs under every policy of the real engine, and under the
-//! kernel's zswap with its shrinker on; and under the default policy with what goes to disk encrypted, which shows what that
-//! costs. Then a run without a disk is recorded, and its trace replayed under every policy with the
-//! same pool: the same events for all, which no two runs have.
+//! Two programs need more than their limit holds even compressed: a build (gcc on generated sources, two at a time), and a
+//! program with bursts (see [`crate::bursts`]). Each runs under every policy of the real engine, under the default policy with
+//! encryption, which shows what that costs, and under the kernel's zswap with its shrinker on. Then a run without a disk is
+//! recorded, and its trace is replayed under every policy with the same pool: so all get the same events, which no two runs have.
 //!
-//! Bias: the kernel's pool is limited to a share of the machine's memory, not of the cgroup's, and a cgroup v1 does not
-//! charge it to the program (nor does the shrinker then know what to shrink): the kernel has more memory. So the program
-//! with bursts runs once more with as much memory for both: the smallest pool the kernel can have, 1 % of the machine's
-//! memory, and 48 MiB; of which the kernel's cgroup has the 48. What the kernel can do with the very limit, everything counted, is to
-//! swap to a file without compressing: each program runs so, too.
+//! Bias: the kernel's pool is limited to a share of the machine's memory, not of the cgroup's, and a cgroup v1 does not charge it
+//! to the program (nor does the shrinker then know what to shrink). So the kernel has more memory. To correct for that, the
+//! program with bursts runs once more with equal memory for both: the smallest pool that the kernel can have, 1 % of the
+//! machine's memory, and 48 MiB; the kernel's cgroup gets the 48. Under the very same limit, everything counted, the kernel can
+//! only swap to a file without compression; each program runs like that, too.
 
 use crate::bursts::NOT_KEPT;
 use crate::experiment::{Common, Stop, at_least};
@@ -39,13 +38,13 @@ pub struct Args {
     /// The limit of the program with bursts [default: 48M, 16M with --quick]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
-    /// Runs of each, of which the median counts [default: 5, 1 with --quick]
+    /// Runs of each; the median counts [default: 5, 1 with --quick]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=99))]
     runs: Option<u32>,
     /// Only these programs: build, bursts
     #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = ["build", "bursts"])]
     only: Vec<String>,
-    /// Where files are made meanwhile, swap files among them: no tmpfs
+    /// Directory for temporary files, swap files among them: no tmpfs
     #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
     dir: PathBuf,
     /// The command whose `run` is measured [default: this one]
@@ -53,23 +52,23 @@ pub struct Args {
     uzswap: Option<PathBuf>,
 }
 
-/// Room on disk for each subject.
+/// Room on disk for each subject, in bytes.
 const SWAP: u64 = 4 << 30;
 /// The longest a program may take.
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// The same where its trace is recorded: without a disk it does little but fault, for 15 to 120 seconds.
+/// The same when a trace is recorded: without a disk the program does little but fault, for 15 to 120 seconds.
 const RECORD_TIMEOUT: Duration = Duration::from_secs(400);
-/// What each has beside the kernel's pool where both have as much memory.
+/// Bytes that each has in addition to the kernel's pool when both have equal memory.
 const EQUAL: u64 = 48 * MIB;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Subject {
     Under(u32),
-    /// The default policy, and what goes to disk is encrypted.
+    /// The default policy, with encryption.
     Encrypted,
     /// zswap with its shrinker on.
     Kernel,
-    /// The kernel's swap file, without zswap.
+    /// The kernel's swap to a file, without zswap.
     SwapFile,
 }
 
@@ -104,7 +103,7 @@ impl Subject {
     }
 }
 
-/// What a row shows.
+/// The figures of a row.
 const FIGURES: [(&str, &str); 7] = [
     ("disk swap-ins", "pages"),
     ("write-backs", "pages"),
@@ -114,7 +113,7 @@ const FIGURES: [(&str, &str); 7] = [
     ("written", "MiB"),
     ("read", "MiB"),
 ];
-/// The second chance under the kernel's pressure, and under the default's: what the published figures are compared with.
+/// Second chance under the kernel's pressure, and under the default's: the policies that the published figures are compared with.
 const SECOND_CHANCES: [Policy; 2] = [Policy::SecondChance, Policy::Balanced];
 const SWAPINS: usize = 0;
 const REAL: usize = 2;
@@ -126,7 +125,7 @@ struct Program {
     name: &'static str,
     argv: Vec<OsString>,
     limit: u64,
-    /// The limit of its cgroup beside the kernel's pool.
+    /// The limit of its cgroup, which does not include the kernel's pool.
     kernel_limit: u64,
 }
 
@@ -139,14 +138,14 @@ struct Lab<'a> {
     verdicts: Vec<Verdict>,
     notes: Vec<String>,
     right: bool,
-    /// Of each trace replayed: disk swap-ins by the policy's number.
+    /// For each replayed trace, disk swap-ins by the policy's number.
     replayed: Vec<BTreeMap<u32, f64>>,
 }
 
-/// Runs the experiment; whether all that was read was right.
+/// Runs the experiment. Returns whether everything read back was right.
 ///
 /// # Errors
-/// [`Stop`] when it cannot go on or is interrupted.
+/// [`Stop`] when it cannot go on, or is interrupted.
 pub fn run(args: &Args) -> Result<bool, Stop> {
     let start = Instant::now();
     let memory = args.memory.unwrap_or(if args.common.quick { 16 } else { 48 } * MIB);
@@ -195,7 +194,7 @@ pub fn run(args: &Args) -> Result<bool, Stop> {
 }
 
 impl Lab<'_> {
-    /// Notes why a part was not measured: what was measured before is not lost for that. A signal stops everything.
+    /// Notes why a part was not measured, which does not lose earlier measurements. A signal stops everything.
     fn noted(&mut self, part: &str, done: Result<(), String>) -> Result<(), String> {
         match done {
             Err(reason) if !process::interrupted() => {
@@ -218,7 +217,7 @@ impl Lab<'_> {
         Ok(Program { name: "bursts", argv, limit, kernel_limit: limit })
     }
 
-    /// The program with bursts, where the kernel has no more memory than we.
+    /// The program with bursts, when the kernel has no more memory than uzswap.
     fn beside_the_kernel(&mut self, exe: &Path) -> Result<(), String> {
         let pool = machine::describe()["memory_bytes"].as_u64().map(|bytes| bytes / 100);
         let pool = pool.ok_or("how much the machine has is not known")?;
@@ -229,7 +228,7 @@ impl Lab<'_> {
         self.measure_all(&program, &[default, Subject::Kernel, Subject::SwapFile], self.runs.min(3))
     }
 
-    /// Several files of C, two compilers at a time; the limit is a part of what they use.
+    /// A build of several C files, two compilers at a time; the limit is a part of what they use.
     fn build(&mut self, quick: bool) -> Result<Option<Program>, String> {
         let (files, functions) = if quick { (2, 300) } else { (4, 600) };
         for i in 0..files {
@@ -246,14 +245,14 @@ impl Lab<'_> {
         if outcome.ok().is_err() {
             return Ok(None);
         }
-        // (Two compilers at a time have tables too: below this they do little but fault.)
+        // Two compilers at a time have tables, too: with less they do little but fault.
         let share = if quick { 2 } else { 3 };
         let limit = (outcome.peak_anon / share).next_multiple_of(MIB).max(24 * MIB);
         self.notes.push(format!("The build holds {} without a limit.", mib(outcome.peak_anon)));
         Ok(Some(Program { name: "build", argv, limit, kernel_limit: limit }))
     }
 
-    /// A program under all subjects, and its trace replayed.
+    /// Measures a program under all subjects, and replays its trace.
     fn program(&mut self, program: &Program) -> Result<(), String> {
         self.measure_all(program, &Subject::all().collect::<Vec<_>>(), self.runs)?;
         match self.replay(program) {
@@ -266,7 +265,7 @@ impl Lab<'_> {
         }
     }
 
-    /// A program under subjects.
+    /// Measures a program under these subjects.
     fn measure_all(&mut self, program: &Program, subjects: &[Subject], runs: u32) -> Result<(), String> {
         let mut all: BTreeMap<Subject, Vec<Figures>> = BTreeMap::new();
         let mut failed: BTreeMap<Subject, String> = BTreeMap::new();
@@ -334,7 +333,7 @@ impl Lab<'_> {
         }
     }
 
-    /// Records one run, without a disk so that it favours no policy, and replays it under all.
+    /// Records one run, without a disk so that it favours no policy, and replays it under all policies.
     fn replay(&mut self, program: &Program) -> Result<(), String> {
         tell!("uzswap lab: {}, recorded and replayed", program.name);
         let trace = self.dir.join("trace");
@@ -398,7 +397,7 @@ impl Lab<'_> {
         }
     }
 
-    /// The command line of a run under a policy.
+    /// The command line for a run under a policy.
     fn under(&self, policy: Policy, program: &Program, more: &[OsString]) -> Vec<OsString> {
         let mut argv: Vec<OsString> = vec![self.uzswap.clone().into(), "run".into(), "--quiet".into()];
         let (memory, swap) = (format!("{}K", program.limit / 1024), format!("{}M", SWAP / MIB));
@@ -457,7 +456,7 @@ fn spec(argv: &[OsString]) -> Spec {
     }
 }
 
-/// What a run took in CPU time, its children included: user and system seconds.
+/// A run's outcome and its CPU time, children included: user and system seconds.
 fn timed(run: impl FnOnce() -> Result<Outcome, String>) -> Result<(Outcome, f64, f64), String> {
     let before = Used::by_children();
     let outcome = run()?;
@@ -465,8 +464,8 @@ fn timed(run: impl FnOnce() -> Result<Outcome, String>) -> Result<(Outcome, f64,
     Ok((outcome, used.user, used.system))
 }
 
-/// By how many percent a figure has changed; `None` where both are nothing, which compares nothing. (From nothing on each unit is as much
-/// again.)
+/// By how many percent a figure has changed; `None` if both are zero, which compares nothing. (From zero, each unit counts as
+/// 100 percent.)
 fn change(from: f64, to: f64) -> Option<f64> {
     match (from, to) {
         (0.0, 0.0) => None,
@@ -475,7 +474,7 @@ fn change(from: f64, to: f64) -> Option<f64> {
     }
 }
 
-/// `Ok` when a program ended well, else why not: what it says of its memory first, whatever else was said.
+/// `Ok` if a program ended well, else why not: first what it says of its memory, whatever else it printed.
 fn ended_well(outcome: &Outcome) -> Result<(), String> {
     match outcome.stderr.lines().find(|line| line.contains(NOT_KEPT)) {
         Some(line) => Err(line.trim().to_owned()),
@@ -500,7 +499,7 @@ mod tests {
         assert_eq!(keys.len(), Policy::ALL.len() + 3);
     }
 
-    /// The story: where a quick run read nothing back under either policy, that was said to be 100 percent less: met.
+    /// The story: a quick run read nothing back under either policy, which was reported as 100 percent less, target met.
     #[test]
     fn of_nothing_there_is_no_change() {
         assert_eq!(change(0.0, 0.0), None);
@@ -510,7 +509,8 @@ mod tests {
         );
     }
 
-    /// The story: a program with bursts that found its memory changed was one that was not measured, and the lab ended with 0.
+    /// The story: a program with bursts found its memory changed. The lab said that the program was not measured, and ended with
+    /// 0.
     #[test]
     fn memory_that_was_not_kept_is_told_from_what_was_not_measured() {
         let outcome = |status: i32, stderr: &str| Outcome {

@@ -1,4 +1,4 @@
-//! Sizes of experiments, read and written.
+//! Reads and writes the sizes of experiments.
 
 use uzswap_mm::size::Size;
 
@@ -7,7 +7,7 @@ pub const PAGE: usize = 4096;
 /// Bytes of one MiB.
 pub const MIB: u64 = 1 << 20;
 
-/// Parses what is not a share of anything: `512M`, `1.5GiB`, `65536`, as [`Size::parse`] does.
+/// Parses an absolute size, such as `512M`, `1.5GiB` or `65536`, like [`Size::parse`].
 ///
 /// # Errors
 /// When the text is no size, or is a share or zero.
@@ -19,7 +19,7 @@ pub fn parse(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Writes a size in whole or tenths of MiB.
+/// Writes a size in whole or in tenths of MiB.
 #[must_use]
 pub fn mib(bytes: u64) -> String {
     let value = bytes as f64 / MIB as f64;

@@ -1,6 +1,6 @@
 //! The little statistics a lab needs.
 
-/// The median; of an even number of values the mean of the middle two. `None` of nothing.
+/// The median; of an even number of values, the mean of the middle two. `None` if there are none.
 #[must_use]
 pub fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
@@ -13,7 +13,7 @@ pub fn median(values: &[f64]) -> Option<f64> {
     }
 }
 
-/// The geometric mean of positive values. `None` of nothing, or when one is not positive.
+/// The geometric mean of positive values. `None` if there are none, or one is not positive.
 #[must_use]
 pub fn geometric_mean(values: &[f64]) -> Option<f64> {
     if values.is_empty() || values.iter().any(|v| *v <= 0.0) {
@@ -22,13 +22,13 @@ pub fn geometric_mean(values: &[f64]) -> Option<f64> {
     Some((values.iter().map(|v| v.ln()).sum::<f64>() / values.len() as f64).exp())
 }
 
-/// `part` of `whole` in percent; 0 of nothing.
+/// `part` of `whole` in percent; 0 if `whole` is 0.
 #[must_use]
 pub fn percent(part: f64, whole: f64) -> f64 {
     if whole == 0.0 { 0.0 } else { 100.0 * part / whole }
 }
 
-/// Rounds to three significant digits or more: what a noisy machine can mean.
+/// Rounds to three significant digits or more: all that a noisy machine can support.
 #[must_use]
 pub fn round(value: f64) -> f64 {
     if value == 0.0 || !value.is_finite() {

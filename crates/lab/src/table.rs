@@ -1,11 +1,11 @@
-//! Findings on the terminal.
+//! Prints findings to the terminal.
 
 use crate::json::Findings;
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use std::fmt::Write;
 
-/// The findings as text: figures of `subjects` (key and title, in the order of the columns; those without a figure are
-/// left out), then `notes`, then the verdicts.
+/// The findings as text: the figures of `subjects` (key and title, in the order of the columns; without those that have no
+/// figures), then `notes`, then the verdicts.
 #[must_use]
 pub fn render(findings: &Findings, subjects: &[(&str, &str)], notes: &[String]) -> String {
     let shown: Vec<_> = subjects
@@ -36,7 +36,7 @@ pub fn render(findings: &Findings, subjects: &[(&str, &str)], notes: &[String]) 
     text
 }
 
-/// A number as a person reads it: three digits that count, thousands apart.
+/// A number for people: three significant digits, with thousands separators.
 #[must_use]
 pub fn number(value: f64) -> String {
     let size = value.abs();

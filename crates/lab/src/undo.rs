@@ -1,9 +1,9 @@
-//! What the lab changes on the machine, and how that is undone whatever happens.
+//! Undoes what the lab changes on the machine, whatever happens.
 //!
-//! Every change is written down *before* it is made, as the step that undoes it, and told to a *guard*: a process of
-//! its own (this binary again) that does nothing but wait. A [`Todo`] undoes its step when dropped and tells the guard
-//! so. When the lab dies without (a panic, a `SIGKILL`) its end of the pipe closes, and the guard does what is left,
-//! last change first. Steps are harmless when the change was never made.
+//! The lab writes down every change *before* it makes it, as the step that undoes it, and tells a *guard*: a process of its own
+//! (this binary again) that only waits. A [`Todo`] undoes its step when dropped, and tells the guard. If the lab dies without
+//! that (a panic, a `SIGKILL`), its end of the pipe closes, and the guard undoes what is left, last change first. Steps are
+//! harmless if the change was never made.
 
 use serde::{Deserialize, Serialize};
 use std::cell::{Cell, RefCell};
@@ -24,33 +24,33 @@ use std::time::{Duration, Instant};
 /// A step that undoes a change.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Step {
-    /// Kill a process group the lab started.
+    /// Kill a process group that the lab started.
     KillGroup(i32),
-    /// Kill what is left in a cgroup the lab made, and remove it.
+    /// Kill what is left in a cgroup that the lab made, and remove it.
     RemoveCgroup(PathBuf),
     /// Stop swapping to a file or device.
     SwapOff(PathBuf),
-    /// Write a value to a file of sysfs, as it was before.
+    /// Write its former value to a sysfs file.
     Restore(PathBuf, String),
     /// Remove a directory of the lab's own, with its files.
     RemoveDir(PathBuf),
 }
 
 impl Step {
-    /// Does it; what is gone already is no error.
+    /// Undoes the change. It is no error if there is nothing left to undo.
     ///
     /// # Errors
     /// When the machine refuses, in one sentence.
     pub fn run(&self) -> Result<(), String> {
         match self {
             Self::KillGroup(group) => {
-                // SAFETY: kill has no memory effects; the group is one the lab started and has not waited for.
+                // SAFETY: kill has no memory effects; the group is one that the lab started and has not waited for.
                 unsafe { libc::kill(-*group, libc::SIGKILL) };
                 Ok(())
             }
             Self::RemoveCgroup(path) => remove_cgroup(path),
             Self::SwapOff(path) => swap_off(path),
-            // (Where the change was refused, so would this be.)
+            // If the change was refused, this would be refused, too.
             Self::Restore(path, value) if fs::read_to_string(path).is_ok_and(|now| now.trim() == value) => Ok(()),
             Self::Restore(path, value) => {
                 patiently(|| fs::write(path, value), |e| e.raw_os_error() == Some(libc::EBUSY))
@@ -64,7 +64,7 @@ impl Step {
     }
 }
 
-/// Tries for up to ten seconds while `again` says so.
+/// Calls `act` for up to ten seconds while `again` returns true for its error.
 fn patiently(mut act: impl FnMut() -> io::Result<()>, again: impl Fn(&io::Error) -> bool) -> io::Result<()> {
     let start = Instant::now();
     loop {
@@ -84,7 +84,7 @@ fn remove_cgroup(path: &Path) -> Result<(), String> {
     let kill_and_remove = || {
         for line in fs::read_to_string(path.join("cgroup.procs")).unwrap_or_default().lines() {
             if let Ok(pid) = line.parse::<i32>() {
-                // SAFETY: kill has no memory effects; only what the lab started is ever in a cgroup it made.
+                // SAFETY: kill has no memory effects; a cgroup that the lab made contains only processes that the lab started.
                 unsafe { libc::kill(pid, libc::SIGKILL) };
             }
         }
@@ -105,7 +105,7 @@ fn swap_off(path: &Path) -> Result<(), String> {
         if unsafe { libc::swapoff(name.as_ptr()) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     };
     match patiently(act, |e| e.raw_os_error() == Some(libc::EINTR)) {
-        // EINVAL: no swap area (any more).
+        // EINVAL: it is no swap area, or no longer one.
         Err(e) if !matches!(e.raw_os_error(), Some(libc::EINVAL | libc::ENOENT)) => {
             Err(format!("cannot stop swapping to {}: {e}", path.display()))
         }
@@ -119,7 +119,7 @@ enum Line {
     Done(u64),
 }
 
-/// Keeps the guard, and gives out [`Todo`]s. One lab at a time on a machine.
+/// Keeps the guard, and gives out [`Todo`]s. There can be one lab at a time on a machine.
 pub struct Keeper {
     inner: Rc<Inner>,
     guard: Option<Child>,
@@ -139,7 +139,7 @@ impl Inner {
     }
 }
 
-/// A change to be undone, undone when dropped.
+/// A change that is undone when this value is dropped.
 #[must_use = "dropping it undoes the change at once"]
 pub struct Todo {
     inner: Rc<Inner>,
@@ -174,16 +174,16 @@ impl Keeper {
         Ok(Self { inner, guard: Some(guard) })
     }
 
-    /// One without a guard.
+    /// A keeper without a guard.
     #[cfg(test)]
     pub(crate) fn unguarded() -> Self {
         Self { inner: Rc::new(Inner { pipe: RefCell::new(None), next: Cell::new(0) }), guard: None }
     }
 
-    /// Writes a step down; the change it undoes may be made after this.
+    /// Writes a step down. The change that it undoes may be made after this.
     ///
     /// # Errors
-    /// When the guard is gone: then nothing is to be changed.
+    /// When the guard is gone: then nothing may be changed.
     pub fn will_undo(&self, step: Step) -> Result<Todo, String> {
         let id = self.inner.next.get();
         self.inner.next.set(id + 1);
@@ -193,7 +193,7 @@ impl Keeper {
         Ok(Todo { inner: Rc::clone(&self.inner), id, step: Some(step) })
     }
 
-    /// Makes a directory of the lab's own, in `parent` or the system's for what is temporary; it goes with the [`Todo`].
+    /// Makes a directory of the lab's own, in `parent` or in the system's temporary directory. It is removed with the [`Todo`].
     ///
     /// # Errors
     /// When the guard is gone, there is no such parent, or the directory cannot be made.
@@ -222,7 +222,7 @@ thread_local! {
     static LEFT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether a change of this thread's could not be undone, which was said.
+/// Whether a change made by this thread could not be undone, which was reported.
 #[must_use]
 pub fn is_left() -> bool {
     LEFT.get()
@@ -240,8 +240,8 @@ impl Drop for Todo {
     }
 }
 
-/// The guard's life: listens until the lab ends, then does what was left undone. Its standard output is the lock that
-/// keeps a second lab out until then.
+/// Runs the guard: listens until the lab ends, then undoes what was left. Its standard output is the lock that keeps a second lab
+/// out until then.
 #[must_use]
 pub fn guard() -> i32 {
     for step in left_over(io::stdin().lock()).into_iter().rev() {
@@ -252,7 +252,7 @@ pub fn guard() -> i32 {
     0
 }
 
-/// The steps written down and not done, in the order they were written.
+/// The steps that were written down and not undone, in the order in which they were written.
 fn left_over(journal: impl BufRead) -> Vec<Step> {
     let mut todo = BTreeMap::new();
     for line in journal.lines().map_while(Result::ok) {
@@ -290,7 +290,7 @@ mod tests {
         let dir = std::env::temp_dir().join("uzswap-lab-never-made");
         Step::RemoveDir(dir.clone()).run().unwrap();
         Step::RemoveCgroup(dir.clone()).run().unwrap();
-        // (As for who is not root: what could not be set is as it was, and cannot be set again.)
+        // As for users other than root: what could not be set is as it was, and cannot be set again.
         let kernel = PathBuf::from("/proc/sys/kernel/osrelease");
         let release = fs::read_to_string(&kernel).unwrap().trim().to_owned();
         Step::Restore(kernel.clone(), release).run().unwrap();
@@ -306,7 +306,7 @@ mod tests {
         assert!(is_left());
     }
 
-    /// The story: `--dir` with a slip of the pen made that directory, and what was above it, and left them.
+    /// The story: a mistyped `--dir` made that directory and its parents, and left them behind.
     #[test]
     fn a_directory_is_made_in_one_that_is_there() {
         let keeper = Keeper::unguarded();

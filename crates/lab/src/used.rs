@@ -1,8 +1,8 @@
-//! What processes have used, as the kernel counted it.
+//! CPU time and waits of processes, as the kernel counted them.
 
 use std::ops::Sub;
 
-/// So far, or between two looks.
+/// Usage so far, or between two looks.
 #[derive(Clone, Copy, Debug)]
 pub struct Used {
     /// CPU seconds in user mode.
@@ -14,20 +14,20 @@ pub struct Used {
 }
 
 impl Used {
-    /// By this process, all threads.
+    /// The usage of this process, all threads.
     #[must_use]
     pub fn by_me() -> Self {
         Self::by(libc::RUSAGE_SELF)
     }
 
-    /// By children that have ended and were waited for, and by theirs.
+    /// The usage of children that have ended and were waited for, and of theirs.
     #[must_use]
     pub fn by_children() -> Self {
         Self::by(libc::RUSAGE_CHILDREN)
     }
 
     fn by(whom: libc::c_int) -> Self {
-        // SAFETY: zero is a rusage, and the call fills it.
+        // SAFETY: zero is a valid rusage, and the call fills it.
         let usage = unsafe {
             let mut usage: libc::rusage = std::mem::zeroed();
             libc::getrusage(whom, &raw mut usage);

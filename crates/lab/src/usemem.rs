@@ -1,14 +1,15 @@
 //! `uzswap lab usemem`: several processes in one group write more memory than its limit.
 //!
-//! The experiment of large folios in zswap (70 × 1 GiB in 40 GiB) scaled to this machine: N processes ([`crate::usemem_worker`])
-//! each write their share of 70/40 of the limit, all at once, into one group - or for the kernel's zswap into one cgroup.
-//! Throughput and CPU time are those of the writing; afterwards everything is read back and compared. Which folios
-//! enter the pool whole is `uzswap run`'s `--large-folios`; `split` is the same work with it off. The memory itself is of small pages
-//! for uzswap's subjects of 4K and 64K: what it takes out together it finds by how the memory is used. So `split` is 4K, too, and there
-//! is no other subject of 4K. The kernel's subject of 64K has folios of 64 KiB (`hugepages-64kB`, switched on meanwhile).
+//! This is the experiment of large folios in zswap (70 × 1 GiB in 40 GiB), scaled to this machine: N processes
+//! ([`crate::usemem_worker`]) each write their share of 70/40 of the limit, all at once, into one group - or for the kernel's
+//! zswap into one cgroup. Throughput and CPU time are those of writing; afterwards everything is read back and compared. `uzswap
+//! run`'s `--large-folios` says which folios enter the pool whole; `split` is the same work with it off. uzswap's subjects of 4K
+//! and 64K both have memory of small pages: uzswap finds what to take out together by how the memory is used. So `split` is also
+//! the subject of 4K, and there is no other. The kernel's subject of 64K has folios of 64 KiB (`hugepages-64kB`, switched on
+//! meanwhile).
 //!
-//! Scale is looked at in two ways: more processes that write as much each, under a limit that grows with them (more work of
-//! the same kind, the original's way from one process to 70), and more that write as much together, under one limit.
+//! The lab measures scale in two ways: more processes that write as much each, under a limit that grows with them (more work of
+//! the same kind, the original's way from one process to 70), and more processes that write as much together, under one limit.
 
 use crate::experiment::{Common, Runs, Stop, at_least};
 use crate::json::{Findings, Row, Verdict};
@@ -34,26 +35,26 @@ pub struct Args {
     memory: Option<u64>,
     #[command(flatten)]
     runs: Runs,
-    /// An earlier `uzswap`, for what 4K folios cost before there were others
+    /// An earlier `uzswap`, to compare the cost of 4K folios before there were others
     #[arg(long, value_name = "PATH")]
     before: Option<PathBuf>,
-    /// Where files are made meanwhile (a swap file among them, so no tmpfs) [default: the system's temporary directory]
+    /// Directory for temporary files, a swap file among them, so no tmpfs [default: the system's temporary directory]
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
 }
 
-/// Processes of the comparison of folios.
+/// How many processes compare folios.
 const PROCESSES: u32 = 8;
-/// Processes of the comparison of scale.
+/// How many processes compare scale.
 const SCALE: [u32; 3] = [2, 8, 32];
 /// When a run is given up.
 const TIMEOUT: Duration = Duration::from_secs(100);
 
 /// Who does the work.
 struct Subject {
-    /// Its name in files and tables.
+    /// Its key in files and tables.
     key: &'static str,
-    /// What the memory is asked to be made of (bytes of a folio).
+    /// The folio size that its memory is asked to have, in bytes.
     folio: u64,
     how: How,
 }
@@ -67,7 +68,8 @@ enum How {
     Kernel(&'static str),
 }
 
-/// What 4K folios cost, before there were others and since. One process writes all: before, several were not limited together.
+/// The cost of 4K folios, before there were others and since. One process writes everything, as several were not limited together
+/// before.
 const BEFORE: [Subject; 2] = [
     Subject { key: "before, zstd 4K", folio: K4, how: How::Before(&["-c", "zstd"]) },
     Subject { key: "zstd 64K split", folio: K64, how: How::Run(&["-c", "zstd", "--large-folios", "off"]) },
@@ -77,7 +79,7 @@ const K4: u64 = 4 << 10;
 const K64: u64 = 64 << 10;
 const M2: u64 = 2 << 20;
 
-/// All subjects; those whose last member is true are measured with `--quick` too.
+/// All subjects. Those with true are also measured with `--quick`.
 const SUBJECTS: [(Subject, bool); 13] = [
     (Subject { key: "zstd 64K split", folio: K64, how: How::Run(&["-c", "zstd", "--large-folios", "off"]) }, true),
     (
@@ -138,10 +140,10 @@ const ROWS: [(&str, &str); 18] = [
 
 /// The row of what counts against the limit.
 const HELD: &str = "charged peak";
-/// The same in the run in which it was most.
+/// The same in the run with the highest.
 const MOST: &str = "charged peak of all runs";
 
-/// Figures of one run, by the name of the row.
+/// The figures of one run, by the row's name.
 type Figures = BTreeMap<&'static str, f64>;
 
 struct Lab<'a> {
@@ -154,12 +156,12 @@ struct Lab<'a> {
     /// Whether `uzswap run` knows `--large-folios`.
     folios: bool,
     notes: Vec<String>,
-    /// Times the kernel's reclaim gave up and was made to try again, by subject.
+    /// How often the kernel's reclaim gave up and was made to try again, by subject.
     rescues: BTreeMap<&'static str, u64>,
     right: bool,
 }
 
-/// Runs the experiment; says whether all that was read was right.
+/// Runs the experiment. Returns whether everything read back was right.
 ///
 /// # Errors
 /// Why it ended early.
@@ -263,7 +265,7 @@ fn compare(all: &BTreeMap<&'static str, Figures>, verdicts: &mut Vec<Verdict>) {
     }
     let sys = ratio("zstd 64K whole", "zstd 64K split", "sys time");
     verdicts.extend(sys.map(|m| Verdict::at_most("64K zstd: sys time of whole folios, times split ones", 0.77, m)));
-    // (The kernel compresses in sys time, we in user time; most of our sys time is the first touch of new memory.)
+    // The kernel compresses in system time, uzswap in user time; most of uzswap's system time is the first touch of new memory.
     let cpu = |key: &str| Some(all.get(key)?.get("sys time")? + all.get(key)?.get("user time")?);
     let both = cpu("zstd 64K whole").zip(cpu("zstd 64K split")).map(|(whole, split)| whole / split);
     let what = "64K zstd: CPU time, sys and user, of whole folios, times split ones";
@@ -273,7 +275,7 @@ fn compare(all: &BTreeMap<&'static str, Figures>, verdicts: &mut Vec<Verdict>) {
 }
 
 impl Lab<'_> {
-    /// The most that any subject of ours held over the limit.
+    /// The most by which any of our subjects exceeded the limit.
     fn kept(&self, contents: &str, all: &BTreeMap<&'static str, Figures>) -> Option<Verdict> {
         let own = all.iter().filter(|(key, _)| !key.starts_with("kernel"));
         let most = own.filter_map(|(_, figures)| figures.get(MOST)).copied().reduce(f64::max)?;
@@ -284,8 +286,8 @@ impl Lab<'_> {
         Some(Verdict::at_most(&what, allowed, (most - limit).max(0.0)))
     }
 
-    /// The subjects that the limit made do with less memory than they use; the others are noted. How fast something is that
-    /// keeps all in memory says nothing.
+    /// The subjects that the limit forced into less memory than they use; the others are noted, as the speed of a subject that
+    /// keeps everything in memory says nothing.
     fn limited(&mut self, all: &BTreeMap<&'static str, Figures>) -> BTreeMap<&'static str, Figures> {
         let mut limited = all.clone();
         limited.retain(|key, figures| {
@@ -321,7 +323,7 @@ impl Lab<'_> {
         Ok(runs.into_iter().map(|(key, runs)| (key, medians(&runs))).collect())
     }
 
-    /// More and more processes: with as much memory each, and with as much together.
+    /// More and more processes: with as much memory each, then with as much together.
     fn scale(&mut self, rows: &mut Vec<Row>, verdicts: &mut Vec<Verdict>) -> Result<(), String> {
         for (how, each) in [("as much each", true), ("as much together", false)] {
             let mut throughput = Row::new(format!("scale, {how}: throughput"), "MB/s");
@@ -342,7 +344,7 @@ impl Lab<'_> {
         Ok(())
     }
 
-    /// The medians of so many processes under this limit, when all runs went well.
+    /// The medians of so many processes under this limit; None unless all runs went well.
     fn scaled(&mut self, processes: u32, limit: u64) -> Result<Option<Figures>, String> {
         let subject = Subject { key: "defaults", folio: K64, how: How::Run(&[]) };
         let mut runs = Vec::new();
@@ -354,7 +356,7 @@ impl Lab<'_> {
         Ok(Some(medians(&runs)))
     }
 
-    /// What 4K folios cost before there were others, and now that these are switched off, in turn; when all runs went well.
+    /// The cost of 4K folios before there were others, and now with the others off, in turn, if all runs went well.
     fn beside_before(&mut self, rows: &mut Vec<Row>, verdicts: &mut Vec<Verdict>) -> Result<(), String> {
         if self.before.is_none() {
             return Ok(());
@@ -380,7 +382,7 @@ impl Lab<'_> {
         Ok(())
     }
 
-    /// One run with real contents; None, and a note, when it did not go well.
+    /// One run with real contents; None and a note if it did not go well.
     fn once_or_noted(&mut self, subject: &Subject, processes: u32, limit: u64) -> Result<Option<Figures>, String> {
         match self.once(subject, "real", processes, limit) {
             Ok(figures) => Ok(Some(figures)),
@@ -393,7 +395,7 @@ impl Lab<'_> {
         }
     }
 
-    /// What is run: so many processes, of which each fills its share (bytes), under `uzswap run` where the subject is one.
+    /// The command line: so many processes, each of which fills `share` bytes, under `uzswap run` if the subject is one.
     fn command(
         &self,
         subject: &Subject,
@@ -422,7 +424,7 @@ impl Lab<'_> {
             "--processes".into(),
             processes.to_string(),
         ]);
-        // (uzswap's subject of 64K has small pages: see above.)
+        // uzswap's subject of 64K has small pages: see the module's head.
         let small = subject.folio == K64 && !matches!(subject.how, How::Kernel(_));
         let folio = if small { K4 } else { subject.folio };
         argv.extend(["--size".into(), share.to_string(), "--folio".into(), folio.to_string()]);
@@ -490,9 +492,10 @@ impl Lab<'_> {
     }
 }
 
-/// What counts against the limit of the most memory that was seen, without the pool, as that is not charged here (see the note): what the
-/// members said that they are charged with, or what was seen from outside less what their pools held at most, whichever is more. (The
-/// latter is too little, as each pool's most is of its process's own moment. Where nobody was managed all that was seen counts.)
+/// What counts against the limit of the most memory that was seen, without the pool, which is not charged here (see the note). It
+/// is the larger of what members said that they are charged with, and what was seen from outside less the most that their pools
+/// held. (The latter is too little, as each pool's maximum is of its own process's moment. If nobody was managed, all that was
+/// seen counts.)
 fn charged(peak_anon: u64, report: &Value) -> u64 {
     let managed = report.get("engaged").and_then(Value::as_u64).is_some_and(|n| n > 0);
     let pool = report::pool(report).filter(|_| managed).unwrap_or(0);
@@ -527,7 +530,7 @@ fn vmstat() -> Map<String, Value> {
     text.lines().filter_map(line).collect()
 }
 
-/// The medians of runs, and the most that was held in any.
+/// The medians of runs, and the most held in any.
 fn medians(runs: &[Figures]) -> Figures {
     let names = runs.iter().flat_map(|run| run.keys().copied());
     let most = runs.iter().filter_map(|run| run.get(HELD)).copied().reduce(f64::max);
@@ -558,7 +561,7 @@ mod tests {
         assert!(verdicts.iter().all(|v| v.met) && verdicts.len() == 4);
     }
 
-    /// Two processes with 30 MiB of pool each, one after the other, held 60 of 100 MiB at no moment.
+    /// Two processes, each with a pool of 30 MiB, one after the other: they never held 60 of 100 MiB.
     #[test]
     fn what_is_charged_is_what_the_members_said() {
         let report = |engaged: u64, peak: u64| json!({"engaged": engaged, "peak": peak * MIB, "counters": {"pool_total_size": 60 * MIB}});

@@ -1,8 +1,8 @@
-//! The processes of `lab usemem`: each writes its memory, all at once, and afterwards reads it back.
+//! The processes of `lab usemem`: each writes its memory, all at once, and reads it back afterwards.
 //!
-//! The first process starts the others, lets them begin when all are ready (what it takes to start processes and to read
-//! through the contents is nobody's swapping), waits until all have written, and says what that took. Then each compares
-//! its memory with what it wrote, one after another, on demand: that is not part of what is measured.
+//! The first process starts the others, and lets them begin when all are ready, as starting processes and reading through the
+//! contents is not swapping. It waits until all have written, and prints what that took. Then each process, one after another,
+//! compares its memory with what it wrote; that is not measured.
 
 use crate::data::Source;
 use crate::size::{self, PAGE};
@@ -16,27 +16,27 @@ use std::time::Instant;
 /// `uzswap lab usemem-worker`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// How many; 0 is one of them
+    /// Number of processes; 0: this is one of them
     #[arg(long)]
     processes: u32,
-    /// Which of them
+    /// Which of them this is
     #[arg(long, default_value = "0")]
     index: u64,
-    /// Bytes that each writes
+    /// Bytes that each process writes
     #[arg(long, value_parser = size::parse)]
     size: u64,
-    /// Bytes of the folios the memory is to be made of
+    /// Size of the folios that the memory is to have, in bytes
     #[arg(long, value_parser = size::parse)]
     folio: u64,
-    /// File of real contents; without it the words are numbered, as usemem does
+    /// File of real contents; without it the words are numbered, as in usemem
     #[arg(long)]
     source: Option<PathBuf>,
 }
 
-/// What a process says when it can begin.
+/// Printed by a process that can begin.
 const READY: &str = "ready";
 
-/// What the writing took, of one process or of all.
+/// What writing took, of one process or of all.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Said {
     /// Seconds on the clock.
@@ -49,7 +49,7 @@ pub struct Said {
     pub corrupt: bool,
 }
 
-/// Runs; 0 when all that was read was what was written.
+/// Runs; returns 0 if everything read was what was written.
 #[must_use]
 pub fn main(args: &Args) -> i32 {
     let result = if args.processes == 0 { one(args) } else { all(args) };
@@ -62,8 +62,8 @@ pub fn main(args: &Args) -> i32 {
     }
 }
 
-/// One process. It says that it is ready and waits for a byte, writes, says what that took and waits for another, and says
-/// whether all is as it was.
+/// One process. It prints that it is ready and waits for a byte; writes, prints what that took and waits for another; then prints
+/// whether its memory is as it was written.
 fn one(args: &Args) -> io::Result<bool> {
     let source = args.source.as_deref().map(Source::open).transpose()?;
     let len = args.size as usize / PAGE * PAGE;
@@ -88,7 +88,7 @@ fn one(args: &Args) -> io::Result<bool> {
     Ok(right)
 }
 
-/// All of them.
+/// Runs all processes.
 fn all(args: &Args) -> io::Result<bool> {
     let exe = std::env::current_exe()?;
     let mut children: Vec<(Child, BufReader<std::process::ChildStdout>)> = Vec::new();
@@ -136,7 +136,7 @@ fn all(args: &Args) -> io::Result<bool> {
     Ok(!total.corrupt)
 }
 
-/// What page `i` of process `index` holds.
+/// The contents of page `i` of process `index`.
 fn contents(source: Option<&Source>, index: u64, i: usize, page: &mut [u8]) {
     match source {
         Some(source) => {
@@ -151,15 +151,15 @@ fn contents(source: Option<&Source>, index: u64, i: usize, page: &mut [u8]) {
     }
 }
 
-/// Memory of folios of this size where the kernel makes them: huge pages from 2 MiB on, what it makes unasked from 64 KiB on, small ones
-/// below.
+/// Memory with folios of this size, where the kernel makes them: huge pages from 2 MiB on, what it makes unasked from 64 KiB on,
+/// small pages below.
 fn map(len: usize, folio: u64) -> io::Result<&'static mut [u8]> {
     const HUGE: usize = 2 << 20;
     const HUGE_BYTES: u64 = HUGE as u64;
     const K64: u64 = 64 << 10;
     let (rw, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-    // SAFETY: a new mapping at an address of the kernel's choice; advice about it; a slice of it that nobody else has,
-    // from an address aligned to a huge page, with `len` bytes left.
+    // SAFETY: a new mapping at an address of the kernel's choice; advice about it; a slice of it that nobody else has, from an
+    // address aligned to a huge page, with `len` bytes left.
     unsafe {
         let at = libc::mmap(std::ptr::null_mut(), len + HUGE, rw, flags, -1, 0);
         if at == libc::MAP_FAILED {

@@ -1,4 +1,4 @@
-//! The process that is measured: workloads on memory, and one line of JSON about them.
+//! The process that is measured: runs workloads on memory, and prints one line of JSON about them.
 
 use crate::churn;
 use crate::data::Source;
@@ -11,7 +11,7 @@ use std::path::PathBuf;
 /// `uzswap lab worker`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Stand by to undo what a lab changed, should it be killed
+    /// Wait, and undo what a lab changed if it is killed
     #[arg(long)]
     guard: bool,
     /// File of real contents
@@ -23,27 +23,27 @@ pub struct Args {
     /// Where the memory comes from
     #[arg(long, value_enum, default_value = "anonymous")]
     origin: Origin,
-    /// What a region may use
+    /// Limit of a region
     #[arg(long, value_parser = size::parse, default_value = "64M")]
     limit: u64,
     /// Only fill, then verify
     #[arg(long)]
     fill_only: bool,
-    /// Age the memory first, by so many touches of pages
+    /// Age the memory first, by this many touches of pages
     #[arg(long, value_name = "PAGES", default_value = "0")]
     churn: u64,
 }
 
-/// What a worker says: one line.
+/// What a worker prints: one line.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Report {
     /// The workloads done, each with its seconds and accesses.
     pub done: Vec<Done>,
-    /// Why there is no more.
+    /// Why there are no more.
     pub error: Option<String>,
-    /// Whether the error is memory that did not hold what was written.
+    /// Whether the error is that memory did not hold what was written.
     pub corrupt: bool,
-    /// Bytes that the pool of a region held at most, as seen after each workload.
+    /// The most bytes that a region's pool held, as seen after each workload.
     #[serde(default)]
     pub pool_peak: u64,
 }
@@ -55,12 +55,12 @@ pub struct Done {
     pub workload: String,
     /// Seconds it took.
     pub seconds: f64,
-    /// Accesses it did.
+    /// Its number of accesses.
     pub accesses: u64,
 }
 
 impl Done {
-    /// The figure of the table, with its workload.
+    /// Its figure for the table, with the workload.
     #[must_use]
     pub fn figure(&self) -> Option<(Workload, f64)> {
         let workload = Workload::named(&self.workload)?;
@@ -68,7 +68,7 @@ impl Done {
     }
 }
 
-/// Runs the worker; 0 when all that was read was what was written.
+/// Runs the worker; returns 0 if everything read was what was written.
 #[must_use]
 pub fn main(args: &Args) -> i32 {
     if args.guard {
@@ -105,7 +105,7 @@ fn work(args: &Args) -> Report {
         report.corrupt = true;
         return report;
     }
-    // SAFETY: the memory was made for this alone and outlives `pages`.
+    // SAFETY: the memory was made for this alone, and outlives `pages`.
     let mut pages = unsafe { Pages::new(memory.base(), memory.len(), &source) };
     let fill_only = [Workload::Fill, Workload::Verify];
     for workload in if args.fill_only { &fill_only[..] } else { &Workload::ALL } {

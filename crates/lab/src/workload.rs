@@ -1,8 +1,9 @@
 //! What is done to memory, and how every read is verified.
 //!
-//! Page `p` holds a page of the [`Source`] (which one, follows from `p` and the *generation*, the number of times the
-//! whole was written) with its first eight bytes replaced by a *stamp*: page number, generation, and the number of
-//! times the stamp itself was rewritten. So a page that comes back stale, zero, shifted or from somewhere else differs.
+//! Page `p` holds a page of the [`Source`] with its first eight bytes replaced by a *stamp*. `p` and the *generation*, the number
+//! of times that all memory was written, determine which page of the source. The stamp is the page number, the generation, and
+//! the number of times the stamp itself was rewritten. So a page that comes back stale, zero, shifted or from somewhere else
+//! differs.
 
 mod threads;
 
@@ -71,13 +72,13 @@ impl Workload {
         }
     }
 
-    /// Whether it is measured in nanoseconds per access, not in MB/s of memory passed over.
+    /// Whether its figure is nanoseconds per access, not MB/s of memory.
     #[must_use]
     pub const fn per_access(self) -> bool {
         matches!(self, Self::RandomRead | Self::RandomWrite | Self::ZipfRead) || !self.is_of_one_thread()
     }
 
-    /// Whether the process has no other thread meanwhile.
+    /// Whether the process has only one thread meanwhile.
     #[must_use]
     pub const fn is_of_one_thread(self) -> bool {
         !matches!(self, Self::TwoThreads | Self::Beside)
@@ -99,11 +100,11 @@ impl Workload {
 /// Memory that did not hold what was written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Corrupt {
-    /// What was being done.
+    /// The workload under way.
     pub workload: &'static str,
-    /// The page, counted from the start.
+    /// The page's number.
     pub page: usize,
-    /// Byte of the page where the difference starts (or was noticed).
+    /// The byte of the page where the difference begins, or was noticed.
     pub offset: usize,
     /// The eight bytes there, as written.
     pub expected: u64,
@@ -121,12 +122,12 @@ impl fmt::Display for Corrupt {
     }
 }
 
-/// What one workload took.
+/// The timing of one workload.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Timing {
     /// Seconds of `CLOCK_MONOTONIC`.
     pub seconds: f64,
-    /// Accesses done: pages passed over, or single reads and writes.
+    /// Accesses: whole pages, or single reads and writes.
     pub accesses: u64,
 }
 
@@ -154,17 +155,17 @@ pub struct Pages<'a> {
 }
 
 impl<'a> Pages<'a> {
-    /// Takes the memory at `base`, `len` bytes, for as long as this lives.
+    /// Takes the `len` bytes of memory at `base`, for as long as this value lives.
     ///
     /// # Safety
-    /// `base` is page aligned, the memory readable and writable, and nobody else touches it meanwhile.
+    /// `base` is page-aligned, the memory is readable and writable, and nobody else touches it meanwhile.
     #[must_use]
     pub unsafe fn new(base: *mut u8, len: usize, source: &'a Source) -> Self {
         let pages = len / PAGE;
         Self { base, pages, source, generation: 0, rewrites: vec![0; pages], workload: "" }
     }
 
-    /// Does one workload, timed.
+    /// Does one workload, and times it.
     ///
     /// # Errors
     /// When something read is not what was written.
@@ -199,7 +200,7 @@ impl<'a> Pages<'a> {
                     self.check_stamp(page)?;
                     self.rewrites[page] = self.rewrites[page].wrapping_add(1);
                     let stamp = self.stamp(page);
-                    // SAFETY: the page is inside the memory `new` was given.
+                    // SAFETY: the page is inside the memory that `new` was given.
                     unsafe { self.page(page).cast::<u64>().write_volatile(stamp) };
                 }
             }
@@ -223,7 +224,7 @@ impl<'a> Pages<'a> {
         Ok(Timing { seconds: start.elapsed().as_secs_f64(), accesses: pages })
     }
 
-    /// Reads eight bytes, and eight more, of so many pages.
+    /// Reads the stamp and eight more bytes of `times` random pages.
     fn read_at_random(&self, times: u64, random: &mut Random) -> Result<(), Corrupt> {
         for _ in 0..times {
             let page = random.below(self.pages as u64) as usize;
@@ -235,7 +236,7 @@ impl<'a> Pages<'a> {
 
     fn page(&self, page: usize) -> *mut u8 {
         debug_assert!(page < self.pages);
-        // SAFETY: the page is inside the memory `new` was given.
+        // SAFETY: the page is inside the memory that `new` was given.
         unsafe { self.base.add(page * PAGE) }
     }
 
@@ -284,7 +285,7 @@ impl<'a> Pages<'a> {
 
     /// Reads every byte of a page, and compares the stamp and the exclusive or of the rest.
     fn read_whole(&self, page: usize) -> Result<(), Corrupt> {
-        // SAFETY: the page is inside the memory `new` was given, and nobody writes it meanwhile.
+        // SAFETY: the page is inside the memory that `new` was given, and nobody writes to it meanwhile.
         let words = unsafe { std::slice::from_raw_parts(self.page(page).cast::<u64>(), WORDS) };
         let folded = words[1..].iter().fold(0, |all, word| all ^ word);
         self.check_stamp(page)?;
@@ -292,7 +293,7 @@ impl<'a> Pages<'a> {
         if folded == expected {
             return Ok(());
         }
-        // Say where, if it can still be seen.
+        // Report where, if the difference is still there.
         self.compare(page)?;
         Err(self.corrupt(page, 8, expected, folded))
     }
@@ -300,7 +301,7 @@ impl<'a> Pages<'a> {
     /// Compares a page whole.
     fn compare(&self, page: usize) -> Result<(), Corrupt> {
         self.check_stamp(page)?;
-        // SAFETY: the page is inside the memory `new` was given, and nobody writes it meanwhile.
+        // SAFETY: the page is inside the memory that `new` was given, and nobody writes to it meanwhile.
         let found = unsafe { std::slice::from_raw_parts(self.page(page), PAGE) };
         let from = self.source_of(page);
         if found[8..] == self.source.page(from)[8..] {
@@ -316,7 +317,7 @@ impl<'a> Pages<'a> {
 pub struct Random(u64);
 
 impl Random {
-    /// The sequence of this seed.
+    /// The sequence for this seed.
     #[must_use]
     pub const fn new(seed: u64) -> Self {
         Self(seed)
@@ -342,7 +343,7 @@ impl Random {
     }
 }
 
-/// Zipf's law over `n` pages (Gray et al., as YCSB draws it), ranks scattered over the memory one to one.
+/// Zipf's law over `n` pages (Gray et al., as in YCSB). Ranks are scattered over the memory one to one.
 pub struct Zipf {
     n: u64,
     theta: f64,
@@ -477,7 +478,7 @@ mod tests {
 
     #[test]
     fn a_zero_a_stale_and_a_foreign_page_are_seen_by_reads_of_eight_bytes() {
-        // What a bug would leave in page 9.
+        // What a bug could leave in page 9.
         type Bug = fn(&mut Pages<'_>, *mut u8);
         let zero: Bug = |_, base| {
             // SAFETY: page 9 is inside the test's mapping.

@@ -1,10 +1,10 @@
 //! A machine in miniature that ages: a zone of real memory under the real engine, and programs that live in it.
 //!
 //! Everything is the engine's own: the zone and its page blocks, the page table, the lists of pages, the pool, the codec,
-//! compaction. What a process does comes from a recorded trace (which pages come and go, and which it asks for
-//! again); what it touches beside that is drawn from the seed, three of four from the pages that came last. Evicted pages are compressed into the pool, whose
-//! pages lie in the zone like any other; where the pool is at its bound the oldest objects go to a disk (memory outside
-//! the zone). Page tables are unmovable frames. Every page read back is compared with what was written.
+//! compaction. A recorded trace says what a process does: which pages come and go, and which it asks for again. What it touches
+//! besides is drawn from the seed, three of four from the pages that came last. Evicted pages are compressed into the pool, whose
+//! pages lie in the zone like any other. When the pool reaches its bound, its oldest objects go to a disk (memory outside the
+//! zone). Page tables are unmovable frames. Every page read back is compared with what was written.
 
 use super::processes::Process;
 use super::trace::Trace;
@@ -23,7 +23,7 @@ use uzswap_mm::zsmalloc::{Freed, Handle, ZsPool};
 
 /// Bytes in front of an object: its page (8), its length (2), its encoding (1).
 const HEAD: usize = 11;
-/// Pages of address space of a process.
+/// Pages in a process's address space.
 pub(super) const SPACE: u64 = 1 << 22;
 
 /// Events, cumulative.
@@ -39,7 +39,7 @@ pub struct Counts {
     pub pswpin: u64,
     /// Pages that came for the first time.
     pub allocated: u64,
-    /// Pages that could not be had at once and were given up.
+    /// Pages that could not be had at once, and were given up.
     pub stalled: u64,
     /// Pages that did not hold what was written.
     pub wrong: u64,
@@ -60,17 +60,17 @@ pub struct Machine<'a, P> {
     pub(super) traces: &'a [Trace],
     pub(super) processes: Vec<Process>,
     huge: Vec<u32>,
-    /// Pages that processes are to have together.
+    /// Pages that all processes together are to have.
     pub(super) load: usize,
     births: u16,
     pub(super) random: Random,
-    /// What happened.
+    /// Counters of events.
     pub counts: Counts,
 }
 
 impl<'a, P: Policy> Machine<'a, P> {
-    /// A machine with `frames` frames and nothing running. (The first block is whole: with frame 1 as the first one the
-    /// scanners that begin there would empty a block that no huge page fits.)
+    /// A machine with `frames` frames and nothing running. (The first block is whole: if frame 1 were the first frame, the
+    /// scanners that begin there would empty a block in which no huge page fits.)
     pub fn new(frames: u32, policy: impl FnOnce() -> P, traces: &'a [Trace], source: &'a Source, seed: u64) -> Self {
         let mut zone = Zone::spanning(BLOCK_FRAMES, BLOCK_FRAMES + frames, Kind::Frame);
         let n = frames as usize;
@@ -107,7 +107,7 @@ impl<'a, P: Policy> Machine<'a, P> {
         }
     }
 
-    /// Page blocks that lie wholly in the zone.
+    /// The number of page blocks that lie wholly in the zone.
     pub fn blocks(&self) -> usize {
         let whole = |b: &usize| self.zone.block_range(*b).1 - self.zone.block_range(*b).0 == BLOCK_FRAMES;
         (0..self.zone.blocks().len()).filter(whole).count()
@@ -134,7 +134,7 @@ impl<'a, P: Policy> Machine<'a, P> {
         self.zone.free(Kind::Frame, frame, 0);
     }
 
-    /// A frame for the load: background reclaim has run where there were few, and the reserve is left alone.
+    /// Takes a frame for the load. Reclaims in the background first if few are free, and leaves the reserve alone.
     pub(super) fn take_for_load(&mut self, mt: MigrateType, owner: Owner) -> Option<u32> {
         let marks = self.zone.watermarks;
         let free = self.zone.free_slots(Kind::Frame);
@@ -210,7 +210,7 @@ impl<'a, P: Policy> Machine<'a, P> {
         true
     }
 
-    /// Puts frames behind a new slab; without enough of them the object is given up again.
+    /// Puts frames behind a new slab; if there are not enough, gives up the object.
     fn back_slab(&mut self, handle: Handle) -> bool {
         let Freed { offset, len } = self.pool.slab_of(handle);
         let pages = offset / PAGE..(offset + len) / PAGE;
@@ -243,7 +243,7 @@ impl<'a, P: Policy> Machine<'a, P> {
         }
     }
 
-    /// Writes the oldest object to the disk; false when there is none.
+    /// Writes the oldest object to the disk; returns false if there is none.
     fn write_back(&mut self) -> bool {
         while let Some(vpn) = self.stored.pop_front() {
             let pte = self.world.pt.get(vpn);
@@ -268,7 +268,7 @@ impl<'a, P: Policy> Machine<'a, P> {
         object
     }
 
-    /// As the pager: a little, where a sixteenth of the pool is waste.
+    /// Compacts the pool a little if a sixteenth of it is waste, like the pager.
     fn compact_pool(&mut self) {
         let (used, held) = self.pool_bytes();
         if held - used > held / 16 {
@@ -290,7 +290,7 @@ impl<'a, P: Policy> Machine<'a, P> {
         self.lru.inactive.push(Entry::new(vpn, 0, u32::from(self.births)));
     }
 
-    /// A page comes for the first time.
+    /// Brings a page for the first time.
     pub(super) fn allocate(&mut self, vpn: u64) -> bool {
         let Some(frame) = self.take_for_load(MigrateType::Movable, Owner::Page(vpn)) else { return false };
         self.world.write_page(vpn, frame);
@@ -299,7 +299,7 @@ impl<'a, P: Policy> Machine<'a, P> {
         true
     }
 
-    /// A page is read or written.
+    /// Reads or writes a page.
     pub(super) fn touch(&mut self, vpn: u64, write: bool) {
         let pte = self.world.pt.get(vpn);
         let frame = match pte.tag() {
@@ -322,7 +322,7 @@ impl<'a, P: Policy> Machine<'a, P> {
     }
 
     fn bring(&mut self, vpn: u64, frame: u32) {
-        // (Making room may have written it back meanwhile.)
+        // Making room may have written it back meanwhile.
         let pte = self.world.pt.get(vpn);
         let object = if pte.tag() == Tag::Compressed {
             self.counts.zswpin += 1;
@@ -343,7 +343,7 @@ impl<'a, P: Policy> Machine<'a, P> {
         self.map(vpn, frame);
     }
 
-    /// A page goes.
+    /// Drops a page.
     pub(super) fn drop_page(&mut self, vpn: u64) {
         let pte = self.world.pt.get(vpn);
         match pte.tag() {
@@ -361,7 +361,7 @@ impl<'a, P: Policy> Machine<'a, P> {
         self.world.versions.remove(&vpn);
     }
 
-    /// Drops caches: what the pool keeps half empty.
+    /// Drops what the pool keeps half empty.
     pub fn drop_caches(&mut self) {
         while self.pool.compactable_bytes() > 0 {
             let held = self.pool.held_bytes();
@@ -386,7 +386,7 @@ impl<'a, P: Policy> Machine<'a, P> {
         if self.compact_and_take() {
             return true;
         }
-        // As the kernel: twice what is wanted, so that compaction has where to move to.
+        // Twice what is wanted, as in the kernel, so that compaction has targets to move to.
         self.reclaim(2 * BLOCK_FRAMES as usize);
         self.take_huge() || self.compact_and_take()
     }
@@ -412,7 +412,7 @@ impl<'a, P: Policy> Machine<'a, P> {
         taken
     }
 
-    /// Gives all huge blocks back.
+    /// Frees all huge blocks.
     pub fn free_huge(&mut self) {
         for frame in std::mem::take(&mut self.huge) {
             let at = self.world.at(frame);
@@ -421,8 +421,8 @@ impl<'a, P: Policy> Machine<'a, P> {
         }
     }
 
-    /// Blocks that a perfect packer could have now, without evicting anything: pages that cannot move keep their blocks,
-    /// those that can move fill these up first and then as few others as they need.
+    /// The number of blocks that a perfect packer could have now, without evicting anything: pages that cannot move keep their
+    /// blocks; those that can move fill these up first, and then as few others as they need.
     pub fn packers_bound(&self) -> usize {
         let (mut movable, mut room, mut kept) = (0usize, 0usize, 0usize);
         let per_block = BLOCK_FRAMES as usize;
@@ -439,7 +439,7 @@ impl<'a, P: Policy> Machine<'a, P> {
         self.blocks().saturating_sub(kept).saturating_sub(movable.saturating_sub(room).div_ceil(per_block))
     }
 
-    /// Checks that every frame is accounted for once; the number of frames that are not.
+    /// Checks that every frame is accounted for exactly once; returns the number of those that are not.
     pub fn lost_frames(&self) -> usize {
         let in_use = self.world.owner.iter().filter(|o| **o != Owner::Free).count();
         (in_use + self.zone.free_slots(Kind::Frame)).abs_diff(self.world.owner.len())

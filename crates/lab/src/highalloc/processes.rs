@@ -1,4 +1,4 @@
-//! The programs that run on the ageing machine: each does what its trace says, step by step, and touches pages in between.
+//! The programs on the ageing machine: each follows its trace step by step, and touches pages in between.
 
 use super::aging::{Machine, SPACE};
 use super::world::Owner;
@@ -12,30 +12,30 @@ pub(super) struct Process {
     pub(super) pid: u64,
     trace: usize,
     step: usize,
-    /// Its pages, in the order they came, and where each is in that order.
+    /// Its pages in the order in which they came, and the place of each in that order.
     live: Vec<u32>,
     place: HashMap<u32, usize>,
-    /// Frames of its tables, by the part of the address space they are for.
+    /// Frames of its page tables, by the part of the address space that they map.
     tables: BTreeMap<u64, u32>,
-    /// Whether it stays when it has done what it does.
+    /// Whether it stays when its trace is over.
     stays: bool,
 }
 
 impl<P: Policy> Machine<'_, P> {
-    /// One of `n`, drawn from the seed.
+    /// A number below `n`, drawn from the seed.
     fn draw(&mut self, n: usize) -> usize {
         self.random.below(n as u64) as usize
     }
 
-    /// Starts a program; with `stays` it does not end.
+    /// Starts a program; if `stays`, it does not end.
     fn start(&mut self, trace: usize, stays: bool) {
         let (live, place) = (Vec::new(), HashMap::new());
-        // The lowest number nobody has: the page table has room for 8192.
+        // The lowest free number: the page table has room for 8192.
         let pid = (1..).find(|pid| self.processes.iter().all(|p| p.pid != *pid)).expect("there are many");
         self.processes.push(Process { pid, trace, step: 0, live, place, tables: BTreeMap::new(), stays });
     }
 
-    /// One step of a process; false when it has none left.
+    /// Does one step of a process; returns false if none is left.
     fn step(&mut self, i: usize) -> bool {
         let traces = self.traces;
         let Some(step) = traces[self.processes[i].trace].steps.get(self.processes[i].step) else { return false };
@@ -53,9 +53,9 @@ impl<P: Policy> Machine<'_, P> {
         true
     }
 
-    /// Lets every process do a step and touch pages; who is done makes place for the next program.
+    /// Has every process do a step and touch pages. A process that has finished makes room for the next program.
     pub fn tick(&mut self, references: usize) {
-        // As `make -j`: another one starts while there is less than there should be.
+        // Like `make -j`: start another while there are fewer pages than there should be.
         if self.live() < self.load {
             let trace = self.random.below(self.traces.len() as u64) as usize;
             self.start(trace, false);
@@ -70,7 +70,7 @@ impl<P: Policy> Machine<'_, P> {
                 self.processes.swap(i, last);
             }
             let (base, n) = (self.processes[i].pid * SPACE, self.processes[i].live.len());
-            // What stays is mostly idle.
+            // A process that stays is mostly idle.
             let times = if self.processes[i].stays { references / 16 } else { references };
             for _ in 0..if n > 0 { times } else { 0 } {
                 let recent = (n / 8).max(1);
@@ -114,7 +114,7 @@ impl<P: Policy> Machine<'_, P> {
         }
     }
 
-    /// Starts programs that stay, up to a tenth of the machine: they do what they do and remain.
+    /// Starts programs that stay, up to a tenth of the machine: they follow their trace and remain.
     pub fn start_residents(&mut self) {
         let (mut wanted, mut next) = (0, 0);
         while wanted < self.world.owner.len() / 10 {
@@ -130,8 +130,8 @@ impl<P: Policy> Machine<'_, P> {
         }
     }
 
-    /// Starts programs until all together have `times` the machine's size, each somewhere in what it does: the same ones
-    /// for the same seed.
+    /// Starts programs until all together have `times` the machine's size, each somewhere in its trace. The same seed starts the
+    /// same ones.
     pub fn start_load(&mut self, times: f64, seed: u64) {
         self.random = Random::new(seed);
         self.load = (self.world.owner.len() as f64 * times) as usize;
@@ -145,12 +145,12 @@ impl<P: Policy> Machine<'_, P> {
         }
     }
 
-    /// Pages that processes have, resident or not.
+    /// Pages of all processes, resident or not.
     fn live(&self) -> usize {
         self.processes.iter().map(|p| p.live.len()).sum()
     }
 
-    /// Ends what does not stay.
+    /// Ends the programs that do not stay.
     pub fn stop_load(&mut self) {
         self.load = 0;
         let (stay, end): (Vec<_>, Vec<_>) = std::mem::take(&mut self.processes).into_iter().partition(|p| p.stays);

@@ -1,11 +1,11 @@
 //! What real programs do to memory: which pages come, which go, and which are asked for again.
 //!
-//! Programs run under `uzswap run --record` with less memory than they use, and the engine itself says what happened: a
-//! page seen for the first time came, one it was told to forget went, one it had to bring back was touched. A page that
-//! never left is touched unseen: such references are drawn when the trace is replayed, see `aging`.
+//! Programs run under `uzswap run --record` with less memory than they use, and the engine itself reports what happened: a page
+//! seen for the first time came, one that it was told to forget went, one that it had to bring back was touched. References to a
+//! page that never left are not seen; they are drawn when the trace is replayed, see `aging`.
 //!
-//! Where there is no uzswap command at hand (the lab built as an example) a program is looked at from outside, every few
-//! milliseconds through `/proc/PID/pagemap`: a page that is there and was not before came, one that is gone went.
+//! If no uzswap command is at hand (the lab built as an example), the lab looks at a program from outside, every few milliseconds
+//! through `/proc/PID/pagemap`: a page that is present and was not before came, one that is gone went.
 
 use super::aging::SPACE;
 use crate::process::{self, Spec};
@@ -22,7 +22,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use uzswap_mm::trace::{Kind, Record};
 
-/// One look: pages as runs (first, count), numbered within the program from 0 on.
+/// One look. Pages are runs (first, count), numbered from 0 within the program.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, PartialEq, Eq)]
 pub struct Step {
     /// Pages that came.
@@ -34,20 +34,20 @@ pub struct Step {
     pub touched: Vec<(u32, u32)>,
 }
 
-/// One program from its start to its end.
+/// One program, from its start to its end.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Trace {
     /// Its name.
     pub program: String,
     /// What was seen, in order.
     pub steps: Vec<Step>,
-    /// Most pages at once.
+    /// The most pages at once.
     pub peak: usize,
 }
 
 impl Trace {
-    /// Whether a machine can be filled with it: it has as many pages as what is recorded, before its last step (who starts does so
-    /// anywhere before that), and none beyond what a process may have.
+    /// Whether it can fill a machine: before its last step (programs start anywhere before that) it has more than [`LEAST`] pages,
+    /// as recorded traces have, and none beyond the address space of a process.
     #[must_use]
     pub fn is_playable(&self) -> bool {
         let (mut live, mut most) = (BTreeSet::new(), 0);
@@ -65,7 +65,7 @@ impl Trace {
         most.min(self.peak) > LEAST
     }
 
-    /// The first step, and the page in it, that comes though it is there; none in a trace that was recorded.
+    /// The first step in which a page comes that is present already, with that page; none in a recorded trace.
     #[must_use]
     pub fn contradiction(&self) -> Option<(usize, u32)> {
         let mut live = BTreeSet::new();
@@ -81,13 +81,13 @@ fn pages(runs: &[(u32, u32)]) -> impl Iterator<Item = u32> + '_ {
     runs.iter().flat_map(|(first, n)| *first..first + n)
 }
 
-/// A program that has no more pages at once is too small to be of use.
+/// A program that never has more pages at once is too small to be of use.
 const LEAST: usize = 256;
-/// Looks from outside are this far apart.
+/// The time between two looks from outside.
 const EVERY: Duration = Duration::from_millis(5);
-/// What a recorded program may use: less than it wants.
+/// The limit of a recorded program: less than it wants.
 const MEMORY: &str = "24M";
-/// Records of the engine that make one step.
+/// Records of the engine in one step.
 const RECORDS: usize = 64;
 
 /// A program worth recording: a name, and a command.
@@ -117,7 +117,7 @@ const RECIPES: &[Recipe] = &[
     ("xz", &["sh", "-c", XZ]),
 ];
 
-/// Records every program this machine has: by `uzswap` if there is one, with files in `dir`.
+/// Records every program that this machine has: by `uzswap` if there is one, with files in `dir`.
 #[must_use]
 pub fn record_all(uzswap: Option<&Path>, keeper: &Keeper, dir: &Path) -> Vec<Trace> {
     let one = |(name, command): &Recipe| match uzswap {
@@ -127,12 +127,12 @@ pub fn record_all(uzswap: Option<&Path>, keeper: &Keeper, dir: &Path) -> Vec<Tra
     RECIPES.iter().filter_map(|recipe| one(recipe).ok()).filter(|t| t.peak > LEAST).collect()
 }
 
-/// Runs a command in little memory under `uzswap run --record`, to a file at `path`.
+/// Runs a command under `uzswap run --record` with little memory, and records to a file at `path`.
 ///
-/// The story: a lab that was interrupted went on until all programs had been recorded.
+/// The story: an interrupted lab went on until all programs had been recorded.
 ///
 /// # Errors
-/// When it cannot be started or the lab was interrupted, or what was recorded cannot be read; in one sentence.
+/// When it cannot be started, the lab was interrupted, or the recording cannot be read; in one sentence.
 pub fn record(name: &str, command: &[&str], uzswap: &Path, keeper: &Keeper, path: &Path) -> Result<Trace, String> {
     let mut argv: Vec<OsString> = vec![uzswap.into()];
     argv.extend(["run", "--quiet", "--memory", MEMORY, "--record"].map(OsString::from));
@@ -151,7 +151,7 @@ pub fn record(name: &str, command: &[&str], uzswap: &Path, keeper: &Keeper, path
     Ok(from_records(name, records))
 }
 
-/// A trace from what the engine recorded.
+/// Makes a trace from the engine's records.
 fn from_records(name: &str, records: impl Iterator<Item = (u32, Record)>) -> Trace {
     let mut numbers = BTreeMap::new();
     let mut live = BTreeSet::new();
@@ -177,12 +177,12 @@ fn from_records(name: &str, records: impl Iterator<Item = (u32, Record)>) -> Tra
     trace
 }
 
-/// A step that is being made. What goes in a step goes before anything comes, so of a page that came and went several times
-/// only the whole counts: one that came, went and came again has come once. (It used to be written down as one that came
-/// twice: the machine that replayed it had two frames for one page, and took the one for the other.)
+/// A step being made. In a step pages go before any come, so if a page came and went several times only the net change counts:
+/// one that came, went and came again has come once. (Once this was recorded as coming twice. The machine that replayed it had
+/// two frames for one page, and took one for the other.)
 #[derive(Default)]
 struct Open {
-    /// Of each page that came or went: whether it was there before the step, and whether it is now.
+    /// For each page that came or went: whether it was present before the step, and whether it is now.
     changed: BTreeMap<u32, (bool, bool)>,
     touched: Vec<u32>,
 }
@@ -201,7 +201,7 @@ impl Open {
     }
 }
 
-/// Runs a command and watches it and its children from outside.
+/// Runs a command, and watches it and its children from outside.
 ///
 /// # Errors
 /// When it cannot be started.
@@ -252,7 +252,7 @@ fn family(pid: u32) -> Vec<u32> {
     all
 }
 
-/// Adds the pages of a process's private anonymous memory that are there.
+/// Adds the pages of a process's private anonymous memory that are present.
 fn present(pid: u32, pages: &mut BTreeSet<(u32, u64)>) -> io::Result<()> {
     const PRESENT: u64 = 1 << 63;
     let maps = fs::read(format!("/proc/{pid}/maps"))?;
@@ -272,7 +272,7 @@ fn present(pid: u32, pages: &mut BTreeSet<(u32, u64)>) -> io::Result<()> {
     Ok(())
 }
 
-/// Numbers as runs.
+/// Turns numbers into runs.
 fn runs(mut numbers: Vec<u32>) -> Vec<(u32, u32)> {
     numbers.sort_unstable();
     let mut runs: Vec<(u32, u32)> = Vec::new();
@@ -291,15 +291,15 @@ mod tests {
 
     #[test]
     fn a_program_is_seen_to_allocate_and_to_free() {
-        // (On a busy machine who watches may sleep through a pause: then once more, with longer ones.)
+        // On a busy machine the watcher may sleep through a pause: then try once more, with longer pauses.
         let seen_well = |seen: &(usize, usize, usize)| seen.0 > 4 * 2000 && seen.1 > 3 * 2000;
         let mut tries = ["0.03", "0.3", "2"].into_iter().map(allocations_seen).inspect(|seen| println!("{seen:?}"));
         let (came, went, peak) = tries.find(seen_well).expect("in none of three tries they were seen");
         assert!((2048..9 * 2048).contains(&peak), "{came} came, {went} went, {peak}");
     }
 
-    /// What is seen of a program that allocates 2,048 pages four times, and frees them, with so many seconds between: pages that
-    /// came, that went, and the most at a time.
+    /// What a watcher sees of a program that allocates 2,048 pages four times and frees them, with pauses of so many seconds:
+    /// pages that came, pages that went, and the most at a time.
     fn allocations_seen(pause: &str) -> (usize, usize, usize) {
         let script = format!(
             "
@@ -351,7 +351,7 @@ for i in range(4):
         assert_eq!(trace(vec![step(&[(0, 4)], &[]), step(&[(2, 1)], &[(3, 1)])]).contradiction(), Some((1, 2)));
     }
 
-    /// The story: with a file that says nothing of any program the lab ended in a panic, or looked for pages for ever, deaf to signals.
+    /// The story: with a file that named no program the lab ended in a panic, or looked for pages for ever, deaf to signals.
     #[test]
     fn what_has_no_pages_is_not_played() {
         let step = |first, n| Step { came: vec![(first, n)], ..Step::default() };

@@ -1,5 +1,5 @@
-//! What the ageing machine's frames hold: pages of programs, pages of the pool, tables, huge blocks. Apart from the zone,
-//! so that compaction, which has the zone, can move what the frames hold.
+//! Contents of the ageing machine's frames: pages of programs, pages of the pool, tables, huge blocks. It is separate from the
+//! zone, so that compaction, which has the zone, can move what the frames hold.
 
 use crate::data::Source;
 use crate::size::PAGE;
@@ -26,7 +26,7 @@ pub struct World<'a> {
     pub start: u32,
     pub memory: Vec<u8>,
     pub owner: Vec<Owner>,
-    /// When the page in a frame came, and whether it was touched since.
+    /// For each frame, when its page came, and whether the page was touched since.
     pub birth: Vec<u16>,
     pub referenced: Vec<bool>,
     pub pt: PageTable,
@@ -35,7 +35,7 @@ pub struct World<'a> {
 }
 
 impl World<'_> {
-    /// A frame's place in the memory, in pages.
+    /// A frame's place in memory, in pages.
     pub fn at(&self, frame: u32) -> usize {
         (frame - self.start) as usize
     }
@@ -45,7 +45,7 @@ impl World<'_> {
         &mut self.memory[at..at + PAGE]
     }
 
-    /// Reads (or with `write` writes) bytes of the pool, wherever its pages are.
+    /// Reads bytes of the pool, wherever its pages are; with `write`, writes them.
     pub fn pool_bytes(&mut self, offset: usize, bytes: &mut [u8], write: bool) {
         let mut done = 0;
         while done < bytes.len() {
@@ -62,7 +62,7 @@ impl World<'_> {
         }
     }
 
-    /// Which page of the real contents a page holds.
+    /// The page of the real contents that a page holds.
     fn source_of(&self, vpn: u64) -> usize {
         Random::new(vpn).below(self.source.pages() as u64) as usize
     }
@@ -71,7 +71,7 @@ impl World<'_> {
         self.source.page(self.source_of(vpn))
     }
 
-    /// Fills a frame with a page as it must be.
+    /// Fills a frame with the expected contents of a page.
     pub fn write_page(&mut self, vpn: u64, frame: u32) {
         let version = self.versions.get(&vpn).copied().unwrap_or(0);
         let at = self.at(frame) * PAGE;
@@ -82,7 +82,7 @@ impl World<'_> {
         page[8..12].copy_from_slice(&version.to_le_bytes());
     }
 
-    /// Whether a frame holds a page as it must be.
+    /// Whether a frame holds the expected contents of a page.
     pub fn is_right(&self, vpn: u64, frame: u32) -> bool {
         let version = self.versions.get(&vpn).copied().unwrap_or(0);
         let at = self.at(frame) * PAGE;
@@ -116,7 +116,7 @@ impl Migrate for World<'_> {
     fn putback(&mut self, _frame: u32) {}
 }
 
-/// Moves objects of the pool: the page table is told the new handle.
+/// Moves objects of the pool, and writes their new handles to the page table.
 pub struct Mover<'a, 'b> {
     pub world: &'a mut World<'b>,
     pub freed: Vec<Freed>,

@@ -1,4 +1,4 @@
-//! The workloads on memory once more, after an hour's worth of churn in the same zone and pool: the figures should stay.
+//! The workloads on memory again, after an hour's worth of churn in the same zone and pool: the figures should not change.
 
 use super::subject::{Subject, With};
 use super::{Lab, fail};
@@ -13,10 +13,10 @@ use std::time::Duration;
 
 const SUBJECTS: [Subject; 2] = [Subject::Run, Subject::Library];
 
-/// What a figure after churn may be, times (or, where less is better, as a part of) that on a fresh zone.
+/// The target for a figure after churn, as a multiple of that on a fresh zone; where less is better, its reciprocal.
 const TARGET: f64 = 0.9;
 
-/// Figures by workload, subject, and whether memory was churned before; of each run that has one.
+/// Figures by workload, subject, and whether memory was churned before; one for each run that has one.
 type Figures = BTreeMap<(Workload, Subject, bool), BTreeMap<u32, f64>>;
 
 impl Lab<'_> {
@@ -25,7 +25,7 @@ impl Lab<'_> {
         let mut seen = Figures::new();
         for run in 0..self.runs {
             for subject in SUBJECTS {
-                // (Side by side, so that both meet the same neighbours on the machine; who comes second has it no better.)
+                // Side by side, so that both meet the same load on the machine; each comes second in every other run.
                 for churned in [run % 2 == 1, run % 2 == 0] {
                     self.say(&format!("run {} of {}: {}, {}", run + 1, self.runs, how(churned), subject.title()));
                     self.churned_once(subject, churned, run, &mut seen)?;
@@ -57,7 +57,7 @@ impl Lab<'_> {
         Ok(())
     }
 
-    /// One worker, unless its subject cannot be set up here.
+    /// Runs one worker, unless its subject cannot be set up here.
     fn churned_once(&mut self, subject: Subject, churned: bool, run: u32, seen: &mut Figures) -> Result<(), Stop> {
         if self.out.contains_key(&subject) {
             return Ok(());
@@ -80,8 +80,8 @@ fn how(churned: bool) -> &'static str {
     if churned { "after churn" } else { "fresh" }
 }
 
-/// What is left of a figure after churn: the median of what each run, which had both side by side, says. (The ratio of two
-/// medians compares one run with another, and the machine is not the same in all.)
+/// What is left of a figure after churn: the median over the runs, each of which measured both side by side. (The ratio of two
+/// medians would compare one run with another, and the machine differs between runs.)
 fn kept(seen: &Figures, workload: Workload, subject: Subject) -> Option<(f64, Workload)> {
     let figures = |churned| seen.get(&(workload, subject, churned));
     let after = figures(true)?;
@@ -116,7 +116,7 @@ mod tests {
         let fresh = runs(&[(0, 10.0), (1, 20.0), (2, 10.0)]);
         let seen = Figures::from([(key(false), fresh.clone()), (key(true), runs(&[(0, 10.0), (1, 20.0), (2, 20.0)]))]);
         assert_eq!(kept(&seen, Workload::ZipfRead, Subject::Run), Some((1.0, Workload::ZipfRead)));
-        // The story: where a run had failed the next one's figure was taken for its.
+        // The story: if a run had failed, the next run's figure was taken for it.
         let seen = Figures::from([(key(false), fresh), (key(true), runs(&[(1, 20.0)]))]);
         assert_eq!(kept(&seen, Workload::ZipfRead, Subject::Run), Some((1.0, Workload::ZipfRead)));
     }

@@ -13,10 +13,10 @@ use std::time::Duration;
 
 use Subject::{Library, LibraryCharged, Plain, Run, RunCharged, Zram, Zswap};
 
-/// In the order they are run.
+/// The subjects, in the order in which they run.
 const SUBJECTS: [Subject; 7] = [Plain, Zswap, Zram, Run, RunCharged, Library, LibraryCharged];
 
-/// What is to be reached, times the better of the kernel's two.
+/// The targets, as multiples of the better of the kernel's two.
 const TARGETS: [(Subject, Workload, f64); 7] = [
     (Library, Workload::Fill, 4.0),
     (Library, Workload::SequentialRead, 9.0),
@@ -27,18 +27,18 @@ const TARGETS: [(Subject, Workload, f64); 7] = [
     (Run, Workload::RandomRead, 1.3),
 ];
 
-/// What the subjects have shown so far.
+/// The results of all subjects so far.
 #[derive(Default)]
 struct Seen {
     figures: BTreeMap<(Workload, Subject), Vec<f64>>,
-    /// The most anonymous memory, and what of it counted against the limit.
+    /// The most anonymous memory, and how much of it counted against the limit.
     peaks: BTreeMap<Subject, (u64, u64)>,
     marks: BTreeMap<Subject, &'static str>,
     failed: BTreeSet<Subject>,
 }
 
 impl Lab<'_> {
-    /// The workloads on memory: a row each, and the ratios.
+    /// Runs the workloads on memory: a row for each, and the ratios.
     pub(super) fn memory(&mut self) -> Result<(), Stop> {
         let mut seen = Seen::default();
         for run in 0..self.runs {
@@ -83,7 +83,7 @@ impl Lab<'_> {
         Ok(())
     }
 
-    /// One worker under one subject.
+    /// Runs one worker under one subject.
     fn memory_once(&mut self, subject: Subject, seen: &mut Seen) -> Result<(), Stop> {
         let (done, outcome) = match self.work(subject, &[], &With::default()) {
             Ok(done) => done,
@@ -116,7 +116,7 @@ impl Lab<'_> {
         }
     }
 
-    /// The limit as seen from outside while memory is filled; and what uzswap says of its metadata.
+    /// Whether the limit is kept, as seen from outside while memory is filled, and what uzswap reports of its metadata.
     pub(super) fn limit_kept(&mut self) -> Result<(), Stop> {
         if self.out.contains_key(&RunCharged) {
             return Ok(());
@@ -146,8 +146,8 @@ impl Lab<'_> {
     }
 }
 
-/// How many times better a subject is than the better of the kernel's two. `None` unless all three were measured; one
-/// of the two that was OOM-killed is not the better one.
+/// How many times better a subject is than the better of the kernel's two. `None` unless all three were measured; if one of the
+/// two was OOM-killed, it is not the better one.
 fn ratio(row: &Row, subject: Subject, less_is_better: bool) -> Option<f64> {
     let own = row.get(subject.key())?;
     let peer = |subject: Subject| match row.get(subject.key()) {

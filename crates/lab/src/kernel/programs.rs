@@ -16,13 +16,13 @@ use std::time::Duration;
 
 use Subject::{Plain, Run, RunCharged, Zram, Zswap};
 
-/// Processes that a shell starts one after the other, to see what one costs.
+/// Processes that a shell starts one after the other, to measure the cost of one.
 const STARTS: u32 = 300;
-/// The least limit that `uzswap run` takes.
+/// The lowest limit that `uzswap run` takes.
 const LEAST: u64 = 16 * MIB;
 
 impl Lab<'_> {
-    /// Real programs at half of what they use.
+    /// Measures real programs at half of what they use.
     pub(super) fn programs(&mut self, programs: &[Program]) -> Result<(), Stop> {
         let (mut ratios, mut left_out) = (Vec::new(), Vec::new());
         for program in programs {
@@ -45,7 +45,7 @@ impl Lab<'_> {
         Ok(())
     }
 
-    /// One program under all subjects.
+    /// Measures one program under all subjects.
     fn program(&mut self, program: &Program) -> Result<Option<Row>, Stop> {
         let mut with = With { stdin: program.stdin.clone(), ..With::default() };
         let mut seconds: BTreeMap<Subject, Vec<f64>> = BTreeMap::new();
@@ -91,7 +91,7 @@ impl Lab<'_> {
         Ok(Some(row))
     }
 
-    /// One run of a program under a subject: its seconds, if its output was `right` and it was limited.
+    /// Runs a program under a subject; returns its seconds, if its output was `right` and it was limited.
     fn program_once(
         &mut self,
         subject: Subject,
@@ -113,7 +113,7 @@ impl Lab<'_> {
         }
     }
 
-    /// What `uzswap run` costs a program that stays under its limit: pairs, one with and one without.
+    /// Measures what `uzswap run` costs a program that stays under its limit: pairs of runs, one with and one without.
     pub(super) fn overhead(&mut self, program: &Program) -> Result<(), Stop> {
         if self.out.contains_key(&RunCharged) {
             return Ok(());
@@ -124,7 +124,7 @@ impl Lab<'_> {
         let mut limit = self.limit * 64;
         for pair in 0..if self.quick { 3 } else { 4 * self.runs + 3 } {
             let mut took = BTreeMap::new();
-            // The first has to be plain: its peak makes the limit.
+            // In the first pair the plain run must be first: its peak gives the limit.
             for subject in if pair % 2 == 0 { [Plain, RunCharged] } else { [RunCharged, Plain] } {
                 self.say(&format!("pair {}: {} under its limit, {}", pair + 1, program.name, subject.title()));
                 match self.run_well(subject, &program.argv, limit, &with) {
@@ -153,8 +153,8 @@ impl Lab<'_> {
         Ok(())
     }
 
-    /// What `uzswap run` costs a process from its start to its end: a shell runs one after the other that does nothing. Their
-    /// memory is far below the limit. (No target speaks of it; builds and scripts are made of such processes.)
+    /// Measures what `uzswap run` costs a process from its start to its end: a shell runs processes that do nothing, one after
+    /// the other, far below the limit. (There is no target for this; builds and scripts consist of such processes.)
     pub(super) fn starts(&mut self) -> Result<(), Stop> {
         let script = format!("i=0; while [ $i -lt {STARTS} ]; do /bin/true; i=$((i+1)); done");
         let argv = ["/bin/sh".into(), "-c".into(), script.into()];
@@ -181,7 +181,7 @@ impl Lab<'_> {
         Ok(())
     }
 
-    /// A run that ended well.
+    /// Makes a run that must end well.
     fn run_well(&self, subject: Subject, argv: &[OsString], limit: u64, with: &With) -> Result<Outcome, Failure> {
         let outcome = self.run(subject, argv, limit, with)?;
         outcome.ok()?;
@@ -189,9 +189,9 @@ impl Lab<'_> {
     }
 }
 
-/// The time that `uzswap run` adds to a program, times what the better of the kernel's two adds. `None` when there is
-/// nothing to compare: `run` has no figure, or neither of the two, or one has none without having been OOM-killed. What
-/// cannot be told from noise counts as a hundredth of the program's time.
+/// The time that `uzswap run` adds to a program, as a multiple of what the better of the kernel's two adds. `None` if there is
+/// nothing to compare: `run` has no figure, or neither of the two has, or one has none without having been OOM-killed. A
+/// difference below the noise counts as a hundredth of the program's time.
 fn extra_ratio(row: &Row) -> Option<f64> {
     let plain = row.get(Plain.key())?;
     let extra = |subject: Subject| row.get(subject.key()).map(|seconds| (seconds - plain).max(0.01 * plain));

@@ -1,4 +1,4 @@
-//! Who does the work, and how one run of it is made and judged.
+//! The subjects of the experiment, and how one run is made and judged.
 
 use super::Lab;
 use crate::peers::{self, Peer};
@@ -10,29 +10,29 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Who does the work.
+/// What the work runs under.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Subject {
-    /// Without any limit.
+    /// No limit at all.
     Plain,
     /// The kernel's zswap.
     Zswap,
     /// The kernel's zram.
     Zram,
-    /// `uzswap run`, its pool not counted, as a cgroup v1 does not count the kernel's.
+    /// `uzswap run` without its pool counted, as a cgroup v1 does not count the kernel's.
     Run,
-    /// `uzswap run` as it is, its pool counted.
+    /// `uzswap run` as it is, with its pool counted.
     RunCharged,
-    /// A region of the library, its pool not counted.
+    /// A region of the library, without its pool counted.
     Library,
-    /// A region of the library as it is, its pool counted.
+    /// A region of the library as it is, with its pool counted.
     LibraryCharged,
 }
 
 use Subject::{Library, LibraryCharged, Plain, Run, RunCharged, Zram, Zswap};
 
 impl Subject {
-    /// In the order of the columns.
+    /// All, in the order of the columns.
     pub const ALL: [Self; 7] = [Plain, Zswap, Zram, Run, RunCharged, Library, LibraryCharged];
 
     /// Its name in files.
@@ -61,7 +61,7 @@ impl Subject {
         }
     }
 
-    /// Its name in verdicts, of the two of ours that are judged.
+    /// Its name in verdicts, for the two of ours that are judged.
     pub const fn judged(self) -> &'static str {
         if self.is_library() { "library region" } else { "run" }
     }
@@ -90,16 +90,16 @@ impl Subject {
 /// Why a subject has no figure.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Failure {
-    /// The kernel's OOM killer ended it each time, although there was swap. Not a figure, but a finding.
+    /// The kernel's OOM killer ended it each time, although there was swap. This is no figure, but a finding.
     OomKilled,
-    /// This machine cannot set it up: it will not be tried again.
+    /// This machine cannot set it up, so it will not be tried again.
     Absent(String),
-    /// It went wrong this time.
+    /// It failed this time.
     Went(String),
 }
 
 impl Failure {
-    /// What the table says in place of a figure, where that is more than that there is none.
+    /// The table's entry in place of a figure, if it says more than that there is none.
     pub const fn mark(&self) -> Option<&'static str> {
         match self {
             Self::OomKilled => Some("OOM-killed"),
@@ -125,18 +125,18 @@ impl From<String> for Failure {
     }
 }
 
-/// Times a run is made that the OOM killer ends: in a small cgroup it at times strikes although there is swap.
+/// How often a run is made that the OOM killer ends: in a small cgroup it strikes at times although there is swap.
 pub const TRIES: u32 = 3;
 
 const OUT_OF_TIME: &str = "no time left with --quick";
 
-/// How one run is watched.
+/// How to watch a run.
 pub struct With {
-    /// Its standard input.
+    /// The file for its standard input.
     pub stdin: Option<PathBuf>,
-    /// How often its memory is looked at.
+    /// How often to sample its memory.
     pub sample: Duration,
-    /// When it is given up.
+    /// When to give it up.
     pub timeout: Duration,
 }
 
@@ -147,8 +147,8 @@ impl Default for With {
 }
 
 impl Lab<'_> {
-    /// Runs `argv` as the subject does, under `limit`; a run that the OOM killer ends is made again, [`TRIES`] times at
-    /// most. How often it struck is told in the notes.
+    /// Runs `argv` as the subject does, under `limit`. A run that the OOM killer ends is made again, up to [`TRIES`] times in
+    /// all; the notes say how often it struck.
     pub(super) fn run(&self, subject: Subject, argv: &[OsString], limit: u64, with: &With) -> Result<Outcome, Failure> {
         for _ in 0..TRIES {
             let (outcome, oom) = self.run_once(subject, argv, limit, with)?;
@@ -160,7 +160,7 @@ impl Lab<'_> {
         Err(Failure::OomKilled)
     }
 
-    /// One run, and whether the OOM killer ended it.
+    /// Makes one run; also returns whether the OOM killer ended it.
     fn run_once(
         &self,
         subject: Subject,
@@ -211,17 +211,17 @@ impl Lab<'_> {
         Ok((outcome, oom))
     }
 
-    /// What the last `uzswap run` reported, if it did.
+    /// The report of the last `uzswap run`, if it wrote one.
     pub(super) fn report(&self) -> Option<Value> {
         report::read(&self.report_path())
     }
 
-    /// Where `uzswap run` writes its report.
+    /// The path of the report of `uzswap run`.
     fn report_path(&self) -> PathBuf {
         self.dir.join("report.json")
     }
 
-    /// The command of a worker.
+    /// The command line of a worker.
     fn worker(&self, subject: Subject, more: &[&str]) -> Vec<OsString> {
         let mut argv: Vec<OsString> = vec![self.exe.clone().into()];
         argv.extend(["lab", "worker", "--source"].map(OsString::from));
@@ -235,7 +235,7 @@ impl Lab<'_> {
         argv
     }
 
-    /// One worker under one subject: its report and how it was seen from outside.
+    /// Runs one worker under one subject; returns its report, and how it looked from outside.
     pub(super) fn work(
         &mut self,
         subject: Subject,
@@ -261,10 +261,9 @@ impl Lab<'_> {
     }
 }
 
-/// Of the most anonymous memory a subject's processes were seen to hold, what counts against the limit: without the
-/// pool where that is not charged (it lies in the same processes, and would make a subject look unlimited that is not). A region
-/// says how large its `pool` was; what `run` charged at the most is in its `report`, for its pool at the end is not that at
-/// the peak.
+/// How much of the most anonymous memory that a subject's processes held counts against the limit. The pool does not if it is not
+/// charged: it is in the same processes, and would make a limited subject look unlimited. A region says how large its `pool` was.
+/// For `run`, its `report` has the highest charge, as its pool at the end is not that at the peak.
 pub fn counted(subject: Subject, peak_anon: u64, pool: u64, report: Option<&Value>) -> u64 {
     match subject {
         Run => report.and_then(report::peak).unwrap_or(peak_anon),
@@ -279,7 +278,7 @@ mod tests {
     use crate::size::MIB;
     use serde_json::json;
 
-    /// A pool of 30 MiB beside 34 of the program made the sum look like no limit at all (64 of 64 MiB).
+    /// With a pool of 30 MiB and 34 MiB of the program, the sum looked like no limit at all (64 of 64 MiB).
     #[test]
     fn an_uncharged_pool_is_not_held_against_its_subject() {
         let report = json!({"peak": 34 * MIB, "counters": {"pool_total_size": 20 * MIB}});

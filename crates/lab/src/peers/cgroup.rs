@@ -4,11 +4,11 @@ use crate::undo::{Keeper, Step, Todo};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Where version 1 of the memory controller is mounted.
+/// Mount point of version 1 of the memory controller.
 const ROOT: &str = "/sys/fs/cgroup/memory";
 
-/// Wakes what waits in a cgroup whose reclaim gave up. In a cgroup as small as these the kernel at times declares itself
-/// out of memory although there is swap (every page on the active list); tried again it finds pages to swap out.
+/// Wakes processes that wait in a cgroup whose reclaim gave up. In a cgroup as small as these the kernel sometimes declares
+/// itself out of memory although there is swap (every page is on the active list); if it tries again, it finds pages to swap out.
 pub struct Rescue {
     control: PathBuf,
     limit: PathBuf,
@@ -21,7 +21,7 @@ impl Rescue {
         Self { control: path.join("memory.oom_control"), limit: path.join("memory.limit_in_bytes") }
     }
 
-    /// Reclaims once more if something waits, and wakes it; says whether it did. The limit is never above what it was.
+    /// If a process waits, reclaims once more and wakes it; returns whether one did. The limit never rises above what it was.
     #[must_use]
     pub fn once(&self) -> bool {
         let control = fs::read_to_string(&self.control).unwrap_or_default();
@@ -31,7 +31,7 @@ impl Rescue {
         let Some(limit) = fs::read_to_string(&self.limit).ok().and_then(|text| text.trim().parse::<u64>().ok()) else {
             return false;
         };
-        // A lower limit makes the kernel reclaim (and is refused if that fails); raising it again wakes.
+        // A lower limit makes the kernel reclaim (it is refused if that fails); raising it again wakes the waiters.
         let _ = fs::write(&self.limit, (limit - limit / 16).to_string());
         let _ = fs::write(&self.limit, limit.to_string());
         true
@@ -45,8 +45,8 @@ pub struct Cgroup {
 }
 
 impl Cgroup {
-    /// Makes one with `memory.limit_in_bytes` of `limit`, swap unlimited. With `wait`, who finds no memory waits for a [`Rescue`] instead
-    /// of being killed.
+    /// Makes a cgroup with `limit` as its `memory.limit_in_bytes` and unlimited swap. With `wait`, a process that finds no memory
+    /// waits for a [`Rescue`] instead of being killed.
     ///
     /// # Errors
     /// When there is no version 1 memory controller, or it may not be used.
@@ -60,7 +60,7 @@ impl Cgroup {
         fs::write(path.join("memory.limit_in_bytes"), limit.to_string())
             .map_err(|e| format!("cannot set the cgroup's limit: {e}"))?;
         if wait {
-            // Where it is refused, the program is killed as without.
+            // If this is refused, the program is killed as without it.
             let _ = fs::write(path.join("memory.oom_control"), "1");
         }
         Ok(Self { path, _remove: remove })

@@ -1,7 +1,7 @@
 //! The kernel's side: a memory cgroup with the limit, and one of the kernel's swaps under it.
 //!
-//! Each peer exists while its value does: made before a run, undone after it (see [`crate::undo`]), so that the two
-//! never meet and a machine interrupted is a machine as it was.
+//! Each peer exists while its value does: it is set up before a run and undone after it (see [`crate::undo`]). So the peers never
+//! meet, and an interrupted lab leaves the machine as it was.
 
 pub mod cgroup;
 pub mod swap;
@@ -15,19 +15,19 @@ use std::path::Path;
 /// The kernel's swaps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Peer {
-    /// Compressed pool in front of a swap file.
+    /// A compressed pool in front of a swap file.
     Zswap,
-    /// The same, with its shrinker on and its pool as small as the kernel lets it be: 1 % of the machine's memory.
+    /// The same with its shrinker on, and its pool as small as the kernel allows: 1 % of the machine's memory.
     ZswapShrinker,
-    /// A swap file, and nothing compressed. Of the three with a file the only one whose limit holds all there is in memory.
+    /// A swap file without compression. Of the three with a file, only its limit covers all that is in memory.
     SwapFile,
-    /// Compressed block device as swap.
+    /// A compressed block device as swap.
     Zram,
 }
 
 /// A peer that is set up.
 pub struct Ready {
-    // The order of fields is the order of undoing: first the cgroup with what runs in it, then its swap.
+    // Fields are dropped in this order: first the cgroup with what runs in it, then its swap.
     cgroup: cgroup::Cgroup,
     _swap: Box<dyn std::any::Any>,
 }
@@ -39,14 +39,14 @@ impl Ready {
         self.cgroup.path()
     }
 
-    /// How often the kernel's OOM killer struck in it.
+    /// How often the kernel's OOM killer struck in the cgroup.
     #[must_use]
     pub fn oom_kills(&self) -> u64 {
         self.cgroup.oom_kills()
     }
 }
 
-/// Sets a peer up: a cgroup with `limit`, over `peer` with room for `swap` bytes. For `wait`, see [`cgroup::Rescue`].
+/// Sets up a cgroup with `limit`, over `peer` with room for `swap` bytes. For `wait`, see [`cgroup::Rescue`].
 ///
 /// # Errors
 /// When this machine cannot, with the reason; nothing is left then.
@@ -63,7 +63,7 @@ pub fn set_up(keeper: &Keeper, peer: Peer, limit: u64, swap: u64, dir: &Path, wa
     Ok(Ready { cgroup: cgroup::Cgroup::make(keeper, limit, wait)?, _swap: swap })
 }
 
-/// Which of several is set: the one in brackets, as in `[lzo-rle] lzo lz4` and `always inherit [madvise] never`.
+/// The selected one of several choices: that in brackets, as in `[lzo-rle] lzo lz4` and `always inherit [madvise] never`.
 fn selected(list: &str) -> Option<&str> {
     list.split_once('[')?.1.split_once(']').map(|(name, _)| name)
 }

@@ -1,4 +1,4 @@
-//! Swap areas: the header the kernel looks for, and the system call.
+//! Swap areas: the header that the kernel looks for, and the system call.
 
 use crate::undo::{Keeper, Step, Todo};
 use std::ffi::CString;
@@ -12,7 +12,7 @@ use std::path::Path;
 const PAGE: usize = crate::size::PAGE;
 /// Use the priority in the low bits.
 const SWAP_FLAG_PREFER: libc::c_int = 0x8000;
-/// The highest there is: before whatever else the machine swaps to.
+/// The highest priority: before whatever else the machine swaps to.
 const PRIORITY: libc::c_int = 0x7fff;
 
 /// The first page of a swap area of `bytes`, as mkswap writes it.
@@ -25,10 +25,10 @@ fn header(bytes: u64) -> Vec<u8> {
     page
 }
 
-/// Makes `path`, a file or device of `bytes`, a swap area and swaps to it until the returned value is dropped.
+/// Makes `path`, a file or device of `bytes`, a swap area, and swaps to it until the returned value is dropped.
 ///
 /// # Errors
-/// When it cannot be written or the kernel refuses it.
+/// When it cannot be written, or the kernel refuses it.
 pub fn on(keeper: &Keeper, path: &Path, bytes: u64) -> Result<Todo, String> {
     let write = || -> io::Result<()> {
         let file = OpenOptions::new().write(true).open(path)?;
@@ -46,7 +46,7 @@ pub fn on(keeper: &Keeper, path: &Path, bytes: u64) -> Result<Todo, String> {
     }
 }
 
-/// Starts to swap to a file of `bytes` in `dir`, made once and kept for the next time.
+/// Starts to swap to a file of `bytes` in `dir`. The file is made once and kept for the next time.
 ///
 /// # Errors
 /// When it cannot be made, or the kernel refuses it.
@@ -66,7 +66,7 @@ fn allocate(path: &Path, bytes: u64) -> io::Result<()> {
         0 => file.sync_all(),
         _ => Err(io::Error::last_os_error()),
     };
-    // (A part of it would be taken for the whole the next time.)
+    // A partial file would be taken for the whole one the next time.
     all.inspect_err(|_| drop(fs::remove_file(path)))
 }
 
@@ -74,7 +74,7 @@ fn allocate(path: &Path, bytes: u64) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// The story: where there was no room for the file its part was left, to which the next peer was to swap: EINVAL.
+    /// The story: there was no room for the whole file, and its part was left. The next peer tried to swap to that: EINVAL.
     #[test]
     fn no_part_of_a_file_is_left() {
         let path = std::env::temp_dir().join(format!("uzswap-lab-swap-{}", std::process::id()));

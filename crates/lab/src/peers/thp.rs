@@ -1,4 +1,4 @@
-//! The kernel's folios of some size, for memory that nobody gave advice on.
+//! Sets the kernel's folio sizes for memory without advice.
 
 use super::selected;
 use crate::undo::{Keeper, Step, Todo};
@@ -7,10 +7,10 @@ use std::path::Path;
 
 const DIRECTORY: &str = "/sys/kernel/mm/transparent_hugepage";
 
-/// Has the kernel make folios of 64 KiB unasked, and none of 2 MiB, until what is returned is dropped.
+/// Has the kernel make folios of 64 KiB unasked, and none of 2 MiB, until the returned values are dropped.
 ///
 /// # Errors
-/// When it knows no folios of that size, or a setting is refused.
+/// When it has no folios of that size, or a setting is refused.
 pub fn of_64k(keeper: &Keeper) -> Result<Vec<Todo>, String> {
     ["hugepages-64kB/enabled always", "hugepages-2048kB/enabled madvise", "enabled madvise"]
         .iter()

@@ -8,9 +8,9 @@ use std::path::Path;
 const DEVICE: &str = "/dev/zram0";
 const SYSFS: &str = "/sys/block/zram0";
 
-/// zram0 with lz4, as swap; zswap off, which would otherwise take the pages first.
+/// zram0 with lz4 as swap; zswap is off, as it would take the pages first.
 pub struct Zram {
-    // Undone in this order.
+    // Fields are dropped in this order.
     _swap: Todo,
     _reset: Todo,
     _algorithm: Todo,
@@ -18,10 +18,10 @@ pub struct Zram {
 }
 
 impl Zram {
-    /// Sets the device up with `bytes`.
+    /// Sets up the device with `bytes`.
     ///
     /// # Errors
-    /// When there is no zram0, somebody uses it, or something is refused.
+    /// When there is no zram0, it is in use, or something is refused.
     pub fn set_up(keeper: &Keeper, bytes: u64) -> Result<Self, String> {
         let file = |name: &str| Path::new(SYSFS).join(name);
         let size =

@@ -7,18 +7,18 @@ use std::path::Path;
 
 const PARAMETERS: &str = "/sys/module/zswap/parameters";
 
-/// zswap, on, with lzo; everything else as the machine has it.
+/// zswap, switched on, with lzo; all other settings are the machine's.
 pub struct Zswap {
-    // Undone in this order.
+    // Fields are dropped in this order.
     _swap: Todo,
     _parameters: [Todo; 2],
 }
 
 impl Zswap {
-    /// Switches it on over a swap file of `bytes` in `dir` (made once, kept for the next time).
+    /// Switches zswap on over a swap file of `bytes` in `dir` (made once, kept for the next time).
     ///
     /// # Errors
-    /// When the kernel has no zswap, or something of it is refused.
+    /// When the kernel has no zswap, or refuses a setting.
     pub fn set_up(keeper: &Keeper, bytes: u64, dir: &Path) -> Result<Self, String> {
         if !Path::new(PARAMETERS).exists() {
             return Err("this kernel has no zswap".to_owned());
@@ -28,9 +28,9 @@ impl Zswap {
     }
 }
 
-/// The swap file alone: zswap, where the kernel has it, is off.
+/// The swap file alone: zswap is off if the kernel has it.
 pub struct Without {
-    // Undone in this order.
+    // Fields are dropped in this order.
     _swap: Todo,
     _parameter: Option<Todo>,
 }

@@ -1,12 +1,12 @@
-//! Reads at random in a process of two threads: both read, or one reads and the other computes. Who takes a page from such a process
-//! must flush it from the TLB of the CPU that the other thread is on.
+//! Random reads in a process of two threads: both read, or one reads and the other computes. Taking a page from such a process
+//! needs a TLB flush on the other thread's CPU.
 
 use super::{Corrupt, Pages, Random};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 /// Pages that several threads read.
 struct Shared<'a>(&'a Pages<'a>);
-// SAFETY: memory and model are only read while this is shared: `Pages::run`, which alone writes, is in here meanwhile.
+// SAFETY: memory and model are only read while this is shared: `Pages::run`, the only writer, is in here meanwhile.
 unsafe impl Sync for Shared<'_> {}
 
 impl Shared<'_> {
@@ -15,7 +15,7 @@ impl Shared<'_> {
     }
 }
 
-/// Two threads read as many pages as there are, with a seed each.
+/// Has two threads read as many pages as there are, each with its own seed.
 ///
 /// # Errors
 /// When something read is not what was written.
@@ -28,7 +28,7 @@ pub(super) fn read_by_two(pages: &Pages<'_>, seeds: [u64; 2]) -> Result<(), Corr
     })
 }
 
-/// One reads as many pages as there are, while another thread computes.
+/// Has one thread read as many pages as there are, while another thread computes.
 ///
 /// # Errors
 /// As above.
@@ -54,7 +54,7 @@ mod tests {
     use crate::data::Source;
     use crate::memory::{self, Origin};
 
-    /// (Of 32 pages, 32 times read at random in a round, each is met in some of a hundred.)
+    /// 32 random reads of 32 pages in a round meet each page in some of a hundred rounds.
     #[test]
     fn a_wrong_page_is_seen_by_whichever_thread_reads_it() {
         let source = Source::of_bytes((0..PAGE * 8).map(|i| (i * i / 7) as u8).collect());
