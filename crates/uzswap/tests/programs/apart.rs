@@ -1,9 +1,9 @@
-//! Programs in namespaces in which processes have other numbers, or other clocks, than those of their group: they are no members of it.
+//! Programs in PID or time namespaces other than their group's: they are not members of it.
 
 use crate::harness::*;
 use crate::python;
 
-/// Keeps 40 MiB that do not compress, and looks whether all of it is right, three times.
+/// Keeps 40 MiB that do not compress, and checks all of it three times.
 const NOISE: &str = "import hashlib, sys\n\
     def page(n): return hashlib.shake_128(b'%s %d' % (sys.argv[1].encode(), n)).digest(4096)\n\
     memory = [page(n) for n in range(10240)]\n\
@@ -12,8 +12,9 @@ const NOISE: &str = "import hashlib, sys\n\
 
 const TOLD: &str = "it is in a PID namespace";
 
-/// The story: in a PID namespace that had the /proc of before a program took the numbers there for its own, and found no process by the
-/// numbers of the group. It took a living member's slot, and had its clusters of the swap file given to others: pages were lost.
+/// The story: a program in a PID namespace that still had the former /proc took the numbers there for its own, and found no
+/// process by the group's numbers. It took a living member's slot, and had that member's clusters of the swap file given to
+/// others: pages were lost.
 #[test]
 fn who_has_other_numbers_or_clocks_takes_nothing_from_the_group() {
     let _beside = beside();
@@ -36,7 +37,7 @@ fn who_has_other_numbers_or_clocks_takes_nothing_from_the_group() {
     }
 }
 
-/// A process whose children are to be in a namespace of their own is let go of, as they cannot be members.
+/// A process whose children will be in another namespace is let go of, as they cannot be members.
 #[test]
 fn a_child_with_another_number_has_its_memory() {
     let _beside = beside();

@@ -1,6 +1,5 @@
-//! The remote tier over a Redis cluster, and over TLS, against real servers on loopback: keys are spread over the nodes,
-//! a node that dies or gives its slots away is met as a disk would be, and nobody is trusted who has not the right
-//! certificate.
+//! The remote tier over a Redis cluster, and over TLS, against real servers on loopback: keys are spread over the nodes, a node
+//! that dies or gives its slots away is handled like a failing disk, and nobody without the right certificate is trusted.
 
 use crate::harness::*;
 use crate::redis::{self, Client};
@@ -11,7 +10,7 @@ use std::time::{Duration, Instant};
 
 const SLOTS: usize = 16_384;
 
-/// A port that is free, as is the one that a cluster's nodes speak to each other at.
+/// A free port whose cluster bus port is free, too.
 fn cluster_port() -> u16 {
     loop {
         let port = redis::free_port();
@@ -31,7 +30,7 @@ struct Node {
 impl Node {
     fn start(name: &str, more: &[&str]) -> Self {
         let port = cluster_port();
-        // (What one node lacks is no reason for the others to serve nothing.)
+        // By default, all nodes refuse service if one lacks slots.
         let options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "5000"];
         let options = [&options[..], &["--cluster-require-full-coverage", "no"], more].concat();
         let running = redis::subject_with(&scratch(name), port, &options).start_plain();
@@ -50,7 +49,7 @@ impl Node {
         self.one(&["CLUSTER", "MYID"])
     }
 
-    /// How often it answered with an error that begins so.
+    /// How often it answered with an error that begins like this.
     fn answered(&mut self, error: &str) -> u64 {
         let stats = self.one(&["INFO", "errorstats"]);
         let prefix = format!("errorstat_{error}:count=");
@@ -101,7 +100,7 @@ impl Cluster {
         format!("redis://127.0.0.1:{}?size=1G{options}", self.nodes[0].port)
     }
 
-    /// A run of `disk` in 32 MiB that swaps to the cluster; it has written to every node.
+    /// Starts `disk` in 32 MiB, swapping to the cluster, and waits until it has written to every node.
     fn start_run(&mut self, name: &'static str, disk: &Path, args: [&str; 2], options: &str) -> Running {
         let subject = Subject::new(name, &[&disk, &args[0], &args[1]]).with(&["--swap", &self.swap(options)]);
         let run = subject.start_limited(32 * MIB);
@@ -133,7 +132,7 @@ fn a_cluster_has_the_keys_on_all_nodes() {
     assert_eq!(ended_well(&run), 0);
     assert!(number(&run, "pswpin") > 1000 && number(&run, "pswpout") > 1000, "{}", run.describe());
     assert_eq!(cluster.keys(), 0, "nothing is left there");
-    // Named by a node that is not there, and then one that is; with failures of its own besides.
+    // The address names a node that does not exist, then one that does; failures are injected, too.
     let nowhere = redis::free_port();
     let swap = format!("redis://127.0.0.1:{nowhere},127.0.0.1:{}?size=1G", cluster.nodes[2].port);
     let faults = ("UZSWAP_TEST_FAULTS", "seed=9,swap_read=1/10,swap_write=1/10");
@@ -142,7 +141,7 @@ fn a_cluster_has_the_keys_on_all_nodes() {
     run.say(subject.name, faults.1, None);
     ended_well(&run);
     assert!(number(&run, "swap_read_errors") > 0 && number(&run, "reject_reclaim_fail") > 0, "{}", run.describe());
-    // A node without its slots is no cluster to begin with.
+    // A cluster whose node lacks slots is refused at the start.
     assert_eq!(cluster.nodes[1].one(&["CLUSTER", "DELSLOTS", "8000"]), "OK");
     let run = Subject::new("cluster", &[&disk, &"1", &"1"])
         .with(&["--swap", &format!("redis://127.0.0.1:{}?size=1G", cluster.nodes[1].port)]);
@@ -151,7 +150,7 @@ fn a_cluster_has_the_keys_on_all_nodes() {
     cluster.stop();
 }
 
-/// One of three nodes is killed in the middle: what it had is lost, and told; the others go on.
+/// One of three nodes is killed while it is in use: its data is lost, and reported; the other nodes go on.
 #[test]
 fn a_node_of_a_cluster_that_dies() {
     let _beside = beside();
@@ -163,7 +162,7 @@ fn a_node_of_a_cluster_that_dies() {
     let run = running.finish();
     run.say("node dies", "1 of 3", None);
     let lost = ended_well(&run);
-    // (A third of what was there, of which the program has a half: far from all.)
+    // The node had a third of the data, and the program has half of that there: far from all.
     assert!(lost > 0 && lost < 64 * 256 / 2, "{lost} pages are lost\n{}", run.describe());
     let told = "uzswap: a page could not be read back from the swap server and is lost";
     assert!(run.stderr.text().contains(told), "{}", run.describe());
@@ -171,8 +170,8 @@ fn a_node_of_a_cluster_that_dies() {
     cluster.stop();
 }
 
-/// Slots go to another node, with their keys, while they are used: who asks is sent there, once (ASK) while they are on their
-/// way, for good (MOVED) when they have come. No page is lost.
+/// Slots move to another node, with their keys, while they are in use. Clients are redirected there: once (ASK) while the slot
+/// moves, for good (MOVED) afterwards. No page is lost.
 #[test]
 fn slots_that_move_are_followed() {
     let _beside = beside();
@@ -192,8 +191,8 @@ fn slots_that_move_are_followed() {
         assert_eq!(cluster.nodes[to].one(&["CLUSTER", "SETSLOT", &slot, "IMPORTING", &from_id]), "OK");
         assert_eq!(cluster.nodes[from].one(&["CLUSTER", "SETSLOT", &slot, "MIGRATING", &to_id]), "OK");
         let port = cluster.nodes[to].port.to_string();
-        // With all keys that are in it. The story: where by chance two keys were in a slot one stayed, and its node dropped it when
-        // it heard that the slot was another's, which Redis does and says nothing: 169 pages were lost.
+        // Move all keys in the slot. The story: if by chance a slot had two keys, one stayed. Its node dropped it, as Redis does
+        // without a message, when it heard that the slot was another's: 169 pages were lost.
         let mut next = key;
         while !next.is_empty() {
             let gone = cluster.nodes[from].one(&["MIGRATE", "127.0.0.1", &port, &next, "0", "5000"]);
@@ -201,7 +200,7 @@ fn slots_that_move_are_followed() {
             asked += usize::from(gone == "OK");
             next = cluster.nodes[from].one(&["CLUSTER", "GETKEYSINSLOT", &slot, "1"]);
         }
-        // (Meanwhile who wants the key is sent on by each request.)
+        // Meanwhile each request for the key is redirected.
         std::thread::sleep(Duration::from_millis(20));
         for node in [to, from, 3 - from - to] {
             assert_eq!(cluster.nodes[node].one(&["CLUSTER", "SETSLOT", &slot, "NODE", &to_id]), "OK");
@@ -220,7 +219,8 @@ fn slots_that_move_are_followed() {
     cluster.stop();
 }
 
-/// A replica takes over from its master, which asks for it: who writes is told that the other is read-only now, or sent on.
+/// A replica takes over from its master at the replica's request: writers are told that the old master is read-only now, or
+/// redirected.
 #[test]
 fn a_replica_that_takes_over_is_followed() {
     let _beside = beside();
@@ -240,7 +240,7 @@ fn a_replica_that_takes_over_is_followed() {
     wait(&["INFO", "replication"], &|said| said.contains("role:slave") && said.contains("master_link_status:up"));
     wait(&["CLUSTER", "INFO"], &|said| said.contains("cluster_state:ok"));
     let running = cluster.start_run("takes over", &disk, ["64", "3"], "");
-    // (One that does not get on for five seconds is given up by the servers: it is asked for again.)
+    // The servers give up a takeover that makes no progress for five seconds: request it again.
     let (deadline, mut asked) = (Instant::now() + Duration::from_secs(60), None::<Instant>);
     while !replica.one(&["INFO", "replication"]).contains("role:master") {
         assert!(Instant::now() < deadline, "the replica does not take over");
@@ -259,7 +259,7 @@ fn a_replica_that_takes_over_is_followed() {
     cluster.stop();
 }
 
-/// A node does not answer for a while: it is waited for, and the others are not.
+/// A node does not answer for a while: its operations wait, those on other nodes do not.
 #[test]
 fn a_node_of_a_cluster_that_stalls() {
     let _beside = beside();
@@ -273,7 +273,7 @@ fn a_node_of_a_cluster_that_stalls() {
     cluster.stop();
 }
 
-/// Certificates that a test makes: one that signs itself and the server's and ours, and one of somebody else.
+/// Certificates that a test makes: a self-signed one, the server's and ours signed by it, and a stranger's.
 struct Certificates(PathBuf);
 
 impl Certificates {
@@ -305,7 +305,7 @@ impl Certificates {
     }
 }
 
-/// A server that speaks TLS, and without it to the test.
+/// A server that speaks TLS, and to the test also without.
 struct TlsServer {
     running: Running,
     client: Client,
@@ -324,7 +324,7 @@ impl TlsServer {
         Self { client: Client::connect(port, &running), running, tls }
     }
 
-    /// A program that uses it, with these options of the address.
+    /// Runs a program that uses it, with these options in the address.
     fn used(&self, disk: &Path, mib: &str, options: &str) -> Outcome {
         let swap = format!("rediss://127.0.0.1:{}/0?size=1G{options}", self.tls);
         Subject::new("TLS", &[&disk, &mib, &"1"]).with(&["--swap", &swap]).start_limited(32 * MIB).finish()

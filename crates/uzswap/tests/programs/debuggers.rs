@@ -1,13 +1,13 @@
-//! Programs under a debugger, which does not have uzswap's threads.
+//! Programs under a debugger, which does not control uzswap's threads.
 
 use crate::harness::*;
 
-/// What the compiler has called, and functions of libc's of whose names uzswap has some, too.
+/// Functions that compilers call, and libc functions whose names uzswap also uses.
 const NAMES: [&str; 10] =
     ["memcpy", "memmove", "memset", "memcmp", "bcmp", "strlen", "write", "read", "close", "gettid"];
 
-/// The story: a breakpoint at `memmove` was met by uzswap's threads in libc, and one at `write` in functions of uzswap's that the compiler
-/// had inlined, which gdb found by the library's symbols. gdb does not have those threads, so it ended the program (SIGTRAP).
+/// The story: uzswap's threads hit a breakpoint at `memmove` in libc, and one at `write` in uzswap functions that the compiler
+/// had inlined and gdb found by the library's symbols. gdb does not control those threads, so the program ended (SIGTRAP).
 #[test]
 fn breakpoints_are_not_met_by_other_threads() {
     let _alone = alone();

@@ -1,13 +1,13 @@
-//! The disk tier: programs whose data does not compress into the limit, with `--swap`; and a disk that fails.
+//! The disk tier: programs with `--swap` whose data does not compress into the limit; and disks that fail.
 
 use crate::harness::*;
 use std::process::Command;
 
 const SWAP: [&str; 2] = ["--swap", "1G"];
-/// Most pages that are lost where one read in three fails for good: some 100 of the 12,288 are.
+/// The most pages that may be lost if one read in three fails for good: some 100 of the 12,288 are.
 const MOST_LOST: u64 = 300;
 
-/// Same output as without uzswap under this limit, kept, with pages written to disk and read back.
+/// The output is as without uzswap, the limit is kept, and pages are written to disk and read back.
 fn check(subject: &Subject, limit: u64, one_process: bool) -> Outcome {
     let plain = subject.start_plain().finish();
     assert!(plain.status.success(), "{}", plain.describe());
@@ -28,13 +28,13 @@ fn check(subject: &Subject, limit: u64, one_process: bool) -> Outcome {
     run
 }
 
-/// What went over the disk is whole blocks, as much as is there at least, and not much more than the pages that went; and of the faults, of
-/// which one in eight is timed, some waited.
+/// Transfers are whole blocks, at least as many bytes as are in use, and not many more than the pages that went. One fault in
+/// eight is timed, and some of those waited.
 fn bytes_fit_pages(run: &Outcome) {
     let [written, read] = ["swap_write_bytes", "swap_read_bytes"].map(|name| number(run, name));
     let out = number(run, "pswpout");
     assert!(written.is_multiple_of(4096) && read.is_multiple_of(4096), "{}", run.describe());
-    // (A page takes two blocks at most, should it be written by itself.)
+    // A page written by itself takes two blocks at most.
     assert!(written >= number(run, "swap_used_size") && written <= 8192 * out, "{}", run.describe());
     assert!(number(run, "stall_ns") > 0, "{}", run.describe());
 }
@@ -53,7 +53,7 @@ fn data_that_does_not_compress() {
     }
 }
 
-/// A forked child has its parent's pages on disk: neither may free what the other still reads.
+/// A forked child shares its parent's pages on disk: neither may free what the other still reads.
 #[test]
 fn children_read_what_their_parent_put_on_disk() {
     let _beside = beside();
@@ -61,8 +61,8 @@ fn children_read_what_their_parent_put_on_disk() {
     check(&Subject::new("forks over disk", &[&python, &fixture("forkdisk.py"), &"48"]), 32 * MIB, false);
 }
 
-/// The story: a program that outlived the command could not fork any more once it had a page on disk. Its child opened the swap file
-/// by the command's descriptor, which was gone, or was another file's where another process had the command's number.
+/// The story: a program that outlived the command could not fork once it had a page on disk. Its child opened the swap file
+/// through the command's descriptor, which was gone, or belonged to another file of a process that had got the command's pid.
 #[test]
 fn a_program_that_outlives_the_command_forks() {
     let _beside = beside();
@@ -80,7 +80,7 @@ fn sort_of_random_lines() {
     let _alone = alone();
     let (Some(sort), Some(python)) = (need("sort"), need("python3")) else { return };
     let input = scratch("sort-random").join("lines");
-    // (Base 85, as hex digits would compress to half.)
+    // Base 85: hex digits would compress to half.
     let program = "import base64, random\nr = random.Random(3)\n\
                    for _ in range(170_000): print(base64.b85encode(r.randbytes(48)).decode())";
     let made = Command::new(python).args(["-c", program]).stdout(std::fs::File::create(&input).unwrap()).status();
@@ -88,8 +88,8 @@ fn sort_of_random_lines() {
     check(&Subject::new("sort, random", &[&sort, &"--parallel=1", &"-S", &"200M", &input]), 16 * MIB, true);
 }
 
-/// (Of real programs xz -6 was here, in 16 MiB: it faults without end on what the pool still holds, so it hardly came to
-/// the disk and said little about it.)
+/// (Of real programs, xz -6 was tried here in 16 MiB. It faults without end on what the pool still holds, so it hardly used the
+/// disk and tested little of it.)
 #[test]
 fn arrays_of_five_times_the_limit() {
     let _alone = alone();
@@ -97,7 +97,7 @@ fn arrays_of_five_times_the_limit() {
     check(&Subject::new("numpy sort", &[&python, &fixture("arrays.py"), &"sort"]), 24 * MIB, true);
 }
 
-/// What is on disk can be read there, and with `--encrypt-swap` cannot; a forked child has the key to what it inherits.
+/// Data on disk can be read there; with `--encrypt-swap` it cannot. A forked child has the key to what it inherits.
 #[test]
 fn an_encrypted_swap_file_says_nothing() {
     const ENCRYPTED: [&str; 3] = [SWAP[0], SWAP[1], "--encrypt-swap"];
@@ -120,8 +120,8 @@ fn an_encrypted_swap_file_says_nothing() {
     assert_eq!(run.stdout.text(), format!("lost {lost}, wrong 0\n"), "{}", run.describe());
 }
 
-/// Runs a program whose data does not compress, in random order, while transfers fail: at least 10,000 of them, not at all, in part, or
-/// in one bit. No byte may be wrong, and what is lost is counted and told. The seed is printed. Returns the lost pages.
+/// Runs a program with incompressible data in random order while at least 10,000 transfers fail: completely, partly, or in one
+/// bit. No byte may be wrong, and lost pages are counted and reported. Prints the seed; returns the lost pages.
 fn ten_thousand_failures(name: &'static str, faults: &str, variables: &[(&str, &str)]) -> u64 {
     const TOLD: &str = "uzswap: a page could not be read back from the swap file";
     let Some(disk) = compile_c("disk") else { return 0 };
@@ -142,19 +142,19 @@ fn ten_thousand_failures(name: &'static str, faults: &str, variables: &[(&str, &
     lost
 }
 
-/// What fails and then does not is tried again, and nothing is lost by it; what cannot be written stays in memory. By io_uring, and by
+/// Transfers that fail once are tried again, and nothing is lost; what cannot be written stays in memory. By io_uring, and by
 /// threads.
 #[test]
 fn ten_thousand_failures_that_pass_lose_nothing() {
     let _beside = beside();
-    // (A disk without room is left alone for a second each time: more often than this the run would be all rest.)
+    // A full disk is left alone for a second each time: at a higher rate the run would mostly rest.
     let faults = "failures=pass,swap_read=1/3,swap_write=1/3,swap_space=1/300";
     for io in [&[][..], &[("UZSWAP_TEST_SWAP_IO", "plain")]] {
         assert_eq!(ten_thousand_failures("failures that pass", faults, io), 0);
     }
 }
 
-/// Where one read in three fails for good, a page in 81 is lost that is read in four tries: those raise SIGBUS, and no others.
+/// If one read in three fails for good, one page in 81 fails all four tries and is lost: those raise SIGBUS, and no others.
 #[test]
 fn a_disk_that_fails_loses_nothing_in_silence() {
     let _beside = beside();
@@ -163,7 +163,7 @@ fn a_disk_that_fails_loses_nothing_in_silence() {
     assert!(lost <= MOST_LOST, "{lost} pages lost");
 }
 
-/// A disk that keeps other bytes than it was given is found out, page by page.
+/// A disk that returns other bytes than it was given is found out, page by page.
 #[test]
 fn a_disk_that_lies_is_found_out() {
     let _alone = alone();
@@ -175,7 +175,7 @@ fn a_disk_that_lies_is_found_out() {
     assert_eq!(run.stdout.text(), format!("lost {lost}, wrong 0\n"), "{}", run.describe());
 }
 
-/// A disk that stands still is told once, and each time is counted; the program goes on when the disk does.
+/// A disk that stands still is reported once, and each time is counted; the program goes on when the disk does.
 #[test]
 fn a_disk_that_stands_still_is_told() {
     let _alone = alone();
@@ -185,20 +185,20 @@ fn a_disk_that_stands_still_is_told() {
     run.say(subject.name, "disk", None);
     assert!(run.status.success(), "{}", run.describe());
     assert_eq!(run.stdout.text(), "lost 0, wrong 0\n", "{}", run.describe());
-    // (One that other reads end beside is not counted, and the disk may stand still by itself.)
+    // A stall is not counted if other reads end meanwhile; and the disk may stall by itself.
     let (stalled, told) = (number(&run, "swap_stall"), number(&run, "swap_stalls"));
     assert!(stalled > 0 && told > 0, "{told} of {stalled} were counted\n{}", run.describe());
     assert_eq!(run.stderr.text().matches("has not answered for 10 seconds").count(), 1, "{}", run.describe());
 }
 
-/// The story: see `Handler::waits_for_slow_disk`. Who waits for a disk whose writes take long is not killed; that nothing can be taken
-/// out is found when the disk has stood still for as long as is told.
+/// The story: see `Handler::waits_for_slow_disk`. A process that waits for a disk with slow writes is not killed. If the disk
+/// stands still for as long as it takes to be reported, nothing more can be taken out.
 #[test]
 fn a_slow_disk_is_waited_for_and_one_that_stands_still_is_not() {
     let _beside = beside();
     let Some(disk) = compile_c("disk") else { return };
     let subject = Subject::new("slow disk", &[&disk, &"20", &"0"]).with(&SWAP).with(&["--on-full", "kill"]);
-    // (With `swap_stall` that is told after 0.7 s instead of 10, whatever reads do.)
+    // With `swap_stall` a stall is reported after 0.7 s instead of 10, whatever reads do.
     for (faults, killed) in [("seed=1,swap_slow=1/2", false), ("seed=1,swap_slow=1/1,swap_stall=1/1000000", true)] {
         let run = subject.start_limited_with(16 * MIB, &[("UZSWAP_TEST_FAULTS", faults)]).finish();
         run.say(subject.name, faults, None);
@@ -213,7 +213,7 @@ fn a_slow_disk_is_waited_for_and_one_that_stands_still_is_not() {
     }
 }
 
-/// Where the file system cannot do direct I/O everything is as it is with it; the report and the summary say which.
+/// On a file system without direct I/O everything works the same; the report and the summary say which it is.
 #[test]
 fn without_direct_io() {
     const BUFFERED: (&str, &str) = ("UZSWAP_TEST_SWAP_IO", "buffered");
@@ -221,7 +221,7 @@ fn without_direct_io() {
     let _alone = alone();
     let Some(disk) = compile_c("disk") else { return };
     let subject = Subject::new("direct or not", &[&disk, &"64", &"1"]).with(&SWAP);
-    // (Where the tests run may be such a file system: then there is nothing to choose from.)
+    // If the tests themselves run on such a file system there is nothing to choose from.
     let first = subject.start_limited(32 * MIB).finish();
     let natural =
         if first.report.as_deref().unwrap_or_default().contains("\"direct\"") { "direct" } else { "buffered" };
@@ -240,7 +240,8 @@ fn without_direct_io() {
     }
 }
 
-/// Reads go by io_uring, or by threads where it is refused; writes by two threads: with failures of writes (and some cut short) and without.
+/// Reads go by io_uring, or by threads if that is refused; writes by two threads. With and without failing writes, some of them
+/// cut short.
 #[test]
 fn with_io_uring_and_where_it_is_refused() {
     const FAULTS: &str = "seed=12,swap_write=1/4";
@@ -248,7 +249,7 @@ fn with_io_uring_and_where_it_is_refused() {
     let (Some(disk), Some(nouring)) = (compile_c("disk"), compile_c("nouring")) else { return };
     let with = Subject::new("io_uring", &[&disk, &"64", &"1"]).with(&SWAP);
     let refused = Subject::new("no io_uring", &[&nouring, &disk, &"64", &"1"]).with(&SWAP);
-    // (It may be refused here in any case: sysctl kernel.io_uring_disabled.)
+    // It may be refused here in any case: sysctl kernel.io_uring_disabled.
     let here = number(&with.start_limited(32 * MIB).finish(), "swap_uring_reads") > 0;
     for (subject, variables, used) in [
         (&with, &[][..], here),
@@ -271,14 +272,14 @@ fn with_io_uring_and_where_it_is_refused() {
     }
 }
 
-/// Reads are under way in several threads while their pages are moved, dropped, unmapped and inherited, and some of them
-/// fail: by io_uring, and by threads where that is refused. Reads are held back by a hook until something else has happened.
+/// Several threads read pages from disk while the pages are moved, dropped, unmapped and inherited, and some reads fail: by
+/// io_uring, and by threads if that is refused. A hook holds reads back until something else has happened.
 #[test]
 fn what_happens_to_pages_while_they_are_read() {
     let _beside = beside();
     let Some(reads) = compile_c("reads") else { return };
     let subject = Subject::new("reads under way", &[&reads, &"4", &"40", &"1200"]).with(&SWAP);
-    // (io_uring may be refused here in any case.)
+    // io_uring may be refused here in any case.
     let here = number(&subject.start_limited(24 * MIB).finish(), "swap_uring_reads") > 0;
     for (plain, faults) in [
         (false, "seed=21,swap_hold=1/3"),
@@ -292,7 +293,7 @@ fn what_happens_to_pages_while_they_are_read() {
         run.say(subject.name, faults, None);
         assert!(run.status.success() && !run.timed_out, "{}", run.describe());
         let text = run.stdout.text();
-        // (A page that is lost in the parent is one in its children that fault on it, too.)
+        // A page lost in the parent is also lost in children that fault on it.
         assert!(text.starts_with("lost ") && text.ends_with(", wrong 0, bad children 0\n"), "{}", run.describe());
         assert!(text.starts_with("lost 0,") || number(&run, "poisoned") > 0, "{}", run.describe());
         assert_eq!(number(&run, "swap_uring_reads") > 0, here && !plain, "{}", run.describe());
@@ -301,7 +302,7 @@ fn what_happens_to_pages_while_they_are_read() {
     }
 }
 
-/// A full disk is no error of the program: it goes on in memory, and is told.
+/// A full disk is no error for the program: it goes on in memory, and is told.
 #[test]
 fn a_full_disk_is_survived() {
     let _alone = alone();
@@ -319,7 +320,7 @@ fn a_full_disk_is_survived() {
     }
 }
 
-/// Nor is a limit on how large files may be (`ulimit -f`), which counts for the swap file too. It was told as a full disk.
+/// Nor is a limit on the size of files (`ulimit -f`), which also applies to the swap file. It was once reported as a full disk.
 #[test]
 fn a_limit_on_files_is_survived() {
     let _alone = alone();

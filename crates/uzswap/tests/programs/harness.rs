@@ -1,14 +1,14 @@
-//! How a program is run, watched and compared.
+//! Runs programs, watches them, and compares the results.
 //!
-//! A *subject* is a program that prints the same output each time. It runs plain first, which gives its output and
-//! its peak; then under `uzswap run` at half and at a quarter of that peak. Its output and exit status must not
-//! change, the report must say that uzswap worked, and (where the subject's content compresses and it is one process)
-//! its resident memory must have stayed under the limit.
+//! A *subject* is a program that prints the same output each time. It runs plain first, which gives its output and its peak, then
+//! under `uzswap run` at half and at a quarter of that peak. Its output and exit status must not change, the report must show
+//! that uzswap worked, and (if the subject's content compresses and it is one process) its resident memory must have stayed under
+//! the limit.
 //!
-//! Each run is a session of its own, so that every process of it can be found, measured and, when it is late, ended
-//! by its pid. Memory is measured from outside: the anonymous pages of the session, looked at each 5 ms. A page that
-//! several processes have since a fork counts once (`Pss_Anon`); that takes a walk through their pages, which is done
-//! only where their RssAnon, in which it counts once each, is above the peak so far.
+//! Each run is a session of its own, so all its processes can be found, measured and, if the run is late, ended by pid. Memory is
+//! measured from outside: the session's anonymous pages, sampled every 5 ms. A page that several processes share since a fork
+//! counts once (`Pss_Anon`). That takes a walk through their pages, which is done only if the sum of their RssAnon, which counts
+//! such a page in each process, is above the peak so far.
 
 use crate::hung::end_hung;
 pub use crate::needs::*;
@@ -22,20 +22,20 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Bytes in a MiB.
+/// Bytes in one MiB.
 pub const MIB: u64 = 1 << 20;
-/// No limit of these tests is below this.
+/// The lowest limit in these tests.
 pub const LIMIT_MIN_BYTES: u64 = 16 * MIB;
-/// A run that takes longer is ended and fails: many times what the slowest one needs.
+/// A run that takes longer is ended and fails; the slowest one needs a small part of it.
 pub const RUN_TIMEOUT: Duration = Duration::from_secs(240);
-/// Between two readings of RssAnon.
+/// The time between two readings of RssAnon.
 const SAMPLE_PERIOD: Duration = Duration::from_millis(5);
-/// The list of the session's processes is read anew each so many samples: it costs more than the samples do.
+/// The list of the session's processes is read anew once in so many samples, as it costs more than they do.
 const SAMPLES_PER_LISTING: u32 = 4;
-/// What is kept of stdout and stderr to be shown when a run fails.
+/// How much of stdout and stderr is kept to be shown when a run fails.
 const KEPT_OUTPUT_BYTES: usize = 6000;
 
-/// What has uzswap do as on a kernel without UFFDIO_MOVE.
+/// Makes uzswap work as on a kernel without UFFDIO_MOVE.
 pub const WITHOUT_MOVE: &str = "move=never";
 
 /// A program to run, with all it depends on.
@@ -45,29 +45,29 @@ pub struct Subject {
     pub name: &'static str,
     /// The program and its arguments.
     pub argv: Vec<OsString>,
-    /// Where it runs.
+    /// The directory where it runs.
     pub dir: PathBuf,
     /// Its content compresses: the anonymous memory of all its processes must stay under the limit.
     pub limit_kept: bool,
-    /// Where even so more is held, as it works on more than what is left beside the pool: the limit's percent and the most
-    /// then (bytes).
+    /// Exceptions, for a program that works on more than what is left beside the pool: the limit in percent, and the most that it
+    /// may hold there (bytes).
     pub ceilings: &'static [(u64, u64)],
-    /// It ends with status 0.
+    /// Whether it ends with status 0.
     pub succeeds: bool,
-    /// Its stdout is compared; false for programs that print times and pids.
+    /// Whether its stdout is compared; false for programs that print times and pids.
     pub stdout_compared: bool,
     /// Further options of `uzswap run`.
     pub options: Vec<OsString>,
-    /// What `uzswap` is started by.
+    /// The command that starts `uzswap`.
     pub before: Vec<OsString>,
-    /// What is to fail in it (`UZSWAP_TEST_FAULTS`), if anything.
+    /// Failures to inject (`UZSWAP_TEST_FAULTS`), if any.
     pub faults: Option<&'static str>,
-    /// The limits it is checked at, in percent of its peak.
+    /// The limits to check, in percent of its peak.
     pub percents: &'static [u64],
 }
 
 impl Subject {
-    /// A subject that runs in its scratch directory, compared by stdout, whose limit is not checked.
+    /// A subject that runs in its scratch directory. Its stdout is compared, its limit is not checked.
     pub fn new(name: &'static str, argv: &[&dyn AsRef<std::ffi::OsStr>]) -> Self {
         Self {
             name,
@@ -84,31 +84,31 @@ impl Subject {
         }
     }
 
-    /// The same, and its resident memory must stay under the limit.
+    /// Also checks that its resident memory stays under the limit.
     pub fn keeps_limit(mut self) -> Self {
         self.limit_kept = true;
         self
     }
 
-    /// The same, but for limits in percent at which it holds up to so much (bytes).
+    /// Also checks the limit, except that at these limits (percent) it may hold up to so many bytes.
     pub fn keeps_limit_but(mut self, ceilings: &'static [(u64, u64)]) -> Self {
         self.ceilings = ceilings;
         self.keeps_limit()
     }
 
-    /// The same, as on a kernel without UFFDIO_MOVE, and at half of its peak only.
+    /// Runs as on a kernel without UFFDIO_MOVE, and at half of its peak only.
     pub fn without_move(mut self) -> Self {
         (self.faults, self.percents) = (Some(WITHOUT_MOVE), &[50]);
         self
     }
 
-    /// The same, run with further options of `uzswap run`.
+    /// Adds options of `uzswap run`.
     pub fn with(mut self, options: &[&str]) -> Self {
         self.options.extend(options.iter().map(|o| o.into()));
         self
     }
 
-    /// The same, whose stdout differs from run to run.
+    /// Does not compare stdout, which differs between runs.
     pub fn prints_anything(mut self) -> Self {
         self.stdout_compared = false;
         self
@@ -125,7 +125,7 @@ impl Subject {
         self.start_limited_with(limit_bytes, faults.as_slice())
     }
 
-    /// The same, with variables in `uzswap`'s environment.
+    /// Also sets variables in `uzswap`'s environment.
     pub fn start_limited_with(&self, limit_bytes: u64, variables: &[(&str, &str)]) -> Running {
         static REPORTS: AtomicU32 = AtomicU32::new(0);
         let report = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!(
@@ -145,7 +145,7 @@ impl Subject {
         Running::start(&argv, &self.dir, Some(report), variables)
     }
 
-    /// The same, which ends with a failure of its own.
+    /// Expects the program to fail.
     pub fn fails(mut self) -> Self {
         self.succeeds = false;
         self
@@ -198,15 +198,14 @@ impl Subject {
     }
 }
 
-/// The limit for a peak: whole MiB, and not below the least these tests use.
+/// The limit for a peak: whole MiB, and not below the lowest of these tests.
 pub fn limit_of(peak_bytes: u64, percent: u64) -> u64 {
     (peak_bytes * percent / 100).max(LIMIT_MIN_BYTES).div_ceil(MIB) * MIB
 }
 
-/// The one place that knows what shows that a program really ran limited. The report's fields are described in
-/// `crates/uzswap/REPORT.md`.
+/// The only place that decides whether a program really ran limited. `crates/uzswap/REPORT.md` describes the report's fields.
 ///
-/// What was held is measured from outside; that uzswap itself says in its report that the limit was exceeded is no excuse.
+/// Memory held is measured from outside: it is no excuse that uzswap's report itself says that the limit was exceeded.
 pub fn assert_limited(at: &str, run: &Outcome, most_bytes: Option<u64>) {
     let report = run.report.as_deref().unwrap_or_else(|| panic!("{at}: no report was written\n{}", run.describe()));
     let engaged = report_number(report, "engaged");
@@ -226,12 +225,12 @@ pub fn assert_limited(at: &str, run: &Outcome, most_bytes: Option<u64>) {
     }
 }
 
-/// A limit and what may be held beyond it for a moment: 5 %, or 16 MiB where that is more.
+/// A limit with what may be held beyond it for a moment: 5 %, or 16 MiB if that is more.
 pub fn with_slack(limit_bytes: u64) -> u64 {
     limit_bytes + (limit_bytes / 20).max(16 * MIB)
 }
 
-/// The number that follows the first `"key":` of a JSON text, at any depth.
+/// The number after the first `"key":` in a JSON text, at any depth.
 pub fn report_number(json: &str, key: &str) -> Option<f64> {
     let (_, after) = json.split_once(&format!("\"{key}\""))?;
     let value = after.trim_start().strip_prefix(':')?.trim_start();
@@ -239,13 +238,13 @@ pub fn report_number(json: &str, key: &str) -> Option<f64> {
     value[..end].parse().ok()
 }
 
-/// That number of a run's report.
+/// The same, of a run's report.
 pub fn number(run: &Outcome, key: &str) -> u64 {
     let report = run.report.as_deref().unwrap_or_else(|| panic!("no report\n{}", run.describe()));
     report_number(report, key).unwrap_or_else(|| panic!("no {key} in the report\n{}", run.describe())) as u64
 }
 
-/// Equal, where a shell's `128 + signal` counts as the signal.
+/// Whether two statuses are equal; a shell's `128 + signal` equals the signal.
 fn same_status(plain: ExitStatus, limited: ExitStatus) -> bool {
     plain == limited || plain.signal().is_some_and(|s| limited.code() == Some(128 + s))
 }
@@ -254,10 +253,10 @@ fn mib(bytes: u64) -> f64 {
     bytes as f64 / MIB as f64
 }
 
-/// A stream that was read to its end: its length and hash, and as much of it as a message may show.
+/// A stream read to its end: its length, its hash, and as much of it as a message may show.
 #[derive(Default)]
 pub struct Stream {
-    /// Length.
+    /// Length in bytes.
     pub bytes: u64,
     /// FNV-1a, 64 bits.
     pub hash: u64,
@@ -297,13 +296,13 @@ impl Stream {
     }
 }
 
-/// What a run was.
+/// The result of a run.
 pub struct Outcome {
-    /// As a shell would type it.
+    /// The command as one would type it in a shell.
     pub command: String,
     /// How the first process ended.
     pub status: ExitStatus,
-    /// It was ended because it took too long.
+    /// Whether it was ended because it took too long.
     pub timed_out: bool,
     /// Its output.
     pub stdout: Stream,
@@ -311,16 +310,16 @@ pub struct Outcome {
     pub stderr: Stream,
     /// From start to end.
     pub wall: Duration,
-    /// `ru_maxrss` of the process and those it waited for: the largest one, file pages included.
+    /// `ru_maxrss` of the process and those it waited for: the largest one, including file pages.
     pub rss_max_bytes: u64,
-    /// The most anonymous memory the session had among the samples; what its processes share counts once.
+    /// The most anonymous memory of the session in any sample; what its processes share counts once.
     pub peak_anon_bytes: u64,
     /// What `--report` wrote.
     pub report: Option<String>,
 }
 
 impl Outcome {
-    /// One line for whoever watches the tests.
+    /// Prints one line for people who watch the tests.
     pub fn say(&self, name: &str, how: &str, limit_bytes: Option<u64>) {
         let limit = limit_bytes.map_or(String::new(), |l| format!(" of {} MiB", l.div_ceil(MIB)));
         say(&format!(
@@ -332,7 +331,7 @@ impl Outcome {
         ));
     }
 
-    /// All that helps to understand a failure.
+    /// Everything that helps to understand a failure.
     pub fn describe(&self) -> String {
         format!(
             "command: {}\nended: {}{} after {:.2} s; anonymous memory at most {:.1} MiB, largest process {:.1} MiB\n\
@@ -353,7 +352,7 @@ impl Outcome {
     }
 }
 
-/// The same command, whose process is to lead a session of its own.
+/// Makes the command's process lead a session of its own.
 pub fn leading_a_session(command: &mut Command) -> &mut Command {
     // SAFETY: setsid is async-signal-safe and touches no memory of ours.
     unsafe {
@@ -366,7 +365,7 @@ pub fn leading_a_session(command: &mut Command) -> &mut Command {
     }
 }
 
-/// A program that runs, watched by a thread of ours.
+/// A running program, watched by a thread of ours.
 pub struct Running {
     watcher: Option<JoinHandle<Outcome>>,
     pid: i32,
@@ -425,19 +424,19 @@ impl Running {
         self.watcher.take().expect("finished once").join().expect("watcher")
     }
 
-    /// The processes of its session, the first one included.
+    /// The processes of its session, including the first one.
     pub fn processes(&self) -> Vec<i32> {
         session(self.pid)
     }
 
-    /// Whether it has not ended.
+    /// Whether the first process has not ended.
     pub fn is_running(&self) -> bool {
         self.watcher.as_ref().is_some_and(|w| !w.is_finished())
     }
 }
 
 impl Drop for Running {
-    /// A test that panicked leaves no program behind.
+    /// A test that panics leaves no program behind.
     fn drop(&mut self) {
         if let Some(watcher) = self.watcher.take() {
             end_all(self.pid);
@@ -456,7 +455,7 @@ struct Watched {
     peak_anon_bytes: u64,
 }
 
-/// Samples the session `pid` leads until its leader ends, and reaps it.
+/// Samples the session that `pid` leads until its leader ends, and reaps that.
 fn watch(pid: i32, started: Instant) -> Watched {
     let mut members = vec![pid];
     let mut peak_anon_bytes = 0;
@@ -508,22 +507,22 @@ pub fn session(leader: i32) -> Vec<i32> {
         .collect()
 }
 
-/// Ends each process of a session we started.
+/// Kills every process of a session that we started.
 pub fn end_all(leader: i32) {
     for pid in session(leader) {
-        // SAFETY: kill has no memory effects; pid was a member of our own session an instant ago.
+        // SAFETY: kill has no memory effects; pid was a member of our own session a moment ago.
         unsafe { libc::kill(pid, libc::SIGKILL) };
     }
 }
 
-/// The anonymous memory processes have together (bytes), or any less than `known` where it is not more than that.
+/// The anonymous memory that processes have together (bytes); if it is not more than `known`, any value that is not either.
 fn anon_bytes(pids: &[i32], known: u64) -> u64 {
     let sum_of = |file, field| pids.iter().map(|&pid| field_bytes(pid, file, field)).sum();
     let each = sum_of("status", "RssAnon:");
     if each <= known { 0 } else { sum_of("smaps_rollup", "Pss_Anon:") }
 }
 
-/// A field of a file of a process in /proc (bytes); 0 where there is none.
+/// A field of a process's file in /proc (bytes); 0 if there is none.
 fn field_bytes(pid: i32, file: &str, field: &str) -> u64 {
     let text = fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
     let value = text.lines().find_map(|l| l.strip_prefix(field));

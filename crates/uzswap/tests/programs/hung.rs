@@ -1,10 +1,10 @@
-//! What a program that does not end stands at: said before it is killed, as it may be long before it happens again.
+//! Shows where a program hangs before it is killed, as it may be long before that happens again.
 
 use crate::harness::*;
 use std::fs;
 use std::process::Command;
 
-/// Says of each thread of a session's processes where it is and what it waits for, and what uzswap counted; then ends them all.
+/// Prints where each thread of a session's processes is and what it waits for, and uzswap's counters; then kills all of them.
 pub fn end_hung(leader: i32) {
     say(&format!("    not done after {RUN_TIMEOUT:?}:"));
     for pid in session(leader) {
@@ -14,7 +14,7 @@ pub fn end_hung(leader: i32) {
         for tid in tasks.filter_map(|task| task.file_name().into_string().ok()) {
             let of = |file: &str| of(&format!("task/{tid}/{file}"));
             let stat = of("stat");
-            // After the name: the state; 11 and 12 fields on the CPU time in ticks.
+            // After the name: the state; 11 and 12 fields on, the CPU time in ticks.
             let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or("").split_whitespace().collect();
             let field = |n: usize| fields.get(n).copied().unwrap_or("?");
             let stack: Vec<String> = of("stack").lines().map(|line| line.replace("[<0>] ", "")).collect();

@@ -1,10 +1,10 @@
-//! A program whose memory does not compress, without a disk: nothing is won by putting it out, so it stays until it compresses.
+//! A program with incompressible memory and no disk: evicting that gains nothing, so it stays until it compresses.
 
 use crate::harness::*;
 use crate::python;
 
 const LIMIT: u64 = 64 * MIB;
-/// What is used at random of what was wanted back: so many accesses, of which each was a fault before.
+/// Random accesses to memory that was wanted back; each used to be a fault.
 const ACCESSES: u64 = 100_000;
 
 fn stays_until_it_compresses(bits: &str) {
@@ -12,7 +12,7 @@ fn stays_until_it_compresses(bits: &str) {
     let Some(python) = python() else { return };
     let most = (with_slack(LIMIT) / MIB).to_string();
     let subject = Subject::new("incompressible", &[&python, &fixture("incompressible.py"), &most, &bits]);
-    // (The least of three, as the machine may be busy: before, it was one for each access in all.)
+    // The least of three runs, as the machine may be busy. There used to be one fault per access.
     let mut least = u64::MAX;
     for _ in 0..3 {
         least = least.min(faults_of(&subject, bits));
@@ -23,24 +23,25 @@ fn stays_until_it_compresses(bits: &str) {
     panic!("{least} pages were brought one by one");
 }
 
-/// Runs it, which is right; the faults that brought something back.
+/// Runs the program, which must be right; returns the faults that brought something back.
 fn faults_of(subject: &Subject, bits: &str) -> u64 {
     let run = subject.start_limited(LIMIT).finish();
     run.say(subject.name, bits, Some(LIMIT));
     assert!(run.status.success(), "{}", run.describe());
     assert_limited(subject.name, &run, Some(120 * MIB));
-    // (All of it comes once, when it is first read; and what text is brought back.)
+    // Everything comes back once, when it is first read; so does text.
     number(&run, "pgmajfault")
 }
 
-/// The story: what does not compress went in and out of the pool, a fault each time. And once that stayed, it stayed when it had been
-/// overwritten, at 103 MiB of 64.
+/// The story: incompressible memory went in and out of the pool, a fault each time. And once it stayed, it also stayed when it
+/// had been overwritten with text: 103 MiB of 64.
 #[test]
 fn what_does_not_compress_stays_and_goes_when_it_does() {
     stays_until_it_compresses("8");
 }
 
-/// The story: ImageMagick with 96 MiB that compress to seven eighths in 72 took 150 s for 2.5, with five million faults, and 110 MiB.
+/// The story: ImageMagick in 72 MiB, with 96 MiB that compress to seven eighths, took 150 s instead of 2.5, with five million
+/// faults, and held 110 MiB.
 #[test]
 fn what_hardly_compresses_stays_where_the_limit_cannot_be_kept() {
     stays_until_it_compresses("7");

@@ -1,7 +1,6 @@
 //! The pager's error paths: what a program sees when operations fail that hardly ever do (see `inject.rs` of the pager).
 //!
-//! Rates are chosen so that every path is entered hundreds of times in a run of seconds; each test sees in the report
-//! that it was.
+//! Rates are chosen so that a run of seconds enters every path hundreds of times; each test checks in the report that it did.
 
 use crate::harness::*;
 use std::os::unix::process::ExitStatusExt;
@@ -16,7 +15,7 @@ pub fn with_faults(subject: &Subject, limit: u64, faults: &str) -> Outcome {
     run
 }
 
-/// Nothing that can be made good may show in the program.
+/// Failures that can be made good must not show in the program.
 pub fn survives(subject: &Subject, limit: u64, cases: &[(&[&str], &str)]) {
     let plain = subject.start_plain().finish();
     for (sites, faults) in cases {
@@ -87,7 +86,7 @@ fn the_flat_model_survives_failures_of_everything_at_once() {
     );
 }
 
-/// What memory loses cannot be made good: never another byte instead, but SIGBUS, and a line that says why.
+/// Damaged memory cannot be made good: the program gets SIGBUS and a line that says why, never other bytes.
 #[test]
 fn damaged_pages_raise_sigbus_and_are_told() {
     const TOLD: &str = "uzswap: a compressed page was found damaged in memory";
@@ -105,8 +104,8 @@ fn damaged_pages_raise_sigbus_and_are_told() {
     assert!(run.stderr.text().contains(TOLD), "{}", run.describe());
 }
 
-/// A child of which memory cannot be managed would read zeros where its parent has data: it is ended, and told why.
-/// The parent goes on.
+/// A child whose memory cannot be managed would read zeros where its parent has data: it is ended, and told why. The parent goes
+/// on.
 #[test]
 fn children_that_cannot_be_managed_end_with_a_message() {
     const TOLD: &str = "uzswap: a forked child could not be given its memory";
@@ -131,7 +130,7 @@ fn children_that_cannot_be_managed_end_with_a_message() {
     assert!(ended > 0, "no registration in a child failed in six runs");
 }
 
-/// A group without room is no reason to end a program: it runs, and is told that it has no limit.
+/// If the group has no room, a program is not ended: it runs, and is told that it has no limit.
 #[test]
 fn a_process_without_a_slot_runs_without_a_limit() {
     let _beside = beside();
@@ -143,8 +142,9 @@ fn a_process_without_a_slot_runs_without_a_limit() {
     assert_eq!(number(&run, "engaged"), 0);
 }
 
-/// The story: who had no thread of uzswap's, as none more could be started (RLIMIT_NPROC, pids.max), was said to run without a limit, and
-/// waited for that thread for ever when it changed its user, filtered its system calls or locked its memory.
+/// The story: a process could have no thread of uzswap's, as none more could be started (RLIMIT_NPROC, pids.max). It was told
+/// that it ran without a limit, and waited for that thread for ever when it changed its user, filtered its system calls or locked
+/// its memory.
 #[test]
 fn a_process_without_a_ticker_waits_for_none() {
     let _beside = beside();
@@ -161,7 +161,7 @@ fn a_process_without_a_ticker_waits_for_none() {
     }
 }
 
-/// The story: a child that could have no thread of uzswap's, or no slot, was ended though nothing of its memory was managed yet.
+/// The story: a child that could have no thread of uzswap's, or no slot, was ended although none of its memory was managed yet.
 #[test]
 fn children_that_need_not_be_managed_go_on_without_a_limit() {
     const TOLD: &str = "uzswap: a forked child found no place in its group";
@@ -179,8 +179,9 @@ fn children_that_need_not_be_managed_go_on_without_a_limit() {
     }
 }
 
-/// The story: where one thread could be started that memory takes to be managed, and not the next, the first went on without a userfaultfd.
-/// It was tried again at once, and as soon as there could be threads a second one was started on the first one's stack.
+/// The story: of the threads that managing memory takes, one could be started and the next could not. The first went on without a
+/// userfaultfd. It was tried again at once, and once there could be threads again a second one was started on the first one's
+/// stack.
 #[test]
 fn threads_that_cannot_be_started_leave_none_behind() {
     let _beside = beside();

@@ -1,9 +1,9 @@
-//! Programs whose processes share memory since a fork: the limit is kept for all of it together.
+//! Programs whose processes share memory since a fork: the limit holds for all of it together.
 
 use crate::harness::*;
 use crate::python;
 
-/// The least that a run of some holds, as the machine may be busy: what was wrong was so each time.
+/// Runs, of which the one that holds least counts, as the machine may be busy. The bugs showed in every run.
 const RUNS: usize = 5;
 
 fn keeps(subject: &Subject, limit: u64) {
@@ -24,8 +24,8 @@ fn keeps(subject: &Subject, limit: u64) {
     panic!("{}: {held:?} bytes were held of {limit}", subject.name);
 }
 
-/// The story: what processes shared was copied by each of them before any of it left. A child and its parent that wrote to 64 MiB held 74
-/// to 79 under 40.
+/// The story: memory that processes shared was copied by each of them before any of it left. A child and its parent that both
+/// wrote to 64 MiB held 74 to 79 under 40.
 #[test]
 fn parent_and_child_that_write_keep_the_limit() {
     let _alone = alone();
@@ -33,8 +33,9 @@ fn parent_and_child_that_write_keep_the_limit() {
     keeps(&Subject::new("both write", &[&both]), 40 * MIB);
 }
 
-/// The story: children that wrote to all of what they shared with their parent at once held 238 to 283 MiB under 100: the kernel copies
-/// faster than anything is compressed, and told nobody; and to put out what several have frees nothing.
+/// The story: children that all wrote at once to everything they shared with their parent held 238 to 283 MiB under 100. The
+/// kernel copies faster than anything is compressed, and tells nobody; and evicting a page that several processes have frees
+/// nothing.
 #[test]
 fn children_that_write_to_what_they_share_keep_the_limit() {
     let _alone = alone();
@@ -42,7 +43,7 @@ fn children_that_write_to_what_they_share_keep_the_limit() {
     keeps(&Subject::new("children write", &[&children]), 100 * MIB);
 }
 
-/// The story: the same, of children that fill memory of their own: 154 to 274 MiB under 96.
+/// The story: the same for children that fill memory of their own: 154 to 274 MiB under 96.
 #[test]
 fn children_that_fill_memory_keep_the_limit() {
     let _alone = alone();
@@ -50,10 +51,11 @@ fn children_that_fill_memory_keep_the_limit() {
     keeps(&Subject::new("children fill", &[&python, &fixture("children.py")]), 96 * MIB);
 }
 
-/// The story: what its children had shared, until they executed another program, was refused still and set aside, and what was left could not
-/// leave. Of a program that runs commands the group was called full though it compresses to a tenth, and with `--on-full=kill` it was killed;
-/// with `wait` the reclaim thread, as it un-shared a page that had left, waited with all others for the room that it was to make. And half of
-/// the program was taken to be its commands' until the next one: 82 MiB were held of 64, all that it had.
+/// The story: pages that children had shared until they executed another program were still refused and set aside, and the rest
+/// could not leave. So the group of a program that runs commands counted as full although it compresses to a tenth. With
+/// `--on-full=kill` it was killed. With `wait` the reclaim thread, as it un-shared a page that had left, waited with all others
+/// for the room that it was to make. And half of the program counted as its commands' until the next one: it held 82 MiB of 64,
+/// all that it had.
 #[test]
 fn who_runs_commands_is_not_out_of_memory_and_keeps_the_limit() {
     let _alone = alone();
@@ -72,6 +74,6 @@ fn who_runs_commands_is_not_out_of_memory_and_keeps_the_limit() {
         assert_limited(subject.name, &run, None);
         held.push(run.peak_anon_bytes);
     }
-    // (The least, as the machine may be busy.)
+    // The least of both, as the machine may be busy.
     assert!(held.iter().any(|held| *held <= with_slack(64 * MIB)), "{held:?} bytes were held");
 }

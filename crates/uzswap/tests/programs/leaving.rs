@@ -1,18 +1,18 @@
-//! Programs that give up what the management of their memory takes: they are let go of, and said to be.
+//! Programs that give up what managing their memory takes: they are let go of, and told.
 
 use crate::harness::*;
 use crate::injected::with_faults;
 use std::path::Path;
 use std::process::{Child, Command};
 
-/// What is said, once in a group, of a process that was let go of.
+/// The message, once in a group, about a process that was let go of.
 const TOLD_OF_NO_LIMIT: &str = "without a limit from now on";
 
-/// The story: a filter for system calls that was for all threads held for uzswap's as well. They were killed by it, or could
-/// serve no fault any more, and the program waited for ever; one for a single thread killed it in the next hook; and with a
-/// strict one the process never ended, as uzswap's threads were still there. A program that changed its user or its root
-/// forked children that could not manage what they were given, and were ended. One that locked all its memory (`mlockall`) had the
-/// kernel fill what uzswap had reserved, 72 GiB. One that made a namespace of users (`unshare -U`) was refused it, for its threads.
+/// The story: a seccomp filter for all threads applied to uzswap's as well. They were killed by it, or could serve no more
+/// faults, and the program waited for ever. A filter for a single thread killed that thread in the next hook, and with a strict
+/// one the process never ended, as uzswap's threads remained. A program that changed its user or its root forked children that
+/// could not manage what they were given, and were ended. For one that locked all its memory (`mlockall`), the kernel filled what
+/// uzswap had reserved, 72 GiB. One that made a user namespace (`unshare -U`) was refused because of uzswap's threads.
 #[test]
 fn programs_that_give_up_rights_are_let_go() {
     let _beside = beside();
@@ -38,7 +38,7 @@ fn programs_that_give_up_rights_are_let_go() {
     }
 }
 
-/// The story: Firefox asks by `prctl` whether the kernel knows filters, giving none, and was let go of as if it had made one.
+/// The story: Firefox asks by `prctl`, without a filter, whether the kernel knows filters. It was let go of as if it had set one.
 #[test]
 fn who_only_asks_for_filters_is_limited() {
     let _beside = beside();
@@ -50,8 +50,8 @@ fn who_only_asks_for_filters_is_limited() {
     assert_limited("asks", &run, None);
 }
 
-/// The story: uzswap's threads kept the credentials that the program began with, so a server that gave up root's still had
-/// threads of root's in its process. And what it then was not allowed to do (to leave the idle policy) uzswap counted on.
+/// The story: uzswap's threads kept the credentials that the program began with. So a server that gave up root still had root's
+/// threads in its process. And uzswap relied on something that it was then no longer allowed to do (leave the idle policy).
 #[test]
 fn a_server_that_gives_up_root_is_limited_by_threads_that_did_too() {
     let _beside = beside();
@@ -71,7 +71,7 @@ fn a_server_that_gives_up_root_is_limited_by_threads_that_did_too() {
     }
 }
 
-/// Options of `setpriv` that take CAP_SYS_NICE, as most containers do.
+/// Options of `setpriv` that take CAP_SYS_NICE away, as most containers do.
 const WITHOUT_NICE: [&str; 5] = ["--bounding-set", "-sys_nice", "--inh-caps", "-sys_nice", "--"];
 
 /// `subject` without CAP_SYS_NICE.
@@ -81,15 +81,15 @@ fn without_nice(mut subject: Subject, setpriv: &Path) -> Subject {
     subject
 }
 
-/// Two processes that want all of one CPU, until this is dropped. (Of the others nothing is known: on the machine of somebody else
-/// they may idle, or what this process may use of them be limited in other ways.)
+/// Two processes that want all of one CPU, until this is dropped. (Nothing is known about the other CPUs: on somebody else's
+/// machine they may be idle, or this process's use of them may be limited in other ways.)
 struct Hogs {
     cpu: String,
     them: Vec<Child>,
 }
 
 impl Hogs {
-    /// None where processes cannot be kept on a CPU.
+    /// None if processes cannot be pinned to a CPU.
     fn new() -> Option<Self> {
         need("taskset")?;
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
@@ -115,20 +115,20 @@ impl Drop for Hogs {
     }
 }
 
-/// The story: only who has CAP_SYS_NICE (or a limit on niceness that says so) may leave the idle policy. The thread that
-/// serves faults takes it, and is taken out of it where the CPUs are wanted by others; who could not do that, so everybody in most
-/// containers, had programs stand still beside any that computed. Now another thread relieves it.
+/// The story: only a process with CAP_SYS_NICE (or a sufficient limit on niceness) may leave the idle policy. The handler uses
+/// that policy, and is lifted out of it when other programs want the CPUs. Without that right, as in most containers, programs
+/// stood still beside any that computed. Now another thread relieves the handler.
 #[test]
 fn beside_programs_that_compute_the_handler_is_lifted_or_relieved() {
     let _beside = beside();
     let (Some(leaves), Some(setpriv), Some(hogs)) = (compile_c("leaves"), need("setpriv"), Hogs::new()) else { return };
-    // (In sequence a fault brings so much that the little which an idle thread gets at times is enough.)
+    // Scattered, as a sequential fault brings so much that the little CPU time of an idle-policy thread is enough.
     let subject = || hogs.with(Subject::new("leaves", &[&leaves, &"nothing", &"scattered"]));
     for (how, relieved) in [("lifted", false), ("relieved", true)] {
         for options in [&[][..], &["--swap", "256M"][..]] {
             let subject = subject().with(options);
             let subject = if relieved { without_nice(subject, &setpriv) } else { subject };
-            // (Once in hundreds of runs it is never late, by luck.)
+            // Once in hundreds of runs the handler is never late, by luck.
             let lifted = (0..3).any(|_| {
                 let run = subject.start_limited(24 * MIB).finish();
                 run.say("leaves", how, Some(24 * MIB));
@@ -141,7 +141,7 @@ fn beside_programs_that_compute_the_handler_is_lifted_or_relieved() {
     }
 }
 
-/// Also a process whose handler was relieved, or is about to be, can be let go of.
+/// A process whose handler was relieved, or is about to be, can be let go of, too.
 #[test]
 fn who_cannot_leave_the_idle_policy_is_let_go_of() {
     let _beside = beside();
@@ -157,8 +157,8 @@ fn who_cannot_leave_the_idle_policy_is_let_go_of() {
     }
 }
 
-/// The story: in a root directory without /proc a child could not see what it holds. What was said of that, if anything, was that
-/// a userfaultfd had been refused, by each process anew.
+/// The story: in a root directory without /proc a child could not see what it holds. The message, if there was one, said that a
+/// userfaultfd had been refused, once for each process.
 #[test]
 fn a_cell_without_proc_is_told_to_have_no_limit() {
     let _beside = beside();
@@ -172,12 +172,12 @@ fn a_cell_without_proc_is_told_to_have_no_limit() {
     assert_eq!(run.stderr.text().matches("it runs without a limit").count(), 1, "{}", run.describe());
 }
 
-/// The story: where a process may not make memory executable that was written to (as systemd's MemoryDenyWriteExecute wants it) its
-/// C library was said to be an unknown one.
+/// The story: where a process may not make written memory executable (as with systemd's MemoryDenyWriteExecute), the message said
+/// that its C library was an unknown one.
 #[test]
 fn who_may_not_change_code_is_told_so() {
     let _beside = beside();
-    // (PR_SET_MDWE, before an exec.)
+    // PR_SET_MDWE, before an exec.
     let script = "import ctypes, os, sys\nif ctypes.CDLL(None).prctl(65, 1, 0, 0, 0) != 0: sys.exit(77)\nos.execvp('echo', ['echo', 'right'])";
     let run = Subject::new("python", &[&"python3", &"-c", &script]).start_limited(24 * MIB).finish();
     if run.status.code() == Some(77) {
@@ -188,15 +188,15 @@ fn who_may_not_change_code_is_told_so() {
     assert!(said.contains("runs without a limit") && said.contains("MemoryDenyWriteExecute"), "{}", run.describe());
 }
 
-/// What a run of `leaves` with failures said: its lines, and how many pages it lost.
+/// The number of pages that a run of `leaves` with failures says that it lost.
 fn lost_of(said: &str) -> u64 {
     said.lines().find_map(|line| line.strip_prefix("lost ")).map_or(0, |n| n.parse().expect("a number"))
 }
 
-/// The story: while a process was let go of no failure was injected, and three things were wrong. On a kernel without MOVE nobody
-/// covered a page that was lost then: its thread waited for ever, or it read as zeros afterwards. What lay on disk behind a mapping
-/// that may not be read (PROT_NONE) never came back, so that a server could not change its user. And a filter was let through where
-/// the process could not be let go of.
+/// The story: no failures were injected while a process was let go of, and three bugs went unseen. On a kernel without MOVE
+/// nobody handled a page that was lost then: its thread waited for ever, or it read as zeros afterwards. Pages on disk behind a
+/// mapping that may not be read (PROT_NONE) never came back, so a server could not change its user. And a filter was let through
+/// although the process could not be let go of.
 #[test]
 fn what_fails_while_a_process_is_let_go_of_is_made_good_or_told() {
     const TRANSFERS: &str = "let_go=1/20,move_in=1/10,copy=1/5,event=1/10";
@@ -230,18 +230,18 @@ fn what_fails_while_a_process_is_let_go_of_is_made_good_or_told() {
             assert!(!said.contains("wrong") && !said.contains("another user"), "{how}\n{}", run.describe());
             assert_eq!(run.stderr.text().matches(TOLD_OF_NO_LIMIT).count(), 1, "{how}\n{}", run.describe());
             sites.iter().zip(&mut failed).for_each(|(site, n)| *n += number(&run, site));
-            // (Let go of at its first fork, after it has said what it has lost, it may lose more.)
+            // With `root` it is let go of at its first fork, after it has printed what it lost, and may lose more.
             let (lost, counted) = (lost_of(&said), number(&run, "poisoned"));
             assert!(lost == counted || (how == "root" && lost < counted), "{how}\n{}", run.describe());
             lost_somewhere += lost;
         }
-        // (A run is short: not each one enters every path.)
+        // A run is short, so not each one enters every path.
         assert!(failed.iter().all(|n| *n > 0), "{faults}: {sites:?} failed {failed:?} times");
     }
     assert!(lost_somewhere > 0, "nothing was lost in any run");
 }
 
-/// Where pages do not come back at all the process stays as it is, and what it asked for is refused or done without it.
+/// If pages do not come back at all, the process stays as it is. Its request is refused, or carried out without letting it go.
 #[test]
 fn who_cannot_be_let_go_of_is_told() {
     const TOLD: &str = "its memory cannot be given back now";
@@ -270,14 +270,14 @@ fn who_cannot_be_let_go_of_is_told() {
             "{how}\n{}",
             run.describe()
         );
-        // (A child without /proc could not be managed.)
+        // A child without /proc cannot be managed.
         assert_eq!(told.contains(ENDED), how == "root", "{how}\n{}", run.describe());
         assert!(number(&run, "let_go") > 0, "{how}\n{}", run.describe());
     }
 }
 
-/// A change of user that the helpers may not make, or in the very moment in which memory comes to be managed: the process is let go
-/// of, or, where that cannot be and the call was made already, ended.
+/// The helpers may not follow a change of user, or it comes in the very moment in which memory comes to be managed. The process
+/// is let go of or, if that is impossible and the call was made already, ended.
 #[test]
 fn helpers_that_cannot_follow_a_change_of_user_do_not_remain() {
     const ENDED: &str = "it is ended rather than keep threads of the former user";
@@ -309,8 +309,8 @@ fn helpers_that_cannot_follow_a_change_of_user_do_not_remain() {
     assert!(gone > 0 && ended > 0, "{gone} were let go of, {ended} ended");
 }
 
-/// The story: a thread in the midst of a mapping call or a fork while its process was let go of came out of it with all signals
-/// blocked, and the lock of mapping calls held for ever. And mappings that others unmapped meanwhile made `mlockall` fail.
+/// The story: a thread that was inside a mapping call or a fork while its process was let go of came out of it with all signals
+/// blocked, and held the lock of mapping calls for ever. And mappings that others unmapped meanwhile made `mlockall` fail.
 #[test]
 fn threads_that_map_and_fork_meanwhile_go_on_as_before() {
     let _beside = beside();
@@ -327,8 +327,8 @@ fn threads_that_map_and_fork_meanwhile_go_on_as_before() {
     }
 }
 
-/// The story: a program that may not lock all its memory was told so when all that it mapped from then on was to be locked, which it could
-/// not be: it could map nothing any more. And it ran without a limit.
+/// The story: a program that may not lock all its memory asked that all future mappings be locked. The call was refused, but then
+/// it could map nothing any more. And it ran without a limit.
 #[test]
 fn what_may_not_be_locked_changes_nothing() {
     let _beside = beside();

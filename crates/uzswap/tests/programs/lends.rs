@@ -1,12 +1,12 @@
-//! What the kernel does with a program's memory behind its page tables: pages that pipes and sockets hold, guard pages, and the
-//! mutexes of threads that are gone.
+//! What the kernel does with a program's memory behind its page tables: pages in pipes and sockets, guard pages, and mutexes of
+//! threads that have ended.
 
 use crate::harness::*;
 
 /// Half of what the programs use.
 const LIMIT: u64 = 40 * MIB;
 
-/// A fixture with arguments, run plainly and under a limit, which must come to the same; None where the kernel cannot do it.
+/// Runs a fixture with arguments plainly and under a limit, with the same result; None if the kernel does not have what it needs.
 fn same(name: &'static str, arguments: &str, options: &[&str]) -> Option<Outcome> {
     let program = compile_c(name)?;
     let mut subject = Subject::new(name, &[&program]).with(options);
@@ -24,10 +24,10 @@ fn same(name: &'static str, arguments: &str, options: &[&str]) -> Option<Outcome
     Some(run)
 }
 
-/// The story: a pipe holds what it is given by `vmsplice` by a reference, which MOVE does not see. The page was moved out, its
-/// frame used for another, and a quarter of what was read from the pipe were other pages' bytes; from a socket (MSG_ZEROCOPY) a
-/// third. A copy that waited for room for all of it would hang where the caller empties the pipe; and where it waits it can be cancelled,
-/// as the call can.
+/// The story: a pipe holds pages given by `vmsplice` by reference, which MOVE does not see. A page was moved out and its frame
+/// used for another, so a quarter of what was read from the pipe was other pages' bytes; from a socket (MSG_ZEROCOPY) a third.
+/// Now the data is copied. A copy that waited for room for all of it would hang if the caller empties the pipe itself; and the
+/// wait can be cancelled, like the call.
 #[test]
 fn what_is_lent_to_pipes_and_sockets() {
     let _beside = beside();
@@ -38,8 +38,9 @@ fn what_is_lent_to_pipes_and_sockets() {
     }
 }
 
-/// The story: the kernel tells nobody of guard pages that are made. What was out there came back when they were removed, where
-/// there should be zeros; and a guard within what a fault brought by a copy was replaced by it, so that nobody met it any more. Those that are made before the call is refused for what follows are guards, too.
+/// The story: the kernel reports no guard pages. Evicted contents came back when guards were removed, where there should have
+/// been zeros. A guard among the pages that a fault brought by a copy was replaced, and never hit again. Guards made before the
+/// call is refused for the rest of its range also count.
 #[test]
 fn guard_pages_stay_guards_and_end_as_zeros() {
     let _beside = beside();
@@ -53,8 +54,8 @@ fn guard_pages_stay_guards_and_end_as_zeros() {
     }
 }
 
-/// The story: the kernel brings the word of a futex that it is to write to in a way that waits for no userfaultfd. FUTEX_WAKE_OP and locks
-/// with priority inheritance on pages that were out failed with EFAULT.
+/// The story: the kernel brings in the word of a futex that it writes to in a way that waits for no userfaultfd. FUTEX_WAKE_OP
+/// and locks with priority inheritance on pages that were out failed with EFAULT.
 #[test]
 fn futexes_that_the_kernel_writes_to() {
     let _beside = beside();
@@ -63,8 +64,8 @@ fn futexes_that_the_kernel_writes_to() {
     }
 }
 
-/// The story: the kernel serves no fault for a thread that is ending. A robust mutex that it held, and that was out, was not marked
-/// as a dead owner's, and who wanted it next waited for ever.
+/// The story: the kernel serves no faults for a thread that is ending. A robust mutex that it held, on a page that was out, was
+/// not marked as a dead owner's, and the next thread that wanted it waited for ever.
 #[test]
 fn robust_mutexes_of_threads_that_end() {
     let _beside = beside();

@@ -1,8 +1,11 @@
 //! Real programs, unmodified, at half and at a quarter of the memory they use: same output, same exit status.
 //!
-//! `harness.rs` runs and compares, `debuggers.rs` debugs them, `qemu.rs` boots a guest of its own, `redis.rs` is the one program that is talked to while it runs, `read_only.rs` has what a program or its linker made read-only, `remote.rs` and `cluster.rs` swap to servers, `units.rs` has large units, `injected.rs` makes
-//! the pager's own operations fail meanwhile, `without_move.rs` has programs paged as on kernels before 6.8 and boots one, `torture.rs` does to memory all that is allowed, `fixtures/` holds the programs written for this. `./test` installs what is missing. To see each run's time and memory:
-//! `cargo test --release --test programs`.
+//! `harness.rs` runs and compares, `debuggers.rs` debugs them, `qemu.rs` boots a guest, `redis.rs` is the one program that is
+//! talked to while it runs, `read_only.rs` has what a program or its linker made read-only, `remote.rs` and `cluster.rs` swap to
+//! servers, `units.rs` has large units, `injected.rs` makes the pager's own operations fail meanwhile, `without_move.rs` pages
+//! programs as on kernels before 6.8 and boots one, `torture.rs` does to memory all that is allowed, `fixtures/` holds the
+//! programs written for this. `./test` installs what is missing. To see each run's time and memory: `cargo test --release --test
+//! programs`.
 
 mod apart;
 mod cluster;
@@ -40,7 +43,7 @@ pub fn python() -> Option<PathBuf> {
     need("python3")
 }
 
-/// The same, where it has NumPy.
+/// The same, if it has NumPy.
 pub fn python_with_numpy() -> Option<PathBuf> {
     let python = python()?;
     let found = Command::new(&python).args(["-c", "import numpy"]).output();
@@ -51,7 +54,7 @@ pub fn python_with_numpy() -> Option<PathBuf> {
     Some(python)
 }
 
-/// Text that compresses as logs and prose do: lines of common words and numbers, from a fixed seed.
+/// Text that compresses like logs and prose: lines of common words and numbers, from a fixed seed.
 fn text(bytes: usize) -> String {
     const WORDS: [&str; 24] = [
         "the", "memory", "of", "page", "fault", "kernel", "reads", "request", "served", "in", "from", "user", "error",
@@ -84,7 +87,7 @@ fn text_file(dir: &Path, bytes: usize) -> PathBuf {
     path
 }
 
-/// A C source of many functions over one structure: `gcc` keeps all of them until the end.
+/// A C source with many functions over one structure: `gcc` keeps all of them until the end.
 fn c_source(functions: usize) -> String {
     let mut c = String::from(
         "struct node { int id, kind; long weight[8]; struct node *left, *right; };\n\
@@ -171,8 +174,8 @@ fn threads_and_every_memory_call() {
     }
 }
 
-/// The story: the kernel tells of `mremap` after it let go of the mappings, so another thread's may be given the place that
-/// was left and be told first. Nine runs of ten read zeros or another piece's pages until the calls were ordered.
+/// The story: the kernel reports `mremap` after it has let go of the mappings. So another thread's call may get the place that
+/// became free, and be reported first. Nine of ten runs read zeros or another piece's pages until the calls were ordered.
 #[test]
 fn what_moves_to_where_another_was() {
     let _beside = beside();
@@ -182,9 +185,10 @@ fn what_moves_to_where_another_was() {
     }
 }
 
-/// The story: a thread that is given a second signal does not sleep for the page that the first one's frame is written to, but faults as
-/// fast as it can, and the kernel hands out faults before events. The event of another thread's `mremap`, without which no page may come,
-/// was not reached for minutes. And where the next `mremap` always began when one had ended, hardly a page came between them.
+/// The story: a thread with a second signal pending does not sleep for the page that the first signal's frame is written to, but
+/// faults as fast as it can, and the kernel hands out faults before events. The event of another thread's `mremap`, without which
+/// no page may come in, was not reached for minutes. And where the next `mremap` always began when one had ended, hardly a page
+/// came in between.
 #[test]
 fn faults_are_served_beside_threads_that_move_memory_all_the_time() {
     let _beside = beside();
@@ -194,7 +198,7 @@ fn faults_are_served_beside_threads_that_move_memory_all_the_time() {
     }
 }
 
-/// The story: three threads that filled 48 MiB at once had filled up to 42 of them, under a limit of 24, before the ticker got a CPU.
+/// The story: under a limit of 24 MiB, three threads that filled 48 MiB at once had filled up to 42 before the ticker got a CPU.
 #[test]
 fn several_threads_that_fill_memory_at_once_keep_the_limit() {
     let _beside = beside();
@@ -207,8 +211,8 @@ fn several_threads_that_fill_memory_at_once_keep_the_limit() {
     }
 }
 
-/// The story: what is new of locked memory that `mremap` makes larger the kernel fills before it tells that the memory has moved, and
-/// until then no page comes in. The call waited for ever, and all threads with it.
+/// The story: when `mremap` enlarges locked memory, the kernel fills the new part before it reports the move, and until then no
+/// page can come in. The call waited for ever, and all threads with it.
 #[test]
 fn locked_memory_that_grows_and_moves() {
     let _beside = beside();
@@ -217,9 +221,10 @@ fn locked_memory_that_grows_and_moves() {
     Subject::new("grows locked, without MOVE", &[&grows]).without_move().check();
 }
 
-/// The story: memory mapped beside other memory, as one piece, is two mappings where only one was managed when both had been written to.
-/// `mremap` of both was refused (EFAULT), as the kernel moves one; and so was what later kernels move, of several mappings at once. So it
-/// was still where a program had all its descriptors in use, as what is mapped was asked by one.
+/// The story: memory mapped beside other memory is one piece to the program, but two mappings if only one was managed when both
+/// had been written to. `mremap` of both was refused (EFAULT), as the kernel moves one; so were moves of several mappings at
+/// once, which later kernels allow. It still failed for a program with all its descriptors in use, as asking for the mappings
+/// took one.
 #[test]
 fn what_is_mapped_side_by_side_moves_as_one() {
     let _beside = beside();
@@ -233,8 +238,8 @@ fn what_is_mapped_side_by_side_moves_as_one() {
     injected::survives(&events, 20 << 20, &[(&["event"], "event=1/50")]);
 }
 
-/// The story: where another process of the group held what could not be taken out all but the last pages of this one were put out again
-/// and again. Eight threads that each needed four pages at once did nothing but fault.
+/// The story: another process of the group held what could not be taken out, and all but the last pages of this one were evicted
+/// again and again. Eight threads that each needed four pages at once did nothing but fault.
 #[test]
 fn threads_that_need_several_pages_at_once_in_a_group_that_another_fills() {
     let _beside = beside();
@@ -243,7 +248,7 @@ fn threads_that_need_several_pages_at_once_in_a_group_that_another_fills() {
     Subject::new("several pages at once, without MOVE", &[&several]).without_move().check();
 }
 
-/// The seeds are in the messages: `model SEED` does the same again.
+/// Messages contain the seeds: `model SEED` does the same again.
 #[test]
 fn every_call_agrees_with_a_flat_model() {
     let _beside = beside();
@@ -255,8 +260,8 @@ fn every_call_agrees_with_a_flat_model() {
     }
 }
 
-/// Children made by libc's `clone` and `syscall` read zeros where their parent's pages were out: only `fork` gave a
-/// child its memory.
+/// Children made by libc's `clone` and `syscall` read zeros where their parent's pages were out: only `fork` gave a child its
+/// memory.
 #[test]
 fn forks_made_without_fork() {
     let _beside = beside();
@@ -264,15 +269,15 @@ fn forks_made_without_fork() {
     Subject::new("raw forks", &[&ways]).check();
 }
 
-/// Memory that is to be zeros in children (MADV_WIPEONFORK, as generators of random numbers have it) was the parent's where it
-/// was out. It still was where the advice had been for a hole as well, or for a file, which fails after it is taken for the rest, or
-/// was given by `process_madvise`.
+/// Memory that should be zeros in children (MADV_WIPEONFORK, as random number generators use it) was the parent's where it was
+/// out. It still was if the advice was also for a hole, or also for a file, which fails after the rest has taken it, or was given
+/// by `process_madvise`.
 #[test]
 fn what_is_wiped_on_fork() {
     let _beside = beside();
     let Some(wipes) = compile_c("wipes") else { return };
     Subject::new("wiped on fork", &[&wipes]).check();
-    // (The story: what was advised by process_madvise, or in part, was not noticed.)
+    // The story: advice given by process_madvise, or taken in part, went unnoticed.
     for how in ["hole", "file", "process"] {
         let mut wiped = Subject::new("wiped on fork", &[&wipes, &how]);
         wiped.percents = &[50];
@@ -280,8 +285,8 @@ fn what_is_wiped_on_fork() {
     }
 }
 
-/// The story: the kernel does not tell that memory was unmapped by shared memory attached over it (`shmat` with SHM_REMAP). What was
-/// mapped there after that had been detached was what had been out there before, where there should have been zeros.
+/// The story: the kernel does not report that attaching shared memory (`shmat` with SHM_REMAP) unmapped other memory. What was
+/// mapped there after the detach got the contents that had been out there before, where there should have been zeros.
 #[test]
 fn memory_attached_over() {
     let _alone = alone();
@@ -289,8 +294,9 @@ fn memory_attached_over() {
     Subject::new("segments", &[&segments]).check();
 }
 
-/// The story: V8 reserves its heap in pieces of 256 KiB and opens each up later. Only memory that was mapped writable had anybody
-/// look, so the heaps of several workers were filled from the kernel before they were found, on a busy machine to twice the limit.
+/// The story: V8 reserves its heap in pieces of 256 KiB, and later makes each writable. Only memory that was mapped writable woke
+/// anybody. So the heaps of several workers were filled by the kernel before they were found, on a busy machine up to twice the
+/// limit.
 #[test]
 fn memory_reserved_in_pieces() {
     let _alone = alone();
@@ -301,8 +307,8 @@ fn memory_reserved_in_pieces() {
     assert_eq!(run.stdout.text(), "managed before it is filled\n", "{}", run.describe());
 }
 
-/// The story: the kernel fills memory that is mapped with MAP_POPULATE within the call, so 64 MiB under a limit of 32 came to twice
-/// and three times the limit before any of it was managed.
+/// The story: the kernel fills a mapping with MAP_POPULATE within the call, so 64 MiB under a limit of 32 reached two and three
+/// times the limit before any of it was managed.
 #[test]
 fn memory_mapped_filled() {
     let _alone = alone();
@@ -315,8 +321,8 @@ fn memory_mapped_filled() {
     assert!(most * 1024 < limit + slack, "it held {most} KiB when the call returned\n{}", run.describe());
 }
 
-/// A thread whose stack or control block was out waited for ever when it forked: it held the lock, or was the only one
-/// woken to take it, and who could have served its fault waited for that lock.
+/// A thread whose stack or control block was out waited for ever when it forked: it held the lock, or was the only thread woken
+/// to take it, and the threads that could serve its fault waited for that lock.
 #[test]
 fn threads_on_their_own_stacks() {
     let _beside = beside();
@@ -324,8 +330,8 @@ fn threads_on_their_own_stacks() {
     Subject::new("own stacks", &[&stacks]).check();
 }
 
-/// The story: what was a thread's stack stayed excluded when it was unmapped, as nothing tells of that. A block that `mremap` moved
-/// to its place was managed all the same, and zeros in forked children; small mappings there were not managed at all.
+/// The story: a thread's former stack stayed excluded after it was unmapped, as nothing reports that. A block that `mremap` moved
+/// to its place was managed all the same, and was zeros in forked children; small mappings there were not managed at all.
 #[test]
 fn memory_where_stacks_were() {
     let _beside = beside();
@@ -333,9 +339,9 @@ fn memory_where_stacks_were() {
     Subject::new("stacks gone", &[&gone]).check();
 }
 
-/// The story: the kernel notes the end of a thread that `clone` made where it was told to, and serves no fault of a thread that ends:
-/// where that was out, who waited for it waited for ever. So it was with those made by the number of the call, and with those that said by
-/// themselves where it is to be noted.
+/// The story: the kernel notes the end of a thread that `clone` made at an address that the program names, and serves no fault of
+/// a thread that ends: if that address was out, threads that waited for the end waited for ever. The same happened with threads
+/// made by the call's number, and with those that named the address themselves later.
 #[test]
 fn threads_made_by_clone_are_seen_to_end() {
     let _beside = beside();
@@ -354,7 +360,7 @@ fn fork_storm() {
     Subject::new("fork storm", &[&storm, &"1"]).check();
 }
 
-/// Runs a program without a limit and with one, for what [`Subject::check`] does not ask: both end well and say the same.
+/// Runs a program without a limit and with one, where [`Subject::check`] does not fit: both end well and print the same.
 fn same_under(subject: &Subject, limit_bytes: u64, how: &str) -> Outcome {
     let (plain, run) = (subject.start_plain().finish(), subject.start_limited(limit_bytes).finish());
     run.say(subject.name, how, Some(limit_bytes));
@@ -363,8 +369,8 @@ fn same_under(subject: &Subject, limit_bytes: u64, how: &str) -> Outcome {
     run
 }
 
-/// The story: a program that read and wrote at random within three quarters of its memory was left much less than that, as each page by
-/// which the pool grew made a whole batch of frames free, of which one was given back; 17 MiB of 72 were free frames.
+/// The story: a program that read and wrote at random within three quarters of its memory was left much less than that. Each page
+/// by which the pool grew freed a whole batch of frames, and one of them was given back: 17 MiB of 72 were free frames.
 #[test]
 fn free_frames_do_not_pile_up() {
     let _alone = alone();
@@ -374,8 +380,8 @@ fn free_frames_do_not_pile_up() {
     assert!((96 * MIB..104 * MIB).contains(&held), "{} MiB for 96\n{}", held / MIB, run.describe());
 }
 
-/// The story: who executed a pipe waited for somebody to write to it, where the kernel refuses. And who had a socket send no more what it is
-/// lent, or asked for it in a way that is wrong, was told that it cannot do it.
+/// The story: a program that executed a pipe waited for somebody to write to it, where the kernel refuses. And a program that
+/// told a socket to stop lending, or asked for it in a wrong way, was told that the socket cannot do it.
 #[test]
 fn calls_with_strange_arguments() {
     let _beside = beside();
@@ -386,8 +392,9 @@ fn calls_with_strange_arguments() {
     assert_eq!(run.stdout.text(), format!("a pipe: 1, a bad address: 1\nspawned: 1\n{lent}0 pages filled\n"));
 }
 
-/// The story: a program wrote to standard error what was out, so the kernel held the file's lock while it waited for the handler. Who had the
-/// pager's lock said just then, to the same file, that the group was full, and waited for the file's: all hung, each time.
+/// The story: a program wrote memory that was out to standard error, so the kernel held the file's lock while it waited for the
+/// handler. A thread that held the pager's lock printed, to the same file, that the group was full, and waited for the file's
+/// lock: all hung, each time.
 #[test]
 fn what_is_said_where_the_program_writes_what_is_out() {
     let _beside = beside();
@@ -397,7 +404,7 @@ fn what_is_said_where_the_program_writes_what_is_out() {
     }
 }
 
-/// The story: what was said was written to the first file that the program had opened, as it was started without a standard error.
+/// The story: a program was started without a standard error, and uzswap's messages went to the first file that it had opened.
 #[test]
 fn nothing_is_said_where_there_is_no_standard_error() {
     let _beside = beside();
@@ -407,8 +414,8 @@ fn nothing_is_said_where_there_is_no_standard_error() {
     assert_eq!(run.stdout.text(), "file 2 has 0 bytes\n");
 }
 
-/// The story: a process whose first thread has ended, while others go on, is a zombie by all that /proc says of it, and has no memory: its
-/// limit was given up, and it was taken for dead by all others.
+/// The story: a process whose first thread has ended while others go on is a zombie without memory by all that /proc says. Its
+/// limit was given up, and all others took it for dead.
 #[test]
 fn first_threads_that_end() {
     let _beside = beside();
@@ -416,8 +423,8 @@ fn first_threads_that_end() {
     let run = same_under(&Subject::new("first thread ends", &[&ends, &"64", &"4"]), 24 * MIB, "24 MiB");
     let (held, peak) = (number(&run, "peak_held"), number(&run, "peak"));
     assert!(held > 60 * MIB && peak < 26 * MIB, "{}", run.describe());
-    // Beside one that begins when it has ended, on disk.
-    // (The whole process may have ended before anybody sees that its first thread has: the script looked for ever, without uzswap, too.)
+    // Beside a process that starts when the first one's main thread has ended, with a disk. (The whole process may have ended
+    // before anybody sees that its first thread has. Then the script used to look for ever, without uzswap, too.)
     let script = format!(
         "{0} 32 2 all & until grep -qs ') Z' /proc/$!/stat || ! kill -0 $! 2>/dev/null; do :; done; {0} 24 2 all; wait $!",
         ends.display()
@@ -456,7 +463,8 @@ fn xz_9() {
     let _alone = alone();
     let Some(xz) = need("xz") else { return };
     let input = text_file(&scratch("xz"), 2 << 20);
-    // (What -9 is, but for how far it looks for matches: it uses all its memory at random for each step, 1.9 million faults of 35 us.)
+    // Like -9, except for how far it looks for matches: that uses all its memory at random in each step, 1.9 million faults of 35
+    // us.
     Subject::new("xz -9, depth 2", &[&xz, &"--lzma2=preset=9,depth=2", &"-T1", &"-c", &input]).check();
 }
 
@@ -477,7 +485,7 @@ fn java_heap() {
     };
     let dir = scratch("java");
     build(Command::new(javac).arg("-d").arg(&dir).arg(fixture("Heap.java")));
-    // (A quarter is less than it can do with when all else is compressed: it holds some 58 of 37 MiB, and the report says so.)
+    // A quarter is less than it can do with even if all else is compressed: it holds some 58 of 37 MiB, and the report says so.
     Subject::new("java", &[&java, &"-Xmx256m", &"-cp", &dir, &"Heap"]).keeps_limit_but(&[(25, 72 * MIB)]).check();
 }
 
@@ -534,8 +542,8 @@ fn stress_ng_vm_verified() {
     }
 }
 
-/// The story: uzswap's threads took a signal for themselves that programs may use, the last one. Who waits for a signal takes those
-/// for the whole process, too: a program that blocked it and took it when it liked found most of them gone.
+/// The story: uzswap's threads took a signal for themselves that programs may use, the last one. A wait for signals also takes
+/// those for the whole process. So a program that blocked that signal, and took it when it was ready, found most of them gone.
 #[test]
 fn all_signals_are_the_programs_own() {
     let _beside = beside();
@@ -561,8 +569,8 @@ fn all_signals_are_the_programs_own() {
     }
 }
 
-/// The story: `strace -f` got uzswap's threads, too. When it read what a call was given, and that was out, it waited for the one
-/// that brings it, which had stopped to tell strace of a call of its own: both for ever.
+/// The story: `strace -f` also traced uzswap's threads. When it read a call's argument that was out, it waited for the thread
+/// that brings it, which had stopped to report a call of its own to strace: both waited for ever.
 #[test]
 fn a_tracer_reads_what_is_out() {
     let _alone = alone();

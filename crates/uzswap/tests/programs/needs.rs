@@ -1,4 +1,4 @@
-//! What tests need before a program runs: their turn, programs that may be missing, places for files, what is built for them.
+//! What tests need before a program runs: their turn, programs that may be missing, places for files, and what is built for them.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,24 +11,24 @@ use std::time::{Duration, Instant};
 
 static RUNNING: RwLock<()> = RwLock::new(());
 
-/// Held while it runs by a test whose programs' memory is measured against a limit: they must not compete for two CPUs.
+/// A guard for tests that measure their programs' memory against a limit: nothing else must compete with these for two CPUs.
 pub fn alone() -> RwLockWriteGuard<'static, ()> {
-    // A failed test poisons the lock; the next one is none the worse for it.
+    // A failed test poisons the lock, which does not harm the next one.
     RUNNING.write().unwrap_or_else(|e| e.into_inner())
 }
 
-/// Held while it runs by a test of what programs do and are told, beside which another such test may run.
+/// A guard for tests of what programs do and are told; other such tests may run at the same time.
 pub fn beside() -> RwLockReadGuard<'static, ()> {
     RUNNING.read().unwrap_or_else(|e| e.into_inner())
 }
 
-/// Writes a line that the test runner does not capture.
+/// Prints a line that the test runner does not capture.
 pub fn say(line: &str) {
     let _ = writeln!(io::stderr(), "    {line}");
 }
 
-/// The path of a program these tests need. When it is missing the test is skipped, and says so; under
-/// `UZSWAP_TEST_REQUIRE=1` (as in CI) a missing program is a failure.
+/// The path of a program that these tests need. If it is missing, the test is skipped and says so; under `UZSWAP_TEST_REQUIRE=1`
+/// (as in CI) that is a failure.
 pub fn need(program: &str) -> Option<PathBuf> {
     let mut dirs: Vec<PathBuf> =
         ["/usr/bin", "/usr/local/bin", "/bin", "/usr/local/go/bin"].iter().map(PathBuf::from).collect();
@@ -42,7 +42,7 @@ pub fn need(program: &str) -> Option<PathBuf> {
     }
 }
 
-/// Reports a test for which something is not installed; fails it where everything is required.
+/// Reports that something a test needs is not installed; a failure if everything is required.
 pub fn missing(reason: &str) {
     let test = thread::current().name().unwrap_or("?").to_owned();
     assert!(std::env::var_os("UZSWAP_TEST_REQUIRE").is_none(), "{test}: {reason}, and UZSWAP_TEST_REQUIRE is set");
@@ -55,7 +55,7 @@ pub fn skip(reason: &str) {
     say(&format!("SKIPPED {test}: {reason}"));
 }
 
-/// The command under test. `UZSWAP_TEST_BIN` names another one, for instance an installed one.
+/// The command under test. `UZSWAP_TEST_BIN` names another one, such as an installed one.
 pub fn uzswap() -> PathBuf {
     std::env::var_os("UZSWAP_TEST_BIN").map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_uzswap")), PathBuf::from)
 }
@@ -65,7 +65,7 @@ pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs/fixtures").join(name)
 }
 
-/// A new, empty directory; kept after the run so that a failure can be looked into.
+/// A new, empty directory. It is kept after the run, so that a failure can be examined.
 pub fn scratch(name: &str) -> PathBuf {
     let dir = scratch_path(name);
     let _ = fs::remove_dir_all(&dir);
@@ -77,7 +77,7 @@ fn scratch_path(name: &str) -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).join("programs").join(name)
 }
 
-/// Runs a build tool to its end; panics with its output when it fails.
+/// Runs a build tool to its end; panics with its output if it fails.
 pub fn build(command: &mut Command) {
     let out = command.stdin(Stdio::null()).output();
     let out = out.unwrap_or_else(|e| panic!("cannot start {command:?}: {e}"));
@@ -90,7 +90,7 @@ pub fn build(command: &mut Command) {
     );
 }
 
-/// A C program of the fixtures, compiled by the first test that needs it.
+/// A C program of the fixtures; the first test that needs it compiles it.
 pub fn compile_c(name: &str) -> Option<PathBuf> {
     static COMPILED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let cc = need("cc")?;
@@ -109,7 +109,7 @@ pub fn compile_c(name: &str) -> Option<PathBuf> {
     Some(out)
 }
 
-/// The line that a program which outlives the command writes to a file at its end.
+/// Waits for the line that a program which outlives the command writes to a file at its end.
 pub fn line_in(file: &Path) -> String {
     let deadline = Instant::now() + Duration::from_secs(120);
     loop {

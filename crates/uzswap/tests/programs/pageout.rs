@@ -1,9 +1,9 @@
-//! Programs whose pages are put out from outside, all the time, while they map, unmap, fork and verify.
+//! Programs whose pages are paged out from outside, all the time, while they map, unmap, fork and verify.
 
 use crate::harness::*;
 use std::process::Command;
 
-/// Runs a subject under page-outs of every process it has; its output must be that of a run without uzswap.
+/// Runs a subject while every process of it is paged out again and again; its output must be that of a run without uzswap.
 fn under_page_outs(subject: &Subject, limits: &[u64]) {
     let plain = subject.start_plain().finish();
     for limit in limits {
@@ -12,7 +12,7 @@ fn under_page_outs(subject: &Subject, limits: &[u64]) {
         while run.is_running() {
             for pid in run.processes() {
                 asked += 1;
-                // (Refused for processes that have ended or become another program meanwhile, and for the command itself.)
+                // Refused for processes that have ended or become another program meanwhile, and for the command itself.
                 let moved = Command::new(uzswap()).args(["pagemap", &pid.to_string(), "--page-out", "all"]).output();
                 done += u32::from(moved.expect("the command").status.success());
             }
@@ -29,7 +29,7 @@ fn under_page_outs(subject: &Subject, limits: &[u64]) {
 fn every_memory_call_under_page_outs() {
     let _beside = beside();
     let Some(mix) = compile_c("mix") else { return };
-    // At a limit that presses, and at one that is never near.
+    // At a limit that presses, and at one that is never reached.
     under_page_outs(&Subject::new("memory calls", &[&mix, &"3"]), &[40, 1024]);
 }
 

@@ -1,9 +1,9 @@
-//! Pauses of the handlers, by which others get a CPU beside processes that fault all the time.
+//! Pauses of the handlers, which give others a CPU beside processes that fault all the time.
 
 use crate::harness::*;
 
-/// Three processes that fault all the time on whatever CPUs there are: at least three tasks run, or wait for a CPU. (How long others waited is
-/// no test's matter: ARCHITECTURE.md, *Pauses*.)
+/// Three processes that fault all the time on whatever CPUs there are: at least three tasks run, or wait for a CPU. (No test
+/// measures how long others waited: ARCHITECTURE.md, *Pauses*.)
 #[test]
 fn handlers_of_several_processes_leave_their_cpus_now_and_then() {
     let _beside = beside();

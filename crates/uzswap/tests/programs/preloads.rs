@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A file of the system's; skips the test where there is none.
+/// A file of the system's; skips the test if it does not exist.
 fn need_file(path: &str) -> Option<PathBuf> {
     let found = PathBuf::from(path);
     if !found.is_file() {
@@ -15,7 +15,7 @@ fn need_file(path: &str) -> Option<PathBuf> {
     Some(found)
 }
 
-/// Compiles a C program of the fixtures with further options; None where this compiler has not what they ask for.
+/// A C program of the fixtures, compiled with more options; None if this compiler does not have what they ask for.
 fn compile_with(source: &str, name: &str, options: &[&str]) -> Option<PathBuf> {
     let cc = need("cc")?;
     let out = scratch(name).join(name);
@@ -29,9 +29,9 @@ fn compile_with(source: &str, name: &str, options: &[&str]) -> Option<PathBuf> {
     Some(out)
 }
 
-/// The story: where another library had an `mmap` of its own (tcmalloc, the sanitizers) it was taken for libc's, which "uzswap
+/// The story: if another library had an `mmap` of its own (tcmalloc, the sanitizers), that was taken for libc's, which "uzswap
 /// does not know how to hook", and the program ran without a limit. A program started with another environment (`env -i`, or a
-/// script that preloads another allocator) ran without one too, unsaid.
+/// script that preloads another allocator) also ran without one, and nothing said so.
 #[test]
 fn another_allocator_in_an_environment_of_its_own() {
     let _beside = beside();
@@ -42,9 +42,9 @@ fn another_allocator_in_an_environment_of_its_own() {
     Subject::new("own allocator", &[&env, &"-i", &preload, &mallocs]).check();
 }
 
-/// The story: AddressSanitizer refused to run where its library was not the first of all. Once it did, the program waited for
-/// ever when its memory was to be managed: sanitizers have a `memcpy` of their own, which looks at shadow memory of the
-/// program's, and uzswap's thread that was to serve its faults called it.
+/// The story: AddressSanitizer refused to run if its library was not the first one. Once it did run, the program waited for ever
+/// when its memory was to be managed: sanitizers have a `memcpy` of their own, which reads shadow memory of the program's, and
+/// the uzswap thread that should serve its faults called it.
 #[test]
 fn programs_built_with_sanitizers() {
     let _beside = beside();
@@ -52,7 +52,7 @@ fn programs_built_with_sanitizers() {
         let option = format!("-fsanitize={sanitizer}");
         let Some(program) = compile_with("mallocs.c", sanitizer, &[&option]) else { continue };
         let mut subject = Subject::new("sanitized", &[&program]);
-        // (Where addresses are more random than it expects, ThreadSanitizer ends some of its programs at once: vm.mmap_rnd_bits.)
+        // If addresses are more random than it expects, ThreadSanitizer ends some of its programs at once: vm.mmap_rnd_bits.
         let plain = subject.start_plain().finish();
         if !plain.status.success() {
             skip(&format!("a program with the {sanitizer} sanitizer does not work here: {}", plain.stderr.text()));
@@ -63,8 +63,8 @@ fn programs_built_with_sanitizers() {
     }
 }
 
-/// The story: every process under uzswap had libgcc's unwinder loaded, which the standard library names and the agent never calls:
-/// a sixth of what starting a process cost. Now a program loads it when it wants it, and its threads unwind through the agent.
+/// The story: every process under uzswap loaded libgcc's unwinder, which the standard library names and the agent never calls: a
+/// sixth of the cost of starting a process. Now a program loads it when it wants it, and its threads unwind through the agent.
 #[test]
 fn the_unwinder_is_the_programs_own() {
     let _beside = beside();
@@ -74,8 +74,8 @@ fn the_unwinder_is_the_programs_own() {
     subject.check();
 }
 
-/// The story: LeakSanitizer, which AddressSanitizer has at work when a program ends, stops all threads of the process by ptrace,
-/// those that serve its faults too, and has all memory read: it waited for ever for what was out.
+/// The story: LeakSanitizer, which runs in AddressSanitizer when a program ends, stops all threads of the process by ptrace,
+/// including those that serve its faults, and reads all memory: it waited for ever for what was out.
 #[test]
 fn programs_that_look_for_their_leaks() {
     let _beside = beside();
@@ -106,13 +106,13 @@ fn programs_that_look_for_their_leaks() {
     }
 }
 
-/// The story: a child linked with musl was given an `LD_PRELOAD` that musl's loader cannot load, and ended before it began (127).
+/// The story: a child linked with musl got an `LD_PRELOAD` that musl's loader cannot load, and ended before it began (127).
 #[test]
 fn a_child_whose_loader_is_musls() {
     let _beside = beside();
     let (Some(sh), Some(loader)) = (need("sh"), need_file("/lib64/ld-linux-x86-64.so.2")) else { return };
     let Some(library) = compile_with("ownmmap.c", "foreign.so", &["-shared", "-fPIC"]) else { return };
-    // (glibc's, by musl's name: what counts is what the program is given.)
+    // It is glibc's loader under musl's name: what counts is what the program is given.
     let dir = scratch("foreign-loader");
     let musl = dir.join("ld-musl-x86_64.so.1");
     std::os::unix::fs::symlink(loader, &musl).expect("a link");
@@ -120,7 +120,7 @@ fn a_child_whose_loader_is_musls() {
     let Some(program) = compile_with("foreign.c", "foreign", &[&option]) else { return };
     let (program, library) = (program.display(), library.display());
     let script = format!("{program}; LD_PRELOAD={library} {program}; LD_PRELOAD=\"$LD_PRELOAD:{library}\" {program}");
-    // Its scripts, too.
+    // Scripts for it, too.
     let (one, two) =
         (executable(&dir.join("script"), &program), executable(&dir.join("of-script"), &dir.join("script").display()));
     let script = format!("{script}; {}; {}", one.display(), two.display());
@@ -136,7 +136,7 @@ fn loaders_that_are_run_by_their_name() {
     let _beside = beside();
     let (Some(sh), Some(loader)) = (need("sh"), need_file("/lib64/ld-linux-x86-64.so.2")) else { return };
     let Some(program) = compile_with("foreign.c", "loaded", &[]) else { return };
-    // (glibc's, by musl's name: what counts is what it is given.)
+    // It is glibc's loader under musl's name: what counts is what it is given.
     let musl = scratch("musls-loader").join("ld-musl-x86_64.so.1");
     std::fs::copy(&loader, &musl).expect("a copy");
     let script = format!("{} {program}; {} {program}", musl.display(), loader.display(), program = program.display());
@@ -145,13 +145,13 @@ fn loaders_that_are_run_by_their_name() {
     assert!(run.status.success() && run.stdout.text() == said, "{}", run.describe());
     assert_eq!(run.stderr.text().matches("linked with musl").count(), 1, "{}", run.describe());
     assert_eq!(run.stderr.text().matches("statically linked").count(), 0, "{}", run.describe());
-    // As the program of the command, too.
+    // Also as the program of the command itself.
     let run = Subject::new("loader", &[&loader, &program]).start_limited(24 * MIB).finish();
     let said = format!("{}, right\n", agent().display());
     assert!(run.status.success() && run.stdout.text() == said, "{}", run.describe());
 }
 
-/// Writes a script of an interpreter.
+/// Writes a script for an interpreter.
 fn executable(script: &Path, interpreter: &impl std::fmt::Display) -> PathBuf {
     std::fs::write(script, format!("#! {interpreter} \n")).expect("a script");
     std::fs::set_permissions(script, std::fs::Permissions::from_mode(0o755)).expect("its mode");
@@ -163,8 +163,8 @@ fn agent() -> PathBuf {
     uzswap().with_file_name("libuzswap_agent.so")
 }
 
-/// The story: in a process that the library is loaded into and that is not to be managed, or cannot be, libc's `clone` failed (EINVAL), and
-/// a child on a new stack returned into a frame of the library's that was not on it: what stood before libc's functions had not looked
+/// The story: in a process that has the library loaded but is not managed, libc's `clone` failed (EINVAL), and a child on a new
+/// stack returned into a frame of the library's that was not on that stack. The code in front of libc's functions had not looked
 /// for them.
 #[test]
 fn who_is_in_no_group_clones_as_ever() {
@@ -175,9 +175,9 @@ fn who_is_in_no_group_clones_as_ever() {
     assert_eq!(run.stdout.text(), "clone: made, 700\nsyscall: made, 800\n", "{}", run.describe());
 }
 
-/// The story: each `exec` took 14 KiB of stack for the environment that most programs need not be given, as theirs is complete. In a signal
-/// handler on a stack of its own that was written over what lay below; and so it was by a program that did give one of its own, small as
-/// it was.
+/// The story: each `exec` took 14 KiB of stack for an environment, although most programs' environment is complete and needs no
+/// addition. In a signal handler on a small stack of its own that overwrote what lay below; and so it did for a program that gave
+/// a small environment of its own.
 #[test]
 fn exec_takes_little_of_a_small_stack() {
     use std::os::unix::fs::PermissionsExt;
@@ -190,8 +190,9 @@ fn exec_takes_little_of_a_small_stack() {
     assert_eq!(run.stdout.text(), "refused 6 times, 0 bytes below the stack are others\n", "{}", run.describe());
 }
 
-/// The story: what was started by a descriptor of its file (`fexecve`, `execveat`), or by libc's `syscall`, with an environment of its own
-/// ran without a limit, unsaid; and nobody was told of static programs that were started by `execl`, which the warning did not know.
+/// The story: programs started by a descriptor (`fexecve`, `execveat`), or by libc's `syscall`, with an environment of their own
+/// ran without a limit, and nothing said so. And nobody was told of static programs started by `execl`, which the warning did not
+/// cover.
 #[test]
 fn programs_are_started_in_every_way_with_what_they_need() {
     let _beside = beside();
@@ -225,7 +226,7 @@ fn programs_are_started_in_every_way_with_what_they_need() {
     assert_eq!(run.stderr.text().matches("is statically linked").count(), 1, "{}", run.describe());
 }
 
-/// A program of 32 bits that only ends: the header of its file, one segment, and the system call.
+/// A 32-bit program that only ends: the file header, one segment, and the system call.
 fn ends_in_32_bits() -> Vec<u8> {
     const AT: u32 = 0x0804_8000;
     let code = [0x31, 0xdb, 0x31, 0xc0, 0x40, 0xcd, 0x80];
@@ -234,15 +235,15 @@ fn ends_in_32_bits() -> Vec<u8> {
     let mut file = b"\x7fELF\x01\x01\x01".to_vec();
     file.resize(16, 0);
     let words = |file: &mut Vec<u8>, words: &[u32]| words.iter().for_each(|word| file.extend(word.to_le_bytes()));
-    // Kind (a program) and machine (x86); version, where it begins, tables and flags; sizes and numbers of the tables.
+    // Kind (a program) and machine (x86); version, entry point, tables and flags; sizes and numbers of the tables.
     words(&mut file, &[3 << 16 | 2, 1, AT + head + entry, head, 0, 0, entry << 16 | head, 1, 0]);
     words(&mut file, &[1, 0, AT, AT, size, size, 5, 0x1000]);
     file.extend(code);
     file
 }
 
-/// The story: only of a static program was it said that it ran without a limit, and not where a script named it. Of one with other rights
-/// than who started it, and of one of 32 bits, nothing was said.
+/// The story: only static programs were reported to run without a limit, and not if a script named them. Nothing was said of
+/// programs with other rights than their caller's, or of 32-bit ones.
 #[test]
 fn who_cannot_be_preloaded_into_is_told_of() {
     let _beside = beside();
@@ -275,8 +276,8 @@ fn who_cannot_be_preloaded_into_is_told_of() {
     run(&nobodys, "nobodys runs with other rights than its caller (setuid", "\n\n");
 }
 
-/// The story: a plugin that uses liburing, which only the plugin sees then, got the agent's functions, and those found none of liburing's
-/// where all look: each was told ENOSYS, in Python too.
+/// The story: a plugin uses liburing, which then only the plugin sees. It got the agent's functions, which did not find
+/// liburing's where all libraries look: each call failed with ENOSYS, in Python too.
 #[test]
 fn a_plugin_gets_the_ring_of_a_library_that_it_alone_sees() {
     let _beside = beside();

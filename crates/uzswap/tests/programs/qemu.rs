@@ -1,7 +1,7 @@
-//! QEMU, which emulates a guest that fills and verifies its RAM (`fixtures/guest.c`), at half of that RAM and at a quarter.
+//! QEMU, emulating a guest that fills and verifies its RAM (`fixtures/guest.c`), at half of that RAM and at a quarter.
 //!
-//! Emulated in software: where there is KVM in a virtual machine its nested page tables may make a guest of this kind take
-//! minutes, without uzswap too.
+//! It is emulated in software: with KVM inside a virtual machine, nested page tables may make a guest like this take minutes,
+//! without uzswap too.
 
 use crate::harness::*;
 use std::path::PathBuf;
@@ -9,10 +9,10 @@ use std::process::Command;
 
 /// The guest's RAM.
 const RAM_MIB: u64 = 128;
-/// QEMU's status when the guest found every word right: twice what it wrote to isa-debug-exit, and one.
+/// QEMU's status if the guest found every word right: twice what the guest wrote to isa-debug-exit, plus one.
 const RIGHT: i32 = 2 * 0x10 + 1;
 
-/// The guest: of 32 bits, without a library, so any C compiler for x86 makes it.
+/// The guest: 32-bit, without libraries, so any C compiler for x86 builds it.
 fn guest() -> Option<PathBuf> {
     let cc = need("cc")?;
     let out = scratch("guest").join("guest.elf");
@@ -42,7 +42,7 @@ fn qemu_guest_verifies_its_memory() {
     let said = plain.stdout.text();
     let works = plain.status.code() == Some(RIGHT) && said.contains(" 0 wrong");
     assert!(works, "it does not work without uzswap\n{}", plain.describe());
-    // Nearly all of its RAM is filled: what is left out is the firmware's, the guest's own, and what lies below them.
+    // Nearly all of its RAM is filled, except the firmware's, the guest's own, and what lies below them.
     let pages: u64 = said.split_once("guest: ").and_then(|(_, s)| s.split(' ').next()?.parse().ok()).unwrap_or(0);
     assert!(pages * 4096 > (RAM_MIB - 8) * MIB && plain.peak_anon_bytes > RAM_MIB * MIB, "{}", plain.describe());
     for percent in [50, 25] {

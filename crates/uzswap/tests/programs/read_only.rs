@@ -1,10 +1,10 @@
-//! Memory that a program made read-only once it was filled.
+//! Memory that a program made read-only after filling it.
 
 use crate::harness::*;
 
 const LIMIT: u64 = 48 * MIB;
 
-/// The story: MOVE takes none of what is read-only. A program with 96 MiB of tables in 48 did little but fault in what was left, half a
+/// The story: MOVE takes no read-only memory. A program with 96 MiB of tables in 48 did little but fault on the rest, half a
 /// million times, and exceeded its limit by as much again.
 #[test]
 fn what_is_read_only_leaves_for_what_is_used() {
@@ -12,7 +12,7 @@ fn what_is_read_only_leaves_for_what_is_used() {
     let Some(constants) = compile_c("constants") else { return };
     let most = (with_slack(LIMIT) / MIB).to_string();
     let subject = Subject::new("constants", &[&constants, &"96", &most, &"30"]);
-    // (Without a limit it would wait in vain.)
+    // Without a limit it would wait in vain.
     let plain = Subject::new("constants", &[&constants, &"96", &"1000", &"30"]).start_plain().finish();
     let run = subject.start_limited(LIMIT).finish();
     run.say(subject.name, "", Some(LIMIT));
@@ -20,11 +20,11 @@ fn what_is_read_only_leaves_for_what_is_used() {
     assert!(run.stdout.text().starts_with("fits "), "{}", run.describe());
     let sum = |run: &Outcome| run.stdout.text().split_whitespace().last().map(str::to_owned);
     assert_eq!(sum(&run), sum(&plain), "{}", run.describe());
-    // (Of what it opens up and writes to all comes back; and all of it once, at the end.)
+    // What it makes writable and writes to comes back completely; and everything once, at the end.
     assert!(number(&run, "pgmajfault") < 200_000, "{}", run.describe());
 }
 
-/// The same where it can be copied, or dropped, in part or not at all.
+/// The same when it can be copied, or dropped, only in part or not at all.
 #[test]
 fn what_is_read_only_is_right_where_it_cannot_leave() {
     let _beside = beside();
@@ -38,8 +38,8 @@ fn what_is_read_only_is_right_where_it_cannot_leave() {
     assert!(number(&run, "drop") > 0, "{}", run.describe());
 }
 
-/// The story: tables that the linker relocates were managed by nobody, half of what a browser's processes hold that are given half of what
-/// they use.
+/// The story: nobody managed tables that the linker relocates. They were half of what a browser's processes hold when they get
+/// half of what they use.
 #[test]
 fn what_the_linker_relocated_leaves_and_stays_read_only() {
     let _beside = beside();
@@ -58,7 +58,8 @@ fn what_the_linker_relocated_leaves_and_stays_read_only() {
     }
 }
 
-/// The story: who hooked functions by changing such a table, at the moment at which it was taken over, lost what was changed or got SIGSEGV.
+/// The story: a program that hooked functions by changing such a table at the moment when it was taken over lost the change, or
+/// got SIGSEGV.
 #[test]
 fn what_is_changed_in_a_table_while_it_is_taken_over_stays_changed() {
     let _beside = beside();
@@ -66,7 +67,7 @@ fn what_is_changed_in_a_table_while_it_is_taken_over_stays_changed() {
     let subject = Subject::new("relocated, with hooks", &[&relocated, &"1", &"hooks"]);
     let plain = subject.start_plain().finish();
     assert!(plain.status.success(), "fails without uzswap\n{}", plain.describe());
-    // (What is open when it is looked at stays as it was.)
+    // What is writable when it is looked at stays as it was.
     let (mut taken, mut runs) = (0, 0);
     while taken < 3 {
         runs += 1;
@@ -78,8 +79,9 @@ fn what_is_changed_in_a_table_while_it_is_taken_over_stays_changed() {
     }
 }
 
-/// The story: MOVE says that memory is read-only before it looks whether a device may write to it. What was registered with an io_uring,
-/// and made read-only, was copied out and dropped; when the program had filled it anew the ring wrote what it had held before to a file.
+/// The story: MOVE answers that memory is read-only before it looks whether a device may write to it. Memory that was registered
+/// with an io_uring and then made read-only was copied out and dropped. When the program had filled it anew, the ring wrote the
+/// former contents to a file.
 #[test]
 fn what_may_be_pinned_does_not_leave_when_it_is_read_only() {
     let _beside = beside();

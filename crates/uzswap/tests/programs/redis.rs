@@ -1,8 +1,7 @@
 //! redis-server under load, with BGSAVE: the snapshot is that of one instant while the parent goes on changing.
 //!
-//! The test speaks RESP itself. Each key has a version; a value is made from key and version, so that both the
-//! server's answers and the saved snapshot can be checked in full. The snapshot is checked by loading it in a second
-//! server that runs plain.
+//! The test speaks RESP itself. Each key has a version, and a value is made from key and version, so both the server's answers
+//! and the saved snapshot can be checked completely. To check the snapshot, a second server that runs plain loads it.
 
 use crate::harness::*;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -65,14 +64,14 @@ impl Client {
                 value
             }
             b'+' | b':' => line.split_off(1),
-            // One to a line.
+            // One per line.
             b'*' => (0..number(&line)).map(|_| self.answer()).collect::<Vec<_>>().join(&b'\n'),
-            // An error keeps its sign, and so equals nothing that is expected.
+            // An error keeps its sign, so it equals no expected answer.
             _ => line,
         }
     }
 
-    /// The answer to one command.
+    /// Sends one command; returns the answer.
     pub fn one(&mut self, words: &[&str]) -> Vec<u8> {
         let mut buffer = Vec::new();
         Self::send(&mut buffer, words);
@@ -172,12 +171,12 @@ pub fn free_port() -> u16 {
     listener.local_addr().expect("an address").port()
 }
 
-/// A series of keys that is the same each time.
+/// A series of keys, the same each time.
 fn some_keys(seed: u32, count: u32) -> Vec<u32> {
     (0..count).map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(seed) >> 3) % KEYS).collect()
 }
 
-/// The load: fill, change, save while changing, read back all. Returns what the snapshot must hold.
+/// The load: fills, changes, saves while changing, and reads everything back. Returns what the snapshot must hold.
 fn load(client: &mut Client) -> Vec<u32> {
     let mut versions = vec![0u32; KEYS as usize];
     let keys: Vec<u32> = (0..KEYS).collect();
@@ -224,7 +223,7 @@ fn verify_snapshot(dir: &Path, saved: &[u32]) {
 
 #[test]
 fn redis_under_load_with_bgsave() {
-    // (At a quarter, 26 MiB, the child takes half a minute to save, and all that is written to meanwhile is copied.)
+    // At a quarter, 26 MiB, the child takes half a minute to save, and everything written to meanwhile is copied.
     saves_what_it_had("redis", &[100, 50, 30], |subject| subject);
 }
 
@@ -253,11 +252,12 @@ pub fn saves_what_it_had(name: &str, percents: &[u64], change: impl Fn(Subject) 
         verify_snapshot(&dir, &saved);
         if percent == 100 {
             outcome.say("redis", "plain", None);
-            // (The server, and about half of it again that is copied while the child saves: how much that is depends on the moment.)
+            // The server, and about half of it again, which is copied while the child saves: how much depends on the moment.
             peak = outcome.rss_max_bytes * 3 / 2;
         } else {
             outcome.say("redis", &format!("{percent} %"), Some(limit));
-            // (What the child that saves still has the server copies where it writes, which nobody tells of: see the known gaps.)
+            // When the server writes to what the saving child still has, the kernel copies it, and reports that to nobody: see
+            // the known gaps.
             assert_limited(&at, &outcome, None);
             let (largest, files) = (outcome.rss_max_bytes, 8 * MIB);
             assert!(largest <= with_slack(limit) + files, "{at}: {} MiB\n{}", largest / MIB, outcome.describe());

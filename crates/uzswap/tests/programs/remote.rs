@@ -1,14 +1,14 @@
-//! The remote tier, against a real server on loopback: it works, what leaves is unreadable, and a server that dies, lies,
-//! forgets, is full or does not answer is met as a disk would be.
+//! The remote tier against a real server on loopback: it works, what leaves the process is unreadable, and a server that dies,
+//! lies, forgets, is full or does not answer is handled like a failing disk.
 
 use crate::harness::*;
 use crate::redis::{self, Client};
 use std::time::{Duration, Instant};
 
-/// What `secret.py` has in each page.
+/// The word that `secret.py` has in each page.
 const WORD: &[u8] = b"a word that only this program has to know";
 
-/// A server that runs, and how a run names it.
+/// A running server, and its address for a run.
 struct Server {
     running: Running,
     client: Client,
@@ -45,7 +45,7 @@ impl Server {
         }
     }
 
-    /// A key of the run that still has one: the number of a cluster.
+    /// The number of a cluster of the run that still has a key.
     fn some_key(&mut self) -> Option<String> {
         Some(self.one(&["RANDOMKEY"])).filter(|key| key.starts_with("uzswap:"))
     }
@@ -55,7 +55,7 @@ impl Server {
     }
 }
 
-/// Ended as it should: no page is wrong, and as many as it says are lost.
+/// Checks that it ended well: no page is wrong, and as many are lost as it says.
 pub fn ended_well(run: &Outcome) -> u64 {
     let lost = number(run, "poisoned");
     assert!(run.status.success() && !run.timed_out, "{}", run.describe());
@@ -90,8 +90,8 @@ fn what_does_not_fit_goes_to_a_server_and_comes_back() {
     server.stop();
 }
 
-/// The story: where nothing may be in the pool (`memory.zswap.max=0`) nothing but zeros went to a server, and the limit was exceeded by all
-/// that was not. It goes there directly, as to a swap file.
+/// The story: when nothing may be in the pool (`memory.zswap.max=0`) only zero pages went to a server, and the limit was exceeded
+/// by everything else. Now pages go there directly, as to a swap file.
 #[test]
 fn what_the_pool_may_not_hold_goes_to_a_server() {
     let _beside = beside();
@@ -110,7 +110,7 @@ fn what_the_pool_may_not_hold_goes_to_a_server() {
     server.stop();
 }
 
-/// The word that is in each page of the program is in no key, and every key expires if the command cannot see to it.
+/// No key contains the word that is in each page of the program, and every key expires if the command cannot drop it.
 #[test]
 fn what_leaves_is_sealed_and_expires() {
     let _beside = beside();
@@ -125,7 +125,7 @@ fn what_leaves_is_sealed_and_expires() {
         let value = server.client.one(&["GET", &key]);
         assert!(!value.windows(WORD.len()).any(|w| w == WORD), "{key} can be read");
         let ttl: i64 = server.one(&["TTL", &key]).parse().expect("seconds");
-        // (-2: dropped since.)
+        // -2: dropped since.
         assert!(ttl == -2 || (3000..=3600).contains(&ttl), "{key} expires in {ttl} s");
         seen += value.len();
     }
@@ -135,7 +135,7 @@ fn what_leaves_is_sealed_and_expires() {
     server.stop();
 }
 
-/// Killed in the middle: what is there is lost, and told; what would have gone there stays in memory.
+/// The server is killed in the middle: what it had is lost, and reported; what would have gone there stays in memory.
 #[test]
 fn a_server_that_dies() {
     let _beside = beside();
@@ -152,8 +152,8 @@ fn a_server_that_dies() {
     assert!(run.stderr.text().contains(told), "{}", run.describe());
 }
 
-/// The command is killed: its program has nobody to speak to the server for it. What was there is lost, nothing hangs, and
-/// the keys expire by themselves.
+/// The command is killed, so nobody talks to the server for its program. What was there is lost, nothing hangs, and the keys
+/// expire by themselves.
 #[test]
 fn a_command_that_is_killed() {
     let _beside = beside();
@@ -190,7 +190,7 @@ fn a_server_that_lies_or_forgets() {
                         .for_each(|i| drop(server.one(&["SETRANGE", &one, &(i * 4096 + 100).to_string(), "changed"])));
                 }
                 "exchanged" => {
-                    // (Under another name: values need not be text, so the server copies them.)
+                    // Under another name: values need not be text, so the server copies them.
                     drop(server.one(&["COPY", &other, &one, "REPLACE"]));
                 }
                 _ => drop(server.one(&["DEL", &one])),
@@ -204,7 +204,7 @@ fn a_server_that_lies_or_forgets() {
     }
 }
 
-/// A server that does not answer for a while is waited for, by new connections; no page is lost.
+/// Operations wait, with new connections, for a server that does not answer for a while; no page is lost.
 #[test]
 fn a_server_that_stalls() {
     let _beside = beside();
@@ -213,7 +213,7 @@ fn a_server_that_stalls() {
     let subject = Subject::new("server stalls", &[&disk, &"64", &"4"]).with(&["--swap", &server.swap("&timeout=9")]);
     let running = subject.start_limited(32 * MIB);
     server.wait_for_keys(&running);
-    // (Longer than one try takes, shorter than all.)
+    // Longer than one try takes, shorter than all.
     assert_eq!(server.one(&["CLIENT", "PAUSE", "4500", "ALL"]), "OK");
     let run = running.finish();
     run.say(subject.name, "4.5 s", None);
@@ -221,7 +221,7 @@ fn a_server_that_stalls() {
     server.stop();
 }
 
-/// A server without memory refuses to write: what it was to take stays here. One that would throw pages away is refused.
+/// A server without memory refuses to write: its pages stay here. A server that would evict keys is refused.
 #[test]
 fn a_server_without_memory() {
     let _beside = beside();
@@ -245,15 +245,16 @@ fn a_server_without_memory() {
     server.stop();
 }
 
-/// The story: a hundred processes had all the descriptors that the command may have. New connections were never taken, and who waited
-/// for what it had asked by one stood still; and where none was left for the server, the server was taken for dead, and pages were lost.
+/// The story: a hundred processes took all the descriptors that the command may have. New connections were never accepted, and
+/// processes that had made a request on one stood still. And if none was left for the server, the server was taken for dead, and
+/// pages were lost.
 #[test]
 fn many_processes_and_few_descriptors() {
     let _beside = beside();
     let Some(python) = need("python3") else { return };
     let Some(server) = Server::start("remote-many") else { return };
     let subject = Subject::new("many processes", &[&python, &fixture("manyforks.py"), &"10", &"12"]);
-    // (The second may not have more: connections come and go.)
+    // The second may not have more: connections come and go.
     for limit in ["ulimit -Sn 64", "ulimit -n 64"] {
         let mut subject = subject.clone().with(&["--swap", &server.swap("")]);
         subject.before = ["sh", "-c", &format!("{limit} && exec \"$@\""), "sh"].map(Into::into).to_vec();

@@ -1,9 +1,9 @@
-//! Snapshots of a program that writes all the time, taken by a client that is told of each write (`uzswap::WriteWatch`), while
-//! its pages leave and come back under a limit.
+//! Snapshots of a program that writes all the time, taken by a client that is told of each write (`uzswap::WriteWatch`) while the
+//! program's pages leave and come back under a limit.
 //!
-//! Each thread of the program writes the numbers from 0 on to its pages in turn. What the threads wrote before a snapshot
-//! began is in it, and nothing of what they wrote afterwards: so of each thread it has consecutive numbers, each once. A
-//! write that the client was not told of, or that did not wait, is a gap.
+//! Each thread of the program writes the numbers from 0 on to its pages in turn. A snapshot contains what the threads wrote
+//! before it began, and nothing of what they wrote afterwards: so of each thread it has consecutive numbers, each once. A write
+//! that the client was not told of, or that did not wait, shows as a gap.
 
 use crate::harness::*;
 use crate::hung::end_hung;
@@ -25,14 +25,14 @@ fn words(pid: u32, address: usize, n: usize) -> Vec<u64> {
     let local = libc::iovec { iov_base: words.as_mut_ptr().cast(), iov_len: n * 8 };
     let remote: Vec<_> =
         (0..n).map(|i| libc::iovec { iov_base: (address + i * PAGE) as *mut libc::c_void, iov_len: 8 }).collect();
-    // SAFETY: n words of ours are written.
+    // SAFETY: the call writes n words into memory of ours.
     let read =
         unsafe { libc::process_vm_readv(pid as i32, &raw const local, 1, remote.as_ptr(), n as libc::c_ulong, 0) };
     assert_eq!(read, n as isize * 8, "{}", std::io::Error::last_os_error());
     words
 }
 
-/// Takes a snapshot of the first words of `pages` pages; returns them and of how many writes was told.
+/// Takes a snapshot of the first words of `pages` pages. Returns them, and how many writes were reported.
 fn snapshot(watch: &WriteWatch, pid: u32, base: usize, pages: usize) -> (Vec<u64>, usize) {
     let protected = watch.protect(base..base + pages * PAGE).expect("protection");
     assert_eq!((protected.pages, protected.stayed), (pages as u64, 0));
@@ -40,7 +40,7 @@ fn snapshot(watch: &WriteWatch, pid: u32, base: usize, pages: usize) -> (Vec<u64
     while at < pages {
         while let Some(address) = watch.next_write(Duration::ZERO).expect("the program runs") {
             let page = (address - base) / PAGE;
-            // (Told before it was released with the others.)
+            // A write may be reported before the page was released with others.
             if copy[page].is_none() {
                 copy[page] = Some(words(pid, address, 1)[0]);
                 watch.release(address..address + PAGE).expect("release");
@@ -57,7 +57,7 @@ fn snapshot(watch: &WriteWatch, pid: u32, base: usize, pages: usize) -> (Vec<u64
     (copy.into_iter().map(|word| word.expect("all were copied")).collect(), told)
 }
 
-/// Whether these are consecutive numbers, each at its place; the first.
+/// The first number, if these are consecutive numbers, each at its place.
 fn consecutive(words: &[u64]) -> Option<u64> {
     let (n, least) = (words.len() as u64, *words.iter().min()?);
     let right = words.iter().enumerate().all(|(i, word)| word % n == i as u64 && (least..least + n).contains(word));
@@ -88,10 +88,10 @@ fn snapshots(program: &Path, limit: u64, faults: Option<&str>) {
     let pages: usize = words.next().unwrap().parse().unwrap();
     let (mut told, mut since) = (0, [0; THREADS]);
     for round in 0..6 {
-        // (One client after the other, or the same.)
+        // One client after the other, or the same.
         let watch = WriteWatch::of(pid).expect("a watch");
         for _ in 0..=round % 2 {
-            // A child meanwhile, whose own writes wait for nobody.
+            // A child meanwhile, whose own writes do not wait.
             if round % 3 == 1 {
                 to.write_all(b"fork\n").expect("it listens");
             }

@@ -1,8 +1,8 @@
-//! Threads that do to memory all that the system lets them (`fixtures/torture.c`), beside a model of each page, in several
-//! configurations; what calls answer must be the same as without uzswap, with the same errno and after as much.
+//! Threads do to memory all that the system allows (`fixtures/torture.c`), beside a model of each page, in several
+//! configurations. Calls must return what they return without uzswap, with the same errno and the same progress.
 //!
-//! The test is brief, with seeds that are always the same. `UZSWAP_TORTURE="SEED STEPS"` has it go on for as long as one likes, by
-//! another seed: `UZSWAP_TORTURE="802 900" cargo test --release -p uzswap --test programs -- torture`.
+//! The test is brief, with fixed seeds. `UZSWAP_TORTURE="SEED STEPS"` runs it for as long as one likes, from another seed:
+//! `UZSWAP_TORTURE="802 900" cargo test --release -p uzswap --test programs -- torture`.
 
 use crate::harness::*;
 use std::collections::BTreeMap;
@@ -13,13 +13,13 @@ use std::process::Command;
 /// Short, as CI waits for it: 60 steps of four threads are some thousand pages written to, ten children and a hundred calls.
 const BRIEF: (u64, u32) = (11, 60);
 
-/// One way to run it.
+/// A way to run it.
 struct Way {
     name: &'static str,
     limit: u64,
     options: &'static [&'static str],
     faults: &'static str,
-    /// What it is about: of these counters none may be 0.
+    /// Counters that it exists to raise: none may be 0.
     counted: &'static [&'static str],
 }
 
@@ -65,7 +65,7 @@ const WAYS: [Way; 9] = [
     },
 ];
 
-/// The seed and the steps: what the variable says, or the brief ones.
+/// The seed and the number of steps: from the variable, or the brief ones.
 fn asked() -> (u64, u32) {
     let Ok(said) = std::env::var("UZSWAP_TORTURE") else { return BRIEF };
     let parts = said.split_once(' ').map(|(seed, steps)| (seed.parse(), steps.trim().parse()));
@@ -73,7 +73,7 @@ fn asked() -> (u64, u32) {
     (seed, steps)
 }
 
-/// The files of a directory.
+/// The files of a directory, by name.
 fn logs(dir: &Path) -> BTreeMap<String, String> {
     let files = fs::read_dir(dir).expect("the logs").map(|file| file.expect("a log"));
     files
@@ -81,7 +81,7 @@ fn logs(dir: &Path) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// The first that differs, in words.
+/// The first difference, in words.
 fn difference(plain: &BTreeMap<String, String>, limited: &BTreeMap<String, String>) -> Option<String> {
     let names = plain.keys().chain(limited.keys());
     let name = names.into_iter().find(|name| plain.get(*name) != limited.get(*name))?;
@@ -108,7 +108,8 @@ fn torture() {
     let (seed, steps) = asked();
     say(&format!("torture: seed {seed}, {steps} steps"));
     let (seed, steps) = (seed.to_string(), steps.to_string());
-    // (What debuggers write while a page is taken without MOVE is lost, and who uses direct I/O is not limited: ARCHITECTURE, Known gaps.)
+    // Without MOVE, debuggers' writes to a page that is being taken are lost, and a process with direct I/O is not limited:
+    // ARCHITECTURE, Known gaps.
     let plain = [&[][..], &["careful"]].map(|more| {
         let dir = scratch("torture-plain");
         let subject = subject(&program, &seed, &steps, &dir, more);
@@ -140,7 +141,7 @@ fn torture() {
     }
 }
 
-/// Limits are lowered and raised, and the disk is forbidden and allowed, while it runs.
+/// While it runs, limits are lowered and raised, and the disk is forbidden and allowed.
 #[test]
 fn torture_while_limits_change() {
     const CHANGES: [&str; 9] = [
@@ -170,7 +171,7 @@ fn torture_while_limits_change() {
             let change = CHANGES[(rng >> 33) as usize % CHANGES.len()];
             let mut ctl = Command::new(uzswap());
             let done = ctl.args(["ctl", "torture", change]).envs(place).output().expect("uzswap ctl starts");
-            // (Before the group is there, and when it has gone, there is none.)
+            // Before the group exists, and after its end, there is nothing to change.
             changes += u32::from(done.status.success());
         }
         run.join().expect("the run")
@@ -181,7 +182,7 @@ fn torture_while_limits_change() {
     assert!(changes > 4 && number(&run, "zswpin") > 0, "{changes} changes\n{}", run.describe());
 }
 
-/// The program, whose logs go to this directory.
+/// The program, with its logs in this directory.
 fn subject(program: &Path, seed: &str, steps: &str, dir: &Path, more: &[&str]) -> Subject {
     let mut subject = Subject::new("torture", &[&program, &seed, &steps, &dir]);
     subject.argv.extend(more.iter().map(|m| m.into()));

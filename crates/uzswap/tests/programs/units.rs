@@ -1,15 +1,16 @@
-//! `--unit` larger than 64 KiB: what is compressed as one of up to 2 MiB is written to, dropped, moved and inherited in part,
-//! and goes to disk and comes back.
+//! `--unit` larger than 64 KiB: blocks of up to 2 MiB are written to, dropped, moved and inherited in part, and go to disk and
+//! come back.
 
 use crate::harness::*;
 
-/// How many of `counter` a report counts for folios of a size.
+/// The value of `counter` in a report for folios of a size.
 fn of_size(run: &Outcome, size: &str, counter: &str) -> u64 {
     let report: serde_json::Value = serde_json::from_str(run.report.as_deref().expect("a report")).expect("JSON");
     report["folios"][format!("hugepages-{size}kB")][counter].as_u64().expect("a counter")
 }
 
-/// Runs the program, of whose words one in `noise` is noise, at half of its memory; nothing of it may be wrong, and units of this size must have been met.
+/// Runs the program, one in `noise` of its words being noise, at half of its memory. Nothing may be wrong, and units of this size
+/// must have occurred.
 fn check(mib: u64, unit: (&str, &str), noise: &str, options: &[&str], faults: &str) -> Option<Outcome> {
     let units = compile_c("units")?;
     let subject = Subject::new("units", &[&units, &mib.to_string(), &"1", &noise]);
@@ -41,15 +42,15 @@ fn units_of_2_mib_and_of_256_kib() {
 fn large_units_and_a_disk() {
     let _beside = beside();
     for (mib, unit) in [(256, ("2M", "2048")), (96, ("256K", "256"))] {
-        // (What compresses to half is more than the pools may take.)
+        // What compresses to half is more than the pools may take.
         let Some(run) = check(mib, unit, "3", &["--swap", "1G"], "") else { return };
         assert!(number(&run, "pswpout") > 0 && number(&run, "pswpin") > 0, "the disk was not used\n{}", run.describe());
         assert!(number(&run, "block_cut") > 0);
     }
 }
 
-/// Every step of storing and loading a large unit fails, and nothing is wrong. (Reads fail so seldom that four of one page in a
-/// row do not: it would be lost. One in 20 lost one in about 60 runs.)
+/// Every step of storing and loading a large unit fails at times, and nothing is wrong. (Reads fail so seldom that no page fails
+/// four in a row, which would lose it. A rate of one in 20 lost one in about 60 runs.)
 #[test]
 fn large_units_under_injected_failures() {
     const FAULTS: &str = "pool=1/20,limit=1/40,index=1/5000,compress=1/10,frames=1/4,charge=1/4,copy=1/50,move_out=1/100,\

@@ -1,12 +1,12 @@
-//! Programs with a userfaultfd of their own: what uzswap has registered is ceded to it.
+//! Programs with a userfaultfd of their own: uzswap cedes to it what it has registered.
 
 use crate::harness::*;
 use crate::injected::with_faults;
 
-/// What such a program uses is 64 MiB, of which an eighth cannot be taken out while it is registered.
+/// Such a program uses 64 MiB; an eighth of that cannot be taken out while it is registered.
 const LIMIT: u64 = 32 * MIB;
 
-/// The program, which tries each registration so often; None where it cannot be built, or has no userfaultfd here.
+/// The program, which tries each registration so often. None if it cannot be built, or has no userfaultfd here.
 fn subject(name: &'static str, tries: &str, more: &[&str]) -> Option<(Subject, String)> {
     let program = compile_c("userfaults")?;
     let mut subject = Subject::new(name, &[&program, &tries]);
@@ -21,7 +21,7 @@ fn subject(name: &'static str, tries: &str, more: &[&str]) -> Option<(Subject, S
     Some((subject, said))
 }
 
-/// The story: a program that registered memory with a userfaultfd of its own was told EBUSY, as uzswap had been first.
+/// The story: a program that registered memory with a userfaultfd of its own got EBUSY, as uzswap had registered it first.
 #[test]
 fn what_the_program_registers_is_ceded() {
     let _beside = beside();
@@ -41,12 +41,12 @@ fn what_the_program_registers_is_ceded() {
     assert!(run.status.success() && run.stdout.text() == said, "{}", run.describe());
 }
 
-/// A registration that cannot be ceded is refused as ever, and nothing is lost by it; tried again it succeeds.
+/// A registration that cannot be ceded is refused as before, and nothing is lost; when tried again it succeeds.
 #[test]
 fn what_cannot_be_ceded_is_refused() {
     let _beside = beside();
     let Some((often, said)) = subject("userfaults", "100", &[]) else { return };
-    // (There are 16 pieces a time, and one registration in eight that is not tried twice.)
+    // There are 16 pieces at a time, and one registration in eight is not tried twice.
     let faults = "cede=1/8,move_in=1/20,copy=1/20,event=1/100";
     for faults in [faults.to_owned(), format!("{faults},move=never")] {
         let refused = (0..10).any(|_| {

@@ -1,6 +1,6 @@
 //! Programs as on a kernel without UFFDIO_MOVE (before 6.8), where pages are taken by `mremap` and come back by copies: a
-//! choice of what is run with it. `move=never` has all of that done on any kernel, with what such a kernel lacks besides;
-//! and such a kernel is booted, where the package of one can be had.
+//! selection of what runs with MOVE. `move=never` does that on any kernel, and leaves out whatever else such a kernel lacks. If a
+//! package of such a kernel can be had, it is booted.
 
 use crate::harness::*;
 use crate::injected::{survives, with_faults};
@@ -42,7 +42,7 @@ fn without_move_redis_saves_what_it_had() {
     redis::saves_what_it_had("redis-without-move", &[100, 50], Subject::without_move);
 }
 
-/// The story: the kernel unregisters a whole mapping when a part of it came by `mremap`; evicted pages beside what had
+/// The story: the kernel unregisters a whole mapping when a part of it came by `mremap`. Evicted pages beside the part that had
 /// moved read as zeros, in one of ten runs of `model`.
 #[test]
 fn without_move_every_memory_call_is_followed() {
@@ -90,8 +90,8 @@ fn without_move_lost_pages_raise_sigbus() {
     assert!(ended && run.stdout.bytes == 0, "{}", run.describe());
 }
 
-/// What a device writes to a page that was taken would be lost: nothing is taken from then on, and that is said once. Locked
-/// memory stays, and stays locked. (What `mkostemp` opened, or libc's `syscall`, was not looked at.)
+/// What a device writes to a page that was taken would be lost. So nothing is taken from then on, which is reported once. Locked
+/// memory stays, and stays locked. (Descriptors from `mkostemp`, or from libc's `syscall`, went unnoticed once.)
 #[test]
 fn without_move_pinned_and_locked_memory_stays() {
     const TOLD: &str = "its memory is no longer limited";
@@ -109,7 +109,7 @@ fn without_move_pinned_and_locked_memory_stays() {
         }
         assert!(run.status.success() && run.stdout.text() == "0 wrong\n", "{how}\n{}", run.describe());
         assert_eq!(run.stderr.text().matches(TOLD).count(), usize::from(told), "{how}\n{}", run.describe());
-        // (All 64 MiB, as the kernel saw it: who looks from time to time misses the end of so short a run.)
+        // All 64 MiB, as the kernel saw it: samples miss the end of so short a run.
         let right = if told { run.rss_max_bytes >= 64 * MIB } else { run.peak_anon_bytes < 62 * MIB };
         assert!(right, "{how}\n{}", run.describe());
     }
@@ -126,14 +126,14 @@ fn without_move_writes_are_not_tracked() {
     );
 }
 
-/// Linux 5.10, the oldest that is not refused, and 6.1, with `uzswap` and what it runs in their first file system.
+/// Linux 5.10, the oldest that is not refused, and 6.1, with `uzswap` and what it needs in their first file system.
 #[test]
 fn kernels_without_move_are_booted() {
     let _beside = beside();
     let Some(qemu) = need("qemu-system-x86_64") else { return };
     let kernels = old_kernels();
     if kernels.is_empty() {
-        // (Even where everything is required: not every machine has a package of one.)
+        // A skip even if everything is required: not every machine has such a package.
         return say(
             "SKIPPED kernels_without_move_are_booted: no kernel in target/old-kernel (./test fetches them where it may)",
         );
@@ -150,7 +150,7 @@ fn kernels_without_move_are_booted() {
     kernels.iter().for_each(|kernel| boot(&qemu, kernel, &initrd));
 }
 
-/// The limit within the guest.
+/// The limit inside the guest.
 const GUEST_LIMIT: &str = "24M";
 
 fn boot(qemu: &Path, kernel: &Path, initrd: &Path) {
@@ -169,15 +169,15 @@ fn boot(qemu: &Path, kernel: &Path, initrd: &Path) {
         "lost 0, wrong 0",
         "guest: doctor ended with 0000",
         "guest: /bin/lost ended with 0000",
-        // (The emulated CPU has protection keys. The story: uzswap's threads read what they had taken by the program's, without its rights,
-        // and it ended with SIGSEGV.)
+        // The emulated CPU has protection keys. The story: uzswap's threads read what they had taken through the program's
+        // mapping, without its rights, and the program ended with SIGSEGV.
         "keys, wrong 0",
         "guest: /bin/keys ended with 0000",
     ] {
         assert!(said.contains(line), "`{line}` is missing under {name}\n{}", run.describe());
     }
-    // 64 MiB were filled and read, and pages were out meanwhile. (How soon the limit is noticed depends on the time that an
-    // emulated CPU gives the thread that looks: the peak was 24 to 67 MiB. Limits without MOVE are the tests' above.)
+    // 64 MiB were filled and read, and pages were out meanwhile. (When the limit is noticed depends on how much time an emulated
+    // CPU gives the thread that looks: the peak was 24 to 67 MiB. The tests above check limits without MOVE.)
     let faults = said.split_once("uzswap: faults").and_then(|(_, rest)| rest.split_once(':'));
     let decompressed =
         faults.and_then(|(_, rest)| rest.trim_start().split(' ').next()?.replace(',', "").parse::<u64>().ok());
@@ -185,7 +185,7 @@ fn boot(qemu: &Path, kernel: &Path, initrd: &Path) {
     assert!(began.elapsed() < RUN_TIMEOUT + Duration::from_secs(5));
 }
 
-/// The images of kernels before 6.8, as packages have them.
+/// The images of kernels before 6.8 that packages have installed.
 fn old_kernels() -> Vec<PathBuf> {
     let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().map(|target| target.join("old-kernel/boot"));
     let images = dir.and_then(|dir| std::fs::read_dir(dir).ok()).into_iter().flatten().flatten();
@@ -195,7 +195,7 @@ fn old_kernels() -> Vec<PathBuf> {
     paths
 }
 
-/// An archive (cpio, newc) of what the guest needs.
+/// An archive (cpio, newc) with what the guest needs.
 fn first_file_system(dir: &Path, init: &Path, programs: &[(&str, &Path)], commands: &str) -> Vec<u8> {
     const DIRECTORY: u32 = 0o040_755;
     const FILE: u32 = 0o100_755;

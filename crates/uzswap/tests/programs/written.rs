@@ -1,5 +1,5 @@
-//! `uzswap run --track-writes`: a program that has a model of which of its pages it has written to, compared with what
-//! `uzswap pagemap` says, at limits that press and at one that does not, while its pages are put out all the time.
+//! `uzswap run --track-writes`: a program that keeps a model of which of its pages it has written to is compared with what
+//! `uzswap pagemap` says, at limits that press and at one that does not, while its pages are paged out all the time.
 
 use crate::harness::*;
 use crate::hung::end_hung;
@@ -16,7 +16,7 @@ fn pagemap(pid: &str, args: &[&str]) -> (bool, Vec<u8>, String) {
     (output.status.success(), output.stdout, String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
-/// What the page map says of each page that it knows, in the letters of the program's model.
+/// The page map's state of each page that it knows, in the letters of the program's model.
 fn known_pages(pid: &str) -> BTreeMap<u64, char> {
     let (ok, text, errors) = pagemap(pid, &["--json", "--runs"]);
     assert!(ok, "{errors}");
@@ -40,7 +40,7 @@ fn known_pages(pid: &str) -> BTreeMap<u64, char> {
     pages
 }
 
-/// Compares the model, as the program prints it, with the page map. Returns how many pages were compared, by letter.
+/// Compares the model, as the program prints it, with the page map. Counts the pages compared by letter in `counts`.
 fn compare(at: &str, pid: &str, model: &[String], counts: &mut BTreeMap<char, usize>) {
     let known = known_pages(pid);
     for (page, letter, line) in pages(model) {
@@ -50,7 +50,7 @@ fn compare(at: &str, pid: &str, model: &[String], counts: &mut BTreeMap<char, us
     }
 }
 
-/// Clears all bits: those that were set are the model's.
+/// Clears all bits; those that were set must be the model's.
 fn compare_cleared(at: &str, pid: &str, model: &[String]) {
     let (ok, text, errors) = pagemap(pid, &["--clear-soft-dirty", "--json"]);
     assert!(ok, "{at}: {errors}");
@@ -63,12 +63,12 @@ fn compare_cleared(at: &str, pid: &str, model: &[String]) {
     }
 }
 
-/// The lines of a model, which the program is about to print.
+/// The lines of a model that the program is about to print.
 fn model(lines: &mut impl Iterator<Item = String>) -> Vec<String> {
     lines.take_while(|line| line != "end").collect()
 }
 
-/// Its pages, with their letters and lines.
+/// The model's pages, with their letters and lines.
 fn pages(model: &[String]) -> impl Iterator<Item = (u64, char, &str)> {
     model.iter().flat_map(|line| {
         let (address, states) = line.split_once(' ').expect("an address and letters");
@@ -77,7 +77,7 @@ fn pages(model: &[String]) -> impl Iterator<Item = (u64, char, &str)> {
     })
 }
 
-/// Puts out the pages of all processes there are, until it is told to end.
+/// Pages out all processes of the group until told to end.
 fn put_out_all(run: u32, end: &AtomicBool) -> u32 {
     let mut done = 0;
     while !end.load(SeqCst) {
@@ -100,7 +100,7 @@ fn checked(program: &Path, seed: &str, limit: u64, page_outs: bool) {
     let (finished, end) = mpsc::channel::<()>();
     let (mut counts, mut last) = (BTreeMap::new(), String::new());
     std::thread::scope(|threads| {
-        // (Whatever goes wrong here, the program must not be left behind.)
+        // Whatever goes wrong here, the program must not be left behind.
         threads.spawn(move || {
             if end.recv_timeout(RUN_TIMEOUT) != Ok(()) {
                 end_hung(pid as i32);
@@ -116,8 +116,8 @@ fn checked(program: &Path, seed: &str, limit: u64, page_outs: bool) {
                 "check" => {
                     let model = model(&mut lines);
                     checks += 1;
-                    // Memory mapped a moment ago is found when something is asked of the process.
-                    // (Where there is none of the program's, as at these addresses, that comes to nothing.)
+                    // A request finds memory that was mapped a moment before. A request for addresses where the program has none,
+                    // as here, is refused.
                     match checks % 2 {
                         0 => {
                             let (ok, _, errors) = pagemap(of, &["--page-out", "all"]);
@@ -145,13 +145,13 @@ fn checked(program: &Path, seed: &str, limit: u64, page_outs: bool) {
     }
 }
 
-/// When a check fails the threads that go on are told to end.
+/// When a check fails, tells the other threads to end.
 struct Stops<'a>(&'a AtomicBool, mpsc::Sender<()>);
 
 impl Drop for Stops<'_> {
     fn drop(&mut self) {
         self.0.store(true, SeqCst);
-        // (A program that waits for an answer ends by itself when its stdin is closed, or is ended.)
+        // A program that waits for an answer ends by itself when its stdin is closed, or is killed.
         if !std::thread::panicking() {
             let _ = self.1.send(());
         }
