@@ -1,4 +1,4 @@
-//! What a member's group is charged with, and what a member costs that does nothing.
+//! What is charged to a member's group, and what an idle member costs.
 
 use crate::cli::{python, skip};
 use crate::groups::{MIB, Place, eventually, rss_anon, slack};
@@ -8,17 +8,17 @@ use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// CPU time of a process, all its threads, in nanoseconds.
+/// CPU time of a process with all its threads, in nanoseconds.
 fn cpu_ns(pid: u32) -> u64 {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let of = |task: std::io::Result<fs::DirEntry>| fs::read_to_string(task.unwrap().path().join("schedstat")).unwrap();
     tasks.map(|task| of(task).split_whitespace().next().unwrap().parse::<u64>().unwrap()).sum()
 }
 
-/// Most of the program's memory is out, and it waits for input. When what was begun is done, nothing of uzswap runs in it.
+/// Most of the program's memory is out, and it waits for input. When work under way is done, nothing of uzswap runs in it.
 #[test]
 fn an_idle_program_costs_no_cpu() {
-    // (A look every 16 ms, as while it faults, is 125 in two seconds: no less than some 50 us each.)
+    // Looks every 16 ms, as while it faults, are 125 in two seconds, of at least some 50 us each.
     const MOST_NS: u64 = 2_000_000;
     let place = Place::new();
     let mut member = place.start(&["--group", "g", "-m", "48M"]);
@@ -26,7 +26,7 @@ fn an_idle_program_costs_no_cpu() {
     member.tell("v");
     let pid = member.pid();
     assert!(place.event("g", "memory.stat", "zswapped") > 0);
-    // (The time itself is what is waited for. Windows of it until two in a row are quiet: the pool may still be made dense.)
+    // The pool may still be recompressed, so wait until two windows in a row are quiet.
     let mut quiet = 0;
     eventually("it uses no CPU for four seconds of the second's CPU time", || {
         let before = cpu_ns(pid);
@@ -38,8 +38,8 @@ fn an_idle_program_costs_no_cpu() {
     member.ends_well();
 }
 
-/// The story: a program that had filled 47 MiB executed a statically linked one, which is no member, and was charged with them for as long
-/// as that ran. What cannot be executed changes nothing.
+/// The story: a program that had filled 47 MiB executed a statically linked one, which is no member, and stayed charged with them
+/// for as long as that ran. An exec that fails changes nothing.
 #[test]
 fn what_a_program_held_is_not_charged_to_what_it_executes() {
     let dir = tempfile::TempDir::new().unwrap();
@@ -66,7 +66,7 @@ fn what_a_program_held_is_not_charged_to_what_it_executes() {
     }
 }
 
-/// A7: the pool's bytes are charged to the group that stored them, next to its resident bytes, and to those above it.
+/// A7: the pool's bytes are charged to the group that stored them, beside its resident bytes, and to the groups above it.
 #[test]
 fn a7_the_pool_is_charged_to_the_group_that_stored_it() {
     let place = Place::new();
@@ -77,16 +77,16 @@ fn a7_the_pool_is_charged_to_the_group_that_stored_it() {
     let pool = |group: &str| place.number(group, "memory.zswap.current");
     eventually("they are at rest", || {
         let (current, real) = (place.number("p/one", "memory.current"), rss_anon(one.pid()));
-        // What is resident, the pool and the metadata are all of the process's memory.
+        // Resident pages, pool and metadata together are all of the process's memory.
         let charged = pool("p/one");
-        // Who stored it, and who is above.
+        // The group that stored it, and the one above.
         current.abs_diff(real) <= MIB && charged > 8 * MIB && (pool("p/two"), pool("p")) == (0, charged)
     });
     let current = place.number("p/one", "memory.current");
     let stat = |name: &str| place.event("p/one", "memory.stat", name);
     let parts = stat("anon") + stat("zswap") + place.event("p/one", "uzswap.stat", "metadata");
     assert!(current.abs_diff(parts) <= MIB && current <= 49 * MIB, "{current} charged, {parts} in parts");
-    // What is charged of it goes with it.
+    // Freeing memory removes its charge.
     one.tell("f");
     place.ctl(&["p/one", "memory.zswap.max=max"]);
     eventually("its charge is returned", || pool("p/one") < MIB / 2 && pool("p") < MIB / 2);
@@ -94,11 +94,12 @@ fn a7_the_pool_is_charged_to_the_group_that_stored_it() {
     two.ends_well();
 }
 
-/// The story: a program joined another that held 85 MiB of their 100 and was busy with them. It had 14, of the 90 that it used, for as long
-/// as one looked. Where there was a little less it had most after some seconds, and the first next to nothing.
+/// The story: a program joined a group whose other member held 85 of their 100 MiB and was busy with them. It had 14, of the 90
+/// that it used, for as long as the test ran. With a little less in the other one, it had most after some seconds, and the other
+/// next to nothing.
 #[test]
 fn who_joins_a_full_group_gets_a_share_and_leaves_one() {
-    // Uses 70 MiB at random, of which some is noise, until its input ends.
+    // Uses 70 MiB at random, part of it noise, until its input ends.
     const USES: &str = "
 import os, random, select, sys
 size = 70 << 20
@@ -125,7 +126,7 @@ while not select.select([sys.stdin], [], [], 0)[0]:
     let first = start();
     eventually("it has filled the group", || place.number("g", "memory.current") > 60 * MIB);
     let both = [first, start()];
-    // (What each holds changes all the time; and once they had as much as each other for a moment, on the way.)
+    // What each holds changes all the time; and on the way there both once held the same for a moment.
     let mut since = cpu_ns(both[1].1);
     eventually("both have had a third of the limit for four seconds of the second's CPU time", || {
         let now = cpu_ns(both[1].1);

@@ -1,4 +1,4 @@
-//! The command line: errors before anything is started, and everything the program's own passed on.
+//! The command line: errors before anything is started, and the program's own input, output, status and signals passed on.
 
 use assert_cmd::Command;
 use std::fs;
@@ -19,10 +19,10 @@ pub const AGENT: &str = "libuzswap_agent.so";
 pub fn agent_built() {
     static BUILD: Once = Once::new();
     BUILD.call_once(|| {
-        // Tests that run in the background, or under nohup, start with signals ignored, which programs inherit and no shell
-        // can trap.
+        // Tests that run in the background, or under nohup, start with ignored signals, which programs inherit and no shell can
+        // trap.
         for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGUSR1, libc::SIGUSR2] {
-            // SAFETY: the default is no function of ours.
+            // SAFETY: the disposition is a constant.
             unsafe { libc::signal(signal, libc::SIG_DFL) };
         }
         let dir = Path::new(UZSWAP).parent().unwrap();
@@ -39,20 +39,20 @@ pub fn agent_built() {
     });
 }
 
-/// Says what is not installed that a test needs. Under `UZSWAP_TEST_REQUIRE=1` (as in CI) the test fails.
+/// Reports that something a test needs is not installed. Under `UZSWAP_TEST_REQUIRE=1` (as in CI) the test fails.
 fn missing(reason: &str) {
     let test = std::thread::current().name().unwrap_or("?").to_owned();
     assert!(std::env::var_os("UZSWAP_TEST_REQUIRE").is_none(), "{test}: {reason}, and UZSWAP_TEST_REQUIRE is set");
     skip(reason);
 }
 
-/// Says why a test cannot run on this machine, or with these rights, where the test runner does not keep it to itself.
+/// Reports why a test cannot run on this machine, or with these rights, in a way that the test runner does not capture.
 pub fn skip(reason: &str) {
     let test = std::thread::current().name().unwrap_or("?").to_owned();
     let _ = writeln!(std::io::stderr(), "    SKIPPED {test}: {reason}");
 }
 
-/// A Python that is no script (as a version manager's is). Where there is none the test is skipped.
+/// A Python that is no script, as a version manager's is. If there is none, the test is skipped.
 pub fn python() -> Option<PathBuf> {
     let python = uzswap_lab::programs::python();
     if python.is_none() {
@@ -61,8 +61,7 @@ pub fn python() -> Option<PathBuf> {
     python
 }
 
-/// Starts a Python program under `uzswap run` with these options, its input and output in our hands. None where there is no
-/// Python.
+/// Starts a Python program under `uzswap run` with these options, with pipes to its input and output. None if there is no Python.
 pub fn start_python(options: &[&str], script: &str) -> Option<Child> {
     let python = python()?;
     agent_built();
@@ -71,10 +70,10 @@ pub fn start_python(options: &[&str], script: &str) -> Option<Child> {
     Some(run.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap())
 }
 
-/// The state of a process (`T` is stopped, `Z` has ended and was not waited for) and its parent; None where there is none.
+/// A process's state (`T` is stopped, `Z` has ended and was not waited for) and its parent; None if it does not exist.
 pub fn state_and_parent(pid: u32) -> Option<(char, u32)> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // (Behind the name, which is in parentheses and may have any.)
+    // After the name, which is in parentheses and may contain any.
     let mut fields = stat.rsplit(')').next()?.split_whitespace();
     Some((fields.next()?.chars().next()?, fields.next()?.parse().ok()?))
 }
@@ -94,12 +93,12 @@ fn sh(script: &str) -> Output {
     run(&["--quiet", "--", "/bin/sh", "-c", script])
 }
 
-/// The one sentence of a refusal, after checking that it is one.
+/// The one sentence of a refusal; checks that it is one.
 pub fn sentence(output: &Output) -> String {
     sentence_of(output, 125)
 }
 
-/// The same, of one that ends with this status.
+/// The same for a refusal with this exit status.
 pub fn sentence_of(output: &Output, status: i32) -> String {
     let text = String::from_utf8(output.stderr.clone()).unwrap();
     assert_eq!(output.status.code(), Some(status), "{text}");
@@ -108,7 +107,7 @@ pub fn sentence_of(output: &Output, status: i32) -> String {
     text
 }
 
-/// Checks the refusal of `args`, to which a program is added that would leave a file behind.
+/// Checks that `args` are refused, with a program behind them that would leave a file.
 pub fn refused(args: &[&str], parts: &[&str]) {
     let dir = TempDir::new().unwrap();
     let mark = dir.path().join("started");
@@ -120,7 +119,7 @@ pub fn refused(args: &[&str], parts: &[&str]) {
     assert!(!mark.exists(), "started in spite of: {text}");
 }
 
-/// A new directory for what is to be executed, which what is in the one for temporary files may not be.
+/// A new directory for files to be executed, which may not be allowed in the one for temporary files.
 pub fn for_programs() -> TempDir {
     TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
@@ -134,7 +133,7 @@ pub fn file(dir: &TempDir, name: &str, bytes: &[u8], mode: u32) -> PathBuf {
     path
 }
 
-/// Copies a file that is to be executed, perhaps. (By another process: a child that a neighbouring test forks meanwhile would hold the
+/// Copies a file that may be executed. (In another process: here a child that a neighbouring test forks meanwhile would hold the
 /// copy open for writing, and it could not be executed.)
 pub fn copy(from: &Path, to: &Path) {
     assert!(std::process::Command::new("cp").arg(from).arg(to).status().unwrap().success());
@@ -159,7 +158,7 @@ fn death_by_signal_is_the_programs() {
     }
 }
 
-/// The story: standard streams that were closed were /dev/null for the program, so what it wrote there was lost without an error.
+/// The story: standard streams that were closed were /dev/null in the program, so what it wrote there was lost without an error.
 #[test]
 fn closed_streams_are_closed_for_the_program() {
     agent_built();
@@ -225,7 +224,7 @@ fn ignored_and_blocked_signals_stay_as_they_were() {
                 libc::sigprocmask(libc::SIG_SETMASK, &raw const set, std::ptr::null_mut());
                 libc::signal(libc::SIGHUP, libc::SIG_IGN);
                 libc::signal(libc::SIGPIPE, libc::SIG_IGN);
-                // (One that libc takes for itself where there are threads, and lets nobody set.)
+                // A signal that libc uses itself where there are threads, and lets nobody set.
                 let ignored = [libc::SIG_IGN, 0, 0, 0];
                 libc::syscall(libc::SYS_rt_sigaction, 33, ignored.as_ptr(), 0, 8);
                 Ok(())
@@ -274,10 +273,10 @@ fn signals_sent_to_us_reach_the_program() {
     }
 }
 
-/// The story: who told its parent something by a signal, or sent it to all of its group, had it back from the command.
+/// The story: a program that sent a signal to its parent, or to its whole group, got it back from the command.
 #[test]
 fn what_the_program_sends_itself_it_does_not_get_back() {
-    // (The command has the first before the second, which another process sends.)
+    // The command gets the first one before the second, which another process sends.
     let script = "trap 'echo one' USR1; trap 'exit 40' USR2; kill -USR1 $PPID; echo ready; \
         sh -c 'kill -USR2 $0' $PPID; while :; do sleep 0.02; done";
     let (mut child, mut output) = started(script);
@@ -323,7 +322,7 @@ fn goes_on_when_the_program_does_without_it() {
                 panic!("the command did not go on");
             }
         };
-        // (One SIGCONT, its own.)
+        // One SIGCONT, its own.
         assert_eq!(ended.code(), code);
     }
 }
@@ -345,12 +344,12 @@ fn summary_unless_quiet() {
     assert!(run(&["-q", "--", "/bin/true"]).stderr.is_empty());
 }
 
-/// The story: where the program could not be started the report was removed, whatever it was: `/dev/null` too, by root.
+/// The story: if the program could not be started the report was removed, whatever it was: even `/dev/null`, by root.
 #[test]
 fn what_was_there_before_stays_where_nothing_starts() {
     let dir = TempDir::new().unwrap();
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
-    // A program whose loader is missing: only the kernel finds that out.
+    // The loader of this program is missing: only the kernel finds that out.
     let mut program = fs::read("/bin/true").unwrap();
     let at = program.windows(15).position(|w| w == b"/lib64/ld-linux").expect("a dynamic program");
     program[at + 1] = b'X';
@@ -364,23 +363,23 @@ fn what_was_there_before_stays_where_nothing_starts() {
         }
         assert!(fs::symlink_metadata(path("link")).is_ok() && fs::metadata("/dev/null").is_ok(), "{option}");
         assert!(fs::exists(path("old")).unwrap() && !fs::exists(path("new")).unwrap(), "{option}");
-        // (A trace begins before the program does.)
+        // A trace begins before the program does.
         assert!(option == "--record" || fs::read(path("old")).unwrap() == b"old", "{option}");
     }
-    // What starts has all of it for itself.
+    // A run that starts overwrites all of the file.
     fs::write(path("old"), vec![b'x'; 1 << 20]).unwrap();
     assert!(run(&["-q", "--report", &path("old"), "--", "/bin/true"]).status.success());
     serde_json::from_slice::<serde_json::Value>(&fs::read(path("old")).unwrap()).expect("one report");
 }
 
-/// What a shell says and how it ends where `limits` hold for it, and for `uzswap run` with these arguments.
+/// The output of a shell that sets `limits` for itself, and then runs `uzswap run` with these arguments.
 fn run_limited(limits: &str, args: &str) -> Output {
     agent_built();
     let script = format!("{limits}; exec '{UZSWAP}' run -m 64M {args}");
     std::process::Command::new("/bin/sh").args(["-c", &script]).env_remove("UZSWAP_GROUP").output().unwrap()
 }
 
-/// The story: where files may not be that large the command was ended by a signal, without a word.
+/// The story: under a limit on the size of files the command was ended by a signal, without a message.
 #[test]
 fn files_larger_than_allowed_are_refused_in_words() {
     for options in ["", "--swap 1G"] {
@@ -388,7 +387,7 @@ fn files_larger_than_allowed_are_refused_in_words() {
         assert_eq!(out.status.code(), Some(125), "{}", String::from_utf8_lossy(&out.stderr));
         assert!(sentence(&out).contains("ulimit -f"), "{}", sentence(&out));
     }
-    // The program has the signal as ever.
+    // The program gets the signal as always.
     let dir = TempDir::new().unwrap();
     let grow = format!("-q -- truncate -s 1G {}/large", dir.path().display());
     assert_eq!(run_limited("ulimit -f 200000", &grow).status.signal(), Some(libc::SIGXFSZ));
@@ -408,7 +407,7 @@ fn small_stacks_are_large_enough() {
     }
 }
 
-/// The story: where nothing could be written to stderr, what is said there ended the command by SIGABRT.
+/// The story: if nothing could be written to stderr, a message there ended the command by SIGABRT.
 #[test]
 fn who_hears_nothing_has_the_status_all_the_same() {
     agent_built();
@@ -429,8 +428,8 @@ fn who_hears_nothing_has_the_status_all_the_same() {
     }
 }
 
-/// The story: where a process may have little memory that it can write to (`ulimit -d`), it was to run without a limit, but what
-/// had been reserved of uzswap's stayed and took all it might have.
+/// The story: a process that may have little writable memory (`ulimit -d`) should have run without a limit. But uzswap's
+/// reservations stayed, and took all that it might have.
 #[test]
 fn who_may_not_reserve_runs_without_a_limit() {
     let Some(python) = python() else { return };
@@ -463,7 +462,7 @@ fn report_says_how_it_ended() {
     assert_eq!(read()["signal"], 9);
     assert_eq!(read()["exit_status"], serde_json::Value::Null);
 
-    // Every member is in the schema.
+    // Every member is described in the schema.
     let schema = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("REPORT.md")).unwrap();
     let report = read();
     let names = |part: &serde_json::Value| part.as_object().unwrap().keys().cloned().collect::<Vec<_>>();
@@ -472,7 +471,7 @@ fn report_says_how_it_ended() {
     for member in names(&report).into_iter().chain(names(&report["counters"])).chain(order).chain(folios) {
         assert!(schema.contains(&format!("`{member}`")), "{member} is not in REPORT.md");
     }
-    // What is of the moment when most was stored is not said to be of the end.
+    // Members of the moment when most was stored are not described as being of the end.
     let line = |name: &str| schema.lines().find(|line| line.starts_with(&format!("| `{name}`"))).unwrap();
     let stored = ["stored_pages", "stored_incompressible_pages", "pool_total_size", "pool_used_size"];
     for name in stored.into_iter().chain(["metadata_size", "compression_ratio"]) {
@@ -536,7 +535,7 @@ fn help_manual_and_completions() {
     for (words, part) in [
         (&["swap"][..], "pagemap, protect"),
         (&["run", "fast"], "none below `run`"),
-        // (What the lab has for itself alone is not offered.)
+        // The lab's internal subcommands are not offered.
         (&["lab", "nosuch"], "usemem, shrinker, help\n"),
     ] {
         let refused = uzswap().arg("man").args(words).output().unwrap();
@@ -549,7 +548,7 @@ fn help_manual_and_completions() {
 #[test]
 fn readers_may_have_enough_and_disks_may_be_full() {
     for args in ["completions bash", "man run", "doctor", "stat", "--help", "run --help"] {
-        // (The reader is gone before the first byte comes.)
+        // The reader is gone before the first byte comes.
         let script = format!("{{ sleep 0.2; '{UZSWAP}' {args}; echo $? >&2; }} | true");
         let output = std::process::Command::new("/bin/bash").args(["-c", &script]).output().unwrap();
         assert_eq!(String::from_utf8_lossy(&output.stderr), "0\n", "{args}");
@@ -570,7 +569,7 @@ fn statuses_of_other_subcommands() {
     {
         assert_eq!(status(args), Some(125), "{args:?}");
     }
-    // The story: what the command's own parts made nothing of was a failure like any other.
+    // The story: requests that the command's own parsers rejected had the status of any other failure.
     for args in [
         &["man", "nosuch"][..],
         &["replay", "/no/such", "--policy", "nosuch"],

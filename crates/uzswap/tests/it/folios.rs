@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 use tempfile::TempDir;
 
-/// Runs a Python program under a limit; its output, and the report.
+/// Runs a Python program under a limit; returns its output and the report.
 fn run(python: &Path, memory: &str, options: &[&str], script: &str) -> (String, serde_json::Value) {
     let dir = TempDir::new().unwrap();
     let report = dir.path().join("report");
@@ -17,7 +17,7 @@ fn run(python: &Path, memory: &str, options: &[&str], script: &str) -> (String, 
     (text, serde_json::from_slice(&fs::read(report).unwrap()).unwrap())
 }
 
-/// Writes 96 MiB in sequence and reads it back, wrong bytes being an error.
+/// Writes 96 MiB in sequence and reads it back; wrong bytes are an error.
 const SEQUENTIAL: &str = "
 b = bytearray(96 << 20)
 page = lambda i: (b'%016x' % (i * 2654435761)) * 128 + bytes(2048)
@@ -30,8 +30,8 @@ fn sum(report: &serde_json::Value, counter: &str) -> u64 {
     folios.iter().filter(|(name, _)| name.starts_with("hugepages-")).map(|(_, o)| o[counter].as_u64().unwrap()).sum()
 }
 
-/// The report of a run that had large folios to put out, as `counter` tells: how many a program has depends on how much
-/// of it was filled before its memory was managed.
+/// The report of a run that had large folios to put out, as `counter` shows. How many a program has depends on how much it had
+/// filled before its memory was managed.
 fn met_large(python: &Path, options: &[&str], counter: &str) -> serde_json::Value {
     for _ in 0..10 {
         let (_, report) = run(python, "48M", options, SEQUENTIAL);
@@ -42,7 +42,7 @@ fn met_large(python: &Path, options: &[&str], counter: &str) -> serde_json::Valu
     panic!("no run of ten counted {counter} {options:?}");
 }
 
-/// A5, A6: the switch and the counters by order, as a user meets them.
+/// A5, A6: the switch and the counters by order, as users see them.
 #[test]
 fn a5_a6_the_switch_and_the_counters_of_a_program() {
     let Some(python) = python() else { return };
@@ -58,7 +58,7 @@ fn a5_a6_the_switch_and_the_counters_of_a_program() {
     assert_eq!(off["folios"]["reject_verify_fail"], 0);
 }
 
-/// A2, A4: stores refused at every step of a program under a limit; its bytes stay right.
+/// A2, A4: stores are refused at every step of a program under a limit; its bytes stay right.
 #[test]
 fn a2_refused_folios_of_a_program_lose_nothing() {
     let Some(python) = python() else { return };
@@ -77,8 +77,7 @@ fn a2_refused_folios_of_a_program_lose_nothing() {
     assert!(report["folios"]["reject_verify_fail"].as_u64().unwrap() > 0);
 }
 
-/// A program whose memory is huge pages has huge pages again when it has been out and come back: the kernel's own
-/// swap-in splits them.
+/// A program with huge pages has huge pages again after they were out and came back. (The kernel's own swap-in splits them.)
 #[test]
 fn huge_pages_stay_huge_across_a_swap_cycle() {
     const SCRIPT: &str = "
@@ -111,8 +110,8 @@ print(before >> 10, out >> 10, huge() >> 10)
     assert!(folios["hugepages-2048kB"]["zswpin"].as_u64().unwrap() >= 10);
 }
 
-/// New memory of a managed program comes as huge pages where it would be given some: what it advised against, or did not advise where
-/// the system asks for that, comes as small ones. What it filled is what it reads.
+/// A managed program's new memory comes as huge pages where the kernel would give it some. Small pages come where it advised
+/// against them, or did not ask for them although the system wants that. It reads what it filled.
 #[test]
 fn new_memory_comes_as_huge_pages_where_they_are_wanted() {
     const SCRIPT: &str = "
@@ -140,15 +139,15 @@ for advice in mmap.MADV_NOHUGEPAGE, mmap.MADV_HUGEPAGE:
     let brought = report["folios"]["hugepages-2048kB"]["anon_fault_alloc"].as_u64().unwrap();
     println!("huge pages: {mib:?} MiB, of which {brought} came by faults");
     assert_eq!(mib[0], 0, "it did not want them");
-    // (Several come by one fault.)
+    // One fault brings several.
     assert!(mib[1] >= 40 && brought >= 4, "it wanted them");
 }
 
-/// A5: with a swap file what may not enter the pool goes there whole, and comes back with what was in it.
+/// A5: with a swap file, folios that may not enter the pool go there whole, and come back with their contents.
 #[test]
 fn a5_what_may_not_enter_the_pool_goes_to_disk_whole() {
     let Some(python) = python() else { return };
-    // (Few lie so that 64 KiB are whole when little was filled before the memory was managed; and the disk may be too slow for all.)
+    // If little was filled before memory was managed, few whole 64 KiB lie together; and the disk may be too slow for all.
     let options = ["--swap", "1G", "--large-folios", "off"];
     let report = met_large(&python, &options, "swpout");
     let (folios, counters) = (&report["folios"], &report["counters"]);
@@ -158,7 +157,7 @@ fn a5_what_may_not_enter_the_pool_goes_to_disk_whole() {
     assert!(folios["hugepages-64kB"]["swpin"].as_u64().unwrap() > 0, "blocks of 64 KiB are read as such");
     assert_eq!(folios["thp_swpout"], folios["hugepages-2048kB"]["swpout"]);
     assert_eq!(counters["poisoned"], 0);
-    // As huge pages, where there are any: a limit of 128 MiB lets folios be as large as that.
+    // As huge pages if there are any: with a limit of 128 MiB, folios may be that large.
     let huge = "
 import mmap
 m = mmap.mmap(-1, 96 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS); m.madvise(mmap.MADV_HUGEPAGE)

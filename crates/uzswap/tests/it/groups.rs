@@ -1,7 +1,7 @@
-//! Groups: joined, limited live, in one another, shown; and what becomes of the charges of killed members.
+//! Groups: joined, limited live, nested, shown; and what happens to the charges of killed members.
 //!
-//! Each test has a directory of groups of its own (`XDG_RUNTIME_DIR`). Members run `hold.c`, which holds memory of known
-//! contents and verifies it.
+//! Each test has its own directory of groups (`XDG_RUNTIME_DIR`). Members run `hold.c`, which holds memory of known contents and
+//! verifies it.
 
 use crate::cli::{UZSWAP, agent_built, state_and_parent};
 use serde_json::Value;
@@ -58,7 +58,7 @@ impl Place {
         text
     }
 
-    /// What `ctl` said on stderr.
+    /// What `ctl` printed on stderr.
     pub(crate) fn ctl(&self, args: &[&str]) -> String {
         let output = self.call(&[&["ctl"], args].concat());
         let text = String::from_utf8(output.stderr).unwrap();
@@ -95,7 +95,7 @@ impl Place {
     }
 }
 
-/// A member under its own `uzswap run`.
+/// A member under an `uzswap run` of its own.
 pub(crate) struct Member {
     child: Child,
     input: Option<ChildStdin>,
@@ -119,14 +119,14 @@ impl Member {
         assert_eq!(answer, "ok", "{line}: {}", if answer.is_empty() { self.stderr() } else { String::new() });
     }
 
-    /// Everything it says on stderr, up to its end.
+    /// Everything that it prints on stderr until its end.
     fn stderr(&mut self) -> String {
         let mut text = String::new();
         self.child.stderr.take().unwrap().read_to_string(&mut text).unwrap();
         text
     }
 
-    /// Ends it; it verifies what it holds once more.
+    /// Ends it; it verifies its memory once more.
     fn end(mut self) -> (ExitStatus, String) {
         drop(self.input.take());
         let text = self.stderr();
@@ -139,12 +139,12 @@ impl Member {
         text
     }
 
-    /// The command.
+    /// The pid of the command.
     pub(crate) fn command(&self) -> u32 {
         self.child.id()
     }
 
-    /// The program below the command.
+    /// The pid of the program below the command.
     pub(crate) fn pid(&self) -> u32 {
         let id = self.child.id();
         let mut found = None;
@@ -163,7 +163,7 @@ pub(crate) fn rss_anon(pid: u32) -> u64 {
     line.map_or(0, |line| line.trim_end_matches("kB").trim().parse::<u64>().unwrap() * 1024)
 }
 
-/// Until it holds; panics when it does not come true.
+/// Waits until a condition holds; panics if it does not in time.
 pub(crate) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(120);
     while !holds() {
@@ -172,7 +172,7 @@ pub(crate) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// What is allowed above a limit, as everywhere in this project.
+/// What is allowed above a limit, as in all of this project.
 pub fn slack(limit: u64) -> u64 {
     (limit / 20).max(16 * MIB)
 }
@@ -182,14 +182,14 @@ fn limits_are_shown_and_set_live() {
     let place = Place::new();
     let mut member = place.start(&["--group", "web", "-m", "256M"]);
     member.tell("c 120");
-    // Far below its limit: nothing is managed, and the program is idle.
+    // Far below its limit nothing is managed, and the program is idle.
     eventually("its charge is known", || place.number("web", "memory.current") > 100 * MIB);
     assert_eq!(place.number("web", "memory.max"), 256 * MIB);
     assert_eq!(place.file("web", "memory.high"), "max\n");
     let said = place.ctl(&["web", "memory.max=64M"]);
     assert_eq!(said, "");
-    // The command has waited until the idle program was down to it; seen from outside too. (What is stored takes room before its
-    // frames go, so while reclaim goes on below it may be above for a moment.)
+    // The command has waited until the idle program was below it, and so it is when seen from outside. (Stored data takes room
+    // before its frames are freed, so while reclaim goes on below the limit, it may be above for a moment.)
     eventually("it is down to it", || place.number("web", "memory.current") <= 64 * MIB);
     let rss = rss_anon(member.pid());
     assert!(rss <= 64 * MIB + slack(64 * MIB), "{rss}");
@@ -209,7 +209,7 @@ fn limits_are_shown_and_set_live() {
     member.ends_well();
 }
 
-/// What is listed is what is used, whenever members last said it themselves.
+/// The list shows present usage, whenever members last published it.
 #[test]
 fn the_list_tells_what_idle_members_use() {
     let place = Place::new();
@@ -246,7 +246,7 @@ fn on_full_exceed_goes_on() {
     let mut member = place.start(&["--group", "g", "-m", "32M"]);
     member.tell("r 60");
     member.tell("v");
-    // (Reclaim has to find out first.)
+    // Reclaim has to find out first.
     eventually("the group is full", || place.event("g", "memory.events", "oom") > 0);
     assert!(place.number("g", "memory.current") > 40 * MIB);
     let said = member.ends_well();
@@ -261,9 +261,9 @@ fn on_full_kill_kills_the_largest() {
     small.tell("r 8");
     let mut large = place.start(&["--group", "g"]);
     large.send("r 120");
-    // (Perhaps it is done filling by then, as reclaim has to find out first.)
+    // It may have finished filling by then, as reclaim has to find out first.
     eventually("a member is killed", || place.event("g", "memory.events", "oom_kill") > 0);
-    // (It is not told to end: it might do so before it is killed.)
+    // Do not tell it to end: it might end before it is killed.
     let (said, status) = (large.stderr(), large.child.wait().unwrap());
     assert_eq!(status.signal(), Some(libc::SIGKILL), "{said}");
     small.tell("v");
@@ -272,7 +272,7 @@ fn on_full_kill_kills_the_largest() {
     assert!(said.contains("is full") && said.contains("is killed, which holds"), "{said}");
 }
 
-/// Who is stopped has plenty to give, and gives nothing: the group is full all the same, until it goes on.
+/// A stopped member has plenty to give, and gives nothing: the group is full all the same, until the member goes on.
 #[test]
 fn a_group_is_full_whose_largest_member_is_stopped() {
     let place = Place::new();
@@ -287,7 +287,7 @@ fn a_group_is_full_whose_largest_member_is_stopped() {
     let mut small = place.start(&["--group", "g"]);
     small.tell("r 35");
     eventually("the group is full", || place.event("g", "memory.events", "oom") > 0);
-    // (The command stops with its program.)
+    // The command stops with its program.
     [large.pid(), large.command()].into_iter().for_each(|pid| signal(pid, libc::SIGCONT));
     eventually("it gives what it can", || place.number("g", "memory.current") <= 64 * MIB);
     small.tell("v");
@@ -302,7 +302,7 @@ fn on_full_wait_waits_for_room() {
     let mut member = place.start(&["--group", "g", "-m", "32M", "--on-full", "wait"]);
     member.tell("c 1");
     member.send("r 80");
-    // It waits when the group has said so, and does until there is room.
+    // The member waits once the group has said that it is full, until there is room.
     eventually("the group is full", || place.event("g", "memory.events", "oom") > 0);
     let faults = || place.event("g", "memory.stat", "pgfault");
     let mut before = faults();
@@ -330,7 +330,7 @@ fn above_high_members_are_held_back_and_reclaimed() {
     member.tell("v");
     let used = place.number("g", "memory.current");
     assert!(used <= 40 * MIB + slack(40 * MIB), "{used}");
-    // What does not compress may go above it, slowly, and is not ended for it.
+    // Incompressible memory may exceed it, slowly, and the member is not ended for that.
     member.tell("r 1");
     assert_eq!(place.event("g", "memory.events", "oom"), 0);
     member.ends_well();
@@ -352,7 +352,7 @@ fn the_pools_limit_is_kept_and_zeros_need_none() {
     assert!(pool <= 4 * MIB + MIB / 2, "{pool}");
     assert!(place.event("g", "memory.swap.events", "fail") > 0);
     assert!(place.number("g", "zswap/pool_limit_hit") > 0);
-    // The limit of the pool taken away, the group's can be kept.
+    // Without a limit on the pool, the group's limit can be kept.
     place.ctl(&["g", "memory.zswap.max=max"]);
     place.ctl(&["g", "memory.max=48M"]);
     assert!(place.number("g", "memory.current") <= 48 * MIB + slack(48 * MIB));
@@ -376,12 +376,12 @@ fn limits_of_a_parent_bound_its_children() {
     assert!(a > MIB && b > MIB && a + b <= 96 * MIB, "{a} {b}");
     let outside = rss_anon(one.pid()) + rss_anon(two.pid());
     assert!(outside <= 80 * MIB + slack(80 * MIB), "{outside}");
-    // What happened at the parent's limit is not an event of the children; theirs are its.
+    // Events at the parent's limit are not events of the children; those of the children count for the parent.
     assert!(place.event("p", "memory.events", "max") > 0);
     assert_eq!(place.event("p/one", "memory.events", "max") + place.event("p/two", "memory.events", "max"), 0);
     place.ctl(&["p/one", "memory.high=32M"]);
     one.tell("c 10");
-    // (Read in this order, as more may happen in between.)
+    // In this order, as more may happen between the two reads.
     let own = place.event("p/one", "memory.events", "high");
     assert!(own > 0 && place.event("p", "memory.events", "high") >= own);
     two.tell("v");
@@ -392,24 +392,24 @@ fn limits_of_a_parent_bound_its_children() {
     two.ends_well();
 }
 
-/// Charge and uncharge balance (A4: upstream once uncharged pages that had never been charged when a store stopped half
-/// way, and the counter went below zero). Here each charge is what its owner holds; when all of it is given back
-/// nothing must be left, and nothing below.
+/// Charges and uncharges balance. (A4: upstream once uncharged pages that were never charged, when a store stopped half way, and
+/// the counter fell below zero.) Here each charge is what its owner holds; when everything is given back, nothing
+/// must be left, and no counter may be below zero.
 #[test]
 fn what_is_freed_is_uncharged_exactly() {
     let place = Place::new();
     let mut member = place.start(&["--group", "g", "-m", "64M"]);
     for round in 0..3 {
         member.tell("c 100");
-        // A pool too small for it: stores stop half way.
+        // In a pool that is too small for it, stores stop half way.
         place.ctl(&["g", if round == 1 { "memory.zswap.max=8M" } else { "memory.zswap.max=max" }]);
         member.tell("c 50");
         assert!(place.number("g", "memory.zswap.current") > 0);
         assert!(place.event("g", "memory.stat", "zswapped") > 0);
         member.tell("f");
-        // Waking a member makes it say anew what it holds.
+        // This wakes the member, which publishes what it holds.
         place.ctl(&["g", "memory.zswap.max=max"]);
-        // (But for a few pages of the C library's own.)
+        // Except for a few pages of the C library's own.
         eventually("nothing is left in the pool", || {
             place.event("g", "memory.stat", "zswapped") < MIB && place.number("g", "memory.zswap.current") < MIB / 2
         });
@@ -419,7 +419,7 @@ fn what_is_freed_is_uncharged_exactly() {
     member.ends_well();
 }
 
-/// Members killed at any instruction: what they were charged with must come back, and nothing of the living be lost.
+/// Members are killed at any instruction: their charges must be returned, and nothing of the living be lost.
 #[test]
 fn killed_members_are_uncharged() {
     let place = Place::new();
@@ -451,7 +451,7 @@ fn killed_members_are_uncharged() {
             drop(member.input.take());
             member.child.wait().unwrap();
             if command {
-                // The program is an orphan, which ends at the end of its input.
+                // The program is an orphan now, and ends when its input does.
                 eventually("the orphan ends", || state_and_parent(program).is_none_or(|(state, _)| state == 'Z'));
             }
         }
@@ -478,7 +478,7 @@ fn a_group_outlives_the_command_that_made_it() {
     first.tell("c 1");
     let mut second = place.start(&["--group", "g"]);
     second.tell("c 1");
-    // Killed, it leaves its entry behind.
+    // When killed, it leaves its link behind.
     first.child.kill().unwrap();
     first.child.wait().unwrap();
     drop(first.input.take());
@@ -491,7 +491,7 @@ fn a_group_outlives_the_command_that_made_it() {
     assert_eq!(fs::read_dir(place.0.path().join("uzswap")).unwrap().count(), 0, "nothing is left behind");
 }
 
-/// `memory.zswap.writeback` and `memory.swap.max` hold for the disk, and the counters say what was done.
+/// `memory.zswap.writeback` and `memory.swap.max` apply to the disk, and the counters say what was done.
 #[test]
 fn what_goes_to_disk_is_bounded_by_the_group() {
     let place = Place::new();
@@ -512,14 +512,14 @@ fn what_goes_to_disk_is_bounded_by_the_group() {
         assert!(used() <= 8 * MIB, "{policy}: {}", used());
         place.ctl(&["g", "memory.swap.max=max"]);
         member.tell("v");
-        // (A disk that others keep busy is not waited for without end.)
+        // Do not wait for ever for a disk that others keep busy.
         eventually("more is on disk", || used() > 16 * MIB);
         let limit = 64 * MIB;
         eventually("the limit is kept", || place.number("g", "memory.current") <= limit + slack(limit));
         for counter in ["zswpwb", "pswpin", "pswpout"] {
             assert!(place.event("g", "memory.stat", counter) > 0, "{policy}: {counter}");
         }
-        // (Writing may go on between two looks.)
+        // Writing may go on between two looks.
         eventually("one counter has two names", || {
             place.number("g", "zswap/written_back_pages") == place.event("g", "memory.stat", "zswpwb")
         });
@@ -552,13 +552,13 @@ fn one_sentence_for_each_mistake() {
         ("memory.high=much", "`much` is not a size"),
         ("memory.max=1M", "the minimum is 16 MiB"),
     ] {
-        // Nothing is set when one setting is wrong.
+        // If one setting is wrong, none is made.
         assert!(place.refusal(&["ctl", "web", "memory.max=128M", setting]).contains(part), "{setting}");
         assert_eq!(place.number("web", "memory.max"), 64 * MIB);
     }
     let unknown = place.refusal(&["stat", "web", "memory.low"]);
     assert!(unknown.contains("no file is called `memory.low`") && unknown.contains("zswap/stored_pages"), "{unknown}");
-    // (Each counter of each size of folio made it a sentence of 3,700 characters.)
+    // A counter for each folio size made this a sentence of 3,700 characters once.
     assert!(unknown.contains("hugepages-16kB/stats/FILE") && unknown.len() < 1000, "{unknown}");
     fs::set_permissions(place.0.path().join("uzswap"), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
     assert!(place.refusal(&["stat"]).contains("not yours alone, so it is not trusted: chmod 700"));
@@ -574,12 +574,12 @@ fn stat_in_the_kernels_formats_and_json() {
     let mut member = place.start(&["--group", "g", "-m", "32M"]);
     member.tell("c 80");
     member.tell("v");
-    // Reclaim goes on for a while, so a listing and JSON between which a counter left zero are taken again.
+    // Reclaim goes on for a while: if a counter left zero between the listing and the JSON, take both again.
     let (mut all, mut json) = (String::new(), Value::Null);
     eventually("the listing and JSON have the same files", || {
         all = String::from_utf8(place.call(&["stat", "g"]).stdout).unwrap();
         json = serde_json::from_slice(&place.call(&["stat", "g", "--json"]).stdout).unwrap();
-        // (Counters of orders that are zero are left out of the listing.)
+        // The listing omits counters of orders that are zero.
         let idle = |(name, content): (&String, &Value)| name.starts_with("hugepages-") && *content == 0;
         let files = json["files"].as_object().unwrap();
         files.iter().all(|file| all.contains(&format!("==> {} <==", file.0)) != idle(file))

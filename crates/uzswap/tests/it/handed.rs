@@ -1,12 +1,12 @@
-//! What a program has from who starts `uzswap run`, or sends it a signal, which a forked child has not of itself; and whose children
-//! orphans are.
+//! What a program gets from the caller of `uzswap run`, or with a signal, and a forked child would not have by itself; and whose
+//! children orphans are.
 
 use crate::cli::{UZSWAP, agent_built, python, skip};
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-/// Prints the timers, the signal for a parent that ends, and whether orphans are its children.
+/// Prints the timers, the signal sent when the parent ends, and whether orphans become its children.
 const SHOWS: &str = "
 import ctypes, signal
 def asked(what):
@@ -52,7 +52,7 @@ fn timers_and_ties_to_others_are_the_programs() {
     }
 }
 
-/// A signal's value arrives, and who sent it.
+/// A signal arrives with its value and its sender.
 #[test]
 fn what_is_sent_with_a_signal_is_the_programs() {
     const WAITS: &str = "
@@ -79,7 +79,7 @@ print(words[2], words[4], words[6])
     assert_eq!(said, format!("ready\n{} {} 77\n", libc::SI_QUEUE, std::process::id()));
 }
 
-/// The story: where the command was process 1, as in a container, all that ended after its parent stayed as a zombie.
+/// The story: where the command was process 1, as in a container, all processes that ended after their parents stayed as zombies.
 #[test]
 fn orphans_that_are_the_commands_children_do_not_stay_when_they_end() {
     const SCRIPT: &str = "orphan=$( (sh -c 'echo $$' &) ); n=0; \

@@ -1,4 +1,4 @@
-//! The page-fault handler for monitors, asked by a client that is written from the protocol's description alone.
+//! The page-fault handler for monitors, tested by a client written from the protocol's description alone.
 
 use std::fs::File;
 use std::io::Write;
@@ -14,11 +14,11 @@ use uzswap_sys::uffd::{FEATURE_EVENT_REMOVE, Uffd};
 
 const PAGE: usize = 4096;
 
-/// What page `i` of the guest holds.
+/// The contents of page `i` of the guest.
 fn contents(i: usize) -> [u8; PAGE] {
     let mut page = [0; PAGE];
     for (k, word) in page.chunks_mut(8).enumerate() {
-        // Every fourth page is zero, the others half noise.
+        // Every fourth page is zero; the others are half noise.
         let value = if i % 4 == 3 { 0 } else { (i as u64 * 512 + k as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) };
         word.copy_from_slice(&(if k.is_multiple_of(2) { value } else { value >> 60 }).to_le_bytes());
     }
@@ -55,7 +55,7 @@ fn a_guest_finds_its_snapshot_and_zeros_where_its_balloon_was() {
     let path = dir.path().join("handler");
     let listener = UnixListener::bind(&path).unwrap();
     std::thread::spawn(move || handover::serve(&listener, &image));
-    // The monitor: two regions, the second of which comes first in the file, and a block of which each has a part.
+    // The monitor: two regions, of which the second is first in the file, and one block that both have a part of.
     let (low, high) = (map(99), map(201));
     let (uffd, _) = Uffd::open(FEATURE_EVENT_REMOVE).unwrap();
     uffd.register(low as usize, 99 * PAGE).unwrap();
@@ -77,7 +77,7 @@ fn a_guest_finds_its_snapshot_and_zeros_where_its_balloon_was() {
         unsafe { std::ptr::copy_nonoverlapping(base.add(i * PAGE), page.as_mut_ptr(), PAGE) };
         page
     };
-    // What is in the block of a page that is touched comes with it, and no more.
+    // With a touched page comes the rest of its block, and no more.
     for (i, block) in [(6, 4..8), (0, 0..4), (200, 200..201)] {
         assert!(read(high, i) == contents(i));
         let begun = Instant::now();
@@ -88,12 +88,12 @@ fn a_guest_finds_its_snapshot_and_zeros_where_its_balloon_was() {
     }
     assert!(read(low, 1) == contents(202) && read(low, 0) == contents(201));
     assert!((0..201).filter(|i| is_there(high, *i)).eq((0..8).chain([200])) && (3..99).all(|i| !is_there(low, i)));
-    // A page that was given back first does not: it is zeros.
-    // SAFETY: memory of ours.
+    // But not a page that was given back before: that reads as zeros.
+    // SAFETY: the page is in our mapping, and nothing refers to it.
     assert_eq!(unsafe { libc::madvise(high.add(105 * PAGE).cast(), PAGE, libc::MADV_DONTNEED) }, 0);
     assert!([104, 107, 106].iter().all(|i| read(high, *i) == contents(*i)));
     assert!(!is_there(high, 105) && read(high, 105) == [0; PAGE]);
-    // From several virtual CPUs, in no order.
+    // From several virtual CPUs, in random order.
     std::thread::scope(|scope| {
         for cpu in 0..4 {
             let (low, high) = (low as usize, high as usize);
@@ -106,7 +106,7 @@ fn a_guest_finds_its_snapshot_and_zeros_where_its_balloon_was() {
         }
     });
     // The balloon gives ten pages back.
-    // SAFETY: memory of ours.
+    // SAFETY: the pages are in our mapping, and nothing refers to them.
     assert_eq!(unsafe { libc::madvise(high.add(50 * PAGE).cast(), 10 * PAGE, libc::MADV_DONTNEED) }, 0);
     for i in 45..65 {
         let expected = if (50..60).contains(&i) { [0; PAGE] } else { contents(i) };
@@ -129,7 +129,7 @@ fn region(base: *mut u8, pages: usize, offset: usize) -> String {
 }
 
 /// The story: a monitor that closed its connection, or said anything else there, was taken for one that had ended. Its guest was
-/// served no more: it stood still, or read zeros where nobody else had the userfaultfd.
+/// no longer served: it stood still, or read zeros if nobody else had the userfaultfd.
 #[test]
 fn a_guest_is_served_as_long_as_its_process_lives() {
     const PAGES: usize = 400;
@@ -140,12 +140,12 @@ fn a_guest_is_served_as_long_as_its_process_lives() {
     for hangs_up in [false, true] {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let ours = OwnedFd::from(ours);
-        // SAFETY: the child makes system calls, looks at memory and leaves.
+        // SAFETY: the child makes system calls, reads memory and leaves.
         let monitor = unsafe { libc::fork() };
         assert!(monitor >= 0);
         if monitor == 0 {
             drop(theirs);
-            // SAFETY: no memory is involved. (Should nobody serve it.)
+            // SAFETY: no memory is involved. (It ends a child that nobody serves.)
             unsafe { libc::alarm(60) };
             let (uffd, _) = Uffd::open(0).unwrap();
             uffd.register(memory as usize, PAGES * PAGE).unwrap();
@@ -166,7 +166,7 @@ fn a_guest_is_served_as_long_as_its_process_lives() {
             unsafe { libc::_exit(if well { 0 } else { 1 }) };
         }
         drop(ours);
-        // (It ends with the monitor.)
+        // It ends with the monitor.
         handover::serve_guest(theirs, &image).unwrap();
         let mut status = 0;
         // SAFETY: a child of ours.
@@ -175,7 +175,7 @@ fn a_guest_is_served_as_long_as_its_process_lives() {
     }
 }
 
-/// The story: of a long description only the piece was read that the kernel handed out first.
+/// The story: of a long description, only the first piece that the kernel delivered was read.
 #[test]
 fn a_guest_may_be_of_many_regions() {
     const PAGES: usize = 2000;
@@ -190,7 +190,7 @@ fn a_guest_may_be_of_many_regions() {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let served = std::thread::spawn(move || handover::serve_guest(theirs, &image));
     uzswap_sys::socket::send(&OwnedFd::from(ours.try_clone().unwrap()), json.as_bytes(), &[uffd.fd()]).unwrap();
-    // (Who waits for the page is not waited for, should it not come.)
+    // The thread that reads the page is not joined, in case the page does not come.
     let (at, begun) = (memory as usize, Instant::now());
     std::thread::spawn(move || read(at as *mut u8, PAGES - 1));
     while !served.is_finished() && !is_there(memory, PAGES - 1) {
@@ -202,7 +202,7 @@ fn a_guest_may_be_of_many_regions() {
     uzswap_sys::raw::close(uffd.fd());
 }
 
-/// The story: a handler that had no descriptor for one monitor more ended, and nobody served the guests that it had.
+/// The story: a handler that had no descriptor for another monitor ended, and nobody served its guests any more.
 #[test]
 fn a_handler_with_no_descriptor_left_goes_on() {
     const DESCRIPTORS: u64 = 12;
@@ -247,7 +247,7 @@ fn a_handler_with_no_descriptor_left_goes_on() {
     uzswap_sys::raw::close(uffd.fd());
 }
 
-/// Whether a child has ended (it is a zombie until it is waited for).
+/// Whether a child has ended; it is a zombie until it is waited for.
 fn handler_has_ended(child: &Child) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap_or_default();
     stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'))

@@ -1,4 +1,4 @@
-//! `uzswap lab` as it is called: what it refuses, and how it ends.
+//! `uzswap lab` as a command: what it refuses, and how it ends.
 
 use crate::cli::{UZSWAP, agent_built, uzswap};
 use std::fs;
@@ -14,7 +14,7 @@ fn catches(pid: u32, signal: i32) -> bool {
     u64::from_str_radix(mask, 16).unwrap() & 1 << (signal - 1) != 0
 }
 
-/// Starts a lab that makes its files in `dir`, and waits until it would end in order.
+/// Starts a lab that makes its files in `dir`, and waits until a signal would end it in order.
 fn started(args: &[&str], dir: &TempDir) -> Child {
     agent_built();
     let mut lab = Command::new(UZSWAP);
@@ -22,7 +22,7 @@ fn started(args: &[&str], dir: &TempDir) -> Child {
     // SAFETY: one async-signal-safe call.
     unsafe {
         lab.pre_exec(|| {
-            // (Where it is allowed: another lab has the socket that one at a time may have, perhaps.)
+            // Another lab may hold the socket that allows only one at a time; this hides it, if that is allowed.
             libc::unshare(libc::CLONE_NEWNET);
             Ok(())
         });
@@ -36,8 +36,8 @@ fn started(args: &[&str], dir: &TempDir) -> Child {
     lab
 }
 
-/// The story: a lab that was interrupted before it had tried `uzswap run` wrote findings, without any, in which that did not work on the
-/// machine.
+/// The story: a lab that was interrupted before it had tried `uzswap run` wrote findings without figures, which said that that
+/// did not work on the machine.
 #[test]
 fn who_is_interrupted_finds_nothing() {
     let dir = TempDir::new().unwrap();
@@ -52,7 +52,8 @@ fn who_is_interrupted_finds_nothing() {
     assert!(!findings.exists());
 }
 
-/// The story: a lab that was killed while it made what it measures with left that, and the programs that made it.
+/// The story: a lab that was killed while it made the contents for its measurements left them behind, with the programs that made
+/// them.
 #[test]
 fn who_is_killed_leaves_nothing() {
     let dir = TempDir::new().unwrap();
@@ -101,7 +102,7 @@ fn traces_without_programs_are_refused() {
     }
 }
 
-/// The story: what had been measured was lost without a word, and with the status 0, where the table could not be written.
+/// The story: if the table could not be printed, all measurements were lost without a message, and with status 0.
 #[test]
 fn a_table_that_nobody_sees_is_said() {
     agent_built();

@@ -1,4 +1,4 @@
-//! What is refused leaves nothing behind: no file, no group, no page moved; and what an ended command left is no hindrance.
+//! A refused command leaves nothing behind: no file, no group, no page moved. And what an ended command left is no obstacle.
 
 use crate::cli::{UZSWAP, agent_built, refused, start_python, uzswap};
 use crate::groups::Place;
@@ -18,7 +18,7 @@ fn a_refused_run_writes_no_file() {
     refused(&["-m", "64M", "--report", &path("new"), "--group", "no-such-group-/"], &["not a name for a group"]);
     refused(&["-m", "64M", "--report", &path("new"), "--record", "/dev/full"], &["no space left"]);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
-    // What was there is neither removed nor emptied; another name for it is the same file.
+    // An existing file is neither removed nor emptied; another name for it is the same file.
     fs::write(path("old"), "old").unwrap();
     std::os::unix::fs::symlink(path("old"), path("link")).unwrap();
     refused(&["-m", "64M", "--report", &path("old"), "--record", &path("link")], &["name the same file"]);
@@ -44,7 +44,7 @@ fn a_pipe_that_nobody_reads_is_refused() {
     serde_json::from_slice::<serde_json::Value>(&text).expect("a report");
 }
 
-/// The story: each run that was refused left a group without a process behind, up to 64.
+/// The story: each refused run left a group without a process behind, up to 64.
 #[test]
 fn a_refused_run_makes_no_group() {
     let place = Place::new();
@@ -64,7 +64,7 @@ fn a_refused_run_makes_no_group() {
     }
     let listed = String::from_utf8(place.call(&["stat"]).stdout).unwrap();
     assert!(!listed.contains("worker") && listed.contains("web"), "{listed}");
-    // Who says the same joins.
+    // A run with the same settings joins.
     let same = ["run", "-q", "-g", "web/worker", "-m", "32M", "--unit", "64K", "--", "/bin/true"];
     assert!(place.call(&same).status.success());
     web.ends_well();
@@ -92,7 +92,7 @@ fn pages_are_moved_only_where_all_can_be_done() {
         assert!(refused && text.lines().count() == 1, "{args:?}: {text}");
     }
     assert!(!Path::new(&new).exists());
-    // (Nothing was asked of it, so that it is not even managed.)
+    // Nothing was asked of it, so it is not even managed.
     let shown = uzswap().args(["pagemap", pid.trim()]).output().unwrap();
     assert!(String::from_utf8_lossy(&shown.stderr).contains("has no page map"));
     let drawn = uzswap().args(["pagemap", pid.trim(), "--page-out", "all", "--svg", &new]).output().unwrap();
@@ -101,7 +101,7 @@ fn pages_are_moved_only_where_all_can_be_done() {
     assert!(run.wait().unwrap().success());
 }
 
-/// Starts a handler, and waits until it takes monitors.
+/// Starts a handler, and waits until it accepts monitors.
 fn handler(socket: &Path, memory: &Path) -> Child {
     agent_built();
     let mut handler = Command::new(UZSWAP);
@@ -113,7 +113,7 @@ fn handler(socket: &Path, memory: &Path) -> Child {
     handler
 }
 
-/// The story: a handler that was ended left its socket, at which none could be started again.
+/// The story: a handler that was killed left its socket behind, and none could be started there again.
 #[test]
 fn a_handler_begins_again_where_one_was_ended() {
     let dir = TempDir::new().unwrap();
@@ -131,7 +131,7 @@ fn a_handler_begins_again_where_one_was_ended() {
         handler.wait().unwrap();
         assert!(socket.exists());
     }
-    // Nothing but a socket at which nobody listens is removed.
+    // Only a socket at which nobody listens is removed.
     assert!(said(&memory, &memory).contains("in use") && memory.exists());
     let other = dir.path().join("other");
     let _listens = UnixListener::bind(&other).unwrap();
@@ -143,8 +143,8 @@ fn a_handler_begins_again_where_one_was_ended() {
     assert!(!dir.path().join("new").exists());
 }
 
-/// The story: a command was killed, and its pid given to another. What its program started then was a member of the other's group, or ended
-/// by SIGBUS where the other process had an empty file by the descriptor that had been the group's.
+/// The story: a command was killed, and another process got its pid. What its program started then became a member of the other's
+/// group, or ended by SIGBUS if the other process had an empty file at the descriptor that had been the group's.
 #[test]
 fn what_has_the_place_of_a_group_that_is_gone_is_not_joined() {
     let (place, dir) = (Place::new(), TempDir::new().unwrap());

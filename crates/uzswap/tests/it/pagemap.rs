@@ -1,4 +1,4 @@
-//! `uzswap pagemap` of a shared region.
+//! `uzswap pagemap` of shared regions, processes, and the library's regions.
 
 use crate::cli::start_python;
 use serde_json::Value;
@@ -7,7 +7,7 @@ use std::process::{Command, Output, Stdio};
 use tempfile::TempDir;
 use uzswap::{Options, Region, SharedOptions, SharedRegion};
 
-/// Held by each test with regions of its own: what one asks of this process is asked of all its regions.
+/// Held by each test with regions of its own: a request to this process goes to all its regions.
 static WITH_REGIONS: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
 fn pagemap(args: &[&str]) -> Output {
@@ -55,7 +55,7 @@ fn a_regions_written_and_protected_pages_are_shown() {
     let _alone = WITH_REGIONS.lock().unwrap_or_else(|e| e.into_inner());
     let options = Options { track_writes: true, ..Options::new(8 << 20) };
     let region = Region::new(4 << 20, &options).unwrap();
-    // SAFETY: within the region, which nobody else uses. (Downwards: no page is brought along.)
+    // SAFETY: within the region, which nobody else uses. (Downwards: a fault brings no neighbours.)
     let write =
         |page: usize| unsafe { region.as_mut_ptr().add(page * 4096).cast::<u64>().write_volatile(page as u64 + 1) };
     (0..100).rev().for_each(write);
@@ -77,7 +77,7 @@ fn a_regions_written_and_protected_pages_are_shown() {
     assert_eq!(written, [(3, 4), (50, 51), (70, 71)], "{runs}");
 }
 
-/// Text that a Python program holds, more than its limit; it says its process id, and its child's.
+/// A Python program that holds more text than its limit; it prints its pid, and its child's.
 const PROGRAM: &str = "
 import os, sys
 d = [str(i) * 20 for i in range(400_000)]
@@ -105,9 +105,9 @@ fn a_managed_process_and_its_forked_child_have_their_page_maps() {
         let count = |key: &str| found[key].as_u64().unwrap();
         // Some 50 MB of text in 32 MiB.
         assert!(count("swapped") > 4000, "{line}: {found}");
-        // (None, where the machine is slow: both wait, and together they need more than the limit.)
+        // (None, if the machine is slow: both wait, and together they need more than the limit.)
         assert!(count("present") <= 8192, "{line}: {found}");
-        // lz4, and zstd where the pool crowds the program out.
+        // lz4, and zstd when the pool crowds the program out.
         let packed: u64 = ["warm", "dense"].iter().map(|tier| found["tiers"][tier].as_u64().unwrap()).sum();
         assert!(packed > 2000, "{line}: {found}");
     }
@@ -115,8 +115,8 @@ fn a_managed_process_and_its_forked_child_have_their_page_maps() {
     assert!(run.wait().unwrap().success());
 }
 
-/// A program with 100 pages of its own, each of which it has written to; it says where they are, and then, whenever it is
-/// told to, writes to three of them.
+/// A program that has written to each of 100 pages of its own. It prints where they are, and writes to three of them whenever it
+/// is told to.
 const WRITER: &str = "
 import ctypes, mmap, os, sys
 m = mmap.mmap(-1, 100 * 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -143,11 +143,11 @@ fn what_a_program_has_written_to_is_shown_and_cleared() {
         let found = json(&[pid, "--json", "--runs", "--soft-dirty"]);
         let runs = found[0]["runs"].as_array().unwrap().iter();
         let runs = runs.map(|r| (r["from"].as_u64().unwrap(), r["to"].as_u64().unwrap()));
-        // (Runs end where the state changes otherwise, too.)
+        // Runs also end where the rest of the state changes.
         let pages = runs.flat_map(|(from, to)| from..to).filter(|page| (first..first + 100).contains(page));
         pages.map(|page| (page - first, page - first + 1)).collect()
     };
-    // The first request has its memory managed, which it was not, far below its limit. All counts as written.
+    // The first request makes its memory managed, which it was not, far below its limit. All pages count as written.
     let out = pagemap(&[pid, "--page-out", &bytes]);
     assert!(out.status.success(), "{out:?}");
     assert_eq!(dirty().len(), 100);
@@ -184,7 +184,7 @@ fn what_is_not_kept_is_not_shown() {
         .spawn()
         .unwrap();
     let pid = BufReader::new(run.stdout.take().unwrap()).lines().next().unwrap().unwrap();
-    // (Once its memory is managed, it has a page map.)
+    // Once its memory is managed, it has a page map.
     assert!(pagemap(&[&pid, "--page-out", "all"]).status.success());
     for args in [[&pid, "--clear-soft-dirty"], [&pid, "--soft-dirty"]] {
         let refused = pagemap(&args);
@@ -208,13 +208,13 @@ fn what_has_no_page_map_is_refused_in_a_sentence() {
     }
 }
 
-/// A region of this very process, paged by a command that knows its process id only.
+/// A region of this process, paged by a command that knows only its pid.
 #[test]
 fn a_regions_pages_are_moved_from_outside() {
     let _alone = WITH_REGIONS.lock().unwrap_or_else(|e| e.into_inner());
     let options = Options { track_writes: true, ..Options::new(16 << 20) };
     let region = Region::new(4 << 20, &options).unwrap();
-    // (Another one, which is left alone where a range is given.)
+    // Another region, which is left alone if a range is given.
     let other = Region::new(1 << 20, &Options::new(8 << 20)).unwrap();
     // SAFETY: within the regions, which nobody else uses.
     let word = |region: &Region, page: usize| unsafe { region.as_mut_ptr().add(page * 4096).cast::<u64>() };
@@ -233,7 +233,7 @@ fn a_regions_pages_are_moved_from_outside() {
     let range = format!("{:x}-{:x}", at(20), at(120));
     asked(&["--page-out", &range], "400 KiB put out");
     assert_eq!(present(), [100, 50]);
-    // Others write and read meanwhile; every byte stays right.
+    // Other threads write and read meanwhile; every byte stays right.
     let stop = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
         let (stop, region, word) = (&stop, &region, &word);
@@ -269,7 +269,7 @@ fn a_regions_pages_are_moved_from_outside() {
         );
     }
     assert_eq!(region.take_soft_dirty(0..4 << 20).unwrap(), [25]);
-    // What is not touched is idle.
+    // Pages that are not touched are idle.
     asked(&["--idle", "0.2"], "in use within 0.2 s");
     assert_eq!((present(), region.working_set()), ([0, 0], 0));
     // SAFETY: as above.

@@ -1,4 +1,4 @@
-//! Pages of a running program put out and brought in by `uzswap pagemap PID`.
+//! Pages of a running program, paged out and in by `uzswap pagemap PID`.
 
 use crate::cli::{UZSWAP, start_python};
 use crate::groups::eventually;
@@ -6,8 +6,8 @@ use serde_json::Value;
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output};
 
-/// Holds numbers as text, and 8 MiB in one mapping that its second line names; of these it writes `hot` bytes over and
-/// over when it is told so. Each line it reads is a command, each line it prints the answer.
+/// Holds numbers as text, and 8 MiB in one mapping, which its second line names. It writes the first `hot` bytes of these over
+/// and over when told to. Each line that it reads is a command, each line that it prints the answer.
 const PROGRAM: &str = "
 import mmap, os, sys, threading, ctypes
 texts = [str(i) * 20 for i in range(100_000)]
@@ -58,7 +58,7 @@ impl Program {
         Some(Self { run, input, output, pid: pid.to_owned(), block: block.parse().unwrap() })
     }
 
-    /// Whether every byte was right once a command was done.
+    /// Has it do a command, and checks that every byte was right afterwards.
     fn told(&mut self, command: &str) {
         writeln!(self.input, "{command}").unwrap();
         assert_eq!(self.output.next().expect("an answer").unwrap(), "True", "after {command}");
@@ -68,7 +68,7 @@ impl Program {
         Command::new(UZSWAP).args(["pagemap", &self.pid]).args(args).output().unwrap()
     }
 
-    /// Its page map after pages were moved, and what was said about that.
+    /// Moves its pages; returns its page map afterwards, and what was printed.
     fn moved(&self, args: &[&str]) -> (Value, String) {
         let output = self.pagemap(&[args, &["--json", "--runs"]].concat());
         let said = String::from_utf8(output.stderr).unwrap();
@@ -78,7 +78,7 @@ impl Program {
         (own.expect("its page map"), said)
     }
 
-    /// Pages of the block with a word among their states.
+    /// How many pages of the block have a word among their states.
     fn pages(&self, map: &Value, word: &str, within: std::ops::Range<u64>) -> u64 {
         let (from, to) = (self.block / 4096 + within.start, self.block / 4096 + within.end);
         let runs = map["runs"].as_array().unwrap();
@@ -110,7 +110,7 @@ fn a_program_far_below_its_limit_is_put_out_and_brought_in() {
     assert_eq!(p.pages(&map, "swapped", 0..2048), 2048, "{map}");
     assert!(map["swapped"].as_u64().unwrap() > 4000, "{map}");
     p.told("look");
-    // (What its last fault brought is noted after it goes on.)
+    // What its last fault brought is noted after it goes on.
     eventually("all of it is there", || p.pages(&p.moved(&[]).0, "present", 0..2048) == 2048);
     // A part of it, and only that.
     let range = format!("{:x}-{:x}", p.block + 100 * 4096, p.block + 300 * 4096);
@@ -121,7 +121,7 @@ fn a_program_far_below_its_limit_is_put_out_and_brought_in() {
     let (map, said) = p.moved(&["--page-in", &range]);
     let swapped = [100..150, 150..200, 200..300].map(|part| p.pages(&map, "swapped", part));
     assert_eq!(swapped, [50, 0, 100], "{said}: {map}");
-    // What a forked child makes of it is its own, and right.
+    // A forked child has memory of its own, and it is right.
     p.told("fork");
     p.moved(&["--page-out", "all"]);
     p.told("fork");
@@ -135,11 +135,11 @@ fn what_is_in_use_stays_when_idle_pages_go() {
     p.told("busy");
     let (map, said) = p.moved(&["--idle", "1"]);
     assert!(said.contains("put out as idle"), "{said}");
-    // What nobody touches is out and compressed; the 64 pages that are written all the time were so in this second.
+    // Pages that nobody touches are out and compressed; the 64 pages written all the time were written in this second.
     assert_eq!(p.pages(&map, "swapped", 64..2048), 1984, "{map}");
     assert_eq!(p.pages(&map, "staged", 64..2048), 0, "{map}");
     assert_eq!(p.pages(&map, "present", 0..64), 64, "{map}");
-    // Put out again and again under the writer's hands, and under its limit's.
+    // Paged out again and again while the program writes to it, and its limit presses.
     for _ in 0..20 {
         p.moved(&["--page-out", "all"]);
         p.moved(&["--page-in", "all"]);
@@ -163,14 +163,14 @@ fn a_request_that_comes_to_nothing_is_said_and_harms_nobody() {
     signal(libc::SIGSTOP, pid);
     assert!(p.refused(&["--page-out", "all"]).contains("is stopped"));
     signal(libc::SIGCONT, pid);
-    // The command stops and goes on with its program, as a shell's job.
+    // The command stops and goes on with its program, like a shell's job.
     signal(libc::SIGCONT, p.run.id() as i32);
     p.told("look");
-    // Nothing of that request is done later, and the next one is.
+    // Nothing of that request is done later; the next request is.
     let (map, _) = p.moved(&["--page-out", "all"]);
     assert_eq!(p.pages(&map, "swapped", 0..2048), 2048, "{map}");
     p.told("look");
-    // Commands that ask at once take turns.
+    // Commands that ask at the same time take turns.
     let both = std::thread::scope(|scope| {
         let args = [["--page-out", "all", "--json"], ["--page-in", "all", "--json"]];
         let p = &p;
@@ -178,7 +178,7 @@ fn a_request_that_comes_to_nothing_is_said_and_harms_nobody() {
     });
     assert_eq!(both, [true, true]);
     p.told("look");
-    // It ends in the middle of a request, or before, or after.
+    // The program ends in the middle of a request, before it, or after it.
     std::thread::scope(|scope| {
         let p = &p;
         let asking = scope.spawn(move || p.pagemap(&["--page-out", "all", "--page-in", "all"]));

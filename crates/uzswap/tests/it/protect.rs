@@ -10,11 +10,11 @@ use uzswap::WriteWatch;
 
 const PAGES: usize = 100;
 const PAGE: usize = 4096;
-/// No answer takes so long.
+/// No answer takes that long.
 const LONG: Duration = Duration::from_secs(20);
 
 /// A program with 100 pages, each of which holds its number plus one. Each line is a command; what it prints is the answer.
-/// (`late` is done by another thread, which says so when it is done.)
+/// (Another thread does `late`, and says so when it is done.)
 const PROGRAM: &str = "
 import ctypes, os, sys, threading
 libc = ctypes.CDLL(None)
@@ -89,7 +89,7 @@ impl Program {
         writeln!(self.input, "{command}").unwrap();
     }
 
-    /// What it says next; the number.
+    /// The number in its next line, which must begin with `what`.
     fn says(&mut self, what: &str) -> usize {
         let line = self.output.next().expect("an answer").unwrap();
         let number = line.strip_prefix(what).unwrap_or_else(|| panic!("`{line}` where `{what}` was to come"));
@@ -110,7 +110,7 @@ impl Program {
         assert!(done.unwrap().status.success());
     }
 
-    /// Pages of the block with a word among their states.
+    /// How many pages of the block have a word among their states.
     fn pages_with(&self, word: &str) -> u64 {
         let output =
             Command::new(UZSWAP).args(["pagemap", &self.pid.to_string(), "--json", "--runs"]).output().unwrap();
@@ -148,7 +148,7 @@ fn a_writer_waits_until_its_page_is_released_wherever_the_page_is() {
     assert_eq!((protected.pages, protected.stayed), (100, 0));
     assert_eq!(p.pages_with("write-protected"), 100);
     assert_eq!(watch.next_write(Duration::ZERO).unwrap(), None);
-    // In memory, out, and out under the waiting writer; read meanwhile by the program itself too.
+    // In memory, out, and paged out while the writer waits; the program itself also reads meanwhile.
     for (page, out_before, out_meanwhile) in [(1, false, false), (2, true, false), (3, false, true), (4, true, true)] {
         if out_before {
             p.put_out();
@@ -165,12 +165,12 @@ fn a_writer_waits_until_its_page_is_released_wherever_the_page_is() {
         assert_eq!(watch.release(p.page(page)..p.page(page) + 1).unwrap(), 1);
         assert_eq!(p.says("late"), page);
         assert_eq!(p.byte(p.page(page) + 5), 9);
-        // It is protected no more.
+        // The page is no longer protected.
         p.tell(&format!("write {page}"));
         assert_eq!(p.says("write"), page);
     }
     assert_eq!(p.pages_with("write-protected"), 96);
-    // Protected anew it is told anew; many wait at once, more than are told at once.
+    // Protected anew, writes are reported anew; more threads wait at once than are reported at once.
     assert_eq!(watch.protect(p.all()).unwrap().pages, 100);
     (0..80).for_each(|page| p.tell(&format!("late {page}")));
     let mut told = Vec::new();
@@ -189,7 +189,7 @@ fn a_writer_waits_until_its_page_is_released_wherever_the_page_is() {
     p.end();
 }
 
-/// Soft-dirty bits and protection are two things: clean pages are told, and are soft-dirty when they were written to.
+/// Soft-dirty bits and protection are independent: writes to clean pages are reported, and make them soft-dirty.
 #[test]
 fn soft_dirty_bits_go_on_meanwhile() {
     let Some(mut p) = Program::start(&["--track-writes"]) else { return };
@@ -206,7 +206,7 @@ fn soft_dirty_bits_go_on_meanwhile() {
     p.tell("late 5");
     assert_eq!(watch.next_write(LONG).unwrap(), Some(p.page(5)));
     assert_eq!(p.pages_with("soft-dirty"), 0, "nothing was written yet");
-    // Clearing the bits of what waits changes nothing.
+    // Clearing the bits of pages with waiting writers changes nothing.
     pagemap(&["--clear-soft-dirty", &range]);
     watch.release(p.page(5)..p.page(6)).unwrap();
     assert_eq!(p.says("late"), 5);
@@ -220,7 +220,7 @@ fn soft_dirty_bits_go_on_meanwhile() {
     p.end();
 }
 
-/// A client that ends, however, lets the writers go on.
+/// When a client ends, in whatever way, the writers go on.
 #[test]
 fn nobody_waits_for_a_client_that_is_gone() {
     let Some(mut p) = Program::start(&["--track-writes"]) else { return };
@@ -247,7 +247,7 @@ fn nobody_waits_for_a_client_that_is_gone() {
         assert_eq!(lines.next().as_deref(), Some("protected 100"), "{how}");
         p.tell("late 8");
         assert_eq!(lines.next(), Some(format!("write {:x}", p.page(8))), "{how}");
-        // One at a time.
+        // One client at a time.
         let second = WriteWatch::of(p.pid).map(drop).unwrap_err().to_string();
         assert!(second.contains("already"), "{second}");
         writeln!(input, "release {:x}", p.page(9)).unwrap();
@@ -259,7 +259,7 @@ fn nobody_waits_for_a_client_that_is_gone() {
             _ => writeln!(input, "relase all").unwrap(),
         }
         assert_eq!(p.says("late"), 8, "{how}");
-        // (Not waited for before: what is killed is a zombie meanwhile.)
+        // Not waited for before: a killed client is a zombie meanwhile.
         assert_eq!(client.wait().unwrap().success(), how.contains("end"), "{how}");
         let begun = Instant::now();
         while p.pages_with("write-protected") > 0 {
@@ -274,7 +274,7 @@ fn what_becomes_of_protected_memory_is_defined() {
     let Some(mut p) = Program::start(&["--track-writes"]) else { return };
     let watch = WriteWatch::of(p.pid).unwrap();
     watch.protect(p.all()).unwrap();
-    // A forked child writes to its own memory as it likes; the parent's is protected.
+    // A forked child may write to its own memory; the parent's stays protected.
     p.tell("child");
     assert_eq!(p.says("child"), 0);
     assert_eq!((p.pages_with("write-protected"), watch.next_write(Duration::ZERO).unwrap()), (100, None));
@@ -287,24 +287,24 @@ fn what_becomes_of_protected_memory_is_defined() {
     assert_eq!((p.says("child"), p.byte(p.page(6) + 5)), (0, 0));
     watch.release(p.page(6)..p.page(7)).unwrap();
     assert_eq!(p.says("late"), 6);
-    // Protection moves along.
+    // The protection moves along.
     p.tell("move");
     p.at = p.says("move");
-    // (The call returns when it has been read, and perhaps not noted yet.)
+    // The call returns when the event has been read, perhaps before it is noted.
     eventually("it has moved along", || p.pages_with("write-protected") == 99);
     p.tell("late 7");
     assert_eq!(watch.next_write(LONG).unwrap(), Some(p.page(7)));
-    // What is dropped is protected no more, and who waited there goes on.
+    // Dropped memory is no longer protected, and a thread that waited there goes on.
     p.tell("drop");
     let mut said = [p.output.next().unwrap().unwrap(), p.output.next().unwrap().unwrap()];
     said.sort();
     assert_eq!(said, ["drop 0", "late 7"]);
     assert_eq!((p.pages_with("write-protected"), p.byte(p.page(7) + 5)), (0, 9));
-    // What was never touched since is not protected; what was is.
+    // Memory not touched since is not protected; memory that was is.
     assert_eq!(watch.protect(p.all()).unwrap().pages, 1);
     p.tell("write 30");
     assert_eq!(p.says("write"), 30);
-    // Another program is another's affair.
+    // After an exec it is another program.
     p.tell("late 7");
     assert_eq!(watch.next_write(LONG).unwrap(), Some(p.page(7)));
     p.tell("exec");

@@ -1,4 +1,4 @@
-//! `uzswap run --record`: the trace tells what the counters tell, also of processes that forked or were killed.
+//! `uzswap run --record`: the trace agrees with the counters, also for processes that forked or were killed.
 
 use crate::cli::{UZSWAP, python, sentence_of, uzswap};
 use std::collections::HashSet;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 use uzswap_mm::trace::{Kind, Record, Trace};
 
-/// Runs a program under 16 MiB, recording; returns the records by slot, how many were lost, and the report.
+/// Runs a program under 16 MiB, recording. Returns the records by slot, the number lost, and the report.
 fn record(dir: &TempDir, program: &[&str]) -> (Vec<(u32, Record)>, u64, serde_json::Value) {
     let (trace, report) = (dir.path().join("trace"), dir.path().join("report"));
     let mut command = uzswap();
@@ -28,7 +28,7 @@ fn record(dir: &TempDir, program: &[&str]) -> (Vec<(u32, Record)>, u64, serde_js
 }
 
 fn contents(dir: &Path) -> PathBuf {
-    // Compresses, but not to nothing, and no two pages are alike.
+    // Compressible, but not to nothing, and no two pages are alike.
     let path = dir.join("contents");
     let bytes: Vec<u8> =
         (0..4u32 << 20).flat_map(|i| (i.wrapping_mul(0x9e37_79b9) & 0xff_ffff).to_le_bytes()).collect();
@@ -46,27 +46,27 @@ fn the_trace_agrees_with_the_counters() {
     assert_eq!(report["trace"]["records"], records.len() as u64);
     assert_eq!(report["trace"]["lost"], lost);
     if lost > 0 {
-        // (A machine too busy to run the command for a while: said, and then the sums cannot be right.)
+        // The machine is too busy to run the command for a while: this is printed, and the sums cannot be right then.
         return;
     }
     let sum = |kind: Kind| records.iter().filter(|(_, r)| r.kind == kind).map(|(_, r)| r.count() as u64).sum::<u64>();
     let events = |kind: Kind| records.iter().filter(|(_, r)| r.kind == kind).count() as u64;
     let counters = &report["counters"];
     assert!(events(Kind::Load) > 1000 && events(Kind::Store) > 1000, "too little happened to tell");
-    // (One fault may bring several pieces, some fresh: it counts once.)
+    // One fault may bring several pieces, some of them new: it counts once.
     let faults = |name: &str| counters[name].as_u64().unwrap();
     assert!(events(Kind::Load) >= faults("pgmajfault"));
     assert!(events(Kind::Fresh) >= faults("fault_zero"));
     assert!(events(Kind::Load) + events(Kind::Fresh) <= 2 * (faults("pgmajfault") + faults("fault_zero")));
     assert!(events(Kind::Refault) >= faults("refault_staged") && faults("refault_staged") > 0);
-    // Each is of one kind at most.
+    // Each fault is of one kind at most.
     assert!(faults("pgmajfault") + faults("fault_zero") + faults("refault_staged") <= faults("pgfault"));
     assert_eq!(sum(Kind::Clean), counters["swpout_clean"]);
     assert_eq!(sum(Kind::Zero), counters["swpout_zero"]);
-    // A page that was taken back while it was compressed is in the object and dropped at once.
+    // A page taken back while it was compressed is in the object, and dropped from it at once.
     assert!(sum(Kind::Store) >= counters["zswpout"].as_u64().unwrap());
     assert!(sum(Kind::Store) - sum(Kind::Drop) <= counters["zswpout"].as_u64().unwrap());
-    // What a page was loaded from had been stored before.
+    // Whatever a page is loaded from was stored before.
     let mut stored = HashSet::new();
     for (slot, r) in &records {
         match r.kind {
@@ -77,7 +77,7 @@ fn the_trace_agrees_with_the_counters() {
     }
 }
 
-/// A forked child has a ring of its own: it must not write to its parent's, whose memory object it has mapped too.
+/// A forked child has a ring of its own. It must not write to its parent's, although it has mapped the same memory object.
 #[test]
 fn a_forked_child_says_where_it_was_born() {
     const FORK: &str = "
@@ -98,7 +98,7 @@ assert os.waitpid(pid, 0)[1] == 0
         let parent = records.iter().find(|(_, r)| r.kind == Kind::Fork && r.vpn == b.vpn).expect("its parent says so");
         assert_ne!(parent.0, *slot);
     }
-    // The child read what its parent had put out before it was born.
+    // The child read what its parent had put out before the child was born.
     let mine: Vec<u32> = records.iter().filter(|(_, r)| r.kind == Kind::Born).map(|(slot, _)| *slot).collect();
     assert!(records.iter().any(|(slot, r)| mine.contains(slot) && r.kind == Kind::Load));
 }
@@ -108,7 +108,7 @@ assert os.waitpid(pid, 0)[1] == 0
 fn a_killed_program_leaves_a_whole_trace() {
     let dir = TempDir::new().unwrap();
     let source = contents(dir.path());
-    // Three are killed wherever they are by then; what the fourth has done is in the trace though its shell is killed.
+    // Three are killed wherever they are by then; the trace has what the fourth did, although its shell is killed.
     let worker = format!("{UZSWAP} lab worker --size 32M --source {}", source.display());
     let script =
         format!("for i in 1 2 3; do {worker} & sleep 0.$i; kill -9 $!; wait $!; done; {worker} >/dev/null; kill -9 $$");
@@ -127,7 +127,7 @@ fn a_trace_that_cannot_be_written_is_refused() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("no space left"));
 }
 
-/// The same trace, replayed by the engine's policies: figures that hang together, and none that is made up.
+/// One trace, replayed by the engine's policies: the figures are consistent, and none is invented.
 #[test]
 fn a_trace_is_replayed_under_every_policy() {
     let dir = TempDir::new().unwrap();
@@ -153,12 +153,12 @@ fn a_trace_is_replayed_under_every_policy() {
         assert!(number("bytes_read") >= 4096.0 * number("disk_reads"));
         assert!(number("wait_seconds") >= 100e-6 * number("disk_reads"));
     }
-    // With room for all less is written: only what reclaim presses the pool to give up.
+    // With room for everything less is written: only what reclaim presses the pool to give up.
     let roomy = replay(&["--policy", "s3-fifo", "--pool", "1G"]);
     let tight = replay(&["--policy", "s3-fifo", "--pool", "20%"]);
     let written = |of: &serde_json::Value| of["policies"][0]["written_back_pages"].as_f64().unwrap();
     assert!(written(&roomy) < written(&tight), "{roomy:#} {tight:#}");
-    // A shorter trace is replayed as far as it is good, and that is told.
+    // A truncated trace is replayed as far as it is good, with a message.
     let bytes = fs::read(&trace).unwrap();
     fs::write(&trace, &bytes[..bytes.len() / 2]).unwrap();
     let cut = replay(&["--policy", "fifo"]);

@@ -1,4 +1,4 @@
-//! What is refused before anything is started: each in one sentence, with a status that says whose fault it is.
+//! What is refused before anything is started: one sentence each, with a status that says whose fault it is.
 
 use crate::cli::{
     AGENT, UZSWAP, agent_built, copy, file, for_programs, refused, run, sentence, sentence_of, skip, uzswap,
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use tempfile::TempDir;
 
-/// A statically linked program: compiled, or where libc.a is missing its ELF header.
+/// A statically linked program: compiled, or if libc.a is missing, its ELF header.
 fn static_program(dir: &TempDir) -> PathBuf {
     let path = dir.path().join("static");
     let source = file(dir, "static.c", b"int main(void) { return 0; }\n", 0o644);
@@ -70,7 +70,7 @@ fn bad_options_are_refused() {
     refused(&["--config", "/dev/zero"], &["is larger than 1 MiB"]);
 }
 
-/// The story: options that were mistyped, or had their value attached, were taken for the program.
+/// The story: mistyped options, or options with an attached value, were taken for the program.
 #[test]
 fn mistyped_options_are_no_programs() {
     for args in [
@@ -100,7 +100,7 @@ fn mistyped_options_are_no_programs() {
 fn swap_on_an_overlay_on_memory_is_refused() {
     agent_built();
     let dir = TempDir::new().unwrap();
-    // (Mounts of its own, which go with it.)
+    // In a mount namespace, which disappears with it.
     let run = |below: &str, options: &str| {
         let script = format!(
             "cd '{}' && mkdir -p m && mount -t tmpfs none m && mkdir -p {below}/l {below}/u {below}/w m/o && \
@@ -116,7 +116,7 @@ fn swap_on_an_overlay_on_memory_is_refused() {
     };
     assert!(sentence(&memory).contains("`m/o` is in memory, where a swap file frees nothing"), "{memory:?}");
     assert_eq!(run("m", "--swap-in-ram").unwrap().stdout, b"ran\n");
-    // (Where the test's directory is on an overlay itself, or in memory, there is no telling.)
+    // If the test's directory is itself on an overlay, or in memory, there is no telling.
     let below = run("d", "").unwrap();
     let is_disk = std::process::Command::new("stat").args(["-fc", "%T"]).arg(dir.path()).output().unwrap();
     if !["tmpfs", "overlayfs"].contains(&String::from_utf8_lossy(&is_disk.stdout).trim()) {
@@ -154,7 +154,7 @@ fn programs_that_cannot_be_preloaded_are_refused() {
     assert!(sentence_of(&run(&["--", orphan.to_str().unwrap()]), 127).contains("interpreter is missing"));
 
     let own = fs::read("/bin/true").unwrap();
-    // Of who has started it, it is a program like any other: its rights are those that it has anyway.
+    // For its owner it is a program like any other: its rights are those that the owner has anyway.
     let runs = |path: &Path| {
         let output = run(&["-q", "--", path.to_str().unwrap()]);
         assert!(output.status.success() && output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -187,7 +187,7 @@ fn what_the_kernel_refuses_is_said_after_a_shells_fashion() {
     let nonsense = file(&dir, "nonsense", b"\x01\x02\x00nonsense", 0o755);
     let output = run(&["--", nonsense.to_str().unwrap()]);
     let text = String::from_utf8(output.stderr).unwrap();
-    // execvp may hand it to the shell, which refuses it with 126 or 127 too.
+    // execvp may hand it to the shell, which also refuses it with 126 or 127.
     assert!(matches!(output.status.code(), Some(126 | 127)), "{:?} {text}", output.status);
 }
 
@@ -249,8 +249,8 @@ fn without_access_all_ways_to_grant_it_are_said() {
     assert!(String::from_utf8(output.stdout).unwrap().contains("✗ access"));
 }
 
-/// The story: as another user than root needs it, a run had CAP_SYS_PTRACE. What the user's own shell called, without that, took the
-/// run's entry for left over and removed it: the group was not found any more, and its name could be had by another.
+/// The story: for users other than root, a run had CAP_SYS_PTRACE. The user's own shell called a command without it, which took
+/// the run's link for a leftover and removed it. The group was not found any more, and another could take its name.
 #[test]
 fn who_may_not_look_into_a_group_leaves_it_alone() {
     // SAFETY: no memory is involved.

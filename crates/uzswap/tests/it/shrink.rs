@@ -1,17 +1,17 @@
-//! Full pools are written back by all members of all groups below the full one, in turns.
+//! When pools are full, all members of all groups below the full one write back, in turn.
 
 use crate::groups::{MIB, Member, Place, eventually, slack};
 use std::process::Command;
 
 const SWAP: [&str; 2] = ["--swap", "1G"];
 
-/// Puts all of a member out of memory, as a command asks for it: nothing of it is in use afterwards.
+/// Pages all of a member out, as on a command's request: none of it is in use afterwards.
 fn put_out(place: &Place, member: &Member) {
     let output = place.call(&["pagemap", &member.pid().to_string(), "--page-out", "all"]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// Two processes in groups of one tree, which have put everything out.
+/// Two processes in groups of one tree, which have paged everything out.
 fn two(place: &Place) -> [Member; 2] {
     ["p/a", "p/b"].map(|group| {
         let mut member = place.start(&[&["--group", group, "-m", "512M"][..], &SWAP].concat());
@@ -21,9 +21,9 @@ fn two(place: &Place) -> [Member; 2] {
     })
 }
 
-/// Three processes, two of them in one group, have put everything out and do nothing. Then their parent's pools may take
-/// half of what they do, and one of the three stores something. Once only that one wrote: nobody woke the others, whose
-/// memory was as cold, and the pools stayed above what they may take.
+/// Three processes, two of them in one group, have paged everything out and are idle. Then their parent's pools may take half of
+/// what they do, and one of the three stores something. Once only that one wrote: nobody woke the others, whose memory was as
+/// cold, and the pools stayed above their limit.
 #[test]
 fn idle_members_of_other_groups_write_when_it_is_their_turn() {
     let place = Place::new();
@@ -54,7 +54,8 @@ fn idle_members_of_other_groups_write_when_it_is_their_turn() {
     members.into_iter().for_each(|member| _ = member.ends_well());
 }
 
-/// The story: nobody woke those that wrote when `memory.zswap.max` was set below what pools held, and idle programs' stayed as they were.
+/// The story: when `memory.zswap.max` was set below what pools held, nobody woke the threads that write, and idle programs kept
+/// their pools.
 #[test]
 fn pools_of_idle_members_are_written_when_their_limit_is_set() {
     let place = Place::new();
@@ -68,12 +69,12 @@ fn pools_of_idle_members_are_written_when_their_limit_is_set() {
     members.into_iter().for_each(|member| _ = member.ends_well());
 }
 
-/// A member that is stopped has no turn that others would wait for.
+/// Others do not wait for the turn of a stopped member.
 #[test]
 fn a_stopped_member_holds_nobody_up() {
     let place = Place::new();
     let mut members = two(&place);
-    // (A command stops with its program, and does not go on with it.)
+    // A command stops with its program, and does not go on with it.
     let (program, command) = (members[1].pid().to_string(), members[1].command().to_string());
     let send = |signal: &str, to: &str| {
         let done = Command::new("kill").args([signal, to]).status();
@@ -82,7 +83,7 @@ fn a_stopped_member_holds_nobody_up() {
     send("-STOP", &program);
     let held = place.number("p/a", "memory.zswap.current");
     let stopped = place.number("p/b", "memory.zswap.current");
-    // (All that goes must be the other's.)
+    // Everything that goes must be the other one's.
     let most = (stopped + held / 4) / 95 * 100;
     place.ctl(&["p", &format!("memory.zswap.max={most}")]);
     members[0].tell("r 1");
@@ -97,7 +98,7 @@ fn a_stopped_member_holds_nobody_up() {
     members.into_iter().for_each(|member| _ = member.ends_well());
 }
 
-/// The story: where nothing may be in the pool nothing but zeros left, as if there were no swap file. Memory that is refused by the pool
+/// The story: if nothing may be in the pool, only zero pages left, as if there were no swap file. Memory that the pool refuses
 /// goes to swap directly, as in the kernel.
 #[test]
 fn what_the_pool_may_not_hold_goes_to_the_swap_file() {
@@ -122,8 +123,8 @@ fn what_the_pool_may_not_hold_goes_to_the_swap_file() {
     member.ends_well();
 }
 
-/// The same with less room on disk than it takes: what found none is in the pool, and no more comes after it. (36 MiB find
-/// none; up to 10 were in the pool in some 70 runs.)
+/// The same with less room on disk than needed: what finds none is in the pool, and no more follows it. (36 MiB find no room; up
+/// to 10 were in the pool in some 70 runs.)
 #[test]
 fn what_finds_no_room_on_disk_does_not_fill_a_pool_that_may_hold_nothing() {
     let place = Place::new();
@@ -132,7 +133,7 @@ fn what_finds_no_room_on_disk_does_not_fill_a_pool_that_may_hold_nothing() {
     place.ctl(&["g", "memory.zswap.max=0"]);
     member.tell("r 100");
     for _ in 0..3 {
-        // (All of it was in the program just now, and goes when that is tried again.)
+        // All of it was just in the program, and leaves when that is tried again.
         eventually("the disk is nearly full", || {
             let (pool, disk) = (place.number("g", "memory.zswap.current"), place.number("g", "memory.swap.current"));
             println!("{} KiB on disk, {} KiB in the pool", disk >> 10, pool >> 10);

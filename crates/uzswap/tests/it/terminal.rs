@@ -1,4 +1,4 @@
-//! The terminal that a program runs at, when it goes away.
+//! The program's terminal, when it goes away.
 
 use crate::cli::{UZSWAP, agent_built};
 use std::fs::File;
@@ -7,13 +7,13 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, Stdio};
 
-/// A new terminal: our side of it, and what is to be at it.
+/// A new terminal: our side of it, and the program's.
 fn terminal() -> (File, OwnedFd) {
     let (mut ours, mut theirs) = (-1, -1);
     let none = std::ptr::null_mut();
     // SAFETY: two out-parameters; what else there is may be left out.
     assert_eq!(unsafe { libc::openpty(&raw mut ours, &raw mut theirs, none, none.cast(), none.cast()) }, 0);
-    // (A child that another test forks meanwhile would keep the terminal open.)
+    // A child that another test forks meanwhile would keep the terminal open.
     // SAFETY: both were just opened, and nobody else knows them.
     unsafe {
         libc::fcntl(ours, libc::F_SETFD, libc::FD_CLOEXEC);
@@ -22,7 +22,7 @@ fn terminal() -> (File, OwnedFd) {
     }
 }
 
-/// Starts a shell's script under `uzswap run` at a terminal, as a terminal's window does: as the first of its session.
+/// Starts a shell script under `uzswap run` at a terminal, as a terminal's window does: as the leader of its session.
 fn start_at(theirs: &OwnedFd, script: &str) -> Child {
     agent_built();
     let mut run = Command::new(UZSWAP);
@@ -39,7 +39,7 @@ fn start_at(theirs: &OwnedFd, script: &str) -> Child {
     run.spawn().unwrap()
 }
 
-/// Reads from a terminal until it says this.
+/// Reads from a terminal until this text comes.
 fn read_until(ours: &mut File, what: &str) {
     let (mut said, mut byte) = (String::new(), [0]);
     while !said.contains(what) {
@@ -48,8 +48,8 @@ fn read_until(ours: &mut File, what: &str) {
     }
 }
 
-/// The story: a terminal's window was closed in which `uzswap run` was all there was. The kernel says that to the session's leader alone,
-/// which was the command; the program, which would have ended, went on for good.
+/// The story: a terminal's window that ran only `uzswap run` was closed. The kernel tells the session's leader alone, which was
+/// the command. The program would have ended without us, but went on for good.
 #[test]
 fn a_program_hears_that_its_terminal_is_gone() {
     for script in ["echo ready; while :; do sleep 0.1; done", "echo ready; kill -STOP $$; while :; do sleep 0.1; done"]
@@ -61,7 +61,7 @@ fn a_program_hears_that_its_terminal_is_gone() {
         drop(ours);
         assert_eq!(child.wait().unwrap().signal(), Some(libc::SIGHUP), "{script}");
     }
-    // It may ignore that, as without us.
+    // The program may ignore that, as without us.
     let (mut ours, theirs) = terminal();
     let mut child = start_at(&theirs, "trap 'exit 7' HUP; echo ready; while :; do sleep 0.1; done");
     drop(theirs);
