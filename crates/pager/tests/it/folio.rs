@@ -1,4 +1,4 @@
-//! Folios and blocks in a region of the library: lines A and B of the acceptance list, each test naming its line.
+//! Folios and blocks in a region of the library: lines A and B of the acceptance list. Each test names its line.
 
 use crate::alone::by_itself;
 use crate::region::{Rng, against_model, alone, rss_anon, seed};
@@ -9,7 +9,7 @@ use uzswap_pager::region::{Options, Region};
 
 const PAGE: usize = 4096;
 const MIB: usize = 1 << 20;
-/// The region's size and limit where nothing else is said: more than half must be out.
+/// The default size and limit of a region: more than half of it must be out.
 const SIZE: usize = 40 * MIB;
 const LIMIT: usize = 18 * MIB;
 
@@ -38,7 +38,7 @@ fn over_orders(region: &Region, counter: impl Fn(&OrderCounters) -> &AtomicU64) 
     (0..LARGE_ORDERS).map(|i| get(counter(&folios(region).orders[i]))).sum()
 }
 
-/// What page `i` holds in round `round`: compresses well.
+/// The contents of page `i` in round `round`; they compress well.
 fn word(i: usize, round: u64) -> u64 {
     (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ round
 }
@@ -62,7 +62,7 @@ fn is_page(page: &[u8], i: usize, round: u64) -> bool {
 }
 
 fn fill(region: &mut Region, round: u64) {
-    // SAFETY: the only user, and no system call gets it.
+    // SAFETY: nobody else uses the region, and no system call gets the memory.
     let memory = unsafe { region.as_slice_mut() };
     memory.chunks_mut(PAGE).enumerate().for_each(|(i, page)| write_page(page, i, round));
 }
@@ -92,8 +92,8 @@ fn a1_what_is_written_in_sequence_leaves_and_returns_as_large_folios() {
     assert!(over_orders(&region, |o| &o.anon_fault_alloc) >= back);
 }
 
-/// A1, B3: what is read at random comes and goes page by page. The blocks it was stored in stay as they are, and a page
-/// that was not written to leaves again without being compressed.
+/// A1, B3: memory read at random comes and goes page by page. The blocks in which it was stored stay as they are, and a page that
+/// was not written to leaves again without being compressed.
 #[test]
 fn a1_what_is_read_at_random_comes_page_by_page() {
     let _one = alone();
@@ -115,8 +115,8 @@ fn a1_what_is_read_at_random_comes_page_by_page() {
     let c = counters(&region);
     let now = || [&c.pgmajfault, &c.zswpin, &c.zswpout, &folios(&region).block_partial_read].map(get);
     let before = now();
-    // (Many, as by chance one fault follows another and is taken for a sequence: of 10,000 reads some 4 % of the pages came so, and
-    // more than a tenth in one run of a hundred.)
+    // Many, as by chance one fault follows another and is taken for a sequence: in 10,000 reads some 4 % of the pages came like
+    // that, and more than a tenth in one run of a hundred.
     (0..80_000).for_each(|_| read(&mut rng));
     let after = now();
     let [faults, pages, stored, partial] = std::array::from_fn(|i| after[i] - before[i]);
@@ -126,8 +126,8 @@ fn a1_what_is_read_at_random_comes_page_by_page() {
     assert!(partial > 0, "blocks stay as they are");
 }
 
-/// A2, A4: the pool, the index and the limit refuse at every step, and every byte is still right; what is counted
-/// against the limit is what is there.
+/// A2, A4: the pool, the index and the limit refuse at every step, and every byte is still right. What is charged to the limit is
+/// what is there.
 #[test]
 fn a2_a4_refused_stores_lose_nothing_and_leak_nothing() {
     let _one = alone();
@@ -147,7 +147,7 @@ fn a2_a4_refused_stores_lose_nothing_and_leak_nothing() {
         let refused = get(&counters(&region).reject_alloc_fail) + get(&folios(&region).pool_limit_hit);
         assert!(refused > 0, "{site}: nothing was refused");
         assert_eq!(get(&counters(&region).poisoned), 0);
-        // (What a store that was refused had put in would be there still: nobody refers to it.)
+        // Entries that a refused store had made would remain, as nobody refers to them.
         region.remove(0..SIZE);
         assert_eq!(region.stats().pool, 0, "{site}: the pool holds what is nobody's");
     }
@@ -166,16 +166,16 @@ fn a5_the_switch_keeps_large_folios_out_of_the_pool() {
     assert_eq!(over_orders(&region, |o| &o.zswpout), 0);
     assert!(over_orders(&region, |o| &o.swpout_fallback) > 100);
     assert_eq!(get(&folios(&region).block_write), 0, "units are pages");
-    // Back on while it runs, and some orders only.
+    // Switched on again while it runs, for some orders only.
     region.group().folios.large_off.store(1 << 2, Relaxed);
     fill(&mut region, 3);
     verify(&region, 3);
     assert_eq!(get(&folios(&region).orders[0].zswpout), 0);
     assert!(over_orders(&region, |o| &o.zswpout) > 0);
-    // Up to 64 KiB: larger ones are split into the largest that may enter. (They were split into pages: with this setting most
-    // of what a program writes in sequence was compressed 4 KiB at a time.)
+    // Up to 64 KiB: larger folios are split into the largest that may enter. (Once they were split into pages: most of what a
+    // program writes in sequence was then compressed 4 KiB at a time.)
     region.group().folios.large_off.store(u32::MAX << 5, Relaxed);
-    // (What was on its way into the pool by then is there after this.)
+    // Afterwards everything that was on its way into the pool is there.
     fill(&mut region, 5);
     let stored = |region: &Region| folios(region).orders.each_ref().map(|o| get(&o.zswpout));
     let before = stored(&region);
@@ -188,8 +188,8 @@ fn a5_the_switch_keeps_large_folios_out_of_the_pool() {
     assert!(pages[2] > 1000 && pages[2] > pages[0] + pages[1], "most enter as folios of 64 KiB: {pages:?}");
 }
 
-/// A8: a codec that errs is found out before the folio's memory is given up: mismatches are refused and counted, and
-/// no byte is lost.
+/// A8: a codec that errs is found out before the folio's memory is given up: mismatches are refused and counted, and no byte is
+/// lost.
 #[test]
 fn a8_verification_refuses_what_does_not_decompress_to_what_it_was() {
     let _one = alone();
@@ -210,8 +210,8 @@ fn a8_verification_refuses_what_does_not_decompress_to_what_it_was() {
     assert_eq!(get(&counters(&region).poisoned), 0);
 }
 
-/// A8: what is read in sequence is brought as a batch by one fault, ahead of those who would fault on it, also where the unit of
-/// compression is a page; and a folio's units leave as a batch, stored whole though there are many.
+/// A8: what is read in sequence comes as a batch by one fault, ahead of the accesses that would fault on it, even if the unit of
+/// compression is a page. A folio's units leave as a batch, stored whole although there are many.
 #[test]
 fn a8_units_come_and_go_in_batches() {
     let _one = alone();
@@ -248,12 +248,12 @@ fn a9_zero_folios_take_no_pool_memory() {
     assert!(get(&counters(&region).swpout_zero) > 0 && get(&folios(&region).swpin_zero) > 0);
 }
 
-/// B1: the unit of compression can be chosen.
+/// B1: the unit of compression is selectable.
 #[test]
 fn b1_the_unit_of_compression_is_selectable() {
     let _one = alone();
     let mut pages_per_block = Vec::new();
-    // (A folio is a 64th of the limit at most: see below for larger ones.)
+    // A folio is at most a 64th of the limit: larger ones are tested below.
     for unit in [0u8, 2, 3, 4, 5, 6] {
         let mut region = region("");
         region.group().folios.units.iter().for_each(|u| u.store(unit + 1, Relaxed));
@@ -272,7 +272,7 @@ fn b1_the_unit_of_compression_is_selectable() {
     assert!(pages_per_block[1..].is_sorted_by(|a, b| a < b), "{pages_per_block:?}");
 }
 
-/// A region whose folios and units are of up to 2 MiB.
+/// A region whose folios and units are up to 2 MiB.
 fn large(faults: &str, unit: u8, verify: bool) -> Region {
     let region = Region::new(224 * MIB, &Options::new(128 * MIB)).unwrap();
     let settings = &region.group().folios;
@@ -303,8 +303,8 @@ fn b1_units_of_up_to_2_mib() {
     }
 }
 
-/// A2, A8, B2: stores and loads of large units fail at every step, and no byte is lost: all of a unit is stored or none,
-/// and where there are no frames it is decompressed once and comes as small folios.
+/// A2, A8, B2: stores and loads of large units fail at every step, and no byte is lost. A unit is stored completely or not at
+/// all; if there are no frames for it, it is decompressed once and comes as small folios.
 #[test]
 fn a2_b2_large_units_fail_at_every_step() {
     let _one = alone();
@@ -338,14 +338,14 @@ fn a2_b2_large_units_fail_at_every_step() {
         let stats = region.stats();
         let held = stats.resident + stats.staged + stats.free + stats.pool;
         assert_eq!(stats.charged, held, "{faults}: the charge is what is held");
-        // (Of the model as much is the test's.)
+        // The test's model takes as much.
         let seen = rss_anon().saturating_sub(before);
         assert!(seen < held + 24 * MIB, "{faults}: {seen} bytes resident, of which {held} are accounted for");
     }
 }
 
-/// B2: when there are no contiguous frames the block is decompressed once and delivered as small folios, all in that
-/// one fault, which counts as one major fault.
+/// B2: if there are no contiguous frames, a block is decompressed once and comes as small folios, all in one fault, which counts
+/// as one major fault.
 #[test]
 fn b2_without_contiguous_frames_a_block_comes_as_small_folios_in_one_fault() {
     let _one = alone();
@@ -367,7 +367,7 @@ fn b2_without_contiguous_frames_a_block_comes_as_small_folios_in_one_fault() {
     assert_eq!(get(&f.block_fallback_single), 0);
 }
 
-/// The story: zeros that came in pieces counted as blocks, and 121 blocks had fallen back where none was read.
+/// The story: zeros that came in pieces counted as blocks: 121 blocks had fallen back, and none had been read.
 #[test]
 fn zeros_that_come_in_pieces_are_no_block_that_falls_back() {
     let _one = alone();
@@ -386,7 +386,7 @@ fn zeros_that_come_in_pieces_are_no_block_that_falls_back() {
     assert_eq!((get(&f.block_read), get(&f.block_fallback)), (0, 0));
 }
 
-/// B2, without the fall-back (the lab's comparison): a fault for each page, and blocks decompressed again and again.
+/// B2 without the fall-back, for comparison in the lab: a fault for each page, and blocks are decompressed again and again.
 #[test]
 fn b2_without_the_fallback_blocks_are_decompressed_again() {
     let _one = alone();
@@ -400,14 +400,14 @@ fn b2_without_the_fallback_blocks_are_decompressed_again() {
     assert!(get(&f.block_partial_read) > 100 && get(&f.block_read_again) > 100);
 }
 
-/// B2, the first fix: the original gave up (out of memory) when four small folios could not be had either. One page
-/// comes alone then, and the program goes on.
+/// B2, the first fix: the original gave up (out of memory) if four small folios could not be had either. Now a single page comes,
+/// and the program goes on.
 ///
-/// The second: a page whose charge failed was leaked. With frames and charges failing all the time what is held is
-/// still what is accounted for.
+/// The second: a page whose charge failed was leaked. Here frames and charges fail all the time, and what is held is still what
+/// is accounted for.
 ///
-/// The third: an error path kept the lock of the decompression buffer, and the next fault on that CPU waited for ever.
-/// Here threads fault at once while every step fails now and then.
+/// The third: an error path kept the lock of the decompression buffer, and the next fault on that CPU waited for ever. Here
+/// threads fault at once while every step fails now and then.
 #[test]
 fn b2_frames_and_charges_fail_at_every_step() {
     let _one = alone();
@@ -419,7 +419,7 @@ fn b2_frames_and_charges_fail_at_every_step() {
         let mut region = region(faults);
         fill(&mut region, 1);
         verify(&region, 1);
-        // (Where charges seldom fail a page comes alone some three times in so many steps, and in one run of twenty not at all.)
+        // If charges seldom fail, a page comes alone some three times in so many steps, and in one run of twenty not at all.
         for _ in 0..10 {
             against_model(&mut region, 4, seed(), 1000);
             if get(&folios(&region).block_fallback_single) > 0 {
@@ -437,8 +437,8 @@ fn b2_frames_and_charges_fail_at_every_step() {
     }
 }
 
-/// B2, the fourth fix: all four pages got the flags of the page that faulted. A write to one page of a block makes that
-/// page dirty, and only that one: the others leave again as the clean copies they are.
+/// B2, the fourth fix: all four pages got the flags of the page that faulted. A write to a page of a block makes only that page
+/// dirty: the others leave again as the clean copies that they are.
 #[test]
 fn b2_only_the_page_written_to_becomes_dirty() {
     let _one = alone();
@@ -449,8 +449,8 @@ fn b2_only_the_page_written_to_becomes_dirty() {
         region.group().folios.scarce.store(scarce, Relaxed);
         let counts = |region: &Region| [&counters(region).zswpin, &counters(region).swpout_clean].map(get);
         let before = counts(&region);
-        // A part that fits is gone through, and the first page of each 64 KiB written to, which most faults are on; then all of it leaves
-        // again, and nothing else does. (What comes at random keeps no copy of its block.)
+        // Go through a part that fits and write to the first page of each 64 KiB, where most faults are. Then all of it leaves
+        // again, and nothing else does. (Pages that come at random keep no copy of their block.)
         {
             // SAFETY: the only user, and no system call gets it.
             let memory = unsafe { region.as_slice_mut() };
@@ -475,8 +475,8 @@ fn b2_only_the_page_written_to_becomes_dirty() {
     }
 }
 
-/// The story: a block whose kept copies had turned out stale once kept none ever after. A program that had changed its data
-/// while it was made, and from then on only read it, compressed every page anew whenever it left.
+/// The story: a block whose kept copies had turned out stale never kept one again. A program that changed its data while making
+/// it, and then only read it, compressed every page anew whenever it left.
 #[test]
 fn what_was_written_once_and_is_only_read_from_then_on_leaves_clean() {
     let _one = alone();
@@ -496,8 +496,8 @@ fn what_was_written_once_and_is_only_read_from_then_on_leaves_clean() {
     assert!(last.0 > 10 * last.1, "in the end {} left clean, {} were stored anew", last.0, last.1);
 }
 
-/// B3, B4: incompressible blocks are stored raw; a write to part of a block stores that page anew; a block goes with
-/// its last page. Each is counted.
+/// B3, B4: incompressible blocks are stored raw; a write to a part of a block stores that page anew; a block goes with its last
+/// page. Each is counted.
 #[test]
 fn b3_partial_writes_and_incompressible_blocks() {
     let _one = alone();
@@ -518,7 +518,7 @@ fn b3_partial_writes_and_incompressible_blocks() {
     assert!(get(&folios(&region).reject_compress_poor) > 0, "random contents are stored raw");
     assert!(get(&counters(&region).stored_incompressible_pages) > 0);
     {
-        // SAFETY: as above. Reading in sequence keeps the compressed blocks; then one page in four changes.
+        // SAFETY: as above. Sequential reads keep the compressed blocks; then one page in four changes.
         let memory = unsafe { region.as_slice_mut() };
         for i in 0..memory.len() / PAGE {
             std::hint::black_box(memory[i * PAGE]);

@@ -1,4 +1,4 @@
-//! Limits that change while a region is in use.
+//! Changes of limits while a region is in use.
 
 use crate::region::{MIB, PAGE, Rng, alone, seed, work};
 use std::io::ErrorKind;
@@ -7,12 +7,13 @@ use uzswap_pager::group::ON_FULL_KILL;
 use uzswap_pager::region::{Error, LEAST_LIMIT, Options, Region};
 use uzswap_pager::shared::{SharedOptions, SharedRegion};
 
-/// More may be charged at the moment of looking, as others fault.
+/// How much more may be charged at the moment of looking, as other threads fault.
 const SLACK: usize = 2 * MIB;
-/// The least limit, in MiB.
+/// The lowest limit, in MiB.
 const LEAST: usize = 32;
 
-/// Changes a limit as long as `goes_on`; a quarter of what there is does not compress, and fits into the least of them with some to spare.
+/// Changes a limit while `goes_on`. A quarter of the contents does not compress; it fits into the lowest limit with some room to
+/// spare.
 fn change(set_limit: impl Fn(usize) -> usize, shown: impl Fn() -> u64, goes_on: &AtomicBool, rng: &mut Rng) -> u32 {
     let mut changes = 0;
     while goes_on.load(Relaxed) || changes == 0 {
@@ -30,7 +31,7 @@ fn a_region_keeps_each_limit_it_is_given() {
     let _alone = alone();
     let seed = seed();
     let region = Region::new(64 * MIB, &Options::new(64 * MIB)).unwrap();
-    // SAFETY: one thread uses it, and no system call gets it.
+    // SAFETY: only one thread uses the memory, and no system call gets it.
     let memory = unsafe { std::slice::from_raw_parts_mut(region.as_mut_ptr(), region.len()) };
     let goes_on = AtomicBool::new(true);
     let map = region.page_map().unwrap();
@@ -44,7 +45,7 @@ fn a_region_keeps_each_limit_it_is_given() {
         println!("{} changes", change(set, || map.limit(), goes_on, &mut Rng::new(seed + 1)));
         worker.join().unwrap();
     });
-    // What is in use when nobody touches anything is exact.
+    // When nobody touches anything, the usage is exact.
     assert!(region.set_limit(LEAST * MIB).unwrap() <= LEAST * MIB);
     assert_eq!(region.stats().over_limit, 0);
 }
@@ -58,7 +59,7 @@ fn a_shared_region_keeps_each_limit_it_is_given() {
     std::thread::scope(|scope| {
         let goes_on = &goes_on;
         let worker = scope.spawn(|| {
-            // SAFETY: mapped as long as `m` is, one thread uses it, and no system call gets it.
+            // SAFETY: the memory is mapped as long as `m` is, only one thread uses it, and no system call gets it.
             let memory = unsafe { std::slice::from_raw_parts_mut(m.as_mut_ptr(), m.len()) };
             work(memory, &mut vec![0; 64 * MIB], &mut Rng::new(seed), 40_000);
             goes_on.store(false, Relaxed);
@@ -72,7 +73,7 @@ fn a_shared_region_keeps_each_limit_it_is_given() {
     assert!(charged <= LEAST * MIB && stats.poisoned == 0, "{charged}, {stats:?}");
 }
 
-/// Nor is anybody killed for it.
+/// And nobody is killed for it.
 #[test]
 fn what_does_not_compress_into_a_smaller_limit_is_told_and_kept() {
     let _alone = alone();
@@ -99,7 +100,7 @@ fn what_does_not_compress_into_a_smaller_limit_is_told_and_kept() {
     }
 }
 
-/// Nor does it end what is pinned.
+/// A lower limit does not end a pin either.
 #[test]
 fn what_is_pinned_stays_under_a_smaller_limit() {
     let _alone = alone();
@@ -114,7 +115,7 @@ fn what_is_pinned_stays_under_a_smaller_limit() {
     assert_eq!(refused.kind(), ErrorKind::OutOfMemory, "{refused}");
     drop(pin);
     assert!(shared.set_limit(LEAST_LIMIT).unwrap() <= LEAST_LIMIT && present() < (16 * MIB / PAGE) as u64);
-    // Of an owner that has ended nothing can be asked.
+    // After an owner has ended nothing can be asked of it.
     drop(shared);
     let gone = mapping.page_out(0..MIB).unwrap_err();
     assert_eq!(gone.kind(), ErrorKind::UnexpectedEof);

@@ -1,4 +1,4 @@
-//! A region's page map: exact at every step, and as the region says itself.
+//! A region's page map: exact at every step, and in agreement with the region's own figures.
 
 use crate::region::{MIB, PAGE, Rng, against_model, alone, seed};
 use std::sync::atomic::Ordering::*;
@@ -41,7 +41,8 @@ fn the_page_map_tells_how_a_page_is_packed() {
         let mut rng = Rng::new(seed());
         // SAFETY: this test's own region, and no system call is given a pointer into it.
         let bytes = unsafe { region.as_slice_mut() };
-        // Runs of the largest unit's pages of a kind: text, noise, zeros. (From the last one down: none is brought along.)
+        // Runs of each kind (text, noise, zeros), each with as many pages as the largest unit. (From the last one down, so faults
+        // bring no neighbours.)
         for (i, page) in bytes.chunks_mut(PAGE).enumerate().take(192).collect::<Vec<_>>().into_iter().rev() {
             match i / 16 % 3 {
                 0 => page.fill(i as u8 + 1),
@@ -59,7 +60,7 @@ fn the_page_map_tells_how_a_page_is_packed() {
             }
         };
         check();
-        // Read and put out again: what is clean leaves with the copy it has.
+        // Read and paged out again: clean pages leave with their kept copies.
         region.page_in(0..4 * MIB);
         region.page_out(0..4 * MIB);
         check();
@@ -72,7 +73,7 @@ fn the_page_map_says_what_the_region_says() {
     let mut region = Region::new(32 * MIB, &Options::new(14 * MIB)).unwrap();
     against_model(&mut region, 2, seed(), 3000);
     region.page_out(0..MIB);
-    // Reclaim goes on by itself for a moment: read until both are of one state of affairs.
+    // Reclaim goes on for a moment by itself: read until both are of the same moment.
     for _ in 0..1000 {
         let (before, sum, after) = (region.stats(), region.page_map().unwrap().summary(), region.stats());
         if before == after {

@@ -1,4 +1,4 @@
-//! Regions against plain memory.
+//! Regions, compared with plain memory.
 
 use crate::alone::skip;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::*};
@@ -34,7 +34,7 @@ pub(crate) fn seed() -> u64 {
     seed
 }
 
-/// Contents of one page: of four, two compress, one does not, one is zero.
+/// Fills a page: of four kinds two compress, one does not, one is zero.
 fn page(rng: &mut Rng, out: &mut [u8]) {
     match rng.below(4) {
         0 => out.fill(0),
@@ -48,7 +48,7 @@ fn page(rng: &mut Rng, out: &mut [u8]) {
     }
 }
 
-/// Does random work on part of a region and of the model, which must agree at every step and in the end.
+/// Does random work on a part of a region and of its model, which must agree at every step and at the end.
 pub(crate) fn work(memory: &mut [u8], model: &mut [u8], rng: &mut Rng, steps: usize) {
     for (m, p) in model.chunks_mut(PAGE).zip(memory.chunks_mut(PAGE)) {
         page(rng, m);
@@ -58,7 +58,7 @@ pub(crate) fn work(memory: &mut [u8], model: &mut [u8], rng: &mut Rng, steps: us
     for step in 0..steps {
         match rng.below(8) {
             0 => {
-                // A run of reads.
+                // Read a run of pages.
                 let at = rng.below(len / PAGE) * PAGE;
                 let n = (1 + rng.below(64) * PAGE).min(len - at);
                 assert!(memory[at..at + n] == model[at..at + n], "step {step}, {at}+{n}");
@@ -109,7 +109,7 @@ pub(crate) fn alone() -> std::sync::MutexGuard<'static, ()> {
     ONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// The story: pages that nobody has touched were looked at one by one, for 50 seconds where there are 64 TB of them.
+/// The story: pages that nobody had touched were looked at one by one, which took 50 seconds for 64 TB.
 #[test]
 fn what_nobody_has_touched_of_a_huge_region_is_not_walked() {
     const SIZE: usize = 64 << 40;
@@ -145,7 +145,7 @@ fn one_thread_reads_what_it_wrote() {
     assert!(stats.stored > 20 * MIB, "{stats:?}");
 }
 
-/// Levels 20 to 22 of zstd were accepted once, and 19 was used: every level there is must be used, others refused.
+/// Levels 20 to 22 of zstd were once accepted, and 19 was used: every existing level must be used, and others refused.
 #[test]
 fn the_highest_levels_are_used_and_higher_ones_refused() {
     let _one = alone();
@@ -164,8 +164,8 @@ fn the_highest_levels_are_used_and_higher_ones_refused() {
     }
 }
 
-/// Objects moved by compaction of the pool must be found by every page that names them: those that are out, those that
-/// kept a copy, and all four of a unit.
+/// When compaction of the pool moves an object, all pages that name it must find it: those that are out, those that kept a copy,
+/// and all four of a unit.
 #[test]
 fn the_pool_stays_dense_and_its_objects_are_found() {
     let _one = alone();
@@ -174,19 +174,19 @@ fn the_pool_stays_dense_and_its_objects_are_found() {
     let memory = unsafe { region.as_slice_mut() };
     let mut model = vec![0u8; memory.len()];
     let mut rng = Rng::new(seed());
-    // Pages of ever other sizes when compressed: a share of each is noise.
+    // Pages of ever different compressed sizes: a part of each is noise.
     let mut fill = |m: &mut [u8], noise: usize| {
         m.fill(1);
         m[..noise].chunks_mut(8).for_each(|c| c.copy_from_slice(&rng.next().to_le_bytes()));
     };
     for round in 0..6 {
         let pages = model.len() / PAGE;
-        // (In sequence blocks come and go whole, and leave no gaps.)
+        // In sequence blocks would come and go whole, and leave no gaps.
         for i in (0..pages).map(|i| if round == 0 { i } else { i * 7919 % pages }) {
             let (m, p) = (&mut model[i * PAGE..(i + 1) * PAGE], &mut memory[i * PAGE..(i + 1) * PAGE]);
             match round {
                 0 => fill(m, 1024),
-                // One page in `round + 1` shrinks, so that its old class is left full of gaps.
+                // One page in `round + 1` shrinks, so its old class is left full of gaps.
                 _ if i % (round + 1) == 0 => fill(m, 1024 - 160 * round),
                 _ => {
                     assert!(m == p, "page {i} in round {round}");
@@ -204,7 +204,7 @@ fn the_pool_stays_dense_and_its_objects_are_found() {
     assert!(stats.charged <= 32 * MIB, "{stats:?}");
 }
 
-/// What a pool that was large has left lies in all its page blocks: it is moved together, and found there.
+/// Leftovers of a pool that was large lie in all its page blocks: they are moved together, and found again.
 #[test]
 fn page_blocks_of_the_pool_are_emptied() {
     let _one = alone();
@@ -232,8 +232,8 @@ fn page_blocks_of_the_pool_are_emptied() {
     assert!(stats.charged <= 40 * MIB, "{stats:?}");
 }
 
-/// E1: staged pages whose frames compaction moves must be found where they are then, also while other threads fault on them, by
-/// whichever rule they move.
+/// E1: when compaction moves the frames of staged pages, the pages must be found in their new frames, also while other threads
+/// fault on them, and under each rule of compaction.
 #[test]
 fn e1_pages_are_found_after_their_frames_have_moved() {
     let _one = alone();
@@ -249,11 +249,11 @@ fn found_after_moves(rule: Compaction) {
     std::thread::scope(|scope| {
         let (shared, done, moved) = (&shared, &done, &moved);
         scope.spawn(move || {
-            // Frames move only where some are staged just then, in several blocks: luck, on a busy machine.
+            // Frames move only if some are staged at that moment, in several blocks: on a busy machine that is luck.
             for round in 0..30 {
                 // SAFETY: the only thread that touches the memory; the others call methods that do not.
                 against_model(unsafe { &mut *shared.0 }, 2, seed + round, 8000);
-                // (What the region moves of its own accord does not count.)
+                // What the region moves by itself does not count.
                 if moved.load(SeqCst) > 100 {
                     break;
                 }
@@ -274,7 +274,7 @@ fn found_after_moves(rule: Compaction) {
 }
 
 struct Shared(*mut Region);
-// SAFETY: a region is made for several threads.
+// SAFETY: several threads may use a region.
 unsafe impl Sync for Shared {}
 // SAFETY: as above.
 unsafe impl Send for Shared {}
@@ -288,8 +288,8 @@ fn several_threads_read_what_they_wrote() {
     assert!(stats.charged <= 24 * MIB, "{stats:?}");
 }
 
-/// The same as where each TLB flush interrupts another CPU: pages go by windows, and come by copies; and where the kernel moves
-/// something else than it was asked for.
+/// The same as if each TLB flush interrupted another CPU: pages leave in windows, and come by copies; and the kernel moves
+/// something other than it was asked for.
 #[test]
 fn threads_read_what_they_wrote_where_flushes_are_dear() {
     let _one = alone();
@@ -348,8 +348,8 @@ fn threads_that_touch_the_same_pages_agree() {
     assert_eq!(cells.iter().map(|c| c.load(Relaxed)).sum::<u64>(), 120_000);
 }
 
-/// Threads of this process, when no more than so many are left, or after 20 seconds. (One that was joined is listed until it has left
-/// the kernel.)
+/// The number of this process's threads, once at most `most` are left, or after 20 seconds. (A joined thread is listed until it
+/// has left the kernel.)
 fn threads_at_rest(most: usize) -> usize {
     let end = std::time::Instant::now() + std::time::Duration::from_secs(20);
     loop {
@@ -374,7 +374,7 @@ fn dropping_a_region_returns_its_memory() {
         unsafe { region.as_slice_mut() }.chunks_mut(PAGE).for_each(|p| page(&mut rng, p));
         region
     };
-    // (malloc keeps some for each thread's arena, up to a bound.)
+    // malloc keeps some for each thread's arena, up to a bound.
     (0..16).for_each(|_| drop(fill()));
     let before = rss_anon();
     let threads = threads_at_rest(2);
@@ -394,7 +394,7 @@ fn dropping_a_region_returns_its_memory() {
 static WILD: AtomicUsize = AtomicUsize::new(0);
 
 extern "C" fn earlier(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-    // SAFETY: the kernel's siginfo; the page is replaced by a readable one, so that the access goes on.
+    // SAFETY: the siginfo is the kernel's; the page is replaced by a readable one, so the access goes on.
     unsafe {
         let at = (*info).si_addr() as usize & !(PAGE - 1);
         WILD.store(at, SeqCst);
@@ -403,7 +403,7 @@ extern "C" fn earlier(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) 
     }
 }
 
-/// Runs in a process of its own, as the handler is installed once a process.
+/// Runs in a process of its own, as the handler is installed once per process.
 #[test]
 fn a_wild_sigbus_goes_to_the_earlier_handler() {
     let _one = alone();
@@ -448,8 +448,8 @@ fn a_system_call_on_memory_that_is_out_fails() {
     assert!(got < 0 && std::io::Error::last_os_error().raw_os_error() == Some(libc::EFAULT));
 }
 
-/// The story: a region whose pool had filled its limit had a handful of pages left. A read across the end of a page had the
-/// next one brought, for which the first was taken, for which the next one was: for ever.
+/// The story: a region whose pool had filled its limit had a handful of pages left. A read across the end of a page brought the
+/// next one, for which the first was evicted, for which the next one was: for ever.
 #[test]
 fn what_an_instruction_needs_is_there_at_once() {
     let _one = alone();
@@ -461,7 +461,7 @@ fn what_an_instruction_needs_is_there_at_once() {
         let memory = unsafe { region.as_slice_mut() };
         let mut sums = vec![];
         for page in memory.chunks_mut(PAGE) {
-            // (Four tenths noise: the pool takes nearly all of the limit.)
+            // Four tenths are noise: the pool takes nearly all of the limit.
             page.fill(1);
             page[PAGE - 1640..].chunks_mut(8).for_each(|c| c.copy_from_slice(&rng.next().to_le_bytes()));
             sums.push(u64::from_le_bytes(
@@ -479,12 +479,12 @@ fn what_an_instruction_needs_is_there_at_once() {
             assert_eq!(read, sums[i], "behind page {i}");
         }
         println!("{least} bytes at least, {:?}", region.stats());
-        // (What compaction of the pool has just freed is the program's for a while.)
+        // What compaction of the pool has just freed is the program's for a while.
         assert!(least < MIB, "there is more room than this is about: {least}");
     }
 }
 
-/// The story: a range of no bytes in the middle of a page was taken for that page, and removed it.
+/// The story: an empty range in the middle of a page was taken for that page, and removed it.
 #[test]
 fn a_range_of_no_bytes_is_of_no_pages_of_a_region() {
     let _one = alone();

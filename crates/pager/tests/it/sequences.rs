@@ -1,4 +1,4 @@
-//! What is read in sequence passes through memory: see `List::Passing`.
+//! Pages read in sequence pass through memory: see `List::Passing`.
 
 use crate::region::{Rng, alone, seed};
 use std::sync::atomic::Ordering::Relaxed;
@@ -8,16 +8,16 @@ const PAGE: usize = 4096;
 const MIB: usize = 1 << 20;
 const LIMIT: usize = 16 * MIB;
 
-/// A region that holds `size` bytes of pages that tell which they are, and take next to no room in the pool.
+/// A region with `size` bytes of numbered pages, which take next to no room in the pool.
 fn filled(size: usize) -> Region {
     let mut region = Region::new(size, &Options::new(LIMIT)).unwrap();
-    // SAFETY: the only user.
+    // SAFETY: nobody else uses the region.
     let memory = unsafe { region.as_slice_mut() };
     memory.chunks_mut(PAGE).enumerate().for_each(|(i, page)| page[..8].copy_from_slice(&(i as u64 + 1).to_le_bytes()));
     region
 }
 
-/// Reads pages; returns how many came from the pool for it.
+/// Reads pages; returns how many of them came from the pool.
 fn read(region: &Region, pages: impl IntoIterator<Item = usize>) -> usize {
     let count = || region.group().slots[0].counters.zswpin.load(Relaxed) as usize;
     let before = count();
@@ -29,7 +29,7 @@ fn read(region: &Region, pages: impl IntoIterator<Item = usize>) -> usize {
     count() - before
 }
 
-/// The story: of what was read over and over, and did not fit by a little, each page was put out just before it was read.
+/// The story: of memory that was read over and over and was a bit too large, each page was evicted just before it was read.
 #[test]
 fn of_what_is_read_over_and_over_a_part_stays() {
     let _one = alone();
@@ -40,12 +40,13 @@ fn of_what_is_read_over_and_over_a_part_stays() {
         let rounds = (0..8).map(|_| read(&region, 0..pages)).collect::<Vec<_>>();
         let came: usize = rounds.iter().sum();
         println!("{pages} pages: {rounds:?} came; {:?}", region.stats());
-        // (A fifth of so small a limit is not the program's, and what chance puts out is missed.)
+        // A fifth of so small a limit is not the program's, and pages evicted by chance are missed.
         assert!(came <= 8 * (pages - LIMIT / PAGE * 45 / 100), "{pages} pages: {rounds:?}");
     }
 }
 
-/// What filled memory before, and is never used again, does not stay for ever where something else is read over and over that fits.
+/// Pages that filled memory before and are never used again do not stay for ever beside others that are read over and over and
+/// fit.
 #[test]
 fn what_is_read_over_and_over_and_fits_comes_to_stay() {
     let _one = alone();
@@ -75,11 +76,11 @@ fn what_passes_puts_nothing_out() {
         missed += read(&region, some(2));
     }
     println!("{missed} of {} uses came from the pool; {:?}", 2 * (pages - used), region.stats());
-    // (It was three in ten.)
+    // It was three in ten once.
     assert!(missed * 7 <= 2 * (pages - used), "{missed} of {}", 2 * (pages - used));
 }
 
-/// The story: who filled memory downwards (GNU sort does, with its lines) had a fault for each page of it.
+/// The story: a program that filled memory downwards (as GNU sort fills its lines) took a fault for each page.
 #[test]
 fn who_fills_memory_faults_once_for_many_pages_upwards_and_downwards() {
     let _one = alone();
@@ -93,7 +94,7 @@ fn who_fills_memory_faults_once_for_many_pages_upwards_and_downwards() {
         }
         let faults = region.stats().faults as usize;
         println!("{faults} faults for {pages} pages, downwards: {down}; {:?}", region.stats());
-        // (128 pages at a time and 16, but for the first few, and pages that left early.)
+        // 128 pages at a time or 16, except for the first few, and pages that left early.
         assert!(faults < pages / at_once, "{faults} faults for {pages} pages, downwards: {down}");
         read(&region, 0..pages);
     }

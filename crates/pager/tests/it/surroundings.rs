@@ -1,4 +1,4 @@
-//! Regions of programs that lock their memory, close descriptors, or fork.
+//! Regions in programs that lock their memory, close descriptors, or fork.
 
 use crate::alone::{by_itself, skip};
 use crate::region::{MIB, PAGE};
@@ -11,7 +11,7 @@ fn word(region: &Region, page: usize) -> *mut u64 {
     unsafe { region.as_mut_ptr().add(page * PAGE).cast() }
 }
 
-/// Fills a region of so many MiB under a limit of eight, and reads it again.
+/// Fills a region of `size` MiB, and reads it again.
 fn filled(size: usize, options: &Options) -> Region {
     let region = Region::new(size * MIB, options).unwrap();
     for page in 0..size * MIB / PAGE {
@@ -25,14 +25,14 @@ fn filled(size: usize, options: &Options) -> Region {
     region
 }
 
-/// A figure of this process's, in bytes.
+/// A figure from this process's status, in bytes.
 fn status(name: &str) -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
     line.trim_start_matches(':').trim().trim_end_matches(" kB").parse::<usize>().unwrap() << 10
 }
 
-/// The story: all that a region reserves, 75 GB, was filled, as was the region, past its limit.
+/// The story: everything that a region reserves, 75 GB, was filled, and so was the region itself, beyond its limit.
 #[test]
 fn a_program_that_locks_its_memory_may_make_a_region() {
     if !by_itself("surroundings::a_program_that_locks_its_memory_may_make_a_region") {
@@ -42,7 +42,7 @@ fn a_program_that_locks_its_memory_may_make_a_region() {
         // SAFETY: a plain call, in a process of a few MiB.
         unsafe { libc::mlockall(libc::MCL_FUTURE | more) == 0 }
     };
-    // (What is locked on its first touch is known as locked before, so this fills nothing whatever becomes of it.)
+    // Memory that is locked on first touch is known as locked before, so this fills nothing, whatever becomes of it.
     const MCL_ONFAULT: i32 = 4;
     if !lock(MCL_ONFAULT) {
         return skip("the process may not lock its memory");
@@ -61,7 +61,7 @@ fn a_program_that_locks_its_memory_may_make_a_region() {
 /// Closes all descriptors in a child, then reads and writes a region.
 fn touch_after_closing(options: &Options) {
     let region = filled(32, options);
-    // SAFETY: this process has no other use for them, and ends by a signal.
+    // SAFETY: this process does not use the descriptors otherwise, and ends by a signal.
     unsafe { libc::syscall(libc::SYS_close_range, 3, u32::MAX, 0) };
     let pages = 0..region.len() / PAGE;
     // SAFETY: within the region.
@@ -69,7 +69,7 @@ fn touch_after_closing(options: &Options) {
     println!("{wrong} pages read wrong");
 }
 
-/// The story: the last descriptor of the userfaultfd was gone, and with it the registration: what was out read as zeros.
+/// The story: the last descriptor of the userfaultfd was closed, which ended the registration: pages that were out read as zeros.
 #[test]
 fn what_is_out_when_descriptors_are_closed_is_never_read_as_zeros() {
     const TEST: &str = "surroundings::what_is_out_when_descriptors_are_closed_is_never_read_as_zeros";
@@ -93,7 +93,7 @@ fn what_is_out_when_descriptors_are_closed_is_never_read_as_zeros() {
     }
 }
 
-/// Closes all descriptors, then writes to a page that is there, and whose next write is to be noted.
+/// Closes all descriptors, then writes to a page in memory whose next write is to be noted.
 fn write_after_closing() {
     let region = filled(4, &Options { track_writes: true, ..Options::new(8 * MIB) });
     region.clear_soft_dirty(0..region.len()).unwrap();
@@ -136,7 +136,8 @@ fn a_forked_child_may_drop_what_it_has_of_a_region() {
     assert_eq!(unsafe { word(&region, 0).read_volatile() }, 5);
 }
 
-/// Has the kernel, which takes the highest place that is large enough, put the next region of 10 MiB where something else was.
+/// The kernel takes the highest address range that is large enough. Has it put the next region of 10 MiB where something else
+/// was.
 fn take_all_places_above(there: &std::ops::Range<usize>) {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     for size in [16 << 30, 1 << 30, 64 * MIB, 10 * MIB + (128 << 10)] {
@@ -152,8 +153,8 @@ fn take_all_places_above(there: &std::ops::Range<usize>) {
     }
 }
 
-/// The story: a child's own region lay where its parent's had been, which the child has not. Its faults were taken for the parent's, and
-/// the child ended by SIGSEGV.
+/// The story: a child made a region where its parent's had been, which the child does not have. Its faults were taken for faults
+/// on the parent's region, and the child ended by SIGSEGV.
 #[test]
 fn a_forked_child_may_make_a_region_where_its_parents_was() {
     if !by_itself("surroundings::a_forked_child_may_make_a_region_where_its_parents_was") {
@@ -175,7 +176,7 @@ fn a_forked_child_may_make_a_region_where_its_parents_was() {
     // SAFETY: a child of ours.
     unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert_eq!(status, 0, "{status:#x}");
-    // What the child did changed nothing here.
+    // The child changed nothing here.
     let wrong = (0..parents.len() / PAGE).filter(|page| {
         // SAFETY: within the region, which nobody else uses.
         unsafe { word(&parents, *page).read_volatile() != *page as u64 + 1 }
@@ -183,7 +184,7 @@ fn a_forked_child_may_make_a_region_where_its_parents_was() {
     assert_eq!(wrong.count(), 0);
 }
 
-/// The story: what was said of a region that was full was of a group, of its `memory.max` and of `--on-full`, none of which its program has.
+/// The story: the message about a full region spoke of a group, its `memory.max` and `--on-full`, none of which its program has.
 #[test]
 fn a_region_that_is_full_is_called_one() {
     const TEST: &str = "surroundings::a_region_that_is_full_is_called_one";
@@ -201,14 +202,14 @@ fn a_region_that_is_full_is_called_one() {
         assert!(line.contains(" used of its limit of 8.0 MiB, ") && !line.contains("group"), "{said}");
         return;
     }
-    // What does not compress, four times as much as the limit.
+    // Incompressible memory, four times the limit.
     let region = Region::new(32 * MIB, &Options::new(8 * MIB)).unwrap();
     let mut rng = crate::region::Rng::new(7);
     for at in 0..32 * MIB / 8 {
         // SAFETY: within the region, which nobody else uses.
         unsafe { region.as_mut_ptr().cast::<u64>().add(at).write_volatile(rng.next()) };
     }
-    // (The reclaim thread finds that it is.)
+    // The reclaim thread finds out.
     while region.stats().over_limit == 0 {
         std::thread::yield_now();
     }

@@ -31,11 +31,11 @@ fn dirty(region: &Region) -> Vec<u64> {
 #[test]
 fn soft_dirty_bits_survive_page_out_and_page_in() {
     let region = region(4 * MIB, 8 * MIB);
-    // (Downwards, here and below: what is touched in sequence brings its neighbours along.)
+    // Downwards, here and below: sequential accesses bring neighbours along.
     for page in (0..8).rev() {
         word(&region, page).store(1, Relaxed);
     }
-    // Nobody has cleared anything: all that is known of counts as written, what is not does not.
+    // Nothing was cleared yet: all known pages count as written, unknown ones do not.
     assert_eq!(dirty(&region), (0..8).collect::<Vec<_>>());
     assert_eq!(region.take_soft_dirty(0..region.len()).unwrap(), (0..8).collect::<Vec<_>>());
     assert!(dirty(&region).is_empty());
@@ -59,7 +59,7 @@ fn soft_dirty_bits_survive_page_out_and_page_in() {
         }
         assert_eq!(dirty(&region), [2], "lost on the way in, or made up, round {round}");
     }
-    // A write to a page that is out, to one that is clean in memory, and to one never touched.
+    // Writes to a page that is out, to one that is clean in memory, and to one never touched.
     region.page_out(at(5));
     word(&region, 5).store(5, Relaxed);
     word(&region, 6).store(6, Relaxed);
@@ -67,18 +67,18 @@ fn soft_dirty_bits_survive_page_out_and_page_in() {
     assert_eq!(region.take_soft_dirty(0..16 * PAGE).unwrap(), [2, 5, 6, 12]);
     assert!(region.take_soft_dirty(0..16 * PAGE).unwrap().is_empty());
     assert!((0..8).rev().all(|p| word(&region, p).load(Relaxed) == [1, 1, 2, 1, 1, 5, 6, 1][p]));
-    // Dropped contents take their marker with them.
+    // Dropped contents lose their marker.
     word(&region, 3).store(3, Relaxed);
     region.remove(at(3));
     assert!(!region.page_map().unwrap().get(3).soft_dirty());
     assert_eq!(word(&region, 3).load(Relaxed), 0);
 }
 
-/// The story: where the bits of some pages were cleared first, pages that nobody had touched became dirty in the page map.
+/// The story: if the bits of some pages were cleared first, untouched pages became dirty in the page map.
 #[test]
 fn what_nobody_has_touched_is_not_dirty() {
     let region = region(4 * MIB, 8 * MIB);
-    // (Not side by side, which would bring their neighbours along.)
+    // Not side by side, which would bring their neighbours along.
     for page in [9, 5] {
         word(&region, page).store(1, Relaxed);
     }
@@ -92,8 +92,8 @@ fn what_nobody_has_touched_is_not_dirty() {
     assert_eq!(region.take_soft_dirty(0..region.len()).unwrap(), [9, 12, 14]);
 }
 
-/// What a live migration does, on memory twice its limit: copy, then copy again what was written meanwhile, until nobody
-/// writes any more. A write that is missed is a page that differs in the end.
+/// What a live migration does, on memory twice its limit: copy, then copy again what was written meanwhile, until nobody writes
+/// any more. A missed write is a page that differs at the end.
 #[test]
 fn no_write_is_missed_under_pressure() {
     const PAGES: usize = 4096;
@@ -114,7 +114,7 @@ fn no_write_is_missed_under_pressure() {
                 let mut rng = Rng::new(seed + writer);
                 let mut n = 1;
                 while !stop.load(Relaxed) {
-                    // (Each has pages of its own; the words beside make them compress badly.)
+                    // Each writer has pages of its own; the words beside make them compress badly.
                     let page = rng.below(PAGES / 2) * 2 + writer as usize;
                     word(region, page).store(n << 1 | writer, Relaxed);
                     // SAFETY: within the page, whose only writer this is.
@@ -166,7 +166,7 @@ fn writers_wait_until_a_snapshot_has_the_page() {
             let page = byte / PAGE;
             seen[page] = word(&region, page).load(Relaxed);
             if i % 2 == 0 {
-                // Put out under the waiting writer.
+                // Paged out while the writer waits.
                 region.page_out(at(page));
             }
             region.unprotect(at(page)).unwrap();
@@ -175,7 +175,7 @@ fn writers_wait_until_a_snapshot_has_the_page() {
     assert!((0..PAGES).all(|p| seen[p] == 100 + p as u64), "{seen:?}");
     assert!((0..PAGES).all(|p| word(&region, p).load(Relaxed) == 1));
     assert_eq!(region.next_write(Duration::ZERO).unwrap(), None);
-    // And each of these writes was noted as one.
+    // And each of these writes was noted.
     assert_eq!(region.take_soft_dirty(0..PAGES * PAGE).unwrap().len(), PAGES);
     let runs = region.page_map().unwrap().runs(Query {
         inverted: SOFT_DIRTY,
@@ -186,7 +186,7 @@ fn writers_wait_until_a_snapshot_has_the_page() {
     assert_eq!(runs.iter().map(|r| r.to - r.from).sum::<u64>(), PAGES as u64, "{runs:?}");
 }
 
-/// The story: a thread that was to answer writers panicked, and they waited for ever.
+/// The story: the thread that was to answer writers panicked, and they waited for ever.
 #[test]
 fn nobody_waits_for_a_thread_that_is_gone() {
     let region = region(4 * MIB, 8 * MIB);
@@ -203,7 +203,7 @@ fn nobody_waits_for_a_thread_that_is_gone() {
             say.send(()).unwrap();
             assert_eq!(watch.next_write(Duration::from_secs(20)).unwrap(), Some(3 * PAGE));
             told.wait();
-            // (Without a message, which would be taken for a failure's.)
+            // Without a panic message, which would look like a failure.
             std::panic::resume_unwind(Box::new("the thread that answers has ended"));
         });
         hear.recv().unwrap();

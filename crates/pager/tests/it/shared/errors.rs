@@ -1,4 +1,4 @@
-//! Pages that are an error for who touches them: unknown markers, and what is lost.
+//! Pages that raise an error when touched: those with unknown markers, and lost ones.
 
 use super::processes::{Lines, say, wait_for_word, wait_within, worker};
 use super::removes::{BLIND, HELD, HOLD, NONE, REFUSE, bytes, unmap, value};
@@ -14,16 +14,16 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 use uzswap_pager::shared::SharedControl;
 
-/// A marker that is none.
+/// An invalid marker.
 const UNKNOWN: u8 = 0x80;
-/// The page that is the error, what it holds, and what is written to it.
+/// The bad page, its contents, and what is written to it.
 const BAD: usize = 9;
 const BEFORE: u64 = 5;
 const AFTER: u64 = 6;
-/// How long may be waited for something.
+/// The longest wait for anything.
 const LONGEST: Duration = Duration::from_secs(20);
 
-/// Roles of this file's workers; false: it is none.
+/// Plays a role of this file's workers; returns false if there is no such role here.
 pub fn be(role: &str, path: &Path, _number: usize) -> bool {
     match role {
         "marked-write" => marked_write(path),
@@ -44,7 +44,7 @@ fn marked_write(path: &Path) {
     say("written");
 }
 
-/// Loses some of the first sixteen pages, of which the owner says so, and drops them.
+/// Loses some of the first sixteen pages, which the owner reports, and drops them.
 fn loses_pages(m: &SharedMapping, control: &SharedControl) {
     control.page_out(bytes(4..12)).unwrap();
     control.inject(REFUSE, u64::MAX).unwrap();
@@ -55,7 +55,7 @@ fn loses_pages(m: &SharedMapping, control: &SharedControl) {
 }
 
 fn unread() {
-    // SAFETY: no memory but of a byte that is read; nobody else writes to standard error.
+    // SAFETY: the calls read one byte of memory only; nobody else writes to standard error.
     unsafe {
         let flags = libc::fcntl(2, libc::F_GETFL);
         libc::fcntl(2, libc::F_SETFL, flags | libc::O_NONBLOCK);
@@ -81,7 +81,7 @@ fn writes_out() {
     let text = m.as_mut_ptr() as usize + TEXT.start * PAGE;
     let writes = std::thread::spawn(move || {
         while !ENOUGH.load(SeqCst) {
-            // SAFETY: memory of the region, which is there until this thread has ended.
+            // SAFETY: memory of the region, which exists until this thread has ended.
             unsafe { libc::write(2, text as *const libc::c_void, TEXT.len() * PAGE) };
         }
     });
@@ -96,8 +96,8 @@ fn writes_out() {
     wait_for_word();
 }
 
-/// The story: a thread wrote to standard error what of the region was out, and so held the file's lock until the owner served it, which
-/// said something there with its own lock held: both hung.
+/// The story: a thread wrote memory of the region that was out to standard error, and so held the file's lock until the owner
+/// served it. The owner printed a message there with its own lock held: both hung.
 #[test]
 fn what_is_said_where_what_is_out_is_written() {
     // SAFETY: a new descriptor, ours alone.
@@ -112,20 +112,20 @@ fn what_is_said_where_what_is_out_is_written() {
     assert_eq!(written.unwrap().as_deref(), Some("written"));
 }
 
-/// The story: the owner ended the whole process where there was no memory for the tables of a region's pages.
+/// The story: if there was no memory for the tables of a region's pages, the owner ended the whole process.
 #[test]
 fn a_region_too_large_for_its_tables_is_refused() {
     for size in [1 << 45, 1 << 46, 1 << 62, usize::MAX] {
         match SharedRegion::create(size, &SharedOptions::new(8 * MIB)) {
-            // (Where memory is promised to anybody.)
+            // Some systems promise memory to anybody.
             Ok(_) => assert!(size < 1 << 46),
             Err(e) => assert_eq!(e.kind(), std::io::ErrorKind::OutOfMemory, "{e}"),
         }
     }
 }
 
-/// The story: that pages were lost was said with the region's lock held. Where standard error was a pipe that nobody read, whoever used
-/// the region waited.
+/// The story: the message about lost pages was printed with the region's lock held. If standard error was a pipe that nobody
+/// read, all users of the region waited.
 #[test]
 fn who_does_not_read_what_is_said_holds_nobody_up() {
     let mut child = worker("unread", &socket_path("unread"), 0).stderr(Stdio::piped()).spawn().unwrap();
@@ -133,7 +133,7 @@ fn who_does_not_read_what_is_said_holds_nobody_up() {
     let (say, said) = channel();
     std::thread::spawn(move || say.send(lines.next()));
     let served = said.recv_timeout(LONGEST);
-    // And it is said to who reads.
+    // A reader gets the message.
     let (mut read, (say, said)) = (child.stderr.take().unwrap(), channel());
     std::thread::spawn(move || {
         let (mut error, mut some) = (String::new(), [0; 4096]);
@@ -151,7 +151,7 @@ fn who_does_not_read_what_is_said_holds_nobody_up() {
     assert_eq!(read, Some(Ok(())));
 }
 
-/// Page-outs that are held, until they are let go.
+/// Page-outs that are held back until they are let go.
 struct Holding<'a>(&'a SharedRegion, &'a Receiver<u64>);
 
 impl Holding<'_> {
@@ -168,7 +168,8 @@ impl Drop for Holding<'_> {
     }
 }
 
-/// A worker has a page with an unknown marker mapped, that page is on its way out, and the worker is to write to it when its input ends.
+/// A worker has mapped a page with an unknown marker, that page is on its way out, and the worker writes to it when its input
+/// ends.
 fn write_to_unknown(name: &str, work: impl FnOnce(&SharedRegion, &mut Child, Holding<'_>)) {
     let path = socket_path(name);
     let region = region(4 * MIB, 8 * MIB);
@@ -191,8 +192,8 @@ fn write_to_unknown(name: &str, work: impl FnOnce(&SharedRegion, &mut Child, Hol
     assert_eq!(value(&mine, BAD), BEFORE);
 }
 
-/// The story: a page with an unknown marker that another page-out had in hand was let be written to, and what was written then was lost
-/// for everybody.
+/// The story: a page with an unknown marker was being paged out. A writer was let through, and what it wrote was lost for
+/// everybody.
 #[test]
 fn an_unknown_marker_is_an_error_on_the_way_out_too() {
     write_to_unknown("marked-busy", |_, child, holding| {
@@ -206,17 +207,17 @@ fn an_unknown_marker_is_an_error_on_the_way_out_too() {
     });
 }
 
-/// The story: one that is pinned, and could not be put out, was let be written to as if nothing were wrong.
+/// The story: writers to a pinned page, which could not be paged out, were let through as if nothing were wrong.
 #[test]
 fn who_writes_to_a_pinned_page_with_an_unknown_marker_waits_for_the_error() {
     write_to_unknown("marked-pinned", |region, child, holding| {
-        // (It keeps the write-protection of the page-out that it is taken from.)
+        // It keeps the write-protection of the page-out that it is taken from.
         let pin = region.control().pin(at(BAD)).unwrap();
         holding.let_go();
         let faults = || region.control().stats().unwrap().faults;
         let (before, begun) = (faults(), Instant::now());
         drop(child.stdin.take());
-        // It is met more than once, so it waits.
+        // The writer faults more than once, so it waits.
         while faults() < before + 2 && child.try_wait().unwrap().is_none() {
             assert!(begun.elapsed() < LONGEST, "who writes is not met");
             std::thread::yield_now();
@@ -235,10 +236,10 @@ fn unknown_markers_are_set_in_regions_for_tests_only() {
     assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied);
 }
 
-/// Has the kernel read a word of a page: for an error without a signal.
+/// Has the kernel read a word of a page, which gives an error without a signal.
 fn read_by_kernel(m: &SharedMapping, page: usize, file: &std::fs::File) -> Option<u64> {
     let mut word = [0u8; 8];
-    // SAFETY: within the mapping; what the kernel copies is its affair.
+    // SAFETY: within the mapping; the kernel only copies from it.
     let wrote = unsafe { libc::pwrite(file.as_raw_fd(), words(m, page)[7..].as_ptr().cast(), word.len(), 0) };
     if wrote < 0 {
         assert_eq!(std::io::Error::last_os_error().raw_os_error(), Some(libc::EFAULT));
@@ -248,8 +249,8 @@ fn read_by_kernel(m: &SharedMapping, page: usize, file: &std::fs::File) -> Optio
     Some(u64::from_ne_bytes(word))
 }
 
-/// The story: who had touched a page that was an error had the error there for ever, as the kernel keeps it through a hole that is
-/// punched, also where the page had been removed, and was zeros for everybody else.
+/// The story: a process that had touched a bad page kept getting the error there, as the kernel keeps it through a punched hole.
+/// So it was even after the page had been removed, and was zeros for everybody else.
 #[test]
 fn what_is_removed_is_no_error_any_more() {
     let region = region(4 * MIB, 8 * MIB);
@@ -259,7 +260,7 @@ fn what_is_removed_is_no_error_any_more() {
     }
     let (control, file) = (region.control(), super::tempfile());
     let read = |m: &SharedMapping, page| read_by_kernel(m, page, &file);
-    // One process's own, by an unknown marker; and lost for all, as it could not be seen whether it was removed.
+    // One process's own error, by an unknown marker; and a page lost for all, as it could not be seen whether it was removed.
     (0..16).for_each(|page| write(&a, page, BEFORE));
     a.inject_marker(BAD as u64, UNKNOWN).unwrap();
     control.page_out(bytes(0..16)).unwrap();

@@ -1,4 +1,4 @@
-//! Forked children, where not all goes well. They are forked from workers, as this process has mappings of other tests'.
+//! Forked children when something goes wrong. They are forked from workers, as this process has other tests' mappings.
 
 use super::processes::{Lines, say, wait_for_word, wait_within, worker};
 use super::*;
@@ -11,18 +11,18 @@ use std::time::{Duration, Instant};
 use uzswap_pager::region::{Options, Region};
 use uzswap_pager::shared::SharedControl;
 
-/// How long a worker may take, with a child that it waits for.
+/// The longest time for a worker, with a child that it waits for.
 const LONGEST: Duration = Duration::from_secs(60);
-/// How long a child may take (milliseconds).
+/// The longest time for a child, in milliseconds.
 const CHILDS_LONGEST: i32 = 20_000;
 
-/// Does something in a forked child: whether it ended in time, and said that all was well.
+/// Does something in a forked child; returns whether it ended in time and succeeded.
 fn in_child(work: impl FnOnce() -> bool) -> bool {
     // SAFETY: the child leaves without the harness.
     let child = unsafe { libc::fork() };
     assert!(child >= 0);
     if child == 0 {
-        // (What is not caught ends this thread, the only one, and that well.)
+        // A panic that is not caught would end this thread, the only one, and the child with success.
         let well = catch_unwind(AssertUnwindSafe(work)).unwrap_or(false);
         // SAFETY: ends the child at once.
         unsafe { libc::_exit(if well { 0 } else { 1 }) };
@@ -40,7 +40,7 @@ fn in_child(work: impl FnOnce() -> bool) -> bool {
     }
 }
 
-/// Roles of this file's workers; false: it is none.
+/// Plays a role of this file's workers; returns false if there is no such role here.
 pub fn be(role: &str, path: &Path, number: usize) -> bool {
     match role {
         "orphan" => orphan(),
@@ -55,7 +55,7 @@ pub fn be(role: &str, path: &Path, number: usize) -> bool {
     true
 }
 
-/// Has a worker do its work; returns what is on its standard error.
+/// Has a worker do its work; returns what it wrote to standard error.
 fn works(role: &str, path: &Path, number: usize) -> String {
     let mut child = worker(role, path, number).stderr(Stdio::piped()).spawn().unwrap();
     let mut lines = Lines::of(&mut child);
@@ -88,9 +88,9 @@ fn orphan() {
     say("well");
 }
 
-/// The story: a child that could not attach again kept its parent's connection. When it dropped its mapping the owner ended the
-/// parent's, which raised SIGBUS from then on; what it asked was asked for the parent, who missed the answer. A child that such a
-/// child forked was ended.
+/// The story: a child that could not attach again kept its parent's connection. When it dropped its mapping, the owner ended the
+/// parent's, which raised SIGBUS from then on. Its requests were carried out for the parent, which missed the answers. A child
+/// that such a child forked was ended.
 #[test]
 fn a_child_that_cannot_attach_again_leaves_its_parents_mapping_alone() {
     let error = works("orphan", &socket_path("orphan"), 0);
@@ -110,7 +110,7 @@ fn fork_after_end() {
     say("well");
 }
 
-/// The story: the error in a lost region's place was inherited, so that a child found the place taken, and was ended.
+/// The story: a child inherited the error in place of a lost region, found the place taken, and was ended.
 #[test]
 fn a_process_that_has_lost_its_region_may_fork() {
     let error = works("fork-after-end", &socket_path("fork-after-end"), 0);
@@ -120,7 +120,7 @@ fn a_process_that_has_lost_its_region_may_fork() {
 type Between = Option<Box<dyn FnOnce() + Send>>;
 static BETWEEN: Mutex<Between> = Mutex::new(None);
 
-/// Registered before the handler of shared regions, this is called after it.
+/// Registered before the handler of shared regions, so called after it.
 extern "C" fn between() {
     if let Some(work) = BETWEEN.lock().unwrap().take() {
         work();
@@ -143,7 +143,7 @@ fn fork_between(path: &Path, what: usize) {
             1 => {
                 drop(client);
                 let begun = Instant::now();
-                // (Until it is noticed.)
+                // Until this is noticed.
                 while other.protect(0..0, None).is_err() {
                     assert!(begun.elapsed() < LONGEST / 3, "the client that is gone is not missed");
                     std::thread::yield_now();
@@ -170,8 +170,9 @@ fn fork_between(path: &Path, what: usize) {
     say("well");
 }
 
-/// The story: what a child was to inherit was taken down before its parent forked, and what was unprotected or removed until it asked
-/// stayed protected, or dirty, for it: a write of the child's waited for a client that knew of no protection.
+/// The story: what a child was to inherit was recorded before its parent forked. Pages that were unprotected or removed between
+/// that and the child's request stayed protected, or dirty, for the child: its write waited for a client that knew of no
+/// protection.
 #[test]
 fn what_ends_while_a_process_forks_has_ended_for_its_child() {
     for what in 0..3 {
@@ -190,7 +191,7 @@ fn fork_region() {
     let mut region = Some(region);
     assert!(in_child(|| {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
-        // SAFETY: a new mapping, where fork has left nothing.
+        // SAFETY: a new mapping at an address where fork has left nothing.
         let own = unsafe { libc::mmap(at.cast(), PAGE, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
         if own != at.cast() {
             return false;
@@ -207,8 +208,8 @@ fn fork_region() {
     say("well");
 }
 
-/// The story: a child that dropped its parent's region waited for threads that it does not have, and unmapped what it had mapped where
-/// the region had been.
+/// The story: a child that dropped its parent's region waited for threads that it does not have, and unmapped what it had mapped
+/// where the region had been.
 #[test]
 fn a_child_may_drop_its_parents_region() {
     works("fork-region", &socket_path("fork-region"), 0);
@@ -252,9 +253,9 @@ fn fork_watching(path: &Path) {
     });
 }
 
-/// The story: a forked child had its parent's connection as well. What it asked there took the answer that its parent waited for, or
-/// waited for ever for a thread that it did not have; and when the parent was killed its protections and pins stayed as long as the
-/// child lived.
+/// The story: a forked child had its parent's connection as well. Its requests took the answer that the parent waited for, or
+/// waited for ever for a thread that it did not have. And when the parent was killed, its protections and pins stayed as long as
+/// the child lived.
 #[test]
 fn a_child_has_no_part_in_its_parents_connection() {
     let path = socket_path("fork-watching");
@@ -296,8 +297,8 @@ fn fork_late(path: &Path) {
     say("well");
 }
 
-/// The story: a child attaches again where its parent did. Another region was served there by then: the child had that one's bytes in its
-/// region's place, and where it was the larger one it was mapped over whatever lay behind.
+/// The story: a child attaches again where its parent did, but another region was served there by then. The child had that
+/// region's bytes in place of its own; if that region was larger, it was mapped over whatever lay behind.
 #[test]
 fn a_child_does_not_get_another_region_in_its_parents_place() {
     for size in [MIB, 4 * MIB] {
@@ -330,7 +331,7 @@ fn fork_served(path: &Path) {
     say("well");
 }
 
-/// The story: the children of an owner that had mapped its region before it served it could not attach again.
+/// The story: if an owner mapped its region before it served it, its children could not attach again.
 #[test]
 fn a_child_of_an_owner_has_what_was_mapped_before_it_was_served() {
     let error = works("fork-served", &socket_path("fork-served"), 0);

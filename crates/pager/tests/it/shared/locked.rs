@@ -6,7 +6,7 @@ use std::time::Duration;
 
 const PAGES: usize = 4 * MIB / PAGE;
 
-/// This file's worker, which locks all that it has and will map; false: it is another's.
+/// This file's worker, which locks all its present and future mappings; returns false for other roles.
 pub fn be(role: &str, path: &std::path::Path, number: usize) -> bool {
     if role != "lock" {
         return false;
@@ -18,7 +18,7 @@ pub fn be(role: &str, path: &std::path::Path, number: usize) -> bool {
     }
     let m = match SharedMapping::attach(path) {
         Ok(m) => m,
-        // (Without the privilege, little may be locked, and no more mapped.)
+        // Without the privilege little may be locked, and no more mapped.
         Err(e) if e.raw_os_error() == Some(libc::EAGAIN) => {
             say("refused");
             return true;
@@ -32,8 +32,8 @@ pub fn be(role: &str, path: &std::path::Path, number: usize) -> bool {
     true
 }
 
-/// The story: the kernel filled the object's holes with zeros as it was mapped, before anybody was told of faults there. They were read
-/// in place of what was out, and what was written to them nobody else saw.
+/// The story: the kernel filled the object's holes with zeros as it was mapped, before anybody was told of faults there. Programs
+/// read these instead of pages that were out, and nobody else saw what they wrote there.
 #[test]
 fn a_process_that_locks_its_memory_reads_what_is_there_and_is_seen_to_write() {
     for number in [0, 5] {
@@ -43,7 +43,7 @@ fn a_process_that_locks_its_memory_reads_what_is_there_and_is_seen_to_write() {
         let m = region.map().unwrap();
         if number != 0 {
             (0..PAGES).for_each(|page| write(&m, page, (page + number) as u64));
-            // (Some stay.)
+            // Some stay.
             assert_eq!(m.page_out(0..3 * MIB).unwrap(), 3 * MIB as u64 / PAGE as u64);
         }
         let mut child = worker("lock", &path, number).spawn().unwrap();

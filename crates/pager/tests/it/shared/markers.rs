@@ -1,4 +1,4 @@
-//! Page state: what each mapping answers, and that it is exact.
+//! Page state: the answers of each mapping, and that they are exact.
 
 use super::removes::{bytes, remove};
 use super::*;
@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 use uzswap_mm::pagemap::{PRESENT, Query, SWAPPED};
 
-/// The sequence of acceptance D: what is asked after each step, of which mapping.
+/// The sequence of acceptance D: the questions after each step, and the mapping that is asked.
 fn sequence(markers: bool, by_kernel: bool) {
     let options = SharedOptions { markers, ..SharedOptions::new(16 * MIB) };
     let region = SharedRegion::create(4 * MIB, &options).unwrap();
@@ -17,7 +17,7 @@ fn sequence(markers: bool, by_kernel: bool) {
         false => m.remove(at(5)).unwrap(),
     };
     let check = |step: &str, present: bool, swapped: bool| {
-        // One that is made now answers the same.
+        // A mapping made now gives the same answers.
         let later = region.map().unwrap();
         for (who, m) in [("A", &a), ("B", &b), ("later", &later)] {
             assert_eq!(state(m.page_map().get(5)), (present, swapped && markers), "{step}: {who}");
@@ -58,16 +58,16 @@ fn without_markers_nothing_is_ever_swapped() {
 
 #[test]
 fn unmapping_one_mapping_leaves_the_others_answers() {
-    // The original was best effort: an entry dropped in one process took the marker with it, for that process and for
-    // whoever mapped the page later.
+    // The original was best effort: dropping an entry in one process dropped the marker, for that process and for all that mapped
+    // the page later.
     let region = region(4 * MIB, 8 * MIB);
     let (a, b) = (region.map().unwrap(), region.map().unwrap());
     write(&a, 3, 9);
     b.page_out(at(3)).unwrap();
-    // The PTEs (and the kernel's own markers) of A go.
+    // The page-table entries of A (and the kernel's own markers) go.
     // SAFETY: shared memory: no contents are dropped.
     unsafe { libc::madvise(a.as_mut_ptr().cast(), a.len(), libc::MADV_DONTNEED) };
-    // (It is in memory again: the owner cannot tell this call from MADV_REMOVE before it has acted, and keeps an eye on the page.)
+    // It is in memory again: the owner cannot tell this call from MADV_REMOVE before it has acted, and watches the page.
     assert_eq!(state(a.page_map().get(3)), state(b.page_map().get(3)));
     assert_eq!(words(&a, 3)[7].load(Relaxed), 9);
     drop(a);
@@ -90,13 +90,13 @@ fn soft_dirty_is_each_mappings_own_and_survives_paging() {
     for page in 0..8 {
         write(&a, page, 1);
     }
-    // Nobody has cleared anything: all that is known of counts as written, what is not does not.
+    // Nothing was cleared yet: all known pages count as written, unknown ones do not.
     assert!(a.page_map().get(0).soft_dirty() && b.page_map().get(7).soft_dirty() && !a.page_map().get(8).soft_dirty());
     assert_eq!(a.take_soft_dirty(0..16 * PAGE).unwrap(), (0..8).collect::<Vec<_>>());
     b.clear_soft_dirty(0..b.len()).unwrap();
     let dirty = |m: &SharedMapping| -> Vec<u64> { (0..16).filter(|p| m.page_map().get(*p).soft_dirty()).collect() };
     assert!(dirty(&a).is_empty() && dirty(&b).is_empty());
-    // Reading does not write; writing does, in the mapping where it happens.
+    // A read is no write; a write counts in the mapping where it happens.
     assert_eq!(touch(&a, 1), 0);
     write(&a, 2, 2);
     write(&b, 3, 3);
@@ -167,7 +167,7 @@ fn writers_wait_until_a_snapshot_has_the_page() {
     let snapshot = uzswap_pager::shared::SharedControl::connect(&path).unwrap();
     snapshot.protect(0..32 * PAGE, None).unwrap();
     assert_eq!(control.protect(0..PAGE, None).unwrap_err().kind(), std::io::ErrorKind::ResourceBusy);
-    // It survives paging, and holds for mappings made later.
+    // The protection survives paging, and holds for mappings made later.
     control.page_out(0..16 * PAGE).unwrap();
     let later = region.map().unwrap();
     for m in [&a, &b, &later] {
@@ -189,7 +189,7 @@ fn writers_wait_until_a_snapshot_has_the_page() {
     });
     assert!((0..32).all(|p| seen[p] == 100 + p as u64), "{seen:?}");
     assert!((0..32).all(|p| words(&a, p)[7].load(Relaxed) == 1));
-    // Who protects and goes away holds nobody up.
+    // A client that protects pages and goes away holds nobody up.
     snapshot.protect(at(0), Some(b.id())).unwrap();
     assert!(b.page_map().get(0).write_protected() && !a.page_map().get(0).write_protected());
     std::thread::scope(|scope| {
@@ -201,8 +201,8 @@ fn writers_wait_until_a_snapshot_has_the_page() {
     assert_eq!(words(&a, 0)[7].load(Relaxed), 2);
 }
 
-/// The story: ending the protection of one mapping forgot what was to be told of writes through others. Their writers waited, and nobody
-/// was told.
+/// The story: ending the protection of one mapping discarded the notifications of writes through others. Their writers waited,
+/// and nobody was told.
 #[test]
 fn who_writes_through_another_mapping_is_told_of_after_one_is_unprotected() {
     let region = region(MIB, 8 * MIB);
@@ -227,7 +227,8 @@ fn who_writes_through_another_mapping_is_told_of_after_one_is_unprotected() {
     assert_eq!(words(&a, 3)[7].load(Relaxed), 2);
 }
 
-/// The story: who asked for protection in a mapping that there is not was told so, and kept everybody else from protecting anything.
+/// The story: a client that asked for protection in a mapping that did not exist got an error, and kept everybody else from
+/// protecting anything.
 #[test]
 fn who_protects_nothing_keeps_nobody_from_it() {
     let path = socket_path("protects-nothing");
@@ -239,8 +240,8 @@ fn who_protects_nothing_keeps_nobody_from_it() {
     other.protect(at(0), None).unwrap();
 }
 
-/// The story: what a call of madvise had removed was protected before it was seen that it was gone. Then its protection went with it, and
-/// nobody was told of who wrote there.
+/// The story: pages that a madvise call had removed were protected before their removal was seen. Then the protection went with
+/// them, and nobody was told of writes there.
 #[test]
 fn what_was_just_removed_is_protected_as_well() {
     let region = region(4 * MIB, 8 * MIB);
@@ -258,7 +259,7 @@ fn what_was_just_removed_is_protected_as_well() {
     tells_of_a_write(&region, &later, 15);
 }
 
-/// A write to a protected page is told, and waits.
+/// A write to a protected page is reported, and waits.
 fn tells_of_a_write(region: &SharedRegion, m: &SharedMapping, page: usize) {
     let control = region.control();
     let told = std::thread::scope(|scope| {
@@ -270,7 +271,7 @@ fn tells_of_a_write(region: &SharedRegion, m: &SharedMapping, page: usize) {
     assert_eq!(told, Some(page * PAGE));
 }
 
-/// The same where the owner does not see what the call removes.
+/// The same if the owner does not see what the call removes.
 pub fn what_was_removed_unseen_is_protected_as_well(region: &SharedRegion, m: &SharedMapping) {
     (0..4).for_each(|page| write(m, page, 5));
     remove(m, 0..4);
@@ -279,7 +280,7 @@ pub fn what_was_removed_unseen_is_protected_as_well(region: &SharedRegion, m: &S
     region.control().unprotect(bytes(0..4), None).unwrap();
 }
 
-/// The story: where the bits of some pages were cleared first, pages that nobody had touched became dirty in the page map.
+/// The story: if the bits of some pages were cleared first, untouched pages became dirty in the page map.
 #[test]
 fn what_nobody_has_touched_is_not_dirty() {
     let region = region(4 * MIB, 8 * MIB);

@@ -19,10 +19,10 @@ use uzswap_pager::shared::{SharedMapping, SharedOptions, SharedRegion};
 pub const PAGE: usize = 4096;
 pub const MIB: usize = 1 << 20;
 
-/// The words of a page of a mapping.
+/// The words of a page in a mapping.
 pub fn words(m: &SharedMapping, page: usize) -> &[AtomicU64] {
     assert!((page + 1) * PAGE <= m.len());
-    // SAFETY: within the mapping, aligned, alive as long as it; others use it as atomics, too.
+    // SAFETY: within the mapping, aligned, alive as long as it; others also use it as atomics.
     unsafe { std::slice::from_raw_parts(m.as_mut_ptr().add(page * PAGE).cast(), PAGE / 8) }
 }
 
@@ -68,7 +68,7 @@ fn reads_what_it_wrote(region: &SharedRegion) {
     for step in 0..60_000usize {
         let page = if step < pages { step } else { rng.below(pages) };
         let all = words(&m, page);
-        // A word in 64 is noise, so that the pool has something to hold.
+        // One word in 64 is noise, so the pool has something to hold.
         let value = |v: u64, i: usize| if i % 64 != 1 { v } else { (v ^ i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) };
         for i in [0, 1, 255, 511] {
             let expected = if model[page] == 0 { 0 } else { value(model[page], i) };
@@ -117,7 +117,7 @@ fn the_kernel_reads_and_writes_pages_that_are_out() {
     }
     assert_eq!(region.control().page_out(0..64 * PAGE).unwrap(), 64);
     let mut file = tempfile();
-    // SAFETY: the memory is mapped and as long as said; a copy of it is the kernel's affair.
+    // SAFETY: the memory is mapped and has the length given; the kernel only copies from it.
     let wrote = unsafe { libc::write(file.as_raw_fd(), m.as_mut_ptr().cast(), 64 * PAGE) };
     assert_eq!(wrote, 64 * PAGE as isize);
     file.rewind().unwrap();
@@ -139,7 +139,8 @@ fn the_kernel_reads_and_writes_pages_that_are_out() {
     }
 }
 
-/// The story: a range of no bytes in the middle of a page was taken for that page, and removed it; one at a page's beginning was refused.
+/// The story: an empty range in the middle of a page was taken for that page, and removed it; one at a page's beginning was
+/// refused.
 #[test]
 fn a_range_of_no_bytes_is_of_no_pages() {
     let region = region(MIB, 8 * MIB);
@@ -178,11 +179,11 @@ fn what_is_not_touched_goes_out_when_idle() {
         write(&m, page, 1);
     }
     let control = region.control();
-    // Without a round nothing is known to be idle.
+    // Before the first round nothing is known to be idle.
     assert_eq!(control.page_out_idle(std::time::Duration::ZERO).unwrap(), 0);
     assert_eq!(control.working_set(std::time::Duration::ZERO).unwrap(), 512);
     control.age().unwrap();
-    // The watcher does its part of the round when it gets to it. A page is in use until then.
+    // The watcher does its part of the round when it gets to it. Until then a page counts as in use.
     let zero = std::time::Duration::ZERO;
     let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
     while control.working_set(zero).unwrap() == 512 {
@@ -193,7 +194,7 @@ fn what_is_not_touched_goes_out_when_idle() {
         assert_eq!(words(&m, page)[7].load(Relaxed), 1);
     }
     let used = control.working_set(zero).unwrap();
-    // Neighbours come with a page that is touched, up to 64 KiB.
+    // Neighbours come with a touched page, up to 64 KiB.
     assert!((20..=48).contains(&used), "{used} pages in use");
     assert_eq!(control.page_out_idle(zero).unwrap(), 512 - used);
     let map = m.page_map();
@@ -201,8 +202,8 @@ fn what_is_not_touched_goes_out_when_idle() {
     assert!((0..512).all(|p| words(&m, p)[7].load(Relaxed) == 1));
 }
 
-/// The story: what left on request, or was removed, left its entries in the lists behind, which only reclaim looked through: the
-/// tables of a region that had room, and was put out by its clients again and again, grew without end (8 MB were seen).
+/// The story: pages that left on request, or were removed, left their entries behind in lists that only reclaim looked through.
+/// In a region with room whose clients paged it out again and again, the tables grew without end (8 MB were seen).
 #[test]
 fn what_leaves_on_request_leaves_no_entries_behind() {
     const PAGES: usize = 1024;
@@ -227,7 +228,7 @@ fn what_leaves_on_request_leaves_no_entries_behind() {
     assert!(after < before + MOST_GROWTH, "{before} -> {after} bytes by removes");
 }
 
-/// The story: who served at a path that was too long was told "Invalid argument", and at one of 5,000 bytes "Input/output error".
+/// The story: a path that was too long for a socket gave "Invalid argument", and one of 5,000 bytes "Input/output error".
 #[test]
 fn a_path_that_cannot_be_a_socket_s_is_said_to_be_that() {
     let region = region(4 * MIB, 16 * MIB);

@@ -1,4 +1,4 @@
-//! Pages that devices write to past all page tables: they stay while they are pinned.
+//! Pages that devices write to without using page tables: they stay while they are pinned.
 
 use super::ring::Ring;
 use super::*;
@@ -24,13 +24,14 @@ fn fill(m: &SharedMapping, version: u64) {
     }
 }
 
-/// The pages' contents of a version, as a file's bytes.
+/// The contents of the pages in a version, as bytes of a file.
 fn bytes(version: u64) -> Vec<u8> {
     (0..PAGES).flat_map(|page| (0..PAGE / 8).flat_map(move |i| content(page, i, version).to_ne_bytes())).collect()
 }
 
-/// The story: what a device wrote into a page that was put out under it was lost.
-/// The story: when a connection with many pins ended, each was looked for in the list of all, and each of its pages in all the others.
+/// The story: what a device wrote into a page that was evicted under it was lost.
+/// The story: when a connection with many pins ended, each was looked up in the list of all, and each of its pages in all the
+/// others.
 #[test]
 fn many_pins_of_the_same_pages_end_together() {
     const PINS: usize = 2000;
@@ -43,7 +44,7 @@ fn many_pins_of_the_same_pages_end_together() {
     pins.into_iter().for_each(core::mem::forget);
     let began = std::time::Instant::now();
     drop(m);
-    // Its connection ends: all but the other's go.
+    // Its connection ends: all its pins go, the other client's stay.
     while region.control().page_out(2 * PAGE..6 * PAGE).unwrap() == 0 {
         std::thread::yield_now();
     }
@@ -70,11 +71,11 @@ fn what_comes_through_a_registered_buffer_is_there() {
         ring.register(m.as_mut_ptr(), PAGES * PAGE);
         let gone = region.control().page_out(0..PAGES * PAGE).unwrap();
         assert_eq!(gone, if pinned { 0 } else { PAGES as u64 });
-        // More than the limit, so that everything else goes.
+        // More than the limit, so everything else goes.
         (1024..32 * MIB / PAGE).for_each(|page| write(&other, page, page as u64));
         let read = (OP_READ_FIXED, 0, file.as_raw_fd(), 0, m.as_mut_ptr() as usize, PAGES * PAGE);
         assert_eq!(ring.run(&[read]), [(PAGES * PAGE) as i32]);
-        // Not pinned, the kernel wrote to pages that are the region's no more: what pins are for.
+        // Without a pin, the kernel wrote to pages that the region no longer has: that is what pins are for.
         let version = if pinned { 2 } else { 1 };
         assert!((0..PAGES).all(|p| has(&other, p, version) && has(&m, p, version)), "pinned: {pinned}");
         drop((ring, pin));
@@ -86,7 +87,7 @@ fn what_comes_through_a_registered_buffer_is_there() {
 
 #[test]
 fn direct_reads_into_pinned_pages_while_everything_goes_out() {
-    // (On the file system of the sources: the one for temporary files may have no direct I/O.)
+    // On the file system of the sources: the one for temporary files may have no direct I/O.
     let path = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("direct-{}", std::process::id()));
     let mut open = std::fs::File::options();
     open.read(true).write(true).create(true).truncate(true);
@@ -110,7 +111,7 @@ fn direct_reads_into_pinned_pages_while_everything_goes_out() {
             let version = 1 + round % 2;
             let pin = m.pin(0..PAGES * PAGE).unwrap();
             let at = ((version - 1) as usize * PAGES * PAGE) as i64;
-            // SAFETY: into memory that is mapped and as long as said, which others use as atomics.
+            // SAFETY: the memory is mapped and has the length given; others use it as atomics.
             let n = unsafe { libc::pread(direct.as_raw_fd(), m.as_mut_ptr().cast(), PAGES * PAGE, at) };
             drop(pin);
             n != (PAGES * PAGE) as isize || !(0..PAGES).all(|p| has(&other, p, version))
@@ -128,7 +129,7 @@ fn pins_add_up_and_the_limit_bounds_them() {
     let out = |range: std::ops::Range<usize>| control.page_out(range.start * PAGE..range.end * PAGE).unwrap();
     assert_eq!(out(0..16), 1);
     let first = m.pin(0..8 * PAGE).unwrap();
-    // All of it is there, untouched pages too, and mapped.
+    // All of it is in memory and mapped, including untouched pages.
     assert_eq!(control.page_map().map().summary(0, 16).present, 8);
     assert_eq!(words(&m, 5)[7].load(Relaxed), 7);
     let second = control.pin(4 * PAGE..12 * PAGE).unwrap();
@@ -141,7 +142,7 @@ fn pins_add_up_and_the_limit_bounds_them() {
     assert_eq!(refused.kind(), ErrorKind::OutOfMemory);
     assert!(refused.to_string().contains("limit has no room"), "{refused}");
     assert_eq!(m.pin(15 * MIB..17 * MIB).unwrap_err().kind(), ErrorKind::InvalidInput);
-    // The rest lives in what is left.
+    // The rest works in what is left.
     (6 * MIB / PAGE..16 * MIB / PAGE).for_each(|page| write(&m, page, page as u64));
     assert!((6 * MIB / PAGE..16 * MIB / PAGE).all(|page| words(&m, page)[7].load(Relaxed) == page as u64));
     let stats = control.stats().unwrap();

@@ -1,4 +1,4 @@
-//! Several processes: this test program, started again as a worker.
+//! Several processes: this test program, started again as workers.
 
 use super::removes::NEAR;
 use super::*;
@@ -11,7 +11,7 @@ use uzswap_pager::shared::SharedControl;
 
 const ROLE: &str = "UZSWAP_TEST_ROLE";
 
-/// Starts a worker: `role` and what it is to know.
+/// Starts a worker in a role, and passes what it needs to know.
 pub fn worker(role: &str, path: &std::path::Path, number: usize) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "shared::processes::be_a_worker", "--nocapture", "--test-threads=1"]);
@@ -20,7 +20,7 @@ pub fn worker(role: &str, path: &std::path::Path, number: usize) -> Command {
     command
 }
 
-/// Lines that a worker says, after the harness's own.
+/// Lines that a worker prints, without those of the test harness.
 pub struct Lines(BufReader<std::process::ChildStdout>);
 
 impl Lines {
@@ -33,7 +33,7 @@ impl Lines {
             if self.0.read_line(&mut line).unwrap() == 0 {
                 return None;
             }
-            // The harness begins a line with the test's name and leaves it open.
+            // The harness begins a line with the test's name, and leaves it open.
             if let Some(said) = line.trim_end().split_once("> ") {
                 return Some(said.1.to_owned());
             }
@@ -83,10 +83,10 @@ fn be_a_worker() {
             let control = SharedControl::connect(&path).unwrap();
             control.protect(0..number * PAGE, None).unwrap();
             say("protected");
-            // (For longer than any test takes.)
+            // Longer than any test takes.
             let next = || control.next_write(Duration::from_secs(3000)).unwrap();
             say(&format!("told {}", next().unwrap() / PAGE));
-            // (Who has been told of all of them waits for more.)
+            // After all have been reported it waits for more.
             while next().is_some() {}
         }
         "pin" => {
@@ -122,13 +122,13 @@ pub fn wait_within(child: &mut Child, time: Duration) -> std::process::ExitStatu
     }
 }
 
-/// How long a test may go on that waits for something to have happened.
+/// How long a test may wait for something to happen.
 pub const LONGEST: Duration = Duration::from_secs(100);
 const WORKERS: usize = 4;
 const PART: usize = 2048;
 const COUNTERS: usize = 16;
 
-/// A word of a page in version `v`: half of it noise in every other page.
+/// A word of a page in version `v`: in every other page half of them are noise.
 fn word(page: usize, i: usize, v: u64) -> u64 {
     if v == 0 {
         return 0;
@@ -137,21 +137,21 @@ fn word(page: usize, i: usize, v: u64) -> u64 {
     v << 32 | if page.is_multiple_of(2) { noise } else { 7 }
 }
 
-/// What workers have done for sure, in plain shared memory: the version that each page has at least, and what was added
-/// to the counters by each worker.
+/// What workers have certainly done, in plain shared memory: the least version of each page, and what each worker added to the
+/// counters.
 fn progress(path: &std::path::Path) -> &'static [AtomicU64] {
     let file = std::fs::File::options().read(true).write(true).open(path.with_extension("progress")).unwrap();
     let len = (WORKERS * PART + WORKERS) * 8;
     let (prot, fd) = (libc::PROT_READ | libc::PROT_WRITE, std::os::fd::AsRawFd::as_raw_fd(&file));
-    // SAFETY: a new mapping of a file that is as long and is not cut.
+    // SAFETY: a new mapping of a file that is at least as long, and is not truncated.
     let base = unsafe { libc::mmap(std::ptr::null_mut(), len, prot, libc::MAP_SHARED, fd, 0) };
     assert!(base != libc::MAP_FAILED);
     // SAFETY: the mapping stays; only used as atomics.
     unsafe { std::slice::from_raw_parts(base.cast(), len / 8) }
 }
 
-/// Checks a page that its worker may be writing to: words are written in ascending order, so read in descending order
-/// versions never fall.
+/// Checks a page that its worker may be writing to. Words are written in ascending order, so when they are read in descending
+/// order versions never decrease.
 fn check(m: &SharedMapping, page: usize, least: u64) -> u64 {
     let mut version = 0;
     for (i, w) in words(m, page).iter().enumerate().rev() {
@@ -172,7 +172,7 @@ fn stress(path: &std::path::Path, number: usize) {
     say("begun");
     loop {
         let page = number * PART + rng.below(PART);
-        // The last writer may have been killed half way: the page is then part one version, part the next.
+        // The last writer may have been killed half way: then one part of the page has one version, and the rest the next.
         let least = done[page].load(Acquire);
         let v = check(&m, page, least) + 1;
         words(&m, page).iter().enumerate().for_each(|(i, w)| w.store(word(page, i, v), Release));
@@ -211,7 +211,7 @@ fn processes_that_are_killed_and_stopped_at_random_lose_no_write_and_harm_nobody
     let mut workers: Vec<_> = (0..WORKERS).map(start).collect();
     let mut kills = 0;
     let end = Instant::now() + Duration::from_secs(8);
-    // (Where others want the CPUs as well it takes longer until enough is out.)
+    // If others want the CPUs as well it takes longer until enough is out.
     let few = || region.control().stats().unwrap().swpout <= 1000 && end.elapsed() < LONGEST;
     while Instant::now() < end || few() {
         std::thread::sleep(Duration::from_millis(20 + rng.below(200) as u64));
@@ -220,7 +220,7 @@ fn processes_that_are_killed_and_stopped_at_random_lose_no_write_and_harm_nobody
         let pid = workers[i].0.id() as i32;
         assert_eq!(workers[i].0.try_wait().unwrap(), None, "worker {i} failed");
         if rng.below(2) == 0 {
-            // Stopped: the others go on.
+            // While one is stopped, the others go on.
             let before: u64 = (0..WORKERS).filter(|k| *k != i).map(|k| done[WORKERS * PART + k].load(Relaxed)).sum();
             // SAFETY: signals to a child of ours.
             unsafe { libc::kill(pid, libc::SIGSTOP) };
@@ -252,7 +252,7 @@ fn processes_that_are_killed_and_stopped_at_random_lose_no_write_and_harm_nobody
     let said: u64 = (0..WORKERS).map(|k| done[WORKERS * PART + k].load(Relaxed)).sum();
     let stats = region.control().stats().unwrap();
     println!("{kills} kills, {said} rounds, {stats:?}");
-    // Between adding and saying so a worker can be killed.
+    // A worker can be killed between adding and noting it.
     assert!((said..=said + kills + WORKERS as u64).contains(&counted), "{counted} added, {said} said");
     assert!(stats.charged <= 16 * MIB && stats.swpout > 1000, "{stats:?}");
     let gone = Instant::now() + Duration::from_secs(10);
@@ -275,7 +275,7 @@ fn when_the_owner_is_killed_the_others_get_an_error_and_no_zeros() {
         write(&m, 3, 77);
         write(&m, 4, 78);
     }
-    // One is out, one in memory when the owner dies.
+    // One page is out and one in memory when the owner dies.
     control.page_out(at(3)).unwrap();
     let mut readers: Vec<_> = [3, 4]
         .into_iter()
@@ -296,7 +296,7 @@ fn when_the_owner_is_killed_the_others_get_an_error_and_no_zeros() {
         let mut error = String::new();
         child.stderr.take().unwrap().read_to_string(&mut error).unwrap();
         let answer = lines.next();
-        // Until its watcher has noticed, memory that is there is read; zeros are never.
+        // Until the watcher has noticed, pages in memory can be read; zeros never come.
         assert!(answer.is_none() || answer.as_deref() == Some("78"), "{answer:?}");
         if answer.is_none() {
             assert_eq!(status.signal(), Some(libc::SIGBUS), "{error}");
@@ -322,8 +322,8 @@ fn an_unknown_marker_is_an_error_for_its_process_alone() {
     assert_eq!(mine.page_map().get(9).0 & 0x80, 0);
 }
 
-/// The story: a client that was killed while it waited to be told of a write was not missed before its time was up. Until then
-/// the writers waited, and nobody else could protect anything.
+/// The story: a client that was killed while it waited for a notification was not missed before its time was up. Until then the
+/// writers waited, and nobody else could protect anything.
 #[test]
 fn nobody_waits_for_a_client_that_was_killed_while_it_waited() {
     for told_before in [true, false] {
@@ -345,7 +345,7 @@ fn nobody_waits_for_a_client_that_was_killed_while_it_waited() {
                 assert!(["told 3", "told 4"].contains(&&*told), "{told}");
                 assert!(writers.iter().any(|w| !w.is_finished()));
             }
-            // (A zombie until it is waited for, below.)
+            // A zombie until it is waited for, below.
             client.kill().unwrap();
         });
         assert!([3, 4].iter().all(|page| words(&m, *page)[7].load(Relaxed) == 2));
@@ -371,7 +371,7 @@ fn another_user_is_refused() {
     region.serve(&path).unwrap();
     let mode = std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(&path).unwrap().permissions());
     assert_eq!(mode & 0o777, 0o600);
-    // Also where the socket's own permissions would let everybody in.
+    // Also if the socket's own permissions would let everybody in.
     for mode in [0o600, 0o666] {
         std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
         let mut child = worker("refused", &path, 0).spawn().unwrap();
@@ -444,7 +444,7 @@ fn pins_of_a_process_end_with_it() {
     }
 }
 
-/// The story: an owner that ended took away the socket of the next one, which had replaced its own.
+/// The story: an owner that ended removed the socket of the next one, which had replaced its own.
 #[test]
 fn an_owner_that_ends_leaves_the_next_ones_socket() {
     let path = socket_path("replaced");
@@ -471,7 +471,7 @@ fn nonsense_at_the_socket_is_answered_and_forgotten() {
         let mut message = vec![0u8; if rng.below(3) == 0 { rng.below(200) } else { 128 }];
         message.iter_mut().for_each(|b| *b = rng.next() as u8);
         if rng.below(2) == 0 && message.len() == 128 {
-            // A good beginning.
+            // A valid beginning.
             message[..8].copy_from_slice(&0x757a_7368_0000_0002u64.to_ne_bytes());
             message[8..16].copy_from_slice(&(1 + rng.next() % 2).to_ne_bytes());
         }

@@ -1,4 +1,4 @@
-//! MADV_REMOVE and MADV_DONTNEED by the kernel's own call: the one drops contents wherever they are, the other none.
+//! MADV_REMOVE and MADV_DONTNEED by the kernel's own call: the former drops contents wherever they are, the latter none.
 
 use super::processes::{Lines, say, wait_for_word, wait_within, worker};
 use super::*;
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use uzswap_mm::pagemap::Tier;
 use uzswap_pager::shared::SharedControl;
 
-/// What [`SharedControl::inject`] takes.
+/// Arguments of [`SharedControl::inject`].
 pub const BLIND: u64 = 1;
 const GATE: u64 = 2;
 pub const HOLD: u64 = 3;
@@ -29,7 +29,7 @@ fn advise(m: &SharedMapping, pages: Range<usize>, advice: i32) {
     assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// By the kernel's call.
+/// Removes pages by the kernel's call.
 pub fn remove(m: &SharedMapping, pages: Range<usize>) {
     advise(m, pages, libc::MADV_REMOVE);
 }
@@ -46,7 +46,7 @@ pub fn value(m: &SharedMapping, page: usize) -> u64 {
     words(m, page)[7].load(Relaxed)
 }
 
-/// A region whose owner can see removes, and two mappings.
+/// A region whose owner can see removals, and two mappings.
 fn set_up() -> (SharedRegion, SharedMapping, SharedMapping) {
     let region = region(8 * MIB, 16 * MIB);
     let (a, b) = (region.map().unwrap(), region.map().unwrap());
@@ -54,7 +54,7 @@ fn set_up() -> (SharedRegion, SharedMapping, SharedMapping) {
     (region, a, b)
 }
 
-/// What the page map says of pages, which must be the same in every mapping, one made now included.
+/// The page map's answers, which must be the same in every mapping, including one made now.
 fn states(region: &SharedRegion, of: &[&SharedMapping], pages: Range<usize>) -> Vec<(bool, bool)> {
     let get = |m: &SharedMapping| pages.clone().map(|p| state(m.page_map().get(p as u64))).collect::<Vec<_>>();
     let later = get(&region.map().unwrap());
@@ -70,7 +70,7 @@ pub const NONE: (bool, bool) = (false, false);
 const OUT: (bool, bool) = (false, true);
 const IN: (bool, bool) = (true, false);
 
-/// Pages 0 to 4 in memory, 5 to 9 out, 10 to 14 out and zeros, 15 to 19 never touched; value 100 + page, or 0.
+/// Pages 0 to 4 are in memory, 5 to 9 out, 10 to 14 out and zero, 15 to 19 never touched; each holds 100 + page, or 0.
 fn mixed(region: &SharedRegion, m: &SharedMapping) -> Vec<u64> {
     (0..10).for_each(|page| write(m, page, 100 + page as u64));
     (10..15).for_each(|page| assert_eq!(touch(m, page), 0));
@@ -80,7 +80,7 @@ fn mixed(region: &SharedRegion, m: &SharedMapping) -> Vec<u64> {
 
 #[test]
 fn what_the_kernel_removes_is_gone_wherever_it_was() {
-    // All of it, and parts that begin and end in each kind of pages.
+    // All of it, and parts that begin and end in each kind of page.
     for (from, to) in [(0, 20), (0, 5), (5, 10), (5, 6), (10, 15), (3, 12), (7, 18), (15, 20), (9, 10), (14, 16)] {
         let (region, a, b) = set_up();
         let mut model = mixed(&region, &a);
@@ -96,7 +96,7 @@ fn what_the_kernel_removes_is_gone_wherever_it_was() {
         }
         let stats = region.control().stats().unwrap();
         assert_eq!((stats.doubts, stats.unvouched), (0, 0), "{from}..{to}");
-        // And nothing stays in memory for it.
+        // And nothing stays in memory because of it.
         assert_eq!(region.control().page_out(bytes(0..20)).unwrap(), 20);
     }
 }
@@ -108,14 +108,14 @@ fn what_is_only_unmapped_is_kept_wherever_it_was() {
     unmap(&a, 0..20);
     unmap(&a, 6..7);
     unmap(&b, 4..12);
-    // The ends of each range are in memory now; contents are what they were, and nothing else has changed.
+    // The ends of each range are in memory now; contents are as before, and nothing else has changed.
     let now = states(&region, &[&a, &b], 0..20);
     assert!(now[15..] == [NONE; 5] && now[..15].iter().all(|s| *s != NONE), "{now:?}");
     region.control().page_out(bytes(0..20)).unwrap();
     assert!((0..20).all(|page| value(&b, page) == model[page] && value(&a, page) == model[page]));
     let stats = region.control().stats().unwrap();
     assert!(stats.doubts > 0 && stats.unvouched == 0, "{stats:?}");
-    // The doubts of a mapping end with it, and so do they keep nothing in memory any more.
+    // A mapping's doubts end with it, and then keep nothing in memory any more.
     drop((a, b));
     let end = Instant::now() + Duration::from_secs(20);
     while region.control().stats().unwrap().mappings > 0 {
@@ -129,7 +129,7 @@ fn what_is_only_unmapped_is_kept_wherever_it_was() {
     assert!((0..20).all(|page| value(&c, page) == model[page]));
 }
 
-/// What happens to pages while they are on their way out: read already, and not stored yet.
+/// What happens to pages on their way out: already read, and not stored yet.
 fn on_the_way(
     meanwhile: impl Fn(&SharedControl, &SharedMapping, &SharedMapping),
 ) -> (SharedRegion, SharedMapping, SharedMapping) {
@@ -196,8 +196,8 @@ fn any_sequence_of_calls_does_what_it_says() {
     sequence_of_calls(false);
 }
 
-/// A model of one page after the other: every call has returned before the next begins, so everything is exact. `near`: faults are
-/// served beside who faults.
+/// A model, one page after the other: every call returns before the next begins, so everything is exact. `near`: faults are
+/// served beside the faulting thread.
 pub fn sequence_of_calls(near: bool) {
     const PAGES: usize = 48;
     let (region, a, b) = set_up();
@@ -206,7 +206,7 @@ pub fn sequence_of_calls(near: bool) {
     let mut rng = Rng::new(seed());
     let (mut model, mut known) = ([0u64; PAGES], [false; PAGES]);
     let mut mappings = [a, b];
-    // What was done last, for who has to find out why it went wrong.
+    // The last operations, to find out why one went wrong.
     let mut done = VecDeque::new();
     for step in 0..4000u64 {
         let from = rng.below(PAGES);
@@ -300,7 +300,7 @@ fn an_event_read_unawares_is_known_by_what_is_in_memory() {
             unmap(&a, 2..12)
         }
         let stats = region.control().stats().unwrap();
-        // The punch may have come before anybody could look: then it is said.
+        // The hole may have been punched before anybody could look: then that is reported.
         assert!(removed || stats.unvouched == 0, "{stats:?}");
         for (page, old) in model.into_iter().enumerate() {
             let lost = region.control().page_map().get(page as u64).tier() == Tier::Lost;
@@ -311,7 +311,7 @@ fn an_event_read_unawares_is_known_by_what_is_in_memory() {
     }
 }
 
-/// The same with a doubt of which the call takes one end: that must not pass for the doing of somebody who was killed.
+/// The same with a doubt of which the call takes one end: it must not pass for the act of a process that was killed.
 #[test]
 fn an_event_read_unawares_across_a_doubt_serves_nothing_old() {
     for _ in 0..20 {
@@ -331,7 +331,7 @@ fn an_event_read_unawares_across_a_doubt_serves_nothing_old() {
     }
 }
 
-/// The same where nothing is in memory: what is out may be older than the removal, and nobody gets it.
+/// The same if nothing is in memory: what is out may be older than the removal, and nobody gets it.
 #[test]
 fn what_nothing_vouches_for_is_lost_and_said() {
     for advice in [libc::MADV_REMOVE, libc::MADV_DONTNEED] {
@@ -349,13 +349,13 @@ fn what_nothing_vouches_for_is_lost_and_said() {
         let mut child = worker("touch", &path, 3).spawn().unwrap();
         assert_eq!(wait_within(&mut child, Duration::from_secs(20)).signal(), Some(libc::SIGBUS));
         assert_eq!((value(&a, 1), value(&a, 6)), (101, 106));
-        // It is as after any loss: what is dropped may be used again.
+        // As after any loss, memory that is dropped may be used again.
         remove(&a, 0..8);
         assert!((0..8).all(|page| value(&a, page) == 0));
     }
 }
 
-/// The gate cannot be closed: for the event, or never again.
+/// The gate cannot be closed: for this event, or ever again.
 #[test]
 fn without_the_gate_nothing_old_is_served() {
     for failing in [1, 2, 3, 4, 6, 7, 1000] {
@@ -381,8 +381,8 @@ fn without_the_gate_nothing_old_is_served() {
     }
 }
 
-/// The story: what was on its way out when it was removed, and the gate could not be closed or the kernel had no memory for a
-/// witness, was stored as it had been, and read again.
+/// The story: pages were removed on their way out, and the gate could not be closed, or the kernel had no memory for a witness.
+/// They were stored with their former contents, and read again.
 #[test]
 fn what_was_on_its_way_out_and_could_not_be_looked_at_serves_nothing_old() {
     for (what, n) in [(GATE, 1000), (REFUSE, u64::MAX), (REFUSE, 1), (REFUSE, 2)] {
@@ -404,8 +404,8 @@ fn what_was_on_its_way_out_and_could_not_be_looked_at_serves_nothing_old() {
     }
 }
 
-/// The kernel has no memory for one or another of the questions and pages that are needed while the gate is closed, or for all of
-/// them. What is not lost, and said to be, is right, and in the end nothing is held in memory for it.
+/// The kernel has no memory for one or the other question, or for pages, that are needed while the gate is closed; or for all of
+/// them. Every page is right, or lost and reported; at the end nothing is held in memory for it.
 #[test]
 fn without_memory_under_the_gate_nothing_old_is_served() {
     let (mut unvouched, mut told) = (0, 0);
@@ -414,12 +414,12 @@ fn without_memory_under_the_gate_nothing_old_is_served() {
             let (region, a, b) = set_up();
             let model = mixed(&region, &a);
             let control = region.control();
-            // A doubt that the call has a part of.
+            // A doubt that the call has a part in.
             unmap(&b, 0..8);
             control.page_out(bytes(0..20)).unwrap();
             control.inject(REFUSE, refused).unwrap();
             advise(&a, 2..12, advice);
-            // (What is asked for each time is refused as well, until there is memory again.)
+            // Questions that are asked each time are refused as well, until there is memory again.
             (0..3).for_each(|_| assert!(control.stats().is_ok()));
             control.inject(REFUSE, 0).unwrap();
             for (page, old) in model.into_iter().enumerate() {
@@ -434,7 +434,7 @@ fn without_memory_under_the_gate_nothing_old_is_served() {
             assert_eq!(stats.unvouched, stats.poisoned, "{refused:b}");
             unvouched += stats.unvouched;
             told += u64::from(stats.unvouched > 0);
-            // (By the owner: to the kernel's call a page that is lost may lie at an end, and stay so.)
+            // By the owner: with the kernel's call a lost page may lie at an end, and stay lost.
             control.remove(bytes(0..20)).unwrap();
             assert_eq!(control.stats().unwrap().doubts, 0, "{refused:b}");
             (0..20).for_each(|page| write(&a, page, 7));
@@ -445,7 +445,7 @@ fn without_memory_under_the_gate_nothing_old_is_served() {
     assert!(unvouched > 0 && told > 10, "{unvouched} pages were lost, in {told} runs");
 }
 
-/// Who may not serve the kernel's own faults cannot see removes, and says so; nothing else is different.
+/// An owner that may not serve the kernel's own faults cannot see removals, and says so; nothing else is different.
 #[test]
 fn an_owner_that_may_not_see_removes_says_so() {
     // SAFETY: no arguments.
@@ -486,7 +486,7 @@ fn unprivileged() {
     say("right");
 }
 
-/// Roles of this file's workers.
+/// Plays a role of this file's workers.
 pub fn be(role: &str, path: &Path, number: usize) {
     if role == "unprivileged" {
         return unprivileged();
@@ -519,7 +519,7 @@ fn wait_for_caller(child: &Child) {
     }
 }
 
-/// The story: the kernel takes back the event of a caller that is killed, and removes all the same, telling nobody.
+/// The story: when a caller is killed, the kernel withdraws its event, and still removes the pages without telling anybody.
 #[test]
 fn a_caller_killed_before_it_was_heard_harms_nobody() {
     for round in 0..4 {
@@ -528,14 +528,14 @@ fn a_caller_killed_before_it_was_heard_harms_nobody() {
         region.serve(&path).unwrap();
         let model = mixed(&region, &a);
         let control = region.control();
-        // A doubt, of which the dead takes a part.
+        // A doubt, of which the killed caller takes a part.
         if round % 2 == 1 {
             unmap(&b, 3..8);
         }
         control.inject(DEAF, 1).unwrap();
         let mut child = worker("removing", &path, 6).spawn().unwrap();
         wait_for_caller(&child);
-        // Nobody else is held up, whose pages are not his.
+        // Nobody whose pages are not in its range is held up.
         if round >= 2 {
             control.page_out(bytes(0..20)).unwrap();
         }
@@ -551,7 +551,7 @@ fn a_caller_killed_before_it_was_heard_harms_nobody() {
         for page in 0..20 {
             let got = value(&a, page);
             assert_eq!(got, value(&b, page));
-            // Of his range each page was removed or not; of the others none.
+            // Each page in its range was removed or not; none outside was.
             assert!(got == model[page] || page < 6 && got == 0, "round {round}: page {page} is {got}");
             let known = now[page] != NONE;
             assert_eq!(known, page < 15 && (page >= 10 || got != 0), "round {round}: page {page}, {got}");
@@ -560,7 +560,8 @@ fn a_caller_killed_before_it_was_heard_harms_nobody() {
     }
 }
 
-/// The story: the watcher of a process, which is to see its owner's end, could itself be waiting in madvise for the owner to read.
+/// The story: the watcher of a process, which must see the end of its owner, could itself be waiting in madvise for the owner to
+/// read.
 #[test]
 fn who_waits_to_be_heard_by_an_owner_that_is_killed_goes_on() {
     for ageing in [false, true] {
@@ -589,7 +590,7 @@ fn who_waits_to_be_heard_by_an_owner_that_is_killed_goes_on() {
         let status = wait_within(&mut child, Duration::from_secs(20));
         let mut error = String::new();
         child.stderr.take().unwrap().read_to_string(&mut error).unwrap();
-        // In memory it may be read until the watcher has seen the end.
+        // Pages in memory may be read until the watcher has seen the end.
         let said: Vec<String> = std::iter::from_fn(|| lines.next()).collect();
         let told = error.contains("the owner of a shared region has ended");
         assert!(status.signal() == Some(libc::SIGBUS) && told || ageing && said == ["5"], "{status} {said:?} {error}");

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 const WORKERS: usize = 2;
 const PART: usize = 512;
 
-/// Each worker writes and removes pages of its own part, of which it knows everything, unmaps any, and reads those of the others.
+/// Each worker writes, removes and reads pages of its own part, whose contents it knows exactly. It unmaps and pages out any
+/// pages.
 pub fn stress(m: &SharedMapping, number: usize) {
     let mut rng = Rng::new(seed().wrapping_add(number as u64));
     let mut model = vec![0u64; PART];
@@ -57,13 +58,13 @@ pub fn stress(m: &SharedMapping, number: usize) {
                     assert_eq!(is, word(page, i, v), "step {step}: page {}, word {i}, version {v}", first + page);
                 }
             }
-            // (Others' pages become known by a touch, as far as they know by nobody's.)
+            // A touch without a check makes pages known that nobody knows of.
             _ => drop(touch(m, first + rng.below(PART))),
         }
     }
 }
 
-/// Two processes write, remove and unmap, pages go out all the while, and some callers are killed. For longer:
+/// Two processes write, remove and unmap, pages go out all the while, and some callers are killed. To run longer:
 /// UZSWAP_TEST_SECONDS.
 #[test]
 fn processes_that_remove_and_unmap_at_once_see_what_they_wrote() {
@@ -83,14 +84,14 @@ fn processes_that_remove_and_unmap_at_once_see_what_they_wrote() {
     let (mut kills, control) = (0, region.control());
     let mine = region.map().unwrap();
     let end = Instant::now() + Duration::from_secs(seconds);
-    // (Where others want the CPUs as well it takes longer until enough is out.)
+    // If others want the CPUs as well it takes longer until enough is out.
     let few = || control.stats().unwrap().swpout <= 1000 && end.elapsed() < LONGEST;
     let mut round = 0;
     while Instant::now() < end || few() {
         for (i, (child, _)) in workers.iter_mut().enumerate() {
             assert_eq!(child.try_wait().unwrap(), None, "worker {i} failed: {:?}", control.stats());
         }
-        // A process that does none of it sees its own pages unharmed.
+        // A process that does none of this sees its own pages unharmed.
         round += 1;
         (0..PART).step_by(7).for_each(|page| write(&mine, WORKERS * PART + page, round));
         control.page_out(0..mine.len()).unwrap();
@@ -100,7 +101,7 @@ fn processes_that_remove_and_unmap_at_once_see_what_they_wrote() {
         }
         assert!((0..PART).step_by(7).all(|page| value(&mine, WORKERS * PART + page) == round));
         if rng.below(40) == 0 {
-            // Its part is then anybody's guess: all of it goes.
+            // The contents of its part are then unknown: all of it goes.
             let i = rng.below(WORKERS);
             workers[i].0.kill().unwrap();
             workers[i].0.wait().unwrap();
@@ -117,6 +118,7 @@ fn processes_that_remove_and_unmap_at_once_see_what_they_wrote() {
     let stats = control.stats().unwrap();
     println!("{kills} kills, {round} rounds, {stats:?}");
     assert!(stats.swpout > 1000, "{stats:?}");
-    // Each worker has one thread that touches the region, and nothing interrupts it: no event can come where a fault was asked for.
+    // Each worker has one thread that touches the region, and nothing interrupts it: no event can come where a fault was asked
+    // for.
     assert_eq!(stats.unvouched, 0, "{stats:?}");
 }

@@ -1,4 +1,4 @@
-//! io_uring, with plain buffers, from and into pages of a shared region that are out.
+//! io_uring with plain buffers, from and into pages of a shared region that are out.
 
 use super::*;
 use std::os::fd::AsRawFd;
@@ -6,11 +6,11 @@ use std::sync::atomic::AtomicU32;
 
 const OP_READ: u8 = 22;
 const OP_WRITE: u8 = 23;
-/// The request is done by a worker thread of the kernel's from the start.
+/// Has a worker thread of the kernel's do the request from the start.
 const ASYNC: u8 = 1 << 4;
 const ENTRIES: u32 = 64;
 
-/// A ring, by the system calls themselves. Used by one thread.
+/// A ring, made by system calls. One thread uses it.
 pub struct Ring {
     fd: i32,
     rings: *mut u8,
@@ -19,7 +19,7 @@ pub struct Ring {
 }
 
 impl Ring {
-    /// None where io_uring is refused, which is said.
+    /// None if io_uring is refused, which is printed.
     pub fn new() -> Option<Self> {
         let mut parameters = [0u32; 30];
         // SAFETY: the structure has 120 bytes.
@@ -28,7 +28,7 @@ impl Ring {
             crate::alone::skip(&format!("io_uring is refused here: {}", std::io::Error::last_os_error()));
             return None;
         }
-        // IORING_FEAT_SINGLE_MMAP, since 5.4: both queues are in one mapping.
+        // IORING_FEAT_SINGLE_MMAP, since 5.4: one mapping has both queues.
         assert!(parameters[5] & 1 != 0);
         let map = |len: usize, offset: i64| {
             let (rw, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_POPULATE);
@@ -37,7 +37,7 @@ impl Ring {
             assert!(at != libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
             at
         };
-        // The array of indices ends the first queue, the completions (of 16 bytes) the second.
+        // The first queue ends with the array of indices, the second with the completions (of 16 bytes).
         let len = (parameters[16] as usize + 4 * parameters[0] as usize)
             .max(parameters[25] as usize + 16 * parameters[1] as usize);
         let (rings, requests) = (map(len, 0).cast(), map(64 * parameters[0] as usize, 0x1000_0000).cast());
@@ -49,7 +49,7 @@ impl Ring {
         unsafe { &*self.rings.add(offset as usize).cast() }
     }
 
-    /// Submits requests `(operation, flags, file, offset, address, length)` together and waits for all; the results in
+    /// Submits requests `(operation, flags, file, offset, address, length)` together, and waits for all. Returns the results in
     /// order.
     pub fn run(&self, requests: &[(u8, u8, i32, u64, usize, usize)]) -> Vec<i32> {
         let [tail, mask, array] = [self.parameters[11], self.parameters[12], self.parameters[16]];
@@ -58,7 +58,7 @@ impl Ring {
         for (i, (op, flags, file, offset, address, len)) in requests.iter().enumerate() {
             let slot = at & mask;
             let head = u64::from(*op) | u64::from(*flags) << 8 | (*file as u64) << 32;
-            // SAFETY: one of the ring's entries, which the kernel does not look at before the tail moves.
+            // SAFETY: one of the ring's entries, which the kernel does not read before the tail moves.
             unsafe {
                 *self.requests.add(slot as usize) = [head, *offset, *address as u64, *len as u64, i as u64, 0, 0, 0]
             };
@@ -68,7 +68,7 @@ impl Ring {
         self.word(tail).store(at, Release);
         let n = requests.len();
         let wait = 1; // IORING_ENTER_GETEVENTS
-        // SAFETY: buffers that the requests name are mapped and as long as they say.
+        // SAFETY: buffers in the requests are mapped, and as long as they say.
         let done = unsafe { libc::syscall(libc::SYS_io_uring_enter, self.fd, n, n, wait, 0usize, 0usize) };
         assert_eq!(done, n as i64, "{}", std::io::Error::last_os_error());
         let mut results = vec![i32::MIN; n];
@@ -84,7 +84,7 @@ impl Ring {
         results
     }
 
-    /// Registers a buffer, number 0: the kernel pins its pages as long as the ring lives.
+    /// Registers a buffer with number 0: the kernel pins its pages as long as the ring lives.
     pub fn register(&self, at: *mut u8, len: usize) {
         let buffer = libc::iovec { iov_base: at.cast(), iov_len: len };
         // SAFETY: one buffer, mapped as long as the ring lives.
@@ -103,7 +103,7 @@ impl Drop for Ring {
 #[test]
 fn a_ring_reads_and_writes_pages_that_are_out() {
     const PAGES: usize = 256;
-    /// Pages of a request.
+    /// Pages in a request.
     const EACH: usize = 8;
     let Some(ring) = Ring::new() else { return };
     let region = region(4 * MIB, 8 * MIB);
@@ -114,7 +114,7 @@ fn a_ring_reads_and_writes_pages_that_are_out() {
     let content = |round: u64, page: usize, i: usize| (round << 32 | page as u64) * 0x9e37 + i as u64 / 16;
     let file = tempfile();
     for round in 0..4u64 {
-        // Inline in the submitting thread where the kernel can, or by its workers.
+        // In the submitting thread if the kernel can, or by the kernel's workers.
         let flags = if round % 2 == 0 { 0 } else { ASYNC };
         for page in 0..PAGES {
             words(&m, page).iter().enumerate().for_each(|(i, w)| w.store(content(round, page, i), Relaxed));
@@ -132,7 +132,7 @@ fn a_ring_reads_and_writes_pages_that_are_out() {
             words(&m, page).iter().for_each(|w| w.store(0, Relaxed));
         }
         assert_eq!(region.control().page_out(0..PAGES * PAGE).unwrap(), PAGES as u64);
-        // Into the other mapping of it, while pages go out again under the kernel's hands.
+        // Into its other mapping, while pages are evicted again under the kernel's hands.
         let stop = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -149,7 +149,7 @@ fn a_ring_reads_and_writes_pages_that_are_out() {
             assert!(words(&m, page).iter().enumerate().all(right), "round {round}, page {page}");
         }
     }
-    // A page that is protected for a snapshot holds the kernel up, too.
+    // A page that is protected for a snapshot also holds up the kernel.
     let control = region.control();
     control.protect(0..PAGE, None).unwrap();
     control.page_out(0..PAGE).unwrap();

@@ -1,4 +1,4 @@
-//! Where descriptors or threads are not to be had: what cannot be made leaves nothing behind, and nobody waiting.
+//! No descriptors or threads are left: what cannot be made leaves nothing behind, and nobody waits for it.
 
 use super::processes::{Lines, say, wait_for_word, wait_within, worker};
 use super::*;
@@ -8,16 +8,16 @@ use std::time::{Duration, Instant};
 use uzswap_pager::region::{Options, Region};
 use uzswap_pager::shared::SharedControl;
 
-/// How long a worker may take.
+/// The longest time for a worker.
 const LONGEST: Duration = Duration::from_secs(20);
 
-/// Bytes of address space that are left where no thread is to be had: less than its stack.
+/// Bytes of address space left when no thread can be had: less than a thread's stack.
 const LEFT: u64 = 512 << 10;
 
-/// How long a thread runs to see that another does not (nanoseconds of its own time).
+/// How long a thread runs to see that another does not, in nanoseconds of its own time.
 const SHARE_NS: u64 = 300_000_000;
 
-/// Sets a limit of this process, or takes it away.
+/// Sets a limit of this process, or removes it.
 fn limit(resource: libc::__rlimit_resource_t, to: Option<u64>) {
     // SAFETY: limits of ours, written by the first call.
     unsafe {
@@ -34,7 +34,7 @@ fn address_space() -> u64 {
     pages.split(' ').next().unwrap().parse::<u64>().unwrap() * PAGE as u64
 }
 
-/// Returns when all other threads wait for something: none is about to allocate.
+/// Waits until all other threads wait for something: none is about to allocate.
 fn wait_for_rest() {
     // SAFETY: no arguments.
     let me = unsafe { libc::gettid() }.to_string();
@@ -57,7 +57,7 @@ fn without_threads<T>(work: impl FnOnce() -> T) -> T {
     done
 }
 
-/// Roles of this file's workers; false: it is none.
+/// Plays a role of this file's workers; returns false if there is no such role here.
 pub fn be(role: &str, path: &Path, _number: usize) -> bool {
     match role {
         "few-descriptors" => few_descriptors(),
@@ -84,7 +84,7 @@ fn few_descriptors() {
     const MOST: u64 = 100;
     let options = Options { track_writes: true, ..Options::new(8 * MIB) };
     let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
-    // (What is made once a process is made.)
+    // This makes everything that exists once per process.
     drop(Region::new(MIB, &options).unwrap());
     let (descriptors, bytes) = (open(), address_space());
     let enough = (1..MOST).find(|few| {
@@ -97,12 +97,12 @@ fn few_descriptors() {
     });
     assert!(enough.is_some_and(|few| few > 4), "{enough:?}");
     assert_eq!(open(), descriptors);
-    // (Threads that have ended leave a stack to the next.)
+    // Threads that have ended leave a stack to the next.
     assert!(address_space() < bytes + 64 * MIB as u64, "{bytes} -> {}", address_space());
     say("well");
 }
 
-/// Descriptors that an owner whose table is to be full may have.
+/// Descriptors that an owner may have whose table is to be full.
 const FEW: u64 = 64;
 
 fn full(path: &Path) {
@@ -112,7 +112,7 @@ fn full(path: &Path) {
     limit(libc::RLIMIT_NOFILE, Some(FEW));
     say("serving");
     wait_for_word();
-    // (Where the owner ends, who faults in this process waits for ever.)
+    // If the owner ends, a faulting thread in this process waits for ever.
     // SAFETY: no memory is involved.
     unsafe { libc::alarm(5 * LONGEST.as_secs() as u32) };
     let name = |task: &Path| std::fs::read_to_string(task.join("comm")).unwrap_or_default();
@@ -123,7 +123,7 @@ fn full(path: &Path) {
         assert!(begun.elapsed() < LONGEST / 2, "the table does not become full");
         std::thread::yield_now();
     }
-    // Who can take nobody rests: this thread runs all the time, and that one hardly ever.
+    // A thread that can accept nobody rests: this thread runs all the time, and that one hardly ever.
     let ran = |task: &Path| -> u64 {
         let stat = std::fs::read_to_string(task.join("schedstat")).unwrap();
         stat.split(' ').next().unwrap().parse().unwrap()
@@ -132,7 +132,7 @@ fn full(path: &Path) {
     let (mine, its) = (ran(me), ran(&server));
     while ran(me) < mine + SHARE_NS {}
     assert!(ran(&server) - its < SHARE_NS / 4, "the server runs though it can do nothing");
-    // And what the region is for goes on.
+    // And the region still does its work.
     for round in 1..4 {
         (0..m.len() / PAGE).for_each(|page| write(&m, page, (round * page) as u64));
         assert!((0..m.len() / PAGE).all(|page| words(&m, page)[7].load(Relaxed) == (round * page) as u64));
@@ -143,15 +143,16 @@ fn full(path: &Path) {
     wait_for_word();
 }
 
-/// The story: an owner whose table of descriptors was full of its clients' connections, which anybody of its user's may open, asked
-/// without pause for the next connection, and was ended when it had to make room: the buffers for that had a descriptor of their own.
+/// The story: the connections of clients, which any process of the same user may open, filled an owner's table of descriptors. It
+/// asked without pause for the next connection, and was ended when it had to make room: the buffers for that had a descriptor of
+/// their own.
 #[test]
 fn an_owner_with_no_descriptor_left_goes_on() {
     let path = socket_path("full");
     let mut child = worker("full", &path, 0).spawn().unwrap();
     let mut lines = Lines::of(&mut child);
     assert_eq!(lines.next().as_deref(), Some("serving"));
-    // Clients, until the next has no room for all of its own; then some who say nothing, one of whom has.
+    // Clients, until there is no room for all descriptors of the next; then some that send nothing, one of which still has room.
     let clients: Vec<_> = std::iter::from_fn(|| SharedControl::connect(&path).ok()).collect();
     let mute: Vec<_> = (0..8).map(|_| uzswap_sys::socket::connect(&path).unwrap()).collect();
     let mut input = child.stdin.take().unwrap();
@@ -171,20 +172,20 @@ fn works(role: &str) {
     assert_eq!(lines.next().as_deref(), Some("well"));
 }
 
-/// The story: each region that could not be made for want of a userfaultfd left its reservation behind, tens of gigabytes of
+/// The story: each region that could not be made for lack of a userfaultfd left its reservation behind, tens of gigabytes of
 /// addresses, and one that failed later the userfaultfd.
 #[test]
 fn a_region_that_cannot_be_made_leaves_nothing() {
     works("few-descriptors");
 }
 
-/// The story: where the owner had no thread for a connection its client waited for ever.
+/// The story: if the owner had no thread for a connection, its client waited for ever.
 #[test]
 fn who_cannot_be_served_is_told() {
     works("no-client-thread");
 }
 
-/// The story: a process that could not start its watcher said nothing, and the owner kept its mapping as long as it lived.
+/// The story: a process that could not start its watcher reported nothing, and the owner kept its mapping as long as it lived.
 #[test]
 fn who_has_no_watcher_leaves_no_mapping() {
     let path = socket_path("no-watcher");
