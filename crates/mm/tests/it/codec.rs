@@ -22,7 +22,7 @@ fn random(len: usize, mut seed: u64) -> Vec<u8> {
     (0..len).map(|_| next()).collect()
 }
 
-/// What heaps look like, roughly: pointers into one region, small integers, text, and this very program.
+/// Roughly what heaps look like: pointers into one region, small integers, text, and this very program.
 fn samples(len: usize) -> Vec<Vec<u8>> {
     let words = |word: fn(u64) -> u64| (0..len as u64 / 8).flat_map(|i| word(i).to_le_bytes()).collect::<Vec<_>>();
     let program = std::fs::read(std::env::current_exe().unwrap()).unwrap();
@@ -60,7 +60,7 @@ fn round_trips() {
     }
 }
 
-/// Of an object no more need be decoded than up to what is wanted; what is there then is right.
+/// Only the wanted start of an object needs to be decoded, and it is right.
 #[test]
 fn the_start_of_an_object_alone() {
     let mut decompressor = Decompressor::new();
@@ -79,7 +79,7 @@ fn the_start_of_an_object_alone() {
     }
 }
 
-/// As for whole objects: whatever the bytes, nothing outside is touched and what is too short is told.
+/// As for whole objects: whatever the bytes, nothing outside is touched, and a short result is an error.
 #[test]
 fn the_start_of_a_damaged_object() {
     let mut decompressor = Decompressor::new();
@@ -89,7 +89,7 @@ fn the_start_of_a_damaged_object() {
     let (encoding, written) = compressor.compress(sample, &mut object).unwrap();
     let mut back = vec![0; 16_384];
     for cut in 0..written / 8 {
-        // (What an eighth of the object holds is not half of what all of it holds, here.)
+        // Here an eighth of the object holds less than half of what all of it holds.
         let short = decompressor.decompress_start(encoding, &object[..cut], &mut back, 8192);
         assert_eq!(short, Err(Corrupt), "{cut} bytes");
     }
@@ -101,8 +101,8 @@ fn the_start_of_a_damaged_object() {
     assert_eq!(decompressor.decompress_start(Encoding::Raw, &object[..100], &mut back, 10), Err(Corrupt));
 }
 
-/// Numbers of some bits in ascending order, a letter for each bit, and then some of them again: zstd looks for what was there before in a
-/// tree, which this makes a chain, and how far along it looks is what its highest levels differ in.
+/// Numbers of some bits in ascending order, a letter for each bit, and then some of them again. zstd looks for earlier
+/// occurrences in a tree, which this makes a chain; its highest levels differ in how far along that they look.
 fn chain(bits: u32) -> Vec<u8> {
     let letters = |number: u32| (0..bits).rev().map(move |bit| b'a' + (number >> bit & 1) as u8);
     let again = random(1200, 1);
@@ -110,8 +110,8 @@ fn chain(bits: u32) -> Vec<u8> {
     (0..1 << bits).chain(again).flat_map(letters).collect()
 }
 
-/// Levels 20 to 22 were taken for 19 once. (That they are not was told from parts of this very program once, of which in some builds two
-/// levels stored the same.)
+/// Levels 20 to 22 were once taken for 19. (An earlier test used parts of this very program, of which in some builds two levels
+/// stored the same.)
 #[test]
 fn the_best_levels_of_zstd_are_used() {
     let stored = |level: i32, samples: &[Vec<u8>]| {
@@ -134,7 +134,7 @@ fn a_large_source_needs_a_compressor_made_for_it() {
     let mut decompressor = Decompressor::new();
     for algorithm in ALGORITHMS {
         let mut compressor = Compressor::with_source_max(algorithm, 2 << 20);
-        // zstd gives a workspace up that was too large 128 times running; a static one must not be.
+        // zstd gives up a workspace that was too large 128 times running; it must not do so with a static one.
         for _ in 0..300 {
             assert!(compressor.compress(&[7; 4096], &mut [0; 1024]).is_some());
         }
@@ -158,7 +158,7 @@ fn compress_stays_within_its_destination() {
         let (_, needed) = compressor.compress(&sample, &mut whole).unwrap();
         for room in [0, 1, 2, 10, needed / 2, needed - 1] {
             let mut object = vec![0xee; room + 64];
-            // A codec may find a shorter form when pressed, but only within its room.
+            // A codec may find a shorter form when space is tight, but only within its room.
             let fits = compressor.compress(&sample, &mut object[..room]);
             assert!(fits.is_none_or(|(_, len)| len <= room), "{algorithm} in {room}");
             assert!(object[room..].iter().all(|&byte| byte == 0xee), "{algorithm} wrote past {room}");
@@ -216,7 +216,7 @@ proptest! {
         }
         let mut decompressor = Decompressor::new();
         let mut back = vec![0xee; 4096 + 64];
-        // Whether it is noticed is chance; what lies behind dst is not touched.
+        // It is chance whether this is noticed; bytes behind dst are not touched.
         let _ = decompressor.decompress(encoding, &object[..len], &mut back[..4096]);
         prop_assert!(back[4096..].iter().all(|&byte| byte == 0xee));
         // And the decompressor still works.
@@ -258,7 +258,7 @@ fn names() {
     }
 }
 
-/// A7: workspaces are charged by what they are said to take: only zstd's grows with what it is to compress.
+/// A7: workspaces are charged by the size that they report: only zstd's grows with the data to compress.
 #[test]
 fn a_workspace_that_grows_is_zstds() {
     for algorithm in ALGORITHMS {
@@ -267,7 +267,7 @@ fn a_workspace_that_grows_is_zstds() {
             Algorithm::Zstd(_) => assert!(0 < small && small < large, "{algorithm}: {small} and {large}"),
             _ => assert_eq!((small, large), (0, 0), "{algorithm}"),
         }
-        // And made larger it takes what is larger.
+        // Once made larger, it takes larger data.
         let mut compressor = Compressor::new(algorithm);
         [1 << 20, 4096, 64 << 10].into_iter().for_each(|max| compressor.reserve(max));
         let mut object = vec![0; 1 << 20];

@@ -1,4 +1,4 @@
-//! Compaction against a zone in memory, rule by rule (acceptance E2 to E5).
+//! Compaction of a zone in memory, rule by rule (acceptance E2 to E5).
 
 use proptest::prelude::*;
 use uzswap_mm::compaction::deferral::{Deferral, MAX_SHIFT};
@@ -10,13 +10,13 @@ use uzswap_mm::zone::{BLOCK_FRAMES, Kind, MigrateType, Zone};
 
 pub const BLOCK: u32 = BLOCK_FRAMES;
 
-/// Memory in which each frame in use holds the number of the page it was allocated for.
+/// Memory in which each frame in use holds the number of the page that it was allocated for.
 pub struct Memory {
     start: u32,
     pub frames: Vec<Option<u64>>,
     pub pinned: Vec<bool>,
     isolated: Vec<bool>,
-    /// Every so many moves fail; 0 none.
+    /// Every so many moves one fails; 0: none.
     pub fail_every: usize,
     pub moves: Vec<(u32, u32)>,
     asked: usize,
@@ -37,7 +37,7 @@ impl Memory {
         pages.sort_unstable();
         pages
     }
-    /// The program goes on between two runs: some pages go, and others come. Those that there are then.
+    /// The program goes on between two runs: some pages go, others come. Returns those present afterwards.
     pub fn churn(&mut self, zone: &mut Zone, round: u32) -> Vec<u64> {
         let n = self.frames.len();
         for i in 0..n as u32 / 16 {
@@ -82,7 +82,7 @@ impl Migrate for Memory {
     }
 }
 
-/// A zone in which exactly the frames that `used` names are taken.
+/// A zone in which exactly the frames for which `used` is true are taken.
 pub fn zone_with(start: u32, end: u32, used: impl Fn(u32) -> bool) -> (Zone, Memory) {
     let mut zone = Zone::spanning(start, end, Kind::Frame);
     let mut memory = Memory::new(&zone);
@@ -102,7 +102,7 @@ fn position(block: usize, wrapped: bool) -> Position {
     Position { block, done: 0, wrapped }
 }
 
-/// E2: neither wrapped: no; exactly one: free block ≤ migrate block; both: yes. By page block, whatever is done inside.
+/// E2: neither wrapped: no; exactly one: free block ≤ migrate block; both: yes. By page block, wherever the scanners are inside.
 #[test]
 fn scanners_meet_as_the_table_says() {
     for (migrate, free, wrapped, met) in [
@@ -130,8 +130,8 @@ fn scanners_meet_as_the_table_says() {
     }
 }
 
-/// E2: from any pivot the scanners keep their direction, wrap once each, never leave the zone, and meet when together they
-/// have been everywhere once. The pivot at either end included.
+/// E2: from any pivot, including one at either end, the scanners keep their direction, wrap once each, never leave the zone, and
+/// meet when together they have been everywhere once.
 #[test]
 fn scanners_see_every_block_once_from_every_pivot() {
     for blocks in 1..8 {
@@ -156,7 +156,7 @@ fn scanners_see_every_block_once_from_every_pivot() {
             }
         }
     }
-    // The old way: upwards from the start, downwards from the end.
+    // The old rule: upwards from the start, downwards from the end.
     let ends = Scanners { migrate: position(0, false), free: position(7, true) };
     assert_eq!(Scanners::at(0, 8), ends);
     assert_eq!(Scanners::at(7, 8), Scanners { migrate: position(7, false), free: position(6, false) });
@@ -178,7 +178,7 @@ fn an_invalid_cached_pivot_is_reinitialised() {
     }
 }
 
-/// E3: positions in the midst of a pass are forgotten on a restart.
+/// E3: a restart discards positions in the middle of a pass.
 #[test]
 fn positions_are_reset_on_a_restart() {
     for moves in [true, false] {
@@ -191,7 +191,7 @@ fn positions_are_reset_on_a_restart() {
     }
 }
 
-/// E2: a zone that starts at frame 1: the first block is a frame short, the block below it is none.
+/// E2: in a zone that starts at frame 1, the first block is a frame short, and there is no block below it.
 #[test]
 fn a_zone_that_starts_at_frame_one_does_not_underflow() {
     for end in [2, 3, 511, 512, 513, 1025, 4 * BLOCK, 4 * BLOCK + 77] {
@@ -209,8 +209,8 @@ fn a_zone_that_starts_at_frame_one_does_not_underflow() {
     }
 }
 
-/// E2: with the pivot in the middle and nothing free below it, the free scanner goes round and on at once: the first
-/// compaction already moves pages.
+/// E2: with the pivot in the middle and nothing free below it, the free scanner wraps and goes on at once: the first compaction
+/// already moves pages.
 #[test]
 fn a_free_scanner_that_wraps_empty_handed_goes_on_at_once() {
     // Blocks 0 to 3 are full, 4 and 5 hold a few pages, 6 and 7 have room.
@@ -221,19 +221,19 @@ fn a_free_scanner_that_wraps_empty_handed_goes_on_at_once() {
     assert!(memory.moves.iter().all(|(from, to)| *from / BLOCK == 4 && *to / BLOCK == 7), "{:?}", memory.moves);
 }
 
-/// E3: where the free scanner stops inside a block it goes on there; at a block's end nothing is noted but the block.
+/// E3: if the free scanner stops inside a block it goes on there; at a block's end only the block is noted.
 #[test]
 fn the_free_scanner_notes_its_place_only_inside_a_block() {
-    // Only even frames of the last two blocks are free; two pages are to move.
+    // In the last two blocks only odd frames are free; in the others 40 pages are in use.
     let (mut zone, mut memory) = zone_with(0, 8 * BLOCK, |f| if f < 6 * BLOCK { f % BLOCK < 40 } else { f % 2 == 0 });
     let mut compactor = Compactor::new(ZoneEnds::new());
     assert_eq!(compactor.direct(&mut zone, goal(9), &mut memory), Outcome::Success);
     let free = compactor.policy.cached.scanners.unwrap().free;
     assert_eq!(free.block, 7);
-    // 32 for the first cluster, 8 of the second, of which the rest went back.
+    // 32 of the first cluster and 8 of the second; the rest of that went back.
     assert_eq!(memory.moves.len(), 40);
     assert_eq!(free.done, 64, "goes on behind what was used up, not behind what was given back");
-    // A block used up to its end leaves no place inside, nor does one whose targets all go back.
+    // A block used up to its end leaves no position inside, nor does one whose targets all go back.
     let (mut zone, mut memory) = zone_with(0, 4 * BLOCK, |f| f % BLOCK < 40 || (f >= 3 * BLOCK && f % 16 != 0));
     let mut compactor = Compactor::new(ZoneEnds::new());
     assert_eq!(compactor.direct(&mut zone, goal(9), &mut memory), Outcome::Success);
@@ -262,7 +262,7 @@ fn positions_are_kept_until_the_scanners_meet() {
     assert_eq!(compactor.policy.cached.met_at, Some(4));
 }
 
-/// E3: a whole pass of background compaction resets the positions and forgets what was to be skipped.
+/// E3: a whole pass of background compaction resets the positions, and forgets which blocks to skip.
 #[test]
 fn a_whole_background_pass_resets_positions_and_skip_bits() {
     let (mut zone, mut memory) = zone_with(0, 8 * BLOCK, |f| f % 2 == 0);
@@ -276,7 +276,7 @@ fn a_whole_background_pass_resets_positions_and_skip_bits() {
     // Nothing is skipped the second time.
     assert_eq!(compactor.background(&mut zone, aim, &mut memory), Outcome::Complete);
     assert_eq!(compactor.counters.compact_migrate_scanned, 2 * scanned);
-    // Direct compaction does not clear them: blocks found useless are passed over.
+    // Direct compaction does not clear the skip bits: blocks found useless are passed over.
     assert_eq!(compactor.direct(&mut zone, goal(9), &mut memory), Outcome::Complete);
     let before = compactor.counters.compact_migrate_scanned;
     assert_eq!(compactor.direct(&mut zone, goal(9), &mut memory), Outcome::Deferred);
@@ -284,8 +284,7 @@ fn a_whole_background_pass_resets_positions_and_skip_bits() {
     assert_eq!(compactor.counters.compact_migrate_scanned, before, "skip bits were not looked at");
 }
 
-/// An attempt for which there was no room is not held against the next one, for which reclaim has made some: it used
-/// to be deferred.
+/// An attempt without room does not count against the next one, for which reclaim has made some. (Once it was deferred.)
 #[test]
 fn without_room_compaction_is_skipped_and_not_deferred() {
     // 64 frames of each of 15 blocks are free, one less than twice the run and the reserve.
@@ -302,7 +301,7 @@ fn without_room_compaction_is_skipped_and_not_deferred() {
     assert!(zone.has_run(Kind::Frame, 3));
 }
 
-/// Background compaction stops at its score.
+/// Background compaction stops when it reaches its score.
 #[test]
 fn background_compaction_goes_for_a_score() {
     for score in [80, 50, 10] {
@@ -316,7 +315,7 @@ fn background_compaction_goes_for_a_score() {
     }
 }
 
-/// E4: after a failure 1 << shift attempts pass before the next, the shift being 6 at most; success ends it.
+/// E4: after a failure 1 << shift attempts are skipped before the next, with a shift of at most 6; success ends that.
 #[test]
 fn deferral_doubles_up_to_64_attempts() {
     let mut deferral = Deferral::default();
@@ -332,21 +331,21 @@ fn deferral_doubles_up_to_64_attempts() {
         }
         assert!(!deferral.is_deferred(9), "attempt {} after failure {failures}", 1 << shift);
         assert_eq!(deferral.is_restarting(9), shift == MAX_SHIFT);
-        // A smaller order that never failed is not held up.
+        // A smaller order that never failed is not deferred.
         assert!(!deferral.is_deferred(8) && !deferral.is_restarting(8));
     }
     deferral.reset(9, true);
     assert_eq!(deferral.shift(), 0);
     assert!(!deferral.is_deferred(9));
-    // The smallest order that failed holds up all that are as large.
+    // The smallest order that failed defers all orders as large.
     for order in [7, 5, 9] {
         deferral.defer(order);
     }
     assert!(deferral.is_deferred(5) && !deferral.is_deferred(4));
 }
 
-/// E4 (and the last of E3): the pivot moves to where the scanners last met only on a restart after the longest deferral,
-/// together with clearing the skip bits and resetting the positions. The old way never moves it.
+/// E4 (and the last of E3): the pivot moves to where the scanners last met only on a restart after the longest deferral, when
+/// skip bits and positions are also reset. The old rule never moves it.
 #[test]
 fn the_pivot_moves_only_on_a_restart_after_the_longest_deferral() {
     for moves in [true, false] {
@@ -373,8 +372,8 @@ fn the_pivot_moves_only_on_a_restart_after_the_longest_deferral() {
     }
 }
 
-/// E4: a run that was found ends the deferral of its order (of smaller ones there was none), whoever then gets it. The attempts that
-/// follow are no restarts.
+/// E4: a run that was found ends the deferral of its order (smaller orders had none), whoever then gets it. The following
+/// attempts are no restarts.
 #[test]
 fn a_run_that_is_found_ends_deferral() {
     let (mut zone, mut memory) = zone_with(0, 8 * BLOCK, |f| f % 2 == 0);
@@ -394,7 +393,7 @@ fn a_run_that_is_found_ends_deferral() {
     assert_eq!(compactor.deferral.shift(), 0);
 }
 
-/// The scanners meeting inside one block: no frame is looked at by both, and what was isolated goes back.
+/// The scanners meet inside one block: neither looks at a frame of the other's, and what was isolated goes back.
 #[test]
 fn meeting_inside_one_block_loses_nothing() {
     // The last block takes 99 pages of block 0, whose first stays, and 51 of block 1; the free scanner is there then.
@@ -404,7 +403,7 @@ fn meeting_inside_one_block_loses_nothing() {
     let pages = memory.used();
     let free = zone.free_slots(Kind::Frame);
     let mut compactor = Compactor::new(ZoneEnds::new());
-    // (For direct compaction there is too little room.)
+    // There is too little room for direct compaction.
     let aim = Goal { score: Some(0), ..goal(9) };
     assert_eq!(compactor.background(&mut zone, aim, &mut memory), Outcome::Complete);
     assert_eq!((memory.used(), memory.moves.len()), (pages, 150));
@@ -413,10 +412,10 @@ fn meeting_inside_one_block_loses_nothing() {
     assert_eq!(zone.free_slots(Kind::Frame), free);
 }
 
-/// E5: every counter by its name, on a case small enough to count by hand.
+/// E5: every counter by name, on a case small enough to count by hand.
 #[test]
 fn counters_count_what_they_say() {
-    // Between the two blocks lies one that stays: it has the room without which there would be no attempt.
+    // Between the two blocks is one that stays: without its room there would be no attempt.
     let used = |f: u32| f < 8 || f >= BLOCK && f.is_multiple_of(if f < 2 * BLOCK { 4 } else { 2 });
     let (mut zone, mut memory) = zone_with(0, 3 * BLOCK, used);
     memory.pinned[BLOCK as usize..2 * BLOCK as usize].fill(true);
@@ -426,15 +425,15 @@ fn counters_count_what_they_say() {
     let c = compactor.counters;
     assert_eq!((c.compact_stall, c.compact_success, c.compact_fail), (1, 0, 1));
     assert_eq!((c.pgmigrate_success, c.pgmigrate_fail), (7, 1));
-    // Eight pages, and six free runs of 8 to 256 frames behind them; then 128 pages that stay, with a frame and a run of two
-    // behind each.
+    // Eight pages, and six free runs of 8 to 256 frames behind them; then 128 pages that stay, each with a frame and a run of two
+    // behind it.
     assert_eq!(c.compact_migrate_scanned, 14 + 128 * 3);
     assert_eq!(c.compact_free_scanned, 64);
     assert_eq!(c.compact_isolated, 8 + 32);
     assert_eq!((c.migrated_twice, c.migrated_again), (0, 0));
 }
 
-/// Free slots of the other kind move like pages in use, and stay what they are.
+/// Free slots of the other kind move like pages in use, and keep their kind.
 #[test]
 fn frames_are_moved_out_of_the_way_of_holes() {
     struct Arena(Vec<(u32, u32)>);
@@ -462,8 +461,8 @@ fn frames_are_moved_out_of_the_way_of_holes() {
     assert!(zone.alloc(Kind::Hole, 9).is_some());
 }
 
-/// The story: the looks at all page blocks by which [`Emptiest`] chooses were charged to the budget. From as many blocks as that on
-/// (the pager's arena above a limit of 448 MiB) each run ended before it took a page, and there was more to do for ever.
+/// The story: [`Emptiest`] looks at all page blocks to choose, and that was charged to the budget. From as many blocks on (the
+/// pager's arena above a limit of 448 MiB) each run ended before it took a page, and there was always more to do.
 #[test]
 fn every_run_gets_on_however_many_blocks_there_are() {
     let (mut zone, mut memory) = zone_with(0, 600 * BLOCK, |f| f % 64 == 0);
@@ -481,8 +480,8 @@ fn every_run_gets_on_however_many_blocks_there_are() {
     assert_eq!(compactor.counters.migrated_twice, 0);
 }
 
-/// A pass in parts of a budget looks at as much as one at once, and no part at much more than its budget. (Where nothing could be moved a
-/// run went on through all blocks, and each chose among all of them anew.)
+/// A pass in parts looks at as much as one in one piece, and no part at much more than its budget. (Once, if nothing could be
+/// moved, a run went on through all blocks, and each run chose among all of them anew.)
 fn parts_of_a_pass_are_as_large_as_their_budget<P: Policy>(policy: impl Fn() -> P) {
     const BLOCKS: u64 = 600;
     let looks = |budget| {
@@ -505,7 +504,7 @@ fn parts_of_a_pass_are_as_large_as_their_budget<P: Policy>(policy: impl Fn() -> 
     let (at_once, _) = looks(u64::MAX);
     let (in_parts, most) = looks(256);
     assert_eq!(in_parts, at_once);
-    // (The first looks at every block to choose.)
+    // The first part looks at every block to choose.
     assert!(most <= BLOCKS + 256 + u64::from(BLOCK), "{most} at once");
 }
 
@@ -516,7 +515,7 @@ fn a_run_looks_at_its_budget_and_goes_on_where_the_last_one_stopped() {
     parts_of_a_pass_are_as_large_as_their_budget(Emptiest::new);
 }
 
-/// The second objection: pages migrated back and forth. Bound: no page moves twice in a pass.
+/// The second objection: pages migrated back and forth. The bound: no page moves twice in a pass.
 fn no_page_moves_twice_in_a_pass<P: Policy>(policy: P, used: &[bool], pins: &[usize], fail_every: usize) {
     let end = used.len() as u32 + 1;
     let (mut zone, mut memory) = zone_with(1, end, |f| used[f as usize - 1]);
@@ -567,7 +566,7 @@ proptest! {
     }
 }
 
-/// Our own rule makes a block with the fewest moves there are, and never leaves a block untouched that could be emptied.
+/// Our own rule frees a block with the fewest moves possible, and never leaves out a block that could be emptied.
 #[test]
 fn the_emptiest_block_is_emptied_into_the_fullest() {
     // Pages per block: 300, 10, 500, 200.

@@ -1,4 +1,4 @@
-//! The lists against plain queues.
+//! The lists, compared with plain queues.
 
 use proptest::prelude::*;
 use std::collections::VecDeque;
@@ -72,7 +72,7 @@ proptest! {
     #[test]
     fn stamps_are_cut_to_25_bits(vpn in 0..1u64 << 35, order in any::<u8>(), stamp in any::<u32>()) {
         let e = Entry::new(vpn, order, stamp);
-        // (And orders to four.)
+        // And orders are kept to four bits.
         prop_assert_eq!((e.vpn(), e.order(), e.stamp()), (vpn, order & 15, stamp & ((1 << 25) - 1)));
     }
 
@@ -130,7 +130,7 @@ proptest! {
                     inactive.append(&mut unevictable);
                 }
                 Move::Victim => {
-                    // (Two MiB of what passes stay, or an eighth of the rest.)
+                    // Two MiB of passing pages stay, or an eighth of the others.
                     let passes = pages(&passing) > ((pages(&active) + pages(&inactive)) / 8).min(512);
                     while !passes && pages(&active) > 3 * pages(&inactive) {
                         inactive.extend(active.pop_front());
@@ -165,7 +165,7 @@ proptest! {
     }
 }
 
-/// What passes and was faulted on just now waits while there is anything else, and no longer.
+/// Passing pages that were just faulted on wait while there is anything else, and no longer.
 #[test]
 fn what_passes_can_wait() {
     let mut lru = Lru::default();
@@ -178,7 +178,7 @@ fn what_passes_can_wait() {
     assert_eq!((lru.victim_passes(), lru.pop_victim(), lru.pop_victim()), (true, Some(passes), None));
 }
 
-/// Ages are exact as long as fewer folios were listed since than stamps count.
+/// Ages are exact while fewer folios have been listed since than stamps can count.
 #[test]
 fn ages_are_what_was_listed_since() {
     let first = 0u32.wrapping_sub(3) & ((1 << 25) - 1);
@@ -189,13 +189,13 @@ fn ages_are_what_was_listed_since() {
     }
 }
 
-/// Stale entries are dropped when there are many more than pages, and nothing else is.
+/// Stale entries are dropped when there are many more of them than pages; nothing else is dropped.
 #[test]
 fn what_is_stale_does_not_pile_up() {
     let mut lru = Lru::default();
-    // Page 8 is listed once for all, the others over and over.
+    // Page 8 is listed once, the others over and over.
     lru.push(List::Inactive, Entry::new(8, 3, 1));
-    // (Right before it, so that what stays of this is another's.)
+    // Right before it, so that what remains of this is another's.
     lru.push(List::Inactive, Entry::new(4, 2, 1));
     let is_fresh = |now: u32| move |page: u64, stamp: u32| if page < 16 { page == 8 } else { stamp == now };
     for round in 2..100 {
@@ -214,7 +214,7 @@ fn what_is_stale_does_not_pile_up() {
     assert_eq!((fresh, stale(8), stale(4)), (1_000, 1, 0), "one page of a folio is enough, and it must be its own");
 }
 
-/// What a list had when it was long it does not keep: it counts against the limit.
+/// A list does not keep the memory that it needed when it was long: that counts against the limit.
 #[test]
 fn what_leaves_a_list_leaves_its_memory() {
     let mut lru = Lru::default();
@@ -227,8 +227,8 @@ fn what_leaves_a_list_leaves_its_memory() {
     assert!(lru.active.len() == 100 && lru.metadata_bytes() <= 2 * 100 * 8);
 }
 
-/// Each list is gone through when it has more than twice as many entries as there are pages, and 4096 besides, and not before; and each
-/// takes memory, which counts against the limit (A7).
+/// A list is tidied when it has more than twice as many entries as there are pages and another 4096, and not before. Each takes
+/// memory, which counts against the limit (A7).
 #[test]
 fn a_list_is_tidied_when_it_is_mostly_stale() {
     let all = [List::Inactive, List::Active, List::Passing, List::Unevictable, List::Incompressible];

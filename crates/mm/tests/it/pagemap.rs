@@ -1,4 +1,4 @@
-//! The page map against a plain array, and its promises to readers over every interleaving (loom).
+//! The page map, compared with a plain array; and its promises to readers in every interleaving (loom).
 
 use loom::sync::Arc;
 use proptest::prelude::*;
@@ -23,7 +23,7 @@ fn loomed(n: usize) -> Arc<Vec<Loomed>> {
     Arc::new((0..n).map(|_| Loomed(loom::sync::atomic::AtomicU64::new(0))).collect())
 }
 
-/// The first word is the sequence.
+/// The first word is the sequence number.
 fn over(words: &[Loomed], pages: u64) -> PageMapWriter<'_, Loomed> {
     PageMapWriter::new(&words[0], &words[1..], pages)
 }
@@ -48,7 +48,7 @@ fn a_page_is_never_in_two_states_nor_goes_back_in_time() {
         let neighbour = map.get(1);
         let second = order(map.get(0));
         assert!(second >= first);
-        // Acquire and release: whoever sees the second store sees the first.
+        // Acquire and release: a reader that sees the second store sees the first.
         assert!(neighbour != IN || second >= 1);
         writer.join().unwrap();
         assert_eq!((map.get(0), map.get(1)), (OUT, IN), "a neighbour's store was lost");
@@ -69,9 +69,9 @@ fn a_snapshot_is_of_one_moment() {
             map.set(0, OUT);
             map.publish(8, OUT);
             map.end();
-            // A run is one too.
+            // A run is one change, too.
             map.publish_run(7, 3, |i| if i == 1 { OUT } else { IN });
-            // Alone, it is a change of its own.
+            // By itself it is a change of its own.
             map.publish(1, IN);
         });
         let map = over(&words, 16);
@@ -91,7 +91,7 @@ fn a_snapshot_is_of_one_moment() {
     });
 }
 
-/// A map over plain words with these bytes.
+/// Plain words with these bytes, for a map.
 fn words_of(bytes: &[u8]) -> Vec<AtomicU64> {
     let mut padded = bytes.to_vec();
     padded.resize(bytes.len().next_multiple_of(8), 0);
@@ -164,14 +164,14 @@ fn a_views_own_bits_are_read_with_the_others() {
     let view = map.with_markers(PageMap::new(&sequence, &own, 3), false);
     let read = |m: &PageMap| [m.get(0).0, m.get(1).0, m.get(2).0];
     assert_eq!(read(&view), [PRESENT, SOFT_DIRTY, OUT.0 | WRITE_PROTECTED]);
-    // Only what is known of can have been written to.
+    // Only known pages can have been written to.
     let none = words_of(&[0; 3]);
     let dirty = map.with_markers(PageMap::new(&sequence, &none, 3), true);
     assert_eq!(read(&dirty), [PRESENT | SOFT_DIRTY, 0, OUT.0 | SOFT_DIRTY]);
     assert_eq!(dirty.summary(0, 3).soft_dirty, 2);
 }
 
-/// D1: each of a page's bits is one thing, and counted as that.
+/// D1: each of a page's bits is counted for itself.
 #[test]
 fn a_summary_counts_each_bit_for_itself() {
     let counted = |byte: u8, n: u64| {
@@ -189,18 +189,18 @@ fn a_summary_counts_each_bit_for_itself() {
         let is = [all.present(), all.swapped(), all.zero(), all.soft_dirty(), all.write_protected()];
         assert!(is.iter().enumerate().all(|(i, is)| *is == (i != bit)), "bit {bit}");
     }
-    // What the words hold beyond the last page is nobody's.
+    // Bytes of the words beyond the last page belong to no page.
     let words = words_of(&[PRESENT; 8]);
     let sequence = AtomicU64::new(0);
     let map = PageMap::new(&sequence, &words, 3);
     assert_eq!(([2, 3, 7, 8].map(|page| map.get(page).0), map.summary(0, 8).present), ([PRESENT, 0, 0, 0], 3));
-    // Stretches are added up.
+    // Stretches add up.
     let words = words_of(&[PRESENT, PRESENT, OUT.0, OUT.0, OUT.0]);
     let sum = PageMap::new(&AtomicU64::new(0), &words, 5).summary(1, 5);
     assert_eq!((sum.pages, sum.present, sum.swapped, sum.tiers), (4, 1, 3, [1, 0, 3, 0, 0, 0, 0, 0]));
 }
 
-/// While a change is on its way there is no one moment that could be read.
+/// While a change is under way, there is no single moment that could be read.
 #[test]
 fn there_is_no_snapshot_of_half_a_change() {
     let words = words_of(&[PRESENT, 0, OUT.0]);

@@ -1,4 +1,4 @@
-//! The page table against an ordered map, and the packing of its entries.
+//! The page table, compared with an ordered map; and the packing of its entries.
 
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -8,7 +8,7 @@ use uzswap_mm::pagetable::{
     HINT_RANDOM, HINT_SEQUENTIAL, HINT_WRITTEN, LEAF_PAGES, PageTable, Pte, STRETCH_PAGES, Tag, next_eviction,
 };
 
-/// Pages of a lower node, 64 leaves, and of an upper one.
+/// Pages of a lower node (64 leaves), and of an upper one.
 const LOWER_PAGES: u64 = 64 * LEAF_PAGES;
 const UPPER_PAGES: u64 = 64 * 64 * LOWER_PAGES;
 /// Pages of the address space.
@@ -85,10 +85,10 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     proptest::collection::vec(step, 1..200)
 }
 
-/// The first page that is published: of those from here on some are.
+/// The first published page: only pages from here on are.
 const FIRST: u64 = 1000;
 
-/// What the table is to hold.
+/// What the table should hold.
 #[derive(Default)]
 struct Model {
     entries: BTreeMap<u64, Pte>,
@@ -101,7 +101,7 @@ impl Model {
         self.entries.get(&vpn).copied().unwrap_or(Pte::NONE)
     }
 
-    /// Does a step with both, and compares what the table says of it.
+    /// Does a step with both, and compares the table's answer.
     fn step(&mut self, table: &mut PageTable, step: Step) -> Result<(), TestCaseError> {
         match step {
             Step::Set(vpn, pte) => {
@@ -148,7 +148,7 @@ impl Model {
             Step::Hint(vpn, set, clear) => {
                 let before = table.hints(vpn);
                 table.hint(vpn, set, clear);
-                // One byte for the 64 KiB block; entries are untouched, as the final comparison shows.
+                // One byte for the block of 64 KiB; entries are untouched, as the final comparison shows.
                 for page in [vpn & !15, vpn | 15] {
                     prop_assert_eq!(table.hints(page), (before & !clear) | set);
                 }
@@ -157,7 +157,7 @@ impl Model {
         Ok(())
     }
 
-    /// Compares all that the table and its page map hold.
+    /// Compares everything in the table and in its page map.
     fn agrees(&self, table: &PageTable, map: &PageMap<'_>, soft_dirty: bool) -> Result<(), TestCaseError> {
         let mut all = vec![];
         table.for_each(|vpn, pte| all.push((vpn, pte)));
@@ -219,13 +219,13 @@ proptest! {
         prop_assert_eq!((plain.tag(), plain.aux(), plain.copy()), (tag, aux, None));
         let kept = plain.with_copy(handle);
         prop_assert_eq!((kept.tag(), kept.aux(), kept.copy()), (tag, aux, Some(handle)));
-        // The last copy named is the one.
+        // The last copy named counts.
         prop_assert_eq!(kept.with_copy(!handle).copy(), Some(!handle));
     }
 
     #[test]
     fn compressed_entries_keep_their_parts(handle in any::<u32>(), index in 0..512usize, at in 0..1u32 << 21) {
-        // (When it was evicted is kept to 16 pages.)
+        // The time of eviction is kept to 16 pages.
         let pte = Pte::compressed(handle, index, at);
         prop_assert_eq!(pte.tag(), Tag::Compressed);
         let at = at & !15;
@@ -248,7 +248,7 @@ proptest! {
     }
 }
 
-/// What a table takes that has its root, and no page.
+/// What a table takes that has its root and no page.
 fn with_root(table: &mut PageTable) -> usize {
     table.set(1, Pte::new(Tag::Zero, 0));
     table.clear(1, 2, |_, _| ());
@@ -271,8 +271,8 @@ fn memory_is_used_where_there_are_pages_only() {
     assert_eq!(table.get(END + 1), Pte::NONE);
 }
 
-/// The story: V8 maps its heap in pieces of 256 KiB at addresses all over the place, and unmaps them again. A leaf and an inner node
-/// stayed of each, as only whole leaves were freed, and nodes never.
+/// The story: V8 maps its heap in pieces of 256 KiB at scattered addresses, and unmaps them again. Each left a leaf and an inner
+/// node behind, as only whole leaves were freed, and nodes never.
 #[test]
 fn pieces_that_come_and_go_leave_nothing_behind() {
     let mut table = PageTable::new();
@@ -290,7 +290,7 @@ fn pieces_that_come_and_go_leave_nothing_behind() {
     }
 }
 
-/// A leaf is freed only when nothing is left in it; random ranges hardly ever leave exactly one page.
+/// A leaf is freed only when nothing is left in it. (Random ranges hardly ever leave exactly one page.)
 #[test]
 fn clearing_stops_at_its_borders() {
     for base in [LEAF_PAGES, LOWER_PAGES - LEAF_PAGES, LOWER_PAGES] {
@@ -333,7 +333,7 @@ fn the_refault_distance_is_what_was_evicted_since() {
     }
 }
 
-/// What an entry says of its page: in the program since it was listed, did not compress, and where its copy is.
+/// What an entry says of its page: in the program since it was listed, incompressible, and where its copy is.
 #[test]
 fn entries_say_what_their_page_is() {
     for tag in [Tag::Resident, Tag::Staged, Tag::Compressed, Tag::Zero, Tag::Busy, Tag::Poisoned, Tag::Disk] {
@@ -353,8 +353,8 @@ fn entries_say_what_their_page_is() {
     }
 }
 
-/// A7: a stretch of which nothing is known any more is told, once, so that what is published of it takes no memory. (D3: not one of
-/// which something is known again.)
+/// A7: a stretch of which nothing is known any more is reported, once, so that its part of the published map takes no memory.
+/// (D3: not if something of it is known again.)
 #[test]
 fn stretches_of_which_nothing_is_known_are_told_once() {
     let mut table = PageTable::new();
@@ -371,7 +371,7 @@ fn stretches_of_which_nothing_is_known_are_told_once() {
     assert!(table.take_emptied().is_empty(), "a page is left");
     [7, 5].into_iter().for_each(|n| clear(&mut table, n));
     assert_eq!((table.take_emptied(), table.take_emptied()), (vec![7, 5], vec![]));
-    // Asked for again, what was noted is not forgotten.
+    // Asking again does not lose what was noted.
     clear(&mut table, 6);
     table.note_emptied();
     assert_eq!(table.take_emptied(), [6]);
@@ -390,8 +390,7 @@ fn stretches_of_which_nothing_is_known_are_told_once() {
     assert!(table.take_emptied().is_empty());
 }
 
-/// What is called the disk is said to be on a server where it is, of single pages and of runs; and what is no longer published stays as
-/// it was.
+/// A disk that is a server is shown as a server, for single pages and for runs; and what is no longer published stays as it was.
 #[test]
 fn the_disk_may_be_a_server() {
     let words: &'static [AtomicU64] = Box::leak((0..2).map(|_| AtomicU64::new(0)).collect());
@@ -410,7 +409,7 @@ fn the_disk_may_be_a_server() {
     assert_eq!([0, 1, 4].map(tiers), [Tier::Disk, Tier::Remote, Tier::None]);
 }
 
-/// D1: what the page map says of a page in each state: present, swapped or zero, and the tier in the upper three bits.
+/// D1: the page map's entry for a page in each state: present, swapped or zero, and the tier in the upper three bits.
 #[test]
 fn the_page_map_says_where_a_page_is() {
     let states = [
@@ -431,7 +430,7 @@ fn the_page_map_says_where_a_page_is() {
     }
 }
 
-/// Hints of blocks that are gone as a whole go with them, also where other pages of their leaf stay.
+/// Hints of blocks that are gone as a whole go with them, even if other pages of their leaf stay.
 #[test]
 fn hints_go_with_their_blocks() {
     let (mut table, first) = (PageTable::new(), 9 * LEAF_PAGES);

@@ -1,5 +1,5 @@
-//! Compaction from one run to the next: what is remembered, counted and forgotten (acceptance E4 and E5); by the name of a rule; and where
-//! slots are of two kinds.
+//! Compaction from one run to the next: what is remembered, counted and forgotten (acceptance E4 and E5); choice of a rule by
+//! name; and slots of two kinds.
 
 use crate::compaction::{BLOCK, Memory, goal, zone_with};
 use uzswap_mm::compaction::deferral::MAX_SHIFT;
@@ -25,14 +25,15 @@ fn what_the_background_reached_is_not_deferred() {
     assert!(!deferral.is_deferred(9));
 }
 
-/// E4, by the rule of our own: what is known to be useless is passed over until the restart after the longest deferral, and looked at then.
+/// E4, for our own rule: blocks known to be useless are passed over until the restart after the longest deferral, and looked at
+/// then.
 #[test]
 fn emptiest_passes_over_what_refused_until_a_restart() {
     let (mut zone, mut memory) = zone_with(0, 8 * BLOCK, |f| f % 2 == 0);
     memory.pinned.fill(true);
     let mut compactor = Compactor::new(Emptiest::new());
     assert_eq!(compactor.direct(&mut zone, goal(9), &mut memory), Outcome::Complete);
-    // (Eight blocks to choose from, and a look into each.)
+    // Eight blocks to choose from, and a look into each.
     let first = compactor.counters.compact_migrate_scanned;
     assert!(first >= 16, "{first}");
     assert_eq!(compactor.direct(&mut zone, goal(9), &mut memory), Outcome::Deferred);
@@ -46,7 +47,7 @@ fn emptiest_passes_over_what_refused_until_a_restart() {
     assert!(zone.has_run(Kind::Frame, 9), "a restart looks at all anew");
 }
 
-/// E5: what belongs together and does not move is one look, whatever its size.
+/// E5: pages that belong together and do not move are one look, whatever their number.
 #[test]
 fn a_huge_page_is_looked_at_once() {
     struct Huge(Memory);
@@ -68,11 +69,12 @@ fn a_huge_page_is_looked_at_once() {
     memory.pinned.fill(true);
     let mut compactor = Compactor::new(ZoneEnds::new());
     assert_eq!(compactor.direct(&mut zone, goal(9), &mut Huge(memory)), Outcome::Complete);
-    // A block of two pages is looked at 18 times: they and the runs of 1 to 128 frames behind each. (The last is not come to.)
+    // A block of two pages is looked at 18 times: the pages, and runs of 1 to 128 frames behind each. (The last one is not
+    // reached.)
     assert_eq!(compactor.counters.compact_migrate_scanned, 5 * 18 - 18 + 1);
 }
 
-/// E5: pages moved that the pass before had moved are counted; not those of a pass long ago whose number has come again.
+/// E5: pages moved that were also moved by the pass before are counted; not those of a pass long ago whose number has come again.
 #[test]
 fn pages_moved_in_two_passes_in_succession_are_counted() {
     for (idle, again) in [(0, 1), (1, 0), (253, 0), (254, 0), (255, 0), (509, 0)] {
@@ -81,14 +83,14 @@ fn pages_moved_in_two_passes_in_succession_are_counted() {
         let mut compactor = Compactor::new(Emptiest::new());
         assert_eq!(compactor.background(&mut zone, goal(9), &mut memory), Outcome::Success);
         let [(0, to)] = memory.moves[..] else { panic!("{:?}", memory.moves) };
-        // Passes in which nothing can be moved.
+        // Passes in which nothing can move.
         memory.pinned.fill(true);
         for _ in 0..idle {
             let aim = Goal { score: Some(0), ..goal(9) };
             assert_eq!(compactor.background(&mut zone, aim, &mut memory), Outcome::Complete);
         }
         memory.pinned.fill(false);
-        // The others of its block go, so it is to go on. (What has come free is taken.)
+        // The others of its block go, so this one is to move on. (What has come free is taken.)
         for frame in (to / BLOCK * BLOCK..(to / BLOCK + 1) * BLOCK).filter(|frame| *frame != to) {
             let at = memory.at(frame);
             if memory.frames[at].take().is_some() {
@@ -103,12 +105,12 @@ fn pages_moved_in_two_passes_in_succession_are_counted() {
     }
 }
 
-/// A pass that stopped goes on by what was found when it began, but for a block that has been filled since; and where what was wanted
-/// has come without it, the next run chooses anew.
+/// A pass that stopped goes on with what was found when it began, except for a block that has been filled since. If what was
+/// wanted has come free by other means, the next run chooses anew.
 #[test]
 fn what_changed_between_two_runs_of_a_pass_is_seen() {
     const BLOCKS: u32 = 400;
-    // Two blocks with little room, the others nearly empty.
+    // Two blocks with little room; the others are nearly empty.
     let used = |f: u32| if f / BLOCK < 2 { !f.is_multiple_of(4) } else { f.is_multiple_of(16) };
     let aim = Goal { score: Some(0), budget: 20, ..goal(9) };
     let begin = || {
@@ -124,7 +126,7 @@ fn what_changed_between_two_runs_of_a_pass_is_seen() {
     assert_eq!(compactor.background(&mut zone, aim, &mut memory), Outcome::Partial);
     let chose = compactor.counters.compact_migrate_scanned - before;
     assert!(chose >= u64::from(BLOCKS), "it goes on by what is out of date: {chose} looks");
-    // The block that was to be next is filled: it is none of the emptiest any more.
+    // The block that was to be next is filled: it is no longer one of the emptiest.
     let (mut zone, mut memory, mut compactor) = begin();
     let filled = memory.moves.iter().map(|(from, _)| from / BLOCK).max().expect("it has begun") + 1;
     for frame in filled * BLOCK..filled * BLOCK + 300 {
@@ -144,8 +146,8 @@ fn what_changed_between_two_runs_of_a_pass_is_seen() {
 /// Frames that pages moved from and to.
 type Moves = Vec<(u32, u32)>;
 
-/// Compaction by a policy of a zone in which pages stay and moves fail, in parts and at once, and then of one in which nothing moves until
-/// long after it was given up: what moved, what was counted, and where the pivot is.
+/// Compacts a zone in which pages stay and moves fail, in parts and at once, and then one in which nothing moves until long after
+/// it was given up. Returns what moved, what was counted, and where the pivot is.
 fn compacted(policy: impl Policy) -> (Moves, Counters, Option<(usize, u64)>) {
     let used = |f: u32| f.wrapping_mul(0x9e37_79b9) >> 27 < f / BLOCK * 7 % 31 + 1;
     let (mut zone, mut memory) = zone_with(0, 24 * BLOCK, used);
@@ -162,7 +164,7 @@ fn compacted(policy: impl Policy) -> (Moves, Counters, Option<(usize, u64)>) {
         if attempt == 350 {
             memory.pinned.fill(false);
         }
-        // (Nobody takes what has come free: it is filled again.)
+        // Nobody takes what has come free, so fill it again.
         while let Some(frame) = zone.alloc(Kind::Frame, 9) {
             (frame..frame + BLOCK).step_by(2).for_each(|free| zone.free(Kind::Frame, free, 0));
             (frame..frame + BLOCK).skip(1).step_by(2).for_each(|used| {
@@ -175,7 +177,7 @@ fn compacted(policy: impl Policy) -> (Moves, Counters, Option<(usize, u64)>) {
     (memory.moves, compactor.counters, compactor.policy.pivot())
 }
 
-/// Who names a rule gets what the policy of that name does: move for move and look for look.
+/// Naming a rule gives the policy of that name: move for move and look for look.
 #[test]
 fn a_rule_compacts_as_its_policy_does() {
     let alone = [compacted(Emptiest::new()), compacted(Pivot::in_the_middle()), compacted(ZoneEnds::new())];
@@ -184,11 +186,11 @@ fn a_rule_compacts_as_its_policy_does() {
         assert_eq!((alone.1, alone.2), (named.1, named.2));
         assert!(alone.0 == named.0 && !alone.0.is_empty());
     }
-    // (They differ, or nothing would have been told from that.)
+    // They differ, or this would prove nothing.
     assert!(alone[0].0 != alone[1].0 && alone[1].0 != alone[2].0 && alone[0].0 != alone[2].0);
 }
 
-/// E5: what was counted since is the difference, of each.
+/// E5: what was counted since is the difference, for each counter.
 #[test]
 fn what_was_counted_since_an_earlier_reading() {
     let times = |n: u64| Counters {
@@ -207,7 +209,7 @@ fn what_was_counted_since_an_earlier_reading() {
     assert_eq!(times(5).scanned(), 5 * (7 + 11));
 }
 
-/// A7: what compaction's tables take is charged: room for what is taken at a time, and a mark for each frame once a page has moved.
+/// A7: compaction's tables are charged: room for what is taken at a time, and a mark for each frame once a page has moved.
 #[test]
 fn the_marks_of_compaction_are_a_byte_a_frame() {
     let (mut zone, mut memory) =
@@ -220,8 +222,8 @@ fn the_marks_of_compaction_are_a_byte_a_frame() {
     assert!((4 * 512..8 * 512).contains(&marks), "{marks} bytes for {} frames", 4 * 512);
 }
 
-/// What could not be moved when its turn came is tried again in the same run, as long as anything moves: in the end no block is in part
-/// free that could be emptied into another.
+/// What could not be moved in its turn is tried again in the same run, as long as anything moves: at the end no partly free block
+/// is left that could be emptied into another.
 #[test]
 fn a_run_goes_on_while_anything_moves() {
     for fail_every in [0, 2, 7] {
@@ -236,7 +238,7 @@ fn a_run_goes_on_while_anything_moves() {
     }
 }
 
-/// What is no worse than its score is good already: nothing is looked at.
+/// If the score is reached already, nothing is looked at.
 #[test]
 fn background_compaction_looks_at_nothing_where_its_score_is_reached() {
     let (mut zone, mut memory) = zone_with(0, 4 * BLOCK, |f| f % 4 == 0);
@@ -255,7 +257,7 @@ enum Slot {
     Page(u32),
 }
 
-/// An arena whose slots are of two kinds, of which one page may stay.
+/// An arena with slots of two kinds, in which one page may stay.
 struct Arena {
     slots: Vec<Slot>,
     pinned: Option<u32>,
@@ -274,7 +276,7 @@ impl Arena {
         (zone, Self { slots, pinned: None, isolated: 0 })
     }
 
-    /// What the zone says of each slot is what it is, and nothing is lost.
+    /// The zone describes each slot correctly, and nothing is lost.
     fn check(&self, zone: &Zone, before: &[Slot]) {
         for (at, slot) in (0..).zip(&self.slots) {
             let kind = zone.free_run_around(at).map(|(kind, ..)| kind);
@@ -310,8 +312,8 @@ impl Migrate for Arena {
     }
 }
 
-/// Where slots are of two kinds, what is free of the other kind moves like a page, stays what it is, and nothing is moved onto it:
-/// whoever chooses the blocks, and whichever kind is gathered.
+/// With slots of two kinds, free slots of the other kind move like pages and keep their kind, and nothing is moved onto them:
+/// under every rule, and whichever kind is gathered.
 #[test]
 fn no_rule_moves_anything_onto_what_is_free_of_the_other_kind() {
     let slot = |at: u32| match at {
@@ -338,14 +340,14 @@ fn no_rule_moves_anything_onto_what_is_free_of_the_other_kind() {
         let (mut zone, mut arena) = Arena::with(2, slot);
         let aim = Goal { kind: Kind::Hole, score: Some(0), ..goal(9) };
         let mut compactor = Compactor::new(rule.policy());
-        // (From the middle the first pass goes the other way.)
+        // From the middle, the first pass goes the other way.
         compactor.background(&mut zone, aim, &mut arena);
         let moved = arena.slots[611] == Slot::Page(0);
         assert!(moved || rule == Rule::Pivot, "{rule:?}");
     }
 }
 
-/// One page that stays keeps its block: by the rule of our own what was to leave it stays, too, free frames among it.
+/// One page that stays keeps its block: under our own rule everything else in it stays, too, including free frames.
 #[test]
 fn a_block_in_which_a_page_stays_is_left_as_it_was() {
     let slot = |at: u32| match at {
@@ -363,10 +365,10 @@ fn a_block_in_which_a_page_stays_is_left_as_it_was() {
     arena.check(&zone, &before);
 }
 
-/// A block in which the free scanner has found something is not one that it passes over: what comes free there later is found.
+/// The free scanner does not skip a block in which it found something: what comes free there later is found.
 #[test]
 fn a_block_that_has_been_filled_is_looked_at_again() {
-    // A hundred pages, for which there is room for forty; and what cannot be moved to, that there is free memory enough to try.
+    // A hundred pages, and room for forty of them; and free memory that cannot be a target, so that there is enough to try.
     let used = |f: u32| match f / BLOCK {
         0 => f < 100,
         3 => f % BLOCK >= 40,

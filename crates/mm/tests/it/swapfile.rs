@@ -1,4 +1,4 @@
-//! The swap file's planner against a model of the file: who owns each grain, and which block each run writes.
+//! The swap file's planner, compared with a model of the file: who owns each grain, and which block each run writes.
 
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,9 +13,9 @@ enum Step {
     Write(Vec<(usize, u8)>),
     /// Ends one page's reference to the n-th object.
     Release(usize, u8),
-    /// One page of the n-th object, if it has it, is in memory too from now on, or no longer.
+    /// From now on one page of the n-th object, if the object has it, is also in memory, or no longer is.
     Keep(usize, u8),
-    /// From now on this cluster is shared with somebody, or no longer.
+    /// From now on this cluster is shared with another process, or no longer is.
     Share(u32),
 }
 
@@ -34,7 +34,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 struct Model {
     /// Byte ranges of objects, by place.
     objects: BTreeMap<u32, (usize, u16, u32)>,
-    /// Of those, which pages are kept.
+    /// The pages of these that are kept.
     kept: BTreeMap<u32, u16>,
     /// Clusters given to the planner.
     given: BTreeSet<u32>,
@@ -44,7 +44,7 @@ struct Model {
 }
 
 impl Model {
-    /// Blocks in which objects lie.
+    /// The blocks that objects are in.
     fn blocks(&self) -> BTreeSet<u64> {
         let block = BLOCK as u64;
         self.objects
@@ -61,7 +61,7 @@ impl Model {
         free.split(|free| !free).map(|hole| hole.len() * BLOCK).max().unwrap_or(0)
     }
 
-    /// What is found where no cluster is fresh: a large hole of the emptiest cluster that has one, else the largest there is.
+    /// If no cluster is fresh: a large hole of the emptiest cluster that has one, else the largest hole.
     fn holes(&self, file: &SwapFile, most: usize) -> Result<(), TestCaseError> {
         let mine = |c: u32| !self.shared.contains(&c);
         let writable = || self.given.iter().copied().filter(|c| mine(*c));
@@ -84,7 +84,7 @@ impl Model {
         Ok(())
     }
 
-    /// One write of `objects`, as many as fit into the run that the file gives.
+    /// One write of `objects`, as many as fit into the run that the planner gives.
     fn write(&mut self, file: &mut SwapFile, objects: Vec<(usize, u8)>) -> Result<(), TestCaseError> {
         let shared = self.shared.clone();
         let mine = |c: u32| !shared.contains(&c);
@@ -116,7 +116,7 @@ impl Model {
             self.number += 1;
         }
         if run.filled() == 0 {
-            // (None fits into a small hole: nothing is written.)
+            // None fits into a small hole: nothing is written.
             return Ok(());
         }
         let (at, len) = file.extent(&run);
@@ -131,7 +131,7 @@ impl Model {
         Ok(())
     }
 
-    /// One page's reference to the n-th object ends, if it has one.
+    /// Ends one page's reference to the n-th object, if it has one.
     fn release(&mut self, file: &mut SwapFile, n: usize, page: u8) -> Result<(), TestCaseError> {
         let bit = 1u16 << page;
         let nth = self.objects.iter().nth(n % self.objects.len().max(1));
@@ -158,7 +158,7 @@ impl Model {
         Ok(())
     }
 
-    /// One page of the n-th object is in memory too, or no longer.
+    /// One page of the n-th object is also in memory now, or no longer is.
     fn keep(&mut self, file: &mut SwapFile, n: usize, page: u8) {
         let bit = 1u16 << page;
         let nth = self.objects.iter().nth(n % self.objects.len().max(1));
@@ -172,11 +172,11 @@ impl Model {
         *kept ^= bit;
     }
 
-    /// Compares all that both hold, and what is found in a range.
+    /// Compares everything that both hold, and what is found in a range.
     fn agrees(&self, file: &SwapFile) -> Result<(), TestCaseError> {
         prop_assert_eq!(file.clusters().collect::<BTreeSet<_>>(), self.given.clone());
         prop_assert_eq!(file.used_bytes(), self.objects.values().map(|(len, ..)| *len).sum::<usize>());
-        // What the books take: something for each object and cluster, and nothing where there are none.
+        // The books take something for each object and cluster, and nothing if there are none.
         let (least, books) = (12 * self.objects.len() + 64 * self.given.len(), file.metadata_bytes());
         prop_assert!(
             if least == 0 { books == 0 } else { (least..=4 * least + 4096).contains(&books) },
@@ -190,7 +190,7 @@ impl Model {
             .objects
             .iter()
             .filter(|(p, (l, ..))| offset(**p) >= from && offset(**p) + *l as u64 <= from + len as u64);
-        // What is on disk only, before and behind.
+        // Objects that are only on disk, before and behind.
         let wanting = |p: &&u32| self.objects[*p].1 != self.kept.get(*p).copied().unwrap_or(0);
         let only = |object: &Object| object.live != object.kept;
         let behind = self.objects.keys().filter(wanting).find(|p| offset(**p) >= from).copied();

@@ -1,4 +1,4 @@
-//! The trace format: what is written is read, and what is damaged is told.
+//! The trace format: what is written can be read, and damage is reported.
 
 use proptest::prelude::*;
 use uzswap_mm::trace::*;
@@ -50,7 +50,7 @@ proptest! {
         let len = len.min(4096 << order);
         let told = Record::of_object(Kind::Store, 7, order, len).object_bytes();
         let unit = 1usize << order.saturating_sub(3);
-        // All of 2 MiB needs one more than 16 bits: it is told as 64 bytes less.
+        // (The second case does not occur: 2 MiB are 32,768 units, which fit 16 bits.)
         prop_assert!(told.abs_diff(len) < unit || (len > unit * 0xffff && told == unit * 0xffff), "{} {}", told, len);
         prop_assert!(order > 3 || told == len || len > 0xffff);
     }
@@ -74,7 +74,7 @@ proptest! {
         let read: Vec<_> = trace.blocks().map(|b| b.map(|b| (b.head, b.records().collect::<Vec<_>>())).unwrap()).collect();
         prop_assert_eq!(&read, &blocks);
 
-        // Cut anywhere: the blocks before the cut, then the news of it.
+        // Cut anywhere: the blocks before the cut are read, then the cut is reported.
         let at = cut.index(bytes.len() + 1);
         match Trace::parse(&bytes[..at]) {
             Err(e) => prop_assert!(at < HEADER_BYTES && matches!(e, Error::Cut | Error::NotATrace)),
@@ -92,7 +92,7 @@ proptest! {
             }
         }
 
-        // One bit of a record flipped: that block is damaged, and nothing after it is believed.
+        // With one bit of a record flipped, that block is damaged, and nothing after it is trusted.
         let total: usize = blocks.iter().map(|(_, r)| r.len()).sum();
         if total > 0 {
             let (mut nth, mut block, mut at) = (flip.index(total), 0, HEADER_BYTES);
@@ -120,7 +120,7 @@ fn what_is_no_trace_is_told() {
     assert!(Trace::parse(&other).unwrap_err().to_string().contains("version 9"));
 }
 
-/// The format as it is described, byte for byte: a trace of an earlier build of this version is read by this one.
+/// The format as described, byte for byte: this build reads a trace of an earlier build of this version.
 #[test]
 fn the_format_is_as_described() {
     let records = [
@@ -167,10 +167,10 @@ fn the_format_is_as_described() {
     assert_eq!((block.len(), block.is_empty()), (4, false));
 }
 
-/// Of the block above.
+/// The checksum of the block above.
 const CHECK: u32 = 0x77fc_bfdc;
 
-/// Words in which a field has what its kind does not have.
+/// Words with a field that their kind does not have.
 #[test]
 fn what_no_record_says_is_damage() {
     let word = |kind: Kind, small: u64, wide: u64| kind as u64 | 7 << 5 | small << 40 | wide << 48;

@@ -1,4 +1,4 @@
-//! The zone against a map of single slots (acceptance E1: a buddy allocator, and page blocks of a migrate type).
+//! The zone, compared with a map of single slots (acceptance E1: a buddy allocator, and page blocks with a migrate type).
 
 use proptest::prelude::*;
 use uzswap_mm::zone::{Kind, MAX_ORDER, MigrateType, Watermarks, Zone};
@@ -12,15 +12,15 @@ enum Step {
     AllocTyped(Kind, MigrateType, u8),
     /// That frame, whatever run it is in.
     TakeFrame(Kind, usize),
-    /// The block that is all free with the most frames, between these numbers.
+    /// The wholly free block with the most frames, between these numbers.
     TakeIdle(u32, u32),
-    /// Up to so many frames of the block that has the most free.
+    /// Up to so many frames of the block with the most free.
     TakeOfBlock(usize),
-    /// The block of that frame is closed.
+    /// Closes the block of that frame.
     Close(usize),
-    /// The block of that frame changes its type.
+    /// Changes the type of that frame's block.
     SetType(usize, MigrateType),
-    /// The run at that index (modulo how many are held), as being of that kind now.
+    /// Frees the run at that index (modulo how many are held), which is of that kind now.
     Free(usize, Kind),
     /// The same, in two consecutive parts of arbitrary length.
     FreeRun(usize, usize, Kind, Kind),
@@ -47,7 +47,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 
 struct Model {
     zone: Zone,
-    /// What each slot is when free; None while it is held.
+    /// The kind of each slot if it is free; None while it is held.
     free: Vec<Option<Kind>>,
     held: Vec<(u32, u8)>,
     /// Which blocks were closed.
@@ -55,8 +55,8 @@ struct Model {
 }
 
 impl Model {
-    /// A zone from `start` to [`SLOTS`]; what lies before is never free. Without a start one from 0 that makes its tables as
-    /// they are needed.
+    /// A zone from `start` to [`SLOTS`]; slots before it are never free. Without a start, one from 0 that makes its tables as
+    /// needed.
     fn new(start: Option<usize>) -> Self {
         let mut free = vec![Some(Kind::Hole); SLOTS];
         free[..start.unwrap_or(0)].fill(None);
@@ -67,7 +67,7 @@ impl Model {
         Self { zone, free, held: vec![], closed: Default::default() }
     }
 
-    /// What each block has free, and of what runs, by the zone and by the map.
+    /// Compares the zone's and the map's free slots and runs of each block.
     fn check(&self) {
         for (i, block) in self.zone.blocks().iter().enumerate() {
             let (from, to) = self.zone.block_range(i);
@@ -89,7 +89,7 @@ impl Model {
             let words = to.div_ceil(64) - from / 64;
             let all = self.free[from as usize..to as usize].iter().flatten().count();
             assert_eq!(looks, u64::from(words) + all as u64, "a look for 64 frames, and one for each that is free");
-            // A few at a time they are the same.
+            // Read a few at a time, they are the same.
             let (mut few, mut next) = (vec![], from);
             while next < to {
                 let (before, had) = (next, few.len());
@@ -106,7 +106,7 @@ impl Model {
         }
     }
 
-    /// All that could merge has.
+    /// Everything that could merge has merged.
     fn check_merged(&self) {
         let zone = &self.zone;
         for frame in zone.start()..zone.end() {
@@ -121,8 +121,8 @@ impl Model {
         self.free.iter().filter(|slot| **slot == Some(kind)).count()
     }
 
-    /// Whether a naturally aligned run of the order is free and of one kind. With full merging that, and only that,
-    /// can be allocated.
+    /// Whether there is a naturally aligned free run of the order, of one kind. With full merging that, and only that, can be
+    /// allocated.
     fn has_run(&self, kind: Kind, order: u8) -> bool {
         self.free.chunks(1 << order).any(|run| run.iter().all(|slot| *slot == Some(kind)))
     }
@@ -180,7 +180,7 @@ impl Model {
         runs.into_iter().for_each(|(slot, order)| self.took(Kind::Frame, slot, order));
     }
 
-    /// (Seldom a block that there is.)
+    /// Seldom an existing block.
     fn close(&mut self, frame: usize) {
         if !(self.zone.start() as usize..self.zone.end() as usize).contains(&frame) {
             return;
@@ -278,8 +278,8 @@ proptest! {
         prop_assert_eq!(model.zone.ready(), 0);
         model.check();
         model.check_merged();
-        // Everything held comes back as holes, every frame becomes one: what is left is whole blocks of 2 MiB, but for those
-        // that were closed.
+        // Everything held comes back as holes and every frame becomes one: whole blocks of 2 MiB are left, except for those that
+        // were closed.
         while let Some((slot, order)) = model.take_held(0) {
             model.zone.free(Kind::Hole, slot, order);
         }
@@ -298,7 +298,7 @@ proptest! {
     }
 }
 
-/// What comes and goes is neither split nor merged; a run that needs it is there all the same.
+/// Frames that come and go are neither split nor merged; a run that needs them can be had all the same.
 #[test]
 fn single_frames_are_kept_ready() {
     let mut zone = Zone::spanning(0, 512, Kind::Frame);
@@ -330,7 +330,7 @@ fn freeing_twice_is_noticed() {
     zone.free(Kind::Frame, slot, 0);
 }
 
-/// A page that cannot be moved spoils a block: the next ones go beside it, and what can be moved stays away.
+/// An unmovable page spoils a block: the next ones go beside it, and movable pages stay away.
 #[test]
 fn unmovable_frames_share_a_block() {
     let mut zone = Zone::spanning(1, 8 * 512, Kind::Frame);
@@ -347,7 +347,7 @@ fn unmovable_frames_share_a_block() {
     assert_eq!(zone.blocks()[block].free(Kind::Frame), 212);
 }
 
-/// With little left in it a block is not taken over, only taken from.
+/// A block in which little is free is not taken over, only taken from.
 #[test]
 fn a_block_that_is_mostly_others_keeps_its_type() {
     let mut zone = Zone::spanning(0, 512, Kind::Frame);
@@ -358,7 +358,7 @@ fn a_block_that_is_mostly_others_keeps_its_type() {
     pages.iter().for_each(|p| zone.free(Kind::Frame, *p, 0));
     assert!(zone.alloc_typed(Kind::Frame, MigrateType::Reclaimable, 0).is_some());
     assert_eq!(zone.blocks()[0].migrate_type(), MigrateType::Reclaimable);
-    // An unmovable frame spoils it whatever is in it.
+    // An unmovable frame takes it over, whatever is in it.
     let mut zone = Zone::spanning(0, 512, Kind::Frame);
     (0..500).for_each(|_| assert!(zone.alloc(Kind::Frame, 0).is_some()));
     assert!(zone.alloc_typed(Kind::Frame, MigrateType::Unmovable, 0).is_some());
@@ -382,7 +382,7 @@ fn watermarks_are_kept_for_the_order_asked() {
     assert_eq!((zone.fragmentation(Kind::Frame, 1), zone.fragmentation(Kind::Frame, 0)), (100, 0));
 }
 
-/// Of runs that are as large the first choice is taken. (It was the last: pages that move went among those that do not.)
+/// Of the largest runs, the first choice of type is taken. (It was the last: movable pages went among unmovable ones.)
 #[test]
 fn what_can_be_moved_goes_beside_what_can_be_dropped_first() {
     let mut zone = Zone::spanning(0, 3 * 512, Kind::Frame);
@@ -393,8 +393,7 @@ fn what_can_be_moved_goes_beside_what_can_be_dropped_first() {
     assert_eq!((zone.block_of(page), zone.blocks()[1].migrate_type()), (0, MigrateType::Unmovable));
 }
 
-/// A7: what the tables take is charged. There are none of page blocks that were not begun, and what is kept ready takes what it takes
-/// from the first frame on.
+/// A7: tables are charged. Blocks that were not begun have none; the runs kept ready take their room from the first frame on.
 #[test]
 fn tables_are_of_what_was_begun() {
     let mut zone = Zone::growing(4 * 512);
@@ -415,13 +414,13 @@ fn tables_are_of_what_was_begun() {
     assert!((101 * 8..202 * 8).contains(&ready), "{ready} bytes for 100 frames");
     for n in 0..512 {
         zone.free(Kind::Frame, taken + n as u32, 0);
-        // (Of too many half go at once.)
+        // If there are too many, half of them go at once.
         let kept = if n < 100 { n + 1 } else { 50 + (n - 100) % 51 };
         assert_eq!((zone.ready(), zone.metadata_bytes()), (kept, 4 * block + ready), "after {n} frames");
     }
 }
 
-/// Who has a frame is found from it.
+/// A frame's user is found from the frame.
 #[test]
 fn a_user_is_told_by_its_frame() {
     let mut zone = Zone::spanning(1, 512, Kind::Frame);
@@ -431,7 +430,7 @@ fn a_user_is_told_by_its_frame() {
     assert!(frames.iter().all(|frame| zone.user(*frame) == user(*frame)));
 }
 
-/// Of the runs of a kind, type and order the last one freed comes first: it is the next to be allocated.
+/// Of the runs of a kind, type and order, the one freed last is allocated first.
 #[test]
 fn the_run_freed_last_comes_first() {
     let mut zone = Zone::spanning(1, 1024, Kind::Frame);
@@ -444,8 +443,8 @@ fn the_run_freed_last_comes_first() {
     assert_eq!(list(&zone, 2), [4, 600, 8]);
 }
 
-/// A zone may begin and end anywhere: its tables are of its own frames, the lowest is allocated first, and what is too short for a run
-/// at its end has none.
+/// A zone may begin and end anywhere: it has tables for its own frames only, the lowest is allocated first, and a rest at its end
+/// that is too short for a run has none.
 #[test]
 fn a_zone_may_begin_and_end_inside_a_block() {
     let mut zone = Zone::spanning(1000, 2100, Kind::Frame);
@@ -458,7 +457,7 @@ fn a_zone_may_begin_and_end_inside_a_block() {
     assert_eq!([9, 7, 6].map(|order| zone.alloc(Kind::Hole, order)), [None, None, Some(512)]);
 }
 
-/// What can be dropped takes over a block of which half is free, and not one of which less is.
+/// Droppable memory takes over a block if half of it is free, and not if less is.
 #[test]
 fn a_block_is_taken_over_when_half_of_it_is_free() {
     for (pages, taken_over) in [(256, true), (257, false)] {

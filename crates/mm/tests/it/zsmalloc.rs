@@ -1,4 +1,4 @@
-//! The pool's allocator against a model that knows nothing of slabs: a map of ranges.
+//! The pool's allocator, compared with a model that knows nothing of slabs: a map of ranges.
 
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -6,7 +6,7 @@ use uzswap_mm::zone::BLOCK_FRAMES;
 use uzswap_mm::zsmalloc::{Compacted, Freed, Handle, MAX_OBJECT, Relocate, ZsPool, class_sizes};
 
 /// A step: allocate that many bytes, free the live object at that index (modulo how many there are), or compact slabs or empty
-/// page blocks with that budget, one object in so many (none at 0) refusing to move.
+/// page blocks with that budget, while one object in so many (0: none) refuses to move.
 #[derive(Clone, Debug)]
 enum Step {
     Alloc(usize),
@@ -16,12 +16,12 @@ enum Step {
 }
 
 fn len() -> impl Strategy<Value = usize> {
-    // (From 68 KiB on an object has a slab of its own.)
+    // From 68 KiB on an object has a slab of its own.
     prop_oneof![4 => 1..=4096usize, 2 => 1..=70_000usize, 1 => 1..=MAX_OBJECT, 2 => 1..=128usize, 1 => Just(4096), 1 => Just(65_536)]
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
-    // Three kinds of phases: growing, shrinking, even.
+    // Three kinds of phase: growing, shrinking, even.
     let phase = (1..=3u32, 1..=3u32).prop_flat_map(|(allocs, frees)| {
         let step = prop_oneof![
             allocs => len().prop_map(Step::Alloc),
@@ -34,17 +34,17 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     proptest::collection::vec(phase, 1..6).prop_map(|phases| phases.concat())
 }
 
-/// The pool and what it should say.
+/// The pool, and what it should report.
 struct Model {
     pool: ZsPool,
     capacity: usize,
     /// Live objects: start to (usable length, handle).
     live: BTreeMap<usize, (usize, Handle)>,
     handles: Vec<Handle>,
-    /// By page: how many live objects touch it.
+    /// For each page, how many live objects touch it.
     pages: Vec<u32>,
     used: usize,
-    /// Pages ever handed out and not given back.
+    /// Pages that were handed out and not given back.
     held: std::collections::BTreeSet<usize>,
 }
 
@@ -129,8 +129,8 @@ impl Model {
         done
     }
 
-    /// Does what the pool did. (An object may move twice, when the slab it moved to is drained later, and pages that were
-    /// given back may be taken again: followed step by step.)
+    /// Repeats what the pool did, step by step: an object may move twice, if the slab it moved to is drained later, and pages
+    /// that were given back may be taken again.
     fn follow(&mut self, budget: usize, done: &Compacted, mover: Mover) {
         let moved = mover.events.iter().filter(|e| matches!(e, Event::Moved(..))).count();
         assert_eq!((done.moved, done.refused), (moved, mover.asked - moved));
@@ -167,7 +167,7 @@ impl Model {
 
     fn check(&self) {
         assert_eq!(self.pool.used_bytes(), self.used);
-        // A slab may hold pages that no object touched yet, and never the reverse.
+        // A slab may hold pages that no object has touched yet, but not the other way round.
         assert!(self.pool.held_bytes() >= self.held.len() * 4096);
         assert!(self.pool.held_bytes() <= self.capacity && self.pool.held_bytes() >= self.used);
     }
@@ -250,7 +250,7 @@ fn little_is_lost_in_tails_and_books() {
         let (held, used) = (pool.held_bytes(), pool.used_bytes());
         assert!(held * 100 <= used * 104, "{len}: {held} for {used}");
         assert!(pool.metadata_bytes() * 100 <= held * 3, "{len}: books of {}", pool.metadata_bytes());
-        // (A7: nine bytes of each page, and 32 of each slab, of 32 pages or one object, are charged at least.)
+        // A7: at least nine bytes of each page are charged, and 32 of each slab, which has 32 pages or one object.
         let slabs = if len > 69_632 { count } else { held / 4096 / 32 };
         assert!(pool.metadata_bytes() >= held / 4096 * 9 + slabs * 32, "{len}: books of {}", pool.metadata_bytes());
     }
@@ -274,7 +274,7 @@ fn buddies_merge_and_the_rest_of_a_run_is_free() {
     for _ in 0..256 {
         assert!(model.alloc(4096));
     }
-    // Eight pages, aligned, in an order that merges to the right, to the left and on both sides.
+    // Eight aligned pages, in an order that merges to the right, to the left and on both sides.
     for page in [100, 101, 99, 103, 102, 96, 98, 97] {
         let index = model.handles.iter().position(|handle| handle.offset() == page * 4096).unwrap();
         model.free(index);
@@ -299,8 +299,8 @@ fn the_fullest_slab_is_filled_first() {
     assert!(pool.alloc(32).unwrap().offset() >= 4096);
 }
 
-/// Of thirty small processes each had a pool that was half empty: one of 0.6 MiB is of objects of a hundred sizes, each of which
-/// had a slab for itself.
+/// Each of thirty small processes had a pool that was half empty: one of 0.6 MiB has objects of a hundred sizes, and each size
+/// had a slab of its own.
 #[test]
 fn a_small_pool_is_dense() {
     let mut seed = 7u64;
@@ -317,7 +317,7 @@ fn a_small_pool_is_dense() {
                 model.free(index);
                 lens.swap_remove(index);
             }
-            // (Three of five are pages, the others four of them compressed as one.)
+            // Three of five are pages, the others four pages compressed as one.
             let len = if random() % 5 < 3 { 200 + random() % 2600 } else { 2000 + random() % 6000 };
             assert!(model.alloc(len));
             lens.push(len);
@@ -327,8 +327,8 @@ fn a_small_pool_is_dense() {
     }
 }
 
-/// Slabs kept all their pages until the last object went: a pool from which nine objects of ten had been freed still
-/// held nearly everything.
+/// Slabs kept all their pages until their last object went: a pool from which nine of ten objects had been freed still held
+/// nearly everything.
 #[test]
 fn after_churn_compaction_leaves_a_dense_pool() {
     let mut model = Model::new(256 << 20);
@@ -355,7 +355,7 @@ fn after_churn_compaction_leaves_a_dense_pool() {
     assert_eq!(model.pool.used_bytes(), used);
 }
 
-/// Slabs that are full stay where they are however few they are, and a pool that had been large lay in all its page blocks.
+/// Full slabs stayed where they were, however few, and a pool that had been large lay in all its page blocks.
 #[test]
 fn page_blocks_are_emptied_until_half_is_in_use() {
     let mut model = Model::new(256 << 20);
@@ -363,7 +363,7 @@ fn page_blocks_are_emptied_until_half_is_in_use() {
         assert!(model.alloc(4096));
     }
     assert!(!model.pool.may_be_sparse());
-    // (Each slab is one page and one object: nothing for `compact` to do.)
+    // Each slab is one page and one object: nothing for `compact` to do.
     let mut index = 0;
     model.handles.clone().into_iter().filter(|handle| handle.offset() / 4096 % 7 != 0).for_each(|handle| {
         index = model.handles.iter().position(|h| *h == handle).unwrap_or(index);

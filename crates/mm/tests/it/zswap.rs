@@ -1,6 +1,6 @@
-//! The store of folios against a flat model: a map from page to contents.
+//! The store of folios, compared with a flat model: a map from page to contents.
 //!
-//! The tables are the engine's own (page table, pool, codecs); every step of a store can be made to fail.
+//! The tables are the engine's own (page table, pool, codecs), and every step of a store can be made to fail.
 
 use proptest::prelude::*;
 use std::cell::RefCell;
@@ -15,7 +15,7 @@ const PAGE: usize = 4096;
 /// Pages of the model's memory.
 const SPACE: u64 = 1024;
 
-/// Which step of the next store fails: the `at`-th call of one kind.
+/// The step of the next store that fails: the `at`-th call of one kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fail {
     Nothing,
@@ -26,7 +26,7 @@ enum Fail {
     Index(usize),
 }
 
-/// A pool with memory, as the pager has it: an object is its length, its encoding, its live pages, and bytes.
+/// A pool with memory, like the pager's: an object is its length, its encoding, its live pages, and bytes.
 struct Tables {
     pt: PageTable,
     pool: ZsPool,
@@ -39,9 +39,9 @@ struct Tables {
     indexes: usize,
     admits: usize,
     packed: Vec<(Encoding, Vec<u8>)>,
-    /// Scratch of all stores, as the pager has: what the last one left in it is nobody's.
+    /// Scratch of all stores, as in the pager: what the last store left in it has no meaning.
     places: Vec<Option<u32>>,
-    /// The object decompressed last, until any goes.
+    /// The object decompressed last, until any object goes.
     plain: RefCell<Option<(u32, Vec<u8>)>>,
 }
 
@@ -79,7 +79,7 @@ impl Tables {
         self.pool.free(Handle::from_raw(handle));
     }
 
-    /// What a page holds, by its entry: None when the pool has nothing of it.
+    /// The contents of a page by its entry; None if the pool has nothing of it.
     fn load(&self, vpn: u64) -> Option<Vec<u8>> {
         let pte = self.pt.get(vpn);
         match pte.tag() {
@@ -103,7 +103,7 @@ impl Tables {
         }
     }
 
-    /// Stores a folio in units of an order. `lost` are pages the program took back while they were compressed.
+    /// Stores a folio in units of an order. `lost` are the pages that the program took back while they were compressed.
     fn store(&mut self, vpn: u64, order: u8, unit: u8, bytes: &[u8], lost: u64, fail: Fail) -> Result<(), Refused> {
         (self.fail, self.puts, self.indexes, self.admits) = (fail, 0, 0, 0);
         let pages = 1u64 << order;
@@ -228,8 +228,8 @@ fn fails() -> impl Strategy<Value = Fail> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// A1, A2, A4, A9: whatever is stored, refused or taken back, a page reads as what was stored there last or as
-    /// nothing, and charges are what the pool uses.
+    /// A1, A2, A4, A9: whatever is stored, refused or taken back, a page reads as what was stored there last or as nothing, and
+    /// charges are what the pool uses.
     #[test]
     fn store_agrees_with_flat_memory(
         steps in prop::collection::vec((0u64..SPACE, 0u8..10, 0u8..10, 0u8..5, any::<u64>(), fails(), any::<bool>()), 1..40)
@@ -283,9 +283,9 @@ fn a1_every_order_is_stored_whole() {
 
 /// A2: whichever step fails, nothing of the folio stays, and nothing older either.
 ///
-/// The fix: with large folios switched off the original returned before it invalidated. A page that had been stored,
-/// brought back and written to then still had its old entry in the pool; the folio went to disk, and the next swap-in
-/// found the stale entry first.
+/// The fix: with large folios switched off, the original returned before it invalidated. A page that had been stored, brought
+/// back and written to then still had its old entry in the pool; the folio went to disk, and the next swap-in found the stale
+/// entry first.
 #[test]
 fn a2_a_refused_folio_leaves_no_older_entry() {
     let every: Vec<Fail> = [Fail::SwitchedOff, Fail::Limit]
@@ -300,7 +300,7 @@ fn a2_a_refused_folio_leaves_no_older_entry() {
         tables.store(0, 4, 2, &old, 0, Fail::Nothing).unwrap();
         let other = contents(2, 9, 4);
         tables.store(16, 2, 2, &other, 0, Fail::Nothing).unwrap();
-        // (Of these contents every fourth page is zero, so that a folio has units of both kinds.)
+        // Every fourth page of these contents is zero, so a folio has units of both kinds.
         let why = tables.store(0, 4, 2, &new, 0, fail).unwrap_err();
         let expected = match fail {
             Fail::SwitchedOff => Refused::SwitchedOff,
@@ -319,8 +319,8 @@ fn a2_a_refused_folio_leaves_no_older_entry() {
     }
 }
 
-/// A4, the fix: upstream, a store that stopped half way uncharged all pages of the folio, also those that had never
-/// been charged, and the group's counter underflowed to nearly 2^64: from then on every store was refused.
+/// A4, the fix: upstream, a store that stopped half way uncharged all pages of the folio, including those never charged, and the
+/// group's counter underflowed to nearly 2^64: from then on every store was refused.
 #[test]
 fn a4_a_store_that_stops_half_way_uncharges_what_it_charged() {
     for at in 0..4 {
@@ -336,7 +336,7 @@ fn a4_a_store_that_stops_half_way_uncharges_what_it_charged() {
     }
 }
 
-/// The program took all of a unit back while it was compressed, and just that one failed.
+/// The program took all of a unit back while it was compressed, and exactly that unit failed.
 #[test]
 fn a_unit_that_nobody_needs_stored_refuses_no_folio() {
     let (mut tables, bytes) = (Tables::new(), contents(2, 5, 8));
@@ -363,7 +363,7 @@ fn a9_zero_folios_take_no_memory() {
     }
 }
 
-/// A3: a limit is asked for once a folio, at its start, with all its pages; nothing is put when it says no.
+/// A3: a limit is checked once per folio, at its start, with all its pages; if it refuses, nothing is stored.
 #[test]
 fn a3_limits_are_asked_for_once_a_folio() {
     let mut tables = Tables::new();
