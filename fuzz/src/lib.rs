@@ -1,8 +1,8 @@
-//! The bodies of the fuzz targets: each takes any bytes and panics when a promise is broken.
+//! The bodies of the fuzz targets: each takes any bytes, and panics if a promise is broken.
 //!
 //! libFuzzer drives them from `fuzz_targets/`; `tests/brief.rs` runs each for a moment on a stable toolchain.
 
-// The command is a binary without a library: its modules are compiled here again.
+// The command is a binary without a library, so its modules are compiled here again.
 #[allow(dead_code, missing_docs)]
 #[path = "../../crates/uzswap/src/cli.rs"]
 mod cli;
@@ -31,7 +31,7 @@ mod server_redirect;
 #[allow(dead_code)]
 #[path = "../../crates/uzswap/src/pagemap"]
 mod pagemap {
-    //! (As the included modules name it.)
+    //! (The name that the included modules use.)
     pub const PAGE: u64 = 4096;
     pub mod process;
 }
@@ -49,7 +49,7 @@ use uzswap_mm::size::{self, Size};
 use uzswap_mm::trace::{self, BLOCK_BYTES, BlockHead, HEADER_BYTES, Header, Record, Trace};
 use uzswap_mm::zone::{Kind, MigrateType, Zone};
 
-/// Names of codecs: what parses displays as something that parses to the same.
+/// Names of codecs: a name that parses is displayed as one that parses to the same.
 pub fn algorithm(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     match text.parse::<Algorithm>() {
@@ -58,8 +58,8 @@ pub fn algorithm(data: &[u8]) {
     }
 }
 
-/// Objects of the pool: one byte of encoding, two of the decoded length, the rest is the object. Nothing is written
-/// past the destination, and the decompressor is as good as a new one afterwards.
+/// Objects of the pool: one byte of encoding, two of the decoded length, the rest is the object. Nothing is written past the
+/// destination, and afterwards the decompressor works like a new one.
 pub fn codec(data: &[u8]) {
     const GUARD: usize = 64;
     let [encoding, low, high, object @ ..] = data else { return };
@@ -88,16 +88,16 @@ pub fn config(data: &[u8]) {
     }
 }
 
-/// Program files: reading from memory cannot fail, so neither may this.
+/// Program files: reading from memory cannot fail, so this must not fail either.
 pub fn elf(data: &[u8]) {
     program_file::kind(&mut Cursor::new(data)).expect("nothing to fail");
 }
 
-/// Addresses of swap servers: there is a server and a size; an error is one line, and has no password in it.
+/// Addresses of swap servers: a valid one has a server and a size; an error is one line, and contains no password.
 pub fn address(data: &[u8]) {
     const PASSWORD: &str = "s3cr3tpassw0rd";
     let text = String::from_utf8_lossy(data);
-    // (What is put before the hosts is one, whatever is around it.)
+    // Whatever is around it, this puts a password before the hosts.
     let with = text.replacen("://", &format!("://user:{PASSWORD}@"), 1);
     for text in [&*text, &with] {
         match server_address::Address::parse(text) {
@@ -107,7 +107,7 @@ pub fn address(data: &[u8]) {
     }
 }
 
-/// Where a server says that a slot is, a word and the rest: a slot that there is, and no brackets about the host.
+/// A server's redirect, a word and the rest: the slot exists, and the host has no brackets.
 pub fn redirect(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     let (code, details) = text.split_once(' ').unwrap_or((&text, ""));
@@ -117,7 +117,7 @@ pub fn redirect(data: &[u8]) {
     }
 }
 
-/// Descriptions of guests: regions of whole pages, all of which can be.
+/// Descriptions of guests: regions consist of whole pages, and all of them can exist.
 pub fn guest(data: &[u8]) {
     match uzswap::handover::parse_regions(data) {
         Ok(regions) => {
@@ -141,7 +141,7 @@ pub fn group(data: &[u8]) {
     }
 }
 
-/// What clients of `uzswap protect` say, and ranges of a process: within the address space.
+/// Lines of clients of `uzswap protect`, and ranges of a process: within the address space.
 pub fn protect(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     if let Ok(pages) = pagemap::process::parse_range(&text) {
@@ -164,7 +164,7 @@ pub fn maps(data: &[u8]) {
     }
 }
 
-/// Sizes: whole pages, and within what there is when it is a share.
+/// Sizes: a share is whole pages, and not more than the whole.
 pub fn size(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     for total in [0, 4097, 1 << 34, 1 << 50] {
@@ -177,8 +177,8 @@ pub fn size(data: &[u8]) {
     }
 }
 
-/// Replays: each nine bytes are a record and what is done with it (another slot's, records lost before it). Few pages and few forks, so
-/// that they meet. Whatever a trace says can be played.
+/// Replays: each nine bytes are a record and what happens to it (it is another slot's, records were lost before it). There are
+/// few pages and few forks, so that they meet. Any trace can be played.
 pub fn replay(data: &[u8]) {
     let mut bytes = Header { limit: 1 << 20, codec: 0 }.write().to_vec();
     let (mut words, mut head) = (Vec::new(), BlockHead { slot: 0, time_ns: 0, lost: 0 });
@@ -209,7 +209,7 @@ fn play(trace: &Trace<'_>) {
     }
 }
 
-/// Traces: whatever is read would be written the same, reading ends, and what was read can be played.
+/// Traces: whatever is read would be written in the same way, reading ends, and what was read can be played.
 pub fn trace(data: &[u8]) {
     let read = match Trace::parse(data) {
         Ok(read) => read,
@@ -230,8 +230,8 @@ pub fn trace(data: &[u8]) {
     play(&read);
 }
 
-/// The zone and its compaction: each three bytes are a step (what, and which). Frames are neither lost nor handed out
-/// twice, and compaction keeps the pages it moves.
+/// The zone and its compaction: each three bytes are a step (what, and which). Frames are neither lost nor handed out twice, and
+/// compaction keeps the pages that it moves.
 pub fn zone(data: &[u8]) {
     let [start, ends, policy, steps @ ..] = data else { return };
     let (start, end) = (u32::from(*start), 600 + u32::from(*ends) * 5);

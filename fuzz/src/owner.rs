@@ -1,4 +1,4 @@
-//! What the owner of a shared region is told by those who connect to it: [`owner`].
+//! What clients tell the owner of a shared region: [`owner`].
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -14,14 +14,14 @@ use uzswap_sys::{memfd, socket, sys, uffd_shared};
 const PAGE: usize = 4096;
 const PAGES: usize = 32;
 const WORDS: usize = 16;
-/// Connections that one who is up to no good has at a time.
+/// Connections that the hostile client has at a time.
 const MOST: usize = 4;
-/// Mappings left behind, as none is that its process has.
+/// Mappings left behind that their process does not have.
 const MOST_LEFT: u64 = 32;
-/// After so long something hangs.
+/// After this time something hangs.
 const LONGEST: Duration = Duration::from_secs(60);
 
-/// The protocol, as `uzswap_pager::shared::wire` has it.
+/// The protocol, as in `uzswap_pager::shared::wire`.
 const HELLO: u64 = 0x757a_7368_0000_0002;
 const FOR_MAPPING: u64 = 1;
 const REMOVE: u64 = 3;
@@ -29,15 +29,15 @@ const PROTECT: u64 = 5;
 const NEXT_WRITE: u64 = 7;
 const DETACH: u64 = 13;
 
-/// Clients of a shared region that say whatever they like, two bytes or more a step: greetings, whole and broken, userfaultfds that
-/// are none, calls with any arguments. Each call is answered, and whoever is honest reads what was written, or zeros where somebody
-/// removed it, and writes as soon as they are gone.
+/// Clients of a shared region that send anything, two bytes or more per step: greetings, whole and broken, false userfaultfds,
+/// calls with any arguments. Each call is answered. An honest client reads what was written, or zeros where somebody removed it,
+/// and can write as soon as the hostile ones are gone.
 pub fn owner(data: &[u8]) {
-    // (The thread's, so that it ends with it, and takes its socket away: a static would leave it behind.)
+    // Thread-local, so that it ends with the thread and removes its socket; a static would leave it behind.
     thread_local! {
         static HONEST: Cell<Option<Honest>> = const { Cell::new(None) };
     }
-    // (Where an input was found to break a promise, or much was left behind, the next one has another owner.)
+    // If an input broke a promise, or much was left behind, the next one gets another owner.
     let mut one = HONEST.take().filter(|one| one.left < MOST_LEFT).unwrap_or_else(Honest::new);
     Hostile { honest: &mut one, bytes: data.iter().copied().collect(), connections: Vec::new(), protected: false }
         .run();
@@ -49,18 +49,18 @@ pub fn owner(data: &[u8]) {
 struct Honest {
     region: SharedRegion,
     path: PathBuf,
-    /// What each page has; 0: nothing.
+    /// What each page holds; 0: nothing.
     model: [u64; PAGES],
-    /// Does what waits for the owner: what it is to do, and what it read.
+    /// The thread that waits for the owner: what it is to do, and what it read.
     ask: mpsc::Sender<(usize, Option<u64>)>,
     answers: mpsc::Receiver<u64>,
-    /// Mappings that were left behind in a way that nobody sees before the process ends.
+    /// Mappings left behind in a way that nobody sees before the process ends.
     left: u64,
 }
 
 fn word(m: &SharedMapping, page: usize, i: usize) -> &AtomicU64 {
     assert!((page + 1) * PAGE <= m.len() && i < PAGE / 8);
-    // SAFETY: within the mapping, aligned, alive as long as it; others use it as atomics, too.
+    // SAFETY: within the mapping, aligned, alive as long as it; others also use it as atomics.
     unsafe { &*m.as_mut_ptr().add(page * PAGE + i * 8).cast::<AtomicU64>() }
 }
 
@@ -69,7 +69,7 @@ impl Honest {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let name = format!("uzswap-fuzz-{}-{}", std::process::id(), NUMBER.fetch_add(1, Relaxed));
         let path = std::env::temp_dir().join(name);
-        // (One that was killed left its own, and process numbers come again.)
+        // A killed process left its socket, and pids come again.
         let _ = std::fs::remove_file(&path);
         let region = SharedRegion::create(PAGES * PAGE, &SharedOptions::new(8 << 20)).expect("an owner");
         region.serve(&path).expect("a socket");
@@ -107,11 +107,11 @@ impl Honest {
         self.model[page] = value;
     }
 
-    /// All others have gone: nothing of theirs is left but what they removed.
+    /// After all others have gone, nothing of theirs is left but what they removed.
     fn check_all(&mut self) {
         let control = SharedControl::connect(&self.path).expect("the owner listens");
         let end = Instant::now() + LONGEST;
-        // (Their end is noticed a moment later.)
+        // Their end is noticed a moment later.
         while control.stats().expect("the owner").mappings > 1 + self.left || control.protect(0..0, None).is_err() {
             assert!(Instant::now() < end, "somebody who is gone is not missed: {:?}", control.stats());
             std::thread::yield_now();
@@ -121,7 +121,7 @@ impl Honest {
         for page in [0, PAGES / 2, PAGES - 1] {
             self.write(page, self.model[page] + 1);
         }
-        // (Pins end with who had them.)
+        // Pins end with the client that had them.
         let control = self.region.control();
         while control.stats().expect("the owner").resident > 0 {
             assert!(Instant::now() < end, "a pin of somebody's who is gone: {:?}", control.stats());
@@ -131,18 +131,18 @@ impl Honest {
     }
 }
 
-/// Somebody's connection.
+/// A hostile connection.
 struct Connection {
     socket: OwnedFd,
-    /// Whether the owner was greeted well, and answers.
+    /// Whether it greeted the owner correctly, which then answers.
     greeted: bool,
-    /// Whether it serves the mapping.
+    /// Whether the owner serves its mapping.
     served: bool,
-    /// Whether what it was told of the mapping is so.
+    /// Whether it told the truth about its mapping.
     honest: bool,
-    /// What it has mapped for it.
+    /// Address and length of its mapping.
     mapping: Option<(usize, usize)>,
-    /// What it got, and its own userfaultfd.
+    /// The descriptors that it got, and its own userfaultfd.
     kept: Vec<OwnedFd>,
 }
 
@@ -150,7 +150,7 @@ struct Hostile<'a> {
     honest: &'a mut Honest,
     bytes: VecDeque<u8>,
     connections: Vec<Connection>,
-    /// Who writes may wait.
+    /// Whether writers may wait.
     protected: bool,
 }
 
@@ -158,7 +158,7 @@ fn message(words: &[u64]) -> Vec<u8> {
     words.iter().chain(std::iter::repeat(&0)).take(WORDS).flat_map(|word| word.to_ne_bytes()).collect()
 }
 
-/// An answer, and what came with it. None: the owner has hung up.
+/// An answer, and its descriptors. None: the owner has hung up.
 fn answer(socket: &OwnedFd) -> Option<([u64; WORDS], Vec<OwnedFd>)> {
     let mut bytes = [0u8; WORDS * 8];
     let (n, fds) = match socket::receive(socket, &mut bytes) {
@@ -179,7 +179,7 @@ impl Hostile<'_> {
         self.bytes.pop_front().unwrap_or(0)
     }
 
-    /// A word: mostly one that is about right.
+    /// A word; mostly one that is nearly right.
     fn argument(&mut self) -> u64 {
         match self.byte() {
             byte @ 0..0xc0 => u64::from(byte) % (PAGES as u64 + 2),
@@ -223,7 +223,7 @@ impl Hostile<'_> {
         }
     }
 
-    /// Greets the owner, well or not.
+    /// Greets the owner, correctly or not.
     fn connect(&mut self) {
         if self.connections.len() == MOST {
             return;
@@ -248,7 +248,7 @@ impl Hostile<'_> {
         self.connections.push(one);
     }
 
-    /// The second half of a mapping's greeting; whether the owner took it.
+    /// The second half of a mapping's greeting; returns whether the owner accepted it.
     fn attach(&mut self, one: &mut Connection) -> bool {
         let how = self.byte();
         let len = (PAGES + 1) * PAGE;
@@ -256,7 +256,7 @@ impl Hostile<'_> {
         let base = unsafe { memfd::map(&one.kept[0], len, memfd::WRITABLE, None) }.expect("the region's object");
         one.mapping = Some((base, len));
         let Ok((uffd, _)) = Uffd::open(uffd_shared::FEATURES_SHARED) else { return false };
-        // SAFETY: just made, and owned by nobody.
+        // SAFETY: the descriptor was just made, and nobody owns it.
         let uffd = unsafe { OwnedFd::from_raw_fd(uffd.fd()) };
         let handle = Uffd::from_raw(uffd.as_raw_fd());
         let (registered, at, fds): (usize, u64, Vec<RawFd>) = match how % 12 {
@@ -281,7 +281,7 @@ impl Hostile<'_> {
         taken
     }
 
-    /// Asks for something.
+    /// Makes a call.
     fn call(&mut self) {
         let (which, op) = (usize::from(self.byte()), u64::from(self.byte()) % 36);
         let arguments = [self.argument(), self.argument(), self.argument(), self.argument()];
@@ -298,21 +298,21 @@ impl Hostile<'_> {
         let Some((answer, _)) = answer(&one.socket) else { return };
         assert!(answer[0] < 4096, "an error number: {answer:?}");
         let range = request[1] as usize..request[2] as usize;
-        // (Nobody serves it from then on: who touches it waits for ever.)
+        // From then on nobody serves it: a thread that touches it waits for ever.
         self.connections[which % n].served &= op != DETACH;
         match op {
-            // (Where a process must run first it is tried in vain for long, and done.)
+            // If another process must run first, the owner tries in vain for a while, and removes the range all the same.
             REMOVE if answer[0] == 0 || answer[0] == libc::EAGAIN as u64 => self.honest.model[range].fill(0),
             PROTECT => self.protected = true,
-            // (What was inherited from a fork that never was, too.)
+            // Even a claim to what a fork that never happened inherited.
             _ => {}
         }
     }
 
-    /// Says what is no message, or one with descriptors that nobody wants, and waits for nothing.
+    /// Sends what is no message, or one with unwanted descriptors, and waits for nothing.
     fn babble(&mut self) {
         let (which, len, fds) = (usize::from(self.byte()), usize::from(self.byte()), usize::from(self.byte() % 9));
-        // (An order to remove something whose end is not known would be one.)
+        // These are no calls. An order to remove with unknown effect would count as a call.
         let first = [0xff, 22, 7][usize::from(self.byte() % 3)];
         let mut bytes = vec![first, 0, 0, 0, 0, 0, 0, 0];
         bytes.extend((0..self.bytes.len().min(120)).map(|i| self.bytes[i]));
@@ -320,7 +320,7 @@ impl Hostile<'_> {
         let n = self.connections.len();
         let Some(one) = self.connections.get_mut(which % n.max(1)) else { return };
         let _ = socket::send(&one.socket, &bytes, &vec![0; fds.min(socket::MOST_FDS)]);
-        // (Its answers are no longer those to its calls.)
+        // Its answers no longer belong to its calls.
         one.greeted = false;
     }
 
@@ -334,11 +334,12 @@ impl Hostile<'_> {
         assert_eq!(read, self.honest.model[page], "page {page}, through another mapping");
     }
 
-    /// Hangs up, having told the owner that its mapping is no more if there is one (it lives as long as this process else).
+    /// Hangs up. If there is a mapping, it first tells the owner that it is gone, as the mapping would otherwise live as long as
+    /// this process.
     fn leave(&mut self, gone: Connection) {
         if gone.mapping.is_some() {
             let told = socket::send(&gone.socket, &message(&[DETACH]), &[]).is_ok();
-            // (What was said before may have ended the connection.)
+            // An earlier message may have ended the connection.
             self.honest.left += u64::from(gone.served && !(told && gone.greeted));
         }
         drop(gone.socket);

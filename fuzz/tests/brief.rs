@@ -136,7 +136,7 @@ fn owner() {
             &write(3),
         ]
         .concat(),
-        // Lies about where it is, and of its descriptors.
+        // Lies about its address and its descriptors.
         [&written[..], &[0, 0, 0, 5], &call(0, 1, 0, 32), &call(0, 2, 0, 9), &call(0, 3, 1, 4), &[15, 8]].concat(),
         (0..12).flat_map(|how| [0, 0, 0, how, 9, 0]).collect(),
         [&mapping[..], &control, &[8, 0, 4, 2, 0, 8, 1, 7, 0, 1], &written].concat(),
@@ -175,7 +175,7 @@ fn config() {
 fn elf() {
     let program = std::fs::read(std::env::current_exe().unwrap()).unwrap();
     let mut seeds = texts(&["#! /usr/bin/python3 -u\nx", "echo hello\n"]);
-    // The headers and, since the loader's name is in the first kilobytes, that too.
+    // The headers, and the loader's name, as that is in the first kilobytes.
     seeds.push(program[..2048].to_vec());
     run("elf", uzswap_fuzz::elf, &seeds);
 }
@@ -193,7 +193,7 @@ fn maps() {
 #[test]
 fn replay() {
     let record = |r: Record, what: u8| [&r.pack().to_le_bytes()[..], &[what]].concat();
-    // A page stored, moved and read back, on either side of a fork; and much that is stored, so that the oldest goes to disk.
+    // A page stored, moved and read back, on either side of a fork; and so much stored that the oldest goes to disk.
     let mut seeds = vec![
         [
             record(Record::number(Kind::Start, 1), 4),
