@@ -50,7 +50,7 @@ const SCALE: [u32; 3] = [2, 8, 32];
 /// When a run is given up.
 const TIMEOUT: Duration = Duration::from_secs(100);
 
-/// Who does the work.
+/// What the work runs under.
 struct Subject {
     /// Its key in files and tables.
     key: &'static str,

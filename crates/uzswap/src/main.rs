@@ -66,7 +66,7 @@ const EXIT_NO_PROGRAM: u8 = 127;
 /// Why a command did not do what it was asked, in one sentence.
 #[derive(Debug, PartialEq)]
 enum Failed {
-    /// It cannot be done on this machine or at this moment.
+    /// It cannot be done.
     Cannot(String),
     /// The command was called wrongly: the request makes no sense anywhere.
     Wrongly(String),

@@ -66,7 +66,7 @@ pub struct Totals {
     pub high: u64,
     /// Reclaims because the charge was about to exceed `memory.max`.
     pub max: u64,
-    /// Pages for which there was no room anywhere.
+    /// Pages that could not be put anywhere.
     pub swap_fail: u64,
     /// Whether any child could not be managed.
     pub unmanaged: bool,

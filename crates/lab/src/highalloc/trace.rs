@@ -46,7 +46,7 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Whether it can fill a machine: before its last step (programs start anywhere before that) it has more than [`LEAST`] pages,
+    /// Whether it can fill a machine: before its last step (programs start anywhere before that) it has more than `LEAST` pages,
     /// as recorded traces have, and none beyond the address space of a process.
     #[must_use]
     pub fn is_playable(&self) -> bool {

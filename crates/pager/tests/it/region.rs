@@ -331,7 +331,7 @@ fn threads_that_touch_the_same_pages_agree() {
     let _one = alone();
     let region = Region::new(32 * MIB, &Options::new(10 * MIB)).unwrap();
     let words = region.len() / 8;
-    // SAFETY: the region as atomics, all of which every thread may change.
+    // SAFETY: the region as atomics, which every thread may change.
     let cells =
         unsafe { std::slice::from_raw_parts(region.as_mut_ptr().cast::<std::sync::atomic::AtomicU64>(), words) };
     let seed = seed();

@@ -152,7 +152,7 @@ fn an_owner_with_no_descriptor_left_goes_on() {
     let mut child = worker("full", &path, 0).spawn().unwrap();
     let mut lines = Lines::of(&mut child);
     assert_eq!(lines.next().as_deref(), Some("serving"));
-    // Clients, until there is no room for all descriptors of the next; then some that send nothing, one of which still has room.
+    // Clients, until there is no room for all descriptors of the next; then some that send nothing; there is room for one of them.
     let clients: Vec<_> = std::iter::from_fn(|| SharedControl::connect(&path).ok()).collect();
     let mute: Vec<_> = (0..8).map(|_| uzswap_sys::socket::connect(&path).unwrap()).collect();
     let mut input = child.stdin.take().unwrap();
