@@ -57,7 +57,8 @@ use std::io::ErrorKind;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::ExitCode;
 
-/// Exit status when uzswap itself refuses, as `env` has it: the program was not started, or the command was called wrongly.
+/// Exit status when uzswap itself refuses, as in `env` and `timeout`: the program was not started, or the command was called
+/// wrongly.
 const EXIT_OWN_FAILURE: u8 = 125;
 /// Exit statuses for a program that cannot be run, and for one that does not exist.
 const EXIT_CANNOT_RUN: u8 = 126;
