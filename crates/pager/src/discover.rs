@@ -1,11 +1,13 @@
-//! Discovery: which of the program's memory is managed.
+//! Discovery: decides which of the program's memory is managed.
 //!
-//! The pager manages private anonymous memory that was not executable when it was found. It excludes uzswap's own memory, thread
-//! stacks (libc maps them with MAP_STACK, which the agent sees), the TLS of live threads (the kernel writes there and kills the
-//! process when it cannot), and small anonymous mappings older than the agent (the loader's). Reserved ranges (PROT_NONE) are
-//! registered too, which covers what malloc arenas and runtimes open up later. Ranges are found by reading /proc/self/maps, never
-//! trusted from a hook: a hook only says that it is time to look. Memory found late was the kernel's meanwhile: nothing is wrong,
-//! it only counted without being evictable.
+//! uzswap manages private anonymous memory that was not executable when it was found. It excludes four kinds: its own memory,
+//! thread stacks (libc maps them with MAP_STACK, which the agent sees), the TLS of live threads (the kernel itself writes there,
+//! and kills the process when it cannot), and small anonymous mappings older than the agent (the loader's). Reserved ranges
+//! (PROT_NONE) are registered too, so whatever malloc arenas and runtimes open up later is covered.
+//!
+//! A scan finds ranges by reading /proc/self/maps. It never trusts a hook for them: a hook only says that it is time to look.
+//! Memory that is found late belonged to the kernel meanwhile. Nothing is wrong with it; it merely counted without being
+//! evictable.
 
 pub mod ceded;
 pub(crate) mod engage;
@@ -27,85 +29,85 @@ use uzswap_mm::pagetable::{ADDRESS_SPACE_PAGES, Tag};
 use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::{maps, pagemap, sys, thread};
 
-/// Anonymous mappings older than the agent are managed if they are at least this large.
+/// Anonymous mappings older than the agent are managed only from this size on.
 pub const OLD_MAPPING_BYTES: usize = 4 << 20;
 
-/// How many bytes from the thread pointer on are pinned: the thread's number and the head of its robust list are there (in
-/// glibc's layout at 720 and 736, where debuggers expect them). No more, as behind the block there may be other memory.
+/// Bytes from the thread pointer on that are pinned. The thread's number and the head of its robust list are there (at 720 and
+/// 736 in glibc's layout, where debuggers expect them). No more is pinned, as other memory may follow the block.
 const PINNED_BYTES: usize = 1 << 10;
 
-/// How often to look whether a thread's control block, touched before each look, is left as it is.
+/// How often a thread touches its control block and checks it, until reclaim has left it alone in between.
 const PIN_TRIES: usize = 100;
 
-/// The ticker looks for unknown memory from this amount on.
+/// The ticker scans when more than this much memory is resident and unknown.
 const UNKNOWN_BYTES: usize = 1 << 20;
-/// Where little is unknown, a scan is made again after this many times its duration.
+/// A scan that took time t is not repeated for this many times t, while little is unknown.
 const PAUSES: u64 = 8;
 
-/// When the ticker scans. The time of a scan grows with the number of mappings (50 ms for 30,000), and a program that maps memory
-/// piece by piece has another MiB of it unknown right away.
+/// When the ticker scans. The cost of a scan grows with the number of mappings (30,000 take 50 ms), and a program that maps
+/// memory piece by piece soon has another MiB unknown.
 #[derive(Default)]
 pub struct Scans {
-    /// What was unknown after the last scan (bytes).
+    /// Bytes that were unknown after the last scan.
     pub unknown_before: usize,
     /// When the last scan ended, and how long it took (nanoseconds).
     ended: u64,
     took: u64,
-    /// When to try again to manage memory, after that failed (monotonic nanoseconds).
+    /// When the process may try to engage again, after a failure (monotonic nanoseconds).
     pub engage_from: u64,
-    /// How often it failed, for a reason that may pass.
+    /// Failures to engage whose cause may pass.
     pub refused: u32,
-    /// Whether new calls of the program wait for a scan that calls did not let through ([`Calls::want_stopped`]).
+    /// Whether new mapping calls wait for a scan that they kept from running ([`Calls::want_stopped`]).
     ///
     /// [`Calls::want_stopped`]: crate::calls::Calls::want_stopped
     held_up: bool,
 }
 
 impl Scans {
-    /// Whether a scan is due where `unknown` bytes are unknown, in a process with this share of the limit.
+    /// Whether a scan is due at `now`, with `unknown` bytes unknown in a process whose share of the limit is `share` bytes.
     pub fn are_due(&self, unknown: usize, share: usize, now: u64) -> bool {
         let new = unknown.saturating_sub(self.unknown_before);
         let rested = now.saturating_sub(self.ended) >= PAUSES * self.took;
         new > UNKNOWN_BYTES && (rested || new > share / 16)
     }
 
-    /// Sets whether calls did not let a scan through, so that new ones wait for it.
+    /// Makes new mapping calls wait for a scan that could not run because of them, or ends that.
     pub fn set_held_up(&mut self, calls: &Calls, held_up: bool) {
         if core::mem::replace(&mut self.held_up, held_up) != held_up {
             calls.want_stopped(held_up);
         }
     }
 
-    /// Notes a scan that was made.
+    /// Notes that a scan was made.
     pub fn note(&mut self, begun: u64, ended: u64) {
         (self.ended, self.took) = (ended, ended.saturating_sub(begun));
     }
 }
 
 impl Pager {
-    /// Registers what is not registered yet and lists its pages, while no mapping call of the program is under way. Returns how
-    /// many bytes it newly found present.
+    /// Registers all memory that is to be managed and is not registered yet, and lists its resident pages. Returns how many bytes
+    /// it found resident and unknown. No mapping call of the program may be under way.
     ///
     /// # Errors
-    /// When the maps cannot be read, or when a range of which pages are out could not be registered (in a forked child: they
-    /// would read as zeros). Other memory that cannot be registered stays the kernel's.
+    /// When the maps cannot be read, or when a range that has pages out could not be registered (in a forked child they would
+    /// read as zeros). Any other range that cannot be registered stays with the kernel.
     pub fn scan(&self, s: &mut State) -> Result<usize, Errno> {
         let mut text = Vec::with_capacity(128 << 10);
         raw::read_file(b"/proc/thread-self/maps\0", &mut text)?;
         drop_stale(s);
         let mut found = Ok(0);
         for m in maps::parse(&text) {
-            // Register the others all the same.
+            // A range that fails does not keep the others from being registered.
             found = self.take_over_mapping(s, &m).and_then(|new| Ok(found? + new));
         }
         found
     }
 
-    /// Registers a mapping if it is to be managed, without what is excluded, and lists its present pages that were unknown.
+    /// Registers a mapping that is to be managed, less what is excluded, and lists its resident pages that were unknown.
     fn take_over_mapping(&self, s: &mut State, m: &maps::Mapping) -> Result<usize, Errno> {
-        // Memory that a program makes executable later, as compilers at run time do, has been managed before.
+        // Memory that a program makes executable later (as JIT compilers do) was managed before, and stays so.
         let managed = m.is_private_anonymous() || m.is_anonymous() && s.knows_any(m.start, m.end);
-        // Memory beyond 47 bits, where the machine has such addresses and the program asks for them, is not managed.
+        // Memory beyond 47 bits, which a program must ask for explicitly, is left alone.
         let managed = managed && (m.end / PAGE) as u64 <= ADDRESS_SPACE_PAGES;
         if self.layout.owns(m.start) || !managed {
             return Ok(0);
@@ -119,8 +121,8 @@ impl Pager {
         found
     }
 
-    /// Scans between mapping calls of the program: while one runs, from its event to its end, there may be pages that are about
-    /// to go. False when calls cannot be kept from running now.
+    /// Scans with the program's mapping calls stopped: between a call's event and its end, pages may still be mapped that are
+    /// about to go. Returns false when the calls cannot be stopped now.
     pub(crate) fn scan_between_calls(&self) -> bool {
         let Some(mut s) = self.lock_between_calls() else { return false };
         let _ = self.scan(&mut s);
@@ -128,12 +130,12 @@ impl Pager {
         true
     }
 
-    /// Registers, between the program's calls, what those calls noted as mapped; or everything not registered yet, if they noted
-    /// more than there was room for, or the kernel cannot be asked about single mappings. Returns whether it looked through
-    /// everything; None when calls cannot be kept from running now.
+    /// Registers what the mapping calls noted, with those calls stopped. Falls back to a whole scan if there was more than could
+    /// be noted, or if the kernel cannot be asked about single mappings. Returns whether it made a whole scan; None when the
+    /// calls cannot be stopped now.
     ///
-    /// The story: for each MiB that a program mapped, all its mappings were read and registered again. A program that mapped
-    /// 30,000 of 16 KiB took 31 s, 28 of them for that.
+    /// The story: each MiB that a program mapped had all its mappings read and registered again. A program that mapped 30,000 of
+    /// 16 KiB took 31 s, 28 of them for that.
     pub(crate) fn scan_noted_between_calls(&self) -> Option<bool> {
         let mut s = self.lock_between_calls()?;
         let whole = !self.scan_noted(&mut s);
@@ -144,8 +146,8 @@ impl Pager {
         Some(whole)
     }
 
-    /// The same for the handler, which waits for no call to end; false where it has not been done. (While the process is let go
-    /// of, the handler must not register what the ticker gives up.)
+    /// Does the same on the handler, which waits for no call to end. Returns false if it was not done. (While the process is let
+    /// go of the handler must not register again what the ticker gives up.)
     pub(crate) fn scan_noted_now(&self) -> bool {
         let Some(mut s) = self.lock_between_calls_now() else { return false };
         if self.lets_go() {
@@ -156,21 +158,21 @@ impl Pager {
         if !done {
             self.growth.noted.lose();
         }
-        // What was unmapped since shows only when the kernel is asked: without that there would be no room for what is mapped
-        // now.
+        // RSS shows an unmapping only when it is read again; with the old value there would seem to be no room for the new
+        // mapping.
         s.rss = self.rss_now(&s);
         self.publish(&s);
         self.calls.go_on();
         done
     }
 
-    /// Registers what was noted; false where that is not all, or could not be looked at.
+    /// Registers what was noted; returns false if not all was noted, or the kernel could not be asked.
     fn scan_noted(&self, s: &mut State) -> bool {
         let noted = self.growth.noted.take();
         noted.is_some_and(|noted| self.scan_ranges(s, noted).is_ok())
     }
 
-    /// Registers the mappings in these ranges that are not managed yet, and lists their pages.
+    /// Registers the mappings in these ranges that are not managed yet, and lists their resident pages.
     ///
     /// # Errors
     /// When the kernel cannot say what is mapped (before 6.11).
@@ -183,7 +185,7 @@ impl Pager {
             let mut at = start.max(done);
             while at < end {
                 let Some(m) = maps::mapping_from(fd, at, &mut name)?.filter(|m| m.start < end) else { break };
-                // Skip what a neighbour was noted for, or an earlier look found.
+                // A mapping may be known already, from a neighbour's note or an earlier scan.
                 if !s.managed.covers(m.start.max(at), m.end.min(end)) {
                     let _ = self.take_over_mapping(s, &m);
                 }
@@ -194,15 +196,15 @@ impl Pager {
         Ok(())
     }
 
-    /// Registers one range and lists its present pages that were unknown.
+    /// Registers one range and lists its resident pages that were unknown.
     pub(crate) fn take_over(&self, s: &mut State, start: usize, end: usize) -> Result<usize, Errno> {
-        // Registering again what is registered is a cheap no-op for the kernel.
+        // The kernel takes a repeated registration as a cheap no-op.
         let refused = self.inject(Site::Register).map(|_| libc::ENOMEM);
         if let Some(errno) = refused.or(self.register(start, end - start).err()) {
             if any_out(s, start, end) {
                 return Err(errno);
             }
-            // What is there must not leave either: MOVE does not ask whether its source is registered.
+            // Without a registration these pages must not leave either, and MOVE does not check whether its source is registered.
             s.managed.cut(start, end);
             if errno == libc::EBUSY {
                 s.note_ceded(start, end);
@@ -214,7 +216,7 @@ impl Pager {
         if s.managed.has(start, end) {
             return Ok(0);
         }
-        // What is managed beyond it, of a mapping that was split since, stays: not every look sees that one.
+        // If the mapping was split since, the managed part beyond it stays: not every scan sees the other half.
         s.managed.cut(start, end);
         s.managed.push((start, end));
         let mut runs: Vec<(usize, usize)> = Vec::new();
@@ -239,7 +241,7 @@ impl Pager {
                 while at + n < end && n < 512 && s.pt.get(at + n) == uzswap_mm::pagetable::Pte::NONE {
                     n += 1;
                 }
-                // Before they are listed: no reader of the page map may see a page as written to that was only read.
+                // This comes before listing, so that no reader of the page map sees a page as written that was only read.
                 if s.tracking {
                     self.find_unwritten(s, at, at + n);
                 }
@@ -251,8 +253,8 @@ impl Pager {
         Ok(pages * PAGE)
     }
 
-    /// Forgets memory that a forked child did not get (MADV_DONTFORK), once all that is mapped has been registered. What the
-    /// child maps there is new.
+    /// In a forked child, once everything mapped is registered: forgets memory that the parent has and the child does not
+    /// (MADV_DONTFORK). Whatever the child maps there is new.
     pub(crate) fn forget_unmapped(&self, s: &mut State) {
         let mut at = 0;
         for (start, end) in s.managed.clone().iter() {
@@ -262,11 +264,10 @@ impl Pager {
         forget_range(s, at, ADDRESS_SPACE_PAGES);
     }
 
-    /// Forgets, in a forked child, what its parent had in memory that is zeros in its children (MADV_WIPEONFORK), as the kernel
-    /// says.
+    /// In a forked child: forgets memory that is zeros in children (MADV_WIPEONFORK), as the kernel reports it.
     ///
-    /// The story: where such memory was out, the child got its parent's contents. Random number generators keep their state in
-    /// such memory so that parent and child do not come to the same keys.
+    /// The story: where such memory was out, the child read the parent's data. Random number generators keep their state there,
+    /// so that parent and child do not produce the same keys.
     ///
     /// # Errors
     /// When the kernel cannot be asked.
@@ -282,11 +283,11 @@ impl Pager {
         Ok(())
     }
 
-    /// Excludes a range that was just mapped, as long as it is mapped: a stack.
+    /// Excludes a stack that was just mapped, for as long as it is mapped.
     ///
-    /// A stack that the ticker has found and registered since it was mapped stays managed, like one that the program made itself:
-    /// it cannot be unregistered here, as only the helpers have the userfaultfd. If it were excluded as well, it would be managed
-    /// in this process, and read as zeros in forked children, which go by what is excluded.
+    /// If the ticker found and registered it in between, it stays managed, as a stack that the program made itself does. It
+    /// cannot be let go of here, as only the helpers have the userfaultfd. If it were excluded as well, it would be managed in
+    /// this process but read as zeros in forked children, which do not register what is excluded.
     pub fn exclude(&self, s: &mut State, start: usize, end: usize) {
         let found = s.managed.overlapping(start, end).next().is_some();
         if !found && !s.excluded.contains(&(start, end)) {
@@ -296,30 +297,30 @@ impl Pager {
         }
     }
 
-    /// Whether part of a range may ever have been excluded.
+    /// Whether any part of the range may ever have been excluded.
     pub fn may_be_excluded(&self, start: usize, end: usize) -> bool {
         start < self.excluded_to.load(Relaxed) && self.excluded_from.load(Relaxed) < end
     }
 
-    /// Keeps the calling thread's control block in memory for good. The kernel's last write for a thread that ends goes there (a
-    /// thread that joins it waits for that), and the kernel serves no fault of a thread that ends. If the thread's stack is
-    /// libc's, the block is excluded with it; if the stack is the program's, or was found before it was excluded, the block is
-    /// managed.
+    /// Keeps the calling thread's control block in memory for good. The kernel's last write for an ending thread goes there (a
+    /// joining thread waits for it), and the kernel serves no fault of a thread that ends. A block on libc's stack is excluded
+    /// with that stack. A block on the program's own stack, or on a stack that was found before it was excluded, is managed, and
+    /// needs this.
     ///
-    /// Call it with all signals blocked.
+    /// The caller has all signals blocked.
     pub fn pin_control_block(&self) {
         let at = thread::pointer();
-        // It was there a moment ago, as the thread runs. It may have been evicted since.
+        // The block was resident a moment ago, as this thread runs; it may have been evicted since.
         self.pin(at, at + PINNED_BYTES, true);
     }
 
-    /// Keeps the pages of `[from, to)` in memory, and writable, for as long as they are mapped. `touched` says that they were
-    /// touched a moment ago; otherwise, and where they have gone since, it brings them in.
+    /// Keeps the pages of `[from, to)` in memory and writable for as long as they are mapped. `touched` says that they were
+    /// resident a moment ago. Without it, and if they have left since, this function brings them in.
     ///
-    /// The story: memory that had been pinned, then dropped (MADV_DONTNEED) and used again, as stacks and heaps are, still
-    /// counted as pinned. It was evicted, and a thread that joined its thread waited forever.
+    /// The story: pages that had been pinned, then dropped (MADV_DONTNEED) and used again, as stacks and heaps are, still counted
+    /// as pinned. They were evicted, and a thread that joined theirs waited forever.
     ///
-    /// Call it with all signals blocked.
+    /// The caller has all signals blocked.
     pub fn pin(&self, from: usize, to: usize, mut touched: bool) {
         let (start, end) = (from & !(PAGE - 1), to.next_multiple_of(PAGE));
         let pages = || (start / PAGE) as u64..(end / PAGE) as u64;
@@ -333,7 +334,7 @@ impl Pager {
             if within(&s.excluded) || pinned && !s.knows_any(start, end) {
                 return;
             }
-            // Present, and not write-protected, as the kernel's last write would meet the protection as well.
+            // Resident, and not write-protected: the kernel's last write would meet the protection too.
             let there = |vpn| {
                 let plain = !s.pt.is_clean(vpn) && !s.pt.is_protected(vpn);
                 matches!(s.pt.get(vpn).tag(), Tag::Resident | Tag::None) && plain
@@ -348,19 +349,20 @@ impl Pager {
         }
     }
 
-    /// Whether all of a range is excluded, as a stack of libc's. Call it with all signals blocked.
+    /// Whether all of a range is excluded, as a stack of libc's is. The caller has all signals blocked.
     pub fn is_excluded(&self, start: usize, end: usize) -> bool {
         self.lock_in_hook().excluded.iter().any(|(a, b)| *a <= start && end <= *b)
     }
 
-    /// Notes that a mapping other than a stack was made, or moved to: the range may be managed, and no advice holds for it.
-    /// (Nothing tells when a stack is unmapped, as it was not registered, nor what happens before memory is managed.)
+    /// Notes that memory other than a stack was mapped at, or moved to, this range: it may be managed, and earlier advice no
+    /// longer applies. (An excluded stack is not registered, so no event tells when it is unmapped; nor does any before memory is
+    /// managed.)
     pub fn include(&self, s: &mut State, start: usize, end: usize) {
         s.advice.forget(start, end);
         s.excluded = without(core::mem::take(&mut s.excluded), &[(start, end)]);
     }
 
-    /// Excludes what the loader and libc mapped before the agent came, and the caller's TLS block at `tls`.
+    /// Excludes what the loader and libc mapped before the agent was loaded, and the caller's TLS block at `tls`.
     ///
     /// # Errors
     /// When the maps cannot be read.
@@ -378,7 +380,7 @@ impl Pager {
     }
 }
 
-/// Brings pages in, writable where the kernel can be told so; does nothing where there is no memory.
+/// Brings pages in, for writing where the kernel can be told so. Ranges without memory are left as they are.
 pub fn populate(from: usize, to: usize) {
     // SAFETY: populating changes no contents, and does nothing where there is no memory.
     if unsafe { sys!(libc::SYS_madvise, from, to - from, libc::MADV_POPULATE_WRITE) }.is_err() {
@@ -388,11 +390,11 @@ pub fn populate(from: usize, to: usize) {
     }
 }
 
-/// Drops exclusions of ranges of which pages are known, and pins of ranges of which pages are out. The stack was unmapped, and
-/// other memory moved or grew to its place; or the program dropped what had been pinned.
+/// Drops exclusions of ranges that have known pages, and pins of ranges that have pages out. The stack was unmapped and other
+/// memory moved or grew to its place, or the program dropped the pinned memory.
 ///
-/// The story: a block that `mremap` moved to where threads' stacks had been stayed managed, and was zeros in forked children,
-/// which register all but what is excluded.
+/// The story: `mremap` moved a block to where threads' stacks had been. The block stayed managed but read as zeros in forked
+/// children, which register everything that is not excluded.
 fn drop_stale(s: &mut State) {
     let (mut excluded, mut pinned) = (core::mem::take(&mut s.excluded), core::mem::take(&mut s.pinned));
     excluded.retain(|(start, end)| !s.knows_any(*start, *end));
@@ -400,7 +402,7 @@ fn drop_stale(s: &mut State) {
     (s.excluded, s.pinned) = (excluded, pinned);
 }
 
-/// Whether a page of the range is out.
+/// Whether any page of the range is out.
 fn any_out(s: &State, start: usize, end: usize) -> bool {
     let (mut at, end) = ((start / PAGE) as u64, (end / PAGE) as u64);
     while let Some(vpn) = s.pt.next_used(at).filter(|vpn| *vpn < end) {
@@ -412,7 +414,7 @@ fn any_out(s: &State, start: usize, end: usize) -> bool {
     false
 }
 
-/// Forgets what is known of a range: what is mapped there next is looked at anew, and is nobody's control block.
+/// Forgets that the range is managed, pinned or advised. Whatever is mapped there next is examined anew.
 pub(crate) fn no_longer_managed(s: &mut State, start: usize, end: usize) {
     if s.pinned.iter().any(|(a, b)| *a < end && start < *b) {
         s.pinned = without(core::mem::take(&mut s.pinned), &[(start, end)]);
@@ -421,7 +423,7 @@ pub(crate) fn no_longer_managed(s: &mut State, start: usize, end: usize) {
     s.managed.cut(start, end);
 }
 
-/// The parts without the excluded ranges.
+/// Subtracts the excluded ranges from the parts.
 pub(crate) fn without(mut parts: Vec<(usize, usize)>, excluded: &[(usize, usize)]) -> Vec<(usize, usize)> {
     for (a, b) in excluded {
         let mut next = Vec::with_capacity(parts.len() + 1);
@@ -467,7 +469,7 @@ mod tests {
         assert!(due(&scans, 8, 2001), "more than a sixteenth of the limit");
     }
 
-    /// What calls noted as mapped is managed after a look at those ranges, and nothing else is looked at.
+    /// A look at what calls noted manages that, and looks at nothing else.
     #[test]
     fn what_calls_noted_is_found_without_looking_at_the_rest() {
         let p = testing::pager(16 << 20);
@@ -475,7 +477,7 @@ mod tests {
             // SAFETY: new memory of the test's own.
             unsafe {
                 let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-                // With a page of another kind on either side, so that it is a mapping of its own.
+                // PROT_NONE pages on either side keep it a mapping of its own.
                 let at = sys!(libc::SYS_mmap, 0, 18 * PAGE, libc::PROT_NONE, flags, -1isize, 0).expect("memory");
                 sys!(libc::SYS_mprotect, at + PAGE, 16 * PAGE, prot).expect("mprotect");
                 at + PAGE
@@ -496,14 +498,14 @@ mod tests {
         let tag = |page: usize| p.state.lock().pt.get((noted / PAGE + page) as u64).tag();
         assert_eq!([tag(2), tag(3), tag(4)], [Tag::None, Tag::Resident, Tag::None]);
         assert_eq!(p.state.lock().resident, 1);
-        // What is managed beyond a mapping that is found, as that was split, stays so: nobody looked at it.
+        // The mapping was split; the managed half beyond the one that is found stays managed, as nobody looked at it.
         let half = 8 * PAGE;
         // SAFETY: the test's own, of which nothing is needed.
         unsafe { sys!(libc::SYS_mprotect, noted + half, half, libc::PROT_READ) }.expect("mprotect");
         p.state.lock().managed.cut(noted, noted + PAGE);
         p.scan_ranges(&mut p.state.lock(), vec![(noted, noted + PAGE)]).expect("the kernel can be asked");
         assert!(managed(noted));
-        // Unmapped, and noted once more: nothing is there.
+        // Unmapped and noted once more: nothing is found.
         // SAFETY: nobody uses it.
         unsafe { sys!(libc::SYS_munmap, other, 16 * PAGE) }.expect("munmap");
         p.scan_ranges(&mut p.state.lock(), vec![(other, other + 16 * PAGE)]).expect("the kernel can be asked");
@@ -512,9 +514,9 @@ mod tests {
         assert!(p.scan_ranges(&mut p.state.lock(), vec![(noted, noted + PAGE)]).is_err(), "it cannot be asked");
     }
 
-    /// The story: the ticker found a thread's stack between its mapping and the hook that excludes it, so it was both managed and
-    /// excluded. A child forked while its first page was out read zeros there, and libc's fork relied on them (SIGSEGV). After
-    /// that, the hook was made to unregister the stack, from a thread of the program, which does not have the userfaultfd.
+    /// The story: the ticker found a thread's stack before the hook that excludes it ran. The stack was then both managed and
+    /// excluded. A child forked while its first page was out read zeros there, and libc's fork crashed on them (SIGSEGV). The
+    /// first fix unregistered the stack in the hook, on a thread of the program, which does not have the userfaultfd.
     #[test]
     fn a_stack_that_was_found_first_stays_managed() {
         let p = testing::pager(16 << 20);
@@ -529,7 +531,7 @@ mod tests {
         assert!(
             p.may_be_excluded(at + 39 * PAGE, at + 41 * PAGE) && !p.may_be_excluded(at + 40 * PAGE, at + 41 * PAGE)
         );
-        // Where it was there is something else now, which is smaller.
+        // A smaller mapping takes its place.
         p.include(&mut s, at + 34 * PAGE, at + 36 * PAGE);
         assert_eq!(s.excluded, [(at + 32 * PAGE, at + 34 * PAGE), (at + 36 * PAGE, at + 40 * PAGE)]);
     }
@@ -549,13 +551,14 @@ mod tests {
             let tags = [0, 1].map(|page| p.state.lock().pt.get(first + page).tag());
             assert_eq!(tags, [Tag::None, Tag::Resident], "round {round}");
             assert_eq!(p.state.lock().pinned, [(at, at + PAGE)]);
-            // The page comes anew, as a fault on dropped memory brings it.
+            // The page comes back as a fault on dropped memory brings it.
             p.state.lock().list_resident(first, 1, List::Inactive, |_| None);
         }
         assert_eq!(p.state.lock().resident, 2);
     }
 
-    /// A known range is managed, so it is registered whatever was there before; a range with pages out, whatever was pinned.
+    /// A managed range gets registered whatever was noted before: no exclusion of a known page and no pin of an evicted one
+    /// survives.
     #[test]
     fn what_is_managed_is_neither_excluded_nor_pinned() {
         let p = testing::pager(16 << 20);

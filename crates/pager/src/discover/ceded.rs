@@ -1,8 +1,8 @@
-//! Memory that the program registers with a userfaultfd of its own: it is *ceded*.
+//! *Ceding*: gives up memory that the program registers with a userfaultfd of its own.
 //!
-//! The kernel gives a mapping to one userfaultfd, and tells the second EBUSY. So where the program is told so, of memory that
-//! uzswap registered, the range is given up and the call made again (the agent interposes `ioctl`). As only the helpers have
-//! uzswap's userfaultfd the ticker does it:
+//! The kernel gives a mapping to one userfaultfd and answers EBUSY to the second. So where the program gets EBUSY for memory that
+//! uzswap registered, uzswap gives the range up and makes the call again (the agent interposes `ioctl`). Only the helpers have
+//! uzswap's userfaultfd, so the ticker does it:
 //!
 //! ```text
 //! thread of the program                                     ticker
@@ -13,18 +13,17 @@
 //! UFFDIO_REGISTER again ◀─────────────── CEDED ◀──────────── ▼
 //!          └─▶ NOTHING      (REFUSED: a piece could not come in, or its registration not end)
 //! ```
-//! What makes a page present for the program's own handler is that it was touched: pages that are out, zeros too, come back, and
-//! what was never touched is missing. (What a fault in sequence brought ahead counts as touched, as with huge pages.) From then
-//! on the kernel keeps uzswap out: a scan is told EBUSY. When the program's registration has ended, or the memory is unmapped, a
-//! scan finds what is there as it finds any new memory.
+//! A page is present for the program's own handler if it was touched before. Pages that are out come back, zeros too; pages never
+//! touched are missing. (A page brought ahead of a sequence counts as touched, as with huge pages.) From then on the kernel keeps
+//! uzswap out: a scan gets EBUSY. When the program's registration has ended, or the memory is unmapped, a scan finds what is
+//! there like any new memory.
 //!
-//! One thing the kernel does not keep uzswap from: UFFDIO_COPY fills missing memory of *anybody's* registration. So nothing is
-//! brought ahead into a range that is known to be the program's ([`State::ceded`]; a stale one costs nothing but that), and
-//! faults that were read before a range was ceded are not served afterwards ([`State::withdrawn`]): who waits is woken, and
-//! faults again, to the program's handler.
+//! The kernel leaves one gap: UFFDIO_COPY fills missing memory of *anybody's* registration. So a fault brings nothing ahead into
+//! a range known to be the program's ([`State::ceded`]; a stale entry costs only the read-ahead). Faults read before a range was
+//! ceded are not served afterwards ([`State::withdrawn`]): their threads are woken and fault again, to the program's handler.
 //!
-//! Refused or not, no page is lost: a piece is uzswap's until all of it is in memory. A call that is refused fails with EBUSY, as
-//! it did at first, or ENOMEM where the kernel had none.
+//! No page is lost, refused or not: a piece stays uzswap's until all of it is in memory. A refused call fails with EBUSY, as it
+//! did at first, or with ENOMEM if the kernel had no memory.
 
 use crate::calls::events::forget_range;
 use crate::discover::letgo::{GIVE_UP_NS, PAUSE_NS, Patience, next_out};
@@ -45,22 +44,23 @@ const CEDING: u32 = 2;
 const CEDED: u32 = 3;
 const REFUSED: u32 = 4;
 
-/// Bytes ceded under the lock at a time.
+/// Bytes ceded at a time under one hold of the lock.
 const PIECE: usize = 64 * PAGE;
-/// Times a scan is tried while mapping calls are under way: what it would find late is not ceded, and the program is told EBUSY.
+/// How often a scan is tried while mapping calls are under way. Memory that it finds too late is not ceded; the program then gets
+/// EBUSY.
 const SCAN_TRIES: u32 = 100;
-/// Times it is looked whether the reclaim thread is done with un-sharing: 2 s or so.
+/// How often the ticker checks whether the reclaim thread has finished un-sharing: about 2 s in all.
 const UNSHARE_WAITS: u32 = 40_000;
 
-/// What the ticker is asked to cede.
+/// A request to the ticker to cede a range.
 pub struct Ceding {
-    /// Held by the thread of the program that registers memory.
+    /// The program's thread that registers memory holds this.
     one: Lock<()>,
-    /// How far it is (a futex word).
+    /// How far the request has come (a futex word).
     state: AtomicU32,
     start: AtomicUsize,
     end: AtomicUsize,
-    /// Why it was refused.
+    /// Why the request was refused.
     errno: AtomicI32,
 }
 
@@ -77,7 +77,7 @@ impl Default for Ceding {
 }
 
 impl Ceding {
-    /// The ticker has an answer, or ends.
+    /// Answers the request: the ticker is done with it, or ends.
     pub(crate) fn answer(&self, done: Result<(), Errno>) {
         let state = match done {
             Ok(()) => CEDED,
@@ -92,28 +92,28 @@ impl Ceding {
         }
     }
 
-    /// The ticker begins with what it is asked for; false when that was answered meanwhile.
+    /// The ticker begins the request; false if it was answered meanwhile.
     fn begin(&self) -> bool {
         self.state.compare_exchange(ASKED, CEDING, SeqCst, SeqCst).is_ok()
     }
 
-    /// In a forked child: nobody asks.
+    /// In a forked child: no request is pending.
     pub(crate) fn forget(&self) {
         self.state.store(NOTHING, Relaxed);
-        // SAFETY: who held it in the parent is not here.
+        // SAFETY: the thread that held it in the parent does not exist here.
         unsafe { self.one.force_unlock() };
     }
 
-    /// What is being ceded, or was and is about to be registered by the program: no scan takes it. (What is of it still is managed,
-    /// and stays so until its turn comes.)
+    /// The range that is being ceded, or was ceded and is about to be registered by the program. No scan takes it. (Parts that
+    /// are still managed stay so until their turn comes.)
     ///
-    /// The story: while the ticker ceded a range, piece by piece, the handler looked at what had been mapped, registered again what had
-    /// been ceded, and the program was refused.
+    /// The story: while the ticker ceded a range piece by piece, the handler looked at new mappings and registered the ceded
+    /// pieces again. The program's call was refused.
     pub(crate) fn kept(&self) -> Option<(usize, usize)> {
         matches!(self.state.load(SeqCst), CEDING | CEDED).then(|| self.range())
     }
 
-    /// Whether somebody waits for something to be ceded.
+    /// Whether a request to cede waits for the ticker.
     pub(crate) fn is_wanted(&self) -> bool {
         is_open(self.state.load(SeqCst))
     }
@@ -123,7 +123,7 @@ impl Ceding {
     }
 }
 
-/// Whether who asked has no answer yet.
+/// Whether the request has no answer yet.
 fn is_open(state: u32) -> bool {
     matches!(state, ASKED | CEDING)
 }
@@ -131,7 +131,7 @@ fn is_open(state: u32) -> bool {
 /// What became of a piece.
 #[derive(Debug, PartialEq, Eq)]
 enum Piece {
-    /// It is the program's.
+    /// The piece is the program's.
     Ceded,
     /// This page must come from disk first.
     OnDisk(u64),
@@ -140,11 +140,11 @@ enum Piece {
 }
 
 impl Pager {
-    /// Has the program register the range `[start, end)` with a userfaultfd of its own: `call` does it. For a thread of the
-    /// program with all signals blocked; `call` is made with the pager's lock held, so it must touch nothing but the stack.
+    /// Lets the program register `[start, end)` with a userfaultfd of its own, by `call`. Runs on a thread of the program with
+    /// all signals blocked. `call` runs with the pager's lock held, so it must touch nothing but the stack.
     ///
     /// # Errors
-    /// What `call` returned last; `ENOMEM` where the kernel had none to cede the range.
+    /// The last error of `call`; `ENOMEM` if the kernel had no memory to cede the range.
     pub fn register_of_program(
         &self,
         (start, end): (usize, usize),
@@ -154,7 +154,7 @@ impl Pager {
         let mut done = self.call_locked((start, end), &mut call);
         if done == Err(libc::EBUSY) && self.engaged.load(Acquire) {
             let ceded = self.cede(start, end);
-            // (Refused or not: the process may have been let go of meanwhile.)
+            // Even a refusal is tried again: the process may have been let go of meanwhile.
             done = match self.call_locked((start, end), &mut call) {
                 Err(libc::EBUSY) => Err(ceded.err().unwrap_or(libc::EBUSY)),
                 done => done,
@@ -165,7 +165,7 @@ impl Pager {
         done
     }
 
-    /// Makes the call while nothing is brought anywhere, and notes whose the range is then.
+    /// Makes the call with the lock held, so that no page is brought in meanwhile, and notes whose the range is then.
     fn call_locked(
         &self,
         (start, end): (usize, usize),
@@ -185,7 +185,7 @@ impl Pager {
         c.end.store(end, Relaxed);
         c.state.store(ASKED, SeqCst);
         if self.has_gone() {
-            // (Its ticker may have ended before it was asked.)
+            // The ticker may have ended before it saw the request.
             c.answer(Err(libc::EBUSY));
         }
         self.poke_ticker();
@@ -198,12 +198,12 @@ impl Pager {
         }
     }
 
-    /// In the ticker: cedes what it is asked to cede; `between` is called now and then.
+    /// In the ticker: serves a request to cede; calls `between` now and then.
     pub(crate) fn cede_asked(&self, mut between: impl FnMut()) {
         if !self.ceding.is_wanted() {
             return;
         }
-        // What was mapped or moved since the ticker last looked is registered too, perhaps.
+        // Memory mapped or moved since the last scan may have to be registered first.
         let _ = (0..SCAN_TRIES).any(|_| self.scan_between_calls());
         if self.ceding.begin() {
             let (start, end) = self.ceding.range();
@@ -242,15 +242,15 @@ impl Pager {
         Ok(())
     }
 
-    /// Brings a piece in, ends its registration and forgets it: all or nothing of that.
+    /// Brings a piece in, ends its registration and forgets it: all of that or nothing.
     fn cede_piece(&self, s: &mut State, from: usize, to: usize) -> Result<Piece, Errno> {
         let fails = self.inject(Site::Cede);
         let (first, end) = ((from / PAGE) as u64, (to / PAGE) as u64);
-        // (What is being moved is registered nowhere for a moment, or at another place: see `remapped`.)
+        // Memory that is being moved is registered nowhere for a moment, or at another place: see `remapped`.
         if s.remapping.is_under_way() || fails.is_some_and(|bits| bits.is_multiple_of(2)) {
             return Ok(Piece::Waits);
         }
-        // (Room was made before. Here it would be made of the pages that came first for those that come last.)
+        // The caller made room. Making room here would evict the first pages of the piece for its last ones.
         s.keeps_all = true;
         let (_, stopped) = self.bring_range(s, first, end);
         s.keeps_all = false;
@@ -260,7 +260,7 @@ impl Pager {
         if let Some(vpn) = next_out(s, first).filter(|vpn| *vpn < end) {
             return Ok(if s.pt.get(vpn).tag() == Tag::Disk { Piece::OnDisk(vpn) } else { Piece::Waits });
         }
-        // What is lost is marked, so that it does not read as zeros, or is asked of the program's handler.
+        // A lost page gets its mark, so that it neither reads as zeros nor is asked of the program's handler.
         for vpn in first..end {
             if s.pt.get(vpn).tag() == Tag::Poisoned && (self.poison(s, vpn).is_err() || self.without_move) {
                 return Ok(Piece::Waits);
@@ -270,7 +270,7 @@ impl Pager {
         match ended {
             Ok(()) => {}
             Err(libc::ENOMEM) => return Err(libc::ENOMEM),
-            // (It was unmapped, and what tells of that is unread.)
+            // The memory was unmapped, and the event is still unread.
             Err(_) => return Ok(Piece::Waits),
         }
         forget_range(s, first, end);
@@ -284,7 +284,7 @@ impl Pager {
         Ok(Piece::Ceded)
     }
 
-    /// Makes lost pages raise SIGBUS where the kernel cannot poison them, if no mapping call keeps it from that.
+    /// Makes lost pages raise SIGBUS where the kernel cannot poison them, unless a mapping call is under way.
     fn cover_lost_between_calls(&self) {
         if self.without_move && self.calls.try_stop() {
             self.cover_lost_now();
@@ -292,11 +292,11 @@ impl Pager {
         }
     }
 
-    /// Sees to it that the reclaim thread does not touch what is the program's, in order to un-share it: its handler would be
-    /// told of a fault that is none of the program's. (It is waited for a while only: whoever serves *that* thread's fault may
-    /// wait for this one.)
+    /// Makes sure that the reclaim thread does not un-share what is the program's now: the program's handler would get a fault
+    /// that none of its threads made. (The wait is bounded: the thread that serves the reclaim thread's fault may wait for this
+    /// one.)
     fn end_unsharing(&self, start: usize, end: usize, between: &mut impl FnMut()) {
-        // (Nothing of the range is known any more, so none of it is noted again.)
+        // Nothing of the range is known any more, so none of it is noted again.
         self.state.lock().unshare.retain(|(at, len)| at + len <= start || *at >= end);
         for _ in 0..UNSHARE_WAITS {
             if !self.unsharing.load(SeqCst) {
@@ -309,7 +309,7 @@ impl Pager {
 }
 
 impl State {
-    /// A range is registered by the program.
+    /// Notes that the program has registered a range.
     pub(crate) fn note_ceded(&mut self, mut start: usize, mut end: usize) {
         self.ceded.retain(|(a, b)| {
             let apart = *b < start || end < *a;
@@ -321,14 +321,14 @@ impl State {
         self.ceded.push((start, end));
     }
 
-    /// A range is registered by uzswap: it is nobody else's.
+    /// Notes that uzswap has registered a range, so nobody else has it.
     pub(crate) fn note_taken_over(&mut self, start: usize, end: usize) {
         if !self.ceded.is_empty() {
             self.ceded = without(core::mem::take(&mut self.ceded), &[(start, end)]);
         }
     }
 
-    /// How far a fault on page `vpn` may bring pages: to `end`, or to where memory begins that is the program's alone.
+    /// How far a fault on page `vpn` may bring pages: to `end`, or to where memory of the program's own registration begins.
     #[inline]
     pub(crate) fn before_ceded(&self, vpn: u64, end: u64) -> u64 {
         if self.ceded.is_empty() {
@@ -338,10 +338,10 @@ impl State {
         pages.filter(|(a, b)| *b > vpn && *a < end).map(|(a, _)| a.max(vpn + 1)).min().unwrap_or(end)
     }
 
-    /// The same downwards: from which page on a fault on page `vpn` may bring pages that begins at `first`.
+    /// The same downwards: the first page that a fault on page `vpn` may bring, of pages that begin at `first`.
     ///
-    /// The story: of a block in the middle of which lay memory of the program's own userfaultfd all came, from its first page on. COPY filled
-    /// what the program had dropped there with zeros, and its handler was never asked.
+    /// The story: memory of the program's own userfaultfd lay in the middle of a block, and a fault brought the whole block from
+    /// its first page on. COPY filled what the program had dropped there with zeros, and its handler was never asked.
     #[inline]
     pub(crate) fn behind_ceded(&self, vpn: u64, first: u64) -> u64 {
         if self.ceded.is_empty() {
@@ -368,15 +368,14 @@ mod tests {
 
     const PAGES: u64 = 200;
 
-    /// Asked for `[start, end)`, as a thread of the program asks.
+    /// Makes the request for `[start, end)` that a thread of the program makes.
     fn ask(p: &Pager, start: usize, end: usize) {
         p.ceding.start.store(start, Relaxed);
         p.ceding.end.store(end, Relaxed);
         p.ceding.state.store(ASKED, SeqCst);
     }
 
-    /// See [`Ceding::kept`]: whoever looks while the ticker gives something up registers none of it again, nor is what has not been
-    /// given up yet forgotten for it.
+    /// See [`Ceding::kept`]: a scan during ceding registers nothing again, and forgets nothing that has not been ceded yet.
     #[test]
     fn nobody_registers_again_what_is_being_ceded() {
         let p = testing::pager(16 << 20);
@@ -406,7 +405,7 @@ mod tests {
         assert_eq!(wrong(at), 0);
     }
 
-    /// Memory of a program that is managed, all of it out but each fifth page; its first address.
+    /// Memory of a managed program, with all but each fifth page out; returns its first address.
     fn memory_out(p: &Pager) -> usize {
         let at = testing::memory(p, PAGES as usize);
         let first = (at / PAGE) as u64;
@@ -422,11 +421,11 @@ mod tests {
     }
 
     fn content(at: usize, page: u64) -> [u8; PAGE] {
-        // (Some are zeros, which are out as such.)
+        // Some pages are zeros, which are out as such.
         if page.is_multiple_of(7) { [0; PAGE] } else { testing::words((at / PAGE) as u64 + page) }
     }
 
-    /// Pages that hold something else than they should, of memory that is all there.
+    /// The pages that differ from what they should hold; all of the memory must be there.
     fn wrong(at: usize) -> usize {
         (0..PAGES)
             .filter(|page| {
@@ -459,7 +458,7 @@ mod tests {
         }
         assert_eq!(theirs.register(at, len), Ok(()));
         assert_eq!(wrong(at), 0);
-        // Nothing is out of it that could be missing.
+        // Nothing of it is out that could be missing.
         assert_eq!(p.page_in(first, last), 0);
     }
 
@@ -478,7 +477,7 @@ mod tests {
         assert_eq!(wrong(at), 0);
     }
 
-    /// Whatever fails, what has not been ceded is managed as before, and what has is all there.
+    /// Whatever fails, the part not yet ceded is managed as before, and the ceded part is all there.
     #[test]
     fn what_is_refused_is_not_lost() {
         for faults in ["seed=1,cede=1/1", "seed=3,cede=4/5"] {
@@ -496,7 +495,7 @@ mod tests {
         }
     }
 
-    /// While an event is unread nothing can come in: it is waited for a while, and then refused.
+    /// While an event is unread no page can come in: the ticker waits for a while, then refuses.
     #[test]
     fn what_waits_for_an_event_is_refused_at_last() {
         let p = testing::pager_told_of_moves(16 << 20);
@@ -524,7 +523,7 @@ mod tests {
         assert_eq!(s.ceded, [(20 * PAGE, 40 * PAGE), (60 * PAGE, 70 * PAGE)]);
         assert_eq!([5, 19, 45, 80].map(|vpn| s.before_ceded(vpn, 100)), [20, 20, 60, 100]);
         assert_eq!(s.before_ceded(5, 20), 20);
-        // (Where a fault is on such a page after all it is an old entry: that page comes.)
+        // A fault on such a page means that the entry is stale: the page comes alone.
         assert_eq!(s.before_ceded(25, 28), 26);
         assert_eq!(
             [(15, 10), (50, 41), (50, 39), (80, 10), (25, 18)].map(|(vpn, from)| s.behind_ceded(vpn, from)),
@@ -565,7 +564,8 @@ mod tests {
         assert!([5, 6, 7].iter().all(|page| missing.contains(page)), "its handler is to be asked: {there:?}");
     }
 
-    /// The story: who registers memory while the process is let go of asked a ticker that had ended, and would have waited for ever.
+    /// The story: a thread registered memory while the process was let go of. It asked a ticker that had ended, and would have
+    /// waited forever.
     #[test]
     fn who_asks_a_ticker_that_ends_is_answered() {
         let p = testing::pager(16 << 20);
@@ -588,7 +588,7 @@ mod tests {
             asks.join().unwrap()
         });
         assert_eq!(refused, (Err(libc::ENOMEM), 2));
-        // One that succeeds is noted, and asks nobody.
+        // A call that succeeds is noted, and needs no ticker.
         let done = p.register_of_program((1 << 30, (1 << 30) + PAGE), || {
             calls += 1;
             Ok(())

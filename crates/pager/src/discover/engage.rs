@@ -1,9 +1,10 @@
-//! Engaging: a process's memory comes to be managed, near the limit, in a forked child, or when it is asked for.
+//! Engaging: puts a process's memory under management, near its limit, in a forked child, or on request.
 //!
-//! The userfaultfd is opened, the program's memory is registered, and the threads start that serve faults, reclaim and write: all of it or
-//! nothing. What was begun is undone where one step is refused: with the descriptor its registration goes, and whoever waits goes on.
+//! Engaging opens the userfaultfd, registers the program's memory, and starts the threads that serve faults, reclaim and write:
+//! all of it or nothing. If a step is refused, what was begun is undone: closing the descriptor ends its registrations, and
+//! waiting threads go on.
 //!
-//! Lock order: `take_charge` has the pager's lock while helpers start, all of which first take it.
+//! Lock order: `take_charge` holds the pager's lock while helpers start; each helper first takes that lock.
 
 use crate::calls::events::forget_all;
 use crate::discover::Scans;
@@ -21,15 +22,15 @@ use uzswap_sys::raw::{self, Errno};
 use uzswap_sys::thread;
 use uzswap_sys::uffd::Uffd;
 
-/// For how long it is not tried again to have memory managed where that could not be, whoever asks for it: each time all of it is
-/// registered.
+/// How long after a failure nobody tries to engage again, for whatever reason, as each try registers all memory.
 const ENGAGE_AGAIN_NS: u64 = 100_000_000;
-/// The same where what refused it may have passed by then, and how often that is believed.
+/// The same where the cause of the failure may pass by then; and how many such failures in a row are believed to pass.
 const ENGAGE_SOON_NS: u64 = 10_000_000;
 const REFUSED_OFTEN: u32 = 3;
 
 impl Pager {
-    /// Opens the userfaultfd, and what says how this process's memory is mapped (a forked child's is another): all of it or nothing.
+    /// Opens the userfaultfd and the files that describe this process's mappings (a forked child's are others): all of them or
+    /// none.
     pub(crate) fn open_uffd(&self) -> Result<(), Errno> {
         let mut opened = [Uffd::open(self.features())?.0.fd(), -1, -1];
         for (i, path) in [(1, &b"/proc/thread-self/pagemap\0"[..]), (2, b"/proc/thread-self/maps\0")] {
@@ -42,25 +43,26 @@ impl Pager {
         Ok(())
     }
 
-    /// Closes that again.
+    /// Closes those descriptors.
     ///
-    /// The story: of what says how memory is mapped nothing was closed. A process that could have no more threads for a minute had no
-    /// descriptors left then, and its memory could not be managed when there were threads again.
+    /// The story: the files that describe the mappings stayed open. A process that could start no threads for a minute ran out of
+    /// descriptors by then, and could not be managed when there were threads again.
     fn close_uffd(&self) {
         for file in [&self.uffd, &self.files.pagemap, &self.files.maps] {
             raw::close(file.swap(-1, AcqRel));
         }
     }
 
-    /// Engages, where that can be; returns the CPU time until the next look, None for a look soon (whoever is idle may be asked for memory).
+    /// Engages if possible. Returns the CPU time until the next look, or None for a look soon (an idle process may be asked for
+    /// memory).
     pub(crate) fn begin_to_manage(&'static self, scans: &mut Scans) -> Option<u64> {
         let now = thread::now_ns();
-        // (None: it was refused a little ago.)
+        // An inner None: a try was refused a short time ago.
         let engaged = if now >= scans.engage_from { self.engage().map_err(Some) } else { Err(None) };
         match engaged {
             Ok(()) => {
                 self.forget_plans(0);
-                // What made it tight for this one may do so for others, which fill what they mapped before.
+                // What is tight for this member may be so for others, which may yet fill what they have mapped.
                 self.rally();
                 return Some(1_000_000);
             }
@@ -83,16 +85,16 @@ impl Pager {
         }
         self.never_gets_on();
         self.growth.room.store(usize::MAX, Relaxed);
-        // (What it planned would count with the others for good.)
+        // Otherwise the other members would count its plans for good.
         self.me().planned.store(0, Relaxed);
         self.refuse_request();
-        // (Threads may be had by then. Who is idle does not fill anything.)
+        // By then there may be threads again. A process that is idle until then fills nothing.
         Some(ENGAGE_AGAIN_NS)
     }
 
     /// Registers memory and starts the helpers.
     pub(crate) fn engage(&'static self) -> Result<(), Refused> {
-        // (Before the process became another user's, perhaps: see `credentials`.)
+        // The descriptors may be open already, since before the process changed its user: see `credentials`.
         if self.uffd.load(Relaxed) < 0 {
             self.open_uffd().map_err(Refused::of("userfaultfd or /proc"))?;
         }
@@ -100,7 +102,7 @@ impl Pager {
         self.calls.order();
         self.register_own(&uffd).map_err(Refused::of("registration of uzswap's own memory"))?;
         if self.without_move {
-            // What a call moves meanwhile would not be registered where it comes to be.
+            // A call under way could move memory to a place that is not registered.
             self.calls.stop();
         }
         let begun = self.take_charge();
@@ -109,25 +111,25 @@ impl Pager {
         }
         if let Err(e) = begun {
             self.end_started();
-            // (Nothing has left the program. With the descriptor its registration goes, and whoever waits goes on.)
+            // Nothing has been evicted yet. Closing the descriptor ends its registrations, and waiting threads go on.
             self.close_uffd();
-            // (Nor is it known what becomes of what was found, until it is found anew.)
+            // What was found is unknown again until it is found anew.
             forget_all(&mut self.state.lock());
             return Err(e);
         }
         Ok(())
     }
 
-    /// Registers the program's memory and starts the helpers, with the userfaultfd that is there now.
+    /// Registers the program's memory and starts the helpers, on the userfaultfd that is open now.
     fn take_charge(&'static self) -> Result<(), Refused> {
-        // First of all the program stops filling unseen what is registered: where processes compete for the CPUs the handler,
-        // for which its faults wait, may be tens of milliseconds away.
+        // Registering comes first, so that the program stops filling memory unseen: where processes compete for the CPUs, the
+        // handler that its faults wait for may be tens of milliseconds away.
         self.thp.look();
         let mut s = self.state.lock();
         self.scan(&mut s).map_err(Refused::of("registration of the program's memory"))?;
         self.spawn_helpers().map_err(Refused::of("a thread"))?;
         self.publish_pages(&mut s);
-        // The handler counts on from here; zero would let it fill as much again before anybody looks.
+        // The handler counts on from this value; from zero it would let the program fill as much again before anyone looks.
         s.rss = self.read_rss();
         self.engaged.store(true, Release);
         self.note_engaged();
@@ -137,7 +139,7 @@ impl Pager {
         Ok(())
     }
 
-    /// Registers of uzswap's own memory what must be.
+    /// Registers those parts of uzswap's own memory that must be registered.
     fn register_own(&self, uffd: &Uffd) -> Result<(), Errno> {
         match self.without_move {
             true => self.hang_bells(),
@@ -153,7 +155,8 @@ impl Pager {
                 s.pt.publish_soft_dirty();
                 map.set_tracking(true);
             }
-            // SAFETY: kept in the pager, which is never dropped, until the table no longer uses it (`reset_inherited`).
+            // SAFETY: the map is kept in the pager, which is never dropped, until the table no longer uses it
+            // (`reset_inherited`).
             s.pt.publish(unsafe { map.writer_unbound() }, 0);
             s.pt.note_emptied();
             s.page_map = Some(map.table());
@@ -161,8 +164,8 @@ impl Pager {
         }
     }
 
-    /// Starts the helpers, all of which first take the lock, which the caller has. Where one cannot be had, those that were started find
-    /// that they are to end.
+    /// Starts the helpers, all of which first take the lock that the caller holds. If one cannot be started, the others find that
+    /// they are to end.
     fn spawn_helpers(&'static self) -> Result<(), Errno> {
         let started = self.spawn_each();
         if started.is_err() {
@@ -176,16 +179,16 @@ impl Pager {
         if self.tier.file.load(Acquire) >= 0 {
             self.writer.store(self.spawn_on(3, false, run_swap)?, Release);
         }
-        // (Last: nobody can end it that has not begun to read messages.)
+        // The handler starts last: a handler that has not begun to read messages cannot be ended.
         self.handler.store(self.spawn_on(1, false, run_handler)?, Release);
         self.signs.watched.store(true, SeqCst);
         Ok(())
     }
 
-    /// Waits until the helpers have ended that were started before one could not be: others may be started on their stacks later.
+    /// Waits for the helpers to end that were started before one could not be. Others may be started on their stacks later.
     ///
-    /// The story: of a process that could have a handler and no more threads the handler went on, without a userfaultfd, and the next one
-    /// was started on its stack.
+    /// The story: a process could start a handler and no more threads. That handler went on without a userfaultfd, and the next
+    /// one was started on its stack.
     fn end_started(&self) {
         for helper in [&self.reclaimer, &self.writer] {
             crate::discover::letgo::await_end(helper.load(Acquire));
@@ -194,7 +197,7 @@ impl Pager {
         self.stopping.store(false, SeqCst);
     }
 
-    /// In a forked child, before the program's code runs: a new userfaultfd, everything registered again.
+    /// In a forked child, before the program's code runs: opens a new userfaultfd and registers everything again.
     pub(crate) fn rearm(&'static self) -> Result<(), Errno> {
         if self.inject(Site::Uffd).is_some() {
             return Err(libc::EMFILE);
@@ -215,7 +218,7 @@ impl Pager {
         self.publish_pages(s);
         s.rss = self.read_rss();
         if self.copies_may_exceed(s) {
-            // (Who waits for this has the lock, and goes on with it.)
+            // The forking thread waits for this with the lock held, and goes on with that lock.
             let hooks = core::mem::take(&mut s.hooks);
             self.protect_shared(s, &hooks);
             self.forked.store(PROTECTED, Relaxed);
@@ -237,12 +240,12 @@ impl Refused {
         move |error| Self { what, error }
     }
 
-    /// Whether it is what a process is told that is starting another program: the kernel makes it no threads from the moment it reads
-    /// that program's file to the one at which all threads end, or the call fails.
+    /// Whether this is the error that a process gets while it starts another program: the kernel refuses it new threads from the
+    /// moment at which it reads that program's file until all threads end or the call fails.
     ///
-    /// The story: of every fifth build one said that memory could not be managed in a process, of a shell that was about to be the
-    /// compiler. (And where both CPUs are wanted by others that takes longer than is waited for: who makes such a call is believed for as long
-    /// as that lasts.)
+    /// The story: one of every five builds reported that memory could not be managed in a process. It was a shell about to become
+    /// the compiler. (Where others want both CPUs, that takes longer than the wait; so while such a call lasts the cause is
+    /// believed to pass.)
     fn may_pass(&self) -> bool {
         self.error == libc::EAGAIN
     }
@@ -256,7 +259,7 @@ impl Refused {
     }
 }
 
-/// Where management starts.
+/// The charge (bytes) at which a process engages.
 pub(crate) fn engage_threshold(limit: usize) -> usize {
     (limit / 4 * 3).min(limit.saturating_sub(64 << 20)).max(limit / 2)
 }

@@ -1,16 +1,17 @@
-//! What the program has mapped and may fill before its memory is managed.
+//! Counts what the program has mapped and may fill before its memory is managed.
 //!
-//! Memory is managed from near the limit on, and until then the ticker looks from time to time how much there is. A program can map and
-//! fill more between two looks than there is room for. So its mapping calls say what they map:
+//! A process engages only near its limit, and until then the ticker looks from time to time how much is resident. Between two
+//! looks a program can map and fill more than there is room for. So its mapping calls report what they map:
 //!
-//! - it is *planned*, until it is filled, or is not for long: memory is managed at once when all that would not fit (`limits::headroom`),
-//!   and other members are told;
-//! - who maps more than half of the room since the last look has the ticker look, and waits for it.
+//! - Mapped memory is *planned* until it is filled, or has long not been filled. If all plans together would not fit, the process
+//!   engages at once (`limits::headroom`), and other members are told.
+//! - A thread that maps more than half of the room since the last look makes the ticker look, and waits for it.
 //!
-//! From then on they say where, too, so that nobody need go through all mappings to find the new ones (`discover`). The handler looks
-//! there then: it runs on the program's CPU, where it is not in the program's way, and has what it takes. (The ticker, elsewhere, is
-//! woken by an interrupt of the other CPU and wakes the program by another, which the kernel then moves between them: mapping 2 MiB,
-//! touching 64 KiB and unmapping took a millisecond.) The ticker looks where the handler gets no CPU, or cannot keep calls from running.
+//! Once engaged, the calls also report where they map, so that nobody needs to read all mappings to find the new ones
+//! (`discover`). The handler looks there: it runs on the program's CPU, where it is not in the program's way, and has the
+//! descriptors. (The ticker runs elsewhere: an interrupt of the other CPU wakes it, it wakes the program by another, and the
+//! kernel moves the program between the CPUs. Mapping 2 MiB, touching 64 KiB and unmapping took a millisecond.) The ticker looks
+//! where the handler gets no CPU, or cannot stop the calls.
 //!
 //! Owner: atomics, each by itself; an old value costs a look.
 
@@ -20,37 +21,37 @@ use core::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_sys::noted::Noted;
 use uzswap_sys::{lock, thread};
 
-/// CPU time (nanoseconds) in which a program that means to fill what it mapped does fill some of it: tens of MiB.
+/// CPU time (nanoseconds) in which a program that means to fill its mappings fills some of them: tens of MiB.
 const PLAN_NS: u64 = 8_000_000;
 
-/// How long the handler is waited for before the ticker is asked (nanoseconds).
+/// How long a thread waits for the handler before it asks the ticker (nanoseconds).
 const HANDLER_LOOKS_NS: u64 = 1_000_000;
-/// Mappings noted between two looks: a look is asked for at each MiB, which may be of mappings of 16 KiB.
+/// Ranges noted between two looks. A look is requested at each MiB mapped, which may consist of mappings of 16 KiB.
 const NOTED: usize = 64;
 
-/// What was mapped, and how far the ticker knows of it.
+/// What was mapped, and how much of that the ticker knows.
 pub struct Growth {
     /// Bytes mapped since the ticker last looked, before engaging.
     pub mapped: AtomicUsize,
-    /// How far the process might grow when it did, before memory is managed (bytes).
+    /// How far the process could grow at the last look, before it was managed (bytes).
     pub room: AtomicUsize,
-    /// CPU time of the process (nanoseconds) when what is planned was last halved, or seen to be filled.
+    /// The process's CPU time (nanoseconds) when the plans were last halved, or last seen to be filled.
     plans_halved: AtomicU64,
     /// Bytes filled since.
     filled: AtomicUsize,
-    /// Looks of the ticker that program threads asked for, having mapped much memory.
+    /// Number of looks that program threads have requested after mapping much memory.
     pub looks_wanted: AtomicU32,
-    /// The last request that a whole look has followed (a futex word): what was mapped before it is found.
+    /// The last request that was answered by a complete look (a futex word): what was mapped before it is found.
     pub looks_done: AtomicU32,
     /// The last request that the handler left to the ticker.
     left_to_ticker: AtomicU32,
-    /// What the program mapped since it was last taken. (Before memory is managed, too: what is mapped while all there is is being
-    /// registered may be missed by that.)
+    /// Where the program mapped memory since this was last taken. It is noted before engaging too: registering all memory may
+    /// miss what is mapped meanwhile.
     pub noted: Noted<NOTED>,
 }
 
 impl Growth {
-    /// Nothing is mapped, and no look was taken.
+    /// Nothing mapped, no look made.
     pub(crate) fn new() -> Self {
         Self {
             mapped: AtomicUsize::new(0),
@@ -68,27 +69,28 @@ impl Growth {
 impl Pager {
     /// Notes that the program has mapped `len` bytes, which it may fill.
     ///
-    /// The story: of a process alone the largest mapping counted, as its ticker looks often enough at what one thread fills. Three threads
-    /// had both CPUs, and filled 42 MiB under a limit of 24 before it looked.
+    /// The story: in a process alone in its group only the largest mapping counted, as the ticker looks often enough at what one
+    /// thread fills. Three threads had both CPUs, and filled 42 MiB under a limit of 24 before the ticker looked.
     pub fn plan(&self, len: usize) {
         if !self.engaged.load(Relaxed) && self.me().planned.fetch_add(len as u64, Relaxed) == 0 {
             self.growth.plans_halved.store(thread::process_cpu_ns(), Relaxed);
         }
     }
 
-    /// Notes that `bytes` were mapped: whether more has been since the ticker last looked than half of what there was room for then,
-    /// so that it must look before more is.
+    /// Notes that `bytes` were mapped. Returns whether more than half of the room found at the ticker's last look has been mapped
+    /// since, so that it must look before more is mapped.
     ///
-    /// The story: on a busy machine the ticker waits for a CPU like any other thread, and several threads meanwhile filled as much as
+    /// The story: on a busy machine the ticker waits for a CPU like any other thread. Meanwhile several threads filled as much as
     /// the limit, unmanaged.
     pub fn outruns_looks(&self, bytes: usize) -> bool {
         self.growth.mapped.fetch_add(bytes, Relaxed) + bytes > self.growth.room.load(Relaxed) / 2
     }
 
-    /// Takes what was filled since the last look, when less was resident, off what is planned. Of the rest half is believed
-    /// to be filled later for each while of CPU time in which not even a quarter is, a quarter the time after, and so on.
+    /// Takes what was filled since the last look, by which RSS has grown, off the plans. For each period of CPU time in which
+    /// less than a quarter of the rest is filled, it halves the rest.
     ///
-    /// The story: who filled 35 MiB took 20 ms of CPU time for it, and so planned next to nothing any more while the last 8 were to come.
+    /// The story: a program that filled 35 MiB used 20 ms of CPU time for it, so next to nothing was planned any more when the
+    /// last 8 MiB were still to come.
     pub fn forget_plans(&self, grown: usize) {
         let (me, growth) = (self.me(), &self.growth);
         let planned = me.planned.load(Relaxed);
@@ -105,11 +107,11 @@ impl Pager {
             }
         }
         let goes = if self.engaged.load(Relaxed) { u64::MAX } else { planned - left };
-        // (What a thread plans meanwhile stays.)
+        // What another thread plans meanwhile stays.
         let _ = me.planned.fetch_update(Relaxed, Relaxed, |planned| Some(planned.saturating_sub(goes)));
     }
 
-    /// Has somebody look at what was mapped; with `wait`, returns when that is done (or it is too late: 200 ms).
+    /// Requests a look at what was mapped. With `wait`, returns once it is done, or after 200 ms.
     pub fn ask_look(&self, wait: bool) {
         let ticket = self.growth.looks_wanted.fetch_add(1, AcqRel) + 1;
         if wait && self.handler_looks(ticket) {
@@ -125,7 +127,7 @@ impl Pager {
         }
     }
 
-    /// Has the handler look, and waits a moment for it; whether it has.
+    /// Asks the handler to look, and waits a moment for it; returns whether it has looked.
     fn handler_looks(&self, ticket: u32) -> bool {
         if !self.engaged.load(Acquire) || self.files.signals.load(Relaxed) < 0 {
             return false;
@@ -136,7 +138,7 @@ impl Pager {
         self.growth.is_looked(ticket)
     }
 
-    /// For the handler: looks at what was mapped, if anybody asks for it.
+    /// In the handler: looks at what was mapped, if a look is requested.
     pub(crate) fn look_if_asked(&self) {
         let growth = &self.growth;
         let ticket = growth.looks_wanted.load(Acquire);
@@ -152,9 +154,9 @@ impl Pager {
 }
 
 impl Growth {
-    /// A look has followed the request `ticket`, and those before it: who waits for it goes on.
+    /// A look has answered request `ticket` and all before it: wakes the threads that wait for it.
     pub(crate) fn looked(&self, ticket: u32) {
-        // (The handler and the ticker may both have looked; the later request counts.)
+        // Handler and ticker may both have looked; the later request counts.
         let newer = |done: u32| (ticket.wrapping_sub(done) as i32 > 0).then_some(ticket);
         if self.looks_done.fetch_update(AcqRel, Relaxed, newer).is_ok() {
             lock::futex_wake(&self.looks_done, u32::MAX >> 1, false);
@@ -171,7 +173,7 @@ mod tests {
     use super::*;
     use crate::testing;
 
-    /// The story: the ticker of a busy machine waited for a CPU while several threads mapped and filled as much as the limit.
+    /// The story: on a busy machine the ticker waited for a CPU while several threads mapped and filled as much as the limit.
     #[test]
     fn who_maps_more_than_half_of_the_room_waits_for_a_look() {
         let p = testing::pager(64 << 20);
@@ -185,7 +187,7 @@ mod tests {
         assert!(!p.outruns_looks(1 << 20));
     }
 
-    /// Who asks is answered by the handler, or by the ticker where a mapping call is under way; each request is once left to it.
+    /// The handler answers a request, or the ticker while a mapping call is under way; each request is left to the ticker once.
     #[test]
     fn the_handler_looks_unless_a_call_is_under_way() {
         let p = testing::pager(64 << 20);
@@ -211,23 +213,24 @@ mod tests {
         }
         growth.noted.note(1 << 20, 4096);
         assert_eq!(done(2), (2, 1));
-        // What could not all be noted is looked for everywhere, by the ticker.
+        // If not all could be noted, the ticker looks everywhere.
         growth.noted.lose();
         assert_eq!(done(3), (2, 3));
         assert_eq!(growth.noted.take(), None, "which is told");
-        // An older request that another ends late takes nothing back.
+        // An older request that completes late takes nothing back.
         growth.looked(3);
         growth.looked(2);
         assert_eq!(growth.looks_done.load(Acquire), 3);
     }
 
-    /// What was mapped is expected to be filled while the process has had no time to; then less and less of it.
+    /// Mapped memory counts as planned while the process has had no time to fill it; then less and less of it does.
     #[test]
     fn plans_are_forgotten_as_time_passes_without() {
         let p = testing::pager(256 << 20);
         p.plan(32 << 20);
         let planned = || p.me().planned.load(Relaxed) >> 20;
-        // (The clock is the whole process's, in which other tests run: as if it stood still, and as if much had passed.)
+        // The clock is the whole process's, in which other tests run too: act as if it stood still, and as if much time had
+        // passed.
         p.growth.plans_halved.store(u64::MAX, Relaxed);
         p.forget_plans(8 << 20);
         assert_eq!(planned(), 24, "what was filled is no plan any more");

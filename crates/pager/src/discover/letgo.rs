@@ -1,23 +1,23 @@
-//! Letting go: a process's memory is the kernel's again, for good, and it runs without a limit.
+//! Letting go: returns a process's memory to the kernel for good; the process then runs without a limit.
 //!
-//! What uzswap does for a process needs threads in it that make system calls, and forked children that may do the same. A
-//! program may be about to forbid that: by a seccomp filter (which, where it is for all threads, holds for the helpers too:
-//! they were killed by it, or could serve no fault any more, and the program waited for ever), or by giving up the right to
-//! manage memory, which its children then lack (they were ended, as they would have read zeros). Nothing that is out could
-//! come back then, so it comes back before:
+//! uzswap needs threads in the process that make system calls, and forked children in which it can do the same. A program may be
+//! about to forbid that. A seccomp filter for all threads holds for the helpers too: it killed them, or they could serve no more
+//! faults, and the program waited forever. Or the program gives up the right to manage memory, which its children then lack: they
+//! were ended, as they would have read zeros. Nothing that is out could come back afterwards, so it comes back before:
 //!
 //! ```text
 //! KEEPS ─ a thread of the program asks, and waits ─▶ ASKED ─ the ticker: all pages come in; helpers end ─▶ GONE
 //!   ▲                                                  └──── a page cannot come in ────▶ KEEPS
 //! ```
-//! From ASKED on nothing is taken out. What is on disk the handler is asked for, as if it were touched. A page that is lost on the way is
-//! marked, so that it raises SIGBUS for good. All is back when a whole pass finds nothing out with the mapping calls stopped; then
-//! the helpers end one by one, the userfaultfd is closed, which ends all registrations, and the ticker ends last. Who asked
-//! goes on when none of them is left. The agent then forgets the pager, between mapping calls and forks: what began with a pager
-//! ends with it. Its hooks make no system call any more; those of `exec` do, unless a filter may forbid what they ask for.
+//! From ASKED on nothing is evicted. The handler is asked for the pages on disk, as if they were touched. A page that is lost on
+//! the way is marked, so that it raises SIGBUS for good. All is back when a whole pass, with the mapping calls stopped, finds
+//! nothing out. Then the helpers end one by one, the userfaultfd is closed, which ends all registrations, and the ticker ends
+//! last. The asking thread goes on when no helper is left. The agent then forgets the pager between mapping calls and forks: what
+//! began with a pager ends with it. Its hooks make no system calls any more, except those of `exec`, unless a filter may forbid
+//! what they need.
 //!
-//! A page cannot come where an event stays unread, or nothing comes from the disk (or its server) for a while. Then the agent
-//! refuses what it was asked for, where the program would not survive it: see its `leaving`.
+//! A page cannot come back while an event stays unread, or if nothing comes from the disk (or its server) for a while. Then the
+//! agent refuses the program's call where the program would not survive it: see its `leaving`.
 
 use crate::calls::events::forget_all;
 use crate::frames::arena::{PAGE, discard};
@@ -35,25 +35,25 @@ use uzswap_sys::{lock, process, sys, thread};
 pub const KEEPS: u32 = 0;
 /// The ticker is to let go.
 pub const ASKED: u32 = 1;
-/// It has.
+/// The ticker has let go.
 pub const GONE: u32 = 2;
 
-/// Pages brought in under the lock at a time.
+/// Pages brought in at a time under one hold of the lock.
 const PIECE: u64 = 64;
-/// Pages on disk that the handler is asked for at a time: more than it has reads under way at once.
+/// Pages on disk asked of the handler at a time: more than it can have reads under way.
 const AT_ONCE: usize = 64;
-/// Times the whole table is gone through, and pauses while events are to be read, before it is given up.
+/// How many passes over the whole table are made, and how many pauses for events to be read, before giving up.
 const PASSES: u32 = 8;
 const PAUSES: u32 = 20_000;
 pub(crate) const PAUSE_NS: u64 = 50_000;
-/// When nothing has come from the disk for so long it is given up (nanoseconds): twice as long as a server is given for a read.
+/// After this long without anything from disk letting go is given up (nanoseconds): twice what a server gets for a read.
 pub(crate) const GIVE_UP_NS: u64 = 20_000_000_000;
 /// Descriptors that a forked child's helpers need.
 const DESCRIPTORS: u64 = 12;
 
 impl Pager {
-    /// Has the ticker let go of this process; returns when it has and no helper is left. False when it cannot, as a page
-    /// cannot be brought back: then all is as before. For a thread of the program that holds no lock, with signals blocked.
+    /// Makes the ticker let go of this process, and returns once it has and no helper is left. Returns false if a page cannot be
+    /// brought back; then all is as before. The caller is a thread of the program with signals blocked, and holds no lock.
     pub fn let_go(&self) -> bool {
         let _ = self.letting.compare_exchange(KEEPS, ASKED, SeqCst, SeqCst);
         self.poke_ticker();
@@ -72,12 +72,12 @@ impl Pager {
         self.letting.load(SeqCst) == GONE
     }
 
-    /// Whether this process is let go of, or was.
+    /// Whether this process is being let go of, or was.
     pub(crate) fn lets_go(&self) -> bool {
         self.letting.load(SeqCst) != KEEPS
     }
 
-    /// Whether a child forked now could manage the memory that it is given, as far as that can be told.
+    /// Whether a child forked now could manage the memory it inherits, as far as that can be told.
     pub fn child_could_manage(&self) -> bool {
         if !process::has_children_beside_it() {
             return false;
@@ -88,7 +88,7 @@ impl Pager {
         if asked.is_ok() && most[0] < DESCRIPTORS {
             return false;
         }
-        // (A table of the program's that is full is not the helpers'.)
+        // EMFILE and ENFILE do not count: a full table of the program's is not the helpers'.
         let full = |e: &Errno| [libc::EMFILE, libc::ENFILE].contains(e);
         let opens = |path: &[u8], flags: i32| raw::open(path, flags | libc::O_CLOEXEC).map(raw::close);
         if opens(b"/proc/thread-self/pagemap\0", libc::O_RDONLY).is_err_and(|e| !full(&e)) {
@@ -106,12 +106,12 @@ impl Pager {
         }
     }
 
-    /// In the ticker: lets go, and ends it. Returns when that cannot be done.
+    /// In the ticker: lets go, and ends the ticker. Returns only if that cannot be done.
     pub(crate) fn let_go_now(&'static self) {
         let engaged = self.engaged.load(Acquire);
         if engaged {
-            // (It reads the events that are waited for, and that mapping calls under way wait for, and nobody sees to it meanwhile
-            // that it runs.)
+            // Letting go, and mapping calls under way, wait for events that the handler reads, and meanwhile nobody watches that
+            // it gets a CPU.
             self.lift_handler();
         }
         while !self.calls.try_stop() {
@@ -124,7 +124,7 @@ impl Pager {
                 return;
             }
             self.end_helpers();
-            // (Whoever waits for a fault or an event goes on.)
+            // Threads that wait for a fault or an event go on.
             raw::close(self.uffd.swap(-1, SeqCst));
             let mut s = self.state.lock();
             forget_all(&mut s);
@@ -135,7 +135,7 @@ impl Pager {
         self.me().engaged.store(0, Relaxed);
         self.me().ticker.store(0, Relaxed);
         self.leave();
-        // (Before calls and forks go on: a child made in between would take over helpers that have ended.)
+        // This comes before calls and forks go on: a child made in between would take over helpers that have ended.
         self.has_let_go(GONE);
         self.calls.go_on();
         thread::exit()
@@ -145,19 +145,19 @@ impl Pager {
         self.letting.store(how, SeqCst);
         lock::futex_wake(&self.letting, u32::MAX >> 1, false);
         if how == GONE {
-            // (Who has asked for something else meanwhile would wait for ever.)
+            // A thread that asked for something else meanwhile would wait forever.
             self.following.refuse();
             self.ceding.answer(Err(libc::EBUSY));
         }
     }
 
-    /// Whether an event tells the handler to end.
+    /// Whether this event tells the handler to end.
     pub(crate) fn is_farewell(&self, event: &Message) -> bool {
         let farewell = self.farewell.load(SeqCst);
         farewell != 0 && matches!(event, Message::Removed { start, .. } if *start == farewell)
     }
 
-    /// Brings every page back that is out; false when one cannot come.
+    /// Brings back every page that is out; false if one cannot come.
     fn bring_all_back(&self) -> bool {
         let mut patience = Patience::new(GIVE_UP_NS);
         for _ in 0..PASSES {
@@ -179,7 +179,7 @@ impl Pager {
                     None => self.bring_range(&mut s, vpn, vpn + PIECE).1,
                 };
                 drop(s);
-                // (Where it stopped at once an event is to be read first.)
+                // If it stopped at once, an event must be read first.
                 if at == vpn && !patience.pause() {
                     return false;
                 }
@@ -191,9 +191,9 @@ impl Pager {
         false
     }
 
-    /// Has the handler bring what is on disk of the pages `[first, end)`, some of it, as for who touches it: several reads are under way
-    /// at once, and memory that may not be read (PROT_NONE) has its pages back too. (Nor does this thread wait in a fault: where a
-    /// page is lost it may have to see to it, see `lost`.) False when nothing came for too long.
+    /// Has the handler bring some of the pages of `[first, end)` that are on disk, as if a thread touched them. So several reads
+    /// are under way at once, and memory that may not be read (PROT_NONE) gets its pages back too. Nor does this thread wait in a
+    /// fault: a lost page may need this very thread (see `lost`). Returns false if nothing came for too long.
     pub(crate) fn bring_from_disk(&self, first: u64, end: u64, patience: &mut Patience) -> bool {
         let (mut asked, mut n) = ([0; AT_ONCE], 0);
         {
@@ -238,8 +238,8 @@ impl Pager {
         }
     }
 
-    /// Puts the mark of a lost page, which the kernel keeps, wherever nobody has met it yet: there would be zeros. False when
-    /// an event kept it from that.
+    /// Puts a lost page's mark, which the kernel keeps, wherever nobody has touched the page yet; it would read as zeros. Returns
+    /// false if an event prevented it.
     fn mark_lost(&self, patience: &mut Patience) -> bool {
         let mut at = 0;
         loop {
@@ -276,8 +276,8 @@ impl Pager {
         self.end_swap();
     }
 
-    /// Has the handler look, which may sleep and have no other reason to: by an event for the address that `before` is told
-    /// of, where there is nothing. Returns when it was read.
+    /// Wakes the handler, which may sleep and have no other reason to look: discards an address where nothing is, which raises an
+    /// event, and returns when that was read. `before` is given the address first.
     fn wake_handler(&self, before: impl FnOnce(usize)) {
         let hole = match self.without_move {
             true => None,
@@ -295,13 +295,13 @@ impl Pager {
     }
 }
 
-/// For how long it is tried.
+/// How long letting go, or a similar wait, keeps trying.
 pub(crate) struct Patience {
-    /// Times that an event was waited for.
+    /// How often it waited for an event.
     pauses: u32,
-    /// When something came last (monotonic nanoseconds).
+    /// When something last came (monotonic nanoseconds).
     came_at: u64,
-    /// How long nothing may come (nanoseconds).
+    /// How long it accepts that nothing comes (nanoseconds).
     most_ns: u64,
 }
 
@@ -310,7 +310,7 @@ impl Patience {
         Self { pauses: 0, came_at: thread::now_ns(), most_ns }
     }
 
-    /// Waits a little for events to be read; false when that has been done too often.
+    /// Waits a little for events to be read; false if that was done too often.
     pub(crate) fn pause(&mut self) -> bool {
         self.pauses += 1;
         thread::sleep_ns(PAUSE_NS);
@@ -322,7 +322,7 @@ impl Patience {
         self.came_at = thread::now_ns();
     }
 
-    /// Whether nothing has for too long.
+    /// Whether nothing has come for too long.
     fn is_at_end(&self) -> bool {
         thread::now_ns() - self.came_at > self.most_ns
     }
@@ -353,7 +353,7 @@ mod tests {
     use crate::testing;
     use uzswap_mm::pagetable::Pte;
 
-    /// See `scan_noted_now`: nobody registers again what the ticker is about to give up.
+    /// See `scan_noted_now`: the handler does not register again what the ticker is about to give up.
     #[test]
     fn the_handler_does_not_look_while_the_process_is_let_go_of() {
         let p = testing::pager(16 << 20);
@@ -368,7 +368,7 @@ mod tests {
         p.calls.go_on();
     }
 
-    /// The story: what was lost and not touched yet would have read as zeros once nobody served its faults any more.
+    /// The story: a lost page that nobody had touched yet would have read as zeros once nobody served its faults any more.
     #[test]
     fn what_is_lost_is_told_of_later_too() {
         let p = testing::pager(16 << 20);
@@ -377,7 +377,7 @@ mod tests {
         let first = (at / PAGE) as u64;
         p.state.lock().pt.set(first, Pte::new(Tag::Poisoned, 0));
         assert!(p.mark_lost(&mut Patience::new(GIVE_UP_NS)));
-        // (process_vm_readv meets what a touch would, without the signal.)
+        // process_vm_readv meets what a touch would, without the signal.
         let read = |page: usize| {
             let mut byte = 0u8;
             let to = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
@@ -392,7 +392,7 @@ mod tests {
         assert_eq!(read(0), None);
     }
 
-    /// Where a read of the disk never ends it is given up, and who asked is told.
+    /// If a read of the disk never ends, letting go is given up, and the asking thread is told.
     #[test]
     fn what_does_not_come_from_disk_is_given_up() {
         let p = testing::pager_with_swap(16 << 20);
@@ -400,15 +400,15 @@ mod tests {
         [0, 2].iter().for_each(|i| p.state.lock().pt.set(at + i, Pte::new(Tag::Disk, 0)));
         assert!(!p.bring_from_disk(at, u64::MAX, &mut Patience::new(1_000_000)));
         assert_eq!(core::mem::take(&mut p.state.lock().asked), [at, at + 2], "what is on disk, and nothing else");
-        // One has come and the other is lost: that is all there is to wait for.
+        // One page has come and the other is lost: there is nothing more to wait for.
         p.state.lock().pt.set(at, Pte::new(Tag::Resident, 0));
         p.state.lock().pt.set(at + 2, Pte::new(Tag::Poisoned, 0));
         assert!(p.bring_from_disk(at, u64::MAX, &mut Patience::new(0)));
         assert!(p.state.lock().asked.is_empty());
     }
 
-    /// The story: who changed its user in the moment in which another thread had the process let go of asked a ticker that had
-    /// ended, and waited for ever.
+    /// The story: a thread changed its user at the moment at which another had the process let go of. It asked a ticker that had
+    /// ended, and waited forever.
     #[test]
     fn who_asks_a_ticker_that_has_ended_is_answered() {
         let change = Change { nr: libc::SYS_setuid, args: [usize::MAX; 3] };

@@ -1,33 +1,33 @@
-//! Ranges of addresses that do not overlap, by where they begin.
+//! Non-overlapping address ranges, ordered by start.
 //!
-//! What is managed is asked for at each mapping that a look finds, and at each that the program takes away; programs have tens of thousands
-//! of them (a guard page after each block makes two). The story: they were in a list. One with 30,000 mappings took 318 s under a limit, and
-//! 0.5 without.
+//! Each mapping that a look finds, and each that the program takes away, is looked up in the managed ranges, and programs have
+//! tens of thousands of mappings (a guard page behind each block makes two). The story: the ranges were in a list. A program with
+//! 30,000 mappings took 318 s under a limit, and 0.5 without.
 
 use std::collections::BTreeMap;
 
-/// Ranges of addresses, each from its first to behind its last, of which no two overlap.
+/// Address ranges, half open, no two of which overlap.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ranges(BTreeMap<usize, usize>);
 
 impl Ranges {
-    /// Adds a range, which overlaps with none.
+    /// Adds a range that overlaps none of them.
     pub fn push(&mut self, (start, end): (usize, usize)) {
         debug_assert!(self.last_of(start, end).is_none());
         self.0.insert(start, end);
     }
 
-    /// Whether this very range is among them.
+    /// Whether exactly this range is among them.
     pub fn has(&self, start: usize, end: usize) -> bool {
         self.0.get(&start) == Some(&end)
     }
 
-    /// The range that an address is in.
+    /// The range that contains an address.
     pub fn holding(&self, at: usize) -> Option<(usize, usize)> {
         self.last_of(at, at + 1)
     }
 
-    /// The range that an address is in, or the next one.
+    /// The range that contains an address, or the next one above it.
     pub fn next_from(&self, at: usize) -> Option<(usize, usize)> {
         self.holding(at).or_else(|| self.0.range(at..).next().map(|(a, b)| (*a, *b)))
     }
@@ -36,12 +36,12 @@ impl Ranges {
         self.overlapping(start, end).next()
     }
 
-    /// Those that overlap with a range, from the last to the first.
+    /// The ranges that overlap a given one, from last to first.
     pub fn overlapping(&self, start: usize, end: usize) -> impl Iterator<Item = (usize, usize)> {
         self.0.range(..end).rev().map(|(a, b)| (*a, *b)).take_while(move |(_, b)| *b > start)
     }
 
-    /// Whether all of a range is in them.
+    /// Whether they cover all of a range.
     pub fn covers(&self, start: usize, mut end: usize) -> bool {
         for (a, b) in self.overlapping(start, end) {
             if b < end || a <= start {
@@ -52,7 +52,7 @@ impl Ranges {
         start >= end
     }
 
-    /// Removes a range from them: of those that overlap with it what is outside stays.
+    /// Removes a range; the parts of overlapping ranges outside it stay.
     pub fn cut(&mut self, start: usize, end: usize) {
         while let Some((a, b)) = self.last_of(start, end) {
             self.0.remove(&a);
@@ -65,17 +65,16 @@ impl Ranges {
         }
     }
 
-    /// All of them, ascending.
+    /// All ranges, ascending.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = (usize, usize)> {
         self.0.iter().map(|(a, b)| (*a, *b))
     }
 
-    /// Removes all.
+    /// Removes all ranges.
     pub fn clear(&mut self) {
         self.0.clear();
     }
 
-    /// Whether there is none.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -99,7 +98,7 @@ mod tests {
                 match random / 10_000 % 3 {
                     added @ (0 | 1) => {
                         ranges.cut(start, end);
-                        // (What is right of the cut is a range of its own.)
+                        // The part right of the cut is a range of its own.
                         let right =
                             (end..N).take_while(|i| start > 0 && model[*i] != 0 && model[*i] == model[start - 1]);
                         let right: Vec<usize> = right.collect();

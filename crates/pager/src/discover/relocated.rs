@@ -1,19 +1,20 @@
-//! What the linker relocated and made read-only, of the objects that a program started with: tables of pointers, of which a browser has
-//! 12 MiB in each process, a compiler 4 to 8.
+//! Makes relocated read-only tables evictable: the pointer tables that the linker relocated and made read-only in the objects
+//! that a program started with. A browser has 12 MiB of them in each process, a compiler 4 to 8.
 //!
-//! It is a private mapping of a file, of which each page was written to: memory of the process's own, that userfaultfd takes no
-//! registration of. Where the limit is tight it becomes anonymous memory with the same contents, at the same place and as read-only,
-//! and leaves as such (`read_only`):
+//! Such a table is a private mapping of a file, each page of which was written to. It is the process's own memory, but
+//! userfaultfd does not register it. Where the limit is tight it becomes anonymous memory with the same contents, at the same
+//! place and just as read-only, and leaves as such (`read_only`):
 //!
 //! ```text
 //! file, private, written to ──copied──▶ new memory, made read-only ──mremap──▶ the same place: registered, listed
 //! ```
-//! `mremap` puts it there in one step, so who reads meanwhile reads the one or the other. Nobody writes: the linker is done with what an
-//! object that the program started with has there, and never unmaps it. What is opened up by then (a program may, to hook functions) is no
-//! longer one read-only mapping, and left alone. It is done by 512 KiB, as so much is in memory twice meanwhile, and with the program's
-//! mapping calls stopped, those of `mprotect` there among them (the agent's `relocated`).
+//! `mremap` puts it there in one step, so a concurrent reader reads either the one or the other. Nobody writes: the linker is
+//! done with the tables of objects that the program started with, and never unmaps them. A table that was opened for writing by
+//! then (a program may, to hook functions) is no longer one read-only mapping, and is left alone. It is done by 512 KiB, as that
+//! much is in memory twice meanwhile, and with the program's mapping calls stopped, including `mprotect` on these tables (the
+//! agent's `relocated`).
 //!
-//! Not of libc, the linker and this library, which uzswap's own threads run: their tables are small.
+//! The tables of libc, the linker and this library, which uzswap's own threads run, stay as they are: they are small.
 
 use crate::frames::arena::PAGE;
 use crate::inject::Site;
@@ -23,18 +24,18 @@ use core::sync::atomic::Ordering::*;
 use uzswap_sys::raw::Errno;
 use uzswap_sys::{maps, pagemap, process, sys, thread};
 
-/// Tables from this size on are worth it.
+/// Tables from this size on are worth it (bytes).
 pub const LEAST_BYTES: usize = 512 << 10;
 /// Bytes that are in memory twice at a time.
 const PIECE: usize = 512 << 10;
 
 impl Pager {
-    /// Whether there are tables that were not looked at yet.
+    /// Whether there are tables that were not examined yet.
     pub(crate) fn has_relocated(&self, s: &State) -> bool {
         !s.relocated.is_empty() && !self.without_move && !self.tracks
     }
 
-    /// Makes what the linker relocated memory that can leave. In the ticker, once memory is managed and short.
+    /// Turns relocated tables into memory that can leave. Runs in the ticker, once memory is managed and short.
     pub(crate) fn take_over_relocated(&self) {
         let Some(mut s) = self.lock_between_calls() else { return };
         let tables = core::mem::take(&mut s.relocated);
@@ -46,17 +47,18 @@ impl Pager {
                 }
             }
         }
-        // (Freed under the lock, as everything is: a child must find the allocator at rest.)
+        // Freed under the lock, as everything is: a forked child must find the allocator at rest.
         let s = self.state.lock();
         drop(tables);
         drop(s);
         self.calls.go_on();
     }
 
-    /// Makes a piece of it anonymous memory, and manages that. (Without the lock until then: what is copied may have to be read from disk.)
+    /// Turns a piece into anonymous memory, and manages that. (The lock is taken only then: what is copied may have to be read
+    /// from disk.)
     ///
     /// # Errors
-    /// The kernel's, and `EINVAL` where it is something else: nothing has changed.
+    /// The kernel's, and `EINVAL` if something else is mapped there; nothing has changed then.
     fn take_over_piece(&self, start: usize, end: usize) -> Result<(), Errno> {
         let (len, fd) = (end - start, self.files.maps.load(Relaxed));
         let is_table = |m: &maps::Mapping| {
@@ -66,7 +68,7 @@ impl Pager {
         if !maps::mapping_from(fd, start, &mut name)?.is_some_and(|m| is_table(&m)) {
             return Err(libc::EINVAL);
         }
-        // (What nobody wrote to is the file's, and costs nothing.)
+        // A page that nobody wrote to is the file's, and costs nothing.
         let own = pagemap::anonymous_pages(self.files.pagemap.load(Relaxed), start, end)?;
         maps::advise_unlocked(start, len)?;
         if own < len / PAGE / 2 {
@@ -79,7 +81,7 @@ impl Pager {
             None => unsafe { sys!(libc::SYS_mremap, new, len, len, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, start) },
         };
         if let Err(errno) = replaced {
-            // (Kernels before 6.17 unmap what is there before they look whether they can.)
+            // Kernels before 6.17 unmap what is at the target before they check whether they can move.
             if !maps::mapping_from(fd, start, &mut name)?.is_some_and(|m| is_table(&m)) {
                 self.say(b"uzswap: memory that was to be replaced is gone; the process is ended\n");
                 thread::end_process(125);
@@ -91,7 +93,7 @@ impl Pager {
     }
 }
 
-/// New read-only memory with the contents of other memory.
+/// Makes new read-only memory with the contents of other memory.
 fn new_copy(from: usize, len: usize) -> Result<usize, Errno> {
     let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
     // SAFETY: the kernel chooses a place where nothing is.
@@ -106,7 +108,7 @@ fn new_copy(from: usize, len: usize) -> Result<usize, Errno> {
 
 /// Unmaps memory that [`new_copy`] made.
 fn unmap(new: usize, len: usize) {
-    // SAFETY: it is ours, and nobody refers to it. (Not being registered there is no event of it.)
+    // SAFETY: it is ours, and nobody refers to it. (It is not registered, so unmapping it raises no event.)
     let _ = unsafe { sys!(libc::SYS_munmap, new, len) };
 }
 
@@ -118,7 +120,7 @@ mod tests {
 
     const N: usize = 700;
 
-    /// A private mapping of a file, of which so many pages were written to, read-only unless `open`.
+    /// A private mapping of a file of which `written` pages were written to; read-only unless `open`.
     fn table(written: usize, open: bool) -> usize {
         // SAFETY: a file of the test's own, and a mapping of it.
         unsafe {
@@ -132,7 +134,7 @@ mod tests {
             if !open {
                 sys!(libc::SYS_mprotect, at, N * PAGE, libc::PROT_READ).expect("mprotect");
             }
-            // (What another test's child has too is no less this process's, but could not leave.)
+            // Another test's child must not share it: it could not leave then.
             sys!(libc::SYS_madvise, at, N * PAGE, libc::MADV_DONTFORK).expect("advice");
             at
         }
