@@ -1,25 +1,28 @@
-//! Orders the program's mapping calls.
+//! Orders the program's mapping calls, so that their events can be applied in the order in which they are read.
 //!
-//! The kernel reports what a call did only after it let go of the mappings. It reports `mremap` twice: that the memory has moved,
-//! and, when the thread has run again, that its old place was unmapped. Until then another thread's `mremap` may have been given
-//! that place, and its event be read first. In the order in which they come such events make no sense: what moved there last
-//! would be taken along with what was there before, or forgotten with it, and would read as another's or as zeros. No event says
-//! when it happened, so the calls themselves are ordered. `mremap` runs alone. Other calls that make events run side by side (an
-//! unmapping that is reported late only drops what is known of resident pages: while an event is unread nothing moves). `fork`
-//! runs alone too: the child's tables are a copy, and it is told of no event of its parent's. And so do the ticker's scans:
-//! between the event of `madvise` and its end, old pages are still there.
+//! The kernel reports what a call did only after it has let go of the mappings, and reports `mremap` twice: that the memory has
+//! moved, and, once the thread has run again, that its old place was unmapped. Until then another thread's `mremap` may get that
+//! place, and its event may be read first. Applied in the order in which they arrive, such events make no sense: the pages that
+//! moved there last would be taken along with those that were there before, or forgotten with them, and would then read as
+//! another page's contents or as zeros. No event says when it happened, so the calls themselves are ordered:
 //!
-//! While an event is unread no page may come (the kernel answers EAGAIN), and threads that make such calls all the time leave
-//! hardly a moment without one. So while a fault or reclaim waits for an event, new calls are held back, for a moment at most
-//! (`HOLD_BACK_NS`). They are also held back, somewhat longer (`HOLD_FOR_STOP`), while a thread wants calls stopped: otherwise a
-//! thread that takes the lock as soon as it is free would always get it before one that sleeps for it.
+//! - `mremap` runs alone.
+//! - The other calls that raise events run side by side. (An unmapping that is reported late drops only the knowledge of resident
+//!   pages: while an event is unread nothing moves.)
+//! - `fork` runs alone too: the child's tables are a copy, and it gets none of the parent's events.
+//! - So do the ticker's scans: between the event of `madvise` and the end of the call, old pages are still there.
 //!
-//! Calls are wrapped where libc makes them (the agent's `patch`). Those that a program makes with instructions of its own are not
+//! While an event is unread no page can come in (the kernel answers EAGAIN), and threads that make such calls all the time left
+//! hardly a moment without one. So while a fault or reclaim waits for an event, new calls are held back for a moment at most.
+//! They are held back for up to some moments while a thread wants the calls stopped: otherwise whichever thread takes the lock as
+//! soon as it is free would get it before the one that sleeps for it.
+//!
+//! Calls are wrapped where libc makes them (the agent's `patch`). Calls that a program makes with instructions of its own are not
 //! ordered.
 //!
-//! Lock order: this lock before the pager's. Its holder waits for events to be read, so the handler never takes it; and the
-//! ticker, which makes sure that the handler runs, waits for it a moment only. Its holder has all signals blocked: a signal
-//! handler might make such calls, or never return.
+//! Lock order: this lock before the pager's. Its holder waits for events to be read, so the handler never takes it, and the
+//! ticker, which must keep the handler running, waits for it only a moment. Its holder has all signals blocked: a signal handler
+//! might make such calls, or never return.
 
 pub mod credentials;
 pub(crate) mod descriptors;
@@ -36,37 +39,38 @@ use uzswap_sys::thread;
 /// How long the ticker waits for calls to end (nanoseconds).
 const SCAN_WAITS_NS: u64 = 2_000_000;
 
-/// How long engaging waits for calls that began before they were ordered: this many times this long (nanoseconds). (A signal
-/// handler that does not return leaves a call counted for good.)
+/// How long engaging waits for calls that began before calls were ordered: this many times [`ENGAGE_WAIT_NS`] nanoseconds. (A
+/// signal handler that never returns leaves a call counted for good.)
 ///
-/// The story: found by reading, after a page of zeros in a torture run on a machine with a load of eleven. The wait was 20 ms,
-/// less than a thread may wait for a CPU, and such a thread's `mremap` then ran beside ordered ones.
+/// The story: a torture run on a machine with a load of eleven read a page of zeros, and reading the code showed why. The wait
+/// was 20 ms, less than a thread may wait for a CPU, so its `mremap` ran beside ordered ones.
 const ENGAGE_WAITS: u32 = 10_000;
 const ENGAGE_WAIT_NS: u64 = 200_000;
 
-/// How long a call is held back at most (nanoseconds): what it waits for takes microseconds, or does not depend on it.
+/// How long a call is held back at most (nanoseconds). What it is held back for takes microseconds, or does not depend on the
+/// call.
 const HOLD_BACK_NS: u64 = 2_000_000;
-/// How many times as long it is held back for a thread that wants calls stopped: that one waits for other calls to end, whose
-/// threads may be waiting for a CPU.
+/// This many times as long for a thread that wants calls stopped: it waits for other calls to end, whose threads may wait for a
+/// CPU.
 const HOLD_FOR_STOP: u64 = 10;
 
 /// What a call holds while it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Held {
-    /// Nothing but a count: no memory is managed yet.
+    /// Only a count: no memory is managed yet.
     Counted,
-    /// The lock, with others.
+    /// The lock, shared with others.
     Shared,
     /// The lock, alone.
     Alone,
 }
 
-/// Who waits for calls to end, as nothing can be moved while an event is unread.
+/// Who waits for calls to end; nothing can be moved while an event is unread.
 #[derive(Clone, Copy, Debug)]
 #[repr(u32)]
 pub enum Waits {
-    /// The handler, with a fault.
+    /// The handler, with a fault to serve.
     Fault = 1,
     /// The reclaim thread.
     Reclaim = 2,
@@ -75,18 +79,17 @@ pub enum Waits {
 /// Orders the calls of one process.
 pub struct Calls {
     lock: RwLock,
-    /// Whether calls take the lock: from before any memory is registered.
+    /// Whether calls take the lock: from before the first memory is registered.
     ordered: AtomicBool,
-    /// How many calls are under way that did not take the lock.
+    /// Calls under way that did not take it.
     unordered: AtomicU32,
-    /// The `mremap` under way: the address from which it moves, and how many bytes there will be afterwards (0: none is under
-    /// way).
+    /// The `mremap` under way: where from, and how many bytes it is to leave there (0: none under way).
     remaps: [AtomicUsize; 2],
-    /// The set of those who wait for calls to end ([`Waits`]; a futex).
+    /// Who waits for calls to end ([`Waits`]; a futex).
     waited_for: AtomicU32,
-    /// How many threads want calls stopped and could not stop them yet (a futex).
+    /// How many threads want calls stopped and have not got there yet (a futex).
     stopping: AtomicU32,
-    /// How long a call is held back for waiters at most (nanoseconds).
+    /// How long a call is held back at most (nanoseconds).
     hold_ns: u64,
 }
 
@@ -109,7 +112,7 @@ impl Calls {
         }
     }
 
-    /// Begins a call while no memory is managed; false when [`Calls::begin`] must begin it.
+    /// Before a call while no memory is managed. Returns false if the call must begin with [`Calls::begin`].
     pub fn begin_unordered(&self) -> bool {
         if !self.ordered.load(Relaxed) {
             self.unordered.fetch_add(1, SeqCst);
@@ -121,9 +124,9 @@ impl Calls {
         false
     }
 
-    /// Begins a call, with all signals blocked: `alone` for `mremap`.
+    /// Before a call, with all signals blocked; `alone` if it is `mremap`.
     pub fn begin(&self, alone: bool) -> Held {
-        // Before taking the lock, which is what those threads want.
+        // Wait before taking the lock, which is what those threads want.
         self.wait_for_stop();
         let held = if alone {
             self.lock.take();
@@ -132,7 +135,7 @@ impl Calls {
             self.lock.share();
             Held::Shared
         };
-        // With the lock: a call that waited for the lock would otherwise begin without this look.
+        // Wait with the lock held: a call that waited for the lock would otherwise begin without having looked.
         let waited_for = self.waited_for.load(Acquire);
         if waited_for != 0 {
             futex_wait(&self.waited_for, waited_for, Some(self.hold_ns), false);
@@ -140,7 +143,7 @@ impl Calls {
         held
     }
 
-    /// Waits until no thread wants calls stopped, some moments at most.
+    /// Waits until no thread wants calls stopped, for some moments at most.
     fn wait_for_stop(&self) {
         let (mut left, mut before) = (self.hold_ns.saturating_mul(HOLD_FOR_STOP), None);
         loop {
@@ -154,11 +157,11 @@ impl Calls {
         }
     }
 
-    /// Sets whether `who` waits for calls that are under way: new calls are held back until nobody does.
+    /// Sets whether `who` waits for the calls under way. New calls are held back until nobody waits.
     ///
-    /// The story: two threads did nothing but `mremap`, in turn, and each time waited for their event to be read. A page came to
-    /// other threads only when by chance no call was under way: after twelve seconds three threads had not got past the pages
-    /// they began with.
+    /// The story: two threads did nothing but `mremap` in turn, each waiting for its event to be read. Other threads got a page
+    /// only when by chance neither call was under way. After twelve seconds three threads had not got past the pages they began
+    /// with.
     pub fn hold_back(&self, who: Waits, waits: bool) {
         let bit = who as u32;
         if self.are_waited_for(who) == waits {
@@ -171,22 +174,22 @@ impl Calls {
         }
     }
 
-    /// Whether `who` waits.
+    /// Whether `who` waits for calls to end.
     pub fn are_waited_for(&self, who: Waits) -> bool {
         self.waited_for.load(Relaxed) & who as u32 != 0
     }
 
-    /// Notes that the call that has begun alone is an `mremap` of memory at `from`, which will have `new_len` bytes; holds until
+    /// Notes that the call begun alone is an `mremap` of memory at `from`, which is to be `new_len` bytes long. It holds until
     /// the call ends.
     pub fn begin_remap(&self, from: usize, new_len: usize) {
         self.remaps[0].store(from, Relaxed);
         self.remaps[1].store(new_len, Release);
     }
 
-    /// How many bytes the `mremap` of memory at `from` has moved, if its event says `len`.
+    /// How many bytes moved by the `mremap` of memory at `from`, for which an event reports `len`.
     ///
-    /// The story: kernels before 6.15 unmap what a shrinking call with MREMAP_FIXED leaves out, but report that everything has
-    /// moved. What was known of the rest was then recorded for what lies behind the new place, and read there.
+    /// The story: kernels before 6.15 unmap what a shrinking call with MREMAP_FIXED leaves out, and then report the whole old
+    /// length as moved. What was known of the rest was noted for the memory behind the new place, and read there.
     pub fn moved_bytes(&self, from: usize, len: usize) -> usize {
         match self.remaps[1].load(Acquire) {
             0 => len,
@@ -195,7 +198,7 @@ impl Calls {
         }
     }
 
-    /// Ends a call.
+    /// After the call.
     pub fn end(&self, held: Held) {
         match held {
             Held::Counted => drop(self.unordered.fetch_sub(1, Release)),
@@ -212,7 +215,7 @@ impl Calls {
         self.ordered.store(true, SeqCst);
     }
 
-    /// Orders calls from now on, before any memory is registered; waits for those under way.
+    /// Orders calls from now on, before any memory is registered, and waits for those under way.
     pub fn order(&self) {
         self.order_waiting(ENGAGE_WAITS);
     }
@@ -227,17 +230,17 @@ impl Calls {
         }
     }
 
-    /// Stops calls, for a fork: waits for those under way.
+    /// Stops calls, for a fork.
     pub fn stop(&self) {
         self.before_others(|lock| lock.take());
     }
 
-    /// Stops calls, for a scan; false when a call under way does not end soon.
+    /// Stops calls, for a scan. Returns false if they cannot be stopped now.
     pub fn try_stop(&self) -> bool {
         self.before_others(|lock| lock.take_within(SCAN_WAITS_NS))
     }
 
-    /// Takes the lock; calls that begin meanwhile wait.
+    /// Takes the lock ahead of new calls, which wait meanwhile.
     fn before_others<T>(&self, take: impl FnOnce(&RwLock) -> T) -> T {
         self.want_stopped(true);
         let taken = take(&self.lock);
@@ -245,11 +248,11 @@ impl Calls {
         taken
     }
 
-    /// Sets whether new calls wait for a thread that wants them stopped. For threads that try again and again: a `false` must
-    /// follow each `true`.
+    /// Makes new calls wait for a thread that wants calls stopped, or ends that. For a thread that tries again and again; each
+    /// `true` must be followed by a `false`.
     ///
-    /// The story: beside two threads that did nothing but `mremap`, in turn, the ticker was woken each time that one ended, and
-    /// found the lock taken by the other; or, where others had the CPUs, it never saw the lock free in the moments for which it
+    /// The story: beside two threads that did nothing but `mremap` in turn, the ticker was woken each time one call ended and
+    /// found the lock taken by the other. Or, where others had the CPUs, the lock was never free in the moments for which it
     /// waits. It did not scan for a second, in which others filled half as much again as the limit.
     pub fn want_stopped(&self, wants: bool) {
         if wants {
@@ -259,12 +262,12 @@ impl Calls {
         }
     }
 
-    /// Whether a thread wants calls stopped and could not stop them yet.
+    /// Whether a thread wants calls stopped and has not got there yet.
     pub fn are_to_stop(&self) -> bool {
         self.stopping.load(Relaxed) != 0
     }
 
-    /// Stops calls if none is under way; for threads that cannot wait for one.
+    /// Stops calls if none is under way, for callers that cannot wait.
     pub fn try_stop_now(&self) -> bool {
         self.lock.try_take()
     }
@@ -274,7 +277,7 @@ impl Calls {
         self.lock.release();
     }
 
-    /// Starts over in a forked child, which has only the thread that forked.
+    /// In a forked child, which has only the forking thread.
     pub fn forget_others(&self) {
         self.unordered.store(0, Relaxed);
         self.waited_for.store(0, Relaxed);
@@ -306,7 +309,7 @@ mod tests {
         assert_eq!(calls.unordered.load(SeqCst), 0);
     }
 
-    /// Of two that wait for calls, the last one lets a call begin.
+    /// Of two that wait for calls, the last to be done lets a call begin.
     #[test]
     fn a_call_is_held_back_until_nobody_waits_for_it() {
         let (calls, goes_on) = (Calls::with_hold(u64::MAX >> 1), AtomicBool::new(false));
@@ -329,7 +332,7 @@ mod tests {
         assert!(calls.try_stop_now(), "it has ended");
     }
 
-    /// But not forever, whoever waits; and a child does not wait for threads that it does not have.
+    /// A call is not held back forever, whoever waits; and a child waits for no thread that it does not have.
     #[test]
     fn a_call_is_held_back_for_a_moment() {
         let calls = Calls::default();

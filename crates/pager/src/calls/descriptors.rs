@@ -1,44 +1,46 @@
-//! Opening a file for a thread of the program's that can have no more descriptors.
+//! Opens a file on behalf of a program thread that can have no more descriptors.
 //!
-//! How memory is mapped is asked by a file (`mremap` of what is several mappings for the kernel, in the agent's `pieces`). The helpers have one
-//! open, in a table of descriptors of their own, which the program's threads do not see; and the helpers may wait for the very call that asks.
-//! So a thread is started for it that has a copy of the program's table, in which it closes one.
+//! How memory is mapped is read from a file (for `mremap` of memory that is several mappings to the kernel, in the agent's
+//! `pieces`). The helpers have it open in a descriptor table of their own, which the program's threads cannot use; and the
+//! helpers may be waiting for the very call that asks. So a thread is started with a copy of the program's table, in which it
+//! closes one descriptor.
 
 use crate::discover::letgo::await_end;
 use crate::pager::Pager;
 use uzswap_sys::{raw, thread};
 
-/// Its stack (see `stack` of the ticker).
+/// Index of its stack (see the ticker's `stack`).
 const STACK: usize = 13;
 
-/// What is to be done, and what came of it.
+/// The work, and its result.
 struct Job<F, R> {
     open: F,
     done: Option<R>,
 }
 
 impl Pager {
-    /// Does what opens a file in a thread that can have one more descriptor than the caller; None where there can be no thread.
+    /// Runs `open`, which opens a file, in a thread that can have one more descriptor than the caller. Returns None if there can
+    /// be no thread.
     ///
-    /// To be called with the lock of mapping calls held alone: one at a time.
+    /// The caller holds the lock of mapping calls alone, so only one runs at a time.
     pub fn with_a_descriptor<R: Send>(&self, open: impl Fn() -> R + Sync) -> Option<R> {
         let mut job = Job { open, done: None };
-        // SAFETY: it is this job's entry, and the job stays until the thread has ended.
+        // SAFETY: this is the job's entry point, and the job stays until the thread has ended.
         let tid = unsafe { self.spawn_for(STACK, true, entry_of(&job), (&raw mut job) as usize) }.ok()?;
         await_end(tid);
         job.done
     }
 }
 
-/// What does such a job.
+/// The entry point of the thread that does such a job.
 fn entry_of<F: Fn() -> R, R>(_: &Job<F, R>) -> extern "C" fn(usize) -> ! {
     run::<F, R>
 }
 
 extern "C" fn run<F: Fn() -> R, R>(job: usize) -> ! {
-    // SAFETY: who made it waits until this thread has ended.
+    // SAFETY: the thread that made it waits until this thread has ended.
     let job = unsafe { &mut *(job as *mut Job<F, R>) };
-    // (Where all are in use this one is. The program's own stays open.)
+    // If all descriptors are in use, so is this one. The program's own stays open.
     raw::close(0);
     job.done = Some((job.open)());
     thread::exit()

@@ -1,9 +1,9 @@
-//! Events: what the program did to its mappings.
+//! Applies events: what the program did to its mappings.
 //!
-//! A range that is gone (unmapped, or its contents dropped by madvise) forgets everything known of it: what comes next
-//! at that address reads as zeros. Between a *remove* event and the kernel's own zap old pages are still there; they
-//! are no longer listed, a fault can only be on a page without old data, and a newly registered range is swept only
-//! under the lock in which it was registered, so no stale page is ever evicted and brought back.
+//! When a range is unmapped, or its contents are dropped by madvise, everything known of it is forgotten: what appears at that
+//! address next reads as zeros. Between a *remove* event and the kernel's own zap, old pages are still there. Nevertheless no
+//! stale page is evicted and brought back: they are no longer listed, a fault can only be on a page without old data, and a newly
+//! registered range is swept only under the same hold of the lock in which it was registered.
 
 use crate::discover::no_longer_managed;
 use crate::frames::arena::PAGE;
@@ -25,7 +25,7 @@ impl Pager {
                 forget_range(s, (start / PAGE) as u64, end.div_ceil(PAGE) as u64);
                 self.wake_waiting(s, start, end);
             }
-            // (Its contents are elsewhere now: see `remapped`.)
+            // Its contents are elsewhere by now: see `remapped`.
             Message::Unmapped { start, end } if s.remapping.is_of(start, end) => {}
             Message::Unmapped { start, end } => {
                 forget_range(s, (start / PAGE) as u64, end.div_ceil(PAGE) as u64);
@@ -43,10 +43,10 @@ impl Pager {
     }
 }
 
-/// Pages that are forgotten or moved at a time: what is collected of them is in the heap meanwhile, and counts.
+/// Pages forgotten or moved at a time. What is collected about them is in the heap meanwhile, and counts.
 const AT_A_TIME: u64 = 1 << 16;
 
-/// All that is known of `pages` pages is true of others from now on: they have moved.
+/// Moves all that is known of `pages` pages to their new addresses.
 pub(crate) fn remap(s: &mut State, from: u64, to: u64, pages: u64) {
     if s.recorder.is_some() {
         note_move(s, from, to, pages);
@@ -75,14 +75,14 @@ fn remap_some(s: &mut State, from: u64, to: u64, pages: u64) {
     let mut listed = None;
     for (vpn, pte) in moved {
         let target = vpn - from + to;
-        // (Before its entry: who reads the page map sees no page as written to that is not.)
+        // This comes before the entry is set, so that no reader of the page map sees a page as written that is not.
         if clean.binary_search(&vpn).is_ok() {
             s.pt.set_clean(target, true);
         }
         if protected.binary_search(&vpn).is_ok() {
             s.pt.set_protected(target, true);
         }
-        // A kept copy is found by the page's address, which changes: it goes.
+        // A kept copy is found by the page's address, which changes; so the copy goes.
         if let Some(handle) = pte.copy() {
             let index = s.copy_index(vpn, handle);
             s.release(handle, index);
@@ -97,7 +97,7 @@ fn remap_some(s: &mut State, from: u64, to: u64, pages: u64) {
                 s.zone.set_user(pte.aux(), target);
                 s.lru.staged.push(Entry::new(target, 0, 0));
             }
-            // The thread that compresses it looks for it at the old address: it is told.
+            // The compressing thread looks for the page at its old address; note the new one for it.
             Tag::Busy => {
                 s.moved_busy.retain(|(slot, _)| *slot != pte.aux());
                 s.moved_busy.push((pte.aux(), target));
@@ -107,8 +107,8 @@ fn remap_some(s: &mut State, from: u64, to: u64, pages: u64) {
             Tag::Compressed => {
                 s.pt.set(target, pte);
                 relocate::moved(s, target, pte);
-                // The shrinker finds an object by where its first page is, or would be (the program may have that one). A block is
-                // listed once, but where another's pages are among its own: of entries that are the same one counts.
+                // The shrinker finds an object by where its first page is or would be (the program may have that page). A block
+                // is listed once, except where another's pages lie among its own: of equal entries one counts.
                 if listed.replace(pte.handle()) != Some(pte.handle())
                     && let Some(first) = target.checked_sub(pte.index() as u64)
                 {
@@ -120,11 +120,11 @@ fn remap_some(s: &mut State, from: u64, to: u64, pages: u64) {
     }
 }
 
-/// Forgets all that is known of the program's memory, which is managed no longer, or could not come to be: it is not known either what
-/// becomes of it from now on.
+/// Forgets all that is known of the program's memory, because it is no longer managed, or could not come to be. What becomes of
+/// it from now on is unknown too.
 ///
-/// The story: where memory could not be managed at the first try what was found then was taken for managed at the next, and was not
-/// registered. What was taken out of it read as zeros.
+/// The story: where engaging failed at first, the next try took what was found then for managed, and did not register it. Pages
+/// taken out of it read as zeros.
 pub(crate) fn forget_all(s: &mut State) {
     forget_range(s, 0, ADDRESS_SPACE_PAGES);
     s.managed.clear();
@@ -133,7 +133,7 @@ pub(crate) fn forget_all(s: &mut State) {
 /// Forgets all that is known of the pages `[from, to)`.
 pub(crate) fn forget_range(s: &mut State, from: u64, to: u64) {
     let (mut at, mut gone) = (from, Vec::new());
-    // (The range itself may be terabytes of nothing.)
+    // The range itself may be terabytes of nothing.
     while let Some(start) = s.pt.next_known(at).filter(|vpn| *vpn < to) {
         at = to.min((start / AT_A_TIME + 1) * AT_A_TIME);
         s.pt.clear(start, at, |vpn, pte| gone.push((vpn, pte)));
@@ -160,7 +160,7 @@ mod tests {
     use super::*;
     use crate::testing;
 
-    /// See `Calls::moved_bytes`: what kernels before 6.15 tell of a call that moves and shrinks.
+    /// See `Calls::moved_bytes`: what kernels before 6.15 report of a call that moves and shrinks.
     #[test]
     fn what_a_shrinking_move_leaves_out_does_not_move() {
         const N: u64 = 16;
@@ -186,7 +186,7 @@ mod tests {
         assert_eq!(tags(&s, to + N), [Tag::Zero; 2], "another's");
         assert_eq!([tags(&s, from), tags(&s, from + N)], [[Tag::None; 2]; 2]);
         assert_eq!((s.resident, s.zeros), (N as usize, N as usize));
-        // Another call's, and one that nobody announced, are as they are told.
+        // Events of another call, or of one that was not announced, are taken as reported.
         assert_eq!(p.calls.moved_bytes(address(from), 77), 77);
         let held = p.calls.begin(true);
         p.calls.begin_remap(5 * PAGE, PAGE);

@@ -1,16 +1,17 @@
-//! Calls by which a process executes another program: what its membership is meanwhile, and if the call fails.
+//! Keeps a process's membership right while it executes another program, and if that call fails.
 //!
-//! Invariant: a vfork child has this memory too, so what is noted here says of which process it is: by the slot's owner, or by number, which
-//! a forked child does not take for its own either.
+//! Invariant: a vfork child has this memory too, so what is noted here says of which process it is: by the slot's owner, or by a
+//! number that a forked child does not take for its own either.
 
 use crate::pager::Pager;
 use core::sync::atomic::Ordering::*;
 use uzswap_sys::thread;
 
 impl Pager {
-    /// This process is about to execute a program that will be no member: its charges are returned.
+    /// This process is about to execute a program that will not be a member: returns its charges.
     ///
-    /// The story: what had filled 47 MiB executed a statically linked program, and was charged with that for as long as this ran.
+    /// The story: a process that had filled 47 MiB executed a statically linked program, and was charged for them as long as that
+    /// program ran.
     pub fn executes(&self) {
         if self.is_of_caller() && !self.left.load(SeqCst) {
             self.executing.store(true, SeqCst);
@@ -23,19 +24,19 @@ impl Pager {
         self.starting.store(thread::getpid(), Relaxed);
     }
 
-    /// Whether one of this process is at it.
+    /// Whether a thread of this process is starting another program.
     pub(crate) fn is_starting_program(&self) -> bool {
         self.starting.load(Relaxed) == thread::getpid()
     }
 
-    /// What was to be executed could not be.
+    /// The program could not be executed.
     pub fn goes_on(&self) {
         self.starting.store(0, Relaxed);
         if self.executing.load(SeqCst) && self.is_of_caller() && self.executing.swap(false, SeqCst) {
             self.me().ticker.store(self.ticker.load(Relaxed) as u32, Relaxed);
             self.me().engaged.store(u32::from(self.engaged.load(Relaxed)), Relaxed);
             self.left.store(false, SeqCst);
-            // (It says what is held.)
+            // The ticker publishes the charges again.
             self.poke_ticker();
         }
     }

@@ -1,8 +1,8 @@
-//! The program's own `mremap` on a kernel without MOVE.
+//! Follows up the program's own `mremap` on a kernel without MOVE.
 //!
-//! There the userfaultfd does not ask to be told of moves (why: `without_move`), and the kernel drops the registration of
-//! what moves: its missing pages would read as zeros. So libc's call, which runs alone anyway (`calls`), is made good before
-//! it returns:
+//! There the userfaultfd does not ask for move events (`without_move` says why), and the kernel drops the registration of memory
+//! that moves: its missing pages would read as zeros. libc's call runs alone anyway (`calls`), so it is followed up before it
+//! returns:
 //!
 //! ```text
 //! thread of the program                              handler
@@ -11,24 +11,24 @@
 //! after_remap: "it is there now" ── touches a bell ──fault──▶ registers what is there, moves what is known of the pages,
 //!                                  ◀── fills the bell ────── wakes who has touched the old place meanwhile
 //! ```
-//! The registration is ended first, since the kernel drops that of a *mapping*: where what moves becomes one with memory
-//! beside its new place, which it does when that is registered too, that would be dropped as well. (So were pages beside what
-//! had moved read as zeros, in one of ten runs of `model`.) Memory of several mappings, which the kernel refuses to move when
-//! it is registered, stays so.
+//! The registration is ended first, since the kernel drops that of a whole *mapping*. If the memory merges with a registered
+//! neighbour at its new place, the neighbour's registration would be dropped as well. (That is how pages beside memory that had
+//! moved read as zeros, in one of ten runs of `model`.) Memory of several mappings, which the kernel refuses to move while it is
+//! registered, stays registered.
 //!
 //! Only the helpers have the userfaultfd, so the thread cannot register by itself. A *bell* is a page of uzswap's that is
-//! registered and missing: touching one is how a thread calls the handler, at the cost of one fault. There are two, so that
-//! the one not in use can be made missing again.
+//! registered and missing: a thread calls the handler by touching one, at the cost of one fault. There are two, so that the one
+//! not in use can be made missing again.
 //!
-//! Nor may what is not registered meanwhile be filled with a huge page, be it for a fault beside it or by khugepaged: where
-//! pages are out it would be zeros. So the process has none for the time of the call.
+//! Memory that is unregistered meanwhile must not be filled with a huge page either, whether by a fault beside it or by
+//! khugepaged: pages that are out would be zeros in it. So the process gets no huge pages during the call.
 //!
-//! While a range moves no page is taken anywhere, since the call holds the lock of mapping calls alone. Who touches what is
-//! moving has no answer until the call is done, but once its registration has ended sees zeros where pages are out: no
-//! program may do so, as it cannot know whether its memory is still there. (A call that moves nothing is left alone.)
+//! While a range moves no page is taken anywhere, since the call holds the lock of mapping calls alone. A thread that touches the
+//! moving range gets no answer until the call is done; once the registration has ended, it sees zeros where pages are out. No
+//! program may do that, as it cannot know whether its memory is still there. (A call that moves nothing is left alone.)
 //!
-//! When the new place cannot be registered the process is ended with a message. `mremap` made by instructions of the
-//! program's own is not seen: what was out of the memory that it moves reads as zeros.
+//! If the new place cannot be registered the process is ended with a message. An `mremap` made by the program's own instructions
+//! is not seen: pages that are out of the memory it moves read as zeros.
 
 use crate::calls::events;
 use crate::discover::no_longer_managed;
@@ -39,7 +39,7 @@ use core::sync::atomic::Ordering::*;
 use uzswap_sys::raw::Errno;
 use uzswap_sys::sys;
 
-/// How often the handler is called at most for one answer.
+/// How often the handler is called at most to get one answer.
 const CALLS_MOST: usize = 1000;
 
 /// A call of `mremap`.
@@ -51,9 +51,9 @@ pub struct Remap {
     pub old_len: usize,
     /// How long it is to be.
     pub new_len: usize,
-    /// Whether it may move.
+    /// Whether the memory may move.
     pub moves: bool,
-    /// Whether its old place stays mapped.
+    /// Whether the old place stays mapped.
     pub keeps: bool,
 }
 
@@ -67,22 +67,22 @@ impl Remap {
         (from.is_multiple_of(PAGE) && call.old_len > 0 && from.checked_add(call.old_len).is_some()).then_some(call)
     }
 
-    /// The end of what moves, if it moves. (What a shorter mapping loses is unmapped first.)
+    /// End of the part that moves, if it moves. (A call that shortens a mapping unmaps the rest first.)
     fn end(&self) -> usize {
         self.from + self.old_len.min(self.new_len)
     }
 }
 
-/// What the handler is to do about a call.
+/// What the handler is asked to do about a call.
 #[derive(Clone, Copy)]
 enum Ask {
-    /// Its memory is about to move.
+    /// Release the memory, which is about to move.
     Release,
-    /// It has ended: the new address, None when it failed.
+    /// Follow the call, which has ended: the new address, or None if it failed.
     Follow(Option<usize>),
 }
 
-/// What is being moved.
+/// State of the `mremap` that is followed up.
 #[derive(Default)]
 pub struct Remapping {
     /// The call under way.
@@ -91,47 +91,47 @@ pub struct Remapping {
     released: bool,
     /// Whether huge pages were forbidden for it.
     small: bool,
-    /// What is asked of the handler.
+    /// The request to the handler.
     ask: Option<Ask>,
-    /// Whether that could not be done.
+    /// Whether that request failed.
     failed: bool,
     /// The bell to use next.
     bell: usize,
 }
 
 impl Remapping {
-    /// Whether there is a call under way: nothing is brought but what is touched, lest it be what is moving.
+    /// Whether a call is under way. Meanwhile only touched pages are brought in, since others may be moving.
     pub fn is_under_way(&self) -> bool {
         self.call.is_some()
     }
 
-    /// Whether a page is moving.
+    /// Whether a page is in the range that moves.
     pub(crate) fn has(&self, vpn: u64) -> bool {
         self.call.is_some_and(|c| (c.from..c.from + c.old_len).contains(&(vpn as usize * PAGE)))
     }
 
-    /// Whether unmapping a range is a part of the call under way.
+    /// Whether unmapping a range is part of the call under way.
     pub fn is_of(&self, start: usize, end: usize) -> bool {
         self.call.is_some_and(|c| c.from <= start && end <= c.end())
     }
 }
 
 impl Pager {
-    /// Before `mremap`, in the calling thread, with all signals blocked and the calls' lock held alone. Whether
+    /// Before `mremap`: runs in the calling thread, with all signals blocked and the calls' lock held alone. Returns whether
     /// [`Pager::after_remap`] must follow.
     pub fn before_remap(&self, call: Remap) -> bool {
         if !self.without_move || !self.engaged.load(Acquire) || !call.moves {
             return false;
         }
         self.lock_in_hook().remapping.call = Some(call);
-        // (Where that fails what follows does.)
+        // If this fails, so does the call that follows.
         self.ask(Ask::Release);
         let small = thp_disabled(None) == Ok(0) && thp_disabled(Some(1)).is_ok();
         self.lock_in_hook().remapping.small = small;
         true
     }
 
-    /// After it: `to` is what it returned, None when it failed. False when memory could not be registered.
+    /// After `mremap`: `to` is what it returned, None if it failed. Returns false if memory could not be registered.
     pub fn after_remap(&self, to: Option<usize>) -> bool {
         let done = self.ask(Ask::Follow(to));
         if core::mem::take(&mut self.lock_in_hook().remapping.small) {
@@ -140,7 +140,7 @@ impl Pager {
         done
     }
 
-    /// Has the handler do something; whether it could.
+    /// Asks the handler to do something; returns whether it could.
     fn ask(&self, what: Ask) -> bool {
         self.lock_in_hook().remapping.ask = Some(what);
         for _ in 0..CALLS_MOST {
@@ -152,13 +152,13 @@ impl Pager {
                 s.remapping.bell ^= 1;
                 self.layout.bells + s.remapping.bell * PAGE
             };
-            // SAFETY: a page of ours; where it is missing the handler fills it.
+            // SAFETY: a page of ours; the handler fills it where it is missing.
             unsafe { (bell as *const u8).read_volatile() };
         }
         false
     }
 
-    /// Makes the bells, in a process that has no use of them yet, or in a forked child.
+    /// Makes the bells, in a process that has none yet, or in a forked child.
     pub(crate) fn hang_bells(&self) -> Result<(), Errno> {
         // SAFETY: nobody uses them, and they are not registered.
         if !unsafe { map_anew(self.layout.bells, BELL_BYTES) } {
@@ -167,7 +167,7 @@ impl Pager {
         self.uffd().register(self.layout.bells, BELL_BYTES)
     }
 
-    /// Whether a fault is a call by a bell, which is answered, or one in a place that memory is moving from, which waits.
+    /// Whether a fault is the ring of a bell, which is answered here, or lies in a range that is moving, in which case it waits.
     pub(crate) fn is_of_remap(&self, s: &mut State, address: usize) -> bool {
         let bells = self.layout.bells;
         if (bells..bells + BELL_BYTES).contains(&address) {
@@ -177,7 +177,7 @@ impl Pager {
         s.remapping.has((address / PAGE) as u64)
     }
 
-    /// Makes good what a thread has done that rings, and lets it go on.
+    /// Does what the ringing thread asks for, and lets that thread go on.
     fn answer(&self, s: &mut State, bell: usize) {
         match (s.remapping.ask.take(), s.remapping.call) {
             (Some(Ask::Release), Some(call)) => {
@@ -192,7 +192,7 @@ impl Pager {
             }
             _ => {}
         }
-        // The other one is ready for the next call.
+        // Make the other bell ready for the next call.
         let other = self.layout.bells + ((bell - self.layout.bells) ^ PAGE);
         let uffd = self.uffd();
         if uffd.unregister(other, PAGE).is_ok() {
@@ -203,16 +203,16 @@ impl Pager {
         if let Err((_, e)) = uffd.zero(bell, PAGE)
             && e != libc::EEXIST
         {
-            // (While an event is unread: it rings again.)
+            // An event is unread: the thread rings again.
             uffd.wake(bell, PAGE);
         }
     }
 
-    /// The memory of a call is at `to` now, or where it was.
+    /// Follows a call whose memory is at `to` now, or still where it was.
     fn follow(&self, s: &mut State, call: Remap, to: Option<usize>) -> bool {
         let released = core::mem::take(&mut s.remapping.released);
         let Some(to) = to.filter(|to| *to != call.from) else {
-            // (In place it may have become shorter or longer.)
+            // It may have become shorter or longer in place.
             let len = to.map_or(call.old_len, |_| call.new_len);
             if len < call.old_len {
                 self.forget_end(s, call);
@@ -237,7 +237,7 @@ impl Pager {
         true
     }
 
-    /// Memory became shorter. Its end was not registered when it was unmapped, so nobody was told.
+    /// The memory became shorter. Its end was not registered when it was unmapped, so no event reports it.
     fn forget_end(&self, s: &mut State, call: Remap) {
         let (start, end) = (call.end(), call.from + call.old_len);
         if start < end {
