@@ -1,11 +1,11 @@
-//! fork: a child gets its parent's memory, but neither its registrations nor its threads.
+//! fork: the child gets the parent's memory, but neither its registrations nor its threads.
 //!
 //! The kernel drops the registration in the child, where pages that are out would then read as zeros. So the clone system call
-//! itself is wrapped (the agent patches libc's one call site). The forking thread takes the pager's lock, which makes the tables
-//! and the pool consistent in the child's copy. In the child, before any of libc's or the program's code runs, a new ticker opens
-//! a new userfaultfd, registers everything again, and starts the other helpers. Frames and compressed objects are inherited
-//! copy-on-write. Afterwards MOVE answers EBUSY for frames that are still shared: see `move_in` and `unshare`. What is shared
-//! counts once: see `kin`.
+//! itself is wrapped (the agent patches libc's one call site). The forking thread takes the pager's lock, so the tables and the
+//! pool are consistent in the child's copy. In the child, before any of libc's or the program's code runs, a new ticker opens a
+//! new userfaultfd, registers everything again, and starts the other helpers. Frames and compressed objects are inherited
+//! copy-on-write. Afterwards MOVE answers EBUSY for frames that are still shared: see `move_in` and `unshare`. Shared memory
+//! counts once: `kin`.
 
 pub(crate) mod copies;
 pub(crate) mod exclusive;
@@ -30,14 +30,14 @@ use uzswap_mm::zone::Kind;
 use uzswap_sys::lock::{self, Guard};
 use uzswap_sys::{process, raw, sys, thread};
 
-/// Bytes of stack that a hook needs at most while it holds the lock; and a child, until its memory is managed.
+/// Bytes of stack that a hook needs at most while it holds the lock. A forked child needs as many until its memory is managed.
 pub const HOOK_STACK: usize = 32 << 10;
-/// Bytes of stack above where a hook takes the lock that it uses until it releases it: the frames of its callers, and libc's
-/// around a fork.
+/// Bytes of stack above the point where a hook takes the lock that it uses until it releases it, in whole pages: the frames of
+/// its callers, and libc's around a fork.
 const HOOK_ABOVE: usize = 2 * arena::PAGE;
 const ABOVE_PAGES: usize = HOOK_ABOVE / arena::PAGE;
-/// Bytes of a thread's control block, from the thread pointer on, that contain its rseq area, where libc does not say where that
-/// ends. (glibc's block has 2.3 KiB.)
+/// Bytes of a thread's control block, from the thread pointer on, that hold its rseq area, where libc does not say where that
+/// ends (glibc's block has 2.3 KiB).
 pub const CONTROL_BLOCK: usize = 3 << 10;
 
 impl Pager {
@@ -55,40 +55,42 @@ impl Pager {
     }
 
     /// Takes the lock in a thread of the program, with all signals blocked, at a moment when the thread's stack and control block
-    /// are in memory. (Those that the program made itself are managed like any other memory. A fault on them while this thread
-    /// holds the lock would wait forever, as the handler needs the lock; and the kernel writes to a thread's rseq area, in its
-    /// control block, whenever it has interrupted it.)
+    /// are in memory.
     ///
-    /// The story: a program's stack was paged out on request while its thread waited for the lock. With the lock the thread
-    /// looked whether its stack was there, and found that the very frame of that look was not; or what it looked at was there,
-    /// but not the next page, with its caller's frame. All threads waited forever, once in hundreds of runs of a test.
+    /// A stack and control block that the program made itself are managed like other memory. If this thread faulted on them with
+    /// the lock held it would wait forever, as the handler needs the lock to serve the fault. And the kernel writes to a thread's
+    /// rseq area, in its control block, whenever it has interrupted the thread.
+    ///
+    /// The story: a program's stack was evicted on request while its thread waited for the lock. With the lock held the thread
+    /// checked whether its stack was there, and the frame in which it did that was not; or the page that it checked was there,
+    /// and the next one, with its caller's frame, was not. All threads waited forever, once in hundreds of runs of a test.
     #[inline(never)]
     pub fn lock_in_hook(&self) -> Guard<'_, State> {
         let (mut tries, mut written) = (0, 0);
-        // Read in the control block itself, so not with the lock.
+        // This is read from the control block itself, so not with the lock held.
         let control = thread::pointer();
         let last = match self.control_block.load(Relaxed) {
-            // Where libc does not say how large it is, the kernel does not write to it.
+            // Where libc does not tell the size of the area, the kernel does not write to it.
             CONTROL_BLOCK.. => control,
             bytes => control + bytes - 1,
         };
         loop {
-            // The next questions are about this function's pages and those of its callees.
-            // SAFETY: both bytes are in the calling thread's control block.
+            // What is needed now is the stack of this function and of what it calls.
+            // SAFETY: both bytes are the calling thread's control block's.
             let s = unsafe { self.state.lock_on_stack([control as *mut u8, last as *mut u8]) };
             let [stack, control] = self.pages_of_hook(&s, control, HOOK_ABOVE);
             if stack.is_empty() && control.is_empty() {
                 return s;
             }
-            // Pages above are there if they are known to be, as those frames are; they are not written to without need.
+            // Frames above are in memory if the table says so; they are not written to without need.
             let here = stack_address() / arena::PAGE;
             let above: [bool; ABOVE_PAGES] = core::array::from_fn(|i| is_in(&s, here + 1 + i));
             let protections = self.protections.load(Relaxed);
             let is_there =
                 |page: usize| protections == 0 && page > here && page <= here + ABOVE_PAGES && above[page - here - 1];
             let pages = stack.chain(control);
-            // What is missing after so many tries is not needed: a guard page below the stack. A page protected after it was
-            // written to may not be written to now.
+            // After that many tries a missing page is one that is not needed: a guard page below the stack. Pages that were
+            // protected since they were written to may not be written to now.
             if tries > 0 && written == protections && pages.clone().all(|page| is_in(&s, page)) || tries == 100 {
                 return s;
             }
@@ -97,26 +99,26 @@ impl Pager {
             tries += 1;
             for page in pages.filter(|page| !is_there(*page)) {
                 if self.without_move {
-                    // Without MOVE no page is write-protected, so reading one brings it just as well.
+                    // Where pages are never write-protected, reading one is enough to bring it in.
                     thread::reads(page * arena::PAGE);
                     continue;
                 }
-                // SAFETY: populating changes no contents, and does nothing where there is no memory. It needs no lock held, as
-                // the handler serves a missing page.
+                // SAFETY: populating changes no contents, and does nothing where there is no memory. The lock is not held, as the
+                // handler serves a missing page.
                 let _ = unsafe { sys!(libc::SYS_madvise, page * arena::PAGE, arena::PAGE, libc::MADV_POPULATE_WRITE) };
             }
         }
     }
 
-    /// The managed pages that the calling thread writes to while it is in a hook: of its stack and `above` bytes above that, and
-    /// of its control block, which is at `control`.
+    /// The pages that the calling thread writes to while in a hook, as far as they are managed: of its stack, up to `above` bytes
+    /// above here, and of its control block at `control`.
     fn pages_of_hook(&self, s: &State, control: usize, above: usize) -> [core::ops::Range<usize>; 2] {
         let top = stack_address();
         let end = control + self.control_block.load(Relaxed);
         [stack_pages(s, top, top + above), managed_pages(s, control, end)]
     }
 
-    /// Whether the page of an address that was touched a moment ago is still in the program. Called by the thread that has called
+    /// Whether the page of an address that was touched a moment ago is still in memory. Only for the thread that called
     /// [`Pager::before_fork`].
     pub fn is_in_memory(&self, address: usize) -> bool {
         // SAFETY: before_fork took the lock in this thread.
@@ -124,23 +126,23 @@ impl Pager {
         is_in(s, address / arena::PAGE)
     }
 
-    /// Ends the fork in the parent; `child` is what clone returned.
+    /// After clone, in the parent; `child` is clone's result.
     pub fn after_fork_in_parent(&self, child: isize) {
         self.end_fork(child);
         // SAFETY: before_fork took the lock in this thread.
         let s = unsafe { self.state.assume_locked() };
         s.exclusive.forked();
-        // What was refused for an earlier child is noted, or is un-shared now and shared again.
+        // Pages that were refused for an earlier child are noted, or are un-shared by now and shared again.
         if child > 0 && self.may_unshare(s) {
             s.lru.rescue();
         }
         let tells = child > 0 && self.copies_may_exceed(s);
-        // A fork that failed shares nothing, and another thread may wait for what its own fork shares.
+        // A fork that failed shares nothing, but another thread may wait for protection after its own.
         if child > 0 {
             self.forked.store(if tells { AWAITED } else { UNPROTECTED }, SeqCst);
         }
         match tells {
-            // Only where it is measured soon.
+            // Charge the estimate only where the share is measured soon.
             true => {
                 s.rss = self.kin.gained_child(s.rss);
                 self.charge(s.rss);
@@ -156,8 +158,8 @@ impl Pager {
         }
     }
 
-    /// Ends the fork in the child. Returns true when memory is managed again, or when the child is known to go on unmanaged (it
-    /// has then gone, see [`Pager::has_gone`]); false when it cannot go on, as memory that is out cannot be managed.
+    /// After clone, in the child. Returns true when memory is managed again, or when the child goes on unmanaged (then it has
+    /// been let go of: [`Pager::has_gone`]). Returns false if the child cannot go on, as pages are out that cannot be managed.
     pub fn after_fork_in_child(&'static self) -> bool {
         if self.letting.load(Relaxed) == GONE {
             // SAFETY: before_fork took the lock in this thread.
@@ -165,7 +167,7 @@ impl Pager {
             self.calls.go_on();
             return true;
         }
-        // The parent's ticker, which may have been asked, is not here.
+        // The parent's ticker, which may have been asked to let go, is not here.
         self.letting.store(KEEPS, Relaxed);
         self.following.forget();
         self.ceding.forget();
@@ -177,13 +179,13 @@ impl Pager {
         if !managed && !engaged {
             self.go_unmanaged();
         }
-        // SAFETY: before_fork took the lock in this thread, and nobody else holds the child's copy of it.
+        // SAFETY: before_fork took the lock in this thread; nobody else holds the child's copy of it.
         unsafe { self.state.force_unlock() };
         self.calls.go_on();
         managed || !engaged
     }
 
-    /// Lets a child of an unmanaged process go on unmanaged: nothing of it is out, so it needs nobody.
+    /// Lets the child of an unmanaged process go on without a limit: nothing of it is out, so it needs no helper.
     ///
     /// The story: where no thread could be started (RLIMIT_NPROC, pids.max), or the group was full, such a child was ended.
     fn go_unmanaged(&self) {
@@ -193,10 +195,10 @@ impl Pager {
         }
     }
 
-    /// Gives the child its place in the group and helpers of its own; false when it cannot.
+    /// Joins the group as a member of its own and starts the child's helpers; false if that fails.
     fn begins_as_child(&'static self, engaged: bool) -> bool {
-        // Another process, in this namespace or in the group's, may have its number, or others may read another start time for
-        // it.
+        // Fails if another process has the parent's number in this namespace or the group's, or if other members read other start
+        // times.
         let (mut digits, parent) = ([0; 20], thread::getppid());
         if !process::is_in_own_proc() || !process::has_clocks_of(raw::decimal(parent as u64, &mut digits)) {
             return false;
@@ -212,7 +214,7 @@ impl Pager {
         // SAFETY: before_fork took the lock in this thread.
         self.record_as_child(unsafe { self.state.assume_locked() });
         self.kin.gained();
-        // The child's ticker protects it as it begins, where that is needed.
+        // The child's ticker protects it as it begins, where that is wanted.
         self.forked.store(UNPROTECTED, Relaxed);
         self.signs.watched.store(false, Relaxed);
         self.reclaiming.store(false, Relaxed);
@@ -238,10 +240,10 @@ impl Pager {
         }
     }
 
-    /// Forgets what the parent had opened, found and begun in order to manage its memory.
+    /// Drops what the parent had opened, found and begun in order to manage its memory.
     ///
-    /// The story: that had failed in the parent (no more threads), and another thread forked before it was taken back. The child
-    /// took what had been found for managed memory; and once it had helpers, they found themselves told to end.
+    /// The story: engaging had failed in the parent (no more threads), and another thread forked before the failed attempt was
+    /// undone. The child took the ranges found for managed, and its later helpers believed that they were told to end.
     fn forget_engaging(&self) {
         self.uffd.store(-1, Relaxed);
         self.stopping.store(false, Relaxed);
@@ -252,29 +254,29 @@ impl Pager {
         forget_all(unsafe { self.state.assume_locked() });
     }
 
-    /// Makes a child record in its own slot's ring: the parent's ring is the parent's.
+    /// A child records to the ring of its own slot; the parent's ring is the parent's.
     fn record_as_child(&self, s: &mut State) {
         s.recorder = self.rings.map(|rings| Recorder::new(rings, self.slot.load(Relaxed)));
         s.note(Record::number(trace::Kind::Born, s.fork_number));
     }
 
-    /// Counts what this thread writes until memory is managed again as written, as nobody is told of it.
+    /// Marks what this thread writes before memory is managed again as written, since no fault reports it.
     fn note_own_writes(&self) {
         // SAFETY: before_fork took the lock in this thread.
         let s = unsafe { self.state.assume_locked() };
-        // The managed ranges known are the parent's, which are the same here. This function's caller is above.
+        // The managed ranges are still the parent's, which are the same here. The callers' frames lie above.
         let written = self.pages_of_hook(s, thread::pointer(), arena::PAGE);
         written.into_iter().flatten().for_each(|page| s.pt.set_clean(page as u64, false));
         s.hooks = self.pages_of_hook(s, thread::pointer(), HOOK_ABOVE);
     }
 
-    /// Resets what only the parent's threads were doing.
+    /// Ends what only the parent's threads were doing.
     pub(crate) fn reset_inherited(&self) {
         // SAFETY: before_fork took the lock in this thread.
         let s = unsafe { self.state.assume_locked() };
-        // It counts the faults in its parent's slot.
+        // It refers to the faults that the parent's slot counts.
         s.huge_due = 0;
-        // The parent's page map is not inherited: its place is empty here, or taken by something else.
+        // The parent's page map is not inherited: its addresses are empty here, or hold something else.
         s.pt.unpublish();
         s.page_map = None;
         core::mem::forget(self.page_map.lock().take());
@@ -287,7 +289,7 @@ impl Pager {
             }
         });
         s.busy = 0;
-        // Only the compressing thread knew of these.
+        // These slots belong to a batch that exists only in the parent.
         for slot in core::mem::take(&mut s.left_busy) {
             s.zone.free(Kind::Frame, slot, 0);
         }
@@ -304,14 +306,14 @@ impl Pager {
         s.lru.rescue();
         s.exclusive.forked();
         s.leaving.forget();
-        // The program's registrations are not inherited, unless it asked for that; then a scan is told so.
+        // The program's registrations are not inherited, unless it asked for that; a scan then gets EBUSY.
         s.ceded.clear();
         s.withdrawn.clear();
         s.asked.clear();
         s.moved_busy.clear();
         s.placement = Placement::new();
-        // Free frames are garbage that is shared with the parent: not ours to keep. No descriptor is registered here yet, so
-        // discarding raises no event.
+        // Free frames are garbage shared with the parent: drop them. No descriptor is registered here yet, so discarding raises
+        // no event.
         while let Some((slot, order)) = s.zone.alloc_up_to(Kind::Frame, 9) {
             // SAFETY: free frames hold nothing of use.
             unsafe { arena::discard(self.layout.slot(slot), arena::PAGE << order) };
@@ -320,20 +322,20 @@ impl Pager {
     }
 }
 
-/// An address in the caller's frame, or right below it.
+/// An address in the caller's frame, or just below it.
 #[inline(always)]
 fn stack_address() -> usize {
     let here = 0u8;
     core::ptr::from_ref(&here) as usize
 }
 
-/// The pages of a managed stack around `top`, up to the one with `end`, within the stack's own mapping.
+/// The stack's pages around `top`, up to the one with `end`, that are managed and within the same mapping.
 fn stack_pages(s: &State, top: usize, end: usize) -> core::ops::Range<usize> {
     let Some((from, to)) = s.managed.holding(top) else { return 0..0 };
     (top - HOOK_STACK).max(from) / arena::PAGE..(end / arena::PAGE + 1).min(to / arena::PAGE)
 }
 
-/// The pages of `[from, to)` from the first to the last managed one.
+/// The pages of `[from, to)` from the first managed one to the last.
 fn managed_pages(s: &State, from: usize, to: usize) -> core::ops::Range<usize> {
     let managed = |page: &usize| s.managed.holding(page * arena::PAGE).is_some();
     let pages = from / arena::PAGE..to.div_ceil(arena::PAGE);
@@ -343,7 +345,7 @@ fn managed_pages(s: &State, from: usize, to: usize) -> core::ops::Range<usize> {
     }
 }
 
-/// Whether a page that was touched is in the program and may be written to, or cannot be any more.
+/// Whether a page that was touched is resident and writable, or cannot come back any more.
 fn is_in(s: &State, page: usize) -> bool {
     match s.pt.get(page as u64).tag() {
         Tag::Resident => !s.pt.is_clean(page as u64) && !s.pt.is_protected(page as u64),
@@ -361,8 +363,8 @@ mod tests {
 
     /// The story: a page that a program had only read was shown as written to, once in many runs with threads, forks and
     /// page-outs on request. A thread's stack had been found before it was excluded, so its pages were made writable before each
-    /// hook, for 3 KiB from its control block on. The block has less, and ends where the mapping does. So the next mapping's
-    /// first page was written to (by MADV_POPULATE_WRITE), and so was what lay below a small stack.
+    /// hook, up to 3 KiB from its control block on. The block is smaller, and ends where its mapping does. So the next mapping's
+    /// first page was written to (by MADV_POPULATE_WRITE), and so was the memory below a small stack.
     #[test]
     fn a_hook_needs_pages_of_its_own_threads_only() {
         const K: usize = 1 << 10;
@@ -377,14 +379,14 @@ mod tests {
         assert_eq!(stack_pages(&s, top, top), at >> 12..end >> 12);
         assert_eq!(stack_pages(&s, top, top + 8 * K), at >> 12..end >> 12, "above it there is another's");
         assert_eq!(managed_pages(&s, end - 2496, end), (end >> 12) - 1..end >> 12);
-        // Nothing that is not managed, except with the managed half of a control block.
+        // Nothing unmanaged, but the managed half of a control block.
         assert!(stack_pages(&s, at + 65 * K, at + 65 * K).is_empty() && managed_pages(&s, 0, 5 * K).is_empty());
         assert_eq!(managed_pages(&s, at - 65 * K, at - 62 * K), (at - 64 * K) >> 12..(at - 60 * K) >> 12);
     }
 
     const BUSY: usize = 16;
 
-    /// Pages, from the returned first one on, that the batch is compressing.
+    /// Has a batch compress pages from the first one on.
     fn being_compressed(p: &Pager, s: &mut State) -> (u64, Batch) {
         let at = testing::memory(p, BUSY);
         (0..BUSY).for_each(|page| testing::put(p, at + page * arena::PAGE, &[page as u8 + 1; arena::PAGE]));
@@ -397,7 +399,7 @@ mod tests {
     }
 
     /// The story: pages that were taken back or dropped while the reclaim thread compressed them left their slots to that thread.
-    /// A child has no such thread, so each fork at such a moment lost some frames in every process that came of it.
+    /// A child has no such thread, so each fork at such a moment lost some frames in every descendant.
     #[test]
     fn slots_that_only_the_parents_batch_knows_are_free_in_the_child() {
         let p = testing::pager(16 << 20);
@@ -407,7 +409,7 @@ mod tests {
         let (first, _batch) = being_compressed(p, &mut s);
         assert_eq!(p.bring_busy(&mut s, first + 3).ok(), Some(1));
         forget_range(&mut s, first + 5, first + 7);
-        // In the parent the batch gives them back. Slots that windows have taken are nobody's yet.
+        // In the parent the batch frees them. Slots taken by windows belong to nobody yet.
         let windows = s.windows.len();
         p.reset_inherited();
         assert_eq!((s.busy, s.staged, s.resident), (0, BUSY - 3, 1));

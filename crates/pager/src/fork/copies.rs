@@ -1,28 +1,31 @@
-//! Being told of what is copied after a fork.
+//! Traps writes to memory shared after a fork, where the copies might not fit.
 //!
-//! Who writes to a page that it shares with a parent or child is given a copy by the kernel, which tells nobody. Three children that each
-//! wrote to 64 MiB of their parent's had copied all of it, 192 MiB, before any of it was compressed. So where that would not fit both sides
-//! have what they share write-protected: by the ticker, before the fork returns in the parent if that is soon, and before the child's first
-//! instruction. A write then is a fault like any other. It waits a moment for reclaim where the limit is exceeded, and ends the protection of
-//! 256 KiB around it: that many pages may be copied unseen until the next fault. The waits are short, as what is shared may be all there is.
-//! What fits is looked at again with each look of the ticker's, as more may come.
+//! When a process writes to a page that it shares with a parent or child, the kernel makes a copy and tells nobody. Three
+//! children that each wrote to 64 MiB of their parent's had copied all of it, 192 MiB, before any of it was compressed. So where
+//! the copies would not fit, both sides have what they share write-protected by their tickers: in the parent before the fork
+//! returns, if that takes a moment only, and in the child before its first instruction. A write then is a fault like any other.
+//! It waits a moment for reclaim while the limit is exceeded, and ends the protection of the 256 KiB around it: that many pages
+//! may be copied unseen until the next fault. The waits are short, as the shared memory may be all there is. Where the copies do
+//! fit, each look of the ticker checks again, as more may come.
 //!
-//! What nobody shares any more is not copied when it is written to, so who writes to that does not wait (but where the limit is exceeded by
-//! much, see `exclusive`), and all of it in 2 MiB around may be written to at once. (The story: of a program that forks for each command it runs, all of whose children have executed another program
-//! before it writes again, each 256 KiB cost a fault, and two milliseconds where the limit was exceeded.)
+//! A write to a page that nobody shares any more copies nothing. So it does not wait (unless the limit is exceeded by much, see
+//! `exclusive`), and all such pages in the 2 MiB around it become writable at once. (The story: a program forks for each command
+//! it runs, and all its children have executed another program before it writes again. Each 256 KiB cost it a fault, and two
+//! milliseconds while the limit was exceeded.)
 //!
-//! Who faults on what is out does not wait, but makes room itself (`exclusive`). (The story: half a millisecond each. A program that uses
-//! 53 MiB and forks now and then took 16 s instead of 3 in 16 MiB, which it exceeds all the time.)
+//! A thread that faults on a page that is out does not wait, but makes room itself (`exclusive`). (The story: it waited for half
+//! a millisecond each time. A program that uses 53 MiB and forks now and then took 16 s instead of 3 in 16 MiB, which it exceeds
+//! all the time.)
 //!
-//! Nothing is known of single pages: what moves out loses its protection, and what comes in has none, as it is shared with nobody. A
-//! protection that is lost for another reason is a copy that is not told, as without it.
+//! Single pages are not tracked. A page that moves out loses its protection, and one that comes in has none, as it is shared with
+//! nobody. If protection is lost for another reason a copy goes unseen, as it would without protection.
 //!
-//! What is pinned from then on is allowed all of it (`may_be_written`).
+//! Pages pinned from then on are made writable in full (`may_be_written`).
 //!
-//! Invariants: the protection begins with the pager's lock held, and `protections` counts that. A hook, which must not fault while it
-//! has the lock, writes to its pages before it takes it, again if that number has changed by then (`lock_in_hook`). What is pinned
-//! (control blocks), or ceded, or is protected as it leaves (`read_only`), is left as it is. With `--track-writes` pages are
-//! protected for another reason, and copies are not told.
+//! Invariants: protection begins with the pager's lock held, and `protections` counts how often. A hook must not fault while it
+//! holds the lock; it writes to its pages before it takes the lock, and again if that count has changed by then (`lock_in_hook`).
+//! Protection leaves out pinned memory (control blocks), ceded memory, and memory that is protected as it leaves (`read_only`).
+//! With `--track-writes` pages are protected for another purpose, and copies are not trapped.
 
 use crate::discover::without;
 use crate::fault::EventPending;
@@ -33,41 +36,41 @@ use core::ops::Range;
 use core::sync::atomic::Ordering::*;
 use uzswap_sys::{lock, pagemap, thread};
 
-/// Bytes around a write that may be written to from then on, and of which what nobody shares may be.
+/// Bytes around a write that become writable; and bytes around it of which those pages do that nobody shares.
 const WINDOW: usize = 64 * PAGE;
 const WIDE: usize = 512 * PAGE;
-/// How often a write waits for reclaim, and how long each time (nanoseconds).
+/// How often a write waits for reclaim, and for how long each time (nanoseconds).
 pub(crate) const COPY_WAITS: u32 = 4;
 pub(crate) const WAIT_NS: u64 = 500_000;
-/// What is shared below which nothing is protected later (bytes): each window of it that is written to is a fault, be it shared or not.
+/// With less shared memory than this (bytes) nothing is protected later: each window written to costs a fault, shared or not.
 const MUCH_SHARED: usize = 4 << 20;
-/// Of `Pager::forked`: nothing is shared that was not protected, or it is not protected (yet), or who forked waits until it is.
+/// States of `Pager::forked`: everything shared is protected; or it is not (yet); or the forking thread waits until it is.
 pub(crate) const PROTECTED: u32 = 0;
 pub(crate) const UNPROTECTED: u32 = 1;
 pub(crate) const AWAITED: u32 = 2;
-/// How long who forked waits at most until what it shares is protected (nanoseconds).
+/// How long the forking thread waits at most for the protection (nanoseconds).
 const PROTECTED_WITHIN_NS: u64 = 20_000_000;
 
 impl Pager {
-    /// Whether what this process shares since a fork may not fit when it is copied.
+    /// Whether the memory that this process shares since a fork may fail to fit if it is copied.
     pub(crate) fn copies_may_exceed(&self, s: &State) -> bool {
         self.may_exceed(s, s.resident * PAGE)
     }
 
-    /// The same where so many bytes may be copied.
+    /// The same if `copied` bytes may be copied.
     fn may_exceed(&self, s: &State, copied: usize) -> bool {
         let tells = self.engaged.load(Relaxed) && !self.tracks && !self.without_move && !self.own_frames;
         tells && self.excess(s) + copied as isize > 0
     }
 
-    /// Write-protects what is managed, but for the pages `but`.
+    /// Write-protects all managed memory, except the pages `but`.
     pub(crate) fn protect_shared(&self, s: &State, but: &[Range<usize>]) {
         self.protections.fetch_add(1, SeqCst);
         for (start, end) in s.managed.iter() {
             let mut others = s.never_protected(start, end);
             others.extend(but.iter().map(|pages| (pages.start * PAGE, pages.end * PAGE)));
             for (from, to) in without(vec![(start, end)], &others) {
-                // (Refused, it is not told: an event is unread, or the mapping is gone.)
+                // If refused (an event is unread, or the mapping is gone), copies there go unseen.
                 if from < to && self.uffd().register_tracked(from, to - from).is_ok() {
                     let _ = self.uffd().write_protect(from, to - from, true);
                 }
@@ -75,23 +78,25 @@ impl Pager {
         }
     }
 
-    /// Ends the protection of pages of which nothing more is to be known; false: an event is to be read first.
+    /// Ends the protection of pages whose writes must not fault any more. Returns false if an event must be read first.
     ///
-    /// What the kernel writes to as a thread ends (the word that who joins it waits for) it does not wait for: it is lost.
+    /// What the kernel writes as a thread ends (the word that a joining thread waits for) waits for no fault handler: with the
+    /// protection on it would be lost.
     pub(crate) fn may_be_written(&self, start: usize, end: usize) -> bool {
         let none = self.protections.load(Relaxed) == 0;
-        // (Page by page: some of it may be of no mapping that was ever protected, which is an error of the whole.)
+        // Page by page: some may lie in a mapping that was never protected, which would be an error for the whole range.
         let mut pages = (start..end).step_by(PAGE);
         none || pages.all(|page| self.uffd().write_protect(page, PAGE, false) != Err(libc::EAGAIN))
     }
 
-    /// In the ticker, with the lock: after a fork, in the parent; and on either side later, when what is shared would not fit any more.
+    /// In the ticker, with the lock held: protects in the parent after a fork, and on either side later, once the copies would
+    /// not fit any more.
     pub(crate) fn protect_after_fork(&self, s: &State) {
         let forked = self.forked.load(SeqCst);
         let protects = match forked {
             AWAITED => self.copies_may_exceed(s),
             UNPROTECTED if self.has_kin() => {
-                // (Of so many on average, each of whom may copy as much.)
+                // The number of processes that share on average; each of them may copy as much.
                 let shared = self.kin.left();
                 let who = (s.rss + shared) / s.rss.max(1);
                 shared >= MUCH_SHARED && self.may_exceed(s, shared * who.max(2))
@@ -107,9 +112,9 @@ impl Pager {
         }
     }
 
-    /// In the thread that forked, without the lock: waits a moment until that is done, or it would write unseen.
+    /// In the forking thread, without the lock: waits a moment for the protection, as otherwise it would write unseen.
     ///
-    /// The story: where the ticker had no CPU for a few milliseconds a parent had copied all of its 64 MiB by then.
+    /// The story: where the ticker had no CPU for a few milliseconds, a parent had copied all of its 64 MiB by then.
     pub(crate) fn await_protection(&self) {
         self.await_protection_for(PROTECTED_WITHIN_NS);
     }
@@ -125,7 +130,7 @@ impl Pager {
         }
     }
 
-    /// Pages around one that is written to may be written to.
+    /// Makes the pages around one that is written to writable.
     ///
     /// # Errors
     /// [`EventPending`]: nothing was done.
@@ -144,15 +149,15 @@ impl Pager {
         self.let_write(from, to, at)
     }
 
-    /// Whether no other process has the page at `at`: to write to it copies nothing, though it may have been shared.
+    /// Whether no other process has the page at `at`: writing to it copies nothing, even if it was once shared.
     pub(crate) fn is_alone(&self, at: usize) -> bool {
         let mut alone = false;
-        // (What cannot be read is taken to be shared.)
+        // A page that cannot be looked up counts as shared.
         let _ = pagemap::exclusive_runs(self.files.pagemap.load(Relaxed), at, at + PAGE, |_, _| alone = true);
         alone
     }
 
-    /// The bytes around a page that no other process has either; None: another has the page itself.
+    /// The range around a page that no other process has either; None if another process has the page itself.
     fn alone_around(&self, at: usize) -> Option<(usize, usize)> {
         if !self.is_alone(at) {
             return None;
@@ -176,7 +181,7 @@ mod tests {
 
     fn begin() -> (&'static Pager, usize) {
         let p = testing::pager_told_of_moves(16 << 20);
-        // (A window begins at a multiple of its size.)
+        // A window begins at a multiple of its size.
         let at = testing::memory(p, N + WINDOW / PAGE).next_multiple_of(WINDOW);
         (0..N).for_each(|page| testing::put(p, at + page * PAGE, &[7; PAGE]));
         let mut s = p.state.lock();
@@ -197,7 +202,7 @@ mod tests {
         runs
     }
 
-    /// See the file's head. The writer waits until it is served, and what it wrote is there.
+    /// See the head of the file. The writer waits until it is served, and what it wrote is there.
     #[test]
     fn a_write_is_told_and_those_around_it_are_not() {
         let (p, at) = begin();
@@ -228,14 +233,14 @@ mod tests {
             let served = p.serve(&mut p.state.lock(), Request::at(address, write, protected));
             assert!(served.is_ok(), "no event is unread");
         });
-        // (Around what is pinned or another's nothing is done: it never was protected.)
+        // Pages around it that are pinned or of other kinds stay as they are: they were never protected.
         assert_eq!(protected(p, at), [0..70, 101..200, 203..N]);
         // SAFETY: the same page.
         assert_eq!(unsafe { (((page(80)) * PAGE) as *const u8).read() }, 8);
     }
 
-    /// See [`Pager::allow_copies`]: pages that were left out, as a hook wrote to them, or were a control block's then, are no longer known
-    /// as such when one near them is written to.
+    /// See [`Pager::allow_copies`]: pages left out of the protection (a hook wrote to them, or they held a control block) are no
+    /// longer known as such when a page near them is written to.
     #[test]
     fn who_writes_near_what_was_left_out_goes_on() {
         for page in [8, 80, 210] {
@@ -253,7 +258,8 @@ mod tests {
         }
     }
 
-    /// The story: each 256 KiB of a program that forks for each command it runs cost a fault, and a wait, after the command was executed.
+    /// The story: in a program that forks for each command it runs, each 256 KiB cost a fault and a wait after the command was
+    /// executed.
     #[test]
     fn what_nobody_shares_any_more_may_be_written_to_at_once() {
         let (p, at) = begin();
@@ -274,7 +280,7 @@ mod tests {
             write_to(70);
             assert_eq!(protected(p, at), [0..64, 128..N], "the child has what is around it");
         });
-        // (Other tests may fork, and have it for a while. 2 MiB may end within it.)
+        // Other tests may fork and share it for a while. A 2 MiB boundary may lie within it.
         let wide = |page: usize| (at + page * PAGE) / WIDE;
         let done = (0..10_000).any(|_| {
             p.protect_shared(&p.state.lock(), &[]);
@@ -284,8 +290,8 @@ mod tests {
         assert!(done, "{:?}", protected(p, at));
     }
 
-    /// The kernel writes to a control block as its thread ends, and waits for nobody then. Without this the write would be lost, and who
-    /// joins the thread wait for ever.
+    /// The kernel writes to a control block as its thread ends, and waits for no handler then. Otherwise the write would be lost,
+    /// and a joining thread would wait forever.
     #[test]
     fn what_is_pinned_is_protected_no_more() {
         let (p, at) = begin();
@@ -296,7 +302,7 @@ mod tests {
         assert_eq!(p.state.lock().pinned, [(at + 30 * PAGE, at + 32 * PAGE)]);
     }
 
-    /// The story: where the ticker had no CPU for a few milliseconds a parent had copied all of its 64 MiB by then.
+    /// The story: where the ticker had no CPU for a few milliseconds, a parent had copied all of its 64 MiB by then.
     #[test]
     fn who_forks_goes_on_when_what_it_shares_is_protected() {
         let (p, at) = begin();
@@ -304,7 +310,7 @@ mod tests {
         p.forked.store(AWAITED, SeqCst);
         std::thread::scope(|scope| {
             let mut s = p.state.lock();
-            // (All of the limit and more.)
+            // More than the whole limit.
             s.rss = 32 << 20;
             let waiter = scope.spawn(|| {
                 p.await_protection_for(u64::MAX / 2);
@@ -317,14 +323,14 @@ mod tests {
             drop(s);
             assert!(waiter.join().unwrap());
         });
-        // Who does not get it goes on all the same.
+        // If the protection does not come, the forking thread goes on all the same.
         p.forked.store(AWAITED, SeqCst);
         p.await_protection_for(1);
         p.engaged.store(false, SeqCst);
     }
 
-    /// The story: a process far from its limit forked, and so nothing was protected. When both came near it, by what they copied, the rest
-    /// was copied unseen: 128 MiB were held of 100.
+    /// The story: a process far from its limit forked, so nothing was protected. When both processes came near the limit by what
+    /// they copied, the rest was copied unseen: they held 128 MiB of 100.
     #[test]
     fn what_fits_as_it_is_shared_is_protected_when_it_does_not_any_more() {
         let (p, at) = begin();
@@ -349,7 +355,7 @@ mod tests {
         p.engaged.store(false, SeqCst);
     }
 
-    /// Only where what is shared would not fit once more, and not where writes are told of for another reason.
+    /// Only where a second copy would not fit, and not where writes are trapped for another purpose.
     #[test]
     fn copies_are_told_where_they_might_not_fit() {
         let p = testing::pager(16 << 20);

@@ -1,21 +1,22 @@
-//! After a fork, what a process has alone leaves before what it shares.
+//! After a fork, evicts pages that a process has alone before those that it shares.
 //!
-//! A page that several processes have is in memory once. Who takes it out for itself frees nothing as long as another has it, and has
-//! one more compressed copy of it in the pool: of four processes that share 64 MiB each would take 15 more before the first page is free. What
-//! a process has alone gives its memory back at once; so does what it wrote to since, as that was copied, and what the others wrote to,
-//! as they have copies. Where those pages are no list knows, but the kernel's page map does (*exclusively mapped*): a hand goes round
-//! through what is managed, as a clock's, where the lists gave little. What MOVE refuses of it nobody else has, but the kernel does not
-//! know that until somebody writes to it: to un-share it takes no memory (see `unshare`).
+//! A shared page is in memory once. A process that evicts it frees nothing as long as another process has it, and puts one more
+//! compressed copy into the pool: of four processes that share 64 MiB, each would take 15 more before the first page is free.
+//! Exclusive pages give their memory back at once. Pages that the process wrote to since the fork are exclusive, as they were
+//! copied; so are those that all others wrote to, as they have copies. The lists do not know which pages these are, but the
+//! kernel's page map does (*exclusively mapped*). Where the lists gave little, a clock hand goes round the managed memory for
+//! them. If MOVE refuses such a page, no other process has it, but the kernel does not know that until somebody writes to it;
+//! un-sharing it takes no memory (see `unshare`).
 //!
-//! What is shared leaves where nothing else has been found for a moment, in which others may write; and a little of it meanwhile, or what
-//! nobody uses would stay for ever, and what is used be put out for it.
+//! Shared pages leave when nothing else was found for a moment, in which other processes may write. A few of them leave
+//! meanwhile: otherwise shared pages that nobody uses would stay forever, and used pages would be evicted in their place.
 //!
-//! The story: three children that each wrote to all of their parent's 64 MiB, under a limit of 100, held 269. With each write told, and
-//! held up until there was room (`copies`), it was 157 still: all four were putting out what they shared, for which the pool grew by
-//! 27 MiB before any memory was free.
+//! The story: three children that each wrote to all of their parent's 64 MiB, under a limit of 100, held 269. With each write
+//! trapped and delayed until there was room (`copies`), they still held 157: all four were evicting what they shared, for which
+//! the pool grew by 27 MiB before any memory was free.
 //!
-//! Who faults waits for nobody meanwhile, and was served more than left: three workers and their parent stayed a fifth above their limit for a
-//! second. So each makes room itself from some excess on (`make_room_beside_kin`).
+//! A faulting thread waits for nobody meanwhile, so more was served than left: three workers and their parent stayed a fifth
+//! above their limit for a second. So from some excess on, each faulting thread makes room itself (`make_room_beside_kin`).
 //!
 //! Owner: the pager's lock.
 
@@ -30,46 +31,48 @@ use uzswap_mm::pagetable::Tag;
 use uzswap_mm::zone::Kind;
 use uzswap_sys::{pagemap, thread};
 
-/// Pages of which the page map is read in one call, and at most in one round.
+/// Pages whose page map entries are read in one call; and at most in one round.
 const LOOK_PAGES: usize = 512;
 const ROUND_PAGES: usize = 64 * LOOK_PAGES;
-/// Pages at most that are found in a round and are to be un-shared first.
+/// At most this many pages found in one round wait to be un-shared.
 pub(crate) const UNSHARED_MOST: usize = 512;
-/// How long what is shared stays after something else was found (nanoseconds), and how long a round rests meanwhile.
+/// How long shared pages stay after exclusive ones were found (nanoseconds); and how long a round rests meanwhile.
 const PATIENCE_NS: u64 = 5_000_000;
 pub(crate) const PAUSE_NS: u64 = 500_000;
-/// By how much the limit is exceeded when who faults makes room too: this part of it, and so much at least (bytes). (Below that it is left to
-/// the reclaim thread, which waits for others to write; programs that always are a little above their limit took a quarter longer.)
+/// A faulting thread makes room too when the limit is exceeded by this part of it, and by at least so many bytes. (A smaller
+/// excess is left to the reclaim thread, which waits for others to write; otherwise programs that are always a little above their
+/// limit took a quarter longer.)
 const MUCH_OVER: usize = 16;
 const MUCH_OVER_LEAST: usize = 8 << 20;
-/// One round in so many takes some of what is shared whatever else there is.
+/// One round in this many takes some shared pages, whatever else there is.
 const SHARED_ROUNDS: u32 = 16;
 
-/// See the file's head.
+/// See the head of the file.
 #[derive(Default)]
 pub(crate) struct Exclusive {
     /// Where the hand stands (an address).
     hand: usize,
-    /// Whether what is being taken was found so: nobody else has it, whatever MOVE says.
+    /// Whether the pages being taken were found exclusive: no other process has them, whatever MOVE answers.
     pub(crate) takes: bool,
-    /// When such pages were last found, or could be expected (monotonic nanoseconds).
+    /// When exclusive pages were last found, or could be expected (monotonic nanoseconds).
     found: u64,
-    /// Whether the round is to rest, for others to write.
+    /// Whether the round is to rest, so that others can write.
     pub(crate) rests: bool,
     rounds: u32,
-    /// Until when who faults makes no room, as there was little to take (monotonic nanoseconds).
+    /// Until when faulting threads make no room, as there was little to take (monotonic nanoseconds).
     none_until: u64,
 }
 
 impl Exclusive {
-    /// After a fork, on either side: nothing is this process's alone yet.
+    /// After a fork, on either side: no page is exclusive yet.
     pub(crate) fn forked(&mut self) {
         *self = Self { found: thread::now_ns(), ..Self::default() };
     }
 }
 
 impl Pager {
-    /// As [`Pager::stage`], for the reclaim thread: goes on where the lists gave little, as they are full of what is shared.
+    /// Like [`Pager::stage`], for the reclaim thread. Goes on to exclusive pages where the lists, full of shared pages, gave
+    /// little.
     ///
     /// # Errors
     /// [`EventPending`]: an unread event stopped it before anything moved.
@@ -96,8 +99,8 @@ impl Pager {
         moved.map(|moved| left + moved)
     }
 
-    /// As [`Pager::make_room`], where memory is shared since a fork: where the limit is exceeded by much, whoever faults pays with what is
-    /// its own.
+    /// Like [`Pager::make_room`], where memory is shared since a fork: if the limit is exceeded by much, a faulting thread evicts
+    /// exclusive pages of its process.
     ///
     /// # Errors
     /// [`EventPending`]: an unread event kept pages from leaving.
@@ -105,7 +108,7 @@ impl Pager {
         if self.without_move || self.excess(s) <= self.much_over() {
             return Ok(());
         }
-        // (Only now: most faults come no further.)
+        // Read the clock only now: most faults return before.
         let now = thread::now_ns();
         if now < s.exclusive.none_until || self.at_floor(s) {
             return Ok(());
@@ -126,13 +129,13 @@ impl Pager {
         staged.map(|_| ())
     }
 
-    /// By how much the limit is exceeded at least when who faults makes room, or waits for it, whatever its fault is (bytes).
+    /// Excess from which a faulting thread makes room, or waits for it, whatever its fault is (bytes).
     pub(crate) fn much_over(&self) -> isize {
         (self.limit() / MUCH_OVER).max(MUCH_OVER_LEAST) as isize
     }
 
-    /// Moves `want` pages out that no other process has, or all that one look finds, from where the hand stands, in one round at most.
-    /// What MOVE refuses is noted to be un-shared.
+    /// Moves out `want` exclusive pages, or all that one look finds, from the hand on, in one round at most. Pages that MOVE
+    /// refuses are noted to be un-shared.
     fn stage_exclusive(&self, s: &mut State, want: usize) -> Result<usize, EventPending> {
         let (first, mut round) = (s.exclusive.hand, ROUND_PAGES);
         let (mut at, mut wrapped, mut moved, mut runs) = (first, false, 0, Vec::new());
@@ -163,14 +166,14 @@ impl Pager {
         Ok(moved)
     }
 
-    /// Finds the pages in a range of bytes that are resident and no other process has, but for those that were just faulted on.
+    /// Finds the resident pages in a byte range that no other process has, except those just faulted on.
     fn find_exclusive(&self, s: &State, range: Range<usize>, runs: &mut Vec<Range<u64>>) {
         let pages = (range.start / PAGE) as u64..(range.end / PAGE) as u64;
         if !pages.clone().any(|vpn| s.pt.get(vpn).tag() == Tag::Resident) {
             return;
         }
         let file = self.files.pagemap.load(Relaxed);
-        // (What cannot be read is not found.)
+        // Pages that cannot be looked up are not found.
         let _ = pagemap::exclusive_runs(file, range.start, range.end, |from, to| {
             let mut at = (from / PAGE) as u64;
             for vpn in (from / PAGE) as u64..(to / PAGE) as u64 {
@@ -192,7 +195,7 @@ mod tests {
 
     const N: usize = 256;
 
-    /// What the reclaim thread does in a round, without storing what left; whether it is to rest.
+    /// One round of the reclaim thread, without storing what left; returns whether it is to rest.
     fn round(p: &Pager) -> bool {
         let mut s = p.state.lock();
         let _ = p.stage_exclusive_first(&mut s, 64);
@@ -201,7 +204,7 @@ mod tests {
         rests
     }
 
-    /// However busy the machine is, less time than that has passed, and no more than a round.
+    /// However busy the machine is, the patience is not over, and nothing was found for less than a round.
     fn be_patient(p: &Pager) {
         let mut s = p.state.lock();
         s.exclusive.found = thread::now_ns() + 1_000_000_000;
@@ -224,7 +227,7 @@ mod tests {
         pages.filter(|page| s.pt.get((at / PAGE + page) as u64).tag() == tag).count()
     }
 
-    /// See the file's head. (Others hold so much; that one finds nothing is believed for a moment.)
+    /// See the head of the file. (Other members hold so much. That nothing was found is believed for a moment.)
     #[test]
     fn who_faults_beside_kin_makes_room_from_some_excess_on() {
         let (p, at) = begin();
@@ -242,7 +245,7 @@ mod tests {
         assert_eq!(stored(20), 0, "4 MiB more than the limit are the reclaim thread's");
         p.state.lock().exclusive.none_until = u64::MAX;
         assert_eq!(stored(40), 0, "nothing was found a moment ago");
-        // (Other tests of this process may fork, and share all of it for a while.)
+        // Other tests of this process may fork and share all of it for a while.
         let some = (0..10_000).any(|_| {
             p.state.lock().exclusive.none_until = 0;
             stored(40) >= BATCH_PAGES / 2
@@ -250,7 +253,7 @@ mod tests {
         assert!(some, "{} pages stay", tags(p, at, 0..N, Tag::Resident));
     }
 
-    /// See the file's head: beside a child what was written to since leaves, and what is shared does not until nothing else is found.
+    /// See the head of the file: beside a child, pages written to since leave; shared ones stay until nothing else is found.
     #[test]
     fn what_was_copied_leaves_before_what_is_shared() {
         let (p, at) = begin();
@@ -272,7 +275,7 @@ mod tests {
             be_patient(p);
             assert!(round(p), "nothing is found: others are to write");
             assert_eq!(tags(p, at, 0..N / 2, Tag::Resident), N / 2, "what is shared stays still");
-            // Nothing else was found for long.
+            // As if nothing else was found for long.
             p.state.lock().exclusive.found = 0;
             let left = (0..1000).any(|_| {
                 assert!(!round(p));
@@ -282,14 +285,14 @@ mod tests {
         });
     }
 
-    /// What the others have copied, or given up, is this process's alone, of which the kernel knows nothing until it is written to.
+    /// Pages that all others have copied or dropped are exclusive, but the kernel does not know that until they are written to.
     #[test]
     fn what_the_others_have_copied_leaves_without_patience() {
         let (p, at) = begin();
         testing::beside_a_child(|| ());
         p.kin.gained();
         let left = (0..10_000).any(|_| {
-            // (Other tests of this process may fork, and share all of it for a while: then it is found shared, and stays.)
+            // Other tests of this process may fork and share all of it for a while; then it is found shared, and stays.
             be_patient(p);
             round(p);
             tags(p, at, 0..N, Tag::Staged) == N

@@ -1,9 +1,10 @@
-//! What a process shares with its parent or children since a fork, which is to count once for all of them.
+//! Measures what a process shares with its parent or children since a fork, so that it counts once for all of them.
 //!
-//! RssAnon counts a shared page in each process, Pss_Anon its part of it: the difference is not charged. Pss is dear, as the kernel walks
-//! the page tables for it, so it is measured now and then, a twentieth of the time at most. Who writes to a shared page gets a copy of it,
-//! by a minor fault that nobody tells uzswap of: so as many pages as there were such faults since (an upper bound, new memory is among
-//! them) are taken to be this process's own, and where they are many it is measured sooner.
+//! RssAnon counts a shared page in full in each process, Pss_Anon only this process's part; the difference is not charged. Pss is
+//! expensive, as the kernel walks the page tables for it, so it is measured only now and then, at most a twentieth of the time. A
+//! write to a shared page makes a copy by a minor fault that nobody reports to uzswap. So each minor fault since the measurement
+//! counts as a page that is this process's own now (an upper bound, as new memory is among them); where there are many, the next
+//! measurement comes sooner.
 //!
 //! The story: four processes that each wrote to 25 MiB they shared came to twice their limit before anybody knew of it.
 
@@ -11,28 +12,29 @@ use crate::frames::arena::PAGE;
 use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::*};
 use uzswap_sys::{raw, thread};
 
-/// What is shared below which a process counts as sharing nothing (bytes). (What little is left is un-shared where it is met.)
+/// With less shared than this (bytes) a process counts as sharing nothing. (The little that is left is un-shared where it is
+/// met.)
 const LITTLE_SHARED: usize = 1 << 20;
-/// Time between two measurements at least, and in what one takes (nanoseconds).
+/// Least time between two measurements (nanoseconds); and as a multiple of what a measurement takes.
 const LEAST_PAUSE_NS: u64 = 20_000_000;
 const PAUSES: u64 = 20;
-/// The same where a part of what was shared, so large, may not be any more.
+/// The multiple once a part of this size of what was shared may have been copied; and that part's divisor.
 const PAUSES_SOON: u64 = 4;
 const MUCH: usize = 16;
 
-/// See the file's head.
+/// See the head of the file.
 #[derive(Default)]
 pub struct Kin {
-    /// When memory came to be shared with a parent or child (the last fork; monotonic nanoseconds); 0 while hardly any is.
+    /// When memory came to be shared with a parent or child (the last fork; monotonic nanoseconds); 0 while hardly any is shared.
     since: AtomicU64,
-    /// What RssAnon counts and another process counts too (bytes), as last measured.
+    /// Bytes that RssAnon counts here and another process counts too, as last measured.
     shared: AtomicUsize,
-    /// Minor faults of this process until then.
+    /// Minor faults of this process up to that measurement.
     faults: AtomicU64,
-    /// When that is to be measured again, and when if much of it has changed (monotonic nanoseconds).
+    /// When to measure again, and when if much has changed (monotonic nanoseconds).
     due: AtomicU64,
     due_soon: AtomicU64,
-    /// Whether a page was seen, since the last fork, that nobody shares any more.
+    /// Whether a page that nobody shares any more was seen since the last fork.
     alone: AtomicBool,
 }
 
@@ -49,21 +51,21 @@ impl Kin {
         self.alone.store(false, Relaxed);
     }
 
-    /// A page that was shared is this process's alone, and so may be all: that is measured at once, the first time after a fork.
+    /// A page that was shared is exclusive now, so all may be: measures at once, the first time after a fork.
     ///
-    /// The story: of a program that ran a command 60 times a second half of what it had was taken to be the commands' each time, until the
-    /// next fork, and so 82 MiB were held of 64.
+    /// The story: a program ran a command 60 times a second. Each time, half of what it had was taken to be the commands' until
+    /// the next fork, so it held 82 MiB of 64.
     pub fn seems_alone(&self) {
         if !self.alone.swap(true, Relaxed) {
             self.due.store(0, Relaxed);
         }
     }
 
-    /// After a fork, in the parent, which charged so many bytes: what it is to charge until that is measured (bytes). All is taken to be
-    /// shared by as many as it was on average, and one more.
+    /// After a fork, in the parent, which charged `charged` bytes: returns what it charges until the share is measured (bytes).
+    /// The estimate is that all its memory is shared by one process more than it was on average.
     ///
-    /// The story: a child that was measured as it began charged half of what its parent had, and the parent still all of it. A Jupyter
-    /// kernel in 130 MiB was said to have held 187, and was put out for it; it held 135.
+    /// The story: a child, measured as it began, charged half of what its parent had, and the parent still charged all of it. A
+    /// Jupyter kernel in 130 MiB was said to have held 187, and pages were evicted for it; it held 135.
     pub fn gained_child(&self, charged: usize) -> usize {
         let shared = if self.is_there() { self.left() } else { 0 };
         let all = charged + shared;
@@ -74,7 +76,7 @@ impl Kin {
         now
     }
 
-    /// What is shared now (bytes), measured where that is due; `rollup` is the process's `smaps_rollup`.
+    /// What is shared now (bytes), measured if that is due; `rollup` is the process's `smaps_rollup`.
     pub fn shared(&self, rollup: i32) -> usize {
         let (now, left) = (thread::now_ns(), self.left());
         let much = left < self.shared.load(Relaxed) / MUCH * (MUCH - 1);
@@ -85,13 +87,13 @@ impl Kin {
         left
     }
 
-    /// What is left of what was shared, if each minor fault since has copied a page.
+    /// What is left of the shared bytes if each minor fault since has copied a page.
     pub fn left(&self) -> usize {
         let copied = thread::minor_faults().saturating_sub(self.faults.load(Relaxed)) as usize;
         self.shared.load(Relaxed).saturating_sub(copied * PAGE)
     }
 
-    /// As if so many bytes had just been measured, and for long.
+    /// As if this many bytes had just been measured, and would be for long.
     #[cfg(test)]
     pub(crate) fn seem_shared(&self, bytes: usize) {
         self.shared.store(bytes, Relaxed);
@@ -111,7 +113,7 @@ impl Kin {
                 text[..n].split(|c| *c == b'\n').find_map(|line| line.strip_prefix(name)?.strip_suffix(b" kB"))?;
             Some(core::str::from_utf8(digits.trim_ascii()).ok()?.parse::<usize>().ok()? << 10)
         };
-        // (Both of one look: the program may fill or free memory between two.)
+        // Both figures must be of one look: the program may fill or free memory between two.
         let shared = bytes(b"Anonymous:").zip(bytes(b"Pss_Anon:")).map(|(all, own)| all.saturating_sub(own));
         self.shared.store(shared.unwrap_or(0), Relaxed);
         self.faults.store(faults, Relaxed);
@@ -119,7 +121,7 @@ impl Kin {
         for (due, pauses) in [(&self.due, PAUSES), (&self.due_soon, PAUSES_SOON)] {
             due.store(end + ((end - start) * pauses).max(LEAST_PAUSE_NS), Relaxed);
         }
-        // (A fork meanwhile was not measured.)
+        // A fork meanwhile was not measured.
         if shared.is_some_and(|shared| shared < LITTLE_SHARED) {
             let _ = self.since.compare_exchange(since, 0, Relaxed, Relaxed);
         }
@@ -131,21 +133,21 @@ mod tests {
     use super::*;
     use crate::testing;
 
-    /// A parent that charged all, and one that shared half before.
+    /// A parent that charged everything, and one that shared half already.
     #[test]
     fn who_has_a_child_charges_its_part_before_that_is_measured() {
         const ALL: usize = 60 << 30;
         let (kin, mut charged) = (Kin::default(), ALL);
         for part in [2, 3, 4] {
             charged = kin.gained_child(charged);
-            // (What other tests of this process touch meanwhile counts as copied.)
+            // Pages that other tests of this process touch meanwhile count as copied.
             assert!(charged.abs_diff(ALL / part) < ALL / 100, "{charged} bytes of {ALL}, not a part of {part}");
             assert!(kin.is_there() && kin.due.load(Relaxed) == 0);
         }
         assert_eq!(Kin::default().gained_child(0), 0);
     }
 
-    /// See `seems_alone`: once after each fork, as it costs a look at all that there is.
+    /// See `seems_alone`: measured once after each fork, as that looks at all memory.
     #[test]
     fn what_seems_alone_is_measured_once_after_a_fork() {
         let kin = Kin::default();
@@ -160,8 +162,8 @@ mod tests {
         }
     }
 
-    /// The story: who had forked once, be it to execute another program, was taken to share its memory for ever: nobody who faulted
-    /// had to make room first, and the limit was exceeded by a fifth.
+    /// The story: a process that had forked once, if only to execute another program, was taken to share its memory forever. No
+    /// faulting thread had to make room first, and the limit was exceeded by a fifth.
     #[test]
     fn who_shares_nothing_any_more_has_no_kin() {
         const SHARED: usize = 8 << 20;
@@ -182,13 +184,13 @@ mod tests {
                 "{} bytes are shared",
                 p.kin.shared.load(Relaxed)
             );
-            // What is written to since is not shared, which is known before it is measured again.
+            // Pages written to since are not shared, which is known before the next measurement.
             let before = p.kin.left();
             memory[..SHARED / 2].chunks_mut(PAGE).for_each(|page| page[0] = 2);
             let left = p.kin.left();
             assert!(left <= before - SHARED / 2, "{left} of {before} bytes");
         });
-        // (Other tests of this process may fork too, and share all of it for a while.)
+        // Other tests of this process may fork too, and share all of it for a while.
         let alone = (0..10_000).any(|_| !measured());
         assert!(alone, "{} bytes are shared with nobody", p.kin.shared.load(Relaxed));
         drop(memory);

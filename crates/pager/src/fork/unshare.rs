@@ -1,20 +1,21 @@
-//! What is shared with another process since a fork: made this process's own, so that it can leave.
+//! Un-shares pages that a process shares since a fork, so that they can leave.
 //!
-//! MOVE takes a page that is one process's alone. What it refuses (EBUSY) is noted, and the reclaim thread has the kernel copy it,
-//! without the lock. A copy is memory that was not there before, and each process of a group has its own: so few pages are noted at a
-//! time, and they leave at once. What is of other processes leaves them in the same way, and then the page that was shared is gone.
+//! MOVE takes a page only if one process has it alone. Pages that it refuses (EBUSY) are noted, and the reclaim thread has the
+//! kernel copy them, without the lock. A copy is additional memory, and each process of a group makes its own; so few pages are
+//! noted at a time, and they leave at once. They leave the other processes in the same way, and then the shared page is gone.
 //!
-//! Of a process that shares nothing with a child what is refused is pinned, unless a fork has left it so: the kernel does not tell a page
-//! that nobody shares any more until somebody writes to it. That takes no memory, and is tried of all of it.
+//! In a process that shares nothing with a child a refused page is pinned, unless a fork left it looking shared: the kernel does
+//! not notice that nobody shares a page any more until somebody writes to it. Un-sharing such pages takes no memory, and is tried
+//! for all of them.
 //!
-//! The story: what was un-shared went back to *active*, and the next round un-shared what came next, up to 4 MiB for each 256 KiB that
-//! left. A Python program of 85 MiB that forks three workers, which takes 176 MiB by itself, held 330 under a limit of 88.
+//! The story: un-shared pages went back to *active*, and the next round un-shared the next ones, up to 4 MiB for each 256 KiB
+//! that left. A Python program of 85 MiB that forks three workers, which takes 176 MiB by itself, held 330 under a limit of 88.
 //!
-//! What is noted may be gone when it is its turn, and something else be mapped there. So a range is looked at again, and un-shared while no
-//! mapping call runs. (The story: pages of a private mapping of a file that had come there were copied, and did not follow the file any
-//! more; those of a shared mapping were given blocks in a sparse file that nobody had written to.)
+//! By the time a noted range gets its turn it may be gone, and something else may be mapped there. So the range is checked again,
+//! and un-shared while no mapping call runs. (The story: a private mapping of a file had come there. Its pages were copied, and
+//! did not follow the file any more. Pages of a shared mapping got blocks in a sparse file that nobody had written to.)
 //!
-//! Lock order: the calls' before the pager's, as ever (`calls`). The pager's is given up before the kernel is asked to copy.
+//! Lock order: the calls' lock before the pager's, as ever (`calls`). The pager's is released before the kernel is asked to copy.
 
 use crate::frames::arena::PAGE;
 use crate::pager::Pager;
@@ -24,35 +25,36 @@ use uzswap_mm::pagetable::Tag;
 use uzswap_sys::lock::Guard;
 use uzswap_sys::sys;
 
-/// Ranges noted at most to be un-shared: while the reclaim thread gets at none the same ones are found again and again.
+/// Ranges noted at most: while the reclaim thread gets at none, the same ones are found again and again.
 const RANGES_MOST: usize = 1024;
-/// Pages noted at most where others may have them too, but for the range that exceeds it: what is copied before anything leaves.
+/// Pages noted at most that others may have too, except for the range that exceeds it: as many are copied before any leaves.
 const COPIED_MOST: usize = 128;
 
 impl State {
-    /// Notes pages to be un-shared, which others have too if they are `copied` by it.
+    /// Notes pages to be un-shared; `copied` if un-sharing them makes copies, as others have them too.
     pub(crate) fn note_shared(&mut self, vpn: u64, n: usize, copied: bool) {
         if self.unshare.len() < RANGES_MOST && !(copied && self.copies_enough()) {
             self.unshare.push((vpn as usize * PAGE, n * PAGE));
         }
     }
 
-    /// Whether as many pages are noted as are to be copied before anything leaves.
+    /// Whether as many pages are noted as may be copied before any leaves.
     pub(crate) fn copies_enough(&self) -> bool {
         self.noted_pages() >= COPIED_MOST
     }
 
-    /// How many pages are noted.
+    /// Number of pages noted.
     pub(crate) fn noted_pages(&self) -> usize {
         self.unshare.iter().map(|(_, len)| len / PAGE).sum()
     }
 }
 
 impl Pager {
-    /// Makes what was found to be shared this process's own, having released the lock, and takes it out; whether any of it could be.
+    /// Releases the lock, un-shares what was noted, and evicts it; returns whether any of it could be evicted.
     ///
-    /// The story: that there was any counted. Of a process with a child nobody can tell pages that are pinned from those that are shared, so
-    /// where all was pinned the reclaim thread never rested, and a group that was full was not said to be.
+    /// The story: the mere presence of noted pages counted as progress. In a process with a child nobody can tell pinned pages
+    /// from shared ones. So where all pages were pinned the reclaim thread never rested, and a full group was not reported as
+    /// full.
     pub(crate) fn unshare_noted(&self, mut s: Guard<'_, State>) -> bool {
         let shared = core::mem::take(&mut s.unshare);
         if shared.is_empty() {
@@ -63,7 +65,7 @@ impl Pager {
         let all = self.unshare(&shared);
         // Freed under the lock, as everything is: a child must find the allocator at rest.
         let mut s = self.state.lock();
-        // (Not before: who forks meanwhile is to know.)
+        // Not earlier: a thread that forks meanwhile must see it.
         self.unsharing.store(false, SeqCst);
         let helped = match self.has_kin() {
             true => self.take_unshared(&mut s, &shared),
@@ -74,15 +76,16 @@ impl Pager {
         helped
     }
 
-    /// Whether pages that were refused are yet to be un-shared, or are: they may leave then.
+    /// Whether refused pages are yet to be un-shared, or are being un-shared; they may leave then.
     ///
-    /// The story: all that a program had was set aside, as its children had shared it until they executed another program. What was left could
-    /// not leave, the group was called full (82 MiB of 64, which compress to 8), and with `--on-full=kill` the program was killed.
+    /// The story: all of a program's pages were set aside, as its children had shared them until they executed another program.
+    /// The rest could not leave, so the group was called full (82 MiB of 64, which compress to 8), and with `--on-full=kill` the
+    /// program was killed.
     pub(crate) fn may_unshare(&self, s: &State) -> bool {
         !s.unshare.is_empty() || self.unsharing.load(SeqCst)
     }
 
-    /// Takes out what was un-shared, before more is.
+    /// Evicts what was un-shared, before more is un-shared.
     fn take_unshared(&self, s: &mut State, ranges: &[(usize, usize)]) -> bool {
         let noted = s.unshare.len();
         let mut left = 0;
@@ -94,16 +97,17 @@ impl Pager {
                 break;
             }
         }
-        // (What could not be un-shared is pinned, or was shared again: it is met again.)
+        // A page that could not be un-shared is pinned, or was shared again: reclaim meets it again.
         s.unshare.truncate(noted);
         left > 0
     }
 
-    /// Whether what was un-shared, or was to be, can be taken out now. If so, or if that cannot be told (an event is unread, or not `all` was
-    /// tried), what was set aside is met again. What it did not help is pinned, and remains set aside.
+    /// Tests whether pages that were un-shared, or were to be, can be evicted now. If so, or if that is unknown (an event is
+    /// unread, or not `all` ranges were tried), reclaim meets again what was set aside. Pages that it did not help are pinned,
+    /// and remain set aside.
     ///
-    /// The story: of memory half of which was pinned (registered buffers of io_uring) nothing was taken out at all. Pinned pages went
-    /// back to *active*, which was then the larger list, and nothing else was tried.
+    /// The story: half of a program's memory was pinned (registered buffers of io_uring), and nothing was evicted at all. Pinned
+    /// pages went back to *active*, which was then the larger list, and nothing else was tried.
     fn rescue_unshared(&self, s: &mut State, ranges: &[(usize, usize)], all: bool) -> bool {
         let noted = s.unshare.len();
         let (mut helped, mut pending) = (false, false);
@@ -123,10 +127,11 @@ impl Pager {
         helped
     }
 
-    /// Makes pages shared with a child this process's own, so that they can be moved: the kernel copies them. False where not all ranges
-    /// were tried: who cedes memory waits for this, or a mapping call does not end. What is left is found to be shared again.
+    /// Makes pages shared with a child this process's own, so that they can be moved: the kernel copies them. Returns false if
+    /// not all ranges were tried, because a thread that cedes memory waits for this, or a mapping call does not end. The rest is
+    /// found to be shared again.
     fn unshare(&self, ranges: &[(usize, usize)]) -> bool {
-        // (Once for all of them: it is little, and each time others' calls would wait.)
+        // Once for all ranges: they are few, and other threads' calls would wait each time.
         let Some(mut s) = self.lock_between_calls() else { return false };
         let mut all = true;
         for (at, len) in ranges {
@@ -138,7 +143,7 @@ impl Pager {
             let (first, end) = ((at / PAGE) as u64, ((at + len) / PAGE) as u64);
             let len = s.resident_run(first, end) * PAGE;
             drop(s);
-            // (To write to a protected page would be to wait for the client, which this thread looks after.)
+            // Writing to a protected page would mean waiting for the client, which this very thread watches over.
             if len > 0 && !(self.tracks && (self.unshare_unwritten(*at, len) || self.notifies.load(Acquire))) {
                 // SAFETY: populating changes no contents. Without the lock, as a missing page is served by the handler.
                 let _ = unsafe { sys!(libc::SYS_madvise, *at, len, libc::MADV_POPULATE_WRITE) };
@@ -164,7 +169,7 @@ mod tests {
 
     const N: usize = 64;
 
-    /// Has the kernel pin N pages, until the ring is dropped; None, which is said, where it makes none.
+    /// Has the kernel pin N pages until the ring is dropped; None, with a message, if the kernel makes no ring.
     fn pin(at: usize) -> Option<Uring> {
         const REGISTER_BUFFERS: usize = 0;
         let Ok(ring) = Uring::new(1) else {
@@ -178,8 +183,8 @@ mod tests {
         Some(ring)
     }
 
-    /// See `unshare_noted`: pinned pages keep no others in memory, and come when they are pinned no more; what a child that has
-    /// ended left shared comes as soon as it was un-shared.
+    /// See `unshare_noted`: pinned pages keep no others in memory, and leave once they are no longer pinned. Pages that a child
+    /// which has ended left shared leave as soon as they are un-shared.
     #[test]
     fn what_is_pinned_is_set_aside_and_what_was_shared_comes() {
         const UNREGISTER_BUFFERS: usize = 1;
@@ -187,7 +192,7 @@ mod tests {
         let at = testing::filled(p, 2 * N);
         let first = (at / PAGE) as u64;
         let Some(ring) = pin(at) else { return };
-        // (More than once: other tests of this process may fork meanwhile, and share all of it for a while.)
+        // Tried more than once: other tests of this process may fork meanwhile, and share all of it for a while.
         let leaves = |most: usize, rescues: bool| {
             for _ in 0..10_000 {
                 let mut s = p.state.lock();
@@ -219,7 +224,7 @@ mod tests {
         leaves(0, false);
     }
 
-    /// See the file's head: what is copied leaves before more is.
+    /// See the head of the file: copied pages leave before more are copied.
     #[test]
     fn little_is_copied_before_it_leaves() {
         const MANY: usize = 32 * N;
@@ -259,7 +264,7 @@ mod tests {
         assert!(contents.chunks(PAGE).enumerate().all(|(page, c)| c.iter().all(|b| *b == page as u8)));
     }
 
-    /// See `Pager::unshare_noted`: where all is pinned there is no more to be done, whether a child may share it or not.
+    /// See `Pager::unshare_noted`: where all is pinned no progress is possible, whether a child may share it or not.
     #[test]
     fn to_unshare_what_is_pinned_is_no_progress() {
         let p = testing::pager(16 << 20);
@@ -276,7 +281,7 @@ mod tests {
         assert_eq!(p.state.lock().resident, N);
     }
 
-    /// See the file's head: what was noted has been unmapped, and what is mapped there since is let alone.
+    /// See the head of the file: if the noted memory was unmapped, whatever is mapped there since is left alone.
     #[test]
     fn what_is_mapped_where_something_was_to_be_unshared_is_let_alone() {
         let p = testing::pager(16 << 20);
@@ -285,7 +290,7 @@ mod tests {
         let mut s = p.state.lock();
         s.list_resident(first, N, List::Inactive, |_| None);
         s.note_shared(first, N, false);
-        // (As when a mapping call replaces it.)
+        // A mapping call would replace it in this way.
         let file = std::fs::File::open("/proc/self/exe").expect("this program");
         let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_FIXED);
         // SAFETY: memory of this test's own is replaced, of which nothing is used any more.
@@ -297,8 +302,8 @@ mod tests {
         assert_eq!(copied, Ok(0), "pages that do not follow the file");
     }
 
-    /// The story: a program that forked all the time on a busy machine was asked to page out, which un-shared its pages for more than
-    /// five seconds: who asked was told that it does not answer.
+    /// The story: on a busy machine a program that forked all the time was asked to page out. Un-sharing its pages took more than
+    /// five seconds, and the asking command was told that the program does not answer.
     #[test]
     fn who_asks_sees_that_unsharing_goes_on() {
         let p = testing::pager(16 << 20);
