@@ -1,14 +1,14 @@
-//! What is counted, of one member or of all the dead ones: names are the kernel's where it has one.
+//! What is counted for each member, and summed for the dead ones. Names are the kernel's where it has one.
 //!
-//! They lie in the member's slot of the group's page, which outlives it (`group`). Two kinds: cumulative ones, whose sum over all members is
-//! the group's, and those of a moment, taken together when there was most of it. A member's are written by its own threads alone, and nothing
-//! is concluded from one of them about another: `Relaxed` is enough.
-//! A field that comes or goes changes the page's layout: see [`MAGIC`](crate::group::MAGIC).
+//! The counters lie in the member's slot of the group's page, which outlives the member (`group`). There are two kinds:
+//! cumulative counters, which sum to the group's over all members, and figures of one moment, taken together when the first of
+//! them was at its peak. Only the member's own threads write its counters, and nothing is concluded from one about another, so
+//! `Relaxed` is enough. Adding or removing a field changes the page's layout: see [`MAGIC`](crate::group::MAGIC).
 
 use crate::group::folio::FolioCounters;
 use core::sync::atomic::{AtomicU64, Ordering::*};
 
-/// The counters of one member, or of all the dead ones.
+/// The counters of one member, or the sums for all dead ones.
 #[repr(C)]
 #[derive(Default)]
 pub struct Counters {
@@ -18,11 +18,11 @@ pub struct Counters {
     pub pgmajfault: AtomicU64,
     /// Faults on a staged folio: moved back, no decompression (events).
     pub refault_staged: AtomicU64,
-    /// Times the thread that serves faults was taken out of the idle policy, as others wanted its CPU (events).
+    /// Times the handler was lifted from idle to normal policy, as others wanted its CPU (events).
     pub handler_lifted: AtomicU64,
-    /// Times it left its CPU to others for half a millisecond (events).
+    /// Times the handler left its CPU to others for half a millisecond (events).
     pub handler_paused: AtomicU64,
-    /// Faults on memory never touched, or zero (events).
+    /// Faults on memory that was never touched, or was zero (events).
     pub fault_zero: AtomicU64,
     /// Pages stored in the compressed pool (4 KiB pages, cumulative).
     pub zswpout: AtomicU64,
@@ -32,97 +32,98 @@ pub struct Counters {
     pub swpout_zero: AtomicU64,
     /// Clean pages evicted with their kept compressed copy (4 KiB pages, cumulative).
     pub swpout_clean: AtomicU64,
-    /// Pages out in the pool (4 KiB pages, at the moment when they were most).
+    /// Pages out in the pool (4 KiB pages, at their peak).
     pub stored_pages: AtomicU64,
-    /// Of them, those that did not compress and are stored as they are (4 KiB pages, at that moment).
+    /// The part of them that did not compress and is stored as it is (4 KiB pages, at that moment).
     pub stored_incompressible_pages: AtomicU64,
     /// Bytes the pool held from the kernel (bytes, at that moment).
     pub pool_total_size: AtomicU64,
     /// Bytes of compressed data in the pool, kept copies included (bytes, at that moment).
     pub pool_used_size: AtomicU64,
-    /// uzswap's own metadata (bytes, most at once).
+    /// uzswap's own metadata (bytes, peak).
     pub metadata_size: AtomicU64,
     /// Pages whose lz4 object was replaced by a denser one (4 KiB pages, cumulative).
     pub recompressed_pages: AtomicU64,
-    /// Those of them that were recompressed because they were idle and about to be written to the swap file (4 KiB pages,
+    /// The part of them that was recompressed because it was idle and about to be written to the swap file (4 KiB pages,
     /// cumulative).
     pub recompressed_idle_pages: AtomicU64,
-    /// Idle pages whose object would not get an eighth smaller, or found no place, and that are written as they are (4 KiB
-    /// pages, cumulative).
+    /// Idle pages that are written as they are, as their object would not get an eighth smaller or found no place (4 KiB pages,
+    /// cumulative).
     pub reject_recompress_poor: AtomicU64,
     /// Pages of the pool that compaction freed (4 KiB pages, cumulative).
     pub pages_compacted: AtomicU64,
     /// Page blocks (2 MiB of addresses) of the pool that compaction emptied (cumulative).
     pub pool_blocks_freed: AtomicU64,
-    /// Compactions of the arena for an allocation (events); this and those below as in /proc/vmstat.
+    /// Compactions of the arena for an allocation (events). This counter and those below as in /proc/vmstat.
     pub compact_stall: AtomicU64,
-    /// Those that made a run (events).
+    /// Compactions that made a run (events).
     pub compact_success: AtomicU64,
-    /// Those that did not (events).
+    /// Compactions that did not (events).
     pub compact_fail: AtomicU64,
-    /// Frames looked at to be moved (looks: a free run, a huge page, or a page block looked at to choose is one).
+    /// Frames examined as sources of a move (looks; a free run, a huge page, or a page block examined for choosing counts once).
     pub compact_migrate_scanned: AtomicU64,
-    /// Frames looked at to be moved to (looks, likewise).
+    /// Frames examined as targets of a move (looks, likewise).
     pub compact_free_scanned: AtomicU64,
-    /// Frames taken for either (frames).
+    /// Frames isolated as source or target (frames).
     pub compact_isolated: AtomicU64,
     /// Frames moved (frames).
     pub pgmigrate_success: AtomicU64,
     /// Frames that could not be moved (frames).
     pub pgmigrate_fail: AtomicU64,
-    /// Frames moved more than once in one pass of compaction (frames): none, see `compaction`.
+    /// Frames moved more than once in one pass of compaction (frames): always 0, see `compaction`.
     pub migrated_twice: AtomicU64,
-    /// Frames moved that the pass before had moved (frames).
+    /// Frames moved that the previous pass had moved already (frames).
     pub migrated_again: AtomicU64,
-    /// Times that the pivot of compaction moved, where that is the rule (events).
+    /// Times the pivot of compaction moved, with that policy (events).
     pub pivot_moved: AtomicU64,
-    /// Time program threads waited for faults to be served, as the server saw it (nanoseconds, cumulative).
+    /// Time program threads waited for faults to be served, as measured by the serving thread (nanoseconds, cumulative).
     pub stall_ns: AtomicU64,
     /// Direct reclaims: the fault path had to make room itself (events).
     pub direct_reclaim: AtomicU64,
-    /// Times the kernel refused to move pages (shared after fork, pinned), each for a run of them, which is un-shared, copied or left
+    /// Times the kernel refused to move a run of pages (shared after fork, pinned), which is then un-shared, copied or left
     /// (events).
     pub move_refused: AtomicU64,
-    /// Pages the kernel moved and said it had not (4 KiB pages, cumulative): see `transfer`.
+    /// Pages that the kernel moved and reported as not moved (4 KiB pages, cumulative): see `transfer`.
     pub move_concealed: AtomicU64,
     /// Stores the pool could not take (events).
     pub reject_alloc_fail: AtomicU64,
-    /// Pages that could not be decompressed or read back and were poisoned (4 KiB pages).
+    /// Pages that were poisoned, as they could not be decompressed or read back (4 KiB pages).
     pub poisoned: AtomicU64,
-    /// Of folios and blocks.
+    /// Counters of folios and blocks.
     pub folios: FolioCounters,
     /// Pages read from the swap file, readahead included (4 KiB pages, cumulative).
     pub pswpin: AtomicU64,
     /// Pages written to the swap file (4 KiB pages, cumulative).
     pub pswpout: AtomicU64,
-    /// Pages that left for the swap file without being written, as they were there unchanged (4 KiB pages, cumulative).
+    /// Pages that left for the swap file without being written, as it had them unchanged (4 KiB pages, cumulative).
     pub pswpout_clean: AtomicU64,
     /// Pages that left the pool for the swap file (4 KiB pages, cumulative): `written_back_pages` of the kernel's zswap.
     pub zswpwb: AtomicU64,
-    /// Pages that were to be written back and stayed in the pool, because the write failed (4 KiB pages, cumulative).
+    /// Pages that stayed in the pool because writing them back failed (4 KiB pages, cumulative).
     pub reject_reclaim_fail: AtomicU64,
     /// Bytes read from the swap file (bytes, cumulative).
     pub swap_read_bytes: AtomicU64,
     /// Bytes written to the swap file (bytes, cumulative).
     pub swap_write_bytes: AtomicU64,
-    /// Writes to the swap file that a second thread made, beside the one that plans them (events).
+    /// Writes to the swap file made by the second thread, beside the one that plans them (events).
     pub swap_side_writes: AtomicU64,
-    /// Reads from the swap file that went by io_uring (events).
+    /// Reads from the swap file through io_uring (events).
     pub swap_uring_reads: AtomicU64,
-    /// Reads of the swap file that failed, or gave what had not been written (events).
+    /// Reads of the swap file that failed, or returned something else than was written (events).
     pub swap_read_errors: AtomicU64,
     /// Writes to the swap file that failed (events).
     pub swap_write_errors: AtomicU64,
     /// Times the swap file did not answer for 10 seconds (events).
     pub swap_stalls: AtomicU64,
-    /// Pages in the swap file (4 KiB pages, at the moment when they were most).
+    /// Pages in the swap file (4 KiB pages, at their peak).
     pub swap_pages: AtomicU64,
     /// Bytes of objects in the swap file (bytes, at that moment).
     pub swap_used_size: AtomicU64,
 }
 
 impl Counters {
-    /// Adds the cumulative ones to another's and clears them. Of those of the moment of most the greater stay there.
+    /// Adds the cumulative counters to another's and clears them. Of the figures taken at a peak the set with the higher peak
+    /// stays there.
     pub fn retire_into(&self, to: &Counters) {
         for (f, t) in self.cumulative().into_iter().zip(to.cumulative()) {
             t.fetch_add(f.swap(0, Relaxed), Relaxed);
@@ -142,7 +143,7 @@ impl Counters {
         most(&[&self.swap_pages, &self.swap_used_size], &[&to.swap_pages, &to.swap_used_size]);
     }
 
-    /// Those of the moment when most was stored.
+    /// The figures of the moment at which most was stored.
     fn stored(&self) -> [&AtomicU64; 4] {
         [&self.stored_pages, &self.stored_incompressible_pages, &self.pool_total_size, &self.pool_used_size]
     }

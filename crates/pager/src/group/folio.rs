@@ -1,10 +1,10 @@
-//! Folios of every order: what a group says about them, and what is counted.
+//! Folios of every order: a group's settings for them, and what is counted.
 //!
-//! A folio is a naturally aligned run of 2^order pages that moves, is stored, is refused and is counted as one. Which
-//! folio a page belongs to follows the access by itself: what was faulted or written together in sequence lies together
-//! on the lists and leaves together, as the largest aligned runs; what is read at random comes and goes alone.
+//! A folio is a naturally aligned run of 2^order pages that is moved, stored, refused and counted as one. Which folio a page
+//! belongs to follows from the accesses: pages faulted on or written in sequence lie together on the lists and leave together, as
+//! the largest aligned runs; pages read at random come and go alone.
 //!
-//! Both structures here are parts of the group's page: all atomics, zero by default, zero meaning the default.
+//! Both structures here are parts of the group's page: all atomics, where zero means the default.
 
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::*};
 
@@ -14,26 +14,27 @@ pub const MAX_ORDER: u8 = 9;
 pub const LARGE_ORDER: u8 = 2;
 /// Orders with counters of their own.
 pub const LARGE_ORDERS: usize = (MAX_ORDER - LARGE_ORDER) as usize + 1;
-/// The largest unit of compression that nobody asked for: 64 KiB. (Larger ones store a few percent less, and make each fault bring more.)
+/// The largest unit of compression by default: 64 KiB. (Larger ones take a few percent less room, but each fault then brings
+/// more.)
 pub const USUAL_UNIT: u8 = 4;
 
-/// What a group says about folios.
+/// A group's settings for folios.
 #[repr(C)]
 #[derive(Default)]
 pub struct FolioSettings {
-    /// Orders (a bit each) that are not to enter the compressed pool.
+    /// Orders (a bit each) whose folios may not enter the compressed pool.
     pub large_off: AtomicU32,
-    /// 1 when what was compressed is decompressed and compared before it is believed.
+    /// 1 when each compression result is verified by decompressing it and comparing.
     pub verify: AtomicU32,
-    /// For each order of folio the order of its units of compression, plus one; 0 for the default.
+    /// For each order of folio: the order of its units of compression plus one; 0 for the default.
     pub units: [AtomicU8; MAX_ORDER as usize + 1],
-    /// By which rule the arena is compacted, as `compaction::rule::Rule` numbers them.
+    /// The rule for compacting the arena, as numbered by `compaction::rule::Rule`.
     pub compaction: AtomicU32,
-    /// Only for the lab: of so many requests for contiguous frames one is granted (0: every one).
+    /// For the lab only: one in this many requests for contiguous frames is granted (0: every one).
     pub scarce: AtomicU32,
-    /// Only for the lab: 1 when a block whose frames cannot be had comes in page by page, a fault each.
+    /// For the lab only: 1 when a block that gets no frames comes in page by page, with a fault each.
     pub fallback_off: AtomicU32,
-    /// Requests seen by `scarce` (events).
+    /// Requests counted for `scarce` (events).
     pub scarce_seen: AtomicU32,
 }
 
@@ -43,13 +44,13 @@ impl FolioSettings {
         self.large_off.load(Relaxed) & (1 << order) == 0
     }
 
-    /// The order of the units that a folio is compressed in, where it was set.
+    /// The order of the compression units for a folio of this order, if it was set.
     pub fn unit(&self, order: u8) -> Option<u8> {
         let set = self.units[order.min(MAX_ORDER) as usize].load(Relaxed);
         (set != 0).then(|| (set - 1).min(order))
     }
 
-    /// The order of the largest units that were asked for, in folios of up to `folio_max`; 0 where none were.
+    /// The order of the largest units that were set, for folios of up to `folio_max`; 0 if none were.
     pub fn largest_unit(&self, folio_max: u8) -> u8 {
         (0..=folio_max).filter_map(|order| self.unit(order)).max().unwrap_or(0)
     }
@@ -59,13 +60,13 @@ impl FolioSettings {
 #[repr(C)]
 #[derive(Default)]
 pub struct OrderCounters {
-    /// Stored in the compressed pool, whole.
+    /// Stored whole in the compressed pool.
     pub zswpout: AtomicU64,
-    /// Brought back from the pool, whole and by one fault.
+    /// Brought back from the pool whole, by one fault.
     pub zswpin: AtomicU64,
-    /// Written to the backing store, whole: as one object, which is of 64 KiB at most, or as a folio that is not to enter the pool.
+    /// Written whole to the backing store: as one object, of 64 KiB at most, or as a folio that may not enter the pool.
     pub swpout: AtomicU64,
-    /// Read from the backing store, whole: as one object.
+    /// Read whole from the backing store: as one object.
     pub swpin: AtomicU64,
     /// Split because they could not leave whole.
     pub swpout_fallback: AtomicU64,
@@ -73,7 +74,7 @@ pub struct OrderCounters {
     pub block_write: AtomicU64,
     /// Mapped by one fault.
     pub anon_fault_alloc: AtomicU64,
-    /// Faults for which there were no contiguous frames, or which could not be charged: smaller folios came.
+    /// Faults that brought smaller folios, as there were no contiguous frames, or they could not be charged.
     pub anon_fault_fallback: AtomicU64,
 }
 
@@ -90,7 +91,7 @@ impl OrderCounters {
         "anon_fault_fallback",
     ];
 
-    /// All of them.
+    /// All counters.
     pub fn all(&self) -> [&AtomicU64; 8] {
         [
             &self.zswpout,
@@ -105,7 +106,7 @@ impl OrderCounters {
     }
 }
 
-/// What is counted of folios and blocks, all cumulative.
+/// What is counted for folios and blocks; all cumulative.
 #[repr(C)]
 #[derive(Default)]
 pub struct FolioCounters {
@@ -127,19 +128,20 @@ pub struct FolioCounters {
     pub block_read: AtomicU64,
     /// Blocks that could not be decompressed (blocks), and folios of several pages that could not be stored (folios).
     pub block_failed: AtomicU64,
-    /// Faults that decompressed a block and did not deliver all of it: they could not, or the page was read at random (blocks).
+    /// Faults that decompressed a block without delivering all of it: they could not, or the page was read at random (blocks).
     pub block_partial_read: AtomicU64,
-    /// Blocks of more than 64 KiB stored anew as smaller ones: most of their pages had gone, or they were to go to disk (blocks).
+    /// Blocks of more than 64 KiB stored again as smaller ones, as most of their pages had gone, or they were to go to disk
+    /// (blocks).
     pub block_cut: AtomicU64,
-    /// Blocks decompressed again for what an earlier partial read could not deliver (blocks).
+    /// Blocks decompressed again for pages that an earlier partial read could not deliver (blocks).
     pub block_read_again: AtomicU64,
-    /// Blocks left by a page that was written to, which is compressed anew (pages).
+    /// Pages that left their block as they were written to, and are compressed anew (pages).
     pub block_partial_write: AtomicU64,
-    /// Pages dropped by the program while they were being compressed: freed later than asked (4 KiB pages).
+    /// Pages that the program dropped while they were being compressed, and that were freed later than asked (4 KiB pages).
     pub block_missed_free: AtomicU64,
-    /// Faults that brought a block of the pool in smaller folios than they wanted, for want of contiguous frames (events).
+    /// Faults that brought a block from the pool in smaller folios than wanted, for want of contiguous frames (events).
     pub block_fallback: AtomicU64,
-    /// Of those, where only the page touched could be had (events).
+    /// The part of them for which only the touched page could be had (events).
     pub block_fallback_single: AtomicU64,
     /// Huge pages moved out of the program as one (folios).
     pub thp_move_out: AtomicU64,
@@ -169,7 +171,7 @@ impl FolioCounters {
         "thp_move_in",
     ];
 
-    /// All but those by order.
+    /// All counters except those by order.
     pub fn all(&self) -> [&AtomicU64; 17] {
         [
             &self.swpin_zero,
@@ -192,7 +194,7 @@ impl FolioCounters {
         ]
     }
 
-    /// Those of an order; none for what is smaller than 16 KiB.
+    /// The counters of an order; None below 16 KiB.
     pub fn order(&self, order: u8) -> Option<&OrderCounters> {
         self.orders.get((order as usize).checked_sub(LARGE_ORDER as usize)?)
     }

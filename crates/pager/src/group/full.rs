@@ -1,24 +1,24 @@
-//! A group that is full: a `memory.max` is exceeded, and nothing more can be taken out of memory.
+//! Decides when a group is full: its `memory.max` is exceeded, and nothing more can be taken out of memory.
 //!
-//! A member knows that of itself only: its reclaim comes to nothing again and again, or it is left with no more than it must
-//! keep. That says nothing of the group. The others may hold plenty that is about to be taken, and a small process that has just
-//! come first had it said of itself, and the largest killed. So a member that finds nothing says so in its slot
-//! ([`Slot::stuck`]), again each time it looks, and takes it back when it gets on; and the group is full when *all* members say so that hold
-//! something:
+//! A member knows only about itself: its reclaim comes to nothing again and again, or it is down to what it must keep. That says
+//! nothing about the group. The other members may hold plenty that is about to be taken; yet a small process that had just
+//! started declared its group full, and the largest member was killed. So a member that finds nothing says so in its slot
+//! ([`Slot::stuck`]), again at each look, and takes it back when it gets on. The group is full when *all* members that hold
+//! something say so:
 //!
 //! ```text
 //! a member     gets on ─ finds nothing ─▶ stuck ─ gets on ─▶ …
-//! the group    is full, for who has just found nothing, if each other member of it
+//! the group    is full, for a member that has just found nothing, if each other member of it
 //!                - holds little, also for its share of the limit (nobody would wake it for that), or is dead; or
-//!                - is stuck, and was so a moment ago; or
-//!              or if the group has not come down for some seconds, as who might give something is stopped, or what it takes out
-//!              comes back or takes as much room where it is put
+//!                - is stuck, and was so a moment ago;
+//!              or if the group has not come down for some seconds, as a member that might give is stopped, or what it takes out
+//!              comes back, or takes as much room where it is put
 //! ```
-//! Nor is it while a member's disk is slow to make room, for as long as it does not stand still.
+//! Nor is the group full while a member's disk is slow to make room, as long as the disk does not stand still.
 //!
-//! Then it is counted (`oom`), said once, and acted upon (`--on-full`). Each stuck member looks 50 times a second, so whoever is
-//! left when the last one that got on is stuck, stopped or dead says it. Only waiting (`--on-full=wait`) is not put off: who
-//! faults and has nothing to give waits for room, whoever makes it.
+//! A full group is counted (`oom`), reported once, and acted upon (`--on-full`). Each stuck member looks 50 times a second, so
+//! whichever is left reports it when the last one that got on is stuck, stopped or dead. Only waiting (`--on-full=wait`) starts
+//! at once: a thread that faults in a member with nothing to give waits for room, whoever makes it.
 
 use crate::group::limits::Over;
 use crate::group::{DEPTH, GroupPage, ON_FULL_KILL, ON_FULL_WAIT, Slot};
@@ -28,54 +28,55 @@ use core::fmt::Write;
 use core::sync::atomic::{AtomicU64, Ordering::*};
 use uzswap_sys::thread;
 
-/// A member that holds less has nothing to give: it is not woken either. Where many share a limit it is less: a part of a share.
+/// A member that holds less has nothing to give, and is not woken either. Where many share a limit the bound is lower: a part of
+/// a share.
 pub(crate) const LITTLE_BYTES: u64 = 4 << 20;
 const LITTLE_PART: u64 = 4;
-/// Who found nothing so long ago, and has said neither that nor anything else since, may get on by now: many looks (nanoseconds).
+/// A member that last found nothing this long ago, many looks, may get on by now (nanoseconds).
 const STUCK_NS: u64 = 1_000_000_000;
-/// When the group has not come down for so long, whoever says that it gets on, nobody does (nanoseconds).
+/// If the group has not come down for this long, nobody really gets on, whatever the members say (nanoseconds).
 const PATIENCE_NS: u64 = 5_000_000_000;
-/// That it has come down: by so much (bytes).
+/// The group has come down if its charge fell by this much (bytes).
 const FALL_BYTES: u64 = 256 << 10;
-/// After a member was killed nobody else is for this long: it takes time to die.
+/// After a kill nobody else is killed for this long, as dying takes time (nanoseconds).
 const KILL_PAUSE_NS: u64 = 2_000_000_000;
 
-/// Whether a member has found nothing to take out since a moment ago.
+/// Whether a member has found nothing to take out a moment ago.
 pub(crate) fn finds_nothing(member: &Slot, now: u64) -> bool {
     is_recent(&member.stuck, now)
 }
 
-/// Whether a member has waited for its disk since a moment ago, which is slow to make room.
+/// Whether a member has waited a moment ago for its disk, which is slow to make room.
 fn waits_for_disk(member: &Slot, now: u64) -> bool {
     is_recent(&member.disk_at, now)
 }
 
-/// Whether what a member says, when it looks, was so a moment ago; 0 where it is not so.
+/// Whether a member's statement, made at each look, is recent; 0 means that it does not hold.
 fn is_recent(at: &AtomicU64, now: u64) -> bool {
     let at = at.load(Acquire);
     at != 0 && now < at.saturating_add(STUCK_NS)
 }
 
-/// What a member holds at most that has nothing to give, where so many share a limit (bytes).
+/// What a member with nothing to give holds at most, where this many members share a limit (bytes).
 ///
-/// The story: of nine members in 16 MiB each held less than 4. The first that found nothing had the largest killed, which held 3.9 that
-/// nobody had asked it for; where none was killed they came down to 15 together.
+/// The story: nine members shared 16 MiB, so each held less than 4. The first that found nothing had the largest killed, which
+/// held 3.9 MiB that nobody had asked it for. When none was killed they came down to 15 MiB together.
 pub(crate) fn little(limit: usize, members: usize) -> u64 {
     LITTLE_BYTES.min((limit / members.max(1)) as u64 / LITTLE_PART)
 }
 
-/// What a stuck member has seen, of one group of its chain, while another seems to get on.
+/// What a stuck member has seen of one group of its chain, while another member seems to get on.
 #[derive(Default)]
 pub struct Waiting {
-    /// The least that the group was charged with (bytes).
+    /// The group's lowest charge (bytes).
     lowest: AtomicU64,
-    /// Since when it is that (monotonic nanoseconds); 0 while there is nobody to wait for.
+    /// Since when it has been the lowest (monotonic nanoseconds); 0 while no other member is waited for.
     since: AtomicU64,
 }
 
 impl Pager {
-    /// This member finds nothing more to take out: if that is so in all of the group, and its `memory.max` is exceeded, it is counted,
-    /// said once, and acted upon.
+    /// This member finds nothing more to take out. If the same is true of the whole group, and its `memory.max` is exceeded, the
+    /// group is counted as full, reported once, and acted upon.
     pub fn full(&self, s: &State) {
         self.full_at(s, thread::now_ns());
     }
@@ -95,7 +96,7 @@ impl Pager {
         }
     }
 
-    /// The same of one group. It is counted in all above it, so for the nearest that is full only (`counts`).
+    /// The same for one group. Counting includes all groups above, so only the nearest full one is counted (`counts`).
     fn full_group(&self, s: &State, over: Over, now: u64, counts: bool) -> bool {
         let n = &self.group.nodes[over.node];
         let on_full = n.on_full.load(Relaxed);
@@ -107,14 +108,14 @@ impl Pager {
         }
         let acts = n.full_said.load(Relaxed) == 0 || (on_full == ON_FULL_KILL && now >= n.kill_due.load(Relaxed));
         let Some(over) = self.over_without_the_dead(s, over, acts) else { return false };
-        // (Why comes first: a disk that stands still the ticker would tell of when somebody was killed for it.)
+        // First report why: otherwise the ticker would report a disk that stands still only after a member was killed for it.
         if acts {
             self.look_for_stalls();
         }
         if counts {
             self.group.count(over.node, |e| &e.oom, 1);
         }
-        // (A quarter more, as what does not compress takes more in the pool than it did.)
+        // A quarter more is allowed, as incompressible pages take more room in the pool than before.
         let spares = on_full == ON_FULL_KILL && over.charge as u64 <= n.grace.load(Relaxed) / 4 * 5;
         if n.full_said.swap(1, AcqRel) == 0 {
             self.say_full(s, over, (on_full, spares));
@@ -125,11 +126,12 @@ impl Pager {
         true
     }
 
-    /// By how much the group is over its limit when nobody is charged any more who has died, if it still is. That is looked at now and then,
-    /// and before anything is said or done (`acts`), as the kernel is asked about each member.
+    /// By how much the group still exceeds its limit once the charges of dead members are returned; None if it does not. It
+    /// searches for them now and then, and always before anything is said or done (`acts`), as it asks the kernel about each
+    /// member.
     ///
-    /// The story: a child that held 40 MiB ended, and until its charge was returned, up to 100 ms later, its parent, which was at its floor,
-    /// found the group full, and said so.
+    /// The story: a child that held 40 MiB ended. Until its charge was returned, up to 100 ms later, its parent, which was at its
+    /// floor, found the group full and said so.
     fn over_without_the_dead(&self, s: &State, over: Over, acts: bool) -> Option<Over> {
         if !self.bury_the_dead(acts) {
             return Some(over);
@@ -146,7 +148,7 @@ impl Pager {
         }
     }
 
-    /// This member cannot be managed: it has nothing to give as long as it lives.
+    /// This member cannot be managed: it will never have anything to give.
     pub(crate) fn never_gets_on(&self) {
         self.me().stuck.store(u64::MAX, Release);
     }
@@ -158,7 +160,7 @@ impl Pager {
         let mut others = self.others_within(over.node).filter(|o| o.rss.load(Relaxed) > little);
         let any = others.any(|o| !finds_nothing(o, now) && o.owner().is_some_and(|owner| !owner.is_dead()));
         let since = w.since.load(Relaxed);
-        // (What is being written makes room, whoever finds nothing else meanwhile, and may take longer than all of this.)
+        // What is being written makes room, even if nothing else is found meanwhile, and may take longer than all of this.
         if self.writes_slowly() || self.others_within(over.node).any(|o| waits_for_disk(o, now)) {
             w.lowest.store(charge, Relaxed);
             w.since.store(now, Relaxed);
@@ -175,9 +177,9 @@ impl Pager {
         any
     }
 
-    /// Says that a group is full, and what comes of it; `spares`: nobody is killed, as the limit was lowered.
+    /// Reports that a group is full, and what happens now. `spares`: nobody is killed, as the limit was lowered.
     ///
-    /// The story: that somebody was killed was said then, too.
+    /// The story: in that case too the message said that a member was killed.
     fn say_full(&self, s: &State, over: Over, (on_full, spares): (u32, bool)) {
         if self.own_frames {
             return self.say_region_full(s, over, on_full == ON_FULL_KILL && !spares);
@@ -215,7 +217,7 @@ impl Pager {
         self.say(line.text());
     }
 
-    /// The same of a region of the library, which has no group that anybody could name, nor options of a command line.
+    /// The same for a region of the library, which has no group that anybody could name, and no command line options.
     fn say_region_full(&self, s: &State, over: Over, kills: bool) {
         let (mut line, pool) = (Line::default(), s.pool.held_bytes());
         let what = if kills { "the process is killed, as its on_full says" } else { "it goes on above its limit" };
@@ -231,7 +233,7 @@ impl Pager {
         self.say(line.text());
     }
 
-    /// The member of a group that holds most, this one perhaps.
+    /// The member of a group that holds most, possibly this one.
     fn largest(&self, node: usize, s: &State) -> Largest {
         let own = s.pool.held_bytes();
         let me = Largest {
@@ -247,15 +249,16 @@ impl Pager {
         others.fold(me, |most, other| if other.holds() > most.holds() { other } else { most })
     }
 
-    /// The slots of a group's other members.
+    /// The slots of the other members in a group.
     pub(crate) fn others_within(&self, node: usize) -> impl Iterator<Item = &Slot> {
         self.others().filter(move |slot| is_within(self.group, slot, node))
     }
 
-    /// Kills the member of a group that is charged most. Nobody is killed for any group that it is in until it has had time to die.
+    /// Kills the member of a group with the largest charge. After that, nobody is killed for any group that the victim is in
+    /// until it has had time to die.
     ///
-    /// The story: that was so for the group alone. Beside a member of `web/worker` that was being killed another was for `web`, for what the
-    /// first one was still charged with.
+    /// The story: this held for that one group only. While a member of `web/worker` was dying, another was killed for `web`,
+    /// because of the first one's remaining charge.
     fn kill_largest(&self, node: usize) {
         let n = &self.group.nodes[node];
         let (now, due) = (thread::now_ns(), n.kill_due.load(Relaxed));
@@ -296,7 +299,7 @@ fn is_within(group: &GroupPage, slot: &Slot, node: usize) -> bool {
     group.is_within(slot.node.load(Relaxed) as usize, node)
 }
 
-/// A group's name, with those of the groups that it is in.
+/// A group's full path in the tree.
 struct Path<'a>(&'a GroupPage, usize);
 
 impl core::fmt::Display for Path<'_> {
@@ -314,7 +317,7 @@ impl core::fmt::Display for Path<'_> {
     }
 }
 
-/// A size for people, in MiB.
+/// A size formatted in MiB.
 struct Mib(usize);
 
 impl core::fmt::Display for Mib {
@@ -324,7 +327,7 @@ impl core::fmt::Display for Mib {
     }
 }
 
-/// A line of text without an allocation; what does not fit is left out.
+/// A line of text that needs no allocation; what does not fit is left out.
 struct Line {
     bytes: [u8; 512],
     len: usize,
@@ -363,7 +366,7 @@ mod tests {
 
     const LIMIT: usize = 32 << 20;
 
-    /// A small member of a group of 32 MiB, and the slot of another, which holds 40 and is alive.
+    /// A small member of a group of 32 MiB, and the slot of another that holds 40 and is alive.
     fn two() -> (&'static Pager, &'static Slot) {
         let p = testing::pager(LIMIT);
         let other = &p.group.slots[7];
@@ -374,7 +377,7 @@ mod tests {
         (p, other)
     }
 
-    /// How often the group was full so far, as the member finds nothing at `now`.
+    /// How often the group was full so far, when the member finds nothing at `now`.
     fn full(p: &Pager, now: u64) -> u64 {
         p.full_at(&p.state.lock(), now);
         let (n, oom) = (&p.group.nodes[0], p.group.nodes[0].events.oom.load(Relaxed));
@@ -382,9 +385,9 @@ mod tests {
         oom
     }
 
-    /// The story: in a group of several processes one that had just started, and had nothing to give, found the group full: it was
-    /// said of that process, while the others held plenty that was taken from them a moment later. With `--on-full=kill` the
-    /// largest was killed for it.
+    /// The story: in a group of several processes one that had just started and had nothing to give found the group full. The
+    /// message named that process, while the others held plenty that was taken from them a moment later. With `--on-full=kill`
+    /// the largest was killed for it.
     #[test]
     fn a_group_is_full_when_nobody_gets_on() {
         let (p, other) = two();
@@ -399,7 +402,7 @@ mod tests {
         assert_eq!(full(p, now + 40_000_000), 2);
         other.stuck.store(0, Relaxed);
         assert_eq!(full(p, now + 60_000_000), 2, "it does again");
-        // This one says that it finds nothing, until it gets on.
+        // This member says that it finds nothing, until it gets on.
         assert_eq!(p.me().stuck.load(Relaxed), now + 60_000_000);
         p.gets_on();
         assert_eq!(p.me().stuck.load(Relaxed), 0);
@@ -409,7 +412,7 @@ mod tests {
     fn who_holds_little_or_is_dead_or_alone_is_not_waited_for() {
         let (p, other) = two();
         let dead = testing::dead_process();
-        // (As a group that others have filled, where nobody else matters.)
+        // As in a group that others have filled, where nobody else matters.
         p.state.lock().rss = LIMIT + (1 << 20);
         assert_eq!(full(p, 1), 0);
         other.rss.store(LITTLE_BYTES, Relaxed);
@@ -422,8 +425,8 @@ mod tests {
         assert_eq!(full(p, 5), 3, "it is gone");
     }
 
-    /// The story: who found a dead member had its slot while it returned the charge, and seemed to hold that, too. In that instant
-    /// another could take it for the largest, and kill it.
+    /// The story: a process that found a dead member took its slot to return the charge, and for that moment seemed to hold the
+    /// charge as well. Another process could take it for the largest and kill it.
     #[test]
     fn who_returns_the_charge_of_the_dead_does_not_hold_it() {
         const TIMES: u32 = 20_000;
@@ -433,7 +436,7 @@ mod tests {
             let (mut seen, mut blamed) = (0, 0);
             while seen < TIMES {
                 let charged = other.owner() == Some(Identity::own()) && other.rss.load(Acquire) != 0;
-                // (Of one round: the next one charges again.)
+                // This belongs to one round: the next one charges again.
                 let round = other.ticker.load(Acquire);
                 blamed += u32::from(charged && round == seen);
                 seen = round;
@@ -449,7 +452,7 @@ mod tests {
             other.ticker.store(round, Release);
         }
         assert_eq!(looks.join().expect("it looks"), 0);
-        // What was broken off is begun again, and who did so, is not charged in the slot meanwhile.
+        // A return that was broken off is begun again. The process that does so is not charged in the slot meanwhile.
         other.rss.store(40 << 20, Relaxed);
         other.owner.store(dead.raw() | CLEANS, Relaxed);
         assert_eq!(p.largest(0, &p.state.lock()).pid, thread::getpid() as u32);
@@ -457,7 +460,7 @@ mod tests {
         assert_eq!((other.owner.load(Relaxed), other.rss.load(Relaxed)), (0, 0));
     }
 
-    /// See [`little`]: what each holds is little, all of it is more than there may be, and nobody has asked for it yet.
+    /// See [`little`]: each member holds little, all together more than the limit, and nobody has asked them for it yet.
     #[test]
     fn a_group_of_many_is_full_when_none_of_them_gets_on() {
         let (p, other) = two();
@@ -485,12 +488,12 @@ mod tests {
     fn what_the_dead_are_charged_fills_no_group() {
         let (p, other) = two();
         let dead = testing::dead_process();
-        // (Somebody of this process has just looked for the dead.)
+        // Somebody in this process has just searched for dead members.
         p.bury_the_dead(true);
         other.owner.store(dead.raw(), Relaxed);
         assert_eq!(full(p, 1), 0);
         assert_eq!((other.owner.load(Relaxed), other.rss.load(Relaxed)), (0, 0));
-        // Nor is anybody killed for it, once it was said.
+        // Nor is anybody killed for it, once the message was given.
         p.group.nodes[0].full_said.store(1, Relaxed);
         p.group.nodes[0].on_full.store(ON_FULL_KILL, Relaxed);
         other.rss.store(40 << 20, Relaxed);
@@ -510,7 +513,8 @@ mod tests {
         assert_eq!([0, sub, below].map(name), ["k", "k/sub", "k/sub/below"]);
     }
 
-    /// No member need be stuck where one is stopped, or takes out what takes as much room elsewhere: the group does not come down.
+    /// The group may not come down although no member is stuck: one is stopped, or what it takes out takes as much room
+    /// elsewhere.
     #[test]
     fn a_group_that_does_not_come_down_is_full() {
         let (p, other) = two();
@@ -522,15 +526,15 @@ mod tests {
         other.rss.fetch_sub(2 << 20, Relaxed);
         let now = PATIENCE_NS + 2;
         assert_eq!(full(p, now), 1, "now it has");
-        // It is stopped when it had just found nothing.
+        // The other member is stopped just after it had found nothing.
         other.stuck.store(now, Relaxed);
         assert_eq!(full(p, now + STUCK_NS - 1), 2);
         assert_eq!(full(p, now + STUCK_NS), 2, "it may get on by now");
         assert_eq!(full(p, now + STUCK_NS + PATIENCE_NS), 3, "it does not");
-        // What cannot be managed never gets on.
+        // A member that cannot be managed never gets on.
         other.stuck.store(u64::MAX, Relaxed);
         assert_eq!(full(p, 1), 4);
-        // Once it is not over its limit all begins anew.
+        // Once the group is within its limit, everything starts over.
         other.stuck.store(0, Relaxed);
         assert_eq!(full(p, 10), 4);
         p.group.nodes[0].max.store(64 << 20, Relaxed);
@@ -539,8 +543,8 @@ mod tests {
         assert_eq!(full(p, PATIENCE_NS + 10), 4);
     }
 
-    /// The story: a disk in a cloud took some seconds for a write. Whoever found nothing to take meanwhile saw that the group did not come
-    /// down, and the largest was killed, which waited for its disk to make room.
+    /// The story: a cloud disk took some seconds for a write. Members that found nothing to take meanwhile saw that the group did
+    /// not come down, and the largest was killed while it waited for its disk to make room.
     #[test]
     fn a_group_whose_slow_disk_is_waited_for_is_not_full() {
         let (p, other) = two();
@@ -550,7 +554,7 @@ mod tests {
             other.disk_at.store(now, Relaxed);
             assert_eq!(full(p, now + 1), 0, "its disk makes room");
         }
-        // Nor while this one's does, or where the other finds nothing beside it.
+        // Nor while this member's disk does, or where the other one finds nothing beside it.
         other.stuck.store(now, Relaxed);
         assert_eq!(full(p, now + 2), 0);
         other.stuck.store(0, Relaxed);
@@ -559,14 +563,14 @@ mod tests {
         assert_eq!(full(p, now + 2 * PATIENCE_NS), 0);
         p.tier.began[1].store(thread::now_ns() - 11_000_000_000, Relaxed);
         other.disk_at.store(now, Relaxed);
-        // Both stand still.
+        // Both disks stand still.
         now += 2 * PATIENCE_NS;
         assert_eq!(full(p, now), 0, "the other may get on without it");
         assert_eq!(full(p, now + PATIENCE_NS), 1, "it does not");
         p.tier.began[1].store(0, Relaxed);
     }
 
-    /// What is done is what the group says, and to the largest of all.
+    /// The action is the one that the group is set to, and it concerns the largest of all members.
     #[test]
     fn what_is_done_about_it_waits_too() {
         let (p, other) = two();
@@ -581,7 +585,7 @@ mod tests {
         assert_eq!((full(p, 2), killed()), (1, 1));
         let ended = child.wait().expect("it was killed");
         assert_eq!(std::os::unix::process::ExitStatusExt::signal(&ended), Some(libc::SIGKILL));
-        // To wait is not put off.
+        // Waiting is not put off.
         p.group.nodes[0].on_full.store(ON_FULL_WAIT, Relaxed);
         other.owner.store(Identity::own().raw(), Relaxed);
         other.stuck.store(0, Relaxed);

@@ -1,9 +1,10 @@
-//! Who holds what one process at a time may have of a member: the request that is asked of it (`request`), the watch over its
-//! writes (`notify`).
+//! Tracks which process holds something that one process at a time may have of a member: its request slot (`request`), or the
+//! watch over its writes (`notify`).
 //!
-//! A word of shared memory with the holder's [`Identity`], by which everybody can see whether it is still there. Nothing waits
-//! for it and nobody keeps it up: who is killed leaves its name, and the next one takes the hold from the dead. By
-//! compare-exchange, so of several who find the same one dead one succeeds, and who gave up late takes nothing from the next.
+//! The holder is a word of shared memory with an [`Identity`], so everybody can see whether it is still alive. Nothing waits for
+//! the word and nobody maintains it: a killed holder leaves its name, and the next one takes the hold from the dead. It does so
+//! by compare-exchange, so of several that find the same dead holder one succeeds, and a late release takes nothing from the next
+//! holder.
 
 use core::sync::atomic::{AtomicU64, Ordering::*};
 use uzswap_sys::process::Identity;
@@ -14,24 +15,24 @@ use uzswap_sys::process::Identity;
 pub struct Holder(AtomicU64);
 
 impl Holder {
-    /// Who has it, or had it when it died.
+    /// The holder, alive or dead.
     pub fn get(&self) -> Option<Identity> {
         Identity::from_raw(self.0.load(Acquire))
     }
 
-    /// Takes it, when nobody has it who is alive. False: somebody has, perhaps `me`.
+    /// Takes the hold unless a living process has it. Returns false if one has, perhaps `me`.
     pub fn take(&self, me: Identity) -> bool {
         let holder = self.0.load(Acquire);
         let free = Identity::from_raw(holder).is_none_or(Identity::is_dead);
         free && self.0.compare_exchange(holder, me.raw(), AcqRel, Relaxed).is_ok()
     }
 
-    /// Gives it back. Nothing happens when another one has it by now.
+    /// Gives the hold back. Does nothing if another process has it by now.
     pub fn give_up(&self, me: Identity) {
         let _ = self.0.compare_exchange(me.raw(), 0, AcqRel, Relaxed);
     }
 
-    /// What was held is no more, whoever has it.
+    /// What was held no longer exists, whoever holds it.
     pub(crate) fn forsake(&self) {
         self.0.store(0, Release);
     }
@@ -43,14 +44,14 @@ mod tests {
     use std::process::Command;
     use std::sync::Barrier;
 
-    /// Somebody who has ended.
+    /// A process that has ended.
     fn dead() -> Identity {
         let mut child = Command::new("/bin/true").spawn().unwrap();
         child.wait().unwrap();
         Identity::from_raw(child.id().into()).unwrap()
     }
 
-    /// One who is there as long as this test is: by its pid alone.
+    /// A process that lives as long as this test, named by its pid alone.
     fn other() -> Identity {
         Identity::from_raw(1).unwrap()
     }
@@ -70,7 +71,7 @@ mod tests {
         assert!(holder.take(me));
     }
 
-    /// Threads of this process, each by the name of its own: its thread id, which is a pid to the kernel too.
+    /// Threads of this process, each under a name of its own: its thread id, which the kernel accepts as a pid too.
     #[test]
     fn of_many_who_find_the_holder_dead_one_takes_it() {
         const TAKERS: usize = 4;
@@ -83,7 +84,7 @@ mod tests {
                 let me = Identity::from_raw(unsafe { libc::gettid() } as u64).unwrap();
                 start.wait();
                 let took = holder.take(me);
-                // (Nobody ends, and is dead, while another looks.)
+                // No thread ends, and so becomes dead, while another looks.
                 end.wait();
                 took.then_some(me)
             };

@@ -1,16 +1,15 @@
-//! The limits of the group, and what happens at each.
-//!
+//! The limits of a group, and what happens at each.
 //! ```text
 //!        memory.high                        memory.max
 //! ────────────┼──────────────────────────────────┼───────────────▶ charge: resident + pool + metadata
 //!  nothing    │ reclaim; the faulting threads    │ reclaim; when nothing more can be taken out:
 //!             │ wait in proportion to the excess │ --on-full: see `full`
 //! ```
-//! Every group above a member's has its limits too: reclaim goes by the one that is exceeded most, and each is full by itself. Limits are read anew each
-//! time, so changing one takes effect at once; `uzswap ctl` wakes the members for it.
+//! The groups above have limits too: reclaim goes by the one that is exceeded most, and each group is full by itself. Limits are
+//! read anew each time, so a change takes effect at once; `uzswap ctl` wakes the members for it.
 //!
-//! `memory.zswap.max` and `memory.swap.max` bound what is in the pool and in the swap file: [`Pager::may_zswap`] and
-//! [`Pager::may_swap`] are asked before something is put there.
+//! `memory.zswap.max` and `memory.swap.max` bound the pool and the swap file: callers ask [`Pager::may_zswap`] and
+//! [`Pager::may_swap`] before they put something there.
 
 use crate::frames::arena::PAGE;
 use crate::group::member::Others;
@@ -20,20 +19,20 @@ use crate::state::State;
 use core::sync::atomic::Ordering::*;
 use uzswap_sys::thread;
 
-/// What each fault waits when the charge is twice `memory.high`, and in proportion otherwise: at 10 % above it a program
-/// that takes page after page gets 2 MB/s.
+/// Each fault waits this long when the charge is twice `memory.high`, and in proportion otherwise. At 10 % above it a program
+/// that touches page after page gets 2 MB/s.
 const THROTTLE_NS: u64 = 20_000_000;
-/// The longest wait.
+/// The longest wait (nanoseconds).
 const THROTTLE_MOST_NS: u64 = 100_000_000;
-/// A wait shorter than this is not worth a system call.
+/// A shorter wait is not worth a system call (nanoseconds).
 const THROTTLE_LEAST_NS: u64 = 50_000;
-/// How far above `memory.max`, where that is little, faults go on before they wait.
+/// Faults go on up to this far above `memory.max` before they wait, where the limit is small (bytes).
 const FAR_BYTES: usize = 4 << 20;
 
-/// A group of the chain whose `memory.max` is exceeded.
+/// A group of the chain that exceeds its `memory.max`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Over {
-    /// Which of the chain it is, from the nearest.
+    /// Its position in the chain, counted from the nearest.
     pub level: usize,
     /// The group.
     pub node: usize,
@@ -44,10 +43,11 @@ pub struct Over {
 }
 
 impl Node {
-    /// Sets `memory.max` where so much is charged. Nobody is killed for what is above it now, if it cannot be taken out.
+    /// Sets `memory.max` while `charged` bytes are charged. Nobody is killed for what exceeds the new limit now, if that cannot
+    /// be taken out.
     ///
-    /// The story: a member had just read the former limit, which was kept, when that was said; and took it back. So it is said once more,
-    /// by another number, which only who has read the new limit takes back.
+    /// The story: a member had just read the former limit, which was met, when the grace was noted, and took the grace back. So
+    /// it is noted once more with another number, which only a member that has read the new limit takes back.
     pub fn set_max(&self, bytes: u64, charged: u64) {
         let grace = if charged > bytes { charged & !1 } else { 0 };
         self.grace.store(grace | u64::from(grace != 0), SeqCst);
@@ -57,12 +57,12 @@ impl Node {
 }
 
 impl Pager {
-    /// The charge that reclaim keeps below: the least `memory.high` or `memory.max` of the chain.
+    /// The charge that reclaim stays below: the least `memory.high` or `memory.max` of the chain.
     pub fn limit(&self) -> usize {
         self.chain_nodes().map(|(_, n)| n.target()).min().unwrap_or(NO_LIMIT) as usize
     }
 
-    /// What the other members are charged of that limit, and what of that is their pools (bytes).
+    /// What the other members charge against that limit, and the part of that in their pools (bytes).
     pub(crate) fn others_hold_now(&self) -> (usize, usize) {
         let tightest = self.chain_nodes().enumerate().min_by_key(|(_, (_, n))| n.target());
         let others = self.others_use();
@@ -79,8 +79,8 @@ impl Pager {
         if self.group.pool_uncharged.load(Relaxed) != 0 { held.saturating_sub(s.pool.held_bytes()) } else { held }
     }
 
-    /// Bytes the group is over (positive) or under what reclaim keeps, what others plan and may have filled already included; of the
-    /// chain, the group that is worst off.
+    /// Bytes by which the group is over (positive) or under reclaim's target, in the group of the chain that is worst off. Counts
+    /// what other members plan and may have filled already.
     pub fn excess(&self, s: &State) -> isize {
         if self.lets_go() {
             return isize::MIN / 2;
@@ -88,21 +88,23 @@ impl Pager {
         self.excesses(s, self.others_charge_soon()).map(|(_, over)| over).max().unwrap_or(isize::MIN / 2)
     }
 
-    /// The groups of the chain, and by how many bytes each is over (positive) or under what reclaim keeps, where the other members are
-    /// charged with so much.
+    /// The groups of the chain, and by how many bytes each is over (positive) or under reclaim's target, if the other members are
+    /// charged `others`.
     pub(crate) fn excesses(&self, s: &State, others: [usize; DEPTH]) -> impl Iterator<Item = (usize, isize)> {
         let own = self.charged(s);
         let levels = self.chain_nodes().zip(others);
         levels.map(move |((node, n), others)| (node, (own + others) as isize - n.target() as isize))
     }
 
-    /// How far a process that charges `own` may grow, in the worst group of the chain, before memory must be managed
-    /// (0: now), where `engage_at` says at which charge of a limit that is: at once where `planned` more, and what others
-    /// have planned, would not fit below where those that are managed keep the limit (`over`: they count with all of it). And
-    /// how far until it should look again, as others grow too: while this process uses a second of CPU time each of them may.
+    /// How far a process that charges `own` may grow before its memory must be managed (0: now), in the worst group of the chain;
+    /// and how far it may grow until it should look again. (Others grow too: while this process uses a second of CPU time each of
+    /// them may.)
     ///
-    /// The story: children of 40 MiB each ended, one after the other, and their parent filled as much. Who had died was not looked for below
-    /// the limit, so of 64 MiB the parent had 24 left, and was managed.
+    /// `engage_at` gives the charge at which a process engages for a limit. It engages at once if `planned` more bytes, and what
+    /// others have planned, would not fit below the charge that managed members keep (`over`; they count with all of it).
+    ///
+    /// The story: children of 40 MiB each ended one after the other, and their parent filled as much. Below the limit nobody
+    /// searched for dead members, so of 64 MiB the parent had 24 left, and became managed.
     pub fn headroom(&self, own: usize, planned: usize, engage_at: impl Fn(usize) -> usize) -> (usize, usize) {
         let (room, until_look) = self.headroom_beside(own, planned, &engage_at);
         if room == 0 && self.bury_the_dead(false) {
@@ -124,10 +126,10 @@ impl Pager {
         (room, until_look / (1 + self.others_count()))
     }
 
-    /// Raises the peaks of the chain's groups, where this process charges `own`, of which `resident` is not the pool,
-    /// and has `out` bytes out of RAM.
+    /// Raises the peaks of the chain's groups. This process charges `own`, of which `resident` is not in the pool, and has `out`
+    /// bytes out of RAM.
     ///
-    /// The story: of a program of 40 MiB whose child had held as much, and had ended, a peak of 81 MiB was told.
+    /// The story: a program of 40 MiB had a child that held as much and had ended. The reported peak was 81 MiB.
     pub fn raise_peaks(&self, own: usize, resident: usize, out: usize) {
         let mut others = self.others_use();
         let sums = |others: &Others, i: usize| {
@@ -143,7 +145,7 @@ impl Pager {
         }
         for (i, (_, n)) in self.chain_nodes().enumerate() {
             let (charge, held) = sums(&others, i);
-            // (Where the limit was just set below the charge that is not what it was seen under.)
+            // If the limit was just set below the charge, the peak was not reached under that limit.
             if n.peak.fetch_max(charge, Relaxed) < charge && n.grace.load(Relaxed) == 0 {
                 n.peak_max.store(n.max.load(Relaxed), Relaxed);
             }
@@ -151,10 +153,11 @@ impl Pager {
         }
     }
 
-    /// The groups of the chain whose `memory.max` is exceeded, nearest first.
+    /// The groups of the chain that exceed their `memory.max`, nearest first.
     ///
-    /// The story: it was the one that is exceeded by most. A member of `web/worker` was far above that group's limit, which it was to
-    /// exceed, and so it was above that of `web`, which was to wait, or to have somebody killed: that was never even said to be full.
+    /// The story: it was only the one exceeded by most. A member of `web/worker` was far above that group's limit, which it was
+    /// allowed to exceed. So it was above the limit of `web` as well, whose members were to wait or be killed; but `web` was
+    /// never even reported as full.
     pub fn over_max(&self, s: &State) -> impl Iterator<Item = Over> {
         let others = if self.lets_go() { None } else { Some(self.others_charge()) };
         let (own, chain) = (self.charged(s), self.chain_nodes().enumerate());
@@ -164,10 +167,10 @@ impl Pager {
         })
     }
 
-    /// Counts a reclaim because of a group's `memory.max`, which the charge is about to exceed (the kernel's words: it has
-    /// no more than `margin` bytes to go, and mostly never gets there), or because its `memory.high` is exceeded.
+    /// Counts a reclaim because the charge is about to exceed a group's `memory.max` (as the kernel counts it: at most `margin`
+    /// bytes are left, and mostly it never gets there), or because it exceeds `memory.high`.
     pub fn count_excess(&self, s: &State, margin: usize) {
-        // (Before the limits are read and what is charged is summed up: see `Node::set_max`.)
+        // Read them before the limits are read and the charges summed up: see `Node::set_max`.
         let graces = self.chain.nodes().iter().map(|at| self.group.nodes[*at].grace.load(Acquire));
         let mut grace = [0; DEPTH];
         grace.iter_mut().zip(graces).for_each(|(to, grace)| *to = grace);
@@ -177,7 +180,7 @@ impl Pager {
             if charge <= max && grace[i] != 0 {
                 let _ = n.grace.compare_exchange(grace[i], 0, Relaxed, Relaxed);
             }
-            // (Below a `memory.high` it is that which takes memory out first.)
+            // Below a `memory.high`, that limit takes memory out first.
             if charge > max || (max <= high && charge + margin as u64 > max) {
                 self.group.count(node, |e| &e.max, 1);
             } else if charge > high {
@@ -186,7 +189,7 @@ impl Pager {
         }
     }
 
-    /// How long a fault is to wait because the charge is above `memory.high`: in proportion to the excess.
+    /// How long a fault is to wait because the charge is above `memory.high`: in proportion to the excess (nanoseconds).
     pub fn throttle_ns(&self, s: &State) -> u64 {
         if self.chain_nodes().all(|(_, n)| n.high.load(Relaxed) >= NO_LIMIT) {
             return 0;
@@ -196,7 +199,7 @@ impl Pager {
         self.chain_nodes().enumerate().map(wait).max().unwrap_or(0)
     }
 
-    /// The same for a thread that is allocating, which may not take the pager's lock: as last published.
+    /// The same for a thread that allocates, which may not take the pager's lock: uses the charge last published.
     pub fn throttle_allocation(&self) {
         let (own, others) = (self.me().rss.load(Relaxed), self.others_charge());
         let wait =
@@ -207,7 +210,7 @@ impl Pager {
         }
     }
 
-    /// Whether the pool may grow by `bytes`: the groups' `memory.zswap.max`. Refusals are counted.
+    /// Whether the groups' `memory.zswap.max` let the pool grow by `bytes`. Counts refusals.
     pub fn may_zswap(&self, s: &State, bytes: usize) -> bool {
         if self.chain_nodes().all(|(_, n)| n.zswap_max.load(Relaxed) >= NO_LIMIT) {
             return true;
@@ -223,13 +226,14 @@ impl Pager {
         true
     }
 
-    /// Whether nothing may be in the pool (`memory.zswap.max` of a group is less than a page): what leaves goes to the swap file directly.
+    /// Whether nothing may be in the pool, as a group's `memory.zswap.max` is less than a page: pages then go to the swap file
+    /// directly.
     pub fn pool_is_forbidden(&self) -> bool {
         self.chain_nodes().any(|(_, n)| n.zswap_max.load(Relaxed) < PAGE as u64)
     }
 
-    /// Whether the pool was refused room, and would be still, and the swap file does not take what it is refused: nothing that needs any
-    /// is then worth trying.
+    /// Whether the pool was refused room, would be refused again, and the swap file does not take those pages instead. Nothing
+    /// that needs room in the pool is worth trying then.
     pub fn zswap_is_full(&self, s: &State) -> bool {
         if !self.zswap_full.load(Relaxed) {
             return false;
@@ -241,8 +245,8 @@ impl Pager {
         full && !(self.pool_is_forbidden() && self.goes_directly(s))
     }
 
-    /// Whether `bytes` more may be put in the swap file: the groups' `memory.swap.max`, of which `own` are this
-    /// process's already. Refusals are counted.
+    /// Whether the groups' `memory.swap.max` let `bytes` more into the swap file; `own` bytes there are this process's already.
+    /// Counts refusals.
     pub fn may_swap(&self, own: usize, bytes: usize) -> bool {
         let refuses = self.without_swap_room(own, bytes);
         if let Some(node) = refuses {
@@ -251,12 +255,12 @@ impl Pager {
         refuses.is_none()
     }
 
-    /// The same, only asked.
+    /// The same, without counting.
     pub fn has_swap_room(&self, own: usize, bytes: usize) -> bool {
         self.without_swap_room(own, bytes).is_none()
     }
 
-    /// The first group of the chain that would then have more in the swap file than its `memory.swap.max`.
+    /// The first group of the chain that would then exceed its `memory.swap.max`.
     fn without_swap_room(&self, own: usize, bytes: usize) -> Option<usize> {
         let others = self.others_use();
         let mut levels = self.chain_nodes().enumerate();
@@ -269,15 +273,15 @@ impl Pager {
         self.chain_nodes().all(|(_, n)| n.zswap_writeback.load(Relaxed) != 0)
     }
 
-    /// Counts pages that could go nowhere.
+    /// Counts pages that neither the pool nor the swap file could take.
     pub fn count_swap_fail(&self, pages: u64) {
         self.group.count(self.node, |e| &e.swap_fail, pages);
     }
 
-    /// Far above a `memory.max` whose members are to wait (`--on-full=wait`), faults wait for reclaim, whether or not it
-    /// knows yet that there is nothing more to take.
+    /// Makes faults wait for reclaim when the charge is far above the `memory.max` of a group with `--on-full=wait`, even if
+    /// reclaim does not know yet that there is nothing more to take.
     pub fn hold_back(&self, s: &State) {
-        // (Before anything is summed up: this is asked at every fault.)
+        // This comes before anything is summed up, as it runs at every fault.
         let waits = |n: &Node| n.on_full.load(Relaxed) == ON_FULL_WAIT;
         if !self.chain_nodes().any(|(_, n)| waits(n)) {
             return;
@@ -288,7 +292,7 @@ impl Pager {
         }
     }
 
-    /// Whether faults are to wait for room (`--on-full=wait`). Reads what is resident, which may have changed.
+    /// Whether faults are to wait for room (`--on-full=wait`). Reads the RSS again, which may have changed.
     pub fn must_wait(&self, s: &mut State) -> bool {
         if !self.waits.load(SeqCst) {
             return false;
@@ -300,7 +304,7 @@ impl Pager {
     }
 }
 
-/// The wait at a charge above `high`.
+/// The wait at a charge above `high` (nanoseconds).
 fn throttle(charge: u64, high: u64) -> u64 {
     let over = charge.saturating_sub(high);
     if over == 0 {
@@ -335,14 +339,14 @@ mod tests {
             });
             let mut forgotten = 0;
             for round in 0..u64::from(TIMES) {
-                // (Each time it is another charge, as it would be.)
+                // The charge is another one each time, as it would be.
                 let charged = CHARGED + 2 * round;
                 n.set_max(64 << 20, charged);
                 while n.grace.load(Relaxed) != 0 {
                     std::thread::yield_now();
                 }
                 n.set_max(32 << 20, charged);
-                // (Whoever has still read the former limit is through by then.)
+                // A member that has still read the former limit is through by then.
                 let counted = n.events.max.load(Relaxed);
                 while n.events.max.load(Relaxed) < counted + 2 {
                     std::thread::yield_now();
@@ -352,7 +356,7 @@ mod tests {
             ends.store(true, Relaxed);
             assert_eq!(forgotten, 0);
         });
-        // When it is met it is forgotten.
+        // Once the limit is met the grace is forgotten.
         p.state.lock().rss = 20 << 20;
         p.count_excess(&p.state.lock(), 0);
         assert_eq!(n.grace.load(Relaxed), 0);

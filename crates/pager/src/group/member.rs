@@ -1,12 +1,12 @@
-//! Membership: this process's slot in its group, and what the other members say.
+//! Membership: this process's slot in its group, and what the other members publish.
 //!
-//! A member says what it is charged with, and decides by what the others have said: sums over their slots, made anew each time,
-//! in each group from its own to the root. What is read is a moment old, each figure another one; so a limit is kept with a
-//! margin, growth is said before it is much (`Pager::charge_growth`), and who finds the group over its limit wakes the others, as
-//! they may hold what it lacks.
+//! A member publishes its charge, and decides by what the others have published: sums over their slots, computed anew each time,
+//! for each group from its own to the root. What it reads is a moment old, and each figure is from another moment. So members
+//! keep a limit with a margin, publish growth before it is much (`Pager::charge_growth`), and wake the others when the group is
+//! over its limit, as those may hold what the group lacks.
 //!
-//! Invariants: only the owner writes a slot's charges, and only while it lives; what dead members were charged with is returned
-//! by whoever looks. `group` explains how a slot changes hands. Nothing here takes a lock.
+//! Invariants: only the owner writes a slot's charges, and only while it lives; whoever looks returns the charges of dead
+//! members. `group` explains how a slot changes hands. Nothing here takes a lock.
 
 use crate::group::counters::Counters;
 use crate::group::full::{LITTLE_BYTES, finds_nothing, little};
@@ -18,18 +18,20 @@ use uzswap_sys::process::{self, Identity};
 use uzswap_sys::raw::Errno;
 use uzswap_sys::{lock, owner, thread};
 
-/// The signal that makes a ticker look; it is only ever sent to such a thread, which blocks it.
+/// The signal that makes a ticker look. It is sent only to tickers, which block it.
 ///
-/// It is one of libc's own (by which it cancels threads), which programs cannot use and nobody sends to a process: who waits for a
-/// signal takes those of the whole process, too. libc sends it to threads that it knows of, so to none of uzswap's.
+/// It is one of libc's own signals (for cancelling threads). Programs cannot use it, and nobody sends it to a process, which
+/// matters as a thread that waits for a signal also takes those sent to its whole process. libc sends it only to threads that it
+/// knows, so to none of uzswap's.
 ///
-/// The story: it was the last one, 64. A program that blocked that and read it by `sigwait` or a signalfd missed most of them.
+/// The story: it was the last signal, 64. A program that blocked that one and read it by `sigwait` or a signalfd missed most of
+/// them.
 pub const SIGNAL: i32 = 32;
-/// Nanoseconds between two searches for dead members: so many for each that is asked about, by each that asks.
+/// Nanoseconds between two searches for dead members, for each member that is asked about and each that asks.
 const SEARCH_EACH_NS: u64 = 160_000;
 const SEARCH_LEAST_NS: u64 = 1_000_000;
 const SEARCH_NS: u64 = 100_000_000;
-/// Nanoseconds between two pokes at members that are not engaged: so many for each, as each costs some tens of microseconds.
+/// Nanoseconds between two pokes at members that are not engaged, for each of them: a poke costs some tens of microseconds.
 const POKE_NS: u64 = 1_000_000;
 const POKE_LEAST_NS: u64 = 10_000_000;
 
@@ -41,7 +43,7 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// The chain of a group.
+    /// The chain of group `node`.
     pub fn of(page: &GroupPage, node: usize) -> Self {
         let mut chain = Self { nodes: [0; DEPTH], len: 0 };
         for at in page.chain(node) {
@@ -57,12 +59,12 @@ impl Chain {
     }
 }
 
-/// What the other members use, by group of the chain.
+/// What the other members use, for each group of the chain (bytes).
 #[derive(Clone, Copy, Default)]
 pub struct Others {
     /// Charges.
     pub charge: [usize; DEPTH],
-    /// Of them, what is resident: without the pools.
+    /// The resident part of the charge: without the pools.
     pub resident: [usize; DEPTH],
     /// Memory out of RAM.
     pub swapped: [usize; DEPTH],
@@ -70,12 +72,12 @@ pub struct Others {
     pub pool: [usize; DEPTH],
     /// What is in swap files.
     pub swap: [usize; DEPTH],
-    /// What is mapped and not filled yet.
+    /// Memory mapped and not filled yet.
     pub planned: [usize; DEPTH],
 }
 
 impl Pager {
-    /// Takes a slot of the group: this process's own (after exec), a free one, or a dead member's.
+    /// Takes a slot in the group: this process's own (after exec), a free one, or a dead member's.
     ///
     /// # Errors
     /// `EAGAIN` when all are taken by live processes.
@@ -92,11 +94,11 @@ impl Pager {
             if own.is_none() && whole && slot.node.load(Relaxed) as usize == self.node {
                 own = Some(i);
             } else {
-                // A burial that exec broke off.
+                // Exec broke off a burial.
                 owner::settle(&slot.owner, None);
             }
         }
-        // (After exec it is the same process.)
+        // After exec it is the same process, which does not join again.
         let joins = own.is_none();
         let index = own.or_else(|| self.take_slot(me)).ok_or(libc::EAGAIN)?;
         let slot = &page.slots[index];
@@ -118,7 +120,7 @@ impl Pager {
         Ok(())
     }
 
-    /// Says that this process's memory is managed, and counts it, once.
+    /// Notes that this process's memory is managed, and counts it once.
     pub(crate) fn note_engaged(&self) {
         self.me().engaged.store(1, Relaxed);
         if self.me().was_engaged.swap(1, Relaxed) == 0 {
@@ -126,9 +128,11 @@ impl Pager {
         }
     }
 
-    /// A slot that is now ours: one of our group if there is one, so that its counters can stay. What it is charged with is not ours yet.
+    /// Takes a slot for this process: preferably a free one of its own group, so that the slot's counters can stay. The slot's
+    /// charge is not this process's yet.
     ///
-    /// The story: who took a dead member's slot seemed to hold what that had held until it was returned, and could be killed for it.
+    /// The story: a process that took a dead member's slot seemed to hold its charge until that was returned, and could be killed
+    /// for it.
     fn take_slot(&self, me: Identity) -> Option<usize> {
         let slots = &self.group.slots;
         let take = |i: usize, same_group: bool, free: &dyn Fn(Identity) -> bool| {
@@ -152,27 +156,28 @@ impl Pager {
         &self.me().counters
     }
 
-    /// The other members' slots that are somebody's.
+    /// The other members' slots that have an owner.
     pub(crate) fn others(&self) -> impl Iterator<Item = &Slot> {
         let mine = self.slot.load(Relaxed);
         let all = self.group.used().iter().enumerate();
         all.filter(move |(i, s)| *i != mine && s.owner.load(Relaxed) != 0).map(|(_, s)| s)
     }
 
-    /// How many other members there are.
+    /// Number of other members.
     pub fn others_count(&self) -> usize {
         self.others().count()
     }
 
-    /// What the other members charge, as they last said it, in each group of the chain.
+    /// The other members' charges, as last published, in each group of the chain.
     pub fn others_charge(&self) -> [usize; DEPTH] {
         self.sum_others(charge_of)
     }
 
-    /// The same, and what those may have filled since whose memory is not managed yet: what they planned. (Asked at every fault.)
+    /// The same, plus what members that are not managed yet may have filled since: their plans. (Called at every fault.)
     ///
-    /// The story: of eight processes that filled a group at once the first three had room for all of theirs, and so their memory was
-    /// not managed yet when the others began. These were, and knew of what the three filled when those said it, after it was too much.
+    /// The story: eight processes filled a group at once. The first three had room for all of theirs, so they were not managed
+    /// yet when the others began. The others were, but learned what the three had filled only when those published it, which was
+    /// too late.
     pub fn others_charge_soon(&self) -> [usize; DEPTH] {
         self.sum_others(|s, uncharged| charge_of(s, uncharged) + planned_by(s))
     }
@@ -194,7 +199,7 @@ impl Pager {
         self.group.nodes[node].ancestors.load(Relaxed)
     }
 
-    /// What the other members use, as they last said it, in each group of the chain.
+    /// What the other members use, as last published, in each group of the chain.
     pub fn others_use(&self) -> Others {
         let mut sums = Others::default();
         let uncharged = self.group.pool_uncharged.load(Relaxed) != 0;
@@ -214,15 +219,15 @@ impl Pager {
         sums
     }
 
-    /// Wakes the reclaim threads of the other members that hold something worth while; those that are not engaged yet
-    /// look whether they should be, now and then. (What those hold is not known: one that filled its memory since it last
-    /// looked, and uses no CPU time any more, would never look again by itself.)
+    /// Wakes the reclaim threads of the other members that hold something worthwhile. Now and then it also asks members that are
+    /// not engaged to check whether they should be. (What those hold is unknown: one that filled its memory since its last look,
+    /// and uses no CPU time any more, would never look again by itself.)
     ///
-    /// The story: the members of a group that was full woke each other, who looked in vain and woke the others. Four that slept took a
-    /// CPU between them. Who finds nothing looks by itself, 50 times a second (of many members less often).
+    /// The story: the members of a full group woke each other; each looked in vain, and woke the others. Four sleeping processes
+    /// took a whole CPU. A member that finds nothing looks by itself, 50 times a second (less often with many members).
     ///
-    /// The story: where many shared a limit each held less than what anybody was woken for. Members that slept kept what they had, and who
-    /// came last had nothing but its floor.
+    /// The story: where many shared a limit, each held less than what a member was woken for. Sleeping members kept what they
+    /// had, and the last to come had nothing but its floor.
     pub fn wake_others(&self) {
         self.rally_now_and_then();
         let (now, others) = (thread::now_ns(), self.others_count());
@@ -238,14 +243,14 @@ impl Pager {
         }
     }
 
-    /// Has all other members that are not engaged look whether they should be.
+    /// Asks all other members that are not engaged to check whether they should be.
     pub fn rally(&self) {
         let idle = |o: &&Slot| o.engaged.load(Relaxed) == 0 && o.ticker.load(Relaxed) != 0;
         self.others().filter(idle).for_each(|o| wake_member(o, true));
     }
 
-    /// Before memory is taken out: what others are charged with should be what they hold. Who died holds nothing; who has planned
-    /// and not filled it, and uses no CPU time, would not look by itself any more.
+    /// Called before memory is taken out, so that the others' charges are what they hold. A dead member holds nothing; one that
+    /// has planned memory, not filled it, and uses no CPU time would not look by itself any more.
     pub(crate) fn look_at_others(&self) {
         self.bury_the_dead(false);
         if self.others().any(|o| planned_by(o) != 0) {
@@ -253,7 +258,7 @@ impl Pager {
         }
     }
 
-    /// Returns the charges of members that died without a word, now and then or `at_once`; whether it has looked.
+    /// Returns the charges of members that died without a word, now and then or `at_once`. Returns whether it searched.
     pub(crate) fn bury_the_dead(&self, at_once: bool) -> bool {
         let others = self.others_count() as u64;
         let every = (SEARCH_EACH_NS * others * others).clamp(SEARCH_LEAST_NS, SEARCH_NS);
@@ -264,7 +269,7 @@ impl Pager {
         looks
     }
 
-    /// This process ends: its charges are returned, and its helpers, which still run, charge nothing any more.
+    /// This process ends: returns its charges, and keeps its helpers, which still run, from charging anything.
     pub fn leave(&self) {
         if self.is_of_caller() {
             self.left.store(true, SeqCst);
@@ -272,20 +277,20 @@ impl Pager {
         }
     }
 
-    /// Whether the calling process has this slot. (In a vfork child the memory is the parent's.)
+    /// Whether the calling process owns this slot. (A vfork child has the parent's memory.)
     pub(crate) fn is_of_caller(&self) -> bool {
         self.me().owner().is_some_and(|owner| owner.pid() == thread::getpid() as u32)
     }
 }
 
-/// What a member charges, as it last said it; the pool too, unless it is `uncharged`.
+/// A member's charge as last published; with `uncharged`, without its pool.
 fn charge_of(s: &Slot, uncharged: bool) -> usize {
     let pool = if uncharged { s.pool.load(Relaxed) as usize } else { 0 };
     (s.rss.load(Relaxed) as usize).saturating_sub(pool)
 }
 
-/// What a member has planned and may fill unmanaged. (One that is engaged does not, though a thread that planned just as it engaged may
-/// have left a figure behind.)
+/// What a member has planned and may fill unmanaged. (An engaged member fills nothing unmanaged, but a thread that planned just
+/// as it engaged may have left a figure behind.)
 fn planned_by(s: &Slot) -> usize {
     if s.engaged.load(Relaxed) == 0 { s.planned.load(Relaxed) as usize } else { 0 }
 }
@@ -296,18 +301,18 @@ pub fn wake_member(slot: &Slot, poke: bool) {
     lock::futex_wake(&slot.wake, 1, true);
     let Some(owner) = slot.owner().filter(|_| poke) else { return };
     let ticker = slot.ticker.load(Relaxed);
-    // The signal would end what is no ticker (any more): sent only to a thread that waits for it.
+    // The signal would kill any other thread, so it goes only to one that waits for it.
     if ticker != 0 && process::awaits(owner.pid(), ticker, SIGNAL) {
         thread::kill_thread(owner.pid() as i32, ticker as i32, SIGNAL);
     }
 }
 
-/// Nanoseconds between two pokes at members each of which may be asked in vain.
+/// Nanoseconds between two pokes at members, each of which may be in vain.
 fn poke_every(others: usize) -> u64 {
     (POKE_NS * others as u64).clamp(POKE_LEAST_NS, SEARCH_NS)
 }
 
-/// Whether something was done `every` nanoseconds ago or earlier: now it is done again.
+/// Whether something was last done at least `every` nanoseconds ago; if so notes that it is done now.
 pub(crate) fn due(last: &AtomicU64, every: u64) -> bool {
     let now = thread::now_ns();
     let before = last.load(Relaxed);
@@ -321,7 +326,7 @@ mod tests {
     use std::sync::mpsc;
     use uzswap_sys::sys;
 
-    /// A thread that waits for the ticker's signal, as a ticker does; what it says is whether the signal came in time.
+    /// A thread that waits for the ticker's signal, as a ticker does; it sends whether the signal came in time.
     fn ticker(times: usize) -> (u32, mpsc::Receiver<bool>) {
         let (say, hear) = mpsc::channel();
         let (say_tid, tid) = mpsc::channel();
@@ -339,7 +344,7 @@ mod tests {
         (tid.recv().unwrap(), hear)
     }
 
-    /// Another member, of which a [`ticker`] waits.
+    /// Another member, with a [`ticker`] that waits.
     fn member(p: &Pager, times: usize) -> (&Slot, mpsc::Receiver<bool>) {
         let (tid, woken) = ticker(times);
         let other = &p.group.slots[7];
@@ -369,7 +374,7 @@ mod tests {
             [(much, 0), (much, 1), (much, now), (1, 0)].map(|(rss, stuck)| woken(rss, stuck)),
             [true, true, false, false]
         );
-        // Where many share the limit what each holds is less. It is asked for now and then.
+        // Where many share the limit each holds less; such members are woken now and then.
         for more in &p.group.slots[1..7] {
             more.owner.store(Identity::own().raw(), Relaxed);
         }
@@ -384,8 +389,8 @@ mod tests {
         other.owner.store(0, Relaxed);
     }
 
-    /// The story: of eight processes that filled a group at once one was done before it looked again. It was charged with next
-    /// to nothing, so nobody woke it, and being idle it never looked: its 36 MiB stayed above the limit for good.
+    /// The story: eight processes filled a group at once, and one had finished before its next look. Its charge was next to
+    /// nothing, so nobody woke it, and being idle it never looked: its 36 MiB stayed above the limit for good.
     #[test]
     fn who_is_not_engaged_is_asked_whatever_it_last_said() {
         let p = testing::pager(16 << 20);
@@ -407,8 +412,8 @@ mod tests {
         assert!(woken.recv().unwrap());
     }
 
-    /// See [`Pager::others_charge_soon`], and [`Pager::look_at_others`]: a plan counts with those whose memory is managed, and it has
-    /// who made it looked after, so that it does not count for good.
+    /// See [`Pager::others_charge_soon`] and [`Pager::look_at_others`]: managed members count a plan, and have its owner look, so
+    /// that the plan does not count for good.
     #[test]
     fn what_others_plan_counts_until_they_have_looked() {
         let p = testing::pager(64 << 20);
@@ -422,13 +427,14 @@ mod tests {
         assert_eq!([0, 20, 30].map(excess), [(-24, false), (-4, false), (6, false)], "nothing is exceeded yet");
         p.look_at_others();
         assert!(woken.recv().unwrap(), "it is asked to look");
-        // Which it sees as those do who keep the limit with a margin: it has its memory managed, and plans nothing any more.
+        // The owner sees the plan the same way as members that keep the limit with a margin: it engages, and plans nothing any
+        // more.
         let room = |planned: usize| p.headroom(20 << 20, planned << 20, |limit| limit).0 >> 20;
         other.planned.store(0, Relaxed);
         assert_eq!([30, 41].map(room), [44, 0]);
         other.planned.store(11 << 20, Relaxed);
         assert_eq!([28, 30].map(room), [44, 0]);
-        // The story: a thread that planned just as its process engaged left that behind, which nobody takes back any more.
+        // The story: a thread that planned just as its process engaged left a plan behind that nobody takes back.
         other.engaged.store(1, Relaxed);
         assert_eq!((excess(30), room(30)), ((-24, false), 44), "who is managed fills nothing unseen");
         p.poked.store(0, Relaxed);
@@ -473,8 +479,8 @@ mod tests {
         assert_eq!(p.headroom(30 << 20, 0, |limit| limit).0, 34 << 20);
     }
 
-    /// The story: a shell that ran three programs was four processes and said to be seven, as what was forked and executed had joined
-    /// twice; and a child whose memory was managed from its beginning was not counted with those.
+    /// The story: a shell that ran three programs was four processes, and counted as seven, since a process that was forked and
+    /// executed a program had joined twice. And a child that was managed from its beginning was not counted as managed.
     #[test]
     fn a_process_joins_once_whatever_it_executes() {
         let p = testing::pager(16 << 20);
@@ -486,15 +492,15 @@ mod tests {
             p.claim_slot().unwrap();
             assert_eq!(p.me().engaged.load(Relaxed), 0);
         }
-        // Another, which is then in the slot, is another.
+        // Another process in the slot is another member.
         p.me().owner.store(0, Relaxed);
         p.claim_slot().unwrap();
         p.note_engaged();
         assert_eq!(counted(), (2, 2));
     }
 
-    /// The story: the report of a shell that ran a large program and then small ones said of the pool what the last of them had there, as
-    /// each had the slot of the one before.
+    /// The story: a shell ran a large program and then small ones, each in the slot of the one before. The report gave the last
+    /// one's pool figures.
     #[test]
     fn what_was_most_is_kept_when_a_slot_changes_hands() {
         let p = testing::pager(16 << 20);
@@ -519,7 +525,7 @@ mod tests {
             p.claim_slot().unwrap();
             assert_eq!(most(p.counters()), before, "and for who comes next");
         }
-        // Where the slot goes to another group it stays in the first.
+        // If the slot goes to another group, the figures stay with the first.
         let dead = &p.group.nodes[0].dead;
         p.counters().retire_into(dead);
         assert_eq!((most(dead), most(p.counters())), (before.clone(), vec![0; 7]));
@@ -528,7 +534,7 @@ mod tests {
         assert_eq!(most(dead), before, "the most, of one moment");
     }
 
-    /// The story: each of 32 processes in a group would keep free what one alone would, together up to half of the limit.
+    /// The story: each of 32 processes in a group kept as much free as one alone would, together up to half of the limit.
     #[test]
     fn members_share_what_is_kept_free() {
         let p = testing::pager(128 << 20);
@@ -560,7 +566,7 @@ mod tests {
         );
     }
 
-    /// The story: processes that filled a group at once each said every 32 faults, or 16 MiB, what they held.
+    /// The story: processes that filled a group at once published their charge only every 32 faults, or 16 MiB.
     #[test]
     fn what_is_filled_is_said_before_it_is_much() {
         let p = testing::pager(16 << 20);

@@ -1,14 +1,15 @@
-//! Shares of a limit: who brings back what it would still have with as much as another holds, asks that one to give.
+//! Balances a limit among members: a member that refaults pages which it would still have if it held as much as another asks that
+//! one to give.
 //!
-//! Each member keeps the limit by what it takes out of itself. That alone would leave memory to those that came first: who holds all that it
-//! needs does not fault, so it takes nothing out, and who came late puts out a page for each that it brings. User space sees no
-//! accesses, so nobody knows whose pages are older. So the member that holds most gives, until none that misses them holds much less;
-//! what it misses then it faults on, and asks in turn. Misses are told by the refault distance, as in the kernel's workingset: pages that
-//! come back, and left no longer ago than as many others have as the largest member holds. So who fills memory, or reads once what is
-//! larger than all of the limit, asks for nothing.
+//! Each member keeps the limit by evicting its own pages. That alone would leave memory to those that came first. A member that
+//! holds all it needs does not fault, so it evicts nothing; a late member evicts a page for each that it brings in. User space
+//! sees no accesses, so nobody knows whose pages are older. So the member that holds most gives, until no member that misses
+//! pages holds much less. What it then misses it faults on, and asks for in turn. The refault distance identifies misses, as in
+//! the kernel's workingset: pages that come back and left no more evictions ago than the largest member holds pages. So a member
+//! that fills memory, or reads once through more than the whole limit, asks for nothing.
 //!
-//! The story: a program joined another that held 85 MiB of their 100 and was busy with them. It had 14, of the 90 that it worked on, for
-//! as long as one looked, and did nothing but fault.
+//! The story: a program joined another that was busy with 85 MiB of their 100. The newcomer worked on 90 MiB, had 14 for as long
+//! as one looked, and did nothing but fault.
 
 use crate::frames::arena::PAGE;
 use crate::group::full::finds_nothing;
@@ -20,35 +21,35 @@ use uzswap_sys::thread;
 
 /// How often a member asks (nanoseconds).
 const ASK_NS: u64 = 4_000_000;
-/// For how many pages at most: as many as it has missed since.
+/// Pages asked for at most: as many as the member has missed since.
 const ASK_PAGES: u32 = 128;
-/// Less than this it does not ask for.
+/// It does not ask for fewer pages than this.
 const ASK_LEAST: u32 = 16;
-/// Who is asked holds more than the one that asks by a quarter, and this (bytes).
+/// The asked member holds more than the asking one by a quarter and this (bytes).
 const MORE: u64 = 2 << 20;
-/// How long who was asked does not grow again (nanoseconds): what it gives is for who asked.
+/// How long the asked member does not grow again (nanoseconds): it gives for the asking one.
 const HELD_NS: u64 = 40_000_000;
-/// How long who has found nothing to give looks for no more (nanoseconds).
+/// How long a member that found nothing to give does not look again (nanoseconds).
 const VAIN_NS: u64 = 100_000_000;
 
-/// What a member knows of being asked, and of asking (times are monotonic nanoseconds).
+/// What a member knows of being asked and of asking (times are monotonic nanoseconds).
 #[derive(Default)]
 pub struct Asking {
-    /// When it last asked.
+    /// When this member last asked.
     last: AtomicU64,
-    /// Pages that came back since, which it would have had with as much as the largest member.
+    /// Pages that came back since, and that it would have had if it held as much as the largest member.
     missed: AtomicU32,
-    /// What that holds (pages), when it was last looked.
+    /// What the largest member held at the last look (pages).
     largest: AtomicU32,
-    /// What it is to come down to (bytes), and stays below until `held`.
+    /// What this member is to come down to (bytes), and to stay below until `held`.
     most: AtomicU64,
     held: AtomicU64,
-    /// Until when it looks for nothing to give.
+    /// Until when it does not look for pages to give.
     vain: AtomicU64,
 }
 
 impl Pager {
-    /// Asks the member that holds most of the limit to give, where that is much more than what this one holds.
+    /// Asks the largest member within the limit to give, if that one holds much more than this one.
     pub(crate) fn ask_the_largest(&self, s: &State) {
         if self.without_move || !due(&self.asking.last, ASK_NS) {
             return;
@@ -63,22 +64,22 @@ impl Pager {
         let holds = largest.map_or(0, |o| o.rss.load(Relaxed) as usize / PAGE);
         self.asking.largest.store(holds as u32, Relaxed);
         let missed = self.asking.missed.swap(0, Relaxed);
-        // (Who has not heard yet that it was asked has nothing to give, or is about to.)
+        // A member that has not answered the last request yet has nothing to give, or is about to.
         if let Some(largest) = largest.filter(|o| missed >= ASK_LEAST && o.asked.load(Relaxed) == 0) {
             largest.asked.store(missed.min(ASK_PAGES), Relaxed);
             wake_member(largest, false);
         }
     }
 
-    /// Pages came back from the pool, of which the last left so many evictions ago.
+    /// Notes pages that came back from the pool; the last of them left `distance` evictions ago.
     pub(crate) fn note_missed(&self, pages: usize, distance: usize) {
         if distance < self.asking.largest.load(Relaxed) as usize {
             self.asking.missed.fetch_add(pages as u32, Relaxed);
         }
     }
 
-    /// Pages that this member is to give to others, where the group is over what reclaim keeps by `excess` bytes: none where there is
-    /// room.
+    /// Pages that this member is to give to others while the group is over reclaim's target by `excess` bytes; none while there
+    /// is room.
     pub(crate) fn asked_for(&self, s: &State, excess: isize) -> usize {
         let (a, asked) = (&self.asking, &self.me().asked);
         if asked.load(Relaxed) == 0 && a.held.load(Relaxed) == 0 {
@@ -111,7 +112,7 @@ impl Pager {
         self.asking.held.load(Relaxed) != 0
     }
 
-    /// Nothing was found to give.
+    /// Notes that nothing was found to give.
     pub(crate) fn gives_nothing(&self) {
         if self.is_to_give() {
             self.asking.held.store(0, Relaxed);
@@ -138,7 +139,7 @@ mod tests {
         }
         let asked = |slot: usize| p.group.slots[slot].asked.load(Relaxed);
         let mut s = p.state.lock();
-        // Who holds as much asks nobody.
+        // A member that holds as much asks nobody.
         s.rss = 45 << 20;
         p.ask_the_largest(&s);
         assert_eq!((asked(1), asked(2)), (0, 0));
@@ -149,7 +150,7 @@ mod tests {
         };
         asks(&s);
         assert_eq!((asked(1), asked(2)), (0, 0), "it misses nothing");
-        // What left longer ago than as much came as the other holds would not be there either.
+        // A page that left more evictions ago than the other holds pages would not be there either.
         p.note_missed(100, (50 << 20) / PAGE);
         asks(&s);
         assert_eq!((asked(1), asked(2)), (0, 0));
@@ -163,7 +164,7 @@ mod tests {
         p.note_missed(1000, 1);
         asks(&s);
         assert_eq!((asked(1), asked(2)), (ASK_PAGES, 0));
-        // Who is asked is over by as much, though the group is not, until it has given.
+        // The asked member is over by as much as it was asked for, though the group is not, until it has given.
         p.me().asked.store(1024, Relaxed);
         p.group.slots[1].rss.fetch_sub((p.excess(&s) + p.margin() as isize) as u64, Relaxed);
         assert_eq!(p.over(&s, 0, true), 1024);

@@ -1,4 +1,4 @@
-//! What happens in a group inside another that are both full.
+//! Tests of a full group inside another full group.
 
 use super::*;
 use crate::testing;
@@ -6,7 +6,8 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command};
 use uzswap_sys::process::Identity;
 
-/// A small member of a group of 32 MiB in one of 64, and another of it that holds 100 and never gets on; the number of the inner group.
+/// A small member of a group of 32 MiB inside one of 64, and another member that holds 100 and never gets on; returns the inner
+/// group's number.
 fn inside() -> (&'static Pager, usize) {
     let group = testing::group();
     let worker = group.make_child(0, b"worker").expect("a group");
@@ -26,7 +27,7 @@ fn member(p: &Pager, slot: usize, node: usize, mib: u64, who: Identity) {
     other.owner.store(who.raw(), Relaxed);
 }
 
-/// Another member, which is a process of its own.
+/// Another member, with a process of its own.
 fn beside(p: &Pager, slot: usize, node: usize, mib: u64) -> Child {
     let child = Command::new("sleep").arg("600").spawn().expect("a process");
     member(p, slot, node, mib, Identity::of(child.id()));
@@ -62,7 +63,7 @@ fn who_exceeds_its_own_limit_by_more_waits_for_that_above() {
     assert_eq!(waits(), (false, false), "only that group is full that is to be exceeded");
 }
 
-/// The same of who is to be killed.
+/// The same where a member is to be killed.
 #[test]
 fn who_exceeds_its_own_limit_by_more_is_killed_for_that_above() {
     let (p, worker) = inside();
@@ -87,7 +88,7 @@ fn nobody_else_is_killed_while_one_dies_for_a_group_in_it() {
     assert_eq!([0, worker].map(|node| events(p, node)), [(1, 1), (1, 1)]);
     assert_eq!(largest.wait().expect("it was killed").signal(), Some(libc::SIGKILL));
     assert!(other.try_wait().expect("a child").is_none());
-    // Once it is dead, and more is used all the same, it is another's turn.
+    // Once it is dead and the group still uses more, it is another member's turn.
     p.group.nodes[0].kill_due.store(0, Relaxed);
     full(p);
     assert_eq!([0, worker].map(|node| events(p, node).1), [2, 1]);
