@@ -20,7 +20,7 @@ pub struct Counters {
     pub refault_staged: AtomicU64,
     /// Times the handler was lifted from idle to normal policy, as others wanted its CPU (events).
     pub handler_lifted: AtomicU64,
-    /// Times the handler left its CPU to others for half a millisecond (events).
+    /// Times the handler left its CPU to others, for up to 0.4 ms (events).
     pub handler_paused: AtomicU64,
     /// Faults on memory that was never touched, or was zero (events).
     pub fault_zero: AtomicU64,
